@@ -1,0 +1,1 @@
+"""What a flip costs: jumps, differences between runs, precision."""

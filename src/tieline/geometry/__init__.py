@@ -1,0 +1,1 @@
+"""How near tokens are to a tie: boundary masses, densities, orders, distances."""

@@ -1,0 +1,1 @@
+"""Hugging Face models: family facts and capture of their routing."""

@@ -1,0 +1,85 @@
+"""The one place where experts are ranked, and with it the one tie rule: stable, lower index first.
+
+z_[1] >= z_[2] >= ... are the scores of a token in order; equal scores keep the order of their
+indices. `torch.topk` and `torch.max` promise no order among equals and pick differently from each
+other and from call to call with another k, so no other module of the package ranks scores.
+
+    stable_topk      the k largest scores and their experts, in order
+    topk_mask        the set of those experts as booleans
+    kth_largest      z_[k]
+    gap              z_[k] - z_[k+1] in float64, zero on a tie
+    ranked_scores    z_[1], ..., z_[n] in float64
+
+A score that is not a number ranks above all others, so that it is chosen and shows in the output
+instead of vanishing from it.
+"""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from tieline.errors import ShapeError, require
+
+__all__ = ["Ranked", "gap", "kth_largest", "ranked_scores", "stable_topk", "topk_mask"]
+
+
+class Ranked(NamedTuple):
+    """The first k ranks of each row: scores in descending order and the experts that hold them."""
+
+    values: Float[Tensor, "*batch k"]
+    indices: Int[Tensor, "*batch k"]
+
+
+def stable_topk(scores: Float[Tensor, "*batch experts"], k: int) -> Ranked:
+    """The k largest scores of each row in order; of equal scores the lower index comes first."""
+    _check_k(scores, k)
+    values, indices = scores.sort(dim=-1, descending=True, stable=True)
+    return Ranked(values[..., :k], indices[..., :k])
+
+
+def topk_mask(scores: Float[Tensor, "*batch experts"], k: int) -> Bool[Tensor, "*batch experts"]:
+    """The set S of the k experts that `stable_topk` returns, as a mask.
+
+    All scores above z_[k] belong to S; of those equal to z_[k] the first by index do, until k are
+    chosen. This needs values only, which are the same for every sorting routine, and costs half of
+    a stable sort at 64 experts.
+    """
+    _check_k(scores, k)
+    comparable = scores.detach().nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    threshold = comparable.topk(k, dim=-1, sorted=True).values[..., -1:]
+    above, level = comparable > threshold, comparable == threshold
+    vacant = k - above.sum(dim=-1, keepdim=True)
+    return above | (level & (level.cumsum(dim=-1) <= vacant))
+
+
+def kth_largest(scores: Float[Tensor, "*batch experts"], k: int) -> Float[Tensor, "*batch 1"]:
+    """z_[k] of each row, differentiable in the score that holds it."""
+    _check_k(scores, k)
+    return scores.topk(k, dim=-1, sorted=True).values[..., -1:]
+
+
+def ranked_scores(scores: Float[Tensor, "*batch experts"], n: int) -> Float[Tensor, "*batch n"]:
+    """z_[1], ..., z_[n] of each row in float64, lest differences of bfloat16 scores round."""
+    _check_k(scores, n)
+    return scores.double().topk(n, dim=-1, sorted=True).values
+
+
+def gap(scores: Float[Tensor, "*batch experts"], k: int) -> Float[Tensor, "*batch"]:
+    """z_[k] - z_[k+1] in float64: how far each token is from changing its top-k set.
+
+    Zero on a tie across the threshold; infinite for k = E, where no expert is left to enter.
+    """
+    _check_k(scores, k)
+    if k == scores.shape[-1]:
+        return scores.new_full(scores.shape[:-1], torch.inf, dtype=torch.float64)
+    top = ranked_scores(scores, k + 1)
+    return top[..., k - 1] - top[..., k]
+
+
+def _check_k(scores: Tensor, k: int) -> None:
+    experts = scores.shape[-1] if scores.ndim else 0
+    require(
+        1 <= k <= experts, f"need 1 <= k <= number of experts, got {k=}, {experts=}", ShapeError
+    )

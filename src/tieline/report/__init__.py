@@ -1,0 +1,1 @@
+"""Figures and pages: draws results, computes nothing."""

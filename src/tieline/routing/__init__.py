@@ -1,0 +1,1 @@
+"""Routers, gates, experts, dispatch and the layer that composes them."""

@@ -1,0 +1,1 @@
+"""Controllers with running state, schedules and recipes for training."""
