@@ -3,16 +3,34 @@
 A *selection score* is the number that a router ranks: logits, or scores plus a correction bias.
 `LayerTrace.scores` holds the largest of them in order, `weights` what combines the outputs; the two
 are never the same argument, for a correction bias moves the choice and not the weight.
+
+A record checks shapes and types when it is made, which costs nothing; that the values make sense
+(ids in range, scores in order, nothing but numbers) is `tieline.trace.checks`.
 """
 
+import itertools
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-__all__ = ["LayerFacts", "LayerTrace", "RoutingTrace"]
+from tieline.errors import TraceError, require
+from tieline.trace.layout import (
+    LAYER_TENSORS,
+    MOST_EXPERTS,
+    TOKEN_IDS,
+    check_tensor,
+    kind_of,
+)
+
+__all__ = ["LayerFacts", "LayerTrace", "RoutingTrace", "check_epsilons"]
+
+Units = Literal["logits", "softmax", "sigmoid"]
+GroupScore = Literal["max", "top2sum"]
 
 
 @dataclass(frozen=True)
@@ -33,23 +51,36 @@ class LayerFacts:
 
     n_experts: int
     k: int
-    units: Literal["logits", "softmax", "sigmoid"] = "logits"
+    units: Units = "logits"
     n_groups: int = 1
     k_groups: int = 1
-    group_score: Literal["max", "top2sum"] = "max"
+    group_score: GroupScore = "max"
     affine: bool = True
 
+    def __post_init__(self) -> None:
+        experts, k, groups, chosen = self.n_experts, self.k, self.n_groups, self.k_groups
+        _need(1 <= k <= experts <= MOST_EXPERTS, f"1 <= k <= E <= 65536, got {k=}, E={experts}")
+        _need(self.units in get_args(Units), f"units in {get_args(Units)}, got {self.units!r}")
+        _need(
+            self.group_score in get_args(GroupScore),
+            f"group_score in {get_args(GroupScore)}, got {self.group_score!r}",
+        )
+        _need(1 <= chosen <= groups, f"1 <= k_groups <= n_groups, got {chosen} of {groups}")
+        _need(experts % groups == 0, f"groups of equal size, got {experts} experts, {groups=}")
+        _need(k <= chosen * (experts // groups), f"{k=} experts to fit in {chosen} of {groups=}")
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class LayerTrace:
-    """Routing of T tokens in one layer; C = min(E, k + m) ranks are kept.
+    """Routing of T tokens in one layer; C ranks are kept, k <= C <= E, usually min(E, k + 4).
 
     Attributes:
         name: qualified name of the router module.
         facts: how the router chooses.
+        experts: experts that hold those ranks, any integer type; the first k are the chosen ones.
         scores: selection scores of the first C ranks, descending, float32. For group-limited
-            routers the ranks run over the experts of the chosen groups. None for ids-only traces.
-        experts: experts that hold those ranks; the first k are the chosen ones.
+            routers the ranks run over the experts of the chosen groups, and ranks past the last of
+            these are minus infinity. None for ids-only traces.
         weights: combine weights of the first k ranks. None where the source has none.
         group_gap: score of the last chosen group minus that of the first one left out.
         distance: Euclidean distance of the router's input to the nearest tie (affine routers).
@@ -69,40 +100,93 @@ class LayerTrace:
     bias: Float[Tensor, " experts"] | None = None
     inputs: Float[Tensor, "tokens width"] | None = None
 
+    def __post_init__(self) -> None:
+        sizes = {"k": self.facts.k, "experts": self.facts.n_experts}
+        for field_name, layout in LAYER_TENSORS.items():  # experts first: they fix T and C
+            value = getattr(self, field_name)
+            if value is not None:
+                name = f"layer {self.name!r}: {field_name}"
+                check_tensor(name, layout, kind_of(value.dtype), tuple(value.shape), sizes)
+                sizes |= zip(layout.axes, value.shape, strict=True)
+        if not self.facts.k <= sizes["ranks"] <= self.facts.n_experts:
+            raise TraceError(f"layer {self.name!r}: need k <= ranks <= E, got {sizes}")
+
     @property
     def gap(self) -> Float[Tensor, " tokens"]:
         """Gap to the nearest change of the choice, in float64.
 
-        z_[k] - z_[k+1] within the chosen groups, or the gap between groups if that is smaller.
+        z_[k] - z_[k+1] within the chosen groups, or the gap between groups if that is smaller;
+        infinite where no further rank exists, so that no expert can enter.
         """
-        from tieline.errors import TraceError, require
-
+        if self.scores is None:
+            raise TraceError(f"layer {self.name!r} has ids only: no gaps can be computed from it")
         k = self.facts.k
-        require(self.scores is not None, f"layer {self.name!r} has ids only: no gaps", TraceError)
-        assert self.scores is not None
         if self.scores.shape[1] == k:
-            inner = torch.full((len(self.scores),), torch.inf, dtype=torch.float64)
+            inner = self.scores.new_full((len(self.scores),), torch.inf, dtype=torch.float64)
         else:
             inner = self.scores[:, k - 1].double() - self.scores[:, k].double()
         return inner if self.group_gap is None else torch.minimum(inner, self.group_gap.double())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RoutingTrace:
     """Routing of the same T tokens in every layer.
 
     Attributes:
-        layers: one record per MoE layer, in order of depth.
+        layers: one record per MoE layer, in order of depth; read on demand if loaded from disk.
         tokens: token ids; -1 where unknown.
         documents: document that each token belongs to.
         positions: position of each token in its document.
-        epsilons: the grid of ε at which `LayerTrace.near` counts.
+        epsilons: the grid of ε at which `LayerTrace.near` counts, ascending.
         provenance: model, revision, dtype, versions, seed: JSON values only.
     """
 
-    layers: tuple[LayerTrace, ...]
+    layers: Sequence[LayerTrace]
     tokens: Int[Tensor, " tokens"]
     documents: Int[Tensor, " tokens"]
     positions: Int[Tensor, " tokens"]
     epsilons: tuple[float, ...] = ()
     provenance: dict[str, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _need(len(self.layers) > 0, "a routing trace needs at least one layer, got none")
+        check_epsilons(self.epsilons)
+        for name in ("tokens", "documents", "positions"):
+            ids = getattr(self, name)
+            sizes = {"tokens": self.n_tokens}
+            check_tensor(name, TOKEN_IDS, kind_of(ids.dtype), tuple(ids.shape), sizes)
+        if isinstance(self.layers, tuple | list):  # layers on disk are checked when touched
+            self._check_layers()
+
+    @property
+    def n_tokens(self) -> int:
+        """Number of tokens T."""
+        return self.tokens.numel()
+
+    def layer(self, name: str) -> LayerTrace:
+        """The layer whose router has this name."""
+        for layer in self.layers:
+            if layer.name == name:
+                return layer
+        raise TraceError(f"no layer {name!r} in the trace; it has {[x.name for x in self.layers]}")
+
+    def _check_layers(self) -> None:
+        names = [layer.name for layer in self.layers]
+        _need(len(set(names)) == len(names), f"layer names must differ, got {names}")
+        for layer in self.layers:
+            count = len(layer.experts)
+            _need(count == self.n_tokens, f"{self.n_tokens} tokens in all, got {count}", layer)
+            columns = len(self.epsilons) if layer.near is None else layer.near.shape[1]
+            _need(columns == len(self.epsilons), f"one ε per column of near, got {columns}", layer)
+
+
+def check_epsilons(epsilons: tuple[float, ...]) -> None:
+    """Refuse an ε grid that is not positive, finite and strictly ascending."""
+    ascending = all(a < b for a, b in itertools.pairwise(epsilons))
+    positive = all(math.isfinite(eps) and eps > 0 for eps in epsilons)
+    _need(ascending and positive, f"epsilons positive, finite and ascending, got {epsilons}")
+
+
+def _need(condition: bool, rule: str, layer: LayerTrace | None = None) -> None:
+    where = "" if layer is None else f"layer {layer.name!r}: "
+    require(condition, f"{where}need {rule}", TraceError)
