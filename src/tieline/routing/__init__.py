@@ -1,1 +1,42 @@
 """Routers, gates, experts, dispatch and the layer that composes them."""
+
+from tieline.routing.collect import LayerRouting, auxiliary_loss, collect_routing
+from tieline.routing.dispatch import dispatch
+from tieline.routing.experts import Experts
+from tieline.routing.gates import Gate, Hard, Law, ReLUGate, Sigmoid, Softmax
+from tieline.routing.layer import MoE, Routing, SharedExpert, moe
+from tieline.routing.losses import balance_loss, boundary_loss, router_z_loss, sparsity_loss
+from tieline.routing.routers import CosineRouter, LinearRouter, QuadraticRouter, Router
+from tieline.routing.selective import Groups, SelectiveGate, TopK
+from tieline.routing.smooth import SmoothTopK, smoothstep
+
+__all__ = [
+    "CosineRouter",
+    "Experts",
+    "Gate",
+    "Groups",
+    "Hard",
+    "Law",
+    "LayerRouting",
+    "LinearRouter",
+    "MoE",
+    "QuadraticRouter",
+    "ReLUGate",
+    "Router",
+    "Routing",
+    "SelectiveGate",
+    "SharedExpert",
+    "Sigmoid",
+    "SmoothTopK",
+    "Softmax",
+    "TopK",
+    "auxiliary_loss",
+    "balance_loss",
+    "boundary_loss",
+    "collect_routing",
+    "dispatch",
+    "moe",
+    "router_z_loss",
+    "smoothstep",
+    "sparsity_loss",
+]

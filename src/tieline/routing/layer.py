@@ -1,0 +1,151 @@
+"""The Mixture-of-Experts layer: router, gate and experts, composed."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from tieline.errors import require
+from tieline.routing.experts import Experts
+from tieline.routing.gates import Gate, Hard, ReLUGate, Sigmoid, Softmax
+from tieline.routing.routers import CosineRouter, LinearRouter, QuadraticRouter, Router
+from tieline.routing.selective import TopK
+from tieline.routing.smooth import SmoothTopK
+
+__all__ = ["GATES", "ROUTERS", "MoE", "Routing", "moe"]
+
+
+@dataclass(frozen=True)
+class Routing:
+    """What a layer decided: scores rank, weights combine, active counts the experts per token."""
+
+    scores: Float[Tensor, "*batch experts"]
+    weights: Float[Tensor, "*batch experts"]
+
+    @property
+    def active(self) -> Int[Tensor, "*batch"]:
+        """Number of experts with non-zero weight."""
+        return (self.weights != 0).sum(dim=-1)
+
+
+class MoE(nn.Module):
+    """y = Σ_e w_e(x) f_e(x) (+ shared(x)), with w = gate(router(x)).
+
+    Args:
+        router: x (..., D) → scores (..., E).
+        gate: scores → weights, zeros for experts not used.
+        experts: called with tokens (T, D) and weights (T, E).
+        shared: optional module that every token passes.
+    """
+
+    def __init__(
+        self, router: Router, gate: Gate, experts: Experts, shared: nn.Module | None = None
+    ) -> None:
+        super().__init__()
+        require(
+            (router.d_model, router.n_experts) == (experts.d_model, experts.n_experts),
+            f"router ({router.d_model} wide, {router.n_experts} experts) and experts "
+            f"({experts.d_model} wide, {experts.n_experts}) do not fit",
+        )
+        k = getattr(gate, "k", 1)
+        require(k <= experts.n_experts, f"k = {k} of only {experts.n_experts} experts")
+        self.router, self.gate, self.experts, self.shared = router, gate, experts, shared
+
+    def route(self, x: Float[Tensor, "*batch width"]) -> Routing:
+        """Scores and weights of each token, without evaluating an expert."""
+        scores = self.router(x)
+        return Routing(scores, self.gate(scores))
+
+    def forward(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
+        """Output of the layer."""
+        weights = self.gate(self.router(x))
+        y = self.experts(x.flatten(0, -2), weights.flatten(0, -2)).view_as(x)
+        return y if self.shared is None else y + self.shared(x)
+
+
+ROUTERS: dict[str, type[Router]] = {
+    "linear": LinearRouter,
+    "cosine": CosineRouter,
+    "quadratic": QuadraticRouter,
+}
+GATES: dict[str, type[Gate]] = {
+    "topk": TopK,
+    "smooth": SmoothTopK,
+    "softmax": Softmax,
+    "sigmoid": Sigmoid,
+    "relu": ReLUGate,
+    "hard": Hard,
+}
+
+
+def moe(
+    *,
+    d_model: int,
+    n_experts: int,
+    k: int,
+    d_hidden: int,
+    router: str = "linear",
+    gate: str = "topk",
+    activation: Literal["swiglu", "geglu", "relu", "gelu"] = "swiglu",
+    bias: bool = False,
+    shared_hidden: int | None = None,
+    router_options: dict[str, Any] | None = None,
+    gate_options: dict[str, Any] | None = None,
+) -> MoE:
+    """A layer of the common kinds in one call.
+
+    Args:
+        d_model: width D of a token.
+        n_experts: number of experts E.
+        k: experts per token; gates without a choice (softmax, sigmoid, relu, hard) do not use it.
+        d_hidden: width H of an expert.
+        router: a key of `ROUTERS`.
+        gate: a key of `GATES`.
+        activation: activation of the experts.
+        bias: whether the experts have biases.
+        shared_hidden: width of a shared expert that every token passes; None for none.
+        router_options: further arguments of the router, for example `{"tau": (0.1, 0.1)}`.
+        gate_options: further arguments of the gate, for example `{"epsilon": 0.2}`.
+    """
+    require(router in ROUTERS, f"{router=} is not one of {sorted(ROUTERS)}")
+    require(gate in GATES, f"{gate=} is not one of {sorted(GATES)}")
+    require(1 <= k <= n_experts, f"need 1 <= k <= experts, got {k=}, {n_experts=}")
+    chosen_gate = GATES[gate]
+    choice = {"k": k} if issubclass(chosen_gate, TopK | SmoothTopK) else {}
+    shared = None
+    if shared_hidden is not None:
+        shared = SharedExpert(d_model, shared_hidden, activation=activation, bias=bias)
+    return MoE(
+        ROUTERS[router](d_model, n_experts, **(router_options or {})),
+        chosen_gate(**choice, **(gate_options or {})),
+        Experts(n_experts, d_model, d_hidden, activation=activation, bias=bias),
+        shared,
+    )
+
+
+class SharedExpert(nn.Module):
+    """One expert that every token passes with weight 1.
+
+    Args:
+        d_model: width D of a token.
+        d_hidden: width H of the expert.
+        activation: see `Experts`.
+        bias: see `Experts`.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        d_hidden: int,
+        *,
+        activation: Literal["swiglu", "geglu", "relu", "gelu"] = "swiglu",
+        bias: bool = False,
+    ) -> None:
+        super().__init__()
+        self.expert = Experts(1, d_model, d_hidden, activation=activation, bias=bias)
+
+    def forward(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
+        """f(x)."""
+        flat = x.flatten(0, -2)
+        return self.expert(flat, flat.new_ones(len(flat), 1)).view_as(x)

@@ -1,0 +1,158 @@
+"""Smooth top-k: experts just below the threshold fade in, so that no tie makes the output jump.
+
+    u_i = 1 + (c_i - c_[k]) / ε          1 at the threshold, 0 at the lower end of the band
+    s(u) = u^a / (u^a + (1 - u)^b)       on [0, 1]; 0 below, 1 above
+    w_i ∝ score(z_i) · s(u_i)
+
+Paper 1, section 6: s = e^h with h the log-smoothstep. s is computed and not h, whose log form is
+not a number at u = 0. a = b = 1 makes s(u) = u, a ramp as wide as the band; the paper's b = 50
+climbs from 10 to 90 % within u in [.0275, .0883], which moves a near-step to c_[k] - ε.
+"""
+
+import math
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from tieline.errors import require
+from tieline.ranking import kth_largest, topk_mask
+from tieline.routing.gates import Law, Scores
+from tieline.routing.selective import Groups, SelectiveGate, Share, laws_of_choice
+
+__all__ = ["SmoothTopK", "smoothstep"]
+
+START = 0.05  # where a learnable ε begins: softplus(-9) would take 12,000 steps to matter
+
+
+def smoothstep(u: Float[Tensor, "*shape"], a: float, b: float) -> Float[Tensor, "*shape"]:
+    """s(u) = u^a / (u^a + (1-u)^b), 0 for u <= 0 and 1 for u >= 1, with finite gradients.
+
+    The ratio is evaluated strictly inside (0, 1) only: outside it the power's own derivative may
+    be infinite and infinity times the zero of a clamp is not a number.
+    """
+    inside = (u > 0) & (u < 1)
+    x = torch.where(inside, u, 0.5)
+    rise = x**a
+    ramp = rise / (rise + (1 - x) ** b)
+    return torch.where(inside, ramp, (u >= 1).to(u))
+
+
+class SmoothTopK(SelectiveGate):
+    """Top-k with every expert less than ε below the threshold partly in: continuous in the scores.
+
+    Outside the band it equals `TopK`, as it does for ε → 0; at an exact tie all tied experts have
+    full and equal share, whatever their index.
+
+    Args:
+        k: experts that are always in.
+        epsilon: width ε > 0 of the band, in units of the selection scores. None makes it a
+            parameter, ε = softplus(θ), starting at 0.05 and driven to the budget by
+            `losses.boundary_loss`.
+        a: exponent at the lower end of the ramp.
+        b: exponent at its upper end; 50 in the paper's experiments.
+        budget: experts per token that the boundary loss aims at, k* = k + 0.5 by default.
+        k_max: at most this many experts per token. The band narrows per token to
+            ε_t = min(ε, c_[k] - c_[k_max+1]), which keeps continuity; only where more than
+            k_max - k + 1 experts tie exactly does a jump remain, and the lower indices are taken.
+        detach_ramp: let no gradient through u, but for ε. The exact gradient ruins training
+            (perplexity 61 against 46), so it is off by default; gradient checks need it.
+        scoring: see `SelectiveGate`, as for all that follow.
+        order: see `SelectiveGate`.
+        renormalize: see `SelectiveGate`.
+        selection_bias: see `SelectiveGate`.
+        groups: see `SelectiveGate`. The choice of groups is smoothed in the same way: group g is
+            lowered by B·(1 - s(u_g)), B the range of the scores plus ε.
+        scale: see `SelectiveGate`.
+    """
+
+    def __init__(
+        self,
+        k: int,
+        *,
+        epsilon: float | None = None,
+        a: float = 1.0,
+        b: float = 1.0,
+        renormalize: bool = True,
+        selection_bias: Tensor | None = None,
+        scoring: Literal["softmax", "sigmoid"] = "softmax",
+        order: Literal["before", "after"] = "before",
+        groups: Groups | None = None,
+        scale: float = 1.0,
+        budget: float | None = None,
+        k_max: int | None = None,
+        detach_ramp: bool = True,
+    ) -> None:
+        super().__init__(
+            k,
+            scoring=scoring,
+            order=order,
+            renormalize=renormalize,
+            selection_bias=selection_bias,
+            groups=groups,
+            scale=scale,
+        )
+        _check_ramp(epsilon, a, b)
+        self.budget = k + 0.5 if budget is None else budget
+        require(k <= self.budget < math.inf, f"the budget k* must be >= k, got {budget} for {k=}")
+        require(k_max is None or k_max >= k, f"k_max must be >= k, got {k_max} for {k=}")
+        self.a, self.b, self.k_max, self.detach_ramp = a, b, k_max, detach_ramp
+        self.fixed_epsilon = epsilon
+        start = None if epsilon is not None else torch.tensor(math.log(math.expm1(START)))
+        self.theta = None if start is None else nn.Parameter(start)
+
+    @property
+    def laws(self) -> frozenset[Law]:  # type: ignore[override]
+        """Continuity besides what `TopK` promises; symmetry at ties unless `k_max` cuts one."""
+        symmetric = set() if self.k_max is not None else {Law.SYMMETRIC}
+        return laws_of_choice(self) | {Law.CONTINUOUS} | symmetric
+
+    @property
+    def epsilon(self) -> Float[Tensor, ""]:
+        """The width ε of the band, as a tensor; it carries a gradient where it is learnable."""
+        if self.theta is not None:
+            return F.softplus(self.theta)
+        return torch.tensor(self.fixed_epsilon, dtype=torch.float64)
+
+    def share(self, selection: Scores) -> Share:
+        """s(u), after the groups had theirs."""
+        if self.detach_ramp:
+            selection = selection.detach()
+        epsilon = self.epsilon.to(selection)
+        if self.groups is not None:
+            selection = self._lower_groups(selection, epsilon)
+        return self._ramp(selection, self.k, epsilon, self.k_max)
+
+    def _lower_groups(self, selection: Scores, epsilon: Tensor) -> Scores:
+        assert self.groups is not None
+        share = self._ramp(self.groups.scores(selection), self.groups.chosen, epsilon, None)
+        span = selection.amax(dim=-1, keepdim=True) - selection.amin(dim=-1, keepdim=True)
+        absent = 1 - self.groups.spread(share, selection.shape[-1])
+        return selection - (span + epsilon) * absent
+
+    def _ramp(self, selection: Scores, k: int, epsilon: Tensor, k_max: int | None) -> Share:
+        threshold = kth_largest(selection, k)
+        below = selection - threshold
+        if k_max is None or k_max >= selection.shape[-1]:
+            return smoothstep(1 + below / epsilon, self.a, self.b)
+        width = torch.minimum(epsilon, threshold - kth_largest(selection, k_max + 1))
+        crowded = width <= 0
+        share = smoothstep(1 + below / width.masked_fill(crowded, 1), self.a, self.b)
+        return torch.where(crowded, topk_mask(selection, k).to(share), share)
+
+    def extra_repr(self) -> str:
+        """The choice and the ramp."""
+        band = "learnable" if self.theta is not None else self.fixed_epsilon
+        return f"{super().extra_repr()}, epsilon={band}, a={self.a}, b={self.b}, k_max={self.k_max}"
+
+
+def _check_ramp(epsilon: float | None, a: float, b: float) -> None:
+    require(
+        epsilon is None or 0 < epsilon < math.inf,
+        f"epsilon must be positive and finite (None makes it learnable), got {epsilon!r}",
+    )
+    require(
+        0 < a < math.inf and 0 < b < math.inf, f"a and b must be positive and finite: {a=}, {b=}"
+    )
