@@ -1,0 +1,50 @@
+"""The small trained Mixture of Experts in the box: weights, tokenizer, held-out text, log.
+
+An OLMoE of 4 layers, 16 experts, top-2, trained on the text that Python itself ships by
+`python -m tools.shipped_model`; `docs/shipped-model.md` tells how. Everything is read from the
+installed package: no download, no pickle, no code from outside.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import OlmoeForCausalLM, PreTrainedTokenizerFast
+
+__all__ = [
+    "SHIPPED_FOLDER",
+    "load_shipped_model",
+    "load_shipped_tokenizer",
+    "shipped_text",
+    "shipped_training_log",
+]
+
+SHIPPED_FOLDER = Path(__file__).parents[1] / "shipped"
+"""A local checkpoint that `AutoModelForCausalLM` and `AutoTokenizer` load like any other."""
+
+
+def load_shipped_model() -> OlmoeForCausalLM:
+    """The model with float32 weights as they were trained, on the CPU, in eval mode."""
+    model = OlmoeForCausalLM.from_pretrained(
+        SHIPPED_FOLDER, dtype=torch.float32, use_safetensors=True, local_files_only=True
+    )
+    return model.eval()
+
+
+def load_shipped_tokenizer() -> PreTrainedTokenizerFast:
+    """Its byte-level BPE of 512 tokens; any string is encoded and decoded without loss."""
+    return PreTrainedTokenizerFast.from_pretrained(SHIPPED_FOLDER, local_files_only=True)
+
+
+def shipped_text() -> str:
+    """Held-out text, the same on every machine: 26 topics of the Python language reference.
+
+    No paragraph of it was trained on; the validation loss of the log is the loss on it.
+    """
+    return (SHIPPED_FOLDER / "text.txt").read_bytes().decode()
+
+
+def shipped_training_log() -> dict[str, Any]:
+    """Recipe, versions, digests of the text, loss curve and expert load of the training run."""
+    return json.loads((SHIPPED_FOLDER / "training.json").read_bytes())

@@ -1,0 +1,1 @@
+"""Programs that make files of the repository; not part of the package."""

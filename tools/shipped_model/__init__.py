@@ -1,0 +1,1 @@
+"""Makes the model in the box: `python -m tools.shipped_model`."""
