@@ -111,3 +111,8 @@ def test_the_gap_is_infinite_where_no_expert_is_left_to_enter():
 def test_ids_without_scores_have_no_gap():
     with pytest.raises(TraceError, match="ids only"):
         _ = layer(scores=None).gap
+
+
+def test_the_chosen_ranks_alone_have_no_gap():
+    with pytest.raises(TraceError, match="chosen ranks only"):
+        _ = layer(experts=torch.tensor([[0, 1]] * 3), scores=torch.zeros(3, 2)).gap

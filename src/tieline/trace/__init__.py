@@ -1,5 +1,22 @@
 """Routing traces: what a model's routers saw and chose, as frozen records."""
 
+from tieline.trace.builder import SummaryBuilder, summarise
+from tieline.trace.layer_summary import LayerSummary
+from tieline.trace.ops import concatenate, select_documents, select_layers, select_tokens
 from tieline.trace.record import LayerFacts, LayerTrace, RoutingTrace
+from tieline.trace.summary import RoutingSummary, merge
 
-__all__ = ["LayerFacts", "LayerTrace", "RoutingTrace"]
+__all__ = [
+    "LayerFacts",
+    "LayerSummary",
+    "LayerTrace",
+    "RoutingSummary",
+    "RoutingTrace",
+    "SummaryBuilder",
+    "concatenate",
+    "merge",
+    "select_documents",
+    "select_layers",
+    "select_tokens",
+    "summarise",
+]

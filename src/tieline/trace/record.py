@@ -29,7 +29,7 @@ from tieline.trace.layout import (
 
 __all__ = ["LayerFacts", "LayerTrace", "RoutingTrace", "check_epsilons"]
 
-Units = Literal["logits", "softmax", "sigmoid"]
+Units = Literal["logits", "softmax", "sigmoid", "sqrtsoftplus"]
 GroupScore = Literal["max", "top2sum"]
 
 
@@ -41,7 +41,8 @@ class LayerFacts:
         n_experts: number of experts E that the router scores.
         k: number of experts chosen per token.
         units: what a selection score is: the router's logits ("logits"), softmax probabilities
-            ("softmax") or sigmoid scores ("sigmoid"); a correction bias is added in these units.
+            ("softmax"), sigmoid scores ("sigmoid") or √softplus of the logits ("sqrtsoftplus"); a
+            correction bias is added in these units.
         n_groups: number of expert groups, 1 where routing is not group-limited.
         k_groups: number of groups a token may choose its experts from.
         group_score: how a group is scored: its largest score, or the sum of its two largest.
@@ -116,16 +117,28 @@ class LayerTrace:
         """Gap to the nearest change of the choice, in float64.
 
         z_[k] - z_[k+1] within the chosen groups, or the gap between groups if that is smaller;
-        infinite where no further rank exists, so that no expert can enter.
+        infinite where all experts are chosen, so that none can enter.
         """
+        inner = self.inner_gap
+        return inner if self.group_gap is None else torch.minimum(inner, self.group_gap.double())
+
+    @property
+    def inner_gap(self) -> Float[Tensor, " tokens"]:
+        """z_[k] - z_[k+1] within the chosen groups, in float64."""
         if self.scores is None:
             raise TraceError(f"layer {self.name!r} has ids only: no gaps can be computed from it")
+        if not self.has_gaps:
+            raise TraceError(f"layer {self.name!r} has the chosen ranks only: no gaps without k+1")
         k = self.facts.k
-        if self.scores.shape[1] == k:
-            inner = self.scores.new_full((len(self.scores),), torch.inf, dtype=torch.float64)
-        else:
-            inner = self.scores[:, k - 1].double() - self.scores[:, k].double()
-        return inner if self.group_gap is None else torch.minimum(inner, self.group_gap.double())
+        if k == self.scores.shape[1]:
+            return self.scores.new_full((len(self.scores),), torch.inf, dtype=torch.float64)
+        return self.scores[:, k - 1].double() - self.scores[:, k].double()
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether the scores on both sides of the threshold are known."""
+        facts, ranks = self.facts, self.experts.shape[1]
+        return self.scores is not None and (ranks > facts.k or facts.k == facts.n_experts)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,181 @@
+"""Cutting traces up and putting them together.
+
+    take_tokens         some tokens of one layer
+    select_tokens       some tokens, in all layers
+    select_documents    the tokens of some documents
+    select_layers       some layers, by place or name
+    concatenate         the tokens of several traces of the same routers
+
+Traces that were loaded from disk stay lazy: a layer is cut when it is touched.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from tieline.errors import TraceError, require
+from tieline.trace.layout import LAYER_TENSORS
+from tieline.trace.lazy import LazyLayers, map_layers
+from tieline.trace.record import LayerTrace, RoutingTrace
+
+__all__ = [
+    "concatenate",
+    "select_documents",
+    "select_layers",
+    "select_tokens",
+    "take_tokens",
+]
+
+Index = slice | Int[Tensor, " chosen"] | Bool[Tensor, " tokens"]
+_ROWS = tuple(name for name, layout in LAYER_TENSORS.items() if layout.axes[0] == "tokens")
+_KEYS = ("tokens", "documents", "positions")
+
+
+def take_tokens(layer: LayerTrace, index: Index) -> LayerTrace:
+    """The record of some tokens of a layer: a view for a slice, a copy for an index or a mask."""
+    return replace(layer, **{name: value[index] for name, value in _rows(layer).items()})
+
+
+def select_tokens(trace: RoutingTrace, index: Index) -> RoutingTrace:
+    """Some tokens, in the order of the index.
+
+    Args:
+        trace: any trace.
+        index: a slice, indices in 0 ... T - 1, or a mask of all tokens.
+    """
+    if isinstance(index, Tensor):
+        _check_index(index, trace.n_tokens)
+    layers = map_layers(trace.layers, lambda layer: take_tokens(layer, index))
+    return replace(trace, layers=layers, **{name: getattr(trace, name)[index] for name in _KEYS})
+
+
+def select_documents(trace: RoutingTrace, documents: Iterable[int]) -> RoutingTrace:
+    """The tokens of these documents, in the order of the trace."""
+    wanted = torch.tensor(sorted(set(documents)), dtype=torch.int64)
+    missing = wanted[~torch.isin(wanted, trace.documents.long())].tolist()
+    require(not missing, f"no tokens of documents {missing[:5]} in the trace", TraceError)
+    return select_tokens(trace, torch.isin(trace.documents.long(), wanted))
+
+
+def select_layers(trace: RoutingTrace, layers: Sequence[int | str]) -> RoutingTrace:
+    """Some layers, each by its place (negative from the end) or its router's name."""
+    names: list[str] = []
+    if any(isinstance(layer, str) for layer in layers):
+        names = [layer.name for layer in trace.layers]
+    places = [_place(layer, names, len(trace.layers)) for layer in layers]
+    source = trace.layers
+    if isinstance(source, LazyLayers):
+        return replace(trace, layers=LazyLayers(len(places), lambda i: source[places[i]]))
+    return replace(trace, layers=tuple(source[place] for place in places))
+
+
+def concatenate(
+    traces: Sequence[RoutingTrace], documents: Literal["keep", "renumber"] = "keep"
+) -> RoutingTrace:
+    """The tokens of several traces, one after the other.
+
+    All traces must record the same of the same routers: layer names, facts, ranks, optional fields,
+    types, biases and ε. The provenance is the common one, or all of them under "parts".
+
+    Args:
+        traces: one or more.
+        documents: "keep" the numbers of documents, which is right for parts of one run, and refuse
+            a token that two traces hold; or "renumber" those of each trace to follow the last one.
+    """
+    require(len(traces) > 0, "nothing to concatenate: got no traces", TraceError)
+    parts = _renumbered(traces) if documents == "renumber" else list(traces)
+    keys = {name: torch.cat([getattr(part, name) for part in parts]) for name in _KEYS}
+    require(
+        documents == "renumber" or len(parts) == 1 or not _repeats(keys),
+        "a token (document, position) occurs twice: the traces overlap, or number their documents "
+        'alike and need documents="renumber"',
+        TraceError,
+    )
+    first = parts[0]
+    for part in parts[1:]:
+        _require_same("number of layers", len(first.layers), len(part.layers))
+        _require_same("epsilons", first.epsilons, part.epsilons)
+    layers = _joined_layers([part.layers for part in parts])
+    return replace(first, layers=layers, provenance=_provenance(parts), **keys)
+
+
+def _joined_layers(sources: list[Sequence[LayerTrace]]) -> Sequence[LayerTrace]:
+    def join(place: int) -> LayerTrace:
+        return _joined([layers[place] for layers in sources])
+
+    if any(isinstance(layers, LazyLayers) for layers in sources):
+        return LazyLayers(len(sources[0]), join)
+    return tuple(join(place) for place in range(len(sources[0])))
+
+
+def _joined(layers: list[LayerTrace]) -> LayerTrace:
+    first = layers[0]
+    for layer in layers[1:]:
+        _require_same("name", first.name, layer.name)
+        for say in (_facts, _recorded, _bias):
+            _require_same(f"layer {first.name!r}: {say.__name__[1:]}", say(first), say(layer))
+    rows = [_rows(layer) for layer in layers]
+    return replace(first, **{name: torch.cat([row[name] for row in rows]) for name in rows[0]})
+
+
+def _facts(layer: LayerTrace) -> object:
+    return layer.facts
+
+
+def _recorded(layer: LayerTrace) -> object:
+    return {name: (value.dtype, tuple(value.shape[1:])) for name, value in _rows(layer).items()}
+
+
+def _bias(layer: LayerTrace) -> object:
+    return None if layer.bias is None else layer.bias.tolist()
+
+
+def _rows(layer: LayerTrace) -> dict[str, Tensor]:
+    """The fields that have one entry per token."""
+    fields = {name: getattr(layer, name) for name in _ROWS}
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _require_same(what: str, first: object, other: object) -> None:
+    require(first == other, f"traces must agree in {what}: {first} is not {other}", TraceError)
+
+
+def _renumbered(traces: Sequence[RoutingTrace]) -> list[RoutingTrace]:
+    """Documents shifted so that each trace starts one above the last number of the one before."""
+    parts, start = [], 0
+    for trace in traces:
+        numbers = trace.documents.long()
+        if len(numbers):
+            numbers = numbers - numbers.min() + start
+            start = int(numbers.max()) + 1
+        parts.append(replace(trace, documents=numbers))
+    return parts
+
+
+def _repeats(keys: dict[str, Tensor]) -> bool:
+    pairs = torch.stack((keys["documents"].long(), keys["positions"].long()), dim=1)
+    return len(torch.unique(pairs, dim=0)) < len(pairs)
+
+
+def _provenance(parts: Sequence[RoutingTrace]) -> dict[str, object]:
+    first = parts[0].provenance
+    same = all(part.provenance == first for part in parts)
+    return first if same else {"parts": [part.provenance for part in parts]}
+
+
+def _place(layer: int | str, names: list[str], count: int) -> int:
+    known = layer in names if isinstance(layer, str) else -count <= layer < count
+    require(known, f"no layer {layer!r} in the trace of {count} layers", TraceError)
+    return names.index(layer) if isinstance(layer, str) else layer % count
+
+
+def _check_index(index: Tensor, tokens: int) -> None:
+    if index.dtype == torch.bool:
+        fits = index.shape == (tokens,)
+    else:
+        fits = not len(index) or (int(index.min()) >= 0 and int(index.max()) < tokens)
+    require(fits, f"need indices in 0 ... {tokens - 1} or a mask of {tokens} tokens", TraceError)

@@ -1,0 +1,164 @@
+"""The merge law: summaries of parts are the summary of the whole, exactly."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.trace.zoo import FACTS, make_trace, recipes
+from tieline.errors import TraceError
+from tieline.trace import SummaryBuilder, merge, select_tokens, summarise
+from tieline.trace.compare import identical
+from tieline.trace.hashing import token_hash
+from tieline.trace.layer_summary import _OPTIONAL_SUMS, _SUMS, LayerSummary
+from tieline.trace.summary import RoutingSummary
+
+
+@settings(max_examples=25)
+@given(recipes, st.randoms(use_true_random=False), st.sampled_from([1, 3, 8, 4096]))
+def test_merged_shards_equal_the_whole_in_any_order_and_grouping(recipe, random, size):
+    trace = make_trace(**recipe)
+    owner = torch.tensor([random.randrange(3) for _ in range(trace.n_tokens)])
+    shards = [select_tokens(trace, owner == shard) for shard in range(3)]
+    whole = summarise(trace, size, keep_inputs=True)
+    a, b, c = (summarise(shard, size, keep_inputs=True) for shard in shards)
+    assert identical(merge([merge([a, b]), c]), whole)
+    assert identical(merge([c, merge([b, a])]), whole)
+
+
+@settings(max_examples=12)
+@given(recipes, st.integers(2, 7), st.sampled_from([1, 3, 8]))
+def test_batches_of_one_builder_equal_the_whole(recipe, batch, size):
+    trace = make_trace(**recipe)
+    builder = SummaryBuilder(trace.epsilons, size, trace.provenance, keep_inputs=True)
+    for start in range(0, trace.n_tokens, batch):
+        part = select_tokens(trace, slice(start, start + batch))
+        for layer in part.layers:
+            builder.update(layer.name, layer, part.documents, part.positions, part.tokens)
+        builder.summary()  # looking at it in between changes nothing
+    assert identical(builder.summary(), summarise(trace, size, keep_inputs=True))
+
+
+@given(recipes, st.sampled_from([1, 3, 8, 4096]))
+def test_the_sample_is_that_of_the_smallest_hashes_and_holds_whole_rows(recipe, size):
+    trace = make_trace(**recipe)
+    sample = summarise(trace, size, keep_inputs=True).sample
+    keys = list(zip(trace.documents.tolist(), trace.positions.tolist(), strict=True))
+    hashes = token_hash(trace.documents, trace.positions).tolist()
+    kept = sorted(key for _, key in sorted(set(zip(hashes, keys, strict=True)))[:size])
+    own = list(zip(sample.documents.tolist(), sample.positions.tolist(), strict=True))
+    assert own == kept
+    for row, key in enumerate(own):
+        twins = [index for index, other in enumerate(keys) if other == key]
+        for layer, whole in zip(sample.layers, trace.layers, strict=True):
+            assert any(_same_row(layer, row, whole, index) for index in twins)
+
+
+def _same_row(layer, row, whole, index):
+    names = ("experts", "scores", "weights", "group_gap", "distance", "near", "inputs")
+    return all(
+        getattr(whole, name) is None
+        or identical(getattr(layer, name)[row], getattr(whole, name)[index])
+        for name in names
+    )
+
+
+def test_every_field_of_a_layer_is_merged():
+    known = {*_SUMS, *_OPTIONAL_SUMS, "name", "facts", "first_nonfinite"}
+    assert known == {entry.name for entry in dataclasses.fields(LayerSummary)}
+    assert {entry.name for entry in dataclasses.fields(RoutingSummary)} == {
+        "layers",
+        "sample",
+        "sample_size",
+        "epsilons",
+        "sources",
+    }
+
+
+def test_sources_are_kept_once_and_in_a_fixed_order():
+    one, other = make_trace(1), make_trace(2)
+    other = dataclasses.replace(other, provenance={"model": "another"})
+    parts = [summarise(trace) for trace in (one, other, one)]
+    assert merge(parts).sources == merge(parts[::-1]).sources
+    assert len(merge(parts).sources) == 2
+
+
+def test_a_bias_that_changes_is_reported_and_not_guessed():
+    trace = make_trace(facts=FACTS[1:2])
+    moved = dataclasses.replace(trace.layers[0], bias=torch.ones(6))
+    other = dataclasses.replace(trace, layers=(moved,))
+    parts = [summarise(trace), summarise(other), summarise(trace)]
+    for order in (parts, parts[::-1], [parts[0], parts[2], parts[1]]):
+        merged = merge(order)
+        assert merged.layers[0].bias.changed
+        assert merged.sample.layers[0].bias is None
+    assert torch.equal(merge([parts[0], parts[2]]).sample.layers[0].bias, trace.layers[0].bias)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: dataclasses.replace(t, layers=t.layers[:3]), "different layers"),
+        (lambda t: dataclasses.replace(t, epsilons=(0.1, 0.2, 0.3)), "differ in epsilons"),
+        (lambda t: _changed(t, facts=dataclasses.replace(FACTS[0], k=1)), "same router"),
+        (lambda t: _changed(t, distance=None), "distances was recorded in one part"),
+        (lambda t: _changed(t, weights=t.layers[0].weights.double()), "weights must have one type"),
+        (lambda t: _changed(t, weights=None), "same fields"),
+        (
+            lambda t: _changed(
+                t, experts=t.layers[0].experts[:, :3], scores=t.layers[0].scores[:, :3]
+            ),
+            "4 and of 3 ranks",
+        ),
+    ],
+)
+def test_summaries_of_different_things_are_refused(change, message):
+    trace = make_trace()
+    with pytest.raises(TraceError, match=message):
+        merge([summarise(trace), summarise(change(trace))])
+
+
+def _changed(trace, **fields):
+    if "facts" in fields:
+        fields["weights"] = trace.layers[0].weights[:, :1]
+        fields["near"] = torch.full((20, 3), 6)
+    layer = dataclasses.replace(trace.layers[0], **fields)
+    return dataclasses.replace(trace, layers=(layer, *trace.layers[1:]))
+
+
+def test_sample_sizes_must_agree_and_something_must_be_merged():
+    trace = make_trace()
+    with pytest.raises(TraceError, match="sample_size"):
+        merge([summarise(trace, 4), summarise(trace, 5)])
+    with pytest.raises(TraceError, match="nothing to merge"):
+        merge([])
+
+
+def test_more_tokens_than_the_counts_can_hold_are_refused():
+    summary = summarise(make_trace())
+    layers = tuple(dataclasses.replace(layer, tokens=1 << 38) for layer in summary.layers)
+    big = dataclasses.replace(summary, layers=layers)
+    with pytest.raises(TraceError, match="at most"):
+        merge([big, big])
+
+
+def test_layers_are_found_by_name():
+    summary = summarise(make_trace())
+    assert summary.layer("layers.1") is summary.layers[1]
+    assert summary.tokens == 20
+    assert summary.layers[0].measured == 20
+    with pytest.raises(TraceError, match="no layer 'x'"):
+        summary.layer("x")
+
+
+def test_moments_and_quantiles_of_a_normal_batch():
+    trace = make_trace(tokens=500, facts=FACTS[:1])
+    summary, layer = summarise(trace).layers[0], trace.layers[0]
+    expected = layer.scores.double().mean(0)
+    assert torch.allclose(summary.moments.mean(), expected, rtol=1e-14)
+    low, high = summary.gaps.quantile(0.5)
+    assert low == high == layer.gap.sort().values[249].item()
+    assert not math.isnan(summary.moments.variance().sum())
