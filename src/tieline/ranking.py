@@ -9,12 +9,14 @@ other and from call to call with another k, so no other module of the package ra
     kth_largest      z_[k]
     gap              z_[k] - z_[k+1] in float64, zero on a tie
     ranked_scores    z_[1], ..., z_[n] in float64
+    ranked_choice    the first n ranks where another program has already chosen
+    group_scores     scores of groups of experts: the largest, or the sum of the two largest
 
 A score that is not a number ranks above all others, so that it is chosen and shows in the output
 instead of vanishing from it.
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -22,7 +24,16 @@ from torch import Tensor
 
 from tieline.errors import ShapeError, require
 
-__all__ = ["Ranked", "gap", "kth_largest", "ranked_scores", "stable_topk", "topk_mask"]
+__all__ = [
+    "Ranked",
+    "gap",
+    "group_scores",
+    "kth_largest",
+    "ranked_choice",
+    "ranked_scores",
+    "stable_topk",
+    "topk_mask",
+]
 
 
 class Ranked(NamedTuple):
@@ -76,6 +87,50 @@ def gap(scores: Float[Tensor, "*batch experts"], k: int) -> Float[Tensor, "*batc
         return scores.new_full(scores.shape[:-1], torch.inf, dtype=torch.float64)
     top = ranked_scores(scores, k + 1)
     return top[..., k - 1] - top[..., k]
+
+
+def ranked_choice(
+    scores: Float[Tensor, "tokens experts"], chosen: Int[Tensor, "tokens c"], k: int, n: int
+) -> Ranked:
+    """The first n >= k ranks, the experts `chosen` by another program among the first k of them.
+
+    Values are z_[1], ..., z_[n]. Experts follow the tie rule, except that those chosen come before
+    all others: another program may break a tie otherwise, or take two scores for equal that differ
+    by its rounding. Rows without such a case need a plain top-k only; the others, few unless scores
+    are coarse, are sorted.
+
+    Args:
+        scores: (T, E) without NaN.
+        chosen: (T, c) experts, repeated ones allowed, that hold c or fewer of the first k ranks.
+        k: number of ranks that are chosen.
+        n: number of ranks to return.
+    """
+    _check_k(scores, n)
+    values, indices = scores.topk(min(n + 1, scores.shape[-1]), dim=-1, sorted=True)
+    tied = (values[:, 1:] >= values[:, :-1]).any(dim=-1)
+    displaced = (scores.gather(1, chosen) < values[:, k - 1 : k]).any(dim=-1)
+    rows = (tied | displaced).nonzero().squeeze(1)
+    if len(rows):
+        indices[rows, :n] = _chosen_first(scores[rows], chosen[rows])[:, :n]
+    return Ranked(values[:, :n], indices[:, :n])
+
+
+def _chosen_first(scores: Tensor, chosen: Tensor) -> Tensor:
+    """Experts in order: chosen ones first, then by score, then by index."""
+    order = scores.sort(dim=-1, descending=True, stable=True).indices
+    first = torch.zeros_like(scores, dtype=torch.uint8).scatter_(1, chosen, 1).gather(1, order)
+    return order.gather(1, first.sort(dim=-1, descending=True, stable=True).indices)
+
+
+def group_scores(
+    scores: Float[Tensor, "tokens experts"], groups: int, rule: Literal["max", "top2sum"]
+) -> Float[Tensor, "tokens groups"]:
+    """Score of each of `groups` equal runs of experts: its largest score, or its two largest added.
+
+    In the dtype of the scores, since that is where a router rounds the sum.
+    """
+    runs = scores.unflatten(-1, (groups, -1))
+    return runs.amax(dim=-1) if rule == "max" else runs.topk(2, dim=-1).values.sum(dim=-1)
 
 
 def _check_k(scores: Tensor, k: int) -> None:

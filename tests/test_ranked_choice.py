@@ -1,0 +1,63 @@
+"""Ranks under another program's choice: `ranked_choice` and `group_scores` of `tieline.ranking`."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.strategies import score_matrices
+from tieline.ranking import group_scores, ranked_choice, stable_topk
+
+
+@st.composite
+def choices(draw):
+    """Scores with ties, and for each row k experts that hold its k largest scores, in any order."""
+    scores = draw(score_matrices(max_experts=7)) // 2
+    k = draw(st.integers(1, scores.shape[1]))
+    shuffled = torch.stack(
+        [torch.tensor(draw(st.permutations(range(scores.shape[1])))) for _ in scores]
+    )
+    order = scores.gather(1, shuffled).sort(dim=1, descending=True, stable=True).indices
+    return scores, shuffled.gather(1, order)[:, :k]
+
+
+@given(choices(), st.data())
+def test_chosen_experts_come_first_then_score_then_index(drawn, data):
+    scores, chosen = drawn
+    k, experts = chosen.shape[1], scores.shape[1]
+    n = data.draw(st.integers(k, experts))
+    ranked = ranked_choice(scores, chosen, k, n)
+    for t, row in enumerate(scores.tolist()):
+        first = set(chosen[t].tolist())
+        order = sorted(range(experts), key=lambda e: (e not in first, -row[e], e))
+        assert ranked.indices[t].tolist() == order[:n]
+        assert ranked.values[t].tolist() == sorted(row, reverse=True)[:n]
+
+
+@given(score_matrices(), st.data())
+def test_without_a_choice_of_its_own_it_is_the_tie_rule(scores, data):
+    n = data.draw(st.integers(1, scores.shape[1]))
+    k = data.draw(st.integers(1, n))
+    top = stable_topk(scores, n)
+    ranked = ranked_choice(scores, top.indices[:, :k], k, n)
+    assert torch.equal(ranked.indices, top.indices)
+    assert torch.equal(ranked.values, top.values)
+
+
+def test_a_choice_that_rounding_turned_is_kept_and_the_scores_stay_in_order():
+    scores = torch.tensor([[1.0, 3.0, 2.0, 2.0 - 2**-20]], dtype=torch.float64)
+    ranked = ranked_choice(scores, torch.tensor([[1, 3]]), 2, 3)
+    assert ranked.indices.tolist() == [[1, 3, 2]]
+    assert ranked.values.tolist() == [[3.0, 2.0, 2.0 - 2**-20]]
+
+
+def test_fewer_and_repeated_choices_hold_places_among_the_first_k():
+    scores = torch.tensor([[1.0, 1.0, 1.0, 0.0]])
+    assert ranked_choice(scores, torch.tensor([[2, 2]]), 2, 3).indices.tolist() == [[2, 0, 1]]
+
+
+@given(score_matrices(min_experts=6, max_experts=6))
+def test_a_group_is_scored_by_its_best_or_its_two_best(scores):
+    for t, row in enumerate(scores.tolist()):
+        runs = [sorted(row[:3]), sorted(row[3:])]
+        assert group_scores(scores, 2, "max")[t].tolist() == [run[-1] for run in runs]
+        assert group_scores(scores, 2, "top2sum")[t].tolist() == [run[-1] + run[-2] for run in runs]
