@@ -1,0 +1,191 @@
+"""How often noise of the scores changes the chosen experts.
+
+    flip_probability         P(S changes) of each token under independent normal noise   Def. 6.2
+    flip_limits              the same where only the first ranks are known               Def. 6.2
+    noisy_gap                gap in units of its own noise                               Def. 6.3
+    population_flips         f_gap(0) σ / √π to first order; √2 times it for two runs    Def. 6.3
+    group_flip_probability   chance that two groups of experts change places         Def. 6.4
+
+The first is exact for these tokens; the second speaks of the population they were drawn from.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tieline.errors import ShapeError, require
+from tieline.numerics import Band, Estimate, one_thread
+
+__all__ = [
+    "first_order",
+    "flip_limits",
+    "flip_probability",
+    "group_flip_probability",
+    "noisy_gap",
+    "population_flips",
+]
+
+Ranks = Float[Tensor, "tokens ranks"]
+
+REACH = 8.5
+"""Noise of more than so many standard deviations (1 in 10^16) is left out."""
+
+FEWEST_STEPS, MOST_STEPS = 32, 4096
+"""Steps of the rule: two per standard deviation of the least noisy expert that matters."""
+
+CHUNK = 1 << 15
+"""Entries of a temporary, so that it stays in the processor's cache."""
+
+FIRST_ORDER_LIMIT = 0.2
+"""Rate beyond which a first-order prediction is marked as out of its range."""
+
+
+def flip_probability(ranked: Ranks, k: int, noise: Ranks | float) -> Float[Tensor, " tokens"]:
+    """P(S changes) when rank r gets independent N(0, σ_r²) noise (Def. 6.2).
+
+    1 - ∫ Π_{j ∉ S} Φ((t - z_j)/σ_j) dF(t), F the law of the smallest noisy score of S, with
+    1 - F(t) = Π_{i ∈ S} Φ((z_i - t)/σ_i). The complement is integrated instead, the chance that an
+    expert outside S exceeds t, so that small probabilities keep their digits. Trapezoidal rule on
+    the interval outside which the integrand vanishes: for an analytic integrand the error falls
+    like exp(-2π²σ²/h²), and h <= σ/2 leaves 1e-5 of each probability down to 1e-13. Noise below
+    1/2048 of the interval is raised to that.
+
+    Args:
+        ranked: scores of the first C ranks, descending; -inf for a rank without expert. Experts
+            past rank C are taken never to enter: `flip_limits` says how much that can matter.
+        k: number of experts chosen, at least 1.
+        noise: standard deviation σ of the noise, one number or one per token and rank.
+    """
+    return flip_limits(ranked, k, noise, 0).low
+
+
+def flip_limits(ranked: Ranks, k: int, noise: Ranks | float, beyond: int) -> Band:
+    """Limits of P(S changes) where only the first C ranks are known (Def. 6.2).
+
+    The lower one leaves the `beyond` = E - C other experts out, the upper one puts them all at the
+    score of rank C, the largest they can have. Arguments as for `flip_probability`.
+    """
+    ranks = ranked.shape[1]
+    require(1 <= k <= ranks, f"need 1 <= k <= kept ranks, got {k=}, {ranks=}", ShapeError)
+    z = ranked.detach().double()
+    sigma = torch.as_tensor(noise, dtype=torch.float64, device=z.device).expand_as(z)
+    require(bool((sigma >= 0).all()), "noise must be >= 0 and not NaN")
+    limits = torch.zeros(2, len(z), dtype=torch.float64, device=z.device)
+    if k < ranks:
+        low, high = _interval(z, sigma, k)
+        with one_thread():
+            for rows, steps in _batches(z, sigma, low, high):
+                ends = (low[rows], high[rows])
+                limits[:, rows] = _integral(z[rows], sigma[rows], k, ends, steps, beyond)
+    limits.clamp_(0, 1)
+    return Band(limits[0], limits[1])
+
+
+def _interval(z: Ranks, sigma: Ranks, k: int) -> tuple[Tensor, Tensor]:
+    """Where the smallest noisy score of S can be and an outsider can exceed it."""
+    chosen, spread = z[:, :k], REACH * sigma[:, :k]
+    low = (chosen - spread).amin(dim=1)
+    outside = (z[:, k:] + REACH * sigma[:, k:]).amax(dim=1)
+    return low, torch.minimum(outside, (chosen + spread).amin(dim=1))
+
+
+def _batches(z: Ranks, sigma: Ranks, low: Tensor, high: Tensor) -> Iterator[tuple[Tensor, int]]:
+    """Tokens that can flip at all, by the number of steps that their interval needs."""
+    span = REACH * sigma
+    matters = (z + span > low[:, None]) & (z - span < high[:, None])
+    least = torch.where(matters, sigma, torch.inf).amin(dim=1)
+    wanted = (2 * (high - low) / least).clamp(FEWEST_STEPS, MOST_STEPS)
+    exponent = wanted.log2().ceil().int()
+    alive = high > low
+    for power in exponent[alive].unique().tolist():
+        rows = (alive & (exponent == power)).nonzero().squeeze(1)
+        for part in rows.split(max(1, CHUNK // ((1 << power) + 1))):
+            yield part, 1 << power
+
+
+def _integral(
+    z: Ranks, sigma: Ranks, k: int, ends: tuple[Tensor, Tensor], steps: int, beyond: int
+) -> Float[Tensor, "2 tokens"]:
+    """∫ P(an outsider exceeds t) dF(t) over [low, high], without and with experts past rank C."""
+    low, width = ends[0], ends[1] - ends[0]
+    t = torch.linspace(0, 1, steps + 1, dtype=torch.float64, device=z.device)
+    t = low[:, None] + width[:, None] * t
+    sigma = torch.maximum(sigma, width[:, None] * (2 / MOST_STEPS))
+    weight = _smallest_density(t, z[:, :k], sigma[:, :k])
+    weight[:, [0, -1]] /= 2
+    exceed, tail = torch.zeros_like(t), torch.zeros_like(t)
+    for rank in range(k, z.shape[1]):
+        tail = _upper_tail((t - z[:, rank, None]) / sigma[:, rank, None])
+        exceed += tail * (1 - exceed)
+    lower = (weight * exceed).sum(dim=1)
+    upper = lower
+    if beyond:
+        more = -torch.expm1(beyond * torch.log1p(-tail))
+        upper = (weight * (exceed + more * (1 - exceed))).sum(dim=1)
+    return torch.stack([lower, upper]) * width / steps
+
+
+def _smallest_density(t: Tensor, z: Ranks, sigma: Ranks) -> Tensor:
+    """Density at t of the smallest noisy score: Π_i Φ(-x_i) · Σ_i φ(x_i) / (σ_i Φ(-x_i))."""
+    survival, hazard = torch.ones_like(t), torch.zeros_like(t)
+    for score, deviation in zip(z.T[:, :, None], sigma.T[:, :, None], strict=True):
+        # Φ underflows past 38 deviations, where the density is nil and its hazard is about x
+        x = ((t - score) / deviation).clamp_(max=36.0)
+        tail = _upper_tail(x)
+        hazard += x.square_().mul_(-0.5).exp_().div_(tail).div_(deviation)
+        survival *= tail
+    return survival * hazard / math.sqrt(2 * math.pi)
+
+
+def _upper_tail(x: Tensor) -> Tensor:
+    """1 - Φ(x), which keeps its digits for large x."""
+    return torch.special.erfc(x * math.sqrt(0.5)).mul_(0.5)
+
+
+def group_flip_probability(
+    group_gap: Float[Tensor, " tokens"], noise: Float[Tensor, " tokens"], scores_per_group: int
+) -> Float[Tensor, " tokens"]:
+    """Φ(-Δ_group / √(2 n) σ): chance that noise reverses the last group in and the first one out.
+
+    A group's score is a sum of n scores (1, or 2 for the sum of the two largest), each with noise
+    σ. An upper limit of the flips it causes: the groups may swap without an expert of either being
+    chosen (Def. 6.4).
+    """
+    spread = math.sqrt(2 * scores_per_group) * noise
+    ratio = torch.where(spread > 0, group_gap.double() / spread, torch.inf)
+    return torch.special.ndtr(-ratio)
+
+
+def noisy_gap(ranked: Ranks, slope: Ranks, k: int) -> Float[Tensor, " tokens"]:
+    """Δ / √((s_k² + s_{k+1}²) / 2): the gap in units of the noise that unit logit noise makes.
+
+    Its density at zero is what `population_flips` needs, near-ties of steep and of flat scores
+    weighing as they should (Def. 6.3).
+    """
+    require(k < ranked.shape[1], f"a gap needs k < kept ranks, got {k=}, {ranked.shape[1]}")
+    rise = ranked[:, k - 1].double() - ranked[:, k].double()
+    return rise / ((slope[:, k - 1].square() + slope[:, k].square()) / 2).sqrt()
+
+
+def population_flips(density: Estimate, sigma: float, runs: int = 1) -> Estimate:
+    """f_gap(0) σ / √π, times √2 between two noisy runs: flip rate to first order (Def. 6.3).
+
+    Args:
+        density: density of the gap at zero (`density.gap_density`), in units where the noise of
+            every score has standard deviation σ.
+        sigma: standard deviation of the noise.
+        runs: 1 for a noisy run against the exact one, 2 for two noisy runs against each other.
+    """
+    require(runs in (1, 2), f"flips are between one or two noisy runs, got {runs=}")
+    return first_order(density.times(sigma * math.sqrt(runs / math.pi)))
+
+
+def first_order(rate: Estimate) -> Estimate:
+    """The rate, marked where it is too large for a first-order prediction to hold."""
+    if rate.value is None or rate.value <= FIRST_ORDER_LIMIT:
+        return rate
+    note = f"first order only: beyond {FIRST_ORDER_LIMIT:g} it overstates"
+    return Estimate(rate.value, rate.standard_error, note)

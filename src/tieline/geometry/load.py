@@ -1,0 +1,125 @@
+"""How the tokens spread over the experts.
+
+expert_load    tokens per expert, their entropy, dead and cold experts     Def. 8.1, 8.2
+coalitions     distinct chosen sets                                        Def. 8.3
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from tieline.errors import ShapeError, TraceError, require
+
+__all__ = ["Coalitions", "ExpertLoad", "coalitions", "expert_load", "load_from_counts"]
+
+Chosen = Int[Tensor, "tokens k"]
+
+
+@dataclass(frozen=True)
+class ExpertLoad:
+    """Use of the experts by T tokens of k choices each.
+
+    Attributes:
+        counts: number of tokens that chose each expert.
+        share: counts / (T k); 1 / E each where the load is even.
+        entropy: -Σ share log share, in nats.
+        evenness: entropy / log E, 1 for an even load and 0 for a single expert.
+        busiest: largest share times E: how many times its even load the busiest expert carries.
+        dead: experts that no token chose.
+        cold: experts that were chosen, but less than `cold_below` times an even load.
+        cold_below: that fraction.
+    """
+
+    counts: tuple[int, ...]
+    share: tuple[float, ...]
+    entropy: float
+    evenness: float
+    busiest: float
+    dead: tuple[int, ...]
+    cold: tuple[int, ...]
+    cold_below: float
+
+
+@dataclass(frozen=True)
+class Coalitions:
+    """Distinct chosen sets among T tokens.
+
+    Attributes:
+        seen: how many there are.
+        once: how many of them were seen once. once / T estimates the chance that the next token
+            brings a new one (Good and Turing).
+        log10_possible: log10 of C(E, k), the number of sets there could be.
+        tokens: T.
+    """
+
+    seen: int
+    once: int
+    log10_possible: float
+    tokens: int
+
+
+def expert_load(chosen: Chosen, n_experts: int, cold_below: float = 0.1) -> ExpertLoad:
+    """Load of each expert, its entropy, dead and cold experts (Def. 8.1, 8.2).
+
+    Args:
+        chosen: experts of the first k ranks.
+        n_experts: number of experts E.
+        cold_below: fraction of an even load T k / E below which an expert is cold.
+    """
+    ids = _checked(chosen, n_experts).flatten()
+    return load_from_counts(torch.bincount(ids, minlength=n_experts), cold_below)
+
+
+def load_from_counts(counts: Int[Tensor, " experts"], cold_below: float = 0.1) -> ExpertLoad:
+    """The same from the number of tokens per expert, such as that of a streaming summary."""
+    total, experts = int(counts.sum()), len(counts)
+    require(total > 0, "a load needs at least one token, got none", ShapeError)
+    share = counts.double() / total
+    entropy = float(torch.special.entr(share).sum())
+    cold = (counts > 0) & (share * experts < cold_below)
+    return ExpertLoad(
+        counts=tuple(counts.tolist()),
+        share=tuple(share.tolist()),
+        entropy=entropy,
+        evenness=entropy / math.log(experts) if experts > 1 else 1.0,
+        busiest=share.max().item() * experts,
+        dead=tuple((counts == 0).nonzero().flatten().tolist()),
+        cold=tuple(cold.nonzero().flatten().tolist()),
+        cold_below=cold_below,
+    )
+
+
+def coalitions(chosen: Chosen, n_experts: int) -> Coalitions:
+    """Number of distinct chosen sets (Def. 8.3); the order of the ranks does not matter."""
+    tokens, k = chosen.shape
+    members = _checked(chosen, n_experts).sort(dim=1).values
+    _, counts = _packed(members, n_experts).unique(dim=0, return_counts=True)
+    ways = math.lgamma(n_experts + 1) - math.lgamma(k + 1) - math.lgamma(n_experts - k + 1)
+    return Coalitions(len(counts), int((counts == 1).sum()), ways / math.log(10), tokens)
+
+
+def _packed(members: Chosen, n_experts: int) -> Int[Tensor, "tokens words"]:
+    """Members as digits of as few 62-bit words as hold them: fewer columns sort faster."""
+    bits = max(1, (n_experts - 1).bit_length())
+    words = []
+    for part in members.split(62 // bits, dim=1):
+        word = torch.zeros_like(part[:, 0])
+        for column in part.unbind(dim=1):
+            word = (word << bits) | column
+        words.append(word)
+    return torch.stack(words, dim=1)
+
+
+def _checked(chosen: Chosen, n_experts: int) -> Chosen:
+    require(chosen.numel() > 0, "a load needs at least one token, got none", ShapeError)
+    ids = chosen.long()
+    low, high = int(ids.min()), int(ids.max())
+    require(
+        low >= 0 and high < n_experts,
+        f"expert ids must be in 0..{n_experts - 1}, got {low}..{high}",
+        TraceError,
+    )
+    return ids

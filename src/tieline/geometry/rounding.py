@@ -1,0 +1,189 @@
+"""What rounding the logits to a coarser grid does to the choice.
+
+    round_to           nearest number of a format                                     Def. 7.1
+    grid_step          q, the distance between neighbours of a number there           Def. 7.1
+    shared_cell        P(tie) = (1 - Δ/q)+                                             Def. 7.2
+    shared_cell_flips  P(flip) by ties on one grid, half of the former for fine grids Def. 7.3
+    emulated_choice    ties and flips of these very scores                            Def. 7.4
+
+Scale rules: floating-point formats round the logits as they are and saturate at their largest
+number; integer formats are symmetric with one scale per token, its largest |logit| mapped to the
+largest integer (127 or 7). Rounding to one grid never reverses two scores, it can only make them
+equal; a tie then falls to the lower index, the wrong one in half of the cases. Where a bias or a
+nonlinearity stands between the logits and what is ranked, the scores round on grids of their own:
+there are no ties to speak of, and rounding acts as noise of variance q²/12 (Def. 7.3).
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from tieline.errors import require
+from tieline.numerics import float_step, one_thread, round_to_step
+from tieline.ranking import gap, topk_mask
+
+__all__ = [
+    "PRECISIONS",
+    "EmulatedChoice",
+    "FloatGrid",
+    "IntegerGrid",
+    "emulated_choice",
+    "grid_step",
+    "round_to",
+    "shared_cell",
+    "shared_cell_flips",
+]
+
+Scores = Float[Tensor, "tokens experts"]
+PerToken = Float[Tensor, " tokens"]
+
+PLACES = 32
+"""Places of a cell's edge over which the flips of a coarse grid are averaged."""
+
+CHUNK = 1 << 15
+"""Entries of a temporary, so that it stays in the processor's cache."""
+
+
+@dataclass(frozen=True)
+class FloatGrid:
+    """A floating-point format: b stored mantissa bits, smallest normal exponent, largest number."""
+
+    mantissa_bits: int
+    min_exponent: int
+    largest: float
+
+
+@dataclass(frozen=True)
+class IntegerGrid:
+    """A symmetric integer format with levels -levels, ..., levels and one scale per token."""
+
+    levels: int
+
+
+PRECISIONS: dict[str, FloatGrid | IntegerGrid] = {
+    "bf16": FloatGrid(7, -126, (2 - 2**-7) * 2.0**127),
+    "fp16": FloatGrid(10, -14, 65504.0),
+    "fp8_e4m3": FloatGrid(3, -6, 448.0),
+    "fp8_e5m2": FloatGrid(2, -14, 57344.0),
+    "int8": IntegerGrid(127),
+    "int4": IntegerGrid(7),
+}
+"""The formats by name, with e4m3 in its finite-only form."""
+
+
+def grid_step(scores: Scores, precision: str) -> Scores:
+    """q: distance between the neighbours of each score in the format, in float64 (Def. 7.1).
+
+    Args:
+        scores: (T, E) logits; -inf for ranks without expert. The scale of integer formats is taken
+            from the finite ones of a token, so that a truncated list gives too small a step where
+            the largest |logit| is among the lowest scores.
+        precision: a name in `PRECISIONS`.
+    """
+    grid = _grid(precision)
+    z = scores.double()
+    if isinstance(grid, FloatGrid):
+        finite = z.nan_to_num(neginf=0.0).clamp(-grid.largest, grid.largest)
+        return float_step(finite, grid.mantissa_bits, grid.min_exponent)
+    largest = z.abs().masked_fill(z.isinf(), 0.0).amax(dim=-1, keepdim=True)
+    return (largest / grid.levels).expand_as(z)
+
+
+def round_to(scores: Scores, precision: str) -> Scores:
+    """Nearest number of the format, halves to even, in float64 (Def. 7.1).
+
+    Floating-point formats saturate at their largest number; -inf stays.
+    """
+    grid = _grid(precision)
+    step = grid_step(scores, precision)
+    # a step of zero belongs to a token whose scores are all zero
+    rounded = round_to_step(scores, step.where(step > 0, 1.0))
+    if isinstance(grid, FloatGrid):
+        rounded = rounded.clamp(-grid.largest, grid.largest)
+    return torch.where(scores.isneginf(), scores.double(), rounded)
+
+
+def shared_cell(gaps: PerToken, step: PerToken) -> PerToken:
+    """(1 - Δ/q)+: chance that two scores Δ apart round to the same number (Def. 7.2).
+
+    Over a uniform place of the grid. Its mean over tokens is the tie rate, f_gap(0) q / 2 to first
+    order.
+    """
+    same = torch.where(gaps == 0, 1.0, 1 - gaps.double() / step)
+    return same.clamp(min=0).nan_to_num(neginf=0.0)
+
+
+def shared_cell_flips(ranked: Scores, k: int, step: PerToken) -> PerToken:
+    """P(flip) by ties on one grid: mean of 1 - 1/C(a + b, a) over the place of the grid (Def. 7.3).
+
+    A cell that holds both sides of the threshold holds a chosen experts and b others; the a lowest
+    indices of these stay. For a = b = 1, all that fine grids have, half of the ties flip and the
+    rate is f_gap(0) q / 4. The mean is over equally spaced places of the cell.
+
+    Args:
+        ranked: scores of the first C ranks, descending.
+        k: number of experts chosen.
+        step: q at the threshold, in units of score.
+    """
+    z, q = ranked.double(), step[:, None].double()
+    tie = shared_cell(z[:, k - 1] - z[:, k], step)
+    rows = (tie > 0).nonzero().squeeze(1)
+    flips = torch.zeros_like(tie)
+    ways = _ways(z.shape[1])
+    with one_thread():
+        for part in rows.split(max(1, CHUNK // z.shape[1])):
+            flips[part] = tie[part] * _mean_over_places(z[part], k, q[part], ways)
+    return flips
+
+
+def _mean_over_places(z: Scores, k: int, q: Float[Tensor, "tokens 1"], ways: Tensor) -> PerToken:
+    """Mean of 1 - 1/C(a + b, a) over cells that hold both sides of the threshold."""
+    floor, top = z[:, k - 1 : k] - q, z[:, k : k + 1]
+    total = torch.zeros_like(z[:, 0])
+    for place in range(PLACES):
+        edge = floor + (top - floor) * ((place + 0.5) / PLACES)
+        held = (z >= edge) & (z < edge + q)
+        total += 1 - 1 / ways[held.sum(dim=1), held[:, :k].sum(dim=1)]
+    return total / PLACES
+
+
+def _ways(most: int) -> Float[Tensor, "n n"]:
+    """Binomial coefficients C(n, a) for n, a <= most; 1 for a > n, which does not occur."""
+    n = torch.arange(most + 1, dtype=torch.float64)
+    logs = torch.lgamma(n + 1)
+    inside = (logs[:, None] - logs - torch.lgamma((n[:, None] - n).clamp(min=0) + 1)).exp()
+    return torch.where(n[:, None] >= n, inside, 1.0)
+
+
+class EmulatedChoice(NamedTuple):
+    """What happened to each token: its threshold is tied, its chosen set is another one."""
+
+    tied: Bool[Tensor, " tokens"]
+    flipped: Bool[Tensor, " tokens"]
+
+
+def emulated_choice(
+    rounded: Float[Tensor, "tokens ranks"], experts: Int[Tensor, "tokens ranks"], k: int
+) -> EmulatedChoice:
+    """Ties at the threshold and changes of the chosen set for these very scores (Def. 7.4).
+
+    Among the kept ranks: where all of them past k tie, an expert past the last might enter unseen.
+
+    Args:
+        rounded: perturbed scores of the kept ranks, in the order of the ranks before rounding.
+        experts: the expert of each rank, which decides ties; the first k are the choice before.
+        k: number of experts chosen.
+    """
+    by_index = experts.long().argsort(dim=1)
+    chosen = topk_mask(rounded.gather(1, by_index), k)
+    return EmulatedChoice(gap(rounded, k) == 0, (chosen != (by_index < k)).any(dim=1))
+
+
+def _grid(precision: str) -> FloatGrid | IntegerGrid:
+    require(
+        precision in PRECISIONS, f"unknown precision {precision!r}: one of {', '.join(PRECISIONS)}"
+    )
+    return PRECISIONS[precision]

@@ -1,0 +1,35 @@
+"""What to measure a trace at: grids, levels and formats, with defaults that suit a report."""
+
+from dataclasses import dataclass
+
+from tieline.geometry.rounding import PRECISIONS
+from tieline.numerics import log_grid
+
+__all__ = ["MeasureSettings"]
+
+
+@dataclass(frozen=True)
+class MeasureSettings:
+    """Where the measures are taken.
+
+    Attributes:
+        probabilities: levels of the gap and distance quantiles.
+        widths: grid of BM_top, in units of the selection score.
+        epsilons: grid of K(ε) for traces that carry none of their own.
+        sigmas: standard deviations of the noise, in units of the logits.
+        precisions: formats that the logits are rounded to.
+        product_precision: format of the low-precision matrix product.
+        confidence: of bands and intervals.
+        cold_below: fraction of an even load below which an expert is cold.
+        most_orders: tie orders from here on are counted together.
+    """
+
+    probabilities: tuple[float, ...] = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
+    widths: tuple[float, ...] = tuple(log_grid(1e-6, 1e2, 10).tolist())
+    epsilons: tuple[float, ...] = tuple(log_grid(1e-3, 1e1, 5).tolist())
+    sigmas: tuple[float, ...] = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
+    precisions: tuple[str, ...] = tuple(PRECISIONS)
+    product_precision: str = "bf16"
+    confidence: float = 0.95
+    cold_below: float = 0.1
+    most_orders: int = 6

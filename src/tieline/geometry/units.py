@@ -1,0 +1,90 @@
+"""How noise of the logits reaches the scores that are ranked.
+
+A router ranks u_i = s(l_i) + b_i: l the logit, s the score function, b a correction bias. Without
+a bias ranking u is ranking l, since s is increasing, so the choice can be studied on the logits
+themselves, exactly. With one, noise of the logits is passed on by the slope s′(l_i) (Def. 6.1):
+
+    units       without bias             with bias
+    logits      l, slope 1               u, slope 1
+    sigmoid     logit(u), slope 1        u, slope s (1 - s)
+    softmax     log u, slope 1           u, slope p
+
+Softmax probabilities fix the logits up to a shift that is common to all experts of a token, which
+changes no choice. Their slope is p and not p (1 - p): the rest of the derivative moves all experts
+near the threshold together.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tieline.errors import TraceError, require
+from tieline.trace.record import LayerTrace
+
+__all__ = ["LogitView", "from_logits", "logit_view"]
+
+ALMOST_ONE = 1 - 2.0**-24
+"""Largest float32 below 1: a saturated sigmoid has a logit of at least about 16.6."""
+
+
+@dataclass(frozen=True)
+class LogitView:
+    """Scores of the kept ranks in the units where noise of the logits is simplest.
+
+    Attributes:
+        scores: what is ranked, descending, in float64.
+        slope: derivative of each of them by its logit.
+        logits: the logits themselves; None for softmax scores, which do not tell their size.
+        threshold_slope: derivative of the selection score at rank k by its logit.
+    """
+
+    scores: Float[Tensor, "tokens ranks"]
+    slope: Float[Tensor, "tokens ranks"]
+    logits: Float[Tensor, "tokens ranks"] | None
+    threshold_slope: Float[Tensor, " tokens"]
+
+
+def logit_view(layer: LayerTrace) -> LogitView:
+    """The view of a layer's kept ranks in which noise of the logits is simplest (Def. 6.1)."""
+    require(layer.scores is not None, f"layer {layer.name!r} has ids only: no scores", TraceError)
+    assert layer.scores is not None
+    selection = layer.scores.double()
+    plain = selection - _bias_of_ranks(layer)
+    units, k = layer.facts.units, layer.facts.k
+    if units == "logits":
+        ones = torch.ones_like(selection)
+        return LogitView(selection, ones, plain, ones[:, k - 1])
+    logits, slope = _sigmoid(plain) if units == "sigmoid" else _softmax(plain)
+    known = logits if units == "sigmoid" else None
+    if layer.bias is None:
+        return LogitView(logits, torch.ones_like(slope), known, slope[:, k - 1])
+    return LogitView(selection, slope, known, slope[:, k - 1])
+
+
+def from_logits(
+    logits: Float[Tensor, "tokens ranks"], layer: LayerTrace
+) -> Float[Tensor, "tokens ranks"]:
+    """Selection scores that the layer's router makes of (perturbed) logits of its kept ranks.
+
+    Sigmoid scores without a bias stay logits: the order is the same and nothing saturates.
+    """
+    if layer.facts.units == "sigmoid" and layer.bias is not None:
+        logits = logits.sigmoid()
+    return logits + _bias_of_ranks(layer)
+
+
+def _sigmoid(score: Tensor) -> tuple[Tensor, Tensor]:
+    inside = score.clamp(torch.finfo(torch.float32).tiny, ALMOST_ONE)
+    logits = torch.where(score.isneginf(), score, inside.logit())
+    return logits, inside * (1 - inside)
+
+
+def _softmax(score: Tensor) -> tuple[Tensor, Tensor]:
+    inside = score.clamp(torch.finfo(torch.float32).tiny, 1.0)
+    return torch.where(score.isneginf(), score, inside.log()), inside
+
+
+def _bias_of_ranks(layer: LayerTrace) -> Tensor | float:
+    return 0.0 if layer.bias is None else layer.bias.double()[layer.experts.long()]
