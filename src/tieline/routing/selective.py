@@ -130,7 +130,7 @@ class SelectiveGate(Gate):
         """The selection scores c (..., E) that are ranked."""
         if self.order == "before" and not self._logits_will_do:
             scores = scores.softmax(dim=-1) if self.scoring == "softmax" else scores.sigmoid()
-        return scores if self.selection_bias is None else scores + self.selection_bias
+        return scores if self.selection_bias is None else scores + self.selection_bias.to(scores)
 
     def share(self, selection: Scores) -> Share:
         """How far each expert is in the choice, from 0 (not used) to 1."""

@@ -37,7 +37,7 @@ def smoothstep(u: Float[Tensor, "*shape"], a: float, b: float) -> Float[Tensor, 
     x = torch.where(inside, u, 0.5)
     rise = x**a
     ramp = rise / (rise + (1 - x) ** b)
-    return torch.where(inside, ramp, (u >= 1).to(u))
+    return torch.where(inside, ramp, u.detach().clamp(0, 1))  # a clamp keeps what is not a number
 
 
 class SmoothTopK(SelectiveGate):
@@ -105,9 +105,9 @@ class SmoothTopK(SelectiveGate):
 
     @property
     def laws(self) -> frozenset[Law]:  # type: ignore[override]
-        """Continuity besides what `TopK` promises; symmetry at ties unless `k_max` cuts one."""
-        symmetric = set() if self.k_max is not None else {Law.SYMMETRIC}
-        return laws_of_choice(self) | {Law.CONTINUOUS} | symmetric
+        """Continuity besides what `TopK` promises; symmetry unless bias, groups or `k_max` rule."""
+        laws = laws_of_choice(self) | {Law.CONTINUOUS}
+        return laws | {Law.SYMMETRIC} if Law.EQUIVARIANT in laws and self.k_max is None else laws
 
     @property
     def epsilon(self) -> Float[Tensor, ""]:

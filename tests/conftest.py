@@ -1,0 +1,22 @@
+"""Settings of the whole suite."""
+
+import jaxtyping
+import pytest
+import torch
+from hypothesis import settings
+
+settings.register_profile("tieline", deadline=None, max_examples=12, derandomize=True)
+settings.load_profile("tieline")
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def no_axis_checks():
+    """Turn the run-time checks of annotations off, as they are for users."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)

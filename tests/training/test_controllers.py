@@ -1,0 +1,61 @@
+"""Controllers reach what they are set to reach."""
+
+import pytest
+import torch
+
+from tieline import ReLUGate, TielineError, TopK
+from tieline.training.controllers import BalanceController, BudgetSchedule, SparsityController
+
+
+def test_the_sparsity_controller_reaches_its_number_of_experts():
+    torch.manual_seed(0)
+    scores, controller, shift = torch.randn(256, 16), SparsityController(2, 16), 0.0
+    for _ in range(400):  # descent of λ Σ relu(z - shift) raises the shift by λ·active
+        weights = ReLUGate()(scores - shift)
+        shift += 0.1 * controller.update(weights) - 0.01
+    assert (ReLUGate()(scores - shift) != 0).sum(-1).float().mean().item() == pytest.approx(
+        2, abs=1
+    )
+
+
+def test_the_coefficient_rises_above_the_target_falls_below_and_rests_on_it():
+    controller = SparsityController(1, 2, coefficient=1.0, growth=2.0)
+    assert controller.update(torch.ones(3, 2)) == 2.0
+    assert controller.update(torch.eye(2)) == 2.0
+    assert controller.update(torch.zeros(3, 2)) == 1.0
+
+
+def test_the_balance_controller_evens_out_the_load():
+    torch.manual_seed(0)
+    scores = torch.randn(512, 8) + torch.linspace(-1, 1, 8)
+    gate = TopK(2, scoring="sigmoid", selection_bias=torch.zeros(8))
+    controller = BalanceController(gate, rate=5e-3)
+
+    def spread():
+        load = (gate(scores) != 0).float().mean(0)
+        return (load.max() / load.mean()).item()
+
+    before = spread()
+    for _ in range(300):
+        controller.update(gate(scores))
+    assert before > 1.5
+    assert spread() < 1.1
+
+
+def test_the_budget_holds_falls_linearly_and_stays():
+    schedule = BudgetSchedule(2.5, 2.0, hold=40, until=60)
+    assert [schedule(t) for t in (0, 39, 40, 50, 60, 99)] == [2.5, 2.5, 2.5, 2.25, 2.0, 2.0]
+
+
+BAD = [
+    (lambda: SparsityController(5, 4), "0 < k <= experts"),
+    (lambda: SparsityController(2, 4, growth=1.0), "growth must exceed 1"),
+    (lambda: BalanceController(TopK(2)), "no selection_bias"),
+    (lambda: BudgetSchedule(2.5, 2.0, hold=5, until=4), "hold <= until"),
+]
+
+
+@pytest.mark.parametrize(("build", "message"), BAD, ids=[m for _, m in BAD])
+def test_bad_settings_are_refused(build, message):
+    with pytest.raises(TielineError, match=message):
+        build()
