@@ -1,0 +1,121 @@
+"""How each family of transformers routers chooses its experts: one declarative record per family.
+
+A record says how the *selection scores* follow from what a router returns and holds. Routers are
+recognised by class (any class of the method resolution order), never by the path of a module, so a
+subclass, a wrapped model or a renamed attribute changes nothing. A family outside the package is
+one more record: `register_family(RouterFamily("mine", ("MyRouter",)))`.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+from tieline.errors import ParameterError, require
+
+__all__ = ["FAMILIES", "Groups", "RouterFamily", "family_of", "register_family"]
+
+Layout = Literal["topk", "dense", "sorted", "method"]
+Ranked = Literal["logits", "softmax", "sigmoid", "activation"]
+Combine = Literal["softmax", "softmax of chosen", "sigmoid", "activation", "own"]
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Group-limited choice: the best groups first, then experts inside of them.
+
+    Attributes:
+        count: attribute of the router that holds the number of groups; None there means no groups.
+        chosen: attribute that holds the number of groups a token may use.
+        score: a group's score: its largest selection score or the sum of its two largest.
+        fill: score that the router gives to experts outside the chosen groups.
+        ranked: what is ranked while groups are in force, where that differs from the family's.
+        when: attribute and value without which the router ignores its groups.
+    """
+
+    count: str = "num_group"
+    chosen: str = "topk_group"
+    score: Literal["max", "top2sum"] = "top2sum"
+    fill: float = -math.inf
+    ranked: Ranked | None = None
+    when: tuple[str, str] | None = None
+
+
+@dataclass(frozen=True)
+class RouterFamily:
+    """How the routers of one family choose, as facts; attributes are dotted paths on the router.
+
+    Attributes:
+        name: folder of the family in transformers, or any name of yours.
+        routers: names of the router classes.
+        ranked: what the router ranks. A softmax without bias ranks as its logits do, so those
+            count as "logits"; "activation" is the callable that the attribute `activation` holds.
+        own_dtype: whether the ranking happens in the logits' dtype instead of float32.
+        bias: attribute with the correction bias that is added to what is ranked.
+        bias_argument: argument of `forward` that brings this bias instead.
+        bias_flag: attribute without whose truth the bias is ignored.
+        groups: how groups limit the choice.
+        k: attribute with the number of experts chosen.
+        weight: attribute with the matrix (E, D), if logits are affine in the router's input.
+        probabilities: output 0 is softmax probabilities; their logarithms rank as the logits do.
+        skip_class: the last class means "no expert", returned as expert 0 with weight 0.
+        layout: where logits, weights and ids stand in the output:
+            "topk" (logits, weights (T, k), ids (T, k), ...), "dense" (weights (T, E), logits),
+            "sorted" (slots sorted by expert), "method" (weights, ids) of a method given logits.
+        method: what to observe; a method that is not the call itself takes the logits.
+        combine: how a chosen expert's weight follows from the logits, before any scaling.
+        renormalise: whether chosen weights are divided by their sum: always, never or by a flag.
+        scale: attribute whose value multiplies the weights.
+        refused: why these routers cannot be captured at all.
+        refused_in_training: why they cannot be captured in training mode.
+        note: what a user of the family should know.
+    """
+
+    name: str
+    routers: tuple[str, ...]
+    ranked: Ranked = "logits"
+    own_dtype: bool = False
+    bias: str | None = None
+    bias_argument: str | None = None
+    bias_flag: str | None = None
+    activation: str | None = None
+    groups: Groups | None = None
+    k: str = "top_k"
+    weight: str | None = "weight"
+    probabilities: bool = False
+    skip_class: bool = False
+    layout: Layout = "topk"
+    method: str = "__call__"
+    combine: Combine = "softmax"
+    renormalise: str = "always"
+    scale: str | None = None
+    refused: str | None = None
+    refused_in_training: str | None = None
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        require(bool(self.name and self.routers), "a family needs a name and router class names")
+        where = "the attribute `activation` must be named"
+        require((self.ranked == "activation") == (self.activation is not None), where)
+        require(not (self.bias and self.bias_argument), "a bias is an attribute or an argument")
+
+
+FAMILIES: dict[str, RouterFamily] = {}
+"""The record of each router class name."""
+
+
+def register_family(family: RouterFamily) -> RouterFamily:
+    """Make the routers of `family` known; refuses class names that are known already."""
+    known = [name for name in family.routers if name in FAMILIES]
+    require(not known, f"router classes {known} belong to a registered family", ParameterError)
+    FAMILIES.update(dict.fromkeys(family.routers, family))
+    return family
+
+
+def family_of(module: nn.Module) -> RouterFamily | None:
+    """The family whose router this module is, None if it is no router."""
+    for cls in type(module).__mro__:
+        if cls.__name__ in FAMILIES:
+            return FAMILIES[cls.__name__]
+    return None
