@@ -18,7 +18,8 @@ def test_memory_comes_back_when_the_last_view_dies_and_is_lent_again():
     address, view = first.data_ptr(), first[10:20]
     del first
     assert pool.idle_bytes == 0  # the view still needs the storage
-    assert pool.take((MEGABYTE // 2,), torch.float32).data_ptr() != address
+    other = pool.take((MEGABYTE // 2,), torch.float32)
+    assert other.data_ptr() != address
     del view
     gc.collect()
     assert pool.take((MEGABYTE // 4,), torch.float64).data_ptr() == address

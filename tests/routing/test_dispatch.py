@@ -32,9 +32,9 @@ def test_output_and_gradients_match_the_definition(
     weights = sparse_weights(tokens, experts, density).requires_grad_()
     leaves = [x, weights, *module.parameters()]
     ours = module(x, weights)
-    expected = mixture(x, weights, module) if tokens else torch.zeros_like(x) * 1
+    expected = mixture(x, weights, module) if tokens else torch.zeros_like(x)
     torch.testing.assert_close(ours, expected)
-    if tokens and density:
+    if (weights != 0).any():
         probe = torch.randn_like(ours)
         got = torch.autograd.grad((ours * probe).sum(), leaves)
         want = torch.autograd.grad((expected * probe).sum(), leaves, allow_unused=True)

@@ -26,12 +26,12 @@ def layer_of(gate):
 
 def steepest(f, low, high):
     """Largest |f(t+h) - f(t)| over the line at each h, by following the worst intervals down."""
-    starts = torch.linspace(low, high, 4097, dtype=torch.float64)[:-1]
-    h, found = (high - low) / 4096, {}
+    starts = torch.linspace(low, high, 1025, dtype=torch.float64)[:-1]
+    h, found = (high - low) / 1024, {}
     while h >= FINEST:
         step = (f(starts + h) - f(starts)).norm(dim=-1)
         found[h] = step.max().item()
-        worst = starts[step.argsort(descending=True)[:32]]
+        worst = starts[step.argsort(descending=True)[:8]]
         h /= 8
         starts = (worst[:, None] + h * torch.arange(8, dtype=torch.float64)).flatten()
     return found

@@ -44,9 +44,10 @@ class BufferPool:
         if size < SMALLEST_POOLED or self.capacity == 0:
             return torch.empty(shape, dtype=dtype)
         block = self._pop(size)
+        block = _new_block(size) if block is None else block
         # The tensor holds this view alone; the view's death tells that the storage is gone.
-        view = (_new_block(size) if block is None else block)[:size]
-        weakref.finalize(view, self._give_back, view.base if block is None else block)
+        view = block[:size]
+        weakref.finalize(view, self._give_back, block)
         return torch.frombuffer(view, dtype=dtype).view(shape)
 
     def shrink(self, capacity: int) -> None:

@@ -60,7 +60,7 @@ class MoE(nn.Module):
     def forward(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
         """Output of the layer."""
         weights = self.gate(self.router(x))
-        y = self.experts(x.flatten(0, -2), weights.flatten(0, -2)).view_as(x)
+        y = self.experts(_rows(x), _rows(weights)).view_as(x)
         return y if self.shared is None else y + self.shared(x)
 
 
@@ -147,5 +147,9 @@ class SharedExpert(nn.Module):
 
     def forward(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
         """f(x)."""
-        flat = x.flatten(0, -2)
+        flat = _rows(x)
         return self.expert(flat, flat.new_ones(len(flat), 1)).view_as(x)
+
+
+def _rows(x: Float[Tensor, "*batch last"]) -> Float[Tensor, "tokens last"]:
+    return x.reshape(-1, x.shape[-1])

@@ -28,7 +28,7 @@ class SparsityController:
         growth: factor g > 1 by which a step moves λ.
     """
 
-    k: float
+    k: int | float
     n_experts: int
     coefficient: float = 1e-8
     growth: float = 1.2
