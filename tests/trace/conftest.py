@@ -4,7 +4,7 @@ import jaxtyping
 import pytest
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def axes_unchecked():
     """What a user meets: outside pytest no type checker stands before our own checks."""
     before = jaxtyping.config.jaxtyping_disable

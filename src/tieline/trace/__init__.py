@@ -4,7 +4,9 @@ from tieline.trace.builder import SummaryBuilder, summarise
 from tieline.trace.layer_summary import LayerSummary
 from tieline.trace.ops import concatenate, select_documents, select_layers, select_tokens
 from tieline.trace.record import LayerFacts, LayerTrace, RoutingTrace
+from tieline.trace.store import load_trace, save_trace
 from tieline.trace.summary import RoutingSummary, merge
+from tieline.trace.summary_store import load_summary, save_summary
 
 __all__ = [
     "LayerFacts",
@@ -14,7 +16,11 @@ __all__ = [
     "RoutingTrace",
     "SummaryBuilder",
     "concatenate",
+    "load_summary",
+    "load_trace",
     "merge",
+    "save_summary",
+    "save_trace",
     "select_documents",
     "select_layers",
     "select_tokens",

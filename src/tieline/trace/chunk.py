@@ -142,7 +142,7 @@ def _orders(chunk: LayerTrace, epsilons: tuple[float, ...]) -> Tensor | None:
     orders = np.zeros((len(epsilons), len(gap)), dtype=np.int64)
     for row, epsilon in enumerate(epsilons):
         above = np.add.reduce((rise >= epsilon).view(np.uint8), axis=0, dtype=small)
-        np.multiply(near[row] - above - 1, gap < epsilon, out=orders[row])
+        np.multiply(near[row] - above.astype(np.int64) - 1, gap < epsilon, out=orders[row])
     return _counted(orders, experts, f"layer {chunk.name!r}: orders of ties")
 
 

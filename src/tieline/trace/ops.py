@@ -13,11 +13,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Literal
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
 from tieline.errors import TraceError, require
+from tieline.trace.hashing import token_hash
 from tieline.trace.layout import LAYER_TENSORS
 from tieline.trace.lazy import LazyLayers, map_layers
 from tieline.trace.record import LayerTrace, RoutingTrace
@@ -157,7 +159,12 @@ def _renumbered(traces: Sequence[RoutingTrace]) -> list[RoutingTrace]:
 
 
 def _repeats(keys: dict[str, Tensor]) -> bool:
-    pairs = torch.stack((keys["documents"].long(), keys["positions"].long()), dim=1)
+    """Whether a (document, position) comes twice: hashes are sorted first, as that is quick."""
+    documents, positions = keys["documents"].long(), keys["positions"].long()
+    hashes = np.sort(token_hash(documents, positions))
+    if not (hashes[1:] == hashes[:-1]).any():
+        return False
+    pairs = torch.stack((documents, positions), dim=1)
     return len(torch.unique(pairs, dim=0)) < len(pairs)
 
 

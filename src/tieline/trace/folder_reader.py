@@ -1,0 +1,139 @@
+"""Reading a folder of safetensors files that may be anybody's.
+
+Nothing in it is trusted: file names are made here and never taken from the folder, the JSON is
+bounded, each tensor file must have the size and the digest that the index states, the safetensors
+header is bounded before it is parsed, and only plain integers and real numbers are read. Whatever
+is wrong becomes one `TraceError` with the name of the file.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from tieline.errors import TraceError, require
+from tieline.trace.folder_writer import INDEX, SUFFIX, digest
+from tieline.trace.jsonio import LONGEST, parse_json
+
+__all__ = ["Folder", "TensorHeader", "open_folder", "parsing", "read_header"]
+
+HEADER_LIMIT = 4 << 20
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+}
+
+
+class TensorHeader(NamedTuple):
+    """Type and shape of a tensor in a file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@contextmanager
+def parsing(name: object) -> Iterator[None]:
+    """Turn whatever a parser raises on foreign bytes into a `TraceError` about the file."""
+    try:
+        yield
+    except TraceError:
+        raise
+    except Exception as error:
+        kind = type(error).__name__
+        raise TraceError(f"{name}: cannot be read: {kind}: {str(error)[:200]}") from error
+
+
+@dataclass
+class Folder:
+    """An index that was read, and the tensor files that it lists, not read yet.
+
+    Attributes:
+        path: the folder.
+        index: JSON values of the index.
+        verified: files whose digest has been checked.
+    """
+
+    path: Path
+    index: Mapping[str, object]
+    verified: set[str] = field(default_factory=set)
+
+    def header(self, name: str) -> dict[str, TensorHeader]:
+        """Types and shapes of the tensors of a file of the stated size, without reading them."""
+        path = self._path(name)
+        stated = self._stated(name)["bytes"]
+        size = path.stat().st_size
+        require(size == stated, f"{path}: has {size} bytes, the index says {stated}", TraceError)
+        return read_header(path)
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """The tensors of a file, mapped into memory; its digest is checked at the first call."""
+        names, path = self.header(name), self._path(name)
+        if name not in self.verified:
+            with parsing(path):
+                found = digest(path)
+            stated = self._stated(name)["sha256"]
+            require(found == stated, f"{path}: is damaged: its digest is not {stated}", TraceError)
+            self.verified.add(name)
+        with parsing(path), safe_open(path, framework="pt") as file:
+            return {tensor: file.get_tensor(tensor) for tensor in names}
+
+    def _path(self, name: str) -> Path:
+        path = self.path / f"{name}{SUFFIX}"
+        require(path.is_file(), f"{path}: is missing", TraceError)
+        return path
+
+    def _stated(self, name: str) -> Mapping[str, object]:
+        files = self.index.get("files")
+        stated = files.get(name) if isinstance(files, dict) else None
+        if not isinstance(stated, dict) or stated.keys() != {"bytes", "sha256"}:
+            raise TraceError(f"{self.path / INDEX}: states no size and digest of {name!r}")
+        return stated
+
+
+def open_folder(directory: str | Path, kind: str, version: int) -> Folder:
+    """Read the index of a folder of this kind."""
+    path = Path(directory)
+    require(path.is_dir(), f"{path}: is no {kind} folder", TraceError)
+    file = path / INDEX
+    require(file.is_file(), f"{path}: is no {kind} folder: it has no {INDEX}", TraceError)
+    with parsing(file), file.open("rb") as stream:
+        index = parse_json(stream.read(LONGEST + 1), str(file))
+    if not isinstance(index, dict):
+        raise TraceError(f"{file}: must hold a JSON object")
+    found = index.get("format"), index.get("version")
+    require(
+        found == (kind, version) and type(found[1]) is int,
+        f"{file}: must be {kind} version {version}, got {found[0]!r:.80} version {found[1]!r:.80}",
+        TraceError,
+    )
+    return Folder(path, index)
+
+
+def read_header(path: Path) -> dict[str, TensorHeader]:
+    """Types and shapes of the tensors of a safetensors file, without reading them."""
+    with parsing(path):
+        with path.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+        size = path.stat().st_size
+        require(length <= min(HEADER_LIMIT, size), f"{path}: header of {length} bytes", TraceError)
+        with safe_open(path, framework="pt") as file:
+            names = list(file.keys())
+            parts = {name: file.get_slice(name) for name in names}
+            found = {name: (part.get_dtype(), part.get_shape()) for name, part in parts.items()}
+    for name, (dtype, _) in found.items():
+        require(dtype in DTYPES, f"{path}: {name!r:.80} has type {dtype}, not read", TraceError)
+    return {
+        name: TensorHeader(DTYPES[dtype], tuple(shape)) for name, (dtype, shape) in found.items()
+    }
