@@ -14,7 +14,7 @@ gradient of all experts is one tensor: indexing `W[e]` under autograd would allo
 size per expert.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -58,8 +58,7 @@ def dispatch(
     keep = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (x, weights, w_in, w_out, b_in)
     )
-    y, _ = torch.ops.tieline.experts(x, weights.to(dtype), w_in, w_out, b_in, activation, keep)
-    return y
+    return torch.ops.tieline.experts(x, weights.to(dtype), w_in, w_out, b_in, activation, keep)[0]
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
@@ -92,48 +91,52 @@ def _check(
 
 
 class _Slots(NamedTuple):
-    """The non-zero entries of the weights in order of expert, then token."""
+    """The S non-zero entries of the weights in order of expert, then token.
 
-    expert_s: Tensor
-    token_s: Tensor
+    Attributes:
+        index_s: (3, S): expert and token of each slot, and the slots in order of token.
+        counts: slots of each expert.
+    """
+
+    index_s: Tensor
     counts: list[int]
 
     @classmethod
     def of(cls, weights: Tensor) -> "_Slots":
-        expert_s, token_s = weights.detach().T.nonzero().unbind(1)
-        return cls(expert_s, token_s, torch.bincount(expert_s, minlength=weights.shape[1]).tolist())
+        expert_s, token_s = weights.T.nonzero().unbind(1)
+        index_s = torch.stack([expert_s, token_s, token_s.argsort(stable=True)])
+        return cls.again(index_s, weights.shape[1])
 
-    def split(self, *columns: Tensor) -> list[tuple[Tensor, ...]]:
-        return [column.split(self.counts) for column in columns]
+    @classmethod
+    def again(cls, index_s: Tensor, n_experts: int) -> "_Slots":
+        return cls(index_s, torch.bincount(index_s[0], minlength=n_experts).tolist())
+
+    def gate(self, weights: Tensor) -> Tensor:
+        """Weight of each slot (S, 1)."""
+        return weights[self.index_s[1], self.index_s[0]].unsqueeze(1)
 
     def sum_by_token(self, rows_s: Tensor, n_tokens: int) -> Tensor:
         """Σ over the slots of each token, in order of expert (T, D)."""
-        if not len(self.token_s):
+        if not rows_s.shape[0]:
             return rows_s.new_zeros(n_tokens, rows_s.shape[1])
-        order = self.token_s.argsort(stable=True)
-        per_token = torch.bincount(self.token_s, minlength=n_tokens)
-        return F.embedding_bag(order, rows_s, per_token.cumsum(0) - per_token, mode="sum")
+        per_token = torch.bincount(self.index_s[1], minlength=n_tokens)
+        first = per_token.cumsum(0) - per_token
+        return F.embedding_bag(self.index_s[2], rows_s, first, mode="sum")
 
 
-def _by_branch(rows: Tensor, branches: int) -> Tensor:
-    """One expert's block (n, B·H) of a slot buffer, laid out as B contiguous planes (B, n, H)."""
-    return rows.view(branches, len(rows), -1)
+def _planes(w: Tensor | None, branches: int) -> Callable[[int], Tensor | None]:
+    """Per expert its input map (B, H, D) or bias (B, H); None where there is none."""
+    planes = None if w is None else w.unflatten(1, (branches, -1)).unbind(0)
+    return lambda e: None if planes is None else planes[e]
 
 
 def _project_in_(x: Tensor, w: Tensor, b: Tensor | None, out: Tensor) -> None:
     """out[j] = x w[j]ᵀ (+ b[j]) for every branch j at once."""
-    batched = x.expand(len(out), *x.shape)
+    batched = x.expand(out.shape[0], -1, -1)
     if b is None:
         torch.bmm(batched, w.mT, out=out)
     else:
         torch.baddbmm(b.unsqueeze(1), batched, w.mT, out=out)
-
-
-def _planes(w: Tensor | None, branches: int, n: int) -> Iterator[Tensor | None]:
-    """Per expert its input map (B, H, D) or bias (B, H); None for each where there is none."""
-    if w is None:
-        return iter([None] * n)
-    return iter(w.unflatten(1, (branches, -1)).unbind(0))
 
 
 @torch.library.custom_op("tieline::experts", mutates_args=())
@@ -145,32 +148,39 @@ def _experts(
     b_in: Tensor | None,
     activation: str,
     keep: bool,
-) -> tuple[Tensor, Tensor]:
-    """Y (T, D), and the pre-activations (S, B·H) if `keep`, else an empty tensor."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Y (T, D) and, for the backward pass if `keep`, pre-activations (S, B·H) and slots (3, S)."""
     act, slots = ACTIVATIONS[activation], _Slots.of(weights)
-    largest, rows, hidden = max(slots.counts), w_in.shape[1], w_out.shape[2]
-    n_slots = len(slots.token_s)
-    pre_s = take_buffer((n_slots if keep else largest, rows), x)
+    n_slots, largest = slots.index_s.shape[1], max(slots.counts)
     y_s = take_buffer((n_slots, x.shape[1]), x)
-    x_e, h_e = x.new_empty(largest, x.shape[1]), x.new_empty(largest, hidden)
-    gate_s = weights[slots.token_s, slots.expert_s].unsqueeze(1)
-    token, gate, y_e = slots.split(slots.token_s, gate_s, y_s)
+    pre_s = take_buffer((n_slots if keep else largest, w_in.shape[1]), x)
     pre = pre_s.split(slots.counts) if keep else [pre_s[:n] for n in slots.counts]
-    maps, biases = _planes(w_in, act.branches, len(w_in)), _planes(b_in, act.branches, len(w_in))
-    for e, (n, w, b) in enumerate(zip(slots.counts, maps, biases, strict=True)):
+    columns = [c.split(slots.counts) for c in (slots.index_s[1], slots.gate(weights), y_s)]
+    x_e, h_e = x.new_empty(largest, x.shape[1]), x.new_empty(largest, w_out.shape[2])
+    maps, biases, maps_out = (
+        _planes(w_in, act.branches),
+        _planes(b_in, act.branches),
+        w_out.unbind(0),
+    )
+    for e, n in enumerate(slots.counts):
         if n:
-            a, h = _by_branch(pre[e], act.branches), h_e[:n]
-            torch.index_select(x, 0, token[e], out=x_e[:n])
-            _project_in_(x_e[:n], w, b, a)  # type: ignore[arg-type]
+            token, gate, y_e = (column[e] for column in columns)
+            rows, h, a = x_e[:n], h_e[:n], pre[e].view(act.branches, n, -1)
+            torch.index_select(x, 0, token, out=rows)
+            _project_in_(rows, maps(e), biases(e), a)  # type: ignore[arg-type]
             act.forward_(a, h)
-            torch.mm(h.mul_(gate[e]), w_out[e].T, out=y_e[e])
-    return slots.sum_by_token(y_s, len(x)), pre_s if keep else x.new_empty(0, rows)
+            torch.mm(h.mul_(gate), maps_out[e].T, out=y_e)
+    y = slots.sum_by_token(y_s, x.shape[0])
+    if keep:
+        return y, pre_s, slots.index_s
+    return y, x.new_empty(0, w_in.shape[1]), slots.index_s.new_empty(3, 0)
 
 
 @_experts.register_fake
 def _experts_fake(x, weights, w_in, w_out, b_in, activation, keep):
     n_slots = torch.library.get_ctx().new_dynamic_size() if keep else 0
-    return torch.empty_like(x), x.new_empty(n_slots, w_in.shape[1])
+    index_s = weights.new_empty((3, n_slots), dtype=torch.int64)
+    return torch.empty_like(x), x.new_empty(n_slots, w_in.shape[1]), index_s
 
 
 @torch.library.custom_op("tieline::experts_backward", mutates_args=())
@@ -182,37 +192,57 @@ def _experts_backward(
     w_out: Tensor,
     b_in: Tensor | None,
     pre_s: Tensor,
+    index_s: Tensor,
     activation: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients in x, weights, w_in, w_out and b_in (empty without a bias)."""
-    act, slots = ACTIVATIONS[activation], _Slots.of(weights)
-    grad_in, grad_out = take_buffer(tuple(w_in.shape), x), take_buffer(tuple(w_out.shape), x)
-    grad_bias = x.new_empty(0) if b_in is None else torch.empty_like(b_in)
-    grad_x_s = take_buffer((len(slots.token_s), x.shape[1]), x)
-    gate_s = weights[slots.token_s, slots.expert_s].unsqueeze(1)
-    grad_gate_s = torch.empty_like(gate_s)
+    act, slots = ACTIVATIONS[activation], _Slots.again(index_s, w_in.shape[0])
+    gate_s = slots.gate(weights)
+    grads = _Gradients.of(x, gate_s, w_in, w_out, b_in)
     work = _Scratch.of(max(slots.counts), x.shape[1], w_out.shape[2], act.branches, x)
-    columns = slots.split(slots.token_s, gate_s, pre_s, grad_gate_s, grad_x_s)
-    maps, grad_maps = (_planes(w, act.branches, len(w_in)) for w in (w_in, grad_in))
-    grad_biases = _planes(None if b_in is None else grad_bias, act.branches, len(w_in))
-    per_expert = zip(slots.counts, maps, grad_maps, grad_biases, strict=True)
-    for e, (n, w, grad_w, grad_b) in enumerate(per_expert):
+    columns = [c.split(slots.counts) for c in (index_s[1], gate_s, pre_s, grads.gate_s, grads.x_s)]
+    maps, grad_maps = _planes(w_in, act.branches), _planes(grads.w_in, act.branches)
+    grad_biases = _planes(grads.b_in if b_in is not None else None, act.branches)
+    for e, n in enumerate(slots.counts):
         if n:
             token, gate, pre, grad_gate, grad_x = (column[e] for column in columns)
             rows = work.rows(n)
             torch.index_select(grad, 0, token, out=rows.grad)
             torch.index_select(x, 0, token, out=rows.x)
-            _expert_backward(
-                act, rows, _by_branch(pre, act.branches), gate, w_out[e], grad_out[e], grad_gate
-            )
-            _map_backward(rows, w, grad_w, grad_b, grad_x)  # type: ignore[arg-type]
+            a = pre.view(act.branches, n, -1)
+            _output_backward(act, rows, a, gate, w_out[e], grads.w_out[e], grad_gate)
+            _input_backward(rows, maps(e), grad_maps(e), grad_biases(e), grad_x)  # type: ignore[arg-type]
         else:
-            for unused in (grad_out[e], grad_w, grad_b):
-                if unused is not None:
-                    unused.zero_()
+            grads.zero_expert(e)
     grad_weights = torch.zeros_like(weights)
-    grad_weights[slots.token_s, slots.expert_s] = grad_gate_s.squeeze(1)
-    return slots.sum_by_token(grad_x_s, len(x)), grad_weights, grad_in, grad_out, grad_bias
+    grad_weights[index_s[1], index_s[0]] = grads.gate_s.squeeze(1)
+    grad_x = slots.sum_by_token(grads.x_s, x.shape[0])
+    return grad_x, grad_weights, grads.w_in, grads.w_out, grads.b_in
+
+
+class _Gradients(NamedTuple):
+    """What the backward pass fills: per slot for tokens and gate, per expert for parameters."""
+
+    x_s: Tensor
+    gate_s: Tensor
+    w_in: Tensor
+    w_out: Tensor
+    b_in: Tensor  # empty without a bias
+
+    @classmethod
+    def of(
+        cls, x: Tensor, gate_s: Tensor, w_in: Tensor, w_out: Tensor, b_in: Tensor | None
+    ) -> "_Gradients":
+        x_s = take_buffer((gate_s.shape[0], x.shape[1]), x)
+        grad_in, grad_out = (take_buffer(tuple(w.shape), x) for w in (w_in, w_out))
+        bias = x.new_empty(0) if b_in is None else torch.empty_like(b_in)
+        return cls(x_s, torch.empty_like(gate_s), grad_in, grad_out, bias)
+
+    def zero_expert(self, e: int) -> None:
+        """An expert without a slot has no gradient."""
+        for per_expert in (self.w_in, self.w_out, self.b_in):
+            if per_expert.numel():
+                per_expert[e].zero_()
 
 
 class _Scratch(NamedTuple):
@@ -223,7 +253,7 @@ class _Scratch(NamedTuple):
     hidden: Tensor
     gate: Tensor
     grad_hidden: Tensor
-    grad_pre: Tensor  # flat, so that its first n rows are B contiguous planes
+    grad_pre: Tensor  # (B, n, H), contiguous
 
     @classmethod
     def of(cls, n: int, width: int, hidden: int, branches: int, like: Tensor) -> "_Scratch":
@@ -232,10 +262,12 @@ class _Scratch(NamedTuple):
         return cls(*(like.new_empty(shape) for shape in shapes))
 
     def rows(self, n: int) -> "_Scratch":
-        return _Scratch(*(buffer[:n] for buffer in self))
+        x, grad, hidden, gate, grad_hidden, grad_pre = self
+        planes = grad_pre[:n].view(-1, n, hidden.shape[1])
+        return _Scratch(x[:n], grad[:n], hidden[:n], gate[:n], grad_hidden[:n], planes)
 
 
-def _expert_backward(
+def _output_backward(
     act: Activation,
     rows: _Scratch,
     pre: Tensor,
@@ -247,41 +279,40 @@ def _expert_backward(
     """From dL/dy of one expert's rows to dL/d(pre), with the gradients of gate and output map."""
     torch.mm(rows.grad, w_out, out=rows.grad_hidden)
     act.forward_with_gate_(pre, rows.hidden, rows.gate)
-    grad_pre = _by_branch(rows.grad_pre, act.branches)
-    product = torch.mul(rows.grad_hidden, rows.hidden, out=grad_pre[0])  # free until backward_
+    product = torch.mul(rows.grad_hidden, rows.hidden, out=rows.grad_pre[0])  # free until backward_
     torch.sum(product, dim=1, keepdim=True, out=grad_gate)
     torch.mm(rows.grad.T, rows.hidden.mul_(gate), out=grad_w_out)
-    act.backward_(pre, rows.gate, rows.grad_hidden.mul_(gate), grad_pre)
+    act.backward_(pre, rows.gate, rows.grad_hidden.mul_(gate), rows.grad_pre)
 
 
-def _map_backward(
+def _input_backward(
     rows: _Scratch, w: Tensor, grad_w: Tensor, grad_b: Tensor | None, grad_x: Tensor
 ) -> None:
     """Gradients of the input map, its bias and the rows of x from dL/d(pre)."""
-    grad_pre = _by_branch(rows.grad_pre, len(w))
-    torch.bmm(grad_pre.mT, rows.x.expand(len(w), *rows.x.shape), out=grad_w)
+    branches = w.shape[0]
+    torch.bmm(rows.grad_pre.mT, rows.x.expand(branches, -1, -1), out=grad_w)
     if grad_b is not None:
-        torch.sum(grad_pre, dim=1, out=grad_b)
-    torch.mm(grad_pre[0], w[0], out=grad_x)
-    for plane, branch in zip(grad_pre[1:], w[1:], strict=True):
-        grad_x.addmm_(plane, branch)
+        torch.sum(rows.grad_pre, dim=1, out=grad_b)
+    torch.mm(rows.grad_pre[0], w[0], out=grad_x)
+    for j in range(1, branches):
+        grad_x.addmm_(rows.grad_pre[j], w[j])
 
 
 @_experts_backward.register_fake
-def _experts_backward_fake(grad, x, weights, w_in, w_out, b_in, pre_s, activation):
+def _experts_backward_fake(grad, x, weights, w_in, w_out, b_in, pre_s, index_s, activation):
     grads = [torch.empty_like(t) for t in (x, weights, w_in, w_out)]
     return (*grads, x.new_empty(0) if b_in is None else torch.empty_like(b_in))
 
 
 def _save(ctx, inputs, output) -> None:
     *tensors, ctx.activation, _ = inputs
-    ctx.save_for_backward(*tensors, output[1])
+    ctx.save_for_backward(*tensors, *output[1:])
 
 
-def _backward(ctx, grad, _):
-    *inputs, pre_s = ctx.saved_tensors
-    grads = torch.ops.tieline.experts_backward(grad.contiguous(), *inputs, pre_s, ctx.activation)
-    return (*grads[:4], grads[4] if inputs[4] is not None else None, None, None)
+def _backward(ctx, grad, *_):
+    inputs = ctx.saved_tensors
+    grads = torch.ops.tieline.experts_backward(grad.contiguous(), *inputs, ctx.activation)
+    return (*grads[:4], None if inputs[4] is None else grads[4], None, None)
 
 
 _experts.register_autograd(_backward, setup_context=_save)

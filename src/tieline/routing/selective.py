@@ -91,6 +91,8 @@ class SelectiveGate(Gate):
     probabilities themselves, the logits are ranked: their gaps do not depend on the other experts.
     """
 
+    fractional = True  # whether a share may lie strictly between 0 and 1
+
     def __init__(
         self,
         k: int,
@@ -145,12 +147,14 @@ class SelectiveGate(Gate):
         if not self.renormalize:
             score = scores.softmax(dim=-1) if self.scoring == "softmax" else scores.sigmoid()
             return self.scale * score * share
-        # Relative to the largest used score, so that neither overflow nor an empty sum can occur;
-        # unused experts leave as exp(-inf), for a bias may have passed over a larger score.
+        # The softmax is relative to the largest score in use, so neither overflow nor an empty sum
+        # can occur; the others leave as exp(-inf), for a bias may have passed over a larger score.
         log_score = scores if self.scoring == "softmax" else F.logsigmoid(scores)
-        log_score = log_score.masked_fill(share == 0, -torch.inf)
-        mass = (log_score - log_score.detach().amax(dim=-1, keepdim=True)).exp() * share
-        return self.scale * mass / mass.sum(dim=-1, keepdim=True)
+        mass = log_score.masked_fill(share == 0, -torch.inf).softmax(dim=-1)
+        if self.fractional:
+            mass = mass * share
+            mass = mass / mass.sum(dim=-1, keepdim=True)
+        return mass if self.scale == 1 else self.scale * mass
 
     def _check_experts(self, experts: int) -> None:
         require(self.k <= experts, f"need k <= experts, got k={self.k} of {experts}", ShapeError)
@@ -177,6 +181,8 @@ class TopK(SelectiveGate):
         gpt-oss      TopK(4, order="after")
         DeepSeek-V3  TopK(8, scoring="sigmoid", selection_bias=bias, groups=Groups(8, 4), scale=2.5)
     """
+
+    fractional = False
 
     @property
     def laws(self) -> frozenset[Law]:  # type: ignore[override]

@@ -1,97 +1,30 @@
 """Sigmoid attention tile by tile, so that no matrix of all queries by all keys ever exists.
 
-    P   = σ(s q kᵀ + b)              a tile of weights: some heads, rows of queries, columns of keys
+    P   = σ(s q kᵀ + b)              a tile of weights: some heads, a block of queries, one of keys
     out = P v
     dv  = Pᵀ g                       g the gradient of out
-    dS  = (g vᵀ) ⊙ P ⊙ (1 − P)       P computed anew: one product instead of a saved N × M matrix
+    dS  = (g vᵀ) ⊙ P ⊙ (1 − P)       P computed anew: one product instead of a saved matrix
     dq  = s dS k,   dk = dSᵀ (s q)
 
-An element of P needs no other element of its row, so tiles may come in any order and every sum is
-added in place. The scratch of a call is one tile (two in backward), small enough to stay in the
-cache of the core that works on it, and is used again for every tile. A causal call leaves out the
-tiles above the diagonal. Low-precision inputs are computed in float32 and rounded once.
+An element of P needs no other element of its row, so every sum over tiles is added in place. The
+scratch of a call is one tile (two in backward), which stays in cache and is used for every tile. A
+causal call leaves out the tiles above the diagonal. Sums are kept in contiguous blocks, those over
+queries transposed: only so do batched products run at full speed (1.5 times faster on two cores).
+Inputs narrower than float32 are computed in float32 and rounded once.
 """
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tieline.routing.buffers import take_buffer
 
-__all__ = ["COLUMNS", "ROWS", "sigmoid_tiles"]
+__all__ = ["TILE", "sigmoid_tiles"]
 
-ROWS, COLUMNS = 256, 512  # rows divide columns, so one tile holds all of a row block's diagonal
-
-
-class _Tile(NamedTuple):
-    """Where a tile lies in (heads, queries, keys), and whether its end is the causal diagonal."""
-
-    heads: slice
-    rows: slice
-    columns: slice
-    diagonal: bool
-
-
-def _tiles(batch: int, queries: int, keys: int, causal: bool) -> Iterator[_Tile]:
-    step = _heads_per_tile(batch, queries, keys)
-    for head in range(0, batch, step):
-        for row in range(0, queries, ROWS):
-            last = min(row + ROWS, queries)
-            end = last if causal else keys
-            for column in range(0, end, COLUMNS):
-                stop = min(column + COLUMNS, end)
-                place = slice(head, head + step), slice(row, last), slice(column, stop)
-                yield _Tile(*place, causal and stop == end)
-
-
-def _heads_per_tile(batch: int, queries: int, keys: int) -> int:
-    """Heads in one batched product: a full tile of elements per thread, in groups of equal size."""
-    elements = max(1, min(queries, ROWS) * min(keys, COLUMNS))
-    most = torch.get_num_threads() * max(1, ROWS * COLUMNS // elements)
-    groups = -(-batch // most)
-    return max(1, -(-batch // max(1, groups)))
-
-
-class _Scratch:
-    """One tile's worth of memory, handed out in the shape of each tile."""
-
-    def __init__(self, q: Tensor, k: Tensor) -> None:
-        (batch, queries, _), keys = q.shape, k.shape[1]
-        heads = _heads_per_tile(batch, queries, keys)
-        self.memory = q.new_empty(heads * min(queries, ROWS) * min(keys, COLUMNS))
-
-    def shaped_for(self, rows: Tensor, columns: Tensor) -> Tensor:
-        shape = (rows.shape[0], rows.shape[1], columns.shape[1])
-        return self.memory[: math.prod(shape)].view(shape)
-
-
-def _weigh_(tile: Tensor, q: Tensor, k: Tensor, bias: float, above: Tensor | None) -> None:
-    """Tile = σ(q kᵀ + bias), 0 where `above` (the keys after each query of the last square)."""
-    torch.bmm(q, k.mT, out=tile)
-    if bias:
-        tile.add_(bias)
-    if above is not None:
-        size = tile.shape[1]
-        tile[:, :, -size:].masked_fill_(above[:size, :size], -math.inf)
-    tile.sigmoid_()
-
-
-def _above_diagonal(q: Tensor, causal: bool) -> Tensor | None:
-    size = min(q.shape[1], ROWS)
-    return q.new_ones(size, size, dtype=torch.bool).triu_(1) if causal else None
-
-
-def _prepared(x: Tensor) -> Tensor:
-    """All heads in one axis, contiguous, in at least float32."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return wide.reshape(math.prod(x.shape[:-2]), *x.shape[-2:]).contiguous()
-
-
-def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    return take_buffer(shape, like).zero_()
+TILE = 256  # queries and keys of a tile
+TILES_PER_THREAD = 4  # heads that a thread computes in one batched product, more if they are short
 
 
 @torch.library.custom_op("tieline::sigmoid_attention", mutates_args=())
@@ -101,13 +34,17 @@ def sigmoid_tiles(
     """σ(scale q kᵀ + bias) v (..., N, d_v) for checked arguments; see `sigmoid_attention`."""
     shape, dtype = (*q.shape[:-1], v.shape[-1]), q.dtype
     q, k, v = _prepared(q) * scale, _prepared(k), _prepared(v)
-    out, scratch, above = _zeros((*q.shape[:2], v.shape[2]), q), _Scratch(q, k), None
-    above = _above_diagonal(q, causal)
-    for heads, rows, columns, diagonal in _tiles(q.shape[0], q.shape[1], k.shape[1], causal):
-        q_tile, k_tile = q[heads, rows], k[heads, columns]
-        weights = scratch.shaped_for(q_tile, k_tile)
-        _weigh_(weights, q_tile, k_tile, bias, above if diagonal else None)
-        out[heads, rows].baddbmm_(weights, v[heads, columns])
+    out, tile, total = take_buffer((*q.shape[:2], v.shape[2]), q), _Reused(q), _Reused(q)
+    for heads in _head_groups(q, k):
+        keys, values = k[heads].split(TILE, 1), v[heads].split(TILE, 1)
+        blocks = zip(q[heads].split(TILE, 1), out[heads].split(TILE, 1), strict=True)
+        for row, (queries, result) in enumerate(blocks):
+            sums = total.shaped(*result.shape)
+            for column in range(row + 1 if causal else len(keys)):
+                weights = tile.shaped(*queries.shape[:2], keys[column].shape[1])
+                _weigh_(weights, queries, keys[column], bias, causal and row == column)
+                _add_product_(sums, weights, values[column], first=column == 0)
+            result.copy_(sums)
     return out.to(dtype).view(shape)
 
 
@@ -120,25 +57,38 @@ def _sigmoid_tiles_fake(q, k, v, scale, bias, causal):
 def _sigmoid_tiles_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, bias: float, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients in q, k and v; those of keys are summed transposed, where products run along."""
-    inputs = (q, k, v)
-    g, q, k, v = _prepared(grad), _prepared(q) * scale, _prepared(k), _prepared(v)
-    dq, dk, dv = (_zeros(tuple(t.shape), t) for t in (q, k.mT, v.mT))
-    weights_scratch, scores_scratch = _Scratch(q, k), _Scratch(q, k)
-    above = _above_diagonal(q, causal)
-    for heads, rows, columns, diagonal in _tiles(q.shape[0], q.shape[1], k.shape[1], causal):
-        q_tile, g_tile, k_tile = q[heads, rows], g[heads, rows], k[heads, columns]
-        weights = weights_scratch.shaped_for(q_tile, k_tile)
-        _weigh_(weights, q_tile, k_tile, bias, above if diagonal else None)
-        dv[heads, :, columns].baddbmm_(g_tile.mT, weights)
-        d_scores = scores_scratch.shaped_for(q_tile, k_tile)
-        torch.bmm(g_tile, v[heads, columns].mT, out=d_scores)
-        torch.ops.aten.sigmoid_backward.grad_input(d_scores, weights, grad_input=d_scores)
-        dq[heads, rows].baddbmm_(d_scores, k_tile)
-        dk[heads, :, columns].baddbmm_(q_tile.mT, d_scores)
-    grads = (dq.mul_(scale), dk.mT, dv.mT)
-    dq, dk, dv = (d.to(x.dtype).reshape(x.shape) for d, x in zip(grads, inputs, strict=True))
+    """Gradients in q, k and v."""
+    shapes, dtype = (q.shape, k.shape, v.shape), q.dtype
+    grad, q, k, v = _prepared(grad), _prepared(q) * scale, _prepared(k), _prepared(v)
+    grads = [take_buffer(tuple(t.shape), t) for t in (q, k, v)]
+    scratch = _Reused(q), _Reused(q), _Reused(q)
+    for heads in _head_groups(q, k):
+        inputs = (t[heads].split(TILE, 1) for t in (grad, q, k, v))
+        results = (t[heads].split(TILE, 1) for t in grads)
+        _group_backward(*inputs, *results, *scratch, bias=bias, causal=causal)
+    grads[0].mul_(scale)
+    dq, dk, dv = (g.to(dtype).view(shape) for g, shape in zip(grads, shapes, strict=True))
     return dq, dk, dv
+
+
+def _group_backward(grad, q, k, v, dq, dk, dv, tile, d_tile, total, *, bias, causal) -> None:
+    """Write the gradients of one group of heads, all tensors given as lists of blocks."""
+    dk_sums, dv_sums = ([b.new_empty(b.mT.shape) for b in blocks] for blocks in (dk, dv))
+    for row, (g, queries) in enumerate(zip(grad, q, strict=True)):
+        dq_sums = total.shaped(*queries.shape)
+        for column in range(row + 1 if causal else len(k)):
+            shape, first = (*queries.shape[:2], k[column].shape[1]), row == causal * column
+            weights, d_scores = tile.shaped(*shape), d_tile.shaped(*shape)
+            _weigh_(weights, queries, k[column], bias, causal and row == column)
+            _add_product_(dv_sums[column], g.mT, weights, first)
+            torch.bmm(g, v[column].mT, out=d_scores)
+            torch.ops.aten.sigmoid_backward.grad_input(d_scores, weights, grad_input=d_scores)
+            _add_product_(dq_sums, d_scores, k[column], first=column == 0)
+            _add_product_(dk_sums[column], queries.mT, d_scores, first)
+        dq[row].copy_(dq_sums)
+    for blocks, sums in ((dk, dk_sums), (dv, dv_sums)):
+        for block, transposed in zip(blocks, sums, strict=True):
+            block.copy_(transposed.mT)
 
 
 @_sigmoid_tiles_backward.register_fake
@@ -157,3 +107,51 @@ def _backward(ctx, grad):
 
 
 sigmoid_tiles.register_autograd(_backward, setup_context=_save)
+
+
+def _weigh_(tile: Tensor, q: Tensor, k: Tensor, bias: float, diagonal: bool) -> None:
+    """Tile = σ(q kᵀ + bias), on the causal diagonal 0 for the keys after a query."""
+    torch.bmm(q, k.mT, out=tile)
+    if bias:
+        tile.add_(bias)
+    tile.sigmoid_()
+    if diagonal:
+        tile.tril_()
+
+
+def _add_product_(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
+    """Total (+)= left · right."""
+    if first:
+        torch.bmm(left, right, out=total)
+    else:
+        total.baddbmm_(left, right)
+
+
+class _Reused:
+    """Memory for one tensor at a time, kept for the next; grows to the largest that is asked."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._memory = like.new_empty(0)
+        self._views: dict[tuple[int, ...], Tensor] = {}
+
+    def shaped(self, *shape: int) -> Tensor:
+        if shape not in self._views:
+            if math.prod(shape) > self._memory.numel():
+                self._memory, self._views = take_buffer((math.prod(shape),), self._memory), {}
+            self._views[shape] = self._memory[: math.prod(shape)].view(shape)
+        return self._views[shape]
+
+
+def _head_groups(q: Tensor, k: Tensor) -> Iterator[slice]:
+    """Equal groups of heads whose tiles fill, but do not flood, the caches of all threads."""
+    elements = max(1, min(q.shape[1], TILE) * min(k.shape[1], TILE))
+    most = torch.get_num_threads() * max(1, TILES_PER_THREAD * TILE * TILE // elements)
+    heads = len(q)
+    step = -(-heads // max(1, -(-heads // most)))
+    return (slice(start, start + step) for start in range(0, heads, max(1, step)))
+
+
+def _prepared(x: Tensor) -> Tensor:
+    """All heads in one axis, contiguous, in at least float32."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return wide.reshape(math.prod(x.shape[:-2]), *x.shape[-2:]).contiguous()
