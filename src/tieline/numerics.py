@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Self
+from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -56,12 +56,12 @@ class Estimate:
     standard_error: float | None = None
     status: str = "ok"
 
-    def times(self, factor: float) -> Self:
+    def times(self, factor: float) -> "Estimate":
         """The estimate of `factor` times the quantity."""
         if self.value is None:
             return self
         error = None if self.standard_error is None else abs(factor) * self.standard_error
-        return type(self)(factor * self.value, error, self.status)
+        return Estimate(factor * self.value, error, self.status)
 
     def plus(self, other: "Estimate") -> "Estimate":
         """The estimate of a sum, as if the two errors were independent."""

@@ -50,8 +50,8 @@ def flip_probability(ranked: Ranks, k: int, noise: Ranks | float) -> Float[Tenso
     1 - F(t) = Π_{i ∈ S} Φ((z_i - t)/σ_i). The complement is integrated instead, the chance that an
     expert outside S exceeds t, so that small probabilities keep their digits. Trapezoidal rule on
     the interval outside which the integrand vanishes: for an analytic integrand the error falls
-    like exp(-2π²σ²/h²), and h <= σ/2 leaves 1e-5 of each probability down to 1e-13. Noise below
-    1/2048 of the interval is raised to that.
+    like exp(-2π²σ²/h²), and h <= σ/2 leaves 1e-5 of each probability down to 1e-13. Noise that is
+    thousands of times less than that of other ranks is raised to 1/2048 of the interval.
 
     Args:
         ranked: scores of the first C ranks, descending; -inf for a rank without expert. Experts
@@ -73,6 +73,7 @@ def flip_limits(ranked: Ranks, k: int, noise: Ranks | float, beyond: int) -> Ban
     z = ranked.detach().double()
     sigma = torch.as_tensor(noise, dtype=torch.float64, device=z.device).expand_as(z)
     require(bool((sigma >= 0).all()), "noise must be >= 0 and not NaN")
+    sigma = torch.maximum(sigma, sigma.amax(dim=1, keepdim=True) / MOST_STEPS)
     limits = torch.zeros(2, len(z), dtype=torch.float64, device=z.device)
     if k < ranks:
         low, high = _interval(z, sigma, k)
