@@ -1,6 +1,6 @@
 """Walk across a tie: the output of a top-k layer jumps, that of a smooth one does not.
 
-    python examples/tie_walk.py [tie_walk.png]
+python examples/tie_walk.py [tie_walk.png]
 """
 
 import sys
@@ -25,6 +25,10 @@ normal = (router.weight[i] - router.weight[j]).detach()
 tie = x - gap(router(x), K) / normal.square().sum() * normal
 normal = normal / normal.norm()
 
+with torch.no_grad():  # the output coordinate that jumps most
+    sides = [layers["top-k"](tie + side * 1e-9 * normal) for side in (-1, 1)]
+channel = (sides[1] - sides[0]).abs().argmax()
+
 figure, (walk, steps) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
 t = torch.linspace(-0.4, 0.4, 2001, dtype=torch.float64)
 sizes = torch.logspace(-10, -1, 40, dtype=torch.float64)
@@ -33,10 +37,12 @@ for name, layer in layers.items():
         line = layer(tie + t[:, None] * normal)
         ends = [layer(tie + side * sizes[:, None] / 2 * normal) for side in (-1, 1)]
     change = (ends[1] - ends[0]).norm(dim=-1)
-    walk.plot(t, line[:, 0], label=name)
+    walk.plot(t, line[:, channel], label=name)
     steps.loglog(sizes, change, label=name)
     print(f"{name:13s} step 1e-10 across the tie changes the output by {change[0]:.1e}")
-walk.set(xlabel="distance from the tie", ylabel="first output", title="Along the normal of a wall")
+walk.set(
+    xlabel="distance from the tie", ylabel="output coordinate", title="Along the normal of a wall"
+)
 steps.set(xlabel="step across the tie", ylabel="change of the output", title="Smaller steps")
 walk.legend()
 figure.savefig(sys.argv[1] if len(sys.argv) > 1 else "tie_walk.png", dpi=150)

@@ -1,0 +1,42 @@
+# Every target builds .venv if it is missing and is quick when it is there.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+RESULTS := benchmarks/results
+
+.PHONY: demo test lint format docs bench clean
+
+# torch is pinned by constraints.txt: an open range resolves to a CUDA build of several gigabytes.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,bench]'
+	touch $(READY)
+
+demo: $(READY)
+	$(BIN)/tieline inspect --out report.html
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(READY)
+	$(BIN)/mkdocs build --strict --quiet
+
+bench: $(READY)
+	mkdir -p $(RESULTS)
+	$(BIN)/python benchmarks/moe_layer.py --json $(RESULTS)/moe_layer.json
+	$(BIN)/python benchmarks/attention.py --json $(RESULTS)/attention.json
+	$(BIN)/python benchmarks/capture.py --json $(RESULTS)/capture.json
+	$(BIN)/python -m pytest -m slow
+
+clean:
+	rm -rf $(VENV) site report.html
