@@ -1,7 +1,9 @@
 """Routing traces: what a model's routers saw and chose, as frozen records."""
 
 from tieline.trace.builder import SummaryBuilder, summarise
+from tieline.trace.importers import import_routed_experts, import_table, import_trace
 from tieline.trace.layer_summary import LayerSummary
+from tieline.trace.limits import unanswered
 from tieline.trace.ops import concatenate, select_documents, select_layers, select_tokens
 from tieline.trace.record import LayerFacts, LayerTrace, RoutingTrace
 from tieline.trace.store import load_trace, save_trace
@@ -16,6 +18,9 @@ __all__ = [
     "RoutingTrace",
     "SummaryBuilder",
     "concatenate",
+    "import_routed_experts",
+    "import_table",
+    "import_trace",
     "load_summary",
     "load_trace",
     "merge",
@@ -25,4 +30,5 @@ __all__ = [
     "select_layers",
     "select_tokens",
     "summarise",
+    "unanswered",
 ]

@@ -20,7 +20,14 @@ from tieline.errors import TraceError, require
 from tieline.trace.folder_writer import INDEX, SUFFIX, digest
 from tieline.trace.jsonio import LONGEST, parse_json
 
-__all__ = ["Folder", "TensorHeader", "open_folder", "parsing", "read_header"]
+__all__ = [
+    "Folder",
+    "TensorHeader",
+    "check_header_length",
+    "open_folder",
+    "parsing",
+    "read_header",
+]
 
 HEADER_LIMIT = 4 << 20
 DTYPES = {
@@ -121,17 +128,21 @@ def open_folder(directory: str | Path, kind: str, version: int) -> Folder:
     return Folder(path, index)
 
 
+def check_header_length(path: Path) -> None:
+    """Refuse a safetensors file whose header is longer than any of ours, or than the file."""
+    with parsing(path), path.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        size = path.stat().st_size
+    require(length <= min(HEADER_LIMIT, size), f"{path}: header of {length} bytes", TraceError)
+
+
 def read_header(path: Path) -> dict[str, TensorHeader]:
     """Types and shapes of the tensors of a safetensors file, without reading them."""
-    with parsing(path):
-        with path.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-        size = path.stat().st_size
-        require(length <= min(HEADER_LIMIT, size), f"{path}: header of {length} bytes", TraceError)
-        with safe_open(path, framework="pt") as file:
-            names = list(file.keys())
-            parts = {name: file.get_slice(name) for name in names}
-            found = {name: (part.get_dtype(), part.get_shape()) for name, part in parts.items()}
+    check_header_length(path)
+    with parsing(path), safe_open(path, framework="pt") as file:
+        names = list(file.keys())
+        parts = {name: file.get_slice(name) for name in names}
+        found = {name: (part.get_dtype(), part.get_shape()) for name, part in parts.items()}
     for name, (dtype, _) in found.items():
         require(dtype in DTYPES, f"{path}: {name!r:.80} has type {dtype}, not read", TraceError)
     return {

@@ -14,6 +14,7 @@ from tieline.trace.layout import LAYER_TENSORS, TOKEN_IDS, check_tensor, kind_of
 from tieline.trace.record import LayerFacts, LayerTrace, RoutingTrace, check_epsilons
 
 __all__ = [
+    "MOST_LAYERS",
     "TOKEN_FILE",
     "TOKEN_KEYS",
     "LayerHead",
