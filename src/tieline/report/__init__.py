@@ -1,1 +1,1 @@
-"""Figures and pages: draws results, computes nothing."""
+"""Results as pages, tables and figures: draws what it is given and computes nothing."""

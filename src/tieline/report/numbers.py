@@ -1,0 +1,106 @@
+"""How numbers and names are written for readers.
+
+    percent        a share as a percentage
+    significant    a number with three significant digits
+    compact        a JSON value with its numbers cut to a few digits, to keep the page small
+    short_names    names of layers without what they have in common
+    facts          what was looked at, in one line
+    value_of       the number of an estimate
+
+None, the number that a trace cannot give, is written as a dash.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+__all__ = [
+    "DASH",
+    "answer",
+    "compact",
+    "facts",
+    "percent",
+    "short_names",
+    "significant",
+    "value_of",
+]
+
+DASH = "–"
+
+
+def percent(share: float | None) -> str:
+    """Percentage with two significant digits; shares below 0.01 % keep their power of ten."""
+    if share is None:
+        return DASH
+    if share == 0:
+        return "0 %"
+    if abs(share) < 1e-4:
+        return f"{100 * share:.0e} %".replace("e-0", "e-")
+    digits = max(0, 1 - math.floor(math.log10(abs(100 * share))))
+    return f"{100 * share:.{digits}f} %"
+
+
+def significant(number: float | None, digits: int = 3) -> str:
+    """The number with that many significant digits."""
+    if number is None:
+        return DASH
+    if number == 0:
+        return "0"
+    if 1e-3 <= abs(number) < 10**6:
+        places = max(0, digits - 1 - math.floor(math.log10(abs(number))))
+        return f"{number:,.{places}f}"
+    return f"{number:.{digits - 1}e}".replace("e-0", "e-").replace("e+0", "e")
+
+
+def compact(value: Any, digits: int = 5) -> Any:
+    """The JSON value with floating-point numbers of `digits` digits; None for those not finite."""
+    if isinstance(value, float):
+        return float(f"{value:.{digits}g}") if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: compact(item, digits) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [compact(item, digits) for item in value]
+    return value
+
+
+def short_names(names: Sequence[str]) -> list[str]:
+    """Names without the dotted parts that all share in front and behind.
+
+    `model.layers.3.mlp.gate` becomes `3` beside its likes; a single name stays as it is.
+    """
+    parts = [name.split(".") for name in names]
+    shortest = min((len(part) for part in parts), default=0)
+    front = _shared(parts, range(shortest))
+    back = _shared(parts, range(-1, -shortest - 1, -1))
+    if len(set(names)) < 2 or front + back >= shortest:
+        return list(names)
+    return [".".join(part[front : len(part) - back]) for part in parts]
+
+
+def facts(result: Mapping[str, Any]) -> str:
+    """What was looked at, in one line."""
+    layers = result["measures"]["layers"]
+    routing = dict.fromkeys(f"{layer['k']} of {layer['n_experts']} experts" for layer in layers)
+    tokens = max(layer["tokens"] for layer in layers)
+    parts = [f"{len(layers)} routed layers", " or ".join(routing), f"{tokens:,} tokens"]
+    dtype = result["provenance"].get("dtype")
+    return " · ".join([*parts, str(dtype)] if dtype else parts)
+
+
+def value_of(estimate: Mapping[str, Any] | None) -> float | None:
+    """The number of an estimate, or None."""
+    return None if estimate is None else estimate["value"]
+
+
+def answer(section: Mapping[str, Any]) -> Any:
+    """The contents of a section, or None where the trace cannot answer it."""
+    return section["value"]
+
+
+def _shared(parts: list[list[str]], places: range) -> int:
+    count = 0
+    for place in places:
+        if len({part[place] for part in parts}) > 1:
+            break
+        count += 1
+    return count

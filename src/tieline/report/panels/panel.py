@@ -1,0 +1,113 @@
+"""What all charts share: the record of a panel, axes, and how layers are told apart.
+
+A figure is a Plotly figure as plain JSON. Its colours are roles, such as "@ink" or "@ramp:0.25",
+which the page replaces by those of the light or the dark scheme. Layers have an order, so their
+colours are steps of one ramp whose lightness grows with depth: it reads the same to everyone.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tieline.report.numbers import short_names
+
+__all__ = [
+    "MOST_NAMED",
+    "Panel",
+    "axis",
+    "depth_bar",
+    "figure",
+    "layer_colour",
+    "layer_labels",
+    "note_at",
+    "share_axis",
+]
+
+MOST_NAMED = 10
+"""Largest number of layers that a legend names one by one; more are told by a bar of colours."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A chart with the sentence that says how to read it.
+
+    Attributes:
+        key: name of the panel in the page.
+        title: heading.
+        how: how to read it.
+        figure: Plotly figure, as JSON values; None if there is nothing to draw.
+        reason: why not.
+        wide: whether it takes the whole width of the page.
+    """
+
+    key: str
+    title: str
+    how: str
+    figure: dict[str, Any] | None = None
+    reason: str = ""
+    wide: bool = False
+
+    def drawn(self, drawing: dict[str, Any]) -> "Panel":
+        """The panel with this chart."""
+        return replace(self, figure=drawing)
+
+    def missing(self, statuses: Sequence[str]) -> "Panel":
+        """The panel without a chart, with each reason of the sections that it needs once."""
+        reason = "; ".join(dict.fromkeys(status for status in statuses if status != "ok"))
+        return replace(self, reason=reason, wide=True)
+
+
+def layer_labels(result: Mapping[str, Any]) -> list[str]:
+    """Short name of each layer."""
+    return short_names([layer["name"] for layer in result["measures"]["layers"]])
+
+
+def layer_colour(place: int, count: int) -> str:
+    """Role of the colour of a layer, by its depth."""
+    return f"@ramp:{place / (count - 1) if count > 1 else 0.5:.3f}"
+
+
+def axis(title: str, **options: Any) -> dict[str, Any]:
+    """An axis with its title; `type="log"` gets ticks at powers of ten."""
+    log = {"dtick": 1, "exponentformat": "power", "tickangle": 0}
+    extra = log if options.get("type") == "log" else {}
+    return {"title": {"text": title}, "automargin": True, **extra, **options}
+
+
+def share_axis(title: str) -> dict[str, Any]:
+    """A logarithmic axis of percentages with ticks at 1, 2 and 5 of every decade."""
+    ticks = [digit * 10.0**power for power in range(-8, 1) for digit in (1, 2, 5)][:-2]
+    text = [f"{100 * tick:g} %" for tick in ticks]
+    return axis(title, type="log", tickvals=ticks, ticktext=text, dtick=None)
+
+
+def figure(data: list[dict[str, Any]], height: int = 380, **layout: Any) -> dict[str, Any]:
+    """A figure of that height in pixels."""
+    legend = {"orientation": "h", "y": -0.22, "yanchor": "top", "x": 0, "title": {"side": "left"}}
+    return {"data": data, "layout": {"height": height, "legend": legend, **layout}}
+
+
+def depth_bar(labels: Sequence[str]) -> list[dict[str, Any]]:
+    """A trace without points that shows which colour is which depth, for many layers."""
+    last = len(labels) - 1
+    bar = {"title": {"text": "layer", "side": "right"}, "thickness": 10, "outlinewidth": 0}
+    ticks = {
+        "tickvals": [0, last // 2, last],
+        "ticktext": [labels[i] for i in (0, last // 2, last)],
+    }
+    marker = {
+        "color": [0],
+        "cmin": 0,
+        "cmax": last,
+        "colorscale": "@scale:ramp",
+        "showscale": True,
+        "colorbar": {**bar, **ticks},
+    }
+    empty = {"type": "scatter", "x": [None], "y": [None], "mode": "markers", "hoverinfo": "skip"}
+    return [{**empty, "marker": marker, "showlegend": False}] if last >= MOST_NAMED else []
+
+
+def note_at(x: float, y: float, text: str, **options: Any) -> dict[str, Any]:
+    """Small text at a point, in the axes' coordinates (logarithms on logarithmic axes)."""
+    font = {"size": 11, "color": "@muted"}
+    return {"x": x, "y": y, "text": text, "showarrow": False, "font": font, **options}

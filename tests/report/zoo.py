@@ -1,0 +1,158 @@
+"""Results to draw: a routed model of random scores, its jumps, and text that tries to break out."""
+
+import math
+
+import torch
+
+from tieline.audit.records import (
+    Finding,
+    GapJumpTable,
+    Inspection,
+    JumpMeasures,
+    JumpSample,
+    LayerJumps,
+    LossJumps,
+    TextPiece,
+    TextSample,
+)
+from tieline.geometry.measures import measure
+from tieline.geometry.records import Quantiles
+from tieline.numerics import Estimate, mean_estimate
+from tieline.ranking import stable_topk
+from tieline.trace.record import LayerFacts, LayerTrace, RoutingTrace
+
+EPSILONS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+HOSTILE = (
+    "<script>",
+    "alert(1)",
+    "</script>",
+    "<!--",
+    "&lt;",
+    "\"'`",
+    "\u2028",
+    "{{data}}",
+    "]]>",
+    "<img src=x onerror=alert(2)>",
+    "line\n",
+    "\ttab",
+    "é",
+    "日本",
+    "\x00",
+    "\u202e",
+)
+
+
+def make_trace(layers=3, experts=8, k=2, tokens=200, units="logits", ids_only=False, seed=0):
+    """Normal scores, a few exact ties, a dead expert and a busy one in every layer."""
+    random = torch.Generator().manual_seed(seed)
+    facts = LayerFacts(n_experts=experts, k=k, units=units)
+    records = []
+    for place in range(layers):
+        scores = torch.randn(tokens, experts, generator=random) * (1 + place / layers)
+        scores[:, 0] += 1.5
+        scores[:, 1] -= 20
+        scores[::50, 2 : 3 + k] = 9.0
+        scores = scores.sigmoid() if units == "sigmoid" else scores
+        ranked = stable_topk(scores, min(experts, k + 4))
+        threshold = ranked.values[:, k - 1 : k, None]
+        near = (scores[:, :, None] > threshold - torch.tensor(EPSILONS)).sum(dim=1)
+        name = f"model.layers.{place}.mlp.gate"
+        records.append(
+            LayerTrace(name, facts, ranked.indices)
+            if ids_only
+            else LayerTrace(
+                name,
+                facts,
+                ranked.indices,
+                ranked.values,
+                distance=torch.rand(tokens, generator=random),
+                near=near,
+            )
+        )
+    ids = torch.arange(tokens)
+    return RoutingTrace(
+        tuple(records), ids, ids // 50, ids % 50, () if ids_only else EPSILONS, {"model": "zoo"}
+    )
+
+
+def _sample(gaps, places, losses, random):
+    count = len(places)
+    jumps = torch.rand(count, generator=random).mul(0.6).tolist()
+    return JumpSample(
+        tokens=tuple(places.tolist()),
+        documents=(0,) * count,
+        positions=tuple(places.tolist()),
+        gaps=tuple(gaps[places].tolist()),
+        jumps=tuple(jumps),
+        leaving=(0,) * count,
+        entering=(1,) * count,
+        losses=tuple(0.3 * jump - 0.02 for jump in jumps) if losses else None,
+    )
+
+
+def make_jumps(layer, losses=False, near=40, others=20, seed=0):
+    """Jumps of random size at the smallest gaps and at some others."""
+    random = torch.Generator().manual_seed(seed)
+    order = layer.gap.argsort()
+    close = _sample(layer.gap, order[:near], losses, random)
+    far = _sample(layer.gap, order[near : near + others], False, random)
+    quantiles = Quantiles((0.1, 0.5, 0.9), (0.05, 0.3, 0.5), (0.04, 0.25, 0.45), (0.06, 0.4, 0.6))
+    large = torch.tensor([jump >= 0.1 for jump in close.jumps]).double()
+    table = GapJumpTable(
+        gap_levels=(0.0, 0.5, 1.0),
+        gap_edges=(0.0, 0.5, 4.0),
+        jump_edges=(0.0, 0.3, 0.6),
+        counts=((10, 30), (12, 8)),
+        shares=((0.05, 0.15), (0.5, 0.3)),
+    )
+    loss = LossJumps(Estimate(0.01, 0.002), quantiles, near) if losses else None
+    return JumpMeasures(
+        layer.name, close, far, quantiles, quantiles, mean_estimate(large), 0.1, table, loss
+    )
+
+
+def make_text(trace, scored=True, texts=HOSTILE):
+    """A stretch of text whose tokens are nearer and nearer to a tie."""
+    names = tuple(layer.name for layer in trace.layers)
+
+    def piece(place, text):
+        gaps = tuple(10 ** (1 - (place + layer) / 5) for layer in range(len(names)))
+        gaps = gaps if scored else (None,) * len(names)
+        return TextPiece(text, place, place, min(gaps) if scored else None, gaps)
+
+    pieces = tuple(piece(place, text) for place, text in enumerate(texts))
+    return TextSample(names, 0, pieces, (0.5 if scored else None,) * len(names))
+
+
+def make_metrics(measures):
+    rates = {f"flip@{rate.name}": rate.mean.value for rate in measures.model.precision}
+    return {**rates, "dead": float(measures.model.dead), "evenness": measures.model.evenness}
+
+
+def make_inspection(losses=False, jumps=True, text=True, model="zoo/moe", **trace_options):
+    """An inspection with everything in it; the options take parts away."""
+    trace = make_trace(**trace_options)
+    measures = measure(trace)
+    scored = trace.layers[0].scores is not None
+    reason = "not answerable: the trace has expert ids only, no scores"
+    found = tuple(
+        LayerJumps(layer.name, make_jumps(layer, losses, seed=place))
+        if jumps and scored
+        else LayerJumps(layer.name, None, "not measured: no model" if scored else reason)
+        for place, layer in enumerate(trace.layers)
+    )
+    first, last = trace.layers[0].name, trace.layers[-1].name
+    return Inspection(
+        verdict="1.4 % of tokens change an expert in bf16; <b>most</b> such changes are small.",
+        findings=(
+            Finding("warning", "2.6 % of tokens flip in bf16 & more in fp8.", 0.026, last, "flips"),
+            Finding("notice", "Expert 1 was never chosen.", 1.0, first, "dead"),
+            Finding("info", "The load is 84 % even.", 0.84, None, "load"),
+        ),
+        metrics=make_metrics(measures),
+        measures=measures,
+        jumps=found,
+        sample=make_text(trace, scored) if text else None,
+        provenance={"model": model, "dtype": "float32", "text": {"name": "a.txt", "seed": 0}},
+        timings={"total": 1.25, "tokens_per_second": math.pi * 1000},
+    )
