@@ -182,7 +182,8 @@ def test_biased_sigmoids_round_on_grids_of_their_own():
         assert flips.tie_emulated.value < 1e-3
         error = 3 * flips.flip_emulated.standard_error + 0.05 * flips.flip.value
         assert abs(flips.flip.value - flips.flip_emulated.value) < error
-    assert row.flip_population.value == pytest.approx(row.flip.value, rel=0.15)
+    error = 3 * (row.flip_population.standard_error + row.flip.standard_error)
+    assert abs(row.flip_population.value - row.flip.value) < error
 
 
 def group_limited_layer(logits, k=4, groups=4, kept=2):

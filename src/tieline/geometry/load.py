@@ -13,7 +13,14 @@ from torch import Tensor
 
 from tieline.errors import ShapeError, TraceError, require
 
-__all__ = ["Coalitions", "ExpertLoad", "coalitions", "expert_load", "load_from_counts"]
+__all__ = [
+    "Coalitions",
+    "ExpertLoad",
+    "coalitions",
+    "expert_load",
+    "load_from_counts",
+    "log10_possible",
+]
 
 Chosen = Int[Tensor, "tokens k"]
 
@@ -48,15 +55,15 @@ class Coalitions:
     """Distinct chosen sets among T tokens.
 
     Attributes:
-        seen: how many there are.
+        seen: how many there are, or the nearest integer to an estimate of it.
         once: how many of them were seen once. once / T estimates the chance that the next token
-            brings a new one (Good and Turing).
+            brings a new one (Good and Turing). None where this was not counted.
         log10_possible: log10 of C(E, k), the number of sets there could be.
         tokens: T.
     """
 
     seen: int
-    once: int
+    once: int | None
     log10_possible: float
     tokens: int
 
@@ -97,8 +104,13 @@ def coalitions(chosen: Chosen, n_experts: int) -> Coalitions:
     tokens, k = chosen.shape
     members = _checked(chosen, n_experts).sort(dim=1).values
     _, counts = _packed(members, n_experts).unique(dim=0, return_counts=True)
+    return Coalitions(len(counts), int((counts == 1).sum()), log10_possible(n_experts, k), tokens)
+
+
+def log10_possible(n_experts: int, k: int) -> float:
+    """Decimal logarithm of C(E, k), the number of sets that could be chosen."""
     ways = math.lgamma(n_experts + 1) - math.lgamma(k + 1) - math.lgamma(n_experts - k + 1)
-    return Coalitions(len(counts), int((counts == 1).sum()), ways / math.log(10), tokens)
+    return ways / math.log(10)
 
 
 def _packed(members: Chosen, n_experts: int) -> Int[Tensor, "tokens words"]:

@@ -28,6 +28,7 @@ __all__ = [
     "ProductFlips",
     "Quantiles",
     "RoutingMeasures",
+    "dataclass_dict",
     "plain",
 ]
 

@@ -32,6 +32,7 @@ __all__ = [
     "check_finite",
     "distance_section",
     "gap_section",
+    "interpolated_epsilon",
     "near_section",
     "quantiles",
     "reachable",
@@ -143,7 +144,7 @@ def _epsilon_half(
     if not missing or (estimate.value is not None and hidden == 0):
         return estimate
     if exact:
-        return _interpolated(k + 0.5, grid, experts, k)
+        return interpolated_epsilon(k + 0.5, grid, experts, k)
     note = f"upper limit: for {hidden:.1%} of tokens all {ranked.shape[1]} kept ranks are within ε"
     return (
         estimate
@@ -152,7 +153,7 @@ def _epsilon_half(
     )
 
 
-def _interpolated(
+def interpolated_epsilon(
     goal: float, grid: tuple[float, ...], experts: tuple[Estimate, ...], k: int
 ) -> Estimate:
     """ε at which the mean count, linear between the points of the grid, reaches the goal."""
