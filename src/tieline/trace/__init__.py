@@ -4,6 +4,7 @@ from tieline.trace.builder import SummaryBuilder, summarise
 from tieline.trace.importers import import_routed_experts, import_table, import_trace
 from tieline.trace.layer_summary import LayerSummary
 from tieline.trace.limits import unanswered
+from tieline.trace.merging import folder_kind, merge_folders
 from tieline.trace.ops import concatenate, select_documents, select_layers, select_tokens
 from tieline.trace.record import LayerFacts, LayerTrace, RoutingTrace
 from tieline.trace.store import load_trace, save_trace
@@ -18,12 +19,14 @@ __all__ = [
     "RoutingTrace",
     "SummaryBuilder",
     "concatenate",
+    "folder_kind",
     "import_routed_experts",
     "import_table",
     "import_trace",
     "load_summary",
     "load_trace",
     "merge",
+    "merge_folders",
     "save_summary",
     "save_trace",
     "select_documents",

@@ -27,6 +27,7 @@ __all__ = [
     "open_folder",
     "parsing",
     "read_header",
+    "read_index",
 ]
 
 HEADER_LIMIT = 4 << 20
@@ -109,23 +110,28 @@ class Folder:
         return stated
 
 
-def open_folder(directory: str | Path, kind: str, version: int) -> Folder:
-    """Read the index of a folder of this kind."""
-    path = Path(directory)
-    require(path.is_dir(), f"{path}: is no {kind} folder", TraceError)
-    file = path / INDEX
-    require(file.is_file(), f"{path}: is no {kind} folder: it has no {INDEX}", TraceError)
+def read_index(directory: str | Path) -> dict[str, object]:
+    """The JSON index of a folder."""
+    file = Path(directory) / INDEX
+    require(file.is_file(), f"{directory}: is no folder with a {INDEX}", TraceError)
     with parsing(file), file.open("rb") as stream:
         index = parse_json(stream.read(LONGEST + 1), str(file))
     if not isinstance(index, dict):
         raise TraceError(f"{file}: must hold a JSON object")
+    return index
+
+
+def open_folder(directory: str | Path, kind: str, version: int) -> Folder:
+    """Read the index of a folder of this kind."""
+    index = read_index(directory)
     found = index.get("format"), index.get("version")
     require(
         found == (kind, version) and type(found[1]) is int,
-        f"{file}: must be {kind} version {version}, got {found[0]!r:.80} version {found[1]!r:.80}",
+        f"{directory}: must be {kind} version {version}, got {found[0]!r:.80} version "
+        f"{found[1]!r:.80}",
         TraceError,
     )
-    return Folder(path, index)
+    return Folder(Path(directory), index)
 
 
 def check_header_length(path: Path) -> None:

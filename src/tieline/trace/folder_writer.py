@@ -21,7 +21,7 @@ from torch import Tensor
 from tieline.errors import TraceError, require
 from tieline.trace.jsonio import LONGEST, canonical
 
-__all__ = ["INDEX", "SUFFIX", "digest", "write_folder"]
+__all__ = ["INDEX", "SUFFIX", "check_target", "digest", "write_folder"]
 
 INDEX = "tieline.json"
 SUFFIX = ".safetensors"
@@ -48,8 +48,7 @@ def write_folder(
         overwrite: whether a folder of this kind may be replaced. Another folder never is, unless
             it is empty.
     """
-    target = Path(os.path.abspath(directory))
-    _check_target(target, kind, overwrite)
+    target = check_target(directory, kind, overwrite)
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.parent / f".{target.name}.{secrets.token_hex(8)}.partial"
     partial.mkdir()
@@ -75,15 +74,18 @@ def _text(index: Mapping[str, object]) -> bytes:
     return text
 
 
-def _check_target(target: Path, kind: str, overwrite: bool) -> None:
+def check_target(directory: str | Path, kind: str, overwrite: bool) -> Path:
+    """The absolute path of a folder to make, or an error if something is there that must stay."""
+    target = Path(os.path.abspath(directory))
     if not os.path.lexists(target) or (target.is_dir() and not any(target.iterdir())):
-        return
+        return target
     require(overwrite, f"{target} exists: choose another place or allow overwriting", TraceError)
     require(
         target.is_dir() and not target.is_symlink() and _is_ours(target, kind),
         f"{target} exists and is no {kind} folder: it is left alone",
         TraceError,
     )
+    return target
 
 
 def _is_ours(target: Path, kind: str) -> bool:
