@@ -20,10 +20,18 @@ def linear_router(tokens=2000, experts=16, width=32, shift=0.3, seed=0):
     return inputs, weight, (inputs.double() @ weight.double().T).float()
 
 
+SCORES = {
+    "logits": lambda logits: logits,
+    "sigmoid": torch.sigmoid,
+    "softmax": lambda logits: logits.softmax(dim=-1),
+    "sqrtsoftplus": lambda logits: torch.nn.functional.softplus(logits).sqrt(),
+}
+
+
 def layer_of(logits, k, units="logits", bias=None, ranks=None, name="layer", **facts):
     """The trace of a layer that routes by these logits."""
-    scores = {"logits": logits, "sigmoid": logits.sigmoid(), "softmax": logits.softmax(dim=-1)}
-    selection = scores[units] if bias is None else scores[units] + bias
+    scores = SCORES[units](logits)
+    selection = scores if bias is None else scores + bias
     ranked = stable_topk(selection.float(), ranks or logits.shape[1])
     return LayerTrace(
         name=name,

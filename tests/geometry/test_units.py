@@ -3,18 +3,18 @@
 import pytest
 import torch
 
-from tests.geometry.problems import chosen_sets, layer_of, linear_router
+from tests.geometry.problems import SCORES, chosen_sets, layer_of, linear_router
 from tieline.errors import TraceError
 from tieline.geometry.flips import flip_probability
 from tieline.geometry.units import from_logits, logit_view
 from tieline.trace.record import LayerFacts, LayerTrace
 
-UNITS = ("logits", "sigmoid", "softmax")
+UNITS = ("logits", "sigmoid", "sqrtsoftplus", "softmax")
 
 
 def problem(units, biased, experts=8, k=3, tokens=400):
     _, _, logits = linear_router(tokens=tokens, experts=experts, width=16)
-    scale = {"logits": 0.5, "sigmoid": 0.1, "softmax": 0.03}[units]
+    scale = {"logits": 0.5, "sigmoid": 0.1, "sqrtsoftplus": 0.1, "softmax": 0.03}[units]
     bias = scale * torch.randn(experts) if biased else None
     return logits, layer_of(logits, k, units, bias)
 
@@ -35,7 +35,7 @@ def test_the_order_of_the_view_is_the_order_of_the_choice(units, biased):
         assert (view.scores - picked).std(dim=1).max() < 1e-5
 
 
-@pytest.mark.parametrize("units", ["logits", "sigmoid"])
+@pytest.mark.parametrize("units", ["logits", "sigmoid", "sqrtsoftplus"])
 @pytest.mark.parametrize("biased", [False, True])
 def test_slope_is_the_derivative_of_what_is_ranked(units, biased):
     _, layer = problem(units, biased)
@@ -62,20 +62,19 @@ def test_predicted_flips_are_those_of_noisy_logits(units, biased):
     logits, layer = problem(units, biased, tokens=600)
     view, sigma, repeats = logit_view(layer), 0.05, 150
     expected = flip_probability(view.scores, 3, view.slope * sigma)
-    score = {"logits": lambda x: x, "sigmoid": torch.sigmoid, "softmax": lambda x: x.softmax(-1)}
     bias = 0 if layer.bias is None else layer.bias.double()
-    clean = chosen_sets(score[units](logits.double()) + bias, 3)
+    clean = chosen_sets(SCORES[units](logits.double()) + bias, 3)
     flips = torch.zeros(len(logits), dtype=torch.float64)
     for _ in range(repeats):
         noisy = logits.double() + sigma * torch.randn(logits.shape, dtype=torch.float64)
-        flips += (chosen_sets(score[units](noisy) + bias, 3) != clean).any(dim=1)
+        flips += (chosen_sets(SCORES[units](noisy) + bias, 3) != clean).any(dim=1)
     rate = flips.mean().item() / repeats
     assert rate == pytest.approx(expected.mean().item(), rel=0.04)
 
 
 def test_saturated_and_missing_scores_stay_numbers():
     scores = torch.tensor([[1.0, 0.5, 0.0, -torch.inf]])
-    for units in ("sigmoid", "softmax"):
+    for units in ("sigmoid", "sqrtsoftplus", "softmax"):
         for bias in (None, torch.zeros(4)):
             layer = LayerTrace(
                 "x", LayerFacts(4, 1, units=units), torch.arange(4)[None], scores, bias=bias

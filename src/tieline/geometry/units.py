@@ -4,10 +4,11 @@ A router ranks u_i = s(l_i) + b_i: l the logit, s the score function, b a correc
 a bias ranking u is ranking l, since s is increasing, so the choice can be studied on the logits
 themselves, exactly. With one, noise of the logits is passed on by the slope s′(l_i) (Def. 6.1):
 
-    units       without bias             with bias
-    logits      l, slope 1               u, slope 1
-    sigmoid     logit(u), slope 1        u, slope s (1 - s)
-    softmax     log u, slope 1           u, slope p
+    units           without bias             with bias
+    logits          l, slope 1               u, slope 1
+    sigmoid         logit(u), slope 1        u, slope s (1 - s)
+    sqrtsoftplus    log(e^(u²) - 1), slope 1 u, slope (1 - e^(-s²)) / 2s
+    softmax         log u, slope 1           u, slope p
 
 Softmax probabilities fix the logits up to a shift that is common to all experts of a token, which
 changes no choice. Their slope is p and not p (1 - p): the rest of the derivative moves all experts
@@ -56,8 +57,8 @@ def logit_view(layer: LayerTrace) -> LogitView:
     if units == "logits":
         ones = torch.ones_like(selection)
         return LogitView(selection, ones, plain, ones[:, k - 1])
-    logits, slope = _sigmoid(plain) if units == "sigmoid" else _softmax(plain)
-    known = logits if units == "sigmoid" else None
+    logits, slope = _INVERSES[units](plain)
+    known = None if units == "softmax" else logits
     if layer.bias is None:
         return LogitView(logits, torch.ones_like(slope), known, slope[:, k - 1])
     return LogitView(selection, slope, known, slope[:, k - 1])
@@ -68,10 +69,14 @@ def from_logits(
 ) -> Float[Tensor, "tokens ranks"]:
     """Selection scores that the layer's router makes of (perturbed) logits of its kept ranks.
 
-    Sigmoid scores without a bias stay logits: the order is the same and nothing saturates.
+    Scores without a bias stay logits: the order is the same and nothing saturates.
     """
-    if layer.facts.units == "sigmoid" and layer.bias is not None:
+    if layer.bias is None:
+        return logits
+    if layer.facts.units == "sigmoid":
         logits = logits.sigmoid()
+    if layer.facts.units == "sqrtsoftplus":
+        logits = torch.nn.functional.softplus(logits).sqrt()
     return logits + _bias_of_ranks(layer)
 
 
@@ -81,9 +86,19 @@ def _sigmoid(score: Tensor) -> tuple[Tensor, Tensor]:
     return logits, inside * (1 - inside)
 
 
+def _sqrtsoftplus(score: Tensor) -> tuple[Tensor, Tensor]:
+    inside = score.clamp(min=torch.finfo(torch.float32).tiny)
+    slope = -torch.expm1(-(inside**2))  # the sigmoid of the logit
+    logits = torch.where(score.isneginf(), score, inside**2 + slope.log())
+    return logits, slope / (2 * inside)
+
+
 def _softmax(score: Tensor) -> tuple[Tensor, Tensor]:
     inside = score.clamp(torch.finfo(torch.float32).tiny, 1.0)
     return torch.where(score.isneginf(), score, inside.log()), inside
+
+
+_INVERSES = {"sigmoid": _sigmoid, "sqrtsoftplus": _sqrtsoftplus, "softmax": _softmax}
 
 
 def _bias_of_ranks(layer: LayerTrace) -> Tensor | float:
