@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tieline.errors import TielineError, UnsupportedModelError, require
+from tieline.errors import TielineError, UnsupportedModelError
 from tieline.hf.batches import Batch
 
 __all__ = ["check_distinct", "check_finite", "check_selected"]
@@ -43,11 +43,8 @@ def check_finite(scores: Float[Tensor, "tokens experts"], layer: str, batch: Bat
 def check_distinct(ids: Int[Tensor, "tokens k"], layer: str, family: str) -> None:
     """Refuse a router that names an expert twice for one token."""
     ordered = ids.sort(dim=1).values
-    require(
-        not bool((ordered[:, 1:] == ordered[:, :-1]).any()),
-        _refusal(layer, family, "an expert was chosen twice for one token"),
-        UnsupportedModelError,
-    )
+    if bool((ordered[:, 1:] == ordered[:, :-1]).any()):
+        raise _refusal(layer, family, "an expert was chosen twice for one token")
 
 
 def check_selected(
@@ -75,11 +72,11 @@ def check_selected(
             f"{count} of {len(short)} tokens chose an expert that its scores do not rank among "
             f"the first {selected.shape[1]}; the first has {found[0]:.9g} < {found[1]:.9g}"
         )
-        raise UnsupportedModelError(_refusal(layer, family, why))
+        raise _refusal(layer, family, why)
 
 
-def _refusal(layer: str, family: str, why: str) -> str:
-    return (
+def _refusal(layer: str, family: str, why: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
         f"layer {layer!r}: the record of family {family!r} does not describe this router under "
         f"transformers {version('transformers')}: {why}"
     )
