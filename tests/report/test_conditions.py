@@ -15,7 +15,11 @@ numbers = st.floats(-1e6, 1e6)
 
 
 @given(
-    st.sampled_from(NAMES), st.sampled_from(list(OPERATORS)), numbers, numbers, st.sampled_from("01")
+    st.sampled_from(NAMES),
+    st.sampled_from(list(OPERATORS)),
+    numbers,
+    numbers,
+    st.sampled_from("01"),
 )
 def test_a_condition_is_read_as_written(name, sign, number, value, blank):
     space = " " * int(blank)
@@ -50,7 +54,7 @@ def test_percentages_are_shares():
     ],
 )
 def test_anything_else_is_refused_with_an_example(text):
-    with pytest.raises(ParameterError, match="flip@bf16>0.02"):
+    with pytest.raises(ParameterError, match=r"flip@bf16>0\.02"):
         parse_condition(text)
 
 

@@ -52,7 +52,7 @@ def significant(number: float | None, digits: int = 3) -> str:
     return f"{number:.{digits - 1}e}".replace("e-0", "e-").replace("e+0", "e")
 
 
-def compact(value: Any, digits: int = 5) -> Any:
+def compact(value: Any, digits: int = 4) -> Any:
     """The JSON value with floating-point numbers of `digits` digits; None for those not finite."""
     if isinstance(value, float):
         return float(f"{value:.{digits}g}") if math.isfinite(value) else None

@@ -11,7 +11,7 @@ __all__ = ["LIMITS", "text_data", "text_html"]
 LIMITS = (0.01, 0.03, 0.1, 0.3)
 """Relative gaps at which the ground becomes weaker; above the last one there is none."""
 
-MOST_GAPS = 60_000
+MOST_GAPS = 40_000
 """Gaps of tokens in layers that the page holds; longer stretches of text are cut."""
 
 HOW = (

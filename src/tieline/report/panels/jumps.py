@@ -135,4 +135,4 @@ def _limit(jump: float) -> dict[str, Any]:
 def _limit_name(jump: float) -> dict[str, Any]:
     text = f"dangerous from {percent(jump)}"
     place = {"xref": "paper", "xanchor": "right", "yanchor": "bottom"}
-    return note_at(1, jump, text, **place) | {"font": {"size": 11, "color": "@warn"}}
+    return note_at(1.0, jump, text, **place) | {"font": {"size": 11, "color": "@warn"}}

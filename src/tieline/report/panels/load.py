@@ -29,8 +29,8 @@ def load_panel(result: Mapping[str, Any]) -> Panel:
         "x": list(range(widest)),
         "y": labels,
         "z": [_relative(layer, widest) for layer in layers],
-        "customdata": [layer["load"]["share"] for layer in layers],
-        "hovertemplate": "layer %{y}, expert %{x}: %{customdata:.3~p} of the load<extra></extra>",
+        "hovertemplate": "layer %{y}, expert %{x}: 2<sup>%{z:.2f}</sup> of an even load"
+        "<extra></extra>",
         "hoverongaps": False,
         "colorscale": "@scale:load",
         "zmin": -FARTHEST,
@@ -55,7 +55,8 @@ def load_panel(result: Mapping[str, Any]) -> Panel:
 
 def _relative(layer: Mapping[str, Any], widest: int) -> list[float | None]:
     shares, experts = layer["load"]["share"], layer["n_experts"]
-    loads = [math.log2(share * experts) if share else -FARTHEST for share in shares]
+    # two decimals: the many cells of a large model are most of what a page holds beside its script
+    loads = [round(math.log2(share * experts), 2) if share else -FARTHEST for share in shares]
     return [*loads, *[None] * (widest - experts)]
 
 

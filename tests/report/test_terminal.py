@@ -1,0 +1,49 @@
+"""What the terminal shows, at any width and without colour."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from tests.report.zoo import make_inspection
+from tieline.report.terminal import inspection_view, layer_table
+
+
+def shown(result, width):
+    console = Console(file=io.StringIO(), width=width, no_color=True)
+    console.print(inspection_view(result, width))
+    return console.file.getvalue()
+
+
+def test_verdict_layers_and_findings_are_shown_as_they_are(result):
+    text = shown(result, 160)
+    assert "zoo/moe  3 routed layers · 2 of 8 experts · 200 tokens · float32" in text
+    assert "<b>most</b> such changes are small." in text
+    assert "▲ 2.6 % of tokens flip in bf16 & more in fp8. (layer 2)" in text
+    assert "● The load is 84 % even." in text
+
+
+@pytest.mark.parametrize("width", [30, 40, 60, 80, 100, 200])
+def test_no_line_is_too_long_and_no_cell_is_cut(result, width):
+    text = shown(result, width)
+    assert max(map(len, text.splitlines())) <= width
+    assert "…" not in text
+
+
+def test_a_wider_terminal_shows_more_columns(result):
+    counts = [len(layer_table(result, width).columns) for width in (10, 40, 80, 120, 300)]
+    assert counts == sorted(counts)
+    assert counts[0] == 1
+    assert counts[-1] == 14
+
+
+def test_square_brackets_in_names_are_text():
+    result = make_inspection(model="[bold red]x[/]", tokens=40).to_dict()
+    assert "[bold red]x[/]" in shown(result, 120)
+
+
+def test_what_cannot_be_answered_is_a_dash(ids_only):
+    first = next(
+        line for line in shown(ids_only, 120).splitlines() if line.strip().startswith("0 ")
+    )
+    assert first.split().count("–") == 7
