@@ -47,7 +47,8 @@ class JumpSample:
         leaving: expert of rank k, which the swap takes out.
         entering: expert of rank k + 1, which takes its place and its weight.
         losses: change of the summed loss of the token's sequence, in nats, when this token's
-            choice in this layer alone is swapped; None where it was not asked for.
+            choice in this layer alone is swapped; None for tokens, or altogether, where it was not
+            measured.
     """
 
     tokens: tuple[int, ...]
@@ -57,7 +58,7 @@ class JumpSample:
     jumps: tuple[float, ...]
     leaving: tuple[int, ...]
     entering: tuple[int, ...]
-    losses: tuple[float, ...] | None = None
+    losses: tuple[float | None, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,11 @@ class Recorder:
         self._passes: list[RoutingTrace] = []
         self.n_tokens = 0
 
+    @property
+    def under_way(self) -> Mapping[str, LayerTrace]:
+        """The layers that have run so far in the current forward pass, by their routers' names."""
+        return self._pass
+
     def begin(self, arguments: Mapping[str, Any]) -> None:
         """A forward pass of the model starts with these arguments."""
         self._pass = {}

@@ -1,0 +1,138 @@
+"""Where the output of a routed layer is seen, and how a few of its tokens are run again.
+
+    block_of     the module whose output is compared: the one that calls the router
+    BlockCall    arguments and output of one call, token by token
+
+A Mixture-of-Experts block treats every token by itself, so the rows of some tokens are run again
+without the others. Where router and experts sit on the decoder layer itself (gemma4), whose
+attention mixes tokens, the experts are the block.
+"""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from tieline.hf.families import family_of
+from tieline.hf.override import Choice, override_choice
+
+__all__ = ["Block", "BlockCall", "Rows", "block_of"]
+
+Key = int | str
+"""Place or name of an argument."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A module that maps tokens to a routed layer's output.
+
+    Attributes:
+        name: its qualified name.
+        module: the module.
+        router: the router that it calls; None for experts, which are given their choice.
+    """
+
+    name: str
+    module: nn.Module
+    router: nn.Module | None
+
+    def run(self, rows: "Rows", choice: Choice) -> Float[Tensor, "tokens width"]:
+        """Output for these tokens under a given choice."""
+        states = next(iter(rows.inputs.values()))
+        if self.router is None:
+            ids = choice.ids.to(states.device)
+            return _states(self.module(states, ids, choice.weights.to(states)), states)
+        args, named = rows.call()
+        with override_choice(self.router, lambda found: choice):
+            return _states(self.module(*args, **named), states)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Inputs and output of a block for some tokens.
+
+    Attributes:
+        inputs: arguments that have one row per token, by place or name.
+        others: the remaining arguments.
+        output: the block's output.
+        batched: whether the block takes (rows, length, ...) instead of (tokens, ...).
+    """
+
+    inputs: dict[Key, Tensor]
+    others: dict[Key, Any]
+    output: Float[Tensor, "tokens width"]
+    batched: bool
+
+    def take(self, index: Int[Tensor, " chosen"]) -> "Rows":
+        """Some of the tokens."""
+        inputs = {key: value[index.to(value.device)] for key, value in self.inputs.items()}
+        return Rows(inputs, self.others, self.output[index.to(self.output.device)], self.batched)
+
+    def join(self, other: "Rows") -> "Rows":
+        """These tokens and then the others."""
+        inputs = {key: torch.cat([value, other.inputs[key]]) for key, value in self.inputs.items()}
+        return Rows(inputs, self.others, torch.cat([self.output, other.output]), self.batched)
+
+    def call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments to call the block with."""
+        shaped = {k: v[None] if self.batched else v for k, v in self.inputs.items()} | self.others
+        places = sorted(key for key in shaped if isinstance(key, int))
+        named = {key: value for key, value in shaped.items() if isinstance(key, str)}
+        return tuple(shaped[place] for place in places), named
+
+
+@dataclass(frozen=True)
+class BlockCall:
+    """One call of a block as it happened."""
+
+    args: tuple[Any, ...]
+    named: Mapping[str, Any]
+    output: Any
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of the call."""
+        return len(_states(self.output, self._first))
+
+    def rows(self, index: Int[Tensor, " chosen"]) -> Rows:
+        """The rows of some tokens, copied: the activations themselves may be reused."""
+        given: dict[Key, Any] = {**dict(enumerate(self.args)), **self.named}
+        lead = self._first.shape[:-1]
+        inputs, others = {}, {}
+        for key, value in given.items():
+            if isinstance(value, Tensor) and value.shape[: len(lead)] == lead:
+                flat = value.detach().reshape(-1, *value.shape[len(lead) :])
+                inputs[key] = flat[index.to(flat.device)]
+            else:
+                others[key] = value
+        output = _states(self.output, self._first).detach()
+        return Rows(inputs, others, output[index.to(output.device)], len(lead) == 2)
+
+    @property
+    def _first(self) -> Tensor:
+        """The block's input: its first argument that is a tensor."""
+        return next(x for x in (*self.args, *self.named.values()) if isinstance(x, Tensor))
+
+
+def block_of(model: nn.Module, router_name: str) -> Block:
+    """The block that calls a router: its parent, or the experts beside it on a decoder layer."""
+    router = model.get_submodule(router_name)
+    family = family_of(router)
+    if family is not None and family.layout == "method":
+        return Block(router_name, router, router)
+    name = router_name.rpartition(".")[0]
+    parent = model.get_submodule(name)
+    arguments = inspect.signature(parent.forward).parameters
+    if "attention_mask" in arguments and hasattr(parent, "experts"):
+        return Block(f"{name}.experts".lstrip("."), parent.get_submodule("experts"), None)
+    return Block(name, parent, router)
+
+
+def _states(output: Any, like: Tensor) -> Float[Tensor, "tokens width"]:
+    """Hidden states (T, D) in a block's output, which may be flat or come with router logits."""
+    states = output if isinstance(output, Tensor) else output[0]
+    return states.reshape(-1, like.shape[-1])
