@@ -15,6 +15,7 @@ Inputs narrower than float32 are computed in float32 and rounded once.
 
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,34 +62,33 @@ def _sigmoid_tiles_backward(
     shapes, dtype = (q.shape, k.shape, v.shape), q.dtype
     grad, q, k, v = _prepared(grad), _prepared(q) * scale, _prepared(k), _prepared(v)
     grads = [take_buffer(tuple(t.shape), t) for t in (q, k, v)]
-    scratch = _Reused(q), _Reused(q), _Reused(q)
+    scratch = _Scratch(_Reused(q), _Reused(q), _Reused(q))
     for heads in _head_groups(q, k):
-        inputs = (t[heads].split(TILE, 1) for t in (grad, q, k, v))
-        results = (t[heads].split(TILE, 1) for t in grads)
-        _group_backward(*inputs, *results, *scratch, bias=bias, causal=causal)
+        blocks = _Blocks(*(t[heads].split(TILE, 1) for t in (grad, q, k, v, *grads)))
+        _group_backward(blocks, scratch, bias, causal)
     grads[0].mul_(scale)
     dq, dk, dv = (g.to(dtype).view(shape) for g, shape in zip(grads, shapes, strict=True))
     return dq, dk, dv
 
 
-def _group_backward(grad, q, k, v, dq, dk, dv, tile, d_tile, total, *, bias, causal) -> None:
-    """Write the gradients of one group of heads, all tensors given as lists of blocks."""
-    dk_sums, dv_sums = ([b.new_empty(b.mT.shape) for b in blocks] for blocks in (dk, dv))
-    for row, (g, queries) in enumerate(zip(grad, q, strict=True)):
-        dq_sums = total.shaped(*queries.shape)
-        for column in range(row + 1 if causal else len(k)):
-            shape, first = (*queries.shape[:2], k[column].shape[1]), row == causal * column
-            weights, d_scores = tile.shaped(*shape), d_tile.shaped(*shape)
-            _weigh_(weights, queries, k[column], bias, causal and row == column)
-            _add_product_(dv_sums[column], g.mT, weights, first)
-            torch.bmm(g, v[column].mT, out=d_scores)
+def _group_backward(x: "_Blocks", scratch: "_Scratch", bias: float, causal: bool) -> None:
+    """Write dq, dk and dv of one group of heads."""
+    dk_sums, dv_sums = ([b.new_empty(b.mT.shape) for b in blocks] for blocks in (x.dk, x.dv))
+    for row, (grad, q) in enumerate(zip(x.grad, x.q, strict=True)):
+        dq_sums = scratch.total.shaped(*q.shape)
+        for column in range(row + 1 if causal else len(x.k)):
+            k, first = x.k[column], row == (column if causal else 0)
+            shape = (*q.shape[:2], k.shape[1])
+            weights, d_scores = scratch.weights.shaped(*shape), scratch.d_scores.shaped(*shape)
+            _weigh_(weights, q, k, bias, causal and row == column)
+            _add_product_(dv_sums[column], grad.mT, weights, first)
+            torch.bmm(grad, x.v[column].mT, out=d_scores)
             torch.ops.aten.sigmoid_backward.grad_input(d_scores, weights, grad_input=d_scores)
-            _add_product_(dq_sums, d_scores, k[column], first=column == 0)
-            _add_product_(dk_sums[column], queries.mT, d_scores, first)
-        dq[row].copy_(dq_sums)
-    for blocks, sums in ((dk, dk_sums), (dv, dv_sums)):
-        for block, transposed in zip(blocks, sums, strict=True):
-            block.copy_(transposed.mT)
+            _add_product_(dq_sums, d_scores, k, first=column == 0)
+            _add_product_(dk_sums[column], q.mT, d_scores, first)
+        x.dq[row].copy_(dq_sums)
+    for block, sums in zip(x.dk + x.dv, dk_sums + dv_sums, strict=True):
+        block.copy_(sums.mT)
 
 
 @_sigmoid_tiles_backward.register_fake
@@ -127,6 +127,18 @@ def _add_product_(total: Tensor, left: Tensor, right: Tensor, first: bool) -> No
         total.baddbmm_(left, right)
 
 
+class _Blocks(NamedTuple):
+    """Inputs and results of one group of heads, cut along the sequence into blocks of `TILE`."""
+
+    grad: tuple[Tensor, ...]
+    q: tuple[Tensor, ...]
+    k: tuple[Tensor, ...]
+    v: tuple[Tensor, ...]
+    dq: tuple[Tensor, ...]
+    dk: tuple[Tensor, ...]
+    dv: tuple[Tensor, ...]
+
+
 class _Reused:
     """Memory for one tensor at a time, kept for the next; grows to the largest that is asked."""
 
@@ -140,6 +152,14 @@ class _Reused:
                 self._memory, self._views = take_buffer((math.prod(shape),), self._memory), {}
             self._views[shape] = self._memory[: math.prod(shape)].view(shape)
         return self._views[shape]
+
+
+class _Scratch(NamedTuple):
+    """What one tile of the backward pass needs."""
+
+    weights: _Reused
+    d_scores: _Reused
+    total: _Reused
 
 
 def _head_groups(q: Tensor, k: Tensor) -> Iterator[slice]:
