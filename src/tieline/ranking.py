@@ -123,8 +123,8 @@ def _chosen_first(scores: Tensor, chosen: Tensor) -> Tensor:
 
 
 def group_scores(
-    scores: Float[Tensor, "tokens experts"], groups: int, rule: Literal["max", "top2sum"]
-) -> Float[Tensor, "tokens groups"]:
+    scores: Float[Tensor, "*batch experts"], groups: int, rule: Literal["max", "top2sum"]
+) -> Float[Tensor, "*batch groups"]:
     """Score of each of `groups` equal runs of experts: its largest score, or its two largest added.
 
     In the dtype of the scores, since that is where a router rounds the sum.

@@ -1,5 +1,7 @@
 """Routers, gates, experts, dispatch and the layer that composes them."""
 
+from tieline.routing.attention import sigmoid_attention, softmax_attention
+from tieline.routing.attention_moe import attention_as_moe
 from tieline.routing.collect import LayerRouting, auxiliary_loss, collect_routing
 from tieline.routing.dispatch import dispatch
 from tieline.routing.experts import Experts
@@ -8,6 +10,7 @@ from tieline.routing.layer import MoE, Routing, SharedExpert, moe
 from tieline.routing.losses import balance_loss, boundary_loss, router_z_loss, sparsity_loss
 from tieline.routing.routers import CosineRouter, LinearRouter, QuadraticRouter, Router
 from tieline.routing.selective import Groups, SelectiveGate, TopK
+from tieline.routing.self_attention import SelfAttention
 from tieline.routing.smooth import SmoothTopK, smoothstep
 
 __all__ = [
@@ -25,11 +28,13 @@ __all__ = [
     "Router",
     "Routing",
     "SelectiveGate",
+    "SelfAttention",
     "SharedExpert",
     "Sigmoid",
     "SmoothTopK",
     "Softmax",
     "TopK",
+    "attention_as_moe",
     "auxiliary_loss",
     "balance_loss",
     "boundary_loss",
@@ -37,6 +42,8 @@ __all__ = [
     "dispatch",
     "moe",
     "router_z_loss",
+    "sigmoid_attention",
     "smoothstep",
+    "softmax_attention",
     "sparsity_loss",
 ]

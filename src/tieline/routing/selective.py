@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tieline.errors import ShapeError, require
-from tieline.ranking import ranked_scores, topk_mask
+from tieline.ranking import group_scores, topk_mask
 from tieline.routing.gates import Gate, Law, Scores, Weights
 
 __all__ = ["Groups", "SelectiveGate", "TopK"]
@@ -47,11 +47,7 @@ class Groups:
 
     def scores(self, selection: Scores) -> Float[Tensor, "*batch groups"]:
         """Score of each group, in the dtype of the selection scores."""
-        members = selection.unflatten(-1, (self.count, -1))
-        if self.score == "max":
-            return members.amax(dim=-1)
-        # float64 sums of float32 scores are exact, so two equal groups tie as they should
-        return ranked_scores(members, 2).sum(dim=-1).to(selection.dtype)
+        return group_scores(selection, self.count, self.score)
 
     def spread(self, per_group: Tensor, n_experts: int) -> Tensor:
         """A value per group, repeated for each of its experts."""
