@@ -1,7 +1,7 @@
 """Running a model for its routing: plain forward passes of batches that need no padding."""
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tieline.errors import TielineError
 
-__all__ = ["batches", "forward", "model_device", "only_running"]
+__all__ = ["batches", "forward", "model_device", "only_running", "text_config"]
 
 
 def forward(model: nn.Module, ids: Int[Tensor, "rows length"]) -> Any:
@@ -30,8 +30,14 @@ def model_device(model: nn.Module) -> torch.device:
     raise TielineError(f"{type(model).__name__} has no parameters in memory: nothing can be run")
 
 
+def text_config(model: nn.Module) -> Any:
+    """The configuration of the language model, which is a part of that of a model with images."""
+    config: Any = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
 def batches(
-    sequences: list[Int[Tensor, " length"]], batch_size: int
+    sequences: Sequence[Int[Tensor, " length"]], batch_size: int
 ) -> Iterator[Int[Tensor, "rows length"]]:
     """Sequences in order, neighbours of equal length together, at most `batch_size` at a time."""
     rows: list[Tensor] = []
