@@ -55,6 +55,13 @@ def test_a_cached_step_goes_on_with_its_documents():
     assert _lists(unmasked) == ([5, 8], [0, 1], [4, 4])
 
 
+def test_a_cache_of_one_token_is_enough_to_go_on():
+    counter = DocumentCounter()
+    counter.read({"input_ids": IDS[:, :1]})
+    step = counter.read({"input_ids": IDS[:, 1:2], "past_key_values": _Cache(1)})
+    assert _lists(step) == ([6, 9], [0, 1], [1, 1])
+
+
 @pytest.mark.parametrize("cache", [None, _Cache(0), _Cache(None), object()])
 def test_an_empty_cache_starts_new_documents(cache):
     counter = DocumentCounter()

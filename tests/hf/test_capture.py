@@ -5,7 +5,12 @@ import json
 import pytest
 import torch
 from jaxtyping import TypeCheckError
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
+)
 
 from tests.hf.tiny import batch, lively, tiny_model
 from tieline.errors import ParameterError, TielineError, TraceError, UnsupportedModelError
@@ -159,6 +164,19 @@ def test_generation_continues_the_documents_and_leaves_out_rows_that_have_ended(
         shown = prompt[document][mask[document].bool()].tolist()
         assert trace.tokens[mine].tolist() == shown + new
         assert trace.positions[mine].tolist() == list(range(len(shown) + len(new)))
+
+
+def test_a_model_with_eyes_is_captured_as_a_whole():
+    vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16}
+    vision |= {"out_hidden_size": 32, "deepstack_visual_indexes": [0]}
+    text = tiny_model("qwen3_vl_moe").config.to_dict()
+    config = Qwen3VLMoeConfig(text_config=text, vision_config=vision)
+    model = Qwen3VLMoeForConditionalGeneration(config).eval()
+    with torch.no_grad(), capture(model) as recorder:
+        model.generate(batch(), max_new_tokens=3, do_sample=False)
+    trace = recorder.trace()
+    assert trace.positions.tolist() == [*range(12)] * 2 + [12, 12, 13, 13]
+    assert [layer.name.split(".")[1] for layer in trace.layers] == ["language_model"] * 2
 
 
 def test_batches_follow_each_other_and_embeddings_have_no_ids(model):
