@@ -59,6 +59,15 @@ def test_a_quantile_lies_in_its_bin(values, probability):
         assert low == high == exact
 
 
+def test_ranks_and_bounds_are_not_one_too_far():
+    hundred = LogHistogram.of(POINTS[:100])
+    assert hundred.quantile(0.07) == (POINTS[6], POINTS[6])  # 0.07 * 100 is 7.000000000000001
+    between = LogHistogram.of((POINTS[:2].sum() / 2)[None])
+    assert between.count_at_most(POINTS[0].item()) == (0, 0)
+    assert between.count_at_most(POINTS[1].item()) == (1, 1)
+    assert between.count_at_most(POINTS[0].item() * 1.001) == (0, 1)
+
+
 @given(samples, samples)
 def test_histograms_add(first, second):
     whole = LogHistogram.of(torch.cat((first, second)))

@@ -2,6 +2,7 @@
 
 import json
 import tracemalloc
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -212,3 +213,13 @@ def test_any_jsonl_is_read_or_refused(tmp_path_factory, rows, cut, good):
     except TraceError:
         return
     assert trace.n_tokens > 0
+
+
+def test_the_tables_of_the_documentation_are_tables(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "trace-format.md").read_text()
+    blocks = [block.strip() + "\n" for block in page.split("```")[1::2]]
+    (csv,) = (block for block in blocks if block.startswith("layer,"))
+    (lines,) = (block for block in blocks if block.startswith('{"layer"'))
+    trace = import_table(table(tmp_path, csv), k=2)
+    assert trace.layers[0].gap.tolist() == [1.5 - 1.4375, 0.25]
+    assert import_table(table(tmp_path, lines, "jsonl")).layers[0].facts.k == 3

@@ -70,6 +70,13 @@ def test_the_order_of_floats_would_matter_and_does_not_here():
     assert mean == float(exact)
 
 
+def test_the_smallest_numbers_have_the_unit_of_their_exponent():
+    tiny = torch.tensor([[2.0**-149], [3 * 2.0**-149], [2.0**-126]])
+    assert ExactMoments.of(tiny).first[0, :2].tolist() == [4, 1 << 23]
+    assert ExactMoments.of(tiny[:2]).mean().item() == 2.0**-148
+    assert ExactMoments.of(tiny[:2]).variance().item() == 2.0**-298
+
+
 def test_no_tokens_have_no_mean():
     assert math.isnan(ExactMoments.of(torch.zeros(0, 1)).mean().item())
 

@@ -41,6 +41,15 @@ def test_of_two_records_of_a_token_the_same_one_wins_in_any_order():
     assert smallest_rows([{**other, "tokens": torch.tensor([9])}, one], 5)["tokens"].tolist() == [3]
 
 
+def test_a_later_record_of_the_last_token_of_a_full_sample_still_counts():
+    buffer = SampleBuffer(1)
+    for weight in (1.0, 3.0, 2.0):  # of these, 2.0 has the smallest bytes
+        part = rows([3], weights=torch.full((1, 1), weight))
+        buffer.add(part, token_hash(part["documents"], part["positions"]))
+        buffer.rows()
+    assert buffer.rows()["weights"].tolist() == [[2.0]]
+
+
 def test_repeats_do_not_take_the_place_of_other_tokens():
     parts = [rows([1, 2, 3])] * 5
     assert smallest_rows(parts, 3)["documents"].tolist() == [1, 2, 3]

@@ -162,3 +162,24 @@ def test_moments_and_quantiles_of_a_normal_batch():
     low, high = summary.gaps.quantile(0.5)
     assert low == high == layer.gap.sort().values[249].item()
     assert not math.isnan(summary.moments.variance().sum())
+
+
+def test_the_cdf_and_quantiles_of_gaps_are_counts_of_them():
+    trace = make_trace(tokens=300, facts=FACTS[:1])
+    layer, gap = summarise(trace).layers[0], trace.layers[0].gap
+    points, below, at_most, total = layer.gap_cdf()
+    assert total == 300
+    assert torch.equal(below, (gap[:, None] < points).sum(0))
+    assert torch.equal(at_most, (gap[:, None] <= points).sum(0))
+    ordered = gap.sort().values
+    assert layer.gap_quantiles([0.1, 0.9]) == ((ordered[29],) * 2, (ordered[269],) * 2)
+
+
+def test_tokens_that_came_twice_show_in_the_number_of_different_ones():
+    trace = make_trace(tokens=2000, facts=FACTS[:1])
+    once = summarise(trace)
+    twice = merge([once, once])
+    assert once.distinct_tokens() == twice.distinct_tokens() == (2000, 2000, 0.0)
+    small = summarise(trace, sample_size=400).distinct_tokens()
+    assert abs(small.value - 2000) < 4 * small.standard_error
+    assert small.at_least == 400

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tieline.trace.hashing import SPAN
 
-__all__ = ["CAPACITY", "DistinctCount", "DistinctSketch"]
+__all__ = ["CAPACITY", "DistinctCount", "DistinctSketch", "distinct_count"]
 
 CAPACITY = 4096
 
@@ -75,8 +75,13 @@ class DistinctSketch:
 
     def count(self) -> DistinctCount:
         """How many different things were seen."""
-        kept = len(self.hashes)
-        if not self.full:
-            return DistinctCount(kept, kept, 0.0)
-        estimate = (kept - 1) * SPAN / (int(self.hashes[-1]) + 1)
-        return DistinctCount(estimate, kept, estimate / math.sqrt(kept - 2))
+        return distinct_count(self.hashes.numpy(), CAPACITY)
+
+
+def distinct_count(hashes: Int64[np.ndarray, " kept"], capacity: int) -> DistinctCount:
+    """How many different things there are of which these are the `capacity` smallest hashes."""
+    kept = len(hashes)
+    if kept < capacity:
+        return DistinctCount(kept, kept, 0.0)
+    estimate = max(kept, (kept - 1) * SPAN / (int(hashes.max()) + 1))
+    return DistinctCount(estimate, kept, estimate / math.sqrt(max(kept - 2, 1)))

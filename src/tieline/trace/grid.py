@@ -16,6 +16,7 @@ is known up to one bin, at most 1/32 of its value.
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from tieline.errors import ParameterError, TraceError, require
 
-__all__ = ["N_BINS", "LogHistogram", "grid_points"]
+__all__ = ["N_BINS", "GridCdf", "LogHistogram", "grid_points"]
 
 _OCTAVE_BITS = 5
 _LOWEST, _HIGHEST = -30, 14
@@ -32,6 +33,22 @@ _SHIFT = 52 - _OCTAVE_BITS
 _FIRST_CELL = (1023 + _LOWEST) << _OCTAVE_BITS
 _N_POINTS = ((_HIGHEST - _LOWEST) << _OCTAVE_BITS) + 1
 N_BINS = 2 * _N_POINTS + 2
+
+
+class GridCdf(NamedTuple):
+    """Counts at every grid point; divide by `total` for probabilities.
+
+    Attributes:
+        points: the grid points w.
+        below: number of values < w.
+        at_most: number of values <= w.
+        total: number of all values.
+    """
+
+    points: Float[Tensor, " points"]
+    below: Int[Tensor, " points"]
+    at_most: Int[Tensor, " points"]
+    total: int
 
 
 def grid_points() -> Float[Tensor, " points"]:
@@ -85,6 +102,10 @@ class LogHistogram:
     def below(self) -> Int[Tensor, " points"]:
         """Number of values < e_j for each grid point; exact."""
         return self.counts.cumsum(0)[1:-2:2]
+
+    def cdf(self) -> GridCdf:
+        """All counts below and at grid points."""
+        return GridCdf(grid_points(), self.below(), self.at_most(), self.total)
 
     def count_at_most(self, width: float) -> tuple[int, int]:
         """Bounds on the number of values <= width; equal, hence exact, at a grid point and at 0."""

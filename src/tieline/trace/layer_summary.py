@@ -9,6 +9,7 @@ moments          exact sums of z_[r] and z_[r]²
 coalitions       sketch of the different sets of chosen experts
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from tieline.errors import TraceError, require
 from tieline.trace.distinct import DistinctSketch
-from tieline.trace.grid import LogHistogram
+from tieline.trace.grid import GridCdf, LogHistogram
 from tieline.trace.moments import ExactMoments
 from tieline.trace.record import LayerFacts
 
@@ -109,6 +110,14 @@ class LayerSummary:
         if self.gaps is None:
             raise TraceError(f"layer {self.name!r} has ids only: no gaps can be computed from it")
         return self.gaps
+
+    def gap_cdf(self) -> GridCdf:
+        """#{gap < w} and #{gap <= w} at every point w of the grid; exact."""
+        return self.known_gaps().cdf()
+
+    def gap_quantiles(self, probabilities: Sequence[float]) -> tuple[tuple[float, float], ...]:
+        """For each probability the ends of the bin that holds the quantile of the gap."""
+        return tuple(self.known_gaps().quantile(probability) for probability in probabilities)
 
     def mean_near(self) -> Float[Tensor, " epsilons"]:
         """Mean of K(ε) per ε, in float64."""

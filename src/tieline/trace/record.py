@@ -85,7 +85,8 @@ class LayerTrace:
         weights: combine weights of the first k ranks. None where the source has none.
         group_gap: score of the last chosen group minus that of the first one left out.
         distance: Euclidean distance of the router's input to the nearest tie (affine routers).
-        near: number K(ε) of experts with a selection score above z_[k] - ε, per ε of the trace.
+        near: number K(ε) of experts with a selection score above z_[k] - ε, per ε of the trace;
+            among the experts of the chosen groups where routing is group-limited.
         bias: correction bias (E,) that the selection scores contain.
         inputs: the router's inputs, kept on request.
     """

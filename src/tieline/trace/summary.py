@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from tieline.errors import TraceError, require
+from tieline.trace.distinct import DistinctCount, distinct_count
+from tieline.trace.hashing import token_hash
 from tieline.trace.jsonio import canonical
 from tieline.trace.layer_summary import LayerSummary, merge_layers
 from tieline.trace.record import LayerTrace, RoutingTrace, check_epsilons
@@ -60,6 +62,14 @@ class RoutingSummary:
     def tokens(self) -> int:
         """Number of tokens T summarised."""
         return self.layers[0].tokens
+
+    def distinct_tokens(self) -> DistinctCount:
+        """How many different (document, position) there are, from the sample.
+
+        Fewer than `tokens` if parts overlap, or number their documents alike.
+        """
+        hashes = token_hash(self.sample.documents, self.sample.positions)
+        return distinct_count(hashes, self.sample_size)
 
     def layer(self, name: str) -> LayerSummary:
         """The layer whose router has this name."""
