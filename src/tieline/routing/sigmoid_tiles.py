@@ -140,16 +140,17 @@ class _Blocks(NamedTuple):
 
 
 class _Reused:
-    """Memory for one tensor at a time, kept for the next; grows to the largest that is asked."""
+    """Memory for one tensor at a time, kept for the next; the first to be asked is the largest."""
 
     def __init__(self, like: Tensor) -> None:
-        self._memory = like.new_empty(0)
+        self._like = like
+        self._memory: Tensor | None = None
         self._views: dict[tuple[int, ...], Tensor] = {}
 
     def shaped(self, *shape: int) -> Tensor:
+        if self._memory is None:
+            self._memory = take_buffer((math.prod(shape),), self._like)
         if shape not in self._views:
-            if math.prod(shape) > self._memory.numel():
-                self._memory, self._views = take_buffer((math.prod(shape),), self._memory), {}
             self._views[shape] = self._memory[: math.prod(shape)].view(shape)
         return self._views[shape]
 
