@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tieline.report.numbers import DASH, compact, facts, percent, short_names, significant
+from tieline.report.numbers import (
+    DASH,
+    compact,
+    facts,
+    finding_text,
+    percent,
+    short_names,
+    significant,
+)
 
 
 @pytest.mark.parametrize(
@@ -79,3 +87,16 @@ def test_short_names_stay_different(names):
 
 def test_facts_name_layers_experts_and_tokens(result):
     assert facts(result) == "3 routed layers · 2 of 8 experts · 200 tokens · float32"
+
+
+@pytest.mark.parametrize(
+    ("text", "layer", "sentence"),
+    [
+        ("experts tie in layer 3", "m.3.gate", "Experts tie in layer 3."),
+        ("experts tie.", "m.3.gate", "Experts tie (layer 3)."),
+        ("experts tie", "other", "Experts tie (layer other)."),
+        ("2 % tie", None, "2 % tie."),
+    ],
+)
+def test_a_finding_is_a_sentence_that_names_its_layer_once(text, layer, sentence):
+    assert finding_text({"text": text, "layer": layer}, {"m.3.gate": "3"}) == sentence

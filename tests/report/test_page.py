@@ -67,11 +67,18 @@ def test_numbers_findings_and_provenance_are_in_the_page_without_any_script(rend
     assert "<script" not in body
     assert "&lt;b&gt;most&lt;/b&gt;" in body
     for finding in result["findings"]:
-        assert finding["text"].replace("&", "&amp;") in body
+        assert finding["text"].rstrip(".").replace("&", "&amp;") in body
     for name in result["metrics"]:
         assert f"<dt>{name}</dt>" in body
     assert "<dt>text.name</dt><dd>a.txt</dd>" in body
     assert body.count("<tr>") == 1 + len(result["measures"]["layers"])
+
+
+def test_all_but_the_first_findings_are_folded_away(result):
+    text = render_page({**result, "findings": result["findings"] * 4})
+    assert "<summary>6 more</summary>" in text
+    assert text.count('<span class="tag">') == 12
+    assert "Nothing stands out." in render_page({**result, "findings": []})
 
 
 def test_a_large_model_keeps_the_page_small(tmp_path):
@@ -110,7 +117,7 @@ def test_no_request_leaves_the_page(seen, seen_without_scores):
 
 @needs_browser
 def test_text_of_tokens_is_shown_as_text(seen):
-    assert [words for _, words in seen.tokens] == [visible(text) for text in HOSTILE]
+    assert [words for _, words in seen.tokens] == [visible(text) or "◦" for text in HOSTILE]
     assert "<script>" in [words for _, words in seen.tokens]
     assert "</script>" in [words for _, words in seen.tokens]
     assert "img" not in seen.tags

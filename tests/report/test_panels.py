@@ -16,9 +16,9 @@ KEYS = [
     "flips-by-format",
     "flips-by-noise",
     "gap-jump",
+    "jump-loss",
     "near-threshold",
     "load",
-    "jump-loss",
 ]
 ROLES = (
     "ramp:",

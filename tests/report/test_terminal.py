@@ -19,8 +19,15 @@ def test_verdict_layers_and_findings_are_shown_as_they_are(result):
     text = shown(result, 160)
     assert "zoo/moe  3 routed layers · 2 of 8 experts · 200 tokens · float32" in text
     assert "<b>most</b> such changes are small." in text
-    assert "▲ 2.6 % of tokens flip in bf16 & more in fp8. (layer 2)" in text
+    assert "▲ 2.6 % of tokens flip in bf16 & more in fp8 (layer 2)." in text
     assert "● The load is 84 % even." in text
+
+
+def test_a_long_list_of_findings_is_cut_and_says_so(result):
+    many = {**result, "findings": result["findings"] * 4}
+    text = shown(many, 100)
+    assert text.count("▲") == text.count("◆") == text.count("●") == 2
+    assert "6 more in the page and the JSON" in text
 
 
 @pytest.mark.parametrize("width", [30, 40, 60, 80, 100, 200])

@@ -39,6 +39,7 @@ HOSTILE = (
     "日本",
     "\x00",
     "\u202e",
+    "",
 )
 
 
@@ -86,7 +87,7 @@ def _sample(gaps, places, losses, random):
         jumps=tuple(jumps),
         leaving=(0,) * count,
         entering=(1,) * count,
-        losses=tuple(0.3 * jump - 0.02 for jump in jumps) if losses else None,
+        losses=tuple(0.3 * x - 0.02 if x < 0.5 else None for x in jumps) if losses else None,
     )
 
 

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 from tieline.errors import TraceError, require
 from tieline.report.files import write_whole
 from tieline.report.numbers import short_names, value_of
-from tieline.report.panels.gaps import format_names, format_steps, log_range
+from tieline.report.panels.gaps import format_names, format_steps, log_range, units_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["FIGURE_SUFFIXES", "check_figure_path", "routing_figure", "write_figure"]
+__all__ = ["FIGURE_SUFFIXES", "check_figure_path", "figure_bytes", "routing_figure", "write_figure"]
 
 FIGURE_SUFFIXES = (".pdf", ".png", ".svg")
 STYLE: dict[Any, Any] = {
@@ -58,8 +58,8 @@ def routing_figure(result: Mapping[str, Any]) -> "Figure":
     return figure
 
 
-def write_figure(result: Mapping[str, Any], path: Path) -> None:
-    """Write the figure whole or not at all, in the format that the path's suffix names."""
+def figure_bytes(result: Mapping[str, Any], path: Path) -> bytes:
+    """The figure in the format that the path's suffix names."""
     from matplotlib import rc_context
 
     check_figure_path(path)
@@ -68,7 +68,12 @@ def write_figure(result: Mapping[str, Any], path: Path) -> None:
     undated = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}.get(kind)
     with rc_context(STYLE):
         routing_figure(result).savefig(buffer, format=kind, dpi=300, metadata=undated)
-    write_whole(path, buffer.getvalue())
+    return buffer.getvalue()
+
+
+def write_figure(result: Mapping[str, Any], path: Path) -> None:
+    """Write the figure whole or not at all."""
+    write_whole(path, figure_bytes(result, path))
 
 
 def check_figure_path(path: Path) -> None:
@@ -78,20 +83,20 @@ def check_figure_path(path: Path) -> None:
 
 
 def _draw_gaps(axes: "Axes", known: list[tuple[str, Any]]) -> None:
-    spans = format_steps([layer for _, layer in known])
-    profiles = [layer["gap"]["value"]["profile"] for _, layer in known]
+    layers = [layer for _, layer in known]
+    spans = format_steps(layers)
+    profiles = [layer["gap"]["value"]["profile"] for layer in layers]
     low, high = log_range(profiles, spans)
-    for _, first, last in spans:
-        axes.axvspan(first, max(last, first * 1.04), color="0.88", linewidth=0)
     for name, place, lift in format_names(spans, low, high):
-        style = {"rotation": 90, "fontsize": 5.5, "ha": "center", "va": "bottom"}
+        axes.axvline(10**place, color="0.6", linewidth=0.6, linestyle=":")
+        style = {"rotation": 90, "fontsize": 5.5, "ha": "right", "va": "bottom", "color": "0.3"}
         where = ("data", "axes fraction")
         axes.annotate(name, (10**place, 0.03 + lift), xycoords=where, **style)
     for profile, colour in zip(profiles, _colours(len(known)), strict=True):
         axes.plot(profile["widths"], [mass or math.nan for mass in profile["mass"]], color=colour)
-    tokens = max(layer["tokens"] for _, layer in known)
+    tokens = max(layer["tokens"] for layer in layers)
     axes.set(xscale="log", yscale="log", xlim=(10**low, 10**high), ylim=(0.5 / tokens, 1.2))
-    axes.set(xlabel="gap", ylabel="share of tokens with a smaller gap")
+    axes.set(xlabel=f"gap ({units_of(layers)})", ylabel="share of tokens with a smaller gap")
 
 
 def _draw_near(axes: "Axes", known: list[tuple[str, Any]]) -> None:

@@ -5,6 +5,7 @@
     compact        a JSON value with its numbers cut to a few digits, to keep the page small
     short_names    names of layers without what they have in common
     facts          what was looked at, in one line
+    finding_text   a finding as a sentence
     value_of       the number of an estimate
 
 None, the number that a trace cannot give, is written as a dash.
@@ -26,6 +27,9 @@ __all__ = [
 ]
 
 DASH = "–"
+
+MOST_FINDINGS = 6
+"""Findings that are shown at once; the rest is a click, or a file, away."""
 
 
 def percent(share: float | None) -> str:
@@ -85,6 +89,20 @@ def facts(result: Mapping[str, Any]) -> str:
     parts = [f"{len(layers)} routed layers", " or ".join(routing), f"{tokens:,} tokens"]
     dtype = result["provenance"].get("dtype")
     return " · ".join([*parts, str(dtype)] if dtype else parts)
+
+
+def finding_text(finding: Mapping[str, Any], short: Mapping[str, str]) -> str:
+    """A finding as a sentence, with its layer where the words do not name it.
+
+    Args:
+        finding: a finding of the result.
+        short: short name of each layer.
+    """
+    text, name = str(finding["text"]), finding["layer"]
+    label = f"layer {short.get(name, name)}"
+    where = f" ({label})" if name is not None and label not in text else ""
+    sentence = f"{text[:1].upper()}{text[1:].rstrip('.')}{where}"
+    return f"{sentence}."
 
 
 def value_of(estimate: Mapping[str, Any] | None) -> float | None:

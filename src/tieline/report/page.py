@@ -17,7 +17,7 @@ from tieline.report.numbers import compact, facts
 from tieline.report.panels import Panel, draw_panels
 from tieline.report.text_panel import text_data, text_html
 
-__all__ = ["LARGEST_PAGE", "render_page", "write_page"]
+__all__ = ["LARGEST_PAGE", "page_bytes", "render_page", "write_page"]
 
 LARGEST_PAGE = 6_000_000
 """Bytes; a page that would be larger is refused rather than written."""
@@ -51,11 +51,16 @@ def render_page(result: Mapping[str, Any]) -> str:
     return fill(template("page.html"), parts)
 
 
-def write_page(result: Mapping[str, Any], path: Path) -> None:
-    """Write the page whole or not at all."""
+def page_bytes(result: Mapping[str, Any]) -> bytes:
+    """The page as it is written to a file, refused if it is too large to be mailed."""
     page = render_page(result).encode("utf-8")
     require(len(page) <= LARGEST_PAGE, f"the page has {len(page)} bytes, at most {LARGEST_PAGE}")
-    write_whole(path, page)
+    return page
+
+
+def write_page(result: Mapping[str, Any], path: Path) -> None:
+    """Write the page whole or not at all."""
+    write_whole(path, page_bytes(result))
 
 
 def _data(result: Mapping[str, Any], panels: list[Panel]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from typing import Any
 
 from tieline.report.layer_table import COLUMNS, layer_rows
 from tieline.report.markup import escape
-from tieline.report.numbers import percent, short_names, significant
+from tieline.report.numbers import MOST_FINDINGS, finding_text, percent, short_names, significant
 from tieline.report.panels import Panel
 
 __all__ = ["findings", "key_numbers", "layer_table", "metrics", "panel_html", "provenance"]
@@ -34,8 +34,15 @@ def findings(result: Mapping[str, Any]) -> str:
     """The findings in the order in which they come: the gravest first."""
     names = [layer["name"] for layer in result["measures"]["layers"]]
     short = dict(zip(names, short_names(names), strict=True))
-    items = "".join(_finding(finding, short) for finding in result["findings"])
-    return f'<ul class="findings">{items}</ul>' if items else "<p>Nothing stands out.</p>"
+    items = [_finding(finding, short) for finding in result["findings"]]
+    first, rest = "".join(items[:MOST_FINDINGS]), "".join(items[MOST_FINDINGS:])
+    if not rest:
+        return f'<ul class="findings">{first}</ul>' if first else "<p>Nothing stands out.</p>"
+    more = f"<summary>{len(items) - MOST_FINDINGS} more</summary>"
+    return (
+        f'<ul class="findings">{first}</ul>'
+        f'<details>{more}<ul class="findings">{rest}</ul></details>'
+    )
 
 
 def layer_table(result: Mapping[str, Any]) -> str:
@@ -84,12 +91,8 @@ def panel_html(panel: Panel) -> str:
 
 
 def _finding(finding: Mapping[str, Any], short: Mapping[str, str]) -> str:
-    where = finding["layer"]
-    layer = f' <span class="where">layer {escape(short.get(where, where))}</span>' if where else ""
-    kind = escape(finding["severity"])
-    return (
-        f'<li class="{kind}"><span class="tag">{kind}</span> {escape(finding["text"])}{layer}</li>'
-    )
+    kind, text = escape(finding["severity"]), escape(finding_text(finding, short))
+    return f'<li class="{kind}"><span class="tag">{kind}</span> <span>{text}</span></li>'
 
 
 def _row(cells: Sequence[str]) -> str:

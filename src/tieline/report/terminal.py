@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tieline.report.layer_table import COLUMNS, Column, layer_rows
-from tieline.report.numbers import facts, short_names
+from tieline.report.numbers import MOST_FINDINGS, facts, finding_text, short_names
 
 __all__ = ["findings_text", "inspection_view", "layer_table"]
 
@@ -54,10 +54,11 @@ def findings_text(result: Mapping[str, Any]) -> RenderableType:
     """One line per finding, with a sign that does not need colour."""
     names = [layer["name"] for layer in result["measures"]["layers"]]
     short = dict(zip(names, short_names(names), strict=True))
-    grid = Table.grid(padding=(0, 1))
-    for finding in result["findings"]:
-        kind, where = finding["severity"], finding["layer"]
-        layer = f" (layer {short.get(where, where)})" if where else ""
+    grid, findings = Table.grid(padding=(0, 1)), result["findings"]
+    for finding in findings[:MOST_FINDINGS]:
+        kind = finding["severity"]
         sign = Text(SIGNS.get(kind, "●"), style=STYLES.get(kind, ""))
-        grid.add_row(sign, Text(f"{finding['text']}{layer}"))
+        grid.add_row(sign, Text(finding_text(finding, short)))
+    if len(findings) > MOST_FINDINGS:
+        grid.add_row("", Text(f"{len(findings) - MOST_FINDINGS} more in the page and the JSON"))
     return grid

@@ -60,7 +60,9 @@ def _token(piece: Mapping[str, Any]) -> str:
     gap = piece["gap"]
     level = sum(gap >= limit for limit in LIMITS) if gap is not None else len(LIMITS)
     hint = DASH if gap is None else f"{significant(gap, 2)} of the median gap"
-    return f'<span class="g{level}" title="{hint}">{escape(visible(piece["text"]))}</span>'
+    # a token without text of its own, such as a beginning of sequence, still has a gap to show
+    text = visible(piece["text"]) or "◦"
+    return f'<span class="g{level}" title="{hint}">{escape(text)}</span>'
 
 
 def _legend() -> str:

@@ -18,9 +18,9 @@ PANELS = (
     format_flips_panel,
     noise_flips_panel,
     jump_panel,
+    loss_panel,
     near_panel,
     load_panel,
-    loss_panel,
 )
 
 

@@ -17,7 +17,14 @@ from tieline.report.panels.panel import (
     share_axis,
 )
 
-__all__ = ["format_names", "format_steps", "gap_cdf_panel", "gap_quantiles_panel", "log_range"]
+__all__ = [
+    "format_names",
+    "format_steps",
+    "gap_cdf_panel",
+    "gap_quantiles_panel",
+    "log_range",
+    "units_of",
+]
 
 Span = tuple[str, float, float]
 
@@ -32,9 +39,9 @@ CDF = Panel(
     "gap-cdf",
     "Share of tokens within a given gap",
     "Follow a curve up from a gap width: the height is the share of tokens whose choice would "
-    "change if the two scores moved towards each other by that much. Shaded bars mark the spacing "
-    "of each number format at the threshold, from the layer with the finest to that with the "
-    "coarsest; where a curve is high inside a bar, that format makes ties.",
+    "change if the two scores moved towards each other by that much. Dotted lines mark the spacing "
+    "of each number format at the threshold, bars its range over the layers; where a curve is high "
+    "at a line, that format makes ties.",
 )
 CELL = "layer %{y}<br>%{x} of tokens have a gap below %{customdata}<extra></extra>"
 
@@ -66,7 +73,7 @@ def gap_quantiles_panel(result: Mapping[str, Any]) -> Panel:
         "colorscale": "@scale:gap",
         "xgap": 1,
         "ygap": 1 if few else 0,
-        "colorbar": _decades(logs, f"gap ({_units(layers)})"),
+        "colorbar": _decades(logs, f"gap ({units_of(layers)})"),
     }
     layout = {
         "xaxis": axis("share of tokens with a smaller gap", type="category"),
@@ -92,9 +99,9 @@ def gap_cdf_panel(result: Mapping[str, Any]) -> Panel:
     low, high = log_range([layer["gap"]["value"]["profile"] for _, layer in known], spans)
     least = 0.5 / max(layer["tokens"] for _, layer in known)
     layout = {
-        "xaxis": axis(f"gap ({_units(layers)})", type="log", range=[low, high]),
+        "xaxis": axis(f"gap ({units_of(layers)})", type="log", range=[low, high]),
         "yaxis": share_axis("share of tokens") | {"range": [math.log10(least), 0.05]},
-        "shapes": [_span(*span[1:]) for span in spans],
+        "shapes": [shape for span in spans for shape in _span(*span[1:])],
         "annotations": [_span_name(*name) for name in format_names(spans, low, high)],
     }
     data = [*lines, *depth_bar([name for name, _ in known])]
@@ -152,14 +159,17 @@ def _thick(colour: str) -> dict[str, Any]:
     return {"color": colour, "width": 3, "dash": "dot"}
 
 
-def _span(low: float, high: float) -> dict[str, Any]:
-    widest = max(high, low * 1.04)  # a single value still needs a width to be seen
-    place = {"x0": low, "x1": widest, "xref": "x", "y0": 0, "y1": 1, "yref": "paper"}
-    return {"type": "rect", **place, "fillcolor": "@band", "line": {"width": 0}, "layer": "below"}
+def _span(low: float, high: float) -> list[dict[str, Any]]:
+    """A pale bar from the finest layer to the coarsest, and a line in its middle."""
+    middle = math.sqrt(low * high)
+    place = {"xref": "x", "y0": 0, "y1": 1, "yref": "paper", "layer": "below"}
+    line = {"color": "@muted", "width": 1, "dash": "dot"}
+    bar = {"type": "rect", "x0": low, "x1": high, "fillcolor": "@band", "line": {"width": 0}}
+    return [place | bar, place | {"type": "line", "x0": middle, "x1": middle, "line": line}]
 
 
 def _span_name(name: str, place: float, lift: float) -> dict[str, Any]:
-    style = {"yref": "paper", "textangle": -90, "xanchor": "center", "yanchor": "bottom"}
+    style = {"yref": "paper", "textangle": -90, "xanchor": "right", "yanchor": "bottom"}
     return note_at(place, 0.02 + lift, name, **style)
 
 
@@ -182,7 +192,8 @@ def _rows(quantiles: Mapping[str, Any]) -> zip:
     return zip(quantiles["value"], quantiles["low"], quantiles["high"], strict=True)
 
 
-def _units(layers: Sequence[Mapping[str, Any]]) -> str:
+def units_of(layers: Sequence[Mapping[str, Any]]) -> str:
+    """What the gaps of these layers are measured in."""
     units = " or ".join(dict.fromkeys(layer["units"] for layer in layers))
     return units if "logits" in units else f"{units} score"
 

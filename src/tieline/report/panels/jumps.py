@@ -14,6 +14,7 @@ from tieline.report.panels.panel import (
     layer_colour,
     layer_labels,
     note_at,
+    share_axis,
 )
 
 __all__ = ["jump_panel", "loss_panel"]
@@ -61,9 +62,7 @@ def jump_panel(result: Mapping[str, Any]) -> Panel:
     limit = known[0][1]["dangerous_above"]
     layout = {
         "xaxis": axis("gap (units of the selection score)", type="log"),
-        "yaxis": axis(
-            "relative change of the layer’s output", tickformat=".0%", rangemode="tozero"
-        ),
+        "yaxis": share_axis("relative change of the layer’s output"),
         "shapes": [_limit(limit)],
         "annotations": [_limit_name(limit)],
     }
@@ -73,19 +72,19 @@ def jump_panel(result: Mapping[str, Any]) -> Panel:
 def loss_panel(result: Mapping[str, Any]) -> Panel:
     """Scatter of jump and change of the loss, where that was asked for."""
     measured = _measured(result)
-    known = [(label, jump) for label, jump in measured if jump["near"]["losses"]]
+    known = [(label, jump["near"]) for label, jump in measured if _has_losses(jump["near"])]
     if not known:
         statuses = [jump["status"] for jump in result["jumps"]]
         return LOSS.missing([NOT_ASKED] if measured else statuses)
     data = [
         {
             **_marks(label, layer_colour(place, len(known)), len(known) <= MOST_NAMED, "circle"),
-            "x": jump["near"]["jumps"],
-            "y": jump["near"]["losses"],
+            "x": near["jumps"],
+            "y": near["losses"],
             "hovertemplate": "output moved %{x:.2p}, loss %{y:+.3g} nats"
             "<extra>%{fullData.name}</extra>",
         }
-        for place, (label, jump) in enumerate(known)
+        for place, (label, near) in enumerate(known)
     ]
     layout = {
         "xaxis": axis("relative change of the layer’s output", tickformat=".0%"),
@@ -99,6 +98,10 @@ def _measured(result: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
     return [(label, jump["value"]) for label, jump in pairs if jump["value"] is not None]
 
 
+def _has_losses(sample: Mapping[str, Any]) -> bool:
+    return any(loss is not None for loss in sample["losses"] or ())
+
+
 def _marks(label: str, colour: str, named: bool, symbol: str) -> dict[str, Any]:
     return {
         "type": "scatter",
@@ -106,16 +109,16 @@ def _marks(label: str, colour: str, named: bool, symbol: str) -> dict[str, Any]:
         "name": f"layer {label}",
         "legendgroup": label,
         "showlegend": named,
-        "marker": {"symbol": symbol, "size": 6, "color": colour, "opacity": 0.75},
+        "marker": {"symbol": symbol, "size": 6, "color": colour, "opacity": 0.6},
     }
 
 
 def _points(sample: Mapping[str, Any], floor: float, most: int) -> dict[str, Any]:
-    """Coordinates of at most so many tokens; exact ties are put at the floor."""
+    """Coordinates of at most so many tokens; exact ties at the floor, jumps of zero left out."""
     keep = _spread(len(sample["gaps"]), most)
     return {
         "x": [sample["gaps"][i] or floor for i in keep],
-        "y": [sample["jumps"][i] for i in keep],
+        "y": [sample["jumps"][i] or None for i in keep],
         "customdata": [[sample[name][i] for name in TOLD] for i in keep],
         "hovertemplate": POINT,
     }
@@ -135,4 +138,4 @@ def _limit(jump: float) -> dict[str, Any]:
 def _limit_name(jump: float) -> dict[str, Any]:
     text = f"dangerous from {percent(jump)}"
     place = {"xref": "paper", "xanchor": "right", "yanchor": "bottom"}
-    return note_at(1.0, jump, text, **place) | {"font": {"size": 11, "color": "@warn"}}
+    return note_at(1.0, math.log10(jump), text, **place) | {"font": {"size": 11, "color": "@warn"}}

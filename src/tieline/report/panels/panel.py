@@ -75,8 +75,8 @@ def axis(title: str, **options: Any) -> dict[str, Any]:
 
 
 def share_axis(title: str) -> dict[str, Any]:
-    """A logarithmic axis of percentages with ticks at 1, 2 and 5 of every decade."""
-    ticks = [digit * 10.0**power for power in range(-8, 1) for digit in (1, 2, 5)][:-2]
+    """A logarithmic axis of percentages up to 5000 %, ticks at 1, 2 and 5 of every decade."""
+    ticks = [digit * 10.0**power for power in range(-8, 2) for digit in (1, 2, 5)]
     text = [f"{100 * tick:g} %" for tick in ticks]
     return axis(title, type="log", tickvals=ticks, ticktext=text, dtick=None)
 
