@@ -61,6 +61,12 @@ def test_all_coalitions_of_few_experts_are_told_apart():
     assert coalitions(every, 7).seen == math.comb(7, 3)
 
 
+def test_wide_coalitions_that_differ_in_one_expert_are_told_apart():
+    rest = list(range(100, 110))
+    assert coalitions(torch.tensor([[e, *rest] for e in range(50)]), 256).seen == 50
+    assert coalitions(torch.tensor([[*rest, e] for e in range(200, 250)]), 256).seen == 50
+
+
 @pytest.mark.parametrize("ids", [[[0, 6]], [[-1, 0]]])
 def test_ids_that_are_no_experts_are_refused(ids):
     for function in (expert_load, coalitions):

@@ -14,6 +14,7 @@ from tieline.geometry.units import logit_view
 pytestmark = pytest.mark.slow
 FRACTIONS = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
 ENOUGH = 3000
+TOKENS = 16_384
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +23,7 @@ def layers():
     if not (shipped.SHIPPED_FOLDER / "model.safetensors").exists():
         pytest.skip("the shipped model has not been made: python -m tools.shipped_model")
     model, tokenizer = shipped.load_shipped_model(), shipped.load_shipped_tokenizer()
-    ids = torch.tensor(tokenizer(shipped.shipped_text())["input_ids"][: 32 * 512])
+    ids = torch.tensor(tokenizer(shipped.shipped_text())["input_ids"])
     return captured(model, ids[: len(ids) // 512 * 512].view(-1, 512))
 
 
@@ -33,6 +34,12 @@ def captured(model, rows):
         for batch in rows.split(8):
             model(input_ids=batch)
     return recorder.trace().layers
+
+
+def noise_view(layer):
+    """Scores and slopes of as many tokens as are needed for noise, which can be repeated."""
+    view = logit_view(layer)
+    return view.scores[:TOKENS], view.slope[:TOKENS], layer.facts.k
 
 
 def measured_rate(scores, k, sigma):
@@ -49,24 +56,24 @@ def measured_rate(scores, k, sigma):
 
 def test_noise_flips_these_tokens_as_predicted(layers):
     for layer in layers:
-        view = logit_view(layer)
+        scores, _, k = noise_view(layer)
         for fraction in FRACTIONS:
-            sigma = fraction * view.scores.std().item()
-            expected = flip_probability(view.scores, layer.facts.k, sigma).mean().item()
-            rate, _ = measured_rate(view.scores.float(), layer.facts.k, sigma)
+            sigma = fraction * scores.std().item()
+            expected = flip_probability(scores, k, sigma).mean().item()
+            rate, _ = measured_rate(scores.float(), k, sigma)
             assert rate == pytest.approx(expected, rel=0.05), f"{layer.name} at {fraction}"
 
 
 def test_noise_flips_other_tokens_as_the_population_says(layers):
     for layer in layers:
-        view, k = logit_view(layer), layer.facts.k
-        half = torch.arange(len(view.scores)) // 512 % 2 == 0
-        density = gap_density(noisy_gap(view.scores[half], view.slope[half], k))
+        scores, slope, k = noise_view(layer)
+        half = torch.arange(len(scores)) // 512 % 2 == 0
+        density = gap_density(noisy_gap(scores[half], slope[half], k))
         for fraction in FRACTIONS[:4]:
-            sigma = fraction * view.scores.std().item()
+            sigma = fraction * scores.std().item()
             rate = population_flips(density, sigma)
-            seen, noise = measured_rate(view.scores[~half].float(), k, sigma)
-            chances = flip_probability(view.scores[~half], k, sigma)
+            seen, noise = measured_rate(scores[~half].float(), k, sigma)
+            chances = flip_probability(scores[~half], k, sigma)
             error = math.hypot(
                 rate.standard_error, noise, chances.std().item() / len(chances) ** 0.5
             )

@@ -110,13 +110,15 @@ def _batches(z: Ranks, sigma: Ranks, low: Tensor, high: Tensor) -> Iterator[tupl
 def _integral(
     z: Ranks, sigma: Ranks, k: int, ends: tuple[Tensor, Tensor], steps: int, beyond: int
 ) -> Float[Tensor, "2 tokens"]:
-    """∫ P(an outsider exceeds t) dF(t) over [low, high], without and with experts past rank C."""
+    """∫ P(an outsider exceeds t) dF(t) over [low, high], without and with experts past rank C.
+
+    The integrand vanishes at both ends, so that the trapezoidal rule is a plain sum.
+    """
     low, width = ends[0], ends[1] - ends[0]
     t = torch.linspace(0, 1, steps + 1, dtype=torch.float64, device=z.device)
     t = low[:, None] + width[:, None] * t
     sigma = torch.maximum(sigma, width[:, None] * (2 / MOST_STEPS))
     weight = _smallest_density(t, z[:, :k], sigma[:, :k])
-    weight[:, [0, -1]] /= 2
     exceed, tail = torch.zeros_like(t), torch.zeros_like(t)
     for rank in range(k, z.shape[1]):
         tail = _upper_tail((t - z[:, rank, None]) / sigma[:, rank, None])
