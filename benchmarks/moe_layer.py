@@ -17,9 +17,9 @@ import argparse
 from collections.abc import Callable
 
 import torch
-from harness import Ratio, Samples, interleave, peak_growth, peak_memory, ratio, report
 from torch import Tensor
 
+from harness import Ratio, Samples, interleave, peak_growth, peak_memory, ratio, report
 from tieline import MoE, SmoothTopK, TopK
 from tieline.geometry.order import epsilon_for_extra
 from tieline.ranking import ranked_scores
@@ -201,7 +201,10 @@ def main() -> None:
             results += ratios_of(SHAPES[index], index, samples, backward)
             key = f"{SHAPES[index]} {'fwd+bwd' if backward else 'fwd'}"
             medians[key] = {
-                name: {"cpu": sorted(s.cpu)[len(s.cpu) // 2], "wall": sorted(s.wall)[len(s.wall) // 2]}
+                name: {
+                    "cpu": sorted(s.cpu)[len(s.cpu) // 2],
+                    "wall": sorted(s.wall)[len(s.wall) // 2],
+                }
                 for name, s in samples.items()
             }
         memory, peaks = memory_ratio(index)

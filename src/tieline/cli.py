@@ -74,28 +74,26 @@ def _guarded(command: Callable[..., None]) -> Callable[..., None]:
         except (typer.Exit, SystemExit):
             raise
         except (TielineError, OSError) as problem:
-            _leave(BAD_INPUT, problem, kwargs.get("debug", False))
-        except ModuleNotFoundError as problem:
-            extra = EXTRAS.get((problem.name or "").partition(".")[0])
-            known = TielineError(f"{problem}: pip install 'tieline[{extra}]'") if extra else problem
-            _leave(BAD_INPUT if extra else OUR_BUG, known, kwargs.get("debug", False))
+            _leave(BAD_INPUT, problem, f"error: {problem}", kwargs["debug"])
         except KeyboardInterrupt:
             _say("stopped before anything was written")
             raise typer.Exit(INTERRUPTED) from None
         except Exception as problem:
-            _leave(OUR_BUG, problem, kwargs.get("debug", False))
+            extra = EXTRAS.get(getattr(problem, "name", None) or "")
+            if isinstance(problem, ModuleNotFoundError) and extra:
+                words = f"error: {problem}: pip install 'tieline[{extra}]'"
+                _leave(BAD_INPUT, problem, words, kwargs["debug"])
+            words = f"this is a bug of tieline: {type(problem).__name__}: {problem}"
+            hint = "" if kwargs["debug"] else "; --debug shows where it happened"
+            _leave(OUR_BUG, problem, words + hint, kwargs["debug"])
 
     return run
 
 
-def _leave(code: int, problem: BaseException, debug: bool) -> NoReturn:
+def _leave(code: int, problem: BaseException, words: str, debug: bool) -> NoReturn:
     if debug:
         traceback.print_exception(problem)
-    if code == OUR_BUG:
-        hint = "" if debug else "; --debug shows where it happened"
-        _say(f"this is a bug of tieline: {type(problem).__name__}: {problem}{hint}")
-    else:
-        _say(f"error: {problem}")
+    _say(words)
     raise typer.Exit(code) from problem
 
 
@@ -103,7 +101,7 @@ def _say(words: str) -> None:
     print(words, file=sys.stderr)
 
 
-def _show_version(wanted: bool) -> None:
+def _show_version(wanted: bool | None) -> None:
     if wanted:
         print(f"tieline {__version__}")
         raise typer.Exit(FINE)
@@ -112,11 +110,11 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool,
+        bool | None,
         typer.Option(
             "--version", callback=_show_version, is_eager=True, help="Show the version and leave."
         ),
-    ] = False,
+    ] = None,
 ) -> None:
     """What every command shares."""
 

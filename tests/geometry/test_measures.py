@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from tests.geometry.problems import layer_of, linear_router, trace_of
+from tests.geometry.problems import chosen_sets, layer_of, linear_router, trace_of
 from tests.trace.zoo import make_trace
 from tieline.errors import TraceError
 from tieline.geometry.density import gap_density
@@ -170,6 +170,21 @@ def test_products_of_softmax_scores_are_those_of_their_logits():
     ]
     assert rows[0].flip.value == pytest.approx(rows[1].flip.value, rel=0.01)
     assert rows[0].flip_emulated.value == pytest.approx(rows[1].flip_emulated.value, abs=2e-3)
+
+
+def test_noise_of_biased_sigmoids_passes_through_their_slope():
+    _, _, logits = linear_router(1000)
+    bias = 0.05 * torch.randn(16)
+    found = measure_layer(layer_of(logits, 4, "sigmoid", bias), FEW).noise.value[1]
+
+    def chosen(noise):
+        return chosen_sets((logits + noise).sigmoid() + bias, 4)
+
+    runs = [(chosen(0.1 * torch.randn(1000, 16)) != chosen(0)).any(dim=1) for _ in range(50)]
+    measured = torch.stack(runs).double().mean().item()
+    assert found.flip.value == pytest.approx(measured, rel=0.04)
+    quiet = measure_layer(layer_of(logits, 4, "sigmoid", bias), FEW).noise.value[0]
+    assert quiet.population.value == pytest.approx(quiet.flip.value, rel=0.4)
 
 
 def test_biased_sigmoids_round_on_grids_of_their_own():

@@ -319,6 +319,25 @@ def test_a_batch_of_nothing_but_padding_is_no_pass(model):
         _captured(model, call)
 
 
+def test_a_router_that_names_an_expert_twice_is_refused(model):
+    router = next(iter(find_routers(model).values()))
+    router.register_forward_hook(lambda _, args, out: (*out[:2], out[2][:, [0, 0]]))
+    with torch.no_grad(), capture(model), pytest.raises(UnsupportedModelError, match="twice"):
+        model(input_ids=batch())
+
+
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "mistral4", "zaya", "ernie4_5_moe"])
+def test_capture_holds_under_autocast(family):
+    model = lively(tiny_model(family))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert _captured(model).n_tokens == 24
+
+
+def test_a_model_made_in_inference_mode_is_captured():
+    with torch.inference_mode():
+        assert _captured(lively(tiny_model("mixtral"))).layers[0].distance is not None
+
+
 def test_a_dense_model_is_not_a_mixture_of_experts():
     config = LlamaConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=8)
     with pytest.raises(UnsupportedModelError, match="not a Mixture-of-Experts model"):

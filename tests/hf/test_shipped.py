@@ -3,6 +3,7 @@
 import hashlib
 import math
 import socket
+from pathlib import Path
 
 import huggingface_hub
 import pytest
@@ -168,6 +169,18 @@ def test_log_tells_steps_time_and_losses_in_order(log):
         assert values == sorted(set(values))
     assert curve[-1]["seconds"] == log["seconds"]
     assert curve[-1]["validation_loss"] < 0.75 * curve[0]["validation_loss"]
+
+
+def test_page_about_the_model_gives_the_figures_of_the_log(log):
+    page = (Path(__file__).parents[2] / "docs" / "shipped-model.md").read_text(encoding="utf-8")
+    for point in log["curve"]:
+        if point["step"] in (250, 1000, 2500, 4000, 4500, 5000):
+            losses = f"{point['training_loss']:.3f} | {point['validation_loss']:.3f}"
+            assert f"| {point['step']} | {losses} |" in page
+    for layer, load in enumerate(log["validation_load"]):
+        uniform = sum(load) / 16
+        extremes = f"{min(load) / uniform:.2f} | {max(load) / uniform:.2f}"
+        assert f"| {layer} | {log['load_entropy'][layer]:.3f} | {extremes} |" in page
 
 
 def test_text_is_the_one_of_the_log_and_suffices_for_the_default_inspection(tokenizer, log):

@@ -118,7 +118,7 @@ def _answerable(layer: LayerTrace, sampler: BlockSampler) -> str:
     if status != "ok":
         return status
     if sampler.near(layer.name) is None:
-        return f"not answerable: the chosen groups hold {layer.facts.k} experts, so none can enter"
+        return "not answerable: no token has an expert that could enter"
     return "ok"
 
 

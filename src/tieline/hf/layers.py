@@ -145,7 +145,8 @@ class LayerObserver:
         weight = attrgetter(self.family.weight or "")(router)
         if weight.is_meta:  # offloaded: its values are elsewhere between two calls
             return None
-        state = (weight.data_ptr(), weight._version)
+        version = 0 if weight.is_inference() else weight._version  # moves with every training step
+        state = (weight.data_ptr(), version)
         if self._matrix is None or self._matrix[0] != state:
             self._matrix = (state, expert_distances(weight))
         tie = nearest_tie(ranking.scores, self._matrix[1], facts.k, ranking.ranked)

@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,9 @@ class Outputs:
                 check_target(path)
         if self.figure is not None:
             check_figure_path(self.figure)
+        for wanted, package in ((self.page, "plotly"), (self.figure, "matplotlib")):
+            if wanted is not None and find_spec(package) is None:
+                raise ModuleNotFoundError(f"{wanted} needs {package}", name=package)
         if self.trace is not None:
             empty = not self.trace.exists() or (
                 self.trace.is_dir() and not any(self.trace.iterdir())

@@ -1,0 +1,276 @@
+"""The command line from end to end: what it prints and writes, and how it refuses."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.trace.zoo import make_trace
+from tieline import __version__, cli
+from tieline.errors import TielineError
+from tieline.trace import load_summary, load_trace, merge, save_summary, summarise
+from tieline.trace.compare import identical
+
+TOKENS = 384
+
+
+@pytest.fixture(autouse=True)
+def _quiet_again():
+    """Undo what a run sets for its own process."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    yield
+    logging.set_verbosity(before)
+    logging.enable_progress_bar()
+
+
+@pytest.fixture
+def run(capsys):
+    def command(*words):
+        with pytest.raises(SystemExit) as left:
+            cli.main([str(word) for word in words])
+        told = capsys.readouterr()
+        return left.value.code or 0, told.out, told.err
+
+    return command
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """One run of the model in the box with every output, in a process of its own."""
+    folder = tmp_path_factory.mktemp("run")
+    words = ["inspect", "--tokens", TOKENS, "--out", folder / "report.html"]
+    words += ["--json", folder / "a.json", "--figure", folder / "a.pdf"]
+    words += ["--save-trace", folder / "trace", "--seed", 3, "--fail-if", "evenness<2"]
+    words += ["--fail-if", "dead>1e6"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "tieline", *map(str, words)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return folder, ended
+
+
+def test_a_run_writes_everything_and_says_so(done):
+    folder, ended = done
+    names = {"report.html", "a.json", "a.pdf", "trace"}
+    assert {path.name for path in folder.iterdir()} == names, ended.stderr
+    assert all(f"wrote {folder / name}" in ended.stderr for name in names)
+    assert "Traceback" not in ended.stderr
+    assert (folder / "report.html").stat().st_size <= 6_000_000
+
+
+def test_a_condition_that_holds_fails_the_run_after_its_files_are_written(done):
+    _, ended = done
+    assert ended.returncode == 1
+    assert re.search(r"failed: evenness<2 \(evenness is 0\.\d+\)", ended.stderr)
+    assert "dead" not in ended.stderr
+
+
+def test_the_terminal_shows_a_row_per_layer_and_the_findings(done):
+    _, ended = done
+    assert f"4 routed layers · 2 of 16 experts · {TOKENS} tokens · float32" in ended.stdout
+    rows = [line.split() for line in ended.stdout.splitlines()]
+    assert [row[0] for row in rows if row and row[0] in "0123"] == ["0", "1", "2", "3"]
+    assert "▲" in ended.stdout or "◆" in ended.stdout
+
+
+def test_the_json_is_the_inspection_and_its_metrics_are_known(done):
+    folder, _ = done
+    read = json.loads((folder / "a.json").read_text())
+    assert (read["format"], read["version"]) == ("tieline-inspection", 1)
+    assert read["provenance"]["model"] == "shipped"
+    assert read["provenance"]["seed"] == 3
+    assert len(read["measures"]["layers"]) == 4
+    assert set(read["metrics"]) == cli._known_metrics(loss_jumps=False)
+
+
+@pytest.mark.slow
+def test_what_flips_do_to_the_loss_is_measured_on_request(run):
+    code, out, err = run("inspect", "--tokens", "64", "--loss-jumps", "--json", "--layers", "2")
+    assert code == 0, err
+    read = json.loads(out)
+    assert set(read["metrics"]) == cli._known_metrics(loss_jumps=True)
+    assert read["jumps"][0]["value"]["loss"]["swaps"] > 0
+
+
+def test_the_saved_trace_can_be_loaded(done):
+    folder, _ = done
+    trace = load_trace(folder / "trace")
+    assert trace.n_tokens == TOKENS
+    assert len(trace.layers) == 4
+
+
+def test_stdout_is_the_json_alone_where_it_is_asked_for(run, tmp_path):
+    (tmp_path / "a.txt").write_text("for x in range(10):\n    print(x)\n" * 20)
+    words = ["--text", tmp_path / "a.txt", "--layers", "1,3", "--tokens", "64"]
+    code, out, err = run("inspect", "--json", *words)
+    assert code == 0, err
+    read = json.loads(out)
+    names = [layer["name"] for layer in read["measures"]["layers"]]
+    assert [name.split(".")[2] for name in names] == ["1", "3"]
+    assert read["provenance"]["text"]["source"] == "a.txt"
+    assert "loss" not in read["metrics"]
+
+
+def test_version_and_help_need_no_model(run):
+    assert run("--version") == (0, f"tieline {__version__}\n", "")
+    code, out, _ = run("inspect", "--help")
+    assert code == 0
+    for option in ("--fail-if", "--json", "--seed", "--save-trace", "--trust-remote-code"):
+        assert option in out
+    code, out, _ = run("merge", "--help")
+    assert "--json" in out
+    assert "--seed" in out
+
+
+def dense_model(folder):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=16,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--text", "missing.txt"], "no such file: missing.txt"),
+        (["--text", "empty.txt"], "empty.txt is empty"),
+        (["--text", "binary.txt"], "binary.txt is a binary file"),
+        (["--out", "missing/report.html"], "there is no folder"),
+        (["--out", "."], "it is a folder"),
+        (["--figure", "a.gif"], "a figure is"),
+        (["--save-trace", "full"], "full exists"),
+        (["--fail-if", "flop>1"], "no metric 'flop' here; known: cold, dangerous, dead"),
+        (["--fail-if", "loss>1"], "no metric 'loss' here"),
+        (["--fail-if", "print(1)"], "cannot read the condition 'print(1)'"),
+        (["--layers", "3-1"], "--layers"),
+        (["--layers", "99"], "no layers [99]"),
+        (["--dtype", "fp7"], "dtype must be one of"),
+        (["--device", "abacus"], "device 'abacus' cannot be used"),
+        (["./missing"], "missing"),
+        (["full"], "no config.json in the folder 'full'"),
+        (["--no-such-flag"], "No such option"),
+        (["--tokens", "many"], "--tokens"),
+        (["--tokens", "0"], "--tokens"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_message_and_nothing_is_written(run, tmp_path, monkeypatch, words, told):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "full").mkdir()
+    for name, data in (("full/x", b"x"), ("empty.txt", b"\n"), ("binary.txt", b"\0")):
+        (tmp_path / name).write_bytes(data)
+    before = sorted(tmp_path.rglob("*"))
+    code, out, err = run("inspect", "--tokens", "64", "--json", "r.json", *words)
+    assert (code, out) == (2, ""), err
+    assert told in err
+    assert "Traceback" not in err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_model_without_experts_is_refused_by_name(run, tmp_path):
+    folder = dense_model(tmp_path / "dense")
+    code, _, err = run("inspect", folder, "--out", tmp_path / "r.html")
+    assert code == 2, err
+    assert "error: " in err
+    assert "Llama" in err
+    assert not (tmp_path / "r.html").exists()
+
+
+def test_scores_that_are_no_numbers_are_refused_with_their_layer(run, tmp_path):
+    from tieline.hf.shipped import load_shipped_model, load_shipped_tokenizer
+
+    model = load_shipped_model()
+    with torch.no_grad():
+        model.model.layers[2].mlp.gate.weight[5] = torch.nan
+    model.save_pretrained(tmp_path / "broken")
+    load_shipped_tokenizer().save_pretrained(tmp_path / "broken")
+    code, _, err = run(
+        "inspect", tmp_path / "broken", "--tokens", "64", "--out", tmp_path / "r.html"
+    )
+    assert code == 2, err
+    assert "model.layers.2.mlp.gate" in err
+    assert "64" in err
+    assert not (tmp_path / "r.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("problem", "code", "told"),
+    [
+        (RuntimeError("lost a screw"), 3, "this is a bug of tieline: RuntimeError: lost a screw"),
+        (TielineError("no such thing"), 2, "error: no such thing"),
+        (PermissionError(13, "Permission denied", "x"), 2, "error: [Errno 13] Permission denied"),
+        (ModuleNotFoundError("No module named 'plotly'", name="plotly"), 2, "tieline[report]"),
+        (ModuleNotFoundError("No module named 'x'", name="x"), 3, "this is a bug of tieline"),
+        (KeyboardInterrupt(), 130, "stopped"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
+)
+@pytest.mark.parametrize("debug", [False, True])
+def test_every_end_has_its_code_and_a_traceback_only_on_request(
+    run, monkeypatch, problem, code, told, debug
+):
+    def fails(*args):
+        raise problem
+
+    monkeypatch.setattr(cli, "_load", fails)
+    ended, out, err = run("inspect", *(["--debug"] if debug else []))
+    assert (ended, out) == (code, "")
+    assert told in err
+    assert ("Traceback" in err) == (debug and not isinstance(problem, KeyboardInterrupt))
+
+
+@pytest.fixture
+def parts(tmp_path):
+    found = [make_trace(seed=seed, tokens=12) for seed in (1, 2)]
+    summaries = [summarise(trace) for trace in found]
+    for place, summary in enumerate(summaries):
+        save_summary(summary, tmp_path / f"part{place}")
+    return summaries
+
+
+def test_merged_summaries_are_the_summary_of_the_whole(run, parts, tmp_path):
+    words = ["merge", tmp_path / "part0", tmp_path / "part1", "-o", tmp_path / "whole"]
+    code, out, err = run(*words)
+    assert code == 0, err
+    assert "24 tokens of 2 summaries, 4 layers" in out
+    assert identical(load_summary(tmp_path / "whole"), merge(parts))
+    code, out, err = run(*words)
+    assert code == 2
+    assert "exists" in err
+    code, out, err = run(*words, "--overwrite", "--json", "--seed", 1)
+    assert code == 0, err
+    read = json.loads(out)
+    assert (read["format"], read["tokens"]) == ("tieline-merge", 24)
+
+
+def test_the_report_of_a_merge_can_be_a_file(run, parts, tmp_path):
+    target = tmp_path / "m.json"
+    code, _, err = run("merge", tmp_path / "part0", "-o", tmp_path / "one", "--json", target)
+    assert code == 0, err
+    assert json.loads(target.read_text())["output"] == str(tmp_path / "one")
+
+
+def test_summaries_that_cannot_be_merged_are_refused(run, parts, tmp_path):
+    (tmp_path / "part1" / "tieline.json").write_text("{")
+    for other, told in (("part1", "part1"), ("missing", "missing")):
+        code, out, err = run("merge", tmp_path / "part0", tmp_path / other, "-o", tmp_path / "c")
+        assert (code, out) == (2, ""), err
+        assert told in err
+        assert not (tmp_path / "c").exists()
+    code, _, err = run("merge", "-o", tmp_path / "c")
+    assert code == 2
+    assert "Missing argument" in err
