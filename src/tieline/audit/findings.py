@@ -61,7 +61,7 @@ def _flips(measures: RoutingMeasures, labels: dict[str, str]) -> Iterator[Findin
         text = (
             f"{percent(rate.worst)} of tokens change experts in {labels[rate.worst_layer]}, the "
             f"worst, if the router's logits are rounded to {rate.name}; "
-            f"{percent(rate.any_layer.value or 0)} do so in at least one of {rate.layers} layers"
+            f"{percent(rate.any_layer.value or 0.0)} do so in at least one of {rate.layers} layers"
         )
         severity = _graded(rate.worst) if grave else "info"
         yield Finding(severity, text, rate.worst, rate.worst_layer, "flips")
