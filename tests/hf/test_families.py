@@ -64,7 +64,7 @@ def _outputs_of_routers(model, ids):
 def _check_layer(layer, output, router):
     """The record of a layer against what the router returned to an ordinary hook."""
     family, k = family_of(router), layer.facts.k
-    assert (layer.scores.diff(dim=1) <= 0).all()
+    assert (layer.scores[:, 1:] <= layer.scores[:, :-1]).all()
     assert (layer.gap >= 0).all()
     assert (layer.near[:, -1] >= layer.near[:, 0]).all()
     assert (layer.near[:, 0] >= k).all()
@@ -80,6 +80,11 @@ def _check_layer(layer, output, router):
     assert torch.equal(layer.weights.gather(1, order), weights.gather(1, places).float())
     rounding = 40 * torch.finfo(output[0].dtype if family.own_dtype else torch.float32).eps
     expected = _selection_scores(logits, layer).gather(1, layer.experts.long())
+    outside = layer.scores == (family.groups.fill if family.groups else -torch.inf)
+    facts = layer.facts
+    limited = facts.n_experts // facts.n_groups * (facts.n_groups - facts.k_groups)
+    assert (outside.sum(dim=1) == limited).all()
+    expected[outside] = layer.scores[outside].double()
     torch.testing.assert_close(layer.scores.double(), expected, rtol=rounding, atol=rounding)
     if family.combine != "own":
         combined = _combined(logits, layer.experts[:, :k].long(), family, router)

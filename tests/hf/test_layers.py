@@ -65,9 +65,10 @@ def test_groups_leave_the_ranks_inside_them_and_no_distance():
     router.num_group, router.topk_group = 2, 1
     ids = torch.tensor([[3, 2], [1, 0]])
     layer = _observe((LOGITS, WEIGHTS, ids), router, groups=Groups())
-    assert layer.experts.tolist() == [[3, 2], [1, 0]]
-    assert layer.group_gap.tolist() == [1.5, 1.25]
-    assert layer.gap.tolist() == [1.5, 1.25]
+    assert layer.experts[:, :2].tolist() == ids.tolist()
+    assert layer.scores[:, 2].tolist() == [-torch.inf] * 2  # no further expert in the group
+    assert layer.group_gap.tolist() == layer.gap.tolist() == [1.5, 1.25]
+    assert layer.near.tolist() == [[2, 2], [2, 2]]
     assert layer.distance is None
     assert (layer.facts.n_groups, layer.facts.k_groups) == (2, 1)
 

@@ -106,11 +106,9 @@ class LayerObserver:
 
     def _rank(self, scores: Tensor, found: RouterOutput, selection: Selection) -> _Ranking:
         """The ranks of the scores, verified against the router's own choice."""
-        k, limit = found.ids.shape[1], selection.limit
-        experts = scores.shape[1]
-        available = experts if limit is None else experts // limit.n_groups * limit.k_groups
-        wanted = available if self._settings.ranks is None else k + self._settings.ranks
-        needed = min(max(wanted, k + NEIGHBOURS + 1), available)
+        k, experts = found.ids.shape[1], scores.shape[1]
+        wanted = experts if self._settings.ranks is None else k + self._settings.ranks
+        needed = min(max(wanted, k + NEIGHBOURS + 1), experts)
         if not self._verified:
             check_distinct(found.ids, self.name, self.family.name)
         ranked = ranked_choice(scores, found.ids, k, needed)
