@@ -14,6 +14,7 @@ from tieline.geometry.distance import expert_distances, nearest_tie
 from tieline.geometry.measures import MeasureSettings, measure, measure_layer
 from tieline.geometry.order import near_counts, tie_order
 from tieline.geometry.records import plain
+from tieline.geometry.sections import reachable
 from tieline.trace.record import LayerFacts, LayerTrace
 
 FEW = MeasureSettings(sigmas=(0.01, 0.1), precisions=("bf16", "int4"), probabilities=(0.1, 0.5))
@@ -238,6 +239,19 @@ def test_group_limited_flips_include_those_of_the_groups():
     assert bf16.flip.value > alone.precision.value[0].flip.value
     assert bf16.flip_population.value == pytest.approx(bf16.flip.value, rel=0.35)
     assert "groups" in bf16.status
+
+
+def test_only_experts_of_the_chosen_groups_can_be_hidden():
+    _, _, logits = linear_router(200)
+    layer = group_limited_layer(logits)
+    assert reachable(layer) == 8
+    whole = dataclasses.replace(layer, scores=layer.scores[:, :8], experts=layer.experts[:, :8])
+    assert measure_layer(whole, FEW).near.value.censored == (0,) * len(FEW.epsilons)
+    row = measure_layer(whole, FEW).noise.value[1]
+    assert row.upper == row.flip.value
+    short = dataclasses.replace(layer, scores=layer.scores[:, :6], experts=layer.experts[:, :6])
+    row = measure_layer(short, FEW).noise.value[1]
+    assert row.upper > row.flip.value
 
 
 def test_model_joins_its_layers():
