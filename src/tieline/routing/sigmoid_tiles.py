@@ -8,24 +8,26 @@
 
 An element of P needs no other element of its row, so every sum over tiles is added in place. The
 scratch of a call is one tile (two in backward), which stays in cache and is used for every tile. A
-causal call leaves out the tiles above the diagonal. Sums are kept in contiguous blocks, those over
-queries transposed: only so do batched products run at full speed (1.5 times faster on two cores).
+causal call leaves out the tiles above the diagonal. Heads are shared out to threads. Sums are kept
+in contiguous blocks, those over queries transposed: only so do batched products run at full speed.
 Inputs narrower than float32 are computed in float32 and rounded once.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tieline.routing.buffers import take_buffer
+from tieline.routing.shares import in_shares
 
 __all__ = ["TILE", "sigmoid_tiles"]
 
 TILE = 256  # queries and keys of a tile
 TILES_PER_THREAD = 4  # heads that a thread computes in one batched product, more if they are short
+WORTH_THREADS = 4 * TILE * TILE  # scores of a call, about 1 ms for one core
 
 
 @torch.library.custom_op("tieline::sigmoid_attention", mutates_args=())
@@ -35,7 +37,16 @@ def sigmoid_tiles(
     """σ(scale q kᵀ + bias) v (..., N, d_v) for checked arguments; see `sigmoid_attention`."""
     shape, dtype = (*q.shape[:-1], v.shape[-1]), q.dtype
     q, k, v = _prepared(q) * scale, _prepared(k), _prepared(v)
-    out, tile, total = take_buffer((*q.shape[:2], v.shape[2]), q), _Reused(q), _Reused(q)
+    out = take_buffer((*q.shape[:2], v.shape[2]), q)
+    _over_heads(
+        q, k, lambda heads: _forward(q[heads], k[heads], v[heads], out[heads], bias, causal)
+    )
+    return out.to(dtype).view(shape)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, bias: float, causal: bool) -> None:
+    """Write the output of some heads."""
+    tile, total = _Reused(q), _Reused(q)
     for heads in _head_groups(q, k):
         keys, values = k[heads].split(TILE, 1), v[heads].split(TILE, 1)
         blocks = zip(q[heads].split(TILE, 1), out[heads].split(TILE, 1), strict=True)
@@ -46,7 +57,6 @@ def sigmoid_tiles(
                 _weigh_(weights, queries, keys[column], bias, causal and row == column)
                 _add_product_(sums, weights, values[column], first=column == 0)
             result.copy_(sums)
-    return out.to(dtype).view(shape)
 
 
 @sigmoid_tiles.register_fake
@@ -62,13 +72,20 @@ def _sigmoid_tiles_backward(
     shapes, dtype = (q.shape, k.shape, v.shape), q.dtype
     grad, q, k, v = _prepared(grad), _prepared(q) * scale, _prepared(k), _prepared(v)
     grads = [take_buffer(tuple(t.shape), t) for t in (q, k, v)]
-    scratch = _Scratch(_Reused(q), _Reused(q), _Reused(q))
-    for heads in _head_groups(q, k):
-        blocks = _Blocks(*(t[heads].split(TILE, 1) for t in (grad, q, k, v, *grads)))
-        _group_backward(blocks, scratch, bias, causal)
+    tensors = (grad, q, k, v, *grads)
+    _over_heads(q, k, lambda heads: _backward([t[heads] for t in tensors], bias, causal))
     grads[0].mul_(scale)
     dq, dk, dv = (g.to(dtype).view(shape) for g, shape in zip(grads, shapes, strict=True))
     return dq, dk, dv
+
+
+def _backward(tensors: list[Tensor], bias: float, causal: bool) -> None:
+    """Write the gradients of some heads; `tensors` are the fields of `_Blocks`, uncut."""
+    _, q, k, *_ = tensors
+    scratch = _Scratch(_Reused(q), _Reused(q), _Reused(q))
+    for heads in _head_groups(q, k):
+        blocks = _Blocks(*(t[heads].split(TILE, 1) for t in tensors))
+        _group_backward(blocks, scratch, bias, causal)
 
 
 def _group_backward(x: "_Blocks", scratch: "_Scratch", bias: float, causal: bool) -> None:
@@ -101,12 +118,12 @@ def _save(ctx, inputs, output):
     ctx.save_for_backward(*tensors)
 
 
-def _backward(ctx, grad):
+def _chain(ctx, grad):
     grads = _sigmoid_tiles_backward(grad, *ctx.saved_tensors, ctx.scale, ctx.bias, ctx.causal)
     return (*grads, None, None, None)
 
 
-sigmoid_tiles.register_autograd(_backward, setup_context=_save)
+sigmoid_tiles.register_autograd(_chain, setup_context=_save)
 
 
 def _weigh_(tile: Tensor, q: Tensor, k: Tensor, bias: float, diagonal: bool) -> None:
@@ -170,6 +187,15 @@ def _head_groups(q: Tensor, k: Tensor) -> Iterator[slice]:
     heads = len(q)
     step = -(-heads // max(1, -(-heads // most)))
     return (slice(start, start + step) for start in range(0, heads, max(1, step)))
+
+
+def _over_heads(q: Tensor, k: Tensor, work: Callable[[slice], None]) -> None:
+    """Heads on threads of their own, where the work is worth waking them."""
+    heads, queries, keys = len(q), q.shape[1], k.shape[1]
+    if q.device.type == "cpu" and heads * queries * keys >= WORTH_THREADS:
+        in_shares(heads, work)
+    else:
+        work(slice(0, heads))
 
 
 def _prepared(x: Tensor) -> Tensor:
