@@ -29,13 +29,14 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 docs: $(READY)
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 bench: $(READY)
 	mkdir -p $(RESULTS)
 	$(BIN)/python benchmarks/moe_layer.py --json $(RESULTS)/moe_layer.json
 	$(BIN)/python benchmarks/attention.py --json $(RESULTS)/attention.json
 	$(BIN)/python benchmarks/capture.py --json $(RESULTS)/capture.json
+	$(BIN)/python benchmarks/predictions.py --json $(RESULTS)/predictions.json
 	$(BIN)/python -m pytest -m slow
 
 clean:
