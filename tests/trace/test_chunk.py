@@ -8,7 +8,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.trace.zoo import EPSILONS, FACTS, make_layer, make_trace, recipes
+from tests.trace.zoo import (
+    EPSILONS,
+    FACTS,
+    make_layer,
+    make_trace,
+    near_by_definition,
+    recipes,
+)
 from tieline.errors import TraceError
 from tieline.trace import LayerFacts, LayerTrace
 from tieline.trace.chunk import summarise_chunk
@@ -114,3 +121,24 @@ def test_the_chosen_ranks_alone_have_moments_and_no_gaps():
         _ = summary.exact_ties
     with pytest.raises(TraceError, match="without counts"):
         summary.mean_near()
+
+
+def test_more_than_255_chosen_experts_are_counted():
+    facts = LayerFacts(n_experts=300, k=280)
+    scores = torch.arange(300).flip(0).float()[None]
+    near = near_by_definition(scores, 280)
+    layer = LayerTrace("a", facts, torch.arange(290)[None], scores[:, :290], near=near)
+    summary = summarise_chunk(layer, torch.zeros(1).long(), torch.zeros(1).long(), EPSILONS)
+    assert summary.orders[2].nonzero().tolist() == [[2]]  # 18, 19 and 20 lie within 2 of 19
+    assert summary.orders[0].nonzero().tolist() == [[0]]
+
+
+def test_a_chosen_expert_without_a_score_breaks_the_token_and_the_means_leave_it_out():
+    scores = torch.tensor([[1.0, -math.inf, -math.inf], [1.0, 0.5, 0.0]])
+    near = torch.tensor([[1], [3]])
+    layer = LayerTrace("a", LayerFacts(4, 2), torch.tensor([[0, 1, 2]] * 2), scores, near=near)
+    summary = summarise_chunk(layer, torch.zeros(2).long(), torch.arange(2), (2.0,))
+    assert summary.nonfinite == 1
+    assert summary.first_nonfinite == (0, 0)
+    assert summary.measured == summary.gaps.total == 1
+    assert summary.mean_near().tolist() == [3.0]

@@ -67,6 +67,12 @@ def test_all_experts_of_a_line_are_chosen_by_default(tmp_path):
     assert any("chosen ranks only" in text for text in trace.provenance["cannot_answer"])
 
 
+def test_tokens_are_ordered_by_number(tmp_path):
+    trace = import_table(table(tmp_path, "layer,token,experts\n0,9,1\n0,2,0\n"))
+    assert trace.positions.tolist() == [2, 9]
+    assert trace.layers[0].experts.tolist() == [[0], [1]]
+
+
 def test_names_keep_their_order_and_ids_are_read(tmp_path):
     trace = import_table(table(tmp_path, "\n" + jsonl(*ROWS), "jsonl"))
     assert [layer.name for layer in trace.layers] == ["b", "a"]
