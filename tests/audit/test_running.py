@@ -1,5 +1,7 @@
 """Batches without padding, and a model that is left as it was."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
@@ -16,7 +18,7 @@ def test_batches_keep_the_order_and_mix_no_lengths(lengths, size):
     found = list(batches(sequences, size))
     assert [row.tolist() for part in found for row in part] == [s.tolist() for s in sequences]
     assert all(len(part) <= size for part in found)
-    for one, two in zip(found, found[1:], strict=False):  # a batch ends only where it must
+    for one, two in itertools.pairwise(found):  # a batch ends only where it must
         assert len(one) == size or one.shape[1] != two.shape[1]
 
 
@@ -24,9 +26,11 @@ def test_modes_and_gradients_are_restored_also_after_an_error():
     model = tiny_model("olmoe").train()
     model.model.layers[0].eval()
     before = [module.training for module in model.modules()]
-    with pytest.raises(KeyError), only_running(model):
+    with only_running(model):
         assert not any(module.training for module in model.modules())
         assert torch.is_inference_mode_enabled()
+    assert [module.training for module in model.modules()] == before
+    with pytest.raises(KeyError), only_running(model):
         raise KeyError
     assert [module.training for module in model.modules()] == before
     assert not torch.is_inference_mode_enabled()

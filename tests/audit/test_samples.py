@@ -1,4 +1,6 @@
-"""Which tokens are sampled: the smallest gaps exactly, the others at random, whatever the batches."""
+"""Which tokens are sampled: the smallest gaps exactly, others at random, however batched."""
+
+import itertools
 
 import torch
 from hypothesis import given
@@ -15,7 +17,7 @@ def offered(keys, lots, cuts, size):
     """A pool that was offered tokens in the pieces between the cuts."""
     pool, states = _Pool(size), torch.arange(len(keys)).double()[:, None]
     edges = [0, *sorted(cuts), len(keys)]
-    for low, high in zip(edges, edges[1:], strict=False):
+    for low, high in itertools.pairwise(edges):
         part = slice(low, high)
         call = BlockCall((states[part],), {}, states[part])
         pool.offer(keys[part], lots[part], torch.arange(low, high), call)
@@ -68,10 +70,9 @@ def test_the_random_sample_depends_on_the_seed_and_not_on_the_batches():
 
     def drawn(seed, rows):
         sampler = BlockSampler({name: block_of(model, name)}, near=4, random=8, seed=seed)
-        with torch.inference_mode(), capture(model, layers=[name]) as recorder:
-            with sampler.watching(recorder):
-                for part in ids.split(rows):
-                    model(input_ids=part)
+        with torch.inference_mode(), capture(model, layers=[name]) as seen, sampler.watching(seen):
+            for part in ids.split(rows):
+                model(input_ids=part)
         return sampler.random(name).tokens.tolist()
 
     assert drawn(0, 4) == drawn(0, 1)
@@ -84,9 +85,8 @@ def test_padding_and_blocks_that_are_not_called_are_told():
     sampler = BlockSampler(blocks, near=4, random=0, seed=0)
     mask = torch.ones(2, 12, dtype=torch.long)
     mask[1, :3] = 0
-    with torch.inference_mode(), capture(model, layers=[name]) as recorder:
-        with sampler.watching(recorder):
-            model(input_ids=batch(), attention_mask=mask)
+    with torch.inference_mode(), capture(model, layers=[name]) as seen, sampler.watching(seen):
+        model(input_ids=batch(), attention_mask=mask)
     assert "must not be padded" in sampler.status(name)
     assert sampler.near(name) is None
     assert "is not called as a module" in sampler.status("model.norm")

@@ -15,7 +15,8 @@ def traced(model, keep="inputs"):
     return recorder.trace()
 
 
-@pytest.mark.parametrize("family", ["olmoe", "deepseek_v3"])
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", ["olmoe", "deepseek_v3", "gpt_oss"])
 def test_matrices_that_make_the_logits_are_found(family):
     model = lively(tiny_model(family))
     found = linear_weights(model, traced(model))

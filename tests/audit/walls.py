@@ -115,11 +115,10 @@ def watched(model, ids, near=24, random=0):
         model(input_ids=batch())
     names = [layer.name for layer in recorder.trace().layers]  # those that run on text
     sampler = BlockSampler({name: block_of(model, name) for name in names}, near, random, seed=0)
-    with torch.inference_mode(), capture(model, layers=names) as recorder:
-        with sampler.watching(recorder):
-            for rows in ids:
-                model(input_ids=rows)
-    return recorder.trace(), sampler
+    with torch.inference_mode(), capture(model, layers=names) as seen, sampler.watching(seen):
+        for rows in ids:
+            model(input_ids=rows)
+    return seen.trace(), sampler
 
 
 def _walker(model):

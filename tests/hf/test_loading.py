@@ -23,7 +23,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _offline(monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
 
 def test_a_folder_is_loaded_as_it_was_saved(checkpoint):
@@ -99,9 +99,8 @@ def test_damaged_weights_are_refused(checkpoint, tmp_path, damage):
         weights.write_bytes(weights.read_bytes()[:1000])
         expected = "cannot load the weights"
     else:
-        small = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1)
-        small.num_attention_heads = 2
-        small.vocab_size = 8
+        sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+        small = LlamaConfig(vocab_size=8, num_hidden_layers=1, num_key_value_heads=2, **sizes)
         LlamaForCausalLM(small).save_pretrained(tmp_path / "other")
         weights.write_bytes((tmp_path / "other" / "model.safetensors").read_bytes())
         expected = "cannot load the weights|lacks"
@@ -124,7 +123,7 @@ def test_missing_tensors_are_not_replaced_by_random_numbers(checkpoint, tmp_path
 def test_a_missing_tokenizer_is_told(checkpoint, tmp_path):
     config = json.loads((checkpoint / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "olmoe"}))
-    with pytest.raises(TielineError, match="tokenizer|weights"):
+    with pytest.raises(TielineError, match=r"tokenizer|weights"):
         load_model(tmp_path)
 
 
@@ -146,5 +145,5 @@ def test_bad_names_are_refused(arguments, message):
 
 
 def test_a_folder_without_configuration_is_refused(tmp_path):
-    with pytest.raises(TielineError, match="no config.json in the folder"):
+    with pytest.raises(TielineError, match=r"no config\.json in the folder"):
         load_model(tmp_path)

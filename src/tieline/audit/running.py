@@ -37,7 +37,7 @@ def text_config(model: nn.Module) -> Any:
 
 
 def batches(
-    sequences: Sequence[Int[Tensor, "_"]], batch_size: int
+    sequences: Sequence[Int[Tensor, " _"]], batch_size: int
 ) -> Iterator[Int[Tensor, "rows length"]]:
     """Sequences in order, neighbours of equal length together, at most `batch_size` at a time."""
     rows: list[Tensor] = []

@@ -30,7 +30,7 @@ class TokenisedText:
         characters: how many characters of the text the tokens cover.
     """
 
-    sequences: tuple[Int[Tensor, "_"], ...]
+    sequences: tuple[Int[Tensor, " _"], ...]
     prefix: tuple[int, ...]
     pieces: tuple[str, ...]
     characters: int

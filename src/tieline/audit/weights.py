@@ -32,13 +32,14 @@ def inputs_fit(model: nn.Module, names: Collection[str], tokens: int) -> bool:
 
 
 def linear_weights(model: nn.Module, trace: RoutingTrace) -> dict[str, Tensor]:
-    """(E, D) matrix of each router whose logits are the product of it with the kept inputs."""
+    """(E, D) matrix of each router whose logits are its product with the inputs, up to a bias."""
     found = {}
     for layer in trace.layers:
-        matrix = _matrix(model.get_submodule(layer.name))
+        router = model.get_submodule(layer.name)
+        matrix = _matrix(router)
         if matrix is not None and layer.inputs is not None and scored(layer) == "ok":
             matrix = matrix.detach()[: layer.facts.n_experts].float().cpu()
-            if _explains(layer, matrix):
+            if _explains(layer, matrix, _offset(router, len(matrix))):
                 found[layer.name] = matrix
     return found
 
@@ -47,17 +48,29 @@ def _matrix(router: nn.Module) -> Tensor | None:
     family: RouterFamily | None = family_of(router)
     if family is None or family.weight is None:
         return None
-    weight = attrgetter(family.weight)(router)
+    try:
+        weight = attrgetter(family.weight)(router)
+    except AttributeError:  # a router with more than one matrix
+        return None
     return None if weight.is_meta or weight.ndim != 2 else weight
 
 
-def _explains(layer: LayerTrace, matrix: Tensor) -> bool:
+def _offset(router: nn.Module, experts: int) -> Tensor | float:
+    """What a linear layer with a bias adds to the product."""
+    bias = getattr(router, "bias", None)
+    if not isinstance(bias, Tensor) or bias.shape != (experts,) or bias.is_meta:
+        return 0.0
+    return bias.detach().double().cpu()
+
+
+def _explains(layer: LayerTrace, matrix: Tensor, offset: Tensor | float) -> bool:
     """Whether the matrix makes the logits of the first tokens, up to the model's rounding."""
     some = take_tokens(layer, slice(PROBES))
     logits = logit_view(some).logits
     assert some.inputs is not None
     if logits is None or some.inputs.shape[1] != matrix.shape[1]:
         return False
-    made = (some.inputs.double() @ matrix.double().T).gather(1, some.experts.long())
+    made = some.inputs.double() @ matrix.double().T + offset
+    made = made.gather(1, some.experts.long())
     seen = logits.isfinite()
     return torch.allclose(made[seen], logits[seen], rtol=0.05, atol=0.05)
