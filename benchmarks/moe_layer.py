@@ -212,11 +212,7 @@ def main() -> None:
             results += ratios_of(SHAPES[index], index, samples, backward)
             key = f"{SHAPES[index]} {'fwd+bwd' if backward else 'fwd'}"
             medians[key] = {
-                name: {
-                    "cpu": sorted(s.cpu)[len(s.cpu) // 2],
-                    "wall": sorted(s.wall)[len(s.wall) // 2],
-                }
-                for name, s in samples.items()
+                name: {"cpu": median(s.cpu), "wall": median(s.wall)} for name, s in samples.items()
             }
         memory, peaks = memory_ratio(index)
         results.append(memory)

@@ -6,12 +6,12 @@ import platform
 
 import pytest
 import torch
-from tools.shipped_model import training
-from tools.shipped_model.corpus import HELD_OUT, held_out_text, training_documents
-from tools.shipped_model.recipe import Recipe, build_model, train_tokenizer
 
 from tieline.errors import ParameterError
 from tieline.hf.shipped import shipped_text, shipped_training_log
+from tools.shipped_model import training
+from tools.shipped_model.corpus import HELD_OUT, held_out_text, training_documents
+from tools.shipped_model.recipe import Recipe, build_model, train_tokenizer
 
 TINY = Recipe(
     steps=6, vocabulary=300, width=16, layers=2, heads=2, experts=4, expert_width=8, context=8,
