@@ -48,6 +48,22 @@ def test_weights_follow_their_experts_whatever_order_the_router_returns_them_in(
     assert layer.experts[:, :2].tolist() == IDS.tolist()
 
 
+def test_a_record_is_a_copy_of_what_the_model_had():
+    router, states = _Router(), torch.ones(2, 5)
+    router.b = torch.tensor([0.0, 0.25, 0.0, 0.0])
+    output = (LOGITS.clone(), WEIGHTS.clone(), IDS.clone())
+    observer = LayerObserver(
+        "gate", RouterFamily("own", ("_Router",), bias="b"), Settings(1, (0.5,), True, True)
+    )
+    layer = observer.observe(router, ((states,), {}), output, BATCH)
+    kept = {name: value.clone() for name, value in vars(layer).items() if hasattr(value, "clone")}
+    for tensor in (*output, router.b, states):
+        tensor.zero_()
+    assert {"bias", "inputs", "weights", "scores", "distance"} <= set(kept)
+    for name, value in kept.items():
+        assert torch.equal(getattr(layer, name), value), name
+
+
 def test_an_expert_at_exactly_epsilon_below_the_threshold_is_not_near():
     counts = near_counts(torch.tensor([[2.0, 1.5, 1.0]]), torch.tensor([2.0]), (0.5, 0.75, 1.0))
     assert counts.tolist() == [[1, 2, 2]]

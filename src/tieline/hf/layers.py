@@ -158,7 +158,7 @@ class LayerObserver:
         states = states.reshape(-1, states.shape[-1])
         if batch.kept is not None:
             states = states.index_select(0, batch.kept.to(states.device))
-        return _to_cpu(states, torch.float32).clone()
+        return _to_cpu(states, torch.float32)
 
 
 def _in_order(found: RouterOutput, ranked: Ranked) -> Tensor:
@@ -193,4 +193,5 @@ def _integers(experts: int) -> torch.dtype:
 
 
 def _to_cpu(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.detach().to(device="cpu", dtype=dtype)
+    """A copy on the CPU: what the model does later to its own tensors does not change a record."""
+    return tensor.detach().to(device="cpu", dtype=dtype, copy=True)
