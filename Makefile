@@ -16,8 +16,9 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(BIN)/tieline inspect --out report.html
 
+# One process per core with one thread each: small tensors gain nothing from threads.
 test: $(READY)
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -37,7 +38,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/attention.py --json $(RESULTS)/attention.json
 	$(BIN)/python benchmarks/capture.py --json $(RESULTS)/capture.json
 	$(BIN)/python benchmarks/predictions.py --json $(RESULTS)/predictions.json
-	$(BIN)/python -m pytest -m slow
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow --numprocesses auto
 
 clean:
 	rm -rf $(VENV) site report.html
