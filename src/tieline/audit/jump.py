@@ -4,7 +4,8 @@
 
 y_swapped the output with the expert of rank k + 1 in the place of that of rank k (`audit.swap`).
 At a tie this is the height of the discontinuity. Both outputs come from the model's own block, run
-again on the inputs that it had; a block whose recorded output is not found again is refused.
+again on the inputs that it had; a block whose recorded output is not found again is refused
+(Def. 10.2, 10.3).
 
 A flip does harm in proportion to its jump: `GapJumpTable` tells the ties that are near and high.
 """

@@ -5,7 +5,7 @@
 for a swap (`audit.swap`) at position p of a single layer. All other choices are the model's own, so
 that what follows from the swap in later layers and tokens, further flips too, is part of Δ. Every
 row of a batch is a sequence of its own and has exactly one swap; the same batch with the recorded
-choice forced at the same places is the reference, so that both runs round alike.
+choice forced at the same places is the reference, so that both runs round alike (Def. 10.4).
 """
 
 from collections import defaultdict

@@ -10,7 +10,7 @@ weight of i. With a bias b the scores that make the weights differ by it at the 
 s the function that turns what is ranked into a weight, and the weights of the chosen keep their sum
 where the family renormalises them. Factors that belong to an expert go with it. So the jump is that
 of the layer's output across the wall that is nearest to the token in the order of its scores; at
-ties between groups of experts it is not measured.
+ties between groups of experts it is not measured (Def. 10.1).
 """
 
 from operator import attrgetter
