@@ -142,3 +142,11 @@ def test_a_chosen_expert_without_a_score_breaks_the_token_and_the_means_leave_it
     assert summary.first_nonfinite == (0, 0)
     assert summary.measured == summary.gaps.total == 1
     assert summary.mean_near().tolist() == [3.0]
+
+
+def test_scores_beyond_float32_are_finite_scores():
+    scores = torch.tensor([[3e300, 1e300, 0.0]], dtype=torch.float64)
+    layer = LayerTrace("a", LayerFacts(4, 1), torch.tensor([[0, 1, 2]]), scores)
+    summary = summarise_chunk(layer, torch.zeros(1).long(), torch.zeros(1).long(), ())
+    assert summary.nonfinite == 0
+    assert summary.gaps.total == 1

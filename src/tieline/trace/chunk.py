@@ -75,7 +75,8 @@ def _nonfinite(chunk: LayerTrace) -> np.ndarray:
     """
     if chunk.scores is None:
         return np.zeros(0, dtype=np.int64)
-    first, last = (chunk.scores[:, rank].float().numpy() for rank in (0, chunk.facts.k - 1))
+    scores = _numbers(chunk.scores)
+    first, last = scores[:, 0], scores[:, chunk.facts.k - 1]
     return np.flatnonzero(~(np.isfinite(first) & np.isfinite(last)))
 
 
@@ -135,8 +136,8 @@ def _orders(chunk: LayerTrace, epsilons: tuple[float, ...]) -> Tensor | None:
         return None
     k, experts = chunk.facts.k, chunk.facts.n_experts
     gap = chunk.inner_gap.detach().numpy()
-    ranked = chunk.scores.detach().double().numpy()[:, :k].T
-    rise = np.ascontiguousarray(ranked - ranked[-1])
+    ranked = _numbers(chunk.scores)[:, :k].T.astype(np.float64, order="C")
+    rise = ranked - ranked[-1]
     near = np.ascontiguousarray(chunk.near.numpy().T)
     small = np.uint8 if k < 256 else np.uint32  # bytes are added 32 at a time
     orders = np.zeros((len(epsilons), len(gap)), dtype=np.int64)
@@ -144,6 +145,11 @@ def _orders(chunk: LayerTrace, epsilons: tuple[float, ...]) -> Tensor | None:
         above = np.add.reduce((rise >= epsilon).view(np.uint8), axis=0, dtype=small)
         np.multiply(near[row] - above.astype(np.int64) - 1, gap < epsilon, out=orders[row])
     return _counted(orders, experts, f"layer {chunk.name!r}: orders of ties")
+
+
+def _numbers(scores: Tensor) -> np.ndarray:
+    """The same scores for NumPy, which knows no bfloat16."""
+    return (scores.float() if scores.dtype == torch.bfloat16 else scores).detach().numpy()
 
 
 def _counted(rows: np.ndarray, size: int, name: str) -> Tensor:
