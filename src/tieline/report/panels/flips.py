@@ -74,7 +74,7 @@ def noise_flips_panel(result: Mapping[str, Any]) -> Panel:
         for place, (label, rows) in enumerate(known)
     ]
     layout = {
-        "xaxis": axis("standard deviation σ of the noise (logits)", type="log"),
+        "xaxis": axis("σ of the noise (logits)", type="log"),
         "yaxis": share_axis("share of tokens"),
     }
     return NOISE.drawn(figure([*lines, *depth_bar([n for n, _ in known])], 400, **layout))

@@ -137,5 +137,5 @@ def _limit(jump: float) -> dict[str, Any]:
 
 def _limit_name(jump: float) -> dict[str, Any]:
     text = f"dangerous from {percent(jump)}"
-    place = {"xref": "paper", "xanchor": "right", "yanchor": "bottom"}
+    place = {"xref": "paper", "xanchor": "right", "yanchor": "bottom", "bgcolor": "@card"}
     return note_at(1.0, math.log10(jump), text, **place) | {"font": {"size": 11, "color": "@warn"}}

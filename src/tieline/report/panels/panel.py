@@ -71,7 +71,7 @@ def axis(title: str, **options: Any) -> dict[str, Any]:
     """An axis with its title; `type="log"` gets ticks at powers of ten."""
     log = {"dtick": 1, "exponentformat": "power", "tickangle": 0}
     extra = log if options.get("type") == "log" else {}
-    return {"title": {"text": title}, "automargin": True, **extra, **options}
+    return {"title": {"text": title, "standoff": 12}, "automargin": True, **extra, **options}
 
 
 def share_axis(title: str) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def share_axis(title: str) -> dict[str, Any]:
 
 def figure(data: list[dict[str, Any]], height: int = 380, **layout: Any) -> dict[str, Any]:
     """A figure of that height in pixels."""
-    legend = {"orientation": "h", "y": -0.22, "yanchor": "top", "x": 0, "title": {"side": "left"}}
+    legend = {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "x": 0}
     return {"data": data, "layout": {"height": height, "legend": legend, **layout}}
 
 

@@ -68,6 +68,7 @@ function axes(layout) {
 function dressed(figure, width) {
   const { data, layout } = coloured(figure, "");
   const narrow = width < 520;
+  if (narrow && layout.xaxis.type === "category") layout.xaxis.tickangle = -60;
   for (const trace of data) {
     const bar = trace.colorbar || (trace.marker && trace.marker.colorbar);
     if (bar && narrow) {
