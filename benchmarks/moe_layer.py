@@ -10,7 +10,7 @@ Contestants, all with the same shapes and, but for st-moe, the same weights:
     eager        the same, "eager"
     st-moe       st-moe-pytorch (its experts are not gated and drop tokens beyond capacity)
 
-    python benchmarks/moe_layer.py [--rounds 24] [--shape 0 1 2 3] [--json PATH]
+    python benchmarks/moe_layer.py [--rounds 24] [--shape 0 1 2 3] [--quick] [--json PATH]
 """
 
 import argparse
@@ -139,18 +139,20 @@ def inputs(shape: Shape) -> tuple[Tensor, Tensor]:
     return x.requires_grad_(), torch.randn_like(x)
 
 
-def time_shape(shape: Shape, rounds: int, backward: bool) -> dict[str, Samples]:
+def time_shape(shape: Shape, rounds: int, backward: bool, quick: bool) -> dict[str, Samples]:
     """Samples of all contestants; those without a target run apart, against `topk` again."""
     x, grad = inputs(shape)
     run: dict[str, Callable[[], object]] = {
         "floor": floor(shape, backward, allocate=False),
         "floor-alloc": floor(shape, backward, allocate=True),
     }
-    for name in LAYERS:
+    for name in LAYERS[: 3 if quick else None]:
         layer = build(name, shape, x)
         run[name] = lambda layer=layer: step(layer, x, grad if backward else None)
-    slow = {name: run.pop(name) for name in ("eager", "st-moe")}
+    slow = {name: run.pop(name) for name in LAYERS[3:] if name in run}
     samples = interleave(run, rounds)
+    if quick:
+        return samples
     again = interleave({"topk": run["topk"], **slow}, SLOW_ROUNDS, warmup=1)
     return {
         **samples,
@@ -173,6 +175,7 @@ def ratios_of(shape: Shape, index: int, samples: dict[str, Samples], backward: b
     return [
         ratio(f"{title}: {a} / {b}", samples[a], samples[b], target, clock)
         for a, b, target in pairs
+        if a in samples and b in samples
         for clock in ("cpu", "wall")
     ]
 
@@ -198,6 +201,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--shape", type=int, nargs="*", default=range(len(SHAPES)))
+    parser.add_argument("--quick", action="store_true", help="leave out rivals without a target")
     parser.add_argument("--json")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -208,7 +212,7 @@ def main() -> None:
     medians: dict[str, object] = {}
     for index in options.shape:
         for backward in (False, True):
-            samples = time_shape(SHAPES[index], options.rounds, backward)
+            samples = time_shape(SHAPES[index], options.rounds, backward, options.quick)
             results += ratios_of(SHAPES[index], index, samples, backward)
             key = f"{SHAPES[index]} {'fwd+bwd' if backward else 'fwd'}"
             medians[key] = {
