@@ -25,7 +25,7 @@ from tieline.routing.attention import score_bias, sigmoid_attention, softmax_att
 
 SHAPE = (1, 8, 2048, 64)  # sequences, heads, tokens, width of a head
 TIME_TARGET = 1.2  # forward + backward against softmax
-MEMORY_TARGET = 2.0  # "of the same order"; the matrix would take 16 times as much and more
+MEMORY_TARGET = 2.0  # "of the same order"; holding the matrix takes more than five times as much
 CLOCKS = ("cpu", "wall")
 Attention = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 
