@@ -46,7 +46,8 @@ def done(tmp_path_factory):
     words = ["inspect", "--tokens", TOKENS, "--out", folder / "report.html"]
     words += ["--json", folder / "a.json", "--figure", folder / "a.pdf"]
     words += ["--save-trace", folder / "trace", "--seed", 3, "--fail-if", "evenness<2"]
-    words += ["--fail-if", "dead>1e6"]
+    words += ["--fail-if", "dead>1e6", "--layers", "1,2-3", "--text", folder / "words.md"]
+    (folder / "words.md").write_text("for x in range(10):\n    print(x)\n" * 200)
     ended = subprocess.run(
         [sys.executable, "-m", "tieline", *map(str, words)],
         capture_output=True,
@@ -59,7 +60,7 @@ def done(tmp_path_factory):
 def test_a_run_writes_everything_and_says_so(done):
     folder, ended = done
     names = {"report.html", "a.json", "a.pdf", "trace"}
-    assert {path.name for path in folder.iterdir()} == names, ended.stderr
+    assert {path.name for path in folder.iterdir()} == {*names, "words.md"}, ended.stderr
     assert all(f"wrote {folder / name}" in ended.stderr for name in names)
     assert "Traceback" not in ended.stderr
     assert (folder / "report.html").stat().st_size <= 6_000_000
@@ -74,9 +75,9 @@ def test_a_condition_that_holds_fails_the_run_after_its_files_are_written(done):
 
 def test_the_terminal_shows_a_row_per_layer_and_the_findings(done):
     _, ended = done
-    assert f"4 routed layers · 2 of 16 experts · {TOKENS} tokens · float32" in ended.stdout
+    assert f"3 routed layers · 2 of 16 experts · {TOKENS} tokens · float32" in ended.stdout
     rows = [line.split() for line in ended.stdout.splitlines()]
-    assert [row[0] for row in rows if row and row[0] in "0123"] == ["0", "1", "2", "3"]
+    assert [row[0] for row in rows if row and row[0] in "0123"] == ["1", "2", "3"]
     assert "▲" in ended.stdout or "◆" in ended.stdout
 
 
@@ -86,7 +87,8 @@ def test_the_json_is_the_inspection_and_its_metrics_are_known(done):
     assert (read["format"], read["version"]) == ("tieline-inspection", 1)
     assert read["provenance"]["model"] == "shipped"
     assert read["provenance"]["seed"] == 3
-    assert len(read["measures"]["layers"]) == 4
+    assert read["provenance"]["text"]["source"] == "words.md"
+    assert len(read["measures"]["layers"]) == 3
     assert set(read["metrics"]) == cli._known_metrics(loss_jumps=False)
 
 
@@ -103,19 +105,23 @@ def test_the_saved_trace_can_be_loaded(done):
     folder, _ = done
     trace = load_trace(folder / "trace")
     assert trace.n_tokens == TOKENS
-    assert len(trace.layers) == 4
+    assert len(trace.layers) == 3
 
 
-def test_stdout_is_the_json_alone_where_it_is_asked_for(run, tmp_path):
-    (tmp_path / "a.txt").write_text("for x in range(10):\n    print(x)\n" * 20)
-    words = ["--text", tmp_path / "a.txt", "--layers", "1,3", "--tokens", "64"]
-    code, out, err = run("inspect", "--json", *words)
-    assert code == 0, err
-    read = json.loads(out)
-    names = [layer["name"] for layer in read["measures"]["layers"]]
-    assert [name.split(".")[2] for name in names] == ["1", "3"]
-    assert read["provenance"]["text"]["source"] == "a.txt"
-    assert "loss" not in read["metrics"]
+def test_stdout_is_the_json_alone_where_it_is_asked_for(run, monkeypatch):
+    asked = {}
+
+    def inspected(loaded, text, **options):
+        asked.update(options, loaded=loaded, text=text)
+        return {"metrics": {"dead": 3.0}}, make_trace()
+
+    monkeypatch.setattr(cli, "_load", lambda *words: words)
+    monkeypatch.setattr(cli, "_inspect", inspected)
+    code, out, err = run("inspect", "--json", "a/model", "--tokens", "64", "--fail-if", "dead>2")
+    assert (code, err) == (1, "failed: dead>2 (dead is 3.000)\n")
+    assert json.loads(out)["metrics"] == {"dead": 3.0}
+    assert asked["loaded"] == ("a/model", None, "auto", "cpu", False)
+    assert (asked["tokens"], asked["text"], asked["layers"]) == (64, "", None)
 
 
 def test_version_and_help_need_no_model(run):

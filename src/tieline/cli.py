@@ -219,7 +219,9 @@ def _inspect(loaded: Any, text: str, **options: Any) -> tuple[dict[str, Any], An
 def _progress() -> Iterator[Callable[[str, int, int], None]]:
     """A bar per stage on stderr, gone when the work is done; nothing where stderr is a file."""
     columns = (TextColumn("{task.description:>8}"), BarColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+    console = Console(stderr=True)
+    shown = {"console": console, "transient": True, "disable": not console.is_terminal}
+    with Progress(*columns, **shown) as bars:
         stages: dict[str, Any] = {}
 
         def show(stage: str, done: int, total: int) -> None:

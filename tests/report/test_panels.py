@@ -30,6 +30,7 @@ ROLES = (
     "band",
     "warn",
     "on-load",
+    "card",
 )
 
 
