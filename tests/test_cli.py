@@ -135,6 +135,45 @@ def test_version_and_help_need_no_model(run):
     assert "--seed" in out
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--text", "@/missing.txt"], "no such file"),
+        (["--text", "@/empty.txt"], "empty.txt is empty"),
+        (["--text", "@/binary.txt"], "binary.txt is a binary file"),
+        (["--out", "@/missing/report.html"], "there is no folder"),
+        (["--out", "@"], "it is a folder"),
+        (["--figure", "@/a.gif"], "a figure is"),
+        (["--save-trace", "@/full"], "full exists"),
+        (["--fail-if", "flop>1"], "no metric 'flop' here; known: cold, dangerous, dead"),
+        (["--fail-if", "loss>1"], "no metric 'loss' here"),
+        (["--fail-if", "print(1)"], "cannot read the condition 'print(1)'"),
+        (["--layers", "3-1"], "--layers"),
+        (["--layers", "99"], "no layers [99]"),
+        (["--dtype", "fp7"], "dtype must be one of"),
+        (["--device", "abacus"], "device 'abacus' cannot be used"),
+        (["@/missing"], "missing"),
+        (["@/full"], "no config.json in the folder"),
+        (["--no-such-flag"], "No such option"),
+        (["--tokens", "many"], "--tokens"),
+        (["--tokens", "0"], "--tokens"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_message_and_nothing_is_written(run, tmp_path, words, told):
+    """@ stands for the folder of the test."""
+    (tmp_path / "full").mkdir()
+    for name, data in (("full/x", b"x"), ("empty.txt", b"\n"), ("binary.txt", b"\0")):
+        (tmp_path / name).write_bytes(data)
+    before = sorted(tmp_path.rglob("*"))
+    placed = [word.replace("@", str(tmp_path), 1) if word[0] == "@" else word for word in words]
+    code, out, err = run("inspect", "--tokens", "64", "--json", tmp_path / "r.json", *placed)
+    assert (code, out) == (2, ""), err
+    assert told in err
+    assert "Traceback" not in err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def dense_model(folder):
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -147,44 +186,6 @@ def dense_model(folder):
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["--text", "missing.txt"], "no such file: missing.txt"),
-        (["--text", "empty.txt"], "empty.txt is empty"),
-        (["--text", "binary.txt"], "binary.txt is a binary file"),
-        (["--out", "missing/report.html"], "there is no folder"),
-        (["--out", "."], "it is a folder"),
-        (["--figure", "a.gif"], "a figure is"),
-        (["--save-trace", "full"], "full exists"),
-        (["--fail-if", "flop>1"], "no metric 'flop' here; known: cold, dangerous, dead"),
-        (["--fail-if", "loss>1"], "no metric 'loss' here"),
-        (["--fail-if", "print(1)"], "cannot read the condition 'print(1)'"),
-        (["--layers", "3-1"], "--layers"),
-        (["--layers", "99"], "no layers [99]"),
-        (["--dtype", "fp7"], "dtype must be one of"),
-        (["--device", "abacus"], "device 'abacus' cannot be used"),
-        (["./missing"], "missing"),
-        (["full"], "no config.json in the folder 'full'"),
-        (["--no-such-flag"], "No such option"),
-        (["--tokens", "many"], "--tokens"),
-        (["--tokens", "0"], "--tokens"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_bad_input_is_one_message_and_nothing_is_written(run, tmp_path, monkeypatch, words, told):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "full").mkdir()
-    for name, data in (("full/x", b"x"), ("empty.txt", b"\n"), ("binary.txt", b"\0")):
-        (tmp_path / name).write_bytes(data)
-    before = sorted(tmp_path.rglob("*"))
-    code, out, err = run("inspect", "--tokens", "64", "--json", "r.json", *words)
-    assert (code, out) == (2, ""), err
-    assert told in err
-    assert "Traceback" not in err
-    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_model_without_experts_is_refused_by_name(run, tmp_path):

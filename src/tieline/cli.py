@@ -12,17 +12,16 @@ exit code 0   fine
 import functools
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tieline._version import __version__
 from tieline.cli_input import layer_choice, read_text, with_json_target
+from tieline.cli_progress import progress_bars
 from tieline.errors import TielineError
 from tieline.report.conditions import (
     Condition,
@@ -76,7 +75,7 @@ def _guarded(command: Callable[..., None]) -> Callable[..., None]:
         except (TielineError, OSError) as problem:
             _leave(BAD_INPUT, problem, f"error: {problem}", kwargs["debug"])
         except KeyboardInterrupt:
-            _say("stopped before anything was written")
+            _say("stopped")
             raise typer.Exit(INTERRUPTED) from None
         except Exception as problem:
             extra = EXTRAS.get(getattr(problem, "name", None) or "")
@@ -164,22 +163,22 @@ def inspect(
     conditions = [parse_condition(words) for words in fail_if or []]
     outputs = Outputs(out, json_to, figure, save_trace)
     outputs.check()
+    chosen = layer_choice(layers)
     words, source = read_text(text) if text else ("", "shipped")
     check_names(conditions, _known_metrics(loss_jumps))
     loaded = _load(model, revision, dtype, device, trust_remote_code)
-    with _progress() as progress:
+    with progress_bars() as progress:
         result, trace = _inspect(
             loaded,
             words,
             source=source,
             tokens=tokens,
             batch_size=batch_size,
-            layers=layer_choice(layers),
+            layers=chosen,
             seed=seed,
             loss_jumps=loss_jumps,
             progress=progress,
         )
-        progress("report", 0, 1)
         outputs.write(result, trace)
     _show(result, outputs)
     _judge(conditions, result["metrics"])
@@ -213,23 +212,6 @@ def _inspect(loaded: Any, text: str, **options: Any) -> tuple[dict[str, Any], An
     result: dict[str, Any] = done.inspection.to_dict()
     result["provenance"] |= {"model": loaded.name}
     return result, done.trace
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar per stage on stderr, gone when the work is done; nothing where stderr is a file."""
-    columns = (TextColumn("{task.description:>8}"), BarColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    shown = {"console": console, "transient": True, "disable": not console.is_terminal}
-    with Progress(*columns, **shown) as bars:
-        stages: dict[str, Any] = {}
-
-        def show(stage: str, done: int, total: int) -> None:
-            if stage not in stages:
-                stages[stage] = bars.add_task(stage)
-            bars.update(stages[stage], completed=done, total=total)
-
-        yield show
 
 
 def _show(result: dict[str, Any], outputs: Outputs) -> None:
