@@ -74,6 +74,17 @@ def test_numbers_findings_and_provenance_are_in_the_page_without_any_script(rend
     assert body.count("<tr>") == 1 + len(result["measures"]["layers"])
 
 
+def test_noise_stands_in_for_bf16_where_rounding_is_unknown(result):
+    metrics = {"flip@0.01": 0.5, "flip@0.01:any": 0.75, "jump": 0.25}
+    text = render_page({**result, "metrics": metrics})
+    shown = re.findall(r"<li><strong>(.*?)</strong> (.*?)</li>", text)
+    assert [number for number, _ in shown] == ["50 %", "75 %", "25 %"]
+    assert "noise of 0.01" in shown[0][1]
+    text = render_page({**result, "metrics": metrics | {"flip@bf16": 0.125}})
+    assert "<strong>13 %</strong> tokens change" in text or "<strong>12 %</strong>" in text
+    assert "noise of 0.01" not in text
+
+
 def test_all_but_the_first_findings_are_folded_away(result):
     text = render_page({**result, "findings": result["findings"] * 4})
     assert "<summary>6 more</summary>" in text

@@ -127,6 +127,7 @@ def test_steps_of_logits_are_not_drawn_among_gaps_of_sigmoid_scores():
     figure = panel(result, "gap-cdf").figure
     assert figure["layout"]["shapes"] == []
     assert figure["layout"]["xaxis"]["title"]["text"] == "gap (sigmoid score)"
+    assert "not shown" in panel(result, "gap-cdf").how
     assert panel(result, "flips-by-format").figure is not None
 
 

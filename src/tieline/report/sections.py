@@ -10,23 +10,26 @@ from tieline.report.panels import Panel
 
 __all__ = ["findings", "key_numbers", "layer_table", "metrics", "panel_html", "provenance"]
 
+IN_BF16 = "tokens change an expert per layer when its logits are rounded to bf16"
+IN_NOISE = "tokens change an expert per layer under noise of 0.01 on its logits"
+ANYWHERE = "tokens do so in at least one layer"
 KEY_NUMBERS = (
-    ("flip@bf16", "tokens change an expert per layer when its logits are rounded to bf16", percent),
-    ("flip@bf16:any", "tokens do so in at least one layer", percent),
-    ("jump", "median change of a layer’s output when a near-tie flips", percent),
-    ("gap@0.5", "median gap between the last chosen score and the next", significant),
-    ("dead", "experts were never chosen", lambda number: f"{number:.0f}"),
+    ((("flip@bf16", IN_BF16), ("flip@0.01", IN_NOISE)), percent),
+    ((("flip@bf16:any", ANYWHERE), ("flip@0.01:any", ANYWHERE)), percent),
+    ((("jump", "median change of a layer’s output when a near-tie flips"),), percent),
+    ((("gap@0.5", "median gap between the last chosen score and the next"),), significant),
+    ((("dead", "experts were never chosen"),), lambda number: f"{number:.0f}"),
 )
+"""Names and meanings of the numbers in large type; the first that is known of each group."""
 
 
 def key_numbers(result: Mapping[str, Any]) -> str:
     """Up to five numbers in large type."""
-    known = result["metrics"]
-    tiles = [
-        f"<li><strong>{escape(show(known[name]))}</strong> {escape(words)}</li>"
-        for name, words, show in KEY_NUMBERS
-        if known.get(name) is not None
-    ]
+    known, tiles = result["metrics"], []
+    for choices, show in KEY_NUMBERS:
+        found = [(name, words) for name, words in choices if known.get(name) is not None]
+        for name, words in found[:1]:
+            tiles.append(f"<li><strong>{escape(show(known[name]))}</strong> {escape(words)}</li>")
     return f'<ul class="numbers">{"".join(tiles)}</ul>' if tiles else ""
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tieline.report.numbers import significant
@@ -39,9 +40,15 @@ CDF = Panel(
     "gap-cdf",
     "Share of tokens within a given gap",
     "Follow a curve up from a gap width: the height is the share of tokens whose choice would "
-    "change if the two scores moved towards each other by that much. Dotted lines mark the spacing "
-    "of each number format at the threshold, bars its range over the layers; where a curve is high "
-    "at a line, that format makes ties.",
+    "change if the two scores moved towards each other by that much.",
+)
+WITH_LINES = (
+    " Dotted lines mark the spacing of each number format at the threshold, bars its range over "
+    "the layers; where a curve is high at a line, that format makes ties."
+)
+WITHOUT_LINES = (
+    " The spacing of number formats is not shown: it is known in units of the logits, and these "
+    "routers rank other scores."
 )
 CELL = "layer %{y}<br>%{x} of tokens have a gap below %{customdata}<extra></extra>"
 
@@ -105,7 +112,8 @@ def gap_cdf_panel(result: Mapping[str, Any]) -> Panel:
         "annotations": [_span_name(*name) for name in format_names(spans, low, high)],
     }
     data = [*lines, *depth_bar([name for name, _ in known])]
-    return CDF.drawn(figure(data, 460, **layout))
+    how = CDF.how + (WITH_LINES if spans else WITHOUT_LINES)
+    return replace(CDF, how=how).drawn(figure(data, 460, **layout))
 
 
 def format_steps(layers: Sequence[Mapping[str, Any]]) -> list[Span]:
