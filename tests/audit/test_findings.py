@@ -145,6 +145,8 @@ def test_the_gravest_come_first_and_numbers_are_in_the_words(measures):
     flips = by_kind(found, "flips")[0]
     assert flips.number == worst.worst
     assert flips.text.startswith(f"{percent(worst.worst)} of tokens change experts in layer")
+    mixed = by_kind(findings(measures, jumps_for(measures, LOW, (0.01, 0.2, 0.3), LOW)), "jump")
+    assert [finding.severity for finding in mixed] == ["warning", "info"]
     high, other, low = by_kind(found, "jump")
     assert (high.number, high.layer, high.severity) == (0.5, measures.layers[2].name, "warning")
     assert "changes the output of layer 2 by 50 % (median of 3 near-ties)" in high.text

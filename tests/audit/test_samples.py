@@ -42,6 +42,11 @@ def test_a_pool_holds_the_smallest_keys_however_the_stream_is_cut(values, cuts, 
         assert left.rows.output[:, 0].tolist() == expected[1:3]
 
 
+def test_equal_keys_draw_lots_also_with_those_that_are_there():
+    keys, lots = torch.zeros(4, dtype=torch.float64), torch.tensor([3.0, 2.0, 1.0, 0.0]).double()
+    assert offered(keys, lots, {2}, size=2).tokens.tolist() == [3, 2]
+
+
 def test_near_are_the_smallest_gaps_and_random_ones_are_others():
     model = lively(tiny_model("olmoe"))
     trace, sampler = watched(model, [batch(), batch(3, 9)], near=10, random=12)

@@ -98,6 +98,32 @@ def test_with_a_bias_weights_follow_the_scores_without_it(renormalise, weights):
     assert choice.weights[0].tolist() == pytest.approx(weights)
 
 
+class Gemma4TextRouter(torch.nn.Module):
+    per_expert_scale = torch.tensor([3.0, 2.0, 1.0, 1.0])
+
+
+def test_a_factor_of_an_expert_goes_with_it():
+    choice = swapped_choice(layer(), torch.tensor([0]), Gemma4TextRouter())
+    assert choice.weights.tolist() == [[0.75, 0.375]]
+
+
+class ZayaRouter(torch.nn.Module):
+    pass
+
+
+def test_an_expert_that_enters_for_none_gets_the_weight_of_its_score():
+    skips = LayerTrace(
+        name="router",
+        facts=LayerFacts(4, 1, "softmax"),
+        experts=torch.tensor([[3, 1]]),
+        scores=torch.tensor([[0.5, 0.25]]),
+        weights=torch.tensor([[0.0]]),
+        bias=torch.tensor([0.0, 0.125, 0.0, 0.25]),
+    )
+    choice = swapped_choice(skips, torch.tensor([0]), ZayaRouter())
+    assert (choice.ids.tolist(), choice.weights.tolist()) == ([[1]], [[0.375]])
+
+
 def test_the_trace_is_left_as_it_is():
     some = layer()
     swapped_choice(some, torch.tensor([0]), OlmoeTopKRouter())

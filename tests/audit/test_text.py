@@ -38,6 +38,19 @@ class Slow(WithPrefix):
         return f"<{ids[0]}>"
 
 
+class Wandering(WithPrefix):
+    """The same with an offset that goes back to the start, as some normalisers make it."""
+
+    def __call__(self, text, **options):
+        found = super().__call__(text, **options)
+        found["offset_mapping"][1:2] = [(0, 0)] * (len(found["offset_mapping"]) > 1)
+        return found
+
+
+def test_offsets_that_go_back_repeat_no_text():
+    assert tokenise(Wandering(), "a bb ccc", 9, 8).pieces == ("a", "", " bb ccc")
+
+
 @given(texts, st.integers(1, 9))
 def test_pieces_give_the_text_back_and_sequences_hold_all_tokens(text, length):
     found = tokenise(TOKENIZER, text, 10_000, length)

@@ -7,12 +7,12 @@ import torch
 
 from tests.hf.tiny import SUPPORTED, batch, lively, tiny_model
 from tieline.errors import UnsupportedModelError
-from tieline.hf import capture, family_of
-from tieline.hf.outputs import read_output
+from tieline.hf import FAMILIES, capture, family_of
+from tieline.hf.outputs import RouterOutput, read_output
 from tieline.hf.override import Choice, override_choice, write_output
 
 PATTERNS = ["dbrx", "deepseek_v3", "gemma4", "inkling", "jetmoe", "llama4", "olmoe", "zaya"]
-FAMILIES = [
+ALL = [
     pytest.param(name, marks=[] if name in PATTERNS else [pytest.mark.slow]) for name in SUPPORTED
 ]
 
@@ -30,7 +30,7 @@ def next_experts(found):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL)
 def test_the_same_choice_gives_the_same_output_and_another_one_another(family):
     model = lively(tiny_model(family))
     with torch.inference_mode():
@@ -85,6 +85,16 @@ def test_what_is_written_is_read_again(family):
     assert torch.allclose(again.weights.gather(1, order), weights.to(again.weights))
     assert torch.equal(again.logits, found.logits)
     assert len(written) == len(output)
+
+
+def test_the_skip_class_is_written_as_expert_0_without_weight():
+    facts = FAMILIES["ZayaRouter"]
+    found = RouterOutput(torch.zeros(2, 5), torch.ones(2, 1), torch.zeros(2, 1, dtype=torch.int64))
+    choice = Choice(torch.tensor([[0.5], [0.25]]), torch.tensor([[4], [3]]))
+    written = write_output(facts, (found.logits, found.weights, found.ids, "states"), found, choice)
+    assert written[1].tolist() == [[0.0], [0.25]]
+    assert written[2].tolist() == [[0], [3]]
+    assert written[3] == "states"
 
 
 def test_the_class_comes_back_after_an_error():

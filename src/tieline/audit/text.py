@@ -110,10 +110,8 @@ def _encode(tokenizer: Any, text: str, tokens: int) -> tuple[list[int], list[str
     while True:
         part = text[:size]
         ids, pieces = _encode_whole(tokenizer, part)
-        if len(part) == len(text):
+        if len(part) == len(text) or len(ids) > tokens + 8:  # a cut may change the last few
             return ids, pieces
-        if len(ids) > tokens + 8:  # the cut may have changed the last few
-            return ids[:-8], pieces[:-8]
         size *= 2
 
 
