@@ -10,6 +10,7 @@ import torch
 
 from tests.trace.zoo import make_trace
 from tieline import __version__, cli
+from tieline.cli import inspect as command
 from tieline.errors import TielineError
 from tieline.trace import load_summary, load_trace, merge, save_summary, summarise
 from tieline.trace.compare import identical
@@ -30,13 +31,13 @@ def _quiet_again():
 
 @pytest.fixture
 def run(capsys):
-    def command(*words):
+    def told_by(*words):
         with pytest.raises(SystemExit) as left:
             cli.main([str(word) for word in words])
         told = capsys.readouterr()
         return left.value.code or 0, told.out, told.err
 
-    return command
+    return told_by
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +90,7 @@ def test_the_json_is_the_inspection_and_its_metrics_are_known(done):
     assert read["provenance"]["seed"] == 3
     assert read["provenance"]["text"]["source"] == "words.md"
     assert len(read["measures"]["layers"]) == 3
-    assert set(read["metrics"]) == cli._known_metrics(loss_jumps=False)
+    assert set(read["metrics"]) == command._known_metrics(loss_jumps=False)
 
 
 @pytest.mark.slow
@@ -97,7 +98,7 @@ def test_what_flips_do_to_the_loss_is_measured_on_request(run):
     code, out, err = run("inspect", "--tokens", "64", "--loss-jumps", "--json", "--layers", "2")
     assert code == 0, err
     read = json.loads(out)
-    assert set(read["metrics"]) == cli._known_metrics(loss_jumps=True)
+    assert set(read["metrics"]) == command._known_metrics(loss_jumps=True)
     assert read["jumps"][0]["value"]["loss"]["swaps"] > 0
 
 
@@ -115,8 +116,8 @@ def test_stdout_is_the_json_alone_where_it_is_asked_for(run, monkeypatch):
         asked.update(options, loaded=loaded, text=text)
         return {"metrics": {"dead": 3.0}}, make_trace()
 
-    monkeypatch.setattr(cli, "_load", lambda *words: words)
-    monkeypatch.setattr(cli, "_inspect", inspected)
+    monkeypatch.setattr(command, "load", lambda *words: words)
+    monkeypatch.setattr(command, "_inspect", inspected)
     code, out, err = run("inspect", "--json", "a/model", "--tokens", "64", "--fail-if", "dead>2")
     assert (code, err) == (1, "failed: dead>2 (dead is 3.000)\n")
     assert json.loads(out)["metrics"] == {"dead": 3.0}
@@ -233,7 +234,7 @@ def test_every_end_has_its_code_and_a_traceback_only_on_request(
     def fails(*args):
         raise problem
 
-    monkeypatch.setattr(cli, "_load", fails)
+    monkeypatch.setattr(command, "load", fails)
     ended, out, err = run("inspect", *(["--debug"] if debug else []))
     assert (ended, out) == (code, "")
     assert told in err

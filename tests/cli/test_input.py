@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tieline.cli_input import layer_choice, read_text, with_json_target
+from tieline.cli.input import layer_choice, read_text, with_json_target
 from tieline.errors import ParameterError
 
 
