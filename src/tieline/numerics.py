@@ -56,6 +56,11 @@ class Estimate:
     standard_error: float | None = None
     status: str = "ok"
 
+    @property
+    def stderr(self) -> float | None:
+        """`standard_error` by its short name."""
+        return self.standard_error
+
     def times(self, factor: float) -> "Estimate":
         """The estimate of `factor` times the quantity."""
         if self.value is None:
