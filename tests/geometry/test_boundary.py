@@ -13,8 +13,10 @@ from tieline.geometry.boundary import (
     ambiguity_mass,
     boundary_mass,
     boundary_mass_pair,
+    boundary_mass_top,
     mass_profile,
     pair_gap,
+    top_gap,
 )
 from tieline.numerics import binomial_band
 from tieline.ranking import gap
@@ -29,10 +31,11 @@ def test_masses_match_their_definitions_by_brute_force(seed, width):
     scores = dyadic_scores(seed, tokens=7, experts=5)
     rows, w = [sorted(row) for row in scores.tolist()], width.item()
     pair = [any(y - x <= w for x, y in itertools.combinations(row, 2)) for row in rows]
-    assert boundary_mass_pair(scores, width.reshape(1)).mass == (sum(pair) / len(rows),)
+    assert boundary_mass_pair(scores, width).value.item() == sum(pair) / len(rows)
     for k in range(1, 5):
         top = [row[-k] - row[-k - 1] <= w for row in rows]
         assert mass(scores, width, k) == (sum(top) / len(rows),)
+        assert float(boundary_mass_top(scores, width.item(), k)) == sum(top) / len(rows)
 
 
 @given(seeds, widths, widths)
@@ -40,7 +43,7 @@ def test_masses_grow_with_width_and_pair_dominates_top(seed, width, extra):
     scores = dyadic_scores(seed, experts=4)
     both = torch.stack([width, width + extra])
     narrow, wide = boundary_mass(gap(scores, 2), both).mass
-    assert 0 <= narrow <= wide <= boundary_mass_pair(scores, both).mass[1] <= 1
+    assert 0 <= narrow <= wide <= boundary_mass_pair(scores, both).value[1] <= 1
 
 
 @given(seeds, widths, st.permutations(range(8)), st.integers(-9, 9), st.sampled_from([0.25, 4.0]))
@@ -58,19 +61,20 @@ def test_ambiguity_lies_between_its_two_boundary_masses(seed, eps, tau):
     outer = inner + tau * math.log(4)
     ends = torch.tensor([inner * (1 - 1e-9), outer * (1 + 1e-9)], dtype=torch.float64)
     lower, upper = boundary_mass(gap(scores, 1), ends).mass
-    assert lower <= ambiguity_mass(scores, eps, tau) <= upper
+    assert lower <= float(ambiguity_mass(scores, eps, tau)) <= upper
 
 
 @given(seeds, st.floats(0.01, 0.49))
 def test_ambiguity_of_two_experts_is_a_boundary_mass(seed, eps):
     scores = dyadic_scores(seed, experts=2)
     width = torch.tensor([math.log1p(-eps) - math.log(eps)], dtype=torch.float64)
-    assert boundary_mass(gap(scores, 1), width).mass[0] == ambiguity_mass(scores, eps)
+    assert boundary_mass(gap(scores, 1), width).mass[0] == float(ambiguity_mass(scores, eps))
 
 
 @pytest.mark.parametrize(("near", "far", "eps"), [(1.0, 1.2, 0.25), (20.0, 30.0, 1e-10)])
 def test_ambiguity_changes_at_logit_even_where_one_minus_eps_rounds(near, far, eps):
-    assert ambiguity_mass(torch.tensor([[0.0, -near], [0.0, -far]]), eps) == 0.5
+    half = ambiguity_mass(torch.tensor([[0.0, -near], [0.0, -far]]), eps)
+    assert (half.value, half.stderr) == (0.5, 0.125**0.5)
 
 
 def test_gaps_of_bfloat16_scores_are_not_rounded():
@@ -91,7 +95,7 @@ def test_profile_carries_its_binomial_band():
 def test_pairs_are_far_denser_than_the_threshold():
     scores = torch.randn(4000, 16, dtype=torch.float64)
     width = torch.tensor([1e-4], dtype=torch.float64)
-    assert boundary_mass_pair(scores, width).mass[0] > 10 * mass(scores, width, 1)[0]
+    assert boundary_mass_pair(scores, width).value[0] > 10 * mass(scores, width, 1)[0]
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (3, 1)])
@@ -115,3 +119,23 @@ def test_masked_experts_are_refused():
 def test_senseless_ambiguity_is_refused(eps, tau):
     with pytest.raises(ValueError, match="eps"):
         ambiguity_mass(torch.zeros(1, 2), eps, tau)
+
+
+def test_a_mass_has_the_shape_of_its_widths_and_a_binomial_error():
+    scores = torch.tensor([[1.0, 0.0], [2.0, 0.0], [3.0, 0.0], [4.0, 0.0]])
+    found = boundary_mass_top(scores, torch.tensor([[0.5, 1.0], [3.5, 9.0]]))
+    assert found.value.tolist() == [[0.0, 0.25], [0.75, 1.0]]
+    error = math.sqrt(0.25 * 0.75 / 4)
+    assert found.stderr.tolist() == [[0.0, error], [error, 0.0]]
+    assert top_gap(scores).tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_a_gap_needs_an_expert_on_either_side(k):
+    with pytest.raises(ValueError, match=f"k={k}"):
+        top_gap(torch.zeros(1, 3), k)
+
+
+def test_negative_widths_are_refused():
+    with pytest.raises(ValueError, match=r"-0\.5"):
+        boundary_mass_top(torch.zeros(1, 3), -0.5)

@@ -2,9 +2,10 @@
 
 Each mass is an empirical probability over tokens; `docs/definitions.md` fixes the notation.
 
-    gap of rank k       Δ = z_[k] - z_[k+1]                             Def. 1.2 (`ranking.gap`)
+    top_gap             Δ = z_[k] - z_[k+1]                             Def. 1.2
     pair_gap            Δ_min = min_{i != j} |z_i - z_j|                Def. 1.3
-    boundary_mass       BM_top(w) = P(Δ <= w), with binomial bands      Def. 2.1
+    boundary_mass       BM_top(w) = P(Δ <= w) of gaps, binomial bands   Def. 2.1
+    boundary_mass_top   BM_top(w) of scores, with standard error        Def. 2.1
     boundary_mass_pair  BM_pair(w) = P(Δ_min <= w)                      Def. 2.2
     ambiguity_mass      BM(τ; ε) = P(max softmax(z / τ) <= 1 - ε)       Def. 2.3
 
@@ -21,19 +22,40 @@ from torch import Tensor
 
 from tieline.errors import ShapeError, require
 from tieline.numerics import binomial_band, empirical_cdf
-from tieline.ranking import ranked_scores
+from tieline.ranking import gap, ranked_scores
 
 __all__ = [
+    "Mass",
     "MassProfile",
     "ambiguity_mass",
     "boundary_mass",
     "boundary_mass_pair",
+    "boundary_mass_top",
     "mass_profile",
     "pair_gap",
+    "top_gap",
 ]
 
 Scores = Float[Tensor, "tokens experts"]
 Gaps = Float[Tensor, " tokens"]
+
+
+@dataclass(frozen=True, eq=False)
+class Mass:
+    """A share of tokens with the standard error √(p (1-p) / T) of independent ones.
+
+    Shaped like the widths it was asked for; `float(mass)` is the value where that was one number.
+
+    Attributes:
+        value: share of tokens, in float64.
+        stderr: its standard error; 0 at shares 0 and 1, where `MassProfile` has a proper band.
+    """
+
+    value: Float[Tensor, "*grid"]
+    stderr: Float[Tensor, "*grid"]
+
+    def __float__(self) -> float:
+        return self.value.item()
 
 
 @dataclass(frozen=True)
@@ -78,6 +100,16 @@ def mass_profile(
     return MassProfile(*columns, tokens=tokens, confidence=confidence)
 
 
+def top_gap(scores: Scores, k: int = 1) -> Gaps:
+    """Δ = z_[k] - z_[k+1] in float64: the margin by which each token keeps its top-k set (1.2).
+
+    Zero on a tie. A top-k set that could change needs 1 <= k < E.
+    """
+    experts = _checked(scores).shape[1]
+    require(1 <= k < experts, f"a gap needs 1 <= k < E, got {k=}, E={experts}")
+    return gap(scores, k)
+
+
 def pair_gap(scores: Scores) -> Gaps:
     """Δ_min: smallest |z_i - z_j| over pairs of experts (Def. 1.3).
 
@@ -86,20 +118,28 @@ def pair_gap(scores: Scores) -> Gaps:
     return -ranked_scores(_checked(scores), scores.shape[1]).diff(dim=-1).amax(dim=-1)
 
 
-def boundary_mass_pair(
-    scores: Scores, widths: Float[Tensor, " widths"], confidence: float = 0.95
-) -> MassProfile:
+def boundary_mass_top(scores: Scores, width: float | Float[Tensor, "*grid"], k: int = 1) -> Mass:
+    """BM_top(w) = P(Δ <= w) with its standard error (Def. 2.1; Paper 0, sec. 2).
+
+    Args:
+        scores: (T, E) scores of all experts.
+        width: w >= 0, one or many; a gap equal to a width is counted.
+        k: number of experts chosen.
+    """
+    return _mass_below(top_gap(scores, k), width)
+
+
+def boundary_mass_pair(scores: Scores, width: float | Float[Tensor, "*grid"]) -> Mass:
     """BM_pair(w) = P(Δ_min <= w), at least BM_top(w) whatever its k (Def. 2.2).
 
     Args:
         scores: the scores of all experts; a truncated list has other neighbours.
-        widths: where the mass is wanted.
-        confidence: of the binomial band.
+        width: w >= 0, one or many.
     """
-    return boundary_mass(pair_gap(scores), widths, confidence)
+    return _mass_below(pair_gap(scores), width)
 
 
-def ambiguity_mass(scores: Scores, eps: float, tau: float = 1.0) -> Float[Tensor, ""]:
+def ambiguity_mass(scores: Scores, eps: float, tau: float = 1.0) -> Mass:
     """BM(τ; ε): share of tokens whose largest softmax weight is at most 1 - ε (Def. 2.3).
 
     Decided on log-odds, log Σ_{i > 1} exp((z_[i] - z_[1]) / τ) >= logit ε, for 1 - ε itself rounds
@@ -112,7 +152,18 @@ def ambiguity_mass(scores: Scores, eps: float, tau: float = 1.0) -> Float[Tensor
     require(0 < eps < 1 and tau > 0, f"need 0 < eps < 1 and tau > 0, got {eps=}, {tau=}")
     ranked = ranked_scores(_checked(scores), scores.shape[1])
     log_odds = ((ranked[:, 1:] - ranked[:, :1]) / tau).logsumexp(dim=-1)
-    return (log_odds >= math.log(eps) - math.log1p(-eps)).double().mean()
+    share = (log_odds >= math.log(eps) - math.log1p(-eps)).double().mean()
+    return _mass(share, len(scores))
+
+
+def _mass_below(gaps: Gaps, width: float | Float[Tensor, "*grid"]) -> Mass:
+    at = torch.as_tensor(width, dtype=torch.float64)
+    require(bool((at >= 0).all()), f"a width is >= 0, got {width}")
+    return _mass(empirical_cdf(gaps, at), gaps.numel())
+
+
+def _mass(share: Float[Tensor, "*grid"], tokens: int) -> Mass:
+    return Mass(share, (share * (1 - share) / tokens).sqrt())
 
 
 def _finite_or_inf(gaps: Gaps) -> Gaps:

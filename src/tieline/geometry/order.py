@@ -50,17 +50,18 @@ def near_counts(
     return torch.stack(counts, dim=-1) if counts else below.new_zeros(len(below), 0).long()
 
 
-def tie_order(scores: Scores, k: int, epsilon: float) -> Int[Tensor, " tokens"]:
+def tie_order(scores: Scores, k: int, eps: float) -> Int[Tensor, " tokens"]:
     """Largest n for which the token is within ε of an order-n tie (Def. 4.2; Paper 1, Def. 3.2).
 
     0 if z_[k] - z_[k+1] >= ε: experts that are close to each other inside the chosen set alone make
     no discontinuity. Otherwise the number of scores within ε of z_[k], less one.
     """
-    require(k < scores.shape[1], f"a tie needs k < number of scores, got {k=}, {scores.shape[1]}")
-    require(epsilon > 0, f"need epsilon > 0, got {epsilon}")
-    within = _below_threshold(scores, k).abs() < epsilon
+    experts = scores.shape[1]
+    require(1 <= k < experts, f"a tie needs 1 <= k < number of scores, got {k=}, {experts}")
+    require(eps > 0, f"need eps > 0, got {eps}")
+    within = _below_threshold(scores, k).abs() < eps
     top = ranked_scores(scores, k + 1)
-    crosses = top[:, k - 1] - top[:, k] < epsilon
+    crosses = top[:, k - 1] - top[:, k] < eps
     return (within.sum(dim=-1) - 1) * crosses
 
 
