@@ -2,6 +2,7 @@
 
 tieline inspect [MODEL]        how near a model's tokens are to a routing tie
 tieline merge A B ... -o C     one streaming summary of several
+tieline reproduce [CLAIM ...]  which statements of the papers hold, with numbers
 """
 
 from importlib import import_module
@@ -10,7 +11,7 @@ from tieline.cli.app import app, main
 
 __all__ = ["app", "main"]
 
-COMMANDS = ["inspect", "merge"]
+COMMANDS = ["inspect", "merge", "reproduce"]
 """One file each; importing it adds the command."""
 
 for _command in COMMANDS:

@@ -21,7 +21,13 @@ from tieline.errors import TielineError
 __all__ = ["CONDITION_HELD", "FINE", "Debug", "Json", "Seed", "app", "guarded", "main", "say"]
 
 FINE, CONDITION_HELD, BAD_INPUT, OUR_BUG, INTERRUPTED = 0, 1, 2, 3, 130
-EXTRAS = {"transformers": "hf", "plotly": "report", "matplotlib": "report"}
+EXTRAS = {
+    "transformers": "hf",
+    "plotly": "report",
+    "matplotlib": "report",
+    "joblib": "cluster",
+    "distributed": "cluster",
+}
 
 app = typer.Typer(
     add_completion=False,

@@ -12,14 +12,7 @@ from tieline.report.panels import draw_panels
 from tieline.report.shell import LARGEST_PAGE, check_size, figures_of, render_shell
 from tieline.report.text_panel import text_data, text_html
 
-__all__ = [
-    "LARGEST_PAGE",
-    "content_policy",
-    "page_bytes",
-    "plotly_script",
-    "render_page",
-    "write_page",
-]
+__all__ = ["LARGEST_PAGE", "page_bytes", "render_page", "write_page"]
 
 
 def render_page(result: Mapping[str, Any]) -> str:

@@ -1,0 +1,91 @@
+"""The claims of all papers: a dictionary that you can read.
+
+A paper is a package whose `MODULES` name the files with its claims; a claim is a function under
+`@claim(...)`, which adds a record to `CLAIMS`. `docs/ledger.md` shows how to add one.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+
+from tieline.errors import ParameterError, require
+from tieline.studies.claim import Claim, Evidence, Run, Verdict
+
+__all__ = ["CLAIMS", "PAPERS", "Paper", "all_claims", "claim", "select"]
+
+
+@dataclass(frozen=True)
+class Paper:
+    """A paper of the ledger: its short name, title, and the package with its claims."""
+
+    name: str
+    title: str
+    package: str
+
+
+PAPERS: dict[int, Paper] = {
+    0: Paper("boundary-mass", "Boundary mass and the soft-to-hard limit", "paper0"),
+    1: Paper("discontinuities", "Discontinuities of sparse mixtures of experts", "paper1"),
+}
+
+CLAIMS: dict[str, Claim] = {}
+"""Filled by importing the packages of the papers, which `all_claims` does."""
+
+Test = Callable[[Run], Evidence]
+
+
+def claim(
+    id: str,  # noqa: A002 - the field's name in the record
+    number: str,
+    title: str,
+    *,
+    statement: str,
+    tested: str,
+    expected: Verdict = Verdict.HOLDS,
+    condition: str = "",
+    untestable: str = "",
+    seconds: float = 0.2,
+) -> Callable[[Test], Test]:
+    """Register the function below as the test of a claim; fields as in `Claim`."""
+    paper = int(id[1 : id.index("-")])
+
+    def add(test: Test) -> Test:
+        known = CLAIMS.get(id)
+        same = known is None or known.test.__module__ == test.__module__
+        require(same, f"two claims are called {id!r}")
+        CLAIMS[id] = Claim(
+            id, paper, number, title, statement, tested, expected, test,
+            condition, untestable, seconds,
+        )  # fmt: skip
+        return test
+
+    return add
+
+
+def all_claims() -> dict[str, Claim]:
+    """Every claim by its id, in the order of the papers."""
+    for paper in PAPERS.values():
+        package = import_module(f"tieline.studies.{paper.package}")
+        for module in package.MODULES:
+            import_module(f"{package.__name__}.{module}")
+    return CLAIMS
+
+
+def select(words: Sequence[str]) -> list[Claim]:
+    """The claims that the words name: "all", papers by number or name, or ids."""
+    claims, chosen = all_claims(), {}
+    for word in words or ["all"]:
+        found = [claim for claim in claims.values() if _named(word, claim)]
+        if not found:
+            papers = ", ".join(f"{number} ({paper.name})" for number, paper in PAPERS.items())
+            raise ParameterError(
+                f"no paper or claim is called {word!r}: papers are {papers}; --list shows claims"
+            )
+        chosen |= {claim.id: claim for claim in found}
+    return list(chosen.values())
+
+
+def _named(word: str, claim: Claim) -> bool:
+    paper = PAPERS[claim.paper]
+    names = {"all", claim.id, str(claim.paper), f"p{claim.paper}", paper.name, paper.package}
+    return word in names
