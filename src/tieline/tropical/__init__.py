@@ -1,0 +1,79 @@
+"""Tropical geometry of top-k routing: cells, pieces, bounds and expectations (paper 3)."""
+
+from tieline.tropical.capacity import (
+    attainability,
+    capacity_bound,
+    cell_bound,
+    group_coalitions,
+    paper_capacities,
+    sharp_bound,
+    zaslavsky,
+)
+from tieline.tropical.collapse import (
+    ball_meets_tie,
+    cap_constant,
+    cap_fraction,
+    centring,
+    centring_of_layer,
+    saturation,
+    walls_in_ball,
+)
+from tieline.tropical.crossings import crossings, token_pairs
+from tieline.tropical.expectation import (
+    expected_cells,
+    expected_regions,
+    log_expected_cells,
+    log_expected_regions,
+    pooled_block,
+    wall_density,
+)
+from tieline.tropical.manifold import (
+    expected_kinks,
+    expected_switches,
+    paper_effective_bound,
+    pieces_along,
+    pieces_along_curve,
+    spherical_length,
+)
+from tieline.tropical.patches import grid_of, pieces_on_patch
+from tieline.tropical.slices import plane_through, slice_layer, slice_router
+from tieline.tropical.voronoi import expected_voronoi_cells, k_sets, voronoi_cells
+
+__all__ = [
+    "attainability",
+    "ball_meets_tie",
+    "cap_constant",
+    "cap_fraction",
+    "capacity_bound",
+    "cell_bound",
+    "centring",
+    "centring_of_layer",
+    "crossings",
+    "expected_cells",
+    "expected_kinks",
+    "expected_regions",
+    "expected_switches",
+    "expected_voronoi_cells",
+    "grid_of",
+    "group_coalitions",
+    "k_sets",
+    "log_expected_cells",
+    "log_expected_regions",
+    "paper_capacities",
+    "paper_effective_bound",
+    "pieces_along",
+    "pieces_along_curve",
+    "pieces_on_patch",
+    "plane_through",
+    "pooled_block",
+    "saturation",
+    "sharp_bound",
+    "slice_layer",
+    "slice_router",
+    "spherical_length",
+    "token_pairs",
+    "voronoi_cells",
+    "wall_density",
+    "walls_in_ball",
+    "zaslavsky",
+]
