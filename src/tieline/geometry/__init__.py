@@ -1,5 +1,6 @@
-"""How near tokens are to a tie: boundary masses, densities, orders, distances."""
+"""How near tokens are to a tie: masses, densities, orders, distances, volumes, diffusion."""
 
+from tieline.geometry.bands import in_band, linf_distance
 from tieline.geometry.boundary import (
     Mass,
     ambiguity_mass,
@@ -8,6 +9,8 @@ from tieline.geometry.boundary import (
     pair_gap,
     top_gap,
 )
+from tieline.geometry.diffusion import exit_curve, normalised_distances, top_k_cell
+from tieline.geometry.exit_time import exit_bounds, face_exit, face_quantile, two_face_exit
 from tieline.geometry.gaussian import (
     gaussian_budget_epsilon,
     gaussian_gap_density,
@@ -17,19 +20,63 @@ from tieline.geometry.gaussian import (
     gaussian_pair_density,
 )
 from tieline.geometry.order import tie_order
+from tieline.geometry.projection import distance_to_tie, nearest_tie_point
+from tieline.geometry.slices import (
+    band_ratio,
+    sampled_slice_density,
+    slice_bounds,
+    slice_density,
+    tube_ratio,
+)
+from tieline.geometry.ties import tie_component, tie_flat, tie_sets
+from tieline.geometry.tubes import (
+    ball_volume,
+    sampled_tube,
+    tie_tube,
+    tube_fraction,
+    tube_leading_term,
+)
+from tieline.geometry.walk import difference_by_step, step_exponent, walk_across
 
 __all__ = [
     "Mass",
     "ambiguity_mass",
+    "ball_volume",
+    "band_ratio",
     "boundary_mass_pair",
     "boundary_mass_top",
+    "difference_by_step",
+    "distance_to_tie",
+    "exit_bounds",
+    "exit_curve",
+    "face_exit",
+    "face_quantile",
     "gaussian_budget_epsilon",
     "gaussian_gap_density",
     "gaussian_gap_mass",
     "gaussian_near_ties",
     "gaussian_order_shares",
     "gaussian_pair_density",
+    "in_band",
+    "linf_distance",
+    "nearest_tie_point",
+    "normalised_distances",
     "pair_gap",
+    "sampled_slice_density",
+    "sampled_tube",
+    "slice_bounds",
+    "slice_density",
+    "step_exponent",
+    "tie_component",
+    "tie_flat",
     "tie_order",
+    "tie_sets",
+    "tie_tube",
     "top_gap",
+    "top_k_cell",
+    "tube_fraction",
+    "tube_leading_term",
+    "tube_ratio",
+    "two_face_exit",
+    "walk_across",
 ]

@@ -85,10 +85,12 @@ def gaussian_budget_epsilon(n_experts: int, k: int, extra: float = 0.5) -> float
     top = 1.0
     while gaussian_near_ties(n_experts, k, top) <= extra:
         top *= 2
-    root = optimize.brentq(
-        lambda eps: gaussian_near_ties(n_experts, k, eps) - extra, 0.0, top, xtol=1e-15, rtol=1e-14
-    )
-    return float(root)
+    return optimize.root_scalar(
+        lambda eps: gaussian_near_ties(n_experts, k, eps) - extra,
+        bracket=(0.0, top),
+        xtol=1e-15,
+        rtol=1e-14,
+    ).root
 
 
 def gaussian_order_shares(

@@ -1,0 +1,211 @@
+"""Volumes of ε-tubes around ties inside the ball of radius R, as shares of the ball.
+
+    ball_volume          ω_d = π^(d/2) / Γ(d/2 + 1)
+    tube_fraction        one flat of codimension n at distance δ, exact          Paper 1, Prop. A.13
+    tube_leading_term    ω_{D-n} ω_n / ω_D (ε/R)^n, an upper bound of it         Paper 1, Thm 4.2
+    sampled_tube         one flat, by sampling the ball
+    tie_tube             all order-n ties of a router: bounds and samples        Paper 1, Thm 4.2
+
+The leading term bounds the tube of one flat for every δ and ε, not only for large R: the density of
+the normal coordinates is largest at the origin.
+"""
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from scipy import integrate, special
+from torch import Tensor
+
+from tieline.errors import require
+from tieline.geometry.projection import distance_to_tie
+from tieline.geometry.ties import check_router, tie_flats, tie_sets
+from tieline.numerics import Estimate
+
+__all__ = [
+    "TieTube",
+    "ball_volume",
+    "sampled_tube",
+    "tie_tube",
+    "tube_fraction",
+    "tube_leading_term",
+    "uniform_ball",
+]
+
+
+@dataclass(frozen=True)
+class TieTube:
+    """Share of the ball within ε of the order-n ties of a router.
+
+    Attributes:
+        sampled: the share itself, by sampling, with its standard error.
+        flats: sum over all flats S_J of their exact tubes: an upper bound.
+        leading: the paper's bound: number of flats times the leading term (Paper 1, Thm 4.2).
+        sets: number of flats.
+    """
+
+    sampled: Estimate
+    flats: float
+    leading: float
+    sets: int
+
+
+def ball_volume(dim: int) -> float:
+    """ω_d, the volume of the unit ball in d dimensions."""
+    require(dim >= 0, f"a dimension is >= 0, got {dim=}")
+    return math.exp(dim / 2 * math.log(math.pi) - math.lgamma(dim / 2 + 1))
+
+
+def tube_fraction(*, dim: int, codim: int, offset: float, eps: float, radius: float) -> float:
+    """Share of the ball ‖x‖ < R within ε of a flat of codimension n at distance δ from its centre.
+
+        ∫ over ‖u-δ‖ < ε, ‖u‖ < R of ω_{D-n} (R² - ‖u‖²)^((D-n)/2) du / (ω_D R^D)
+
+    In polar coordinates of u: ρ² / R² is Beta(n/2, (D-n)/2 + 1), and of the sphere of radius ρ a
+    cap lies in the tube. One integral over ρ with the square-root ends taken out by ρ = a cosine;
+    its integrand is positive, so that tiny shares keep their digits too. 11 digits or more.
+
+    Args:
+        dim: D.
+        codim: n, 1 <= n <= D.
+        offset: δ >= 0.
+        eps: ε >= 0.
+        radius: R > 0.
+    """
+    _check(dim, codim, offset, eps, radius)
+    delta, width = offset / radius, eps / radius
+    if width - delta >= 1:
+        return 1.0
+    whole = max(0.0, width - delta) ** 2
+    inside = float(special.betainc(codim / 2, (dim - codim) / 2 + 1, whole))
+    low, high = abs(delta - width), min(1.0, delta + width)
+    if delta == 0 or high <= low:
+        return inside
+    return inside + _partial_spheres(dim, codim, delta, width, low, high)
+
+
+def tube_leading_term(*, dim: int, codim: int, eps: float, radius: float) -> float:
+    """ω_{D-n} ω_n / ω_D · (ε/R)^n: the tube of a flat through the centre to first order."""
+    _check(dim, codim, 0.0, eps, radius)
+    if eps == 0:
+        return 0.0
+    log_ways = math.lgamma(dim / 2 + 1) - math.lgamma(codim / 2 + 1)
+    log_ways -= math.lgamma((dim - codim) / 2 + 1)
+    return math.exp(log_ways + codim * math.log(eps / radius))
+
+
+def sampled_tube(
+    *, dim: int, codim: int, offset: float, eps: float, radius: float, samples: int, seed: int = 0
+) -> Estimate:
+    """`tube_fraction` by `samples` points of the ball, with its standard error."""
+    _check(dim, codim, offset, eps, radius)
+    x = uniform_ball(samples, dim, radius, seed)[:, :codim]
+    x[:, 0] -= offset
+    return _share(x.norm(dim=1) < eps)
+
+
+def tie_tube(
+    W: Float[Tensor, "experts width"],
+    b: Float[Tensor, " experts"] | None,
+    k: int,
+    *,
+    order: int,
+    eps: float,
+    radius: float,
+    samples: int,
+    seed: int = 0,
+) -> TieTube:
+    """Share of the ball of radius R within ε of Γ^(n): sampled, and under its two bounds.
+
+    Args:
+        W: (E, D) router weight.
+        b: router bias or None.
+        k: number of experts chosen.
+        order: n.
+        eps: ε.
+        radius: R.
+        samples: points of the ball.
+        seed: of the generator.
+    """
+    weight, bias = check_router(W, b, k)
+    dim = weight.shape[1]
+    _check(dim, order, 0.0, eps, radius)
+    flats = tie_flats(weight, bias, tie_sets(len(weight), order))
+    exact = [
+        tube_fraction(dim=dim, codim=order, offset=offset, eps=eps, radius=radius)
+        for offset in flats.distances.tolist()
+    ]
+    x = uniform_ball(samples, dim, radius, seed)
+    sampled = _share(distance_to_tie(x, weight, bias, k, order) < eps)
+    leading = len(exact) * tube_leading_term(dim=dim, codim=order, eps=eps, radius=radius)
+    return TieTube(sampled, math.fsum(exact), leading, len(exact))
+
+
+def uniform_ball(
+    samples: int, dim: int, radius: float, seed: int = 0
+) -> Float[Tensor, "samples dim"]:
+    """Independent uniform points of the ball, in float64."""
+    require(samples >= 1, f"need a sample or more, got {samples=}")
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(samples, dim, generator=generator, dtype=torch.float64)
+    length = torch.rand(samples, 1, generator=generator, dtype=torch.float64) ** (1 / dim)
+    return x * (radius * length / x.norm(dim=1, keepdim=True))
+
+
+def _partial_spheres(
+    dim: int, codim: int, delta: float, width: float, low: float, high: float
+) -> float:
+    """∫ of the density of ρ times the share of its sphere within `width` of the flat."""
+    rest = (dim - codim) / 2
+    log_norm = math.log(2) - special.betaln(codim / 2, rest + 1)
+
+    def integrand(turn: float) -> float:
+        half = math.sin(turn / 2) ** 2
+        rho = low + (high - low) * half
+        # 1 - ρ without cancellation where the upper end is the sphere itself
+        short = (1 - high) + (high - low) * math.cos(turn / 2) ** 2
+        if rho <= 0 or short <= 0:
+            return 0.0
+        log_density = log_norm + (codim - 1) * math.log(rho) + rest * math.log(short * (1 + rho))
+        cap = _cap_share(codim, rho, delta, width)
+        return math.exp(log_density) * cap * (high - low) / 2 * math.sin(turn)
+
+    cuts = _cuts(dim, codim, low, high)
+    return math.fsum(
+        integrate.quad(integrand, a, z, epsabs=0, epsrel=1e-12, limit=200, full_output=1)[0]
+        for a, z in itertools.pairwise(cuts)
+    )
+
+
+def _cuts(dim: int, codim: int, low: float, high: float) -> list[float]:
+    """Ends of the pieces of the integral: around the mode of ρ, a narrow peak for large D."""
+    mode, spread = math.sqrt((codim - 1) / max(1, dim - 1)), 1 / math.sqrt(dim)
+    places = [low, *(mode + s * spread for s in (-6, -1, 0, 1, 6)), high]
+    shares = {min(1.0, max(0.0, (place - low) / (high - low))) for place in places}
+    return sorted(math.acos(1 - 2 * share) for share in shares)
+
+
+def _cap_share(codim: int, rho: float, delta: float, width: float) -> float:
+    """Share of the sphere ‖u‖ = ρ in R^n with ‖u - δ‖ < width.
+
+    sin²(θ/2) of the cap's angle is (width² - (ρ-δ)²) / 4ρδ, whose factors do not cancel.
+    """
+    square = (width - rho + delta) * (width + rho - delta) / (4 * rho * delta)
+    if codim == 1:
+        return 0.5 if square < 1 else 1.0
+    return float(special.betainc((codim - 1) / 2, (codim - 1) / 2, np.clip(square, 0.0, 1.0)))
+
+
+def _share(hits: Tensor) -> Estimate:
+    share, n = hits.double().mean().item(), hits.numel()
+    return Estimate(share, math.sqrt(share * (1 - share) / n))
+
+
+def _check(dim: int, codim: int, offset: float, eps: float, radius: float) -> None:
+    require(1 <= codim <= dim, f"need 1 <= codim <= dim, got {codim=}, {dim=}")
+    require(offset >= 0, f"an offset is a distance >= 0, got {offset=}")
+    require(eps >= 0, f"a width is >= 0, got {eps=}")
+    require(radius > 0, f"need radius > 0, got {radius=}")

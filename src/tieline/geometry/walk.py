@@ -1,0 +1,119 @@
+"""A walk across a routing boundary: what the output does along the normal (Paper 1, Figure 1).
+
+    walk_across          f(p + s n) along the normal n through the tie p, Figures 1a and 1b
+    difference_by_step   max over ties of ‖f(p + h n/2) - f(p - h n/2)‖ against h, Figure 1c
+
+For a layer that jumps the difference tends to the height of the jump as h → 0, for one that is
+continuous to zero, linearly in h for one that is Lipschitz. `step_exponent` tells them apart.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tieline.errors import require
+from tieline.numerics import log_grid
+
+__all__ = ["StepDifferences", "Walk", "difference_by_step", "step_exponent", "walk_across"]
+
+Layer = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Walk:
+    """Output of a layer along a line.
+
+    Attributes:
+        offsets: signed distance from the tie, positive on the side the normal points to.
+        outputs: f at each of them.
+        jump: largest ‖difference‖ of neighbouring outputs.
+        jump_at: middle of the two offsets where it is.
+    """
+
+    offsets: Float[Tensor, " steps"]
+    outputs: Float[Tensor, "steps out"]
+    jump: float
+    jump_at: float
+
+
+@dataclass(frozen=True, eq=False)
+class StepDifferences:
+    """How far apart the outputs on the two sides of a tie are.
+
+    Attributes:
+        steps: h, length of the step across the tie, ascending.
+        largest: largest difference over the ties, for each step.
+        median: median difference over the ties, for each step.
+    """
+
+    steps: Float[Tensor, " steps"]
+    largest: Float[Tensor, " steps"]
+    median: Float[Tensor, " steps"]
+
+
+def walk_across(
+    layer: Layer,
+    point: Float[Tensor, " width"],
+    normal: Float[Tensor, " width"],
+    reach: float = 1.0,
+    steps: int = 401,
+) -> Walk:
+    """f(p + s n) for `steps` values of s from -reach to reach.
+
+    Args:
+        layer: f, from (rows, width) to (rows, out).
+        point: p, from `nearest_tie_point`.
+        normal: n, a unit vector.
+        reach: largest distance from the tie.
+        steps: number of points, even so that none of them is the tie itself where it matters.
+    """
+    require(reach > 0 and steps >= 2, f"need reach > 0 and steps >= 2, got {reach=}, {steps=}")
+    offsets = torch.linspace(-reach, reach, steps, dtype=torch.float64)
+    with torch.no_grad():
+        outputs = layer((point + offsets[:, None] * normal).to(point.dtype)).double()
+    rise = outputs.diff(dim=0).norm(dim=1)
+    at = int(rise.argmax())
+    middle = (offsets[at] + offsets[at + 1]).item() / 2
+    return Walk(offsets, outputs, rise[at].item(), middle)
+
+
+def difference_by_step(
+    layer: Layer,
+    points: Float[Tensor, "ties width"],
+    normals: Float[Tensor, "ties width"],
+    steps: Float[Tensor, " steps"] | None = None,
+) -> StepDifferences:
+    """Largest and median over ties of ‖f(p + h n/2) - f(p - h n/2)‖, for each h.
+
+    Args:
+        layer: f, from (rows, width) to (rows, out).
+        points: ties, in float64: below 1e-7 a float32 input cannot tell the two sides apart.
+        normals: unit normals.
+        steps: h; 1e-9 to 1 by default.
+    """
+    grid = log_grid(1e-9, 1.0, 4) if steps is None else steps.double()
+    require(bool((grid > 0).all()), f"a step is > 0, got {grid.min().item()}")
+    rows = []
+    with torch.no_grad():
+        for h in grid.tolist():
+            ahead, behind = layer(points + h / 2 * normals), layer(points - h / 2 * normals)
+            rows.append((ahead.double() - behind.double()).norm(dim=1))
+    differences = torch.stack(rows)
+    return StepDifferences(grid, differences.amax(dim=1), differences.median(dim=1).values)
+
+
+def step_exponent(found: StepDifferences) -> float:
+    """Slope of log(largest) against log(h) over the lower half of the steps.
+
+    0 for a jump, 1 for a Lipschitz map; not a number where the output does not change at all.
+    """
+    half = max(2, len(found.steps) // 2)
+    steps, largest = found.steps[:half].log(), found.largest[:half]
+    if bool((largest <= 0).any()):
+        return math.nan
+    centred = steps - steps.mean()
+    return ((centred * largest.log()).sum() / centred.square().sum()).item()
