@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "routing": BASE,
     "hf": BASE | {"geometry", "routing", "shipped"},
     "shipped": set(),
-    "audit": BASE | {"geometry", "hf"},
+    "audit": BASE | {"geometry", "hf", "routing"},  # the monitor watches our own layers too
     "tropical": BASE | {"geometry"},
     "limits": BASE | {"geometry", "routing"},
     "estimation": BASE | {"geometry", "routing"},

@@ -24,7 +24,7 @@ from tieline.routing.layer import MoE, Routing
 from tieline.routing.losses import balance_loss, boundary_loss, router_z_loss, sparsity_loss
 from tieline.routing.smooth import SmoothTopK
 
-__all__ = ["LayerRouting", "auxiliary_loss", "collect_routing"]
+__all__ = ["LayerRouting", "auxiliary_loss", "collect_routing", "is_collected"]
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,14 @@ def _record(
 ) -> None:
     if not is_recomputing():
         records.append(LayerRouting(name, layer, Routing(inputs[0], weights)))
+
+
+def is_collected(layer: MoE) -> bool:
+    """Whether a `collect_routing` is open that sees the calls of this layer."""
+    return any(
+        isinstance(hook, partial) and hook.func is _record
+        for hook in layer.gate._forward_hooks.values()
+    )
 
 
 def auxiliary_loss(
