@@ -9,6 +9,8 @@ from tieline.tropical.capacity import (
     sharp_bound,
     zaslavsky,
 )
+from tieline.tropical.cells import count_cells
+from tieline.tropical.checks import Count, DegenerateError
 from tieline.tropical.collapse import (
     ball_meets_tie,
     cap_constant,
@@ -19,6 +21,7 @@ from tieline.tropical.collapse import (
     walls_in_ball,
 )
 from tieline.tropical.crossings import crossings, token_pairs
+from tieline.tropical.exact import count_cells_rational, count_regions_rational
 from tieline.tropical.expectation import (
     expected_cells,
     expected_regions,
@@ -36,10 +39,13 @@ from tieline.tropical.manifold import (
     spherical_length,
 )
 from tieline.tropical.patches import grid_of, pieces_on_patch
+from tieline.tropical.regions import count_regions
 from tieline.tropical.slices import plane_through, slice_layer, slice_router
 from tieline.tropical.voronoi import expected_voronoi_cells, k_sets, voronoi_cells
 
 __all__ = [
+    "Count",
+    "DegenerateError",
     "attainability",
     "ball_meets_tie",
     "cap_constant",
@@ -48,6 +54,10 @@ __all__ = [
     "cell_bound",
     "centring",
     "centring_of_layer",
+    "count_cells",
+    "count_cells_rational",
+    "count_regions",
+    "count_regions_rational",
     "crossings",
     "expected_cells",
     "expected_kinks",
