@@ -110,6 +110,19 @@ def test_the_whole_model_in_bf16_errs_as_the_native_one_does(family):
     assert apart < 0.9 * native
 
 
+def test_positions_stay_exact_however_long_the_text():
+    """In bf16 positions past 256 would be rounded, which no model does."""
+    model = lively(tiny_model("olmoe", max_position_embeddings=2048))
+    seen = []
+    model.model.rotary_emb.register_forward_hook(lambda module, args, output: seen.append(output))
+    ids = batch(1, 700)
+    with torch.inference_mode():
+        model(input_ids=ids)
+        with emulate(model, "bf16", "all"):
+            model(input_ids=ids)
+    assert all(torch.equal(one, two) for one, two in zip(*seen, strict=True))
+
+
 def test_a_router_that_computes_in_float32_keeps_its_logits_in_the_whole_model_alone():
     model = lively(tiny_model("deepseek_v3"))
     router, x = first_router(model), torch.randn(9, WIDTH)

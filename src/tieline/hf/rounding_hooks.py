@@ -6,7 +6,7 @@
 Weights are rounded once, when the block is entered, and restored when it is left; activations are
 rounded where a matrix product takes them in. Formats in which the whole computation happens (bf16,
 fp16) also round what products, sums and elementwise products give back (`hf.formats`). Sums inside
-a product stay in float32, as in matrix units.
+a product stay in float32, as in matrix units, and so do tables of positions.
 
     parts     what is in the format
     router    the routers alone: their matrix, their input and, for bf16 and fp16, their logits
@@ -27,7 +27,13 @@ from torch.overrides import TorchFunctionMode
 
 from tieline.errors import require
 from tieline.hf.formats import Format, format_named
-from tieline.hf.router_scope import RouterScope, computes_single, kept_names, modular_routers
+from tieline.hf.router_scope import (
+    RouterScope,
+    computes_single,
+    kept_names,
+    modular_routers,
+    position_tables,
+)
 
 __all__ = ["Parts", "emulate", "weight_axis"]
 
@@ -73,7 +79,7 @@ def emulate(
     chosen = format_named(number_format) if isinstance(number_format, str) else number_format
     routers = modular_routers(model)
     kept = kept_names(routers, keep)
-    scope = RouterScope(routers)
+    scope = RouterScope(routers, position_tables(model))
     single = {
         name for name, router in routers.items() if parts == "all" and computes_single(router)
     }
@@ -176,7 +182,7 @@ class _Products(TorchFunctionMode):
     def _active(self) -> bool:
         running = self._scope.running
         if running is None:
-            return self._parts != "router"
+            return self._parts != "router" and not self._scope.exact
         return self._parts != "others" and running not in self._kept
 
     def _operands(self, func: Any, args: tuple[Any, ...]) -> tuple[int, ...]:

@@ -1,13 +1,14 @@
 """Knowing, while a model runs, whether one of its routers is at work: what may be perturbed there.
 
 RouterScope      which router is running, told by hooks
+position_tables  modules that compute in float32 in any model
 computes_single  whether a router makes its logits in float32 whatever the model's precision
 logits_matrix    the matrix (E, D) of a router whose logits are affine in its input
 """
 
 import copy
 import inspect
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
 
@@ -18,7 +19,14 @@ from tieline.errors import UnsupportedModelError, require
 from tieline.hf.discovery import find_routers
 from tieline.hf.families import family_of
 
-__all__ = ["RouterScope", "computes_single", "logits_matrix", "modular_routers"]
+__all__ = [
+    "RouterScope",
+    "computes_single",
+    "kept_names",
+    "logits_matrix",
+    "modular_routers",
+    "position_tables",
+]
 
 
 def modular_routers(model: nn.Module) -> dict[str, nn.Module]:
@@ -37,12 +45,19 @@ def modular_routers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 class RouterScope:
-    """Which of these routers is running; None between their calls."""
+    """Which of these routers is running; None between their calls.
 
-    def __init__(self, routers: dict[str, nn.Module]) -> None:
-        """Watch these routers."""
-        self._routers = routers
+    Attributes:
+        running: name of the router at work.
+        exact: whether a module that computes in float32 in any model, such as a table of
+            positions, is at work.
+    """
+
+    def __init__(self, routers: dict[str, nn.Module], exact: Collection[nn.Module] = ()) -> None:
+        """Watch these routers, and modules that are exact whatever the model's precision."""
+        self._routers, self._exact = routers, exact
         self.running: str | None = None
+        self.exact = False
 
     @contextmanager
     def watching(self) -> Iterator["RouterScope"]:
@@ -51,14 +66,23 @@ class RouterScope:
         for name, router in self._routers.items():
             handles.append(router.register_forward_pre_hook(self._entering(name)))
             handles.append(router.register_forward_hook(self._left, always_call=True))
+        for module in self._exact:
+            handles.append(module.register_forward_pre_hook(self._exactly(True)))
+            handles.append(module.register_forward_hook(self._exactly(False), always_call=True))
         try:
             yield self
         finally:
             for handle in handles:
                 handle.remove()
-            self.running = None
+            self.running, self.exact = None, False
 
-    def _entering(self, name: str):
+    def _exactly(self, begins: bool) -> Callable[..., None]:
+        def told(*call: object) -> None:
+            self.exact = begins
+
+        return told
+
+    def _entering(self, name: str) -> Callable[..., None]:
         def enter(module: nn.Module, args: object) -> None:
             self.running = name
 
@@ -97,6 +121,16 @@ def computes_single(router: nn.Module) -> bool:
         token = torch.zeros(1, matrix.shape[1], dtype=torch.bfloat16, device=matrix.device)
         output = trial(token)
     return output[0].dtype == torch.float32
+
+
+def position_tables(model: nn.Module) -> list[nn.Module]:
+    """Modules that hold numbers but no parameters: rotary tables, in float32 in every model."""
+    return [
+        module
+        for module in model.modules()
+        if not any(True for _ in module.parameters())
+        and any(buffer.is_floating_point() for buffer in module.buffers())
+    ]
 
 
 def kept_names(routers: Collection[str], keep: Collection[str]) -> frozenset[str]:
