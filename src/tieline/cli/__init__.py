@@ -1,5 +1,6 @@
 """The command line, the only room that prints: one file per command.
 
+tieline design                 what a number of experts, active experts and width buys
 tieline inspect [MODEL]        how near a model's tokens are to a routing tie
 tieline merge A B ... -o C     one streaming summary of several
 tieline reproduce [CLAIM ...]  which statements of the papers hold, with numbers
@@ -11,7 +12,7 @@ from tieline.cli.app import app, main
 
 __all__ = ["app", "main"]
 
-COMMANDS = ["inspect", "merge", "reproduce"]
+COMMANDS = ["design", "inspect", "merge", "reproduce"]
 """One file each; importing it adds the command."""
 
 for _command in COMMANDS:
