@@ -20,6 +20,13 @@ from tieline.limits.decomposition import (
     confident_expert,
     risk_decomposition,
 )
+from tieline.limits.dynamics import (
+    CoupledModes,
+    SymmetryBreaking,
+    coupled_modes,
+    symmetry_breaking,
+    symmetry_teacher,
+)
 from tieline.limits.gamma import (
     FreeScale,
     GammaConvergence,
@@ -51,6 +58,13 @@ from tieline.limits.matching import (
     match_experts,
     misrouting_bound,
 )
+from tieline.limits.population import (
+    Population,
+    gaussian_grid,
+    gaussian_points,
+    population_gradient,
+    population_risk,
+)
 from tieline.limits.recovery import (
     Recovery,
     SpecialisationGap,
@@ -69,6 +83,22 @@ from tieline.limits.risk import (
     soft_risk,
     winner_odds,
 )
+from tieline.limits.saddle import (
+    CriticalPoint,
+    CurvatureBound,
+    ProfileVariation,
+    find_critical_points,
+    negative_curvature,
+    perturbed_curvature,
+    profile_variation,
+)
+from tieline.limits.shape import (
+    WallVariation,
+    moved,
+    sampled_wall_derivative,
+    wall_derivative,
+    wall_variation,
+)
 from tieline.limits.slices import (
     Slices,
     slice_at,
@@ -78,6 +108,11 @@ from tieline.limits.slope import (
     Slope,
     gaussian_slope,
     sampled_slope,
+)
+from tieline.limits.surface import (
+    CoareaCheck,
+    coarea_check,
+    surface_integral,
 )
 from tieline.limits.symmetry import (
     AlignmentRate,
@@ -90,12 +125,26 @@ from tieline.limits.symmetry import (
     response_constant,
     sampled_rayleigh,
 )
+from tieline.limits.transfer import (
+    Derivatives,
+    DerivativeTransfer,
+    OffsetCurvature,
+    derivative_transfer,
+    offset_curvature,
+    risk_derivatives,
+)
 
 __all__ = [
     "AlignmentRate",
     "BoundaryConstant",
     "BoundaryMass",
     "CellControl",
+    "CoareaCheck",
+    "CoupledModes",
+    "CriticalPoint",
+    "CurvatureBound",
+    "DerivativeTransfer",
+    "Derivatives",
     "FreeScale",
     "GammaConvergence",
     "GaussianProfile",
@@ -103,7 +152,10 @@ __all__ = [
     "Matching",
     "Misrouting",
     "MoESample",
+    "OffsetCurvature",
     "Operator",
+    "Population",
+    "ProfileVariation",
     "Recovery",
     "Response",
     "RiskCurve",
@@ -112,7 +164,9 @@ __all__ = [
     "Slope",
     "SoftToHardChain",
     "SpecialisationGap",
+    "SymmetryBreaking",
     "TwoCells",
+    "WallVariation",
     "alignment_rate",
     "alignment_step",
     "ambiguity_width",
@@ -120,16 +174,22 @@ __all__ = [
     "boundary_constant",
     "cell_control",
     "check_covariance",
+    "coarea_check",
     "coarea_constant",
     "confident_expert",
+    "coupled_modes",
+    "derivative_transfer",
     "evaluate",
+    "find_critical_points",
     "first_weight",
     "free_scale",
     "gamma_convergence",
     "gaussian_boundary_mass",
     "gaussian_decomposition",
+    "gaussian_grid",
     "gaussian_inputs",
     "gaussian_margin_constant",
+    "gaussian_points",
     "gaussian_profile",
     "gaussian_risk",
     "gaussian_slope",
@@ -138,16 +198,25 @@ __all__ = [
     "margin_constant",
     "match_experts",
     "misrouting_bound",
+    "moved",
+    "negative_curvature",
+    "offset_curvature",
     "operator",
+    "perturbed_curvature",
+    "population_gradient",
+    "population_risk",
+    "profile_variation",
     "recovery_errors",
     "relabelled",
     "response_constant",
     "risk_curve",
     "risk_decomposition",
+    "risk_derivatives",
     "risk_gap",
     "router_margin_tail",
     "sampled_rayleigh",
     "sampled_slope",
+    "sampled_wall_derivative",
     "slice_at",
     "slices",
     "soft_predictions",
@@ -155,7 +224,12 @@ __all__ = [
     "soft_to_hard_chain",
     "soft_to_hard_constant",
     "specialisation_gap",
+    "surface_integral",
+    "symmetry_breaking",
+    "symmetry_teacher",
     "two_cells",
+    "wall_derivative",
     "wall_grid",
+    "wall_variation",
     "winner_odds",
 ]

@@ -1,8 +1,8 @@
 """Γ-convergence of L_τ to L_0 (Theorem 4.7), shown on two affine experts and a Gaussian input.
 
 The router must be normalised: with a free scale L_τ(φ) = L_1(φ/τ), so that inf L_τ is one number
-for all τ, the same as inf L_0, and says nothing. Experts are profiled out, Ψ_τ(φ) = min_θ L̃_τ(θ, φ);
-over unit normals and bounded offsets
+for all τ, the same as inf L_0, and says nothing. Experts are profiled out,
+Ψ_τ(φ) = min_θ L̃_τ(θ, φ); over unit normals and bounded offsets
 
     sup_φ |Ψ_τ - Ψ_0| → 0,  inf Ψ_τ → inf Ψ_0,  argmin Ψ_τ → argmin Ψ_0.
 """
@@ -34,7 +34,7 @@ class GammaConvergence:
         infima: inf over the walls of each row.
         minimisers: (taus + 1, D + 1) where it is attained.
         uniform_gaps: sup |Ψ_τ - Ψ_0| for each τ.
-        distances: from the minimiser at τ to that at 0, of walls up to the sign of (normal, offset).
+        distances: from the minimiser at τ to that at 0; (normal, offset) and its negative are one.
     """
 
     taus: tuple[float, ...]
@@ -47,7 +47,7 @@ class GammaConvergence:
 
 
 def wall_grid(angles: int, offsets: Sequence[float] = (0.0,)) -> Float[Tensor, "n 3"]:
-    """Unit normals (cos, sin) at equal angles in [0, π) with each offset: all walls of the plane."""
+    """Unit normals at equal angles in [0, π), with each offset: walls of the plane."""
     require(angles > 0, f"need one angle or more, got {angles=}")
     theta = torch.arange(angles, dtype=torch.float64) * math.pi / angles
     level = torch.tensor(offsets, dtype=torch.float64)
@@ -140,12 +140,15 @@ def free_scale(
         covariance: Σ of the inputs; the identity for None.
     """
     require(all(r > 0 for r in per_tau), f"need scales > 0, got {list(per_tau)}")
-    rows = []
-    for tau in taus:
-        scaled = (
-            TwoCells(tau * r * wall.normal, tau * r * wall.offset, wall.experts) for r in per_tau
+    rows = tuple(
+        tuple(
+            gaussian_profile(_scaled(wall, tau * r), teacher, covariance, tau).value.item()
+            for r in per_tau
         )
-        rows.append(
-            tuple(gaussian_profile(w, teacher, covariance, tau).value.item() for w in scaled)
-        )
-    return FreeScale(tuple(taus), tuple(per_tau), tuple(rows), tuple(min(row) for row in rows))
+        for tau in taus
+    )
+    return FreeScale(tuple(taus), tuple(per_tau), rows, tuple(min(row) for row in rows))
+
+
+def _scaled(wall: TwoCells, scale: float) -> TwoCells:
+    return TwoCells(scale * wall.normal, scale * wall.offset, wall.experts)

@@ -135,12 +135,14 @@ class BoundaryMass:
         first_order: 2r φ(b/σ)/σ, eq. 3.12.
         next_order: the same with its next relative term r²(b²/σ⁴ - 1/σ²)/6.
         density: φ(b/σ)/σ, the surface integral of eq. 3.14.
+        spread: σ = sqrt(vᵀΣv), the standard deviation of S.
     """
 
     exact: float
     first_order: float
     next_order: float
     density: float
+    spread: float
 
 
 def gaussian_boundary_mass(
@@ -156,4 +158,4 @@ def gaussian_boundary_mass(
     density = math.exp(-(b**2) / (2 * s**2)) / (s * math.sqrt(2 * math.pi))
     first = 2 * radius * density
     relative = radius**2 * (b**2 / s**4 - 1 / s**2) / 6
-    return BoundaryMass(exact.item(), first, first * (1 + relative), density)
+    return BoundaryMass(exact.item(), first, first * (1 + relative), density, s)

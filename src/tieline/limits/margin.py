@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
-from scipy import optimize
 from torch import Tensor
 
 from tieline.errors import ShapeError, require
@@ -23,6 +22,7 @@ from tieline.limits.cells import TwoCells
 from tieline.limits.constants import soft_to_hard_constant
 from tieline.limits.gaussian import gaussian_boundary_mass
 from tieline.limits.risk import MoESample, hard_predictions, risk_gap, soft_predictions
+from tieline.limits.slices import normal_density
 from tieline.numerics import Estimate, mean_estimate
 from tieline.ranking import gap
 
@@ -67,18 +67,21 @@ def gaussian_margin_constant(
     2 φ(b/σ)/σ, the limit t → 0, where |b| <= σ; larger than that limit where the wall lies further
     out, since the density of S then grows away from zero.
     """
-    at_zero = 2 * gaussian_boundary_mass(student, 0.0, covariance).density
-    sigma = covariance.double() if covariance is not None else torch.eye(student.width).double()
-    spread = (student.normal @ sigma @ student.normal).sqrt().item()
-    reach = abs(student.offset.item()) + 4 * spread
+    at_zero = gaussian_boundary_mass(student, 0.0, covariance)
+    spread, b = at_zero.spread, abs(student.offset.item())
+    if b <= spread:
+        return 2 * at_zero.density
 
-    def loss(t: float) -> float:
-        return -gaussian_boundary_mass(student, t, covariance).exact / t
+    def still_rising(t: float) -> bool:
+        ends = torch.tensor([(t - b) / spread, (t + b) / spread], dtype=torch.float64)
+        slope = normal_density(ends).sum().item() / spread
+        return t * slope > gaussian_boundary_mass(student, t, covariance).exact
 
-    best = optimize.minimize_scalar(
-        loss, bounds=(1e-3 * spread, reach), method="bounded", options={"xatol": 1e-12 * reach}
-    )
-    return max(at_zero, -float(best.fun))
+    low, high = 0.0, b + 4 * spread
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if still_rising(middle) else (low, middle)
+    return gaussian_boundary_mass(student, high, covariance).exact / high
 
 
 @dataclass(frozen=True)

@@ -57,12 +57,12 @@ def gaussian_slope(
     d = student.experts[0] - student.experts[1]
     smooth = -density * (d @ second @ d).item()
     jump = teacher.experts[0] - teacher.experts[1]
-    side = _same_wall(student, teacher)
+    side = same_wall(student, teacher)
     strength = 2 * math.log(2) * density * side * (d @ second @ jump).item()
     return Slope(strength + smooth, strength, smooth)
 
 
-def _same_wall(student: TwoCells, teacher: TwoCells) -> int:
+def same_wall(student: TwoCells, teacher: TwoCells) -> int:
     """1 or -1 where both walls are one hyperplane (with equal or opposite sides), else 0."""
     ours = torch.cat([student.normal, student.offset[None]]) / student.normal.norm()
     theirs = torch.cat([teacher.normal, teacher.offset[None]]) / teacher.normal.norm()

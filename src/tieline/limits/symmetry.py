@@ -7,8 +7,8 @@
     κ_sign = 2√(2/π)                                                               Lemma 6.2
     ρ(τ) = (1 + ηλ_2/τ)/(1 + ηλ_1/τ),  t_align = τ/(η(λ_1 - λ_2))                  eq. 6.10, 6.11
 
-**Not without loss of generality.** The paper flips v so that d·Σv > 0 (eq. 6.7). Flipping v swaps the
-two sides, hence the two experts, hence the sign of d: d·Σv and M itself do not change. For
+**Not without loss of generality.** The paper flips v so that d·Σv > 0 (eq. 6.7). Flipping v swaps
+the two sides, hence the two experts, hence the sign of d: d·Σv and M itself do not change. For
 d·Σv < 0 the reduced model has vᵀMv < 0. `tieline.limits.dynamics` shows what the true flow does.
 """
 

@@ -1,0 +1,233 @@
+"""Critical points of a small teacher-student problem: which are minima, which strict saddles?
+
+Theorem 5.17 says: if the profiled hard problem has a falling direction at every wall that is not
+the teacher's, so has the soft problem. Here are both sides, for two affine experts in the plane with
+a normal of length 1 (with a free length the infimum of L_τ is not attained).
+
+    find_critical_points   Newton's method on the gradient of L_τ from many starts, with the least
+                           eigenvalue of the Hessian and its direction at each point found
+    profile_variation      Ψ_0 = min_θ L̃_0 along a motion of the wall: first and second variation
+    negative_curvature     λ_min and its eigenvector
+    perturbed_curvature    λ_min(H) <= λ_min(H_0) + ‖H - H_0‖                      Lemma 5.15
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from scipy import optimize
+from torch import Tensor
+
+from tieline.errors import ShapeError, require
+from tieline.limits.cells import TwoCells
+from tieline.limits.gaussian import gaussian_profile
+from tieline.limits.population import Population, gaussian_grid, population_risk
+from tieline.limits.shape import moved
+from tieline.limits.slices import slice_at
+from tieline.limits.transfer import Derivatives
+from tieline.numerics import one_thread
+
+__all__ = [
+    "CriticalPoint",
+    "CurvatureBound",
+    "ProfileVariation",
+    "find_critical_points",
+    "negative_curvature",
+    "perturbed_curvature",
+    "profile_variation",
+]
+
+Matrix = Float[Tensor, "parameters parameters"]
+
+
+@dataclass(frozen=True, eq=False)
+class CriticalPoint:
+    """A point where the gradient of L_τ vanishes, in (angle, offset, expert 1, expert 2).
+
+    Attributes:
+        student: the mixture there.
+        risk: L̃_τ.
+        gradient_norm: what is left of the gradient.
+        least_eigenvalue: of the Hessian in (angle, offset, experts).
+        direction: unit eigenvector of it, the way down at a saddle.
+        drop: risk at the best of a few steps along ±direction, minus `risk`; negative at a saddle.
+        misrouted: P(student cell ≠ teacher cell), for the better of the two labellings.
+        kind: "minimum", "strict saddle" or "degenerate" (eigenvalue within 1e-7 of zero).
+    """
+
+    student: TwoCells
+    risk: float
+    gradient_norm: float
+    least_eigenvalue: float
+    direction: Float[Tensor, " coordinates"]
+    drop: float
+    misrouted: float
+    kind: str
+
+
+def negative_curvature(hessian: Matrix) -> tuple[float, Float[Tensor, " parameters"]]:
+    """Least eigenvalue of a symmetric matrix and its unit eigenvector."""
+    values, vectors = torch.linalg.eigh(hessian)
+    return values[0].item(), vectors[:, 0]
+
+
+@dataclass(frozen=True)
+class CurvatureBound:
+    """Lemma 5.15: `least` <= `bound`, the least eigenvalue of H_0 plus the distance to H."""
+
+    least: float
+    bound: float
+
+
+def perturbed_curvature(reference: Matrix, hessian: Matrix) -> CurvatureBound:
+    """λ_min(H) beside λ_min(H_0) + ‖H - H_0‖_op."""
+    distance = torch.linalg.matrix_norm(hessian - reference, 2).item()
+    least = negative_curvature(reference)[0]
+    return CurvatureBound(negative_curvature(hessian)[0], least + distance)
+
+
+def find_critical_points(
+    teacher: TwoCells,
+    tau: float,
+    starts: int = 8,
+    seed: int = 0,
+    covariance: Float[Tensor, "2 2"] | None = None,
+    spacing: float = 0.25,
+) -> tuple[CriticalPoint, ...]:
+    """Distinct critical points of L_τ reached from random walls with their best experts.
+
+    Args:
+        teacher: the target, in the plane.
+        tau: temperature; the grid resolves τ >= 0.3 at the default spacing.
+        starts: walls with random angle and offset.
+        seed: of the starts.
+        covariance: Σ of the inputs; the identity for None.
+        spacing: of the grid (`gaussian_grid`).
+
+    Returns:
+        Points with a gradient below 1e-9, by increasing risk; both labellings of a mixture count.
+    """
+    require(starts > 0, f"need one start or more, got {starts=}")
+    generator = torch.Generator().manual_seed(seed)
+    points: list[CriticalPoint] = []
+    with one_thread():
+        grid = gaussian_grid(teacher, covariance, spacing, order=8)
+        for _ in range(starts):
+            draw = torch.rand(2, generator=generator, dtype=torch.float64)
+            start = _start(teacher, draw, covariance, tau)
+            found = _newton(grid, start, tau)
+            if found is not None and all(_apart(found, p.student) for p in points):
+                points.append(_describe(grid, teacher, found, tau))
+    return tuple(sorted(points, key=lambda point: point.risk))
+
+
+def _start(teacher: TwoCells, draw: Tensor, covariance: Tensor | None, tau: float) -> Tensor:
+    angle, offset = 2 * math.pi * draw[0], 2 * draw[1] - 1
+    wall = TwoCells(torch.stack([angle.cos(), angle.sin()]), offset, teacher.experts)
+    experts = gaussian_profile(wall, teacher, covariance, tau).experts
+    return torch.cat([angle[None], offset[None], experts.flatten()])
+
+
+def _student(coordinates: Tensor) -> TwoCells:
+    angle = coordinates[0]
+    return TwoCells(
+        torch.stack([angle.cos(), angle.sin()]), coordinates[1], coordinates[2:].reshape(2, 3)
+    )
+
+
+def _polar(grid: Population, coordinates: Tensor, tau: float) -> Derivatives:
+    """Derivatives in (angle, offset, experts) by the chain rule from those in (normal, …)."""
+    student = _student(coordinates)
+    flat = population_risk(grid, student.flat(), tau)
+    jacobian = torch.zeros(9, 8, dtype=torch.float64)
+    jacobian[0, 0], jacobian[1, 0] = -student.normal[1], student.normal[0]
+    jacobian[2:, 1:] = torch.eye(7, dtype=torch.float64)
+    hessian = jacobian.T @ flat.hessian @ jacobian
+    hessian[0, 0] -= flat.gradient[:2] @ student.normal
+    return Derivatives(flat.value, jacobian.T @ flat.gradient, hessian)
+
+
+def _newton(grid: Population, start: Tensor, tau: float) -> Tensor | None:
+    def residual(q: np.ndarray) -> np.ndarray:
+        return _polar(grid, torch.from_numpy(q), tau).gradient.numpy()
+
+    def jacobian(q: np.ndarray) -> np.ndarray:
+        return _polar(grid, torch.from_numpy(q), tau).hessian.numpy()
+
+    q = optimize.root(
+        residual, start.numpy(), jac=jacobian, options={"xtol": 1e-13, "maxfev": 100}
+    ).x
+    found = torch.from_numpy(q)
+    small = found.abs().max().item() < 50 and np.linalg.norm(residual(q)) < 1e-9
+    return found if small else None
+
+
+def _apart(found: Tensor, other: TwoCells) -> bool:
+    return bool((_student(found).flat() - other.flat()).norm() > 1e-5)
+
+
+def _describe(grid: Population, teacher: TwoCells, q: Tensor, tau: float) -> CriticalPoint:
+    at = _polar(grid, q, tau)
+    least, direction = negative_curvature(at.hessian)
+    steps = (s * h * direction for s in (1, -1) for h in (0.03, 0.1, 0.3))
+    best = min(_polar(grid, q + step, tau).value for step in steps)
+    student = _student(q)
+    wrong = student.cell(grid.inputs) != teacher.cell(grid.inputs)
+    share = grid.weight[wrong].sum().item()
+    kind = "degenerate" if abs(least) < 1e-7 else "minimum" if least > 0 else "strict saddle"
+    norm = at.gradient.norm().item()
+    return CriticalPoint(
+        student, at.value, norm, least, direction, best - at.value, min(share, 1 - share), kind
+    )
+
+
+@dataclass(frozen=True)
+class ProfileVariation:
+    """Ψ_0 along a motion of the wall (Assumption 5.14).
+
+    Attributes:
+        value: Ψ_τ(φ).
+        first: dΨ/dt at t = 0.
+        second: d²Ψ/dt².
+        speed: ‖φ‖² = ∫ (δS/‖∇S‖)² p on the wall, so that second/speed is -λ_nd.
+        curvature: α_fr, the least eigenvalue of the Hessian in the experts.
+    """
+
+    value: float
+    first: float
+    second: float
+    speed: float
+    curvature: float
+
+
+def profile_variation(
+    wall: TwoCells,
+    teacher: TwoCells,
+    direction: Float[Tensor, " columns"],
+    covariance: Float[Tensor, "width width"] | None = None,
+    tau: float = 0.0,
+) -> ProfileVariation:
+    """First and second variation of Ψ_τ = min_θ L̃_τ, exact, where the walls cross."""
+    require(
+        wall.width == teacher.width, f"widths differ: {wall.width}, {teacher.width}", ShapeError
+    )
+    t = torch.zeros((), dtype=torch.float64, requires_grad=True)
+    profile = gaussian_profile(moved(wall, direction.double(), t), teacher, covariance, tau)
+    (first,) = torch.autograd.grad(profile.value, t, create_graph=True)
+    (second,) = torch.autograd.grad(first, t)
+    return ProfileVariation(
+        profile.value.item(),
+        first.item(),
+        second.item(),
+        _speed(wall, direction.double(), covariance),
+        profile.curvature,
+    )
+
+
+def _speed(wall: TwoCells, direction: Tensor, covariance: Tensor | None) -> float:
+    """∫_{S=0} (δS/‖∇S‖)² p dH = p_S(0) E[δS² | S = 0]/‖∇S‖."""
+    facet = slice_at(wall, wall, covariance)
+    square = direction @ facet.second[0] @ direction
+    return (facet.weight[0] * square / wall.normal.norm()).item()
