@@ -2,6 +2,7 @@
 
 from tieline.audit.diff.align import Aligned, align
 from tieline.audit.diff.compare import diff
+from tieline.audit.diff.models import ModelsCompared, Side, diff_models, sequences_of, trace_model
 from tieline.audit.diff.records import (
     Alignment,
     Attribution,
@@ -23,10 +24,15 @@ __all__ = [
     "LayerDiff",
     "LayerPair",
     "LogitsDiff",
+    "ModelsCompared",
     "Rate",
     "RoutingDiff",
+    "Side",
     "TokenDiff",
     "WeightMoved",
     "align",
     "diff",
+    "diff_models",
+    "sequences_of",
+    "trace_model",
 ]

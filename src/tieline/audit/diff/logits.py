@@ -1,0 +1,97 @@
+"""How far the predictions of two models are apart, token by token.
+
+With d_v = log P_B(v) - log P_A(v) and k3(d) = e^d - 1 - d >= 0:
+
+    k3 at the text      k3(d_x), x the token that follows in the text
+    KL(A ‖ B)           Σ_v P_A(v) k3(d_v) = Σ_v P_A(v) (-d_v)
+
+The sum of k3 has only terms that are not negative, so that distances far below the rounding of the
+log-probabilities do not drown in it. All in float64.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from tieline.audit.diff.rates import clustered_error
+from tieline.audit.diff.records import LogitsDiff
+
+__all__ = ["TokenDistances", "logits_diff", "token_distances"]
+
+ROWS = 128
+"""Tokens at a time whose distributions are held in float64."""
+
+
+class TokenDistances(NamedTuple):
+    """Per token: k3 and KL of what it predicts, and both losses; NaN where nothing follows."""
+
+    k3: Float[Tensor, " tokens"]
+    kl: Float[Tensor, " tokens"]
+    loss_a: Float[Tensor, " tokens"]
+    loss_b: Float[Tensor, " tokens"]
+
+
+def token_distances(
+    logits_a: Float[Tensor, "rows length vocabulary"],
+    logits_b: Float[Tensor, "rows length vocabulary"],
+    ids: Int[Tensor, "rows length"],
+) -> TokenDistances:
+    """The distances at every token of a batch, row after row."""
+    following = torch.cat((ids[:, 1:], torch.zeros_like(ids[:, :1])), dim=1).flatten()
+    parts = [
+        _distances(*(x.flatten(0, 1)[rows].double().cpu() for x in (logits_a, logits_b)), target)
+        for rows, target in zip(
+            torch.arange(ids.numel()).split(ROWS), following.split(ROWS), strict=True
+        )
+    ]
+    joined = [torch.cat(column) for column in zip(*parts, strict=True)]
+    last = torch.zeros(ids.shape, dtype=torch.bool)
+    last[:, -1] = True
+    return TokenDistances(*(column.masked_fill(last.flatten(), torch.nan) for column in joined))
+
+
+def _distances(a: Tensor, b: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+    log_a, log_b = a.log_softmax(1), b.log_softmax(1)
+    difference = log_b - log_a
+    k3 = difference.expm1() - difference
+    kl = (log_a.exp() * k3).sum(1)
+    places = target.cpu()[:, None]
+    at_text = (x.gather(1, places).squeeze(1) for x in (k3, -log_a, -log_b))
+    of_text, loss_a, loss_b = at_text
+    return of_text, kl, loss_a, loss_b
+
+
+def logits_diff(
+    found: TokenDistances, flipped: Bool[Tensor, " tokens"], documents: Int[Tensor, " tokens"]
+) -> LogitsDiff | None:
+    """Means, errors and tails over the tokens that predict something; None if none does.
+
+    Args:
+        found: distances of every token.
+        flipped: tokens that flip in at least one layer.
+        documents: document of each token.
+    """
+    known = ~found.kl.isnan()
+    if not bool(known.any()):
+        return None
+    values = TokenDistances(*(column[known] for column in found))
+    groups, apart = documents[known], flipped[known]
+    return LogitsDiff(
+        k3=values.k3.mean().item(),
+        k3_error=clustered_error(values.k3, groups),
+        kl=values.kl.mean().item(),
+        kl_error=clustered_error(values.kl, groups),
+        kl_p99=float(np.quantile(values.kl.numpy(), 0.99, method="inverted_cdf")),
+        kl_flipped=_mean(values.kl[apart]),
+        kl_unflipped=_mean(values.kl[~apart]),
+        loss_a=values.loss_a.mean().item(),
+        loss_b=values.loss_b.mean().item(),
+        tokens=int(known.sum()),
+    )
+
+
+def _mean(values: Tensor) -> float | None:
+    return values.mean().item() if len(values) else None
