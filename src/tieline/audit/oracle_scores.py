@@ -103,7 +103,7 @@ def _levels(tokens: int, experts: int, draw: torch.Generator) -> Float[Tensor, "
     """Descending integers around zero, with holes of up to three between neighbours."""
     steps = torch.randint(1, 5, (tokens, experts), generator=draw).double()
     levels = -steps.cumsum(dim=1)
-    return (levels - levels.mean(dim=1, keepdim=True)).round()
+    return levels - levels.mean(dim=1, keepdim=True).round()
 
 
 def _planted(

@@ -88,6 +88,7 @@ def recompute_check(
     require(bool(ways) and not unknown, f"ways must be some of {WAYS}, got {sorted(ways)}")
     require(splits >= 2, f"a split has 2 parts or more, got {splits=}")
     module, inputs = block_or_model, Inputs.of(block_or_model, batch)
+    rows = inputs.rows
     first = plain(module, inputs)
     require(bool(first.calls), "no router ran: nothing can be compared")
     runs: dict[str, Callable[[], tuple[Run, Run]]] = {
@@ -97,8 +98,8 @@ def recompute_check(
         "compiled": lambda: (first, compiled(module, inputs, backend)),
     }
     left_out = {}
-    if "split" in ways and inputs.rows < splits:
-        left_out["split"] = f"a batch of {inputs.rows} rows has no {splits} parts"
+    if "split" in ways and rows < splits:
+        left_out["split"] = f"a batch of {rows} rows has no {splits} parts"
     asked = [way for way in WAYS if way in ways and way not in left_out]
     done = [compared(way, *runs[way](), most_flips) for way in asked]
     top = worst(done)
