@@ -1,6 +1,8 @@
 """The command line, the only room that prints: one file per command.
 
+tieline audit [MODEL]          what low precision and noise do to a model's routing
 tieline design                 what a number of experts, active experts and width buys
+tieline diff A B               whether two runs route alike and, if not, why
 tieline inspect [MODEL]        how near a model's tokens are to a routing tie
 tieline merge A B ... -o C     one streaming summary of several
 tieline reproduce [CLAIM ...]  which statements of the papers hold, with numbers
@@ -12,7 +14,7 @@ from tieline.cli.app import app, main
 
 __all__ = ["app", "main"]
 
-COMMANDS = ["design", "inspect", "merge", "reproduce"]
+COMMANDS = ["audit", "design", "diff", "inspect", "merge", "reproduce"]
 """One file each; importing it adds the command."""
 
 for _command in COMMANDS:

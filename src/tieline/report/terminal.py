@@ -12,7 +12,7 @@ from rich.text import Text
 from tieline.report.layer_table import COLUMNS, Column, layer_rows
 from tieline.report.numbers import MOST_FINDINGS, facts, finding_text, short_names
 
-__all__ = ["findings_text", "inspection_view", "layer_table"]
+__all__ = ["findings_text", "fitting", "inspection_view", "layer_table"]
 
 STYLES = {"warning": "bold yellow", "notice": "cyan", "info": "dim"}
 Cells = tuple[Column, list[str]]
@@ -31,7 +31,7 @@ def layer_table(result: Mapping[str, Any], width: int) -> Table:
     """As many columns of `layer_table.COLUMNS` as there is room for, one row per layer."""
     layers = layer_rows(result)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=False)
-    shown = _fitting([(c, [c.cell(layer) for layer in layers]) for c in COLUMNS], width)
+    shown = fitting([(c, [c.cell(layer) for layer in layers]) for c in COLUMNS], width)
     for column, _ in shown:
         table.add_column(column.heading, justify="right", no_wrap=True)
     for row in zip(*(cells for _, cells in shown), strict=True):
@@ -39,7 +39,7 @@ def layer_table(result: Mapping[str, Any], width: int) -> Table:
     return table
 
 
-def _fitting(columns: list[Cells], width: int) -> list[Cells]:
+def fitting(columns: list[Cells], width: int) -> list[Cells]:
     """The columns of lowest rank that fit side by side, in the order of the table."""
     ranked = sorted((c for c in columns if c[0].rank is not None), key=lambda c: c[0].rank or 0)
     left, kept = width, []
