@@ -54,9 +54,18 @@ def claim(
         same = known is None or known.test.__module__ == test.__module__
         require(same, f"two claims are called {id!r}")
         CLAIMS[id] = Claim(
-            id, paper, number, title, statement, tested, expected, test,
-            condition, untestable, seconds,
-        )  # fmt: skip
+            id,
+            paper,
+            number,
+            title,
+            statement,
+            tested,
+            expected,
+            test,
+            condition,
+            untestable,
+            seconds,
+        )
         return test
 
     return add

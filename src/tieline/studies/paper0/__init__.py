@@ -2,5 +2,5 @@
 
 __all__ = ["MODULES"]
 
-MODULES: list[str] = []
+MODULES = ["model", "coarea", "limit", "landscape", "recovery", "breaking"]
 """Files of this package that hold claims."""
