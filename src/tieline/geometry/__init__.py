@@ -11,6 +11,8 @@ from tieline.geometry.boundary import (
 )
 from tieline.geometry.diffusion import exit_curve, normalised_distances, top_k_cell
 from tieline.geometry.exit_time import exit_bounds, face_exit, face_quantile, two_face_exit
+from tieline.geometry.exits import exit_orders, sample_exits
+from tieline.geometry.flip_times import score_flip_times, trace_flip_times
 from tieline.geometry.gaussian import (
     gaussian_budget_epsilon,
     gaussian_gap_density,
@@ -19,8 +21,10 @@ from tieline.geometry.gaussian import (
     gaussian_order_shares,
     gaussian_pair_density,
 )
+from tieline.geometry.occupation import flat_occupation, occupation_bounds, sampled_occupation
 from tieline.geometry.order import tie_order
 from tieline.geometry.projection import distance_to_tie, nearest_tie_point
+from tieline.geometry.slabs import gaussian_slab, surface_density
 from tieline.geometry.slices import (
     band_ratio,
     sampled_slice_density,
@@ -49,24 +53,32 @@ __all__ = [
     "distance_to_tie",
     "exit_bounds",
     "exit_curve",
+    "exit_orders",
     "face_exit",
     "face_quantile",
+    "flat_occupation",
     "gaussian_budget_epsilon",
     "gaussian_gap_density",
     "gaussian_gap_mass",
     "gaussian_near_ties",
     "gaussian_order_shares",
     "gaussian_pair_density",
+    "gaussian_slab",
     "in_band",
     "linf_distance",
     "nearest_tie_point",
     "normalised_distances",
+    "occupation_bounds",
     "pair_gap",
+    "sample_exits",
+    "sampled_occupation",
     "sampled_slice_density",
     "sampled_tube",
+    "score_flip_times",
     "slice_bounds",
     "slice_density",
     "step_exponent",
+    "surface_density",
     "tie_component",
     "tie_flat",
     "tie_order",
@@ -74,6 +86,7 @@ __all__ = [
     "tie_tube",
     "top_gap",
     "top_k_cell",
+    "trace_flip_times",
     "tube_fraction",
     "tube_leading_term",
     "tube_ratio",

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tieline.errors import require
 from tieline.geometry.boundary import top_gap
+from tieline.geometry.kinds import Real
 from tieline.ranking import ranked_scores
 
 __all__ = ["in_band", "linf_distance"]
@@ -41,7 +42,7 @@ def linf_distance(scores: Scores, k: int, order: int = 1) -> Float[Tensor, " tok
     return window.amin(dim=1) / 2
 
 
-def in_band(scores: Scores, k: int, eps: float) -> Bool[Tensor, " tokens"]:
+def in_band(scores: Scores, k: int, eps: Real) -> Bool[Tensor, " tokens"]:
     """Whether an expert that is not chosen scores within ε of z_[k]: z_[k] - z_[k+1] < ε."""
     require(eps >= 0, f"a width is >= 0, got {eps=}")
     return torch.lt(top_gap(scores, k), eps)

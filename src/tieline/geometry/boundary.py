@@ -21,6 +21,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tieline.errors import ShapeError, require
+from tieline.geometry.kinds import Real
 from tieline.numerics import binomial_band, empirical_cdf
 from tieline.ranking import gap, ranked_scores
 
@@ -118,7 +119,7 @@ def pair_gap(scores: Scores) -> Gaps:
     return -ranked_scores(_checked(scores), scores.shape[1]).diff(dim=-1).amax(dim=-1)
 
 
-def boundary_mass_top(scores: Scores, width: float | Float[Tensor, "*grid"], k: int = 1) -> Mass:
+def boundary_mass_top(scores: Scores, width: Real | Float[Tensor, "*grid"], k: int = 1) -> Mass:
     """BM_top(w) = P(Δ <= w) with its standard error (Def. 2.1; Paper 0, sec. 2).
 
     Args:
@@ -129,7 +130,7 @@ def boundary_mass_top(scores: Scores, width: float | Float[Tensor, "*grid"], k: 
     return _mass_below(top_gap(scores, k), width)
 
 
-def boundary_mass_pair(scores: Scores, width: float | Float[Tensor, "*grid"]) -> Mass:
+def boundary_mass_pair(scores: Scores, width: Real | Float[Tensor, "*grid"]) -> Mass:
     """BM_pair(w) = P(Δ_min <= w), at least BM_top(w) whatever its k (Def. 2.2).
 
     Args:
@@ -139,7 +140,7 @@ def boundary_mass_pair(scores: Scores, width: float | Float[Tensor, "*grid"]) ->
     return _mass_below(pair_gap(scores), width)
 
 
-def ambiguity_mass(scores: Scores, eps: float, tau: float = 1.0) -> Mass:
+def ambiguity_mass(scores: Scores, eps: Real, tau: Real = 1.0) -> Mass:
     """BM(τ; ε): share of tokens whose largest softmax weight is at most 1 - ε (Def. 2.3).
 
     Decided on log-odds, log Σ_{i > 1} exp((z_[i] - z_[1]) / τ) >= logit ε, for 1 - ε itself rounds
@@ -156,7 +157,7 @@ def ambiguity_mass(scores: Scores, eps: float, tau: float = 1.0) -> Mass:
     return _mass(share, len(scores))
 
 
-def _mass_below(gaps: Gaps, width: float | Float[Tensor, "*grid"]) -> Mass:
+def _mass_below(gaps: Gaps, width: Real | Float[Tensor, "*grid"]) -> Mass:
     at = torch.as_tensor(width, dtype=torch.float64)
     require(bool((at >= 0).all()), f"a width is >= 0, got {width}")
     return _mass(empirical_cdf(gaps, at), gaps.numel())

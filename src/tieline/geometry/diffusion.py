@@ -23,6 +23,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tieline.errors import ShapeError, require
+from tieline.geometry.kinds import Real
 from tieline.geometry.projection import affine_scores
 from tieline.geometry.ties import check_router
 from tieline.ranking import stable_topk
@@ -86,7 +87,7 @@ def normalised_distances(
     W: Float[Tensor, "experts width"],
     b: Float[Tensor, " experts"] | None,
     k: int,
-    sigma: float | Float[Tensor, "width width"] = 1.0,
+    sigma: Real | Float[Tensor, "width width"] = 1.0,
 ) -> Float[Tensor, "tokens k rest"]:
     """r_ij = (z_i - z_j) / ‖σᵀ(w_i - w_j)‖, i the chosen experts by rank, j the others by rank.
 
@@ -105,7 +106,7 @@ def top_k_cell(
     scores: Float[Tensor, " experts"],
     W: Float[Tensor, "experts width"],
     k: int,
-    sigma: float | Float[Tensor, "width width"] = 1.0,
+    sigma: Real | Float[Tensor, "width width"] = 1.0,
 ) -> TopKCell:
     """The top-k cell of a token with these scores, under noise σ of its input.
 
@@ -138,7 +139,7 @@ def top_k_cell(
 
 
 def exit_curve(
-    cell: TopKCell, horizon: float, steps: int = 16, paths: int = 100_000, seed: int = 0
+    cell: TopKCell, horizon: Real, steps: int = 16, paths: int = 100_000, seed: int = 0
 ) -> ExitCurve:
     """P(exit by t) at t = horizon/steps, ..., horizon, as 1 - mean of Π (1 - exp(-2 y y'/Δt)).
 
@@ -175,7 +176,7 @@ def batches(paths: int) -> Iterator[int]:
 
 
 def check_noise(
-    sigma: float | Float[Tensor, "width width"], weight: Float[Tensor, "experts width"]
+    sigma: Real | Float[Tensor, "width width"], weight: Float[Tensor, "experts width"]
 ) -> Float[Tensor, "width width"]:
     """σ as a matrix in float64, refused where it is singular: some direction would stay still."""
     width = weight.shape[1]
@@ -190,7 +191,7 @@ def check_noise(
     return matrix
 
 
-def check_run(horizon: float, steps: int, paths: int) -> None:
+def check_run(horizon: Real, steps: int, paths: int) -> None:
     """Refuse a simulation without time, steps or paths."""
     require(horizon > 0 and math.isfinite(horizon), f"need a finite horizon > 0, got {horizon=}")
     require(steps >= 1 and paths >= 2, f"need steps >= 1 and paths >= 2, got {steps=}, {paths=}")
@@ -205,7 +206,7 @@ def _thin(normals: Float[Tensor, "faces q"]) -> Float[Tensor, "faces thin"]:
 
 
 def _survival(
-    start: Tensor, directions: Tensor, paths: int, dt: float, steps: int, generator: torch.Generator
+    start: Tensor, directions: Tensor, paths: int, dt: Real, steps: int, generator: torch.Generator
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """After each step: the chance that each path has stayed, and whether it was never seen out."""
     faces, dim = directions.shape

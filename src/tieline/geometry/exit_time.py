@@ -18,8 +18,12 @@ from scipy import special
 from torch import Tensor
 
 from tieline.errors import require
+from tieline.geometry.kinds import Real
 
 __all__ = ["ExitBounds", "exit_bounds", "face_exit", "face_quantile", "two_face_exit"]
+
+PARALLEL = 1e-6
+"""How near to ±1 the cosine of two faces may come."""
 
 
 class ExitBounds(NamedTuple):
@@ -30,8 +34,8 @@ class ExitBounds(NamedTuple):
 
 
 def face_exit(
-    r: Float[Tensor, "*shape"], t: float | Float[Tensor, "*shape"]
-) -> Float[Tensor, "*shape"]:
+    r: Float[Tensor, "*#shape"], t: Real | Float[Tensor, "*#shape"]
+) -> Float[Tensor, "*all"]:
     """2 Φ̄(r/√t) by the reflection principle; 0 at t = 0."""
     time = torch.as_tensor(t, dtype=torch.float64)
     require(bool((time >= 0).all()), f"a time is >= 0, got {t}")
@@ -40,8 +44,8 @@ def face_exit(
 
 
 def face_quantile(
-    r: Float[Tensor, "*shape"], p: float | Float[Tensor, "*shape"]
-) -> Float[Tensor, "*shape"]:
+    r: Float[Tensor, "*#shape"], p: Real | Float[Tensor, "*#shape"]
+) -> Float[Tensor, "*all"]:
     """(r / Φ⁻¹(1 - p/2))²: the time by which one face is hit with probability p.
 
     The paper states it for δ = 1 - p, with q_δ = Φ⁻¹((1 + δ)/2).
@@ -60,7 +64,7 @@ def exit_bounds(r: Float[Tensor, "*batch faces"], times: Float[Tensor, " times"]
     return ExitBounds(hit.amax(dim=-1), hit.sum(dim=-1).clamp(max=1))
 
 
-def two_face_exit(r1: float, r2: float, cosine: float, t: float) -> float:
+def two_face_exit(r1: Real, r2: Real, cosine: Real, t: Real) -> float:
     """P(one of two faces is hit by t), exactly; `cosine` is that of the angle of inward normals.
 
     In the plane of the normals the cell is a wedge of angle α = π - arccos(cosine). With R, θ the
@@ -68,10 +72,11 @@ def two_face_exit(r1: float, r2: float, cosine: float, t: float) -> float:
 
         P(no exit) = √(2R²/πt) e^(-x) Σ_{n odd} sin(νθ)/n · (I_{(ν-1)/2}(x) + I_{(ν+1)/2}(x)).
 
-    Orthogonal faces need no series: 1 - Π (1 - 2 Φ̄(r_i/√t)). cosine < 1 and > -1.
+    Orthogonal faces need no series: 1 - Π (1 - 2 Φ̄(r_i/√t)). Faces that are nearly
+    parallel meet too far away for the series.
     """
     require(r1 > 0 and r2 > 0 and t > 0, f"need r1, r2, t > 0, got {r1=}, {r2=}, {t=}")
-    require(-1 < cosine < 1, f"need two faces that meet, -1 < cosine < 1, got {cosine=}")
+    require(abs(cosine) <= 1 - PARALLEL, f"need |cosine| <= 1 - {PARALLEL:g}, got {cosine=}")
     stay = [math.erf(r / math.sqrt(2 * t)) for r in (r1, r2)]
     if cosine == 0:
         return 1 - stay[0] * stay[1]

@@ -24,6 +24,7 @@ from torch.special import log_ndtr
 
 from tieline.errors import require
 from tieline.geometry.density import iid_normal_density
+from tieline.geometry.kinds import Real
 
 __all__ = [
     "gaussian_budget_epsilon",
@@ -56,7 +57,7 @@ def gaussian_pair_density(n_experts: int) -> float:
     return n_experts * (n_experts - 1) / (2 * math.sqrt(math.pi))
 
 
-def gaussian_gap_mass(n_experts: int, k: int, width: float) -> float:
+def gaussian_gap_mass(n_experts: int, k: int, width: Real) -> float:
     """BM_top(w) = P(z_[k] - z_[k+1] <= w), exactly."""
     _check(n_experts, k, width)
     t, weight = _threshold_law(n_experts, k)
@@ -64,7 +65,7 @@ def gaussian_gap_mass(n_experts: int, k: int, width: float) -> float:
     return -(weight * torch.expm1(none_near)).sum().item()
 
 
-def gaussian_near_ties(n_experts: int, k: int, eps: float) -> float:
+def gaussian_near_ties(n_experts: int, k: int, eps: Real) -> float:
     """Mean number of experts beyond k above z_[k] - ε: E[K(ε)] - k (Def. 4.1)."""
     _check(n_experts, k, eps)
     t, weight = _threshold_law(n_experts, k)
@@ -72,7 +73,7 @@ def gaussian_near_ties(n_experts: int, k: int, eps: float) -> float:
     return -(n_experts - k) * (weight * torch.expm1(far)).sum().item()
 
 
-def gaussian_budget_epsilon(n_experts: int, k: int, extra: float = 0.5) -> float:
+def gaussian_budget_epsilon(n_experts: int, k: int, extra: Real = 0.5) -> float:
     """ε with E[K(ε)] = k + extra (Def. 4.3); E = 16, k = 2, extra = ½: .1515806538556.
 
     The mean count rises from 0 to E - k, so the root is bracketed and unique.
@@ -94,7 +95,7 @@ def gaussian_budget_epsilon(n_experts: int, k: int, extra: float = 0.5) -> float
 
 
 def gaussian_order_shares(
-    n_experts: int, k: int, eps: float, most: int | None = None
+    n_experts: int, k: int, eps: Real, most: int | None = None
 ) -> Float[Tensor, " orders"]:
     """P(order = n) for n = 0, ..., most at tolerance ε (Def. 4.2); the last entry takes the rest.
 
@@ -146,6 +147,6 @@ def _binomial_law(n: int, log_far: Float[Tensor, " t"]) -> Float[Tensor, "t coun
     return (ways + near + (n - count) * log_far[:, None]).exp()
 
 
-def _check(n_experts: int, k: int, width: float) -> None:
+def _check(n_experts: int, k: int, width: Real) -> None:
     require(1 <= k < n_experts, f"need 1 <= k < E, got {k=}, E={n_experts}")
     require(width >= 0 and math.isfinite(width), f"a width is finite and >= 0, got {width}")

@@ -18,6 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tieline.errors import require
+from tieline.geometry.kinds import Real
 from tieline.numerics import Estimate
 from tieline.ranking import kth_largest, ranked_scores
 
@@ -50,7 +51,7 @@ def near_counts(
     return torch.stack(counts, dim=-1) if counts else below.new_zeros(len(below), 0).long()
 
 
-def tie_order(scores: Scores, k: int, eps: float) -> Int[Tensor, " tokens"]:
+def tie_order(scores: Scores, k: int, eps: Real) -> Int[Tensor, " tokens"]:
     """Largest n for which the token is within ε of an order-n tie (Def. 4.2; Paper 1, Def. 3.2).
 
     0 if z_[k] - z_[k+1] >= ε: experts that are close to each other inside the chosen set alone make

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.special import log_ndtr
 
 from tieline.errors import require
+from tieline.geometry.kinds import Real
 from tieline.geometry.ties import check_router, tie_flat
 from tieline.geometry.tubes import tube_leading_term
 from tieline.numerics import Estimate
@@ -69,7 +70,7 @@ class OrderRatio:
         value: corrected; the same for Euclidean tubes, (n+1)/(m+1) times as much for ℓ∞ bands.
     """
 
-    paper: float
+    paper: Real
     value: float
 
 
@@ -155,7 +156,7 @@ def slice_bounds(
 
 
 def tube_ratio(
-    n_experts: int, k: int, *, dim: int, orders: tuple[int, int], eps: float, radius: float
+    n_experts: int, k: int, *, dim: int, orders: tuple[int, int], eps: Real, radius: Real
 ) -> OrderRatio:
     """U_n / U_m = Σα_n / Σα_m · ω_{D-n} ω_n / (ω_{D-m} ω_m) · (ε/R)^(n-m) (Thm 4.4).
 
@@ -172,7 +173,7 @@ def tube_ratio(
 
 
 def band_ratio(
-    n_experts: int, k: int, *, dim: int, orders: tuple[int, int], eps: float, radius: float
+    n_experts: int, k: int, *, dim: int, orders: tuple[int, int], eps: Real, radius: Real
 ) -> OrderRatio:
     """U_n / U_m = Σκα_n / Σκα_m · ω_{D-n} / ω_{D-m} · (2ε/R)^(n-m) for bands of Def. 4.6 (Thm 4.7).
 
@@ -180,6 +181,7 @@ def band_ratio(
     differences for the fibre, with volume (2ε)^r; moving all r + 1 scores by ε at most reaches
     {range of (0, v) <= 2ε}, with volume (r+1)(2ε)^r. So the true ratio has a factor (n+1)/(m+1).
     """
+    require(eps > 0 and radius > 0, f"need eps > 0 and radius > 0, got {eps=}, {radius=}")
     paper = []
     for order in orders:
         require(1 <= order <= dim, f"need 1 <= order <= dim, got {order=}, {dim=}")
@@ -200,7 +202,7 @@ def _admissible(others: int, k: int, order: int) -> range:
     return range(max(0, k - order), min(k - 1, others) + 1)
 
 
-def _cap_bound(normals: np.ndarray, longest: float, dim: int) -> float:
+def _cap_bound(normals: np.ndarray, longest: Real, dim: int) -> float:
     """½ I_{4s²(1-s²)}((d-1)/2, ½) of one choice; 0 where no direction satisfies all its signs."""
     system = np.vstack([normals.T, np.ones(len(normals))])
     target = np.zeros(len(system))

@@ -120,7 +120,8 @@ def tie_flat(
     normals = rows[tied[1:]] - rows[tied[0]]
     offsets = shift[tied[0]] - shift[tied[1:]]
     left, values, right = torch.linalg.svd(normals, full_matrices=False)
-    _check_rank(values.square(), tied[None])
+    missing = len(normals) - len(values)
+    _check_rank(torch.cat([values.square(), values.new_zeros(missing)]), tied[None])
     coordinates = (left.T @ offsets) / values
     return TieFlat(
         tuple(tied.tolist()),

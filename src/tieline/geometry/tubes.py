@@ -21,6 +21,7 @@ from scipy import integrate, special
 from torch import Tensor
 
 from tieline.errors import require
+from tieline.geometry.kinds import Real
 from tieline.geometry.projection import distance_to_tie
 from tieline.geometry.ties import check_router, tie_flats, tie_sets
 from tieline.numerics import Estimate
@@ -59,7 +60,7 @@ def ball_volume(dim: int) -> float:
     return math.exp(dim / 2 * math.log(math.pi) - math.lgamma(dim / 2 + 1))
 
 
-def tube_fraction(*, dim: int, codim: int, offset: float, eps: float, radius: float) -> float:
+def tube_fraction(*, dim: int, codim: int, offset: Real, eps: Real, radius: Real) -> float:
     """Share of the ball ‖x‖ < R within ε of a flat of codimension n at distance δ from its centre.
 
         ∫ over ‖u-δ‖ < ε, ‖u‖ < R of ω_{D-n} (R² - ‖u‖²)^((D-n)/2) du / (ω_D R^D)
@@ -87,7 +88,7 @@ def tube_fraction(*, dim: int, codim: int, offset: float, eps: float, radius: fl
     return inside + _partial_spheres(dim, codim, delta, width, low, high)
 
 
-def tube_leading_term(*, dim: int, codim: int, eps: float, radius: float) -> float:
+def tube_leading_term(*, dim: int, codim: int, eps: Real, radius: Real) -> float:
     """ω_{D-n} ω_n / ω_D · (ε/R)^n: the tube of a flat through the centre to first order."""
     _check(dim, codim, 0.0, eps, radius)
     if eps == 0:
@@ -98,7 +99,7 @@ def tube_leading_term(*, dim: int, codim: int, eps: float, radius: float) -> flo
 
 
 def sampled_tube(
-    *, dim: int, codim: int, offset: float, eps: float, radius: float, samples: int, seed: int = 0
+    *, dim: int, codim: int, offset: Real, eps: Real, radius: Real, samples: int, seed: int = 0
 ) -> Estimate:
     """`tube_fraction` by `samples` points of the ball, with its standard error."""
     _check(dim, codim, offset, eps, radius)
@@ -113,8 +114,8 @@ def tie_tube(
     k: int,
     *,
     order: int,
-    eps: float,
-    radius: float,
+    eps: Real,
+    radius: Real,
     samples: int,
     seed: int = 0,
 ) -> TieTube:
@@ -145,7 +146,7 @@ def tie_tube(
 
 
 def uniform_ball(
-    samples: int, dim: int, radius: float, seed: int = 0
+    samples: int, dim: int, radius: Real, seed: int = 0
 ) -> Float[Tensor, "samples dim"]:
     """Independent uniform points of the ball, in float64."""
     require(samples >= 1, f"need a sample or more, got {samples=}")
@@ -156,7 +157,7 @@ def uniform_ball(
 
 
 def _partial_spheres(
-    dim: int, codim: int, delta: float, width: float, low: float, high: float
+    dim: int, codim: int, delta: Real, width: Real, low: Real, high: Real
 ) -> float:
     """∫ of the density of ρ times the share of its sphere within `width` of the flat."""
     rest = (dim - codim) / 2
@@ -180,7 +181,7 @@ def _partial_spheres(
     )
 
 
-def _cuts(dim: int, codim: int, low: float, high: float) -> list[float]:
+def _cuts(dim: int, codim: int, low: Real, high: Real) -> list[float]:
     """Ends of the pieces of the integral: around the mode of ρ, a narrow peak for large D."""
     mode, spread = math.sqrt((codim - 1) / max(1, dim - 1)), 1 / math.sqrt(dim)
     places = [low, *(mode + s * spread for s in (-6, -1, 0, 1, 6)), high]
@@ -188,7 +189,7 @@ def _cuts(dim: int, codim: int, low: float, high: float) -> list[float]:
     return sorted(math.acos(1 - 2 * share) for share in shares)
 
 
-def _cap_share(codim: int, rho: float, delta: float, width: float) -> float:
+def _cap_share(codim: int, rho: Real, delta: Real, width: Real) -> float:
     """Share of the sphere ‖u‖ = ρ in R^n with ‖u - δ‖ < width.
 
     sin²(θ/2) of the cap's angle is (width² - (ρ-δ)²) / 4ρδ, whose factors do not cancel.
@@ -204,7 +205,7 @@ def _share(hits: Tensor) -> Estimate:
     return Estimate(share, math.sqrt(share * (1 - share) / n))
 
 
-def _check(dim: int, codim: int, offset: float, eps: float, radius: float) -> None:
+def _check(dim: int, codim: int, offset: Real, eps: Real, radius: Real) -> None:
     require(1 <= codim <= dim, f"need 1 <= codim <= dim, got {codim=}, {dim=}")
     require(offset >= 0, f"an offset is a distance >= 0, got {offset=}")
     require(eps >= 0, f"a width is >= 0, got {eps=}")

@@ -16,6 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tieline.errors import require
+from tieline.geometry.kinds import Real
 from tieline.numerics import log_grid
 
 __all__ = ["StepDifferences", "Walk", "difference_by_step", "step_exponent", "walk_across"]
@@ -59,7 +60,7 @@ def walk_across(
     layer: Layer,
     point: Float[Tensor, " width"],
     normal: Float[Tensor, " width"],
-    reach: float = 1.0,
+    reach: Real = 1.0,
     steps: int = 401,
 ) -> Walk:
     """f(p + s n) for `steps` values of s from -reach to reach.
