@@ -58,12 +58,22 @@ from tieline.limits.matching import (
     match_experts,
     misrouting_bound,
 )
+from tieline.limits.pairs import (
+    PairConstants,
+    pair_constants,
+)
 from tieline.limits.population import (
     Population,
     gaussian_grid,
     gaussian_points,
     population_gradient,
     population_risk,
+)
+from tieline.limits.profile import (
+    ProfileVariation,
+    VelocityGram,
+    profile_variation,
+    velocity_gram,
 )
 from tieline.limits.recovery import (
     Recovery,
@@ -86,11 +96,9 @@ from tieline.limits.risk import (
 from tieline.limits.saddle import (
     CriticalPoint,
     CurvatureBound,
-    ProfileVariation,
     find_critical_points,
     negative_curvature,
     perturbed_curvature,
-    profile_variation,
 )
 from tieline.limits.shape import (
     WallVariation,
@@ -154,6 +162,7 @@ __all__ = [
     "MoESample",
     "OffsetCurvature",
     "Operator",
+    "PairConstants",
     "Population",
     "ProfileVariation",
     "Recovery",
@@ -166,6 +175,7 @@ __all__ = [
     "SpecialisationGap",
     "SymmetryBreaking",
     "TwoCells",
+    "VelocityGram",
     "WallVariation",
     "alignment_rate",
     "alignment_step",
@@ -202,6 +212,7 @@ __all__ = [
     "negative_curvature",
     "offset_curvature",
     "operator",
+    "pair_constants",
     "perturbed_curvature",
     "population_gradient",
     "population_risk",
@@ -228,6 +239,7 @@ __all__ = [
     "symmetry_breaking",
     "symmetry_teacher",
     "two_cells",
+    "velocity_gram",
     "wall_derivative",
     "wall_grid",
     "wall_variation",

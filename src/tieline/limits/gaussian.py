@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tieline.errors import require
 from tieline.limits.cells import TwoCells, check_covariance
-from tieline.limits.slices import Slices, slices
+from tieline.limits.slices import Slices, normal_cdf, slices
 
 __all__ = [
     "BoundaryMass",
@@ -154,7 +154,7 @@ def gaussian_boundary_mass(
     s, b = (student.normal @ sigma @ student.normal).sqrt().item(), abs(student.offset.item())
     # both tails on the side of the offset: no digits are lost far from the wall
     ends = torch.tensor([radius - b, -radius - b], dtype=torch.float64) / s
-    exact = -torch.special.ndtr(ends).diff()
+    exact = -normal_cdf(ends).diff()
     density = math.exp(-(b**2) / (2 * s**2)) / (s * math.sqrt(2 * math.pi))
     first = 2 * radius * density
     relative = radius**2 * (b**2 / s**4 - 1 / s**2) / 6

@@ -1,12 +1,12 @@
 """Critical points of a small teacher-student problem: which are minima, which strict saddles?
 
 Theorem 5.17 says: if the profiled hard problem has a falling direction at every wall that is not
-the teacher's, so has the soft problem. Here are both sides, for two affine experts in the plane with
-a normal of length 1 (with a free length the infimum of L_τ is not attained).
+the teacher's (`tieline.limits.profile`), so has the soft problem. Here is the soft one, for two
+affine experts in the plane with a normal of length 1: with a free length the infimum of L_τ is not
+attained.
 
     find_critical_points   Newton's method on the gradient of L_τ from many starts, with the least
                            eigenvalue of the Hessian and its direction at each point found
-    profile_variation      Ψ_0 = min_θ L̃_0 along a motion of the wall: first and second variation
     negative_curvature     λ_min and its eigenvector
     perturbed_curvature    λ_min(H) <= λ_min(H_0) + ‖H - H_0‖                      Lemma 5.15
 """
@@ -20,23 +20,19 @@ from jaxtyping import Float
 from scipy import optimize
 from torch import Tensor
 
-from tieline.errors import ShapeError, require
+from tieline.errors import require
 from tieline.limits.cells import TwoCells
 from tieline.limits.gaussian import gaussian_profile
 from tieline.limits.population import Population, gaussian_grid, population_risk
-from tieline.limits.shape import moved
-from tieline.limits.slices import slice_at
 from tieline.limits.transfer import Derivatives
 from tieline.numerics import one_thread
 
 __all__ = [
     "CriticalPoint",
     "CurvatureBound",
-    "ProfileVariation",
     "find_critical_points",
     "negative_curvature",
     "perturbed_curvature",
-    "profile_variation",
 ]
 
 Matrix = Float[Tensor, "parameters parameters"]
@@ -181,53 +177,3 @@ def _describe(grid: Population, teacher: TwoCells, q: Tensor, tau: float) -> Cri
     return CriticalPoint(
         student, at.value, norm, least, direction, best - at.value, min(share, 1 - share), kind
     )
-
-
-@dataclass(frozen=True)
-class ProfileVariation:
-    """Ψ_0 along a motion of the wall (Assumption 5.14).
-
-    Attributes:
-        value: Ψ_τ(φ).
-        first: dΨ/dt at t = 0.
-        second: d²Ψ/dt².
-        speed: ‖φ‖² = ∫ (δS/‖∇S‖)² p on the wall, so that second/speed is -λ_nd.
-        curvature: α_fr, the least eigenvalue of the Hessian in the experts.
-    """
-
-    value: float
-    first: float
-    second: float
-    speed: float
-    curvature: float
-
-
-def profile_variation(
-    wall: TwoCells,
-    teacher: TwoCells,
-    direction: Float[Tensor, " columns"],
-    covariance: Float[Tensor, "width width"] | None = None,
-    tau: float = 0.0,
-) -> ProfileVariation:
-    """First and second variation of Ψ_τ = min_θ L̃_τ, exact, where the walls cross."""
-    require(
-        wall.width == teacher.width, f"widths differ: {wall.width}, {teacher.width}", ShapeError
-    )
-    t = torch.zeros((), dtype=torch.float64, requires_grad=True)
-    profile = gaussian_profile(moved(wall, direction.double(), t), teacher, covariance, tau)
-    (first,) = torch.autograd.grad(profile.value, t, create_graph=True)
-    (second,) = torch.autograd.grad(first, t)
-    return ProfileVariation(
-        profile.value.item(),
-        first.item(),
-        second.item(),
-        _speed(wall, direction.double(), covariance),
-        profile.curvature,
-    )
-
-
-def _speed(wall: TwoCells, direction: Tensor, covariance: Tensor | None) -> float:
-    """∫_{S=0} (δS/‖∇S‖)² p dH = p_S(0) E[δS² | S = 0]/‖∇S‖."""
-    facet = slice_at(wall, wall, covariance)
-    square = direction @ facet.second[0] @ direction
-    return (facet.weight[0] * square / wall.normal.norm()).item()

@@ -30,7 +30,15 @@ from torch import Tensor
 from tieline.errors import ShapeError, require
 from tieline.limits.cells import TwoCells, check_covariance
 
-__all__ = ["Slices", "graded_rule", "normal_density", "normal_rule", "slice_at", "slices"]
+__all__ = [
+    "Slices",
+    "graded_rule",
+    "normal_cdf",
+    "normal_density",
+    "normal_rule",
+    "slice_at",
+    "slices",
+]
 
 LIMIT = 9.5  # the normal law beyond has mass 2e-21
 ORDER = 20
@@ -90,6 +98,11 @@ def graded_rule(
 def normal_density(z: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """φ(z)."""
     return torch.exp(-z.square() / 2) / math.sqrt(2 * math.pi)
+
+
+def normal_cdf(z: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """Φ(z), to full relative precision in the lower tail, where `torch.special.ndtr` is 0."""
+    return torch.special.erfc(-z / math.sqrt(2)) / 2
 
 
 def normal_rule(layers: list[Layer]) -> Rule:
@@ -176,7 +189,7 @@ class _Conditional:
         h = (reach / self.rest)[:, None, None]
         g = torch.nn.functional.pad(self.gain, (0, 1))
         mixed = mean[:, :, None] * g + g[:, None] * mean[:, None, :]
-        bulk = torch.special.ndtr(h) * second
+        bulk = normal_cdf(h) * second
         return bulk + normal_density(h) * (mixed - h * g[:, None] * g)
 
 
