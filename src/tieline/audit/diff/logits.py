@@ -41,11 +41,10 @@ def token_distances(
 ) -> TokenDistances:
     """The distances at every token of a batch, row after row."""
     following = torch.cat((ids[:, 1:], torch.zeros_like(ids[:, :1])), dim=1).flatten()
+    flat_a, flat_b = logits_a.flatten(0, 1), logits_b.flatten(0, 1)
     parts = [
-        _distances(*(x.flatten(0, 1)[rows].double().cpu() for x in (logits_a, logits_b)), target)
-        for rows, target in zip(
-            torch.arange(ids.numel()).split(ROWS), following.split(ROWS), strict=True
-        )
+        _distances(flat_a[rows], flat_b[rows], following[rows])
+        for rows in torch.arange(ids.numel()).split(ROWS)
     ]
     joined = [torch.cat(column) for column in zip(*parts, strict=True)]
     last = torch.zeros(ids.shape, dtype=torch.bool)
@@ -54,7 +53,7 @@ def token_distances(
 
 
 def _distances(a: Tensor, b: Tensor, target: Tensor) -> tuple[Tensor, ...]:
-    log_a, log_b = a.log_softmax(1), b.log_softmax(1)
+    log_a, log_b = (logits.double().cpu().log_softmax(1) for logits in (a, b))
     difference = log_b - log_a
     k3 = difference.expm1() - difference
     kl = (log_a.exp() * k3).sum(1)

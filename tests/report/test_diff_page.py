@@ -1,0 +1,88 @@
+"""The page, the charts and the table of a comparison."""
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from tests.audit.diff.planted import all_scores, renumbered, trace_of, without_scores
+from tests.report.browser import BROWSERS, find_browser, look_at
+from tieline.audit.diff import diff
+from tieline.report.diff_page import diff_page_bytes, render_diff_page
+from tieline.report.diff_panels import draw_diff_panels
+from tieline.report.diff_terminal import diff_view
+
+needs_browser = pytest.mark.skipif(
+    find_browser() is None, reason=f"no browser: none of {', '.join(BROWSERS)} is in PATH"
+)
+
+
+def compared(ids_only=False):
+    scores = all_scores(0)
+    other = [z.clone() for z in scores]
+    other[1][:40] *= -1
+    other[2][20:60] *= -1
+    a, (b, _) = trace_of(scores), renumbered(trace_of(other), {3}, 1)
+    sides = [without_scores(x) if ids_only else x for x in (a, b)]
+    result = diff(*sides).to_dict()
+    result["provenance"] = {"a": {"model": "<b>A</b>"}, "b": {"file": "b.npy"}}
+    return result
+
+
+@pytest.fixture(scope="module")
+def result():
+    return compared()
+
+
+def test_what_is_said_and_counted_is_in_the_page_without_any_script(result):
+    page = render_diff_page(result)
+    body = page[page.index("<body>") : page.index('<script type="application/json"')]
+    assert "&lt;b&gt;A&lt;/b&gt; against b.npy" in body
+    assert "<b>A" not in body
+    assert result["verdict"] in body
+    assert body.count("<tr>") == 1 + 4
+    assert "model.layers.3.mlp.gate: " in body
+    assert "→" in body
+    assert re.findall(r'\b(?:src|href)="([^"]*)"', body) == []
+    assert len(diff_page_bytes(result)) < 6_000_000
+
+
+def test_charts_show_the_numbers_of_the_result(result):
+    panels = {panel.key: panel.figure for panel in draw_diff_panels(result)}
+    assert panels["diff-rates"]["data"][0]["y"] == [0.0, 0.1, 0.1, 0.0]
+    causes = panels["diff-causes"]["data"]
+    assert [trace["y"] for trace in causes] == [[0, 0, 0, 0], [0, 0, 20, 0], [0, 40, 20, 0]]
+    assert panels["diff-depth"]["data"][0]["y"] == [0.0, 0.1, 0.15, 0.15]
+    assert panels["diff-after"]["data"][1]["y"] == [None, None, 0.5, 0.0]
+
+
+def test_the_terminal_shows_as_many_columns_as_fit(result):
+    texts = []
+    for width in (60, 200):
+        console = Console(file=io.StringIO(), width=width)
+        console.print(diff_view(result, width))
+        texts.append(console.file.getvalue())
+    assert "flip rate" in texts[0]
+    assert "tie band" not in texts[0]
+    assert "tie band" in texts[1]
+    assert "▲" in texts[1]
+    rows = [line.split() for line in texts[1].splitlines()]
+    assert [row[0] for row in rows if row and row[0] in "0123"] == ["0", "1", "2", "3"]
+
+
+def test_what_ids_cannot_tell_is_said():
+    panels = {panel.key: panel for panel in draw_diff_panels(compared(ids_only=True))}
+    assert panels["diff-causes"].figure is None
+    assert "not attributable: A has expert ids only" in panels["diff-causes"].reason
+    assert panels["diff-rates"].figure is not None
+
+
+@needs_browser
+def test_every_chart_is_drawn_without_trouble_or_request(result, tmp_path):
+    (tmp_path / "diff.html").write_bytes(diff_page_bytes(result))
+    seen = look_at(tmp_path / "diff.html")
+    assert seen.status == "drawn", seen.troubles
+    assert seen.troubles == seen.console == seen.requests == []
+    assert set(seen.drawings) == {panel.key for panel in draw_diff_panels(result)}
+    assert all(count > 0 for count in seen.drawings.values())
