@@ -163,7 +163,7 @@ def recovery(run: Run) -> Evidence:
 )
 def saddles(run: Run) -> Evidence:
     """Minima by how much they misroute."""
-    points = find_critical_points(TEACHER, 0.3, starts=run.size(10, 40), seed=run.seed)
+    points = find_critical_points(TEACHER, 0.3, starts=run.size(6, 40), seed=run.seed)
     minima = [p for p in points if p.least_eigenvalue > 0]
     far = [p for p in points if p.misrouted > 0.1]
     different = sum(p.misrouted > 1e-4 for p in minima)

@@ -2,5 +2,5 @@
 
 __all__ = ["MODULES"]
 
-MODULES: list[str] = []
+MODULES = ["ties", "tubes", "orders", "diffusion", "occupation", "smoothing", "experiments"]
 """Files of this package that hold claims."""

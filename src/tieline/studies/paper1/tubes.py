@@ -1,0 +1,245 @@
+"""Sections 4 and A.4: volumes of tubes around flats and around all ties of one order."""
+
+import math
+
+import torch
+from scipy import integrate, special
+
+from tieline.geometry import ball_volume, sampled_tube, tie_tube, tube_fraction, tube_leading_term
+from tieline.studies.checks import at_least, at_most, near, within
+from tieline.studies.claim import Check, Evidence, Run, Verdict
+from tieline.studies.figure import chart, dots, line
+from tieline.studies.paper1.problems import router, slope
+from tieline.studies.registry import claim
+
+
+def slab(dim: int, offset: float, eps: float, radius: float) -> float:
+    """The integral of Prop. A.9 over the ball's volume, by an adaptive rule."""
+    low, high = max(-radius, offset - eps), min(radius, offset + eps)
+    if low >= high:
+        return 0.0
+    found, _ = integrate.quad(
+        lambda u: (radius**2 - u**2) ** ((dim - 1) / 2), low, high, epsabs=0, epsrel=1e-13
+    )
+    return ball_volume(dim - 1) * found / (ball_volume(dim) * radius**dim)
+
+
+@claim(
+    "p1-propA.9",
+    "Prop. A.9",
+    "tube of a hyperplane in a ball",
+    statement="Its volume is the integral of ω_{D-1}(R² - u²)^((D-1)/2) over |u - δ| < ε, |u| < R.",
+    tested="The library's quadrature for any codimension against an adaptive rule, also where the "
+    "tube is cut by the ball or misses it, and against samples.",
+)
+def hyperplane(run: Run) -> Evidence:
+    """Shares by two rules and by sampling."""
+    checks: list[Check] = []
+    for dim, offset, eps in ((3, 0.3, 0.1), (8, 0.0, 0.2), (20, 0.9, 0.3), (5, 1.5, 0.2)):
+        stated = slab(dim, offset, eps, 1.0)
+        ours = tube_fraction(dim=dim, codim=1, offset=offset, eps=eps, radius=1.0)
+        checks.append(near(f"D = {dim}, δ = {offset}, ε = {eps}", ours, stated, 1e-11))
+    n = run.size(200_000, 2_000_000)
+    found = sampled_tube(dim=8, codim=1, offset=0.3, eps=0.1, radius=1.0, samples=n, seed=run.seed)
+    exact = slab(8, 0.3, 0.1, 1.0)
+    checks.append(within("sampled, D = 8", found.value or 0, found.standard_error or 0, exact))
+    return Evidence(checks, paper=exact, measured=found.value)
+
+
+def _printed_beta(dim: int, offset: float, eps: float, radius: float) -> float:
+    """Prop. A.11 as printed: no sign before the first incomplete beta function."""
+    a, b = 0.5, (dim + 1) / 2
+    high, low = ((offset + eps) / radius) ** 2, ((offset - eps) / radius) ** 2
+    full = special.beta(a, b)
+    first, second = (full * special.betainc(a, b, z) for z in (high, low))
+    sign = math.copysign(1.0, offset - eps) if offset != eps else 0.0
+    return ball_volume(dim - 1) / (2 * ball_volume(dim)) * (first - sign * second)
+
+
+@claim(
+    "p1-propA.11",
+    "Prop. A.11",
+    "hyperplane tube by incomplete beta functions",
+    statement="The share is ω_{D-1}/2ω_D [B_{(δ+ε)²/R²}(½, (D+1)/2) - sgn(δ-ε) B_{(δ-ε)²/R²}], δ "
+    "the signed distance, and 2ω_{D-1}/ω_D ε/R + O(R⁻³).",
+    tested="The printed formula for δ of both signs against quadrature; order of the expansion.",
+    expected=Verdict.CONDITION,
+    condition="δ >= -ε: the proof has sgn(δ+ε) before the first term, the statement has lost it",
+)
+def incomplete_beta(run: Run) -> Evidence:
+    """Printed formula on both sides of the origin."""
+    dim, eps = 7, 0.1
+    sides = {
+        d: (_printed_beta(dim, d, eps, 1.0), slab(dim, d, eps, 1.0)) for d in (-0.5, 0.05, 0.5)
+    }
+    radii = [2.0, 4.0, 8.0, 16.0]
+    lead = [tube_leading_term(dim=dim, codim=1, eps=eps, radius=r) for r in radii]
+    left = [slab(dim, 0.5, eps, r) - t for r, t in zip(radii, lead, strict=True)]
+    return Evidence(
+        [
+            near("δ = -0.5", *sides[-0.5], 1e-11),
+            near("δ = 0.05", *sides[0.05], 1e-11, part="condition"),
+            near("δ = 0.5", *sides[0.5], 1e-11, part="condition"),
+            near(
+                "order of the remainder in R", slope(radii[1:], left[1:]), -3, 0.1, part="condition"
+            ),
+        ],
+        paper=sides[-0.5][0],
+        corrected=sides[-0.5][1],
+        measured=tube_fraction(dim=dim, codim=1, offset=0.5, eps=eps, radius=1.0),
+        note="At δ = -0.5 the printed formula gives the share of the slab between -0.6 and 0.6 in "
+        "part twice; with sgn(δ+ε) restored it is right.",
+    )
+
+
+def _union(run: Run, order: int, samples: int) -> tuple[list[Check], Evidence]:
+    weight, bias = router(run, 5, 7)
+    checks, shares, flats, leads = [], [], [], []
+    widths = [0.2, 0.1, 0.05]
+    for eps in widths:
+        found = tie_tube(
+            weight, 0.3 * bias, 2, order=order, eps=eps, radius=2.0, samples=samples, seed=run.seed
+        )
+        value, error = found.sampled.value or 0.0, found.sampled.standard_error or 0.0
+        checks.append(
+            at_most(f"share at ε = {eps} and the tubes of all flats", value, found.flats, 4 * error)
+        )
+        checks.append(
+            at_most(
+                f"tubes of all flats and the leading term, ε = {eps}",
+                found.flats,
+                found.leading,
+                1e-12,
+            )
+        )
+        shares.append(value)
+        flats.append(found.flats)
+        leads.append(found.leading)
+    checks.append(near("exponent of the share in ε", slope(widths, shares), order, 0.35))
+    picture = chart(
+        "ε",
+        "share of the ball",
+        [
+            line("leading term", widths, leads, dashed=True),
+            line("all flats", widths, flats),
+            dots("sampled", widths, shares),
+        ],
+        x_scale="log",
+        y_scale="log",
+    )
+    return checks, Evidence(
+        checks, paper=leads[-1], corrected=flats[-1], measured=shares[-1], figure=picture
+    )
+
+
+@claim(
+    "p1-corA.12",
+    "Cor. A.12",
+    "tube of all order-1 ties",
+    statement="The tube of Γ^(1) is at most the sum of its facets' tubes, 2Mω_{D-1}εR^(D-1) to "
+    "leading order.",
+    tested="Samples of the ball by exact distance to Γ against the sum of exact tubes and the "
+    "leading term.",
+    seconds=1,
+)
+def order_one(run: Run) -> Evidence:
+    """Sampled share under both bounds."""
+    return _union(run, 1, run.size(20_000, 400_000))[1]
+
+
+@claim(
+    "p1-thm4.2",
+    "Thm 4.2",
+    "tube of all order-n ties",
+    statement="The tube of Γ^(n) is at most ω_{D-n}ω_n |J| ε^n R^(D-n) to leading order.",
+    tested="The same at order 2; the leading term is an upper bound for every R, not only a limit.",
+    seconds=1.5,
+)
+def order_two(run: Run) -> Evidence:
+    """Sampled share under both bounds, order 2."""
+    return _union(run, 2, run.size(100_000, 1_000_000))[1]
+
+
+@claim(
+    "p1-propA.13",
+    "Prop. A.13",
+    "tube of a flat of any codimension",
+    statement="Its volume is the integral of ω_{D-n}(R² - ‖u‖²)^((D-n)/2) over ‖u - δ‖ < ε, ‖u‖ < "
+    "R.",
+    tested="Codimension 2 by a double integral, codimension 3 by sampling, also where the tube is "
+    "cut by the ball.",
+)
+def any_codimension(run: Run) -> Evidence:
+    """Shares by two rules and by sampling."""
+    checks: list[Check] = []
+    for dim, offset, eps in ((6, 0.3, 0.2), (5, 0.9, 0.4)):
+        ours = tube_fraction(dim=dim, codim=2, offset=offset, eps=eps, radius=1.0)
+        checks.append(near(f"codimension 2, δ = {offset}", ours, _double(dim, offset, eps), 1e-8))
+    n = run.size(400_000, 4_000_000)
+    exact = tube_fraction(dim=7, codim=3, offset=0.2, eps=0.3, radius=1.0)
+    found = sampled_tube(dim=7, codim=3, offset=0.2, eps=0.3, radius=1.0, samples=n, seed=run.seed)
+    checks.append(
+        within("codimension 3, sampled", found.value or 0, found.standard_error or 0, exact)
+    )
+    return Evidence(checks, paper=exact, measured=found.value)
+
+
+def _double(dim: int, offset: float, eps: float) -> float:
+    """Codimension 2 in polar coordinates around δ."""
+    nodes, weights = (torch.from_numpy(a) for a in special.roots_legendre(400))
+    r = (nodes + 1) / 2 * eps
+    angle = torch.arange(4_000, dtype=torch.float64) * (2 * math.pi / 4_000)
+    square = r[:, None] ** 2 + offset**2 + 2 * r[:, None] * offset * torch.cos(angle)
+    inner = (1 - square).clamp(min=0) ** ((dim - 2) / 2)
+    total = (weights[:, None] * r[:, None] * inner).sum().item() * eps / 2 * (2 * math.pi / 4_000)
+    return total * ball_volume(dim - 2) / ball_volume(dim)
+
+
+@claim(
+    "p1-propA.14",
+    "Prop. A.14",
+    "expansion of a flat's tube",
+    statement="The share is ω_{D-n}ω_n/ω_D (ε/R)^n (1 + O(((‖δ‖+ε)/R)²)).",
+    tested="Relative remainder against R for n = 1, 2, 3; its sign: the leading term is an upper "
+    "bound.",
+)
+def flat_expansion(run: Run) -> Evidence:
+    """Order and sign of the remainder."""
+    radii, checks = [4.0, 8.0, 16.0, 32.0], []
+    curves = []
+    for n in (1, 2, 3):
+        exact = [tube_fraction(dim=9, codim=n, offset=0.5, eps=0.2, radius=r) for r in radii]
+        lead = [tube_leading_term(dim=9, codim=n, eps=0.2, radius=r) for r in radii]
+        left = [1 - e / t for e, t in zip(exact, lead, strict=True)]
+        checks.append(near(f"order of the remainder, n = {n}", slope(radii, left), -2, 0.05))
+        checks.append(at_least(f"the leading term is above, n = {n}", min(left), 0))
+        curves.append(line(f"n = {n}", radii, left))
+    return Evidence(
+        checks,
+        paper="R⁻²",
+        measured=checks[0].measured,
+        figure=chart("R", "relative remainder", curves, x_scale="log", y_scale="log"),
+    )
+
+
+@claim(
+    "p1-propA.15",
+    "Prop. A.15",
+    "ratio of two flats' tubes",
+    statement="I_n/I_m = ω_{D-n}ω_n/(ω_{D-m}ω_m) (ε/R)^(n-m) (1 + O(R⁻²)).",
+    tested="Exact shares for (n, m) = (2, 1), (3, 1), (3, 2): order of the relative error in R.",
+)
+def flat_ratio(run: Run) -> Evidence:
+    """Order of the error of the ratio."""
+    radii, checks = [4.0, 8.0, 16.0, 32.0], []
+    for n, m in ((2, 1), (3, 1), (3, 2)):
+        errors = []
+        for r in radii:
+            share, lead = (
+                [f(dim=9, codim=c, eps=0.2, radius=r, **extra) for c in (n, m)]
+                for f, extra in ((tube_fraction, {"offset": 0.5}), (tube_leading_term, {}))
+            )
+            errors.append(share[0] / share[1] / (lead[0] / lead[1]) - 1)
+        checks.append(near(f"order of the error, n = {n}, m = {m}", slope(radii, errors), -2, 0.1))
+        checks.append(at_most(f"error at R = 32, n = {n}, m = {m}", abs(errors[-1]), 5e-3))
+    return Evidence(checks, paper="R⁻²", measured=checks[0].measured)
