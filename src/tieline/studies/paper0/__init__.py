@@ -2,5 +2,14 @@
 
 __all__ = ["MODULES"]
 
-MODULES = ["model", "coarea", "limit", "landscape", "recovery", "breaking"]
+MODULES = [
+    "model",
+    "coarea",
+    "limit",
+    "landscape",
+    "assumptions",
+    "recovery",
+    "breaking",
+    "alignment",
+]
 """Files of this package that hold claims."""

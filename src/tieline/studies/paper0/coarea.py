@@ -13,6 +13,7 @@ from tieline.numerics import mean_estimate
 from tieline.studies.checks import at_least, at_most, near, within
 from tieline.studies.claim import Check, Evidence, Run, Verdict
 from tieline.studies.figure import chart, dots, line
+from tieline.studies.fits import exponent
 from tieline.studies.paper0.problems import (
     GraphRouter,
     affine_scores,
@@ -24,11 +25,6 @@ from tieline.studies.registry import claim
 
 KAPPA = math.log(9.0)
 """κ_ε for ε = 0.1."""
-
-
-def slope(x: list[float], y: list[float]) -> float:
-    """Exponent of y ~ x^p by least squares of logarithms."""
-    return float(stats.linregress([math.log(v) for v in x], [math.log(abs(v)) for v in y]).slope)
 
 
 @claim(
@@ -59,8 +55,8 @@ def regular(run: Run) -> Evidence:
         [
             at_least("smallest gradient near x³ = 0", least_bad, 0.1),
             at_least("smallest gradient near the regular wall", least, 1.0, part="condition"),
-            near("exponent of P/w, regular", slope(widths, good), 0, 0.05, part="condition"),
-            near("exponent of P/w, S = x³", slope(widths, bad), -2 / 3, 0.05, part="corrected"),
+            near("exponent of P/w, regular", exponent(widths, good), 0, 0.05, part="condition"),
+            near("exponent of P/w, S = x³", exponent(widths, bad), -2 / 3, 0.05, part="corrected"),
         ],
         paper="an assumption",
         measured=f"gradients >= {least:.3f} against {least_bad:.2g}",
@@ -91,7 +87,9 @@ def profile(run: Run) -> Evidence:
     sphere = area / (2 * radius)
     router, width = GraphRouter(), 0.5
     nodes, weights = (torch.from_numpy(a) for a in _legendre())
-    inside = sum(w * router.profile(width * t) for t, w in zip(nodes, weights, strict=True)) * width
+    inside = width * sum(
+        w * router.profile(width * t) for t, w in zip(nodes.tolist(), weights.tolist(), strict=True)
+    )
     step = [abs(router.profile(t) - router.profile(0.0)) for t in (1e-2, 1e-4)]
     levels = [i / 10 for i in range(-20, 21)]
     return Evidence(
@@ -99,7 +97,7 @@ def profile(run: Run) -> Evidence:
             near(
                 "sphere: surface integral and χ² density",
                 sphere,
-                stats.chi2.pdf(radius**2, 3),
+                float(stats.chi2.pdf(radius**2, 3)),
                 1e-12,
             ),
             near("∫F over [-w, w] and P(|S| <= w)", float(inside), router.mass(width), 1e-9),
@@ -145,7 +143,7 @@ def expansion(run: Run) -> Evidence:
             within("C_ε from the surface", surface.value, surface.standard_error, exact),
             _any_surface(run, router),
             within("BM at τ = 0.05 by counting", float(counted), counted.stderr.item(), masses[2]),
-            near("order of the remainder", slope(taus, left), 3, 0.2),
+            near("order of the remainder", exponent(taus, left), 3, 0.2),
             at_most("relative remainder at τ = 0.025", abs(left[-1] / masses[-1]), 0.01),
         ],
         paper=exact,
@@ -187,7 +185,7 @@ def tube(run: Run) -> Evidence:
     left = [router.mass(w) - 2 * w * zero for w in widths]
     return Evidence(
         [
-            near("order of the remainder", slope(widths, left), 3, 0.1),
+            near("order of the remainder", exponent(widths, left), 3, 0.1),
             near("remainder / w³ at w = 0.05", left[-1] / widths[-1] ** 3, bend / 3, 2e-3),
             near("P / 2w at w = 0.05 over F(0)", router.mass(0.05) / 0.1 / zero, 1, 1e-3),
         ],
@@ -276,21 +274,20 @@ def linear(run: Run) -> Evidence:
     factor = run.normal(4, 4, stream=1)
     covariance = factor @ factor.T + 0.5 * torch.eye(4, dtype=torch.float64)
     normal, offset, radius = run.normal(4, stream=2), 0.7, 0.2
-    router = two_cells(normal=normal, offset=offset, slopes=[[0.0] * 4, [0.0] * 4])
+    router = two_cells(normal=normal, offset=offset, slopes=torch.zeros(2, 4))
     mass = gaussian_boundary_mass(router, radius, covariance)
     draws = (
         run.normal(run.size(400_000, 4_000_000), 4, stream=3) @ torch.linalg.cholesky(covariance).T
     )
     inside = ((draws @ normal + offset).abs() <= radius).double().mean().item()
     error = math.sqrt(inside * (1 - inside) / len(draws))
-    plane = _hyperplane_integral(2, 0.7)
-    sigma = math.sqrt(normal @ covariance @ normal)
-    next_term = 1 + radius**2 * (offset**2 / sigma**4 - 1 / sigma**2) / 6
+    square = (normal @ covariance @ normal).item()
+    next_term = 1 + radius**2 * (offset**2 / square**2 - 1 / square) / 6
     small = gaussian_boundary_mass(router, 0.02, covariance)
     return Evidence(
         [
             within("P(|S| <= r) by counting", inside, error, mass.exact),
-            near("hyperplane integral in the plane", plane[0], plane[1], 1e-10),
+            near("hyperplane integral in the plane", *_hyperplane_integral(2, 0.7), 1e-10),
             near(
                 "next order over first",
                 mass.next_order / mass.first_order,
@@ -341,11 +338,11 @@ def scaling(run: Run) -> Evidence:
     mass = [ambiguity_mass(scores, 0.1, tau) for tau in taus]
     bound = [pair_mass(weight, bias, wide * tau)[0].sum().item() for tau in taus]
     excess = max(float(m) - b for m, b in zip(mass, bound, strict=True))
-    exponent = slope(taus[1:], [float(m) for m in mass[1:]])
+    power = exponent(taus[1:], [float(m) for m in mass[1:]])
     return Evidence(
         [
             at_most("largest excess over the bound", excess, 0),
-            near("exponent of BM in τ", exponent, 1, 0.08),
+            near("exponent of BM in τ", power, 1, 0.08),
         ],
         paper=bound[-1] / taus[-1],
         measured=float(mass[-1]) / taus[-1],

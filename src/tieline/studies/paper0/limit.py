@@ -1,5 +1,6 @@
 """Section 4: soft and hard risks, their distance, and the variational limit."""
 
+import itertools
 import math
 
 import torch
@@ -16,7 +17,7 @@ from tieline.limits.slope import gaussian_slope, sampled_slope
 from tieline.studies.checks import at_least, at_most, near, none_of, within
 from tieline.studies.claim import Check, Evidence, Run, Verdict
 from tieline.studies.figure import chart, dots, line
-from tieline.studies.paper0.coarea import slope
+from tieline.studies.fits import exponent
 from tieline.studies.paper0.problems import density, drawn_router, mixture, pair_mass
 from tieline.studies.registry import claim
 
@@ -141,7 +142,7 @@ def bounded(run: Run) -> Evidence:
             ),
             near(
                 "exponent of L_τ - L_0, affine experts",
-                slope(taus, gaps),
+                exponent(taus, gaps),
                 1,
                 0.05,
                 part="corrected",
@@ -149,7 +150,7 @@ def bounded(run: Run) -> Evidence:
         ],
         paper="an assumption",
         corrected="moments are enough here",
-        measured=f"grows by {many / few:.2f}; rate stays {slope(taus, gaps):.3f}",
+        measured=f"grows by {many / few:.2f}; rate stays {exponent(taus, gaps):.3f}",
     )
 
 
@@ -225,15 +226,7 @@ def _quadrature_checks() -> list[Check]:
 )
 def uniform(run: Run) -> Evidence:
     """Violations of the chain, and what is left of the bound."""
-    ratios, violations = [], 0
-    for seed in range(4):
-        sample = mixture(Run(run.fast, 100 * run.seed + seed), run.size(50_000, 500_000))
-        constant = margin_constant(sample.margin, 1.0).value or math.nan
-        for tau in (1.0, 0.3, 0.1, 0.03, 0.01):
-            chain = soft_to_hard_chain(sample, tau, C=constant, B_f=0.9, B_Y=0.8)
-            steps = [abs(chain.gap.value or 0), chain.predictions.value, chain.exponential.value]
-            violations += any(a > b for a, b in zip(steps, [*steps[1:], chain.bound], strict=True))
-            ratios.append(steps[0] / chain.bound)
+    ratios, violations = _chains(run)
     rooted = [_rooted_gap(tau) for tau in TAUS]
     student, teacher = crossing_pair()
     hard, exact = gaussian_risk(student, teacher).item(), gaussian_slope(student, teacher).value
@@ -242,7 +235,7 @@ def uniform(run: Run) -> Evidence:
         [
             none_of("violations of the chain of the proof", violations),
             at_most("largest |L_τ - L_0| over the bound", max(ratios), 1),
-            near("exponent where α = ½", slope(TAUS, rooted), 0.5, 0.02),
+            near("exponent where α = ½", exponent(TAUS, rooted), 0.5, 0.02),
             near(
                 "(L_τ - L_0)/τ at τ = 0.003 over the exact slope",
                 gaps[-1] / TAUS[-1] / exact,
@@ -266,6 +259,21 @@ def uniform(run: Run) -> Evidence:
             y_scale="log",
         ),
     )
+
+
+def _chains(run: Run) -> tuple[list[float], int]:
+    """|L_τ - L_0| over the bound, and violations of the steps of the proof, on drawn mixtures."""
+    ratios, violations = [], 0
+    for seed in range(4):
+        sample = mixture(Run(run.fast, 100 * run.seed + seed), run.size(50_000, 500_000))
+        constant = margin_constant(sample.margin, 1.0).value or math.nan
+        for tau in (1.0, 0.3, 0.1, 0.03, 0.01):
+            chain = soft_to_hard_chain(sample, tau, C=constant, B_f=0.9, B_Y=0.8)
+            parts = (chain.gap.value, chain.predictions.value, chain.exponential.value)
+            steps = [*(abs(part or 0.0) for part in parts), chain.bound]
+            violations += any(a > b for a, b in itertools.pairwise(steps))
+            ratios.append(steps[0] / chain.bound)
+    return ratios, violations
 
 
 def _rooted_gap(tau: float) -> float:
@@ -297,11 +305,11 @@ def gamma_limit(run: Run) -> Evidence:
     spread = max(free.infima) - min(free.infima)
     taus = [0.1, 0.03, 0.01, 0.003]
     done = gamma_convergence(teacher, wall_grid(run.size(60, 360), (-0.1, 0.0)), taus)
-    exponent = slope(taus[1:], list(done.uniform_gaps[1:]))
+    power = exponent(taus[1:], list(done.uniform_gaps[1:]))
     return Evidence(
         [
             at_least("spread of inf L_τ over τ, free scale", spread, 1e-6),
-            near("exponent of sup |Ψ_τ - Ψ_0|, unit normals", exponent, 1, 0.1, part="condition"),
+            near("exponent of sup |Ψ_τ - Ψ_0|, unit normals", power, 1, 0.1, part="condition"),
             at_most(
                 "|inf Ψ_τ - inf Ψ_0| at τ = 0.01",
                 abs(done.infima[-2] - done.infima[-1]),
@@ -314,7 +322,7 @@ def gamma_limit(run: Run) -> Evidence:
         ],
         paper="inf L_τ → inf L_0",
         corrected="for normalised routers",
-        measured=f"free scale: inf constant to {spread:.1e}; unit normals: gap ~ τ^{exponent:.2f}",
+        measured=f"free scale: inf constant to {spread:.1e}; unit normals: gap ~ τ^{power:.2f}",
         figure=chart(
             "τ",
             "sup |Ψ_τ - Ψ_0|",

@@ -2,5 +2,15 @@
 
 __all__ = ["MODULES"]
 
-MODULES = ["ties", "tubes", "orders", "diffusion", "occupation", "smoothing", "experiments"]
+MODULES = [
+    "ties",
+    "tubes",
+    "orders",
+    "bands",
+    "diffusion",
+    "occupation",
+    "smoothing",
+    "budget",
+    "experiments",
+]
 """Files of this package that hold claims."""

@@ -19,7 +19,8 @@ from tieline.ranking import gap, topk_mask
 from tieline.studies.checks import at_least, at_most, near, none_of, within
 from tieline.studies.claim import Evidence, Run
 from tieline.studies.figure import chart, dots, line
-from tieline.studies.paper1.problems import router, slope
+from tieline.studies.fits import exponent
+from tieline.studies.paper1.problems import router
 from tieline.studies.registry import claim
 
 
@@ -135,7 +136,7 @@ def finite(run: Run) -> Evidence:
             at_least("simulated by 400 r²", found.value[-1].item(), 0.95),
             near(
                 "exponent of E[min(τ, T)] in T, one face",
-                slope(t[4:].tolist(), means[4:]),
+                exponent(t[4:].tolist(), means[4:]),
                 0.5,
                 0.01,
                 part="corrected",
@@ -332,7 +333,9 @@ def _exit_orders(run: Run) -> Evidence:
     return Evidence(
         [
             none_of("exits whose order at ε = 1e-9 is not 1", exact),
-            near("exponent of the share of order 2 and more in ε", slope(widths, shares), 1, 0.15),
+            near(
+                "exponent of the share of order 2 and more in ε", exponent(widths, shares), 1, 0.15
+            ),
         ],
         paper=0,
         corrected="0 at ε = 0, proportional to ε at a tolerance",

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 
 import torch
@@ -32,7 +32,11 @@ def trained_scores(run: Run) -> tuple[list[Tensor], int, str]:
     ):
         model(text[:, :n].reshape(-1, 256))
     layers = list(rec.trace().layers)
-    return [layer.scores.double() for layer in layers], layers[0].spec.k, "the model in the box"
+    return (
+        [layer.scores.double() for layer in layers if layer.scores is not None],
+        layers[0].facts.k,
+        "the model in the box",
+    )
 
 
 @claim(
@@ -134,7 +138,7 @@ def _soft_moe_influence(run: Run) -> float:
     return (outputs[1] - outputs[0]).norm().item()
 
 
-def mean_checks(rows: dict[str, tuple[Sequence[float], float]], digits: float) -> list[Check]:
+def mean_checks(rows: Mapping[str, tuple[Sequence[float], float]], digits: float) -> list[Check]:
     """Printed averages against the means of their rows, to the printed digits."""
     return [
         near(f"average of {name}", sum(values) / len(values), printed, digits)

@@ -1,26 +1,20 @@
-"""Section 6 and Figures 1, 3, 4, 5: the smooth gate, its continuity, and its budget."""
-
-import math
+"""Section 6, Prop. A.7 and Figures 1, 3: the smooth gate and its continuity."""
 
 import torch
-from scipy import optimize
 from torch import Tensor
 
 from tieline.geometry import (
     difference_by_step,
-    gaussian_budget_epsilon,
-    gaussian_near_ties,
     nearest_tie_point,
     step_exponent,
     tie_order,
     walk_across,
 )
-from tieline.routing import SmoothTopK, TopK, boundary_loss, smoothstep
+from tieline.routing import SmoothTopK, TopK, smoothstep
 from tieline.studies.checks import at_least, at_most, near, none_of
 from tieline.studies.claim import Evidence, Run, Verdict
 from tieline.studies.figure import chart, line
 from tieline.studies.registry import claim
-from tieline.training.controllers import BudgetSchedule
 
 A, B = 1.0, 50.0
 """Exponents of the paper's experiments."""
@@ -41,12 +35,7 @@ def log_smoothstep(run: Run) -> Evidence:
     """Values, ramp, ends."""
     u = torch.linspace(0, 1, 2_001, dtype=torch.float64)
     s = smoothstep(u, A, B)
-    ramp = [
-        optimize.brentq(
-            lambda x, p=p: smoothstep(torch.tensor(x, dtype=torch.float64), A, B).item() - p, 0, 1
-        )
-        for p in (0.1, 0.9)
-    ]
+    ramp = [_ramp_at(share) for share in (0.1, 0.9)]
     zero = torch.zeros(1, dtype=torch.float64, requires_grad=True)
     log_form = torch.log(zero**A / (zero**A + (1 - zero) ** B))
     (slope,) = torch.autograd.grad(torch.exp(log_form), zero)
@@ -72,26 +61,26 @@ def log_smoothstep(run: Run) -> Evidence:
             ),
             near("10 % of the ramp", ramp[0], 0.0275, 5e-5, part="corrected"),
             near("90 % of the ramp", ramp[1], 0.0883, 5e-5, part="corrected"),
-            near(
-                "gradient of e^h in log form at 0 is a number",
-                float(slope.isnan().item()),
-                1,
-                0,
-                part="corrected",
-            ),
+            near("e^h in log form has no gradient at 0", slope.isnan().item(), 1, 0, "corrected"),
         ],
         paper="h continuous",
         corrected="s = e^h continuous; compute s",
         measured=f"ramp on [{ramp[0]:.4f}, {ramp[1]:.4f}]",
-        figure=chart(
-            "u",
-            "s(u)",
-            [
-                line("a = 1, b = 50", u[::10], s[::10]),
-                line("a = b = 1", u[::10], smoothstep(u, 1.0, 1.0)[::10]),
-            ],
-        ),
+        figure=_ramps(u[::10]),
     )
+
+
+def _ramp_at(share: float) -> float:
+    """U at which s has climbed so far."""
+    x = torch.linspace(0, 1, 1_000_001, dtype=torch.float64)
+    return x[torch.searchsorted(smoothstep(x, A, B), share)].item()
+
+
+def _ramps(u: Tensor) -> dict:
+    """s(u) of the paper's exponents and of a plain ramp."""
+    drawn = [(A, B), (1.0, 1.0)]
+    curves = [line(f"a = {a:g}, b = {b:g}", u, smoothstep(u, a, b)) for a, b in drawn]
+    return chart("u", "s(u)", curves)
 
 
 @claim(
@@ -252,144 +241,8 @@ def figure_three(run: Run) -> Evidence:
         layer = layer_pair(run, place)
         points, normals = _ties(run, layer["weight"], 4, run.size(20, 200))
         for name, stated in (("hard", 0.0), ("smooth", 1.0)):
-            exponent = step_exponent(difference_by_step(layer[name], points, normals))
-            checks.append(near(f"layer {place}, {name}", exponent, stated, 0.1))
+            power = step_exponent(difference_by_step(layer[name], points, normals))
+            checks.append(near(f"layer {place}, {name}", power, stated, 0.1))
     return Evidence(
         checks, paper="0 and 1", measured=f"{checks[0].measured:.3f} and {checks[1].measured:.3f}"
-    )
-
-
-@claim(
-    "p1-sec6-loss",
-    "sec. 6",
-    "boundary loss",
-    statement="α ε (K - k*) drives ε down while more than k* experts are in use and up while "
-    "fewer.",
-    tested="Its gradient in ε for both signs; plain descent on ε = softplus(θ) with the exact K(ε) "
-    "of normal scores, at rates below and above the limit ηαK'(ε*)(1 - e^(-ε*))² < 2.",
-    expected=Verdict.CONDITION,
-    condition="the rate is below the limit of stability; above it ε never settles",
-)
-def loss(run: Run) -> Evidence:
-    """Signs, and convergence on both sides of the limit."""
-    epsilon = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
-    slopes = []
-    for active in (2, 4):
-        weights = torch.zeros(5, 8, dtype=torch.float64)
-        weights[:, :active] = 1.0
-        slopes.append(torch.autograd.grad(boundary_loss(epsilon, weights, 2.5), epsilon)[0].item())
-    target = gaussian_budget_epsilon(16, 2, 0.5)
-    rise = (
-        gaussian_near_ties(16, 2, target + 1e-4) - gaussian_near_ties(16, 2, target - 1e-4)
-    ) / 2e-4
-    limit = 2 / (rise * (1 - math.exp(-target)) ** 2)
-    calm, wild = (_settle(rate * limit, target) for rate in (0.75, 1.3))
-    return Evidence(
-        [
-            at_most("distance from ε* after 400 steps at 1.3 of the limit", wild, 1e-3),
-            near("gradient with 2 experts in use", slopes[0], -0.5, 1e-12, part="condition"),
-            near("gradient with 4 experts in use", slopes[1], 1.5, 1e-12, part="condition"),
-            at_most(
-                "distance from ε* after 400 steps at 0.75 of the limit",
-                calm,
-                1e-6,
-                part="condition",
-            ),
-        ],
-        paper="ε → ε*",
-        corrected=f"stable for ηα < {limit:.2f} here",
-        measured=f"{calm:.1e} below the limit, {wild:.3f} above",
-    )
-
-
-def _settle(rate: float, target: float) -> float:
-    """|ε - ε*| after 400 steps of descent from near ε*, with K(ε) exact."""
-    theta = math.log(math.expm1(target * 1.05))
-    for _ in range(400):
-        epsilon = math.log1p(math.exp(theta))
-        excess = gaussian_near_ties(16, 2, epsilon) - 0.5
-        theta -= rate * excess * (1 - math.exp(-epsilon))
-    return abs(math.log1p(math.exp(theta)) - target)
-
-
-def _train(run: Run, budgets: list[float], scale: float, rate: float) -> tuple[Tensor, Tensor]:
-    """ε and K along descent on the boundary loss, fresh normal scores at each step."""
-    gate = SmoothTopK(2).double()
-    assert gate.theta is not None
-    widths, counts = [], []
-    for step, budget in enumerate(budgets):
-        scores = scale * run.normal(512, 16, stream=10_000 + step)
-        weights = gate(scores)
-        (slope,) = torch.autograd.grad(boundary_loss(gate.epsilon, weights, budget), gate.theta)
-        with torch.no_grad():
-            gate.theta -= rate * slope
-        widths.append(gate.epsilon.item())
-        counts.append((weights > 0).double().sum(dim=1).mean().item())
-    return torch.tensor(widths).double(), torch.tensor(counts).double()
-
-
-@claim(
-    "p1-fig4",
-    "Figure 4",
-    "boundary loss holds the number of experts",
-    statement="ε grows until the mean number of active experts reaches k* = 2.5, in every layer, "
-    "and stays there.",
-    tested="Descent with the library's gate and loss on normal scores of four scales, 16 experts, "
-    "top 2; the ε it must reach is known by quadrature.",
-    seconds=2,
-)
-def figure_four(run: Run) -> Evidence:
-    """Last K and ε of four scales."""
-    checks, series, steps = [], [], run.size(150, 600)
-    for scale in (0.5, 1.0, 2.0, 4.0):
-        widths, counts = _train(run, [2.5] * steps, scale, 3.0 / min(scale, 1.0))
-        checks.append(near(f"K, scale {scale}", counts[-50:].mean().item(), 2.5, 0.04))
-        wanted = scale * gaussian_budget_epsilon(16, 2, 0.5)
-        checks.append(
-            near(f"ε over its value, scale {scale}", widths[-50:].mean().item() / wanted, 1, 0.1)
-        )
-        series.append(line(f"scale {scale}", range(steps), counts))
-    return Evidence(
-        checks, paper=2.5, measured=checks[2].measured, figure=chart("step", "K", series)
-    )
-
-
-@claim(
-    "p1-fig5",
-    "Figure 5, sec. 7.5",
-    "annealing to hard top-k",
-    statement="K follows the budget: 2.5, then linearly down to 2, then 2, where ε tends to 0.",
-    tested="The same descent under the schedule; the rate at which ε dies out at k* = 2.",
-    seconds=1.5,
-)
-def figure_five(run: Run) -> Evidence:
-    """K in each of the three stages, and the exponent of ε in the last."""
-    steps = run.size(400, 1_600)
-    schedule = BudgetSchedule(2.5, 2.0, steps // 4, steps // 2)
-    widths, counts = _train(run, [schedule(step) for step in range(steps)], 1.0, 10.0)
-    quarter = steps // 4
-    middle = counts[quarter + quarter // 2 - 10 : quarter + quarter // 2 + 10].mean().item()
-    return Evidence(
-        [
-            near(
-                "K at the end of the first stage",
-                counts[quarter - 40 : quarter].mean().item(),
-                2.5,
-                0.05,
-            ),
-            near("K in the middle of the second", middle, 2.25, 0.1),
-            at_most("K at the end", counts[-20:].mean().item(), 2.05),
-            at_most("ε at the end over that at 2.5", (widths[-1] / widths[quarter]).item(), 0.25),
-        ],
-        paper=2,
-        corrected="ε dies out like t^(-½) under plain descent, for K - k vanishes with it",
-        measured=counts[-20:].mean().item(),
-        figure=chart(
-            "step",
-            "K",
-            [
-                line("active experts", range(steps), counts),
-                line("budget", range(steps), [schedule(s) for s in range(steps)], dashed=True),
-            ],
-        ),
     )

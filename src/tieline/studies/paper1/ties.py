@@ -12,7 +12,8 @@ from tieline.ranking import gap, kth_largest, stable_topk, topk_mask
 from tieline.studies.checks import at_least, at_most, near, none_of
 from tieline.studies.claim import Evidence, Run, Verdict
 from tieline.studies.figure import chart, dots
-from tieline.studies.paper1.problems import router, slope
+from tieline.studies.fits import exponent
+from tieline.studies.paper1.problems import router
 from tieline.studies.registry import claim
 
 
@@ -135,7 +136,7 @@ def measure_zero(run: Run) -> Evidence:
     return Evidence(
         [
             none_of("exact ties", ties),
-            near("exponent of the mass of the tube", slope(widths[1:], shares[1:]), 1, 0.07),
+            near("exponent of the mass of the tube", exponent(widths[1:], shares[1:]), 1, 0.07),
         ],
         paper=0,
         measured=ties,

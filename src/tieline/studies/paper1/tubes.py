@@ -9,7 +9,8 @@ from tieline.geometry import ball_volume, sampled_tube, tie_tube, tube_fraction,
 from tieline.studies.checks import at_least, at_most, near, within
 from tieline.studies.claim import Check, Evidence, Run, Verdict
 from tieline.studies.figure import chart, dots, line
-from tieline.studies.paper1.problems import router, slope
+from tieline.studies.fits import exponent
+from tieline.studies.paper1.problems import router
 from tieline.studies.registry import claim
 
 
@@ -81,7 +82,11 @@ def incomplete_beta(run: Run) -> Evidence:
             near("δ = 0.05", *sides[0.05], 1e-11, part="condition"),
             near("δ = 0.5", *sides[0.5], 1e-11, part="condition"),
             near(
-                "order of the remainder in R", slope(radii[1:], left[1:]), -3, 0.1, part="condition"
+                "order of the remainder in R",
+                exponent(radii[1:], left[1:]),
+                -3,
+                0.1,
+                part="condition",
             ),
         ],
         paper=sides[-0.5][0],
@@ -115,7 +120,7 @@ def _union(run: Run, order: int, samples: int) -> tuple[list[Check], Evidence]:
         shares.append(value)
         flats.append(found.flats)
         leads.append(found.leading)
-    checks.append(near("exponent of the share in ε", slope(widths, shares), order, 0.35))
+    checks.append(near("exponent of the share in ε", exponent(widths, shares), order, 0.35))
     picture = chart(
         "ε",
         "share of the ball",
@@ -211,7 +216,7 @@ def flat_expansion(run: Run) -> Evidence:
         exact = [tube_fraction(dim=9, codim=n, offset=0.5, eps=0.2, radius=r) for r in radii]
         lead = [tube_leading_term(dim=9, codim=n, eps=0.2, radius=r) for r in radii]
         left = [1 - e / t for e, t in zip(exact, lead, strict=True)]
-        checks.append(near(f"order of the remainder, n = {n}", slope(radii, left), -2, 0.05))
+        checks.append(near(f"order of the remainder, n = {n}", exponent(radii, left), -2, 0.05))
         checks.append(at_least(f"the leading term is above, n = {n}", min(left), 0))
         curves.append(line(f"n = {n}", radii, left))
     return Evidence(
@@ -240,6 +245,6 @@ def flat_ratio(run: Run) -> Evidence:
                 for f, extra in ((tube_fraction, {"offset": 0.5}), (tube_leading_term, {}))
             )
             errors.append(share[0] / share[1] / (lead[0] / lead[1]) - 1)
-        checks.append(near(f"order of the error, n = {n}, m = {m}", slope(radii, errors), -2, 0.1))
+        checks.append(near(f"order in R, n = {n}, m = {m}", exponent(radii, errors), -2, 0.1))
         checks.append(at_most(f"error at R = 32, n = {n}, m = {m}", abs(errors[-1]), 5e-3))
     return Evidence(checks, paper="R⁻²", measured=checks[0].measured)
