@@ -9,12 +9,11 @@ Two orders of the same S = #{(t, e) : w_te ≠ 0} token copies coexist: *slots* 
 experts one after the other (suffix `_s`), tokens through the batch (suffix `_t`).
 
 Each expert is a few products into buffers that are used again for the next; the gate weight scales
-the hidden activation, which is narrower than the output; only the pre-activations are saved. The
-gradient of all experts is one tensor: indexing `W[e]` under autograd would allocate one of full
-size per expert.
+the hidden activation, which is narrower than the output; what is saved is the activation and its
+slope. The gradient of all experts is one tensor: indexing `W[e]` under autograd would allocate one
+of full size per expert.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -27,6 +26,8 @@ from tieline.routing.activations import ACTIVATIONS, Activation
 from tieline.routing.buffers import take_buffer
 
 __all__ = ["dispatch"]
+
+RUN_ELEMENTS = 1 << 17  # of a result that is summed at a time: half a megabyte of float32
 
 
 def dispatch(
@@ -118,18 +119,31 @@ class _Slots(NamedTuple):
         return weights[self.index_s[1], self.index_s[0]].unsqueeze(1)
 
     def sum_by_token(self, rows_s: Tensor, n_tokens: int) -> Tensor:
-        """Σ over the slots of each token, in order of expert (T, D)."""
+        """Σ over the slots of each token, in order of expert (T, D).
+
+        A run of tokens at a time: the fresh result of `embedding_bag` then stays in the cache, and
+        the pages of the whole are those of the pool, not new ones.
+        """
+        out = take_buffer((n_tokens, rows_s.shape[1]), rows_s)
         if not rows_s.shape[0]:
-            return rows_s.new_zeros(n_tokens, rows_s.shape[1])
-        per_token = torch.bincount(self.index_s[1], minlength=n_tokens)
-        first = per_token.cumsum(0) - per_token
-        return F.embedding_bag(self.index_s[2], rows_s, first, mode="sum")
+            return out.zero_()
+        ends = torch.bincount(self.index_s[1], minlength=n_tokens).cumsum(0)
+        starts = torch.cat([ends.new_zeros(1), ends])
+        run = max(1, RUN_ELEMENTS // rows_s.shape[1])
+        for first in range(0, n_tokens, run):
+            bags, sums = starts[first : first + run + 1], out[first : first + run]
+            low, high = bags[0].item(), bags[-1].item()
+            if low == high:
+                sums.zero_()
+            else:
+                slots = self.index_s[2, low:high]
+                sums.copy_(F.embedding_bag(slots, rows_s, bags[:-1] - low, mode="sum"))
+        return out
 
 
-def _planes(w: Tensor | None, branches: int) -> Callable[[int], Tensor | None]:
+def _by_expert(w: Tensor | None, branches: int, n_experts: int) -> tuple[Tensor | None, ...]:
     """Per expert its input map (B, H, D) or bias (B, H); None where there is none."""
-    planes = None if w is None else w.unflatten(1, (branches, -1)).unbind(0)
-    return lambda e: None if planes is None else planes[e]
+    return (None,) * n_experts if w is None else w.unflatten(1, (branches, -1)).unbind(0)
 
 
 def _project_in_(x: Tensor, w: Tensor, b: Tensor | None, out: Tensor) -> None:
@@ -151,38 +165,37 @@ def _experts(
     activation: str,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Y (T, D) and, for the backward pass if `keep`, pre-activations (S, B·H) and slots (3, S)."""
+    """Y (T, D) and, for the backward pass if `keep`, what `Activation` keeps and slots (3, S)."""
     act, slots = ACTIVATIONS[activation], _Slots.of(weights)
-    n_slots, largest = slots.index_s.shape[1], max(slots.counts)
+    counts, n_slots, largest = slots.counts, slots.index_s.shape[1], max(slots.counts)
     y_s = take_buffer((n_slots, x.shape[1]), x)
-    pre_s = take_buffer((n_slots if keep else largest, w_in.shape[1]), x)
-    pre = pre_s.split(slots.counts) if keep else [pre_s[:n] for n in slots.counts]
-    columns = [c.split(slots.counts) for c in (slots.index_s[1], slots.gate(weights), y_s)]
+    planes = (act.branches + 1) * w_out.shape[2]
+    kept_s = take_buffer((n_slots if keep else largest, planes), x)
+    kept = kept_s.split(counts) if keep else [kept_s[:n] for n in counts]
+    columns = [c.split(counts) for c in (slots.index_s[1], slots.gate(weights), y_s)]
     x_e, h_e = x.new_empty(largest, x.shape[1]), x.new_empty(largest, w_out.shape[2])
-    maps, biases, maps_out = (
-        _planes(w_in, act.branches),
-        _planes(b_in, act.branches),
-        w_out.unbind(0),
-    )
-    for e, n in enumerate(slots.counts):
+    maps = [_by_expert(w, act.branches, len(counts)) for w in (w_in, b_in)]
+    experts = zip(counts, kept, *columns, *maps, w_out.mT.unbind(0), strict=True)
+    for n, kept_e, token, gate, y_e, w, b, w_out_t in experts:
         if n:
-            token, gate, y_e = (column[e] for column in columns)
-            rows, h, a = x_e[:n], h_e[:n], pre[e].view(act.branches, n, -1)
+            rows, h, a = x_e[:n], h_e[:n], kept_e.view(-1, n, w_out.shape[2])
+            pre, slope = a[:-1], a[-1]
             torch.index_select(x, 0, token, out=rows)
-            _project_in_(rows, maps(e), biases(e), a)  # type: ignore[arg-type]
-            act.forward_(a, h)
-            torch.mm(h.mul_(gate), maps_out[e].T, out=y_e)
+            _project_in_(rows, w, b, pre)  # type: ignore[arg-type]
+            act.forward_for_backward_(pre, slope, h) if keep else act.forward_(pre, h)
+            torch.mm(h.mul_(gate), w_out_t, out=y_e)
     y = slots.sum_by_token(y_s, x.shape[0])
     if keep:
-        return y, pre_s, slots.index_s
-    return y, x.new_empty(0, w_in.shape[1]), slots.index_s.new_empty(3, 0)
+        return y, kept_s, slots.index_s
+    return y, x.new_empty(0, planes), slots.index_s.new_empty(3, 0)
 
 
 @_experts.register_fake
 def _experts_fake(x, weights, w_in, w_out, b_in, activation, keep):
     n_slots = torch.library.get_ctx().new_dynamic_size() if keep else 0
     index_s = weights.new_empty((3, n_slots), dtype=torch.int64)
-    return torch.empty_like(x), x.new_empty(n_slots, w_in.shape[1]), index_s
+    kept_s = x.new_empty(n_slots, w_in.shape[1] + w_out.shape[2])
+    return torch.empty_like(x), kept_s, index_s
 
 
 @torch.library.custom_op("tieline::experts_backward", mutates_args=())
@@ -193,28 +206,27 @@ def _experts_backward(
     w_in: Tensor,
     w_out: Tensor,
     b_in: Tensor | None,
-    pre_s: Tensor,
+    kept_s: Tensor,
     index_s: Tensor,
     activation: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients in x, weights, w_in, w_out and b_in (empty without a bias)."""
     act, slots = ACTIVATIONS[activation], _Slots.again(index_s, w_in.shape[0])
-    gate_s = slots.gate(weights)
+    counts, gate_s = slots.counts, slots.gate(weights)
     grads = _Gradients.of(x, gate_s, w_in, w_out, b_in)
-    work = _Scratch.of(max(slots.counts), x.shape[1], w_out.shape[2], act.branches, x)
-    columns = [c.split(slots.counts) for c in (index_s[1], gate_s, pre_s, grads.gate_s, grads.x_s)]
-    maps, grad_maps = _planes(w_in, act.branches), _planes(grads.w_in, act.branches)
-    grad_biases = _planes(grads.b_in if b_in is not None else None, act.branches)
-    maps_out, grad_maps_out = w_out.unbind(0), grads.w_out.unbind(0)
-    for e, n in enumerate(slots.counts):
+    work = _Scratch.of(max(counts), x.shape[1], w_out.shape[2], act.branches, x)
+    columns = [c.split(counts) for c in (index_s[1], gate_s, kept_s, grads.gate_s, grads.x_s)]
+    biases = grads.b_in if b_in is not None else None
+    maps = [_by_expert(w, act.branches, len(counts)) for w in (w_in, grads.w_in, biases)]
+    experts = zip(counts, *columns, *maps, w_out.unbind(0), grads.w_out.unbind(0), strict=True)
+    for e, expert in enumerate(experts):
+        n, token, gate, kept, grad_gate, grad_x, w, grad_w, grad_b, w_o, grad_w_o = expert
         if n:
-            token, gate, pre, grad_gate, grad_x = (column[e] for column in columns)
-            rows = work.rows(n)
+            rows, kept = work.rows(n), kept.view(-1, n, w_out.shape[2])
             torch.index_select(grad, 0, token, out=rows.grad)
             torch.index_select(x, 0, token, out=rows.x)
-            a = pre.view(act.branches, n, -1)
-            _output_backward(act, rows, a, gate, maps_out[e], grad_maps_out[e], grad_gate)
-            _input_backward(rows, maps(e), grad_maps(e), grad_biases(e), grad_x)  # type: ignore[arg-type]
+            _output_backward(act, rows, kept, gate, w_o, grad_w_o, grad_gate)
+            _input_backward(rows, w, grad_w, grad_b, grad_x)  # type: ignore[arg-type]
         else:
             grads.zero_expert(e)
     grad_weights = torch.zeros_like(weights)
@@ -254,38 +266,37 @@ class _Scratch(NamedTuple):
     x: Tensor
     grad: Tensor
     hidden: Tensor
-    gate: Tensor
     grad_hidden: Tensor
     grad_pre: Tensor  # (B, n, H), contiguous
 
     @classmethod
     def of(cls, n: int, width: int, hidden: int, branches: int, like: Tensor) -> "_Scratch":
-        wide, narrow = (n, width), (n, hidden)
-        shapes = (wide, wide, narrow, narrow, narrow, (n, branches * hidden))
-        return cls(*(like.new_empty(shape) for shape in shapes))
+        widths = (width, width, hidden, hidden, branches * hidden)
+        return cls(*(like.new_empty(n, columns) for columns in widths))
 
     def rows(self, n: int) -> "_Scratch":
-        x, grad, hidden, gate, grad_hidden, grad_pre = self
+        x, grad, hidden, grad_hidden, grad_pre = self
         planes = grad_pre[:n].view(-1, n, hidden.shape[1])
-        return _Scratch(x[:n], grad[:n], hidden[:n], gate[:n], grad_hidden[:n], planes)
+        return _Scratch(x[:n], grad[:n], hidden[:n], grad_hidden[:n], planes)
 
 
 def _output_backward(
     act: Activation,
     rows: _Scratch,
-    pre: Tensor,
+    kept: Tensor,
     gate: Tensor,
     w_out: Tensor,
     grad_w_out: Tensor,
     grad_gate: Tensor,
 ) -> None:
     """From dL/dy of one expert's rows to dL/d(pre), with the gradients of gate and output map."""
-    torch.mm(rows.grad, w_out, out=rows.grad_hidden)
-    act.forward_with_gate_(pre, rows.hidden, rows.gate)
-    product = torch.mul(rows.grad_hidden, rows.hidden, out=rows.grad_pre[0])  # free until backward_
+    hidden, grad_hidden, pre = rows.hidden, rows.grad_hidden, kept[:-1]
+    torch.mm(rows.grad, w_out, out=grad_hidden)
+    act.again_(pre, hidden)
+    product = torch.mul(grad_hidden, hidden, out=rows.grad_pre[0])  # free until backward_
     torch.sum(product, dim=1, keepdim=True, out=grad_gate)
-    torch.mm(rows.grad.T, rows.hidden.mul_(gate), out=grad_w_out)
-    act.backward_(pre, rows.gate, rows.grad_hidden.mul_(gate), rows.grad_pre)
+    torch.mm(rows.grad.T, hidden.mul_(gate), out=grad_w_out)
+    act.backward_(pre, kept[-1], grad_hidden.mul_(gate), rows.grad_pre)
 
 
 def _input_backward(
@@ -302,17 +313,20 @@ def _input_backward(
 
 
 @_experts_backward.register_fake
-def _experts_backward_fake(grad, x, weights, w_in, w_out, b_in, pre_s, index_s, activation):
+def _experts_backward_fake(grad, x, weights, w_in, w_out, b_in, kept_s, index_s, activation):
     grads = [torch.empty_like(t) for t in (x, weights, w_in, w_out)]
     return (*grads, x.new_empty(0) if b_in is None else torch.empty_like(b_in))
 
 
 def _save(ctx, inputs, output) -> None:
     *tensors, ctx.activation, _ = inputs
+    ctx.set_materialize_grads(False)  # or what is saved gets a gradient of zeros of its own size
     ctx.save_for_backward(*tensors, *output[1:])
 
 
 def _backward(ctx, grad, *_):
+    if grad is None:  # nobody used y
+        return (None,) * 7
     inputs = ctx.saved_tensors
     grads = torch.ops.tieline.experts_backward(grad.contiguous(), *inputs, ctx.activation)
     return (*grads[:4], None if inputs[4] is None else grads[4], None, None)
