@@ -51,9 +51,13 @@ def _numbers(advice: Mapping[str, Any]) -> str:
 def _row(name: str, advice: Mapping[str, Any]) -> list[str]:
     quantity = advice["quantities"][name]
     entries = [(row["split"], row["entries"][name]) for row in advice["rows"]]
-    notes = [f"m = {split}: {entry['note']}" for split, entry in entries if entry["note"]]
+    about: dict[str, list[str]] = {}
+    for split, entry in entries:
+        if entry["note"]:
+            about.setdefault(entry["note"], []).append(str(split))
+    notes = "; ".join(f"m = {', '.join(splits)}: {note}" for note, splits in about.items())
     cells = [cell_text(name, entry) for _, entry in entries]
-    return [quantity["heading"], *cells, quantity["kind"], "; ".join(notes)]
+    return [quantity["heading"], *cells, quantity["kind"], notes]
 
 
 def _meanings(advice: Mapping[str, Any]) -> str:

@@ -153,7 +153,7 @@ def log_binomial(n: int, k: int) -> float:
     """Logarithm of C(n, k), from the integer itself where it is not too long, which is exact."""
     if n <= 2000:
         return math.log(math.comb(n, k))
-    return float(_log_binomials(n, np.array(k)))
+    return math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
 
 
 def _log_binomials(n: int, k: np.ndarray) -> np.ndarray:

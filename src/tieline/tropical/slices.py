@@ -167,7 +167,7 @@ def slice_router(
     lines = None if neurons is None else lines_on_plane(neurons, plane.origin, plane.axes)
     planar = cells_within(plane.window, flat)
     cells = [_slice_cell(cell, flat, epsilon, lines) for cell in planar]
-    cores = sum(area(np.array(cell.core)) for cell in cells)
+    cores = sum(area(np.array(cell.core).reshape(-1, 2)) for cell in cells)
     return Slice(
         n_experts=len(router.bias),
         k=k,

@@ -68,7 +68,7 @@ def expected_voronoi_cells(n_points: int, k: int) -> float:
     E[e_i] = 2 C(n, i) P(M = 2), the cells of a Gaussian router without biases on the plane.
     """
     require(1 <= k < n_points, f"need 1 <= k < n, got {k=}, n={n_points}")
-    cut_off = sum(expected_cells(n_points, i, 2, bias=False) for i in range(1, k))
+    cut_off = sum((expected_cells(n_points, i, 2, bias=False) for i in range(1, k)), 0.0)
     return (2 * k - 1) * n_points - (k * k - 1) - cut_off
 
 
