@@ -1,7 +1,7 @@
 """The noise σ of the logits that changes the experts of a given share of tokens.
 
-The share grows with σ, from f_gap(0) σ / √π at first (Def. 6.3), so halving on
-logarithms finds it.
+The share grows with σ, from f_gap(0) σ / √π at first (Def. 6.3), so lines
+between logarithms find it in a few steps.
 """
 
 import math
@@ -47,25 +47,36 @@ def sigma_for_flips(
 def solve_increasing(
     rate: Callable[[float], float], target: float, start: float = 0.01
 ) -> float | None:
-    """X > 0 with rate(x) = target for an increasing rate; None where none up to 10^6 has.
+    """The x > 0 with rate(x) = target, for an increasing rate; None where none up to 10^6 has.
 
-    Bracketed by factors of four, then halved on logarithms.
+    Bracketed by factors of four, then by straight lines between logarithms, on which a rate that
+    grows like a power of x is found at once; every third step halves the bracket instead.
     """
-    low = high = start
-    while rate(high) < target:
-        low, high = high, 4 * high
-        if high > LARGEST:
+    low = high = (start, rate(start))
+    while high[1] < target:
+        low, high = high, (4 * high[0], rate(4 * high[0]))
+        if high[0] > LARGEST:
             return None
-    while rate(low) >= target:
-        low, high = low / 4, low
-        if low < 1 / LARGEST:
+    while low[1] >= target:
+        low, high = (low[0] / 4, rate(low[0] / 4)), low
+        if low[0] < 1 / LARGEST:
             return None
-    for _ in range(STEPS):
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if rate(middle) < target else (low, middle)
-        if high / low < 1 + CLOSE:
+    middle = high
+    for step in range(STEPS):
+        place = 0.5 if step % 3 == 2 or low[1] <= 0 else _on_line(low[1], high[1], target)
+        x = low[0] * (high[0] / low[0]) ** place
+        middle = (x, rate(x))
+        low, high = (middle, high) if middle[1] < target else (low, middle)
+        if abs(middle[1] / target - 1) < CLOSE or high[0] / low[0] < 1 + CLOSE:
             break
-    return math.sqrt(low * high)
+    return middle[0]
+
+
+def _on_line(low: float, high: float, target: float) -> float:
+    """Where a straight line between the logarithms meets the target, as a share of the way."""
+    if high <= low:
+        return 0.5
+    return min(0.99, max(0.01, math.log(target / low) / math.log(high / low)))
 
 
 def _rate(parts: Sequence[tuple[LayerTrace, LogitView]], sigma: float) -> float:
