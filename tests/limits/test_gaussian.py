@@ -1,5 +1,6 @@
 """Quadratures against closed forms, adaptive integration, a grid in the plane, and sampling."""
 
+import itertools
 import math
 
 import pytest
@@ -58,7 +59,7 @@ def reference_on_the_line(student, teacher, tau):
     ends = sorted({min(max(c, -10.0), 10.0) for c in cuts})
     parts = [
         integrate.quad(loss, a, b, epsabs=1e-13, epsrel=1e-13, limit=400)[0]
-        for a, b in zip(ends, ends[1:], strict=False)
+        for a, b in itertools.pairwise(ends)
     ]
     return math.fsum(parts)
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tieline.errors import require
 from tieline.limits.cells import TwoCells
-from tieline.limits.gaussian import gaussian_profile
+from tieline.limits.gaussian import gaussian_profile, gaussian_risk
 from tieline.limits.population import Population, gaussian_grid, population_risk
 from tieline.limits.transfer import Derivatives
 from tieline.numerics import one_thread
@@ -115,7 +115,7 @@ def find_critical_points(
             start = _start(teacher, draw, covariance, tau)
             found = _newton(grid, start, tau)
             if found is not None and all(_apart(found, p.student) for p in points):
-                points.append(_describe(grid, teacher, found, tau))
+                points.append(_describe(grid, teacher, found, tau, covariance))
     return tuple(sorted(points, key=lambda point: point.risk))
 
 
@@ -164,14 +164,22 @@ def _apart(found: Tensor, other: TwoCells) -> bool:
     return bool((_student(found).flat() - other.flat()).norm() > 1e-5)
 
 
-def _describe(grid: Population, teacher: TwoCells, q: Tensor, tau: float) -> CriticalPoint:
+def _disagreement(student: TwoCells, teacher: TwoCells, covariance: Tensor | None) -> float:
+    """P(the cells differ): a quarter of the hard risk of experts ±1."""
+    signs = torch.tensor([[0.0, 0.0, 1.0], [0.0, 0.0, -1.0]], dtype=torch.float64)
+    pair = student.with_experts(signs), teacher.with_experts(signs)
+    return gaussian_risk(*pair, covariance).item() / 4
+
+
+def _describe(
+    grid: Population, teacher: TwoCells, q: Tensor, tau: float, covariance: Tensor | None
+) -> CriticalPoint:
     at = _polar(grid, q, tau)
     least, direction = negative_curvature(at.hessian)
     steps = (s * h * direction for s in (1, -1) for h in (0.03, 0.1, 0.3))
     best = min(_polar(grid, q + step, tau).value for step in steps)
     student = _student(q)
-    wrong = student.cell(grid.inputs) != teacher.cell(grid.inputs)
-    share = grid.weight[wrong].sum().item()
+    share = _disagreement(student, teacher, covariance)
     kind = "degenerate" if abs(least) < 1e-7 else "minimum" if least > 0 else "strict saddle"
     norm = at.gradient.norm().item()
     return CriticalPoint(

@@ -14,8 +14,8 @@ for weights p that depend on s alone: soft (σ(s/τ)) or hard (1{s > 0}).
     slice_at         A, B, C on one level set
 
 The rule has Gauss-Legendre panels between all points where the integrand jumps, and panels of the
-size of a layer around it, so that twelve digits come out at every temperature. Nodes move with the
-parameters: automatic differentiation of a hard risk is exact too.
+size of a layer around it, so that twelve digits come out at every temperature. Panels that end on a
+jump move with it: automatic differentiation of a hard risk is exact too.
 """
 
 import math
@@ -130,12 +130,22 @@ def slices(
     require(tau >= 0, f"need a temperature tau >= 0, got {tau=}")
     law = _conditional(student, teacher, covariance)
     layers: list[Layer] = [((x - student.offset) / law.spread, 0.0) for x in (0.0, *levels)]
-    layers[0] = (layers[0][0], tau / law.spread)
+    if tau > 0:
+        layers[0] = _fixed(layers[0][0], tau / law.spread)
     if law.tilt.abs().item() > 0:
-        scale = law.rest / law.tilt.abs() if law.crosses else 0.0
-        layers.append((-law.level / law.tilt, scale))
+        centre = -law.level / law.tilt
+        smooth = _fixed(centre, law.rest / law.tilt.abs())
+        layers.append(smooth if law.crosses else (centre, 0.0))
     z, weight = normal_rule(layers)
     return law.moments(z, weight)
+
+
+def _fixed(centre: Tensor, scale: Tensor) -> Layer:
+    """A layer without a jump, whose panels need not move with the parameters.
+
+    They must not where they meet a jump: of two ends at one place only the jump's may move.
+    """
+    return centre.detach(), scale.detach()
 
 
 def slice_at(
