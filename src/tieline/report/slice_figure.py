@@ -157,7 +157,7 @@ def _svg(data: Mapping[str, Any]) -> str:
     parts += [_line(kink, data, KINK, 0.6) for cell in data["cells"] for kink in cell["kinks"]]
     parts += [_line(wall, data, "#000", 1.1) for wall in _walls(data)]
     if data["support"] is not None:
-        parts += [_line(edge, data, SUPPORT, 3) for edge in data["support"]["outline"]]
+        parts += [_line(edge, data, SUPPORT, 3.0) for edge in data["support"]["outline"]]
     for mark in data["marks"]:
         x, y = _place(mark, data)
         parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="6" fill="#fff" stroke="#000"/>')

@@ -1,0 +1,89 @@
+"""tieline design from end to end."""
+
+import json
+
+import pytest
+
+from tieline import cli
+from tieline.hf.shipped import SHIPPED_FOLDER
+
+GIVEN = ["--experts", 64, "--topk", 8, "--expert-width", 1024, "--d-eff", 4]
+
+
+@pytest.fixture
+def run(capsys):
+    def told_by(*words):
+        with pytest.raises(SystemExit) as left:
+            cli.main(["design", *map(str, words)])
+        told = capsys.readouterr()
+        return left.value.code or 0, told.out, told.err
+
+    return told_by
+
+
+def test_a_given_layer_is_tabled(run):
+    code, out, err = run(*GIVEN)
+    assert (code, err) == (0, "")
+    assert "8 of 64 experts · width 1024 · model width 2048 · d_eff 4" in out
+    assert "E[pieces]" in out
+    assert "holds:" in out
+
+
+def test_all_outputs_are_written(run, tmp_path):
+    words = ["--out", tmp_path / "a.html", "--figure", tmp_path / "a.png"]
+    code, _, err = run(*GIVEN, *words, "--json", tmp_path / "a.json", "--split", "1,2")
+    assert code == 0
+    assert err.count("wrote") == 3
+    told = json.loads((tmp_path / "a.json").read_text())
+    assert told["format"] == "tieline-design"
+    assert [row["split"] for row in told["rows"]] == [1, 2]
+    assert (tmp_path / "a.html").read_text().startswith("<!doctype html>")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_json_goes_to_stdout_alone_and_the_seed_changes_nothing(run):
+    first = run(*GIVEN, "--json")
+    assert json.loads(first[1])["d_eff"] == 4
+    assert first == run(*GIVEN, "--json", "--seed", 7)
+
+
+def test_presets_are_listed_and_used(run):
+    code, out, _ = run("--preset", "list")
+    assert code == 0
+    names = [line.split()[0] for line in out.splitlines()]
+    assert {"mixtral-8x7b", "deepseek-v3", "olmoe", "qwen3-30b-a3b", "gpt-oss-20b"} <= set(names)
+    told = json.loads(run("--preset", "gpt-oss-20b", "--d-eff", 4, "--hidden", 100, "--json")[1])
+    shape = told["rows"][0]["shape"]
+    assert (shape["n_experts"], shape["k"], shape["hidden"]) == (32, 4, 100)
+
+
+def test_the_shape_of_a_model_comes_from_its_configuration(run):
+    words = ["--model", SHIPPED_FOLDER, "--d-eff", 4, "--split", "1,2", "--shared", 1]
+    told = json.loads(run(*words, "--json")[1])
+    shape = told["rows"][0]["shape"]
+    assert [shape[name] for name in ("n_experts", "k", "width", "hidden")] == [16, 2, 40, 96]
+    assert (shape["shared"], told["source"]) == (1, str(SHIPPED_FOLDER))
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "say which layer"),
+        (["--experts", 4], "also give --topk, --expert-width"),
+        ([*GIVEN, "--preset", "olmoe"], "say which layer"),
+        (["--preset", "nothing"], "no preset 'nothing': one of mixtral"),
+        ([*GIVEN, "--split", "1,x"], "--split takes numbers"),
+        ([*GIVEN, "--split", "0"], "from 1 on"),
+        ([*GIVEN, "--split", "3"], "divide the expert width 1024"),
+        (["--experts", 4, "--topk", 4, "--expert-width", 8], "nothing is routed"),
+        ([*GIVEN, "--figure", "a.txt"], "a figure is"),
+        ([*GIVEN, "--out", "no/such/folder/a.html"], "there is no folder"),
+        ([*GIVEN, "--out", "a.png", "--figure", "a.png"], "one file for two outputs"),
+        (["--model", "/no/such/model"], "/no/such/model"),
+    ],
+)
+def test_bad_input_is_refused_with_code_2_and_one_message(run, words, told):
+    code, out, err = run(*words)
+    assert (code, out) == (2, "")
+    assert told in err
+    assert err.count("\n") == 1
