@@ -1,5 +1,6 @@
 """Tropical geometry of top-k routing: cells, pieces, bounds and expectations (paper 3)."""
 
+from tieline.tropical.advisor import advise
 from tieline.tropical.capacity import (
     attainability,
     capacity_bound,
@@ -9,7 +10,7 @@ from tieline.tropical.capacity import (
     sharp_bound,
     zaslavsky,
 )
-from tieline.tropical.cells import count_cells
+from tieline.tropical.cells import Cells, cells, count_cells
 from tieline.tropical.checks import Count, DegenerateError
 from tieline.tropical.collapse import (
     ball_meets_tie,
@@ -30,6 +31,7 @@ from tieline.tropical.expectation import (
     pooled_block,
     wall_density,
 )
+from tieline.tropical.listing import Regions, regions
 from tieline.tropical.manifold import (
     expected_kinks,
     expected_switches,
@@ -39,19 +41,27 @@ from tieline.tropical.manifold import (
     spherical_length,
 )
 from tieline.tropical.patches import grid_of, pieces_on_patch
+from tieline.tropical.presets import PRESETS, LayerShape
 from tieline.tropical.regions import count_regions
+from tieline.tropical.score_rounding import gaussian_rounding_flips
 from tieline.tropical.slices import plane_through, slice_layer, slice_router
 from tieline.tropical.voronoi import expected_voronoi_cells, k_sets, voronoi_cells
 
 __all__ = [
+    "PRESETS",
+    "Cells",
     "Count",
     "DegenerateError",
+    "LayerShape",
+    "Regions",
+    "advise",
     "attainability",
     "ball_meets_tie",
     "cap_constant",
     "cap_fraction",
     "capacity_bound",
     "cell_bound",
+    "cells",
     "centring",
     "centring_of_layer",
     "count_cells",
@@ -64,6 +74,7 @@ __all__ = [
     "expected_regions",
     "expected_switches",
     "expected_voronoi_cells",
+    "gaussian_rounding_flips",
     "grid_of",
     "group_coalitions",
     "k_sets",
@@ -76,6 +87,7 @@ __all__ = [
     "pieces_on_patch",
     "plane_through",
     "pooled_block",
+    "regions",
     "saturation",
     "sharp_bound",
     "slice_layer",
