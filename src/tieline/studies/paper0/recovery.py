@@ -108,7 +108,12 @@ def matching(run: Run) -> Evidence:
     )
 
 
-def _minimiser(points: tuple[CriticalPoint, ...]) -> TwoCells:
+def _minimiser(run: Run, tau: float) -> TwoCells:
+    """The critical point of least risk; further starts where the first ones lead nowhere."""
+    points: tuple[CriticalPoint, ...] = ()
+    for attempt in range(5):
+        seed = run.seed + 1_000 * attempt
+        points = points or find_critical_points(TEACHER, tau, starts=run.size(6, 12), seed=seed)
     return min(points, key=lambda point: point.risk).student
 
 
@@ -126,8 +131,7 @@ def recovery(run: Run) -> Evidence:
     """Errors and measured constants as τ falls."""
     taus, experts, partition, first, second = [0.6, 0.45, 0.3], [], [], [], []
     for tau in taus:
-        points = find_critical_points(TEACHER, tau, starts=run.size(2, 8), seed=run.seed)
-        best = _minimiser(points)
+        best = _minimiser(run, tau)
         inputs = gaussian_inputs(run.size(100_000, 1_000_000), 2, run.seed)
         sample = evaluate(best.scores, best.outputs, TEACHER.value, inputs)
         found = recovery_errors(sample, TEACHER.scores(inputs), tau, EPS)
@@ -170,7 +174,7 @@ def saddles(run: Run) -> Evidence:
     """Minima by how much they misroute."""
     points = find_critical_points(TEACHER, 0.3, starts=run.size(16, 40), seed=run.seed)
     minima = [p for p in points if p.least_eigenvalue > 0]
-    far = [p for p in points if p.misrouted > 0.1]
+    far = [p for p in points if p.misrouted > 0.1 and p.student.offset.abs() < 3]
     different = sum(p.misrouted > 1e-4 for p in minima)
     least = max((p.least_eigenvalue for p in far), default=float("nan"))
     return Evidence(

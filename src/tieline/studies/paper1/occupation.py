@@ -26,12 +26,13 @@ from tieline.studies.registry import claim
 def one_flat(run: Run) -> Evidence:
     """Sampled, exact and bounded times."""
     weight, bias = router(run, 5, 7)
-    x0, eps, horizon = run.normal(7, stream=3), 0.3, 4.0
+    eps, horizon = 0.3, 4.0
     checks: list[Check] = []
     values: list[tuple[float, float, float]] = []
     n_draws = run.size(200_000, 2_000_000)
     for n in (1, 2, 3):
         flat = tie_flat(weight, bias, tuple(range(n + 1)))
+        x0 = flat.nearest + 0.8 * flat.basis[:, 0]
         found = flat_occupation(flat, x0, eps=eps, horizon=horizon)
         time = horizon * torch.rand(n_draws, dtype=torch.float64, generator=run.generator(n))
         x = x0 + time.sqrt()[:, None] * run.normal(n_draws, 7, stream=10 + n)
