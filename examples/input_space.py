@@ -1,0 +1,52 @@
+"""The input space of a trained router: switches between tokens, saturation, and a picture.
+
+python examples/input_space.py FOLDER writes slice.png and slice.html there.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+
+from tieline.audit.weights import linear_weights
+from tieline.hf.capture import capture
+from tieline.hf.shipped import load_shipped_model, load_shipped_tokenizer, shipped_text
+from tieline.report.slice_figure import slice_figure_bytes, slice_page_bytes
+from tieline.tropical import centring_of_layer, crossings, slice_layer, token_pairs
+
+TOKENS, PAIRS = 4096, 2000
+
+
+def main(folder: Path) -> None:
+    """Measure the four routers of the model in the box, and draw a plane of the third."""
+    model = load_shipped_model()
+    ids = load_shipped_tokenizer()(shipped_text())["input_ids"][:TOKENS]
+    with torch.no_grad(), capture(model, keep="inputs") as recorder:
+        model(torch.tensor(ids).reshape(-1, 256))
+    trace = recorder.trace()
+    weights = linear_weights(model, trace)
+    for layer in trace.layers:
+        weight = weights[layer.name]
+        print(layer.name)
+        for kind in ("neighbours", "any"):
+            found = crossings(layer, weight, token_pairs(trace, PAIRS, kind))
+            print(
+                f"  {kind:10}  {found.switches.value:.2f} switches per pair, "
+                f"{found.per_radian:.2f} per radian (Gaussian {found.expected_per_radian:.2f}), "
+                f"{found.per_length:.3f} per unit of length"
+            )
+        for name, state in vars(centring_of_layer(layer, weight)).items():
+            print(
+                f"  {name:13}  nearest tie {state.smallest:.1e}, median {state.median:.3f}, "
+                f"{state.coalitions} coalitions, {state.effective:.1f} in even use"
+            )
+    layer = trace.layers[2]
+    expert = int(layer.experts[10, 0])
+    cut = slice_layer(layer, weights[layer.name], (10, 11, 12), epsilon=0.1, expert=expert)
+    data = cut.to_dict()
+    (folder / "slice.png").write_bytes(slice_figure_bytes(data, Path("slice.png")))
+    (folder / "slice.html").write_bytes(slice_page_bytes(data, "Layer 2 of the model in the box"))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "."))
