@@ -31,7 +31,6 @@ from tieline.tropical.expectation import (
     pooled_block,
     wall_density,
 )
-from tieline.tropical.listing import Regions, regions
 from tieline.tropical.manifold import (
     expected_kinks,
     expected_switches,
@@ -53,7 +52,6 @@ __all__ = [
     "Count",
     "DegenerateError",
     "LayerShape",
-    "Regions",
     "advise",
     "attainability",
     "ball_meets_tie",
@@ -87,7 +85,6 @@ __all__ = [
     "pieces_on_patch",
     "plane_through",
     "pooled_block",
-    "regions",
     "saturation",
     "sharp_bound",
     "slice_layer",
