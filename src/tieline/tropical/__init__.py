@@ -10,7 +10,7 @@ from tieline.tropical.capacity import (
     sharp_bound,
     zaslavsky,
 )
-from tieline.tropical.cells import Cells, cells, count_cells
+from tieline.tropical.cells import count_cells
 from tieline.tropical.checks import Count, DegenerateError
 from tieline.tropical.collapse import (
     ball_meets_tie,
@@ -48,7 +48,6 @@ from tieline.tropical.voronoi import expected_voronoi_cells, k_sets, voronoi_cel
 
 __all__ = [
     "PRESETS",
-    "Cells",
     "Count",
     "DegenerateError",
     "LayerShape",
@@ -59,7 +58,6 @@ __all__ = [
     "cap_fraction",
     "capacity_bound",
     "cell_bound",
-    "cells",
     "centring",
     "centring_of_layer",
     "count_cells",
