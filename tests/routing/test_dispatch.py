@@ -1,5 +1,7 @@
 """The dispatch kernel against a token-by-token reference, in values and in gradients."""
 
+import sys
+
 import pytest
 import torch
 from hypothesis import given
@@ -132,3 +134,16 @@ def test_an_unknown_activation_or_an_empty_size_is_refused():
         Experts(2, 3, 4, activation="tanh")
     with pytest.raises(TielineError, match="n_experts=0"):
         Experts(0, 3, 4)
+
+
+@pytest.mark.parametrize("run", [1, 6, 14, 10**6])
+def test_sums_do_not_depend_on_how_many_tokens_are_summed_at_a_time(run, monkeypatch):
+    torch.manual_seed(0)
+    x, weights = torch.randn(9, 2), torch.rand(9, 3)
+    weights[torch.rand(9, 3) < 0.5] = 0
+    weights[2:5] = 0  # a run of tokens without an expert
+    w_in, w_out = torch.randn(3, 8, 2), torch.randn(3, 2, 4)
+    whole = dispatch(x, weights, w_in, w_out)
+    monkeypatch.setattr(sys.modules["tieline.routing.dispatch"], "RUN_ELEMENTS", run)
+    assert torch.equal(dispatch(x, weights, w_in, w_out), whole)
+    assert not whole[2:5].any()

@@ -14,6 +14,7 @@ slope. The gradient of all experts is one tensor: indexing `W[e]` under autograd
 of full size per expert.
 """
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -121,23 +122,22 @@ class _Slots(NamedTuple):
     def sum_by_token(self, rows_s: Tensor, n_tokens: int) -> Tensor:
         """Σ over the slots of each token, in order of expert (T, D).
 
-        A run of tokens at a time: the fresh result of `embedding_bag` then stays in the cache, and
-        the pages of the whole are those of the pool, not new ones.
+        A run of tokens at a time where there are many: the fresh result of `embedding_bag` then
+        stays in the cache, and the pages of the whole are those of the pool, not new ones.
         """
-        out = take_buffer((n_tokens, rows_s.shape[1]), rows_s)
+        width = rows_s.shape[1]
         if not rows_s.shape[0]:
-            return out.zero_()
-        ends = torch.bincount(self.index_s[1], minlength=n_tokens).cumsum(0)
-        starts = torch.cat([ends.new_zeros(1), ends])
-        run = max(1, RUN_ELEMENTS // rows_s.shape[1])
-        for first in range(0, n_tokens, run):
-            bags, sums = starts[first : first + run + 1], out[first : first + run]
-            low, high = bags[0].item(), bags[-1].item()
-            if low == high:
-                sums.zero_()
-            else:
-                slots = self.index_s[2, low:high]
-                sums.copy_(F.embedding_bag(slots, rows_s, bags[:-1] - low, mode="sum"))
+            return rows_s.new_zeros(n_tokens, width)
+        per_token = torch.bincount(self.index_s[1], minlength=n_tokens)
+        starts = per_token.cumsum(0) - per_token
+        if n_tokens * width <= RUN_ELEMENTS:
+            return F.embedding_bag(self.index_s[2], rows_s, starts, mode="sum")
+        out, run = take_buffer((n_tokens, width), rows_s), max(1, RUN_ELEMENTS // width)
+        lows = [*starts[::run].tolist(), rows_s.shape[0]]
+        for place, (low, high) in enumerate(pairwise(lows)):
+            tokens = slice(place * run, (place + 1) * run)
+            slots, bags = self.index_s[2, low:high], starts[tokens] - low
+            out[tokens] = F.embedding_bag(slots, rows_s, bags, mode="sum")
         return out
 
 
