@@ -10,7 +10,7 @@ from tieline.tropical.capacity import (
     sharp_bound,
     zaslavsky,
 )
-from tieline.tropical.cells import count_cells
+from tieline.tropical.cells import Cells, cells, count_cells
 from tieline.tropical.checks import Count, DegenerateError
 from tieline.tropical.collapse import (
     ball_meets_tie,
@@ -31,6 +31,7 @@ from tieline.tropical.expectation import (
     pooled_block,
     wall_density,
 )
+from tieline.tropical.listing import Regions, regions
 from tieline.tropical.manifold import (
     expected_kinks,
     expected_switches,
@@ -40,17 +41,25 @@ from tieline.tropical.manifold import (
     spherical_length,
 )
 from tieline.tropical.patches import grid_of, pieces_on_patch
+from tieline.tropical.polynomials import TropicalPolynomial, symmetric_polynomial
 from tieline.tropical.presets import PRESETS, LayerShape
+from tieline.tropical.rational_form import TropicalRational, rational_form
 from tieline.tropical.regions import count_regions
 from tieline.tropical.score_rounding import gaussian_rounding_flips
+from tieline.tropical.semiring import elementary_symmetric
 from tieline.tropical.slices import plane_through, slice_layer, slice_router
 from tieline.tropical.voronoi import expected_voronoi_cells, k_sets, voronoi_cells
+from tieline.tropical.zonotope import zonotope_counts
 
 __all__ = [
     "PRESETS",
+    "Cells",
     "Count",
     "DegenerateError",
     "LayerShape",
+    "Regions",
+    "TropicalPolynomial",
+    "TropicalRational",
     "advise",
     "attainability",
     "ball_meets_tie",
@@ -58,6 +67,7 @@ __all__ = [
     "cap_fraction",
     "capacity_bound",
     "cell_bound",
+    "cells",
     "centring",
     "centring_of_layer",
     "count_cells",
@@ -65,6 +75,7 @@ __all__ = [
     "count_regions",
     "count_regions_rational",
     "crossings",
+    "elementary_symmetric",
     "expected_cells",
     "expected_kinks",
     "expected_regions",
@@ -83,14 +94,18 @@ __all__ = [
     "pieces_on_patch",
     "plane_through",
     "pooled_block",
+    "rational_form",
+    "regions",
     "saturation",
     "sharp_bound",
     "slice_layer",
     "slice_router",
     "spherical_length",
+    "symmetric_polynomial",
     "token_pairs",
     "voronoi_cells",
     "wall_density",
     "walls_in_ball",
     "zaslavsky",
+    "zonotope_counts",
 ]

@@ -1,20 +1,55 @@
-"""Order-k cells of an affine router: where each coalition is chosen (paper 3, Thm. 4.5).
+"""Order-k cells of an affine router: where each coalition is chosen (paper 3, Prop. 4.2, Thm. 4.5).
 
 count_cells    number of coalitions I with {x : min_I z > max_{not I} z} non-empty
+cells          these coalitions with a point inside, facets and neighbours; k = 1 is the power
+               diagram
 """
 
+from dataclasses import dataclass
 from math import comb
 
 import numpy as np
-from jaxtyping import Real
+from jaxtyping import Float, Int, Real
 
 from tieline.errors import require
 from tieline.tropical.checks import Array, Count, DegenerateError, Router, as_router, why_degenerate
 
-__all__ = ["count_cells"]
+__all__ = ["Cells", "cells", "count_cells"]
 
 MAX_SUBSETS = 50_000_000
-"""Largest number of tied sets C(N, d + 1) that are enumerated."""
+"""Largest number of tied sets C(N, d + 1) that `count_cells` goes through."""
+
+FEW_SUBSETS = 1_000_000
+"""Largest number of tied sets that `cells` goes through before it searches cell by cell."""
+
+
+@dataclass(frozen=True)
+class Cells:
+    """Cells of a router.
+
+    Attributes:
+        coalitions: (C, k) chosen experts, ascending; cells are sorted by them.
+        witnesses: (C, d) a point inside each cell.
+        margins: (C,) z_[k] - z_[k+1] at the witness, for weights scaled to size 1; infinite where
+            there is one cell only.
+        facets: (F, 4) rows (cell, leaving, entering, neighbour): the wall z_leaving = z_entering
+            bounds the cell, and the cell behind it chooses `entering` instead. Each wall is listed
+            from both sides.
+        method: "tied sets" or "linear programming".
+    """
+
+    coalitions: Int[np.ndarray, "cells k"]
+    witnesses: Float[np.ndarray, "cells dim"]
+    margins: Float[np.ndarray, " cells"]
+    facets: Int[np.ndarray, "facets 4"]
+    method: str
+
+    def __len__(self) -> int:
+        return len(self.coalitions)
+
+    def neighbours(self, cell: int) -> Int[np.ndarray, " n"]:
+        """Indices of the cells behind the facets of `cell`."""
+        return self.facets[self.facets[:, 0] == cell, 3]
 
 
 def count_cells(W: Real[Array, "experts dim"], b: Real[Array, " experts"], k: int) -> Count:
@@ -44,6 +79,31 @@ def count_cells(W: Real[Array, "experts dim"], b: Real[Array, " experts"], k: in
         count, safety = count_affine(router.W, router.b, k, nobody)
     check_safety(router, safety)
     return Count(int(count), "order-k cells", "tied sets", float(safety))
+
+
+def cells(
+    W: Real[Array, "experts dim"], b: Real[Array, " experts"], k: int, max_cells: int = 100_000
+) -> Cells:
+    """All cells with a point inside, their facets and neighbours.
+
+    Ties of d + 1 experts are gone through where these are few; otherwise cells are found one from
+    another through their facets by linear programming (HiGHS), in time that grows with the cells.
+
+    Args:
+        W: (N, d) router weights.
+        b: (N,) router biases.
+        k: experts chosen, 0 <= k <= N.
+        max_cells: the search refuses routers with more cells than this.
+    """
+    from tieline.tropical import diagrams
+
+    router = essential(as_router(W, b, k))
+    experts, dim = router.W.shape
+    if k in (0, experts) or dim == 0:
+        return diagrams.whole_space(router, k)
+    if comb(experts, dim + 1) <= FEW_SUBSETS:
+        return diagrams.from_corners(router, k)
+    return diagrams.from_search(router, k, max_cells)
 
 
 def essential(router: Router) -> Router:

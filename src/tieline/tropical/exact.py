@@ -64,6 +64,7 @@ def _count(router: list[Row], neurons: list[Row], owners: list[int], k: int) -> 
         dim = ties + k * width
     if dim == 0:
         return 1
+    _check_corners(router, neurons, k, dim)
     pieces: set[Piece] = set()
     for j in range(min(dim, len(neurons)) + 1):
         sizes = [0] if j == dim else [dim - j + 1]
@@ -71,6 +72,16 @@ def _count(router: list[Row], neurons: list[Row], owners: list[int], k: int) -> 
             for vanished in combinations(range(len(neurons)), j):
                 pieces.update(_around(router, neurons, owners, k, tied, vanished))
     return len(pieces)
+
+
+def _check_corners(router: list[Row], neurons: list[Row], k: int, dim: int) -> None:
+    """Refuse a coalition whose walls span fewer than d directions: its pieces have no corner."""
+    experts, width = len(router), len(neurons) // len(router)
+    ties = [] if k in (0, experts) else [_minus(row, router[0])[:-1] for row in router[1:]]
+    for coalition in combinations(range(experts), k):
+        own = [neurons[e * width + h][:-1] for e in coalition for h in range(width)]
+        if _rank(ties + own) < dim:
+            raise DegenerateError(f"the walls of coalition {coalition} leave a direction free")
 
 
 def _without_idle(router: list[Row], neurons: list[Row], dim: int) -> tuple[list[Row], list[Row]]:
@@ -98,7 +109,7 @@ def _around(
 ) -> Iterator[Piece]:
     """The pieces that touch the corner where `tied` tie and `vanished` vanish, if it is one."""
     walls = [neurons[n] for n in vanished]
-    walls += [[x - y for x, y in zip(router[i], router[tied[0]], strict=True)] for i in tied[1:]]
+    walls += [_minus(router[i], router[tied[0]]) for i in tied[1:]]
     point = _solve(walls)
     if point is None:
         return
@@ -141,6 +152,23 @@ def _patterns(
 
 def _at(row: Row, point: Row) -> Fraction:
     return sum((w * x for w, x in zip(row, point, strict=False)), row[-1])
+
+
+def _minus(row: Row, other: Row) -> Row:
+    return [x - y for x, y in zip(row, other, strict=True)]
+
+
+def _rank(rows: list[Row]) -> int:
+    rows, rank = [list(row) for row in rows], 0
+    for col in range(len(rows[0]) if rows else 0):
+        pivot = next((r for r in range(rank, len(rows)) if rows[r][col] != 0), None)
+        if pivot is not None:
+            rows[rank], rows[pivot] = rows[pivot], rows[rank]
+            for r in range(rank + 1, len(rows)):
+                factor = rows[r][col] / rows[rank][col]
+                rows[r] = [x - factor * y for x, y in zip(rows[r], rows[rank], strict=True)]
+            rank += 1
+    return rank
 
 
 def _solve(walls: list[Row]) -> Row | None:

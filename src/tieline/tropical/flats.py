@@ -55,7 +55,7 @@ def unit_reflector(normal):
 
 @njit(cache=True)
 @no_type_check
-def next_swap(slope, height, side, here):
+def next_swap(slope, height, side, here, tolerance):
     """Next change of the coalition on a line after `here`: (place, leaving, entering, runner-up).
 
     Slopes that cannot be told apart give the runner-up the place itself: no safety.
@@ -68,7 +68,7 @@ def next_swap(slope, height, side, here):
             if side[j] == 1:
                 continue
             turn = slope[j] - slope[i]
-            if abs(turn) <= TOLERANCE * (abs(slope[i]) + abs(slope[j])):
+            if abs(turn) <= tolerance:
                 return here, -1, -1, here
             if turn < 0:
                 continue
@@ -98,7 +98,7 @@ def walk(slope, height, k, tolerance, ends, members):
     for step in range(len(ends)):
         if safety < 1.0:
             return step, safety
-        place, leaving, entering, second = next_swap(slope, height, members[step], here)
+        place, leaving, entering, second = next_swap(slope, height, members[step], here, tolerance)
         ends[step] = place
         if leaving < 0:
             return step + 1, safety if np.isinf(place) else 0.0
@@ -207,7 +207,11 @@ def count_line(R, a, V, c, owner, must, k, blur, shape):
     if safety < 1.0:
         return 0, safety
     total = useful(members, must)
-    if total > 0 and shape != 2:
+    if total > 0 and shape == 2:
+        for n in range(len(c)):  # a neuron that vanishes on the whole line repeats a wall
+            if abs(V[n, 0]) <= tolerance and (members[:, owner[n]] == 1).any():
+                return 0, 0.0
+    elif total > 0:
         found, sure = count_points(V, c, owner, ends, members, tolerance)
         return total + found, min(safety, sure)
     return total, safety

@@ -7,7 +7,7 @@ the neurons V[e, h] · x + c[e, h] of the chosen experts. A dense network is N =
     regions          the pieces themselves, each with a point inside, by linear programming
 """
 
-from math import comb, isinf
+from math import comb
 
 import numpy as np
 from jaxtyping import Float, Real
@@ -87,10 +87,17 @@ def _count(layer: Layer, k: int) -> tuple[int, float]:
     count, safety = count_flats(
         router.W, router.b, layer.V, layer.c, layer.owner, layer.nobody, k, 0.0, shape
     )
-    if layer.linear:
+    if layer.linear:  # all neurons of the coalition chosen at 0 meet there
         width, dim = len(layer.c) // experts, layer.V.shape[1]
-        count += comb(k * width - 1, dim - 1)
+        count, safety = count + comb(k * width - 1, dim - 1), min(safety, _gap(router.b, k))
     return int(count), float(safety)
+
+
+def _gap(scores: Float[np.ndarray, " experts"], k: int) -> float:
+    """Safety of the choice of the k largest of `scores`."""
+    from tieline.tropical.tied_sets import top_side
+
+    return top_side(scores, k, np.zeros(len(scores), np.int8))
 
 
 def _count_cones(W: Float[np.ndarray, "experts dim"], layer: Layer, k: int) -> tuple[int, float]:
@@ -109,4 +116,5 @@ def _count_cones(W: Float[np.ndarray, "experts dim"], layer: Layer, k: int) -> t
             )  # fmt: skip
             total, safety = total + sign * found, min(safety, sure)
         (W, V), sign = rest, -sign
-    return int(total + sign * 2), float(safety) if not isinf(safety) else safety
+    safety = min(safety, _gap(W[:, 0].copy(), k), _gap(-W[:, 0], k))
+    return int(total + sign * 2), float(safety)

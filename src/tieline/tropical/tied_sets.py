@@ -11,8 +11,10 @@ with λ_i > 0. So
 
 where stage m' < m lies at x_q = -∞, q = m - m', and sees the router (W[:, q:], -W[:, q-1]).
 
-Each function also returns its `safety`: the smallest relative gap that decided anything, divided by
-the tolerance; below 1 the input counts as degenerate and the count must not be used.
+Weights have size 1 (see `checks`): gaps, slopes and inverses are judged against that, not against
+weights that cancelled. Each function also returns its `safety`: the smallest relative gap that
+decided anything, divided by the tolerance; below 1 the input counts as degenerate and the count
+must not be used.
 """
 
 from typing import no_type_check
@@ -44,9 +46,8 @@ def next_subset(subset, n):
 @njit(cache=True)
 @no_type_check
 def invert(matrix, inverse):
-    """Gauss-Jordan inverse with row pivoting; returns max|A| · max|A⁻¹|, infinite if none."""
+    """Gauss-Jordan inverse with row pivoting; returns max(1, max|A⁻¹|), ∞ if there is none."""
     n = len(matrix)
-    size = np.abs(matrix).max()
     inverse[:] = 0.0
     for i in range(n):
         inverse[i, i] = 1.0
@@ -70,7 +71,11 @@ def invert(matrix, inverse):
                 for j in range(n):
                     matrix[row, j] -= factor * matrix[col, j]
                     inverse[row, j] -= factor * inverse[col, j]
-    return size * np.abs(inverse).max()
+    largest = 1.0
+    for i in range(n):
+        for j in range(n):
+            largest = max(largest, abs(inverse[i, j]))
+    return largest
 
 
 @njit(cache=True)
@@ -104,14 +109,13 @@ def place_experts(W, b, tied, point, level, condition, side):
             side[expert] = 0
             place += 1
             continue
-        score, scale = b[expert], abs(b[expert]) + abs(level)
+        score, scale = b[expert], 1.0 + abs(level)
         for j in range(m):
-            term = W[expert, j] * point[j]
-            score += term
-            scale += abs(term)
+            score += W[expert, j] * point[j]
+            scale += abs(point[j])
         rise = score - level
         side[expert] = 1 if rise > 0 else -1
-        sure = abs(rise) / (tolerance * scale) if scale > 0 else 0.0
+        sure = abs(rise) / (tolerance * scale)
         safety = min(safety, sure)
         if sure < 1.0:
             unclear += 1
@@ -177,7 +181,7 @@ def holds(side, must):
 @njit(cache=True)
 @no_type_check
 def top_side(scores, k, side):
-    """Set side = +1 for the k largest scores, else -1; returns the safety of the gap between them."""
+    """Set side = +1 for the k largest scores, else -1; returns the safety of their gap."""
     n = len(scores)
     order = np.argsort(-scores)
     for rank in range(n):
@@ -185,8 +189,7 @@ def top_side(scores, k, side):
     if k == 0 or k == n:
         return np.inf
     inner, outer = scores[order[k - 1]], scores[order[k]]
-    scale = abs(inner) + abs(outer)
-    return (inner - outer) / (TOLERANCE * scale) if scale > 0 else 0.0
+    return (inner - outer) / (TOLERANCE * (1.0 + abs(inner)))
 
 
 @njit(cache=True)
