@@ -100,7 +100,7 @@ def _run(
             chosen,
             run,
             store,
-            engine=engine,  # type: ignore[arg-type]  # checked there, with a message
+            engine=engine,
             address=address,
             jobs=jobs,
             progress=lambda _, done, total: progress("claims", done, total),

@@ -9,7 +9,7 @@ none_of     a count of violations that must be zero
 
 import math
 
-from tieline.studies.claim import Check, Part
+from tieline.studies.claim import Check, Part, Real
 
 __all__ = ["ERRORS", "at_least", "at_most", "near", "none_of", "within"]
 
@@ -18,22 +18,22 @@ ERRORS = 4.0
 
 
 def near(
-    name: str, measured: float, reference: float, tolerance: float = 1e-9, part: Part = "paper"
+    name: str, measured: Real, reference: Real, tolerance: Real = 1e-9, part: Part = "paper"
 ) -> Check:
     """The two agree to an absolute tolerance."""
     measured, reference = float(measured), float(reference)
     passed = measured == reference or abs(measured - reference) <= tolerance
-    return Check(name, measured, "=", reference, tolerance, passed, part)
+    return Check(name, measured, "=", reference, float(tolerance), passed, part)
 
 
 def within(
     name: str,
-    measured: float,
-    stderr: float,
-    reference: float,
+    measured: Real,
+    stderr: Real,
+    reference: Real,
     *,
-    resolution: float = 0.05,
-    bias: float = 0.0,
+    resolution: Real = 0.05,
+    bias: Real = 0.0,
     part: Part = "paper",
 ) -> Check:
     """An estimate agrees with a reference within four of its standard errors.
@@ -48,28 +48,32 @@ def within(
         bias: known bias of the estimate or of the reference, added to the tolerance.
         part: the part of the verdict.
     """
-    measured, reference, tolerance = float(measured), float(reference), ERRORS * stderr + bias
+    measured, reference, tolerance = (
+        float(measured),
+        float(reference),
+        float(ERRORS * stderr + bias),
+    )
     sharp = math.isfinite(stderr) and stderr <= resolution * max(abs(reference), abs(measured))
     passed = sharp and abs(measured - reference) <= tolerance
-    return Check(name, measured, "=", reference, tolerance, passed, part)
+    return Check(name, measured, "=", reference, float(tolerance), passed, part)
 
 
 def at_most(
-    name: str, measured: float, reference: float, tolerance: float = 0.0, part: Part = "paper"
+    name: str, measured: Real, reference: Real, tolerance: Real = 0.0, part: Part = "paper"
 ) -> Check:
     """An upper bound."""
     passed = float(measured) <= float(reference) + tolerance
-    return Check(name, float(measured), "<=", float(reference), tolerance, passed, part)
+    return Check(name, float(measured), "<=", float(reference), float(tolerance), passed, part)
 
 
 def at_least(
-    name: str, measured: float, reference: float, tolerance: float = 0.0, part: Part = "paper"
+    name: str, measured: Real, reference: Real, tolerance: Real = 0.0, part: Part = "paper"
 ) -> Check:
     """A lower bound."""
     passed = float(measured) >= float(reference) - tolerance
-    return Check(name, float(measured), ">=", float(reference), tolerance, passed, part)
+    return Check(name, float(measured), ">=", float(reference), float(tolerance), passed, part)
 
 
-def none_of(name: str, violations: int | float, part: Part = "paper") -> Check:
+def none_of(name: str, violations: Real, part: Part = "paper") -> Check:
     """Nothing violates the rule."""
     return near(name, float(violations), 0.0, 0.0, part)

@@ -27,10 +27,11 @@ from torch import Tensor
 
 from tieline.errors import require
 
-__all__ = ["Check", "Claim", "Evidence", "Outcome", "Part", "Run", "Verdict", "plain"]
+__all__ = ["Check", "Claim", "Evidence", "Outcome", "Part", "Real", "Run", "Verdict", "plain"]
 
 Part = Literal["paper", "condition", "corrected"]
-Value = float | int | str | None
+Real = float | int
+Value = Real | str | None
 
 
 class Verdict(StrEnum):
@@ -139,7 +140,7 @@ class Claim:
     test: Callable[[Run], Evidence]
     condition: str = ""
     untestable: str = ""
-    seconds: float = 0.2
+    seconds: Real = 0.2
 
     def describe(self) -> dict[str, Any]:
         """The record without its test, as JSON values."""

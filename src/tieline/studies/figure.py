@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from tieline.studies.claim import plain
+from tieline.studies.claim import Real, plain
 
 __all__ = ["chart", "dots", "line"]
 
-Numbers = Sequence[float] | Tensor
+Numbers = Sequence[Real] | Tensor
 Scale = Literal["linear", "log"]
 
 

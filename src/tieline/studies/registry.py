@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib import import_module
 
 from tieline.errors import ParameterError, require
-from tieline.studies.claim import Claim, Evidence, Run, Verdict
+from tieline.studies.claim import Claim, Evidence, Real, Run, Verdict
 
 __all__ = ["CLAIMS", "PAPERS", "Paper", "all_claims", "claim", "select"]
 
@@ -44,7 +44,7 @@ def claim(
     expected: Verdict = Verdict.HOLDS,
     condition: str = "",
     untestable: str = "",
-    seconds: float = 0.2,
+    seconds: Real = 0.2,
 ) -> Callable[[Test], Test]:
     """Register the function below as the test of a claim; fields as in `Claim`."""
     paper = int(id[1 : id.index("-")])

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any
 
 from tieline.errors import ParameterError, require
 from tieline.numerics import one_thread
@@ -17,10 +17,9 @@ from tieline.studies.claim import Claim, Outcome, Run
 from tieline.studies.registry import all_claims
 from tieline.studies.store import ResultStore
 
-__all__ = ["ENGINES", "Engine", "run_claim", "run_claims"]
+__all__ = ["ENGINES", "run_claim", "run_claims"]
 
-Engine = Literal["loky", "dask", "serial"]
-ENGINES: tuple[Engine, ...] = ("loky", "dask", "serial")
+ENGINES = ("loky", "dask", "serial")
 Progress = Callable[[Outcome, int, int], None]
 
 
@@ -42,7 +41,7 @@ def run_claims(
     run: Run,
     store: ResultStore | None = None,
     *,
-    engine: Engine = "loky",
+    engine: str = "loky",
     address: str | None = None,
     jobs: int = -1,
     progress: Progress | None = None,
@@ -73,7 +72,7 @@ def _all(
     claims: Sequence[Claim],
     run: Run,
     store: ResultStore | None,
-    engine: Engine,
+    engine: str,
     address: str | None,
     jobs: int,
 ) -> Iterator[Outcome]:
@@ -93,7 +92,7 @@ def _all(
 
 
 def _fresh(
-    todo: Sequence[Claim], run: Run, engine: Engine, address: str | None, jobs: int
+    todo: Sequence[Claim], run: Run, engine: str, address: str | None, jobs: int
 ) -> Generator[tuple[Claim, Outcome], None, None]:
     """Outcomes of the tests in the order in which they end; the longest tests begin first."""
     order = sorted(todo, key=lambda claim: -claim.seconds)
@@ -119,7 +118,7 @@ def _remote(claim: str, run: Run) -> dict[str, Any]:
     return run_claim(all_claims()[claim], run).to_dict()
 
 
-def _backend(engine: Engine, address: str | None, jobs: int) -> AbstractContextManager[Any]:
+def _backend(engine: str, address: str | None, jobs: int) -> AbstractContextManager[Any]:
     from joblib import parallel_config
 
     if engine == "loky":

@@ -286,7 +286,7 @@ def linear(run: Run) -> Evidence:
     return Evidence(
         [
             within("P(|S| <= r) by counting", inside, error, mass.exact),
-            near("hyperplane integral in the plane", *_hyperplane_integral(2, 0.7), 1e-10),
+            near("hyperplane integral in the plane", *_hyperplane_integral(2.0, 0.7), 1e-10),
             near(
                 "next order over first",
                 mass.next_order / mass.first_order,
