@@ -87,6 +87,18 @@ def test_noise_that_is_not_isotropic_has_bounds_but_no_exact_value():
     assert again.bound == pytest.approx(found.bound, rel=1e-10)
 
 
+def test_the_bound_shrinks_the_distance_by_the_quietest_direction():
+    # normal coordinates x_1, x_2 of the flat, with standard deviations 2 and 1/2
+    weight = torch.tensor([[0.0, 0, 0], [1, 0, 0], [0, 1, 0]], dtype=torch.float64)
+    sigma = torch.diag(torch.tensor([2.0, 0.5, 1.0], dtype=torch.float64))
+    flat, x0 = tie_flat(weight, None, (0, 1, 2)), torch.tensor([3.0, 1.0, 0.0]).double()
+    found = flat_occupation(flat, x0, eps=0.2, horizon=1.0, sigma=sigma)
+    b = (math.hypot(3 / 2, 1 / 0.5) - 0.2 / 0.5) ** 2 / 2
+    scale = math.pi * 0.2**2 / (2 * math.pi * 2 * 0.5)
+    integral = integrate.quad(lambda t: math.exp(-b / t) / t, 0, 1)[0]
+    assert found.bound == pytest.approx(scale * integral, rel=1e-8)
+
+
 @pytest.mark.parametrize("order", [1, 2, 3])
 def test_all_ties_of_a_router_stay_under_the_sum(order):
     weight, bias = router(5, 6, 4)

@@ -61,7 +61,7 @@ def walk_across(
     point: Float[Tensor, " width"],
     normal: Float[Tensor, " width"],
     reach: Real = 1.0,
-    steps: int = 401,
+    steps: int = 400,
 ) -> Walk:
     """f(p + s n) for `steps` values of s from -reach to reach.
 
@@ -70,7 +70,7 @@ def walk_across(
         point: p, from `nearest_tie_point`.
         normal: n, a unit vector.
         reach: largest distance from the tie.
-        steps: number of points, even so that none of them is the tie itself where it matters.
+        steps: number of points; an even number has none on the tie itself.
     """
     require(reach > 0 and steps >= 2, f"need reach > 0 and steps >= 2, got {reach=}, {steps=}")
     offsets = torch.linspace(-reach, reach, steps, dtype=torch.float64)
