@@ -25,6 +25,7 @@ EXTRAS = {
     "transformers": "hf",
     "plotly": "report",
     "matplotlib": "report",
+    "numba": "tropical",
     "joblib": "cluster",
     "distributed": "cluster",
 }
