@@ -38,6 +38,15 @@ def test_opposite_normals_are_one_wall():
     assert result.distances[0] < 1e-12
 
 
+def test_the_distance_of_minimisers_is_that_of_walls_not_of_labels():
+    turn = math.radians(5)
+    hard, soft = [1.0, 0.0, 0.2], [math.cos(turn), math.sin(turn), -0.4]
+    walls = torch.tensor([hard, [-x for x in soft]], dtype=torch.float64)
+    result = gamma_convergence(TEACHER, walls, (1.0,))
+    assert torch.equal(result.minimisers, walls.flip(0))
+    assert result.distances[0] == pytest.approx(math.dist(hard, soft))
+
+
 def test_with_a_free_scale_the_infimum_does_not_depend_on_temperature():
     result = free_scale(TEACHER, TEACHER, (1.0, 0.1), (0.5, 3.0, 30.0))
     assert result.profiles[0] == pytest.approx(result.profiles[1], rel=1e-9)

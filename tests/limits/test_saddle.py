@@ -44,6 +44,19 @@ def test_the_drop_has_the_size_that_the_curvature_predicts(points):
     assert saddle.drop == pytest.approx(saddle.least_eigenvalue / 2 * 0.3**2, rel=0.3)
 
 
+def test_the_least_eigenvalue_is_the_second_difference_along_its_direction(points):
+    def risk(point, step):
+        angle = torch.atan2(point.student.normal[1], point.student.normal[0])
+        rest = torch.cat([point.student.offset[None], point.student.experts.flatten()])
+        q = torch.cat([angle[None], rest]) + step * point.direction
+        flat = torch.cat([q[:1].cos(), q[:1].sin(), q[1:]])
+        return gaussian_risk(point.student.with_flat(flat), TEACHER, None, 0.5).item()
+
+    for point in points:
+        second = (risk(point, 0.01) - 2 * risk(point, 0.0) + risk(point, -0.01)) / 0.01**2
+        assert second == pytest.approx(point.least_eigenvalue, rel=0.01, abs=1e-6)
+
+
 def test_negative_curvature_and_its_persistence():
     least, direction = negative_curvature(torch.diag(torch.tensor([2.0, -3.0, 1.0])))
     assert least == -3
