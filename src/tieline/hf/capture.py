@@ -101,7 +101,9 @@ def _observed_class(
     def observed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         output = plain(self, *args, **kwargs)
         if not is_recomputing():
-            recorder.observe(observer, self, (args, kwargs), output)
+            # an emulated number format is the model's, not that of the record's own arithmetic
+            with torch._C.DisableTorchFunction():
+                recorder.observe(observer, self, (args, kwargs), output)
         return output
 
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, _CAPTURED: True}

@@ -105,3 +105,15 @@ def test_one_model_cannot_be_both_sides_and_unknown_experts_are_refused():
         use_experts(a, "magic")
     with pytest.raises(UnsupportedModelError, match="cannot be set"):
         use_experts(torch.nn.Linear(2, 2), "eager")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_emulation_has_the_noise_of_native_bf16(family):
+    """The record's own arithmetic stays out of the emulated format."""
+    a, b = two(family)
+    sequences, native = list(batch(6, 32)), copy.deepcopy(a).bfloat16()
+    emulated = diff_models(Side(a), Side(b, "bf16"), sequences).diff
+    real = diff_models(Side(a), Side(native), sequences).diff
+    for layer, other in zip(emulated.layers, real.layers, strict=True):
+        assert layer.attribution.noise == pytest.approx(other.attribution.noise, rel=0.15)
+    assert emulated.logits.kl == pytest.approx(real.logits.kl, rel=0.5)

@@ -22,7 +22,7 @@ from tieline.audit.diff.records import LogitsDiff, RoutingDiff
 from tieline.audit.running import batches, forward, only_running
 from tieline.errors import TraceError, require
 from tieline.hf.capture import capture
-from tieline.hf.rounding_hooks import emulate
+from tieline.hf.rounding_hooks import Parts, emulate
 from tieline.numerics import one_thread
 from tieline.trace.ops import concatenate
 from tieline.trace.record import RoutingTrace
@@ -33,10 +33,18 @@ Progress = Callable[[str, int, int], None]
 
 
 class Side(NamedTuple):
-    """A model to run, in a number format that is emulated by rounding if one is named."""
+    """A model to run, as it is or in an emulated number format.
+
+    Attributes:
+        model: a Mixture-of-Experts model of transformers.
+        emulated: name in `hf.formats.FORMATS` of a format that is emulated by rounding; the model
+            must be in float32 then.
+        parts: what is in that format: "all", "router" or "others".
+    """
 
     model: nn.Module
     emulated: str | None = None
+    parts: Parts = "all"
 
 
 class ModelsCompared(NamedTuple):
@@ -147,12 +155,16 @@ def sequences_of(trace: RoutingTrace) -> tuple[list[Int[Tensor, " _"]], list[int
 def _run(side: Side, ids: Tensor) -> tuple[RoutingTrace, Any]:
     """The routing of one batch, and the logits if there are any."""
     # entered for the run of this side alone: the emulation rounds whatever runs inside it
-    format_ = nullcontext() if side.emulated is None else emulate(side.model, side.emulated, "all")
+    format_ = (
+        nullcontext() if side.emulated is None else emulate(side.model, side.emulated, side.parts)
+    )
     with only_running(side.model), format_:
         with capture(side.model, epsilons=(), distances=False) as seen:
             logits = getattr(forward(side.model, ids), "logits", None)
         trace = seen.trace()
-    told = {} if side.emulated is None else {"emulated": side.emulated}
+    told = {}
+    if side.emulated is not None:
+        told["emulated"] = side.emulated if side.parts == "all" else f"{side.emulated} {side.parts}"
     return replace(trace, provenance=trace.provenance | told), logits
 
 

@@ -1,0 +1,122 @@
+"""`diff` on six models: eager against grouped_mm, and fp32 against emulated bf16.
+
+python -m benchmarks.diff_families [--tokens 4096]
+
+The model in the box is trained; the others are small random models of five families (4 layers, the
+first of DeepSeek-V3 dense, 16 experts, 4 of them chosen, width 64) whose router weights are spread
+so that scores are of order one.
+"""
+
+import argparse
+import copy
+import time
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tieline.audit.diff import Side, diff_models
+from tieline.audit.text import tokenise
+from tieline.hf import find_routers
+from tieline.hf.experts_setting import use_experts
+from tieline.hf.loading import load_model
+from tieline.hf.shipped import shipped_text
+
+WIDTH, VOCABULARY, LENGTH = 64, 512, 256
+SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": WIDTH,
+    "intermediate_size": WIDTH,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "num_experts_per_tok": 4,
+    "max_position_embeddings": LENGTH,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+OWN = {
+    "mixtral": {"num_local_experts": 16},
+    "olmoe": {"num_experts": 16},
+    "qwen3_moe": {"num_experts": 16, "moe_intermediate_size": 32, "head_dim": 16},
+    "gpt_oss": {"num_local_experts": 16, "head_dim": 16, "sliding_window": 64},
+    "deepseek_v3": {
+        "n_routed_experts": 16,
+        "moe_intermediate_size": 32,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 16,
+    },
+}
+
+
+def random_model(family):
+    """A random model with router scores of order one."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **(SMALL | OWN[family]))
+    model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    for router in find_routers(model).values():
+        router.weight.normal_(0, WIDTH**-0.5)
+    return model
+
+
+def cases(tokens):
+    """Name, model and sequences of each case."""
+    loaded = load_model()
+    yield (
+        "shipped",
+        loaded.model,
+        tokenise(loaded.tokenizer, shipped_text(), tokens, LENGTH).sequences,
+    )
+    ids = torch.randint(3, VOCABULARY, (tokens // LENGTH, LENGTH))
+    for family in OWN:
+        yield family, random_model(family), tuple(ids)
+
+
+def compare(name, what, a, b, sequences):
+    """Print one row of the table."""
+    started = time.perf_counter()
+    found = diff_models(a, b, sequences).diff
+    seconds = time.perf_counter() - started
+    causes = [layer.attribution for layer in found.layers if layer.attribution]
+    m = found.metrics
+    cells = [
+        name,
+        what,
+        f"{100 * m['flip']:.2f} %",
+        f"{100 * m['flip:any']:.2f} %",
+        str(sum(layer.flip.count for layer in found.layers)),
+        str(sum(cause.unexplained for cause in causes)),
+        str(sum(cause.unexplained_first for cause in causes)),
+        f"{max(cause.noise for cause in causes):.1e}",
+        f"{m['kl']:.1e}",
+        f"{seconds:.1f} s",
+    ]
+    print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def main():
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, default=4096)
+    tokens = parser.parse_args().tokens
+    heads = ["model", "A, B", "worst layer", "tokens", "flips", "unexplained", "of these first"]
+    heads += ["noise", "KL", "time"]
+    print(f"| {' | '.join(heads)} |")
+    print("|---" * len(heads) + "|")
+    for name, model, sequences in cases(tokens):
+        other = copy.deepcopy(model)
+        use_experts(model, "eager")
+        use_experts(other, "grouped_mm")
+        compare(name, "eager, grouped_mm", Side(model), Side(other), sequences)
+        use_experts(other, "eager")
+        compare(name, "fp32, bf16 emulated", Side(model), Side(other, "bf16"), sequences)
+
+
+if __name__ == "__main__":
+    main()

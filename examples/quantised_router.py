@@ -1,0 +1,32 @@
+"""A quantised router: how far may the router's numbers be cut before other experts are chosen?
+
+python examples/quantised_router.py [tokens]
+
+Only the routers of the model in the box are put into each format; experts and attention stay in
+float32. `tieline audit` goes further: every format and noise level, what it costs in loss, and
+which layers to keep in float32.
+"""
+
+import copy
+import sys
+
+from tieline.audit.diff import Side, diff_models
+from tieline.audit.text import tokenise
+from tieline.hf.loading import load_model
+from tieline.hf.shipped import shipped_text
+
+tokens = int(sys.argv[1]) if len(sys.argv) > 1 else 8192
+loaded = load_model()
+text = tokenise(loaded.tokenizer, shipped_text(), tokens, 256).sequences
+other = copy.deepcopy(loaded.model)
+print("router      worst layer   tokens   near-ties   noise    KL")
+for name in ("bf16", "fp8_e4m3", "int8", "int4_group", "int4"):
+    found = diff_models(Side(loaded.model), Side(other, name, parts="router"), text).diff
+    flips = sum(layer.flip.count for layer in found.layers)
+    inside = sum(layer.attribution.inside for layer in found.layers if layer.attribution)
+    noise = max(layer.attribution.noise for layer in found.layers if layer.attribution)
+    m = found.metrics
+    print(
+        f"{name:11s} {100 * m['flip']:10.1f} % {100 * m['flip:any']:6.1f} % "
+        f"{100 * inside / max(flips, 1):9.0f} % {noise:8.2g} {m['kl']:8.1e}"
+    )

@@ -1,0 +1,53 @@
+"""RL train-inference mismatch: the engine that samples and the trainer that learns route otherwise.
+
+python examples/rl_mismatch.py [tokens]
+
+The "engine" here is the model in the box in emulated bf16, which writes the experts it chose as
+vLLM and SGLang do; the trainer is the same model in float32. Three engines are compared with the
+trainer: a sound one, one that writes each token's experts one position too late, and one that
+numbers the experts of a layer otherwise.
+"""
+
+import copy
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.numpy import save_file
+
+from tieline.audit.diff import Side, diff, diff_models
+from tieline.audit.text import tokenise
+from tieline.hf.loading import load_model
+from tieline.hf.shipped import shipped_text
+from tieline.trace import import_routed_experts
+
+tokens = int(sys.argv[1]) if len(sys.argv) > 1 else 8192
+loaded = load_model()
+rollout = tokenise(loaded.tokenizer, shipped_text(), tokens, 256).sequences
+found = diff_models(Side(loaded.model), Side(copy.deepcopy(loaded.model), "bf16"), rollout)
+trainer, engine = found.trace_a, found.trace_b
+
+# 1. Both sides have scores: how many tokens flip, are they near-ties, how far are predictions?
+print(found.diff.verdict)
+logits = found.diff.logits
+assert logits is not None  # both models predict tokens
+print(f"k3 {logits.k3:.2e}, KL {logits.kl:.2e} nats per token; in tokens that flip", end=" ")
+print(f"{logits.kl_flipped or 0:.2e}, in the others {logits.kl_unflipped or 0:.2e}")
+
+# 2. The engine gives ids only: alignment still finds what is wrong with them.
+array = np.stack([layer.experts[:, : layer.facts.k].numpy() for layer in engine.layers], axis=1)
+late = np.roll(array, 1, axis=0)
+renumbered = array.copy()
+renumbered[:, 2] = torch.randperm(16, generator=torch.Generator().manual_seed(0)).numpy()[
+    array[:, 2]
+]
+keys = {name: getattr(engine, name).numpy() for name in ("tokens", "documents", "positions")}
+for name, ids in (("sound", array), ("late", late), ("renumbered", renumbered)):
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "engine.safetensors"
+        save_file({"routed_experts": np.ascontiguousarray(ids), **keys}, file)
+        result = diff(trainer, import_routed_experts(file, n_experts=16))
+    notes = [note for note in result.alignment.notes if "only" not in note]
+    print(f"{name:11s} {100 * result.metrics['flip']:.1f} % flips in the worst layer; {notes}")
