@@ -44,17 +44,23 @@ def test_the_drop_has_the_size_that_the_curvature_predicts(points):
     assert saddle.drop == pytest.approx(saddle.least_eigenvalue / 2 * 0.3**2, rel=0.3)
 
 
-def test_the_least_eigenvalue_is_the_second_difference_along_its_direction(points):
-    def risk(point, step):
+def test_curvatures_are_second_differences(points):
+    def risk(point, direction, step):
         angle = torch.atan2(point.student.normal[1], point.student.normal[0])
         rest = torch.cat([point.student.offset[None], point.student.experts.flatten()])
-        q = torch.cat([angle[None], rest]) + step * point.direction
+        q = torch.cat([angle[None], rest]) + step * direction
         flat = torch.cat([q[:1].cos(), q[:1].sin(), q[1:]])
         return gaussian_risk(point.student.with_flat(flat), TEACHER, None, 0.5).item()
 
+    turn = torch.eye(8, dtype=torch.float64)[0]
     for point in points:
-        second = (risk(point, 0.01) - 2 * risk(point, 0.0) + risk(point, -0.01)) / 0.01**2
-        assert second == pytest.approx(point.least_eigenvalue, rel=0.01, abs=1e-6)
+        for way, curvature in (
+            (point.direction, point.least_eigenvalue),
+            (turn, point.hessian[0, 0].item()),
+        ):
+            up, here, down = (risk(point, way, step) for step in (0.01, 0.0, -0.01))
+            second = (up - 2 * here + down) / 0.01**2
+            assert second == pytest.approx(curvature, rel=0.01, abs=1e-6)
 
 
 def test_negative_curvature_and_its_persistence():

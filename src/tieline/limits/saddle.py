@@ -51,6 +51,7 @@ class CriticalPoint:
         drop: risk at the best of a few steps along ±direction, minus `risk`; negative at a saddle.
         misrouted: P(student cell ≠ teacher cell), for the better of the two labellings.
         kind: "minimum", "strict saddle" or "degenerate" (eigenvalue within 1e-7 of zero).
+        hessian: (8, 8) of L̃_τ in (angle, offset, expert 1, expert 2).
     """
 
     student: TwoCells
@@ -61,6 +62,7 @@ class CriticalPoint:
     drop: float
     misrouted: float
     kind: str
+    hessian: Float[Tensor, "coordinates coordinates"]
 
 
 def negative_curvature(hessian: Matrix) -> tuple[float, Float[Tensor, " parameters"]]:
@@ -182,6 +184,7 @@ def _describe(
     share = _disagreement(student, teacher, covariance)
     kind = "degenerate" if abs(least) < 1e-7 else "minimum" if least > 0 else "strict saddle"
     norm = at.gradient.norm().item()
+    drop, misrouted = best - at.value, min(share, 1 - share)
     return CriticalPoint(
-        student, at.value, norm, least, direction, best - at.value, min(share, 1 - share), kind
+        student, at.value, norm, least, direction, drop, misrouted, kind, at.hessian
     )
