@@ -127,6 +127,7 @@ def test_repeated_forward_passes_are_not_counted_again(use_reentrant):
         layers(x)
         once = monitor.step()
         checkpoint(layers, x, use_reentrant=use_reentrant).sum().backward()
+        assert [len(calls) for calls in monitor._calls.values()] == [1]
         assert monitor.step() == once
 
 
@@ -252,3 +253,19 @@ def test_gates_of_ours_are_told_apart_from_their_bias_and_groups():
         with quiet(layers) as monitor, warnings.catch_warnings():
             layers(x)
             assert "flips_per_token" in bare(monitor.step())
+
+
+def test_the_mass_at_bf16_spacing_and_the_sums_by_their_definitions():
+    layers, x = layer(), torch.randn(500, 16)
+    with quiet(layers) as monitor:
+        layers(x)
+        found = bare(monitor.step())
+    scores = layers.router(x).detach().double()
+    ranked = scores.sort(dim=1, descending=True).values
+    spacing = 2.0 ** (ranked[:, 1].abs().log2().floor() - 7)
+    near = (ranked[:, 1] - ranked[:, 2] <= spacing).double().mean().item()
+    assert 0 < near < 1
+    assert found["near_bf16"] == near
+    assert found["confidence"] == pytest.approx(scores.softmax(1).amax(1).mean().item(), rel=1e-5)
+    assert found["score_rms"] == pytest.approx(scores.square().mean().sqrt().item(), rel=1e-5)
+    assert found["score_max"] == pytest.approx(scores.abs().max().item(), rel=1e-6)
