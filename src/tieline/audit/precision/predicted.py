@@ -26,7 +26,7 @@ from tieline.hf.formats import Format, format_named
 from tieline.hf.router_scope import logits_matrix
 from tieline.trace.record import LayerTrace
 
-__all__ = ["Chance", "predicted_flips"]
+__all__ = ["Chance", "chance_by_noise", "predicted_flips"]
 
 PerToken = Float[Tensor, " tokens"]
 SCORES_PER_GROUP = {"max": 1, "top2sum": 2}
@@ -58,7 +58,9 @@ def predicted_flips(
         never = torch.zeros(len(view.scores), dtype=torch.float64)
         return Chance(never, never)
     if perturbation.kind == "score noise":
-        return _by_noise(layer, view, float(perturbation.level) * torch.ones_like(view.scores))
+        return chance_by_noise(
+            layer, view, float(perturbation.level) * torch.ones_like(view.scores)
+        )
     matrix = logits_matrix(router)
     if matrix is None or matrix.shape[1] != inputs.shape[1]:
         return None
@@ -67,12 +69,14 @@ def predicted_flips(
     if perturbation.kind == "state noise":
         size = float(perturbation.level) * x.square().mean(dim=1).sqrt()
         spread = (w - w.mean(dim=0)).norm(dim=1)
-        return _by_noise(layer, view, size[:, None] * spread[ids])
+        return chance_by_noise(layer, view, size[:, None] * spread[ids])
     return _by_rounding(layer, view, (x, w), format_named(str(perturbation.level)))
 
 
-def _by_noise(layer: LayerTrace, view: LogitView, noise: Float[Tensor, "tokens ranks"]) -> Chance:
-    """Limits under normal noise of the logits of the kept ranks."""
+def chance_by_noise(
+    layer: LayerTrace, view: LogitView, noise: Float[Tensor, "tokens ranks"]
+) -> Chance:
+    """Limits under independent normal noise of the logits of the kept ranks."""
     k = layer.facts.k
     beyond = max(0, reachable(layer) - view.scores.shape[1])
     low, high = flip_limits(view.scores, k, view.slope * noise, beyond)

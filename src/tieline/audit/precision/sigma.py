@@ -7,9 +7,10 @@ between logarithms find it in a few steps.
 import math
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
+
+from tieline.audit.precision.predicted import chance_by_noise
 from tieline.audit.precision.records import SigmaForFlips
-from tieline.geometry.flips import flip_limits
-from tieline.geometry.sections import reachable
 from tieline.geometry.units import LogitView, logit_view
 from tieline.numerics import one_thread
 from tieline.trace.record import LayerTrace
@@ -80,10 +81,9 @@ def _on_line(low: float, high: float, target: float) -> float:
 
 
 def _rate(parts: Sequence[tuple[LayerTrace, LogitView]], sigma: float) -> float:
-    """Share of tokens that flip within their groups."""
+    """Predicted share of tokens that flip; its upper limit where it is an interval."""
     flips = tokens = 0.0
     for layer, view in parts:
-        beyond = max(0, reachable(layer) - view.scores.shape[1])
-        low = flip_limits(view.scores, layer.facts.k, view.slope * sigma, beyond).low
-        flips, tokens = flips + low.sum().item(), tokens + len(low)
+        high = chance_by_noise(layer, view, sigma * torch.ones_like(view.scores)).high
+        flips, tokens = flips + high.sum().item(), tokens + len(high)
     return flips / tokens
