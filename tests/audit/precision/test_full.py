@@ -15,10 +15,13 @@ from tieline.audit.precision.full import (
     model_logits,
     next_losses,
 )
+from tieline.audit.precision.full import _rule as rule
 from tieline.audit.precision.local import LocalRuns
 from tieline.audit.precision.perturbations import Perturbation, noise_generator
 from tieline.audit.running import forward, only_running
 from tieline.errors import UnsupportedModelError
+from tieline.hf.outputs import RouterOutput
+from tieline.hf.override import Choice
 from tieline.hf.router_scope import modular_routers
 
 
@@ -63,6 +66,18 @@ def test_without_flips_nothing_moves_and_with_them_the_floor_is_lower(family):
     assert large.floor.mean().value < large.kl.mean().value
     layers = [large.flips[name].mean().value for name in routers]
     assert max(layers) <= large.any_layer.mean().value <= sum(layers)
+
+
+def test_the_weight_moved_is_that_of_the_experts_lost():
+    clean = Choice(torch.tensor([[0.75, 0.25], [0.5, 0.25]]), torch.tensor([[0, 1], [2, 3]]))
+    found = RouterOutput(torch.zeros(2, 4), torch.ones(2, 2), torch.tensor([[1, 0], [1, 3]]))
+    seen = {}
+    free = rule(clean, seen, "a", False, found)
+    assert seen["a"].tolist() == [-1.0, pytest.approx(2 / 3)]  # another order is no flip
+    assert free.ids.tolist() == found.ids.tolist()
+    forced = rule(clean, seen, "a", True, found)
+    assert forced.ids.tolist() == [[1, 0], [2, 3]]
+    assert forced.weights.tolist() == [[1.0, 1.0], [0.5, 0.25]]
 
 
 def test_a_kept_router_is_left_alone_in_a_full_run():
