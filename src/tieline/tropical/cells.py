@@ -118,9 +118,6 @@ def essential(router: Router) -> Router:
 
 def check_safety(router: Router, safety: float) -> None:
     """Refuse a count that a gap within rounding decided."""
-    require(
-        safety >= 1.0,
-        "the router is not in general position: "
-        f"{why_degenerate(router.W, np.empty((0, router.W.shape[1])))}",
-        DegenerateError,
-    )
+    if safety < 1.0:
+        reason = why_degenerate(router.W, np.empty((0, router.W.shape[1])))
+        raise DegenerateError(f"the router is not in general position: {reason}")

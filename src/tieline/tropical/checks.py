@@ -179,14 +179,15 @@ def why_degenerate(W: Float[np.ndarray, "experts dim"], walls: Float[np.ndarray,
         W: (N, d) router weights.
         walls: (n, d) unit normals of neurons, none for a router alone.
     """
+    size = float(np.abs(W).max(initial=0.0))
     for i, j in combinations(range(len(W)), 2):
-        if np.abs(W[i] - W[j]).max() <= RELATIVE * np.abs(W).max():
+        if np.abs(W[i] - W[j]).max(initial=0.0) <= RELATIVE * size:
             return f"experts {i} and {j} have the same router weights, so no wall parts them"
     cosines = np.abs(walls @ walls.T) - np.eye(len(walls))
     if walls.size and walls.shape[1] > 1 and cosines.max() >= 1 - RELATIVE:
         i, j = (int(n) for n in np.unravel_index(cosines.argmax(), cosines.shape))
         return f"neurons {i} and {j} (flattened e·H + h) have parallel or equal walls"
-    rank = int(np.linalg.matrix_rank(W - W[0], tol=RELATIVE * max(1.0, float(np.abs(W).max()))))
+    rank = int(np.linalg.matrix_rank(W - W[0], tol=RELATIVE * max(1.0, size)))
     if rank < min(len(W) - 1, W.shape[1]):
         return f"differences of router weights have rank {rank} < min(N - 1, d)"
     return "more walls meet in a point, or run parallel to a flat, than general position allows"

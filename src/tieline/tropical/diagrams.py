@@ -90,7 +90,9 @@ def _diagram(
     return masks[one], _renamed(np.concatenate(facets), cell, len(W)), points
 
 
-def _distinct(masks: Masks) -> tuple[Int[np.ndarray, " cells"], Int[np.ndarray, " rows"]]:
+def _distinct(
+    masks: Bool[np.ndarray, "rows experts"],
+) -> tuple[Int[np.ndarray, " cells"], Int[np.ndarray, " rows"]]:
     """(a row of each distinct mask, which distinct mask each row is)."""
     bits = np.packbits(masks, axis=1)
     words = np.zeros((len(bits), -(-bits.shape[1] // 8) * 8), np.uint8)
@@ -101,7 +103,9 @@ def _distinct(masks: Masks) -> tuple[Int[np.ndarray, " cells"], Int[np.ndarray, 
     return first, index.ravel()
 
 
-def _renamed(facets: Facets, name: Int[np.ndarray, " rows"], experts: int) -> Facets:
+def _renamed(
+    facets: Int[np.ndarray, "sides 4"], name: Int[np.ndarray, " rows"], experts: int
+) -> Facets:
     """Facets with their cells renamed, each once, in order."""
     cell, behind = name[facets[:, 0]], name[facets[:, 3]]
     keys = (cell * experts + facets[:, 1]) * experts + facets[:, 2]
@@ -182,5 +186,5 @@ def from_search(router: Router, k: int, max_cells: int) -> Cells:
                 waiting.append(behind)
             facets.append((seen[coalition], leaving, entering, seen[behind]))
     masks = np.array([[e in c for e in range(len(router.b))] for c in done])
-    diagram = masks, np.array(facets), np.array(points)
+    diagram = masks, np.array(facets, dtype=np.int64).reshape(-1, 4), np.array(points)
     return _assemble(router, k, diagram, "linear programming")

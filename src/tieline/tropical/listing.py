@@ -64,9 +64,10 @@ def regions(
     """
     layer = as_layer(W, b, V, c, k)
     check_dim(layer)
-    found = [_pieces_of(layer, *cell, max_pieces) for cell in router_cells(layer, k)]
-    total = sum(len(part[2]) for part in found)
-    require(total <= max_pieces, f"more than {max_pieces} pieces; raise max_pieces to list them")
+    found, left = [], max_pieces
+    for cell in router_cells(layer, k):
+        found.append(_pieces_of(layer, *cell, left))
+        left -= len(found[-1][2])
     coalitions, patterns, points = (np.concatenate(parts) for parts in zip(*found, strict=True))
     router = layer.router
     places = router.length * (points[:, :-1] / points[:, -1:]) @ router.rotation.T
@@ -120,13 +121,14 @@ def _pieces_of(
     most: int,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(coalitions, patterns, points) of the pieces inside one cell."""
-    from tieline.tropical.pieces import patterns
+    from tieline.tropical.pieces import MANY, THIN, patterns
 
     mine = members[layer.owner]
     neurons = np.column_stack([layer.V, layer.c])[mine]
     neurons /= np.linalg.norm(neurons, axis=1, keepdims=True)
-    active, places, sure = patterns(walls, neurons, point, most)
-    require(sure, _near() + f", or a cell has more than {most} pieces", DegenerateError)
+    active, places, status = patterns(walls, neurons, point, most)
+    require(status != THIN, _near(), DegenerateError)
+    require(status != MANY, "there are more than max_pieces pieces; raise it to list them")
     experts = np.flatnonzero(members)
     shape = (len(active), len(experts), -1)
     return np.tile(experts, (len(active), 1)), active.reshape(shape), places

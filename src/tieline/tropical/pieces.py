@@ -6,7 +6,7 @@
                 no wall of any smaller piece either
 
 A programme's value is above CUT where a wall cuts, below NONE where it does not; between them the
-input is too near to degenerate to tell, and the search gives up (status False).
+input is too near to degenerate to tell, and the search gives up (False, or status THIN).
 """
 
 from typing import no_type_check
@@ -18,6 +18,7 @@ from tieline.tropical.linear import centre, reach
 
 CUT = 1e-10
 NONE = 1e-12
+DONE, THIN, MANY = 0, 1, 2
 
 
 @njit(cache=True)
@@ -134,7 +135,7 @@ def patterns(base, neurons, start, most):
         base: (q, n) walls of the cell.
         neurons: (K, n) rows that may cut it.
         start: (n,) a point inside.
-        most: give up above this number of pieces (status False).
+        most: give up above this number of pieces (status MANY).
     """
     q, n = base.shape
     K = len(neurons)
@@ -158,7 +159,7 @@ def patterns(base, neurons, start, most):
         for t in range(depth, K):
             sign, state = cross(A, count, neurons[t], point, points[left])
             if state < 0:
-                return out[:0], places[:0], False
+                return out[:0], places[:0], THIN
             signs[t] = sign
             if state == 1:
                 cut[t] = True
@@ -168,13 +169,13 @@ def patterns(base, neurons, start, most):
                 A[count] = sign * neurons[t]
                 count += 1
         if total == most:
-            return out[:0], places[:0], False
+            return out[:0], places[:0], MANY
         if total == len(out):
             out, places = grown(out, total), grown(places, total)
         centre(A, count, point)
         out[total], places[total] = signs > 0, point
         total += 1
-    return out[:total], places[:total], True
+    return out[:total], places[:total], DONE
 
 
 @njit(cache=True)

@@ -130,7 +130,7 @@ def _upper_vertices(
     best = np.sort(order[first])  # of equal exponents only the largest coefficient can win
     lifted = np.column_stack([exponents[best], coefficients[best]])
     candidates = _hull_vertices(lifted)
-    kept = [i for i in candidates if _wins(lifted, i)]
+    kept = [i for i in candidates.tolist() if _wins(lifted, i)]
     return best[np.array(kept, dtype=np.int64)]
 
 

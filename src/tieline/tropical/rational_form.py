@@ -40,7 +40,7 @@ class TropicalRational:
 
 
 def rational_form(
-    layers: Sequence[tuple[Real[Array, "out into"], Real[Array, " out"]]],
+    layers: Sequence[tuple[Real[Array, "_ _"], Real[Array, " _"]]],
 ) -> list[TropicalRational]:
     """One tropical rational function per output of x ↦ A_L relu(… relu(A_1 x + b_1) …) + b_L.
 

@@ -57,12 +57,12 @@ def count_regions(
     layer = as_layer(W, b, V, c, k)
     check_dim(layer)
     count, safety = _count(layer, k)
-    require(
-        safety >= 1.0,
-        f"walls are not in general position: {why_degenerate(layer.router.W, layer.V)}; "
-        "`regions` lists the pieces of such a layer by linear programming",
-        DegenerateError,
-    )
+    if safety < 1.0:
+        reason = why_degenerate(layer.router.W, layer.V)
+        raise DegenerateError(
+            f"walls are not in general position: {reason}; `regions` lists the pieces of such a "
+            "layer by linear programming"
+        )
     return Count(count, COUNTED, "flat sum", safety)
 
 
