@@ -100,7 +100,8 @@ def _checks(checks: list[Mapping[str, Any]]) -> str:
     items = "".join(
         f"<li>{escape(check_words(check))} <em>{PARTS[check['part']]}</em></li>" for check in checks
     )
-    return f"<details><summary>{len(checks)} checks</summary><ul>{items}</ul></details>"
+    count = f"{len(checks)} check{'s' * (len(checks) != 1)}"
+    return f"<details><summary>{count}</summary><ul>{items}</ul></details>"
 
 
 def _key(claim: Mapping[str, Any]) -> str:

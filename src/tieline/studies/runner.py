@@ -6,8 +6,9 @@ travels. Without joblib the claims are tested one after another.
 """
 
 import time
+import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager
 from importlib.util import find_spec
 from typing import Any
 
@@ -118,12 +119,18 @@ def _remote(claim: str, run: Run) -> dict[str, Any]:
     return run_claim(all_claims()[claim], run).to_dict()
 
 
-def _backend(engine: str, address: str | None, jobs: int) -> AbstractContextManager[Any]:
+def _backend(engine: str, address: str | None, jobs: int) -> AbstractContextManager[None]:
+    return _dask(address, jobs) if engine == "dask" else _loky()
+
+
+@contextmanager
+def _loky() -> Iterator[None]:
+    """Processes of one thread each; that one is replaced when it has grown is no news."""
     from joblib import parallel_config
 
-    if engine == "loky":
-        return parallel_config(backend="loky", inner_max_num_threads=1)
-    return _dask(address, jobs) if engine == "dask" else nullcontext()
+    with warnings.catch_warnings(), parallel_config(backend="loky", inner_max_num_threads=1):
+        warnings.filterwarnings("ignore", message="A worker stopped while some jobs")
+        yield
 
 
 @contextmanager

@@ -86,7 +86,7 @@ def pair_events(run: Run) -> Evidence:
     "Remark 3.2",
     "ambiguity is a slab",
     statement="A pair is ambiguous exactly where its score difference is at most κ_ε τ.",
-    tested="Membership pair by pair, for ε from 0.4 to 1e-12; then for ε = 1e-17, where 1 - ε "
+    tested="Membership pair by pair, for ε from 0.4 to 1e-6; then for ε = 1e-17, where 1 - ε "
     "rounds to 1 and the weight as written accepts everything.",
 )
 def slab(run: Run) -> Evidence:

@@ -1,0 +1,16 @@
+"""Claims of paper 3: tropical geometry of mixtures of experts."""
+
+__all__ = ["MODULES"]
+
+MODULES = [
+    "linear",
+    "algebra",
+    "routing",
+    "arrangements",
+    "capacity",
+    "tightness",
+    "manifolds",
+    "granularity",
+    "centring",
+]
+"""Files of this package that hold claims."""

@@ -1,0 +1,273 @@
+"""Section 4.1: the cells of a router, what they look like and how many there are."""
+
+import itertools
+import math
+
+import numpy as np
+
+from tieline.studies.checks import at_least, at_most, near, none_of
+from tieline.studies.claim import Evidence, Run, Verdict
+from tieline.studies.figure import chart, dots, line
+from tieline.studies.paper3.problems import drawn
+from tieline.studies.registry import claim
+from tieline.tropical import (
+    attainability,
+    cells,
+    count_cells,
+    expected_cells,
+    symmetric_polynomial,
+    zaslavsky,
+)
+from tieline.tropical.affine import chosen
+
+
+def router(run: Run, stream: int, experts: int, dim: int) -> tuple[np.ndarray, np.ndarray]:
+    """Weights and biases, drawn."""
+    r = drawn(run, stream)
+    return r.standard_normal((experts, dim)), r.standard_normal(experts)
+
+
+@claim(
+    "p3-prop4.2",
+    "Prop. 4.2",
+    "top-1 cells",
+    statement="The boundaries of a top-1 router are the hypersurface of max z_i, those of a power "
+    "diagram, and part R^d into N convex cells.",
+    tested="Cells of drawn routers with N - 1 >= d and with d >= N - 1; power distances against "
+    "scores.",
+    expected=Verdict.CONDITION,
+    condition="rank [W 1] = N; in fewer dimensions a drawn router leaves experts without a cell",
+)
+def top_one(run: Run) -> Evidence:
+    """Cells against N, and the power diagram."""
+    W, b = router(run, 1, 16, 2)
+    planar = [int(count_cells(*router(run, 100 + s, 16, 2), 1)) for s in range(run.size(60, 600))]
+    full = [int(count_cells(*router(run, 900 + s, 5, 4), 1)) for s in range(20)]
+    x = 3 * drawn(run, 2).standard_normal((500, 2))
+    power = ((x[:, None] - W) ** 2).sum(axis=2) - (W**2).sum(axis=1) - 2 * b
+    wrong = int((power.argmin(axis=1) != (x @ W.T + b).argmax(axis=1)).sum())
+    mean, error = float(np.mean(planar)), float(np.std(planar)) / math.sqrt(len(planar))
+    exact = expected_cells(16, 1, 2)
+    return Evidence(
+        [
+            near("fewest cells of 16 experts on the plane", min(planar), 16, 0),
+            near("fewest cells of 5 experts in R⁴", min(full), 5, 0, part="condition"),
+            none_of("inputs nearer in power to another expert", wrong, part="condition"),
+            near("mean on the plane", mean, exact, 4 * error, part="corrected"),
+        ],
+        paper="N = 16",
+        corrected=exact,
+        measured=mean,
+    )
+
+
+@claim(
+    "p3-thm4.5",
+    "Thm 4.5",
+    "an order-k diagram",
+    statement="The cells of a top-k router are convex, part where the k-th symmetric polynomial is "
+    "creased, and neighbours differ by one swap, as on the hypersimplex.",
+    tested="Essential terms of the polynomial against listed cells; convexity on pairs of inputs "
+    "with one coalition; the neighbours of each cell.",
+    seconds=1,
+)
+def order_k(run: Run) -> Evidence:
+    """Cells that differ from terms, pairs that break convexity, neighbours two swaps away."""
+    W, b = router(run, 1, 8, 2)
+    listed = cells(W, b, 3)
+    terms = len(symmetric_polynomial(W, b, 3).essential().coefficients)
+    swaps = 0
+    for cell, out, new, other in listed.facets:
+        expected = set(listed.coalitions[cell]) - {out} | {new}
+        swaps += expected != set(listed.coalitions[other])
+    x = 2 * drawn(run, 2).standard_normal((run.size(3_000, 30_000), 2))
+    y = x + 0.7 * drawn(run, 3).standard_normal(x.shape)
+    own, other, middle = (chosen(p @ W.T + b, 3) for p in (x, y, (x + y) / 2))
+    same = (own == other).all(axis=1)
+    broken = int((middle != own).any(axis=1)[same].sum())
+    return Evidence(
+        [
+            near("essential terms and cells", terms, len(listed), 0),
+            near("listed and counted cells", len(listed), int(count_cells(W, b, 3)), 0),
+            none_of("neighbours that differ by more than a swap", swaps),
+            none_of("midpoints that leave a cell", broken),
+            at_least("pairs in one cell", int(same.sum()), 100),
+        ],
+        paper="an order-k diagram",
+        measured=f"{len(listed)} cells of {math.comb(8, 3)} coalitions",
+    )
+
+
+@claim(
+    "p3-thm4.5-cells",
+    "Thm 4.5, App. D",
+    "number of cells",
+    statement="The router has exactly C(N, k) cells, the vertices of the hypersimplex.",
+    tested="Exact counts for N = 8, all k, d = 1 ... 7; sums over k against Φ(N, d+1); means over "
+    "drawn routers against the closed form.",
+    expected=Verdict.CONDITION,
+    condition="rank [W 1] = N, generic for d >= N - 1",
+    seconds=2,
+)
+def number_of_cells(run: Run) -> Evidence:
+    """Counts against C(N, k), Φ and the expectation."""
+    counts = {
+        d: [int(count_cells(*router(run, d, 8, d), k)) for k in range(9)] for d in range(1, 8)
+    }
+    missing = {d: 256 - sum(found) for d, found in counts.items()}
+    sums = sum(sum(found) != zaslavsky(8, d + 1) for d, found in counts.items())
+    drawn_counts = np.array(
+        [int(count_cells(*router(run, 50 + s, 16, 2), 4)) for s in range(run.size(100, 1_000))]
+    )
+    error = float(drawn_counts.std()) / math.sqrt(len(drawn_counts))
+    dims = list(counts)
+    return Evidence(
+        [
+            none_of("coalitions of 8 experts without a cell, d = 2", missing[2]),
+            none_of("the same, d = 7", missing[7], part="condition"),
+            none_of("sums over k other than Φ(8, d+1)", sums, part="corrected"),
+            near("mean, N = 16, k = 4, d = 2", float(drawn_counts.mean()), expected_cells(16, 4, 2),
+                 4 * error, part="corrected"),
+            near("expectation, d = 2", expected_cells(16, 4, 2), 47.74, 0.01, part="corrected"),
+            near("expectation, d = 8", expected_cells(16, 4, 8), 1654.76, 0.01, part="corrected"),
+        ],
+        paper=1820,
+        corrected=expected_cells(16, 4, 2),
+        measured=float(drawn_counts.mean()),
+        figure=chart("d", "cells of N = 8, k = 4", [
+            dots("counted", dims, [counts[d][4] for d in dims]),
+            line("expected", dims, [expected_cells(8, 4, d) for d in dims]),
+            line("C(N, k)", dims, [70.0] * 7, dashed=True),
+        ]),
+        note="Measured: mean cells of drawn routers with N = 16, k = 4 on the plane.",
+    )  # fmt: skip
+
+
+def bent_supports(W: np.ndarray, b: np.ndarray, k: int, x: np.ndarray) -> int:
+    """Experts with two inputs in their support and the midpoint outside."""
+    y = np.roll(x, 1, axis=0)
+    own, other, middle = (chosen(p @ W.T + b, k) for p in (x, y, (x + y) / 2))
+    return int((own & other & ~middle).any(axis=0).sum())
+
+
+@claim(
+    "p3-thm4.5-supports",
+    "Thm 4.5",
+    "supports of single experts",
+    statement="The region that a single expert serves is not convex, 1 < k < N.",
+    tested="Pairs of inputs in an expert's support with their midpoint outside, for each expert of "
+    "a router in R^{N-1}; the scores x, -x, -10 on a line, whose first support is a half-line.",
+    expected=Verdict.CONDITION,
+    condition="rank [W 1] = N",
+)
+def supports(run: Run) -> Evidence:
+    """Experts whose support is seen not to be convex."""
+    x = 5 * drawn(run, 1).standard_normal((run.size(20_000, 200_000), 4))
+    bent = bent_supports(*router(run, 2, 5, 4), 2, x)
+    ramp = np.linspace(-40, 40, 4_001)[:, None]
+    mask = chosen(ramp @ np.array([[1.0, -1.0, 0.0]]) + np.array([0.0, 0.0, -10.0]), 2)
+    ends = [int(np.abs(np.diff(mask[:, e].astype(int))).sum()) for e in range(3)]
+    return Evidence(
+        [
+            at_least("fewest ends of a support on the line", min(ends), 2),
+            near("bent supports of 5 experts in R⁴", bent, 5, 0, part="condition"),
+            near("ends of the first expert's half-line", ends[0], 1, 0, part="corrected"),
+        ],
+        paper="never convex",
+        corrected="convex half-lines for two of three experts",
+        measured=f"{bent} of 5 bent in R⁴; ends {ends} on a line",
+    )
+
+
+@claim(
+    "p3-ex4.6",
+    "Ex. 4.6",
+    "top-2 of three experts",
+    statement="Three cells, each the meeting of two half-spaces; an expert serves two adjacent cells "
+    "whose union is not convex.",
+    tested="Cells of drawn planar routers, with and without bias; walls of each; midpoints.",
+)
+def three_experts(run: Run) -> Evidence:
+    """Cells, walls per cell, bent supports."""
+    counts, walls, bent = set(), set(), set()
+    x = 6 * drawn(run, 1).standard_normal((20_000, 2))
+    for stream in range(10, 20):
+        W, b = router(run, stream, 3, 2)
+        found = cells(W, b, 2)
+        counts |= {len(found), int(count_cells(W, np.zeros(3), 2))}
+        walls |= {len(found.neighbours(cell)) for cell in range(len(found))}
+        bent.add(bent_supports(W, np.zeros(3), 2, x))
+    return Evidence(
+        [
+            near("fewest cells", min(counts), 3, 0),
+            near("most cells", max(counts), 3, 0),
+            near("fewest walls", min(walls), 2, 0),
+            near("most walls", max(walls), 2, 0),
+            near("experts with a bent support, fewest", min(bent), 3, 0),
+        ],
+        paper="3 cells of 2 walls",
+        measured=f"{sorted(counts)} cells of {sorted(walls)} walls",
+    )
+
+
+@claim(
+    "p3-rem4.7",
+    "Rem. 4.7",
+    "softmax keeps the cells",
+    statement="Softmax is increasing, so that the boundaries of the router are the same with it.",
+    tested="Coalitions of the logits and of their softmax in float64; logits 40 apart in float32.",
+)
+def softmax_keeps(run: Run) -> Evidence:
+    """Inputs whose coalition changes."""
+    scores = drawn(run, 1).standard_normal((run.size(20_000, 200_000), 16))
+    soft = np.exp(scores - scores.max(axis=1, keepdims=True))
+    soft /= soft.sum(axis=1, keepdims=True)
+    wrong = int((chosen(scores, 4) != chosen(soft, 4)).any(axis=1).sum())
+    far = np.float32([[0.0, -120.0, -110.0]])
+    ties = float(np.exp(far)[0, 1] == np.exp(far)[0, 2])
+    return Evidence(
+        [
+            none_of("inputs with another coalition", wrong),
+            near("logits 110 down tie after softmax in float32", ties, 1, 0, part="corrected"),
+        ],
+        paper="the same",
+        measured=wrong,
+    )
+
+
+@claim(
+    "p3-lem4.18",
+    "Lemma 4.18",
+    "every coalition reached",
+    statement="Some router chooses every set of k experts on a set of positive measure.",
+    tested="The construction W x = 1_S where rank W = N; weights on the moment curve; drawn routers "
+    "with 8 experts, k = 4, on the plane, where Radon's theorem forbids it.",
+    expected=Verdict.CONDITION,
+    condition="rank [W 1] = N, or k or N - k at most (d+1)/2; impossible for k >= ⌊(d+3)/2⌋ and "
+    "N - k >= d + 2",
+    seconds=1,
+)
+def reachability(run: Run) -> Evidence:
+    """Cells by construction, on the moment curve, and the most found where some must lack."""
+    W, reached = drawn(run, 1).standard_normal((6, 6)), 0
+    for coalition in itertools.combinations(range(6), 3):
+        wanted = np.isin(np.arange(6), coalition).astype(float)
+        mask = chosen((W @ np.linalg.solve(W, wanted))[None], 3)[0]
+        reached += bool((mask == wanted.astype(bool)).all())
+    t = np.linspace(-1, 1, 9)
+    curve = np.column_stack([t, t**2, t**3])
+    moment = int(count_cells(curve, -(t**4), 2))
+    most = max(int(count_cells(*router(run, 20 + s, 8, 2), 4)) for s in range(run.size(200, 4_000)))
+    return Evidence(
+        [
+            at_least("most cells of 8 experts, k = 4, on the plane", most, 70),
+            near("coalitions reached by construction, N = d = 6", reached, 20, 0, part="condition"),
+            near("cells on the moment curve, N = 9, k = 2, d = 3", moment, 36, 0, part="condition"),
+            near("70 cells cannot be had", float(attainability(8, 4, 2) == "by none"), 1, 0,
+                 part="corrected"),
+            at_most("the most that Φ leaves", most, zaslavsky(8, 3) - 8, part="corrected"),
+        ],
+        paper=70,
+        corrected="fewer than 70",
+        measured=most,
+    )  # fmt: skip
