@@ -117,8 +117,8 @@ def attainability(n_experts: int, k: int, dim: int) -> Attainability:
         return "by every generic router"
     if 2 * min(k, rest) <= dim + 1:
         return "by some routers"
-    most = (dim + 3) // 2
-    if any(a >= most and b >= dim + 2 for a, b in ((k, rest), (rest, k))):
+    # here k and N - k are both at least ⌊(d+3)/2⌋
+    if max(k, rest) >= dim + 2:
         return "by none"
     return "not decided"
 

@@ -105,18 +105,20 @@ def cell_polygon(
     inside = np.zeros(len(router.bias), dtype=bool)
     inside[list(coalition)] = True
     polygon, scale = whole, float(np.abs(router.scores(whole.corners)).max()) or 1.0
-    while len(polygon.corners) and not inside.all():
+    for _ in range(len(inside) ** 2):  # each pair of experts cuts once
+        if not len(polygon.corners) or inside.all():
+            return polygon
         scores = router.scores(polygon.corners)
         low = np.where(inside, scores, np.inf)
         high = np.where(inside, -np.inf, scores)
         lead = low.min(axis=1) - high.max(axis=1) - band
         worst = int(lead.argmin())
         if lead[worst] >= -ROUNDING * scale:
-            break
+            return polygon
         i, j = int(low[worst].argmin()), int(high[worst].argmax())
         normal = router.weight[i] - router.weight[j]
         polygon = clip(polygon, normal, float(router.bias[i] - router.bias[j] - band), (i, j))
-    return polygon
+    raise TielineError(f"the cell of {coalition} is lost in rounding: scores reach {scale:.1e}")
 
 
 def split_by_lines(
