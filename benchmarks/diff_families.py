@@ -61,7 +61,7 @@ def random_model(family):
     config = AutoConfig.for_model(family, **(SMALL | OWN[family]))
     model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
     for router in find_routers(model).values():
-        router.weight.normal_(0, WIDTH**-0.5)
+        torch.nn.init.normal_(router.get_parameter("weight"), 0, WIDTH**-0.5)
     return model
 
 
