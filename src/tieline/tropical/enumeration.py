@@ -24,7 +24,7 @@ from tieline.tropical.tied_sets import (
 def corners(W, b, k):
     """(ties, above, points, safety): T as rows, its experts above as masks, where it is."""
     n, m = W.shape
-    tied, side = np.arange(m + 1), np.zeros(n, np.int8)
+    tied, side, nobody = np.arange(m + 1), np.zeros(n, np.int8), np.zeros(n, np.bool_)
     matrix, inverse, point = np.empty((m, m)), np.empty((m, m)), np.empty(m)
     ties, above = np.empty((64, m + 1), np.int64), np.empty((64, n), np.bool_)
     points, total, safety, more = np.empty((64, m)), 0, np.inf, True
@@ -32,7 +32,7 @@ def corners(W, b, k):
         level, condition = solve_tie(W, b, tied, matrix, inverse, point)
         if ROUNDING * condition >= 1.0 or condition * TOLERANCE >= 1.0:
             return ties[:0], above[:0], points[:0], 0.0
-        count, unclear, sure = place_experts(W, b, tied, point, level, condition, side)
+        count, unclear, sure = place_experts(W, b, k, nobody, tied, point, level, condition, side)
         if unclear and count < k < count + unclear + m + 1:
             return ties[:0], above[:0], points[:0], sure
         if count < k <= count + m:

@@ -99,11 +99,14 @@ def solve_tie(W, b, tied, matrix, inverse, point):
 
 @njit(cache=True)
 @no_type_check
-def place_experts(W, b, tied, point, level, condition, side):
-    """Set side = +1 above the tie, -1 below, 0 in it; returns (#above, #unclear, safety)."""
+def place_experts(W, b, k, must, tied, point, level, condition, side):
+    """Set side = +1 above the tie, -1 below, 0 in it; returns (#above, #unclear, safety).
+
+    Stops with #above = k as soon as no cell at the tie can choose k experts with all of `must`.
+    """
     n, m = W.shape
     tolerance = max(TOLERANCE, ROUNDING * condition)
-    above, unclear, safety, place = 0, 0, np.inf, 0
+    above, unclear, safety, place, spare = 0, 0, np.inf, 0, n - m - 1 - (k - m)
     for expert in range(n):
         if place <= m and tied[place] == expert:
             side[expert] = 0
@@ -121,6 +124,10 @@ def place_experts(W, b, tied, point, level, condition, side):
             unclear += 1
         elif rise > 0:
             above += 1
+        else:
+            spare -= 1
+        if above == k or spare < 0 or (sure >= 1.0 and rise < 0 and must[expert]):
+            return k, 0, safety
     return above, unclear, safety
 
 
@@ -153,7 +160,7 @@ def count_vertices(W, b, k, must):
         level, condition = solve_tie(W, b, tied, matrix, inverse, point)
         if ROUNDING * condition >= 1.0 or condition * TOLERANCE >= 1.0:
             return 0, 0.0
-        above, unclear, sure = place_experts(W, b, tied, point, level, condition, side)
+        above, unclear, sure = place_experts(W, b, k, must, tied, point, level, condition, side)
         if unclear and above < k < above + unclear + m + 1:
             return 0, sure
         if above < k <= above + m:
