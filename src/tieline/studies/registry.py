@@ -26,6 +26,7 @@ class Paper:
 PAPERS: dict[int, Paper] = {
     0: Paper("boundary-mass", "Boundary mass and the soft-to-hard limit", "paper0"),
     1: Paper("discontinuities", "Discontinuities of sparse mixtures of experts", "paper1"),
+    3: Paper("tropical", "Tropical geometry of mixtures of experts", "paper3"),
 }
 
 CLAIMS: dict[str, Claim] = {}

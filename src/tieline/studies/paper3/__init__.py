@@ -8,6 +8,7 @@ MODULES = [
     "routing",
     "arrangements",
     "capacity",
+    "reachability",
     "tightness",
     "manifolds",
     "granularity",

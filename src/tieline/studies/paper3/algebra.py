@@ -1,5 +1,7 @@
 """Sections 3.2 to 3.5: the semiring, tropical polynomials, and networks as their quotients."""
 
+import itertools
+
 import numpy as np
 import torch
 
@@ -87,7 +89,7 @@ def polynomials(run: Run) -> Evidence:
         ],
         paper="convex, creased on its hypersurface",
         measured=f"{len(low)} creases, {off} off it",
-        note="The paper asks for exponents in N^d; a router's weights are real, and nothing changes.",
+        note="The paper's exponents are in N^d; a router's weights are real, and nothing changes.",
     )
 
 
@@ -105,10 +107,7 @@ def quotients(run: Run) -> Evidence:
     """Largest error of P - Q, and zeros off the hypersurface."""
     r = drawn(run, 1)
     sizes = [2, 3, 3, 1]
-    net = [
-        (r.standard_normal((o, i)), r.standard_normal(o))
-        for i, o in zip(sizes, sizes[1:], strict=False)
-    ]
+    net = [(r.standard_normal((o, i)), r.standard_normal(o)) for i, o in itertools.pairwise(sizes)]
     net[-1] = (net[-1][0], np.zeros(1))
 
     def forward(x: np.ndarray) -> np.ndarray:

@@ -85,13 +85,22 @@ def general_position(run: Run) -> Evidence:
 def three_lines(_run: Run) -> Evidence:
     """Regions of the three arrangements."""
     parallel = np.array([[1.0, 0.0], [1.0, 0.0], [1.0, 1.0]])
-    found = lines(THREE, [0.0, 0.0, -1.0]), lines(parallel, [0.0, -1.0, 0.0]), lines(THREE, [0.0] * 3)
+    found = (
+        lines(THREE, [0.0, 0.0, -1.0]),
+        lines(parallel, [0.0, -1.0, 0.0]),
+        lines(THREE, [0.0] * 3),
+    )
     return Evidence(
         [
             near("general position", found[0], 7, 0),
             near("two parallel", found[1], 6, 0),
             near("one common point", found[2], 6, 0),
-            near("exact count in general position", dense_regions(THREE, np.array([0, 0, -1.0])), 7, 0),
+            near(
+                "exact count in general position",
+                dense_regions(THREE, np.array([0, 0, -1.0])),
+                7,
+                0,
+            ),
             near("exact count of cones", dense_regions(THREE, np.zeros(3)), 6, 0),
             near("exact count refuses parallels", refused(parallel, [0.0, -1.0, 0.0]), 1, 0),
         ],
@@ -104,8 +113,8 @@ def three_lines(_run: Run) -> Evidence:
     "p3-prop4.10",
     "Prop. 4.10",
     "bound for dense layers",
-    statement="A dense layer has at most Φ(H, d) = Θ(H^d) regions, with equality exactly in general "
-    "position; the leading term is H^d/d!.",
+    statement="A dense layer has at most Φ(H, d) = Θ(H^d) regions, with equality exactly in "
+    "general position; the leading term is H^d/d!.",
     tested="Exact counts of drawn layers; listings of layers with a parallel pair, a common point, "
     "a repeated neuron; the exponent in H.",
 )
@@ -169,7 +178,8 @@ def zonotope(run: Run) -> Evidence:
         ],
         paper="Θ(H^d)",
         corrected="vertices = 2 regions - regions without biases",
-        measured=f"{hull} vertices, {counts.upper} regions; ratio {wide.vertices / wide.upper:.3f} at H = 96",
+        measured=f"{hull} vertices, {counts.upper} regions; "
+        f"ratio {wide.vertices / wide.upper:.3f} at H = 96",
     )
 
 

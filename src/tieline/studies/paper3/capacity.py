@@ -24,11 +24,14 @@ INSTANCES = {(1, 4, 3, 2, 1): 16, (4, 8, 4, 2, 3): 161, (5, 6, 2, 3, 2): 74, (7,
 
 
 def placed(run: Run, experts: int, width: int, size: float = 1e-2) -> Layer:
-    """A planar top-1 layer whose experts' lines cross near their own site, inside their own cell."""
+    """A planar top-1 layer: the lines of each expert cross near its site, in its own cell."""
     angle = 2 * math.pi * np.arange(experts) / experts + 0.1
     sites = np.column_stack([np.cos(angle), np.sin(angle)])
     r = drawn(run, 40)
-    direction = r.uniform(0, math.pi) + math.pi * (np.arange(width) + r.uniform(0.3, 0.7, (experts, width))) / width
+    direction = (
+        r.uniform(0, math.pi)
+        + math.pi * (np.arange(width) + r.uniform(0.3, 0.7, (experts, width))) / width
+    )
     V = np.stack([np.cos(direction), np.sin(direction)], axis=2)
     c = size * r.uniform(-1, 1, (experts, width)) / width - np.einsum("ehd,ed->eh", V, sites)
     return Layer(sites, np.zeros(experts) + 1e-3 * r.standard_normal(experts), V, c)
@@ -47,8 +50,8 @@ def counted(run: Run, shape: tuple[int, int, int, int], n: int) -> np.ndarray:
     "Thm 4.14",
     "bound for top-1",
     statement="A top-1 layer has at most N Φ(H, d) = Θ(N H^d) regions.",
-    tested="Exact counts of drawn layers against the bound; their mean against the closed form; the "
-    "expectation per dense layer as H grows.",
+    tested="Exact counts of drawn layers against the bound; their mean against the closed form; "
+    "the expectation per dense layer as H grows.",
     seconds=1,
 )
 def top_one_bound(run: Run) -> Evidence:
@@ -81,10 +84,10 @@ def top_one_bound(run: Run) -> Evidence:
     "p3-rem4.15",
     "Rem. 4.15",
     "wide experts",
-    statement="Inside a cell there are at most Φ(H + walls, d) regions; for H much larger than N the "
-    "sum of Φ(H, d) over experts is asymptotically exact.",
-    tested="Pieces per cell of drawn layers against both numbers; the share of N Φ(H, d) at H = 4 ... "
-    "64, and for lines that cross inside their own expert's cell.",
+    statement="Inside a cell there are at most Φ(H + walls, d) regions; for H much larger than N "
+    "the sum of Φ(H, d) over experts is asymptotically exact.",
+    tested="Pieces per cell of drawn layers against both numbers; the share of N Φ(H, d) at H = 4 "
+    "... 64, and for lines that cross inside their own expert's cell.",
     expected=Verdict.CONDITION,
     condition="the hyperplanes of each expert cross inside its own cell",
     seconds=2,
@@ -182,6 +185,6 @@ def top_k_bound(run: Run) -> Evidence:
         paper=bound,
         corrected=f"B* = {better}, expected {expected_regions(8, 3, 4, 2):.1f}",
         measured=float(counts.mean()),
-        note="The assumption that all walls are in general position can never be met (Def. 4.8); the "
-        "bound needs only generic scores.",
+        note="The assumption that all walls are in general position can never be met (Def. 4.8); "
+        "the bound needs only generic scores.",
     )  # fmt: skip

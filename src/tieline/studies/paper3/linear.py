@@ -20,7 +20,9 @@ def bend(points: np.ndarray, margins: np.ndarray, parts: tuple, softmax: bool) -
 
     def output(x: np.ndarray) -> np.ndarray:
         scores = x @ W.T + b
-        gates = chosen(scores, k) * (np.exp(scores) if softmax else 1.0)
+        gates = chosen(scores, k) * (
+            np.exp(scores - scores.max(axis=1, keepdims=True)) if softmax else 1.0
+        )
         gates /= gates.sum(axis=1, keepdims=True)
         hidden = np.maximum(np.einsum("ehd,pd->peh", V, x) + c, 0)
         return (gates * np.einsum("peh,eh->pe", hidden, out)).sum(axis=1)
@@ -132,7 +134,7 @@ def two_layers(first: tuple, second: tuple) -> int:
 def two_layer_example(run: Run) -> Evidence:
     """The most that two layers can have, and the most that was found."""
     r, most, one = drawn(run, 1), 0, set()
-    for _ in range(run.size(150, 3_000)):
+    for _ in range(run.size(80, 3_000)):
         A, a, B, b = (r.standard_normal(s) for s in ((3, 2), 3, (3, 3), 3))
         one.add(len(regions(*dense(A, a), 1)))
         most = max(most, two_layers((A, a), (B, b)))

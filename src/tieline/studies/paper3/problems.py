@@ -3,7 +3,8 @@
 layer       router and neurons of a fully specified instance, drawn by NumPy from one seed
 dense       neurons of one dense layer, with a router that has nothing to choose
 drawn       a generator of its own for each stream of a run
-expectation of the pieces along a curve, which several claims compare with
+router      weights and biases of a router alone
+crofton     expected pieces along a curve, which several claims compare with
 """
 
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from jaxtyping import Float
 from tieline.studies.claim import Run
 from tieline.tropical import count_regions, expected_kinks, expected_switches
 
-__all__ = ["Layer", "crofton", "dense", "dense_regions", "drawn", "layer"]
+__all__ = ["Layer", "crofton", "dense", "dense_regions", "drawn", "layer", "router"]
 
 
 class Layer(NamedTuple):
@@ -56,3 +57,9 @@ def crofton(n_experts: int, k: int, width: int, length: float) -> float:
     """1 + (L/π)(kH + ρ): expected pieces of a Gaussian layer along a curve of length L."""
     switches = 0.0 if k == n_experts else expected_switches(n_experts, k, length)
     return 1 + switches + expected_kinks(k, width, length)
+
+
+def router(run: Run, stream: int, experts: int, dim: int) -> tuple[np.ndarray, np.ndarray]:
+    """Weights and biases, drawn."""
+    r = drawn(run, stream)
+    return r.standard_normal((experts, dim)), r.standard_normal(experts)
