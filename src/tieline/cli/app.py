@@ -26,6 +26,7 @@ EXTRAS = {
     "plotly": "report",
     "matplotlib": "report",
     "numba": "tropical",
+    "highspy": "tropical",
     "joblib": "cluster",
     "distributed": "cluster",
 }
