@@ -8,8 +8,8 @@ two of them share a facet where they differ by one swap.
 from typing import no_type_check
 
 import numpy as np
-from numba import njit
 
+from tieline.tropical.compiled import compiled
 from tieline.tropical.tied_sets import (
     ROUNDING,
     TOLERANCE,
@@ -19,7 +19,7 @@ from tieline.tropical.tied_sets import (
 )
 
 
-@njit(cache=True)
+@compiled
 @no_type_check
 def corners(W, b, k):
     """(ties, above, points, safety): T as rows, its experts above as masks, where it is."""
@@ -46,7 +46,7 @@ def corners(W, b, k):
     return ties[:total], above[:total], points[:total], safety
 
 
-@njit(cache=True)
+@compiled
 @no_type_check
 def twice(array):
     """A copy with room for twice the rows."""

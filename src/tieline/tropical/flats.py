@@ -13,8 +13,8 @@ Every function returns the count and its safety (see `tied_sets`).
 from typing import no_type_check
 
 import numpy as np
-from numba import njit
 
+from tieline.tropical.compiled import compiled
 from tieline.tropical.tied_sets import (
     ROUNDING,
     TOLERANCE,
@@ -24,7 +24,7 @@ from tieline.tropical.tied_sets import (
 )
 
 
-@njit(cache=True)
+@compiled
 @no_type_check
 def restrict(rows, bias, normal, foot, reflector):
     """Rows and biases in orthonormal coordinates of the hyperplane {x : normal · x = foot}.
@@ -44,7 +44,7 @@ def restrict(rows, bias, normal, foot, reflector):
     return lower, shifted
 
 
-@njit(cache=True)
+@compiled
 @no_type_check
 def unit_reflector(normal):
     """Vector r of the reflection I - 2 r rᵀ that sends the unit `normal` to ± the last axis."""
@@ -53,7 +53,7 @@ def unit_reflector(normal):
     return r / np.sqrt((r * r).sum())
 
 
-@njit(cache=True)
+@compiled
 @no_type_check
 def next_swap(slope, height, side, here, tolerance):
     """Next change of the coalition on a line after `here`: (place, leaving, entering, runner-up).
@@ -80,7 +80,7 @@ def next_swap(slope, height, side, here, tolerance):
     return first, leaving, entering, second
 
 
-@njit(cache=True)
+@compiled
 @no_type_check
 def apart(a, b, tolerance):
     """Distance of two places on a line, in tolerances."""
@@ -89,7 +89,7 @@ def apart(a, b, tolerance):
     return abs(a - b) / (tolerance * (1.0 + max(abs(a), abs(b))))
 
 
-@njit(cache=True)
+@compiled
 @no_type_check
 def walk(slope, height, k, tolerance, ends, members):
     """Fill ends[i], where interval i closes, and its coalition members[i]; (#intervals, safety)."""
@@ -109,7 +109,7 @@ def walk(slope, height, k, tolerance, ends, members):
     return 0, 0.0
 
 
-@njit(cache=True)
+@compiled
 @no_type_check
 def walk_linear(slope, k, ends, members):
     """`walk` for scores that all vanish at 0."""
@@ -117,7 +117,7 @@ def walk_linear(slope, k, ends, members):
     return 2, min(top_side(-slope, k, members[0]), top_side(slope, k, members[1]))
 
 
-@njit(cache=True)
+@compiled
 @no_type_check
 def walk_line(slope, height, k, tolerance, linear):
     """Intervals of a line as (ends, members, safety)."""
@@ -134,7 +134,7 @@ def walk_line(slope, height, k, tolerance, linear):
     return ends[:steps], members[:steps], safety
 
 
-@njit(cache=True)
+@compiled
 @no_type_check
 def useful(members, must):
     """Intervals and experts that count: the coalition holds `must` and the expert."""
@@ -149,7 +149,7 @@ def useful(members, must):
     return total
 
 
-@njit(cache=True)
+@compiled
 @no_type_check
 def interval_of(ends, place):
     """Index of the interval that holds `place`."""
@@ -163,7 +163,7 @@ def interval_of(ends, place):
     return low
 
 
-@njit(cache=True)
+@compiled
 @no_type_check
 def count_points(V, c, owner, ends, members, tolerance):
     """Neurons that vanish on the line inside an interval where they count, and the safety."""
@@ -188,7 +188,7 @@ def count_points(V, c, owner, ends, members, tolerance):
     return found, min(safety, spacing(np.sort(places[:found]), tolerance))
 
 
-@njit(cache=True)
+@compiled
 @no_type_check
 def spacing(places, tolerance):
     """Smallest distance of neighbours among sorted places, in tolerances."""
@@ -198,7 +198,7 @@ def spacing(places, tolerance):
     return safety
 
 
-@njit(cache=True)
+@compiled
 @no_type_check
 def count_line(R, a, V, c, owner, must, k, blur, shape):
     """Intervals and points that count on one line; shape as in `count_flats`."""
@@ -217,7 +217,7 @@ def count_line(R, a, V, c, owner, must, k, blur, shape):
     return total, safety
 
 
-@njit(cache=True)
+@compiled
 @no_type_check
 def count_flats(R, a, V, c, owner, must, k, blur, shape):
     """Σ over the flats inside this one, of dimension m >= 1, and the safety of the sum.

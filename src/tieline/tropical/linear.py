@@ -14,13 +14,14 @@ cones are looked at inside the box |y_j| <= 1.
 from typing import no_type_check
 
 import numpy as np
-from numba import njit
+
+from tieline.tropical.compiled import compiled
 
 SLACK = 1e-13
 """Violation of a unit row that counts as none."""
 
 
-@njit(cache=True)
+@compiled
 @no_type_check
 def maximise_one(A, r, c, y):
     """Largest c y with A y >= r on the segment |y| <= 1; False if there is none."""
@@ -37,7 +38,7 @@ def maximise_one(A, r, c, y):
     return low <= high + SLACK
 
 
-@njit(cache=True)
+@compiled
 @no_type_check
 def onto_wall(A, r, c, wall, level, pivot, count):
     """The programme on {wall · y = level} with variable `pivot` solved for: (A', r', c')."""
@@ -67,7 +68,7 @@ def onto_wall(A, r, c, wall, level, pivot, count):
     return lower, rest, cost
 
 
-@njit(cache=True)
+@compiled
 @no_type_check
 def maximise(A, r, c, y):
     """Write to y a largest c · y with A y >= r, |y_j| <= 1; False if nothing is feasible."""
@@ -99,7 +100,7 @@ def maximise(A, r, c, y):
     return True
 
 
-@njit(cache=True)
+@compiled
 @no_type_check
 def reach(A, count, c, y):
     """Largest c · y in the cone of the first `count` rows of A; at least 0, where the apex is.
@@ -119,7 +120,7 @@ def reach(A, count, c, y):
     return value
 
 
-@njit(cache=True)
+@compiled
 @no_type_check
 def centre(A, count, y):
     """Move y, inside the cone of the first `count` rows, to the middle of its chords by axis."""

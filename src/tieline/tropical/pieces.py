@@ -12,8 +12,8 @@ input is too near to degenerate to tell, and the search gives up (False, or stat
 from typing import no_type_check
 
 import numpy as np
-from numba import njit
 
+from tieline.tropical.compiled import compiled
 from tieline.tropical.linear import centre, reach
 
 CUT = 1e-10
@@ -21,7 +21,7 @@ NONE = 1e-12
 DONE, THIN, MANY = 0, 1, 2
 
 
-@njit(cache=True)
+@compiled
 @no_type_check
 def pair_rows(rows, members):
     """Unit rows of z_i > z_j, i in the coalition and j not, then y_last > 0."""
@@ -38,7 +38,7 @@ def pair_rows(rows, members):
     return walls
 
 
-@njit(cache=True)
+@compiled
 @no_type_check
 def top_members(scores, k):
     """The k largest scores as a mask."""
@@ -47,7 +47,7 @@ def top_members(scores, k):
     return members
 
 
-@njit(cache=True)
+@compiled
 @no_type_check
 def behind(rows, start, stop, wall, k, point):
     """Write a point just behind `wall` on the way from start to stop; returns its coalition."""
@@ -66,7 +66,7 @@ def behind(rows, start, stop, wall, k, point):
     return top_members(rows @ point, k)
 
 
-@njit(cache=True)
+@compiled
 @no_type_check
 def explore(rows, members, point, k):
     """(walls, coalitions behind them, points there, status) of the cell that holds `point`.
@@ -100,7 +100,7 @@ def explore(rows, members, point, k):
     return walls[: found + 1].copy(), coalitions[:found].copy(), points[:found].copy(), sure
 
 
-@njit(cache=True)
+@compiled
 @no_type_check
 def cross(A, count, row, point, other):
     """Whether the plane `row` cuts the cone; then `other` gets a point on its far side.
@@ -126,7 +126,7 @@ def cross(A, count, row, point, other):
     return sign, 1
 
 
-@njit(cache=True)
+@compiled
 @no_type_check
 def patterns(base, neurons, start, most):
     """(patterns, points, status) of all pieces in the cone of `base`.
@@ -178,7 +178,7 @@ def patterns(base, neurons, start, most):
     return out[:total], places[:total], DONE
 
 
-@njit(cache=True)
+@compiled
 @no_type_check
 def grown(array, total):
     """A copy with twice the rows."""

@@ -20,7 +20,8 @@ must not be used.
 from typing import no_type_check
 
 import numpy as np
-from numba import njit
+
+from tieline.tropical.compiled import compiled
 
 TOLERANCE = 1e-11
 """Relative gap under which a further tie or a parallel wall cannot be told from rounding."""
@@ -29,7 +30,7 @@ ROUNDING = 64 * 2.220446049250313e-16
 """Error of a solve, per unit of condition number."""
 
 
-@njit(cache=True)
+@compiled
 @no_type_check
 def next_subset(subset, n):
     """Advance `subset` of 0 ... n-1 to the next in lexicographic order; False after the last."""
@@ -43,7 +44,7 @@ def next_subset(subset, n):
     return False
 
 
-@njit(cache=True)
+@compiled
 @no_type_check
 def invert(matrix, inverse):
     """Gauss-Jordan inverse with row pivoting; returns max(1, max|A⁻¹|), ∞ if there is none."""
@@ -78,7 +79,7 @@ def invert(matrix, inverse):
     return largest
 
 
-@njit(cache=True)
+@compiled
 @no_type_check
 def solve_tie(W, b, tied, matrix, inverse, point):
     """Point x where the scores of `tied` agree (m + 1 experts in R^m); returns (t, condition)."""
@@ -97,7 +98,7 @@ def solve_tie(W, b, tied, matrix, inverse, point):
     return level, condition
 
 
-@njit(cache=True)
+@compiled
 @no_type_check
 def place_experts(W, b, k, must, tied, point, level, condition, side):
     """Set side = +1 above the tie, -1 below, 0 in it; returns (#above, #unclear, safety).
@@ -131,7 +132,7 @@ def place_experts(W, b, k, must, tied, point, level, condition, side):
     return above, unclear, safety
 
 
-@njit(cache=True)
+@compiled
 @no_type_check
 def raised(inverse, m, tied, side):
     """Set side = +1 / -1 in the tie by the sign of λ; returns (#raised, smallest |λ| / largest)."""
@@ -146,7 +147,7 @@ def raised(inverse, m, tied, side):
     return count, smallest / largest
 
 
-@njit(cache=True)
+@compiled
 @no_type_check
 def count_vertices(W, b, k, must):
     """#{T : |T| = m + 1, its lowest cell has k experts above, among them all of `must`}, safety."""
@@ -175,7 +176,7 @@ def count_vertices(W, b, k, must):
     return count, safety
 
 
-@njit(cache=True)
+@compiled
 @no_type_check
 def holds(side, must):
     """Whether every expert of `must` is above."""
@@ -185,7 +186,7 @@ def holds(side, must):
     return inside
 
 
-@njit(cache=True)
+@compiled
 @no_type_check
 def top_side(scores, k, side):
     """Set side = +1 for the k largest scores, else -1; returns the safety of their gap."""
@@ -199,7 +200,7 @@ def top_side(scores, k, side):
     return (inner - outer) / (TOLERANCE * (1.0 + abs(inner)))
 
 
-@njit(cache=True)
+@compiled
 @no_type_check
 def count_affine(W, b, k, must):
     """Order-k cells of z = W x + b whose coalition holds `must`, and the safety of the count."""
@@ -219,7 +220,7 @@ def count_affine(W, b, k, must):
     return count, safety
 
 
-@njit(cache=True)
+@compiled
 @no_type_check
 def count_linear(W, k, must):
     """Order-k cells of z = W x (no bias): cones, counted on x_1 = ±1 less those met on x_1 = 0."""
