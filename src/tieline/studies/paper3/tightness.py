@@ -156,7 +156,7 @@ def equal_compute(run: Run) -> Evidence:
     return Evidence(
         checks,
         paper=found.top_k,
-        corrected=f"B* {best}, expected {mean:.0f}, exact 161208 (seed 0)",
+        corrected=f"B* {best}, expected {mean:.0f}",
         measured=f"{exact} exactly at H = {width} (expected {expected:.0f})",
         note="Top-1 of 16 expects "
         f"{expected_regions(16, 1, 20, 5):.0f} pieces, 2.2 times the dense layer; top-4 7.1 times.",
