@@ -28,6 +28,9 @@ result = audit_precision(
 
 print("1. What the format does to the routing, and what that costs:")
 for row in result.effects:
+    assert row.full.value is not None
+    assert row.predicted is not None
+    assert row.by_flips is not None
     same = 1 - row.full.value
     print(
         f"   {row.level:10s} {100 * same:5.1f} % of choices kept "
@@ -38,6 +41,8 @@ for row in result.effects:
 print("2. Which routers to leave in float32 for half of the damage:")
 for row in result.effects:
     keep = row.keep
+    assert keep is not None
+    assert keep.recovered_kl is not None
     layers = ", ".join(name.split(".")[2] for name in keep.layers)
     print(
         f"   {row.level:10s} layers {layers}: {100 * keep.recovered:.0f} % of the damage and "
@@ -45,7 +50,9 @@ for row in result.effects:
     )
 
 weights = sum(weight.numel() for weight in loaded.model.parameters())
-every = result.effects[0].keep.bytes_all
+first = result.effects[0].keep
+assert first is not None
+every = first.bytes_all
 print(
     f"3. All routers in float32 instead of int4: {every:,} bytes more, beside {weights:,} weights"
 )
