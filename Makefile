@@ -38,6 +38,9 @@ bench: $(READY)
 	$(BIN)/python benchmarks/attention.py --json $(RESULTS)/attention.json
 	$(BIN)/python benchmarks/capture.py --json $(RESULTS)/capture.json
 	$(BIN)/python benchmarks/predictions.py --json $(RESULTS)/predictions.json
+	$(BIN)/python benchmarks/geometry.py --json $(RESULTS)/geometry.json
+	$(BIN)/python benchmarks/tropical.py --json $(RESULTS)/tropical.json
+	$(BIN)/python benchmarks/monitor.py --json $(RESULTS)/monitor.json
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow --numprocesses auto
 
 clean:
