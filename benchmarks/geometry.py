@@ -1,6 +1,6 @@
 """Speed of distances and exits, and how exact simulated exits are.
 
-    python benchmarks/geometry.py [--out benchmarks/results/geometry.json] [--paths 4000000]
+    python benchmarks/geometry.py [--json benchmarks/results/geometry.json] [--paths 4000000]
 
 Times are shares of a budget: distances of 4096 tokens to the nearest tie of 64 experts (k = 8,
 D = 1024) within 100 ms on two threads; a million path-steps per second and core for exits from a
@@ -101,7 +101,7 @@ def accuracy(paths: int) -> list[dict[str, float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", default=None)
+    parser.add_argument("--json", default=None)
     parser.add_argument("--paths", type=int, default=4_000_000)
     arguments = parser.parse_args()
     ratios = [*distance_times(), *exit_times()]
@@ -110,7 +110,7 @@ def main() -> None:
     for row in rows:
         print("  ".join(f"{name} {value:.5g}" for name, value in row.items()))
     per_second = {"path_steps_per_second": 1e6 / ratios[-1].value}
-    harness.report("geometry", ratios, arguments.out, **per_second, setup=machine, exits=rows)
+    harness.report("geometry", ratios, arguments.json, **per_second, setup=machine, exits=rows)
 
 
 if __name__ == "__main__":
