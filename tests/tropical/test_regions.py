@@ -31,8 +31,17 @@ def test_known_integers_by_flat_sum_and_by_listing(seed, experts, width, dim, k,
     assert len(regions(*layer, k)) == pieces
 
 
-def test_a_known_integer_by_fractions():
-    assert count_regions_rational(*gaussian(1, 4, 3, 2), 1) == 16
+@pytest.mark.parametrize(("seed", "experts", "width", "dim", "k", "pieces"), KNOWN[:3])
+def test_known_integers_by_fractions(seed, experts, width, dim, k, pieces):
+    assert count_regions_rational(*gaussian(seed, experts, width, dim), k) == pieces
+
+
+def test_walls_of_experts_that_are_never_chosen_together_may_meet_in_a_corner():
+    W, b = np.array([[1, 0], [-1, 0]]), np.zeros(2)
+    V, c = np.array([[[1, 1], [2, -3]], [[-3, 1], [1, 3]]]), np.array([[2, 5], [2, 7]])
+    assert not (V[:, 0] @ [0, -2] + c[:, 0]).any()  # the first neurons vanish there, on the tie
+    assert count_regions_rational(W, b, V, c, 1) == count_regions(W, b, V, c, 1)
+    assert count_regions(W, b, V, c, 1) == len(regions(W, b, V, c, 1))
 
 
 def outcome(count, layer, k):

@@ -108,6 +108,8 @@ def _around(
     vanished: Sequence[int],
 ) -> Iterator[Piece]:
     """The pieces that touch the corner where `tied` tie and `vanished` vanish, if it is one."""
+    if len({owners[n] for n in vanished}) > k:
+        return  # never active together
     walls = [neurons[n] for n in vanished]
     walls += [_minus(router[i], router[tied[0]]) for i in tied[1:]]
     point = _solve(walls)
