@@ -1,15 +1,18 @@
 """What the routing monitor costs in training, on the second shape of the layer benchmark.
 
-    python benchmarks/monitor.py [--rounds 10] [--json FILE]
+    python benchmarks/monitor.py [--rounds 6] [--layers tieline transformers] [--json FILE]
 
 A step is forward and backward of one MoE layer (4096 tokens, width 256, 64 experts of width 128,
-top-8), without an optimizer, which would only hide the cost. Contestants take turns:
+top-8), without an optimizer, which would only hide the cost. A round is ten plain steps, ten
+watched at n = 10, of which the first is logged, and ten plain ones again, in random order (in a
+fixed one the place in the round was worth more than the monitor); every step is timed by itself.
+With the medians P of plain steps, L of logged ones and O of the others that are watched:
 
-    10 steps    plain against watched at n = 10, which logs one of them     target: at most 1 %
-    one step    plain against logged                                       target: at most 10 %
-
-Each is also timed from inside, as the share of the time that hooks and `step` take: a ratio of two
-noisy totals resolves a percent only with many rounds. The transformers block is there beside ours.
+    logged step     L / P                 target: at most 10 %
+    other steps     O / P                 after-effects, which timing the monitor alone cannot see
+    n = 10          (L + 9 O) / 10 P      target: at most 1 %
+    again / plain   a control: what the machine makes of no difference at all
+    from inside     time in hooks and `step` over the rest of a logged step
 """
 
 import argparse
@@ -18,10 +21,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from harness import Ratio, Samples, interleave, ratio, report
+from harness import RESAMPLES, Ratio, Samples, report
 from moe_layer import SHAPES, inputs, mixtral, ours, step
 from tieline import TopK
 from tieline.audit import monitor_watch
@@ -29,7 +33,6 @@ from tieline.audit.monitor import RoutingMonitor
 
 SHAPE = SHAPES[1]
 EVERY = 10
-TARGETS = {"10 steps": 1.01, "one step": 1.10}
 
 
 class Inside:
@@ -68,63 +71,129 @@ def hooks_timed(inside: Inside) -> Iterator[None]:
         monitor_watch._Reader._report = plain
 
 
-def watched(
-    layer: nn.Module, x: Tensor, grad: Tensor, steps: int, inside: Inside
-) -> Callable[[], None]:
-    """`steps` steps of training of which the first is logged."""
+class Watched:
+    """Ten steps of training, one call each, of which the first is logged."""
 
-    def run() -> None:
-        with RoutingMonitor(layer, every=steps, check_losses=False) as monitor:
-            for _ in range(steps):
-                step(layer, x, grad)
-                with inside.timed():
-                    monitor.step()
-        inside.end_round()
+    def __init__(self, layer: nn.Module, x: Tensor, grad: Tensor, inside: Inside) -> None:
+        self._run = (layer, x, grad)
+        self._inside = inside
+        # armed by hand for the logged steps only: plain steps come between
+        self._monitor = RoutingMonitor(layer, every=1 << 62, start=1, check_losses=False)
 
-    return run
+    def logged(self) -> None:
+        """A step that is logged."""
+        with self._inside.timed():
+            self._monitor.arm()
+        step(*self._run)
+        with self._inside.timed():
+            self._monitor.read(0)
+        self._inside.end_round()
+
+    def plain(self) -> None:
+        """A step without a monitor."""
+        step(*self._run)
+
+    def other(self) -> None:
+        """A step between."""
+        step(*self._run)
+        self._monitor.step()
 
 
 def compare(name: str, layer: nn.Module, rounds: int) -> tuple[list[Ratio], dict[str, object]]:
     x, grad = inputs(SHAPE)
-    ratios, medians = [], {}
-    for title, steps in (("10 steps", EVERY), ("one step", 1)):
-        inside = Inside()
+    inside, order = Inside(), np.random.default_rng(0)
+    blocks: dict[str, list[Samples]] = {"plain": [], "watched": [], "again": []}
+    with hooks_timed(inside):
+        watched = Watched(layer, x, grad, inside)
+        for turn in range(rounds + 1):  # the first is a warm-up
+            for kind in order.permutation(list(blocks)):
+                first = watched.logged if kind == "watched" else watched.plain
+                later = watched.other if kind == "watched" else watched.plain
+                block = timed_block([first, *[later] * (EVERY - 1)])
+                if turn:
+                    blocks[kind].append(block)
+    kinds = {
+        "plain": seconds_of(blocks["plain"], slice(None)),
+        "again": seconds_of(blocks["again"], slice(None)),
+        "logged": seconds_of(blocks["watched"], slice(0, 1)),
+        "other": seconds_of(blocks["watched"], slice(1, None)),
+    }
+    part = np.array(inside.rounds[-rounds:])[:, None]
+    seconds = {kind: {c: v.tolist() for c, v in clocks.items()} for kind, clocks in kinds.items()}
+    return ratios_of(name, kinds, part), {**seconds, "inside": part.tolist()}
 
-        def plain(steps: int = steps) -> None:
-            for _ in range(steps):
-                step(layer, x, grad)
 
-        turns = rounds if steps == EVERY else 2 * rounds
-        with hooks_timed(inside):
-            run = {"plain": plain, "watched": watched(layer, x, grad, steps, inside)}
-            samples = interleave(run, turns)
-        target = TARGETS[title]
-        for clock in ("cpu", "wall"):
-            label = f"{name}, {title}: watched / plain"
-            ratios.append(ratio(label, samples["watched"], samples["plain"], None, clock))
-        part = inside.rounds[-turns:]
-        rest = Samples([a - b for a, b in zip(samples["watched"].cpu, part, strict=True)], [])
-        ratios.append(ratio(f"{name}, {title}: from inside", samples["watched"], rest, target))
-        medians[title] = {"plain": samples["plain"].cpu, "watched": samples["watched"].cpu}
-        medians[title]["inside"] = part
-    return ratios, medians
+def timed_block(steps: list[Callable[[], None]]) -> Samples:
+    """Seconds of each step."""
+    found = Samples([], [])
+    for run in steps:
+        cpu, wall = time.process_time(), time.perf_counter()
+        run()
+        found.cpu.append(time.process_time() - cpu)
+        found.wall.append(time.perf_counter() - wall)
+    return found
+
+
+def seconds_of(blocks: list[Samples], places: slice) -> dict[str, np.ndarray]:
+    """Seconds (rounds, places) of each clock."""
+    return {c: np.array([getattr(b, c)[places] for b in blocks]) for c in ("cpu", "wall")}
+
+
+def ratios_of(name: str, kinds: dict[str, dict[str, np.ndarray]], part: np.ndarray) -> list[Ratio]:
+    """The ratios of medians, with intervals from resampling whole rounds."""
+    found = []
+    for clock in ("cpu", "wall"):
+        rows = [kinds[kind][clock] for kind in ("plain", "again", "logged", "other")]
+        for what, value, target in estimates(*rows):
+            found.append(resampled(f"{name}, {what}", clock, value, len(rows[0]), target))
+    logged = kinds["logged"]["cpu"]
+    rest = logged - part
+    title = f"{name}, logged step, from inside"
+    return [
+        *found,
+        resampled(title, "cpu", lambda r: float(np.median(logged[r] / rest[r])), len(rest), None),
+    ]
+
+
+def estimates(
+    plain: np.ndarray, again: np.ndarray, logged: np.ndarray, other: np.ndarray
+) -> list[tuple[str, Callable[[Any], float], float | None]]:
+    """Names, functions of the rounds and targets."""
+    both, m = np.concatenate([plain, again], axis=1), np.median
+    return [
+        ("n = 10", lambda r: (m(logged[r]) + 9 * m(other[r])) / (10 * m(both[r])), 1.01),
+        ("logged step", lambda r: m(logged[r]) / m(both[r]), 1.10),
+        ("other steps", lambda r: m(other[r]) / m(both[r]), None),
+        ("control, again / plain", lambda r: m(again[r]) / m(plain[r]), None),
+    ]
+
+
+def resampled(
+    name: str, clock: str, value: Callable[[Any], float], rounds: int, target: float | None
+) -> Ratio:
+    draws = np.random.default_rng(0).integers(rounds, size=(RESAMPLES, rounds))
+    low, high = np.quantile([value(draw) for draw in draws], [0.025, 0.975])
+    return Ratio(name, clock, float(value(np.arange(rounds))), float(low), float(high), target)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--layers", nargs="*", default=["tieline", "transformers"])
     parser.add_argument("--json")
     options = parser.parse_args()
     torch.manual_seed(0)
     layers = {"tieline": ours(SHAPE, TopK(SHAPE[3])), "transformers": mixtral(SHAPE, "grouped_mm")}
+    layers = {name: layers[name] for name in options.layers}
     ratios: list[Ratio] = []
     samples: dict[str, object] = {}
     for name, layer in layers.items():
-        rounds = options.rounds if name == "tieline" else max(3, options.rounds // 3)
+        rounds = options.rounds if name == "tieline" else max(3, options.rounds // 2)
         found, samples[name] = compare(name, layer, rounds)
         ratios += found
     for row in ratios:  # the table rounds to two digits
-        print(f"{row.name} ({row.clock}): {100 * (row.value - 1):+.2f} %")
+        low, value, high = (f"{100 * (x - 1):+.2f}" for x in (row.low, row.value, row.high))
+        print(f"{row.name} ({row.clock}): {value} % ({low} to {high})")
     report("Routing monitor", ratios, options.json, seconds=samples)
 
 
