@@ -11,7 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from numba import config, njit
+try:
+    from numba import config, njit
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "counting and listing cells and pieces needs Numba: pip install 'tieline[tropical]'"
+    ) from error
 
 __all__ = ["KERNELS", "compiled"]
 

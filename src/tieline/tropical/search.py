@@ -32,8 +32,12 @@ class CellSearch:
     def __init__(
         self, W: Float[np.ndarray, "experts dim"], b: Float[np.ndarray, " experts"]
     ) -> None:
-        import highspy
-
+        try:
+            import highspy
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                "searching cells one by one needs HiGHS: pip install 'tieline[tropical]'"
+            ) from error
         self.rows = np.column_stack([W, b])
         self.experts, self.size = self.rows.shape
         self.solver = highspy.Highs()
