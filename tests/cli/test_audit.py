@@ -6,18 +6,10 @@ import sys
 
 import pytest
 
-from tieline import cli
-
 
 @pytest.fixture
-def run(capsys):
-    def told_by(*words):
-        with pytest.raises(SystemExit) as left:
-            cli.main([str(word) for word in words])
-        told = capsys.readouterr()
-        return left.value.code or 0, told.out, told.err
-
-    return told_by
+def run(tieline):
+    return tieline
 
 
 @pytest.fixture(scope="module")

@@ -1,24 +1,18 @@
 """tieline design from end to end."""
 
 import json
+from functools import partial
 
 import pytest
 
-from tieline import cli
 from tieline.hf.shipped import SHIPPED_FOLDER
 
 GIVEN = ["--experts", 64, "--topk", 8, "--expert-width", 1024, "--d-eff", 4]
 
 
 @pytest.fixture
-def run(capsys):
-    def told_by(*words):
-        with pytest.raises(SystemExit) as left:
-            cli.main(["design", *map(str, words)])
-        told = capsys.readouterr()
-        return left.value.code or 0, told.out, told.err
-
-    return told_by
+def run(tieline):
+    return partial(tieline, "design")
 
 
 def test_a_given_layer_is_tabled(run):

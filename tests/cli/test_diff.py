@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,30 +10,12 @@ import torch
 from safetensors.numpy import save_file
 
 from tests.audit.diff.planted import all_scores, renumbered, trace_of
-from tieline import cli
 from tieline.trace import save_trace
 
 
-@pytest.fixture(autouse=True)
-def _quiet_again():
-    """Undo what a run sets for its own process."""
-    from transformers.utils import logging
-
-    before = logging.get_verbosity()
-    yield
-    logging.set_verbosity(before)
-    logging.enable_progress_bar()
-
-
 @pytest.fixture
-def run(capsys):
-    def told_by(*words):
-        with pytest.raises(SystemExit) as left:
-            cli.main(["diff", *map(str, words)])
-        told = capsys.readouterr()
-        return left.value.code or 0, told.out, told.err
-
-    return told_by
+def run(tieline):
+    return partial(tieline, "diff")
 
 
 @pytest.fixture

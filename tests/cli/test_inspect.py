@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.trace.zoo import make_trace
-from tieline import __version__, cli
+from tieline import __version__
 from tieline.cli import inspect as command
 from tieline.errors import TielineError
 from tieline.trace import load_summary, load_trace, merge, save_summary, summarise
@@ -18,26 +18,9 @@ from tieline.trace.compare import identical
 TOKENS = 384
 
 
-@pytest.fixture(autouse=True)
-def _quiet_again():
-    """Undo what a run sets for its own process."""
-    from transformers.utils import logging
-
-    before = logging.get_verbosity()
-    yield
-    logging.set_verbosity(before)
-    logging.enable_progress_bar()
-
-
 @pytest.fixture
-def run(capsys):
-    def told_by(*words):
-        with pytest.raises(SystemExit) as left:
-            cli.main([str(word) for word in words])
-        told = capsys.readouterr()
-        return left.value.code or 0, told.out, told.err
-
-    return told_by
+def run(tieline):
+    return tieline
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from tieline import cli
 from tieline.cli.reproduce import default_results
 from tieline.studies import registry
 from tieline.studies.claim import Verdict
@@ -16,13 +15,10 @@ QUICK = ["p0-lem6.2", "p1-table6", "p1-eqA.7"]
 
 
 @pytest.fixture
-def run(capsys, tmp_path):
+def run(tieline, tmp_path):
     def told_by(*words):
-        words = ["reproduce", *map(str, words), "--results", str(tmp_path / "results")]
-        with pytest.raises(SystemExit) as left:
-            cli.main([*words, "--engine", "serial"] if "--engine" not in words else words)
-        told = capsys.readouterr()
-        return left.value.code or 0, told.out, told.err
+        engine = () if "--engine" in words else ("--engine", "serial")
+        return tieline("reproduce", *words, "--results", tmp_path / "results", *engine)
 
     return told_by
 

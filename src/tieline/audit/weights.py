@@ -1,7 +1,6 @@
 """What the sections about router inputs need: room for the inputs, and the routers' matrices."""
 
 from collections.abc import Collection
-from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +8,8 @@ from torch import Tensor, nn
 from tieline.audit.running import text_config
 from tieline.geometry.sections import scored
 from tieline.geometry.units import logit_view
-from tieline.hf.families import RouterFamily, family_of
+from tieline.hf.families import family_of
+from tieline.hf.router_scope import logits_matrix
 from tieline.trace.ops import take_tokens
 from tieline.trace.record import LayerTrace, RoutingTrace
 
@@ -36,23 +36,12 @@ def linear_weights(model: nn.Module, trace: RoutingTrace) -> dict[str, Tensor]:
     found = {}
     for layer in trace.layers:
         router = model.get_submodule(layer.name)
-        matrix = _matrix(router)
+        matrix = logits_matrix(router)
         if matrix is not None and layer.inputs is not None and scored(layer) == "ok":
             matrix = matrix.detach()[: layer.facts.n_experts].float().cpu()
             if _explains(layer, matrix, _offset(router, len(matrix))):
                 found[layer.name] = matrix
     return found
-
-
-def _matrix(router: nn.Module) -> Tensor | None:
-    family: RouterFamily | None = family_of(router)
-    if family is None or family.weight is None:
-        return None
-    try:
-        weight = attrgetter(family.weight)(router)
-    except AttributeError:  # a router with more than one matrix
-        return None
-    return None if weight.is_meta or weight.ndim != 2 else weight
 
 
 def _offset(router: nn.Module, experts: int) -> Tensor | float:

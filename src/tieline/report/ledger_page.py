@@ -29,13 +29,15 @@ def render_ledger(ledger: Mapping[str, Any]) -> str:
     run = ledger["provenance"]
     words = f"tieline {run['tieline']} · {run['mode']} mode · seed {run['seed']}"
     parts = {
-        "style": template("page.css") + template("ledger.css"),
+        "title": "Claims ledger",
         "facts": escape(words),
         "verdict": escape(summary_words(ledger)),
         "contents": _contents(ledger),
         "claims": "\n".join(_paper(paper, ledger) for paper in ledger["papers"]),
     }
-    return render_shell("ledger.html", parts, {"figures": _figures(ledger)})
+    return render_shell(
+        "ledger.html", "reproduction", parts, {"figures": _figures(ledger)}, template("ledger.css")
+    )
 
 
 def ledger_bytes(ledger: Mapping[str, Any]) -> bytes:

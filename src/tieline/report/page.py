@@ -36,7 +36,7 @@ def render_page(result: Mapping[str, Any]) -> str:
         "provenance": sections.provenance(result),
     }
     data = {"figures": figures_of(panels), "text": text_data(result)}
-    return render_shell("page.html", parts, data)
+    return render_shell("page.html", "routing report", parts, data)
 
 
 def page_bytes(result: Mapping[str, Any]) -> bytes:

@@ -19,22 +19,39 @@ LARGEST_PAGE = 6_000_000
 """Bytes; a page that would be larger is refused rather than written."""
 
 
-def render_shell(name: str, parts: Mapping[str, str], data: Mapping[str, Any]) -> str:
-    """A template with its parts, the scripts and the style of all pages, and the figures' data.
+NOTICE = (
+    '<noscript><p class="missing wide">The charts need JavaScript, which is off; the numbers are '
+    'in the tables.</p></noscript>\n<p class="missing wide" id="trouble" hidden></p>'
+)
+"""Before the charts: what is said where none can be drawn."""
+
+
+def render_shell(
+    name: str, kind: str, parts: Mapping[str, str], data: Mapping[str, Any], style: str = ""
+) -> str:
+    """The frame of all pages, with the scripts, the style and the data of the figures.
 
     Args:
-        name: file of the template.
-        parts: what belongs in its places; safe HTML.
+        name: file of the template for what is below the head of the page.
+        kind: what the page is, "routing report"; stands above its title and in the window's.
+        parts: title, facts and verdict for the head, optionally its numbers, and what belongs in
+            the places of the template; safe HTML.
         data: JSON values for `page.js`, "figures" by the key of their panel among them.
+        style: more style than that of all pages.
     """
     scripts = {"watch": template("watch.js"), "plotly": _plotly(), "script": template("page.js")}
     frame = {
+        "numbers": "",
+        **parts,
         **scripts,
+        "kicker": f"Tieline {kind}",
+        "document": f"{parts['title']}: {kind}",
+        "body": fill(template(name), {"notice": NOTICE, **parts}),
         "policy": _policy(list(scripts.values())),
-        "style": template("page.css"),
+        "style": template("page.css") + style,
         "data": embed_json(compact(data)),
     }
-    return fill(template(name), {**frame, **parts})
+    return fill(template("frame.html"), frame)
 
 
 def figures_of(panels: Sequence[Panel]) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """What is unusual about an alignment, in words."""
 
+from collections.abc import Sequence
+
 from tieline.audit.diff.records import Alignment
 
 __all__ = ["alignment_notes"]
@@ -71,34 +73,31 @@ def _k(found: Alignment) -> str:
 
 
 def _layers(found: Alignment) -> str:
-    parts = [
-        f"{len(names)} layers are in {side} only ({', '.join(names[:3])}"
-        f"{', …' if len(names) > 3 else ''})"
-        for side, names in (("A", found.only_a), ("B", found.only_b))
+    only = _sides("{} layers are in {side} only ({})", found.only_a, found.only_b)
+    dense = _sides("{} layers of {side} route nothing: dense ({})", found.dense_a, found.dense_b)
+    return "; ".join([*only, *dense])
+
+
+def _sides(words: str, names_a: Sequence[str], names_b: Sequence[str]) -> list[str]:
+    """The words for each side that has names, with their number and the first three."""
+    return [
+        words.format(
+            len(names), ", ".join(names[:3]) + (", …" if len(names) > 3 else ""), side=side
+        )
+        for side, names in (("A", names_a), ("B", names_b))
         if names
     ]
-    parts += [
-        f"{len(names)} layers of {side} route nothing: dense ({', '.join(names[:3])}"
-        f"{', …' if len(names) > 3 else ''})"
-        for side, names in (("A", found.dense_a), ("B", found.dense_b))
-        if names
-    ]
-    return "; ".join(parts)
 
 
 def _tokens(found: Alignment) -> str:
-    parts = [
-        f"{count} tokens are in {side} only"
-        for side, count in (("A", found.tokens_only_a), ("B", found.tokens_only_b))
-        if count
-    ]
-    return "; ".join(parts)
+    return _counts("{} tokens are in {} only", found.tokens_only_a, found.tokens_only_b)
 
 
 def _unrouted(found: Alignment) -> str:
-    parts = [
-        f"{count} tokens of {side} were not routed (-1) and are left out"
-        for side, count in (("A", found.unrouted_a), ("B", found.unrouted_b))
-        if count
-    ]
-    return "; ".join(parts)
+    words = "{} tokens of {} were not routed (-1) and are left out"
+    return _counts(words, found.unrouted_a, found.unrouted_b)
+
+
+def _counts(words: str, count_a: int, count_b: int) -> str:
+    counts = (("A", count_a), ("B", count_b))
+    return "; ".join(words.format(count, side) for side, count in counts if count)
