@@ -1,1 +1,1 @@
-"""Controllers with running state, schedules and recipes for training."""
+"""Controllers with running state, schedules, recipes and the engine that runs them."""

@@ -1,0 +1,151 @@
+"""The state of a run beside its weights, in safetensors and JSON: no pickle is written or read.
+
+optimizer.safetensors   moments and step counts, "<parameter number>.<name>"
+state.json              groups of the optimiser, scheduler, gate schedule
+rng-<rank>.safetensors  generators of torch; those of Python and NumPy as its metadata
+complete.json           written last: a checkpoint without it was cut short and is passed over
+"""
+
+import json
+import os
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from tieline.errors import TielineError, require
+
+__all__ = [
+    "CheckpointError",
+    "last_checkpoint",
+    "load_generators",
+    "load_optimizer",
+    "mark_complete",
+    "read_json",
+    "save_generators",
+    "save_optimizer",
+    "write_json",
+]
+
+OPTIMIZER, STATE, COMPLETE = "optimizer.safetensors", "state.json", "complete.json"
+FOLDER = re.compile(r"checkpoint-(\d+)")
+
+
+class CheckpointError(TielineError):
+    """A checkpoint is malformed or belongs to another run."""
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file, whole or not at all."""
+    new = path.with_suffix(path.suffix + ".new")
+    new.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n")
+    os.replace(new, path)
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file; a missing or broken one is a `CheckpointError`."""
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError) as problem:
+        raise CheckpointError(f"{path} cannot be read: {problem}") from problem
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    """The newest complete checkpoint of a run, None if there is none."""
+    found = []
+    for path in folder.glob("checkpoint-*"):
+        named = FOLDER.fullmatch(path.name)
+        if named and (path / COMPLETE).is_file():
+            found.append((int(named[1]), path))
+    return max(found)[1] if found else None
+
+
+def mark_complete(folder: Path, step: int) -> None:
+    """Say that all of a checkpoint has been written."""
+    write_json(folder / COMPLETE, {"step": step})
+
+
+def save_optimizer(folder: Path, optimizer: Any, scheduler: Any, gates: dict[str, float]) -> None:
+    """Keep the state of optimiser, scheduler and gate schedule."""
+    state = optimizer.state_dict()
+    tensors = {
+        f"{number}.{name}": value.detach().contiguous()
+        for number, entries in state["state"].items()
+        for name, value in entries.items()
+    }
+    save_file(tensors, folder / OPTIMIZER)
+    rest = {"groups": state["param_groups"], "scheduler": scheduler.state_dict(), "gates": gates}
+    write_json(folder / STATE, rest)
+
+
+def load_optimizer(folder: Path, optimizer: Any, scheduler: Any) -> dict[str, float]:
+    """Restore what `save_optimizer` kept; returns the state of the gate schedule."""
+    rest = read_json(folder / STATE)
+    tensors: dict[int, dict[str, torch.Tensor]] = {}
+    for key, value in _read(folder / OPTIMIZER)[0].items():
+        number, _, name = key.partition(".")
+        require(number.isdigit(), f"{folder / OPTIMIZER}: unknown entry {key!r}", CheckpointError)
+        tensors.setdefault(int(number), {})[name] = value
+    _check_groups(folder, optimizer, rest, tensors)
+    groups = [group | {"betas": tuple(group["betas"])} for group in rest["groups"]]
+    optimizer.load_state_dict({"state": tensors, "param_groups": groups})
+    scheduler.load_state_dict(rest["scheduler"])
+    return rest["gates"]
+
+
+def _check_groups(folder: Path, optimizer: Any, rest: Any, tensors: dict[int, Any]) -> None:
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    kept = [len(group["params"]) for group in rest.get("groups", ())]
+    require(
+        sizes == kept and set(rest) == {"groups", "scheduler", "gates"},
+        f"{folder} keeps groups of {kept} parameters, the run has {sizes}",
+        CheckpointError,
+    )
+    shapes = [tuple(p.shape) for group in optimizer.param_groups for p in group["params"]]
+    for number, entries in tensors.items():
+        require(
+            number < len(shapes)
+            and all(tuple(v.shape) in ((), shapes[number]) for v in entries.values()),
+            f"{folder / OPTIMIZER}: moments of parameter {number} do not fit",
+            CheckpointError,
+        )
+
+
+def save_generators(folder: Path, rank: int) -> None:
+    """Keep the state of every generator of random numbers of this process."""
+    tensors = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        tensors |= {f"cuda{i}": s for i, s in enumerate(torch.cuda.get_rng_state_all())}
+    kind, keys, *rest = np.random.get_state()  # noqa: NPY002, the global one is what others draw from
+    plain = {
+        "python": json.dumps(random.getstate()),
+        "numpy": json.dumps([kind, np.asarray(keys).tolist(), *rest]),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / f"rng-{rank}.safetensors", plain)
+
+
+def load_generators(folder: Path, rank: int) -> None:
+    """Restore what `save_generators` kept."""
+    tensors, plain = _read(folder / f"rng-{rank}.safetensors")
+    version, internal, gauss = json.loads(plain["python"])
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, *rest = json.loads(plain["numpy"])
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))  # noqa: NPY002
+    torch.set_rng_state(tensors.pop("cpu"))
+    if tensors and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all([tensors[f"cuda{i}"] for i in range(len(tensors))])
+
+
+def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    try:
+        with safe_open(path, "pt") as file:
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+            return tensors, file.metadata() or {}
+    except (OSError, SafetensorError) as problem:
+        raise CheckpointError(f"{path} cannot be read: {problem}") from problem

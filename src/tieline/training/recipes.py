@@ -1,0 +1,124 @@
+"""Recipes: named functions that return whole frozen configurations.
+
+    enwik8-small-GATE     2 layers, D = 96, bytes: minutes on one core
+    enwik8-10m-GATE       4 layers, D = 192, 10 M parameters, bytes: a quarter of an hour
+    enwik8-paper-GATE     8 layers, D = 352, span 2048, 80 epochs (paper 1, Table 7): accelerators
+    text8-small-GATE      as enwik8-small on letters
+    wikitext-small-GATE   as enwik8-small on a BPE of 512 tokens, with the AAA attack
+    wikitext-paper-GATE   6 layers, D = 352, span 1024, 80 epochs: accelerators, training split
+
+GATE is one of the nine of `gates`.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+from tieline.errors import require
+from tieline.training.config import (
+    DataConfig,
+    DecoderConfig,
+    OptimConfig,
+    TrainConfig,
+)
+from tieline.training.gates import GATE_NAMES, gate_config
+
+__all__ = [
+    "RECIPES",
+    "enwik8_10m",
+    "enwik8_paper",
+    "recipe_config",
+    "register_recipe",
+    "small_form",
+    "wikitext_paper",
+]
+
+Recipe = Callable[[], TrainConfig]
+
+RECIPES: dict[str, Recipe] = {}
+"""Recipes by name."""
+
+VOCABULARY = {"enwik8": 256, "text8": 27, "wikitext": 512}
+
+
+def register_recipe(name: str, recipe: Recipe) -> Recipe:
+    """Make a recipe known; refuses a name that is taken."""
+    require(name not in RECIPES, f"the recipe {name!r} is registered already")
+    RECIPES[name] = recipe
+    return recipe
+
+
+def recipe_config(name: str, seed: int = 0) -> TrainConfig:
+    """The configuration of a recipe with a seed."""
+    close = [known for known in RECIPES if known.startswith(name.split("-")[0])]
+    require(name in RECIPES, f"no recipe {name!r}; there are {close or list(RECIPES)}")
+    return RECIPES[name]().replace(seed=seed)
+
+
+def small_form(data: str, gate: str) -> TrainConfig:
+    """Two layers of width 96 on a text: 1,000 steps of 2,048 tokens."""
+    return TrainConfig(
+        recipe=f"{data}-small-{gate}",
+        task="language",
+        model=DecoderConfig(
+            layers=2, d_model=96, d_hidden=64, heads=4, vocabulary=VOCABULARY[data], context=128
+        ),
+        gate=gate_config(gate),
+        data=DataConfig(name=data),
+        optim=OptimConfig(steps=1000, batch=16, rate=5e-3),
+    )
+
+
+def enwik8_10m(gate: str) -> TrainConfig:
+    """Four layers of width 192 with 16 experts of width 256: 10 M parameters, bytes of enwik8."""
+    return TrainConfig(
+        recipe=f"enwik8-10m-{gate}",
+        task="language",
+        model=DecoderConfig(
+            layers=4, d_model=192, d_hidden=256, heads=6, vocabulary=256, context=128
+        ),
+        gate=gate_config(gate),
+        data=DataConfig(name="enwik8"),
+        optim=OptimConfig(steps=1000, batch=16, rate=3e-3),
+    )
+
+
+def enwik8_paper(gate: str) -> TrainConfig:
+    """Paper 1, Table 7: 8 layers, width 352, span 2048, batch 48, 80 epochs of 90 M bytes."""
+    return TrainConfig(
+        recipe=f"enwik8-paper-{gate}",
+        task="language",
+        model=DecoderConfig(
+            layers=8, d_model=352, d_hidden=352, heads=8, vocabulary=256, context=2048
+        ),
+        gate=gate_config(gate),
+        data=DataConfig(name="enwik8"),
+        optim=OptimConfig(steps=80 * 90_000_000 // (48 * 2048), batch=48, rate=7e-4, warmup=4000),
+        checkpoint_every=1000,
+        evaluate_items=4096,
+        note="the paper's form: it used two H100",
+    )
+
+
+def wikitext_paper(gate: str) -> TrainConfig:
+    """Paper 1, Table 7: 6 layers, width 352, span 1024, batch 48, 80 epochs of 103 M tokens."""
+    return TrainConfig(
+        recipe=f"wikitext-paper-{gate}",
+        task="language",
+        model=DecoderConfig(
+            layers=6, d_model=352, d_hidden=352, heads=8, vocabulary=32768, context=1024
+        ),
+        gate=gate_config(gate),
+        data=DataConfig(name="wikitext", options={"vocabulary": 32768}),
+        optim=OptimConfig(steps=80 * 103_000_000 // (48 * 1024), batch=48, rate=7e-4, warmup=4000),
+        checkpoint_every=1000,
+        evaluate_items=4096,
+        note="the paper's form: it needs wiki.train.tokens and used two H100",
+    )
+
+
+for _gate in GATE_NAMES:
+    for _data in VOCABULARY:
+        register_recipe(f"{_data}-small-{_gate}", partial(small_form, _data, _gate))
+    register_recipe(f"enwik8-10m-{_gate}", partial(enwik8_10m, _gate))
+    register_recipe(f"enwik8-paper-{_gate}", partial(enwik8_paper, _gate))
+    register_recipe(f"wikitext-paper-{_gate}", partial(wikitext_paper, _gate))
