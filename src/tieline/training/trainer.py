@@ -7,7 +7,7 @@ activation checkpointing repeats in the backward pass is not counted again (`rou
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -105,8 +105,9 @@ class RoutingTrainer(Trainer):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """AdamW over `parameter_groups`."""
         if self.optimizer is None:
-            groups = parameter_groups(self.model if model is None else model, self.config)
-            fused = all(p.device.type in ("cpu", "cuda") for p in self.model.parameters())
+            trained = cast(nn.Module, self.model if model is None else model)
+            groups = parameter_groups(trained, self.config)
+            fused = all(p.device.type in ("cpu", "cuda") for p in trained.parameters())
             self.optimizer = torch.optim.AdamW(groups, betas=self.config.optim.betas, fused=fused)
         return self.optimizer
 
@@ -161,13 +162,14 @@ class RoutingTrainer(Trainer):
         self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
     ) -> None:
         super()._save(output_dir, state_dict)
-        (Path(output_dir or self.args.output_dir) / "training_args.bin").unlink(missing_ok=True)
+        folder = Path(str(output_dir or self.args.output_dir))
+        (folder / "training_args.bin").unlink(missing_ok=True)  # a pickle that nothing reads
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
         if self.args.should_save:
             step = self.state.global_step
-            mark_complete(Path(self.args.output_dir) / f"checkpoint-{step}", step)
+            mark_complete(Path(str(self.args.output_dir)) / f"checkpoint-{step}", step)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self.args.should_save:
