@@ -1,0 +1,181 @@
+"""A whole run as one frozen record: what is trained, on what, how, and from which seed.
+
+A recipe is a named function that returns a `TrainConfig`; the command line picks, it does not tune.
+The record is written beside the checkpoints, and a run resumes only where it is the same.
+"""
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from tieline.errors import require
+
+__all__ = [
+    "DataConfig",
+    "DecoderConfig",
+    "GateConfig",
+    "LossConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "TrainConfig",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateConfig:
+    """How a layer routes, and what training does to the gate over the steps.
+
+    Attributes:
+        name: short name of the variant, such as "smooth1".
+        router: a key of `routing.layer.ROUTERS`.
+        gate: a key of `routing.layer.GATES`.
+        k: experts per token that are always in, or that a controller aims at.
+        router_options: further arguments of the router.
+        gate_options: further arguments of the gate.
+        anneal: shares (hold, until) of the steps: k* is constant until `hold`, then falls
+            linearly, and is k from `until` on (paper 1, section 7.5: 1/2 and 3/4).
+        evaluate_hard: score with the hard top-k gate instead of the trained one.
+        dense_share: share of the steps before the sparsity of a ReLU gate is enforced; None where
+            there is no such controller.
+    """
+
+    name: str
+    router: str = "linear"
+    gate: str = "topk"
+    k: int = 2
+    router_options: dict[str, Any] = field(default_factory=dict)
+    gate_options: dict[str, Any] = field(default_factory=dict)
+    anneal: tuple[float, float] | None = None
+    evaluate_hard: bool = False
+    dense_share: float | None = None
+
+    def __post_init__(self) -> None:
+        require(self.k >= 1, f"a gate chooses k >= 1 experts, got {self.k}")
+        low, high = self.anneal or (0.0, 1.0)
+        require(0 <= low <= high <= 1, f"anneal needs 0 <= hold <= until <= 1: {self.anneal}")
+        share = self.dense_share or 0.0
+        require(0 <= share < 1, f"dense_share must be in [0, 1), got {share}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Base of the shapes of models; each task has its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig(ModelConfig):
+    """Shape of the decoder: every feed-forward part is a mixture of experts."""
+
+    layers: int
+    d_model: int
+    d_hidden: int
+    heads: int
+    vocabulary: int
+    context: int
+    n_experts: int = 16
+    initial_std: float = 0.04
+    tied: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Which data, by the name of its loader, with the loader's options."""
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossConfig:
+    """Coefficients of the auxiliary losses, means over layers (`routing.collect`)."""
+
+    balance: float = 0.01
+    router_z: float = 0.001
+    boundary: float = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """AdamW with warm-up and cosine decay; ε has a rate of its own, which does not decay.
+
+    Attributes:
+        steps: optimiser steps.
+        batch: sequences or images per step, over all processes.
+        accumulate: micro-batches that make up a step.
+        rate: peak learning rate.
+        final_share: share of the peak that is left at the last step.
+        warmup: steps of linear warm-up.
+        weight_decay: of matrices; vectors and ε are not decayed.
+        betas: of AdamW.
+        clip: largest norm of the gradient.
+        epsilon_rate: learning rate of θ, where ε = softplus(θ).
+    """
+
+    steps: int
+    batch: int
+    accumulate: int = 1
+    rate: float = 3e-3
+    final_share: float = 0.05
+    warmup: int = 50
+    weight_decay: float = 0.01
+    betas: tuple[float, float] = (0.9, 0.98)
+    clip: float = 1.0
+    epsilon_rate: float = 0.02
+
+    def __post_init__(self) -> None:
+        require(self.steps >= 1 and self.batch >= 1, "need at least one step of one sequence")
+        require(
+            self.accumulate >= 1 and self.batch % self.accumulate == 0,
+            f"a batch of {self.batch} does not divide into {self.accumulate} micro-batches",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """All that a run depends on.
+
+    Attributes:
+        recipe: name under which the run is known.
+        task: a key of `tasks.TASKS`.
+        model: shape of the model, of the kind that the task wants.
+        gate: how it routes.
+        data: what it is trained and scored on.
+        optim: the optimiser and its schedule.
+        losses: auxiliary losses.
+        seed: of weights, data order and everything else that is drawn.
+        log_every: steps between two logged ones.
+        checkpoint_every: steps between two checkpoints.
+        evaluate_items: windows or images of each held-out split that are scored.
+        recompute: whether layers are recomputed in the backward pass instead of kept.
+        note: what is special about the run, for those who read its results.
+    """
+
+    recipe: str
+    task: str
+    model: ModelConfig
+    gate: GateConfig
+    data: DataConfig
+    optim: OptimConfig
+    losses: LossConfig = LossConfig()
+    seed: int = 0
+    log_every: int = 50
+    checkpoint_every: int = 200
+    evaluate_items: int = 256
+    recompute: bool = False
+    note: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The record in plain values, as JSON keeps them."""
+        return json.loads(json.dumps(dataclasses.asdict(self)))
+
+    def replace(self, **changes: Any) -> "TrainConfig":
+        """The same run with some fields changed; `optim__steps=3` reaches into a part."""
+        parts: dict[str, dict[str, Any]] = {}
+        for name, value in changes.items():
+            owner, _, inner = name.partition("__")
+            parts.setdefault(owner if inner else "", {})[inner or name] = value
+        whole = parts.pop("", {})
+        for owner, inner in parts.items():
+            whole[owner] = dataclasses.replace(getattr(self, owner), **inner)
+        return dataclasses.replace(self, **whole)
