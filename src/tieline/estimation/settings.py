@@ -1,0 +1,168 @@
+"""The sixteen published settings of papers 2 and 4, by name.
+
+    p2-1a-cosine, p2-1a-perturbed     P2 Fig. 1a: k = k* = 8, well specified
+    p2-1b-cosine, p2-1b-perturbed     P2 Fig. 1b: k = k* + 1 = 9
+    p2-2a-cosine, p2-2a-perturbed     P2 Fig. 2a: the truth has a linear router, ReLU experts
+    p2-2b-linear, p2-2b-perturbed     P2 Fig. 2b: the truth has a linear router, experts (a·x + b)²
+    p4-1a-softmax, p4-1a-sigmoid      P4 Fig. 1a: softmax quadratic truth, ReLU experts
+    p4-1b-softmax, p4-1b-sigmoid      P4 Fig. 1b: the same with linear experts
+    p4-2a-relu, p4-2a-linear          P4 Fig. 2a: sigmoid quadratic truth, sparse regime
+    p4-2b-relu, p4-2b-linear          P4 Fig. 2b: sigmoid quadratic truth, dense regime
+
+The truth of a paper is drawn once, as its appendix E says, from the seed. What the papers leave
+open and how it is filled: paper 4 fits "N > N*" experts and does not say how many, here N* + 1;
+its softmax fits have no loss of their own, here L_2 of paper 2; which loss figure 2 of paper 2
+shows is not said, here L_3. With τ = 0 a zero row has no cosine (0/0): it scores 0, and no nonzero
+row is near it, so the vanilla truth with its two zero rows is not a limit of vanilla models.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from tieline.errors import require
+from tieline.estimation.model import MoEModel
+from tieline.estimation.parameters import MoEParameters
+
+__all__ = ["SETTINGS", "Setting", "setting"]
+
+Regime = Literal["exact", "over", "misspecified"]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A study that a paper printed.
+
+    Attributes:
+        name: of the form p2-1a-cosine.
+        paper: 2 or 4.
+        figure: its figure.
+        truth: model of the data.
+        fitted: model that is fitted.
+        loss: kind of the Voronoi loss, of `loss_paper`.
+        loss_paper: paper that defines the loss.
+        regime: "exact", "over" (more experts than the truth) or "misspecified" (another family;
+            the loss is then taken against the population minimiser).
+        published_slope: the printed slope of log loss against log n.
+        zero_rows: atoms of the truth whose router row and bias are zero, the last ones.
+        router_variance: variance of router rows and biases of the others.
+        expert_variance: variance of expert parameters.
+        noise: standard deviation of the noise; the printed variance is .01.
+        sample_sizes: first and last n.
+        repetitions: experiments for each n.
+    """
+
+    name: str
+    paper: int
+    figure: str
+    truth: MoEModel
+    fitted: MoEModel
+    loss: str
+    loss_paper: int
+    regime: Regime
+    published_slope: float
+    zero_rows: int
+    router_variance: float
+    expert_variance: float
+    noise: float = 0.1
+    sample_sizes: tuple[int, int] = (1_000, 100_000)
+    repetitions: int = 20
+
+    def draw_truth(self, seed: int = 0) -> MoEParameters:
+        """The true parameters: independent normals, zero router row and bias for the last atoms."""
+        model, generator = self.truth, torch.Generator().manual_seed(seed)
+        widths = (model.router_width + 1, model.expert_width)
+        draws = [
+            torch.randn(model.n_experts, width, dtype=torch.float64, generator=generator)
+            for width in widths
+        ]
+        gating = draws[0] * self.router_variance**0.5
+        gating[model.n_experts - self.zero_rows :] = 0
+        return MoEParameters(gating[:, :-1], gating[:, -1], draws[1] * self.expert_variance**0.5)
+
+
+def setting(name: str) -> Setting:
+    """The published setting of that name."""
+    require(name in SETTINGS, f"unknown setting {name!r}; the settings are {', '.join(SETTINGS)}")
+    return SETTINGS[name]
+
+
+def _paper2(figure: str, gate, slope: float, *, truth=None, extra: int = 0, power: int = 0):
+    """A setting of paper 2: d = 32, k* = 8, τ = 0.1, router variance .01/d, experts 1/d."""
+    expert = "polynomial" if power else "relu"
+
+    def model(name, n: int) -> MoEModel:
+        return MoEModel(name, "softmax", expert, 32, n, power=power or 2)
+
+    return Setting(
+        name=f"p2-{figure}-{gate}",
+        paper=2,
+        figure=figure,
+        truth=model(truth or gate, 8),
+        fitted=model(gate, 8 + extra),
+        loss="L2" if extra else "L3",
+        loss_paper=2,
+        regime="over" if extra else "exact" if truth in (None, gate) else "misspecified",
+        published_slope=slope,
+        zero_rows=2,
+        router_variance=0.01 / 32,
+        expert_variance=1 / 32,
+    )
+
+
+def _paper4(figure: str, tag: str, slope: float, *, truth, link, expert: str, loss: str, zero: int):
+    """A setting of paper 4: d = N* = 8, all variances 1/d, N* + 1 experts fitted."""
+
+    def model(name, n: int) -> MoEModel:
+        return MoEModel("quadratic", name, expert, 8, n)
+
+    dense_sigmoid = link == "sigmoid" and zero == 0
+    return Setting(
+        name=f"p4-{figure}-{tag}",
+        paper=4,
+        figure=figure,
+        truth=model(truth, 8),
+        fitted=model(link, 9),
+        loss=loss,
+        loss_paper=2 if link == "softmax" else 4,
+        regime="misspecified" if dense_sigmoid or truth != link else "over",
+        published_slope=slope,
+        zero_rows=zero,
+        router_variance=1 / 8,
+        expert_variance=1 / 8,
+    )
+
+
+def _sigmoid(expert: str, loss: str, zero: int) -> dict:
+    """Figure 2 of paper 4: sigmoid truth."""
+    return {"truth": "sigmoid", "link": "sigmoid", "expert": expert, "loss": loss, "zero": zero}
+
+
+def _softmax_data(link: str, expert: str, loss: str) -> dict:
+    """Figure 1 of paper 4: softmax truth."""
+    return {"truth": "softmax", "link": link, "expert": expert, "loss": loss, "zero": 0}
+
+
+def _settings() -> tuple[Setting, ...]:
+    return (
+        _paper2("1a", "cosine", -0.11),
+        _paper2("1a", "perturbed", -0.50),
+        _paper2("1b", "cosine", -0.05, extra=1),
+        _paper2("1b", "perturbed", -0.47, extra=1),
+        _paper2("2a", "cosine", -0.10, truth="linear"),
+        _paper2("2a", "perturbed", -0.45, truth="linear"),
+        _paper2("2b", "linear", -0.13, truth="linear", power=2),
+        _paper2("2b", "perturbed", -0.47, truth="linear", power=2),
+        _paper4("1a", "softmax", -0.24, **_softmax_data("softmax", "relu", "L2")),
+        _paper4("1a", "sigmoid", -0.51, **_softmax_data("sigmoid", "relu", "L3")),
+        _paper4("1b", "softmax", -0.07, **_softmax_data("softmax", "linear", "L2")),
+        _paper4("1b", "sigmoid", -0.46, **_softmax_data("sigmoid", "linear", "L3")),
+        _paper4("2a", "relu", -0.54, **_sigmoid("relu", "L1", 2)),
+        _paper4("2a", "linear", -0.07, **_sigmoid("linear", "L2", 2)),
+        _paper4("2b", "relu", -0.53, **_sigmoid("relu", "L3", 0)),
+        _paper4("2b", "linear", -0.44, **_sigmoid("linear", "L3", 0)),
+    )
+
+
+SETTINGS = {one.name: one for one in _settings()}
