@@ -59,3 +59,10 @@ def test_a_score_that_is_not_a_number_is_chosen_so_that_it_shows():
 def test_a_k_outside_the_experts_is_refused(function, k):
     with pytest.raises(TielineError, match=f"k={k}, experts=3"):
         function(torch.zeros(2, 3), k)
+
+
+def test_the_mask_takes_what_is_not_a_number_although_two_scores_tie_below_it():
+    scores = torch.tensor([[torch.nan, 5.0, 5.0, 1.0], [4.0, 3.0, 2.0, 1.0]])
+    expected = torch.tensor([[True, True, False, False], [True, True, False, False]])
+    assert torch.equal(topk_mask(scores, 2), expected)
+    assert torch.equal(topk_mask(scores[:1].expand(3, -1), 2), expected[:1].expand(3, -1))

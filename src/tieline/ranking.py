@@ -55,10 +55,21 @@ def topk_mask(scores: Float[Tensor, "*batch experts"], k: int) -> Bool[Tensor, "
 
     All scores above z_[k] belong to S; of those equal to z_[k] the first by index do, until k are
     chosen. This needs values only, which are the same for every sorting routine, and costs half of
-    a stable sort at 64 experts.
+    a stable sort at 64 experts. Where reading a number back is free, rows without a tie across the
+    threshold, nearly always all of them, are done after one comparison.
     """
     _check_k(scores, k)
-    comparable = scores.detach().nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    scores = scores.detach()
+    if scores.device.type == "cpu" and not torch.compiler.is_compiling():
+        threshold = scores.topk(k, dim=-1, sorted=True).values[..., -1:]
+        reached = (scores < threshold).logical_not_()  # what is not a number is not below any
+        if bool((reached.sum(dim=-1) == k).all()):
+            return reached
+    return _mask_at_ties(scores, k)
+
+
+def _mask_at_ties(scores: Tensor, k: int) -> Tensor:
+    comparable = scores.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
     threshold = comparable.topk(k, dim=-1, sorted=True).values[..., -1:]
     above, level = comparable > threshold, comparable == threshold
     vacant = k - above.sum(dim=-1, keepdim=True)
