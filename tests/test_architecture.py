@@ -13,7 +13,7 @@ import tieline
 SOURCE = Path(tieline.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
 
-BASE = {"errors", "ranking", "numerics", "trace", "recompute", "_version"}
+BASE = {"errors", "ranking", "numerics", "trace", "recompute", "engines", "_version"}
 MAY_IMPORT = {
     **dict.fromkeys(BASE, BASE),
     "geometry": BASE,
