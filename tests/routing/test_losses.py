@@ -6,6 +6,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tieline import SmoothTopK, TielineError, auxiliary_loss, collect_routing, moe
 from tieline.routing import balance_loss, boundary_loss, router_z_loss, sparsity_loss
+from tieline.routing.losses import Counts
 
 
 def test_balance_is_one_when_uniform_and_the_number_of_experts_when_collapsed():
@@ -118,3 +119,27 @@ def test_nothing_stays_attached_to_the_model():
     with collect_routing(model):
         pass
     assert not model.first.gate._forward_hooks
+
+
+def test_parts_of_a_batch_add_up_to_its_losses_and_gradients():
+    torch.manual_seed(3)
+    gate, scores = SmoothTopK(2), torch.randn(9, 4, requires_grad=True)
+    counts = Counts.of(gate(scores).detach())
+
+    def losses(z, over):
+        w = gate(z)
+        return torch.stack(
+            [
+                balance_loss(z, w, over),
+                router_z_loss(z, over),
+                boundary_loss(gate.epsilon, w, gate.budget, over),
+                sparsity_loss(w, over),
+            ]
+        )
+
+    whole = losses(scores, None)
+    parts = sum(losses(part, counts) for part in scores.split([4, 0, 5]))
+    torch.testing.assert_close(parts, whole)
+    inputs = [scores, gate.theta]
+    mine, plain = (torch.autograd.grad(total.sum(), inputs) for total in (parts, whole))
+    torch.testing.assert_close(mine, plain)

@@ -21,7 +21,13 @@ from torch import Tensor, nn
 from tieline.errors import TielineError, require
 from tieline.recompute import is_recomputing
 from tieline.routing.layer import MoE, Routing
-from tieline.routing.losses import balance_loss, boundary_loss, router_z_loss, sparsity_loss
+from tieline.routing.losses import (
+    Counts,
+    balance_loss,
+    boundary_loss,
+    router_z_loss,
+    sparsity_loss,
+)
 from tieline.routing.smooth import SmoothTopK
 
 __all__ = ["LayerRouting", "auxiliary_loss", "collect_routing", "is_collected"]
@@ -75,6 +81,7 @@ def auxiliary_loss(
     router_z: float = 0.0,
     boundary: float = 0.0,
     sparsity: float = 0.0,
+    counts: Sequence[Counts] | None = None,
 ) -> Float[Tensor, ""]:
     """Mean over the collected layers of the weighted losses.
 
@@ -84,20 +91,22 @@ def auxiliary_loss(
         router_z: coefficient of `router_z_loss`.
         boundary: coefficient α of `boundary_loss`, for layers whose `SmoothTopK` learns its ε.
         sparsity: coefficient of `sparsity_loss`.
+        counts: per record, the assignments and tokens of the batch that it is a part of; by
+            default the record is the whole batch.
     """
     require(len(records) > 0, "no routing was collected: the model ran no MoE layer", TielineError)
     total = torch.zeros((), device=records[0].routing.scores.device)
-    for record in records:
+    for record, over in zip(records, counts or [None] * len(records), strict=True):
         _check_graph(record)
         scores, weights, gate = record.routing.scores, record.routing.weights, record.layer.gate
         if balance:
-            total = total + balance * balance_loss(scores, weights)
+            total = total + balance * balance_loss(scores, weights, over)
         if router_z:
-            total = total + router_z * router_z_loss(scores)
+            total = total + router_z * router_z_loss(scores, over)
         if boundary and isinstance(gate, SmoothTopK) and gate.theta is not None:
-            total = total + boundary * boundary_loss(gate.epsilon, weights, gate.budget)
+            total = total + boundary * boundary_loss(gate.epsilon, weights, gate.budget, over)
         if sparsity:
-            total = total + sparsity * sparsity_loss(weights)
+            total = total + sparsity * sparsity_loss(weights, over)
     return total / len(records)
 
 

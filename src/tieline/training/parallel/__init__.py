@@ -1,0 +1,36 @@
+"""Training over several processes: experts spread over ranks, the rest cut by FSDP2."""
+
+from tieline.training.parallel.exchange import all_to_all, spread_dispatch
+from tieline.training.parallel.experts import SpreadExperts
+from tieline.training.parallel.gradients import (
+    batch_counts,
+    clip_gradients_,
+    finish_gradients_,
+    gradient_norm,
+    summed,
+)
+from tieline.training.parallel.processes import (
+    LostRankError,
+    is_parallel,
+    join_processes,
+    naming_lost_ranks,
+    rank_mesh,
+)
+from tieline.training.parallel.shard import parallelize_
+
+__all__ = [
+    "LostRankError",
+    "SpreadExperts",
+    "all_to_all",
+    "batch_counts",
+    "clip_gradients_",
+    "finish_gradients_",
+    "gradient_norm",
+    "is_parallel",
+    "join_processes",
+    "naming_lost_ranks",
+    "parallelize_",
+    "rank_mesh",
+    "spread_dispatch",
+    "summed",
+]

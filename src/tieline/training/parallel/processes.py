@@ -1,0 +1,135 @@
+"""The processes of a run: joining them, laying them out as a grid, and noticing a lost one.
+
+    with join_processes(timeout=600):
+        mesh = rank_mesh(expert_ranks=2)
+
+A grid has data × expert ranks. Every rank has tokens of its own. The experts of a layer are spread
+over the ranks of a row of the grid, so tokens travel along rows; the ranks of a column hold the
+same experts.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from tieline.errors import TielineError, require
+
+__all__ = [
+    "DATA",
+    "EXPERT",
+    "LostRankError",
+    "is_parallel",
+    "join_processes",
+    "naming_lost_ranks",
+    "rank_mesh",
+    "world_mesh",
+]
+
+DATA, EXPERT = "data", "expert"
+TIMEOUT = 600.0
+TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LOSS_WORDS = ("gloo", "nccl", "connection", "timed out", "timeout", "socket", "broken pipe", "peer")
+
+
+class LostRankError(TielineError):
+    """Another process of the run has died or no longer answers."""
+
+
+def is_parallel() -> bool:
+    """Whether torchrun started this process as one of several."""
+    return all(name in os.environ for name in TORCHRUN) and int(os.environ["WORLD_SIZE"]) > 1
+
+
+@contextmanager
+def join_processes(
+    *, timeout: float = TIMEOUT, backend: str | None = None, init_method: str | None = None
+) -> Iterator[None]:
+    """Be one of the processes that torchrun started, until the block ends.
+
+    Args:
+        timeout: seconds after which a message that is not answered is an error.
+        backend: "gloo" on CPU and "nccl" on CUDA by default.
+        init_method: where to meet, if not where torchrun says, for example `file:///tmp/meeting`.
+    """
+    require(timeout > 0, f"the timeout must be positive, got {timeout}")
+    missing = [name for name in TORCHRUN if name not in os.environ]
+    require(
+        not (set(missing) - ({"MASTER_ADDR", "MASTER_PORT"} if init_method else set())),
+        f"{', '.join(missing)} not set: start the processes with torchrun",
+    )
+    dist.init_process_group(
+        backend or ("nccl" if torch.cuda.is_available() else "gloo"),
+        init_method=init_method,
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timedelta(seconds=timeout),
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def rank_mesh(
+    expert_ranks: int | None = None, *, timeout: float = TIMEOUT, device: str = "cpu"
+) -> DeviceMesh:
+    """All ranks as a grid (data, expert); every rank must call this.
+
+    The groups are made here and not by `init_device_mesh`, which would give them a timeout of half
+    an hour whatever that of the run is.
+
+    Args:
+        expert_ranks: ranks that share the experts of a layer; all by default. It divides the
+            number of ranks.
+        timeout: seconds after which a message within a row or column is an error.
+        device: type of the devices.
+    """
+    world = dist.get_world_size()
+    columns = world if expert_ranks is None else expert_ranks
+    require(
+        1 <= columns <= world and world % columns == 0,
+        f"expert_ranks must divide the number of ranks, {world}, got {expert_ranks}",
+    )
+    grid = torch.arange(world).view(-1, columns)
+    groups = [_own_group(lines.tolist(), timeout) for lines in (grid.T, grid)]
+    return DeviceMesh.from_group(groups, device, mesh=grid, mesh_dim_names=(DATA, EXPERT))
+
+
+def _own_group(lines: list[list[int]], timeout: float) -> dist.ProcessGroup:
+    """The group of the line that this rank is in; all ranks make all groups, in the same order."""
+    limit = timedelta(seconds=timeout)
+    groups = [dist.new_group(line, timeout=limit) for line in lines]
+    own = next(g for g, line in zip(groups, lines, strict=True) if dist.get_rank() in line)
+    assert isinstance(own, dist.ProcessGroup)
+    return own
+
+
+def world_mesh(device: str = "cpu") -> DeviceMesh:
+    """All ranks in one line, in the group that `join_processes` made."""
+    world = dist.group.WORLD
+    assert world is not None
+    return DeviceMesh.from_group(world, device, mesh_dim_names=("world",))
+
+
+@contextmanager
+def naming_lost_ranks(doing: str) -> Iterator[None]:
+    """Turn what a collective raises when its peer is gone into a `LostRankError` in words.
+
+    Args:
+        doing: what the process does in the block, and what is left to go on from.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        told = str(error).lower()
+        if not isinstance(error, dist.DistError) and not any(w in told for w in LOSS_WORDS):
+            raise
+        rank = dist.get_rank() if dist.is_initialized() else "?"
+        raise LostRankError(
+            f"rank {rank}: another rank has died or does not answer ({doing}): {str(error)[:200]}"
+        ) from error
