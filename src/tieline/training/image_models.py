@@ -1,0 +1,179 @@
+"""Classifiers of images whose feed-forward parts route.
+
+    MixtureClassifier    h ← h + MoE(norm(h)), four times on the 3072 numbers of an image
+                         (paper 1, B.3: 32 experts of width 128, top 4)
+    PatchClassifier      a small transformer on 8×8 patches; its last blocks route each patch to 2
+                         of 6 experts (the shape of GMoE, papers 1 and 2, at the scale of one core)
+
+Both take pixels as bytes, so that a batch is small, and return logits with the loss if there are
+labels.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int64, UInt8
+from torch import Tensor, nn
+from transformers.modeling_outputs import ImageClassifierOutput
+
+from tieline.errors import require
+from tieline.routing.layer import MoE, moe
+from tieline.training.config import GateConfig, ModelConfig
+from tieline.training.images import as_floats
+
+__all__ = ["MixtureClassifier", "MixtureConfig", "PatchClassifier", "PatchConfig"]
+
+Pixels = UInt8[Tensor, "images height width colours"]
+Labels = Int64[Tensor, " images"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureConfig(ModelConfig):
+    """Shape of a `MixtureClassifier`; the defaults are the paper's."""
+
+    layers: int = 4
+    n_experts: int = 32
+    d_hidden: int = 128
+    side: int = 32
+    classes: int = 10
+
+    def __post_init__(self) -> None:
+        require(self.layers >= 1, f"need a layer, got layers={self.layers}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatchConfig(ModelConfig):
+    """Shape of a `PatchClassifier`.
+
+    Attributes:
+        layers: transformer blocks.
+        routed: how many of them, counted from the last, route (GMoE's "last two").
+        d_model: width of a patch.
+        heads: attention heads.
+        d_hidden: width of a feed-forward part and of an expert.
+        n_experts: experts of a routed block.
+        side: pixels of an image's side; a patch stands for 4×4 of them.
+        classes: number of classes.
+    """
+
+    layers: int = 3
+    routed: int = 2
+    d_model: int = 64
+    heads: int = 4
+    d_hidden: int = 128
+    n_experts: int = 6
+    side: int = 32
+    classes: int = 7
+
+    def __post_init__(self) -> None:
+        require(1 <= self.routed <= self.layers, f"need 1 <= routed <= layers, got {self.routed}")
+        require(self.d_model % self.heads == 0, f"{self.heads} heads do not divide {self.d_model}")
+        require(self.side % 4 == 0, f"a side is a multiple of 4 pixels, got {self.side}")
+
+
+def routed_layer(
+    gate: GateConfig, *, d_model: int, n_experts: int, d_hidden: int, activation: str
+) -> MoE:
+    """The layer that a gate's configuration asks for, its experts with biases."""
+    return moe(
+        d_model=d_model,
+        n_experts=n_experts,
+        k=gate.k,
+        d_hidden=d_hidden,
+        router=gate.router,
+        gate=gate.gate,
+        activation=activation,  # type: ignore[arg-type]
+        bias=True,
+        router_options=dict(gate.router_options),
+        gate_options=dict(gate.gate_options),
+    )
+
+
+class MixtureClassifier(nn.Module):
+    """Residual layers of experts on whole images, then one linear map to the classes.
+
+    Args:
+        shape: sizes.
+        gate: how every layer routes.
+    """
+
+    def __init__(self, shape: MixtureConfig, gate: GateConfig) -> None:
+        super().__init__()
+        width = 3 * shape.side**2
+        sizes = {"d_model": width, "n_experts": shape.n_experts, "d_hidden": shape.d_hidden}
+        self.layers = nn.ModuleList(
+            routed_layer(gate, activation="relu", **sizes) for _ in range(shape.layers)
+        )
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(shape.layers + 1))
+        self.head = nn.Linear(width, shape.classes)
+
+    def forward(self, pixels: Pixels, labels: Labels | None = None) -> ImageClassifierOutput:
+        """Logits of the classes, and the mean cross entropy where labels are given."""
+        hidden = as_floats(pixels).flatten(1)
+        for norm, layer in zip(self.norms[:-1], self.layers, strict=True):
+            hidden = hidden + layer(norm(hidden))
+        return _output(self.head(self.norms[-1](hidden)), labels)
+
+
+class PatchClassifier(nn.Module):
+    """Two convolutions to patches, transformer blocks of which the last route, mean, classes.
+
+    Args:
+        shape: sizes.
+        gate: how the routed blocks route.
+    """
+
+    def __init__(self, shape: PatchConfig, gate: GateConfig) -> None:
+        super().__init__()
+        width, patches = shape.d_model, (shape.side // 4) ** 2
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, width // 2, 3, stride=2, padding=1),
+            nn.GELU(),
+            nn.Conv2d(width // 2, width, 3, stride=2, padding=1),
+        )
+        self.positions = nn.Parameter(0.02 * torch.randn(patches, width))
+        first = shape.layers - shape.routed
+        self.blocks = nn.ModuleList(
+            PatchBlock(shape, gate if place >= first else None) for place in range(shape.layers)
+        )
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, shape.classes)
+
+    def forward(self, pixels: Pixels, labels: Labels | None = None) -> ImageClassifierOutput:
+        """Logits of the classes, and the mean cross entropy where labels are given."""
+        colours_first = as_floats(pixels).permute(0, 3, 1, 2)
+        hidden = self.stem(colours_first).flatten(2).transpose(1, 2) + self.positions
+        for block in self.blocks:
+            hidden = block(hidden)
+        return _output(self.head(self.norm(hidden).mean(dim=1)), labels)
+
+
+class PatchBlock(nn.Module):
+    """Attention and a feed-forward part, each with a norm before it and a bypass around it."""
+
+    def __init__(self, shape: PatchConfig, gate: GateConfig | None) -> None:
+        super().__init__()
+        width = shape.d_model
+        self.heads = shape.heads
+        self.before_attention, self.before_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.joined = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        if gate is None:
+            self.mlp: nn.Module = nn.Sequential(
+                nn.Linear(width, shape.d_hidden), nn.GELU(), nn.Linear(shape.d_hidden, width)
+            )
+        else:
+            sizes = {"n_experts": shape.n_experts, "d_hidden": shape.d_hidden}
+            self.mlp = routed_layer(gate, d_model=width, activation="gelu", **sizes)
+
+    def forward(self, x: Float[Tensor, "images patches width"]) -> Tensor:
+        """X + attention, then x + feed-forward."""
+        split = self.qkv(self.before_attention(x)).unflatten(2, (3, self.heads, -1))
+        query, key, value = split.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+        x = x + self.joined(mixed)
+        return x + self.mlp(self.before_mlp(x))
+
+
+def _output(logits: Tensor, labels: Tensor | None) -> ImageClassifierOutput:
+    loss = None if labels is None else F.cross_entropy(logits.float(), labels)
+    return ImageClassifierOutput(loss=loss, logits=logits)  # type: ignore[arg-type]

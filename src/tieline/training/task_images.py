@@ -1,0 +1,130 @@
+"""Two tasks on images: CIFAR-10 as a whole, and PACS with one domain left out.
+
+images     train on a subset of CIFAR-10's training images, score on its test images
+domains    train on all domains but one, score on that one and on held-out images of the others
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from tieline.errors import ParameterError, require
+from tieline.training.config import TrainConfig
+from tieline.training.data_cifar10 import load_cifar10
+from tieline.training.data_pacs import DomainImages, load_pacs
+from tieline.training.image_items import ImageItems, epochs, scored
+from tieline.training.image_models import (
+    MixtureClassifier,
+    MixtureConfig,
+    PatchClassifier,
+    PatchConfig,
+)
+from tieline.training.images import Images
+from tieline.training.tasks import register_task
+
+__all__ = ["DOMAINS", "IMAGES", "DomainTask", "ImageData", "ImageTask", "image_model", "left_out"]
+
+IMAGES, DOMAINS = "images", "domains"
+
+
+@dataclass(frozen=True, eq=False)
+class ImageData:
+    """Items to train on and the images to score on, by the name of their score."""
+
+    train: ImageItems
+    about: str
+    scored_on: dict[str, Images]
+
+
+class ImageTask:
+    """CIFAR-10, or another set of images with a train and a test part.
+
+    Options of the data: `images`, how many training images are used (all by default), `scored`,
+    how many test images.
+    """
+
+    def data(self, config: TrainConfig) -> ImageData:
+        """CIFAR-10, fetched if need be, in training order."""
+        options = config.data.options
+        require(config.data.name == "cifar10", f"no images are called {config.data.name!r}")
+        train = load_cifar10("train").subset(options.get("images", 50_000))
+        test = load_cifar10("test").subset(options.get("scored", 10_000))
+        items = epochs(train, config.optim.steps * config.optim.batch, config.seed)
+        return ImageData(items, f"{len(train)} images of {train.source}", {"test": test})
+
+    def model(self, config: TrainConfig) -> nn.Module:
+        """A fresh classifier of the shape that the configuration names."""
+        return image_model(config)
+
+    def evaluate(self, model: nn.Module, data: ImageData, config: TrainConfig) -> dict[str, Any]:
+        """The scores of each set of images."""
+        model.eval()
+        return {name: scored(model, images) for name, images in data.scored_on.items()}
+
+    def save(self, model: nn.Module, data: ImageData, folder: Path) -> None:
+        """Weights in one file; the configuration of the run tells the shape."""
+        folder.mkdir(parents=True, exist_ok=True)
+        state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+        save_file(state, folder / "model.safetensors")
+
+
+class DomainTask(ImageTask):
+    """PACS with a domain left out.
+
+    Options of the data: `out`, name of the domain that is not trained on; `held_out`, share of the
+    images of the others that are kept for validation (0.2, DomainBed's); `path` of the file.
+    """
+
+    def data(self, config: TrainConfig) -> ImageData:
+        """The domains but one in training order, the one, and held-out images of the others."""
+        options = config.data.options
+        require(config.data.name == "pacs", f"no domains are called {config.data.name!r}")
+        path = options.get("path")
+        every = load_pacs(None if path is None else Path(path))
+        out, share = options["out"], options.get("held_out", 0.2)
+        train, held, test = left_out(every, out, share, config.seed)
+        items = epochs(train, config.optim.steps * config.optim.batch, config.seed)
+        about = f"{len(train)} images of {every.images.source} without {out}"
+        return ImageData(items, about, {"out": test, "validation": held})
+
+
+def left_out(
+    every: DomainImages, out: str, share: float, seed: int
+) -> tuple[Images, Images, Images]:
+    """Images to train on, held-out images of the same domains, and those of the domain left out.
+
+    Args:
+        every: all of them.
+        out: name of the domain that is left out.
+        share: of each other domain's images that is held out.
+        seed: which ones these are.
+    """
+    require(out in every.domains, f"the domain {out!r} is not one of {list(every.domains)}")
+    require(0 < share < 1, f"the held-out share is in (0, 1), got {share}", ParameterError)
+    draw, parts = torch.Generator().manual_seed(seed), []
+    for number, name in enumerate(every.domains):
+        places = (every.domain == number).nonzero().flatten()
+        if name != out:
+            mixed = places[torch.randperm(len(places), generator=draw)]
+            parts.append(mixed.tensor_split([round(share * len(mixed))]))
+    held, train = (torch.cat(part) for part in zip(*parts, strict=True))
+    test = (every.domain == every.domains.index(out)).nonzero().flatten()
+    return every.images.take(train), every.images.take(held), every.images.take(test)
+
+
+def image_model(config: TrainConfig) -> nn.Module:
+    """The classifier of the kind that the configuration's shape stands for."""
+    shape = config.model
+    if isinstance(shape, MixtureConfig):
+        return MixtureClassifier(shape, config.gate)
+    require(isinstance(shape, PatchConfig), f"{type(shape).__name__} is no shape for images")
+    assert isinstance(shape, PatchConfig)
+    return PatchClassifier(shape, config.gate)
+
+
+register_task(IMAGES, ImageTask())
+register_task(DOMAINS, DomainTask())
