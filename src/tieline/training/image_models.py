@@ -2,13 +2,14 @@
 
     MixtureClassifier    h ← h + MoE(norm(h)), four times on the 3072 numbers of an image
                          (paper 1, B.3: 32 experts of width 128, top 4)
-    PatchClassifier      a small transformer on 8×8 patches; its last blocks route each patch to 2
-                         of 6 experts (the shape of GMoE, papers 1 and 2, at the scale of one core)
+    PatchClassifier      a small transformer on patches of 8×8 pixels whose last blocks route each
+                         patch to 2 of 6 experts (GMoE of papers 1 and 2, cut to one core)
 
 Both take pixels as bytes, so that a batch is small, and return logits with the loss if there are
 labels.
 """
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -53,11 +54,11 @@ class PatchConfig(ModelConfig):
         heads: attention heads.
         d_hidden: width of a feed-forward part and of an expert.
         n_experts: experts of a routed block.
-        side: pixels of an image's side; a patch stands for 4×4 of them.
+        side: pixels of an image's side; a patch stands for 8×8 of them.
         classes: number of classes.
     """
 
-    layers: int = 3
+    layers: int = 2
     routed: int = 2
     d_model: int = 64
     heads: int = 4
@@ -68,8 +69,9 @@ class PatchConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         require(1 <= self.routed <= self.layers, f"need 1 <= routed <= layers, got {self.routed}")
-        require(self.d_model % self.heads == 0, f"{self.heads} heads do not divide {self.d_model}")
-        require(self.side % 4 == 0, f"a side is a multiple of 4 pixels, got {self.side}")
+        fits = self.d_model % self.heads == 0 and self.d_model % 8 == 0
+        require(fits, f"a width of {self.d_model} is no multiple of 8 and of {self.heads} heads")
+        require(self.side % 8 == 0, f"a side is a multiple of 8 pixels, got {self.side}")
 
 
 def routed_layer(
@@ -117,7 +119,7 @@ class MixtureClassifier(nn.Module):
 
 
 class PatchClassifier(nn.Module):
-    """Two convolutions to patches, transformer blocks of which the last route, mean, classes.
+    """Three convolutions to patches, transformer blocks of which the last route, mean, classes.
 
     Args:
         shape: sizes.
@@ -126,11 +128,18 @@ class PatchClassifier(nn.Module):
 
     def __init__(self, shape: PatchConfig, gate: GateConfig) -> None:
         super().__init__()
-        width, patches = shape.d_model, (shape.side // 4) ** 2
+        width, patches = shape.d_model, (shape.side // 8) ** 2
+        widths = (3, width // 2, width, width)
         self.stem = nn.Sequential(
-            nn.Conv2d(3, width // 2, 3, stride=2, padding=1),
-            nn.GELU(),
-            nn.Conv2d(width // 2, width, 3, stride=2, padding=1),
+            *(
+                part
+                for inner, outer in itertools.pairwise(widths)
+                for part in (
+                    nn.Conv2d(inner, outer, 3, stride=2, padding=1),
+                    nn.GroupNorm(4, outer),
+                    nn.GELU(),
+                )
+            )
         )
         self.positions = nn.Parameter(0.02 * torch.randn(patches, width))
         first = shape.layers - shape.routed

@@ -96,7 +96,7 @@ def pacs_small(gate: str, out: str) -> TrainConfig:
         model=PatchConfig(),
         gate=domain_gate(gate),
         data=DataConfig(name="pacs", options={"out": out}),
-        optim=OptimConfig(steps=300, batch=64, rate=2e-3, warmup=30),
+        optim=OptimConfig(steps=200, batch=64, rate=3e-3, warmup=20),
         losses=LossConfig(boundary=1.0),
         checkpoint_every=1_000,
         note="32×32 pixels, no pretrained backbone, the model of the last step",
