@@ -70,7 +70,7 @@ def router_directions(gate: str, router: Rows, tau1: float) -> Rows:
 
 def score_gradient(
     gate: str, router: Rows, tau1: float, features: Features, scores: PerExpert
-) -> Float[Tensor, "*batch _ width n"]:
+) -> Float[Tensor, "*either _ width n"]:
     """∂score_i/∂β_i = (z - û_i v_i·z)/(‖β_i‖ + τ1) for normalised rows, z for the others.
 
     Args:

@@ -1,0 +1,113 @@
+"""Distances of a fit from a truth: as functions, and expert by expert.
+
+regression_distance    ‖f - f*‖_{L²(μ)} = √E(f(X) - f*(X))², X ~ μ, with its standard error
+matched_errors         ‖β_π(j) - β*_j‖, |bias|, ‖η_π(j) - η*_j‖ for the best matching π
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+
+from tieline.errors import ShapeError, require
+from tieline.estimation.cells import norms, pair_differences
+from tieline.estimation.design import LawName, draw_inputs
+from tieline.estimation.model import MoEModel
+from tieline.estimation.parameters import MoEParameters
+
+__all__ = ["FunctionDistance", "MatchedErrors", "matched_errors", "regression_distance"]
+
+
+@dataclass(frozen=True, eq=False)
+class FunctionDistance:
+    """‖f - f*‖_{L²(μ)} of every fit.
+
+    Attributes:
+        value: the distance.
+        standard_error: of the value, from the sample of inputs; 0 at distance 0.
+    """
+
+    value: Float[Tensor, "*batch"]
+    standard_error: Float[Tensor, "*batch"]
+
+
+@dataclass(frozen=True, eq=False)
+class MatchedErrors:
+    """Errors of the atom that plays each atom of the truth.
+
+    Attributes:
+        partner: the atom of the fit matched with each atom of the truth.
+        router: ‖β_π(j) - β*_j‖.
+        bias: |bias_π(j) - bias*_j|.
+        experts: ‖η_π(j) - η*_j‖.
+    """
+
+    partner: Int[Tensor, "*batch true"]
+    router: Float[Tensor, "*batch true"]
+    bias: Float[Tensor, "*batch true"]
+    experts: Float[Tensor, "*batch true"]
+
+
+def regression_distance(
+    fitted: MoEModel,
+    fit: MoEParameters,
+    truth_model: MoEModel,
+    truth: MoEParameters,
+    *,
+    n: int = 20_000,
+    seed: int = 0,
+    law: LawName = "uniform",
+) -> FunctionDistance:
+    """√(mean of (f - f*)²) over n fresh inputs, the same for all fits.
+
+    The standard error is that of the mean square over twice the root.
+
+    Args:
+        fitted: family of the fits.
+        fit: any batch of fits.
+        truth_model: family of the truth.
+        truth: the truth, one or one for each fit.
+        n: inputs drawn from the law.
+        seed: of the inputs.
+        law: "uniform" on [-1, 1]ᵈ or "normal".
+    """
+    require(n >= 2, f"a standard error needs n >= 2 inputs, got {n}")
+    require(fitted.d == truth_model.d, f"widths differ: {fitted.d}, {truth_model.d}", ShapeError)
+    x = draw_inputs(law, n, fitted.d, seed)
+    total, squares = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    batch = max(1, fit.bias.numel() // fit.n_experts)
+    for part in fitted.chunks(n, batch):
+        gap = fitted.regression(fit, x[part]) - truth_model.regression(truth, x[part])
+        square = gap.square()
+        total, squares = total + square.sum(dim=-1), squares + square.square().sum(dim=-1)
+    mean = total / n
+    error = ((squares / n - mean.square()).clamp_min(0) / (n - 1)).sqrt()
+    root = mean.sqrt()
+    return FunctionDistance(root, torch.where(root > 0, error / (2 * root), 0.0))
+
+
+def matched_errors(fit: MoEParameters, truth: MoEParameters) -> MatchedErrors:
+    """Errors after the Hungarian matching by (router row, expert row); atoms may be spare."""
+    require(
+        fit.n_experts >= truth.n_experts,
+        f"each of the {truth.n_experts} true atoms needs a partner, the fit has {fit.n_experts}",
+        ShapeError,
+    )
+    rows, references = (torch.cat((p.router, p.experts), dim=-1) for p in (fit, truth))
+    partner = _match(norms(pair_differences(rows, references)))
+    pairs = (
+        norms(pair_differences(fit.router, truth.router)),
+        (fit.bias.unsqueeze(-1) - truth.bias.unsqueeze(-2)).abs(),
+        norms(pair_differences(fit.experts, truth.experts)),
+    )
+    picked = [values.gather(-2, partner.unsqueeze(-2)).squeeze(-2) for values in pairs]
+    return MatchedErrors(partner, *picked)
+
+
+def _match(cost: Float[Tensor, "*batch fitted true"]) -> Int[Tensor, "*batch true"]:
+    """Partner of each true atom, of least total cost."""
+    flat = cost.detach().reshape(-1, *cost.shape[-2:]).mT
+    partners = [linear_sum_assignment(one.numpy())[1] for one in flat]
+    return torch.tensor(partners).reshape(*cost.shape[:-2], cost.shape[-1])

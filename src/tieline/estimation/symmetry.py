@@ -1,0 +1,181 @@
+"""What the data cannot see: the symmetries of a model, and its parameters up to them.
+
+    order             experts may be renumbered                    all
+    bias shift        β_0 + t                                      softmax
+    row shift         v(β_i) + s, the same s for all i             softmax
+    row scale         t_i β_i, t_i > 0                             vanilla cosine
+    matrix part       A_i + K_i, K_i antisymmetric                 quadratic scores
+    hidden scale      (t a, t b, λ/tᵖ)                             two-layer, φ of degree p
+    sign              (a, b) → -(a, b), with λ → -λ for odd φ      even uᵖ; two-layer, odd φ
+    mass and scale    m φ(u) = (m/tᵖ) φ(tu)                        degree p; zero row, sigmoid
+
+v is the row that scores (`gates`): β/(‖β‖ + τ1) for the perturbed cosine, so that router has the
+row shift of a linear one; for the vanilla cosine the shifted rows must stay on the sphere, which
+leaves max(0, d - N) dimensions. With the biases pinned, the continuous directions of a softmax
+model with generic experts count d (linear), d (perturbed) and N + max(0, d - N) = max(d, N)
+(vanilla cosine).
+
+A softmax model depends on the differences v_i - v_j and β_0i - β_0j only. `canonical` writes rows v
+and fixes the two constants: by the mean over the masses, which splitting an atom does not move, or
+by a zero in the last row as paper 2 (A.3) does for the bias.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tieline.estimation.gates import router_directions
+from tieline.estimation.model import MoEModel
+from tieline.estimation.parameters import MoEParameters, quadratic_blocks
+
+__all__ = ["Symmetry", "canonical", "has_signs", "null_dimension", "symmetries"]
+
+Pin = Literal["mean", "last"]
+QUADRATIC = ("quadratic", "partial")
+ODD = ("linear", "tanh")
+
+
+@dataclass(frozen=True)
+class Symmetry:
+    """A group that leaves the regression function alone.
+
+    Attributes:
+        name: one of the table above.
+        acts_on: "atoms", "bias", "router", "experts" or "bias and experts".
+        kind: "permute", "shift", "scale", "drop" or "flip".
+        dimension: of the group at generic parameters; 0 for a discrete one.
+        condition: what else must hold; empty if nothing.
+    """
+
+    name: str
+    acts_on: str
+    kind: Literal["permute", "shift", "scale", "drop", "flip"]
+    dimension: int
+    condition: str = ""
+
+
+def symmetries(model: MoEModel) -> tuple[Symmetry, ...]:
+    """The symmetry group of a combination of gate, link and experts, as data."""
+    return (
+        Symmetry("order", "atoms", "permute", 0),
+        *_shifts(model),
+        *_router_symmetries(model),
+        *_expert_symmetries(model),
+    )
+
+
+def null_dimension(model: MoEModel, *, bias_pinned: bool = False) -> int:
+    """Dimension of the unconditional symmetries: flat directions of generic parameters."""
+    groups = [group for group in symmetries(model) if not group.condition]
+    return sum(group.dimension for group in groups) - (bias_pinned and model.link == "softmax")
+
+
+def canonical(model: MoEModel, params: MoEParameters, pin: Pin = "mean") -> MoEParameters:
+    """Parameters up to the unconditional symmetries, order of atoms apart.
+
+    Router rows become v(β) with symmetric A; for the softmax link their constant and that of the
+    biases are fixed by `pin`; hidden scales are moved into λ and signs made positive.
+
+    Args:
+        model: the family.
+        params: any batch.
+        pin: "mean" gives masses of sum 1 and rows of mean 0 over the masses; "last" gives the last
+            atom bias and row 0.
+    """
+    model.check(params)
+    rows = _symmetric(model, router_directions(model.gate, params.router, _tau(model)))
+    bias = params.bias
+    if model.link == "softmax":
+        rows, bias = _pinned(rows, bias, pin)
+    return MoEParameters(rows, bias, _normal_experts(model, params.experts))
+
+
+def _shifts(model: MoEModel) -> tuple[Symmetry, ...]:
+    if model.link == "sigmoid":
+        return ()
+    d, n = model.d, model.n_experts
+    half = d * (d + 1) // 2
+    free = {"quadratic": half + d, "partial": half, "cosine": max(0, d - n)}.get(model.gate, d)
+    return (
+        Symmetry("bias shift", "bias", "shift", 1),
+        Symmetry("row shift", "router", "shift", free),
+    )
+
+
+def _router_symmetries(model: MoEModel) -> tuple[Symmetry, ...]:
+    if model.gate == "cosine":
+        return (Symmetry("row scale", "router", "scale", model.n_experts),)
+    if model.gate in QUADRATIC:
+        hidden = model.n_experts * model.d * (model.d - 1) // 2
+        return (Symmetry("matrix part", "router", "drop", hidden),)
+    return ()
+
+
+def _expert_symmetries(model: MoEModel) -> tuple[Symmetry, ...]:
+    found = []
+    scaled = model.expert == "two_layer"
+    if scaled and model.ridge.degree is not None:
+        found.append(Symmetry("hidden scale", "experts", "scale", model.n_experts))
+    if has_signs(model):
+        found.append(Symmetry("sign", "experts", "flip", 0))
+    if model.ridge.degree is not None or scaled:
+        words = "sigmoid link, zero router row"
+        if model.link == "softmax":
+            words = "several atoms with one router row and one direction of the expert"
+        found.append(
+            Symmetry("mass and scale", "bias and experts", "scale", model.n_experts, words)
+        )
+    return tuple(found)
+
+
+def has_signs(model: MoEModel) -> bool:
+    """Whether η and -η give the same expert."""
+    if model.expert == "polynomial":
+        return model.power % 2 == 0
+    return model.expert == "two_layer" and model.activation in ODD
+
+
+def _tau(model: MoEModel) -> float:
+    return model.tau[0] if model.gate == "perturbed" else 0.0
+
+
+def _symmetric(model: MoEModel, rows: Tensor) -> Tensor:
+    """Rows with A replaced by its symmetric part."""
+    if model.gate not in QUADRATIC:
+        return rows
+    A, b = quadratic_blocks(rows, full=model.gate == "quadratic")
+    return torch.cat((((A + A.mT) / 2).flatten(-2), b), dim=-1)
+
+
+def _pinned(
+    rows: Float[Tensor, "*batch n w"], bias: Float[Tensor, "*batch n"], pin: Pin
+) -> tuple[Float[Tensor, "*batch n w"], Float[Tensor, "*batch n"]]:
+    if pin == "last":
+        return rows - rows[..., -1:, :], bias - bias[..., -1:]
+    log_mass = bias.log_softmax(dim=-1)
+    mean = (log_mass.exp().unsqueeze(-1) * rows).sum(dim=-2, keepdim=True)
+    return rows - mean, log_mass
+
+
+def _normal_experts(model: MoEModel, experts: Tensor) -> Tensor:
+    """Hidden rows of length 1 with their scale in λ, first nonzero entry positive, where free."""
+    d, degree = model.d, model.ridge.degree
+    inner, outer = experts[..., : d + 1], experts[..., d + 1 :]
+    if model.expert == "two_layer" and degree is not None:
+        length = torch.linalg.vector_norm(inner, dim=-1, keepdim=True)
+        safe = torch.where(length > 0, length, 1.0)
+        inner, outer = inner / safe, outer * safe**degree
+    if has_signs(model):
+        sign = _first_sign(inner)
+        inner, outer = inner * sign, outer * sign
+    return torch.cat((inner, outer), dim=-1)
+
+
+def _first_sign(rows: Tensor) -> Tensor:
+    """Sign of the first nonzero entry of each row, 1 for a zero row."""
+    first = (rows != 0).to(torch.int8).argmax(dim=-1, keepdim=True)
+    value = rows.gather(-1, first).sign()
+    return torch.where(value == 0, 1.0, value)
