@@ -109,5 +109,5 @@ def matched_errors(fit: MoEParameters, truth: MoEParameters) -> MatchedErrors:
 def _match(cost: Float[Tensor, "*batch fitted true"]) -> Int[Tensor, "*batch true"]:
     """Partner of each true atom, of least total cost."""
     flat = cost.detach().reshape(-1, *cost.shape[-2:]).mT
-    partners = [linear_sum_assignment(one.numpy())[1] for one in flat]
+    partners = [linear_sum_assignment(one.numpy())[1].tolist() for one in flat]
     return torch.tensor(partners).reshape(*cost.shape[:-2], cost.shape[-1])
