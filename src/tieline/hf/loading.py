@@ -17,12 +17,16 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
+    PreTrainedConfig,
 )
 
 from tieline.errors import ParameterError, TielineError, UnsupportedModelError, require
 from tieline.hf.discovery import chosen_routers, find_routers
 from tieline.hf.families import family_of
 from tieline.hf.shipped import SHIPPED_FOLDER, load_shipped_model, load_shipped_tokenizer
+from tieline.hf.smooth_records import Smoothing
+from tieline.hf.smooth_saving import VARIANT, read_config, smoothed_config
+from tieline.hf.smooth_state import restore_smoothing
 
 __all__ = ["DTYPES", "LoadedModel", "load_model"]
 
@@ -56,7 +60,7 @@ def load_model(
     device: str = "cpu",
     trust_remote_code: bool = False,
 ) -> LoadedModel:
-    """A Mixture-of-Experts model and its tokenizer.
+    """A Mixture-of-Experts model and its tokenizer; one that was saved smoothed is so again.
 
     Args:
         name: folder with a checkpoint, which needs no network, or id on the hub; None for the model
@@ -73,12 +77,13 @@ def load_model(
     source = _source(name)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     options |= {"local_files_only": True} if isinstance(source, Path) else {"revision": revision}
-    with _explained(name, "configuration"):
-        config = AutoConfig.from_pretrained(source, **options)
+    config, smoothing = _configuration(name, source, options)
     build = _model_class(config, name, trust_remote_code)
     with _explained(name, "tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(source, **options)
-    placed = {"device_map": "auto"} if where is None else {}
+        tokenizer = AutoTokenizer.from_pretrained(source, config=config, **options)
+    placed: dict[str, Any] = {"device_map": "auto"} if where is None else {}
+    if smoothing is not None:
+        placed |= {"config": config, "variant": VARIANT}
     with _explained(name, "weights (safetensors only: pickled weights are never loaded)"):
         model, report = build.from_pretrained(
             source,
@@ -89,6 +94,8 @@ def load_model(
             **options,
         )
     _check_complete(name, list(report["missing_keys"]))
+    if smoothing is not None:
+        restore_smoothing(model, smoothing)
     return LoadedModel(
         model.eval() if where is None else model.to(where).eval(), tokenizer, str(name)
     )
@@ -113,6 +120,17 @@ def _source(name: str | Path) -> str | Path:
     is_id = isinstance(name, str) and len(parts) <= 2 and all(parts) and parts[0] not in (".", "..")
     require(is_id, f"no such folder, and no hub id either: {str(name)!r}")
     return str(name)
+
+
+def _configuration(
+    name: object, source: str | Path, options: dict[str, Any]
+) -> tuple[Any, Smoothing | None]:
+    """The model's configuration, and how the model is smoothed if it is."""
+    with _explained(name, "configuration"):
+        found, _ = PreTrainedConfig.get_config_dict(source, **options)
+        if smoothed_config(found):
+            return read_config(found)
+        return AutoConfig.from_pretrained(source, **options), None
 
 
 def _device(name: str) -> torch.device | None:

@@ -24,7 +24,15 @@ from tieline.hf.families import Groups, RouterFamily
 from tieline.ranking import group_scores, ranked_choice
 from tieline.trace.record import Units
 
-__all__ = ["GroupLimit", "Selection", "at_least_single", "group_limit", "restrict", "select"]
+__all__ = [
+    "GroupLimit",
+    "Selection",
+    "at_least_single",
+    "group_limit",
+    "restrict",
+    "select",
+    "units_of",
+]
 
 _UNITS_OF_ACTIVATION: dict[str, Units] = {
     "Sigmoid": "sigmoid",
@@ -87,24 +95,29 @@ def group_limit(groups: Groups | None, router: nn.Module) -> GroupLimit | None:
     return GroupLimit(int(count), int(chosen), groups.score, groups.fill)
 
 
+def units_of(family: RouterFamily, router: nn.Module, grouped: bool) -> Units:
+    """What a router ranks before a bias is added, with or without groups in force."""
+    ranked = family.ranked
+    if grouped and family.groups is not None and family.groups.ranked is not None:
+        ranked = family.groups.ranked
+    if ranked == "activation":
+        return _units_of(family, attrgetter(family.activation or "")(router))
+    return ranked
+
+
 def _activate(
     family: RouterFamily, router: nn.Module, logits: Tensor, grouped: bool
 ) -> tuple[Tensor, Units]:
     """What is ranked before the bias is added, and its units."""
-    ranked = family.ranked
-    if grouped and family.groups is not None and family.groups.ranked is not None:
-        ranked = family.groups.ranked
+    units = units_of(family, router, grouped)
     logits = logits if family.own_dtype else at_least_single(logits)
     if family.probabilities:  # a probability that underflowed stays last, but finite
         logits = logits.clamp(min=torch.finfo(logits.dtype).tiny).log()
-    if ranked == "softmax":
-        return logits.softmax(dim=-1), "softmax"
-    if ranked == "sigmoid":
-        return logits.sigmoid(), "sigmoid"
-    if ranked == "activation":
-        activation = attrgetter(family.activation or "")(router)
-        return activation(logits), _units_of(family, activation)
-    return logits, "logits"
+    if family.activation is not None:
+        return attrgetter(family.activation)(router)(logits), units
+    if units == "softmax":
+        return logits.softmax(dim=-1), units
+    return (logits.sigmoid() if units == "sigmoid" else logits), units
 
 
 def _units_of(family: RouterFamily, activation: object) -> Units:

@@ -22,7 +22,7 @@ from tieline.ranking import kth_largest, topk_mask
 from tieline.routing.gates import Law, Scores
 from tieline.routing.selective import Groups, SelectiveGate, Share, laws_of_choice
 
-__all__ = ["SmoothTopK", "smoothstep"]
+__all__ = ["SmoothTopK", "lower_groups", "smoothstep"]
 
 START = 0.05  # where a learnable ε begins: softplus(-9) would take 12,000 steps to matter
 
@@ -38,6 +38,28 @@ def smoothstep(u: Float[Tensor, "*shape"], a: float, b: float) -> Float[Tensor, 
     rise = x**a
     ramp = rise / (rise + (1 - x) ** b)
     return torch.where(inside, ramp, u.detach().clamp(0, 1))  # a clamp keeps what is not a number
+
+
+def lower_groups(
+    selection: Scores, groups: Groups, epsilon: float | Tensor, a: float, b: float
+) -> Scores:
+    """c_i - B·(1 - s(u_g)), B = range of c + ε: experts of a group that is not chosen sink below.
+
+    u_g follows from the scores of the groups as u from those of the experts, so that a group that
+    ties with a chosen one is not lowered at all and no tie of groups makes a jump.
+
+    Args:
+        selection: selection scores (..., E).
+        groups: how they are grouped, and how many groups count.
+        epsilon: width of the band.
+        a: exponent at the lower end of the ramp.
+        b: exponent at its upper end.
+    """
+    of_groups = groups.scores(selection)
+    below = of_groups - kth_largest(of_groups, groups.chosen)
+    share = smoothstep(1 + below / epsilon, a, b)
+    span = selection.amax(dim=-1, keepdim=True) - selection.amin(dim=-1, keepdim=True)
+    return selection - (span + epsilon) * (1 - groups.spread(share, selection.shape[-1]))
 
 
 class SmoothTopK(SelectiveGate):
@@ -122,15 +144,8 @@ class SmoothTopK(SelectiveGate):
             selection = selection.detach()
         epsilon = self.epsilon.to(selection)
         if self.groups is not None:
-            selection = self._lower_groups(selection, epsilon)
+            selection = lower_groups(selection, self.groups, epsilon, self.a, self.b)
         return self._ramp(selection, self.k, epsilon, self.k_max)
-
-    def _lower_groups(self, selection: Scores, epsilon: Tensor) -> Scores:
-        assert self.groups is not None
-        share = self._ramp(self.groups.scores(selection), self.groups.chosen, epsilon, None)
-        span = selection.amax(dim=-1, keepdim=True) - selection.amin(dim=-1, keepdim=True)
-        absent = 1 - self.groups.spread(share, selection.shape[-1])
-        return selection - (span + epsilon) * absent
 
     def _ramp(self, selection: Scores, k: int, epsilon: Tensor, k_max: int | None) -> Share:
         threshold = kth_largest(selection, k)

@@ -1,0 +1,114 @@
+"""Smooth routing on a small model of every family that can have it."""
+
+import warnings
+
+import pytest
+import torch
+
+from tests.hf.smoothing import KINDS, SMOOTHED, Layer, double_model, largest_step, states
+from tests.hf.smoothing import tie_router
+from tests.hf.tiny import WIDTH, batch, lively, tiny_model
+from tieline.hf import load_smoothed, smooth_, unsmooth_
+from tieline.hf.smooth_router import smoothing_of
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+ALL = [pytest.param(n, marks=[] if n in KINDS else [pytest.mark.slow]) for n in SMOOTHED]
+
+
+def test_every_kind_of_scoring_is_among_the_families():
+    assert set(KINDS) <= set(SMOOTHED)
+    assert len(SMOOTHED) == 65
+
+
+@pytest.mark.parametrize("family", SMOOTHED)
+def test_a_vanishing_band_gives_the_original_and_undoing_it_exactly(family):
+    model = double_model(family)
+    keys = list(model.state_dict())
+    with torch.inference_mode():
+        plain = states(model(input_ids=batch()))
+        record = smooth_(model, epsilon=1e-9)
+        limit = states(model(input_ids=batch()))
+        record.undo()
+        again = states(model(input_ids=batch()))
+        smooth_(model, epsilon=0.3)
+        smooth = states(model(input_ids=batch()))
+    assert list(model.state_dict()) == keys
+    assert all(layer.smoothed for layer in record.layers)
+    assert torch.equal(again, plain)
+    assert torch.allclose(limit, plain, rtol=1e-5, atol=2e-6)  # some routers compute in float32
+    assert not torch.allclose(smooth, plain, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("family", ALL)
+def test_the_layer_is_continuous_on_a_whole_line_through_a_tie(family, order):
+    """A finer line has smaller steps in proportion; those of top-k stay as they are."""
+    model = double_model(family)
+    layer = Layer(model)
+    generator = torch.Generator().manual_seed(3)
+    point, direction = torch.randn(2, WIDTH, generator=generator, dtype=torch.float64)
+    direction -= direction.dot(point) / point.dot(point) * point
+    tie_router(layer.router, point, order)
+    hard = [largest_step(layer, point, direction, steps) for steps in (1024, 16384)]
+    smooth_(model, epsilon=0.3)
+    smooth = [largest_step(layer, point, direction, steps) for steps in (1024, 16384)]
+    assert hard[1] > 0.5 * hard[0]
+    assert smooth[1] < smooth[0] / 10
+    assert smooth[1] < hard[1] / 10
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_saved_and_loaded_it_is_smoothed_again(family, tmp_path):
+    model = lively(tiny_model(family))
+    if family == "jetmoe":
+        model.config.tie_word_embeddings = False
+    plain_class = type(model)
+    record = smooth_(model, epsilon=0.25, b=2.0)
+    model.save_pretrained(tmp_path)
+    loaded = load_smoothed(tmp_path, plain_class)
+    assert loaded.config.tieline_smoothing == record.to_dict()
+    with torch.inference_mode():
+        assert torch.equal(states(loaded(input_ids=batch())), states(model(input_ids=batch())))
+    unsmooth_(loaded)
+    unsmooth_(model)
+    assert type(loaded) is type(model) is plain_class
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_it_generates_as_its_forward_pass_predicts(family):
+    model = lively(tiny_model(family))
+    if not model.can_generate():
+        pytest.skip(f"the small {family} is a text model without a head")
+    smooth_(model, epsilon=0.3)
+    start = batch(1, 6)
+    with torch.inference_mode(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = model.generate(start, max_new_tokens=4, do_sample=False, eos_token_id=None)
+        logits = model(input_ids=made[:, :-1]).logits
+    assert made.shape == (1, 10)
+    assert torch.equal(logits[:, 5:].argmax(dim=-1), made[:, 6:])
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_every_implementation_of_the_experts_leaves_unused_slots_out(family):
+    """The same outputs with the index E and with weights of zero, under each implementation."""
+    model = lively(tiny_model(family))
+    if not model._can_set_experts_implementation():
+        names = [None]
+    else:
+        names = ["eager", "batched_mm", "grouped_mm"]
+    smooth_(model, epsilon=0.3)
+    handlers = [smoothing_of(m) for m in model.modules() if smoothing_of(m) is not None]
+    outputs = []
+    for name in names:
+        if name is not None:
+            model.set_experts_implementation(name)
+        with torch.inference_mode():
+            outputs.append(states(model(input_ids=batch())))
+    for handler in handlers:  # no index skips: experts run with weight 0
+        object.__setattr__(handler, "skip", type(handler.skip)(0, eager=False, config=None))
+    with torch.inference_mode():
+        outputs.append(states(model(input_ids=batch())))
+    for output in outputs:
+        assert output.isfinite().all()
+        assert torch.allclose(output, outputs[-1], rtol=1e-4, atol=1e-5)
