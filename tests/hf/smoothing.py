@@ -66,8 +66,8 @@ def tie_router(router, point, order):
 
 
 def ffn_router(model):
-    """Name of the last router whose block can be called."""
-    return list(find_routers(model))[-1]
+    """Name of the last router of a feed-forward block, which can be called by itself."""
+    return [name for name in find_routers(model) if "attention" not in name][-1]
 
 
 class Layer:

@@ -82,7 +82,7 @@ def smooth_(
             budget = open_plans[0].k + DEFAULT_EXTRA if open_plans else None
         widths = _chosen(model, open_plans, slots, (budget, noise), calibration, (a, b), progress)
         how = " and ".join(
-            f"{word} {value:g}" if isinstance(value, float | int) else f"{word} {value}"
+            f"{word} {value}"
             for word, value in (("budget", budget), ("noise", noise))
             if value is not None
         )
@@ -138,7 +138,7 @@ def _given(
             raise ParameterError(
                 f"epsilon must be finite and not negative, got {width!r} for layer {name!r}"
             )
-    return widths
+    return {name: float(width) for name, width in widths.items()}
 
 
 def _chosen(

@@ -68,7 +68,7 @@ def refusal(family: RouterFamily) -> str | None:
 
 
 def default_k_max(k: int, n_experts: int) -> int:
-    """k + max(2, k/2): room for a tie of three experts at least, and never more than all."""
+    """K + max(2, k/2): room for a tie of three experts at least, and never more than all."""
     return min(n_experts, k + max(2, -(-k // 2)))
 
 

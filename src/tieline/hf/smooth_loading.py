@@ -28,7 +28,7 @@ def load_smoothed(source: str | Path, model_class: Any = None, **options: Any) -
         UnsupportedModelError,
     )
     config, record = read_config(found)
-    build = AutoModelForCausalLM if model_class is None else model_class
+    build: Any = AutoModelForCausalLM if model_class is None else model_class
     model, report = build.from_pretrained(
         source,
         config=config,

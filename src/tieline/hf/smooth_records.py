@@ -91,7 +91,7 @@ class Smoothing:
 
 
 def read_smoothing(found: Any) -> Smoothing:
-    """The record in a configuration that somebody else may have written; refuses a malformed one."""
+    """The record in a configuration, which anybody may have written; refuses a malformed one."""
     try:
         require(found["version"] == VERSION, f"its version is {found['version']!r}")
         rows = found["layers"]

@@ -13,7 +13,6 @@ Before the first choice is replaced, the family's record must explain the router
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Any
 
 import torch

@@ -99,9 +99,9 @@ def read_config(found: dict[str, Any]) -> tuple[Any, Smoothing]:
         UnsupportedModelError,
     )
     assert isinstance(inner, dict)
-    kind = inner.get("model_type")
+    kind = str(inner.get("model_type"))
     require(
-        isinstance(kind, str) and kind in CONFIG_MAPPING,
+        kind in CONFIG_MAPPING,
         f"the smoothed model is of type {kind!r}, which transformers does not know",
         UnsupportedModelError,
     )

@@ -1,0 +1,328 @@
+"""`smooth_`: how ε is chosen, what is refused, and that a refusal leaves the model untouched."""
+
+import copy
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import OlmoeForCausalLM
+
+from tests.hf.smoothing import states
+from tests.hf.tiny import batch, lively, tiny_model
+from tieline.errors import ParameterError, TielineError, UnsupportedModelError
+from tieline.hf import (
+    FAMILIES,
+    RouterFamily,
+    capture,
+    find_routers,
+    load_smoothed,
+    smooth_,
+    unsmooth_,
+)
+from tieline.hf.loading import load_model
+from tieline.hf.shipped import load_shipped_tokenizer
+from tieline.hf.smooth_epsilon import budget_epsilon, noise_epsilon, ramp_width
+from tieline.hf.smooth_layers import default_k_max
+from tieline.hf.smooth_router import smoothing_of
+from tieline.routing import Groups
+
+LINES = batch(8, 32)
+
+
+@pytest.fixture
+def model():
+    return lively(tiny_model("olmoe"))
+
+
+@pytest.fixture
+def reference(model):
+    return copy.deepcopy(model)
+
+
+def run(model):
+    with torch.inference_mode():
+        return states(model(input_ids=batch()))
+
+
+def used_experts(model, ids):
+    """Mean experts per token of each router, seen at the experts."""
+    counts, handles = [], []
+    for name in find_routers(model):
+        block = model.get_submodule(name.rpartition(".")[0])
+
+        def hook(module, args, output=None):
+            counts.append((args[2] > 0).double().sum(dim=1).mean().item())
+
+        handles.append(block.experts.register_forward_pre_hook(hook))
+    with torch.inference_mode():
+        model(input_ids=ids)
+    for handle in handles:
+        handle.remove()
+    return counts
+
+
+def test_the_budget_is_met_layer_by_layer(model):
+    record = smooth_(model, budget=2.5, calibration=[LINES])
+    first, second = used_experts(model, LINES)
+    assert first == pytest.approx(2.5, abs=0.01)
+    assert second == pytest.approx(2.5, abs=0.1)  # its inputs moved when the first was smoothed
+    assert record.how == "budget 2.5"
+    assert all(layer.k_max == 4 and layer.units == "logits" for layer in record.layers)
+
+
+def test_without_a_wish_half_an_expert_more_is_used(model, reference):
+    assert (
+        smooth_(model, calibration=[LINES]).epsilons
+        == smooth_(reference, budget=2.5, calibration=[LINES]).epsilons
+    )
+
+
+def test_the_ramp_is_ten_times_as_wide_as_the_noise(model):
+    record = smooth_(model, noise=0.01, b=1.0)
+    assert list(record.epsilons.values()) == pytest.approx([0.1 / 0.8] * 2)
+    assert ramp_width(1.0, 50.0) == pytest.approx(0.0883 - 0.0275, abs=1e-3)
+    assert noise_epsilon(0.0, 1.0, 50.0) == 0
+
+
+def test_measured_noise_is_that_of_the_precision(model, reference):
+    widths = smooth_(model, noise="router bf16", calibration=[LINES]).epsilons
+    unsmooth_(model)
+    wider = smooth_(model, noise="router fp8_e4m3", calibration=[LINES]).epsilons
+    capped = smooth_(reference, None, 2.1, "fp8_e5m2", calibration=[LINES])
+    most = smooth_(lively(tiny_model("olmoe")), budget=2.1, calibration=[LINES])
+    for name, width in widths.items():
+        assert 0 < width < wider[name]
+        assert capped.epsilons[name] == most.epsilons[name]
+    assert capped.how == "budget 2.1 and noise fp8_e5m2"
+
+
+def test_the_budget_of_groups_is_found_by_halving():
+    scores = torch.rand(400, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    from tieline.routing.smooth_columns import smooth_columns
+
+    groups = Groups(4, 2)
+    epsilon = budget_epsilon(scores, 2, 4, 2.6, groups)
+    share = smooth_columns(scores, 2, epsilon=epsilon, k_max=4, groups=groups).share
+    assert (share > 0).double().sum(dim=1).mean().item() == pytest.approx(2.6, abs=0.02)
+
+
+@pytest.mark.parametrize(("k", "experts", "slots"), [(1, 8, 3), (2, 16, 4), (8, 64, 12), (2, 3, 3)])
+def test_there_is_room_for_a_tie_of_three(k, experts, slots):
+    assert default_k_max(k, experts) == slots
+
+
+def test_zero_runs_the_original_code(model):
+    before = run(model)
+    classes = [type(router) for router in find_routers(model).values()]
+    names = list(find_routers(model))
+    record = smooth_(model, epsilon={names[1]: 0.2})
+    after = [type(router) for router in find_routers(model).values()]
+    assert after[0] is classes[0]
+    assert after[1] is not classes[1]
+    assert [layer.smoothed for layer in record.layers] == [False, True]
+    unsmooth_(model)
+    smooth_(model, epsilon=[0.0, 0.0])
+    assert torch.equal(run(model), before)
+
+
+def test_layers_chooses_routers(model):
+    name = list(find_routers(model))[1]
+    record = smooth_(model, epsilon=0.2, layers=[name])
+    assert [layer.name for layer in record.layers] == [name]
+
+
+def test_logits_and_losses_stay(model):
+    with torch.inference_mode():
+        before = model(input_ids=batch(), output_router_logits=True)
+        smooth_(model, epsilon=0.2)
+        after = model(input_ids=batch(), output_router_logits=True)
+    assert len(after.router_logits) == len(before.router_logits)
+    assert torch.equal(after.router_logits[0], before.router_logits[0])
+    assert after.aux_loss.isfinite()
+
+
+@pytest.mark.parametrize("detached", [True, False])
+def test_gradients_pass(detached):
+    model = lively(tiny_model("mixtral")).requires_grad_(True)
+    smooth_(model, epsilon=0.5, detach_ramp=detached)
+    model(input_ids=batch(), labels=batch()).loss.backward()
+    gradient = next(iter(find_routers(model).values())).weight.grad
+    assert gradient.isfinite().all()
+    assert gradient.abs().sum() > 0
+
+
+def test_a_copy_is_smoothed_by_itself(model):
+    before = run(model)
+    smooth_(model, epsilon=0.3)
+    other = copy.deepcopy(model)
+    unsmooth_(model)
+    assert torch.equal(run(model), before)
+    assert not torch.equal(run(other), before)
+    unsmooth_(other)
+    assert torch.equal(run(other), before)
+
+
+def test_the_flag_of_the_experts_comes_back(model):
+    experts = model.model.layers[0].mlp.experts
+    record = smooth_(model, epsilon=0.3)
+    assert experts._is_expert_parallel
+    record.undo()
+    assert not experts._is_expert_parallel
+    assert not hasattr(model.config, "tieline_smoothing")
+    with pytest.raises(ParameterError, match="nothing to undo"):
+        unsmooth_(model)
+
+
+def test_hash_layers_are_counted_apart():
+    model = lively(tiny_model("deepseek_v4", mlp_layer_types=["hash_moe", "moe"]))
+    record = smooth_(model, epsilon=0.2)
+    assert len(record.layers) == len(record.refused) == 1
+    assert "token id" in next(iter(record.refused.values()))
+    unsmooth_(model)
+    with pytest.raises(UnsupportedModelError, match="hash layers"):
+        smooth_(model, epsilon=0.2, layers=list(record.refused))
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("zaya", "skips all experts"),
+        ("phimoe", "sparsemixer"),
+        ("doge", "product-key"),
+        ("nllb_moe", "capacity"),
+        ("switch_transformers", "capacity"),
+        ("vitpose_backbone", "data set"),
+    ],
+)
+def test_families_without_a_choice_to_replace_are_refused_by_name(family, reason):
+    model = tiny_model(family)
+    before = [type(module) for module in model.modules()]
+    with pytest.raises(UnsupportedModelError, match=reason) as told:
+        smooth_(model, epsilon=0.2)
+    assert family in str(told.value)
+    assert [type(module) for module in model.modules()] == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"epsilon": -0.1}, "not negative, got -0.1"),
+        ({"epsilon": math.nan}, "got nan"),
+        ({"epsilon": math.inf}, "got inf"),
+        ({"epsilon": [0.1]}, "1 epsilons for 2 routers"),
+        ({"epsilon": {"nowhere": 0.1}}, "nowhere"),
+        ({"epsilon": 0.1, "budget": 2.5}, "not both"),
+        ({"budget": 2.0}, "between k and k_max, got 2 "),
+        ({"budget": 4.0}, "between k and k_max"),
+        ({"budget": math.nan}, "between k and k_max"),
+        ({"budget": 2.5, "calibration": None}, "calibration tokens"),
+        ({"noise": 0.0}, "positive and finite"),
+        ({"noise": "bf17"}, "unknown precision 'bf17'"),
+        ({"epsilon": 0.1, "b": 0.0}, "a and b must be positive"),
+        ({"epsilon": 0.1, "k_max": 2}, "k_max must be above k"),
+        ({"epsilon": 0.1, "k_max": 9}, "at most the number of experts"),
+        ({"epsilon": 0.1, "layers": ["nowhere"]}, "no routers named"),
+    ],
+)
+def test_a_refusal_says_why_and_leaves_the_model_untouched(model, options, message):
+    before, classes = run(model), [type(module) for module in model.modules()]
+    with pytest.raises(TielineError, match=message):
+        smooth_(model, **({"calibration": [LINES]} | options))
+    assert [type(module) for module in model.modules()] == classes
+    assert torch.equal(run(model), before)
+
+
+def test_a_smoothed_router_is_not_smoothed_twice_nor_captured(model):
+    smooth_(model, epsilon=0.3)
+    before = run(model)
+    with pytest.raises(ParameterError, match="smoothed already"):
+        smooth_(model, epsilon=0.1)
+    with pytest.raises(UnsupportedModelError, match="is smoothed"), capture(model):
+        pass
+    assert torch.equal(run(model), before)
+
+
+def test_a_record_that_does_not_explain_the_weights_is_refused(model, monkeypatch):
+    record = FAMILIES["OlmoeTopKRouter"]
+    wrong = RouterFamily(record.name, record.routers, combine="sigmoid", renormalise="never")
+    monkeypatch.setitem(FAMILIES, "OlmoeTopKRouter", wrong)
+    smooth_(model, epsilon=0.1)
+    with pytest.raises(UnsupportedModelError, match="does not explain the weights"):
+        run(model)
+
+
+@pytest.fixture
+def saved(model, tmp_path):
+    smooth_(model, epsilon=0.3, b=50.0)
+    model.save_pretrained(tmp_path)
+    load_shipped_tokenizer().save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_it_is_loaded_by_name(saved, model):
+    loaded = load_model(saved).model
+    assert smoothing_of(next(iter(find_routers(loaded).values()))).b == 50
+    assert torch.equal(run(loaded), run(model))
+
+
+LOADERS = ["AutoModelForCausalLM", "AutoModel", "AutoConfig", "OlmoeForCausalLM", "OlmoeModel"]
+WITHOUT_US = """
+import sys, transformers
+for name in sys.argv[2:]:
+    try:
+        getattr(transformers, name).from_pretrained(sys.argv[1])
+    except Exception as problem:
+        print(name, type(problem).__name__, str(problem).splitlines()[0])
+assert "tieline" not in sys.modules
+"""
+
+
+def test_without_tieline_it_does_not_load(saved):
+    words = [sys.executable, "-c", WITHOUT_US, str(saved), *LOADERS]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=240)
+    refusals = done.stdout.splitlines()
+    assert [line.split()[0] for line in refusals] == LOADERS, done.stderr
+    for line in refusals[:3]:
+        assert "smoothed by Tieline" in line
+        assert "load it with tieline.hf.load_smoothed" in line
+    for line in refusals[3:]:
+        assert "no file named model.safetensors" in line
+    assert "smoothed by Tieline" in done.stderr  # a class named outright says it in a warning
+
+
+def test_saved_after_undoing_it_is_a_model_like_any_other(model, tmp_path):
+    before = run(model)
+    smooth_(model, epsilon=0.3).undo()
+    model.save_pretrained(tmp_path)
+    assert torch.equal(run(OlmoeForCausalLM.from_pretrained(tmp_path)), before)
+    with pytest.raises(UnsupportedModelError, match="no smoothed model"):
+        load_smoothed(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s["layers"][0].update(k=3), "does not match the checkpoint"),
+        (lambda s: s["layers"][0].update(name="lm_head"), "does not match the checkpoint"),
+        (lambda s: s["layers"][0].update(epsilon=-1.0), "cannot be read"),
+        (lambda s: s["layers"][0].update(k_max=99), "cannot be read"),
+        (lambda s: s.update(version=7), "version is 7"),
+        (lambda s: s.update(layers="all"), "cannot be read"),
+        (lambda s: s.pop("a"), "cannot be read"),
+        (lambda s: s.update(b=0), "ramp"),
+        (lambda s: s.pop("config"), "no 'config'"),
+        (lambda s: s["config"].update(model_type="nothing"), "'nothing'"),
+        (lambda s: s["config"].update(num_experts=4), "."),
+    ],
+)
+def test_a_configuration_that_does_not_fit_is_refused(saved, change, message):
+    place = saved / "config.json"
+    found = json.loads(place.read_text())
+    change(found["tieline_smoothing"])
+    place.write_text(json.dumps(found))
+    with pytest.raises(TielineError, match=message) as told:
+        load_model(saved)
+    assert "\n" not in str(told.value)
