@@ -41,7 +41,7 @@ ONLY_IN = {
 RANKS_SCORES = {"sort", "argsort", "topk", "kthvalue", "msort"}
 SORTS_SAMPLES = {  # these sort gaps, masses or token ids, never the scores of a token
     "ranking.py",
-    "routing/dispatch.py",
+    "routing/slots.py",
 }
 
 

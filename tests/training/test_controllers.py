@@ -25,6 +25,13 @@ def test_the_coefficient_rises_above_the_target_falls_below_and_rests_on_it():
     assert controller.update(torch.zeros(3, 2)) == 1.0
 
 
+def test_the_first_steps_are_dense_and_leave_the_coefficient_alone():
+    controller = SparsityController(1, 2, coefficient=1.0, growth=2.0, warmup=2)
+    assert [controller.update(torch.ones(3, 2)) for _ in range(4)] == [0.0, 0.0, 2.0, 4.0]
+    resumed = SparsityController(1, 2, coefficient=4.0, growth=2.0, warmup=2, steps=4)
+    assert resumed.update(torch.ones(3, 2)) == controller.update(torch.ones(3, 2)) == 8.0
+
+
 def test_the_balance_controller_evens_out_the_load():
     torch.manual_seed(0)
     scores = torch.randn(512, 8) + torch.linspace(-1, 1, 8)
@@ -50,6 +57,7 @@ def test_the_budget_holds_falls_linearly_and_stays():
 BAD = [
     (lambda: SparsityController(5, 4), "0 < k <= experts"),
     (lambda: SparsityController(2, 4, growth=1.0), "growth must exceed 1"),
+    (lambda: SparsityController(2, 4, warmup=-1), "warmup and steps"),
     (lambda: BalanceController(TopK(2)), "no selection_bias"),
     (lambda: BudgetSchedule(2.5, 2.0, hold=5, until=4), "hold <= until"),
 ]

@@ -1,14 +1,20 @@
-"""Hugging Face models: family facts, capture of their routing, smooth routing."""
+"""Hugging Face models: family facts, capture, smooth routing, upcycling, a kernel for the experts.
+
+Importing this registers the experts implementation "tieline" with transformers.
+"""
 
 from tieline.hf.capture import capture
 from tieline.hf.discovery import find_routers
 from tieline.hf.families import FAMILIES, Groups, RouterFamily, family_of, register_family
 from tieline.hf.family_table import TRANSFORMERS_FAMILIES
+from tieline.hf.kernel import register_kernel
+from tieline.hf.marks import load_pretrained
 from tieline.hf.recorder import Recorder
 from tieline.hf.smooth import smooth_, unsmooth_
 from tieline.hf.smooth_loading import load_smoothed
 from tieline.hf.smooth_records import LayerSmoothing, Smoothing
 from tieline.hf.support import support_table
+from tieline.hf.upcycle import Upcycling, upcycle_
 
 __all__ = [
     "FAMILIES",
@@ -18,12 +24,18 @@ __all__ = [
     "Recorder",
     "RouterFamily",
     "Smoothing",
+    "Upcycling",
     "capture",
     "family_of",
     "find_routers",
+    "load_pretrained",
     "load_smoothed",
     "register_family",
+    "register_kernel",
     "smooth_",
     "support_table",
     "unsmooth_",
+    "upcycle_",
 ]
+
+register_kernel()

@@ -5,7 +5,7 @@
 Any weights matrix (T, E) will do, so a token may have any number of experts; none is dropped, and
 the sum of a token runs over its own experts in order of their index whatever else is in the batch.
 
-Two orders of the same S = #{(t, e) : w_te ≠ 0} token copies coexist: *slots* run through the
+Two orders of the same S token copies coexist (`tieline.routing.slots`): *slots* run through the
 experts one after the other (suffix `_s`), tokens through the batch (suffix `_t`).
 
 Each expert is a few products into buffers that are used again for the next; the gate weight scales
@@ -14,21 +14,18 @@ slope. The gradient of all experts is one tensor: indexing `W[e]` under autograd
 of full size per expert.
 """
 
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
 from tieline.errors import ShapeError, require
 from tieline.routing.activations import ACTIVATIONS, Activation
 from tieline.routing.buffers import take_buffer
+from tieline.routing.slots import Slots
 
-__all__ = ["dispatch"]
-
-RUN_ELEMENTS = 1 << 17  # of a result that is summed at a time: half a megabyte of float32
+__all__ = ["compute_dtype", "dispatch"]
 
 
 def dispatch(
@@ -54,7 +51,7 @@ def dispatch(
         activation: a key of `ACTIVATIONS`.
     """
     _check(x, weights, w_in, w_out, b_in, activation)
-    dtype = _compute_dtype(x)
+    dtype = compute_dtype(x)
     x, w_in, w_out = x.to(dtype), w_in.to(dtype), w_out.to(dtype)
     b_in = None if b_in is None else b_in.to(dtype)
     keep = torch.is_grad_enabled() and any(
@@ -63,7 +60,8 @@ def dispatch(
     return torch.ops.tieline.experts(x, weights.to(dtype), w_in, w_out, b_in, activation, keep)[0]
 
 
-def _compute_dtype(x: Tensor) -> torch.dtype:
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of the products: that of autocast where it is on, else that of the tokens."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
@@ -92,55 +90,6 @@ def _check(
     )
 
 
-class _Slots(NamedTuple):
-    """The S non-zero entries of the weights in order of expert, then token.
-
-    Attributes:
-        index_s: (3, S): expert and token of each slot, and the slots in order of token.
-        counts: slots of each expert.
-    """
-
-    index_s: Tensor
-    counts: list[int]
-
-    @classmethod
-    def of(cls, weights: Tensor) -> "_Slots":
-        # nonzero reads a transposed mask three times as fast as transposed floats, and a sort of
-        # int32 keys is a third cheaper than one of int64
-        expert_s, token_s = (weights != 0).T.nonzero().unbind(1)
-        index_s = torch.stack([expert_s, token_s, token_s.int().argsort(stable=True)])
-        return cls.again(index_s, weights.shape[1])
-
-    @classmethod
-    def again(cls, index_s: Tensor, n_experts: int) -> "_Slots":
-        return cls(index_s, torch.bincount(index_s[0], minlength=n_experts).tolist())
-
-    def gate(self, weights: Tensor) -> Tensor:
-        """Weight of each slot (S, 1)."""
-        return weights[self.index_s[1], self.index_s[0]].unsqueeze(1)
-
-    def sum_by_token(self, rows_s: Tensor, n_tokens: int) -> Tensor:
-        """Σ over the slots of each token, in order of expert (T, D).
-
-        A run of tokens at a time where there are many: the fresh result of `embedding_bag` then
-        stays in the cache, and the pages of the whole are those of the pool, not new ones.
-        """
-        width = rows_s.shape[1]
-        if not rows_s.shape[0]:
-            return rows_s.new_zeros(n_tokens, width)
-        per_token = torch.bincount(self.index_s[1], minlength=n_tokens)
-        starts = per_token.cumsum(0) - per_token
-        if n_tokens * width <= RUN_ELEMENTS:
-            return F.embedding_bag(self.index_s[2], rows_s, starts, mode="sum")
-        out, run = take_buffer((n_tokens, width), rows_s), max(1, RUN_ELEMENTS // width)
-        lows = [*starts[::run].tolist(), rows_s.shape[0]]
-        for place, (low, high) in enumerate(pairwise(lows)):
-            tokens = slice(place * run, (place + 1) * run)
-            slots, bags = self.index_s[2, low:high], starts[tokens] - low
-            out[tokens] = F.embedding_bag(slots, rows_s, bags, mode="sum")
-        return out
-
-
 def _by_expert(w: Tensor | None, branches: int, n_experts: int) -> tuple[Tensor | None, ...]:
     """Per expert its input map (B, H, D) or bias (B, H); None where there is none."""
     return (None,) * n_experts if w is None else w.unflatten(1, (branches, -1)).unbind(0)
@@ -166,7 +115,7 @@ def _experts(
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Y (T, D) and, for the backward pass if `keep`, what `Activation` keeps and slots (3, S)."""
-    act, slots = ACTIVATIONS[activation], _Slots.of(weights)
+    act, slots = ACTIVATIONS[activation], Slots.of(weights)
     counts, n_slots, largest = slots.counts, slots.index_s.shape[1], max(slots.counts)
     y_s = take_buffer((n_slots, x.shape[1]), x)
     planes = (act.branches + 1) * w_out.shape[2]
@@ -211,7 +160,7 @@ def _experts_backward(
     activation: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients in x, weights, w_in, w_out and b_in (empty without a bias)."""
-    act, slots = ACTIVATIONS[activation], _Slots.again(index_s, w_in.shape[0])
+    act, slots = ACTIVATIONS[activation], Slots.again(index_s, w_in.shape[0])
     counts, gate_s = slots.counts, slots.gate(weights)
     grads = _Gradients.of(x, gate_s, w_in, w_out, b_in)
     work = _Scratch.of(max(counts), x.shape[1], w_out.shape[2], act.branches, x)

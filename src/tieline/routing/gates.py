@@ -6,6 +6,7 @@
     ReLUGate     w = max(z, 0)                                             (ReMoE)
     TopK         w ∝ score(z) on the k experts of largest selection score  (`selective`)
     SmoothTopK   TopK made continuous                                      (`smooth`)
+    ExpertChoice, GShardTopK   gates that depend on the batch              (`batchwise`)
 
 A gate computes in at least float32, for bfloat16 scores tie in 4 % of tokens at E = 64, k = 8, and
 holds parameters only; controllers with running state live in `tieline.training`. A new gate
@@ -42,6 +43,7 @@ class Gate(nn.Module):
     """Base of all gates: checks and widens the scores, then asks `weights`."""
 
     laws: frozenset[Law] = frozenset({Law.CONTINUOUS, Law.EQUIVARIANT, Law.SYMMETRIC})
+    batch_dependent: bool = False  # whether the weights of a token depend on other tokens
 
     def forward(self, scores: Scores) -> Weights:
         """Weights of each expert, in the dtype of the scores or float32 if that is wider."""

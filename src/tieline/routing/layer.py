@@ -7,6 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from tieline.errors import require
+from tieline.routing.batchwise import ExpertChoice, GShardTopK
 from tieline.routing.experts import Experts
 from tieline.routing.gates import Gate, Hard, ReLUGate, Sigmoid, Softmax
 from tieline.routing.routers import CosineRouter, LinearRouter, QuadraticRouter, Router
@@ -76,6 +77,8 @@ GATES: dict[str, type[Gate]] = {
     "sigmoid": Sigmoid,
     "relu": ReLUGate,
     "hard": Hard,
+    "expert_choice": ExpertChoice,
+    "gshard": GShardTopK,
 }
 
 
@@ -112,7 +115,7 @@ def moe(
     require(gate in GATES, f"{gate=} is not one of {sorted(GATES)}")
     require(1 <= k <= n_experts, f"need 1 <= k <= experts, got {k=}, {n_experts=}")
     chosen_gate = GATES[gate]
-    choice = {"k": k} if issubclass(chosen_gate, TopK | SmoothTopK) else {}
+    choice = {"k": k} if issubclass(chosen_gate, TopK | SmoothTopK | ExpertChoice) else {}
     shared = None
     if shared_hidden is not None:
         shared = SharedExpert(d_model, shared_hidden, activation=activation, bias=bias)

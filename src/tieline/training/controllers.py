@@ -26,12 +26,17 @@ class SparsityController:
         n_experts: number of experts E.
         coefficient: λ at the start.
         growth: factor g > 1 by which a step moves λ.
+        warmup: steps of dense training before the loss is enforced (two epochs in paper 1, 7.2):
+            `update` returns 0 and leaves λ where it is.
+        steps: updates so far; a resumed run gives it back.
     """
 
     k: int | float
     n_experts: int
     coefficient: float = 1e-8
     growth: float = 1.2
+    warmup: int = 0
+    steps: int = 0
 
     def __post_init__(self) -> None:
         require(
@@ -39,9 +44,19 @@ class SparsityController:
         )
         require(self.growth > 1, f"growth must exceed 1, got {self.growth}")
         require(self.coefficient > 0, f"the coefficient must be positive: {self.coefficient}")
+        require(
+            min(self.warmup, self.steps) >= 0,
+            f"warmup and steps must be >= 0, got {self.warmup}, {self.steps}",
+        )
 
     def update(self, weights: Float[Tensor, "*batch experts"]) -> float:
-        """Raise λ while too many experts are in use, lower it while too few; returns the new λ."""
+        """Raise λ while too many experts are in use, lower it while too few; returns the λ to use.
+
+        That is 0 for the first `warmup` updates.
+        """
+        self.steps += 1
+        if self.steps <= self.warmup:
+            return 0.0
         excess = (weights != 0).double().mean().item() * self.n_experts - self.k
         if excess != 0:
             self.coefficient *= self.growth if excess > 0 else 1 / self.growth
