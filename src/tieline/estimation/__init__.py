@@ -1,5 +1,7 @@
 """Estimation of mixtures of experts by least squares: models, losses, identifiability, rates."""
 
+from typing import TYPE_CHECKING
+
 from tieline.estimation.distances import matched_errors, regression_distance
 from tieline.estimation.model import MoEModel
 from tieline.estimation.parameters import MoEParameters, quadratic_parameters
@@ -9,10 +11,14 @@ from tieline.estimation.small_designs import SmallDesign, small_design
 from tieline.estimation.symmetry import canonical, symmetries
 from tieline.estimation.voronoi import voronoi_loss, voronoi_losses
 
+if TYPE_CHECKING:
+    from tieline.estimation.regressor import MoERegressor
+
 __all__ = [
     "SETTINGS",
     "MoEModel",
     "MoEParameters",
+    "MoERegressor",
     "Setting",
     "SmallDesign",
     "canonical",
@@ -27,3 +33,15 @@ __all__ = [
     "voronoi_loss",
     "voronoi_losses",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """`MoERegressor` when it is asked for: it needs scikit-learn, an extra of this package."""
+    if name != "MoERegressor":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        from tieline.estimation.regressor import MoERegressor
+    except ModuleNotFoundError as error:
+        needs = "MoERegressor needs scikit-learn: pip install 'tieline[estimation]'"
+        raise ModuleNotFoundError(needs, name=error.name) from error
+    return MoERegressor
