@@ -22,6 +22,7 @@ from tieline.audit.monitor_trainer import monitor_trainer
 from tieline.errors import require
 from tieline.training.checkpoint import CheckpointError, last_checkpoint, read_json, write_json
 from tieline.training.config import TrainConfig
+from tieline.training.fetch import DataError
 from tieline.training.tasks import task_of
 from tieline.training.trainer import RoutingTrainer, training_arguments
 
@@ -134,10 +135,10 @@ def run(
     return result
 
 
-def plan(config: TrainConfig) -> Plan:
+def plan(config: TrainConfig, progress: Report | None = None) -> Plan:
     """What `run` would do: size, data, and an estimate of the time from some steps done here."""
-    from tieline.training.fetch import DataError
-
+    tell = progress or (lambda stage, done, of: None)
+    tell("data", 0, 1)
     task = task_of(config)
     set_seed(config.seed)
     model = task.model(config)
@@ -145,6 +146,7 @@ def plan(config: TrainConfig) -> Plan:
         data = task.data(config)
     except DataError as problem:
         return Plan(config.to_dict(), _parameters(model), f"absent: {problem}", None, None)
+    tell("time", 0, 1)
     step = _step_seconds(model, data.train, config.optim.batch)
     return Plan(config.to_dict(), _parameters(model), data.about, step, step * config.optim.steps)
 

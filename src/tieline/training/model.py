@@ -58,7 +58,7 @@ class RoutedBlock(nn.Module):
             n_experts=config.num_local_experts,
             k=config.num_experts_per_tok,
             d_hidden=config.intermediate_size,
-            **config.routing,
+            **{name: _with_tuples(value) for name, value in config.routing.items()},
         )
         std, depth = config.initializer_range, math.sqrt(2 * config.num_hidden_layers)
         with torch.no_grad():
@@ -69,6 +69,13 @@ class RoutedBlock(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Σ_e w_e f_e(x)."""
         return self.moe(hidden_states)
+
+
+def _with_tuples(value: Any) -> Any:
+    """Options as they were before JSON made lists of their tuples."""
+    if isinstance(value, dict):
+        return {k: tuple(v) if isinstance(v, list) else v for k, v in value.items()}
+    return value
 
 
 class SwitchForCausalLM(MixtralForCausalLM):

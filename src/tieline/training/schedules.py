@@ -56,7 +56,7 @@ class GateSchedule:
         if gate.anneal is not None:
             start = next(g.budget for g in self.gates if isinstance(g, SmoothTopK))
             hold, until = (round(share * steps) for share in gate.anneal)
-            self.budget = BudgetSchedule(start, gate.k, hold, until)
+            self.budget = BudgetSchedule(start, float(gate.k), hold, until)
         self.sparsity: SparsityController | None = None
         if gate.dense_share is not None:
             self.sparsity = SparsityController(k=gate.k, n_experts=layers[0].experts.n_experts)

@@ -1,5 +1,6 @@
 """Text as streams of token ids: what a run trains on and what it is scored on.
 
+    shipped    bytes of the text in the box: no download
     enwik8     bytes, 256 tokens; 90 / 5 / 5 million bytes (the usual split)
     text8      a to z and space, 27 tokens, made from enwik8 (`data_text8`)
     wikitext   byte-level BPE of the WikiText-103 splits that are here (`data_wikitext`)
@@ -13,12 +14,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from jaxtyping import Int
+from jaxtyping import Integer
 from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerFast
 
 from tieline.errors import require
+from tieline.hf.shipped import shipped_text
 from tieline.training.config import DataConfig
 from tieline.training.data_enwik8 import enwik8_file
 from tieline.training.data_text8 import LETTERS, text8_ids
@@ -27,7 +29,7 @@ from tieline.training.vocabularies import byte_tokenizer, letter_tokenizer
 
 __all__ = ["STREAMS", "TextStreams", "Windows", "load_streams"]
 
-Stream = Int[Tensor, " length"]
+Stream = Integer[Tensor, " _"]
 TRAIN, HELD = 90_000_000, 5_000_000
 
 
@@ -98,6 +100,14 @@ def _enwik8() -> TextStreams:
     return TextStreams(*_split(ids, TRAIN, HELD), byte_tokenizer(), about)
 
 
+def _shipped() -> TextStreams:
+    raw = shipped_text().encode()
+    ids = torch.tensor(list(raw), dtype=torch.uint8)
+    held = ids.numel() // 10
+    about = f"the text in the box, {ids.numel():,} bytes; 80 / 10 / 10 %"
+    return TextStreams(*_split(ids, ids.numel() - 2 * held, held), byte_tokenizer(), about)
+
+
 def _text8() -> TextStreams:
     ids = torch.from_numpy(text8_ids(enwik8_file()))
     held = ids.numel() // 20
@@ -114,6 +124,7 @@ def _split(ids: Stream, train: int, held: int) -> tuple[Stream, Stream, Stream]:
 
 
 STREAMS: dict[str, Callable[..., TextStreams]] = {
+    "shipped": _shipped,
     "enwik8": _enwik8,
     "text8": _text8,
     "wikitext": _wikitext,

@@ -1,0 +1,87 @@
+"""tieline train RECIPE: train a small or large model by a named recipe, and score it."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tieline.cli.app import Debug, Json, Seed, app, guarded, say
+from tieline.cli.progress import progress_bars
+from tieline.errors import require
+from tieline.report.files import write_whole
+from tieline.report.outputs import Outputs, to_json
+from tieline.report.training_table import plan_lines, recipe_lines, result_lines
+
+__all__ = ["train"]
+
+
+@app.command()
+@guarded
+def train(
+    recipe: Annotated[
+        str | None, typer.Argument(help="Name of a recipe; --list shows all.", metavar="RECIPE")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the run; by default runs/RECIPE-SEED.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest checkpoint of the folder.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show size, data and time of the run, train nothing.")
+    ] = False,
+    list_recipes: Annotated[bool, typer.Option("--list", help="Show the recipes.")] = False,
+    seed: Seed = 0,
+    json_to: Json = None,
+    debug: Debug = False,
+) -> None:
+    """Train a model by a recipe: language, images or sentence pairs, with any of the gates."""
+    outputs = Outputs(json=json_to)
+    outputs.check()
+    from transformers.utils import logging
+
+    from tieline.training.catalogue import RECIPES, recipe_config
+
+    if list_recipes:
+        found = {name: (make.__doc__ or "").strip() for name, make in _made(RECIPES).items()}
+        _show({"recipes": found}, recipe_lines(found), outputs)
+        return
+    require(recipe is not None, "name a recipe; `tieline train --list` shows all")
+    config = recipe_config(str(recipe), seed)
+    logging.disable_progress_bar()
+    if dry_run:
+        _dry_run(config, outputs)
+    else:
+        _run(config, out or Path("runs") / f"{recipe}-{seed}", resume, outputs)
+
+
+def _made(recipes: dict[str, Any]) -> dict[str, Any]:
+    return {name: getattr(make, "func", make) for name, make in recipes.items()}
+
+
+def _dry_run(config: Any, outputs: Outputs) -> None:
+    from tieline.training.engine import plan
+
+    with progress_bars() as progress:
+        found = plan(config, progress).to_dict()
+    _show(found, plan_lines(found), outputs)
+
+
+def _run(config: Any, folder: Path, resume: bool, outputs: Outputs) -> None:
+    from tieline.training.engine import run
+
+    with progress_bars() as progress:
+        result = run(config, folder, resume=resume, progress=progress).to_dict()
+    result["folder"] = str(folder)
+    _show(result, result_lines(result), outputs)
+
+
+def _show(found: dict[str, Any], lines: list[str], outputs: Outputs) -> None:
+    if outputs.to_stdout:
+        sys.stdout.write(to_json(found, "tieline-training"))
+        return
+    print("\n".join(lines))
+    for path in outputs.files:
+        write_whole(path, to_json(found, "tieline-training").encode())
+        say(f"wrote {path}")
