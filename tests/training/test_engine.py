@@ -137,7 +137,7 @@ def test_folders_of_other_runs_are_refused_and_left_alone(tmp_path):
         run(tiny(), tmp_path)
     with pytest.raises(TielineError, match=r"another run: \['gate', 'recipe'\]"):
         run(tiny("top3"), tmp_path, resume=True)
-    with pytest.raises(TielineError, match="another run: .'seed'"):
+    with pytest.raises(TielineError, match=r"another run: .'seed'"):
         run(tiny().replace(seed=1), tmp_path, resume=True)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
     with pytest.raises(TielineError, match="no run to resume"):

@@ -57,7 +57,7 @@ def test_the_stock_form_is_captured_like_any_model():
 def test_what_no_family_routes_like_has_no_stock_form(gate):
     model = model_of(gate)
     assert why_not_stock(model)
-    with pytest.raises(UnsupportedModelError, match="no stock form: model.layers.0.mlp.moe"):
+    with pytest.raises(UnsupportedModelError, match=r"no stock form: model.layers.0.mlp.moe"):
         to_stock(model)
     assert smoothing_of(model) is None
 

@@ -59,7 +59,7 @@ def recipe_config(name: str, seed: int = 0) -> TrainConfig:
 
 
 def small_form(data: str, gate: str) -> TrainConfig:
-    """Two layers of width 96 on a text: 800 steps of 1,024 tokens."""
+    """Two layers of width 96 on a text: 500 steps of 1,024 tokens."""
     return TrainConfig(
         recipe=f"{data}-small-{gate}",
         task="language",
@@ -68,7 +68,7 @@ def small_form(data: str, gate: str) -> TrainConfig:
         ),
         gate=gate_config(gate),
         data=DataConfig(name=data),
-        optim=OptimConfig(steps=800, batch=8, rate=4e-3),
+        optim=OptimConfig(steps=500, batch=8, rate=4e-3),
     )
 
 
@@ -90,7 +90,7 @@ def smoke(gate: str) -> TrainConfig:
 
 
 def enwik8_10m(gate: str) -> TrainConfig:
-    """Four layers of width 192 with 16 experts of width 256: 10 M parameters, 1.4 M bytes of enwik8."""
+    """Four layers of width 192, 16 experts of width 256: 10 M parameters, 1 M bytes of enwik8."""
     return TrainConfig(
         recipe=f"enwik8-10m-{gate}",
         task="language",
@@ -99,7 +99,7 @@ def enwik8_10m(gate: str) -> TrainConfig:
         ),
         gate=gate_config(gate),
         data=DataConfig(name="enwik8"),
-        optim=OptimConfig(steps=1400, batch=8, rate=2e-3, warmup=70),
+        optim=OptimConfig(steps=1000, batch=8, rate=2e-3),
     )
 
 
