@@ -4,7 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import (
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
 from tests.hf.tiny import batch, tiny_model
@@ -103,3 +110,29 @@ def test_evaluation_between_steps_does_not_count(model):
         model.train()
     assert len(callback.monitor._calls["model.layers.0.mlp.gate"]) == 1
     callback.on_train_end(None, state, control)
+
+
+@pytest.mark.parametrize("every", [None, 3])
+def test_in_a_real_trainer(model, tmp_path, every):
+    logger, rows = Logger(), [{"input_ids": row, "labels": row} for row in batch(2, 9).repeat(6, 1)]
+    args = TrainingArguments(
+        str(tmp_path),
+        max_steps=6,
+        logging_steps=2,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+    trainer = Trainer(model.requires_grad_(True), args, train_dataset=rows, callbacks=[logger])
+    trainer.remove_callback(PrinterCallback)
+    callback = monitor_trainer(trainer, every=every, check_losses=False)
+    trainer.train()
+    seen = [step for step, logs in logger.logs if "routing/gap_p1" in logs]
+    assert seen == ([2, 4, 6] if every is None else [3, 6])
+    kept = [entry["step"] for entry in trainer.state.log_history if "routing/gap_p1" in entry]
+    assert kept == seen
+    assert callback.monitor.told == []
+    assert not any(m._forward_hooks for m in model.modules())

@@ -68,7 +68,8 @@ def small_form(data: str, gate: str) -> TrainConfig:
         ),
         gate=gate_config(gate),
         data=DataConfig(name=data),
-        optim=OptimConfig(steps=500, batch=8, rate=4e-3),
+        optim=OptimConfig(steps=500, batch=8, rate=3e-3),
+        evaluate_items=128,
     )
 
 

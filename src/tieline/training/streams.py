@@ -11,6 +11,7 @@ the seed alone and a run that goes on after a kill sees what it would have seen.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -115,6 +116,7 @@ def _text8() -> TextStreams:
     return TextStreams(*_split(ids, ids.numel() - 2 * held, held), letter_tokenizer(LETTERS), about)
 
 
+@lru_cache(maxsize=1)
 def _wikitext(vocabulary: int = 512, rate: float = 0.025, seed: int = 0) -> TextStreams:
     return TextStreams(**wikitext_streams(vocabulary, rate, seed))
 

@@ -1,0 +1,51 @@
+"""tieline train from its words to its files."""
+
+import json
+
+
+def test_recipes_are_listed(tieline):
+    code, out, _ = tieline("train", "--list")
+    assert code == 0
+    assert "enwik8-10m-smooth1" in out
+    code, out, _ = tieline("train", "--list", "--json")
+    assert code == 0
+    assert "enwik8-small-remoe" in json.loads(out)["recipes"]
+
+
+def test_a_dry_run_tells_size_data_and_time_and_writes_nothing(tieline, tmp_path):
+    code, out, _ = tieline(
+        "train", "shipped-smoke-smooth1", "--dry-run", "--out", tmp_path / "run", "--seed", 4
+    )
+    assert code == 0
+    for words in ("parameters  24,929", "data        the text in the box", "seed  4", "s a step"):
+        assert words in out
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_is_scored_kept_and_resumed(tieline, tmp_path):
+    folder, page = tmp_path / "run", tmp_path / "found.json"
+    code, out, err = tieline("train", "shipped-smoke-smoe", "--out", folder, "--json", page)
+    assert code == 0
+    assert "20 steps" in out
+    assert f"wrote {page}" in err
+    found = json.loads(page.read_bytes())
+    assert found["format"] == "tieline-training"
+    assert found["scores"]["validation"]["bpc"] < 8
+    code, out, _ = tieline("train", "shipped-smoke-smoe", "--out", folder, "--resume", "--json")
+    assert code == 0
+    assert json.loads(out)["scores"] == found["scores"]
+    code, _, err = tieline("train", "shipped-smoke-top3", "--out", folder, "--resume")
+    assert code == 2
+    assert "holds another run" in err
+    code, _, err = tieline("train", "shipped-smoke-smoe", "--out", folder)
+    assert code == 2
+    assert "not empty" in err
+
+
+def test_bad_words_are_told(tieline):
+    code, _, err = tieline("train", "enwik8-smal-smoe")
+    assert code == 2
+    assert "did you mean enwik8-small-smoe" in err
+    code, _, err = tieline("train")
+    assert code == 2
+    assert "name a recipe" in err
