@@ -5,6 +5,7 @@ tieline design                 what a number of experts, active experts and widt
 tieline diff A B               whether two runs route alike and, if not, why
 tieline inspect [MODEL]        how near a model's tokens are to a routing tie
 tieline merge A B ... -o C     one streaming summary of several
+tieline rates SETTING          how fast a router and its experts are learned
 tieline reproduce [CLAIM ...]  which statements of the papers hold, with numbers
 tieline train RECIPE           train a model with any of the gates, and score it
 tieline upcycle MODEL -o OUT   a dense model becomes a Mixture of Experts of the same function
@@ -16,7 +17,17 @@ from tieline.cli.app import app, main
 
 __all__ = ["app", "main"]
 
-COMMANDS = ["audit", "design", "diff", "inspect", "merge", "reproduce", "train", "upcycle"]
+COMMANDS = [
+    "audit",
+    "design",
+    "diff",
+    "inspect",
+    "merge",
+    "rates",
+    "reproduce",
+    "train",
+    "upcycle",
+]
 """One file each; importing it adds the command."""
 
 for _command in COMMANDS:

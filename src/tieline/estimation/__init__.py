@@ -2,10 +2,15 @@
 
 from typing import TYPE_CHECKING
 
+from tieline.estimation.cases import case_of, named_case
 from tieline.estimation.distances import matched_errors, regression_distance
+from tieline.estimation.fit import FitResult, FitWarning
 from tieline.estimation.model import MoEModel
 from tieline.estimation.parameters import MoEParameters, quadratic_parameters
+from tieline.estimation.population import population_minimiser
 from tieline.estimation.quotient import quotient_loss, quotient_losses
+from tieline.estimation.rate_plan import RatePlan
+from tieline.estimation.rates import RateStudy, rate_study
 from tieline.estimation.settings import SETTINGS, Setting, setting
 from tieline.estimation.small_designs import SmallDesign, small_design
 from tieline.estimation.symmetry import canonical, symmetries
@@ -16,16 +21,24 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SETTINGS",
+    "FitResult",
+    "FitWarning",
     "MoEModel",
     "MoEParameters",
     "MoERegressor",
+    "RatePlan",
+    "RateStudy",
     "Setting",
     "SmallDesign",
     "canonical",
+    "case_of",
     "matched_errors",
+    "named_case",
+    "population_minimiser",
     "quadratic_parameters",
     "quotient_loss",
     "quotient_losses",
+    "rate_study",
     "regression_distance",
     "setting",
     "small_design",

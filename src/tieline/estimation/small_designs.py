@@ -9,6 +9,7 @@ Ill-conditioned truths obey the same laws, only at far larger n.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from jaxtyping import Float
@@ -21,7 +22,7 @@ from tieline.estimation.model import MoEModel
 from tieline.estimation.parameters import MoEParameters
 from tieline.estimation.symmetry import null_dimension
 
-__all__ = ["SmallDesign", "small_design"]
+__all__ = ["SmallDesign", "small_design", "well_conditioned"]
 
 ROUTER_SCALE = 1.5
 EXPERT_SCALE = 1.0
@@ -70,7 +71,6 @@ def small_design(
         draws: how many truths are tried.
     """
     require(paper in (2, 4), f"the small designs are of papers 2 and 4, got {paper}")
-    require(draws >= 1, f"need at least one draw, got {draws}")
     d, n = (3, 4) if paper == 2 else (2, 3)
     model = MoEModel(
         gate,
@@ -81,6 +81,13 @@ def small_design(
         power=power,
         activation=activation,
     )
+    return well_conditioned(model, seed=seed, draws=draws)
+
+
+@lru_cache(maxsize=64)
+def well_conditioned(model: MoEModel, *, seed: int = 0, draws: int = 200) -> SmallDesign:
+    """The best conditioned of `draws` random truths of a model of any size."""
+    require(draws >= 1, f"need at least one draw, got {draws}")
     best = min(
         ((_score(model, seed, draw), draw) for draw in range(draws)), key=lambda pair: pair[0]
     )

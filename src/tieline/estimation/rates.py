@@ -1,0 +1,187 @@
+"""Rate studies: how fast losses of a setting fall with the sample size.
+
+rate_study     fits over a grid of sample sizes, repetitions and start radii, and slopes
+RateStudy      rows, slopes with intervals, and the sample size that an error asks for
+
+Three losses are followed. `raw` is the paper's Voronoi loss as it stands; `quotient` is the same in
+the canonical form, without the directions that the data cannot see; `function` is ‖f - f*‖. Least
+squares leave the error of the start in the unseen directions, so a raw loss measures the start.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tieline.engines import run_jobs
+from tieline.errors import require
+from tieline.estimation.cases import as_case
+from tieline.estimation.fit import tell_failures
+from tieline.estimation.levenberg import Status
+from tieline.estimation.model import MoEModel
+from tieline.estimation.rate_blocks import fit_block
+from tieline.estimation.rate_plan import Block, RatePlan, estimate_seconds, plan_blocks
+from tieline.estimation.rate_store import RateStore, Row
+from tieline.estimation.settings import Setting
+from tieline.estimation.slope import Rate, SampleSize, fit_rate, sample_size
+from tieline.numerics import mean_estimate
+
+__all__ = ["LOSSES", "RateStudy", "rate_study", "study_seconds"]
+
+LOSSES = ("raw", "quotient", "function")
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, eq=False)
+class RateStudy:
+    """What a plan gave.
+
+    Attributes:
+        plan: the plan.
+        rows: one for each sample size, radius and repetition.
+        paper_slope: the slope that the paper reports for this setting, if it does.
+    """
+
+    plan: RatePlan
+    rows: tuple[Row, ...]
+    paper_slope: float | None = None
+
+    @property
+    def failed(self) -> int:
+        """Problems that did not converge."""
+        return sum(not Status(row["status"]).answered for row in self.rows)
+
+    def losses(self, loss: str, radius: float | None = None) -> list[Float[Tensor, " _"]]:
+        """The losses of each sample size; those that are no numbers are left out."""
+        require(loss in LOSSES, f"loss must be one of {LOSSES}, got {loss!r}")
+        at = self.plan.radii[0] if radius is None else radius
+        picked = {n: [] for n in self.plan.sizes}
+        for row in self.rows:
+            if row["radius"] == at and row[loss] is not None:
+                picked[row["n"]].append(row[loss])
+        return [torch.tensor(picked[n], dtype=torch.float64) for n in self.plan.sizes]
+
+    def rate(self, loss: str = "quotient", radius: float | None = None) -> Rate:
+        """The slope of a loss from one start radius (the first by default)."""
+        return fit_rate(self.plan.sizes, self.losses(loss, radius), self.plan.seed)
+
+    def samples_for(
+        self, error: float, loss: str = "quotient", radius: float | None = None
+    ) -> SampleSize:
+        """About how many samples bring the mean loss to `error`."""
+        return sample_size(self.plan.sizes, self.losses(loss, radius), error, self.plan.seed)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values: what the figure, the table and the file show."""
+        plan, model = self.plan, self.plan.model
+        words = {s.name.lower(): sum(row["status"] == s for row in self.rows) for s in Status}
+        facts = {"gate": model.gate, "link": model.link, "expert": model.expert, "d": model.d}
+        return {
+            "name": plan.name,
+            "model": facts | {"n_experts": model.n_experts, "parameters": model.n_parameters},
+            "true_experts": plan.truth.n_experts,
+            "well_specified": plan.reference is plan.truth,
+            "loss": plan.loss,
+            "paper": plan.paper,
+            "noise": plan.noise,
+            "method": plan.method,
+            "seed": plan.seed,
+            "sizes": list(plan.sizes),
+            "repetitions": plan.repetitions,
+            "problems": len(self.rows),
+            "failed": self.failed,
+            "status": {name: count for name, count in words.items() if count},
+            "empty_cells": sum(row["empty"] > 0 for row in self.rows),
+            "cpu_seconds": sum(row["seconds"] for row in self.rows),
+            "paper_slope": self.paper_slope,
+            "series": [self._series(loss, radius) for loss in LOSSES for radius in plan.radii],
+        }
+
+    def _series(self, loss: str, radius: float) -> dict[str, Any]:
+        losses = self.losses(loss, radius)
+        known = [(n, part) for n, part in zip(self.plan.sizes, losses, strict=True) if len(part)]
+        means = [mean_estimate(part) for _, part in known]
+        rate = None
+        if len(known) >= 2 and all(part.mean() > 0 for _, part in known):
+            rate = vars(fit_rate([n for n, _ in known], [part for _, part in known]))
+        start = f"r = {radius:g}" + (" √(1000/n)" if self.plan.shrink else "")
+        return {
+            "loss": loss,
+            "radius": radius,
+            "start": start,
+            "sizes": [n for n, _ in known],
+            "mean": [mean.value for mean in means],
+            "stderr": [mean.standard_error or 0.0 for mean in means],
+            "rate": rate,
+        }
+
+
+def rate_study(
+    setting: RatePlan | Setting | MoEModel | str,
+    *,
+    results: Path | None = None,
+    paper_slope: float | None = None,
+    engine: str = "loky",
+    address: str | None = None,
+    jobs: int = -1,
+    progress: Progress | None = None,
+    quiet: bool = False,
+    **grid: Any,
+) -> RateStudy:
+    """Study a setting, taking from `results` what is there already.
+
+    Args:
+        setting: a setting or its name, a model, for which a truth is drawn, or a whole plan.
+        results: a file of JSON lines to which every block is added as it ends.
+        paper_slope: carried into the result; a published setting brings its own.
+        engine: "loky" for processes here, "dask" for a cluster, "serial" for this process.
+        address: of the Dask scheduler.
+        jobs: processes at once; -1 for one per core.
+        progress: told how many samples are fitted, and of how many.
+        quiet: no warning of problems that did not converge.
+        grid: fields of `RatePlan` to set: sizes, repetitions, radii, noise, seed, ...
+    """
+    case = as_case(setting, **grid)
+    plan, printed = case.plan, case.paper_slope if paper_slope is None else paper_slope
+    store = None if results is None else RateStore(results)
+    if store is not None:
+        store.check()
+    rows = _known(plan, store)
+    blocks = plan_blocks(plan, list(rows))
+    total = sum(n for n in plan.sizes) * len(plan.radii) * plan.repetitions
+    done = total - sum(block.rows for block in blocks)
+    arguments = [(plan, block) for block in blocks]
+    for fresh in run_jobs(fit_block, arguments, engine=engine, address=address, jobs=jobs):
+        if store is not None:
+            store.add(fresh)
+        rows |= {_place(row): row for row in fresh}
+        done += sum(row["n"] for row in fresh)
+        if progress is not None:
+            progress(done, total)
+    study = RateStudy(plan, tuple(rows[place] for place in sorted(rows)), printed)
+    if not quiet:
+        tell_failures(torch.tensor([Status(row["status"]).answered for row in study.rows]))
+    return study
+
+
+def study_seconds(plan: RatePlan, results: Path | None = None, jobs: int = -1) -> float:
+    """About how long the study will take, without what `results` holds already."""
+    store = None if results is None else RateStore(results)
+    blocks: list[Block] = plan_blocks(plan, list(_known(plan, store)))
+    return estimate_seconds(plan, blocks, (os.cpu_count() or 1) if jobs == -1 else jobs)
+
+
+def _known(plan: RatePlan, store: RateStore | None) -> dict[tuple[int, float, int], Row]:
+    """Rows of the store that belong to the plan's grid."""
+    rows = [] if store is None else store.load(plan.key)
+    grid = {(n, r, i) for n in plan.sizes for r in plan.radii for i in range(plan.repetitions)}
+    return {_place(row): row for row in rows if _place(row) in grid}
+
+
+def _place(row: Mapping[str, Any]) -> tuple[int, float, int]:
+    return row["n"], row["radius"], row["repetition"]

@@ -1,0 +1,87 @@
+"""tieline rates from end to end."""
+
+import json
+from functools import partial
+
+import pytest
+
+QUICK = ["--gate", "linear", "--expert", "linear", "--width", 1, "--experts", 2]
+GRID = ["--sizes", "200,800", "--repetitions", 4, "--radius", "0.02,0.1", "--engine", "serial"]
+
+
+@pytest.fixture
+def run(tieline):
+    return partial(tieline, "rates")
+
+
+def test_slopes_are_tabled_after_an_estimate_of_the_time(run):
+    code, out, err = run(*QUICK, *GRID, "--error", 0.05)
+    assert code == 0
+    assert "linear-softmax-linear-d1-k2: about" in err
+    words = " ".join(out.split())
+    for part in ("quotient r = 0.02", "raw r = 0.1", "‖f − f*‖", "95 % interval", "16 fits:"):
+        assert part in words
+    assert "for error 0.05 you need about" in words
+
+
+def test_every_output_is_written_and_a_second_run_fits_nothing(run, tmp_path):
+    files = ["--out", tmp_path / "a.png", "--json", tmp_path / "a.json"]
+    words = [*QUICK, *GRID, *files, "--results", tmp_path / "rows.jsonl"]
+    code, _, err = run(*words)
+    assert code == 0
+    assert err.count("wrote") == 2
+    first = json.loads((tmp_path / "a.json").read_text())
+    assert first["format"] == "tieline-rates"
+    assert len(first["series"]) == 6
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 16
+    code, _, err = run(*words)
+    assert "about 0 s" in err
+    assert json.loads((tmp_path / "a.json").read_text()) == first
+
+
+def test_json_on_stdout_is_json_alone_and_the_seed_matters(run):
+    first = json.loads(run(*QUICK, *GRID, "--json")[1])
+    again = json.loads(run(*QUICK, *GRID, "--json", "--seed", 1)[1])
+    assert first["sample_size"] is None
+    assert first["series"][0]["mean"] != again["series"][0]["mean"]
+
+
+def test_the_list_names_the_published_settings(run):
+    code, out, _ = run("--list")
+    assert code == 0
+    assert len([line for line in out.splitlines() if line.startswith(("p2-", "p4-"))]) == 16
+    assert "small-GATE-LINK-EXPERT" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ([], "say which setting"),
+        (["p7-1a"], "unknown setting 'p7-1a'"),
+        (["p2-1a-cosine", "--gate", "linear"], "leave out gate"),
+        ([*QUICK, "--sizes", "many"], "--sizes takes numbers"),
+        ([*QUICK, "--sizes", "800,200"], "sample sizes grow"),
+        ([*QUICK, "--radius", "inf"], "finite numbers"),
+        ([*QUICK, "--radius", "-1"], "not negative"),
+        ([*QUICK, "--repetitions", 1], "repetitions >= 2"),
+        ([*QUICK, "--fitted", 1], "at least the 2 true experts"),
+        ([*QUICK, "--engine", "warp"], "engine must be one of"),
+        ([*QUICK, "--out", "a.gif"], "a figure is"),
+        ([*QUICK, "--results", "/nowhere/rows"], "there is no folder"),
+        (["--gate", "magic"], "gate must be one of"),
+        ([*QUICK, "--method", "em"], "method must be one of"),
+    ],
+)
+@pytest.mark.usefixtures("no_axis_checks")
+def test_bad_input_leaves_with_2_and_one_message(run, words, reason):
+    code, out, err = run(*words)
+    assert (code, out) == (2, "")
+    assert reason in err
+
+
+def test_one_file_for_two_outputs_is_refused(run, tmp_path):
+    path = tmp_path / "a.png"
+    code, _, err = run(*QUICK, "--out", path, "--results", path)
+    assert code == 2
+    assert "one file for two outputs" in err
