@@ -46,6 +46,9 @@ def test_a_file_of_llama2c_keeps_its_loss(tieline, tmp_path):
     before, after = told["loss_before"]["value"], told["loss_after"]["value"]
     assert abs(before - after) < 1e-6
     assert before < 2.5
+    code, out, err = tieline("inspect", tmp_path / "out", "--tokens", 128, "--json")
+    assert code == 0, err
+    assert all(f"model.layers.{n}.mlp.gate" in out for n in range(5))
 
 
 BAD = [

@@ -9,7 +9,15 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from tests.hf.dense import KINDS, dense_model
 from tests.hf.tiny import tiny_model
 from tieline.errors import ParameterError, UnsupportedModelError
-from tieline.hf import capture, find_routers, load_pretrained, upcycle_
+from tieline.hf import (
+    capture,
+    find_routers,
+    load_pretrained,
+    load_smoothed,
+    smooth_,
+    unsmooth_,
+    upcycle_,
+)
 from tieline.hf.dense_ffn import find_dense_ffns
 from tieline.hf.dense_loading import probe_output
 from tieline.hf.upcycled import UpcycledFFN
@@ -141,6 +149,19 @@ def test_a_saved_mixture_generates():
     before = model.generate(ids, max_new_tokens=6, do_sample=False)
     upcycle_(model, n_experts=4, k=2)
     assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False), before)
+
+
+def test_a_mixture_is_smoothed_saved_and_loaded(tmp_path):
+    model = dense_model("llama")
+    upcycle_(model, n_experts=4, k=2, noise=0.5, router_scale=0.5)
+    plain = probe_output(model)
+    smooth_(model, epsilon=0.5)
+    smoothed = probe_output(model)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(probe_output(load_smoothed(tmp_path)), smoothed)
+    unsmooth_(model)
+    assert torch.equal(probe_output(model), plain)
+    assert not torch.allclose(plain, smoothed, atol=1e-6)
 
 
 @pytest.mark.parametrize("loader", [AutoModelForCausalLM, LlamaForCausalLM])

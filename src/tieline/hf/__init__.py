@@ -10,6 +10,7 @@ from tieline.hf.family_table import TRANSFORMERS_FAMILIES
 from tieline.hf.kernel import register_kernel
 from tieline.hf.marks import load_pretrained
 from tieline.hf.recorder import Recorder
+from tieline.hf.reroute import Rerouting, reroute_, unreroute_
 from tieline.hf.smooth import smooth_, unsmooth_
 from tieline.hf.smooth_loading import load_smoothed
 from tieline.hf.smooth_records import LayerSmoothing, Smoothing
@@ -22,6 +23,7 @@ __all__ = [
     "Groups",
     "LayerSmoothing",
     "Recorder",
+    "Rerouting",
     "RouterFamily",
     "Smoothing",
     "Upcycling",
@@ -32,8 +34,10 @@ __all__ = [
     "load_smoothed",
     "register_family",
     "register_kernel",
+    "reroute_",
     "smooth_",
     "support_table",
+    "unreroute_",
     "unsmooth_",
     "upcycle_",
 ]

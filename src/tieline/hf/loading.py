@@ -23,6 +23,7 @@ from transformers import (
 from tieline.errors import ParameterError, TielineError, UnsupportedModelError, require
 from tieline.hf.discovery import chosen_routers, find_routers
 from tieline.hf.families import family_of
+from tieline.hf.marks import load_pretrained, marks_of
 from tieline.hf.shipped import SHIPPED_FOLDER, load_shipped_model, load_shipped_tokenizer
 from tieline.hf.smooth_records import Smoothing
 from tieline.hf.smooth_saving import VARIANT, read_config, smoothed_config
@@ -78,27 +79,33 @@ def load_model(
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     options |= {"local_files_only": True} if isinstance(source, Path) else {"revision": revision}
     config, smoothing = _configuration(name, source, options)
-    build = _model_class(config, name, trust_remote_code)
+    marked = bool(marks_of(config))  # whose skeleton is not what the configuration alone describes
+    build = load_pretrained if marked else _model_class(config, name, trust_remote_code)
     with _explained(name, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(source, config=config, **options)
     placed: dict[str, Any] = {"device_map": "auto"} if where is None else {}
+    if smoothing is not None or marked:
+        placed |= {"config": config}
     if smoothing is not None:
-        placed |= {"config": config, "variant": VARIANT}
+        placed |= {"variant": VARIANT}
     with _explained(name, "weights (safetensors only: pickled weights are never loaded)"):
-        model, report = build.from_pretrained(
-            source,
-            dtype=DTYPES[dtype],
-            use_safetensors=True,
-            output_loading_info=True,
-            **placed,
-            **options,
-        )
-    _check_complete(name, list(report["missing_keys"]))
+        model = _read_weights(build, source, {"dtype": DTYPES[dtype], **placed, **options})
     if smoothing is not None:
         restore_smoothing(model, smoothing)
     return LoadedModel(
         model.eval() if where is None else model.to(where).eval(), tokenizer, str(name)
     )
+
+
+def _read_weights(build: Any, source: str | Path, options: dict[str, Any]) -> Any:
+    """The model of a checkpoint, refused if tensors are missing."""
+    if build is load_pretrained:
+        return load_pretrained(source, **options)
+    model, report = build.from_pretrained(
+        source, use_safetensors=True, output_loading_info=True, **options
+    )
+    _check_complete(source, list(report["missing_keys"]))
+    return model
 
 
 def _shipped(dtype: str | torch.dtype, device: torch.device | None) -> LoadedModel:

@@ -6,6 +6,7 @@ from typing import Any
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from tieline.errors import UnsupportedModelError, require
+from tieline.hf.marks import load_pretrained, marks_of
 from tieline.hf.smooth_saving import VARIANT, read_config, smoothed_config
 from tieline.hf.smooth_state import restore_smoothing
 
@@ -28,14 +29,20 @@ def load_smoothed(source: str | Path, model_class: Any = None, **options: Any) -
         UnsupportedModelError,
     )
     config, record = read_config(found)
-    build: Any = AutoModelForCausalLM if model_class is None else model_class
+    if marks_of(config):  # upcycled or rerouted as well
+        model = load_pretrained(
+            source, config=config, model_class=model_class, variant=VARIANT, **options
+        )
+    else:
+        build = AutoModelForCausalLM if model_class is None else model_class
+        model = _read(build, source, {"config": config, "variant": VARIANT, **options})
+    restore_smoothing(model, record)
+    return model.eval()
+
+
+def _read(build: Any, source: str | Path, options: dict[str, Any]) -> Any:
     model, report = build.from_pretrained(
-        source,
-        config=config,
-        variant=VARIANT,
-        use_safetensors=True,
-        output_loading_info=True,
-        **options,
+        source, use_safetensors=True, output_loading_info=True, **options
     )
     missing = sorted(report["missing_keys"])
     require(
@@ -43,5 +50,4 @@ def load_smoothed(source: str | Path, model_class: Any = None, **options: Any) -
         f"the checkpoint {str(source)!r} lacks {len(missing)} tensors: {missing[:3]} ...",
         UnsupportedModelError,
     )
-    restore_smoothing(model, record)
-    return model.eval()
+    return model

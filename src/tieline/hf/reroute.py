@@ -1,0 +1,263 @@
+"""Another router or another gate on the Mixture of Experts of a transformers model, in place.
+
+    record = reroute_(model, router="perturbed_cosine")       # new scores, the family's own choice
+    record = reroute_(model, gate="relu")                     # its own scores, another choice
+    record.undo()                                             # or unreroute_(model)
+
+The interface (logits, weights, indices) stays. A gate that uses a varying number of experts gives
+as many columns as the batch needs and skips the slots that are left.
+"""
+
+import json
+import weakref
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from tieline.errors import ParameterError, UnsupportedModelError, require
+from tieline.hf.discovery import chosen_routers, find_routers
+from tieline.hf.families import family_of
+from tieline.hf.marks import Restorer, mark, marks_of, register_restorer, unmark
+from tieline.hf.rerouted import (
+    Rerouter,
+    attach_rerouter,
+    detach_rerouter,
+    rerouter_of,
+    start_from,
+    width_of,
+)
+from tieline.hf.smooth_layers import LayerPlan, layer_plan
+from tieline.hf.smooth_skip import FLAG, experts_of, skip_rule
+from tieline.routing.gates import Gate, Law
+from tieline.routing.layer import GATES, ROUTERS
+from tieline.routing.routers import Router
+from tieline.routing.selective import SelectiveGate
+
+__all__ = ["Rerouting", "reroute_", "unreroute_"]
+
+FEATURE, BEFORE = "reroute", "tieline_flag_before"
+PERTURBED = {"tau": (0.1, 0.1)}
+SHORT = {"perturbed_cosine": ("cosine", PERTURBED)}
+"""Names for a router with settings."""
+
+OWN_FORM = {
+    "inkling": "its weights are divided by a sum with those of the shared experts",
+    "phimoe": "its weights are those of sparsemixer",
+}
+"""Families of the usual layout whose weights are no function of weights of ours."""
+
+
+@dataclass(frozen=True)
+class Rerouting:
+    """What was done; `undo` takes it back.
+
+    Attributes:
+        layers: names of the routers.
+        router: name of the new router; None for the model's own.
+        gate: name of the new gate; None for the family's own rule.
+        router_options: its further arguments.
+        gate_options: its further arguments.
+    """
+
+    layers: tuple[str, ...]
+    router: str | None
+    gate: str | None
+    router_options: Mapping[str, Any]
+    gate_options: Mapping[str, Any]
+    _model: Any = field(default=None, repr=False, compare=False)
+
+    def undo(self) -> None:
+        """Make the model what it was."""
+        model = None if self._model is None else self._model()
+        require(model is not None, "the model is gone: there is nothing to undo")
+        assert model is not None
+        unreroute_(model)
+
+    def facts(self) -> dict[str, Any]:
+        """What a configuration holds."""
+        return {
+            "layers": list(self.layers),
+            "router": self.router,
+            "gate": self.gate,
+            "router_options": dict(self.router_options),
+            "gate_options": dict(self.gate_options),
+        }
+
+
+def reroute_(
+    model: nn.Module,
+    *,
+    router: str | None = None,
+    gate: str | None = None,
+    layers: Collection[str] | None = None,
+    router_options: Mapping[str, Any] | None = None,
+    gate_options: Mapping[str, Any] | None = None,
+    keep_start: bool = True,
+    seed: int = 0,
+) -> Rerouting:
+    """Let routers of `model` score or choose otherwise; the model is left as it was on refusal.
+
+    Args:
+        model: a Mixture-of-Experts model of transformers.
+        router: a key of `routing.layer.ROUTERS`, or "perturbed_cosine" (τ = 0.1, 0.1).
+        gate: a key of `routing.layer.GATES`; those that take k get the model's.
+        layers: names of routers; None for all.
+        router_options: further arguments of the router, such as `{"temperature": 0.07}`.
+        gate_options: further arguments of the gate, such as `{"epsilon": 0.2}`.
+        keep_start: start from the old router's matrix as far as the form allows: a linear router
+            and a full quadratic one then score as before. Otherwise start at random.
+        seed: of the new routers.
+    """
+    record = _checked(router, gate, router_options or {}, gate_options or {})
+    plans = _plans(model, layers)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        made = [_modules(model, plan, record) for plan in plans]
+    if keep_start:
+        for plan, (new, _) in zip(plans, made, strict=True):
+            if new is not None:
+                start_from(new, plan.router)
+    record = replace(record, layers=tuple(plan.name for plan in plans))
+    config = getattr(model, "config", None)
+    if config is not None:
+        mark(config, FEATURE, record.facts())
+    for plan, (new, chooser) in zip(plans, made, strict=True):
+        _put_on(model, plan, new, chooser)
+    return replace(record, _model=weakref.ref(model))
+
+
+def unreroute_(model: nn.Module) -> None:
+    """Undo `reroute_` on every router of the model."""
+    names = [name for name, module in model.named_modules() if rerouter_of(module) is not None]
+    require(bool(names), f"{type(model).__name__} is not rerouted: there is nothing to undo")
+    for name in names:
+        router, experts = model.get_submodule(name), experts_of(model, name)
+        require(
+            not hasattr(router, "tieline_handler"),
+            f"layer {name!r} was smoothed after it was rerouted: call `unsmooth_` first",
+        )
+        detach_rerouter(router)
+        if experts is not None and hasattr(experts, BEFORE):
+            setattr(experts, FLAG, getattr(experts, BEFORE))
+            delattr(experts, BEFORE)
+    config = getattr(model, "config", None)
+    if config is not None and FEATURE in marks_of(config):
+        unmark(config, FEATURE)
+
+
+def _checked(
+    router: str | None, gate: str | None, for_router: Mapping[str, Any], for_gate: Mapping[str, Any]
+) -> Rerouting:
+    known = sorted({*ROUTERS, *SHORT})
+    require(router is None or router in known, f"{router=} is not one of {known}")
+    require(gate is None or gate in GATES, f"{gate=} is not one of {sorted(GATES)}")
+    require(router is not None or gate is not None, "give a router, a gate, or both")
+    require(router is not None or not for_router, f"options without a router: {dict(for_router)}")
+    require(gate is not None or not for_gate, f"options without a gate: {dict(for_gate)}")
+    if router in SHORT:
+        router, settings = SHORT[router]
+        for_router = {**settings, **for_router}
+    for options in (for_router, for_gate):
+        try:
+            json.dumps(dict(options))
+        except TypeError as problem:
+            raise ParameterError(f"options must be plain numbers and words: {problem}") from problem
+    return Rerouting((), router, gate, dict(for_router), dict(for_gate))
+
+
+def _plans(model: nn.Module, layers: Collection[str] | None) -> list[LayerPlan]:
+    """The routers to change; refuses what is changed already and layouts without their own form."""
+    plans = []
+    for name, router in chosen_routers(model, layers).items():
+        family = family_of(router)
+        assert family is not None
+        require(
+            rerouter_of(router) is None,
+            f"layer {name!r} is rerouted already: call `unreroute_` first",
+        )
+        reason = OWN_FORM.get(family.name)
+        if family.layout != "topk":
+            reason = f"its output has the layout {family.layout!r}"
+        if family.skip_class:
+            reason = "one of its classes skips all experts"
+        require(
+            reason is None,
+            f"layer {name!r} of family {family.name!r} cannot be rerouted: {reason}",
+            UnsupportedModelError,
+        )
+        plans.append(layer_plan(name, router))
+    return plans
+
+
+def _modules(
+    model: nn.Module, plan: LayerPlan, record: Rerouting
+) -> tuple[Router | None, Gate | None]:
+    """The new router and the new gate of a layer, where and in what the layer is."""
+    like = next(plan.router.parameters(), None)
+    new = chooser = None
+    try:
+        if record.router is not None:
+            width = width_of(plan.router, plan.family, model)
+            new = ROUTERS[record.router](width, plan.n_experts, **_options(record, plan.router))
+        if record.gate is not None:
+            kind = GATES[record.gate]
+            takes_k = issubclass(kind, SelectiveGate) or record.gate == "expert_choice"
+            choice = {"k": plan.k} if takes_k else {}
+            chooser = kind(**choice, **record.gate_options)
+    except TypeError as problem:
+        raise ParameterError(f"options that do not fit: {problem}") from problem
+    require(
+        new is not None
+        or not plan.family.probabilities
+        or (chooser is not None and Law.SHIFT_INVARIANT in chooser.laws),
+        f"layer {plan.name!r} of family {plan.family.name!r} tells probabilities, not logits: the "
+        f"gate {record.gate!r} needs a new router as well",
+        UnsupportedModelError,
+    )
+    return _like(new, like), _like(chooser, like)
+
+
+def _options(record: Rerouting, router: nn.Module) -> dict[str, Any]:
+    """Arguments of the new router, which has a bias where the old one has; JSON has no tuples."""
+    options = record.router_options
+    given = {key: tuple(v) if isinstance(v, list) else v for key, v in options.items()}
+    biased = isinstance(getattr(router, "bias", None), nn.Parameter)
+    return {"bias": True} | given if record.router == "linear" and biased else given
+
+
+def _like(module: Any, like: nn.Parameter | None) -> Any:
+    if module is None or like is None:
+        return module
+    return module if like.is_meta else module.to(like.device, like.dtype)
+
+
+def _put_on(
+    model: nn.Module, plan: LayerPlan, new: nn.Module | None, gate: nn.Module | None
+) -> None:
+    experts = experts_of(model, plan.name)
+    skip = skip_rule(plan.family.name, experts, plan.n_experts)
+    if experts is not None and hasattr(experts, FLAG):
+        setattr(experts, BEFORE, getattr(experts, FLAG))
+        setattr(experts, FLAG, True)
+    attach_rerouter(plan.router, Rerouter(plan.family, plan.k, skip), new, gate)
+
+
+def _restore(model: nn.Module, facts: dict[str, Any]) -> None:
+    """New routers without values on the routers that a checkpoint names."""
+    fits = isinstance(facts.get("layers"), list) and all(
+        isinstance(facts.get(key), dict) for key in ("router_options", "gate_options")
+    )
+    require(fits, f"the checkpoint's rerouting is malformed: {facts}", UnsupportedModelError)
+    record = _checked(
+        facts.get("router"), facts.get("gate"), facts["router_options"], facts["gate_options"]
+    )
+    unknown = sorted(set(facts["layers"]) - set(find_routers(model)))
+    require(not unknown, f"the checkpoint reroutes {unknown}, which the model does not have")
+    for plan in _plans(model, facts["layers"]):
+        _put_on(model, plan, *_modules(model, plan, record))
+
+
+register_restorer(FEATURE, Restorer(before=_restore))
