@@ -5,6 +5,11 @@ from typing import TYPE_CHECKING
 from tieline.estimation.cases import case_of, named_case
 from tieline.estimation.distances import matched_errors, regression_distance
 from tieline.estimation.fit import FitResult, FitWarning
+from tieline.estimation.identifiability import (
+    Identifiability,
+    identifiability,
+    identifiability_table,
+)
 from tieline.estimation.model import MoEModel
 from tieline.estimation.parameters import MoEParameters, quadratic_parameters
 from tieline.estimation.population import population_minimiser
@@ -23,6 +28,7 @@ __all__ = [
     "SETTINGS",
     "FitResult",
     "FitWarning",
+    "Identifiability",
     "MoEModel",
     "MoEParameters",
     "MoERegressor",
@@ -32,6 +38,8 @@ __all__ = [
     "SmallDesign",
     "canonical",
     "case_of",
+    "identifiability",
+    "identifiability_table",
     "matched_errors",
     "named_case",
     "population_minimiser",

@@ -7,7 +7,8 @@
     tanh          tanh u                   η = (a, b)
     two_layer     λ φ(u), φ one of the above except polynomial      η = (a, b, λ)
 
-A ridge function is its value and its slope; the Jacobian of a model needs no more. `degree` is the
+A ridge function is its value and its slope; the Jacobian of a model needs no more. `curvature` is
+φ″ away from kinks, for the tests of identifiability. `degree` is the
 p of φ(tu) = tᵖ φ(u) for t > 0, by which mass and scale of an expert can trade.
 """
 
@@ -32,11 +33,13 @@ class Ridge:
     Attributes:
         value: u ↦ φ(u).
         slope: u ↦ φ′(u); the left one at the kink of ReLU.
+        curvature: u ↦ φ″(u) where it exists.
         degree: p if φ is positively homogeneous of degree p, else None.
     """
 
     value: Callable[[Tensor], Tensor]
     slope: Callable[[Tensor], Tensor]
+    curvature: Callable[[Tensor], Tensor]
     degree: int | None = None
 
 
@@ -44,15 +47,28 @@ def _gelu_slope(u: Tensor) -> Tensor:
     return torch.special.ndtr(u) + u * torch.exp(-0.5 * u * u) / _SQRT_2PI
 
 
+def _gelu_curvature(u: Tensor) -> Tensor:
+    return (2 - u * u) * torch.exp(-0.5 * u * u) / _SQRT_2PI
+
+
+def _tanh_slope(u: Tensor) -> Tensor:
+    return 1 - torch.tanh(u).square()
+
+
+def _tanh_curvature(u: Tensor) -> Tensor:
+    return -2 * torch.tanh(u) * _tanh_slope(u)
+
+
 def _power(p: int) -> Ridge:
-    return Ridge(lambda u: u**p, lambda u: p * u ** (p - 1), degree=p)
+    second = torch.zeros_like if p == 1 else lambda u: p * (p - 1) * u ** (p - 2)
+    return Ridge(lambda u: u**p, lambda u: p * u ** (p - 1), second, degree=p)
 
 
 RIDGES = {
-    "linear": Ridge(lambda u: u, torch.ones_like, degree=1),
-    "relu": Ridge(torch.relu, lambda u: (u > 0).to(u.dtype), degree=1),
-    "gelu": Ridge(lambda u: u * torch.special.ndtr(u), _gelu_slope),
-    "tanh": Ridge(torch.tanh, lambda u: 1 - torch.tanh(u).square()),
+    "linear": Ridge(lambda u: u, torch.ones_like, torch.zeros_like, degree=1),
+    "relu": Ridge(torch.relu, lambda u: (u > 0).to(u.dtype), torch.zeros_like, degree=1),
+    "gelu": Ridge(lambda u: u * torch.special.ndtr(u), _gelu_slope, _gelu_curvature),
+    "tanh": Ridge(torch.tanh, _tanh_slope, _tanh_curvature),
 }
 EXPERTS = (*RIDGES, "polynomial", "two_layer")
 

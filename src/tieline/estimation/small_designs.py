@@ -24,7 +24,8 @@ from tieline.estimation.symmetry import null_dimension
 
 __all__ = ["SmallDesign", "small_design", "well_conditioned"]
 
-ROUTER_SCALE = 1.5
+ROUTER_SCALE = {"perturbed": 0.4}  # near τ1, where length and direction of a row both matter
+OTHER_SCALE = 3.0
 EXPERT_SCALE = 1.0
 
 
@@ -107,7 +108,7 @@ def _draw(model: MoEModel, seed: int, draw: int) -> MoEParameters:
     if model.link == "softmax":
         bias = bias - bias[-1]
     return MoEParameters(
-        ROUTER_SCALE * normal(n, model.router_width),
+        ROUTER_SCALE.get(model.gate, OTHER_SCALE) * normal(n, model.router_width),
         bias,
         EXPERT_SCALE * normal(n, model.expert_width),
     )

@@ -1,0 +1,169 @@
+"""Which gates and experts can be told from data: three tests of one combination, and their table.
+
+    rank       the definitions of the papers, literally (`rank_test`)
+    nullity    flat directions of the information matrix against the symmetries (`information`)
+    split      whether one expert can be mistaken for two (`split_test`)
+
+The rank tests fail for every ridge expert at some parameters, and the strong ones at all; what an
+estimate suffers from is the split test. Found for d = k = 2: linear experts never pass; tanh and
+GELU pass under linear, perturbed and partially quadratic gates; uᵖ, ReLU and two-layer experts pass
+up to the scale of the expert; nothing passes under the vanilla cosine, where the length of a row is
+free, and nothing under the fully quadratic score, where b may be split against A.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from tieline.errors import require
+from tieline.estimation.design import draw_inputs
+from tieline.estimation.gates import GATES, LINKS
+from tieline.estimation.information import information
+from tieline.estimation.model import MoEModel
+from tieline.estimation.parameters import MoEParameters
+from tieline.estimation.rank_test import (
+    RankTest,
+    generic_atoms,
+    rank_test,
+    witness_atoms,
+)
+from tieline.estimation.split_test import SplitTest, split_test
+from tieline.estimation.symmetry import null_dimension
+
+__all__ = ["TABLE_EXPERTS", "Identifiability", "identifiability", "identifiability_table"]
+
+TABLE_EXPERTS: tuple[dict[str, Any], ...] = (
+    {"expert": "linear"},
+    {"expert": "polynomial", "power": 2},
+    {"expert": "relu"},
+    {"expert": "gelu"},
+    {"expert": "tanh"},
+    {"expert": "two_layer", "activation": "tanh"},
+)
+NO_ZERO_ROW = "not applicable: the vanilla cosine has no zero row to split"
+
+
+@dataclass(frozen=True)
+class Identifiability:
+    """What can be told about one combination of gate, link and expert.
+
+    Attributes:
+        gate: of the model.
+        link: of the model.
+        expert: of the model.
+        d: width of an input.
+        n_experts: number of experts.
+        strong: the rank test of the strong definition at generic parameters; None where it has no
+            derivatives.
+        weak: the rank test of the weak definition at generic parameters.
+        witness: the weak test at two distinct experts that are multiples of one function.
+        nullity: flat directions of the information matrix with the biases pinned.
+        symmetry: flat directions that the symmetries explain.
+        split: the split test, the most favourable of the draws; None where nothing can be split.
+        verdict: of the split test, in words.
+    """
+
+    gate: str
+    link: str
+    expert: str
+    d: int
+    n_experts: int
+    strong: RankTest | None
+    weak: RankTest
+    witness: RankTest
+    nullity: int
+    symmetry: int
+    split: SplitTest | None
+    verdict: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+
+def identifiability(
+    model: MoEModel, *, seed: int = 0, draws: int = 3, n: int = 1200
+) -> Identifiability:
+    """Rank, nullity and split tests of a model at generic parameters.
+
+    A property of generic parameters: of several draws the split test keeps the most visible one, as
+    a draw may be nearly degenerate by chance.
+
+    Args:
+        model: the family, with its d and number of experts.
+        seed: of parameters and inputs.
+        draws: parameters tried by the split test.
+        n: inputs, uniform on the cube.
+    """
+    require(draws >= 1, f"need at least one draw, got {draws}")
+    x = draw_inputs("uniform", n, model.d, seed)
+    k = model.n_experts
+    splittable = not (model.link == "sigmoid" and model.gate == "cosine")
+    atoms = [generic_atoms(model, k, seed * 1009 + draw) for draw in range(draws)]
+    tests = [split_test(model, one, x) for one in atoms] if splittable else []
+    split = max(tests, key=lambda test: (test.minimum, test.up_to_scale)) if tests else None
+    if split is not None and split.verdict != "identifiable":
+        split = max(tests, key=lambda test: test.up_to_scale)
+    return Identifiability(
+        gate=model.gate,
+        link=model.link,
+        expert=expert_name(model),
+        d=model.d,
+        n_experts=k,
+        strong=rank_test(model, atoms[0], "strong", x) if splittable else None,
+        weak=rank_test(model, atoms[0], "weak", x),
+        witness=rank_test(model, witness_atoms(model, seed), "weak", x),
+        nullity=_nullity(model, seed),
+        symmetry=null_dimension(model, bias_pinned=True),
+        split=split,
+        verdict=split.verdict if split else NO_ZERO_ROW,
+    )
+
+
+def identifiability_table(
+    d: int = 2,
+    n_experts: int = 2,
+    *,
+    gates: Sequence[str] = GATES,
+    links: Sequence[str] = LINKS,
+    experts: Sequence[dict[str, Any]] = TABLE_EXPERTS,
+    seed: int = 0,
+    draws: int = 3,
+) -> list[Identifiability]:
+    """`identifiability` of all combinations, gate by gate; each takes about a second."""
+    models = [
+        MoEModel(gate, link, d=d, n_experts=n_experts, **form)  # type: ignore[arg-type]
+        for gate in gates
+        for link in links
+        for form in experts
+    ]
+    return [identifiability(model, seed=seed, draws=draws) for model in models]
+
+
+def expert_name(model: MoEModel) -> str:
+    """Name of the expert with its power or activation."""
+    if model.expert == "polynomial":
+        return f"u^{model.power}"
+    return f"λ {model.activation}" if model.expert == "two_layer" else model.expert
+
+
+def _nullity(model: MoEModel, seed: int) -> int:
+    """Flat directions at generic rows, biases pinned."""
+    flat = generic_parameters(model, seed)
+    start = model.n_experts * model.router_width
+    pinned = tuple(range(start, start + model.n_experts)) if model.link == "softmax" else ()
+    return information(model, flat, pinned=pinned, n=max(600, 3 * model.n_parameters)).nullity
+
+
+def generic_parameters(model: MoEModel, seed: int) -> MoEParameters:
+    """Parameters whose experts are those of `generic_atoms`, with normal full rows."""
+    generator = torch.Generator().manual_seed(seed + 77)
+    atoms = generic_atoms(model, model.n_experts, seed)
+    shape = (model.n_experts, model.router_width)
+    length = 2 * model.tau[0] if model.gate == "perturbed" else 1.5
+    rows = length * torch.randn(shape, dtype=torch.float64, generator=generator)
+    return MoEParameters(
+        rows, torch.stack([a.bias for a in atoms]), torch.stack([a.expert for a in atoms])
+    )
