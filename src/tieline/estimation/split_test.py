@@ -109,8 +109,8 @@ def _expansion(model: MoEModel, jets: Sequence[Jet]) -> tuple[Tensor, Tensor]:
     first = jets[0]
     if model.link == "sigmoid":
         return torch.cat([jet.first for jet in jets], dim=1), _drop(first.second, w)
-    total = sum(jet.gate for jet in jets)
-    f = sum(jet.value for jet in jets) / total
+    total = torch.stack([jet.gate for jet in jets]).sum(dim=0)
+    f = torch.stack([jet.value for jet in jets]).sum(dim=0) / total
     tangent = torch.cat(
         [(jet.first - f[:, None] * jet.gate_first) / total[:, None] for jet in jets], dim=1
     )
@@ -189,7 +189,13 @@ def _minimum(tensor: np.ndarray, basis: np.ndarray, seed: int) -> tuple[float, n
     starts = (rng.standard_normal(basis.shape[1]) for _ in range(STARTS))
     fits = [
         least_squares(
-            residual, y, slope, method="lm", ftol=TOLERANCE, xtol=TOLERANCE, gtol=TOLERANCE
+            residual,
+            y,
+            jac=slope,  # type: ignore[arg-type]  # a function is allowed, the stub says a name
+            method="lm",
+            ftol=TOLERANCE,
+            xtol=TOLERANCE,
+            gtol=TOLERANCE,
         )
         for y in starts
     ]
