@@ -17,19 +17,17 @@ with progress_bars() as progress:
     scores = leave_one_out(folder, seeds=range(seeds), progress=progress)
 table = domain_table(scores)
 names = list(table.commonest)
-print(
-    f"{'router':10}" + "".join(f"{name:>16}" for name in names),
-    "        average    gain over cosine",
-)
+print(f"{'router':10}" + "".join(f"{name:>15}" for name in names) + "        average      gain")
 for row in table.rows:
     cells = "".join(
-        f"{100 * row.domains[name]:9.1f} ± {100 * row.deviations[name]:4.1f}" for name in names
+        f"{100 * row.domains[name]:8.1f} ± {100 * row.deviations[name]:4.1f}" for name in names
     )
     average = f"{100 * row.average:7.2f} ± {100 * row.deviation:.2f}"
-    print(f"{row.gate:10}{cells} {average}   {100 * row.gain:+.2f} ± {100 * row.gain_se:.2f}")
-print(f"{'commonest':10}" + "".join(f"{100 * table.commonest[name]:16.1f}" for name in names))
+    print(f"{row.gate:10}{cells} {average} {100 * row.gain:+7.2f} ± {100 * row.gain_se:.2f}")
+    print("  balanced" + "".join(f"{100 * row.balanced[name]:8.1f}       " for name in names))
+print(f"{'commonest':10}" + "".join(f"{100 * table.commonest[name]:8.1f}       " for name in names))
 print(
-    f"chance {100 * table.chance:.1f} %; seeds {len(table.seeds)}; ± s.d. over seeds, s.e. of gains"
+    f"chance {100 * table.chance:.1f} %; {len(table.seeds)} seeds: ± s.d., gains over cosine ± s.e."
 )
 for run in table.at_chance:
     print("at chance:", *run)

@@ -6,7 +6,7 @@ from transformers.modeling_outputs import ImageClassifierOutput
 
 from tieline.errors import TielineError
 from tieline.routing import moe
-from tieline.training.image_items import epochs, scored
+from tieline.training.image_items import _accuracies, epochs, scored
 from tieline.training.images import Images
 
 
@@ -64,6 +64,15 @@ def test_scores_of_a_model_whose_answers_are_known(monkeypatch):
     assert found["accuracy_se"] == pytest.approx((5 / 8 * 3 / 8 / 8) ** 0.5)
     assert (found["chance"], found["commonest"], found["images"]) == (0.25, 0.25, 8)
     assert found["experts"] == [2.0]
+    assert found["balanced"] == pytest.approx((1 + 0.5 * 3) / 4)  # class 0 always, others half
+    assert found["balanced_se"] == pytest.approx((3 * 0.25 / 2) ** 0.5 / 4)
     right, wrong = -2 + torch.tensor([2.0, 0, 0, 0]).logsumexp(0), torch.tensor([2.0, 0, 0, 0])
     expected = (5 * right + 3 * wrong.logsumexp(0)) / 8
     assert found["loss"] == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_always_saying_the_same_is_at_chance_when_classes_count_alike():
+    labels = torch.tensor([0, 0, 0, 0, 0, 1, 2, 2])
+    found = _accuracies(labels == 0, labels)
+    assert found["accuracy"] == found["commonest"] == 5 / 8
+    assert (found["balanced"], found["balanced_se"]) == (pytest.approx(1 / 3), 0.0)

@@ -60,24 +60,40 @@ def epochs(images: Images, n_items: int, seed: int, *, mirror: bool = True) -> I
 def scored(model: nn.Module, images: Images) -> dict[str, Any]:
     """Accuracy, loss and experts per token of a model on images.
 
-    Beside the accuracy stand its binomial standard error, chance (one in as many as there are
-    classes) and the share of the commonest class: what always saying the same would reach.
+        accuracy     right answers / images
+        balanced     mean over classes of right answers / images of the class
+
+    with binomial standard errors. Always saying the same has an accuracy of up to `commonest`, the
+    share of the commonest class, but a balanced one of `chance`, one in as many as classes are.
     """
-    right, loss, experts = 0, 0.0, torch.zeros(())
+    said, loss, experts = [], 0.0, torch.zeros(())
     for rows in torch.arange(len(images)).split(ROWS):
         with collect_routing(model) as routing:
             output = model(pixels=images.pixels[rows], labels=images.labels[rows])
-        right += int((output.logits.argmax(dim=-1) == images.labels[rows]).sum())
+        said.append(output.logits.argmax(dim=-1))
         loss += output.loss.item() * len(rows)
         used = torch.stack([layer.routing.active.double().mean() for layer in routing])
         experts = experts + used * len(rows)
-    n, accuracy = len(images), right / len(images)
+    n, right = len(images), torch.cat(said) == images.labels
     return {
-        "accuracy": accuracy,
-        "accuracy_se": (accuracy * (1 - accuracy) / n) ** 0.5,
+        **_accuracies(right, images.labels),
         "loss": loss / n,
         "images": n,
         "chance": 1 / len(images.classes),
-        "commonest": images.labels.bincount().max().item() / n,
         "experts": (experts / n).tolist(),
+    }
+
+
+def _accuracies(right: Tensor, labels: Tensor) -> dict[str, float]:
+    """Accuracy over images and over classes that occur, with standard errors."""
+    n, total = labels.bincount(), len(labels)
+    present = n > 0
+    recall = labels[right].bincount(minlength=len(n))[present] / n[present].double()
+    accuracy, error = right.double().mean().item(), (recall * (1 - recall) / n[present]).sum()
+    return {
+        "accuracy": accuracy,
+        "accuracy_se": (accuracy * (1 - accuracy) / total) ** 0.5,
+        "balanced": recall.mean().item(),
+        "balanced_se": error.sqrt().item() / len(recall),
+        "commonest": n.max().item() / total,
     }

@@ -5,11 +5,12 @@ the small form of `training.recipes_images`: every gate on every left-out domain
 same seeds, batches and splits, so that gates are compared in pairs.
 
     accuracy     on the domain left out, of the model of the last step
+    balanced     the same with every class counted alike: 1/classes for always saying the same
     average      over the four domains; mean and standard deviation over seeds
     gain         average less that of the cosine router at the same seed; mean and standard error
 
-An accuracy counts as above chance when it exceeds both 1/classes and the share of the commonest
-class by three of its own standard errors; a table with one that does not says so.
+A run counts as above chance when its balanced accuracy exceeds 1/classes by three of its own
+standard errors; a table with one that does not says so.
 """
 
 import statistics
@@ -25,6 +26,7 @@ from tieline.training.recipes_images import DOMAIN_GATES, DOMAINS, pacs_small
 __all__ = ["DomainRow", "DomainScore", "DomainTable", "domain_table", "leave_one_out"]
 
 REFERENCE = "cosine"
+NAMES = ("accuracy", "balanced", "balanced_se", "commonest", "chance")
 ABOVE = 3.0
 Progress = Callable[[str, int, int], None]
 
@@ -37,7 +39,8 @@ class DomainScore:
     out: str
     seed: int
     accuracy: float
-    accuracy_se: float
+    balanced: float
+    balanced_se: float
     validation: float
     commonest: float
     chance: float
@@ -46,8 +49,7 @@ class DomainScore:
     @property
     def above_chance(self) -> bool:
         """Whether the accuracy is more than always saying the same would reach."""
-        floor = max(self.chance, self.commonest)
-        return self.accuracy - ABOVE * self.accuracy_se > floor
+        return self.balanced - ABOVE * self.balanced_se > self.chance
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class DomainRow:
         gate: its name.
         domains: mean accuracy over seeds for each domain.
         deviations: standard deviation over seeds for each domain.
+        balanced: mean balanced accuracy over seeds for each domain.
         average: mean over seeds of the average over domains.
         deviation: standard deviation of that average over seeds.
         gain: mean difference of the average to the cosine router's at the same seed.
@@ -69,6 +72,7 @@ class DomainRow:
     gate: str
     domains: dict[str, float]
     deviations: dict[str, float]
+    balanced: dict[str, float]
     average: float
     deviation: float
     gain: float
@@ -132,7 +136,7 @@ def leave_one_out(
 
 def _score(gate: str, out: str, seed: int, found: dict[str, Any]) -> DomainScore:
     test = found["out"]
-    same = {name: test[name] for name in ("accuracy", "accuracy_se", "commonest", "chance")}
+    same = {name: test[name] for name in NAMES}
     validation, experts = found["validation"]["accuracy"], statistics.fmean(test["experts"])
     return DomainScore(gate, out, seed, validation=validation, experts=experts, **same)
 
@@ -166,14 +170,15 @@ def _row(
     averages: Sequence[float],
     reference: Sequence[float] | None,
 ) -> DomainRow:
-    by_domain: dict[str, list[float]] = {}
+    by_domain: dict[str, list[DomainScore]] = {}
     for score in scores:
-        by_domain.setdefault(score.out, []).append(score.accuracy)
+        by_domain.setdefault(score.out, []).append(score)
     gains = [a - b for a, b in zip(averages, reference or averages, strict=True)]
     return DomainRow(
         gate=gate,
-        domains={out: _mean(found) for out, found in by_domain.items()},
-        deviations={out: _deviation(found) for out, found in by_domain.items()},
+        domains={out: _mean(s.accuracy for s in found) for out, found in by_domain.items()},
+        deviations={out: _deviation([s.accuracy for s in f]) for out, f in by_domain.items()},
+        balanced={out: _mean(s.balanced for s in found) for out, found in by_domain.items()},
         average=_mean(averages),
         deviation=_deviation(averages),
         gain=_mean(gains),

@@ -1,0 +1,48 @@
+"""Are the layers of a trained model continuous? Paper 1, Figures 1 and 3, on CIFAR-10.
+
+tieline train cifar10-small-smoe --out runs/cifar10
+python examples/cifar10_continuity.py runs/cifar10 [continuity.png] [continuity.json]
+
+Every layer of the trained model is walked across the ties nearest to its own inputs, with hard
+top-k and with smooth top-k of two ramps on the same weights.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from tieline.report.continuity_figure import continuity_figure_bytes
+from tieline.studies.training.continuity import layer_inputs, measure_continuity
+from tieline.training.data_cifar10 import load_cifar10
+from tieline.training.recipes_images import CIFAR10_GATES, cifar10_small
+from tieline.training.task_images import image_model
+
+folder = Path(sys.argv[1])
+figure = Path(sys.argv[2] if len(sys.argv) > 2 else "continuity.png")
+name = json.loads((folder / "config.json").read_text())["gate"]["name"]
+assert name in CIFAR10_GATES
+torch.manual_seed(0)
+model = image_model(cifar10_small(name)).eval()
+model.load_state_dict(load_file(folder / "model" / "model.safetensors"))
+
+inputs = layer_inputs(model, pixels=load_cifar10("test").subset(512).pixels)
+found = []
+print(
+    "layer       ε  gate     jump at 1e-9: median, largest  exponent  events: worst  slope  experts"
+)
+for place, (path, given) in enumerate(inputs.items(), start=1):
+    record = measure_continuity(model.get_submodule(path), given, name=f"layer {place}")
+    found.append(record.to_dict())
+    for label, gate in record.gates.items():
+        jumps = f"{gate.median[0]:18.1e} {gate.largest[0]:8.1e}"
+        line = f"{gate.line.events:7d} {gate.line.relative:8.1e}"
+        print(
+            f"{place:5d} {record.epsilon:7.3f}  {label:7s}{jumps}{gate.exponent:11.3f} {line}"
+            f"{gate.slope:7.2f} {gate.experts:7.2f}"
+        )
+figure.write_bytes(continuity_figure_bytes(found, figure))
+if len(sys.argv) > 3:
+    Path(sys.argv[3]).write_text(json.dumps(found))
