@@ -10,7 +10,7 @@ from tieline.training.tasks import TASKS
 
 __all__ = ["MODULES", "RECIPES", "TASKS", "recipe_config"]
 
-MODULES = ["language", "recipes", "recipes_images"]
+MODULES = ["language", "recipes", "recipes_images", "recipes_sentences"]
 
 for _module in MODULES:
     import_module(f"tieline.training.{_module}")
