@@ -5,6 +5,9 @@ topk      64 of them             (logits, weights, ids, ...)
 dense     llama4                 (weights (T, E), zero where not chosen; logits)
 sorted    jetmoe                 (slot order, tokens, weights, experts' sizes, logits) by expert
 method    dbrx                   (weights, ids) of a method of the block that takes the logits
+
+A smoothed router (`hf.smooth`) has k_max columns; a slot that it skips is read as the token's first
+expert with weight 0.
 """
 
 from operator import attrgetter
@@ -15,6 +18,7 @@ from torch import Tensor, nn
 
 from tieline.errors import UnsupportedModelError, require
 from tieline.hf.families import RouterFamily
+from tieline.hf.smooth_router import smoothing_of
 from tieline.ranking import stable_topk
 
 __all__ = ["RouterOutput", "read_output"]
@@ -32,7 +36,8 @@ def read_output(
     family: RouterFamily, router: nn.Module, args: tuple[Any, ...], output: Any
 ) -> RouterOutput:
     """The router's logits, weights and ids; refuses an output of another form, naming it."""
-    k = int(attrgetter(family.k)(router))
+    smoothing = smoothing_of(router)
+    k = int(attrgetter(family.k)(router)) if smoothing is None else smoothing.k_max
     try:
         logits, weights, ids = _READERS[family.layout](args, output, k)
         logits = logits.detach().reshape(-1, logits.shape[-1])
@@ -43,6 +48,8 @@ def read_output(
             f"{type(router).__name__} of family {family.name!r} did not return what its record "
             f"says (layout {family.layout!r}, k={k}): {problem}"
         ) from problem
+    if smoothing is not None:
+        ids = torch.where(weights == 0, ids[:, :1], ids)
     _check_ids(family, logits.shape[-1], ids)
     if family.skip_class:
         ids = ids.masked_fill(weights == 0, logits.shape[-1] - 1)
@@ -61,9 +68,9 @@ def _read_dense(args: tuple[Any, ...], output: Any, k: int) -> tuple[Tensor, Ten
 def _read_sorted(args: tuple[Any, ...], output: Any, k: int) -> tuple[Tensor, Tensor, Tensor]:
     slots, _, gates, sizes, logits = output
     experts = torch.arange(logits.shape[-1], device=slots.device)
-    ids = torch.empty_like(slots)
+    ids = slots.new_zeros(len(logits) * k)
     ids[slots] = experts.repeat_interleave(torch.as_tensor(sizes, device=slots.device))
-    weights = torch.empty_like(gates)
+    weights = gates.detach().new_zeros(len(logits) * k)
     weights[slots] = gates.detach()
     return logits, weights, ids
 

@@ -64,7 +64,7 @@ class FullRuns:
     def add(self, effect: FullEffect, perturbation: Perturbation, source: torch.Generator) -> None:
         """Run the batch perturbed, and perturbed with clean routes; count what differs."""
         state = source.get_state()
-        logits, seen = self._run(perturbation, source, forced=False)
+        logits, seen = self.run(perturbation, source, forced=False)
         shape, lost = tuple(self._ids.shape), []
         for name, share in seen.items():
             changed = (share >= 0).view(shape)
@@ -78,7 +78,7 @@ class FullRuns:
         effect.kl.add(divergence(self._logits, logits))
         if self._ids.shape[1] > 1:
             effect.loss.add(next_losses(logits, self._ids) - self._loss)
-        floor, _ = self._run(perturbation, source.set_state(state), forced=True)
+        floor, _ = self.run(perturbation, source.set_state(state), forced=True)
         effect.floor.add(divergence(self._logits, floor))
 
     def kept(
@@ -93,10 +93,16 @@ class FullRuns:
             logits = model_logits(forward(self._model, self._ids), self._ids)
         sums.add(divergence(self._logits, logits))
 
-    def _run(
+    def run(
         self, perturbation: Perturbation, source: torch.Generator, forced: bool
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Logits, and the weight that each token lost in each layer (-1 where it lost nothing)."""
+        """Logits, and the weight that each token lost in each layer (-1 where it lost nothing).
+
+        Args:
+            perturbation: what to do.
+            source: where noise comes from.
+            forced: whether tokens whose experts change get the choice of the clean run.
+        """
         seen: dict[str, Tensor] = {}
         with applied(self._model, perturbation, source), ExitStack() as stack:
             for name, router in self._routers.items():
