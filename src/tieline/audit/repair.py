@@ -190,14 +190,14 @@ def repair_table(
     sides = _Side(model, perturbations), _Side(smoothed, perturbations)
     moved, loss, change = SequenceSums(), SequenceSums(), SequenceSums()
     parts = list(batches(sequences, batch_size))
-    ticks = _ticks(progress, 2 * len(parts) * (1 + len(perturbations)))
+    ticks = _ticks(progress, len(parts) * (1 + 2 * len(perturbations)))
     with only_running(model), only_running(smoothed):
         for number, ids in enumerate(parts):
             (original, before), (new, after) = sides[0].clean(ids), sides[1].clean(ids)
             moved.add(divergence(original, new))
             loss.add(next_losses(original, ids))
             change.add(next_losses(new, ids) - next_losses(original, ids))
-            next(ticks), next(ticks)
+            next(ticks)
             for place, one in enumerate(perturbations):
                 for side, runs, clean in zip(sides, (before, after), (original, new), strict=True):
                     source = noise_generator(seed, place, number)

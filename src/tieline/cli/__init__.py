@@ -7,6 +7,7 @@ tieline inspect [MODEL]        how near a model's tokens are to a routing tie
 tieline merge A B ... -o C     one streaming summary of several
 tieline rates SETTING          how fast a router and its experts are learned
 tieline reproduce [CLAIM ...]  which statements of the papers hold, with numbers
+tieline smooth [MODEL] -o OUT  routing without jumps at ties, and what that repairs
 tieline train RECIPE           train a model with any of the gates, and score it
 tieline upcycle MODEL -o OUT   a dense model becomes a Mixture of Experts of the same function
 """
@@ -25,6 +26,7 @@ COMMANDS = [
     "merge",
     "rates",
     "reproduce",
+    "smooth",
     "train",
     "upcycle",
 ]

@@ -3,22 +3,24 @@
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from tieline.errors import UnsupportedModelError, require
-from tieline.hf.marks import load_pretrained, marks_of
+from tieline.hf.marks import load_pretrained
 from tieline.hf.smooth_saving import VARIANT, read_config, smoothed_config
 from tieline.hf.smooth_state import restore_smoothing
 
 __all__ = ["load_smoothed"]
 
 
-def load_smoothed(source: str | Path, model_class: Any = None, **options: Any) -> Any:
+def load_smoothed(
+    source: str | Path, model_class: type[PreTrainedModel] | None = None, **options: Any
+) -> PreTrainedModel:
     """The model in evaluation mode, smoothed as it was when it was saved.
 
     Args:
         source: folder or hub id that `save_pretrained` of a smoothed model wrote.
-        model_class: class of transformers to build; by default a causal language model.
+        model_class: class of transformers to build; None for the one that the configuration names.
         options: of `from_pretrained`, such as `dtype` or `revision`.
     """
     revision = {"revision": options["revision"]} if "revision" in options else {}
@@ -29,25 +31,9 @@ def load_smoothed(source: str | Path, model_class: Any = None, **options: Any) -
         UnsupportedModelError,
     )
     config, record = read_config(found)
-    if marks_of(config):  # upcycled or rerouted as well
-        model = load_pretrained(
-            source, config=config, model_class=model_class, variant=VARIANT, **options
-        )
-    else:
-        build = AutoModelForCausalLM if model_class is None else model_class
-        model = _read(build, source, {"config": config, "variant": VARIANT, **options})
+    model = load_pretrained(
+        source, model_class=model_class, config=config, variant=VARIANT, **options
+    )
     restore_smoothing(model, record)
-    return model.eval()
-
-
-def _read(build: Any, source: str | Path, options: dict[str, Any]) -> Any:
-    model, report = build.from_pretrained(
-        source, use_safetensors=True, output_loading_info=True, **options
-    )
-    missing = sorted(report["missing_keys"])
-    require(
-        not missing,
-        f"the checkpoint {str(source)!r} lacks {len(missing)} tensors: {missing[:3]} ...",
-        UnsupportedModelError,
-    )
+    model.eval()
     return model

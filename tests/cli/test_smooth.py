@@ -1,0 +1,56 @@
+"""`tieline smooth`: the table, the saved model, and what is refused."""
+
+import json
+
+import pytest
+
+from tieline.hf import find_routers
+from tieline.hf.loading import load_model
+from tieline.hf.smooth_router import smoothing_of
+
+FEW = ["--tokens", 512, "--calibration", 512, "--rounds", 2, "--batch-size", 2]
+
+
+def test_the_model_is_saved_with_its_table(tieline, tmp_path):
+    out, told = tmp_path / "smooth", tmp_path / "told.json"
+    code, shown, said = tieline("smooth", "-o", out, *FEW, "--budget", 2.4, "--json", told)
+    assert (code, said.count("wrote")) == (0, 2)
+    result = json.loads(told.read_text())
+    assert json.loads((out / "tieline-smooth.json").read_text()) == result
+    assert result["format"] == "tieline-smooth"
+    assert result["smoothing"]["how"] == "budget 2.4"
+    assert 2.2 < result["repair"]["experts_after"]["value"] < 2.6
+    assert next(row["name"] for row in result["repair"]["rows"]) == "router bf16"
+    for words in ("Experts per token", "router bf16", "Time of a forward pass", "ε"):
+        assert words in shown
+    loaded = load_model(out).model
+    assert all(smoothing_of(router) is not None for router in find_routers(loaded).values())
+    code, _, said = tieline("smooth", out, *FEW)
+    assert code == 2
+    assert "smoothed already" in said
+    code, _, said = tieline("smooth", "-o", out, *FEW)
+    assert code == 2
+    assert "new folder" in said
+
+
+def test_json_goes_to_stdout(tieline):
+    code, shown, _ = tieline("smooth", *FEW, "--epsilon", 0.2, "-b", 50, "--json")
+    assert code == 0
+    assert json.loads(shown)["smoothing"]["b"] == 50
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--budget", 7], "between k and k_max"),
+        (["--epsilon", -1], "not negative"),
+        (["--epsilon", 0.1, "--noise", "bf16"], "no other choice"),
+        (["--noise", "bf17"], "unknown precision"),
+        (["--tokens", 10**7, "--calibration", 10**7], "too few"),
+        (["--experts", "nothing"], "nothing"),
+    ],
+)
+def test_bad_wishes_are_refused_in_one_line(tieline, words, message):
+    code, shown, said = tieline("smooth", *FEW, *words)
+    assert (code, shown) == (2, "")
+    assert message in said
