@@ -1,0 +1,75 @@
+"""What smooth routing costs in time: a forward pass of a model before and after `smooth_`.
+
+    python benchmarks/smooth.py [--rounds 30] [--budget 2.5] [--folder MODEL] [--json PATH]
+
+Both models take turns within one process; every ratio is smoothed over original under the same
+implementation of the experts, with a 95 % interval from resampling rounds. `top-3` is the original
+with one expert more for every token, the plain way to spend the same kind of budget.
+"""
+
+import argparse
+import copy
+from typing import Any
+
+import torch
+
+from harness import Ratio, interleave, ratio, report
+from tieline.audit.text import tokenise
+from tieline.hf import find_routers, smooth_
+from tieline.hf.loading import load_model
+from tieline.hf.shipped import shipped_text
+
+IMPLEMENTATIONS = ("tieline", "grouped_mm", "eager")
+TARGET = 1.3
+LENGTH, ROWS = 512, 8
+
+
+def contestants(model: Any, ids: torch.Tensor, budget: float | None) -> dict[str, Any]:
+    smoothed, wider = copy.deepcopy(model), copy.deepcopy(model)
+    smooth_(smoothed, budget=budget, calibration=[ids])
+    for router in find_routers(wider).values():
+        router.top_k += 1
+    return {"original": model, "smoothed": smoothed, "top-k+1": wider}
+
+
+def runner(model: Any, ids: torch.Tensor) -> Any:
+    def run() -> None:
+        with torch.inference_mode():
+            model(input_ids=ids, use_cache=False)
+
+    return run
+
+
+def measured(models: dict[str, Any], ids: torch.Tensor, name: str, rounds: int) -> list[Ratio]:
+    for model in models.values():
+        model.set_experts_implementation(name)
+    samples = interleave({key: runner(model, ids) for key, model in models.items()}, rounds)
+    original = samples["original"]
+    tokens = f"{ids.numel()} tokens"
+    return [
+        ratio(f"{name}, {tokens}: smoothed", samples["smoothed"], original, TARGET),
+        ratio(f"{name}, {tokens}: smoothed", samples["smoothed"], original, None, "wall"),
+        ratio(f"{name}, {tokens}: top-k+1", samples["top-k+1"], original),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--budget", type=float, default=None)
+    parser.add_argument("--folder", default=None)
+    parser.add_argument("--rows", type=int, default=ROWS)
+    parser.add_argument("--json", default=None)
+    options = parser.parse_args()
+    loaded = load_model(options.folder, dtype="fp32")
+    text = tokenise(loaded.tokenizer, shipped_text(), LENGTH * options.rows, LENGTH)
+    ids = torch.stack(text.sequences)
+    models = contestants(loaded.model, ids, options.budget)
+    ratios = [
+        row for name in IMPLEMENTATIONS for row in measured(models, ids, name, options.rounds)
+    ]
+    report("Forward pass, smoothed over original", ratios, options.json, model=loaded.name)
+
+
+if __name__ == "__main__":
+    main()
