@@ -26,7 +26,9 @@ class Paper:
 PAPERS: dict[int, Paper] = {
     0: Paper("boundary-mass", "Boundary mass and the soft-to-hard limit", "paper0"),
     1: Paper("discontinuities", "Discontinuities of sparse mixtures of experts", "paper1"),
+    2: Paper("perturbed-cosine", "Perturbed cosine routers and their estimation", "paper2"),
     3: Paper("tropical", "Tropical geometry of mixtures of experts", "paper3"),
+    4: Paper("sigmoid-attention", "Sigmoid against softmax attention as mixtures", "paper4"),
 }
 
 CLAIMS: dict[str, Claim] = {}

@@ -1,0 +1,49 @@
+"""The figure of identifiability draws what the table says."""
+
+from pathlib import Path
+
+import pytest
+
+from tieline.errors import TielineError
+from tieline.report.identifiability_figure import (
+    identifiability_figure,
+    identifiability_figure_bytes,
+)
+
+
+def row(gate, expert, verdict, value=1e-3):
+    split = None if value is None else {"up_to_scale": value}
+    return {"gate": gate, "link": "softmax", "expert": expert, "verdict": verdict, "split": split}
+
+
+ROWS = [
+    row("linear", "tanh", "identifiable"),
+    row("linear", "relu", "up to scale", 1e-2),
+    row("cosine", "tanh", "not identifiable", 0.0),
+    row("cosine", "relu", "not applicable", None),
+]
+
+
+def test_each_combination_has_its_square_and_number():
+    axes = identifiability_figure(ROWS).axes[0]
+    words = {text.get_position(): text.get_text() for text in axes.texts}
+    assert words == {(0, 0): "-3.0", (1, 0): "-2.0", (0, 1): "-16.0", (1, 1): "no zero row"}
+    assert [label.get_text() for label in axes.get_yticklabels()] == [
+        "linear, softmax",
+        "cosine, softmax",
+    ]
+    colours = [patch.get_facecolor() for patch in axes.patches]
+    assert len(set(colours)) == 4
+
+
+@pytest.mark.parametrize("suffix", [".svg", ".pdf", ".png"])
+def test_the_same_rows_give_the_same_bytes(suffix):
+    path = Path("figure" + suffix)
+    first = identifiability_figure_bytes(ROWS, path)
+    assert first == identifiability_figure_bytes(ROWS, path)
+    assert len(first) > 500
+
+
+def test_no_rows_are_refused():
+    with pytest.raises(TielineError, match="at least one row"):
+        identifiability_figure([])
