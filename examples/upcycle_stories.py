@@ -51,6 +51,7 @@ def spread(model: Any, ids: torch.Tensor) -> float:
 
 
 def main() -> None:
+    """Measure, upcycle, train both, measure again."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("model", type=Path)
     parser.add_argument("tokenizer", type=Path)
