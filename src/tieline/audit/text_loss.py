@@ -5,6 +5,7 @@
 with the standard error of a mean over sequences, whose tokens are not independent.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +38,7 @@ def text_loss(
     tokens: int = 16384,
     length: int = 256,
     batch_size: int = 8,
+    progress: Callable[[int, int], None] | None = None,
 ) -> TextLoss:
     """The loss on the first tokens of a text, in sequences that know nothing of each other.
 
@@ -47,6 +49,7 @@ def text_loss(
         tokens: how many of its tokens.
         length: tokens per sequence.
         batch_size: sequences per forward pass.
+        progress: is told how many sequences are done, and of how many.
     """
     sequences = [row for row in tokenise(tokenizer, text, tokens, length).sequences if len(row) > 1]
     require(bool(sequences), "the text is too short: it has no token to predict")
@@ -59,6 +62,8 @@ def text_loss(
             )
             sums += each.view(len(ids), -1).double().sum(dim=1).tolist()
             counts += [ids.shape[1] - 1] * len(ids)
+            if progress is not None:
+                progress(len(counts), len(sequences))
     return _clustered(torch.tensor(sums, dtype=torch.float64), torch.tensor(counts))
 
 

@@ -2,7 +2,9 @@
 
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +12,7 @@ import typer
 
 from tieline.cli.app import Debug, Json, Seed, app, guarded, say
 from tieline.cli.input import layer_choice, read_text
+from tieline.cli.progress import Report, progress_bars
 from tieline.errors import require
 from tieline.report.files import check_target, write_whole
 from tieline.report.outputs import to_json
@@ -62,8 +65,10 @@ def upcycle(
     )
     options = {"n_experts": experts, "k": topk, "layers": chosen, "router_init": router_init}
     options |= {"router_scale": router_scale, "noise": noise, "seed": seed}
-    told = _upcycle(loaded, words, tokens, options) | {"model": loaded.name, "output": str(out)}
-    _save(loaded, out)
+    with progress_bars() as progress:
+        told = _upcycle(loaded, words, tokens, options, progress)
+        _save(loaded, out)
+    told |= {"model": loaded.name, "output": str(out)}
     if target is not None:
         write_whole(target, to_json(told, "tieline-upcycling").encode())
     if json_to == "-":
@@ -94,15 +99,17 @@ def _load(model: str, tokenizer: Path | None, revision: str | None, dtype: str) 
 
 
 def _upcycle(
-    loaded: Any, words: str | None, tokens: int, options: dict[str, Any]
+    loaded: Any, words: str | None, tokens: int, options: dict[str, Any], progress: Report
 ) -> dict[str, Any]:
     """Do it, and measure the model's output and loss before and after."""
     from tieline.hf.dense_loading import probe_output
     from tieline.hf.upcycle import upcycle_
 
-    before, loss_before = probe_output(loaded.model), _loss(loaded, words, tokens)
+    before = probe_output(loaded.model)
+    loss_before = _loss(loaded, words, tokens, partial(progress, "loss before"))
     done = upcycle_(loaded.model, **options)
-    after, loss_after = probe_output(loaded.model), _loss(loaded, words, tokens)
+    after = probe_output(loaded.model)
+    loss_after = _loss(loaded, words, tokens, partial(progress, "loss after"))
     change = ((after - before).abs().max() / before.abs().max()).item()
     return asdict(done) | {
         "noise": options["noise"],
@@ -112,12 +119,15 @@ def _upcycle(
     }
 
 
-def _loss(loaded: Any, words: str | None, tokens: int) -> dict[str, float | None] | None:
+def _loss(
+    loaded: Any, words: str | None, tokens: int, progress: Callable[[int, int], None]
+) -> dict[str, float | None] | None:
     from tieline.audit.text_loss import text_loss
 
     if words is None:
         return None
-    return text_loss(loaded.model, loaded.tokenizer, words, tokens=tokens)._asdict()
+    model, tokenizer = loaded.model, loaded.tokenizer
+    return text_loss(model, tokenizer, words, tokens=tokens, progress=progress)._asdict()
 
 
 def _save(loaded: Any, out: Path) -> None:
