@@ -1,6 +1,6 @@
 """A trained dense model becomes a Mixture of Experts, keeps its loss, and learns a new text.
 
-    python examples/upcycle_stories.py MODEL.bin TOKENIZER.bin TEXT [--steps 150] [--experts 4]
+    python examples/upcycle_stories.py MODEL.bin TOKENIZER.bin TEXT [--steps 60] [--experts 4]
 
 MODEL.bin is a checkpoint of llama2.c, such as stories260K. The dense model and the mixture are then
 trained in the same way on the first nine tenths of TEXT; losses are those on the rest.
@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("tokenizer", type=Path)
     parser.add_argument("text", type=Path)
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--experts", type=int, default=4)
     options = parser.parse_args()
     dense, mixture = load_llama2c(options.model), load_llama2c(options.model)
