@@ -8,7 +8,14 @@ from tests.training.tiny import tiny
 from tieline.errors import UnsupportedModelError
 from tieline.hf import capture, find_routers
 from tieline.training.language import hard_gates
-from tieline.training.model import decoder, moe_layers, smoothing_of, to_stock, why_not_stock
+from tieline.training.model import (
+    decoder,
+    moe_layers,
+    smoothing_of,
+    stock_form,
+    to_stock,
+    why_not_stock,
+)
 
 IDS = torch.arange(2 * 24).view(2, 24) * 7 % 256
 
@@ -43,6 +50,20 @@ def test_the_stock_form_of_a_smooth_gate_is_its_hard_form():
     ramp = smoothing_of(model)
     assert (ramp["k"], ramp["a"], ramp["b"], ramp["budget"]) == (2, 1.0, 1.0, 2.5)
     assert ramp["epsilon"] == pytest.approx([1.3132617], abs=1e-6)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("gate", ["smooth1", "smooth50"])
+def test_a_smooth_model_has_a_smoothed_stock_form(gate):
+    model = model_of(gate)
+    for layer in moe_layers(model).values():
+        layer.gate.theta.fill_(0.0)
+    smooth = model(IDS).logits
+    torch.testing.assert_close(stock_form(model)(IDS).logits, smooth, atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(to_stock(model)(IDS).logits, smooth, atol=1e-4)
+    for layer in moe_layers(model).values():
+        layer.gate.budget = 2.0  # annealed
+    assert torch.equal(stock_form(model)(IDS).logits, to_stock(model)(IDS).logits)
 
 
 def test_the_stock_form_is_captured_like_any_model():

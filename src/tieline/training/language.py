@@ -23,14 +23,13 @@ from tieline.errors import require
 from tieline.routing.collect import collect_routing
 from tieline.routing.selective import TopK
 from tieline.routing.smooth import SmoothTopK
-from tieline.training.checkpoint import write_json
 from tieline.training.config import DecoderConfig, TrainConfig
 from tieline.training.model import (
     SwitchForCausalLM,
     decoder,
     moe_layers,
     smoothing_of,
-    to_stock,
+    stock_form,
     why_not_stock,
 )
 from tieline.training.streams import Stream, TextStreams, Windows, load_streams
@@ -86,9 +85,8 @@ class LanguageModelling:
         data.streams.tokenizer.save_pretrained(folder)
         if why_not_stock(model) is None:
             stock = folder.parent / "stock"
-            to_stock(model).save_pretrained(stock)
+            stock_form(model).save_pretrained(stock)
             data.streams.tokenizer.save_pretrained(stock)
-            write_json(stock / "smoothing.json", smoothing_of(model))
 
 
 def _shape(config: TrainConfig) -> DecoderConfig:

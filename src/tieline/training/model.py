@@ -4,7 +4,7 @@
 
 Attention, norms, embeddings, generation and saving are those of a stock family of transformers; the
 routing is the core's, so any router and gate can be trained. A model with a linear router and a
-top-k or smooth gate has the parameters of Mixtral exactly, and `to_stock` gives it back as one:
+top-k or smooth gate has the parameters of Mixtral exactly, and `stock_form` gives it back as one:
 whatever reads models of known families (capture, inspect, audit, smoothing) reads that.
 """
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from tieline.errors import UnsupportedModelError, require
+from tieline.hf.smooth import smooth_
 from tieline.routing.layer import MoE, moe
 from tieline.routing.routers import LinearRouter
 from tieline.routing.selective import SelectiveGate
@@ -28,6 +29,7 @@ __all__ = [
     "decoder",
     "moe_layers",
     "smoothing_of",
+    "stock_form",
     "to_stock",
     "why_not_stock",
 ]
@@ -147,6 +149,19 @@ def to_stock(model: SwitchForCausalLM) -> MixtralForCausalLM:
     stock.tie_weights()
     stock.config.architectures = ["MixtralForCausalLM"]
     return stock.train(model.training)
+
+
+def stock_form(model: SwitchForCausalLM) -> MixtralForCausalLM:
+    """What the model computes, as a stock model: smoothed by `smooth_` where it trained so.
+
+    A gate whose budget was annealed down to k is used as hard top-k. Every expert has a slot, so no
+    token's band is narrowed and the two compute the same.
+    """
+    stock, ramp = to_stock(model), smoothing_of(model)
+    if ramp is not None and ramp["budget"] > ramp["k"]:
+        slots = stock.config.num_local_experts
+        smooth_(stock, epsilon=ramp["epsilon"], a=ramp["a"], b=ramp["b"], k_max=slots)
+    return stock
 
 
 def why_not_stock(model: nn.Module) -> str | None:
