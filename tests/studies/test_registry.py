@@ -16,7 +16,8 @@ STATEMENTS = {
     "thmA.22 corA.23 lemA.25 lemA.27 corA.28 lemA.29 thm5.1 thmA.30 propA.31 thm5.3 "
     "sec6-smoothstep sec6-gate sec6-loss fig1 fig3 fig4 fig5 fig6-7 table1 table2 table3 table4 "
     "table5 table6 table8 secB.2",
-    2: "eq2 eq4 eq8 lem3 eq5 L1r eq11 eq13 def1 def2 prop1 thm2 thm4 thm5 thm6",
+    2: "eq2 eq4 eq8 lem3 eq5 L1r eq11 eq13 def1 def2 prop1 thm2 thm4 thm5 thm6 "
+    "table2 table3 table4 table5",
     3: "def3.1 def3.2 ex3.3 def3.4 def3.5 def3.6 sec3.5 prop4.2 thm4.5 thm4.5-cells "
     "thm4.5-supports ex4.6 rem4.7 def4.8 ex4.9 prop4.10 rem4.11 cor4.12 thm4.14 rem4.15 cor4.16 "
     "thm4.17 lem4.18 thm4.19 table1 rem4.20 ex4.21 asm4.22 prop4.24 rem4.25 thm4.26 thm4.27 "

@@ -2,5 +2,5 @@
 
 __all__ = ["MODULES"]
 
-MODULES = ["definitions", "identifiability", "bounds"]
+MODULES = ["definitions", "identifiability", "bounds", "tables"]
 """Files of this package that hold claims."""
