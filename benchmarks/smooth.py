@@ -1,10 +1,10 @@
 """What smooth routing costs in time: a forward pass of a model before and after `smooth_`.
 
-    python benchmarks/smooth.py [--rounds 30] [--budget 2.5] [--folder MODEL] [--json PATH]
+    python benchmarks/smooth.py [--rounds 30] [--budget 2.5] [--k-max 4] [--folder MODEL]
 
 Both models take turns within one process; every ratio is smoothed over original under the same
-implementation of the experts, with a 95 % interval from resampling rounds. `top-3` is the original
-with one expert more for every token, the plain way to spend the same kind of budget.
+implementation of the experts, with a 95 % interval from resampling rounds. `top-k+1` is the
+original with one expert more for every token, the plain way to spend the same kind of budget.
 """
 
 import argparse
@@ -24,9 +24,11 @@ TARGET = 1.3
 LENGTH, ROWS = 512, 8
 
 
-def contestants(model: Any, ids: torch.Tensor, budget: float | None) -> dict[str, Any]:
+def contestants(
+    model: Any, ids: torch.Tensor, budget: float | None, k_max: int | None
+) -> dict[str, Any]:
     smoothed, wider = copy.deepcopy(model), copy.deepcopy(model)
-    smooth_(smoothed, budget=budget, calibration=[ids])
+    smooth_(smoothed, budget=budget, calibration=[ids], k_max=k_max)
     for router in find_routers(wider).values():
         router.top_k += 1
     return {"original": model, "smoothed": smoothed, "top-k+1": wider}
@@ -57,6 +59,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--budget", type=float, default=None)
+    parser.add_argument("--k-max", type=int, default=None)
     parser.add_argument("--folder", default=None)
     parser.add_argument("--rows", type=int, default=ROWS)
     parser.add_argument("--json", default=None)
@@ -64,7 +67,7 @@ def main() -> None:
     loaded = load_model(options.folder, dtype="fp32")
     text = tokenise(loaded.tokenizer, shipped_text(), LENGTH * options.rows, LENGTH)
     ids = torch.stack(text.sequences)
-    models = contestants(loaded.model, ids, options.budget)
+    models = contestants(loaded.model, ids, options.budget, options.k_max)
     ratios = [
         row for name in IMPLEMENTATIONS for row in measured(models, ids, name, options.rounds)
     ]

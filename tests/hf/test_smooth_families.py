@@ -124,7 +124,7 @@ def test_every_implementation_of_the_experts_leaves_unused_slots_out(family):
     if not model._can_set_experts_implementation():
         names = [None]
     else:
-        names = ["eager", "batched_mm", "grouped_mm"]
+        names = ["eager", "batched_mm", "grouped_mm", "tieline"]
     smooth_(model, epsilon=0.3)
     handlers = [smoothing_of(m) for m in model.modules() if smoothing_of(m) is not None]
     outputs = []

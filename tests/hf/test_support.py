@@ -4,8 +4,10 @@ from pathlib import Path
 
 from tests.hf.tiny import SUPPORTED
 from tieline.hf import TRANSFORMERS_FAMILIES, Groups, RouterFamily, support_table
+from tieline.hf.support import smoothing_list
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
+SMOOTH_PAGE = PAGE.with_name("smooth.md")
 
 
 def test_the_committed_page_is_written_from_the_records():
@@ -29,3 +31,9 @@ def test_a_row_tells_the_facts_of_its_record():
         "| own | `R`, `S` | sigmoid + bias | two best experts | sigmoid, renormalised if `flag`, "
         "× `s` | no | a note |" in support_table((family,))
     )
+
+
+def test_the_page_of_smoothing_lists_every_family():
+    assert smoothing_list() in SMOOTH_PAGE.read_text(encoding="utf-8")
+    for family in TRANSFORMERS_FAMILIES:
+        assert family.name in smoothing_list()

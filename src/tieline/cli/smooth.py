@@ -60,7 +60,7 @@ def smooth(
     rounds: Annotated[int, typer.Option(help="Rounds to measure time in.", min=2)] = 12,
     experts: Annotated[
         str | None,
-        typer.Option(help="Implementation of the experts: tieline, grouped_mm, eager, ..."),
+        typer.Option(help="Experts to measure time with: tieline, grouped_mm, eager, ..."),
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ... or auto.")] = "cpu",
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")] = None,
@@ -113,8 +113,10 @@ class _Run:
         from tieline.hf.experts_setting import use_experts
         from tieline.hf.shipped import shipped_text
 
-        use_experts(loaded.model, experts)
-        self._loaded, self._batch_size = loaded, batch_size
+        before = getattr(loaded.model.config, "_experts_implementation", None)
+        use_experts(loaded.model, experts)  # refuses a name that cannot be set before any work
+        use_experts(loaded.model, before if experts else None)
+        self._loaded, self._experts, self._batch_size = loaded, experts, batch_size
         most = getattr(text_config(loaded.model), "max_position_embeddings", None)
         length = min(LONGEST, most) if isinstance(most, int) and most > 1 else LONGEST
         length = min(length, calibration, tokens)
@@ -139,6 +141,7 @@ class _Run:
         from tieline.audit.repair import repair_table
         from tieline.audit.repair_latency import smoothing_latency
         from tieline.audit.running import batches
+        from tieline.hf.experts_setting import use_experts
         from tieline.hf.smooth import smooth_
 
         plain = self._loaded.model
@@ -147,6 +150,8 @@ class _Run:
         options = {"batch_size": self._batch_size, "seed": seed, "progress": progress}
         table = repair_table(plain, self._smoothed, self._measured_on, **options)
         ids = next(batches(self._measured_on, self._batch_size))
+        for one in (plain, self._smoothed):  # the emulation sees only products of transformers' own
+            use_experts(one, self._experts)
         time = smoothing_latency(plain, self._smoothed, ids, rounds)
         return {
             "model": self._loaded.name,

@@ -2,8 +2,9 @@
 
 from tieline.hf.families import Groups, RouterFamily
 from tieline.hf.family_table import TRANSFORMERS_FAMILIES
+from tieline.hf.smooth_layers import refusal
 
-__all__ = ["support_table"]
+__all__ = ["smoothing_list", "support_table"]
 
 _INTRODUCTION = """\
 # Supported families
@@ -32,6 +33,22 @@ def support_table(families: tuple[RouterFamily, ...] = TRANSFORMERS_FAMILIES) ->
             "\n## Refused\n",
             *_table(["family", "router", "reason"]),
             *(_row(f.name, _code(f.routers), f.refused or "") for f in refused),
+            "",
+        ]
+    )
+
+
+def smoothing_list(families: tuple[RouterFamily, ...] = TRANSFORMERS_FAMILIES) -> str:
+    """Markdown: the families whose routers `smooth_` can smooth, and why it refuses the others."""
+    smoothed = sorted({family.name for family in families if refusal(family) is None})
+    refused = [family for family in families if refusal(family) is not None]
+    return "\n".join(
+        [
+            f"Smoothed: {len(smoothed)} families.\n",
+            ", ".join(f"`{name}`" for name in smoothed) + ".\n",
+            f"Refused by name: {len(refused)} kinds of routers.\n",
+            *_table(["family", "router", "reason"]),
+            *(_row(f.name, _code(f.routers), refusal(f) or "") for f in refused),
             "",
         ]
     )

@@ -13,7 +13,7 @@ from tieline.report.numbers import DASH, percent, short_names, significant, valu
 
 __all__ = ["smooth_facts", "smooth_view"]
 
-HEADINGS = ("precision", "KL before", "floor", "KL after", "floor", "lower by", "flips")
+HEADINGS = ("precision", "KL before", "floor", "KL after", "floor", "lower by (×)")
 
 
 def smooth_view(result: Mapping[str, Any]) -> RenderableType:
@@ -34,6 +34,9 @@ def smooth_facts(result: Mapping[str, Any]) -> list[str]:
         f"Loss: {significant(value_of(repair['loss']), 5)} before, changed by "
         f"{_signed(repair['loss_change'])} nats per token.",
         f"Smoothing itself moves the predictions by KL {significant(value_of(repair['moved']))}.",
+        "Tokens whose experts change in some layer: "
+        + "; ".join(map(_flips, repair["rows"]))
+        + ".",
         f"Time of a forward pass: {latency['ratio']:.2f} times the original ("
         f"{latency['low']:.2f} to {latency['high']:.2f}, {latency['implementation']} experts).",
         f"KL in nats per token of each model to itself in float32, {repair['tokens']:,} tokens in "
@@ -41,6 +44,11 @@ def smooth_facts(result: Mapping[str, Any]) -> list[str]:
     ]
     refused = result["smoothing"]["refused"]
     return words + [f"Not smoothed: {name}: {why}." for name, why in refused.items()]
+
+
+def _flips(row: Mapping[str, Any]) -> str:
+    before, after = value_of(row["flips_before"]), value_of(row["flips_after"])
+    return f"{row['name']} {percent(before)} before, {percent(after)} after"
 
 
 def _layers(result: Mapping[str, Any]) -> Table:
@@ -62,16 +70,13 @@ def _layers(result: Mapping[str, Any]) -> Table:
 def _repairs(repair: Mapping[str, Any]) -> Table:
     table = _table(HEADINGS)
     for row in repair["rows"]:
-        flips = f"{percent(value_of(row['flips_before']))}, {percent(value_of(row['flips_after']))}"
-        factor = value_of(row["factor"])
         table.add_row(
             str(row["name"]),
-            _with_error(row["before"]),
-            significant(value_of(row["before_floor"])),
-            _with_error(row["after"]),
-            significant(value_of(row["after_floor"])),
-            DASH if factor is None else f"{_with_error(row['factor'])} ×",
-            flips,
+            _with_error(row["before"], 2),
+            significant(value_of(row["before_floor"]), 2),
+            _with_error(row["after"], 2),
+            significant(value_of(row["after_floor"]), 2),
+            _with_error(row["factor"], 3),
         )
     return table
 
@@ -79,13 +84,13 @@ def _repairs(repair: Mapping[str, Any]) -> Table:
 def _table(headings: tuple[str, ...]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=False)
     for heading in headings:
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=True)
     return table
 
 
-def _with_error(estimate: Mapping[str, Any]) -> str:
+def _with_error(estimate: Mapping[str, Any], digits: int) -> str:
     error = estimate["standard_error"]
-    value = significant(value_of(estimate))
+    value = significant(value_of(estimate), digits)
     return value if error is None else f"{value} ± {significant(error, 2)}"
 
 
