@@ -40,6 +40,17 @@ def test_without_a_guess_starts_are_random_and_the_best_counts():
     assert found.misfit < 0.05
 
 
+def test_a_second_fit_to_more_samples_comes_nearer():
+    model = MoEModel("cosine", "softmax", "tanh", d=2, n_experts=2)
+    options = {"near": TRUTH, "radius": 0.1, "n": 500, "starts": 2}
+    x = torch.rand(40_000, 2, dtype=torch.float64) * 2 - 1
+    misfits = []
+    for refine in (0, 20_000):
+        found = population_minimiser(model, target, **options, refine=refine)
+        misfits.append((model.regression(found.params, x) - target(x)).square().mean())
+    assert misfits[1] < misfits[0]
+
+
 def test_too_small_a_sample_is_refused():
     with pytest.raises(TielineError, match="parameters"):
         population_minimiser(LINEAR, target, n=5)

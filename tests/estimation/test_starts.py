@@ -46,22 +46,30 @@ def test_random_starts_have_the_scale():
     assert starts.flatten().std().item() == pytest.approx(2.0, rel=0.05)
 
 
-@pytest.mark.parametrize("link", ["softmax", "sigmoid"])
-def test_a_split_truth_keeps_its_masses_and_under_softmax_its_function(link):
-    family = model(link=link)
+def test_a_split_truth_keeps_its_masses_and_its_function():
+    family = model()
     centre = truth(family)
     lifted = lift(family.with_experts(5), centre)
     assert lifted.n_experts == 5
-    mass = torch.exp if link == "softmax" else torch.sigmoid
-    torch.testing.assert_close(mass(lifted.bias).sum(), mass(centre.bias).sum())
+    torch.testing.assert_close(lifted.bias.exp().sum(), centre.bias.exp().sum())
     torch.testing.assert_close(lifted.bias[0], centre.bias[0])
-    if link == "softmax":
-        x = torch.rand(50, 2).double()
-        values = [family.regression(centre, x), family.with_experts(5).regression(lifted, x)]
-        torch.testing.assert_close(*values)
+    x = torch.rand(50, 2).double()
+    values = [family.regression(centre, x), family.with_experts(5).regression(lifted, x)]
+    torch.testing.assert_close(*values)
     with pytest.raises(TielineError, match="5 atoms do not fit into 3"):
         lift(family, lifted)
     torch.testing.assert_close(lift(family, centre).flatten(), centre.flatten())
+
+
+def test_a_copy_of_a_sigmoid_atom_with_a_gate_is_switched_off():
+    family = model(link="sigmoid")
+    centre = truth(family)
+    lifted = lift(family.with_experts(4), centre)
+    torch.testing.assert_close(lifted.bias[:3], centre.bias)
+    assert lifted.bias[3] == -6.0
+    x = torch.rand(50, 2).double()
+    values = [family.regression(centre, x), family.with_experts(4).regression(lifted, x)]
+    torch.testing.assert_close(*values, atol=0.2, rtol=0)
 
 
 @pytest.mark.parametrize("gate", ["linear", "cosine", "perturbed", "quadratic", "partial"])
@@ -104,4 +112,5 @@ def test_a_lifted_sigmoid_truth_has_the_same_parameters_otherwise():
     lifted = lift(family.with_experts(4), centre)
     torch.testing.assert_close(lifted.router[3], centre.router[2])
     assert lifted.bias[2] == lifted.bias[3]
+    torch.testing.assert_close(2 * lifted.bias[3].sigmoid(), centre.bias[2].sigmoid())
     assert lifted.bias[1] == centre.bias[1]

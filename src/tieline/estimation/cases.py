@@ -19,8 +19,8 @@ from tieline.estimation.starts import lift
 
 __all__ = ["Case", "as_case", "case_of", "describe_settings", "named_case"]
 
-POPULATION, POPULATION_STARTS = 20_000, 3
-"""Samples without noise and starts by which the population minimiser of a setting is found."""
+POPULATION, POPULATION_STARTS, REFINED = 10_000, 3, 300_000
+"""Samples without noise, starts, and samples of the last fit for the population minimiser."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,6 +142,7 @@ def _published(setting: Setting, seed: int, grid: Mapping[str, Any]) -> Case:
             near=lift(setting.fitted, truth),
             n=POPULATION,
             starts=POPULATION_STARTS,
+            refine=REFINED,
             seed=seed,
         )
         reference, misfit = found.params, found.misfit

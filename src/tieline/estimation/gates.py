@@ -98,7 +98,10 @@ def gate_weights(link: str, scores: PerExpert) -> PerExpert:
 
 def _normalised(vectors: Tensor, dim: int, tau: float) -> Tensor:
     """v/(‖v‖ + τ), 0 for v = 0."""
-    norm = torch.linalg.vector_norm(vectors, dim=dim, keepdim=True)
+    if dim == -2:  # over a short axis that is not the last, `vector_norm` is several times slower
+        norm = vectors.square().sum(dim=dim, keepdim=True).sqrt()
+    else:
+        norm = torch.linalg.vector_norm(vectors, dim=dim, keepdim=True)
     return vectors * _inverse(norm + tau)
 
 

@@ -10,7 +10,7 @@ A problem ends when what is left to gain is nothing beside the noise: with s² =
                                                     standard error (relative offset of Bates, Watts)
     kink         three steps in a row did not lower S and the same is at most (0.05)² p s²: S of
                  ReLU experts is a minimum at the inputs where an expert switches on
-    flat         five steps in a row gained less than 1e-4 s² each: a valley the data do not see
+    flat         five steps in a row gained less than 1e-3 s² each: a valley the data do not see
     exact        S <= 1e-26 Σ w y²: the data are fitted to rounding
     stalled      no step lowers S, though the model promises more than that
     unfinished   the steps ran out
@@ -34,7 +34,7 @@ __all__ = ["BOX", "Minimum", "Status", "levenberg_marquardt", "relative_offset"]
 BOX = 30.0
 FIRST_DAMPING, LEAST_DAMPING, MOST_DAMPING = 1e-3, 1e-12, 1e8
 FLOOR = 1e-9
-SLOW, SLOW_STEPS = 1e-4, 5
+SLOW, SLOW_STEPS = 1e-3, 5
 KINK, KINK_STEPS = 0.05, 3
 EXACT = 1e-26
 

@@ -47,6 +47,7 @@ def population_minimiser(
     radius: float = 0.1,
     n: int = 50_000,
     starts: int = 8,
+    refine: int = 0,
     law: LawName = "uniform",
     seed: int = 0,
 ) -> Population:
@@ -59,6 +60,8 @@ def population_minimiser(
         radius: of the starts near them.
         n: samples without noise.
         starts: how many; the first is `near` itself.
+        refine: samples of a second fit, from the best of the first; 0 for none. Ḡ has the sampling
+            error of a fit to so many samples, so they must be more than any study compares.
         law: of the inputs.
         seed: of sample and starts.
     """
@@ -72,6 +75,9 @@ def population_minimiser(
         begun = near.like(flat)
     found = fit(model, x, target(x), begun, quiet=True)
     best = found.best()
-    misfit = math.sqrt(max(best.loss.item(), 0.0))
-    agree = int((found.loss.clamp_min(0).sqrt() <= 1.01 * misfit + 1e-12).sum())
-    return Population(best.params, misfit, found, agree)
+    least = best.loss.clamp_min(0).sqrt()
+    agree = int((found.loss.clamp_min(0).sqrt() <= 1.01 * least + 1e-12).sum())
+    if refine:
+        x = draw_inputs(law, refine, model.d, seed + 1)
+        best = fit(model, x, target(x), best.params.expand(1), quiet=True).best()
+    return Population(best.params, math.sqrt(max(best.loss.item(), 0.0)), found, agree)

@@ -45,7 +45,8 @@ def _fit(plan: RatePlan, block: Block) -> FitResult:
     sample = plan.source.simulate(plan.truth, block.n, seeds, noise=plan.noise, law=plan.law)
     radius = radius_at(block.radius, block.n, shrink=plan.shrink)
     starts = near_truth(plan.centre, radius, [seed ^ 1 for seed in seeds], plan.starts)
-    found = fit(plan.model, sample.x, sample.y, starts, method=plan.method, quiet=True)
+    steps = {"iterations": plan.iterations} if plan.method == "lm" else {}
+    found = fit(plan.model, sample.x, sample.y, starts, method=plan.method, quiet=True, **steps)
     return found.best()
 
 

@@ -52,6 +52,7 @@ class RatePlan:
         shrink: whether starts shrink like n^-1/2, from their radius at n = 1000.
         starts: starts for each data set, of which the best counts.
         method: of fitting.
+        iterations: steps that Levenberg-Marquardt may try.
         seed: of everything drawn.
     """
 
@@ -71,6 +72,7 @@ class RatePlan:
     shrink: bool = False
     starts: int = 1
     method: Method = "lm"
+    iterations: int = 200
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -94,7 +96,7 @@ class RatePlan:
     def key(self) -> str:
         """Sixteen digits of a SHA-256 over all that a repetition depends on."""
         named = ("name", "noise", "law", "loss", "paper", "power", "shrink", "starts", "method")
-        facts = {name: getattr(self, name) for name in (*named, "seed")}
+        facts = {name: getattr(self, name) for name in (*named, "iterations", "seed")}
         for name in ("model", "source"):
             facts[name] = {k: _plain(v) for k, v in asdict(getattr(self, name)).items()}
         for name in ("truth", "reference"):

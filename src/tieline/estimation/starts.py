@@ -3,7 +3,7 @@
 near_truth      θ* + r ξ, ξ standard normal: the papers' start, whose r they do not state
 random_start    coordinates N(0, scale²)
 kmeans_start    centres of clusters as router rows, a linear fit in each cluster as expert
-lift            a truth of N* atoms as one of N > N* atoms, some split into equal shares
+lift            a truth of N* atoms as one of N > N* atoms, some split or switched off
 radius_at       r, or r √(1000/n) for a start that shrinks as fast as the estimate itself
 
 A start that shrinks like n^-1/2 makes every loss fall like n^-1/2, fitted or not.
@@ -23,6 +23,8 @@ __all__ = ["kmeans_start", "lift", "near_truth", "radius_at", "random_start"]
 
 REFERENCE = 1000
 """Sample size at which a shrinking start has its radius."""
+OFF = -6.0
+"""Bias under which a sigmoid gate is off, σ = .0025, and can still be moved."""
 
 
 def radius_at(radius: float, n: int, *, shrink: bool = False) -> float:
@@ -77,10 +79,11 @@ def kmeans_start(
 
 
 def lift(model: MoEModel, truth: MoEParameters) -> MoEParameters:
-    """The truth as a measure with the model's number of atoms, the last ones split.
+    """The truth as a measure with the model's number of atoms, the last ones repeated.
 
-    Masses exp β_0 (softmax) or σ(c) (sigmoid) are shared equally, so that the losses are zero. The
-    papers put the atoms without gate, which alone may be split under the sigmoid, last.
+    Under softmax, masses exp β_0 are shared equally and f does not change. Under the sigmoid that
+    is so for σ(c) of an atom without gate, which papers put last; one with a gate cannot be split,
+    and its copies are switched off (c = -6).
     """
     have, want = truth.n_experts, model.n_experts
     require(have <= want, f"{have} atoms do not fit into {want}")
@@ -88,10 +91,11 @@ def lift(model: MoEModel, truth: MoEParameters) -> MoEParameters:
     shares = torch.bincount(index, minlength=have)[index].to(truth.bias)
     lifted = truth.take(index)
     if model.link == "softmax":
-        bias = lifted.bias - shares.log()
-    else:
-        bias = torch.where(shares > 1, torch.logit(lifted.bias.sigmoid() / shares), lifted.bias)
-    return MoEParameters(lifted.router, bias, lifted.experts)
+        return MoEParameters(lifted.router, lifted.bias - shares.log(), lifted.experts)
+    gated, copy = (lifted.router != 0).any(-1), torch.arange(want) >= have
+    split = torch.where(shares > 1, torch.logit(lifted.bias.sigmoid() / shares), lifted.bias)
+    kept = torch.where(copy, OFF, lifted.bias)
+    return MoEParameters(lifted.router, torch.where(gated, kept, split), lifted.experts)
 
 
 def _normal(shape: tuple[int, ...], seed: int) -> Tensor:

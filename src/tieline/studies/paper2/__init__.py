@@ -2,5 +2,5 @@
 
 __all__ = ["MODULES"]
 
-MODULES = ["definitions", "identifiability", "bounds", "tables"]
+MODULES = ["definitions", "identifiability", "bounds", "rates", "tables"]
 """Files of this package that hold claims."""

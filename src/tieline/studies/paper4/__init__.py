@@ -2,5 +2,5 @@
 
 __all__ = ["MODULES"]
 
-MODULES = ["definitions", "identifiability", "bounds", "losses"]
+MODULES = ["definitions", "identifiability", "bounds", "losses", "rates"]
 """Files of this package that hold claims."""
