@@ -69,7 +69,9 @@ def test_larger_tables_are_fitted_in_samples_and_then_as_a_whole(monkeypatch):
         mixture_fit, "_refine", lambda *a: (sizes.append((len(a[1].x), len(a[2]))), refine(*a))[1]
     )
     found = fit_mixture(regression, rows, FitSettings(starts=2))
-    assert sizes == [(500, 2), (1200, 1), (3000, 1)]
+    assert sizes == [(500, 2), (500, 1), (1200, 1), (3000, 1)]
+    assert sorted(found.starts) == ["converged", "set aside"]
+    assert found.failed == 0
     assert found.error < 1.5 * floor
 
 

@@ -1,15 +1,16 @@
 """Least squares for a mixture of experts from several starts, on few rows first.
 
-Every start is fitted to a sample of rows; the best of them is refined on a larger sample and then
-on all rows, where it needs few steps. A table of up to `FIRST` rows is fitted at once.
+Up to `FIRST` rows are fitted at once from every start. Of more rows a sample is taken: all starts go
+`SCREEN` steps on it, the best goes on there, on a larger sample and then on all rows, where it needs
+few steps; the others are "set aside".
 
-The solver works in rounds. A start ends when the solver says that it has arrived, when a round
-lowers the loss by less than `tol` of it, when no step lowers it ("stalled": a kink of the loss), or
-when the steps run out ("unfinished").
+The solver works in rounds of a few steps. A start ends when the solver says that it has arrived or
+when a round lowers the loss by less than `tol` of it ("converged"), when no step lowers it
+("stalled": a kink of the loss), or when the steps run out ("unfinished").
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
@@ -25,8 +26,16 @@ __all__ = ["FitSettings", "MixtureFit", "fit_mixture"]
 FIRST, SECOND = 4096, 16384
 """Rows of the first and the second sample."""
 
-ROUND = 10
+SCREEN = 20
+"""Steps after which the starts on a sample are compared."""
+
+COARSE = 1e-2
+"""Tolerance on samples, which the rows that follow correct anyway."""
+
+ROUND = 5
 """Steps of a round."""
+
+ANSWERS = ("converged", "set aside")
 
 RIDGE, FEW_ROWS_RIDGE = 1e-10, 1e-3
 """Penalties in standard units: one that only settles ties, and one that replaces missing rows."""
@@ -50,7 +59,7 @@ class FitSettings:
 
     starts: int = 4
     max_iter: int = 200
-    tol: float = 1e-4
+    tol: float = 1e-3
     ridge: float | None = None
     seed: int = 0
 
@@ -82,11 +91,11 @@ class MixtureFit:
     @property
     def failed(self) -> int:
         """Starts that did not converge."""
-        return sum(word != "converged" for word in self.starts)
+        return sum(word not in ANSWERS for word in self.starts)
 
     def words(self) -> str:
         """How the starts that did not converge ended, as "2 unfinished, 1 stalled"."""
-        ends = Counter(word for word in self.starts if word != "converged")
+        ends = Counter(word for word in self.starts if word not in ANSWERS)
         return ", ".join(f"{count} {word}" for word, count in ends.items())
 
 
@@ -98,6 +107,11 @@ class _Refined:
     loss: Float[Tensor, " starts"]
     status: tuple[str, ...]
     iterations: tuple[int, ...]
+
+    def one(self, place: int) -> "_Refined":
+        """One of the starts."""
+        at = slice(place, place + 1)
+        return _Refined(self.theta[at], self.loss[at], self.status[at], self.iterations[at])
 
 
 def fit_mixture(regression: SharedGate, rows: Rows, settings: FitSettings) -> MixtureFit:
@@ -111,18 +125,30 @@ def fit_mixture(regression: SharedGate, rows: Rows, settings: FitSettings) -> Mi
     generator = torch.Generator().manual_seed(settings.seed)
     order = torch.randperm(len(rows.x), generator=generator)
     few = _sample(rows, order, FIRST)
-    found = _refine(
-        regression, few, mixture_starts(regression, few, settings.starts, generator), settings
-    )
-    best = int(found.loss.argmin())
-    theta, ended, steps = found.theta[best], found.status[best], found.iterations[best]
-    for size in (SECOND, len(rows.x)):
-        if len(few.x) < min(size, len(rows.x)):
-            few = _sample(rows, order, size)
-            once = _refine(regression, few, theta[None], settings)
-            theta, ended, steps = once.theta[0], once.status[0], steps + once.iterations[0]
-    starts = (*found.status[:best], ended, *found.status[best + 1 :])
-    return MixtureFit(theta, _error(regression, rows, theta), ended, starts, steps)
+    whole = len(few.x) == len(rows.x)
+    starts = mixture_starts(regression, few, settings.starts, generator)
+    first = settings if whole else replace(settings, max_iter=min(SCREEN, settings.max_iter))
+    found = _refine(regression, few, starts, first)
+    best = int(found.loss.nan_to_num(nan=torch.inf).argmin())
+    kept = found.one(best)
+    if not whole:
+        kept = _grown(regression, rows, order, kept, settings)
+    others = found.status if whole else ("set aside",) * len(starts)
+    ends = (*others[:best], kept.status[0], *others[best + 1 :])
+    error = _error(regression, rows, kept.theta[0])
+    return MixtureFit(kept.theta[0], error, kept.status[0], ends, kept.iterations[0])
+
+
+def _grown(
+    regression: SharedGate, rows: Rows, order: Tensor, kept: _Refined, settings: FitSettings
+) -> _Refined:
+    """The start that was kept, refined on samples of growing size and then on all rows."""
+    coarse = replace(settings, tol=max(settings.tol, COARSE))
+    for size in sorted({FIRST, min(SECOND, len(rows.x)), len(rows.x)}):
+        here = settings if size == len(rows.x) else coarse
+        done = _refine(regression, _sample(rows, order, size), kept.theta, here)
+        kept = replace(done, iterations=(kept.iterations[0] + done.iterations[0],))
+    return kept
 
 
 def _sample(rows: Rows, order: Tensor, size: int) -> Rows:
@@ -134,11 +160,12 @@ def _refine(
     regression: SharedGate, rows: Rows, theta: Float[Tensor, "starts p"], settings: FitSettings
 ) -> _Refined:
     """Rounds of the solver until every start has ended."""
+    penalty, running = settings.penalty(regression, rows), list(range(len(theta)))
     status, steps = ["unfinished"] * len(theta), [0] * len(theta)
-    theta, loss = theta.clone(), theta.new_full((len(theta),), torch.inf)
-    running = list(range(len(theta)))
+    theta = theta.clone()
+    loss = _problem(regression, rows, penalty, len(theta)).loss(theta, torch.tensor(running))
     while running:
-        problem = _problem(regression, rows, settings.penalty(regression, rows), len(running))
+        problem = _problem(regression, rows, penalty, len(running))
         left = settings.max_iter - max(steps[place] for place in running)
         found = levenberg_marquardt(problem, theta[running], iterations=min(ROUND, left), box=BOX)
         for at, place in enumerate(tuple(running)):

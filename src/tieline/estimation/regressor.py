@@ -52,8 +52,8 @@ class MoERegressor(RegressorMixin, MultiOutputMixin, BaseEstimator):
         activation: "linear", "relu", "gelu" or "tanh", of two-layer experts.
         tau: (τ1, τ2) of the perturbed cosine.
         n_init: starts; the first begins at a tree of linear models, the others at random.
-        max_iter: steps of each start on each sample of rows.
-        tol: a start ends when ten steps lower its loss by less than this share of it.
+        max_iter: steps of a start; those on samples of a large table are counted apart.
+        tol: a start ends when five steps lower its loss by less than this share of it.
         ridge: λ of the penalty λ‖θ‖² beside the mean squared error, in standard units; "auto" is
             1e-10, or 1e-3 with a warning where there are fewer distinct targets than parameters.
         selection: how "auto" counts experts: "cv" or "dendrogram" (`tieline.estimation.selection`).
@@ -87,7 +87,7 @@ class MoERegressor(RegressorMixin, MultiOutputMixin, BaseEstimator):
         tau: Any = (0.1, 0.1),
         n_init: Any = 4,
         max_iter: Any = 200,
-        tol: Any = 1e-4,
+        tol: Any = 1e-3,
         ridge: Any = "auto",
         selection: Any = "cv",
         max_experts: Any = 8,
