@@ -1,8 +1,8 @@
 """Least squares for a mixture of experts from several starts, on few rows first.
 
-Up to `FIRST` rows are fitted at once from every start. Of more rows a sample is taken: all starts go
-`SCREEN` steps on it, the best goes on there, on a larger sample and then on all rows, where it needs
-few steps; the others are "set aside".
+Up to `FIRST` rows are fitted at once from every start. Of more rows a sample is taken: all starts
+go `SCREEN` steps on it, the best goes on there, on a larger sample and then on all rows, where it
+needs few steps; the others are "set aside".
 
 The solver works in rounds of a few steps. A start ends when the solver says that it has arrived or
 when a round lowers the loss by less than `tol` of it ("converged"), when no step lowers it

@@ -2,5 +2,5 @@
 
 __all__ = ["MODULES"]
 
-MODULES = ["definitions", "identifiability", "bounds", "losses", "rates"]
+MODULES = ["definitions", "identifiability", "bounds", "losses", "rates", "attention"]
 """Files of this package that hold claims."""

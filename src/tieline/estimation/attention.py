@@ -1,0 +1,273 @@
+"""Sigmoid against softmax attention: how many samples a head needs to be learnt (paper 4).
+
+A teacher is one row of a head, B and v drawn by seed and the same for both kinds. Students of both
+kinds are fitted to samples of each teacher by least squares, in two families:
+
+    head       what a transformer learns: B and v
+    mixture    what paper 4 studies: a quadratic score and a linear expert for every token
+
+and each is judged by its distance to the teacher's function, and by the error of its experts (v, or
+all expert rows) against the best student of its own family, the population minimiser Ḡ: the teacher
+where the kinds agree.
+
+For a student that contains its teacher least squares is asymptotically normal: with I = E[∇f ∇fᵀ]
+
+    n E‖f̂ - f*‖² → ν rank I,        n E‖η̂ - η*‖² → ν tr (I⁺)_ηη
+
+where ν is the variance of the noise. Both kinds learn at n^-1/2; they differ by the constants.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tieline.errors import require
+from tieline.estimation.attention_head import AttentionHead
+from tieline.estimation.design import draw_inputs, draw_noise, repetition_seeds
+from tieline.estimation.fit import ModelRegression
+from tieline.estimation.levenberg import levenberg_marquardt
+from tieline.estimation.problem import LeastSquares, Regression
+from tieline.estimation.slope import Rate, fit_rate
+from tieline.routing.attention import AttentionKind
+
+__all__ = ["AttentionComparison", "StudentCurve", "compare_attention"]
+
+Family = Literal["head", "mixture"]
+KINDS: tuple[AttentionKind, ...] = get_args(AttentionKind)
+FAMILIES: tuple[Family, ...] = get_args(Family)
+POPULATION = 20_000
+"""Inputs over which norms, information and Ḡ are computed."""
+
+SEEN = 1e-10
+"""Roots of the information below this share of the largest belong to directions without trace."""
+
+RADIUS = 0.1
+"""Standard deviation of a start around Ḡ; it does not shrink with n."""
+
+
+@dataclass(frozen=True)
+class StudentCurve:
+    """Errors of one kind of student under one kind of teacher.
+
+    Attributes:
+        family: "head" or "mixture".
+        teacher: kind of the teacher.
+        student: kind of the student.
+        sizes: sample sizes n.
+        function: root mean square over repetitions of ‖f̂ - f*‖, for each n.
+        experts: root mean square over repetitions of ‖η̂ - η̄‖, for each n.
+        function_rate: power law of ‖f̂ - f*‖.
+        experts_rate: power law of ‖η̂ - η̄‖.
+        misfit: ‖f_Ḡ - f*‖, zero where the kinds agree.
+        predicted_function: √(ν rank I) where the kinds agree, else None.
+        predicted_experts: √(ν tr (I⁺)_ηη) where the kinds agree, else None.
+        condition: largest over smallest positive root of I where the kinds agree, else None.
+        failed: fits that did not converge.
+        fits: number of fits.
+    """
+
+    family: Family
+    teacher: AttentionKind
+    student: AttentionKind
+    sizes: tuple[int, ...]
+    function: tuple[float, ...]
+    experts: tuple[float, ...]
+    function_rate: Rate
+    experts_rate: Rate
+    misfit: float
+    predicted_function: float | None
+    predicted_experts: float | None
+    condition: float | None
+    failed: int
+    fits: int
+
+
+@dataclass(frozen=True)
+class AttentionComparison:
+    """All curves of a comparison and what they were asked with."""
+
+    curves: tuple[StudentCurve, ...]
+    tokens: int
+    width: int
+    noise: float
+    repetitions: int
+    seed: int
+
+    def curve(self, family: Family, teacher: AttentionKind, student: AttentionKind) -> StudentCurve:
+        """The curve of a family, teacher and student."""
+        for curve in self.curves:
+            if (curve.family, curve.teacher, curve.student) == (family, teacher, student):
+                return curve
+        raise KeyError(f"no curve of {family=}, {teacher=}, {student=}")
+
+    def sample_ratio(self, family: Family) -> float:
+        """Samples that softmax needs for each one of sigmoid, at equal error of the experts.
+
+        Each learns its own teacher; (c_softmax / c_sigmoid)² with c² = tr (I⁺)_ηη.
+        """
+        soft, sigmoid = (self.curve(family, kind, kind).predicted_experts for kind in KINDS)
+        assert soft is not None
+        assert sigmoid is not None
+        return (soft / sigmoid) ** 2
+
+
+def compare_attention(
+    sizes: Sequence[int] = (1000, 3000, 10_000, 30_000),
+    *,
+    repetitions: int = 16,
+    tokens: int = 3,
+    width: int = 2,
+    scale: float = 3.0,
+    noise: float = 0.1,
+    families: Sequence[Family] = FAMILIES,
+    others: bool = True,
+    seed: int = 0,
+) -> AttentionComparison:
+    """Students of both kinds under teachers of both kinds.
+
+    Args:
+        sizes: sample sizes, two or more.
+        repetitions: samples drawn at each size.
+        tokens: N >= 2 of a sequence.
+        width: D of a token.
+        scale: standard deviation of the entries of √D B; large enough that weights differ.
+        noise: standard deviation √ν; 0.1 in the paper.
+        families: "head", "mixture" or both.
+        others: whether students of the other kind than their teacher are fitted too.
+        seed: of teacher, inputs, noise and starts.
+    """
+    require(len(sizes) >= 2 and repetitions >= 1, f"need 2 sizes or more, got {sizes=}")
+    require(noise > 0 and scale > 0, f"noise and scale are positive, got {noise=}, {scale=}")
+    unknown = [family for family in families if family not in FAMILIES]
+    require(not unknown, f"families are among {FAMILIES}, got {unknown}")
+    theta = _teacher(width, scale, seed)
+    curves = []
+    for kind in KINDS:
+        teacher = _Teacher(AttentionHead(kind, tokens, width), theta, noise, seed)
+        samples = [teacher.samples(n, repetitions) for n in sizes]
+        curves += [
+            _curve(teacher, _student(teacher, family, student), samples)
+            for family in families
+            for student in KINDS
+            if others or student == kind
+        ]
+    return AttentionComparison(tuple(curves), tokens, width, noise, repetitions, seed)
+
+
+@dataclass(frozen=True)
+class _Teacher:
+    """A head with its parameters, and what is drawn from it."""
+
+    head: AttentionHead
+    theta: Float[Tensor, " p"]
+    noise: float
+    seed: int
+
+    def samples(self, n: int, repetitions: int) -> tuple[Tensor, Tensor]:
+        """Inputs (R, n, N·D), uniform on the cube as in the paper, and targets (R, n)."""
+        seeds = repetition_seeds(self.seed, n, repetitions)
+        x = draw_inputs("uniform", n, self.head.tokens * self.head.width, seeds)
+        exact = self.head.value(self.theta.expand(repetitions, -1), x)
+        return x, exact + self.noise * draw_noise(n, seeds)
+
+    def population(self, stream: int) -> tuple[Tensor, Tensor]:
+        """Many inputs (1, n, N·D) and f* there."""
+        width = self.head.tokens * self.head.width
+        x = draw_inputs("uniform", POPULATION, width, self.seed + stream)[None]
+        return x, self.head.value(self.theta[None], x)
+
+
+@dataclass(frozen=True)
+class _Student:
+    """A family to fit, where its experts are in a parameter vector, and Ḡ."""
+
+    family: Family
+    kind: AttentionKind
+    regression: Regression
+    experts: slice
+    reference: Float[Tensor, " p"]
+    misfit: float = 0.0
+
+
+def _teacher(width: int, scale: float, seed: int) -> Float[Tensor, " p"]:
+    """[vec B, v] with B of entries N(0, scale²/D) and v of unit length."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(width * (width + 1), dtype=torch.float64, generator=generator)
+    bilinear, value = drawn[: width**2], drawn[width**2 :]
+    return torch.cat([bilinear * scale / math.sqrt(width), value / value.norm()])
+
+
+def _student(teacher: _Teacher, family: Family, kind: AttentionKind) -> _Student:
+    """The family with its Ḡ: the teacher, or the fit of a large sample without noise."""
+    head = replace(teacher.head, kind=kind)
+    if family == "head":
+        student = _Student(family, kind, head, slice(head.width**2, None), teacher.theta)
+    else:
+        model = head.mixture()
+        gate = slice(model.n_experts * (model.router_width + 1), None)
+        start = head.as_mixture(teacher.theta).flatten()
+        student = _Student(family, kind, ModelRegression(model), gate, start)
+    if kind == teacher.head.kind:
+        return student
+    problem = LeastSquares(student.regression, *teacher.population(0))
+    found = levenberg_marquardt(problem, student.reference[None], iterations=400)
+    misfit = math.sqrt(found.loss.item() / POPULATION)
+    return replace(student, reference=found.theta[0], misfit=misfit)
+
+
+def _curve(
+    teacher: _Teacher, student: _Student, samples: Sequence[tuple[Tensor, Tensor]]
+) -> StudentCurve:
+    fits = [_errors(teacher, student, x, y) for x, y in samples]
+    sizes = tuple(x.shape[1] for x, _ in samples)
+    function, experts, failed = zip(*fits, strict=True)
+    agree = student.kind == teacher.head.kind
+    return StudentCurve(
+        student.family,
+        teacher.head.kind,
+        student.kind,
+        sizes,
+        tuple(error.square().mean().sqrt().item() for error in function),
+        tuple(error.square().mean().sqrt().item() for error in experts),
+        fit_rate(sizes, function, teacher.seed),
+        fit_rate(sizes, experts, teacher.seed),
+        student.misfit,
+        *(_constants(teacher, student) if agree else (None, None, None)),
+        failed=sum(failed),
+        fits=sum(len(x) for x, _ in samples),
+    )
+
+
+def _errors(
+    teacher: _Teacher, student: _Student, x: Tensor, y: Tensor
+) -> tuple[Tensor, Tensor, int]:
+    """‖f̂ - f*‖ and ‖η̂ - η̄‖ of each repetition, and how many did not converge."""
+    generator = torch.Generator().manual_seed(teacher.seed + x.shape[1])
+    kick = torch.randn(len(x), len(student.reference), dtype=x.dtype, generator=generator)
+    problem = LeastSquares(student.regression, x, y)
+    found = levenberg_marquardt(problem, student.reference + RADIUS * kick)
+    fresh, wanted = teacher.population(1)
+    away = [
+        (student.regression.value(one[None], fresh) - wanted).square().mean().sqrt()
+        for one in found.theta
+    ]
+    experts = (found.theta - student.reference)[:, student.experts].norm(dim=1)
+    return torch.stack(away), experts, int((~found.answered).sum())
+
+
+def _constants(teacher: _Teacher, student: _Student) -> tuple[float, float, float]:
+    """√(ν rank I), √(ν tr (I⁺)_ηη) and the condition number of I on its range."""
+    problem = LeastSquares(student.regression, *teacher.population(0))
+    first = torch.zeros(1, dtype=torch.long)
+    information = problem.normal(student.reference[None], first).gram[0] / POPULATION
+    roots, vectors = torch.linalg.eigh(information)
+    kept = roots > SEEN * roots[-1]
+    seen = vectors[student.experts][:, kept]
+    trace = (seen.square() / roots[kept]).sum().item()
+    rank, condition = int(kept.sum()), (roots[-1] / roots[kept][0]).item()
+    return teacher.noise * math.sqrt(rank), teacher.noise * math.sqrt(trace), condition
