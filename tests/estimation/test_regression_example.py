@@ -23,5 +23,4 @@ def test_the_mixture_wins_where_there_are_regions():
     names = head.split()[1:]
     scores = dict(zip(names, (float(word) for word in row.split()[1::3]), strict=True))
     assert names == ["linear", "mixture", "forest", "boosting"]
-    assert scores["mixture"] > 0.9
-    assert scores["mixture"] == max(scores.values())
+    assert scores["mixture"] > max(scores["forest"], scores["boosting"]) + 0.1
