@@ -97,8 +97,6 @@ PLANTED = {
     "p1-sec6-loss": ("paper1.budget.boundary_loss", scaled(-1)),
     "p1-secB.2": ("paper1.experiments.SmoothTopK", lambda real: lambda k, epsilon: TopK(k)),
     "p1-table1": ("paper1.experiments.gain_in_errors", scaled(0.1)),
-    # paper 4
-    "p4-sec2": ("paper4.attention.sigmoid_attention", scaled(1.001)),
 }  # fmt: skip
 
 

@@ -1,10 +1,6 @@
-"""Section 2 and Table 1 on attention heads: a row as a mixture, and who learns faster."""
-
-import torch
+"""Table 1 on attention heads: who learns faster."""
 
 from tieline.estimation.attention import AttentionComparison, StudentCurve, compare_attention
-from tieline.routing.attention import sigmoid_attention, softmax_attention
-from tieline.routing.attention_moe import attention_as_moe
 from tieline.studies.checks import at_least, at_most, near, none_of
 from tieline.studies.claim import Check, Evidence, Run, Verdict
 from tieline.studies.figure import chart, dots, line
@@ -12,40 +8,6 @@ from tieline.studies.registry import claim
 
 HALF = (-0.62, -0.40)
 """Slopes that count as n^-1/2 at these sample sizes."""
-
-
-@claim(
-    "p4-sec2",
-    "sec. 2",
-    "attention as a mixture",
-    statement="Each row of softmax or sigmoid self-attention is a mixture of experts: quadratic "
-    "affinity scores X M_ij Xᵀ, gate softmax or σ, and the linear expert X P_j for token j.",
-    tested="Every row of drawn heads with 5 tokens of width 3: attention against the router, gate "
-    "and experts of `attention_as_moe`, on the sequence itself and on others, in float64.",
-)
-def attention_is_a_mixture(run: Run) -> Evidence:
-    """Largest differences between attention and mixture, over rows and kinds."""
-    tokens, width = 5, 3
-    x, others = run.normal(tokens, width, stream=1), run.normal(20, tokens, width, stream=2)
-    maps = [run.normal(width, width, stream=3 + place) for place in range(3)]
-    here, elsewhere, quadratic = 0.0, 0.0, 0.0
-    for kind, attend in (("softmax", softmax_attention), ("sigmoid", sigmoid_attention)):
-        for row in range(tokens):
-            seen = attention_as_moe(x, *maps, row=row, kind=kind)
-            here = max(here, _apart(seen.output, attend(*(x @ w for w in maps))[row]))
-            wanted = attend(*(others @ w for w in maps))[:, row]
-            elsewhere = max(elsewhere, _apart(seen(others.flatten(1)), wanted))
-            flat = others.flatten(1)
-            scores = torch.einsum("nx,exy,ny->ne", flat, seen.router.matrices, flat)
-            quadratic = max(quadratic, _apart(scores, seen.router(flat)))
-    return Evidence(
-        [
-            at_most("row of attention against the mixture", here, 1e-12),
-            at_most("the same mixture on other sequences", elsewhere, 1e-11),
-            at_most("its scores against X A Xᵀ", quadratic, 1e-11),
-        ],
-        measured=max(here, elsewhere, quadratic),
-    )
 
 
 @claim(
@@ -136,7 +98,3 @@ def _figure(found: AttentionComparison) -> dict[str, object]:
             line(f"{kind}, from the information", curve.sizes, foretold, dashed=True),
         ]
     return chart("samples n", "error of v", series, x_scale="log", y_scale="log")
-
-
-def _apart(a: torch.Tensor, b: torch.Tensor) -> float:
-    return (a - b).abs().max().item()
