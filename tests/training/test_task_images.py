@@ -8,10 +8,12 @@ from safetensors.torch import load_file
 
 from tests.training.real_data import shared
 from tieline.errors import TielineError
+from tieline.routing import MoE
 from tieline.training import task_images
 from tieline.training.config import DecoderConfig
 from tieline.training.data_pacs import DomainImages
 from tieline.training.engine import run
+from tieline.training.fetch import DataError
 from tieline.training.image_models import MixtureClassifier, MixtureConfig, PatchConfig
 from tieline.training.images import Images
 from tieline.training.recipes_images import (
@@ -20,9 +22,11 @@ from tieline.training.recipes_images import (
     cifar10_paper,
     cifar10_small,
     domain_gate,
+    pacs_paper,
     pacs_small,
 )
 from tieline.training.task_images import DomainTask, image_model, left_out
+from tieline.training.vision_transformers import VisionTransformerConfig
 
 
 def domains(n=40, side=8):
@@ -85,7 +89,7 @@ TINY = PatchConfig(layers=1, routed=1, d_model=8, heads=2, d_hidden=8, side=8)
 
 @pytest.mark.parametrize("gate", DOMAIN_GATES)
 def test_a_run_trains_scores_and_saves(gate, tmp_path, monkeypatch):
-    monkeypatch.setattr(task_images, "load_pacs", lambda path: domains())
+    monkeypatch.setattr(task_images, "load_pacs", lambda *_, **__: domains())
     config = pacs_small(gate, "photo").replace(model=TINY, optim__steps=3, optim__batch=8)
     result = run(config, tmp_path / "run")
     assert result.scores["out"]["images"] == 10
@@ -99,7 +103,7 @@ def test_a_run_trains_scores_and_saves(gate, tmp_path, monkeypatch):
 
 
 def test_the_order_of_the_gates_and_the_split_depend_on_the_seed_alone(monkeypatch):
-    monkeypatch.setattr(task_images, "load_pacs", lambda path: domains())
+    monkeypatch.setattr(task_images, "load_pacs", lambda *_, **__: domains())
     small = {"model": TINY, "optim__steps": 3, "optim__batch": 8}
     first, second = (
         DomainTask().data(pacs_small(gate, "photo").replace(seed=5, **small)).train
@@ -135,3 +139,32 @@ def test_cifar10_is_cut_to_the_number_of_images_that_is_asked_for(monkeypatch):
         model=MixtureConfig(layers=1, n_experts=8, d_hidden=2, side=8, classes=7)
     )
     assert isinstance(task_images.ImageTask().model(small), MixtureClassifier)
+
+
+VIT = VisionTransformerConfig(
+    layers=2, routed=1, d_model=16, d_hidden=16, heads=2, side=8, patch=4, pretrained=None
+)
+
+
+def test_the_papers_form_routes_the_last_networks_and_names_what_is_missing(tmp_path, monkeypatch):
+    config = pacs_paper("perturbed", "sketch")
+    assert config.model == VisionTransformerConfig()
+    assert (config.model.layers, config.model.n_experts, config.gate.k) == (12, 6, 2)
+    monkeypatch.setenv("TIELINE_DATA", str(tmp_path))
+    (tmp_path / "pacs").mkdir()
+    with pytest.raises(DataError, match=r"PACS is not at .*pacs224\.npz"):
+        DomainTask().data(config)
+    model = image_model(config.replace(model=VIT))
+    layers = [name for name, module in model.named_modules() if isinstance(module, MoE)]
+    assert len(layers) == 1
+    assert ".1." in layers[0]
+    pixels = torch.randint(0, 256, (3, 8, 8, 3), dtype=torch.uint8)
+    output = model(pixels=pixels, labels=torch.tensor([0, 1, 6]))
+    assert output.logits.shape == (3, 7)
+    output.loss.backward()
+
+
+def test_images_of_another_size_than_the_models_are_refused(monkeypatch):
+    monkeypatch.setattr(task_images, "load_pacs", lambda *_, **__: domains(side=16))
+    with pytest.raises(DataError, match=r"takes 8² pixels, got \(16, 16\)"):
+        DomainTask().data(pacs_small("cosine", "photo").replace(model=TINY))

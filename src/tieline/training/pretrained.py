@@ -22,7 +22,7 @@ def local_checkpoint(name: str) -> Path | None:
         return Path(name)
     try:
         found = snapshot_download(name, allow_patterns=WANTED, local_files_only=True)
-    except (LocalEntryNotFoundError, OSError):
+    except (LocalEntryNotFoundError, OSError, ValueError):
         return None
     return Path(found) if (Path(found) / "config.json").is_file() else None
 

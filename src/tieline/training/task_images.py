@@ -16,6 +16,7 @@ from tieline.errors import ParameterError, require
 from tieline.training.config import TrainConfig
 from tieline.training.data_cifar10 import load_cifar10
 from tieline.training.data_pacs import DomainImages, load_pacs
+from tieline.training.fetch import DataError, shared_folder
 from tieline.training.image_items import ImageItems, epochs, scored
 from tieline.training.image_models import (
     MixtureClassifier,
@@ -24,7 +25,12 @@ from tieline.training.image_models import (
     PatchConfig,
 )
 from tieline.training.images import Images
+from tieline.training.pretrained import fetch_checkpoint
 from tieline.training.tasks import register_task
+from tieline.training.vision_transformers import (
+    RoutedVisionTransformer,
+    VisionTransformerConfig,
+)
 
 __all__ = ["DOMAINS", "IMAGES", "DomainTask", "ImageData", "ImageTask", "image_model", "left_out"]
 
@@ -76,15 +82,19 @@ class DomainTask(ImageTask):
     """PACS with a domain left out.
 
     Options of the data: `out`, name of the domain that is not trained on; `held_out`, share of the
-    images of the others that are kept for validation (0.2, DomainBed's); `path` of the file.
+    images of the others that are kept for validation (0.2, DomainBed's); `file`, name of a file in
+    the folder of PACS that is not the known one, for images of another size.
     """
 
     def data(self, config: TrainConfig) -> ImageData:
         """The domains but one in training order, the one, and held-out images of the others."""
         options = config.data.options
         require(config.data.name == "pacs", f"no domains are called {config.data.name!r}")
-        path = options.get("path")
-        every = load_pacs(None if path is None else Path(path))
+        file = options.get("file")
+        every = (
+            load_pacs() if file is None else load_pacs(shared_folder("pacs") / file, known=False)
+        )
+        _check_side(every.images, config)
         out, share = options["out"], options.get("held_out", 0.2)
         train, held, test = left_out(every, out, share, config.seed)
         items = epochs(train, config.optim.steps * config.optim.batch, config.seed)
@@ -116,11 +126,22 @@ def left_out(
     return every.images.take(train), every.images.take(held), every.images.take(test)
 
 
+def _check_side(images: Images, config: TrainConfig) -> None:
+    """Refuse images of another size than the model's; fetch the weights that it starts from."""
+    wanted, sizes = getattr(config.model, "side", None), tuple(images.pixels.shape[1:3])
+    require(sizes == (wanted, wanted), f"the model takes {wanted}² pixels, got {sizes}", DataError)
+    pretrained = getattr(config.model, "pretrained", None)
+    if pretrained is not None:
+        fetch_checkpoint(pretrained)
+
+
 def image_model(config: TrainConfig) -> nn.Module:
     """The classifier of the kind that the configuration's shape stands for."""
     shape = config.model
     if isinstance(shape, MixtureConfig):
         return MixtureClassifier(shape, config.gate)
+    if isinstance(shape, VisionTransformerConfig):
+        return RoutedVisionTransformer(shape, config.gate)
     require(isinstance(shape, PatchConfig), f"{type(shape).__name__} is no shape for images")
     assert isinstance(shape, PatchConfig)
     return PatchClassifier(shape, config.gate)

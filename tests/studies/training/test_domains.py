@@ -61,7 +61,7 @@ def test_an_incomplete_table_is_refused_and_one_seed_has_no_deviation():
 
 
 def test_runs_are_made_once_and_read_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(task_images, "load_pacs", lambda path: domains())
+    monkeypatch.setattr(task_images, "load_pacs", lambda *_, **__: domains())
     small = {"model": TINY, "optim__steps": 2, "optim__batch": 8}
     monkeypatch.setattr(study, "pacs_small", lambda g, o: pacs_small(g, o).replace(**small))
     told = []

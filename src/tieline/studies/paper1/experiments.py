@@ -196,8 +196,8 @@ def table_one(run: Run) -> Evidence:
     tested="Averages and gains recomputed from the printed rows; the spread of the tasks beside "
     "them.",
     expected=Verdict.UNTESTABLE,
-    untestable="needs BERT-large, GLUE and accelerators; to run it: `tieline upcycle` on a BERT "
-    "with a smooth and a hard gate, five seeds each",
+    untestable="needs BERT-large, GLUE and accelerators; to run it: `tieline train "
+    "glue-paper-cola-smooth50-k2` and its sisters (mrpc, rte; smoe, remoe; k4), five seeds each",
 )
 def table_two(run: Run) -> Evidence:
     """Arithmetic of the table."""
@@ -237,8 +237,9 @@ def table_two(run: Run) -> Evidence:
     tested="Averages recomputed from the printed rows. SmoothGMoE's is 67.452, printed as 67.4: "
     "the gain is 0.61.",
     expected=Verdict.UNTESTABLE,
-    untestable="needs a pretrained ViT-S/16, DomainBed and accelerators; to run it: `tieline "
-    "upcycle` on the ViT with a smooth and a hard gate, five seeds each",
+    untestable="needs a pretrained ViT-S/16, DomainBed and accelerators; to run it on PACS: "
+    "`tieline train pacs-paper-smooth-sketch` and `pacs-paper-cosine-sketch`, every domain, five "
+    "seeds each; `pacs-small-smooth-sketch` is the form that runs here",
 )
 def table_three(run: Run) -> Evidence:
     """Arithmetic of the table."""
