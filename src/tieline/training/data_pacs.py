@@ -57,8 +57,8 @@ def load_pacs(path: Path | None = None, *, known: bool = True) -> DomainImages:
     place = shared_folder("pacs") / FILE if path is None else path
     require(
         place.is_file(),
-        f"PACS is not at {place}: it cannot be fetched; make {FILE} with the arrays x (images, 32, "
-        "32, 3) uint8, y, domain, classes and domains",
+        f"PACS is not at {place}: it cannot be fetched; make {place.name} with the arrays x "
+        "(images, side, side, 3) uint8, y, domain, classes and domains",
         DataError,
     )
     if known:

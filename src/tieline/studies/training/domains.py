@@ -110,6 +110,7 @@ def leave_one_out(
     gates: Sequence[str] = DOMAIN_GATES,
     domains: Sequence[str] = DOMAINS,
     seeds: Sequence[int] = (0, 1, 2),
+    steps: int | None = None,
     progress: Progress | None = None,
 ) -> list[DomainScore]:
     """Train every gate on every domain and seed, seed by seed; finished runs are read again.
@@ -119,6 +120,7 @@ def leave_one_out(
         gates: names of `recipes_images`.
         domains: those that are left out, one after the other.
         seeds: of weights, batches and splits.
+        steps: of each run, where it is not the recipe's number; a folder holds runs of one number.
         progress: told a stage, how much of it is done, and of how much.
     """
     plans = [(gate, out, seed) for seed in seeds for out in domains for gate in gates]
@@ -127,6 +129,8 @@ def leave_one_out(
         if progress is not None:
             progress("runs", done, len(plans))
         config = pacs_small(gate, out).replace(seed=seed)
+        if steps is not None:
+            config = config.replace(optim__steps=steps)
         place = folder / f"{config.recipe}-{seed}"
         known = (place / "config.json").is_file()
         result = run(config, place, resume=known)
