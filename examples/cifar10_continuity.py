@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from tieline.report.continuity_figure import continuity_figure_bytes
+from tieline.routing import MoE
 from tieline.studies.training.continuity import layer_inputs, measure_continuity
 from tieline.training.data_cifar10 import load_cifar10
 from tieline.training.recipes_images import CIFAR10_GATES, cifar10_small
@@ -34,7 +35,9 @@ print(
     "layer       ε  gate     jump at 1e-9: median, largest  exponent  events: worst  slope  experts"
 )
 for place, (path, given) in enumerate(inputs.items(), start=1):
-    record = measure_continuity(model.get_submodule(path), given, name=f"layer {place}")
+    layer = model.get_submodule(path)
+    assert isinstance(layer, MoE)
+    record = measure_continuity(layer, given, name=f"layer {place}")
     found.append(record.to_dict())
     for label, gate in record.gates.items():
         jumps = f"{gate.median[0]:18.1e} {gate.largest[0]:8.1e}"

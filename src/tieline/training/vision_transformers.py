@@ -70,8 +70,8 @@ class RoutedVisionTransformer(nn.Module):
             intermediate_size=shape.d_hidden,
             image_size=shape.side,
             patch_size=shape.patch,
-            num_labels=shape.classes,
         )
+        config.num_labels = shape.classes
         place = None if shape.pretrained is None else local_checkpoint(shape.pretrained)
         if place is None:
             self.vit = ViTForImageClassification(config)
