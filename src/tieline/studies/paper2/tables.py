@@ -13,8 +13,9 @@ LANGUAGE = (
     "has their table"
 )
 DOMAINS = (
-    "needs a pretrained ViT-S/16, DomainBed and accelerators; the small form, `tieline train "
-    "pacs-small-GATE-DOMAIN`, trains a small transformer from nothing at 32×32"
+    "needs a pretrained ViT-S/16, DomainBed and accelerators; to run it on PACS: `tieline train "
+    "pacs-paper-perturbed-sketch` and its sisters; the small form, `tieline train "
+    "pacs-small-GATE-DOMAIN`, trains a small transformer from nothing at 32×32 (docs/vision.md)"
 )
 
 
