@@ -156,7 +156,8 @@ def _ball(row: Tensor, unit: Tensor, length: Tensor, r: Tensor) -> tuple[Tensor,
 def _gate(model: MoEModel, score: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gate function with two derivatives."""
     if model.link == "softmax":
-        return (score.exp(),) * 3
+        g = score.exp()
+        return g, g, g
     g = score.sigmoid()
     slope = g * (1 - g)
     return g, slope, slope * (1 - 2 * g)

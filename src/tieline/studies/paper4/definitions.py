@@ -7,8 +7,10 @@ from torch import Tensor, nn
 from torch.func import jacrev, vmap
 
 from tieline.estimation import MoEModel, MoEParameters
+from tieline.estimation.gates import GateName, LinkName
 from tieline.routing import QuadraticRouter, Sigmoid, Softmax
 from tieline.routing.attention_moe import attention_as_moe
+from tieline.routing.gates import Gate
 from tieline.studies.checks import at_least, at_most
 from tieline.studies.claim import Evidence, Run, Verdict
 from tieline.studies.paper2.problems import drawn, inputs
@@ -56,8 +58,10 @@ def model(run: Run) -> Evidence:
     """Model against routing core."""
     worst = []
     x = inputs(run, 300, 3)
-    for gate, kind in (("quadratic", "full"), ("partial", "partial")):
-        for link, layer in (("sigmoid", Sigmoid()), ("softmax", Softmax())):
+    scores: list[tuple[GateName, str]] = [("quadratic", "full"), ("partial", "partial")]
+    links: list[tuple[LinkName, Gate]] = [("sigmoid", Sigmoid()), ("softmax", Softmax())]
+    for gate, kind in scores:
+        for link, layer in links:
             family = MoEModel(gate, link, "relu", 3, 4)
             params = drawn(run, family)
             router = core_router(params, kind)

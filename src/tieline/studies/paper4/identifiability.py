@@ -93,8 +93,12 @@ def partial_strong(run: Run) -> Evidence:
 def weak_checks(run: Run, gate) -> list[Check]:
     """Dependent first derivatives at generic parameters and at proportional experts."""
     x, checks = inputs(run, 600, 2), []
-    forms = {"two-layer GELU": LAYERED["two-layer GELU"], "u²": {"expert": "polynomial"},
-             "ReLU": {"expert": "relu"}, "tanh": {"expert": "tanh"}}  # fmt: skip
+    forms: dict[str, dict] = {
+        "two-layer GELU": LAYERED["two-layer GELU"],
+        "u²": {"expert": "polynomial"},
+        "ReLU": {"expert": "relu"},
+        "tanh": {"expert": "tanh"},
+    }
     for name, form in forms.items():
         model = family(gate, **form)
         generic = dependent(rank_test(model, generic_atoms(model, 2), "weak", x))
