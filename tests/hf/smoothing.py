@@ -66,8 +66,9 @@ def tie_router(router, point, order):
 
 
 def ffn_router(model):
-    """Name of the last router of a feed-forward block, which can be called by itself."""
-    return [name for name in find_routers(model) if "attention" not in name][-1]
+    """Name of the last router of a feed-forward block that text runs through."""
+    elsewhere = ("attention", "vision")
+    return [n for n in find_routers(model) if not any(word in n for word in elsewhere)][-1]
 
 
 class Layer:
