@@ -31,12 +31,19 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show size, data and time of the run, train nothing.")
     ] = False,
+    expert_ranks: Annotated[
+        int | None,
+        typer.Option(help="Under torchrun: processes that share the experts of a layer.", min=1),
+    ] = None,
     list_recipes: Annotated[bool, typer.Option("--list", help="Show the recipes.")] = False,
     seed: Seed = 0,
     json_to: Json = None,
     debug: Debug = False,
 ) -> None:
-    """Train a model by a recipe: language, images or sentence pairs, with any of the gates."""
+    """Train a model by a recipe: language, images or sentence pairs, with any of the gates.
+
+    Started by torchrun, the processes train together: experts spread over them, the rest cut.
+    """
     outputs = Outputs(json=json_to)
     outputs.check()
     from transformers.utils import logging
@@ -53,7 +60,8 @@ def train(
     if dry_run:
         _dry_run(config, outputs)
     else:
-        _run(config, out or Path("runs") / f"{recipe}-{seed}", resume, outputs)
+        folder = out or Path("runs") / f"{recipe}-{seed}"
+        _run(config, folder, resume, expert_ranks, outputs)
 
 
 def _made(recipes: dict[str, Any]) -> dict[str, Any]:
@@ -68,13 +76,25 @@ def _dry_run(config: Any, outputs: Outputs) -> None:
     _show(found, plan_lines(found), outputs)
 
 
-def _run(config: Any, folder: Path, resume: bool, outputs: Outputs) -> None:
+def _run(
+    config: Any, folder: Path, resume: bool, expert_ranks: int | None, outputs: Outputs
+) -> None:
     from tieline.training.engine import run
+    from tieline.training.parallel.processes import is_parallel
+    from tieline.training.parallel.run import run_parallel
 
     with progress_bars() as progress:
-        result = run(config, folder, resume=resume, progress=progress).to_dict()
-    result["folder"] = str(folder)
-    _show(result, result_lines(result), outputs)
+        options = {"resume": resume, "progress": progress}
+        if is_parallel():
+            found = run_parallel(config, folder, expert_ranks=expert_ranks, **options)
+        else:
+            require(
+                expert_ranks in (None, 1), "--expert-ranks needs processes: start with torchrun"
+            )
+            found = run(config, folder, **options)
+    if found is not None:  # only the first process has a result to show
+        result = found.to_dict() | {"folder": str(folder)}
+        _show(result, result_lines(result), outputs)
 
 
 def _show(found: dict[str, Any], lines: list[str], outputs: Outputs) -> None:

@@ -54,10 +54,14 @@ class SparsityController:
 
         That is 0 for the first `warmup` updates.
         """
+        return self.move((weights != 0).double().mean().item() * self.n_experts)
+
+    def move(self, in_use: float) -> float:
+        """The same from the mean number of experts in use, which may be that of many processes."""
         self.steps += 1
         if self.steps <= self.warmup:
             return 0.0
-        excess = (weights != 0).double().mean().item() * self.n_experts - self.k
+        excess = in_use - self.k
         if excess != 0:
             self.coefficient *= self.growth if excess > 0 else 1 / self.growth
         return self.coefficient

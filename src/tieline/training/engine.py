@@ -26,7 +26,7 @@ from tieline.training.fetch import DataError
 from tieline.training.tasks import task_of
 from tieline.training.trainer import RoutingTrainer, training_arguments
 
-__all__ = ["Plan", "TrainResult", "plan", "run"]
+__all__ = ["Plan", "TrainResult", "parameter_count", "plan", "prepare_folder", "run"]
 
 Report = Callable[[str, int, int], None]
 """Told a stage, how much of it is done, and of how much."""
@@ -98,7 +98,7 @@ def run(
         progress: told the stages.
     """
     tell = progress or (lambda stage, done, of: None)
-    checkpoint = _prepare_folder(config, out, resume)
+    checkpoint = prepare_folder(config, out, resume)
     if resume and (out / "result.json").is_file():
         return TrainResult(**read_json(out / "result.json"))
     task = task_of(config)
@@ -122,7 +122,7 @@ def run(
     model.eval()
     result = TrainResult(
         config=config.to_dict(),
-        parameters=_parameters(model),
+        parameters=parameter_count(model),
         data=data.about,
         scores=task.evaluate(model, data, config),
         seconds=seconds,
@@ -145,10 +145,12 @@ def plan(config: TrainConfig, progress: Report | None = None) -> Plan:
     try:
         data = task.data(config)
     except DataError as problem:
-        return Plan(config.to_dict(), _parameters(model), f"absent: {problem}", None, None)
+        return Plan(config.to_dict(), parameter_count(model), f"absent: {problem}", None, None)
     tell("time", 0, 1)
     step = _step_seconds(model, data.train, config.optim.batch)
-    return Plan(config.to_dict(), _parameters(model), data.about, step, step * config.optim.steps)
+    return Plan(
+        config.to_dict(), parameter_count(model), data.about, step, step * config.optim.steps
+    )
 
 
 def _step_seconds(model: nn.Module, data: Any, batch: int) -> float:
@@ -165,7 +167,7 @@ def _step_seconds(model: nn.Module, data: Any, batch: int) -> float:
     return min(found) * batch / micro
 
 
-def _prepare_folder(config: TrainConfig, out: Path, resume: bool) -> Path | None:
+def prepare_folder(config: TrainConfig, out: Path, resume: bool) -> Path | None:
     """The checkpoint to begin at; refuses the folder of another run."""
     known = out / "config.json"
     if not resume:
@@ -188,5 +190,6 @@ def _prepare_folder(config: TrainConfig, out: Path, resume: bool) -> Path | None
     return last_checkpoint(out)
 
 
-def _parameters(model: nn.Module) -> int:
+def parameter_count(model: nn.Module) -> int:
+    """Number of parameters."""
     return sum(p.numel() for p in model.parameters())

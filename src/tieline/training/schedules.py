@@ -7,19 +7,21 @@ k*(t)          constant, linear down to k, constant (paper 1, section 7.5)
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
-import torch
-from jaxtyping import Float
-from torch import Tensor, nn
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from tieline.routing.collect import LayerRouting
 from tieline.routing.gates import Gate
 from tieline.routing.layer import MoE
+from tieline.routing.losses import Counts
 from tieline.routing.smooth import SmoothTopK
 from tieline.training.config import GateConfig, OptimConfig
 from tieline.training.controllers import BudgetSchedule, SparsityController
 
-__all__ = ["GateSchedule", "epsilon_share", "is_epsilon", "rate_share"]
+__all__ = ["GateSchedule", "epsilon_share", "is_epsilon", "rate_scheduler", "rate_share"]
 
 
 def rate_share(step: int, optim: OptimConfig) -> float:
@@ -33,6 +35,15 @@ def rate_share(step: int, optim: OptimConfig) -> float:
 def epsilon_share(step: int, optim: OptimConfig) -> float:
     """Share of ε's own rate at a step."""
     return min(1.0, (step + 1) / max(1, optim.warmup))
+
+
+def rate_scheduler(optimizer: Optimizer, optim: OptimConfig) -> LambdaLR:
+    """Warm-up and cosine for the weights, warm-up alone for the groups marked "epsilon"."""
+    shares = [
+        partial(epsilon_share if group.get("epsilon") else rate_share, optim=optim)
+        for group in optimizer.param_groups
+    ]
+    return LambdaLR(optimizer, shares)
 
 
 def is_epsilon(name: str) -> bool:
@@ -75,10 +86,23 @@ class GateSchedule:
             return 0.0
         return self.sparsity.coefficient
 
-    def end(self, step: int, records: Sequence[LayerRouting]) -> None:
-        """Move λ by what this step's layers did."""
+    def end(
+        self,
+        step: int,
+        records: Sequence[LayerRouting],
+        counts: Sequence[Counts] | None = None,
+    ) -> None:
+        """Move λ by how many experts this step's tokens used, on average over layers.
+
+        Args:
+            step: counted from 0.
+            records: what the layers did here.
+            counts: what they did in all processes; by default this one is alone.
+        """
         if self.sparsity is not None and step >= self.dense_until:
-            self.sparsity.update(torch.cat([_rows(record) for record in records]))
+            found = counts or [Counts.of(record.routing.weights) for record in records]
+            assigned = sum(count.assigned.sum().item() for count in found)
+            self.sparsity.move(assigned / sum(count.tokens.item() for count in found))
 
     def state(self) -> dict[str, float]:
         """What a checkpoint keeps."""
@@ -88,8 +112,3 @@ class GateSchedule:
         """Go on from a checkpoint."""
         if self.sparsity is not None:
             self.sparsity.coefficient = float(state["coefficient"])
-
-
-def _rows(record: LayerRouting) -> Float[Tensor, "tokens experts"]:
-    weights = record.routing.weights.detach()
-    return weights.reshape(-1, weights.shape[-1])

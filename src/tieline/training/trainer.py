@@ -5,7 +5,6 @@ activation checkpointing repeats in the backward pass is not counted again (`rou
 """
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,7 +23,7 @@ from tieline.training.checkpoint import (
     save_optimizer,
 )
 from tieline.training.config import TrainConfig
-from tieline.training.schedules import GateSchedule, epsilon_share, is_epsilon, rate_share
+from tieline.training.schedules import GateSchedule, is_epsilon, rate_scheduler
 
 __all__ = ["RoutingTrainer", "parameter_groups", "training_arguments"]
 
@@ -115,13 +114,8 @@ class RoutingTrainer(Trainer):
         """Warm-up and cosine for the weights, warm-up alone for ε."""
         if self.lr_scheduler is None:
             chosen = optimizer or self.optimizer
-            shares = [
-                partial(
-                    epsilon_share if group.get("epsilon") else rate_share, optim=self.config.optim
-                )
-                for group in chosen.param_groups
-            ]
-            self.lr_scheduler = LambdaLR(getattr(chosen, "optimizer", chosen), shares)
+            plain = getattr(chosen, "optimizer", chosen)
+            self.lr_scheduler = rate_scheduler(plain, self.config.optim)
             self._created_lr_scheduler = True
         return self.lr_scheduler
 

@@ -16,7 +16,7 @@ import torch
 
 LIMIT = 240.0  # seconds; only a hang takes so long, also on a busy machine
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["tests.training.parallel.tasks"])
+SERVER.set_forkserver_preload([f"tests.training.parallel.{m}" for m in ("tasks", "runs")])
 
 
 class Ranks:
