@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import TrainerState
+from transformers import TrainerControl, TrainerState
 
 from tieline.errors import require
 from tieline.training.checkpoint import (
@@ -129,6 +129,7 @@ def _trainer_state(step: int, config: TrainConfig, state: RunState) -> TrainerSt
         logging_steps=config.log_every,
         save_steps=config.checkpoint_every,
         log_history=[dict(entry) for entry in state.history],
+        stateful_callbacks={"TrainerControl": TrainerControl().state()},  # type: ignore[arg-type]
     )
 
 
