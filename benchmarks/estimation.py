@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,7 +50,7 @@ class Row:
     note: str
 
 
-def timed_study(what: str, case: str, target: float, **grid: object) -> Row:
+def timed_study(what: str, case: str, target: float, **grid: Any) -> Row:
     """Wall seconds of a rate study on two processes."""
     plan = named_case(case, **grid).plan
     begun = time.perf_counter()

@@ -2,6 +2,7 @@
 
 import math
 import time
+from typing import Any
 
 from torch import Tensor
 
@@ -45,7 +46,7 @@ def _fit(plan: RatePlan, block: Block) -> FitResult:
     sample = plan.source.simulate(plan.truth, block.n, seeds, noise=plan.noise, law=plan.law)
     radius = radius_at(block.radius, block.n, shrink=plan.shrink)
     starts = near_truth(plan.centre, radius, [seed ^ 1 for seed in seeds], plan.starts)
-    steps = {"iterations": plan.iterations} if plan.method == "lm" else {}
+    steps: dict[str, Any] = {"iterations": plan.iterations} if plan.method == "lm" else {}
     found = fit(plan.model, sample.x, sample.y, starts, method=plan.method, quiet=True, **steps)
     return found.best()
 
