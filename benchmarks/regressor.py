@@ -76,11 +76,11 @@ def measure(kind, rows: int) -> Measured:
     model.fit(x[:rows], y[:rows])
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     line = LinearRegression().fit(x[:rows], y[:rows])
-    errors = [np.mean((one.predict(x[rows:]) - y[rows:]) ** 2) for one in (model, line)]
-    name = kind.__name__
-    return Measured(
-        name, rows, wall, cpu, NOISE**2, *map(float, errors), model.status_, model.n_iter_
+    ours, theirs = (
+        float(np.mean((one.predict(x[rows:]) - y[rows:]) ** 2)) for one in (model, line)
     )
+    name = kind.__name__
+    return Measured(name, rows, wall, cpu, NOISE**2, ours, theirs, model.status_, model.n_iter_)
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ error over folds. The mixture chooses its number of experts inside each fold.
 
 import argparse
 import warnings
+from typing import Any
 
 import numpy as np
 from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits
@@ -30,12 +31,13 @@ Table = tuple[np.ndarray, np.ndarray]
 
 def diabetes() -> Table:
     """The classic of this size."""
-    return load_diabetes(return_X_y=True)
+    x, y = load_diabetes(return_X_y=True)
+    return np.asarray(x), np.asarray(y)
 
 
 def tumour() -> Table:
     """The mean radius without the columns that are a size, which would give it away."""
-    data = load_breast_cancer()
+    data: Any = load_breast_cancer()
     names = np.array([str(name) for name in data.feature_names])
     sizes = [any(word in name for word in ("radius", "perimeter", "area")) for name in names]
     return data.data[:, ~np.array(sizes)], data.data[:, list(names).index("mean radius")]
@@ -43,7 +45,8 @@ def tumour() -> Table:
 
 def digit() -> Table:
     """Where the ink of the lower half lies, from the pixels of the upper half."""
-    images = load_digits().images
+    data: Any = load_digits()
+    images = data.images
     lower = images[:, 4:].sum(axis=1)
     upper = images[:, :4].reshape(len(images), -1)
     return upper[:, upper.std(axis=0) > 0], lower @ np.arange(8) / lower.sum(axis=1).clip(min=1)

@@ -75,6 +75,8 @@ class MoERegressor(RegressorMixin, MultiOutputMixin, BaseEstimator):
         feature_names_in_: names of the inputs, where they had any.
     """
 
+    n_features_in_: int
+
     def __init__(
         self,
         n_experts: Any = 4,
@@ -119,9 +121,10 @@ class MoERegressor(RegressorMixin, MultiOutputMixin, BaseEstimator):
             sample_weight: weights (n) >= 0; a row of weight 2 counts as two rows.
         """
         check_settings(self)
-        inputs, targets = validate_data(
+        checked: Any = validate_data(
             self, X, y, multi_output=True, y_numeric=True, dtype=np.float64
         )
+        inputs, targets = checked
         weight = _check_sample_weight(
             sample_weight, inputs, dtype=np.float64, ensure_non_negative=True
         )
@@ -194,8 +197,11 @@ class MoERegressor(RegressorMixin, MultiOutputMixin, BaseEstimator):
             self.selection_ = by_dendrogram(family, few, most, settings)
         else:
             order = np.random.RandomState(settings.seed).permutation(len(few.x))
-            splits = check_cv(self.cv).split(few.x[order])
-            folds = [tuple(torch.tensor(order[part]) for part in split) for split in splits]
+            splitter: Any = check_cv(self.cv, None)
+            folds = [
+                (torch.tensor(order[train]), torch.tensor(order[test]))
+                for train, test in splitter.split(few.x[order])
+            ]
             self.selection_ = by_cross_validation(family, few, most, folds, settings)
         return self.selection_.chosen
 
