@@ -41,6 +41,10 @@ bench: $(READY)
 	$(BIN)/python benchmarks/geometry.py --json $(RESULTS)/geometry.json
 	$(BIN)/python benchmarks/tropical.py --json $(RESULTS)/tropical.json
 	$(BIN)/python benchmarks/monitor.py --json $(RESULTS)/monitor.json
+	$(BIN)/python benchmarks/smooth.py --json $(RESULTS)/smooth.json
+	$(BIN)/python benchmarks/experts_kernel.py --json $(RESULTS)/experts_kernel.json
+	$(BIN)/python benchmarks/estimation.py --json $(RESULTS)/estimation.json
+	$(BIN)/python benchmarks/regressor.py --json $(RESULTS)/regressor.json
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow --numprocesses auto
 
 clean:

@@ -150,9 +150,11 @@ def ratios_of(
     """The ratios of medians, with intervals from resampling whole rounds."""
     found = []
     for clock in ("cpu", "wall"):
-        rows = [kinds[kind][clock] for kind in ("plain", "again", "logged", "after")]
-        for what, value, target in estimates(*rows, quiet):
-            found.append(resampled(f"{name}, {what}", clock, value, len(rows[0]), target))
+        plain, again, logged, after = (
+            kinds[kind][clock] for kind in ("plain", "again", "logged", "after")
+        )
+        for what, value, target in estimates(plain, again, logged, after, quiet):
+            found.append(resampled(f"{name}, {what}", clock, value, len(plain), target))
     logged = kinds["logged"]["cpu"]
     rest = logged - part
     title = f"{name}, logged step, from inside"

@@ -30,7 +30,8 @@ def contestants(
     smoothed, wider = copy.deepcopy(model), copy.deepcopy(model)
     smooth_(smoothed, budget=budget, calibration=[ids], k_max=k_max)
     for router in find_routers(wider).values():
-        router.top_k += 1
+        untyped: Any = router
+        untyped.top_k += 1
     return {"original": model, "smoothed": smoothed, "top-k+1": wider}
 
 
@@ -56,7 +57,7 @@ def measured(models: dict[str, Any], ids: torch.Tensor, name: str, rounds: int) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--budget", type=float, default=None)
     parser.add_argument("--k-max", type=int, default=None)

@@ -42,7 +42,8 @@ def steps_of(form: str, gate: str) -> tuple[Callable[[], None], nn.Module]:
     data, model = task.data(config.replace(optim__steps=2_000)), task.model(config)
     trainer = RoutingTrainer(config, model, training_arguments(config, Path(mkdtemp())), data.train)
     optimizer, batch = trainer.create_optimizer(), config.optim.batch
-    place = iter(range(0, len(data.train), batch))
+    windows: Any = data.train
+    place = iter(range(0, len(windows), batch))
 
     def some(count: int = STEPS) -> None:
         model.train()
@@ -102,7 +103,7 @@ def cells(row: GateRow) -> list[str]:
 
 def main() -> None:
     """Read the words and do it."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     step = commands.add_parser("step")
     step.add_argument("--form", default="enwik8-small")

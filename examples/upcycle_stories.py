@@ -76,7 +76,7 @@ def main() -> None:
     for name, model in (("dense", dense), ("mixture", mixture)):
         train(model, ids, options.steps)
         told[f"{name} after {options.steps} steps"] = loss(model)
-    experts = mixture.model.layers[0].mlp.experts.down_proj
+    experts = mixture.get_parameter("model.layers.0.mlp.experts.down_proj")
     apart = (experts[0] - experts[1]).norm() / experts[0].norm()
     told |= {"experts apart": apart.item(), "spread after": spread(mixture, ids)}
     print(json.dumps(told, indent=1))

@@ -39,12 +39,12 @@ def check_settings(estimator: Any) -> None:
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and value >= 1
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
 
 
 def _is_real(value: Any) -> bool:
     number = isinstance(value, Real) and not isinstance(value, bool)
-    return number and math.isfinite(value) and value >= 0
+    return number and 0 <= float(value) < math.inf
 
 
 def _need(fine: bool, estimator: Any, name: str, rule: str) -> None:
