@@ -18,7 +18,20 @@ from tieline._version import __version__
 from tieline.cli.input import with_json_target
 from tieline.errors import TielineError
 
-__all__ = ["CONDITION_HELD", "FINE", "Debug", "Json", "Seed", "app", "guarded", "main", "say"]
+__all__ = [
+    "CONDITION_HELD",
+    "FINE",
+    "Address",
+    "Debug",
+    "Engine",
+    "Jobs",
+    "Json",
+    "Seed",
+    "app",
+    "guarded",
+    "main",
+    "say",
+]
 
 FINE, CONDITION_HELD, BAD_INPUT, OUR_BUG, INTERRUPTED = 0, 1, 2, 3, 130
 EXTRAS = {
@@ -27,6 +40,8 @@ EXTRAS = {
     "matplotlib": "report",
     "numba": "tropical",
     "highspy": "tropical",
+    "accelerate": "train",
+    "sklearn": "estimation",
     "joblib": "cluster",
     "distributed": "cluster",
 }
@@ -45,6 +60,9 @@ Json = Annotated[
 ]
 Seed = Annotated[int, typer.Option(help="Seed of everything that is drawn at random.", min=0)]
 Debug = Annotated[bool, typer.Option("--debug", help="Show where a bug of ours happened.")]
+Engine = Annotated[str, typer.Option(help="loky (processes here), dask (a cluster) or serial.")]
+Address = Annotated[str | None, typer.Option(help="Of the Dask scheduler, tcp://host:8786.")]
+Jobs = Annotated[int, typer.Option(help="Processes at once; -1 for one per core.")]
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

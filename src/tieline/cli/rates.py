@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from tieline.cli.app import Debug, Json, Seed, app, guarded, say
+from tieline.cli.app import Address, Debug, Engine, Jobs, Json, Seed, app, guarded, say
 from tieline.cli.progress import progress_bars
 from tieline.errors import ParameterError, require
 from tieline.report.files import check_target, write_whole
@@ -52,13 +52,9 @@ def rates(
     error: Annotated[
         float | None, typer.Option(help="Say how many samples bring the quotient loss to this.")
     ] = None,
-    engine: Annotated[
-        str, typer.Option(help="loky (processes here), dask (a cluster) or serial.")
-    ] = "loky",
-    address: Annotated[
-        str | None, typer.Option(help="Of the Dask scheduler, tcp://host:8786.")
-    ] = None,
-    jobs: Annotated[int, typer.Option(help="Processes at once; -1 for one per core.")] = -1,
+    engine: Engine = "loky",
+    address: Address = None,
+    jobs: Jobs = -1,
     results: Annotated[
         Path | None, typer.Option(help="File of JSON lines where results are kept and found.")
     ] = None,

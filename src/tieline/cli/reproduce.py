@@ -9,7 +9,19 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from tieline.cli.app import CONDITION_HELD, OUR_BUG, Debug, Json, Seed, app, guarded, say
+from tieline.cli.app import (
+    CONDITION_HELD,
+    OUR_BUG,
+    Address,
+    Debug,
+    Engine,
+    Jobs,
+    Json,
+    Seed,
+    app,
+    guarded,
+    say,
+)
 from tieline.cli.progress import progress_bars
 from tieline.errors import require
 from tieline.report.files import check_target, write_whole
@@ -31,13 +43,9 @@ def reproduce(
         bool, typer.Option("--fast", help="Smaller samples: minutes for everything.")
     ] = False,
     show: Annotated[bool, typer.Option("--list", help="Show the claims, test none.")] = False,
-    engine: Annotated[
-        str, typer.Option(help="loky (processes here), dask (a cluster) or serial.")
-    ] = "loky",
-    address: Annotated[
-        str | None, typer.Option(help="Of the Dask scheduler, tcp://host:8786.")
-    ] = None,
-    jobs: Annotated[int, typer.Option(help="Processes at once; -1 for one per core.")] = -1,
+    engine: Engine = "loky",
+    address: Address = None,
+    jobs: Jobs = -1,
     results: Annotated[
         Path | None, typer.Option(help="Folder where results are kept, claim by claim.")
     ] = None,
