@@ -119,3 +119,16 @@ def test_every_claim_has_the_verdict_of_the_ledger(name, no_axis_checks):
     outcome = run_claim(all_claims()[name], RUN)
     assert not outcome.error
     assert not outcome.changed, outcome.evidence["checks"]
+
+
+def assert_planted_value_matters(name, paper, planted, monkeypatch):
+    """The verdict of a claim is the expected one, and another with a wrong value in its place."""
+    claim = all_claims()[name]
+    honest = run_claim(claim, RUN)
+    assert not honest.changed, (honest.error, honest.evidence)
+    place, wrong = planted[name]
+    owner, attribute = at(f"{paper}.{place}")
+    monkeypatch.setattr(owner, attribute, wrong(getattr(owner, attribute)))
+    spoiled = run_claim(claim, RUN)
+    assert spoiled.changed
+    assert not spoiled.error, spoiled.error

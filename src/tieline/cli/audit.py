@@ -9,7 +9,15 @@ from rich.console import Console
 
 from tieline.cli.app import Debug, Json, Seed, app, guarded, say
 from tieline.cli.input import read_text
-from tieline.cli.models import load
+from tieline.cli.models import (
+    BatchSize,
+    Device,
+    ModelName,
+    Revision,
+    TextFile,
+    TrustRemoteCode,
+    load,
+)
 from tieline.cli.progress import progress_bars
 from tieline.errors import require
 from tieline.report.files import check_target, write_whole
@@ -23,15 +31,10 @@ FORMAT = "tieline-audit"
 @app.command()
 @guarded
 def audit(
-    model: Annotated[
-        str | None,
-        typer.Argument(help="Folder or hub id; without it, the model in the box.", metavar="MODEL"),
-    ] = None,
-    text: Annotated[
-        Path | None, typer.Option(help="Text to run, UTF-8; by default one in the box.")
-    ] = None,
+    model: ModelName = None,
+    text: TextFile = None,
     tokens: Annotated[int, typer.Option(help="How many tokens of it.", min=1)] = 16384,
-    batch_size: Annotated[int, typer.Option(help="Sequences per forward pass.", min=1)] = 8,
+    batch_size: BatchSize = 8,
     budget_minutes: Annotated[
         float | None,
         typer.Option(help="Begin nothing more after so many minutes, and say what was left out."),
@@ -45,14 +48,12 @@ def audit(
     dtype: Annotated[
         str, typer.Option(help="fp32, bf16, fp16 or auto: the precision of the clean run.")
     ] = "fp32",
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ... or auto.")] = "cpu",
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")] = None,
+    device: Device = "cpu",
+    revision: Revision = None,
     seed: Seed = 0,
     out: Annotated[Path | None, typer.Option(help="Write the page, audit.html.")] = None,
     json_to: Json = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Let code that comes with MODEL run.")
-    ] = False,
+    trust_remote_code: TrustRemoteCode = False,
     debug: Debug = False,
 ) -> None:
     """What low precision and noise do to a model's routing, and what to keep in float32."""

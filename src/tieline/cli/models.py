@@ -1,9 +1,26 @@
 """Loading the models that commands name."""
 
 import sys
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
-__all__ = ["load"]
+import typer
+
+__all__ = ["BatchSize", "Device", "ModelName", "Revision", "TextFile", "TrustRemoteCode", "load"]
+
+ModelName = Annotated[
+    str | None,
+    typer.Argument(help="Folder or hub id; without it, the model in the box.", metavar="MODEL"),
+]
+TextFile = Annotated[
+    Path | None, typer.Option(help="Text to run, UTF-8; by default one in the box.")
+]
+BatchSize = Annotated[int, typer.Option(help="Sequences per forward pass.", min=1)]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ... or auto.")]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Let code that comes with MODEL run.")
+]
 
 
 def load(name: str | None, revision: str | None, dtype: str, device: str, trust: bool) -> Any:

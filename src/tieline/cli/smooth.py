@@ -10,7 +10,15 @@ from rich.console import Console
 
 from tieline.cli.app import Debug, Json, Seed, app, guarded, say
 from tieline.cli.input import read_text
-from tieline.cli.models import load
+from tieline.cli.models import (
+    BatchSize,
+    Device,
+    ModelName,
+    Revision,
+    TextFile,
+    TrustRemoteCode,
+    load,
+)
 from tieline.cli.progress import progress_bars
 from tieline.errors import require
 from tieline.report.files import check_target, write_whole
@@ -26,10 +34,7 @@ LONGEST = 512
 @app.command()
 @guarded
 def smooth(
-    model: Annotated[
-        str | None,
-        typer.Argument(help="Folder or hub id; without it, the model in the box.", metavar="MODEL"),
-    ] = None,
+    model: ModelName = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="New folder for the smoothed model.")
     ] = None,
@@ -49,26 +54,22 @@ def smooth(
         float, typer.Option("-b", help="Exponent at its upper end: 1 is straight, 50 the paper's.")
     ] = 1.0,
     k_max: Annotated[int | None, typer.Option(help="Slots per token; k + max(2, k/2).")] = None,
-    text: Annotated[
-        Path | None, typer.Option(help="Text to run, UTF-8; by default one in the box.")
-    ] = None,
+    text: TextFile = None,
     tokens: Annotated[int, typer.Option(help="Tokens to measure on.", min=64)] = 16384,
     calibration: Annotated[
         int, typer.Option(help="Tokens before those, to choose ε on.", min=64)
     ] = 4096,
-    batch_size: Annotated[int, typer.Option(help="Sequences per forward pass.", min=1)] = 8,
+    batch_size: BatchSize = 8,
     rounds: Annotated[int, typer.Option(help="Rounds to measure time in.", min=2)] = 12,
     experts: Annotated[
         str | None,
         typer.Option(help="Experts to measure time with: tieline, grouped_mm, eager, ..."),
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ... or auto.")] = "cpu",
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")] = None,
+    device: Device = "cpu",
+    revision: Revision = None,
     seed: Seed = 0,
     json_to: Json = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Let code that comes with MODEL run.")
-    ] = False,
+    trust_remote_code: TrustRemoteCode = False,
     debug: Debug = False,
 ) -> None:
     """Make routing continuous at ties, in place of top-k, and tell what that repairs and costs."""

@@ -2,10 +2,8 @@
 
 import pytest
 
-from tests.studies.test_claims_can_fail import RUN, at, scaled
+from tests.studies.test_claims_can_fail import assert_planted_value_matters, scaled
 from tieline.estimation import MoEParameters
-from tieline.studies.registry import all_claims
-from tieline.studies.runner import run_claim
 
 
 def heavier(real):
@@ -38,12 +36,4 @@ PLANTED = {
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_value_changes_the_verdict(name, monkeypatch):
-    claim = all_claims()[name]
-    honest = run_claim(claim, RUN)
-    assert not honest.changed, (honest.error, honest.evidence)
-    place, wrong = PLANTED[name]
-    owner, attribute = at(f"paper2.{place}")
-    monkeypatch.setattr(owner, attribute, wrong(getattr(owner, attribute)))
-    spoiled = run_claim(claim, RUN)
-    assert spoiled.changed
-    assert not spoiled.error, spoiled.error
+    assert_planted_value_matters(name, "paper2", PLANTED, monkeypatch)

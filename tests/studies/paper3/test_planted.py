@@ -6,9 +6,7 @@ from math import comb
 import numpy as np
 import pytest
 
-from tests.studies.test_claims_can_fail import RUN, at, scaled, with_field
-from tieline.studies.registry import all_claims
-from tieline.studies.runner import run_claim
+from tests.studies.test_claims_can_fail import assert_planted_value_matters, scaled, with_field
 from tieline.tropical import capacity_bound
 
 
@@ -74,12 +72,4 @@ PLANTED = {
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_value_changes_the_verdict(name, monkeypatch, no_axis_checks):
-    claim = all_claims()[name]
-    honest = run_claim(claim, RUN)
-    assert not honest.changed, (honest.error, honest.evidence)
-    place, wrong = PLANTED[name]
-    owner, attribute = at(f"paper3.{place}")
-    monkeypatch.setattr(owner, attribute, wrong(getattr(owner, attribute)))
-    spoiled = run_claim(claim, RUN)
-    assert spoiled.changed
-    assert not spoiled.error, spoiled.error
+    assert_planted_value_matters(name, "paper3", PLANTED, monkeypatch)
