@@ -12,8 +12,7 @@ from tests.trace.zoo import make_trace
 from tieline import __version__
 from tieline.cli import inspect as command
 from tieline.errors import TielineError
-from tieline.trace import load_summary, load_trace, merge, save_summary, summarise
-from tieline.trace.compare import identical
+from tieline.trace import load_trace
 
 TOKENS = 384
 
@@ -222,46 +221,3 @@ def test_every_end_has_its_code_and_a_traceback_only_on_request(
     assert (ended, out) == (code, "")
     assert told in err
     assert ("Traceback" in err) == (debug and not isinstance(problem, KeyboardInterrupt))
-
-
-@pytest.fixture
-def parts(tmp_path):
-    found = [make_trace(seed=seed, tokens=12) for seed in (1, 2)]
-    summaries = [summarise(trace) for trace in found]
-    for place, summary in enumerate(summaries):
-        save_summary(summary, tmp_path / f"part{place}")
-    return summaries
-
-
-def test_merged_summaries_are_the_summary_of_the_whole(run, parts, tmp_path):
-    words = ["merge", tmp_path / "part0", tmp_path / "part1", "-o", tmp_path / "whole"]
-    code, out, err = run(*words)
-    assert code == 0, err
-    assert "24 tokens of 2 summaries, 4 layers" in out
-    assert identical(load_summary(tmp_path / "whole"), merge(parts))
-    code, out, err = run(*words)
-    assert code == 2
-    assert "exists" in err
-    code, out, err = run(*words, "--overwrite", "--json", "--seed", 1)
-    assert code == 0, err
-    read = json.loads(out)
-    assert (read["format"], read["tokens"]) == ("tieline-merge", 24)
-
-
-def test_the_report_of_a_merge_can_be_a_file(run, parts, tmp_path):
-    target = tmp_path / "m.json"
-    code, _, err = run("merge", tmp_path / "part0", "-o", tmp_path / "one", "--json", target)
-    assert code == 0, err
-    assert json.loads(target.read_text())["output"] == str(tmp_path / "one")
-
-
-def test_summaries_that_cannot_be_merged_are_refused(run, parts, tmp_path):
-    (tmp_path / "part1" / "tieline.json").write_text("{")
-    for other, told in (("part1", "part1"), ("missing", "missing")):
-        code, out, err = run("merge", tmp_path / "part0", tmp_path / other, "-o", tmp_path / "c")
-        assert (code, out) == (2, ""), err
-        assert told in err
-        assert not (tmp_path / "c").exists()
-    code, _, err = run("merge", "-o", tmp_path / "c")
-    assert code == 2
-    assert "Missing argument" in err

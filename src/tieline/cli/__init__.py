@@ -4,7 +4,7 @@ tieline audit [MODEL]          what low precision and noise do to a model's rout
 tieline design                 what a number of experts, active experts and width buys
 tieline diff A B               whether two runs route alike and, if not, why
 tieline inspect [MODEL]        how near a model's tokens are to a routing tie
-tieline merge A B ... -o C     one streaming summary of several
+tieline merge A B ... -o C     one trace, or one streaming summary, of several
 tieline rates SETTING          how fast a router and its experts are learned
 tieline reproduce [CLAIM ...]  which statements of the papers hold, with numbers
 tieline smooth [MODEL] -o OUT  routing without jumps at ties, and what that repairs

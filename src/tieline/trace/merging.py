@@ -38,15 +38,17 @@ def merge_folders(
         directories: folders of one kind.
         output: the folder to make.
         overwrite: whether a folder of that kind may be replaced; it may be one of the inputs.
-        documents: for traces, whether documents keep their numbers (`concatenate`).
+        documents: for traces, whether documents keep their numbers (`concatenate`); summaries
+            merge by the tokens that they hold, so they always keep them.
 
     Returns:
-        What was saved.
+        What was saved; a trace as `load_trace` opens it, for its parts may have been replaced.
     """
     require(len(directories) > 0, "nothing to merge: got no folders", TraceError)
     kinds = {str(directory): folder_kind(directory) for directory in directories}
     require(len(set(kinds.values())) == 1, f"cannot merge different kinds: {kinds}", TraceError)
     if "summary" in kinds.values():
+        require(documents == "keep", "summaries keep the numbers of their documents", TraceError)
         check_target(output, summary_store.FORMAT, overwrite)
         merged = merge([summary_store.load_summary(directory) for directory in directories])
         summary_store.save_summary(merged, output, overwrite)
@@ -54,4 +56,4 @@ def merge_folders(
     check_target(output, store.FORMAT, overwrite)
     joined = concatenate([store.load_trace(directory) for directory in directories], documents)
     store.save_trace(joined, output, overwrite)
-    return joined
+    return store.load_trace(output)

@@ -1,0 +1,105 @@
+"""tieline merge from its words to its folders: parts of a run become the whole, or nothing."""
+
+import json
+
+import pytest
+
+from tests.trace.zoo import make_trace
+from tieline.trace import (
+    concatenate,
+    load_summary,
+    load_trace,
+    merge,
+    save_summary,
+    save_trace,
+    select_tokens,
+    summarise,
+)
+from tieline.trace.compare import identical
+
+TRACE = make_trace(tokens=24)
+
+
+@pytest.fixture
+def parts(tmp_path):
+    """A trace cut in two, each half kept as a trace and as a summary."""
+    found = [select_tokens(TRACE, slice(0, 9)), select_tokens(TRACE, slice(9, None))]
+    for place, part in enumerate(found):
+        save_trace(part, tmp_path / f"trace{place}")
+        save_summary(summarise(part), tmp_path / f"part{place}")
+    return found
+
+
+def test_merged_summaries_are_the_summary_of_the_whole(tieline, parts, tmp_path):
+    words = ["merge", tmp_path / "part0", tmp_path / "part1", "-o", tmp_path / "whole"]
+    code, out, err = tieline(*words)
+    assert code == 0, err
+    assert "24 tokens of 2 summaries, 4 layers" in out
+    assert identical(load_summary(tmp_path / "whole"), summarise(TRACE))
+    code, out, err = tieline(*words)
+    assert code == 2
+    assert "exists" in err
+    code, out, err = tieline(*words, "--overwrite", "--json", "--seed", 1)
+    assert code == 0, err
+    read = json.loads(out)
+    assert (read["format"], read["kind"], read["tokens"]) == ("tieline-merge", "summary", 24)
+
+
+def test_merged_traces_are_the_trace_of_the_whole(tieline, parts, tmp_path):
+    words = ["merge", tmp_path / "trace0", tmp_path / "trace1", "-o", tmp_path / "whole"]
+    code, out, err = tieline(*words)
+    assert code == 0, err
+    assert "24 tokens of 2 traces, 4 layers" in out
+    assert identical(load_trace(tmp_path / "whole"), TRACE)
+    code, _, err = tieline(*words)
+    assert code == 2
+    assert "exists" in err
+
+
+def test_a_trace_may_take_the_place_of_one_of_its_parts(tieline, parts, tmp_path):
+    both = [tmp_path / "trace0", tmp_path / "trace1"]
+    code, out, err = tieline("merge", *both, "-o", both[0], "--overwrite", "--json")
+    assert code == 0, err
+    read = json.loads(out)
+    assert (read["kind"], read["tokens"], read["sampled"]) == ("trace", 24, 24)
+    assert read["layers"] == [layer.name for layer in TRACE.layers]
+    assert identical(load_trace(both[0]), TRACE)
+
+
+def test_documents_of_separate_runs_are_told_apart_on_request(tieline, parts, tmp_path):
+    words = ["merge", tmp_path / "trace0", tmp_path / "trace0", "-o", tmp_path / "twice"]
+    code, out, err = tieline(*words)
+    assert (code, out) == (2, "")
+    assert "occurs twice" in err
+    assert not (tmp_path / "twice").exists()
+    code, out, err = tieline(*words, "--renumber")
+    assert code == 0, err
+    twice = concatenate([parts[0]] * 2, documents="renumber")
+    assert identical(load_trace(tmp_path / "twice"), twice)
+    code, _, err = tieline("merge", tmp_path / "part0", "-o", tmp_path / "c", "--renumber")
+    assert code == 2
+    assert "summaries keep the numbers" in err
+
+
+def test_the_report_can_be_a_file(tieline, parts, tmp_path):
+    target = tmp_path / "m.json"
+    code, _, err = tieline("merge", tmp_path / "part0", "-o", tmp_path / "one", "--json", target)
+    assert code == 0, err
+    assert f"wrote {target}" in err
+    assert json.loads(target.read_text())["output"] == str(tmp_path / "one")
+    assert identical(load_summary(tmp_path / "one"), merge([summarise(parts[0])]))
+
+
+def test_what_cannot_be_merged_is_refused(tieline, parts, tmp_path):
+    (tmp_path / "part1" / "tieline.json").write_text("{")
+    refused = {"part1": "part1", "missing": "missing", "trace0": "different kinds"}
+    for other, told in refused.items():
+        code, out, err = tieline(
+            "merge", tmp_path / "part0", tmp_path / other, "-o", tmp_path / "c"
+        )
+        assert (code, out) == (2, ""), err
+        assert told in err
+        assert not (tmp_path / "c").exists()
+    code, _, err = tieline("merge", "-o", tmp_path / "c")
+    assert code == 2
+    assert "Missing argument" in err
