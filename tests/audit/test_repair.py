@@ -99,6 +99,7 @@ def test_time_is_told_as_a_ratio(pair):
     found = smoothing_latency(*pair, IDS, rounds=3, warmup=0)
     assert 0 < found.low <= found.ratio <= found.high
     assert (found.rounds, found.tokens) == (3, IDS.numel())
+    assert found.original == found.implementation == "grouped_mm"
 
 
 def test_bad_arguments_are_refused(pair):

@@ -36,7 +36,17 @@ def test_the_model_is_saved_with_its_table(tieline, tmp_path):
 def test_json_goes_to_stdout(tieline):
     code, shown, _ = tieline("smooth", *FEW, "--epsilon", 0.2, "-b", 50, "--json")
     assert code == 0
-    assert json.loads(shown)["smoothing"]["b"] == 50
+    result = json.loads(shown)
+    assert result["smoothing"]["b"] == 50
+    ran = [(row["original"], row["implementation"]) for row in result["latency"]]
+    assert ran == [("grouped_mm", "grouped_mm"), ("grouped_mm", "tieline")]
+
+
+def test_time_is_measured_with_the_experts_that_are_asked_for(tieline):
+    code, shown, _ = tieline("smooth", *FEW, "--epsilon", 0.2, "--experts", "eager", "--json")
+    assert code == 0
+    ran = [(row["original"], row["implementation"]) for row in json.loads(shown)["latency"]]
+    assert ran == [("eager", "eager")]
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,13 @@ def result():
             "tokens": 16384,
             "sequences": 32,
         },
-        "latency": {"ratio": 1.2, "low": 1.1, "high": 1.3, "implementation": "tieline"},
+        "latency": [latency(1.7, "eager", "eager"), latency(1.2, "eager", "tieline")],
     }
+
+
+def latency(ratio, original, implementation):
+    ends = {"low": ratio - 0.1, "high": ratio + 0.1}
+    return {"ratio": ratio, **ends, "original": original, "implementation": implementation}
 
 
 def test_every_number_of_the_result_is_shown_in_eighty_columns():
@@ -48,6 +53,7 @@ def test_the_sentences_tell_cost_and_refusals():
     words = " ".join(smooth_facts(result()))
     assert "2.00 before, 2.50 after" in words
     assert "-0.00100 ± 0.00050 nats" in words
-    assert "1.20 times the original (1.10 to 1.30, tieline experts)" in words
+    assert "pass: 1.70 times the original (1.60 to 1.80, eager experts)" in words
+    assert "; 1.20 times the original (1.10 to 1.30, tieline experts, eager before)." in words
     assert "router bf16 2.0 % before, 4.0 % after" in words
     assert "Not smoothed: a.2.gate: hashes." in words

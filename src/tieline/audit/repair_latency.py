@@ -25,7 +25,8 @@ class Latency:
         high: upper end.
         rounds: how often both ran.
         tokens: tokens per run.
-        implementation: which implementation of the experts ran.
+        original: which implementation of the experts the original ran with.
+        implementation: which one the smoothed model ran with.
     """
 
     ratio: float
@@ -33,6 +34,7 @@ class Latency:
     high: float
     rounds: int
     tokens: int
+    original: str
     implementation: str
 
 
@@ -60,10 +62,13 @@ def smoothing_latency(
                 start = time.process_time()
                 forward((model, smoothed)[place], ids)
                 times[place, turn] = time.process_time() - start
-    return _latency(times[:, warmup:], ids.numel(), _implementation(model))
+    ratio, low, high = _ratio(times[:, warmup:])
+    names = _implementation(model), _implementation(smoothed)
+    return Latency(ratio, low, high, rounds, ids.numel(), *names)
 
 
-def _latency(times: Float[Tensor, "2 rounds"], tokens: int, implementation: str) -> Latency:
+def _ratio(times: Float[Tensor, "2 rounds"]) -> tuple[float, float, float]:
+    """Second row over first, of the medians, with the ends of its 95 % interval."""
     generator = torch.Generator().manual_seed(0)
     rounds = times.shape[1]
     drawn = torch.randint(rounds, (RESAMPLES, rounds), generator=generator)
@@ -71,7 +76,7 @@ def _latency(times: Float[Tensor, "2 rounds"], tokens: int, implementation: str)
     spread = (after / before.clamp(min=1e-9)).quantile(torch.tensor([0.025, 0.975]).double())
     ratio = (times[1].median() / times[0].median().clamp(min=1e-9)).item()
     low, high = spread.tolist()
-    return Latency(ratio, low, high, rounds, tokens, implementation)
+    return ratio, low, high
 
 
 def _implementation(model: nn.Module) -> str:

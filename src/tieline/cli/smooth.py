@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,7 +21,7 @@ from tieline.cli.models import (
     load,
 )
 from tieline.cli.progress import progress_bars
-from tieline.errors import require
+from tieline.errors import UnsupportedModelError, require
 from tieline.report.files import check_target, write_whole
 from tieline.report.outputs import to_json
 
@@ -63,7 +64,10 @@ def smooth(
     rounds: Annotated[int, typer.Option(help="Rounds to measure time in.", min=2)] = 12,
     experts: Annotated[
         str | None,
-        typer.Option(help="Experts to measure time with: tieline, grouped_mm, eager, ..."),
+        typer.Option(
+            help="Experts to measure time with: tieline, grouped_mm, eager, ...; by default those "
+            "of the model, and tieline for the smoothed one."
+        ),
     ] = None,
     device: Device = "cpu",
     revision: Revision = None,
@@ -140,9 +144,7 @@ class _Run:
         from dataclasses import asdict
 
         from tieline.audit.repair import repair_table
-        from tieline.audit.repair_latency import smoothing_latency
         from tieline.audit.running import batches
-        from tieline.hf.experts_setting import use_experts
         from tieline.hf.smooth import smooth_
 
         plain = self._loaded.model
@@ -151,15 +153,29 @@ class _Run:
         options = {"batch_size": self._batch_size, "seed": seed, "progress": progress}
         table = repair_table(plain, self._smoothed, self._measured_on, **options)
         ids = next(batches(self._measured_on, self._batch_size))
-        for one in (plain, self._smoothed):  # the emulation sees only products of transformers' own
-            use_experts(one, self._experts)
-        time = smoothing_latency(plain, self._smoothed, ids, rounds)
         return {
             "model": self._loaded.name,
             "smoothing": record.to_dict(),
             "repair": table.to_dict(),
-            "latency": asdict(time),
+            "latency": [asdict(one) for one in self._latencies(ids, rounds)],
         }
+
+    def _latencies(self, ids: Any, rounds: int) -> list[Any]:
+        """Time over the original's: with the asked experts, or as it is and by our kernel."""
+        from tieline.audit.repair_latency import smoothing_latency
+        from tieline.hf.experts_setting import can_use_experts, use_experts
+        from tieline.hf.kernel import KERNEL
+
+        # only now: the emulation of low precision sees only products of transformers' own
+        for one in (self._loaded.model, self._smoothed):
+            use_experts(one, self._experts)
+        found = [smoothing_latency(self._loaded.model, self._smoothed, ids, rounds)]
+        if self._experts is None and can_use_experts(self._smoothed):
+            use_experts(self._smoothed, KERNEL)
+            with suppress(UnsupportedModelError):  # experts of a layout that the kernel refuses
+                found.append(smoothing_latency(self._loaded.model, self._smoothed, ids, rounds))
+            use_experts(self._smoothed, found[0].implementation)
+        return found
 
     def save(self, out: Path, result: dict[str, Any]) -> None:
         """The model, its tokenizer and the table."""

@@ -6,7 +6,13 @@ from torch import nn
 
 from tieline.errors import ParameterError, UnsupportedModelError, require
 
-__all__ = ["use_experts"]
+__all__ = ["can_use_experts", "use_experts"]
+
+
+def can_use_experts(model: nn.Module) -> bool:
+    """Whether the experts of a model have more than one implementation."""
+    can = getattr(model, "_can_set_experts_implementation", None)
+    return bool(can()) if callable(can) else False
 
 
 def use_experts(model: nn.Module, name: str | None) -> None:
@@ -19,9 +25,8 @@ def use_experts(model: nn.Module, name: str | None) -> None:
     if name is None:
         return
     chooser: Any = model
-    can = getattr(chooser, "_can_set_experts_implementation", lambda: False)
     require(
-        bool(can()),
+        can_use_experts(model),
         f"{type(model).__name__} has one implementation of its experts: {name!r} cannot be set",
         UnsupportedModelError,
     )

@@ -27,7 +27,7 @@ def smooth_view(result: Mapping[str, Any]) -> RenderableType:
 
 def smooth_facts(result: Mapping[str, Any]) -> list[str]:
     """Sentences: experts, loss, distance, time, and what was refused."""
-    repair, latency = result["repair"], result["latency"]
+    repair = result["repair"]
     before, after = value_of(repair["experts_before"]), value_of(repair["experts_after"])
     words = [
         f"Experts per token: {significant(before)} before, {significant(after)} after.",
@@ -37,13 +37,19 @@ def smooth_facts(result: Mapping[str, Any]) -> list[str]:
         "Tokens whose experts change in some layer: "
         + "; ".join(map(_flips, repair["rows"]))
         + ".",
-        f"Time of a forward pass: {latency['ratio']:.2f} times the original ("
-        f"{latency['low']:.2f} to {latency['high']:.2f}, {latency['implementation']} experts).",
+        "Time of a forward pass: " + "; ".join(map(_time, result["latency"])) + ".",
         f"KL in nats per token of each model to itself in float32, {repair['tokens']:,} tokens in "
         f"{repair['sequences']} sequences; ± is the standard error, clustered by sequence.",
     ]
     refused = result["smoothing"]["refused"]
     return words + [f"Not smoothed: {name}: {why}." for name, why in refused.items()]
+
+
+def _time(latency: Mapping[str, Any]) -> str:
+    ran, before = latency["implementation"], latency["original"]
+    how = f"{ran} experts" if ran == before else f"{ran} experts, {before} before"
+    interval = f"{latency['low']:.2f} to {latency['high']:.2f}"
+    return f"{latency['ratio']:.2f} times the original ({interval}, {how})"
 
 
 def _flips(row: Mapping[str, Any]) -> str:
