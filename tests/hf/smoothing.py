@@ -4,11 +4,13 @@ from dataclasses import replace
 
 import torch
 
-from tests.hf.tiny import EXPERTS, SUPPORTED, batch, lively, tiny_model
+from tests.hf.tiny import CORRECTIONS, EXPERTS, SUPPORTED, batch, lively, tiny_model
 from tieline.audit.blocks import BlockCall, block_of
 from tieline.hf import find_routers
 from tieline.hf.families import FAMILIES
-from tieline.hf.smooth_layers import refusal
+from tieline.hf.smooth_epsilon import Scores
+from tieline.hf.smooth_layers import layer_plan, refusal
+from tieline.hf.smooth_router import attach, detach
 
 SMOOTHED = [
     name
@@ -87,6 +89,14 @@ class Layer:
     def _seen(self, module, args, named, output):
         self._rows = BlockCall(args, named, output).rows(torch.tensor([0]))
 
+    def tie(self, point, order):
+        """Let `order` + 1 experts tie across the threshold at `point`, whatever adds a bias."""
+        module = self.block.module
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            if name.endswith(CORRECTIONS):
+                tensor.zero_()
+        tie_router(self.router, point, order)
+
     def __call__(self, points):
         """Outputs (N, D) for states (N, D)."""
         with torch.no_grad():
@@ -102,6 +112,16 @@ class Layer:
             output = self.block.module(*args, **named)
             output = output if isinstance(output, torch.Tensor) else output[0]
             return output.reshape(len(points), -1)
+
+
+def selection_scores(layer, points):
+    """What the router of a layer ranks (N, E) for states (N, D)."""
+    plan = layer_plan(layer.name, layer.router)
+    kept = Scores(plan)
+    attach(plan.router, plan.family, kept)
+    layer(points)
+    detach(plan.router)
+    return kept.scores
 
 
 def largest_step(layer, point, direction, steps):

@@ -76,6 +76,8 @@ SPECIAL = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "longcat_flash": {"zero_expert_num": 2},
     "mimo_v2_flash": {"num_key_value_heads": 2},
+    "minimax_m3_vl": dict.fromkeys(["shared_intermediate_size", "dense_intermediate_size"], 16),
+    "muse_spark": {"moe_hidden_size": 16},
     "nemotron_h": {"layers_block_type": ["moe", "full_attention"]},
     "nllb_moe": {"encoder_sparse_step": 1, "decoder_sparse_step": 1}
     | dict.fromkeys(["encoder_layers", "decoder_layers"], 1)
@@ -100,6 +102,7 @@ CONFIG_NAMES = {
     "qwen3_omni_moe": "qwen3_omni_moe_text",
 }
 NO_GROUPED_MM = {"dbrx", "jetmoe", "llama4", "longcat_flash", "step3p7"}
+CORRECTIONS = ("expert_bias", "e_score_correction_bias")  # some stand in the block
 SUPPORTED = sorted({family.name for family in TRANSFORMERS_FAMILIES if family.refused is None})
 
 
@@ -126,7 +129,7 @@ def lively(model: PreTrainedModel) -> PreTrainedModel:
             elif tensor.ndim == 2 and len(tensor) >= EXPERTS:
                 tensor.copy_(torch.randn(tensor.shape) / 6)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if name.endswith(("expert_bias", "e_score_correction_bias")):
+        if name.endswith(CORRECTIONS):
             tensor.copy_(0.2 * torch.randn(tensor.shape))
     return model
 

@@ -19,6 +19,7 @@ from tieline.cli.input import with_json_target
 from tieline.errors import TielineError
 
 __all__ = [
+    "BAD_INPUT",
     "CONDITION_HELD",
     "FINE",
     "Address",

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tieline.cli.app import Debug, Json, Seed, app, guarded, say
+from tieline.cli.app import BAD_INPUT, Debug, Json, Seed, app, guarded, say
 from tieline.cli.progress import progress_bars
 from tieline.errors import require
 from tieline.report.files import write_whole
@@ -80,18 +80,22 @@ def _run(
     config: Any, folder: Path, resume: bool, expert_ranks: int | None, outputs: Outputs
 ) -> None:
     from tieline.training.engine import run
+    from tieline.training.parallel.agree import FirstRankError
     from tieline.training.parallel.processes import is_parallel
     from tieline.training.parallel.run import run_parallel
 
+    parallel = is_parallel()
+    alone = parallel or expert_ranks in (None, 1)
+    require(alone, "--expert-ranks needs processes: start with torchrun")
     with progress_bars() as progress:
-        options = {"resume": resume, "progress": progress}
-        if is_parallel():
-            found = run_parallel(config, folder, expert_ranks=expert_ranks, **options)
-        else:
-            require(
-                expert_ranks in (None, 1), "--expert-ranks needs processes: start with torchrun"
-            )
-            found = run(config, folder, **options)
+        options: dict[str, Any] = {"resume": resume, "progress": progress}
+        try:
+            if parallel:
+                found = run_parallel(config, folder, expert_ranks=expert_ranks, **options)
+            else:
+                found = run(config, folder, **options)
+        except FirstRankError:
+            raise typer.Exit(BAD_INPUT) from None  # one message is enough: rank 0 tells it
     if found is not None:  # only the first process has a result to show
         result = found.to_dict() | {"folder": str(folder)}
         _show(result, result_lines(result), outputs)

@@ -106,6 +106,7 @@ def run(
     data = task.data(config)
     set_seed(config.seed)
     model = task.model(config)
+    out.mkdir(parents=True, exist_ok=True)
     write_json(out / "config.json", config.to_dict())
     trainer = RoutingTrainer(
         config,
@@ -175,7 +176,6 @@ def prepare_folder(config: TrainConfig, out: Path, resume: bool) -> Path | None:
             not out.exists() or (out.is_dir() and not any(out.iterdir())),
             f"{out} is not empty: a run begins in a new folder, or goes on with --resume",
         )
-        out.mkdir(parents=True, exist_ok=True)
         return None
     require(
         known.is_file(), f"{out} holds no run to resume: config.json is missing", CheckpointError

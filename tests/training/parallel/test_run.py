@@ -1,11 +1,14 @@
 """A recipe on two ranks is the recipe in one process: losses, checkpoints, model, scores."""
 
-import json
 import shutil
 
 import pytest
-from safetensors.torch import load_file
 
+from tests.training.parallel.compare import (
+    assert_same_files,
+    assert_same_losses,
+    assert_same_scores,
+)
 from tests.training.parallel.runs import config, run_and_lose, run_here
 from tieline.training.checkpoint import last_checkpoint
 from tieline.training.engine import run
@@ -13,25 +16,6 @@ from tieline.training.parallel.steps import default_expert_ranks
 from tieline.training.tasks import task_of
 
 PATIENCE = {"timeout": 60.0}
-
-
-def losses(result):
-    return [(e["step"], e["task_loss"]) for e in result["history"] if "task_loss" in e]
-
-
-def assert_same_losses(found, plain):
-    assert [step for step, _ in losses(found)] == [step for step, _ in losses(plain)]
-    for (_, mine), (_, theirs) in zip(losses(found), losses(plain), strict=True):
-        assert mine == pytest.approx(theirs, abs=1e-5)
-
-
-def assert_same_tensors(found, plain):
-    mine, theirs = load_file(found), load_file(plain)
-    assert {name: (t.shape, t.dtype) for name, t in mine.items()} == {
-        name: (t.shape, t.dtype) for name, t in theirs.items()
-    }
-    for name, tensor in theirs.items():
-        assert (mine[name] - tensor).abs().max() <= 1e-5, name
 
 
 @pytest.fixture(scope="module")
@@ -46,20 +30,8 @@ def test_a_run_on_two_ranks_has_the_losses_and_files_of_one_process(pair, alone,
     found, nothing = pair.run(run_here, config(), tmp_path / "run", PATIENCE)
     assert nothing is None
     assert_same_losses(found, plain)
-    for split in ("validation", "test"):
-        assert found["scores"][split]["loss"] == pytest.approx(
-            plain["scores"][split]["loss"], abs=1e-5
-        )
-    mine, theirs = (last_checkpoint(f) for f in (tmp_path / "run", plain_folder))
-    assert mine.name == theirs.name
-    assert {p.name for p in mine.iterdir()} == {p.name for p in theirs.iterdir()}
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        assert_same_tensors(mine / name, theirs / name)
-    for name in ("config.json", "complete.json"):
-        assert json.loads((mine / name).read_text()) == json.loads((theirs / name).read_text())
-    assert_same_tensors(
-        *(f / "model" / "model.safetensors" for f in (tmp_path / "run", plain_folder))
-    )
+    assert_same_scores(found, plain)
+    assert_same_files(tmp_path / "run", plain_folder)
 
 
 @pytest.mark.slow
@@ -126,6 +98,27 @@ def test_a_folder_in_use_is_refused_on_every_rank(ranks, tmp_path):
         fine, told = two.outcome(rank)
         assert not fine
         assert "is not empty: a run begins in a new folder" in told
+
+
+@pytest.mark.parametrize(
+    ("expert_ranks", "changes", "words"),
+    [
+        (3, {}, "expert_ranks must divide the number of ranks, 2, got 3"),
+        (1, {"model__d_hidden": 13}, "16 and 13, are not multiples of the 2 data ranks"),
+        (None, {"optim__batch": 2}, "1 rows of a micro-batch are too few for 2 ranks"),
+    ],
+)
+def test_a_grid_that_cannot_be_is_refused_before_anything_is_written(
+    pair, tmp_path, expert_ranks, changes, words
+):
+    folder = tmp_path / "run"
+    pair.start(run_here, config(**changes), folder, {**PATIENCE, "expert_ranks": expert_ranks})
+    for rank, kind in enumerate(["ParameterError", "FirstRankError: rank 0 failed"]):
+        fine, told = pair.outcome(rank)
+        assert not fine
+        assert kind in told
+        assert words in told
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize(("count", "expected"), [(1, 1), (2, 2), (4, 4), (8, 4), (3, 3), (6, 6)])

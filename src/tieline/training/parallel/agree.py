@@ -13,7 +13,11 @@ import torch.distributed as dist
 
 from tieline.errors import TielineError
 
-__all__ = ["first_rank", "is_first"]
+__all__ = ["FirstRankError", "first_rank", "is_first"]
+
+
+class FirstRankError(TielineError):
+    """Rank 0 has refused or failed, and tells of it itself."""
 
 
 def is_first() -> bool:
@@ -38,7 +42,7 @@ def first_rank(action: Callable[[], Any]) -> Any:
     if error is not None:
         raise error
     if "error" in told:
-        raise TielineError(f"rank 0 failed: {told['error']}")
+        raise FirstRankError(f"rank 0 failed: {told['error']}")
     return told["result"]
 
 

@@ -23,6 +23,7 @@ __all__ = [
     "DATA",
     "EXPERT",
     "LostRankError",
+    "check_columns",
     "is_parallel",
     "join_processes",
     "naming_lost_ranks",
@@ -91,13 +92,18 @@ def rank_mesh(
     """
     world = dist.get_world_size()
     columns = world if expert_ranks is None else expert_ranks
-    require(
-        1 <= columns <= world and world % columns == 0,
-        f"expert_ranks must divide the number of ranks, {world}, got {expert_ranks}",
-    )
+    check_columns(columns, world)
     grid = torch.arange(world).view(-1, columns)
     groups = [_own_group(lines.tolist(), timeout) for lines in (grid.T, grid)]
     return DeviceMesh.from_group(groups, device, mesh=grid, mesh_dim_names=(DATA, EXPERT))
+
+
+def check_columns(expert_ranks: int, ranks: int) -> None:
+    """Refuse ranks that are no grid with rows of `expert_ranks`."""
+    require(
+        1 <= expert_ranks <= ranks and ranks % expert_ranks == 0,
+        f"expert_ranks must divide the number of ranks, {ranks}, got {expert_ranks}",
+    )
 
 
 def _own_group(lines: list[list[int]], timeout: float) -> dist.ProcessGroup:

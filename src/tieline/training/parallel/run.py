@@ -20,7 +20,7 @@ from tieline.training.engine import Report, TrainResult, prepare_folder
 from tieline.training.parallel.agree import first_rank, is_first
 from tieline.training.parallel.checkpoint import whole_model
 from tieline.training.parallel.processes import join_processes, naming_lost_ranks
-from tieline.training.parallel.steps import RankRun
+from tieline.training.parallel.steps import RankRun, grid_columns
 from tieline.training.tasks import task_of
 
 __all__ = ["run_on_ranks", "run_parallel"]
@@ -71,7 +71,7 @@ def run_on_ranks(
     """`run_parallel` where the processes have met already."""
     tell = progress if progress is not None and is_first() else lambda stage, done, of: None
     with naming_lost_ranks(RESUME):
-        found = first_rank(lambda: _prepared(config, out, resume))
+        found = first_rank(lambda: _prepared(config, out, resume, expert_ranks))
         if found["done"]:
             return TrainResult(**read_json(out / "result.json")) if is_first() else None
         run = RankRun(config, out, Path(found["checkpoint"]) if found["checkpoint"] else None)
@@ -91,12 +91,17 @@ def run_on_ranks(
     return None if model is None else run.finish(model.eval(), *times)
 
 
-def _prepared(config: TrainConfig, out: Path, resume: bool) -> dict[str, Any]:
-    """Make or check the folder and fetch the data, so that the other ranks find both."""
+def _prepared(
+    config: TrainConfig, out: Path, resume: bool, expert_ranks: int | None
+) -> dict[str, Any]:
+    """Fetch the data and make the folder, so that the other ranks find both; after all refusals."""
     checkpoint = prepare_folder(config, out, resume)
     done = resume and (out / "result.json").is_file()
     if not done:
-        task_of(config).data(config)
+        task = task_of(config)
+        grid_columns(config, task.model(config), expert_ranks)
+        task.data(config)
+        out.mkdir(parents=True, exist_ok=True)
         write_json(out / "config.json", config.to_dict())
     return {"checkpoint": str(checkpoint) if checkpoint else "", "done": done}
 

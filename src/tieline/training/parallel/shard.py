@@ -14,7 +14,7 @@ from tieline.routing.layer import MoE
 from tieline.training.parallel.experts import SpreadExperts
 from tieline.training.parallel.processes import DATA, EXPERT, world_mesh
 
-__all__ = ["parallelize_", "replicated_parameters"]
+__all__ = ["check_grid", "parallelize_", "replicated_parameters"]
 
 
 def parallelize_(
@@ -40,8 +40,8 @@ def parallelize_(
     Returns:
         The model, whose forward pass all ranks must now call together.
     """
+    _check(model, mesh)
     layers = [module for module in model.modules() if isinstance(module, MoE)]
-    _check(model, layers, mesh)
     _copy_from_first_rank(model)
     for layer in layers:
         layer.experts = SpreadExperts(layer.experts, mesh[EXPERT])
@@ -66,15 +66,9 @@ def replicated_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
             yield parameter
 
 
-def _check(model: nn.Module, layers: list[MoE], mesh: DeviceMesh) -> None:
-    require(
-        mesh.mesh_dim_names == (DATA, EXPERT),
-        f"need a mesh with dimensions {(DATA, EXPERT)}, got {mesh.mesh_dim_names}",
-    )
-    spread = any(isinstance(p, DTensor) for p in model.parameters())
-    require(not spread, "the model is spread over ranks already", TielineError)
-    rows, columns = mesh[DATA].size(), mesh[EXPERT].size()
-    for layer in layers:
+def check_grid(model: nn.Module, rows: int, columns: int) -> None:
+    """Refuse a grid of data × expert ranks over which some layer of the model cannot be spread."""
+    for layer in (module for module in model.modules() if isinstance(module, MoE)):
         experts = layer.experts
         share = -(-experts.n_experts // columns)
         require(
@@ -87,6 +81,16 @@ def _check(model: nn.Module, layers: list[MoE], mesh: DeviceMesh) -> None:
             f"the widths of an expert, {experts.d_model} and {experts.d_hidden}, are not multiples "
             f"of the {rows} data ranks",
         )
+
+
+def _check(model: nn.Module, mesh: DeviceMesh) -> None:
+    require(
+        mesh.mesh_dim_names == (DATA, EXPERT),
+        f"need a mesh with dimensions {(DATA, EXPERT)}, got {mesh.mesh_dim_names}",
+    )
+    spread = any(isinstance(p, DTensor) for p in model.parameters())
+    require(not spread, "the model is spread over ranks already", TielineError)
+    check_grid(model, mesh[DATA].size(), mesh[EXPERT].size())
 
 
 @torch.no_grad()

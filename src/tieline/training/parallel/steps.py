@@ -28,14 +28,14 @@ from tieline.training.parallel.gradients import (
     finish_gradients_,
     summed,
 )
-from tieline.training.parallel.processes import rank_mesh
-from tieline.training.parallel.shard import parallelize_
+from tieline.training.parallel.processes import check_columns, rank_mesh
+from tieline.training.parallel.shard import check_grid, parallelize_
 from tieline.training.parallel.whole import WholeOptimizer
 from tieline.training.schedules import GateSchedule, rate_scheduler
 from tieline.training.tasks import Task, task_of
 from tieline.training.trainer import parameter_groups
 
-__all__ = ["RankRun", "default_expert_ranks"]
+__all__ = ["RankRun", "default_expert_ranks", "grid_columns"]
 
 
 def default_expert_ranks(model: nn.Module, ranks: int) -> int:
@@ -49,6 +49,22 @@ def default_expert_ranks(model: nn.Module, ranks: int) -> int:
         ):
             return columns
     return ranks
+
+
+def grid_columns(config: TrainConfig, model: nn.Module, expert_ranks: int | None) -> int:
+    """Expert ranks of a run; refuses a grid that its rows or its layers do not fill.
+
+    Args:
+        config: the run.
+        model: what it trains, not spread.
+        expert_ranks: as asked for; None for `default_expert_ranks`.
+    """
+    ranks, micro = dist.get_world_size(), config.optim.batch // config.optim.accumulate
+    require(micro >= ranks, f"{micro} rows of a micro-batch are too few for {ranks} ranks")
+    columns = expert_ranks or default_expert_ranks(model, ranks)
+    check_columns(columns, ranks)
+    check_grid(model, ranks // columns, columns)
+    return columns
 
 
 class RankRun:
@@ -73,9 +89,7 @@ class RankRun:
 
     def prepare(self, expert_ranks: int | None, timeout: float) -> None:
         """Data, the spread model, and what the checkpoint says of optimiser and schedules."""
-        config, ranks = self.config, dist.get_world_size()
-        micro = config.optim.batch // config.optim.accumulate
-        require(micro >= ranks, f"{micro} rows of a micro-batch are too few for {ranks} ranks")
+        config = self.config
         self.data = self.task.data(config)
         set_seed(config.seed)
         self.model = self.fresh()
@@ -86,7 +100,7 @@ class RankRun:
         if config.recompute:
             options = {"use_reentrant": False}
             self.model.gradient_checkpointing_enable(options)  # type: ignore[operator]
-        columns = expert_ranks or default_expert_ranks(self.model, ranks)
+        columns = grid_columns(config, self.model, expert_ranks)
         parallelize_(self.model, rank_mesh(columns, timeout=timeout)).train()
         # one tensor at a time: the others take lists, which must be of one mesh
         groups = parameter_groups(self.model, config)
