@@ -47,6 +47,32 @@ def test_json_on_stdout_is_json_alone_and_the_seed_matters(run):
     assert first["series"][0]["mean"] != again["series"][0]["mean"]
 
 
+def test_fewer_samples_than_parameters_are_told_and_stay_out_of_the_slopes(run):
+    words = [*QUICK, "--repetitions", 4, "--engine", "serial"]
+    code, out, _ = run(*words, "--sizes", "5,200,800")
+    assert code == 0
+    told = " ".join(out.split())
+    assert "warning: n = 5: fewer samples than the 8 parameters, so a ridge picks" in told
+    few = json.loads(run(*words, "--sizes", "5,200,800", "--json")[1])
+    enough = json.loads(run(*words, "--sizes", "200,800", "--json")[1])
+    assert few["ridge"]["sizes"] == [5]
+    assert enough["ridge"] == {"sizes": [], "words": ""}
+    assert [one["rate"] for one in few["series"]] == [one["rate"] for one in enough["series"]]
+    assert few["series"][0]["sizes"] == [5, 200, 800]
+
+
+def test_too_few_samples_alone_give_losses_and_no_slope(run):
+    words = [*QUICK, "--sizes", "5,7", "--repetitions", 2, "--engine", "serial"]
+    code, out, _ = run(*words, "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["ridge"]["words"].startswith("n = 5, 7: fewer samples than the 8 parameters")
+    assert [one["rate"] for one in found["series"]] == [None] * 3
+    code, out, err = run(*words, "--error", 0.05)
+    assert (code, out) == (2, "")
+    assert "two sample sizes of at least 8, the number of parameters, got [5, 7]" in err
+
+
 def test_the_list_names_the_published_settings(run):
     code, out, _ = run("--list")
     assert code == 0

@@ -5,8 +5,15 @@ import torch
 
 from tieline.errors import TielineError
 from tieline.estimation.information import information
+from tieline.estimation.model import MoEModel
 from tieline.estimation.settings import SETTINGS, setting
-from tieline.estimation.small_designs import kinks_inside, small_design
+from tieline.estimation.small_designs import (
+    ENOUGH,
+    _draw,
+    kinks_inside,
+    small_design,
+    well_conditioned,
+)
 from tieline.estimation.symmetry import null_dimension
 
 
@@ -59,5 +66,22 @@ def test_small_designs_are_well_conditioned_and_cut_the_cube(paper, gate, link):
     assert design.condition == pytest.approx(found.condition, rel=0.6)
     assert kinks_inside(design.model, design.truth).all()
     first = small_design(paper, gate, link=link, draws=5)
-    assert design.condition <= first.condition
+    assert design.condition <= max(first.condition, ENOUGH)
     assert 28 <= design.model.n_parameters <= 32
+
+
+def test_a_truth_is_walked_until_its_condition_is_enough_and_no_further():
+    model = MoEModel("perturbed", "sigmoid", "relu", 2, 2)
+    found = well_conditioned(model, seed=0, draws=3)
+    drawn = information(model, _draw(model, 0, found.draw), n=1000)
+    assert found.steps > 0
+    assert found.condition <= ENOUGH < drawn.condition
+    assert found.condition == information(model, found.truth, n=1000).condition
+    assert kinks_inside(model, found.truth).all()
+
+
+def test_a_truth_that_is_well_conditioned_stays_as_it_was_drawn():
+    model = MoEModel("linear", "softmax", "tanh", 2, 2)
+    found = well_conditioned(model, draws=3)
+    assert found.steps == 0
+    assert torch.equal(found.truth.flatten(), _draw(model, 0, found.draw).flatten())

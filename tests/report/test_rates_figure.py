@@ -43,6 +43,7 @@ def study():
         "problems": 300,
         "failed": 7,
         "status": {"converged": 293, "unfinished": 7},
+        "ridge": {"sizes": [], "words": ""},
         "empty_cells": 2,
         "cpu_seconds": 12.3,
         "paper_slope": -0.05,
@@ -73,6 +74,14 @@ def test_three_panels_with_bars_and_slopes(study):
     assert line.get_ydata()[0] == pytest.approx(1000**-0.5)
 
 
+def test_sizes_that_a_ridge_decides_are_points_without_a_line(study):
+    study["ridge"]["sizes"] = [1000]
+    figure = rates_figure(study)
+    assert figure.get_suptitle().endswith("a ridge at n = 1,000")
+    line = figure.axes[1].get_lines()[3]
+    assert list(line.get_xdata()) == SIZES[1:]
+
+
 def test_the_same_study_gives_the_same_bytes(study, tmp_path):
     path = tmp_path / "a.svg"
     assert rates_figure_bytes(study, path) == rates_figure_bytes(study, path)
@@ -82,6 +91,8 @@ def test_the_same_study_gives_the_same_bytes(study, tmp_path):
 
 
 def test_the_table_fits_a_terminal_and_says_what_matters(study):
+    few = "n = 1,000: fewer samples than the 1,200 parameters"
+    study["ridge"] = {"sizes": [1000], "words": few}
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(rates_view(study))
     text = console.export_text()
@@ -91,6 +102,7 @@ def test_the_table_fits_a_terminal_and_says_what_matters(study):
         "9 experts for 8",
         "raw r = 0.1 -0.10 -0.14 to -0.07",
         "7 of 300 fits did not converge",
+        f"warning: {few}",
         "the paper reports a slope of -0.05",
         "in 2 fits a true expert has an empty cell",
         "‖f − q‖ = 0.0123",

@@ -6,9 +6,14 @@ RateStudy      rows, slopes with intervals, and the sample size that an error as
 Three losses are followed. `raw` is the paper's Voronoi loss as it stands; `quotient` is the same in
 the canonical form, without the directions that the data cannot see; `function` is ‖f - f*‖. Least
 squares leave the error of the start in the unseen directions, so a raw loss measures the start.
+
+With n < p samples for p parameters the data allow a whole surface of fits of at least p - n
+dimensions, and the ridge, not the data, picks one of them: its losses are reported, but they lie on
+no power law of n, so slopes and sample sizes leave them out and a warning says so.
 """
 
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +26,7 @@ from torch import Tensor
 from tieline.engines import run_jobs
 from tieline.errors import require
 from tieline.estimation.cases import as_case
-from tieline.estimation.fit import tell_failures
+from tieline.estimation.fit import FitWarning, tell_failures
 from tieline.estimation.levenberg import Status
 from tieline.estimation.model import MoEModel
 from tieline.estimation.rate_blocks import fit_block
@@ -56,6 +61,22 @@ class RateStudy:
         """Problems that did not converge."""
         return sum(not Status(row["status"]).answered for row in self.rows)
 
+    @property
+    def ridge_sizes(self) -> tuple[int, ...]:
+        """Sample sizes below the number of parameters, where a ridge picks the fit."""
+        return tuple(n for n in self.plan.sizes if n < self.plan.model.n_parameters)
+
+    @property
+    def ridge_words(self) -> str:
+        """What is to be said of those; nothing if there are none."""
+        if not self.ridge_sizes:
+            return ""
+        sizes, p = ", ".join(f"{n:,}" for n in self.ridge_sizes), self.plan.model.n_parameters
+        return (
+            f"n = {sizes}: fewer samples than the {p} parameters, so a ridge picks one of the many "
+            "fits that the data allow; these losses tell of the ridge and no slope counts them"
+        )
+
     def losses(self, loss: str, radius: float | None = None) -> list[Float[Tensor, " _"]]:
         """The losses of each sample size; those that are no numbers are left out."""
         require(loss in LOSSES, f"loss must be one of {LOSSES}, got {loss!r}")
@@ -68,13 +89,13 @@ class RateStudy:
 
     def rate(self, loss: str = "quotient", radius: float | None = None) -> Rate:
         """The slope of a loss from one start radius (the first by default)."""
-        return fit_rate(self.plan.sizes, self.losses(loss, radius), self.plan.seed)
+        return fit_rate(*self._determined(loss, radius), self.plan.seed)
 
     def samples_for(
         self, error: float, loss: str = "quotient", radius: float | None = None
     ) -> SampleSize:
         """About how many samples bring the mean loss to `error`."""
-        return sample_size(self.plan.sizes, self.losses(loss, radius), error, self.plan.seed)
+        return sample_size(*self._determined(loss, radius), error, self.plan.seed)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values: what the figure, the table and the file show."""
@@ -96,19 +117,31 @@ class RateStudy:
             "problems": len(self.rows),
             "failed": self.failed,
             "status": {name: count for name, count in words.items() if count},
+            "ridge": {"sizes": list(self.ridge_sizes), "words": self.ridge_words},
             "empty_cells": sum(row["empty"] > 0 for row in self.rows),
             "cpu_seconds": sum(row["seconds"] for row in self.rows),
             "paper_slope": self.paper_slope,
             "series": [self._series(loss, radius) for loss in LOSSES for radius in plan.radii],
         }
 
+    def _determined(self, loss: str, radius: float | None) -> tuple[list[int], list[Tensor]]:
+        """Sample sizes that are no fewer than the parameters, and their losses."""
+        left, p = len(self.ridge_sizes), self.plan.model.n_parameters
+        require(
+            len(self.plan.sizes) >= left + 2,
+            f"a slope needs two sample sizes of at least {p}, the number of parameters, got "
+            f"{list(self.plan.sizes)}",
+        )
+        return list(self.plan.sizes[left:]), self.losses(loss, radius)[left:]
+
     def _series(self, loss: str, radius: float) -> dict[str, Any]:
         losses = self.losses(loss, radius)
         known = [(n, part) for n, part in zip(self.plan.sizes, losses, strict=True) if len(part)]
         means = [mean_estimate(part) for _, part in known]
+        fair = [(n, part) for n, part in known if n not in self.ridge_sizes]
         rate = None
-        if len(known) >= 2 and all(part.mean() > 0 for _, part in known):
-            rate = vars(fit_rate([n for n, _ in known], [part for _, part in known]))
+        if len(fair) >= 2 and all(part.mean() > 0 for _, part in fair):
+            rate = vars(fit_rate([n for n, _ in fair], [part for _, part in fair]))
         start = f"r = {radius:g}" + (" √(1000/n)" if self.plan.shrink else "")
         return {
             "loss": loss,
@@ -143,7 +176,7 @@ def rate_study(
         address: of the Dask scheduler.
         jobs: processes at once; -1 for one per core.
         progress: told how many samples are fitted, and of how many.
-        quiet: no warning of problems that did not converge.
+        quiet: no warning of problems that did not converge or of too few samples.
         grid: fields of `RatePlan` to set: sizes, repetitions, radii, noise, seed, ...
     """
     case = as_case(setting, **grid)
@@ -166,6 +199,8 @@ def rate_study(
     study = RateStudy(plan, tuple(rows[place] for place in sorted(rows)), printed)
     if not quiet:
         tell_failures(torch.tensor([Status(row["status"]).answered for row in study.rows]))
+        if study.ridge_words:
+            warnings.warn(study.ridge_words, FitWarning, stacklevel=2)
     return study
 
 

@@ -1,7 +1,8 @@
 """A rate study as a figure: losses against sample size, one colour for each start radius.
 
 Three panels: the loss as the paper defines it, the same without the directions that the data cannot
-see, and the distance of the functions. Bars are two standard errors of the mean.
+see, and the distance of the functions. Bars are two standard errors of the mean. Fewer samples than
+parameters, where a ridge picks the fit, are points without a line.
 """
 
 import io
@@ -64,7 +65,9 @@ def _named(title: str, loss: str, study: Mapping[str, Any]) -> str:
 def _headline(study: Mapping[str, Any]) -> str:
     failed = study["failed"]
     words = f"{study['name']}: {study['repetitions']} repetitions, noise {study['noise']:g}"
-    return words + (f", {failed} of {study['problems']} not converged" if failed else "")
+    words += f", {failed} of {study['problems']} not converged" if failed else ""
+    few = ", ".join(f"{n:,}" for n in study["ridge"]["sizes"])
+    return words + (f", a ridge at n = {few}" if few else "")
 
 
 def _draw(axes: "Axes", series: Sequence[Mapping[str, Any]], study: Mapping[str, Any]) -> None:
@@ -76,9 +79,10 @@ def _draw(axes: "Axes", series: Sequence[Mapping[str, Any]], study: Mapping[str,
         axes.errorbar(n, mean, [below, bars], capsize=2, linewidth=0.8, **style)
         rate, label = one["rate"], f"start {one['start']}"
         if rate is not None:
-            line = [math.exp(rate["intercept"]) * x ** rate["slope"] for x in n]
+            fair = [x for x in n if x not in study["ridge"]["sizes"]]
+            line = [math.exp(rate["intercept"]) * x ** rate["slope"] for x in fair]
             label += f": {rate['slope']:.2f} [{rate['low']:.2f}, {rate['high']:.2f}]"
-            axes.plot(n, line, color=colour, linewidth=0.9, label=label)
+            axes.plot(fair, line, color=colour, linewidth=0.9, label=label)
         else:
             axes.plot([], [], color=colour, label=label)
     _guides(axes, series, study)

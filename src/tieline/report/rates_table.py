@@ -75,6 +75,8 @@ def _notes(study: Mapping[str, Any]) -> list[str]:
         notes.append(f"the paper reports a slope of {study['paper_slope']:.2f} for the raw loss")
     if study["failed"]:
         notes.append(f"{study['failed']} of {study['problems']} fits did not converge")
+    if study["ridge"]["words"]:
+        notes.append(f"warning: {study['ridge']['words']}")
     if study["empty_cells"]:
         notes.append(
             f"in {study['empty_cells']} fits a true expert has an empty cell: it adds nothing but "
