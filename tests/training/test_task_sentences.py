@@ -7,12 +7,16 @@ from hypothesis import strategies as st
 
 from tests.training.real_data import shared
 from tieline.errors import TielineError
+from tieline.routing import GShardTopK
+from tieline.routing.batchwise import capacity
 from tieline.training import task_sentences
 from tieline.training.data_glue import Sentences
 from tieline.training.engine import run
 from tieline.training.fetch import DataError
+from tieline.training.gates import gate_config
+from tieline.training.model import moe_layers
 from tieline.training.recipes_images import pacs_small
-from tieline.training.recipes_sentences import GLUE_GATES, glue_paper, glue_smoke
+from tieline.training.recipes_sentences import GLUE_GATES, glue_gate, glue_paper, glue_smoke
 from tieline.training.sentence_models import SentenceConfig
 from tieline.training.task_sentences import SentenceTask, answer_scores, packed
 
@@ -70,6 +74,16 @@ def test_a_smoke_run_trains_scores_and_saves(gate, tmp_path, monkeypatch):
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
 
 
+def test_the_noise_of_the_baseline_is_drawn_from_the_seed(tmp_path, monkeypatch):
+    monkeypatch.setattr(task_sentences, "load_glue", made)
+    config = glue_smoke("mrpc", "smoe").replace(optim__steps=3, optim__batch=4, log_every=1)
+    first, again, other = (
+        [e["task_loss"] for e in run(config.replace(seed=seed), tmp_path / name).history[:3]]
+        for name, seed in (("first", 0), ("again", 0), ("other", 1))
+    )
+    assert first == again != other
+
+
 def test_items_are_padded_examples_in_an_order_of_the_seed(monkeypatch):
     monkeypatch.setattr(task_sentences, "load_glue", made)
     config = glue_smoke("rte", "smoe").replace(optim__steps=10, optim__batch=8)
@@ -100,11 +114,54 @@ def test_the_papers_form_states_its_sizes_and_says_what_is_missing(monkeypatch):
         SentenceTask().data(config)
 
 
+@pytest.mark.parametrize("k", [2, 4])
+def test_the_baseline_has_the_noise_and_capacity_of_the_paper(k):
+    config = glue_paper("rte", "smoe", k)
+    assert (config.gate.gate, config.gate.k) == ("gshard", k)
+    assert config.gate.gate_options == {"noise": 1.0, "capacity_factor": 1.5}
+    assert config.losses.balance == 0.01
+    for other in ("remoe", "smooth50"):
+        assert glue_gate(other, k) == gate_config(other, k)
+
+
+def test_noise_is_for_training_alone_and_no_expert_holds_more_than_its_capacity(monkeypatch):
+    monkeypatch.setattr(task_sentences, "load_glue", made)
+    config = glue_smoke("mrpc", "smoe").replace(optim__steps=1, optim__batch=8)
+    model, data = SentenceTask().model(config).eval(), SentenceTask().data(config)
+    (layer,) = moe_layers(model).values()
+    assert isinstance(layer.gate, GShardTopK)
+    seen = []
+    layer.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].detach()))
+    items = [data.train[row] for row in range(8)]
+    model(**{key: torch.stack([item[key] for item in items]) for key in items[0]})
+    tokens = seen[0].flatten(0, 1)
+    still = [layer.eval().route(tokens).weights for _ in range(2)]
+    noisy = [layer.train().route(tokens).weights for _ in range(2)]
+    assert torch.equal(*still)
+    assert not torch.equal(*noisy)
+    for weights in (*still, *noisy):
+        load = (weights != 0).sum(dim=0)
+        assert load.max() <= capacity(len(tokens), 16, 2, 1.5)
+        assert load.sum() < 2 * len(tokens)  # padding is alike and overflows its experts
+
+
 def test_shapes_of_other_tasks_and_blocks_that_are_not_there_are_refused():
     with pytest.raises(TielineError, match="PatchConfig is no shape for sentences"):
         SentenceTask().model(pacs_small("cosine", "photo"))
     with pytest.raises(TielineError, match="block 2 of only 2"):
         SentenceConfig(layers=2, d_model=8, d_hidden=8, heads=1, vocabulary=9, context=8, routed=2)
+
+
+def test_a_smoke_run_on_real_sentences(tmp_path):
+    shared("glue")
+    result = run(
+        glue_smoke("rte", "smoe").replace(optim__steps=5, optim__batch=8), tmp_path / "run"
+    )
+    assert result.data == "RTE train, 2490 examples, scored on 277"
+    assert result.scores["dev"]["examples"] == 277
+    told = [entry for entry in result.history if "task_loss" in entry]
+    assert all(0.4 < entry["task_loss"] < 1.2 for entry in told)
+    assert told
 
 
 def test_the_real_sentences_become_items():

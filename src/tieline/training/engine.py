@@ -9,7 +9,8 @@ restored exactly, so a run that was killed ends with the loss that it would have
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import set_seed
+from transformers.utils import logging
 
 from tieline.audit.monitor_trainer import monitor_trainer
 from tieline.errors import require
@@ -26,10 +28,13 @@ from tieline.training.fetch import DataError
 from tieline.training.tasks import task_of
 from tieline.training.trainer import RoutingTrainer, training_arguments
 
-__all__ = ["Plan", "TrainResult", "parameter_count", "plan", "prepare_folder", "run"]
+__all__ = ["Plan", "TrainResult", "Watch", "parameter_count", "plan", "prepare_folder", "run"]
 
 Report = Callable[[str, int, int], None]
 """Told a stage, how much of it is done, and of how much."""
+
+Watch = Callable[[nn.Module, int], None]
+"""Shown the model after a step, and told how many are done."""
 
 TIMED = 3
 
@@ -87,7 +92,12 @@ class Plan:
 
 
 def run(
-    config: TrainConfig, out: Path, *, resume: bool = False, progress: Report | None = None
+    config: TrainConfig,
+    out: Path,
+    *,
+    resume: bool = False,
+    progress: Report | None = None,
+    watch: Watch | None = None,
 ) -> TrainResult:
     """Train what `config` says, in the folder `out`, and score it.
 
@@ -96,6 +106,7 @@ def run(
         out: a new folder; with `resume`, that of the same run.
         resume: go on from the newest complete checkpoint, from the start if there is none.
         progress: told the stages.
+        watch: shown the model after every step; it leaves weights and generators as they are.
     """
     tell = progress or (lambda stage, done, of: None)
     checkpoint = prepare_folder(config, out, resume)
@@ -113,11 +124,12 @@ def run(
         model,
         training_arguments(config, out),
         data.train,
-        lambda done, of: tell("train", done, of),
+        _step_end(model, tell, watch),
     )
     monitor_trainer(trainer, every=config.log_every)
     began, worked = time.perf_counter(), time.process_time()
-    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    with _no_bars():
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     seconds, worked = time.perf_counter() - began, time.process_time() - worked
     tell("score", 0, 1)
     model.eval()
@@ -131,9 +143,31 @@ def run(
         resumed_from=int(checkpoint.name.split("-")[1]) if checkpoint else 0,
         history=trainer.state.log_history,
     )
-    task.save(model, data, out / "model")
+    with _no_bars():
+        task.save(model, data, out / "model")
     write_json(out / "result.json", result.to_dict())
     return result
+
+
+def _step_end(model: nn.Module, tell: Report, watch: Watch | None) -> Callable[[int, int], None]:
+    def ended(done: int, of: int) -> None:
+        tell("train", done, of)
+        if watch is not None:
+            watch(model, done)
+
+    return ended
+
+
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    """No bars of transformers for every file it writes; `progress` tells how far a run is."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def plan(config: TrainConfig, progress: Report | None = None) -> Plan:

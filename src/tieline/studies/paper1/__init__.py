@@ -11,6 +11,8 @@ MODULES = [
     "occupation",
     "smoothing",
     "budget",
+    "courses",
     "experiments",
+    "tables",
 ]
 """Files of this package that hold claims."""
