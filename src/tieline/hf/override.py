@@ -9,24 +9,16 @@ As in `capture`, the router's class is replaced by a subclass of itself for as l
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import nn
 
 from tieline.errors import UnsupportedModelError
 from tieline.hf.families import RouterFamily, family_of
+from tieline.hf.layouts import Choice, with_choice
 from tieline.hf.outputs import RouterOutput, read_output
 
 __all__ = ["Choice", "Rule", "override_choice", "write_output"]
-
-
-class Choice(NamedTuple):
-    """Combine weights and experts of T tokens, k of each."""
-
-    weights: Float[Tensor, "tokens k"]
-    ids: Int[Tensor, "tokens k"]
 
 
 Rule = Callable[[RouterOutput], Choice]
@@ -80,33 +72,4 @@ def write_output(
     if family.skip_class:
         skipped = ids == found.logits.shape[-1] - 1
         weights, ids = weights.masked_fill(skipped, 0), ids.masked_fill(skipped, 0)
-    return _WRITERS[family.layout](output, weights, ids)
-
-
-def _write_topk(output: Any, weights: Tensor, ids: Tensor) -> tuple[Any, ...]:
-    return output[0], weights.view_as(output[1]), ids.view_as(output[2]), *output[3:]
-
-
-def _write_dense(output: Any, weights: Tensor, ids: Tensor) -> tuple[Any, ...]:
-    return torch.zeros_like(output[0]).scatter_(1, ids, weights.to(output[0])), *output[1:]
-
-
-def _write_sorted(output: Any, weights: Tensor, ids: Tensor) -> tuple[Any, ...]:
-    """Slots in order of their experts, the token of each, its weight, and the experts' sizes."""
-    logits = output[4]
-    slots = ids.flatten().sort(stable=True).indices
-    tokens = slots.div(ids.shape[1], rounding_mode="trunc")
-    sizes = torch.bincount(ids.flatten(), minlength=logits.shape[-1]).tolist()
-    return slots, tokens, weights.flatten()[slots].to(output[2]), sizes, logits
-
-
-def _write_method(output: Any, weights: Tensor, ids: Tensor) -> tuple[Any, ...]:
-    return weights.view_as(output[0]), ids.view_as(output[1])
-
-
-_WRITERS = {
-    "topk": _write_topk,
-    "dense": _write_dense,
-    "sorted": _write_sorted,
-    "method": _write_method,
-}
+    return with_choice(family.layout, output, weights, ids)

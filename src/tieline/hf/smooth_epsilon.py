@@ -21,11 +21,12 @@ from torch import Tensor, nn
 from tieline.errors import ParameterError, require
 from tieline.geometry.order import epsilon_for_extra
 from tieline.hf.formats import FORMATS
+from tieline.hf.layouts import logits_in
 from tieline.hf.rounding_hooks import emulate
 from tieline.hf.running import forward, only_running
 from tieline.hf.selection import GroupLimit, at_least_single, select
 from tieline.hf.smooth_layers import LayerPlan
-from tieline.hf.smooth_router import Call, attach, detach, raw_output
+from tieline.hf.smooth_router import Call, attach, detach
 from tieline.ranking import ranked_scores
 from tieline.routing.selective import Groups
 from tieline.routing.smooth import smoothstep
@@ -67,7 +68,7 @@ class Scores:
 
     def __call__(self, router: nn.Module, call: Call, output: Any) -> Any:
         """Keep the scores of this call."""
-        logits = raw_output(self._plan.family, call, output)
+        logits = logits_in(self._plan.family.layout, call[0], output)
         selection = select(self._plan.family, router, logits.detach(), call)
         self.groups = _groups(selection.limit)
         self._parts.append(at_least_single(selection.scores).cpu().clone())

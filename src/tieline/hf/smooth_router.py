@@ -20,15 +20,16 @@ from torch import Tensor, nn
 
 from tieline.errors import UnsupportedModelError
 from tieline.hf.families import RouterFamily
+from tieline.hf.layouts import choice_in, logits_in, with_choice
 from tieline.hf.selection import Selection, at_least_single, restrict, select
 from tieline.hf.smooth_scoring import column_weights, family_scale
 from tieline.hf.smooth_skip import SkipRule
 from tieline.hf.verify import ROUNDINGS, check_selected
-from tieline.ranking import kth_largest, stable_topk
+from tieline.ranking import kth_largest
 from tieline.routing.selective import Groups
 from tieline.routing.smooth_columns import Columns, smooth_columns
 
-__all__ = ["Handler", "RouterSmoothing", "attach", "detach", "raw_output", "smoothing_of"]
+__all__ = ["Handler", "RouterSmoothing", "attach", "detach", "smoothing_of"]
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 Handler = Callable[[nn.Module, Call, Any], Any]
@@ -69,13 +70,6 @@ def _handled_class(cls: type[nn.Module], method: str) -> type[nn.Module]:
     return type(cls.__name__, (cls,), {method: handled, **names})
 
 
-def raw_output(family: RouterFamily, call: Call, output: Any) -> Tensor:
-    """The logits (T, E) in a router's output, with their gradient."""
-    places = {"topk": 0, "dense": 1, "sorted": 4}
-    logits = call[0][0] if family.layout == "method" else output[places[family.layout]]
-    return logits.reshape(-1, logits.shape[-1])
-
-
 @dataclass
 class RouterSmoothing:
     """Smooth top-k on one router; an instance is its handler.
@@ -106,14 +100,19 @@ class RouterSmoothing:
 
     def __call__(self, router: nn.Module, call: Call, output: Any) -> Any:
         """The output with smooth weights."""
-        logits = raw_output(self.family, call, output)
+        logits = logits_in(self.family.layout, call[0], output)
         selection = select(self.family, router, logits, call)
-        if not self.checked:
+        if len(logits) and not self.checked:  # nothing is learned from no tokens
             self._check(router, logits, selection, output)
             self.checked = True
         columns = self.columns(selection)
         weights = column_weights(self.family, router, logits, columns.ids, columns.share)
-        return _WRITERS[self.family.layout](self, router, output, logits, columns, weights)
+        if self.family.name == "inkling":
+            weights, output = _with_shared(self.family, router, output, logits, weights)
+        ids = self.skip.applied(columns.ids, columns.share)
+        used = columns.share > 0
+        layout = self.family.layout
+        return with_choice(layout, output, weights, columns.ids, ids=ids, used=used)
 
     def columns(self, selection: Selection) -> Columns:
         """Experts and shares for these selection scores."""
@@ -133,9 +132,7 @@ class RouterSmoothing:
     @torch.no_grad()
     def _check(self, router: nn.Module, logits: Tensor, selection: Selection, output: Any) -> None:
         """Refuse unless the record gives the router's own experts and weights."""
-        if not len(logits):
-            return
-        weights, ids = _own_choice(self.family, output, self.k)
+        weights, ids = choice_in(self.family.layout, output, self.k)
         scores = selection.scores
         if selection.limit is not None:
             scores, _ = restrict(scores, ids, selection.limit)
@@ -156,97 +153,18 @@ class RouterSmoothing:
             )
 
 
-def _own_choice(family: RouterFamily, output: Any, k: int) -> tuple[Tensor, Tensor]:
-    """Weights and experts (T, k) that the router itself returned."""
-    if family.layout == "dense":
-        return stable_topk(output[0], k)
-    if family.layout == "sorted":
-        slots, _, gates, sizes, logits = output
-        experts = torch.arange(logits.shape[-1], device=slots.device)
-        ids, weights = torch.empty_like(slots), torch.empty_like(gates)
-        ids[slots] = experts.repeat_interleave(torch.as_tensor(sizes, device=slots.device))
-        weights[slots] = gates
-        return weights.view(-1, k), ids.view(-1, k)
-    weights, ids = output[-2:] if family.layout == "method" else output[1:3]
-    return weights.reshape(-1, k), ids.reshape(-1, k)
-
-
 def _joint_divisor(masses: Tensor, weights: Tensor) -> Tensor:
     """Σ over chosen and shared experts that inkling divided by, from masses and their weights."""
     return masses.sum(dim=-1, keepdim=True) / weights.sum(dim=-1, keepdim=True).to(masses)
 
 
-def _write_topk(
-    how: RouterSmoothing,
-    router: nn.Module,
-    output: Any,
-    logits: Tensor,
-    columns: Columns,
-    weights: Tensor,
-) -> tuple[Any, ...]:
-    rest = output[3:]
-    if how.family.name == "inkling":
-        weights, rest = _with_shared(how, router, output, logits, weights)
-    shape = (*output[1].shape[:-1], how.k_max)
-    ids = how.skip.applied(columns.ids, columns.share)
-    return output[0], weights.to(output[1]).view(shape), ids.to(output[2]).view(shape), *rest
-
-
 def _with_shared(
-    how: RouterSmoothing, router: nn.Module, output: Any, logits: Tensor, masses: Tensor
+    family: RouterFamily, router: nn.Module, output: Any, logits: Tensor, masses: Tensor
 ) -> tuple[Tensor, tuple[Any, ...]]:
     """Weights divided by the sum with the shared experts, whose weights change by the same sum."""
-    scale = family_scale(how.family, router)
+    scale = family_scale(family, router)
     own = logits.gather(1, output[2]).sigmoid() * scale
     before = _joint_divisor(own, output[1])  # scale · (Σ chosen + Σ shared) / scale
     divisor = before + (masses.sum(dim=-1, keepdim=True) - own.sum(dim=-1, keepdim=True)) / scale
-    return masses / divisor, (output[3] * (before / divisor).to(output[3]), *output[4:])
-
-
-def _write_dense(
-    how: RouterSmoothing,
-    router: nn.Module,
-    output: Any,
-    logits: Tensor,
-    columns: Columns,
-    weights: Tensor,
-) -> tuple[Any, ...]:
-    dense = torch.zeros_like(output[0]).scatter(1, columns.ids, weights.to(output[0]))
-    return dense, *output[1:]
-
-
-def _write_sorted(
-    how: RouterSmoothing,
-    router: nn.Module,
-    output: Any,
-    logits: Tensor,
-    columns: Columns,
-    weights: Tensor,
-) -> tuple[Any, ...]:
-    """Slots in order of their experts, those that are skipped left out."""
-    used, experts = columns.share.flatten() > 0, columns.ids.flatten()
-    order = experts.masked_fill(~used, logits.shape[-1]).sort(stable=True).indices
-    slots = order[: int(used.sum())]
-    tokens = slots.div(how.k_max, rounding_mode="trunc")
-    sizes = torch.bincount(experts[slots], minlength=logits.shape[-1]).tolist()
-    return slots, tokens, weights.flatten()[slots].to(output[2]), sizes, output[4]
-
-
-def _write_method(
-    how: RouterSmoothing,
-    router: nn.Module,
-    output: Any,
-    logits: Tensor,
-    columns: Columns,
-    weights: Tensor,
-) -> tuple[Any, ...]:
-    ids = how.skip.applied(columns.ids, columns.share)
-    return weights.to(output[0]), ids.to(output[1])
-
-
-_WRITERS = {
-    "topk": _write_topk,
-    "dense": _write_dense,
-    "sorted": _write_sorted,
-    "method": _write_method,
-}
+    shared = output[3] * (before / divisor).to(output[3])
+    return masses / divisor, (*output[:3], shared, *output[4:])
