@@ -24,8 +24,15 @@ from tieline.hf import (
 )
 from tieline.hf.loading import load_model
 from tieline.hf.shipped import load_shipped_tokenizer
-from tieline.hf.smooth_epsilon import budget_epsilon, noise_epsilon, ramp_width
-from tieline.hf.smooth_layers import default_k_max
+from tieline.hf.smooth_epsilon import (
+    budget_epsilon,
+    collect_scores,
+    measured_noise,
+    noise_epsilon,
+    ramp_width,
+)
+from tieline.hf.smooth_layers import default_k_max, plan_layers
+from tieline.hf.smooth_records import read_smoothing
 from tieline.hf.smooth_router import smoothing_of
 from tieline.routing import Groups
 
@@ -307,6 +314,8 @@ def test_saved_after_undoing_it_is_a_model_like_any_other(model, tmp_path):
     [
         (lambda s: s["layers"][0].update(k=3), "does not match the checkpoint"),
         (lambda s: s["layers"][0].update(name="lm_head"), "does not match the checkpoint"),
+        (lambda s: s["layers"][0].update(n_experts=7), "does not match the checkpoint"),
+        (lambda s: s["layers"][0].update(units="sigmoid"), "does not match the checkpoint"),
         (lambda s: s["layers"][0].update(epsilon=-1.0), "cannot be read"),
         (lambda s: s["layers"][0].update(k_max=99), "cannot be read"),
         (lambda s: s.update(version=7), "version is 7"),
@@ -326,3 +335,94 @@ def test_a_configuration_that_does_not_fit_is_refused(saved, change, message):
     with pytest.raises(TielineError, match=message) as told:
         load_model(saved)
     assert "\n" not in str(told.value)
+
+
+def test_noise_of_the_whole_model_is_more_than_that_of_its_routers(model):
+    """The second router hears the first layer's noise too."""
+    plans, _ = plan_layers(model, None)
+    clean = collect_scores(model, plans, [LINES])
+    routers, whole = (
+        list(measured_noise(model, plans, [LINES], clean, precision).values())
+        for precision in ("router bf16", "bf16")
+    )
+    assert whole[1] > 1.5 * routers[1] > 0
+
+
+def test_the_size_of_the_noise_is_a_standard_deviation(model, monkeypatch):
+    """Planted normal noise in two independent scores: sd √2 of their difference."""
+    plans, _ = plan_layers(model, None)
+    clean = collect_scores(model, plans, [batch(64, 32)])
+    generator = torch.Generator().manual_seed(5)
+
+    def noisy(*_, **__):
+        for kept in clean.values():
+            scores = kept.scores
+            kept._parts = [scores + 0.01 * torch.randn(scores.shape, generator=generator)]
+        return clean
+
+    monkeypatch.setattr("tieline.hf.smooth_epsilon.collect_scores", noisy)
+    before = copy.deepcopy(clean)
+    for found in measured_noise(model, plans, [], before, "bf16").values():
+        assert found == pytest.approx(0.01 * 2**0.5, rel=0.1)
+
+
+def test_the_gradient_of_the_ramp_is_let_through_on_request_only():
+    """Against a difference quotient along a direction of the last router's matrix."""
+    slopes, quotients = [], []
+    for detached in (True, False):
+        model = lively(tiny_model("mixtral")).double()
+        model.set_experts_implementation("eager")
+        smooth_(model, epsilon=0.5, detach_ramp=detached)
+        weight = list(find_routers(model).values())[-1].weight.requires_grad_()
+        generator = torch.Generator().manual_seed(1)
+        direction = torch.randn(weight.shape, generator=generator).to(weight)
+        probe = torch.randn(2, 12, 64, generator=generator).to(weight)
+
+        def value(model=model, probe=probe):
+            return (model(input_ids=batch()).logits * probe).sum()
+
+        (gradient,) = torch.autograd.grad(value(), weight)
+        ends = []
+        for step in (1e-4, -2e-4):
+            weight.data += step * direction
+            ends.append(value().item())
+        slopes.append((gradient * direction).sum().item())
+        quotients.append((ends[0] - ends[1]) / 2e-4)
+    assert quotients[0] == pytest.approx(quotients[1], rel=1e-6)
+    assert slopes[1] == pytest.approx(quotients[1], rel=0.01)
+    assert abs(slopes[0] - quotients[0]) > 0.1 * abs(quotients[0])
+
+
+def test_a_record_is_read_as_it_was_written(model):
+    record = smooth_(model, epsilon=[0.1, 0.0], a=2.0, b=3.0, detach_ramp=False)
+    assert read_smoothing(json.loads(json.dumps(record.to_dict()))) == record
+
+
+def test_a_router_that_uses_all_experts_is_left_alone():
+    model = lively(tiny_model("olmoe", num_experts_per_tok=8))
+    classes = [type(module) for module in find_routers(model).values()]
+    record = smooth_(model, epsilon=0.2)
+    assert not any(layer.smoothed for layer in record.layers)
+    assert [type(module) for module in find_routers(model).values()] == classes
+
+
+@pytest.mark.parametrize(
+    ("family", "experts", "skips"),
+    [
+        ("olmoe", "eager", True),
+        ("olmoe", "grouped_mm", True),
+        ("gpt_oss", "eager", False),  # takes the index E for an expert
+        ("gpt_oss", "grouped_mm", True),
+        ("gpt_oss", "tieline", True),
+    ],
+)
+def test_slots_that_are_not_used_have_the_index_that_skips_them(family, experts, skips):
+    model, seen = lively(tiny_model(family)), []
+    model.set_experts_implementation(experts)
+    smooth_(model, epsilon=0.3)
+    router = next(iter(find_routers(model).values()))
+    router.register_forward_hook(lambda module, args, output: seen.append(output))
+    run(model)
+    _, weights, ids = seen[0]
+    assert (weights == 0).any()
+    assert torch.equal(ids == 8, (weights == 0) & skips)

@@ -225,10 +225,12 @@ def test_a_network_that_does_more_than_its_parts_say_is_refused():
             return 2 * super().forward(x)
 
     mlp.__class__ = Scaled
+    model.train()
     before = numbers(model)
     with pytest.raises(UnsupportedModelError, match=r"layers\.2\.mlp.*does more than its parts"):
         upcycle_(model, n_experts=4, k=2)
     assert same_numbers(model, before)
+    assert all(module.training for module in model.modules())
 
 
 @pytest.mark.parametrize(
@@ -251,3 +253,31 @@ def test_a_wrong_configuration_is_refused(change, message, tmp_path):
     path.write_text(json.dumps(config))
     with pytest.raises((ParameterError, UnsupportedModelError), match=message):
         load_pretrained(tmp_path)
+
+
+def test_a_frozen_network_becomes_a_frozen_mixture():
+    model = dense_model("llama").requires_grad_(False)
+    model.model.layers[1].mlp.requires_grad_(True)
+    upcycle_(model, n_experts=4, k=2)
+    mixtures = [module for module in model.modules() if isinstance(module, UpcycledFFN)]
+    trained = [{p.requires_grad for p in mixture.parameters()} for mixture in mixtures]
+    assert trained == [{False}, {True}, {False}]
+
+
+def test_weights_that_are_not_renormalised_stay_so_when_loaded(tmp_path):
+    model = dense_model("llama")
+    upcycle_(model, n_experts=4, k=2, renormalise=False)
+    model.save_pretrained(tmp_path)
+    again = load_pretrained(tmp_path)
+    assert not any(router.norm_topk_prob for router in find_routers(again).values())
+    assert torch.equal(probe_output(again.eval()), probe_output(model))
+
+
+def test_scores_are_computed_in_single_precision_at_least():
+    model = dense_model("llama").bfloat16()
+    upcycle_(model, n_experts=4, k=2, router_scale=0.5)
+    gate = model.model.layers[0].mlp.gate
+    x = torch.randn(5, gate.weight.shape[1], generator=torch.Generator().manual_seed(0)).bfloat16()
+    logits, weights, _ = gate(x)
+    assert logits.dtype == weights.dtype == torch.float32
+    torch.testing.assert_close(logits, x.float() @ gate.weight.float().T)

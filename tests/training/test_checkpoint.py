@@ -1,5 +1,6 @@
 """State that comes back exactly, and files that are refused."""
 
+import os
 import random
 
 import numpy as np
@@ -14,8 +15,10 @@ from tieline.training.checkpoint import (
     load_generators,
     load_optimizer,
     mark_complete,
+    read_json,
     save_generators,
     save_optimizer,
+    write_json,
 )
 
 
@@ -84,3 +87,18 @@ def test_the_newest_complete_checkpoint_counts(tmp_path):
     for number in (9, 10):
         mark_complete(tmp_path / f"checkpoint-{number}", number)
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "state.json"
+    write_json(path, {"step": 1})
+    with pytest.raises(ValueError, match="JSON"):
+        write_json(path, {"step": float("nan")})
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("no room")))
+        with pytest.raises(OSError, match="no room"):
+            write_json(path, {"step": 2})
+    assert read_json(path) == {"step": 1}
+    write_json(path, {"step": 3})
+    assert read_json(path) == {"step": 3}
+    assert [file.name for file in tmp_path.iterdir()] == ["state.json"]

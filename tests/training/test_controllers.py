@@ -49,9 +49,18 @@ def test_the_balance_controller_evens_out_the_load():
     assert spread() < 1.1
 
 
+def test_the_bias_moves_by_the_rate_towards_the_mean_number_of_tokens():
+    """Four tokens at expert 0, one at 1 and 2, two at 3: the mean is 2, whatever the weights."""
+    gate = TopK(2, scoring="sigmoid", selection_bias=torch.zeros(4))
+    weights = torch.tensor([[1e-3, 9, 0, 0], [1e-3, 0, 9, 0], [1e-3, 0, 0, 9], [1e-3, 0, 0, 9]])
+    BalanceController(gate, rate=0.5).update(weights)
+    assert gate.selection_bias.tolist() == [-0.5, 0.5, 0.5, 0.0]
+
+
 def test_the_budget_holds_falls_linearly_and_stays():
     schedule = BudgetSchedule(2.5, 2.0, hold=40, until=60)
-    assert [schedule(t) for t in (0, 39, 40, 50, 60, 99)] == [2.5, 2.5, 2.5, 2.25, 2.0, 2.0]
+    assert [schedule(t) for t in (0, 39, 40, 50, 60, 61, 99)] == [2.5] * 3 + [2.25] + [2.0] * 3
+    assert schedule(41) == pytest.approx(2.475)
 
 
 BAD = [

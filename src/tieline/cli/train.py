@@ -1,6 +1,7 @@
 """tieline train RECIPE: train a small or large model by a named recipe, and score it."""
 
 import sys
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +15,9 @@ from tieline.report.outputs import Outputs, to_json
 from tieline.report.training_table import plan_lines, recipe_lines, result_lines
 
 __all__ = ["train"]
+
+GRACE = 2.0
+"""Seconds for rank 0 to tell why: torchrun ends all processes as soon as one has ended."""
 
 
 @app.command()
@@ -95,6 +99,7 @@ def _run(
             else:
                 found = run(config, folder, **options)
         except FirstRankError:
+            time.sleep(GRACE)
             raise typer.Exit(BAD_INPUT) from None  # one message is enough: rank 0 tells it
     if found is not None:  # only the first process has a result to show
         result = found.to_dict() | {"folder": str(folder)}

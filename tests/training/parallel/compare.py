@@ -39,6 +39,8 @@ def assert_same_files(found, plain):
     """The newest checkpoints and the trained models of two folders."""
     mine, theirs = last_checkpoint(found), last_checkpoint(plain)
     assert mine.name == theirs.name
+    kept = [{p.name for p in f.glob("checkpoint-*")} for f in (found, plain)]
+    assert kept[0] == kept[1]
     assert {p.name for p in mine.iterdir()} == {p.name for p in theirs.iterdir()}
     for name in ("model.safetensors", "optimizer.safetensors"):
         assert_same_tensors(mine / name, theirs / name)

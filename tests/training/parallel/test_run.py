@@ -3,6 +3,7 @@
 import shutil
 
 import pytest
+import torch
 
 from tests.training.parallel.compare import (
     assert_same_files,
@@ -12,7 +13,7 @@ from tests.training.parallel.compare import (
 from tests.training.parallel.runs import config, run_and_lose, run_here
 from tieline.training.checkpoint import last_checkpoint
 from tieline.training.engine import run
-from tieline.training.parallel.steps import default_expert_ranks
+from tieline.training.parallel.steps import _targets, default_expert_ranks
 from tieline.training.tasks import task_of
 
 PATIENCE = {"timeout": 60.0}
@@ -125,3 +126,10 @@ def test_a_grid_that_cannot_be_is_refused_before_anything_is_written(
 def test_experts_are_cut_evenly_where_that_is_possible(count, expected):
     model = task_of(config()).model(config())  # 4 experts, widths 16 and 12
     assert default_expert_ranks(model, count) == expected
+
+
+def test_the_terms_of_a_loss_are_the_targets_that_the_model_predicts():
+    """It shifts the labels of a sequence by one and passes over -100; labels of rows are rows."""
+    labels = torch.tensor([[-100, 5, 6, -100], [1, 2, 3, 4]])
+    assert _targets({"labels": labels}).item() == 5
+    assert _targets({"labels": torch.tensor([0, 1, 1])}).item() == 3
