@@ -20,3 +20,12 @@ def no_axis_checks():
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture(scope="module")
+def single_thread():
+    """Small products only wait for each other on more threads, above all on a busy machine."""
+    from tieline.numerics import one_thread
+
+    with one_thread():
+        yield

@@ -19,7 +19,8 @@ def test_slopes_are_tabled_after_an_estimate_of_the_time(run):
     assert code == 0
     assert "linear-softmax-linear-d1-k2: about" in err
     words = " ".join(out.split())
-    for part in ("quotient r = 0.02", "raw r = 0.1", "‖f − f*‖", "95 % interval", "16 fits:"):
+    shown = ("quotient r = 0.02", "raw r = 0.1", "‖f − f*‖", "95 % interval", "16 fits:")
+    for part in (*shown, "· condition "):
         assert part in words
     assert "for error 0.05 you need about" in words
 

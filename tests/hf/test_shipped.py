@@ -22,6 +22,8 @@ from tieline.hf.shipped import (
 )
 from tieline.ranking import stable_topk
 
+pytestmark = pytest.mark.usefixtures("single_thread")
+
 EXPECTED_FILES = {
     "NOTICE",
     "config.json",
@@ -32,15 +34,6 @@ EXPECTED_FILES = {
     "tokenizer_config.json",
     "training.json",
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Products this small only wait for each other on more threads, above all on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -27,13 +27,21 @@ ROWS = [
 def test_each_combination_has_its_square_and_number():
     axes = identifiability_figure(ROWS).axes[0]
     words = {text.get_position(): text.get_text() for text in axes.texts}
-    assert words == {(0, 0): "-3.0", (1, 0): "-2.0", (0, 1): "-16.0", (1, 1): "no zero row"}
+    assert words == {(0, 0): "−3.0", (1, 0): "−2.0", (0, 1): "≤ −15", (1, 1): "–"}
     assert [label.get_text() for label in axes.get_yticklabels()] == [
         "linear, softmax",
         "cosine, softmax",
     ]
     colours = [patch.get_facecolor() for patch in axes.patches]
     assert len(set(colours)) == 4
+
+
+def test_the_key_names_what_was_not_tested_only_where_something_was_not():
+    def key(rows):
+        return [text.get_text() for text in identifiability_figure(rows).legends[0].get_texts()]
+
+    assert key(ROWS)[3:] == ["not tested: this router has no zero row"]
+    assert key(ROWS[:3]) == ["identifiable", "up to scale", "not identifiable"]
 
 
 @pytest.mark.parametrize("suffix", [".svg", ".pdf", ".png"])

@@ -65,9 +65,9 @@ def test_three_panels_with_bars_and_slopes(study):
     assert [panel.get_xscale() for panel in panels] == ["log"] * 3
     assert "7 of 300 not converged" in figure.get_suptitle()
     names = [[text.get_text() for text in panel.get_legend().get_texts()] for panel in panels]
-    assert "start r = 0.1: -0.10 [-0.14, -0.07]" in names[0]
+    assert "start r = 0.1: −0.10 [−0.14, −0.07]" in names[0]
     assert "start r = 0.5" in names[0]
-    assert "paper: -0.05" in names[0]
+    assert "paper: −0.05" in names[0]
     assert not any("paper" in name for name in names[1])
     assert len(panels[0].containers) == 2
     line = panels[1].get_lines()[3]

@@ -13,6 +13,8 @@ from tools.shipped_model import training
 from tools.shipped_model.corpus import HELD_OUT, held_out_text, training_documents
 from tools.shipped_model.recipe import Recipe, build_model, train_tokenizer
 
+pytestmark = pytest.mark.usefixtures("single_thread")
+
 TINY = Recipe(
     steps=6, vocabulary=300, width=16, layers=2, heads=2, experts=4, expert_width=8, context=8,
     batch=2, warmup=2, evaluations=2,
@@ -26,15 +28,6 @@ def same_python():
 needs_same_python = pytest.mark.skipif(
     not same_python(), reason="the text of another Python differs from the one trained on"
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Products this small only wait for each other on more threads, above all on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

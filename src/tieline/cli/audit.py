@@ -20,7 +20,7 @@ from tieline.cli.models import (
 )
 from tieline.cli.progress import progress_bars
 from tieline.errors import require
-from tieline.report.files import check_target, write_whole
+from tieline.report.files import check_targets, json_target, write_whole
 from tieline.report.outputs import to_json
 
 __all__ = ["audit"]
@@ -84,12 +84,7 @@ def _check(
     require(0 < recover <= 1, f"--recover is a share of the damage in (0, 1], got {recover:g}")
     positive = budget_minutes is None or budget_minutes > 0
     require(positive, f"--budget-minutes must be positive, got {budget_minutes}")
-    named = None if json_to in (None, "-") else Path(str(json_to))
-    targets = [path for path in (out, named) if path is not None]
-    places = {path.absolute() for path in targets}
-    require(len(places) == len(targets), f"one file for two outputs: {[*map(str, targets)]}")
-    for path in targets:
-        check_target(path)
+    check_targets(out, json_target(json_to))
 
 
 def _formats(words: str | None) -> list[str] | None:

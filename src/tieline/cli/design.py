@@ -9,7 +9,7 @@ from rich.console import Console
 
 from tieline.cli.app import Debug, Json, Seed, app, guarded, say
 from tieline.errors import ParameterError, require
-from tieline.report.files import check_target, write_whole
+from tieline.report.files import check_targets, json_target, write_whole
 from tieline.report.outputs import to_json
 
 __all__ = ["design"]
@@ -137,12 +137,7 @@ def _presets() -> str:
 def _check_targets(out: Path | None, figure: Path | None, json_to: str | None) -> None:
     from tieline.report.figures import check_figure_path
 
-    named = None if json_to in (None, "-") else Path(str(json_to))
-    targets = [path for path in (out, figure, named) if path is not None]
-    places = {path.absolute() for path in targets}
-    require(len(places) == len(targets), f"one file for two outputs: {[*map(str, targets)]}")
-    for path in targets:
-        check_target(path)
+    check_targets(out, figure, json_target(json_to))
     if figure is not None:
         check_figure_path(figure)
 

@@ -1,6 +1,5 @@
 """tieline diff A B: do two runs route alike and, if not, why."""
 
-import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +14,7 @@ from tieline.cli.progress import progress_bars
 from tieline.errors import ParameterError, require
 from tieline.report.diff_page import diff_page_bytes
 from tieline.report.diff_terminal import diff_view
-from tieline.report.files import check_target, write_whole
+from tieline.report.files import check_targets, json_target, write_whole
 from tieline.report.numbers import percent
 from tieline.report.outputs import to_json
 
@@ -76,7 +75,7 @@ def diff(
     """
     limits = {"flip": _share("--max-flip", max_flip)}
     limits["unexplained"] = _share("--max-unexplained", max_unexplained)
-    page, target = out, None if json_to in (None, "-") else Path(str(json_to))
+    page, target = out, json_target(json_to)
     _check_outputs(page, target)
     sources = Sources(
         (a, b),
@@ -114,11 +113,7 @@ def _share(option: str, words: str | None) -> float | None:
 
 
 def _check_outputs(page: Path | None, target: Path | None) -> None:
-    named = [path for path in (page, target) if path is not None]
-    absolute = [os.path.abspath(path) for path in named]
-    require(len(set(absolute)) == len(absolute), f"one file for two outputs: {absolute}")
-    for path in named:
-        check_target(path)
+    check_targets(page, target)
     if page is not None and find_spec("plotly") is None:
         raise ModuleNotFoundError(f"{page} needs plotly", name="plotly")
 

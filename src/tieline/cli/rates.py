@@ -11,7 +11,7 @@ from rich.console import Console
 from tieline.cli.app import Address, Debug, Engine, Jobs, Json, Seed, app, guarded, say
 from tieline.cli.progress import progress_bars
 from tieline.errors import ParameterError, require
-from tieline.report.files import check_target, write_whole
+from tieline.report.files import check_targets, json_target, write_whole
 from tieline.report.outputs import to_json
 
 __all__ = ["rates"]
@@ -149,6 +149,7 @@ def _duration(seconds: float) -> str:
 def _record(case: Any, study: Any, error: float | None) -> dict[str, Any]:
     """The study as JSON values, with the sample size that was asked for."""
     record = study.to_dict() | {"misfit": case.misfit, "sample_size": None}
+    record["condition"] = case.condition
     if error is not None:
         found = study.samples_for(error)
         limits = {name: getattr(found, name) for name in ("n", "low", "high")}
@@ -164,12 +165,7 @@ def _record(case: Any, study: Any, error: float | None) -> dict[str, Any]:
 def _check_targets(out: Path | None, json_to: str | None, results: Path | None) -> None:
     from tieline.report.figures import check_figure_path
 
-    named = None if json_to in (None, "-") else Path(str(json_to))
-    targets = [path for path in (out, named, results) if path is not None]
-    places = {path.absolute() for path in targets}
-    require(len(places) == len(targets), f"one file for two outputs: {[*map(str, targets)]}")
-    for path in targets:
-        check_target(path)
+    check_targets(out, json_target(json_to), results)
     if out is not None:
         check_figure_path(out)
 

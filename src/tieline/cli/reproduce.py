@@ -23,8 +23,7 @@ from tieline.cli.app import (
     say,
 )
 from tieline.cli.progress import progress_bars
-from tieline.errors import require
-from tieline.report.files import check_target, write_whole
+from tieline.report.files import check_targets, json_target, write_whole
 from tieline.report.ledger_page import ledger_bytes
 from tieline.report.ledger_table import catalogue_view, ledger_view
 from tieline.report.outputs import to_json
@@ -72,12 +71,7 @@ def reproduce(
 
 
 def _check_outputs(out: Path | None, json_to: str | None) -> None:
-    named = None if json_to in (None, "-") else Path(str(json_to))
-    for path in (out, named):
-        if path is not None:
-            check_target(path)
-    same = out is not None and named is not None and os.path.abspath(out) == os.path.abspath(named)
-    require(not same, f"one file for two outputs: {out}")
+    check_targets(out, json_target(json_to))
     if out is not None and find_spec("plotly") is None:
         raise ModuleNotFoundError(f"{out} needs plotly", name="plotly")
 

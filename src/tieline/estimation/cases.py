@@ -32,12 +32,14 @@ class Case:
         paper_slope: the printed slope, if a paper printed one.
         misfit: ‖f_Ḡ - q‖; zero where the model contains the truth.
         words: the setting in a few words.
+        condition: of the information matrix at a truth that was chosen for it; None for others.
     """
 
     plan: RatePlan
     paper_slope: float | None = None
     misfit: float = 0.0
     words: str = ""
+    condition: float | None = None
 
 
 def as_case(setting: "RatePlan | Setting | MoEModel | str", **grid: Any) -> Case:
@@ -121,7 +123,8 @@ def _case_of_model(
         seed=seed,
         **options,
     )
-    return Case(plan, words=f"{words}, condition {found.condition:.0f}")
+    words += f", condition {found.condition:.0f}"
+    return Case(plan, words=words, condition=found.condition)
 
 
 def describe_settings() -> Mapping[str, str]:

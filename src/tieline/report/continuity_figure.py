@@ -5,13 +5,12 @@ middle    the same of the smooth layers, on the same weights
 right     largest change of the output over all ties against the step across them
 """
 
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tieline.errors import require
-from tieline.report.figures import STYLE, check_figure_path
+from tieline.report.figures import STYLE, drawn_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -54,14 +53,7 @@ def continuity_figure(layers: Sequence[Mapping[str, Any]]) -> "Figure":
 
 def continuity_figure_bytes(layers: Sequence[Mapping[str, Any]], path: Path) -> bytes:
     """The figure in the format that the path's suffix names; the same bytes for the same data."""
-    from matplotlib import rc_context
-
-    check_figure_path(path)
-    kind, buffer = path.suffix.lower().removeprefix("."), io.BytesIO()
-    undated = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}.get(kind)
-    with rc_context(STYLE):
-        continuity_figure(layers).savefig(buffer, format=kind, dpi=200, metadata=undated)
-    return buffer.getvalue()
+    return drawn_bytes(lambda: continuity_figure(layers), path, dpi=200)
 
 
 def _draw_line(axes: "Axes", layer: Mapping[str, Any], names: Sequence[str]) -> None:

@@ -1,11 +1,10 @@
 """The advisor's numbers as a figure: bounds against expectation, and ties, over the splits."""
 
-import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tieline.report.figures import STYLE, check_figure_path
+from tieline.report.figures import STYLE, drawn_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -47,14 +46,7 @@ def design_figure(advice: Mapping[str, Any]) -> "Figure":
 
 def design_figure_bytes(advice: Mapping[str, Any], path: Path) -> bytes:
     """The figure in the format that the path's suffix names; the same bytes for the same advice."""
-    from matplotlib import rc_context
-
-    check_figure_path(path)
-    kind, buffer = path.suffix.lower().removeprefix("."), io.BytesIO()
-    undated = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}.get(kind)
-    with rc_context(STYLE):
-        design_figure(advice).savefig(buffer, format=kind, dpi=300, metadata=undated)
-    return buffer.getvalue()
+    return drawn_bytes(lambda: design_figure(advice), path)
 
 
 def _draw(axes: "Axes", advice: Mapping[str, Any], series: Any) -> None:

@@ -6,7 +6,7 @@ colours are steps of a ramp whose lightness grows with depth and survive a grey 
 
 import io
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["FIGURE_SUFFIXES", "check_figure_path", "figure_bytes", "routing_figure", "write_figure"]
+__all__ = [
+    "FIGURE_SUFFIXES",
+    "check_figure_path",
+    "drawn_bytes",
+    "figure_bytes",
+    "routing_figure",
+    "write_figure",
+]
 
 FIGURE_SUFFIXES = (".pdf", ".png", ".svg")
 STYLE: dict[Any, Any] = {
@@ -59,15 +66,19 @@ def routing_figure(result: Mapping[str, Any]) -> "Figure":
 
 
 def figure_bytes(result: Mapping[str, Any], path: Path) -> bytes:
-    """The figure in the format that the path's suffix names."""
+    """The figure in the format that the path's suffix names; the same bytes for the same result."""
+    return drawn_bytes(lambda: routing_figure(result), path)
+
+
+def drawn_bytes(draw: "Callable[[], Figure]", path: Path, dpi: int = 300) -> bytes:
+    """What `draw` draws, in our style and without a date, so that the same is the same bytes."""
     from matplotlib import rc_context
 
     check_figure_path(path)
     kind, buffer = path.suffix.lower().removeprefix("."), io.BytesIO()
-    # without a date the same result gives the same bytes
     undated = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}.get(kind)
     with rc_context(STYLE):
-        routing_figure(result).savefig(buffer, format=kind, dpi=300, metadata=undated)
+        draw().savefig(buffer, format=kind, dpi=dpi, metadata=undated)
     return buffer.getvalue()
 
 

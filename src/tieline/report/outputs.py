@@ -10,7 +10,7 @@ from typing import Any
 
 from tieline.errors import require
 from tieline.report.figures import check_figure_path, figure_bytes
-from tieline.report.files import check_target, write_whole
+from tieline.report.files import check_target, json_target, write_whole
 from tieline.report.page import page_bytes
 from tieline.trace.record import RoutingTrace
 from tieline.trace.store import save_trace
@@ -44,7 +44,7 @@ class Outputs:
     @property
     def files(self) -> list[Path]:
         """Every file and folder that will be written."""
-        named = None if self.json in (None, "-") else Path(str(self.json))
+        named = json_target(self.json)
         return [path for path in (self.page, named, self.figure, self.trace) if path is not None]
 
     def check(self) -> None:

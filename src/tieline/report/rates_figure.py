@@ -5,13 +5,12 @@ see, and the distance of the functions. Bars are two standard errors of the mean
 parameters, where a ridge picks the fit, are points without a line.
 """
 
-import io
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tieline.report.figures import STYLE, check_figure_path
+from tieline.report.figures import STYLE, drawn_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,14 +47,7 @@ def rates_figure(study: Mapping[str, Any]) -> "Figure":
 
 def rates_figure_bytes(study: Mapping[str, Any], path: Path) -> bytes:
     """The figure in the format that the path's suffix names; the same bytes for the same study."""
-    from matplotlib import rc_context
-
-    check_figure_path(path)
-    kind, buffer = path.suffix.lower().removeprefix("."), io.BytesIO()
-    undated = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}.get(kind)
-    with rc_context(STYLE):
-        rates_figure(study).savefig(buffer, format=kind, dpi=200, metadata=undated)
-    return buffer.getvalue()
+    return drawn_bytes(lambda: rates_figure(study), path, dpi=200)
 
 
 def _named(title: str, loss: str, study: Mapping[str, Any]) -> str:
@@ -82,11 +74,12 @@ def _draw(axes: "Axes", series: Sequence[Mapping[str, Any]], study: Mapping[str,
             fair = [x for x in n if x not in study["ridge"]["sizes"]]
             line = [math.exp(rate["intercept"]) * x ** rate["slope"] for x in fair]
             label += f": {rate['slope']:.2f} [{rate['low']:.2f}, {rate['high']:.2f}]"
-            axes.plot(fair, line, color=colour, linewidth=0.9, label=label)
-        else:
-            axes.plot([], [], color=colour, label=label)
+            axes.plot(fair, line, color=colour, linewidth=0.9)
+        dots = style | {"linestyle": "-" if rate is not None else "none", "linewidth": 0.9}
+        axes.plot([], [], label=label.replace("-", "−"), **dots)
     _guides(axes, series, study)
     axes.set(xscale="log", yscale="log", xlabel="sample size n")
+    _name_ticks(axes)
     axes.legend(fontsize=5.8, loc="upper center", bbox_to_anchor=(0.5, -0.24), handlelength=1.4)
 
 
@@ -97,10 +90,20 @@ def _guides(axes: "Axes", series: Sequence[Mapping[str, Any]], study: Mapping[st
     n, top = series[0]["sizes"], max(one["mean"][0] for one in series)
     guides = [("$n^{-1/2}$", -0.5, "--")]
     if study["paper_slope"] is not None and series[0]["loss"] == "raw":
-        guides.append((f"paper: {study['paper_slope']:.2f}", study["paper_slope"], ":"))
+        words = f"paper: {study['paper_slope']:.2f}".replace("-", "−")
+        guides.append((words, study["paper_slope"], ":"))
     for label, slope, style in guides:
         line = [1.5 * top * (x / n[0]) ** slope for x in n]
         axes.plot(n, line, color="0.45", linestyle=style, linewidth=0.8, label=label)
+
+
+def _name_ticks(axes: "Axes") -> None:
+    """Losses as plain decimals at 1, 2 and 5: a panel may span less than a power of ten."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _colours(count: int) -> list[Any]:

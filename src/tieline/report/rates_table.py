@@ -39,6 +39,8 @@ def _facts(study: Mapping[str, Any]) -> str:
         f"noise {study['noise']:g}",
         f"loss {study['loss']} of paper {study['paper']}",
     ]
+    if study.get("condition") is not None:
+        parts.append(f"condition {study['condition']:,.0f}")
     return " · ".join(parts)
 
 

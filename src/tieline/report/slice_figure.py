@@ -4,12 +4,11 @@ slice_figure         for papers and PNG, by matplotlib
 slice_page_bytes     one page without scripts; the coalition shows under the pointer
 """
 
-import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tieline.report.figures import STYLE, check_figure_path
+from tieline.report.figures import STYLE, drawn_bytes
 from tieline.report.markup import escape
 from tieline.report.numbers import percent
 from tieline.report.plain_page import plain_page, table_html
@@ -51,14 +50,7 @@ def slice_figure(data: Mapping[str, Any]) -> "Figure":
 
 def slice_figure_bytes(data: Mapping[str, Any], path: Path) -> bytes:
     """The figure in the format that the path's suffix names."""
-    from matplotlib import rc_context
-
-    check_figure_path(path)
-    kind, buffer = path.suffix.lower().removeprefix("."), io.BytesIO()
-    undated = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}.get(kind)
-    with rc_context(STYLE):
-        slice_figure(data).savefig(buffer, format=kind, dpi=300, metadata=undated)
-    return buffer.getvalue()
+    return drawn_bytes(lambda: slice_figure(data), path)
 
 
 def slice_page_bytes(data: Mapping[str, Any], title: str = "Slice of a router") -> bytes:

@@ -11,31 +11,11 @@ from tieline.estimation import (
     regression_distance,
     voronoi_loss,
 )
-from tieline.estimation.information import information
 from tieline.studies.checks import at_least, at_most
 from tieline.studies.claim import Check, Evidence, Run, Verdict
-from tieline.studies.paper2.problems import drawn, inputs, largest_gap, shift_rows, split_scale
+from tieline.studies.mixture_checks import FLOOR, flat_bound, least_ratio
+from tieline.studies.mixtures import drawn, inputs, largest_gap, shift_rows, split_scale
 from tieline.studies.registry import claim
-
-FLOOR = 1e-5
-"""A ratio ‖f - f*‖ / loss above this counts as bounded away from zero."""
-
-
-def least_ratio(run: Run, model: MoEModel, truth: MoEParameters, kind: str, paper: int) -> float:
-    """Least ‖f - f*‖ / quotient loss over random and over the flattest directions of size 1e-3.
-
-    The flattest directions are the eigenvectors of the information matrix, its null space apart.
-    """
-    x = inputs(run, 2000, model.d, stream=21)
-    jacobian = model.jacobian(truth, x)
-    _, vectors = torch.linalg.eigh(jacobian.T @ jacobian / len(x))
-    flat = information(model, truth).nullity
-    random = run.normal(64, model.n_parameters, stream=22)
-    steps = torch.cat((vectors[:, flat:].T, random / random.norm(dim=1, keepdim=True)))
-    fits = model.unflatten(truth.flatten() + 1e-3 * steps)
-    distance = regression_distance(model, fits, model, truth, n=2000).value
-    loss = quotient_losses(model, fits, truth, kind, paper).values
-    return float((distance / loss.clamp_min(1e-300)).min())
 
 
 def vanishing(run: Run, over: int) -> tuple[list[Check], float]:
@@ -165,12 +145,4 @@ def perturbed_exact(run: Run) -> Evidence:
     gap = largest_gap(model, moved, truth, inputs(run, 2000, 2))
     loss = voronoi_loss(moved, truth, "L3", 2).value
     least = least_ratio(run, model, truth, "L3", 2)
-    return Evidence(
-        [
-            at_least("ratio along a common shift", gap / loss, FLOOR),
-            at_least("least ratio, quotient L_3", least, FLOOR, part="condition"),
-            at_most("|g - g*| along a common shift", gap, 1e-12, part="corrected"),
-        ],
-        paper="c > 0",
-        measured=gap / loss,
-    )
+    return flat_bound(gap, loss, least, "a common shift", "quotient L_3")

@@ -10,7 +10,7 @@ from tieline.estimation import MoEModel, MoEParameters, voronoi_loss
 from tieline.routing import CosineRouter, Softmax
 from tieline.studies.checks import at_least, at_most, near, none_of
 from tieline.studies.claim import Evidence, Real, Run
-from tieline.studies.paper2.problems import drawn, inputs
+from tieline.studies.mixtures import drawn, inputs
 from tieline.studies.registry import claim
 
 WIDTH, EXPERTS = 4, 3

@@ -2,45 +2,19 @@
 
 import torch
 
-from tieline.estimation import MoEModel, quotient_loss, voronoi_loss
-from tieline.estimation.rank_test import RankTest, generic_atoms, rank_test, witness_atoms
-from tieline.estimation.split_test import SPLIT_THRESHOLD, split_test
-from tieline.studies.checks import at_least, at_most, near
-from tieline.studies.claim import Check, Evidence, Part, Run, Verdict
-from tieline.studies.paper2.problems import drawn, inputs, largest_gap, shift_rows, split_scale
+from tieline.estimation import MoEModel
+from tieline.estimation.rank_test import generic_atoms, rank_test, witness_atoms
+from tieline.studies.checks import at_least, near
+from tieline.studies.claim import Evidence, Part, Run, Verdict
+from tieline.studies.mixture_checks import dependent, same_function, split_checks
+from tieline.studies.mixtures import drawn, inputs, shift_rows, split_scale
 from tieline.studies.registry import claim
-
-INVISIBLE = 1e-7
-"""What the minimisation leaves of a split that cannot be seen; seen ones are above 5e-6."""
 
 
 def model_of(expert: str, **changes) -> MoEModel:
     """The perturbed cosine router with two experts on the plane."""
     return MoEModel(**{"gate": "perturbed", "link": "softmax", "expert": expert, "d": 2,
                        "n_experts": 2, **changes})  # fmt: skip
-
-
-def dependent(test: RankTest) -> int:
-    """Functions too many, zero ones included."""
-    return test.functions - test.rank + len(test.zero)
-
-
-def split_checks(run: Run, cases: dict[str, str], **changes) -> list[Check]:
-    """What the split test says of each expert, as checks of our own."""
-    x, found = inputs(run, 800, 2), []
-    for expert, verdict in cases.items():
-        model = model_of(expert, **changes)
-        tests = [split_test(model, generic_atoms(model, 2, s), x, seed=run.seed) for s in (0, 1)]
-        best, across = (max(getattr(t, f) for t in tests) for f in ("minimum", "up_to_scale"))
-        if verdict == "identifiable":
-            found.append(at_least(f"{expert}: least visible split", best, SPLIT_THRESHOLD,
-                                  part="corrected"))  # fmt: skip
-            continue
-        found.append(at_most(f"{expert}: least visible split", best, INVISIBLE, part="corrected"))
-        rule = at_least if verdict == "up to scale" else at_most
-        limit = SPLIT_THRESHOLD if verdict == "up to scale" else INVISIBLE
-        found.append(rule(f"{expert}: the same across its scale", across, limit, part="corrected"))
-    return found
 
 
 @claim(
@@ -67,7 +41,7 @@ def strong(run: Run) -> Evidence:
             *(near(f"dependent derivatives, {name}", n, 0, 0) for name, n in counts.items()),
             at_least("dependent derivatives, linear", linear, 1),
             near("tanh: one equation per atom", counts["tanh"], 2, 0, part="corrected"),
-            *split_checks(run, {"tanh": "identifiable", "gelu": "identifiable",
+            *split_checks(run, model_of, {"tanh": "identifiable", "gelu": "identifiable",
                                 "relu": "up to scale", "polynomial": "up to scale",
                                 "linear": "not identifiable"}),
         ],
@@ -127,22 +101,12 @@ def measures(run: Run) -> Evidence:
         model = model_of(expert, n_experts=3)
         params = drawn(run, model, stream=2)
         pairs[f"{expert} split"] = (model, params, split_scale(model, params))
-    checks = []
-    for name, (model, one, other) in pairs.items():
-        gap = largest_gap(model, one, other, x)
-        loss = voronoi_loss(other, one, "L2", 2).value
-        left = quotient_loss(model, other, one, "L2", 2).value
-        checks += [
-            at_least(f"{name}: functions differ by", gap, 1e-6 * loss),
-            at_most(f"{name}: functions agree to", gap, 1e-12, part="corrected"),
-            at_least(f"{name}: L_2 of the two", loss, 1e-3, part="corrected"),
-            at_most(f"{name}: quotient L_2", left, 1e-9, part="corrected"),
-        ]
-    return Evidence(
-        checks,
-        paper="G = G*",
+    return same_function(
+        pairs,
+        x,
+        "L2",
+        2,
         corrected="G = G* up to a common shift of rows and, for φ of a degree, mass against scale",
-        measured=max(c.measured for c in checks if "agree" in c.name),
         note="The proof takes the independence of h(·, η_i) from distinct η_i, which a homogeneous "
         "φ does not give, and β_1i = β*_1i from equal softmax weights, which only gives v_i - v_j.",
     )

@@ -13,11 +13,19 @@ from tieline.estimation.population import population_minimiser
 from tieline.estimation.starts import lift
 from tieline.studies.checks import at_least, at_most, near
 from tieline.studies.claim import Evidence, Run, Verdict
+from tieline.studies.rate_evidence import (
+    SLOW,
+    each_falling,
+    each_parametric,
+    not_slow,
+    rate_evidence,
+    regression_rate,
+    up_to_symmetry,
+)
 from tieline.studies.registry import claim
 from tieline.studies.small_rates import parametric, rate_chart, small_plan, small_study, words
 
-SLOW = -0.2
-"""A slope above this one is slow."""
+OVER = "k = k* + 1"
 
 
 def family(gate: Any, expert: str = "tanh", power: int = 2) -> MoEModel:
@@ -25,18 +33,10 @@ def family(gate: Any, expert: str = "tanh", power: int = 2) -> MoEModel:
     return MoEModel(gate, "softmax", expert, 2, 2, power=power)
 
 
-def regression_rate(run: Run, gate: str) -> Evidence:
+def exact_and_over(run: Run, gate: str) -> Evidence:
     """Slopes of ‖f - f*‖ with as many experts as the truth and with one more."""
-    exact, over = small_study(run, family(gate)), small_study(run, family(gate), extra=1)
-    return Evidence(
-        [
-            parametric("slope of ‖f - f*‖, k = k*", exact, "function"),
-            parametric("slope of ‖f - f*‖, k = k* + 1", over, "function"),
-        ],
-        paper=-0.5,
-        measured=f"{exact.rate('function')}; one expert more: {over.rate('function')}",
-        figure=rate_chart({"k = k*": exact, "k = k* + 1": over}, ("function",)),
-    )
+    cases = {"k = k*": 0, OVER: 1}
+    return regression_rate({n: small_study(run, family(gate), extra=k) for n, k in cases.items()})
 
 
 @claim(
@@ -49,7 +49,7 @@ def regression_rate(run: Run, gate: str) -> Evidence:
 )
 def cosine_regression(run: Run) -> Evidence:
     """Slopes of the cosine router."""
-    return regression_rate(run, "cosine")
+    return exact_and_over(run, "cosine")
 
 
 @claim(
@@ -62,7 +62,7 @@ def cosine_regression(run: Run) -> Evidence:
 )
 def perturbed_regression(run: Run) -> Evidence:
     """Slopes of the perturbed cosine router."""
-    return regression_rate(run, "perturbed")
+    return exact_and_over(run, "perturbed")
 
 
 @claim(
@@ -77,17 +77,13 @@ def perturbed_regression(run: Run) -> Evidence:
 )
 def cosine_over(run: Run) -> Evidence:
     """The quotient loss falls; what stands still is the length of the rows."""
-    study = small_study(run, family("cosine"), extra=1)
-    slope = study.rate("quotient").slope
-    return Evidence(
-        [
-            at_least("slope of the quotient loss", slope, SLOW),
-            at_most("the same, polynomial", slope, -0.3, part="corrected"),
-        ],
+    found = {OVER: small_study(run, family("cosine"), extra=1)}
+    return not_slow(
+        OVER,
+        found,
+        each_falling("quotient slope", found),
         paper="slower than any power",
         corrected="a power of n for everything that f depends on",
-        measured=words(study),
-        figure=rate_chart({"k = k* + 1": study}, ("raw", "quotient")),
         note="The lower bound itself is right and says n^-1/2; the slow direction is the length of "
         "a router row, on which neither f nor any expert depends.",
     )
@@ -140,19 +136,17 @@ def cosine_exact(run: Run) -> Evidence:
 )
 def perturbed_over(run: Run) -> Evidence:
     """The raw loss keeps the start in the shift; the quotient loss falls."""
-    study = small_study(run, family("perturbed"), extra=1)
-    return Evidence(
+    found = {OVER: small_study(run, family("perturbed"), extra=1)}
+    return rate_evidence(
         [
-            at_most("slope of the raw loss", study.rate("raw").slope, -0.36),
-            at_most("slope of the quotient loss", study.rate("quotient").slope, -0.36,
-                    part="condition"),
+            *each_falling("raw slope", found, "raw", -0.36, "paper"),
+            *each_falling("quotient slope", found, "quotient", -0.36, "condition"),
         ],
+        found,
         paper=-0.5,
-        measured=words(study),
-        figure=rate_chart({"k = k* + 1": study}, ("raw", "quotient")),
         note="ReLU and powers have a further freedom with several atoms in a cell (mass against "
         "scale), for which the theorem fails outright; tanh has not.",
-    )  # fmt: skip
+    )
 
 
 @claim(
@@ -167,19 +161,8 @@ def perturbed_over(run: Run) -> Evidence:
 )
 def perturbed_exact(run: Run) -> Evidence:
     """Raw and quotient slopes of two kinds of experts."""
-    found = {expert: small_study(run, family("perturbed", expert)) for expert in ("tanh", "relu")}
-    return Evidence(
-        [
-            *(parametric(f"raw slope, {name}", study, "raw") for name, study in found.items()),
-            *(
-                parametric(f"quotient slope, {name}", study, "quotient", "condition")
-                for name, study in found.items()
-            ),
-        ],
-        paper=-0.5,
-        measured="; ".join(f"{name}: {words(study)}" for name, study in found.items()),
-        figure=rate_chart(found, ("raw", "quotient")),
-    )
+    experts = ("tanh", "relu")
+    return up_to_symmetry({name: small_study(run, family("perturbed", name)) for name in experts})
 
 
 @claim(
@@ -203,17 +186,17 @@ def table(run: Run) -> Evidence:
     }
     quick = ("linear, relu", "perturbed, polynomial", "perturbed, relu")
     slopes = {name: study.rate("quotient").slope for name, study in found.items()}
-    slow = [name for name in found if name not in quick]
-    return Evidence(
+    return rate_evidence(
         [
-            *(at_least(f"{name} is slow", slopes[name], SLOW) for name in slow),
+            *(at_least(f"{name} is slow", slopes[name], SLOW) for name in found
+              if name not in quick),
             *(near(f"{name} at -1/4", slopes[name], -0.25, 0.1) for name in quick),
-            *(at_most(f"{name}, polynomial", slopes[name], -0.34, part="corrected")
-              for name in found),
+            *each_falling("quotient slope", found, limit=-0.34),
         ],
+        found,
+        ("quotient",),
         paper="1/log^τ n six times, n^-1/4 three times",
         corrected="n^-1/2 for all nine",
-        measured=", ".join(f"{name} {slope:.2f}" for name, slope in slopes.items()),
         note="With the right number of experts and up to what f does not depend on; with one "
         "expert too many see Thm 2 and 4.",
     )  # fmt: skip
@@ -263,28 +246,18 @@ def contrast(run: Run, extra: int, paper: tuple[float, float]) -> Evidence:
         g: small_study(run, family(g, "relu"), extra=extra, radii=(0.02,), shrink=True)
         for g in gates
     }
-    slow = fixed["cosine"].rate("quotient").slope
-    return Evidence(
+    return not_slow(
+        "cosine",
+        fixed,
         [
-            at_least("quotient slope, cosine, is slow", slow, SLOW),
-            *(
-                at_most(f"quotient slope, {g}", study.rate("quotient").slope, -0.3,
-                        part="corrected")
-                for g, study in fixed.items()
-            ),
-            *(
-                at_most(f"raw slope from a shrinking start, {g}", study.rate("raw").slope, -0.3,
-                        part="corrected")
-                for g, study in shrunk.items()
-            ),
+            *each_falling("quotient slope", fixed),
+            *each_falling("raw slope from a shrinking start", shrunk, "raw"),
         ],
         paper=f"cosine {paper[0]}, perturbed {paper[1]}",
         corrected="both -1/2 up to what f does not see; both by a start that shrinks",
-        measured="; ".join(f"{g}: {words(study)}" for g, study in fixed.items()),
-        figure=rate_chart(fixed, ("raw", "quotient")),
         note="The start radius is not stated. A fixed one flattens the raw loss of both routers, "
         "one that shrinks like n^-1/2 makes both fall; neither tells the routers apart.",
-    )  # fmt: skip
+    )
 
 
 @claim(
@@ -316,18 +289,13 @@ def figure_1a(run: Run) -> Evidence:
 def figure_1b(run: Run) -> Evidence:
     """Both routers fall alike."""
     found = {g: small_study(run, family(g), extra=1) for g in ("cosine", "perturbed")}
-    slopes = {g: study.rate("quotient").slope for g, study in found.items()}
-    return Evidence(
-        [
-            at_least("quotient slope, cosine", slopes["cosine"], SLOW),
-            *(at_most(f"quotient slope, {g}", s, -0.3, part="corrected")
-              for g, s in slopes.items()),
-        ],
+    return not_slow(
+        "cosine",
+        found,
+        each_falling("quotient slope", found),
         paper="cosine -0.05, perturbed -0.47",
         corrected="both polynomial up to what f does not see",
-        measured="; ".join(f"{g}: {words(study)}" for g, study in found.items()),
-        figure=rate_chart(found, ("raw", "quotient")),
-    )  # fmt: skip
+    )
 
 
 def outside(run: Run, gates: tuple[str, str], expert: str, paper: tuple[float, float]) -> Evidence:
@@ -337,23 +305,15 @@ def outside(run: Run, gates: tuple[str, str], expert: str, paper: tuple[float, f
         g: small_study(run, family(g, expert), **({} if g == "linear" else {"source": source}))
         for g in gates
     }
-    slow = found[gates[0]].rate("quotient").slope
-    return Evidence(
+    return not_slow(
+        gates[0],
+        found,
         [
-            at_least(f"quotient slope, {gates[0]}, is slow", slow, SLOW),
-            *(
-                parametric(f"quotient slope, {g}", study, "quotient", "corrected")
-                for g, study in found.items()
-            ),
-            *(
-                parametric(f"slope of ‖f - f_Ḡ‖, {g}", study, "function", "corrected")
-                for g, study in found.items()
-            ),
+            *each_parametric("quotient slope", found, "quotient", "corrected"),
+            *each_parametric("slope of ‖f - f_Ḡ‖", found, "function", "corrected"),
         ],
         paper=f"{gates[0]} {paper[0]}, {gates[1]} {paper[1]}",
         corrected="both -1/2 against the population minimiser, up to what f does not see",
-        measured="; ".join(f"{g}: {words(study)}" for g, study in found.items()),
-        figure=rate_chart(found, ("raw", "quotient")),
         note="Against the truth, which the model does not contain, every loss has a floor.",
     )
 

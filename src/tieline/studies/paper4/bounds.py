@@ -7,17 +7,21 @@ from tieline.studies.checks import at_least, at_most, near
 from tieline.studies.claim import Evidence, Run, Verdict
 from tieline.studies.figure import chart, dots, line
 from tieline.studies.fits import exponent
-from tieline.studies.paper2.bounds import FLOOR, least_ratio
-from tieline.studies.paper2.problems import drawn, inputs, largest_gap, split_scale
+from tieline.studies.mixture_checks import FLOOR, flat_bound, least_ratio
+from tieline.studies.mixtures import (
+    drawn,
+    inputs,
+    largest_gap,
+    split_scale,
+    twisted,
+    without_row,
+)
 from tieline.studies.registry import claim
 
 
-def sparse_truth(run: Run, model: MoEModel, stream: int = 1) -> MoEParameters:
+def sparse_truth(run: Run, model: MoEModel) -> MoEParameters:
     """Parameters whose first router row is zero."""
-    params = drawn(run, model, stream)
-    rows = params.router.clone()
-    rows[0] = 0
-    return MoEParameters(rows, params.bias, params.experts)
+    return without_row(drawn(run, model))
 
 
 def split_of_b(truth: MoEParameters, size: float) -> MoEParameters:
@@ -115,22 +119,10 @@ def dense_bound(run: Run, gate, loss: str) -> Evidence:
     """The ratio along antisymmetric parts, and over the flattest directions without them."""
     model = MoEModel(gate, "sigmoid", "tanh", 2, 2)
     truth = drawn(run, model)
-    rows = truth.router.clone()
-    rows[:, 1] += 0.3
-    rows[:, 2] -= 0.3
-    twisted = MoEParameters(rows, truth.bias, truth.experts)
-    gap = largest_gap(model, twisted, truth, inputs(run, 2000, 2))
-    raw = voronoi_loss(twisted, truth, loss, 4).value
+    gap = largest_gap(model, twisted(truth), truth, inputs(run, 2000, 2))
+    raw = voronoi_loss(twisted(truth), truth, loss, 4).value
     least = least_ratio(run, model, truth, loss, 4)
-    return Evidence(
-        [
-            at_least("ratio along antisymmetric parts", gap / raw, FLOOR),
-            at_least("least ratio, A symmetric", least, FLOOR, part="condition"),
-            at_most("|f - f*| along antisymmetric parts", gap, 1e-12, part="corrected"),
-        ],
-        paper="c > 0",
-        measured=least,
-    )
+    return flat_bound(gap, raw, least, "antisymmetric parts", "A symmetric")
 
 
 @claim(

@@ -13,7 +13,7 @@ from tieline.routing.attention_moe import attention_as_moe
 from tieline.routing.gates import Gate
 from tieline.studies.checks import at_least, at_most
 from tieline.studies.claim import Evidence, Run, Verdict
-from tieline.studies.paper2.problems import drawn, inputs
+from tieline.studies.mixtures import drawn, inputs
 from tieline.studies.registry import claim
 
 

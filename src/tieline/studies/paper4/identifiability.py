@@ -1,16 +1,16 @@
 """Definitions 1 to 4 and Propositions 2 and 5 of paper 4."""
 
+from functools import partial
+
 import torch
 
-from tieline.estimation import MoEModel, MoEParameters, quotient_loss, voronoi_loss
+from tieline.estimation import MoEModel, MoEParameters
 from tieline.estimation.rank_test import generic_atoms, rank_test, witness_atoms
-from tieline.studies.checks import at_least, at_most, near
+from tieline.studies.checks import at_least, near
 from tieline.studies.claim import Check, Evidence, Part, Run, Verdict
-from tieline.studies.paper2.identifiability import dependent, split_checks
-from tieline.studies.paper2.problems import drawn, inputs, largest_gap, split_scale
+from tieline.studies.mixture_checks import dependent, same_function, split_checks
+from tieline.studies.mixtures import drawn, inputs, split_scale, twisted, without_row
 from tieline.studies.registry import claim
-
-GATE = {"link": "sigmoid"}
 
 
 def family(gate, expert: str, n: int = 2, **changes) -> MoEModel:
@@ -52,8 +52,8 @@ def strong(run: Run) -> Evidence:
             *(near(f"dependent derivatives, {name}", n, 0, 0) for name, n in counts.items()),
             *(at_least(f"{name}: at least the three of ∂A ~ ∂b∂b", n, 6, part="corrected")
               for name, n in counts.items()),
-            *split_checks(run, {"tanh": "not identifiable", "gelu": "not identifiable",
-                                "relu": "not identifiable"}, gate="quadratic", **GATE),
+            *split_checks(run, partial(family, "quadratic"),
+                          dict.fromkeys(("tanh", "gelu", "relu"), "not identifiable")),
         ],
         paper=0,
         corrected="no expert: ∂F/∂A_uv is a multiple of ∂²F/∂b_u∂b_v at A = b = 0",
@@ -80,7 +80,7 @@ def partial_strong(run: Run) -> Evidence:
     return Evidence(
         [
             *(near(f"dependent derivatives, {name}", n, 0, 0) for name, n in counts.items()),
-            *split_checks(run, cases, gate="partial", **GATE),
+            *split_checks(run, partial(family, "partial"), cases),
         ],
         paper=0,
         corrected="tanh, GELU pass the split test; ReLU, u² up to scale; linear experts do not",
@@ -149,40 +149,22 @@ def partial_weak(run: Run) -> Evidence:
 
 def same_functions(run: Run, gate, loss: str) -> Evidence:
     """Different measures of one function: antisymmetric parts, mass against scale, a split."""
-    x = inputs(run, 2000, 2)
     tanh, relu = family(gate, "tanh", 3), family(gate, "relu", 3)
-    truth = drawn(run, tanh)
-    twist = truth.router.clone()
-    twist[:, 1] += 0.3
-    twist[:, 2] -= 0.3
-    flat = drawn(run, relu, stream=2)
-    rows = flat.router.clone()
-    rows[0] = 0
-    flat = MoEParameters(rows, flat.bias, flat.experts)
+    truth, flat = drawn(run, tanh), without_row(drawn(run, relu, stream=2))
     bias, experts = flat.bias.clone(), flat.experts.clone()
     bias[0] = torch.logit(flat.bias[0].sigmoid() / 2)
     experts[0] *= 2
     pairs = {
-        "antisymmetric part": (tanh, truth, MoEParameters(twist, truth.bias, truth.experts)),
-        "half the mass, twice the scale": (relu, flat, MoEParameters(rows, bias, experts)),
+        "antisymmetric part": (tanh, truth, twisted(truth)),
+        "half the mass, twice the scale": (relu, flat, MoEParameters(flat.router, bias, experts)),
         "ReLU split": (relu, flat, split_scale(relu, flat)),
     }
-    checks = []
-    for name, (model, one, other) in pairs.items():
-        gap = largest_gap(model, one, other, x)
-        raw = voronoi_loss(other, one, loss, 4).value
-        left = quotient_loss(model, other, one, loss, 4).value
-        checks += [
-            at_least(f"{name}: functions differ by", gap, 1e-6 * raw),
-            at_most(f"{name}: functions agree to", gap, 1e-12, part="corrected"),
-            at_least(f"{name}: {loss} of the two", raw, 1e-3, part="corrected"),
-            at_most(f"{name}: quotient {loss}", left, 1e-9, part="corrected"),
-        ]
-    return Evidence(
-        checks,
-        paper="G = G*",
+    return same_function(
+        pairs,
+        inputs(run, 2000, 2),
+        loss,
+        4,
         corrected="up to the antisymmetric part of A and, at zero rows, mass against scale",
-        measured=max(c.measured for c in checks if "agree" in c.name),
     )
 
 

@@ -8,13 +8,18 @@ many it is the one that is split. "Slower than any polynomial" is tested as a sl
 from typing import Any
 
 from tieline.estimation.model import MoEModel
-from tieline.studies.checks import at_least, at_most
+from tieline.studies.checks import at_least
 from tieline.studies.claim import Evidence, Run, Verdict
+from tieline.studies.rate_evidence import (
+    each_falling,
+    each_parametric,
+    not_slow,
+    rate_evidence,
+    regression_rate,
+    up_to_symmetry,
+)
 from tieline.studies.registry import claim
-from tieline.studies.small_rates import parametric, rate_chart, small_study, words
-
-SLOW = -0.2
-"""A slope above this one is slow."""
+from tieline.studies.small_rates import small_study
 
 
 def family(expert: str = "tanh", gate: Any = "quadratic", link: Any = "sigmoid") -> MoEModel:
@@ -22,19 +27,14 @@ def family(expert: str = "tanh", gate: Any = "quadratic", link: Any = "sigmoid")
     return MoEModel(gate, link, expert, 2, 2)
 
 
-def regression_rate(run: Run, gate: str, experts: tuple[str, ...], *, sparse: bool) -> Evidence:
+def over_regression(run: Run, gate: str, experts: tuple[str, ...], *, sparse: bool) -> Evidence:
     """Slope of ‖f - f*‖ with one expert too many."""
     found = {name: small_study(run, family(name, gate), extra=1, sparse=sparse) for name in experts}
-    return Evidence(
-        [parametric(f"slope of ‖f - f*‖, {name}", one, "function") for name, one in found.items()],
-        paper=-0.5,
-        measured="; ".join(f"{name} {one.rate('function')}" for name, one in found.items()),
-        figure=rate_chart(found, ("function",)),
-        note=""
-        if sparse
-        else "The paper expects f̂ to stay away from f* here; it converges, for the spare expert "
-        "is switched off by c → -∞.",
+    dense = (
+        "The paper expects f̂ to stay away from f* here; it converges, for the spare expert is "
+        "switched off by c → -∞."
     )
+    return regression_rate(found, "" if sparse else dense)
 
 
 @claim(
@@ -48,7 +48,7 @@ def regression_rate(run: Run, gate: str, experts: tuple[str, ...], *, sparse: bo
 )
 def sparse_regression(run: Run) -> Evidence:
     """Full quadratic score."""
-    return regression_rate(run, "quadratic", ("tanh", "relu"), sparse=True)
+    return over_regression(run, "quadratic", ("tanh", "relu"), sparse=True)
 
 
 @claim(
@@ -62,7 +62,7 @@ def sparse_regression(run: Run) -> Evidence:
 )
 def dense_regression(run: Run) -> Evidence:
     """Full quadratic score."""
-    return regression_rate(run, "quadratic", ("tanh", "relu"), sparse=False)
+    return over_regression(run, "quadratic", ("tanh", "relu"), sparse=False)
 
 
 @claim(
@@ -75,7 +75,7 @@ def dense_regression(run: Run) -> Evidence:
 )
 def partial_sparse_regression(run: Run) -> Evidence:
     """Partially quadratic score."""
-    return regression_rate(run, "partial", ("tanh", "relu"), sparse=True)
+    return over_regression(run, "partial", ("tanh", "relu"), sparse=True)
 
 
 @claim(
@@ -89,7 +89,7 @@ def partial_sparse_regression(run: Run) -> Evidence:
 )
 def partial_dense_regression(run: Run) -> Evidence:
     """Partially quadratic score."""
-    return regression_rate(run, "partial", ("tanh",), sparse=False)
+    return over_regression(run, "partial", ("tanh",), sparse=False)
 
 
 @claim(
@@ -104,34 +104,21 @@ def partial_dense_regression(run: Run) -> Evidence:
 )
 def polynomial_sparse(run: Run) -> Evidence:
     """Linear experts, exact."""
-    study = small_study(run, family("linear"))
-    slope = study.rate("quotient").slope
-    return Evidence(
-        [
-            at_least("quotient slope, N = N*", slope, SLOW),
-            parametric("the same against -1/2", study, "quotient", "corrected"),
-        ],
+    found = {"N = N*": small_study(run, family("linear"))}
+    return not_slow(
+        "N = N*",
+        found,
+        each_parametric("quotient slope against -1/2", found, "quotient", "corrected"),
         paper="slower than any power",
         corrected="n^-1/2 with the right number of experts",
-        measured=words(study),
-        figure=rate_chart({"N = N*": study}, ("raw", "quotient")),
     )
 
 
 def exact_rate(run: Run, gate: str) -> Evidence:
     """L3 or L5 with the right number of experts, where Ḡ is the truth."""
-    found = {name: small_study(run, family(name, gate)) for name in ("tanh", "relu", "linear")}
-    return Evidence(
-        [
-            *(parametric(f"raw slope, {name}", one, "raw") for name, one in found.items()),
-            *(
-                parametric(f"quotient slope, {name}", one, "quotient", "condition")
-                for name, one in found.items()
-            ),
-        ],
-        paper=-0.5,
-        measured="; ".join(f"{name}: {words(one)}" for name, one in found.items()),
-        figure=rate_chart(found, ("raw", "quotient")),
+    experts = ("tanh", "relu", "linear")
+    return up_to_symmetry(
+        {name: small_study(run, family(name, gate)) for name in experts},
         note="The antisymmetric part of A never enters xᵀAx, and keeps the error of the start. "
         "With more experts than the truth the infimum over Ḡ is not attained.",
     )
@@ -172,11 +159,11 @@ def partial_exact(run: Run) -> Evidence:
 def over_rate(run: Run, gate: str) -> Evidence:
     """L1 or L4 with one expert too many in the sparse regime, tanh experts."""
     study = small_study(run, family("tanh", gate), extra=1, sparse=True)
-    return Evidence(
-        [at_most("quotient slope", study.rate("quotient").slope, -0.36)],
+    found = {"N = N* + 1": study}
+    return rate_evidence(
+        each_falling("quotient slope", found, limit=-0.36, part="paper"),
+        found,
         paper=-0.5,
-        measured=words(study),
-        figure=rate_chart({"N = N* + 1": study}, ("raw", "quotient")),
         note=f"{study.failed} of {len(study.rows)} fits were still moving along the valley of the "
         "split expert when their steps ran out.",
     )
@@ -228,17 +215,17 @@ def table(run: Run) -> Evidence:
         for link in ("softmax", "sigmoid")
         for expert in ("linear", "relu")
     }
-    slopes = {name: one.rate("quotient").slope for name, one in found.items()}
-    return Evidence(
+    quarter = found["softmax, relu"].rate("quotient").slope
+    return not_slow(
+        "softmax, linear",
+        found,
         [
-            at_least("softmax, linear is slow", slopes["softmax, linear"], SLOW),
-            at_least("softmax, relu at -1/4", slopes["softmax, relu"], -0.34),
-            *(parametric(name, one, "quotient", "corrected") for name, one in found.items()),
+            at_least("softmax, relu at -1/4", quarter, -0.34),
+            *each_parametric("quotient slope", found, "quotient", "corrected"),
         ],
+        losses=("quotient",),
         paper="softmax slow and -1/4, sigmoid -1/2",
         corrected="-1/2 for all four up to what f does not see",
-        measured=", ".join(f"{name} {slope:.2f}" for name, slope in slopes.items()),
-        figure=rate_chart(found, ("quotient",)),
         note="With the right number of experts. The samples an error asks for differ by a "
         "constant: `tieline rates --error`.",
     )
@@ -251,23 +238,19 @@ def softmax_data(run: Run, expert: str, paper: tuple[float, float]) -> Evidence:
         "softmax": small_study(run, soft),
         "sigmoid": small_study(run, family(expert), source=soft),
     }
-    return Evidence(
+    slope, own = found["softmax"].rate("quotient").slope, {"softmax": found["softmax"]}
+    return rate_evidence(
         [
-            at_least("quotient slope, softmax", found["softmax"].rate("quotient").slope,
-                     paper[0] - 0.1),
-            parametric("quotient slope, softmax", found["softmax"], "quotient", "corrected"),
-            *(
-                parametric(f"slope of ‖f - f_Ḡ‖, {name}", one, "function", "corrected")
-                for name, one in found.items()
-            ),
+            at_least("quotient slope, softmax", slope, paper[0] - 0.1),
+            *each_parametric("quotient slope", own, "quotient", "corrected"),
+            *each_parametric("slope of ‖f - f_Ḡ‖", found, "function", "corrected"),
         ],
+        found,
         paper=f"softmax {paper[0]}, sigmoid {paper[1]}",
         corrected="the softmax model is not slow: -1/2 up to what f does not see",
-        measured="; ".join(f"{name}: {words(one)}" for name, one in found.items()),
-        figure=rate_chart(found, ("raw", "quotient")),
         note="The softmax model is well specified here, the sigmoid one is not: its reference is "
         "the population minimiser.",
-    )  # fmt: skip
+    )
 
 
 @claim(
@@ -314,20 +297,15 @@ def figure_1b(run: Run) -> Evidence:
 def figure_2a(run: Run) -> Evidence:
     """An expert without gate, as many experts as the truth."""
     found = {name: small_study(run, family(name), sparse=True) for name in ("relu", "linear")}
-    slopes = {name: one.rate("quotient").slope for name, one in found.items()}
-    return Evidence(
-        [
-            at_least("quotient slope, linear", slopes["linear"], SLOW),
-            *(at_most(f"quotient slope, {name}", s, -0.3, part="corrected")
-              for name, s in slopes.items()),
-        ],
+    return not_slow(
+        "linear",
+        found,
+        each_falling("quotient slope", found),
         paper="ReLU -0.54, linear -0.07",
         corrected="both polynomial up to what f does not see",
-        measured="; ".join(f"{name}: {words(one)}" for name, one in found.items()),
-        figure=rate_chart(found, ("raw", "quotient")),
         note="Mass and scale of an expert without gate trade freely, so the quotient loss takes "
         "their product.",
-    )  # fmt: skip
+    )
 
 
 @claim(
@@ -342,17 +320,8 @@ def figure_2a(run: Run) -> Evidence:
 )
 def figure_2b(run: Run) -> Evidence:
     """Both kinds of experts, exact."""
-    found = {name: small_study(run, family(name)) for name in ("relu", "linear")}
-    return Evidence(
-        [
-            *(parametric(f"raw slope, {name}", one, "raw") for name, one in found.items()),
-            *(
-                parametric(f"quotient slope, {name}", one, "quotient", "condition")
-                for name, one in found.items()
-            ),
-        ],
+    return up_to_symmetry(
+        {name: small_study(run, family(name)) for name in ("relu", "linear")},
         paper="ReLU -0.53, linear -0.44",
         corrected=-0.5,
-        measured="; ".join(f"{name}: {words(one)}" for name, one in found.items()),
-        figure=rate_chart(found, ("raw", "quotient")),
     )

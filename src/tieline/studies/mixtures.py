@@ -5,6 +5,8 @@ inputs         uniform on the cube
 largest_gap    max |f - f'| over inputs
 split_scale    one expert as two of half the mass, (1 ± s)^{1/p} times as strong
 shift_rows     all rows v(β) moved by one vector
+twisted        A with an antisymmetric part
+without_row    the first router row zero
 """
 
 import math
@@ -16,7 +18,15 @@ from tieline.estimation import MoEModel, MoEParameters
 from tieline.estimation.gates import router_directions
 from tieline.studies.claim import Run
 
-__all__ = ["drawn", "inputs", "largest_gap", "shift_rows", "split_scale"]
+__all__ = [
+    "drawn",
+    "inputs",
+    "largest_gap",
+    "shift_rows",
+    "split_scale",
+    "twisted",
+    "without_row",
+]
 
 
 def drawn(run: Run, model: MoEModel, stream: int = 1, router: float = 1.0) -> MoEParameters:
@@ -69,4 +79,19 @@ def shift_rows(model: MoEModel, truth: MoEParameters, step: Tensor) -> MoEParame
     tau = model.tau[0]
     v = router_directions("perturbed", truth.router, tau) + step
     rows = tau * v / (1 - torch.linalg.vector_norm(v, dim=-1, keepdim=True))
+    return MoEParameters(rows, truth.bias, truth.experts)
+
+
+def twisted(truth: MoEParameters, size: float = 0.3) -> MoEParameters:
+    """Quadratic scores on the plane with `size` added to A_12 and taken from A_21; the same f."""
+    rows = truth.router.clone()
+    rows[:, 1] += size
+    rows[:, 2] -= size
+    return MoEParameters(rows, truth.bias, truth.experts)
+
+
+def without_row(truth: MoEParameters) -> MoEParameters:
+    """The parameters with a zero row for the first expert."""
+    rows = truth.router.clone()
+    rows[0] = 0
     return MoEParameters(rows, truth.bias, truth.experts)
