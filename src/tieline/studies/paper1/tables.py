@@ -127,8 +127,9 @@ def table_two(run: Run) -> Evidence:
     untestable="needs accelerators, a pretrained ViT-S/16 and PACS at 224×224: `tieline train "
     "pacs-paper-smooth-sketch`, `tieline train pacs-paper-cosine-sketch`, every domain, five seeds "
     "each; the other four sets have no loader, Soft MoE and Expert Choice no recipe. The small "
-    "form, `tieline train pacs-small-smooth-sketch`, starts from random weights, where cosine "
-    "routers are hardly above a constant answer (docs/vision.md)",
+    "form, `tieline train pacs-small-smooth-sketch` and its sisters, from random weights, three "
+    "seeds: smooth 30.3 % on average, cosine 29.7 %, a gain of 0.56 ± 0.38 points on PACS "
+    "(docs/vision.md)",
 )
 def table_three(run: Run) -> Evidence:
     """Arithmetic of the table."""

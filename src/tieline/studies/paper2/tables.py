@@ -22,9 +22,9 @@ DOMAINS = (
 )
 SMALL_DOMAINS = (
     "Measured: the small form, `tieline train pacs-small-perturbed-sketch` and its sisters, from "
-    "random weights at 32×32, one seed: averages of 24.2 % (linear), 25.8 % (cosine) and 25.4 % "
-    "(perturbed), hardly above a constant answer, and differences that change sign from domain to "
-    "domain (docs/vision.md), so no table"
+    "random weights at 32×32, 1,000 steps, three seeds, four domains: averages of 29.9 % (linear), "
+    "29.7 % (cosine) and 29.8 % (perturbed), where a constant answer has 22.0 %; the perturbation "
+    "gains 0.05 ± 0.35 points (docs/vision.md)"
 )
 
 
