@@ -103,7 +103,9 @@ def test_without_what_trains_the_claim_says_what_to_install(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RIGHT)
-def test_a_boundary_loss_of_the_wrong_sign_changes_the_verdict_of_a_real_run(name, monkeypatch):
+def test_a_boundary_loss_of_the_wrong_sign_changes_the_verdict_of_a_real_run(
+    name, monkeypatch, no_axis_checks
+):
     monkeypatch.setattr(collect, "boundary_loss", scaled(-1)(collect.boundary_loss))
     outcome = run_claim(all_claims()[name], Run(True, 0))
     assert outcome.error == ""
