@@ -197,6 +197,17 @@ def logits_undone(model):
     return logits(model)
 
 
+@pytest.mark.parametrize("flag", [False, True])
+def test_the_flag_of_the_experts_comes_back(flag):
+    model = tiny_model("mixtral")
+    experts = model.model.layers[0].mlp.experts
+    experts._is_expert_parallel = flag
+    reroute_(model, gate="relu")
+    assert experts._is_expert_parallel
+    unreroute_(model)
+    assert experts._is_expert_parallel is flag
+
+
 def test_only_the_named_layers_change():
     model = tiny_model("mixtral")
     names = list(find_routers(model))
