@@ -12,7 +12,7 @@ import torch
 from tieline.estimation.cases import case_of, named_case
 from tieline.estimation.fit import FitWarning
 from tieline.estimation.rate_store import RateStore
-from tieline.estimation.rates import rate_study, study_seconds
+from tieline.estimation.rates import RateStudy, rate_study, study_seconds
 from tieline.estimation.symmetry import null_dimension
 
 TINY = {"gate": "linear", "expert": "linear", "d": 1, "n_experts": 2, "draws": 10}
@@ -108,6 +108,21 @@ def test_failures_are_told_once(tiny):
     plan = replace(tiny, method="sgd", sizes=(300,), radii=(1.0,))
     with pytest.warns(FitWarning, match="of 8 problems did not converge"):
         rate_study(plan, engine="serial")
+
+
+def test_a_ridge_decides_below_the_number_of_parameters_and_not_at_it(tiny):
+    assert tiny.model.n_parameters == 8
+    study = RateStudy(replace(tiny, sizes=(5, 7, 8, 300)), ())
+    assert study.ridge_sizes == (5, 7)
+    assert study.ridge_words.startswith("n = 5, 7: fewer samples than the 8 parameters")
+    assert RateStudy(tiny, ()).ridge_words == ""
+
+
+def test_too_few_samples_are_told(tiny):
+    plan = replace(tiny, sizes=(5, 300), repetitions=2)
+    with pytest.warns(FitWarning) as told:
+        rate_study(plan, engine="serial")
+    assert any("fewer samples than the 8 parameters" in str(one.message) for one in told)
 
 
 def test_the_raw_loss_keeps_the_start_and_the_quotient_does_not():
