@@ -426,3 +426,8 @@ def test_slots_that_are_not_used_have_the_index_that_skips_them(family, experts,
     _, weights, ids = seen[0]
     assert (weights == 0).any()
     assert torch.equal(ids == 8, (weights == 0) & skips)
+
+
+def test_with_budget_and_noise_the_smaller_width_counts(model):
+    record = smooth_(model, budget=3.5, noise=1e-4, calibration=[LINES])
+    assert list(record.epsilons.values()) == pytest.approx([1e-3 / 0.8] * 2)
