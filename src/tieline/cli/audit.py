@@ -115,8 +115,8 @@ def _write(result: dict[str, Any], out: Path | None, json_to: str | None) -> Non
         from tieline.report.audit_page import audit_page_bytes
 
         made.append((out, audit_page_bytes(result)))
-    if json_to not in (None, "-"):
-        made.append((Path(str(json_to)), to_json(result, FORMAT).encode()))
+    if (target := json_target(json_to)) is not None:
+        made.append((target, to_json(result, FORMAT).encode()))
     for path, data in made:
         write_whole(path, data)
 
@@ -129,7 +129,7 @@ def _show(result: dict[str, Any], out: Path | None, json_to: str | None) -> None
     else:
         console = Console(highlight=False, soft_wrap=False)
         console.print(audit_view(result, console.width))
-    written = [path for path in (out, json_to) if path is not None and path != "-"]
+    written = [path for path in (out, json_target(json_to)) if path is not None]
     for path in written:
         say(f"wrote {path}")
     if not written and json_to != "-":

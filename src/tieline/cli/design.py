@@ -155,8 +155,8 @@ def _write(
         from tieline.report.design_figure import design_figure_bytes
 
         made.append((figure, design_figure_bytes(advice, figure)))
-    if json_to not in (None, "-"):
-        made.append((Path(str(json_to)), to_json(advice, FORMAT).encode()))
+    if (target := json_target(json_to)) is not None:
+        made.append((target, to_json(advice, FORMAT).encode()))
     for path, data in made:
         write_whole(path, data)
         say(f"wrote {path}")

@@ -179,8 +179,8 @@ def _write(record: dict[str, Any], out: Path | None, json_to: str | None) -> Non
         from tieline.report.rates_figure import rates_figure_bytes
 
         made.append((out, rates_figure_bytes(record, out)))
-    if json_to not in (None, "-"):
-        made.append((Path(str(json_to)), to_json(record, FORMAT).encode()))
+    if (target := json_target(json_to)) is not None:
+        made.append((target, to_json(record, FORMAT).encode()))
     for path, data in made:
         write_whole(path, data)
     if json_to == "-":

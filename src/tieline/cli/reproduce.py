@@ -114,8 +114,8 @@ def _show_list(chosen: list[Any], json_to: str | None) -> None:
     from tieline.studies.ledger import catalogue
 
     listed = catalogue(chosen)
-    if json_to is not None and json_to != "-":
-        write_whole(Path(json_to), to_json(listed, "tieline-claims").encode())
+    if (target := json_target(json_to)) is not None:
+        write_whole(target, to_json(listed, "tieline-claims").encode())
     if json_to == "-":
         sys.stdout.write(to_json(listed, "tieline-claims"))
     else:
@@ -127,8 +127,8 @@ def _write(ledger: dict[str, Any], out: Path | None, json_to: str | None) -> Non
     made: list[tuple[Path, bytes]] = []
     if out is not None:
         made.append((out, ledger_bytes(ledger)))
-    if json_to is not None and json_to != "-":
-        made.append((Path(json_to), to_json(ledger, "tieline-ledger").encode()))
+    if (target := json_target(json_to)) is not None:
+        made.append((target, to_json(ledger, "tieline-ledger").encode()))
     for path, data in made:
         write_whole(path, data)
     if json_to == "-":

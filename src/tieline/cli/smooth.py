@@ -22,7 +22,7 @@ from tieline.cli.models import (
 )
 from tieline.cli.progress import progress_bars
 from tieline.errors import UnsupportedModelError, require
-from tieline.report.files import check_target, write_whole
+from tieline.report.files import check_targets, json_target, write_whole
 from tieline.report.outputs import to_json
 
 __all__ = ["smooth"]
@@ -88,8 +88,8 @@ def smooth(
         result["provenance"] = {"text": source, "seed": seed, "batch_size": batch_size}
         if out is not None:
             done.save(out, result)
-    if json_to not in (None, "-"):
-        write_whole(Path(str(json_to)), to_json(result, FORMAT).encode())
+    if (target := json_target(json_to)) is not None:
+        write_whole(target, to_json(result, FORMAT).encode())
     _show(result, out, json_to)
 
 
@@ -97,8 +97,7 @@ def _check(out: Path | None, json_to: str | None) -> None:
     if out is not None:
         new = not out.exists() or (out.is_dir() and not any(out.iterdir()))
         require(new, f"{out} exists: a smoothed model is saved in a new folder")
-    if json_to not in (None, "-"):
-        check_target(Path(str(json_to)))
+    check_targets(json_target(json_to))
 
 
 class _Run:
@@ -191,8 +190,8 @@ def _show(result: dict[str, Any], out: Path | None, json_to: str | None) -> None
         sys.stdout.write(to_json(result, FORMAT))
     else:
         Console(highlight=False, soft_wrap=False).print(smooth_view(result))
-    for path in (out, json_to):
-        if path is not None and path != "-":
+    for path in (out, json_target(json_to)):
+        if path is not None:
             say(f"wrote {path}")
     if out is None and json_to != "-":
         say("add -o FOLDER to save the smoothed model")

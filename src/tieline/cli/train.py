@@ -89,8 +89,8 @@ def _run(
     from tieline.training.parallel.run import run_parallel
 
     parallel = is_parallel()
-    alone = parallel or expert_ranks in (None, 1)
-    require(alone, "--expert-ranks needs processes: start with torchrun")
+    possible = parallel or expert_ranks in (None, 1)
+    require(possible, "--expert-ranks needs processes: start with torchrun")
     with progress_bars() as progress:
         options: dict[str, Any] = {"resume": resume, "progress": progress}
         try:

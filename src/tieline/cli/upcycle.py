@@ -14,7 +14,7 @@ from tieline.cli.app import Debug, Json, Seed, app, guarded, say
 from tieline.cli.input import layer_choice, read_text
 from tieline.cli.progress import Report, progress_bars
 from tieline.errors import require
-from tieline.report.files import check_target, write_whole
+from tieline.report.files import check_targets, json_target, write_whole
 from tieline.report.outputs import to_json
 
 __all__ = ["upcycle"]
@@ -52,9 +52,8 @@ def upcycle(
     debug: Debug = False,
 ) -> None:
     """Copy a dense model's feed-forward networks into experts; the function stays, to rounding."""
-    target = None if json_to in (None, "-") else Path(str(json_to))
-    if target is not None:
-        check_target(target)
+    target = json_target(json_to)
+    check_targets(target)
     _check_out(out, overwrite)
     chosen = layer_choice(layers)
     words = read_text(text)[0] if text else None
