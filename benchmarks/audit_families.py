@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 
 from benchmarks.diff_families import LENGTH, OWN, random_model
-from tieline.audit.precision import audit_precision
+from tieline.analysis.precision import audit_precision
 from tieline.hf.loading import load_model
 from tieline.hf.shipped import shipped_text
 from tieline.report.audit_table import COLUMNS

@@ -14,11 +14,10 @@ import time
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tieline.audit.diff import Side, diff_models
-from tieline.audit.text import tokenise
+from tieline.analysis.diff_models import Side, diff_models
+from tieline.analysis.text import tokenise
 from tieline.hf import find_routers
-from tieline.hf.experts_setting import use_experts
-from tieline.hf.loading import load_model
+from tieline.hf.loading import load_model, use_experts
 from tieline.hf.shipped import shipped_text
 
 WIDTH, VOCABULARY, LENGTH = 64, 512, 256

@@ -24,12 +24,11 @@ from rich.console import Console
 from rich.table import Table
 
 from harness import RESAMPLES, machine
-from tieline.estimation.cases import named_case
-from tieline.estimation.fit import fit
+from tieline.estimation.fit import fit, near_truth
 from tieline.estimation.model import MoEModel
 from tieline.estimation.parameters import MoEParameters
+from tieline.estimation.rate_plan import named_case
 from tieline.estimation.rates import rate_study
-from tieline.estimation.starts import near_truth
 
 SMALL, PUBLISHED = "small-perturbed-softmax-tanh", "p2-1a-perturbed"
 SIZES = tuple(round(10 ** (3 + i / 3)) for i in range(7))

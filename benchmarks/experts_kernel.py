@@ -20,7 +20,7 @@ from torch import Tensor
 
 import tieline.hf  # registers the kernel
 from harness import Ratio, Samples, interleave, ratio, report
-from tieline.ranking import stable_topk
+from tieline.core.ranking import stable_topk
 
 SHAPES = [(512, 256, 8, 2, 512), (4096, 256, 64, 8, 128), (512, 1024, 64, 8, 256)]
 # tokens, width, experts, k, expert width

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from harness import Ratio, Samples, interleave, peak_growth, peak_memory, ratio, report
 from tieline import MoE, SmoothTopK, TopK
+from tieline.core.ranking import ranked_scores
 from tieline.geometry.order import epsilon_for_extra
-from tieline.ranking import ranked_scores
 from tieline.routing import Experts, LinearRouter
 
 SHAPES = [(512, 256, 8, 2, 512), (4096, 256, 64, 8, 128), (512, 1024, 64, 8, 256)]

@@ -23,14 +23,13 @@ from rich.table import Table
 from torch import Tensor
 
 from harness import machine
+from tieline.core.numerics import one_thread
+from tieline.core.ranking import topk_mask
 from tieline.geometry.density import gap_density
-from tieline.geometry.flips import flip_probability, noisy_gap, population_flips
+from tieline.geometry.flips import flip_probability, logit_view, noisy_gap, population_flips
 from tieline.geometry.measures import MeasureSettings, measure_layer
-from tieline.geometry.units import logit_view
 from tieline.hf import capture
 from tieline.hf.shipped import load_shipped_model, load_shipped_tokenizer, shipped_text
-from tieline.numerics import one_thread
-from tieline.ranking import topk_mask
 from tieline.trace import LayerTrace
 
 FRACTIONS = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from harness import Ratio, interleave, ratio, report
-from tieline.audit.text import tokenise
+from tieline.analysis.text import tokenise
 from tieline.hf import find_routers, smooth_
 from tieline.hf.loading import load_model
 from tieline.hf.shipped import shipped_text

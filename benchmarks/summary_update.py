@@ -12,7 +12,7 @@ import time
 
 import torch
 
-from tieline.ranking import stable_topk
+from tieline.core.ranking import stable_topk
 from tieline.trace import LayerFacts, LayerTrace, SummaryBuilder
 
 EPSILONS = tuple(10.0**exponent for exponent in range(-5, 3))

@@ -17,10 +17,10 @@ from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 from tieline import gap
-from tieline.audit.monitor_watch import RouterCall, watch_routing
-from tieline.audit.recompute import recompute_check
-from tieline.audit.tie_density import tie_density
-from tieline.ranking import stable_topk
+from tieline.analysis.recompute import recompute_check
+from tieline.analysis.router_calls import RouterCall, watch_routing
+from tieline.analysis.tie_density import tie_density
+from tieline.core.ranking import stable_topk
 from tieline.trace import RoutingTrace
 
 WIDTH, EXPERTS, K, PARTS = 64, 8, 2, 16

@@ -14,12 +14,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from tieline.papers.continuity import layer_inputs, measure_continuity
 from tieline.report.continuity_figure import continuity_figure_bytes
 from tieline.routing import MoE
-from tieline.studies.training.continuity import layer_inputs, measure_continuity
-from tieline.training.data_cifar10 import load_cifar10
-from tieline.training.recipes_images import CIFAR10_GATES, cifar10_small
-from tieline.training.task_images import image_model
+from tieline.training.image_data import load_cifar10
+from tieline.training.images import image_model
+from tieline.training.recipes import CIFAR10_GATES, cifar10_small
 
 folder = Path(sys.argv[1])
 figure = Path(sys.argv[2] if len(sys.argv) > 2 else "continuity.png")

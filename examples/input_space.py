@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from tieline.audit.weights import linear_weights
+from tieline.analysis.inspect import linear_weights
 from tieline.hf.capture import capture
 from tieline.hf.shipped import load_shipped_model, load_shipped_tokenizer, shipped_text
 from tieline.report.slice_figure import slice_figure_bytes, slice_page_bytes

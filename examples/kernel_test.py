@@ -12,8 +12,12 @@ import torch
 from torch import Tensor
 
 from tieline import stable_topk
-from tieline.audit.oracle_scores import tie_free_scores, tie_heavy_scores
-from tieline.audit.oracles import assert_routing_close, tie_band
+from tieline.analysis.oracles import (
+    assert_routing_close,
+    tie_band,
+    tie_free_scores,
+    tie_heavy_scores,
+)
 
 EXPERTS, K = 64, 8
 

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from tieline.cli.progress import progress_bars
-from tieline.studies.training.domains import domain_table, leave_one_out
+from tieline.papers.comparisons import domain_table, leave_one_out
 
 folder, seeds = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 3
 steps = int(sys.argv[3]) if len(sys.argv) > 3 else None

@@ -10,8 +10,8 @@ which layers to keep in float32.
 import copy
 import sys
 
-from tieline.audit.diff import Side, diff_models
-from tieline.audit.text import tokenise
+from tieline.analysis.diff_models import Side, diff_models
+from tieline.analysis.text import tokenise
 from tieline.hf.loading import load_model
 from tieline.hf.shipped import shipped_text
 

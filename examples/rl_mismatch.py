@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from safetensors.numpy import save_file
 
-from tieline.audit.diff import Side, diff, diff_models
-from tieline.audit.text import tokenise
+from tieline.analysis.diff import diff
+from tieline.analysis.diff_models import Side, diff_models
+from tieline.analysis.text import tokenise
 from tieline.hf.loading import load_model
 from tieline.hf.shipped import shipped_text
 from tieline.trace import import_routed_experts

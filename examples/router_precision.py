@@ -9,7 +9,8 @@ formats, then keeps the routers in float32 that do most of the damage.
 
 import sys
 
-from tieline.audit.precision import Perturbation, audit_precision
+from tieline.analysis.perturbations import Perturbation
+from tieline.analysis.precision import audit_precision
 from tieline.hf.loading import load_model
 from tieline.hf.shipped import shipped_text
 

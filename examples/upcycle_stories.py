@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tieline.audit.text_loss import text_loss
+from tieline.analysis.text import text_loss
 from tieline.hf import find_routers, upcycle_
 from tieline.hf.llama2c import load_llama2c, load_llama2c_tokenizer
 

@@ -25,7 +25,7 @@ def no_axis_checks():
 @pytest.fixture(scope="module")
 def single_thread():
     """Small products only wait for each other on more threads, above all on a busy machine."""
-    from tieline.numerics import one_thread
+    from tieline.core.numerics import one_thread
 
     with one_thread():
         yield

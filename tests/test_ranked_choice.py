@@ -1,11 +1,11 @@
-"""Ranks under another program's choice: `ranked_choice` and `group_scores` of `tieline.ranking`."""
+"""Ranks under another program's choice: `ranked_choice` and `group_scores` of `tieline.core.ranking`."""
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.strategies import score_matrices
-from tieline.ranking import group_scores, ranked_choice, stable_topk
+from tieline.core.ranking import group_scores, ranked_choice, stable_topk
 
 
 @st.composite

@@ -1,8 +1,8 @@
 """Tieline measures, explains and removes the routing ties of Mixture-of-Experts models."""
 
 from tieline._version import __version__
-from tieline.errors import TielineError
-from tieline.ranking import gap, stable_topk
+from tieline.core.errors import TielineError
+from tieline.core.ranking import gap, stable_topk
 from tieline.routing import (
     CosineRouter,
     Experts,

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tieline.cli.input import layer_choice, read_text, with_json_target
-from tieline.errors import ParameterError
+from tieline.core.errors import ParameterError
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 from tests.trace.zoo import make_trace
 from tieline import __version__
 from tieline.cli import inspect as command
-from tieline.errors import TielineError
+from tieline.core.errors import TielineError
 from tieline.trace import load_trace
 
 TOKENS = 384

@@ -8,10 +8,10 @@ import pytest
 import typer
 
 from tieline.cli import app
-from tieline.studies.claim import Verdict
-from tieline.studies.registry import all_claims
-from tieline.training.catalogue import recipe_config
-from tieline.training.tasks import TASKS
+from tieline.papers.claim import Verdict
+from tieline.papers.registry import all_claims
+from tieline.training.engine import TASKS
+from tieline.training.recipes import recipe_config
 
 DOCS = Path(__file__).parents[2] / "docs"
 CASES = ("reproduced at small scale", "not at this scale", "needs accelerators")
@@ -81,7 +81,7 @@ def test_the_papers_forms_say_what_they_would_do(
 
     monkeypatch.setenv("TIELINE_DATA", str(tmp_path))  # tests download nothing
     monkeypatch.setattr("urllib.request.urlopen", no_route)
-    monkeypatch.setattr("tieline.training.pretrained.snapshot_download", no_route)
+    monkeypatch.setattr("tieline.training.fetch.snapshot_download", no_route)
     command = next(command for command in WHOLE if family in command)
     code, out, err = tieline(*shlex.split(command)[1:], "--dry-run")
     assert code == 0, err

@@ -15,7 +15,7 @@ from tieline.trace import (
     select_tokens,
     summarise,
 )
-from tieline.trace.compare import identical
+from tieline.trace.ops import identical
 
 TRACE = make_trace(tokens=24)
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from tieline.cli.reproduce import default_results
-from tieline.studies import registry
-from tieline.studies.claim import Verdict
+from tieline.papers import registry
+from tieline.papers.claim import Verdict
 
 QUICK = ["p0-lem6.2", "p1-table6", "p1-eqA.7"]
 

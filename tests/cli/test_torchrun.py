@@ -48,8 +48,8 @@ def torchrun(processes, *words):
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     """The recipe in one process."""
-    from tieline.training.catalogue import recipe_config
     from tieline.training.engine import run
+    from tieline.training.recipes import recipe_config
 
     folder = tmp_path_factory.mktemp("alone") / "run"
     return run(recipe_config(RECIPE), folder).to_dict(), folder

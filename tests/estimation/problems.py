@@ -4,8 +4,7 @@ import itertools
 
 import torch
 
-from tieline.estimation.gates import GATES, LINKS
-from tieline.estimation.model import MoEModel
+from tieline.estimation.model import GATES, LINKS, MoEModel
 
 EXPERT_FORMS = (
     {"expert": "linear"},

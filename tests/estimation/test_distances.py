@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.estimation.problems import MODELS, random_parameters
-from tieline.errors import TielineError
+from tieline.core.errors import TielineError
 from tieline.estimation.distances import matched_errors, regression_distance
 from tieline.estimation.model import MoEModel
 from tieline.estimation.parameters import MoEParameters

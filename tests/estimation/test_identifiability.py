@@ -8,11 +8,19 @@ import torch
 from torch.func import jacrev, vmap
 
 from tests.estimation.problems import MODELS, model_id, random_inputs
-from tieline.errors import TielineError
+from tieline.core.errors import TielineError
 from tieline.estimation import MoEModel, identifiability
-from tieline.estimation.jets import Atom, atom_jet, atom_of, row_size
-from tieline.estimation.rank_test import generic_atoms, rank_of, rank_test, witness_atoms
-from tieline.estimation.split_test import split_test
+from tieline.estimation.derivative_tests import (
+    Atom,
+    atom_jet,
+    atom_of,
+    generic_atoms,
+    rank_of,
+    rank_test,
+    row_size,
+    split_test,
+    witness_atoms,
+)
 
 
 def gated(model, theta, point):

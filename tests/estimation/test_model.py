@@ -7,7 +7,7 @@ import torch
 from torch.func import jacrev, vmap
 
 from tests.estimation.problems import MODELS, model_id, random_inputs, random_parameters
-from tieline.errors import TielineError
+from tieline.core.errors import TielineError
 from tieline.estimation.model import MoEModel
 from tieline.estimation.parameters import MoEParameters, quadratic_blocks
 

@@ -3,14 +3,15 @@
 import pytest
 import torch
 
-from tieline.errors import TielineError
-from tieline.estimation.information import information
+from tieline.core.errors import TielineError
+from tieline.estimation.identifiability import information
 from tieline.estimation.model import MoEModel
-from tieline.estimation.settings import SETTINGS, setting
-from tieline.estimation.small_designs import (
+from tieline.estimation.settings import (
     ENOUGH,
+    SETTINGS,
     _draw,
     kinks_inside,
+    setting,
     small_design,
     well_conditioned,
 )

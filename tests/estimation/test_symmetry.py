@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from tests.estimation.problems import MODELS, model_id, random_inputs, random_parameters
-from tieline.estimation.gates import gate_weights, input_features
-from tieline.estimation.information import information
-from tieline.estimation.model import MoEModel
+from tieline.estimation.identifiability import information
+from tieline.estimation.model import MoEModel, gate_weights, input_features
 from tieline.estimation.parameters import MoEParameters
 from tieline.estimation.symmetry import canonical, null_dimension, symmetries
 

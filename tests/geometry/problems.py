@@ -2,7 +2,7 @@
 
 import torch
 
-from tieline.ranking import stable_topk
+from tieline.core.ranking import stable_topk
 from tieline.trace.record import LayerFacts, LayerTrace, RoutingTrace
 
 

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from scipy import integrate, special
 
 from tests.geometry.problems import normal_scores
+from tieline.core.ranking import gap
 from tieline.geometry.density import (
     density_from_masses,
     gap_density,
     iid_normal_density,
     margin_tail,
 )
-from tieline.ranking import gap
 
 E64K8 = 12.9149
 

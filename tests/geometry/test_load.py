@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.strategies import seeds
-from tieline.errors import TielineError
+from tieline.core.errors import TielineError
 from tieline.geometry.load import coalitions, expert_load, load_from_counts
 
 

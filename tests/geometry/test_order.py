@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.strategies import dyadic_scores, seeds
+from tieline.core.ranking import ranked_scores
 from tieline.geometry.order import (
     censored_share,
     epsilon_for_extra,
@@ -16,7 +17,6 @@ from tieline.geometry.order import (
     order_shares,
     tie_order,
 )
-from tieline.ranking import ranked_scores
 
 EPSILONS = (0.125, 0.25, 0.5, 3.0)
 

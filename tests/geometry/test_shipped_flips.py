@@ -7,9 +7,8 @@ import torch
 
 from tests.geometry.problems import chosen_sets
 from tieline.geometry.density import gap_density
-from tieline.geometry.flips import flip_probability, noisy_gap, population_flips
+from tieline.geometry.flips import flip_probability, logit_view, noisy_gap, population_flips
 from tieline.geometry.measures import MeasureSettings, measure_layer
-from tieline.geometry.units import logit_view
 
 pytestmark = pytest.mark.slow
 FRACTIONS = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)

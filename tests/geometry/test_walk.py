@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tests.geometry.routers import inputs, router
-from tieline.geometry.projection import nearest_tie_point
+from tieline.core.ranking import topk_mask
+from tieline.geometry.ties import nearest_tie_point
 from tieline.geometry.walk import difference_by_step, step_exponent, walk_across
-from tieline.ranking import topk_mask
 from tieline.routing.smooth import SmoothTopK
 
 WEIGHT, BIAS = router(6, 8, 2)

@@ -5,12 +5,11 @@ from dataclasses import replace
 import torch
 
 from tests.hf.tiny import CORRECTIONS, EXPERTS, SUPPORTED, batch, lively, tiny_model
-from tieline.audit.blocks import BlockCall, block_of
+from tieline.analysis.swap import BlockCall, block_of
 from tieline.hf import find_routers
 from tieline.hf.families import FAMILIES
-from tieline.hf.smooth_epsilon import Scores
-from tieline.hf.smooth_layers import layer_plan, refusal
-from tieline.hf.smooth_router import attach, detach
+from tieline.hf.smooth_calibration import Scores
+from tieline.hf.smooth_router import attach, detach, layer_plan, refusal
 
 SMOOTHED = [
     name

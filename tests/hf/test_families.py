@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.hf.tiny import CHOSEN, NO_GROUPED_MM, SUPPORTED, batch, lively, tiny_model
-from tieline.errors import ParameterError, UnsupportedModelError
+from tieline.core.errors import ParameterError, UnsupportedModelError
 from tieline.hf import (
     FAMILIES,
     TRANSFORMERS_FAMILIES,

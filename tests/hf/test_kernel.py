@@ -5,7 +5,7 @@ import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from tests.hf.tiny import SUPPORTED, batch, lively, tiny_model
-from tieline.errors import ParameterError, UnsupportedModelError
+from tieline.core.errors import ParameterError, UnsupportedModelError
 from tieline.hf.kernel import KERNEL, dense_weights, experts_forward, register_kernel
 from tieline.routing import dispatch
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.shared import shared_data
-from tieline.errors import UnsupportedModelError
+from tieline.core.errors import UnsupportedModelError
 from tieline.hf.llama2c import Header, load_llama2c, load_llama2c_tokenizer, read_header
 
 STORIES, with_stories = shared_data("stories260K")

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.hf.dense import dense_model
-from tieline.errors import UnsupportedModelError
+from tieline.core.errors import UnsupportedModelError
 from tieline.hf.marks import load_pretrained, mark, marks_of, unmark
 
 pytestmark = pytest.mark.filterwarnings("ignore")

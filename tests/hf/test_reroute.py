@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.hf.tiny import SUPPORTED, batch, lively, tiny_model
-from tieline.errors import ParameterError, UnsupportedModelError
+from tieline.core.errors import ParameterError, UnsupportedModelError
 from tieline.hf import (
     capture,
     find_routers,

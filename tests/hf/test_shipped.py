@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tieline.core.ranking import stable_topk
 from tieline.hf.shipped import (
     SHIPPED_FOLDER,
     load_shipped_model,
@@ -20,7 +21,6 @@ from tieline.hf.shipped import (
     shipped_text,
     shipped_training_log,
 )
-from tieline.ranking import stable_topk
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 

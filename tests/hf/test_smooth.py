@@ -12,7 +12,7 @@ from transformers import OlmoeForCausalLM
 
 from tests.hf.smoothing import states
 from tests.hf.tiny import batch, lively, tiny_model
-from tieline.errors import ParameterError, TielineError, UnsupportedModelError
+from tieline.core.errors import ParameterError, TielineError, UnsupportedModelError
 from tieline.hf import (
     FAMILIES,
     RouterFamily,
@@ -24,16 +24,15 @@ from tieline.hf import (
 )
 from tieline.hf.loading import load_model
 from tieline.hf.shipped import load_shipped_tokenizer
-from tieline.hf.smooth_epsilon import (
+from tieline.hf.smooth import read_smoothing
+from tieline.hf.smooth_calibration import (
     budget_epsilon,
     collect_scores,
     measured_noise,
     noise_epsilon,
     ramp_width,
 )
-from tieline.hf.smooth_layers import default_k_max, plan_layers
-from tieline.hf.smooth_records import read_smoothing
-from tieline.hf.smooth_router import smoothing_of
+from tieline.hf.smooth_router import default_k_max, plan_layers, smoothing_of
 from tieline.routing import Groups
 
 LINES = batch(8, 32)
@@ -108,7 +107,7 @@ def test_measured_noise_is_that_of_the_precision(model, reference):
 
 def test_the_budget_of_groups_is_found_by_halving():
     scores = torch.rand(400, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    from tieline.routing.smooth_columns import smooth_columns
+    from tieline.routing.smooth import smooth_columns
 
     groups = Groups(4, 2)
     epsilon = budget_epsilon(scores, 2, 4, 2.6, groups)
@@ -360,7 +359,7 @@ def test_the_size_of_the_noise_is_a_standard_deviation(model, monkeypatch):
             kept._parts = [scores + 0.01 * torch.randn(scores.shape, generator=generator)]
         return clean
 
-    monkeypatch.setattr("tieline.hf.smooth_epsilon.collect_scores", noisy)
+    monkeypatch.setattr("tieline.hf.smooth_calibration.collect_scores", noisy)
     before = copy.deepcopy(clean)
     for found in measured_noise(model, plans, [], before, "bf16").values():
         assert found == pytest.approx(0.01 * 2**0.5, rel=0.1)

@@ -14,9 +14,9 @@ from tests.hf.smoothing import (
     tie_router,
 )
 from tests.hf.tiny import CHOSEN, EXPERTS, WIDTH, batch, lively, tiny_model
+from tieline.core.ranking import ranked_scores
 from tieline.hf import find_routers, load_smoothed, smooth_, unsmooth_
 from tieline.hf.smooth_router import smoothing_of
-from tieline.ranking import ranked_scores
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 ALL = [pytest.param(n, marks=[] if n in KINDS else [pytest.mark.slow]) for n in SMOOTHED]

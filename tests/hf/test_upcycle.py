@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from tests.hf.dense import KINDS, dense_model
 from tests.hf.tiny import tiny_model
-from tieline.errors import ParameterError, UnsupportedModelError
+from tieline.core.errors import ParameterError, UnsupportedModelError
 from tieline.hf import (
     capture,
     find_routers,
@@ -18,9 +18,8 @@ from tieline.hf import (
     unsmooth_,
     upcycle_,
 )
-from tieline.hf.dense_ffn import find_dense_ffns
-from tieline.hf.dense_loading import probe_output
-from tieline.hf.upcycled import UpcycledFFN
+from tieline.hf.loading import probe_output
+from tieline.hf.upcycle import UpcycledFFN, find_dense_ffns
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.limits.problems import line
-from tieline.errors import ParameterError, ShapeError
+from tieline.core.errors import ParameterError, ShapeError
 from tieline.limits import free_scale, gamma_convergence, gaussian_profile, two_cells, wall_grid
 
 TEACHER = two_cells(

@@ -7,7 +7,7 @@ import re
 import pytest
 from rich.console import Console
 
-from tests.audit.precision.zoo import small_audit
+from tests.analysis.zoo import small_audit
 from tests.report.browser import BROWSERS, find_browser, look_at
 from tieline.report.audit_page import audit_page_bytes, render_audit
 from tieline.report.audit_panels import audit_panels

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tieline.errors import ParameterError
+from tieline.core.errors import ParameterError
 from tieline.report.conditions import check_names, held, parse_condition
 
 OPERATORS = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}

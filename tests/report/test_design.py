@@ -9,15 +9,14 @@ import pytest
 from rich.console import Console
 
 from tests.report.browser import find_browser, look_at
-from tieline.errors import TielineError
+from tieline.core.errors import TielineError
 from tieline.report.design_figure import design_figure, design_figure_bytes
 from tieline.report.design_page import design_page_bytes
 from tieline.report.design_table import cell_text, design_facts, design_view
 from tieline.report.slice_colours import cell_colours
 from tieline.report.slice_figure import slice_figure, slice_figure_bytes, slice_page_bytes
-from tieline.tropical.advisor import advise
-from tieline.tropical.presets import PRESETS, LayerShape
-from tieline.tropical.slices import slice_router
+from tieline.tropical.advisor import PRESETS, LayerShape, advise
+from tieline.tropical.pictures import slice_router
 
 SIGNATURES = {".png": b"\x89PNG", ".pdf": b"%PDF", ".svg": b"<?xml"}
 

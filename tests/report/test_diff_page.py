@@ -6,9 +6,9 @@ import re
 import pytest
 from rich.console import Console
 
-from tests.audit.diff.planted import all_scores, renumbered, trace_of, without_scores
+from tests.analysis.planted import all_scores, renumbered, trace_of, without_scores
 from tests.report.browser import BROWSERS, find_browser, look_at
-from tieline.audit.diff import diff
+from tieline.analysis.diff import diff
 from tieline.report.diff_page import diff_page_bytes, render_diff_page
 from tieline.report.diff_panels import draw_diff_panels
 from tieline.report.diff_terminal import diff_view

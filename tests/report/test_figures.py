@@ -3,7 +3,7 @@
 import pytest
 
 from tests.report.zoo import make_inspection
-from tieline.errors import ParameterError, TraceError
+from tieline.core.errors import ParameterError, TraceError
 from tieline.report.figures import check_figure_path, routing_figure, write_figure
 
 MAGIC = {".pdf": b"%PDF", ".png": b"\x89PNG", ".svg": b"<?xml"}

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tieline.errors import TielineError
+from tieline.core.errors import TielineError
 from tieline.report.identifiability_figure import (
     identifiability_figure,
     identifiability_figure_bytes,

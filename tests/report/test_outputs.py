@@ -5,8 +5,9 @@ import json
 import pytest
 
 from tests.report.zoo import make_trace
-from tieline.errors import ParameterError
-from tieline.report import files, outputs
+from tieline.core import files
+from tieline.core.errors import ParameterError
+from tieline.report import outputs
 from tieline.report.outputs import Outputs, to_json
 from tieline.trace.store import load_trace
 

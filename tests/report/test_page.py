@@ -7,7 +7,7 @@ import pytest
 
 from tests.report.browser import BROWSERS, find_browser, look_at
 from tests.report.zoo import HOSTILE, make_inspection
-from tieline.errors import ParameterError
+from tieline.core.errors import ParameterError
 from tieline.report import page as page_module
 from tieline.report.markup import visible
 from tieline.report.page import LARGEST_PAGE, render_page, write_page

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tieline.errors import TielineError
+from tieline.core.errors import TielineError
 from tieline.report.rates_figure import rates_figure, rates_figure_bytes
 from tieline.report.rates_table import rates_view
 

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from tieline.audit.records import (
+from tieline.analysis.inspection import (
     Finding,
     GapJumpTable,
     Inspection,
@@ -15,10 +15,10 @@ from tieline.audit.records import (
     TextPiece,
     TextSample,
 )
+from tieline.core.numerics import Estimate, mean_estimate
+from tieline.core.ranking import stable_topk
+from tieline.geometry.measure_records import Quantiles
 from tieline.geometry.measures import measure
-from tieline.geometry.records import Quantiles
-from tieline.numerics import Estimate, mean_estimate
-from tieline.ranking import stable_topk
 from tieline.trace.record import LayerFacts, LayerTrace, RoutingTrace
 
 EPSILONS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)

@@ -7,8 +7,7 @@ import sys
 
 import torch
 
-from tieline.routing.attention import sigmoid_attention
-from tieline.routing.self_attention import SelfAttention
+from tieline.routing.attention import SelfAttention, sigmoid_attention
 
 
 def sigmoid(q, k, v):

@@ -13,10 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.strategies import seeds
-from tieline.errors import ParameterError, ShapeError, TielineError
+from tieline.core.errors import ParameterError, ShapeError, TielineError
 from tieline.routing import sigmoid_tiles
-from tieline.routing.attention import sigmoid_attention, softmax_attention
-from tieline.routing.self_attention import SelfAttention
+from tieline.routing.attention import SelfAttention, sigmoid_attention, softmax_attention
 
 ROOT = Path(__file__).parents[2]
 LENGTHS = [1, 255, 256, 257, 600]  # below, at and above the edges of a tile of 256

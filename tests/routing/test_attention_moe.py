@@ -8,11 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.strategies import seeds
-from tieline.errors import ParameterError, ShapeError
+from tieline.core.errors import ParameterError, ShapeError
 from tieline.routing import Sigmoid, Softmax
-from tieline.routing.attention import sigmoid_attention, softmax_attention
+from tieline.routing.attention import SelfAttention, sigmoid_attention, softmax_attention
 from tieline.routing.attention_moe import attention_as_moe
-from tieline.routing.self_attention import SelfAttention
 
 EXACT = {"rtol": 0, "atol": 1e-10}
 

@@ -21,7 +21,7 @@ from tieline.routing import (
     SoftMoE,
     baseline,
 )
-from tieline.routing.batchwise import capacity
+from tieline.routing.gates import capacity
 
 eight_scores = seeds.map(dyadic_scores)
 SIZES = {"d_model": 6, "n_experts": 4, "k": 2, "d_hidden": 5}

@@ -11,7 +11,7 @@ from tests.reference import group_limited, smooth_weights, topk_weights
 from tests.routing.zoo import BIAS, EXPERTS, TOPK_VARIANTS, all_gates, smooth
 from tests.strategies import distinct_scores, dyadic_scores, score_matrices, seeds
 from tieline import Groups, Hard, SmoothTopK, Softmax, TielineError, TopK
-from tieline.ranking import gap
+from tieline.core.ranking import gap
 from tieline.routing import Law
 
 GATES = all_gates()

@@ -7,7 +7,7 @@ import platform
 import pytest
 import torch
 
-from tieline.errors import ParameterError
+from tieline.core.errors import ParameterError
 from tieline.hf.shipped import shipped_text, shipped_training_log
 from tools.shipped_model import training
 from tools.shipped_model.corpus import HELD_OUT, held_out_text, training_documents

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.trace.zoo import FACTS, make_trace, recipes
-from tieline.errors import TraceError
+from tieline.core.errors import TraceError
 from tieline.trace import concatenate, select_documents, select_layers, select_tokens
-from tieline.trace.compare import identical
-from tieline.trace.lazy import LazyLayers
+from tieline.trace.ops import identical
+from tieline.trace.record import LazyLayers
 
 TRACE = make_trace()
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tieline.errors import TraceError
+from tieline.core.errors import TraceError
 from tieline.trace import LayerFacts, LayerTrace, RoutingTrace
 
 FACTS = LayerFacts(n_experts=4, k=2)

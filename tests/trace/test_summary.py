@@ -9,12 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.trace.zoo import FACTS, make_trace, recipes
-from tieline.errors import TraceError
+from tieline.core.errors import TraceError
 from tieline.trace import SummaryBuilder, merge, select_tokens, summarise
-from tieline.trace.compare import identical
-from tieline.trace.hashing import token_hash
-from tieline.trace.layer_summary import _OPTIONAL_SUMS, _SUMS, LayerSummary
-from tieline.trace.summary import RoutingSummary
+from tieline.trace.ops import identical
+from tieline.trace.sampling import token_hash
+from tieline.trace.summary import _OPTIONAL_SUMS, _SUMS, LayerSummary, RoutingSummary
 
 
 @settings(max_examples=25)

@@ -3,7 +3,7 @@
 import torch
 from hypothesis import strategies as st
 
-from tieline.ranking import stable_topk
+from tieline.core.ranking import stable_topk
 from tieline.trace import LayerFacts, LayerTrace, RoutingTrace
 
 EPSILONS = (0.125, 0.5, 2.0)

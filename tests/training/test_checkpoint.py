@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch.optim.lr_scheduler import LambdaLR
 
-from tieline.errors import TielineError
+from tieline.core.errors import TielineError
 from tieline.training.checkpoint import (
     last_checkpoint,
     load_generators,

@@ -13,11 +13,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.training.tiny import tiny
-from tieline.errors import TielineError
+from tieline.core.errors import TielineError
 from tieline.hf.loading import load_model
 from tieline.training.checkpoint import last_checkpoint
+from tieline.training.config import GATE_NAMES
 from tieline.training.engine import plan, run
-from tieline.training.gates import GATE_NAMES
 
 ROOT = Path(__file__).parents[2]
 KILLED = """

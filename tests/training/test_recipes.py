@@ -5,12 +5,10 @@ import json
 
 import pytest
 
-from tieline.errors import TielineError
-from tieline.training.catalogue import RECIPES, recipe_config
-from tieline.training.config import GateConfig, OptimConfig
-from tieline.training.gates import GATE_NAMES, gate_config
-from tieline.training.recipes import register_recipe
-from tieline.training.tasks import TASKS, register_task, task_of
+from tieline.core.errors import TielineError
+from tieline.training.config import GATE_NAMES, GateConfig, OptimConfig, gate_config
+from tieline.training.engine import TASKS, register_task, task_of
+from tieline.training.recipes import RECIPES, recipe_config, register_recipe
 
 
 @pytest.mark.parametrize("name", sorted(RECIPES))

@@ -1,6 +1,6 @@
 """Runs small enough for a test: seconds, on the text in the box."""
 
-from tieline.training.catalogue import recipe_config
+from tieline.training.recipes import recipe_config
 
 
 def tiny(gate="smoe", steps=6, **changes):

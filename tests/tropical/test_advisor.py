@@ -6,10 +6,10 @@ import math
 import pytest
 import torch
 
-from tieline.errors import ParameterError
+from tieline.core.errors import ParameterError
+from tieline.core.ranking import stable_topk
 from tieline.geometry import gaussian_gap_density
 from tieline.geometry.rounding import emulated_choice, round_to
-from tieline.ranking import stable_topk
 from tieline.tropical import (
     capacity_bound,
     expected_cells,
@@ -18,10 +18,13 @@ from tieline.tropical import (
     sharp_bound,
     wall_density,
 )
-from tieline.tropical.advisor import advise
-from tieline.tropical.presets import PRESETS, LayerShape
-from tieline.tropical.quantities import QUANTITIES
-from tieline.tropical.score_rounding import gaussian_rounding_flips
+from tieline.tropical.advisor import (
+    PRESETS,
+    QUANTITIES,
+    LayerShape,
+    advise,
+    gaussian_rounding_flips,
+)
 
 SMALL = LayerShape(16, 4, 20, 64)
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tieline.errors import ParameterError
+from tieline.core.errors import ParameterError
 from tieline.tropical import (
     attainability,
     capacity_bound,

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from tieline.errors import TielineError
-from tieline.ranking import stable_topk
+from tieline.core.errors import TielineError
+from tieline.core.ranking import stable_topk
 from tieline.trace import LayerFacts, LayerTrace
 from tieline.tropical import (
     ball_meets_tie,

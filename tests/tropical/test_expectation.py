@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from tieline.errors import ParameterError
+from tieline.core.errors import ParameterError
 from tieline.geometry import gaussian_gap_density
 from tieline.tropical import (
     count_cells,
@@ -18,7 +18,7 @@ from tieline.tropical import (
     wall_density,
     zaslavsky,
 )
-from tieline.tropical.half_normals import log_pools
+from tieline.tropical.expectation import log_pools
 
 CELLS = [(16, 4, 2), (16, 4, 3), (10, 3, 4)]
 REGIONS = [

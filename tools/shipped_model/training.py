@@ -20,8 +20,8 @@ from torch.nn.functional import cross_entropy
 from transformers import OlmoeForCausalLM
 from transformers.models.olmoe.modeling_olmoe import load_balancing_loss_func
 
-from tieline.errors import ParameterError, require
-from tieline.ranking import stable_topk
+from tieline.core.errors import ParameterError, require
+from tieline.core.ranking import stable_topk
 
 from .recipe import Recipe
 

@@ -16,7 +16,7 @@ import typer
 
 from tieline._version import __version__
 from tieline.cli.input import with_json_target
-from tieline.errors import TielineError
+from tieline.core.errors import TielineError
 
 __all__ = [
     "BAD_INPUT",

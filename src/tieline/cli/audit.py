@@ -19,8 +19,8 @@ from tieline.cli.models import (
     load,
 )
 from tieline.cli.progress import progress_bars
-from tieline.errors import require
-from tieline.report.files import check_targets, json_target, write_whole
+from tieline.core.errors import require
+from tieline.core.files import check_targets, json_target, write_whole
 from tieline.report.outputs import to_json
 
 __all__ = ["audit"]
@@ -96,7 +96,8 @@ def _formats(words: str | None) -> list[str] | None:
 
 
 def _audit(loaded: Any, text: str, formats: list[str] | None, **options: Any) -> dict[str, Any]:
-    from tieline.audit.precision import audit_precision, standard_perturbations
+    from tieline.analysis.perturbations import standard_perturbations
+    from tieline.analysis.precision import audit_precision
     from tieline.hf.shipped import shipped_text
 
     chosen = standard_perturbations(formats) if formats else standard_perturbations()

@@ -8,8 +8,8 @@ import typer
 from rich.console import Console
 
 from tieline.cli.app import Debug, Json, Seed, app, guarded, say
-from tieline.errors import ParameterError, require
-from tieline.report.files import check_targets, json_target, write_whole
+from tieline.core.errors import ParameterError, require
+from tieline.core.files import check_targets, json_target, write_whole
 from tieline.report.outputs import to_json
 
 __all__ = ["design"]
@@ -85,7 +85,7 @@ def _shape(
     trust: bool,
 ) -> tuple[Any, str]:
     """The layer and where its shape comes from: numbers, a preset or a model, never two of them."""
-    from tieline.tropical.presets import PRESETS, LayerShape
+    from tieline.tropical.advisor import PRESETS, LayerShape
 
     named = [value for value in given.values() if value is not None]
     sources = [bool(named), preset is not None, model is not None]
@@ -98,7 +98,7 @@ def _shape(
         require(preset in PRESETS, f"no preset {preset!r}: one of {', '.join(PRESETS)}")
         return _changed(PRESETS[preset], extra), preset
     if model is not None:
-        from tieline.hf.shapes import read_shape
+        from tieline.hf.loading import read_shape
 
         found = read_shape(model, revision=revision, trust_remote_code=trust)
         return _changed(LayerShape(**found._asdict(), matrices=matrices), extra), model
@@ -126,7 +126,7 @@ def _splits(words: str) -> list[int]:
 
 
 def _presets() -> str:
-    from tieline.tropical.presets import PRESETS
+    from tieline.tropical.advisor import PRESETS
 
     return "\n".join(
         f"{name:16} {s.k} of {s.n_experts} experts, width {s.width}, model width {s.hidden}"

@@ -11,10 +11,10 @@ from rich.console import Console
 from tieline.cli.app import CONDITION_HELD, Debug, Json, Seed, app, guarded, say
 from tieline.cli.diff_sides import Sources, compare_sources
 from tieline.cli.progress import progress_bars
-from tieline.errors import ParameterError, require
+from tieline.core.errors import ParameterError, require
+from tieline.core.files import check_targets, json_target, write_whole
 from tieline.report.diff_page import diff_page_bytes
 from tieline.report.diff_terminal import diff_view
-from tieline.report.files import check_targets, json_target, write_whole
 from tieline.report.numbers import percent
 from tieline.report.outputs import to_json
 

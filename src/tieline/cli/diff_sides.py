@@ -7,7 +7,7 @@ from typing import Any
 from tieline.cli.input import read_text
 from tieline.cli.models import load
 from tieline.cli.progress import Report
-from tieline.errors import require
+from tieline.core.errors import require
 
 __all__ = ["Sources", "compare_sources"]
 
@@ -50,8 +50,8 @@ def compare_sources(
 
     Two models run on the text; a model beside a trace runs on the tokens of the trace.
     """
-    from tieline.audit.diff import diff
-    from tieline.audit.diff.sources import read_source, source_kind
+    from tieline.analysis.diff import diff
+    from tieline.analysis.diff_models import read_source, source_kind
 
     kinds = [source_kind(name) for name in sources.names]
     _check_options(sources, kinds, text)
@@ -71,7 +71,7 @@ def compare_sources(
 
 def _check_options(sources: Sources, kinds: list[str], text: Path | None) -> None:
     """Refuse settings of models for sides that are none, and a text that nothing runs on."""
-    from tieline.audit.diff.sources import read_dtype
+    from tieline.analysis.diff_models import read_dtype
 
     for place, side in enumerate("ab"):
         read_dtype(sources.dtypes[place])
@@ -89,9 +89,8 @@ def _check_options(sources: Sources, kinds: list[str], text: Path | None) -> Non
 
 def _side(sources: Sources, place: int) -> tuple[Any, Any]:
     """The model of a side, ready to run, and its tokenizer."""
-    from tieline.audit.diff import Side
-    from tieline.audit.diff.sources import SHIPPED, read_dtype
-    from tieline.hf.experts_setting import use_experts
+    from tieline.analysis.diff_models import SHIPPED, Side, read_dtype
+    from tieline.hf.loading import use_experts
 
     dtype, emulated = read_dtype(sources.dtypes[place])
     name = sources.names[place]
@@ -109,9 +108,8 @@ def _two_models(
     batch_size: int,
     progress: Report,
 ) -> dict[str, Any]:
-    from tieline.audit.diff import diff_models
-    from tieline.audit.diff.sources import same_tokens
-    from tieline.audit.text import tokenise
+    from tieline.analysis.diff_models import diff_models, same_tokens
+    from tieline.analysis.text import tokenise
     from tieline.hf.shipped import shipped_text
 
     words, source = read_text(text) if text else (shipped_text(), "shipped")
@@ -128,7 +126,7 @@ def _two_models(
 
 
 def _length(model: Any, length: int) -> int:
-    from tieline.audit.running import text_config
+    from tieline.hf.running import text_config
 
     most = getattr(text_config(model), "max_position_embeddings", None)
     return min(length, most) if isinstance(most, int) and most > 1 else length
@@ -136,7 +134,7 @@ def _length(model: Any, length: int) -> int:
 
 def _beside(sources: Sources, place: int, trace: Any, batch_size: int, progress: Report) -> Any:
     """The routing of a model on the tokens of a trace."""
-    from tieline.audit.diff import sequences_of, trace_model
+    from tieline.analysis.diff_models import sequences_of, trace_model
 
     sequences, documents = sequences_of(trace)
     side, _ = _side(sources, place)

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from tieline.errors import ParameterError, require
+from tieline.core.errors import ParameterError, require
 
 __all__ = ["layer_choice", "read_text", "with_json_target"]
 

@@ -11,13 +11,7 @@ from tieline.cli.app import CONDITION_HELD, Debug, Json, Seed, app, guarded, say
 from tieline.cli.input import layer_choice, read_text
 from tieline.cli.models import load
 from tieline.cli.progress import progress_bars
-from tieline.report.conditions import (
-    Condition,
-    check_names,
-    held,
-    metric_names,
-    parse_condition,
-)
+from tieline.report.conditions import Condition, check_names, held, metric_names, parse_condition
 from tieline.report.numbers import significant
 from tieline.report.outputs import Outputs, to_json
 from tieline.report.terminal import inspection_view
@@ -92,7 +86,7 @@ def inspect(
 
 
 def _known_metrics(loss_jumps: bool) -> set[str]:
-    from tieline.geometry.settings import MeasureSettings
+    from tieline.geometry.measure_records import MeasureSettings
 
     grid = MeasureSettings()
     known = metric_names(grid.precisions, grid.sigmas, grid.probabilities)
@@ -100,7 +94,7 @@ def _known_metrics(loss_jumps: bool) -> set[str]:
 
 
 def _inspect(loaded: Any, text: str, **options: Any) -> tuple[dict[str, Any], Any]:
-    from tieline.audit.inspect import inspect_model
+    from tieline.analysis.inspect import inspect_model
     from tieline.hf.shipped import shipped_text
 
     done = inspect_model(loaded.model, loaded.tokenizer, text or shipped_text(), **options)

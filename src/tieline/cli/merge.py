@@ -8,7 +8,7 @@ import typer
 
 from tieline.cli.app import Debug, Json, Seed, app, guarded, say
 from tieline.cli.progress import progress_bars
-from tieline.report.files import write_whole
+from tieline.core.files import write_whole
 from tieline.report.outputs import Outputs, to_json
 
 __all__ = ["merge"]

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from tieline.cli.app import Address, Debug, Engine, Jobs, Json, Seed, app, guarded, say
 from tieline.cli.progress import progress_bars
-from tieline.errors import ParameterError, require
-from tieline.report.files import check_targets, json_target, write_whole
+from tieline.core.errors import ParameterError, require
+from tieline.core.files import check_targets, json_target, write_whole
 from tieline.report.outputs import to_json
 
 __all__ = ["rates"]
@@ -99,7 +99,7 @@ def _numbers(option: str, words: str | None, kind: type) -> tuple[Any, ...] | No
 
 
 def _listed() -> str:
-    from tieline.estimation.cases import describe_settings
+    from tieline.estimation.rate_plan import describe_settings
 
     return "\n".join(f"{name:34} {words}" for name, words in describe_settings().items())
 
@@ -108,7 +108,7 @@ def _case(
     setting: str | None, family: dict[str, Any], fitted: int | None, grid: dict[str, Any]
 ) -> Any:
     """The setting that is named, or the one that the options make."""
-    from tieline.estimation.cases import case_of, named_case
+    from tieline.estimation.rate_plan import case_of, named_case
 
     given = {name: value for name, value in family.items() if value is not None}
     if setting is not None:
@@ -121,7 +121,7 @@ def _case(
 
 def _run(case: Any, results: Path | None, engine: str, address: str | None, jobs: int) -> Any:
     """The study, after an estimate of its time, with a bar."""
-    from tieline.engines import check_engine
+    from tieline.core.parallel import check_engine
     from tieline.estimation.rates import rate_study, study_seconds
 
     check_engine(engine, address, jobs)

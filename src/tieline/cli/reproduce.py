@@ -23,7 +23,7 @@ from tieline.cli.app import (
     say,
 )
 from tieline.cli.progress import progress_bars
-from tieline.report.files import check_targets, json_target, write_whole
+from tieline.core.files import check_targets, json_target, write_whole
 from tieline.report.ledger_page import ledger_bytes
 from tieline.report.ledger_table import catalogue_view, ledger_view
 from tieline.report.outputs import to_json
@@ -58,7 +58,7 @@ def reproduce(
     Results are kept as they come, so that a run that was stopped goes on where it was. They count
     as long as the code does not change.
     """
-    from tieline.studies import select
+    from tieline.papers import select
 
     _check_outputs(out, json_to)
     chosen = select(claims or ["all"])
@@ -91,8 +91,8 @@ def _run(
     address: str | None,
     jobs: int,
 ) -> dict[str, Any]:
-    from tieline.studies import ResultStore, Run, run_claims
-    from tieline.studies.ledger import ledger_record
+    from tieline.papers import ResultStore, Run, run_claims
+    from tieline.papers.registry import ledger_record
 
     run, store = Run(fast, seed), ResultStore(results or default_results())
     store.check()
@@ -111,7 +111,7 @@ def _run(
 
 
 def _show_list(chosen: list[Any], json_to: str | None) -> None:
-    from tieline.studies.ledger import catalogue
+    from tieline.papers.registry import catalogue
 
     listed = catalogue(chosen)
     if (target := json_target(json_to)) is not None:

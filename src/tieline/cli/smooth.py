@@ -21,8 +21,8 @@ from tieline.cli.models import (
     load,
 )
 from tieline.cli.progress import progress_bars
-from tieline.errors import UnsupportedModelError, require
-from tieline.report.files import check_targets, json_target, write_whole
+from tieline.core.errors import UnsupportedModelError, require
+from tieline.core.files import check_targets, json_target, write_whole
 from tieline.report.outputs import to_json
 
 __all__ = ["smooth"]
@@ -112,9 +112,9 @@ class _Run:
         calibration: int,
         batch_size: int,
     ) -> None:
-        from tieline.audit.running import batches, text_config
-        from tieline.audit.text import tokenise
-        from tieline.hf.experts_setting import use_experts
+        from tieline.analysis.text import tokenise
+        from tieline.hf.loading import use_experts
+        from tieline.hf.running import batches, text_config
         from tieline.hf.shipped import shipped_text
 
         before = getattr(loaded.model.config, "_experts_implementation", None)
@@ -142,8 +142,8 @@ class _Run:
         import copy
         from dataclasses import asdict
 
-        from tieline.audit.repair import repair_table
-        from tieline.audit.running import batches
+        from tieline.analysis.repair import repair_table
+        from tieline.hf.running import batches
         from tieline.hf.smooth import smooth_
 
         plain = self._loaded.model
@@ -161,9 +161,9 @@ class _Run:
 
     def _latencies(self, ids: Any, rounds: int) -> list[Any]:
         """Time over the original's: with the asked experts, or as it is and by our kernel."""
-        from tieline.audit.repair_latency import smoothing_latency
-        from tieline.hf.experts_setting import can_use_experts, use_experts
+        from tieline.analysis.repair import smoothing_latency
         from tieline.hf.kernel import KERNEL
+        from tieline.hf.loading import can_use_experts, use_experts
 
         # only now: the emulation of low precision sees only products of transformers' own
         for one in (self._loaded.model, self._smoothed):

@@ -9,8 +9,8 @@ import typer
 
 from tieline.cli.app import BAD_INPUT, Debug, Json, Seed, app, guarded, say
 from tieline.cli.progress import progress_bars
-from tieline.errors import require
-from tieline.report.files import write_whole
+from tieline.core.errors import require
+from tieline.core.files import write_whole
 from tieline.report.outputs import Outputs, to_json
 from tieline.report.training_table import plan_lines, recipe_lines, result_lines
 
@@ -52,7 +52,7 @@ def train(
     outputs.check()
     from transformers.utils import logging
 
-    from tieline.training.catalogue import RECIPES, recipe_config
+    from tieline.training.recipes import RECIPES, recipe_config
 
     if list_recipes:
         found = {name: (make.__doc__ or "").strip() for name, make in _made(RECIPES).items()}
@@ -84,8 +84,7 @@ def _run(
     config: Any, folder: Path, resume: bool, expert_ranks: int | None, outputs: Outputs
 ) -> None:
     from tieline.training.engine import run
-    from tieline.training.parallel.agree import FirstRankError
-    from tieline.training.parallel.processes import is_parallel
+    from tieline.training.parallel.processes import FirstRankError, is_parallel
     from tieline.training.parallel.run import run_parallel
 
     parallel = is_parallel()

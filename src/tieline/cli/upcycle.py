@@ -13,8 +13,8 @@ import typer
 from tieline.cli.app import Debug, Json, Seed, app, guarded, say
 from tieline.cli.input import layer_choice, read_text
 from tieline.cli.progress import Report, progress_bars
-from tieline.errors import require
-from tieline.report.files import check_targets, json_target, write_whole
+from tieline.core.errors import require
+from tieline.core.files import check_targets, json_target, write_whole
 from tieline.report.outputs import to_json
 
 __all__ = ["upcycle"]
@@ -89,7 +89,7 @@ def _check_out(out: Path, overwrite: bool) -> None:
 def _load(model: str, tokenizer: Path | None, revision: str | None, dtype: str) -> Any:
     from transformers.utils import logging
 
-    from tieline.hf.dense_loading import load_dense
+    from tieline.hf.loading import load_dense
 
     logging.set_verbosity_error()
     if not sys.stderr.isatty():
@@ -101,7 +101,7 @@ def _upcycle(
     loaded: Any, words: str | None, tokens: int, options: dict[str, Any], progress: Report
 ) -> dict[str, Any]:
     """Do it, and measure the model's output and loss before and after."""
-    from tieline.hf.dense_loading import probe_output
+    from tieline.hf.loading import probe_output
     from tieline.hf.upcycle import upcycle_
 
     before = probe_output(loaded.model)
@@ -121,7 +121,7 @@ def _upcycle(
 def _loss(
     loaded: Any, words: str | None, tokens: int, progress: Callable[[int, int], None]
 ) -> dict[str, float | None] | None:
-    from tieline.audit.text_loss import text_loss
+    from tieline.analysis.text import text_loss
 
     if words is None:
         return None

@@ -2,24 +2,20 @@
 
 from typing import TYPE_CHECKING
 
-from tieline.estimation.cases import case_of, named_case
 from tieline.estimation.distances import matched_errors, regression_distance
-from tieline.estimation.fit import FitResult, FitWarning
+from tieline.estimation.fit import FitResult, FitWarning, population_minimiser
 from tieline.estimation.identifiability import (
     Identifiability,
     identifiability,
     identifiability_table,
 )
+from tieline.estimation.losses import quotient_loss, quotient_losses, voronoi_loss, voronoi_losses
 from tieline.estimation.model import MoEModel
 from tieline.estimation.parameters import MoEParameters, quadratic_parameters
-from tieline.estimation.population import population_minimiser
-from tieline.estimation.quotient import quotient_loss, quotient_losses
-from tieline.estimation.rate_plan import RatePlan
+from tieline.estimation.rate_plan import RatePlan, case_of, named_case
 from tieline.estimation.rates import RateStudy, rate_study
-from tieline.estimation.settings import SETTINGS, Setting, setting
-from tieline.estimation.small_designs import SmallDesign, small_design
+from tieline.estimation.settings import SETTINGS, Setting, SmallDesign, setting, small_design
 from tieline.estimation.symmetry import canonical, symmetries
-from tieline.estimation.voronoi import voronoi_loss, voronoi_losses
 
 if TYPE_CHECKING:
     from tieline.estimation.regressor import MoERegressor

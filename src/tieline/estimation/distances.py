@@ -11,10 +11,9 @@ from jaxtyping import Float, Int
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from tieline.errors import ShapeError, require
-from tieline.estimation.cells import norms, pair_differences
-from tieline.estimation.design import LawName, draw_inputs
-from tieline.estimation.model import MoEModel
+from tieline.core.errors import ShapeError, require
+from tieline.estimation.losses import norms, pair_differences
+from tieline.estimation.model import LawName, MoEModel, draw_inputs
 from tieline.estimation.parameters import MoEParameters
 
 __all__ = ["FunctionDistance", "MatchedErrors", "matched_errors", "regression_distance"]

@@ -7,21 +7,64 @@ needs few steps; the others are "set aside".
 The solver works in rounds of a few steps. A start ends when the solver says that it has arrived or
 when a round lowers the loss by less than `tol` of it ("converged"), when no step lowers it
 ("stalled": a kink of the loss), or when the steps run out ("unfinished").
+
+How many experts a mixture that has too many really uses: the dendrogram of its experts.
+
+The fitted gates G_i stay; the experts are taken as h_i = B_i φ, linear in features φ, and fitted to
+the targets by least squares with error e. The dissimilarity of two experts is what merging them,
+with the gate G_i + G_j, costs:
+
+    d(i, j) = e(i and j merged) - e
+
+For hard gates and constant experts that is π_i π_j / (π_i + π_j) ‖h_i - h_j‖², π_i = E[G_i], the
+dissimilarity of the atoms of a mixing measure (Do, Do, McKinley, Terhorst and Nguyen 2024). The
+nearest pair is merged, and so on down to one expert. With e_κ the error of κ experts, the tree is
+cut where it is tallest on a logarithmic scale,
+
+    κ* = argmax_{κ >= 2} log(e_{κ-1} / e_κ),
+
+and κ* = 1 where no merger costs as much as the parameters of an expert do in the Bayesian
+information criterion, n log(e_{κ-1} / e_κ) < q log n. Gates are added and not compared: two experts
+that agree are one expert, wherever their regions lie. All errors come from the second moments of
+the columns G_i φ, where a merger adds rows and columns, so the data are read once.
+
+How many experts: by cross-validation, or by the dendrogram of a fit that has too many.
+
+    cross-validation    the mean squared error on held-out rows for every number up to the most; the
+                        smallest number within one standard error of the least error is taken
+    dendrogram          one fit with the most experts, merged step by step (`dendrogram`)
+
+Cross-validation asks what predicts best and takes as many fits as there are folds and numbers; the
+dendrogram asks how many experts there are and takes one fit. Both look at `MOST_ROWS` rows at most.
 """
 
+import itertools
+import math
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from tieline.estimation.levenberg import Status, levenberg_marquardt
-from tieline.estimation.mixture_starts import Rows, mixture_starts
-from tieline.estimation.problem import LeastSquares
-from tieline.estimation.shared_gate import SharedGate
+from tieline.core.errors import ShapeError, require
+from tieline.estimation.mixture_starts import SharedGate, mixture_starts
+from tieline.estimation.mixture_starts import mixture_starts_Rows as Rows
+from tieline.estimation.model import MoEModel
+from tieline.estimation.solvers import LeastSquares, Status, levenberg_marquardt
 
-__all__ = ["FitSettings", "MixtureFit", "fit_mixture"]
+__all__ = [
+    "Dendrogram",
+    "ExpertCurve",
+    "FitSettings",
+    "MixtureFit",
+    "by_cross_validation",
+    "by_dendrogram",
+    "expert_dendrogram",
+    "fit_mixture",
+    "some_rows",
+]
 
 FIRST, SECOND = 4096, 16384
 """Rows of the first and the second sample."""
@@ -195,3 +238,187 @@ def _problem(regression: SharedGate, rows: Rows, ridge: float, starts: int) -> L
 def _error(regression: SharedGate, rows: Rows, theta: Tensor) -> float:
     problem = _problem(regression, rows, 0.0, 1)
     return problem.loss(theta[None], torch.zeros(1, dtype=torch.long)).item() / rows.y.numel()
+
+
+LEAST = 1e-12
+"""Least mean squared error, in standard units: the logarithm of an exact fit is finite."""
+
+DENDROGRAM_RIDGE = 1e-9
+"""Penalty of the experts beside a mean over rows."""
+
+Moments = Float[Tensor, "columns columns"]
+
+
+@dataclass(frozen=True)
+class Dendrogram:
+    """Levels κ = K, K - 1, ..., 1 of merging.
+
+    Attributes:
+        experts: κ of each level.
+        errors: mean squared error with κ experts left, in standard units.
+        heights: d of the two experts that are merged after each level but the last.
+        merged: these experts, by their places at that level.
+        chosen: κ*.
+    """
+
+    experts: tuple[int, ...]
+    errors: tuple[float, ...]
+    heights: tuple[float, ...]
+    merged: tuple[tuple[int, int], ...]
+    chosen: int
+
+
+def expert_dendrogram(
+    gates: Float[Tensor, "rows experts"],
+    features: Float[Tensor, "rows features"],
+    y: Float[Tensor, "rows outputs"],
+    weight: Float[Tensor, " rows"],
+    parameters: int,
+) -> Dendrogram:
+    """The dendrogram of a fitted mixture on its rows.
+
+    Args:
+        gates: G (n, K) of every row.
+        features: φ (n, q): (x, 1) for linear experts.
+        y: standardised targets (n, C).
+        weight: weights (n) of mean 1.
+        parameters: q, parameters of an expert with its row of the gate.
+    """
+    count, outputs, width = gates.shape[1], y.shape[1], features.shape[1]
+    require(count >= 2, f"two experts or more are needed, got {count}", ShapeError)
+    moments = _moments(gates, features, y, weight)
+    errors, merged = [_dendrogram_error(moments, outputs)], []
+    for left in range(count, 1, -1):
+        pairs = list(itertools.combinations(range(left), 2))
+        after = [_dendrogram_error(_merged(moments, width, *pair), outputs) for pair in pairs]
+        best = min(range(len(pairs)), key=after.__getitem__)
+        moments = _merged(moments, width, *pairs[best])
+        errors.append(after[best])
+        merged.append(pairs[best])
+    heights = tuple(high - low for low, high in itertools.pairwise(errors))
+    levels = tuple(range(count, 0, -1))
+    cut = _cut(errors, parameters * math.log(len(y)) / len(y))
+    return Dendrogram(levels, tuple(errors), heights, tuple(merged), levels[cut])
+
+
+def _cut(errors: list[float], least: float) -> int:
+    """The level after which a merger costs most, or the last if none costs `least`."""
+    logs = [math.log(max(error, LEAST)) for error in errors]
+    rises = [high - low for low, high in itertools.pairwise(logs)]
+    tallest = max(range(len(rises)), key=lambda place: (rises[place], place))
+    return tallest if rises[tallest] >= least else len(rises)
+
+
+def _moments(gates: Tensor, features: Tensor, y: Tensor, weight: Tensor) -> Moments:
+    """Weighted second moments of (G_1 φ, ..., G_K φ, y)."""
+    columns = torch.cat([(gates[:, :, None] * features[:, None, :]).flatten(1), y], dim=1)
+    return (columns * weight[:, None]).mT @ columns / len(y)
+
+
+def _dendrogram_error(moments: Moments, outputs: int) -> float:
+    """Mean squared error over outputs of the experts that fit best."""
+    gram, cross = moments[:-outputs, :-outputs], moments[:-outputs, -outputs:]
+    eye = torch.eye(len(gram), dtype=gram.dtype)
+    solved = torch.linalg.solve(gram + DENDROGRAM_RIDGE * eye, cross)
+    squares = moments[-outputs:, -outputs:].diagonal().sum()
+    return ((squares - (solved * cross).sum()) / outputs).item()
+
+
+def _merged(moments: Moments, width: int, first: int, second: int) -> Float[Tensor, "left left"]:
+    """Moments with the columns of expert `second` added to those of `first`."""
+    at, gone = (
+        slice(first * width, (first + 1) * width),
+        slice(second * width, (second + 1) * width),
+    )
+    rows = moments.clone()
+    rows[at] += moments[gone]
+    rows[:, at] += rows[:, gone]
+    kept = torch.ones(len(moments), dtype=torch.bool)
+    kept[gone] = False
+    return rows[kept][:, kept]
+
+
+MOST_ROWS = 4096
+
+Fold = tuple[Int[Tensor, " train"], Int[Tensor, " test"]]
+
+
+@dataclass(frozen=True)
+class ExpertCurve:
+    """Error on held-out rows by the number of experts.
+
+    Attributes:
+        experts: the numbers tried.
+        errors: mean over folds of the mean squared error, in standard units.
+        standard_errors: of these means, over folds.
+        chosen: the smallest number within one standard error of the least error.
+    """
+
+    experts: tuple[int, ...]
+    errors: tuple[float, ...]
+    standard_errors: tuple[float, ...]
+    chosen: int
+
+
+def some_rows(rows: Rows, seed: int) -> Rows:
+    """At most `MOST_ROWS` rows, drawn."""
+    if len(rows.x) <= MOST_ROWS:
+        return rows
+    order = torch.randperm(len(rows.x), generator=torch.Generator().manual_seed(seed))
+    return rows.take(order[:MOST_ROWS])
+
+
+def by_cross_validation(
+    model: MoEModel, rows: Rows, most: int, folds: Iterable[Fold], settings: FitSettings
+) -> ExpertCurve:
+    """The curve of errors for 1, ..., `most` experts.
+
+    Args:
+        model: the family; its number of experts is not used.
+        rows: standardised rows.
+        most: largest number of experts; numbers above the rows of a fold are left out.
+        folds: rows to fit and rows to judge by.
+        settings: of the fits.
+    """
+    folds = list(folds)
+    most = min([most, *(len(train) for train, _ in folds)])
+    errors = [
+        [_held_out(model.with_experts(count), rows, fold, settings) for fold in folds]
+        for count in range(1, most + 1)
+    ]
+    means = [sum(row) / len(row) for row in errors]
+    spreads = [_standard_error(row) for row in errors]
+    best = min(range(most), key=means.__getitem__)
+    chosen = next(at for at in range(most) if means[at] <= means[best] + spreads[best])
+    return ExpertCurve(tuple(range(1, most + 1)), tuple(means), tuple(spreads), chosen + 1)
+
+
+def by_dendrogram(model: MoEModel, rows: Rows, most: int, settings: FitSettings) -> Dendrogram:
+    """The dendrogram of a fit with `most` experts."""
+    regression = SharedGate(model.with_experts(most), rows.y.shape[1])
+    found = fit_mixture(regression, rows, settings)
+    parameters = regression.parameters(found.theta[None])[0]
+    gates = regression.model.weights(parameters, rows.x)[0]
+    one = torch.ones_like(rows.x[:, :1])
+    if model.expert == "linear":
+        features = torch.cat([rows.x, one], dim=1)
+    else:  # merged experts are combinations of those that were fitted
+        outputs = regression.model.expert_outputs(parameters, rows.x)
+        features = torch.cat([outputs.transpose(0, 1).flatten(1), one], dim=1)
+    size = model.router_width + 1 + rows.y.shape[1] * model.expert_width
+    return expert_dendrogram(gates, features, rows.y, rows.weight, size)
+
+
+def _held_out(model: MoEModel, rows: Rows, fold: Fold, settings: FitSettings) -> float:
+    """Weighted mean squared error on the rows that were not fitted."""
+    train, test = rows.take(fold[0]), rows.take(fold[1])
+    regression = SharedGate(model, rows.y.shape[1])
+    found = fit_mixture(regression, train, settings)
+    residual = test.y - regression.value(found.theta[None], test.x[None])[0]
+    return (test.weight[:, None] * residual.square()).mean().item()
+
+
+def _standard_error(values: Sequence[float]) -> float:
+    mean = sum(values) / len(values)
+    squares = sum((value - mean) ** 2 for value in values)
+    return math.sqrt(squares / max(1, len(values) - 1) / len(values))

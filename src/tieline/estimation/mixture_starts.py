@@ -1,4 +1,35 @@
-"""Where the fit of a mixture of experts begins: from who answers for which row to parameters.
+"""Which expert answers for which row: expectation-maximisation for a Gaussian mixture.
+
+With linear experts B_e, linear softmax gates π_e(x) and one noise variance s² the steps are
+
+    E    r_te ∝ π_e(x_t) exp(-‖y_t - B_e (x_t, 1)‖² / 2s²)
+    M    B_e by least squares with weights w_t r_te;  s² the mean squared residual;
+         the gates by steps up the lower bound that the curvature Σ w φφᵀ / 2 gives the likelihood
+
+(Jordan and Jacobs 1994). Experts are told apart by what they predict and not by where their rows
+are, so that regions which no clustering of the inputs would find are found. What comes out begins
+a least-squares fit of any gate and any experts; it is not the fit.
+
+A tree whose leaves hold linear models: where a mixture of experts may begin.
+
+The tree is grown greedily. Of all leaves, features and thresholds that split is made which lowers
+
+    S(leaf) = min_B Σ_{t ∈ leaf} w_t ‖y_t - B (x_t, 1)‖² + λ ‖B‖²
+
+most. Thresholds are weighted quantiles of the feature in the leaf, and S of all of them comes from
+the moments of the bins between them. Nothing is drawn, and the tree depends on the rows through
+their weighted distribution only: a row of weight 2 counts as two rows, in any order.
+
+One gate, several outputs: a mixture of experts as a regression function for the solvers.
+
+    f_c(x) = Σ_i G_i(x) h(x, η_ic),   c = 1, ..., C
+
+Outputs share the gate and have experts of their own. A parameter vector is
+[router rows, biases, expert rows of output 1, ..., expert rows of output C]; for C = 1 that is the
+vector of `MoEModel`. An output alone is a model of one output, which is how both value and Jacobian
+are computed.
+
+Where the fit of a mixture of experts begins: from who answers for which row to parameters.
 
     shares of rows      from a tree of linear models (the first start) or random directions (the
                         others), then some steps of expectation-maximisation (`responsibilities`)
@@ -11,21 +42,254 @@ that follows minimises the squared error of the mixture and may undo any of this
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from scipy.optimize import minimize
 from torch import Tensor
 from torch.nn.functional import one_hot
 
 from tieline.estimation.model import MoEModel
-from tieline.estimation.model_tree import linear_tree
 from tieline.estimation.parameters import MoEParameters
-from tieline.estimation.responsibilities import Responsibilities, responsibilities
-from tieline.estimation.shared_gate import SharedGate
 
-__all__ = ["Rows", "mixture_starts"]
+__all__ = [
+    "Responsibilities",
+    "SharedGate",
+    "linear_tree",
+    "mixture_starts",
+    "mixture_starts_Rows",
+    "responsibilities",
+    "weighted_quantiles",
+]
+
+SMALLEST = 1e-8
+"""Least noise variance, for standardised targets."""
+
+
+class Responsibilities(NamedTuple):
+    """What expectation-maximisation found.
+
+    Attributes:
+        share: r (n, E), rows sum to 1.
+        experts: B (E, D + 1, C), the constant last.
+        gate: linear gate (D + 1, E), the constant last.
+        variance: s².
+    """
+
+    share: Float[Tensor, "rows experts"]
+    experts: Float[Tensor, "experts inputs outputs"]
+    gate: Float[Tensor, "inputs experts"]
+    variance: float
+
+
+def responsibilities(
+    x: Float[Tensor, "rows width"],
+    y: Float[Tensor, "rows outputs"],
+    weight: Float[Tensor, " rows"],
+    start: Float[Tensor, "rows experts"],
+    *,
+    iterations: int = 40,
+    gate_steps: int = 5,
+    ridge: float = 1e-4,
+) -> Responsibilities:
+    """Shares r after some steps of expectation-maximisation.
+
+    Args:
+        x: standardised inputs (n, D).
+        y: standardised targets (n, C).
+        weight: weights (n) of the rows.
+        start: first shares (n, E), rows sum to 1.
+        iterations: pairs of steps.
+        gate_steps: steps of the gate in each.
+        ridge: penalty of gates and experts over the total weight.
+    """
+    design = torch.cat([x, torch.ones_like(x[:, :1])], dim=1)
+    mass = weight / weight.sum()
+    eye = torch.eye(design.shape[1], dtype=x.dtype)
+    curvature = 0.5 * (design * mass[:, None]).mT @ design + ridge * eye
+    factor = torch.linalg.cholesky(curvature)
+    share, gate = start, x.new_zeros(design.shape[1], start.shape[1])
+    experts, variance = _experts(design, y, mass[:, None] * share, ridge), SMALLEST
+    for _ in range(iterations):
+        for _ in range(gate_steps):
+            error = mass[:, None] * (share - (design @ gate).softmax(dim=1))
+            gate = gate + torch.cholesky_solve(design.mT @ error - ridge * gate, factor)
+        squares = _squares(design, y, experts)
+        variance = max((mass[:, None] * share * squares).sum().item() / y.shape[1], SMALLEST)
+        share = ((design @ gate).log_softmax(dim=1) - squares / (2 * variance)).softmax(dim=1)
+        experts = _experts(design, y, mass[:, None] * share, ridge)
+    return Responsibilities(share, experts, gate, variance)
+
+
+def _experts(design: Tensor, y: Tensor, mass: Tensor, ridge: float) -> Tensor:
+    """B_e by weighted least squares, (E, D + 1, C)."""
+    weighted = mass.mT[:, :, None] * design  # (E, n, D + 1)
+    gram = weighted.mT @ design
+    eye = torch.eye(design.shape[1], dtype=design.dtype)
+    size = mass.sum(dim=0)[:, None, None].clamp(min=1e-12)
+    return torch.linalg.solve(gram + ridge * size * eye + 1e-12 * eye, weighted.mT @ y)
+
+
+def _squares(design: Tensor, y: Tensor, experts: Tensor) -> Tensor:
+    """‖y - B_e (x, 1)‖² (n, E)."""
+    return (y - design @ experts).square().sum(dim=2).mT
+
+
+Rows = Float[Tensor, "rows width"]
+Targets = Float[Tensor, "rows outputs"]
+Weights = Float[Tensor, " rows"]
+
+
+class _Split(NamedTuple):
+    """The best split of a leaf; `feature` is -1 where none helps."""
+
+    gain: float = 0.0
+    feature: int = -1
+    threshold: float = 0.0
+
+
+def linear_tree(
+    x: Rows, y: Targets, weight: Weights, leaves: int, *, cuts: int = 15, ridge: float = 1e-3
+) -> Int[Tensor, " rows"]:
+    """Leaf of each row, 0, 1, ...; fewer leaves than asked for where no split helps.
+
+    Args:
+        x: inputs (n, D).
+        y: targets (n, C).
+        weight: weights (n) > 0 of the rows.
+        leaves: how many leaves are wanted.
+        cuts: thresholds tried per feature.
+        ridge: λ over the mean square of the design, so that small leaves have models too.
+    """
+    rows = torch.cat([x, torch.ones_like(x[:, :1]), y], dim=1)
+    least = (x.shape[1] + 1) * weight.sum() / len(weight)
+    leaf = torch.zeros(len(x), dtype=torch.long)
+    found = [_best_split(rows, weight, y.shape[1], least, cuts, ridge)]
+    while len(found) < leaves:
+        widest = max(range(len(found)), key=lambda place: found[place].gain)
+        split = found[widest]
+        if split.feature < 0:
+            break
+        leaf[(leaf == widest) & (x[:, split.feature] > split.threshold)] = len(found)
+        found.append(_Split())
+        for place in (widest, len(found) - 1):
+            inside = leaf == place
+            found[place] = _best_split(rows[inside], weight[inside], y.shape[1], least, cuts, ridge)
+    return leaf
+
+
+def weighted_quantiles(
+    values: Float[Tensor, " rows"], weight: Weights, levels: Float[Tensor, " levels"]
+) -> Float[Tensor, " levels"]:
+    """Smallest value whose cumulated weight reaches each level; repeats count as weight does."""
+    ordered, order = values.sort(stable=True)
+    mass = weight[order].cumsum(dim=0)
+    goal = levels * mass[-1] * (1 - 1e-12)  # lest the rounding of the sum move on by one row
+    return ordered[torch.searchsorted(mass, goal).clamp(max=len(values) - 1)]
+
+
+def _best_split(
+    rows: Tensor, weight: Tensor, outputs: int, least: Tensor, cuts: int, ridge: float
+) -> _Split:
+    """The split of these rows (x, 1, y) that lowers S most, with `least` weight on either side."""
+    if weight.sum() < 2 * least:
+        return _Split()
+    total = (rows * weight[:, None]).mT @ rows
+    penalty = ridge * total.diagonal()[:-outputs].mean()
+    before, best = _residual(total, outputs, penalty), _Split()
+    levels = torch.arange(1, cuts + 1, dtype=rows.dtype) / (cuts + 1)
+    for feature in range(rows.shape[1] - outputs - 1):
+        column = rows[:, feature].contiguous()
+        thresholds = weighted_quantiles(column, weight, levels).unique()
+        left, mass = _moments_below(rows, weight, column, thresholds)
+        after = _residual(left, outputs, penalty) + _residual(total - left, outputs, penalty)
+        allowed = (mass >= least) & (weight.sum() - mass >= least)
+        gain = (before - after).where(allowed, 0.0)
+        top = int(gain.argmax())
+        if gain[top] > best.gain * (1 + 1e-9):
+            best = _Split(gain[top].item(), feature, thresholds[top].item())
+    return best
+
+
+def _moments_below(
+    rows: Tensor, weight: Tensor, column: Tensor, thresholds: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Σ w z zᵀ and Σ w over the rows up to each threshold."""
+    bins, order = torch.bucketize(column, thresholds).sort(stable=True)
+    ends = torch.searchsorted(bins, torch.arange(len(thresholds)), right=True)
+    sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
+    last = int(ends[-1])
+    parts = zip(rows[order][:last].split(sizes), weight[order][:last].split(sizes), strict=True)
+    moments, masses = zip(*(((z * w[:, None]).mT @ z, w.sum()) for z, w in parts), strict=True)
+    return torch.stack(moments).cumsum(dim=0), torch.stack(masses).cumsum(dim=0)
+
+
+def _residual(moments: Tensor, outputs: int, penalty: Tensor) -> Tensor:
+    """S from the moments (..., p + C, p + C) of (x, 1, y)."""
+    gram, cross = moments[..., :-outputs, :-outputs], moments[..., :-outputs, -outputs:]
+    eye = torch.eye(gram.shape[-1], dtype=gram.dtype)
+    solved = torch.linalg.solve(gram + penalty * eye, cross)
+    squares = moments[..., -outputs:, -outputs:].diagonal(dim1=-2, dim2=-1).sum(dim=-1)
+    return squares - (solved * cross).sum(dim=(-2, -1))
+
+
+Theta = Float[Tensor, "problems p"]
+Inputs = Float[Tensor, "problems n d"]
+
+
+@dataclass(frozen=True)
+class SharedGate:
+    """The regression function of a model with C outputs.
+
+    Attributes:
+        model: gate, link and experts of one output.
+        outputs: C.
+    """
+
+    model: MoEModel
+    outputs: int = 1
+
+    @property
+    def gate_size(self) -> int:
+        """Parameters of the gate."""
+        return self.model.n_experts * (self.model.router_width + 1)
+
+    @property
+    def size(self) -> int:
+        """Length p of a parameter vector."""
+        return self.gate_size + self.outputs * self.model.n_experts * self.model.expert_width
+
+    def parameters(self, theta: Theta) -> MoEParameters:
+        """Parameters of every output, (problems, C, ...); the gate is the same in all of them."""
+        gate, experts = theta[:, None, : self.gate_size], theta[:, self.gate_size :]
+        rows = experts.unflatten(1, (self.outputs, -1))
+        return self.model.unflatten(torch.cat([gate.expand(-1, self.outputs, -1), rows], dim=2))
+
+    def value(self, theta: Theta, x: Inputs) -> Float[Tensor, "problems n outputs"]:
+        """F of every problem, input and output."""
+        return self.model.regression(self.parameters(theta), self._repeated(x)).mT
+
+    def value_and_jacobian(
+        self, theta: Theta, x: Inputs
+    ) -> tuple[Float[Tensor, "problems n outputs"], Float[Tensor, "problems n outputs p"]]:
+        """F and its Jacobian; an output does not depend on the experts of the others."""
+        value, jacobian = self.model.value_and_jacobian(self.parameters(theta), self._repeated(x))
+        if self.outputs == 1:
+            return value.mT, jacobian.transpose(1, 2)
+        whole = theta.new_zeros(len(theta), x.shape[1], self.outputs, self.size)
+        width = (self.size - self.gate_size) // self.outputs
+        for place in range(self.outputs):
+            first = self.gate_size + place * width
+            whole[:, :, place, : self.gate_size] = jacobian[:, place, :, : self.gate_size]
+            whole[:, :, place, first : first + width] = jacobian[:, place, :, self.gate_size :]
+        return value.mT, whole
+
+    def _repeated(self, x: Inputs) -> Float[Tensor, "problems outputs n d"]:
+        """The inputs once for every output."""
+        return x.unsqueeze(1).expand(-1, self.outputs, -1, -1)
+
 
 WIDEST_TREE = 64
 """Widest input for which a tree is grown: the work grows like its cube."""
@@ -37,7 +301,7 @@ PENALTY = 1e-6
 """Of squared parameters, beside a mean over rows."""
 
 
-class Rows(NamedTuple):
+class mixture_starts_Rows(NamedTuple):
     """Standardised rows with weights of mean 1: inputs (n, D), targets (n, C), weights (n)."""
 
     x: Float[Tensor, "rows width"]
@@ -47,11 +311,11 @@ class Rows(NamedTuple):
     def take(self, index: Tensor) -> "Rows":
         """The rows of an index or mask, with weights of mean 1 again."""
         weight = self.weight[index]
-        return Rows(self.x[index], self.y[index], weight / weight.mean())
+        return mixture_starts_Rows(self.x[index], self.y[index], weight / weight.mean())
 
 
 def mixture_starts(
-    regression: SharedGate, rows: Rows, starts: int, generator: torch.Generator
+    regression: SharedGate, rows: mixture_starts_Rows, starts: int, generator: torch.Generator
 ) -> Float[Tensor, "starts p"]:
     """Parameter vectors to begin with; the first is the same for every generator."""
     return torch.stack([
@@ -61,7 +325,7 @@ def mixture_starts(
 
 
 def _answering(
-    model: MoEModel, rows: Rows, place: int, generator: torch.Generator
+    model: MoEModel, rows: mixture_starts_Rows, place: int, generator: torch.Generator
 ) -> Responsibilities:
     """Who answers for which row, by a tree at the first place and random directions after it."""
     x, y, weight = rows
@@ -75,14 +339,14 @@ def _answering(
 
 
 def _parameters(
-    regression: SharedGate, rows: Rows, answering: Responsibilities
+    regression: SharedGate, rows: mixture_starts_Rows, answering: Responsibilities
 ) -> Float[Tensor, " p"]:
     gate = _gate(regression.model, rows, answering.share)
-    experts = _experts(regression.model, rows, answering)
+    experts = _mixture_starts_experts(regression.model, rows, answering)
     return torch.cat([gate.router.flatten(), gate.bias, experts.flatten()])
 
 
-def _gate(model: MoEModel, rows: Rows, share: Tensor) -> MoEParameters:
+def _gate(model: MoEModel, rows: mixture_starts_Rows, share: Tensor) -> MoEParameters:
     """The gate whose weights are nearest to the shares in cross entropy."""
     n, width, q = model.n_experts, model.router_width, model.expert_width
     none = share.new_zeros(n, q)
@@ -102,7 +366,9 @@ def _gate(model: MoEModel, rows: Rows, share: Tensor) -> MoEParameters:
     return MoEParameters(found[: n * width].unflatten(0, (n, width)), found[n * width :], none)
 
 
-def _experts(model: MoEModel, rows: Rows, answering: Responsibilities) -> Tensor:
+def _mixture_starts_experts(
+    model: MoEModel, rows: mixture_starts_Rows, answering: Responsibilities
+) -> Tensor:
     """Expert rows (C, N, q) by least squares with the shares as weights."""
     linear = answering.experts.permute(2, 0, 1)
     if model.expert == "linear":

@@ -1,4 +1,41 @@
-"""Mixture-of-experts regression of papers 2 and 4: function, analytic Jacobian, simulation.
+"""Random designs: inputs, noise and the seeds of repetitions.
+
+    uniform    X ~ Uniform([-1, 1]ᵈ)      P2 section 5.1, P4 eq. 81
+    normal     X ~ N(0, I)
+
+Inputs and noise of a repetition come from two streams of its own seed, so that a repetition is the
+same whether it is drawn alone or among others.
+
+Expert functions h(x, η) of papers 2 and 4: ridge functions of u = a·x + b.
+
+    linear        u                        η = (a, b)
+    polynomial    uᵖ                       η = (a, b)
+    relu          max(u, 0)                η = (a, b)
+    gelu          u Φ(u)                   η = (a, b)
+    tanh          tanh u                   η = (a, b)
+    two_layer     λ φ(u), φ one of the above except polynomial      η = (a, b, λ)
+
+A ridge function is its value and its slope; the Jacobian of a model needs no more. `curvature` is
+φ″ away from kinks, for the tests of identifiability. `degree` is the
+p of φ(tu) = tᵖ φ(u) for t > 0, by which mass and scale of an expert can trade.
+
+Gates as linear routers on features: score_i(x) = v(β_i)·z(x) + bias_i.
+
+    gate         z(x)                 v(β)                      paper
+    linear       x                    β
+    cosine       x/‖x‖                β/‖β‖                     2, eq. 2
+    perturbed    x/(‖x‖ + τ2)         β/(‖β‖ + τ1)              2, eq. 8
+    quadratic    [vec xxᵀ, x]         [vec A, b]                4, eq. 5 (i)
+    partial      vec xxᵀ              vec A                     4, eq. 5 (ii)
+
+So the perturbed cosine router *is* a linear router, on x/(‖x‖ + τ2) with rows in the unit ball, and
+has the symmetries of one. A zero row or input scores 0 under the vanilla cosine, which has no
+derivative there; its slope is taken to be 0.
+
+Arrays are held with the samples last, (..., N, n): at a width of three a sweep over the samples is
+contiguous and one over the width is not.
+
+Mixture-of-experts regression of papers 2 and 4: function, analytic Jacobian, simulation.
 
     f(x) = Σ_i G_i(x) h(x, η_i)          P2 eq. 2, 8, 12; P4 eq. 5, 48, 83
     G = softmax(score) or σ(score), score_i = v(β_i)·z(x) + bias_i      `gates`
@@ -13,22 +50,242 @@ All functions take parameters with leading axes (repetitions, starts) and inputs
 all of them or (*batch, n, d).
 """
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tieline.errors import ShapeError, require
-from tieline.estimation import gates
-from tieline.estimation.design import LawName, Sample, draw_inputs, draw_noise
-from tieline.estimation.expert_functions import EXPERTS, Ridge, ridge_function
-from tieline.estimation.gates import GATES, LINKS, GateName, LinkName
+from tieline.core.errors import ShapeError, require
+from tieline.estimation import model as gates
 from tieline.estimation.parameters import MoEParameters, from_vector
 
-__all__ = ["MoEModel"]
+__all__ = [
+    "EXPERTS",
+    "GATES",
+    "LAWS",
+    "LINKS",
+    "GateName",
+    "LawName",
+    "LinkName",
+    "MoEModel",
+    "Ridge",
+    "Sample",
+    "draw_inputs",
+    "draw_noise",
+    "gate_weights",
+    "input_features",
+    "repetition_seeds",
+    "ridge_function",
+    "router_directions",
+    "router_width",
+    "score_gradient",
+]
+
+LawName = Literal["uniform", "normal"]
+LAWS = get_args(LawName)
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """Data of a regression.
+
+    Attributes:
+        x: inputs (*repetitions, n, d).
+        y: responses (*repetitions, n).
+        noise: standard deviation of the noise in y.
+    """
+
+    x: Float[Tensor, "*repetitions n d"]
+    y: Float[Tensor, "*repetitions n"]
+    noise: float
+
+
+def repetition_seeds(seed: int, n: int, repetitions: int) -> list[int]:
+    """Independent seeds of the repetitions 0, 1, … at sample size n."""
+    return [
+        int(np.random.SeedSequence((seed, n, r)).generate_state(1, np.uint64)[0] >> 1)
+        for r in range(repetitions)
+    ]
+
+
+def draw_inputs(
+    law: LawName, n: int, d: int, seed: int | Sequence[int]
+) -> Float[Tensor, "*repetitions n d"]:
+    """Inputs (n, d) of one seed, or (R, n, d) of R seeds."""
+    require(law in LAWS, f"law must be one of {LAWS}, got {law!r}")
+
+    def one(generator: torch.Generator) -> Tensor:
+        if law == "normal":
+            return torch.randn(n, d, dtype=torch.float64, generator=generator)
+        return 2 * torch.rand(n, d, dtype=torch.float64, generator=generator) - 1
+
+    return _per_seed(one, seed, stream=0)
+
+
+def draw_noise(n: int, seed: int | Sequence[int]) -> Float[Tensor, "*repetitions n"]:
+    """Standard normal noise (n,) of one seed, or (R, n) of R seeds."""
+
+    def one(generator: torch.Generator) -> Tensor:
+        return torch.randn(n, dtype=torch.float64, generator=generator)
+
+    return _per_seed(one, seed, stream=1)
+
+
+def _per_seed(draw, seed: int | Sequence[int], stream: int) -> Tensor:
+    """One draw for a seed, a stack of draws for several."""
+    if isinstance(seed, int):
+        state = np.random.SeedSequence((seed, stream)).generate_state(1, np.uint64)[0]
+        return draw(torch.Generator().manual_seed(int(state >> 1)))
+    require(len(seed) > 0, "several repetitions need at least one seed, got none")
+    return torch.stack([_per_seed(draw, one, stream) for one in seed])
+
+
+_SQRT_2PI = math.sqrt(2 * math.pi)
+
+
+@dataclass(frozen=True)
+class Ridge:
+    """φ with its slope.
+
+    Attributes:
+        value: u ↦ φ(u).
+        slope: u ↦ φ′(u); the left one at the kink of ReLU.
+        curvature: u ↦ φ″(u) where it exists.
+        degree: p if φ is positively homogeneous of degree p, else None.
+    """
+
+    value: Callable[[Tensor], Tensor]
+    slope: Callable[[Tensor], Tensor]
+    curvature: Callable[[Tensor], Tensor]
+    degree: int | None = None
+
+
+def _gelu_slope(u: Tensor) -> Tensor:
+    return torch.special.ndtr(u) + u * torch.exp(-0.5 * u * u) / _SQRT_2PI
+
+
+def _gelu_curvature(u: Tensor) -> Tensor:
+    return (2 - u * u) * torch.exp(-0.5 * u * u) / _SQRT_2PI
+
+
+def _tanh_slope(u: Tensor) -> Tensor:
+    return 1 - torch.tanh(u).square()
+
+
+def _tanh_curvature(u: Tensor) -> Tensor:
+    return -2 * torch.tanh(u) * _tanh_slope(u)
+
+
+def _power(p: int) -> Ridge:
+    second = torch.zeros_like if p == 1 else lambda u: p * (p - 1) * u ** (p - 2)
+    return Ridge(lambda u: u**p, lambda u: p * u ** (p - 1), second, degree=p)
+
+
+RIDGES = {
+    "linear": Ridge(lambda u: u, torch.ones_like, torch.zeros_like, degree=1),
+    "relu": Ridge(torch.relu, lambda u: (u > 0).to(u.dtype), torch.zeros_like, degree=1),
+    "gelu": Ridge(lambda u: u * torch.special.ndtr(u), _gelu_slope, _gelu_curvature),
+    "tanh": Ridge(torch.tanh, _tanh_slope, _tanh_curvature),
+}
+EXPERTS = (*RIDGES, "polynomial", "two_layer")
+
+
+def ridge_function(expert: str, power: int = 2, activation: str = "relu") -> Ridge:
+    """The φ of an expert.
+
+    Args:
+        expert: one of `EXPERTS`.
+        power: p >= 1 of a polynomial expert.
+        activation: φ of a two-layer expert.
+    """
+    require(expert in EXPERTS, f"expert must be one of {EXPERTS}, got {expert!r}")
+    if expert == "polynomial":
+        require(power >= 1, f"a polynomial expert needs a power >= 1, got {power}")
+        return _power(power)
+    name = activation if expert == "two_layer" else expert
+    require(name in RIDGES, f"activation must be one of {tuple(RIDGES)}, got {name!r}")
+    return RIDGES[name]
+
+
+GateName = Literal["linear", "cosine", "perturbed", "quadratic", "partial"]
+LinkName = Literal["softmax", "sigmoid"]
+GATES = ("linear", "cosine", "perturbed", "quadratic", "partial")
+LINKS = ("softmax", "sigmoid")
+NORMALISED = ("cosine", "perturbed")
+
+Rows = Float[Tensor, "*batch experts width"]
+PerExpert = Float[Tensor, "*batch experts n"]
+Features = Float[Tensor, "*inputs width n"]
+
+
+def router_width(gate: str, d: int) -> int:
+    """Numbers in a router row: d, d² + d or d²."""
+    require(gate in GATES, f"gate must be one of {GATES}, got {gate!r}")
+    return {"quadratic": d * d + d, "partial": d * d}.get(gate, d)
+
+
+def input_features(gate: str, x: Float[Tensor, "*inputs n d"], tau2: float) -> Features:
+    """z(x), samples last."""
+    columns = x.mT.contiguous()
+    if gate in NORMALISED:
+        return _normalised(columns, dim=-2, tau=tau2)
+    if gate == "linear":
+        return columns
+    products = (columns.unsqueeze(-2) * columns.unsqueeze(-3)).flatten(-3, -2)
+    return products if gate == "partial" else torch.cat((products, columns), dim=-2)
+
+
+def router_directions(gate: str, router: Rows, tau1: float) -> Rows:
+    """v(β) of every row."""
+    return _normalised(router, dim=-1, tau=tau1) if gate in NORMALISED else router
+
+
+def score_gradient(
+    gate: str, router: Rows, tau1: float, features: Features, scores: PerExpert
+) -> Float[Tensor, "*either _ width n"]:
+    """∂score_i/∂β_i = (z - û_i v_i·z)/(‖β_i‖ + τ1) for normalised rows, z for the others.
+
+    Args:
+        gate: name of the gate.
+        router: rows β.
+        tau1: τ1.
+        features: z(x).
+        scores: v_i·z without bias.
+
+    Returns:
+        With an axis of experts, of length 1 where the gradient is the same for all.
+    """
+    if gate not in NORMALISED:
+        return features.unsqueeze(-3)
+    norm = torch.linalg.vector_norm(router, dim=-1, keepdim=True)
+    unit = router * _inverse(norm)
+    radial = unit.unsqueeze(-1) * scores.unsqueeze(-2)
+    return (features.unsqueeze(-3) - radial) * _inverse(norm + tau1).unsqueeze(-1)
+
+
+def gate_weights(link: str, scores: PerExpert) -> PerExpert:
+    """Softmax over experts, or the sigmoid of each score."""
+    return scores.softmax(dim=-2) if link == "softmax" else scores.sigmoid()
+
+
+def _normalised(vectors: Tensor, dim: int, tau: float) -> Tensor:
+    """v/(‖v‖ + τ), 0 for v = 0."""
+    if dim == -2:  # over a short axis that is not the last, `vector_norm` is several times slower
+        norm = vectors.square().sum(dim=dim, keepdim=True).sqrt()
+    else:
+        norm = torch.linalg.vector_norm(vectors, dim=dim, keepdim=True)
+    return vectors * _inverse(norm + tau)
+
+
+def _inverse(length: Tensor) -> Tensor:
+    """1/length, 0 where the length is 0."""
+    return torch.where(length > 0, 1 / length.clamp_min(torch.finfo(length.dtype).tiny), 0.0)
+
 
 Inputs = Float[Tensor, "*inputs n d"]
 

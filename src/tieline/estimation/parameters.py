@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tieline.errors import ShapeError, require
+from tieline.core.errors import ShapeError, require
 
 __all__ = ["MoEParameters", "quadratic_blocks", "quadratic_parameters"]
 

@@ -1,4 +1,12 @@
-"""Rate studies: how fast losses of a setting fall with the sample size.
+"""Results of a rate study on disk: one line of JSON for each sample size and repetition.
+
+A line is appended, and brought to the disk, as soon as its block of repetitions is done; a run that
+is killed loses the block it was at, and at most leaves half a line at the end, which the next run
+cuts off. A line counts for the very same study: its `study` is the study's key.
+
+One block of a rate study: simulate, fit, compare. A worker runs it alone, on one thread.
+
+Rate studies: how fast losses of a setting fall with the sample size.
 
 rate_study     fits over a grid of sample sizes, repetitions and start radii, and slopes
 RateStudy      rows, slopes with intervals, and the sample size that an error asks for
@@ -12,9 +20,11 @@ dimensions, and the ridge, not the data, picks one of them: its losses are repor
 no power law of n, so slopes and sample sizes leave them out and a warning says so.
 """
 
+import math
 import os
+import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,20 +33,167 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tieline.engines import run_jobs
-from tieline.errors import require
-from tieline.estimation.cases import as_case
-from tieline.estimation.fit import FitWarning, tell_failures
-from tieline.estimation.levenberg import Status
+from tieline.core.errors import TraceError, require
+from tieline.core.numerics import mean_estimate, one_thread
+from tieline.core.parallel import run_jobs
+from tieline.core.records import canonical, parse_json
+from tieline.core.statistics import Rate, SampleSize, fit_rate, sample_size
+from tieline.estimation.distances import regression_distance
+from tieline.estimation.fit import FitResult, FitWarning, fit, near_truth, radius_at, tell_failures
+from tieline.estimation.losses import quotient_losses, voronoi_losses
 from tieline.estimation.model import MoEModel
-from tieline.estimation.rate_blocks import fit_block
-from tieline.estimation.rate_plan import Block, RatePlan, estimate_seconds, plan_blocks
-from tieline.estimation.rate_store import RateStore, Row
+from tieline.estimation.parameters import MoEParameters
+from tieline.estimation.rate_plan import Block, RatePlan, as_case, estimate_seconds, plan_blocks
 from tieline.estimation.settings import Setting
-from tieline.estimation.slope import Rate, SampleSize, fit_rate, sample_size
-from tieline.numerics import mean_estimate
+from tieline.estimation.solvers import Status
 
-__all__ = ["LOSSES", "RateStudy", "rate_study", "study_seconds"]
+__all__ = [
+    "FIELDS",
+    "LOSSES",
+    "RateStore",
+    "RateStudy",
+    "Row",
+    "fit_block",
+    "rate_study",
+    "study_seconds",
+]
+
+FIELDS = ("raw", "quotient", "function", "loss")
+LARGEST = 256 << 20
+Row = dict[str, Any]
+"""study, n, repetition, radius, and the numbers of `FIELDS`, status, iterations, seconds, empty."""
+
+
+@dataclass(frozen=True)
+class RateStore:
+    """A file of results.
+
+    Attributes:
+        path: made when the first row is added.
+    """
+
+    path: Path
+
+    def check(self) -> None:
+        """Refuse a place that cannot be written to, before any work."""
+        folder = self.path.absolute().parent
+        require(folder.is_dir(), f"cannot keep results in {self.path}: there is no {folder}")
+        require(not self.path.is_dir(), f"cannot keep results in {self.path}: it is a folder")
+        place = self.path if self.path.exists() else folder
+        require(os.access(place, os.W_OK), f"cannot keep results in {place}: it is read-only")
+
+    def load(self, study: str) -> list[Row]:
+        """The rows of a study; a broken last line is left out, any other is refused."""
+        return [row for row in self._rows() if row["study"] == study]
+
+    def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Append rows, after cutting off what a killed run left of a line."""
+        text = "".join(canonical(dict(row)) + "\n" for row in rows).encode()
+        whole = self._whole_length()
+        with self.path.open("r+b" if self.path.exists() else "xb") as file:
+            file.truncate(whole)
+            file.seek(whole)
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _bytes(self) -> bytes:
+        if not self.path.exists():
+            return b""
+        size = self.path.stat().st_size
+        require(size <= LARGEST, f"{self.path}: {size} bytes, at most {LARGEST}", TraceError)
+        return self.path.read_bytes()
+
+    def _whole_length(self) -> int:
+        """Bytes up to the end of the last line that is one."""
+        data = self._bytes()
+        end = data.rfind(b"\n") + 1
+        begin = data.rfind(b"\n", 0, max(0, end - 1)) + 1
+        try:
+            _row(parse_json(data[begin:end], str(self.path)))
+        except TraceError:
+            return begin
+        return end
+
+    def _rows(self) -> list[Row]:
+        lines = self._bytes().split(b"\n")
+        rows = []
+        for number, line in enumerate(lines[:-1], start=1):
+            try:
+                rows.append(_row(parse_json(line, f"{self.path}, line {number}")))
+            except TraceError:
+                if number < len(lines) - 1:
+                    raise
+        return rows
+
+
+def _row(value: object) -> Row:
+    """A line as a row: every field there, and of its kind."""
+    row = value if isinstance(value, dict) else {}
+    whole = ("n", "repetition", "status", "iterations", "empty")
+    numbers = (*FIELDS, "radius", "seconds")
+    good = (
+        isinstance(row.get("study"), str)
+        and all(isinstance(row.get(name), int) and row[name] >= 0 for name in whole)
+        and all(
+            row.get(name, "") is None or isinstance(row.get(name), int | float) for name in numbers
+        )
+    )
+    require(good, f"no row of a rate study: {str(value)[:80]!r}", TraceError)
+    return row
+
+
+POINTS = 10_000
+"""Fresh inputs on which functions are compared."""
+
+
+def fit_block(plan: RatePlan, block: Block) -> list[Row]:
+    """A row for each repetition of the block."""
+    begun = time.process_time()
+    with one_thread():
+        fitted = _fit(plan, block)
+        losses = _losses(plan, fitted.params)
+    seconds = (time.process_time() - begun) / len(block.repetitions)
+    head = {"study": plan.key, "n": block.n, "radius": block.radius, "seconds": seconds}
+    return [
+        head
+        | {"repetition": repetition, "status": int(fitted.status[at])}
+        | {"iterations": int(fitted.iterations[at]), "loss": _number(fitted.loss[at])}
+        | {name: _number(part[at]) for name, part in losses.items() if name != "empty"}
+        | {"empty": int(losses["empty"][at])}
+        for at, repetition in enumerate(block.repetitions)
+    ]
+
+
+def _fit(plan: RatePlan, block: Block) -> FitResult:
+    """The best start of each repetition."""
+    seeds = block.seeds(plan)
+    sample = plan.source.simulate(plan.truth, block.n, seeds, noise=plan.noise, law=plan.law)
+    radius = radius_at(block.radius, block.n, shrink=plan.shrink)
+    starts = near_truth(plan.centre, radius, [seed ^ 1 for seed in seeds], plan.starts)
+    steps: dict[str, Any] = {"iterations": plan.iterations} if plan.method == "lm" else {}
+    found = fit(plan.model, sample.x, sample.y, starts, method=plan.method, quiet=True, **steps)
+    return found.best()
+
+
+def _losses(plan: RatePlan, params: MoEParameters) -> dict[str, Tensor]:
+    """Raw and quotient loss, distance of the functions, and empty cells of each fit."""
+    how = plan.loss, plan.paper, plan.power
+    raw = voronoi_losses(params, plan.reference, *how)
+    quotient = quotient_losses(plan.model, params, plan.reference, *how)
+    home = plan.model.with_experts(plan.reference.n_experts)
+    distance = regression_distance(
+        plan.model, params, home, plan.reference, n=POINTS, seed=plan.seed + 2**40, law=plan.law
+    )
+    parts = {"raw": raw.values, "quotient": quotient.values, "function": distance.value}
+    return parts | {"empty": quotient.empty}
+
+
+def _number(value: Tensor) -> float | None:
+    """A float for JSON; None where it is none."""
+    found = value.item()
+    return found if math.isfinite(found) else None
+
 
 LOSSES = ("raw", "quotient", "function")
 Progress = Callable[[int, int], None]

@@ -1,4 +1,25 @@
-"""`MoERegressor`: a mixture of experts as a scikit-learn estimator.
+"""What the settings of `MoERegressor` may be, told in scikit-learn's words.
+
+Rows of a table as the fit wants them: weighted, distinct, standardised.
+
+    x ↦ (x - mean) / sd         by weighted mean and standard deviation; a constant column is 0
+    y ↦ (y - offset) / scale    by what the experts can reach:
+
+    experts                                 offset      scale
+    linear, two-layer, odd powers           mean        sd
+    tanh                                    mid-range   half the range
+    relu, gelu, even powers                 minimum     sd
+
+Equal rows become one row with the sum of their weights, and rows are put in order. So the order of
+the rows does not matter at all, and a row of weight 2 is the same as two rows.
+
+A fitted mixture seen as a router: its margins and boundary mass, as `tieline inspect` has them.
+
+The scores of a gate are the logits of a router, and the expert with the largest score is the one
+that it would choose. What a model's layer is asked, a regression can be asked too: how near its
+rows are to a tie, and how many would change their expert under noise or rounding.
+
+`MoERegressor`: a mixture of experts as a scikit-learn estimator.
 
     f(x) = Σ_i G_i(x) h(x, η_i)
 
@@ -6,32 +27,203 @@ Gates and experts are those of papers 2 and 4 (`MoEModel`); the fit is least squ
 starts (`mixture_fit`). Needs scikit-learn: `pip install 'tieline[estimation]'`.
 """
 
+import math
 import warnings
-from typing import Any
+from numbers import Integral, Real
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from numpy.typing import NDArray
 from sklearn.base import BaseEstimator, MultiOutputMixin, RegressorMixin
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.model_selection import check_cv
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
+from torch import Tensor
 
-from tieline.estimation.mixture_fit import FEW_ROWS_RIDGE, FitSettings, MixtureFit, fit_mixture
-from tieline.estimation.mixture_starts import Rows
-from tieline.estimation.model import MoEModel
+from tieline.core.ranking import stable_topk
+from tieline.estimation.mixture_fit import (
+    FEW_ROWS_RIDGE,
+    FitSettings,
+    MixtureFit,
+    by_cross_validation,
+    by_dendrogram,
+    fit_mixture,
+    some_rows,
+)
+from tieline.estimation.mixture_starts import SharedGate
+from tieline.estimation.mixture_starts import mixture_starts_Rows as Rows
+from tieline.estimation.model import EXPERTS, GATES, LINKS, RIDGES, MoEModel
 from tieline.estimation.parameters import MoEParameters
-from tieline.estimation.regressor_settings import check_settings
-from tieline.estimation.routing_measures import routing_measures
-from tieline.estimation.selection import by_cross_validation, by_dendrogram, some_rows
-from tieline.estimation.shared_gate import SharedGate
-from tieline.estimation.standardise import distinct_rows, standardised
-from tieline.geometry.records import LayerMeasures
+from tieline.geometry.distance import expert_distances, nearest_tie
+from tieline.geometry.measure_records import LayerMeasures
+from tieline.geometry.measures import MeasureSettings, measure_layer
+from tieline.trace.record import LayerFacts, LayerTrace
 
-__all__ = ["MoERegressor"]
+__all__ = [
+    "MoERegressor",
+    "Scales",
+    "check_settings",
+    "distinct_rows",
+    "routing_measures",
+    "standardised",
+]
+
+CHOICES = {
+    "gating": GATES,
+    "link": LINKS,
+    "expert": EXPERTS,
+    "activation": tuple(RIDGES),
+    "selection": ("cv", "dendrogram"),
+}
+COUNTS = ("power", "n_init", "max_iter", "max_experts")
+
+
+def check_settings(estimator: Any) -> None:
+    """Refuse a setting with its value and its rule."""
+    for name, allowed in CHOICES.items():
+        value = getattr(estimator, name)
+        words = ", ".join(repr(word) for word in allowed)
+        _need(isinstance(value, str) and value in allowed, estimator, name, f"among {{{words}}}")
+    for name in COUNTS:
+        _need(_is_count(getattr(estimator, name)), estimator, name, "an int >= 1")
+    count = estimator.n_experts
+    _need(_is_count(count) or count == "auto", estimator, "n_experts", "an int >= 1 or 'auto'")
+    _need(_is_real(estimator.tol), estimator, "tol", "a finite number >= 0")
+    ridge = estimator.ridge
+    fine = ridge == "auto" if isinstance(ridge, str) else _is_real(ridge)
+    _need(fine, estimator, "ridge", "a finite number >= 0 or 'auto'")
+    tau = estimator.tau
+    pair = isinstance(tau, tuple | list) and len(tau) == 2 and all(_is_real(t) for t in tau)
+    _need(pair, estimator, "tau", "two finite numbers >= 0")
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
+
+
+def _is_real(value: Any) -> bool:
+    number = isinstance(value, Real) and not isinstance(value, bool)
+    return number and 0 <= float(value) < math.inf
+
+
+def _need(fine: bool, estimator: Any, name: str, rule: str) -> None:
+    if not fine:
+        raise ValueError(
+            f"The {name!r} parameter of {type(estimator).__name__} must be {rule}. "
+            f"Got {getattr(estimator, name)!r} instead."
+        )
+
 
 Array = NDArray[np.float64]
+
+
+class Scales(NamedTuple):
+    """Units of inputs and targets."""
+
+    x_offset: Float[Tensor, " width"]
+    x_scale: Float[Tensor, " width"]
+    y_offset: Float[Tensor, " outputs"]
+    y_scale: Float[Tensor, " outputs"]
+
+    def inputs(self, x: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:
+        """Standardised inputs."""
+        return (x - self.x_offset) / self.x_scale
+
+    def targets(self, y: Float[Tensor, "rows outputs"]) -> Float[Tensor, "rows outputs"]:
+        """Standardised targets."""
+        return (y - self.y_offset) / self.y_scale
+
+    def outputs(self, y: Float[Tensor, "*rows outputs"]) -> Float[Tensor, "*rows outputs"]:
+        """Targets in their own units."""
+        return self.y_offset + self.y_scale * y
+
+
+def distinct_rows(x: Array, y: Array, weight: Array) -> tuple[Array, Array, Array]:
+    """Distinct rows (x, y) of positive weight, in order, with their weights."""
+    kept = weight > 0
+    table, mass = np.hstack([x[kept], y[kept]]), weight[kept]
+    order = np.lexsort(table.T)
+    table, mass = table[order], mass[order]
+    fresh = np.ones(len(table), dtype=bool)
+    fresh[1:] = (table[1:] != table[:-1]).any(axis=1)
+    first = np.flatnonzero(fresh)
+    return table[first, : x.shape[1]], table[first, x.shape[1] :], np.add.reduceat(mass, first)
+
+
+def standardised(x: Array, y: Array, weight: Array, model: MoEModel) -> tuple[Rows, Scales]:
+    """Rows with weights of mean 1 in standard units, and the units.
+
+    Args:
+        x: inputs (n, D).
+        y: targets (n, C).
+        weight: weights (n) > 0.
+        model: its experts decide the units of the targets.
+    """
+    inputs, targets, mass = (torch.tensor(part, dtype=torch.float64) for part in (x, y, weight))
+    mass = mass / mass.mean()
+    scales = Scales(*_moments(inputs, mass), *_reach(targets, mass, model))
+    return Rows(scales.inputs(inputs), scales.targets(targets), mass), scales
+
+
+def _moments(values: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
+    """Weighted mean and standard deviation of each column, 1 for a constant one."""
+    share = (mass / mass.sum())[:, None]
+    mean = (share * values).sum(dim=0)
+    deviation = (share * (values - mean).square()).sum(dim=0).sqrt()
+    rounding = 1e-14 * values.abs().amax(dim=0)
+    return mean, torch.where(deviation > rounding, deviation, 1.0)
+
+
+def _reach(targets: Tensor, mass: Tensor, model: MoEModel) -> tuple[Tensor, Tensor]:
+    """Offset and scale by the table above."""
+    mean, deviation = _moments(targets, mass)
+    low, high = targets.amin(dim=0), targets.amax(dim=0)
+    if model.expert == "tanh":
+        return (low + high) / 2, torch.where(high > low, (high - low) / 2, 1.0)
+    even = model.expert == "polynomial" and model.power % 2 == 0
+    return (low if model.expert in ("relu", "gelu") or even else mean), deviation
+
+
+def routing_measures(
+    model: MoEModel,
+    params: MoEParameters,
+    x: Float[Tensor, "rows d"],
+    *,
+    k: int = 1,
+    name: str = "gate",
+    settings: MeasureSettings | None = None,
+) -> LayerMeasures:
+    """All measures of the choice of the k largest scores on the rows x.
+
+    Distances to the nearest tie are exact for linear gates and not answered for the others.
+
+    Args:
+        model: the family.
+        params: one set of parameters, without leading axes.
+        x: rows (n, d) in the units of the parameters.
+        k: number of experts that the choice would keep, 1 <= k <= E.
+        name: of the layer in the record.
+        settings: grids and formats; those of `tieline inspect` by default.
+    """
+    scores = model.scores(params, x)
+    ranked = stable_topk(scores, model.n_experts)
+    linear = model.gate == "linear"
+    distance = nearest_tie(scores, expert_distances(params.router), k, ranked).distance
+    trace = LayerTrace(
+        name=name,
+        facts=LayerFacts(model.n_experts, k, affine=linear),
+        experts=ranked.indices,
+        scores=ranked.values,
+        weights=model.weights(params, x).gather(1, ranked.indices[:, :k]),
+        distance=distance if linear else None,
+        inputs=x,
+    )
+    return measure_layer(trace, settings, weight=params.router if linear else None)
+
+
 REMEMBERED = 16384
 """Training rows kept for `inspect`."""
 
@@ -56,7 +248,7 @@ class MoERegressor(RegressorMixin, MultiOutputMixin, BaseEstimator):
         tol: a start ends when five steps lower its loss by less than this share of it.
         ridge: λ of the penalty λ‖θ‖² beside the mean squared error, in standard units; "auto" is
             1e-10, or 1e-3 with a warning where there are fewer distinct targets than parameters.
-        selection: how "auto" counts experts: "cv" or "dendrogram" (`tieline.estimation.selection`).
+        selection: how "auto" counts experts: "cv" or "dendrogram" (`tieline.estimation.mixture_fit`).
         max_experts: the most that "auto" tries.
         cv: folds of selection "cv", as everywhere in scikit-learn.
         random_state: seed of starts, samples of rows and folds.

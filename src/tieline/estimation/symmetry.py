@@ -27,8 +27,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tieline.estimation.gates import router_directions
-from tieline.estimation.model import MoEModel
+from tieline.estimation.model import MoEModel, router_directions
 from tieline.estimation.parameters import MoEParameters, quadratic_blocks
 
 __all__ = ["Symmetry", "canonical", "has_signs", "null_dimension", "symmetries"]

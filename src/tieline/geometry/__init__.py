@@ -1,18 +1,30 @@
 """How near tokens are to a tie: masses, densities, orders, distances, volumes, diffusion."""
 
-from tieline.geometry.bands import in_band, linf_distance
 from tieline.geometry.boundary import (
     Mass,
     ambiguity_mass,
     boundary_mass_pair,
     boundary_mass_top,
+    in_band,
+    linf_distance,
     pair_gap,
     top_gap,
 )
-from tieline.geometry.diffusion import exit_curve, normalised_distances, top_k_cell
-from tieline.geometry.exit_time import exit_bounds, face_exit, face_quantile, two_face_exit
-from tieline.geometry.exits import exit_orders, sample_exits
-from tieline.geometry.flip_times import score_flip_times, trace_flip_times
+from tieline.geometry.diffusion import (
+    exit_curve,
+    exit_orders,
+    normalised_distances,
+    sample_exits,
+    top_k_cell,
+)
+from tieline.geometry.exit_time import (
+    exit_bounds,
+    face_exit,
+    face_quantile,
+    score_flip_times,
+    trace_flip_times,
+    two_face_exit,
+)
 from tieline.geometry.gaussian import (
     gaussian_budget_epsilon,
     gaussian_gap_density,
@@ -23,19 +35,25 @@ from tieline.geometry.gaussian import (
 )
 from tieline.geometry.occupation import flat_occupation, occupation_bounds, sampled_occupation
 from tieline.geometry.order import tie_order
-from tieline.geometry.projection import distance_to_tie, nearest_tie_point
-from tieline.geometry.slabs import gaussian_slab, surface_density
-from tieline.geometry.slices import (
+from tieline.geometry.slice_density import (
     band_ratio,
     sampled_slice_density,
     slice_bounds,
     slice_density,
     tube_ratio,
 )
-from tieline.geometry.ties import tie_component, tie_flat, tie_sets
+from tieline.geometry.ties import (
+    distance_to_tie,
+    nearest_tie_point,
+    tie_component,
+    tie_flat,
+    tie_sets,
+)
 from tieline.geometry.tubes import (
     ball_volume,
+    gaussian_slab,
     sampled_tube,
+    surface_density,
     tie_tube,
     tube_fraction,
     tube_leading_term,

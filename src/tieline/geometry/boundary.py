@@ -1,4 +1,6 @@
-"""How much probability mass sits near a routing tie.
+"""Kinds of arguments that several modules share.
+
+How much probability mass sits near a routing tie.
 
 Each mass is an empirical probability over tokens; `docs/definitions.md` fixes the notation.
 
@@ -11,31 +13,46 @@ Each mass is an empirical probability over tokens; `docs/definitions.md` fixes t
 
 BM_pair is an upper bound of BM_top that says little for many experts: the ratio of the two is
 about 38 at E = 16 and 6514 at E = 256 for independent normal scores.
+
+Nearness to a tie measured in scores instead of inputs, and the definition that is used.
+
+    linf_distance    inf over y ∈ Γ^(n) of max_i |z_i(x) - z_i(y)|                Paper 1, Def. 4.6
+    in_band          z_[k] - z_[k+1] < ε                                         Paper 1, Prop. A.20
+
+The two differ by a factor 2: to make two scores equal one may move each by half of their
+difference, so the distance of Def. 4.6 at order 1 is *half* of the gap, while Prop. A.20 and the
+smoothing built on it compare the gap itself. Tieline says "near" for gap < ε throughout.
 """
 
 import math
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tieline.errors import ShapeError, require
-from tieline.geometry.kinds import Real
-from tieline.numerics import binomial_band, empirical_cdf
-from tieline.ranking import gap, ranked_scores
+from tieline.core.errors import ShapeError, require
+from tieline.core.numerics import binomial_band, empirical_cdf
+from tieline.core.ranking import gap, ranked_scores
 
 __all__ = [
     "Mass",
     "MassProfile",
+    "Real",
     "ambiguity_mass",
     "boundary_mass",
     "boundary_mass_pair",
     "boundary_mass_top",
+    "in_band",
+    "linf_distance",
     "mass_profile",
     "pair_gap",
     "top_gap",
 ]
+
+Real = float | int
+"""A number; run-time checks take `float` literally and would refuse a plain 1."""
+
 
 Scores = Float[Tensor, "tokens experts"]
 Gaps = Float[Tensor, " tokens"]
@@ -187,3 +204,29 @@ def _checked(scores: Scores) -> Scores:
         "scores must be finite: leave masked experts out before comparing all pairs",
     )
     return scores
+
+
+def linf_distance(scores: Scores, k: int, order: int = 1) -> Float[Tensor, " tokens"]:
+    """½ min_a (z_[a] - z_[a+n]) over the windows of ranks a..a+n that hold k and k + 1.
+
+    The n + 1 scores of a window meet in its middle, the others stay: exact where every vector of
+    scores can be reached, that is for W of full row rank (E <= D), a lower limit otherwise.
+
+    Args:
+        scores: (T, E).
+        k: number of experts chosen, 1 <= k < E.
+        order: n, 1 <= n < E.
+    """
+    experts = scores.shape[1]
+    require(1 <= k < experts, f"a tie needs 1 <= k < E, got {k=}, E={experts}")
+    require(1 <= order < experts, f"need 1 <= order < E, got {order=}, E={experts}")
+    ranked = ranked_scores(scores, experts)
+    first, last = max(0, k - order), min(k - 1, experts - 1 - order)
+    window = ranked[:, first : last + 1] - ranked[:, first + order : last + order + 1]
+    return window.amin(dim=1) / 2
+
+
+def in_band(scores: Scores, k: int, eps: Real) -> Bool[Tensor, " tokens"]:
+    """Whether an expert that is not chosen scores within ε of z_[k]: z_[k] - z_[k+1] < ε."""
+    require(eps >= 0, f"a width is >= 0, got {eps=}")
+    return torch.lt(top_gap(scores, k), eps)

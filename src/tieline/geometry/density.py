@@ -14,8 +14,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tieline.errors import ShapeError, require
-from tieline.numerics import Estimate, empirical_cdf, normal_quantile
+from tieline.core.errors import ShapeError, require
+from tieline.core.numerics import Estimate, empirical_cdf, normal_quantile
 
 __all__ = ["MarginTail", "density_from_masses", "gap_density", "iid_normal_density", "margin_tail"]
 

@@ -1,4 +1,20 @@
-"""How often noise of the scores changes the chosen experts.
+"""How noise of the logits reaches the scores that are ranked.
+
+A router ranks u_i = s(l_i) + b_i: l the logit, s the score function, b a correction bias. Without
+a bias ranking u is ranking l, since s is increasing, so the choice can be studied on the logits
+themselves, exactly. With one, noise of the logits is passed on by the slope s′(l_i) (Def. 6.1):
+
+    units           without bias             with bias
+    logits          l, slope 1               u, slope 1
+    sigmoid         logit(u), slope 1        u, slope s (1 - s)
+    sqrtsoftplus    log(e^(u²) - 1), slope 1 u, slope (1 - e^(-s²)) / 2s
+    softmax         log u, slope 1           u, slope p
+
+Softmax probabilities fix the logits up to a shift that is common to all experts of a token, which
+changes no choice. Their slope is p and not p (1 - p): the rest of the derivative moves all experts
+near the threshold together.
+
+How often noise of the scores changes the chosen experts.
 
     flip_probability         P(S changes) of each token under independent normal noise   Def. 6.2
     flip_limits              the same where only the first ranks are known               Def. 6.2
@@ -11,22 +27,106 @@ The first is exact for these tokens; the second speaks of the population they we
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tieline.errors import ShapeError, require
-from tieline.numerics import Band, Estimate, one_thread
+from tieline.core.errors import ShapeError, TraceError, require
+from tieline.core.numerics import Band, Estimate, one_thread
+from tieline.trace.record import LayerTrace
 
 __all__ = [
+    "LogitView",
     "first_order",
     "flip_limits",
     "flip_probability",
+    "from_logits",
     "group_flip_probability",
+    "logit_view",
     "noisy_gap",
     "population_flips",
 ]
+
+ALMOST_ONE = 1 - 2.0**-24
+"""Largest float32 below 1: a saturated sigmoid has a logit of at least about 16.6."""
+
+
+@dataclass(frozen=True)
+class LogitView:
+    """Scores of the kept ranks in the units where noise of the logits is simplest.
+
+    Attributes:
+        scores: what is ranked, descending, in float64.
+        slope: derivative of each of them by its logit.
+        logits: the logits themselves; None for softmax scores, which do not tell their size.
+        threshold_slope: derivative of the selection score at rank k by its logit.
+    """
+
+    scores: Float[Tensor, "tokens ranks"]
+    slope: Float[Tensor, "tokens ranks"]
+    logits: Float[Tensor, "tokens ranks"] | None
+    threshold_slope: Float[Tensor, " tokens"]
+
+
+def logit_view(layer: LayerTrace) -> LogitView:
+    """The view of a layer's kept ranks in which noise of the logits is simplest (Def. 6.1)."""
+    require(layer.scores is not None, f"layer {layer.name!r} has ids only: no scores", TraceError)
+    assert layer.scores is not None
+    selection = layer.scores.double()
+    plain = selection - _bias_of_ranks(layer)
+    units, k = layer.facts.units, layer.facts.k
+    if units == "logits":
+        ones = torch.ones_like(selection)
+        return LogitView(selection, ones, plain, ones[:, k - 1])
+    logits, slope = _INVERSES[units](plain)
+    known = None if units == "softmax" else logits
+    if layer.bias is None:
+        return LogitView(logits, torch.ones_like(slope), known, slope[:, k - 1])
+    return LogitView(selection, slope, known, slope[:, k - 1])
+
+
+def from_logits(
+    logits: Float[Tensor, "tokens ranks"], layer: LayerTrace
+) -> Float[Tensor, "tokens ranks"]:
+    """Selection scores that the layer's router makes of (perturbed) logits of its kept ranks.
+
+    Scores without a bias stay logits: the order is the same and nothing saturates.
+    """
+    if layer.bias is None:
+        return logits
+    if layer.facts.units == "sigmoid":
+        logits = logits.sigmoid()
+    if layer.facts.units == "sqrtsoftplus":
+        logits = torch.nn.functional.softplus(logits).sqrt()
+    return logits + _bias_of_ranks(layer)
+
+
+def _sigmoid(score: Tensor) -> tuple[Tensor, Tensor]:
+    inside = score.clamp(torch.finfo(torch.float32).tiny, ALMOST_ONE)
+    logits = torch.where(score.isneginf(), score, inside.logit())
+    return logits, inside * (1 - inside)
+
+
+def _sqrtsoftplus(score: Tensor) -> tuple[Tensor, Tensor]:
+    inside = score.clamp(min=torch.finfo(torch.float32).tiny)
+    slope = -torch.expm1(-(inside**2))  # the sigmoid of the logit
+    logits = torch.where(score.isneginf(), score, inside**2 + slope.log())
+    return logits, slope / (2 * inside)
+
+
+def _softmax(score: Tensor) -> tuple[Tensor, Tensor]:
+    inside = score.clamp(torch.finfo(torch.float32).tiny, 1.0)
+    return torch.where(score.isneginf(), score, inside.log()), inside
+
+
+_INVERSES = {"sigmoid": _sigmoid, "sqrtsoftplus": _sqrtsoftplus, "softmax": _softmax}
+
+
+def _bias_of_ranks(layer: LayerTrace) -> Tensor | float:
+    return 0.0 if layer.bias is None else layer.bias.double()[layer.experts.long()]
+
 
 Ranks = Float[Tensor, "tokens ranks"]
 

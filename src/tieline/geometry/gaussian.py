@@ -22,9 +22,9 @@ from scipy import optimize
 from torch import Tensor
 from torch.special import log_ndtr
 
-from tieline.errors import require
+from tieline.core.errors import require
+from tieline.geometry.boundary import Real
 from tieline.geometry.density import iid_normal_density
-from tieline.geometry.kinds import Real
 
 __all__ = [
     "gaussian_budget_epsilon",

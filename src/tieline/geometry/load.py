@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from tieline.errors import ShapeError, TraceError, require
+from tieline.core.errors import ShapeError, TraceError, require
 
 __all__ = [
     "Coalitions",

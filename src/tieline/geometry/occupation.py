@@ -24,13 +24,12 @@ from jaxtyping import Float
 from scipy import integrate, special, stats
 from torch import Tensor
 
-from tieline.errors import ShapeError, require
+from tieline.core.errors import ShapeError, require
+from tieline.core.numerics import Estimate, mean_estimate
+from tieline.geometry.boundary import Real
 from tieline.geometry.diffusion import batches, check_noise, check_run
-from tieline.geometry.kinds import Real
-from tieline.geometry.projection import distance_to_tie
-from tieline.geometry.ties import TieFlat, check_router, tie_flat, tie_sets
+from tieline.geometry.ties import TieFlat, check_router, distance_to_tie, tie_flat, tie_sets
 from tieline.geometry.tubes import ball_volume
-from tieline.numerics import Estimate, mean_estimate
 
 __all__ = ["Occupation", "flat_occupation", "occupation_bounds", "sampled_occupation"]
 

@@ -17,10 +17,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tieline.errors import require
-from tieline.geometry.kinds import Real
-from tieline.numerics import Estimate
-from tieline.ranking import kth_largest, ranked_scores
+from tieline.core.errors import require
+from tieline.core.numerics import Estimate
+from tieline.core.ranking import kth_largest, ranked_scores
+from tieline.geometry.boundary import Real
 
 __all__ = [
     "censored_share",

@@ -15,9 +15,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tieline.errors import require
-from tieline.geometry.kinds import Real
-from tieline.numerics import log_grid
+from tieline.core.errors import require
+from tieline.core.numerics import log_grid
+from tieline.geometry.boundary import Real
 
 __all__ = ["StepDifferences", "Walk", "difference_by_step", "step_exponent", "walk_across"]
 

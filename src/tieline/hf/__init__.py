@@ -3,17 +3,21 @@
 Importing this registers the experts implementation "tieline" with transformers.
 """
 
-from tieline.hf.capture import capture
-from tieline.hf.discovery import find_routers
-from tieline.hf.families import FAMILIES, Groups, RouterFamily, family_of, register_family
+from tieline.hf.capture import Recorder, capture
+from tieline.hf.families import (
+    FAMILIES,
+    Groups,
+    RouterFamily,
+    family_of,
+    find_routers,
+    register_family,
+)
 from tieline.hf.family_table import TRANSFORMERS_FAMILIES
 from tieline.hf.kernel import register_kernel
+from tieline.hf.loading import load_smoothed
 from tieline.hf.marks import load_pretrained
-from tieline.hf.recorder import Recorder
 from tieline.hf.reroute import Rerouting, reroute_, unreroute_
-from tieline.hf.smooth import smooth_, unsmooth_
-from tieline.hf.smooth_loading import load_smoothed
-from tieline.hf.smooth_records import LayerSmoothing, Smoothing
+from tieline.hf.smooth import LayerSmoothing, Smoothing, smooth_, unsmooth_
 from tieline.hf.support import support_table
 from tieline.hf.upcycle import Upcycling, upcycle_
 

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tieline.errors import require
+from tieline.core.errors import require
 
 __all__ = ["FORMATS", "GROUP_SIZE", "Format", "Rounding", "format_named"]
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers.activations import GELUActivation, SiLUActivation
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from tieline.errors import ParameterError, UnsupportedModelError, require
+from tieline.core.errors import ParameterError, UnsupportedModelError, require
 from tieline.routing.dispatch import dispatch
 from tieline.routing.grouped import grouped_dispatch
 

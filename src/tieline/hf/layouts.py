@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tieline.ranking import stable_topk
+from tieline.core.ranking import stable_topk
 
 __all__ = ["Choice", "choice_in", "logits_in", "with_choice"]
 

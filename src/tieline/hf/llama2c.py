@@ -23,7 +23,7 @@ from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from tieline.errors import UnsupportedModelError, require
+from tieline.core.errors import UnsupportedModelError, require
 
 __all__ = ["Header", "load_llama2c", "load_llama2c_tokenizer", "read_header"]
 

@@ -2,6 +2,16 @@
 
 Whether a model is a Mixture of Experts of a known family is found out on a skeleton without weights
 that its configuration describes, before any weight is read or downloaded.
+
+Loading a model that was saved smoothed, without the tokenizer that `hf.loading` asks for.
+
+Loading dense models to make mixtures of, and running them on a few random inputs.
+
+A model is a folder or hub id of transformers, or a file of llama2.c, whose name ends in .bin.
+
+The shape of a model's routed layers, from its configuration alone: no weight is read.
+
+Which of transformers' implementations of the experts a model runs with.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,7 +20,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from jaxtyping import Float
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -18,18 +29,30 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoTokenizer,
     PreTrainedConfig,
+    PreTrainedModel,
 )
 
-from tieline.errors import ParameterError, TielineError, UnsupportedModelError, require
-from tieline.hf.discovery import chosen_routers, find_routers
-from tieline.hf.families import family_of
+from tieline.core.errors import ParameterError, TielineError, UnsupportedModelError, require
+from tieline.hf.families import chosen_routers, family_of, find_routers
+from tieline.hf.llama2c import load_llama2c, load_llama2c_tokenizer
 from tieline.hf.marks import load_pretrained, marks_of
 from tieline.hf.shipped import SHIPPED_FOLDER, load_shipped_model, load_shipped_tokenizer
-from tieline.hf.smooth_records import Smoothing
-from tieline.hf.smooth_saving import VARIANT, read_config, smoothed_config
-from tieline.hf.smooth_state import restore_smoothing
+from tieline.hf.smooth import VARIANT, Smoothing, read_config, restore_smoothing, smoothed_config
 
-__all__ = ["DTYPES", "LoadedModel", "load_model"]
+__all__ = [
+    "DTYPES",
+    "NAMES",
+    "LoadedModel",
+    "RoutedShape",
+    "can_use_experts",
+    "load_dense",
+    "load_model",
+    "load_smoothed",
+    "probe_output",
+    "read_shape",
+    "shape_of",
+    "use_experts",
+]
 
 DTYPES: dict[str, str | torch.dtype] = {
     "auto": "auto",
@@ -207,3 +230,219 @@ def _explained(name: object, what: str) -> Iterator[None]:
 
 def _first_line(problem: BaseException) -> str:
     return next((line.strip() for line in str(problem).splitlines() if line.strip()), repr(problem))
+
+
+def load_smoothed(
+    source: str | Path, model_class: type[PreTrainedModel] | None = None, **options: Any
+) -> PreTrainedModel:
+    """The model in evaluation mode, smoothed as it was when it was saved.
+
+    Args:
+        source: folder or hub id that `save_pretrained` of a smoothed model wrote.
+        model_class: class of transformers to build; None for the one that the configuration names.
+        options: of `from_pretrained`, such as `dtype` or `revision`.
+    """
+    revision = {"revision": options["revision"]} if "revision" in options else {}
+    found, _ = PreTrainedConfig.get_config_dict(source, **revision)
+    require(
+        smoothed_config(found),
+        f"{str(source)!r} holds no smoothed model: load it as any other, and smooth it",
+        UnsupportedModelError,
+    )
+    config, record = read_config(found)
+    model = load_pretrained(
+        source, model_class=model_class, config=config, variant=VARIANT, **options
+    )
+    restore_smoothing(model, record)
+    model.eval()
+    return model
+
+
+def load_dense(
+    name: str | Path,
+    *,
+    tokenizer: str | Path | None = None,
+    revision: str | None = None,
+    dtype: str = "auto",
+) -> LoadedModel:
+    """A model of any kind, in evaluation mode, with its tokenizer or None.
+
+    Args:
+        name: folder, hub id, or model.bin of llama2.c.
+        tokenizer: tokenizer.bin of llama2.c, only with its model.
+        revision: branch, tag or commit on the hub.
+        dtype: a name in `DTYPES`.
+    """
+    require(dtype in DTYPES, f"dtype must be one of {sorted(DTYPES)}, got {dtype!r}")
+    if Path(name).suffix == ".bin":
+        return _load_bin(Path(name), tokenizer, DTYPES[dtype])
+    require(tokenizer is None, f"{str(name)!r} brings its own tokenizer, got {str(tokenizer)!r}")
+    source = _source(name)
+    options: dict[str, Any] = {"revision": revision}
+    if isinstance(source, Path):
+        options = {"local_files_only": True}
+    with _explained(name, "configuration"):
+        AutoConfig.from_pretrained(source, **options)
+    with _explained(name, "weights (safetensors only: pickled weights are never loaded)"):
+        model = load_pretrained(source, dtype=DTYPES[dtype], **options)
+    return LoadedModel(model.eval(), _tokenizer(source, options), str(name))
+
+
+def _load_bin(path: Path, tokenizer: str | Path | None, dtype: str | torch.dtype) -> LoadedModel:
+    require(path.is_file(), f"no such file: {path}")
+    model: Any = load_llama2c(path)
+    words = None
+    if tokenizer is not None:
+        require(Path(tokenizer).is_file(), f"no such file: {tokenizer}")
+        words = load_llama2c_tokenizer(tokenizer, model.config.vocab_size)
+    model = model.to(dtype) if isinstance(dtype, torch.dtype) else model
+    return LoadedModel(model, words, str(path))
+
+
+def _tokenizer(source: str | Path, options: dict[str, Any]) -> Any:
+    """The tokenizer; None for a model that has none, such as one of images."""
+    try:
+        return AutoTokenizer.from_pretrained(source, **options)
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+@torch.no_grad()
+def probe_output(
+    model: PreTrainedModel, rows: int = 2, length: int = 16, seed: int = 0
+) -> Float[Tensor, "*shape"]:
+    """The model's first output, logits where it has any, for random tokens or pixels.
+
+    Args:
+        model: in evaluation mode.
+        rows: sequences or images.
+        length: tokens per sequence.
+        seed: of the input.
+    """
+    generator, config = torch.Generator().manual_seed(seed), model.config
+    if model.main_input_name == "pixel_values":
+        size = config.image_size
+        sides = (size, size) if isinstance(size, int) else tuple(size)
+        pixels = torch.randn(rows, config.num_channels, *sides, generator=generator)
+        return model(pixel_values=pixels.to(model.dtype))[0]
+    require(
+        model.main_input_name == "input_ids",
+        f"{type(model).__name__} takes {model.main_input_name!r}, not tokens or pixels",
+        UnsupportedModelError,
+    )
+    vocabulary = config.get_text_config().vocab_size
+    ids = torch.randint(vocabulary, (rows, length), generator=generator)
+    return model(input_ids=ids)[0]
+
+
+NAMES: dict[str, tuple[str, ...]] = {
+    "n_experts": ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts"),
+    "k": (
+        "num_experts_per_tok",
+        "num_experts_per_token",
+        "top_k_experts",
+        "moe_topk",
+        "moe_top_k",
+        "moe_k",
+    ),
+    "width": (
+        "moe_intermediate_size",
+        "expert_ffn_hidden_size",
+        "ffn_hidden_size",
+        "intermediate_size",
+    ),
+    "hidden": ("hidden_size", "d_model"),
+}
+"""What configurations call each number; the first name that is there counts."""
+
+
+class RoutedShape(NamedTuple):
+    """Shape of a routed layer.
+
+    Attributes:
+        n_experts: routed experts N.
+        k: experts chosen per token.
+        width: hidden width H of an expert.
+        hidden: width of the model.
+        shared: experts that every token uses; 0 where the configuration names none.
+        n_groups: groups of experts, 1 where routing is not group-limited.
+        k_groups: groups that a token may choose from.
+    """
+
+    n_experts: int
+    k: int
+    width: int
+    hidden: int
+    shared: int = 0
+    n_groups: int = 1
+    k_groups: int = 1
+
+
+def read_shape(
+    name: str | Path | None = None, *, revision: str | None = None, trust_remote_code: bool = False
+) -> RoutedShape:
+    """The shape that a model's config.json tells.
+
+    Args:
+        name: folder with a config.json or id on the hub; None for the model in the box.
+        revision: branch, tag or commit on the hub.
+        trust_remote_code: whether code that comes with the model may run.
+    """
+    source = SHIPPED_FOLDER if name is None else _source(name)
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    options |= {"local_files_only": True} if isinstance(source, Path) else {"revision": revision}
+    with _explained(source, "configuration"):
+        config = AutoConfig.from_pretrained(source, **options)
+    return shape_of(config)
+
+
+def shape_of(config: Any) -> RoutedShape:
+    """The shape that a configuration of transformers describes; its text part, if it has several.
+
+    Refuses a configuration without experts, and one whose experts per token is a list.
+    """
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    sizes = {field: _number(config, field) for field in NAMES}
+    groups = getattr(config, "n_group", None) or 1
+    limited = (getattr(config, "topk_group", None) or 1) if groups > 1 else 1
+    shared = getattr(config, "n_shared_experts", None) or 0
+    return RoutedShape(**sizes, shared=int(shared), n_groups=int(groups), k_groups=int(limited))
+
+
+def _number(config: Any, field: str) -> int:
+    for name in NAMES[field]:
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    kind = getattr(config, "model_type", type(config).__name__)
+    raise UnsupportedModelError(
+        f"the configuration of {kind!r} names no {field}: none of {', '.join(NAMES[field])} is a "
+        "positive integer; give --experts, --topk, --expert-width and --hidden instead"
+    )
+
+
+def can_use_experts(model: nn.Module) -> bool:
+    """Whether the experts of a model have more than one implementation."""
+    can = getattr(model, "_can_set_experts_implementation", None)
+    return bool(can()) if callable(can) else False
+
+
+def use_experts(model: nn.Module, name: str | None) -> None:
+    """Let the experts run by "eager", "grouped_mm", "batched_mm" or another registered name.
+
+    Args:
+        model: a model of transformers.
+        name: the implementation; None leaves the model as it is.
+    """
+    if name is None:
+        return
+    chooser: Any = model
+    require(
+        can_use_experts(model),
+        f"{type(model).__name__} has one implementation of its experts: {name!r} cannot be set",
+        UnsupportedModelError,
+    )
+    try:
+        chooser.set_experts_implementation(name)
+    except (ValueError, RuntimeError, ImportError) as problem:
+        raise ParameterError(f"experts implementation {name!r}: {problem}") from problem

@@ -18,7 +18,7 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
-from tieline.errors import UnsupportedModelError, require
+from tieline.core.errors import UnsupportedModelError, require
 
 __all__ = ["Restorer", "load_pretrained", "mark", "marks_of", "register_restorer", "unmark"]
 

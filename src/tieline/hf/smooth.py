@@ -1,4 +1,21 @@
-"""Smooth top-k on a model of transformers, in place and undoable (paper 1, section 6).
+"""How a model is smoothed, as frozen records that a configuration can hold.
+
+Saving a smoothed model so that nobody can load it unsmoothed by mistake.
+
+    config.json    {"model_type": "<a sentence>", "tieline_smoothing": {..., "config": {...}}}
+    weights        model.tieline-smoothed.safetensors, and so with shards
+
+The automatic classes of transformers refuse the model type and print the sentence; a class that is
+named outright finds no weights of the usual name. `hf.loading.load_model` and
+`hf.smooth_loading.load_smoothed` read both and smooth.
+
+Putting a smoothing on a model and taking it off again.
+
+What is changed: the class of each smoothed router, `_is_expert_parallel` of the experts beside it
+(so that they skip the slots that are not used), the number of slots that jetmoe's attention counts
+with, and the classes of model and configuration, so that saving tells of the smoothing.
+
+Smooth top-k on a model of transformers, in place and undoable (paper 1, section 6).
 
     record = smooth_(model, budget=2.5, calibration=[ids])
     model(input_ids=ids)               # continuous in its inputs where ties were
@@ -9,14 +26,20 @@ Nothing is retrained. Every router chooses by the ramp of `SmoothTopK` in its fa
 ε is given, or follows from a budget of experts or from the noise of a precision, layer by layer.
 """
 
+import functools
+import json
 import math
+import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from tieline.errors import ParameterError, require
-from tieline.hf.smooth_epsilon import (
+from tieline.core.errors import ParameterError, UnsupportedModelError, require
+from tieline.hf.families import family_of, find_routers
+from tieline.hf.smooth_calibration import (
     Progress,
     budget_epsilon,
     checked_batches,
@@ -24,11 +47,333 @@ from tieline.hf.smooth_epsilon import (
     measured_noise,
     noise_epsilon,
 )
-from tieline.hf.smooth_layers import LayerPlan, default_k_max, plan_layers
-from tieline.hf.smooth_records import LayerSmoothing, Smoothing
-from tieline.hf.smooth_state import apply_smoothing, remove_smoothing
+from tieline.hf.smooth_router import (
+    FLAG,
+    LayerPlan,
+    RouterSmoothing,
+    attach,
+    default_k_max,
+    detach,
+    experts_of,
+    layer_plan,
+    plan_layers,
+    refusal,
+    skip_rule,
+    smoothing_of,
+)
 
-__all__ = ["smooth_", "unsmooth_"]
+__all__ = [
+    "KEY",
+    "VARIANT",
+    "LayerSmoothing",
+    "Smoothing",
+    "apply_smoothing",
+    "hook_saving",
+    "read_config",
+    "read_smoothing",
+    "remove_smoothing",
+    "restore_smoothing",
+    "smooth_",
+    "smoothed_config",
+    "unhook_saving",
+    "unsmooth_",
+]
+
+VERSION = 1
+"""Of the form in which a configuration holds the record."""
+
+MOST_LAYERS, MOST_EXPERTS = 10_000, 1_000_000
+"""No record that is read holds more: a file decides on memory nowhere."""
+
+
+@dataclass(frozen=True)
+class LayerSmoothing:
+    """How one router is smoothed.
+
+    Attributes:
+        name: its qualified name.
+        family: name of its family.
+        k: experts that are always in.
+        n_experts: experts that it ranks.
+        k_max: slots per token.
+        epsilon: width of the band; 0 leaves the router as it was.
+        units: what its selection scores, and so ε, are: logits, softmax, sigmoid or sqrtsoftplus.
+    """
+
+    name: str
+    family: str
+    k: int
+    n_experts: int
+    k_max: int
+    epsilon: float
+    units: str
+
+    @property
+    def smoothed(self) -> bool:
+        """Whether the router chooses otherwise than it did."""
+        return self.epsilon > 0 and self.k < self.n_experts
+
+
+@dataclass(frozen=True)
+class Smoothing:
+    """How a model is smoothed.
+
+    Attributes:
+        layers: its routers in order, those with ε = 0 included.
+        refused: routers that cannot be smoothed, by name, with the reason.
+        a: exponent at the lower end of the ramp.
+        b: exponent at its upper end.
+        how: how ε was chosen, in words.
+        detach_ramp: whether no gradient goes through the shares.
+    """
+
+    layers: tuple[LayerSmoothing, ...]
+    refused: Mapping[str, str] = field(default_factory=dict)
+    a: float = 1.0
+    b: float = 1.0
+    how: str = "given"
+    detach_ramp: bool = True
+    _model: "weakref.ref[nn.Module] | None" = field(default=None, repr=False, compare=False)
+
+    @property
+    def epsilons(self) -> dict[str, float]:
+        """ε by router name."""
+        return {layer.name: layer.epsilon for layer in self.layers}
+
+    def undo(self) -> None:
+        """Make the model what it was before."""
+
+        model = None if self._model is None else self._model()
+        require(model is not None, "the model of this record is gone: nothing to undo")
+        assert model is not None
+        remove_smoothing(model)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values, read again by `read_smoothing`."""
+        layers = [dict(vars(layer)) for layer in self.layers]
+        ramp = {"a": self.a, "b": self.b, "detach_ramp": self.detach_ramp}
+        facts = {"version": VERSION, "how": self.how, "refused": dict(self.refused)}
+        return {**facts, **ramp, "layers": layers}
+
+
+def read_smoothing(found: Any) -> Smoothing:
+    """The record in a configuration, which anybody may have written; refuses a malformed one."""
+    try:
+        require(found["version"] == VERSION, f"its version is {found['version']!r}")
+        rows = found["layers"]
+        require(isinstance(rows, list) and len(rows) <= MOST_LAYERS, "its layers are no list")
+        refused = {str(name): str(why) for name, why in dict(found["refused"]).items()}
+        record = Smoothing(
+            tuple(_read_layer(row) for row in rows),
+            refused,
+            float(found["a"]),
+            float(found["b"]),
+            str(found["how"]),
+            bool(found["detach_ramp"]),
+        )
+        positive = 0 < record.a < math.inf and 0 < record.b < math.inf
+        require(positive, f"its ramp is a={record.a}, b={record.b}")
+    except (KeyError, TypeError, ValueError) as problem:
+        raise UnsupportedModelError(
+            f"the configuration holds a smoothing that cannot be read: {problem}"
+        ) from problem
+    return record
+
+
+def _read_layer(row: Any) -> LayerSmoothing:
+    words = {name: row[name] for name in ("name", "family", "units")}
+    counts = {name: row[name] for name in ("k", "n_experts", "k_max")}
+    epsilon = row["epsilon"]
+    require(all(isinstance(word, str) for word in words.values()), f"names that are none: {words}")
+    whole = all(isinstance(n, int) and not isinstance(n, bool) for n in counts.values())
+    k, n_experts, k_max = counts["k"], counts["n_experts"], counts["k_max"]
+    require(whole and 1 <= k <= k_max <= n_experts <= MOST_EXPERTS, f"counts {counts}")
+    number = isinstance(epsilon, float | int) and not isinstance(epsilon, bool)
+    require(number and 0 <= epsilon < math.inf, f"epsilon {epsilon!r}")
+    return LayerSmoothing(**words, **counts, epsilon=float(epsilon))
+
+
+KEY = "tieline_smoothing"
+"""Key of the configuration under which the smoothing stands."""
+
+VARIANT = "tieline-smoothed"
+"""Part of the names of the files with the weights."""
+
+INNER = "config"
+
+
+def hook_saving(model: nn.Module, record: Smoothing) -> None:
+    """From now on `save_pretrained` of the model and of its configuration tell of the record."""
+    config: Any = getattr(model, "config", None)
+    if config is None or not hasattr(model, "save_pretrained"):
+        return
+    setattr(config, KEY, record.to_dict())
+    config.__class__ = _telling_config(type(config))
+    model.__class__ = _telling_model(type(model))
+
+
+def unhook_saving(model: nn.Module) -> None:
+    """The classes of model and configuration as they were."""
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, KEY):
+        delattr(config, KEY)
+        config.__class__ = type(config).__mro__[1]
+        model.__class__ = type(model).__mro__[1]
+
+
+@functools.cache
+def _telling_config(cls: type) -> type:
+    def to_json_string(self: Any, *args: Any, **kwargs: Any) -> str:
+        inner = json.loads(cls.to_json_string(self, *args, **kwargs))  # type: ignore[attr-defined]
+        smoothing = inner.pop(KEY, None) or getattr(self, KEY)
+        kind = inner.get("model_type", cls.model_type)  # type: ignore[attr-defined]
+        outer = {"model_type": sentence(kind), KEY: {**smoothing, INNER: inner}}
+        return json.dumps(outer, indent=2, sort_keys=True) + "\n"
+
+    return type(cls.__name__, (cls,), {"to_json_string": to_json_string, **_names(cls)})
+
+
+@functools.cache
+def _telling_model(cls: type) -> type:
+    @functools.wraps(cls.save_pretrained)  # type: ignore[attr-defined]
+    def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("variant") is None:
+            kwargs["variant"] = VARIANT
+        return cls.save_pretrained(self, save_directory, *args, **kwargs)  # type: ignore[attr-defined]
+
+    return type(cls.__name__, (cls,), {"save_pretrained": save_pretrained, **_names(cls)})
+
+
+def _names(cls: type) -> dict[str, str]:
+    return {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+
+
+def sentence(model_type: str) -> str:
+    """The model type that transformers does not know and prints when it refuses."""
+    return (
+        f"{model_type} with routers smoothed by Tieline: it would not run as saved without it; "
+        "load it with tieline.hf.load_smoothed"
+    )
+
+
+def smoothed_config(found: dict[str, Any]) -> bool:
+    """Whether this configuration, as read from its file, is that of a smoothed model."""
+    return KEY in found
+
+
+def read_config(found: dict[str, Any]) -> tuple[Any, Smoothing]:
+    """The model's own configuration and its smoothing, from a file that may be malformed."""
+    from transformers import CONFIG_MAPPING
+
+    told = found[KEY]
+    inner = told.get(INNER) if isinstance(told, dict) else None
+    require(
+        isinstance(inner, dict),
+        f"the configuration has {KEY!r} but no {INNER!r} of the model inside",
+        UnsupportedModelError,
+    )
+    assert isinstance(inner, dict)
+    kind = str(inner.get("model_type"))
+    require(
+        kind in CONFIG_MAPPING,
+        f"the smoothed model is of type {kind!r}, which transformers does not know",
+        UnsupportedModelError,
+    )
+    return CONFIG_MAPPING[kind].from_dict(inner), read_smoothing(told)
+
+
+CHANGED = "tieline_changed"
+"""Attribute of the model with what to set back: (module, attribute, value before)."""
+
+
+def apply_smoothing(model: nn.Module, record: Smoothing) -> Smoothing:
+    """Smooth the routers of `model` as the record says; gives the record with its way back."""
+    changed: list[tuple[nn.Module, str, Any]] = []
+    for layer in record.layers:
+        if layer.smoothed:
+            _smooth_layer(model, layer, record, changed)
+    setattr(model, CHANGED, changed)
+    hook_saving(model, record)
+    return replace(record, _model=weakref.ref(model))
+
+
+def restore_smoothing(model: nn.Module, record: Smoothing) -> Smoothing:
+    """`apply_smoothing` of a record that was read, refused unless it fits the model."""
+    routers = find_routers(model)
+    for layer in record.layers:
+        router = routers.get(layer.name)
+        family = None if router is None else family_of(router)
+        if router is None or family is None or refusal(family) is not None:
+            raise UnsupportedModelError(
+                f"the configuration does not match the checkpoint: it smooths {layer.name!r}, "
+                f"which is no router that can be smoothed; the model has {list(routers)}"
+            )
+        plan = layer_plan(layer.name, router)
+        found = (plan.family.name, plan.k, plan.n_experts, plan.units)
+        told = (layer.family, layer.k, layer.n_experts, layer.units)
+        require(
+            found == told,
+            f"the configuration does not match the checkpoint: layer {layer.name!r} is smoothed as "
+            f"(family, k, experts, units) = {told}, the model has {found}",
+            UnsupportedModelError,
+        )
+    return apply_smoothing(model, record)
+
+
+def remove_smoothing(model: nn.Module) -> None:
+    """Make the model what it was; refuses one that is not smoothed."""
+    require(
+        hasattr(model, CHANGED),
+        f"{type(model).__name__} is not smoothed: there is nothing to undo",
+        ParameterError,
+    )
+    for router in [m for m in model.modules() if smoothing_of(m) is not None]:
+        detach(router)
+    for module, attribute, value in reversed(getattr(model, CHANGED)):
+        setattr(module, attribute, value)
+    delattr(model, CHANGED)
+    unhook_saving(model)
+
+
+def _smooth_layer(
+    model: nn.Module,
+    layer: LayerSmoothing,
+    record: Smoothing,
+    changed: list[tuple[nn.Module, str, Any]],
+) -> None:
+    plan = layer_plan(layer.name, model.get_submodule(layer.name))
+    experts = experts_of(model, layer.name)
+    for module, attribute, value in _settings(model, plan, layer.k_max, experts):
+        changed.append((module, attribute, getattr(module, attribute)))
+        setattr(module, attribute, value)
+    how = RouterSmoothing(
+        layer.name,
+        plan.family,
+        layer.k,
+        layer.k_max,
+        layer.epsilon,
+        record.a,
+        record.b,
+        record.detach_ramp,
+        skip_rule(plan.family.name, experts, layer.n_experts),
+    )
+    attach(plan.router, plan.family, how)
+
+
+def _settings(
+    model: nn.Module, plan: LayerPlan, k_max: int, experts: nn.Module | None
+) -> list[tuple[nn.Module, str, Any]]:
+    """What the modules around a router have to be told."""
+    if plan.family.layout == "sorted":  # the experts of attention and the attention count slots
+        block = plan.name.rpartition(".")[0]
+        around = [block, block.rpartition(".")[0]]
+        modules = [model.get_submodule(name) for name in around]
+        counting = [m for m in modules if isinstance(getattr(m, "top_k", None), int)]
+        return [(module, "top_k", k_max) for module in counting]
+    if experts is not None and hasattr(experts, FLAG):
+        return [(experts, FLAG, True)]
+    return []
+
 
 DEFAULT_EXTRA = 0.5
 """Experts beyond k that a token uses on average where nothing else is asked for."""

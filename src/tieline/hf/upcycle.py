@@ -1,4 +1,23 @@
-"""A dense model becomes a Mixture of Experts whose experts are copies of its feed-forward networks.
+"""The feed-forward networks of a dense model, found by the names and kinds of their parts.
+
+layout   parts                                                          models
+gated    gate_proj, up_proj, down_proj, activation                      Llama, Mistral, Qwen2, Gemma
+fused    gate_up_proj (gate, then up), down_proj, activation            Phi-3, GLM-4
+plain    fc1, activation, fc2                                           ViT, CLIP, SigLIP
+bert     intermediate.dense, its activation; output.dense               BERT, RoBERTa, DeiT-like
+
+A list of parts does not say what a forward pass does with them: `upcycle_` compares outputs before
+it replaces anything.
+
+The Mixture of Experts that a dense feed-forward network becomes.
+
+    y = Σ_{e ∈ top-k} w_e f_e(x),   w = softmax(Wx) on the k largest, divided by its sum
+
+Router and experts have the interface of transformers' own blocks, (logits, weights, indices) and
+stacked maps, so capture, audits, smoothing and rerouting work on an upcycled model as on any other.
+Where all f_e are equal, as they are at first, weights of sum 1 give back the network itself.
+
+A dense model becomes a Mixture of Experts whose experts are copies of its feed-forward networks.
 
     upcycle_(model, n_experts=8, k=2)
 
@@ -15,15 +34,260 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from tieline.errors import ParameterError, UnsupportedModelError, require
-from tieline.hf.dense_ffn import DenseFFN, find_dense_ffns
-from tieline.hf.families import family_of
+from tieline.core.errors import ParameterError, UnsupportedModelError, require
+from tieline.core.ranking import stable_topk
+from tieline.hf.families import RouterFamily, family_of, register_family
+from tieline.hf.kernel import experts_forward
 from tieline.hf.marks import Restorer, mark, register_restorer
-from tieline.hf.upcycled import UpcycledExperts, UpcycledFFN, UpcycledRouter
 
-__all__ = ["Upcycling", "upcycle_"]
+__all__ = [
+    "DenseFFN",
+    "UpcycledExperts",
+    "UpcycledFFN",
+    "UpcycledRouter",
+    "Upcycling",
+    "find_dense_ffns",
+    "upcycle_",
+]
+
+ACTIVATION_NAMES = ("act_fn", "activation_fn", "act", "intermediate_act_fn")
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Names of the maps, below the module of the layout, and of what is replaced."""
+
+    first: tuple[str, ...]
+    last: str
+    gated: bool
+    place: str = ""
+    holder: str = ""  # of the activation
+
+
+_LAYOUTS = (
+    _Layout(("gate_proj", "up_proj"), "down_proj", gated=True),
+    _Layout(("gate_up_proj",), "down_proj", gated=True),
+    _Layout(("fc1",), "fc2", gated=False),
+    _Layout(("intermediate.dense",), "output.dense", False, "intermediate", "intermediate"),
+)
+
+
+@dataclass(frozen=True)
+class DenseFFN:
+    """One network W_out h(W_in x + b_in) + b_out of a model.
+
+    Attributes:
+        name: qualified name of the module that holds its parts.
+        place: name of the module that a mixture takes the place of.
+        emptied: name of the map that becomes the identity, where the network is spread over two
+            modules.
+        gated: whether h(a) = φ(a_1) · a_2.
+        first: the input maps; two where gate and up are apart.
+        last: the output map.
+        activation: φ.
+    """
+
+    name: str
+    place: str
+    emptied: str | None
+    gated: bool
+    first: tuple[nn.Linear, ...]
+    last: nn.Linear
+    activation: nn.Module
+
+    @property
+    def width(self) -> int:
+        """Width D of a token."""
+        return self.first[0].in_features
+
+    @property
+    def w_in(self) -> Float[Tensor, "inner width"]:
+        """The input maps, the activated branch first."""
+        return torch.cat([linear.weight for linear in self.first])
+
+    @property
+    def b_in(self) -> Float[Tensor, " inner"] | None:
+        """Their biases; None if no map of the network has one."""
+        if not self.has_bias:
+            return None
+        return torch.cat([_bias(linear) for linear in self.first])
+
+    @property
+    def b_out(self) -> Float[Tensor, " width"] | None:
+        """Bias of the output map."""
+        return _bias(self.last) if self.has_bias else None
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether any of the maps has a bias."""
+        return any(linear.bias is not None for linear in (*self.first, self.last))
+
+    def __call__(self, x: Float[Tensor, "tokens width"]) -> Float[Tensor, "tokens width"]:
+        """The network as its parts say; the model's own forward is what it must equal."""
+        inner = torch.cat([linear(x) for linear in self.first], dim=-1)
+        if not self.gated:
+            return self.last(self.activation(inner))
+        gate, up = inner.chunk(2, dim=-1)
+        return self.last(self.activation(gate) * up)
+
+
+def find_dense_ffns(model: nn.Module) -> dict[str, DenseFFN]:
+    """The networks of a model by name, in order of depth."""
+    found = {}
+    for name, module in model.named_modules():
+        for layout in _LAYOUTS:
+            ffn = _read(name, module, layout)
+            if ffn is not None:
+                found[name] = ffn
+    return found
+
+
+def _read(name: str, module: nn.Module, layout: _Layout) -> DenseFFN | None:
+    first = tuple(_part(module, path) for path in layout.first)
+    last, holder = _part(module, layout.last), _part(module, layout.holder)
+    activation = _activation(holder)
+    if activation is None or not isinstance(last, nn.Linear):
+        return None
+    maps = tuple(linear for linear in first if isinstance(linear, nn.Linear))
+    inner = sum(linear.out_features for linear in maps)
+    fits = inner == (2 if layout.gated else 1) * last.in_features
+    if len(maps) < len(first) or not fits or maps[0].in_features != last.out_features:
+        return None
+    emptied = _join(name, layout.last) if layout.place else None
+    return DenseFFN(name, _join(name, layout.place), emptied, layout.gated, maps, last, activation)
+
+
+def _part(module: nn.Module, path: str) -> nn.Module | None:
+    """The submodule of that path, None if there is none."""
+    for step in filter(None, path.split(".")):
+        child = module._modules.get(step)
+        if child is None:
+            return None
+        module = child
+    return module
+
+
+def _activation(holder: nn.Module | None) -> nn.Module | None:
+    if holder is None:
+        return None
+    named = [holder._modules.get(name) for name in ACTIVATION_NAMES]
+    return next((module for module in named if module is not None), None)
+
+
+def _join(name: str, path: str) -> str:
+    return ".".join(filter(None, (name, path)))
+
+
+def _bias(linear: nn.Linear) -> Tensor:
+    if linear.bias is not None:
+        return linear.bias
+    return linear.weight.new_zeros(linear.out_features)
+
+
+Tokens = Float[Tensor, "tokens width"]
+Chosen = Float[Tensor, "tokens k"]
+
+register_family(
+    RouterFamily(
+        "upcycled",
+        ("UpcycledRouter",),
+        renormalise="norm_topk_prob",
+        note="made by `tieline upcycle` from a dense network",
+    )
+)
+
+
+class UpcycledRouter(nn.Module):
+    """Softmax of a linear map, in at least float32, and its k largest, divided by their sum.
+
+    Args:
+        width: D.
+        n_experts: E.
+        k: experts per token.
+        renormalise: whether weights sum to 1.
+    """
+
+    def __init__(self, width: int, n_experts: int, k: int, *, renormalise: bool = True) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(n_experts, width))
+        self.top_k, self.num_experts, self.norm_topk_prob = k, n_experts, renormalise
+
+    def forward(
+        self, hidden_states: Tokens
+    ) -> tuple[Float[Tensor, "tokens experts"], Chosen, Int[Tensor, "tokens k"]]:
+        """Logits, weights and experts of each token."""
+        wide = torch.promote_types(hidden_states.dtype, torch.float32)
+        logits = F.linear(hidden_states.to(wide), self.weight.to(wide))
+        chosen = stable_topk(logits.detach(), self.top_k).indices
+        weights = logits.softmax(dim=-1).gather(1, chosen)
+        if self.norm_topk_prob:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return logits, weights, chosen
+
+
+class UpcycledExperts(nn.Module):
+    """E networks in stacked tensors of the names and layout that transformers uses.
+
+    Args:
+        n_experts: E.
+        width: D.
+        hidden: H.
+        activation: φ.
+        gated: whether h(a) = φ(a_1) · a_2.
+        bias: whether both maps have biases.
+    """
+
+    is_transposed, is_concatenated, has_post_expert_norm = False, True, False
+
+    def __init__(
+        self,
+        n_experts: int,
+        width: int,
+        hidden: int,
+        activation: nn.Module,
+        *,
+        gated: bool,
+        bias: bool,
+    ) -> None:
+        super().__init__()
+        self.num_experts, self.has_gate, self.has_bias = n_experts, gated, bias
+        self.act_fn = activation
+        self.first = "gate_up_proj" if gated else "up_proj"
+        inner = 2 * hidden if gated else hidden
+        self.register_parameter(self.first, nn.Parameter(torch.empty(n_experts, inner, width)))
+        self.down_proj = nn.Parameter(torch.empty(n_experts, width, hidden))
+        if bias:
+            self.register_parameter(
+                f"{self.first}_bias", nn.Parameter(torch.empty(n_experts, inner))
+            )
+            self.down_proj_bias = nn.Parameter(torch.empty(n_experts, width))
+
+    def forward(
+        self, hidden_states: Tokens, top_k_index: Int[Tensor, "tokens k"], top_k_weights: Chosen
+    ) -> Tokens:
+        """Σ_j w_j f_{i_j}(x)."""
+        return experts_forward(self, hidden_states, top_k_index, top_k_weights)
+
+
+class UpcycledFFN(nn.Module):
+    """Router and experts in the place of a dense network."""
+
+    def __init__(self, gate: UpcycledRouter, experts: UpcycledExperts) -> None:
+        super().__init__()
+        self.gate, self.experts = gate, experts
+
+    def forward(
+        self, hidden_states: Float[Tensor, "*batch width"]
+    ) -> Float[Tensor, "*batch width"]:
+        """The mixture's output."""
+        flat = hidden_states.reshape(-1, hidden_states.shape[-1])
+        _, weights, chosen = self.gate(flat)
+        return self.experts(flat, chosen, weights).view_as(hidden_states)
+
 
 FEATURE = "upcycle"
 PROBES = 8  # tokens on which a network is compared with what its parts say

@@ -1,32 +1,5 @@
 """Soft against hard routing: risks, their limit as the temperature falls, and its landscape."""
 
-from tieline.limits.cells import (
-    TwoCells,
-    check_covariance,
-    gaussian_inputs,
-    two_cells,
-)
-from tieline.limits.constants import (
-    BoundaryConstant,
-    boundary_constant,
-    coarea_constant,
-    soft_to_hard_constant,
-)
-from tieline.limits.decomposition import (
-    CellControl,
-    RiskDecomposition,
-    ambiguous,
-    cell_control,
-    confident_expert,
-    risk_decomposition,
-)
-from tieline.limits.dynamics import (
-    CoupledModes,
-    SymmetryBreaking,
-    coupled_modes,
-    symmetry_breaking,
-    symmetry_teacher,
-)
 from tieline.limits.gamma import (
     FreeScale,
     GammaConvergence,
@@ -34,112 +7,117 @@ from tieline.limits.gamma import (
     gamma_convergence,
     wall_grid,
 )
-from tieline.limits.gaussian import (
-    BoundaryMass,
-    GaussianProfile,
-    GaussianSplit,
-    ambiguity_width,
-    first_weight,
-    gaussian_boundary_mass,
-    gaussian_decomposition,
-    gaussian_profile,
-    gaussian_risk,
-)
-from tieline.limits.margin import (
-    SoftToHardChain,
-    gaussian_margin_constant,
-    margin_constant,
-    router_margin_tail,
-    soft_to_hard_chain,
-)
-from tieline.limits.matching import (
+from tieline.limits.recovery import (
     Matching,
     Misrouting,
-    match_experts,
-    misrouting_bound,
-)
-from tieline.limits.pairs import (
-    PairConstants,
-    pair_constants,
-)
-from tieline.limits.population import (
-    Population,
-    gaussian_grid,
-    gaussian_points,
-    population_gradient,
-    population_risk,
-)
-from tieline.limits.profile import (
-    ProfileVariation,
-    VelocityGram,
-    profile_variation,
-    velocity_gram,
-)
-from tieline.limits.recovery import (
     Recovery,
     SpecialisationGap,
+    match_experts,
+    misrouting_bound,
     recovery_errors,
     specialisation_gap,
 )
 from tieline.limits.risk import (
+    BoundaryConstant,
+    CellControl,
     MoESample,
     RiskCurve,
+    RiskDecomposition,
+    ambiguous,
+    boundary_constant,
+    cell_control,
+    coarea_constant,
+    confident_expert,
     evaluate,
     hard_predictions,
     hard_risk,
     risk_curve,
+    risk_decomposition,
     risk_gap,
     soft_predictions,
     soft_risk,
+    soft_to_hard_constant,
     winner_odds,
 )
 from tieline.limits.saddle import (
     CriticalPoint,
     CurvatureBound,
+    Derivatives,
+    DerivativeTransfer,
+    OffsetCurvature,
+    Population,
+    derivative_transfer,
     find_critical_points,
+    gaussian_grid,
+    gaussian_points,
     negative_curvature,
+    offset_curvature,
     perturbed_curvature,
+    population_gradient,
+    population_risk,
+    risk_derivatives,
 )
 from tieline.limits.shape import (
+    ProfileVariation,
+    VelocityGram,
     WallVariation,
     moved,
+    profile_variation,
     sampled_wall_derivative,
+    velocity_gram,
     wall_derivative,
     wall_variation,
 )
-from tieline.limits.slices import (
-    Slices,
-    slice_at,
-    slices,
-)
 from tieline.limits.slope import (
     Slope,
+    SoftToHardChain,
+    gaussian_margin_constant,
     gaussian_slope,
+    margin_constant,
+    router_margin_tail,
     sampled_slope,
+    soft_to_hard_chain,
 )
 from tieline.limits.surface import (
     CoareaCheck,
+    PairConstants,
     coarea_check,
+    pair_constants,
     surface_integral,
 )
 from tieline.limits.symmetry import (
     AlignmentRate,
+    CoupledModes,
     Operator,
     Response,
+    SymmetryBreaking,
     alignment_rate,
     alignment_step,
+    coupled_modes,
     operator,
     relabelled,
     response_constant,
     sampled_rayleigh,
+    symmetry_breaking,
+    symmetry_teacher,
 )
-from tieline.limits.transfer import (
-    Derivatives,
-    DerivativeTransfer,
-    OffsetCurvature,
-    derivative_transfer,
-    offset_curvature,
-    risk_derivatives,
+from tieline.limits.two_cells import (
+    BoundaryMass,
+    GaussianProfile,
+    GaussianSplit,
+    Slices,
+    TwoCells,
+    ambiguity_width,
+    check_covariance,
+    first_weight,
+    gaussian_boundary_mass,
+    gaussian_decomposition,
+    gaussian_inputs,
+    gaussian_profile,
+    gaussian_risk,
+    slice_at,
+    slices,
+    two_cells,
 )
 
 __all__ = [

@@ -15,10 +15,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tieline.errors import ShapeError, require
-from tieline.limits.cells import TwoCells
-from tieline.limits.gaussian import gaussian_profile
-from tieline.numerics import one_thread
+from tieline.core.errors import ShapeError, require
+from tieline.core.numerics import one_thread
+from tieline.limits.two_cells import TwoCells, gaussian_profile
 
 __all__ = ["FreeScale", "GammaConvergence", "free_scale", "gamma_convergence", "wall_grid"]
 

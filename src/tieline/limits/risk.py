@@ -6,29 +6,57 @@
 
 Every number is an `Estimate` with `.value` and `.stderr`; differences are paired on the sample, so
 that their error is that of the boundary layer and not that of the risk.
+
+Constants of the soft-to-hard comparison of paper 0.
+
+    soft_to_hard_constant   C_sh = 4 B_f (B_Y + B_f)(E - 1) C Γ(α + 1)           Theorem 4.5
+    coarea_constant         C_co = 4 B_f (B_Y + B_f)(E - 1)(C_margin + 1)        Corollary 4.4
+    boundary_constant       (B + B_stu)² beside the paper's 2B² + 2B_stu²        Lemma 5.5
+
+All are upper bounds; `tieline.limits.slope` gives the exact first order that they bound.
+
+Where the soft risk comes from: the ambiguous layer, the interior, and each teacher cell.
+
+    U_ε(τ) = {max_k p_k <= 1 - ε},  G_ε its complement                   eq. 5.3
+    L̃ = L̃_int + L̃_bdry,  L̃_bdry <= (B + B_stu)² P(U_ε)                   Lemma 5.5
+    E[(μ - h)² 1_A] >= ½ E[(f_k - f*_k)² 1_A] - 4 B_stu² ε² P(A)         Proposition 5.8
+
+with A = Ω*_k ∩ {p_k >= 1 - ε}. Ambiguity is decided on log-odds, since 1 - ε rounds to 1 for
+small ε. (5.3) puts {max p = 1 - ε} into U and Prop. 5.8 puts {p_k = 1 - ε} into G: a null set.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tieline.errors import ShapeError, require
-from tieline.numerics import Estimate, mean_estimate
-from tieline.ranking import gap, ranked_scores, stable_topk
+from tieline.core.errors import ShapeError, require
+from tieline.core.numerics import Estimate, mean_estimate
+from tieline.core.ranking import gap, ranked_scores, stable_topk
 
 __all__ = [
+    "BoundaryConstant",
+    "CellControl",
     "MoESample",
     "RiskCurve",
+    "RiskDecomposition",
+    "ambiguous",
+    "boundary_constant",
+    "cell_control",
+    "coarea_constant",
+    "confident_expert",
     "evaluate",
     "hard_predictions",
     "hard_risk",
     "risk_curve",
+    "risk_decomposition",
     "risk_gap",
     "soft_predictions",
     "soft_risk",
+    "soft_to_hard_constant",
     "winner_odds",
 ]
 
@@ -150,3 +178,164 @@ def winner_odds(sample: MoESample, tau: float) -> Float[Tensor, " n"]:
 def check_temperature(tau: float) -> None:
     """Refuse a temperature at which softmax is not defined."""
     require(tau > 0, f"need a temperature tau > 0, got {tau=}")
+
+
+def soft_to_hard_constant(
+    *, B_f: float, B_Y: float, n_experts: int, C: float, alpha: float
+) -> float:
+    """C_sh with |L_τ - L_0| <= C_sh τ^α for every τ (Theorem 4.5).
+
+    Args:
+        B_f: bound of every expert, |f_k| <= B_f.
+        B_Y: bound of the target, |Y| <= B_Y.
+        n_experts: E.
+        C: constant of the margin tail P(Δ <= t) <= C t^α, eq. 4.4.
+        alpha: its exponent.
+    """
+    require(C > 0 and alpha > 0, f"need a margin tail with C > 0 and alpha > 0, got {C=}, {alpha=}")
+    return _outputs(B_f, B_Y, n_experts) * C * math.gamma(alpha + 1)
+
+
+def coarea_constant(*, B_f: float, B_Y: float, n_experts: int, C_margin: float) -> float:
+    """C_co(φ) with |L_τ - L_0| <= C_co τ for τ <= τ_0 (Corollary 4.4).
+
+    C_margin is that of P(Δ_min <= δ) <= C_margin δ, Proposition 3.7; τ_0 is where e^(-δ_0/τ) <= τ.
+    """
+    require(C_margin > 0, f"need C_margin > 0, got {C_margin=}")
+    return _outputs(B_f, B_Y, n_experts) * (C_margin + 1)
+
+
+@dataclass(frozen=True)
+class BoundaryConstant:
+    """Bound of (μ - h)²: the paper's 2B² + 2B_stu², and the sharp (B + B_stu)²."""
+
+    paper: float
+    sharp: float
+
+
+def boundary_constant(*, B: float, B_stu: float) -> BoundaryConstant:
+    """Constant of L̃_bdry <= C · BM(τ; ε), Lemma 5.5; it does not depend on ε."""
+    require(B >= 0 and B_stu >= 0, f"need bounds >= 0, got {B=}, {B_stu=}")
+    return BoundaryConstant(2 * B**2 + 2 * B_stu**2, (B + B_stu) ** 2)
+
+
+def _outputs(B_f: float, B_Y: float, n_experts: int) -> float:
+    """4 B_f (B_Y + B_f)(E - 1)."""
+    require(B_f > 0 and B_Y >= 0, f"need bounds B_f > 0 and B_Y >= 0, got {B_f=}, {B_Y=}")
+    require(n_experts > 1, f"need 2 experts or more, got {n_experts=}")
+    return 4 * B_f * (B_Y + B_f) * (n_experts - 1)
+
+
+@dataclass(frozen=True)
+class RiskDecomposition:
+    """The two parts of L̃_τ and what bounds the second.
+
+    Attributes:
+        total: L̃_τ.
+        interior: L̃_int = E[(μ - h)² 1_G].
+        boundary: L̃_bdry = E[(μ - h)² 1_U].
+        mass: BM(τ; ε) = P(U).
+        constant: bounds of (μ - h)², the paper's and the sharp one.
+        paper_bound: (2B² + 2B_stu²) P(U).
+        sharp_bound: (B + B_stu)² P(U).
+    """
+
+    total: Estimate
+    interior: Estimate
+    boundary: Estimate
+    mass: Estimate
+    constant: BoundaryConstant
+    paper_bound: Estimate
+    sharp_bound: Estimate
+
+
+def ambiguous(sample: MoESample, tau: float, eps: float) -> Bool[Tensor, " n"]:
+    """Membership of U_ε(τ): no expert has more than 1 - ε of the weight."""
+    require(0 < eps < 0.5, f"need 0 < eps < 1/2, got {eps=}")
+    return winner_odds(sample, tau) >= math.log(eps) - math.log1p(-eps)
+
+
+def confident_expert(sample: MoESample, tau: float, eps: float) -> Int[Tensor, " n"]:
+    """The expert with weight above 1 - ε, or -1 inside U_ε(τ)."""
+    return sample.winner.masked_fill(ambiguous(sample, tau, eps), -1)
+
+
+def risk_decomposition(sample: MoESample, tau: float, eps: float) -> RiskDecomposition:
+    """Lemma 5.5 on a sample whose target is the noiseless μ; bounds B are those of the sample."""
+    loss = (sample.target - soft_predictions(sample, tau)).square()
+    inside = ambiguous(sample, tau, eps).double()
+    constant = boundary_constant(
+        B=sample.target.abs().max().item(), B_stu=sample.outputs.abs().max().item()
+    )
+    mass = mean_estimate(inside)
+    return RiskDecomposition(
+        mean_estimate(loss),
+        mean_estimate(loss * (1 - inside)),
+        mean_estimate(loss * inside),
+        mass,
+        constant,
+        mass.times(constant.paper),
+        mass.times(constant.sharp),
+    )
+
+
+@dataclass(frozen=True)
+class CellControl:
+    """Both sides of Proposition 5.8 for one cell.
+
+    Attributes:
+        cell: k.
+        mass: P(A_{k,ε}).
+        left: E[(μ - h)² 1_A].
+        right: ½ E[(f_k - f*_k)² 1_A] - 4 B_stu² ε² P(A).
+        slack: left - right, paired; never negative.
+    """
+
+    cell: int
+    mass: Estimate
+    left: Estimate
+    right: Estimate
+    slack: Estimate
+
+
+def cell_control(
+    sample: MoESample,
+    labels: Int[Tensor, " n"],
+    tau: float,
+    eps: float,
+    permutation: Sequence[int] | None = None,
+) -> tuple[CellControl, ...]:
+    """Proposition 5.8 in each teacher cell; the target is μ, which is f*_k on cell k.
+
+    Args:
+        sample: the student, with the noiseless target.
+        labels: (n,) teacher cell of each input.
+        tau: temperature.
+        eps: 0 < ε < 1/2.
+        permutation: student expert of each cell; the identity for None.
+    """
+    experts = sample.scores.shape[1]
+    check_labels(labels, sample)
+    order = range(experts) if permutation is None else permutation
+    leader, h = confident_expert(sample, tau, eps), soft_predictions(sample, tau)
+    worst = 4 * sample.outputs.abs().max().item() ** 2 * eps**2
+    controls = []
+    for cell, expert in enumerate(order):
+        inside = ((labels == cell) & (leader == expert)).double()
+        left = (sample.target - h).square() * inside
+        error = (sample.outputs[:, expert] - sample.target).square()
+        right = (error / 2 - worst) * inside
+        columns = (inside, left, right, left - right)
+        controls.append(CellControl(cell, *(mean_estimate(column) for column in columns)))
+    return tuple(controls)
+
+
+def check_labels(labels: Int[Tensor, " n"], sample: MoESample) -> None:
+    """Refuse cell labels that do not fit the sample."""
+    n, experts = sample.scores.shape
+    require(len(labels) == n, f"need {n} labels, got {len(labels)}", ShapeError)
+    low, high = torch.aminmax(labels)
+    require(
+        bool(low >= 0 and high < experts),
+        f"labels must lie in 0 … {experts - 1}, got {low.item()} … {high.item()}",
+    )

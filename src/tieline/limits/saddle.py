@@ -1,4 +1,29 @@
-"""Critical points of a small teacher-student problem: which are minima, which strict saddles?
+"""Whether gradient and Hessian of L_τ tend to those of L_0 (paper 0, Assumption 5.13).
+
+    derivative_transfer   away from the teacher's wall: yes, and r(τ) is measured
+    offset_curvature      at the teacher's wall: **no**. With the wall on the jump of the target
+
+        ∂²L_τ/∂b² = E[d·[μ] | S = 0]/2 · p_S(0)/τ + O(1),
+
+    which grows without bound, so that the assumption fails at the very point it is made for. L_0
+    itself has a kink there (`tieline.limits.shape`).
+
+Derivatives are exact: automatic differentiation of quadratures whose nodes move with the wall.
+
+A population as weighted points, and the soft risk over it with its exact derivatives.
+
+    gaussian_grid       product rule for N(0, Σ) in the plane, one axis across the teacher's wall
+    gaussian_points     independent draws in any dimension
+    population_risk     L̃_τ(φ, θ), gradient and Hessian in closed form
+    population_gradient the same without the Hessian
+
+For two affine experts, x̃ = (x, 1), S = φ·x̃, p = σ(S/τ), r = μ - h and d = f_1 - f_2,
+
+    ∂h = (p' d x̃/τ, p x̃, (1 - p) x̃),  Hessian = 2 E[∂h ∂hᵀ] - 2 E[r ∂²h].
+
+Unlike `tieline.limits.transfer` this holds where the walls are parallel and at a router of zero.
+
+Critical points of a small teacher-student problem: which are minima, which strict saddles?
 
 Theorem 5.17 says: if the profiled hard problem has a falling direction at every wall that is not
 the teacher's (`tieline.limits.profile`), so has the soft problem. Here is the soft one, for two
@@ -12,6 +37,7 @@ attained.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,20 +46,267 @@ from jaxtyping import Float
 from scipy import optimize
 from torch import Tensor
 
-from tieline.errors import require
-from tieline.limits.cells import TwoCells
-from tieline.limits.gaussian import gaussian_profile, gaussian_risk
-from tieline.limits.population import Population, gaussian_grid, population_risk
-from tieline.limits.transfer import Derivatives
-from tieline.numerics import one_thread
+from tieline.core.errors import ShapeError, require
+from tieline.core.numerics import one_thread
+from tieline.limits.risk import check_temperature
+from tieline.limits.slope import same_wall
+from tieline.limits.two_cells import (
+    TwoCells,
+    check_covariance,
+    gaussian_inputs,
+    gaussian_profile,
+    gaussian_risk,
+    graded_rule,
+    normal_density,
+    slice_at,
+)
 
 __all__ = [
     "CriticalPoint",
     "CurvatureBound",
+    "DerivativeTransfer",
+    "Derivatives",
+    "OffsetCurvature",
+    "Population",
+    "derivative_transfer",
     "find_critical_points",
+    "gaussian_grid",
+    "gaussian_points",
     "negative_curvature",
+    "offset_curvature",
     "perturbed_curvature",
+    "population_gradient",
+    "population_risk",
+    "risk_derivatives",
 ]
+
+Covariance = Float[Tensor, "width width"] | None
+
+
+@dataclass(frozen=True, eq=False)
+class Derivatives:
+    """Value, gradient and Hessian of L̃_τ in (normal, offset, expert 1, expert 2)."""
+
+    value: float
+    gradient: Float[Tensor, " parameters"]
+    hessian: Float[Tensor, "parameters parameters"]
+
+
+def risk_derivatives(
+    student: TwoCells, teacher: TwoCells, covariance: Covariance = None, tau: float = 0.0
+) -> Derivatives:
+    """Derivatives of `gaussian_risk`, at τ = 0 too, where student and teacher walls cross.
+
+    Walls that are parallel in two dimensions or more are refused: how the risk changes when one
+    turns is not in the integral over its score.
+    """
+    apart = teacher.normal / teacher.normal.norm()
+    apart = apart - student.normal * (apart @ student.normal) / student.normal.square().sum()
+    require(
+        student.width == 1 or apart.norm().item() > 1e-6,
+        f"walls must cross in dimension {student.width}, got normals "
+        f"{student.normal.tolist()} and {teacher.normal.tolist()}",
+    )
+
+    def risk(parameters: Tensor) -> Tensor:
+        return gaussian_risk(student.with_flat(parameters), teacher, covariance, tau)
+
+    here = student.flat().detach().requires_grad_()
+    with one_thread():
+        value = risk(here)
+        (gradient,) = torch.autograd.grad(value, here, create_graph=True)
+        rows = [torch.autograd.grad(entry, here, retain_graph=True)[0] for entry in gradient]
+    return Derivatives(value.item(), gradient.detach(), torch.stack(rows))
+
+
+@dataclass(frozen=True, eq=False)
+class DerivativeTransfer:
+    """How far gradient and Hessian of L_τ are from those of L_0.
+
+    Attributes:
+        taus: temperatures.
+        gradient_gaps: ‖∇L_τ - ∇L_0‖.
+        hessian_gaps: operator norm of the difference of the Hessians.
+        least_eigenvalues: of the Hessian of L_τ.
+        hard: derivatives of L_0.
+    """
+
+    taus: tuple[float, ...]
+    gradient_gaps: tuple[float, ...]
+    hessian_gaps: tuple[float, ...]
+    least_eigenvalues: tuple[float, ...]
+    hard: Derivatives
+
+
+def derivative_transfer(
+    student: TwoCells, teacher: TwoCells, taus: Sequence[float], covariance: Covariance = None
+) -> DerivativeTransfer:
+    """r(τ) of Assumption 5.13, part by part, at a student whose wall is not the teacher's."""
+    require(all(tau > 0 for tau in taus), f"need temperatures > 0, got {list(taus)}")
+    require(
+        same_wall(student, teacher) == 0,
+        "L_0 has no Hessian on the teacher's own wall: see offset_curvature",
+    )
+    hard = risk_derivatives(student, teacher, covariance)
+    soft = [risk_derivatives(student, teacher, covariance, tau) for tau in taus]
+    return DerivativeTransfer(
+        tuple(taus),
+        tuple((s.gradient - hard.gradient).norm().item() for s in soft),
+        tuple(torch.linalg.matrix_norm(s.hessian - hard.hessian, 2).item() for s in soft),
+        tuple(torch.linalg.eigvalsh(s.hessian)[0].item() for s in soft),
+        hard,
+    )
+
+
+@dataclass(frozen=True)
+class OffsetCurvature:
+    """∂²L_τ/∂b² against τ.
+
+    Attributes:
+        taus: temperatures.
+        curvatures: ∂²L_τ/∂b² at each.
+        rates: τ·∂²L_τ/∂b², which tends to `limit`.
+        limit: E[d·[μ] | S = 0]/2 · p_S(0); zero off the teacher's wall.
+    """
+
+    taus: tuple[float, ...]
+    curvatures: tuple[float, ...]
+    rates: tuple[float, ...]
+    limit: float
+
+
+def offset_curvature(
+    student: TwoCells, teacher: TwoCells, taus: Sequence[float], covariance: Covariance = None
+) -> OffsetCurvature:
+    """Curvature of L_τ when the wall is shifted, in any dimension and on any wall."""
+    require(all(tau > 0 for tau in taus), f"need temperatures > 0, got {list(taus)}")
+    curvatures = tuple(_offset_curvature(student, teacher, tau, covariance) for tau in taus)
+    facet = slice_at(student, teacher, covariance)
+    d = student.experts[0] - student.experts[1]
+    jump = (teacher.experts[0] - teacher.experts[1]) * same_wall(student, teacher)
+    limit = (facet.weight[0] * (d @ facet.second[0] @ jump) / 2).item()
+    rates = tuple(tau * c for tau, c in zip(taus, curvatures, strict=True))
+    return OffsetCurvature(tuple(taus), curvatures, rates, limit)
+
+
+def _offset_curvature(
+    student: TwoCells, teacher: TwoCells, tau: float, covariance: Covariance
+) -> float:
+    b = student.offset.detach().clone().requires_grad_()
+    risk = gaussian_risk(TwoCells(student.normal, b, student.experts), teacher, covariance, tau)
+    (first,) = torch.autograd.grad(risk, b, create_graph=True)
+    return torch.autograd.grad(first, b)[0].item()
+
+
+REACH = 8.5  # normal mass beyond: 2e-17
+
+
+@dataclass(frozen=True, eq=False)
+class Population:
+    """Weighted inputs with their targets.
+
+    Attributes:
+        inputs: (n, D).
+        target: (n,) μ at each input.
+        weight: (n,) adding up to 1.
+    """
+
+    inputs: Float[Tensor, "n width"]
+    target: Float[Tensor, " n"]
+    weight: Float[Tensor, " n"]
+
+
+def gaussian_grid(
+    teacher: TwoCells,
+    covariance: Float[Tensor, "2 2"] | None = None,
+    spacing: float = 0.2,
+    order: int = 10,
+) -> Population:
+    """N(0, Σ) in the plane as a product rule: exact to rounding for integrands of width >= 0.5.
+
+    Across the teacher's wall Gauss-Legendre panels that end on it, so that its jump costs nothing;
+    along it the trapezoidal rule, whose error falls like exp(-2π² w/spacing) for a layer of w.
+    """
+    require(teacher.width == 2, f"a grid needs width 2, got {teacher.width}", ShapeError)
+    require(spacing > 0 and order > 0, f"need spacing, order > 0, got {spacing=}, {order=}")
+    sigma = check_covariance(covariance, 2)
+    forward = sigma @ teacher.normal
+    spread = (teacher.normal @ forward).sqrt()
+    drift = forward / spread
+    along = torch.tensor([-teacher.normal[1], teacher.normal[0]], dtype=torch.float64)
+    along = along * ((torch.linalg.det(sigma)).sqrt() / spread)
+    y, w = graded_rule([(-teacher.offset / spread, 0.0)], -REACH, REACH, order)
+    z = torch.arange(-REACH, REACH + spacing / 2, spacing, dtype=torch.float64)
+    weight = (w * normal_density(y))[:, None] * (spacing * normal_density(z))
+    # X = drift·y + along·z: the second vector has Σ_⊥ = along alongᵀ, since v·along = 0
+    inputs = y[:, None, None] * drift + z[:, None] * along
+    target = teacher.outputs(inputs.flatten(0, 1)).reshape(len(y), len(z), 2)
+    cell = (spread * y + teacher.offset < 0).long()[:, None, None].expand(-1, len(z), 1)
+    values = target.gather(2, cell).flatten()
+    return Population(inputs.flatten(0, 1), values, weight.flatten())
+
+
+def gaussian_points(
+    teacher: TwoCells, n: int, seed: int, covariance: Float[Tensor, "width width"] | None = None
+) -> Population:
+    """Independent draws of N(0, Σ) with equal weights."""
+    inputs = gaussian_inputs(n, teacher.width, seed, covariance)
+    return Population(inputs, teacher.value(inputs), torch.full((n,), 1 / n, dtype=torch.float64))
+
+
+@dataclass(frozen=True, eq=False)
+class _Forward:
+    """What value, gradient and Hessian share: x̃, ∂h row by row, residual, p'/τ, 1 - 2p, d."""
+
+    inputs: Tensor
+    rows: Tensor
+    residual: Tensor
+    turn: Tensor
+    balance: Tensor
+    contrast: Tensor
+
+
+def _forward(population: Population, parameters: Tensor, tau: float) -> _Forward:
+    check_temperature(tau)
+    n, width = population.inputs.shape
+    require(
+        len(parameters) == 3 * (width + 1),
+        f"need {3 * (width + 1)} parameters for width {width}, got {len(parameters)}",
+        ShapeError,
+    )
+    x = torch.cat([population.inputs, torch.ones(n, 1, dtype=torch.float64)], dim=1)
+    router, *experts = parameters.double().reshape(3, width + 1)
+    first, second = (x @ expert for expert in experts)
+    p, d = torch.sigmoid(x @ router / tau), first - second
+    turn = p * (1 - p) / tau
+    rows = torch.cat([(turn * d)[:, None] * x, p[:, None] * x, (1 - p)[:, None] * x], dim=1)
+    return _Forward(x, rows, population.target - second - p * d, turn, 1 - 2 * p, d)
+
+
+def population_gradient(
+    population: Population, parameters: Float[Tensor, " parameters"], tau: float
+) -> tuple[float, Float[Tensor, " parameters"]]:
+    """Value and gradient of L̃_τ at parameters in the order of `TwoCells.flat`."""
+    at, w = _forward(population, parameters, tau), population.weight
+    value = (w * at.residual.square()).sum().item()
+    return value, -2 * at.rows.T @ (w * at.residual)
+
+
+def population_risk(
+    population: Population, parameters: Float[Tensor, " parameters"], tau: float
+) -> Derivatives:
+    """Value, gradient and Hessian of L̃_τ at parameters in the order of `TwoCells.flat`."""
+    at, w = _forward(population, parameters, tau), population.weight
+    value, gradient = population_gradient(population, parameters, tau)
+    pull = w * at.residual * at.turn
+    bend = at.inputs.T @ ((pull * at.balance / tau * at.contrast)[:, None] * at.inputs)
+    mixed = at.inputs.T @ (pull[:, None] * at.inputs)
+    zero = torch.zeros_like(mixed)
+    blocks = ([bend, mixed, -mixed], [mixed, zero, zero], [-mixed, zero, zero])
+    second = torch.cat([torch.cat(row, dim=1) for row in blocks])
+    hessian = 2 * at.rows.T @ (w[:, None] * at.rows) - 2 * second
+    return Derivatives(value, gradient, hessian)
+
 
 Matrix = Float[Tensor, "parameters parameters"]
 

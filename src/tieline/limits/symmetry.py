@@ -10,6 +10,22 @@
 **Not without loss of generality.** The paper flips v so that d·Σv > 0 (eq. 6.7). Flipping v swaps
 the two sides, hence the two experts, hence the sign of d: d·Σv and M itself do not change. For
 d·Σv < 0 the reduced model has vᵀMv < 0. `tieline.limits.dynamics` shows what the true flow does.
+
+Symmetry breaking: the paper's reduced model beside the gradient descent it stands for.
+
+Teacher ±½ d·x on the sides of v·x; student experts f_1, f_2, nearly equal, scores ±u·x. Section 6
+assumes a response (6.3) that makes the update of u linear in u, u ← (I + (η/τ)M)u. In the actual
+model the residual does not depend on u to first order, and at u = 0 the gradient is a *drift* made
+by the contrast δ of the two experts. Under gradient flow
+
+    u̇ = M_e δ/2τ,  δ̇ = M_e u/τ,  M_e = E[(sign(v·X) d·X - 2e) XXᵀ],
+
+e the mean intercept of the experts. Router and contrast drive each other: modes ±|λ|/(√2 τ) for
+each eigenvalue λ of M_e, one of them growing whatever the sign of λ. The paper's M is e = 0; the
+experts' own optimum is e = ½ (d·α) E|Z|, where M_e is smaller.
+
+    coupled_modes        M_e, its eigenvalues and the growth rates |λ|/(√2 τ)
+    symmetry_breaking    both models from the same start, step by step
 """
 
 import math
@@ -20,21 +36,26 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tieline.errors import ShapeError, require
-from tieline.limits.cells import check_covariance, gaussian_inputs
-from tieline.limits.slices import normal_rule
-from tieline.numerics import Estimate, mean_estimate
+from tieline.core.errors import ShapeError, require
+from tieline.core.numerics import Estimate, mean_estimate, one_thread
+from tieline.limits.saddle import Population, gaussian_grid, population_gradient
+from tieline.limits.two_cells import TwoCells, check_covariance, gaussian_inputs, normal_rule
 
 __all__ = [
     "AlignmentRate",
+    "CoupledModes",
     "Operator",
     "Response",
+    "SymmetryBreaking",
     "alignment_rate",
     "alignment_step",
+    "coupled_modes",
     "operator",
     "relabelled",
     "response_constant",
     "sampled_rayleigh",
+    "symmetry_breaking",
+    "symmetry_teacher",
 ]
 
 Vector = Float[Tensor, " width"]
@@ -203,3 +224,194 @@ def _checked(v: Tensor, d: Tensor, covariance: Tensor | None) -> tuple[Tensor, T
     # 1e-6 lets a unit vector of float32 pass
     require(abs(length - 1) < 1e-6, f"the separator v must have length 1, got {length:.9g}")
     return v / length, d, check_covariance(covariance, len(v))
+
+
+Covariance = Float[Tensor, "width width"] | None
+
+
+def symmetry_teacher(v: Vector, d: Vector) -> TwoCells:
+    """Teacher of section 6 with baseline 0: ½ d·x where v·x >= 0, -½ d·x elsewhere."""
+    require(v.shape == d.shape, f"v and d differ in width: {len(v)}, {len(d)}", ShapeError)
+    slope = torch.nn.functional.pad(d.double() / 2, (0, 1))
+    return TwoCells(v.double(), torch.zeros((), dtype=torch.float64), torch.stack([slope, -slope]))
+
+
+@dataclass(frozen=True, eq=False)
+class CoupledModes:
+    """The true linear dynamics of (u, δ) at the symmetric point.
+
+    Attributes:
+        intercept: e, the experts' own optimum ½ (d·α) E|Z|.
+        matrix: (D, D) M_e.
+        eigenvalues: (D,) of M_e, descending.
+        rates: (D,) |λ|/(√2 τ), growth per unit of time of gradient flow, descending.
+        direction: (D,) eigenvector of the fastest mode, the direction of u in it.
+        paper_rate: λ_1(M)/τ, the growth that the reduced model predicts.
+    """
+
+    intercept: float
+    matrix: Float[Tensor, "width width"]
+    eigenvalues: Float[Tensor, " width"]
+    rates: Float[Tensor, " width"]
+    direction: Vector
+    paper_rate: float
+
+
+def coupled_modes(
+    v: Vector, d: Vector, tau: float, covariance: Covariance = None, intercept: float | None = None
+) -> CoupledModes:
+    """Growth rates of the coupled router and contrast.
+
+    Args:
+        v: teacher separator, of length 1.
+        d: teacher contrast.
+        tau: temperature.
+        covariance: Σ of the inputs; the identity for None.
+        intercept: e; the experts' own optimum for None, 0 for the paper's M.
+    """
+    require(tau > 0, f"need a temperature tau > 0, got {tau=}")
+    sigma = check_covariance(covariance, len(v))
+    paper = operator(v, d, sigma)
+    forward = sigma @ v.double()
+    s = (v.double() @ forward).sqrt().item()
+    own = (d.double() @ forward).item() / s * Response().moment(1, 1.0) / 2
+    e = own if intercept is None else intercept
+    matrix = paper.matrix - 2 * e * sigma
+    values, vectors = torch.linalg.eigh(matrix)
+    fastest = int(values.abs().argmax())
+    rates = values.abs().sort(descending=True).values / (math.sqrt(2) * tau)
+    top = paper.eigenvalues[0].item() / tau
+    return CoupledModes(e, matrix, values.flip(0), rates, vectors[:, fastest], top)
+
+
+@dataclass(frozen=True, eq=False)
+class SymmetryBreaking:
+    """Reduced model and true gradient descent from one start.
+
+    Attributes:
+        reduced_norms: (steps + 1,) ‖u‖ of the reduced update (6.6).
+        reduced_alignments: |cos(u, v)| of it.
+        norms: ‖u‖ of the true descent.
+        alignments: |cos(u, v)| of it.
+        risks: L̃_τ along the true descent.
+        drift: -∇_u L at u = 0 with the start's contrast, computed.
+        predicted_drift: (1/2τ) M_e δ.
+        growth: fitted factor per step of ‖u‖ in the linear regime of the true descent.
+        predicted_growth: 1 + η|λ|/(√2 τ) of the fastest coupled mode.
+        paper_growth: 1 + ηλ_1/τ of the reduced model.
+        modes: the coupled modes.
+    """
+
+    reduced_norms: Float[Tensor, " times"]
+    reduced_alignments: Float[Tensor, " times"]
+    norms: Float[Tensor, " times"]
+    alignments: Float[Tensor, " times"]
+    risks: Float[Tensor, " times"]
+    drift: Vector
+    predicted_drift: Vector
+    growth: float
+    predicted_growth: float
+    paper_growth: float
+    modes: CoupledModes
+
+
+def symmetry_breaking(
+    v: Vector,
+    d: Vector,
+    *,
+    tau: float,
+    step_size: float,
+    steps: int,
+    start: float = 1e-6,
+    seed: int = 0,
+    covariance: Float[Tensor, "2 2"] | None = None,
+) -> SymmetryBreaking:
+    """Gradient descent on router and experts, beside the reduced update of the router alone.
+
+    Both start from one random u of length `start`; the experts from their common optimum and a
+    random contrast of the same length. In the plane, on a quadrature grid.
+
+    Args:
+        v: teacher separator, of length 1.
+        d: teacher contrast.
+        tau: temperature.
+        step_size: η.
+        steps: number of updates.
+        start: length of the first u and δ.
+        seed: of their directions.
+        covariance: Σ of the inputs; the identity for None.
+    """
+    require(step_size > 0 and steps > 0, f"need step_size, steps > 0, got {step_size=}, {steps=}")
+    require(0 < start < 1e-2, f"need a start in (0, 0.01), near symmetry, got {start=}")
+    modes = coupled_modes(v, d, tau, covariance)
+    u, delta = _directions(seed, start)
+    grid = gaussian_grid(symmetry_teacher(v, d), covariance)
+    reduced = _reduced(u, operator(v, d, covariance).matrix, step_size / tau, steps)
+    with one_thread():
+        first = _parameters(torch.zeros_like(u), delta, modes.intercept)
+        drift = -2 * population_gradient(grid, first, tau)[1][:2]
+        path, risks = _descend(grid, _parameters(u, delta, modes.intercept), tau, step_size, steps)
+    rate = step_size * modes.rates[0].item()
+    return SymmetryBreaking(
+        *_norms_and_alignments(reduced, v.double()),
+        *_norms_and_alignments(path, v.double()),
+        risks,
+        drift,
+        modes.matrix @ delta / (2 * tau),
+        _growth(path.norm(dim=1), start),
+        1 + rate,
+        1 + step_size * modes.paper_rate,
+        modes,
+    )
+
+
+def _directions(seed: int, length: float) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    pair = torch.randn(2, 2, generator=generator, dtype=torch.float64)
+    u, delta = length * pair / pair.norm(dim=1, keepdim=True)
+    return u, delta
+
+
+def _parameters(u: Tensor, delta: Tensor, intercept: float) -> Tensor:
+    """(normal, offset, experts) of scores ±u·x, for which S = 2u·x, and experts e ± ½ δ·x."""
+    level = torch.tensor([intercept], dtype=torch.float64)
+    zero = torch.zeros(1, dtype=torch.float64)
+    return torch.cat([2 * u, zero, delta / 2, level, -delta / 2, level])
+
+
+def _reduced(u: Tensor, matrix: Tensor, push: float, steps: int) -> Tensor:
+    path = [u]
+    for _ in range(steps):
+        path.append(alignment_step(path[-1], matrix, push))
+    return torch.stack(path)
+
+
+def _descend(
+    grid: Population, parameters: Tensor, tau: float, step_size: float, steps: int
+) -> tuple[Tensor, Tensor]:
+    """Path of u and of the risk; the router has no offset, and ∇_u = 2 ∇_normal."""
+    # stepping u by η ∇_u moves the normal 2u by 4 η ∇_normal
+    scale = torch.tensor([4.0, 4.0, 0.0, *[1.0] * 6], dtype=torch.float64)
+    path, risks = [parameters[:2] / 2], []
+    for _ in range(steps):
+        value, gradient = population_gradient(grid, parameters, tau)
+        parameters = parameters - step_size * scale * gradient
+        path.append(parameters[:2] / 2)
+        risks.append(value)
+    risks.append(population_gradient(grid, parameters, tau)[0])
+    return torch.stack(path), torch.tensor(risks, dtype=torch.float64)
+
+
+def _norms_and_alignments(path: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    norms = path.norm(dim=1)
+    return norms, (path @ v).abs() / norms
+
+
+def _growth(norms: Tensor, start: float) -> float:
+    """Factor per step by the slope of log ‖u‖ between 100·start and 0.01; NaN if never there."""
+    inside = ((norms > 100 * start) & (norms < 1e-2)).nonzero().squeeze(1)
+    if len(inside) < 3:
+        return math.nan
+    logs, t = norms[inside].log(), inside.double()
+    slope = ((t - t.mean()) * (logs - logs.mean())).sum() / (t - t.mean()).square().sum()
+    return math.exp(slope.item())

@@ -4,13 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tieline.report.audit_panels import audit_panels
-from tieline.report.audit_table import (
-    COLUMNS,
-    KEEP_HEADINGS,
-    audit_facts,
-    audit_notes,
-    keep_rows,
-)
+from tieline.report.audit_table import COLUMNS, KEEP_HEADINGS, audit_facts, audit_notes, keep_rows
 from tieline.report.markup import escape
 from tieline.report.numbers import percent, short_names, significant, value_of
 from tieline.report.plain_page import table_html

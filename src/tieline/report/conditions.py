@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-from tieline.errors import require
+from tieline.core.errors import require
 
 __all__ = ["Condition", "check_names", "held", "metric_names", "parse_condition"]
 

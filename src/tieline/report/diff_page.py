@@ -5,13 +5,7 @@ from typing import Any
 
 from tieline.report import sections
 from tieline.report.diff_panels import draw_diff_panels
-from tieline.report.diff_table import (
-    DIFF_COLUMNS,
-    diff_facts,
-    diff_findings,
-    diff_rows,
-    diff_title,
-)
+from tieline.report.diff_table import DIFF_COLUMNS, diff_facts, diff_findings, diff_rows, diff_title
 from tieline.report.markup import escape
 from tieline.report.numbers import MOST_FINDINGS, percent, significant
 from tieline.report.shell import check_size, figures_of, render_shell

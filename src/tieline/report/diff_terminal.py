@@ -9,13 +9,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from tieline.report.diff_table import (
-    DIFF_COLUMNS,
-    diff_facts,
-    diff_findings,
-    diff_rows,
-    diff_title,
-)
+from tieline.report.diff_table import DIFF_COLUMNS, diff_facts, diff_findings, diff_rows, diff_title
 from tieline.report.numbers import MOST_FINDINGS
 from tieline.report.terminal import SIGNS, STYLES
 

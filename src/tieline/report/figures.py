@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tieline.errors import TraceError, require
-from tieline.report.files import write_whole
+from tieline.core.errors import TraceError, require
+from tieline.core.files import write_whole
 from tieline.report.numbers import short_names, value_of
 from tieline.report.panels.gaps import format_names, format_steps, log_range, units_of
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tieline.errors import require
+from tieline.core.errors import require
 from tieline.report.figures import STYLE, drawn_bytes
 
 if TYPE_CHECKING:

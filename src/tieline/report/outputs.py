@@ -8,9 +8,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tieline.errors import require
+from tieline.core.errors import require
+from tieline.core.files import check_target, json_target, write_whole
 from tieline.report.figures import check_figure_path, figure_bytes
-from tieline.report.files import check_target, json_target, write_whole
 from tieline.report.page import page_bytes
 from tieline.trace.record import RoutingTrace
 from tieline.trace.store import save_trace

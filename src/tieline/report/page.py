@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tieline.core.files import write_whole
 from tieline.report import sections
-from tieline.report.files import write_whole
 from tieline.report.markup import escape
 from tieline.report.numbers import facts
 from tieline.report.panels import draw_panels

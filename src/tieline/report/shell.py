@@ -8,7 +8,7 @@ hashes it names; text from a model or a file can therefore be shown but never ru
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tieline.errors import require
+from tieline.core.errors import require
 from tieline.report.markup import embed_json, fill, script_hash, template
 from tieline.report.numbers import compact
 from tieline.report.panels.panel import Panel

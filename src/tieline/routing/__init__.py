@@ -1,21 +1,35 @@
 """Routers, gates, experts, dispatch and the layer that composes them."""
 
-from tieline.routing.attention import sigmoid_attention, softmax_attention
+from tieline.routing.attention import SelfAttention, sigmoid_attention, softmax_attention
 from tieline.routing.attention_moe import attention_as_moe
-from tieline.routing.baselines import BASELINES, baseline
-from tieline.routing.batchwise import ExpertChoice, GShardTopK
-from tieline.routing.collect import LayerRouting, auxiliary_loss, collect_routing
+from tieline.routing.baselines import BASELINES, Smear, SoftMoE, baseline
 from tieline.routing.dispatch import dispatch
 from tieline.routing.experts import Experts
-from tieline.routing.gates import Gate, Hard, Law, ReLUGate, Sigmoid, Softmax
+from tieline.routing.gates import (
+    ExpertChoice,
+    Gate,
+    Groups,
+    GShardTopK,
+    Hard,
+    Law,
+    ReLUGate,
+    SelectiveGate,
+    Sigmoid,
+    Softmax,
+    TopK,
+)
 from tieline.routing.layer import MoE, Routing, SharedExpert, moe
-from tieline.routing.losses import balance_loss, boundary_loss, router_z_loss, sparsity_loss
+from tieline.routing.losses import (
+    LayerRouting,
+    auxiliary_loss,
+    balance_loss,
+    boundary_loss,
+    collect_routing,
+    router_z_loss,
+    sparsity_loss,
+)
 from tieline.routing.routers import CosineRouter, LinearRouter, QuadraticRouter, Router
-from tieline.routing.selective import Groups, SelectiveGate, TopK
-from tieline.routing.self_attention import SelfAttention
-from tieline.routing.smear import Smear
 from tieline.routing.smooth import SmoothTopK, smoothstep
-from tieline.routing.soft_moe import SoftMoE
 
 __all__ = [
     "BASELINES",

@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tieline.errors import ShapeError, require
+from tieline.core.errors import ShapeError, require
 from tieline.routing.attention import AttentionKind, ScoreBias, check_kind, score_bias
 from tieline.routing.gates import Gate, Sigmoid, Softmax
 from tieline.routing.routers import QuadraticRouter

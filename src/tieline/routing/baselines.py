@@ -1,4 +1,20 @@
-"""The layers that papers 1 and 2 compare with, by name.
+"""SMEAR: one expert per sequence, the average of all experts' parameters.
+
+    θ̄ = Σ_e w_e θ_e,  w = softmax(router(mean of the sequence's tokens)),  y_t = f(x_t; θ̄)
+
+Muqeeth et al. (2024). Smooth and as cheap as one expert per token, but the whole sequence is routed
+at once, on tokens that come later too: it does not suit causal models (paper 1, B.2).
+
+Soft MoE: every slot of an expert is a mixture of tokens, every token a mixture of slots.
+
+    Z = X Φ                 scores (T, S) of T tokens and S = E·p slots
+    X̃ = softmax_T(Z)ᵀ X     what the slots hold
+    Y = softmax_S(Z) Ỹ      Ỹ_s = f_e(X̃_s), e the expert of slot s
+
+Puigcerver et al. (2024). Smooth, without any choice; each token's output depends on all tokens of
+its sequence, also on those after it, so it does not suit causal models (paper 1, B.2).
+
+The layers that papers 1 and 2 compare with, by name.
 
     expert_choice   experts choose tokens                          `ExpertChoice`
     gshard          top-k with gate noise and capacity             `GShardTopK`
@@ -9,17 +25,130 @@
 `remoe` alone treats a token alike alone and in a batch.
 """
 
+import math
 from typing import Any, Literal
 
-from torch import nn
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
 
-from tieline.errors import require
+from tieline.core.errors import ShapeError, require
+from tieline.routing.dispatch import dispatch
 from tieline.routing.experts import Experts
+from tieline.routing.gates import Softmax
 from tieline.routing.layer import ROUTERS, moe
-from tieline.routing.smear import Smear
-from tieline.routing.soft_moe import SoftMoE
+from tieline.routing.routers import Router
 
-__all__ = ["BASELINES", "baseline"]
+__all__ = ["BASELINES", "Smear", "SoftMoE", "baseline"]
+
+
+class Smear(nn.Module):
+    """The layer of the module docstring over the last two axes, tokens and width.
+
+    Args:
+        router: scores of a sequence from the mean of its tokens.
+        experts: whose parameters are averaged.
+        temperature: of the softmax.
+    """
+
+    batch_dependent = True
+
+    def __init__(self, router: Router, experts: Experts, *, temperature: float = 1.0) -> None:
+        super().__init__()
+        require(
+            (router.d_model, router.n_experts) == (experts.d_model, experts.n_experts),
+            f"router ({router.d_model} wide, {router.n_experts} experts) and experts "
+            f"({experts.d_model} wide, {experts.n_experts}) do not fit",
+        )
+        self.router, self.gate, self.experts = router, Softmax(temperature), experts
+
+    def weights(self, x: Float[Tensor, "*batch tokens width"]) -> Float[Tensor, "*batch experts"]:
+        """The weights w of each sequence."""
+        return self.gate(self.router(x.mean(dim=-2)))
+
+    def forward(
+        self, x: Float[Tensor, "*batch tokens width"]
+    ) -> Float[Tensor, "*batch tokens width"]:
+        """f(x; θ̄)."""
+        require(x.ndim >= 2, f"tokens must be (..., T, D), got {tuple(x.shape)}", ShapeError)
+        if not x.numel():
+            return x
+        weights = self.weights(x).reshape(-1, self.experts.n_experts)
+        merged = [_merge(weights, tensor) for tensor in self._parameters_of_experts()]
+        w_in, w_out, b_in, b_out = merged
+        assert w_in is not None
+        assert w_out is not None
+        sequence = torch.arange(len(weights), device=x.device).repeat_interleave(x.shape[-2])
+        mine = F.one_hot(sequence, len(weights)).to(x)
+        flat = x.reshape(-1, x.shape[-1])
+        y = dispatch(flat, mine, w_in, w_out, b_in, activation=self.experts.activation)
+        y = y if b_out is None else y + mine.to(y) @ b_out.to(y)
+        return y.view_as(x)
+
+    def _parameters_of_experts(self) -> tuple[Tensor | None, ...]:
+        experts = self.experts
+        return experts.w_in, experts.w_out, experts.b_in, experts.b_out
+
+
+def _merge(weights: Tensor, stacked: Tensor | None) -> Tensor | None:
+    """Σ_e w_be θ_e for every sequence b, in the dtype of the parameters."""
+    if stacked is None:
+        return None
+    return torch.einsum("be,e...->b...", weights.to(stacked), stacked)
+
+
+class SoftMoE(nn.Module):
+    """The layer of the module docstring over the last two axes, tokens and width.
+
+    Args:
+        experts: the experts f_e.
+        slots: p >= 1 slots per expert.
+        normalise: whether tokens and slot vectors are compared by their direction, with a learnt
+            scale: without it, wide layers turn the softmaxes into choices.
+    """
+
+    batch_dependent = True
+
+    def __init__(self, experts: Experts, *, slots: int = 1, normalise: bool = True) -> None:
+        super().__init__()
+        require(slots >= 1, f"an expert needs at least one slot, got {slots=}")
+        width = experts.d_model
+        self.experts, self.slots = experts, slots
+        self.phi = nn.Parameter(torch.randn(experts.n_experts * slots, width) / math.sqrt(width))
+        self.scale = nn.Parameter(torch.ones(())) if normalise else None
+
+    def scores(self, x: Float[Tensor, "*batch tokens width"]) -> Float[Tensor, "*batch tokens s"]:
+        """Z, in at least float32."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        x, phi = x.to(wide), self.phi.to(wide)
+        if self.scale is None:
+            return F.linear(x, phi)
+        return F.linear(F.normalize(x, dim=-1), self.scale * F.normalize(phi, dim=-1))
+
+    def forward(
+        self, x: Float[Tensor, "*batch tokens width"]
+    ) -> Float[Tensor, "*batch tokens width"]:
+        """Y."""
+        require(x.ndim >= 2, f"tokens must be (..., T, D), got {tuple(x.shape)}", ShapeError)
+        if not x.numel():
+            return x
+        scores = self.scores(x)
+        held = scores.softmax(dim=-2).mT.to(x) @ x
+        flat = held.reshape(-1, x.shape[-1])
+        out = self.experts(flat, self._owners(flat)).view_as(held)
+        return scores.softmax(dim=-1).to(x) @ out
+
+    def _owners(self, flat: Tensor) -> Float[Tensor, "rows experts"]:
+        """Weight 1 for the expert of each slot, sequence after sequence."""
+        n_experts = self.experts.n_experts
+        owner = torch.arange(n_experts, device=flat.device).repeat_interleave(self.slots)
+        return F.one_hot(owner.repeat(len(flat) // len(owner)), n_experts).to(flat)
+
+    def extra_repr(self) -> str:
+        """Slots."""
+        return f"slots={self.slots}, normalise={self.scale is not None}"
+
 
 BASELINES = ("expert_choice", "gshard", "remoe", "smear", "soft_moe")
 """The names."""

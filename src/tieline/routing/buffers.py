@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tieline.errors import require
+from tieline.core.errors import require
 
 __all__ = ["BufferPool", "set_pool_capacity", "take_buffer"]
 

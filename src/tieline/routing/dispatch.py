@@ -1,4 +1,18 @@
-"""Send every token to the experts whose weight is not zero, and add their outputs up.
+"""Slots: the S = #{(t, e) : w_te ≠ 0} token copies that experts compute, in order of expert.
+
+Slots run through the experts one after the other (suffix `_s`); their results go back to the tokens
+as a sum over each token's own slots, in order of expert, whatever else is in the batch.
+
+Activations of an expert and their derivatives, written into buffers that the caller owns.
+
+    plain    h = φ(a)             a of shape (1, n, H)
+    gated    h = φ(a_1) · a_2     a of shape (2, n, H), the halves contiguous
+
+A strided half costs five times a contiguous one in elementwise operations, hence the leading axis.
+The pass that will be differentiated keeps φ and φ' instead of a: the exponential, which costs as
+much as four products, is then taken once and not three times.
+
+Send every token to the experts whose weight is not zero, and add their outputs up.
 
     y_t = Σ_{e : w_te ≠ 0} w_te · W_out[e] h(W_in[e] x_t + b_in[e])
 
@@ -14,18 +28,162 @@ slope. The gradient of all experts is one tensor: indexing `W[e]` under autograd
 of full size per expert.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from tieline.errors import ShapeError, require
-from tieline.routing.activations import ACTIVATIONS, Activation
+from tieline.core.errors import ShapeError, require
 from tieline.routing.buffers import take_buffer
-from tieline.routing.slots import Slots
 
-__all__ = ["compute_dtype", "dispatch"]
+__all__ = ["ACTIVATIONS", "Activation", "Slots", "compute_dtype", "dispatch"]
+
+RUN_ELEMENTS = 1 << 17  # of a result that is summed at a time: half a megabyte of float32
+
+
+class Slots(NamedTuple):
+    """The S non-zero entries of the weights in order of expert, then token.
+
+    Attributes:
+        index_s: (3, S): expert and token of each slot, and the slots in order of token.
+        counts: slots of each expert.
+    """
+
+    index_s: Tensor
+    counts: list[int]
+
+    @classmethod
+    def of(cls, weights: Tensor) -> "Slots":
+        """The slots of a weights matrix (T, E)."""
+        # nonzero reads a transposed mask three times as fast as transposed floats, and a sort of
+        # int32 keys is a third cheaper than one of int64
+        expert_s, token_s = (weights != 0).T.nonzero().unbind(1)
+        index_s = torch.stack([expert_s, token_s, token_s.int().argsort(stable=True)])
+        return cls.again(index_s, weights.shape[1])
+
+    @classmethod
+    def again(cls, index_s: Tensor, n_experts: int) -> "Slots":
+        """The same slots in the backward pass."""
+        return cls(index_s, torch.bincount(index_s[0], minlength=n_experts).tolist())
+
+    def gate(self, weights: Tensor) -> Tensor:
+        """Weight of each slot (S, 1)."""
+        return weights[self.index_s[1], self.index_s[0]].unsqueeze(1)
+
+    def sum_by_token(self, rows_s: Tensor, n_tokens: int) -> Tensor:
+        """Σ over the slots of each token, in order of expert (T, D).
+
+        A run of tokens at a time where there are many: the fresh result of `embedding_bag` then
+        stays in the cache, and the pages of the whole are those of the pool, not new ones.
+        """
+        width = rows_s.shape[1]
+        if not rows_s.shape[0]:
+            return rows_s.new_zeros(n_tokens, width)
+        per_token = torch.bincount(self.index_s[1], minlength=n_tokens)
+        starts = per_token.cumsum(0) - per_token
+        if n_tokens * width <= RUN_ELEMENTS:
+            return F.embedding_bag(self.index_s[2], rows_s, starts, mode="sum")
+        out, run = take_buffer((n_tokens, width), rows_s), max(1, RUN_ELEMENTS // width)
+        lows = [*starts[::run].tolist(), rows_s.shape[0]]
+        for place, (low, high) in enumerate(pairwise(lows)):
+            tokens = slice(place * run, (place + 1) * run)
+            slots, bags = self.index_s[2, low:high], starts[tokens] - low
+            out[tokens] = F.embedding_bag(slots, rows_s, bags, mode="sum")
+        return out
+
+
+Pre = Float[Tensor, "branches rows hidden"]
+Hidden = Float[Tensor, "rows hidden"]
+
+_aten = torch.ops.aten
+_ONE = torch.tensor(1.0)  # a tensor of no axes is a number to every device and dtype
+
+
+@dataclass(frozen=True)
+class Activation:
+    """φ with its derivative, alone or gated by a second branch.
+
+    Attributes:
+        branches: 1 for h = φ(a), 2 for h = φ(a_1) · a_2.
+        value: `value(a, out)` writes φ(a).
+        with_slope_: `with_slope_(a, slope, scratch)` turns a into φ(a) and writes φ'(a).
+    """
+
+    branches: int
+    value: Callable[[Tensor, Tensor], object]
+    with_slope_: Callable[[Tensor, Tensor, Tensor], object]
+
+    def forward_(self, pre: Pre, hidden: Hidden) -> None:
+        """Write h(pre) into `hidden`."""
+        self.value(pre[0], hidden)
+        if self.branches == 2:
+            hidden.mul_(pre[1])
+
+    def forward_for_backward_(self, pre: Pre, slope: Hidden, hidden: Hidden) -> None:
+        """Write h into `hidden`, φ' into `slope`, and φ over the first branch of `pre`."""
+        self.with_slope_(pre[0], slope, hidden)
+        self.again_(pre, hidden)
+
+    def again_(self, kept: Pre, hidden: Hidden) -> None:
+        """Write h into `hidden` from (φ,) or (φ, a_2)."""
+        if self.branches == 2:
+            torch.mul(kept[0], kept[1], out=hidden)
+        else:
+            hidden.copy_(kept[0])
+
+    def backward_(self, kept: Pre, slope: Hidden, grad: Hidden, out: Pre) -> None:
+        """Write dL/da into `out` from `grad` = dL/dh, which is used up."""
+        if self.branches == 2:
+            torch.mul(grad, kept[0], out=out[1])
+            grad.mul_(kept[1])
+        torch.mul(grad, slope, out=out[0])
+
+
+def _silu(a: Tensor, out: Tensor) -> None:
+    _aten.silu.out(a, out=out)
+
+
+def _silu_with_slope_(a: Tensor, slope: Tensor, scratch: Tensor) -> None:
+    """With s the sigmoid of a and φ = a·s: φ' = s + φ·(1 - s).
+
+    Not s - s·φ + φ, which loses the digits of s where φ is large: all of them for a = 300 in
+    bfloat16. Here 1 - s is an exact zero there.
+    """
+    torch.sigmoid(a, out=slope)
+    a.mul_(slope)
+    torch.sub(_ONE, slope, out=scratch)
+    slope.addcmul_(a, scratch)
+
+
+def _gelu(a: Tensor, out: Tensor) -> None:
+    _aten.gelu.out(a, out=out)
+
+
+def _gelu_with_slope_(a: Tensor, slope: Tensor, scratch: Tensor) -> None:
+    _aten.gelu_backward.grad_input(scratch.fill_(1), a, grad_input=slope)
+    _aten.gelu.out(a, out=a)
+
+
+def _relu(a: Tensor, out: Tensor) -> None:
+    torch.clamp_min(a, 0, out=out)
+
+
+def _relu_with_slope_(a: Tensor, slope: Tensor, scratch: Tensor) -> None:
+    torch.gt(a, 0, out=slope)
+    a.clamp_min_(0)
+
+
+ACTIVATIONS = {
+    "swiglu": Activation(2, _silu, _silu_with_slope_),
+    "geglu": Activation(2, _gelu, _gelu_with_slope_),
+    "relu": Activation(1, _relu, _relu_with_slope_),
+    "gelu": Activation(1, _gelu, _gelu_with_slope_),
+}
 
 
 def dispatch(

@@ -7,9 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tieline.errors import require
-from tieline.routing.activations import ACTIVATIONS
-from tieline.routing.dispatch import dispatch
+from tieline.core.errors import require
+from tieline.routing.dispatch import ACTIVATIONS, dispatch
 
 __all__ = ["Experts"]
 

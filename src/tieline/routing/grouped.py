@@ -14,8 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tieline.routing.buffers import take_buffer
-from tieline.routing.dispatch import compute_dtype
-from tieline.routing.slots import Slots
+from tieline.routing.dispatch import Slots, compute_dtype
 
 __all__ = ["grouped_dispatch", "grouped_linear", "sum_by_token"]
 

@@ -6,12 +6,19 @@ from typing import Any, Literal
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from tieline.errors import require
-from tieline.routing.batchwise import ExpertChoice, GShardTopK
+from tieline.core.errors import require
 from tieline.routing.experts import Experts
-from tieline.routing.gates import Gate, Hard, ReLUGate, Sigmoid, Softmax
+from tieline.routing.gates import (
+    ExpertChoice,
+    Gate,
+    GShardTopK,
+    Hard,
+    ReLUGate,
+    Sigmoid,
+    Softmax,
+    TopK,
+)
 from tieline.routing.routers import CosineRouter, LinearRouter, QuadraticRouter, Router
-from tieline.routing.selective import TopK
 from tieline.routing.smooth import SmoothTopK
 
 __all__ = ["GATES", "ROUTERS", "MoE", "Routing", "moe"]

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tieline.errors import ShapeError, require
+from tieline.core.errors import ShapeError, require
 
 __all__ = ["CosineRouter", "LinearRouter", "QuadraticRouter", "Router"]
 

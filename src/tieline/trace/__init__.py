@@ -1,15 +1,18 @@
 """Routing traces: what a model's routers saw and chose, as frozen records."""
 
 from tieline.trace.builder import SummaryBuilder, summarise
-from tieline.trace.importers import import_routed_experts, import_table, import_trace
-from tieline.trace.layer_summary import LayerSummary
-from tieline.trace.limits import unanswered
-from tieline.trace.merging import folder_kind, merge_folders
 from tieline.trace.ops import concatenate, select_documents, select_layers, select_tokens
-from tieline.trace.record import LayerFacts, LayerTrace, RoutingTrace
-from tieline.trace.store import load_trace, save_trace
-from tieline.trace.summary import RoutingSummary, merge
-from tieline.trace.summary_store import load_summary, save_summary
+from tieline.trace.readers import import_routed_experts, import_table, import_trace
+from tieline.trace.record import LayerFacts, LayerTrace, RoutingTrace, unanswered
+from tieline.trace.store import (
+    folder_kind,
+    load_summary,
+    load_trace,
+    merge_folders,
+    save_summary,
+    save_trace,
+)
+from tieline.trace.summary import LayerSummary, RoutingSummary, merge
 
 __all__ = [
     "LayerFacts",

@@ -7,10 +7,12 @@
     concatenate         the tokens of several traces of the same routers
 
 Traces that were loaded from disk stay lazy: a layer is cut when it is touched.
+
+Whether two records are the same, field by field and bit by bit.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -18,14 +20,13 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from tieline.errors import TraceError, require
-from tieline.trace.hashing import token_hash
-from tieline.trace.layout import LAYER_TENSORS
-from tieline.trace.lazy import LazyLayers, map_layers
-from tieline.trace.record import LayerTrace, RoutingTrace
+from tieline.core.errors import TraceError, require
+from tieline.trace.record import LAYER_TENSORS, LayerTrace, LazyLayers, RoutingTrace, map_layers
+from tieline.trace.sampling import token_hash
 
 __all__ = [
     "concatenate",
+    "identical",
     "select_documents",
     "select_layers",
     "select_tokens",
@@ -186,3 +187,34 @@ def _check_index(index: Tensor, tokens: int) -> None:
     else:
         fits = not len(index) or (int(index.min()) >= 0 and int(index.max()) < tokens)
     require(fits, f"need indices in 0 ... {tokens - 1} or a mask of {tokens} tokens", TraceError)
+
+
+def identical(first: object, second: object) -> bool:
+    """Whether two traces, summaries or parts of them hold the same values of the same types.
+
+    Tensors must agree in type, shape and every bit, so that a NaN equals itself and 0 is not -0.
+    Layers in memory equal the same layers on disk.
+    """
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return _same_tensor(first, second)
+    if isinstance(first, str | bytes):
+        return first == second
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
+        return first.keys() == second.keys() and all(
+            identical(value, second[key]) for key, value in first.items()
+        )
+    if isinstance(first, Sequence) and isinstance(second, Sequence):
+        return len(first) == len(second) and all(map(identical, first, second))
+    if is_dataclass(first) and not isinstance(first, type):
+        return type(first) is type(second) and all(
+            identical(getattr(first, part.name), getattr(second, part.name))
+            for part in fields(first)
+        )
+    return type(first) is type(second) and first == second
+
+
+def _same_tensor(first: Tensor, second: Tensor) -> bool:
+    if first.dtype != second.dtype or first.shape != second.shape:
+        return False
+    one, other = (value.contiguous().flatten().view(torch.uint8) for value in (first, second))
+    return torch.equal(one, other)

@@ -1,4 +1,16 @@
-"""The records that every measurement starts from.
+"""The shape and type of every tensor of a layer's record, as a table.
+
+    axis        size
+    tokens      T, common to all layers
+    ranks       C, k <= C <= E
+    k           experts chosen
+    experts     E
+    epsilons    points of the ε grid
+    width       width of the router's input
+
+The same table checks a record in memory and the header of a file.
+
+The records that every measurement starts from.
 
 A *selection score* is the number that a router ranks: logits, or scores plus a correction bias.
 `LayerTrace.scores` holds the largest of them in order, `weights` what combines the outputs; the two
@@ -6,28 +18,87 @@ are never the same argument, for a correction bias moves the choice and not the 
 
 A record checks shapes and types when it is made, which costs nothing; that the values make sense
 (ids in range, scores in order, nothing but numbers) is `tieline.trace.checks`.
+
+What a trace cannot answer, in words.
+
+A sequence of layers that makes each one when it is touched.
 """
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args, overload
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tieline.errors import TraceError, require
-from tieline.trace.layout import (
-    LAYER_TENSORS,
-    MOST_EXPERTS,
-    TOKEN_IDS,
-    check_tensor,
-    kind_of,
-)
+from tieline.core.errors import TraceError, require
 
-__all__ = ["LayerFacts", "LayerTrace", "RoutingTrace", "check_epsilons"]
+__all__ = [
+    "LAYER_TENSORS",
+    "MOST_EXPERTS",
+    "TOKEN_IDS",
+    "LayerFacts",
+    "LayerTrace",
+    "LazyLayers",
+    "RoutingTrace",
+    "TensorLayout",
+    "check_epsilons",
+    "check_tensor",
+    "kind_of",
+    "map_layers",
+    "unanswered",
+]
+
+Kind = Literal["integers", "floating-point numbers", "neither"]
+MOST_EXPERTS = 1 << 16
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INTS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+class TensorLayout(NamedTuple):
+    """What a tensor holds and how its axes are called."""
+
+    kind: Kind
+    axes: tuple[str, ...]
+
+
+_INT, _FLOAT = "integers", "floating-point numbers"
+LAYER_TENSORS: Mapping[str, TensorLayout] = {
+    "experts": TensorLayout(_INT, ("tokens", "ranks")),
+    "scores": TensorLayout(_FLOAT, ("tokens", "ranks")),
+    "weights": TensorLayout(_FLOAT, ("tokens", "k")),
+    "group_gap": TensorLayout(_FLOAT, ("tokens",)),
+    "distance": TensorLayout(_FLOAT, ("tokens",)),
+    "near": TensorLayout(_INT, ("tokens", "epsilons")),
+    "bias": TensorLayout(_FLOAT, ("experts",)),
+    "inputs": TensorLayout(_FLOAT, ("tokens", "width")),
+}
+TOKEN_IDS = TensorLayout(_INT, ("tokens",))
+
+
+def kind_of(dtype: torch.dtype) -> Kind:
+    """Whether a type holds integers, real numbers or neither (booleans, complex numbers)."""
+    if dtype in INTS:
+        return _INT
+    return _FLOAT if dtype in FLOATS else "neither"
+
+
+def check_tensor(
+    name: str, layout: TensorLayout, kind: Kind, shape: tuple[int, ...], sizes: Mapping[str, int]
+) -> None:
+    """Refuse a tensor of another kind or shape; an axis missing from `sizes` may have any size."""
+    if kind != layout.kind:
+        raise TraceError(f"{name} must hold {layout.kind}, got {kind}")
+    fits = len(shape) == len(layout.axes) and all(
+        sizes.get(axis, size) == size for axis, size in zip(layout.axes, shape, strict=True)
+    )
+    if not fits:
+        wanted = ", ".join(f"{axis}={sizes.get(axis, 'any')}" for axis in layout.axes)
+        raise TraceError(f"{name} must have shape ({wanted}), got {shape}")
+
 
 Units = Literal["logits", "softmax", "sigmoid", "sqrtsoftplus"]
 GroupScore = Literal["max", "top2sum"]
@@ -204,3 +275,63 @@ def check_epsilons(epsilons: tuple[float, ...]) -> None:
 def _need(condition: bool, rule: str, layer: LayerTrace | None = None) -> None:
     where = "" if layer is None else f"layer {layer.name!r}: "
     require(condition, f"{where}need {rule}", TraceError)
+
+
+_NEEDS = {
+    "scores": "gap quantiles, boundary mass, gap density and flip rates (no selection scores)",
+    "rank k+1": "gap quantiles, boundary mass, gap density and flip rates (chosen ranks only)",
+    "near": "experts within ε of the threshold and orders of ties (no counts over all experts)",
+    "distance": "Euclidean distance to the nearest tie (not recorded)",
+    "weights": "jump sizes and combine weights (no weights)",
+    "inputs": "walks, slices and angular statistics (no router inputs)",
+}
+
+
+def unanswered(layers: Sequence[LayerTrace]) -> list[str]:
+    """The questions that none of the layers has the data for; empty if there are none.
+
+    An ids-only trace answers load, entropy, dead and cold experts, coalitions and agreement.
+    """
+    missing = [_missing(layer) for layer in layers]
+    return [text for need, text in _NEEDS.items() if all(need in part for part in missing)]
+
+
+def _missing(layer: LayerTrace) -> set[str]:
+    absent = {need for need in _NEEDS if getattr(layer, need, layer) is None}
+    return absent | ({"rank k+1"} if layer.scores is not None and not layer.has_gaps else set())
+
+
+class LazyLayers(Sequence[LayerTrace]):
+    """Layers that are read, checked or cut out on demand; the last one touched is kept."""
+
+    def __init__(self, count: int, make: Callable[[int], LayerTrace]) -> None:
+        self._count = count
+        self._make = make
+        self._last: tuple[int, LayerTrace] | None = None
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> LayerTrace: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> "LazyLayers": ...
+
+    def __getitem__(self, index: int | slice) -> "LayerTrace | LazyLayers":
+        if isinstance(index, slice):
+            chosen = range(self._count)[index]
+            return LazyLayers(len(chosen), lambda i: self[chosen[i]])
+        place = range(self._count)[index]
+        if self._last is None or self._last[0] != place:
+            self._last = (place, self._make(place))
+        return self._last[1]
+
+
+def map_layers(
+    layers: Sequence[LayerTrace], change: Callable[[LayerTrace], LayerTrace]
+) -> Sequence[LayerTrace]:
+    """Each layer changed: at once if the layers are in memory, else when it is touched."""
+    if isinstance(layers, LazyLayers):
+        return LazyLayers(len(layers), lambda index: change(layers[index]))
+    return tuple(change(layer) for layer in layers)

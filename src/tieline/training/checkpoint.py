@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from tieline.errors import TielineError, require
+from tieline.core.errors import TielineError, require
 
 __all__ = [
     "CheckpointError",

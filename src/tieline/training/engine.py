@@ -1,4 +1,9 @@
-"""Running a recipe: prepare, train, checkpoint, go on after a kill, score, keep the result.
+"""What a run is about: a task makes the data and the model, and scores the result.
+
+A task is an object with the three methods of `Task`; the registry is a dictionary. The engine knows
+no more of it, so language, images and sentence pairs are trained by the same code.
+
+Running a recipe: prepare, train, checkpoint, go on after a kill, score, keep the result.
 
     result = run(enwik8_small("smooth1"), Path("runs/smooth1"))
     result = run(enwik8_small("smooth1"), Path("runs/smooth1"), resume=True)   # after a kill
@@ -13,22 +18,95 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
+from torch.utils.data import Dataset
 from transformers import set_seed
 from transformers.utils import logging
 
-from tieline.audit.monitor_trainer import monitor_trainer
-from tieline.errors import require
+from tieline.analysis.monitor_trainer import monitor_trainer
+from tieline.core.errors import require
 from tieline.training.checkpoint import CheckpointError, last_checkpoint, read_json, write_json
 from tieline.training.config import TrainConfig
 from tieline.training.fetch import DataError
-from tieline.training.tasks import task_of
 from tieline.training.trainer import RoutingTrainer, training_arguments
 
-__all__ = ["Plan", "TrainResult", "Watch", "parameter_count", "plan", "prepare_folder", "run"]
+__all__ = [
+    "TASKS",
+    "Plan",
+    "Task",
+    "TaskData",
+    "TrainResult",
+    "Watch",
+    "parameter_count",
+    "plan",
+    "prepare_folder",
+    "register_task",
+    "run",
+    "task_of",
+]
+
+
+@runtime_checkable
+class TaskData(Protocol):
+    """Data of a task; what else it holds is between the task and itself.
+
+    Attributes:
+        train: `steps · batch` items in the order in which they are trained on, each a dictionary
+            of tensors that the model's `forward` takes; the engine does not shuffle.
+        about: where the data come from and how they are split.
+    """
+
+    @property
+    def train(self) -> Dataset[Any]:
+        """What is trained on, in order."""
+        ...
+
+    @property
+    def about(self) -> str:
+        """Where the data come from."""
+        ...
+
+
+@runtime_checkable
+class Task(Protocol):
+    """How one kind of run is prepared and scored."""
+
+    def data(self, config: TrainConfig) -> TaskData:
+        """The data, fetched if need be."""
+        ...
+
+    def model(self, config: TrainConfig) -> nn.Module:
+        """A fresh model whose `forward(**items)` returns an output with a `loss`."""
+        ...
+
+    def evaluate(self, model: nn.Module, data: Any, config: TrainConfig) -> dict[str, Any]:
+        """Scores of the trained model, as plain values."""
+        ...
+
+    def save(self, model: nn.Module, data: Any, folder: Any) -> None:
+        """Write the trained model into a new folder."""
+        ...
+
+
+TASKS: dict[str, Task] = {}
+"""Tasks by name."""
+
+
+def register_task(name: str, task: Task) -> Task:
+    """Make a task known; refuses a name that is taken."""
+    require(name not in TASKS, f"the task {name!r} is registered already")
+    TASKS[name] = task
+    return task
+
+
+def task_of(config: TrainConfig) -> Task:
+    """The task of a run."""
+    require(config.task in TASKS, f"the task {config.task!r} is not one of {sorted(TASKS)}")
+    return TASKS[config.task]
+
 
 Report = Callable[[str, int, int], None]
 """Told a stage, how much of it is done, and of how much."""

@@ -2,19 +2,45 @@
 
 Files go to `$TIELINE_DATA`, else `$XDG_CACHE_HOME/tieline/data`, else `~/.cache/tieline/data`. What
 is there already with the right hash is used without a connection.
+
+Members of archives, read into memory by their exact names.
+
+Nothing is unpacked to disk, so no name inside an archive can become a path; links and members
+larger than expected are refused.
+
+Pretrained models that a paper starts from: found on this machine, or fetched before a run.
+
+local_checkpoint    folder of a model that is here already; never uses the network
+fetch_checkpoint    the same, fetched from the hub if need be: safetensors and JSON only
 """
 
 import hashlib
 import os
+import tarfile
 import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from tieline.errors import TielineError, require
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-__all__ = ["DataError", "data_folder", "digest", "fetch", "kept", "shared_folder"]
+from tieline.core.errors import TielineError, require
+
+__all__ = [
+    "DataError",
+    "check_file",
+    "data_folder",
+    "digest",
+    "fetch",
+    "fetch_checkpoint",
+    "kept",
+    "local_checkpoint",
+    "shared_folder",
+    "tar_members",
+]
 
 Told = Callable[[int, int], None]
 """Told how many bytes have come, and of how many."""
@@ -105,3 +131,68 @@ def _download(url: str, size: int, told: Told) -> bytes:
         ) from problem
     require(done == size, f"{url} gave {done} bytes or more, expected {size}", DataError)
     return b"".join(parts)
+
+
+def tar_members(path: Path, wanted: Mapping[str, int]) -> dict[str, bytes]:
+    """The bytes of the members of a .tar.gz, in the order of the archive.
+
+    Args:
+        path: the archive.
+        wanted: exact name of each member and the most bytes that it may have.
+    """
+    found: dict[str, bytes] = {}
+    try:
+        with tarfile.open(path, "r|gz") as archive:
+            for member in archive:
+                if member.name in wanted and member.isreg():
+                    found[member.name] = _contents(archive, member, wanted[member.name])
+    except (tarfile.TarError, EOFError, zlib.error, OSError) as problem:
+        raise DataError(f"{path} is no readable .tar.gz: {problem}") from problem
+    missing = sorted(set(wanted) - set(found))
+    require(not missing, f"{path} lacks {', '.join(missing)}", DataError)
+    return found
+
+
+def check_file(path: Path, sha256: str, n_bytes: int) -> Path:
+    """The path, if its file has this size and this hash."""
+    require(path.is_file(), f"no such file: {path}", DataError)
+    size = path.stat().st_size
+    require(size == n_bytes, f"{path} has {size} bytes, expected {n_bytes}", DataError)
+    found = digest(path)
+    require(found == sha256, f"{path} has SHA-256 {found}, expected {sha256}", DataError)
+    return path
+
+
+def _contents(archive: tarfile.TarFile, member: tarfile.TarInfo, most: int) -> bytes:
+    require(member.size <= most, f"{member.name}: {member.size} bytes, at most {most}", DataError)
+    file = archive.extractfile(member)
+    assert file is not None  # a regular member has contents
+    return file.read(most + 1)
+
+
+WANTED = ["*.json", "*.safetensors", "*.txt"]
+
+
+def local_checkpoint(name: str) -> Path | None:
+    """The folder of a model by its path or its name on the hub; None if it is not here."""
+    if Path(name).is_dir():
+        return Path(name)
+    try:
+        found = snapshot_download(name, allow_patterns=WANTED, local_files_only=True)
+    except (LocalEntryNotFoundError, OSError, ValueError):
+        return None
+    return Path(found) if (Path(found) / "config.json").is_file() else None
+
+
+def fetch_checkpoint(name: str) -> Path:
+    """The folder of a model, fetched if it is not here."""
+    found = local_checkpoint(name)
+    if found is not None:
+        return found
+    try:
+        return Path(snapshot_download(name, allow_patterns=WANTED))
+    except (HfHubHTTPError, OSError, ValueError) as problem:
+        raise DataError(
+            f"the pretrained model {name!r} is not here and cannot be fetched ({problem!s:.120}); "
+            f"`hf download {name}` elsewhere, or name a folder"
+        ) from problem

@@ -7,23 +7,48 @@
 
 Both take pixels as bytes, so that a batch is small, and return logits with the loss if there are
 labels.
+
+Feed-forward networks of a dense transformer turned into `MoE` layers that any gate can train.
+
+    f(x) = W_out φ(W_in x + b_in) + b_out   →   Σ_e w_e f_e(x),   every f_e = f at first
+
+With weights of sum 1 the model's function does not change at first. `hf.upcycle_` does the same
+with transformers' own kind of block, for models that are saved and served; this one puts in the
+routing core's, whose routers, gates and losses the training engine knows.
+
+ViT for images, with its last networks turned into mixtures: GMoE as papers 1 and 2 train it.
+
+ViT-S/16 pretrained on ImageNet-1K, 12 blocks of width 384; the networks of the last two become 6
+experts each, copies of what they were, and every patch goes to 2 of them.
 """
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int64, UInt8
 from torch import Tensor, nn
+from transformers import ViTConfig, ViTForImageClassification
 from transformers.modeling_outputs import ImageClassifierOutput
 
-from tieline.errors import require
+from tieline.core.errors import UnsupportedModelError, require
+from tieline.hf.upcycle import DenseFFN, find_dense_ffns
 from tieline.routing.layer import MoE, moe
 from tieline.training.config import GateConfig, ModelConfig
-from tieline.training.images import as_floats
+from tieline.training.fetch import local_checkpoint
+from tieline.training.image_data import as_floats
 
-__all__ = ["MixtureClassifier", "MixtureConfig", "PatchClassifier", "PatchConfig"]
+__all__ = [
+    "MixtureClassifier",
+    "MixtureConfig",
+    "PatchClassifier",
+    "PatchConfig",
+    "RoutedVisionTransformer",
+    "VisionTransformerConfig",
+    "route_networks_",
+]
 
 Pixels = UInt8[Tensor, "images height width colours"]
 Labels = Int64[Tensor, " images"]
@@ -186,3 +211,122 @@ class PatchBlock(nn.Module):
 def _output(logits: Tensor, labels: Tensor | None) -> ImageClassifierOutput:
     loss = None if labels is None else F.cross_entropy(logits.float(), labels)
     return ImageClassifierOutput(loss=loss, logits=logits)  # type: ignore[arg-type]
+
+
+PLAIN = {"gelu": F.gelu, "relu": F.relu}
+
+
+def route_networks_(
+    model: nn.Module, places: Sequence[int], gate: GateConfig, n_experts: int
+) -> list[str]:
+    """Replace networks of a model by mixtures of copies of them; returns their names.
+
+    Args:
+        model: a dense model of transformers with plain networks: BERT-like or ViT-like.
+        places: which of its networks, counted from 0; from the last if negative.
+        gate: how the mixtures route.
+        n_experts: experts of each.
+    """
+    found = list(find_dense_ffns(model).values())
+    fits = all(-len(found) <= place < len(found) for place in places)
+    require(fits, f"the model has {len(found)} networks, got places {list(places)}")
+    chosen = [found[place] for place in places]
+    for ffn, layer in [(ffn, _mixture(ffn, gate, n_experts)) for ffn in chosen]:
+        model.set_submodule(ffn.place, layer)
+        if ffn.emptied is not None:
+            model.set_submodule(ffn.emptied, nn.Identity())
+    return [ffn.place for ffn in chosen]
+
+
+@torch.no_grad()
+def _mixture(ffn: DenseFFN, gate: GateConfig, n_experts: int) -> MoE:
+    sizes = {"d_model": ffn.width, "n_experts": n_experts, "d_hidden": ffn.last.in_features}
+    layer = routed_layer(gate, activation=_activation(ffn), **sizes)
+    experts = layer.experts
+    sources = {"w_in": ffn.w_in, "w_out": ffn.last.weight, "b_in": ffn.b_in, "b_out": ffn.b_out}
+    for name, parameter in experts.named_parameters():
+        source = sources[name]
+        parameter.copy_(torch.zeros(()) if source is None else source.expand_as(parameter))
+    return layer.to(ffn.last.weight)
+
+
+def _activation(ffn: DenseFFN) -> str:
+    """Name of the activation, known by its values."""
+    x = torch.linspace(-4, 4, 33)
+    for name, known in PLAIN.items():
+        if not ffn.gated and torch.allclose(ffn.activation(x), known(x), atol=1e-6):
+            return name
+    kind = f"{'gated ' if ffn.gated else ''}{type(ffn.activation).__name__}"
+    raise UnsupportedModelError(f"{ffn.name}: {kind} is not one of {sorted(PLAIN)}, ungated")
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionTransformerConfig(ModelConfig):
+    """Shape of the model; the defaults are the papers'.
+
+    Attributes:
+        layers: blocks.
+        routed: how many of them, counted from the last, route.
+        d_model: width of a patch.
+        d_hidden: width of a network and of an expert.
+        heads: attention heads.
+        n_experts: experts of a routed block.
+        side: pixels of an image's side.
+        patch: pixels of a patch's side.
+        classes: number of classes.
+        pretrained: name on the hub or folder of the weights to start from; None for random ones.
+    """
+
+    layers: int = 12
+    routed: int = 2
+    d_model: int = 384
+    d_hidden: int = 1536
+    heads: int = 6
+    n_experts: int = 6
+    side: int = 224
+    patch: int = 16
+    classes: int = 7
+    pretrained: str | None = "WinKawaks/vit-small-patch16-224"
+
+    def __post_init__(self) -> None:
+        require(1 <= self.routed <= self.layers, f"need 1 <= routed <= layers, got {self.routed}")
+
+
+class RoutedVisionTransformer(nn.Module):
+    """The model at its start, pretrained where the weights are here; it takes pixels as bytes.
+
+    Args:
+        shape: sizes.
+        gate: how the last blocks route.
+    """
+
+    def __init__(self, shape: VisionTransformerConfig, gate: GateConfig) -> None:
+        super().__init__()
+        config = ViTConfig(
+            hidden_size=shape.d_model,
+            num_hidden_layers=shape.layers,
+            num_attention_heads=shape.heads,
+            intermediate_size=shape.d_hidden,
+            image_size=shape.side,
+            patch_size=shape.patch,
+        )
+        config.num_labels = shape.classes
+        place = None if shape.pretrained is None else local_checkpoint(shape.pretrained)
+        if place is None:
+            self.vit = ViTForImageClassification(config)
+        else:
+            self.vit = ViTForImageClassification.from_pretrained(
+                place, num_labels=shape.classes, ignore_mismatched_sizes=True
+            )
+        route_networks_(self.vit, range(-shape.routed, 0), gate, shape.n_experts)
+
+    def forward(
+        self,
+        pixels: UInt8[Tensor, "images height width colours"],
+        labels: Int64[Tensor, " images"] | None = None,
+    ) -> ImageClassifierOutput:
+        """Logits of the classes, and the mean cross entropy where labels are given."""
+        values = as_floats(pixels).permute(0, 3, 1, 2)
+        logits = self.vit(pixel_values=values).logits
+        loss = None if labels is None else torch.nn.functional.cross_entropy(logits, labels)
+        return ImageClassifierOutput(loss=loss, logits=logits)  # type: ignore[arg-type]

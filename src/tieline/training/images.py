@@ -1,54 +1,245 @@
-"""Labelled images: the record that every image loader returns, and its parts."""
+"""Images as the items of a run: drawn beforehand, flipped at random, scored in batches.
 
-from dataclasses import dataclass, replace
+ImageItems    `steps · batch` items in the order in which they are trained on
+scored        accuracy with its standard error, and what says how good it is
+
+Two tasks on images: CIFAR-10 as a whole, and PACS with one domain left out.
+
+images     train on a subset of CIFAR-10's training images, score on its test images
+domains    train on all domains but one, score on that one and on held-out images of the others
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
-from jaxtyping import Float, Int64, UInt8
-from torch import Tensor
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.utils.data import Dataset
 
-from tieline.errors import ParameterError, require
-from tieline.training.fetch import DataError
+from tieline.core.errors import ParameterError, require
+from tieline.routing.losses import collect_routing
+from tieline.training.config import TrainConfig
+from tieline.training.engine import register_task
+from tieline.training.fetch import DataError, fetch_checkpoint, shared_folder
+from tieline.training.image_data import DomainImages, Images, load_cifar10, load_pacs
+from tieline.training.image_models import (
+    MixtureClassifier,
+    MixtureConfig,
+    PatchClassifier,
+    PatchConfig,
+    RoutedVisionTransformer,
+    VisionTransformerConfig,
+)
 
-__all__ = ["Images", "as_floats"]
+__all__ = [
+    "DOMAINS",
+    "IMAGES",
+    "DomainTask",
+    "ImageData",
+    "ImageItems",
+    "ImageTask",
+    "epochs",
+    "image_model",
+    "left_out",
+    "scored",
+]
+
+ROWS = 500
 
 
 @dataclass(frozen=True, eq=False)
-class Images:
-    """Images with their labels.
+class ImageItems(Dataset[dict[str, Tensor]]):
+    """Items in training order.
 
     Attributes:
-        pixels: 0 to 255, height × width × colour.
-        labels: class of each image.
-        classes: name of each class.
-        source: where the images are from, in words.
+        images: what they are drawn from.
+        order: place of each item's image.
+        mirrored: whether its left and right are changed.
     """
 
-    pixels: UInt8[Tensor, "images height width colours"]
-    labels: Int64[Tensor, " images"]
-    classes: tuple[str, ...]
-    source: str
-
-    def __post_init__(self) -> None:
-        low, high = int(self.labels.min()), int(self.labels.max())
-        known = low >= 0 and high < len(self.classes)
-        require(known, f"labels from {low} to {high}, classes {len(self.classes)}", DataError)
+    images: Images
+    order: Tensor
+    mirrored: Tensor
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return len(self.order)
 
-    def take(self, chosen: Int64[Tensor, " chosen"]) -> "Images":
-        """The images of these places."""
-        return replace(self, pixels=self.pixels[chosen], labels=self.labels[chosen])
-
-    def subset(self, n: int, seed: int = 0) -> "Images":
-        """The first `n` of a random order that the seed fixes; all of them if `n` is larger."""
-        require(n >= 1, f"a subset has at least one image, got {n}", ParameterError)
-        order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))
-        return self.take(order[:n])
+    def __getitem__(self, at: int) -> dict[str, Tensor]:
+        """Pixels and label of one item."""
+        place = self.order[at]
+        pixels = self.images.pixels[place]
+        if self.mirrored[at]:
+            pixels = pixels.flip(1)
+        return {"pixels": pixels, "labels": self.images.labels[place]}
 
 
-def as_floats(
-    pixels: UInt8[Tensor, "images height width colours"],
-) -> Float[Tensor, "images height width colours"]:
-    """Pixels from 0..255 to -1..1."""
-    return pixels.float() / 127.5 - 1
+def epochs(images: Images, n_items: int, seed: int, *, mirror: bool = True) -> ImageItems:
+    """As many passes over the images, each in an order of its own, as `n_items` take."""
+    require(n_items >= 1, f"a run needs an item, got {n_items}")
+    draw = torch.Generator().manual_seed(seed)
+    passes = -(-n_items // len(images))
+    order = torch.cat([torch.randperm(len(images), generator=draw) for _ in range(passes)])
+    mirrored = torch.rand(n_items, generator=draw) < (0.5 if mirror else 0.0)
+    return ImageItems(images, order[:n_items], mirrored)
+
+
+@torch.no_grad()
+def scored(model: nn.Module, images: Images) -> dict[str, Any]:
+    """Accuracy, loss and experts per token of a model on images.
+
+        accuracy     right answers / images
+        balanced     mean over classes of right answers / images of the class
+
+    with binomial standard errors. Always saying the same has an accuracy of up to `commonest`, the
+    share of the commonest class, but a balanced one of `chance`, one in as many as classes are.
+    """
+    said, loss, experts = [], 0.0, torch.zeros(())
+    for rows in torch.arange(len(images)).split(ROWS):
+        with collect_routing(model) as routing:
+            output = model(pixels=images.pixels[rows], labels=images.labels[rows])
+        said.append(output.logits.argmax(dim=-1))
+        loss += output.loss.item() * len(rows)
+        used = torch.stack([layer.routing.active.double().mean() for layer in routing])
+        experts = experts + used * len(rows)
+    n, right = len(images), torch.cat(said) == images.labels
+    return {
+        **_accuracies(right, images.labels),
+        "loss": loss / n,
+        "images": n,
+        "chance": 1 / len(images.classes),
+        "experts": (experts / n).tolist(),
+    }
+
+
+def _accuracies(right: Tensor, labels: Tensor) -> dict[str, float]:
+    """Accuracy over images and over classes that occur, with standard errors."""
+    n, total = labels.bincount(), len(labels)
+    present = n > 0
+    recall = labels[right].bincount(minlength=len(n))[present] / n[present].double()
+    accuracy, error = right.double().mean().item(), (recall * (1 - recall) / n[present]).sum()
+    return {
+        "accuracy": accuracy,
+        "accuracy_se": (accuracy * (1 - accuracy) / total) ** 0.5,
+        "balanced": recall.mean().item(),
+        "balanced_se": error.sqrt().item() / len(recall),
+        "commonest": n.max().item() / total,
+    }
+
+
+IMAGES, DOMAINS = "images", "domains"
+
+
+@dataclass(frozen=True, eq=False)
+class ImageData:
+    """Items to train on and the images to score on, by the name of their score."""
+
+    train: ImageItems
+    about: str
+    scored_on: dict[str, Images]
+
+
+class ImageTask:
+    """CIFAR-10, or another set of images with a train and a test part.
+
+    Options of the data: `images`, how many training images are used (all by default), `scored`,
+    how many test images.
+    """
+
+    def data(self, config: TrainConfig) -> ImageData:
+        """CIFAR-10, fetched if need be, in training order."""
+        options = config.data.options
+        require(config.data.name == "cifar10", f"no images are called {config.data.name!r}")
+        train = load_cifar10("train").subset(options.get("images", 50_000))
+        test = load_cifar10("test").subset(options.get("scored", 10_000))
+        items = epochs(train, config.optim.steps * config.optim.batch, config.seed)
+        return ImageData(items, f"{len(train)} images of {train.source}", {"test": test})
+
+    def model(self, config: TrainConfig) -> nn.Module:
+        """A fresh classifier of the shape that the configuration names."""
+        return image_model(config)
+
+    def evaluate(self, model: nn.Module, data: ImageData, config: TrainConfig) -> dict[str, Any]:
+        """The scores of each set of images."""
+        model.eval()
+        return {name: scored(model, images) for name, images in data.scored_on.items()}
+
+    def save(self, model: nn.Module, data: ImageData, folder: Path) -> None:
+        """Weights in one file; the configuration of the run tells the shape."""
+        folder.mkdir(parents=True, exist_ok=True)
+        state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+        save_file(state, folder / "model.safetensors")
+
+
+class DomainTask(ImageTask):
+    """PACS with a domain left out.
+
+    Options of the data: `out`, name of the domain that is not trained on; `held_out`, share of the
+    images of the others that are kept for validation (0.2, DomainBed's); `file`, name of a file in
+    the folder of PACS that is not the known one, for images of another size.
+    """
+
+    def data(self, config: TrainConfig) -> ImageData:
+        """The domains but one in training order, the one, and held-out images of the others."""
+        options = config.data.options
+        require(config.data.name == "pacs", f"no domains are called {config.data.name!r}")
+        file = options.get("file")
+        every = (
+            load_pacs() if file is None else load_pacs(shared_folder("pacs") / file, known=False)
+        )
+        _check_side(every.images, config)
+        out, share = options["out"], options.get("held_out", 0.2)
+        train, held, test = left_out(every, out, share, config.seed)
+        items = epochs(train, config.optim.steps * config.optim.batch, config.seed)
+        about = f"{len(train)} images of {every.images.source} without {out}"
+        return ImageData(items, about, {"out": test, "validation": held})
+
+
+def left_out(
+    every: DomainImages, out: str, share: float, seed: int
+) -> tuple[Images, Images, Images]:
+    """Images to train on, held-out images of the same domains, and those of the domain left out.
+
+    Args:
+        every: all of them.
+        out: name of the domain that is left out.
+        share: of each other domain's images that is held out.
+        seed: which ones these are.
+    """
+    require(out in every.domains, f"the domain {out!r} is not one of {list(every.domains)}")
+    require(0 < share < 1, f"the held-out share is in (0, 1), got {share}", ParameterError)
+    draw, parts = torch.Generator().manual_seed(seed), []
+    for number, name in enumerate(every.domains):
+        places = (every.domain == number).nonzero().flatten()
+        if name != out:
+            mixed = places[torch.randperm(len(places), generator=draw)]
+            parts.append(mixed.tensor_split([round(share * len(mixed))]))
+    held, train = (torch.cat(part) for part in zip(*parts, strict=True))
+    test = (every.domain == every.domains.index(out)).nonzero().flatten()
+    return every.images.take(train), every.images.take(held), every.images.take(test)
+
+
+def _check_side(images: Images, config: TrainConfig) -> None:
+    """Refuse images of another size than the model's; fetch the weights that it starts from."""
+    wanted, sizes = getattr(config.model, "side", None), tuple(images.pixels.shape[1:3])
+    require(sizes == (wanted, wanted), f"the model takes {wanted}² pixels, got {sizes}", DataError)
+    pretrained = getattr(config.model, "pretrained", None)
+    if pretrained is not None:
+        fetch_checkpoint(pretrained)
+
+
+def image_model(config: TrainConfig) -> nn.Module:
+    """The classifier of the kind that the configuration's shape stands for."""
+    shape = config.model
+    if isinstance(shape, MixtureConfig):
+        return MixtureClassifier(shape, config.gate)
+    if isinstance(shape, VisionTransformerConfig):
+        return RoutedVisionTransformer(shape, config.gate)
+    require(isinstance(shape, PatchConfig), f"{type(shape).__name__} is no shape for images")
+    assert isinstance(shape, PatchConfig)
+    return PatchClassifier(shape, config.gate)
+
+
+register_task(IMAGES, ImageTask())
+register_task(DOMAINS, DomainTask())

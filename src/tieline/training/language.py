@@ -1,4 +1,13 @@
-"""Language modelling: the decoder on a stream of tokens, scored on whole held-out windows.
+"""The decoder that is trained: Mixtral's, with every feed-forward part an `MoE` of ours.
+
+    h ← h + attention(norm(h));   h ← h + Σ_e w_e f_e(norm(h)),   w = gate(router(norm(h)))
+
+Attention, norms, embeddings, generation and saving are those of a stock family of transformers; the
+routing is the core's, so any router and gate can be trained. A model with a linear router and a
+top-k or smooth gate has the parameters of Mixtral exactly, and `stock_form` gives it back as one:
+whatever reads models of known families (capture, inspect, audit, smoothing) reads that.
+
+Language modelling: the decoder on a stream of tokens, scored on whole held-out windows.
 
     loss         mean -log p(token | tokens before it in its window), nats per token
     bpc          loss / ln 2, bits per byte or character
@@ -18,24 +27,202 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from tieline.errors import require
-from tieline.routing.collect import collect_routing
-from tieline.routing.selective import TopK
+from tieline.core.errors import UnsupportedModelError, require
+from tieline.hf.smooth import smooth_
+from tieline.routing.gates import SelectiveGate, TopK
+from tieline.routing.layer import MoE, moe
+from tieline.routing.losses import collect_routing
+from tieline.routing.routers import LinearRouter
 from tieline.routing.smooth import SmoothTopK
-from tieline.training.config import DecoderConfig, TrainConfig
-from tieline.training.model import (
-    SwitchForCausalLM,
-    decoder,
-    moe_layers,
-    smoothing_of,
-    stock_form,
-    why_not_stock,
-)
-from tieline.training.streams import Stream, TextStreams, Windows, load_streams
-from tieline.training.tasks import register_task
+from tieline.training.config import DecoderConfig, GateConfig, TrainConfig
+from tieline.training.engine import register_task
+from tieline.training.text_data import Stream, TextStreams, Windows, load_streams
 
-__all__ = ["LanguageModelling", "hard_gates", "window_losses"]
+__all__ = [
+    "LanguageModelling",
+    "SwitchConfig",
+    "SwitchForCausalLM",
+    "decoder",
+    "hard_gates",
+    "moe_layers",
+    "smoothing_of",
+    "stock_form",
+    "to_stock",
+    "why_not_stock",
+    "window_losses",
+]
+
+
+class SwitchConfig(MixtralConfig):
+    """Mixtral's configuration with the routing beside it.
+
+    Args:
+        routing: `router`, `gate` and their options, as `routing.moe` takes them.
+        options: further fields of `MixtralConfig`.
+    """
+
+    model_type = "tieline_switch"
+
+    def __init__(self, routing: dict[str, Any] | None = None, **options: Any) -> None:
+        self.routing = routing or {"router": "linear", "gate": "topk"}
+        super().__init__(**options)
+
+
+class RoutedBlock(nn.Module):
+    """The feed-forward part of a layer: an `MoE` whose weights start as Mixtral's do."""
+
+    def __init__(self, config: SwitchConfig) -> None:
+        super().__init__()
+        self.moe = moe(
+            d_model=config.hidden_size,
+            n_experts=config.num_local_experts,
+            k=config.num_experts_per_tok,
+            d_hidden=config.intermediate_size,
+            **{name: _with_tuples(value) for name, value in config.routing.items()},
+        )
+        std, depth = config.initializer_range, math.sqrt(2 * config.num_hidden_layers)
+        with torch.no_grad():
+            for name, weight in self.moe.named_parameters():
+                if weight.ndim > 1:
+                    weight.normal_(0, std / depth if name.endswith("w_out") else std)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Σ_e w_e f_e(x)."""
+        return self.moe(hidden_states)
+
+
+def _with_tuples(value: Any) -> Any:
+    """Options as they were before JSON made lists of their tuples."""
+    if isinstance(value, dict):
+        return {k: tuple(v) if isinstance(v, list) else v for k, v in value.items()}
+    return value
+
+
+class SwitchForCausalLM(MixtralForCausalLM):
+    """Mixtral with `RoutedBlock` for its sparse blocks."""
+
+    config_class = SwitchConfig
+
+    def __init__(self, config: SwitchConfig) -> None:
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.mlp = RoutedBlock(config)  # type: ignore[assignment]
+
+
+AutoConfig.register(SwitchConfig.model_type, SwitchConfig)
+AutoModelForCausalLM.register(SwitchConfig, SwitchForCausalLM)
+
+
+def decoder(shape: DecoderConfig, gate: GateConfig) -> SwitchForCausalLM:
+    """A fresh decoder, its weights drawn from torch's global generator."""
+    routing = {
+        "router": gate.router,
+        "gate": gate.gate,
+        "router_options": dict(gate.router_options),
+        "gate_options": dict(gate.gate_options),
+    }
+    return SwitchForCausalLM(SwitchConfig(routing=routing, **_stock_fields(shape, gate.k)))
+
+
+def _stock_fields(shape: DecoderConfig, k: int) -> dict[str, Any]:
+    return {
+        "vocab_size": shape.vocabulary,
+        "hidden_size": shape.d_model,
+        "intermediate_size": shape.d_hidden,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.heads,
+        "max_position_embeddings": shape.context,
+        "num_local_experts": shape.n_experts,
+        "num_experts_per_tok": k,
+        "initializer_range": shape.initial_std,
+        "tie_word_embeddings": shape.tied,
+        "sliding_window": None,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        "use_cache": False,
+        "router_aux_loss_coef": 0.0,  # the engine adds the balance loss itself
+    }
+
+
+def moe_layers(model: nn.Module) -> dict[str, MoE]:
+    """The layers of a model that route, by name, in order of depth."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
+
+
+def to_stock(model: SwitchForCausalLM) -> MixtralForCausalLM:
+    """The same weights as a `MixtralForCausalLM` with hard top-k, sharing their memory.
+
+    A model that was trained with a smooth gate becomes its hard form; `smoothing_of` tells the ramp
+    that `smooth_` puts back.
+    """
+    reason = why_not_stock(model)
+    require(reason is None, f"the model has no stock form: {reason}", UnsupportedModelError)
+    fields = {k: v for k, v in model.config.to_dict().items() if k not in ("routing", "model_type")}
+    with torch.device("meta"):
+        stock = MixtralForCausalLM(MixtralConfig(**fields))
+    stock.load_state_dict(_stock_state(model), strict=False, assign=True)
+    stock.model.rotary_emb = model.model.rotary_emb
+    stock.tie_weights()
+    stock.config.architectures = ["MixtralForCausalLM"]
+    return stock.train(model.training)
+
+
+def stock_form(model: SwitchForCausalLM) -> MixtralForCausalLM:
+    """What the model computes, as a stock model: smoothed by `smooth_` where it trained so.
+
+    A gate whose budget was annealed down to k is used as hard top-k. Every expert has a slot, so no
+    token's band is narrowed and the two compute the same.
+    """
+    stock, ramp = to_stock(model), smoothing_of(model)
+    if ramp is not None and ramp["budget"] > ramp["k"]:
+        slots = stock.config.num_local_experts
+        smooth_(stock, epsilon=ramp["epsilon"], a=ramp["a"], b=ramp["b"], k_max=slots)
+    return stock
+
+
+def why_not_stock(model: nn.Module) -> str | None:
+    """Why a model is no Mixtral, None if it is one."""
+    for name, layer in moe_layers(model).items():
+        router, gate = layer.router, layer.gate
+        if not isinstance(router, LinearRouter) or router.bias is not None:
+            return f"{name} scores by {router}"
+        softmax = isinstance(gate, SelectiveGate) and gate.scoring == "softmax"
+        if not (softmax and gate.renormalize and gate.selection_bias is None):
+            return f"{name} combines by {gate}"
+    return None
+
+
+RENAMED = {
+    "mlp.moe.router.weight": "mlp.gate.weight",
+    "mlp.moe.experts.w_in": "mlp.experts.gate_up_proj",
+    "mlp.moe.experts.w_out": "mlp.experts.down_proj",
+}
+
+
+def _stock_state(model: nn.Module) -> dict[str, Tensor]:
+    state = {}
+    for name, tensor in model.state_dict().items():
+        for ours, theirs in RENAMED.items():
+            name = name.replace(ours, theirs)
+        if not name.endswith("moe.gate.theta"):
+            state[name] = tensor
+    return state
+
+
+def smoothing_of(model: nn.Module) -> dict[str, Any] | None:
+    """The ramp of a model trained with smooth top-k: k, a, b, and ε of each layer; else None."""
+    gates = [layer.gate for layer in moe_layers(model).values()]
+    smooth = [gate for gate in gates if isinstance(gate, SmoothTopK)]
+    if not smooth:
+        return None
+    first = smooth[0]
+    epsilon = [gate.epsilon.item() for gate in smooth]
+    return {"k": first.k, "a": first.a, "b": first.b, "epsilon": epsilon, "budget": first.budget}
+
 
 BATCH = 16
 

@@ -14,27 +14,84 @@
     wikitext-paper-GATE-kK   the same with K experts: smoe 4 and 5, smooth50 4 (paper 1, Table 8)
 
 GATE is one of the nine of `gates`.
+
+Recipes on images: CIFAR-10 (paper 1, Figures 1 and 3) and PACS (papers 1 and 2, Table 3).
+
+    cifar10-small-GATE        the paper's layers (3072 wide, 32 experts of 128, top 4), one pass
+                              over 12,800 images: minutes on one core
+    cifar10-paper-GATE        the same, 50 passes over all images
+    pacs-small-GATE-DOMAIN    a small transformer at 32×32, 2 of 6 experts, DOMAIN left out
+    pacs-paper-GATE-DOMAIN    pretrained ViT-S/16, its last two networks turned into 6 experts
+
+GATE is smoe, smooth50 or smooth1 for CIFAR-10, and for PACS
+
+    linear       linear router, top 2
+    cosine       cosine router with a projection and temperature 1/2: GMoE's
+    perturbed    the same with τ1 = τ2 = 0.1 (paper 2)
+    smooth       cosine router, smooth top-2 with b = 50: SmoothGMoE (paper 1)
+
+Recipes on sentences: GLUE with one upcycled network (paper 1, Table 2).
+
+    glue-smoke-TASK-GATE        2 layers of width 32 at random weights: whether everything runs
+    glue-paper-TASK-GATE-kK     BERT-large, 16 experts in one block, 10 epochs: accelerators
+
+TASK is cola, mrpc or rte; GATE smoe, remoe or smooth50; K 2 or 4. The smoke run starts from random
+weights and ends near always saying the same: its scores are no result.
+
+The baseline `smoe` is GShard's top-k, with the gate noise of 1.0 and the capacity factor of 1.5
+that the paper sets (C.3.2): an expert takes at most ⌈1.5 kT/E⌉ of the T tokens of a batch, padding
+included, and scores are noisy in training. ReMoE and smooth top-k have no fixed number of experts
+per token; the paper does not say what a capacity would be there, and they run without.
+
+All tasks and recipes: importing this makes every one of them known.
+
+A new kind of run is a module that registers its task and recipes, and a line in `MODULES`.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
+from typing import Any
 
-from tieline.errors import require
+import tieline.training.language  # noqa: F401 - its task registers itself
+from tieline.core.errors import require
+from tieline.training import images as task_images
 from tieline.training.config import (
+    GATE_NAMES,
     DataConfig,
     DecoderConfig,
+    GateConfig,
+    LossConfig,
     OptimConfig,
     TrainConfig,
+    gate_config,
 )
-from tieline.training.gates import GATE_NAMES, gate_config
+from tieline.training.engine import TASKS
+from tieline.training.image_models import MixtureConfig, PatchConfig, VisionTransformerConfig
+from tieline.training.sentences import SENTENCES, SentenceConfig
 
 __all__ = [
+    "CIFAR10_GATES",
+    "DOMAINS",
+    "DOMAIN_GATES",
+    "GLUE_GATES",
+    "GLUE_TASKS",
+    "GSHARD",
     "RECIPES",
+    "TASKS",
+    "cifar10_paper",
+    "cifar10_small",
+    "domain_gate",
     "enwik8_10m",
     "enwik8_paper",
     "extended_form",
+    "glue_gate",
+    "glue_paper",
+    "glue_smoke",
     "long_form",
+    "pacs_paper",
+    "pacs_small",
     "recipe_config",
     "register_recipe",
     "shipped_small",
@@ -206,3 +263,160 @@ for _gate in GATE_NAMES:
     register_recipe(f"wikitext-paper-{_gate}", partial(wikitext_paper, _gate))
 for _gate, _k in (("smoe", 4), ("smoe", 5), ("smooth50", 4)):
     register_recipe(f"wikitext-paper-{_gate}-k{_k}", partial(wikitext_paper, _gate, _k))
+
+
+CIFAR10_GATES = ("smoe", "smooth50", "smooth1")
+DOMAINS = ("art_painting", "cartoon", "photo", "sketch")
+COSINE = {"d_proj": 32, "temperature": 0.5}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "linear": {},
+    "cosine": {"router": "cosine", "router_options": COSINE},
+    "perturbed": {"router": "cosine", "router_options": {**COSINE, "tau": (0.1, 0.1)}},
+    "smooth": {
+        "router": "cosine",
+        "router_options": COSINE,
+        "gate": "smooth",
+        "gate_options": {"b": 50.0},
+    },
+}
+DOMAIN_GATES = tuple(VARIANTS)
+
+
+def cifar10_small(gate: str) -> TrainConfig:
+    """Four layers at the paper's sizes, 100 M parameters, one pass over 12,800 images."""
+    return TrainConfig(
+        recipe=f"cifar10-small-{gate}",
+        task=task_images.IMAGES,
+        model=MixtureConfig(),
+        gate=gate_config(gate, k=4),
+        data=DataConfig(name="cifar10", options={"images": 12_800, "scored": 2_000}),
+        optim=OptimConfig(steps=100, batch=128, rate=3e-4, warmup=15),
+        losses=LossConfig(boundary=1.0),
+        log_every=20,
+        checkpoint_every=1_000,
+        note="12,800 of 50,000 images, one pass; scored on 2,000 of 10,000 test images",
+    )
+
+
+def cifar10_paper(gate: str) -> TrainConfig:
+    """The same layers on all images; the paper tells their sizes, but not how they were trained."""
+    return TrainConfig(
+        recipe=f"cifar10-paper-{gate}",
+        task=task_images.IMAGES,
+        model=MixtureConfig(),
+        gate=gate_config(gate, k=4),
+        data=DataConfig(name="cifar10"),
+        optim=OptimConfig(steps=50 * 50_000 // 128, batch=128, rate=3e-4, warmup=400),
+        losses=LossConfig(boundary=1.0),
+        checkpoint_every=2_000,
+        note="sizes of paper 1, B.3; it states no optimiser, so this one is ours",
+    )
+
+
+def domain_gate(name: str, k: int = 2) -> GateConfig:
+    """A way to route patches, by its name."""
+    require(name in VARIANTS, f"the gate {name!r} is not one of {list(DOMAIN_GATES)}")
+    return GateConfig(name=name, k=k, **VARIANTS[name])
+
+
+def pacs_small(gate: str, out: str) -> TrainConfig:
+    """A small transformer on PACS at 32×32 with a domain left out."""
+    require(out in DOMAINS, f"the domain {out!r} is not one of {list(DOMAINS)}")
+    return TrainConfig(
+        recipe=f"pacs-small-{gate}-{out}",
+        task=task_images.DOMAINS,
+        model=PatchConfig(),
+        gate=domain_gate(gate),
+        data=DataConfig(name="pacs", options={"out": out}),
+        optim=OptimConfig(steps=240, batch=32, rate=2e-3, warmup=20),
+        losses=LossConfig(boundary=1.0),
+        checkpoint_every=1_000,
+        note="32×32 pixels, no pretrained backbone, the model of the last step",
+    )
+
+
+def pacs_paper(gate: str, out: str) -> TrainConfig:
+    """ViT-S/16 with 6 experts in its last two blocks on PACS at 224×224, a domain left out."""
+    return TrainConfig(
+        recipe=f"pacs-paper-{gate}-{out}",
+        task=task_images.DOMAINS,
+        model=VisionTransformerConfig(),
+        gate=domain_gate(gate),
+        data=DataConfig(name="pacs", options={"out": out, "file": "pacs224.npz"}),
+        optim=OptimConfig(steps=5_000, batch=96, rate=3e-5, weight_decay=0.0, warmup=100),
+        losses=LossConfig(boundary=1.0),
+        note="paper 1, C.2: 5,000 steps of 32 images a domain (paper 2: 15,000); both keep the "
+        "best model on held-out images, here it is the last",
+    )
+
+
+for _gate in CIFAR10_GATES:
+    register_recipe(f"cifar10-small-{_gate}", partial(cifar10_small, _gate))
+    register_recipe(f"cifar10-paper-{_gate}", partial(cifar10_paper, _gate))
+for _gate in DOMAIN_GATES:
+    for _out in DOMAINS:
+        register_recipe(f"pacs-small-{_gate}-{_out}", partial(pacs_small, _gate, _out))
+        register_recipe(f"pacs-paper-{_gate}-{_out}", partial(pacs_paper, _gate, _out))
+
+
+GLUE_TASKS = {"cola": ("CoLA", 8_551), "mrpc": ("MRPC", 3_668), "rte": ("RTE", 2_490)}
+GLUE_GATES = ("smoe", "remoe", "smooth50")
+GSHARD = {"noise": 1.0, "capacity_factor": 1.5}
+"""Paper 1, C.3.2."""
+
+
+def glue_gate(name: str, k: int = 2) -> GateConfig:
+    """A way to route, by its name; the baseline has the paper's noise and capacity."""
+    plain = gate_config(name, k)
+    if name != "smoe":
+        return plain
+    return replace(plain, gate="gshard", gate_options=dict(GSHARD))
+
+
+def glue_smoke(task: str, gate: str) -> TrainConfig:
+    """A tiny BERT at random weights with 16 experts in one block, 20 steps."""
+    return TrainConfig(
+        recipe=f"glue-smoke-{task}-{gate}",
+        task=SENTENCES,
+        model=SentenceConfig(
+            layers=2, d_model=32, d_hidden=64, heads=2, vocabulary=512, context=64, routed=1
+        ),
+        gate=glue_gate(gate),
+        data=DataConfig(name="glue", options={"task": GLUE_TASKS[task][0]}),
+        optim=OptimConfig(steps=20, batch=16, rate=1e-3, warmup=5),
+        log_every=5,
+        checkpoint_every=1_000,
+        note="a smoke run: random weights, so the scores are those of guessing",
+    )
+
+
+def glue_paper(task: str, gate: str, k: int) -> TrainConfig:
+    """BERT-large with 16 experts in one block, ten epochs (paper 1, C.3)."""
+    name, examples = GLUE_TASKS[task]
+    return TrainConfig(
+        recipe=f"glue-paper-{task}-{gate}-k{k}",
+        task=SENTENCES,
+        model=SentenceConfig(
+            layers=24,
+            d_model=1024,
+            d_hidden=4096,
+            heads=16,
+            vocabulary=30_522,
+            context=128,
+            routed=23,
+            pretrained="google-bert/bert-large-uncased",
+        ),
+        gate=glue_gate(gate, k),
+        data=DataConfig(name="glue", options={"task": name}),
+        optim=OptimConfig(steps=10 * examples // 32, batch=32, rate=3e-5, weight_decay=0.0),
+        note="the paper also tries rates of 2e-5 and 5e-5 and stops early, and does not say which "
+        "block is replaced: here the last",
+    )
+
+
+for _task in GLUE_TASKS:
+    for _gate in GLUE_GATES:
+        register_recipe(f"glue-smoke-{_task}-{_gate}", partial(glue_smoke, _task, _gate))
+        for _k in (2, 4):
+            recipe = partial(glue_paper, _task, _gate, _k)
+            register_recipe(f"glue-paper-{_task}-{_gate}-k{_k}", recipe)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-from tieline.errors import TielineError, require
-from tieline.routing.collect import auxiliary_loss, collect_routing
+from tieline.core.errors import TielineError, require
+from tieline.routing.losses import auxiliary_loss, collect_routing
 from tieline.training.checkpoint import (
     load_generators,
     load_optimizer,
@@ -23,7 +23,7 @@ from tieline.training.checkpoint import (
     save_optimizer,
 )
 from tieline.training.config import TrainConfig
-from tieline.training.schedules import GateSchedule, is_epsilon, rate_scheduler
+from tieline.training.controllers import GateSchedule, is_epsilon, rate_scheduler
 
 __all__ = ["RoutingTrainer", "parameter_groups", "training_arguments"]
 

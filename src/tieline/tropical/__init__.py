@@ -1,6 +1,14 @@
 """Tropical geometry of top-k routing: cells, pieces, bounds and expectations (paper 3)."""
 
-from tieline.tropical.advisor import advise
+from tieline.tropical.advisor import PRESETS, LayerShape, advise, gaussian_rounding_flips
+from tieline.tropical.algebra import (
+    TropicalPolynomial,
+    TropicalRational,
+    elementary_symmetric,
+    rational_form,
+    symmetric_polynomial,
+    zonotope_counts,
+)
 from tieline.tropical.capacity import (
     attainability,
     capacity_bound,
@@ -10,7 +18,14 @@ from tieline.tropical.capacity import (
     sharp_bound,
     zaslavsky,
 )
-from tieline.tropical.cells import Cells, cells, count_cells
+from tieline.tropical.cells import (
+    Cells,
+    cells,
+    count_cells,
+    expected_voronoi_cells,
+    k_sets,
+    voronoi_cells,
+)
 from tieline.tropical.checks import Count, DegenerateError
 from tieline.tropical.collapse import (
     ball_meets_tie,
@@ -21,8 +36,6 @@ from tieline.tropical.collapse import (
     saturation,
     walls_in_ball,
 )
-from tieline.tropical.crossings import crossings, token_pairs
-from tieline.tropical.exact import count_cells_rational, count_regions_rational
 from tieline.tropical.expectation import (
     expected_cells,
     expected_regions,
@@ -31,25 +44,30 @@ from tieline.tropical.expectation import (
     pooled_block,
     wall_density,
 )
-from tieline.tropical.listing import Regions, regions
 from tieline.tropical.manifold import (
+    crossings,
     expected_kinks,
     expected_switches,
     paper_effective_bound,
     pieces_along,
     pieces_along_curve,
     spherical_length,
+    token_pairs,
 )
-from tieline.tropical.patches import grid_of, pieces_on_patch
-from tieline.tropical.polynomials import TropicalPolynomial, symmetric_polynomial
-from tieline.tropical.presets import PRESETS, LayerShape
-from tieline.tropical.rational_form import TropicalRational, rational_form
-from tieline.tropical.regions import count_regions
-from tieline.tropical.score_rounding import gaussian_rounding_flips
-from tieline.tropical.semiring import elementary_symmetric
-from tieline.tropical.slices import plane_through, slice_layer, slice_router
-from tieline.tropical.voronoi import expected_voronoi_cells, k_sets, voronoi_cells
-from tieline.tropical.zonotope import zonotope_counts
+from tieline.tropical.pictures import (
+    grid_of,
+    pieces_on_patch,
+    plane_through,
+    slice_layer,
+    slice_router,
+)
+from tieline.tropical.regions import (
+    Regions,
+    count_cells_rational,
+    count_regions,
+    count_regions_rational,
+    regions,
+)
 
 __all__ = [
     "PRESETS",

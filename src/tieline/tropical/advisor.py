@@ -1,4 +1,10 @@
-"""What a choice of experts, active experts and width buys: many numbers, no single answer.
+"""Shapes of routed layers: what the advisor starts from.
+
+What the advisor's numbers mean and where each of them holds.
+
+Flips of normal scores that are rounded to a format: f_gap(0) weighed by the grid's step.
+
+What a choice of experts, active experts and width buys: many numbers, no single answer.
 
 `advise` lays the granularities of one layer side by side. Every quantity says where it holds
 (`QUANTITIES`), and every entry of a row that lies outside says so itself. The paper's bound, a
@@ -11,8 +17,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from tieline.errors import require
+import numpy as np
+import torch
+from scipy import special
+
+from tieline.core.errors import require
 from tieline.geometry import gaussian_gap_density
+from tieline.geometry.rounding import grid_step
 from tieline.tropical.capacity import (
     Attainability,
     attainability,
@@ -27,11 +38,247 @@ from tieline.tropical.expectation import (
     log_expected_regions,
     wall_density,
 )
-from tieline.tropical.presets import LayerShape
-from tieline.tropical.quantities import QUANTITIES
-from tieline.tropical.score_rounding import gaussian_rounding_flips
 
-__all__ = ["Advice", "Entry", "Row", "advise"]
+__all__ = [
+    "PRESETS",
+    "QUANTITIES",
+    "Advice",
+    "Entry",
+    "LayerShape",
+    "Quantity",
+    "Row",
+    "advise",
+    "gaussian_rounding_flips",
+]
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """One routed layer.
+
+    Attributes:
+        n_experts: routed experts N.
+        k: experts chosen per token.
+        width: hidden width H of an expert.
+        hidden: width of the model, the router's input.
+        shared: experts that every token uses besides; their width is H as well.
+        matrices: weight matrices of an expert: 3 with a gate (SwiGLU), 2 without.
+        n_groups: groups of experts, 1 where routing is not group-limited.
+        k_groups: groups that a token may choose from.
+    """
+
+    n_experts: int
+    k: int
+    width: int
+    hidden: int = 2048
+    shared: int = 0
+    matrices: int = 3
+    n_groups: int = 1
+    k_groups: int = 1
+
+    def __post_init__(self) -> None:
+        n, k = self.n_experts, self.k
+        require(1 <= k < n, f"need 1 <= k < N: with k = N nothing is routed, got {k=}, N={n}")
+        for name in ("width", "hidden", "matrices"):
+            require(getattr(self, name) >= 1, f"need {name} >= 1, got {getattr(self, name)}")
+        require(self.shared >= 0, f"need shared >= 0, got {self.shared}")
+        groups = f"{self.k_groups} of {self.n_groups} groups"
+        fits = 1 <= self.k_groups <= self.n_groups and n % self.n_groups == 0
+        require(fits, f"need equal groups and 1 <= chosen <= all, got {groups} for {n} experts")
+
+    def split(self, m: int) -> "LayerShape":
+        """The paper's granularity transformation: N, H, k become mN, H/m, mk (sec. 5.1)."""
+        require(
+            m >= 1 and self.width % m == 0,
+            f"a split must divide the expert width {self.width}, got {m}",
+        )
+        # a shared expert is split as well: its neurons run for every token either way
+        return LayerShape(
+            self.n_experts * m,
+            self.k * m,
+            self.width // m,
+            self.hidden,
+            self.shared * m,
+            self.matrices,
+            self.n_groups,
+            self.k_groups,
+        )
+
+
+PRESETS: dict[str, LayerShape] = {
+    "mixtral-8x7b": LayerShape(8, 2, 14336, 4096),
+    "mixtral-8x22b": LayerShape(8, 2, 16384, 6144),
+    "deepseek-v3": LayerShape(256, 8, 2048, 7168, shared=1, n_groups=8, k_groups=4),
+    "olmoe": LayerShape(64, 8, 1024, 2048),
+    "qwen3-30b-a3b": LayerShape(128, 8, 768, 2048),
+    "qwen3-235b-a22b": LayerShape(128, 8, 1536, 4096),
+    "gpt-oss-20b": LayerShape(32, 4, 2880, 2880),
+    "gpt-oss-120b": LayerShape(128, 4, 2880, 2880),
+}
+"""Published shapes, as their configurations give them."""
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A column of the advisor.
+
+    Attributes:
+        heading: short, for a table.
+        meaning: the number in words, with its formula.
+        valid: where it holds, and where not.
+        kind: "exact", "bound", "Gaussian" (expectation or law of Gaussian weights) or "paper".
+    """
+
+    heading: str
+    meaning: str
+    valid: str
+    kind: str
+
+
+QUANTITIES: dict[str, Quantity] = {
+    "parameters": Quantity(
+        "parameters",
+        "weights of all experts, shared ones and the router",
+        "exact; biases and norms are not counted",
+        "exact",
+    ),
+    "active": Quantity(
+        "active",
+        "weights that one token uses: k experts, shared ones, the router",
+        "exact; biases and norms are not counted; the router grows with the split",
+        "exact",
+    ),
+    "flops": Quantity(
+        "FLOPs/token",
+        "2 per active weight, forward pass",
+        "matrix products only",
+        "exact",
+    ),
+    "coalitions": Quantity(
+        "coalitions",
+        "C(N, k) sets of experts that could be chosen, fewer under group limits",
+        "a count of names: all have a cell only if d >= N - 1, and data on R^d_eff meet far fewer",
+        "exact",
+    ),
+    "paper_bound": Quantity(
+        "paper's bound",
+        "C(N, k) Φ(kH, d_eff), Thm. 4.17 of paper 3",
+        "an upper bound on any flat of dimension d_eff; out of reach for d_eff < N - 1",
+        "paper",
+    ),
+    "sharp_bound": Quantity(
+        "B*",
+        "Σ_j Σ_a n(j, a) min(C(N-a, k-a), U(N, k, d_eff-j))",
+        "a rigorous upper bound for every router and every ReLU experts in general position",
+        "bound",
+    ),
+    "expected_cells": Quantity(
+        "E[cells]",
+        "C(N, k) P(M <= d_eff+1): coalitions that a d_eff-flat of inputs meets",
+        "Gaussian router; a whole flat, so data in a part of it meet fewer",
+        "Gaussian",
+    ),
+    "expected_regions": Quantity(
+        "E[pieces]",
+        "C(N, k) Σ_j C(kH, j) P(M <= d_eff-j+1): pieces that a d_eff-flat meets",
+        "Gaussian router and ReLU experts; a whole flat, so data in a part of it meet fewer",
+        "Gaussian",
+    ),
+    "over_dense": Quantity(
+        "E/dense",
+        "E[pieces] / Φ(kH, d_eff): times the pieces of a dense layer with as many active neurons",
+        "Gaussian weights on a whole d_eff-flat; near 1 where kH is much larger than N",
+        "Gaussian",
+    ),
+    "switches": Quantity(
+        "switches/rad",
+        "ρ/π: changes of coalition per radian of input direction, Crofton",
+        "Gaussian router, any curve; on the trained model in the box 0.88 to 1.04 times this",
+        "Gaussian",
+    ),
+    "kinks": Quantity(
+        "kinks/rad",
+        "kH/π: zeros of active neurons per radian",
+        "Gaussian ReLU experts, any curve",
+        "Gaussian",
+    ),
+    "gap_density": Quantity(
+        "f_gap(0)",
+        "density of the gap z_[k] - z_[k+1] at zero, per standard deviation of a score",
+        "independent normal scores of equal spread; measure a trained router with tieline inspect",
+        "Gaussian",
+    ),
+    "bf16_flips": Quantity(
+        "flips bf16",
+        "share of tokens whose choice changes when the logits are rounded once to bf16",
+        "independent normal logits; first order, below 10 %; errors of the product come on top",
+        "Gaussian",
+    ),
+    "paper_gain": Quantity(
+        "law G(m)",
+        "(Ne/k)^{(m-1)k} m^{-d_eff-1/2}, Thm. 5.1 of paper 3",
+        "as printed: N → ∞ at fixed k, H/m >= d_eff; at fixed k Stirling is off by a constant",
+        "paper",
+    ),
+    "binomial_gain": Quantity(
+        "exact G(m)",
+        "C(mN, mk) / C(N, k) · m^{-d_eff}, what the law approximates",
+        "exact for the paper's principal term C(N, k) H^d_eff",
+        "paper",
+    ),
+    "bound_gain": Quantity(
+        "bound ratio",
+        "C(mN, mk) / C(N, k): ratio of the paper's bounds themselves",
+        "kH does not change under a split, so neither does Φ(kH, d_eff): no width penalty",
+        "paper",
+    ),
+    "expected_gain": Quantity(
+        "E ratio",
+        "E[pieces] after the split / before",
+        "Gaussian router and ReLU experts on a d_eff-flat",
+        "Gaussian",
+    ),
+    "m_max": Quantity(
+        "m_max",
+        "⌊H/d_eff⌋ of the layer before any split, Cor. 5.3 of paper 3",
+        "the paper's limit; the count of pieces needs only kH >= d_eff, which a split keeps",
+        "paper",
+    ),
+}
+"""By name, in the order of the table."""
+
+
+PER_UNIT = 1024
+"""Midpoints per unit of score: the step's jumps, at powers of two, fall between them."""
+
+
+def gaussian_rounding_flips(
+    n_experts: int, k: int, precision: str = "bf16", spread: float = 1.0
+) -> float:
+    """P(flip) = ¼ ∫ g(t) q(σt)/σ dt for independent N(0, σ²) scores rounded once to a format.
+
+    g(t) = E!/((k-1)!(E-k-1)!) φ(t)² Φ̄(t)^(k-1) Φ(t)^(E-k-1) is the density of a zero gap at
+    threshold t, which integrates to f_gap(0), and q the format's step there: two scores on one grid
+    tie with probability q/2 per unit of gap density, and half of the ties fall to the wrong expert
+    (Def. 7.3 of docs/definitions.md). First order in q f_gap(0), which overstates by that much.
+
+    Args:
+        n_experts: number of experts E.
+        k: experts chosen, 1 <= k < E.
+        precision: a floating-point format of `geometry.rounding.PRECISIONS`.
+        spread: σ; the steps are relative, so it matters only up to a factor of two.
+    """
+    require(1 <= k < n_experts, f"need 1 <= k < E, got {k=}, E={n_experts}")
+    require(spread > 0 and math.isfinite(spread), f"need a spread > 0, got {spread}")
+    require(
+        not precision.startswith("int"), f"{precision} has no step of its own: scaled per token"
+    )
+    t = (np.arange(-12 * PER_UNIT, 12 * PER_UNIT) + 0.5) / PER_UNIT
+    ways = special.gammaln([n_experts + 1, k, n_experts - k]) @ np.array([1.0, -1.0, -1.0])
+    below, above = special.log_ndtr(t), special.log_ndtr(-t)
+    log_g = ways - t**2 - math.log(2 * math.pi) + (k - 1) * above + (n_experts - k - 1) * below
+    step = grid_step(torch.from_numpy(spread * t)[None], precision)[0].numpy() / spread
+    return float((np.exp(log_g) * step).sum() / PER_UNIT / 4)
 
 
 REACH: dict[Attainability, str] = {

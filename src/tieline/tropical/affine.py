@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tieline.errors import ShapeError, require
-from tieline.ranking import topk_mask
+from tieline.core.errors import ShapeError, require
+from tieline.core.ranking import topk_mask
 
 __all__ = ["Neurons", "Router", "as_neurons", "as_points", "as_router", "chosen"]
 

@@ -14,7 +14,7 @@ only for d >= N - 1, by the pieces of a whole arrangement in each of them.
 from math import comb
 from typing import Literal, NamedTuple
 
-from tieline.errors import require
+from tieline.core.errors import require
 
 __all__ = [
     "Attainability",

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, Real
 from torch import Tensor
 
-from tieline.errors import ParameterError, ShapeError, TielineError, require
+from tieline.core.errors import ParameterError, ShapeError, TielineError, require
 
 __all__ = [
     "Array",

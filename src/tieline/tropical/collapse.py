@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from scipy import special
 
-from tieline.errors import TraceError, require
+from tieline.core.errors import TraceError, require
 from tieline.geometry.distance import expert_distances, nearest_tie
 from tieline.trace.record import LayerTrace
 from tieline.tropical.affine import Router, as_points, as_router, chosen

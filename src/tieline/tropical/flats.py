@@ -14,10 +14,10 @@ from typing import no_type_check
 
 import numpy as np
 
-from tieline.tropical.compiled import compiled
-from tieline.tropical.tied_sets import (
+from tieline.tropical.counting import (
     ROUNDING,
     TOLERANCE,
+    compiled,
     count_affine,
     count_linear,
     top_side,

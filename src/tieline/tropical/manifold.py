@@ -1,4 +1,10 @@
-"""Pieces that a curve of inputs meets, beside what a Gaussian router would show.
+"""Where the chosen experts change along straight segments, exactly.
+
+Along a segment every score is linear, so that each pair of experts changes order at most once. The
+next change of the coalition is the first crossing of a chosen expert by a faster one that is not
+chosen; all segments take their next step together.
+
+Pieces that a curve of inputs meets, beside what a Gaussian router would show.
 
     pieces_along              switches and kinks on a polyline, exact               measured
     pieces_along_curve        the same for a callable, refined until it settles     measured
@@ -9,32 +15,125 @@
 The paper's bound divides a d_eff-dimensional volume by a (d-1)-dimensional one, which has a meaning
 only for d_eff = d - 1: it is printed beside the true numbers, never instead of them. An m-flat
 meets C(N, k) P(M <= m+1) cells on average: `expected_cells(N, k, m)`.
+
+Coalitions that a model's router meets between the hidden states of its tokens.
+
+    token_pairs      pairs of tokens: neighbours in the text, or any two
+    crossings        switches per pair, per radian and per unit of length, against a Gaussian router
+
+Each pair is joined by a straight line in the router's input space, walked exactly. The expectation
+of a Gaussian router is ρ/π per radian (Crofton); a trained one differs as its weights and its
+inputs do.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from jaxtyping import Float
+import torch
+from jaxtyping import Bool, Float, Int
 from scipy import special
+from torch import Tensor
 
-from tieline.errors import require
-from tieline.tropical.affine import Neurons, Router, as_neurons, as_points, as_router
+from tieline.core.errors import TraceError, require
+from tieline.core.numerics import Estimate, mean_estimate
+from tieline.trace.record import LayerTrace, RoutingTrace
+from tieline.tropical.affine import Neurons, Router, as_neurons, as_points, as_router, chosen
 from tieline.tropical.capacity import capacity_bound
 from tieline.tropical.expectation import wall_density
-from tieline.tropical.walking import Walk, walk
 
 __all__ = [
+    "Crossings",
     "PathPieces",
+    "Walk",
+    "crossings",
     "expected_kinks",
     "expected_switches",
     "paper_effective_bound",
     "pieces_along",
     "pieces_along_curve",
     "spherical_length",
+    "token_pairs",
+    "walk",
 ]
+
+CHUNK = 1 << 22
+"""Pairs of experts over all segments that are held at once."""
+
+
+class Walk(NamedTuple):
+    """Every change of coalition, by segment and in the order of the walk.
+
+    Attributes:
+        segment: which segment it happens on.
+        place: where, as a share of the segment, 0 < place < 1.
+        leaving: the expert that is no longer chosen.
+        entering: the expert that is from there on.
+        first: experts chosen at the start of each segment.
+    """
+
+    segment: Int[np.ndarray, " events"]
+    place: Float[np.ndarray, " events"]
+    leaving: Int[np.ndarray, " events"]
+    entering: Int[np.ndarray, " events"]
+    first: Bool[np.ndarray, "segments experts"]
+
+    def per_segment(self) -> Int[np.ndarray, " segments"]:
+        """Number of changes on each segment."""
+        return np.bincount(self.segment, minlength=len(self.first))
+
+
+def walk(
+    starts: Float[np.ndarray, "segments width"],
+    ends: Float[np.ndarray, "segments width"],
+    router: Router,
+) -> Walk:
+    """The changes of coalition along the segments from `starts` to `ends`."""
+    experts = len(router.bias)
+    size = max(1, CHUNK // experts**2)
+    parts = [
+        _walk(router.scores(starts[at : at + size]), router.scores(ends[at : at + size]), router.k)
+        for at in range(0, len(starts), size)
+    ]
+    shifted = [part._replace(segment=part.segment + i * size) for i, part in enumerate(parts)]
+    return Walk(*(np.concatenate(columns) for columns in zip(*shifted, strict=True)))
+
+
+def _walk(start: np.ndarray, end: np.ndarray, k: int) -> Walk:
+    first = chosen(start, k)
+    overtakes = _overtakes(start, end - start)
+    inside, rows = first.copy(), np.arange(len(start))
+    events: list[tuple[np.ndarray, ...]] = []
+    while len(rows):
+        usable = inside[rows][:, :, None] & ~inside[rows][:, None, :]
+        times = np.where(usable, overtakes[rows], np.inf).reshape(len(rows), -1)
+        best = times.argmin(axis=1)
+        when = times[np.arange(len(rows)), best]
+        going = when < 1
+        rows, best, when = rows[going], best[going], when[going]
+        leaving, entering = np.divmod(best, start.shape[1])
+        inside[rows, leaving], inside[rows, entering] = False, True
+        at_start = when <= 0  # a tie at the very start is settled before the walk begins
+        first[rows[at_start]] = inside[rows[at_start]]
+        events.append(tuple(x[~at_start] for x in (rows, when, leaving, entering)))
+    return _ordered(events, first)
+
+
+def _overtakes(score: np.ndarray, slope: np.ndarray) -> np.ndarray:
+    """When expert j passes expert i, infinite if it never does: (segments, i, j)."""
+    closing = slope[:, None, :] - slope[:, :, None]
+    ahead = score[:, :, None] - score[:, None, :]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(closing > 0, ahead / closing, np.inf)
+
+
+def _ordered(events: list[tuple[np.ndarray, ...]], first: np.ndarray) -> Walk:
+    """Events by segment; those of one segment were found in the order of the walk."""
+    segment, place, leaving, entering = map(np.concatenate, zip(*events, strict=True))
+    order = np.argsort(segment, kind="stable")
+    return Walk(segment[order], place[order], leaving[order], entering[order], first)
 
 
 @dataclass(frozen=True)
@@ -229,3 +328,93 @@ def _counts(found: PathPieces) -> tuple[int, int, int]:
 
 def _point(value: Any) -> np.ndarray:
     return np.asarray(value, dtype=np.float64).reshape(-1)
+
+
+@dataclass(frozen=True)
+class Crossings:
+    """Switches of coalition along straight lines between pairs of router inputs.
+
+    Attributes:
+        pairs: lines walked.
+        switches: mean number per line.
+        needed: mean number of experts that differ between the ends: no walk has fewer switches.
+        angle: mean angle between the ends, in radians.
+        per_radian: switches over spherical length, all lines together.
+        per_length: switches over Euclidean length, all lines together.
+        expected_per_radian: ρ/π of a Gaussian router of this shape.
+        agreement: share of ends whose choice by the given weight is that of the trace.
+    """
+
+    pairs: int
+    switches: Estimate
+    needed: float
+    angle: float
+    per_radian: float
+    per_length: float
+    expected_per_radian: float
+    agreement: float
+
+
+def token_pairs(
+    trace: RoutingTrace, pairs: int, kind: Literal["neighbours", "any"], seed: int = 0
+) -> Int[Tensor, "pairs 2"]:
+    """Pairs of token indices drawn without repetition: next to each other in a text, or any two."""
+    require(pairs >= 1, f"need at least one pair, got {pairs}")
+    draw = torch.Generator().manual_seed(seed)
+    if kind == "any":
+        require(trace.n_tokens >= 2, f"a pair needs two tokens, got {trace.n_tokens}", TraceError)
+        first = torch.randint(trace.n_tokens, (pairs,), generator=draw)
+        other = torch.randint(trace.n_tokens - 1, (pairs,), generator=draw)
+        return torch.stack([first, other + (other >= first).long()], dim=1)
+    follows = (trace.documents[1:] == trace.documents[:-1]) & (trace.positions.diff() == 1)
+    starts = follows.nonzero().squeeze(1)
+    require(len(starts) > 0, "no two tokens of the trace follow each other in a text", TraceError)
+    starts = starts[torch.randperm(len(starts), generator=draw)[:pairs]]
+    return torch.stack([starts, starts + 1], dim=1)
+
+
+def crossings(
+    layer: LayerTrace, weight: Any, pairs: Int[Tensor, "pairs 2"], bias: Any = None
+) -> Crossings:
+    """Coalitions met between the router inputs of token pairs (Thm. 4.26, corrected).
+
+    Args:
+        layer: a layer captured with keep="inputs".
+        weight: (E, D) matrix of its router.
+        pairs: indices of tokens, such as `token_pairs` draws.
+        bias: (E,) bias of the router, if it adds one to the logits.
+    """
+    require(layer.inputs is not None, f"layer {layer.name!r} keeps no inputs", TraceError)
+    require(layer.facts.affine, f"layer {layer.name!r} has no affine scores", TraceError)
+    router = as_router(weight, bias, layer.facts.k)
+    data = as_points(layer.inputs, router.weight.shape[1], 2)
+    ends = data[pairs.numpy()]
+    length = np.linalg.norm(ends[:, 1] - ends[:, 0], axis=1)
+    keep = length > 0  # the same input twice, as the first tokens of two texts, is no line
+    require(bool(keep.any()), "every pair has the same input at both ends", TraceError)
+    ends, length = ends[keep], length[keep]
+    counts = walk(ends[:, 0], ends[:, 1], router).per_segment()
+    sets = [chosen(router.scores(ends[:, side]), router.k) for side in (0, 1)]
+    seen = layer.experts[:, : layer.facts.k].long()[pairs[torch.from_numpy(keep)]]
+    angle = _angles(ends, bias_scale(router))
+    return Crossings(
+        pairs=len(counts),
+        switches=mean_estimate(torch.from_numpy(counts).double()),
+        needed=float((sets[0] & ~sets[1]).sum(axis=1).mean()),
+        angle=float(angle.mean()),
+        per_radian=float(counts.sum() / angle.sum()),
+        per_length=float(counts.sum() / length.sum()),
+        expected_per_radian=wall_density(len(router.bias), router.k) / np.pi,
+        agreement=float(np.mean([_agrees(sets[i], seen[:, i]) for i in (0, 1)])),
+    )
+
+
+def _angles(ends: np.ndarray, lift: float) -> np.ndarray:
+    lifted = np.concatenate([ends, np.full((*ends.shape[:2], 1), lift)], axis=2)
+    unit = lifted / np.linalg.norm(lifted, axis=2, keepdims=True)
+    return angles(unit[:, 0], unit[:, 1])
+
+
+def _agrees(sets: np.ndarray, seen: Tensor) -> float:
+    traced = torch.zeros(sets.shape, dtype=torch.bool).scatter_(1, seen, True)
+    return float((traced.numpy() == sets).all(axis=1).mean())

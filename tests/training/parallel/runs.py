@@ -7,13 +7,10 @@ import torch
 import torch.distributed as dist
 
 from tieline.hf.shipped import load_shipped_model, shipped_text
-from tieline.training import language  # noqa: F401, makes its task known
-from tieline.training.config import DataConfig, DecoderConfig, OptimConfig, TrainConfig
-from tieline.training.gates import gate_config
+from tieline.training.config import DataConfig, DecoderConfig, OptimConfig, TrainConfig, gate_config
 from tieline.training.parallel.capture import summarise_on_ranks, trace_on_ranks
 from tieline.training.parallel.run import run_on_ranks
-from tieline.training.streams import STREAMS, TextStreams, Windows
-from tieline.training.vocabularies import byte_tokenizer
+from tieline.training.text_data import STREAMS, TextStreams, Windows, byte_tokenizer
 
 BYTES = 2000
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.training.parallel.runs import captured
-from tieline.errors import TraceError
-from tieline.trace.compare import identical
+from tieline.core.errors import TraceError
+from tieline.trace.ops import identical
 
 
 def sequences(count):

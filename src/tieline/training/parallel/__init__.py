@@ -1,13 +1,10 @@
 """Training over several processes: experts spread over ranks, the rest cut by FSDP2."""
 
-from tieline.training.parallel.exchange import all_to_all, spread_dispatch
-from tieline.training.parallel.experts import SpreadExperts
-from tieline.training.parallel.gradients import (
-    batch_counts,
-    clip_gradients_,
-    finish_gradients_,
-    gradient_norm,
-    summed,
+from tieline.training.parallel.experts import (
+    SpreadExperts,
+    all_to_all,
+    parallelize_,
+    spread_dispatch,
 )
 from tieline.training.parallel.processes import (
     LostRankError,
@@ -16,7 +13,13 @@ from tieline.training.parallel.processes import (
     naming_lost_ranks,
     rank_mesh,
 )
-from tieline.training.parallel.shard import parallelize_
+from tieline.training.parallel.run import (
+    batch_counts,
+    clip_gradients_,
+    finish_gradients_,
+    gradient_norm,
+    summed,
+)
 
 __all__ = [
     "LostRankError",

@@ -20,15 +20,14 @@ import torch.distributed as dist
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from tieline.audit.running import batches, forward, only_running
-from tieline.errors import TraceError, require
+from tieline.core.errors import TraceError, require
 from tieline.hf.capture import DEFAULT_EPSILONS, capture
+from tieline.hf.running import batches, forward, only_running
 from tieline.trace.builder import SAMPLE_SIZE, SummaryBuilder
 from tieline.trace.ops import concatenate
 from tieline.trace.record import LayerTrace, RoutingTrace
-from tieline.trace.store import load_trace, save_trace
+from tieline.trace.store import load_summary, load_trace, save_summary, save_trace
 from tieline.trace.summary import RoutingSummary, merge
-from tieline.trace.summary_store import load_summary, save_summary
 
 __all__ = ["merge_summaries", "merge_traces", "summarise_on_ranks", "trace_on_ranks"]
 

@@ -1,4 +1,12 @@
-"""Checkpoints of a run on many ranks: the files that one process would write.
+"""Parts of tensors on many ranks, and the whole that files hold.
+
+    whole_state         name → whole tensor, kept on rank 0
+    WholeOptimizer      an optimiser over parts, seen as one over whole parameters
+
+A checkpoint holds whole tensors under the names and numbers that one process would give them, so it
+is read by one process, or by any other number of ranks.
+
+Checkpoints of a run on many ranks: the files that one process would write.
 
 The whole model and optimiser are gathered on rank 0, which writes them as `training.checkpoint`
 and transformers' Trainer do: safetensors and JSON. So a run may go on with one process or another
@@ -16,9 +24,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import TrainerControl, TrainerState
 
-from tieline.errors import require
+from tieline.core.errors import require
 from tieline.training.checkpoint import (
     CheckpointError,
     mark_complete,
@@ -26,10 +35,70 @@ from tieline.training.checkpoint import (
     save_optimizer,
 )
 from tieline.training.config import TrainConfig
-from tieline.training.parallel.agree import first_rank
-from tieline.training.parallel.whole import WholeOptimizer, whole_state
+from tieline.training.parallel.processes import first_rank, is_first
 
-__all__ = ["RunState", "load_weights", "save_checkpoint", "whole_model"]
+__all__ = [
+    "RunState",
+    "WholeOptimizer",
+    "cut_like",
+    "load_weights",
+    "save_checkpoint",
+    "whole_model",
+    "whole_state",
+]
+
+
+def whole_state(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict with the parts of all ranks, on rank 0; empty on others, which must call too.
+
+    One tensor is gathered after the other, so that the others never hold more than one of them.
+    """
+    return _gathered(model.state_dict())
+
+
+def cut_like(whole: Tensor, like: Tensor) -> Tensor:
+    """This rank's part of a whole tensor, cut as another tensor of its shape is."""
+    if not isinstance(like, DTensor) or whole.shape != like.shape:
+        return whole.to(like.device)
+    moved = whole.to(like.device)
+    return distribute_tensor(moved, like.device_mesh, like.placements, src_data_rank=None)
+
+
+class WholeOptimizer:
+    """The state of an optimiser with its moments whole, in the form of `Optimizer.state_dict`.
+
+    Args:
+        optimizer: any optimiser whose state per parameter is of tensors, of its shape or scalar.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.param_groups = optimizer.param_groups
+
+    def state_dict(self) -> dict[str, Any]:
+        """Whole on rank 0; without moments on others, which must call too."""
+        state = self.optimizer.state_dict()
+        moments = {number: _gathered(entries) for number, entries in state["state"].items()}
+        return {"state": moments, "param_groups": state["param_groups"]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Cut whole moments as the parameters are and go on from them."""
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        moments = {
+            number: {name: cut_like(whole, parameters[number]) for name, whole in entries.items()}
+            for number, entries in state["state"].items()
+        }
+        self.optimizer.load_state_dict({**state, "state": moments})
+
+
+def _gathered(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    kept = {}
+    for name, part in parts.items():
+        whole = part.full_tensor() if isinstance(part, DTensor) else part
+        if is_first():
+            kept[name] = whole.detach().cpu()
+    return kept
+
 
 WEIGHTS = "model.safetensors"
 KEPT = 2

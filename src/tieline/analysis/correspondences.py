@@ -1,0 +1,384 @@
+"""Which layer of B is which layer of A: the ways that engines number layers.
+
+A layer's number is the part of its name that tells it from the others: 3 of
+`model.layers.3.mlp.gate`, of `layers.3` or of a table's `3`. Layers are paired by equal numbers, by
+numbers one apart, or by order, where one program counts dense layers and the other does not.
+
+Which token of B is which token of A, by document and position.
+
+routed_part      a trace without layers and tokens that were not routed (rows of -1)
+common_places    places of the tokens that two traces share, B being shifted by some tokens
+equal_ids        whether the token ids agree there, as far as they are known
+
+Which expert of B is which expert of A, found from what the two choose together.
+
+C[i, j] counts the tokens that choose i in A and j in B. The best renumbering maximises Σ C[i, π(i)]
+(an assignment problem); experts that it moves are believed only in whole cycles, and only if every
+member that is seen often enough really goes there:
+
+    κ(i) = (C[i, π(i)] - n_i m_j / T) / (min(n_i, m_j) - n_i m_j / T) > 1/2,   j = π(i)
+
+with n_i and m_j the tokens that choose i in A and j in B: what the two have in common beyond what
+their loads explain. A few flips therefore never look like a renumbering.
+
+The alignment that the choices themselves speak for.
+
+Every shift of tokens by -1, 0 or 1 and every pairing of layers is a hypothesis. It is judged by how
+far the chosen experts agree beyond chance once experts are renumbered (`permutation`), on a sample
+of tokens. The plainest one stands unless another at least halves the disagreement.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+
+from tieline.core.errors import TraceError, require
+from tieline.trace.ops import select_layers, select_tokens
+from tieline.trace.record import LayerTrace, LazyLayers, RoutingTrace
+
+__all__ = [
+    "Hypothesis",
+    "IdCheck",
+    "Matching",
+    "Pairing",
+    "Places",
+    "Routed",
+    "Sampled",
+    "co_occurrence",
+    "common_places",
+    "equal_ids",
+    "layer_numbers",
+    "match_experts",
+    "pairings",
+    "routed_part",
+    "sample_choices",
+    "search",
+]
+
+
+class Pairing(NamedTuple):
+    """One way to lay the layers on each other.
+
+    Attributes:
+        shift: number in B minus number in A, or place where names have no number; None if layers
+            with numbers are paired by order.
+        pairs: places in A and B.
+    """
+
+    shift: int | None
+    pairs: tuple[tuple[int, int], ...]
+
+
+def pairings(names_a: Sequence[str], names_b: Sequence[str]) -> list[Pairing]:
+    """Every way to pair the layers, the plainest first; none of them twice or empty."""
+    of_a, of_b = layer_numbers(names_a), layer_numbers(names_b)
+    count_a, count_b = len(names_a), len(names_b)
+    found: list[Pairing] = []
+    if of_a is not None and of_b is not None:
+        at = {number: place for place, number in enumerate(of_b)}
+        for shift in (0, 1, -1):
+            pairs = [(i, at[n + shift]) for i, n in enumerate(of_a) if n + shift in at]
+            found.append(Pairing(shift, tuple(pairs)))
+        found.append(Pairing(None, tuple((i, i) for i in range(min(count_a, count_b)))))
+    else:
+        for shift in (0, 1, -1):
+            pairs = [(i, i + shift) for i in range(count_a) if 0 <= i + shift < count_b]
+            found.append(Pairing(shift, tuple(pairs)))
+    distinct = {pairing.pairs: pairing for pairing in reversed(found) if pairing.pairs}
+    return [pairing for pairing in found if distinct.get(pairing.pairs) is pairing]
+
+
+def layer_numbers(names: Sequence[str]) -> list[int] | None:
+    """The number of each layer; None if the names do not give different ones."""
+    parts = [name.split(".") for name in names]
+    for place in range(min(map(len, parts), default=0)):
+        column = [part[place] for part in parts]
+        if all(word.isascii() and word.isdecimal() and len(word) < 10 for word in column):
+            numbers = [int(word) for word in column]
+            if len(set(numbers)) == len(numbers):
+                return numbers
+    return None
+
+
+class Routed(NamedTuple):
+    """A trace in which every token is routed in every layer, and what was left out for that."""
+
+    trace: RoutingTrace
+    tokens: int
+    layers: tuple[str, ...]
+
+
+class Places(NamedTuple):
+    """Places in A and in B of the same tokens, in the order of documents and positions."""
+
+    in_a: Int[Tensor, " tokens"]
+    in_b: Int[Tensor, " tokens"]
+
+
+class IdCheck(NamedTuple):
+    """Tokens whose ids are known on both sides, and the place of the first that differs."""
+
+    known: int
+    different: int
+    first: int | None
+
+
+def routed_part(trace: RoutingTrace, side: str) -> Routed:
+    """The trace without dense layers and unrouted tokens, which importers may have left out."""
+    told = trace.provenance
+    count, names = told.get("tokens_left_out"), told.get("layers_left_out")
+    tokens = count if isinstance(count, int) else 0
+    layers = tuple(map(str, names)) if isinstance(names, list) else ()
+    if isinstance(trace.layers, LazyLayers):  # a file holds no -1: it is refused when it is read
+        return Routed(trace, tokens, layers)
+    routed = [_routed_rows(layer, side) for layer in trace.layers]
+    dense = [place for place, rows in enumerate(routed) if not rows.any()]
+    kept = [place for place in range(len(routed)) if place not in dense]
+    require(bool(kept), f"{side}: no token was routed in any layer", TraceError)
+    everywhere = torch.stack([routed[place] for place in kept]).all(0)
+    require(bool(everywhere.any()), f"{side}: no token was routed in all layers", TraceError)
+    layers += tuple(trace.layers[place].name for place in dense)
+    trace = select_layers(trace, kept) if dense else trace
+    missing = int((~everywhere).sum())
+    return Routed(select_tokens(trace, everywhere) if missing else trace, tokens + missing, layers)
+
+
+def _routed_rows(layer: LayerTrace, side: str) -> Tensor:
+    """Tokens with experts; a row with some experts and some -1 is refused."""
+    nothing = layer.experts[:, : layer.facts.k] == -1
+    partly = nothing.any(1) & ~nothing.all(1)
+    require(
+        not bool(partly.any()),
+        f"{side}, layer {layer.name!r}: {int(partly.sum())} tokens have some experts -1 and others "
+        f"not, the first at index {int(partly.float().argmax())}",
+        TraceError,
+    )
+    return ~nothing.all(1)
+
+
+def common_places(a: RoutingTrace, b: RoutingTrace, shift: int) -> Places:
+    """Places of the tokens with the same document, whose position in B is `shift` later than in A.
+
+    Refuses a trace that has a (document, position) twice, naming it.
+    """
+    documents = [trace.documents.long().numpy() for trace in (a, b)]
+    positions = [a.positions.long().numpy(), b.positions.long().numpy() - shift]
+    codes = np.unique(np.concatenate(documents), return_inverse=True)[1]
+    low = min((int(x.min()) for x in positions if len(x)), default=0)
+    span = max((int(x.max()) for x in positions if len(x)), default=0) - low + 1
+    keys = codes * span + np.concatenate(positions) - low
+    split = len(documents[0])
+    for side, trace, own in (("A", a, keys[:split]), ("B", b, keys[split:])):
+        _check_unique(side, trace, own)
+    found = np.intersect1d(keys[:split], keys[split:], assume_unique=True, return_indices=True)
+    return Places(torch.from_numpy(found[1]), torch.from_numpy(found[2]))
+
+
+def _check_unique(side: str, trace: RoutingTrace, keys: np.ndarray) -> None:
+    order = np.argsort(keys, kind="stable")
+    twice = np.flatnonzero(np.diff(keys[order]) == 0)
+    if len(twice):
+        at = int(order[twice[0]])
+        raise TraceError(
+            f"{side}: {len(twice)} tokens occur twice, the first is position "
+            f"{int(trace.positions[at])} of document {int(trace.documents[at])}"
+        )
+
+
+def equal_ids(a: RoutingTrace, b: RoutingTrace, places: Places) -> IdCheck:
+    """How many of the common tokens have known ids, and how many of these differ."""
+    of_a, of_b = a.tokens[places.in_a].long(), b.tokens[places.in_b].long()
+    known = (of_a >= 0) & (of_b >= 0)
+    different = known & (of_a != of_b)
+    first = int(different.float().argmax()) if bool(different.any()) else None
+    return IdCheck(int(known.sum()), int(different.sum()), first)
+
+
+SEEN = 5
+"""Tokens that must choose an expert on both sides before it bears witness."""
+MOST_MATCHED = 2048
+"""Experts up to which a renumbering is looked for: the table of pairs has their square."""
+
+Table = Int[np.ndarray, "experts experts"]
+
+
+class Matching(NamedTuple):
+    """Number in B of each expert of A, and how well the choices agree under it.
+
+    Attributes:
+        to_b: π.
+        agreement: share of chosen experts in common, of the smaller k.
+        chance: the same for independent choices of these loads.
+        unseen: moved experts that were too rare to bear witness.
+    """
+
+    to_b: Int[np.ndarray, " experts"]
+    agreement: float
+    chance: float
+    unseen: int
+
+    @property
+    def beyond_chance(self) -> float | None:
+        """(agreement - chance) / (1 - chance); None where all choices must agree."""
+        if self.chance >= 1 - 1e-12:
+            return None
+        return (self.agreement - self.chance) / (1 - self.chance)
+
+
+def co_occurrence(
+    in_a: Int[np.ndarray, "tokens k_a"], in_b: Int[np.ndarray, "tokens k_b"], experts: int
+) -> Table:
+    """C: tokens that choose i in A and j in B."""
+    pairs = in_a.astype(np.int64)[:, :, None] * experts + in_b.astype(np.int64)[:, None, :]
+    return np.bincount(pairs.ravel(), minlength=experts**2).reshape(experts, experts)
+
+
+def match_experts(
+    in_a: Int[np.ndarray, "tokens k_a"], in_b: Int[np.ndarray, "tokens k_b"], experts: int
+) -> Matching:
+    """The renumbering that the choices of the same tokens bear witness to.
+
+    Args:
+        in_a: experts chosen in A.
+        in_b: experts chosen in B.
+        experts: number of experts, both sides.
+    """
+    loads = [np.bincount(ids.ravel(), minlength=experts) for ids in (in_a, in_b)]
+    identity, sizes = np.arange(experts), (len(in_a), min(in_a.shape[1], in_b.shape[1]))
+    if experts > MOST_MATCHED:
+        common = int((in_a[:, :, None] == in_b[:, None, :]).sum())
+        return _matching(identity, common, loads, sizes, 0)
+    table = co_occurrence(in_a, in_b, experts)
+    bonus = table * (experts + 1) + np.eye(experts, dtype=np.int64)  # of equals, the identity
+    best = linear_sum_assignment(bonus, maximize=True)[1]
+    to_b, unseen = _believed(best, table, loads, len(in_a))
+    return _matching(to_b, int(table[identity, to_b].sum()), loads, sizes, unseen)
+
+
+def _matching(
+    to_b: np.ndarray, common: int, loads: list[np.ndarray], sizes: tuple[int, int], unseen: int
+) -> Matching:
+    """What the matching explains; `sizes` are the tokens and the experts of each."""
+    tokens, k = max(sizes[0], 1), sizes[1]
+    chance = float(loads[0] @ loads[1][to_b]) / (tokens * tokens * k)
+    return Matching(to_b, common / (tokens * k), min(chance, 1.0), unseen)
+
+
+def _believed(
+    best: np.ndarray, table: np.ndarray, loads: list[np.ndarray], tokens: int
+) -> tuple[np.ndarray, int]:
+    """The cycles of `best` whose every witness goes where it says, and the experts without one."""
+    to_b, unseen = np.arange(len(best)), 0
+    for cycle in _cycles(best):
+        witness = [_witness(i, int(best[i]), table, loads, tokens) for i in cycle]
+        heard = [agrees for agrees in witness if agrees is not None]
+        if heard and all(heard):
+            to_b[cycle] = best[cycle]
+            unseen += len(cycle) - len(heard)
+    return to_b, unseen
+
+
+def _witness(
+    i: int, j: int, table: np.ndarray, loads: list[np.ndarray], tokens: int
+) -> bool | None:
+    """Whether κ > 1/2; None if the expert is too rare on one side to tell."""
+    n, m, both = int(loads[0][i]), int(loads[1][j]), int(table[i, j])
+    if min(n, m) < SEEN:
+        return None
+    chance, most = n * m / tokens, min(n, m)
+    return both - chance > 0.5 * (most - chance) or both == n == m
+
+
+def _cycles(permutation: np.ndarray) -> list[list[int]]:
+    """Cycles of more than one element."""
+    left, found = set(np.flatnonzero(permutation != np.arange(len(permutation))).tolist()), []
+    while left:
+        cycle, at = [], min(left)
+        while at in left:
+            left.discard(at)
+            cycle.append(at)
+            at = int(permutation[at])
+        found.append(cycle)
+    return found
+
+
+SAMPLE = 4096
+"""Tokens on which hypotheses are judged."""
+CLEAR = 0.75
+"""Agreement beyond chance from which the plainest hypothesis needs no rivals."""
+
+
+class Hypothesis(NamedTuple):
+    """One alignment and how well the choices agree under it, beyond chance: 1 for the same."""
+
+    shift: int
+    pairing: Pairing
+    agreement: float
+
+
+class Sampled(NamedTuple):
+    """Chosen experts, and their number, of every layer at the sampled tokens of one shift."""
+
+    in_a: list[tuple[np.ndarray, int]]
+    in_b: list[tuple[np.ndarray, int]]
+
+
+def sample_choices(
+    a: RoutingTrace, b: RoutingTrace, places: dict[int, Places]
+) -> dict[int, Sampled]:
+    """For each shift, the choices of both sides; every layer is read once."""
+    picked = {shift: _spread(found) for shift, found in places.items()}
+    sampled = {shift: Sampled([], []) for shift in places}
+    for layer in a.layers:
+        for shift, found in picked.items():
+            sampled[shift].in_a.append(_chosen(layer, found.in_a))
+    for layer in b.layers:
+        for shift, found in picked.items():
+            sampled[shift].in_b.append(_chosen(layer, found.in_b))
+    return sampled
+
+
+def search(sampled: dict[int, Sampled], ways: Sequence[Pairing], base_shift: int) -> Hypothesis:
+    """The hypothesis that stands.
+
+    Args:
+        sampled: choices by shift of the tokens.
+        ways: pairings of layers, the plainest first.
+        base_shift: the shift that the token ids speak for, 0 if they are unknown.
+    """
+    plain = _judge(sampled[base_shift], base_shift, ways[0])
+    if plain.agreement >= CLEAR:
+        return plain
+    rivals = [
+        _judge(choices, shift, way)
+        for shift, choices in sorted(sampled.items(), key=lambda item: abs(item[0] - base_shift))
+        for way in ways
+        if (shift, way) != (base_shift, ways[0]) and len(choices.in_a[0][0])
+    ]
+    best = max(rivals, key=lambda rival: rival.agreement, default=plain)
+    return best if 1 - best.agreement < 0.5 * (1 - plain.agreement) else plain
+
+
+def _judge(choices: Sampled, shift: int, way: Pairing) -> Hypothesis:
+    """Mean agreement beyond chance over the pairs that can tell."""
+    sides = [(*choices.in_a[i], *choices.in_b[j]) for i, j in way.pairs]
+    found = [match_experts(a, b, max(e_a, e_b)).beyond_chance for a, e_a, b, e_b in sides]
+    known = [agreement for agreement in found if agreement is not None]
+    return Hypothesis(shift, way, float(np.mean(known)) if known else 1.0)
+
+
+def _spread(places: Places) -> Places:
+    """At most `SAMPLE` of the tokens, evenly spread."""
+    count = len(places.in_a)
+    step = np.unique(np.linspace(0, count - 1, min(count, SAMPLE)).round().astype(int))
+    return Places(places.in_a[step], places.in_b[step])
+
+
+def _chosen(layer: LayerTrace, places: Tensor) -> tuple[np.ndarray, int]:
+    facts = layer.facts
+    return layer.experts[places, : facts.k].long().numpy(), facts.n_experts

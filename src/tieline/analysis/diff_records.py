@@ -1,0 +1,305 @@
+"""The result of comparing two runs, as frozen records; `RoutingDiff.to_dict` is what is drawn.
+
+    RoutingDiff        everything
+    ├─ alignment       `Alignment`: how the two were laid on each other, and what was left over
+    ├─ layers          one `LayerDiff` per pair of layers, in order of depth
+    │  ├─ weight       `WeightMoved`
+    │  └─ attribution  `Attribution`: flips inside the tie band, and those that are not
+    ├─ tokens          `TokenDiff`: tokens over all layers, first divergent layer, compounding
+    ├─ logits          `LogitsDiff` where two models were run
+    └─ findings        `Finding`s, the gravest first
+
+A section that the inputs cannot give is None, and the `status` beside it says why.
+"""
+
+from dataclasses import dataclass
+
+from tieline.analysis.inspection import Finding
+from tieline.geometry.measure_records import dataclass_dict
+
+__all__ = [
+    "Alignment",
+    "Attribution",
+    "DepthStep",
+    "LayerDiff",
+    "LayerPair",
+    "LogitsDiff",
+    "Rate",
+    "RoutingDiff",
+    "TokenDiff",
+    "WeightMoved",
+]
+
+
+@dataclass(frozen=True)
+class Rate:
+    """A share of tokens with an interval that allows for the likeness of tokens of one document.
+
+    Attributes:
+        value: count / total; None where the total is zero.
+        low: lower limit of the 95 % interval.
+        high: upper limit.
+        count: tokens that did.
+        total: tokens that could.
+        design_effect: variance between documents over that of independent tokens, at least 1.
+        status: "ok", or what is wrong with the interval.
+    """
+
+    value: float | None
+    low: float | None
+    high: float | None
+    count: int
+    total: int
+    design_effect: float = 1.0
+    status: str = "ok"
+
+
+@dataclass(frozen=True)
+class LayerPair:
+    """Two layers that are compared.
+
+    Attributes:
+        name_a: name in A.
+        name_b: name in B.
+        n_experts: number of experts.
+        k_a: experts per token that A chose.
+        k_b: experts per token that B chose.
+        agreement: share of chosen experts that both have, once B's experts are renumbered.
+        chance: the same for unrelated runs with these loads.
+        moved_experts: experts e of A that B calls otherwise; empty if all keep their numbers.
+        moved_to: what B calls them, in that order.
+        unseen: experts that one of the two never chose, whose number in the other is a guess.
+    """
+
+    name_a: str
+    name_b: str
+    n_experts: int
+    k_a: int
+    k_b: int
+    agreement: float
+    chance: float
+    moved_experts: tuple[int, ...] = ()
+    moved_to: tuple[int, ...] = ()
+    unseen: int = 0
+
+    @property
+    def k(self) -> int:
+        """Experts per token that are compared."""
+        return min(self.k_a, self.k_b)
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """How B was laid on A.
+
+    Attributes:
+        tokens: tokens compared.
+        documents: documents that they come from.
+        token_shift: position in B minus position in A of what is the same token.
+        layer_shift: number of a layer in B minus its number in A; None if they are paired by order.
+        pairs: the layers that are compared.
+        only_a: layers of A without a partner.
+        only_b: layers of B without a partner.
+        tokens_only_a: tokens of A without a partner.
+        tokens_only_b: tokens of B without a partner.
+        unrouted_a: tokens of A that were not routed (rows of -1) and were left out.
+        unrouted_b: tokens of B, likewise.
+        dense_a: layers of A that route no token: dense ones.
+        dense_b: layers of B, likewise.
+        ids_checked: tokens whose ids are known on both sides; they are equal.
+        notes: everything above that is not as it would be for two runs of one model, in words.
+    """
+
+    tokens: int
+    documents: int
+    token_shift: int
+    layer_shift: int | None
+    pairs: tuple[LayerPair, ...]
+    only_a: tuple[str, ...]
+    only_b: tuple[str, ...]
+    tokens_only_a: int
+    tokens_only_b: int
+    unrouted_a: int
+    unrouted_b: int
+    dense_a: tuple[str, ...]
+    dense_b: tuple[str, ...]
+    ids_checked: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def permuted(self) -> tuple[LayerPair, ...]:
+        """The pairs in which B numbers its experts otherwise."""
+        return tuple(pair for pair in self.pairs if pair.moved_experts)
+
+
+@dataclass(frozen=True)
+class WeightMoved:
+    """Share of a token's combine weight that goes to other experts, over the tokens of a layer.
+
+    Attributes:
+        mean: over all tokens.
+        p99: 99th percentile.
+        largest: of any token.
+        flipped_mean: over the tokens whose set changed; None if there are none.
+    """
+
+    mean: float
+    p99: float
+    largest: float
+    flipped_mean: float | None
+
+
+@dataclass(frozen=True)
+class Attribution:
+    """Why the sets of a layer differ.
+
+    Attributes:
+        noise: median |score in B - score in A| over experts that both kept, unflipped tokens.
+        band: six times that, or six float32 steps of the scores if that is more.
+        inside: flips whose margin lies within the band: near-ties.
+        unexplained: flips whose margin is wider.
+        unexplained_first: those among them whose token had not flipped in an earlier layer.
+        widest: widest margin of a flip; None if nothing flipped.
+        unexplained_tokens: (document, position, margin) of up to 20 of them in A, widest first.
+    """
+
+    noise: float
+    band: float
+    inside: int
+    unexplained: int
+    unexplained_first: int
+    widest: float | None
+    unexplained_tokens: tuple[tuple[int, int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class LayerDiff:
+    """One layer of A against its partner in B.
+
+    Attributes:
+        name: name in A.
+        name_b: name in B.
+        n_experts: number of experts.
+        k: experts per token that are compared.
+        flip: share of tokens whose set of experts differs.
+        changed: mean number of experts that differ, over the tokens that flipped.
+        weight: combine weight moved.
+        weight_status: "ok", or why there is none.
+        attribution: flips inside and outside the tie band.
+        attribution_status: "ok", or "not attributable: ..." with the reason.
+    """
+
+    name: str
+    name_b: str
+    n_experts: int
+    k: int
+    flip: Rate
+    changed: float | None
+    weight: WeightMoved | None
+    weight_status: str
+    attribution: Attribution | None
+    attribution_status: str
+
+
+@dataclass(frozen=True)
+class DepthStep:
+    """How far the two runs have come apart at one layer.
+
+    Attributes:
+        name: name of the layer in A.
+        first: tokens that flip here and in no layer before.
+        cumulative: share of tokens that have flipped here or before.
+        independent: what that share would be if layers flipped independently of each other.
+        fresh: flip rate of tokens without a flip in a layer before.
+        after: flip rate of tokens with one.
+    """
+
+    name: str
+    first: int
+    cumulative: float
+    independent: float
+    fresh: Rate
+    after: Rate
+
+
+@dataclass(frozen=True)
+class TokenDiff:
+    """Tokens over all layers.
+
+    Attributes:
+        anywhere: share of tokens that flip in at least one layer.
+        choices: share of all (token, layer) choices that differ.
+        never: tokens that flip nowhere.
+        mean_flips: mean number of layers in which a token flips.
+        depth: one step per layer.
+    """
+
+    anywhere: Rate
+    choices: float
+    never: int
+    mean_flips: float
+    depth: tuple[DepthStep, ...]
+
+
+@dataclass(frozen=True)
+class LogitsDiff:
+    """How far the final distributions of two models are apart, in nats per predicted token.
+
+    With r = P_B/P_A, k3 = r - 1 - log r >= 0. Its mean over tokens drawn from A is KL(A ‖ B).
+
+    Attributes:
+        k3: mean of k3 at the tokens of the text: what RL code logs, where the text is A's own.
+        k3_error: standard error, clustered by document; None for a single document.
+        kl: mean of KL(A ‖ B) over the vocabulary, the expectation of k3 under A.
+        kl_error: standard error, clustered by document.
+        kl_p99: 99th percentile over tokens.
+        kl_flipped: mean over tokens that flip in at least one layer; None if there are none.
+        kl_unflipped: mean over the others.
+        loss_a: mean loss of A on the text.
+        loss_b: mean loss of B.
+        tokens: predicted tokens.
+    """
+
+    k3: float
+    k3_error: float | None
+    kl: float
+    kl_error: float | None
+    kl_p99: float
+    kl_flipped: float | None
+    kl_unflipped: float | None
+    loss_a: float
+    loss_b: float
+    tokens: int
+
+
+@dataclass(frozen=True)
+class RoutingDiff:
+    """How two runs route the same tokens.
+
+    Attributes:
+        verdict: a sentence or two in plain words.
+        findings: the gravest first.
+        metrics: named numbers: "flip" (worst layer), "flip:mean", "flip:any", "unexplained"
+            (worst layer, share of its tokens), "unexplained:count", "weight" (worst layer's mean),
+            "kl", "k3". What the inputs cannot give is absent.
+        alignment: how they were laid on each other.
+        layers: layer by layer.
+        tokens: over all layers.
+        logits: final distributions; None unless two models were run.
+        provenance: where "a" and "b" come from, as JSON values.
+        timings: seconds per stage.
+    """
+
+    verdict: str
+    findings: tuple[Finding, ...]
+    metrics: dict[str, float]
+    alignment: Alignment
+    layers: tuple[LayerDiff, ...]
+    tokens: TokenDiff
+    logits: LogitsDiff | None
+    provenance: dict[str, object]
+    timings: dict[str, float]
+
+    def to_dict(self) -> dict[str, object]:
+        """JSON values; numbers that are not finite become None."""
+        return dataclass_dict(self)

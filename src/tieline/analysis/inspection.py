@@ -1,0 +1,233 @@
+"""The result of inspecting a model, as frozen records; `Inspection.to_dict` is what is drawn.
+
+    Inspection          everything: measures, jumps, text sample, findings, metrics
+    ├─ measures         `geometry.records.RoutingMeasures`, one `LayerMeasures` per layer
+    ├─ jumps            one `LayerJumps` per layer, in the order of `measures.layers`
+    │  └─ value         `JumpMeasures`: `JumpSample`s, `GapJumpTable`, `LossJumps`
+    ├─ sample           `TextSample`: pieces of text with the gaps of their tokens
+    └─ findings         `Finding`s, the gravest first
+
+In the dictionary every record is an object with the names of its fields as keys, every tuple a
+list, and every number that is not finite None. Keys are stable: new ones may come, none goes.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tieline.core.numerics import Estimate
+from tieline.geometry.measure_records import Quantiles, RoutingMeasures, dataclass_dict
+
+__all__ = [
+    "Finding",
+    "GapJumpTable",
+    "Inspection",
+    "JumpMeasures",
+    "JumpSample",
+    "LayerJumps",
+    "LossJumps",
+    "Severity",
+    "TextPiece",
+    "TextSample",
+]
+
+Severity = Literal["warning", "notice", "info"]
+"""How grave a finding is: act on it, know it, or plain description."""
+
+
+@dataclass(frozen=True)
+class JumpSample:
+    """Tokens whose experts of ranks k and k + 1 were swapped; one entry per token in every field.
+
+    Attributes:
+        tokens: place of the token in the trace.
+        documents: document that it belongs to.
+        positions: its position there.
+        gaps: z_[k] - z_[k+1] within the chosen groups, in units of the selection score, ascending.
+        jumps: ‖y_swapped - y‖ / ‖y‖, y the output of the layer's block for this token.
+        leaving: expert of rank k, which the swap takes out.
+        entering: expert of rank k + 1, which takes its place and its weight.
+        losses: change of the summed loss of the token's sequence, in nats, when this token's
+            choice in this layer alone is swapped; None for tokens, or altogether, where it was not
+            measured.
+    """
+
+    tokens: tuple[int, ...]
+    documents: tuple[int, ...]
+    positions: tuple[int, ...]
+    gaps: tuple[float, ...]
+    jumps: tuple[float, ...]
+    leaving: tuple[int, ...]
+    entering: tuple[int, ...]
+    losses: tuple[float | None, ...] | None = None
+
+
+@dataclass(frozen=True)
+class GapJumpTable:
+    """Joint distribution of gap and jump: rows are gap bins, columns are jump bins.
+
+    A tie is harmless where its jump is small, whatever its gap: dangerous tokens stand in the first
+    rows (small gap) and last columns (large jump).
+
+    Attributes:
+        gap_levels: probabilities whose gap quantiles, over all tokens, are the edges of the rows.
+        gap_edges: those quantiles; a row holds low <= gap < high, the last one its upper edge too.
+        jump_edges: edges of the columns: quantiles of the sampled jumps.
+        counts: sampled tokens in each cell.
+        shares: estimated share of all tokens in each cell; the near sample counts once, each token
+            of the random one stands for those it was drawn from.
+    """
+
+    gap_levels: tuple[float, ...]
+    gap_edges: tuple[float, ...]
+    jump_edges: tuple[float, ...]
+    counts: tuple[tuple[int, ...], ...]
+    shares: tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True)
+class LossJumps:
+    """What a swap at a near-tie does to the loss, one swap per forward pass of a sequence.
+
+    Attributes:
+        mean: mean change of the summed loss of the sequence, in nats: positive where the swap
+            hurts.
+        absolute: quantiles of its absolute value.
+        swaps: number of swaps measured.
+    """
+
+    mean: Estimate
+    absolute: Quantiles
+    swaps: int
+
+
+@dataclass(frozen=True)
+class JumpMeasures:
+    """Jump of one layer's output at the ties of its router.
+
+    Attributes:
+        module: qualified name of the block whose output is compared.
+        near: the tokens of the smallest gaps.
+        random: tokens drawn evenly from all others, for comparison; may be empty.
+        near_quantiles: of the jump over the near sample.
+        random_quantiles: over the random one; None if that is empty.
+        dangerous: share of the near sample whose jump is at least `dangerous_above`.
+        dangerous_above: relative change of the output from which a tie counts as dangerous.
+        table: gap × jump.
+        loss: what the swaps of the near sample do to the loss; None where not asked for.
+    """
+
+    module: str
+    near: JumpSample
+    random: JumpSample
+    near_quantiles: Quantiles
+    random_quantiles: Quantiles | None
+    dangerous: Estimate
+    dangerous_above: float
+    table: GapJumpTable
+    loss: LossJumps | None = None
+
+
+@dataclass(frozen=True)
+class LayerJumps:
+    """The jumps of a layer; `status` is "ok", or why there is no `value`.
+
+    Attributes:
+        name: name of the layer's router, as in `measures`.
+        value: its jumps.
+        status: "ok", "not measured: ..." or "not answerable: ...".
+    """
+
+    name: str
+    value: JumpMeasures | None
+    status: str = "ok"
+
+
+@dataclass(frozen=True)
+class TextPiece:
+    """The text of one token and how near its routing is to a tie.
+
+    Attributes:
+        text: its part of the text, as plain characters; pieces joined give the text back.
+        token: token id.
+        position: position in its document.
+        gap: its smallest relative gap over the layers: 0 on a tie, 1 for a typical token; None
+            where no layer can tell.
+        gaps: relative gap per layer of `TextSample.layers`, None for a layer that cannot tell.
+    """
+
+    text: str
+    token: int
+    position: int
+    gap: float | None
+    gaps: tuple[float | None, ...]
+
+
+@dataclass(frozen=True)
+class TextSample:
+    """A stretch of the text, to be coloured by gap.
+
+    Attributes:
+        layers: names of the layers that `TextPiece.gaps` runs over.
+        document: number of the document.
+        pieces: its tokens in order.
+        scales: gap that counts as 1 in each layer: its median over all tokens.
+    """
+
+    layers: tuple[str, ...]
+    document: int
+    pieces: tuple[TextPiece, ...]
+    scales: tuple[float | None, ...]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing worth knowing, in plain words.
+
+    Attributes:
+        severity: "warning", "notice" or "info".
+        text: the sentence, which contains the number.
+        number: the number that led to it, unrounded.
+        layer: name of the layer's router; None for the model.
+        kind: what it is about: "flips", "jump", "ties", "dead", "cold", "epsilon", "load", ...
+    """
+
+    severity: Severity
+    text: str
+    number: float
+    layer: str | None = None
+    kind: str = ""
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What the routing of a model looks like on a text.
+
+    Attributes:
+        verdict: one sentence about the model.
+        findings: the gravest first.
+        metrics: named numbers of the model as a whole, for conditions such as `flip@bf16 > 0.02`:
+            "flip@P" for each format and each σ of the noise (mean over layers), "flip@P:any" (share
+            of tokens that flip in a layer at least), "flip@P:worst" (worst layer), "tie@P", "ties"
+            (share of exact ties), "jump" and "jump:worst" (median relative jump at near-ties),
+            "dangerous", "gap@p" (quantiles), "dead", "cold", "evenness". What the trace cannot
+            answer is absent.
+        measures: everything about gaps, ties, flips and load.
+        jumps: jump size per layer, in the order of `measures.layers`.
+        sample: a stretch of text with its gaps; None where no text is known.
+        provenance: model, revision, dtype, text, tokens, seed and versions, as JSON values.
+        timings: seconds per stage ("tokenise", "forward", "measure", "jumps", "total") and
+            "tokens_per_second" of the forward passes.
+    """
+
+    verdict: str
+    findings: tuple[Finding, ...]
+    metrics: dict[str, float]
+    measures: RoutingMeasures
+    jumps: tuple[LayerJumps, ...]
+    sample: TextSample | None
+    provenance: dict[str, object]
+    timings: dict[str, float]
+
+    def to_dict(self) -> dict[str, object]:
+        """JSON values; numbers that are not finite become None."""
+        return dataclass_dict(self)

@@ -1,0 +1,499 @@
+"""Which tokens' jumps are measured, chosen while the model runs: the nearest to a tie, and others.
+
+The inputs and outputs of the blocks are large, so only those of the tokens that may be needed are
+kept: the N smallest gaps so far, and the N + R smallest hashes of the tokens' places, which are a
+random sample however the text is cut into batches. What remains of the latter without the former
+is a random sample of the tokens that are not near.
+
+Jump size: how much a layer's output changes when its two tied experts change places.
+
+    jump    ‖y_swapped - y‖ / ‖y‖,    y the output of the layer's block for a token,
+
+y_swapped the output with the expert of rank k + 1 in the place of that of rank k (`audit.swap`).
+At a tie this is the height of the discontinuity. Both outputs come from the model's own block, run
+again on the inputs that it had; a block whose recorded output is not found again is refused
+(Def. 10.2, 10.3).
+
+A flip does harm in proportion to its jump: `GapJumpTable` tells the ties that are near and high.
+
+What one flip costs: the change of a sequence's loss when one token's choice is swapped.
+
+    Δ = Σ_{t > p} [ -log P_swapped(x_t | x_<t) + log P(x_t | x_<t) ]   in nats
+
+for a swap (`audit.swap`) at position p of a single layer. All other choices are the model's own, so
+that what follows from the swap in later layers and tokens, further flips too, is part of Δ. Every
+row of a batch is a sequence of its own and has exactly one swap; the same batch with the recorded
+choice forced at the same places is the reference, so that both runs round alike (Def. 10.4).
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from tieline.analysis.inspection import (
+    GapJumpTable,
+    JumpMeasures,
+    JumpSample,
+    LayerJumps,
+    LossJumps,
+)
+from tieline.analysis.swap import Block, BlockCall, Rows, recorded_choice, swapped_choice
+from tieline.core.errors import UnsupportedModelError, require
+from tieline.core.numerics import mean_estimate, quantile_bands
+from tieline.geometry.measure_records import Quantiles
+from tieline.geometry.sections import scored
+from tieline.hf.capture import Recorder
+from tieline.hf.router_call import Choice, RouterOutput, override_choice
+from tieline.hf.running import forward
+from tieline.trace.record import LayerTrace, RoutingTrace
+from tieline.trace.sampling import SPAN, token_hash
+
+__all__ = [
+    "BlockSample",
+    "BlockSampler",
+    "JumpSettings",
+    "gap_jump_table",
+    "loss_changes",
+    "measure_jumps",
+    "relative_change",
+    "with_losses",
+]
+
+PerToken = Float[Tensor, " tokens"]
+Places = Int[Tensor, " tokens"]
+
+
+@dataclass(frozen=True)
+class BlockSample:
+    """Tokens of one layer by their place in the trace, with what its block was given and made."""
+
+    tokens: Places
+    rows: Rows
+
+
+class _Pool:
+    """The tokens of the smallest keys seen so far, with their rows; equal keys draw lots."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._keys = torch.empty(0, dtype=torch.float64)
+        self._lots = torch.empty(0, dtype=torch.float64)
+        self.tokens = torch.empty(0, dtype=torch.int64)
+        self._rows: Rows | None = None
+
+    def offer(self, keys: PerToken, lots: PerToken, tokens: Places, call: BlockCall) -> None:
+        """Take those of the tokens whose finite keys are smaller than those that are here."""
+        limit = self._keys[-1] if len(self._keys) == self._size else torch.inf
+        fits = ((keys <= limit) & keys.isfinite()).nonzero().squeeze(1)
+        fits = fits[_order(keys[fits], lots[fits])[: self._size]]
+        if not len(fits):
+            return
+        rows = call.rows(fits)
+        keys, lots = torch.cat([self._keys, keys[fits]]), torch.cat([self._lots, lots[fits]])
+        best = _order(keys, lots)[: self._size]
+        self._keys, self._lots = keys[best], lots[best]
+        self.tokens = torch.cat([self.tokens, tokens[fits]])[best]
+        self._rows = (rows if self._rows is None else self._rows.join(rows)).take(best)
+
+    def without(self, tokens: Places, most: int) -> BlockSample | None:
+        """The first `most` of the tokens here that are not among `tokens`."""
+        left = (~torch.isin(self.tokens, tokens)).nonzero().squeeze(1)[:most]
+        if self._rows is None or not len(left):
+            return None
+        return BlockSample(self.tokens[left], self._rows.take(left))
+
+
+def _order(keys: PerToken, lots: PerToken) -> Places:
+    """Places in ascending order of the keys, equal keys in that of their lots."""
+    first = lots.sort(stable=True).indices
+    return first[keys[first].sort(stable=True).indices]
+
+
+class BlockSampler:
+    """Keeps what blocks were given and made for a sample of the tokens of a capture.
+
+        sampler = BlockSampler(blocks, near=256, random=256, seed=0)
+        with capture(model) as recorder, sampler.watching(recorder):
+            model(input_ids=ids)
+
+    Batches must not be padded.
+    """
+
+    def __init__(self, blocks: Mapping[str, Block], near: int, random: int, seed: int) -> None:
+        """Sample `near` + `random` tokens of the blocks of the routers with these names."""
+        self._blocks = blocks
+        self._near, self._random, self._seed = near, random, seed
+        self._pools = {name: (_Pool(near), _Pool(near + random)) for name in blocks}
+        self._status: dict[str, str] = {}
+
+    @contextmanager
+    def watching(self, recorder: Recorder) -> Iterator[None]:
+        """Look at the calls of the blocks inside this context."""
+        with ExitStack() as stack:
+            for name, block in self._blocks.items():
+                hook = partial(self._seen, name, recorder)
+                handle = block.module.register_forward_hook(hook, with_kwargs=True)
+                stack.callback(handle.remove)
+            yield
+
+    def _seen(
+        self,
+        name: str,
+        recorder: Recorder,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        named: dict[str, Any],
+        output: Any,
+    ) -> None:
+        """A block returned; its router has been recorded just before."""
+        layer, call = recorder.under_way.get(name), BlockCall(args, named, output)
+        if layer is None or not layer.has_gaps:
+            return
+        gaps = layer.inner_gap
+        if len(gaps) != call.tokens:
+            self._status[name] = (
+                f"not answerable: the block {self._blocks[name].name!r} was given {call.tokens} "
+                f"rows for {len(gaps)} tokens; batches must not be padded"
+            )
+            return
+        self._status.setdefault(name, "ok")
+        places = recorder.n_tokens + torch.arange(len(gaps))
+        lots = torch.as_tensor(token_hash(torch.full_like(places, self._seed), places) / SPAN)
+        near, random = self._pools[name]
+        near.offer(gaps, lots, places, call)
+        random.offer(torch.where(gaps.isfinite(), lots, torch.inf), lots, places, call)
+
+    def block(self, name: str) -> Block:
+        """The block of this router."""
+        return self._blocks[name]
+
+    def status(self, name: str) -> str:
+        """Whether ("ok") the block of this router was seen at work, or why not."""
+        uncalled = f"not answerable: the block {self.block(name).name!r} is not called as a module"
+        return self._status.get(name, uncalled)
+
+    def near(self, name: str) -> BlockSample | None:
+        """The tokens of a layer that are nearest to a tie, in order; None if there are none."""
+        return self._pools[name][0].without(torch.empty(0, dtype=torch.int64), self._near)
+
+    def random(self, name: str) -> BlockSample | None:
+        """A random sample of the others; None if there are none."""
+        near, random = self._pools[name]
+        return random.without(near.tokens, self._random)
+
+
+SAME_OUTPUT = 1e-3
+"""Relative difference up to which a block counts as having made its output again."""
+
+
+@dataclass(frozen=True)
+class JumpSettings:
+    """How many tokens of each layer are swapped, and how the jumps are sorted.
+
+    Attributes:
+        near: number of tokens with the smallest gaps.
+        random: number of tokens drawn from the others.
+        loss_swaps: number of near tokens whose swap's effect on the loss is measured; 0 for none.
+        dangerous_above: jump from which a tie counts as dangerous.
+        probabilities: levels of the quantiles of the jump.
+        gap_levels: levels of the gap whose quantiles are the rows of the table.
+        jump_levels: levels of the jump whose quantiles are its columns.
+        seed: of the random sample.
+    """
+
+    near: int = 256
+    random: int = 256
+    loss_swaps: int = 0
+    dangerous_above: float = 0.1
+    probabilities: tuple[float, ...] = (0.05, 0.25, 0.5, 0.75, 0.95)
+    gap_levels: tuple[float, ...] = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0)
+    jump_levels: tuple[float, ...] = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require(self.near >= 1, f"need at least one near token, got near={self.near}")
+        least = min(self.random, self.loss_swaps, self.seed)
+        require(least >= 0, "random, loss_swaps and seed must not be negative")
+        for levels in (self.gap_levels, self.jump_levels):
+            ends = len(levels) > 1 and levels[0] == 0 and levels[-1] == 1
+            require(ends and sorted(levels) == list(levels), f"levels from 0 to 1, got {levels}")
+
+
+def measure_jumps(
+    model: nn.Module,
+    trace: RoutingTrace,
+    sampler: BlockSampler,
+    settings: JumpSettings,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[LayerJumps, ...]:
+    """The jumps of every layer, or why there are none.
+
+    Args:
+        model: the model, in the mode it was captured in.
+        trace: its routing.
+        sampler: what watched the same forward passes.
+        settings: how many tokens, which levels.
+        progress: is told how many layers are done, and of how many.
+    """
+    done = []
+    for layer in trace.layers:
+        done.append(_layer_jumps(model, trace, layer, sampler, settings))
+        if progress is not None:
+            progress(len(done), len(trace.layers))
+    return tuple(done)
+
+
+def _layer_jumps(
+    model: nn.Module,
+    trace: RoutingTrace,
+    layer: LayerTrace,
+    sampler: BlockSampler,
+    settings: JumpSettings,
+) -> LayerJumps:
+    status = _answerable(layer, sampler)
+    if status != "ok":
+        return LayerJumps(layer.name, None, status)
+    block, router = sampler.block(layer.name), model.get_submodule(layer.name)
+    try:
+        samples = [
+            _jump_sample(trace, layer, block, router, sample)
+            for sample in (sampler.near(layer.name), sampler.random(layer.name))
+        ]
+    except UnsupportedModelError as problem:
+        return LayerJumps(layer.name, None, f"not answerable: {problem}")
+    return LayerJumps(layer.name, _measures(layer, block, samples[0], samples[1], settings))
+
+
+def _answerable(layer: LayerTrace, sampler: BlockSampler) -> str:
+    status = scored(layer)
+    status = sampler.status(layer.name) if status == "ok" else status
+    if status != "ok":
+        return status
+    if sampler.near(layer.name) is None:
+        return "not answerable: no token has an expert that could enter"
+    return "ok"
+
+
+def _jump_sample(
+    trace: RoutingTrace,
+    layer: LayerTrace,
+    block: Block,
+    router: nn.Module,
+    sample: BlockSample | None,
+) -> JumpSample:
+    if sample is None:
+        return JumpSample((), (), (), (), (), (), ())
+    gaps = layer.inner_gap[sample.tokens]
+    order = gaps.sort(stable=True).indices
+    tokens, rows = sample.tokens[order], sample.rows.take(order)
+    plain = block.run(rows, recorded_choice(layer, tokens))
+    _check_same(plain, rows.output, block.name)
+    swapped = block.run(rows, swapped_choice(layer, tokens, router))
+    k = layer.facts.k
+    columns = (
+        tokens,
+        trace.documents[tokens],
+        trace.positions[tokens],
+        gaps[order],
+        relative_change(plain, swapped),
+        layer.experts[tokens, k - 1],
+        layer.experts[tokens, k],
+    )
+    return JumpSample(*(tuple(column.tolist()) for column in columns))
+
+
+def relative_change(
+    before: Float[Tensor, "tokens width"], after: Float[Tensor, "tokens width"]
+) -> PerToken:
+    """‖after - before‖ / ‖before‖ of each row in float64; 0 where nothing changes, 0 / 0 too."""
+    change = (after.double() - before.double()).norm(dim=1).cpu()
+    size = before.double().norm(dim=1).cpu()
+    return torch.where(change == 0, 0.0, change / size)
+
+
+def _check_same(
+    found: Float[Tensor, "tokens width"], recorded: Float[Tensor, "tokens width"], block: str
+) -> None:
+    """Refuse a block that does not treat tokens one by one, or not twice alike."""
+    off = (found.double() - recorded.double()).norm() / recorded.double().norm().clamp(min=1e-30)
+    allowed = max(SAME_OUTPUT, 8 * torch.finfo(recorded.dtype).eps)
+    require(
+        bool(off <= allowed),
+        f"the block {block!r} does not reproduce its output on some of its tokens "
+        f"(relative difference {off.item():.2g})",
+        UnsupportedModelError,
+    )
+
+
+def _measures(
+    layer: LayerTrace,
+    block: Block,
+    near: JumpSample,
+    random: JumpSample,
+    settings: JumpSettings,
+) -> JumpMeasures:
+    jumps = torch.tensor(near.jumps, dtype=torch.float64)
+    dangerous = (jumps >= settings.dangerous_above).double()
+    return JumpMeasures(
+        module=block.name,
+        near=near,
+        random=random,
+        near_quantiles=_quantiles(near.jumps, settings),
+        random_quantiles=_quantiles(random.jumps, settings) if random.jumps else None,
+        dangerous=mean_estimate(dangerous),
+        dangerous_above=settings.dangerous_above,
+        table=gap_jump_table(layer.inner_gap, near, random, settings),
+    )
+
+
+def _quantiles(values: tuple[float, ...], settings: JumpSettings) -> Quantiles:
+    samples = torch.tensor(values, dtype=torch.float64)
+    bands = quantile_bands(samples, settings.probabilities)
+    return Quantiles(settings.probabilities, *(tuple(column.tolist()) for column in bands))
+
+
+def gap_jump_table(
+    gaps: PerToken, near: JumpSample, random: JumpSample, settings: JumpSettings
+) -> GapJumpTable:
+    """Joint counts of gap and jump on quantile bins, and the shares of all tokens they stand for.
+
+    Args:
+        gaps: of all tokens; infinite ones, which cannot flip, are in no cell.
+        near: the tokens of the smallest gaps, which stand for themselves.
+        random: a random sample of the others, each standing for as many as were not drawn.
+        settings: levels of the bins.
+    """
+    finite = gaps[gaps.isfinite()]
+    sampled = torch.tensor(near.gaps + random.gaps, dtype=torch.float64)
+    jumps = torch.tensor(near.jumps + random.jumps, dtype=torch.float64)
+    rows = quantile_bands(finite, settings.gap_levels).value
+    columns = quantile_bands(jumps, settings.jump_levels).value
+    others = (len(finite) - len(near.gaps)) / max(1, len(random.gaps))
+    stands_for = torch.cat([torch.ones(len(near.gaps)), torch.full((len(random.gaps),), others)])
+    cell = _bin(sampled, rows) * (len(columns) - 1) + _bin(jumps, columns)
+    shape = (len(rows) - 1, len(columns) - 1)
+    counts = torch.bincount(cell, minlength=math.prod(shape)).view(shape)
+    weighted = torch.bincount(cell, stands_for.double(), minlength=math.prod(shape)).view(shape)
+    return GapJumpTable(
+        gap_levels=settings.gap_levels,
+        gap_edges=tuple(rows.tolist()),
+        jump_edges=tuple(columns.tolist()),
+        counts=tuple(tuple(row) for row in counts.tolist()),
+        shares=tuple(tuple(row) for row in (weighted / len(gaps)).tolist()),
+    )
+
+
+def _bin(values: PerToken, edges: Float[Tensor, " edges"]) -> Tensor:
+    """Bin of each value: low <= value < high, the last one with its upper edge."""
+    return (torch.searchsorted(edges, values, right=True) - 1).clamp(0, len(edges) - 2)
+
+
+def with_losses(
+    model: nn.Module,
+    trace: RoutingTrace,
+    layer: LayerTrace,
+    jumps: JumpMeasures,
+    swaps: int,
+    batch_size: int,
+) -> JumpMeasures:
+    """The jumps of a layer with the change of the loss for `swaps` tokens of its near sample.
+
+    They are spread evenly over the sample; tokens that end their sequence, after which nothing is
+    predicted, are left out.
+    """
+    near = jumps.near
+    able = _able(trace, near)
+    if not able:
+        return jumps
+    picked = [able[i * len(able) // min(swaps, len(able))] for i in range(min(swaps, len(able)))]
+    tokens = torch.tensor([near.tokens[place] for place in picked])
+    changes = loss_changes(model, trace, layer, tokens, batch_size)
+    losses: list[float | None] = [None] * len(near.tokens)
+    for place, change in zip(picked, changes.tolist(), strict=True):
+        losses[place] = change
+    levels = jumps.near_quantiles.probabilities
+    bands = (tuple(column.tolist()) for column in quantile_bands(changes.abs(), levels))
+    loss = LossJumps(mean_estimate(changes), Quantiles(levels, *bands), len(picked))
+    return replace(jumps, near=replace(near, losses=tuple(losses)), loss=loss)
+
+
+def loss_changes(
+    model: nn.Module,
+    trace: RoutingTrace,
+    layer: LayerTrace,
+    tokens: Int[Tensor, " swaps"],
+    batch_size: int,
+) -> Float[Tensor, " swaps"]:
+    """Δ of each token, in the order given, in float64.
+
+    Args:
+        model: a causal language model, in evaluation mode.
+        trace: its routing.
+        layer: the layer of the trace in which the choice is swapped.
+        tokens: places of the tokens in the trace.
+        batch_size: sequences per forward pass.
+    """
+    by_length: dict[int, list[int]] = defaultdict(list)
+    sequences = [trace.tokens[trace.documents == trace.documents[t]].long() for t in tokens]
+    for place, sequence in enumerate(sequences):
+        by_length[len(sequence)].append(place)
+    changes = torch.zeros(len(tokens), dtype=torch.float64)
+    for places in by_length.values():
+        for part in torch.tensor(places).split(batch_size):
+            ids = torch.stack([sequences[place] for place in part.tolist()])
+            changes[part] = _changes(model, trace, layer, tokens[part], ids)
+    return changes
+
+
+def _changes(
+    model: nn.Module, trace: RoutingTrace, layer: LayerTrace, tokens: Tensor, ids: Tensor
+) -> Float[Tensor, " rows"]:
+    router, positions = model.get_submodule(layer.name), trace.positions[tokens].long()
+    places = torch.arange(len(ids)) * ids.shape[1] + positions
+    losses = []
+    for choice in (recorded_choice(layer, tokens), swapped_choice(layer, tokens, router)):
+        with override_choice(router, lambda found, c=choice: _replaced(found, places, c)):
+            losses.append(_losses(forward(model, ids), ids, positions))
+    return losses[1] - losses[0]
+
+
+def _replaced(found: RouterOutput, places: Int[Tensor, " rows"], choice: Choice) -> Choice:
+    """The router's own choice, except at these places."""
+    at = places.to(found.ids.device)
+    weights = found.weights.index_copy(0, at, choice.weights.to(found.weights))
+    return Choice(weights, found.ids.index_copy(0, at, choice.ids.to(found.ids)))
+
+
+def _losses(
+    output: object, ids: Int[Tensor, "rows length"], positions: Int[Tensor, " rows"]
+) -> Float[Tensor, " rows"]:
+    """Summed loss of what follows each position, in float64."""
+    logits = getattr(output, "logits", None)
+    require(
+        isinstance(logits, Tensor) and logits.shape[:2] == ids.shape,
+        "the model gives no logits for its tokens, so it has no loss: inspect it without the loss",
+        UnsupportedModelError,
+    )
+    assert isinstance(logits, Tensor)
+    total = []
+    for row, place in enumerate(positions.tolist()):
+        scores, target = logits[row, place:-1].float(), ids[row, place + 1 :].to(logits.device)
+        each = torch.nn.functional.cross_entropy(scores, target, reduction="none")
+        total.append(each.double().sum().cpu())
+    return torch.stack(total)
+
+
+def _able(trace: RoutingTrace, near: JumpSample) -> list[int]:
+    """Places in the sample whose token is not the last one of its document."""
+    tokens = torch.tensor(near.tokens)
+    after = (tokens + 1).clamp(max=trace.n_tokens - 1)
+    follows = (trace.documents[after] == trace.documents[tokens]) & (after > tokens)
+    return follows.nonzero().squeeze(1).tolist()

@@ -1,0 +1,538 @@
+"""What goes wrong with routing in training without an error: told once, while a step is watched.
+
+An auxiliary loss is silently off where
+    a transformers model has a coefficient for it, but does not compute it: it does so only with
+        `output_router_logits`, which is off by default;
+    it is computed but carries no gradient, as under reentrant checkpointing;
+    its coefficient is zero although it is computed;
+    nobody collects the routing of a layer of ours, which has no correction bias to move either.
+
+"Router logits" are already probabilities where every row is >= 0 and sums to 1: a loss that takes
+their softmax then sees all experts almost alike.
+
+The scalars of a training step: few numbers that say how the routing is.
+
+    gap_p1, gap_p10, gap_p50   quantiles of the gap, all layers together             Def. 2.4
+    ties                       share of gaps that are exactly zero                   Def. 1.2
+    near_bf16                  P(Δ <= q), q the bf16 spacing at the threshold        Def. 2.1, 7.1
+    tie_bf16, flip_bf16        share that ties, flips when rounded to bf16           Def. 7.4
+    flips_per_token            Σ over layers of the expected flips by bf16 rounding  Def. 7.2, 7.3
+    confidence                 largest softmax probability of a token
+    max_violation              busiest expert over an even load, minus 1; worst layer
+    dead_share                 experts that no token used                            Def. 8.2
+    diversity                  exp(H) / E, H the entropy of the load                 Def. 8.1
+    score_rms, score_max       of all logits
+    active                     experts in use per token
+    epsilon                    width of the band, where a gate is smooth
+
+Where nothing else is said, a scalar is the mean over layers. What a layer cannot answer is absent:
+gaps where all experts are used, bf16 where the size of the logits is unknown. The functions are
+those of `tieline inspect`, so that the same tokens give the same numbers.
+
+Where the scalars of a monitor go: lines of JSON, TensorBoard, or anything with two methods.
+
+Watching the routing of a model while it trains: some scalars every n steps.
+
+    with RoutingMonitor(model, every=10, writers=[JsonlWriter("routing.jsonl")]) as monitor:
+        for batch in batches:
+            loss(model(batch)).backward()
+            optimizer.step()
+            monitor.step()
+
+On the steps between, the model has no hook and nothing is computed or waited for. On a logged step
+each router's scores are read once, in the forward pass; a pass that activation checkpointing
+repeats is not counted again, and all micro-batches of a step are counted together. Under data
+parallelism the scalars are those of this process's tokens.
+"""
+
+import json
+import math
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from tieline.analysis.router_calls import LogitSums, RouterCall, untraced, watch_routing
+from tieline.core.errors import ParameterError, TielineError, require
+from tieline.core.numerics import one_thread, quantile_bands
+from tieline.core.recompute import is_recomputing
+from tieline.geometry.boundary import boundary_mass
+from tieline.geometry.flips import LogitView, logit_view
+from tieline.geometry.load import ExpertLoad, load_from_counts
+from tieline.geometry.measure_records import plain
+from tieline.geometry.rounding import grid_step
+from tieline.geometry.sections import check_finite, precision_flips, scored
+from tieline.hf.running import text_config
+from tieline.routing.gates import SelectiveGate
+from tieline.routing.layer import MoE
+from tieline.routing.losses import is_collected
+from tieline.trace.record import LayerTrace
+
+__all__ = [
+    "JsonlWriter",
+    "LayerScalars",
+    "LossCheck",
+    "RoutingMonitor",
+    "RoutingWarning",
+    "TensorBoardWriter",
+    "Writer",
+    "layer_scalars",
+    "model_scalars",
+    "probability_warning",
+    "spacing_mass",
+]
+
+COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef", "ffn_config.moe_loss_weight")
+ROW_ERROR = 0.02
+"""Probabilities of 64 experts in bf16 sum to 1 within this."""
+
+Tell = Callable[[str | None, str], None]
+
+
+class RoutingWarning(UserWarning):
+    """Something about the routing of a model in training needs a look."""
+
+
+def probability_warning(layer: str, logits: LogitSums) -> str | None:
+    """The warning for a router whose logits are probabilities; None if they are not."""
+    if logits.least < 0 or logits.row_error > ROW_ERROR:
+        return None
+    return (
+        f'the "router logits" of layer {layer!r} are probabilities already (all >= 0, rows sum to '
+        "1): a balance or z-loss that takes their softmax is nearly blind, use their logarithms"
+    )
+
+
+class LossCheck:
+    """Looks at the forward passes of a model in training for auxiliary losses that are off."""
+
+    def __init__(self, model: nn.Module, tell: Tell) -> None:
+        """Watch `model` while entered; `tell` gets a message and its kind."""
+        self._model, self._tell, self._hooks = model, tell, ExitStack()
+
+    def __enter__(self) -> "LossCheck":
+        add = self._hooks.callback
+        if _coefficient(self._model) is not None:
+            hook = self._model.register_forward_hook(untraced(self._look))
+            add(hook.remove)
+        for name, layer in self._model.named_modules():
+            if isinstance(layer, MoE):
+                hook = untraced(_own_look(name, layer, self._tell))
+                add(layer.register_forward_hook(hook).remove)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        problem: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._hooks.close()
+
+    def _look(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if _learns(model):
+            self._tell(transformers_warning(model, output), "auxiliary loss")
+
+
+def transformers_warning(model: nn.Module, output: Any) -> str | None:
+    """What is wrong with the auxiliary loss in this output of a model in training, if anything."""
+    found = _coefficient(model)
+    if found is None or not hasattr(output, "loss"):
+        return None
+    name, value = found
+    loss = getattr(output, "aux_loss", None)
+    if value > 0 and loss is None:
+        return (
+            f"the auxiliary loss is silently off: {name} = {value:g}, but the model did not "
+            "compute it; set model.config.output_router_logits = True, if its class has this loss"
+        )
+    if isinstance(loss, Tensor) and value > 0 and not loss.requires_grad:
+        return (
+            f"the auxiliary loss ({name} = {value:g}) carries no gradient, so it balances nothing: "
+            "frozen routers, or reentrant checkpointing (pass use_reentrant=False)"
+        )
+    if isinstance(loss, Tensor) and value == 0:
+        return f"the auxiliary loss is computed, but silently off: {name} = 0"
+    return None
+
+
+def _own_look(name: str, layer: MoE, tell: Tell) -> Callable[..., None]:
+    def look(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        gate = layer.gate
+        if not (_learns(layer) and isinstance(gate, SelectiveGate)):
+            return
+        if gate.selection_bias is None and not is_collected(layer):
+            tell(
+                f"no auxiliary loss can reach layer {name!r}: nobody collects its routing "
+                "(collect_routing, auxiliary_loss) and its gate has no selection_bias that a "
+                "controller could move",
+                "auxiliary loss",
+            )
+
+    return look
+
+
+def _learns(module: nn.Module) -> bool:
+    return module.training and torch.is_grad_enabled() and not is_recomputing()
+
+
+def _coefficient(model: nn.Module) -> tuple[str, float] | None:
+    """Name and value of the coefficient in the model's configuration."""
+    config = text_config(model)
+    for path in COEFFICIENTS:
+        value: Any = config
+        for name in path.split("."):
+            value = getattr(value, name, None)
+        if isinstance(value, int | float):
+            return path, float(value)
+    return None
+
+
+FORMAT = "bf16"
+LEVELS = {"gap_p1": 0.01, "gap_p10": 0.1, "gap_p50": 0.5}
+TINY = 1e-300
+
+
+@dataclass(frozen=True, eq=False)
+class LayerScalars:
+    """A layer's part of the scalars; `units` tells which gaps may be pooled."""
+
+    gaps: Float[Tensor, " tokens"] | None
+    units: str
+    rounding: dict[str, float]
+    load: ExpertLoad
+    logits: LogitSums
+    active: float
+    epsilon: float | None
+
+    def plain(self) -> dict[str, float]:
+        """The scalars of this layer alone."""
+        return model_scalars({"": self})
+
+
+def layer_scalars(calls: Sequence[RouterCall]) -> LayerScalars:
+    """What the calls of one router during a step come to, each token counting alike."""
+    tokens = torch.tensor([call.tokens for call in calls], dtype=torch.float64)
+    rows = [_rounding(call.trace) for call in calls]
+    sums = [call.logits for call in calls if call.logits is not None]
+    squares, _, sure, _, _ = (_mean(column, tokens) for column in zip(*sums, strict=True))
+    logits = LogitSums(
+        squares,
+        max(one.largest for one in sums),
+        sure,
+        min(one.least for one in sums),
+        max(one.row_error for one in sums),
+    )
+    answers = all(scored(call.trace) == "ok" for call in calls)
+    used = torch.stack([call.used for call in calls]).sum(dim=0)
+    return LayerScalars(
+        gaps=torch.cat([call.trace.gap for call in calls]) if answers else None,
+        units=calls[0].trace.facts.units,
+        rounding={name: _mean([row[name] for row in rows], tokens) for name in rows[0]},
+        load=load_from_counts(used),
+        logits=logits,
+        active=_mean([call.active for call in calls], tokens),
+        epsilon=calls[-1].epsilon,
+    )
+
+
+def model_scalars(layers: Mapping[str, LayerScalars]) -> dict[str, float]:
+    """The scalars of all layers together."""
+    every = list(layers.values())
+    loads, logits = [one.load for one in every], [one.logits for one in every]
+    found = _gap_scalars(every)
+    for name in ("near_bf16", "tie_bf16", "flip_bf16"):
+        known = [one.rounding[name] for one in every if name in one.rounding]
+        if known:
+            found[name] = sum(known) / len(known)
+    if "near_bf16" in found:
+        found["flips_per_token"] = sum(one.rounding.get("expected", 0.0) for one in every)
+    diversity = [math.exp(load.entropy) / len(load.counts) for load in loads]
+    found |= {
+        "confidence": sum(one.confidence for one in logits) / len(every),
+        "max_violation": max(load.busiest for load in loads) - 1,
+        "dead_share": sum(len(x.dead) for x in loads) / sum(len(x.counts) for x in loads),
+        "diversity": sum(diversity) / len(every),
+        "score_rms": math.sqrt(sum(one.mean_square for one in logits) / len(every)),
+        "score_max": max(one.largest for one in logits),
+        "active": sum(one.active for one in every) / len(every),
+    }
+    widths = [one.epsilon for one in every if one.epsilon is not None]
+    return found | ({"epsilon": sum(widths) / len(widths)} if widths else {})
+
+
+def spacing_mass(layer: LayerTrace, view: LogitView) -> float:
+    """P(Δ <= q): share of tokens within one bf16 spacing at their threshold (Def. 2.1).
+
+    q is passed on to the units of the score where these are not the logits.
+    """
+    assert view.logits is not None
+    at = layer.facts.k - 1
+    step = grid_step(view.logits[:, at : at + 1], FORMAT)[:, 0] * view.slope[:, at]
+    gaps = view.scores[:, at] - view.scores[:, at + 1]
+    one = torch.ones(1, dtype=torch.float64)
+    return boundary_mass(gaps / step.clamp(min=TINY), one).mass[0]
+
+
+def _rounding(layer: LayerTrace) -> dict[str, float]:
+    """What bf16 would do to the choice of these tokens; nothing where that is unknown."""
+    check_finite(layer)
+    if scored(layer) != "ok":
+        return {}
+    view = logit_view(layer)
+    if view.logits is None:
+        return {}
+    record, _ = precision_flips(layer, view, FORMAT)
+    found = {
+        "near_bf16": spacing_mass(layer, view),
+        "tie_bf16": record.tie_emulated.value,
+        "flip_bf16": record.flip_emulated.value,
+        "expected": record.flip.value,
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _gap_scalars(every: Sequence[LayerScalars]) -> dict[str, float]:
+    known = [one for one in every if one.gaps is not None]
+    if not known or len({one.units for one in known}) > 1:
+        return {}
+    gaps = torch.cat([one.gaps for one in known if one.gaps is not None])
+    values = quantile_bands(gaps, tuple(LEVELS.values())).value.tolist()
+    ties = (gaps == 0).double().mean().item()
+    return {**dict(zip(LEVELS, values, strict=True)), "ties": ties}
+
+
+def _mean(values: Sequence[float], tokens: Float[Tensor, " calls"]) -> float:
+    """Mean over calls, weighted by their tokens."""
+    column = torch.tensor(values, dtype=torch.float64)
+    return ((column * tokens).sum() / tokens.sum()).item()
+
+
+@runtime_checkable
+class Writer(Protocol):
+    """Takes the scalars of logged steps."""
+
+    def write(self, step: int, scalars: dict[str, float]) -> None:
+        """Take the scalars of a step."""
+        ...
+
+    def close(self) -> None:
+        """No more will come."""
+        ...
+
+
+class JsonlWriter:
+    """One line of JSON per logged step, {"step": n, name: value, ...}; null where not finite.
+
+    Args:
+        path: file to append to; folders are made.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+
+    def write(self, step: int, scalars: dict[str, float]) -> None:
+        """Append a line; the file is closed after each, so that it can be read meanwhile."""
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **_finite(scalars)}) + "\n")
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class TensorBoardWriter:
+    """Scalars for TensorBoard.
+
+    Args:
+        target: a folder, for which TensorBoard must be installed, or any writer with `add_scalar`.
+    """
+
+    def __init__(self, target: Any) -> None:
+        self._own = isinstance(target, str | Path)
+        self._writer = _summary_writer(target) if self._own else target
+
+    def write(self, step: int, scalars: dict[str, float]) -> None:
+        """One point on the curve of each scalar."""
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Close the writer if it was made here."""
+        if self._own:
+            self._writer.close()
+
+
+def _summary_writer(folder: str | Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as missing:
+        raise ParameterError(
+            "TensorBoardWriter was given a folder, but TensorBoard is not installed: "
+            "pip install tensorboard, or pass a writer that has add_scalar"
+        ) from missing
+    return SummaryWriter(str(folder))
+
+
+def _finite(scalars: dict[str, float]) -> dict[str, object]:
+    return {name: plain(value) for name, value in scalars.items()}
+
+
+class RoutingMonitor:
+    """Scalars of the routing of `model`, every n steps, as `dict[str, float]` and to writers.
+
+    The scalars and their formulas are listed in `tieline.analysis.monitor`. What cannot be
+    measured is told as a `RoutingWarning`, once, and never stops the training.
+
+    Args:
+        model: a model with Tieline's `MoE` layers or transformers routers.
+        every: n; steps 0, n, 2n, ... are logged.
+        writers: take the scalars of each logged step.
+        prefix: put before the name of each scalar.
+        per_layer: also give the scalars of each layer, as prefix + layer + "/" + name.
+        training_only: leave out forward passes in evaluation mode.
+        check_losses: warn where an auxiliary loss is silently off.
+        start: number of the first step.
+
+    Attributes:
+        last: scalars of the last logged step.
+        told: the warnings so far.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        every: int = 10,
+        writers: Sequence[Writer] = (),
+        prefix: str = "routing/",
+        per_layer: bool = False,
+        training_only: bool = True,
+        check_losses: bool = True,
+        start: int = 0,
+    ) -> None:
+        require(every >= 1, f"a monitor logs every n >= 1 steps, got every={every}")
+        self.every, self.writers, self.prefix = every, tuple(writers), prefix
+        self.per_layer, self.training_only = per_layer, training_only
+        self.check_losses = check_losses
+        self.last: dict[str, float] = {}
+        self.told: list[str] = []
+        self._kinds: set[str] = set()
+        self._model, self._step = model, start
+        self._calls: dict[str, list[RouterCall]] = defaultdict(list)
+        self._problem: TielineError | None = None
+        self._hooks: ExitStack | None = None
+        with watch_routing(model, _ignore):  # refuse a model without routers now, not in the loop
+            pass
+        if start % every == 0:
+            self.arm()
+
+    def arm(self) -> None:
+        """Watch the routers from now on, until `read`."""
+        if self._hooks is not None:
+            return
+        self._calls.clear()
+        self._problem = None
+        hooks = ExitStack()
+        hooks.enter_context(
+            watch_routing(
+                self._model, self._take, training_only=self.training_only, failed=self._failed
+            )
+        )
+        if self.check_losses:
+            hooks.enter_context(LossCheck(self._model, self._tell))
+        self._hooks = hooks
+
+    def read(self, step: int) -> dict[str, float]:
+        """Stop watching; scalars of what was seen, which are also given to the writers.
+
+        Args:
+            step: number under which they are written.
+        """
+        self.disarm()
+        layers = self._layers(step)
+        if not layers:
+            return {}
+        found = model_scalars(layers)
+        if self.per_layer:
+            for name, layer in layers.items():
+                found |= {f"{name}/{key}": value for key, value in layer.plain().items()}
+        self.last = {self.prefix + name: value for name, value in found.items()}
+        for writer in self.writers:
+            writer.write(step, self.last)
+        return self.last
+
+    def step(self) -> dict[str, float]:
+        """End a training step: its scalars if it was a logged one, nothing otherwise."""
+        found = self.read(self._step) if self._hooks is not None else {}
+        self._step += 1
+        if self._step % self.every == 0:
+            self.arm()
+        return found
+
+    def disarm(self) -> None:
+        """Take all hooks off the model."""
+        if self._hooks is not None:
+            self._hooks.close()
+            self._hooks = None
+
+    def close(self) -> None:
+        """Take all hooks off the model and close the writers."""
+        self.disarm()
+        for writer in self.writers:
+            writer.close()
+
+    def __enter__(self) -> "RoutingMonitor":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        problem: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _layers(self, step: int) -> dict[str, LayerScalars]:
+        """What each layer did; nothing if a call could not be read."""
+        calls = {name: some for name, some in self._calls.items() if some}
+        self._calls.clear()
+        problem, self._problem = self._problem, None
+        try:
+            if problem is not None:
+                raise problem
+            with one_thread():  # many small operations
+                layers = {name: layer_scalars(some) for name, some in calls.items()}
+        except TielineError as found:
+            self._tell(f"routing was not measured (first at step {step}): {found}", str(found))
+            return {}
+        for name, layer in layers.items():
+            self._tell(probability_warning(name, layer.logits), "probabilities")
+        return layers
+
+    def _take(self, call: RouterCall) -> None:
+        if call.tokens and call.logits is not None:
+            self._calls[call.trace.name].append(call)
+
+    def _failed(self, problem: TielineError) -> None:
+        self._problem = self._problem or problem
+
+    def _tell(self, message: str | None, kind: str) -> None:
+        """Warn, once for each kind."""
+        if message is None or kind in self._kinds:
+            return
+        self._kinds.add(kind)
+        self.told.append(message)
+        warnings.warn(message, RoutingWarning, stacklevel=4)
+
+
+def _ignore(call: RouterCall) -> None:
+    """Do nothing with a call."""

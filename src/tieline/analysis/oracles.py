@@ -1,0 +1,316 @@
+"""Scores that carry their truth: without a tie, or with ties where they were planted.
+
+    tie_free_scores    every two scores of a token at least `gap` apart, in the format asked for
+    tie_heavy_scores   a share of the tokens has a tie of a given order across the threshold
+
+Both are exact in their dtype: what is planted is not lost by rounding.
+
+Is this mismatch a bug or a tie? Oracles for tests of routing kernels.
+
+    regret                 r(S) = max_{i ∉ S} z_i - min_{j ∈ S} z_j, the worst pair of a choice
+    compare_choices        which tokens differ, and whether a tie explains it
+    assert_routing_close   the same as an assertion that explains itself
+    tie_band               a few roundings of a format at each token's threshold
+
+A set S of k experts is a top-k choice if r(S) <= 0, and one up to a band t if r(S) <= t: every
+expert that was left out scores at most t more than every chosen one. Generators of scores with and
+without ties are in `oracle_scores`.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from tieline.core.errors import ShapeError, require
+from tieline.core.numerics import float_step
+from tieline.core.ranking import gap as gap_of
+from tieline.core.ranking import kth_largest
+from tieline.geometry.rounding import PRECISIONS, grid_step
+
+__all__ = [
+    "ChoiceComparison",
+    "PlantedScores",
+    "assert_routing_close",
+    "compare_choices",
+    "regret",
+    "tie_band",
+    "tie_free_scores",
+    "tie_heavy_scores",
+]
+
+
+class PlantedScores(NamedTuple):
+    """Scores and what is true of them.
+
+    Attributes:
+        scores: (T, E), experts in random order.
+        tied: tokens whose scores of ranks k and k + 1 are equal.
+        gap: z_[k] - z_[k+1] in float64.
+    """
+
+    scores: Float[Tensor, "tokens experts"]
+    tied: Bool[Tensor, " tokens"]
+    gap: Float[Tensor, " tokens"]
+
+
+def tie_free_scores(
+    tokens: int,
+    experts: int,
+    k: int,
+    *,
+    gap: float = 0.125,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> PlantedScores:
+    """Scores of which every two are at least `gap` apart, so that no rounding below gap/2 matters.
+
+    Multiples of `gap` around zero, with random holes between them.
+
+    Args:
+        tokens: T.
+        experts: E.
+        k: number of experts chosen, for the truth.
+        gap: smallest distance, a power of two so that multiples are exact.
+        seed: of the random numbers.
+        dtype: of the scores; refused where it cannot hold them apart.
+    """
+    _check(tokens, experts, k)
+    draw = torch.Generator().manual_seed(seed)
+    levels = _levels(tokens, experts, draw)
+    return _planted(levels, gap, k, draw, dtype)
+
+
+def tie_heavy_scores(
+    tokens: int,
+    experts: int,
+    k: int,
+    *,
+    share: float = 0.5,
+    order: int = 1,
+    gap: float = 0.125,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> PlantedScores:
+    """Scores of which a share of the tokens has order + 1 equal ones across the threshold.
+
+    The others, and all other pairs, are at least `gap` apart. How many of the equal scores are
+    above the threshold is random.
+
+    Args:
+        tokens: T.
+        experts: E.
+        k: number of experts chosen, less than E.
+        share: part of the tokens that tie, rounded to a number of tokens.
+        order: n of a tie of order n: n + 1 equal scores (Def. 4.2).
+        gap: smallest distance of other pairs, a power of two.
+        seed: of the random numbers.
+        dtype: of the scores.
+    """
+    _check(tokens, experts, k)
+    require(k < experts, f"a tie across the threshold needs k < experts, got {k=} of {experts}")
+    require(0 <= share <= 1, f"need 0 <= share <= 1, got {share}")
+    require(1 <= order < experts, f"need 1 <= order < experts, got {order=} of {experts}")
+    draw = torch.Generator().manual_seed(seed)
+    levels = _levels(tokens, experts, draw)
+    wanted = torch.randperm(tokens, generator=draw)[: round(share * tokens)]
+    low, high = max(0, k - order), min(k, experts - order) - 1  # first equal rank, from 0
+    starts = torch.randint(low, high + 1, (len(wanted),), generator=draw)
+    ranks = starts[:, None] + torch.arange(order + 1)
+    levels[wanted[:, None], ranks] = levels[wanted, starts][:, None]
+    return _planted(levels, gap, k, draw, dtype)
+
+
+def _levels(tokens: int, experts: int, draw: torch.Generator) -> Float[Tensor, "tokens experts"]:
+    """Descending integers around zero, with holes of up to three between neighbours."""
+    steps = torch.randint(1, 5, (tokens, experts), generator=draw).double()
+    levels = -steps.cumsum(dim=1)
+    return levels - levels.mean(dim=1, keepdim=True).round()
+
+
+def _planted(
+    levels: Float[Tensor, "tokens experts"],
+    gap: float,
+    k: int,
+    draw: torch.Generator,
+    dtype: torch.dtype,
+) -> PlantedScores:
+    """Levels times the gap, experts shuffled, if the type holds these numbers exactly."""
+    exact = levels * gap
+    scores = exact.to(dtype)
+    require(
+        gap > 0 and bool((scores.double() == exact).all()),
+        f"{dtype} does not hold multiples of {gap=} up to {exact.abs().max().item():g} exactly: "
+        "take a power of two, or fewer experts",
+    )
+    order = torch.rand(levels.shape, generator=draw).argsort(dim=1)
+    gaps = gap_of(exact, k)
+    return PlantedScores(scores.gather(1, order), gaps == 0, gaps)
+
+
+def _check(tokens: int, experts: int, k: int) -> None:
+    require(
+        tokens >= 1 and 1 <= k <= experts,
+        f"need a token and 1 <= k <= experts, got {tokens=}, {experts=}, {k=}",
+    )
+
+
+Ids = Int[Tensor, "tokens k"]
+Scores = Float[Tensor, "tokens experts"]
+PerToken = Float[Tensor, " tokens"]
+
+SHOWN = 5
+"""Tokens that a message spells out."""
+
+
+@dataclass(frozen=True)
+class ChoiceComparison:
+    """Where two programs chose other experts.
+
+    Attributes:
+        tokens: number of tokens.
+        ties: tokens whose choices differ inside the tie band.
+        wrong: tokens whose choices differ and are not explained by it.
+        reasons: one sentence for each of the wrong ones.
+    """
+
+    tokens: int
+    ties: tuple[int, ...]
+    wrong: tuple[int, ...]
+    reasons: tuple[str, ...]
+
+    @property
+    def explanation(self) -> str:
+        """All of it in words."""
+        differ = len(self.ties) + len(self.wrong)
+        lines = [f"{differ} of {self.tokens} tokens chose other experts: {len(self.ties)} at ties"]
+        lines[0] += f", {len(self.wrong)} not"
+        lines += self.reasons[:SHOWN]
+        if len(self.reasons) > SHOWN:
+            lines.append(f"... and {len(self.reasons) - SHOWN} more")
+        return "\n".join(lines)
+
+
+def assert_routing_close(
+    ids_a: Ids, ids_b: Ids, scores: Scores, tol: float | PerToken
+) -> ChoiceComparison:
+    """Accept other choices only inside the tie band; otherwise an `AssertionError` explains.
+
+    Args:
+        ids_a: experts that one program chose, in any order.
+        ids_b: experts that the other chose.
+        scores: selection scores that both were given, correction bias included; minus infinity for
+            experts that cannot be chosen.
+        tol: width of the band, one number or one per token: `tie_band` gives some roundings.
+    """
+    found = compare_choices(ids_a, ids_b, scores, tol)
+    if found.wrong:
+        raise AssertionError(found.explanation)
+    return found
+
+
+def compare_choices(
+    ids_a: Ids, ids_b: Ids, scores: Scores, tol: float | PerToken
+) -> ChoiceComparison:
+    """Which tokens chose other experts, and which of these a tie explains; arguments as above."""
+    band = _band(tol, scores)
+    _oracles_check(ids_a, ids_b, scores)
+    broken_a, broken_b = _broken(ids_a, scores), _broken(ids_b, scores)
+    set_a, set_b = _members(ids_a, scores), _members(ids_b, scores)
+    differ = (set_a != set_b).any(dim=1) | broken_a | broken_b
+    regrets = {"a": regret(set_a, scores), "b": regret(set_b, scores)}
+    beyond = {name: ~(value <= band) for name, value in regrets.items()}
+    wrong = differ & (beyond["a"] | beyond["b"] | broken_a | broken_b)
+    broken = {"a": (broken_a, ids_a), "b": (broken_b, ids_b)}
+    sets = {"a": set_a, "b": set_b}
+    reasons = []
+    for token in _places(wrong):
+        said = []
+        for name in ("a", "b"):
+            if broken[name][0][token]:
+                said.append(_said_broken(name, broken[name][1][token], scores.shape[1]))
+            elif beyond[name][token]:
+                row = sets[name][token], scores[token]
+                said.append(_said_regret(name, *row, regrets[name][token], band[token]))
+        reasons.append(f"token {token}: " + "; ".join(said))
+    return ChoiceComparison(
+        len(scores), tuple(_places(differ & ~wrong)), tuple(_places(wrong)), tuple(reasons)
+    )
+
+
+def regret(chosen: Bool[Tensor, "tokens experts"], scores: Scores) -> PerToken:
+    """r(S) = max_{i ∉ S} z_i - min_{j ∈ S} z_j in float64; at most 0 for a top-k choice."""
+    z = scores.double()
+    best_left_out = z.masked_fill(chosen, -torch.inf).amax(dim=1)
+    worst_chosen = z.masked_fill(~chosen, torch.inf).amin(dim=1)
+    # minus infinity on both sides: nothing better was left out
+    return (best_left_out - worst_chosen).nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
+
+
+def tie_band(scores: Scores, k: int, dtype: str = "bf16", roundings: float = 2.0) -> PerToken:
+    """`roundings` spacings of a format at z_[k], in float64: what its rounding can reverse.
+
+    Two scores that are rounded once each change places only within one spacing; a matrix product
+    that is summed in the format needs more.
+
+    Args:
+        scores: selection scores.
+        k: number of experts chosen.
+        dtype: "fp32" or one of `PRECISIONS`.
+        roundings: number of spacings.
+    """
+    known = ("fp32", *PRECISIONS)
+    require(dtype in known, f"unknown dtype {dtype!r}: one of {', '.join(known)}")
+    threshold = kth_largest(scores.double(), k)
+    if dtype == "fp32":
+        return roundings * float_step(threshold, 23, -126)[:, 0]
+    # with the other scores beside it, for an integer format has the scale of the largest
+    return roundings * grid_step(torch.cat([threshold, scores.double()], dim=1), dtype)[:, 0]
+
+
+def _members(ids: Ids, scores: Scores) -> Bool[Tensor, "tokens experts"]:
+    """Chosen experts as a mask; ids outside of the range are left to `_broken`."""
+    inside = ids.long().clamp(0, scores.shape[1] - 1)
+    return torch.zeros_like(scores, dtype=torch.bool).scatter(1, inside, True)
+
+
+def _broken(ids: Ids, scores: Scores) -> Bool[Tensor, " tokens"]:
+    """Tokens with an id outside of the range or an expert named twice."""
+    outside = ((ids < 0) | (ids >= scores.shape[1])).any(dim=1)
+    return outside | (_members(ids, scores).sum(dim=1) < ids.shape[1])
+
+
+def _said_broken(name: str, ids: Int[Tensor, " k"], experts: int) -> str:
+    return f"{name} chose {ids.tolist()}, which are not {len(ids)} experts of 0..{experts - 1}"
+
+
+def _said_regret(
+    name: str, chosen: Bool[Tensor, " e"], z: Float[Tensor, " e"], value: Tensor, band: Tensor
+) -> str:
+    inside, outside = _places(chosen), _places(~chosen)
+    worst = min(inside, key=lambda e: z[e].item())
+    best = max(outside, key=lambda e: z[e].item())
+    return (
+        f"{name} chose expert {worst} ({z[worst].item():.9g}) and left out {best} "
+        f"({z[best].item():.9g}), which is better by {value.item():.3g} > band {band.item():.3g}"
+    )
+
+
+def _places(mask: Bool[Tensor, " n"]) -> list[int]:
+    return mask.nonzero().squeeze(1).tolist()
+
+
+def _band(tol: float | PerToken, scores: Scores) -> PerToken:
+    band = torch.as_tensor(tol, dtype=torch.float64, device=scores.device)
+    require(bool((band >= 0).all()), f"a tie band is >= 0, got {tol}")
+    return band.expand(len(scores))
+
+
+def _oracles_check(ids_a: Ids, ids_b: Ids, scores: Scores) -> None:
+    shapes = tuple(ids_a.shape), tuple(ids_b.shape), tuple(scores.shape)
+    fits = ids_a.shape == ids_b.shape and len(ids_a) == len(scores)
+    require(fits and 1 <= ids_a.shape[1] <= scores.shape[1], f"shapes {shapes} differ", ShapeError)
+    bad = int(scores.isnan().sum())
+    require(bad == 0, f"{bad} of {scores.numel()} scores are NaN: no choice of them is right")

@@ -1,0 +1,296 @@
+"""The perturbations of an audit: what is done, to which part of the model, how strongly.
+
+kind           level        router                          model
+rounding       a format     the routers in the format       the whole model in it
+score noise    σ            N(0, σ²) on the logits          -
+state noise    ρ            ρ · rms(x) on router inputs     on what every routed layer hands on
+
+Flips that the clean scores predict for a router that is perturbed on clean inputs.
+
+score noise    the quadrature of Def. 6.2 with σ
+state noise    the same with σ_i = ρ rms(x) ‖w_i - w̄‖, w̄ the mean over experts
+rounding       the same with the noise of a product of rounded numbers, then rounding of the
+               result (Def. 7.5): σ_i² = Σ_d (w_id - w̄_d)² δx_d² + x_d² δw_id²
+
+Where groups of experts limit the choice, the chance that two of them change places comes on top
+(Def. 6.4): an upper limit, so that the prediction is an interval. So it is where not all ranks were
+kept.
+
+The noise σ of the logits that changes the experts of a given share of tokens.
+
+The share grows with σ, from f_gap(0) σ / √π at first (Def. 6.3), so lines
+between logarithms find it in a few steps.
+"""
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from tieline.analysis.precision_records import SigmaForFlips
+from tieline.core.errors import require
+from tieline.core.numerics import one_thread
+from tieline.geometry.flips import LogitView, flip_limits, group_flip_probability, logit_view
+from tieline.geometry.rounding import grid_step, product_flips
+from tieline.geometry.sections import reachable
+from tieline.hf.emulate import emulate, logits_matrix, score_noise, state_noise
+from tieline.hf.formats import FORMATS, Format, format_named
+from tieline.trace.record import LayerTrace
+
+__all__ = [
+    "Chance",
+    "Perturbation",
+    "applied",
+    "chance_by_noise",
+    "noise_generator",
+    "predicted_flips",
+    "sigma_for_flips",
+    "solve_increasing",
+    "standard_perturbations",
+]
+
+Kind = Literal["rounding", "score noise", "state noise"]
+Part = Literal["router", "model"]
+
+SIGMAS = (0.001, 0.01, 0.1)
+RATIOS = (0.001, 0.01)
+
+
+@dataclass(frozen=True)
+class Perturbation:
+    """One thing to do to the model.
+
+    Attributes:
+        kind: rounding or noise, and of what.
+        level: name of the format, σ of the logits' noise, or ρ of the states'.
+        part: "router" for the routing path alone, "model" for everything.
+    """
+
+    kind: Kind
+    level: str | float
+    part: Part = "router"
+
+    def __post_init__(self) -> None:
+        if self.kind == "rounding":
+            format_named(str(self.level))
+        else:
+            size = self.level if isinstance(self.level, float) else -1.0
+            require(0 < size < float("inf"), f"{self.kind} needs a level > 0, got {self.level!r}")
+        alone = f"{self.kind} is of the routers alone, got part={self.part!r}"
+        require(self.kind != "score noise" or self.part == "router", alone)
+
+    @property
+    def name(self) -> str:
+        """Name for tables: "router bf16", "score noise 0.01", "model state noise 0.01"."""
+        if self.kind == "rounding":
+            return f"{self.part} {self.level}"
+        words = f"{self.kind} {self.level:g}"
+        return words if self.kind == "score noise" else f"{self.part} {words}"
+
+    @property
+    def at_router(self) -> "Perturbation":
+        """The same of a router alone: what one layer does by itself on clean inputs."""
+        return Perturbation(self.kind, self.level)
+
+
+def standard_perturbations(
+    formats: Sequence[str] = tuple(FORMATS),
+    sigmas: Sequence[float] = SIGMAS,
+    ratios: Sequence[float] = RATIOS,
+) -> tuple[Perturbation, ...]:
+    """Every format and noise, of the routers first and then of the model."""
+    router = [Perturbation("rounding", name) for name in formats]
+    scores = [Perturbation("score noise", sigma) for sigma in sigmas]
+    states = [Perturbation("state noise", ratio) for ratio in ratios]
+    model = [Perturbation("rounding", name, "model") for name in formats]
+    noisy = [Perturbation("state noise", ratio, "model") for ratio in ratios]
+    return (*router, *scores, *states, *model, *noisy)
+
+
+def applied(
+    model: nn.Module,
+    perturbation: Perturbation,
+    generator: torch.Generator,
+    keep: Collection[str] = (),
+) -> AbstractContextManager[None]:
+    """A block in which `model`, or a single router, is perturbed.
+
+    Args:
+        model: a model of transformers, or one of its routers for a perturbation of routers.
+        perturbation: what to do.
+        generator: where noise comes from.
+        keep: routers that rounding spares.
+    """
+    level, part = perturbation.level, perturbation.part
+    if perturbation.kind == "rounding":
+        return emulate(model, str(level), "router" if part == "router" else "all", keep)
+    if perturbation.kind == "score noise":
+        return score_noise(model, float(level), generator)
+    return state_noise(model, float(level), generator, "router" if part == "router" else "all")
+
+
+def noise_generator(seed: int, *places: int) -> torch.Generator:
+    """A source of noise for one place of the audit, the same whenever that place is visited."""
+    mixed = seed
+    for place in places:
+        mixed = (mixed * 1_000_003 + place + 1) % (1 << 62)
+    return torch.Generator().manual_seed(mixed)
+
+
+PerToken = Float[Tensor, " tokens"]
+SCORES_PER_GROUP = {"max": 1, "top2sum": 2}
+
+
+class Chance(NamedTuple):
+    """Limits of the probability that each token's experts change."""
+
+    low: PerToken
+    high: PerToken
+
+
+def predicted_flips(
+    layer: LayerTrace,
+    router: nn.Module,
+    inputs: Float[Tensor, "tokens width"],
+    perturbation: Perturbation,
+) -> Chance | None:
+    """The chance of each token to flip; None where the router is not one product with its input.
+
+    Args:
+        layer: the clean routing of these tokens.
+        router: the layer's router, with its own weights.
+        inputs: what the router was given.
+        perturbation: of a router.
+    """
+    view, k = logit_view(layer), layer.facts.k
+    if view.scores.shape[1] <= k:
+        never = torch.zeros(len(view.scores), dtype=torch.float64)
+        return Chance(never, never)
+    if perturbation.kind == "score noise":
+        return chance_by_noise(
+            layer, view, float(perturbation.level) * torch.ones_like(view.scores)
+        )
+    matrix = logits_matrix(router)
+    if matrix is None or matrix.shape[1] != inputs.shape[1]:
+        return None
+    w, x = matrix.detach().double().cpu(), inputs.detach().double().cpu()
+    w, ids = w[: layer.facts.n_experts], layer.experts.long()
+    if perturbation.kind == "state noise":
+        size = float(perturbation.level) * x.square().mean(dim=1).sqrt()
+        spread = (w - w.mean(dim=0)).norm(dim=1)
+        return chance_by_noise(layer, view, size[:, None] * spread[ids])
+    return _by_rounding(layer, view, (x, w), format_named(str(perturbation.level)))
+
+
+def chance_by_noise(
+    layer: LayerTrace, view: LogitView, noise: Float[Tensor, "tokens ranks"]
+) -> Chance:
+    """Limits under independent normal noise of the logits of the kept ranks."""
+    k = layer.facts.k
+    beyond = max(0, reachable(layer) - view.scores.shape[1])
+    low, high = flip_limits(view.scores, k, view.slope * noise, beyond)
+    return Chance(low, _with_groups(high, layer, view.threshold_slope * noise[:, k - 1]))
+
+
+def _by_rounding(
+    layer: LayerTrace, view: LogitView, factors: tuple[Tensor, Tensor], chosen: Format
+) -> Chance:
+    (x, w), k, ids = factors, layer.facts.k, layer.experts.long()
+    dx = torch.zeros_like(x) if chosen.activations is None else chosen.activations(x.float()) - x
+    dw = chosen.weights(w.float()) - w
+    spread = (w - w.mean(dim=0)).square()
+    noise = (dx.square() @ spread.T + x.square() @ dw.square().T).sqrt().gather(1, ids)
+    step = torch.zeros(len(x), dtype=torch.float64)
+    if chosen.plain:
+        logits = (x @ w.T).gather(1, ids) if view.logits is None else view.logits
+        step = grid_step(logits, chosen.name)[:, k - 1]
+    grid = step * view.slope[:, k - 1]
+    inner = product_flips(view.scores, k, noise * view.slope, grid, same_grid=layer.bias is None)
+    inner = inner.clamp(0, 1)
+    of_groups = (noise[:, k - 1].square() + step.square() / 12).sqrt() * view.threshold_slope
+    return Chance(inner, _with_groups(inner, layer, of_groups))
+
+
+def _with_groups(inner: PerToken, layer: LayerTrace, noise: PerToken) -> PerToken:
+    if layer.group_gap is None:
+        return inner
+    per_group = SCORES_PER_GROUP[layer.facts.group_score]
+    groups = group_flip_probability(layer.group_gap, noise, per_group)
+    return inner + groups - inner * groups
+
+
+STEPS, CLOSE = 24, 1e-3
+LARGEST = 1e6
+
+
+def sigma_for_flips(
+    layers: Mapping[str, Sequence[LayerTrace]], share: float = 0.01
+) -> SigmaForFlips:
+    """σ at which `share` of tokens flip, in each layer and in the mean over layers.
+
+    Args:
+        layers: routing of the same tokens by layer, in parts.
+        share: the share.
+    """
+    views = {name: [(part, logit_view(part)) for part in parts] for name, parts in layers.items()}
+    with one_thread():
+        alone = {
+            name: solve_increasing(lambda s, p=parts: _rate(p, s), share)
+            for name, parts in views.items()
+        }
+        known = [sigma for sigma in alone.values() if sigma is not None]
+        start = sum(known) / len(known) if known else 0.01
+
+        def mean(sigma: float) -> float:
+            return sum(_rate(parts, sigma) for parts in views.values()) / len(views)
+
+        return SigmaForFlips(share, solve_increasing(mean, share, start), alone)
+
+
+def solve_increasing(
+    rate: Callable[[float], float], target: float, start: float = 0.01
+) -> float | None:
+    """The x > 0 with rate(x) = target, for an increasing rate; None where none up to 10^6 has.
+
+    Bracketed by factors of four, then by straight lines between logarithms, on which a rate that
+    grows like a power of x is found at once; every third step halves the bracket instead.
+    """
+    low = high = (start, rate(start))
+    while high[1] < target:
+        low, high = high, (4 * high[0], rate(4 * high[0]))
+        if high[0] > LARGEST:
+            return None
+    while low[1] >= target:
+        low, high = (low[0] / 4, rate(low[0] / 4)), low
+        if low[0] < 1 / LARGEST:
+            return None
+    middle = high
+    for step in range(STEPS):
+        place = 0.5 if step % 3 == 2 or low[1] <= 0 else _on_line(low[1], high[1], target)
+        x = low[0] * (high[0] / low[0]) ** place
+        middle = (x, rate(x))
+        low, high = (middle, high) if middle[1] < target else (low, middle)
+        if abs(middle[1] / target - 1) < CLOSE or high[0] / low[0] < 1 + CLOSE:
+            break
+    return middle[0]
+
+
+def _on_line(low: float, high: float, target: float) -> float:
+    """Where a straight line between the logarithms meets the target, as a share of the way."""
+    if high <= low:
+        return 0.5
+    return min(0.99, max(0.01, math.log(target / low) / math.log(high / low)))
+
+
+def _rate(parts: Sequence[tuple[LayerTrace, LogitView]], sigma: float) -> float:
+    """Predicted share of tokens that flip; its upper limit where it is an interval."""
+    flips = tokens = 0.0
+    for layer, view in parts:
+        high = chance_by_noise(layer, view, sigma * torch.ones_like(view.scores)).high
+        flips, tokens = flips + high.sum().item(), tokens + len(high)
+    return flips / tokens

@@ -1,0 +1,482 @@
+"""From what was counted to the rows of the audit.
+
+Which routers to leave in float32, so that little memory recovers most of the damage.
+
+The jump-weighted damage of layers on clean inputs adds up, D = Σ_l D_l, so the routers of the most
+damage per byte are kept until a share of D is gone. Whether that holds when errors compound over
+depth is measured by the KL of a run that keeps them.
+
+What the rows of an audit come to, in plain words.
+
+Auditing a model: the text is run clean and under every perturbation, batch by batch.
+
+loaded = load_model(dtype="fp32")
+result = audit_precision(loaded.model, loaded.tokenizer, shipped_text())
+result.verdict
+"""
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from tieline.analysis.findings import percent
+from tieline.analysis.perturbations import (
+    Perturbation,
+    noise_generator,
+    sigma_for_flips,
+    standard_perturbations,
+)
+from tieline.analysis.precision_records import (
+    KeepList,
+    LayerEffect,
+    NeverHit,
+    PerturbationEffect,
+    PrecisionAudit,
+)
+from tieline.analysis.precision_runs import (
+    SIGMA_TOKENS,
+    FullEffect,
+    FullRuns,
+    LocalEffect,
+    LocalRuns,
+    model_logits,
+    next_losses,
+)
+from tieline.analysis.text import TokenisedText, tokenise
+from tieline.core.errors import require
+from tieline.core.numerics import Estimate
+from tieline.core.statistics import SequenceSums
+from tieline.hf.capture import capture
+from tieline.hf.emulate import modular_routers
+from tieline.hf.formats import FORMATS, format_named
+from tieline.hf.running import batches, forward, only_running, text_config
+
+__all__ = [
+    "HARMLESS",
+    "audit_precision",
+    "extra_bytes",
+    "harmless",
+    "keep_list",
+    "perturbation_effect",
+    "verdict",
+]
+
+LEAST_KL = 1e-14
+"""Nats below which a KL is the rounding of its own sum."""
+
+
+def perturbation_effect(
+    perturbation: Perturbation, local: Mapping[str, LocalEffect], full: FullEffect
+) -> PerturbationEffect:
+    """The row of one perturbation.
+
+    Args:
+        perturbation: what was done.
+        local: what it does to each router by itself, by name.
+        full: what it does in a full run.
+    """
+    layers = tuple(_layer(name, effect, full) for name, effect in local.items())
+    flips = SequenceSums().joined(*(effect.flips for effect in local.values())).mean()
+    everywhere = SequenceSums().joined(*full.flips.values()).mean()
+    kl, floor = full.kl.mean(), full.floor.mean()
+    return PerturbationEffect(
+        name=perturbation.name,
+        kind=perturbation.kind,
+        level=perturbation.level,
+        part=perturbation.part,
+        local=flips,
+        local_flips=sum(effect.seen for effect in local.values()),
+        predicted=_mean([layer.predicted for layer in layers]),
+        predicted_low=_mean([layer.predicted_low for layer in layers]),
+        full=everywhere,
+        any_layer=full.any_layer.mean(),
+        compounding=_ratio(everywhere, flips),
+        moved=full.moved.mean(),
+        moved_p99=_quantile(torch.cat(full.shares), 0.99) if full.shares else None,
+        damage=SequenceSums().joined(*(effect.damage for effect in local.values())).mean(),
+        loss=full.loss.mean(),
+        kl=kl,
+        kl_floor=floor,
+        by_flips=_gone(kl, floor),
+        layers=layers,
+    )
+
+
+def _layer(name: str, effect: LocalEffect, full: FullEffect) -> LayerEffect:
+    tokens = sum(int(count.sum()) for count in effect.flips.counts)
+    return LayerEffect(
+        name=name,
+        local=effect.flips.mean(),
+        local_flips=effect.seen,
+        repeats=effect.trials / tokens,
+        predicted=effect.high.mean().value,
+        predicted_low=effect.low.mean().value,
+        full=full.flips.get(name, SequenceSums()).mean(),
+        damage=effect.damage.mean(),
+    )
+
+
+def _mean(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if len(known) == len(values) else None
+
+
+def _ratio(above: Estimate, below: Estimate) -> float | None:
+    if above.value is None or not below.value:
+        return None
+    return above.value / below.value
+
+
+def _gone(kl: Estimate, floor: Estimate) -> float | None:
+    """1 - floor / KL; None where there is no KL to speak of."""
+    if kl.value is None or floor.value is None or kl.value < LEAST_KL:
+        return None
+    return 1 - floor.value / kl.value
+
+
+def _quantile(values: torch.Tensor, level: float) -> float:
+    place = min(len(values) - 1, int(level * len(values)))
+    return values.sort().values[place].item()
+
+
+def extra_bytes(router: nn.Module, number_format: str) -> int:
+    """Bytes that the router's weights take in float32 beyond those of the format."""
+    bits = 32 - format_named(number_format).bits
+    return sum(weight.numel() for weight in router.parameters()) * bits // 8
+
+
+def keep_list(damages: Mapping[str, float], costs: Mapping[str, int], wanted: float) -> KeepList:
+    """The routers whose damage is at least `wanted` of the whole, by damage per byte.
+
+    Args:
+        damages: jump-weighted damage D_l >= 0 of each layer.
+        costs: bytes to keep each layer's router in float32.
+        wanted: share of the damage to recover, in (0, 1].
+    """
+    require(0 < wanted <= 1, f"the share of damage to recover is in (0, 1], got {wanted}")
+    whole = sum(damages.values())
+    order = sorted(damages, key=lambda name: damages[name] / max(1, costs[name]), reverse=True)
+    kept: list[str] = []
+    gone = 0.0
+    for name in order:
+        if gone >= wanted * whole * (1 - 1e-12) or damages[name] <= 0:
+            break
+        kept.append(name)
+        gone += damages[name]
+    return KeepList(
+        wanted=wanted,
+        layers=tuple(kept),
+        recovered=gone / whole if whole > 0 else 0.0,
+        bytes=sum(costs[name] for name in kept),
+        bytes_all=sum(costs.values()),
+    )
+
+
+HARMLESS = 0.001
+"""Nats per token by which a format may raise the loss and count as harmless."""
+
+
+def harmless(row: PerturbationEffect) -> bool:
+    """Whether the loss rises by less than `HARMLESS`, and the KL is not larger than that either."""
+    risen, kl = row.loss.value, row.kl.value
+    return risen is not None and kl is not None and max(risen, kl) < HARMLESS
+
+
+def verdict(rows: Sequence[PerturbationEffect]) -> str:
+    """Which formats the routers bear, where damage comes from, and whether it compounds."""
+    routers = [row for row in rows if row.kind == "rounding" and row.part == "router"]
+    if not routers:
+        return "No rounding of the routers was run: nothing is said about formats."
+    return " ".join(filter(None, (_borne(routers), _worst(routers), _whole(rows))))
+
+
+def _borne(routers: Sequence[PerturbationEffect]) -> str:
+    good = [row for row in routers if harmless(row)]
+    if not good:
+        return f"No format is harmless for the routers: each costs {HARMLESS:g} nats per token."
+    small = min(good, key=lambda row: (FORMATS[str(row.level)].bits, row.kl.value or 0.0))
+    names = ", ".join(str(row.level) for row in good)
+    flips, cost = percent(small.full.value or 0.0), _nats(small.kl.value)
+    return (
+        f"The routers bear {names} (under {HARMLESS:g} nats per token): of these {small.level} is "
+        f"the smallest, with {flips} of tokens changing experts per layer and a KL of {cost}."
+    )
+
+
+def _worst(routers: Sequence[PerturbationEffect]) -> str:
+    bad = [row for row in routers if not harmless(row)]
+    if not bad:
+        return ""
+    worst = max(bad, key=lambda row: row.kl.value or 0.0)
+    flips, cost, risen = worst.full.value or 0.0, _nats(worst.kl.value), worst.loss.value or 0.0
+    names = ", ".join(str(row.level) for row in bad)
+    return (
+        f"They do not bear {names}: under {worst.level}, {percent(flips)} of tokens change experts "
+        f"per layer, for a KL of {cost} and {risen:+.2g} nats of loss."
+    )
+
+
+def _whole(rows: Sequence[PerturbationEffect]) -> str:
+    """The whole model in bf16, or in what comes first: flips add up over depth."""
+    model = [row for row in rows if row.part == "model" and row.kind == "rounding"]
+    model.sort(key=lambda row: row.level != "bf16")
+    if not model or model[0].compounding is None:
+        return ""
+    row, share = model[0], model[0].by_flips
+    flips = f"{percent(row.full.value or 0.0)} of tokens change experts per layer"
+    more = f"{row.compounding:.1f} times what each router does by itself"
+    words = f"With the whole model in {row.level}, {flips}, {more}"
+    if share is None or share < 0.01:
+        return f"{words}."
+    return f"{words}, and flips are behind {percent(min(1.0, share))} of the damage."
+
+
+def _nats(value: float | None) -> str:
+    return f"{value or 0.0:.2g} nats"
+
+
+Progress = Callable[[str, int, int], None]
+
+LONGEST = 512
+SPARE = 1.5
+"""Flips aimed at, over those asked for: the number of them is random too."""
+
+FOR_RUNS = 0.85
+"""Part of the time that the main runs may take; the rest is for runs with kept layers."""
+
+
+def audit_precision(
+    model: nn.Module,
+    tokenizer: Any,
+    text: str,
+    *,
+    tokens: int = 16384,
+    batch_size: int = 8,
+    sequence_length: int | None = None,
+    perturbations: Sequence[Perturbation] | None = None,
+    seed: int = 0,
+    flips: int = 3000,
+    recover: float = 0.9,
+    budget_minutes: float | None = None,
+    source: str = "",
+    progress: Progress | None = None,
+) -> PrecisionAudit:
+    """What low precision and noise do to the routing of `model` on `text`, and what it costs.
+
+    The model should run in float32: what its own precision already does is part of the clean run.
+
+    Args:
+        model: a Mixture-of-Experts language model of transformers.
+        tokenizer: its tokenizer.
+        text: what to run.
+        tokens: how many tokens of it. The KL is heavy-tailed: 16,384 are few enough.
+        batch_size: sequences per forward pass.
+        sequence_length: tokens per sequence; by default 512, or what the model takes if less.
+        perturbations: what to do; `standard_perturbations()` by default.
+        seed: of all noise.
+        flips: Gaussian noise of the scores is drawn until it made so many layer-local flips.
+        recover: share of the damage that the list of layers to keep in float32 shall recover.
+        budget_minutes: time after which nothing more is begun; what is left out is told.
+        source: where the text is from, for the record.
+        progress: is told how far the work is.
+    """
+    require(batch_size >= 1, f"batch_size must be at least 1, got {batch_size}")
+    require(0 < recover <= 1, f"recover is a share of the damage in (0, 1], got {recover}")
+    limit = float("inf") if budget_minutes is None else 60 * budget_minutes
+    require(limit > 0, f"budget_minutes must be positive, got {budget_minutes}")
+    chosen = tuple(dict.fromkeys(perturbations or standard_perturbations()))
+    length = sequence_length or _default_length(model)
+    tokenised = tokenise(tokenizer, text, tokens, length)
+    with only_running(model):
+        work = _Work(model, tokenised, chosen, batch_size, seed, flips, limit, progress or _silent)
+        work.run()
+        effects = work.with_keeps(work.rows(), recover)
+    facts = {"source": source, "characters": tokenised.characters, "sha256": _digest(tokenised)}
+    settings = {"batch_size": batch_size, "sequence_length": length, "seed": seed, "flips": flips}
+    return work.result(effects, {"text": facts, **settings})
+
+
+class _Work:
+    """One audit under way."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        text: TokenisedText,
+        perturbations: tuple[Perturbation, ...],
+        batch_size: int,
+        seed: int,
+        flips: int,
+        limit: float,
+        progress: Progress,
+    ) -> None:
+        self._model, self._routers = model, modular_routers(model)
+        self._text, self._perturbations = text, list(perturbations)
+        self._batches = list(batches(text.sequences, batch_size))
+        calls = len(self._batches) * len(self._routers)
+        self._local = LocalRuns(
+            model,
+            self._routers,
+            [one.at_router for one in perturbations],
+            seed,
+            SPARE * flips / calls,
+            max(1, text.tokens // SIGMA_TOKENS),
+        )
+        self._full = {one: FullEffect() for one in perturbations}
+        self._loss, self._seed, self._progress = SequenceSums(), seed, progress
+        self._start, self._limit, self._done = time.perf_counter(), limit, 0
+        self._left_out: list[str] = []
+        self._seconds: dict[str, float] = {}
+
+    def run(self) -> None:
+        """Every batch, clean and perturbed, as long as there is time."""
+        slowest = 0.0
+        for number, ids in enumerate(self._batches):
+            began = self._elapsed()
+            if number and began + slowest > FOR_RUNS * self._limit:
+                left = sum(batch.numel() for batch in self._batches[number:])
+                self._left_out.append(f"{left:,} of {self._text.tokens:,} tokens")
+                self._batches = self._batches[:number]
+                break
+            self._run_batch(number, ids)
+            slowest = max(slowest, self._elapsed() - began)
+        self._seconds["runs"] = self._elapsed()
+
+    def _run_batch(self, number: int, ids: Any) -> None:
+        runs = self._clean(number, ids, watched=True)
+        dropped = []
+        for place, one in enumerate(self._perturbations):
+            if number == 0 and place and self._elapsed() > FOR_RUNS * self._limit:
+                dropped = self._perturbations[place:]
+                break
+            runs.add(self._full[one], one, noise_generator(self._seed, place, number))
+            self._tell()
+        if dropped:
+            self._left_out.append(f"perturbations {', '.join(one.name for one in dropped)}")
+            self._perturbations = [one for one in self._perturbations if one not in dropped]
+
+    def _clean(self, number: int, ids: Any, watched: bool) -> FullRuns:
+        """The clean run of a batch, with what perturbed ones are compared with."""
+        if watched:
+            with self._local.watching(number, *ids.shape):
+                logits = model_logits(forward(self._model, ids), ids)
+            if ids.shape[1] > 1:
+                self._loss.add(next_losses(logits, ids))
+            self._tell()
+        else:
+            logits = model_logits(forward(self._model, ids), ids)
+        return FullRuns(self._model, self._routers, ids, dict(self._local.clean), logits)
+
+    def rows(self) -> list[PerturbationEffect]:
+        """The rows of what was run."""
+        return [
+            perturbation_effect(
+                one,
+                {name: self._local.effects[one.at_router, name] for name in self._routers},
+                self._full[one],
+            )
+            for one in self._perturbations
+        ]
+
+    def with_keeps(
+        self, rows: list[PerturbationEffect], recover: float
+    ) -> tuple[PerturbationEffect, ...]:
+        """The rows, those of rounded routers with the layers to keep, run once more if in time."""
+        began = self._elapsed()
+        lists = {
+            one: self._keep_list(one, row, recover)
+            for one, row in zip(self._perturbations, rows, strict=True)
+            if one.kind == "rounding" and one.part == "router"
+        }
+        kls = {one: SequenceSums() for one, keep in lists.items() if self._worth_a_run(keep)}
+        left = self._limit - began
+        enough = not kls or self._seconds["runs"] * len(kls) / (2 * len(self._full)) < left
+        if not enough:
+            self._left_out.append("runs with the kept layers in float32")
+            kls = {}
+        for number, ids in enumerate(self._batches if kls else []):
+            runs = self._clean(number, ids, watched=False)
+            for one, sums in kls.items():
+                source = noise_generator(self._seed, self._perturbations.index(one), number)
+                runs.kept(sums, one, source, lists[one].layers)
+            self._progress("kept layers", number + 1, len(self._batches))
+        self._seconds["kept layers"] = self._elapsed() - began
+        return tuple(
+            replace(row, keep=_with_kl(lists[one], kls.get(one), row)) if one in lists else row
+            for one, row in zip(self._perturbations, rows, strict=True)
+        )
+
+    def _keep_list(self, one: Perturbation, row: PerturbationEffect, recover: float) -> KeepList:
+        damages = {layer.name: layer.damage.value or 0.0 for layer in row.layers}
+        costs = {n: extra_bytes(router, str(one.level)) for n, router in self._routers.items()}
+        return keep_list(damages, costs, recover)
+
+    def _worth_a_run(self, keep: KeepList) -> bool:
+        return 0 < len(keep.layers) < len(self._routers)
+
+    def result(
+        self, effects: tuple[PerturbationEffect, ...], facts: dict[str, object]
+    ) -> PrecisionAudit:
+        """Everything, with the noise of 1 % flips and the experts that were never hit."""
+        began = self._elapsed()
+        one_percent = sigma_for_flips(self._local.kept)
+        self._seconds["one percent"] = self._elapsed() - began
+        with capture(self._model) as recorder:
+            known = recorder.provenance
+        tokens = sum(batch.numel() for batch in self._batches)
+        return PrecisionAudit(
+            verdict=verdict(effects),
+            effects=effects,
+            layers=tuple(self._routers),
+            tokens=tokens,
+            sequences=sum(len(batch) for batch in self._batches),
+            loss=self._loss.mean(),
+            one_percent=one_percent,
+            never_hit=self._never_hit(),
+            left_out=tuple(self._left_out),
+            provenance={**known, **facts, "tokens": tokens},
+            timings={**self._seconds, "total": self._elapsed()},
+        )
+
+    def _never_hit(self) -> tuple[NeverHit, ...]:
+        found = []
+        for name, hits in self._local.hits.items():
+            experts = (hits == 0).nonzero().squeeze(1).tolist()
+            if experts:
+                found.append(NeverHit(name, tuple(experts), len(hits)))
+        return tuple(found)
+
+    def _tell(self) -> None:
+        self._done += 1
+        total = len(self._batches) * (1 + len(self._perturbations))
+        self._progress("audit", min(self._done, total), total)
+
+    def _elapsed(self) -> float:
+        return time.perf_counter() - self._start
+
+
+def _with_kl(keep: KeepList, sums: SequenceSums | None, row: PerturbationEffect) -> KeepList:
+    """The list with the KL that remains; nothing remains where every router is kept."""
+    every = len(keep.layers) == len(row.layers)
+    kl = Estimate(0.0, 0.0) if every else None if sums is None else sums.mean()
+    if kl is None or kl.value is None or not row.kl.value:
+        return replace(keep, kl=kl)
+    return replace(keep, kl=kl, recovered_kl=1 - kl.value / row.kl.value)
+
+
+def _default_length(model: nn.Module) -> int:
+    most = getattr(text_config(model), "max_position_embeddings", None)
+    return min(LONGEST, most) if isinstance(most, int) and most > 1 else LONGEST
+
+
+def _digest(text: TokenisedText) -> str:
+    return hashlib.sha256("".join(text.pieces).encode(errors="surrogatepass")).hexdigest()
+
+
+def _silent(stage: str, done: int, total: int) -> None:
+    """Report to nobody."""

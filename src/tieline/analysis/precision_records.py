@@ -1,0 +1,189 @@
+"""The result of an audit, as frozen records; `PrecisionAudit.to_dict` is what is drawn.
+
+    PrecisionAudit     verdict, rows, what was left out
+    ├─ effects         `PerturbationEffect`: one row per perturbation
+    │  ├─ layers       `LayerEffect`: the same layer by layer
+    │  └─ keep         `KeepList`: layers to leave in float32
+    ├─ one_percent     `SigmaForFlips`: noise that flips 1 % of tokens
+    └─ never_hit       experts without a token, by layer
+
+Standard errors are clustered by sequence throughout.
+"""
+
+from dataclasses import dataclass
+
+from tieline.core.numerics import Estimate
+from tieline.geometry.measure_records import dataclass_dict
+
+__all__ = [
+    "KeepList",
+    "LayerEffect",
+    "NeverHit",
+    "PerturbationEffect",
+    "PrecisionAudit",
+    "SigmaForFlips",
+]
+
+
+@dataclass(frozen=True)
+class LayerEffect:
+    """What a perturbation does to one layer.
+
+    Attributes:
+        name: name of the layer's router.
+        local: share of tokens whose experts change when this router alone is perturbed and its
+            inputs are those of the clean run.
+        local_flips: number of such changes seen, over all repetitions of the noise.
+        repeats: how often the noise was drawn, on average over tokens.
+        predicted: the same share as predicted from the clean scores alone; None where it cannot be.
+        predicted_low: lower limit where the prediction is an interval (ranks that were not kept,
+            groups of experts); equal to `predicted` elsewhere.
+        full: share of tokens whose experts change in this layer when the whole run is perturbed.
+        damage: mean over tokens of the relative change ‖y' - y‖ / ‖y‖ of the layer's output by the
+            local changes of experts; tokens that keep theirs count as 0.
+    """
+
+    name: str
+    local: Estimate
+    local_flips: int
+    repeats: float
+    predicted: float | None
+    predicted_low: float | None
+    full: Estimate
+    damage: Estimate
+
+
+@dataclass(frozen=True)
+class KeepList:
+    """Routers to leave in float32 so that a share of the damage is gone.
+
+    Attributes:
+        wanted: the share asked for.
+        layers: names of the routers, the most damage per byte first.
+        recovered: share of the jump-weighted damage that they stand for.
+        bytes: what storing their weights in float32 costs more than in the format.
+        bytes_all: the same for all routers.
+        kl: KL to the clean run with these routers in float32; None where it was not run.
+        recovered_kl: share of the KL that is gone; None where it was not run or there was none.
+    """
+
+    wanted: float
+    layers: tuple[str, ...]
+    recovered: float
+    bytes: int
+    bytes_all: int
+    kl: Estimate | None = None
+    recovered_kl: float | None = None
+
+
+@dataclass(frozen=True)
+class PerturbationEffect:
+    """What one perturbation does to the model: a row of the audit.
+
+    Attributes:
+        name: such as "router bf16".
+        kind: "rounding", "score noise" or "state noise".
+        level: format, σ or ρ.
+        part: "router" or "model".
+        local: layer-local flips, mean over layers.
+        local_flips: how many were seen in all layers.
+        predicted: predicted local flips, mean over layers; None where some layer has none.
+        predicted_low: lower limit of it.
+        full: full-forward flips, mean over layers.
+        any_layer: share of tokens that flip in one layer at least in the full run.
+        compounding: full / local.
+        moved: share of a token's routed weight that belongs to experts it lost, mean over tokens
+            and layers, full run.
+        moved_p99: its 99 % quantile.
+        damage: jump-weighted damage, mean over layers.
+        loss: change of the mean loss per token, nats.
+        kl: KL(clean ‖ perturbed) of the predicted next tokens, nats per token.
+        kl_floor: the same with clean routes forced on tokens that would flip.
+        by_flips: share of the KL that goes away with the flips; None where there is no KL.
+        layers: layer by layer.
+        keep: layers to keep in float32; None for noise and for the whole model.
+    """
+
+    name: str
+    kind: str
+    level: str | float
+    part: str
+    local: Estimate
+    local_flips: int
+    predicted: float | None
+    predicted_low: float | None
+    full: Estimate
+    any_layer: Estimate
+    compounding: float | None
+    moved: Estimate
+    moved_p99: float | None
+    damage: Estimate
+    loss: Estimate
+    kl: Estimate
+    kl_floor: Estimate
+    by_flips: float | None
+    layers: tuple[LayerEffect, ...]
+    keep: KeepList | None = None
+
+
+@dataclass(frozen=True)
+class SigmaForFlips:
+    """Noise of the logits that changes the experts of a given share of tokens.
+
+    Attributes:
+        share: the share, mean over layers.
+        model: the σ; None where no noise reaches it.
+        layers: the σ of each layer by itself, by name.
+    """
+
+    share: float
+    model: float | None
+    layers: dict[str, float | None]
+
+
+@dataclass(frozen=True)
+class NeverHit:
+    """Experts of a layer that no token of the text chose: nothing is known of their precision."""
+
+    layer: str
+    experts: tuple[int, ...]
+    n_experts: int
+
+
+@dataclass(frozen=True)
+class PrecisionAudit:
+    """What low precision and noise do to a model on a text.
+
+    Attributes:
+        verdict: what to do about it, in plain words.
+        effects: one row per perturbation.
+        layers: names of the routers.
+        tokens: tokens that were run.
+        sequences: sequences that they are in, the clusters of the standard errors.
+        loss: mean loss per token of the clean run.
+        one_percent: noise that flips 1 % of tokens.
+        never_hit: layers with experts that no token chose.
+        left_out: what the time did not suffice for, in words; empty if all was done.
+        provenance: model, text, versions, seed.
+        timings: seconds per stage.
+    """
+
+    verdict: str
+    effects: tuple[PerturbationEffect, ...]
+    layers: tuple[str, ...]
+    tokens: int
+    sequences: int
+    loss: Estimate
+    one_percent: SigmaForFlips
+    never_hit: tuple[NeverHit, ...]
+    left_out: tuple[str, ...]
+    provenance: dict[str, object]
+    timings: dict[str, float]
+
+    def to_dict(self) -> dict[str, object]:
+        """JSON values; numbers that are not finite become None."""
+        return dataclass_dict(self)
+
+    def effect(self, name: str) -> PerturbationEffect:
+        """The row of that name."""
+        return next(row for row in self.effects if row.name == name)

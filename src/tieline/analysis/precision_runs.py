@@ -1,0 +1,423 @@
+r"""Layer-local flips: every router perturbed by itself, on the inputs that the clean run gives it.
+
+While the model runs as it is, each router is called again under each perturbation; tokens whose
+experts change are run through the layer's block once more with the experts that they would have
+got, which gives the jump of its output (`audit.jump`). Gaussian noise of the logits is drawn again
+until there are enough flips to compare with their prediction.
+
+Full-forward runs: the perturbation acts in every layer, and what it does adds up over depth.
+
+    flips       share of tokens whose experts differ from those of the clean run, by layer
+    moved       Σ_{e ∈ S \ S'} w_e / Σ_{e ∈ S} w_e: clean weight of the experts that a token lost
+    loss        -log P(next token)
+    KL          Σ_v P(v) log(P(v) / P'(v)), P of the clean run, P' of the perturbed one
+
+The floor of the KL is that of a run in which tokens that would flip get the experts and weights of
+the clean run: what remains would remain if no token ever flipped.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from tieline.analysis.jump import relative_change
+from tieline.analysis.perturbations import Perturbation, applied, noise_generator, predicted_flips
+from tieline.analysis.swap import Block, BlockCall, block_of
+from tieline.core.errors import TielineError, UnsupportedModelError, require
+from tieline.core.numerics import one_thread
+from tieline.core.ranking import group_scores, topk_mask
+from tieline.core.statistics import SequenceSums
+from tieline.hf.capture import Call, LayerObserver, Settings
+from tieline.hf.families import family_of
+from tieline.hf.router_call import Choice, RouterOutput, override_choice, read_output
+from tieline.hf.running import Batch, forward
+from tieline.hf.selection import select
+from tieline.trace.ops import take_tokens
+from tieline.trace.record import LayerTrace
+
+__all__ = [
+    "FullEffect",
+    "FullRuns",
+    "LocalEffect",
+    "LocalRuns",
+    "chosen_mask",
+    "divergence",
+    "model_logits",
+    "next_losses",
+    "routed_set",
+]
+
+RANKS = 16
+"""Ranks beyond k that predictions see."""
+
+MOST_REPEATS = 4000
+"""Draws of noise at most, however rare flips are."""
+
+CHUNK = 1 << 20
+"""Scores that are drawn at once."""
+
+SIGMA_TOKENS = 4096
+"""Tokens whose scores are kept for the noise that flips 1 %."""
+
+
+@dataclass
+class LocalEffect:
+    """What is counted of one perturbation in one layer."""
+
+    flips: SequenceSums = field(default_factory=SequenceSums)
+    low: SequenceSums = field(default_factory=SequenceSums)
+    high: SequenceSums = field(default_factory=SequenceSums)
+    damage: SequenceSums = field(default_factory=SequenceSums)
+    seen: int = 0
+    trials: int = 0
+
+
+class _Change(NamedTuple):
+    """Tokens whose experts change under a perturbation, and the experts they get."""
+
+    tokens: Int[Tensor, " changed"]
+    choice: Choice
+
+
+class LocalRuns:
+    """Perturbs every router on its own while the clean model runs.
+
+    with runs.watching(batch number, rows, length):
+        forward(model, ids)
+    runs.clean     weights and experts of each router for that batch
+    runs.effects   what was counted, by perturbation and layer
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        routers: dict[str, nn.Module],
+        perturbations: Sequence[Perturbation],
+        seed: int,
+        flips_per_call: float,
+        keep_every: int,
+    ) -> None:
+        """Watch these routers.
+
+        Args:
+            model: the model, in evaluation mode.
+            routers: its routers by name.
+            perturbations: of routers.
+            seed: of the noise.
+            flips_per_call: flips under Gaussian noise that each call of a router shall give.
+            keep_every: of so many tokens the scores of one are kept.
+        """
+        self._routers, self._perturbations = routers, tuple(dict.fromkeys(perturbations))
+        self._blocks = {name: block_of(model, name) for name in routers}
+        settings = Settings(RANKS, (), False, False)
+        self._observers = {name: _observer(name, r, settings) for name, r in routers.items()}
+        self._seed, self._flips_per_call, self._keep_every = seed, flips_per_call, keep_every
+        self._busy, self._batch, self._shape = False, 0, (0, 0)
+        self._changes: dict[str, dict[Perturbation, _Change]] = {}
+        self.effects: dict[tuple[Perturbation, str], LocalEffect] = defaultdict(LocalEffect)
+        self.clean: dict[str, Choice] = {}
+        self.hits: dict[str, Tensor] = {}
+        self.kept: dict[str, list[LayerTrace]] = defaultdict(list)
+
+    @contextmanager
+    def watching(self, batch: int, rows: int, length: int) -> Iterator[None]:
+        """Look at the calls inside this context: one forward pass of (rows, length) tokens."""
+        self._batch, self._shape, self._changes, self.clean = batch, (rows, length), {}, {}
+        with ExitStack() as stack:
+            for name, router in self._routers.items():
+                hook = partial(self._routed, name)
+                stack.callback(router.register_forward_hook(hook, with_kwargs=True).remove)
+                block = self._blocks[name]
+                hook = partial(self._blocked, name, block)
+                stack.callback(block.module.register_forward_hook(hook, with_kwargs=True).remove)
+            yield
+
+    def _routed(
+        self,
+        name: str,
+        router: nn.Module,
+        args: tuple[Any, ...],
+        named: dict[str, Any],
+        output: Any,
+    ) -> None:
+        """A router returned: call it again under every perturbation."""
+        if self._busy:
+            return
+        self._busy = True
+        try:
+            self._look(name, router, (args, named), output)
+        finally:
+            self._busy = False
+
+    def _look(self, name: str, router: nn.Module, call: Call, output: Any) -> None:
+        observer, tokens = self._observers[name], math.prod(self._shape)
+        layer = observer.observe(router, call, output, _batch(tokens))
+        found = read_output(observer.family, router, call[0], output)
+        self.clean[name] = Choice(found.weights, found.ids)
+        chosen = routed_set(found)
+        self.hits[name] = chosen.sum(dim=0).cpu() + self.hits.get(name, torch.tensor(0))
+        self.kept[name].append(take_tokens(layer, slice(None, None, self._keep_every)))
+        self._changes[name] = {}
+        for place, perturbation in enumerate(self._perturbations):
+            source = noise_generator(self._seed, place, self._batch, len(self.clean))
+            with applied(router, perturbation, source):
+                other = read_output(observer.family, router, call[0], router(*call[0], **call[1]))
+            flipped = (routed_set(other) != chosen).any(dim=1)
+            effect = self.effects[perturbation, name]
+            self._count(effect, (layer, router, call), (perturbation, source), found, flipped)
+            rows = flipped.nonzero().squeeze(1)
+            choice = Choice(other.weights[rows], other.ids[rows])
+            self._changes[name][perturbation] = _Change(rows, choice)
+
+    def _count(
+        self,
+        effect: LocalEffect,
+        routed: tuple[LayerTrace, nn.Module, Call],
+        perturbed: tuple[Perturbation, torch.Generator],
+        found: RouterOutput,
+        flipped: Bool[Tensor, " tokens"],
+    ) -> None:
+        """Add the flips of one call, seen and predicted."""
+        (layer, router, call), (perturbation, source) = routed, perturbed
+        states = call[0][0] if call[0] else call[1]["hidden_states"]
+        with one_thread():  # many small operations
+            flat = states.reshape(-1, states.shape[-1])
+            chance = predicted_flips(layer, router, flat, perturbation)
+        share, repeats = flipped.double().cpu(), 1
+        if chance is not None:
+            effect.low.add(chance.low.view(self._shape))
+            effect.high.add(chance.high.view(self._shape))
+            if perturbation.kind == "score noise":
+                repeats = self._repeats(chance.low.sum().item())
+                rule = partial(chosen_mask, router, call=call)
+                share = _repeated(rule, found.logits, float(perturbation.level), repeats, source)
+        effect.flips.add(share.view(self._shape))
+        effect.seen += round(share.sum().item() * repeats)
+        effect.trials += repeats * len(share)
+
+    def _repeats(self, expected: float) -> int:
+        wanted = self._flips_per_call / max(expected, 1e-9)
+        return max(1, min(MOST_REPEATS, math.ceil(wanted)))
+
+    def _blocked(
+        self,
+        name: str,
+        block: Block,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        named: dict[str, Any],
+        output: Any,
+    ) -> None:
+        """A block returned: run the tokens that would change once more, with their new experts."""
+        changes = self._changes.pop(name, None)
+        if self._busy or changes is None:
+            return
+        call, self._busy = BlockCall(args, named, output), True
+        try:
+            for perturbation, change in changes.items():
+                jumps = torch.zeros(math.prod(self._shape), dtype=torch.float64)
+                if len(change.tokens):
+                    rows = call.rows(change.tokens)
+                    after = block.run(rows, change.choice)
+                    jumps[change.tokens.cpu()] = relative_change(rows.output, after)
+                self.effects[perturbation, name].damage.add(jumps.view(self._shape))
+        finally:
+            self._busy = False
+
+
+def routed_set(found: RouterOutput) -> Bool[Tensor, "tokens experts"]:
+    """The chosen experts as a mask."""
+    empty = torch.zeros_like(found.logits, dtype=torch.bool)
+    return empty.scatter_(1, found.ids, True)
+
+
+def chosen_mask(
+    router: nn.Module, logits: Float[Tensor, "tokens experts"], call: Call
+) -> Bool[Tensor, "tokens experts"]:
+    """The experts that the router's family would choose by these logits, lower index first."""
+    family = family_of(router)
+    if family is None:
+        raise TielineError(f"{type(router).__name__} is no router of a known family")
+    selection = select(family, router, logits, call)
+    scores, limit = selection.scores, selection.limit
+    if limit is not None:
+        groups = topk_mask(group_scores(scores, limit.n_groups, limit.score), limit.k_groups)
+        inside = groups.repeat_interleave(scores.shape[-1] // limit.n_groups, dim=-1)
+        scores = scores.masked_fill(~inside, limit.fill)
+    return topk_mask(scores, int(attrgetter(family.k)(router)))
+
+
+def _repeated(
+    rule: Any, logits: Tensor, sigma: float, repeats: int, source: torch.Generator
+) -> Float[Tensor, " tokens"]:
+    """Share of `repeats` draws of noise in which each token's experts change."""
+    tokens, experts = logits.shape
+    clean = rule(logits)
+    flips = torch.zeros(tokens, dtype=torch.float64)
+    at_once = max(1, CHUNK // (tokens * experts))
+    for start in range(0, repeats, at_once):
+        count = min(at_once, repeats - start)
+        noise = torch.randn(count, tokens, experts, generator=source).to(logits)
+        noisy = (logits + sigma * noise).flatten(0, 1)
+        changed = (rule(noisy).view(count, tokens, experts) != clean).any(dim=-1)
+        flips += changed.sum(dim=0).double().cpu()
+    return flips / repeats
+
+
+def _observer(name: str, router: nn.Module, settings: Settings) -> LayerObserver:
+    family = family_of(router)
+    assert family is not None
+    return LayerObserver(name, family, settings)
+
+
+def _batch(tokens: int) -> Batch:
+    """A batch that holds all tokens, of one document: the audit needs no more of it."""
+    places = torch.arange(tokens)
+    return Batch(places, torch.zeros_like(places), places, None, tokens)
+
+
+FULL_CHUNK = 1 << 22
+"""Probabilities that are compared at once."""
+
+
+@dataclass
+class FullEffect:
+    """What is counted of one perturbation over all layers."""
+
+    flips: dict[str, SequenceSums] = field(default_factory=dict)
+    any_layer: SequenceSums = field(default_factory=SequenceSums)
+    moved: SequenceSums = field(default_factory=SequenceSums)
+    shares: list[Tensor] = field(default_factory=list)
+    loss: SequenceSums = field(default_factory=SequenceSums)
+    kl: SequenceSums = field(default_factory=SequenceSums)
+    floor: SequenceSums = field(default_factory=SequenceSums)
+
+
+class FullRuns:
+    """Runs one batch under perturbations beside its clean run."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        routers: dict[str, nn.Module],
+        ids: Int[Tensor, "rows length"],
+        clean: dict[str, Choice],
+        logits: Float[Tensor, "rows length words"],
+    ) -> None:
+        """Compare with the choices and logits of the clean run of these tokens."""
+        self._model, self._routers, self._ids = model, routers, ids
+        self._clean, self._logits = clean, logits
+        self._loss = next_losses(logits, ids)
+
+    def add(self, effect: FullEffect, perturbation: Perturbation, source: torch.Generator) -> None:
+        """Run the batch perturbed, and perturbed with clean routes; count what differs."""
+        state = source.get_state()
+        logits, seen = self.run(perturbation, source, forced=False)
+        shape, lost = tuple(self._ids.shape), []
+        for name, share in seen.items():
+            changed = (share >= 0).view(shape)
+            effect.flips.setdefault(name, SequenceSums()).add(changed.double())
+            lost.append(share.clamp(min=0))
+        flipped = torch.stack([share >= 0 for share in seen.values()]).any(dim=0)
+        moved = torch.stack(lost)
+        effect.any_layer.add(flipped.double().view(shape))
+        effect.moved.add(moved.mean(dim=0).view(shape))
+        effect.shares.append(moved.flatten().float())
+        effect.kl.add(divergence(self._logits, logits))
+        if self._ids.shape[1] > 1:
+            effect.loss.add(next_losses(logits, self._ids) - self._loss)
+        floor, _ = self.run(perturbation, source.set_state(state), forced=True)
+        effect.floor.add(divergence(self._logits, floor))
+
+    def kept(
+        self,
+        sums: SequenceSums,
+        perturbation: Perturbation,
+        source: torch.Generator,
+        keep: Collection[str],
+    ) -> None:
+        """The KL of a run in which some routers are kept as they are."""
+        with applied(self._model, perturbation, source, keep):
+            logits = model_logits(forward(self._model, self._ids), self._ids)
+        sums.add(divergence(self._logits, logits))
+
+    def run(
+        self, perturbation: Perturbation, source: torch.Generator, forced: bool
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Logits, and the weight that each token lost in each layer (-1 where it lost nothing).
+
+        Args:
+            perturbation: what to do.
+            source: where noise comes from.
+            forced: whether tokens whose experts change get the choice of the clean run.
+        """
+        seen: dict[str, Tensor] = {}
+        with applied(self._model, perturbation, source), ExitStack() as stack:
+            for name, router in self._routers.items():
+                rule = partial(_rule, self._clean[name], seen, name, forced)
+                stack.enter_context(override_choice(router, rule))
+            logits = model_logits(forward(self._model, self._ids), self._ids)
+        return logits, seen
+
+
+def _rule(
+    clean: Choice, seen: dict[str, Tensor], name: str, forced: bool, found: RouterOutput
+) -> Choice:
+    """Tell what the router found; where forced, give tokens that flip their clean experts."""
+    before = routed_set(RouterOutput(found.logits, clean.weights, clean.ids))
+    after = routed_set(found)
+    flipped = (before != after).any(dim=1)
+    lost = ~after.gather(1, clean.ids)
+    size = clean.weights.double().sum(dim=1).clamp(min=1e-30)
+    share = (clean.weights.double() * lost).sum(dim=1) / size
+    seen[name] = torch.where(flipped, share, -1.0).cpu()
+    if not forced:
+        return Choice(found.weights, found.ids)
+    return Choice(
+        torch.where(flipped[:, None], clean.weights, found.weights),
+        torch.where(flipped[:, None], clean.ids, found.ids),
+    )
+
+
+def model_logits(output: object, ids: Int[Tensor, "rows length"]) -> Tensor:
+    """The logits (rows, length, words) of a model's output; refuses a model without them."""
+    logits = getattr(output, "logits", None)
+    require(
+        isinstance(logits, Tensor) and logits.shape[:2] == ids.shape,
+        "the model gives no logits for its tokens, so damage to its predictions has no measure",
+        UnsupportedModelError,
+    )
+    assert isinstance(logits, Tensor)
+    return logits
+
+
+def next_losses(
+    logits: Float[Tensor, "rows length words"], ids: Int[Tensor, "rows length"]
+) -> Float[Tensor, "rows predicted"]:
+    """Loss of each token that is predicted, all but the first, in float64 on the CPU."""
+    words, targets = logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten().to(logits.device)
+    losses = torch.nn.functional.cross_entropy(words.float(), targets, reduction="none")
+    return losses.double().view(len(ids), -1).cpu()
+
+
+def divergence(
+    clean: Float[Tensor, "rows length words"], other: Float[Tensor, "rows length words"]
+) -> Float[Tensor, "rows length"]:
+    """KL(clean ‖ other) of each token's prediction in nats, in float64: it may be 1e-12."""
+    shape, words = clean.shape[:2], clean.shape[2]
+    rows = max(1, FULL_CHUNK // words)
+    pairs = zip(clean.flatten(0, 1).split(rows), other.flatten(0, 1).split(rows), strict=True)
+    parts = []
+    for before, after in pairs:
+        p, q = before.double().log_softmax(dim=-1), after.double().log_softmax(dim=-1)
+        parts.append((p.exp() * (p - q)).sum(dim=-1).clamp(min=0).cpu())
+    return torch.cat(parts).view(shape)

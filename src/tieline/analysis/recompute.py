@@ -1,0 +1,504 @@
+"""Comparing what routers did in two forward passes of the same tokens.
+
+Forward passes of one batch in several ways, each with what the routers did.
+
+Does a second forward pass route as the first one did, and if not, why?
+
+Activation checkpointing forgets what a forward pass computed and repeats it in the backward pass.
+Where a token is at a tie the repetition may choose another expert; tensors then have other shapes
+(`CheckpointError`), or, unnoticed, gradients belong to another function than the loss.
+
+    way           what is compared with the first pass
+    recompute     the repetition by `torch.utils.checkpoint`, in the backward pass
+    split         the same rows in several smaller batches
+    threads       another number of threads
+    compiled      `torch.compile`
+
+A verdict names the cause in the first layer where choices differ; later layers follow from it:
+
+    identical                      the same choices and the same output, bit for bit
+    exact tie                      other choices, at gaps that are exactly zero
+    near-tie flip                  other choices, at gaps no wider than rounding of the scores
+    differs, but not by routing    the same choices and another output, or other choices that
+                                   rounding does not explain: random numbers, other inputs, a bug
+"""
+
+import inspect
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_early_stop
+
+from tieline.analysis.router_calls import RouterCall, watch_routing
+from tieline.core.errors import TielineError, require
+from tieline.geometry.measure_records import dataclass_dict
+
+__all__ = [
+    "VERDICTS",
+    "WAYS",
+    "Flip",
+    "Inputs",
+    "RecomputeReport",
+    "Repetition",
+    "Run",
+    "checkpointed",
+    "compared",
+    "compiled",
+    "other_threads",
+    "plain",
+    "recompute_check",
+    "split",
+    "worst",
+]
+
+VERDICTS = ("identical", "differs, but not by routing", "exact tie", "near-tie flip")
+"""From harmless to what crashes: the verdict of several repetitions is the last of theirs."""
+
+SAME, OTHER, TIE, NEAR = VERDICTS
+
+ROUNDINGS, MOST = 1024, 0.05
+"""Scores of two runs that differ by up to so many roundings, and at most by this part of the
+largest score of the token, differ by rounding: sums of thousands of terms, over some layers."""
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """A forward pass: its output (None if it did not end), the calls of its routers, its rounding.
+
+    `error` is what checkpointing said of it.
+    """
+
+    output: Tensor | None
+    calls: tuple[RouterCall, ...]
+    rounding: float
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Flip:
+    """A token that chose other experts.
+
+    Attributes:
+        layer: name of the router.
+        token: place of the token among those that the layer routed.
+        gap: its gap in the first run.
+        moved: largest change of a score of this token between the runs.
+        left: experts that it lost.
+        entered: experts that it got instead.
+        follows: whether an earlier layer differs already, so that this may be its consequence.
+    """
+
+    layer: str
+    token: int
+    gap: float
+    moved: float
+    left: tuple[int, ...]
+    entered: tuple[int, ...]
+    follows: bool
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """One way of running the batch again, against the first run.
+
+    Attributes:
+        way: which.
+        verdict: one of `VERDICTS`.
+        explanation: the reason in words.
+        flipped: flips in all layers.
+        flips: the first of them, those of earlier layers and smaller gaps first.
+        score_change: largest change of a score.
+        output_change: largest change of the output over its largest entry; None without an output.
+        error: what `CheckpointError` said, if it was raised.
+    """
+
+    way: str
+    verdict: str
+    explanation: str
+    flipped: int
+    flips: tuple[Flip, ...]
+    score_change: float
+    output_change: float | None
+    error: str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class _Difference:
+    """One layer in both runs: what flipped, how far scores moved, and how far rounding may."""
+
+    name: str
+    before: Bool[Tensor, "tokens experts"]
+    after: Bool[Tensor, "tokens experts"]
+    gap: Float[Tensor, " tokens"]
+    moved: Float[Tensor, " tokens"]
+    limit: Float[Tensor, " tokens"]
+
+    @property
+    def flipped(self) -> Int[Tensor, " flips"]:
+        """Tokens with another choice."""
+        return (self.before != self.after).any(dim=1).nonzero().squeeze(1)
+
+
+def compared(way: str, first: Run, again: Run, most_flips: int) -> Repetition:
+    """What the second run did differently, and why."""
+    layers = _differences(first, again)
+    flips = _flips(layers)
+    change = _output_change(first.output, again.output)
+    moved = max((layer.moved.max().item() for layer in layers if len(layer.moved)), default=0.0)
+    causes = next((layer for layer in layers if len(layer.flipped)), None)
+    if causes is not None:
+        verdict, why = _cause(causes)
+    elif moved or change != 0.0 or again.error:
+        verdict, why = OTHER, _without_flips(moved, change)
+    else:
+        verdict, why = SAME, "the same experts, scores and output, bit for bit"
+    shown = tuple(flips[:most_flips])
+    return Repetition(way, verdict, why, len(flips), shown, moved, change, again.error)
+
+
+def worst(repetitions: Sequence[Repetition]) -> Repetition:
+    """The one that speaks for all."""
+    return max(repetitions, key=lambda one: VERDICTS.index(one.verdict))
+
+
+def _cause(layer: _Difference) -> tuple[str, str]:
+    """Verdict from the first layer whose choices differ."""
+    rows = layer.flipped
+    gap, moved, limit = layer.gap[rows], layer.moved[rows], layer.limit[rows]
+    tied = (gap == 0) & (moved <= limit)
+    near = (gap > 0) & (moved > 0) & (moved <= limit)
+    strange = int((~(tied | near)).sum())
+    where = f"{len(rows)} of {len(layer.gap)} tokens choose other experts in layer {layer.name!r}"
+    size = f"gaps up to {gap.max().item():.3g}, scores moved by up to {moved.max().item():.3g}"
+    if strange:
+        return OTHER, f"{where}, {strange} of them not by rounding ({size}): {_strange(layer)}"
+    if bool(tied.all()):
+        return TIE, f"{where}, all of them at exact ties, which the top-k breaks as it likes"
+    return NEAR, f"{where}: near-ties ({size}), which rounding decides"
+
+
+def _strange(layer: _Difference) -> str:
+    rows = layer.flipped
+    if bool((layer.moved[rows] > layer.limit[rows]).any()):
+        return "the scores differ beforehand, as by dropout, jitter, other inputs or a bug"
+    return "the same scores gave another choice, so the router draws at random or is broken"
+
+
+def _without_flips(moved: float, change: float | None) -> str:
+    output = "no output" if change is None else f"the output differs by {change:.3g} of its largest"
+    return f"the same experts everywhere; scores moved by up to {moved:.3g}, {output}"
+
+
+def _differences(first: Run, again: Run) -> list[_Difference]:
+    """The layers that both runs have for as many tokens, in order of depth."""
+    before, after = _by_layer(first), _by_layer(again)
+    found = []
+    for name, calls in before.items():
+        others = after.get(name, [])
+        tokens = [sum(call.tokens for call in some) for some in (calls, others)]
+        if tokens[0] == tokens[1] and all(c.trace.has_gaps for c in (*calls, *others)):
+            found.append(_difference(name, calls, others, first.rounding))
+    return found
+
+
+def _difference(
+    name: str, calls: list[RouterCall], others: list[RouterCall], rounding: float
+) -> _Difference:
+    one, two = _dense(calls), _dense(others)
+    moved = (one[0] - two[0]).abs().nan_to_num(nan=0.0, posinf=torch.inf).amax(dim=1)
+    size = one[0].masked_fill(one[0].isinf(), 0.0).abs().amax(dim=1)
+    roundoff = max(rounding, *(call.rounding for call in calls))
+    limit = min(ROUNDINGS * roundoff, MOST) * size
+    gap = torch.cat([call.trace.gap for call in calls])
+    return _Difference(name, one[1], two[1], gap, moved, limit)
+
+
+def _dense(calls: list[RouterCall]) -> tuple[Float[Tensor, "t e"], Bool[Tensor, "t e"]]:
+    """Scores of all experts in float64 and the chosen ones, over all calls of a layer."""
+    scores, chosen = [], []
+    for call in calls:
+        trace = call.trace
+        assert trace.scores is not None
+        ids = trace.experts.long()
+        nothing = torch.full((len(ids), trace.facts.n_experts), -torch.inf, dtype=torch.float64)
+        scores.append(nothing.scatter(1, ids, trace.scores.double()))
+        nobody = torch.zeros_like(nothing, dtype=torch.bool)
+        chosen.append(nobody.scatter(1, ids[:, : trace.facts.k], True))
+    return torch.cat(scores), torch.cat(chosen)
+
+
+def _flips(layers: list[_Difference]) -> list[Flip]:
+    found: list[Flip] = []
+    follows = False
+    for layer in layers:
+        rows = layer.flipped
+        for token in rows[layer.gap[rows].argsort(stable=True)].tolist():
+            before, after = layer.before[token], layer.after[token]
+            left, entered = (_places(before & ~after), _places(after & ~before))
+            gap, moved = layer.gap[token].item(), layer.moved[token].item()
+            found.append(Flip(layer.name, token, gap, moved, left, entered, follows))
+        follows = follows or len(rows) > 0
+    return found
+
+
+def _places(mask: Bool[Tensor, " experts"]) -> tuple[int, ...]:
+    return tuple(mask.nonzero().squeeze(1).tolist())
+
+
+def _by_layer(run: Run) -> dict[str, list[RouterCall]]:
+    calls: dict[str, list[RouterCall]] = defaultdict(list)
+    for call in run.calls:
+        calls[call.trace.name].append(call)
+    return calls
+
+
+def _output_change(first: Tensor | None, again: Tensor | None) -> float | None:
+    """Largest change over the largest entry; None where there are no two outputs to compare."""
+    if first is None or again is None or first.shape != again.shape:
+        return None
+    if torch.equal(first, again):
+        return 0.0
+    one, two = first.double(), again.double()
+    return ((one - two).abs().max() / one.abs().max().clamp(min=1e-300)).item()
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Arguments of a call, which can be cut along the rows of the batch."""
+
+    args: tuple[Any, ...]
+    named: dict[str, Any]
+
+    @classmethod
+    def of(cls, module: nn.Module, batch: Any) -> "Inputs":
+        """Arguments from a tensor, a mapping or a tuple; ids go to `input_ids`."""
+        if isinstance(batch, Mapping):
+            return cls((), {**_no_cache(module), **batch})
+        if (
+            isinstance(batch, Tensor)
+            and not batch.is_floating_point()
+            and hasattr(module, "config")
+        ):
+            return cls((), {"input_ids": batch, **_no_cache(module)})
+        return cls(batch if isinstance(batch, tuple) else (batch,), {})
+
+    @property
+    def rows(self) -> int:
+        """Size of the first axis of the first tensor."""
+        for value in (*self.args, *self.named.values()):
+            if isinstance(value, Tensor) and value.ndim:
+                return len(value)
+        raise TielineError("the batch holds no tensor: nothing can be run")
+
+    def parts(self, count: int) -> list["Inputs"]:
+        """The same call in `count` smaller ones; what has no row per row of the batch is shared."""
+        rows = self.rows
+        edges = [rows * part // count for part in range(count + 1)]
+        spans = itertools.pairwise(edges)
+        return [self._cut(slice(start, stop), rows) for start, stop in spans]
+
+    def _cut(self, span: slice, rows: int) -> "Inputs":
+        def cut(value: Any) -> Any:
+            has_rows = isinstance(value, Tensor) and value.ndim > 0 and len(value) == rows
+            return value[span] if has_rows else value
+
+        return Inputs(
+            tuple(cut(value) for value in self.args),
+            {name: cut(value) for name, value in self.named.items()},
+        )
+
+
+def plain(module: nn.Module, inputs: Inputs) -> Run:
+    """A forward pass without gradients."""
+    with torch.no_grad():
+        return _observed(module, lambda: module(*inputs.args, **inputs.named))
+
+
+def split(module: nn.Module, inputs: Inputs, count: int) -> Run:
+    """The same in smaller batches, one after the other."""
+    done = [plain(module, part) for part in inputs.parts(count)]
+    calls = [call for run in done for call in run.calls]
+    outputs = [run.output for run in done if run.output is not None]
+    return Run(torch.cat(outputs), tuple(calls), done[0].rounding)
+
+
+def other_threads(module: nn.Module, inputs: Inputs) -> Run:
+    """The same on one thread, or on two if torch has one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2 if before == 1 else 1)
+    try:
+        return plain(module, inputs)
+    finally:
+        torch.set_num_threads(before)
+
+
+def compiled(module: nn.Module, inputs: Inputs, backend: str) -> Run:
+    """The same compiled."""
+    fast: Any = torch.compile(module, backend=backend)
+    with torch.no_grad():
+        return _observed(module, lambda: fast(*inputs.args, **inputs.named))
+
+
+def checkpointed(module: nn.Module, inputs: Inputs) -> tuple[Run, Run]:
+    """A pass under checkpointing and its repetition in the backward pass.
+
+    Where nothing needs a gradient nothing is repeated, and a second plain pass stands in for it.
+    """
+    outputs: list[Tensor] = []
+    errors: list[str] = []
+
+    def forward(*args: Any, **named: Any) -> Tensor:
+        output = main_tensor(module(*args, **named))
+        outputs.append(output.detach())
+        return output
+
+    def run() -> Tensor:
+        leaves = _leaves(module, inputs)
+        with torch.enable_grad(), set_checkpoint_early_stop(False):
+            output = checkpoint(forward, *inputs.args, use_reentrant=False, **inputs.named)
+            assert isinstance(output, Tensor)
+            if output.requires_grad and leaves:
+                try:
+                    torch.autograd.grad(output.float().sum(), leaves, allow_unused=True)
+                except CheckpointError as problem:
+                    errors.append(str(problem))
+        return output
+
+    seen = _observed(module, run)
+    first = [call for call in seen.calls if not call.recomputed]
+    again = [call for call in seen.calls if call.recomputed]
+    if not again and not errors:
+        return Run(outputs[0], tuple(first), seen.rounding), plain(module, inputs)
+    repeated = outputs[1] if len(outputs) > 1 else None
+    error = errors[0] if errors else None
+    return (
+        Run(outputs[0], tuple(first), seen.rounding),
+        Run(repeated, tuple(again), seen.rounding, error),
+    )
+
+
+def main_tensor(output: Any) -> Tensor:
+    """The logits or hidden states in what a module returned."""
+    for found in (output, getattr(output, "logits", None)):
+        if isinstance(found, Tensor):
+            return found
+    first = output[0] if isinstance(output, tuple) or hasattr(output, "keys") else None
+    require(isinstance(first, Tensor), f"no tensor in an output of type {type(output).__name__}")
+    assert isinstance(first, Tensor)
+    return first
+
+
+def _observed(module: nn.Module, run: Callable[[], Any]) -> Run:
+    """The run from the random numbers of now, which are as they were afterwards."""
+    calls: list[RouterCall] = []
+    devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
+    with (
+        torch.random.fork_rng(devices=[device.index for device in devices]),
+        watch_routing(module, calls.append, ranks=None, repetitions=True),
+    ):
+        output = main_tensor(run()).detach()
+    return Run(output, tuple(calls), _rounding(module))
+
+
+def _leaves(module: nn.Module, inputs: Inputs) -> list[Tensor]:
+    """What gradients are asked for: parameters, and inputs that want one."""
+    tensors = (*module.parameters(), *inputs.args, *inputs.named.values())
+    return [t for t in tensors if isinstance(t, Tensor) and t.requires_grad]
+
+
+def _rounding(module: nn.Module) -> float:
+    """Unit roundoff of the coarsest type in which the module computes."""
+    kinds = {p.dtype for p in module.parameters() if p.dtype.is_floating_point}
+    if torch.is_autocast_enabled("cpu"):
+        kinds.add(torch.get_autocast_dtype("cpu"))
+    if torch.is_autocast_enabled("cuda"):
+        kinds.add(torch.get_autocast_dtype("cuda"))
+    return max((torch.finfo(kind).eps for kind in kinds), default=0.0)
+
+
+def _no_cache(module: nn.Module) -> dict[str, Any]:
+    """Models of transformers keep no cache, which would cost memory and serve nothing."""
+    known = "use_cache" in inspect.signature(module.forward).parameters
+    return {"use_cache": False} if known else {}
+
+
+WAYS = ("recompute", "split", "threads", "compiled")
+DEFAULT = ("recompute", "split", "threads")
+
+
+@dataclass(frozen=True)
+class RecomputeReport:
+    """What the repetitions of a forward pass came to.
+
+    Attributes:
+        verdict: the worst of all repetitions: a flip before a tie before another output.
+        explanation: that of the repetition, in words.
+        repetitions: one record per way.
+        layers: names of the routers, in order of depth.
+        tokens: number of tokens of the batch.
+        left_out: ways that the batch does not allow, with the reason.
+    """
+
+    verdict: str
+    explanation: str
+    repetitions: tuple[Repetition, ...]
+    layers: tuple[str, ...]
+    tokens: int
+    left_out: dict[str, str]
+
+    def to_dict(self) -> dict[str, object]:
+        """JSON values."""
+        return dataclass_dict(self)
+
+
+def recompute_check(
+    block_or_model: nn.Module,
+    batch: Tensor | Mapping[str, Any] | tuple[Any, ...],
+    *,
+    ways: Collection[str] = DEFAULT,
+    splits: int = 2,
+    backend: str = "inductor",
+    most_flips: int = 100,
+) -> RecomputeReport:
+    """Run a forward pass again in several ways and say whether and why its routing differs.
+
+    The module stays in its mode (training or evaluation); its gradients and the random number
+    generators are left as they were, and every run draws the same random numbers.
+
+    Args:
+        block_or_model: a block or model with `MoE` layers or transformers routers in it.
+        batch: what it is called with: a tensor (token ids of a transformers model or the input of
+            a block), the named arguments as a mapping, or the arguments as a tuple.
+        ways: which of `WAYS`; compiling takes its time and must be asked for.
+        splits: number of parts of the batch for "split".
+        backend: of `torch.compile`.
+        most_flips: flips that are listed per repetition; all of them are counted.
+    """
+    unknown = sorted(set(ways) - set(WAYS))
+    require(bool(ways) and not unknown, f"ways must be some of {WAYS}, got {sorted(ways)}")
+    require(splits >= 2, f"a split has 2 parts or more, got {splits=}")
+    module, inputs = block_or_model, Inputs.of(block_or_model, batch)
+    rows = inputs.rows
+    first = plain(module, inputs)
+    require(bool(first.calls), "no router ran: nothing can be compared")
+    runs: dict[str, Callable[[], tuple[Run, Run]]] = {
+        "recompute": lambda: checkpointed(module, inputs),
+        "split": lambda: (first, split(module, inputs, splits)),
+        "threads": lambda: (first, other_threads(module, inputs)),
+        "compiled": lambda: (first, compiled(module, inputs, backend)),
+    }
+    left_out = {}
+    if "split" in ways and rows < splits:
+        left_out["split"] = f"a batch of {rows} rows has no {splits} parts"
+    asked = [way for way in WAYS if way in ways and way not in left_out]
+    done = [compared(way, *runs[way](), most_flips) for way in asked]
+    top = worst(done)
+    layers = tuple(dict.fromkeys(call.trace.name for call in first.calls))
+    tokens = sum(call.tokens for call in first.calls if call.trace.name == layers[0])
+    return RecomputeReport(top.verdict, top.explanation, tuple(done), layers, tokens, left_out)

@@ -1,0 +1,316 @@
+"""One call of a router as a record: of a layer of ours, or of a router of transformers.
+
+logit_rms      √mean z²            over tokens and experts, z what the router returned
+logit_max      max |z|
+confidence     mean_t max_e softmax(z_t)_e
+used           tokens that used each expert (weight not zero, or chosen)
+
+Watching routers at work: of Tieline's own layers and of transformers models, in one form.
+
+    with watch_routing(model, calls.append):
+        model(**batch)
+
+Every call of a router becomes a `RouterCall`: the trace of its tokens, sums over all its logits and
+what the gate made of them. Hooks are there while the block lasts and not before or after, so a
+model that is not watched pays nothing. A forward pass that activation checkpointing repeats is not
+reported again unless asked for.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from tieline.core.errors import TielineError
+from tieline.core.ranking import ranked_choice
+from tieline.core.recompute import is_recomputing
+from tieline.hf.capture import Call, LayerObserver, Settings
+from tieline.hf.families import RouterFamily, chosen_routers, family_of
+from tieline.hf.router_call import read_output
+from tieline.hf.running import Batch, DocumentCounter
+from tieline.hf.selection import GroupLimit, at_least_single, restrict
+from tieline.routing.gates import Gate, Hard, SelectiveGate, TopK
+from tieline.routing.layer import MoE
+from tieline.routing.smooth import SmoothTopK
+from tieline.trace.record import LayerFacts, LayerTrace, Units
+
+__all__ = ["LogitSums", "RouterCall", "own_call", "transformers_call", "untraced", "watch_routing"]
+
+Scores = Float[Tensor, "tokens experts"]
+
+
+class LogitSums(NamedTuple):
+    """What is kept of all logits of a call.
+
+    Attributes:
+        mean_square: mean of z².
+        largest: largest |z|.
+        confidence: mean over tokens of the largest softmax probability.
+        least: smallest z.
+        row_error: largest |Σ_e z_e - 1| over tokens, 0 where rows are probabilities.
+    """
+
+    mean_square: float
+    largest: float
+    confidence: float
+    least: float
+    row_error: float
+
+
+@dataclass(frozen=True, eq=False)
+class RouterCall:
+    """What one call of a router did.
+
+    Attributes:
+        trace: scores and experts of its tokens, on the CPU.
+        logits: sums over what the router returned for all experts; None where it has no tokens.
+        used: number of tokens that used each expert.
+        active: mean number of experts in use per token.
+        epsilon: width of the band of a smooth gate; None for others.
+        recomputed: whether checkpointing repeated this call.
+        rounding: unit roundoff of the type in which the router returned its logits.
+    """
+
+    trace: LayerTrace
+    logits: LogitSums | None
+    used: Int[Tensor, " experts"]
+    active: float
+    epsilon: float | None
+    recomputed: bool
+    rounding: float
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens."""
+        return len(self.trace.experts)
+
+
+@torch.no_grad()
+def transformers_call(
+    observer: LayerObserver, router: nn.Module, call: Call, output: Any, batch: Batch | None
+) -> RouterCall:
+    """The call of a transformers router, whose tokens are those of `batch` if it has as many."""
+    logits = read_output(observer.family, router, call[0], output).logits
+    rounding = torch.finfo(logits.dtype).eps
+    if batch is None or batch.routed != len(logits):
+        batch = _all_rows(len(logits))
+    trace = observer.observe(router, call, output, batch)
+    if batch.kept is not None:
+        logits = logits.index_select(0, batch.kept.to(logits.device))
+    sums, active = _logit_sums(logits, observer.family.probabilities), float(trace.facts.k)
+    used = _chosen_counts(trace)
+    return RouterCall(trace, sums, used, active, None, is_recomputing(), rounding)
+
+
+@torch.no_grad()
+def own_call(
+    name: str, layer: MoE, scores: Tensor, weights: Tensor, ranks: int | None
+) -> RouterCall:
+    """The call of a layer of ours, from what its gate was given and returned."""
+    rounding = torch.finfo(scores.dtype).eps
+    flat = at_least_single(scores.detach()).reshape(-1, scores.shape[-1])
+    gate, trace = layer.gate, _own_trace(name, layer.gate, flat, ranks)
+    used = _chosen_counts(trace)
+    if not isinstance(gate, TopK | Hard):  # a chosen weight may underflow, the others decide by it
+        used = (weights.detach().reshape(-1, flat.shape[-1]) != 0).sum(dim=0).cpu()
+    active = used.sum().item() / max(1, len(flat))
+    epsilon = gate.epsilon.item() if isinstance(gate, SmoothTopK) else None
+    sums = _logit_sums(flat, probabilities=False)
+    return RouterCall(trace, sums, used, active, epsilon, is_recomputing(), rounding)
+
+
+def _chosen_counts(trace: LayerTrace) -> Int[Tensor, " experts"]:
+    chosen = trace.experts[:, : trace.facts.k].long().flatten()
+    return torch.bincount(chosen, minlength=trace.facts.n_experts)
+
+
+def _own_trace(name: str, gate: Gate, scores: Scores, ranks: int | None) -> LayerTrace:
+    tokens, experts = scores.shape
+    if not isinstance(gate, SelectiveGate | Hard):  # uses all experts, or as many as it likes
+        everyone = torch.arange(experts).expand(tokens, experts)
+        return LayerTrace(name, LayerFacts(experts, experts), everyone)
+    k, bias, selection, facts = 1, None, scores, LayerFacts(experts, 1)
+    group_gap = None
+    if isinstance(gate, SelectiveGate):
+        k, bias, selection = gate.k, gate.selection_bias, gate.selection(scores)
+        facts = _facts(gate, experts, ranks_logits=bias is None and selection is scores)
+        limit = _limit(gate)
+        if limit is not None:
+            selection, group_gap = restrict(selection, _nobody(tokens, scores.device), limit)
+    kept = experts if ranks is None else min(experts, k + ranks)
+    ranked = ranked_choice(selection, _nobody(tokens, scores.device), k, kept)
+    return LayerTrace(
+        name,
+        facts,
+        ranked.indices.cpu(),
+        ranked.values.cpu(),
+        group_gap=None if group_gap is None else group_gap.cpu(),
+        bias=None if bias is None else bias.detach().cpu().float(),
+    )
+
+
+def _facts(gate: SelectiveGate, experts: int, ranks_logits: bool) -> LayerFacts:
+    units: Units = "softmax" if gate.scoring == "softmax" else "sigmoid"
+    if ranks_logits or gate.order == "after":
+        units = "logits"
+    if gate.groups is None:
+        return LayerFacts(experts, gate.k, units)
+    groups = gate.groups
+    return LayerFacts(experts, gate.k, units, groups.count, groups.chosen, groups.score)
+
+
+def _limit(gate: SelectiveGate) -> GroupLimit | None:
+    groups = gate.groups
+    if groups is None or groups.chosen >= groups.count:
+        return None
+    return GroupLimit(groups.count, groups.chosen, groups.score, -torch.inf)
+
+
+def _nobody(tokens: int, device: torch.device) -> Int[Tensor, "tokens none"]:
+    """An empty choice: the tie rule alone decides."""
+    return torch.empty(tokens, 0, dtype=torch.int64, device=device)
+
+
+def _logit_sums(logits: Scores, probabilities: bool) -> LogitSums | None:
+    if not logits.numel():
+        return None
+    z = at_least_single(logits)
+    largest = z.amax(dim=-1)
+    sure = largest if probabilities else (largest - z.logsumexp(dim=-1)).exp()
+    low = z.amin()
+    size = torch.maximum(largest.amax(), -low)
+    rows = (z.sum(dim=-1) - 1).abs().amax()
+    found = torch.stack([z.square().mean(), size, sure.mean(), low, rows])
+    return LogitSums(*found.tolist())
+
+
+def _all_rows(rows: int) -> Batch:
+    """Tokens of unknown ids, all of them visible."""
+    places = torch.arange(rows)
+    return Batch(torch.full((rows,), -1), torch.zeros_like(places), places, None, rows)
+
+
+Take = Callable[[RouterCall], None]
+
+
+@contextmanager
+def watch_routing(
+    model: nn.Module,
+    take: Take,
+    *,
+    ranks: int | None = 4,
+    repetitions: bool = False,
+    training_only: bool = False,
+    failed: Callable[[TielineError], None] | None = None,
+) -> Iterator[None]:
+    """Hand every call of every router of `model` to `take` while the block lasts.
+
+    Tokens that the attention mask of a transformers model hides are left out.
+
+    Args:
+        model: a model, or a part of one, with `MoE` layers or transformers routers in it.
+        take: is given each call, in the order in which routers run.
+        ranks: ranks kept beyond k; None keeps all.
+        repetitions: report forward passes that checkpointing repeats too.
+        training_only: leave out calls in evaluation mode.
+        failed: is told of calls that cannot be read, which otherwise raise.
+    """
+    reader = _Reader(take, repetitions, training_only, failed)
+    own = {name: m for name, m in model.named_modules() if isinstance(m, MoE)}
+    theirs = [m for m in model.modules() if family_of(m) is not None]
+    with ExitStack() as stack:
+        for name, layer in own.items():
+            stack.callback(
+                layer.gate.register_forward_hook(reader.of_gate(name, layer, ranks)).remove
+            )
+        if theirs or not own:  # the latter refuses a model without routers
+            stack.callback(
+                model.register_forward_pre_hook(untraced(reader.begin), with_kwargs=True).remove
+            )
+            for name, router in chosen_routers(model, None).items():
+                _watch_router(stack, name, router, reader, ranks)
+        yield
+
+
+def untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook that `torch.compile` calls as it is: it reads values, which a graph has none of."""
+    return cast(Callable[..., Any], torch.compiler.disable(hook))
+
+
+def _watch_router(
+    stack: ExitStack, name: str, router: nn.Module, reader: "_Reader", ranks: int | None
+) -> None:
+    family = family_of(router)
+    assert family is not None
+    observer = LayerObserver(name, family, Settings(ranks, (), inputs=False, distances=False))
+    report = reader.of_router(observer, router, family)
+    if family.method == "__call__":
+        hook = untraced(lambda m, args, named, output: report(args, named, output))
+        stack.callback(router.register_forward_hook(hook, with_kwargs=True).remove)
+        return
+    plain = getattr(router, family.method)
+
+    def observed(*args: Any, **named: Any) -> Any:
+        output = plain(*args, **named)
+        report(args, named, output)
+        return output
+
+    setattr(router, family.method, observed)
+    stack.callback(delattr, router, family.method)
+
+
+@dataclass
+class _Reader:
+    """Turns what hooks see into calls; knows the tokens of the forward pass under way."""
+
+    take: Take
+    repetitions: bool
+    training_only: bool
+    failed: Callable[[TielineError], None] | None
+    batch: Batch | None = None
+
+    def begin(self, model: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Read which tokens the pass has; other inputs than tokens are taken to hide none."""
+        first = {"input_ids": args[0]} if args else {}
+        try:
+            self.batch = DocumentCounter().read(first | named)
+        except (TielineError, RuntimeError, IndexError):
+            self.batch = None
+
+    def of_gate(self, name: str, layer: MoE, ranks: int | None) -> Callable[..., None]:
+        """Hook of the gate of a layer of ours."""
+
+        def read(gate: nn.Module, inputs: tuple[Any, ...], weights: torch.Tensor) -> None:
+            self._report(gate, lambda: own_call(name, layer, inputs[0], weights, ranks))
+
+        return untraced(read)
+
+    def of_router(
+        self, observer: LayerObserver, router: nn.Module, family: RouterFamily
+    ) -> Callable[[tuple[Any, ...], dict[str, Any], Any], None]:
+        """Report of a transformers router's call."""
+
+        def read(args: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+            call = (args, named)
+            make = lambda: transformers_call(observer, router, call, output, self.batch)  # noqa: E731
+            self._report(router, make)
+
+        return read
+
+    def _report(self, module: nn.Module, make: Callable[[], RouterCall]) -> None:
+        if is_recomputing() and not self.repetitions:
+            return
+        if self.training_only and not module.training:
+            return
+        try:
+            call = make()
+        except TielineError as problem:
+            if self.failed is None:
+                raise
+            self.failed(problem)
+        else:
+            self.take(call)

@@ -1,0 +1,204 @@
+"""From a text to sequences of tokens, and from tokens back to the pieces of the text they are.
+
+Loss of a language model on a text.
+
+    L = mean over predicted tokens of -log P(x_t | x_<t)      nats
+
+with the standard error of a mean over sequences, whose tokens are not independent.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from tieline.analysis.inspection import TextPiece, TextSample
+from tieline.core.errors import ParameterError, require
+from tieline.geometry.sections import scored
+from tieline.hf.running import batches, forward, only_running
+from tieline.trace.record import LayerTrace, RoutingTrace
+
+__all__ = ["TextLoss", "TokenisedText", "text_loss", "text_sample", "tokenise"]
+
+CHARACTERS_PER_TOKEN = 8
+"""First guess of how much text the tokens need."""
+
+
+@dataclass(frozen=True)
+class TokenisedText:
+    """Tokens of a text, cut into sequences that all start with the tokenizer's prefix.
+
+    Attributes:
+        sequences: token ids of each sequence, prefix included; the last may be shorter.
+        prefix: ids that the tokenizer puts before a text, such as a beginning of sequence.
+        pieces: part of the text that each token after the prefix stands for, over all sequences.
+        characters: how many characters of the text the tokens cover.
+    """
+
+    sequences: tuple[Int[Tensor, " _"], ...]
+    prefix: tuple[int, ...]
+    pieces: tuple[str, ...]
+    characters: int
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens, prefixes included."""
+        return sum(len(sequence) for sequence in self.sequences)
+
+
+def tokenise(tokenizer: Any, text: str, tokens: int, length: int) -> TokenisedText:
+    """The first tokens of a text in sequences of `length`.
+
+    Args:
+        tokenizer: a tokenizer of transformers.
+        text: any text that is not empty.
+        tokens: number of tokens wanted, prefixes included; a short text gives fewer.
+        length: tokens per sequence.
+    """
+    require(tokens >= 1, f"need at least one token, got tokens={tokens}")
+    require(bool(text.strip()), "the text is empty: there is nothing to route")
+    prefix = _prefix(tokenizer)
+    body = length - len(prefix)
+    require(body >= 1, f"sequences need more than the prefix, got length={length}, {prefix=}")
+    ids, pieces = _encode(tokenizer, text, tokens)
+    require(len(ids) > 0, "the tokenizer makes no token of the text")
+    wanted = _without_prefixes(tokens, length, len(prefix))
+    ids, pieces = ids[:wanted], pieces[:wanted]
+    rows = [[*prefix, *ids[start : start + body]] for start in range(0, len(ids), body)]
+    sequences = tuple(torch.tensor(row) for row in rows)
+    return TokenisedText(sequences, prefix, tuple(pieces), sum(map(len, pieces)))
+
+
+def text_sample(trace: RoutingTrace, text: TokenisedText, most: int = 400) -> TextSample:
+    """The first tokens of the text with their gaps, relative to the median gap of each layer.
+
+    Args:
+        trace: routing of `text`, in order.
+        text: what was routed.
+        most: number of tokens, from the first sequence.
+    """
+    count = min(most, len(text.sequences[0]))
+    texts = ["" for _ in text.prefix] + list(text.pieces)
+    columns, scales = zip(*(_relative_gaps(layer, count) for layer in trace.layers), strict=True)
+    pieces = []
+    for place, gaps in enumerate(zip(*columns, strict=True)):
+        known = [gap for gap in gaps if gap is not None]
+        token, position = int(trace.tokens[place]), int(trace.positions[place])
+        pieces.append(TextPiece(texts[place], token, position, min(known, default=None), gaps))
+    names = tuple(layer.name for layer in trace.layers)
+    return TextSample(names, int(trace.documents[0]), tuple(pieces), tuple(scales))
+
+
+def _relative_gaps(layer: LayerTrace, count: int) -> tuple[list[float | None], float | None]:
+    """Gaps of the first tokens over the median gap, and that median; None where unknown."""
+    nothing: list[float | None] = [None] * count
+    if scored(layer) != "ok":
+        return nothing, None
+    gaps = layer.gap
+    middle = gaps.median().item()
+    if not 0 < middle < float("inf"):
+        return nothing, None
+    return [gap if gap < float("inf") else None for gap in (gaps[:count] / middle).tolist()], middle
+
+
+def _prefix(tokenizer: Any) -> tuple[int, ...]:
+    """Special tokens that the tokenizer puts before every text."""
+    bare = tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"]
+    full = tokenizer("a", verbose=False)["input_ids"]
+    first = next((place for place, token in enumerate(full) if token == bare[0]), 0)
+    return tuple(full[:first])
+
+
+def _encode(tokenizer: Any, text: str, tokens: int) -> tuple[list[int], list[str]]:
+    """Ids and pieces of at least so many tokens, or of the whole text if it has fewer."""
+    size = CHARACTERS_PER_TOKEN * tokens + 1
+    while True:
+        part = text[:size]
+        ids, pieces = _encode_whole(tokenizer, part)
+        if len(part) == len(text) or len(ids) > tokens + 8:  # a cut may change the last few
+            return ids, pieces
+        size *= 2
+
+
+def _encode_whole(tokenizer: Any, text: str) -> tuple[list[int], list[str]]:
+    quick = bool(getattr(tokenizer, "is_fast", False))
+    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=quick, verbose=False)
+    ids = list(found["input_ids"])
+    if not quick:
+        return ids, [tokenizer.decode([token]) for token in ids]
+    # a character of several tokens belongs to the first, skipped ones to the token that follows
+    ends = list(accumulate((end for _, end in found["offset_mapping"]), max))
+    return ids, [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def _without_prefixes(tokens: int, length: int, prefix: int) -> int:
+    """How many tokens of text fill `tokens`, each sequence of `length` losing its prefix."""
+    whole, rest = divmod(tokens, length)
+    left = max(0, rest - prefix)
+    found = whole * (length - prefix) + left
+    if found < 1:
+        raise ParameterError(f"{tokens} tokens leave none beside a prefix of {prefix}")
+    return found
+
+
+class TextLoss(NamedTuple):
+    """Mean loss in nats per token, its standard error clustered by sequence, tokens predicted.
+
+    A single sequence tells no standard error.
+    """
+
+    value: float
+    error: float | None
+    tokens: int
+
+
+def text_loss(
+    model: nn.Module,
+    tokenizer: Any,
+    text: str,
+    *,
+    tokens: int = 16384,
+    length: int = 256,
+    batch_size: int = 8,
+    progress: Callable[[int, int], None] | None = None,
+) -> TextLoss:
+    """The loss on the first tokens of a text, in sequences that know nothing of each other.
+
+    Args:
+        model: a causal language model.
+        tokenizer: its tokenizer.
+        text: any text.
+        tokens: how many of its tokens.
+        length: tokens per sequence.
+        batch_size: sequences per forward pass.
+        progress: is told how many sequences are done, and of how many.
+    """
+    sequences = [row for row in tokenise(tokenizer, text, tokens, length).sequences if len(row) > 1]
+    require(bool(sequences), "the text is too short: it has no token to predict")
+    sums, counts = [], []
+    with only_running(model):
+        for ids in batches(sequences, batch_size):
+            logits = forward(model, ids).logits[:, :-1].float()
+            each = F.cross_entropy(
+                logits.flatten(0, 1), ids[:, 1:].flatten().to(logits.device), reduction="none"
+            )
+            sums += each.view(len(ids), -1).double().sum(dim=1).tolist()
+            counts += [ids.shape[1] - 1] * len(ids)
+            if progress is not None:
+                progress(len(counts), len(sequences))
+    return _clustered(torch.tensor(sums, dtype=torch.float64), torch.tensor(counts))
+
+
+def _clustered(sums: torch.Tensor, counts: torch.Tensor) -> TextLoss:
+    """Ratio of sums with the standard error of a ratio over clusters."""
+    total, clusters = counts.sum(), len(sums)
+    mean = sums.sum() / total
+    if clusters == 1:
+        return TextLoss(mean.item(), None, int(total))
+    spread = (sums - mean * counts).square().sum() * clusters / (clusters - 1)
+    return TextLoss(mean.item(), (spread.sqrt() / total).item(), int(total))

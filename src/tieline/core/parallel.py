@@ -1,0 +1,96 @@
+"""Where many independent jobs run: processes of this machine, a Dask cluster, or one by one.
+
+`joblib` does the sending, so that the same call serves both. Jobs are plain functions of plain
+values that a worker can import; results come back in the order in which they end.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from importlib.util import find_spec
+from typing import Any, TypeVar
+
+from tieline.core.errors import ParameterError, require
+
+__all__ = ["ENGINES", "check_engine", "run_jobs"]
+
+ENGINES = ("loky", "dask", "serial")
+Result = TypeVar("Result")
+
+
+def check_engine(engine: str, address: str | None = None, jobs: int = -1) -> None:
+    """Refuse an unknown engine, an address that no engine uses, and a senseless number of jobs."""
+    require(engine in ENGINES, f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
+    require(address is None or engine == "dask", f"an address is for engine dask, not {engine}")
+    require(jobs == -1 or jobs >= 1, f"need jobs >= 1, or -1 for one per core, got {jobs}")
+
+
+def run_jobs(
+    work: Callable[..., Result],
+    jobs_of: Sequence[tuple[Any, ...]],
+    *,
+    engine: str = "loky",
+    address: str | None = None,
+    jobs: int = -1,
+) -> Iterator[Result]:
+    """`work(*arguments)` for each tuple of arguments, as the results come.
+
+    Args:
+        work: a function that workers can import.
+        jobs_of: arguments of each job, those that take longest first.
+        engine: "loky" for processes here, "dask" for a cluster, "serial" for this process. Without
+            joblib, or with a single job, loky is serial.
+        address: of the Dask scheduler; None starts a cluster on this machine.
+        jobs: processes at once; -1 for one per core.
+    """
+    check_engine(engine, address, jobs)
+    if not jobs_of:
+        return
+    if engine == "serial" or (engine == "loky" and (find_spec("joblib") is None or jobs == 1)):
+        yield from (work(*arguments) for arguments in jobs_of)
+        return
+    from joblib import Parallel, delayed
+
+    with _backend(engine, address, jobs):
+        options: dict[str, Any] = {"batch_size": 1, "return_as": "generator_unordered"}
+        parallel: Any = Parallel(n_jobs=jobs, **options)
+        yield from parallel(delayed(work)(*arguments) for arguments in jobs_of)
+
+
+def _backend(engine: str, address: str | None, jobs: int) -> AbstractContextManager[None]:
+    return _dask(address, jobs) if engine == "dask" else _loky()
+
+
+@contextmanager
+def _loky() -> Iterator[None]:
+    """Processes of one thread each; that one is replaced when it has grown is no news."""
+    from joblib import parallel_config
+
+    with warnings.catch_warnings(), parallel_config(backend="loky", inner_max_num_threads=1):
+        warnings.filterwarnings("ignore", message="A worker stopped while some jobs")
+        yield
+
+
+@contextmanager
+def _dask(address: str | None, jobs: int) -> Iterator[None]:
+    """The Dask backend of joblib, on the cluster at the address or on one of this machine."""
+    from joblib import parallel_config
+
+    try:
+        from distributed import Client
+    except ModuleNotFoundError as problem:
+        raise ModuleNotFoundError("engine dask needs distributed", name="distributed") from problem
+    own: dict[str, Any] = {
+        "n_workers": None if jobs == -1 else jobs,
+        "threads_per_worker": 1,
+        "processes": True,
+    }
+    options: dict[str, Any] = (
+        {"address": address} if address else {**own, "dashboard_address": None}
+    )
+    try:
+        client = Client(**options)
+    except (OSError, ValueError) as problem:
+        raise ParameterError(f"no Dask scheduler answers at {address}: {problem}") from problem
+    with client, parallel_config(backend="dask"):
+        yield

@@ -1,0 +1,485 @@
+"""Many least-squares problems at once, whatever the regression function is.
+
+    S_b(θ) = Σ_i w_i (y_i - f(θ, x_i))² + λ‖θ‖²,   b = 1, ..., B
+
+A problem is one data set with one start; problems that differ by their start share the data. The
+regression function enters by a small protocol, so that the solvers know nothing of experts. Sums
+over samples are made in blocks of rows whose Jacobian fits into the cache: memory does not grow
+with the number of samples.
+
+Levenberg-Marquardt for many problems at once, each with a damping of its own.
+
+A step solves (A + μD) δ = g with A = JᵀJ + λI, g = -½∇S and Marquardt's D = diag A, and is kept
+inside the box |θ| <= 30: a coordinate that is pressed against the box is left out of the step.
+μ falls tenfold where the quadratic model predicts the loss well and grows where it does not.
+
+A problem ends when what is left to gain is nothing beside the noise: with s² = S/n,
+
+    converged    gᵀ(A + 1e-9 D)⁻¹g <= (1e-3)² p s²  the estimate is within a thousandth of its own
+                                                    standard error (relative offset of Bates, Watts)
+    kink         three steps in a row did not lower S and the same is at most (0.05)² p s²: S of
+                 ReLU experts is a minimum at the inputs where an expert switches on
+    flat         five steps in a row gained less than 1e-3 s² each: a valley the data do not see
+    exact        S <= 1e-26 Σ w y²: the data are fitted to rounding
+    stalled      no step lowers S, though the model promises more than that
+    unfinished   the steps ran out
+    failed       S or its gradient was not finite at the start
+
+The first four are answers, the others are not. Problems that have ended leave the batch.
+
+Stochastic gradient descent and Adam for many problems at once, as the papers fit.
+
+Paper 2 (App. E.1) runs SGD over 10 epochs at rate 0.1 on the mean squared error; it states neither
+the size of a minibatch nor how near to the truth it starts. Adam is the usual other choice. Both
+stop by count, not by success, so that their end is judged as that of every solver: a problem has
+converged if its relative offset (`levenberg`) is small, and is unfinished otherwise.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from tieline.core.errors import ParameterError, ShapeError, require
+
+__all__ = [
+    "ADAM",
+    "BOX",
+    "SGD",
+    "LeastSquares",
+    "Minimum",
+    "Normal",
+    "Recipe",
+    "Regression",
+    "Status",
+    "descend",
+    "levenberg_marquardt",
+    "relative_offset",
+]
+
+BLOCK = 1 << 18
+"""Entries of a block of Jacobians: 2 MiB in float64, so that it stays in the cache."""
+
+Theta = Float[Tensor, "problems parameters"]
+Which = Int[Tensor, " problems"]
+
+
+@runtime_checkable
+class Regression(Protocol):
+    """f(θ, x) and ∂f/∂θ for a batch of flat parameter vectors, each with its own inputs."""
+
+    @property
+    def size(self) -> int:
+        """Length p of a parameter vector."""
+        ...
+
+    def value(self, theta: Tensor, x: Tensor) -> Tensor:
+        """F of shape (B, n) or (B, n, outputs), for θ (B, p) and x (B, n, d)."""
+        ...
+
+    def value_and_jacobian(self, theta: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """F and its Jacobian, of the shape of f with a last axis p."""
+        ...
+
+
+class Normal(NamedTuple):
+    """S, -½∇S = Jᵀr - λθ and JᵀJ + λI of each problem."""
+
+    loss: Float[Tensor, " problems"]
+    pull: Theta
+    gram: Float[Tensor, "problems parameters parameters"]
+
+
+@dataclass(frozen=True)
+class LeastSquares:
+    """Problems over data sets x (R, n, d), y (R, n) or (R, n, outputs), S starts for each.
+
+    Problem b has the data set b // S.
+
+    Attributes:
+        regression: the function to fit.
+        x: inputs in float64.
+        y: targets in float64.
+        weight: of each sample, (R, n); None for ones.
+        ridge: λ.
+        starts: S.
+        block: entries of Jacobians that are held at once.
+    """
+
+    regression: Regression
+    x: Float[Tensor, "sets samples width"]
+    y: Float[Tensor, "sets samples *outputs"]
+    weight: Float[Tensor, "sets samples"] | None = None
+    ridge: float = 0.0
+    starts: int = 1
+    block: int = BLOCK
+
+    def __post_init__(self) -> None:
+        same = self.x.shape[:2] == self.y.shape[:2]
+        shapes = f"{tuple(self.x.shape)} and {tuple(self.y.shape)}"
+        require(same, f"x and y must agree in sets and samples, got {shapes}", ShapeError)
+        require(self.samples > 0, "a fit needs at least one sample, got none", ShapeError)
+        finite = bool(self.x.isfinite().all() and self.y.isfinite().all())
+        require(finite, "x and y must be finite, got NaN or an infinity")
+        require(self.ridge >= 0, f"a ridge is not negative, got {self.ridge}")
+        if self.weight is not None:
+            _check_weight(self.weight, tuple(self.x.shape[:2]))
+
+    @property
+    def problems(self) -> int:
+        """B = R·S."""
+        return self.x.shape[0] * self.starts
+
+    @property
+    def samples(self) -> int:
+        """Samples n of each data set."""
+        return self.x.shape[1]
+
+    @property
+    def scale(self) -> Float[Tensor, " problems"]:
+        """Σ w y² of each problem, against which a loss counts as zero."""
+        squares = self.y.square().flatten(2).sum(-1) if self.y.ndim > 2 else self.y.square()
+        weighted = squares if self.weight is None else squares * self.weight
+        return weighted.sum(-1).repeat_interleave(self.starts)
+
+    def loss(self, theta: Theta, which: Which) -> Float[Tensor, " problems"]:
+        """S at θ of the problems `which`."""
+        total = self.ridge * theta.square().sum(-1)
+        for at, rows, x in self._blocks(which, theta.shape[1]):
+            residual = self._target(which[at], rows) - self.regression.value(theta[at], x)
+            weighted = self._weigh(residual, which[at], rows)
+            total[at] += (weighted * residual).flatten(1).sum(-1)
+        return total
+
+    def normal(self, theta: Theta, which: Which) -> Normal:
+        """S, -½∇S and the Gauss-Newton matrix at θ of the problems `which`."""
+        count, size = theta.shape
+        loss = self.ridge * theta.square().sum(-1)
+        pull, gram = -self.ridge * theta, theta.new_zeros(count, size, size)
+        gram.diagonal(dim1=-2, dim2=-1).fill_(self.ridge)
+        for at, rows, x in self._blocks(which, size):
+            value, jacobian = self.regression.value_and_jacobian(theta[at], x)
+            residual = self._target(which[at], rows) - value
+            weighted = self._weigh(residual, which[at], rows)
+            loss[at] += (weighted * residual).flatten(1).sum(-1)
+            columns = jacobian.flatten(1, -2)
+            pull[at] += (columns.mT @ weighted.flatten(1)[..., None])[..., 0]
+            gram[at] += columns.mT @ self._weigh(jacobian, which[at], rows).flatten(1, -2)
+        return Normal(loss, pull, gram)
+
+    def pull(self, theta: Theta, which: Which, rows: Int[Tensor, " rows"]) -> Theta:
+        """-½∇ of the mean loss over some rows, the ridge shared out over all samples."""
+        sets = which // self.starts
+        value, jacobian = self.regression.value_and_jacobian(theta, self.x[sets[:, None], rows])
+        residual = self.y[sets[:, None], rows] - value
+        if self.weight is not None:
+            weight = self.weight[sets[:, None], rows]
+            residual = residual * weight.reshape(*weight.shape, *([1] * (residual.ndim - 2)))
+        total = (jacobian.flatten(1, -2).mT @ residual.flatten(1)[..., None])[..., 0]
+        return total / len(rows) - self.ridge / self.samples * theta
+
+    def _blocks(self, which: Which, width: int) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Blocks of problems and rows with their inputs, `width` entries to each sample."""
+        outputs = self.y[0, 0].numel()
+        rows = max(
+            1, min(self.samples, max(64, self.block // max(1, width * outputs * len(which))))
+        )
+        group = max(1, min(len(which), self.block // (rows * width * outputs)))
+        for first in range(0, len(which), group):
+            at = slice(first, first + group)
+            sets = which[at] // self.starts
+            for row in range(0, self.samples, rows):
+                span = slice(row, row + rows)
+                yield at, span, self.x[:, span].index_select(0, sets)
+
+    def _target(self, which: Which, rows: slice) -> Tensor:
+        return self.y[:, rows].index_select(0, which // self.starts)
+
+    def _weigh(self, values: Tensor, which: Which, rows: slice) -> Tensor:
+        if self.weight is None:
+            return values
+        weight = self.weight[:, rows].index_select(0, which // self.starts)
+        return values * weight.reshape(*weight.shape, *([1] * (values.ndim - 2)))
+
+
+def _check_weight(weight: Tensor, shape: tuple[int, ...]) -> None:
+    found = tuple(weight.shape)
+    require(found == shape, f"a weight for each sample: {shape}, got {found}", ShapeError)
+    good = bool((weight.isfinite() & (weight >= 0)).all()) and bool((weight.sum(-1) > 0).all())
+    require(good, "weights must be finite, not negative, and not all zero", ParameterError)
+
+
+BOX = 30.0
+FIRST_DAMPING, LEAST_DAMPING, MOST_DAMPING = 1e-3, 1e-12, 1e8
+FLOOR = 1e-9
+SLOW, SLOW_STEPS = 1e-3, 5
+KINK, KINK_STEPS = 0.05, 3
+EXACT = 1e-26
+
+
+class Status(IntEnum):
+    """How a problem ended."""
+
+    RUNNING = 0
+    CONVERGED = 1
+    KINK = 2
+    FLAT = 3
+    EXACT = 4
+    STALLED = 5
+    UNFINISHED = 6
+    FAILED = 7
+
+    @property
+    def answered(self) -> bool:
+        """Whether the minimum was found."""
+        return Status.CONVERGED <= self <= Status.EXACT
+
+
+@dataclass(frozen=True)
+class Minimum:
+    """Where every problem ended.
+
+    Attributes:
+        theta: parameters.
+        loss: S there.
+        status: a `Status` each.
+        iterations: steps tried.
+    """
+
+    theta: Theta
+    loss: Float[Tensor, " problems"]
+    status: Int[Tensor, " problems"]
+    iterations: Int[Tensor, " problems"]
+
+    @property
+    def answered(self) -> Bool[Tensor, " problems"]:
+        """Which problems found their minimum."""
+        return (self.status >= Status.CONVERGED) & (self.status <= Status.EXACT)
+
+
+@dataclass
+class _Batch:
+    """The problems still running: where they are and what they know there."""
+
+    which: Which
+    theta: Theta
+    normal: Normal
+    damping: Float[Tensor, " problems"]
+    slow: Int[Tensor, " problems"]
+    refused: Int[Tensor, " problems"]
+
+    def keep(self, left: Bool[Tensor, " problems"]) -> "_Batch":
+        normal = Normal(*(part[left] for part in self.normal))
+        counts = self.damping[left], self.slow[left], self.refused[left]
+        return _Batch(self.which[left], self.theta[left], normal, *counts)
+
+
+def levenberg_marquardt(
+    problem: LeastSquares,
+    starts: Theta,
+    *,
+    iterations: int = 200,
+    tolerance: float = 1e-3,
+    box: float = BOX,
+) -> Minimum:
+    """Minimise every problem from its start.
+
+    Args:
+        problem: data and regression function of B problems.
+        starts: first parameters of each, float64.
+        iterations: steps that a problem may try.
+        tolerance: of the relative offset.
+        box: bound on every |θ|.
+    """
+    size = problem.regression.size
+    wanted, found = (problem.problems, size), tuple(starts.shape)
+    require(found == wanted, f"a start for each problem: {wanted}, got {found}", ShapeError)
+    require(starts.dtype == torch.float64, f"starts are float64, got {starts.dtype}", ShapeError)
+    require(bool(starts.isfinite().all()), "starts must be finite, got NaN or an infinity")
+    return _run(problem, _begin(problem, starts.clamp(-box, box)), iterations, tolerance, box)
+
+
+def relative_offset(
+    problem: LeastSquares, theta: Theta, box: float = BOX
+) -> tuple[Float[Tensor, " problems"], Float[Tensor, " problems"]]:
+    """√(gᵀ(A + 1e-9 D)⁻¹g / p s²), how far θ is from its minimum in standard errors; and S."""
+    batch = _begin(problem, theta)
+    left, loss = _step(batch, box)[1], batch.normal.loss
+    return (left / (theta.shape[1] / problem.samples * loss)).sqrt(), loss
+
+
+def _begin(problem: LeastSquares, theta: Theta) -> _Batch:
+    which = torch.arange(len(theta))
+    damping, none = theta.new_full((len(theta),), FIRST_DAMPING), torch.zeros_like(which)
+    return _Batch(which, theta, problem.normal(theta, which), damping, none, none.clone())
+
+
+def _run(
+    problem: LeastSquares, batch: _Batch, iterations: int, tolerance: float, box: float
+) -> Minimum:
+    theta, loss = batch.theta.clone(), batch.normal.loss.clone()
+    status = torch.full_like(batch.which, Status.UNFINISHED)
+    tried = torch.full_like(batch.which, iterations)
+    zero, share = EXACT * problem.scale, theta.shape[1] / problem.samples
+    for turn in range(iterations + 1):
+        step, left = _step(batch, box)
+        ended = _ended(batch, left / (share * batch.normal.loss), zero, tolerance)
+        gone = ended != Status.RUNNING
+        if turn == iterations or gone.any():
+            at = batch.which
+            theta[at], loss[at] = batch.theta, batch.normal.loss
+            status[at[gone]], tried[at[gone]] = ended[gone], turn
+            batch, step = batch.keep(~gone), step[~gone]
+        if turn == iterations or not len(batch.which):
+            break
+        _try(problem, batch, step, box)
+    return Minimum(theta, loss, status, tried)
+
+
+def _ended(batch: _Batch, left: Tensor, zero: Tensor, tolerance: float) -> Int[Tensor, " problems"]:
+    """The status of each running problem, `left` being what it may gain in units of p s²."""
+    loss = batch.normal.loss
+    ended = torch.full_like(batch.which, Status.RUNNING)
+    ended[batch.damping > MOST_DAMPING] = Status.STALLED
+    ended[batch.slow >= SLOW_STEPS] = Status.FLAT
+    ended[(batch.refused >= KINK_STEPS) & (left <= KINK**2)] = Status.KINK
+    ended[left <= tolerance**2] = Status.CONVERGED
+    lost = ~(loss.isfinite() & batch.normal.pull.isfinite().all(-1))
+    ended[lost | ~left.isfinite()] = Status.FAILED
+    ended[loss <= zero[batch.which]] = Status.EXACT  # 0/0 is left of a loss of zero
+    return ended
+
+
+def _step(batch: _Batch, box: float) -> tuple[Theta, Float[Tensor, " problems"]]:
+    """The damped step δ, and gᵀ(A + 1e-9 D)⁻¹g, what is left to gain."""
+    _, pull, gram = batch.normal
+    pressed = (batch.theta.abs() >= box) & (pull * batch.theta > 0)
+    free = (~pressed).to(pull)
+    diagonal = gram.diagonal(dim1=-2, dim2=-1)
+    least = 1e-14 * diagonal.amax(-1, keepdim=True) + 1e-300
+    scale = free / diagonal.clamp_min(least).sqrt()
+    matrix = gram * scale[:, :, None] * scale[:, None, :]
+    goal = pull * scale
+    step = _solve(matrix, batch.damping[:, None], goal)
+    left = (goal * _solve(matrix, torch.full_like(batch.damping, FLOOR)[:, None], goal)).sum(-1)
+    return step * scale, left
+
+
+def _solve(matrix: Tensor, damping: Tensor, goal: Tensor) -> Tensor:
+    """(M + μI)⁻¹ g; rounding may cost M its positive roots, then μ is taken tenfold once."""
+    damped = matrix.clone()
+    damped.diagonal(dim1=-2, dim2=-1).add_(damping)
+    factor, broken = torch.linalg.cholesky_ex(damped)
+    if broken.any():
+        bad = broken > 0
+        damped[bad] += 1e-6 * torch.eye(matrix.shape[-1], dtype=matrix.dtype)
+        factor[bad] = torch.linalg.cholesky_ex(damped[bad]).L
+    return torch.cholesky_solve(goal[..., None], factor)[..., 0]
+
+
+def _try(problem: LeastSquares, batch: _Batch, step: Theta, box: float) -> None:
+    """Move where the loss falls; set damping by how well the model foretold it."""
+    trial = (batch.theta + step).clamp(-box, box)
+    moved = trial - batch.theta
+    loss, pull, gram = batch.normal
+    foretold = 2 * (moved * pull).sum(-1) - ((gram @ moved[..., None])[..., 0] * moved).sum(-1)
+    new = problem.normal(trial, batch.which)
+    gain = loss - new.loss
+    ratio = gain / foretold.clamp_min(1e-300)
+    taken = (gain > 0) & new.pull.isfinite().all(-1)
+    factor = torch.where(ratio > 0.75, 0.1, torch.where(ratio > 0.25, 1.0, 4.0)).to(loss)
+    factor = torch.where(taken, factor, torch.full_like(factor, 10.0))
+    batch.damping = (batch.damping * factor).clamp_min(LEAST_DAMPING)
+    small = taken & (gain <= SLOW * loss / problem.samples)
+    batch.slow = torch.where(taken, torch.where(small, batch.slow + 1, 0), batch.slow)
+    batch.refused = torch.where(taken, 0, batch.refused + 1)
+    for old, fresh in zip((batch.theta, *batch.normal), (trial, *new), strict=True):
+        old[taken] = fresh[taken]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to descend.
+
+    Attributes:
+        rule: "sgd" or "adam".
+        epochs: passes over the data.
+        rate: step size.
+        batch: samples in a minibatch.
+        decay: Adam's two factors of forgetting.
+    """
+
+    rule: Literal["sgd", "adam"] = "sgd"
+    epochs: int = 10
+    rate: float = 0.1
+    batch: int = 64
+    decay: tuple[float, float] = (0.9, 0.999)
+
+    def __post_init__(self) -> None:
+        require(self.rule in ("sgd", "adam"), f"rule must be sgd or adam, got {self.rule!r}")
+        counts = self.epochs >= 1 and self.batch >= 1 and self.rate > 0
+        require(counts, f"epochs, batch and rate are positive, got {self}")
+
+
+SGD = Recipe()
+"""The papers' recipe; the minibatch is ours."""
+ADAM = Recipe("adam", epochs=50, rate=0.01)
+
+
+def descend(
+    problem: LeastSquares,
+    starts: Theta,
+    recipe: Recipe = SGD,
+    *,
+    seed: int = 0,
+    tolerance: float = 0.05,
+    box: float = BOX,
+) -> Minimum:
+    """Follow minibatch gradients of the mean squared error from every start.
+
+    Args:
+        problem: data and regression function of B problems.
+        starts: first parameters of each.
+        recipe: rule, epochs, rate and minibatch.
+        seed: of the order of samples, which all problems share.
+        tolerance: relative offset up to which the end counts as converged.
+        box: bound on every |θ|.
+    """
+    theta, which = starts.clamp(-box, box), torch.arange(len(starts))
+    generator = torch.Generator().manual_seed(seed)
+    memory = torch.zeros_like(theta), torch.zeros_like(theta)
+    steps = 0
+    for _ in range(recipe.epochs):
+        order = torch.randperm(problem.samples, generator=generator)
+        for rows in order.split(recipe.batch):
+            steps += 1
+            slope = -2 * problem.pull(theta, which, rows)
+            theta = (theta - _move(slope, memory, steps, recipe)).clamp(-box, box)
+    return _judged(problem, theta, steps, tolerance, box)
+
+
+def _move(slope: Tensor, memory: tuple[Tensor, Tensor], steps: int, recipe: Recipe) -> Tensor:
+    """The step that the rule takes for a gradient."""
+    if recipe.rule == "sgd":
+        return recipe.rate * slope
+    mean, square = memory
+    first, second = recipe.decay
+    mean.lerp_(slope, 1 - first)
+    square.lerp_(slope.square(), 1 - second)
+    spread = (square / (1 - second**steps)).sqrt() + 1e-8
+    return recipe.rate * (mean / (1 - first**steps)) / spread
+
+
+def _judged(
+    problem: LeastSquares, theta: Theta, steps: int, tolerance: float, box: float
+) -> Minimum:
+    """The end of a descent, with the status that its offset gives."""
+    offset, loss = relative_offset(problem, theta.nan_to_num(nan=box), box)
+    status = torch.full((len(theta),), int(Status.UNFINISHED))
+    status[offset <= tolerance] = Status.CONVERGED
+    status[~(loss.isfinite() & theta.isfinite().all(-1))] = Status.FAILED
+    return Minimum(theta, loss, status, torch.full_like(status, steps))

@@ -1,0 +1,441 @@
+"""Knowing, while a model runs, whether one of its routers is at work: what may be perturbed there.
+
+RouterScope      which router is running, told by hooks
+position_tables  modules that compute in float32 in any model
+computes_single  whether a router makes its logits in float32 whatever the model's precision
+logits_matrix    the matrix (E, D) of a router whose logits are affine in its input
+
+Noise in the routing path: Gaussian, on the routers' logits or on the hidden states.
+
+score_noise   N(0, σ²) on every logit of every router
+state_noise   N(0, (ρ · rms(x))²) on every coordinate of a hidden state x: of the routers' inputs
+              alone, or of what every routed decoder layer hands on
+
+Low precision emulated by rounding: the model runs in float32 on the numbers of the format.
+
+    with emulate(model, "fp8_e4m3", parts="router"):
+        model(input_ids=ids)
+
+Weights are rounded once, when the block is entered, and restored when it is left; activations are
+rounded where a matrix product takes them in. Formats in which the whole computation happens (bf16,
+fp16) also round what products, sums and elementwise products give back (`hf.formats`). Sums inside
+a product stay in float32, as in matrix units, and so do tables of positions.
+
+    parts     what is in the format
+    router    the routers alone: their matrix, their input and, for bf16 and fp16, their logits
+    all       the whole model; formats of 8 and 4 bits spare embeddings, output head and vectors
+    others    the whole model but its routers
+
+A router that makes its logits in float32 whatever the model's precision (DeepSeek-V3) keeps them so
+under "all", as it would natively, and not under "router", where its own precision is the question.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from operator import attrgetter
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from tieline.core.errors import UnsupportedModelError, require
+from tieline.hf.families import family_of, find_routers
+from tieline.hf.formats import Format, format_named
+
+__all__ = [
+    "Parts",
+    "RouterScope",
+    "computes_single",
+    "emulate",
+    "kept_names",
+    "logits_matrix",
+    "modular_routers",
+    "position_tables",
+    "score_noise",
+    "state_noise",
+    "weight_axis",
+]
+
+
+def modular_routers(model: nn.Module) -> dict[str, nn.Module]:
+    """The routers by name; refuses those that are no modules of their own."""
+    routers = find_routers(model)
+    for name, router in routers.items():
+        family = family_of(router)
+        assert family is not None
+        require(
+            family.layout != "method" and family.refused is None,
+            f"layer {name!r}: {type(router).__name__} of family {family.name!r} is no module that "
+            f"routes by itself, so its precision cannot be set apart",
+            UnsupportedModelError,
+        )
+    return routers
+
+
+class RouterScope:
+    """Which of these routers is running; None between their calls.
+
+    Attributes:
+        running: name of the router at work.
+        exact: whether a module that computes in float32 in any model, such as a table of
+            positions, is at work.
+    """
+
+    def __init__(self, routers: dict[str, nn.Module], exact: Collection[nn.Module] = ()) -> None:
+        """Watch these routers, and modules that are exact whatever the model's precision."""
+        self._routers, self._exact = routers, exact
+        self.running: str | None = None
+        self.exact = False
+
+    @contextmanager
+    def watching(self) -> Iterator["RouterScope"]:
+        """Follow the calls inside this context."""
+        handles = []
+        for name, router in self._routers.items():
+            handles.append(router.register_forward_pre_hook(self._entering(name)))
+            handles.append(router.register_forward_hook(self._left, always_call=True))
+        for module in self._exact:
+            handles.append(module.register_forward_pre_hook(self._exactly(True)))
+            handles.append(module.register_forward_hook(self._exactly(False), always_call=True))
+        try:
+            yield self
+        finally:
+            for handle in handles:
+                handle.remove()
+            self.running, self.exact = None, False
+
+    def _exactly(self, begins: bool) -> Callable[..., None]:
+        def told(*call: object) -> None:
+            self.exact = begins
+
+        return told
+
+    def _entering(self, name: str) -> Callable[..., None]:
+        def enter(module: nn.Module, args: object) -> None:
+            self.running = name
+
+        return enter
+
+    def _left(self, module: nn.Module, args: object, output: object) -> None:
+        self.running = None
+
+
+def logits_matrix(router: nn.Module) -> Tensor | None:
+    """The router's matrix (E, D), None where its logits are not one product with its input."""
+    family = family_of(router)
+    if family is None or family.weight is None:
+        return None
+    try:
+        weight = attrgetter(family.weight)(router)
+    except AttributeError:  # a router with more than one matrix
+        return None
+    return None if weight.is_meta or weight.ndim != 2 else weight
+
+
+def computes_single(router: nn.Module) -> bool:
+    """Whether the router's logits are float32 even where weights and inputs are bf16.
+
+    Found out by running a copy of it in bf16 on one token; a router that needs more than its input
+    is taken to compute in the precision it is given.
+    """
+    matrix, taken = logits_matrix(router), inspect.signature(router.forward).parameters.values()
+    needed = [x for x in taken if x.default is x.empty and x.kind is x.POSITIONAL_OR_KEYWORD]
+    if matrix is None or len(needed) != 1:
+        return False
+    with torch.inference_mode(False), torch.no_grad():
+        trial = copy.deepcopy(router).to(torch.bfloat16)
+        trial._forward_hooks.clear()
+        trial._forward_pre_hooks.clear()
+        token = torch.zeros(1, matrix.shape[1], dtype=torch.bfloat16, device=matrix.device)
+        output = trial(token)
+    return output[0].dtype == torch.float32
+
+
+def position_tables(model: nn.Module) -> list[nn.Module]:
+    """Modules that hold numbers but no parameters: rotary tables, in float32 in every model."""
+    return [
+        module
+        for module in model.modules()
+        if not any(True for _ in module.parameters())
+        and any(buffer.is_floating_point() for buffer in module.buffers())
+    ]
+
+
+def kept_names(routers: Collection[str], keep: Collection[str]) -> frozenset[str]:
+    """The routers to leave alone, refused if the model has none of that name."""
+    unknown = sorted(set(keep) - set(routers))
+    require(not unknown, f"no routers named {unknown} to keep; the model has {list(routers)}")
+    return frozenset(keep)
+
+
+@contextmanager
+def score_noise(model: nn.Module, sigma: float, generator: torch.Generator) -> Iterator[None]:
+    """Inside the block, every router's logits have independent N(0, σ²) noise.
+
+    Args:
+        model: a model whose routers make their logits by one product, or such a router.
+        sigma: standard deviation, in units of the logits.
+        generator: where the noise comes from, on the CPU.
+    """
+    require(sigma >= 0, f"noise must be >= 0, got sigma={sigma}")
+    routers = modular_routers(model)
+    for name, router in routers.items():
+        require(
+            logits_matrix(router) is not None,
+            f"layer {name!r}: the logits of {type(router).__name__} are not one product",
+            UnsupportedModelError,
+        )
+    scope = RouterScope(routers)
+    with scope.watching(), _NoisyLogits(scope, sigma, generator):
+        yield
+
+
+@contextmanager
+def state_noise(
+    model: nn.Module,
+    ratio: float,
+    generator: torch.Generator,
+    parts: Literal["router", "all"] = "router",
+) -> Iterator[None]:
+    """Inside the block, hidden states have noise of `ratio` times their root mean square.
+
+    Args:
+        model: a Mixture-of-Experts model, or one of its routers.
+        ratio: ρ.
+        generator: where the noise comes from, on the CPU.
+        parts: "router" for the routers' inputs alone, "all" for the output of every decoder layer
+            that has a router.
+    """
+    require(ratio >= 0, f"noise must be >= 0, got ratio={ratio}")
+    require(parts in ("router", "all"), f"parts: router or all, got {parts!r}")
+    handles = []
+    for name, router in modular_routers(model).items():
+        if parts == "router":
+            handles.append(router.register_forward_pre_hook(_before(ratio, generator)))
+        else:
+            layer = model.get_submodule(name.rpartition(".")[0].rpartition(".")[0])
+            handles.append(layer.register_forward_hook(_after(ratio, generator)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _NoisyLogits(TorchFunctionMode):
+    """Adds noise to what the product inside a router gives."""
+
+    def __init__(self, scope: RouterScope, sigma: float, generator: torch.Generator) -> None:
+        super().__init__()
+        self._scope, self._sigma, self._generator = scope, sigma, generator
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.nn.functional.linear and self._scope.running is not None:
+            return result + self._sigma * _normal(result, self._generator)
+        return result
+
+
+def _before(ratio: float, generator: torch.Generator) -> Any:
+    def noisy_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return _noisy(args[0], ratio, generator), *args[1:]
+
+    return noisy_input
+
+
+def _after(ratio: float, generator: torch.Generator) -> Any:
+    def noisy_output(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if isinstance(output, Tensor):
+            return _noisy(output, ratio, generator)
+        return _noisy(output[0], ratio, generator), *output[1:]
+
+    return noisy_output
+
+
+def _noisy(states: Tensor, ratio: float, generator: torch.Generator) -> Tensor:
+    size = states.square().mean(dim=-1, keepdim=True).sqrt()
+    return states + ratio * size * _normal(states, generator)
+
+
+def _normal(like: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.randn(like.shape, generator=generator).to(like)
+
+
+Parts = Literal["router", "all", "others"]
+
+_ACTIVATION_FIRST = frozenset(
+    function
+    for function in (
+        torch.nn.functional.linear,
+        getattr(torch, "_grouped_mm", None),
+        getattr(torch.nn.functional, "grouped_mm", None),
+    )
+    if function is not None
+)
+_MATMUL = frozenset(
+    {torch.matmul, torch.mm, torch.bmm}
+    | {torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.mm, torch.Tensor.bmm}
+)
+_ATTENTION = frozenset({torch.nn.functional.scaled_dot_product_attention})
+_ELEMENTWISE = frozenset(
+    {torch.add, torch.mul, torch.Tensor.add, torch.Tensor.mul, torch.Tensor.sub}
+    | {torch.Tensor.__add__, torch.Tensor.__mul__, torch.Tensor.__radd__, torch.Tensor.__rmul__}
+    | {torch.nn.functional.silu, torch.nn.functional.gelu}
+)
+
+
+@contextmanager
+def emulate(
+    model: nn.Module,
+    number_format: Format | str,
+    parts: Parts = "router",
+    keep: Collection[str] = (),
+) -> Iterator[None]:
+    """Inside the block, these parts of `model` compute as if they were in the format.
+
+    Args:
+        model: a Mixture-of-Experts model of transformers in float32, or one of its routers.
+        number_format: a `Format` or its name in `FORMATS`.
+        parts: "router", "all" or "others".
+        keep: names of routers that stay in full precision.
+    """
+    require(parts in ("router", "all", "others"), f"parts: router, all or others, got {parts!r}")
+    chosen = format_named(number_format) if isinstance(number_format, str) else number_format
+    routers = modular_routers(model)
+    kept = kept_names(routers, keep)
+    scope = RouterScope(routers, position_tables(model))
+    single = {
+        name for name, router in routers.items() if parts == "all" and computes_single(router)
+    }
+    with _rounded_weights(_weights(model, routers, chosen, parts, kept), chosen):
+        storages = frozenset(_storage(weight) for weight in model.parameters())
+        with scope.watching(), _Products(chosen, parts, kept, single, scope, storages):
+            yield
+
+
+def weight_axis(module: nn.Module, weight: Tensor) -> int:
+    """The axis of a weight that its product sums over: the last, but for transposed experts."""
+    return -2 if weight.ndim == 3 and getattr(module, "is_transposed", False) else -1
+
+
+def _weights(
+    model: nn.Module,
+    routers: dict[str, nn.Module],
+    chosen: Format,
+    parts: Parts,
+    kept: frozenset[str],
+) -> list[tuple[Tensor, int]]:
+    """Parameters to round, each with the axis that scales are shared along."""
+    of_routers = {id(p): name for name, r in routers.items() for p in r.parameters()}
+    spared = set() if chosen.plain else {id(p) for p in _ends(model)}
+    found: dict[int, tuple[Tensor, int]] = {}
+    for module in model.modules():
+        for weight in module.parameters(recurse=False):
+            name = of_routers.get(id(weight))
+            inside = name is not None
+            wanted = {"router": inside, "others": not inside, "all": True}[parts]
+            if not wanted or name in kept or id(weight) in spared:
+                continue
+            if weight.is_floating_point() and (chosen.plain or weight.ndim >= 2):
+                found[id(weight)] = (weight, weight_axis(module, weight))
+    return list(found.values())
+
+
+def _ends(model: nn.Module) -> Iterator[Tensor]:
+    """Parameters of the embeddings and of the output head."""
+    for name in ("get_input_embeddings", "get_output_embeddings"):
+        module = getattr(model, name, lambda: None)()
+        if module is not None:
+            yield from module.parameters()
+
+
+@contextmanager
+def _rounded_weights(weights: list[tuple[Tensor, int]], chosen: Format) -> Iterator[None]:
+    before = [weight.data for weight, _ in weights]
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            for weight, axis in weights:
+                weight.data = chosen.weights(weight.data, axis)
+        yield
+    finally:
+        for (weight, _), data in zip(weights, before, strict=True):
+            weight.data = data
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+class _Products(TorchFunctionMode):
+    """Rounds what matrix products take and give, in the parts of the model that it is for."""
+
+    def __init__(
+        self,
+        chosen: Format,
+        parts: Parts,
+        kept: frozenset[str],
+        single: set[str],
+        scope: RouterScope,
+        weights: frozenset[int],
+    ) -> None:
+        super().__init__()
+        self._format, self._parts = chosen, parts
+        self._kept, self._single = kept, single
+        self._scope, self._weights = scope, weights
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not self._active():
+            return func(*args, **kwargs)
+        places = self._operands(func, args)
+        if places:
+            operands = list(args)
+            for place in places:
+                operands[place] = self._rounded(operands[place], self._format.activations)
+            return self._result(func(*operands, **kwargs))
+        if func in _ELEMENTWISE and self._format.plain and self._scope.running is None:
+            return self._result(func(*map(self._result, args), **kwargs))
+        return func(*args, **kwargs)
+
+    def _active(self) -> bool:
+        running = self._scope.running
+        if running is None:
+            return self._parts != "router" and not self._scope.exact
+        return self._parts != "others" and running not in self._kept
+
+    def _operands(self, func: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
+        """Places of the activations among the arguments of a product; none for other functions."""
+        if func in _ACTIVATION_FIRST:
+            return (0,)
+        if func in _MATMUL:
+            if self._format.plain:
+                return (0, 1)
+            return (0,) if _storage(args[1]) in self._weights else ()
+        return (0, 1, 2) if func in _ATTENTION and self._format.plain else ()
+
+    def _rounded(self, value: Any, rounding: Any) -> Any:
+        floats = isinstance(value, Tensor) and value.is_floating_point()
+        return rounding(value) if floats and rounding is not None else value
+
+    def _result(self, value: Any) -> Any:
+        """Rounded, but for single columns, such as the variance in a norm, and float32 logits."""
+        if self._scope.running in self._single:
+            return value
+        if isinstance(value, Tensor) and value.ndim and value.shape[-1] == 1:
+            return value
+        return self._rounded(value, self._format.results)

@@ -1,0 +1,213 @@
+r"""The width of the band, layer by layer, from a text that is run through the model.
+
+    by budget    ε = inf{ε : mean experts per token >= budget}
+    by noise     ε = M·σ / ω,   σ = median |δ| / 0.6745,
+                 δ = change of c_[k] - c_[k+1] under the target precision, for the clean experts
+                 ω = width of the ramp from 10 to 90 % for ε = 1: 0.8 at b = 1, 0.061 at b = 50
+
+A token within the ramp changes its weights by σ/ε instead of by all of them, and ε/σ times as many
+tokens do: the mean square change falls by about ε/σ, hence M = 10 widths of the noise.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from tieline.core.errors import ParameterError, require
+from tieline.core.ranking import ranked_scores
+from tieline.geometry.order import epsilon_for_extra
+from tieline.hf.emulate import emulate
+from tieline.hf.formats import FORMATS
+from tieline.hf.layouts import logits_in
+from tieline.hf.running import forward, only_running
+from tieline.hf.selection import GroupLimit, at_least_single, select
+from tieline.hf.smooth_router import Call, LayerPlan, attach, detach
+from tieline.routing.gates import Groups
+from tieline.routing.smooth import smooth_columns, smoothstep
+
+__all__ = [
+    "Scores",
+    "budget_epsilon",
+    "collect_scores",
+    "measured_noise",
+    "noise_epsilon",
+    "ramp_width",
+]
+
+NOISE_WIDTHS = 10.0
+"""M: how many standard deviations of the noise the ramp is wide."""
+
+NORMAL_MEDIAN = 0.6745
+"""Median of |N(0, 1)|: noise in deep layers has heavy tails, which a median does not feel."""
+
+HALVINGS = 40
+
+Ids = Int[Tensor, "rows length"]
+Progress = Callable[[str, int, int], None]
+
+
+class Scores:
+    """A handler that keeps the selection scores of a router's calls and changes nothing.
+
+    Attributes:
+        groups: how the choice is limited to groups; None without.
+    """
+
+    def __init__(self, plan: LayerPlan) -> None:
+        """Watch the router of `plan`."""
+        self._plan = plan
+        self._parts: list[Tensor] = []
+        self.groups: Groups | None = None
+
+    def __call__(self, router: nn.Module, call: Call, output: Any) -> Any:
+        """Keep the scores of this call."""
+        logits = logits_in(self._plan.family.layout, call[0], output)
+        selection = select(self._plan.family, router, logits.detach(), call)
+        self.groups = _groups(selection.limit)
+        self._parts.append(at_least_single(selection.scores).cpu().clone())
+        return output
+
+    @property
+    def scores(self) -> Float[Tensor, "tokens experts"]:
+        """The scores of all tokens so far."""
+        name = self._plan.name
+        require(bool(self._parts), f"layer {name!r} did not run on the calibration text")
+        return torch.cat(self._parts)
+
+
+def collect_scores(
+    model: nn.Module,
+    plans: Sequence[LayerPlan],
+    batches: Sequence[Ids],
+    progress: Progress | None = None,
+    stage: str = "calibration",
+) -> dict[str, Scores]:
+    """Selection scores of every router on these tokens, which run once."""
+    kept = {plan.name: Scores(plan) for plan in plans}
+    with ExitStack() as stack, only_running(model):
+        for plan in plans:
+            attach(plan.router, plan.family, kept[plan.name])
+            stack.callback(detach, plan.router)
+        for number, ids in enumerate(batches):
+            forward(model, ids)
+            if progress is not None:
+                progress(stage, number + 1, len(batches))
+    return kept
+
+
+def budget_epsilon(
+    scores: Float[Tensor, "tokens experts"],
+    k: int,
+    k_max: int,
+    budget: float,
+    groups: Groups | None = None,
+) -> float:
+    """inf{ε : mean number of experts per token >= budget}, at most k_max experts of each token.
+
+    Without groups it is an order statistic of the distances to the threshold; with groups, whose
+    own band moves with ε, it is found by halving.
+    """
+    require(
+        k < budget < k_max,
+        f"the budget is a mean number of experts between k and k_max, got {budget:g} for {k=}, "
+        f"{k_max=}",
+    )
+    if groups is None:
+        found = epsilon_for_extra(ranked_scores(scores, k_max), k, budget - k)
+        require(found.value is not None, f"no ε reaches {budget:g} experts: {found.status}")
+        return float(found.value or 0.0)
+    return _halved(scores.double(), k, k_max, budget, groups)
+
+
+def _halved(scores: Tensor, k: int, k_max: int, budget: float, groups: Groups) -> float:
+    def mean_count(epsilon: float) -> float:
+        columns = smooth_columns(scores, k, epsilon=epsilon, k_max=k_max, groups=groups)
+        return (columns.share > 0).double().sum(dim=1).mean().item()
+
+    span = (scores.amax() - scores.amin()).item()
+    low, high = 1e-9 * max(span, 1e-30), 4 * max(span, 1e-30)
+    reached = mean_count(high)
+    require(
+        reached >= budget, f"no ε reaches {budget:g} experts: all of the range gives {reached:.3g}"
+    )
+    for _ in range(HALVINGS):
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if mean_count(middle) >= budget else (middle, high)
+    return low
+
+
+def measured_noise(
+    model: nn.Module,
+    plans: Sequence[LayerPlan],
+    batches: Sequence[Ids],
+    clean: Mapping[str, Scores],
+    precision: str,
+    progress: Progress | None = None,
+) -> dict[str, float]:
+    """σ of every router's gap c_[k] - c_[k+1] under a precision, in units of its scores.
+
+    Args:
+        model: a model in float32.
+        plans: its routers.
+        batches: the tokens of `clean`.
+        clean: selection scores of the clean run.
+        precision: a format of `hf.formats` for the whole model, or "router bf16" and the like for
+            the routers alone.
+        progress: is told how far the work is.
+    """
+    words = precision.split()
+    parts = "router" if words[:1] == ["router"] else "all"
+    name = words[-1] if words else ""
+    known = len(words) <= 2 and name in FORMATS and words[:-1] in ([], ["router"], ["model"])
+    require(known, f"unknown precision {precision!r}: one of {', '.join(FORMATS)}, or 'router …'")
+    with emulate(model, name, parts):
+        noisy = collect_scores(model, plans, batches, progress, stage=f"noise of {precision}")
+    return {
+        plan.name: _gap_noise(clean[plan.name], noisy[plan.name].scores, plan.k) for plan in plans
+    }
+
+
+def _gap_noise(clean: Scores, noisy: Tensor, k: int) -> float:
+    before, after = clean.scores.double(), noisy.double()
+    tiny = 1e-9 * (before.amax() - before.amin()).item() + 1e-30
+    ids = smooth_columns(before, k, epsilon=tiny, k_max=k + 1, groups=clean.groups).ids[:, k - 1 :]
+    change = (after - before).gather(1, ids)
+    return (change[:, 0] - change[:, 1]).abs().median().item() / NORMAL_MEDIAN
+
+
+def noise_epsilon(sigma: float, a: float, b: float) -> float:
+    """ε whose ramp is `NOISE_WIDTHS` times as wide as the noise; 0 without noise."""
+    return NOISE_WIDTHS * sigma / ramp_width(a, b)
+
+
+def ramp_width(a: float, b: float) -> float:
+    """u_90 - u_10: how much of the band the ramp from 10 to 90 % takes."""
+    ends = []
+    for height in (0.1, 0.9):
+        low, high = 0.0, 1.0
+        for _ in range(60):
+            middle = (low + high) / 2
+            share = smoothstep(torch.tensor(middle, dtype=torch.float64), a, b).item()
+            low, high = (middle, high) if share < height else (low, middle)
+        ends.append(high)
+    return ends[1] - ends[0]
+
+
+def _groups(limit: GroupLimit | None) -> Groups | None:
+    return None if limit is None else Groups(limit.n_groups, limit.k_groups, limit.score)
+
+
+def checked_batches(batches: Iterable[Ids] | None) -> list[Ids]:
+    """The calibration tokens, refused if there are none."""
+    kept = list(batches or ())
+    if not kept or not all(ids.ndim == 2 and ids.numel() for ids in kept):
+        raise ParameterError(
+            "choosing ε by budget or noise needs calibration tokens: a list of tensors (rows, "
+            "length) of token ids"
+        )
+    return kept

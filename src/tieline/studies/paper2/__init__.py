@@ -1,6 +1,0 @@
-"""Claims of paper 2: estimation with cosine and perturbed cosine routers."""
-
-__all__ = ["MODULES"]
-
-MODULES = ["definitions", "identifiability", "bounds", "rates", "tables"]
-"""Files of this package that hold claims."""

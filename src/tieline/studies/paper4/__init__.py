@@ -1,6 +1,0 @@
-"""Claims of paper 4: sigmoid against softmax attention as mixtures of experts."""
-
-__all__ = ["MODULES"]
-
-MODULES = ["definitions", "identifiability", "bounds", "losses", "rates", "attention"]
-"""Files of this package that hold claims."""

@@ -1,0 +1,254 @@
+"""Counts of non-negative numbers on one fixed logarithmic grid, the same on every machine.
+
+The grid points are e_j = 2^(-30 + j // 32) (1 + (j mod 32) / 32), j = 0, ..., 1408: 32 to an
+octave from 9.3e-10 to 16384, each a float64 without rounding. (Powers of ten would have to be
+computed, and two libraries may round them differently: counts could not be added any more.)
+
+    bin 0          exactly zero: the exact ties
+    bin 1          (0, e_0)
+    bin 2j + 2     exactly e_j
+    bin 2j + 3     (e_j, e_{j+1}); for the last j everything above, infinity included
+
+At every grid point w both P(gap < w) and P(gap <= w) are exact counts. They differ for gaps of
+low-precision scores, which sit on the grid themselves. With w, 2w is a grid point too. A quantile
+is known up to one bin, at most 1/32 of its value.
+
+Sums of scores without any rounding, so that adding them up in another order changes nothing.
+
+A float32 is z = ±m u with a 24-bit integer m and the unit u = 2^(max(e, 1) - 150) of its exponent
+field e. Scores of rank r with exponent field e are added as integers:
+
+    first[r, e]                        Σ ±m              the sum of z, in units of u
+    high[r, e] 2^24 + low[r, e]        Σ m²              the sum of z², in units of u²
+
+with 0 <= low < 2^24. Floating-point addition is exact here, since every partial sum is a multiple
+of the unit below 2^53 of it. Mean and variance are computed from the integers in rational
+arithmetic and rounded once.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tieline.core.errors import ParameterError, TraceError, require
+
+__all__ = [
+    "EXPONENTS",
+    "LOW_BITS",
+    "N_BINS",
+    "ExactMoments",
+    "GridCdf",
+    "LogHistogram",
+    "grid_points",
+]
+
+_OCTAVE_BITS = 5
+_LOWEST, _HIGHEST = -30, 14
+_SHIFT = 52 - _OCTAVE_BITS
+_FIRST_CELL = (1023 + _LOWEST) << _OCTAVE_BITS
+_N_POINTS = ((_HIGHEST - _LOWEST) << _OCTAVE_BITS) + 1
+N_BINS = 2 * _N_POINTS + 2
+
+
+class GridCdf(NamedTuple):
+    """Counts at every grid point; divide by `total` for probabilities.
+
+    Attributes:
+        points: the grid points w.
+        below: number of values < w.
+        at_most: number of values <= w.
+        total: number of all values.
+    """
+
+    points: Float[Tensor, " points"]
+    below: Int[Tensor, " points"]
+    at_most: Int[Tensor, " points"]
+    total: int
+
+
+def grid_points() -> Float[Tensor, " points"]:
+    """The grid points e_0 < e_1 < ... in float64."""
+    bits = torch.arange(_FIRST_CELL, _FIRST_CELL + _N_POINTS, dtype=torch.int64) << _SHIFT
+    return bits.view(torch.float64)
+
+
+@dataclass(frozen=True, eq=False)
+class LogHistogram:
+    """How many numbers fell in each bin of the grid; sums of histograms are exact.
+
+    Attributes:
+        counts: numbers per bin, int64.
+    """
+
+    counts: Int[Tensor, " bins"]
+
+    @classmethod
+    def of(cls, values: Float[Tensor, " count"]) -> "LogHistogram":
+        """Histogram of numbers >= 0 (infinity allowed).
+
+        The leading bits of a positive float64 are its exponent and first mantissa bits, hence the
+        cell of the grid: no search is needed.
+        """
+        numbers = values.double().numpy() + 0.0  # makes minus zero a zero
+        require(bool((numbers >= 0).all()), _RULE, TraceError)
+        bits = numbers.view(np.int64)
+        between = (bits & ((1 << _SHIFT) - 1)) != 0
+        bins = 2 * ((bits >> _SHIFT) - _FIRST_CELL) + 2 + between
+        bins = np.clip(bins, 1, N_BINS - 1) * (bits != 0)
+        return cls(torch.from_numpy(np.bincount(bins, minlength=N_BINS)))
+
+    def __add__(self, other: "LogHistogram") -> "LogHistogram":
+        return LogHistogram(self.counts + other.counts)
+
+    @property
+    def total(self) -> int:
+        """How many numbers were counted."""
+        return int(self.counts.sum())
+
+    @property
+    def zeros(self) -> int:
+        """How many of them were exactly zero."""
+        return int(self.counts[0])
+
+    def at_most(self) -> Int[Tensor, " points"]:
+        """Number of values <= e_j for each grid point; exact."""
+        return self.counts.cumsum(0)[2:-1:2]
+
+    def below(self) -> Int[Tensor, " points"]:
+        """Number of values < e_j for each grid point; exact."""
+        return self.counts.cumsum(0)[1:-2:2]
+
+    def cdf(self) -> GridCdf:
+        """All counts below and at grid points."""
+        return GridCdf(grid_points(), self.below(), self.at_most(), self.total)
+
+    def count_at_most(self, width: float) -> tuple[int, int]:
+        """Bounds on the number of values <= width; equal, hence exact, at a grid point and at 0."""
+        require(width >= 0, f"need a width >= 0, got {width}")
+        if width == math.inf:
+            return self.total, self.total
+        lower, _ = _bounds()
+        index = int(torch.searchsorted(lower, width, right=True)) - 1  # an open bin
+        low = int(self.counts[:index].sum())
+        return low, low + (0 if width == lower[index] else int(self.counts[index]))
+
+    def quantile(self, probability: float) -> tuple[float, float]:
+        """Ends of the bin that holds inf{w : F(w) >= probability}; equal ends are its value."""
+        require(
+            0 < probability <= 1 and self.total > 0,
+            f"need a count and 0 < probability <= 1, got {self.total} and {probability}",
+            ParameterError,
+        )
+        # n p in floating point may exceed the integer it stands for, and ceil would go one too far
+        rank = max(1, math.ceil(probability * self.total - 1e-9))
+        index = int(torch.searchsorted(self.counts.cumsum(0), rank))
+        lower, upper = _bounds()
+        return lower[index].item(), upper[index].item()
+
+
+def _bounds() -> tuple[Float[Tensor, " bins"], Float[Tensor, " bins"]]:
+    """Infimum and supremum of each bin; equal for the bins of a single number."""
+    points = torch.cat((torch.zeros(1, dtype=torch.float64), grid_points()))
+    ends = points.repeat_interleave(2)
+    return ends, torch.cat((ends[:1], ends[2:], ends.new_tensor([math.inf])))
+
+
+_RULE = "gaps and distances must be numbers >= 0, got a negative one or one that is not a number"
+
+
+EXPONENTS = 256
+LOW_BITS = 24
+_EXACT_TOKENS = 1 << 16
+_FINE = 150 - np.maximum(np.arange(EXPONENTS), 1)
+_SCALES = tuple(np.ldexp(1.0, power) for power in (_FINE, 2 * _FINE - LOW_BITS, 2 * _FINE))
+_LEADING = np.uint32(0xFFFFF000)
+
+
+@dataclass(frozen=True, eq=False)
+class ExactMoments:
+    """Exact sums of the scores of each rank and of their squares, by exponent of the score.
+
+    Attributes:
+        count: how many scores of each rank were finite.
+        first: sum, in units of each exponent.
+        high: upper part of the sum of squares.
+        low: lower 24 bits of the sum of squares.
+    """
+
+    count: Int[Tensor, " ranks"]
+    first: Int[Tensor, "ranks exponents"]
+    high: Int[Tensor, "ranks exponents"]
+    low: Int[Tensor, "ranks exponents"]
+
+    @classmethod
+    def of(cls, scores: Float[Tensor, "tokens ranks"]) -> "ExactMoments":
+        """Moments of each column, in float32; infinite scores are left out."""
+        first, *rest = (_moments(part) for part in scores.float().split(_EXACT_TOKENS))
+        return sum(rest, start=first)
+
+    def __add__(self, other: "ExactMoments") -> "ExactMoments":
+        ranks = self.first.shape[0], other.first.shape[0]
+        if ranks[0] != ranks[1]:
+            raise TraceError(f"scores of {ranks[0]} and of {ranks[1]} ranks cannot be added")
+        squares = _carried(self.high + other.high, self.low + other.low)
+        return ExactMoments(self.count + other.count, self.first + other.first, *squares)
+
+    def mean(self) -> Float[Tensor, " ranks"]:
+        """Mean score of each rank, rounded once; NaN for a rank without scores."""
+        return self._rounded(lambda count, first, _: first / count)
+
+    def variance(self) -> Float[Tensor, " ranks"]:
+        """Variance (1/n) Σ z² - mean² of each rank, rounded once; NaN for a rank without scores."""
+        return self._rounded(lambda count, first, second: second / count - (first / count) ** 2)
+
+    def _rounded(self, statistic: Callable[[int, Fraction, Fraction], Fraction]) -> Tensor:
+        rows = zip(*(part.tolist() for part in (self.first, self.high, self.low)), strict=True)
+        values = []
+        for count, (first, high, low) in zip(self.count.tolist(), rows, strict=True):
+            squares = [(a << LOW_BITS) + b for a, b in zip(high, low, strict=True)]
+            value = statistic(count, _total(first, 1), _total(squares, 2)) if count else torch.nan
+            values.append(float(value))
+        return torch.tensor(values, dtype=torch.float64)
+
+
+def _moments(scores: Float[Tensor, "tokens ranks"]) -> ExactMoments:
+    """Moments of few enough tokens that float64 sums are exact.
+
+    z² has 48 bits, too many for a sum. The square of its leading 12 bits has 24, and what remains
+    of z² has 37, which leaves 16 bits for the number of tokens.
+    """
+    z = np.ascontiguousarray(scores.numpy())
+    finite, ranks = np.isfinite(z), z.shape[1]
+    count = np.full(ranks, len(z))
+    if not finite.all():
+        z, count = np.where(finite, z, np.float32(0)), finite.sum(0)
+    bits = z.view(np.uint32)
+    exponent = ((bits >> np.uint32(23)) & np.uint32(0xFF)).astype(np.intp)
+    cell = (exponent + np.arange(ranks) * EXPONENTS).ravel()
+    value = z.astype(np.float64).ravel()
+    leading = np.square((bits & _LEADING).view(np.float32).astype(np.float64)).ravel()
+    parts = (value, leading, np.square(value) - leading)
+    sums = [np.bincount(cell, part, ranks * EXPONENTS).reshape(ranks, -1) for part in parts]
+    first, high, low = (
+        torch.from_numpy((total * scale).astype(np.int64))
+        for total, scale in zip(sums, _SCALES, strict=True)
+    )
+    return ExactMoments(torch.from_numpy(count), first, *_carried(high, low))
+
+
+def _carried(high: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
+    """The same number with 0 <= low < 2^24, a form that is unique."""
+    return high + (low >> LOW_BITS), low & ((1 << LOW_BITS) - 1)
+
+
+def _total(parts: list[int], power: int) -> Fraction:
+    """Σ_e part_e u_e^power."""
+    total = sum(part << (power * (max(e, 1) - 1)) for e, part in enumerate(parts) if part)
+    return Fraction(total, 1 << (power * 149))

@@ -1,0 +1,289 @@
+"""A folder of safetensors files and one JSON index, written whole or not at all.
+
+    tieline.json        format, version, contents, and size and SHA-256 of every other file
+    NAME.safetensors    tensors
+
+Writing goes to a hidden folder beside the target, which is renamed when all of it is on the disk:
+a process killed at any moment leaves no folder of that name, or a complete one. (It may leave a
+hidden `.NAME.*.partial`, which nothing reads.)
+
+Reading a folder of safetensors files that may be anybody's.
+
+Nothing in it is trusted: file names are made here and never taken from the folder, the JSON is
+bounded, each tensor file must have the size and the digest that the index states, the safetensors
+header is bounded before it is parsed, and only plain integers and real numbers are read. Whatever
+is wrong becomes one `TraceError` with the name of the file.
+"""
+
+import hashlib
+import os
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tieline.core.errors import TraceError, require
+from tieline.core.records import LONGEST, canonical, parse_json
+
+__all__ = [
+    "INDEX",
+    "SUFFIX",
+    "Folder",
+    "TensorHeader",
+    "check_header_length",
+    "check_target",
+    "digest",
+    "open_folder",
+    "parsing",
+    "read_header",
+    "read_index",
+    "write_folder",
+]
+
+INDEX = "tieline.json"
+SUFFIX = ".safetensors"
+Parts = Iterable[tuple[str, Mapping[str, Tensor]]]
+
+
+def write_folder(
+    directory: str | Path,
+    kind: str,
+    version: int,
+    contents: Mapping[str, object],
+    parts: Parts,
+    overwrite: bool,
+) -> None:
+    """Write a folder, or raise and leave everything as it was.
+
+    Args:
+        directory: where to; parents are made.
+        kind: format that the index states.
+        version: version of that format.
+        contents: JSON values of the index.
+        parts: name and tensors of each file; taken one at a time, so that they need not all be in
+            memory.
+        overwrite: whether a folder of this kind may be replaced. Another folder never is, unless
+            it is empty.
+    """
+    target = check_target(directory, kind, overwrite)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.parent / f".{target.name}.{secrets.token_hex(8)}.partial"
+    partial.mkdir()
+    try:
+        files = {name: _write_tensors(partial / f"{name}{SUFFIX}", part) for name, part in parts}
+        index = {"format": kind, "version": version, "files": files, **contents}
+        _write_synced(partial / INDEX, _text(index))
+        _sync(partial)
+        _move_into_place(partial, target, overwrite)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file, read in pieces."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _text(index: Mapping[str, object]) -> bytes:
+    text = canonical(index).encode()
+    require(len(text) <= LONGEST, f"the index has {len(text)} bytes, at most {LONGEST}", TraceError)
+    return text
+
+
+def check_target(directory: str | Path, kind: str, overwrite: bool) -> Path:
+    """The absolute path of a folder to make, or an error if something is there that must stay."""
+    target = Path(os.path.abspath(directory))
+    if not os.path.lexists(target) or (target.is_dir() and not any(target.iterdir())):
+        return target
+    require(overwrite, f"{target} exists: choose another place or allow overwriting", TraceError)
+    require(
+        target.is_dir() and not target.is_symlink() and _is_ours(target, kind),
+        f"{target} exists and is no {kind} folder: it is left alone",
+        TraceError,
+    )
+    return target
+
+
+def _is_ours(target: Path, kind: str) -> bool:
+    """Whether a folder holds what `write_folder` writes and nothing else."""
+    names = {entry.name for entry in target.iterdir()}
+    known = all(name == INDEX or name.endswith(SUFFIX) for name in names)
+    if not known or INDEX not in names:
+        return False
+    with (target / INDEX).open("rb") as file:
+        return f'"format":"{kind}"'.encode() in file.read(LONGEST)
+
+
+def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, object]:
+    # clones, because tensors that share memory cannot be stored under two names
+    save_file({name: value.detach().contiguous().clone() for name, value in tensors.items()}, path)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    return {"bytes": path.stat().st_size, "sha256": digest(path)}
+
+
+def _write_synced(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _move_into_place(partial: Path, target: Path, overwrite: bool) -> None:
+    if overwrite and target.is_dir() and any(target.iterdir()):
+        old = partial.with_suffix(".old.partial")
+        target.rename(old)
+        try:
+            partial.rename(target)
+        except OSError:
+            old.rename(target)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        partial.rename(target)  # replaces an empty folder, refuses any other
+    _sync(target.parent)
+
+
+def _sync(directory: Path) -> None:
+    """Make the names in a folder last through a power cut, where the system can do that."""
+    if os.name == "posix":
+        handle = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+HEADER_LIMIT = 4 << 20
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+}
+
+
+class TensorHeader(NamedTuple):
+    """Type and shape of a tensor in a file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@contextmanager
+def parsing(name: object) -> Iterator[None]:
+    """Turn whatever a parser raises on foreign bytes into a `TraceError` about the file."""
+    try:
+        yield
+    except TraceError:
+        raise
+    except Exception as error:
+        kind = type(error).__name__
+        raise TraceError(f"{name}: cannot be read: {kind}: {str(error)[:200]}") from error
+
+
+@dataclass
+class Folder:
+    """An index that was read, and the tensor files that it lists, not read yet.
+
+    Attributes:
+        path: the folder.
+        index: JSON values of the index.
+        verified: files whose digest has been checked.
+    """
+
+    path: Path
+    index: Mapping[str, object]
+    verified: set[str] = field(default_factory=set)
+
+    def header(self, name: str) -> dict[str, TensorHeader]:
+        """Types and shapes of the tensors of a file of the stated size, without reading them."""
+        path = self._path(name)
+        stated = self._stated(name)["bytes"]
+        size = path.stat().st_size
+        require(size == stated, f"{path}: has {size} bytes, the index says {stated}", TraceError)
+        return read_header(path)
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """The tensors of a file, mapped into memory; its digest is checked at the first call."""
+        names, path = self.header(name), self._path(name)
+        if name not in self.verified:
+            with parsing(path):
+                found = digest(path)
+            stated = self._stated(name)["sha256"]
+            require(found == stated, f"{path}: is damaged: its digest is not {stated}", TraceError)
+            self.verified.add(name)
+        with parsing(path), safe_open(path, framework="pt") as file:
+            return {tensor: file.get_tensor(tensor) for tensor in names}
+
+    def _path(self, name: str) -> Path:
+        path = self.path / f"{name}{SUFFIX}"
+        require(path.is_file(), f"{path}: is missing", TraceError)
+        return path
+
+    def _stated(self, name: str) -> Mapping[str, object]:
+        files = self.index.get("files")
+        stated = files.get(name) if isinstance(files, dict) else None
+        if not isinstance(stated, dict) or stated.keys() != {"bytes", "sha256"}:
+            raise TraceError(f"{self.path / INDEX}: states no size and digest of {name!r}")
+        return stated
+
+
+def read_index(directory: str | Path) -> dict[str, object]:
+    """The JSON index of a folder."""
+    file = Path(directory) / INDEX
+    require(file.is_file(), f"{directory}: is no folder with a {INDEX}", TraceError)
+    with parsing(file), file.open("rb") as stream:
+        index = parse_json(stream.read(LONGEST + 1), str(file))
+    if not isinstance(index, dict):
+        raise TraceError(f"{file}: must hold a JSON object")
+    return index
+
+
+def open_folder(directory: str | Path, kind: str, version: int) -> Folder:
+    """Read the index of a folder of this kind."""
+    index = read_index(directory)
+    found = index.get("format"), index.get("version")
+    require(
+        found == (kind, version) and type(found[1]) is int,
+        f"{directory}: must be {kind} version {version}, got {found[0]!r:.80} version "
+        f"{found[1]!r:.80}",
+        TraceError,
+    )
+    return Folder(Path(directory), index)
+
+
+def check_header_length(path: Path) -> None:
+    """Refuse a safetensors file whose header is longer than any of ours, or than the file."""
+    with parsing(path), path.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        size = path.stat().st_size
+    require(length <= min(HEADER_LIMIT, size), f"{path}: header of {length} bytes", TraceError)
+
+
+def read_header(path: Path) -> dict[str, TensorHeader]:
+    """Types and shapes of the tensors of a safetensors file, without reading them."""
+    check_header_length(path)
+    with parsing(path), safe_open(path, framework="pt") as file:
+        names = list(file.keys())
+        parts = {name: file.get_slice(name) for name in names}
+        found = {name: (part.get_dtype(), part.get_shape()) for name, part in parts.items()}
+    for name, (dtype, _) in found.items():
+        require(dtype in DTYPES, f"{path}: {name!r:.80} has type {dtype}, not read", TraceError)
+    return {
+        name: TensorHeader(DTYPES[dtype], tuple(shape)) for name, (dtype, shape) in found.items()
+    }

@@ -1,0 +1,307 @@
+"""Rows of CSV and JSONL files that say which experts a token chose in a layer.
+
+    layer       number or name of the layer
+    token       number of the token, 0 or more
+    experts     experts in order of rank; in CSV separated by spaces
+    scores      optional: their selection scores, descending; in CSV separated by spaces
+    document, position, id      optional integers of the token
+
+`docs/trace-format.md` has examples. Every refusal names the line.
+
+Traces from CSV and JSONL tables of (layer, token, experts[, scores]).
+"""
+
+import csv
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tieline.core.errors import TraceError, require
+from tieline.core.records import parse_json
+from tieline.trace.check import check_trace
+from tieline.trace.folders import parsing
+from tieline.trace.record import (
+    MOST_EXPERTS,
+    LayerFacts,
+    LayerTrace,
+    RoutingTrace,
+    Units,
+    unanswered,
+)
+from tieline.trace.store import MOST_LAYERS
+
+__all__ = ["TableRow", "import_table", "read_rows"]
+
+MOST_BYTES = 4 << 30
+_REQUIRED = ("layer", "token", "experts")
+_OPTIONAL = ("scores", "document", "position", "id")
+_INTEGER = re.compile(r"-?[0-9]{1,18}")
+_MOST = 1 << 53
+
+
+class TableRow(NamedTuple):
+    """What one line says; `ids` are document, position and id of the token, None where absent."""
+
+    line: int
+    layer: str
+    token: int
+    experts: tuple[int, ...]
+    scores: tuple[float, ...] | None
+    ids: tuple[int | None, int | None, int | None]
+
+
+def read_rows(path: str | Path) -> Iterator[TableRow]:
+    """The rows of a CSV file with a header line, or of a JSONL file of objects, by its suffix."""
+    file = Path(path)
+    require(file.is_file(), f"{file}: no such file", TraceError)
+    readers = {".csv": _csv_rows, ".jsonl": _jsonl_rows}
+    known = file.suffix.lower() in readers
+    require(known, f"{file}: must end in {' or '.join(readers)}", TraceError)
+    size = file.stat().st_size
+    require(size <= MOST_BYTES, f"{file}: {size} bytes, at most {MOST_BYTES} are read", TraceError)
+    with parsing(file):
+        yield from readers[file.suffix.lower()](file)
+
+
+def _csv_rows(file: Path) -> Iterator[TableRow]:
+    with file.open(encoding="utf-8", newline="") as stream:
+        reader = csv.reader(stream, strict=True)
+        names = next(reader, [])
+        _check_names(names, f"{file}: line 1")
+        require(len(set(names)) == len(names), f"{file}: a column comes twice", TraceError)
+        for cells in reader:
+            where = f"{file}: line {reader.line_num}"
+            full = len(cells) == len(names)
+            require(full, f"{where}: {len(cells)} cells, the header has {len(names)}", TraceError)
+            cell = dict(zip(names, cells, strict=True))
+            values: dict[str, object] = {
+                name: text if name == "layer" else _integer(text, name, where)
+                for name, text in cell.items()
+                if name not in ("experts", "scores")
+            }
+            values["experts"] = [
+                _integer(text, "experts", where) for text in cell["experts"].split()
+            ]
+            if "scores" in cell:
+                values["scores"] = [_real(text, where) for text in cell["scores"].split()]
+            yield _row(values, reader.line_num, where)
+
+
+def _jsonl_rows(file: Path) -> Iterator[TableRow]:
+    with file.open("rb") as stream:
+        for number, data in enumerate(stream, start=1):
+            if data.strip():
+                where = f"{file}: line {number}"
+                values = parse_json(data, where)
+                if not isinstance(values, dict):
+                    raise TraceError(f"{where}: must hold a JSON object")
+                _check_names(list(values), where)
+                yield _row(values, number, where)
+
+
+def _row(values: Mapping[str, object], line: int, where: str) -> TableRow:
+    layer, token, experts = (values[name] for name in _REQUIRED)
+    if (
+        isinstance(layer, bool)
+        or not isinstance(layer, int | str)
+        or not 0 < len(str(layer)) <= 256
+    ):
+        raise TraceError(f"{where}: layer must be a number or a name, got {layer!r:.40}")
+    scores = values.get("scores")
+    document, position, identity = (
+        None if values.get(name) is None else _whole(values[name], name, where, -_MOST)
+        for name in ("document", "position", "id")
+    )
+    return TableRow(
+        line,
+        str(layer),
+        _whole(token, "token", where, 0),
+        tuple(_whole(expert, "experts", where, 0) for expert in _list(experts, "experts", where)),
+        None if scores is None else _descending(_list(scores, "scores", where), where),
+        (document, position, identity),
+    )
+
+
+def _check_names(names: list[str], where: str) -> None:
+    missing = [name for name in _REQUIRED if name not in names]
+    unknown = [name for name in names if name not in (*_REQUIRED, *_OPTIONAL)]
+    require(
+        not missing and not unknown,
+        f"{where}: columns {missing} missing, {unknown[:5]!r:.200} unknown",
+        TraceError,
+    )
+
+
+def _list(value: object, name: str, where: str) -> list[object]:
+    if not isinstance(value, list) or not value:
+        raise TraceError(f"{where}: {name} must be a list of at least one, got {value!r:.40}")
+    return value
+
+
+def _whole(value: object, name: str, where: str, least: int) -> int:
+    if type(value) is not int or not least <= value < _MOST:
+        raise TraceError(f"{where}: {name} must be integers >= {least}, got {value!r:.40}")
+    return value
+
+
+def _descending(values: list[object], where: str) -> tuple[float, ...]:
+    scores: list[float] = []
+    for value in values:
+        plain = isinstance(value, int | float) and not isinstance(value, bool)
+        if not isinstance(value, int | float) or not plain or not math.isfinite(value):
+            raise TraceError(f"{where}: scores must be finite numbers, got {value!r:.40}")
+        scores.append(float(value))
+    ordered = all(a >= b for a, b in itertools.pairwise(scores))
+    require(ordered, f"{where}: scores must descend, in the order of the experts", TraceError)
+    return tuple(scores)
+
+
+def _integer(text: str, name: str, where: str) -> int:
+    require(
+        _INTEGER.fullmatch(text) is not None,
+        f"{where}: {name} must be integers, got {text!r:.40}",
+        TraceError,
+    )
+    return int(text)
+
+
+def _real(text: str, where: str) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise TraceError(f"{where}: scores must be numbers, got {text!r:.40}") from error
+
+
+Table = dict[str, dict[int, TableRow]]
+
+
+def import_table(
+    path: str | Path,
+    n_experts: int | None = None,
+    k: int | None = None,
+    units: Units = "logits",
+) -> RoutingTrace:
+    """The trace in a CSV or JSONL file of one line per layer and token.
+
+    Every layer must have the same tokens, every line as many experts. Layers are ordered by number
+    if all are numbers, else as they come first; tokens by number.
+
+    Args:
+        path: a file that ends in .csv or .jsonl.
+        n_experts: number of experts E; by default one more than the largest one in the file.
+        k: how many experts of each line were chosen, the others being further ranks; by default
+            all of them, in which case the scores tell no gaps.
+        units: what the scores are.
+    """
+    table = _table(path)
+    lines = [row for rows in table.values() for row in rows.values()]
+    ranks = _same([(len(row.experts), row) for row in lines], "experts", path)
+    scored = _same([(_n_scores(row), row) for row in lines], "scores", path)
+    require(scored in (0, ranks), f"{path}: {scored} scores for {ranks} experts", TraceError)
+    tokens = _same_tokens(table, path)
+    largest = max(max(row.experts) for row in lines)
+    experts = max(largest + 1, ranks) if n_experts is None else n_experts
+    require(
+        largest < min(experts, MOST_EXPERTS),
+        f"{path}: experts must lie in 0 ... {min(experts, MOST_EXPERTS) - 1}, got {largest}",
+        TraceError,
+    )
+    facts = LayerFacts(experts, ranks if k is None else k, units, affine=False)
+    layers = tuple(_layer(name, facts, table[name], tokens) for name in _order(table))
+    documents, positions, identities = _token_ids(table, tokens, path)
+    provenance = {
+        "source": "table",
+        "file": Path(path).name,
+        "n_experts": "inferred from the largest id" if n_experts is None else "given",
+        "cannot_answer": unanswered(layers),
+    }
+    trace = RoutingTrace(layers, identities, documents, positions, provenance=provenance)
+    check_trace(trace)
+    return trace
+
+
+def _table(path: str | Path) -> Table:
+    table: Table = {}
+    for row in read_rows(path):
+        rows = table.setdefault(row.layer, {})
+        require(len(table) <= MOST_LAYERS, f"{path}: more than {MOST_LAYERS} layers", TraceError)
+        first = rows.setdefault(row.token, row)
+        if first is not row:
+            raise TraceError(
+                f"{path}: line {row.line}: layer {row.layer!r} and token {row.token} were on line "
+                f"{first.line} already"
+            )
+    require(bool(table), f"{path}: has no rows", TraceError)
+    return table
+
+
+def _same(counts: Sequence[tuple[int, TableRow]], what: str, path: str | Path) -> int:
+    """The number that all rows have of something."""
+    first = counts[0][0]
+    for count, row in counts:
+        if count != first:
+            raise TraceError(f"{path}: line {row.line}: {count} {what}, other lines have {first}")
+    return first
+
+
+def _n_scores(row: TableRow) -> int:
+    return 0 if row.scores is None else len(row.scores)
+
+
+def _same_tokens(table: Table, path: str | Path) -> list[int]:
+    """The tokens, which every layer must have, in order."""
+    first_name, first = next(iter(table.items()))
+    for name, rows in table.items():
+        different = sorted(rows.keys() ^ first.keys())
+        if different:
+            raise TraceError(
+                f"{path}: token {different[0]} is in only one of layers {first_name!r:.80} and "
+                f"{name!r:.80}: every layer must have the same tokens"
+            )
+    return sorted(first)
+
+
+def _order(table: Table) -> list[str]:
+    if all(name.isascii() and name.isdecimal() and len(name) < 19 for name in table):
+        return sorted(table, key=int)
+    return list(table)
+
+
+def _layer(
+    name: str, facts: LayerFacts, rows: dict[int, TableRow], tokens: list[int]
+) -> LayerTrace:
+    ordered = [rows[token] for token in tokens]
+    small = torch.int16 if facts.n_experts <= 1 << 15 else torch.int32
+    experts = torch.tensor([row.experts for row in ordered], dtype=small)
+    scores = None
+    if ordered[0].scores is not None:
+        scores = torch.tensor([row.scores for row in ordered], dtype=torch.float64)
+    return LayerTrace(name, facts, experts, scores)
+
+
+def _token_ids(table: Table, tokens: list[int], path: str | Path) -> tuple[Tensor, ...]:
+    """Documents, positions and ids: by default document 0, the token's number and -1."""
+    found: dict[int, tuple[int | None, ...]] = {}
+    for rows in table.values():
+        for token, row in rows.items():
+            known = found.setdefault(token, row.ids)
+            require(
+                known == row.ids,
+                f"{path}: line {row.line}: token {token} has {row.ids} as document, position and "
+                f"id, and {known} elsewhere",
+                TraceError,
+            )
+    ids = [
+        tuple(
+            own if own is not None else other
+            for own, other in zip(found[token], (0, token, -1), strict=True)
+        )
+        for token in tokens
+    ]
+    return torch.tensor(ids, dtype=torch.int64).unbind(dim=1)

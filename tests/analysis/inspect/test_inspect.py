@@ -1,0 +1,216 @@
+"""A whole inspection: of a tiny model in detail, of the shipped one for its numbers."""
+
+import json
+
+import pytest
+import torch
+
+from tests.hf.tiny import lively, tiny_model
+from tieline.analysis.inspect import inspect_model
+from tieline.analysis.jump import JumpSettings
+from tieline.core.errors import TielineError
+from tieline.geometry.measures import MeasureSettings, measure
+from tieline.hf import capture
+from tieline.hf.loading import load_model
+from tieline.hf.shipped import load_shipped_tokenizer, shipped_text
+from tieline.trace import load_trace
+
+TEXT = "def area(width, height):\n    return width * height  # <script>\n" * 12
+QUICK = MeasureSettings(sigmas=(1e-2,), precisions=("bf16",))
+SMALL = {"settings": QUICK, "jump_settings": JumpSettings(near=16, random=16)}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return lively(tiny_model("olmoe", vocab_size=512))
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_shipped_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def told():
+    return []
+
+
+@pytest.fixture(scope="module")
+def result(model, tokenizer, told):
+    def progress(stage, done, total):
+        told.append((stage, done, total))
+
+    return inspect_model(
+        model,
+        tokenizer,
+        TEXT,
+        tokens=200,
+        batch_size=3,
+        sequence_length=32,
+        loss_jumps=True,
+        source="test",
+        progress=progress,
+        **SMALL,
+    )
+
+
+def test_the_trace_is_what_capture_gives(model, tokenizer, result):
+    ids = torch.tensor(tokenizer(TEXT)["input_ids"][:200])
+    with torch.inference_mode(), capture(model) as recorder:
+        model(input_ids=ids[:192].view(6, 32))
+        model(input_ids=ids[None, 192:])
+    expected, found = recorder.trace(), result.trace
+    assert torch.equal(found.tokens, ids)
+    for one, two in zip(expected.layers, found.layers, strict=True):
+        assert torch.equal(one.experts[:, :2], two.experts[:, :2])
+        assert torch.allclose(one.scores, two.scores, atol=1e-6)
+        assert two.inputs is None
+    assert torch.equal(expected.documents, found.documents)
+
+
+def test_the_measures_are_those_of_the_trace(result):
+    again = measure(result.trace, QUICK)
+    for one, two in zip(again.layers, result.inspection.measures.layers, strict=True):
+        assert (one.load, one.gap, one.noise) == (two.load, two.gap, two.noise)
+        assert two.product.status == two.angular.status == "ok"  # inputs were there for them
+
+
+def test_every_section_is_there(result):
+    inspection = result.inspection
+    names = [layer.name for layer in result.trace.layers]
+    assert [layer.name for layer in inspection.measures.layers] == names
+    assert [layer.name for layer in inspection.jumps] == names
+    assert all(12 < layer.value.loss.swaps <= 16 for layer in inspection.jumps)
+    assert {"flip@bf16", "jump", "loss", "dead"} <= set(inspection.metrics)
+    assert inspection.verdict.startswith("Routing is ")
+    assert {"flips", "jump", "loss", "tokens"} <= {finding.kind for finding in inspection.findings}
+    assert (
+        "".join(piece.text for piece in inspection.sample.pieces)
+        == TEXT[: len("".join(piece.text for piece in inspection.sample.pieces))]
+    )
+    assert len(inspection.sample.pieces) == 32
+    stages = {"tokenise", "forward", "measure", "jumps", "total", "tokens_per_second"}
+    assert set(inspection.timings) == stages
+    assert all(seconds > 0 for seconds in inspection.timings.values())
+
+
+def test_the_provenance_tells_model_text_and_settings(result):
+    found = result.inspection.provenance
+    assert found == result.trace.provenance == result.inspection.measures.provenance
+    assert found["model_type"] == "olmoe"
+    assert found["text"]["source"] == "test"
+    assert (found["tokens"], found["sequences"], found["sequence_length"]) == (200, 7, 32)
+    assert (found["batch_size"], found["seed"]) == (3, 0)
+
+
+def test_progress_is_told_to_the_end(result, told):
+    last = {stage: (done, total) for stage, done, total in told}
+    assert last == {"forward": (200, 200), "jumps": (2, 2), "losses": (2, 2)}
+    assert [stage for stage, *_ in told] == ["forward"] * 3 + ["jumps"] * 2 + ["losses"] * 2
+
+
+def test_the_dictionary_is_json_and_holds_everything(result):
+    found = result.inspection.to_dict()
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    jumps = result.inspection.jumps[0].value
+    assert found["jumps"][0]["value"]["near"]["jumps"] == list(jumps.near.jumps)
+    assert found["findings"][0]["text"] == result.inspection.findings[0].text
+    assert found["measures"]["layers"][0]["name"] == result.trace.layers[0].name
+
+
+def test_the_same_seed_gives_the_same_result(model, tokenizer, result):
+    options = {"tokens": 200, "batch_size": 3, "sequence_length": 32, **SMALL}
+    again = inspect_model(model, tokenizer, TEXT, **options)
+    other = inspect_model(model, tokenizer, TEXT, seed=1, **options)
+    assert again.inspection.measures == inspect_model(model, tokenizer, TEXT, **options)[0].measures
+    one, two, three = (r.inspection.jumps[0].value for r in (result, again, other))
+    assert one.near.jumps == two.near.jumps == three.near.jumps
+    assert one.random == two.random != three.random
+    assert two.loss is None
+
+
+def test_some_layers_without_jumps(model, tokenizer):
+    name = "model.layers.1.mlp.gate"
+    for layers in ([1], [name]):
+        found = inspect_model(
+            model, tokenizer, TEXT, tokens=64, layers=layers, jumps=False, settings=QUICK
+        )
+        (jumps,) = found.inspection.jumps
+        assert (jumps.name, jumps.value) == (name, None)
+        assert jumps.status == "not measured: jumps were not asked for"
+        assert not [f for f in found.inspection.findings if f.kind == "gap"]
+
+
+def test_the_trace_is_saved_whole_or_not_at_all(model, tokenizer, tmp_path):
+    folder = tmp_path / "trace"
+    found = inspect_model(model, tokenizer, TEXT, tokens=64, trace_folder=folder, **SMALL)
+    loaded = load_trace(folder)
+    assert torch.equal(loaded.tokens, found.trace.tokens)
+    assert loaded.provenance == found.trace.provenance
+    with pytest.raises(TielineError):
+        inspect_model(model, tokenizer, TEXT, tokens=64, trace_folder=folder, **SMALL)
+
+
+def test_a_short_text_and_the_models_own_length(model, tokenizer):
+    found = inspect_model(model, tokenizer, "two words", tokens=64, **SMALL)
+    assert found.trace.n_tokens == len(tokenizer("two words")["input_ids"])
+    found = inspect_model(model, tokenizer, TEXT, tokens=300, jumps=False, settings=QUICK)
+    assert found.inspection.provenance["sequence_length"] == 128
+
+
+def test_the_model_is_left_as_it_was(tokenizer):
+    model = lively(tiny_model("olmoe", vocab_size=512)).train()
+    classes = [type(module) for module in model.modules()]
+    inspect_model(model, tokenizer, TEXT, tokens=64, **SMALL)
+    assert [type(module) for module in model.modules()] == classes
+    assert all(module.training for module in model.modules())
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"text": " \n"}, "text is empty"),
+        ({"tokens": 0}, "at least one token"),
+        ({"batch_size": 0}, "batch_size must be at least 1"),
+        ({"layers": [7]}, "no layers"),
+        ({"layers": ["nowhere"]}, "no routers named"),
+        ({"layers": []}, "at least one router"),
+    ],
+)
+def test_bad_input_is_refused(model, tokenizer, changes, message):
+    arguments = {"text": TEXT, "tokens": 32, **SMALL, **changes}
+    with pytest.raises(TielineError, match=message):
+        inspect_model(model, tokenizer, **arguments)
+
+
+def test_models_without_experts_and_broken_scores_are_refused(tokenizer):
+    with pytest.raises(TielineError, match="not a Mixture-of-Experts model"):
+        inspect_model(torch.nn.Linear(2, 2), tokenizer, TEXT)
+    broken = lively(tiny_model("olmoe", vocab_size=512))
+    broken.model.layers[1].mlp.gate.weight[3] = torch.nan
+    with pytest.raises(TielineError, match=r"layer 'model.layers.1.mlp.gate': 32 .* NaN"):
+        inspect_model(broken, tokenizer, TEXT, tokens=32)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", ["deepseek_v3", "gemma4", "jetmoe", "dbrx", "zaya"])
+def test_other_kinds_of_routers_are_inspected(tokenizer, family):
+    sizes = {"vocab_size": 512}
+    sizes |= {"vocab_size_per_layer_input": 512} if family == "gemma4" else {}
+    model = lively(tiny_model(family, **sizes))
+    found = inspect_model(model, tokenizer, TEXT, tokens=96, sequence_length=32, **SMALL)
+    json.dumps(found.inspection.to_dict(), allow_nan=False)
+    assert any(layer.value is not None for layer in found.inspection.jumps)
+
+
+@pytest.mark.slow
+def test_the_shipped_model():
+    loaded = load_model()
+    found = inspect_model(loaded.model, loaded.tokenizer, shipped_text(), loss_jumps=True)
+    inspection = found.inspection
+    assert found.trace.n_tokens == 16384
+    assert 0.001 < inspection.metrics["flip@bf16"] < 0.02
+    assert all(layer.status == "ok" for layer in inspection.jumps)
+    assert 0.05 < inspection.metrics["jump"] < 1
+    assert inspection.metrics["dead"] == 0

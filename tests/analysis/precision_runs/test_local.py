@@ -1,0 +1,83 @@
+"""Layer-local effects against running the parts by hand."""
+
+import pytest
+import torch
+
+from tests.analysis.zoo import FAMILIES
+from tests.hf.tiny import batch, lively, tiny_model
+from tieline.analysis.perturbations import Perturbation
+from tieline.analysis.precision_runs import LocalRuns, chosen_mask, routed_set
+from tieline.hf.emulate import emulate, modular_routers
+from tieline.hf.families import family_of
+from tieline.hf.router_call import read_output
+
+INT4 = Perturbation("rounding", "int4")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_rule_of_the_family_finds_what_the_router_chooses(family):
+    router = next(iter(modular_routers(lively(tiny_model(family))).values()))
+    x = torch.randn(200, 32)
+    found = read_output(family_of(router), router, (x,), router(x))
+    assert torch.equal(chosen_mask(router, found.logits, ((x,), {})), routed_set(found))
+
+
+def keep_first(seen, states):
+    """Later calls are those of tokens that are run again."""
+    seen.setdefault("x", states)
+
+
+def states_of(output):
+    return (output if torch.is_tensor(output) else output[0]).flatten(0, 1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_flips_and_damage_are_those_of_the_block_run_by_hand(family):
+    model, ids, seen = lively(tiny_model(family)), batch(3, 16), {}
+    routers = modular_routers(model)
+    name = list(routers)[1]
+    router, block = routers[name], model.get_submodule(name.rpartition(".")[0])
+    handle = block.register_forward_pre_hook(lambda module, args: keep_first(seen, args[0]))
+    runs = LocalRuns(model, routers, [INT4], 0, 1.0, 1)
+    with torch.inference_mode(), runs.watching(0, *ids.shape):
+        clean = model(input_ids=ids).logits
+    handle.remove()
+    assert torch.equal(clean, model(input_ids=ids).logits)  # looking changes nothing
+    states = seen["x"]
+    with torch.inference_mode():
+        before, y = routers[name](states.flatten(0, 1)), states_of(block(states))
+        with emulate(router, "int4"):
+            after, z = router(states.flatten(0, 1)), states_of(block(states))
+    sets = [out[2].sort(dim=1).values for out in (before, after)]
+    flipped = (sets[0] != sets[1]).any(dim=1)
+    effect = runs.effects[INT4, name]
+    assert effect.seen == int(flipped.sum()) > 0
+    jumps = (z - y).norm(dim=1) / y.norm(dim=1) * flipped
+    found = torch.cat(effect.damage.sums)
+    assert torch.allclose(found.float(), jumps.view(3, 16).sum(dim=1), rtol=1e-3)
+    assert effect.flips.mean().value == pytest.approx(flipped.double().mean().item())
+
+
+def test_noise_is_drawn_until_there_are_enough_flips_of_the_predicted_number():
+    model, ids = lively(tiny_model("olmoe")), batch(4, 30)
+    noise = Perturbation("score noise", 0.02)
+    routers = modular_routers(model)
+    runs = LocalRuns(model, routers, [noise], 0, 4000.0, 1)
+    with torch.inference_mode(), runs.watching(0, *ids.shape):
+        model(input_ids=ids)
+    for name in routers:
+        effect = runs.effects[noise, name]
+        assert effect.seen > 3000
+        measured, predicted = effect.flips.mean().value, effect.low.mean().value
+        assert measured == pytest.approx(predicted, rel=0.05)
+        assert effect.trials % ids.numel() == 0
+
+
+def test_hits_count_the_tokens_of_each_expert():
+    model, ids = lively(tiny_model("mixtral")), batch(2, 10)
+    runs = LocalRuns(model, modular_routers(model), [], 0, 1.0, 1)
+    with torch.inference_mode():
+        for number in range(2):
+            with runs.watching(number, *ids.shape):
+                model(input_ids=ids)
+    assert all(int(hits.sum()) == 2 * 2 * ids.numel() for hits in runs.hits.values())

@@ -1,0 +1,125 @@
+"""Two models on the same tokens: expert implementations, emulated bf16, predictions."""
+
+import copy
+
+import pytest
+import torch
+
+from tests.hf.tiny import batch, lively, tiny_model
+from tieline.analysis.diff import diff
+from tieline.analysis.diff_models import (
+    Side,
+    diff_models,
+    sequences_of,
+    token_distances,
+    trace_model,
+)
+from tieline.core.errors import ParameterError, TraceError, UnsupportedModelError
+from tieline.hf.loading import use_experts
+from tieline.trace import select_tokens
+from tieline.trace.ops import identical
+
+FAMILIES = ("mixtral", "olmoe", "qwen3_moe", "gpt_oss", "deepseek_v3")
+
+
+def two(family):
+    model = lively(tiny_model(family))
+    return model, copy.deepcopy(model)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_eager_and_grouped_mm_differ_by_rounding_alone(family):
+    a, b = two(family)
+    use_experts(a, "eager")
+    use_experts(b, "grouped_mm")
+    found = diff_models(Side(a), Side(b), list(batch(6, 32)), batch_size=4).diff
+    sides = [found.provenance[side]["experts_implementation"] for side in "ab"]
+    assert sides == ["eager", "grouped_mm"]
+    assert found.metrics["unexplained:count"] == 0
+    assert found.metrics["flip"] <= 0.01
+    assert found.logits.kl < 1e-10
+    assert all(layer.attribution.noise < 1e-5 for layer in found.layers)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_emulated_bf16_flips_near_ties(family):
+    a, b = two(family)
+    found = diff_models(Side(a), Side(b, "bf16"), list(batch(6, 32)), batch_size=4).diff
+    assert found.alignment.notes == ()
+    assert found.alignment.tokens == found.alignment.ids_checked == 192
+    assert all(1e-5 < layer.attribution.noise < 0.1 for layer in found.layers)
+    assert found.metrics["flip"] < 0.2
+    assert 0 < found.logits.kl < 0.01
+    assert found.provenance["b"]["emulated"] == "bf16"
+    first = found.layers[0]
+    assert first.attribution.inside + first.attribution.unexplained == first.flip.count
+
+
+def test_distances_match_their_definitions():
+    torch.manual_seed(0)
+    a, b = torch.randn(2, 2, 5, 7).unbind(0)
+    ids = torch.randint(0, 7, (2, 5))
+    found = token_distances(a, b, ids)
+    p, q = a.double().softmax(-1), b.double().softmax(-1)
+    kl = (p * (p / q).log()).sum(-1)
+    ratio = (q / p)[:, :-1].gather(2, ids[:, 1:, None]).squeeze(2)
+    kept = ~found.kl.isnan()
+    assert kept.reshape(2, 5).tolist() == [[True] * 4 + [False]] * 2
+    torch.testing.assert_close(found.kl[kept], kl[:, :-1].flatten())
+    torch.testing.assert_close(found.k3[kept], (ratio - 1 - ratio.log()).flatten())
+    loss = torch.nn.functional.cross_entropy(a[:, :-1].flatten(0, 1).double(), ids[:, 1:].flatten())
+    torch.testing.assert_close(found.loss_a[kept].mean(), loss)
+
+
+def test_the_k3_of_tokens_drawn_from_a_averages_to_the_divergence():
+    torch.manual_seed(1)
+    a, b = torch.randn(2, 1, 1, 6).expand(2, 1, 4001, 6).unbind(0)
+    ids = torch.multinomial(a[0, 0].softmax(0), 4001, replacement=True)[None]
+    found = token_distances(a, b, ids)
+    assert found.k3.nanmean().item() == pytest.approx(found.kl[0].item(), rel=0.1)
+
+
+def test_the_traces_of_a_comparison_are_those_of_each_model_alone():
+    a, b = two("olmoe")
+    sequences = list(batch(5, 16))
+    found = diff_models(Side(a), Side(b, "bf16"), sequences, batch_size=2)
+    for side, trace in ((Side(a), found.trace_a), (Side(b, "bf16"), found.trace_b)):
+        alone = trace_model(side, sequences, batch_size=2)
+        assert identical(trace.layers[1].experts, alone.layers[1].experts)
+        assert trace.documents.unique().tolist() == [0, 1, 2, 3, 4]
+    assert diff(found.trace_a, found.trace_b).metrics["flip"] == found.diff.metrics["flip"]
+
+
+def test_a_trace_gives_its_sequences_back_and_its_numbers_to_the_model():
+    a, _ = two("olmoe")
+    sequences = list(batch(3, 10))
+    trace = trace_model(Side(a), sequences, documents=[7, 4, 9])
+    back, numbers = sequences_of(trace)
+    assert numbers == [4, 7, 9]
+    assert [x.tolist() for x in back] == [sequences[i].tolist() for i in (1, 0, 2)]
+    again = trace_model(Side(a), back, documents=numbers)
+    assert diff(trace, again).tokens.anywhere.count == 0
+    with pytest.raises(TraceError, match="document 7 of the trace has no token at position 3"):
+        sequences_of(select_tokens(trace, torch.arange(trace.n_tokens) != 3))
+
+
+def test_one_model_cannot_be_both_sides_and_unknown_experts_are_refused():
+    a, _ = two("olmoe")
+    with pytest.raises(ParameterError, match="A and B are one model"):
+        diff_models(Side(a), Side(a), list(batch()))
+    with pytest.raises(ParameterError, match="experts implementation 'magic'"):
+        use_experts(a, "magic")
+    with pytest.raises(UnsupportedModelError, match="cannot be set"):
+        use_experts(torch.nn.Linear(2, 2), "eager")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_emulation_has_the_noise_of_native_bf16(family):
+    """The record's own arithmetic stays out of the emulated format."""
+    a, b = two(family)
+    sequences, native = list(batch(6, 32)), copy.deepcopy(a).bfloat16()
+    emulated = diff_models(Side(a), Side(b, "bf16"), sequences).diff
+    real = diff_models(Side(a), Side(native), sequences).diff
+    for layer, other in zip(emulated.layers, real.layers, strict=True):
+        assert layer.attribution.noise == pytest.approx(other.attribution.noise, rel=0.15)
+    assert emulated.logits.kl == pytest.approx(real.logits.kl, rel=0.5)

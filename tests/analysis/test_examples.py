@@ -1,0 +1,49 @@
+"""The worked examples and the code of the documentation, on few tokens."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(name):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, f"examples/{name}.py", "1024"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def test_a_mismatch_of_trainer_and_engine_is_explained_and_engine_bugs_are_named():
+    said = run("rl_mismatch")
+    assert "A and B choose other experts in" in said
+    lines = {line.split()[0]: line for line in said.splitlines()}
+    assert lines["sound"].endswith("[]")
+    assert "tokens are shifted" in lines["late"]
+    assert "experts are numbered otherwise in 1 of 4 layers" in lines["renumbered"]
+
+
+def test_a_quantised_router_flips_more_the_coarser_its_format():
+    rows = [line.split() for line in run("quantised_router").splitlines()[1:]]
+    rates = {row[0]: float(row[1]) for row in rows}
+    assert rates["bf16"] < rates["int8"] < rates["fp8_e4m3"] < rates["int4"]
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_the_code_of_the_page_runs(place, tmp_path, monkeypatch):
+    text = (ROOT / "docs" / "diff.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    assert len(blocks) == 2
+    monkeypatch.chdir(tmp_path)
+    exec(compile(blocks[place].replace("4096", "512"), "docs/diff.md", "exec"), {})

@@ -1,0 +1,110 @@
+"""The table of what smoothing repairs, against runs by hand."""
+
+import copy
+
+import pytest
+import torch
+
+from tests.hf.tiny import batch, lively, tiny_model
+from tieline.analysis.perturbations import Perturbation
+from tieline.analysis.precision_runs import divergence, next_losses
+from tieline.analysis.repair import REPAIR_PERTURBATIONS, repair_table, smoothing_latency
+from tieline.core.errors import ShapeError, TielineError
+from tieline.hf import find_routers, smooth_
+from tieline.hf.emulate import emulate
+
+IDS = batch(4, 24)
+COARSE = Perturbation("rounding", "fp8_e5m2")
+
+
+@pytest.fixture(scope="module")
+def pair():
+    model = lively(tiny_model("olmoe"))
+    for name, weight in model.named_parameters():
+        if "experts" in name:
+            weight.mul_(20)
+    smoothed = copy.deepcopy(model)
+    smooth_(smoothed, epsilon=0.3)
+    return model, smoothed
+
+
+@pytest.fixture(scope="module")
+def table(pair):
+    return repair_table(*pair, list(IDS), perturbations=[COARSE], batch_size=3)
+
+
+def logits(model, rounded=False):
+    with torch.inference_mode():
+        if not rounded:
+            return model(input_ids=IDS).logits
+        with emulate(model, "fp8_e5m2", "router"):
+            return model(input_ids=IDS).logits
+
+
+def test_divergences_and_losses_are_those_of_runs_by_hand(pair, table):
+    (before, after), row = [(logits(m), logits(m, True)) for m in pair], table.rows[0]
+    assert row.before.value == pytest.approx(divergence(*before).mean().item(), rel=1e-3)
+    assert row.after.value == pytest.approx(divergence(*after).mean().item(), rel=1e-3)
+    moved = divergence(before[0], after[0]).mean().item()
+    assert table.moved.value == pytest.approx(moved, rel=1e-3)
+    change = (next_losses(after[0], IDS) - next_losses(before[0], IDS)).mean().item()
+    assert table.loss_change.value == pytest.approx(change, rel=1e-3)
+    to_original = divergence(before[0], after[1]).mean().item()
+    assert row.after_to_original.value == pytest.approx(to_original, rel=1e-3)
+    assert row.factor.value == pytest.approx(row.before.value / row.after.value)
+    assert table.tokens == IDS.numel()
+    assert table.sequences == 4
+
+
+def test_flips_are_cheaper_after_and_the_floor_is_below(table):
+    row = table.row("router fp8_e5m2")
+    assert row.factor.value > 2
+    assert row.before_floor.value < row.before.value
+    assert 0 < row.flips_before.value <= 1
+
+
+def test_experts_are_counted_by_their_weights(pair, table):
+    model, _ = pair
+    assert table.experts_before.value == 2
+    assert 2 < table.experts_after.value < 4
+    assert list(table.experts_by_layer) == list(find_routers(model))
+    mean = sum(table.experts_by_layer.values()) / len(table.experts_by_layer)
+    assert table.experts_after.value == pytest.approx(mean)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", ["jetmoe", "llama4", "deepseek_v3", "gpt_oss"])
+def test_other_layouts_are_read_too(family):
+    model = lively(tiny_model(family))
+    smoothed = copy.deepcopy(model)
+    smooth_(smoothed, epsilon=0.3)
+    found = repair_table(model, smoothed, list(IDS[:2]), perturbations=[COARSE])
+    assert 2 < found.experts_after.value <= 4
+    same = repair_table(model, model, list(IDS[:2]), perturbations=[COARSE])
+    assert same.moved.value == same.loss_change.value == 0
+    assert same.rows[0].before == same.rows[0].after
+
+
+def test_the_published_precisions_are_bf16_and_int8(pair):
+    assert [one.name for one in REPAIR_PERTURBATIONS] == ["router bf16", "model bf16", "model int8"]
+    told = []
+    found = repair_table(*pair, list(IDS), progress=lambda *words: told.append(words))
+    assert [row.name for row in found.rows] == ["router bf16", "model bf16", "model int8"]
+    assert told[-1][1] == told[-1][2] == len(told)
+    assert found.to_dict()["rows"][0]["name"] == "router bf16"
+
+
+def test_time_is_told_as_a_ratio(pair):
+    found = smoothing_latency(*pair, IDS, rounds=3, warmup=0)
+    assert 0 < found.low <= found.ratio <= found.high
+    assert (found.rounds, found.tokens) == (3, IDS.numel())
+    assert found.original == found.implementation == "grouped_mm"
+
+
+def test_bad_arguments_are_refused(pair):
+    with pytest.raises(ShapeError, match="two tokens"):
+        repair_table(*pair, [torch.tensor([1])])
+    with pytest.raises(TielineError, match="batch_size"):
+        repair_table(*pair, list(IDS), batch_size=0)
+    with pytest.raises(TielineError, match="two rounds"):
+        smoothing_latency(*pair, IDS, rounds=1)

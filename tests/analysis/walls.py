@@ -1,0 +1,127 @@
+"""The jump of a real block, found by walking through a wall: what the swap must agree with.
+
+Two inputs of a block that are routed differently are joined by a segment; bisection finds the place
+where the choice changes. The block's outputs on both sides are the truth about the jump there.
+"""
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+
+from tests.hf.tiny import batch
+from tieline.analysis.jump import BlockSampler
+from tieline.analysis.swap import Block, Rows, block_of
+from tieline.hf import capture, family_of
+from tieline.hf.capture import LayerObserver, Settings
+from tieline.hf.router_call import Choice, override_choice
+from tieline.hf.running import Batch
+from tieline.trace import LayerTrace
+
+HALVINGS = 40
+NEAR = 1e-4
+
+
+@dataclass(frozen=True)
+class Wall:
+    """Inputs on the near side of a wall, their routing, and the block's output on either side."""
+
+    rows: Rows
+    layer: LayerTrace
+    before: torch.Tensor
+    after: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Walker:
+    """Runs a block at points of the segment between two of its inputs."""
+
+    name: str
+    block: Block
+    rows: Rows
+
+    def wall(self, pair):
+        """The wall between two inputs; None if it is not one that a swap of experts passes."""
+        first, last = self.chosen(pair, 0.0), self.chosen(pair, 1.0)
+        if len(first - last) != 1:
+            return None
+        low, high = 0.0, 1.0
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            low, high = (middle, high) if self.chosen(pair, middle) == first else (low, middle)
+        (rows, _, before), (_, found, after) = self.at(pair, low), self.at(pair, high)
+        layer = self.observed(rows)
+        k, then = layer.facts.k, set(found.ids[0].tolist())
+        swap = (first - then, then - first)
+        ranks = tuple({expert} for expert in layer.experts[0, k - 1 : k + 1].tolist())
+        if swap != ranks or layer.inner_gap[0] > NEAR:  # a wall between groups, or several at once
+            return None
+        return Wall(rows, layer, before, after)
+
+    def chosen(self, pair, t):
+        return set(self.at(pair, t)[1].ids[0].tolist())
+
+    def at(self, pair, t):
+        """Inputs, what the router found, and the output at one point."""
+        low, high = (self.rows.take(torch.tensor([place])) for place in pair)
+        inputs = {
+            key: torch.lerp(value, high.inputs[key], t) if value.is_floating_point() else value
+            for key, value in low.inputs.items()
+        }
+        rows, seen = Rows(inputs, low.others, low.output, low.batched), []
+        args, named = rows.call()
+        with override_choice(self.block.router, self.looking(seen)):
+            output = self.block.module(*args, **named)
+        states = output if isinstance(output, torch.Tensor) else output[0]
+        return rows, seen[0], states.reshape(1, -1).clone()
+
+    def looking(self, seen):
+        def look(found):
+            seen.append(found)
+            return Choice(found.weights, found.ids)
+
+        return look
+
+    def observed(self, rows):
+        """The routing of one token, as a capture records it."""
+        family, calls, seen = family_of(self.block.router), [], []
+        args, named = rows.call()
+        handle = self.block.router.register_forward_hook(
+            lambda module, args, named, output: calls.append(((args, named), output)),
+            with_kwargs=True,
+        )
+        with override_choice(self.block.router, self.looking(seen)):
+            self.block.module(*args, **named)
+        handle.remove()
+        call, output = calls[0]
+        if family.layout == "method":
+            call, output = ((seen[0].logits,), {}), (seen[0].weights, seen[0].ids)
+        one = torch.zeros(1, dtype=torch.int64)
+        observer = LayerObserver(self.name, family, Settings(4, (), False, False))
+        return observer.observe(self.block.router, call, output, Batch(one, one, one, None, 1))
+
+
+def walls(model, most=2):
+    """Some walls between the tokens of the model's first layer whose block is a module."""
+    walker = _walker(model)
+    pairs = itertools.permutations(range(len(walker.rows.output)), 2)
+    found = (walker.wall(pair) for pair in pairs)
+    return walker, list(itertools.islice((wall for wall in found if wall is not None), most))
+
+
+def watched(model, ids, near=24, random=0):
+    """Trace of a forward pass, and the sampler that watched it."""
+    with torch.inference_mode(), capture(model) as recorder:
+        model(input_ids=batch())
+    names = [layer.name for layer in recorder.trace().layers]  # those that run on text
+    sampler = BlockSampler({name: block_of(model, name) for name in names}, near, random, seed=0)
+    with torch.inference_mode(), capture(model, layers=names) as seen, sampler.watching(seen):
+        for rows in ids:
+            model(input_ids=rows)
+    return seen.trace(), sampler
+
+
+def _walker(model):
+    trace, sampler = watched(model, [batch()])
+    name = next(x.name for x in trace.layers if sampler.near(x.name) is not None)
+    return Walker(name, sampler.block(name), sampler.near(name).rows)

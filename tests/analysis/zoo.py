@@ -1,0 +1,77 @@
+"""Small audits that several tests look at."""
+
+from functools import cache
+
+import torch
+
+from tests.hf.tiny import VOCABULARY, lively, tiny_model
+from tieline.analysis.perturbations import Perturbation
+from tieline.analysis.precision import audit_precision
+from tieline.hf.loading import load_model
+from tieline.hf.shipped import shipped_text
+
+FAMILIES = ["mixtral", "olmoe", "qwen3_moe", "gpt_oss", "deepseek_v3"]
+
+
+class Letters:
+    """A tokenizer of single characters, for models that have none."""
+
+    is_fast = False
+
+    def __call__(self, text, add_special_tokens=True, **options):
+        return {"input_ids": [3 + ord(letter) % (VOCABULARY - 3) for letter in text]}
+
+    def decode(self, ids):
+        return "".join(chr(97 + i % 26) for i in ids)
+
+
+def words(count: int) -> str:
+    """Text without a pattern."""
+    generator = torch.Generator().manual_seed(5)
+    return "".join(chr(33 + int(i)) for i in torch.randint(0, 61, (count,), generator=generator))
+
+
+@cache
+def shipped():
+    return load_model(dtype="fp32")
+
+
+@cache
+def small_audit():
+    """The model in the box on a little text, a perturbation of every kind."""
+    loaded, rows = shipped(), some_perturbations()
+    return audit_precision(
+        loaded.model,
+        loaded.tokenizer,
+        shipped_text(),
+        tokens=576,
+        sequence_length=96,
+        batch_size=3,
+        perturbations=rows,
+        seed=3,
+    )
+
+
+def some_perturbations():
+    return [
+        Perturbation("rounding", "bf16"),
+        Perturbation("rounding", "int4"),
+        Perturbation("score noise", 0.02),
+        Perturbation("score noise", 0.1),
+        Perturbation("state noise", 0.01),
+        Perturbation("rounding", "int4", "model"),
+        Perturbation("state noise", 0.01, "model"),
+    ]
+
+
+def family_audit(family: str, perturbations, tokens: int = 240):
+    model = lively(tiny_model(family))
+    return audit_precision(
+        model,
+        Letters(),
+        words(tokens),
+        tokens=tokens,
+        sequence_length=40,
+        batch_size=4,
+        perturbations=perturbations,
+    )

@@ -1,0 +1,52 @@
+"""Clustered standard errors against the formula, and against what correlation does to them."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tieline.core.errors import ShapeError
+from tieline.core.statistics import SequenceSums, clustered_mean
+
+
+@given(st.lists(st.tuples(st.integers(-9, 9), st.integers(1, 5)), min_size=2, max_size=8))
+def test_mean_and_error_are_those_of_the_ratio_estimator(pairs):
+    found = clustered_mean(*(torch.tensor(column).double() for column in zip(*pairs, strict=True)))
+    total, tokens, groups = sum(y for y, _ in pairs), sum(n for _, n in pairs), len(pairs)
+    mean = total / tokens
+    spread = groups / (groups - 1) * sum((y - mean * n) ** 2 for y, n in pairs)
+    assert found.value == pytest.approx(mean)
+    assert found.standard_error == pytest.approx(math.sqrt(spread) / tokens)
+
+
+def test_tokens_that_move_together_count_as_one():
+    values = torch.randn(200, 1).expand(200, 50)
+    together, alone = SequenceSums(), SequenceSums()
+    together.add(values)
+    alone.add(values[:, :1])
+    error = alone.mean().standard_error
+    assert together.mean().standard_error == pytest.approx(error)
+    assert error == pytest.approx(values[:, 0].std().item() / math.sqrt(200), rel=0.01)
+
+
+def test_one_sequence_has_no_spread_and_none_no_mean():
+    sums = SequenceSums()
+    assert sums.mean().value is None
+    assert sums.joined().mean().value is None
+    sums.add(torch.tensor([[1.0, 2.0]]))
+    assert (sums.mean().value, sums.mean().standard_error) == (1.5, None)
+    with pytest.raises(ShapeError, match="0 sums"):
+        clustered_mean(torch.ones(0), torch.ones(0))
+
+
+def test_layers_are_joined_within_their_sequences():
+    one, two = SequenceSums(), SequenceSums()
+    for sums, sign in ((one, 1.0), (two, -1.0)):
+        sums.add(torch.tensor([[sign, sign], [3 * sign, 3 * sign]]))
+        sums.add(torch.tensor([[2 * sign]]))
+    joined = one.joined(two).mean()
+    assert joined.value == 0
+    assert joined.standard_error == 0  # what one layer adds in a sequence the other takes away
+    assert one.joined().mean() == one.mean()

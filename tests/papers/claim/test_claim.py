@@ -1,0 +1,80 @@
+"""How checks become a verdict, and records JSON."""
+
+import json
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.papers.zoo import evidence, make_claim
+from tieline.core.errors import TielineError
+from tieline.papers.claim import Evidence, Outcome, Run, Verdict, plain
+
+RESULTS = st.lists(st.booleans(), max_size=3)
+
+
+@given(RESULTS, RESULTS, RESULTS)
+def test_the_verdict_is_that_of_the_first_part_that_passes(paper, condition, corrected):
+    found = make_claim().judge(evidence(paper=paper, condition=condition, corrected=corrected))
+    if paper and all(paper):
+        assert found is Verdict.HOLDS
+    elif condition and all(condition):
+        assert found is Verdict.CONDITION
+    else:
+        assert found is Verdict.FAILS
+
+
+@pytest.mark.parametrize(
+    ("expected", "parts", "changed"),
+    [
+        (Verdict.HOLDS, {"paper": [True]}, False),
+        (Verdict.HOLDS, {"paper": [False]}, True),
+        (Verdict.HOLDS, {"paper": [True], "corrected": [False]}, True),
+        (Verdict.HOLDS, {"paper": [True], "condition": [False]}, True),
+        (Verdict.CONDITION, {"paper": [False], "condition": [True]}, False),
+        (Verdict.CONDITION, {"paper": [True], "condition": [True]}, True),
+        (Verdict.CONDITION, {"paper": [False], "condition": [False]}, True),
+        (Verdict.FAILS, {"paper": [True, False], "corrected": [True]}, False),
+        (Verdict.FAILS, {"paper": [True], "corrected": [True]}, True),
+        (Verdict.FAILS, {"paper": [False], "corrected": [False]}, True),
+    ],
+)
+def test_a_change_is_another_verdict_or_a_check_of_ours_that_fails(expected, parts, changed):
+    claim = make_claim(expected=expected)
+    assert Outcome.of(claim, evidence(**parts), Run(), 0.1).changed is changed
+
+
+@pytest.mark.parametrize("passed", [True, False])
+def test_what_cannot_be_tested_here_still_has_checks_that_can_fail(passed):
+    claim = make_claim(expected=Verdict.UNTESTABLE, untestable="needs a cluster")
+    outcome = Outcome.of(claim, evidence(paper=[passed]), Run(), 0.1)
+    assert outcome.verdict is Verdict.UNTESTABLE
+    assert outcome.changed is not passed
+
+
+def test_a_test_without_a_check_is_refused():
+    with pytest.raises(TielineError, match="cannot fail"):
+        Outcome.of(make_claim(), Evidence([]), Run(), 0.1)
+
+
+def test_an_outcome_survives_json():
+    outcome = Outcome.of(make_claim(), evidence(paper=[True]), Run(True, 3), 0.5)
+    text = json.dumps(outcome.to_dict(), allow_nan=False)
+    again = Outcome.from_dict(json.loads(text))
+    assert again.to_dict() == outcome.to_dict()
+    assert again.verdict is Verdict.HOLDS
+    assert (again.fast, again.seed, again.evidence["measured"]) == (True, 3, "inf")
+
+
+def test_values_become_plain():
+    values = {"a": torch.tensor([1.0, math.nan]), 2: (math.inf, -math.inf), "v": Verdict.FAILS}
+    assert plain(values) == {"a": [1.0, "nan"], "2": ["inf", "-inf"], "v": "does not hold"}
+
+
+def test_draws_depend_on_seed_and_stream_alone():
+    assert torch.equal(Run(True, 1).normal(4, stream=2), Run(False, 1).normal(4, stream=2))
+    others = [Run(seed=2).normal(4, stream=2), Run(seed=1).normal(4, stream=3)]
+    assert all(not torch.equal(Run(seed=1).normal(4, stream=2), other) for other in others)
+    assert (Run(True).size(1, 9), Run(False).size(1, 9)) == (1, 9)

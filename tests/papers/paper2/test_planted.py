@@ -1,0 +1,39 @@
+"""A wrong value planted in what a claim of paper 2 rests on changes its verdict."""
+
+import pytest
+
+from tests.papers.test_claims_can_fail import assert_planted_value_matters, scaled
+from tieline.estimation import MoEParameters
+
+
+def heavier(real):
+    """A split whose halves do not have half the mass."""
+
+    def call(*args):
+        params = real(*args)
+        bias = params.bias.clone()
+        bias[:2] += 0.1
+        return MoEParameters(params.router, bias, params.experts)
+
+    return call
+
+
+PLANTED = {
+    "p2-eq2": ("definitions.through_the_layer", scaled(1.001)),
+    "p2-eq8": ("definitions.through_the_layer", scaled(1.001)),
+    "p2-eq4": ("definitions.numerator", lambda real: lambda t: real((t[0] + 0.01, t[1]))),
+    "p2-lem3": ("definitions.numerator", lambda real: lambda t: real((0.01, 0.0))),
+    "p2-L1r": ("definitions.hand", scaled(1 + 1e-9)),
+    "p2-eq11": ("definitions.hand", scaled(1 + 1e-9)),
+    "p2-eq13": ("definitions.hand", scaled(1 + 1e-9)),
+    "p2-def2": ("identifiability.dependent", lambda real: lambda test: 0),
+    "p2-prop1": ("identifiability.split_scale", heavier),
+    "p2-thm2": ("bounds.least_ratio", scaled(0.0)),
+    "p2-thm4": ("bounds.split_ratio", scaled(0.0)),
+    "p2-thm6": ("bounds.least_ratio", scaled(0.0)),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_value_changes_the_verdict(name, monkeypatch):
+    assert_planted_value_matters(name, "paper2", PLANTED, monkeypatch)

@@ -1,0 +1,44 @@
+"""A wrong value planted in what a claim of paper 4 rests on changes its verdict."""
+
+import pytest
+
+from tests.papers.paper2.test_planted import heavier
+from tests.papers.test_claims_can_fail import assert_planted_value_matters, scaled, with_field
+from tieline.estimation import MoEParameters
+
+
+def uncorrected(real):
+    """A split of b without the change of A that hides it."""
+
+    def call(*args):
+        params = real(*args)
+        rows = params.router.clone()
+        rows[:2, :4] = 0
+        return MoEParameters(rows, params.bias, params.experts)
+
+    return call
+
+
+PLANTED = {
+    "p4-sec2": ("definitions.attention_as_moe", lambda real: lambda *args, **kwargs: (
+        real(*args, **kwargs, scale=1.0)
+    )),
+    "p4-eq5": ("definitions.core_router", lambda real: lambda params, kind: (
+        real(MoEParameters(params.router, params.bias + 0.01, params.experts), kind)
+    )),
+    "p4-eq8": ("definitions.gated", lambda real: lambda t, x: real(t, x) + t[4] * t[5]),
+    "p4-def2": ("identifiability.dependent", lambda real: lambda test: 1),
+    "p4-def4": ("identifiability.dependent", lambda real: lambda test: 0),
+    "p4-prop2": ("identifiability.split_scale", heavier),
+    "p4-thm1": ("bounds.split_of_b", uncorrected),
+    "p4-thm2": ("bounds.split_scale", heavier),
+    "p4-thm3": ("bounds.least_ratio", scaled(0.0)),
+    "p4-thm4": ("bounds.split_scale", heavier),
+    "p4-L1": ("losses.example", lambda real: lambda **kwargs: real(**kwargs)[::-1]),
+    "p4-L3": ("losses.voronoi_loss", with_field(value=lambda found: found.value + 0.01)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_value_changes_the_verdict(name, monkeypatch):
+    assert_planted_value_matters(name, "paper4", PLANTED, monkeypatch)

@@ -1,0 +1,23 @@
+"""Claims with a known verdict."""
+
+from dataclasses import replace
+
+from tieline.papers.claim import Claim, Evidence, Verdict, near
+
+
+def evidence(**parts):
+    """Evidence whose checks pass or fail as told: paper=[True, False], ..."""
+    checks = [
+        near(f"{part} {place}", 0.0 if passed else 1.0, 0.0, part=part)
+        for part, results in parts.items()
+        for place, passed in enumerate(results)
+    ]
+    return Evidence(checks, paper=1.5, measured=float("inf"))
+
+
+def make_claim(name="p0-test", expected=Verdict.HOLDS, **fields):
+    claim = Claim(
+        name, 0, "Thm 1", "a title", "a statement", "a test", expected,
+        lambda run: evidence(paper=[True]),
+    )  # fmt: skip
+    return replace(claim, **fields)

@@ -1,0 +1,87 @@
+"""Counts on the logarithmic grid against counts of the numbers themselves."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tieline.core.errors import ParameterError, TraceError
+from tieline.trace.counts import N_BINS, LogHistogram, grid_points
+
+POINTS = grid_points()
+numbers = st.one_of(
+    st.floats(0, math.inf),
+    st.sampled_from(POINTS.tolist()),
+    st.sampled_from(POINTS.tolist()).map(lambda x: math.nextafter(x, math.inf)),
+    st.sampled_from(POINTS.tolist()).map(lambda x: math.nextafter(x, 0)),
+    st.sampled_from([0.0, -0.0, 5e-324, math.inf]),
+)
+samples = st.lists(numbers, max_size=30).map(lambda x: torch.tensor(x, dtype=torch.float64))
+
+
+def test_the_points_are_dyadic_and_32_to_an_octave():
+    assert POINTS[0] == 2.0**-30
+    assert POINTS[-1] == 2.0**14
+    assert len(POINTS) == 44 * 32 + 1
+    assert torch.equal(POINTS[32:], 2 * POINTS[:-32])
+    assert torch.equal(POINTS[:33] * 2**30, 1 + torch.arange(33, dtype=torch.float64) / 32)
+
+
+@given(samples)
+def test_counts_at_grid_points_are_those_of_the_definition(values):
+    histogram = LogHistogram.of(values)
+    assert histogram.counts.shape == (N_BINS,)
+    assert histogram.total == len(values)
+    assert histogram.zeros == int((values == 0).sum())
+    assert torch.equal(histogram.at_most(), (values[:, None] <= POINTS).sum(0))
+    assert torch.equal(histogram.below(), (values[:, None] < POINTS).sum(0))
+
+
+@given(samples, numbers)
+def test_bounds_hold_the_count_and_meet_on_the_grid(values, width):
+    low, high = LogHistogram.of(values).count_at_most(width)
+    assert low <= int((values <= width).sum()) <= high
+    if width in (0.0, math.inf) or width in POINTS:
+        assert low == high
+
+
+@given(samples.filter(len), st.floats(1e-6, 1))
+def test_a_quantile_lies_in_its_bin(values, probability):
+    low, high = LogHistogram.of(values).quantile(probability)
+    rank = max(1, math.ceil(probability * len(values) - 1e-9))
+    exact = values.sort().values[rank - 1].item()
+    assert low <= exact <= high
+    if POINTS[0] <= exact <= POINTS[-1]:
+        assert high <= low * (1 + 1 / 32)
+    if exact in POINTS or exact == 0:
+        assert low == high == exact
+
+
+def test_ranks_and_bounds_are_not_one_too_far():
+    hundred = LogHistogram.of(POINTS[:100])
+    assert hundred.quantile(0.07) == (POINTS[6], POINTS[6])  # 0.07 * 100 is 7.000000000000001
+    between = LogHistogram.of((POINTS[:2].sum() / 2)[None])
+    assert between.count_at_most(POINTS[0].item()) == (0, 0)
+    assert between.count_at_most(POINTS[1].item()) == (1, 1)
+    assert between.count_at_most(POINTS[0].item() * 1.001) == (0, 1)
+
+
+@given(samples, samples)
+def test_histograms_add(first, second):
+    whole = LogHistogram.of(torch.cat((first, second)))
+    assert torch.equal((LogHistogram.of(first) + LogHistogram.of(second)).counts, whole.counts)
+
+
+@pytest.mark.parametrize("bad", [-1.0, math.nan, -math.inf])
+def test_negative_numbers_and_nan_are_refused(bad):
+    with pytest.raises(TraceError, match=">= 0"):
+        LogHistogram.of(torch.tensor([1.0, bad]))
+
+
+def test_a_quantile_of_nothing_and_negative_widths_are_refused():
+    with pytest.raises(ParameterError, match="need a count"):
+        LogHistogram.of(torch.zeros(0)).quantile(0.5)
+    with pytest.raises(ParameterError, match="width >= 0"):
+        LogHistogram.of(torch.ones(1)).count_at_most(-1.0)

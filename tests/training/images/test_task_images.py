@@ -1,0 +1,173 @@
+"""The tasks on images: splits, models, scores, and a whole run through the engine."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.training.real_data import shared
+from tieline.core.errors import TielineError
+from tieline.routing import MoE
+from tieline.training import images as task_images
+from tieline.training.config import DecoderConfig
+from tieline.training.engine import run
+from tieline.training.fetch import DataError
+from tieline.training.image_data import DomainImages, Images
+from tieline.training.image_models import (
+    MixtureClassifier,
+    MixtureConfig,
+    PatchConfig,
+    VisionTransformerConfig,
+)
+from tieline.training.images import DomainTask, image_model, left_out
+from tieline.training.recipes import (
+    DOMAIN_GATES,
+    DOMAINS,
+    cifar10_paper,
+    cifar10_small,
+    domain_gate,
+    pacs_paper,
+    pacs_small,
+)
+
+
+def domains(n=40, side=8):
+    """Three domains; the first pixel tells the place of an image, so that none is mistaken."""
+    pixels = torch.zeros(n, side, side, 3, dtype=torch.uint8)
+    pixels[:, 0, 0, 0] = torch.arange(n, dtype=torch.uint8)
+    images = Images(pixels, torch.arange(n) % 7, tuple("abcdefg"), "made")
+    return DomainImages(images, torch.arange(n) % 4, DOMAINS)
+
+
+def places(images):
+    return set(images.pixels[:, 0, 0, 0].tolist())
+
+
+@pytest.mark.parametrize("out", DOMAINS)
+def test_a_domain_is_left_out_and_the_others_are_split_without_overlap(out):
+    every = domains()
+    train, held, test = left_out(every, out, 0.2, seed=0)
+    number = DOMAINS.index(out)
+    assert places(test) == {place for place in range(40) if place % 4 == number}
+    assert len(held) == 6  # a fifth of ten, three times
+    assert not places(train) & places(held)
+    assert places(train) | places(held) == set(range(40)) - places(test)
+    assert places(left_out(every, out, 0.2, seed=0)[1]) == places(held)
+    assert places(left_out(every, out, 0.2, seed=1)[1]) != places(held)
+
+
+def test_unknown_domains_shares_gates_data_and_shapes_are_refused():
+    with pytest.raises(TielineError, match="'attic' is not one of"):
+        left_out(domains(), "attic", 0.2, 0)
+    with pytest.raises(TielineError, match=r"in \(0, 1\), got 1"):
+        left_out(domains(), "photo", 1.0, 0)
+    with pytest.raises(TielineError, match="'soft' is not one of"):
+        domain_gate("soft")
+    with pytest.raises(TielineError, match="'attic'"):
+        pacs_small("cosine", "attic")
+    config = pacs_small("cosine", "photo")
+    with pytest.raises(TielineError, match="no domains are called 'office'"):
+        DomainTask().data(config.replace(data__name="office"))
+    text = DecoderConfig(layers=1, d_model=8, d_hidden=8, heads=1, vocabulary=9, context=4)
+    with pytest.raises(TielineError, match="DecoderConfig is no shape for images"):
+        image_model(config.replace(model=text))
+
+
+def test_recipes_state_the_papers_sizes():
+    config = cifar10_paper("smooth50")
+    assert isinstance(config.model, MixtureConfig)
+    assert (config.gate.k, config.gate.gate_options["b"]) == (4, 50.0)
+    assert config.optim.steps * config.optim.batch == pytest.approx(50 * 50_000, rel=1e-3)
+    assert cifar10_small("smoe").model == config.model
+    perturbed = pacs_small("perturbed", "sketch")
+    assert perturbed.gate.router_options["tau"] == (0.1, 0.1)
+    assert perturbed.gate.k == 2
+    assert isinstance(perturbed.model, PatchConfig)
+    assert perturbed.model.n_experts == 6
+
+
+TINY = PatchConfig(layers=1, routed=1, d_model=8, heads=2, d_hidden=8, side=8)
+
+
+@pytest.mark.parametrize("gate", DOMAIN_GATES)
+def test_a_run_trains_scores_and_saves(gate, tmp_path, monkeypatch):
+    monkeypatch.setattr(task_images, "load_pacs", lambda *_, **__: domains())
+    config = pacs_small(gate, "photo").replace(model=TINY, optim__steps=3, optim__batch=8)
+    result = run(config, tmp_path / "run")
+    assert result.scores["out"]["images"] == 10
+    assert result.scores["validation"]["images"] == 6
+    assert 0 <= result.scores["out"]["accuracy"] <= 1
+    assert result.scores["out"]["chance"] == pytest.approx(1 / 7)
+    kept = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert kept["scores"] == result.scores
+    again = image_model(config)
+    again.load_state_dict(load_file(tmp_path / "run" / "model" / "model.safetensors"))
+
+
+def test_the_order_of_the_gates_and_the_split_depend_on_the_seed_alone(monkeypatch):
+    monkeypatch.setattr(task_images, "load_pacs", lambda *_, **__: domains())
+    small = {"model": TINY, "optim__steps": 3, "optim__batch": 8}
+    first, second = (
+        DomainTask().data(pacs_small(gate, "photo").replace(seed=5, **small)).train
+        for gate in ("linear", "smooth")
+    )
+    assert torch.equal(first.order, second.order)  # gates are compared on the same batches
+    assert torch.equal(first.images.pixels, second.images.pixels)
+
+
+def test_the_real_domains_have_the_sizes_of_the_paper():
+    shared("pacs")
+    data = DomainTask().data(pacs_small("cosine", "sketch"))
+    assert len(data.scored_on["out"]) == 3_929
+    assert len(data.scored_on["validation"]) == pytest.approx(0.2 * 6_062, abs=2)
+    assert data.train[0]["pixels"].shape == (32, 32, 3)
+
+
+def test_cifar10_is_cut_to_the_number_of_images_that_is_asked_for(monkeypatch):
+    asked = []
+
+    def load(split):
+        asked.append(split)
+        return domains().images
+
+    monkeypatch.setattr(task_images, "load_cifar10", load)
+    config = cifar10_small("smoe").replace(data__options={"images": 12, "scored": 9})
+    data = task_images.ImageTask().data(config)
+    assert asked == ["train", "test"]
+    assert len(data.train.images) == 12
+    assert len(data.scored_on["test"]) == 9
+    assert len(data.train) == config.optim.steps * config.optim.batch
+    small = config.replace(
+        model=MixtureConfig(layers=1, n_experts=8, d_hidden=2, side=8, classes=7)
+    )
+    assert isinstance(task_images.ImageTask().model(small), MixtureClassifier)
+
+
+VIT = VisionTransformerConfig(
+    layers=2, routed=1, d_model=16, d_hidden=16, heads=2, side=8, patch=4, pretrained=None
+)
+
+
+def test_the_papers_form_routes_the_last_networks_and_names_what_is_missing(tmp_path, monkeypatch):
+    config = pacs_paper("perturbed", "sketch")
+    assert config.model == VisionTransformerConfig()
+    assert (config.model.layers, config.model.n_experts, config.gate.k) == (12, 6, 2)
+    monkeypatch.setenv("TIELINE_DATA", str(tmp_path))
+    (tmp_path / "pacs").mkdir()
+    with pytest.raises(DataError, match=r"PACS is not at .*pacs224\.npz"):
+        DomainTask().data(config)
+    model = image_model(config.replace(model=VIT))
+    layers = [name for name, module in model.named_modules() if isinstance(module, MoE)]
+    assert len(layers) == 1
+    assert ".1." in layers[0]
+    pixels = torch.randint(0, 256, (3, 8, 8, 3), dtype=torch.uint8)
+    output = model(pixels=pixels, labels=torch.tensor([0, 1, 6]))
+    assert output.logits.shape == (3, 7)
+    output.loss.backward()
+
+
+def test_images_of_another_size_than_the_models_are_refused(monkeypatch):
+    monkeypatch.setattr(task_images, "load_pacs", lambda *_, **__: domains(side=16))
+    with pytest.raises(DataError, match=r"takes 8² pixels, got \(16, 16\)"):
+        DomainTask().data(pacs_small("cosine", "photo").replace(model=TINY))
