@@ -1,1 +1,1 @@
-"""What every room rests on: errors, ranking, numerics, statistics, records, files, parallel work."""
+"""Foundations: errors, ranking, numerics, statistics, records, files, parallel work."""

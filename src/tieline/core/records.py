@@ -1,38 +1,344 @@
-"""JSON as written by strangers: bounded in size and depth, free of what JSON does not define.
+"""Results as records, and the one way between records and JSON.
 
-Refused are texts above 16 MiB, more than 32 levels, repeated keys, NaN and infinities, integers
-beyond 64 bits and strings that are not Unicode text. Every refusal is a `TraceError`.
+    Result         what every function of the front door returns: a frozen dataclass with
+                   `to_dict`, `to_json`, `to_html`, `plot` and a form for notebooks
+    to_plain       records, tuples, enums and tensors as JSON values
+    from_plain     the same way back, by the type hints of the record
+    read_result    the result in a JSON file
+    FORMATS        the class behind the "format" of each file
+    parse_json     JSON from a file that anybody may have written
+    canonical      the one text of a JSON value
+
+JSON from files is bounded in size and depth. Repeated keys, NaN, infinities, integers beyond 64
+bits and strings that are not Unicode text raise `TraceError`, as does every other malformed file.
 """
 
+import dataclasses
+import importlib
 import json
 import math
-from typing import NoReturn
+import types
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import (
+    Any,
+    ClassVar,
+    Literal,
+    NoReturn,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from tieline.core.errors import TraceError, require
+from tieline.core.files import write_whole
 
-__all__ = ["DEEPEST", "LONGEST", "canonical", "parse_json"]
+__all__ = [
+    "DEEPEST",
+    "FORMATS",
+    "LONGEST",
+    "Result",
+    "canonical",
+    "from_plain",
+    "parse_json",
+    "read_result",
+    "to_plain",
+]
 
-LONGEST = 16 << 20
+LONGEST, LONGEST_RESULT = 16 << 20, 256 << 20
 DEEPEST = 32
+
+FORMATS: dict[str, str] = {
+    "tieline-inspection": "tieline.analysis.inspection:Inspection",
+    "tieline-diff": "tieline.analysis.diff_records:RoutingDiff",
+    "tieline-audit": "tieline.analysis.precision_records:PrecisionAudit",
+    "tieline-smooth": "tieline.analysis.repair:RepairTable",
+    "tieline-design": "tieline.tropical.advisor:Advice",
+    "tieline-rates": "tieline.estimation.rates:RateStudy",
+    "tieline-training": "tieline.training.engine:TrainResult",
+}
+"""Format name to "module:class"; the module is imported when such a file is read."""
+
+Record = TypeVar("Record")
+
+
+class Result:
+    """Base of the frozen dataclasses that front-door functions return.
+
+    Subclasses set `format` and `version` and are decorated with `@dataclass(frozen=True,
+    repr=False)`. Fields marked `field(metadata={"json": False}, default=...)` stay out of JSON and
+    have their default after reading.
+    """
+
+    format: ClassVar[str]
+    version: ClassVar[int] = 1
+    words: ClassVar[bool] = False
+    """Whether NaN and infinities are written as "nan" and "inf" instead of null."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return format, version and all fields as JSON values."""
+        head = {"format": self.format, "version": self.version}
+        return head | to_plain(self, words=self.words)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Result":
+        """Rebuild the result from the values of `to_dict`."""
+        return from_plain(cls, values)
+
+    def to_json(self, path: Path | str | None = None) -> str:
+        """Return the result as JSON text, and write it to `path` if one is given."""
+        text = json.dumps(self.to_dict(), allow_nan=False, indent=1) + "\n"
+        return _written(text, path)
+
+    def to_html(self, path: Path | str | None = None) -> str:
+        """Return the result as one self-contained page, and write it to `path` if one is given."""
+        return _written(_report().page(self), path)
+
+    def plot(self, name: str | None = None) -> Any:
+        """Draw a figure of the result with matplotlib; by default the first one.
+
+        Args:
+            name: name of the figure; an unknown one raises an error that lists all names.
+        """
+        drawings = _report().figures(self)
+        require(bool(drawings), f"{self.format} has no figures")
+        chosen = next(iter(drawings)) if name is None else name
+        known = ", ".join(drawings)
+        require(chosen in drawings, f"no figure {chosen!r}; the figures are: {known}")
+        return drawings[chosen]()
+
+    def __repr__(self) -> str:
+        return _report().summary(self)
+
+    def _repr_html_(self) -> str:
+        return _report().notebook(self)
+
+
+def _report() -> Any:
+    return importlib.import_module("tieline.report")
+
+
+def _written(text: str, path: Path | str | None) -> str:
+    if path is not None:
+        write_whole(Path(path), text.encode())
+    return text
+
+
+def read_result(path: Path | str) -> Result:
+    """Read a result that `to_json` or a command wrote; anything else raises `TraceError`."""
+    name = str(path)
+    try:
+        with Path(path).open("rb") as file:
+            data = file.read(LONGEST_RESULT + 1)
+    except OSError as error:
+        raise TraceError(f"cannot read {name}: {error.strerror or error}") from error
+    found = parse_json(data, name, LONGEST_RESULT)
+    require(isinstance(found, dict), f"{name}: a result is a JSON object", TraceError)
+    values = cast("dict[str, Any]", found)
+    kind, version = values.get("format"), values.get("version")
+    known = isinstance(kind, str) and kind in FORMATS
+    require(
+        known, f"{name}: unknown format {kind!r:.80}; known are {', '.join(FORMATS)}", TraceError
+    )
+    cls = _class_of(cast("str", kind))
+    require(
+        type(version) is int and 1 <= version <= cls.version,
+        f"{name}: version {version!r:.40} of {kind}; versions 1 to {cls.version} can be read",
+        TraceError,
+    )
+    try:
+        return cls.from_dict({k: v for k, v in values.items() if k not in ("format", "version")})
+    except TraceError as error:
+        raise TraceError(f"{name}: {error}") from error
+
+
+def _class_of(kind: str) -> type[Result]:
+    module, _, name = FORMATS[kind].partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def to_plain(value: object, *, words: bool = False) -> Any:
+    """Return a value as JSON values.
+
+    Records and named tuples become objects with their fields as keys, other sequences and tensors
+    become lists, enums their values, paths their text.
+
+    Args:
+        value: anything made of these.
+        words: write numbers that are not finite as "nan", "inf" and "-inf"; else as None.
+    """
+    if isinstance(value, Enum):
+        return to_plain(value.value, words=words)
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(float(value)) if words else None
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): to_plain(item, words=words) for key, item in value.items()}
+    names = _saved_fields(value)
+    if names is not None:
+        return {name: to_plain(getattr(value, name), words=words) for name in names}
+    if isinstance(value, tuple | list):
+        return [to_plain(item, words=words) for item in value]
+    if hasattr(value, "tolist"):
+        return to_plain(cast("Any", value).tolist(), words=words)
+    return str(value) if isinstance(value, Path) else value
+
+
+def _saved_fields(value: object) -> Sequence[str] | None:
+    """Names of the fields of a record or named tuple that go into JSON; None for other values."""
+    if dataclasses.is_dataclass(value):
+        return [f.name for f in dataclasses.fields(value) if f.metadata.get("json", True)]
+    return getattr(value, "_fields", None) if isinstance(value, tuple) else None
+
+
+def from_plain(cls: type[Record], value: object) -> Record:
+    """Rebuild a value of type `cls` from JSON values, by type hints.
+
+    The inverse of `to_plain`: None becomes NaN where the hint is `float`. Keys that the record does
+    not know are ignored, and fields that are absent take their default. Values that do not fit
+    their hint raise `TraceError`, which names the place.
+    """
+    return cast("Record", _read(cls, value, cls.__name__, {}))
+
+
+Bound = Mapping[Any, Any]
+"""Types that stand for the type variables of a generic record."""
+
+
+def _read(hint: Any, value: Any, place: str, bound: Bound) -> Any:
+    """The value of a type hint; `place` is named in errors."""
+    hint = bound.get(hint, hint) if isinstance(hint, TypeVar) else hint
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return _read_union(args, value, place, bound)
+    if origin is Literal:
+        fits = any(type(value) is type(option) and value == option for option in args)
+        return value if fits else _misfit(hint, value, place)
+    if hint in _SCALARS:
+        return _read_scalar(hint, value, place)
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        fits = any(value == member.value for member in hint)
+        return hint(value) if fits else _misfit(hint, value, place)
+    owner = origin or hint
+    if dataclasses.is_dataclass(owner) or hasattr(owner, "_fields"):
+        variables = dict(zip(getattr(owner, "__parameters__", ()), args, strict=False))
+        return _read_record(owner, value, place, {v: bound.get(t, t) for v, t in variables.items()})
+    if isinstance(owner, type) and issubclass(owner, Mapping):
+        return _read_mapping(args, value, place, bound)
+    if isinstance(owner, type) and issubclass(owner, Sequence):
+        return _read_sequence(owner, args, value, place, bound)
+    return value if hint in (Any, object) else _misfit(hint, value, place)
+
+
+_SCALARS = (bool, int, float, str, Path, None, type(None))
+
+
+def _read_scalar(hint: Any, value: Any, place: str) -> Any:
+    kind = type(value)
+    if hint is float:
+        if value is None or value in ("nan", "inf", "-inf"):
+            return float(value or "nan")
+        return float(value) if kind in (int, float) else _misfit(hint, value, place)
+    if hint is Path:
+        return Path(value) if kind is str else _misfit(hint, value, place)
+    return (
+        value if kind is hint or (hint is None and value is None) else _misfit(hint, value, place)
+    )
+
+
+def _read_union(args: tuple[Any, ...], value: Any, place: str, bound: Bound) -> Any:
+    if value is None and type(None) in args:
+        return None
+    exact = [hint for hint in args if hint is type(value)]
+    problem = None
+    for hint in exact or [hint for hint in args if hint is not type(None)]:
+        try:
+            return _read(hint, value, place, bound)
+        except TraceError as error:
+            problem = error
+    raise problem or TraceError(f"{place}: no value fits")
+
+
+def _read_record(cls: Any, value: Any, place: str, bound: Bound) -> Any:
+    if not isinstance(value, Mapping):
+        return _misfit(cls, value, place)
+    hints = get_type_hints(cls)
+    saved, required = _fields_to_read(cls)
+    missing = [name for name in required if name not in value]
+    require(not missing, f"{place}: without {', '.join(missing)}", TraceError)
+    found = {n: _read(hints[n], value[n], f"{place}.{n}", bound) for n in saved if n in value}
+    try:
+        return cls(**found)
+    except (ValueError, TypeError) as error:
+        raise TraceError(f"{place}: {error}") from error
+
+
+def _fields_to_read(cls: Any) -> tuple[list[str], list[str]]:
+    """Fields that JSON may hold, and those among them that have no default."""
+    if not dataclasses.is_dataclass(cls):
+        return list(cls._fields), [name for name in cls._fields if name not in cls._field_defaults]
+    saved = [f for f in dataclasses.fields(cls) if f.init and f.metadata.get("json", True)]
+    absent = dataclasses.MISSING
+    bare = [f.name for f in saved if f.default is absent and f.default_factory is absent]
+    return [f.name for f in saved], bare
+
+
+def _read_mapping(args: tuple[Any, ...], value: Any, place: str, bound: Bound) -> dict[Any, Any]:
+    if not isinstance(value, Mapping):
+        return _misfit(dict, value, place)
+    key, item = args or (str, Any)
+    try:
+        names = {name: int(name) if key is int else name for name in value}
+    except ValueError:
+        return _misfit(dict[int, item], value, place)
+    return {names[n]: _read(item, v, f"{place}[{n!r:.40}]", bound) for n, v in value.items()}
+
+
+def _read_sequence(
+    owner: type, args: tuple[Any, ...], value: Any, place: str, bound: Bound
+) -> Sequence[Any]:
+    if not isinstance(value, list | tuple):
+        return _misfit(owner, value, place)
+    repeated = len(args) == 2 and args[1] is ...
+    whole = issubclass(owner, tuple) and bool(args) and not repeated
+    require(
+        not whole or len(value) == len(args) or args == ((),),
+        f"{place}: {len(value)} entries, {len(args)} are needed",
+        TraceError,
+    )
+    hints = args if whole else (args[0] if args else Any,) * len(value)
+    pairs = enumerate(zip(hints, value, strict=False))
+    found = [_read(hint, item, f"{place}[{i}]", bound) for i, (hint, item) in pairs]
+    return found if issubclass(owner, list) else tuple(found)
+
+
+def _misfit(hint: Any, value: object, place: str) -> NoReturn:
+    wanted = getattr(hint, "__name__", str(hint))
+    raise TraceError(f"{place}: expected {wanted}, got {value!r:.80}")
 
 
 def canonical(value: object) -> str:
-    """The one text of a JSON value: keys in order, no spaces; equal values have equal texts."""
+    """Return the one text of a JSON value: keys sorted, no spaces."""
     _check(value, "provenance")
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
-def parse_json(data: bytes, name: str) -> object:
-    """The value that a text from a file stands for.
+def parse_json(data: bytes, name: str, longest: int = LONGEST) -> object:
+    """Parse JSON from a file that anybody may have written.
 
     Args:
         data: the bytes of the file.
         name: what to call the file in an error.
+        longest: most bytes to read.
     """
+    length = len(data)
     require(
-        len(data) <= LONGEST,
-        f"{name}: {len(data)} bytes of JSON, at most {LONGEST} are read",
-        TraceError,
+        length <= longest, f"{name}: {length} bytes of JSON, at most {longest} are read", TraceError
     )
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=_pairs, parse_constant=_constant)
@@ -43,7 +349,7 @@ def parse_json(data: bytes, name: str) -> object:
 
 
 def _check(value: object, name: str) -> None:
-    """Walk through all values without recursion, so that depth cannot exhaust the stack."""
+    """Check all values without recursion, so that depth cannot exhaust the stack."""
     pending = [(value, 1)]
     while pending:
         item, depth = pending.pop()
@@ -54,11 +360,11 @@ def _check(value: object, name: str) -> None:
             pending += [(part, depth + 1) for pair in item.items() for part in pair]
         elif isinstance(item, list | tuple):
             pending += [(part, depth + 1) for part in item]
-        else:
-            require(_plain(item), f"{name}: no JSON value: {item!r:.80}", TraceError)
+        elif not _is_json_scalar(item):
+            raise TraceError(f"{name}: no JSON value: {item!r:.80}")
 
 
-def _plain(item: object) -> bool:
+def _is_json_scalar(item: object) -> bool:
     if isinstance(item, str):
         return not any("\ud800" <= letter <= "\udfff" for letter in item)
     if isinstance(item, float):
