@@ -15,7 +15,7 @@ A section that the inputs cannot give is None, and the `status` beside it says w
 from dataclasses import dataclass
 
 from tieline.analysis.inspection import Finding
-from tieline.geometry.measure_records import dataclass_dict
+from tieline.core.records import to_plain
 
 __all__ = [
     "Alignment",
@@ -302,4 +302,4 @@ class RoutingDiff:
 
     def to_dict(self) -> dict[str, object]:
         """JSON values; numbers that are not finite become None."""
-        return dataclass_dict(self)
+        return to_plain(self)

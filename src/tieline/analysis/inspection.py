@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tieline.core.numerics import Estimate
-from tieline.geometry.measure_records import Quantiles, RoutingMeasures, dataclass_dict
+from tieline.core.records import to_plain
+from tieline.geometry.measure_records import Quantiles, RoutingMeasures
 
 __all__ = [
     "Finding",
@@ -230,4 +231,4 @@ class Inspection:
 
     def to_dict(self) -> dict[str, object]:
         """JSON values; numbers that are not finite become None."""
-        return dataclass_dict(self)
+        return to_plain(self)

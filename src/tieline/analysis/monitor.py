@@ -64,10 +64,10 @@ from tieline.analysis.router_calls import LogitSums, RouterCall, untraced, watch
 from tieline.core.errors import ParameterError, TielineError, require
 from tieline.core.numerics import one_thread, quantile_bands
 from tieline.core.recompute import is_recomputing
+from tieline.core.records import to_plain
 from tieline.geometry.boundary import boundary_mass
 from tieline.geometry.flips import LogitView, logit_view
 from tieline.geometry.load import ExpertLoad, load_from_counts
-from tieline.geometry.measure_records import plain
 from tieline.geometry.rounding import grid_step
 from tieline.geometry.sections import check_finite, precision_flips, scored
 from tieline.hf.running import text_config
@@ -383,7 +383,7 @@ def _summary_writer(folder: str | Path) -> Any:
 
 
 def _finite(scalars: dict[str, float]) -> dict[str, object]:
-    return {name: plain(value) for name, value in scalars.items()}
+    return {name: to_plain(value) for name, value in scalars.items()}
 
 
 class RoutingMonitor:

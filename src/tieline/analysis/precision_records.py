@@ -13,7 +13,7 @@ Standard errors are clustered by sequence throughout.
 from dataclasses import dataclass
 
 from tieline.core.numerics import Estimate
-from tieline.geometry.measure_records import dataclass_dict
+from tieline.core.records import to_plain
 
 __all__ = [
     "KeepList",
@@ -182,7 +182,7 @@ class PrecisionAudit:
 
     def to_dict(self) -> dict[str, object]:
         """JSON values; numbers that are not finite become None."""
-        return dataclass_dict(self)
+        return to_plain(self)
 
     def effect(self, name: str) -> PerturbationEffect:
         """The row of that name."""

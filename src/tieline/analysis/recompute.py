@@ -37,7 +37,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_e
 
 from tieline.analysis.router_calls import RouterCall, watch_routing
 from tieline.core.errors import TielineError, require
-from tieline.geometry.measure_records import dataclass_dict
+from tieline.core.records import to_plain
 
 __all__ = [
     "VERDICTS",
@@ -454,7 +454,7 @@ class RecomputeReport:
 
     def to_dict(self) -> dict[str, object]:
         """JSON values."""
-        return dataclass_dict(self)
+        return to_plain(self)
 
 
 def recompute_check(

@@ -28,8 +28,8 @@ from tieline.analysis.perturbations import Perturbation, noise_generator
 from tieline.analysis.precision_runs import FullRuns, divergence, model_logits, next_losses
 from tieline.core.errors import ShapeError, require
 from tieline.core.numerics import Estimate
+from tieline.core.records import to_plain
 from tieline.core.statistics import SequenceSums, clustered_mean
-from tieline.geometry.measure_records import dataclass_dict
 from tieline.hf.emulate import modular_routers
 from tieline.hf.router_call import Choice, RouterOutput, override_choice
 from tieline.hf.running import batches, forward, only_running
@@ -116,7 +116,7 @@ class RepairTable:
 
     def to_dict(self) -> dict[str, object]:
         """JSON values; numbers that are not finite become None."""
-        return dataclass_dict(self)
+        return to_plain(self)
 
 
 @dataclass

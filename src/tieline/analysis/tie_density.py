@@ -20,10 +20,10 @@ from torch import Tensor
 from tieline.analysis.monitor import RoutingWarning
 from tieline.core.errors import ParameterError
 from tieline.core.numerics import Estimate, float_step, mean_estimate
+from tieline.core.records import to_plain
 from tieline.geometry.boundary import boundary_mass
 from tieline.geometry.density import gap_density
 from tieline.geometry.flips import first_order, logit_view
-from tieline.geometry.measure_records import dataclass_dict
 from tieline.geometry.rounding import PRECISIONS, grid_step, shared_cell
 from tieline.geometry.sections import check_finite, scored
 from tieline.trace.record import LayerTrace, RoutingTrace
@@ -91,7 +91,7 @@ class TieDensity:
 
     def to_dict(self) -> dict[str, object]:
         """JSON values."""
-        return dataclass_dict(self)
+        return to_plain(self)
 
 
 def tie_density(

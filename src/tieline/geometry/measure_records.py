@@ -6,12 +6,11 @@ Each section is an `Answer`: the record, or None with the reason why the trace c
 What to measure a trace at: grids, levels and formats, with defaults that suit a report.
 """
 
-import dataclasses
-import math
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from tieline.core.numerics import Estimate, log_grid
+from tieline.core.records import to_plain
 from tieline.geometry.boundary import MassProfile
 from tieline.geometry.density import MarginTail
 from tieline.geometry.distance import AngularSpread
@@ -32,8 +31,6 @@ __all__ = [
     "ProductFlips",
     "Quantiles",
     "RoutingMeasures",
-    "dataclass_dict",
-    "plain",
 ]
 
 Value = TypeVar("Value")
@@ -197,7 +194,7 @@ class LayerMeasures:
 
     def to_dict(self) -> dict[str, object]:
         """JSON values; numbers that are not finite become None."""
-        return dataclass_dict(self)
+        return to_plain(self)
 
 
 @dataclass(frozen=True)
@@ -254,25 +251,7 @@ class RoutingMeasures:
 
     def to_dict(self) -> dict[str, object]:
         """JSON values; numbers that are not finite become None."""
-        return dataclass_dict(self)
-
-
-def dataclass_dict(record: object) -> dict[str, object]:
-    """Fields of a record as JSON values."""
-    return {f.name: plain(getattr(record, f.name)) for f in dataclasses.fields(record)}  # pyright: ignore[reportArgumentType]
-
-
-def plain(value: object) -> object:
-    """JSON value of a record, sequence, mapping or number; None for NaN and infinities."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclass_dict(value)
-    if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, tuple | list):
-        return [plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
+        return to_plain(self)
 
 
 @dataclass(frozen=True)

@@ -31,15 +31,15 @@ dots     a series drawn as points, with error bars if given
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from tieline.core.errors import require
+from tieline.core.records import to_plain
 
 __all__ = [
     "ERRORS",
@@ -58,7 +58,6 @@ __all__ = [
     "line",
     "near",
     "none_of",
-    "plain",
     "within",
 ]
 
@@ -178,7 +177,7 @@ class Claim:
     def describe(self) -> dict[str, Any]:
         """The record without its test, as JSON values."""
         shown = (f.name for f in fields(self) if f.name not in ("test", "seconds"))
-        return {name: plain(getattr(self, name)) for name in shown}
+        return {name: to_plain(getattr(self, name), words=True) for name in shown}
 
     def judge(self, evidence: Evidence) -> Verdict:
         """The verdict that the checks give."""
@@ -216,7 +215,7 @@ class Outcome:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values: numbers that are not finite become words."""
-        return plain(asdict(self))
+        return to_plain(self, words=True)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Outcome":
@@ -232,7 +231,7 @@ class Outcome:
         ours = all(check.passed for check in evidence.checks if check.part == "corrected")
         readable = all(_passed(evidence, part) is not False for part in _bound(claim, verdict))
         changed = verdict != claim.expected or not ours or not readable
-        record = plain(asdict(evidence))
+        record = to_plain(evidence, words=True)
         return cls(claim.describe(), verdict, changed, record, seconds, run.fast, run.seed)
 
 
@@ -247,21 +246,6 @@ def _bound(claim: Claim, verdict: Verdict) -> tuple[Part, ...]:
     if verdict is Verdict.UNTESTABLE:
         return ("paper", "condition")
     return ("condition",) if verdict is Verdict.HOLDS else ()
-
-
-def plain(value: Any) -> Any:
-    """The value in types that JSON knows; infinities and NaN as words."""
-    if isinstance(value, Tensor):
-        return plain(value.tolist())
-    if isinstance(value, StrEnum):
-        return value.value
-    if isinstance(value, float) and not math.isfinite(value):
-        return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    return value.item() if isinstance(value, np.generic) else value
 
 
 ERRORS = 4.0
@@ -359,4 +343,5 @@ def dots(name: str, x: Numbers, y: Numbers, errors: Numbers | None = None) -> di
 
 
 def _list(values: Numbers) -> list[Any]:
-    return plain(values if isinstance(values, Tensor) else [float(value) for value in values])
+    numbers = values if isinstance(values, Tensor) else [float(value) for value in values]
+    return to_plain(numbers, words=True)

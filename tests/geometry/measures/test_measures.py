@@ -9,9 +9,9 @@ import torch
 from tests.geometry.problems import chosen_sets, layer_of, linear_router, trace_of
 from tests.trace.zoo import make_trace
 from tieline.core.errors import TraceError
+from tieline.core.records import to_plain
 from tieline.geometry.density import gap_density
 from tieline.geometry.distance import expert_distances, nearest_tie
-from tieline.geometry.measure_records import plain
 from tieline.geometry.measures import MeasureSettings, measure, measure_layer
 from tieline.geometry.order import near_counts, tie_order
 from tieline.geometry.sections import reachable
@@ -307,7 +307,7 @@ def test_missing_ranks_are_no_error_but_missing_choices_are():
 
 
 def test_numbers_that_json_lacks_become_null():
-    assert plain({"a": (1.0, float("nan"), [float("inf")]), 2: "x"}) == {
+    assert to_plain({"a": (1.0, float("nan"), [float("inf")]), 2: "x"}) == {
         "a": [1.0, None, [None]],
         "2": "x",
     }

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from tests.papers.zoo import evidence, make_claim
 from tieline.core.errors import TielineError
-from tieline.papers.claim import Evidence, Outcome, Run, Verdict, plain
+from tieline.core.records import to_plain
+from tieline.papers.claim import Evidence, Outcome, Run, Verdict
 
 RESULTS = st.lists(st.booleans(), max_size=3)
 
@@ -70,7 +71,11 @@ def test_an_outcome_survives_json():
 
 def test_values_become_plain():
     values = {"a": torch.tensor([1.0, math.nan]), 2: (math.inf, -math.inf), "v": Verdict.FAILS}
-    assert plain(values) == {"a": [1.0, "nan"], "2": ["inf", "-inf"], "v": "does not hold"}
+    assert to_plain(values, words=True) == {
+        "a": [1.0, "nan"],
+        "2": ["inf", "-inf"],
+        "v": "does not hold",
+    }
 
 
 def test_draws_depend_on_seed_and_stream_alone():
