@@ -17,7 +17,7 @@ from torch import Tensor
 from tieline.core.errors import TraceError, require
 from tieline.trace.counts import ExactMoments, LogHistogram
 from tieline.trace.ops import take_tokens
-from tieline.trace.record import LAYER_TENSORS, LayerTrace, RoutingTrace, check_epsilons
+from tieline.trace.record import LayerTrace, RoutingTrace, check_epsilons
 from tieline.trace.sampling import (
     SPAN,
     DistinctSketch,
@@ -282,11 +282,10 @@ def summarise(
 
 def _on_cpu(chunk: LayerTrace) -> LayerTrace:
     """The chunk without gradients and on the CPU; itself if it is so already."""
-    fields = {name: getattr(chunk, name) for name in LAYER_TENSORS}
     moved = {
         name: value.detach().cpu()
-        for name, value in fields.items()
-        if value is not None and (value.requires_grad or value.device.type != "cpu")
+        for name, value in chunk.tensors().items()
+        if value.requires_grad or value.device.type != "cpu"
     }
     return replace(chunk, **moved) if moved else chunk
 

@@ -21,7 +21,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from tieline.core.errors import TraceError, require
-from tieline.trace.record import LAYER_TENSORS, LayerTrace, LazyLayers, RoutingTrace, map_layers
+from tieline.trace.record import TOKEN_KEYS, LayerTrace, LazyLayers, RoutingTrace, map_layers
 from tieline.trace.sampling import token_hash
 
 __all__ = [
@@ -34,13 +34,11 @@ __all__ = [
 ]
 
 Index = slice | Int[Tensor, " chosen"] | Bool[Tensor, " tokens"]
-_ROWS = tuple(name for name, layout in LAYER_TENSORS.items() if layout.axes[0] == "tokens")
-_KEYS = ("tokens", "documents", "positions")
 
 
 def take_tokens(layer: LayerTrace, index: Index) -> LayerTrace:
     """The record of some tokens of a layer: a view for a slice, a copy for an index or a mask."""
-    return replace(layer, **{name: value[index] for name, value in _rows(layer).items()})
+    return replace(layer, **{name: value[index] for name, value in layer.rows().items()})
 
 
 def select_tokens(trace: RoutingTrace, index: Index) -> RoutingTrace:
@@ -53,7 +51,9 @@ def select_tokens(trace: RoutingTrace, index: Index) -> RoutingTrace:
     if isinstance(index, Tensor):
         _check_index(index, trace.n_tokens)
     layers = map_layers(trace.layers, lambda layer: take_tokens(layer, index))
-    return replace(trace, layers=layers, **{name: getattr(trace, name)[index] for name in _KEYS})
+    return replace(
+        trace, layers=layers, **{name: getattr(trace, name)[index] for name in TOKEN_KEYS}
+    )
 
 
 def select_documents(trace: RoutingTrace, documents: Iterable[int]) -> RoutingTrace:
@@ -91,7 +91,7 @@ def concatenate(
     """
     require(len(traces) > 0, "nothing to concatenate: got no traces", TraceError)
     parts = _renumbered(traces) if documents == "renumber" else list(traces)
-    keys = {name: torch.cat([getattr(part, name) for part in parts]) for name in _KEYS}
+    keys = {name: torch.cat([getattr(part, name) for part in parts]) for name in TOKEN_KEYS}
     require(
         documents == "renumber" or len(parts) == 1 or not _repeats(keys),
         "a token (document, position) occurs twice: the traces overlap, or number their documents "
@@ -121,7 +121,7 @@ def _joined(layers: list[LayerTrace]) -> LayerTrace:
         _require_same("name", first.name, layer.name)
         for say in (_facts, _recorded, _bias):
             _require_same(f"layer {first.name!r}: {say.__name__[1:]}", say(first), say(layer))
-    rows = [_rows(layer) for layer in layers]
+    rows = [layer.rows() for layer in layers]
     return replace(first, **{name: torch.cat([row[name] for row in rows]) for name in rows[0]})
 
 
@@ -130,17 +130,11 @@ def _facts(layer: LayerTrace) -> object:
 
 
 def _recorded(layer: LayerTrace) -> object:
-    return {name: (value.dtype, tuple(value.shape[1:])) for name, value in _rows(layer).items()}
+    return {name: (value.dtype, tuple(value.shape[1:])) for name, value in layer.rows().items()}
 
 
 def _bias(layer: LayerTrace) -> object:
     return None if layer.bias is None else layer.bias.tolist()
-
-
-def _rows(layer: LayerTrace) -> dict[str, Tensor]:
-    """The fields that have one entry per token."""
-    fields = {name: getattr(layer, name) for name in _ROWS}
-    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _require_same(what: str, first: object, other: object) -> None:

@@ -1,4 +1,11 @@
-"""The shape and type of every tensor of a layer's record, as a table.
+"""The records that every measurement starts from: `LayerTrace` and `RoutingTrace`.
+
+A *selection score* is the number that a router ranks: logits, or scores plus a correction bias.
+`LayerTrace.scores` holds the largest of them in order, `weights` what combines the outputs. The two
+are never the same argument: a correction bias moves the choice and not the weight.
+
+`LAYER_TENSORS` gives the type and the axes of every tensor of a layer. It checks records in memory,
+when they are made, and the headers of files; `tieline.trace.check` checks values.
 
     axis        size
     tokens      T, common to all layers
@@ -6,22 +13,7 @@
     k           experts chosen
     experts     E
     epsilons    points of the ε grid
-    width       width of the router's input
-
-The same table checks a record in memory and the header of a file.
-
-The records that every measurement starts from.
-
-A *selection score* is the number that a router ranks: logits, or scores plus a correction bias.
-`LayerTrace.scores` holds the largest of them in order, `weights` what combines the outputs; the two
-are never the same argument, for a correction bias moves the choice and not the weight.
-
-A record checks shapes and types when it is made, which costs nothing; that the values make sense
-(ids in range, scores in order, nothing but numbers) is `tieline.trace.checks`.
-
-What a trace cannot answer, in words.
-
-A sequence of layers that makes each one when it is touched.
+    dim         dimension of the router's input
 """
 
 import itertools
@@ -39,7 +31,9 @@ from tieline.core.errors import TraceError, require
 __all__ = [
     "LAYER_TENSORS",
     "MOST_EXPERTS",
+    "MOST_LAYERS",
     "TOKEN_IDS",
+    "TOKEN_KEYS",
     "LayerFacts",
     "LayerTrace",
     "LazyLayers",
@@ -54,6 +48,7 @@ __all__ = [
 
 Kind = Literal["integers", "floating-point numbers", "neither"]
 MOST_EXPERTS = 1 << 16
+MOST_LAYERS = 4096
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -74,9 +69,11 @@ LAYER_TENSORS: Mapping[str, TensorLayout] = {
     "distance": TensorLayout(_FLOAT, ("tokens",)),
     "near": TensorLayout(_INT, ("tokens", "epsilons")),
     "bias": TensorLayout(_FLOAT, ("experts",)),
-    "inputs": TensorLayout(_FLOAT, ("tokens", "width")),
+    "inputs": TensorLayout(_FLOAT, ("tokens", "dim")),
 }
 TOKEN_IDS = TensorLayout(_INT, ("tokens",))
+TOKEN_KEYS = ("tokens", "documents", "positions")
+"""The tensors that say which token a row belongs to."""
 
 
 def kind_of(dtype: torch.dtype) -> Kind:
@@ -171,7 +168,7 @@ class LayerTrace:
     distance: Float[Tensor, " tokens"] | None = None
     near: Int[Tensor, "tokens epsilons"] | None = None
     bias: Float[Tensor, " experts"] | None = None
-    inputs: Float[Tensor, "tokens width"] | None = None
+    inputs: Float[Tensor, "tokens dim"] | None = None
 
     def __post_init__(self) -> None:
         sizes = {"k": self.facts.k, "experts": self.facts.n_experts}
@@ -183,6 +180,15 @@ class LayerTrace:
                 sizes |= zip(layout.axes, value.shape, strict=True)
         if not self.facts.k <= sizes["ranks"] <= self.facts.n_experts:
             raise TraceError(f"layer {self.name!r}: need k <= ranks <= E, got {sizes}")
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that were recorded, by name."""
+        found = {name: getattr(self, name) for name in LAYER_TENSORS}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def rows(self) -> dict[str, Tensor]:
+        """The recorded tensors with one row per token: all but the bias."""
+        return {name: x for name, x in self.tensors().items() if name != "bias"}
 
     @property
     def gap(self) -> Float[Tensor, " tokens"]:
@@ -236,7 +242,7 @@ class RoutingTrace:
     def __post_init__(self) -> None:
         _need(len(self.layers) > 0, "a routing trace needs at least one layer, got none")
         check_epsilons(self.epsilons)
-        for name in ("tokens", "documents", "positions"):
+        for name in TOKEN_KEYS:
             ids = getattr(self, name)
             sizes = {"tokens": self.n_tokens}
             check_tensor(name, TOKEN_IDS, kind_of(ids.dtype), tuple(ids.shape), sizes)

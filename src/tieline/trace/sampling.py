@@ -36,12 +36,10 @@ from jaxtyping import Int, Int64
 from torch import Tensor
 
 from tieline.core.errors import TraceError
-from tieline.trace.record import LAYER_TENSORS, LayerTrace
+from tieline.trace.record import LAYER_TENSORS, TOKEN_KEYS, LayerTrace
 
 __all__ = [
     "CAPACITY",
-    "KEYS",
-    "ROW_FIELDS",
     "SPAN",
     "DistinctCount",
     "DistinctSketch",
@@ -86,14 +84,12 @@ def _mix(words: np.ndarray) -> np.ndarray:
 
 
 Rows = Mapping[str, Tensor]
-KEYS = ("tokens", "documents", "positions")
-ROW_FIELDS = tuple(name for name, layout in LAYER_TENSORS.items() if layout.axes[0] == "tokens")
 
 
 def rows_of(chunk: LayerTrace, keys: Rows, keep_inputs: bool = True) -> Rows:
     """Everything recorded per token, with the ids that tell tokens apart."""
-    fields = {name: getattr(chunk, name) for name in ROW_FIELDS if keep_inputs or name != "inputs"}
-    return {**keys, **{name: value for name, value in fields.items() if value is not None}}
+    rows = {name: value for name, value in chunk.rows().items() if keep_inputs or name != "inputs"}
+    return {**keys, **rows}
 
 
 class SampleBuffer:
@@ -151,7 +147,7 @@ def _without_repeats(rows: Rows) -> Rows:
 
 def _bytes(rows: Rows) -> np.ndarray:
     """Rank of each row among all when compared byte by byte, token ids first."""
-    names = [*KEYS, *(name for name in ROW_FIELDS if name in rows)]
+    names = [*TOKEN_KEYS, *(name for name in LAYER_TENSORS if name in rows)]
     columns = [rows[name] if rows[name].ndim == 2 else rows[name][:, None] for name in names]
     words = torch.cat([part.contiguous().view(torch.uint8) for part in columns], dim=1).numpy()
     return np.unique(words, axis=0, return_inverse=True)[1].reshape(-1)

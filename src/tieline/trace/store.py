@@ -1,27 +1,20 @@
-"""The parts of a folder that traces and the samples of summaries have in common.
+"""Traces and summaries on disk: folders of one layout, written and read by the same functions.
 
-Traces on disk: one folder, one tensor file per layer, read when the layer is touched.
+    tieline.json                     layers (name and facts), ε grid; the provenance of a trace, or
+                                     sources, sample size and numbers per layer of a summary
+    tokens.safetensors               token ids, documents and positions
+    layer-00000.safetensors, ...     trace: the tensors of each layer
+    sample-00000.safetensors, ...    summary: the same tensors for the sampled tokens
+    counts-00000.safetensors, ...    summary: the counts of each layer
 
-`docs/trace-format.md` describes the format. Loading reads the index, the ids of the tokens and the
+`docs/trace-format.md` describes the format. Loading a trace reads the index, the token ids and the
 headers of the layers' files. A layer's tensors are mapped into memory when the layer is touched;
-the first time, its digest and its values are checked.
-
-The counts of one layer of a summary, as tensors and single numbers of a file.
-
-Summaries on disk: the same kind of folder as a trace, with counts in place of rows.
-
-    tieline.json               name, facts and single numbers of each layer, ε grid, sources
-    counts-00000.safetensors   tensors of counts of each layer
-    tokens, sample-00000       the sample, as in a trace
-
-`docs/trace-format.md` describes the format. A summary is read whole; counts that do not add up to
+the first time, digest and values are checked. A summary is read whole; counts that do not add up to
 the number of tokens are refused.
-
-Merging folders: what `tieline merge A B -o C` does.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -35,7 +28,9 @@ from tieline.trace.folders import Folder, check_target, open_folder, read_index,
 from tieline.trace.ops import concatenate
 from tieline.trace.record import (
     LAYER_TENSORS,
+    MOST_LAYERS,
     TOKEN_IDS,
+    TOKEN_KEYS,
     LayerFacts,
     LayerTrace,
     LazyLayers,
@@ -56,60 +51,261 @@ from tieline.trace.summary import (
 )
 
 __all__ = [
-    "FORMAT",
-    "MOST_LAYERS",
-    "SUMMARY_STORE_FORMAT",
-    "TOKEN_FILE",
-    "TOKEN_KEYS",
+    "FORMATS",
     "VERSION",
-    "LayerHead",
-    "check_header",
-    "counts_of",
     "folder_kind",
-    "head_to_json",
-    "layer_tensors",
     "load_summary",
     "load_trace",
     "merge_folders",
-    "numbers_of",
-    "read_counts",
-    "read_epsilons",
-    "read_heads",
-    "read_layer",
-    "read_token_ids",
     "save_summary",
     "save_trace",
-    "token_ids",
 ]
 
+Kind = Literal["trace", "summary"]
+FORMATS: Mapping[Kind, str] = {"trace": "tieline-trace", "summary": "tieline-summary"}
+VERSION = 1
 TOKEN_FILE = "tokens"  # noqa: S105
-TOKEN_KEYS = ("tokens", "documents", "positions")
-MOST_LAYERS = 4096
 LONGEST_NAME = 1024
 MOST_EPSILONS = 1024
 
+_ROW_FILES: Mapping[Kind, str] = {"trace": "layer", "summary": "sample"}
+_FIELDS = {"format", "version", "files", "layers", "epsilons"}
+_OWN_FIELDS: Mapping[Kind, set[str]] = {
+    "trace": {"provenance"},
+    "summary": {"sample_size", "sources"},
+}
 
-class LayerHead(NamedTuple):
-    """What is known of a layer before its tensors are read; `entry` is its part of the index."""
+
+def save_trace(trace: RoutingTrace, directory: str | Path, overwrite: bool = False) -> None:
+    """Write a trace to a new folder, whole or not at all.
+
+    Args:
+        trace: any trace whose values `check_layer` accepts; layers on disk are copied one by one.
+        directory: the folder to make, parents included.
+        overwrite: whether an existing trace may be replaced.
+    """
+    write_folder(directory, FORMATS["trace"], VERSION, _contents(trace), _parts(trace), overwrite)
+
+
+def save_summary(summary: RoutingSummary, directory: str | Path, overwrite: bool = False) -> None:
+    """Write a summary to a new folder, whole or not at all.
+
+    Args:
+        summary: any summary.
+        directory: the folder to make, parents included.
+        overwrite: whether an existing summary may be replaced.
+    """
+    contents, parts = _contents(summary), _parts(summary)
+    write_folder(directory, FORMATS["summary"], VERSION, contents, parts, overwrite)
+
+
+def load_trace(directory: str | Path) -> RoutingTrace:
+    """Load a trace; each layer is read when it is touched."""
+    stored = _open(directory, "trace")
+    provenance = stored.folder.index["provenance"]
+    if not isinstance(provenance, dict):
+        raise TraceError(f"{directory}: provenance must be a JSON object")
+    count = len(stored.heads)
+    for place in range(count):
+        stored.check_header(place)
+    layers = LazyLayers(count, stored.layer)
+    return RoutingTrace(layers, epsilons=stored.epsilons, provenance=provenance, **stored.ids)
+
+
+def load_summary(directory: str | Path) -> RoutingSummary:
+    """Load a summary."""
+    stored = _open(directory, "summary")
+    size, sources = (stored.folder.index[name] for name in ("sample_size", "sources"))
+    if type(size) is not int or not isinstance(sources, list):
+        raise TraceError(f"{directory}: sample_size must be an integer and sources a list")
+    if not all(isinstance(source, dict) for source in sources):
+        raise TraceError(f"{directory}: every source must be a JSON object")
+    rows = tuple(stored.layer(place) for place in range(len(stored.heads)))
+    sample = RoutingTrace(rows, epsilons=stored.epsilons, **stored.ids)
+    layers = tuple(stored.counts(place, layer) for place, layer in enumerate(rows))
+    return RoutingSummary(layers, sample, size, stored.epsilons, distinct_sources(sources))
+
+
+def folder_kind(directory: str | Path) -> Kind:
+    """Return whether a folder holds a trace or a summary."""
+    found = read_index(directory).get("format")
+    for kind, name in FORMATS.items():
+        if found == name:
+            return kind
+    raise TraceError(f"{directory}: is neither a trace nor a summary: {found!r:.80}")
+
+
+def merge_folders(
+    directories: Sequence[str | Path],
+    output: str | Path,
+    overwrite: bool = False,
+    documents: Literal["keep", "renumber"] = "keep",
+) -> RoutingTrace | RoutingSummary:
+    """Merge summaries, or concatenate traces, of parts of a run, and save the result.
+
+    Args:
+        directories: folders of one kind.
+        output: the folder to make.
+        overwrite: whether a folder of that kind may be replaced; it may be one of the inputs.
+        documents: for traces, whether documents keep their numbers (`concatenate`); summaries
+            merge by the tokens that they hold, so they always keep them.
+
+    Returns:
+        What was saved; a trace as `load_trace` opens it, since its parts may have been replaced.
+    """
+    require(len(directories) > 0, "nothing to merge: got no folders", TraceError)
+    kinds = {str(directory): folder_kind(directory) for directory in directories}
+    require(len(set(kinds.values())) == 1, f"cannot merge different kinds: {kinds}", TraceError)
+    kind = next(iter(kinds.values()))
+    require(
+        kind == "trace" or documents == "keep",
+        "summaries keep the numbers of their documents",
+        TraceError,
+    )
+    check_target(output, FORMATS[kind], overwrite)
+    if kind == "summary":
+        merged = merge([load_summary(directory) for directory in directories])
+        save_summary(merged, output, overwrite)
+        return merged
+    joined = concatenate([load_trace(directory) for directory in directories], documents)
+    save_trace(joined, output, overwrite)
+    return load_trace(output)
+
+
+def _file(kind: str, place: int) -> str:
+    return f"{kind}-{place:05d}"
+
+
+def _contents(stored: RoutingTrace | RoutingSummary) -> dict[str, object]:
+    """The JSON values of the index."""
+    contents: dict[str, object] = {
+        "layers": [_entry(layer) for layer in stored.layers],
+        "epsilons": list(stored.epsilons),
+    }
+    if isinstance(stored, RoutingTrace):
+        return contents | {"provenance": stored.provenance}
+    return contents | {"sample_size": stored.sample_size, "sources": list(stored.sources)}
+
+
+def _entry(layer: LayerTrace | LayerSummary) -> dict[str, object]:
+    """Name, facts and, for a summary, the single numbers of a layer."""
+    size = len(layer.name)
+    require(size <= LONGEST_NAME, f"a layer's name has {size} letters", TraceError)
+    entry: dict[str, object] = {"name": layer.name, "facts": asdict(layer.facts)}
+    if isinstance(layer, LayerTrace):
+        return entry
+    first = layer.first_nonfinite
+    return entry | {
+        "tokens": layer.tokens,
+        "nonfinite": layer.nonfinite,
+        "first_nonfinite": None if first is None else list(first),
+        "group_decides": layer.group_decides,
+        "bias_changed": layer.bias.changed,
+    }
+
+
+def _parts(stored: RoutingTrace | RoutingSummary) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Name and tensors of each file; refuses values that no router can have produced."""
+    kind: Kind = "trace" if isinstance(stored, RoutingTrace) else "summary"
+    rows = stored if isinstance(stored, RoutingTrace) else stored.sample
+    yield TOKEN_FILE, {name: getattr(rows, name) for name in TOKEN_KEYS}
+    for place, layer in enumerate(rows.layers):
+        check_layer(layer, broken_tokens=kind == "summary")
+        yield _file(_ROW_FILES[kind], place), layer.tensors()
+    if isinstance(stored, RoutingSummary):
+        for place, layer in enumerate(stored.layers):
+            yield _file("counts", place), _counts(layer)
+
+
+class _Head(NamedTuple):
+    """A layer before its tensors are read; `entry` is its part of the index."""
 
     name: str
     facts: LayerFacts
     entry: Mapping[str, object]
 
-    def sizes(self, tokens: int, epsilons: int) -> dict[str, int]:
-        """Sizes that the axes of its tensors must have."""
-        known = {"k": self.facts.k, "experts": self.facts.n_experts}
-        return {"tokens": tokens, "epsilons": epsilons, **known}
+
+@dataclass(frozen=True)
+class _Stored:
+    """The index and the token ids of a folder whose layers are not read yet."""
+
+    folder: Folder
+    kind: Kind
+    heads: list[_Head]
+    epsilons: tuple[float, ...]
+    ids: dict[str, Tensor]
+
+    def check_header(self, place: int) -> None:
+        """Refuse a file whose tensors do not fit the layer, without reading them."""
+        head = self.heads[place]
+        header = self.folder.header(_file(_ROW_FILES[self.kind], place))
+        unknown = sorted(set(header) - set(LAYER_TENSORS))
+        where = f"{self.folder.path}: layer {head.name!r}"
+        require(
+            not unknown and "experts" in header,
+            f"{where}: tensors {unknown[:5]} unknown, or experts missing",
+            TraceError,
+        )
+        sizes = {"tokens": len(self.ids["tokens"]), "epsilons": len(self.epsilons)}
+        sizes |= {"k": head.facts.k, "experts": head.facts.n_experts}
+        for name, layout in LAYER_TENSORS.items():
+            if name in header:
+                dtype, shape = header[name]
+                check_tensor(f"{where}: {name}", layout, kind_of(dtype), shape, sizes)
+                sizes |= zip(layout.axes, shape, strict=True)
+
+    def layer(self, place: int) -> LayerTrace:
+        """Read a layer; its header is checked every time, its values the first time."""
+        file, head = _file(_ROW_FILES[self.kind], place), self.heads[place]
+        new = file not in self.folder.verified
+        self.check_header(place)
+        layer = LayerTrace(head.name, head.facts, **self.folder.tensors(file))
+        if new:
+            check_layer(layer, broken_tokens=self.kind == "summary")
+        return layer
+
+    def counts(self, place: int, sample: LayerTrace) -> LayerSummary:
+        """Read the counts of a layer; refuses those that cannot belong to its tokens.
+
+        Args:
+            place: number of the layer.
+            sample: its sampled tokens, which say how many ranks and ε there are.
+        """
+        head = self.heads[place]
+        where, numbers = f"{self.folder.path}: layer {head.name!r}", head.entry
+        tokens = _integer(numbers, "tokens", MOST_TOKENS, where)
+        nonfinite = _integer(numbers, "nonfinite", tokens, where)
+        measured = tokens - nonfinite
+        tensors = _count_tensors(self.folder, _file("counts", place), sample, where)
+        _check_sums(tensors, tokens * head.facts.k, measured, where)
+        changed = numbers.get("bias_changed")
+        require(type(changed) is bool, f"{where}: bias_changed must be true or false", TraceError)
+        return LayerSummary(
+            name=head.name,
+            facts=head.facts,
+            tokens=tokens,
+            load=tensors["load"],
+            coalitions=_sketch(tensors["coalitions"], tokens, where),
+            bias=SharedBias(sample.bias, changed=bool(changed)),
+            nonfinite=nonfinite,
+            first_nonfinite=_first(numbers.get("first_nonfinite"), nonfinite, where),
+            group_decides=_integer(numbers, "group_decides", measured, where),
+            near=tensors.get("near"),
+            orders=tensors.get("orders"),
+            moments=_moments(tensors, measured, where),
+            **{name: LogHistogram(tensors[name]) for name in _HISTOGRAMS if name in tensors},
+        )
 
 
-def head_to_json(name: str, facts: LayerFacts) -> dict[str, object]:
-    """Name and facts of a layer as JSON values."""
-    require(len(name) <= LONGEST_NAME, f"a layer's name has {len(name)} letters", TraceError)
-    return {"name": name, "facts": asdict(facts)}
+def _open(directory: str | Path, kind: Kind) -> _Stored:
+    folder = open_folder(directory, FORMATS[kind], VERSION)
+    index, path, known = folder.index, folder.path, _FIELDS | _OWN_FIELDS[kind]
+    require(set(index) == known, f"{path}: must have {sorted(known)}", TraceError)
+    heads, epsilons = _read_heads(index["layers"], path), _read_epsilons(index["epsilons"], path)
+    return _Stored(folder, kind, heads, epsilons, _read_token_ids(folder))
 
 
-def read_heads(value: object, path: Path) -> list[LayerHead]:
-    """Names and facts of all layers."""
+def _read_heads(value: object, path: Path) -> list[_Head]:
     if not isinstance(value, list) or not 1 <= len(value) <= MOST_LAYERS:
         raise TraceError(f"{path}: must list 1 ... {MOST_LAYERS} layers")
     heads = [_read_head(entry, path) for entry in value]
@@ -118,7 +314,7 @@ def read_heads(value: object, path: Path) -> list[LayerHead]:
     return heads
 
 
-def _read_head(entry: object, path: Path) -> LayerHead:
+def _read_head(entry: object, path: Path) -> _Head:
     if not isinstance(entry, dict):
         raise TraceError(f"{path}: a layer must be a JSON object")
     name, facts = entry.get("name"), entry.get("facts")
@@ -129,26 +325,19 @@ def _read_head(entry: object, path: Path) -> LayerHead:
     fits = isinstance(facts, dict) and {key: type(part) for key, part in facts.items()} == kinds
     if not isinstance(facts, dict) or not fits:
         raise TraceError(f"{path}: layer {name!r}: facts must be {sorted(kinds)}, each of its type")
-    return LayerHead(name, LayerFacts(**facts), entry)
+    return _Head(name, LayerFacts(**facts), entry)
 
 
-def read_epsilons(value: object, path: Path) -> tuple[float, ...]:
-    """The ε grid."""
-    fits = isinstance(value, list) and all(type(eps) in (int, float) for eps in value)
+def _read_epsilons(value: object, path: Path) -> tuple[float, ...]:
+    fits = isinstance(value, list) and all(type(epsilon) in (int, float) for epsilon in value)
     if not isinstance(value, list) or not fits or len(value) > MOST_EPSILONS:
         raise TraceError(f"{path}: epsilons must be a list of numbers")
-    epsilons = tuple(float(eps) for eps in value)
+    epsilons = tuple(float(epsilon) for epsilon in value)
     check_epsilons(epsilons)
     return epsilons
 
 
-def token_ids(trace: RoutingTrace) -> dict[str, Tensor]:
-    """The tensors of the file of token ids."""
-    return {name: getattr(trace, name) for name in TOKEN_KEYS}
-
-
-def read_token_ids(folder: Folder) -> dict[str, Tensor]:
-    """Token ids, documents and positions."""
+def _read_token_ids(folder: Folder) -> dict[str, Tensor]:
     header = folder.header(TOKEN_FILE)
     require(
         set(header) == set(TOKEN_KEYS),
@@ -162,119 +351,13 @@ def read_token_ids(folder: Folder) -> dict[str, Tensor]:
     return folder.tensors(TOKEN_FILE)
 
 
-def layer_tensors(layer: LayerTrace, broken_tokens: bool = False) -> dict[str, Tensor]:
-    """The tensors of a layer's file; refuses values that no router can have made."""
-    check_layer(layer, broken_tokens)
-    fields = {name: getattr(layer, name) for name in LAYER_TENSORS}
-    return {name: value for name, value in fields.items() if value is not None}
-
-
-def check_header(folder: Folder, file: str, head: LayerHead, sizes: Mapping[str, int]) -> None:
-    """Refuse a file whose tensors are not those of such a layer, without reading them."""
-    header = folder.header(file)
-    unknown = sorted(set(header) - set(LAYER_TENSORS))
-    require(
-        not unknown and "experts" in header,
-        f"{folder.path}: layer {head.name!r}: tensors {unknown[:5]} unknown, or experts missing",
-        TraceError,
-    )
-    sizes = dict(sizes)
-    for name in _known_order(header):
-        dtype, shape = header[name]
-        what = f"{folder.path}: layer {head.name!r}: {name}"
-        check_tensor(what, LAYER_TENSORS[name], kind_of(dtype), shape, sizes)
-        sizes |= zip(LAYER_TENSORS[name].axes, shape, strict=True)
-
-
-def read_layer(
-    folder: Folder,
-    file: str,
-    head: LayerHead,
-    sizes: Mapping[str, int],
-    broken_tokens: bool = False,
-) -> LayerTrace:
-    """A layer, with the checks of its header and, the first time, of its values."""
-    new = file not in folder.verified
-    check_header(folder, file, head, sizes)
-    layer = LayerTrace(name=head.name, facts=head.facts, **folder.tensors(file))
-    if new:
-        check_layer(layer, broken_tokens)
-    return layer
-
-
-def _known_order(names: Mapping[str, object]) -> Sequence[str]:
-    return [name for name in LAYER_TENSORS if name in names]
-
-
-FORMAT = "tieline-trace"
-VERSION = 1
-_FIELDS = {"format", "version", "files", "layers", "epsilons", "provenance"}
-
-
-def save_trace(trace: RoutingTrace, directory: str | Path, overwrite: bool = False) -> None:
-    """Write a trace to a new folder, whole or not at all.
-
-    Args:
-        trace: any trace whose values `check_layer` accepts; layers on disk are copied one by one.
-        directory: the folder to make, parents included.
-        overwrite: whether a trace that is there may be replaced.
-    """
-    contents = {
-        "layers": [head_to_json(layer.name, layer.facts) for layer in trace.layers],
-        "epsilons": list(trace.epsilons),
-        "provenance": trace.provenance,
-    }
-    write_folder(directory, FORMAT, VERSION, contents, _parts(trace), overwrite)
-
-
-def load_trace(directory: str | Path) -> RoutingTrace:
-    """The trace in a folder; layers are read when they are touched."""
-    folder = open_folder(directory, FORMAT, VERSION)
-    index, path = folder.index, folder.path
-    require(set(index) == _FIELDS, f"{path}: must have {sorted(_FIELDS)}", TraceError)
-    heads, epsilons = read_heads(index["layers"], path), read_epsilons(index["epsilons"], path)
-    provenance = index["provenance"]
-    if not isinstance(provenance, dict):
-        raise TraceError(f"{path}: provenance must be a JSON object")
-    keys = read_token_ids(folder)
-    sizes = [head.sizes(len(keys["tokens"]), len(epsilons)) for head in heads]
-    for place, head in enumerate(heads):
-        check_header(folder, _file(place), head, sizes[place])
-    layers = LazyLayers(
-        len(heads), lambda place: read_layer(folder, _file(place), heads[place], sizes[place])
-    )
-    return RoutingTrace(layers=layers, epsilons=epsilons, provenance=provenance, **keys)
-
-
-def _parts(trace: RoutingTrace) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    yield TOKEN_FILE, token_ids(trace)
-    for place, layer in enumerate(trace.layers):
-        yield _file(place), layer_tensors(layer)
-
-
-def _file(place: int) -> str:
-    return f"layer-{place:05d}"
-
-
 _HISTOGRAMS = ("gaps", "group_gaps", "distances")
 _TABLES = ("near", "orders")
 _MOMENTS = ("count", "first", "high", "low")
 
 
-def numbers_of(layer: LayerSummary) -> dict[str, object]:
-    """The single numbers of a layer as JSON values."""
-    first = layer.first_nonfinite
-    return {
-        "tokens": layer.tokens,
-        "nonfinite": layer.nonfinite,
-        "first_nonfinite": None if first is None else list(first),
-        "group_decides": layer.group_decides,
-        "bias_changed": layer.bias.changed,
-    }
-
-
-def counts_of(layer: LayerSummary) -> dict[str, Tensor]:
-    """The tensors of a layer; its bias goes with the sample."""
+def _counts(layer: LayerSummary) -> dict[str, Tensor]:
+    """The tensors of a layer's file of counts; its bias is stored with the sample."""
     tensors = {"load": layer.load, "coalitions": layer.coalitions.hashes}
     for name in _HISTOGRAMS:
         histogram = getattr(layer, name)
@@ -287,49 +370,9 @@ def counts_of(layer: LayerSummary) -> dict[str, Tensor]:
     return tensors
 
 
-def read_counts(folder: Folder, file: str, head: LayerHead, sample: LayerTrace) -> LayerSummary:
-    """A layer of a summary; refuses counts that cannot be those of its tokens.
-
-    Args:
-        folder: the folder.
-        file: name of the layer's file of counts.
-        head: name, facts and single numbers of the layer.
-        sample: its part of the sample, which says how many ranks and ε there are.
-    """
-    where = f"{folder.path}: layer {head.name!r}"
-    numbers = head.entry
-    tokens = _integer(numbers, "tokens", MOST_TOKENS, where)
-    nonfinite = _integer(numbers, "nonfinite", tokens, where)
-    measured = tokens - nonfinite
-    tensors = _checked_tensors(folder, file, head, sample, where)
-    _check_sums(tensors, tokens * head.facts.k, measured, where)
-    changed = numbers.get("bias_changed")
-    require(type(changed) is bool, f"{where}: bias_changed must be true or false", TraceError)
-    histograms = {
-        name: LogHistogram(tensors[name]) if name in tensors else None for name in _HISTOGRAMS
-    }
-    return LayerSummary(
-        name=head.name,
-        facts=head.facts,
-        tokens=tokens,
-        load=tensors["load"],
-        coalitions=_sketch(tensors["coalitions"], tokens, where),
-        bias=SharedBias(sample.bias, changed=bool(changed)),
-        nonfinite=nonfinite,
-        first_nonfinite=_first(numbers.get("first_nonfinite"), nonfinite, where),
-        group_decides=_integer(numbers, "group_decides", measured, where),
-        near=tensors.get("near"),
-        orders=tensors.get("orders"),
-        moments=_moments(tensors, measured, where),
-        **histograms,
-    )
-
-
-def _checked_tensors(
-    folder: Folder, file: str, head: LayerHead, sample: LayerTrace, where: str
-) -> dict[str, Tensor]:
-    """The tensors of a file, all of them int64 and of the shapes that a layer has."""
-    experts, ranks = head.facts.n_experts, sample.experts.shape[1]
+def _count_tensors(folder: Folder, file: str, sample: LayerTrace, where: str) -> dict[str, Tensor]:
+    """Read a file of counts, whose tensors must be int64 and of the shapes that the layer has."""
+    experts, ranks = sample.facts.n_experts, sample.experts.shape[1]
     epsilons = 0 if sample.near is None else sample.near.shape[1]
     shapes: dict[str, tuple[int, ...]] = {
         "load": (experts,),
@@ -344,7 +387,8 @@ def _checked_tensors(
         known = shape == shapes.get(name) or (name == "coalitions" and len(shape) == 1)
         require(
             known and dtype == torch.int64,
-            f"{where}: no count is called {name!r:.80}, or it has not int64 and {shape}",
+            f"{where}: no count is called {name!r:.80}, or it is not int64 of the right shape, "
+            f"got {shape}",
             TraceError,
         )
     needed = {"load", "coalitions"} - set(header)
@@ -403,137 +447,3 @@ def _integer(numbers: Mapping[str, object], name: str, most: int, where: str) ->
     if type(value) is not int or not 0 <= value <= most:
         raise TraceError(f"{where}: {name} must be an integer in 0 ... {most}, got {value!r:.40}")
     return value
-
-
-SUMMARY_STORE_FORMAT = "tieline-summary"
-_summary_store_FIELDS = {
-    "format",
-    "version",
-    "files",
-    "layers",
-    "epsilons",
-    "sample_size",
-    "sources",
-}
-
-
-def save_summary(summary: RoutingSummary, directory: str | Path, overwrite: bool = False) -> None:
-    """Write a summary to a new folder, whole or not at all.
-
-    Args:
-        summary: any summary.
-        directory: the folder to make, parents included.
-        overwrite: whether a summary that is there may be replaced.
-    """
-    write_folder(
-        directory,
-        SUMMARY_STORE_FORMAT,
-        VERSION,
-        _contents(summary),
-        _summary_store_parts(summary),
-        overwrite,
-    )
-
-
-def load_summary(directory: str | Path) -> RoutingSummary:
-    """The summary in a folder."""
-    folder = open_folder(directory, SUMMARY_STORE_FORMAT, VERSION)
-    index, path = folder.index, folder.path
-    require(
-        set(index) == _summary_store_FIELDS,
-        f"{path}: must have {sorted(_summary_store_FIELDS)}",
-        TraceError,
-    )
-    heads, epsilons = read_heads(index["layers"], path), read_epsilons(index["epsilons"], path)
-    size, sources = index["sample_size"], index["sources"]
-    if type(size) is not int or not isinstance(sources, list):
-        raise TraceError(f"{path}: sample_size must be an integer and sources a list")
-    if not all(isinstance(source, dict) for source in sources):
-        raise TraceError(f"{path}: every source must be a JSON object")
-    sample = _read_sample(folder, heads, epsilons)
-    layers = tuple(
-        read_counts(folder, _summary_store_file("counts", place), heads[place], layer)
-        for place, layer in enumerate(sample.layers)
-    )
-    return RoutingSummary(layers, sample, size, epsilons, distinct_sources(sources))
-
-
-def _read_sample(
-    folder: Folder, heads: list[LayerHead], epsilons: tuple[float, ...]
-) -> RoutingTrace:
-    keys = read_token_ids(folder)
-    layers = []
-    for place, head in enumerate(heads):
-        sizes = head.sizes(len(keys["tokens"]), len(epsilons))
-        layers.append(read_layer(folder, _summary_store_file("sample", place), head, sizes, True))
-    tokens, documents, positions = (keys[name] for name in TOKEN_KEYS)
-    return RoutingTrace(tuple(layers), tokens, documents, positions, epsilons)
-
-
-def _contents(summary: RoutingSummary) -> dict[str, object]:
-    heads = [
-        {**head_to_json(layer.name, layer.facts), **numbers_of(layer)} for layer in summary.layers
-    ]
-    return {
-        "layers": heads,
-        "epsilons": list(summary.epsilons),
-        "sample_size": summary.sample_size,
-        "sources": list(summary.sources),
-    }
-
-
-def _summary_store_parts(summary: RoutingSummary) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    yield TOKEN_FILE, token_ids(summary.sample)
-    for place, layer in enumerate(summary.sample.layers):
-        yield _summary_store_file("sample", place), layer_tensors(layer, broken_tokens=True)
-    for place, layer in enumerate(summary.layers):
-        yield _summary_store_file("counts", place), counts_of(layer)
-
-
-def _summary_store_file(kind: str, place: int) -> str:
-    return f"{kind}-{place:05d}"
-
-
-Kind = Literal["trace", "summary"]
-_KINDS: dict[object, Kind] = {FORMAT: "trace", SUMMARY_STORE_FORMAT: "summary"}
-
-
-def folder_kind(directory: str | Path) -> Kind:
-    """Whether a folder holds a trace or a summary."""
-    found = read_index(directory).get("format")
-    known = isinstance(found, str) and found in _KINDS
-    require(known, f"{directory}: is neither a trace nor a summary: {found!r:.80}", TraceError)
-    return _KINDS[found]
-
-
-def merge_folders(
-    directories: Sequence[str | Path],
-    output: str | Path,
-    overwrite: bool = False,
-    documents: Literal["keep", "renumber"] = "keep",
-) -> RoutingTrace | RoutingSummary:
-    """Merge summaries, or concatenate traces, of parts of a run, and save what comes out.
-
-    Args:
-        directories: folders of one kind.
-        output: the folder to make.
-        overwrite: whether a folder of that kind may be replaced; it may be one of the inputs.
-        documents: for traces, whether documents keep their numbers (`concatenate`); summaries
-            merge by the tokens that they hold, so they always keep them.
-
-    Returns:
-        What was saved; a trace as `load_trace` opens it, for its parts may have been replaced.
-    """
-    require(len(directories) > 0, "nothing to merge: got no folders", TraceError)
-    kinds = {str(directory): folder_kind(directory) for directory in directories}
-    require(len(set(kinds.values())) == 1, f"cannot merge different kinds: {kinds}", TraceError)
-    if "summary" in kinds.values():
-        require(documents == "keep", "summaries keep the numbers of their documents", TraceError)
-        check_target(output, SUMMARY_STORE_FORMAT, overwrite)
-        merged = merge([load_summary(directory) for directory in directories])
-        save_summary(merged, output, overwrite)
-        return merged
-    check_target(output, FORMAT, overwrite)
-    joined = concatenate([load_trace(directory) for directory in directories], documents)
-    save_trace(joined, output, overwrite)
-    return load_trace(output)

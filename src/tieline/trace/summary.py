@@ -29,9 +29,15 @@ from torch import Tensor
 from tieline.core.errors import TraceError, require
 from tieline.core.records import canonical
 from tieline.trace.counts import ExactMoments, GridCdf, LogHistogram
-from tieline.trace.record import LayerFacts, LayerTrace, RoutingTrace, check_epsilons
+from tieline.trace.ops import identical
+from tieline.trace.record import (
+    TOKEN_KEYS,
+    LayerFacts,
+    LayerTrace,
+    RoutingTrace,
+    check_epsilons,
+)
 from tieline.trace.sampling import (
-    KEYS,
     DistinctCount,
     DistinctSketch,
     Rows,
@@ -53,7 +59,6 @@ __all__ = [
     "sample_trace",
 ]
 
-_BYTE = torch.uint8
 MOST_TOKENS = 1 << 38
 """Largest number of tokens of which no count and no exact sum overflows."""
 
@@ -78,7 +83,7 @@ class SharedBias:
     changed: bool = False
 
     def __add__(self, other: "SharedBias") -> "SharedBias":
-        same = _equal(self.value, other.value) and not (self.changed or other.changed)
+        same = identical(self.value, other.value) and not (self.changed or other.changed)
         return self if same else SharedBias(None, changed=True)
 
 
@@ -199,13 +204,6 @@ def _shape(value: object) -> tuple[int, ...]:
     return tuple(value.shape) if isinstance(value, Tensor) else ()
 
 
-def _equal(first: Tensor | None, second: Tensor | None) -> bool:
-    if first is None or second is None:
-        return first is second
-    first, second = first.contiguous(), second.contiguous()  # NaNs are compared bit by bit
-    return first.dtype == second.dtype and torch.equal(first.view(_BYTE), second.view(_BYTE))
-
-
 @dataclass(frozen=True, eq=False)
 class RoutingSummary:
     """Statistics of all tokens of a run, and a sample of them.
@@ -288,7 +286,7 @@ def _merged(first: RoutingSummary, second: RoutingSummary) -> RoutingSummary:
 
 def _merged_sample(first: RoutingSummary, second: RoutingSummary) -> list[Rows]:
     samples = (first.sample, second.sample)
-    keys = [{name: getattr(sample, name) for name in KEYS} for sample in samples]
+    keys = [{name: getattr(sample, name) for name in TOKEN_KEYS} for sample in samples]
     pairs = zip(*(sample.layers for sample in samples), strict=True)
     return [
         smallest_rows(
@@ -302,9 +300,9 @@ def sample_trace(
     layers: Sequence[LayerSummary], rows: Sequence[Rows], epsilons: tuple[float, ...]
 ) -> RoutingTrace:
     """The sampled rows of all layers as one trace; every layer must have seen the same tokens."""
-    keys = {name: rows[0][name] for name in KEYS}
+    keys = {name: rows[0][name] for name in TOKEN_KEYS}
     for layer, own in zip(layers, rows, strict=True):
-        same = all(torch.equal(keys[name], own[name]) for name in KEYS)
+        same = all(torch.equal(keys[name], own[name]) for name in TOKEN_KEYS)
         require(
             same,
             f"layers {layers[0].name!r} and {layer.name!r} did not see the same tokens",
@@ -315,11 +313,11 @@ def sample_trace(
             name=layer.name,
             facts=layer.facts,
             bias=layer.bias.value,
-            **{name: value for name, value in own.items() if name not in KEYS},
+            **{name: value for name, value in own.items() if name not in TOKEN_KEYS},
         )
         for layer, own in zip(layers, rows, strict=True)
     )
-    tokens, documents, positions = (keys[name] for name in KEYS)
+    tokens, documents, positions = (keys[name] for name in TOKEN_KEYS)
     return RoutingTrace(records, tokens, documents, positions, epsilons)
 
 

@@ -32,8 +32,15 @@ from torch import Tensor
 from tieline.core.errors import TraceError, require
 from tieline.trace.check import check_trace
 from tieline.trace.folders import check_header_length, parsing
-from tieline.trace.record import MOST_EXPERTS, LayerFacts, LayerTrace, RoutingTrace, unanswered
-from tieline.trace.store import MOST_LAYERS
+from tieline.trace.record import (
+    MOST_EXPERTS,
+    MOST_LAYERS,
+    TOKEN_KEYS,
+    LayerFacts,
+    LayerTrace,
+    RoutingTrace,
+    unanswered,
+)
 
 __all__ = ["import_routed_experts", "read_arrays", "routed_experts_trace"]
 
@@ -139,7 +146,6 @@ def _same_size(stated: int, found: int, name: object) -> None:
 
 
 ARRAY = "routed_experts"
-_KEYS = ("tokens", "documents", "positions")
 
 
 def import_routed_experts(
@@ -158,7 +164,7 @@ def import_routed_experts(
     """
     arrays = read_arrays(path)
     name = _array_name(arrays, path)
-    ids = {key: arrays[key] for key in _KEYS if key in arrays}
+    ids = {key: arrays[key] for key in TOKEN_KEYS if key in arrays}
     provenance = {"source": ARRAY, "file": Path(path).name}
     return routed_experts_trace(arrays[name], n_experts, layer_names, ids, provenance, str(path))
 

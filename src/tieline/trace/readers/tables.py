@@ -28,13 +28,13 @@ from tieline.trace.check import check_trace
 from tieline.trace.folders import parsing
 from tieline.trace.record import (
     MOST_EXPERTS,
+    MOST_LAYERS,
     LayerFacts,
     LayerTrace,
     RoutingTrace,
     Units,
     unanswered,
 )
-from tieline.trace.store import MOST_LAYERS
 
 __all__ = ["TableRow", "import_table", "read_rows"]
 

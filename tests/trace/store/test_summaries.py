@@ -13,9 +13,7 @@ from tieline.core.errors import TraceError
 from tieline.trace import load_summary, load_trace, merge, save_summary, select_tokens, summarise
 from tieline.trace.folders import INDEX, write_folder
 from tieline.trace.ops import identical
-from tieline.trace.store import SUMMARY_STORE_FORMAT as FORMAT
-from tieline.trace.store import _contents
-from tieline.trace.store import _summary_store_parts as _parts
+from tieline.trace.store import FORMATS, _contents, _parts
 from tieline.trace.summary import SharedBias, TokenKey
 
 pytestmark = pytest.mark.usefixtures("axes_unchecked")
@@ -67,7 +65,7 @@ def tensors(where, summary=SUMMARY, **replaced):
                 part = {key: x for key, x in part.items() if x is not None}
             yield name, part
 
-    write_folder(where, FORMAT, 1, _contents(summary), parts(), overwrite=False)
+    write_folder(where, FORMATS["summary"], 1, _contents(summary), parts(), overwrite=False)
     return where
 
 
