@@ -1,1 +1,65 @@
-"""Results as pages, tables and figures: draws what it is given and computes nothing."""
+"""Results as pages, tables and figures: draws the records that it is given and computes nothing.
+
+    page        a self-contained HTML page
+    figures     matplotlib figures by name, each drawn when called; the first is the main one
+    terminal    a Rich renderable
+    summary     a few plain lines
+    notebook    a piece of HTML with table and figures, without script
+
+`MODULES` says which module draws a result, by the name of its format; each defines these five.
+"""
+
+import importlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from tieline.core.errors import ParameterError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from rich.console import RenderableType
+
+__all__ = ["MODULES", "figures", "notebook", "page", "summary", "terminal"]
+
+MODULES = {
+    "tieline-inspection": "inspection",
+    "tieline-diff": "diff",
+    "tieline-audit": "audit",
+    "tieline-smooth": "smooth",
+    "tieline-design": "design",
+    "tieline-rates": "rates",
+    "tieline-ledger": "ledger",
+    "tieline-training": "training",
+}
+
+
+def page(result: Any) -> str:
+    """The self-contained HTML page of a result."""
+    return _module(result).page(result)
+
+
+def figures(result: Any) -> "dict[str, Callable[[], Figure]]":
+    """The matplotlib figures of a result by name, each drawn when called; the main one first."""
+    return _module(result).figures(result)
+
+
+def terminal(result: Any, width: int) -> "RenderableType":
+    """A result for a terminal of so many characters."""
+    return _module(result).terminal(result, width)
+
+
+def summary(result: Any) -> str:
+    """A result in a few plain lines."""
+    return _module(result).summary(result)
+
+
+def notebook(result: Any) -> str:
+    """A result as a piece of HTML with table and figures, without script."""
+    return _module(result).notebook(result)
+
+
+def _module(result: Any) -> Any:
+    name = MODULES.get(result.format)
+    if name is None:
+        raise ParameterError(f"no report draws {result.format!r}, only {', '.join(MODULES)}")
+    return importlib.import_module(f"tieline.report.{name}")

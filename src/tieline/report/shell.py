@@ -51,7 +51,7 @@ def render_shell(
         "style": template("page.css") + style,
         "data": embed_json(compact(data)),
     }
-    return fill(template("frame.html"), frame)
+    return fill(template("old_frame.html"), frame)
 
 
 def figures_of(panels: Sequence[Panel]) -> dict[str, Any]:
