@@ -58,7 +58,7 @@ def exit_times() -> list[harness.Ratio]:
     torch.set_num_threads(1)
     weight = router(8, 16, False).double() * 4
     start = weight @ torch.randn(16, generator=torch.Generator().manual_seed(2)).double()
-    cell = top_k_cell(start, weight, 2)
+    cell = top_k_cell(start, 2, weight)
     samples = harness.interleave({"exits": lambda: exit_curve(cell, 1.0, STEPS, PATHS)}, ROUNDS)
     budget = PATHS * STEPS / 1e6
     return [share("path-steps / 1 us, one core", "cpu", samples["exits"], budget)]
@@ -70,7 +70,7 @@ def accuracy(paths: int) -> list[dict[str, float]]:
     for cosine in (None, *COSINES):
         second = [0.0, 0.0] if cosine is None else [cosine, math.sqrt(1 - cosine**2)]
         weight = -torch.tensor([[0.0, 0.0], [1.0, 0.0], second], dtype=torch.float64)
-        cell = top_k_cell(torch.tensor([0.0, -0.7, -1.0], dtype=torch.float64), weight, 1)
+        cell = top_k_cell(torch.tensor([0.0, -0.7, -1.0], dtype=torch.float64), 1, weight)
         exact = (
             face_exit(torch.tensor(0.7), 1.0).item()
             if cosine is None

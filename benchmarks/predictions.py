@@ -95,7 +95,7 @@ def population_rows(layer: LayerTrace) -> list[Row]:
     """What half of the sequences say about the others, at small σ."""
     view, k, rows = logit_view(layer), layer.facts.k, []
     half = torch.arange(len(view.scores)) // LENGTH % 2 == 0
-    density = gap_density(noisy_gap(view.scores[half], view.slope[half], k))
+    density = gap_density(noisy_gap(view.scores[half], k, view.slope[half]))
     for fraction in [f for f in FRACTIONS if f <= FIRST_ORDER]:
         sigma = fraction * view.scores.std().item()
         predicted = population_flips(density, sigma)

@@ -12,11 +12,11 @@ def normal_scores(tokens, experts, seed=0):
     return torch.randn(tokens, experts, generator=generator, dtype=torch.float64)
 
 
-def linear_router(tokens=2000, experts=16, width=32, shift=0.3, seed=0):
+def linear_router(tokens=2000, experts=16, dim=32, shift=0.3, seed=0):
     """Inputs, weight and logits of a linear router, in float32 as a model has them."""
     generator = torch.Generator().manual_seed(seed)
-    weight = torch.randn(experts, width, generator=generator) / width**0.5
-    inputs = torch.randn(tokens, width, generator=generator) + shift
+    weight = torch.randn(experts, dim, generator=generator) / dim**0.5
+    inputs = torch.randn(tokens, dim, generator=generator) + shift
     return inputs, weight, (inputs.double() @ weight.double().T).float()
 
 

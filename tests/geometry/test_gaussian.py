@@ -59,14 +59,14 @@ def test_mass_rises_from_the_density_and_the_count_from_the_mass():
 
 def test_laws_agree_with_samples():
     n, scores = 200_000, normal_scores(200_000, 9, seed=3)
-    mass, eps = gaussian_gap_mass(9, 3, 0.2), 0.4
+    mass, epsilon = gaussian_gap_mass(9, 3, 0.2), 0.4
     seen = (gap(scores, 3) <= 0.2).double().mean().item()
     assert abs(seen - mass) < 4 * math.sqrt(mass * (1 - mass) / n)
-    extra = near_counts(scores, 3, [eps]).double() - 3
+    extra = near_counts(scores, 3, [epsilon]).double() - 3
     error = extra.std().item() / math.sqrt(n)
-    assert abs(extra.mean().item() - gaussian_near_ties(9, 3, eps)) < 4 * error
-    shares = gaussian_order_shares(9, 3, eps, most=4)
-    seen = torch.bincount(tie_order(scores, 3, eps).clamp(max=4), minlength=5).double() / n
+    assert abs(extra.mean().item() - gaussian_near_ties(9, 3, epsilon)) < 4 * error
+    shares = gaussian_order_shares(9, 3, epsilon, most=4)
+    seen = torch.bincount(tie_order(scores, 3, epsilon).clamp(max=4), minlength=5).double() / n
     assert ((seen - shares).abs() < 4 * (shares * (1 - shares) / n).sqrt()).all()
 
 
@@ -79,8 +79,8 @@ def test_order_shares_are_a_law_that_knows_the_gap():
 
 def test_the_budget_is_met():
     for extra in (1e-3, 0.5, 3.0, 13.5):
-        eps = gaussian_budget_epsilon(16, 2, extra)
-        assert gaussian_near_ties(16, 2, eps) == pytest.approx(extra, rel=1e-12)
+        epsilon = gaussian_budget_epsilon(16, 2, extra)
+        assert gaussian_near_ties(16, 2, epsilon) == pytest.approx(extra, rel=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -22,11 +22,20 @@ def test_the_exact_time_lies_under_both_bounds_and_meets_simulation(tied, distan
     weight, bias = router(tied, 6, 5)
     flat = tie_flat(weight, bias, tuple(range(tied)))
     x0 = start_at(flat, distance)
-    found = flat_occupation(flat, x0, eps=0.3, horizon=2.0, sigma=0.7)
+    found = flat_occupation(flat, x0, epsilon=0.3, horizon=2.0, sigma=0.7)
     assert found.exact < found.bound <= min(2.0, found.paper)
     # all experts tie, so that Γ is the flat whatever k
     seen = sampled_occupation(
-        x0, weight, bias, 1, order=tied - 1, eps=0.3, horizon=2.0, sigma=0.7, steps=8, paths=8000
+        x0,
+        weight,
+        bias,
+        1,
+        order=tied - 1,
+        epsilon=0.3,
+        horizon=2.0,
+        sigma=0.7,
+        steps=8,
+        paths=8000,
     )
     assert abs(seen.value - found.exact) < 4 * seen.stderr
 
@@ -34,7 +43,7 @@ def test_the_exact_time_lies_under_both_bounds_and_meets_simulation(tied, distan
 def test_one_flat_of_order_one_is_a_single_integral():
     weight, bias = router(2, 4, 1)
     flat = tie_flat(weight, bias, (0, 1))
-    found = flat_occupation(flat, start_at(flat, 0.5), eps=0.2, horizon=1.5, sigma=2.0)
+    found = flat_occupation(flat, start_at(flat, 0.5), epsilon=0.2, horizon=1.5, sigma=2.0)
     exact = integrate.quad(
         lambda t: (
             stats.norm.cdf((0.2 - 0.5) / (2 * math.sqrt(t)))
@@ -48,13 +57,13 @@ def test_one_flat_of_order_one_is_a_single_integral():
 
 
 def test_bounds_have_the_closed_forms_of_the_paper():
-    horizon, eps, r = 2.0, 0.3, 1.1
-    b = (r - eps) ** 2 / 2
+    horizon, epsilon, r = 2.0, 0.3, 1.1
+    b = (r - epsilon) ** 2 / 2
     for tied in (2, 3, 4, 5):
         n = tied - 1
         flat = tie_flat(torch.eye(tied, 6, dtype=torch.float64), None, tuple(range(tied)))
-        found = flat_occupation(flat, start_at(flat, r), eps=eps, horizon=horizon)
-        scale = math.pi ** (n / 2) / math.gamma(n / 2 + 1) / (2 * math.pi) ** (n / 2) * eps**n
+        found = flat_occupation(flat, start_at(flat, r), epsilon=epsilon, horizon=horizon)
+        scale = math.pi ** (n / 2) / math.gamma(n / 2 + 1) / (2 * math.pi) ** (n / 2) * epsilon**n
         integral = integrate.quad(lambda t, n=n: t ** (-n / 2) * math.exp(-b / t), 0, horizon)[0]
         assert found.bound == pytest.approx(scale * integral, rel=1e-8)
         paper = 2 * scale * math.sqrt(horizon) if n == 1 else found.bound
@@ -64,7 +73,7 @@ def test_bounds_have_the_closed_forms_of_the_paper():
 @pytest.mark.parametrize("tied", [3, 4])
 def test_a_start_within_the_tube_makes_the_papers_bound_infinite_and_ours_the_horizon(tied):
     flat = tie_flat(torch.eye(tied, 5, dtype=torch.float64), None, tuple(range(tied)))
-    found = flat_occupation(flat, start_at(flat, 0.1), eps=0.3, horizon=2.0)
+    found = flat_occupation(flat, start_at(flat, 0.1), epsilon=0.3, horizon=2.0)
     assert found.paper == math.inf
     assert found.exact < found.bound == 2.0
 
@@ -74,16 +83,16 @@ def test_noise_that_is_not_isotropic_has_bounds_but_no_exact_value():
     flat = tie_flat(weight, bias, (0, 1, 2))
     sigma = torch.diag(torch.tensor([1.0, 2.0, 0.5, 1.5, 0.7], dtype=torch.float64))
     x0 = start_at(flat, 1.5)
-    found = flat_occupation(flat, x0, eps=0.2, horizon=1.0, sigma=sigma)
+    found = flat_occupation(flat, x0, epsilon=0.2, horizon=1.0, sigma=sigma)
     assert found.exact is None
     seen = sampled_occupation(
-        x0, weight, bias, 1, order=2, eps=0.2, horizon=1.0, sigma=sigma, steps=8, paths=8000
+        x0, weight, bias, 1, order=2, epsilon=0.2, horizon=1.0, sigma=sigma, steps=8, paths=8000
     )
     assert 0 < seen.value < found.bound
     # a turned coordinate system changes nothing
     turn = torch.linalg.qr(torch.randn(5, 5, dtype=torch.float64)).Q
     turned = tie_flat(weight @ turn.T, bias, (0, 1, 2))
-    again = flat_occupation(turned, turn @ x0, eps=0.2, horizon=1.0, sigma=turn @ sigma)
+    again = flat_occupation(turned, turn @ x0, epsilon=0.2, horizon=1.0, sigma=turn @ sigma)
     assert again.bound == pytest.approx(found.bound, rel=1e-10)
 
 
@@ -92,7 +101,7 @@ def test_the_bound_shrinks_the_distance_by_the_quietest_direction():
     weight = torch.tensor([[0.0, 0, 0], [1, 0, 0], [0, 1, 0]], dtype=torch.float64)
     sigma = torch.diag(torch.tensor([2.0, 0.5, 1.0], dtype=torch.float64))
     flat, x0 = tie_flat(weight, None, (0, 1, 2)), torch.tensor([3.0, 1.0, 0.0]).double()
-    found = flat_occupation(flat, x0, eps=0.2, horizon=1.0, sigma=sigma)
+    found = flat_occupation(flat, x0, epsilon=0.2, horizon=1.0, sigma=sigma)
     b = (math.hypot(3 / 2, 1 / 0.5) - 0.2 / 0.5) ** 2 / 2
     scale = math.pi * 0.2**2 / (2 * math.pi * 2 * 0.5)
     integral = integrate.quad(lambda t: math.exp(-b / t) / t, 0, 1)[0]
@@ -103,9 +112,9 @@ def test_the_bound_shrinks_the_distance_by_the_quietest_direction():
 def test_all_ties_of_a_router_stay_under_the_sum(order):
     weight, bias = router(5, 6, 4)
     x0 = inputs(1, 6)[0]
-    found = occupation_bounds(x0, weight, bias, order=order, eps=0.1, horizon=1.0)
+    found = occupation_bounds(x0, weight, bias, order=order, epsilon=0.1, horizon=1.0)
     seen = sampled_occupation(
-        x0, weight, bias, 2, order=order, eps=0.1, horizon=1.0, steps=8, paths=3000
+        x0, weight, bias, 2, order=order, epsilon=0.1, horizon=1.0, steps=8, paths=3000
     )
     assert found.flats == math.comb(5, order + 1)
     assert seen.value - 4 * seen.stderr <= found.bound <= min(1.0, found.paper)
@@ -116,7 +125,7 @@ def test_the_number_of_looks_does_not_change_the_mean():
     x0 = inputs(1, 5)[0]
     rough, fine = (
         sampled_occupation(
-            x0, weight, bias, 2, order=1, eps=0.2, horizon=1.0, steps=s, paths=n, seed=s
+            x0, weight, bias, 2, order=1, epsilon=0.2, horizon=1.0, steps=s, paths=n, seed=s
         )
         for s, n in ((1, 40_000), (20, 8000))
     )
@@ -126,8 +135,8 @@ def test_the_number_of_looks_does_not_change_the_mean():
 @pytest.mark.parametrize(
     ("change", "names"),
     [
-        ({"eps": 0.0}, "eps=0"),
-        ({"eps": -0.1}, "eps=-0.1"),
+        ({"epsilon": 0.0}, "epsilon=0"),
+        ({"epsilon": -0.1}, "epsilon=-0.1"),
         ({"horizon": 0.0}, "horizon=0"),
         ({"sigma": 0.0}, "invertible"),
         ({"order": 4}, "order=4"),
@@ -135,7 +144,7 @@ def test_the_number_of_looks_does_not_change_the_mean():
 )
 def test_bad_input_is_named(change, names):
     weight, bias = router(4, 5)
-    good = {"order": 1, "eps": 0.1, "horizon": 1.0}
+    good = {"order": 1, "epsilon": 0.1, "horizon": 1.0}
     with pytest.raises(ValueError, match=names):
         occupation_bounds(inputs(1, 5)[0], weight, bias, **{**good, **change})
     with pytest.raises(ValueError, match=names):

@@ -27,35 +27,35 @@ def test_counts_match_their_definition(seed, k):
     counts = near_counts(scores, k, EPSILONS).tolist()
     for row, found in zip(scores.tolist(), counts, strict=True):
         threshold = sorted(row, reverse=True)[k - 1]
-        assert found == [sum(z > threshold - eps for z in row) for eps in EPSILONS]
+        assert found == [sum(z > threshold - epsilon for z in row) for epsilon in EPSILONS]
 
 
 @given(seeds, st.integers(1, 7), st.sampled_from(EPSILONS))
-def test_orders_match_their_definition(seed, k, eps):
+def test_orders_match_their_definition(seed, k, epsilon):
     scores = dyadic_scores(seed)
-    for row, found in zip(scores.tolist(), tie_order(scores, k, eps).tolist(), strict=True):
+    for row, found in zip(scores.tolist(), tie_order(scores, k, epsilon).tolist(), strict=True):
         order = sorted(row, reverse=True)
-        within = sum(abs(z - order[k - 1]) < eps for z in row) - 1
-        assert found == (0 if order[k - 1] - order[k] >= eps else within)
+        within = sum(abs(z - order[k - 1]) < epsilon for z in row) - 1
+        assert found == (0 if order[k - 1] - order[k] >= epsilon else within)
 
 
 @given(seeds, st.integers(1, 7), st.sampled_from(EPSILONS))
-def test_order_of_all_experts_follows_from_the_first_ranks_and_the_count(seed, k, eps):
+def test_order_of_all_experts_follows_from_the_first_ranks_and_the_count(seed, k, epsilon):
     scores = dyadic_scores(seed)
-    near = near_counts(scores, k, [eps])[:, 0]
+    near = near_counts(scores, k, [epsilon])[:, 0]
     short = ranked_scores(scores, k + 1)
-    assert torch.equal(order_from_counts(short, k, eps, near), tie_order(scores, k, eps))
+    assert torch.equal(order_from_counts(short, k, epsilon, near), tie_order(scores, k, epsilon))
 
 
 @given(seeds, st.integers(1, 6))
 def test_counts_of_the_first_ranks_are_exact_where_not_censored(seed, k):
     scores = dyadic_scores(seed)
     short = ranked_scores(scores, k + 2)
-    for eps in EPSILONS:
-        hidden = short[:, k - 1] - short[:, -1] < eps
-        same = near_counts(short, k, [eps]) == near_counts(scores, k, [eps])
+    for epsilon in EPSILONS:
+        hidden = short[:, k - 1] - short[:, -1] < epsilon
+        same = near_counts(short, k, [epsilon]) == near_counts(scores, k, [epsilon])
         assert same[~hidden].all()
-        assert censored_share(short, k, eps) == hidden.double().mean()
+        assert censored_share(short, k, epsilon) == hidden.double().mean()
 
 
 def test_a_near_tie_inside_the_chosen_set_is_no_tie():
@@ -73,8 +73,8 @@ def test_epsilon_is_the_first_that_reaches_the_mean(seed, k, extra):
     scores = dyadic_scores(seed)
     found = epsilon_for_extra(ranked_scores(scores, 8), k, extra)
 
-    def mean(eps):
-        return near_counts(scores, k, [eps]).double().mean().item() - k
+    def mean(epsilon):
+        return near_counts(scores, k, [epsilon]).double().mean().item() - k
 
     assert mean(found.value + 1e-9) >= extra
     if found.value > 0:

@@ -67,7 +67,7 @@ def test_noise_flips_other_tokens_as_the_population_says(layers):
     for layer in layers:
         scores, slope, k = noise_view(layer)
         half = torch.arange(len(scores)) // 512 % 2 == 0
-        density = gap_density(noisy_gap(scores[half], slope[half], k))
+        density = gap_density(noisy_gap(scores[half], k, slope[half]))
         for fraction in FRACTIONS[:4]:
             sigma = fraction * scores.std().item()
             rate = population_flips(density, sigma)

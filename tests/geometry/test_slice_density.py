@@ -87,13 +87,13 @@ def test_the_direction_of_the_lower_bound_is_the_best_one():
 
 
 def test_ratio_of_tubes_agrees_with_samples():
-    eps, radius, n = 0.08, 1.0, 60_000
+    epsilon, radius, n = 0.08, 1.0, 60_000
     weight = torch.eye(4, 5, dtype=torch.float64)
     first, second = (
-        tie_tube(weight, None, 1, order=r, eps=eps, radius=radius, samples=n).sampled
+        tie_tube(weight, None, 1, order=r, epsilon=epsilon, radius=radius, samples=n).sampled
         for r in (1, 2)
     )
-    ratio = tube_ratio(4, 1, dim=5, orders=(2, 1), eps=eps, radius=radius)
+    ratio = tube_ratio(4, 1, dim=5, orders=(2, 1), epsilon=epsilon, radius=radius)
     error = second.stderr / first.value
     # the formula is of first order in ε/R: overlaps and ends add up to 10 % here
     assert second.value / first.value == pytest.approx(ratio.value, abs=4 * error, rel=0.12)
@@ -101,17 +101,17 @@ def test_ratio_of_tubes_agrees_with_samples():
 
 
 def test_bands_need_the_factor_that_the_paper_lacks():
-    eps, n = 0.02, 400_000
+    epsilon, n = 0.02, 400_000
     x = uniform_ball(n, 5, 1.0)[:, :4]  # scores of orthonormal rows
-    one, two = ((linf_distance(x, 1, r) <= eps).double().mean().item() for r in (1, 2))
-    found = band_ratio(4, 1, dim=5, orders=(2, 1), eps=eps, radius=1)
+    one, two = ((linf_distance(x, 1, r) <= epsilon).double().mean().item() for r in (1, 2))
+    found = band_ratio(4, 1, dim=5, orders=(2, 1), epsilon=epsilon, radius=1)
     assert found.value == pytest.approx(1.5 * found.paper)
     assert two / one == pytest.approx(found.value, rel=0.1)
     assert abs(two / one - found.paper) > 0.25 * found.paper
 
 
 def test_all_sets_are_counted_in_the_ratio():
-    ratio = tube_ratio(6, 2, dim=8, orders=(2, 1), eps=0.1, radius=2)
+    ratio = tube_ratio(6, 2, dim=8, orders=(2, 1), epsilon=0.1, radius=2)
     sets = [len(list(itertools.combinations(range(6), r + 1))) for r in (2, 1)]
     volumes = math.pi / 2 * (math.pi**3 / 6) / (math.pi**3.5 / math.gamma(4.5))
     exact = sets[0] * slice_density(6, 2, 2) / (sets[1] * slice_density(6, 2, 1)) * volumes * 0.05
@@ -126,8 +126,8 @@ def test_all_sets_are_counted_in_the_ratio():
         (lambda: sampled_slice_density(torch.eye(4), 0, (0, 1), 10), "k=0"),
         (lambda: sampled_slice_density(torch.ones(4, 3), 1, (0, 1), 10), "rank-deficient"),
         (lambda: slice_bounds(torch.eye(24), 12, (0, 1)), "choices"),
-        (lambda: tube_ratio(4, 2, dim=5, orders=(2, 1), eps=0.0, radius=1), "eps=0"),
-        (lambda: band_ratio(4, 2, dim=5, orders=(2, 1), eps=-0.1, radius=1), "eps=-0.1"),
+        (lambda: tube_ratio(4, 2, dim=5, orders=(2, 1), epsilon=0.0, radius=1), "epsilon=0"),
+        (lambda: band_ratio(4, 2, dim=5, orders=(2, 1), epsilon=-0.1, radius=1), "epsilon=-0.1"),
     ],
 )
 def test_bad_input_is_named(ask, names):

@@ -18,7 +18,7 @@ SAME_WALL = two_cells(normal=[-2.0, -1.0], offset=-0.6, slopes=SLOPES, intercept
 
 
 def sample(student=STUDENT, teacher=TEACHER, n=100_000, seed=0, covariance=COVARIANCE):
-    x = gaussian_inputs(n, student.width, seed, covariance)
+    x = gaussian_inputs(n, student.dim, seed, covariance)
     return evaluate(student.scores, student.outputs, teacher.value, x)
 
 
@@ -37,13 +37,13 @@ numbers = st.integers(-16, 16).map(lambda n: n / 8)
 
 
 @st.composite
-def mixtures(draw, width=2):
+def mixtures(draw, dim=2):
     def tensor(size):
         return torch.tensor([draw(numbers) for _ in range(size)], dtype=torch.float64)
 
     # the constructor is checked item by item at random, which strategies must not be
-    experts = tensor(2 * (width + 1)).reshape(2, width + 1)
-    normal, offset = tensor(width), tensor(1)[0] / 2
+    experts = tensor(2 * (dim + 1)).reshape(2, dim + 1)
+    normal, offset = tensor(dim), tensor(1)[0] / 2
     assume(normal.norm() > 0.3)
     return TwoCells(normal, offset, experts)
 

@@ -91,7 +91,7 @@ PLANTED = {
     "p1-propA.20": ("paper1.bands.linf_distance", scaled(2)),
     "p1-propA.21": ("paper1.diffusion.face_exit", scaled(0.9)),
     "p1-lemA.25": ("paper1.diffusion.topk_mask", lambda real: lambda s, k: torch.ones_like(s) > 0),
-    "p1-propA.31": ("paper1.occupation.flat_occupation", with_argument("eps", 0.8)),
+    "p1-propA.31": ("paper1.occupation.flat_occupation", with_argument("epsilon", 0.8)),
     "p1-sec6-smoothstep": ("paper1.smoothing.smoothstep", with_argument(2, 0.98)),
     "p1-sec6-gate": ("paper1.smoothing.SmoothTopK", with_argument("epsilon", 1.1)),
     "p1-sec6-loss": ("paper1.budget.boundary_loss", scaled(-1)),

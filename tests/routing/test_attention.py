@@ -325,8 +325,8 @@ def test_the_layer_hands_on_scale_and_bias_and_trains():
 @pytest.mark.parametrize(
     ("shapes", "rule"),
     [
-        (((4, 3), (4, 2), (4, 3)), "one width"),
-        (((4, 0), (4, 0), (4, 3)), "one width"),
+        (((4, 3), (4, 2), (4, 3)), "one dimension"),
+        (((4, 0), (4, 0), (4, 3)), "one dimension"),
         (((4, 3), (5, 3), (4, 3)), "value for every key"),
         (((1, 4, 3), (2, 4, 3), (2, 4, 3)), "leading axes"),
         (((4, 3), (4, 3), (1, 4, 3)), "leading axes"),
@@ -348,7 +348,7 @@ def test_causal_lengths_must_agree():
 
 @pytest.mark.usefixtures("no_axis_checks")
 def test_vectors_and_integers_are_refused():
-    with pytest.raises(ShapeError, match="length and a width"):
+    with pytest.raises(ShapeError, match="length and a dimension"):
         sigmoid_attention(torch.zeros(3), torch.zeros(3), torch.zeros(3))
     with pytest.raises(ShapeError, match=r"floating dtype.*int64"):
         softmax_attention(*(torch.zeros(2, 3, dtype=torch.int64) for _ in range(3)))

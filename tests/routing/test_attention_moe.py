@@ -140,8 +140,8 @@ def test_a_row_that_is_not_there_is_refused(row):
     [
         ([(3, 2), (3, 4), (2, 4), (2, 5)], "D rows"),
         ([(3, 2), (2, 4), (2, 4), (3, 5)], "D rows"),
-        ([(3, 2), (2, 4), (2, 3), (2, 5)], "one width"),
-        ([(3, 2), (2, 0), (2, 0), (2, 5)], "one width"),
+        ([(3, 2), (2, 4), (2, 3), (2, 5)], "one dimension"),
+        ([(3, 2), (2, 0), (2, 0), (2, 5)], "one dimension"),
     ],
 )
 def test_maps_that_do_not_fit_are_refused(shapes, rule):

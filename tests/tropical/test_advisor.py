@@ -138,7 +138,7 @@ def test_shapes_out_of_range_are_refused(call, words):
 def test_rounding_flips_normal_scores_as_often_as_predicted(n, k, precision):
     scores = torch.randn(60_000, n, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     ranked = stable_topk(scores, n)
-    choice = emulated_choice(round_to(ranked.values, precision), ranked.indices, k)
+    choice = emulated_choice(round_to(ranked.values, precision), k, ranked.indices)
     seen, flips = choice.flipped.double().mean().item(), gaussian_rounding_flips(n, k, precision)
     assert abs(seen - flips) < 3 * math.sqrt(flips / 60_000) + flips**2
 

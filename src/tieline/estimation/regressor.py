@@ -211,7 +211,7 @@ def routing_measures(
     scores = model.scores(params, x)
     ranked = stable_topk(scores, model.n_experts)
     linear = model.gate == "linear"
-    distance = nearest_tie(scores, expert_distances(params.router), k, ranked).distance
+    distance = nearest_tie(scores, k, expert_distances(params.router), ranked).distance
     trace = LayerTrace(
         name=name,
         facts=LayerFacts(model.n_experts, k, affine=linear),

@@ -136,13 +136,13 @@ def pair_gap(scores: Scores) -> Gaps:
     return -ranked_scores(_checked(scores), scores.shape[1]).diff(dim=-1).amax(dim=-1)
 
 
-def boundary_mass_top(scores: Scores, width: Real | Float[Tensor, "*grid"], k: int = 1) -> Mass:
+def boundary_mass_top(scores: Scores, k: int, width: Real | Float[Tensor, "*grid"]) -> Mass:
     """BM_top(w) = P(Δ <= w) with its standard error (Def. 2.1; Paper 0, sec. 2).
 
     Args:
         scores: (T, E) scores of all experts.
-        width: w >= 0, one or many; a gap equal to a width is counted.
         k: number of experts chosen.
+        width: w >= 0, one or many; a gap equal to a width is counted.
     """
     return _mass_below(top_gap(scores, k), width)
 
@@ -157,7 +157,7 @@ def boundary_mass_pair(scores: Scores, width: Real | Float[Tensor, "*grid"]) -> 
     return _mass_below(pair_gap(scores), width)
 
 
-def ambiguity_mass(scores: Scores, eps: Real, tau: Real = 1.0) -> Mass:
+def ambiguity_mass(scores: Scores, epsilon: Real, tau: Real = 1.0) -> Mass:
     """BM(τ; ε): share of tokens whose largest softmax weight is at most 1 - ε (Def. 2.3).
 
     Decided on log-odds, log Σ_{i > 1} exp((z_[i] - z_[1]) / τ) >= logit ε, for 1 - ε itself rounds
@@ -167,10 +167,12 @@ def ambiguity_mass(scores: Scores, eps: Real, tau: Real = 1.0) -> Mass:
 
     holds with equality at E = 2.
     """
-    require(0 < eps < 1 and tau > 0, f"need 0 < eps < 1 and tau > 0, got {eps=}, {tau=}")
+    require(
+        0 < epsilon < 1 and tau > 0, f"need 0 < epsilon < 1 and tau > 0, got {epsilon=}, {tau=}"
+    )
     ranked = ranked_scores(_checked(scores), scores.shape[1])
     log_odds = ((ranked[:, 1:] - ranked[:, :1]) / tau).logsumexp(dim=-1)
-    share = (log_odds >= math.log(eps) - math.log1p(-eps)).double().mean()
+    share = (log_odds >= math.log(epsilon) - math.log1p(-epsilon)).double().mean()
     return _mass(share, len(scores))
 
 
@@ -226,7 +228,7 @@ def linf_distance(scores: Scores, k: int, order: int = 1) -> Float[Tensor, " tok
     return window.amin(dim=1) / 2
 
 
-def in_band(scores: Scores, k: int, eps: Real) -> Bool[Tensor, " tokens"]:
+def in_band(scores: Scores, k: int, epsilon: Real) -> Bool[Tensor, " tokens"]:
     """Whether an expert that is not chosen scores within ε of z_[k]: z_[k] - z_[k+1] < ε."""
-    require(eps >= 0, f"a width is >= 0, got {eps=}")
-    return torch.lt(top_gap(scores, k), eps)
+    require(epsilon >= 0, f"need epsilon >= 0, got {epsilon=}")
+    return torch.lt(top_gap(scores, k), epsilon)

@@ -96,11 +96,11 @@ class ExitCurve:
 
 
 def normalised_distances(
-    x: Float[Tensor, "tokens width"],
-    W: Float[Tensor, "experts width"],
+    x: Float[Tensor, "tokens dim"],
+    W: Float[Tensor, "experts dim"],
     b: Float[Tensor, " experts"] | None,
     k: int,
-    sigma: Real | Float[Tensor, "width width"] = 1.0,
+    sigma: Real | Float[Tensor, "dim dim"] = 1.0,
 ) -> Float[Tensor, "tokens k rest"]:
     """r_ij = (z_i - z_j) / ‖σᵀ(w_i - w_j)‖, i the chosen experts by rank, j the others by rank.
 
@@ -117,16 +117,16 @@ def normalised_distances(
 
 def top_k_cell(
     scores: Float[Tensor, " experts"],
-    W: Float[Tensor, "experts width"],
     k: int,
-    sigma: Real | Float[Tensor, "width width"] = 1.0,
+    W: Float[Tensor, "experts dim"],
+    sigma: Real | Float[Tensor, "dim dim"] = 1.0,
 ) -> TopKCell:
     """The top-k cell of a token with these scores, under noise σ of its input.
 
     Args:
         scores: z = W x0 + b of the start, which must not lie on a boundary.
-        W: router weight.
         k: number of experts chosen, 1 <= k < E.
+        W: router weight.
         sigma: σ, an invertible matrix or a positive number.
     """
     weight, _ = check_router(W, None, k)
@@ -189,15 +189,15 @@ def batches(paths: int) -> Iterator[int]:
 
 
 def check_noise(
-    sigma: Real | Float[Tensor, "width width"], weight: Float[Tensor, "experts width"]
-) -> Float[Tensor, "width width"]:
+    sigma: Real | Float[Tensor, "dim dim"], weight: Float[Tensor, "experts dim"]
+) -> Float[Tensor, "dim dim"]:
     """σ as a matrix in float64, refused where it is singular: some direction would stay still."""
-    width = weight.shape[1]
+    dim = weight.shape[1]
     matrix = torch.as_tensor(sigma, dtype=torch.float64)
     if matrix.ndim == 0:
         require(bool(matrix != 0), f"sigma must be invertible, got {sigma}")
-        return matrix * torch.eye(width, dtype=torch.float64)
-    require(matrix.shape == (width, width), f"{tuple(matrix.shape)=}, {width=}", ShapeError)
+        return matrix * torch.eye(dim, dtype=torch.float64)
+    require(matrix.shape == (dim, dim), f"{tuple(matrix.shape)=}, {dim=}", ShapeError)
     values = torch.linalg.svdvals(matrix)
     ratio = (values[-1] / values[0]).item() if values[0] > 0 else 0.0
     require(ratio > 1e-12, f"sigma must be invertible, its singular values have ratio {ratio:.1e}")
@@ -278,28 +278,28 @@ def sample_exits(
     return Exits(time, face, cell.scores + place @ cell.pull.T, horizon, cell)
 
 
-def exit_orders(exits: Exits, eps: Real) -> Int[Tensor, " left"]:
+def exit_orders(exits: Exits, epsilon: Real) -> Int[Tensor, " left"]:
     """Order at tolerance ε of each exit that happened: #{i : |z_i - level| < ε} - 1.
 
     The level is that of the two experts of the face, which tie there up to rounding.
     """
-    require(eps > 0, f"need eps > 0, got {eps}")
+    require(epsilon > 0, f"need epsilon > 0, got {epsilon}")
     left = exits.face >= 0
     scores, pair = exits.scores[left], exits.cell.faces[exits.face[left]]
     level = scores.gather(1, pair).mean(dim=1, keepdim=True)
-    return ((scores - level).abs() < eps).sum(dim=1) - 1
+    return ((scores - level).abs() < epsilon).sum(dim=1) - 1
 
 
 def _one_batch(
     cell: TopKCell, horizon: Real, steps: int, paths: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dt, width = horizon / steps, cell.pull.shape[1]
+    dt, dim = horizon / steps, cell.pull.shape[1]
     time = torch.full((paths,), torch.inf, dtype=torch.float64)
     face = torch.full((paths,), -1)
-    place = torch.full((paths, width), torch.nan, dtype=torch.float64)
-    alive, here = torch.arange(paths), torch.zeros(paths, width, dtype=torch.float64)
+    place = torch.full((paths, dim), torch.nan, dtype=torch.float64)
+    alive, here = torch.arange(paths), torch.zeros(paths, dim, dtype=torch.float64)
     for m in range(steps):
-        step = torch.randn(len(alive), width, generator=generator, dtype=torch.float64)
+        step = torch.randn(len(alive), dim, generator=generator, dtype=torch.float64)
         there = here + math.sqrt(dt) * step
         when, which = _first_hit(cell, here, there, dt, generator)
         out = when < torch.inf

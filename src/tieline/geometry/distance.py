@@ -60,7 +60,7 @@ class NearestTie(NamedTuple):
     entering: Int[Tensor, " tokens"]
 
 
-def expert_distances(weight: Float[Tensor, "experts width"]) -> Float[Tensor, "experts experts"]:
+def expert_distances(weight: Float[Tensor, "experts dim"]) -> Float[Tensor, "experts experts"]:
     """D_ij = ‖w_i - w_j‖ in float64 (Def. 5.1).
 
     Without the expansion ‖w_i‖² - 2 w_i·w_j + ‖w_j‖², which cancels for experts that are alike.
@@ -72,8 +72,8 @@ def expert_distances(weight: Float[Tensor, "experts width"]) -> Float[Tensor, "e
 
 def nearest_tie(
     scores: Float[Tensor, "tokens experts"],
-    distances: Float[Tensor, "experts experts"],
     k: int,
+    distances: Float[Tensor, "experts experts"],
     ranked: Ranked | None = None,
 ) -> NearestTie:
     """Distance to Γ: min over i ∈ S, j ∉ S of (z_i - z_j) / ‖w_i - w_j‖ (Def. 5.2).
@@ -85,8 +85,8 @@ def nearest_tie(
 
     Args:
         scores: (T, E) affine scores of all experts.
-        distances: `expert_distances` of the router's weight.
         k: number of experts chosen.
+        distances: `expert_distances` of the router's weight.
         ranked: the first ranks of `scores` where the caller has them: k + 5 or all of them.
     """
     experts = scores.shape[1]
@@ -185,17 +185,17 @@ class AngularSpread:
     expected_ties: float
 
 
-def angular_spread(inputs: Float[Tensor, "tokens width"], n_experts: int, k: int) -> AngularSpread:
+def angular_spread(inputs: Float[Tensor, "tokens dim"], n_experts: int, k: int) -> AngularSpread:
     """Mean, radius, cap and expected ties of the router's inputs (Def. 9.1 - 9.3)."""
-    tokens, width = inputs.shape
-    require(tokens > 0 and width > 1, f"need a token and width > 1, got {inputs.shape}", ShapeError)
+    tokens, dim = inputs.shape
+    require(tokens > 0 and dim > 1, f"need a token and dim > 1, got {inputs.shape}", ShapeError)
     x = inputs.double()
     mean = x.mean(dim=0)
     away = (x - mean).norm(dim=1)
     mean_norm, radius = mean.norm().item(), away.square().mean().sqrt().item()
     largest = away.max().item()
     directions = x / x.norm(dim=1, keepdim=True).clamp(min=1e-300)
-    log_cap = log_cap_fraction(largest / mean_norm if mean_norm > 0 else math.inf, width)
+    log_cap = log_cap_fraction(largest / mean_norm if mean_norm > 0 else math.inf, dim)
     return AngularSpread(
         mean_norm=mean_norm,
         radius=radius,
@@ -204,32 +204,32 @@ def angular_spread(inputs: Float[Tensor, "tokens width"], n_experts: int, k: int
         mean_cosine=directions.mean(dim=0).norm().item(),
         cap_fraction=math.exp(log_cap),
         log10_cap_fraction=log_cap / math.log(10),
-        expected_ties=_expected_ties(radius, mean_norm, width, n_experts, k),
+        expected_ties=_expected_ties(radius, mean_norm, dim, n_experts, k),
     )
 
 
-def log_cap_fraction(sine: float, width: int) -> float:
+def log_cap_fraction(sine: float, dim: int) -> float:
     """Logarithm of ½ I_{sin²θ}((d-1)/2, ½), the share of the sphere within angle θ (Def. 9.2).
 
     As x^a (1-x)^½ / (2 a B(a, ½)) · F(a + ½, 1; a + 1; x) with x = sin²θ, a = (d-1)/2, since the
-    incomplete beta function itself underflows for the widths of language models. 0 for sin θ >= 1,
+    incomplete beta function itself underflows for large d. 0 for sin θ >= 1,
     where the ball holds the origin and every direction is met.
     """
-    require(sine >= 0 and width > 1, f"need sine >= 0 and width > 1, got {sine=}, {width=}")
+    require(sine >= 0 and dim > 1, f"need sine >= 0 and dim > 1, got {sine=}, {dim=}")
     if sine >= 1:
         return 0.0
     if sine == 0:
         return -math.inf
-    a, x = (width - 1) / 2, sine**2
+    a, x = (dim - 1) / 2, sine**2
     series = float(special.hyp2f1(a + 0.5, 1.0, a + 1, x))
     head = a * math.log(x) + math.log1p(-x) / 2 - math.log(2 * a) - float(special.betaln(a, 0.5))
     return head + math.log(series)
 
 
-def _expected_ties(radius: float, mean_norm: float, width: int, n_experts: int, k: int) -> float:
+def _expected_ties(radius: float, mean_norm: float, dim: int, n_experts: int, k: int) -> float:
     """ρ I_{s²}(½, (d-1)/2), s = R / ‖μ‖, ρ = √π f_gap(0) of iid normal scores (Def. 9.3)."""
     if k >= n_experts:
         return 0.0
     rho = math.sqrt(math.pi) * iid_normal_density(n_experts, k)
     s = min(1.0, radius / mean_norm) if mean_norm > 0 else 1.0
-    return rho * float(special.betainc(0.5, (width - 1) / 2, s**2))
+    return rho * float(special.betainc(0.5, (dim - 1) / 2, s**2))

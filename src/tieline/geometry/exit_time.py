@@ -143,11 +143,11 @@ class FlipTimes:
 
 def score_flip_times(
     scores: Float[Tensor, "tokens experts"],
-    W: Float[Tensor, "experts width"],
     k: int,
+    W: Float[Tensor, "experts dim"],
     horizon: Real,
     *,
-    sigma: Real | Float[Tensor, "width width"] = 1.0,
+    sigma: Real | Float[Tensor, "dim dim"] = 1.0,
     steps: int = 16,
     paths: int = 2000,
     seed: int = 0,
@@ -156,8 +156,8 @@ def score_flip_times(
 
     Args:
         scores: (T, E) scores z = W x + b of the unperturbed states, none of them a tie.
-        W: router weight.
         k: number of experts chosen.
+        W: router weight.
         horizon: last time.
         sigma: noise of the state per unit of √t, invertible.
         steps: number of times.
@@ -168,7 +168,7 @@ def score_flip_times(
     curves, lower, upper, nearest = [], [], [], []
     with one_thread():
         for row in scores:
-            cell = top_k_cell(row, W, k, sigma)
+            cell = top_k_cell(row, k, W, sigma)
             curve = exit_curve(cell, horizon, steps, paths, seed)
             bounds = exit_bounds(cell.distances, curve.times)
             curves.append(curve)
@@ -188,11 +188,11 @@ def score_flip_times(
 
 def trace_flip_times(
     layer: LayerTrace,
-    W: Float[Tensor, "experts width"],
+    W: Float[Tensor, "experts dim"],
     horizon: Real,
     *,
     tokens: int = 256,
-    sigma: Real | Float[Tensor, "width width"] = 1.0,
+    sigma: Real | Float[Tensor, "dim dim"] = 1.0,
     steps: int = 16,
     paths: int = 2000,
     seed: int = 0,
@@ -226,5 +226,5 @@ def trace_flip_times(
     clear = scores[:, facts.k - 1] > scores[:, facts.k]
     chosen = by_expert[clear][:tokens]
     return score_flip_times(
-        chosen, W, facts.k, horizon, sigma=sigma, steps=steps, paths=paths, seed=seed
+        chosen, facts.k, W, horizon, sigma=sigma, steps=steps, paths=paths, seed=seed
     )

@@ -262,7 +262,7 @@ def group_flip_probability(
     return torch.special.ndtr(-ratio)
 
 
-def noisy_gap(ranked: Ranks, slope: Ranks, k: int) -> Float[Tensor, " tokens"]:
+def noisy_gap(ranked: Ranks, k: int, slope: Ranks) -> Float[Tensor, " tokens"]:
     """Δ / √((s_k² + s_{k+1}²) / 2): the gap in units of the noise that unit logit noise makes.
 
     Its density at zero is what `population_flips` needs, near-ties of steep and of flat scores

@@ -65,11 +65,11 @@ def gaussian_gap_mass(n_experts: int, k: int, width: Real) -> float:
     return -(weight * torch.expm1(none_near)).sum().item()
 
 
-def gaussian_near_ties(n_experts: int, k: int, eps: Real) -> float:
+def gaussian_near_ties(n_experts: int, k: int, epsilon: Real) -> float:
     """Mean number of experts beyond k above z_[k] - ε: E[K(ε)] - k (Def. 4.1)."""
-    _check(n_experts, k, eps)
+    _check(n_experts, k, epsilon)
     t, weight = _threshold_law(n_experts, k)
-    far = log_ndtr(t - eps) - log_ndtr(t)
+    far = log_ndtr(t - epsilon) - log_ndtr(t)
     return -(n_experts - k) * (weight * torch.expm1(far)).sum().item()
 
 
@@ -87,7 +87,7 @@ def gaussian_budget_epsilon(n_experts: int, k: int, extra: Real = 0.5) -> float:
     while gaussian_near_ties(n_experts, k, top) <= extra:
         top *= 2
     return optimize.root_scalar(
-        lambda eps: gaussian_near_ties(n_experts, k, eps) - extra,
+        lambda epsilon: gaussian_near_ties(n_experts, k, epsilon) - extra,
         bracket=(0.0, top),
         xtol=1e-15,
         rtol=1e-14,
@@ -95,7 +95,7 @@ def gaussian_budget_epsilon(n_experts: int, k: int, extra: Real = 0.5) -> float:
 
 
 def gaussian_order_shares(
-    n_experts: int, k: int, eps: Real, most: int | None = None
+    n_experts: int, k: int, epsilon: Real, most: int | None = None
 ) -> Float[Tensor, " orders"]:
     """P(order = n) for n = 0, ..., most at tolerance ε (Def. 4.2); the last entry takes the rest.
 
@@ -106,15 +106,15 @@ def gaussian_order_shares(
     Args:
         n_experts: E.
         k: experts chosen.
-        eps: tolerance in standard deviations of a score.
+        epsilon: tolerance in standard deviations of a score.
         most: last order that is told apart; E - 1 by default.
     """
-    _check(n_experts, k, eps)
+    _check(n_experts, k, epsilon)
     most = n_experts - 1 if most is None else most
     require(1 <= most < n_experts, f"need 1 <= most < E, got {most=}, E={n_experts}")
     t, weight = _threshold_law(n_experts, k)
-    below = _binomial_law(n_experts - k, log_ndtr(t - eps) - log_ndtr(t))
-    above = _binomial_law(k - 1, log_ndtr(-t - eps) - log_ndtr(-t))
+    below = _binomial_law(n_experts - k, log_ndtr(t - epsilon) - log_ndtr(t))
+    above = _binomial_law(k - 1, log_ndtr(-t - epsilon) - log_ndtr(-t))
     shares = torch.zeros(n_experts, dtype=torch.float64)
     for low in range(1, n_experts - k + 1):
         joint = (weight[:, None] * below[:, low : low + 1] * above).sum(dim=0)

@@ -89,7 +89,7 @@ def measure_layer(
     layer: LayerTrace,
     settings: MeasureSettings | None = None,
     epsilons: tuple[float, ...] = (),
-    weight: Float[Tensor, "experts width"] | None = None,
+    weight: Float[Tensor, "experts dim"] | None = None,
 ) -> LayerMeasures:
     """All measures of one layer, each with the reason where it cannot be answered.
 

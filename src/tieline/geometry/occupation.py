@@ -55,11 +55,11 @@ class Occupation:
 
 def flat_occupation(
     flat: TieFlat,
-    start: Float[Tensor, " width"],
+    start: Float[Tensor, " dim"],
     *,
-    eps: Real,
+    epsilon: Real,
     horizon: Real,
-    sigma: Real | Float[Tensor, "width width"] = 1.0,
+    sigma: Real | Float[Tensor, "dim dim"] = 1.0,
 ) -> Occupation:
     """Time within ε of one flat: the paper's bound, the finite one and the exact value.
 
@@ -68,36 +68,36 @@ def flat_occupation(
     Args:
         flat: from `tie_flat`.
         start: x0.
-        eps: ε > 0.
+        epsilon: ε > 0.
         horizon: T > 0.
         sigma: invertible matrix or number other than 0.
     """
-    _check(eps, horizon)
+    _check(epsilon, horizon)
     noise = flat.basis.T @ check_noise(sigma, flat.normals)
     covariance = noise @ noise.T
     values, vectors = torch.linalg.eigh(covariance)
     away = flat.basis.T @ (flat.nearest - start.double())
     reach = ((vectors.T @ away) / values.sqrt()).norm().item()
-    b = max(0.0, reach - eps / math.sqrt(values[0].item())) ** 2 / 2
+    b = max(0.0, reach - epsilon / math.sqrt(values[0].item())) ** 2 / 2
     n = len(values)
-    scale = ball_volume(n) / ((2 * math.pi) ** (n / 2) * values.prod().sqrt().item()) * eps**n
+    scale = ball_volume(n) / ((2 * math.pi) ** (n / 2) * values.prod().sqrt().item()) * epsilon**n
     sharp = scale * _time_integral(n, b, horizon)
     paper = 2 * scale * math.sqrt(horizon) if n == 1 else sharp
     exact = None
     if bool(values[-1] - values[0] <= 1e-12 * values[-1]):
-        exact = _exact(n, away.norm().item(), eps, horizon, values.mean().item())
+        exact = _exact(n, away.norm().item(), epsilon, horizon, values.mean().item())
     return Occupation(paper, min(horizon, sharp), exact, horizon, 1)
 
 
 def occupation_bounds(
-    x0: Float[Tensor, " width"],
-    W: Float[Tensor, "experts width"],
+    x0: Float[Tensor, " dim"],
+    W: Float[Tensor, "experts dim"],
     b: Float[Tensor, " experts"] | None,
     *,
     order: int,
-    eps: Real,
+    epsilon: Real,
     horizon: Real,
-    sigma: Real | Float[Tensor, "width width"] = 1.0,
+    sigma: Real | Float[Tensor, "dim dim"] = 1.0,
 ) -> Occupation:
     """Bounds of the expected time within ε of the order-n ties: sums over all flats (Thm 5.3).
 
@@ -106,14 +106,18 @@ def occupation_bounds(
         W: router weight.
         b: router bias or None.
         order: n.
-        eps: ε > 0.
+        epsilon: ε > 0.
         horizon: T > 0.
         sigma: noise, invertible.
     """
     weight, bias = check_router(W, b, 1)
     parts = [
         flat_occupation(
-            tie_flat(weight, bias, tuple(experts)), x0, eps=eps, horizon=horizon, sigma=sigma
+            tie_flat(weight, bias, tuple(experts)),
+            x0,
+            epsilon=epsilon,
+            horizon=horizon,
+            sigma=sigma,
         )
         for experts in tie_sets(len(weight), order).tolist()
     ]
@@ -123,15 +127,15 @@ def occupation_bounds(
 
 
 def sampled_occupation(
-    x0: Float[Tensor, " width"],
-    W: Float[Tensor, "experts width"],
+    x0: Float[Tensor, " dim"],
+    W: Float[Tensor, "experts dim"],
     b: Float[Tensor, " experts"] | None,
     k: int,
     *,
     order: int,
-    eps: Real,
+    epsilon: Real,
     horizon: Real,
-    sigma: Real | Float[Tensor, "width width"] = 1.0,
+    sigma: Real | Float[Tensor, "dim dim"] = 1.0,
     steps: int = 32,
     paths: int = 4096,
     seed: int = 0,
@@ -142,7 +146,7 @@ def sampled_occupation(
     first interval: the share of looks within ε times T has the right mean for any number of steps.
     """
     weight, bias = check_router(W, b, k)
-    _check(eps, horizon)
+    _check(epsilon, horizon)
     check_run(horizon, steps, paths)
     spread, dt = check_noise(sigma, weight), horizon / steps
     require(len(x0) == weight.shape[1], f"{len(x0)=}, {weight.shape[1]=}", ShapeError)
@@ -154,7 +158,7 @@ def sampled_occupation(
         for m in range(steps):
             noise = torch.randn(x.shape, generator=generator, dtype=torch.float64) @ spread.T
             x = x + noise * (lag.sqrt() if m == 0 else math.sqrt(dt))
-            stayed += dt * (distance_to_tie(x, weight, bias, k, order) < eps)
+            stayed += dt * (distance_to_tie(x, weight, bias, k, order) < epsilon)
         times.append(stayed)
     return mean_estimate(torch.cat(times))
 
@@ -176,17 +180,17 @@ def _time_integral(n: int, b: Real, horizon: Real) -> float:
     return float(b**-half * special.gamma(half) * special.gammaincc(half, b / horizon))
 
 
-def _exact(n: int, away: Real, eps: Real, horizon: Real, variance: Real) -> float:
+def _exact(n: int, away: Real, epsilon: Real, horizon: Real, variance: Real) -> float:
     """∫_0^T P(‖N(away, variance t I_n)‖ < ε) dt, in √t, of which the integrand is smooth."""
 
     def integrand(root: float) -> float:
         scale = variance * root * root
         if scale == 0:
             return 0.0
-        return 2 * root * float(stats.ncx2.cdf(eps**2 / scale, n, away**2 / scale))
+        return 2 * root * float(stats.ncx2.cdf(epsilon**2 / scale, n, away**2 / scale))
 
     top = math.sqrt(horizon)
-    knee = min(top, max(abs(away - eps), eps) / math.sqrt(variance))
+    knee = min(top, max(abs(away - epsilon), epsilon) / math.sqrt(variance))
     pieces = [(0.0, knee), (knee, top)]
     return math.fsum(
         integrate.quad(integrand, low, high, epsabs=1e-13, epsrel=1e-11, limit=200, full_output=1)[
@@ -197,6 +201,6 @@ def _exact(n: int, away: Real, eps: Real, horizon: Real, variance: Real) -> floa
     )
 
 
-def _check(eps: Real, horizon: Real) -> None:
-    require(eps > 0, f"a width is > 0, got {eps=}")
+def _check(epsilon: Real, horizon: Real) -> None:
+    require(epsilon > 0, f"need epsilon > 0, got {epsilon=}")
     require(horizon > 0 and math.isfinite(horizon), f"need a finite horizon > 0, got {horizon=}")

@@ -47,11 +47,11 @@ def near_counts(
         epsilons: positive tolerances in units of score.
     """
     below = _below_threshold(scores, k)
-    counts = [(below < eps).sum(dim=-1) for eps in epsilons]
+    counts = [(below < epsilon).sum(dim=-1) for epsilon in epsilons]
     return torch.stack(counts, dim=-1) if counts else below.new_zeros(len(below), 0).long()
 
 
-def tie_order(scores: Scores, k: int, eps: Real) -> Int[Tensor, " tokens"]:
+def tie_order(scores: Scores, k: int, epsilon: Real) -> Int[Tensor, " tokens"]:
     """Largest n for which the token is within ε of an order-n tie (Def. 4.2; Paper 1, Def. 3.2).
 
     0 if z_[k] - z_[k+1] >= ε: experts that are close to each other inside the chosen set alone make
@@ -59,10 +59,10 @@ def tie_order(scores: Scores, k: int, eps: Real) -> Int[Tensor, " tokens"]:
     """
     experts = scores.shape[1]
     require(1 <= k < experts, f"a tie needs 1 <= k < number of scores, got {k=}, {experts}")
-    require(eps > 0, f"need eps > 0, got {eps}")
-    within = _below_threshold(scores, k).abs() < eps
+    require(epsilon > 0, f"need epsilon > 0, got {epsilon}")
+    within = _below_threshold(scores, k).abs() < epsilon
     top = ranked_scores(scores, k + 1)
-    crosses = top[:, k - 1] - top[:, k] < eps
+    crosses = top[:, k - 1] - top[:, k] < epsilon
     return (within.sum(dim=-1) - 1) * crosses
 
 

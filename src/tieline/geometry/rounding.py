@@ -185,7 +185,7 @@ class EmulatedChoice(NamedTuple):
 
 
 def emulated_choice(
-    rounded: Float[Tensor, "tokens ranks"], experts: Int[Tensor, "tokens ranks"], k: int
+    rounded: Float[Tensor, "tokens ranks"], k: int, experts: Int[Tensor, "tokens ranks"]
 ) -> EmulatedChoice:
     """Ties at the threshold and changes of the chosen set for these very scores (Def. 7.4).
 
@@ -193,8 +193,8 @@ def emulated_choice(
 
     Args:
         rounded: perturbed scores of the kept ranks, in the order of the ranks before rounding.
-        experts: the expert of each rank, which decides ties; the first k are the choice before.
         k: number of experts chosen.
+        experts: the expert of each rank, which decides ties; the first k are the choice before.
     """
     by_index = experts.long().argsort(dim=1)
     chosen = topk_mask(rounded.gather(1, by_index), k)
@@ -208,8 +208,8 @@ def _grid(precision: str) -> FloatGrid | IntegerGrid:
     return PRECISIONS[precision]
 
 
-Inputs = Float[Tensor, "tokens width"]
-Weight = Float[Tensor, "experts width"]
+Inputs = Float[Tensor, "tokens dim"]
+Weight = Float[Tensor, "experts dim"]
 
 PRODUCT_CHUNK = 1 << 20
 """Entries of inputs that are rounded at once."""
@@ -239,7 +239,7 @@ def product_effect(inputs: Inputs, weight: Weight, precision: str = "bf16") -> P
         weight: the router's weight, as exact.
         precision: a floating-point format of `PRECISIONS`.
     """
-    require(inputs.shape[1] == weight.shape[1], "inputs and weight differ in width", ShapeError)
+    require(inputs.shape[1] == weight.shape[1], "inputs and weight differ in dimension", ShapeError)
     w = weight.detach().double()
     w_rounded = round_to(w, precision)
     spread, dw = (w - w.mean(dim=0)).square(), (w_rounded - w).square()

@@ -146,15 +146,15 @@ def near_section(
     assert counts is not None
     complete = exact or ranked.shape[1] >= reachable(layer)
     shares = [
-        order_shares(order_from_counts(ranked, k, eps, count), settings.most_orders)
-        for eps, count in zip(grid, counts.T, strict=True)
+        order_shares(order_from_counts(ranked, k, epsilon, count), settings.most_orders)
+        for epsilon, count in zip(grid, counts.T, strict=True)
     ]
     experts = tuple(mean_estimate(count.double()) for count in counts.T)
     return NearMeasures(
         epsilons=tuple(grid),
         experts=experts,
         orders=tuple(tuple(share.tolist()) for share in shares),
-        censored=tuple(0.0 if complete else censored_share(ranked, k, eps) for eps in grid),
+        censored=tuple(0.0 if complete else censored_share(ranked, k, epsilon) for epsilon in grid),
         epsilon_half=_epsilon_half(layer, tuple(grid), experts, exact),
     )
 
@@ -218,7 +218,7 @@ def noise_densities(layer: LayerTrace, view: LogitView) -> Estimate:
 
     For group-limited routers the density of the gap between groups comes on top.
     """
-    inner = gap_density(noisy_gap(view.scores, view.slope, layer.facts.k))
+    inner = gap_density(noisy_gap(view.scores, layer.facts.k, view.slope))
     if layer.group_gap is None:
         return inner
     return inner.plus(_group_density(layer, view.threshold_slope))
@@ -264,7 +264,7 @@ def precision_flips(
     step = grid_step(view.logits, precision)
     tie, flip, tie_rate, flip_rate = _expected(layer, view, step)
     rounded = from_logits(round_to(view.logits, precision), layer)
-    choice = emulated_choice(rounded, layer.experts, k)
+    choice = emulated_choice(rounded, k, layer.experts)
     record = PrecisionFlips(
         precision=precision,
         step=step[:, k - 1].mean().item(),
@@ -315,7 +315,7 @@ def _emulated(layer: LayerTrace, logits: Float[Tensor, "tokens ranks"]) -> Estim
     """Share of tokens that other logits of the kept ranks route otherwise."""
     if layer.facts.units == "softmax" and layer.bias is not None:
         return Estimate(None, None, "not answerable: a bias beside a softmax over all experts")
-    choice = emulated_choice(from_logits(logits, layer), layer.experts, layer.facts.k)
+    choice = emulated_choice(from_logits(logits, layer), layer.facts.k, layer.experts)
     return mean_estimate(choice.flipped.double())
 
 
@@ -333,7 +333,7 @@ def _expected(
     else:
         flip = flip_probability(view.scores, k, noise)
         tie, tie_rate = torch.zeros_like(flip), Estimate(0.0, 0.0)
-        density = gap_density(noisy_gap(view.scores, noise.clamp(min=TINY), k))
+        density = gap_density(noisy_gap(view.scores, k, noise.clamp(min=TINY)))
         flip_rate = density.times(1 / math.sqrt(math.pi))
     if layer.group_gap is None:
         return tie, flip, tie_rate, flip_rate

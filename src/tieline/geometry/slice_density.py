@@ -102,7 +102,7 @@ def slice_density(n_experts: int, k: int, order: int) -> float:
 
 
 def sampled_slice_density(
-    W: Float[Tensor, "experts width"],
+    W: Float[Tensor, "experts dim"],
     k: int,
     experts: tuple[int, ...],
     samples: int,
@@ -126,9 +126,7 @@ def sampled_slice_density(
     return Estimate(share, math.sqrt(share * (1 - share) / samples))
 
 
-def slice_bounds(
-    W: Float[Tensor, "experts width"], k: int, experts: tuple[int, ...]
-) -> SliceBounds:
+def slice_bounds(W: Float[Tensor, "experts dim"], k: int, experts: tuple[int, ...]) -> SliceBounds:
     """The paper's lower bound of α_{J,r}, its upper bound ½, and the upper bound that holds.
 
     For a choice of experts above, ρ = max over unit û of the smallest signed product with the
@@ -156,7 +154,7 @@ def slice_bounds(
 
 
 def tube_ratio(
-    n_experts: int, k: int, *, dim: int, orders: tuple[int, int], eps: Real, radius: Real
+    n_experts: int, k: int, *, dim: int, orders: tuple[int, int], epsilon: Real, radius: Real
 ) -> OrderRatio:
     """U_n / U_m = Σα_n / Σα_m · ω_{D-n} ω_n / (ω_{D-m} ω_m) · (ε/R)^(n-m) (Thm 4.4).
 
@@ -165,15 +163,15 @@ def tube_ratio(
     volumes = [
         _sets(n_experts, order)
         * slice_density(n_experts, k, order)
-        * tube_leading_term(dim=dim, codim=order, eps=eps, radius=radius)
+        * tube_leading_term(dim=dim, codim=order, epsilon=epsilon, radius=radius)
         for order in orders
     ]
-    require(volumes[1] > 0, f"need eps > 0, got {eps=}")
+    require(volumes[1] > 0, f"need epsilon > 0, got {epsilon=}")
     return OrderRatio(volumes[0] / volumes[1], volumes[0] / volumes[1])
 
 
 def band_ratio(
-    n_experts: int, k: int, *, dim: int, orders: tuple[int, int], eps: Real, radius: Real
+    n_experts: int, k: int, *, dim: int, orders: tuple[int, int], epsilon: Real, radius: Real
 ) -> OrderRatio:
     """U_n / U_m = Σκα_n / Σκα_m · ω_{D-n} / ω_{D-m} · (2ε/R)^(n-m) for bands of Def. 4.6 (Thm 4.7).
 
@@ -181,12 +179,14 @@ def band_ratio(
     differences for the fibre, with volume (2ε)^r; moving all r + 1 scores by ε at most reaches
     {range of (0, v) <= 2ε}, with volume (r+1)(2ε)^r. So the true ratio has a factor (n+1)/(m+1).
     """
-    require(eps > 0 and radius > 0, f"need eps > 0 and radius > 0, got {eps=}, {radius=}")
+    require(
+        epsilon > 0 and radius > 0, f"need epsilon > 0 and radius > 0, got {epsilon=}, {radius=}"
+    )
     paper = []
     for order in orders:
         require(1 <= order <= dim, f"need 1 <= order <= dim, got {order=}, {dim=}")
         log_ball = (dim - order) / 2 * math.log(math.pi) - math.lgamma((dim - order) / 2 + 1)
-        fibre = order * math.log(2 * eps / radius) - math.log(order + 1) / 2
+        fibre = order * math.log(2 * epsilon / radius) - math.log(order + 1) / 2
         sets = _sets(n_experts, order) * slice_density(n_experts, k, order)
         paper.append(math.log(sets) + log_ball + fibre)
     ratio = math.exp(paper[0] - paper[1])

@@ -74,10 +74,10 @@ class TieFlat:
     """
 
     experts: tuple[int, ...]
-    normals: Float[Tensor, "n width"]
+    normals: Float[Tensor, "n dim"]
     offsets: Float[Tensor, " n"]
-    basis: Float[Tensor, "width n"]
-    nearest: Float[Tensor, " width"]
+    basis: Float[Tensor, "dim n"]
+    nearest: Float[Tensor, " dim"]
     distance: float
     kappa: float
 
@@ -126,7 +126,7 @@ def tie_sets(n_experts: int, order: int) -> Int[Tensor, "sets tied"]:
 
 
 def tie_flat(
-    weight: Float[Tensor, "experts width"],
+    weight: Float[Tensor, "experts dim"],
     bias: Float[Tensor, " experts"] | None,
     experts: tuple[int, ...],
 ) -> TieFlat:
@@ -155,7 +155,7 @@ def tie_flat(
 
 
 def tie_flats(
-    weight: Float[Tensor, "experts width"],
+    weight: Float[Tensor, "experts dim"],
     bias: Float[Tensor, " experts"] | None,
     experts: Int[Tensor, "sets tied"],
 ) -> TieFlats:
@@ -177,25 +177,25 @@ def tie_flats(
     return TieFlats(experts, inverse, reach, values.prod(dim=1).rsqrt())
 
 
-def tie_component(scores: Float[Tensor, "tokens experts"], k: int, eps: float) -> TieComponent:
+def tie_component(scores: Float[Tensor, "tokens experts"], k: int, epsilon: float) -> TieComponent:
     """J = {i : |z_i - z_[k]| < ε} where z_[k] - z_[k+1] < ε, and the experts above J.
 
     Args:
         scores: (T, E).
         k: number of experts chosen, 1 <= k < E.
-        eps: tolerance; for ties that are exact up to rounding, a little more than the rounding.
+        epsilon: tolerance; for ties that are exact up to rounding, a little more than the rounding.
     """
-    order = tie_order(scores, k, eps)
+    order = tie_order(scores, k, epsilon)
     rise = scores.double() - kth_largest(scores, k).double()
     crosses = (order > 0)[:, None]
-    tied = (rise.abs() < eps) & crosses
-    above = torch.where(crosses, rise >= eps, rise >= 0)
+    tied = (rise.abs() < epsilon) & crosses
+    above = torch.where(crosses, rise >= epsilon, rise >= 0)
     return TieComponent(order, tied, above)
 
 
 def check_router(
-    weight: Float[Tensor, "experts width"], bias: Float[Tensor, " experts"] | None, k: int
-) -> tuple[Float[Tensor, "experts width"], Float[Tensor, " experts"]]:
+    weight: Float[Tensor, "experts dim"], bias: Float[Tensor, " experts"] | None, k: int
+) -> tuple[Float[Tensor, "experts dim"], Float[Tensor, " experts"]]:
     """Weight and bias in float64, refused where they are no affine router or k is no choice."""
     experts = len(weight)
     require(1 <= k < experts, f"a tie needs 1 <= k < E, got {k=}, E={experts}")
@@ -237,14 +237,14 @@ class TiePoint:
     """
 
     distance: Float[Tensor, " tokens"]
-    point: Float[Tensor, "tokens width"]
-    normal: Float[Tensor, "tokens width"]
+    point: Float[Tensor, "tokens dim"]
+    normal: Float[Tensor, "tokens dim"]
     experts: Int[Tensor, "tokens tied"]
 
 
 def distance_to_tie(
-    x: Float[Tensor, "*batch width"],
-    W: Float[Tensor, "experts width"],
+    x: Float[Tensor, "*batch dim"],
+    W: Float[Tensor, "experts dim"],
     b: Float[Tensor, " experts"] | None,
     k: int,
     order: int = 1,
@@ -264,8 +264,8 @@ def distance_to_tie(
 
 
 def nearest_tie_point(
-    x: Float[Tensor, "tokens width"],
-    W: Float[Tensor, "experts width"],
+    x: Float[Tensor, "tokens dim"],
+    W: Float[Tensor, "experts dim"],
     b: Float[Tensor, " experts"] | None,
     k: int,
     order: int = 1,
@@ -285,8 +285,8 @@ def nearest_tie_point(
 
 
 def affine_scores(
-    x: Float[Tensor, "tokens width"],
-    weight: Float[Tensor, "experts width"],
+    x: Float[Tensor, "tokens dim"],
+    weight: Float[Tensor, "experts dim"],
     bias: Float[Tensor, " experts"],
 ) -> Float[Tensor, "tokens experts"]:
     """Scores z = W x + b in float64."""
@@ -302,7 +302,7 @@ def _nearest(
     scores: Tensor, weight: Tensor, bias: Tensor, k: int, order: int
 ) -> tuple[Float[Tensor, " tokens"], Int[Tensor, "tokens tied"]]:
     if order == 1:
-        found = nearest_tie(scores, expert_distances(weight), k)
+        found = nearest_tie(scores, k, expert_distances(weight))
         return found.distance, torch.stack([found.entering, found.leaving], dim=1)
     flats = tie_flats(weight, bias, tie_sets(len(weight), order))
     gram = weight @ weight.T

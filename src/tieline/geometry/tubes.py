@@ -121,7 +121,7 @@ def ball_volume(dim: int) -> float:
     return math.exp(dim / 2 * math.log(math.pi) - math.lgamma(dim / 2 + 1))
 
 
-def tube_fraction(*, dim: int, codim: int, offset: Real, eps: Real, radius: Real) -> float:
+def tube_fraction(*, dim: int, codim: int, offset: Real, epsilon: Real, radius: Real) -> float:
     """Share of the ball ‖x‖ < R within ε of a flat of codimension n at distance δ from its centre.
 
         ∫ over ‖u-δ‖ < ε, ‖u‖ < R of ω_{D-n} (R² - ‖u‖²)^((D-n)/2) du / (ω_D R^D)
@@ -134,11 +134,11 @@ def tube_fraction(*, dim: int, codim: int, offset: Real, eps: Real, radius: Real
         dim: D.
         codim: n, 1 <= n <= D.
         offset: δ >= 0.
-        eps: ε >= 0.
+        epsilon: ε >= 0.
         radius: R > 0.
     """
-    _check(dim, codim, offset, eps, radius)
-    delta, width = offset / radius, eps / radius
+    _check(dim, codim, offset, epsilon, radius)
+    delta, width = offset / radius, epsilon / radius
     if width - delta >= 1:
         return 1.0
     whole = max(0.0, width - delta) ** 2
@@ -149,33 +149,33 @@ def tube_fraction(*, dim: int, codim: int, offset: Real, eps: Real, radius: Real
     return inside + _partial_spheres(dim, codim, delta, width, low, high)
 
 
-def tube_leading_term(*, dim: int, codim: int, eps: Real, radius: Real) -> float:
+def tube_leading_term(*, dim: int, codim: int, epsilon: Real, radius: Real) -> float:
     """ω_{D-n} ω_n / ω_D · (ε/R)^n: the tube of a flat through the centre to first order."""
-    _check(dim, codim, 0.0, eps, radius)
-    if eps == 0:
+    _check(dim, codim, 0.0, epsilon, radius)
+    if epsilon == 0:
         return 0.0
     log_ways = math.lgamma(dim / 2 + 1) - math.lgamma(codim / 2 + 1)
     log_ways -= math.lgamma((dim - codim) / 2 + 1)
-    return math.exp(log_ways + codim * math.log(eps / radius))
+    return math.exp(log_ways + codim * math.log(epsilon / radius))
 
 
 def sampled_tube(
-    *, dim: int, codim: int, offset: Real, eps: Real, radius: Real, samples: int, seed: int = 0
+    *, dim: int, codim: int, offset: Real, epsilon: Real, radius: Real, samples: int, seed: int = 0
 ) -> Estimate:
     """`tube_fraction` by `samples` points of the ball, with its standard error."""
-    _check(dim, codim, offset, eps, radius)
+    _check(dim, codim, offset, epsilon, radius)
     x = uniform_ball(samples, dim, radius, seed)[:, :codim]
     x[:, 0] -= offset
-    return _share(x.norm(dim=1) < eps)
+    return _share(x.norm(dim=1) < epsilon)
 
 
 def tie_tube(
-    W: Float[Tensor, "experts width"],
+    W: Float[Tensor, "experts dim"],
     b: Float[Tensor, " experts"] | None,
     k: int,
     *,
     order: int,
-    eps: Real,
+    epsilon: Real,
     radius: Real,
     samples: int,
     seed: int = 0,
@@ -187,22 +187,22 @@ def tie_tube(
         b: router bias or None.
         k: number of experts chosen.
         order: n.
-        eps: ε.
+        epsilon: ε.
         radius: R.
         samples: points of the ball.
         seed: of the generator.
     """
     weight, bias = check_router(W, b, k)
     dim = weight.shape[1]
-    _check(dim, order, 0.0, eps, radius)
+    _check(dim, order, 0.0, epsilon, radius)
     flats = tie_flats(weight, bias, tie_sets(len(weight), order))
     exact = [
-        tube_fraction(dim=dim, codim=order, offset=offset, eps=eps, radius=radius)
+        tube_fraction(dim=dim, codim=order, offset=offset, epsilon=epsilon, radius=radius)
         for offset in flats.distances.tolist()
     ]
     x = uniform_ball(samples, dim, radius, seed)
-    sampled = _share(distance_to_tie(x, weight, bias, k, order) < eps)
-    leading = len(exact) * tube_leading_term(dim=dim, codim=order, eps=eps, radius=radius)
+    sampled = _share(distance_to_tie(x, weight, bias, k, order) < epsilon)
+    leading = len(exact) * tube_leading_term(dim=dim, codim=order, epsilon=epsilon, radius=radius)
     return TieTube(sampled, math.fsum(exact), leading, len(exact))
 
 
@@ -266,8 +266,8 @@ def _share(hits: Tensor) -> Estimate:
     return Estimate(share, math.sqrt(share * (1 - share) / n))
 
 
-def _check(dim: int, codim: int, offset: Real, eps: Real, radius: Real) -> None:
+def _check(dim: int, codim: int, offset: Real, epsilon: Real, radius: Real) -> None:
     require(1 <= codim <= dim, f"need 1 <= codim <= dim, got {codim=}, {dim=}")
     require(offset >= 0, f"an offset is a distance >= 0, got {offset=}")
-    require(eps >= 0, f"a width is >= 0, got {eps=}")
+    require(epsilon >= 0, f"need epsilon >= 0, got {epsilon=}")
     require(radius > 0, f"need radius > 0, got {radius=}")

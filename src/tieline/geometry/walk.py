@@ -58,15 +58,15 @@ class StepDifferences:
 
 def walk_across(
     layer: Layer,
-    point: Float[Tensor, " width"],
-    normal: Float[Tensor, " width"],
+    point: Float[Tensor, " dim"],
+    normal: Float[Tensor, " dim"],
     reach: Real = 1.0,
     steps: int = 400,
 ) -> Walk:
     """f(p + s n) for `steps` values of s from -reach to reach.
 
     Args:
-        layer: f, from (rows, width) to (rows, out).
+        layer: f, from (rows, dim) to (rows, out).
         point: p, from `nearest_tie_point`.
         normal: n, a unit vector.
         reach: largest distance from the tie.
@@ -84,14 +84,14 @@ def walk_across(
 
 def difference_by_step(
     layer: Layer,
-    points: Float[Tensor, "ties width"],
-    normals: Float[Tensor, "ties width"],
+    points: Float[Tensor, "ties dim"],
+    normals: Float[Tensor, "ties dim"],
     steps: Float[Tensor, " steps"] | None = None,
 ) -> StepDifferences:
     """Largest and median over ties of ‖f(p + h n/2) - f(p - h n/2)‖, for each h.
 
     Args:
-        layer: f, from (rows, width) to (rows, out).
+        layer: f, from (rows, dim) to (rows, out).
         points: ties, in float64: below 1e-7 a float32 input cannot tell the two sides apart.
         normals: unit normals.
         steps: h; 1e-9 to 1 by default.

@@ -182,7 +182,7 @@ class LayerObserver:
         state = (weight.data_ptr(), version)
         if self._matrix is None or self._matrix[0] != state:
             self._matrix = (state, expert_distances(weight))
-        tie = nearest_tie(ranking.scores, self._matrix[1], facts.k, ranking.ranked)
+        tie = nearest_tie(ranking.scores, facts.k, self._matrix[1], ranking.ranked)
         return tie.distance.cpu()
 
     def _inputs(self, call: Call, batch: Batch) -> Float[Tensor, "tokens width"] | None:

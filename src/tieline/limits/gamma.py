@@ -60,7 +60,7 @@ def gamma_convergence(
     teacher: TwoCells,
     walls: Float[Tensor, "n columns"],
     taus: Sequence[float],
-    covariance: Float[Tensor, "width width"] | None = None,
+    covariance: Float[Tensor, "dim dim"] | None = None,
 ) -> GammaConvergence:
     """Ψ_τ and Ψ_0 over candidate walls, with infima, minimisers and the uniform gap.
 
@@ -71,8 +71,8 @@ def gamma_convergence(
         covariance: Σ of the inputs; the identity for None.
     """
     require(
-        walls.shape[1] == teacher.width + 1,
-        f"walls must have {teacher.width + 1} columns, got {walls.shape[1]}",
+        walls.shape[1] == teacher.dim + 1,
+        f"walls must have {teacher.dim + 1} columns, got {walls.shape[1]}",
         ShapeError,
     )
     lengths = walls[:, :-1].norm(dim=1)
@@ -127,7 +127,7 @@ def free_scale(
     teacher: TwoCells,
     taus: Sequence[float],
     per_tau: Sequence[float],
-    covariance: Float[Tensor, "width width"] | None = None,
+    covariance: Float[Tensor, "dim dim"] | None = None,
 ) -> FreeScale:
     """Why the scale must be fixed: scales c = τ·r give Ψ_τ(cφ) = Ψ_1(rφ), one curve for every τ.
 

@@ -67,18 +67,20 @@ class Matching:
     misrouted: Estimate
 
 
-def match_experts(sample: MoESample, labels: Int[Tensor, " n"], tau: float, eps: float) -> Matching:
+def match_experts(
+    sample: MoESample, labels: Int[Tensor, " n"], tau: float, epsilon: float
+) -> Matching:
     """Hungarian matching of student experts to teacher cells by confident agreement.
 
     Args:
         sample: the student.
         labels: (n,) teacher cell of each input.
         tau: temperature.
-        eps: an expert leads where its weight exceeds 1 - ε.
+        epsilon: an expert leads where its weight exceeds 1 - ε.
     """
     check_labels(labels, sample)
     n, experts = sample.scores.shape
-    leader = confident_expert(sample, tau, eps)
+    leader = confident_expert(sample, tau, epsilon)
     sure = leader >= 0
     counts = torch.zeros(experts, experts, dtype=torch.float64)
     counts.index_put_((labels[sure], leader[sure]), counts.new_ones(()), accumulate=True)
@@ -121,7 +123,7 @@ def misrouting_bound(
     sample: MoESample,
     labels: Int[Tensor, " n"],
     tau: float,
-    eps: float,
+    epsilon: float,
     *,
     gamma: float,
     eta: float,
@@ -133,7 +135,7 @@ def misrouting_bound(
         sample: the student, with the noiseless target.
         labels: (n,) teacher cell of each input.
         tau: temperature.
-        eps: 0 < ε < 1/2.
+        epsilon: 0 < ε < 1/2.
         gamma: γ_gap > 0.
         eta: η_gap of Assumption 5.11 under the teacher's labels (`specialisation_gap`).
         permutation: π, student expert of each cell.
@@ -145,7 +147,7 @@ def misrouting_bound(
         sorted(permutation) == list(range(experts)),
         f"need a permutation of 0 … {experts - 1}, got {list(permutation)}",
     )
-    leader = confident_expert(sample, tau, eps)
+    leader = confident_expert(sample, tau, epsilon)
     wrong = _misrouted(leader, labels, permutation)
     value = sample.outputs.gather(1, leader.clamp(min=0)[:, None]).squeeze(1)
     imitates = wrong & ((value - sample.target).square() <= gamma)
@@ -153,13 +155,13 @@ def misrouting_bound(
     assert misrouted.value is not None
     return Misrouting(
         tuple(permutation),
-        risk_decomposition(sample, tau, eps).interior,
+        risk_decomposition(sample, tau, epsilon).interior,
         misrouted,
         mean_estimate(imitates.double()),
         exception,
         gamma / 4 * max(misrouted.value - exception, 0.0),
         mean_estimate((wrong & ~imitates).double()).times(gamma / 4),
-        4 * eps * sample.outputs.abs().max().item() <= gamma**0.5,
+        4 * epsilon * sample.outputs.abs().max().item() <= gamma**0.5,
     )
 
 
@@ -231,7 +233,7 @@ def recovery_errors(
     sample: MoESample,
     teacher_scores: Float[Tensor, "n experts"],
     tau: float,
-    eps: float,
+    epsilon: float,
     eta: float = 0.0,
 ) -> Recovery:
     """Recovery errors of Theorem 5.17 with the constants C_1, C_2 as measured ratios.
@@ -240,7 +242,7 @@ def recovery_errors(
         sample: the student, with the noiseless target.
         teacher_scores: (n, E) scores of the teacher's router; its cells are their winners.
         tau: temperature.
-        eps: 0 < ε < 1/2.
+        epsilon: 0 < ε < 1/2.
         eta: η_gap of Assumption 5.11.
     """
     require(
@@ -251,21 +253,24 @@ def recovery_errors(
     require(0 <= eta < 1, f"need 0 <= eta < 1, got {eta=}")
     teacher = MoESample(teacher_scores, sample.outputs, sample.target)
     labels = teacher.winner
-    matching = match_experts(sample, labels, tau, eps)
+    matching = match_experts(sample, labels, tau, epsilon)
     order = torch.tensor(matching.permutation)
     own = sample.outputs.gather(1, order[labels][:, None]).squeeze(1)
-    unsure = ambiguous(sample, tau, eps)
+    unsure = ambiguous(sample, tau, epsilon)
     apart = (sample.winner != order[labels]) & ~unsure
     experts = mean_estimate((own - sample.target).square())
     # a point in the wrong cell lies in two symmetric differences
     partition = mean_estimate(2.0 * apart.double())
-    masses = mean_estimate(unsure.double()), mean_estimate(ambiguous(teacher, tau, eps).double())
+    masses = (
+        mean_estimate(unsure.double()),
+        mean_estimate(ambiguous(teacher, tau, epsilon).double()),
+    )
     here, there = (mass.value or 0.0 for mass in masses)
     return Recovery(
         matching,
         experts,
         partition,
         *masses,
-        (experts.value or 0.0) / (there + here + eta + eps**2),
-        (partition.value or 0.0) / (there + eta + eps**2),
+        (experts.value or 0.0) / (there + here + eta + epsilon**2),
+        (partition.value or 0.0) / (there + eta + epsilon**2),
     )

@@ -118,7 +118,7 @@ def evaluate(
     router: Callable[[Tensor], Tensor],
     experts: Callable[[Tensor], Tensor],
     target: Callable[[Tensor], Tensor],
-    inputs: Float[Tensor, "n width"],
+    inputs: Float[Tensor, "n dim"],
 ) -> MoESample:
     """`MoESample` of any router, experts and target at given inputs, in float64.
 
@@ -249,21 +249,21 @@ class RiskDecomposition:
     sharp_bound: Estimate
 
 
-def ambiguous(sample: MoESample, tau: float, eps: float) -> Bool[Tensor, " n"]:
+def ambiguous(sample: MoESample, tau: float, epsilon: float) -> Bool[Tensor, " n"]:
     """Membership of U_ε(τ): no expert has more than 1 - ε of the weight."""
-    require(0 < eps < 0.5, f"need 0 < eps < 1/2, got {eps=}")
-    return winner_odds(sample, tau) >= math.log(eps) - math.log1p(-eps)
+    require(0 < epsilon < 0.5, f"need 0 < epsilon < 1/2, got {epsilon=}")
+    return winner_odds(sample, tau) >= math.log(epsilon) - math.log1p(-epsilon)
 
 
-def confident_expert(sample: MoESample, tau: float, eps: float) -> Int[Tensor, " n"]:
+def confident_expert(sample: MoESample, tau: float, epsilon: float) -> Int[Tensor, " n"]:
     """The expert with weight above 1 - ε, or -1 inside U_ε(τ)."""
-    return sample.winner.masked_fill(ambiguous(sample, tau, eps), -1)
+    return sample.winner.masked_fill(ambiguous(sample, tau, epsilon), -1)
 
 
-def risk_decomposition(sample: MoESample, tau: float, eps: float) -> RiskDecomposition:
+def risk_decomposition(sample: MoESample, tau: float, epsilon: float) -> RiskDecomposition:
     """Lemma 5.5 on a sample whose target is the noiseless μ; bounds B are those of the sample."""
     loss = (sample.target - soft_predictions(sample, tau)).square()
-    inside = ambiguous(sample, tau, eps).double()
+    inside = ambiguous(sample, tau, epsilon).double()
     constant = boundary_constant(
         B=sample.target.abs().max().item(), B_stu=sample.outputs.abs().max().item()
     )
@@ -302,7 +302,7 @@ def cell_control(
     sample: MoESample,
     labels: Int[Tensor, " n"],
     tau: float,
-    eps: float,
+    epsilon: float,
     permutation: Sequence[int] | None = None,
 ) -> tuple[CellControl, ...]:
     """Proposition 5.8 in each teacher cell; the target is μ, which is f*_k on cell k.
@@ -311,14 +311,14 @@ def cell_control(
         sample: the student, with the noiseless target.
         labels: (n,) teacher cell of each input.
         tau: temperature.
-        eps: 0 < ε < 1/2.
+        epsilon: 0 < ε < 1/2.
         permutation: student expert of each cell; the identity for None.
     """
     experts = sample.scores.shape[1]
     check_labels(labels, sample)
     order = range(experts) if permutation is None else permutation
-    leader, h = confident_expert(sample, tau, eps), soft_predictions(sample, tau)
-    worst = 4 * sample.outputs.abs().max().item() ** 2 * eps**2
+    leader, h = confident_expert(sample, tau, epsilon), soft_predictions(sample, tau)
+    worst = 4 * sample.outputs.abs().max().item() ** 2 * epsilon**2
     controls = []
     for cell, expert in enumerate(order):
         inside = ((labels == cell) & (leader == expert)).double()

@@ -80,7 +80,7 @@ __all__ = [
     "risk_derivatives",
 ]
 
-Covariance = Float[Tensor, "width width"] | None
+Covariance = Float[Tensor, "dim dim"] | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,8 +103,8 @@ def risk_derivatives(
     apart = teacher.normal / teacher.normal.norm()
     apart = apart - student.normal * (apart @ student.normal) / student.normal.square().sum()
     require(
-        student.width == 1 or apart.norm().item() > 1e-6,
-        f"walls must cross in dimension {student.width}, got normals "
+        student.dim == 1 or apart.norm().item() > 1e-6,
+        f"walls must cross in dimension {student.dim}, got normals "
         f"{student.normal.tolist()} and {teacher.normal.tolist()}",
     )
 
@@ -211,7 +211,7 @@ class Population:
         weight: (n,) adding up to 1.
     """
 
-    inputs: Float[Tensor, "n width"]
+    inputs: Float[Tensor, "n dim"]
     target: Float[Tensor, " n"]
     weight: Float[Tensor, " n"]
 
@@ -227,7 +227,7 @@ def gaussian_grid(
     Across the teacher's wall Gauss-Legendre panels that end on it, so that its jump costs nothing;
     along it the trapezoidal rule, whose error falls like exp(-2π² w/spacing) for a layer of w.
     """
-    require(teacher.width == 2, f"a grid needs width 2, got {teacher.width}", ShapeError)
+    require(teacher.dim == 2, f"a grid needs dimension 2, got {teacher.dim}", ShapeError)
     require(spacing > 0 and order > 0, f"need spacing, order > 0, got {spacing=}, {order=}")
     sigma = check_covariance(covariance, 2)
     forward = sigma @ teacher.normal
@@ -247,10 +247,10 @@ def gaussian_grid(
 
 
 def gaussian_points(
-    teacher: TwoCells, n: int, seed: int, covariance: Float[Tensor, "width width"] | None = None
+    teacher: TwoCells, n: int, seed: int, covariance: Float[Tensor, "dim dim"] | None = None
 ) -> Population:
     """Independent draws of N(0, Σ) with equal weights."""
-    inputs = gaussian_inputs(n, teacher.width, seed, covariance)
+    inputs = gaussian_inputs(n, teacher.dim, seed, covariance)
     return Population(inputs, teacher.value(inputs), torch.full((n,), 1 / n, dtype=torch.float64))
 
 
@@ -268,14 +268,14 @@ class _Forward:
 
 def _forward(population: Population, parameters: Tensor, tau: float) -> _Forward:
     check_temperature(tau)
-    n, width = population.inputs.shape
+    n, dim = population.inputs.shape
     require(
-        len(parameters) == 3 * (width + 1),
-        f"need {3 * (width + 1)} parameters for width {width}, got {len(parameters)}",
+        len(parameters) == 3 * (dim + 1),
+        f"need {3 * (dim + 1)} parameters for dimension {dim}, got {len(parameters)}",
         ShapeError,
     )
     x = torch.cat([population.inputs, torch.ones(n, 1, dtype=torch.float64)], dim=1)
-    router, *experts = parameters.double().reshape(3, width + 1)
+    router, *experts = parameters.double().reshape(3, dim + 1)
     first, second = (x @ expert for expert in experts)
     p, d = torch.sigmoid(x @ router / tau), first - second
     turn = p * (1 - p) / tau

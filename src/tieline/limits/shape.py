@@ -56,14 +56,14 @@ __all__ = [
 ]
 
 Direction = Float[Tensor, " columns"]
-Covariance = Float[Tensor, "width width"] | None
+Covariance = Float[Tensor, "dim dim"] | None
 
 
 def moved(student: TwoCells, direction: Direction, step: float | Tensor) -> TwoCells:
     """The student with (normal, offset) shifted by step·direction; `direction` is (D + 1,)."""
     require(
-        len(direction) == student.width + 1,
-        f"a direction needs {student.width + 1} entries (normal, offset), got {len(direction)}",
+        len(direction) == student.dim + 1,
+        f"a direction needs {student.dim + 1} entries (normal, offset), got {len(direction)}",
         ShapeError,
     )
     change = step * direction
@@ -108,7 +108,7 @@ def wall_derivative(
 
 def _facet(student: TwoCells, covariance: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Mean and covariance of X given S = 0, and the density of S there."""
-    sigma = check_covariance(covariance, student.width)
+    sigma = check_covariance(covariance, student.dim)
     forward = sigma @ student.normal
     spread = (student.normal @ forward).sqrt()
     z = -student.offset / spread
@@ -263,9 +263,7 @@ def profile_variation(
         covariance: Σ of the inputs; the identity for None.
         tau: temperature; 0 for the hard problem.
     """
-    require(
-        wall.width == teacher.width, f"widths differ: {wall.width}, {teacher.width}", ShapeError
-    )
+    require(wall.dim == teacher.dim, f"dimensions differ: {wall.dim}, {teacher.dim}", ShapeError)
     move = direction.double()
     t = torch.zeros((), dtype=torch.float64, requires_grad=True)
     profile = gaussian_profile(moved(wall, move, t), teacher, covariance, tau)

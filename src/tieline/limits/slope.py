@@ -71,7 +71,7 @@ class Slope:
 
 
 def gaussian_slope(
-    student: TwoCells, teacher: TwoCells, covariance: Float[Tensor, "width width"] | None = None
+    student: TwoCells, teacher: TwoCells, covariance: Float[Tensor, "dim dim"] | None = None
 ) -> Slope:
     """Slope of `gaussian_risk` in τ at 0⁺.
 
@@ -138,7 +138,7 @@ def margin_constant(margins: Float[Tensor, " n"], alpha: float, least: int = 100
 
 
 def gaussian_margin_constant(
-    student: TwoCells, covariance: Float[Tensor, "width width"] | None = None
+    student: TwoCells, covariance: Float[Tensor, "dim dim"] | None = None
 ) -> float:
     """C = sup_{t > 0} P(|S| <= t)/t of a linear router, the best constant of eq. 4.4 at α = 1.
 

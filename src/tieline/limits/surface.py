@@ -47,7 +47,7 @@ REACH = 8.0
 
 def surface_integral(
     score: Score,
-    width: int,
+    dim: int,
     *,
     level: float = 0.0,
     integrand: Score | None = None,
@@ -59,7 +59,7 @@ def surface_integral(
 
     Args:
         score: inputs (n, D) to S (n,), differentiable.
-        width: D.
+        dim: D.
         level: t.
         integrand: inputs to g (n,); 1 for None.
         lines: lines per axis.
@@ -67,9 +67,9 @@ def surface_integral(
         seed: of the lines.
     """
     require(lines > 1 and cells > 1, f"need 2 lines and cells or more, got {lines=}, {cells=}")
-    require(width > 0, f"need a width > 0, got {width=}")
-    others = gaussian_inputs(lines, width, seed)
-    totals = sum(_line_sums(score, others, axis, level, integrand, cells) for axis in range(width))
+    require(dim > 0, f"need dim > 0, got {dim=}")
+    others = gaussian_inputs(lines, dim, seed)
+    totals = sum(_line_sums(score, others, axis, level, integrand, cells) for axis in range(dim))
     assert isinstance(totals, Tensor)
     return mean_estimate(totals)
 
@@ -139,9 +139,9 @@ class CoareaCheck:
 
 def coarea_check(
     score: Score,
-    width: int,
+    dim: int,
     taus: tuple[float, ...],
-    eps: float,
+    epsilon: float,
     *,
     n: int = 200_000,
     lines: int = 2000,
@@ -149,14 +149,14 @@ def coarea_check(
 ) -> CoareaCheck:
     """P(|S| <= κ_ε τ) of n draws of N(0, I) against 2 κ_ε F(0) τ from the surface S = 0."""
     require(len(taus) > 0 and min(taus) > 0, f"need temperatures > 0, got {taus}")
-    kappa = ambiguity_width(eps)
-    x = gaussian_inputs(n, width, seed + 1).requires_grad_()
+    kappa = ambiguity_width(epsilon)
+    x = gaussian_inputs(n, dim, seed + 1).requires_grad_()
     s = score(x)
     (slope,) = torch.autograd.grad(s.sum(), x)
     distance = s.detach().abs()
     near = distance <= kappa * max(taus)
     least = slope[near].norm(dim=1).min().item() if bool(near.any()) else math.nan
-    profile = surface_integral(score, width, lines=lines, seed=seed)
+    profile = surface_integral(score, dim, lines=lines, seed=seed)
     return CoareaCheck(
         taus,
         tuple(mean_estimate((distance <= kappa * tau).double()) for tau in taus),
@@ -183,14 +183,14 @@ class PairConstants:
 
 
 def pair_constants(
-    weight: Float[Tensor, "experts width"],
+    weight: Float[Tensor, "experts dim"],
     bias: Float[Tensor, " experts"] | None = None,
-    covariance: Float[Tensor, "width width"] | None = None,
+    covariance: Float[Tensor, "dim dim"] | None = None,
 ) -> PairConstants:
     """F_kl(0) of all pairs, the union bound (3.9) and C_margin, for scores Wx + b, X ~ N(0, Σ)."""
-    experts, width = weight.shape
+    experts, dim = weight.shape
     require(experts > 1, f"need 2 experts or more, got {experts}", ShapeError)
-    sigma = check_covariance(covariance, width)
+    sigma = check_covariance(covariance, dim)
     w = weight.double()
     b = torch.zeros(experts, dtype=torch.float64) if bias is None else bias.double()
     require(len(b) == experts, f"need {experts} biases, got {len(b)}", ShapeError)

@@ -58,7 +58,7 @@ __all__ = [
     "symmetry_teacher",
 ]
 
-Vector = Float[Tensor, " width"]
+Vector = Float[Tensor, " dim"]
 SIGN_CONSTANT = 2 * math.sqrt(2 / math.pi)
 
 
@@ -102,12 +102,12 @@ class Operator:
         overlap: (D,) |⟨w_i, v⟩| of each eigenvector.
     """
 
-    matrix: Float[Tensor, "width width"]
-    eigenvalues: Float[Tensor, " width"]
-    eigenvectors: Float[Tensor, "width width"]
+    matrix: Float[Tensor, "dim dim"]
+    eigenvalues: Float[Tensor, " dim"]
+    eigenvectors: Float[Tensor, "dim dim"]
     rayleigh: float
     kappa: float
-    overlap: Float[Tensor, " width"]
+    overlap: Float[Tensor, " dim"]
 
     @property
     def unstable(self) -> bool:
@@ -118,7 +118,7 @@ class Operator:
 def operator(
     v: Vector,
     d: Vector,
-    covariance: Float[Tensor, "width width"] | None = None,
+    covariance: Float[Tensor, "dim dim"] | None = None,
     response: Response | None = None,
 ) -> Operator:
     """M in closed form from two one-dimensional moments of g.
@@ -149,7 +149,7 @@ def operator(
 def sampled_rayleigh(
     v: Vector,
     d: Vector,
-    covariance: Float[Tensor, "width width"] | None = None,
+    covariance: Float[Tensor, "dim dim"] | None = None,
     response: Response | None = None,
     n: int = 100_000,
     seed: int = 0,
@@ -190,7 +190,7 @@ class AlignmentRate:
 
 
 def alignment_rate(
-    eigenvalues: Float[Tensor, " width"], step_size: float, tau: float
+    eigenvalues: Float[Tensor, " dim"], step_size: float, tau: float
 ) -> AlignmentRate:
     """Rates (6.8)–(6.11) from the eigenvalues of M in descending order."""
     require(step_size > 0 and tau > 0, f"need step_size > 0 and tau > 0, got {step_size=}, {tau=}")
@@ -210,7 +210,7 @@ def alignment_rate(
     )
 
 
-def alignment_step(u: Vector, matrix: Float[Tensor, "width width"], push: float) -> Vector:
+def alignment_step(u: Vector, matrix: Float[Tensor, "dim dim"], push: float) -> Vector:
     """One reduced update (I + (η/τ) M) u, eq. 6.6."""
     return u + push * matrix @ u
 
@@ -218,7 +218,9 @@ def alignment_step(u: Vector, matrix: Float[Tensor, "width width"], push: float)
 def _checked(v: Tensor, d: Tensor, covariance: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     v, d = v.double(), d.double()
     require(
-        v.shape == d.shape, f"v and d must have one width, got {len(v)} and {len(d)}", ShapeError
+        v.shape == d.shape,
+        f"v and d must have one dimension, got {len(v)} and {len(d)}",
+        ShapeError,
     )
     length = v.norm().item()
     # 1e-6 lets a unit vector of float32 pass
@@ -226,12 +228,12 @@ def _checked(v: Tensor, d: Tensor, covariance: Tensor | None) -> tuple[Tensor, T
     return v / length, d, check_covariance(covariance, len(v))
 
 
-Covariance = Float[Tensor, "width width"] | None
+Covariance = Float[Tensor, "dim dim"] | None
 
 
 def symmetry_teacher(v: Vector, d: Vector) -> TwoCells:
     """Teacher of section 6 with baseline 0: ½ d·x where v·x >= 0, -½ d·x elsewhere."""
-    require(v.shape == d.shape, f"v and d differ in width: {len(v)}, {len(d)}", ShapeError)
+    require(v.shape == d.shape, f"v and d differ in dimension: {len(v)}, {len(d)}", ShapeError)
     slope = torch.nn.functional.pad(d.double() / 2, (0, 1))
     return TwoCells(v.double(), torch.zeros((), dtype=torch.float64), torch.stack([slope, -slope]))
 
@@ -250,9 +252,9 @@ class CoupledModes:
     """
 
     intercept: float
-    matrix: Float[Tensor, "width width"]
-    eigenvalues: Float[Tensor, " width"]
-    rates: Float[Tensor, " width"]
+    matrix: Float[Tensor, "dim dim"]
+    eigenvalues: Float[Tensor, " dim"]
+    rates: Float[Tensor, " dim"]
     direction: Vector
     paper_rate: float
 

@@ -70,7 +70,7 @@ __all__ = [
     "two_cells",
 ]
 
-Numbers = Sequence[float] | Float[Tensor, " width"]
+Numbers = Sequence[float] | Float[Tensor, " dim"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,12 +83,12 @@ class TwoCells:
         experts: (2, D + 1) slopes and intercept of the function where S > 0, then where S < 0.
     """
 
-    normal: Float[Tensor, " width"]
+    normal: Float[Tensor, " dim"]
     offset: Float[Tensor, ""]
     experts: Float[Tensor, "2 columns"]
 
     @property
-    def width(self) -> int:
+    def dim(self) -> int:
         """D."""
         return self.normal.shape[0]
 
@@ -97,8 +97,8 @@ class TwoCells:
         return torch.cat([self.normal, self.offset[None], self.experts.flatten()])
 
     def with_flat(self, parameters: Float[Tensor, " parameters"]) -> "TwoCells":
-        """The mixture of this width that has the parameters of `flat`."""
-        d = self.width
+        """The mixture of this dim that has the parameters of `flat`."""
+        d = self.dim
         return TwoCells(parameters[:d], parameters[d], parameters[d + 1 :].reshape(2, d + 1))
 
     def with_experts(self, experts: Float[Tensor, "2 columns"]) -> "TwoCells":
@@ -109,20 +109,20 @@ class TwoCells:
         """The same function with the labels of the two experts exchanged."""
         return TwoCells(-self.normal, -self.offset, self.experts.flip(0))
 
-    def scores(self, x: Float[Tensor, "n width"]) -> Float[Tensor, "n 2"]:
+    def scores(self, x: Float[Tensor, "n dim"]) -> Float[Tensor, "n 2"]:
         """(S/2, -S/2), so that softmax at temperature τ gives expert 1 the weight σ(S/τ)."""
         s = x @ self.normal + self.offset
         return torch.stack([s / 2, -s / 2], dim=1)
 
-    def outputs(self, x: Float[Tensor, "n width"]) -> Float[Tensor, "n 2"]:
+    def outputs(self, x: Float[Tensor, "n dim"]) -> Float[Tensor, "n 2"]:
         """Values of both experts."""
         return x @ self.experts[:, :-1].T + self.experts[:, -1]
 
-    def cell(self, x: Float[Tensor, "n width"]) -> Int[Tensor, " n"]:
+    def cell(self, x: Float[Tensor, "n dim"]) -> Int[Tensor, " n"]:
         """0 where S >= 0 and 1 elsewhere: the tie rule of the package, lower index first."""
         return (x @ self.normal + self.offset < 0).long()
 
-    def value(self, x: Float[Tensor, "n width"]) -> Float[Tensor, " n"]:
+    def value(self, x: Float[Tensor, "n dim"]) -> Float[Tensor, " n"]:
         """The piecewise function itself: the expert of the cell."""
         return self.outputs(x).gather(1, self.cell(x)[:, None]).squeeze(1)
 
@@ -131,7 +131,7 @@ def two_cells(
     *,
     normal: Numbers,
     offset: float = 0.0,
-    slopes: Sequence[Sequence[float]] | Float[Tensor, "2 width"],
+    slopes: Sequence[Sequence[float]] | Float[Tensor, "2 dim"],
     intercepts: Sequence[float] | Float[Tensor, "2"] = (0.0, 0.0),
 ) -> TwoCells:
     """`TwoCells` from plain numbers.
@@ -156,15 +156,15 @@ def two_cells(
 
 
 def check_covariance(
-    covariance: Float[Tensor, "width width"] | None, width: int
-) -> Float[Tensor, "width width"]:
+    covariance: Float[Tensor, "dim dim"] | None, dim: int
+) -> Float[Tensor, "dim dim"]:
     """Σ in float64 (the identity for None), or an error that names its smallest eigenvalue."""
     if covariance is None:
-        return torch.eye(width, dtype=torch.float64)
+        return torch.eye(dim, dtype=torch.float64)
     sigma = covariance.double()
     require(
-        sigma.shape == (width, width),
-        f"covariance must be ({width}, {width}), got {tuple(sigma.shape)}",
+        sigma.shape == (dim, dim),
+        f"covariance must be ({dim}, {dim}), got {tuple(sigma.shape)}",
         ShapeError,
     )
     require(torch.allclose(sigma, sigma.T), "covariance must be symmetric")
@@ -174,13 +174,13 @@ def check_covariance(
 
 
 def gaussian_inputs(
-    n: int, width: int, seed: int, covariance: Float[Tensor, "width width"] | None = None
-) -> Float[Tensor, "n width"]:
+    n: int, dim: int, seed: int, covariance: Float[Tensor, "dim dim"] | None = None
+) -> Float[Tensor, "n dim"]:
     """Independent draws of N(0, Σ) in float64, the same for the same seed."""
-    require(n > 0 and width > 0, f"need n > 0 and width > 0, got {n=}, {width=}")
-    root = torch.linalg.cholesky(check_covariance(covariance, width))
+    require(n > 0 and dim > 0, f"need n > 0 and dim > 0, got {n=}, {dim=}")
+    root = torch.linalg.cholesky(check_covariance(covariance, dim))
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(n, width, generator=generator, dtype=torch.float64) @ root.T
+    return torch.randn(n, dim, generator=generator, dtype=torch.float64) @ root.T
 
 
 LIMIT = 9.5  # the normal law beyond has mass 2e-21
@@ -257,7 +257,7 @@ def normal_rule(layers: list[Layer]) -> Rule:
 def slices(
     student: TwoCells,
     teacher: TwoCells,
-    covariance: Float[Tensor, "width width"] | None = None,
+    covariance: Float[Tensor, "dim dim"] | None = None,
     tau: float = 0.0,
     levels: tuple[float, ...] = (),
 ) -> Slices:
@@ -294,7 +294,7 @@ def _fixed(centre: Tensor, scale: Tensor) -> Layer:
 def slice_at(
     student: TwoCells,
     teacher: TwoCells,
-    covariance: Float[Tensor, "width width"] | None = None,
+    covariance: Float[Tensor, "dim dim"] | None = None,
     score: float = 0.0,
 ) -> Slices:
     """A, B, C on the level set S = score, the density of S there as its one weight.
@@ -348,11 +348,11 @@ class _Conditional:
 
 def _conditional(student: TwoCells, teacher: TwoCells, covariance: Tensor | None) -> "_Conditional":
     require(
-        student.width == teacher.width,
-        f"student and teacher must have one width, got {student.width} and {teacher.width}",
+        student.dim == teacher.dim,
+        f"student and teacher must have one dimension, got {student.dim} and {teacher.dim}",
         ShapeError,
     )
-    sigma = check_covariance(covariance, student.width)
+    sigma = check_covariance(covariance, student.dim)
     forward = sigma @ student.normal
     spread = (student.normal @ forward).sqrt()
     require(bool(spread > 0), f"need a router normal that is not 0, got {student.normal.tolist()}")
@@ -369,7 +369,7 @@ def _conditional(student: TwoCells, teacher: TwoCells, covariance: Tensor | None
     return _Conditional(student, teacher, *fields)
 
 
-Covariance = Float[Tensor, "width width"] | None
+Covariance = Float[Tensor, "dim dim"] | None
 
 
 def first_weight(score: Float[Tensor, " n"], tau: float) -> Float[Tensor, " n"]:
@@ -407,19 +407,19 @@ class GaussianSplit:
     mass: float
 
 
-def ambiguity_width(eps: float, n_experts: int = 2) -> float:
+def ambiguity_width(epsilon: float, n_experts: int = 2) -> float:
     """κ_{ε,E} = log((E - 1)(1 - ε)/ε), which is κ_ε for two experts (Remark 5.4)."""
-    require(0 < eps < 0.5, f"need 0 < eps < 1/2, got {eps=}")
+    require(0 < epsilon < 0.5, f"need 0 < epsilon < 1/2, got {epsilon=}")
     require(n_experts > 1, f"need 2 experts or more, got {n_experts=}")
-    return math.log(n_experts - 1) + math.log1p(-eps) - math.log(eps)
+    return math.log(n_experts - 1) + math.log1p(-epsilon) - math.log(epsilon)
 
 
 def gaussian_decomposition(
-    student: TwoCells, teacher: TwoCells, tau: float, eps: float, covariance: Covariance = None
+    student: TwoCells, teacher: TwoCells, tau: float, epsilon: float, covariance: Covariance = None
 ) -> GaussianSplit:
     """Interior and boundary parts of L̃_τ, eq. 5.3 and Lemma 5.5; exact for two experts."""
     require(tau > 0, f"need a temperature tau > 0, got {tau=}")
-    width = ambiguity_width(eps) * tau
+    width = ambiguity_width(epsilon) * tau
     cut = slices(student, teacher, covariance, tau, levels=(-width, width))
     risk, near = cut.weight * slice_risk(cut, student, tau), cut.score.abs() <= width
     return GaussianSplit(
@@ -487,8 +487,8 @@ def gaussian_boundary_mass(
     student: TwoCells, radius: float, covariance: Covariance = None
 ) -> BoundaryMass:
     """P(|S(X)| <= r) with its expansion; r = κ_ε τ gives eq. 3.13."""
-    require(radius >= 0, f"need a width radius >= 0, got {radius=}")
-    sigma = check_covariance(covariance, student.width)
+    require(radius >= 0, f"need radius >= 0, got {radius=}")
+    sigma = check_covariance(covariance, student.dim)
     s, b = (student.normal @ sigma @ student.normal).sqrt().item(), abs(student.offset.item())
     # both tails on the side of the offset: no digits are lost far from the wall
     ends = torch.tensor([radius - b, -radius - b], dtype=torch.float64) / s

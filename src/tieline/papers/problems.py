@@ -210,8 +210,8 @@ def extrapolated(shares: dict[float, tuple[Tensor, Tensor]]) -> tuple[float, flo
     """U_2/U_1 over ε, extrapolated to ε = 0 from two widths ε and 2ε, with its standard error."""
     (small, near_), (large, far) = sorted(shares.items())
     values, variance = [], 0.0
-    for eps, (one, two), factor in ((small, near_, 2.0), (large, far, -1.0)):
-        ratio = two.mean() / one.mean() / eps
+    for epsilon, (one, two), factor in ((small, near_, 2.0), (large, far, -1.0)):
+        ratio = two.mean() / one.mean() / epsilon
         values.append(factor * ratio.item())
         relative = (1 / two.sum() + 1 / one.sum()).item()
         variance += (factor * ratio.item()) ** 2 * relative

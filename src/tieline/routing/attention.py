@@ -106,9 +106,9 @@ def _scale(q: Tensor, scale: float | None) -> float:
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     rules = {
-        "q, k and v need a length and a width": min(q.ndim, k.ndim, v.ndim) >= 2,
+        "q, k and v need a length and a dimension": min(q.ndim, k.ndim, v.ndim) >= 2,
         "q, k and v must have equal leading axes": q.shape[:-2] == k.shape[:-2] == v.shape[:-2],
-        "queries and keys must have one width >= 1": q.shape[-1:] == k.shape[-1:] != (0,),
+        "queries and keys must have one dimension >= 1": q.shape[-1:] == k.shape[-1:] != (0,),
         "there must be a value for every key": k.shape[-2:-1] == v.shape[-2:-1],
         "causal attention needs as many keys as queries": not causal
         or q.shape[-2:-1] == k.shape[-2:-1],
@@ -149,7 +149,7 @@ class SelfAttention(nn.Module):
     """W_o of the heads' attention over W_q x, W_k x and W_v x, softmax or sigmoid.
 
     Args:
-        d_model: width D of a token.
+        d_model: dimension D of a token.
         n_heads: number of heads, a divisor of D.
         kind: "softmax" or "sigmoid".
         causal: whether a token sees itself and those before it only.
@@ -172,7 +172,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         require(
             d_model >= 1 and n_heads >= 1 and d_model % n_heads == 0,
-            f"heads must divide the width, got {d_model=}, {n_heads=}",
+            f"heads must divide the dimension, got {d_model=}, {n_heads=}",
         )
         check_kind(kind, bias)
         require(scale is None or math.isfinite(scale), f"scale must be finite, got {scale=}")
@@ -183,9 +183,7 @@ class SelfAttention(nn.Module):
             nn.Linear(d_model, d_model, bias=projection_bias) for _ in range(4)
         )
 
-    def forward(
-        self, x: Float[Tensor, "*batch tokens width"]
-    ) -> Float[Tensor, "*batch tokens width"]:
+    def forward(self, x: Float[Tensor, "*batch tokens dim"]) -> Float[Tensor, "*batch tokens dim"]:
         """Attention of every token to its sequence, (..., N, D) in and out."""
         require(
             x.ndim >= 2 and x.shape[-1] == self.d_model and x.is_floating_point(),
@@ -206,15 +204,15 @@ class SelfAttention(nn.Module):
     def head(self, index: int) -> HeadWeights:
         """Weights of one head as `attention_as_moe` takes them."""
         require(0 <= index < self.n_heads, f"need 0 <= head < {self.n_heads}, got {index}")
-        width = self.d_model // self.n_heads
-        rows = slice(index * width, (index + 1) * width)
+        dim = self.d_model // self.n_heads
+        rows = slice(index * dim, (index + 1) * dim)
         layers = (self.query, self.key, self.value)
         w_q, w_k, w_v = (layer.weight[rows].T for layer in layers)
         b_q, b_k, b_v = (None if m.bias is None else m.bias[rows] for m in layers)
         return {"w_q": w_q, "w_k": w_k, "w_v": w_v, "b_q": b_q, "b_k": b_k, "b_v": b_v}
 
     def extra_repr(self) -> str:
-        """Widths and kind."""
+        """Dimensions and kind."""
         return (
             f"d_model={self.d_model}, n_heads={self.n_heads}, kind={self.kind!r}, "
             f"causal={self.causal}, bias={self.bias!r}"

@@ -1,7 +1,7 @@
 """One row of self-attention as a mixture of experts with quadratic affinity (paper 4, section 2).
 
-Let X = [x_1, …, x_N] be the tokens of a sequence in one vector of width ND and E_j the matrix that
-cuts token j out of it, X E_j = x_j. Row i of the attention is
+Let X = [x_1, …, x_N] be the tokens of a sequence in one vector of dimension ND and E_j the matrix
+that cuts token j out of it, X E_j = x_j. Row i of the attention is
 
     Σ_j G(s(X))_j · X P_j,   s_j(X) = X M_ij Xᵀ + c,   M_ij = s E_i W_Q W_Kᵀ E_jᵀ,   P_j = E_j W_V
 
@@ -29,7 +29,7 @@ from tieline.routing.routers import QuadraticRouter
 
 __all__ = ["AttentionMoE", "TokenExperts", "attention_as_moe"]
 
-Sequence = Float[Tensor, "*batch tokens_width"]
+Sequence = Float[Tensor, "*batch tokens_dim"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +41,7 @@ class TokenExperts:
         constant: b_v (d_v), the same for all experts.
     """
 
-    maps: Float[Tensor, "experts tokens_width d_value"]
+    maps: Float[Tensor, "experts tokens_dim d_value"]
     constant: Float[Tensor, " d_value"]
 
     def __call__(self, sequence: Sequence) -> Float[Tensor, "*batch experts d_value"]:
@@ -68,7 +68,7 @@ class AttentionMoE:
     router: QuadraticRouter
     gate: Gate
     experts: TokenExperts
-    sequence: Float[Tensor, " tokens_width"]
+    sequence: Float[Tensor, " tokens_dim"]
     scores: Float[Tensor, " experts"]
     weights: Float[Tensor, " experts"]
     output: Float[Tensor, " d_value"]
@@ -79,7 +79,7 @@ class AttentionMoE:
 
 
 def attention_as_moe(
-    x: Float[Tensor, "tokens width"],
+    x: Float[Tensor, "tokens dim"],
     w_q: Float[Tensor, "width_q d_query"],
     w_k: Float[Tensor, "width_k d_key"],
     w_v: Float[Tensor, "width_v d_value"],
@@ -144,7 +144,7 @@ class _Head(NamedTuple):
         require(fit, f"x must be (N, D) and every map have D rows, got {got}", ShapeError)
         require(
             maps[0].shape == maps[1].shape and maps[0].shape[1] >= 1,
-            f"queries and keys must have one width >= 1, got {got}",
+            f"queries and keys must have one dimension >= 1, got {got}",
             ShapeError,
         )
         tensors = (x, *maps, *(b for b in biases if b is not None))
@@ -168,7 +168,7 @@ def _router(
     head: _Head, query_cut: Tensor, key_cuts: Tensor, scale: float, bias: float
 ) -> QuadraticRouter:
     """Scores scale · (x_i W_Q + b_q)·(x_j W_K + b_k) + bias, multiplied out in X."""
-    n_experts, sequence, width = key_cuts.shape
+    n_experts, sequence, dim = key_cuts.shape
     left = query_cut @ (scale * head.w_q @ head.w_k.T)
     linear = query_cut @ (scale * head.w_q @ head.b_k) + key_cuts @ (scale * head.w_k @ head.b_q)
     parameters = {
@@ -178,16 +178,16 @@ def _router(
         "constant": (scale * head.b_q @ head.b_k + bias).repeat(n_experts),
     }
     with torch.device("meta"):  # draws no random numbers for parameters that are given
-        router = QuadraticRouter(sequence, n_experts, kind="full", rank=width)
+        router = QuadraticRouter(sequence, n_experts, kind="full", rank=dim)
     router.load_state_dict(parameters, assign=True)
     return router.requires_grad_(False)
 
 
-def _cuts(x: Tensor) -> Float[Tensor, "tokens tokens_width width"]:
+def _cuts(x: Tensor) -> Float[Tensor, "tokens tokens_dim dim"]:
     """E_j of all tokens: X E_j = x_j."""
-    tokens, width = x.shape
-    eye = torch.eye(tokens * width, dtype=x.dtype, device=x.device)
-    return eye.view(tokens * width, tokens, width).transpose(0, 1)
+    tokens, dim = x.shape
+    eye = torch.eye(tokens * dim, dtype=x.dtype, device=x.device)
+    return eye.view(tokens * dim, tokens, dim).transpose(0, 1)
 
 
 def _mix(weights: Tensor, outputs: Tensor) -> Tensor:

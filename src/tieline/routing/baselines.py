@@ -44,7 +44,7 @@ __all__ = ["BASELINES", "Smear", "SoftMoE", "baseline"]
 
 
 class Smear(nn.Module):
-    """The layer of the module docstring over the last two axes, tokens and width.
+    """The layer of the module docstring over the last two axes, tokens and features.
 
     Args:
         router: scores of a sequence from the mean of its tokens.
@@ -63,13 +63,11 @@ class Smear(nn.Module):
         )
         self.router, self.gate, self.experts = router, Softmax(temperature), experts
 
-    def weights(self, x: Float[Tensor, "*batch tokens width"]) -> Float[Tensor, "*batch experts"]:
+    def weights(self, x: Float[Tensor, "*batch tokens dim"]) -> Float[Tensor, "*batch experts"]:
         """The weights w of each sequence."""
         return self.gate(self.router(x.mean(dim=-2)))
 
-    def forward(
-        self, x: Float[Tensor, "*batch tokens width"]
-    ) -> Float[Tensor, "*batch tokens width"]:
+    def forward(self, x: Float[Tensor, "*batch tokens dim"]) -> Float[Tensor, "*batch tokens dim"]:
         """f(x; θ̄)."""
         require(x.ndim >= 2, f"tokens must be (..., T, D), got {tuple(x.shape)}", ShapeError)
         if not x.numel():
@@ -99,7 +97,7 @@ def _merge(weights: Tensor, stacked: Tensor | None) -> Tensor | None:
 
 
 class SoftMoE(nn.Module):
-    """The layer of the module docstring over the last two axes, tokens and width.
+    """The layer of the module docstring over the last two axes, tokens and features.
 
     Args:
         experts: the experts f_e.
@@ -113,12 +111,12 @@ class SoftMoE(nn.Module):
     def __init__(self, experts: Experts, *, slots: int = 1, normalise: bool = True) -> None:
         super().__init__()
         require(slots >= 1, f"an expert needs at least one slot, got {slots=}")
-        width = experts.d_model
+        dim = experts.d_model
         self.experts, self.slots = experts, slots
-        self.phi = nn.Parameter(torch.randn(experts.n_experts * slots, width) / math.sqrt(width))
+        self.phi = nn.Parameter(torch.randn(experts.n_experts * slots, dim) / math.sqrt(dim))
         self.scale = nn.Parameter(torch.ones(())) if normalise else None
 
-    def scores(self, x: Float[Tensor, "*batch tokens width"]) -> Float[Tensor, "*batch tokens s"]:
+    def scores(self, x: Float[Tensor, "*batch tokens dim"]) -> Float[Tensor, "*batch tokens s"]:
         """Z, in at least float32."""
         wide = torch.promote_types(x.dtype, torch.float32)
         x, phi = x.to(wide), self.phi.to(wide)
@@ -126,9 +124,7 @@ class SoftMoE(nn.Module):
             return F.linear(x, phi)
         return F.linear(F.normalize(x, dim=-1), self.scale * F.normalize(phi, dim=-1))
 
-    def forward(
-        self, x: Float[Tensor, "*batch tokens width"]
-    ) -> Float[Tensor, "*batch tokens width"]:
+    def forward(self, x: Float[Tensor, "*batch tokens dim"]) -> Float[Tensor, "*batch tokens dim"]:
         """Y."""
         require(x.ndim >= 2, f"tokens must be (..., T, D), got {tuple(x.shape)}", ShapeError)
         if not x.numel():
@@ -171,11 +167,11 @@ def baseline(
 
     Args:
         name: a name in `BASELINES`.
-        d_model: width D of a token.
+        d_model: dimension D of a token.
         n_experts: number of experts E.
         k: experts per token, on average where the layer does not fix it; SMEAR and Soft MoE do not
             use it.
-        d_hidden: width H of an expert.
+        d_hidden: hidden dimension H of an expert.
         router: a key of `ROUTERS`; Soft MoE has its own.
         activation: activation of the experts.
         bias: whether the experts have biases.

@@ -81,14 +81,14 @@ class Slots(NamedTuple):
         A run of tokens at a time where there are many: the fresh result of `embedding_bag` then
         stays in the cache, and the pages of the whole are those of the pool, not new ones.
         """
-        width = rows_s.shape[1]
+        dim = rows_s.shape[1]
         if not rows_s.shape[0]:
-            return rows_s.new_zeros(n_tokens, width)
+            return rows_s.new_zeros(n_tokens, dim)
         per_token = torch.bincount(self.index_s[1], minlength=n_tokens)
         starts = per_token.cumsum(0) - per_token
-        if n_tokens * width <= RUN_ELEMENTS:
+        if n_tokens * dim <= RUN_ELEMENTS:
             return F.embedding_bag(self.index_s[2], rows_s, starts, mode="sum")
-        out, run = take_buffer((n_tokens, width), rows_s), max(1, RUN_ELEMENTS // width)
+        out, run = take_buffer((n_tokens, dim), rows_s), max(1, RUN_ELEMENTS // dim)
         lows = [*starts[::run].tolist(), rows_s.shape[0]]
         for place, (low, high) in enumerate(pairwise(lows)):
             tokens = slice(place * run, (place + 1) * run)
@@ -187,14 +187,14 @@ ACTIVATIONS = {
 
 
 def dispatch(
-    x: Float[Tensor, "tokens width"],
+    x: Float[Tensor, "tokens dim"],
     weights: Float[Tensor, "tokens experts"],
-    w_in: Float[Tensor, "experts branches_hidden width"],
-    w_out: Float[Tensor, "experts width hidden"],
+    w_in: Float[Tensor, "experts branches_hidden dim"],
+    w_out: Float[Tensor, "experts dim hidden"],
     b_in: Float[Tensor, "experts branches_hidden"] | None = None,
     *,
     activation: str = "swiglu",
-) -> Float[Tensor, "tokens width"]:
+) -> Float[Tensor, "tokens dim"]:
     """Mixture output y (T, D) of the experts with non-zero weight; first derivatives only.
 
     Differentiable in every tensor argument; where a weight is zero its gradient is zero too, since
@@ -228,17 +228,17 @@ def _check(
     x: Tensor, weights: Tensor, w_in: Tensor, w_out: Tensor, b_in: Tensor | None, activation: str
 ) -> None:
     require(activation in ACTIVATIONS, f"{activation=} is not one of {sorted(ACTIVATIONS)}")
-    experts, width, hidden = w_out.shape
+    experts, dim, hidden = w_out.shape
     rows = ACTIVATIONS[activation].branches * hidden
-    require(x.shape[1] == width, f"tokens have width {x.shape[1]}, the experts {width}", ShapeError)
+    require(x.shape[1] == dim, f"tokens have dimension {x.shape[1]}, the experts {dim}", ShapeError)
     require(
         tuple(weights.shape) == (x.shape[0], experts),
         f"weights must be (tokens, experts) = {(x.shape[0], experts)}, got {tuple(weights.shape)}",
         ShapeError,
     )
     require(
-        tuple(w_in.shape) == (experts, rows, width),
-        f"w_in must be {(experts, rows, width)} for {activation!r}, got {tuple(w_in.shape)}",
+        tuple(w_in.shape) == (experts, rows, dim),
+        f"w_in must be {(experts, rows, dim)} for {activation!r}, got {tuple(w_in.shape)}",
         ShapeError,
     )
     require(
@@ -377,9 +377,9 @@ class _Scratch(NamedTuple):
     grad_pre: Tensor  # (B, n, H), contiguous
 
     @classmethod
-    def of(cls, n: int, width: int, hidden: int, branches: int, like: Tensor) -> "_Scratch":
-        widths = (width, width, hidden, hidden, branches * hidden)
-        return cls(*(like.new_empty(n, columns) for columns in widths))
+    def of(cls, n: int, dim: int, hidden: int, branches: int, like: Tensor) -> "_Scratch":
+        sizes = (dim, dim, hidden, hidden, branches * hidden)
+        return cls(*(like.new_empty(n, columns) for columns in sizes))
 
     def rows(self, n: int) -> "_Scratch":
         x, grad, hidden, grad_hidden, grad_pre = self

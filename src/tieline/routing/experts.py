@@ -21,8 +21,8 @@ class Experts(nn.Module):
 
     Args:
         n_experts: number of experts E.
-        d_model: width D of a token.
-        d_hidden: width H of an expert.
+        d_model: dimension D of a token.
+        d_hidden: hidden dimension H of an expert.
         activation: "swiglu", "geglu" (gated, B = 2), "relu" or "gelu" (B = 1).
         bias: whether both maps have biases.
     """
@@ -51,8 +51,8 @@ class Experts(nn.Module):
         self.b_out = nn.Parameter(torch.zeros(n_experts, d_model)) if bias else None
 
     def forward(
-        self, x: Float[Tensor, "tokens width"], weights: Float[Tensor, "tokens experts"]
-    ) -> Float[Tensor, "tokens width"]:
+        self, x: Float[Tensor, "tokens dim"], weights: Float[Tensor, "tokens experts"]
+    ) -> Float[Tensor, "tokens dim"]:
         """Σ_e w_te f_e(x_t), leaving out the experts of zero weight."""
         y = dispatch(x, weights, self.w_in, self.w_out, self.b_in, activation=self.activation)
         return y if self.b_out is None else y + weights.to(y) @ self.b_out.to(y)

@@ -22,16 +22,16 @@ Rows = Callable[[Tensor], Tensor]
 
 
 def grouped_dispatch(
-    x: Float[Tensor, "tokens width"],
+    x: Float[Tensor, "tokens dim"],
     weights: Float[Tensor, "tokens experts"],
-    w_in: Float[Tensor, "experts inner width"],
-    w_out: Float[Tensor, "experts width hidden"],
+    w_in: Float[Tensor, "experts inner dim"],
+    w_out: Float[Tensor, "experts dim hidden"],
     b_in: Float[Tensor, "experts inner"] | None = None,
-    b_out: Float[Tensor, "experts width"] | None = None,
+    b_out: Float[Tensor, "experts dim"] | None = None,
     *,
     hidden: Rows,
     finish: Rows | None = None,
-) -> Float[Tensor, "tokens width"]:
+) -> Float[Tensor, "tokens dim"]:
     """Mixture output y (T, D) of the experts with non-zero weight.
 
     Args:
@@ -41,7 +41,7 @@ def grouped_dispatch(
         w_out: output maps, any strides.
         b_in: biases of the input maps.
         b_out: biases of the output maps.
-        hidden: h, from rows of the input map (S, inner) to rows of width `hidden`.
+        hidden: h, from rows of the input map (S, inner) to rows of dimension `hidden`.
         finish: g, applied to the rows of the output map, such as a norm.
     """
     dtype = compute_dtype(x)
@@ -67,8 +67,8 @@ def grouped_linear(
 
 
 def sum_by_token(
-    rows: Float[Tensor, "slots width"], index_s: Int[Tensor, "3 slots"], n_tokens: int
-) -> Float[Tensor, "tokens width"]:
+    rows: Float[Tensor, "slots dim"], index_s: Int[Tensor, "3 slots"], n_tokens: int
+) -> Float[Tensor, "tokens dim"]:
     """Σ over the slots of each token, in order of expert; `index_s` is that of `Slots`."""
     return torch.ops.tieline.sum_by_token(rows, index_s, n_tokens)
 

@@ -60,12 +60,12 @@ class MoE(nn.Module):
         require(k <= experts.n_experts, f"k = {k} of only {experts.n_experts} experts")
         self.router, self.gate, self.experts, self.shared = router, gate, experts, shared
 
-    def route(self, x: Float[Tensor, "*batch width"]) -> Routing:
+    def route(self, x: Float[Tensor, "*batch dim"]) -> Routing:
         """Scores and weights of each token, without evaluating an expert."""
         scores = self.router(x)
         return Routing(scores, self.gate(scores))
 
-    def forward(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
+    def forward(self, x: Float[Tensor, "*batch dim"]) -> Float[Tensor, "*batch dim"]:
         """Output of the layer."""
         weights = self.gate(self.router(x))
         y = self.experts(_rows(x), _rows(weights)).view_as(x)
@@ -106,15 +106,15 @@ def moe(
     """A layer of the common kinds in one call.
 
     Args:
-        d_model: width D of a token.
+        d_model: dimension D of a token.
         n_experts: number of experts E.
         k: experts per token; gates without a choice (softmax, sigmoid, relu, hard) do not use it.
-        d_hidden: width H of an expert.
+        d_hidden: hidden dimension H of an expert.
         router: a key of `ROUTERS`.
         gate: a key of `GATES`.
         activation: activation of the experts.
         bias: whether the experts have biases.
-        shared_hidden: width of a shared expert that every token passes; None for none.
+        shared_hidden: hidden dimension of a shared expert that every token passes; None for none.
         router_options: further arguments of the router, for example `{"tau": (0.1, 0.1)}`.
         gate_options: further arguments of the gate, for example `{"epsilon": 0.2}`.
     """
@@ -138,8 +138,8 @@ class SharedExpert(nn.Module):
     """One expert that every token passes with weight 1.
 
     Args:
-        d_model: width D of a token.
-        d_hidden: width H of the expert.
+        d_model: dimension D of a token.
+        d_hidden: hidden dimension H of the expert.
         activation: see `Experts`.
         bias: see `Experts`.
     """
@@ -155,7 +155,7 @@ class SharedExpert(nn.Module):
         super().__init__()
         self.expert = Experts(1, d_model, d_hidden, activation=activation, bias=bias)
 
-    def forward(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
+    def forward(self, x: Float[Tensor, "*batch dim"]) -> Float[Tensor, "*batch dim"]:
         """f(x)."""
         flat = _rows(x)
         return self.expert(flat, flat.new_ones(len(flat), 1)).view_as(x)

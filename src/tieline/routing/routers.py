@@ -19,15 +19,15 @@ from tieline.core.errors import ShapeError, require
 
 __all__ = ["CosineRouter", "LinearRouter", "QuadraticRouter", "Router"]
 
-Tokens = Float[Tensor, "*batch width"]
+Tokens = Float[Tensor, "*batch dim"]
 Scores = Float[Tensor, "*batch experts"]
 
 
 class Router(nn.Module):
-    """Base of all routers: checks the width, then asks `score`.
+    """Base of all routers: checks the dimension, then asks `score`.
 
     Args:
-        d_model: width D of a token.
+        d_model: dimension D of a token.
         n_experts: number of experts E.
     """
 
@@ -47,11 +47,11 @@ class Router(nn.Module):
         return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
     def score(self, x: Tokens) -> Scores:
-        """Scores from tokens of the right width; what a new router overrides."""
+        """Scores from tokens of the right dimension; what a new router overrides."""
         raise NotImplementedError
 
     def extra_repr(self) -> str:
-        """Widths."""
+        """Dimensions."""
         return f"d_model={self.d_model}, n_experts={self.n_experts}"
 
 
@@ -59,7 +59,7 @@ class LinearRouter(Router):
     """z = Wx (+ b): walls between experts are hyperplanes.
 
     Args:
-        d_model: width D of a token.
+        d_model: dimension D of a token.
         n_experts: number of experts E.
         bias: whether b is learnt; without it all walls of a tie pass through the origin.
     """
@@ -82,9 +82,9 @@ class CosineRouter(Router):
     A zero vector scores 0 against all.
 
     Args:
-        d_model: width D of a token.
+        d_model: dimension D of a token.
         n_experts: number of experts E.
-        d_proj: width of an optional learnt projection P; None compares in the width of the token.
+        d_proj: dimension of an optional learnt projection P; None compares tokens as they are.
         temperature: t > 0, divides the cosine.
         tau: (τ1, τ2) >= 0, added to the norms of expert and token.
     """
@@ -107,9 +107,9 @@ class CosineRouter(Router):
             f"tau must be two finite numbers >= 0, got {tau}",
         )
         require(d_proj is None or d_proj >= 1, f"d_proj must be >= 1, got {d_proj}")
-        width = d_model if d_proj is None else d_proj
+        dim = d_model if d_proj is None else d_proj
         self.projection = None if d_proj is None else _normal(d_proj, d_model, fan_in=d_model)
-        self.weight = _normal(n_experts, width, fan_in=width)
+        self.weight = _normal(n_experts, dim, fan_in=dim)
         self.temperature, self.tau = temperature, tau
 
     def score(self, x: Tokens) -> Scores:
@@ -119,7 +119,7 @@ class CosineRouter(Router):
         return F.linear(_normalised(embedded, self.tau[1]), expert) / self.temperature
 
     def extra_repr(self) -> str:
-        """Widths, temperature and perturbation."""
+        """Dimensions, temperature and perturbation."""
         return f"{super().extra_repr()}, temperature={self.temperature}, tau={self.tau}"
 
 
@@ -130,7 +130,7 @@ class QuadraticRouter(Router):
     A_e = (U_e V_eᵀ + V_e U_eᵀ)/2 and the score costs O(rD) instead of O(D²).
 
     Args:
-        d_model: width D of a token.
+        d_model: dimension D of a token.
         n_experts: number of experts E.
         kind: "full" has the linear term b, "partial" has not.
         rank: r of the factors, None for full matrices.
@@ -154,7 +154,7 @@ class QuadraticRouter(Router):
         self.constant = nn.Parameter(torch.zeros(n_experts))
 
     @property
-    def matrices(self) -> Float[Tensor, "experts width width"]:
+    def matrices(self) -> Float[Tensor, "experts dim dim"]:
         """The symmetric A_e."""
         full = self.left if self.right is None else self.left @ self.right.mT
         return (full + full.mT) / 2
@@ -176,7 +176,7 @@ def _normal(*shape: int, fan_in: int) -> nn.Parameter:
     return nn.Parameter(torch.randn(*shape) / math.sqrt(fan_in))
 
 
-def _normalised(v: Float[Tensor, "*batch width"], tau: float) -> Float[Tensor, "*batch width"]:
+def _normalised(v: Float[Tensor, "*batch dim"], tau: float) -> Float[Tensor, "*batch dim"]:
     """V / (‖v‖ + τ), 0 for v = 0; the norm's derivative at 0 is taken as 0."""
     zero = (v == 0).all(dim=-1, keepdim=True)
     norm = torch.linalg.vector_norm(v.masked_fill(zero, 1), dim=-1, keepdim=True)

@@ -179,7 +179,7 @@ def centring_of_layer(layer: LayerTrace, weight: Any, bias: Any = None) -> Centr
 def _saturation(data: np.ndarray, router: Router) -> Saturation:
     scores = router.scores(data)
     apart = expert_distances(torch.from_numpy(router.weight))
-    distance = nearest_tie(torch.from_numpy(scores), apart, router.k).distance.numpy()
+    distance = nearest_tie(torch.from_numpy(scores), router.k, apart).distance.numpy()
     rows = np.packbits(chosen(scores, router.k), axis=1)
     shares = np.unique(rows, axis=0, return_counts=True)[1] / len(rows)
     mean = data.mean(axis=0)

@@ -120,7 +120,7 @@ def test_inspect_measures_the_gate_as_a_router():
     found = model.inspect(x)
     scores = model._regression.model.scores(model.gating_, model._inputs(x))
     profile = found.gap.value.profile
-    wanted = boundary_mass_top(scores, torch.tensor(profile.widths))
+    wanted = boundary_mass_top(scores, 1, torch.tensor(profile.widths))
     assert profile.mass == pytest.approx(wanted.value.tolist())
     assert found.gap.value.density.value > 0
     assert (found.n_experts, found.k, found.tokens) == (3, 1, 400)

@@ -23,7 +23,7 @@ def test_gaps_and_boundary_mass_are_those_of_the_scores(gate, k):
     found = routing_measures(model, params, x, k=k)
     scores = model.scores(params, x)
     profile = found.gap.value.profile
-    wanted = boundary_mass_top(scores, torch.tensor(profile.widths).double(), k)
+    wanted = boundary_mass_top(scores, k, torch.tensor(profile.widths).double())
     assert torch.allclose(torch.tensor(profile.mass).double(), wanted.value, atol=1e-12)
     median = found.gap.value.quantiles.value[found.gap.value.quantiles.probabilities.index(0.5)]
     assert median == pytest.approx(top_gap(scores, k).sort().values[149].item())

@@ -65,7 +65,7 @@ def test_order_one_is_half_of_the_gap_and_the_band_uses_the_gap(seed, k):
     [
         (lambda z: linf_distance(z, 3), "k=3"),
         (lambda z: linf_distance(z, 1, 3), "order=3"),
-        (lambda z: in_band(z, 1, -0.1), "eps=-0.1"),
+        (lambda z: in_band(z, 1, -0.1), "epsilon=-0.1"),
     ],
 )
 def test_bad_input_is_named(ask, names):

@@ -35,7 +35,7 @@ def test_masses_match_their_definitions_by_brute_force(seed, width):
     for k in range(1, 5):
         top = [row[-k] - row[-k - 1] <= w for row in rows]
         assert mass(scores, width, k) == (sum(top) / len(rows),)
-        assert float(boundary_mass_top(scores, width.item(), k)) == sum(top) / len(rows)
+        assert float(boundary_mass_top(scores, k, width.item())) == sum(top) / len(rows)
 
 
 @given(seeds, widths, widths)
@@ -55,25 +55,25 @@ def test_masses_follow_relabelling_shift_and_scale(seed, width, order, shift, sc
 
 
 @given(seeds, st.floats(1e-12, 0.49), st.floats(0.05, 20.0))
-def test_ambiguity_lies_between_its_two_boundary_masses(seed, eps, tau):
+def test_ambiguity_lies_between_its_two_boundary_masses(seed, epsilon, tau):
     scores = dyadic_scores(seed, experts=5)
-    inner = tau * (math.log1p(-eps) - math.log(eps))
+    inner = tau * (math.log1p(-epsilon) - math.log(epsilon))
     outer = inner + tau * math.log(4)
     ends = torch.tensor([inner * (1 - 1e-9), outer * (1 + 1e-9)], dtype=torch.float64)
     lower, upper = boundary_mass(gap(scores, 1), ends).mass
-    assert lower <= float(ambiguity_mass(scores, eps, tau)) <= upper
+    assert lower <= float(ambiguity_mass(scores, epsilon, tau)) <= upper
 
 
 @given(seeds, st.floats(0.01, 0.49))
-def test_ambiguity_of_two_experts_is_a_boundary_mass(seed, eps):
+def test_ambiguity_of_two_experts_is_a_boundary_mass(seed, epsilon):
     scores = dyadic_scores(seed, experts=2)
-    width = torch.tensor([math.log1p(-eps) - math.log(eps)], dtype=torch.float64)
-    assert boundary_mass(gap(scores, 1), width).mass[0] == float(ambiguity_mass(scores, eps))
+    width = torch.tensor([math.log1p(-epsilon) - math.log(epsilon)], dtype=torch.float64)
+    assert boundary_mass(gap(scores, 1), width).mass[0] == float(ambiguity_mass(scores, epsilon))
 
 
-@pytest.mark.parametrize(("near", "far", "eps"), [(1.0, 1.2, 0.25), (20.0, 30.0, 1e-10)])
-def test_ambiguity_changes_at_logit_even_where_one_minus_eps_rounds(near, far, eps):
-    half = ambiguity_mass(torch.tensor([[0.0, -near], [0.0, -far]]), eps)
+@pytest.mark.parametrize(("near", "far", "epsilon"), [(1.0, 1.2, 0.25), (20.0, 30.0, 1e-10)])
+def test_ambiguity_changes_at_logit_even_where_one_minus_eps_rounds(near, far, epsilon):
+    half = ambiguity_mass(torch.tensor([[0.0, -near], [0.0, -far]]), epsilon)
     assert (half.value, half.stderr) == (0.5, 0.125**0.5)
 
 
@@ -115,15 +115,15 @@ def test_masked_experts_are_refused():
         boundary_mass_pair(torch.tensor([[0.0, -math.inf]]), torch.zeros(1))
 
 
-@pytest.mark.parametrize(("eps", "tau"), [(0.0, 1.0), (1.0, 1.0), (0.1, 0.0)])
-def test_senseless_ambiguity_is_refused(eps, tau):
-    with pytest.raises(ValueError, match="eps"):
-        ambiguity_mass(torch.zeros(1, 2), eps, tau)
+@pytest.mark.parametrize(("epsilon", "tau"), [(0.0, 1.0), (1.0, 1.0), (0.1, 0.0)])
+def test_senseless_ambiguity_is_refused(epsilon, tau):
+    with pytest.raises(ValueError, match="epsilon"):
+        ambiguity_mass(torch.zeros(1, 2), epsilon, tau)
 
 
 def test_a_mass_has_the_shape_of_its_widths_and_a_binomial_error():
     scores = torch.tensor([[1.0, 0.0], [2.0, 0.0], [3.0, 0.0], [4.0, 0.0]])
-    found = boundary_mass_top(scores, torch.tensor([[0.5, 1.0], [3.5, 9.0]]))
+    found = boundary_mass_top(scores, 1, torch.tensor([[0.5, 1.0], [3.5, 9.0]]))
     assert found.value.tolist() == [[0.0, 0.25], [0.75, 1.0]]
     error = math.sqrt(0.25 * 0.75 / 4)
     assert found.stderr.tolist() == [[0.0, error], [error, 0.0]]
@@ -138,4 +138,4 @@ def test_a_gap_needs_an_expert_on_either_side(k):
 
 def test_negative_widths_are_refused():
     with pytest.raises(ValueError, match=r"-0\.5"):
-        boundary_mass_top(torch.zeros(1, 3), -0.5)
+        boundary_mass_top(torch.zeros(1, 3), 1, -0.5)

@@ -42,7 +42,7 @@ def test_a_cell_lies_between_the_bounds_of_the_theorem():
     x = inputs(4, 16)
     r = normalised_distances(x, weight, bias, 2, sigma=0.3)
     for row, distances in zip(x, r, strict=True):
-        cell = top_k_cell(weight @ row + bias, weight, 2, sigma=0.3)
+        cell = top_k_cell(weight @ row + bias, 2, weight, sigma=0.3)
         assert torch.allclose(cell.distances.sort().values, distances.flatten().sort().values)
         curve = exit_curve(cell, 1.0, 16, 4000)
         bounds = exit_bounds(cell.distances, curve.times)
@@ -65,8 +65,8 @@ def test_a_matrix_of_noise_turns_and_stretches_the_faces():
             ((scores[t, i] - scores[t, j]) / length).item()
         )
     # moving the noise into the weight is the same problem
-    cell = top_k_cell(scores[0], weight, 2, sigma)
-    same = top_k_cell(scores[0], weight @ sigma, 2)
+    cell = top_k_cell(scores[0], 2, weight, sigma)
+    same = top_k_cell(scores[0], 2, weight @ sigma)
     assert torch.allclose(cell.distances, same.distances)
     gram = cell.normals @ cell.normals.T
     rows = (weight[cell.faces[:, 0]] - weight[cell.faces[:, 1]]) @ sigma
@@ -77,18 +77,18 @@ def test_a_matrix_of_noise_turns_and_stretches_the_faces():
 def test_scale_and_time_go_together():
     weight, bias = router(5, 6, 2)
     scores = weight @ inputs(1, 6)[0] + bias
-    slow = exit_curve(top_k_cell(scores, weight, 2, 0.5), 4.0, 8, 3000)
-    fast = exit_curve(top_k_cell(scores, weight, 2, 1.0), 1.0, 8, 3000)
+    slow = exit_curve(top_k_cell(scores, 2, weight, 0.5), 4.0, 8, 3000)
+    fast = exit_curve(top_k_cell(scores, 2, weight, 1.0), 1.0, 8, 3000)
     assert torch.allclose(slow.value, fast.value)
 
 
 def test_experts_that_are_alike_make_no_face_and_far_ones_do_not_matter():
     weight = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 0.0]], dtype=torch.float64)
-    cell = top_k_cell(torch.tensor([1.0, -5.0, 0.0], dtype=torch.float64), weight, 1)
+    cell = top_k_cell(torch.tensor([1.0, -5.0, 0.0], dtype=torch.float64), 1, weight)
     assert cell.faces.tolist() == [[0, 2]]
     far = torch.tensor([1.0, 0.0, -90.0], dtype=torch.float64)
-    curve = exit_curve(top_k_cell(far, torch.eye(3), 1), 1.0, 4, 1000)
-    near = exit_curve(top_k_cell(far[:2], torch.eye(3)[:2], 1), 1.0, 4, 1000)
+    curve = exit_curve(top_k_cell(far, 1, torch.eye(3)), 1.0, 4, 1000)
+    near = exit_curve(top_k_cell(far[:2], 1, torch.eye(3)[:2]), 1.0, 4, 1000)
     assert torch.allclose(curve.value, near.value)
 
 
@@ -103,14 +103,14 @@ def test_curves_rise_and_repeat_with_their_seed():
 @pytest.mark.parametrize(
     ("ask", "names"),
     [
-        (lambda z, w: top_k_cell(z, w, 0), "k=0"),
-        (lambda z, w: top_k_cell(z, w, 3), "k=3"),
-        (lambda z, w: top_k_cell(torch.zeros(3), w, 1), "boundary"),
-        (lambda z, w: top_k_cell(z, w, 1, 0.0), "invertible, got 0"),
-        (lambda z, w: top_k_cell(z, w, 1, torch.ones(3, 3)), "singular values"),
-        (lambda z, w: exit_curve(top_k_cell(z, w, 1), -1.0), "horizon=-1"),
-        (lambda z, w: exit_curve(top_k_cell(z, w, 1), math.inf), "horizon=inf"),
-        (lambda z, w: exit_curve(top_k_cell(z, w, 1), 1.0, steps=0), "steps=0"),
+        (lambda z, w: top_k_cell(z, 0, w), "k=0"),
+        (lambda z, w: top_k_cell(z, 3, w), "k=3"),
+        (lambda z, w: top_k_cell(torch.zeros(3), 1, w), "boundary"),
+        (lambda z, w: top_k_cell(z, 1, w, 0.0), "invertible, got 0"),
+        (lambda z, w: top_k_cell(z, 1, w, torch.ones(3, 3)), "singular values"),
+        (lambda z, w: exit_curve(top_k_cell(z, 1, w), -1.0), "horizon=-1"),
+        (lambda z, w: exit_curve(top_k_cell(z, 1, w), math.inf), "horizon=inf"),
+        (lambda z, w: exit_curve(top_k_cell(z, 1, w), 1.0, steps=0), "steps=0"),
     ],
 )
 def test_bad_input_is_named(ask, names):

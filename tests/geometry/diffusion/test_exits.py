@@ -35,7 +35,7 @@ def test_the_nearer_of_two_orthogonal_faces_is_left_through_more_often():
 
 def test_exits_lie_on_their_face_and_agree_with_the_curve():
     weight, bias = router(8, 16, 3)
-    cell = top_k_cell(weight @ inputs(1, 16)[0] + bias, weight, 2)
+    cell = top_k_cell(weight @ inputs(1, 16)[0] + bias, 2, weight)
     found = sample_exits(cell, 0.1, 16, PATHS, seed=8)
     left = found.face >= 0
     pair = found.scores[left].gather(1, cell.faces[found.face[left]])
@@ -48,9 +48,11 @@ def test_exits_lie_on_their_face_and_agree_with_the_curve():
 
 def test_exit_points_are_of_order_one_but_for_a_share_that_vanishes_with_the_tolerance():
     weight, bias = router(8, 16, 3)
-    cell = top_k_cell(weight @ inputs(1, 16)[0] + bias, weight, 2)
+    cell = top_k_cell(weight @ inputs(1, 16)[0] + bias, 2, weight)
     found = sample_exits(cell, 0.1, 16, PATHS, seed=9)
-    shares = [(exit_orders(found, eps) >= 2).double().mean().item() for eps in (0.2, 0.02, 0.002)]
+    shares = [
+        (exit_orders(found, epsilon) >= 2).double().mean().item() for epsilon in (0.2, 0.02, 0.002)
+    ]
     assert (exit_orders(found, 1e-9) == 1).all()
     assert shares[0] > shares[1] > shares[2] > 0
     assert shares[1] / shares[2] == pytest.approx(10, rel=0.4)
@@ -71,5 +73,5 @@ def test_the_place_on_the_face_is_that_of_the_motion_along_it():
 def test_bad_input_is_named():
     with pytest.raises(ValueError, match="horizon=0"):
         sample_exits(one_face(), 0.0)
-    with pytest.raises(ValueError, match="eps > 0"):
+    with pytest.raises(ValueError, match="epsilon > 0"):
         exit_orders(sample_exits(one_face(), 1.0, 2, 100), 0.0)

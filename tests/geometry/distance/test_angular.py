@@ -74,7 +74,7 @@ def test_expected_ties_are_those_that_balls_meet(ratio):
     for _ in range(1200):
         weight = torch.randn(experts, width, dtype=torch.float64)
         centre = (weight @ mean)[None]
-        met += nearest_tie(centre, expert_distances(weight), k).distance.item() <= 1
+        met += nearest_tie(centre, k, expert_distances(weight)).distance.item() <= 1
     assert met / 1200 == pytest.approx(spread.expected_ties, rel=0.25)
 
 

@@ -38,7 +38,7 @@ def uneven_weight(experts, width, seed):
 @given(seeds, st.integers(1, 12))
 def test_distance_is_the_minimum_over_all_pairs(seed, k):
     weight, scores = uneven_weight(13, 5, seed), dyadic_scores(seed, tokens=9, experts=13)
-    found = nearest_tie(scores, expert_distances(weight), k)
+    found = nearest_tie(scores, k, expert_distances(weight))
     assert found.distance.tolist() == pytest.approx(brute_force(scores, weight, k), rel=1e-12)
 
 
@@ -46,7 +46,7 @@ def test_distance_is_the_minimum_over_all_pairs(seed, k):
 def test_the_pair_it_names_has_that_distance(seed, k):
     weight, scores = uneven_weight(16, 4, seed), dyadic_scores(seed, tokens=9, experts=16)
     norms = expert_distances(weight)
-    found = nearest_tie(scores, norms, k)
+    found = nearest_tie(scores, k, norms)
     rise = scores.gather(1, found.leaving[:, None]) - scores.gather(1, found.entering[:, None])
     ratio = rise.squeeze(1) / norms[found.leaving, found.entering]
     assert torch.allclose(found.distance, ratio, rtol=1e-12)
@@ -57,11 +57,11 @@ def test_the_pair_it_names_has_that_distance(seed, k):
 
 @pytest.mark.parametrize(("experts", "k"), [(16, 2), (16, 8), (6, 5), (2, 1)])
 def test_a_step_of_that_length_reaches_the_tie_and_no_shorter_one_does(experts, k):
-    inputs, weight, _ = linear_router(tokens=300, experts=experts, width=12)
+    inputs, weight, _ = linear_router(tokens=300, experts=experts, dim=12)
     x, w = inputs.double(), weight.double()
     bias = torch.linspace(-0.5, 0.5, experts, dtype=torch.float64)
     scores = x @ w.T + bias
-    found = nearest_tie(scores, expert_distances(w), k)
+    found = nearest_tie(scores, k, expert_distances(w))
     normal = w[found.leaving] - w[found.entering]
     normal = normal / normal.norm(dim=1, keepdim=True)
 
@@ -84,13 +84,13 @@ def test_a_step_of_that_length_reaches_the_tie_and_no_shorter_one_does(experts, 
 
 
 def test_even_routers_need_no_search_over_all_pairs(monkeypatch):
-    _, weight, logits = linear_router(tokens=500, experts=64, width=256)
+    _, weight, logits = linear_router(tokens=500, experts=64, dim=256)
     searched = []
     full = distance._among_all
     monkeypatch.setattr(
         distance, "_among_all", lambda s, *rest: searched.append(len(s)) or full(s, *rest)
     )
-    found = nearest_tie(logits, expert_distances(weight), 8)
+    found = nearest_tie(logits, 8, expert_distances(weight))
     assert sum(searched) < 50
     assert found.distance.tolist() == pytest.approx(brute_force(logits, weight.double(), 8))
 
@@ -98,16 +98,16 @@ def test_even_routers_need_no_search_over_all_pairs(monkeypatch):
 def test_chunks_of_the_full_search_join(monkeypatch):
     monkeypatch.setattr(distance, "CHUNK", 40)
     weight, scores = uneven_weight(13, 5, 1), dyadic_scores(1, tokens=30, experts=13)
-    found = nearest_tie(scores, expert_distances(weight), 4)
+    found = nearest_tie(scores, 4, expert_distances(weight))
     assert found.distance.tolist() == pytest.approx(brute_force(scores, weight, 4), rel=1e-12)
 
 
 def test_ranks_of_the_caller_are_used():
     _, weight, logits = linear_router(tokens=50, experts=16)
     norms, ranked = expert_distances(weight), stable_topk(logits, 16)
-    given_ranks = nearest_tie(logits, norms, 3, ranked)
-    short = nearest_tie(logits, norms, 3, stable_topk(logits, 4))
-    alone = nearest_tie(logits, norms, 3)
+    given_ranks = nearest_tie(logits, 3, norms, ranked)
+    short = nearest_tie(logits, 3, norms, stable_topk(logits, 4))
+    alone = nearest_tie(logits, 3, norms)
     for one, other, third in zip(given_ranks, alone, short, strict=True):
         assert torch.equal(one, other)
         assert torch.equal(one, third)
@@ -115,12 +115,12 @@ def test_ranks_of_the_caller_are_used():
 
 def test_equal_weights_tie_everywhere_or_nowhere():
     norms = expert_distances(torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]]))
-    found = nearest_tie(torch.tensor([[1.0, 0.5, -1.0], [1.0, 1.0, -1.0]]), norms, 1)
+    found = nearest_tie(torch.tensor([[1.0, 0.5, -1.0], [1.0, 1.0, -1.0]]), 1, norms)
     assert found.distance.tolist() == [2 / math.sqrt(2), 0.0]
 
 
 def test_no_tie_where_all_experts_are_chosen():
-    found = nearest_tie(torch.zeros(2, 3), expert_distances(torch.eye(3)), 3)
+    found = nearest_tie(torch.zeros(2, 3), 3, expert_distances(torch.eye(3)))
     assert found.distance.tolist() == [math.inf] * 2
     assert found.leaving.tolist() == [-1, -1]
 
@@ -133,4 +133,4 @@ def test_experts_that_are_alike_keep_their_distance():
 @pytest.mark.usefixtures("no_axis_checks")
 def test_another_number_of_experts_is_refused():
     with pytest.raises(ValueError, match="experts"):
-        nearest_tie(torch.zeros(1, 3), torch.zeros(4, 4), 1)
+        nearest_tie(torch.zeros(1, 3), 1, torch.zeros(4, 4))

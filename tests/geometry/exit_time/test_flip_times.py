@@ -12,7 +12,7 @@ from tieline.geometry.ties import distance_to_tie
 def test_tokens_flip_between_their_bounds_and_near_ones_first():
     weight, bias = router(8, 12, 1)
     x = inputs(12, 12)
-    found = score_flip_times(x @ weight.T + bias, weight, 2, 1.0, sigma=0.2, paths=3000)
+    found = score_flip_times(x @ weight.T + bias, 2, weight, 1.0, sigma=0.2, paths=3000)
     error = 4 * found.stderr + 8 / 3000  # an event of less than 1/paths may not be seen at all
     assert (found.lower <= found.value + error).all()
     assert (found.value <= found.upper + error).all()
@@ -28,7 +28,7 @@ def test_a_trace_gives_the_same_tokens_without_its_ties():
     logits[3, :] = 0.0
     found = trace_flip_times(layer_of(logits, 2), weight, 0.5, tokens=6, paths=200)
     kept = logits[[0, 1, 2, 4, 5, 6]].double()
-    exact = score_flip_times(kept, weight, 2, 0.5, paths=200)
+    exact = score_flip_times(kept, 2, weight, 0.5, paths=200)
     assert torch.equal(found.value, exact.value)
     assert found.paths == 200
 

@@ -138,7 +138,7 @@ def test_no_noise_and_no_outsider_mean_no_flip():
 def test_population_rate_is_that_of_other_tokens():
     gaps_of, other = normal_scores(20_000, 16, 1), ranked_scores(normal_scores(20_000, 16, 2), 10)
     ones = torch.ones(20_000, 16, dtype=torch.float64)
-    density = gap_density(noisy_gap(ranked_scores(gaps_of, 16), ones, 4))
+    density = gap_density(noisy_gap(ranked_scores(gaps_of, 16), 4, ones))
     for sigma in (1e-3, 1e-2):
         rate = population_flips(density, sigma)
         chances = flip_probability(other, 4, sigma)
@@ -172,7 +172,7 @@ def test_rates_beyond_first_order_are_marked():
 def test_noisy_gap_counts_gaps_in_their_own_noise():
     scores = torch.tensor([[3.0, 2.0, 1.0]], dtype=torch.float64)
     slope = torch.tensor([[9.0, 1.0, 7.0]], dtype=torch.float64)
-    assert noisy_gap(scores, slope, 2).item() == pytest.approx(1 / 5)
+    assert noisy_gap(scores, 2, slope).item() == pytest.approx(1 / 5)
 
 
 @pytest.mark.parametrize("per_group", [1, 2])
@@ -193,7 +193,7 @@ def test_groups_change_places_as_their_noise_says(per_group):
         lambda: flip_probability(torch.zeros(1, 2), 3, 0.1),
         lambda: flip_probability(torch.zeros(1, 2), 1, -0.1),
         lambda: flip_probability(torch.zeros(1, 2), 1, math.nan),
-        lambda: noisy_gap(torch.zeros(1, 2), torch.ones(1, 2), 2),
+        lambda: noisy_gap(torch.zeros(1, 2), 2, torch.ones(1, 2)),
         lambda: population_flips(Estimate(1.0), 0.1, runs=3),
     ],
 )

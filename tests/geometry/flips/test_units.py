@@ -12,7 +12,7 @@ UNITS = ("logits", "sigmoid", "sqrtsoftplus", "softmax")
 
 
 def problem(units, biased, experts=8, k=3, tokens=400):
-    _, _, logits = linear_router(tokens=tokens, experts=experts, width=16)
+    _, _, logits = linear_router(tokens=tokens, experts=experts, dim=16)
     scale = {"logits": 0.5, "sigmoid": 0.1, "sqrtsoftplus": 0.1, "softmax": 0.03}[units]
     bias = scale * torch.randn(experts) if biased else None
     return logits, layer_of(logits, k, units, bias)

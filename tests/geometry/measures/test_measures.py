@@ -27,7 +27,7 @@ def full_layer(tokens=1500, experts=16, k=4, ranks=8, name="router"):
     epsilons = (0.01, 0.1, 0.3)
     layer = dataclasses.replace(
         layer,
-        distance=nearest_tie(logits, expert_distances(weight), k).distance,
+        distance=nearest_tie(logits, k, expert_distances(weight)).distance,
         near=near_counts(logits, k, epsilons),
         inputs=inputs,
     )

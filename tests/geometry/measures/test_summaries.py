@@ -32,7 +32,7 @@ def trace():
     for seed in (1, 2):
         inputs, weight, logits = linear_router(6000, seed=seed)
         layer = layer_of(logits, 4, ranks=8, name=f"layer {seed}")
-        distance = nearest_tie(logits, expert_distances(weight), 4).distance
+        distance = nearest_tie(logits, 4, expert_distances(weight)).distance
         near = near_counts(logits, 4, EPSILONS)
         layers.append(dataclasses.replace(layer, distance=distance, near=near, inputs=inputs))
     return trace_of(*layers, epsilons=EPSILONS)

@@ -21,7 +21,7 @@ from tieline.geometry.rounding import (
 
 
 def test_emulation_is_the_native_product():
-    inputs, weight, _ = linear_router(tokens=64, experts=8, width=16)
+    inputs, weight, _ = linear_router(tokens=64, experts=8, dim=16)
     effect = product_effect(inputs, weight)
     exact = inputs.double() @ weight.double().T
     emulated = round_to(exact + effect.error, "bf16")
@@ -32,7 +32,7 @@ def test_emulation_is_the_native_product():
 
 
 def test_noise_is_the_size_of_the_error():
-    inputs, weight, _ = linear_router(tokens=3000, experts=16, width=64)
+    inputs, weight, _ = linear_router(tokens=3000, experts=16, dim=64)
     effect = product_effect(inputs, weight)
     common = effect.error.mean(dim=1, keepdim=True)
     spread = (effect.error - common).square().mean().sqrt()
@@ -63,14 +63,14 @@ def test_chunks_join(monkeypatch):
 @pytest.mark.parametrize("shift", [0.0, 2.0])
 def test_flips_are_those_of_the_product(shift):
     tokens, k = 40_000, 4
-    inputs, weight, logits = linear_router(tokens, experts=16, width=64, shift=shift)
+    inputs, weight, logits = linear_router(tokens, experts=16, dim=64, shift=shift)
     ranked = stable_topk(logits, 12)
     effect = product_effect(inputs, weight)
     noise = effect.noise.gather(1, ranked.indices)
     step = grid_step(ranked.values, "bf16")[:, k - 1]
     chance = product_flips(ranked.values, k, noise, step)
     rounded = round_to(ranked.values + effect.error.gather(1, ranked.indices), "bf16")
-    flipped = emulated_choice(rounded, ranked.indices, k).flipped
+    flipped = emulated_choice(rounded, k, ranked.indices).flipped
     error = math.sqrt(flipped.sum().item()) / tokens
     assert abs(chance.mean() - flipped.double().mean()) < 4 * error + 0.03 * chance.mean()
 
@@ -109,5 +109,5 @@ def test_grids_of_their_own_make_rounding_more_noise():
 
 @pytest.mark.usefixtures("no_axis_checks")
 def test_another_width_is_refused():
-    with pytest.raises(ValueError, match="width"):
+    with pytest.raises(ValueError, match="dimension"):
         product_effect(torch.zeros(1, 2), torch.zeros(1, 3))

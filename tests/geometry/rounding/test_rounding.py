@@ -96,7 +96,7 @@ def test_rates_are_those_of_rounded_scores(precision):
     ranked = stable_topk(scores, 8)
     rounded = round_to(scores, precision).gather(1, ranked.indices)
     step = grid_step(scores, precision).gather(1, ranked.indices)[:, 1]
-    seen = emulated_choice(rounded, ranked.indices, 2)
+    seen = emulated_choice(rounded, 2, ranked.indices)
     gaps = gap(scores, 2)
     tie, flip = shared_cell(gaps, step), shared_cell_flips(ranked.values, 2, step)
     for chance, event in ((tie, seen.tied), (flip, seen.flipped)):
@@ -128,10 +128,10 @@ def test_ties_of_many_flip_unless_the_index_picks_the_same_set():
 def test_emulation_compares_with_the_choice_before(seed, k):
     scores = normal_scores(40, 8, seed)
     ranked = stable_topk(scores, 8)
-    same = emulated_choice(ranked.values, ranked.indices, k)
+    same = emulated_choice(ranked.values, k, ranked.indices)
     assert not same.flipped.any()
     rounded = scores.round()
-    seen = emulated_choice(rounded.gather(1, ranked.indices), ranked.indices, k)
+    seen = emulated_choice(rounded.gather(1, ranked.indices), k, ranked.indices)
     before, after = (stable_topk(x, k).indices.sort(dim=1).values for x in (scores, rounded))
     assert torch.equal(seen.flipped, (before != after).any(dim=1))
     assert torch.equal(seen.tied, gap(rounded, k) == 0)

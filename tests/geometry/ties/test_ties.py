@@ -48,10 +48,10 @@ def test_orthonormal_rows_have_the_known_gram_determinant():
 
 
 @given(seeds, st.integers(1, 7), st.sampled_from([0.0625, 0.3]))
-def test_components_hold_the_tied_experts_and_those_above(seed, k, eps):
+def test_components_hold_the_tied_experts_and_those_above(seed, k, epsilon):
     scores = dyadic_scores(seed)
-    found = tie_component(scores, k, eps)
-    assert torch.equal(found.order, tie_order(scores, k, eps))
+    found = tie_component(scores, k, epsilon)
+    assert torch.equal(found.order, tie_order(scores, k, epsilon))
     crossing = found.order > 0
     assert torch.equal(found.tied.sum(dim=1)[crossing], found.order[crossing] + 1)
     assert not found.tied[~crossing].any()

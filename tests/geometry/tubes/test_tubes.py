@@ -23,41 +23,43 @@ def test_balls_have_their_volumes():
 
 
 @pytest.mark.parametrize("dim", [2, 3, 7, 40])
-@pytest.mark.parametrize(("offset", "eps"), [(0.0, 0.3), (0.4, 0.1), (0.4, 0.5), (0.9, 0.3)])
-def test_slabs_have_the_incomplete_beta_form_of_the_paper(dim, offset, eps):
+@pytest.mark.parametrize(("offset", "epsilon"), [(0.0, 0.3), (0.4, 0.1), (0.4, 0.5), (0.9, 0.3)])
+def test_slabs_have_the_incomplete_beta_form_of_the_paper(dim, offset, epsilon):
     def signed(u):  # Prop. A.11 over twice the complete function
         u = max(-1.0, min(1.0, u))
         return math.copysign(special.betainc(0.5, (dim + 1) / 2, u * u), u) / 2
 
-    exact = signed(offset + eps) - signed(offset - eps)
-    found = tube_fraction(dim=dim, codim=1, offset=2 * offset, eps=2 * eps, radius=2)
+    exact = signed(offset + epsilon) - signed(offset - epsilon)
+    found = tube_fraction(dim=dim, codim=1, offset=2 * offset, epsilon=2 * epsilon, radius=2)
     assert found == pytest.approx(exact, rel=1e-11)
 
 
-@pytest.mark.parametrize(("dim", "offset", "eps"), [(5, 0.3, 0.1), (6, 0.2, 0.4), (9, 0.0, 0.2)])
-def test_codimension_two_agrees_with_the_double_integral(dim, offset, eps):
+@pytest.mark.parametrize(
+    ("dim", "offset", "epsilon"), [(5, 0.3, 0.1), (6, 0.2, 0.4), (9, 0.0, 0.2)]
+)
+def test_codimension_two_agrees_with_the_double_integral(dim, offset, epsilon):
     def half(x):
-        return math.sqrt(max(0.0, eps**2 - (x - offset) ** 2))
+        return math.sqrt(max(0.0, epsilon**2 - (x - offset) ** 2))
 
     integral = integrate.dblquad(
         lambda y, x: (1 - x * x - y * y) ** ((dim - 2) / 2),
-        offset - eps,
-        offset + eps,
+        offset - epsilon,
+        offset + epsilon,
         lambda x: -half(x),
         half,
         epsabs=0,
         epsrel=1e-11,
     )[0]
     exact = integral * ball_volume(dim - 2) / ball_volume(dim)
-    found = tube_fraction(dim=dim, codim=2, offset=offset, eps=eps, radius=1)
+    found = tube_fraction(dim=dim, codim=2, offset=offset, epsilon=epsilon, radius=1)
     assert found == pytest.approx(exact, rel=1e-9)
 
 
 @pytest.mark.parametrize("codim", [1, 2, 3, 7])
 def test_a_flat_through_the_centre_is_a_beta_law(codim):
-    found = tube_fraction(dim=12, codim=codim, offset=0, eps=0.35, radius=0.7)
+    found = tube_fraction(dim=12, codim=codim, offset=0, epsilon=0.35, radius=0.7)
     assert found == pytest.approx(special.betainc(codim / 2, (12 - codim) / 2 + 1, 0.25), rel=1e-12)
-    near = tube_fraction(dim=12, codim=codim, offset=1e-9, eps=0.35, radius=0.7)
+    near = tube_fraction(dim=12, codim=codim, offset=1e-9, epsilon=0.35, radius=0.7)
     assert near == pytest.approx(found, rel=1e-8)
 
 
@@ -68,18 +70,18 @@ def test_a_point_is_the_lens_of_two_balls():
     radius, offset = 0.6, 1.2
     plane = (offset**2 + 1 - radius**2) / (2 * offset)
     lens = cap(1 - plane) + radius**3 * cap(1 - (offset - plane) / radius)
-    found = tube_fraction(dim=3, codim=3, offset=offset, eps=radius, radius=1)
+    found = tube_fraction(dim=3, codim=3, offset=offset, epsilon=radius, radius=1)
     assert found == pytest.approx(lens / ball_volume(3), rel=1e-11)
 
 
 @pytest.mark.parametrize(
-    ("dim", "codim", "offset", "eps"),
+    ("dim", "codim", "offset", "epsilon"),
     [(5, 1, 0.3, 0.1), (5, 3, 0.9, 0.4), (64, 2, 0.1, 0.2), (64, 5, 0.2, 0.3), (300, 3, 0.05, 0.1)],
 )
-def test_samples_agree_within_four_standard_errors(dim, codim, offset, eps):
-    exact = tube_fraction(dim=dim, codim=codim, offset=offset, eps=eps, radius=1)
+def test_samples_agree_within_four_standard_errors(dim, codim, offset, epsilon):
+    exact = tube_fraction(dim=dim, codim=codim, offset=offset, epsilon=epsilon, radius=1)
     found = sampled_tube(
-        dim=dim, codim=codim, offset=offset, eps=eps, radius=1, samples=20_000, seed=5
+        dim=dim, codim=codim, offset=offset, epsilon=epsilon, radius=1, samples=20_000, seed=5
     )
     assert abs(found.value - exact) < 4 * found.stderr
 
@@ -91,45 +93,49 @@ def test_samples_agree_within_four_standard_errors(dim, codim, offset, eps):
     st.floats(1e-6, 2.5),
     st.sampled_from([0.5, 1.0, 3.0]),
 )
-def test_shares_lie_under_the_leading_term_and_grow_with_the_width(dim, codim, offset, eps, radius):
+def test_shares_lie_under_the_leading_term_and_grow_with_the_width(
+    dim, codim, offset, epsilon, radius
+):
     codim = min(codim, dim)
-    found = tube_fraction(dim=dim, codim=codim, offset=offset, eps=eps, radius=radius)
-    leading = tube_leading_term(dim=dim, codim=codim, eps=eps, radius=radius)
-    wider = tube_fraction(dim=dim, codim=codim, offset=offset, eps=1.1 * eps, radius=radius)
+    found = tube_fraction(dim=dim, codim=codim, offset=offset, epsilon=epsilon, radius=radius)
+    leading = tube_leading_term(dim=dim, codim=codim, epsilon=epsilon, radius=radius)
+    wider = tube_fraction(dim=dim, codim=codim, offset=offset, epsilon=1.1 * epsilon, radius=radius)
     assert 0 <= found <= min(1, leading) * (1 + 1e-10)
     assert found <= wider * (1 + 1e-10)
-    scaled = tube_fraction(dim=dim, codim=codim, offset=2 * offset, eps=2 * eps, radius=2 * radius)
+    scaled = tube_fraction(
+        dim=dim, codim=codim, offset=2 * offset, epsilon=2 * epsilon, radius=2 * radius
+    )
     assert scaled == found
 
 
 def test_the_rest_of_the_leading_term_is_of_second_order():
     gaps = []
     for radius in (10.0, 20.0):
-        exact = tube_fraction(dim=8, codim=2, offset=1, eps=0.5, radius=radius)
-        gaps.append(tube_leading_term(dim=8, codim=2, eps=0.5, radius=radius) / exact - 1)
+        exact = tube_fraction(dim=8, codim=2, offset=1, epsilon=0.5, radius=radius)
+        gaps.append(tube_leading_term(dim=8, codim=2, epsilon=0.5, radius=radius) / exact - 1)
     assert gaps[0] / gaps[1] == pytest.approx(4, rel=0.05)
 
 
 def test_tiny_shares_keep_their_digits_and_far_flats_have_none():
-    tiny = tube_fraction(dim=6, codim=5, offset=0.5, eps=1e-9, radius=1)
+    tiny = tube_fraction(dim=6, codim=5, offset=0.5, epsilon=1e-9, radius=1)
     density = ball_volume(1) * 0.75**0.5 / ball_volume(6)
     assert tiny == pytest.approx(density * ball_volume(5) * 1e-45, rel=1e-7)
-    assert tube_fraction(dim=4, codim=2, offset=1.5, eps=0.4, radius=1) == 0
-    assert tube_fraction(dim=4, codim=2, offset=0.5, eps=1.6, radius=1) == 1
-    assert tube_fraction(dim=4, codim=2, offset=0.5, eps=0, radius=1) == 0
+    assert tube_fraction(dim=4, codim=2, offset=1.5, epsilon=0.4, radius=1) == 0
+    assert tube_fraction(dim=4, codim=2, offset=0.5, epsilon=1.6, radius=1) == 1
+    assert tube_fraction(dim=4, codim=2, offset=0.5, epsilon=0, radius=1) == 0
 
 
 @pytest.mark.parametrize("order", [1, 2])
 def test_ties_of_a_router_stay_under_both_bounds(order):
     weight, bias = router(5, 6, 1)
-    found = tie_tube(weight, bias, 2, order=order, eps=0.2, radius=4, samples=20_000)
+    found = tie_tube(weight, bias, 2, order=order, epsilon=0.2, radius=4, samples=20_000)
     assert 0 < found.sampled.value < found.flats <= found.leading
     assert found.sets == math.comb(5, order + 1)
 
 
 def test_two_experts_fill_their_one_flat():
     weight, bias = router(2, 5, 3)
-    found = tie_tube(weight, bias, 1, order=1, eps=0.3, radius=2, samples=40_000)
+    found = tie_tube(weight, bias, 1, order=1, epsilon=0.3, radius=2, samples=40_000)
     assert abs(found.sampled.value - found.flats) < 4 * found.sampled.stderr
 
 
@@ -146,11 +152,11 @@ def test_points_of_the_ball_are_uniform():
         ({"codim": 0}, "codim=0"),
         ({"codim": 6}, "codim=6"),
         ({"offset": -0.1}, "offset=-0.1"),
-        ({"eps": -0.2}, "eps=-0.2"),
+        ({"epsilon": -0.2}, "epsilon=-0.2"),
         ({"radius": 0.0}, "radius=0"),
     ],
 )
 def test_bad_input_is_named(change, names):
-    good = {"dim": 5, "codim": 2, "offset": 0.1, "eps": 0.1, "radius": 1.0}
+    good = {"dim": 5, "codim": 2, "offset": 0.1, "epsilon": 0.1, "radius": 1.0}
     with pytest.raises(ValueError, match=names):
         tube_fraction(**{**good, **change})

@@ -60,7 +60,7 @@ def test_ranks_counts_distances_and_inputs_follow_from_the_logits_of_all_experts
         near = [(below < epsilon).sum(dim=1) for epsilon in EPSILONS]
         assert torch.equal(layer.near.long(), torch.stack(near, dim=1))
         walls = expert_distances(routers[layer.name].weight)
-        assert torch.equal(layer.distance, nearest_tie(logits, walls, 2).distance)
+        assert torch.equal(layer.distance, nearest_tie(logits, 2, walls).distance)
 
 
 def test_what_is_not_wanted_is_not_kept(model):

@@ -33,23 +33,23 @@ def drawn_from(student):
     st.sampled_from([0.01, 0.2, 0.49]),
     st.sampled_from([0.3, 2.0]),
 )
-def test_ambiguity_is_the_size_of_the_largest_weight(scores, eps, tau):
+def test_ambiguity_is_the_size_of_the_largest_weight(scores, epsilon, tau):
     drawn = MoESample(scores, scores, scores[:, 0])
     weights = (scores / tau).softmax(dim=1)
-    unsure, leader = ambiguous(drawn, tau, eps), confident_expert(drawn, tau, eps)
+    unsure, leader = ambiguous(drawn, tau, epsilon), confident_expert(drawn, tau, epsilon)
     for i, row in enumerate(weights):
-        clear = abs(row.max().item() - (1 - eps)) > 1e-9
-        assert not clear or bool(unsure[i]) == (row.max().item() <= 1 - eps)
+        clear = abs(row.max().item() - (1 - epsilon)) > 1e-9
+        assert not clear or bool(unsure[i]) == (row.max().item() <= 1 - epsilon)
         assert leader[i].item() == (-1 if unsure[i] else int(row.argmax()))
 
 
 @given(mixtures(), st.sampled_from([0.05, 0.5]), st.sampled_from([0.02, 0.3]))
-def test_parts_add_up_and_the_layer_obeys_both_constants(student, tau, eps):
-    parts = risk_decomposition(drawn_from(student), tau, eps)
+def test_parts_add_up_and_the_layer_obeys_both_constants(student, tau, epsilon):
+    parts = risk_decomposition(drawn_from(student), tau, epsilon)
     assert parts.interior.value + parts.boundary.value == pytest.approx(parts.total.value)
     assert 0 <= parts.boundary.value <= parts.sharp_bound.value + 1e-12
     assert parts.sharp_bound.value <= parts.paper_bound.value + 1e-12
-    assert parts.mass.value == ambiguous(drawn_from(student), tau, eps).double().mean().item()
+    assert parts.mass.value == ambiguous(drawn_from(student), tau, epsilon).double().mean().item()
 
 
 def test_the_sampled_parts_are_those_of_the_quadrature():
@@ -61,9 +61,9 @@ def test_the_sampled_parts_are_those_of_the_quadrature():
 
 
 @given(mixtures(), st.sampled_from([0.05, 0.5]), st.sampled_from([0.02, 0.3]))
-def test_the_control_of_a_cell_holds_for_every_student_and_labelling(student, tau, eps):
+def test_the_control_of_a_cell_holds_for_every_student_and_labelling(student, tau, epsilon):
     for permutation in (None, (1, 0)):
-        for control in cell_control(drawn_from(student), LABELS, tau, eps, permutation):
+        for control in cell_control(drawn_from(student), LABELS, tau, epsilon, permutation):
             assert control.slack.value >= -1e-12
             slack = control.left.value - control.right.value
             assert control.slack.value == pytest.approx(slack, abs=1e-12)
@@ -83,7 +83,7 @@ def test_the_control_by_hand():
 
 def test_bad_tolerances_and_labels_are_refused():
     drawn = drawn_from(STUDENT)
-    with pytest.raises(ParameterError, match=r"eps=0\.5"):
+    with pytest.raises(ParameterError, match=r"epsilon=0\.5"):
         ambiguous(drawn, 1.0, 0.5)
     with pytest.raises(ShapeError, match="need 500 labels, got 3"):
         cell_control(drawn, LABELS[:3], 1.0, 0.1)

@@ -50,11 +50,11 @@ def test_closed_derivatives_are_those_of_automatic_differentiation(student, tau,
 
 
 def test_bad_input_is_refused():
-    with pytest.raises(ShapeError, match="width 2, got 1"):
+    with pytest.raises(ShapeError, match="dimension 2, got 1"):
         gaussian_grid(line())
     with pytest.raises(ParameterError, match=r"spacing=0\.0"):
         gaussian_grid(TEACHER, spacing=0.0)
-    with pytest.raises(ShapeError, match="need 9 parameters for width 2, got 8"):
+    with pytest.raises(ShapeError, match="need 9 parameters for dimension 2, got 8"):
         population_risk(POINTS, torch.zeros(8), 1.0)
     with pytest.raises(ParameterError, match=r"tau=0\.0"):
         population_gradient(POINTS, torch.zeros(9), 0.0)

@@ -79,5 +79,5 @@ def test_negative_curvature_and_its_persistence():
 def test_bad_input_is_refused():
     with pytest.raises(ParameterError, match="starts=0"):
         find_critical_points(TEACHER, 0.5, starts=0)
-    with pytest.raises(ShapeError, match="width 2, got 1"):
+    with pytest.raises(ShapeError, match="dimension 2, got 1"):
         find_critical_points(line(), 0.5)

@@ -46,5 +46,5 @@ def test_a_linear_router_realises_as_many_velocities_as_dimensions():
 def test_motions_that_move_nothing_are_refused():
     with pytest.raises(ParameterError, match="does not move the wall"):
         profile_variation(ACROSS, MIRROR, torch.tensor([0.0, 1.0, 0.0]))
-    with pytest.raises(ShapeError, match="widths differ: 2, 1"):
+    with pytest.raises(ShapeError, match="dimensions differ: 2, 1"):
         profile_variation(ACROSS, line(), TURN)

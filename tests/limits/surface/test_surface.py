@@ -37,9 +37,9 @@ def test_an_integrand_is_averaged_over_the_surface():
     assert within(weighted, stats.chi2(3).pdf(2.0) * 2 / 3)
 
 
-@pytest.mark.parametrize(("score", "width"), [(plane, 2), (sphere, 3), (bent, 3)])
-def test_boundary_mass_is_its_first_order_for_small_widths(score, width):
-    check = coarea_check(score, width, (0.05, 0.01), 0.1, n=100_000, lines=1000)
+@pytest.mark.parametrize(("score", "dim"), [(plane, 2), (sphere, 3), (bent, 3)])
+def test_boundary_mass_is_its_first_order_for_small_widths(score, dim):
+    check = coarea_check(score, dim, (0.05, 0.01), 0.1, n=100_000, lines=1000)
     for mass, first in zip(check.masses, check.first_orders, strict=True):
         assert abs(mass.value - first.value) < 4 * math.hypot(mass.stderr, first.stderr)
     assert check.constant.value == pytest.approx(2 * math.log(9) * check.profile.value)
@@ -56,7 +56,7 @@ def test_the_gradient_near_the_wall_tells_a_degenerate_one():
 def test_bad_input_is_refused():
     with pytest.raises(ParameterError, match="lines=1"):
         surface_integral(plane, 2, lines=1)
-    with pytest.raises(ParameterError, match="width=0"):
+    with pytest.raises(ParameterError, match="dim=0"):
         surface_integral(plane, 0)
     with pytest.raises(ParameterError, match=r"got \(0\.0,\)"):
         coarea_check(plane, 2, (0.0,), 0.1)

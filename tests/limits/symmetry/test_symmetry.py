@@ -109,7 +109,7 @@ def test_the_reduced_update_turns_at_the_rate_rho():
 def test_bad_input_is_refused():
     with pytest.raises(ParameterError, match="length 1, got 2"):
         operator(torch.tensor([2.0, 0.0]), D)
-    with pytest.raises(ShapeError, match=r"one width, got 2 and 3"):
+    with pytest.raises(ShapeError, match=r"one dimension, got 2 and 3"):
         operator(V, torch.ones(3))
     with pytest.raises(ParameterError, match=r"gain > 0, got -1\.0"):
         Response("tanh", -1.0)

@@ -105,11 +105,11 @@ def test_risks_agree_with_sampling(teacher):
 
 
 @given(mixtures(), mixtures(), st.sampled_from([0.02, 0.5]), st.sampled_from([0.01, 0.3]))
-def test_the_parts_add_up_and_the_mass_is_that_of_the_slab(student, teacher, tau, eps):
-    parts = gaussian_decomposition(student, teacher, tau, eps, COVARIANCE)
+def test_the_parts_add_up_and_the_mass_is_that_of_the_slab(student, teacher, tau, epsilon):
+    parts = gaussian_decomposition(student, teacher, tau, epsilon, COVARIANCE)
     total = gaussian_risk(student, teacher, COVARIANCE, tau).item()
     assert parts.interior + parts.boundary == pytest.approx(total, rel=1e-11, abs=1e-12)
-    slab = gaussian_boundary_mass(student, ambiguity_width(eps) * tau, COVARIANCE)
+    slab = gaussian_boundary_mass(student, ambiguity_width(epsilon) * tau, COVARIANCE)
     assert parts.mass == pytest.approx(slab.exact, rel=1e-10, abs=1e-15)
 
 
@@ -147,9 +147,9 @@ def test_the_widths_of_ambiguity():
     ("call", "words"),
     [
         (lambda: gaussian_risk(STUDENT, TEACHER, COVARIANCE, -0.1), r"tau=-0\.1"),
-        (lambda: gaussian_risk(STUDENT, line()), "one width, got 2 and 1"),
+        (lambda: gaussian_risk(STUDENT, line()), "one dimension, got 2 and 1"),
         (lambda: gaussian_decomposition(STUDENT, TEACHER, 0.0, 0.1), "tau=0.0"),
-        (lambda: gaussian_decomposition(STUDENT, TEACHER, 0.1, 0.5), "eps=0.5"),
+        (lambda: gaussian_decomposition(STUDENT, TEACHER, 0.1, 0.5), "epsilon=0.5"),
         (lambda: gaussian_boundary_mass(STUDENT, -1.0), "radius=-1"),
         (lambda: ambiguity_width(0.1, 1), "n_experts=1"),
     ],

@@ -113,7 +113,7 @@ def test_inference_keeps_no_pre_activations():
 
 
 BAD = {
-    "tokens have width 5, the experts 4": {"x": (6, 5)},
+    "tokens have dimension 5, the experts 4": {"x": (6, 5)},
     r"weights must be \(tokens, experts\) = \(6, 3\), got \(6, 2\)": {"weights": (6, 2)},
     r"w_in must be \(3, 4, 4\) for 'swiglu', got \(3, 2, 4\)": {"w_in": (3, 2, 4)},
     r"b_in must be \(3, 4\), got \(3, 2\)": {"b_in": (3, 2)},

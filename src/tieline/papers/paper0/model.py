@@ -102,10 +102,10 @@ def slab(run: Run) -> Evidence:
     """Pairs on which the two memberships differ."""
     gap = 30 * run.normal(run.size(100_000, 2_000_000), stream=1)
     differ = 0
-    for eps in (0.4, 0.1, 1e-3, 1e-6):
+    for epsilon in (0.4, 0.1, 1e-3, 1e-6):
         share = torch.sigmoid(gap / TAU)
-        event = (share >= eps) & (share <= 1 - eps)
-        differ += (event != (gap.abs() <= TAU * math.log((1 - eps) / eps))).sum().item()
+        event = (share >= epsilon) & (share <= 1 - epsilon)
+        differ += (event != (gap.abs() <= TAU * math.log((1 - epsilon) / epsilon))).sum().item()
     tiny = 1e-17
     share = torch.sigmoid(gap / TAU)
     naive = ((share >= tiny) & (share <= 1 - tiny)).double().mean().item()
@@ -143,7 +143,7 @@ def binary(run: Run) -> Evidence:
     router = GraphRouter()
     gap = router(run.normal(run.size(400_000, 4_000_000), 3, stream=1))
     scores = torch.stack([gap, torch.zeros_like(gap)], dim=1)
-    ambiguous, counted = ambiguity_mass(scores, EPS, TAU), boundary_mass_top(scores, KAPPA * TAU)
+    ambiguous, counted = ambiguity_mass(scores, EPS, TAU), boundary_mass_top(scores, 1, KAPPA * TAU)
     exact = router.mass(KAPPA * TAU)
     return Evidence(
         [
@@ -244,9 +244,9 @@ def sandwich(run: Run) -> Evidence:
         scores = run.normal(n, experts, stream=experts)
         for tau in taus:
             outer = tau * (KAPPA + math.log(experts - 1))
-            lower = float(boundary_mass_top(scores, tau * KAPPA * (1 - 1e-12)))
+            lower = float(boundary_mass_top(scores, 1, tau * KAPPA * (1 - 1e-12)))
             mass = float(ambiguity_mass(scores, EPS, tau))
-            upper = float(boundary_mass_top(scores, outer * (1 + 1e-12)))
+            upper = float(boundary_mass_top(scores, 1, outer * (1 + 1e-12)))
             violations += (
                 not lower <= mass <= upper <= float(boundary_mass_pair(scores, outer + 1e-9))
             )

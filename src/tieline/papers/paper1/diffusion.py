@@ -41,7 +41,7 @@ from tieline.papers.registry import claim
 def one_face() -> TopKCell:
     """Two experts at distance 1 from their wall, in units of noise."""
     weight = torch.tensor([[1.0, 0.0], [0.0, 0.0]], dtype=torch.float64)
-    return top_k_cell(torch.tensor([1.0, 0.0], dtype=torch.float64), weight, 1)
+    return top_k_cell(torch.tensor([1.0, 0.0], dtype=torch.float64), 1, weight)
 
 
 def drawn_cell(run: Run, experts: int = 8, width: int = 16, k: int = 2) -> TopKCell:
@@ -49,7 +49,7 @@ def drawn_cell(run: Run, experts: int = 8, width: int = 16, k: int = 2) -> TopKC
     weight, bias = router(run, experts, width)
     x = run.normal(50, width, stream=3)
     scores = x @ weight.T + bias
-    return top_k_cell(scores[gap(scores, k).argmax()], weight, k)
+    return top_k_cell(scores[gap(scores, k).argmax()], k, weight)
 
 
 @claim(
@@ -342,7 +342,7 @@ def _exit_orders(run: Run) -> Evidence:
     horizon = 9 * cell.distances.min().item() ** 2
     exits = sample_exits(cell, horizon, 64, run.size(40_000, 400_000), run.seed)
     widths = [0.2, 0.1, 0.05, 0.025]
-    shares = [(exit_orders(exits, eps) >= 2).double().mean().item() for eps in widths]
+    shares = [(exit_orders(exits, epsilon) >= 2).double().mean().item() for epsilon in widths]
     exact = (exit_orders(exits, 1e-9) != 1).sum().item()
     return Evidence(
         [
@@ -378,7 +378,7 @@ def exit_theorem(run: Run) -> Evidence:
     weight, bias = router(run, 6, 8)
     sigma = torch.eye(8, dtype=torch.float64) + 0.3 * run.normal(8, 8, stream=5)
     scores = run.normal(40, 8, stream=3) @ weight.T + bias
-    cell = top_k_cell(scores[gap(scores, 2).argmax()], weight, 2, sigma)
+    cell = top_k_cell(scores[gap(scores, 2).argmax()], 2, weight, sigma)
     bounds, order = _between(run, cell, cell.distances.min().item() ** 2), _exit_orders(run)
     return Evidence(
         [*bounds.checks, *order.checks],
@@ -401,17 +401,17 @@ def exit_theorem(run: Run) -> Evidence:
 def one_flat(run: Run) -> Evidence:
     """Sampled, exact and bounded times."""
     weight, bias = router(run, 5, 7)
-    eps, horizon = 0.3, 4.0
+    epsilon, horizon = 0.3, 4.0
     checks: list[Check] = []
     values: list[tuple[float, float, float]] = []
     n_draws = run.size(200_000, 2_000_000)
     for n in (1, 2, 3):
         flat = tie_flat(weight, bias, tuple(range(n + 1)))
         x0 = flat.nearest + 0.8 * flat.basis[:, 0]
-        found = flat_occupation(flat, x0, eps=eps, horizon=horizon)
+        found = flat_occupation(flat, x0, epsilon=epsilon, horizon=horizon)
         time = horizon * torch.rand(n_draws, dtype=torch.float64, generator=run.generator(n))
         x = x0 + time.sqrt()[:, None] * run.normal(n_draws, 7, stream=10 + n)
-        share = (((x - flat.nearest) @ flat.basis).norm(dim=1) < eps).double().mean().item()
+        share = (((x - flat.nearest) @ flat.basis).norm(dim=1) < epsilon).double().mean().item()
         error = horizon * math.sqrt(share * (1 - share) / n_draws)
         exact = found.exact or math.nan
         checks += [
@@ -440,7 +440,7 @@ def one_flat(run: Run) -> Evidence:
 def _from_within(weight: Tensor, bias: Tensor) -> list[Check]:
     """A start on the flat itself, n = 2: the paper's bound is infinite, no path stays beyond T."""
     flat = tie_flat(weight, bias, (0, 1, 2))
-    found = flat_occupation(flat, flat.nearest, eps=0.3, horizon=4.0)
+    found = flat_occupation(flat, flat.nearest, epsilon=0.3, horizon=4.0)
     return [
         near("the paper's bound from within ε", float(found.paper), math.inf, part="corrected"),
         at_most("the finite one", float(found.bound), 4.0, part="corrected"),
@@ -450,20 +450,30 @@ def _from_within(weight: Tensor, bias: Tensor) -> list[Check]:
 def _near_ties(run: Run, order: int, paths: int) -> tuple[list[Check], list[float]]:
     weight, bias = router(run, 5, 7)
     x0, checks, row = run.normal(7, stream=3), [], []
-    for eps in (0.4, 0.2, 0.1):
-        bounds = occupation_bounds(x0, weight, bias, order=order, eps=eps, horizon=4.0)
+    for epsilon in (0.4, 0.2, 0.1):
+        bounds = occupation_bounds(x0, weight, bias, order=order, epsilon=epsilon, horizon=4.0)
         found = sampled_occupation(
-            x0, weight, bias, 2, order=order, eps=eps, horizon=4.0, paths=paths, seed=run.seed
+            x0,
+            weight,
+            bias,
+            2,
+            order=order,
+            epsilon=epsilon,
+            horizon=4.0,
+            paths=paths,
+            seed=run.seed,
         )
         value, error = found.value or 0.0, found.standard_error or 0.0
         checks.append(
             at_most(
-                f"time and bound, n = {order}, ε = {eps}", value - 4 * error, float(bounds.paper)
+                f"time and bound, n = {order}, ε = {epsilon}",
+                value - 4 * error,
+                float(bounds.paper),
             )
         )
         checks.append(
             at_most(
-                f"time and finite bound, n = {order}, ε = {eps}",
+                f"time and finite bound, n = {order}, ε = {epsilon}",
                 value - 4 * error,
                 float(bounds.bound),
                 part="corrected",

@@ -110,25 +110,25 @@ def _ramps(u: Tensor) -> dict:
 )
 def gate(run: Run) -> Evidence:
     """Weights, counts and ties."""
-    eps, scores = 0.4, run.normal(run.size(20_000, 200_000), 8, stream=1)
-    weights = SmoothTopK(2, epsilon=eps, a=A, b=B)(scores)
+    epsilon, scores = 0.4, run.normal(run.size(20_000, 200_000), 8, stream=1)
+    weights = SmoothTopK(2, epsilon=epsilon, a=A, b=B)(scores)
     top = scores.sort(dim=1, descending=True).values[:, 1:2]
-    raw = scores.exp() * smoothstep((scores - top + eps) / eps, A, B)
+    raw = scores.exp() * smoothstep((scores - top + epsilon) / epsilon, A, B)
     stated = raw / raw.sum(dim=1, keepdim=True)
     extra = (weights > 0).sum(dim=1) - 2
-    tied = SmoothTopK(2, epsilon=eps, a=A, b=B)(torch.ones(1, 8, dtype=torch.float64))
+    tied = SmoothTopK(2, epsilon=epsilon, a=A, b=B)(torch.ones(1, 8, dtype=torch.float64))
     return Evidence(
         [
             at_most("largest error of a weight", (weights - stated).abs().max().item(), 1e-12),
             none_of(
                 "tokens with more than `order` experts extra",
-                (extra > tie_order(scores, 2, eps)).sum().item(),
+                (extra > tie_order(scores, 2, epsilon)).sum().item(),
             ),
             at_least("mean number of experts extra", extra.double().mean().item(), 0.1),
             near("spread of the weights of 8 tied experts", (tied.max() - tied.min()).item(), 0, 0),
         ],
         paper="at most n extra",
-        measured=f"{extra.double().mean().item():.3f} extra at ε = {eps}",
+        measured=f"{extra.double().mean().item():.3f} extra at ε = {epsilon}",
     )
 
 

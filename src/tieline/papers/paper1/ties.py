@@ -419,11 +419,11 @@ def density_bound(run: Run) -> Evidence:
     )
 
 
-def _tube_shares(run: Run, eps: float, n: int) -> tuple[Tensor, Tensor]:
+def _tube_shares(run: Run, epsilon: float, n: int) -> tuple[Tensor, Tensor]:
     """Indicators of order-1 and order-2 tubes of E = 4, k = 2 in D = 5 at uniform points."""
     weight, x = orthonormal(4, 5), in_ball(run, n, 5)
     return tuple(  # type: ignore[return-value]
-        (distance_to_tie(x, weight, None, 2, order) < eps).double() for order in (1, 2)
+        (distance_to_tie(x, weight, None, 2, order) < epsilon).double() for order in (1, 2)
     )
 
 
@@ -439,10 +439,10 @@ def _tube_shares(run: Run, eps: float, n: int) -> tuple[Tensor, Tensor]:
 def tube_orders(run: Run) -> Evidence:
     """Sampled ratio over ε against the formula."""
     n, widths = run.size(300_000, 3_000_000), (0.04, 0.08)
-    shares = {eps: _tube_shares(run, eps, n) for eps in widths}
+    shares = {epsilon: _tube_shares(run, epsilon, n) for epsilon in widths}
     value, error = extrapolated(shares)
-    stated = tube_ratio(4, 2, dim=5, orders=(2, 1), eps=1.0, radius=1.0).paper
-    raw = [(two.mean() / one.mean()).item() / eps for eps, (one, two) in shares.items()]
+    stated = tube_ratio(4, 2, dim=5, orders=(2, 1), epsilon=1.0, radius=1.0).paper
+    raw = [(two.mean() / one.mean()).item() / epsilon for epsilon, (one, two) in shares.items()]
     return Evidence(
         [within("U_2/U_1 over ε/R", value, error, stated, bias=BIAS)],
         paper=stated,

@@ -39,9 +39,9 @@ from tieline.papers.problems import BIAS, extrapolated, in_ball, router
 from tieline.papers.registry import claim
 
 
-def slab(dim: int, offset: float, eps: float, radius: float) -> float:
+def slab(dim: int, offset: float, epsilon: float, radius: float) -> float:
     """The integral of Prop. A.9 over the ball's volume, by an adaptive rule."""
-    low, high = max(-radius, offset - eps), min(radius, offset + eps)
+    low, high = max(-radius, offset - epsilon), min(radius, offset + epsilon)
     if low >= high:
         return 0.0
     found, _ = integrate.quad(
@@ -61,24 +61,26 @@ def slab(dim: int, offset: float, eps: float, radius: float) -> float:
 def hyperplane(run: Run) -> Evidence:
     """Shares by two rules and by sampling."""
     checks: list[Check] = []
-    for dim, offset, eps in ((3, 0.3, 0.1), (8, 0.0, 0.2), (20, 0.9, 0.3), (5, 1.5, 0.2)):
-        stated = slab(dim, offset, eps, 1.0)
-        ours = tube_fraction(dim=dim, codim=1, offset=offset, eps=eps, radius=1.0)
-        checks.append(near(f"D = {dim}, δ = {offset}, ε = {eps}", ours, stated, 1e-11))
+    for dim, offset, epsilon in ((3, 0.3, 0.1), (8, 0.0, 0.2), (20, 0.9, 0.3), (5, 1.5, 0.2)):
+        stated = slab(dim, offset, epsilon, 1.0)
+        ours = tube_fraction(dim=dim, codim=1, offset=offset, epsilon=epsilon, radius=1.0)
+        checks.append(near(f"D = {dim}, δ = {offset}, ε = {epsilon}", ours, stated, 1e-11))
     n = run.size(200_000, 2_000_000)
-    found = sampled_tube(dim=8, codim=1, offset=0.3, eps=0.1, radius=1.0, samples=n, seed=run.seed)
+    found = sampled_tube(
+        dim=8, codim=1, offset=0.3, epsilon=0.1, radius=1.0, samples=n, seed=run.seed
+    )
     exact = slab(8, 0.3, 0.1, 1.0)
     checks.append(within("sampled, D = 8", found.value or 0, found.standard_error or 0, exact))
     return Evidence(checks, paper=exact, measured=found.value)
 
 
-def _printed_beta(dim: int, offset: float, eps: float, radius: float) -> float:
+def _printed_beta(dim: int, offset: float, epsilon: float, radius: float) -> float:
     """Prop. A.11 as printed: no sign before the first incomplete beta function."""
     a, b = 0.5, (dim + 1) / 2
-    high, low = ((offset + eps) / radius) ** 2, ((offset - eps) / radius) ** 2
+    high, low = ((offset + epsilon) / radius) ** 2, ((offset - epsilon) / radius) ** 2
     full = special.beta(a, b)
     first, second = (full * special.betainc(a, b, z) for z in (high, low))
-    sign = math.copysign(1.0, offset - eps) if offset != eps else 0.0
+    sign = math.copysign(1.0, offset - epsilon) if offset != epsilon else 0.0
     return ball_volume(dim - 1) / (2 * ball_volume(dim)) * (first - sign * second)
 
 
@@ -94,13 +96,14 @@ def _printed_beta(dim: int, offset: float, eps: float, radius: float) -> float:
 )
 def incomplete_beta(run: Run) -> Evidence:
     """Printed formula on both sides of the origin."""
-    dim, eps = 7, 0.1
+    dim, epsilon = 7, 0.1
     sides = {
-        d: (_printed_beta(dim, d, eps, 1.0), slab(dim, d, eps, 1.0)) for d in (-0.5, 0.05, 0.5)
+        d: (_printed_beta(dim, d, epsilon, 1.0), slab(dim, d, epsilon, 1.0))
+        for d in (-0.5, 0.05, 0.5)
     }
     radii = [2.0, 4.0, 8.0, 16.0]
-    lead = [tube_leading_term(dim=dim, codim=1, eps=eps, radius=r) for r in radii]
-    left = [slab(dim, 0.5, eps, r) - t for r, t in zip(radii, lead, strict=True)]
+    lead = [tube_leading_term(dim=dim, codim=1, epsilon=epsilon, radius=r) for r in radii]
+    left = [slab(dim, 0.5, epsilon, r) - t for r, t in zip(radii, lead, strict=True)]
     return Evidence(
         [
             near("δ = -0.5", *sides[-0.5], 1e-11),
@@ -116,7 +119,7 @@ def incomplete_beta(run: Run) -> Evidence:
         ],
         paper=sides[-0.5][0],
         corrected=sides[-0.5][1],
-        measured=tube_fraction(dim=dim, codim=1, offset=0.5, eps=eps, radius=1.0),
+        measured=tube_fraction(dim=dim, codim=1, offset=0.5, epsilon=epsilon, radius=1.0),
         note="At δ = -0.5 the printed formula gives the share of the slab between -0.6 and 0.6 in "
         "part twice; with sgn(δ+ε) restored it is right.",
     )
@@ -126,17 +129,26 @@ def _union(run: Run, order: int, samples: int) -> tuple[list[Check], Evidence]:
     weight, bias = router(run, 5, 7)
     checks, shares, flats, leads = [], [], [], []
     widths = [0.2, 0.1, 0.05]
-    for eps in widths:
+    for epsilon in widths:
         found = tie_tube(
-            weight, 0.3 * bias, 2, order=order, eps=eps, radius=2.0, samples=samples, seed=run.seed
+            weight,
+            0.3 * bias,
+            2,
+            order=order,
+            epsilon=epsilon,
+            radius=2.0,
+            samples=samples,
+            seed=run.seed,
         )
         value, error = found.sampled.value or 0.0, found.sampled.standard_error or 0.0
         checks.append(
-            at_most(f"share at ε = {eps} and the tubes of all flats", value, found.flats, 4 * error)
+            at_most(
+                f"share at ε = {epsilon} and the tubes of all flats", value, found.flats, 4 * error
+            )
         )
         checks.append(
             at_most(
-                f"tubes of all flats and the leading term, ε = {eps}",
+                f"tubes of all flats and the leading term, ε = {epsilon}",
                 found.flats,
                 found.leading,
                 1e-12,
@@ -202,26 +214,32 @@ def order_two(run: Run) -> Evidence:
 def any_codimension(run: Run) -> Evidence:
     """Shares by two rules and by sampling."""
     checks: list[Check] = []
-    for dim, offset, eps in ((6, 0.3, 0.2), (5, 0.9, 0.4)):
-        ours = tube_fraction(dim=dim, codim=2, offset=offset, eps=eps, radius=1.0)
-        checks.append(near(f"codimension 2, δ = {offset}", ours, _double(dim, offset, eps), 1e-8))
+    for dim, offset, epsilon in ((6, 0.3, 0.2), (5, 0.9, 0.4)):
+        ours = tube_fraction(dim=dim, codim=2, offset=offset, epsilon=epsilon, radius=1.0)
+        checks.append(
+            near(f"codimension 2, δ = {offset}", ours, _double(dim, offset, epsilon), 1e-8)
+        )
     n = run.size(400_000, 4_000_000)
-    exact = tube_fraction(dim=7, codim=3, offset=0.2, eps=0.3, radius=1.0)
-    found = sampled_tube(dim=7, codim=3, offset=0.2, eps=0.3, radius=1.0, samples=n, seed=run.seed)
+    exact = tube_fraction(dim=7, codim=3, offset=0.2, epsilon=0.3, radius=1.0)
+    found = sampled_tube(
+        dim=7, codim=3, offset=0.2, epsilon=0.3, radius=1.0, samples=n, seed=run.seed
+    )
     checks.append(
         within("codimension 3, sampled", found.value or 0, found.standard_error or 0, exact)
     )
     return Evidence(checks, paper=exact, measured=found.value)
 
 
-def _double(dim: int, offset: float, eps: float) -> float:
+def _double(dim: int, offset: float, epsilon: float) -> float:
     """Codimension 2 in polar coordinates around δ."""
     nodes, weights = (torch.from_numpy(a) for a in special.roots_legendre(400))
-    r = (nodes + 1) / 2 * eps
+    r = (nodes + 1) / 2 * epsilon
     angle = torch.arange(4_000, dtype=torch.float64) * (2 * math.pi / 4_000)
     square = r[:, None] ** 2 + offset**2 + 2 * r[:, None] * offset * torch.cos(angle)
     inner = (1 - square).clamp(min=0) ** ((dim - 2) / 2)
-    total = (weights[:, None] * r[:, None] * inner).sum().item() * eps / 2 * (2 * math.pi / 4_000)
+    total = (
+        (weights[:, None] * r[:, None] * inner).sum().item() * epsilon / 2 * (2 * math.pi / 4_000)
+    )
     return total * ball_volume(dim - 2) / ball_volume(dim)
 
 
@@ -238,8 +256,8 @@ def flat_expansion(run: Run) -> Evidence:
     radii, checks = [4.0, 8.0, 16.0, 32.0], []
     curves = []
     for n in (1, 2, 3):
-        exact = [tube_fraction(dim=9, codim=n, offset=0.5, eps=0.2, radius=r) for r in radii]
-        lead = [tube_leading_term(dim=9, codim=n, eps=0.2, radius=r) for r in radii]
+        exact = [tube_fraction(dim=9, codim=n, offset=0.5, epsilon=0.2, radius=r) for r in radii]
+        lead = [tube_leading_term(dim=9, codim=n, epsilon=0.2, radius=r) for r in radii]
         left = [1 - e / t for e, t in zip(exact, lead, strict=True)]
         checks.append(near(f"order of the remainder, n = {n}", exponent(radii, left), -2, 0.05))
         checks.append(at_least(f"the leading term is above, n = {n}", min(left), 0))
@@ -266,7 +284,7 @@ def flat_ratio(run: Run) -> Evidence:
         errors = []
         for r in radii:
             share, lead = (
-                [f(dim=9, codim=c, eps=0.2, radius=r, **extra) for c in (n, m)]
+                [f(dim=9, codim=c, epsilon=0.2, radius=r, **extra) for c in (n, m)]
                 for f, extra in ((tube_fraction, {"offset": 0.5}), (tube_leading_term, {}))
             )
             errors.append(share[0] / share[1] / (lead[0] / lead[1]) - 1)
@@ -341,9 +359,9 @@ def score_distance(run: Run) -> Evidence:
 )
 def band_test(run: Run) -> Evidence:
     """Inputs on which the two tests differ."""
-    scores, eps = run.normal(run.size(20_000, 200_000), 8, stream=1), 0.1
-    inside = linf_distance(scores, 2) <= eps
-    stated, twice = (gap(scores, 2) < width for width in (eps, 2 * eps))
+    scores, epsilon = run.normal(run.size(20_000, 200_000), 8, stream=1), 0.1
+    inside = linf_distance(scores, 2) <= epsilon
+    stated, twice = (gap(scores, 2) < width for width in (epsilon, 2 * epsilon))
     return Evidence(
         [
             none_of("inputs on which they differ", (inside != stated).sum().item()),
@@ -359,22 +377,22 @@ def band_test(run: Run) -> Evidence:
     )
 
 
-def _bands(run: Run, eps: float, n: int) -> tuple[Tensor, Tensor]:
+def _bands(run: Run, epsilon: float, n: int) -> tuple[Tensor, Tensor]:
     """Indicators of the ℓ∞ bands of Def. 4.6, orders 1 and 2."""
     scores = in_ball(run, n, 5)[:, :4]
     return tuple(  # type: ignore[return-value]
-        (linf_distance(scores, 2, order) <= eps).double() for order in (1, 2)
+        (linf_distance(scores, 2, order) <= epsilon).double() for order in (1, 2)
     )
 
 
-def _fibres(run: Run, eps: float, n: int, slices: bool) -> tuple[Tensor, Tensor]:
+def _fibres(run: Run, epsilon: float, n: int, slices: bool) -> tuple[Tensor, Tensor]:
     """Indicators of {‖A_J x - d_J‖_∞ <= ε}, over slices or over whole flats, orders 1 and 2."""
     z = in_ball(run, n, 5)[:, :4]
     found = []
     for r in (1, 2):
         hit = torch.zeros(n, dtype=torch.bool)
         for tied in itertools.combinations(range(4), r + 1):
-            near_ = ((z[:, list(tied[1:])] - z[:, tied[:1]]).abs() <= eps).all(dim=1)
+            near_ = ((z[:, list(tied[1:])] - z[:, tied[:1]]).abs() <= epsilon).all(dim=1)
             above = (z > z[:, list(tied)].mean(dim=1, keepdim=True)).double()
             above[:, list(tied)] = 0
             count = above.sum(dim=1)
@@ -397,8 +415,8 @@ def _fibres(run: Run, eps: float, n: int, slices: bool) -> tuple[Tensor, Tensor]
 def band_orders(run: Run) -> Evidence:
     """Sampled ratio over ε against the printed and the corrected formula."""
     n = run.size(400_000, 4_000_000)
-    value, error = extrapolated({eps: _bands(run, eps, n) for eps in (0.025, 0.05)})
-    stated = band_ratio(4, 2, dim=5, orders=(2, 1), eps=1.0, radius=1.0)
+    value, error = extrapolated({epsilon: _bands(run, epsilon, n) for epsilon in (0.025, 0.05)})
+    stated = band_ratio(4, 2, dim=5, orders=(2, 1), epsilon=1.0, radius=1.0)
     return Evidence(
         [
             within(
@@ -441,9 +459,13 @@ def band_orders(run: Run) -> Evidence:
 def fibre_orders(run: Run) -> Evidence:
     """Sampled ratio over ε by both readings."""
     n = run.size(400_000, 4_000_000)
-    stated = band_ratio(4, 2, dim=5, orders=(2, 1), eps=1.0, radius=1.0).paper
-    flats = extrapolated({eps: _fibres(run, eps, n, slices=False) for eps in (0.025, 0.05)})
-    slices = extrapolated({eps: _fibres(run, eps, n, slices=True) for eps in (0.025, 0.05)})
+    stated = band_ratio(4, 2, dim=5, orders=(2, 1), epsilon=1.0, radius=1.0).paper
+    flats = extrapolated(
+        {epsilon: _fibres(run, epsilon, n, slices=False) for epsilon in (0.025, 0.05)}
+    )
+    slices = extrapolated(
+        {epsilon: _fibres(run, epsilon, n, slices=True) for epsilon in (0.025, 0.05)}
+    )
     return Evidence(
         [
             within("U_2/U_1 over ε/R, the definition as written", *flats, stated, bias=BIAS),
