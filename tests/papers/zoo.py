@@ -18,6 +18,6 @@ def evidence(**parts):
 def make_claim(name="p0-test", expected=Verdict.HOLDS, **fields):
     claim = Claim(
         name, 0, "Thm 1", "a title", "a statement", "a test", expected,
-        lambda run: evidence(paper=[True]),
+        test=lambda run: evidence(paper=[True]),
     )  # fmt: skip
     return replace(claim, **fields)

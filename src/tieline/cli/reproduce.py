@@ -91,8 +91,7 @@ def _run(
     address: str | None,
     jobs: int,
 ) -> dict[str, Any]:
-    from tieline.papers import ResultStore, Run, run_claims
-    from tieline.papers.registry import ledger_record
+    from tieline.papers import Ledger, ResultStore, Run, run_claims
 
     run, store = Run(fast, seed), ResultStore(results or default_results())
     store.check()
@@ -107,13 +106,13 @@ def _run(
             jobs=jobs,
             progress=lambda _, done, total: progress("claims", done, total),
         )
-    return ledger_record(outcomes, run)
+    return Ledger.of(outcomes, run).to_dict()
 
 
 def _show_list(chosen: list[Any], json_to: str | None) -> None:
-    from tieline.papers.registry import catalogue
+    from tieline.papers import Catalogue
 
-    listed = catalogue(chosen)
+    listed = Catalogue.of(chosen).to_dict()
     if (target := json_target(json_to)) is not None:
         write_whole(target, to_json(listed, "tieline-claims").encode())
     if json_to == "-":

@@ -59,6 +59,8 @@ FORMATS: dict[str, str] = {
     "tieline-smooth": "tieline.analysis.repair:RepairTable",
     "tieline-design": "tieline.tropical.advisor:Advice",
     "tieline-rates": "tieline.estimation.rates:RateStudy",
+    "tieline-ledger": "tieline.papers.ledger:Ledger",
+    "tieline-claims": "tieline.papers.ledger:Catalogue",
     "tieline-training": "tieline.training.engine:TrainResult",
 }
 """Format name to "module:class"; the module is imported when such a file is read."""

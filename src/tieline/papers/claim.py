@@ -1,48 +1,43 @@
-"""What a claim is, and how its test is turned into a verdict.
+"""A claim of a paper, its test's evidence, and the verdict that the evidence gives.
 
 A test compares numbers. Each comparison (`Check`) belongs to one of three parts:
 
-    paper        the statement as the paper makes it, over all that it speaks of
-    condition    the statement where a condition that the paper does not state also holds
-    corrected    what is true instead, or beside it
+    paper        the statement as the paper makes it, in all its generality
+    condition    the statement under a condition that the paper does not state
+    corrected    what is true instead, or in addition
 
     all of `paper` passes                     holds
     else, all of `condition` passes           holds with a condition
     else                                      does not hold
 
-A claim that needs what is not here has a reason for that instead, and the verdict says so; its
-checks are then about what can be checked, such as the arithmetic of a table. Checks of `corrected`
-never change the verdict: they must pass whatever it is, for they are our own word.
-
-Comparisons that give checks; one with a number that is no number never passes.
+A claim that cannot be tested here states the reason, and the verdict says so; its checks then cover
+what can be checked, such as the arithmetic of a table. Checks of `corrected` do not decide the
+verdict, but they are our own statements: one that fails marks the claim as changed.
 
 near        |measured - reference| <= tolerance
-within      |measured - reference| <= 4 standard errors, and they are small enough to mean something
+within      |measured - reference| <= 4 standard errors, if these are small enough to be informative
 at_most     measured <= reference + tolerance
 at_least    measured >= reference - tolerance
-none_of     a count of violations that must be zero
+none_of     a count of violations is zero
 
-The data of a figure as plain dictionaries; `report` draws them and computes nothing.
-
-chart    axes and series
-line     a series drawn as a line
-dots     a series drawn as points, with error bars if given
+A comparison with NaN never passes. `chart`, `line` and `dots` make the data of a claim's figure.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from tieline.core.errors import require
-from tieline.core.records import to_plain
 
 __all__ = [
-    "ERRORS",
+    "STANDARD_ERRORS",
+    "Axis",
+    "Chart",
     "Check",
     "Claim",
     "Evidence",
@@ -50,6 +45,7 @@ __all__ = [
     "Part",
     "Real",
     "Run",
+    "Series",
     "Verdict",
     "at_least",
     "at_most",
@@ -67,7 +63,7 @@ Value = Real | str | None
 
 
 class Verdict(StrEnum):
-    """How a statement fares."""
+    """Whether a statement holds."""
 
     HOLDS = "holds"
     CONDITION = "holds with a condition"
@@ -77,26 +73,31 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Run:
-    """How much work a test may do, and what it draws.
+    """Sample sizes and random numbers of a test.
 
     Attributes:
-        fast: smaller samples: seconds per claim, with standard errors to match.
-        seed: of everything that is drawn.
+        fast: use smaller samples: seconds per claim, with larger standard errors.
+        seed: of all random numbers.
     """
 
     fast: bool = False
     seed: int = 0
 
+    @property
+    def mode(self) -> str:
+        """The name of the mode: "fast" or "full"."""
+        return "fast" if self.fast else "full"
+
     def size(self, fast: int, full: int) -> int:
-        """The number of samples of the mode."""
+        """Return the number of samples of the mode."""
         return fast if self.fast else full
 
     def generator(self, stream: int = 0) -> torch.Generator:
-        """A generator of its own for each stream of a test."""
+        """Return an independent generator for each stream of a test."""
         return torch.Generator().manual_seed(1_000_003 * self.seed + stream)
 
     def normal(self, *shape: int, stream: int = 0) -> Tensor:
-        """Standard normal draws in float64."""
+        """Draw standard normal numbers in float64."""
         return torch.randn(*shape, dtype=torch.float64, generator=self.generator(stream))
 
 
@@ -105,12 +106,12 @@ class Check:
     """One comparison.
 
     Attributes:
-        name: what is compared, in words.
-        measured: what was found.
+        name: what is compared.
+        measured: the number that was found.
         rule: "=", "<=", ">=".
-        reference: what it is compared with.
-        tolerance: how far off it may be.
-        passed: whether it was not.
+        reference: the number it is compared with.
+        tolerance: the largest allowed deviation.
+        passed: whether the comparison holds.
         part: the part of the verdict it belongs to.
     """
 
@@ -124,24 +125,61 @@ class Check:
 
 
 @dataclass(frozen=True)
+class Axis:
+    """Title and scale ("linear" or "log") of an axis."""
+
+    title: str
+    scale: str
+
+
+@dataclass(frozen=True)
+class Series:
+    """Points of a chart; `kind` is "line", "dashed" or "dots", `errors` are standard errors."""
+
+    name: str
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+    kind: str
+    errors: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Chart:
+    """The data of a claim's figure."""
+
+    x: Axis
+    y: Axis
+    series: tuple[Series, ...]
+
+
+@dataclass(frozen=True)
 class Evidence:
-    """What a test found.
+    """The result of a test.
 
     Attributes:
         checks: the comparisons.
         paper: the paper's value or bound.
-        corrected: the value that is right where the paper's is not, or sharper.
-        measured: what was measured.
-        figure: data of a figure (`studies.figure`), or None.
-        note: a sentence on what the numbers say.
+        corrected: the correct or sharper value, where the paper's is not.
+        measured: the measured value.
+        figure: the data of a figure, or None.
+        note: a sentence that interprets the numbers.
     """
 
     checks: Sequence[Check]
     paper: Value = None
     corrected: Value = None
     measured: Value = None
-    figure: Mapping[str, Any] | None = None
+    figure: Chart | None = None
     note: str = ""
+
+    def passed(self, part: Part) -> bool | None:
+        """Return whether all checks of a part passed, None if there are none."""
+        found = [check.passed for check in self.checks if check.part == part]
+        return all(found) if found else None
+
+
+def _no_test(run: Run) -> Evidence:
+    raise NotImplementedError("this claim was read from a file, which holds no test")
 
 
 @dataclass(frozen=True)
@@ -149,17 +187,17 @@ class Claim:
     """A statement of a paper.
 
     Attributes:
-        id: `p<paper>-<kind><number>`, fit for the name of a file.
+        id: `p<paper>-<kind><number>`, usable as a file name.
         paper: number of the paper.
         number: the statement's number in the paper.
         title: a few words.
-        statement: what is claimed, in our words.
+        statement: the claim in our words.
         tested: how it is tested.
-        expected: the verdict of the ledger; another one is a change.
-        test: gives the evidence.
+        expected: the verdict of the ledger; any other one is a change.
         condition: the condition under which it holds, if there is one.
         untestable: why it cannot be tested here and what would test it, if so.
-        seconds: about how long the fast test takes; the longest begin first.
+        test: computes the evidence.
+        seconds: approximate duration of the fast test; the longest tests start first.
     """
 
     id: str
@@ -169,93 +207,72 @@ class Claim:
     statement: str
     tested: str
     expected: Verdict
-    test: Callable[[Run], Evidence]
     condition: str = ""
     untestable: str = ""
-    seconds: Real = 0.2
-
-    def describe(self) -> dict[str, Any]:
-        """The record without its test, as JSON values."""
-        shown = (f.name for f in fields(self) if f.name not in ("test", "seconds"))
-        return {name: to_plain(getattr(self, name), words=True) for name in shown}
+    test: Callable[[Run], Evidence] = field(
+        default=_no_test, repr=False, compare=False, metadata={"json": False}
+    )
+    seconds: Real = field(default=0.2, repr=False, compare=False, metadata={"json": False})
 
     def judge(self, evidence: Evidence) -> Verdict:
-        """The verdict that the checks give."""
+        """Return the verdict of the checks."""
         if self.untestable:
             return Verdict.UNTESTABLE
-        parts = {part: _passed(evidence, part) for part in ("paper", "condition")}
-        if parts["paper"]:
+        if evidence.passed("paper"):
             return Verdict.HOLDS
-        return Verdict.CONDITION if parts["condition"] else Verdict.FAILS
+        return Verdict.CONDITION if evidence.passed("condition") else Verdict.FAILS
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of one claim: what is stored, shown and written.
+    """The result of one claim.
 
     Attributes:
-        claim: `Claim.describe()`.
-        verdict: as judged; None if the test broke.
+        claim: the claim.
+        verdict: the verdict of its checks; None if the test raised an exception.
         changed: whether the verdict is not the expected one, or a check of ours failed.
-        evidence: the evidence, as JSON values.
-        seconds: how long the test took.
+        evidence: the evidence.
+        seconds: duration of the test.
         fast: the mode.
         seed: the seed.
-        error: what broke, if anything did.
+        error: the exception, if there was one.
     """
 
-    claim: Mapping[str, Any]
+    claim: Claim
     verdict: Verdict | None
     changed: bool
-    evidence: Mapping[str, Any] = field(default_factory=dict)
+    evidence: Evidence = Evidence(())
     seconds: float = 0.0
     fast: bool = False
     seed: int = 0
     error: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON values: numbers that are not finite become words."""
-        return to_plain(self, words=True)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "Outcome":
-        """The outcome that `to_dict` wrote."""
-        verdict = values["verdict"]
-        return cls(**{**values, "verdict": None if verdict is None else Verdict(verdict)})
 
     @classmethod
     def of(cls, claim: Claim, evidence: Evidence, run: Run, seconds: float) -> "Outcome":
         """Judge the evidence."""
         require(bool(evidence.checks), f"{claim.id}: a test without a check cannot fail")
         verdict = claim.judge(evidence)
-        ours = all(check.passed for check in evidence.checks if check.part == "corrected")
-        readable = all(_passed(evidence, part) is not False for part in _bound(claim, verdict))
-        changed = verdict != claim.expected or not ours or not readable
-        record = to_plain(evidence, words=True)
-        return cls(claim.describe(), verdict, changed, record, seconds, run.fast, run.seed)
+        parts = ("corrected", *_undecided(verdict))
+        failed = any(evidence.passed(part) is False for part in parts)
+        changed = verdict != claim.expected or failed
+        return cls(claim, verdict, changed, evidence, seconds, run.fast, run.seed)
 
 
-def _passed(evidence: Evidence, part: Part) -> bool | None:
-    """Whether all checks of a part passed; None if there are none."""
-    checks = [check.passed for check in evidence.checks if check.part == part]
-    return all(checks) if checks else None
-
-
-def _bound(claim: Claim, verdict: Verdict) -> tuple[Part, ...]:
-    """Parts that must not fail besides those that the verdict already speaks of."""
+def _undecided(verdict: Verdict) -> tuple[Part, ...]:
+    """Return the parts that the verdict does not speak of and that must not fail."""
     if verdict is Verdict.UNTESTABLE:
         return ("paper", "condition")
     return ("condition",) if verdict is Verdict.HOLDS else ()
 
 
-ERRORS = 4.0
+STANDARD_ERRORS = 4.0
 """Standard errors that an estimate may be off; more happens once in 16,000 checks."""
 
 
 def near(
     name: str, measured: Real, reference: Real, tolerance: Real = 1e-9, part: Part = "paper"
 ) -> Check:
-    """The two agree to an absolute tolerance."""
+    """Compare two numbers to an absolute tolerance."""
     measured, reference = float(measured), float(reference)
     passed = measured == reference or abs(measured - reference) <= tolerance
     return Check(name, measured, "=", reference, float(tolerance), passed, part)
@@ -271,32 +288,29 @@ def within(
     bias: Real = 0.0,
     part: Part = "paper",
 ) -> Check:
-    """An estimate agrees with a reference within four of its standard errors.
+    """Compare an estimate with a reference to four standard errors.
 
     Args:
         name: what is compared.
         measured: the estimate.
         stderr: its standard error.
-        reference: what it should be.
-        resolution: largest ratio of standard error to reference; a vaguer estimate says nothing
-            and does not pass.
+        reference: the expected value.
+        resolution: largest ratio of standard error to reference; a less precise estimate does not
+            pass.
         bias: known bias of the estimate or of the reference, added to the tolerance.
         part: the part of the verdict.
     """
-    measured, reference, tolerance = (
-        float(measured),
-        float(reference),
-        float(ERRORS * stderr + bias),
-    )
+    measured, reference = float(measured), float(reference)
+    tolerance = float(STANDARD_ERRORS * stderr + bias)
     sharp = math.isfinite(stderr) and stderr <= resolution * max(abs(reference), abs(measured))
     passed = sharp and abs(measured - reference) <= tolerance
-    return Check(name, measured, "=", reference, float(tolerance), passed, part)
+    return Check(name, measured, "=", reference, tolerance, passed, part)
 
 
 def at_most(
     name: str, measured: Real, reference: Real, tolerance: Real = 0.0, part: Part = "paper"
 ) -> Check:
-    """An upper bound."""
+    """Check an upper bound."""
     passed = float(measured) <= float(reference) + tolerance
     return Check(name, float(measured), "<=", float(reference), float(tolerance), passed, part)
 
@@ -304,13 +318,13 @@ def at_most(
 def at_least(
     name: str, measured: Real, reference: Real, tolerance: Real = 0.0, part: Part = "paper"
 ) -> Check:
-    """A lower bound."""
+    """Check a lower bound."""
     passed = float(measured) >= float(reference) - tolerance
     return Check(name, float(measured), ">=", float(reference), float(tolerance), passed, part)
 
 
 def none_of(name: str, violations: Real, part: Part = "paper") -> Check:
-    """Nothing violates the rule."""
+    """Check that nothing violates a rule."""
     return near(name, float(violations), 0.0, 0.0, part)
 
 
@@ -321,27 +335,27 @@ Scale = Literal["linear", "log"]
 def chart(
     x: str,
     y: str,
-    series: Sequence[dict[str, Any]],
+    series: Sequence[Series],
     *,
     x_scale: Scale = "linear",
     y_scale: Scale = "linear",
-) -> dict[str, Any]:
-    """Axes by their titles and scales, with series."""
-    axes = {"x": {"title": x, "scale": x_scale}, "y": {"title": y, "scale": y_scale}}
-    return {**axes, "series": list(series)}
+) -> Chart:
+    """Make a chart of axes, by their titles and scales, and series."""
+    return Chart(Axis(x, x_scale), Axis(y, y_scale), tuple(series))
 
 
-def line(name: str, x: Numbers, y: Numbers, *, dashed: bool = False) -> dict[str, Any]:
-    """A line; the paper's own values are dashed by custom."""
-    return {"name": name, "x": _list(x), "y": _list(y), "kind": "dashed" if dashed else "line"}
+def line(name: str, x: Numbers, y: Numbers, *, dashed: bool = False) -> Series:
+    """Make a line; the paper's own values are dashed by convention."""
+    return Series(name, _numbers(x), _numbers(y), "dashed" if dashed else "line")
 
 
-def dots(name: str, x: Numbers, y: Numbers, errors: Numbers | None = None) -> dict[str, Any]:
-    """Points, with their standard errors."""
-    bars = None if errors is None else _list(errors)
-    return {"name": name, "x": _list(x), "y": _list(y), "kind": "dots", "errors": bars}
+def dots(name: str, x: Numbers, y: Numbers, errors: Numbers | None = None) -> Series:
+    """Make points, with their standard errors if given."""
+    bars = None if errors is None else _numbers(errors)
+    return Series(name, _numbers(x), _numbers(y), "dots", bars)
 
 
-def _list(values: Numbers) -> list[Any]:
-    numbers = values if isinstance(values, Tensor) else [float(value) for value in values]
-    return to_plain(numbers, words=True)
+def _numbers(values: Numbers) -> tuple[float, ...]:
+    return tuple(
+        values.tolist() if isinstance(values, Tensor) else [float(value) for value in values]
+    )

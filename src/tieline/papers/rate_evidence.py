@@ -24,6 +24,7 @@ from tieline.estimation.parameters import MoEParameters
 from tieline.estimation.rate_plan import RatePlan, as_case
 from tieline.estimation.rates import LOSSES, RateStudy, rate_study
 from tieline.papers.claim import (
+    Chart,
     Check,
     Evidence,
     Part,
@@ -103,7 +104,7 @@ def words(study: RateStudy, radius: float | None = None) -> str:
     return ", ".join(f"{loss} {study.rate(loss, radius)}" for loss in LOSSES)
 
 
-def rate_chart(studies: dict[str, RateStudy], losses: tuple[str, ...]) -> dict[str, Any]:
+def rate_chart(studies: dict[str, RateStudy], losses: tuple[str, ...]) -> Chart:
     """Mean losses against n, a series for each study and loss."""
     series = []
     for name, study in studies.items():

@@ -1,40 +1,69 @@
-"""Results on disk, one file per claim, whole or not at all.
+"""Testing claims in many processes, and keeping their results on disk.
 
-A run that is killed loses only the claims that were being tested; the next one reads the rest.
+A claim's result is one file, written as soon as its test ends, so that a run that was stopped
+continues where it was. A result is valid as long as nothing changes that could change it: the
+sources of the package (without the rooms that only present results and without the other papers)
+and the versions of the libraries that compute.
 
-Many claims at once: each is tested in a process of its own and kept as soon as it is done.
-
-`joblib` does the sending: its loky processes on this machine, or the workers of a Dask cluster by
-the same call. A worker gets a claim's id and looks it up itself, so nothing but names and results
-travels. Without joblib the claims are tested one after another.
+`joblib` distributes the tests: over loky processes on this machine, or over the workers of a Dask
+cluster. A worker gets the id of a claim and looks it up. Without joblib the claims are tested one
+after another.
 """
 
+import hashlib
 import json
 import os
-import secrets
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import lru_cache
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from tieline.core.errors import require
+from tieline.core.files import write_whole
 from tieline.core.numerics import one_thread
 from tieline.core.parallel import ENGINES, check_engine, run_jobs
+from tieline.core.records import from_plain, to_plain
 from tieline.papers.claim import Claim, Outcome, Run
-from tieline.papers.registry import all_claims, fingerprint
+from tieline.papers.registry import PAPERS, all_claims
 
-__all__ = ["ENGINES", "ResultStore", "result_key", "run_claim", "run_claims"]
+__all__ = ["ENGINES", "ResultStore", "fingerprint", "result_key", "run_claim", "run_claims"]
 
 FORMAT, VERSION = "tieline-claim", 1
+PRESENTING = {"cli", "report"}
+LIBRARIES = ("torch", "numpy", "scipy")
+
+
+@lru_cache
+def fingerprint(paper: int) -> str:
+    """Return sixteen hexadecimal digits of a SHA-256 over sources and versions."""
+    root = Path(__file__).parents[1]
+    package = PAPERS[paper].package
+    digest = hashlib.sha256()
+    for name in LIBRARIES:
+        digest.update(f"{name} {version(name)}\n".encode())
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).parts
+        if _matters(parts, package):
+            digest.update("/".join(parts).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _matters(parts: tuple[str, ...], package: str) -> bool:
+    """Return whether a source file can change the results of a paper."""
+    others = {paper.package for paper in PAPERS.values()} - {package}
+    other_paper = parts[0] == "papers" and bool(others.intersection(parts))
+    return parts[0] not in PRESENTING and not other_paper
 
 
 def result_key(claim: Claim, run: Run) -> dict[str, Any]:
-    """What a result depends on: the claim, the mode, the seed and the code."""
-    mode = "fast" if run.fast else "full"
-    return {"claim": claim.id, "mode": mode, "seed": run.seed, "code": fingerprint(claim.paper)}
+    """Return what a result depends on: the claim, the mode, the seed and the code."""
+    code = fingerprint(claim.paper)
+    return {"claim": claim.id, "mode": run.mode, "seed": run.seed, "code": code}
 
 
 @dataclass(frozen=True)
@@ -42,50 +71,44 @@ class ResultStore:
     """A folder of results.
 
     Attributes:
-        folder: made when the first result is saved.
+        folder: created when the first result is saved.
     """
 
     folder: Path
 
     def check(self) -> None:
-        """Refuse a place that is no folder, or that cannot be written to, before any work."""
+        """Raise if the folder cannot be created or written to, before any work."""
         known = next(p for p in (self.folder, *self.folder.absolute().parents) if p.exists())
         require(known.is_dir(), f"cannot keep results in {self.folder}: {known} is no folder")
         require(os.access(known, os.W_OK), f"cannot keep results in {known}: it is read-only")
 
     def load(self, claim: Claim, run: Run) -> Outcome | None:
-        """The result of this very claim, mode, seed and code; None if there is none."""
+        """Return the result of this claim, mode, seed and code; None if there is none."""
         try:
             record = json.loads(self._path(claim, run).read_bytes())
             if record["key"] != result_key(claim, run) or record["version"] != VERSION:
                 return None
-            return Outcome.from_dict(record["outcome"])
+            return from_plain(Outcome, record["outcome"])
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return None
 
     def save(self, claim: Claim, run: Run, outcome: Outcome) -> None:
-        """Write the result beside its place, then move it there."""
+        """Write the result, whole or not at all."""
         self.folder.mkdir(parents=True, exist_ok=True)
         head = {"format": FORMAT, "version": VERSION, "key": result_key(claim, run)}
-        text = json.dumps(head | {"outcome": outcome.to_dict()}, allow_nan=False, indent=1)
-        path = self._path(claim, run)
-        partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
-        try:
-            partial.write_text(text + "\n", encoding="utf-8")
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+        record = head | {"outcome": to_plain(outcome, words=True)}
+        text = json.dumps(record, allow_nan=False, indent=1) + "\n"
+        write_whole(self._path(claim, run), text.encode())
 
     def _path(self, claim: Claim, run: Run) -> Path:
-        mode = "fast" if run.fast else "full"
-        return self.folder / f"{claim.id}.{mode}.seed{run.seed}.json"
+        return self.folder / f"{claim.id}.{run.mode}.seed{run.seed}.json"
 
 
 Progress = Callable[[Outcome, int, int], None]
 
 
 def run_claim(claim: Claim, run: Run) -> Outcome:
-    """Test one claim; a test that breaks gives an outcome that says how."""
+    """Test one claim; the outcome of a test that raises an exception holds its message."""
     begun = time.perf_counter()
     try:
         with one_thread():
@@ -94,7 +117,7 @@ def run_claim(claim: Claim, run: Run) -> Outcome:
     except Exception as problem:
         words = f"{type(problem).__name__}: {problem}"
         took = time.perf_counter() - begun
-        return Outcome(claim.describe(), None, True, {}, took, run.fast, run.seed, words)
+        return Outcome(claim, None, True, seconds=took, fast=run.fast, seed=run.seed, error=words)
 
 
 def run_claims(
@@ -107,7 +130,7 @@ def run_claims(
     jobs: int = -1,
     progress: Progress | None = None,
 ) -> list[Outcome]:
-    """Test the claims, taking from the store what it has and adding the rest as it comes.
+    """Test claims, except those whose results are stored, and store the new results.
 
     Args:
         claims: from `registry.select`.
@@ -116,18 +139,18 @@ def run_claims(
         engine: "loky" for processes on this machine, "dask" for a cluster, "serial" for none.
         address: of the Dask scheduler; None starts a cluster on this machine.
         jobs: processes at once; -1 for one per core.
-        progress: told each outcome, how many are done, and of how many.
+        progress: called with each outcome, the number of outcomes so far, and their total.
     """
     check_engine(engine, address, jobs)
     done: dict[str, Outcome] = {}
-    for outcome in _all(claims, run, store, engine, address, jobs):
-        done[outcome.claim["id"]] = outcome
+    for outcome in _outcomes(claims, run, store, engine, address, jobs):
+        done[outcome.claim.id] = outcome
         if progress is not None:
             progress(outcome, len(done), len(claims))
     return [done[claim.id] for claim in claims]
 
 
-def _all(
+def _outcomes(
     claims: Sequence[Claim],
     run: Run,
     store: ResultStore | None,
@@ -135,7 +158,7 @@ def _all(
     address: str | None,
     jobs: int,
 ) -> Iterator[Outcome]:
-    """Outcomes as they come: those in the store first."""
+    """Yield stored outcomes, then new ones in the order in which their tests end."""
     todo = []
     for claim in claims:
         known = store.load(claim, run) if store is not None else None
@@ -143,30 +166,28 @@ def _all(
             todo.append(claim)
         else:
             yield known
-    with closing(_fresh(todo, run, engine, address, jobs)) as fresh:
-        for claim, outcome in fresh:
+    with closing(_tested(todo, run, engine, address, jobs)) as tested:
+        for outcome in tested:
             if store is not None and not outcome.error:
-                store.save(claim, run, outcome)
+                store.save(outcome.claim, run, outcome)
             yield outcome
 
 
-def _fresh(
+def _tested(
     todo: Sequence[Claim], run: Run, engine: str, address: str | None, jobs: int
-) -> Generator[tuple[Claim, Outcome], None, None]:
-    """Outcomes of the tests in the order in which they end; the longest tests begin first."""
+) -> Generator[Outcome, None, None]:
+    """Yield outcomes in the order in which the tests end; the longest tests start first."""
     order = sorted(todo, key=lambda claim: -claim.seconds)
     if not order:
         return
     if engine == "serial" or (engine == "loky" and find_spec("joblib") is None):
-        yield from ((claim, run_claim(claim, run)) for claim in order)
+        yield from (run_claim(claim, run) for claim in order)
         return
-    by_id = {claim.id: claim for claim in order}
     named = [(claim.id, run) for claim in order]
     for values in run_jobs(_remote, named, engine=engine, address=address, jobs=jobs):
-        outcome = Outcome.from_dict(values)
-        yield by_id[outcome.claim["id"]], outcome
+        yield from_plain(Outcome, values)
 
 
-def _remote(claim: str, run: Run) -> dict[str, Any]:
-    """What a worker does: look the claim up, test it, send plain values back."""
-    return run_claim(all_claims()[claim], run).to_dict()
+def _remote(claim: str, run: Run) -> Any:
+    """Test a claim in a worker and return plain values."""
+    return to_plain(run_claim(all_claims()[claim], run), words=True)

@@ -10,8 +10,18 @@ from hypothesis import strategies as st
 
 from tests.papers.zoo import evidence, make_claim
 from tieline.core.errors import TielineError
-from tieline.core.records import to_plain
-from tieline.papers.claim import Evidence, Outcome, Run, Verdict
+from tieline.core.records import from_plain, to_plain
+from tieline.papers.claim import (
+    Chart,
+    Claim,
+    Evidence,
+    Outcome,
+    Run,
+    Verdict,
+    chart,
+    dots,
+    line,
+)
 
 RESULTS = st.lists(st.booleans(), max_size=3)
 
@@ -62,20 +72,24 @@ def test_a_test_without_a_check_is_refused():
 
 def test_an_outcome_survives_json():
     outcome = Outcome.of(make_claim(), evidence(paper=[True]), Run(True, 3), 0.5)
-    text = json.dumps(outcome.to_dict(), allow_nan=False)
-    again = Outcome.from_dict(json.loads(text))
-    assert again.to_dict() == outcome.to_dict()
+    plain = to_plain(outcome, words=True)
+    again = from_plain(Outcome, json.loads(json.dumps(plain, allow_nan=False)))
+    assert to_plain(again, words=True) == plain
     assert again.verdict is Verdict.HOLDS
-    assert (again.fast, again.seed, again.evidence["measured"]) == (True, 3, "inf")
+    assert (again.fast, again.seed, plain["evidence"]["measured"]) == (True, 3, "inf")
 
 
-def test_values_become_plain():
-    values = {"a": torch.tensor([1.0, math.nan]), 2: (math.inf, -math.inf), "v": Verdict.FAILS}
-    assert to_plain(values, words=True) == {
-        "a": [1.0, "nan"],
-        "2": ["inf", "-inf"],
-        "v": "does not hold",
-    }
+def test_a_claim_from_a_file_says_that_it_has_no_test():
+    with pytest.raises(NotImplementedError, match="no test"):
+        from_plain(Claim, to_plain(make_claim())).test(Run())
+
+
+def test_a_chart_survives_json():
+    points = dots("found", torch.tensor([1.0, math.nan]), [math.inf, 2], [0.1, 0.2])
+    drawn = chart("x", "y", [line("bound", [0, 1], [1, 2], dashed=True), points], x_scale="log")
+    plain = to_plain(drawn, words=True)
+    assert plain["series"][1]["x"] == [1.0, "nan"]
+    assert to_plain(from_plain(Chart, plain), words=True) == plain
 
 
 def test_draws_depend_on_seed_and_stream_alone():

@@ -26,7 +26,7 @@ needs_dask = pytest.mark.skipif(
 
 
 def verdicts(outcomes):
-    return [(o.claim["id"], o.verdict, o.changed) for o in outcomes]
+    return [(o.claim.id, o.verdict, o.changed) for o in outcomes]
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def test_what_is_in_the_store_is_not_tested_again(tmp_path):
         claims, RUN, store, engine="serial", progress=lambda o, d, t: told.append((d, t))
     )
     assert len(calls) == 3
-    assert [o.claim["id"] for o in done] == ["p0-a", "p0-b", "p0-c"]
+    assert [o.claim.id for o in done] == ["p0-a", "p0-b", "p0-c"]
     assert told == [(1, 3), (2, 3), (3, 3)]
 
 

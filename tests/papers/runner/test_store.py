@@ -7,11 +7,10 @@ import pytest
 
 from tests.papers.zoo import evidence, make_claim
 from tieline.core.errors import TielineError
-from tieline.papers import registry as module
-from tieline.papers import runner as store_module
+from tieline.core.records import to_plain
+from tieline.papers import runner
 from tieline.papers.claim import Outcome, Run
-from tieline.papers.registry import fingerprint
-from tieline.papers.runner import ResultStore
+from tieline.papers.runner import ResultStore, fingerprint
 
 RUN = Run(True, 0)
 
@@ -26,7 +25,7 @@ def kept(tmp_path):
 
 def test_a_result_comes_back(kept):
     store, claim, outcome = kept
-    assert store.load(claim, RUN).to_dict() == outcome.to_dict()
+    assert to_plain(store.load(claim, RUN), words=True) == to_plain(outcome, words=True)
     assert [p.name for p in store.folder.iterdir()] == ["p0-test.fast.seed0.json"]
 
 
@@ -35,7 +34,7 @@ def test_another_mode_seed_claim_or_code_has_no_result(kept, monkeypatch):
     assert store.load(claim, Run(False, 0)) is None
     assert store.load(claim, Run(True, 1)) is None
     assert store.load(replace(claim, id="p0-other"), RUN) is None
-    monkeypatch.setattr(store_module, "fingerprint", lambda paper: "changed")
+    monkeypatch.setattr(runner, "fingerprint", lambda paper: "changed")
     assert store.load(claim, RUN) is None
 
 
@@ -76,9 +75,9 @@ def test_the_key_names_its_parts(kept):
 
 def test_the_fingerprint_sees_what_computes_and_not_what_shows():
     assert fingerprint(0) != fingerprint(1)
-    assert module._counts(("geometry", "order.py"), "paper0")
-    assert module._counts(("studies", "claim.py"), "paper0")
-    assert module._counts(("studies", "paper0", "model.py"), "paper0")
-    assert not module._counts(("studies", "paper1", "ties.py"), "paper0")
-    assert not module._counts(("report", "page.py"), "paper0")
-    assert not module._counts(("cli", "app.py"), "paper0")
+    assert runner._matters(("geometry", "order.py"), "paper0")
+    assert runner._matters(("papers", "claim.py"), "paper0")
+    assert runner._matters(("papers", "paper0", "model.py"), "paper0")
+    assert not runner._matters(("papers", "paper1", "ties.py"), "paper0")
+    assert not runner._matters(("report", "page.py"), "paper0")
+    assert not runner._matters(("cli", "app.py"), "paper0")

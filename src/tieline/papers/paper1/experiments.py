@@ -23,7 +23,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -31,7 +30,18 @@ from torch import Tensor, nn
 
 from tieline.core.errors import require
 from tieline.geometry.order import near_counts
-from tieline.papers.claim import Check, Evidence, Real, Run, at_least, at_most, chart, line, near
+from tieline.papers.claim import (
+    Check,
+    Evidence,
+    Real,
+    Run,
+    Series,
+    at_least,
+    at_most,
+    chart,
+    line,
+    near,
+)
 from tieline.papers.registry import claim
 from tieline.routing import ReLUGate, SmoothTopK, Softmax, TopK
 from tieline.routing.losses import LayerRouting, collect_routing
@@ -153,7 +163,7 @@ def _layers(name: str, values: Tensor, target: float, tolerance: float) -> list[
     return [near(f"{name}, layer {at}", mean, target, tolerance) for at, mean in enumerate(means)]
 
 
-def _lines(found: "RoutingCourse") -> list[dict[str, Any]]:
+def _lines(found: "RoutingCourse") -> list[Series]:
     steps = found.steps.double()
     return [line(f"layer {at}", steps, column) for at, column in enumerate(found.experts.T)]
 
