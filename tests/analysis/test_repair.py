@@ -9,6 +9,7 @@ from tests.hf.tiny import batch, lively, tiny_model
 from tieline.analysis.perturbations import Perturbation
 from tieline.analysis.precision_runs import divergence, next_losses
 from tieline.analysis.repair import REPAIR_PERTURBATIONS, repair_table, smoothing_latency
+from tieline.core.records import to_plain
 from tieline.core.errors import ShapeError, TielineError
 from tieline.hf import find_routers, smooth_
 from tieline.hf.emulate import emulate
@@ -91,7 +92,7 @@ def test_the_published_precisions_are_bf16_and_int8(pair):
     found = repair_table(*pair, list(IDS), progress=lambda *words: told.append(words))
     assert [row.name for row in found.rows] == ["router bf16", "model bf16", "model int8"]
     assert told[-1][1] == told[-1][2] == len(told)
-    assert found.to_dict()["rows"][0]["name"] == "router bf16"
+    assert to_plain(found)["rows"][0]["name"] == "router bf16"
 
 
 def test_time_is_told_as_a_ratio(pair):

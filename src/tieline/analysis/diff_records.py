@@ -1,4 +1,4 @@
-"""The result of comparing two runs, as frozen records; `RoutingDiff.to_dict` is what is drawn.
+"""The result of comparing two runs, as frozen records.
 
     RoutingDiff        everything
     ├─ alignment       `Alignment`: how the two were laid on each other, and what was left over
@@ -7,15 +7,17 @@
     │  └─ attribution  `Attribution`: flips inside the tie band, and those that are not
     ├─ tokens          `TokenDiff`: tokens over all layers, first divergent layer, compounding
     ├─ logits          `LogitsDiff` where two models were run
-    └─ findings        `Finding`s, the gravest first
+    └─ findings        `Finding`s, most severe first
 
 A section that the inputs cannot give is None, and the `status` beside it says why.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 from tieline.analysis.inspection import Finding
-from tieline.core.records import to_plain
+from tieline.core.records import Result
+from tieline.trace.record import RoutingTrace
 
 __all__ = [
     "Alignment",
@@ -272,13 +274,13 @@ class LogitsDiff:
     tokens: int
 
 
-@dataclass(frozen=True)
-class RoutingDiff:
+@dataclass(frozen=True, repr=False)
+class RoutingDiff(Result):
     """How two runs route the same tokens.
 
     Attributes:
         verdict: a sentence or two in plain words.
-        findings: the gravest first.
+        findings: most severe first.
         metrics: named numbers: "flip" (worst layer), "flip:mean", "flip:any", "unexplained"
             (worst layer, share of its tokens), "unexplained:count", "weight" (worst layer's mean),
             "kl", "k3". What the inputs cannot give is absent.
@@ -288,7 +290,10 @@ class RoutingDiff:
         logits: final distributions; None unless two models were run.
         provenance: where "a" and "b" come from, as JSON values.
         timings: seconds per stage.
+        traces: the routing of A and of B; not part of the JSON.
     """
+
+    format: ClassVar[str] = "tieline-diff"
 
     verdict: str
     findings: tuple[Finding, ...]
@@ -299,7 +304,6 @@ class RoutingDiff:
     logits: LogitsDiff | None
     provenance: dict[str, object]
     timings: dict[str, float]
-
-    def to_dict(self) -> dict[str, object]:
-        """JSON values; numbers that are not finite become None."""
-        return to_plain(self)
+    traces: tuple[RoutingTrace, RoutingTrace] | None = field(
+        default=None, metadata={"json": False}, compare=False
+    )

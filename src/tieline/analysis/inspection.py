@@ -1,22 +1,20 @@
-"""The result of inspecting a model, as frozen records; `Inspection.to_dict` is what is drawn.
+"""The result of inspecting a model, as frozen records.
 
     Inspection          everything: measures, jumps, text sample, findings, metrics
-    ├─ measures         `geometry.records.RoutingMeasures`, one `LayerMeasures` per layer
+    ├─ measures         `RoutingMeasures` of the geometry, one `LayerMeasures` per layer
     ├─ jumps            one `LayerJumps` per layer, in the order of `measures.layers`
     │  └─ value         `JumpMeasures`: `JumpSample`s, `GapJumpTable`, `LossJumps`
     ├─ sample           `TextSample`: pieces of text with the gaps of their tokens
-    └─ findings         `Finding`s, the gravest first
-
-In the dictionary every record is an object with the names of its fields as keys, every tuple a
-list, and every number that is not finite None. Keys are stable: new ones may come, none goes.
+    └─ findings         `Finding`s, most severe first
 """
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
 
 from tieline.core.numerics import Estimate
-from tieline.core.records import to_plain
+from tieline.core.records import Result
 from tieline.geometry.measure_records import Quantiles, RoutingMeasures
+from tieline.trace.record import RoutingTrace
 
 __all__ = [
     "Finding",
@@ -32,7 +30,7 @@ __all__ = [
 ]
 
 Severity = Literal["warning", "notice", "info"]
-"""How grave a finding is: act on it, know it, or plain description."""
+"""How severe a finding is: act on it, know it, or plain description."""
 
 
 @dataclass(frozen=True)
@@ -199,13 +197,13 @@ class Finding:
     kind: str = ""
 
 
-@dataclass(frozen=True)
-class Inspection:
+@dataclass(frozen=True, repr=False)
+class Inspection(Result):
     """What the routing of a model looks like on a text.
 
     Attributes:
         verdict: one sentence about the model.
-        findings: the gravest first.
+        findings: most severe first.
         metrics: named numbers of the model as a whole, for conditions such as `flip@bf16 > 0.02`:
             "flip@P" for each format and each σ of the noise (mean over layers), "flip@P:any" (share
             of tokens that flip in a layer at least), "flip@P:worst" (worst layer), "tie@P", "ties"
@@ -218,7 +216,10 @@ class Inspection:
         provenance: model, revision, dtype, text, tokens, seed and versions, as JSON values.
         timings: seconds per stage ("tokenise", "forward", "measure", "jumps", "total") and
             "tokens_per_second" of the forward passes.
+        trace: the routing that was measured; not part of the JSON.
     """
+
+    format: ClassVar[str] = "tieline-inspection"
 
     verdict: str
     findings: tuple[Finding, ...]
@@ -228,7 +229,4 @@ class Inspection:
     sample: TextSample | None
     provenance: dict[str, object]
     timings: dict[str, float]
-
-    def to_dict(self) -> dict[str, object]:
-        """JSON values; numbers that are not finite become None."""
-        return to_plain(self)
+    trace: RoutingTrace | None = field(default=None, metadata={"json": False}, compare=False)

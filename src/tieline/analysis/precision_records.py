@@ -1,4 +1,4 @@
-"""The result of an audit, as frozen records; `PrecisionAudit.to_dict` is what is drawn.
+"""The result of an audit, as frozen records.
 
     PrecisionAudit     verdict, rows, what was left out
     ├─ effects         `PerturbationEffect`: one row per perturbation
@@ -11,9 +11,10 @@ Standard errors are clustered by sequence throughout.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from tieline.core.numerics import Estimate
-from tieline.core.records import to_plain
+from tieline.core.records import Result
 
 __all__ = [
     "KeepList",
@@ -150,8 +151,8 @@ class NeverHit:
     n_experts: int
 
 
-@dataclass(frozen=True)
-class PrecisionAudit:
+@dataclass(frozen=True, repr=False)
+class PrecisionAudit(Result):
     """What low precision and noise do to a model on a text.
 
     Attributes:
@@ -168,6 +169,8 @@ class PrecisionAudit:
         timings: seconds per stage.
     """
 
+    format: ClassVar[str] = "tieline-audit"
+
     verdict: str
     effects: tuple[PerturbationEffect, ...]
     layers: tuple[str, ...]
@@ -180,9 +183,14 @@ class PrecisionAudit:
     provenance: dict[str, object]
     timings: dict[str, float]
 
-    def to_dict(self) -> dict[str, object]:
-        """JSON values; numbers that are not finite become None."""
-        return to_plain(self)
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Named numbers of each perturbation: "flip@router bf16", "kl@…", "loss@…", "damage@…"."""
+        found = {}
+        for row in self.effects:
+            named = {"flip": row.full, "kl": row.kl, "loss": row.loss, "damage": row.damage}
+            found |= {f"{name}@{row.name}": one.value for name, one in named.items()}
+        return {name: value for name, value in found.items() if value is not None}
 
     def effect(self, name: str) -> PerturbationEffect:
         """The row of that name."""

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -28,15 +29,17 @@ from tieline.analysis.perturbations import Perturbation, noise_generator
 from tieline.analysis.precision_runs import FullRuns, divergence, model_logits, next_losses
 from tieline.core.errors import ShapeError, require
 from tieline.core.numerics import Estimate
-from tieline.core.records import to_plain
+from tieline.core.records import Result
 from tieline.core.statistics import SequenceSums, clustered_mean
 from tieline.hf.emulate import modular_routers
 from tieline.hf.router_call import Choice, RouterOutput, override_choice
 from tieline.hf.running import batches, forward, only_running
+from tieline.hf.smooth import Smoothing
 
 __all__ = [
     "REPAIR_PERTURBATIONS",
     "Latency",
+    "Repair",
     "RepairRow",
     "RepairTable",
     "repair_table",
@@ -114,9 +117,68 @@ class RepairTable:
         """The row of that name."""
         return next(row for row in self.rows if row.name == name)
 
-    def to_dict(self) -> dict[str, object]:
-        """JSON values; numbers that are not finite become None."""
-        return to_plain(self)
+
+@dataclass(frozen=True)
+class Latency:
+    """Time of a smoothed model over that of the original.
+
+    Attributes:
+        ratio: of the medians over all rounds.
+        low: lower end of its 95 % interval, from resampling rounds.
+        high: upper end.
+        rounds: how often both ran.
+        tokens: tokens per run.
+        original: which implementation of the experts the original ran with.
+        implementation: which one the smoothed model ran with.
+    """
+
+    ratio: float
+    low: float
+    high: float
+    rounds: int
+    tokens: int
+    original: str
+    implementation: str
+
+
+@dataclass(frozen=True, repr=False)
+class Repair(Result):
+    """A smoothed model: how it was smoothed, what that repairs and what it costs.
+
+    Attributes:
+        model: name of the model.
+        smoothing: the width of each layer's band.
+        repair: the model and its smoothed form under low precision.
+        latency: time of the smoothed model over that of the original, by experts' implementation.
+        provenance: text, seed and batch size.
+        smoothed: the smoothed model itself; not part of the JSON.
+        tokenizer: its tokenizer; not part of the JSON.
+    """
+
+    format: ClassVar[str] = "tieline-smooth"
+
+    model: str
+    smoothing: Smoothing
+    repair: RepairTable
+    latency: tuple[Latency, ...]
+    provenance: dict[str, object]
+    smoothed: Any = field(default=None, metadata={"json": False}, compare=False)
+    tokenizer: Any = field(default=None, metadata={"json": False}, compare=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return format, version and all fields as JSON values."""
+        return super().to_dict() | {"smoothing": self.smoothing.to_dict()}
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Named numbers: "factor@P", "kl@P" for each perturbation P, "experts", "moved", …."""
+        table = self.repair
+        named = {"experts": table.experts_after, "moved": table.moved, "loss": table.loss_change}
+        for row in table.rows:
+            named |= {f"factor@{row.name}": row.factor, f"kl@{row.name}": row.after}
+        found = {name: one.value for name, one in named.items()}
+        found |= {f"time@{one.implementation}": one.ratio for one in self.latency}
+        return {name: value for name, value in found.items() if value is not None}
 
 
 @dataclass
@@ -267,29 +329,6 @@ def _ticks(progress: Progress | None, total: int) -> Iterator[None]:
 
 
 RESAMPLES = 1000
-
-
-@dataclass(frozen=True)
-class Latency:
-    """Time of a smoothed model over that of the original.
-
-    Attributes:
-        ratio: of the medians over all rounds.
-        low: lower end of its 95 % interval, from resampling rounds.
-        high: upper end.
-        rounds: how often both ran.
-        tokens: tokens per run.
-        original: which implementation of the experts the original ran with.
-        implementation: which one the smoothed model ran with.
-    """
-
-    ratio: float
-    low: float
-    high: float
-    rounds: int
-    tokens: int
-    original: str
-    implementation: str
 
 
 def smoothing_latency(

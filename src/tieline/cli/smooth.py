@@ -143,6 +143,7 @@ class _Run:
         from dataclasses import asdict
 
         from tieline.analysis.repair import repair_table
+        from tieline.core.records import to_plain
         from tieline.hf.running import batches
         from tieline.hf.smooth import smooth_
 
@@ -155,7 +156,7 @@ class _Run:
         return {
             "model": self._loaded.name,
             "smoothing": record.to_dict(),
-            "repair": table.to_dict(),
+            "repair": to_plain(table),
             "latency": [asdict(one) for one in self._latencies(ids, rounds)],
         }
 
