@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.analysis.planted import all_scores, layer_of, trace_of, without_scores
 from tieline.analysis.diff import diff, flip_margins, set_flips, weight_moved
-from tieline.core.statistics import clustered_error, clustered_rate
+from tieline.core.statistics import clustered_error, clustered_share
 from tieline.trace import LayerFacts, LayerTrace
 
 seeds = st.integers(0, 2**16)
@@ -187,15 +187,15 @@ def test_intervals_widen_where_documents_differ_and_hold_zero_counts():
     documents = torch.arange(1000) // 50
     alike = torch.arange(1000) % 10 == 0
     lumped = documents < 2
-    narrow, wide = clustered_rate(alike, documents), clustered_rate(lumped, documents)
+    narrow, wide = clustered_share(alike, documents), clustered_share(lumped, documents)
     assert narrow.value == wide.value == 0.1
     assert narrow.design_effect == 1.0
     assert wide.design_effect == pytest.approx(52.6, abs=0.1)  # about the size of a document
     assert wide.low < narrow.low < 0.1 < narrow.high < wide.high
-    none = clustered_rate(torch.zeros(1000, dtype=torch.bool), documents)
+    none = clustered_share(torch.zeros(1000, dtype=torch.bool), documents)
     assert (none.low, none.value) == (0.0, 0.0)
     assert none.high == pytest.approx(1 - 0.025 ** (1 / 1000), rel=1e-6)
-    single = clustered_rate(alike, torch.zeros(1000, dtype=torch.long))
+    single = clustered_share(alike, torch.zeros(1000, dtype=torch.long))
     assert "one document" in single.status
 
 
@@ -215,6 +215,6 @@ def test_the_interval_covers_the_truth_where_documents_have_rates_of_their_own()
     for _ in range(200):
         rates = 0.2 * torch.rand(20, generator=generator)
         hits = torch.rand(2000, generator=generator) < rates[documents]
-        rate = clustered_rate(hits, documents)
+        rate = clustered_share(hits, documents)
         covered += rate.low <= 0.1 <= rate.high
     assert covered >= 184  # 95 % less three standard errors

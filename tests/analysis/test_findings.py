@@ -21,7 +21,7 @@ from tieline.analysis.inspection import (
     LayerJumps,
     LossJumps,
 )
-from tieline.core.numerics import Estimate
+from tieline.core.statistics import Estimate
 from tieline.geometry.measure_records import Quantiles
 from tieline.geometry.measures import MeasureSettings, measure
 from tieline.trace import LayerFacts, LayerTrace, RoutingTrace

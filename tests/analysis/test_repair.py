@@ -7,10 +7,10 @@ import torch
 
 from tests.hf.tiny import batch, lively, tiny_model
 from tieline.analysis.perturbations import Perturbation
-from tieline.analysis.precision_runs import divergence, next_losses
 from tieline.analysis.repair import REPAIR_PERTURBATIONS, repair_table, smoothing_latency
 from tieline.core.records import to_plain
 from tieline.core.errors import ShapeError, TielineError
+from tieline.core.statistics import kl_divergence, next_token_losses
 from tieline.hf import find_routers, smooth_
 from tieline.hf.emulate import emulate
 
@@ -44,13 +44,13 @@ def logits(model, rounded=False):
 
 def test_divergences_and_losses_are_those_of_runs_by_hand(pair, table):
     (before, after), row = [(logits(m), logits(m, True)) for m in pair], table.rows[0]
-    assert row.before.value == pytest.approx(divergence(*before).mean().item(), rel=1e-3)
-    assert row.after.value == pytest.approx(divergence(*after).mean().item(), rel=1e-3)
-    moved = divergence(before[0], after[0]).mean().item()
+    assert row.before.value == pytest.approx(kl_divergence(*before).mean().item(), rel=1e-3)
+    assert row.after.value == pytest.approx(kl_divergence(*after).mean().item(), rel=1e-3)
+    moved = kl_divergence(before[0], after[0]).mean().item()
     assert table.moved.value == pytest.approx(moved, rel=1e-3)
-    change = (next_losses(after[0], IDS) - next_losses(before[0], IDS)).mean().item()
+    change = (next_token_losses(after[0], IDS) - next_token_losses(before[0], IDS)).mean().item()
     assert table.loss_change.value == pytest.approx(change, rel=1e-3)
-    to_original = divergence(before[0], after[1]).mean().item()
+    to_original = kl_divergence(before[0], after[1]).mean().item()
     assert row.after_to_original.value == pytest.approx(to_original, rel=1e-3)
     assert row.factor.value == pytest.approx(row.before.value / row.after.value)
     assert table.tokens == IDS.numel()

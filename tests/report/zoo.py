@@ -15,8 +15,8 @@ from tieline.analysis.inspection import (
     TextPiece,
     TextSample,
 )
-from tieline.core.numerics import Estimate, mean_estimate
 from tieline.core.ranking import stable_topk
+from tieline.core.statistics import Estimate, mean_estimate
 from tieline.geometry.measure_records import Quantiles
 from tieline.geometry.measures import measure
 from tieline.trace.record import LayerFacts, LayerTrace, RoutingTrace

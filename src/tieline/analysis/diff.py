@@ -45,7 +45,8 @@ from tieline.analysis.diff_records import (
 )
 from tieline.analysis.inspection import Finding, Severity
 from tieline.core.numerics import float_step, one_thread
-from tieline.core.statistics import clustered_rate
+from tieline.core.ranking import n_changed
+from tieline.core.statistics import clustered_share
 from tieline.trace.ops import take_tokens
 from tieline.trace.record import LayerTrace, RoutingTrace
 
@@ -102,12 +103,12 @@ def token_diff(
                 first=int((here & ~earlier).sum()),
                 cumulative=(here | earlier).double().mean().item(),
                 independent=independent[layer].item(),
-                fresh=clustered_rate(here[~earlier], documents[~earlier]),
-                after=clustered_rate(here[earlier], documents[earlier]),
+                fresh=clustered_share(here[~earlier], documents[~earlier]),
+                after=clustered_share(here[earlier], documents[earlier]),
             )
         )
     return TokenDiff(
-        anywhere=clustered_rate(anywhere, documents),
+        anywhere=clustered_share(anywhere, documents),
         choices=rates.mean().item(),
         never=int((~anywhere).sum()),
         mean_flips=flips.double().sum(0).mean().item(),
@@ -190,9 +191,9 @@ class NoiseBand(NamedTuple):
 def set_flips(a: LayerTrace, b: LayerTrace) -> tuple[Bool[Tensor, " tokens"], float | None]:
     """Tokens whose sets differ, and the mean number of experts that do, over these tokens."""
     k = a.facts.k
-    kept = (a.experts[:, :k, None] == b.experts[:, None, :k]).any(2).sum(1)
-    flipped = kept < k
-    return flipped, (k - kept[flipped]).double().mean().item() if bool(flipped.any()) else None
+    changed = n_changed(a.experts[:, :k], b.experts[:, :k])
+    flipped = changed > 0
+    return flipped, changed[flipped].double().mean().item() if bool(flipped.any()) else None
 
 
 def weight_moved(
@@ -470,7 +471,7 @@ class Compared:
             name_b=b.name,
             n_experts=a.facts.n_experts,
             k=a.facts.k,
-            flip=clustered_rate(flipped, self.documents),
+            flip=clustered_share(flipped, self.documents),
             changed=changed,
             weight=weight,
             weight_status="ok" if weight else "not answerable: one side has no combine weights",

@@ -39,7 +39,7 @@ from tieline.analysis.diff import Compared, compare, summed_up
 from tieline.analysis.diff_records import LogitsDiff, RoutingDiff
 from tieline.core.errors import TraceError, require
 from tieline.core.numerics import one_thread
-from tieline.core.statistics import clustered_error
+from tieline.core.statistics import clustered_error, k3
 from tieline.hf.capture import capture
 from tieline.hf.emulate import Parts, emulate
 from tieline.hf.formats import FORMATS
@@ -98,11 +98,10 @@ def token_distances(
 
 def _distances(a: Tensor, b: Tensor, target: Tensor) -> tuple[Tensor, ...]:
     log_a, log_b = (logits.double().cpu().log_softmax(1) for logits in (a, b))
-    difference = log_b - log_a
-    k3 = difference.expm1() - difference
-    kl = (log_a.exp() * k3).sum(1)
+    terms = k3(log_a, log_b)
+    kl = (log_a.exp() * terms).sum(1)
     places = target.cpu()[:, None]
-    at_text = (x.gather(1, places).squeeze(1) for x in (k3, -log_a, -log_b))
+    at_text = (x.gather(1, places).squeeze(1) for x in (terms, -log_a, -log_b))
     of_text, loss_a, loss_b = at_text
     return of_text, kl, loss_a, loss_b
 

@@ -17,6 +17,7 @@ from typing import ClassVar
 
 from tieline.analysis.inspection import Finding
 from tieline.core.records import Result
+from tieline.core.statistics import Share
 from tieline.trace.record import RoutingTrace
 
 __all__ = [
@@ -26,34 +27,10 @@ __all__ = [
     "LayerDiff",
     "LayerPair",
     "LogitsDiff",
-    "Rate",
     "RoutingDiff",
     "TokenDiff",
     "WeightMoved",
 ]
-
-
-@dataclass(frozen=True)
-class Rate:
-    """A share of tokens with an interval that allows for the likeness of tokens of one document.
-
-    Attributes:
-        value: count / total; None where the total is zero.
-        low: lower limit of the 95 % interval.
-        high: upper limit.
-        count: tokens that did.
-        total: tokens that could.
-        design_effect: variance between documents over that of independent tokens, at least 1.
-        status: "ok", or what is wrong with the interval.
-    """
-
-    value: float | None
-    low: float | None
-    high: float | None
-    count: int
-    total: int
-    design_effect: float = 1.0
-    status: str = "ok"
 
 
 @dataclass(frozen=True)
@@ -195,7 +172,7 @@ class LayerDiff:
     name_b: str
     n_experts: int
     k: int
-    flip: Rate
+    flip: Share
     changed: float | None
     weight: WeightMoved | None
     weight_status: str
@@ -220,8 +197,8 @@ class DepthStep:
     first: int
     cumulative: float
     independent: float
-    fresh: Rate
-    after: Rate
+    fresh: Share
+    after: Share
 
 
 @dataclass(frozen=True)
@@ -236,7 +213,7 @@ class TokenDiff:
         depth: one step per layer.
     """
 
-    anywhere: Rate
+    anywhere: Share
     choices: float
     never: int
     mean_flips: float

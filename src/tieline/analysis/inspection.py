@@ -1,18 +1,18 @@
 """The result of inspecting a model, as frozen records.
 
-    Inspection          everything: measures, jumps, text sample, findings, metrics
-    ├─ measures         `RoutingMeasures` of the geometry, one `LayerMeasures` per layer
-    ├─ jumps            one `LayerJumps` per layer, in the order of `measures.layers`
-    │  └─ value         `JumpMeasures`: `JumpSample`s, `GapJumpTable`, `LossJumps`
-    ├─ sample           `TextSample`: pieces of text with the gaps of their tokens
-    └─ findings         `Finding`s, most severe first
+Inspection          everything: measures, jumps, text sample, findings, metrics
+├─ measures         `RoutingMeasures` of the geometry, one `LayerMeasures` per layer
+├─ jumps            one `LayerJumps` per layer, in the order of `measures.layers`
+│  └─ value         `JumpMeasures`: `JumpSample`s, `GapJumpTable`, `LossJumps`
+├─ sample           `TextSample`: pieces of text with the gaps of their tokens
+└─ findings         `Finding`s, most severe first
 """
 
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from tieline.core.numerics import Estimate
 from tieline.core.records import Result
+from tieline.core.statistics import Estimate
 from tieline.geometry.measure_records import Quantiles, RoutingMeasures
 from tieline.trace.record import RoutingTrace
 

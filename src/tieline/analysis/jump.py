@@ -47,7 +47,7 @@ from tieline.analysis.inspection import (
 )
 from tieline.analysis.swap import Block, BlockCall, Rows, recorded_choice, swapped_choice
 from tieline.core.errors import UnsupportedModelError, require
-from tieline.core.numerics import mean_estimate, quantile_bands
+from tieline.core.statistics import mean_estimate, next_token_losses, quantile_bands
 from tieline.geometry.measure_records import Quantiles
 from tieline.geometry.sections import scored
 from tieline.hf.capture import Recorder
@@ -483,12 +483,10 @@ def _losses(
         UnsupportedModelError,
     )
     assert isinstance(logits, Tensor)
-    total = []
-    for row, place in enumerate(positions.tolist()):
-        scores, target = logits[row, place:-1].float(), ids[row, place + 1 :].to(logits.device)
-        each = torch.nn.functional.cross_entropy(scores, target, reduction="none")
-        total.append(each.double().sum().cpu())
-    return torch.stack(total)
+    losses = next_token_losses(logits, ids)
+    return torch.stack(
+        [row[place:].sum() for row, place in zip(losses, positions.tolist(), strict=True)]
+    )
 
 
 def _able(trace: RoutingTrace, near: JumpSample) -> list[int]:

@@ -62,9 +62,10 @@ from torch import Tensor, nn
 
 from tieline.analysis.router_calls import LogitSums, RouterCall, untraced, watch_routing
 from tieline.core.errors import ParameterError, TielineError, require
-from tieline.core.numerics import one_thread, quantile_bands
+from tieline.core.numerics import one_thread
 from tieline.core.recompute import is_recomputing
 from tieline.core.records import to_plain
+from tieline.core.statistics import quantile_bands
 from tieline.geometry.boundary import boundary_mass
 from tieline.geometry.flips import LogitView, logit_view
 from tieline.geometry.load import ExpertLoad, load_from_counts

@@ -27,7 +27,7 @@ from torch import Tensor
 from tieline.core.errors import ShapeError, require
 from tieline.core.numerics import float_step
 from tieline.core.ranking import gap as gap_of
-from tieline.core.ranking import kth_largest
+from tieline.core.ranking import kth_largest, sets_differ
 from tieline.geometry.rounding import PRECISIONS, grid_step
 
 __all__ = [
@@ -219,7 +219,7 @@ def compare_choices(
     _oracles_check(ids_a, ids_b, scores)
     broken_a, broken_b = _broken(ids_a, scores), _broken(ids_b, scores)
     set_a, set_b = _members(ids_a, scores), _members(ids_b, scores)
-    differ = (set_a != set_b).any(dim=1) | broken_a | broken_b
+    differ = sets_differ(set_a, set_b) | broken_a | broken_b
     regrets = {"a": regret(set_a, scores), "b": regret(set_b, scores)}
     beyond = {name: ~(value <= band) for name, value in regrets.items()}
     wrong = differ & (beyond["a"] | beyond["b"] | broken_a | broken_b)

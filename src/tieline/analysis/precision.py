@@ -45,12 +45,10 @@ from tieline.analysis.precision_runs import (
     LocalEffect,
     LocalRuns,
     model_logits,
-    next_losses,
 )
 from tieline.analysis.text import TokenisedText, tokenise
 from tieline.core.errors import require
-from tieline.core.numerics import Estimate
-from tieline.core.statistics import SequenceSums
+from tieline.core.statistics import Estimate, SequenceSums, next_token_losses
 from tieline.hf.capture import capture
 from tieline.hf.emulate import modular_routers
 from tieline.hf.formats import FORMATS, format_named
@@ -366,7 +364,7 @@ class _Work:
             with self._local.watching(number, *ids.shape):
                 logits = model_logits(forward(self._model, ids), ids)
             if ids.shape[1] > 1:
-                self._loss.add(next_losses(logits, ids))
+                self._loss.add(next_token_losses(logits, ids))
             self._tell()
         else:
             logits = model_logits(forward(self._model, ids), ids)

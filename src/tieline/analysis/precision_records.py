@@ -13,8 +13,8 @@ Standard errors are clustered by sequence throughout.
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tieline.core.numerics import Estimate
 from tieline.core.records import Result
+from tieline.core.statistics import Estimate
 
 __all__ = [
     "KeepList",

@@ -34,8 +34,8 @@ from tieline.analysis.perturbations import Perturbation, applied, noise_generato
 from tieline.analysis.swap import Block, BlockCall, block_of
 from tieline.core.errors import TielineError, UnsupportedModelError, require
 from tieline.core.numerics import one_thread
-from tieline.core.ranking import group_scores, topk_mask
-from tieline.core.statistics import SequenceSums
+from tieline.core.ranking import group_scores, sets_differ, topk_mask
+from tieline.core.statistics import SequenceSums, kl_divergence, next_token_losses
 from tieline.hf.capture import Call, LayerObserver, Settings
 from tieline.hf.families import family_of
 from tieline.hf.router_call import Choice, RouterOutput, override_choice, read_output
@@ -50,9 +50,7 @@ __all__ = [
     "LocalEffect",
     "LocalRuns",
     "chosen_mask",
-    "divergence",
     "model_logits",
-    "next_losses",
     "routed_set",
 ]
 
@@ -171,7 +169,7 @@ class LocalRuns:
             source = noise_generator(self._seed, place, self._batch, len(self.clean))
             with applied(router, perturbation, source):
                 other = read_output(observer.family, router, call[0], router(*call[0], **call[1]))
-            flipped = (routed_set(other) != chosen).any(dim=1)
+            flipped = sets_differ(routed_set(other), chosen)
             effect = self.effects[perturbation, name]
             self._count(effect, (layer, router, call), (perturbation, source), found, flipped)
             rows = flipped.nonzero().squeeze(1)
@@ -268,7 +266,7 @@ def _repeated(
         count = min(at_once, repeats - start)
         noise = torch.randn(count, tokens, experts, generator=source).to(logits)
         noisy = (logits + sigma * noise).flatten(0, 1)
-        changed = (rule(noisy).view(count, tokens, experts) != clean).any(dim=-1)
+        changed = sets_differ(rule(noisy).view(count, tokens, experts), clean.expand(count, -1, -1))
         flips += changed.sum(dim=0).double().cpu()
     return flips / repeats
 
@@ -283,10 +281,6 @@ def _batch(tokens: int) -> Batch:
     """A batch that holds all tokens, of one document: the audit needs no more of it."""
     places = torch.arange(tokens)
     return Batch(places, torch.zeros_like(places), places, None, tokens)
-
-
-FULL_CHUNK = 1 << 22
-"""Probabilities that are compared at once."""
 
 
 @dataclass
@@ -316,7 +310,7 @@ class FullRuns:
         """Compare with the choices and logits of the clean run of these tokens."""
         self._model, self._routers, self._ids = model, routers, ids
         self._clean, self._logits = clean, logits
-        self._loss = next_losses(logits, ids)
+        self._loss = next_token_losses(logits, ids)
 
     def add(self, effect: FullEffect, perturbation: Perturbation, source: torch.Generator) -> None:
         """Run the batch perturbed, and perturbed with clean routes; count what differs."""
@@ -332,11 +326,11 @@ class FullRuns:
         effect.any_layer.add(flipped.double().view(shape))
         effect.moved.add(moved.mean(dim=0).view(shape))
         effect.shares.append(moved.flatten().float())
-        effect.kl.add(divergence(self._logits, logits))
+        effect.kl.add(kl_divergence(self._logits, logits))
         if self._ids.shape[1] > 1:
-            effect.loss.add(next_losses(logits, self._ids) - self._loss)
+            effect.loss.add(next_token_losses(logits, self._ids) - self._loss)
         floor, _ = self.run(perturbation, source.set_state(state), forced=True)
-        effect.floor.add(divergence(self._logits, floor))
+        effect.floor.add(kl_divergence(self._logits, floor))
 
     def kept(
         self,
@@ -348,7 +342,7 @@ class FullRuns:
         """The KL of a run in which some routers are kept as they are."""
         with applied(self._model, perturbation, source, keep):
             logits = model_logits(forward(self._model, self._ids), self._ids)
-        sums.add(divergence(self._logits, logits))
+        sums.add(kl_divergence(self._logits, logits))
 
     def run(
         self, perturbation: Perturbation, source: torch.Generator, forced: bool
@@ -375,7 +369,7 @@ def _rule(
     """Tell what the router found; where forced, give tokens that flip their clean experts."""
     before = routed_set(RouterOutput(found.logits, clean.weights, clean.ids))
     after = routed_set(found)
-    flipped = (before != after).any(dim=1)
+    flipped = sets_differ(before, after)
     lost = ~after.gather(1, clean.ids)
     size = clean.weights.double().sum(dim=1).clamp(min=1e-30)
     share = (clean.weights.double() * lost).sum(dim=1) / size
@@ -398,26 +392,3 @@ def model_logits(output: object, ids: Int[Tensor, "rows length"]) -> Tensor:
     )
     assert isinstance(logits, Tensor)
     return logits
-
-
-def next_losses(
-    logits: Float[Tensor, "rows length words"], ids: Int[Tensor, "rows length"]
-) -> Float[Tensor, "rows predicted"]:
-    """Loss of each token that is predicted, all but the first, in float64 on the CPU."""
-    words, targets = logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten().to(logits.device)
-    losses = torch.nn.functional.cross_entropy(words.float(), targets, reduction="none")
-    return losses.double().view(len(ids), -1).cpu()
-
-
-def divergence(
-    clean: Float[Tensor, "rows length words"], other: Float[Tensor, "rows length words"]
-) -> Float[Tensor, "rows length"]:
-    """KL(clean ‖ other) of each token's prediction in nats, in float64: it may be 1e-12."""
-    shape, words = clean.shape[:2], clean.shape[2]
-    rows = max(1, FULL_CHUNK // words)
-    pairs = zip(clean.flatten(0, 1).split(rows), other.flatten(0, 1).split(rows), strict=True)
-    parts = []
-    for before, after in pairs:
-        p, q = before.double().log_softmax(dim=-1), after.double().log_softmax(dim=-1)
-        parts.append((p.exp() * (p - q)).sum(dim=-1).clamp(min=0).cpu())
-    return torch.cat(parts).view(shape)

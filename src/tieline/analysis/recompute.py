@@ -37,6 +37,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_e
 
 from tieline.analysis.router_calls import RouterCall, watch_routing
 from tieline.core.errors import TielineError, require
+from tieline.core.ranking import sets_differ
 from tieline.core.records import to_plain
 
 __all__ = [
@@ -142,7 +143,7 @@ class _Difference:
     @property
     def flipped(self) -> Int[Tensor, " flips"]:
         """Tokens with another choice."""
-        return (self.before != self.after).any(dim=1).nonzero().squeeze(1)
+        return sets_differ(self.before, self.after).nonzero().squeeze(1)
 
 
 def compared(way: str, first: Run, again: Run, most_flips: int) -> Repetition:

@@ -26,11 +26,16 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from tieline.analysis.perturbations import Perturbation, noise_generator
-from tieline.analysis.precision_runs import FullRuns, divergence, model_logits, next_losses
+from tieline.analysis.precision_runs import FullRuns, model_logits
 from tieline.core.errors import ShapeError, require
-from tieline.core.numerics import Estimate
 from tieline.core.records import Result
-from tieline.core.statistics import SequenceSums, clustered_mean
+from tieline.core.statistics import (
+    Estimate,
+    SequenceSums,
+    clustered_mean,
+    kl_divergence,
+    next_token_losses,
+)
 from tieline.hf.emulate import modular_routers
 from tieline.hf.router_call import Choice, RouterOutput, override_choice
 from tieline.hf.running import batches, forward, only_running
@@ -226,11 +231,11 @@ class _Side:
         logits, seen = runs.run(one, source, forced=False)
         flipped = torch.stack([share >= 0 for share in seen.values()]).any(dim=0)
         effect.flips.add(flipped.double().view(tuple(ids.shape)))
-        effect.kl.add(divergence(clean, logits))
-        effect.to_original.add(divergence(original, logits))
-        effect.loss.add(next_losses(logits, ids) - next_losses(clean, ids))
+        effect.kl.add(kl_divergence(clean, logits))
+        effect.to_original.add(kl_divergence(original, logits))
+        effect.loss.add(next_token_losses(logits, ids) - next_token_losses(clean, ids))
         forced, _ = runs.run(one, source.set_state(state), forced=True)
-        effect.floor.add(divergence(clean, forced))
+        effect.floor.add(kl_divergence(clean, forced))
 
 
 def repair_table(
@@ -265,9 +270,9 @@ def repair_table(
     with only_running(model), only_running(smoothed):
         for number, ids in enumerate(parts):
             (original, before), (new, after) = sides[0].clean(ids), sides[1].clean(ids)
-            moved.add(divergence(original, new))
-            loss.add(next_losses(original, ids))
-            change.add(next_losses(new, ids) - next_losses(original, ids))
+            moved.add(kl_divergence(original, new))
+            loss.add(next_token_losses(original, ids))
+            change.add(next_token_losses(new, ids) - next_token_losses(original, ids))
             next(ticks)
             for place, one in enumerate(perturbations):
                 for side, runs, clean in zip(sides, (before, after), (original, new), strict=True):

@@ -13,12 +13,12 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Int
 from torch import Tensor, nn
 
 from tieline.analysis.inspection import TextPiece, TextSample
 from tieline.core.errors import ParameterError, require
+from tieline.core.statistics import SequenceSums, next_token_losses
 from tieline.geometry.sections import scored
 from tieline.hf.running import batches, forward, only_running
 from tieline.trace.record import LayerTrace, RoutingTrace
@@ -180,25 +180,13 @@ def text_loss(
     """
     sequences = [row for row in tokenise(tokenizer, text, tokens, length).sequences if len(row) > 1]
     require(bool(sequences), "the text is too short: it has no token to predict")
-    sums, counts = [], []
+    sums, done = SequenceSums(), 0
     with only_running(model):
         for ids in batches(sequences, batch_size):
-            logits = forward(model, ids).logits[:, :-1].float()
-            each = F.cross_entropy(
-                logits.flatten(0, 1), ids[:, 1:].flatten().to(logits.device), reduction="none"
-            )
-            sums += each.view(len(ids), -1).double().sum(dim=1).tolist()
-            counts += [ids.shape[1] - 1] * len(ids)
+            sums.add(next_token_losses(forward(model, ids).logits, ids))
+            done += len(ids)
             if progress is not None:
-                progress(len(counts), len(sequences))
-    return _clustered(torch.tensor(sums, dtype=torch.float64), torch.tensor(counts))
-
-
-def _clustered(sums: torch.Tensor, counts: torch.Tensor) -> TextLoss:
-    """Ratio of sums with the standard error of a ratio over clusters."""
-    total, clusters = counts.sum(), len(sums)
-    mean = sums.sum() / total
-    if clusters == 1:
-        return TextLoss(mean.item(), None, int(total))
-    spread = (sums - mean * counts).square().sum() * clusters / (clusters - 1)
-    return TextLoss(mean.item(), (spread.sqrt() / total).item(), int(total))
+                progress(done, len(sequences))
+    mean = sums.mean()
+    assert mean.value is not None
+    return TextLoss(mean.value, mean.standard_error, sum(len(row) - 1 for row in sequences))

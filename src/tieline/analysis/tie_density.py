@@ -19,8 +19,9 @@ from torch import Tensor
 
 from tieline.analysis.monitor import RoutingWarning
 from tieline.core.errors import ParameterError
-from tieline.core.numerics import Estimate, float_step, mean_estimate
+from tieline.core.numerics import float_step
 from tieline.core.records import to_plain
+from tieline.core.statistics import Estimate, mean_estimate
 from tieline.geometry.boundary import boundary_mass
 from tieline.geometry.density import gap_density
 from tieline.geometry.flips import first_order, logit_view

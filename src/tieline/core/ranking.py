@@ -11,6 +11,8 @@ other and from call to call with another k, so no other module of the package ra
     ranked_scores    z_[1], ..., z_[n] in float64
     ranked_choice    the first n ranks where another program has already chosen
     group_scores     scores of groups of experts: the largest, or the sum of the two largest
+    sets_differ      whether two sets of experts differ, sets as booleans
+    n_changed        how many experts of one choice another one lacks, choices as indices
 
 A score that is not a number ranks above all others, so that it is chosen and shows in the output
 instead of vanishing from it.
@@ -29,8 +31,10 @@ __all__ = [
     "gap",
     "group_scores",
     "kth_largest",
+    "n_changed",
     "ranked_choice",
     "ranked_scores",
+    "sets_differ",
     "stable_topk",
     "topk_mask",
 ]
@@ -131,6 +135,21 @@ def _chosen_first(scores: Tensor, chosen: Tensor) -> Tensor:
     order = scores.sort(dim=-1, descending=True, stable=True).indices
     first = torch.zeros_like(scores, dtype=torch.uint8).scatter_(1, chosen, 1).gather(1, order)
     return order.gather(1, first.sort(dim=-1, descending=True, stable=True).indices)
+
+
+def sets_differ(
+    before: Bool[Tensor, "*batch experts"], after: Bool[Tensor, "*batch experts"]
+) -> Bool[Tensor, "*batch"]:
+    """Whether the two sets of experts of each token differ."""
+    return (before != after).any(dim=-1)
+
+
+def n_changed(
+    before: Int[Tensor, "tokens k"], after: Int[Tensor, "tokens k"]
+) -> Int[Tensor, " tokens"]:
+    """Number of experts chosen before and not after; zero where the sets are equal."""
+    kept = (before[:, :, None] == after[:, None, :]).any(dim=2).sum(dim=1)
+    return before.shape[1] - kept
 
 
 def group_scores(

@@ -1,36 +1,30 @@
-"""Shares of tokens with intervals that know that tokens of one document are alike.
+"""Estimates with their errors: intervals, clusters of correlated tokens, power laws, KL, losses.
 
-For n tokens in G documents, of which f_g of n_g flip in document g, r = Σf_g / n:
+    Estimate, mean_estimate    a number with its standard error, or the reason why there is none
+    empirical_cdf              F(w) = #{x <= w} / n; "middle" counts half of the samples equal to w
+    quantile_bands             order statistics with intervals from the binomial law
+    binomial_band              Clopper-Pearson interval of a probability
+    clustered_mean             mean over tokens, standard error clustered by sequence
+    clustered_error            standard error of a mean, clustered by document
+    clustered_share            share of tokens, interval clustered by document
+    fit_rate, sample_size      power law of losses with resampled intervals, and its inverse
+    exponent                   slope of a log-log fit
+    kl_divergence, k3          distances of predicted distributions
+    next_token_losses          loss of each predicted token
 
-    clustered variance   v = G/(G-1) Σ (f_g - r n_g)² / n²
-    design effect        d = max(1, v / (r(1-r)/n))
-    effective size       m = n/d · (t_{n-1}/t_{G-1})²       t the two-sided 95 % Student quantiles
-    interval             Clopper-Pearson of r m out of m    (Korn and Graubard 1998)
+`mean_estimate` and the bands assume independent samples. Tokens of one text are correlated, so for
+tokens these are lower limits of the true spread. The clustered estimates allow for it: with sums
+y_g over n_g tokens of cluster g = 1, ..., G,
 
-The plain normal interval has no width where nothing flips, and bounds below zero where little does.
-With one document, or where nothing or everything flips, v says nothing and tokens count as
-independent.
+    m = Σ y_g / Σ n_g,      se² = G/(G-1) Σ (y_g - m n_g)² / (Σ n_g)²
 
-Means over tokens whose standard errors know that tokens of a sequence belong together.
-
-    m = Σ_s y_s / Σ_s n_s,    se² = S/(S-1) · Σ_s (y_s - m n_s)² / (Σ_s n_s)²
-
-for sequences s = 1, ..., S with sums y_s over n_s tokens: the ratio estimator whose clusters are
-the sequences. A single sequence tells no spread.
-
-Exponents of rates, and the sample size that an error asks for.
-
-    log(mean loss at n) = a + b log n          the papers' fit: b is the empirical rate
-    n(δ) = exp((log δ - a)/b)
-
-Intervals come from resampling repetitions within each sample size.
-
-Exponents of power laws, by which rates are tested.
+and a single cluster has no standard error.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -38,37 +32,202 @@ from jaxtyping import Bool, Float, Int
 from scipy import special
 from torch import Tensor
 
-from tieline.analysis.diff_records import Rate
 from tieline.core.errors import ShapeError, require
-from tieline.core.numerics import Estimate
-from tieline.papers.claim import Real
 
 __all__ = [
-    "Rate",
+    "Band",
+    "Estimate",
+    "PowerLaw",
+    "QuantileBand",
     "SampleSize",
     "SequenceSums",
+    "Share",
+    "binomial_band",
     "clustered_error",
     "clustered_mean",
-    "clustered_rate",
+    "clustered_share",
+    "empirical_cdf",
     "exponent",
     "fit_rate",
+    "k3",
+    "kl_divergence",
+    "mean_estimate",
+    "next_token_losses",
+    "normal_quantile",
+    "quantile_bands",
     "sample_size",
 ]
 
+LEVEL = 0.95
 TAIL = 0.025
+RESAMPLES = 2000
+CHUNK = 1 << 22
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number with its standard error; `status` is "ok" or says what is wrong with it.
+
+    Attributes:
+        value: the estimate; None where the data cannot give one.
+        standard_error: its standard error under independent samples; None where unknown.
+        status: "ok", or the reason in words.
+    """
+
+    value: float | None
+    standard_error: float | None = None
+    status: str = "ok"
+
+    @property
+    def stderr(self) -> float | None:
+        """`standard_error` by its short name."""
+        return self.standard_error
+
+    def times(self, factor: float) -> "Estimate":
+        """The estimate of `factor` times the quantity."""
+        if self.value is None:
+            return self
+        error = None if self.standard_error is None else abs(factor) * self.standard_error
+        return Estimate(factor * self.value, error, self.status)
+
+    def plus(self, other: "Estimate") -> "Estimate":
+        """The estimate of a sum, as if the two errors were independent."""
+        if self.value is None or other.value is None:
+            return self if self.value is None else other
+        error = math.hypot(self.standard_error or 0.0, other.standard_error or 0.0)
+        return Estimate(
+            self.value + other.value, error, self.status if other.status == "ok" else other.status
+        )
+
+
+class Band(NamedTuple):
+    """Lower and upper limits of an interval."""
+
+    low: Float[Tensor, "*shape"]
+    high: Float[Tensor, "*shape"]
+
+
+class QuantileBand(NamedTuple):
+    """Quantiles with the limits of their intervals."""
+
+    value: Float[Tensor, " probabilities"]
+    low: Float[Tensor, " probabilities"]
+    high: Float[Tensor, " probabilities"]
+
+
+def mean_estimate(samples: Float[Tensor, " n"]) -> Estimate:
+    """Mean of the samples, with the standard error s / sqrt(n) of independent ones."""
+    n = samples.numel()
+    require(n > 0, "a mean needs at least one sample, got none", ShapeError)
+    values = samples.double()
+    error = values.std().item() / math.sqrt(n) if n > 1 else None
+    return Estimate(values.mean().item(), error)
+
+
+def empirical_cdf(
+    samples: Float[Tensor, " n"],
+    at: Float[Tensor, "*grid"],
+    side: Literal["right", "middle"] = "right",
+) -> Float[Tensor, "*grid"]:
+    """F(w) = #{x <= w} / n, in float64.
+
+    "middle" gives (#{x < w} + #{x <= w}) / 2n instead: the same for continuous samples, and free
+    of the shift by half a step that samples on a grid (gaps of bfloat16 scores) put into F.
+    """
+    require(samples.numel() > 0, "a cdf needs at least one sample, got none", ShapeError)
+    ordered, points = samples.double().sort().values, at.to(torch.float64)
+    count = torch.searchsorted(ordered, points, right=True).double()
+    if side == "middle":
+        count = (count + torch.searchsorted(ordered, points, right=False)) / 2
+    return count / samples.numel()
+
+
+def quantile_bands(
+    samples: Float[Tensor, " n"], probabilities: Sequence[float], confidence: float = 0.95
+) -> QuantileBand:
+    """Quantiles F^-1(p) = inf{x : F(x) >= p} and their normal-approximation rank intervals.
+
+    The number of samples below the true quantile is binomial (n, p), so that the order statistics
+    n p -+ z sqrt(n p (1 - p)) hold it between them. No interpolation: infinities stay infinities.
+    """
+    n = samples.numel()
+    require(n > 0, "quantiles need at least one sample, got none", ShapeError)
+    p = torch.tensor(probabilities, dtype=torch.float64)
+    require(bool(((p >= 0) & (p <= 1)).all()), f"need 0 <= p <= 1, got {list(probabilities)}")
+    ordered = samples.double().sort().values
+    # n p in floating point may exceed the integer it stands for, and ceil would go one too far
+    rank = (n * p - 1e-9).ceil()
+    half = normal_quantile(confidence) * (n * p * (1 - p)).sqrt()
+    take = [
+        ordered[(r.round().long() - 1).clamp(0, n - 1)]
+        for r in (rank, (rank - half).floor(), (rank + half).ceil())
+    ]
+    return QuantileBand(*take)
+
+
+def normal_quantile(confidence: float) -> float:
+    """Half-width, in standard errors, of the central normal interval of that confidence."""
+    require(0 < confidence < 1, f"need 0 < confidence < 1, got {confidence}")
+    return float(special.ndtri((1 + confidence) / 2))
+
+
+def binomial_band(count: Int[Tensor, "*shape"], n: int, confidence: float = 0.95) -> Band:
+    """Clopper-Pearson interval of a probability of which `count` out of `n` were seen.
+
+    Its coverage is at least `confidence` for every probability and every n, at counts 0 and n too,
+    where the normal interval has no width.
+    """
+    require(n > 0, f"a binomial band needs n > 0, got {n=}")
+    require(0 < confidence < 1, f"need 0 < confidence < 1, got {confidence}")
+    seen, tail = count.cpu().numpy().astype(float), (1 - confidence) / 2
+    low = special.betaincinv(seen.clip(min=0.5), n - seen + 1, tail)
+    high = special.betaincinv(seen + 1, (n - seen).clip(min=0.5), 1 - tail)
+    low, high = low * (seen > 0), high * (seen < n) + (seen == n)
+    return Band(torch.as_tensor(low).double(), torch.as_tensor(high).double())
+
+
+NOT_MEASURED = Estimate(None, None, "not measured")
 ONE_DOCUMENT = "one document only: the interval assumes independent tokens"
 
 
-def clustered_rate(hits: Bool[Tensor, " tokens"], documents: Int[Tensor, " tokens"]) -> Rate:
-    """Share of tokens with a hit and its interval.
+@dataclass(frozen=True)
+class Share:
+    """A share of tokens with a 95 % interval clustered by document.
+
+    Attributes:
+        value: count / total; None where the total is zero.
+        low: lower limit of the interval.
+        high: upper limit.
+        count: tokens with the property.
+        total: all tokens.
+        design_effect: variance between documents over that of independent tokens, at least 1.
+        status: "ok", or what is wrong with the interval.
+    """
+
+    value: float | None
+    low: float | None
+    high: float | None
+    count: int
+    total: int
+    design_effect: float = 1.0
+    status: str = "ok"
+
+
+def clustered_share(hits: Bool[Tensor, " tokens"], documents: Int[Tensor, " tokens"]) -> Share:
+    """Share of tokens with a hit, with the interval of Korn and Graubard (1998).
+
+    With r the share, v its clustered variance, n tokens and G documents: design effect
+    d = max(1, v / (r(1-r)/n)), effective size m = n/d · (t_{n-1}/t_{G-1})² with two-sided 95 %
+    Student quantiles t, and the Clopper-Pearson interval of r m out of m. Where nothing or
+    everything is hit, or with one document, v is unknown and tokens count as independent.
 
     Args:
-        hits: which tokens did.
-        documents: document of each, any numbers.
+        hits: which tokens have the property.
+        documents: document of each token, any numbers.
     """
     total, count = len(hits), int(hits.sum())
     if total == 0:
-        return Rate(None, None, None, 0, 0, status="no tokens")
+        return Share(None, None, None, 0, 0, status="no tokens")
     share, groups = count / total, len(documents.unique())
     effect, size = 1.0, float(total)
     if groups > 1 and 0 < count < total:
@@ -77,20 +236,7 @@ def clustered_rate(hits: Bool[Tensor, " tokens"], documents: Int[Tensor, " token
         size = total / effect * (_student(total - 1) / _student(groups - 1)) ** 2
     low, high = _clopper_pearson(share * size, size)
     status = "ok" if groups > 1 else ONE_DOCUMENT
-    return Rate(share, low, high, count, total, effect, status)
-
-
-def clustered_error(
-    values: Float[Tensor, " tokens"], documents: Int[Tensor, " tokens"]
-) -> float | None:
-    """Standard error of the mean of `values`, documents being independent; None for one of them."""
-    places = documents.unique(return_inverse=True)[1]
-    groups = int(places.max()) + 1 if len(places) else 0
-    if groups < 2:
-        return None
-    centred = values.double() - values.double().mean()
-    sums = torch.zeros(groups, dtype=torch.float64).index_add_(0, places, centred)
-    return math.sqrt(groups / (groups - 1) * sums.square().sum().item()) / len(values)
+    return Share(share, low, high, count, total, effect, status)
 
 
 def _student(freedom: int) -> float:
@@ -98,14 +244,24 @@ def _student(freedom: int) -> float:
 
 
 def _clopper_pearson(count: float, size: float) -> tuple[float, float]:
-    """The interval for numbers that need not be whole."""
+    """Interval for counts that need not be whole."""
     rest = max(size - count, 0.0)
     low = float(special.betaincinv(count, rest + 1, TAIL)) if count > 0 else 0.0
     high = float(special.betaincinv(count + 1, rest, 1 - TAIL)) if rest > 0 else 1.0
     return low, high
 
 
-NOT_MEASURED = Estimate(None, None, "not measured")
+def clustered_error(
+    values: Float[Tensor, " tokens"], documents: Int[Tensor, " tokens"]
+) -> float | None:
+    """Standard error of the mean of `values`, clustered by document; None with one document."""
+    places = documents.unique(return_inverse=True)[1]
+    groups = int(places.max()) + 1 if len(places) else 0
+    if groups < 2:
+        return None
+    centred = values.double() - values.double().mean()
+    sums = torch.zeros(groups, dtype=torch.float64).index_add_(0, places, centred)
+    return math.sqrt(groups / (groups - 1) * sums.square().sum().item()) / len(values)
 
 
 def clustered_mean(
@@ -155,13 +311,9 @@ class SequenceSums:
         return SequenceSums([torch.stack(parts).sum(dim=0)], [torch.stack(counts).sum(dim=0)])
 
 
-RESAMPLES = 2000
-LEVEL = 0.95
-
-
 @dataclass(frozen=True)
-class Rate:
-    """A fitted power law with 95 % intervals.
+class PowerLaw:
+    """A fitted power law log y = a + b log n, with the 95 % interval of b.
 
     Attributes:
         slope: b.
@@ -181,7 +333,7 @@ class Rate:
 
 @dataclass(frozen=True)
 class SampleSize:
-    """Samples that bring the mean error to δ.
+    """Number of samples at which the mean error reaches δ.
 
     Attributes:
         error: δ.
@@ -203,8 +355,8 @@ class SampleSize:
         return f"for error {self.error:g} you need about {numbers}{how}"
 
 
-def fit_rate(sizes: Sequence[int], losses: Sequence[Tensor], seed: int = 0) -> Rate:
-    """The power law of mean losses.
+def fit_rate(sizes: Sequence[int], losses: Sequence[Tensor], seed: int = 0) -> PowerLaw:
+    """Fit a power law to the mean losses, with an interval from resampled repetitions.
 
     Args:
         sizes: n_1 < n_2 < ..., two at least.
@@ -213,13 +365,13 @@ def fit_rate(sizes: Sequence[int], losses: Sequence[Tensor], seed: int = 0) -> R
     """
     whole, draws = _lines(sizes, losses, seed)
     low, high = np.quantile(draws[:, 1], [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return Rate(float(whole[1]), float(low), float(high), float(whole[0]))
+    return PowerLaw(float(whole[1]), float(low), float(high), float(whole[0]))
 
 
 def sample_size(
     sizes: Sequence[int], losses: Sequence[Tensor], error: float, seed: int = 0
 ) -> SampleSize:
-    """N that brings the mean loss to `error`, with a 95 % interval; arguments as in `fit_rate`."""
+    """Sample size at which the mean loss reaches `error`; other arguments as in `fit_rate`."""
     require(error > 0, f"an error to reach is positive, got {error}")
     whole, draws = _lines(sizes, losses, seed)
     n = _crossing(whole[None], error)[0]
@@ -243,22 +395,23 @@ def _lines(
     good = all(len(v) > 0 and np.isfinite(v).all() and v.mean() > 0 for v in values)
     require(good, "a slope needs finite losses with a positive mean at every sample size")
     random = np.random.default_rng(seed)
-    means = np.stack([_means(v, random) for v in values], axis=1)
-    log_n = np.log(np.asarray(sizes, dtype=float))
-    design = np.linalg.pinv(np.stack([np.ones_like(log_n), log_n], axis=1))
+    means = np.stack([_means(v, random) for v in values])
     with np.errstate(divide="ignore"):
-        lines = np.log(np.maximum(means, 1e-300)) @ design.T
+        b, a = np.polyfit(
+            np.log(np.asarray(sizes, dtype=float)), np.log(np.maximum(means, 1e-300)), 1
+        )
+    lines = np.stack([a, b], axis=1)
     return lines[0], lines[1:]
 
 
 def _means(values: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    """The mean, then the means of resamples."""
+    """Mean of the values, then the means of resamples."""
     drawn = values[random.integers(len(values), size=(RESAMPLES, len(values)))].mean(1)
     return np.concatenate([[values.mean()], drawn])
 
 
 def _crossing(lines: np.ndarray, error: float) -> np.ndarray:
-    """N where the line reaches the error, infinite where it does not fall."""
+    """Sample size where the line reaches the error, infinite where it does not fall."""
     a, b = lines[:, 0], lines[:, 1]
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         found = np.exp((math.log(error) - a) / b)
@@ -269,9 +422,37 @@ def _count(n: float) -> str:
     return f"{n:.3g}" if n >= 1e6 or not math.isfinite(n) else f"{n:,.0f}"
 
 
-def exponent(x: Sequence[Real], y: Sequence[Real]) -> float:
-    """P of |y| ~ x^p by least squares of logarithms."""
+def exponent(x: Sequence[float | int], y: Sequence[float | int]) -> float:
+    """Exponent p of |y| ~ x^p, by least squares of logarithms."""
     require(len(x) == len(y) > 1, f"a slope needs two points or more, got {len(x)} and {len(y)}")
-    a, b = (torch.tensor([math.log(abs(v)) for v in values]).double() for values in (x, y))
-    a = a - a.mean()
-    return ((a * b).sum() / a.square().sum()).item()
+    logs = ([math.log(abs(value)) for value in values] for values in (x, y))
+    return float(np.polyfit(*logs, 1)[0])
+
+
+def next_token_losses(
+    logits: Float[Tensor, "rows length words"], ids: Int[Tensor, "rows length"]
+) -> Float[Tensor, "rows predicted"]:
+    """Loss of every token but the first of each row, in float64 on the CPU."""
+    words, targets = logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten().to(logits.device)
+    losses = torch.nn.functional.cross_entropy(words.float(), targets, reduction="none")
+    return losses.double().view(len(ids), -1).cpu()
+
+
+def kl_divergence(
+    clean: Float[Tensor, "rows length words"], other: Float[Tensor, "rows length words"]
+) -> Float[Tensor, "rows length"]:
+    """KL(clean ‖ other) of each token's prediction, in nats and float64, from logits."""
+    shape, words = clean.shape[:2], clean.shape[2]
+    rows = max(1, CHUNK // words)
+    pairs = zip(clean.flatten(0, 1).split(rows), other.flatten(0, 1).split(rows), strict=True)
+    parts = []
+    for before, after in pairs:
+        p, q = before.double().log_softmax(dim=-1), after.double().log_softmax(dim=-1)
+        parts.append((p.exp() * (p - q)).sum(dim=-1).clamp(min=0).cpu())
+    return torch.cat(parts).view(shape)
+
+
+def k3(log_p: Float[Tensor, "*shape"], log_q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """Return r - 1 - log r >= 0 with r = q/p, whose mean under p is KL(p ‖ q)."""
+    difference = log_q - log_p
+    return difference.expm1() - difference

@@ -36,7 +36,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tieline.core.errors import ShapeError, require
-from tieline.core.statistics import Rate, fit_rate
+from tieline.core.statistics import PowerLaw, fit_rate
 from tieline.estimation.fit import ModelRegression
 from tieline.estimation.model import MoEModel, draw_inputs, draw_noise, repetition_seeds
 from tieline.estimation.parameters import MoEParameters, quadratic_parameters
@@ -173,8 +173,8 @@ class StudentCurve:
     sizes: tuple[int, ...]
     function: tuple[float, ...]
     experts: tuple[float, ...]
-    function_rate: Rate
-    experts_rate: Rate
+    function_rate: PowerLaw
+    experts_rate: PowerLaw
     misfit: float
     predicted_function: float | None
     predicted_experts: float | None

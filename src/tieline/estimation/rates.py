@@ -34,10 +34,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tieline.core.errors import TraceError, require
-from tieline.core.numerics import mean_estimate, one_thread
+from tieline.core.numerics import one_thread
 from tieline.core.parallel import run_jobs
 from tieline.core.records import canonical, parse_json
-from tieline.core.statistics import Rate, SampleSize, fit_rate, sample_size
+from tieline.core.statistics import PowerLaw, SampleSize, fit_rate, mean_estimate, sample_size
 from tieline.estimation.distances import regression_distance
 from tieline.estimation.fit import FitResult, FitWarning, fit, near_truth, radius_at, tell_failures
 from tieline.estimation.losses import quotient_losses, voronoi_losses
@@ -244,7 +244,7 @@ class RateStudy:
                 picked[row["n"]].append(row[loss])
         return [torch.tensor(picked[n], dtype=torch.float64) for n in self.plan.sizes]
 
-    def rate(self, loss: str = "quotient", radius: float | None = None) -> Rate:
+    def rate(self, loss: str = "quotient", radius: float | None = None) -> PowerLaw:
         """The slope of a loss from one start radius (the first by default)."""
         return fit_rate(*self._determined(loss, radius), self.plan.seed)
 

@@ -32,8 +32,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tieline.core.errors import ShapeError, require
-from tieline.core.numerics import binomial_band, empirical_cdf
 from tieline.core.ranking import gap, ranked_scores
+from tieline.core.statistics import binomial_band, empirical_cdf
 
 __all__ = [
     "Mass",

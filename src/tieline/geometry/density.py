@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tieline.core.errors import ShapeError, require
-from tieline.core.numerics import Estimate, empirical_cdf, normal_quantile
+from tieline.core.statistics import Estimate, empirical_cdf, normal_quantile
 
 __all__ = ["MarginTail", "density_from_masses", "gap_density", "iid_normal_density", "margin_tail"]
 

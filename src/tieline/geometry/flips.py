@@ -34,7 +34,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tieline.core.errors import ShapeError, TraceError, require
-from tieline.core.numerics import Band, Estimate, one_thread
+from tieline.core.numerics import one_thread
+from tieline.core.statistics import Band, Estimate
 from tieline.trace.record import LayerTrace
 
 __all__ = [

@@ -9,8 +9,9 @@ What to measure a trace at: grids, levels and formats, with defaults that suit a
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from tieline.core.numerics import Estimate, log_grid
+from tieline.core.numerics import log_grid
 from tieline.core.records import to_plain
+from tieline.core.statistics import Estimate
 from tieline.geometry.boundary import MassProfile
 from tieline.geometry.density import MarginTail
 from tieline.geometry.distance import AngularSpread

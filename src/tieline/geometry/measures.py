@@ -28,7 +28,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tieline.core.errors import TraceError, require
-from tieline.core.numerics import Estimate, mean_estimate, normal_quantile
+from tieline.core.statistics import Estimate, mean_estimate, normal_quantile
 from tieline.geometry.boundary import mass_profile
 from tieline.geometry.density import density_from_masses
 from tieline.geometry.distance import AngularSpread, angular_spread

@@ -25,7 +25,7 @@ from scipy import integrate, special, stats
 from torch import Tensor
 
 from tieline.core.errors import ShapeError, require
-from tieline.core.numerics import Estimate, mean_estimate
+from tieline.core.statistics import Estimate, mean_estimate
 from tieline.geometry.boundary import Real
 from tieline.geometry.diffusion import batches, check_noise, check_run
 from tieline.geometry.ties import TieFlat, check_router, distance_to_tie, tie_flat, tie_sets

@@ -18,8 +18,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tieline.core.errors import require
-from tieline.core.numerics import Estimate
 from tieline.core.ranking import kth_largest, ranked_scores
+from tieline.core.statistics import Estimate
 from tieline.geometry.boundary import Real
 
 __all__ = [

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from tieline.core.errors import ShapeError, require
 from tieline.core.numerics import float_step, one_thread, round_to_step
-from tieline.core.ranking import gap, topk_mask
+from tieline.core.ranking import gap, sets_differ, topk_mask
 from tieline.geometry.flips import flip_probability
 
 __all__ = [
@@ -198,7 +198,7 @@ def emulated_choice(
     """
     by_index = experts.long().argsort(dim=1)
     chosen = topk_mask(rounded.gather(1, by_index), k)
-    return EmulatedChoice(gap(rounded, k) == 0, (chosen != (by_index < k)).any(dim=1))
+    return EmulatedChoice(gap(rounded, k) == 0, sets_differ(chosen, by_index < k))
 
 
 def _grid(precision: str) -> FloatGrid | IntegerGrid:

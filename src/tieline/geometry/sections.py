@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tieline.core.errors import TraceError, require
-from tieline.core.numerics import Estimate, mean_estimate, quantile_bands
+from tieline.core.statistics import Estimate, mean_estimate, quantile_bands
 from tieline.geometry.boundary import boundary_mass
 from tieline.geometry.density import gap_density, margin_tail
 from tieline.geometry.flips import (

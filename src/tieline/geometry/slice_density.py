@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.special import log_ndtr
 
 from tieline.core.errors import require
-from tieline.core.numerics import Estimate
+from tieline.core.statistics import Estimate
 from tieline.geometry.boundary import Real
 from tieline.geometry.ties import check_router, tie_flat
 from tieline.geometry.tubes import tube_leading_term

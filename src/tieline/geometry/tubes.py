@@ -29,7 +29,7 @@ from scipy import integrate, special
 from torch import Tensor
 
 from tieline.core.errors import ShapeError, require
-from tieline.core.numerics import Estimate
+from tieline.core.statistics import Estimate
 from tieline.geometry.boundary import Real
 from tieline.geometry.ties import check_router, distance_to_tie, tie_flats, tie_sets
 

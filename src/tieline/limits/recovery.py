@@ -31,7 +31,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from tieline.core.errors import ShapeError, require
-from tieline.core.numerics import Estimate, mean_estimate
+from tieline.core.statistics import Estimate, mean_estimate
 from tieline.limits.risk import (
     MoESample,
     ambiguous,

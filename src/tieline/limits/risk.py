@@ -34,8 +34,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tieline.core.errors import ShapeError, require
-from tieline.core.numerics import Estimate, mean_estimate
 from tieline.core.ranking import gap, ranked_scores, stable_topk
+from tieline.core.statistics import Estimate, mean_estimate
 
 __all__ = [
     "BoundaryConstant",

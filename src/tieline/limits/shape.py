@@ -29,8 +29,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tieline.core.errors import ShapeError, require
-from tieline.core.numerics import Estimate, mean_estimate
 from tieline.core.ranking import stable_topk
+from tieline.core.statistics import Estimate, mean_estimate
 from tieline.limits.risk import MoESample
 from tieline.limits.slope import same_wall
 from tieline.limits.two_cells import (

@@ -31,8 +31,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tieline.core.errors import ShapeError, require
-from tieline.core.numerics import Estimate, mean_estimate
 from tieline.core.ranking import gap, stable_topk
+from tieline.core.statistics import Estimate, mean_estimate
 from tieline.geometry.density import MarginTail, margin_tail
 from tieline.limits.risk import (
     MoESample,

@@ -31,7 +31,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tieline.core.errors import ShapeError, require
-from tieline.core.numerics import Estimate, mean_estimate
+from tieline.core.statistics import Estimate, mean_estimate
 from tieline.limits.two_cells import (
     ambiguity_width,
     check_covariance,

@@ -37,7 +37,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tieline.core.errors import ShapeError, require
-from tieline.core.numerics import Estimate, mean_estimate, one_thread
+from tieline.core.numerics import one_thread
+from tieline.core.statistics import Estimate, mean_estimate
 from tieline.limits.saddle import Population, gaussian_grid, population_gradient
 from tieline.limits.two_cells import TwoCells, check_covariance, gaussian_inputs, normal_rule
 

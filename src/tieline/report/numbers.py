@@ -17,7 +17,7 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tieline.core.numerics import Estimate
+from tieline.core.statistics import Estimate
 
 __all__ = [
     "DASH",

@@ -26,10 +26,10 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from tieline.core.errors import UnsupportedModelError, require
+from tieline.core.statistics import next_token_losses
 from tieline.hf.smooth import smooth_
 from tieline.routing.gates import SelectiveGate, TopK
 from tieline.routing.layer import MoE, moe
@@ -305,8 +305,7 @@ def window_losses(
     for rows in whole[::every][:limit].long().split(BATCH):
         with collect_routing(model) as records:
             logits = model(input_ids=rows).logits
-        flat = cross_entropy(logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten(), reduction="none")
-        losses.append(flat.view(len(rows), -1).double().mean(dim=1))
+        losses.append(next_token_losses(logits, rows).mean(dim=1))
         for record in records:
             active += record.routing.active.double().sum().item() / context
             calls += len(rows)

@@ -38,7 +38,7 @@ from scipy import special
 from torch import Tensor
 
 from tieline.core.errors import TraceError, require
-from tieline.core.numerics import Estimate, mean_estimate
+from tieline.core.statistics import Estimate, mean_estimate
 from tieline.trace.record import LayerTrace, RoutingTrace
 from tieline.tropical.affine import Neurons, Router, as_neurons, as_points, as_router, chosen
 from tieline.tropical.capacity import capacity_bound

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from tests.analysis.zoo import small_audit
 from tieline.analysis.precision import harmless, verdict
-from tieline.core.numerics import Estimate
+from tieline.core.statistics import Estimate
 
 
 def row(name, kl, loss=0.0):

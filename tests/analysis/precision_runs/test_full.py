@@ -12,13 +12,11 @@ from tieline.analysis.precision_runs import (
     FullEffect,
     FullRuns,
     LocalRuns,
-    divergence,
     model_logits,
-    next_losses,
 )
 from tieline.analysis.precision_runs import _rule as rule
 from tieline.core.errors import UnsupportedModelError
-from tieline.core.statistics import SequenceSums
+from tieline.core.statistics import SequenceSums, kl_divergence, next_token_losses
 from tieline.hf.emulate import modular_routers
 from tieline.hf.router_call import Choice, RouterOutput
 from tieline.hf.running import forward, only_running
@@ -27,16 +25,16 @@ from tieline.hf.running import forward, only_running
 def test_divergence_is_the_kl_and_never_negative():
     clean, other = torch.randn(2, 3, 5), torch.randn(2, 3, 5)
     p, q = clean.double().softmax(-1), other.double().softmax(-1)
-    assert torch.allclose(divergence(clean, other), (p * (p / q).log()).sum(-1))
-    assert (divergence(clean, clean + 7) < 1e-12).all()
-    assert (divergence(clean, clean) == 0).all()
+    assert torch.allclose(kl_divergence(clean, other), (p * (p / q).log()).sum(-1))
+    assert (kl_divergence(clean, clean + 7) < 1e-12).all()
+    assert (kl_divergence(clean, clean) == 0).all()
 
 
 def test_losses_are_those_of_the_next_token():
     logits = torch.zeros(1, 3, 4)
     logits[0, 0, 2] = math.log(5)
     ids = torch.tensor([[0, 2, 3]])
-    assert next_losses(logits, ids).tolist() == [
+    assert next_token_losses(logits, ids).tolist() == [
         [pytest.approx(-math.log(5 / 8)), pytest.approx(math.log(4))]
     ]
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.strategies import dyadic_scores, seeds, widths
-from tieline.core.numerics import binomial_band
 from tieline.core.ranking import gap
+from tieline.core.statistics import binomial_band
 from tieline.geometry.boundary import (
     ambiguity_mass,
     boundary_mass,

@@ -11,8 +11,8 @@ from scipy import special, stats
 
 from tests.geometry.problems import normal_scores, simulated_flips
 from tests.strategies import dyadic_scores, seeds
-from tieline.core.numerics import Estimate
 from tieline.core.ranking import ranked_scores
+from tieline.core.statistics import Estimate
 from tieline.geometry.density import gap_density, iid_normal_density
 from tieline.geometry.flips import (
     flip_limits,

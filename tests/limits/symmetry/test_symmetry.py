@@ -8,7 +8,7 @@ from scipy import integrate
 
 from tests.limits.problems import COVARIANCE, within
 from tieline.core.errors import ParameterError, ShapeError
-from tieline.core.numerics import mean_estimate
+from tieline.core.statistics import mean_estimate
 from tieline.limits import (
     Response,
     alignment_rate,

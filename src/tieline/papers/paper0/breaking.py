@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from tieline.core.numerics import mean_estimate
+from tieline.core.statistics import mean_estimate
 from tieline.limits.symmetry import (
     Response,
     SymmetryBreaking,

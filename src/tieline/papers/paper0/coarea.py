@@ -5,8 +5,7 @@ import math
 import torch
 from scipy import stats
 
-from tieline.core.numerics import mean_estimate
-from tieline.core.statistics import exponent
+from tieline.core.statistics import exponent, mean_estimate
 from tieline.geometry import ambiguity_mass, boundary_mass_pair
 from tieline.limits.surface import surface_integral
 from tieline.limits.two_cells import gaussian_boundary_mass, two_cells

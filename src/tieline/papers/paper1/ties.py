@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from tieline.core.ranking import gap, kth_largest, stable_topk, topk_mask
+from tieline.core.ranking import gap, kth_largest, sets_differ, stable_topk, topk_mask
 from tieline.core.statistics import exponent
 from tieline.geometry import (
     distance_to_tie,
@@ -267,7 +267,7 @@ def thickening(run: Run) -> Evidence:
     inside = x[:, None] + 0.999 * first.distance[:, None, None] * away
     same = topk_mask(inside @ weight.T + bias, 2) == topk_mask(scores, 2)[:, None]
     out = x + 1.001 * (first.point - x)
-    crossed = (topk_mask(out @ weight.T + bias, 2) != topk_mask(scores, 2)).any(dim=1)
+    crossed = sets_differ(topk_mask(out @ weight.T + bias, 2), topk_mask(scores, 2))
     return Evidence(
         [
             at_most("gap at the nearest point", at_tie, 1e-9),

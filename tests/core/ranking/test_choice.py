@@ -1,4 +1,4 @@
-"""Ranks under another program's choice: `ranked_choice` and `group_scores` of `tieline.core.ranking`."""
+"""Ranks under another program's choice: `ranked_choice` and `group_scores` of the ranking."""
 
 import torch
 from hypothesis import given
