@@ -53,7 +53,7 @@ def timed_study(what: str, case: str, target: float, **grid: Any) -> Row:
     """Wall seconds of a rate study on two processes."""
     plan = named_case(case, **grid).plan
     begun = time.perf_counter()
-    study = rate_study(plan, engine="loky", jobs=2, quiet=True)
+    study = rate_study(plan, executor="loky", jobs=2, quiet=True)
     seconds = time.perf_counter() - begun
     cpu = sum(row["seconds"] for row in study.rows)
     note = f"{study.failed} of {len(study.rows)} not converged, {cpu:.1f} s CPU"

@@ -7,7 +7,7 @@ import torch
 
 from tieline.estimation.model import MoEModel
 from tieline.estimation.rate_plan import RatePlan
-from tieline.estimation.rates import RateStudy
+from tieline.estimation.rates import RateRow, RateStudy
 from tieline.estimation.solvers import Status
 from tieline.papers.claim import Run
 from tieline.papers.paper2 import theorems as paper2
@@ -30,15 +30,16 @@ def planted(run, model, *, laws=LAWS, shrink=False, radii=(0.1,), **options):
     truth = MODEL.unflatten(torch.zeros(8, dtype=torch.float64))
     plan = RatePlan("planted", MODEL, MODEL, truth, truth, radii=radii, sizes=(500, 4000))
     places = itertools.product(radii, plan.sizes, range(4))
-    return RateStudy(plan, tuple(row(laws, radius, radii[-1], n, r) for radius, n, r in places))
+    return RateStudy.of(plan, [row(laws, radius, radii[-1], n, r) for radius, n, r in places])
 
 
 def row(laws, radius, last, n, repetition):
     """Losses by their laws; the raw one falls better from starts nearer than the last."""
     powers = {**laws, "raw": laws["raw"] - 0.2 * (radius != last)}
     losses = {name: (1 + 0.01 * repetition) * n**power for name, power in powers.items()}
-    counts = {"n": n, "radius": radius, "repetition": repetition, "empty": 0, "seconds": 0.0}
-    return {**losses, **counts, "status": int(Status.CONVERGED)}
+    place = {"study": "planted", "n": n, "radius": radius, "repetition": repetition}
+    ended = {"status": int(Status.CONVERGED), "iterations": 1, "loss": 0.0}
+    return RateRow(**place, **ended, **losses, empty=0, seconds=0.0)
 
 
 @pytest.fixture

@@ -81,9 +81,8 @@ def rates(
     }
     fixed = {"shrink": shrink, "starts": starts, "method": method, "seed": seed}
     case = _case(setting, family, fitted, {k: v for k, v in grid.items() if v is not None} | fixed)
-    study = _run(case, results, engine, address, jobs)
-    record = _record(case, study, error)
-    _write(record, out, json_to)
+    study = _run(case, results, error, engine, address, jobs)
+    _write(study.to_dict(), out, json_to)
 
 
 def _numbers(option: str, words: str | None, kind: type) -> tuple[Any, ...] | None:
@@ -119,7 +118,14 @@ def _case(
     return case_of(**given, fitted=fitted, **grid)
 
 
-def _run(case: Any, results: Path | None, engine: str, address: str | None, jobs: int) -> Any:
+def _run(
+    case: Any,
+    results: Path | None,
+    error: float | None,
+    engine: str,
+    address: str | None,
+    jobs: int,
+) -> Any:
     """The study, after an estimate of its time, with a bar."""
     from tieline.core.parallel import check_engine
     from tieline.estimation.rates import rate_study, study_seconds
@@ -129,10 +135,10 @@ def _run(case: Any, results: Path | None, engine: str, address: str | None, jobs
     say(f"{case.plan.name}: about {_duration(seconds)}")
     with progress_bars() as progress:
         return rate_study(
-            case.plan,
+            case,
             results=results,
-            paper_slope=case.paper_slope,
-            engine=engine,
+            error=error,
+            executor=engine,
             address=address,
             jobs=jobs,
             progress=lambda done, total: progress("fits", done, total),
@@ -144,22 +150,6 @@ def _duration(seconds: float) -> str:
     if seconds < 90:
         return f"{math.ceil(seconds)} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
-
-
-def _record(case: Any, study: Any, error: float | None) -> dict[str, Any]:
-    """The study as JSON values, with the sample size that was asked for."""
-    record = study.to_dict() | {"misfit": case.misfit, "sample_size": None}
-    record["condition"] = case.condition
-    if error is not None:
-        found = study.samples_for(error)
-        limits = {name: getattr(found, name) for name in ("n", "low", "high")}
-        finite = {name: value if math.isfinite(value) else None for name, value in limits.items()}
-        record["sample_size"] = finite | {
-            "error": error,
-            "seen": found.seen,
-            "words": str(found),
-        }
-    return record
 
 
 def _check_targets(out: Path | None, json_to: str | None, results: Path | None) -> None:

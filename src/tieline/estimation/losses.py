@@ -1,18 +1,20 @@
-"""Which atom of the truth each atom of a fit belongs to.
+"""Voronoi losses of papers 2 and 4, as printed and up to the symmetries of the model.
 
-Voronoi losses of paper 2.
+    voronoi_loss, voronoi_losses        of one fit, of a batch: the paper's raw loss
+    quotient_loss, quotient_losses      the same without directions that the data cannot determine
 
-With m_i = exp(β_0i), Δβ_ij = β_1i - β*_1j and Δη_ij = η_i - η*_j:
+Each atom θ_i (router row and expert row, without the bias) of a fit belongs to the cell of the
+nearest atom of the truth, the first one at equal distance, so that no mass counts twice:
+
+    A_j = {i : ‖θ_i - θ*_j‖ <= ‖θ_i - θ*_l‖ for all l}        P2 eq. 5, P4 eq. 9 and 51
+
+Paper 2, with masses m_i = exp(β_0i); an empty cell is charged its whole mass m*_j:
 
     L_{1,r} = Σ_j |Σ_{i∈A_j} m_i - m*_j| + Σ_j Σ_{i∈A_j} m_i (‖Δβ_ij‖^r + ‖Δη_ij‖^r)     section 2
     L_2     = the same with exponent 1 in cells of one atom and 2 in larger cells         eq. 11
     L_3     = L_{1,1}                                                                     eq. 13
 
-An empty cell counts with its whole mass m*_j. Each function gives the summand of every j.
-
-Voronoi losses of paper 4.
-
-The mass is σ(c); "over" are cells of several atoms, "exact" the others:
+Paper 4, with masses σ(c_i); "over" are cells of several atoms, "exact" the others:
 
     L_1     = Σ_over |Σ_{i∈A_j} σ(c_i) - σ(c*_j)| + Σ_over Σ_i (‖ΔA‖² + ‖Δb‖² + ‖Δη‖²)
               + Σ_exact Σ_i (‖ΔA‖ + ‖Δb‖ + |Δc| + ‖Δη‖)                                section 4.1.1
@@ -22,41 +24,22 @@ The mass is σ(c); "over" are cells of several atoms, "exact" the others:
 
 The paper prints A_i - Ā_i in L_3 and L_5; the second index must be that of the cell, A_i - Ā_j, as
 two atoms of a cell cannot both be compared with themselves. An empty cell is an exact one without
-atoms and contributes nothing, so a fit that misses an expert is not charged for it: read the number
-of empty cells with the loss. Each function gives the summand of every j.
+atoms and adds nothing, so a fit that misses an expert is not charged for it: read the number of
+empty cells with the loss.
 
-Voronoi cells of a fit among the atoms of the truth, and the losses of papers 2 and 4.
+A quotient loss puts fit and truth into canonical form first (`symmetry.canonical`): rows v that
+score, symmetric matrices, softmax masses of sum 1 and rows of mean 0 over the masses, hidden scales
+moved out; two-layer and even experts of the fit take the sign nearest to the truth. Zero means the
+same regression function, except that experts of degree p (ReLU, uᵖ, linear, two-layer by its λ) can
+trade mass and scale in two places:
 
-    A_j = {i : ‖θ_i - θ*_j‖ <= ‖θ_i - θ*_l‖ for all l}        P2 eq. 5, P4 eq. 9 and 51
-
-θ is the router row with the expert row, without the bias. An atom at equal distance from two atoms
-of the truth is put into the first cell only, so that no mass counts twice.
-
-    voronoi_loss      one fit: its loss, the cells, the empty ones
-    voronoi_losses    a batch of fits at once, as tensors
-
-The formulas are in `losses_paper2` and `losses_paper4`. These raw losses see the directions that
-the data cannot (`symmetry`); `quotient` measures without them.
-
-Voronoi losses up to the directions that the data cannot see.
-
-Fit and truth are first put in canonical form (`symmetry.canonical`): rows v that score, symmetric
-matrices, softmax masses of sum 1 and rows of mean 0 over the masses, hidden scales moved out. Then
-the loss of the paper is taken. Zero means the same regression function, up to what follows.
-
-Experts of degree p (ReLU, uᵖ, linear, two-layer by its λ) can trade mass and scale in two places:
-
-    a cell of several atoms, softmax    f sees Σ m_i and Σ m_i s_i, s_i the strength of the expert
-    a zero row of the truth, sigmoid    f sees Σ σ(c_i) s_i
+    a cell of several atoms, softmax    f depends on Σ m_i and Σ m_i s_i, s_i the expert's strength
+    a zero row of the truth, sigmoid    f depends on Σ σ(c_i) s_i
 
 with s = ‖(a, b)‖ᵖ (λ for two-layer experts). In such a cell the errors of mass and of η are
-replaced by those of these sums and of the direction η/s^{1/p}. `cone=False` leaves the paper's
-terms there.
-
-Two-layer and even experts of the fit take the sign that is nearest to the truth.
+replaced by those of these sums and of the direction η/s^{1/p}; `cone=False` keeps them.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -64,15 +47,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tieline.core.errors import ShapeError, require
-from tieline.estimation import losses as losses_paper2
-from tieline.estimation import losses as losses_paper4
 from tieline.estimation.model import MoEModel
 from tieline.estimation.parameters import MoEParameters, quadratic_width
 from tieline.estimation.symmetry import canonical, has_signs
 
 __all__ = [
-    "LOSSES",
-    "LOSSES_PAPER4_LOSSES",
     "Assignment",
     "Pairs",
     "VoronoiLoss",
@@ -86,8 +65,15 @@ __all__ = [
     "voronoi_losses",
 ]
 
+SQUARED = {(2, "L2"), (4, "L1"), (4, "L4")}
+"""Losses with exponent 2 in cells of several atoms."""
+WITH_R = {(2, "L1"), (4, "L2")}
+"""Losses with an exponent r."""
+
 Pairs = Float[Tensor, "*batch fitted true"]
 """A number for every pair of an atom of the fit and an atom of the truth."""
+Charges = Float[Tensor, "*batch true"]
+"""What each cell adds to the loss."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,50 +133,44 @@ def norms(differences: Float[Tensor, "*batch fitted true w"]) -> Pairs:
     return torch.linalg.vector_norm(differences, dim=-1)
 
 
-def _loss(
-    fit: MoEParameters, truth: MoEParameters, cells: Assignment, power: float | Tensor
-) -> Tensor:
-    """Charge of each cell: its mass error plus its weighted parameter errors.
-
-    `power` is one number or one for each cell.
-    """
+def _paper2(
+    fit: MoEParameters, truth: MoEParameters, cells: Assignment, kind: str, r: float
+) -> Charges:
+    """Error of each cell's mass plus its weighted parameter errors."""
+    exponent = torch.tensor(r if kind == "L1" else 1.0, dtype=torch.float64)
+    if kind == "L2":
+        exponent = torch.where(cells.size > 1, 2.0, 1.0).double().unsqueeze(-2)
     mass = fit.bias.exp().unsqueeze(-1).expand(cells.member.shape)
     mass_error = (cells.total(mass) - truth.bias.exp()).abs()
-    exponent = torch.as_tensor(power, dtype=torch.float64)
-    exponent = exponent.unsqueeze(-2) if exponent.ndim else exponent
     router = norms(pair_differences(fit.router, truth.router)) ** exponent
     experts = norms(pair_differences(fit.experts, truth.experts)) ** exponent
     return mass_error + cells.total(mass * (router + experts))
 
 
-def _l1(fit: MoEParameters, truth: MoEParameters, cells: Assignment, r: float) -> Tensor:
-    return _loss(fit, truth, cells, r)
-
-
-def _l2(fit: MoEParameters, truth: MoEParameters, cells: Assignment, r: float) -> Tensor:
-    del r
-    return _loss(fit, truth, cells, torch.where(cells.size > 1, 2.0, 1.0).double())
-
-
-def _l3(fit: MoEParameters, truth: MoEParameters, cells: Assignment, r: float) -> Tensor:
-    del r
-    return _loss(fit, truth, cells, 1.0)
-
-
-LOSSES = {"L1": _l1, "L2": _l2, "L3": _l3}
-
-
-def _row_errors(fit: MoEParameters, truth: MoEParameters, *, full: bool) -> list[Tensor]:
-    """‖ΔA_ij‖ and, for the fully quadratic score, ‖Δb_ij‖."""
+def _paper4(
+    fit: MoEParameters, truth: MoEParameters, cells: Assignment, kind: str, r: float
+) -> Charges:
+    """Errors of masses, rows, biases and experts of each cell."""
+    full = kind in ("L1", "L2", "L3")
     d = quadratic_width(fit.router.shape[-1], full=full)
     difference = pair_differences(fit.router, truth.router)
-    matrix = norms(difference[..., : d * d])
-    return [matrix, norms(difference[..., d * d :])] if full else [matrix]
-
-
-def _bias_error(fit: MoEParameters, truth: MoEParameters) -> Tensor:
-    """|Δc_ij|."""
-    return (fit.bias.unsqueeze(-1) - truth.bias.unsqueeze(-2)).abs()
+    rows = [norms(difference[..., : d * d])]
+    if full:
+        rows.append(norms(difference[..., d * d :]))
+    bias = (fit.bias.unsqueeze(-1) - truth.bias.unsqueeze(-2)).abs()
+    experts = pair_differences(fit.experts, truth.experts)
+    if kind in ("L3", "L5"):
+        return cells.total(sum(rows, bias + norms(experts)))
+    if kind != "L2":
+        return _mixed(fit, truth, cells, [*rows, norms(experts)], bias, (2.0, 1.0))
+    require(
+        fit.experts.shape[-1] == d + 1,
+        f"L2 of paper 4 is for polynomial experts (α, β) of d + 1 = {d + 1} numbers, "
+        f"got {fit.experts.shape[-1]}",
+        ShapeError,
+    )
+    errors = [*rows, norms(experts[..., :d]), experts[..., d].abs()]
+    return _mixed(fit, truth, cells, errors, bias, (r, r))
 
 
 def _mixed(
@@ -198,66 +178,31 @@ def _mixed(
     truth: MoEParameters,
     cells: Assignment,
     errors: list[Tensor],
+    bias: Tensor,
     powers: tuple[float, float],
-) -> Tensor:
+) -> Charges:
     """Masses and errors^powers[0] in large cells, errors^powers[1] with |Δc| in exact ones."""
-    over = cells.size > 1
     mass = fit.bias.sigmoid().unsqueeze(-1).expand(cells.member.shape)
     mass_error = (cells.total(mass) - truth.bias.sigmoid()).abs()
     loose = torch.stack([error ** powers[0] for error in errors]).sum(dim=0)
-    bias = _bias_error(fit, truth)
     tight = torch.stack([error ** powers[1] for error in (*errors, bias)]).sum(dim=0)
-    return torch.where(over, mass_error + cells.total(loose), cells.total(tight))
+    return torch.where(cells.size > 1, mass_error + cells.total(loose), cells.total(tight))
 
 
-def _strong(full: bool):
-    def loss(fit: MoEParameters, truth: MoEParameters, cells: Assignment, r: float) -> Tensor:
-        del r
-        experts = norms(pair_differences(fit.experts, truth.experts))
-        errors = [*_row_errors(fit, truth, full=full), experts]
-        return _mixed(fit, truth, cells, errors, (2.0, 1.0))
-
-    return loss
-
-
-def _weak(full: bool):
-    def loss(fit: MoEParameters, truth: MoEParameters, cells: Assignment, r: float) -> Tensor:
-        del r
-        experts = norms(pair_differences(fit.experts, truth.experts))
-        rows = _row_errors(fit, truth, full=full)
-        return cells.total(sum(rows, _bias_error(fit, truth) + experts))
-
-    return loss
-
-
-def _polynomial(fit: MoEParameters, truth: MoEParameters, cells: Assignment, r: float) -> Tensor:
-    rows = _row_errors(fit, truth, full=True)
-    d = quadratic_width(fit.router.shape[-1], full=True)
-    require(
-        fit.experts.shape[-1] == d + 1,
-        f"L2 of paper 4 is for polynomial experts (α, β) of d + 1 = {d + 1} numbers, "
-        f"got {fit.experts.shape[-1]}",
-        ShapeError,
-    )
-    difference = pair_differences(fit.experts, truth.experts)
-    errors = [*rows, norms(difference[..., :d]), difference[..., d].abs()]
-    return _mixed(fit, truth, cells, errors, (r, r))
-
-
-LOSSES_PAPER4_LOSSES = {
-    "L1": _strong(full=True),
-    "L2": _polynomial,
-    "L3": _weak(full=True),
-    "L4": _strong(full=False),
-    "L5": _weak(full=False),
-}
-
-
-Loss = Callable[[MoEParameters, MoEParameters, Assignment, float], Tensor]
-VORONOI_LOSSES: dict[tuple[int, str], Loss] = {
-    **{(2, kind): loss for kind, loss in losses_paper2.LOSSES.items()},
-    **{(4, kind): loss for kind, loss in losses_paper4.LOSSES.items()},
-}
+def _charges(
+    fit: MoEParameters,
+    truth: MoEParameters,
+    cells: Assignment,
+    kind: str,
+    paper: int,
+    r: float | int,
+) -> Charges:
+    """What each cell adds to the loss."""
+    require(r >= 1, f"the exponent r is at least 1, got {r}")
+    require(paper in (2, 4), f"the papers with Voronoi losses are 2 and 4, got {paper}")
+    kinds = ("L1", "L2", "L3") if paper == 2 else ("L1", "L2", "L3", "L4", "L5")
+    require(kind in kinds, f"paper {paper} has the losses {', '.join(kinds)}, got {kind!r}")
+    return (_paper2 if paper == 2 else _paper4)(fit, truth, cells, kind, float(r))
 
 
 @dataclass(frozen=True)
@@ -318,17 +263,7 @@ def voronoi_loss(
         f"{tuple(truth.batch_shape)}: use voronoi_losses",
         ShapeError,
     )
-    return one_loss(voronoi_losses(fit, truth, kind, paper, r), truth.n_experts, kind, paper, r)
-
-
-def one_loss(
-    batch: VoronoiLosses, n_true: int, kind: str, paper: int, r: float | int
-) -> VoronoiLoss:
-    """The record of a batch of one fit without leading axes."""
-    cell = batch.cell.tolist()
-    cells = tuple(tuple(i for i, j in enumerate(cell) if j == k) for k in range(n_true))
-    empty = tuple(j for j, members in enumerate(cells) if not members)
-    return VoronoiLoss(batch.values.item(), kind, paper, float(r), cells, empty)
+    return _single(voronoi_losses(fit, truth, kind, paper, r), truth.n_experts, kind, paper, r)
 
 
 def voronoi_losses(
@@ -336,34 +271,18 @@ def voronoi_losses(
 ) -> VoronoiLosses:
     """`voronoi_loss` of every fit of a batch, against one truth or a truth for each."""
     cells = assign(fit, truth)
-    charges = cell_charges(fit, truth, cells, kind, paper, r)
+    charges = _charges(fit, truth, cells, kind, paper, r)
     return VoronoiLosses(charges.sum(dim=-1), cells.cell, cells.empty_count)
 
 
-def cell_charges(
-    fit: MoEParameters,
-    truth: MoEParameters,
-    cells: Assignment,
-    kind: str,
-    paper: int,
-    r: float | int,
-) -> Float[Tensor, "*batch true"]:
-    """What each cell adds to the loss."""
-    require(r >= 1, f"the exponent r is at least 1, got {r}")
-    return _voronoi_loss(kind, paper)(fit, truth, cells, float(r))
-
-
-def _voronoi_loss(kind: str, paper: int) -> Loss:
-    require(paper in (2, 4), f"the papers with Voronoi losses are 2 and 4, got {paper}")
-    kinds = [name for number, name in VORONOI_LOSSES if number == paper]
-    require(kind in kinds, f"paper {paper} has the losses {', '.join(kinds)}, got {kind!r}")
-    return VORONOI_LOSSES[paper, kind]
-
-
-SQUARED = {(2, "L2"), (4, "L1"), (4, "L4")}  # exponent 2 in cells of several atoms
-WITH_R = {(2, "L1"), (4, "L2")}
-
-Charges = Float[Tensor, "*batch true"]
+def _single(
+    batch: VoronoiLosses, n_true: int, kind: str, paper: int, r: float | int
+) -> VoronoiLoss:
+    """Remove the batch axis of a single fit."""
+    cell = batch.cell.tolist()
+    cells = tuple(tuple(i for i, j in enumerate(cell) if j == k) for k in range(n_true))
+    empty = tuple(j for j, members in enumerate(cells) if not members)
+    return VoronoiLoss(batch.values.item(), kind, paper, float(r), cells, empty)
 
 
 def quotient_loss(
@@ -378,7 +297,7 @@ def quotient_loss(
 ) -> VoronoiLoss:
     """`voronoi_loss` of one fit up to the symmetries of the model."""
     batch = quotient_losses(model, fit, truth, kind, paper, r, cone=cone)
-    return one_loss(batch, truth.n_experts, kind, paper, r)
+    return _single(batch, truth.n_experts, kind, paper, r)
 
 
 def quotient_losses(
@@ -407,7 +326,7 @@ def quotient_losses(
     if has_signs(model):
         mine = _nearest_signs(mine, reference)
     cells = assign(mine, reference)
-    charges = cell_charges(mine, reference, cells, kind, paper, r)
+    charges = _charges(mine, reference, cells, kind, paper, r)
     if cone and (model.ridge.degree is not None or model.expert == "two_layer"):
         power = _powers(cells, kind, paper, r)
         free = _cone_charges(model, mine, reference, cells, power)

@@ -203,8 +203,10 @@ class Case:
     condition: float | None = None
 
 
-def as_case(setting: "RatePlan | Setting | MoEModel | str", **grid: Any) -> Case:
-    """Whatever names a study, as a case: a plan as it is, a setting or model with its grid."""
+def as_case(setting: Case | RatePlan | Setting | MoEModel | str, **grid: Any) -> Case:
+    """Turn whatever names a study into a case, with the given fields of its plan set."""
+    if isinstance(setting, Case):
+        return replace(setting, plan=replace(setting.plan, **grid))
     if isinstance(setting, RatePlan):
         return Case(replace(setting, **grid))
     if isinstance(setting, MoEModel):

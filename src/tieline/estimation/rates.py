@@ -1,31 +1,25 @@
-"""Results of a rate study on disk: one line of JSON for each sample size and repetition.
+"""Rate studies: how fast the losses of a setting fall with the sample size.
 
-A line is appended, and brought to the disk, as soon as its block of repetitions is done; a run that
-is killed loses the block it was at, and at most leaves half a line at the end, which the next run
-cuts off. A line counts for the very same study: its `study` is the study's key.
+rate_study      fit a grid of sample sizes, repetitions and start radii; report slopes
+RateStudy       the result: mean losses, slopes with intervals, the sample size an error needs
+study_seconds   estimate how long a study takes
+RateStore       a file of finished repetitions, by which an interrupted study goes on
 
-One block of a rate study: simulate, fit, compare. A worker runs it alone, on one thread.
+Three losses are followed. `raw` is the paper's Voronoi loss; `quotient` is the same loss in
+canonical form, without the directions that the data cannot determine; `function` is ‖f - f*‖.
+Least squares keep the error of the start in those directions, so a raw loss measures the start.
 
-Rate studies: how fast losses of a setting fall with the sample size.
-
-rate_study     fits over a grid of sample sizes, repetitions and start radii, and slopes
-RateStudy      rows, slopes with intervals, and the sample size that an error asks for
-
-Three losses are followed. `raw` is the paper's Voronoi loss as it stands; `quotient` is the same in
-the canonical form, without the directions that the data cannot see; `function` is ‖f - f*‖. Least
-squares leave the error of the start in the unseen directions, so a raw loss measures the start.
-
-With n < p samples for p parameters the data allow a whole surface of fits of at least p - n
-dimensions, and the ridge, not the data, picks one of them: its losses are reported, but they lie on
-no power law of n, so slopes and sample sizes leave them out and a warning says so.
+With n < p samples for p parameters, a surface of at least p - n dimensions fits the data, and the
+ridge picks one of its points. These losses are reported but follow no power law in n: slopes and
+sample sizes leave them out, with a warning.
 """
 
 import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,59 +30,468 @@ from torch import Tensor
 from tieline.core.errors import TraceError, require
 from tieline.core.numerics import one_thread
 from tieline.core.parallel import run_jobs
-from tieline.core.records import canonical, parse_json
+from tieline.core.records import Result, canonical, from_plain, parse_json
 from tieline.core.statistics import PowerLaw, SampleSize, fit_rate, mean_estimate, sample_size
 from tieline.estimation.distances import regression_distance
 from tieline.estimation.fit import FitResult, FitWarning, fit, near_truth, radius_at, tell_failures
 from tieline.estimation.losses import quotient_losses, voronoi_losses
 from tieline.estimation.model import MoEModel
-from tieline.estimation.parameters import MoEParameters
-from tieline.estimation.rate_plan import Block, RatePlan, as_case, estimate_seconds, plan_blocks
+from tieline.estimation.rate_plan import (
+    Block,
+    Case,
+    RatePlan,
+    as_case,
+    estimate_seconds,
+    plan_blocks,
+)
 from tieline.estimation.settings import Setting
 from tieline.estimation.solvers import Status
 
 __all__ = [
-    "FIELDS",
     "LOSSES",
+    "LossSeries",
+    "RateRow",
     "RateStore",
     "RateStudy",
-    "Row",
+    "RidgeSizes",
+    "SamplesNeeded",
+    "StudiedModel",
     "fit_block",
     "rate_study",
     "study_seconds",
 ]
 
-FIELDS = ("raw", "quotient", "function", "loss")
+LOSSES = ("raw", "quotient", "function")
+POINTS = 10_000
+"""Fresh inputs on which functions are compared."""
 LARGEST = 256 << 20
-Row = dict[str, Any]
-"""study, n, repetition, radius, and the numbers of `FIELDS`, status, iterations, seconds, empty."""
+"""Bytes of the largest file of results that is read."""
+
+
+@dataclass(frozen=True)
+class RateRow:
+    """One fitted repetition; losses that are not finite are None.
+
+    Attributes:
+        study: key of the plan.
+        n: sample size.
+        radius: start radius.
+        repetition: its number.
+        status: a `Status`.
+        iterations: steps tried.
+        loss: mean squared residual.
+        raw: the paper's Voronoi loss.
+        quotient: the Voronoi loss in canonical form.
+        function: ‖f - f*‖.
+        empty: true experts with an empty cell.
+        seconds: CPU time.
+    """
+
+    study: str
+    n: int
+    radius: float
+    repetition: int
+    status: int
+    iterations: int
+    loss: float | None
+    raw: float | None
+    quotient: float | None
+    function: float | None
+    empty: int
+    seconds: float
+
+    def __post_init__(self) -> None:
+        counts = self.n, self.repetition, self.status, self.iterations, self.empty
+        require(min(counts) >= 0, f"counts are not negative, got {counts}")
+
+    @property
+    def place(self) -> tuple[int, float, int]:
+        """Where the row lies on the plan's grid."""
+        return self.n, self.radius, self.repetition
+
+
+@dataclass(frozen=True)
+class StudiedModel:
+    """The fitted family: gate, link and experts, input dimension d, experts, parameters."""
+
+    gate: str
+    link: str
+    expert: str
+    d: int
+    n_experts: int
+    parameters: int
+
+
+@dataclass(frozen=True)
+class RidgeSizes:
+    """Sample sizes below the number of parameters, and the warning about them; empty without."""
+
+    sizes: tuple[int, ...]
+    words: str
+
+
+@dataclass(frozen=True)
+class LossSeries:
+    """Mean losses against the sample size, for one loss and one start radius.
+
+    Attributes:
+        loss: one of `LOSSES`.
+        radius: start radius.
+        start: the radius in words.
+        sizes: sample sizes with finite losses.
+        mean: mean loss at each.
+        stderr: its standard error.
+        rate: the fitted power law; None with fewer than two usable sample sizes.
+    """
+
+    loss: str
+    radius: float
+    start: str
+    sizes: tuple[int, ...]
+    mean: tuple[float, ...]
+    stderr: tuple[float, ...]
+    rate: PowerLaw | None
+
+
+@dataclass(frozen=True)
+class SamplesNeeded:
+    """The answer to "how many samples bring the quotient loss to `error`?"; None is infinity."""
+
+    n: float | None
+    low: float | None
+    high: float | None
+    error: float
+    seen: bool
+    words: str
+
+
+@dataclass(frozen=True, repr=False)
+class RateStudy(Result):
+    """The result of a rate study.
+
+    Attributes:
+        name: of the setting.
+        model: the family that was fitted.
+        true_experts: experts of the truth.
+        well_specified: whether the model contains the truth.
+        loss: name of the Voronoi loss.
+        paper: the paper that defines it, 2 or 4.
+        noise: standard deviation.
+        method: of fitting.
+        seed: of everything drawn.
+        sizes: sample sizes.
+        repetitions: data sets for each size.
+        problems: fits in all.
+        failed: fits that did not converge.
+        status: number of fits by the way they ended.
+        ridge: sample sizes that are too small for a slope.
+        empty_cells: fits in which a true expert has an empty cell.
+        cpu_seconds: time of all fits.
+        paper_slope: the slope that the paper reports, if it does.
+        series: mean losses and slopes, for each loss and start radius.
+        misfit: ‖f_Ḡ - q‖; zero if the model contains the truth.
+        sample_size: samples needed for the error that was asked for.
+        condition: of the information matrix at a truth chosen for it.
+        rows: every fit; empty in a study read from a file.
+    """
+
+    format = "tieline-rates"
+
+    name: str
+    model: StudiedModel
+    true_experts: int
+    well_specified: bool
+    loss: str
+    paper: int
+    noise: float
+    method: str
+    seed: int
+    sizes: tuple[int, ...]
+    repetitions: int
+    problems: int
+    failed: int
+    status: dict[str, int]
+    ridge: RidgeSizes
+    empty_cells: int
+    cpu_seconds: float
+    paper_slope: float | None
+    series: tuple[LossSeries, ...]
+    misfit: float
+    sample_size: SamplesNeeded | None
+    condition: float | None
+    rows: tuple[RateRow, ...] = field(default=(), metadata={"json": False})
+
+    @classmethod
+    def of(
+        cls, study: Case | RatePlan, rows: Sequence[RateRow], error: float | None = None
+    ) -> "RateStudy":
+        """Summarise the fits of a plan.
+
+        Args:
+            study: the plan, or the case that it belongs to.
+            rows: fits on the plan's grid.
+            error: report the sample size that brings the quotient loss to this.
+        """
+        case = study if isinstance(study, Case) else Case(study)
+        plan, model = case.plan, case.plan.model
+        counts = {s.name.lower(): sum(row.status == s for row in rows) for s in Status}
+        found = cls(
+            name=plan.name,
+            model=StudiedModel(
+                model.gate, model.link, model.expert, model.d, model.n_experts, model.n_parameters
+            ),
+            true_experts=plan.truth.n_experts,
+            well_specified=plan.reference is plan.truth,
+            loss=plan.loss,
+            paper=plan.paper,
+            noise=plan.noise,
+            method=plan.method,
+            seed=plan.seed,
+            sizes=plan.sizes,
+            repetitions=plan.repetitions,
+            problems=len(rows),
+            failed=sum(not Status(row.status).answered for row in rows),
+            status={name: count for name, count in counts.items() if count},
+            ridge=_ridge(plan),
+            empty_cells=sum(row.empty > 0 for row in rows),
+            cpu_seconds=sum((row.seconds for row in rows), 0.0),
+            paper_slope=case.paper_slope,
+            series=tuple(_series(plan, rows, loss, r) for loss in LOSSES for r in plan.radii),
+            misfit=case.misfit,
+            sample_size=None,
+            condition=case.condition,
+            rows=tuple(rows),
+        )
+        return found if error is None else replace(found, sample_size=_needed(found, error))
+
+    def losses(self, loss: str, radius: float | None = None) -> list[Float[Tensor, " _"]]:
+        """Return the finite losses at each sample size.
+
+        Args:
+            loss: one of `LOSSES`.
+            radius: start radius, the first by default.
+        """
+        require(bool(self.rows), "a study read from a file has no rows: its series has the means")
+        first = self.series[0].radius
+        return _losses(self.rows, self.sizes, loss, first if radius is None else radius)
+
+    def rate(self, loss: str = "quotient", radius: float | None = None) -> PowerLaw:
+        """Fit the power law of a loss from one start radius (the first by default)."""
+        return fit_rate(*self._determined(loss, radius), self.seed)
+
+    def samples_for(
+        self, error: float, loss: str = "quotient", radius: float | None = None
+    ) -> SampleSize:
+        """Estimate how many samples bring the mean loss to `error`."""
+        return sample_size(*self._determined(loss, radius), error, self.seed)
+
+    def _determined(self, loss: str, radius: float | None) -> tuple[list[int], list[Tensor]]:
+        """Sample sizes of at least the number of parameters, and their losses."""
+        left, p = len(self.ridge.sizes), self.model.parameters
+        require(
+            len(self.sizes) >= left + 2,
+            f"a slope needs two sample sizes of at least {p}, the number of parameters, got "
+            f"{list(self.sizes)}",
+        )
+        return list(self.sizes[left:]), self.losses(loss, radius)[left:]
+
+
+def _losses(
+    rows: Sequence[RateRow], sizes: Sequence[int], loss: str, radius: float
+) -> list[Tensor]:
+    """The finite losses at each sample size."""
+    require(loss in LOSSES, f"loss must be one of {LOSSES}, got {loss!r}")
+    picked: dict[int, list[float]] = {n: [] for n in sizes}
+    for row in rows:
+        value = getattr(row, loss)
+        if row.radius == radius and value is not None:
+            picked[row.n].append(value)
+    return [torch.tensor(picked[n], dtype=torch.float64) for n in sizes]
+
+
+def _series(plan: RatePlan, rows: Sequence[RateRow], loss: str, radius: float) -> LossSeries:
+    losses = zip(plan.sizes, _losses(rows, plan.sizes, loss, radius), strict=True)
+    known = [(n, part) for n, part in losses if len(part)]
+    means = [mean_estimate(part) for _, part in known]
+    fair = [(n, part) for n, part in known if n >= plan.model.n_parameters]
+    falls = len(fair) >= 2 and all(part.mean() > 0 for _, part in fair)
+    return LossSeries(
+        loss,
+        radius,
+        f"r = {radius:g}" + (" √(1000/n)" if plan.shrink else ""),
+        tuple(n for n, _ in known),
+        tuple(mean.value for mean in means),
+        tuple(mean.standard_error or 0.0 for mean in means),
+        fit_rate([n for n, _ in fair], [part for _, part in fair]) if falls else None,
+    )
+
+
+def _ridge(plan: RatePlan) -> RidgeSizes:
+    p = plan.model.n_parameters
+    few = tuple(n for n in plan.sizes if n < p)
+    words = (
+        f"n = {', '.join(f'{n:,}' for n in few)}: fewer samples than the {p} parameters, so a "
+        "ridge picks one of the many fits that the data allow; these losses depend on the ridge "
+        "and no slope counts them"
+    )
+    return RidgeSizes(few, words if few else "")
+
+
+def _needed(study: RateStudy, error: float) -> SamplesNeeded:
+    found = study.samples_for(error)
+    n, low, high = (x if math.isfinite(x) else None for x in (found.n, found.low, found.high))
+    return SamplesNeeded(n, low, high, error, found.seen, str(found))
+
+
+def rate_study(
+    setting: Case | RatePlan | Setting | MoEModel | str,
+    *,
+    results: Path | None = None,
+    error: float | None = None,
+    executor: str = "loky",
+    address: str | None = None,
+    jobs: int = -1,
+    progress: Callable[[int, int], None] | None = None,
+    quiet: bool = False,
+    **grid: Any,
+) -> RateStudy:
+    """Study a setting; repetitions that `results` holds already are not fitted again.
+
+    Args:
+        setting: a setting or its name, a model (a truth is drawn for it), a case or a plan.
+        results: a file of JSON lines to which each block is appended when it is done.
+        error: report the sample size that brings the quotient loss to this.
+        executor: "loky" for local processes, "dask" for a cluster, "serial" for this process.
+        address: of the Dask scheduler.
+        jobs: processes at once; -1 for one per core.
+        progress: called with the number of samples fitted so far and in all.
+        quiet: suppress the warnings about fits that did not converge and too few samples.
+        grid: fields of `RatePlan` to set: sizes, repetitions, radii, noise, seed, ...
+    """
+    case = as_case(setting, **grid)
+    plan, store = case.plan, None if results is None else RateStore(results)
+    if store is not None:
+        store.check()
+    rows = _known(plan, store)
+    blocks = plan_blocks(plan, list(rows))
+    total = sum(plan.sizes) * len(plan.radii) * plan.repetitions
+    done = total - sum(block.rows for block in blocks)
+    arguments = [(plan, block) for block in blocks]
+    for fresh in run_jobs(fit_block, arguments, engine=executor, address=address, jobs=jobs):
+        if store is not None:
+            store.add(fresh)
+        rows |= {row.place: row for row in fresh}
+        done += sum(row.n for row in fresh)
+        if progress is not None:
+            progress(done, total)
+    study = RateStudy.of(case, [rows[place] for place in sorted(rows)], error)
+    if not quiet:
+        tell_failures(torch.tensor([Status(row.status).answered for row in study.rows]))
+        if study.ridge.words:
+            warnings.warn(study.ridge.words, FitWarning, stacklevel=2)
+    return study
+
+
+def study_seconds(plan: RatePlan, results: Path | None = None, jobs: int = -1) -> float:
+    """Estimate how long the study takes, without what `results` holds already."""
+    store = None if results is None else RateStore(results)
+    blocks = plan_blocks(plan, list(_known(plan, store)))
+    return estimate_seconds(plan, blocks, (os.cpu_count() or 1) if jobs == -1 else jobs)
+
+
+def _known(plan: RatePlan, store: "RateStore | None") -> dict[tuple[int, float, int], RateRow]:
+    """Rows of the store that lie on the plan's grid, by their place."""
+    rows = [] if store is None else store.load(plan.key)
+    grid = {(n, r, i) for n in plan.sizes for r in plan.radii for i in range(plan.repetitions)}
+    return {row.place: row for row in rows if row.place in grid}
+
+
+def fit_block(plan: RatePlan, block: Block) -> list[RateRow]:
+    """Simulate, fit and compare the repetitions of a block, on one thread."""
+    begun = time.process_time()
+    with one_thread():
+        fitted = _fit(plan, block)
+        how = plan.loss, plan.paper, plan.power
+        raw = voronoi_losses(fitted.params, plan.reference, *how)
+        quotient = quotient_losses(plan.model, fitted.params, plan.reference, *how)
+        home = plan.model.with_experts(plan.reference.n_experts)
+        seed = plan.seed + 2**40
+        distance = regression_distance(
+            plan.model, fitted.params, home, plan.reference, n=POINTS, seed=seed, law=plan.law
+        )
+    seconds = (time.process_time() - begun) / len(block.repetitions)
+    return [
+        RateRow(
+            study=plan.key,
+            n=block.n,
+            radius=block.radius,
+            repetition=repetition,
+            status=int(fitted.status[at]),
+            iterations=int(fitted.iterations[at]),
+            loss=_finite(fitted.loss[at]),
+            raw=_finite(raw.values[at]),
+            quotient=_finite(quotient.values[at]),
+            function=_finite(distance.value[at]),
+            empty=int(quotient.empty[at]),
+            seconds=seconds,
+        )
+        for at, repetition in enumerate(block.repetitions)
+    ]
+
+
+def _fit(plan: RatePlan, block: Block) -> FitResult:
+    """The best start of each repetition."""
+    seeds = block.seeds(plan)
+    sample = plan.source.simulate(plan.truth, block.n, seeds, noise=plan.noise, law=plan.law)
+    radius = radius_at(block.radius, block.n, shrink=plan.shrink)
+    starts = near_truth(plan.centre, radius, [seed ^ 1 for seed in seeds], plan.starts)
+    steps: dict[str, Any] = {"iterations": plan.iterations} if plan.method == "lm" else {}
+    found = fit(plan.model, sample.x, sample.y, starts, method=plan.method, quiet=True, **steps)
+    return found.best()
+
+
+def _finite(value: Tensor) -> float | None:
+    found = value.item()
+    return found if math.isfinite(found) else None
 
 
 @dataclass(frozen=True)
 class RateStore:
-    """A file of results.
+    """A file of fitted repetitions, one line of JSON each.
+
+    Lines are appended and synced to disk when their block is done. A killed run loses the block in
+    progress and at most leaves half a line at the end, which the next run cuts off. A line belongs
+    to the plan whose key is its `study`.
 
     Attributes:
-        path: made when the first row is added.
+        path: created when the first row is added.
     """
 
     path: Path
 
     def check(self) -> None:
-        """Refuse a place that cannot be written to, before any work."""
+        """Refuse a path that cannot be written to, before any work."""
         folder = self.path.absolute().parent
         require(folder.is_dir(), f"cannot keep results in {self.path}: there is no {folder}")
         require(not self.path.is_dir(), f"cannot keep results in {self.path}: it is a folder")
         place = self.path if self.path.exists() else folder
         require(os.access(place, os.W_OK), f"cannot keep results in {place}: it is read-only")
 
-    def load(self, study: str) -> list[Row]:
-        """The rows of a study; a broken last line is left out, any other is refused."""
-        return [row for row in self._rows() if row["study"] == study]
+    def load(self, study: str) -> list[RateRow]:
+        """Read the rows of a study; a broken last line is left out, any other is refused."""
+        lines = self._bytes().split(b"\n")[:-1]
+        rows = []
+        for number, line in enumerate(lines, start=1):
+            try:
+                rows.append(_row(line, f"{self.path}, line {number}"))
+            except TraceError:
+                if number < len(lines):
+                    raise
+        return [row for row in rows if row.study == study]
 
-    def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append rows, after cutting off what a killed run left of a line."""
-        text = "".join(canonical(dict(row)) + "\n" for row in rows).encode()
+    def add(self, rows: Iterable[RateRow]) -> None:
+        """Append rows, after cutting off an unfinished last line."""
+        text = "".join(canonical(asdict(row)) + "\n" for row in rows).encode()
         whole = self._whole_length()
         with self.path.open("r+b" if self.path.exists() else "xb") as file:
             file.truncate(whole)
@@ -105,275 +508,21 @@ class RateStore:
         return self.path.read_bytes()
 
     def _whole_length(self) -> int:
-        """Bytes up to the end of the last line that is one."""
+        """Bytes up to the end of the last valid line."""
         data = self._bytes()
         end = data.rfind(b"\n") + 1
         begin = data.rfind(b"\n", 0, max(0, end - 1)) + 1
         try:
-            _row(parse_json(data[begin:end], str(self.path)))
+            _row(data[begin:end], str(self.path))
         except TraceError:
             return begin
         return end
 
-    def _rows(self) -> list[Row]:
-        lines = self._bytes().split(b"\n")
-        rows = []
-        for number, line in enumerate(lines[:-1], start=1):
-            try:
-                rows.append(_row(parse_json(line, f"{self.path}, line {number}")))
-            except TraceError:
-                if number < len(lines) - 1:
-                    raise
-        return rows
 
-
-def _row(value: object) -> Row:
-    """A line as a row: every field there, and of its kind."""
-    row = value if isinstance(value, dict) else {}
-    whole = ("n", "repetition", "status", "iterations", "empty")
-    numbers = (*FIELDS, "radius", "seconds")
-    good = (
-        isinstance(row.get("study"), str)
-        and all(isinstance(row.get(name), int) and row[name] >= 0 for name in whole)
-        and all(
-            row.get(name, "") is None or isinstance(row.get(name), int | float) for name in numbers
-        )
-    )
-    require(good, f"no row of a rate study: {str(value)[:80]!r}", TraceError)
-    return row
-
-
-POINTS = 10_000
-"""Fresh inputs on which functions are compared."""
-
-
-def fit_block(plan: RatePlan, block: Block) -> list[Row]:
-    """A row for each repetition of the block."""
-    begun = time.process_time()
-    with one_thread():
-        fitted = _fit(plan, block)
-        losses = _losses(plan, fitted.params)
-    seconds = (time.process_time() - begun) / len(block.repetitions)
-    head = {"study": plan.key, "n": block.n, "radius": block.radius, "seconds": seconds}
-    return [
-        head
-        | {"repetition": repetition, "status": int(fitted.status[at])}
-        | {"iterations": int(fitted.iterations[at]), "loss": _number(fitted.loss[at])}
-        | {name: _number(part[at]) for name, part in losses.items() if name != "empty"}
-        | {"empty": int(losses["empty"][at])}
-        for at, repetition in enumerate(block.repetitions)
-    ]
-
-
-def _fit(plan: RatePlan, block: Block) -> FitResult:
-    """The best start of each repetition."""
-    seeds = block.seeds(plan)
-    sample = plan.source.simulate(plan.truth, block.n, seeds, noise=plan.noise, law=plan.law)
-    radius = radius_at(block.radius, block.n, shrink=plan.shrink)
-    starts = near_truth(plan.centre, radius, [seed ^ 1 for seed in seeds], plan.starts)
-    steps: dict[str, Any] = {"iterations": plan.iterations} if plan.method == "lm" else {}
-    found = fit(plan.model, sample.x, sample.y, starts, method=plan.method, quiet=True, **steps)
-    return found.best()
-
-
-def _losses(plan: RatePlan, params: MoEParameters) -> dict[str, Tensor]:
-    """Raw and quotient loss, distance of the functions, and empty cells of each fit."""
-    how = plan.loss, plan.paper, plan.power
-    raw = voronoi_losses(params, plan.reference, *how)
-    quotient = quotient_losses(plan.model, params, plan.reference, *how)
-    home = plan.model.with_experts(plan.reference.n_experts)
-    distance = regression_distance(
-        plan.model, params, home, plan.reference, n=POINTS, seed=plan.seed + 2**40, law=plan.law
-    )
-    parts = {"raw": raw.values, "quotient": quotient.values, "function": distance.value}
-    return parts | {"empty": quotient.empty}
-
-
-def _number(value: Tensor) -> float | None:
-    """A float for JSON; None where it is none."""
-    found = value.item()
-    return found if math.isfinite(found) else None
-
-
-LOSSES = ("raw", "quotient", "function")
-Progress = Callable[[int, int], None]
-
-
-@dataclass(frozen=True, eq=False)
-class RateStudy:
-    """What a plan gave.
-
-    Attributes:
-        plan: the plan.
-        rows: one for each sample size, radius and repetition.
-        paper_slope: the slope that the paper reports for this setting, if it does.
-    """
-
-    plan: RatePlan
-    rows: tuple[Row, ...]
-    paper_slope: float | None = None
-
-    @property
-    def failed(self) -> int:
-        """Problems that did not converge."""
-        return sum(not Status(row["status"]).answered for row in self.rows)
-
-    @property
-    def ridge_sizes(self) -> tuple[int, ...]:
-        """Sample sizes below the number of parameters, where a ridge picks the fit."""
-        return tuple(n for n in self.plan.sizes if n < self.plan.model.n_parameters)
-
-    @property
-    def ridge_words(self) -> str:
-        """What is to be said of those; nothing if there are none."""
-        if not self.ridge_sizes:
-            return ""
-        sizes, p = ", ".join(f"{n:,}" for n in self.ridge_sizes), self.plan.model.n_parameters
-        return (
-            f"n = {sizes}: fewer samples than the {p} parameters, so a ridge picks one of the many "
-            "fits that the data allow; these losses tell of the ridge and no slope counts them"
-        )
-
-    def losses(self, loss: str, radius: float | None = None) -> list[Float[Tensor, " _"]]:
-        """The losses of each sample size; those that are no numbers are left out."""
-        require(loss in LOSSES, f"loss must be one of {LOSSES}, got {loss!r}")
-        at = self.plan.radii[0] if radius is None else radius
-        picked = {n: [] for n in self.plan.sizes}
-        for row in self.rows:
-            if row["radius"] == at and row[loss] is not None:
-                picked[row["n"]].append(row[loss])
-        return [torch.tensor(picked[n], dtype=torch.float64) for n in self.plan.sizes]
-
-    def rate(self, loss: str = "quotient", radius: float | None = None) -> PowerLaw:
-        """The slope of a loss from one start radius (the first by default)."""
-        return fit_rate(*self._determined(loss, radius), self.plan.seed)
-
-    def samples_for(
-        self, error: float, loss: str = "quotient", radius: float | None = None
-    ) -> SampleSize:
-        """About how many samples bring the mean loss to `error`."""
-        return sample_size(*self._determined(loss, radius), error, self.plan.seed)
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON values: what the figure, the table and the file show."""
-        plan, model = self.plan, self.plan.model
-        words = {s.name.lower(): sum(row["status"] == s for row in self.rows) for s in Status}
-        facts = {"gate": model.gate, "link": model.link, "expert": model.expert, "d": model.d}
-        return {
-            "name": plan.name,
-            "model": facts | {"n_experts": model.n_experts, "parameters": model.n_parameters},
-            "true_experts": plan.truth.n_experts,
-            "well_specified": plan.reference is plan.truth,
-            "loss": plan.loss,
-            "paper": plan.paper,
-            "noise": plan.noise,
-            "method": plan.method,
-            "seed": plan.seed,
-            "sizes": list(plan.sizes),
-            "repetitions": plan.repetitions,
-            "problems": len(self.rows),
-            "failed": self.failed,
-            "status": {name: count for name, count in words.items() if count},
-            "ridge": {"sizes": list(self.ridge_sizes), "words": self.ridge_words},
-            "empty_cells": sum(row["empty"] > 0 for row in self.rows),
-            "cpu_seconds": sum(row["seconds"] for row in self.rows),
-            "paper_slope": self.paper_slope,
-            "series": [self._series(loss, radius) for loss in LOSSES for radius in plan.radii],
-        }
-
-    def _determined(self, loss: str, radius: float | None) -> tuple[list[int], list[Tensor]]:
-        """Sample sizes that are no fewer than the parameters, and their losses."""
-        left, p = len(self.ridge_sizes), self.plan.model.n_parameters
-        require(
-            len(self.plan.sizes) >= left + 2,
-            f"a slope needs two sample sizes of at least {p}, the number of parameters, got "
-            f"{list(self.plan.sizes)}",
-        )
-        return list(self.plan.sizes[left:]), self.losses(loss, radius)[left:]
-
-    def _series(self, loss: str, radius: float) -> dict[str, Any]:
-        losses = self.losses(loss, radius)
-        known = [(n, part) for n, part in zip(self.plan.sizes, losses, strict=True) if len(part)]
-        means = [mean_estimate(part) for _, part in known]
-        fair = [(n, part) for n, part in known if n not in self.ridge_sizes]
-        rate = None
-        if len(fair) >= 2 and all(part.mean() > 0 for _, part in fair):
-            rate = vars(fit_rate([n for n, _ in fair], [part for _, part in fair]))
-        start = f"r = {radius:g}" + (" √(1000/n)" if self.plan.shrink else "")
-        return {
-            "loss": loss,
-            "radius": radius,
-            "start": start,
-            "sizes": [n for n, _ in known],
-            "mean": [mean.value for mean in means],
-            "stderr": [mean.standard_error or 0.0 for mean in means],
-            "rate": rate,
-        }
-
-
-def rate_study(
-    setting: RatePlan | Setting | MoEModel | str,
-    *,
-    results: Path | None = None,
-    paper_slope: float | None = None,
-    engine: str = "loky",
-    address: str | None = None,
-    jobs: int = -1,
-    progress: Progress | None = None,
-    quiet: bool = False,
-    **grid: Any,
-) -> RateStudy:
-    """Study a setting, taking from `results` what is there already.
-
-    Args:
-        setting: a setting or its name, a model, for which a truth is drawn, or a whole plan.
-        results: a file of JSON lines to which every block is added as it ends.
-        paper_slope: carried into the result; a published setting brings its own.
-        engine: "loky" for processes here, "dask" for a cluster, "serial" for this process.
-        address: of the Dask scheduler.
-        jobs: processes at once; -1 for one per core.
-        progress: told how many samples are fitted, and of how many.
-        quiet: no warning of problems that did not converge or of too few samples.
-        grid: fields of `RatePlan` to set: sizes, repetitions, radii, noise, seed, ...
-    """
-    case = as_case(setting, **grid)
-    plan, printed = case.plan, case.paper_slope if paper_slope is None else paper_slope
-    store = None if results is None else RateStore(results)
-    if store is not None:
-        store.check()
-    rows = _known(plan, store)
-    blocks = plan_blocks(plan, list(rows))
-    total = sum(n for n in plan.sizes) * len(plan.radii) * plan.repetitions
-    done = total - sum(block.rows for block in blocks)
-    arguments = [(plan, block) for block in blocks]
-    for fresh in run_jobs(fit_block, arguments, engine=engine, address=address, jobs=jobs):
-        if store is not None:
-            store.add(fresh)
-        rows |= {_place(row): row for row in fresh}
-        done += sum(row["n"] for row in fresh)
-        if progress is not None:
-            progress(done, total)
-    study = RateStudy(plan, tuple(rows[place] for place in sorted(rows)), printed)
-    if not quiet:
-        tell_failures(torch.tensor([Status(row["status"]).answered for row in study.rows]))
-        if study.ridge_words:
-            warnings.warn(study.ridge_words, FitWarning, stacklevel=2)
-    return study
-
-
-def study_seconds(plan: RatePlan, results: Path | None = None, jobs: int = -1) -> float:
-    """About how long the study will take, without what `results` holds already."""
-    store = None if results is None else RateStore(results)
-    blocks: list[Block] = plan_blocks(plan, list(_known(plan, store)))
-    return estimate_seconds(plan, blocks, (os.cpu_count() or 1) if jobs == -1 else jobs)
-
-
-def _known(plan: RatePlan, store: RateStore | None) -> dict[tuple[int, float, int], Row]:
-    """Rows of the store that belong to the plan's grid."""
-    rows = [] if store is None else store.load(plan.key)
-    grid = {(n, r, i) for n in plan.sizes for r in plan.radii for i in range(plan.repetitions)}
-    return {_place(row): row for row in rows if _place(row) in grid}
-
-
-def _place(row: Mapping[str, Any]) -> tuple[int, float, int]:
-    return row["n"], row["radius"], row["repetition"]
+def _row(line: bytes, name: str) -> RateRow:
+    """Parse a line; every field must be there and of its type."""
+    value = parse_json(line, name)
+    try:
+        return from_plain(RateRow, value)
+    except TraceError as error:
+        raise TraceError(f"{name}: not a row of a rate study: {error}") from error

@@ -89,7 +89,7 @@ def small_plan(
 
 def small_study(run: Run, model: MoEModel, **options: Any) -> RateStudy:
     """The study of `small_plan`, in this process."""
-    return rate_study(small_plan(run, model, **options), engine="serial", quiet=True)
+    return rate_study(small_plan(run, model, **options), executor="serial", quiet=True)
 
 
 def parametric(
@@ -108,10 +108,10 @@ def rate_chart(studies: dict[str, RateStudy], losses: tuple[str, ...]) -> Chart:
     """Mean losses against n, a series for each study and loss."""
     series = []
     for name, study in studies.items():
-        for one in study.to_dict()["series"]:
-            if one["loss"] in losses:
-                title = f"{name}, {one['loss']}, {one['start']}"
-                series.append(dots(title, one["sizes"], one["mean"], one["stderr"]))
+        for one in study.series:
+            if one.loss in losses:
+                title = f"{name}, {one.loss}, {one.start}"
+                series.append(dots(title, one.sizes, one.mean, one.stderr))
     return chart("n", "mean loss", series, x_scale="log", y_scale="log")
 
 

@@ -14,14 +14,14 @@ powers of ten, and only the last two say something about a layer that exists.
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from scipy import special
 
 from tieline.core.errors import require
+from tieline.core.records import Result
 from tieline.geometry import gaussian_gap_density
 from tieline.geometry.rounding import grid_step
 from tieline.tropical.capacity import (
@@ -44,9 +44,9 @@ __all__ = [
     "QUANTITIES",
     "Advice",
     "Entry",
+    "Granularity",
     "LayerShape",
     "Quantity",
-    "Row",
     "advise",
     "gaussian_rounding_flips",
 ]
@@ -289,8 +289,9 @@ REACH: dict[Attainability, str] = {
 }
 
 
-class Entry(NamedTuple):
-    """One number of one row.
+@dataclass(frozen=True)
+class Entry:
+    """One number of one granularity.
 
     Attributes:
         value: the number; None where it is beyond float64.
@@ -304,43 +305,33 @@ class Entry(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Row:
-    """One granularity: the layer split by `split`, and its numbers by the names of `QUANTITIES`."""
+class Granularity:
+    """The layer split by `split`, and its numbers by the names of `QUANTITIES`."""
 
     split: int
     shape: LayerShape
     entries: dict[str, Entry]
 
 
-@dataclass(frozen=True)
-class Advice:
+@dataclass(frozen=True, repr=False)
+class Advice(Result):
     """All granularities of a layer.
 
     Attributes:
         source: where the shape comes from.
-        d_eff: dimension of the flat of inputs that pieces are counted on.
-        rows: one per split, in the order asked for.
+        d_eff: dimension of the flat of inputs on which pieces are counted.
         notes: what to know before reading any number.
+        quantities: heading, meaning and validity of each number.
+        rows: one granularity per split, in the order asked for.
     """
+
+    format = "tieline-design"
 
     source: str
     d_eff: int
-    rows: tuple[Row, ...]
     notes: tuple[str, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data: rows, and for each quantity its heading, meaning and validity."""
-        rows = [
-            {
-                "split": row.split,
-                "shape": asdict(row.shape),
-                "entries": {name: entry._asdict() for name, entry in row.entries.items()},
-            }
-            for row in self.rows
-        ]
-        quantities = {name: asdict(quantity) for name, quantity in QUANTITIES.items()}
-        head = {"source": self.source, "d_eff": self.d_eff, "notes": list(self.notes)}
-        return head | {"quantities": quantities, "rows": rows}
+    quantities: dict[str, Quantity]
+    rows: tuple[Granularity, ...]
 
 
 def advise(
@@ -357,8 +348,8 @@ def advise(
     require(1 <= d_eff <= shape.hidden, f"need 1 <= d_eff <= hidden={shape.hidden}, got {d_eff}")
     require(len(splits) > 0, "need at least one granularity")
     require(len(set(splits)) == len(splits), f"granularities must differ, got {list(splits)}")
-    rows = tuple(Row(m, shape.split(m), _entries(shape, d_eff, m)) for m in splits)
-    return Advice(source, d_eff, rows, tuple(_notes(shape)))
+    rows = tuple(Granularity(m, shape.split(m), _entries(shape, d_eff, m)) for m in splits)
+    return Advice(source, d_eff, tuple(_notes(shape)), QUANTITIES, rows)
 
 
 def _entries(base: LayerShape, d_eff: int, m: int) -> dict[str, Entry]:

@@ -1,15 +1,18 @@
 """Rows survive what may befall a file."""
 
+import json
+from dataclasses import asdict
+
 import pytest
 
 from tieline.core.errors import TielineError
-from tieline.estimation.rates import RateStore
+from tieline.estimation.rates import RateRow, RateStore
 
 
 def row(study="a", n=10, repetition=0, **changes):
     numbers = {"raw": 0.5, "quotient": 0.25, "function": 0.1, "loss": 1e-4, "radius": 0.1}
     counts = {"n": n, "repetition": repetition, "status": 1, "iterations": 4, "empty": 0}
-    return {"study": study, **counts, **numbers, "seconds": 0.1, **changes}
+    return RateRow(**{"study": study, **counts, **numbers, "seconds": 0.1, **changes})
 
 
 @pytest.fixture
@@ -58,9 +61,9 @@ def test_a_broken_line_elsewhere_is_refused_by_its_number(store):
 def test_rows_of_the_wrong_kind_are_refused(store, change):
     store.add([row()])
     good = store.path.read_bytes()
-    store.add([row(**change)])
-    store.path.write_bytes(store.path.read_bytes() + good)
-    with pytest.raises(TielineError, match="no row of a rate study"):
+    bad = json.dumps(asdict(row()) | change).encode() + b"\n"
+    store.path.write_bytes(good + bad + good)
+    with pytest.raises(TielineError, match="not a row of a rate study"):
         store.load("a")
 
 

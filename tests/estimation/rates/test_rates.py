@@ -25,7 +25,7 @@ def tiny():
 
 @pytest.fixture(scope="module")
 def study(tiny):
-    return rate_study(tiny, engine="serial")
+    return rate_study(tiny, executor="serial")
 
 
 def test_losses_fall_like_the_root_of_n(study):
@@ -45,13 +45,12 @@ def test_the_function_error_is_the_parametric_one(study, tiny):
 
 
 def test_the_record_is_what_figure_and_table_need(study):
-    record = study.to_dict()
-    assert [one["loss"] for one in record["series"]] == ["raw", "quotient", "function"]
-    first = record["series"][1]
-    assert first["mean"] == pytest.approx([part.mean().item() for part in study.losses("quotient")])
-    assert first["rate"]["slope"] == pytest.approx(study.rate("quotient").slope)
-    assert sum(record["status"].values()) == record["problems"] == 24
-    assert record["well_specified"]
+    assert [one.loss for one in study.series] == ["raw", "quotient", "function"]
+    first = study.series[1]
+    assert first.mean == pytest.approx([part.mean().item() for part in study.losses("quotient")])
+    assert first.rate.slope == pytest.approx(study.rate("quotient").slope)
+    assert sum(study.status.values()) == study.problems == 24
+    assert study.well_specified
 
 
 def test_the_sample_size_answers_the_question(study):
@@ -68,14 +67,16 @@ def test_results_are_taken_up_where_they_were_left(study, tiny, tmp_path):
         file.write(b'{"study":"half')
     told = []
     again = rate_study(
-        tiny, results=path, engine="serial", progress=lambda *part: told.append(part)
+        tiny, results=path, executor="serial", progress=lambda *part: told.append(part)
     )
     assert told[-1][0] == told[-1][1] == 8 * 4300
     assert len(store.load(tiny.key)) == 24
     for name in ("raw", "quotient", "function", "n", "radius", "repetition", "status"):
-        assert [row[name] for row in again.rows] == pytest.approx([r[name] for r in study.rows])
+        assert [getattr(row, name) for row in again.rows] == pytest.approx(
+            [getattr(row, name) for row in study.rows]
+        )
     assert study_seconds(tiny, path) == 0
-    assert [row["seconds"] for row in again.rows[:10]] == [r["seconds"] for r in study.rows[:10]]
+    assert [row.seconds for row in again.rows[:10]] == [r.seconds for r in study.rows[:10]]
 
 
 KILLED = """
@@ -90,7 +91,7 @@ case = case_of(gate="linear", expert="linear", d=1, n_experts=2, draws=10,
 def stop(done, total):
     if done >= 5 * 3000:
         os.kill(os.getpid(), signal.SIGKILL)
-rate_study(case.plan, results=Path(sys.argv[1]), engine="serial", progress=stop)
+rate_study(case.plan, results=Path(sys.argv[1]), executor="serial", progress=stop)
 """
 
 
@@ -99,35 +100,35 @@ def test_a_killed_study_goes_on(study, tiny, tmp_path):
     ended = subprocess.run([sys.executable, "-c", KILLED, str(path)], check=False, env=os.environ)
     assert ended.returncode == -signal.SIGKILL
     assert len(RateStore(path).load(tiny.key)) == 5
-    again = rate_study(tiny, results=path, engine="serial")
-    assert [row["raw"] for row in again.rows] == pytest.approx([r["raw"] for r in study.rows])
+    again = rate_study(tiny, results=path, executor="serial")
+    assert [row.raw for row in again.rows] == pytest.approx([r.raw for r in study.rows])
 
 
 def test_failures_are_told_once(tiny):
     plan = replace(tiny, method="sgd", sizes=(300,), radii=(1.0,))
     with pytest.warns(FitWarning, match="of 8 problems did not converge"):
-        rate_study(plan, engine="serial")
+        rate_study(plan, executor="serial")
 
 
 def test_a_ridge_decides_below_the_number_of_parameters_and_not_at_it(tiny):
     assert tiny.model.n_parameters == 8
-    study = RateStudy(replace(tiny, sizes=(5, 7, 8, 300)), ())
-    assert study.ridge_sizes == (5, 7)
-    assert study.ridge_words.startswith("n = 5, 7: fewer samples than the 8 parameters")
-    assert RateStudy(tiny, ()).ridge_words == ""
+    study = RateStudy.of(replace(tiny, sizes=(5, 7, 8, 300)), ())
+    assert study.ridge.sizes == (5, 7)
+    assert study.ridge.words.startswith("n = 5, 7: fewer samples than the 8 parameters")
+    assert RateStudy.of(tiny, ()).ridge.words == ""
 
 
 def test_too_few_samples_are_told(tiny):
     plan = replace(tiny, sizes=(5, 300), repetitions=2)
     with pytest.warns(FitWarning) as told:
-        rate_study(plan, engine="serial")
+        rate_study(plan, executor="serial")
     assert any("fewer samples than the 8 parameters" in str(one.message) for one in told)
 
 
 def test_the_raw_loss_keeps_the_start_and_the_quotient_does_not():
     grid = {"sizes": (1000, 3000), "repetitions": 4, "radii": (0.03, 0.3)}
     case = case_of(gate="cosine", expert="tanh", d=2, n_experts=2, draws=20, **grid)
-    study = rate_study(case.plan, engine="serial", quiet=True)
+    study = rate_study(case.plan, executor="serial", quiet=True)
     means = {
         (loss, r): torch.stack(study.losses(loss, r)).median().item()
         for loss in ("raw", "quotient")
@@ -140,18 +141,18 @@ def test_the_raw_loss_keeps_the_start_and_the_quotient_does_not():
 def test_a_start_that_shrinks_makes_any_raw_loss_fall():
     grid = {"sizes": (1000, 16_000), "repetitions": 16, "radii": (0.1,), "shrink": True}
     case = case_of(gate="cosine", expert="tanh", d=2, n_experts=2, draws=20, **grid)
-    study = rate_study(case.plan, engine="serial", quiet=True)
+    study = rate_study(case.plan, executor="serial", quiet=True)
     assert study.rate("raw").slope < -0.35
-    assert study.to_dict()["series"][0]["start"] == "r = 0.1 √(1000/n)"
+    assert study.series[0].start == "r = 0.1 √(1000/n)"
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("engine", ["loky", "dask"])
-def test_processes_and_clusters_give_the_same_rows(study, tiny, engine):
-    pytest.importorskip("joblib" if engine == "loky" else "distributed")
-    again = rate_study(tiny, engine=engine, jobs=2)
-    assert [row["raw"] for row in again.rows] == pytest.approx([r["raw"] for r in study.rows])
+@pytest.mark.parametrize("executor", ["loky", "dask"])
+def test_processes_and_clusters_give_the_same_rows(study, tiny, executor):
+    pytest.importorskip("joblib" if executor == "loky" else "distributed")
+    again = rate_study(tiny, executor=executor, jobs=2)
+    assert [row.raw for row in again.rows] == pytest.approx([r.raw for r in study.rows])
 
 
 SMALL = [
@@ -165,7 +166,7 @@ SMALL = [
 @pytest.mark.parametrize("name", [*SMALL, *(name.replace("tanh", "relu") for name in SMALL)])
 def test_small_designs_obey_the_honest_laws(name):
     case = named_case(name, sizes=(1000, 3162, 10_000, 30_000), repetitions=16)
-    study = rate_study(case.plan, engine="serial", quiet=True)
+    study = rate_study(case.plan, executor="serial", quiet=True)
     assert study.failed == 0
     assert -0.62 <= study.rate("quotient").slope <= -0.40
     assert -0.56 <= study.rate("function").slope <= -0.46
@@ -177,7 +178,7 @@ def test_the_raw_cosine_slope_flattens_with_the_radius_and_the_quotient_does_not
     case = named_case(
         "small-cosine-softmax-tanh", sizes=(1000, 3162, 10_000, 30_000), repetitions=16, radii=radii
     )
-    study = rate_study(case.plan, engine="serial", quiet=True)
+    study = rate_study(case.plan, executor="serial", quiet=True)
     raw = [study.rate("raw", r).slope for r in radii]
     assert raw == sorted(raw)
     assert raw[0] < raw[-1] - 0.1
