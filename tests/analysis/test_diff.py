@@ -1,6 +1,5 @@
-"""Flips, noise and attribution against planted truth; rates and depth against their definitions."""
+"""Flips, noise and attribution against planted truth; depth against its definition."""
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -10,7 +9,6 @@ from hypothesis import strategies as st
 
 from tests.analysis.planted import all_scores, layer_of, trace_of, without_scores
 from tieline.analysis.diff import diff, flip_margins, set_flips, weight_moved
-from tieline.core.statistics import clustered_error, clustered_share
 from tieline.trace import LayerFacts, LayerTrace
 
 seeds = st.integers(0, 2**16)
@@ -181,40 +179,3 @@ def test_flips_after_an_earlier_one_are_told_from_first_ones():
     other[1][2:7] *= -1
     why = diff(trace_of(scores), trace_of(other)).layers[1].attribution
     assert (why.unexplained, why.unexplained_first) == (5, 3)
-
-
-def test_intervals_widen_where_documents_differ_and_hold_zero_counts():
-    documents = torch.arange(1000) // 50
-    alike = torch.arange(1000) % 10 == 0
-    lumped = documents < 2
-    narrow, wide = clustered_share(alike, documents), clustered_share(lumped, documents)
-    assert narrow.value == wide.value == 0.1
-    assert narrow.design_effect == 1.0
-    assert wide.design_effect == pytest.approx(52.6, abs=0.1)  # about the size of a document
-    assert wide.low < narrow.low < 0.1 < narrow.high < wide.high
-    none = clustered_share(torch.zeros(1000, dtype=torch.bool), documents)
-    assert (none.low, none.value) == (0.0, 0.0)
-    assert none.high == pytest.approx(1 - 0.025 ** (1 / 1000), rel=1e-6)
-    single = clustered_share(alike, torch.zeros(1000, dtype=torch.long))
-    assert "one document" in single.status
-
-
-@given(seeds)
-def test_the_clustered_error_is_that_of_document_means_where_documents_are_equal(seed):
-    values = torch.rand(60, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    documents = torch.arange(60) // 10
-    means = values.reshape(6, 10).mean(1)
-    expected = means.std().item() / math.sqrt(6)
-    assert clustered_error(values, documents) == pytest.approx(expected)
-    assert clustered_error(values, torch.zeros(60, dtype=torch.long)) is None
-
-
-def test_the_interval_covers_the_truth_where_documents_have_rates_of_their_own():
-    generator = torch.Generator().manual_seed(0)
-    documents, covered = torch.arange(2000) // 100, 0
-    for _ in range(200):
-        rates = 0.2 * torch.rand(20, generator=generator)
-        hits = torch.rand(2000, generator=generator) < rates[documents]
-        rate = clustered_share(hits, documents)
-        covered += rate.low <= 0.1 <= rate.high
-    assert covered >= 184  # 95 % less three standard errors

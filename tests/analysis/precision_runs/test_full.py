@@ -1,6 +1,4 @@
-"""Full runs: KL by its definition, losses, weight moved, and routes that are forced."""
-
-import math
+"""Full runs: weight moved, and routes that are forced."""
 
 import pytest
 import torch
@@ -16,27 +14,10 @@ from tieline.analysis.precision_runs import (
 )
 from tieline.analysis.precision_runs import _rule as rule
 from tieline.core.errors import UnsupportedModelError
-from tieline.core.statistics import SequenceSums, kl_divergence, next_token_losses
+from tieline.core.statistics import SequenceSums
 from tieline.hf.emulate import modular_routers
 from tieline.hf.router_call import Choice, RouterOutput
 from tieline.hf.running import forward, only_running
-
-
-def test_divergence_is_the_kl_and_never_negative():
-    clean, other = torch.randn(2, 3, 5), torch.randn(2, 3, 5)
-    p, q = clean.double().softmax(-1), other.double().softmax(-1)
-    assert torch.allclose(kl_divergence(clean, other), (p * (p / q).log()).sum(-1))
-    assert (kl_divergence(clean, clean + 7) < 1e-12).all()
-    assert (kl_divergence(clean, clean) == 0).all()
-
-
-def test_losses_are_those_of_the_next_token():
-    logits = torch.zeros(1, 3, 4)
-    logits[0, 0, 2] = math.log(5)
-    ids = torch.tensor([[0, 2, 3]])
-    assert next_token_losses(logits, ids).tolist() == [
-        [pytest.approx(-math.log(5 / 8)), pytest.approx(math.log(4))]
-    ]
 
 
 def runs_of(model, ids):

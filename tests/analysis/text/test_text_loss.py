@@ -1,11 +1,9 @@
-"""The loss of a text, by the model's own loss, and its clustered standard error."""
-
-import math
+"""The loss of a text, by the model's own loss."""
 
 import pytest
 import torch
 
-from tieline.analysis.text import _clustered, text_loss
+from tieline.analysis.text import text_loss
 from tieline.core.errors import ParameterError
 from tieline.hf.shipped import load_shipped_model, load_shipped_tokenizer, shipped_text
 
@@ -20,14 +18,7 @@ def test_it_is_the_models_own_loss():
     assert found.tokens == 93
     assert found.value == pytest.approx(expected.item(), rel=1e-5)
     assert 0 < found.error < found.value
-
-
-def test_the_standard_error_is_that_of_sequences():
-    sums, counts = torch.tensor([2.0, 4.0, 6.0]).double(), torch.tensor([2, 2, 2])
-    found = _clustered(sums, counts)
-    assert (found.value, found.tokens) == (2.0, 6)
-    assert found.error == pytest.approx(torch.tensor([1.0, 2.0, 3.0]).std().item() / math.sqrt(3))
-    assert _clustered(sums[:1], counts[:1]) == (1.0, None, 2)
+    assert text_loss(model, tokenizer, shipped_text(), tokens=32, length=32).error is None
 
 
 def test_a_text_of_one_token_has_no_loss():

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.strategies import seeds
 from tieline.core.errors import ShapeError
-from tieline.core.statistics import SequenceSums, clustered_mean
+from tieline.core.statistics import SequenceSums, clustered_error, clustered_mean, clustered_share
 
 
 @given(st.lists(st.tuples(st.integers(-9, 9), st.integers(1, 5)), min_size=2, max_size=8))
@@ -50,3 +51,40 @@ def test_layers_are_joined_within_their_sequences():
     assert joined.value == 0
     assert joined.standard_error == 0  # what one layer adds in a sequence the other takes away
     assert one.joined().mean() == one.mean()
+
+
+def test_intervals_widen_where_documents_differ_and_hold_zero_counts():
+    documents = torch.arange(1000) // 50
+    alike = torch.arange(1000) % 10 == 0
+    lumped = documents < 2
+    narrow, wide = clustered_share(alike, documents), clustered_share(lumped, documents)
+    assert narrow.value == wide.value == 0.1
+    assert narrow.design_effect == 1.0
+    assert wide.design_effect == pytest.approx(52.6, abs=0.1)  # about the size of a document
+    assert wide.low < narrow.low < 0.1 < narrow.high < wide.high
+    none = clustered_share(torch.zeros(1000, dtype=torch.bool), documents)
+    assert (none.low, none.value) == (0.0, 0.0)
+    assert none.high == pytest.approx(1 - 0.025 ** (1 / 1000), rel=1e-6)
+    single = clustered_share(alike, torch.zeros(1000, dtype=torch.long))
+    assert "one document" in single.status
+
+
+@given(seeds)
+def test_the_clustered_error_is_that_of_document_means_where_documents_are_equal(seed):
+    values = torch.rand(60, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    documents = torch.arange(60) // 10
+    means = values.reshape(6, 10).mean(1)
+    expected = means.std().item() / math.sqrt(6)
+    assert clustered_error(values, documents) == pytest.approx(expected)
+    assert clustered_error(values, torch.zeros(60, dtype=torch.long)) is None
+
+
+def test_the_interval_covers_the_truth_where_documents_have_rates_of_their_own():
+    generator = torch.Generator().manual_seed(0)
+    documents, covered = torch.arange(2000) // 100, 0
+    for _ in range(200):
+        rates = 0.2 * torch.rand(20, generator=generator)
+        hits = torch.rand(2000, generator=generator) < rates[documents]
+        rate = clustered_share(hits, documents)
+        covered += rate.low <= 0.1 <= rate.high
+    assert covered >= 184  # 95 % less three standard errors

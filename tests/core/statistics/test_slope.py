@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tieline.core.errors import TielineError
-from tieline.core.statistics import fit_rate, sample_size
+from tieline.core.statistics import exponent, fit_rate, sample_size
 
 SIZES = [1000, 3000, 10_000, 30_000]
 
@@ -80,3 +80,9 @@ def test_losses_without_a_logarithm_are_refused(sizes, values, words):
 def test_an_error_to_reach_is_positive():
     with pytest.raises(TielineError, match="positive, got 0"):
         sample_size(SIZES, losses(-0.5), 0.0)
+
+
+def test_exponents():
+    assert exponent([1, 2, 4], [3, -12, 48]) == pytest.approx(2)
+    with pytest.raises(ValueError, match="two points"):
+        exponent([1.0], [1.0])

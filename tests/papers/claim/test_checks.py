@@ -4,7 +4,6 @@ import math
 
 import pytest
 
-from tieline.core.statistics import exponent
 from tieline.papers.claim import at_least, at_most, near, none_of, within
 
 
@@ -40,9 +39,3 @@ def test_checks(check, passed):
 
 def test_a_vague_estimate_does_not_pass_for_agreement():
     assert not within("", 5.0, 100.0, 1.0).passed
-
-
-def test_exponents():
-    assert exponent([1, 2, 4], [3, -12, 48]) == pytest.approx(2)
-    with pytest.raises(ValueError, match="two points"):
-        exponent([1.0], [1.0])
