@@ -13,16 +13,16 @@ from tieline.core.ranking import gap
 from tieline.geometry.density import (
     density_from_masses,
     gap_density,
-    iid_normal_density,
     margin_tail,
 )
+from tieline.geometry.gaussian import gaussian_gap_density
 
 E64K8 = 12.9149
 
 
 def test_density_of_normal_scores_is_the_known_number():
-    assert iid_normal_density(64, 8) == pytest.approx(E64K8, abs=5e-5)
-    assert iid_normal_density(2, 1) == pytest.approx(1 / math.sqrt(math.pi), rel=1e-12)
+    assert gaussian_gap_density(64, 8) == pytest.approx(E64K8, abs=5e-5)
+    assert gaussian_gap_density(2, 1) == pytest.approx(1 / math.sqrt(math.pi), rel=1e-12)
 
 
 @given(st.integers(2, 12), st.data())
@@ -34,11 +34,11 @@ def test_density_of_normal_scores_is_its_integral(experts, data):
         above, below = special.ndtr(-t) ** (k - 1), special.ndtr(t) ** (experts - k - 1)
         return ways * math.exp(-(t**2)) / (2 * math.pi) * above * below
 
-    assert iid_normal_density(experts, k) == pytest.approx(
+    assert gaussian_gap_density(experts, k) == pytest.approx(
         integrate.quad(integrand, -9, 9)[0], rel=1e-8
     )
-    assert iid_normal_density(experts, k) == pytest.approx(
-        iid_normal_density(experts, experts - k), rel=1e-12
+    assert gaussian_gap_density(experts, k) == pytest.approx(
+        gaussian_gap_density(experts, experts - k), rel=1e-12
     )
 
 
@@ -137,7 +137,7 @@ def test_tail_leaves_exact_ties_out_and_counts_them():
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: iid_normal_density(4, 4),
+        lambda: gaussian_gap_density(4, 4),
         lambda: gap_density(torch.zeros(0)),
         lambda: gap_density(torch.ones(3), mass=0.0),
         lambda: density_from_masses(0.1, 0.2, 0.0, 10),

@@ -1,27 +1,20 @@
-"""Kinds of arguments that several modules share.
-
-How much probability mass sits near a routing tie.
-
-Each mass is an empirical probability over tokens; `docs/definitions.md` fixes the notation.
+"""Gaps between scores, and how much probability mass lies near a routing tie.
 
     top_gap             Δ = z_[k] - z_[k+1]                             Def. 1.2
     pair_gap            Δ_min = min_{i != j} |z_i - z_j|                Def. 1.3
+    in_band             Δ < ε                                           Paper 1, Prop. A.20
+    linf_distance       inf over y ∈ Γ^(n) of max_i |z_i(x) - z_i(y)|   Paper 1, Def. 4.6
     boundary_mass       BM_top(w) = P(Δ <= w) of gaps, binomial bands   Def. 2.1
     boundary_mass_top   BM_top(w) of scores, with standard error        Def. 2.1
     boundary_mass_pair  BM_pair(w) = P(Δ_min <= w)                      Def. 2.2
     ambiguity_mass      BM(τ; ε) = P(max softmax(z / τ) <= 1 - ε)       Def. 2.3
 
-BM_pair is an upper bound of BM_top that says little for many experts: the ratio of the two is
-about 38 at E = 16 and 6514 at E = 256 for independent normal scores.
+Each mass is an empirical probability over tokens; `docs/definitions.md` fixes the notation.
+BM_pair bounds BM_top from above but says little for many experts: their ratio is about 38 at E = 16
+and 6514 at E = 256 for independent normal scores.
 
-Nearness to a tie measured in scores instead of inputs, and the definition that is used.
-
-    linf_distance    inf over y ∈ Γ^(n) of max_i |z_i(x) - z_i(y)|                Paper 1, Def. 4.6
-    in_band          z_[k] - z_[k+1] < ε                                         Paper 1, Prop. A.20
-
-The two differ by a factor 2: to make two scores equal one may move each by half of their
-difference, so the distance of Def. 4.6 at order 1 is *half* of the gap, while Prop. A.20 and the
-smoothing built on it compare the gap itself. Tieline says "near" for gap < ε throughout.
+Two scores become equal when each moves by half of their difference, so the distance of Def. 4.6 at
+order 1 is *half* of the gap. Tieline calls a token near a tie where the gap itself is below ε.
 """
 
 import math
@@ -53,7 +46,6 @@ __all__ = [
 Real = float | int
 """A number; run-time checks take `float` literally and would refuse a plain 1."""
 
-
 Scores = Float[Tensor, "tokens experts"]
 Gaps = Float[Tensor, " tokens"]
 
@@ -62,7 +54,7 @@ Gaps = Float[Tensor, " tokens"]
 class Mass:
     """A share of tokens with the standard error √(p (1-p) / T) of independent ones.
 
-    Shaped like the widths it was asked for; `float(mass)` is the value where that was one number.
+    Has the shape of the requested widths; `float(mass)` is the value for a single width.
 
     Attributes:
         value: share of tokens, in float64.
@@ -91,17 +83,62 @@ class MassProfile:
     confidence: float
 
 
+def top_gap(scores: Scores, k: int = 1) -> Gaps:
+    """Δ = z_[k] - z_[k+1] in float64: the margin by which each token keeps its top-k set (1.2).
+
+    Zero on a tie. Requires 1 <= k < E.
+    """
+    experts = _checked(scores).shape[1]
+    require(1 <= k < experts, f"a gap needs 1 <= k < E, got {k=}, E={experts}")
+    return gap(scores, k)
+
+
+def pair_gap(scores: Scores) -> Gaps:
+    """Δ_min: smallest |z_i - z_j| over pairs of experts, attained by neighbours (Def. 1.3)."""
+    return -ranked_scores(_checked(scores), scores.shape[1]).diff(dim=-1).amax(dim=-1)
+
+
+def in_band(scores: Scores, k: int, epsilon: Real) -> Bool[Tensor, " tokens"]:
+    """Whether an expert that is not chosen scores within ε of z_[k]: z_[k] - z_[k+1] < ε."""
+    require(epsilon >= 0, f"need epsilon >= 0, got {epsilon=}")
+    return torch.lt(top_gap(scores, k), epsilon)
+
+
+def linf_distance(scores: Scores, k: int, order: int = 1) -> Float[Tensor, " tokens"]:
+    """½ min_a (z_[a] - z_[a+n]) over the windows of ranks a..a+n that hold k and k + 1.
+
+    The n + 1 scores of a window meet in its middle and the others stay. Exact where every vector of
+    scores can be reached, that is for W of full row rank (E <= D); a lower limit otherwise.
+
+    Args:
+        scores: (T, E).
+        k: number of experts chosen, 1 <= k < E.
+        order: n, 1 <= n < E.
+    """
+    experts = scores.shape[1]
+    require(1 <= k < experts, f"a tie needs 1 <= k < E, got {k=}, E={experts}")
+    require(1 <= order < experts, f"need 1 <= order < E, got {order=}, E={experts}")
+    ranked = ranked_scores(scores, experts)
+    first, last = max(0, k - order), min(k - 1, experts - 1 - order)
+    window = ranked[:, first : last + 1] - ranked[:, first + order : last + order + 1]
+    return window.amin(dim=1) / 2
+
+
 def boundary_mass(
     gaps: Gaps, widths: Float[Tensor, " widths"], confidence: float = 0.95
 ) -> MassProfile:
     """BM_top(w) = P(Δ <= w) at each width (Def. 2.1; Paper 0, sec. 2).
 
     Args:
-        gaps: z_[k] - z_[k+1] of each token, from `ranking.gap` or `LayerTrace.gap`.
-        widths: where the mass is wanted; a gap equal to a width is counted.
+        gaps: z_[k] - z_[k+1] of each token, from `ranking.gap` or `LayerTrace.gap`; infinite where
+            no expert can enter.
+        widths: widths w; a gap equal to a width is counted.
         confidence: of the binomial band.
     """
-    count = (empirical_cdf(_finite_or_inf(gaps), widths) * gaps.numel()).round().long()
+    require(gaps.numel() > 0, "a boundary mass needs at least one token, got none", ShapeError)
+    bad = int((~(gaps >= 0)).sum())
+    require(bad == 0, f"a gap is >= 0, got {bad} of {gaps.numel()} that are not")
+    count = (empirical_cdf(gaps, widths) * gaps.numel()).round().long()
     return mass_profile(count, gaps.numel(), widths, confidence)
 
 
@@ -118,24 +155,6 @@ def mass_profile(
     return MassProfile(*columns, tokens=tokens, confidence=confidence)
 
 
-def top_gap(scores: Scores, k: int = 1) -> Gaps:
-    """Δ = z_[k] - z_[k+1] in float64: the margin by which each token keeps its top-k set (1.2).
-
-    Zero on a tie. A top-k set that could change needs 1 <= k < E.
-    """
-    experts = _checked(scores).shape[1]
-    require(1 <= k < experts, f"a gap needs 1 <= k < E, got {k=}, E={experts}")
-    return gap(scores, k)
-
-
-def pair_gap(scores: Scores) -> Gaps:
-    """Δ_min: smallest |z_i - z_j| over pairs of experts (Def. 1.3).
-
-    It is attained by neighbours in sorted order.
-    """
-    return -ranked_scores(_checked(scores), scores.shape[1]).diff(dim=-1).amax(dim=-1)
-
-
 def boundary_mass_top(scores: Scores, k: int, width: Real | Float[Tensor, "*grid"]) -> Mass:
     """BM_top(w) = P(Δ <= w) with its standard error (Def. 2.1; Paper 0, sec. 2).
 
@@ -148,7 +167,7 @@ def boundary_mass_top(scores: Scores, k: int, width: Real | Float[Tensor, "*grid
 
 
 def boundary_mass_pair(scores: Scores, width: Real | Float[Tensor, "*grid"]) -> Mass:
-    """BM_pair(w) = P(Δ_min <= w), at least BM_top(w) whatever its k (Def. 2.2).
+    """BM_pair(w) = P(Δ_min <= w), at least BM_top(w) for every k (Def. 2.2).
 
     Args:
         scores: the scores of all experts; a truncated list has other neighbours.
@@ -160,8 +179,8 @@ def boundary_mass_pair(scores: Scores, width: Real | Float[Tensor, "*grid"]) -> 
 def ambiguity_mass(scores: Scores, epsilon: Real, tau: Real = 1.0) -> Mass:
     """BM(τ; ε): share of tokens whose largest softmax weight is at most 1 - ε (Def. 2.3).
 
-    Decided on log-odds, log Σ_{i > 1} exp((z_[i] - z_[1]) / τ) >= logit ε, for 1 - ε itself rounds
-    to 1 when ε is small. The sandwich of Paper 0, Remark 5.4, with Δ at k = 1,
+    Decided on log-odds, log Σ_{i > 1} exp((z_[i] - z_[1]) / τ) >= logit ε, since 1 - ε rounds to 1
+    when ε is small. The sandwich of Paper 0, Remark 5.4, with Δ at k = 1,
 
         BM_top(τ κ) <= BM(τ; ε) <= BM_top(τ (κ + log(E - 1))),  κ = log((1 - ε) / ε),
 
@@ -186,14 +205,6 @@ def _mass(share: Float[Tensor, "*grid"], tokens: int) -> Mass:
     return Mass(share, (share * (1 - share) / tokens).sqrt())
 
 
-def _finite_or_inf(gaps: Gaps) -> Gaps:
-    """Gaps that may be infinite (no expert can enter) but neither negative nor NaN."""
-    require(gaps.numel() > 0, "a boundary mass needs at least one token, got none", ShapeError)
-    bad = int((~(gaps >= 0)).sum())
-    require(bad == 0, f"a gap is >= 0, got {bad} of {gaps.numel()} that are not")
-    return gaps
-
-
 def _checked(scores: Scores) -> Scores:
     tokens, experts = scores.shape
     require(
@@ -206,29 +217,3 @@ def _checked(scores: Scores) -> Scores:
         "scores must be finite: leave masked experts out before comparing all pairs",
     )
     return scores
-
-
-def linf_distance(scores: Scores, k: int, order: int = 1) -> Float[Tensor, " tokens"]:
-    """½ min_a (z_[a] - z_[a+n]) over the windows of ranks a..a+n that hold k and k + 1.
-
-    The n + 1 scores of a window meet in its middle, the others stay: exact where every vector of
-    scores can be reached, that is for W of full row rank (E <= D), a lower limit otherwise.
-
-    Args:
-        scores: (T, E).
-        k: number of experts chosen, 1 <= k < E.
-        order: n, 1 <= n < E.
-    """
-    experts = scores.shape[1]
-    require(1 <= k < experts, f"a tie needs 1 <= k < E, got {k=}, E={experts}")
-    require(1 <= order < experts, f"need 1 <= order < E, got {order=}, E={experts}")
-    ranked = ranked_scores(scores, experts)
-    first, last = max(0, k - order), min(k - 1, experts - 1 - order)
-    window = ranked[:, first : last + 1] - ranked[:, first + order : last + order + 1]
-    return window.amin(dim=1) / 2
-
-
-def in_band(scores: Scores, k: int, epsilon: Real) -> Bool[Tensor, " tokens"]:
-    """Whether an expert that is not chosen scores within ε of z_[k]: z_[k] - z_[k+1] < ε."""
-    require(epsilon >= 0, f"need epsilon >= 0, got {epsilon=}")
-    return torch.lt(top_gap(scores, k), epsilon)

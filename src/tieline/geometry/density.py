@@ -1,6 +1,5 @@
 """How fast the mass near a tie grows: the density of the gap at zero and its tail law.
 
-    iid_normal_density   f_gap(0) of independent N(0, 1) scores, by quadrature     Def. 3.1
     gap_density          f_gap(0) from observed gaps, with standard error          Def. 3.2
     margin_tail          (C, α) of P(Δ <= t) ~ C t^α, by the tail's likelihood     Def. 3.3
 
@@ -17,31 +16,16 @@ from torch import Tensor
 from tieline.core.errors import ShapeError, require
 from tieline.core.statistics import Estimate, empirical_cdf, normal_quantile
 
-__all__ = ["MarginTail", "density_from_masses", "gap_density", "iid_normal_density", "margin_tail"]
+__all__ = ["MarginTail", "density_from_masses", "gap_density", "margin_tail"]
 
 Gaps = Float[Tensor, " tokens"]
-
-
-def iid_normal_density(n_experts: int, k: int) -> float:
-    """f_gap(0) = E!/((k-1)!(E-k-1)!) ∫ φ² (1-Φ)^(k-1) Φ^(E-k-1) for iid N(0, 1) scores (Def. 3.1).
-
-    Trapezoidal rule in the log domain, which converges faster than any power of the step for an
-    analytic integrand that vanishes at both ends. E = 64, k = 8 gives 12.9149.
-    """
-    require(1 <= k < n_experts, f"need 1 <= k < E, got {k=}, E={n_experts}")
-    t, step = torch.linspace(-14, 14, 28 * 64 + 1, dtype=torch.float64), 1 / 64
-    log_phi = -t.square() / 2 - math.log(2 * math.pi) / 2
-    below, above = torch.special.log_ndtr(t), torch.special.log_ndtr(-t)
-    log_integrand = 2 * log_phi + (k - 1) * above + (n_experts - k - 1) * below
-    log_ways = math.lgamma(n_experts + 1) - math.lgamma(k) - math.lgamma(n_experts - k)
-    return (log_integrand + log_ways).exp().sum().item() * step
 
 
 def gap_density(gaps: Gaps, width: float | None = None, mass: float = 0.2) -> Estimate:
     """f_gap(0) ≈ (4 F(w) - F(2w)) / 2w with its standard error (Def. 3.2).
 
-    One-sided and free of the slope of the density, where F(w) / w is 6 to 12 % low. F counts half
-    of the gaps equal to w, so that gaps on a grid (low-precision scores) are not counted too often.
+    One-sided and unbiased by the slope of the density, where F(w) / w is 6 to 12 % low. F counts
+    half of the gaps equal to w, which removes the bias of gaps on a grid (low-precision scores).
 
     Args:
         gaps: gap of each token; infinite ones count as tokens far from any tie.
@@ -59,7 +43,7 @@ def gap_density(gaps: Gaps, width: float | None = None, mass: float = 0.2) -> Es
 def density_from_masses(f_w: float, f_2w: float, width: float, tokens: int) -> Estimate:
     """Density (4 F(w) - F(2w)) / 2w, s.e. sqrt((8 F(w) + F(2w)) / n) / 2w, from two masses.
 
-    For summaries that keep counts and not gaps; `gap_density` says when it holds.
+    For summaries that keep counts instead of gaps; see `gap_density`.
     """
     require(width > 0 and tokens > 0, f"need width > 0 and tokens > 0, got {width=}, {tokens=}")
     error = math.sqrt((8 * f_w + f_2w) / tokens) / (2 * width)
@@ -72,11 +56,11 @@ class MarginTail:
 
     Attributes:
         constant: C, for the exponent in `exponent`.
-        exponent: α; exactly 1 where the interval of the fitted one holds 1.
+        exponent: α; exactly 1 where the interval of `fitted` contains 1.
         fitted: α as fitted, with its standard error.
         cutoff: t0, the largest gap of the fit.
         below: number of gaps in the fit.
-        ties: gaps of exactly zero, which no C t^α allows: they are left out of the fit.
+        ties: gaps of exactly zero, which no C t^α allows; left out of the fit.
     """
 
     constant: Estimate
@@ -91,7 +75,7 @@ def margin_tail(gaps: Gaps, mass: float = 0.05, confidence: float = 0.95) -> Mar
     """(C, α) of the margin tail: α = m / Σ log(t0 / Δ_i), C = (m / n) / t0^α (Def. 3.3).
 
     Over the m gaps in (0, t0], t0 the `mass`-quantile; s.e. of α is α / sqrt(m). α is fixed at 1,
-    the exponent of every continuous density, when its interval of `confidence` holds 1.
+    the exponent of every continuous density, where its interval of `confidence` contains 1.
     """
     n, cutoff = gaps.numel(), 2 * _default_width(gaps, mass)
     inside = gaps.double()[(gaps > 0) & (gaps <= cutoff)]

@@ -1,20 +1,17 @@
-"""How far, in the router's input space, the nearest tie is.
+"""How far the router's inputs are from the nearest tie, and how they spread around the origin.
 
-    expert_distances   D_ij = ‖w_i - w_j‖                                        Def. 5.1
-    nearest_tie        dist(x, Γ) = min_{i ∈ S, j ∉ S} (z_i - z_j) / D_ij        Def. 5.2
+    expert_distances   D_ij = ‖w_i - w_j‖                                           Def. 5.1
+    nearest_tie        dist(x, Γ) = min_{i ∈ S, j ∉ S} (z_i - z_j) / D_ij           Def. 5.2
+    angular_spread     ‖mean‖ / radius, mean cosine, cap fraction, expected ties    Def. 9.1 - 9.3
+    log_cap_fraction   log of ½ I_{sin²θ}((d-1)/2, ½)                               Def. 9.2
 
-Exact for affine routers z = W x + b: the token leaves its cell through the nearest of the walls
-z_i = z_j, and walls that bound no cell are never the nearest (Paper 1, Def. 4.1).
-
-In how narrow a cone the router's inputs lie.
-
-    angular_spread    ‖mean‖ / radius, mean cosine, cap fraction, expected ties     Def. 9.1 - 9.3
-    log_cap_fraction  log of ½ I_{sin²θ}((d-1)/2, ½)                                Def. 9.2
+The distance is exact for affine routers z = W x + b: the token leaves its cell through the nearest
+of the walls z_i = z_j, and walls that bound no cell are never the nearest (Paper 1, Def. 4.1).
 
 Paper 3, Prop. 5.6: inputs in a ball of radius R around μ point into a cap of half-angle
 θ = arcsin(R / ‖μ‖), which shrinks like (R / ‖μ‖)^(d-1). The paper concludes that routing collapses
-at that rate; it does not. A linear router without bias is cut by walls through the origin, and the
-expected number of these that meet the ball falls only like R / ‖μ‖ (`expected_ties`).
+at that rate; it does not. The walls of a linear router without bias pass through the origin, and
+the expected number that meet the ball falls only like R / ‖μ‖ (`expected_ties`).
 """
 
 import math
@@ -28,7 +25,7 @@ from torch import Tensor
 
 from tieline.core.errors import ShapeError, require
 from tieline.core.ranking import Ranked, stable_topk
-from tieline.geometry.density import iid_normal_density
+from tieline.geometry.gaussian import gaussian_gap_density
 
 __all__ = [
     "AngularSpread",
@@ -40,7 +37,7 @@ __all__ = [
 ]
 
 NEIGHBOURS = 4
-"""Ranks on either side of the threshold that are tried before all pairs are."""
+"""Ranks on either side of the threshold that are tried before all pairs."""
 
 CHUNK = 1 << 18
 """Largest number of (token, expert) entries that the search over all pairs holds at once."""
@@ -63,8 +60,7 @@ class NearestTie(NamedTuple):
 def expert_distances(weight: Float[Tensor, "experts dim"]) -> Float[Tensor, "experts experts"]:
     """D_ij = ‖w_i - w_j‖ in float64 (Def. 5.1).
 
-    Without the expansion ‖w_i‖² - 2 w_i·w_j + ‖w_j‖², which cancels for experts that are alike.
-    Needed once per router, not once per batch.
+    Avoids the expansion ‖w_i‖² - 2 w_i·w_j + ‖w_j‖², which cancels for similar experts.
     """
     rows = weight.detach().double()
     return torch.cdist(rows, rows, compute_mode="donot_use_mm_for_euclid_dist")
@@ -78,16 +74,15 @@ def nearest_tie(
 ) -> NearestTie:
     """Distance to Γ: min over i ∈ S, j ∉ S of (z_i - z_j) / ‖w_i - w_j‖ (Def. 5.2).
 
-    A pair that beats the best one among a few ranks around the threshold needs z_i - z_j below
-    best · max D. Every pair outside these ranks has at least the difference of the first rank left
-    out; where that is too large the few ranks are proved to be enough, elsewhere all k (E - k)
-    pairs are tried, one chosen expert at a time.
+    Tries a few ranks around the threshold first. A better pair outside them needs z_i - z_j below
+    best · max D but has at least the difference of the first rank left out; where that rules it
+    out the few ranks suffice, elsewhere all k (E - k) pairs are tried.
 
     Args:
         scores: (T, E) affine scores of all experts.
         k: number of experts chosen.
         distances: `expert_distances` of the router's weight.
-        ranked: the first ranks of `scores` where the caller has them: k + 5 or all of them.
+        ranked: the first k + 5 ranks of `scores` (or all), if already known.
     """
     experts = scores.shape[1]
     require(distances.shape[0] == experts, f"{experts} experts, {distances.shape[0]=}", ShapeError)
@@ -98,12 +93,10 @@ def nearest_tie(
         return _no_tie(scores)
     near, proved = _among_neighbours(ranked, distances, k)
     rest = (~proved).nonzero().squeeze(1)
-    if len(rest):
-        chosen = ranked.indices[rest, :k]
-        for rows, ids in zip(_chunks(rest, experts), _chunks(chosen, experts), strict=True):
-            found = _among_all(scores[rows].double(), ids.long(), distances)
-            for whole, part in zip(near, found, strict=True):
-                whole[rows] = part
+    for rows in rest.split(max(1, CHUNK // experts)) if len(rest) else ():
+        found = _among_all(scores[rows].double(), ranked.indices[rows, :k].long(), distances)
+        for whole, part in zip(near, found, strict=True):
+            whole[rows] = part
     return near
 
 
@@ -132,7 +125,7 @@ def _among_all(
     chosen: Int[Tensor, "tokens k"],
     distances: Float[Tensor, "experts experts"],
 ) -> NearestTie:
-    """Best of all pairs, one rank of chosen experts at a time so that (T, E) is the largest."""
+    """Best of all pairs, one rank of chosen experts at a time to limit memory to (T, E)."""
     best = _no_tie(scores)
     outside = scores.scatter(1, chosen, -torch.inf)
     for leaving in chosen.unbind(dim=1):
@@ -145,17 +138,13 @@ def _among_all(
 
 
 def _ratio(rise: Tensor, distance: Tensor) -> Tensor:
-    """(z_i - z_j) / D_ij; equal scores tie here, whatever D, and equal weights never otherwise."""
+    """(z_i - z_j) / D_ij; 0 for equal scores even where D_ij = 0."""
     return torch.where(rise == 0, 0.0, rise / distance)
 
 
 def _no_tie(scores: Float[Tensor, "tokens experts"]) -> NearestTie:
     nowhere = torch.full((len(scores),), -1, dtype=torch.long, device=scores.device)
     return NearestTie(torch.full_like(nowhere, torch.inf, dtype=torch.float64), nowhere, nowhere)
-
-
-def _chunks(rows: Tensor, experts: int) -> tuple[Tensor, ...]:
-    return rows.split(max(1, CHUNK // experts))
 
 
 @dataclass(frozen=True)
@@ -167,9 +156,9 @@ class AngularSpread:
         radius: root mean square of ‖x - μ‖.
         largest_radius: maximum of ‖x - μ‖, the R of Paper 3, Prop. 5.6.
         mean_over_radius: ‖μ‖ / radius; infinite where all inputs are equal.
-        mean_cosine: ‖mean of x / ‖x‖‖: 1 where all inputs point the same way, 0 where they balance.
-        cap_fraction: share of the sphere in the cap that the ball of `largest_radius` fills; 1
-            where the ball holds the origin.
+        mean_cosine: ‖mean of x / ‖x‖‖: 1 where all inputs point the same way, 0 where they cancel.
+        cap_fraction: share of the sphere in the cap subtended by the ball of `largest_radius`; 1
+            where the ball contains the origin.
         log10_cap_fraction: its logarithm, which does not underflow.
         expected_ties: expected number of walls through the ball of root mean square radius, for a
             router of isotropic weights without bias.
@@ -211,9 +200,9 @@ def angular_spread(inputs: Float[Tensor, "tokens dim"], n_experts: int, k: int) 
 def log_cap_fraction(sine: float, dim: int) -> float:
     """Logarithm of ½ I_{sin²θ}((d-1)/2, ½), the share of the sphere within angle θ (Def. 9.2).
 
-    As x^a (1-x)^½ / (2 a B(a, ½)) · F(a + ½, 1; a + 1; x) with x = sin²θ, a = (d-1)/2, since the
-    incomplete beta function itself underflows for large d. 0 for sin θ >= 1,
-    where the ball holds the origin and every direction is met.
+    Computed as x^a (1-x)^½ / (2 a B(a, ½)) · F(a + ½, 1; a + 1; x) with x = sin²θ, a = (d-1)/2,
+    since the incomplete beta function underflows for large d. 0 for sin θ >= 1, where the ball
+    contains the origin.
     """
     require(sine >= 0 and dim > 1, f"need sine >= 0 and dim > 1, got {sine=}, {dim=}")
     if sine >= 1:
@@ -230,6 +219,6 @@ def _expected_ties(radius: float, mean_norm: float, dim: int, n_experts: int, k:
     """ρ I_{s²}(½, (d-1)/2), s = R / ‖μ‖, ρ = √π f_gap(0) of iid normal scores (Def. 9.3)."""
     if k >= n_experts:
         return 0.0
-    rho = math.sqrt(math.pi) * iid_normal_density(n_experts, k)
+    rho = math.sqrt(math.pi) * gaussian_gap_density(n_experts, k)
     s = min(1.0, radius / mean_norm) if mean_norm > 0 else 1.0
     return rho * float(special.betainc(0.5, (dim - 1) / 2, s**2))

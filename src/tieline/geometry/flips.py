@@ -1,8 +1,18 @@
-"""How noise of the logits reaches the scores that are ranked.
+"""How often noise of the logits changes the chosen experts.
+
+    logit_view               scores in units where noise of the logits is simplest       Def. 6.1
+    flip_probability         P(S changes) of each token under independent normal noise   Def. 6.2
+    flip_limits              the same where only the first ranks are known               Def. 6.2
+    noisy_gap                gap in units of its own noise                               Def. 6.3
+    population_flips         f_gap(0) σ / √π to first order; √2 times it for two runs    Def. 6.3
+    group_flip_probability   probability that two groups of experts change places        Def. 6.4
+
+`flip_probability` is exact for the given tokens, `population_flips` estimates the rate of the
+population they were drawn from.
 
 A router ranks u_i = s(l_i) + b_i: l the logit, s the score function, b a correction bias. Without
-a bias ranking u is ranking l, since s is increasing, so the choice can be studied on the logits
-themselves, exactly. With one, noise of the logits is passed on by the slope s′(l_i) (Def. 6.1):
+a bias ranking u is ranking l, since s is increasing, so flips are studied on the logits themselves.
+With one, noise of the logits is passed on with the slope s′(l_i):
 
     units           without bias             with bias
     logits          l, slope 1               u, slope 1
@@ -10,19 +20,9 @@ themselves, exactly. With one, noise of the logits is passed on by the slope s�
     sqrtsoftplus    log(e^(u²) - 1), slope 1 u, slope (1 - e^(-s²)) / 2s
     softmax         log u, slope 1           u, slope p
 
-Softmax probabilities fix the logits up to a shift that is common to all experts of a token, which
-changes no choice. Their slope is p and not p (1 - p): the rest of the derivative moves all experts
-near the threshold together.
-
-How often noise of the scores changes the chosen experts.
-
-    flip_probability         P(S changes) of each token under independent normal noise   Def. 6.2
-    flip_limits              the same where only the first ranks are known               Def. 6.2
-    noisy_gap                gap in units of its own noise                               Def. 6.3
-    population_flips         f_gap(0) σ / √π to first order; √2 times it for two runs    Def. 6.3
-    group_flip_probability   chance that two groups of experts change places         Def. 6.4
-
-The first is exact for these tokens; the second speaks of the population they were drawn from.
+Softmax probabilities fix the logits up to a shift common to all experts of a token, which changes
+no choice. Their slope is p and not p (1 - p): the rest of the derivative moves all experts near the
+threshold together.
 """
 
 import math
@@ -50,8 +50,22 @@ __all__ = [
     "population_flips",
 ]
 
+Ranks = Float[Tensor, "tokens ranks"]
+
 ALMOST_ONE = 1 - 2.0**-24
 """Largest float32 below 1: a saturated sigmoid has a logit of at least about 16.6."""
+
+REACH = 8.5
+"""Noise beyond this many standard deviations (probability 1e-16) is ignored."""
+
+FEWEST_STEPS, MOST_STEPS = 32, 4096
+"""Limits of the quadrature steps, two per deviation of the least noisy expert that matters."""
+
+CHUNK = 1 << 15
+"""Entries of a temporary, so that it stays in the processor's cache."""
+
+FIRST_ORDER_LIMIT = 0.2
+"""Largest rate that a first-order prediction is trusted for."""
 
 
 @dataclass(frozen=True)
@@ -61,18 +75,18 @@ class LogitView:
     Attributes:
         scores: what is ranked, descending, in float64.
         slope: derivative of each of them by its logit.
-        logits: the logits themselves; None for softmax scores, which do not tell their size.
+        logits: the logits themselves; None for softmax scores, which fix them up to a shift only.
         threshold_slope: derivative of the selection score at rank k by its logit.
     """
 
-    scores: Float[Tensor, "tokens ranks"]
-    slope: Float[Tensor, "tokens ranks"]
-    logits: Float[Tensor, "tokens ranks"] | None
+    scores: Ranks
+    slope: Ranks
+    logits: Ranks | None
     threshold_slope: Float[Tensor, " tokens"]
 
 
 def logit_view(layer: LayerTrace) -> LogitView:
-    """The view of a layer's kept ranks in which noise of the logits is simplest (Def. 6.1)."""
+    """Return the layer's kept ranks in units where noise of the logits is simplest (Def. 6.1)."""
     require(layer.scores is not None, f"layer {layer.name!r} has ids only: no scores", TraceError)
     assert layer.scores is not None
     selection = layer.scores.double()
@@ -88,12 +102,10 @@ def logit_view(layer: LayerTrace) -> LogitView:
     return LogitView(selection, slope, known, slope[:, k - 1])
 
 
-def from_logits(
-    logits: Float[Tensor, "tokens ranks"], layer: LayerTrace
-) -> Float[Tensor, "tokens ranks"]:
-    """Selection scores that the layer's router makes of (perturbed) logits of its kept ranks.
+def from_logits(logits: Ranks, layer: LayerTrace) -> Ranks:
+    """Selection scores of (perturbed) logits of the layer's kept ranks.
 
-    Scores without a bias stay logits: the order is the same and nothing saturates.
+    Without a bias returns the logits: the order is the same and nothing saturates.
     """
     if layer.bias is None:
         return logits
@@ -129,34 +141,19 @@ def _bias_of_ranks(layer: LayerTrace) -> Tensor | float:
     return 0.0 if layer.bias is None else layer.bias.double()[layer.experts.long()]
 
 
-Ranks = Float[Tensor, "tokens ranks"]
-
-REACH = 8.5
-"""Noise of more than so many standard deviations (1 in 10^16) is left out."""
-
-FEWEST_STEPS, MOST_STEPS = 32, 4096
-"""Steps of the rule: two per standard deviation of the least noisy expert that matters."""
-
-CHUNK = 1 << 15
-"""Entries of a temporary, so that it stays in the processor's cache."""
-
-FIRST_ORDER_LIMIT = 0.2
-"""Rate beyond which a first-order prediction is marked as out of its range."""
-
-
 def flip_probability(ranked: Ranks, k: int, noise: Ranks | float) -> Float[Tensor, " tokens"]:
     """P(S changes) when rank r gets independent N(0, σ_r²) noise (Def. 6.2).
 
     1 - ∫ Π_{j ∉ S} Φ((t - z_j)/σ_j) dF(t), F the law of the smallest noisy score of S, with
-    1 - F(t) = Π_{i ∈ S} Φ((z_i - t)/σ_i). The complement is integrated instead, the chance that an
-    expert outside S exceeds t, so that small probabilities keep their digits. Trapezoidal rule on
-    the interval outside which the integrand vanishes: for an analytic integrand the error falls
-    like exp(-2π²σ²/h²), and h <= σ/2 leaves 1e-5 of each probability down to 1e-13. Noise that is
-    thousands of times less than that of other ranks is raised to 1/2048 of the interval.
+    1 - F(t) = Π_{i ∈ S} Φ((z_i - t)/σ_i). Integrates the complement, the probability that an expert
+    outside S exceeds t, to keep the digits of small probabilities. The trapezoidal rule on the
+    interval outside which the integrand vanishes has an error like exp(-2π²σ²/h²); h <= σ/2 leaves
+    a relative error of 1e-5 down to probabilities of 1e-13. Noise thousands of times smaller than
+    that of other ranks is raised to 1/2048 of the interval.
 
     Args:
         ranked: scores of the first C ranks, descending; -inf for a rank without expert. Experts
-            past rank C are taken never to enter: `flip_limits` says how much that can matter.
+            past rank C are ignored: `flip_limits` bounds their effect.
         k: number of experts chosen, at least 1.
         noise: standard deviation σ of the noise, one number or one per token and rank.
     """
@@ -166,8 +163,8 @@ def flip_probability(ranked: Ranks, k: int, noise: Ranks | float) -> Float[Tenso
 def flip_limits(ranked: Ranks, k: int, noise: Ranks | float, beyond: int) -> Band:
     """Limits of P(S changes) where only the first C ranks are known (Def. 6.2).
 
-    The lower one leaves the `beyond` = E - C other experts out, the upper one puts them all at the
-    score of rank C, the largest they can have. Arguments as for `flip_probability`.
+    The lower limit ignores the `beyond` = E - C other experts, the upper one puts them all at the
+    score of rank C, the largest possible. Arguments as for `flip_probability`.
     """
     ranks = ranked.shape[1]
     require(1 <= k <= ranks, f"need 1 <= k <= kept ranks, got {k=}, {ranks=}", ShapeError)
@@ -187,7 +184,7 @@ def flip_limits(ranked: Ranks, k: int, noise: Ranks | float, beyond: int) -> Ban
 
 
 def _interval(z: Ranks, sigma: Ranks, k: int) -> tuple[Tensor, Tensor]:
-    """Where the smallest noisy score of S can be and an outsider can exceed it."""
+    """Range of the smallest noisy score of S in which an outsider can exceed it."""
     chosen, spread = z[:, :k], REACH * sigma[:, :k]
     low = (chosen - spread).amin(dim=1)
     outside = (z[:, k:] + REACH * sigma[:, k:]).amax(dim=1)
@@ -195,7 +192,7 @@ def _interval(z: Ranks, sigma: Ranks, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _batches(z: Ranks, sigma: Ranks, low: Tensor, high: Tensor) -> Iterator[tuple[Tensor, int]]:
-    """Tokens that can flip at all, by the number of steps that their interval needs."""
+    """Yield the tokens that can flip, grouped by the number of steps their interval needs."""
     span = REACH * sigma
     matters = (z + span > low[:, None]) & (z - span < high[:, None])
     least = torch.where(matters, sigma, torch.inf).amin(dim=1)
@@ -213,7 +210,7 @@ def _integral(
 ) -> Float[Tensor, "2 tokens"]:
     """∫ P(an outsider exceeds t) dF(t) over [low, high], without and with experts past rank C.
 
-    The integrand vanishes at both ends, so that the trapezoidal rule is a plain sum.
+    The integrand vanishes at both ends, so the trapezoidal rule is a plain sum.
     """
     low, width = ends[0], ends[1] - ends[0]
     t = torch.linspace(0, 1, steps + 1, dtype=torch.float64, device=z.device)
@@ -236,7 +233,7 @@ def _smallest_density(t: Tensor, z: Ranks, sigma: Ranks) -> Tensor:
     """Density at t of the smallest noisy score: Π_i Φ(-x_i) · Σ_i φ(x_i) / (σ_i Φ(-x_i))."""
     survival, hazard = torch.ones_like(t), torch.zeros_like(t)
     for score, deviation in zip(z.T[:, :, None], sigma.T[:, :, None], strict=True):
-        # Φ underflows past 38 deviations, where the density is nil and its hazard is about x
+        # Φ underflows past 38 deviations, where the density is zero and its hazard is about x
         x = ((t - score) / deviation).clamp_(max=36.0)
         tail = _upper_tail(x)
         hazard += x.square_().mul_(-0.5).exp_().div_(tail).div_(deviation)
@@ -245,14 +242,14 @@ def _smallest_density(t: Tensor, z: Ranks, sigma: Ranks) -> Tensor:
 
 
 def _upper_tail(x: Tensor) -> Tensor:
-    """1 - Φ(x), which keeps its digits for large x."""
+    """1 - Φ(x), accurate for large x."""
     return torch.special.erfc(x * math.sqrt(0.5)).mul_(0.5)
 
 
 def group_flip_probability(
     group_gap: Float[Tensor, " tokens"], noise: Float[Tensor, " tokens"], scores_per_group: int
 ) -> Float[Tensor, " tokens"]:
-    """Φ(-Δ_group / √(2 n) σ): chance that noise reverses the last group in and the first one out.
+    """Φ(-Δ_group / √(2 n) σ): probability that noise swaps the last chosen group and the next.
 
     A group's score is a sum of n scores (1, or 2 for the sum of the two largest), each with noise
     σ. An upper limit of the flips it causes: the groups may swap without an expert of either being
@@ -264,10 +261,9 @@ def group_flip_probability(
 
 
 def noisy_gap(ranked: Ranks, k: int, slope: Ranks) -> Float[Tensor, " tokens"]:
-    """Δ / √((s_k² + s_{k+1}²) / 2): the gap in units of the noise that unit logit noise makes.
+    """Δ / √((s_k² + s_{k+1}²) / 2): the gap in units of the noise caused by unit logit noise.
 
-    Its density at zero is what `population_flips` needs, near-ties of steep and of flat scores
-    weighing as they should (Def. 6.3).
+    Its density at zero is what `population_flips` needs (Def. 6.3).
     """
     require(k < ranked.shape[1], f"a gap needs k < kept ranks, got {k=}, {ranked.shape[1]}")
     rise = ranked[:, k - 1].double() - ranked[:, k].double()
@@ -288,7 +284,7 @@ def population_flips(density: Estimate, sigma: float, runs: int = 1) -> Estimate
 
 
 def first_order(rate: Estimate) -> Estimate:
-    """The rate, marked where it is too large for a first-order prediction to hold."""
+    """Mark a rate that is too large for a first-order prediction."""
     if rate.value is None or rate.value <= FIRST_ORDER_LIMIT:
         return rate
     note = f"first order only: beyond {FIRST_ORDER_LIMIT:g} it overstates"

@@ -1,7 +1,7 @@
-"""What independent standard normal scores would do: the yardstick beside every measured router.
+"""Near-ties of independent standard normal scores, the reference for every measured router.
 
 With t = z_[k], whose density is E!/((k-1)!(E-k)!) φ Φ̄^(k-1) Φ^(E-k), the E - k scores below t are
-independent, and so are the k - 1 above it; every law of near-ties is one integral over t.
+independent, and so are the k - 1 above it: every law of near-ties is one integral over t.
 
     gaussian_gap_density     f_gap(0) = E!/((k-1)!(E-k-1)!) ∫ φ² Φ̄^(k-1) Φ^(E-k-1)     Def. 3.1
     gaussian_pair_density    f_pair(0) = E (E-1) / (2√π), density at 0 of min |z_i - z_j|
@@ -24,7 +24,6 @@ from torch.special import log_ndtr
 
 from tieline.core.errors import require
 from tieline.geometry.boundary import Real
-from tieline.geometry.density import iid_normal_density
 
 __all__ = [
     "gaussian_budget_epsilon",
@@ -44,14 +43,19 @@ def gaussian_gap_density(n_experts: int, k: int) -> float:
 
     P(Δ <= w) = f_gap(0) w + O(w²). Equal for k and E - k.
     """
-    return iid_normal_density(n_experts, k)
+    _check(n_experts, k)
+    t, step = torch.linspace(-14, 14, 28 * 64 + 1, dtype=torch.float64), 1 / 64
+    log_phi = -t.square() / 2 - math.log(2 * math.pi) / 2
+    log_integrand = 2 * log_phi + (k - 1) * log_ndtr(-t) + (n_experts - k - 1) * log_ndtr(t)
+    log_ways = math.lgamma(n_experts + 1) - math.lgamma(k) - math.lgamma(n_experts - k)
+    return (log_integrand + log_ways).exp().sum().item() * step
 
 
 def gaussian_pair_density(n_experts: int) -> float:
     """Density at zero of the smallest |z_i - z_j|: one pair has 1/√π, and there are E (E-1) / 2.
 
-    Over `gaussian_gap_density` with k = 1 it is 38 at E = 16 and 6514 at E = 256: BM_pair is a poor
-    proxy of BM_top for many experts (Paper 0, sec. 3).
+    Divided by `gaussian_gap_density` with k = 1 it is 38 at E = 16 and 6514 at E = 256: BM_pair is
+    a poor proxy of BM_top for many experts (Paper 0, sec. 3).
     """
     require(n_experts >= 2, f"a pair needs 2 experts, got E={n_experts}")
     return n_experts * (n_experts - 1) / (2 * math.sqrt(math.pi))
@@ -78,7 +82,7 @@ def gaussian_budget_epsilon(n_experts: int, k: int, extra: Real = 0.5) -> float:
 
     The mean count rises from 0 to E - k, so the root is bracketed and unique.
     """
-    _check(n_experts, k, 0.0)
+    _check(n_experts, k)
     require(
         0 < extra < n_experts - k,
         f"need 0 < extra < E - k = {n_experts - k}, got {extra=}: no ε reaches it",
@@ -107,7 +111,7 @@ def gaussian_order_shares(
         n_experts: E.
         k: experts chosen.
         epsilon: tolerance in standard deviations of a score.
-        most: last order that is told apart; E - 1 by default.
+        most: last order that is counted separately; E - 1 by default.
     """
     _check(n_experts, k, epsilon)
     most = n_experts - 1 if most is None else most
@@ -147,6 +151,6 @@ def _binomial_law(n: int, log_far: Float[Tensor, " t"]) -> Float[Tensor, "t coun
     return (ways + near + (n - count) * log_far[:, None]).exp()
 
 
-def _check(n_experts: int, k: int, width: Real) -> None:
+def _check(n_experts: int, k: int, width: Real = 0.0) -> None:
     require(1 <= k < n_experts, f"need 1 <= k < E, got {k=}, E={n_experts}")
     require(width >= 0 and math.isfinite(width), f"a width is finite and >= 0, got {width}")

@@ -1,31 +1,24 @@
-"""What rounding the logits to a coarser grid does to the choice.
+"""What low precision does to the choice: rounding the logits, and computing them in low precision.
 
     round_to           nearest number of a format                                     Def. 7.1
     grid_step          q, the distance between neighbours of a number there           Def. 7.1
-    shared_cell        P(tie) = (1 - Δ/q)+                                             Def. 7.2
+    shared_cell        P(tie) = (1 - Δ/q)+                                            Def. 7.2
     shared_cell_flips  P(flip) by ties on one grid, half of the former for fine grids Def. 7.3
-    emulated_choice    ties and flips of these very scores                            Def. 7.4
+    emulated_choice    ties and flips of the given scores                             Def. 7.4
+    product_effect     noise and error of a low-precision matrix product              Def. 7.5
+    product_flips      P(flip) per token: noise, then rounding of the result          Def. 7.5
 
-Scale rules: floating-point formats round the logits as they are and saturate at their largest
-number; integer formats are symmetric with one scale per token, its largest |logit| mapped to the
-largest integer (127 or 7). Rounding to one grid never reverses two scores, it can only make them
-equal; a tie then falls to the lower index, the wrong one in half of the cases. Where a bias or a
-nonlinearity stands between the logits and what is ranked, the scores round on grids of their own:
-there are no ties to speak of, and rounding acts as noise of variance q²/12 (Def. 7.3).
+Floating-point formats round the logits as they are and saturate at their largest number; integer
+formats are symmetric with one scale per token, which maps the largest |logit| to the largest
+integer (127 or 7). Rounding to one grid never reverses two scores, it can only make them equal; a
+tie then goes to the lower index, the wrong one in half of the cases. Where a bias or a nonlinearity
+follows the logits, the scores round on different grids: ties are rare, and rounding acts as noise
+of variance q²/12 (Def. 7.3).
 
-What computing the logits by a low-precision matrix product does to the choice.
-
-Inputs and weights are rounded, products are summed in float32 and the sums are rounded once more,
-as matrix units do. The error of a logit is then (Def. 7.5)
-
-    e_i = Σ_d (w_id δx_d + x_d δw_id) + ρ_i
-
-with known sizes |δx_d|, |δw_id| and signs that are taken to be random; ρ_i is the rounding of the
-sum to the grid of the result. A part of the error that is common to all experts changes no choice,
-so w_id counts as its distance from the mean over experts.
-
-    product_effect    noise of the sums and the error of these very numbers, per token and expert
-    product_flips     P(flip) per token: noise, then rounding of the result
+A matrix unit rounds inputs and weights, sums products in float32 and rounds the sum. The error of
+a logit is e_i = Σ_d (w_id δx_d + x_d δw_id) + ρ_i, with known sizes |δx_d|, |δw_id|, signs taken as
+random, and ρ_i the rounding of the sum. An error common to all experts changes no choice, so w_id
+counts as its distance from the mean over experts.
 """
 
 import math
@@ -60,10 +53,13 @@ Scores = Float[Tensor, "tokens experts"]
 PerToken = Float[Tensor, " tokens"]
 
 PLACES = 32
-"""Places of a cell's edge over which the flips of a coarse grid are averaged."""
+"""Positions of a cell's edge over which the flips of a coarse grid are averaged."""
 
 CHUNK = 1 << 15
 """Entries of a temporary, so that it stays in the processor's cache."""
+
+INPUT_CHUNK = 1 << 20
+"""Entries of router inputs that are rounded at once."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +94,8 @@ def grid_step(scores: Scores, precision: str) -> Scores:
 
     Args:
         scores: (T, E) logits; -inf for ranks without expert. The scale of integer formats is taken
-            from the finite ones of a token, so that a truncated list gives too small a step where
-            the largest |logit| is among the lowest scores.
+            from the finite ones of a token: a truncated list gives too small a step where the
+            largest |logit| is among the missing ranks.
         precision: a name in `PRECISIONS`.
     """
     grid = _grid(precision)
@@ -109,6 +105,13 @@ def grid_step(scores: Scores, precision: str) -> Scores:
         return float_step(finite, grid.mantissa_bits, grid.min_exponent)
     largest = z.abs().masked_fill(z.isinf(), 0.0).amax(dim=-1, keepdim=True)
     return (largest / grid.levels).expand_as(z)
+
+
+def _grid(precision: str) -> FloatGrid | IntegerGrid:
+    require(
+        precision in PRECISIONS, f"unknown precision {precision!r}: one of {', '.join(PRECISIONS)}"
+    )
+    return PRECISIONS[precision]
 
 
 def round_to(scores: Scores, precision: str) -> Scores:
@@ -126,9 +129,9 @@ def round_to(scores: Scores, precision: str) -> Scores:
 
 
 def shared_cell(gaps: PerToken, step: PerToken) -> PerToken:
-    """(1 - Δ/q)+: chance that two scores Δ apart round to the same number (Def. 7.2).
+    """(1 - Δ/q)+: probability that two scores Δ apart round to the same number (Def. 7.2).
 
-    Over a uniform place of the grid. Its mean over tokens is the tie rate, f_gap(0) q / 2 to first
+    For a uniform offset of the grid. Its mean over tokens is the tie rate, f_gap(0) q / 2 to first
     order.
     """
     same = torch.where(gaps == 0, 1.0, 1 - gaps.double() / step)
@@ -136,11 +139,10 @@ def shared_cell(gaps: PerToken, step: PerToken) -> PerToken:
 
 
 def shared_cell_flips(ranked: Scores, k: int, step: PerToken) -> PerToken:
-    """P(flip) by ties on one grid: mean of 1 - 1/C(a + b, a) over the place of the grid (Def. 7.3).
+    """P(flip) by ties on one grid: mean of 1 - 1/C(a + b, a) over grid offsets (Def. 7.3).
 
-    A cell that holds both sides of the threshold holds a chosen experts and b others; the a lowest
-    indices of these stay. For a = b = 1, all that fine grids have, half of the ties flip and the
-    rate is f_gap(0) q / 4. The mean is over equally spaced places of the cell.
+    A cell across the threshold contains a chosen experts and b others; the a lowest indices are
+    kept. Fine grids have a = b = 1: half of the ties flip and the rate is f_gap(0) q / 4.
 
     Args:
         ranked: scores of the first C ranks, descending.
@@ -159,7 +161,7 @@ def shared_cell_flips(ranked: Scores, k: int, step: PerToken) -> PerToken:
 
 
 def _mean_over_places(z: Scores, k: int, q: Float[Tensor, "tokens 1"], ways: Tensor) -> PerToken:
-    """Mean of 1 - 1/C(a + b, a) over cells that hold both sides of the threshold."""
+    """Mean of 1 - 1/C(a + b, a) over equally spaced cells across the threshold."""
     floor, top = z[:, k - 1 : k] - q, z[:, k : k + 1]
     total = torch.zeros_like(z[:, 0])
     for place in range(PLACES):
@@ -178,7 +180,7 @@ def _ways(most: int) -> Float[Tensor, "n n"]:
 
 
 class EmulatedChoice(NamedTuple):
-    """What happened to each token: its threshold is tied, its chosen set is another one."""
+    """For each token, whether its threshold is tied and whether its chosen set changed."""
 
     tied: Bool[Tensor, " tokens"]
     flipped: Bool[Tensor, " tokens"]
@@ -187,9 +189,9 @@ class EmulatedChoice(NamedTuple):
 def emulated_choice(
     rounded: Float[Tensor, "tokens ranks"], k: int, experts: Int[Tensor, "tokens ranks"]
 ) -> EmulatedChoice:
-    """Ties at the threshold and changes of the chosen set for these very scores (Def. 7.4).
+    """Ties at the threshold and changes of the chosen set for the given scores (Def. 7.4).
 
-    Among the kept ranks: where all of them past k tie, an expert past the last might enter unseen.
+    Considers the kept ranks only: where all of them past k tie, further experts might enter.
 
     Args:
         rounded: perturbed scores of the kept ranks, in the order of the ranks before rounding.
@@ -201,42 +203,31 @@ def emulated_choice(
     return EmulatedChoice(gap(rounded, k) == 0, sets_differ(chosen, by_index < k))
 
 
-def _grid(precision: str) -> FloatGrid | IntegerGrid:
-    require(
-        precision in PRECISIONS, f"unknown precision {precision!r}: one of {', '.join(PRECISIONS)}"
-    )
-    return PRECISIONS[precision]
-
-
-Inputs = Float[Tensor, "tokens dim"]
-Weight = Float[Tensor, "experts dim"]
-
-PRODUCT_CHUNK = 1 << 20
-"""Entries of inputs that are rounded at once."""
-
-
 class ProductEffect(NamedTuple):
-    """What a low-precision product does to each logit, before the result is rounded.
+    """Effect of a low-precision product on each logit, before the result is rounded.
 
     Attributes:
-        noise: σ_i = √(Σ_d (w_id - w̄_d)² δx_d² + x_d² δw_id²), the error with signs at random.
-        error: Σ_d x̃_d w̃_id - x_d w_id of the rounded x̃ and w̃, the error of these very numbers.
+        noise: σ_i = √(Σ_d (w_id - w̄_d)² δx_d² + x_d² δw_id²), the error with random signs.
+        error: Σ_d x̃_d w̃_id - x_d w_id of the rounded x̃ and w̃, the error of the given numbers.
     """
 
     noise: Float[Tensor, "tokens experts"]
     error: Float[Tensor, "tokens experts"]
 
 
-def product_effect(inputs: Inputs, weight: Weight, precision: str = "bf16") -> ProductEffect:
+def product_effect(
+    inputs: Float[Tensor, "tokens dim"],
+    weight: Float[Tensor, "experts dim"],
+    precision: str = "bf16",
+) -> ProductEffect:
     """Noise and error of logits computed by a low-precision matrix product (Def. 7.5).
 
-    δ is the rounding error that each number really has, so that a checkpoint stored in the format
-    adds nothing. The sums are taken in float64: those of matrix units, in float32, err by far less
-    than inputs of 16 bits do.
+    δ is the actual rounding error of each number: a checkpoint stored in the format adds nothing.
+    Sums are taken in float64; the float32 sums of matrix units err far less than 16-bit inputs.
 
     Args:
         inputs: the router's inputs in the precision of the exact run.
-        weight: the router's weight, as exact.
+        weight: the exact weight of the router.
         precision: a floating-point format of `PRECISIONS`.
     """
     require(inputs.shape[1] == weight.shape[1], "inputs and weight differ in dimension", ShapeError)
@@ -244,7 +235,7 @@ def product_effect(inputs: Inputs, weight: Weight, precision: str = "bf16") -> P
     w_rounded = round_to(w, precision)
     spread, dw = (w - w.mean(dim=0)).square(), (w_rounded - w).square()
     parts = []
-    for rows in inputs.split(max(1, PRODUCT_CHUNK // inputs.shape[1])):
+    for rows in inputs.split(max(1, INPUT_CHUNK // inputs.shape[1])):
         x = rows.double()
         x_rounded = round_to(x, precision)
         noise = ((x_rounded - x).square() @ spread.T + x.square() @ dw.T).sqrt()
@@ -261,9 +252,9 @@ def product_flips(
 ) -> Float[Tensor, " tokens"]:
     """P(flip) of each token: noise of the sum, then rounding of the result (Def. 7.5).
 
-    The quadrature of Def. 6.2 for the noise, plus what rounding adds to the pair at the threshold:
-    with u ~ N(Δ, σ_k² + σ_{k+1}²) the noisy gap, a pair at |u| < q falls into one cell with chance
-    1 - |u|/q and then flips (u > 0) or unflips (u < 0) in half of the cases.
+    The quadrature of Def. 6.2 for the noise, plus the effect of rounding on the pair at the
+    threshold: with u ~ N(Δ, σ_k² + σ_{k+1}²) the noisy gap, a pair at |u| < q falls into one cell
+    with probability 1 - |u|/q and then flips (u > 0) or unflips (u < 0) in half of the cases.
 
     Args:
         ranked: exact scores of the first ranks, descending.

@@ -1,21 +1,17 @@
-"""Mass of the slab |S| <= r around one decision surface S = 0 (Paper 0, sec. 3).
+"""Mass near a decision surface and volume near ties.
 
-    gaussian_slab      S = ⟨v, X⟩ + b of normal inputs: exact, first and next order    Ex. 3.8
-    surface_density    ∫_{S=0} p/‖∇S‖ dH from samples of S, the constant of Lemma 3.6
-
-The surface integral is the density of S(X) at zero, whatever S: so it is estimated from margins
-alone, and the gradients are not needed.
-
-Volumes of ε-tubes around ties inside the ball of radius R, as shares of the ball.
-
+    gaussian_slab        P(|S| <= r) of S = ⟨v, X⟩ + b for normal inputs        Paper 0, Ex. 3.8
+    surface_density      ∫_{S=0} p/‖∇S‖ dH from samples of S                    Paper 0, Lemma 3.6
     ball_volume          ω_d = π^(d/2) / Γ(d/2 + 1)
-    tube_fraction        one flat of codimension n at distance δ, exact          Paper 1, Prop. A.13
-    tube_leading_term    ω_{D-n} ω_n / ω_D (ε/R)^n, an upper bound of it         Paper 1, Thm 4.2
-    sampled_tube         one flat, by sampling the ball
-    tie_tube             all order-n ties of a router: bounds and samples        Paper 1, Thm 4.2
+    tube_fraction        ε-tube of one flat of codimension n at distance δ      Paper 1, Prop. A.13
+    tube_leading_term    ω_{D-n} ω_n / ω_D (ε/R)^n, an upper bound of it        Paper 1, Thm 4.2
+    sampled_tube         ε-tube of one flat, by sampling the ball
+    tie_tube             ε-tube of all order-n ties: bounds and samples         Paper 1, Thm 4.2
 
-The leading term bounds the tube of one flat for every δ and ε, not only for large R: the density of
-the normal coordinates is largest at the origin.
+The surface integral is the density of S(X) at zero, so it is estimated from margins without
+gradients. Tubes are given as shares of the ball of radius R. The leading term bounds the tube of
+one flat for every δ and ε, not only for large R, since the density of the normal coordinates is
+largest at the origin.
 """
 
 import itertools
@@ -55,47 +51,13 @@ class SlabMass:
         exact: Φ((r-b)/σ) - Φ((-r-b)/σ) (Paper 0, (3.11)).
         first_order: 2 r φ(b/σ)/σ (Paper 0, (3.12)).
         next_order: first_order · (1 + r² (b²/σ⁴ - 1/σ²)/6).
+        density: φ(b/σ)/σ, the surface integral (Paper 0, (3.14)).
     """
 
     exact: float
     first_order: float
     next_order: float
-
-
-def gaussian_slab(mean: Real, spread: Real, width: Real) -> SlabMass:
-    """P(|S| <= r) for S ~ N(b, σ²): for X ~ N(0, Σ), b the offset and σ² = vᵀΣv (Ex. 3.8).
-
-    Args:
-        mean: b.
-        spread: σ > 0.
-        width: r >= 0.
-    """
-    require(spread > 0, f"need spread > 0, got {spread=}")
-    require(width >= 0, f"a width is >= 0, got {width=}")
-    near, far = ((sign * width - abs(mean)) / spread for sign in (1, -1))
-    exact = _between(far, near)
-    density = math.exp(-((mean / spread) ** 2) / 2) / (spread * math.sqrt(2 * math.pi))
-    first = 2 * width * density
-    curve = width**2 * (mean**2 / spread**4 - 1 / spread**2) / 6
-    return SlabMass(exact, first, first * (1 + curve))
-
-
-def surface_density(margins: Float[Tensor, " samples"], width: Real) -> Estimate:
-    """Density of S at zero, n_w / (2 w n), with standard error √(f / (2 w n)).
-
-    n_w of the n margins have |S| <= w; the bias is f″w²/6.
-    """
-    require(width > 0, f"need width > 0, got {width=}")
-    require(margins.numel() > 0, "a density needs a sample, got none", ShapeError)
-    span = 2 * width * margins.numel()
-    density = (margins.double().abs() <= width).sum().item() / span
-    return Estimate(density, math.sqrt(density / span))
-
-
-def _between(low: Real, high: Real) -> float:
-    """Φ(high) - Φ(low), both from the lower tail, where digits are not lost against one."""
-    ends = torch.special.ndtr(torch.tensor([low, high], dtype=torch.float64))
-    return (ends[1] - ends[0]).item()
+    density: float
 
 
 @dataclass(frozen=True)
@@ -115,6 +77,38 @@ class TieTube:
     sets: int
 
 
+def gaussian_slab(mean: Real, spread: Real, width: Real) -> SlabMass:
+    """P(|S| <= r) for S ~ N(b, σ²): for X ~ N(0, Σ), b the offset and σ² = vᵀΣv (Ex. 3.8).
+
+    Args:
+        mean: b.
+        spread: σ > 0.
+        width: r >= 0.
+    """
+    require(spread > 0, f"need spread > 0, got {spread=}")
+    require(width >= 0, f"a width is >= 0, got {width=}")
+    b, s = abs(mean), spread
+    # both tails on the side of the offset: no digits are lost far from the surface
+    ends = torch.tensor([width - b, -width - b], dtype=torch.float64) / s
+    exact = -(torch.special.erfc(-ends / math.sqrt(2)) / 2).diff()
+    density = math.exp(-(b**2) / (2 * s**2)) / (s * math.sqrt(2 * math.pi))
+    first = 2 * width * density
+    relative = width**2 * (b**2 / s**4 - 1 / s**2) / 6
+    return SlabMass(exact.item(), first, first * (1 + relative), density)
+
+
+def surface_density(margins: Float[Tensor, " samples"], width: Real) -> Estimate:
+    """Density of S at zero, n_w / (2 w n), with standard error √(f / (2 w n)).
+
+    n_w of the n margins have |S| <= w; the bias is f″w²/6.
+    """
+    require(width > 0, f"need width > 0, got {width=}")
+    require(margins.numel() > 0, "a density needs a sample, got none", ShapeError)
+    span = 2 * width * margins.numel()
+    density = (margins.double().abs() <= width).sum().item() / span
+    return Estimate(density, math.sqrt(density / span))
+
+
 def ball_volume(dim: int) -> float:
     """ω_d, the volume of the unit ball in d dimensions."""
     require(dim >= 0, f"a dimension is >= 0, got {dim=}")
@@ -126,9 +120,9 @@ def tube_fraction(*, dim: int, codim: int, offset: Real, epsilon: Real, radius: 
 
         ∫ over ‖u-δ‖ < ε, ‖u‖ < R of ω_{D-n} (R² - ‖u‖²)^((D-n)/2) du / (ω_D R^D)
 
-    In polar coordinates of u: ρ² / R² is Beta(n/2, (D-n)/2 + 1), and of the sphere of radius ρ a
-    cap lies in the tube. One integral over ρ with the square-root ends taken out by ρ = a cosine;
-    its integrand is positive, so that tiny shares keep their digits too. 11 digits or more.
+    In polar coordinates of u, ρ² / R² is Beta(n/2, (D-n)/2 + 1) and a cap of each sphere lies in
+    the tube. One integral over ρ, whose square-root ends a cosine substitution removes; its integrand
+    is positive, so tiny shares keep their digits too. 11 digits or more.
 
     Args:
         dim: D.
@@ -180,7 +174,7 @@ def tie_tube(
     samples: int,
     seed: int = 0,
 ) -> TieTube:
-    """Share of the ball of radius R within ε of Γ^(n): sampled, and under its two bounds.
+    """Share of the ball of radius R within ε of Γ^(n), sampled, with two upper bounds.
 
     Args:
         W: (E, D) router weight.
@@ -243,7 +237,7 @@ def _partial_spheres(
 
 
 def _cuts(dim: int, codim: int, low: Real, high: Real) -> list[float]:
-    """Ends of the pieces of the integral: around the mode of ρ, a narrow peak for large D."""
+    """Limits of the pieces of the integral, around the mode of ρ, a narrow peak for large D."""
     mode, spread = math.sqrt((codim - 1) / max(1, dim - 1)), 1 / math.sqrt(dim)
     places = [low, *(mode + s * spread for s in (-6, -1, 0, 1, 6)), high]
     shares = {min(1.0, max(0.0, (place - low) / (high - low))) for place in places}

@@ -46,6 +46,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tieline.core.errors import ShapeError, require
+from tieline.geometry.tubes import gaussian_slab
 
 __all__ = [
     "BoundaryMass",
@@ -489,11 +490,6 @@ def gaussian_boundary_mass(
     """P(|S(X)| <= r) with its expansion; r = κ_ε τ gives eq. 3.13."""
     require(radius >= 0, f"need radius >= 0, got {radius=}")
     sigma = check_covariance(covariance, student.dim)
-    s, b = (student.normal @ sigma @ student.normal).sqrt().item(), abs(student.offset.item())
-    # both tails on the side of the offset: no digits are lost far from the wall
-    ends = torch.tensor([radius - b, -radius - b], dtype=torch.float64) / s
-    exact = -normal_cdf(ends).diff()
-    density = math.exp(-(b**2) / (2 * s**2)) / (s * math.sqrt(2 * math.pi))
-    first = 2 * radius * density
-    relative = radius**2 * (b**2 / s**4 - 1 / s**2) / 6
-    return BoundaryMass(exact.item(), first, first * (1 + relative), density, s)
+    spread = (student.normal @ sigma @ student.normal).sqrt().item()
+    slab = gaussian_slab(student.offset.item(), spread, radius)
+    return BoundaryMass(slab.exact, slab.first_order, slab.next_order, slab.density, spread)

@@ -13,7 +13,7 @@ from tests.geometry.problems import normal_scores, simulated_flips
 from tests.strategies import dyadic_scores, seeds
 from tieline.core.ranking import ranked_scores
 from tieline.core.statistics import Estimate
-from tieline.geometry.density import gap_density, iid_normal_density
+from tieline.geometry.density import gap_density
 from tieline.geometry.flips import (
     flip_limits,
     flip_probability,
@@ -21,6 +21,7 @@ from tieline.geometry.flips import (
     noisy_gap,
     population_flips,
 )
+from tieline.geometry.gaussian import gaussian_gap_density
 
 
 def by_summation(row, k, sigma):
@@ -144,7 +145,7 @@ def test_population_rate_is_that_of_other_tokens():
         chances = flip_probability(other, 4, sigma)
         error = math.hypot(rate.standard_error, (chances.std() / math.sqrt(20_000)).item())
         assert abs(rate.value - chances.mean().item()) < 3 * error
-    exact = iid_normal_density(16, 4) * 1e-3 / math.sqrt(math.pi)
+    exact = gaussian_gap_density(16, 4) * 1e-3 / math.sqrt(math.pi)
     assert abs(population_flips(density, 1e-3).value - exact) < 3 * density.standard_error * 1e-3
 
 
