@@ -121,8 +121,8 @@ def tube_fraction(*, dim: int, codim: int, offset: Real, epsilon: Real, radius: 
         ∫ over ‖u-δ‖ < ε, ‖u‖ < R of ω_{D-n} (R² - ‖u‖²)^((D-n)/2) du / (ω_D R^D)
 
     In polar coordinates of u, ρ² / R² is Beta(n/2, (D-n)/2 + 1) and a cap of each sphere lies in
-    the tube. One integral over ρ, whose square-root ends a cosine substitution removes; its integrand
-    is positive, so tiny shares keep their digits too. 11 digits or more.
+    the tube. One integral over ρ, whose square-root ends a cosine substitution removes; its
+    integrand is positive, so tiny shares keep their digits too. 11 digits or more.
 
     Args:
         dim: D.
