@@ -25,8 +25,8 @@ from harness import Ratio, interleave, ratio, report
 from tieline.papers.comparisons import GateRow, gate_table, read_scores
 from tieline.routing.losses import collect_routing
 from tieline.training.config import GATE_NAMES
-from tieline.training.engine import task_of
 from tieline.training.recipes import recipe_config
+from tieline.training.tasks import task_of
 from tieline.training.trainer import RoutingTrainer, training_arguments
 
 STEPS, SETTLE, TARGET = 5, 80, 1.25

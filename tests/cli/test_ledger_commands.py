@@ -10,8 +10,8 @@ import typer
 from tieline.cli import app
 from tieline.papers.claim import Verdict
 from tieline.papers.registry import all_claims
-from tieline.training.engine import TASKS
 from tieline.training.recipes import recipe_config
+from tieline.training.tasks import TASKS
 
 DOCS = Path(__file__).parents[2] / "docs"
 CASES = ("reproduced at small scale", "not at this scale", "needs accelerators")

@@ -7,8 +7,8 @@ import pytest
 
 from tieline.core.errors import TielineError
 from tieline.training.config import GATE_NAMES, GateConfig, OptimConfig, gate_config
-from tieline.training.engine import TASKS, register_task, task_of
-from tieline.training.recipes import RECIPES, recipe_config, register_recipe
+from tieline.training.recipes import RECIPES, recipe_config, recipe_list
+from tieline.training.tasks import TASKS, task_of
 
 
 @pytest.mark.parametrize("name", sorted(RECIPES))
@@ -38,15 +38,22 @@ def test_nine_gates_are_compared():
         gate_config("hard")
 
 
-def test_names_are_taken_once_and_unknown_ones_get_a_hint():
+def test_no_name_is_taken_twice():
+    language, images, sentences = 9 * (2 + 3 + 3 + 1 + 1 + 3) + 3, 2 * 3 + 2 * 4 * 4, 3 * 3 * 3
+    assert len(RECIPES) == language + images + sentences
+
+
+def test_every_recipe_says_what_it_is():
+    listed = recipe_list().recipes
+    assert list(listed) == list(RECIPES)
+    assert all(listed.values())
+
+
+def test_unknown_names_get_a_hint():
     with pytest.raises(TielineError, match="did you mean enwik8-small-smoe"):
         recipe_config("enwik8-small-smo")
     with pytest.raises(TielineError, match="--list` shows all"):
         recipe_config("zzzz")
-    with pytest.raises(TielineError, match="registered already"):
-        register_recipe("enwik8-small-smoe", lambda: recipe_config("enwik8-small-smoe"))
-    with pytest.raises(TielineError, match="registered already"):
-        register_task("language", TASKS["language"])
     with pytest.raises(TielineError, match="'nothing' is not one of"):
         task_of(recipe_config("enwik8-small-smoe").replace(task="nothing"))
 

@@ -52,11 +52,11 @@ def train(
     outputs.check()
     from transformers.utils import logging
 
-    from tieline.training.recipes import RECIPES, recipe_config
+    from tieline.training.recipes import recipe_config, recipe_list
 
     if list_recipes:
-        found = {name: (make.__doc__ or "").strip() for name, make in _made(RECIPES).items()}
-        _show({"recipes": found}, recipe_lines(found), outputs)
+        found = recipe_list()
+        _show(found.to_dict(), recipe_lines(found.recipes), outputs)
         return
     require(recipe is not None, "name a recipe; `tieline train --list` shows all")
     config = recipe_config(str(recipe), seed)
@@ -66,10 +66,6 @@ def train(
     else:
         folder = out or Path("runs") / f"{recipe}-{seed}"
         _run(config, folder, resume, expert_ranks, outputs)
-
-
-def _made(recipes: dict[str, Any]) -> dict[str, Any]:
-    return {name: getattr(make, "func", make) for name, make in recipes.items()}
 
 
 def _dry_run(config: Any, outputs: Outputs) -> None:
@@ -101,7 +97,7 @@ def _run(
             time.sleep(GRACE)
             raise typer.Exit(BAD_INPUT) from None  # one message is enough: rank 0 tells it
     if found is not None:  # only the first process has a result to show
-        result = found.to_dict() | {"folder": str(folder)}
+        result = found.to_dict()
         _show(result, result_lines(result), outputs)
 
 

@@ -63,7 +63,9 @@ FORMATS: dict[str, str] = {
     "tieline-rates": "tieline.estimation.rates:RateStudy",
     "tieline-ledger": "tieline.papers.ledger:Ledger",
     "tieline-claims": "tieline.papers.ledger:Catalogue",
-    "tieline-training": "tieline.training.engine:TrainResult",
+    "tieline-training": "tieline.training.engine:TrainingResult",
+    "tieline-training-plan": "tieline.training.engine:TrainingPlan",
+    "tieline-recipes": "tieline.training.recipes:RecipeList",
 }
 """Format name to "module:class"; the module is imported when such a file is read."""
 

@@ -7,7 +7,6 @@ complete.json           written last: a checkpoint without it was cut short and 
 """
 
 import json
-import os
 import random
 import re
 from pathlib import Path
@@ -19,9 +18,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from tieline.core.errors import TielineError, require
+from tieline.core.files import write_whole
 
 __all__ = [
     "CheckpointError",
+    "checkpoint_step",
     "last_checkpoint",
     "load_generators",
     "load_optimizer",
@@ -42,9 +43,7 @@ class CheckpointError(TielineError):
 
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file, whole or not at all."""
-    new = path.with_suffix(path.suffix + ".new")
-    new.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n")
-    os.replace(new, path)
+    write_whole(path, (json.dumps(value, indent=1, allow_nan=False) + "\n").encode())
 
 
 def read_json(path: Path) -> Any:
@@ -63,6 +62,11 @@ def last_checkpoint(folder: Path) -> Path | None:
         if named and (path / COMPLETE).is_file():
             found.append((int(named[1]), path))
     return max(found)[1] if found else None
+
+
+def checkpoint_step(checkpoint: Path | None) -> int:
+    """Return the step of a checkpoint by its name, 0 for None."""
+    return int(checkpoint.name.split("-")[1]) if checkpoint else 0
 
 
 def mark_complete(folder: Path, step: int) -> None:

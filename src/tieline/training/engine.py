@@ -1,136 +1,78 @@
-"""What a run is about: a task makes the data and the model, and scores the result.
-
-A task is an object with the three methods of `Task`; the registry is a dictionary. The engine knows
-no more of it, so language, images and sentence pairs are trained by the same code.
-
-Running a recipe: prepare, train, checkpoint, go on after a kill, score, keep the result.
+"""Run a recipe in one process: prepare, train, checkpoint, resume, score, keep the result.
 
     result = run(enwik8_small("smooth1"), Path("runs/smooth1"))
     result = run(enwik8_small("smooth1"), Path("runs/smooth1"), resume=True)   # after a kill
 
 The folder of a run holds `config.json`, checkpoints, `model/` (the trained model as transformers
-saves it), `result.json`. Weights, data order and every generator depend on the seed alone and are
-restored exactly, so a run that was killed ends with the loss that it would have had.
+saves it) and `result.json`. Weights, data order and all random numbers depend on the seed alone and
+are restored exactly, so a run that was killed and resumed ends with the same loss.
 """
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset
 from transformers import set_seed
 from transformers.utils import logging
 
 from tieline.analysis.monitor_trainer import monitor_trainer
 from tieline.core.errors import require
-from tieline.training.checkpoint import CheckpointError, last_checkpoint, read_json, write_json
+from tieline.core.records import Result, from_plain
+from tieline.training.checkpoint import (
+    CheckpointError,
+    checkpoint_step,
+    last_checkpoint,
+    read_json,
+    write_json,
+)
 from tieline.training.config import TrainConfig
 from tieline.training.fetch import DataError
+from tieline.training.tasks import Task, TaskData, task_of
 from tieline.training.trainer import RoutingTrainer, training_arguments
 
 __all__ = [
-    "TASKS",
-    "Plan",
-    "Task",
-    "TaskData",
-    "TrainResult",
+    "Report",
+    "TrainingPlan",
+    "TrainingResult",
     "Watch",
-    "parameter_count",
+    "finish",
+    "finished",
     "plan",
     "prepare_folder",
-    "register_task",
     "run",
-    "task_of",
 ]
 
-
-@runtime_checkable
-class TaskData(Protocol):
-    """Data of a task; what else it holds is between the task and itself.
-
-    Attributes:
-        train: `steps · batch` items in the order in which they are trained on, each a dictionary
-            of tensors that the model's `forward` takes; the engine does not shuffle.
-        about: where the data come from and how they are split.
-    """
-
-    @property
-    def train(self) -> Dataset[Any]:
-        """What is trained on, in order."""
-        ...
-
-    @property
-    def about(self) -> str:
-        """Where the data come from."""
-        ...
-
-
-@runtime_checkable
-class Task(Protocol):
-    """How one kind of run is prepared and scored."""
-
-    def data(self, config: TrainConfig) -> TaskData:
-        """The data, fetched if need be."""
-        ...
-
-    def model(self, config: TrainConfig) -> nn.Module:
-        """A fresh model whose `forward(**items)` returns an output with a `loss`."""
-        ...
-
-    def evaluate(self, model: nn.Module, data: Any, config: TrainConfig) -> dict[str, Any]:
-        """Scores of the trained model, as plain values."""
-        ...
-
-    def save(self, model: nn.Module, data: Any, folder: Any) -> None:
-        """Write the trained model into a new folder."""
-        ...
-
-
-TASKS: dict[str, Task] = {}
-"""Tasks by name."""
-
-
-def register_task(name: str, task: Task) -> Task:
-    """Make a task known; refuses a name that is taken."""
-    require(name not in TASKS, f"the task {name!r} is registered already")
-    TASKS[name] = task
-    return task
-
-
-def task_of(config: TrainConfig) -> Task:
-    """The task of a run."""
-    require(config.task in TASKS, f"the task {config.task!r} is not one of {sorted(TASKS)}")
-    return TASKS[config.task]
-
-
 Report = Callable[[str, int, int], None]
-"""Told a stage, how much of it is done, and of how much."""
+"""Called with a stage, how much of it is done, and its whole amount."""
 
 Watch = Callable[[nn.Module, int], None]
-"""Shown the model after a step, and told how many are done."""
+"""Called with the model after a step, and the number of steps done."""
 
 TIMED = 3
 
 
-@dataclass(frozen=True)
-class TrainResult:
-    """What a run came to.
+@dataclass(frozen=True, repr=False)
+class TrainingResult(Result):
+    """The result of a training run.
 
     Attributes:
-        config: the run, in plain values.
+        config: the run, `TrainConfig.to_dict()`.
         parameters: number of trained parameters.
         data: where the data come from.
-        scores: what the task found.
-        seconds: wall time of the training of this process.
+        scores: scores of the task.
+        seconds: wall time of the training in this process.
         cpu_seconds: its processor time.
         resumed_from: step at which this process began.
-        history: what was logged.
+        history: logged values.
+        folder: folder of the run.
     """
+
+    format: ClassVar[str] = "tieline-training"
 
     config: dict[str, Any]
     parameters: int
@@ -139,34 +81,44 @@ class TrainResult:
     seconds: float
     cpu_seconds: float
     resumed_from: int
-    history: list[dict[str, float]]
+    history: tuple[dict[str, Any], ...]
+    folder: str = ""
 
-    def to_dict(self) -> dict[str, Any]:
-        """The record in plain values."""
-        return asdict(self)
+    @property
+    def recipe(self) -> str:
+        """Name of the recipe."""
+        return self.config["recipe"]
+
+    @property
+    def seed(self) -> int:
+        """Seed of the run."""
+        return self.config["seed"]
+
+    @property
+    def steps(self) -> int:
+        """Optimiser steps of the run."""
+        return self.config["optim"]["steps"]
 
 
-@dataclass(frozen=True)
-class Plan:
+@dataclass(frozen=True, repr=False)
+class TrainingPlan(Result):
     """What a run would do.
 
     Attributes:
-        config: the run, in plain values.
+        config: the run, `TrainConfig.to_dict()`.
         parameters: number of parameters.
         data: where the data come from, or why they are absent.
         step_seconds: measured time of a step, None without data.
-        seconds: estimate for the whole training.
+        seconds: estimate for the whole training, None without data.
     """
+
+    format: ClassVar[str] = "tieline-training-plan"
 
     config: dict[str, Any]
     parameters: int
     data: str
     step_seconds: float | None
     seconds: float | None
-
-    def to_dict(self) -> dict[str, Any]:
-        """The record in plain values."""
-        return asdict(self)
 
 
 def run(
@@ -176,20 +128,20 @@ def run(
     resume: bool = False,
     progress: Report | None = None,
     watch: Watch | None = None,
-) -> TrainResult:
-    """Train what `config` says, in the folder `out`, and score it.
+) -> TrainingResult:
+    """Train and score the model of a configuration in the folder `out`.
 
     Args:
         config: a whole run, from a recipe.
         out: a new folder; with `resume`, that of the same run.
-        resume: go on from the newest complete checkpoint, from the start if there is none.
-        progress: told the stages.
-        watch: shown the model after every step; it leaves weights and generators as they are.
+        resume: continue from the newest complete checkpoint, from the start if there is none.
+        progress: called at each stage.
+        watch: called after every step; it must not change weights or random generators.
     """
     tell = progress or (lambda stage, done, of: None)
     checkpoint = prepare_folder(config, out, resume)
-    if resume and (out / "result.json").is_file():
-        return TrainResult(**read_json(out / "result.json"))
+    if resume and (known := finished(out)) is not None:
+        return known
     task = task_of(config)
     tell("data", 0, 1)
     data = task.data(config)
@@ -197,34 +149,61 @@ def run(
     model = task.model(config)
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / "config.json", config.to_dict())
-    trainer = RoutingTrainer(
-        config,
-        model,
-        training_arguments(config, out),
-        data.train,
-        _step_end(model, tell, watch),
-    )
+    arguments = training_arguments(config, out)
+    told = _step_end(model, tell, watch)
+    trainer = RoutingTrainer(config, model, arguments, data.train, told)
     monitor_trainer(trainer, every=config.log_every)
     began, worked = time.perf_counter(), time.process_time()
     with _no_bars():
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    seconds, worked = time.perf_counter() - began, time.process_time() - worked
+    times = time.perf_counter() - began, time.process_time() - worked
     tell("score", 0, 1)
+    start = checkpoint_step(checkpoint)
+    return finish(config, out, (task, data, model), times, start, trainer.state.log_history)
+
+
+def finish(
+    config: TrainConfig,
+    out: Path,
+    trained: tuple[Task, TaskData, nn.Module],
+    times: tuple[float, float],
+    resumed_from: int,
+    history: list[dict[str, Any]],
+) -> TrainingResult:
+    """Score and save a trained model, and keep the result.
+
+    Args:
+        config: the run.
+        out: its folder.
+        trained: task, data and the whole model.
+        times: wall and processor time of the training.
+        resumed_from: step at which this process began.
+        history: logged values.
+    """
+    task, data, model = trained
     model.eval()
-    result = TrainResult(
-        config=config.to_dict(),
-        parameters=parameter_count(model),
-        data=data.about,
-        scores=task.evaluate(model, data, config),
-        seconds=seconds,
-        cpu_seconds=worked,
-        resumed_from=int(checkpoint.name.split("-")[1]) if checkpoint else 0,
-        history=trainer.state.log_history,
+    result = TrainingResult(
+        config.to_dict(),
+        parameter_count(model),
+        data.about,
+        task.evaluate(model, data, config),
+        *times,
+        resumed_from,
+        tuple(history),
+        str(out),
     )
     with _no_bars():
         task.save(model, data, out / "model")
-    write_json(out / "result.json", result.to_dict())
+    result.to_json(out / "result.json")
     return result
+
+
+def finished(out: Path) -> TrainingResult | None:
+    """Return the result of a run that has ended, None if it has not."""
+    path = out / "result.json"
+    if not path.is_file():
+        return None
+    return replace(from_plain(TrainingResult, read_json(path)), folder=str(out))
 
 
 def _step_end(model: nn.Module, tell: Report, watch: Watch | None) -> Callable[[int, int], None]:
@@ -238,7 +217,7 @@ def _step_end(model: nn.Module, tell: Report, watch: Watch | None) -> Callable[[
 
 @contextmanager
 def _no_bars() -> Iterator[None]:
-    """No bars of transformers for every file it writes; `progress` tells how far a run is."""
+    """Turn off transformers' progress bars, which it shows for every file it writes."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -248,26 +227,25 @@ def _no_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def plan(config: TrainConfig, progress: Report | None = None) -> Plan:
-    """What `run` would do: size, data, and an estimate of the time from some steps done here."""
+def plan(config: TrainConfig, progress: Report | None = None) -> TrainingPlan:
+    """Return size, data and estimated time of a run; the time is measured on a few steps."""
     tell = progress or (lambda stage, done, of: None)
     tell("data", 0, 1)
     task = task_of(config)
     set_seed(config.seed)
     model = task.model(config)
+    size = (config.to_dict(), parameter_count(model))
     try:
         data = task.data(config)
     except DataError as problem:
-        return Plan(config.to_dict(), parameter_count(model), f"absent: {problem}", None, None)
+        return TrainingPlan(*size, f"absent: {problem}", None, None)
     tell("time", 0, 1)
     step = _step_seconds(model, data.train, config.optim.batch)
-    return Plan(
-        config.to_dict(), parameter_count(model), data.about, step, step * config.optim.steps
-    )
+    return TrainingPlan(*size, data.about, step, step * config.optim.steps)
 
 
 def _step_seconds(model: nn.Module, data: Any, batch: int) -> float:
-    """Time of forward and backward pass: the fastest of some micro-batches, times the batch."""
+    """Time forward and backward pass: the fastest of some micro-batches, times the batch."""
     micro = min(batch, 4)
     items = [data[i] for i in range(micro)]
     inputs = {key: torch.stack([item[key] for item in items]) for key in items[0]}
@@ -281,18 +259,18 @@ def _step_seconds(model: nn.Module, data: Any, batch: int) -> float:
 
 
 def prepare_folder(config: TrainConfig, out: Path, resume: bool) -> Path | None:
-    """The checkpoint to begin at; refuses the folder of another run."""
-    known = out / "config.json"
+    """Return the checkpoint to start from; raises if the folder holds another run."""
     if not resume:
         require(
             not out.exists() or (out.is_dir() and not any(out.iterdir())),
             f"{out} is not empty: a run begins in a new folder, or goes on with --resume",
         )
         return None
+    path = out / "config.json"
     require(
-        known.is_file(), f"{out} holds no run to resume: config.json is missing", CheckpointError
+        path.is_file(), f"{out} holds no run to resume: config.json is missing", CheckpointError
     )
-    kept, wanted = read_json(known), config.to_dict()
+    kept, wanted = read_json(path), config.to_dict()
     differing = sorted(key for key in wanted if kept.get(key) != wanted[key])
     require(
         kept == wanted,
@@ -303,5 +281,5 @@ def prepare_folder(config: TrainConfig, out: Path, resume: bool) -> Path | None:
 
 
 def parameter_count(model: nn.Module) -> int:
-    """Number of parameters."""
+    """Return the number of parameters."""
     return sum(p.numel() for p in model.parameters())

@@ -21,7 +21,6 @@ from torch.utils.data import Dataset
 from tieline.core.errors import ParameterError, require
 from tieline.routing.losses import collect_routing
 from tieline.training.config import TrainConfig
-from tieline.training.engine import register_task
 from tieline.training.fetch import DataError, fetch_checkpoint, shared_folder
 from tieline.training.image_data import DomainImages, Images, load_cifar10, load_pacs
 from tieline.training.image_models import (
@@ -34,8 +33,6 @@ from tieline.training.image_models import (
 )
 
 __all__ = [
-    "DOMAINS",
-    "IMAGES",
     "DomainTask",
     "ImageData",
     "ImageItems",
@@ -126,9 +123,6 @@ def _accuracies(right: Tensor, labels: Tensor) -> dict[str, float]:
         "balanced_se": error.sqrt().item() / len(recall),
         "commonest": n.max().item() / total,
     }
-
-
-IMAGES, DOMAINS = "images", "domains"
 
 
 @dataclass(frozen=True, eq=False)
@@ -239,7 +233,3 @@ def image_model(config: TrainConfig) -> nn.Module:
     require(isinstance(shape, PatchConfig), f"{type(shape).__name__} is no shape for images")
     assert isinstance(shape, PatchConfig)
     return PatchClassifier(shape, config.gate)
-
-
-register_task(IMAGES, ImageTask())
-register_task(DOMAINS, DomainTask())

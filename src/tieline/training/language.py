@@ -37,7 +37,6 @@ from tieline.routing.losses import collect_routing
 from tieline.routing.routers import LinearRouter
 from tieline.routing.smooth import SmoothTopK
 from tieline.training.config import DecoderConfig, GateConfig, TrainConfig
-from tieline.training.engine import register_task
 from tieline.training.text_data import Stream, TextStreams, Windows, load_streams
 
 __all__ = [
@@ -344,6 +343,3 @@ def hard_gates(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _as_they_are() -> Iterator[None]:
     yield
-
-
-register_task("language", LanguageModelling())

@@ -1,21 +1,19 @@
 """Recipes: named functions that return whole frozen configurations.
 
-    enwik8-small-GATE     2 layers, D = 96, bytes: minutes on one core
-    enwik8-10m-GATE       4 layers, D = 192, 10 M parameters, bytes: a quarter of an hour
-    enwik8-paper-GATE     8 layers, D = 352, span 2048, 80 epochs (paper 1, Table 7): accelerators
-    enwik8-long-GATE      three times as many steps at a lower rate; also text8-long, wikitext-long
-    enwik8-extended-GATE  eight times as many, scored on 131,072 bytes of each split
-    text8-small-GATE      as enwik8-small on letters
-    wikitext-small-GATE   as enwik8-small on a BPE of 512 tokens, with the AAA attack
+Language (paper 1, Tables 1, 4, 5, 7 and 8); GATE is one of the nine of `config.VARIANTS`:
+
     shipped-smoke-GATE    1 layer, D = 32, 20 steps on the text in the box: seconds, no download
     shipped-small-GATE    2 layers, D = 32, 16 experts, 320 steps on it: until the budget is met
-    text8-paper-GATE      as enwik8-paper on letters
+    enwik8-small-GATE     2 layers, D = 96, bytes: minutes on one core; also text8-small (letters)
+                          and wikitext-small (BPE of 512 tokens, with the AAA attack)
+    enwik8-long-GATE      three times as many steps at a lower rate; also text8-long, wikitext-long
+    enwik8-extended-GATE  eight times as many, scored on 131,072 bytes of each split
+    enwik8-10m-GATE       4 layers, D = 192, 10 M parameters, bytes: a quarter of an hour
+    enwik8-paper-GATE     8 layers, D = 352, span 2048, 80 epochs: accelerators; also text8-paper
     wikitext-paper-GATE   6 layers, D = 352, span 1024, 80 epochs: accelerators, training split
-    wikitext-paper-GATE-kK   the same with K experts: smoe 4 and 5, smooth50 4 (paper 1, Table 8)
+    wikitext-paper-GATE-kK   the same with K experts: smoe 4 and 5, smooth50 4
 
-GATE is one of the nine of `gates`.
-
-Recipes on images: CIFAR-10 (paper 1, Figures 1 and 3) and PACS (papers 1 and 2, Table 3).
+Images: CIFAR-10 (paper 1, Figures 1 and 3) and PACS (papers 1 and 2, Table 3):
 
     cifar10-small-GATE        the paper's layers (3072 wide, 32 experts of 128, top 4), one pass
                               over 12,800 images: minutes on one core
@@ -23,40 +21,34 @@ Recipes on images: CIFAR-10 (paper 1, Figures 1 and 3) and PACS (papers 1 and 2,
     pacs-small-GATE-DOMAIN    a small transformer at 32×32, 2 of 6 experts, DOMAIN left out
     pacs-paper-GATE-DOMAIN    pretrained ViT-S/16, its last two networks turned into 6 experts
 
-GATE is smoe, smooth50 or smooth1 for CIFAR-10, and for PACS
+with GATE smoe, smooth50 or smooth1 for CIFAR-10, and for PACS
 
     linear       linear router, top 2
     cosine       cosine router with a projection and temperature 1/2: GMoE's
     perturbed    the same with τ1 = τ2 = 0.1 (paper 2)
     smooth       cosine router, smooth top-2 with b = 50: SmoothGMoE (paper 1)
 
-Recipes on sentences: GLUE with one upcycled network (paper 1, Table 2).
+Sentences: GLUE with one upcycled network (paper 1, Table 2):
 
-    glue-smoke-TASK-GATE        2 layers of width 32 at random weights: whether everything runs
+    glue-smoke-TASK-GATE        2 layers of width 32 at random weights: tests that everything runs
     glue-paper-TASK-GATE-kK     BERT-large, 16 experts in one block, 10 epochs: accelerators
 
 TASK is cola, mrpc or rte; GATE smoe, remoe or smooth50; K 2 or 4. The smoke run starts from random
-weights and ends near always saying the same: its scores are no result.
-
-The baseline `smoe` is GShard's top-k, with the gate noise of 1.0 and the capacity factor of 1.5
-that the paper sets (C.3.2): an expert takes at most ⌈1.5 kT/E⌉ of the T tokens of a batch, padding
-included, and scores are noisy in training. ReMoE and smooth top-k have no fixed number of experts
-per token; the paper does not say what a capacity would be there, and they run without.
-
-All tasks and recipes: importing this makes every one of them known.
-
-A new kind of run is a module that registers its task and recipes, and a line in `MODULES`.
+weights and learns to give one constant answer: its scores are no result. The baseline `smoe` is
+GShard's top-k with the paper's gate noise of 1.0 and capacity factor of 1.5 (C.3.2): an expert has
+at most ⌈1.5 kT/E⌉ of the T tokens of a batch, padding included, and scores are noisy in training.
+ReMoE and smooth top-k have no fixed number of experts per token and run without a capacity, which
+the paper does not define for them.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
-import tieline.training.language  # noqa: F401 - its task registers itself
 from tieline.core.errors import require
-from tieline.training import images as task_images
+from tieline.core.records import Result
 from tieline.training.config import (
     GATE_NAMES,
     DataConfig,
@@ -67,9 +59,8 @@ from tieline.training.config import (
     TrainConfig,
     gate_config,
 )
-from tieline.training.engine import TASKS
 from tieline.training.image_models import MixtureConfig, PatchConfig, VisionTransformerConfig
-from tieline.training.sentences import SENTENCES, SentenceConfig
+from tieline.training.sentences import SentenceConfig
 
 __all__ = [
     "CIFAR10_GATES",
@@ -79,7 +70,7 @@ __all__ = [
     "GLUE_TASKS",
     "GSHARD",
     "RECIPES",
-    "TASKS",
+    "RecipeList",
     "cifar10_paper",
     "cifar10_small",
     "domain_gate",
@@ -93,34 +84,14 @@ __all__ = [
     "pacs_paper",
     "pacs_small",
     "recipe_config",
-    "register_recipe",
+    "recipe_list",
     "shipped_small",
     "small_form",
     "smoke",
     "wikitext_paper",
 ]
 
-Recipe = Callable[[], TrainConfig]
-
-RECIPES: dict[str, Recipe] = {}
-"""Recipes by name."""
-
 VOCABULARY = {"enwik8": 256, "text8": 27, "wikitext": 512}
-
-
-def register_recipe(name: str, recipe: Recipe) -> Recipe:
-    """Make a recipe known; refuses a name that is taken."""
-    require(name not in RECIPES, f"the recipe {name!r} is registered already")
-    RECIPES[name] = recipe
-    return recipe
-
-
-def recipe_config(name: str, seed: int = 0) -> TrainConfig:
-    """The configuration of a recipe with a seed."""
-    close = get_close_matches(name, RECIPES, n=4)
-    hint = f"did you mean {', '.join(close)}?" if close else "`tieline train --list` shows all"
-    require(name in RECIPES, f"no recipe {name!r}; {hint}")
-    return RECIPES[name]().replace(seed=seed)
 
 
 def small_form(data: str, gate: str) -> TrainConfig:
@@ -139,27 +110,27 @@ def small_form(data: str, gate: str) -> TrainConfig:
 
 
 def long_form(data: str, gate: str) -> TrainConfig:
-    """The small form until seeds agree: 1,500 steps of 1,024 tokens at two thirds of the rate.
+    """The small form, long enough for seeds to agree: 1,500 steps at two thirds of the rate.
 
     After 500 steps at 3e-3, and after 1,000, runs leave the first plateau at times that differ by
-    seed, and one gate seems 8 % better than another.
+    seed, and one gate may seem 8 % better than another.
     """
     small = small_form(data, gate)
     return small.replace(recipe=f"{data}-long-{gate}", optim__steps=1500, optim__rate=2e-3)
 
 
 def extended_form(gate: str) -> TrainConfig:
-    """The long form until six seeds tell gates apart by a percent: 4.1 M bytes of enwik8.
+    """The long form, long enough to resolve 1 % differences with six seeds: 4.1 M bytes of enwik8.
 
-    Eight times the steps of the small form and eight times its windows to score on; of the texts
-    only enwik8 is long enough to see nothing twice.
+    Eight times the steps of the small form and eight times its windows to score on; only enwik8
+    is long enough that no text is seen twice.
     """
     long = long_form("enwik8", gate)
     return long.replace(recipe=f"enwik8-extended-{gate}", optim__steps=4000, evaluate_items=1024)
 
 
 def smoke(gate: str) -> TrainConfig:
-    """One layer of width 32 on the text in the box, 20 steps: whether everything runs."""
+    """One layer of width 32 on the text in the box, 20 steps: tests that everything runs."""
     return TrainConfig(
         recipe=f"shipped-smoke-{gate}",
         task="language",
@@ -178,9 +149,9 @@ def smoke(gate: str) -> TrainConfig:
 def shipped_small(gate: str) -> TrainConfig:
     """Two layers of width 32, 16 experts, on the text in the box: 320 steps of 512 bytes.
 
-    Two things make up for the few steps. Scores start as wide as those of wider models, so that ε
-    begins below its budget; and θ, which Adam moves by about its rate a step, has a higher rate, so
-    that it gets to the budget and, annealed, on to nothing.
+    Two changes compensate for the few steps. Scores start as wide as those of wider models, so that
+    ε begins below its budget; and θ, which Adam moves by about its rate a step, has a higher rate,
+    so that it reaches the budget and, annealed, zero.
     """
     return TrainConfig(
         recipe=f"shipped-small-{gate}",
@@ -250,43 +221,28 @@ def wikitext_paper(gate: str, k: int = 2) -> TrainConfig:
     )
 
 
-for _gate in GATE_NAMES:
-    for _data in VOCABULARY:
-        register_recipe(f"{_data}-small-{_gate}", partial(small_form, _data, _gate))
-        register_recipe(f"{_data}-long-{_gate}", partial(long_form, _data, _gate))
-    register_recipe(f"shipped-smoke-{_gate}", partial(smoke, _gate))
-    register_recipe(f"shipped-small-{_gate}", partial(shipped_small, _gate))
-    register_recipe(f"enwik8-extended-{_gate}", partial(extended_form, _gate))
-    register_recipe(f"enwik8-10m-{_gate}", partial(enwik8_10m, _gate))
-    register_recipe(f"enwik8-paper-{_gate}", partial(enwik8_paper, _gate))
-    register_recipe(f"text8-paper-{_gate}", partial(enwik8_paper, _gate, "text8"))
-    register_recipe(f"wikitext-paper-{_gate}", partial(wikitext_paper, _gate))
-for _gate, _k in (("smoe", 4), ("smoe", 5), ("smooth50", 4)):
-    register_recipe(f"wikitext-paper-{_gate}-k{_k}", partial(wikitext_paper, _gate, _k))
-
-
 CIFAR10_GATES = ("smoe", "smooth50", "smooth1")
 DOMAINS = ("art_painting", "cartoon", "photo", "sketch")
-COSINE = {"d_proj": 32, "temperature": 0.5}
-VARIANTS: dict[str, dict[str, Any]] = {
+PATCH_COSINE = {"d_proj": 32, "temperature": 0.5}
+DOMAIN_VARIANTS: dict[str, dict[str, Any]] = {
     "linear": {},
-    "cosine": {"router": "cosine", "router_options": COSINE},
-    "perturbed": {"router": "cosine", "router_options": {**COSINE, "tau": (0.1, 0.1)}},
+    "cosine": {"router": "cosine", "router_options": PATCH_COSINE},
+    "perturbed": {"router": "cosine", "router_options": {**PATCH_COSINE, "tau": (0.1, 0.1)}},
     "smooth": {
         "router": "cosine",
-        "router_options": COSINE,
+        "router_options": PATCH_COSINE,
         "gate": "smooth",
         "gate_options": {"b": 50.0},
     },
 }
-DOMAIN_GATES = tuple(VARIANTS)
+DOMAIN_GATES = tuple(DOMAIN_VARIANTS)
 
 
 def cifar10_small(gate: str) -> TrainConfig:
     """Four layers at the paper's sizes, 100 M parameters, one pass over 12,800 images."""
     return TrainConfig(
         recipe=f"cifar10-small-{gate}",
-        task=task_images.IMAGES,
+        task="images",
         model=MixtureConfig(),
         gate=gate_config(gate, k=4),
         data=DataConfig(name="cifar10", options={"images": 12_800, "scored": 2_000}),
@@ -299,10 +255,10 @@ def cifar10_small(gate: str) -> TrainConfig:
 
 
 def cifar10_paper(gate: str) -> TrainConfig:
-    """The same layers on all images; the paper tells their sizes, but not how they were trained."""
+    """The same layers on all images; the paper gives their sizes, but not how they were trained."""
     return TrainConfig(
         recipe=f"cifar10-paper-{gate}",
-        task=task_images.IMAGES,
+        task="images",
         model=MixtureConfig(),
         gate=gate_config(gate, k=4),
         data=DataConfig(name="cifar10"),
@@ -314,9 +270,9 @@ def cifar10_paper(gate: str) -> TrainConfig:
 
 
 def domain_gate(name: str, k: int = 2) -> GateConfig:
-    """A way to route patches, by its name."""
-    require(name in VARIANTS, f"the gate {name!r} is not one of {list(DOMAIN_GATES)}")
-    return GateConfig(name=name, k=k, **VARIANTS[name])
+    """Return the routing variant of patches by its name."""
+    require(name in DOMAIN_VARIANTS, f"the gate {name!r} is not one of {list(DOMAIN_GATES)}")
+    return GateConfig(name=name, k=k, **DOMAIN_VARIANTS[name])
 
 
 def pacs_small(gate: str, out: str) -> TrainConfig:
@@ -324,7 +280,7 @@ def pacs_small(gate: str, out: str) -> TrainConfig:
     require(out in DOMAINS, f"the domain {out!r} is not one of {list(DOMAINS)}")
     return TrainConfig(
         recipe=f"pacs-small-{gate}-{out}",
-        task=task_images.DOMAINS,
+        task="domains",
         model=PatchConfig(),
         gate=domain_gate(gate),
         data=DataConfig(name="pacs", options={"out": out}),
@@ -339,7 +295,7 @@ def pacs_paper(gate: str, out: str) -> TrainConfig:
     """ViT-S/16 with 6 experts in its last two blocks on PACS at 224×224, a domain left out."""
     return TrainConfig(
         recipe=f"pacs-paper-{gate}-{out}",
-        task=task_images.DOMAINS,
+        task="domains",
         model=VisionTransformerConfig(),
         gate=domain_gate(gate),
         data=DataConfig(name="pacs", options={"out": out, "file": "pacs224.npz"}),
@@ -350,15 +306,6 @@ def pacs_paper(gate: str, out: str) -> TrainConfig:
     )
 
 
-for _gate in CIFAR10_GATES:
-    register_recipe(f"cifar10-small-{_gate}", partial(cifar10_small, _gate))
-    register_recipe(f"cifar10-paper-{_gate}", partial(cifar10_paper, _gate))
-for _gate in DOMAIN_GATES:
-    for _out in DOMAINS:
-        register_recipe(f"pacs-small-{_gate}-{_out}", partial(pacs_small, _gate, _out))
-        register_recipe(f"pacs-paper-{_gate}-{_out}", partial(pacs_paper, _gate, _out))
-
-
 GLUE_TASKS = {"cola": ("CoLA", 8_551), "mrpc": ("MRPC", 3_668), "rte": ("RTE", 2_490)}
 GLUE_GATES = ("smoe", "remoe", "smooth50")
 GSHARD = {"noise": 1.0, "capacity_factor": 1.5}
@@ -366,7 +313,7 @@ GSHARD = {"noise": 1.0, "capacity_factor": 1.5}
 
 
 def glue_gate(name: str, k: int = 2) -> GateConfig:
-    """A way to route, by its name; the baseline has the paper's noise and capacity."""
+    """Return a variant by its name; the baseline has the paper's noise and capacity."""
     plain = gate_config(name, k)
     if name != "smoe":
         return plain
@@ -377,7 +324,7 @@ def glue_smoke(task: str, gate: str) -> TrainConfig:
     """A tiny BERT at random weights with 16 experts in one block, 20 steps."""
     return TrainConfig(
         recipe=f"glue-smoke-{task}-{gate}",
-        task=SENTENCES,
+        task="sentences",
         model=SentenceConfig(
             layers=2, d_model=32, d_hidden=64, heads=2, vocabulary=512, context=64, routed=1
         ),
@@ -395,7 +342,7 @@ def glue_paper(task: str, gate: str, k: int) -> TrainConfig:
     name, examples = GLUE_TASKS[task]
     return TrainConfig(
         recipe=f"glue-paper-{task}-{gate}-k{k}",
-        task=SENTENCES,
+        task="sentences",
         model=SentenceConfig(
             layers=24,
             d_model=1024,
@@ -414,9 +361,56 @@ def glue_paper(task: str, gate: str, k: int) -> TrainConfig:
     )
 
 
-for _task in GLUE_TASKS:
-    for _gate in GLUE_GATES:
-        register_recipe(f"glue-smoke-{_task}-{_gate}", partial(glue_smoke, _task, _gate))
-        for _k in (2, 4):
-            recipe = partial(glue_paper, _task, _gate, _k)
-            register_recipe(f"glue-paper-{_task}-{_gate}-k{_k}", recipe)
+Recipe = Callable[[], TrainConfig]
+
+RECIPES: dict[str, Recipe] = {
+    **{f"shipped-smoke-{gate}": partial(smoke, gate) for gate in GATE_NAMES},
+    **{f"shipped-small-{gate}": partial(shipped_small, gate) for gate in GATE_NAMES},
+    **{
+        f"{d}-small-{gate}": partial(small_form, d, gate) for d in VOCABULARY for gate in GATE_NAMES
+    },
+    **{f"{d}-long-{g}": partial(long_form, d, g) for d in VOCABULARY for g in GATE_NAMES},
+    **{f"enwik8-extended-{gate}": partial(extended_form, gate) for gate in GATE_NAMES},
+    **{f"enwik8-10m-{gate}": partial(enwik8_10m, gate) for gate in GATE_NAMES},
+    **{f"enwik8-paper-{gate}": partial(enwik8_paper, gate) for gate in GATE_NAMES},
+    **{f"text8-paper-{gate}": partial(enwik8_paper, gate, "text8") for gate in GATE_NAMES},
+    **{f"wikitext-paper-{gate}": partial(wikitext_paper, gate) for gate in GATE_NAMES},
+    "wikitext-paper-smoe-k4": partial(wikitext_paper, "smoe", 4),
+    "wikitext-paper-smoe-k5": partial(wikitext_paper, "smoe", 5),
+    "wikitext-paper-smooth50-k4": partial(wikitext_paper, "smooth50", 4),
+    **{f"cifar10-small-{gate}": partial(cifar10_small, gate) for gate in CIFAR10_GATES},
+    **{f"cifar10-paper-{gate}": partial(cifar10_paper, gate) for gate in CIFAR10_GATES},
+    **{f"pacs-small-{g}-{d}": partial(pacs_small, g, d) for g in DOMAIN_GATES for d in DOMAINS},
+    **{f"pacs-paper-{g}-{d}": partial(pacs_paper, g, d) for g in DOMAIN_GATES for d in DOMAINS},
+    **{f"glue-smoke-{t}-{g}": partial(glue_smoke, t, g) for t in GLUE_TASKS for g in GLUE_GATES},
+    **{
+        f"glue-paper-{t}-{g}-k{k}": partial(glue_paper, t, g, k)
+        for t in GLUE_TASKS
+        for g in GLUE_GATES
+        for k in (2, 4)
+    },
+}
+"""Recipes by name."""
+
+
+def recipe_config(name: str, seed: int = 0) -> TrainConfig:
+    """Return the configuration of a recipe with a seed."""
+    close = get_close_matches(name, RECIPES, n=4)
+    hint = f"did you mean {', '.join(close)}?" if close else "`tieline train --list` shows all"
+    require(name in RECIPES, f"no recipe {name!r}; {hint}")
+    return RECIPES[name]().replace(seed=seed)
+
+
+@dataclass(frozen=True, repr=False)
+class RecipeList(Result):
+    """Names of the recipes, with the description of each."""
+
+    format: ClassVar[str] = "tieline-recipes"
+
+    recipes: dict[str, str]
+
+
+def recipe_list() -> RecipeList:
+    """Return all recipes with the docstrings of their functions."""
+    made = {name: getattr(make, "func", make) for name, make in RECIPES.items()}
+    return RecipeList({name: (make.__doc__ or "").strip() for name, make in made.items()})

@@ -33,7 +33,6 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from tieline.core.errors import require
 from tieline.training.config import GateConfig, ModelConfig, TrainConfig
-from tieline.training.engine import register_task
 from tieline.training.fetch import (
     DataError,
     check_file,
@@ -45,7 +44,6 @@ from tieline.training.image_models import route_networks_
 from tieline.training.text_data import bpe_tokenizer
 
 __all__ = [
-    "SENTENCES",
     "TASKS",
     "SentenceConfig",
     "SentenceData",
@@ -243,7 +241,6 @@ def sentence_model(shape: SentenceConfig, gate: GateConfig) -> BertForSequenceCl
     return model
 
 
-SENTENCES = "sentences"
 ROWS = 64
 
 
@@ -394,6 +391,3 @@ def _items(sentences: Sentences, encode: Encode, order: Tensor) -> SentenceItems
     columns = zip(*encode(sentences), strict=True)
     tokens, segments, used = (torch.tensor(column) for column in columns)
     return SentenceItems(tokens, segments, used, torch.tensor(sentences.labels), order)
-
-
-register_task(SENTENCES, SentenceTask())

@@ -1,7 +1,7 @@
-"""transformers' Trainer with the losses, parameter groups, schedules and checkpoints of routing.
+"""transformers' Trainer with the losses, schedules and checkpoints of routed models.
 
-loss = task loss + auxiliary losses of every routed layer, collected once per forward pass: what
-activation checkpointing repeats in the backward pass is not counted again (`routing.collect`).
+Auxiliary losses are collected once per forward pass: what activation checkpointing repeats in the
+backward pass is not counted again.
 """
 
 from collections.abc import Callable
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-from tieline.core.errors import TielineError, require
-from tieline.routing.losses import auxiliary_loss, collect_routing
+from tieline.core.errors import require
+from tieline.routing.losses import collect_routing
 from tieline.training.checkpoint import (
     load_generators,
     load_optimizer,
@@ -23,15 +23,22 @@ from tieline.training.checkpoint import (
     save_optimizer,
 )
 from tieline.training.config import TrainConfig
-from tieline.training.controllers import GateSchedule, is_epsilon, rate_scheduler
+from tieline.training.step import (
+    GateSchedule,
+    adamw,
+    check_finite,
+    rate_scheduler,
+    routing_loss,
+    task_loss,
+)
 
-__all__ = ["RoutingTrainer", "parameter_groups", "training_arguments"]
+__all__ = ["RoutingTrainer", "training_arguments"]
 
 Told = Callable[[int, int], None]
 
 
 def training_arguments(config: TrainConfig, out: Path, processes: int = 1) -> TrainingArguments:
-    """What the Trainer is told: batches in the order of the data set, checkpoints, no reports."""
+    """Return the Trainer's arguments: batches in the order of the data set, no reports."""
     optim = config.optim
     micro, rest = divmod(optim.batch, optim.accumulate * processes)
     require(rest == 0, f"a batch of {optim.batch} does not divide over {processes} processes")
@@ -59,30 +66,15 @@ def training_arguments(config: TrainConfig, out: Path, processes: int = 1) -> Tr
     )
 
 
-def parameter_groups(model: nn.Module, config: TrainConfig) -> list[dict[str, Any]]:
-    """Matrices with decay, vectors without, and the θ of smooth gates with a rate of their own."""
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    epsilon = [p for name, p in named if is_epsilon(name)]
-    matrices = [p for name, p in named if p.ndim > 1]
-    vectors = [p for name, p in named if p.ndim <= 1 and not is_epsilon(name)]
-    optim = config.optim
-    groups = [
-        {"params": matrices, "weight_decay": optim.weight_decay, "lr": optim.rate},
-        {"params": vectors, "weight_decay": 0.0, "lr": optim.rate},
-        {"params": epsilon, "weight_decay": 0.0, "lr": optim.epsilon_rate, "epsilon": True},
-    ]
-    return [group for group in groups if group["params"]]
-
-
 class RoutingTrainer(Trainer):
     """A Trainer of one `TrainConfig`.
 
     Args:
         config: the run.
-        model: what is trained.
+        model: the model to train.
         args: from `training_arguments`.
-        data: items in the order in which they are trained on.
-        told: told the steps done, and of how many.
+        data: items in training order.
+        told: called with the number of steps done and their total.
     """
 
     def __init__(
@@ -102,16 +94,15 @@ class RoutingTrainer(Trainer):
         self.add_callback(_Steps(self.schedule, told))
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """AdamW over `parameter_groups`."""
+        """Make the optimiser of the run."""
         if self.optimizer is None:
             trained = cast(nn.Module, self.model if model is None else model)
-            groups = parameter_groups(trained, self.config)
             fused = all(p.device.type in ("cpu", "cuda") for p in trained.parameters())
-            self.optimizer = torch.optim.AdamW(groups, betas=self.config.optim.betas, fused=fused)
+            self.optimizer = adamw(trained, self.config.optim, fused=fused)
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> LambdaLR:
-        """Warm-up and cosine for the weights, warm-up alone for ε."""
+        """Make the schedule of the learning rates."""
         if self.lr_scheduler is None:
             chosen = optimizer or self.optimizer
             plain = getattr(chosen, "optimizer", chosen)
@@ -126,27 +117,20 @@ class RoutingTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """Task loss plus auxiliary losses; the task loss alone in evaluation."""
+        """Return task loss plus auxiliary losses; the task loss alone in evaluation."""
         with collect_routing(model) as records:
             outputs = model(**inputs)
-        task = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
-        require(bool(torch.isfinite(task)), f"the loss is {task.item()}: stopped", TielineError)
+        task = task_loss(outputs)
+        check_finite(task)
         loss = task
         if model.training and records:
-            step, losses = self.state.global_step, self.config.losses
-            loss = task + auxiliary_loss(
-                records,
-                balance=losses.balance,
-                router_z=losses.router_z,
-                boundary=losses.boundary,
-                sparsity=self.schedule.coefficient(step),
-            )
-            self.schedule.end(step, records)
+            step = self.state.global_step
+            loss = task + routing_loss(records, self.config.losses, self.schedule, step)
             self._task_losses.append(task.detach())
         return (loss, outputs) if return_outputs else loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """The Trainer's log with the task loss alone beside the loss."""
+        """Log the task loss in addition to the whole loss."""
         if self._task_losses:
             logs["task_loss"] = torch.stack(self._task_losses).mean().item()
             self._task_losses = []
@@ -184,16 +168,16 @@ class RoutingTrainer(Trainer):
 
 
 class _Steps(TrainerCallback):
-    """Moves the gate schedule and tells how far the run is."""
+    """Moves the gate schedule and reports progress."""
 
     def __init__(self, schedule: GateSchedule, told: Told | None) -> None:
         self.schedule, self.told = schedule, told
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Set what this step needs."""
+        """Set the gates for this step."""
         self.schedule.begin(state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Tell that it is done."""
+        """Report progress."""
         if self.told is not None:
             self.told(state.global_step, state.max_steps)

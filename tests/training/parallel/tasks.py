@@ -10,14 +10,14 @@ from tieline import auxiliary_loss, collect_routing, moe
 from tieline.core.errors import TielineError
 from tieline.routing import Experts
 from tieline.training.parallel.experts import SpreadExperts, parallelize_
-from tieline.training.parallel.processes import EXPERT, rank_mesh
-from tieline.training.parallel.run import (
+from tieline.training.parallel.gradients import (
     batch_counts,
     clip_gradients_,
     finish_gradients_,
     gradient_norm,
     summed,
 )
+from tieline.training.parallel.processes import EXPERT, rank_mesh
 
 LOSSES = {"balance": 0.1, "router_z": 0.01, "boundary": 0.5, "sparsity": 0.01}
 WORDS, LENGTH = 11, 7

@@ -48,7 +48,7 @@ from tieline.routing.losses import LayerRouting, collect_routing
 from tieline.training.config import DecoderConfig, TrainConfig
 from tieline.training.controllers import BudgetSchedule
 from tieline.training.engine import run
-from tieline.training.recipes import TASKS
+from tieline.training.tasks import TASKS
 from tieline.training.text_data import load_streams
 
 __all__ = ["RoutingCourse", "routing_course"]

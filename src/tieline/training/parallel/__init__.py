@@ -6,19 +6,19 @@ from tieline.training.parallel.experts import (
     parallelize_,
     spread_dispatch,
 )
+from tieline.training.parallel.gradients import (
+    batch_counts,
+    clip_gradients_,
+    finish_gradients_,
+    gradient_norm,
+    summed,
+)
 from tieline.training.parallel.processes import (
     LostRankError,
     is_parallel,
     join_processes,
     naming_lost_ranks,
     rank_mesh,
-)
-from tieline.training.parallel.run import (
-    batch_counts,
-    clip_gradients_,
-    finish_gradients_,
-    gradient_norm,
-    summed,
 )
 
 __all__ = [

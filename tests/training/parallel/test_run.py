@@ -12,8 +12,9 @@ from tests.training.parallel.compare import (
 )
 from tests.training.parallel.runs import config, run_and_lose, run_here
 from tieline.training.checkpoint import last_checkpoint
-from tieline.training.engine import run, task_of
+from tieline.training.engine import run
 from tieline.training.parallel.run import _targets, default_expert_ranks
+from tieline.training.tasks import task_of
 
 PATIENCE = {"timeout": 60.0}
 

@@ -8,9 +8,14 @@ from hypothesis import strategies as st
 from tests.training.tiny import tiny
 from tieline.routing.losses import collect_routing
 from tieline.training.config import GateConfig, OptimConfig
-from tieline.training.controllers import GateSchedule, epsilon_share, is_epsilon, rate_share
 from tieline.training.language import decoder, moe_layers
-from tieline.training.trainer import parameter_groups
+from tieline.training.step import (
+    GateSchedule,
+    epsilon_share,
+    is_epsilon,
+    parameter_groups,
+    rate_share,
+)
 
 OPTIM = OptimConfig(steps=100, batch=8, warmup=10, final_share=0.1)
 
@@ -40,7 +45,7 @@ def test_the_rate_never_rises_after_the_warm_up(step):
 
 def test_groups_hold_every_parameter_once_and_epsilon_has_its_own_rate():
     config, model = built("smooth1")
-    groups = parameter_groups(model, config)
+    groups = parameter_groups(model, config.optim)
     held = [id(p) for group in groups for p in group["params"]]
     assert sorted(held) == sorted(id(p) for p in model.parameters())
     assert [len(group["params"]) for group in groups][-1] == 1
@@ -49,7 +54,7 @@ def test_groups_hold_every_parameter_once_and_epsilon_has_its_own_rate():
     assert groups[-1]["lr"] == config.optim.epsilon_rate != groups[0]["lr"]
     assert [group["weight_decay"] for group in groups] == [0.01, 0, 0]
     assert torch.nn.functional.softplus(theta).item() == pytest.approx(0.05)
-    assert len(parameter_groups(built("smoe")[1], config)) == 2
+    assert len(parameter_groups(built("smoe")[1], config.optim)) == 2
 
 
 def test_the_budget_of_the_annealed_gate_has_three_stages():
