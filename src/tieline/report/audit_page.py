@@ -35,7 +35,7 @@ def render_audit(result: Mapping[str, Any]) -> str:
         "layers": _layers(result),
         "provenance": provenance(result),
     }
-    return render_shell("audit.html", "precision audit", parts, {"figures": figures_of(panels)})
+    return render_shell("old_audit.html", "precision audit", parts, {"figures": figures_of(panels)})
 
 
 def audit_page_bytes(result: Mapping[str, Any]) -> bytes:

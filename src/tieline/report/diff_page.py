@@ -43,7 +43,9 @@ def render_diff_page(result: Mapping[str, Any]) -> str:
         "provenance": sections.provenance(result),
         "metrics": sections.metrics(result),
     }
-    return render_shell("diff.html", "routing comparison", parts, {"figures": figures_of(panels)})
+    return render_shell(
+        "old_diff.html", "routing comparison", parts, {"figures": figures_of(panels)}
+    )
 
 
 def diff_page_bytes(result: Mapping[str, Any]) -> bytes:

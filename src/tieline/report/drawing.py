@@ -6,6 +6,7 @@ the same figure gives the same bytes.
     canvas           a figure of the project's style with its axes
     layer_colours    colours by depth, whose lightness grows and survives a grey printer
     name_layers      a legend for a few layers, a bar of colours for many
+    percent_axis     percentages at the ticks
     drawn_bytes      a drawing as the bytes of a file
     inline_image     a drawing as the address of an image, for notebooks and pages without script
 """
@@ -26,6 +27,7 @@ __all__ = [
     "ACCENT",
     "FIGURE_SUFFIXES",
     "INK",
+    "LOAD",
     "MUTED",
     "NOTICE",
     "STYLE",
@@ -36,13 +38,14 @@ __all__ = [
     "inline_image",
     "layer_colours",
     "name_layers",
+    "percent_axis",
 ]
 
 ACCENT, WARN, NOTICE, INK, MUTED = "#0b5394", "#b3400a", "#7a5c00", "#1d2127", "#5d6570"
 """The colours of the roles of a page's charts, in its light scheme."""
 
-DEPTH, NEARNESS, LOAD = "viridis", "Oranges_r", "RdBu_r"
-"""Colour maps by meaning: depth of a layer, nearness to a tie, load of an expert."""
+DEPTH, LOAD = "viridis", "RdBu_r"
+"""Colour maps by meaning: depth of a layer, load of an expert."""
 
 FIGURE_SUFFIXES = (".pdf", ".png", ".svg")
 STYLE: dict[Any, Any] = {
@@ -104,6 +107,13 @@ def name_layers(axes: "Axes", labels: Sequence[str]) -> None:
     bar.set_ticks(places, labels=[labels[place] for place in places])
 
 
+def percent_axis(axes: "Axes") -> None:
+    """Write the ticks of the upright axis as percentages."""
+    from matplotlib.ticker import FuncFormatter
+
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:g} %"))
+
+
 def drawn_bytes(draw: "Callable[[], Figure]", path: Path, dpi: int = 300) -> bytes:
     """What `draw` draws as a file of the path's format, without a date.
 
@@ -122,10 +132,10 @@ def drawn_bytes(draw: "Callable[[], Figure]", path: Path, dpi: int = 300) -> byt
     return buffer.getvalue()
 
 
-def inline_image(draw: "Callable[[], Figure]") -> str:
-    """What `draw` draws as a `data:` address of an SVG image."""
-    code = base64.b64encode(drawn_bytes(draw, Path("drawing.svg"))).decode()
-    return f"data:image/svg+xml;base64,{code}"
+def inline_image(draw: "Callable[[], Figure]", kind: str = "svg") -> str:
+    """What `draw` draws as a `data:` address of an image, "svg" or "png"."""
+    code = base64.b64encode(drawn_bytes(draw, Path(f"drawing.{kind}"), dpi=144)).decode()
+    return f"data:image/{kind.replace('svg', 'svg+xml')};base64,{code}"
 
 
 def check_figure_path(path: Path) -> None:

@@ -94,7 +94,7 @@ def notebook_html(
     images = []
     for name, draw in drawings.items():
         with suppress(TraceError):
-            images.append((name, inline_image(draw)))
+            images.append((name, inline_image(draw, "png")))
     parts = {"title": title, "facts": facts, "verdict": verdict, "table": table, "images": images}
     return environment().get_template("notebook.html").render(parts)
 

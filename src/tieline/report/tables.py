@@ -7,6 +7,7 @@ rich_table     the same for a terminal, with the columns that fit
 text_table     a table of given texts for a terminal
 view           title, facts and verdict of a result for a terminal, then its parts
 finding_text   a finding as a sentence
+finding_rows   severity and sentence of each finding
 findings_view  findings for a terminal
 """
 
@@ -27,6 +28,7 @@ __all__ = [
     "MOST_FINDINGS",
     "Column",
     "Grid",
+    "finding_rows",
     "finding_text",
     "findings_view",
     "grid",
@@ -141,6 +143,12 @@ def finding_text(finding: Finding, short: Mapping[str, str]) -> str:
     return f"{text[:1].upper()}{text[1:].rstrip('.')}{where}."
 
 
+def finding_rows(findings: Sequence[Finding], names: Sequence[str]) -> list[tuple[str, str]]:
+    """Severity and sentence of each finding; `names` are those of the layers."""
+    short = dict(zip(names, short_names(names), strict=True))
+    return [(finding.severity, finding_text(finding, short)) for finding in findings]
+
+
 def findings_view(findings: Sequence[Finding], names: Sequence[str]) -> Table:
     """One line per finding, with a sign that does not need colour.
 
@@ -148,11 +156,10 @@ def findings_view(findings: Sequence[Finding], names: Sequence[str]) -> Table:
         findings: the gravest first.
         names: names of the layers.
     """
-    short = dict(zip(names, short_names(names), strict=True))
     table = Table.grid(padding=(0, 1))
-    for finding in findings[:MOST_FINDINGS]:
-        sign = Text(SIGNS.get(finding.severity, "●"), style=STYLES.get(finding.severity, ""))
-        table.add_row(sign, Text(finding_text(finding, short)))
+    for severity, text in finding_rows(findings[:MOST_FINDINGS], names):
+        sign = Text(SIGNS.get(severity, "●"), style=STYLES.get(severity, ""))
+        table.add_row(sign, Text(text))
     if len(findings) > MOST_FINDINGS:
         table.add_row("", Text(f"{len(findings) - MOST_FINDINGS} more in the page and the JSON"))
     return table

@@ -1,0 +1,401 @@
+"""A precision audit as page, terminal view, summary, notebook view and figures."""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from tieline.analysis.precision_records import KeepList, PerturbationEffect, PrecisionAudit
+from tieline.core.numerics import Estimate
+from tieline.report.charts import (
+    MOST_NAMED,
+    Panel,
+    axis,
+    depth_bar,
+    figure,
+    layer_colour,
+    share_axis,
+    unmeasured,
+)
+from tieline.report.drawing import ACCENT, INK, WARN, canvas, percent_axis
+from tieline.report.frame import notebook_html, render
+from tieline.report.numbers import (
+    DASH,
+    finite,
+    flat,
+    percent,
+    short_names,
+    significant,
+    timing_rows,
+)
+from tieline.report.tables import Column, Grid, grid, rich_table, text_table, view
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = [
+    "audit_notes",
+    "audit_panels",
+    "figures",
+    "keep_rows",
+    "notebook",
+    "page",
+    "summary",
+    "terminal",
+]
+
+FLIPS = Panel(
+    "audit-flips",
+    "Tokens that change experts",
+    "Filled dots: every router perturbed by itself, on inputs of the clean run. Dashes: the same, "
+    "predicted from the clean scores alone. Open diamonds: full runs, where a flip in one layer "
+    "disturbs the next. Bars are two standard errors, clustered by sequence.",
+    wide=True,
+)
+KL = Panel(
+    "audit-kl",
+    "Damage to the predictions",
+    "Dots: KL to the clean run per token, with two standard errors. Dashes: its floor, the KL that "
+    "remains when tokens that would flip get the experts of the clean run. The space between is "
+    "what flips cost.",
+    wide=True,
+)
+LAYERS = Panel(
+    "audit-layers",
+    "Where rounded routers do their damage",
+    "Mean relative change of each layer’s output by flips of its own router, inputs clean. Layers "
+    "at the top are the first to keep in float32.",
+    wide=True,
+)
+KEEP_HEADINGS = ("format", "layers", "of the damage", "of the KL", "bytes more")
+LAYER_HEADINGS = ("layer", "perturbation", "local flips", "predicted", "full flips", "damage")
+Value = Callable[[PerturbationEffect], float | None]
+Uncertain = Callable[[PerturbationEffect], Estimate]
+
+
+def page(result: PrecisionAudit) -> str:
+    """The page: verdict, all perturbations, charts, routers to keep, layers, provenance."""
+    panels = audit_panels(result)
+    return render(
+        "audit.html",
+        panels,
+        kind="precision audit",
+        title=_title(result),
+        facts=_facts(result),
+        verdict=result.verdict,
+        table=grid(COLUMNS, result.effects),
+        notes=audit_notes(result),
+        keeps=Grid(KEEP_HEADINGS, keep_rows(result)),
+        layers=Grid(LAYER_HEADINGS, _layer_rows(result)),
+        unmeasured=unmeasured(panels),
+        provenance=[*flat(result.provenance), *timing_rows(result.timings)],
+    )
+
+
+def terminal(result: PrecisionAudit, width: int) -> RenderableType:
+    """Verdict, one row per perturbation, what to keep and what was left out."""
+    parts: list[RenderableType] = [rich_table(COLUMNS, result.effects, width, left=1)]
+    keeps = keep_rows(result)
+    if keeps:
+        table = text_table(KEEP_HEADINGS, keeps, left=2, fold=True)
+        parts += [Text("Routers to keep in float32", style="bold"), table, Text()]
+    parts += map(Text, audit_notes(result))
+    return view(_title(result), _facts(result), result.verdict, *parts)
+
+
+def summary(result: PrecisionAudit) -> str:
+    """Name, facts and verdict in plain lines."""
+    return f"Precision audit of {_title(result)}\n{_facts(result)}\n{result.verdict}"
+
+
+def notebook(result: PrecisionAudit) -> str:
+    """Verdict, table and figures as a piece of HTML."""
+    table = grid([column for column in COLUMNS if (column.rank or 0) < 7], result.effects)
+    return notebook_html(_title(result), _facts(result), result.verdict, table, figures(result))
+
+
+def figures(result: PrecisionAudit) -> "dict[str, Callable[[], Figure]]":
+    """Figures by name: flips beside their prediction, and KL beside its floor."""
+    return {
+        "flips": lambda: canvas(partial(_draw_flips, result.effects), height=3.4),
+        "kl": lambda: canvas(partial(_draw_kl, result.effects), height=3.4),
+    }
+
+
+def audit_panels(result: PrecisionAudit) -> list[Panel]:
+    """Every chart of the page, or the reason why it cannot be drawn."""
+    layers = _layers_chart(result)
+    reason = ["no rounding of the routers was run"]
+    return [
+        FLIPS.drawn(_flips_chart(result.effects)),
+        KL.drawn(_kl_chart(result.effects)),
+        LAYERS.drawn(layers) if layers else LAYERS.missing(reason),
+    ]
+
+
+def audit_notes(result: PrecisionAudit) -> list[str]:
+    """Sentences below the table: noise of 1 % flips, experts never hit, what was left out."""
+    sigma, short = result.one_percent, _short(result)
+    notes = []
+    if sigma.model is not None:
+        noise, share = significant(sigma.model), percent(sigma.share)
+        notes.append(f"Noise of σ = {noise} on the logits flips {share} of tokens.")
+    for never in result.never_hit:
+        experts, label = never.experts, short.get(never.layer, never.layer)
+        named = ", ".join(map(str, experts[:8])) + (", …" if len(experts) > 8 else "")
+        notes.append(
+            f"Layer {label}: {len(experts)} of {never.n_experts} experts were never hit by the "
+            f"text ({named}), so it says nothing about them."
+        )
+    return notes + [f"Left out for lack of time: {words}." for words in result.left_out]
+
+
+def keep_rows(result: PrecisionAudit) -> tuple[tuple[str, ...], ...]:
+    """For each rounding of the routers: format, layers to keep, what that recovers and costs."""
+    kept = [(row.level, row.keep) for row in result.effects if row.keep and row.keep.layers]
+    return tuple(
+        (
+            str(level),
+            _kept_layers(keep, result),
+            percent(keep.recovered),
+            percent(keep.recovered_kl),
+            f"{keep.bytes:,}",
+        )
+        for level, keep in kept
+    )
+
+
+def _kept_layers(keep: KeepList, result: PrecisionAudit) -> str:
+    names = ", ".join(_short(result)[name] for name in keep.layers)
+    return names if len(keep.layers) < len(result.layers) else f"all ({names})"
+
+
+def _layer_rows(result: PrecisionAudit) -> tuple[tuple[str, ...], ...]:
+    labels = short_names(result.layers)
+    return tuple(
+        (
+            label,
+            row.name,
+            percent(layer.local.value),
+            percent(layer.predicted),
+            percent(layer.full.value),
+            significant(layer.damage.value, 2),
+        )
+        for row in result.effects
+        for label, layer in zip(labels, row.layers, strict=True)
+    )
+
+
+def _title(result: PrecisionAudit) -> str:
+    return str(result.provenance.get("model") or "unnamed model")
+
+
+def _facts(result: PrecisionAudit) -> str:
+    words = [
+        f"{len(result.layers)} routed layers",
+        f"{result.tokens:,} tokens in {result.sequences} sequences",
+        f"{len(result.effects)} perturbations",
+        str(result.provenance.get("dtype")),
+    ]
+    return " · ".join(words)
+
+
+def _short(result: PrecisionAudit) -> dict[str, str]:
+    return dict(zip(result.layers, short_names(result.layers), strict=True))
+
+
+def _flips_chart(rows: Sequence[PerturbationEffect]) -> dict[str, Any]:
+    dash = _marks(rows, "local, predicted", lambda row: row.predicted, "line-ew", "@ink")
+    marks = [
+        _uncertain(rows, "local, counted", lambda row: row.local, "circle", "@accent"),
+        dash,
+        _uncertain(rows, "full run", lambda row: row.full, "diamond-open", "@warn"),
+    ]
+    return _by_row(marks, share_axis("share of tokens, mean over layers"))
+
+
+def _kl_chart(rows: Sequence[PerturbationEffect]) -> dict[str, Any]:
+    marks = [
+        _uncertain(rows, "KL", lambda row: row.kl, "circle", "@warn"),
+        _marks(rows, "floor", lambda row: row.kl_floor.value, "line-ew", "@ink"),
+    ]
+    return _by_row(marks, axis("nats per token", type="log"))
+
+
+def _layers_chart(result: PrecisionAudit) -> dict[str, Any] | None:
+    rows, labels = [row for row in result.effects if row.keep], short_names(result.layers)
+    if not rows:
+        return None
+    marks = [
+        {
+            "type": "scatter",
+            "mode": "markers",
+            "name": f"layer {label}",
+            "x": [str(row.level) for row in rows],
+            "y": [finite(row.layers[place].damage.value) or None for row in rows],
+            "marker": {"size": 9, "color": layer_colour(place, len(labels))},
+            "showlegend": len(labels) <= MOST_NAMED,
+            "hovertemplate": "%{x}: %{y:.3~p}<extra>%{fullData.name}</extra>",
+        }
+        for place, label in enumerate(labels)
+    ]
+    layout = {
+        "xaxis": axis("format of the routers", type="category"),
+        "yaxis": share_axis("change of the layer’s output"),
+    }
+    return figure([*marks, *depth_bar(labels)], 400, **layout)
+
+
+def _marks(
+    rows: Sequence[PerturbationEffect], name: str, value: Value, symbol: str, colour: str
+) -> dict[str, Any]:
+    """One mark per row; numbers of zero have no place on a logarithmic axis and are left out."""
+    size = 16 if symbol == "line-ew" else 9
+    line = {"color": colour, "width": 2}
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": name,
+        "x": [row.name for row in rows],
+        "y": [finite(value(row)) or None for row in rows],
+        "marker": {"symbol": symbol, "size": size, "color": colour, "line": line},
+        "hovertemplate": f"%{{x}}: %{{y:.3~g}} {name}<extra></extra>",
+    }
+
+
+def _uncertain(
+    rows: Sequence[PerturbationEffect], name: str, estimate: Uncertain, symbol: str, colour: str
+) -> dict[str, Any]:
+    """The same with bars of two standard errors."""
+    spread = [2 * (finite(estimate(row).standard_error) or 0.0) for row in rows]
+    errors = {"type": "data", "array": spread, "color": colour, "width": 3}
+    return _marks(rows, name, lambda row: estimate(row).value, symbol, colour) | {"error_y": errors}
+
+
+def _by_row(marks: list[dict[str, Any]], y: dict[str, Any]) -> dict[str, Any]:
+    x = axis("", type="category", tickangle=-40)
+    margin = {"t": 12, "r": 16, "b": 150, "l": 70}
+    return figure(marks, 520, xaxis=x, yaxis=y, margin=margin)
+
+
+def _draw_flips(rows: Sequence[PerturbationEffect], axes: "Axes") -> None:
+    _draw_estimates(axes, rows, lambda row: row.local, "local, counted", ACCENT, "o")
+    _draw_dashes(axes, rows, lambda row: row.predicted, "local, predicted")
+    _draw_estimates(axes, rows, lambda row: row.full, "full run", WARN, "D")
+    axes.set(yscale="log", ylabel="tokens that change experts")
+    percent_axis(axes)
+    _name_rows(axes, rows)
+
+
+def _draw_kl(rows: Sequence[PerturbationEffect], axes: "Axes") -> None:
+    _draw_estimates(axes, rows, lambda row: row.kl, "KL to the clean run", WARN, "o")
+    _draw_dashes(axes, rows, lambda row: row.kl_floor.value, "floor: clean routes forced")
+    axes.set(yscale="log", ylabel="nats per token")
+    _name_rows(axes, rows)
+
+
+def _draw_estimates(
+    axes: "Axes",
+    rows: Sequence[PerturbationEffect],
+    estimate: Uncertain,
+    label: str,
+    colour: str,
+    marker: str,
+) -> None:
+    values = [estimate(row).value or math.nan for row in rows]
+    errors = [2 * (finite(estimate(row).standard_error) or 0.0) for row in rows]
+    filled = colour if marker == "o" else "none"
+    style = {"markersize": 4, "capsize": 2, "markerfacecolor": filled, "elinewidth": 0.8}
+    axes.errorbar(
+        range(len(rows)), values, yerr=errors, fmt=marker, color=colour, label=label, **style
+    )
+
+
+def _draw_dashes(
+    axes: "Axes", rows: Sequence[PerturbationEffect], value: Value, label: str
+) -> None:
+    heights = [value(row) or math.nan for row in rows]
+    axes.plot(range(len(rows)), heights, "_", color=INK, markersize=8, label=label)
+
+
+def _name_rows(axes: "Axes", rows: Sequence[PerturbationEffect]) -> None:
+    names = [row.name for row in rows]
+    axes.set_xticks(range(len(rows)), labels=names, rotation=50, ha="right", fontsize=6.5)
+    axes.legend(fontsize=6.5, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
+
+
+def _predicted(row: PerturbationEffect) -> str:
+    low, high = row.predicted_low, row.predicted
+    if high is None:
+        return DASH
+    same = low is None or high - low <= 0.005 * high
+    return percent(high) if same else f"{percent(low)} – {percent(high)}"
+
+
+def _compounding(row: PerturbationEffect) -> str:
+    return DASH if finite(row.compounding) is None else f"{row.compounding:.1f} ×"
+
+
+def _loss(row: PerturbationEffect) -> str:
+    if row.loss.value is None:
+        return DASH
+    error = row.loss.standard_error
+    return f"{row.loss.value:+.2g}" + ("" if error is None else f" ± {error:.1g}")
+
+
+COLUMNS: tuple[Column[PerturbationEffect], ...] = (
+    Column("perturbation", "what is rounded or noisy, and how", lambda row: row.name, 0),
+    Column(
+        "local flips",
+        "tokens whose experts change when this router alone is perturbed, inputs clean",
+        lambda row: percent(row.local.value),
+        1,
+    ),
+    Column("predicted", "the same, predicted from the clean scores alone", _predicted, 2),
+    Column(
+        "full flips",
+        "tokens whose experts change per layer in a full run",
+        lambda row: percent(row.full.value),
+        3,
+    ),
+    Column("×", "full flips over local flips: what depth adds", _compounding, 7),
+    Column(
+        "any layer",
+        "tokens that change experts in a layer at least",
+        lambda row: percent(row.any_layer.value),
+        8,
+    ),
+    Column(
+        "moved",
+        "share of routed weight that goes to other experts",
+        lambda row: percent(row.moved.value),
+        9,
+    ),
+    Column("moved 99 %", "its 99 % quantile", lambda row: percent(row.moved_p99), None),
+    Column(
+        "damage",
+        "mean relative change of a layer’s output by flips",
+        lambda row: percent(row.damage.value),
+        6,
+    ),
+    Column("Δ loss", "change of the loss per token, nats, with its standard error", _loss, 5),
+    Column(
+        "KL", "KL to the clean run, nats per token", lambda row: significant(row.kl.value, 2), 4
+    ),
+    Column(
+        "floor",
+        "KL that remains with clean routes forced",
+        lambda row: significant(row.kl_floor.value, 2),
+        10,
+    ),
+    Column(
+        "by flips",
+        "share of the KL that goes with the flips",
+        lambda row: percent(row.by_flips),
+        11,
+    ),
+)

@@ -1,0 +1,255 @@
+"""An inspection as page, terminal view, summary, notebook view and figures."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from rich.console import RenderableType
+
+from tieline.analysis.inspection import Inspection, TextPiece, TextSample
+from tieline.geometry.measure_records import Quantiles
+from tieline.report.charts import unmeasured
+from tieline.report.frame import notebook_html, render
+from tieline.report.inspection_charts import LayerRow, inspection_panels, layer_rows
+from tieline.report.inspection_figures import inspection_figures as figures
+from tieline.report.numbers import (
+    DASH,
+    finite,
+    flat,
+    percent,
+    short_names,
+    significant,
+    timing_rows,
+)
+from tieline.report.tables import (
+    MOST_FINDINGS,
+    Column,
+    finding_rows,
+    findings_view,
+    grid,
+    rich_table,
+    view,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["figures", "notebook", "page", "summary", "terminal"]
+
+IN_BF16 = "tokens change an expert per layer when its logits are rounded to bf16"
+IN_NOISE = "tokens change an expert per layer under noise of 0.01 on its logits"
+ANYWHERE = "tokens do so in at least one layer"
+KEY_NUMBERS = (
+    ((("flip@bf16", IN_BF16), ("flip@0.01", IN_NOISE)), percent),
+    ((("flip@bf16:any", ANYWHERE), ("flip@0.01:any", ANYWHERE)), percent),
+    ((("jump", "median change of a layer’s output when a near-tie flips"),), percent),
+    ((("gap@0.5", "median gap between the last chosen score and the next"),), significant),
+    ((("dead", "experts were never chosen"),), lambda number: f"{number:.0f}"),
+)
+"""Names and meanings of the numbers in large type; the first that is known of each group."""
+
+LIMITS = (0.01, 0.03, 0.1, 0.3)
+"""Relative gaps at which the ground of a token becomes weaker; above the last there is none."""
+MOST_GAPS = 40_000
+"""Gaps of tokens in layers that the page holds; longer stretches of text are cut."""
+NO_TEXT = "not answerable: the text of these tokens is not known"
+
+
+def page(result: Inspection) -> str:
+    """The page: verdict, findings, charts, text by nearness to a tie, all layers, provenance."""
+    panels = inspection_panels(result)
+    names = [layer.name for layer in result.measures.layers]
+    missing = "; ".join(filter(None, (unmeasured(panels), _missing_text(result))))
+    return render(
+        "inspection.html",
+        panels,
+        {"text": _text_data(result.sample)},
+        kind="routing report",
+        title=_title(result),
+        facts=_facts(result),
+        verdict=result.verdict,
+        numbers=_key_numbers(result),
+        findings=finding_rows(result.findings, names),
+        shown=MOST_FINDINGS,
+        text=_text_rows(result),
+        table=grid(COLUMNS, layer_rows(result)),
+        unmeasured=missing,
+        provenance=[*flat(result.provenance), *timing_rows(result.timings)],
+        metrics=[(name, significant(x, 4)) for name, x in sorted(result.metrics.items())],
+    )
+
+
+def terminal(result: Inspection, width: int) -> RenderableType:
+    """Verdict, one row per layer and findings for a terminal of so many characters."""
+    table = rich_table(COLUMNS, layer_rows(result), width)
+    names = [layer.name for layer in result.measures.layers]
+    findings = findings_view(result.findings, names)
+    return view(_title(result), _facts(result), result.verdict, table, findings)
+
+
+def summary(result: Inspection) -> str:
+    """Name, facts and verdict in plain lines."""
+    return f"Inspection of {_title(result)}\n{_facts(result)}\n{result.verdict}"
+
+
+def notebook(result: Inspection) -> str:
+    """Verdict, table and main figures as a piece of HTML."""
+    rows = grid([column for column in COLUMNS if column.rank is not None], layer_rows(result))
+    drawings: dict[str, Callable[[], Figure]] = figures(result)
+    shown = {name: drawings[name] for name in ("routing", "flips", "jumps")}
+    return notebook_html(_title(result), _facts(result), result.verdict, rows, shown)
+
+
+def _title(result: Inspection) -> str:
+    return str(result.provenance.get("model") or "unnamed model")
+
+
+def _facts(result: Inspection) -> str:
+    layers = result.measures.layers
+    routing = dict.fromkeys(f"{layer.k} of {layer.n_experts} experts" for layer in layers)
+    tokens = max(layer.tokens for layer in layers)
+    parts = [f"{len(layers)} routed layers", " or ".join(routing), f"{tokens:,} tokens"]
+    dtype = result.provenance.get("dtype")
+    return " · ".join([*parts, str(dtype)] if dtype else parts)
+
+
+def _key_numbers(result: Inspection) -> list[tuple[str, str]]:
+    """Up to five numbers with their meanings."""
+    tiles = []
+    for choices, show in KEY_NUMBERS:
+        found = [(name, words) for name, words in choices if name in result.metrics]
+        tiles += [(show(result.metrics[name]), words) for name, words in found[:1]]
+    return tiles
+
+
+def _missing_text(result: Inspection) -> str:
+    """Why the text is not shown; empty if it is."""
+    sample = result.sample
+    if sample is None:
+        return f"the text coloured by gap ({NO_TEXT})"
+    known = any(piece.gap is not None for piece in sample.pieces)
+    return "" if known else f"the text coloured by gap ({result.measures.layers[0].gap.status})"
+
+
+def _text_rows(result: Inspection) -> dict[str, Any] | None:
+    """What the template needs to colour the text: options, tokens with level and hint, legend."""
+    sample = result.sample
+    if sample is None or _missing_text(result):
+        return None
+    return {
+        "document": sample.document,
+        "layers": short_names(sample.layers),
+        "tokens": [_token(piece) for piece in _shown(sample)],
+        "limits": LIMITS,
+    }
+
+
+def _token(piece: TextPiece) -> tuple[int, str, str]:
+    """Strength of the ground, hint and text of a token."""
+    gap = finite(piece.gap)
+    level = sum(gap >= limit for limit in LIMITS) if gap is not None else len(LIMITS)
+    hint = DASH if gap is None else f"{significant(gap, 2)} of the median gap"
+    return level, hint, piece.text
+
+
+def _text_data(sample: TextSample | None) -> dict[str, Any]:
+    """What the script of the page needs to colour the text by another layer."""
+    if sample is None:
+        return {"limits": LIMITS, "layers": [], "gaps": []}
+    gaps = [[_rounded(gap) for gap in piece.gaps] for piece in _shown(sample)]
+    return {"limits": LIMITS, "layers": short_names(sample.layers), "gaps": gaps}
+
+
+def _shown(sample: TextSample) -> tuple[TextPiece, ...]:
+    return sample.pieces[: MOST_GAPS // max(1, len(sample.layers))]
+
+
+def _rounded(gap: float | None) -> float | None:
+    return None if finite(gap) is None else float(f"{gap:.2g}")
+
+
+def _gap_quantile(probability: float) -> Callable[[LayerRow], str]:
+    return lambda row: significant(_at(row.gaps.quantiles if row.gaps else None, probability))
+
+
+def _flips(precision: str) -> Callable[[LayerRow], str]:
+    def cell(row: LayerRow) -> str:
+        rows = row.measures.precision.value or ()
+        return percent(
+            next((x.flip_emulated.value for x in rows if x.precision == precision), None)
+        )
+
+    return cell
+
+
+def _distance(row: LayerRow) -> str:
+    distance = row.measures.distance.value
+    return significant(_at(distance.quantiles if distance else None, 0.5))
+
+
+def _product(row: LayerRow) -> str:
+    product = row.measures.product.value
+    return percent(product.flip_emulated.value if product else None)
+
+
+def _half(row: LayerRow) -> str:
+    near = row.measures.near.value
+    return significant(near.epsilon_half.value if near else None)
+
+
+def _jump(row: LayerRow) -> str:
+    return percent(_at(row.jumps.near_quantiles if row.jumps else None, 0.5))
+
+
+def _at(quantiles: Quantiles | None, probability: float) -> float | None:
+    """Quantile of that level, None if it was not taken."""
+    if quantiles is None:
+        return None
+    return dict(zip(quantiles.probabilities, quantiles.value, strict=True)).get(probability)
+
+
+COLUMNS: tuple[Column[LayerRow], ...] = (
+    Column("layer", "place of the router in the model", lambda x: x.label, 0),
+    Column(
+        "k of E",
+        "experts chosen, of how many",
+        lambda x: f"{x.measures.k} of {x.measures.n_experts}",
+        8,
+    ),
+    Column("gap 1 %", "gap below which 1 % of tokens lie", _gap_quantile(0.01), 4),
+    Column("gap 50 %", "gap below which half of the tokens lie", _gap_quantile(0.5), 3),
+    Column(
+        "exact ties",
+        "tokens whose k-th and next score are equal",
+        lambda x: f"{x.gaps.ties:,}" if x.gaps else DASH,
+        10,
+    ),
+    Column(
+        "f(0)",
+        "density of the gap at zero, per unit of score",
+        lambda x: significant(x.gaps.density.value if x.gaps else None),
+    ),
+    Column("flip bf16", "tokens that flip when the logits are rounded to bf16", _flips("bf16"), 1),
+    Column("flip fp16", "the same for fp16", _flips("fp16")),
+    Column("flip fp8", "the same for fp8 (e4m3)", _flips("fp8_e4m3"), 5),
+    Column("flip int8", "the same for int8, one scale per token", _flips("int8"), 6),
+    Column("flip int4", "the same for int4, one scale per token", _flips("int4"), 11),
+    Column("flip bf16 product", "tokens that flip when the router multiplies in bf16", _product),
+    Column("ε of k + ½", "band that costs half an expert per token", _half, 12),
+    Column("distance", "median Euclidean distance of the input to a tie", _distance),
+    Column("jump", "median change of the output when a near-tie flips", _jump, 2),
+    Column(
+        "dangerous",
+        "near-ties whose jump is large",
+        lambda x: percent(x.jumps.dangerous.value if x.jumps else None),
+        13,
+    ),
+    Column(
+        "evenness", "entropy of the load / log E", lambda x: f"{x.measures.load.evenness:.2f}", 9
+    ),
+    Column("busiest", "largest load / even load", lambda x: f"{x.measures.load.busiest:.1f} ×"),
+    Column("dead", "experts that no token chose", lambda x: str(len(x.measures.load.dead)), 7),
+    Column(
+        "cold", "experts below a tenth of an even load", lambda x: str(len(x.measures.load.cold))
+    ),
+    Column("sets", "distinct sets of experts seen", lambda x: f"{x.measures.coalitions.seen:,}"),
+)

@@ -1,0 +1,220 @@
+"""A smoothed model as page, terminal view, summary, notebook view and figures.
+
+Shows ε by layer, then what smoothing repairs under low precision and what it costs.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from rich.console import RenderableType
+from rich.padding import Padding
+from rich.text import Text
+
+from tieline.analysis.repair import Latency, Repair, RepairRow
+from tieline.core.numerics import Estimate
+from tieline.report.charts import Panel, axis, figure
+from tieline.report.drawing import ACCENT, INK, WARN, canvas
+from tieline.report.frame import notebook_html, render
+from tieline.report.numbers import (
+    DASH,
+    finite,
+    flat,
+    percent,
+    short_names,
+    significant,
+    with_error,
+)
+from tieline.report.tables import Grid, text_table, view
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["figures", "notebook", "page", "smooth_facts", "summary", "terminal"]
+
+LAYERS = ("layer", "ε", "in units of", "k", "k_max", "experts per token")
+REPAIRS = ("precision", "KL before", "floor", "KL after", "floor", "lower by (×)")
+KL = Panel(
+    "smooth-kl",
+    "What low precision does to the predictions, before and after",
+    "KL of each model to itself in float32, with two standard errors. Dashes are the floor: the KL "
+    "that remains with clean routes forced, which flips cannot explain.",
+    wide=True,
+)
+SERIES: tuple[tuple[str, str, str, str], ...] = (
+    ("before", "@warn", WARN, "o"),
+    ("after", "@accent", ACCENT, "D"),
+)
+
+
+def page(result: Repair) -> str:
+    """The page: what was smoothed, repaired and paid, layer by layer."""
+    return render(
+        "smooth.html",
+        [KL.drawn(_kl_chart(result.repair.rows))],
+        kind="smoothing report",
+        title=result.model,
+        facts=result.smoothing.how,
+        verdict=_verdict(result),
+        repairs=_repairs(result),
+        sentences=smooth_facts(result),
+        layers=_layers(result),
+        provenance=flat(result.provenance),
+    )
+
+
+def terminal(result: Repair, width: int) -> RenderableType:
+    """Facts, one row per layer and one row per precision."""
+    layers, repairs = _layers(result), _repairs(result)
+    below = Padding(text_table(repairs.head, repairs.rows), (0, 0, 1, 0))
+    sentences = map(Text, smooth_facts(result))
+    table = text_table(layers.head, layers.rows)
+    return view(result.model, result.smoothing.how, "", table, below, *sentences)
+
+
+def summary(result: Repair) -> str:
+    """Name, choice of ε and verdict in plain lines."""
+    return f"Smoothing of {result.model}\n{result.smoothing.how}\n{_verdict(result)}"
+
+
+def notebook(result: Repair) -> str:
+    """Verdict, table and figure as a piece of HTML."""
+    how, verdict = result.smoothing.how, _verdict(result)
+    return notebook_html(result.model, how, verdict, _repairs(result), figures(result))
+
+
+def figures(result: Repair) -> "dict[str, Callable[[], Figure]]":
+    """Figures by name: KL before and after, by precision."""
+    rows = result.repair.rows
+    return {"repair": lambda: canvas(partial(_draw_repair, rows), width=4.5, height=3.0)}
+
+
+def smooth_facts(result: Repair) -> list[str]:
+    """Sentences: experts, loss, distance, flips, time, and what was refused."""
+    repair = result.repair
+    before, after = repair.experts_before.value, repair.experts_after.value
+    words = [
+        f"Experts per token: {significant(before)} before, {significant(after)} after.",
+        f"Loss: {significant(repair.loss.value, 5)} before, changed by "
+        f"{_signed(repair.loss_change)} nats per token.",
+        f"Smoothing itself moves the predictions by KL {significant(repair.moved.value)}.",
+        f"Tokens whose experts change in some layer: {'; '.join(map(_flips, repair.rows))}.",
+        f"Time of a forward pass: {'; '.join(map(_time, result.latency))}.",
+        f"KL in nats per token of each model to itself in float32, {repair.tokens:,} tokens in "
+        f"{repair.sequences} sequences; ± is the standard error, clustered by sequence.",
+    ]
+    refused = result.smoothing.refused
+    return words + [f"Not smoothed: {name}: {why}." for name, why in refused.items()]
+
+
+def _verdict(result: Repair) -> str:
+    """What was gained and paid, and what to do with it."""
+    rows = [row for row in result.repair.rows if finite(row.factor.value) is not None]
+    if not rows:
+        return ""
+    best = max(rows, key=lambda row: row.factor.value or 0.0)
+    lowered = f"KL under {best.name} is {significant(best.factor.value)} times lower"
+    cost = f"the loss changes by {_signed(result.repair.loss_change)} nats per token"
+    if (best.factor.value or 0.0) <= 1:
+        return f"Smoothing repairs nothing here: at best the {lowered}. Keep the original model."
+    return f"The {lowered}, and {cost}. Use the smoothed model where that change is acceptable."
+
+
+def _time(latency: Latency) -> str:
+    ran, before = latency.implementation, latency.original
+    how = f"{ran} experts" if ran == before else f"{ran} experts, {before} before"
+    interval = f"{latency.low:.2f} to {latency.high:.2f}"
+    return f"{latency.ratio:.2f} times the original ({interval}, {how})"
+
+
+def _flips(row: RepairRow) -> str:
+    before, after = percent(row.flips_before.value), percent(row.flips_after.value)
+    return f"{row.name} {before} before, {after} after"
+
+
+def _signed(estimate: Estimate) -> str:
+    text = DASH if finite(estimate.value) is None else f"{estimate.value:+.5f}"
+    error = finite(estimate.standard_error)
+    return text if error is None else f"{text} ± {error:.5f}"
+
+
+def _layers(result: Repair) -> Grid:
+    layers, experts = result.smoothing.layers, result.repair.experts_by_layer
+    labels = short_names([layer.name for layer in layers])
+    rows = (
+        (
+            label,
+            significant(layer.epsilon) if layer.epsilon else "0, as it was",
+            layer.units,
+            str(layer.k),
+            str(layer.k_max),
+            significant(experts.get(layer.name)),
+        )
+        for label, layer in zip(labels, layers, strict=True)
+    )
+    return Grid(LAYERS, tuple(rows))
+
+
+def _repairs(result: Repair) -> Grid:
+    rows = (
+        (
+            row.name,
+            with_error(row.before, 2),
+            significant(row.before_floor.value, 2),
+            with_error(row.after, 2),
+            significant(row.after_floor.value, 2),
+            with_error(row.factor, 3),
+        )
+        for row in result.repair.rows
+    )
+    return Grid(REPAIRS, tuple(rows))
+
+
+def _sides(row: RepairRow) -> tuple[tuple[Estimate, Estimate], tuple[Estimate, Estimate]]:
+    """KL and floor before, then after."""
+    return (row.before, row.before_floor), (row.after, row.after_floor)
+
+
+def _kl_chart(rows: Sequence[RepairRow]) -> dict[str, Any]:
+    marks = []
+    for place, (name, role, _, _) in enumerate(SERIES):
+        both = [_sides(row)[place] for row in rows]
+        spread = [2 * (finite(kl.standard_error) or 0.0) for kl, _ in both]
+        dots = _marks(rows, f"KL {name}", [kl.value for kl, _ in both], role, "circle")
+        dots["error_y"] = {"type": "data", "array": spread, "color": role, "width": 3}
+        floors = [floor.value for _, floor in both]
+        marks += [dots, _marks(rows, f"floor {name}", floors, role, "line-ew")]
+    x, y = axis("precision", type="category"), axis("nats per token", type="log")
+    return figure(marks, 420, xaxis=x, yaxis=y)
+
+
+def _marks(
+    rows: Sequence[RepairRow], name: str, values: Sequence[float | None], role: str, symbol: str
+) -> dict[str, Any]:
+    size = 20 if symbol == "line-ew" else 9
+    line = {"color": role, "width": 2}
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": name,
+        "x": [row.name for row in rows],
+        "y": [finite(value) or None for value in values],
+        "marker": {"symbol": symbol, "size": size, "color": role, "line": line},
+        "hovertemplate": f"%{{x}}: %{{y:.3~g}} {name}<extra></extra>",
+    }
+
+
+def _draw_repair(rows: Sequence[RepairRow], axes: "Axes") -> None:
+    for place, (name, _, colour, marker) in enumerate(SERIES):
+        places = [x + 0.2 * place - 0.1 for x in range(len(rows))]
+        both = [_sides(row)[place] for row in rows]
+        errors = [2 * (finite(kl.standard_error) or 0.0) for kl, _ in both]
+        style = {"fmt": marker, "color": colour, "markersize": 4, "capsize": 2}
+        axes.errorbar(places, [kl.value for kl, _ in both], yerr=errors, label=name, **style)
+        axes.plot(places, [floor.value for _, floor in both], "_", color=colour, markersize=10)
+    axes.plot([], [], "_", color=INK, markersize=10, label="floor: clean routes forced")
+    axes.set_xticks(range(len(rows)), labels=[row.name for row in rows])
+    axes.set(yscale="log", ylabel="KL to itself in float32 (nats per token)")
+    axes.margins(x=0.2)
+    axes.legend(fontsize=6.5, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
