@@ -9,7 +9,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from tieline.analysis.precision_records import KeepList, PerturbationEffect, PrecisionAudit
-from tieline.core.numerics import Estimate
+from tieline.core.statistics import Estimate
 from tieline.report.charts import (
     MOST_NAMED,
     Panel,

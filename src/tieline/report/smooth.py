@@ -12,7 +12,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from tieline.analysis.repair import Latency, Repair, RepairRow
-from tieline.core.numerics import Estimate
+from tieline.core.statistics import Estimate
 from tieline.report.charts import Panel, axis, figure
 from tieline.report.drawing import ACCENT, INK, WARN, canvas
 from tieline.report.frame import notebook_html, render
