@@ -1,6 +1,7 @@
 """Tropical geometry of top-k routing: cells, pieces, bounds and expectations (paper 3)."""
 
 from tieline.tropical.advisor import PRESETS, LayerShape, advise, gaussian_rounding_flips
+from tieline.tropical.affine import Count, DegenerateError
 from tieline.tropical.algebra import (
     TropicalPolynomial,
     TropicalRational,
@@ -26,7 +27,6 @@ from tieline.tropical.cells import (
     k_sets,
     voronoi_cells,
 )
-from tieline.tropical.checks import Count, DegenerateError
 from tieline.tropical.collapse import (
     ball_meets_tie,
     cap_constant,

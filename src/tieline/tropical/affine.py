@@ -1,26 +1,89 @@
-"""Routers and layers as checked float64 arrays, from NumPy or torch."""
+"""Routers and layers as checked float64 arrays, from NumPy or torch.
 
+    Router, Neurons                 scores z = W x + b with k, and pre-activations of the experts
+    as_router, as_neurons           the same from arrays of any kind
+    CountingRouter, CountingLayer   in coordinates fit for exact counts
+    counting_router, counting_layer
+    Count, DegenerateError          an exact count, and input outside general position (Def. 4.8)
+
+Only differences of scores matter to a count, so counting coordinates are centred over experts. A
+fixed rotation keeps axes that weights share (integers, zeros) from being special directions, and
+lengths are scaled so that walls lie near 1.
+"""
+
+from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int, Real
 from torch import Tensor
 
-from tieline.core.errors import ShapeError, require
+from tieline.core.errors import ParameterError, ShapeError, TielineError, TraceError, require
 from tieline.core.ranking import topk_mask
+from tieline.trace.record import LayerTrace
 
-__all__ = ["Neurons", "Router", "as_neurons", "as_points", "as_router", "chosen"]
+__all__ = [
+    "RELATIVE",
+    "Array",
+    "Count",
+    "CountingLayer",
+    "CountingRouter",
+    "DegenerateError",
+    "Neurons",
+    "Router",
+    "as_neurons",
+    "as_points",
+    "as_router",
+    "captured_inputs",
+    "chosen",
+    "counting_layer",
+    "counting_router",
+    "double_array",
+    "why_degenerate",
+]
+
+Array = np.ndarray | Tensor
+RELATIVE = 1e-11
+"""Relative size below which a number cannot be told from zero."""
+
+
+class DegenerateError(TielineError):
+    """Walls are not in general position: the count would depend on rounding."""
+
+
+class Count(int):
+    """An exact count, an `int` that also says what it counts.
+
+    Attributes:
+        counted: what was counted, in words.
+        method: how.
+        safety: smallest relative gap that decided anything, in units of the tolerance; below 1 the
+            input is refused. Infinite if nothing had to be decided.
+    """
+
+    counted: str
+    method: str
+    safety: float
+
+    def __new__(
+        cls, value: int, counted: str, method: str, safety: float = float("inf")
+    ) -> "Count":
+        """The integer `value` with its provenance."""
+        count = super().__new__(cls, value)
+        count.counted, count.method, count.safety = counted, method, safety
+        return count
 
 
 class Router(NamedTuple):
     """Scores z(x) = weight x + bias of N experts, of which the largest k are chosen."""
 
-    weight: Float[np.ndarray, "experts width"]
+    weight: Float[np.ndarray, "experts dim"]
     bias: Float[np.ndarray, " experts"]
     k: int
 
-    def scores(self, points: Float[np.ndarray, "points width"]) -> np.ndarray:
+    def scores(self, points: Float[np.ndarray, "points dim"]) -> np.ndarray:
         """Scores (points, experts)."""
         return points @ self.weight.T + self.bias
 
@@ -28,59 +91,179 @@ class Router(NamedTuple):
 class Neurons(NamedTuple):
     """Pre-activations weight[e, h]·x + bias[e, h] of the experts' hidden neurons."""
 
-    weight: Float[np.ndarray, "experts hidden width"]
+    weight: Float[np.ndarray, "experts hidden dim"]
     bias: Float[np.ndarray, "experts hidden"]
 
 
+def double_array(name: str, value: Any, axes: int) -> Float[np.ndarray, "..."]:
+    """Copy `value` to a finite float64 array with `axes` axes, none of them empty."""
+    array = value.detach().cpu().double().numpy() if isinstance(value, Tensor) else value
+    array = np.array(array, dtype=np.float64, order="C")
+    require(
+        array.ndim == axes and array.size > 0,
+        f"{name} needs {axes} non-empty axes, got shape {array.shape}",
+        ShapeError,
+    )
+    require(bool(np.isfinite(array).all()), f"{name} has entries that are not finite")
+    return array
+
+
 def as_router(weight: Any, bias: Any, k: int) -> Router:
-    """A router from arrays (N, d) and (N,); None for no bias."""
-    w = _array(weight, "router weight", 2)
-    b = np.zeros(len(w)) if bias is None else _array(bias, "router bias", 1)
+    """Build a router from arrays (N, d) and (N,); a bias of None is zero."""
+    w = double_array("router weight", weight, 2)
+    b = np.zeros(len(w)) if bias is None else double_array("router bias", bias, 1)
     require(len(b) == len(w), f"{len(w)} rows of weight, {len(b)} biases", ShapeError)
     require(1 <= k <= len(w), f"need 1 <= k <= N, got {k=}, N={len(w)}")
     return Router(w, b, k)
 
 
 def as_neurons(weight: Any, bias: Any, router: Router) -> Neurons | None:
-    """Neurons from arrays (N, H, d) and (N, H); None where no weight is given."""
+    """Build neurons from arrays (N, H, d) and (N, H); None without a weight."""
     if weight is None:
         require(bias is None, "neurons have a bias but no weight", ShapeError)
         return None
-    v = _array(weight, "neuron weight", 3)
-    c = np.zeros(v.shape[:2]) if bias is None else _array(bias, "neuron bias", 2)
-    experts, width = router.weight.shape
-    require(
-        v.shape[0] == experts and v.shape[2] == width and c.shape == v.shape[:2],
-        f"need V (N, H, d) and c (N, H) with N={experts}, d={width}, got {v.shape}, {c.shape}",
-        ShapeError,
-    )
+    v = double_array("neuron weight", weight, 3)
+    c = np.zeros(v.shape[:2]) if bias is None else double_array("neuron bias", bias, 2)
+    _check_neurons(v, c, *router.weight.shape)
     return Neurons(v, c)
 
 
-def as_points(points: Any, width: int, least: int) -> Float[np.ndarray, "points width"]:
-    """At least so many points of R^width."""
-    found = _array(points, "points", 2)
+def as_points(points: Any, dim: int, least: int) -> Float[np.ndarray, "points dim"]:
+    """Validate an (n, dim) array with n >= least."""
+    found = double_array("points", points, 2)
     require(
-        found.shape[0] >= least and found.shape[1] == width,
-        f"need at least {least} points of R^{width}, got an array of shape {found.shape}",
+        found.shape[0] >= least and found.shape[1] == dim,
+        f"need at least {least} points of R^{dim}, got an array of shape {found.shape}",
         ShapeError,
     )
     return found
+
+
+def captured_inputs(layer: LayerTrace) -> Tensor:
+    """Return the router inputs of a layer with affine scores, captured with keep="inputs"."""
+    if layer.inputs is None:
+        raise TraceError(f"layer {layer.name!r} keeps no inputs")
+    require(layer.facts.affine, f"layer {layer.name!r} has no affine scores", TraceError)
+    return layer.inputs
 
 
 def chosen(scores: np.ndarray, k: int) -> Bool[np.ndarray, "points experts"]:
-    """Which experts the router chooses, ties to the lower index as everywhere."""
+    """Which experts the router chooses; ties go to the lower index."""
     return topk_mask(torch.from_numpy(np.ascontiguousarray(scores)), k).numpy()
 
 
-def _array(value: Any, name: str, ndim: int) -> np.ndarray:
-    if isinstance(value, Tensor):
-        value = value.detach().double().cpu().numpy()
-    found = np.asarray(value, dtype=np.float64)
+@dataclass(frozen=True)
+class CountingRouter:
+    """A router in counting coordinates: scores W y + b, where x = length · rotation @ y.
+
+    Attributes:
+        W: (N, d) weights, centred over experts, largest entry 1.
+        b: (N,) biases, centred, in the same units.
+        linear: whether all biases are equal, so that cells are cones.
+        rotation: (d, r) orthonormal columns.
+        length: unit of length.
+    """
+
+    W: Float[np.ndarray, "experts rank"]
+    b: Float[np.ndarray, " experts"]
+    linear: bool
+    rotation: Float[np.ndarray, "dim rank"]
+    length: float
+
+
+@dataclass(frozen=True)
+class CountingLayer:
+    """A router and the unit neurons of its experts, in counting coordinates.
+
+    Attributes:
+        router: the router.
+        V: (N·H, d) unit rows.
+        c: (N·H,) signed distances of the neurons' hyperplanes from 0.
+        owner: (N·H,) expert of each neuron.
+        linear: whether no neuron has a bias.
+    """
+
+    router: CountingRouter
+    V: Float[np.ndarray, "neurons dim"]
+    c: Float[np.ndarray, " neurons"]
+    owner: Int[np.ndarray, " neurons"]
+    linear: bool
+
+    @property
+    def nobody(self) -> Bool[np.ndarray, " experts"]:
+        """The empty set of experts."""
+        return np.zeros(len(self.router.b), dtype=np.bool_)
+
+
+def counting_router(
+    W: Real[Array, "experts dim"], b: Real[Array, " experts"], k: int, least: int = 0
+) -> CountingRouter:
+    """Bring z = W x + b to counting coordinates; k must lie in least ... N."""
+    weights, biases = double_array("W", W, 2), double_array("b", b, 1)
+    experts, dim = weights.shape
+    require(len(biases) == experts, f"W has {experts} experts, b has {len(biases)}", ShapeError)
+    require(least <= k <= experts, f"need {least} <= k <= N = {experts}, got {k=}", ParameterError)
+    linear = bool((biases == biases[0]).all())
+    # an orthogonal matrix without special directions, the same in every run
+    rotation = np.linalg.qr(np.random.default_rng(dim).standard_normal((dim, dim)))[0]
+    turned, centred = (weights - weights.mean(axis=0)) @ rotation, biases - biases.mean()
+    size = float(np.abs(turned).max()) or 1.0
+    length = float(np.median(np.abs(centred))) / size or 1.0
+    scaled = np.zeros_like(centred) if linear else centred / (size * length)
+    return CountingRouter(turned / size, scaled, linear, rotation, length)
+
+
+def counting_layer(
+    W: Real[Array, "experts dim"],
+    b: Real[Array, " experts"],
+    V: Real[Array, "experts width dim"],
+    c: Real[Array, "experts width"],
+    k: int,
+) -> CountingLayer:
+    """Bring router and neurons V[e, h] · x + c[e, h] to counting coordinates, 1 <= k <= N."""
+    router = counting_router(W, b, k, least=1)
+    V, c = double_array("V", V, 3), double_array("c", c, 2)
+    experts, dim = router.W.shape
+    _check_neurons(V, c, experts, dim)
+    norms = np.linalg.norm(V, axis=2)
     require(
-        found.ndim == ndim and found.size > 0,
-        f"the {name} needs {ndim} axes, got shape {found.shape}",
+        bool((norms > 0).all()),
+        f"neuron (e, h) = {tuple(int(i) for i in np.argwhere(norms == 0)[:1].ravel())} has zero "
+        "weights and so no wall: drop it",
+        DegenerateError,
+    )
+    offsets = (c / norms).ravel()
+    length = float(np.median(np.abs(offsets))) or router.length
+    moved = replace(router, b=router.b * (router.length / length), length=length)
+    rows = (V / norms[..., None]).reshape(-1, dim) @ router.rotation
+    owner = np.repeat(np.arange(experts), c.shape[1])
+    return CountingLayer(moved, rows, offsets / length, owner, not offsets.any())
+
+
+def _check_neurons(V: np.ndarray, c: np.ndarray, experts: int, dim: int) -> None:
+    require(
+        V.shape == (experts, c.shape[1], dim) and c.shape[0] == experts,
+        f"need V (N, H, d) and c (N, H) for N={experts}, d={dim}, got {V.shape} and {c.shape}",
         ShapeError,
     )
-    require(bool(np.isfinite(found).all()), f"the {name} must be finite: it has NaN or infinities")
-    return found
+
+
+def why_degenerate(W: Float[np.ndarray, "experts dim"], walls: Float[np.ndarray, "n dim"]) -> str:
+    """Name the first condition of general position that fails.
+
+    Args:
+        W: (N, d) router weights.
+        walls: (n, d) unit normals of neurons, none for a router alone.
+    """
+    size = float(np.abs(W).max(initial=0.0))
+    for i, j in combinations(range(len(W)), 2):
+        if np.abs(W[i] - W[j]).max(initial=0.0) <= RELATIVE * size:
+            return f"experts {i} and {j} have the same router weights, so no wall parts them"
+    cosines = np.abs(walls @ walls.T) - np.eye(len(walls))
+    if walls.size and walls.shape[1] > 1 and cosines.max() >= 1 - RELATIVE:
+        i, j = (int(n) for n in np.unravel_index(cosines.argmax(), cosines.shape))
+        return f"neurons {i} and {j} (flattened e·H + h) have parallel or equal walls"
+    rank = int(np.linalg.matrix_rank(W - W[0], tol=RELATIVE * max(1.0, size)))
+    if rank < min(len(W) - 1, W.shape[1]):
+        return f"differences of router weights have rank {rank} < min(N - 1, d)"
+    return "more walls meet in a point, or run parallel to a flat, than general position allows"

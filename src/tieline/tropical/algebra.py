@@ -49,7 +49,7 @@ from scipy.spatial import ConvexHull, QhullError
 from torch import Tensor
 
 from tieline.core.errors import ParameterError, ShapeError, require
-from tieline.tropical.checks import Array, double_array
+from tieline.tropical.affine import Array, double_array
 from tieline.tropical.regions import count_regions
 
 __all__ = [

@@ -1,33 +1,27 @@
-"""Output-sensitive search for the cells of a router by warm-started linear programmes (HiGHS).
+"""Order-k cells of an affine router: where each coalition is chosen (paper 3, Prop. 4.2, Thm. 4.5).
 
-In homogeneous coordinates y = (x, x_0), x_0 > 0, coalition I has a cell where a level t and a slack
-s > 0 exist with z_i - t >= s for i in I and z_j - t <= -s for j not in I; s is made as large as the
-box |y| <= 1 allows. The cell has a facet towards I - i + j where the same holds with z_i = z_j = t.
-One programme has N rows; from one to the next only the rows of the experts that changed side are
-touched, and the solver starts from its last basis.
-
-Time grows with cells times k (N - k), whatever C(N, d + 1) is.
-
-Order-k cells of an affine router: where each coalition is chosen (paper 3, Prop. 4.2, Thm. 4.5).
-
-count_cells    number of coalitions I with {x : min_I z > max_{not I} z} non-empty
-cells          these coalitions with a point inside, facets and neighbours; k = 1 is the power
-               diagram
-
-Cells, witnesses, facets and neighbours of an order-k diagram, from corners or from a search.
-
-Planar Voronoi routers z_i(x) = w_i·x - ‖w_i‖²/2: Lee's count of their order-k cells.
-
-    k_sets                   e_i: sets of i points that a line cuts off, i = 1 ... n-1
-    voronoi_cells            (2k-1) n - (k²-1) - Σ_{i<k} e_i, exact for points in general position
+    count_cells              number of coalitions I with {x : min_I z > max_{not I} z} non-empty
+    cells                    these coalitions with a point inside, facets and neighbours; k = 1 is
+                             the power diagram
+    k_sets                   e_i: sets of i points of the plane that a line cuts off, i = 1 ... n-1
+    voronoi_cells            order-k Voronoi cells of points of the plane, by Lee's formula
+                             (2k-1) n - (k²-1) - Σ_{i<k} e_i
     expected_voronoi_cells   the same for iid normal points, E[e_i] = cells of a biasless router
 
-A top-k router whose biases are -‖w‖²/2 chooses the k nearest points; its cells number O(k (n-k)),
-far from C(n, k). Unbounded cells are those of the router without biases.
+Cells are listed around the ties of d + 1 experts where these are few. Otherwise a search goes from
+cell to cell through facets, by warm-started linear programmes (HiGHS). In homogeneous coordinates
+y = (x, x_0), x_0 > 0, coalition I has a cell if a level t and a slack s > 0 exist with z_i - t >= s
+for i in I and z_j - t <= -s for j not in I; s is made as large as the box |y| <= 1 allows. The cell
+has a facet towards I - i + j if the same holds with z_i = z_j = t. A programme has N rows, of which
+only those of experts that changed side are touched, and the solver starts from its last basis.
+Time grows with cells times k (N - k), whatever C(N, d + 1) is.
+
+A top-k router with biases -‖w‖²/2 chooses the k nearest points, so its cells are Voronoi cells and
+number O(k (n-k)), far from C(n, k). Unbounded cells are those of the router without biases.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from math import comb
 from typing import Any, cast
@@ -36,8 +30,16 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, Real
 
 from tieline.core.errors import ParameterError, require
-from tieline.tropical.affine import as_points
-from tieline.tropical.checks import Array, Count, DegenerateError, Router, as_router, why_degenerate
+from tieline.tropical.affine import (
+    RELATIVE,
+    Array,
+    Count,
+    CountingRouter,
+    DegenerateError,
+    as_points,
+    counting_router,
+    why_degenerate,
+)
 from tieline.tropical.expectation import expected_cells
 
 __all__ = [
@@ -45,19 +47,298 @@ __all__ = [
     "Cells",
     "cells",
     "count_cells",
+    "essential",
     "expected_voronoi_cells",
-    "from_corners",
     "from_search",
     "k_sets",
     "voronoi_cells",
-    "whole_space",
 ]
 
+MAX_SUBSETS = 50_000_000
+"""Largest number of tied sets C(N, d + 1) that `count_cells` goes through."""
+FEW_SUBSETS = 1_000_000
+"""Largest number of tied sets that `cells` goes through before it searches cell by cell."""
 CUT = 1e-8
 """Slack from which a cell or facet is taken to exist."""
-
 NONE = 1e-9
-"""Slack up to which it is taken not to; HiGHS answers to 1e-10."""
+"""Slack up to which it is taken not to exist; HiGHS answers to 1e-10."""
+MOST_POINTS = 128
+"""Largest number of points of `voronoi_cells`."""
+
+Masks = Bool[np.ndarray, "cells experts"]
+Facets = Int[np.ndarray, "facets 4"]
+Points = Float[np.ndarray, "cells dim"]
+Diagram = tuple[Masks, Facets, Points]
+"""Coalitions, facets as in `Cells`, and a point inside each cell."""
+
+
+@dataclass(frozen=True)
+class Cells:
+    """Cells of a router.
+
+    Attributes:
+        coalitions: (C, k) chosen experts, ascending; cells are sorted by them.
+        witnesses: (C, d) a point inside each cell.
+        margins: (C,) z_[k] - z_[k+1] at the witness, for weights scaled to size 1; infinite where
+            there is one cell only.
+        facets: (F, 4) rows (cell, leaving, entering, neighbour): the wall z_leaving = z_entering
+            bounds the cell, and the cell behind it chooses `entering` instead. Each wall is listed
+            from both sides.
+        method: "tied sets" or "linear programming".
+    """
+
+    coalitions: Int[np.ndarray, "cells k"]
+    witnesses: Float[np.ndarray, "cells dim"]
+    margins: Float[np.ndarray, " cells"]
+    facets: Int[np.ndarray, "facets 4"]
+    method: str
+
+    def __len__(self) -> int:
+        return len(self.coalitions)
+
+    def neighbours(self, cell: int) -> Int[np.ndarray, " n"]:
+        """Indices of the cells behind the facets of `cell`."""
+        return self.facets[self.facets[:, 0] == cell, 3]
+
+
+def count_cells(W: Real[Array, "experts dim"], b: Real[Array, " experts"], k: int) -> Count:
+    """Coalitions of k experts that some input chooses; over k = 0 ... N they sum to Φ(N, d+1).
+
+    Every cell is found once, at its lowest point, a tie of at most d + 1 experts. A router without
+    bias has cones for cells and sums to 2 Σ_{j<=d} C(N-1, j).
+
+    Args:
+        W: (N, d) router weights.
+        b: (N,) router biases.
+        k: experts chosen, 0 <= k <= N.
+    """
+    from tieline.tropical.counting import count_affine, count_linear
+
+    router = essential(counting_router(W, b, k))
+    experts, dim = router.W.shape
+    nobody = np.zeros(experts, dtype=np.bool_)
+    require(
+        comb(experts, dim + 1) <= MAX_SUBSETS,
+        f"N = {experts}, d = {dim} has {comb(experts, dim + 1):.3g} tied sets, more than "
+        f"{MAX_SUBSETS:.0e}; `cells` searches cell by cell, `expected_cells` gives the mean",
+    )
+    if router.linear:
+        count, safety = count_linear(router.W, k, nobody)
+    else:
+        count, safety = count_affine(router.W, router.b, k, nobody)
+    check_safety(router, safety)
+    return Count(int(count), "order-k cells", "tied sets", float(safety))
+
+
+def cells(
+    W: Real[Array, "experts dim"], b: Real[Array, " experts"], k: int, max_cells: int = 100_000
+) -> Cells:
+    """All cells with a point inside, their facets and neighbours.
+
+    Args:
+        W: (N, d) router weights.
+        b: (N,) router biases.
+        k: experts chosen, 0 <= k <= N.
+        max_cells: the search refuses routers with more cells than this.
+    """
+    router = essential(counting_router(W, b, k))
+    experts, dim = router.W.shape
+    if k in (0, experts) or dim == 0:
+        return _whole_space(router, k)
+    if comb(experts, dim + 1) <= FEW_SUBSETS:
+        return _from_corners(router, k)
+    return from_search(router, k, max_cells)
+
+
+def essential(router: CountingRouter) -> CountingRouter:
+    """Restrict the router to the span of its weights' differences, which keeps all cells."""
+    _, sizes, axes = np.linalg.svd(router.W, full_matrices=False)
+    rank = int((sizes > RELATIVE * max(float(sizes[0]), 1e-300)).sum())
+    if rank == router.W.shape[1]:
+        return router
+    turn = np.ascontiguousarray(axes[:rank].T)
+    return replace(router, W=router.W @ turn, rotation=router.rotation @ turn)
+
+
+def check_safety(router: CountingRouter, safety: float) -> None:
+    """Refuse a count that a gap within rounding decided."""
+    if safety < 1.0:
+        reason = why_degenerate(router.W, np.empty((0, router.W.shape[1])))
+        raise DegenerateError(f"the router is not in general position: {reason}")
+
+
+def _whole_space(router: CountingRouter, k: int) -> Cells:
+    """The one cell of k = 0 or N, or of a router whose weights are all equal."""
+    experts, dim = len(router.b), len(router.rotation)
+    order = np.argsort(-router.b, kind="stable")
+    if 0 < k < experts:
+        check_safety(router, float(router.b[order[k - 1]] - router.b[order[k]]) / RELATIVE)
+    chosen = np.sort(order[:k])[None]
+    nowhere = np.empty((0, 4), dtype=np.int64)
+    return Cells(chosen, np.zeros((1, dim)), np.array([np.inf]), nowhere, "tied sets")
+
+
+def _from_corners(router: CountingRouter, k: int) -> Cells:
+    """Cells and facets around all ties of d + 1 experts."""
+    diagram = _cones(router, k) if router.linear else _diagram(router.W, router.b, k, router)
+    return _assemble(router, k, diagram, "tied sets")
+
+
+def _cones(router: CountingRouter, k: int) -> Diagram:
+    """Cones, all of which, with all their facets, meet x_1 = 1 or x_1 = -1."""
+    parts = [_slice(router, k, side) for side in (1.0, -1.0)]
+    offset = len(parts[0][0])
+    moved = parts[1][1] + np.array([offset, 0, 0, offset])
+    masks, points = (np.concatenate([part[i] for part in parts]) for i in (0, 2))
+    return masks, np.concatenate([parts[0][1], moved]), points
+
+
+def _slice(router: CountingRouter, k: int, side: float) -> Diagram:
+    """The diagram of a router without bias on x_1 = side."""
+    bias = side * router.W[:, 0]
+    if router.W.shape[1] == 1:
+        order = np.argsort(-bias, kind="stable")
+        check_safety(router, float(bias[order[k - 1]] - bias[order[k]]) / RELATIVE)
+        mask = np.isin(np.arange(len(order)), order[:k])[None]
+        return mask, np.empty((0, 4), np.int64), np.array([[side]])
+    masks, facets, points = _diagram(np.ascontiguousarray(router.W[:, 1:]), bias, k, router)
+    return masks, facets, np.column_stack([np.full(len(points), side), points])
+
+
+def _diagram(
+    W: Float[np.ndarray, "experts dim"],
+    b: Float[np.ndarray, " experts"],
+    k: int,
+    router: CountingRouter,
+) -> Diagram:
+    """(coalitions, facets, points inside) of z = W x + b, from its corners."""
+    from tieline.tropical.counting import corners
+
+    *arrays, safety = corners(W, b, k)
+    check_safety(router, safety)
+    ties, above, places = cast("tuple[np.ndarray, np.ndarray, np.ndarray]", arrays)
+    size = W.shape[1] + 1
+    masks, facets, chosen, at, first = [], [], [], [], 0
+    for up in range(1, size):
+        here = np.flatnonzero(above.sum(axis=1) == k - up)
+        parts = list(combinations(range(size), up))
+        rows = {part: first + i * len(here) + np.arange(len(here)) for i, part in enumerate(parts)}
+        first += len(parts) * len(here)
+        for part in parts:
+            mask = above[here]
+            np.put_along_axis(mask, ties[here][:, list(part)], True, axis=1)
+            masks.append(mask)
+            at.append(here)
+            chosen.append(np.tile(np.isin(np.arange(size), part), (len(here), 1)))
+            for i, j in ((i, j) for i in part for j in range(size) if j not in part):
+                behind = rows[tuple(sorted({*part} - {i} | {j}))]
+                facets.append(np.stack([rows[part], ties[here, i], ties[here, j], behind], axis=1))
+    masks, at, chosen = np.concatenate(masks), np.concatenate(at), np.concatenate(chosen)
+    one, cell = _distinct(masks)
+    inside = _step_inside(W, b, ties[at[one]], chosen[one], masks[one], places[at[one]])
+    middle = np.stack([np.bincount(cell, x) for x in places[at].T], axis=1)
+    points = 0.5 * (inside + middle / np.bincount(cell)[:, None])
+    return masks[one], _renamed(np.concatenate(facets), cell, len(W)), points
+
+
+def _distinct(
+    masks: Bool[np.ndarray, "rows experts"],
+) -> tuple[Int[np.ndarray, " cells"], Int[np.ndarray, " rows"]]:
+    """(a row of each distinct mask, which distinct mask each row is)."""
+    bits = np.packbits(masks, axis=1)
+    words = np.zeros((len(bits), -(-bits.shape[1] // 8) * 8), np.uint8)
+    words[:, : bits.shape[1]] = bits
+    names = words.view(np.uint64)
+    names = names[:, 0] if names.shape[1] == 1 else words.view(f"V{words.shape[1]}")[:, 0]
+    _, first, index = np.unique(names, return_index=True, return_inverse=True)
+    return first, index.ravel()
+
+
+def _renamed(
+    facets: Int[np.ndarray, "sides 4"], name: Int[np.ndarray, " rows"], experts: int
+) -> Facets:
+    """Facets with their cells renamed, each once, in order."""
+    cell, behind = name[facets[:, 0]], name[facets[:, 3]]
+    keys = (cell * experts + facets[:, 1]) * experts + facets[:, 2]
+    _, once = np.unique(keys, return_index=True)
+    return np.column_stack([cell, facets[:, 1:3], behind])[once].astype(np.int64)
+
+
+def _step_inside(
+    W: Float[np.ndarray, "experts dim"],
+    b: Float[np.ndarray, " experts"],
+    tied: Int[np.ndarray, "corners d1"],
+    chosen: Bool[np.ndarray, "corners d1"],
+    mask: Bool[np.ndarray, "corners experts"],
+    place: Float[np.ndarray, "corners dim"],
+) -> Float[np.ndarray, "corners dim"]:
+    """From each corner, half way to the next wall along the direction that parts the tie evenly.
+
+    The step solves w_i · x - t = 1 for the chosen experts of the tie and -1 for the others.
+    """
+    goal = np.where(chosen, 1.0, -1.0)[..., None]
+    lifted = np.concatenate([W[tied], np.full((*tied.shape, 1), -1.0)], axis=2)
+    step = np.linalg.solve(lifted, goal)[..., 0]
+    step /= np.abs(step[:, :-1]).max(axis=1, keepdims=True)
+    score, change = place @ W.T + b, step[:, :-1] @ W.T
+    level = np.take_along_axis(score, tied[:, :1], axis=1)
+    rise = np.where(mask, 1.0, -1.0) * (score - level)
+    speed = np.where(mask, 1.0, -1.0) * (change - step[:, -1:])
+    np.put_along_axis(speed, tied, 0.0, axis=1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        until = np.where(speed < 0, -rise / speed, np.inf).min(axis=1)
+    return place + np.minimum(0.5 * until, 1.0 + np.abs(place).max(axis=1))[:, None] * step[:, :-1]
+
+
+def _assemble(router: CountingRouter, k: int, diagram: Diagram, method: str) -> Cells:
+    """The record of a diagram: cells in the order of their coalitions, each once."""
+    masks, facets, points = diagram
+    one, cell = _distinct(masks)
+    coalitions = np.nonzero(masks[one])[1].reshape(len(one), k)
+    order = np.lexsort(coalitions.T[::-1])
+    rank = np.empty_like(order)
+    rank[order] = np.arange(len(order))
+    kept = one[order]
+    gaps = _gaps(router, masks[kept], points[kept])
+    require(bool((gaps > 0).all()), "a cell is too thin for float64", DegenerateError)
+    witnesses = router.length * points[kept] @ router.rotation.T
+    facets = _renamed(facets, rank[cell], len(router.b))
+    return Cells(coalitions[order], witnesses, gaps, facets, method)
+
+
+def _gaps(router: CountingRouter, masks: Masks, points: Points) -> Float[np.ndarray, " cells"]:
+    """Smallest chosen less largest other score, negative outside the cell."""
+    scores = points @ router.W.T + router.b
+    inner = np.where(masks, scores, np.inf).min(axis=1)
+    return inner - np.where(masks, -np.inf, scores).max(axis=1)
+
+
+def from_search(router: CountingRouter, k: int, max_cells: int) -> Cells:
+    """Cells found one from another through their facets."""
+    search = CellSearch(router.W, router.b)
+    start = np.random.default_rng(k).standard_normal(router.W.shape[1])
+    order = np.argsort(-(router.W @ start + router.b), kind="stable")
+    waiting = [frozenset(int(e) for e in order[:k])]
+    seen, facets, points = {waiting[0]: 0}, [], []
+    done: list[frozenset[int]] = []
+    while waiting:
+        coalition = waiting.pop(0)
+        done.append(coalition)
+        _, y = search.slack(coalition)
+        points.append(y[:-1] / y[-1])
+        for leaving, entering in search.facets(coalition):
+            behind = coalition - {leaving} | {entering}
+            if behind not in seen:
+                require(
+                    len(seen) < max_cells,
+                    f"more than {max_cells} cells; raise max_cells, or use `expected_cells`",
+                )
+                seen[behind] = len(seen)
+                waiting.append(behind)
+            facets.append((seen[coalition], leaving, entering, seen[behind]))
+    masks = np.array([[e in c for e in range(len(router.b))] for c in done])
+    diagram = masks, np.array(facets, dtype=np.int64).reshape(-1, 4), np.array(points)
+    return _assemble(router, k, diagram, "linear programming")
 
 
 class CellSearch:
@@ -140,295 +421,6 @@ class CellSearch:
                     yield leaving, entering
 
 
-MAX_SUBSETS = 50_000_000
-"""Largest number of tied sets C(N, d + 1) that `count_cells` goes through."""
-
-FEW_SUBSETS = 1_000_000
-"""Largest number of tied sets that `cells` goes through before it searches cell by cell."""
-
-
-@dataclass(frozen=True)
-class Cells:
-    """Cells of a router.
-
-    Attributes:
-        coalitions: (C, k) chosen experts, ascending; cells are sorted by them.
-        witnesses: (C, d) a point inside each cell.
-        margins: (C,) z_[k] - z_[k+1] at the witness, for weights scaled to size 1; infinite where
-            there is one cell only.
-        facets: (F, 4) rows (cell, leaving, entering, neighbour): the wall z_leaving = z_entering
-            bounds the cell, and the cell behind it chooses `entering` instead. Each wall is listed
-            from both sides.
-        method: "tied sets" or "linear programming".
-    """
-
-    coalitions: Int[np.ndarray, "cells k"]
-    witnesses: Float[np.ndarray, "cells dim"]
-    margins: Float[np.ndarray, " cells"]
-    facets: Int[np.ndarray, "facets 4"]
-    method: str
-
-    def __len__(self) -> int:
-        return len(self.coalitions)
-
-    def neighbours(self, cell: int) -> Int[np.ndarray, " n"]:
-        """Indices of the cells behind the facets of `cell`."""
-        return self.facets[self.facets[:, 0] == cell, 3]
-
-
-def count_cells(W: Real[Array, "experts dim"], b: Real[Array, " experts"], k: int) -> Count:
-    """Coalitions of k experts that some input chooses; over k = 0 ... N they sum to Φ(N, d+1).
-
-    Every cell is found once, at its lowest point, a tie of at most d + 1 experts. A router without
-    bias has cones for cells and sums to 2 Σ_{j<=d} C(N-1, j).
-
-    Args:
-        W: (N, d) router weights.
-        b: (N,) router biases.
-        k: experts chosen, 0 <= k <= N.
-    """
-    from tieline.tropical.counting import count_affine, count_linear
-
-    router = essential(as_router(W, b, k))
-    experts, dim = router.W.shape
-    nobody = np.zeros(experts, dtype=np.bool_)
-    require(
-        comb(experts, dim + 1) <= MAX_SUBSETS,
-        f"N = {experts}, d = {dim} has {comb(experts, dim + 1):.3g} tied sets, more than "
-        f"{MAX_SUBSETS:.0e}; `cells` searches cell by cell, `expected_cells` gives the mean",
-    )
-    if router.linear:
-        count, safety = count_linear(router.W, k, nobody)
-    else:
-        count, safety = count_affine(router.W, router.b, k, nobody)
-    check_safety(router, safety)
-    return Count(int(count), "order-k cells", "tied sets", float(safety))
-
-
-def cells(
-    W: Real[Array, "experts dim"], b: Real[Array, " experts"], k: int, max_cells: int = 100_000
-) -> Cells:
-    """All cells with a point inside, their facets and neighbours.
-
-    Ties of d + 1 experts are gone through where these are few; otherwise cells are found one from
-    another through their facets by linear programming (HiGHS), in time that grows with the cells.
-
-    Args:
-        W: (N, d) router weights.
-        b: (N,) router biases.
-        k: experts chosen, 0 <= k <= N.
-        max_cells: the search refuses routers with more cells than this.
-    """
-    from tieline.tropical import cells as diagrams
-
-    router = essential(as_router(W, b, k))
-    experts, dim = router.W.shape
-    if k in (0, experts) or dim == 0:
-        return diagrams.whole_space(router, k)
-    if comb(experts, dim + 1) <= FEW_SUBSETS:
-        return diagrams.from_corners(router, k)
-    return diagrams.from_search(router, k, max_cells)
-
-
-def essential(router: Router) -> Router:
-    """The router on the span of its weights' differences, across which its cells do not change."""
-    _, sizes, axes = np.linalg.svd(router.W, full_matrices=False)
-    rank = int((sizes > 1e-11 * max(float(sizes[0]), 1e-300)).sum())
-    if rank == router.W.shape[1]:
-        return router
-    turn = np.ascontiguousarray(axes[:rank].T)
-    return Router(router.W @ turn, router.b, router.linear, router.rotation @ turn, router.length)
-
-
-def check_safety(router: Router, safety: float) -> None:
-    """Refuse a count that a gap within rounding decided."""
-    if safety < 1.0:
-        reason = why_degenerate(router.W, np.empty((0, router.W.shape[1])))
-        raise DegenerateError(f"the router is not in general position: {reason}")
-
-
-Masks = Bool[np.ndarray, "cells experts"]
-Facets = Int[np.ndarray, "facets 4"]
-Points = Float[np.ndarray, "cells dim"]
-Diagram = tuple[Masks, Facets, Points]
-
-
-def whole_space(router: Router, k: int) -> Cells:
-    """The one cell of k = 0 or N, or of a router whose weights are all equal."""
-    experts, dim = len(router.b), len(router.rotation)
-    order = np.argsort(-router.b, kind="stable")
-    if 0 < k < experts:
-        check_safety(router, float(router.b[order[k - 1]] - router.b[order[k]]) / 1e-11)
-    chosen = np.sort(order[:k])[None]
-    nowhere = np.empty((0, 4), dtype=np.int64)
-    return Cells(chosen, np.zeros((1, dim)), np.array([np.inf]), nowhere, "tied sets")
-
-
-def from_corners(router: Router, k: int) -> Cells:
-    """Cells and facets around all ties of d + 1 experts."""
-    diagram = _cones(router, k) if router.linear else _diagram(router.W, router.b, k, router)
-    return _assemble(router, k, diagram, "tied sets")
-
-
-def _cones(router: Router, k: int) -> Diagram:
-    """Cones, all of which, with all their facets, meet x_1 = 1 or x_1 = -1."""
-    parts = [_slice(router, k, side) for side in (1.0, -1.0)]
-    offset = len(parts[0][0])
-    moved = parts[1][1] + np.array([offset, 0, 0, offset])
-    masks, points = (np.concatenate([part[i] for part in parts]) for i in (0, 2))
-    return masks, np.concatenate([parts[0][1], moved]), points
-
-
-def _slice(router: Router, k: int, side: float) -> Diagram:
-    """The diagram of a router without bias on x_1 = side."""
-    bias = side * router.W[:, 0]
-    if router.W.shape[1] == 1:
-        order = np.argsort(-bias, kind="stable")
-        check_safety(router, float(bias[order[k - 1]] - bias[order[k]]) / 1e-11)
-        mask = np.isin(np.arange(len(order)), order[:k])[None]
-        return mask, np.empty((0, 4), np.int64), np.array([[side]])
-    masks, facets, points = _diagram(np.ascontiguousarray(router.W[:, 1:]), bias, k, router)
-    return masks, facets, np.column_stack([np.full(len(points), side), points])
-
-
-def _diagram(
-    W: Float[np.ndarray, "experts dim"], b: Float[np.ndarray, " experts"], k: int, router: Router
-) -> Diagram:
-    """(coalitions, facets, points inside) of z = W x + b, from its corners."""
-    from tieline.tropical.counting import corners
-
-    *arrays, safety = corners(W, b, k)
-    check_safety(router, safety)
-    ties, above, places = cast("tuple[np.ndarray, np.ndarray, np.ndarray]", arrays)
-    size = W.shape[1] + 1
-    masks, facets, chosen, at, first = [], [], [], [], 0
-    for up in range(1, size):
-        here = np.flatnonzero(above.sum(axis=1) == k - up)
-        parts = list(combinations(range(size), up))
-        rows = {part: first + i * len(here) + np.arange(len(here)) for i, part in enumerate(parts)}
-        first += len(parts) * len(here)
-        for part in parts:
-            mask = above[here]
-            np.put_along_axis(mask, ties[here][:, list(part)], True, axis=1)
-            masks.append(mask)
-            at.append(here)
-            chosen.append(np.tile(np.isin(np.arange(size), part), (len(here), 1)))
-            for i, j in ((i, j) for i in part for j in range(size) if j not in part):
-                behind = rows[tuple(sorted({*part} - {i} | {j}))]
-                facets.append(np.stack([rows[part], ties[here, i], ties[here, j], behind], axis=1))
-    masks, at, chosen = np.concatenate(masks), np.concatenate(at), np.concatenate(chosen)
-    one, cell = _distinct(masks)
-    inside = _step_inside(W, b, ties[at[one]], chosen[one], masks[one], places[at[one]])
-    middle = np.stack([np.bincount(cell, x) for x in places[at].T], axis=1)
-    points = 0.5 * (inside + middle / np.bincount(cell)[:, None])
-    return masks[one], _renamed(np.concatenate(facets), cell, len(W)), points
-
-
-def _distinct(
-    masks: Bool[np.ndarray, "rows experts"],
-) -> tuple[Int[np.ndarray, " cells"], Int[np.ndarray, " rows"]]:
-    """(a row of each distinct mask, which distinct mask each row is)."""
-    bits = np.packbits(masks, axis=1)
-    words = np.zeros((len(bits), -(-bits.shape[1] // 8) * 8), np.uint8)
-    words[:, : bits.shape[1]] = bits
-    names = words.view(np.uint64)
-    names = names[:, 0] if names.shape[1] == 1 else words.view(f"V{words.shape[1]}")[:, 0]
-    _, first, index = np.unique(names, return_index=True, return_inverse=True)
-    return first, index.ravel()
-
-
-def _renamed(
-    facets: Int[np.ndarray, "sides 4"], name: Int[np.ndarray, " rows"], experts: int
-) -> Facets:
-    """Facets with their cells renamed, each once, in order."""
-    cell, behind = name[facets[:, 0]], name[facets[:, 3]]
-    keys = (cell * experts + facets[:, 1]) * experts + facets[:, 2]
-    _, once = np.unique(keys, return_index=True)
-    return np.column_stack([cell, facets[:, 1:3], behind])[once].astype(np.int64)
-
-
-def _step_inside(
-    W: Float[np.ndarray, "experts dim"],
-    b: Float[np.ndarray, " experts"],
-    tied: Int[np.ndarray, "corners d1"],
-    chosen: Bool[np.ndarray, "corners d1"],
-    mask: Bool[np.ndarray, "corners experts"],
-    place: Float[np.ndarray, "corners dim"],
-) -> Float[np.ndarray, "corners dim"]:
-    """From each corner, half way to the next wall along the direction that parts the tie evenly.
-
-    The step solves w_i · x - t = 1 for the chosen experts of the tie and -1 for the others.
-    """
-    goal = np.where(chosen, 1.0, -1.0)[..., None]
-    lifted = np.concatenate([W[tied], np.full((*tied.shape, 1), -1.0)], axis=2)
-    step = np.linalg.solve(lifted, goal)[..., 0]
-    step /= np.abs(step[:, :-1]).max(axis=1, keepdims=True)
-    score, change = place @ W.T + b, step[:, :-1] @ W.T
-    level = np.take_along_axis(score, tied[:, :1], axis=1)
-    rise = np.where(mask, 1.0, -1.0) * (score - level)
-    speed = np.where(mask, 1.0, -1.0) * (change - step[:, -1:])
-    np.put_along_axis(speed, tied, 0.0, axis=1)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        until = np.where(speed < 0, -rise / speed, np.inf).min(axis=1)
-    return place + np.minimum(0.5 * until, 1.0 + np.abs(place).max(axis=1))[:, None] * step[:, :-1]
-
-
-def _assemble(router: Router, k: int, diagram: Diagram, method: str) -> Cells:
-    """The record of a diagram: cells in the order of their coalitions, each once."""
-    masks, facets, points = diagram
-    one, cell = _distinct(masks)
-    coalitions = np.nonzero(masks[one])[1].reshape(len(one), k)
-    order = np.lexsort(coalitions.T[::-1])
-    rank = np.empty_like(order)
-    rank[order] = np.arange(len(order))
-    kept = one[order]
-    gaps = _gaps(router, masks[kept], points[kept])
-    require(bool((gaps > 0).all()), "a cell is too thin for float64", DegenerateError)
-    witnesses = router.length * points[kept] @ router.rotation.T
-    facets = _renamed(facets, rank[cell], len(router.b))
-    return Cells(coalitions[order], witnesses, gaps, facets, method)
-
-
-def _gaps(router: Router, masks: Masks, points: Points) -> Float[np.ndarray, " cells"]:
-    """Smallest chosen less largest other score, negative outside the cell."""
-    scores = points @ router.W.T + router.b
-    inner = np.where(masks, scores, np.inf).min(axis=1)
-    return inner - np.where(masks, -np.inf, scores).max(axis=1)
-
-
-def from_search(router: Router, k: int, max_cells: int) -> Cells:
-    """Cells found one from another through their facets."""
-    search = CellSearch(router.W, router.b)
-    start = np.random.default_rng(k).standard_normal(router.W.shape[1])
-    order = np.argsort(-(router.W @ start + router.b), kind="stable")
-    waiting = [frozenset(int(e) for e in order[:k])]
-    seen, facets, points = {waiting[0]: 0}, [], []
-    done: list[frozenset[int]] = []
-    while waiting:
-        coalition = waiting.pop(0)
-        done.append(coalition)
-        _, y = search.slack(coalition)
-        points.append(y[:-1] / y[-1])
-        for leaving, entering in search.facets(coalition):
-            behind = coalition - {leaving} | {entering}
-            if behind not in seen:
-                require(
-                    len(seen) < max_cells,
-                    f"more than {max_cells} cells; raise max_cells, or use `expected_cells`",
-                )
-                seen[behind] = len(seen)
-                waiting.append(behind)
-            facets.append((seen[coalition], leaving, entering, seen[behind]))
-    masks = np.array([[e in c for e in range(len(router.b))] for c in done])
-    diagram = masks, np.array(facets, dtype=np.int64).reshape(-1, 4), np.array(points)
-    return _assemble(router, k, diagram, "linear programming")
-
-
-MOST_POINTS = 128
-DEGENERATE = 1e-11
-"""Relative size under which an orientation or in-circle test is taken for zero."""
-
-
 def voronoi_cells(points: Any, k: int) -> int:
     """Number of order-k Voronoi cells of n points of the plane: Lee's formula with counted k-sets.
 
@@ -459,7 +451,7 @@ def k_sets(points: Any) -> Int[np.ndarray, " orders"]:
         off = ~np.eye(n, dtype=bool)
         off[i], off[:, i] = False, False
         size = np.linalg.norm(along[i], axis=-1)
-        small = np.abs(turn) <= DEGENERATE * size[:, None] * size[None, :]
+        small = np.abs(turn) <= RELATIVE * size[:, None] * size[None, :]
         if (small & off).any():
             a, b = np.argwhere(small & off)[0]
             raise ParameterError(f"points {i}, {a} and {b} lie on one line")
@@ -489,5 +481,5 @@ def _refuse_circles(sites: np.ndarray) -> None:
             normal = np.cross(edges[j], edges[j + 1 :])
             volume = normal @ edges[j + 1 :].T
             upper = np.triu(np.ones_like(volume, dtype=bool), 1)
-            found = (np.abs(volume) <= DEGENERATE) & upper
+            found = (np.abs(volume) <= RELATIVE) & upper
             require(not found.any(), f"four points with {i} and {i + 1 + j} lie on one circle")

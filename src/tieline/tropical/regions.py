@@ -3,23 +3,19 @@
 A piece is an open set with one coalition (set of k chosen experts) and one activation pattern of
 the neurons V[e, h] · x + c[e, h] of the chosen experts. A dense network is N = 1.
 
-    count_regions    the number of pieces, by the flat sum (compiled)
-    regions          the pieces themselves, each with a point inside, by linear programming
+    count_regions             the number of pieces, by the flat sum (compiled)
+    regions                   the pieces, each with a point inside, by linear programming
+    count_regions_rational    the number of pieces in fractions, exact for rational weights
+    count_cells_rational      order-k cells of a router, likewise
 
-The pieces of a top-k ReLU layer one by one, found by linear programming.
+The search of `regions` crosses every wall from one cell of the router into the next until no new
+coalition appears; inside each cell, neurons are added one by one. It needs no general position:
+walls that coincide, run parallel or meet in one point only leave fewer pieces.
 
-From one cell of the router the search crosses every wall into the next, until no new coalition
-appears; inside each cell neurons are added one by one. It needs no general position: walls that
-coincide, run parallel or meet in one point only leave fewer pieces.
-
-Pieces by rational arithmetic: a second method, exact for weights that are rational numbers.
-
-Every piece touches a corner: a point where j neurons vanish and d - j + 1 scores tie across the
-threshold. Corners are solved in fractions, the pieces around each are collected, and equal ones
-counted once. No rounding, no tolerance; more walls through a corner than d is found exactly.
-
-    count_regions_rational    pieces of a layer
-    count_cells_rational      order-k cells of a router
+The rational counts use that every piece touches a corner: a point where j neurons vanish and
+d - j + 1 scores tie across the threshold. Corners are solved in fractions and the distinct pieces
+around them counted, without rounding or tolerance; more than d walls through a corner are detected
+exactly.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,12 +28,12 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, Real
 
 from tieline.core.errors import require
-from tieline.tropical.checks import (
+from tieline.tropical.affine import (
     Array,
     Count,
+    CountingLayer,
     DegenerateError,
-    Layer,
-    as_layer,
+    counting_layer,
     double_array,
     why_degenerate,
 )
@@ -54,12 +50,19 @@ __all__ = [
 
 MAX_DIM = 5
 """Largest input dimension of exact counts and listings of pieces."""
-
+MAX_PIECES = 5_000_000
+"""Most pieces that `regions` lists by default."""
 COUNTED = (
     "pieces (coalition x activation pattern): open sets where the layer is one analytic formula; "
     "affine for k = 1 or constant gates, smooth but not affine under softmax gates with k > 1; "
     "neighbouring pieces are counted apart even if the formula is the same in both"
 )
+THIN_CUT = "a wall cuts a cell too thinly to be told from one that only touches it"
+
+Row = list[Fraction]
+"""Weights and, last, bias of one score or neuron."""
+Piece = tuple[frozenset[int], frozenset[int]]
+"""A coalition and its active neurons."""
 
 
 def count_regions(
@@ -82,9 +85,9 @@ def count_regions(
         c: (N, H) neurons' biases.
         k: experts chosen, 1 <= k <= N.
     """
-    layer = as_layer(W, b, V, c, k)
-    check_dim(layer)
-    count, safety = _count(layer, k)
+    layer = counting_layer(W, b, V, c, k)
+    _check_dim(layer)
+    count, safety = _count_flats(layer, k)
     if safety < 1.0:
         reason = why_degenerate(layer.router.W, layer.V)
         raise DegenerateError(
@@ -94,7 +97,7 @@ def count_regions(
     return Count(count, COUNTED, "flat sum", safety)
 
 
-def check_dim(layer: Layer) -> None:
+def _check_dim(layer: CountingLayer) -> None:
     """Refuse d > 5, naming what can be computed there."""
     dim = layer.V.shape[1]
     require(
@@ -104,7 +107,7 @@ def check_dim(layer: Layer) -> None:
     )
 
 
-def _count(layer: Layer, k: int) -> tuple[int, float]:
+def _count_flats(layer: CountingLayer, k: int) -> tuple[int, float]:
     from tieline.tropical.flats import count_flats
 
     router, experts = layer.router, len(layer.router.b)
@@ -128,7 +131,9 @@ def _gap(scores: Float[np.ndarray, " experts"], k: int) -> float:
     return top_side(scores, k, np.zeros(len(scores), np.int8))
 
 
-def _count_cones(W: Float[np.ndarray, "experts dim"], layer: Layer, k: int) -> tuple[int, float]:
+def _count_cones(
+    W: Float[np.ndarray, "experts dim"], layer: CountingLayer, k: int
+) -> tuple[int, float]:
     """Pieces of a layer without any bias: cones, met by x_1 = ±1, less those met by x_1 = 0."""
     from tieline.tropical.flats import count_flats
 
@@ -146,9 +151,6 @@ def _count_cones(W: Float[np.ndarray, "experts dim"], layer: Layer, k: int) -> t
         (W, V), sign = rest, -sign
     safety = min(safety, _gap(W[:, 0].copy(), k), _gap(-W[:, 0], k))
     return int(total + sign * 2), float(safety)
-
-
-MAX_PIECES = 5_000_000
 
 
 @dataclass(frozen=True)
@@ -193,10 +195,10 @@ def regions(
         k: experts chosen, 1 <= k <= N.
         max_pieces: refuse layers with more pieces than this.
     """
-    layer = as_layer(W, b, V, c, k)
-    check_dim(layer)
+    layer = counting_layer(W, b, V, c, k)
+    _check_dim(layer)
     found, left = [], max_pieces
-    for cell in router_cells(layer, k):
+    for cell in _router_cells(layer, k):
         found.append(_pieces_of(layer, *cell, left))
         left -= len(found[-1][2])
     coalitions, patterns, points = (np.concatenate(parts) for parts in zip(*found, strict=True))
@@ -214,8 +216,8 @@ def regions(
     return Regions(coalitions, patterns, places, margins)
 
 
-def router_cells(
-    layer: Layer, k: int
+def _router_cells(
+    layer: CountingLayer, k: int
 ) -> Iterator[
     tuple[Bool[np.ndarray, " experts"], Float[np.ndarray, "walls d1"], Float[np.ndarray, " d1"]]
 ]:
@@ -236,7 +238,7 @@ def router_cells(
     while waiting:
         members, point = waiting.pop()
         walls, coalitions, points, sure = explore(rows, members, point, k)
-        require(sure, _near(), DegenerateError)
+        require(sure, THIN_CUT, DegenerateError)
         yield members, walls, point
         for coalition, place in zip(coalitions, points, strict=True):
             if coalition.tobytes() not in seen:
@@ -245,7 +247,7 @@ def router_cells(
 
 
 def _pieces_of(
-    layer: Layer,
+    layer: CountingLayer,
     members: Bool[np.ndarray, " experts"],
     walls: Float[np.ndarray, "walls d1"],
     point: Float[np.ndarray, " d1"],
@@ -258,7 +260,7 @@ def _pieces_of(
     neurons = np.column_stack([layer.V, layer.c])[mine]
     neurons /= np.linalg.norm(neurons, axis=1, keepdims=True)
     active, places, status = patterns(walls, neurons, point, most)
-    require(status != THIN, _near(), DegenerateError)
+    require(status != THIN, THIN_CUT, DegenerateError)
     require(status != MANY, "there are more than max_pieces pieces; raise it to list them")
     experts = np.flatnonzero(members)
     shape = (len(active), len(experts), -1)
@@ -288,21 +290,13 @@ def _margins(
     return margin
 
 
-def _near() -> str:
-    return "a wall cuts a cell too thinly to be told from one that only touches it"
-
-
-Row = list[Fraction]
-Piece = tuple[frozenset[int], frozenset[int]]
-
-
 def count_cells_rational(
     W: Real[Array, "experts dim"], b: Real[Array, " experts"], k: int
 ) -> Count:
     """Order-k cells of z = W x + b in exact arithmetic; slow, for small routers."""
     rows = _rows(double_array("W", W, 2), double_array("b", b, 1))
     require(0 <= k <= len(rows), f"need 0 <= k <= N = {len(rows)}, got {k=}")
-    return Count(_exact_count(rows, [], [], k), "order-k cells", "corners in fractions")
+    return Count(_count_corners(rows, [], [], k), "order-k cells", "corners in fractions")
 
 
 def count_regions_rational(
@@ -318,14 +312,14 @@ def count_regions_rational(
     require(1 <= k <= len(rows), f"need 1 <= k <= N = {len(rows)}, got {k=}")
     neurons = _rows(V.reshape(-1, V.shape[2]), c.ravel())
     owners = [e for e in range(V.shape[0]) for _ in range(V.shape[1])]
-    return Count(_exact_count(rows, neurons, owners, k), COUNTED, "corners in fractions")
+    return Count(_count_corners(rows, neurons, owners, k), COUNTED, "corners in fractions")
 
 
 def _rows(weights: np.ndarray, biases: np.ndarray) -> list[Row]:
     return [[Fraction(x) for x in (*w, c)] for w, c in zip(weights, biases, strict=True)]
 
 
-def _exact_count(router: list[Row], neurons: list[Row], owners: list[int], k: int) -> int:
+def _count_corners(router: list[Row], neurons: list[Row], owners: list[int], k: int) -> int:
     """Distinct pieces around all corners; 2^walls · C(N, k) in one go where walls have none."""
     dim, experts = len(router[0]) - 1, len(router)
     ties = 0 if k in (0, experts) else experts - 1

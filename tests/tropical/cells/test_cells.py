@@ -20,8 +20,8 @@ from tieline.tropical import (
     symmetric_polynomial,
     zaslavsky,
 )
+from tieline.tropical.affine import counting_router
 from tieline.tropical.cells import essential, from_search
-from tieline.tropical.checks import as_router
 
 
 def router(seed, experts, dim):
@@ -75,7 +75,7 @@ def test_search_by_linear_programming_finds_the_same_diagram(seed, experts, dim,
     k = data.draw(st.integers(1, experts - 1))
     W, b = router(seed, experts, dim)
     b = b * (biased or dim == 1)  # on a line without bias both cells meet at 0, N experts at once
-    listed, searched = cells(W, b, k), from_search(essential(as_router(W, b, k)), k, 10_000)
+    listed, searched = cells(W, b, k), from_search(essential(counting_router(W, b, k)), k, 10_000)
     np.testing.assert_array_equal(listed.coalitions, searched.coalitions)
     np.testing.assert_array_equal(chosen_at(W, b, k, searched.witnesses), listed.coalitions)
     np.testing.assert_array_equal(listed.facets, searched.facets)
@@ -201,7 +201,7 @@ def test_bad_input_is_refused():
 
 
 def test_the_search_stops_at_the_limit():
-    router_ = essential(as_router(*router(1, 8, 3), 3))
+    router_ = essential(counting_router(*router(1, 8, 3), 3))
     with pytest.raises(ParameterError, match="more than 4 cells"):
         from_search(router_, 3, 4)
 
