@@ -93,7 +93,7 @@ def test_the_list_names_the_published_settings(run):
         ([*QUICK, "--radius", "-1"], "not negative"),
         ([*QUICK, "--repetitions", 1], "repetitions >= 2"),
         ([*QUICK, "--fitted", 1], "at least the 2 true experts"),
-        ([*QUICK, "--engine", "warp"], "engine must be one of"),
+        ([*QUICK, "--engine", "warp"], "executor must be one of"),
         ([*QUICK, "--out", "a.gif"], "a figure is"),
         ([*QUICK, "--results", "/nowhere/rows"], "there is no folder"),
         (["--gate", "magic"], "gate must be one of"),

@@ -81,8 +81,8 @@ def test_the_list_tests_nothing(run, tmp_path):
     ("words", "reason"),
     [
         (["p7"], "no paper or claim is called 'p7'"),
-        (["p0-lem6.2", "--engine", "warp"], "engine must be one of"),
-        (["p0-lem6.2", "--address", "tcp://x:1"], "address is for engine dask"),
+        (["p0-lem6.2", "--engine", "warp"], "executor must be one of"),
+        (["p0-lem6.2", "--address", "tcp://x:1"], "address is for executor dask"),
         (["p0-lem6.2", "--jobs", "0"], "jobs >= 1"),
         (["p0-lem6.2", "--out", "/nowhere/a.html"], "there is no folder"),
     ],

@@ -127,10 +127,10 @@ def _run(
     jobs: int,
 ) -> Any:
     """The study, after an estimate of its time, with a bar."""
-    from tieline.core.parallel import check_engine
+    from tieline.core.parallel import check_executor
     from tieline.estimation.rates import rate_study, study_seconds
 
-    check_engine(engine, address, jobs)
+    check_executor(engine, address, jobs)
     seconds = study_seconds(case.plan, results, jobs)
     say(f"{case.plan.name}: about {_duration(seconds)}")
     with progress_bars() as progress:

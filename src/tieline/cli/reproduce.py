@@ -101,7 +101,7 @@ def _run(
             chosen,
             run,
             store,
-            engine=engine,
+            executor=engine,
             address=address,
             jobs=jobs,
             progress=lambda _, done, total: progress("claims", done, total),

@@ -12,16 +12,20 @@ from typing import Any, TypeVar
 
 from tieline.core.errors import ParameterError, require
 
-__all__ = ["ENGINES", "check_engine", "run_jobs"]
+__all__ = ["EXECUTORS", "check_executor", "run_jobs"]
 
-ENGINES = ("loky", "dask", "serial")
+EXECUTORS = ("loky", "dask", "serial")
 Result = TypeVar("Result")
 
 
-def check_engine(engine: str, address: str | None = None, jobs: int = -1) -> None:
-    """Refuse an unknown engine, an address that no engine uses, and a senseless number of jobs."""
-    require(engine in ENGINES, f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
-    require(address is None or engine == "dask", f"an address is for engine dask, not {engine}")
+def check_executor(executor: str, address: str | None = None, jobs: int = -1) -> None:
+    """Raise for an unknown executor, an address without dask, or a number of jobs below 1."""
+    require(
+        executor in EXECUTORS, f"executor must be one of {', '.join(EXECUTORS)}, got {executor!r}"
+    )
+    require(
+        address is None or executor == "dask", f"an address is for executor dask, not {executor}"
+    )
     require(jobs == -1 or jobs >= 1, f"need jobs >= 1, or -1 for one per core, got {jobs}")
 
 
@@ -29,7 +33,7 @@ def run_jobs(
     work: Callable[..., Result],
     jobs_of: Sequence[tuple[Any, ...]],
     *,
-    engine: str = "loky",
+    executor: str = "loky",
     address: str | None = None,
     jobs: int = -1,
 ) -> Iterator[Result]:
@@ -38,27 +42,27 @@ def run_jobs(
     Args:
         work: a function that workers can import.
         jobs_of: arguments of each job, those that take longest first.
-        engine: "loky" for processes here, "dask" for a cluster, "serial" for this process. Without
-            joblib, or with a single job, loky is serial.
+        executor: "loky" for processes here, "dask" for a cluster, "serial" for this process.
+            Without joblib, or with a single job, loky is serial.
         address: of the Dask scheduler; None starts a cluster on this machine.
         jobs: processes at once; -1 for one per core.
     """
-    check_engine(engine, address, jobs)
+    check_executor(executor, address, jobs)
     if not jobs_of:
         return
-    if engine == "serial" or (engine == "loky" and (find_spec("joblib") is None or jobs == 1)):
+    if executor == "serial" or (executor == "loky" and (find_spec("joblib") is None or jobs == 1)):
         yield from (work(*arguments) for arguments in jobs_of)
         return
     from joblib import Parallel, delayed
 
-    with _backend(engine, address, jobs):
+    with _backend(executor, address, jobs):
         options: dict[str, Any] = {"batch_size": 1, "return_as": "generator_unordered"}
         parallel: Any = Parallel(n_jobs=jobs, **options)
         yield from parallel(delayed(work)(*arguments) for arguments in jobs_of)
 
 
-def _backend(engine: str, address: str | None, jobs: int) -> AbstractContextManager[None]:
-    return _dask(address, jobs) if engine == "dask" else _loky()
+def _backend(executor: str, address: str | None, jobs: int) -> AbstractContextManager[None]:
+    return _dask(address, jobs) if executor == "dask" else _loky()
 
 
 @contextmanager
@@ -79,7 +83,9 @@ def _dask(address: str | None, jobs: int) -> Iterator[None]:
     try:
         from distributed import Client
     except ModuleNotFoundError as problem:
-        raise ModuleNotFoundError("engine dask needs distributed", name="distributed") from problem
+        raise ModuleNotFoundError(
+            "executor dask needs distributed", name="distributed"
+        ) from problem
     own: dict[str, Any] = {
         "n_workers": None if jobs == -1 else jobs,
         "threads_per_worker": 1,

@@ -377,7 +377,7 @@ def rate_study(
     total = sum(plan.sizes) * len(plan.radii) * plan.repetitions
     done = total - sum(block.rows for block in blocks)
     arguments = [(plan, block) for block in blocks]
-    for fresh in run_jobs(fit_block, arguments, engine=executor, address=address, jobs=jobs):
+    for fresh in run_jobs(fit_block, arguments, executor=executor, address=address, jobs=jobs):
         if store is not None:
             store.add(fresh)
         rows |= {row.place: row for row in fresh}

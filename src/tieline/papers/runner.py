@@ -26,12 +26,12 @@ from typing import Any
 from tieline.core.errors import require
 from tieline.core.files import write_whole
 from tieline.core.numerics import one_thread
-from tieline.core.parallel import ENGINES, check_engine, run_jobs
+from tieline.core.parallel import EXECUTORS, check_executor, run_jobs
 from tieline.core.records import from_plain, to_plain
 from tieline.papers.claim import Claim, Outcome, Run
 from tieline.papers.registry import PAPERS, all_claims
 
-__all__ = ["ENGINES", "ResultStore", "fingerprint", "result_key", "run_claim", "run_claims"]
+__all__ = ["EXECUTORS", "ResultStore", "fingerprint", "result_key", "run_claim", "run_claims"]
 
 FORMAT, VERSION = "tieline-claim", 1
 PRESENTING = {"cli", "report"}
@@ -125,7 +125,7 @@ def run_claims(
     run: Run,
     store: ResultStore | None = None,
     *,
-    engine: str = "loky",
+    executor: str = "loky",
     address: str | None = None,
     jobs: int = -1,
     progress: Progress | None = None,
@@ -136,14 +136,14 @@ def run_claims(
         claims: from `registry.select`.
         run: mode and seed.
         store: where results are kept; None to keep none.
-        engine: "loky" for processes on this machine, "dask" for a cluster, "serial" for none.
+        executor: "loky" for processes on this machine, "dask" for a cluster, "serial" for none.
         address: of the Dask scheduler; None starts a cluster on this machine.
         jobs: processes at once; -1 for one per core.
         progress: called with each outcome, the number of outcomes so far, and their total.
     """
-    check_engine(engine, address, jobs)
+    check_executor(executor, address, jobs)
     done: dict[str, Outcome] = {}
-    for outcome in _outcomes(claims, run, store, engine, address, jobs):
+    for outcome in _outcomes(claims, run, store, executor, address, jobs):
         done[outcome.claim.id] = outcome
         if progress is not None:
             progress(outcome, len(done), len(claims))
@@ -154,7 +154,7 @@ def _outcomes(
     claims: Sequence[Claim],
     run: Run,
     store: ResultStore | None,
-    engine: str,
+    executor: str,
     address: str | None,
     jobs: int,
 ) -> Iterator[Outcome]:
@@ -166,7 +166,7 @@ def _outcomes(
             todo.append(claim)
         else:
             yield known
-    with closing(_tested(todo, run, engine, address, jobs)) as tested:
+    with closing(_tested(todo, run, executor, address, jobs)) as tested:
         for outcome in tested:
             if store is not None and not outcome.error:
                 store.save(outcome.claim, run, outcome)
@@ -174,17 +174,17 @@ def _outcomes(
 
 
 def _tested(
-    todo: Sequence[Claim], run: Run, engine: str, address: str | None, jobs: int
+    todo: Sequence[Claim], run: Run, executor: str, address: str | None, jobs: int
 ) -> Generator[Outcome, None, None]:
     """Yield outcomes in the order in which the tests end; the longest tests start first."""
     order = sorted(todo, key=lambda claim: -claim.seconds)
     if not order:
         return
-    if engine == "serial" or (engine == "loky" and find_spec("joblib") is None):
+    if executor == "serial" or (executor == "loky" and find_spec("joblib") is None):
         yield from (run_claim(claim, run) for claim in order)
         return
     named = [(claim.id, run) for claim in order]
-    for values in run_jobs(_remote, named, engine=engine, address=address, jobs=jobs):
+    for values in run_jobs(_remote, named, executor=executor, address=address, jobs=jobs):
         yield from_plain(Outcome, values)
 
 

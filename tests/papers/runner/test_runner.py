@@ -31,7 +31,7 @@ def verdicts(outcomes):
 
 @pytest.fixture(scope="module")
 def expected():
-    return verdicts(run_claims(select(QUICK), RUN, engine="serial"))
+    return verdicts(run_claims(select(QUICK), RUN, executor="serial"))
 
 
 def test_outcomes_come_in_the_order_of_the_claims(expected):
@@ -45,7 +45,7 @@ def test_a_test_that_breaks_says_how_and_is_not_kept(tmp_path):
 
     claims = [make_claim("p0-a", test=broken), make_claim("p0-b")]
     store = ResultStore(tmp_path)
-    first, second = run_claims(claims, RUN, store, engine="serial")
+    first, second = run_claims(claims, RUN, store, executor="serial")
     assert (first.verdict, first.changed) == (None, True)
     assert first.error == "ZeroDivisionError: nothing to divide by"
     assert second.verdict is Verdict.HOLDS
@@ -75,9 +75,9 @@ def test_what_is_in_the_store_is_not_tested_again(tmp_path):
 
     claims = [make_claim(f"p0-{name}", test=counted) for name in "abc"]
     store = ResultStore(tmp_path)
-    run_claims(claims[:2], RUN, store, engine="serial")
+    run_claims(claims[:2], RUN, store, executor="serial")
     done = run_claims(
-        claims, RUN, store, engine="serial", progress=lambda o, d, t: told.append((d, t))
+        claims, RUN, store, executor="serial", progress=lambda o, d, t: told.append((d, t))
     )
     assert len(calls) == 3
     assert [o.claim.id for o in done] == ["p0-a", "p0-b", "p0-c"]
@@ -91,7 +91,7 @@ def test_long_claims_begin_first():
         return lambda run: (order.append(name), make_claim().test(run))[1]
 
     claims = [make_claim(f"p0-{n}", test=noted(n), seconds=float(n)) for n in (1, 3, 2)]
-    run_claims(claims, RUN, engine="serial")
+    run_claims(claims, RUN, executor="serial")
     assert order == [3, 2, 1]
 
 
@@ -102,7 +102,7 @@ from tieline.papers import ResultStore, Run, run_claims, select
 def stop(outcome, done, total):
     if done == 3:
         os.kill(os.getpid(), signal.SIGKILL)
-run_claims(select(sys.argv[2:]), Run(True, 0), ResultStore(Path(sys.argv[1])), engine="serial",
+run_claims(select(sys.argv[2:]), Run(True, 0), ResultStore(Path(sys.argv[1])), executor="serial",
            progress=stop)
 """
 
@@ -119,7 +119,7 @@ def test_a_killed_run_resumes_and_loses_nothing(tmp_path, expected):
         raise AssertionError("tested again")
 
     again = [replace(c, test=never) if c.id in kept else c for c in claims]
-    assert verdicts(run_claims(again, RUN, store, engine="serial")) == expected
+    assert verdicts(run_claims(again, RUN, store, executor="serial")) == expected
 
 
 @needs_joblib
@@ -127,7 +127,7 @@ def test_a_killed_run_resumes_and_loses_nothing(tmp_path, expected):
 @pytest.mark.filterwarnings("ignore")
 def test_processes_give_the_same_verdicts(expected, tmp_path):
     store = ResultStore(tmp_path)
-    assert verdicts(run_claims(select(QUICK), RUN, store, engine="loky", jobs=2)) == expected
+    assert verdicts(run_claims(select(QUICK), RUN, store, executor="loky", jobs=2)) == expected
     assert len(list(tmp_path.iterdir())) == len(QUICK)
 
 
@@ -140,7 +140,7 @@ def test_a_dask_cluster_gives_the_same_verdicts(expected, tmp_path):
     options = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": None}
     with LocalCluster(processes=True, **options) as cluster:
         address = cluster.scheduler_address
-        done = run_claims(select(QUICK), RUN, store, engine="dask", address=address)
+        done = run_claims(select(QUICK), RUN, store, executor="dask", address=address)
     assert verdicts(done) == expected
     assert len(list(tmp_path.iterdir())) == len(QUICK)
 
@@ -149,7 +149,7 @@ def test_a_dask_cluster_gives_the_same_verdicts(expected, tmp_path):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_without_an_address_a_cluster_is_made_here(expected):
-    assert verdicts(run_claims(select(QUICK), RUN, engine="dask", jobs=2)) == expected
+    assert verdicts(run_claims(select(QUICK), RUN, executor="dask", jobs=2)) == expected
 
 
 @needs_dask
@@ -162,15 +162,15 @@ def test_a_scheduler_that_does_not_answer_is_refused():
         dask.config.set({"distributed.comm.timeouts.connect": "1s"}),
         pytest.raises(TielineError, match="no Dask scheduler answers at tcp"),
     ):
-        run_claims(select(QUICK), RUN, engine="dask", address="tcp://127.0.0.1:9")
+        run_claims(select(QUICK), RUN, executor="dask", address="tcp://127.0.0.1:9")
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"engine": "threads"}, "engine must be one of loky, dask, serial"),
-        ({"engine": "loky", "address": "tcp://x:1"}, "address is for engine dask"),
-        ({"engine": "serial", "jobs": 0}, "jobs >= 1"),
+        ({"executor": "threads"}, "executor must be one of loky, dask, serial"),
+        ({"executor": "loky", "address": "tcp://x:1"}, "address is for executor dask"),
+        ({"executor": "serial", "jobs": 0}, "jobs >= 1"),
     ],
 )
 def test_bad_options_are_refused(options, words):
