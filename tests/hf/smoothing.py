@@ -8,8 +8,9 @@ from tests.hf.tiny import CORRECTIONS, EXPERTS, SUPPORTED, batch, lively, tiny_m
 from tieline.analysis.swap import BlockCall, block_of
 from tieline.hf import find_routers
 from tieline.hf.families import FAMILIES
+from tieline.hf.router_call import attach, detach
 from tieline.hf.smooth_calibration import Scores
-from tieline.hf.smooth_router import attach, detach, layer_plan, refusal
+from tieline.hf.smooth_router import layer_plan, refusal
 
 SMOOTHED = [
     name

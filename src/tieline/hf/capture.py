@@ -46,6 +46,7 @@ from tieline.hf.selection import (
     restrict,
     select,
 )
+from tieline.hf.swap_class import Call, swapped_class, wrapped_class
 from tieline.trace.ops import concatenate
 from tieline.trace.record import LayerFacts, LayerTrace, RoutingTrace, check_epsilons
 
@@ -59,8 +60,6 @@ __all__ = [
     "capture",
     "near_counts",
 ]
-
-Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -378,8 +377,8 @@ def capture(
     recorder = Recorder(_counter(model), epsilons, _provenance(model), sink)
     with ExitStack() as stack:
         for observer, router in zip(observers, routers.values(), strict=True):
-            stack.callback(setattr, router, "__class__", type(router))
-            router.__class__ = _observed_class(type(router), observer, recorder)
+            observed = _observed_class(type(router), observer, recorder)
+            stack.enter_context(swapped_class(router, observed))
         for handle in _watch_forward(model, recorder):
             stack.callback(handle.remove)
         yield recorder
@@ -404,18 +403,16 @@ def _observed_class(
     cls: type[nn.Module], observer: LayerObserver, recorder: Recorder
 ) -> type[nn.Module]:
     """A subclass of the router's class, of the same name, that shows each call to the recorder."""
-    plain = getattr(cls, observer.family.method)
 
-    def observed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        output = plain(self, *args, **kwargs)
+    def observe(router: nn.Module, call: Call, output: Any) -> Any:
         if not is_recomputing():
             # an emulated number format is the model's, not that of the record's own arithmetic
             with torch._C.DisableTorchFunction():
-                recorder.observe(observer, self, (args, kwargs), output)
+                recorder.observe(observer, router, call, output)
         return output
 
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, _CAPTURED: True}
-    return type(cls.__name__, (cls,), {observer.family.method: observed, **names})
+    members: dict[str, Any] = {_CAPTURED: True}
+    return wrapped_class(cls, observer.family.method, observe, **members)
 
 
 def _watch_forward(

@@ -116,6 +116,9 @@ class RouterFamily:
 FAMILIES: dict[str, RouterFamily] = {}
 """The record of each router class name."""
 
+HANDLER = "tieline_handler"
+"""Attribute of a router whose outputs are rewritten, as `hf.smooth` does it."""
+
 
 def register_family(family: RouterFamily) -> RouterFamily:
     """Make the routers of `family` known; refuses class names that are known already."""
@@ -164,7 +167,7 @@ def chosen_routers(model: nn.Module, layers: Collection[str] | None) -> dict[str
 def _refuse(name: str, router: nn.Module) -> None:
     family = family_of(router)
     require(
-        not hasattr(router, "tieline_handler"),
+        not hasattr(router, HANDLER),
         f"layer {name!r} is smoothed: its experts are no top-k of its scores; call `unsmooth_` "
         "before its ties are captured",
         UnsupportedModelError,

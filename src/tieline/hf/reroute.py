@@ -32,20 +32,28 @@ from torch import Tensor, nn
 from tieline.core.errors import ParameterError, UnsupportedModelError, require
 from tieline.core.ranking import group_scores, stable_topk, topk_mask
 from tieline.hf.emulate import logits_matrix
-from tieline.hf.families import FAMILIES, RouterFamily, chosen_routers, family_of, find_routers
-from tieline.hf.marks import Restorer, mark, marks_of, register_restorer, unmark
-from tieline.hf.router_call import Choice, to_slots
-from tieline.hf.selection import at_least_single, select
-from tieline.hf.smooth_router import (
-    FLAG,
-    LayerPlan,
-    SkipRule,
-    column_weights,
-    experts_of,
-    family_scale,
-    layer_plan,
-    skip_rule,
+from tieline.hf.families import (
+    FAMILIES,
+    HANDLER,
+    RouterFamily,
+    chosen_routers,
+    family_of,
+    find_routers,
 )
+from tieline.hf.marks import Restorer, mark, marks_of, register_restorer, unmark
+from tieline.hf.router_call import (
+    FLAG,
+    Choice,
+    SkipRule,
+    experts_of,
+    handled_class,
+    skip_rule,
+    to_slots,
+    with_choice,
+)
+from tieline.hf.selection import at_least_single, select
+from tieline.hf.smooth_router import LayerPlan, column_weights, family_scale, layer_plan
+from tieline.hf.swap_class import Call, restore_class
 from tieline.routing.gates import Gate, Law, SelectiveGate
 from tieline.routing.layer import GATES, ROUTERS
 from tieline.routing.routers import CosineRouter, LinearRouter, QuadraticRouter, Router
@@ -61,8 +69,7 @@ __all__ = [
     "unreroute_",
 ]
 
-ROUTER, GATE, HANDLER = "tieline_router", "tieline_gate", "tieline_rerouter"
-Call = tuple[tuple[Any, ...], dict[str, Any]]
+ROUTER, GATE, REROUTER = "tieline_router", "tieline_gate", "tieline_rerouter"
 
 
 @dataclass(frozen=True)
@@ -89,10 +96,8 @@ class Rerouter:
         else:
             weights, scale = gate(scores), family_scale(self.family, router)
             choice = to_slots(weights if scale is None else weights * scale, self.skip)
-        shape = (*output[1].shape[:-1], choice.ids.shape[1])
-        weights = choice.weights.to(output[1]).view(shape)
         logits = told.to(output[0]).view_as(output[0])
-        return logits, weights, choice.ids.to(output[2]).view(shape), *output[3:]
+        return with_choice("topk", (logits, *output[1:]), choice.weights, choice.ids)
 
     def _scores(self, router: nn.Module, call: Call, output: Any) -> Tensor:
         """Scores (T, E); of probabilities the logarithm, which is their logits up to a shift."""
@@ -128,14 +133,14 @@ def attach_rerouter(
     for name, module in ((ROUTER, new), (GATE, gate)):
         if module is not None:
             router.add_module(name, module.train(router.training))
-    setattr(router, HANDLER, how)
+    setattr(router, REROUTER, how)
     router.__class__ = _rerouted_class(type(router), how.family, new is None, linear, gate is None)
 
 
 def detach_rerouter(router: nn.Module) -> None:
     """The router as it was."""
-    router.__class__ = type(router).__mro__[1]
-    delattr(router, HANDLER)
+    restore_class(router)
+    delattr(router, REROUTER)
     for name in (ROUTER, GATE):
         if name in router._modules:
             delattr(router, name)
@@ -143,26 +148,19 @@ def detach_rerouter(router: nn.Module) -> None:
 
 def rerouter_of(module: nn.Module) -> Rerouter | None:
     """How a router is rerouted; None if it is not."""
-    return module.__dict__.get(HANDLER)
+    return module.__dict__.get(REROUTER)
 
 
 @functools.cache
 def _rerouted_class(
     cls: type[nn.Module], family: RouterFamily, own: bool, linear: bool, own_gate: bool
 ) -> type[nn.Module]:
-    plain = cls.forward
-
-    @functools.wraps(plain)  # keeps the signature, by which bias arguments are found
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        output = plain(self, *args, **kwargs)
-        return self.__dict__[HANDLER](self, (args, kwargs), output)
-
     kind = ("Own" if own else "Linear" if linear else "Other") + ("" if own_gate else "Gated")
     name = f"{cls.__name__}Rerouted{kind}"
     matrix = family.weight if own else f"{ROUTER}.weight" if linear else None
     reason = None if own_gate else "its gate was replaced by one that is no top-k of its scores"
     FAMILIES[name] = replace(family, routers=(name,), weight=matrix, refused=reason)
-    return type(name, (cls,), {"forward": forward, "__module__": cls.__module__})
+    return handled_class(cls, "forward", REROUTER, name)
 
 
 @torch.no_grad()
@@ -295,7 +293,7 @@ def unreroute_(model: nn.Module) -> None:
     for name in names:
         router, experts = model.get_submodule(name), experts_of(model, name)
         require(
-            not hasattr(router, "tieline_handler"),
+            not hasattr(router, HANDLER),
             f"layer {name!r} was smoothed after it was rerouted: call `unsmooth_` first",
         )
         detach_rerouter(router)

@@ -25,7 +25,7 @@ import inspect
 from dataclasses import dataclass
 from importlib.metadata import version
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -35,6 +35,7 @@ from tieline.core.errors import TielineError, UnsupportedModelError
 from tieline.core.ranking import group_scores, ranked_choice
 from tieline.hf.families import Groups, RouterFamily
 from tieline.hf.running import Batch
+from tieline.hf.swap_class import Call
 from tieline.trace.record import Units
 
 __all__ = [
@@ -89,7 +90,7 @@ def select(
     family: RouterFamily,
     router: nn.Module,
     logits: Float[Tensor, "tokens experts"],
-    call: tuple[tuple[Any, ...], dict[str, Any]],
+    call: Call,
 ) -> Selection:
     """Selection scores of one call of `router`, which returned these `logits` on `call`."""
     limit = group_limit(family.groups, router)
@@ -146,9 +147,7 @@ def _units_of(family: RouterFamily, activation: object) -> Units:
     return _UNITS_OF_ACTIVATION[name]
 
 
-def _bias(
-    family: RouterFamily, router: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]
-) -> Tensor | None:
+def _bias(family: RouterFamily, router: nn.Module, call: Call) -> Tensor | None:
     """The correction bias (E,) that this call used."""
     if family.bias_flag is not None and not attrgetter(family.bias_flag)(router):
         return None

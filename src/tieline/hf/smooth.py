@@ -39,6 +39,7 @@ from torch import Tensor, nn
 
 from tieline.core.errors import ParameterError, UnsupportedModelError, require
 from tieline.hf.families import family_of, find_routers
+from tieline.hf.router_call import FLAG, attach, detach, experts_of, skip_rule
 from tieline.hf.smooth_calibration import (
     Progress,
     budget_epsilon,
@@ -48,17 +49,12 @@ from tieline.hf.smooth_calibration import (
     noise_epsilon,
 )
 from tieline.hf.smooth_router import (
-    FLAG,
     LayerPlan,
     RouterSmoothing,
-    attach,
     default_k_max,
-    detach,
-    experts_of,
     layer_plan,
     plan_layers,
     refusal,
-    skip_rule,
     smoothing_of,
 )
 
@@ -142,7 +138,6 @@ class Smoothing:
 
     def undo(self) -> None:
         """Make the model what it was before."""
-
         model = None if self._model is None else self._model()
         require(model is not None, "the model of this record is gone: nothing to undo")
         assert model is not None

@@ -23,10 +23,11 @@ from tieline.core.ranking import ranked_scores
 from tieline.geometry.order import epsilon_for_extra
 from tieline.hf.emulate import emulate
 from tieline.hf.formats import FORMATS
-from tieline.hf.layouts import logits_in
+from tieline.hf.router_call import attach, detach, logits_in
 from tieline.hf.running import forward, only_running
-from tieline.hf.selection import GroupLimit, at_least_single, select
-from tieline.hf.smooth_router import Call, LayerPlan, attach, detach
+from tieline.hf.selection import at_least_single, select
+from tieline.hf.smooth_router import LayerPlan, gate_groups
+from tieline.hf.swap_class import Call
 from tieline.routing.gates import Groups
 from tieline.routing.smooth import smooth_columns, smoothstep
 
@@ -68,7 +69,7 @@ class Scores:
         """Keep the scores of this call."""
         logits = logits_in(self._plan.family.layout, call[0], output)
         selection = select(self._plan.family, router, logits.detach(), call)
-        self.groups = _groups(selection.limit)
+        self.groups = gate_groups(selection.limit)
         self._parts.append(at_least_single(selection.scores).cpu().clone())
         return output
 
@@ -196,10 +197,6 @@ def ramp_width(a: float, b: float) -> float:
             low, high = (middle, high) if share < height else (low, middle)
         ends.append(high)
     return ends[1] - ends[0]
-
-
-def _groups(limit: GroupLimit | None) -> Groups | None:
-    return None if limit is None else Groups(limit.n_groups, limit.k_groups, limit.score)
 
 
 def checked_batches(batches: Iterable[Ids] | None) -> list[Ids]:

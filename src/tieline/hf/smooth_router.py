@@ -1,14 +1,7 @@
-"""How a slot that is not used is left out, so that it costs nothing where the experts allow it.
+"""One router that chooses by smooth top-k, in the scoring of its own family.
 
-    experts of transformers, eager        index E, but for the families in `EAGER_COUNTS_ALL`
-    the same, grouped_mm and batched_mm   index E, with `_is_expert_parallel` set on the experts
-    the same, "tieline"                   index E
-    longcat_flash with zero experts       the index of the first zero expert, which is the identity
-    all others                            an expert of the token's own with weight 0
-
-The implementation is read when the router runs, since it may be changed at any time.
-
-The weights of a family's chosen experts when each is in by a share s between 0 and 1.
+The router runs as always. Its logits are ranked again, each expert gets a share s in [0, 1] of its
+weight, and the output is rewritten with k_max columns (`hf.router_call.attach`):
 
     softmax, not renormalised   w_i = p_i s_i
     softmax, renormalised       w_i = e^{z_i} s_i / Σ_j e^{z_j} s_j      "of chosen" is the same
@@ -16,29 +9,15 @@ The weights of a family's chosen experts when each is in by a share s between 0 
     dbrx                        w_i = p_i s_i / ‖p s‖_p
     sigmoid, activation         w_i = f(z_i) s_i, over Σ_j f(z_j) s_j + tiny where renormalised
 
-and then times the family's scale, a number or one per expert. With s = 1 on the chosen experts this
-is what the router itself returns, which `hf.smooth_router` verifies before anything is smoothed.
+times the family's scale, a number or one per expert. With s = 1 on the chosen experts these are the
+router's own weights; the first call verifies that before anything is replaced.
 
-A router of transformers that chooses by smooth top-k: a subclass of its own class.
-
-Assigning `router.__class__` keeps parameters, state-dict keys, hooks and `output_router_logits`.
-The router runs as always; its logits are ranked again in the family's own scoring, its weights and
-experts replaced by k_max columns of each. A slot that is not used is skipped:
-
-    by the index E      where the experts leave this index out (`SkipRule`)
-    by weight 0         elsewhere, with an expert of its own, which then runs for nothing
-
-Before the first choice is replaced, the family's record must explain the router's own output.
-
-Which routers of a model can be smoothed, and what has to be known of each.
-
-refusal        why a router's choice cannot be replaced by smooth top-k
-LayerPlan      k, number of experts and units of a router
-plan_layers    the routers to smooth, and the refused ones counted apart
+    RouterSmoothing    the handler of a smoothed router
+    LayerPlan          k, number of experts and units of a router that can be smoothed
+    refusal            why the routers of a family cannot be smoothed
 """
 
-import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -50,11 +29,11 @@ from torch import Tensor, nn
 from tieline.core.errors import ParameterError, UnsupportedModelError, require
 from tieline.core.ranking import kth_largest
 from tieline.hf.emulate import logits_matrix
-from tieline.hf.families import RouterFamily, family_of, find_routers
-from tieline.hf.family_table import TRANSFORMERS_FAMILIES
-from tieline.hf.layouts import choice_in, logits_in, with_choice
+from tieline.hf.families import HANDLER, RouterFamily, family_of, find_routers
+from tieline.hf.router_call import SkipRule, choice_in, logits_in, with_choice
 from tieline.hf.selection import (
     ROUNDINGS,
+    GroupLimit,
     Selection,
     at_least_single,
     check_selected,
@@ -63,93 +42,23 @@ from tieline.hf.selection import (
     select,
     units_of,
 )
+from tieline.hf.swap_class import Call
 from tieline.routing.gates import Groups
 from tieline.routing.smooth import Columns, smooth_columns
 
 __all__ = [
-    "Handler",
     "LayerPlan",
     "RouterSmoothing",
-    "SkipRule",
-    "attach",
     "column_weights",
     "default_k_max",
-    "detach",
-    "experts_of",
     "family_scale",
+    "gate_groups",
     "layer_plan",
     "plan_layers",
     "refusal",
     "renormalises",
-    "skip_rule",
     "smoothing_of",
 ]
-
-EAGER_COUNTS_ALL = frozenset({"gpt_oss", "nemotron_h", "openai_privacy_filter"})
-"""Families whose eager experts take the index E for an expert."""
-
-EAGER_SKIPS = frozenset(family.name for family in TRANSFORMERS_FAMILIES) - EAGER_COUNTS_ALL
-"""Families with the experts interface whose eager experts leave the index E out."""
-
-EAGER_ALONE = frozenset({"step3p7"})
-"""Families without the experts interface whose experts leave the index E out."""
-
-IMPLEMENTATIONS = frozenset({"grouped_mm", "batched_mm", "tieline"})
-"""Implementations that leave the index E out."""
-
-FLAG = "_is_expert_parallel"
-
-
-@dataclass(frozen=True)
-class SkipRule:
-    """When the index `sentinel` skips a slot.
-
-    Attributes:
-        sentinel: the index.
-        eager: whether it does under the family's eager experts.
-        config: configuration whose `_experts_implementation` is in force; None where the family has
-            one implementation only.
-    """
-
-    sentinel: int
-    eager: bool
-    config: Any = None
-
-    @property
-    def works(self) -> bool:
-        """Whether the index skips a slot at present."""
-        name = getattr(self.config, "_experts_implementation", None) or "eager"
-        return self.eager if name == "eager" else name in IMPLEMENTATIONS
-
-    def applied(
-        self, ids: Int[Tensor, "tokens columns"], share: Float[Tensor, "tokens columns"]
-    ) -> Int[Tensor, "tokens columns"]:
-        """The experts with the index in the place of those that are not used, if it skips them."""
-        return ids.masked_fill(share == 0, self.sentinel) if self.works else ids
-
-
-def experts_of(model: nn.Module, router_name: str) -> nn.Module | None:
-    """The experts beside a router; None where they are no module."""
-    parent = model.get_submodule(router_name.rpartition(".")[0])
-    experts = getattr(parent, "experts", None)
-    return experts if isinstance(experts, nn.Module) else None
-
-
-def skip_rule(family: str, experts: nn.Module | None, n_experts: int) -> SkipRule:
-    """The rule for the routers of a family.
-
-    Args:
-        family: its name.
-        experts: the experts that the router serves.
-        n_experts: number of experts that the router ranks.
-    """
-    if family == "longcat_flash" and getattr(experts, "zero_expert_num", 0):
-        return SkipRule(int(getattr(experts, "num_routed_experts", 0)), eager=True)
-    if experts is None or not hasattr(experts, FLAG):
-        return SkipRule(n_experts, eager=family in EAGER_ALONE)
-    config = getattr(experts, "config", None)
-    return SkipRule(n_experts, eager=family in EAGER_SKIPS, config=config)
-
 
 TINY = {"lfm2_moe": 1e-6, "muse_spark": 1e-15}
 """What a family adds to a sum before it divides by it; 1e-20 in all others."""
@@ -260,43 +169,10 @@ def _activated(family: RouterFamily, router: nn.Module, chosen: Tensor) -> Tenso
     return chosen.sigmoid()
 
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
-Handler = Callable[[nn.Module, Call, Any], Any]
-"""Given a router, its call and its output, what it shall return instead."""
-
-ATTRIBUTE = "tieline_handler"
-
-
-def attach(router: nn.Module, family: RouterFamily, handler: Handler) -> None:
-    """From now on `router` returns what `handler` makes of its output."""
-    setattr(router, ATTRIBUTE, handler)
-    method = "forward" if family.method == "__call__" else family.method
-    router.__class__ = _handled_class(type(router), method)
-
-
-def detach(router: nn.Module) -> None:
-    """The router as it was before the last `attach`."""
-    router.__class__ = type(router).__mro__[1]
-    delattr(router, ATTRIBUTE)
-
-
 def smoothing_of(router: nn.Module) -> "RouterSmoothing | None":
     """How this router is smoothed; None if it is not."""
-    handler = getattr(router, ATTRIBUTE, None)
+    handler = getattr(router, HANDLER, None)
     return handler if isinstance(handler, RouterSmoothing) else None
-
-
-@functools.cache
-def _handled_class(cls: type[nn.Module], method: str) -> type[nn.Module]:
-    plain = getattr(cls, method)
-
-    @functools.wraps(plain)  # keeps the signature, by which bias arguments are found
-    def handled(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        output = plain(self, *args, **kwargs)
-        return getattr(self, ATTRIBUTE)(self, (args, kwargs), output)
-
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    return type(cls.__name__, (cls,), {method: handled, **names})
 
 
 @dataclass
@@ -346,8 +222,6 @@ class RouterSmoothing:
     def columns(self, selection: Selection) -> Columns:
         """Experts and shares for these selection scores."""
         scores = at_least_single(selection.scores)
-        limit = selection.limit
-        groups = None if limit is None else Groups(limit.n_groups, limit.k_groups, limit.score)
         return smooth_columns(
             scores.detach() if self.detach_ramp else scores,
             self.k,
@@ -355,7 +229,7 @@ class RouterSmoothing:
             k_max=self.k_max,
             a=self.a,
             b=self.b,
-            groups=groups,
+            groups=gate_groups(selection.limit),
         )
 
     @torch.no_grad()
@@ -380,6 +254,11 @@ class RouterSmoothing:
                 f"layer {self.name!r}: the record of family {self.family.name!r} does not explain "
                 f"the weights of {type(router).__name__}, so its choice cannot be smoothed"
             )
+
+
+def gate_groups(limit: GroupLimit | None) -> Groups | None:
+    """The groups of a router in the form that gates take."""
+    return None if limit is None else Groups(limit.n_groups, limit.k_groups, limit.score)
 
 
 def _joint_divisor(masses: Tensor, weights: Tensor) -> Tensor:

@@ -121,7 +121,8 @@ def load_summary(directory: str | Path) -> RoutingSummary:
     if not all(isinstance(source, dict) for source in sources):
         raise TraceError(f"{directory}: every source must be a JSON object")
     rows = tuple(stored.layer(place) for place in range(len(stored.heads)))
-    sample = RoutingTrace(rows, epsilons=stored.epsilons, **stored.ids)
+    tokens, documents, positions = (stored.ids[name] for name in TOKEN_KEYS)
+    sample = RoutingTrace(rows, tokens, documents, positions, stored.epsilons)
     layers = tuple(stored.counts(place, layer) for place, layer in enumerate(rows))
     return RoutingSummary(layers, sample, size, stored.epsilons, distinct_sources(sources))
 
@@ -154,7 +155,7 @@ def merge_folders(
         What was saved; a trace as `load_trace` opens it, since its parts may have been replaced.
     """
     require(len(directories) > 0, "nothing to merge: got no folders", TraceError)
-    kinds = {str(directory): folder_kind(directory) for directory in directories}
+    kinds: dict[str, Kind] = {str(directory): folder_kind(directory) for directory in directories}
     require(len(set(kinds.values())) == 1, f"cannot merge different kinds: {kinds}", TraceError)
     kind = next(iter(kinds.values()))
     require(

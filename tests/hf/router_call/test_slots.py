@@ -8,8 +8,7 @@ from tests.hf.test_kernel import experts_of, routing
 from tests.strategies import seeds
 from tieline.core.errors import ShapeError
 from tieline.hf.kernel import KERNEL, dense_weights
-from tieline.hf.router_call import to_slots
-from tieline.hf.smooth_router import SkipRule, skip_rule
+from tieline.hf.router_call import SkipRule, skip_rule, to_slots
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 BY_INDEX, BY_WEIGHT = SkipRule(6, eager=True), SkipRule(6, eager=False)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tieline.hf.layouts import choice_in, logits_in, with_choice
+from tieline.hf.router_call import choice_in, logits_in, with_choice
 
 LOGITS = torch.tensor([[3.0, 1.0, 2.0], [0.0, 5.0, 4.0]])
 WEIGHTS = torch.tensor([[0.75, 0.25], [0.625, 0.375]])
