@@ -1,6 +1,7 @@
 """Estimates with their errors: intervals, clusters of correlated tokens, power laws, KL, losses.
 
     Estimate, mean_estimate    a number with its standard error, or the reason why there is none
+    share_estimate             share of hits with its standard error
     empirical_cdf              F(w) = #{x <= w} / n; "middle" counts half of the samples equal to w
     quantile_bands             order statistics with intervals from the binomial law
     binomial_band              Clopper-Pearson interval of a probability
@@ -56,6 +57,7 @@ __all__ = [
     "normal_quantile",
     "quantile_bands",
     "sample_size",
+    "share_estimate",
 ]
 
 LEVEL = 0.95
@@ -122,6 +124,12 @@ def mean_estimate(samples: Float[Tensor, " n"]) -> Estimate:
     values = samples.double()
     error = values.std().item() / math.sqrt(n) if n > 1 else None
     return Estimate(values.mean().item(), error)
+
+
+def share_estimate(hits: Bool[Tensor, " n"]) -> Estimate:
+    """Share p of hits, with the standard error sqrt(p (1 - p) / n) of independent samples."""
+    n, share = hits.numel(), hits.double().mean().item()
+    return Estimate(share, math.sqrt(share * (1 - share) / n))
 
 
 def empirical_cdf(

@@ -3,26 +3,20 @@
     top_k_cell             the faces of the cell of x0 and r_ij = (z_i - z_j)/‖σᵀ(w_i - w_j)‖
     normalised_distances   r_ij of many tokens, (T, k, E - k)                      Paper 1, Thm 5.1
     exit_curve             P(exit by t) by simulation, with Brownian bridges between the steps
-    sample_exits           when, through which face and near how many experts a path leaves
+    sample_exits           time and face of the first exit of each path, with the scores there
+    exit_orders            number of experts within ε of the tie where a path left, less one
 
-Only scores are simulated: z moves by L dB with L Lᵀ the covariance W σ σᵀ Wᵀ freed of the common
-shift, which no choice sees, so a step costs rank(L) <= min(D, E - 1) normals whatever D.
+Only scores are simulated: z moves by L dB with L Lᵀ the covariance W σ σᵀ Wᵀ without the common
+shift, which changes no choice. A step costs rank(L) <= min(D, E - 1) normals for every D.
 
 Between two steps at distances y, y' from a face a path has hit it with probability exp(-2 y y'/Δt).
-Multiplying the chances of not hitting is exact for one face and for orthogonal ones, whatever the
-number of steps; for other angles an error remains that vanishes with the steps. Without bridges
-("naive") a path is seen only at the steps: with 16 of them .256 in place of .317.
-
-Where Brownian paths leave a top-k cell: the time, the face and the order of the exit point.
-
-    sample_exits    first hit of a face by each path, with the scores there
-    exit_orders     number of experts within ε of the tie where a path left, less one
+Multiplying the probabilities of not hitting is exact for one face and for orthogonal ones at any
+number of steps; for other angles the error vanishes with the steps. Without bridges ("naive") a
+path is seen only at the steps: 16 of them give .256 instead of .317. The time τ at which a bridge
+from y to y' meets the face has s = τ/(Δt - τ) ~ inverse Gaussian of mean y/|y'| and shape y²/Δt.
 
 Paper 1, Thm 5.1: a path leaves through an order-1 tie almost surely. At a tolerance ε > 0 a share
-of the exits that is proportional to ε is within ε of a tie of order 2 or more.
-
-Inside a step every face is met by a bridge of its own. With s = τ/(Δt - τ), the time τ at which a
-bridge from y to y' meets the face has s ~ inverse Gaussian of mean y/|y'| and shape y²/Δt, exactly.
+of the exits proportional to ε is within ε of a tie of order 2 or more.
 """
 
 import math
@@ -36,6 +30,7 @@ from torch import Tensor
 from tieline.core.errors import ShapeError, require
 from tieline.core.ranking import stable_topk
 from tieline.geometry.boundary import Real
+from tieline.geometry.distance import expert_distances
 from tieline.geometry.ties import affine_scores, check_router
 
 __all__ = [
@@ -51,15 +46,15 @@ __all__ = [
 ]
 
 BATCH = 4096
-"""Paths that move together: their distances to a dozen faces stay in cache."""
+"""Paths simulated together: their distances to a dozen faces stay in cache."""
 
 OUT_OF_REACH = 6.5
-"""Faces further than this many √t are hit with probability 8e-11 and are left out."""
+"""Faces beyond this many √t are ignored; they are hit with probability 8e-11."""
 
 
 @dataclass(frozen=True, eq=False)
 class TopKCell:
-    """The cell of one start, seen by its noise.
+    """The top-k cell of one start, in coordinates of its noise.
 
     Attributes:
         scores: z at the start, (E,).
@@ -95,6 +90,25 @@ class ExitCurve:
     paths: int
 
 
+@dataclass(frozen=True, eq=False)
+class Exits:
+    """The first exits of some paths.
+
+    Attributes:
+        time: when a path left; infinite where it had not by the horizon.
+        face: which face of the cell it left through; -1 where it had not left.
+        scores: scores at the exit up to a common shift; not a number where it had not left.
+        horizon: last time of the simulation.
+        cell: the cell.
+    """
+
+    time: Float[Tensor, " paths"]
+    face: Int[Tensor, " paths"]
+    scores: Float[Tensor, "paths experts"]
+    horizon: Real
+    cell: TopKCell
+
+
 def normalised_distances(
     x: Float[Tensor, "tokens dim"],
     W: Float[Tensor, "experts dim"],
@@ -110,8 +124,7 @@ def normalised_distances(
     noise = weight @ check_noise(sigma, weight)
     ranked = stable_topk(affine_scores(x, weight, bias), len(weight))
     rise = ranked.values[:, :k, None] - ranked.values[:, None, k:]
-    spread = torch.cdist(noise, noise, compute_mode="donot_use_mm_for_euclid_dist")
-    apart = spread[ranked.indices[:, :k, None], ranked.indices[:, None, k:]]
+    apart = expert_distances(noise)[ranked.indices[:, :k, None], ranked.indices[:, None, k:]]
     return torch.where(rise == 0, 0.0, rise / apart)
 
 
@@ -144,7 +157,7 @@ def top_k_cell(
     faces = torch.cartesian_prod(inner, outer)
     normals = pull[faces[:, 0]] - pull[faces[:, 1]]
     length = normals.norm(dim=1)
-    # experts of equal weight keep their difference for ever
+    # experts of equal weight never change places
     moves = length > 1e-13 * length.max()
     faces, normals, length = faces[moves], normals[moves], length[moves]
     distances = (start[faces[:, 0]] - start[faces[:, 1]]) / length
@@ -156,7 +169,7 @@ def exit_curve(
 ) -> ExitCurve:
     """P(exit by t) at t = horizon/steps, ..., horizon, as 1 - mean of Π (1 - exp(-2 y y'/Δt)).
 
-    The mean of probabilities and not of zeros and ones: the same expectation with less noise.
+    Averages probabilities instead of zeros and ones: the same expectation with less noise.
 
     Args:
         cell: from `top_k_cell`.
@@ -182,87 +195,13 @@ def exit_curve(
     return ExitCurve(times, 1 - mean, spread.sqrt(), outside / paths, paths)
 
 
-def batches(paths: int) -> Iterator[int]:
-    """Numbers of paths that are simulated together."""
-    for begin in range(0, paths, BATCH):
-        yield min(BATCH, paths - begin)
-
-
-def check_noise(
-    sigma: Real | Float[Tensor, "dim dim"], weight: Float[Tensor, "experts dim"]
-) -> Float[Tensor, "dim dim"]:
-    """σ as a matrix in float64, refused where it is singular: some direction would stay still."""
-    dim = weight.shape[1]
-    matrix = torch.as_tensor(sigma, dtype=torch.float64)
-    if matrix.ndim == 0:
-        require(bool(matrix != 0), f"sigma must be invertible, got {sigma}")
-        return matrix * torch.eye(dim, dtype=torch.float64)
-    require(matrix.shape == (dim, dim), f"{tuple(matrix.shape)=}, {dim=}", ShapeError)
-    values = torch.linalg.svdvals(matrix)
-    ratio = (values[-1] / values[0]).item() if values[0] > 0 else 0.0
-    require(ratio > 1e-12, f"sigma must be invertible, its singular values have ratio {ratio:.1e}")
-    return matrix
-
-
-def check_run(horizon: Real, steps: int, paths: int) -> None:
-    """Refuse a simulation without time, steps or paths."""
-    require(horizon > 0 and math.isfinite(horizon), f"need a finite horizon > 0, got {horizon=}")
-    require(steps >= 1 and paths >= 2, f"need steps >= 1 and paths >= 2, got {steps=}, {paths=}")
-
-
-def _thin(normals: Float[Tensor, "faces q"]) -> Float[Tensor, "faces thin"]:
-    """The same normals in coordinates of the space they span: min(F, q) normals a step."""
-    if normals.shape[0] >= normals.shape[1]:
-        return normals
-    left, values, _ = torch.linalg.svd(normals, full_matrices=False)
-    return left * values
-
-
-def _survival(
-    start: Tensor, directions: Tensor, paths: int, dt: Real, steps: int, generator: torch.Generator
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """After each step: the chance that each path has stayed, and whether it was never seen out."""
-    faces, dim = directions.shape
-    y = start[:, None].expand(faces, paths).clone()
-    stay = torch.ones(paths, dtype=torch.float64)
-    inside = torch.ones(paths, dtype=torch.bool)
-    noise, moved, hit = torch.empty(dim, paths, dtype=torch.float64), torch.empty_like(y), y.clone()
-    directions = directions * math.sqrt(dt)
-    for _ in range(steps):
-        torch.addmm(y, directions, noise.normal_(generator=generator), out=moved)
-        torch.mul(y, moved, out=hit).mul_(-2 / dt).exp_().clamp_(max=1)
-        stay = stay * hit.neg_().add_(1).prod(dim=0)
-        inside = inside & (moved > 0).all(dim=0)
-        y, moved = moved, y
-        yield stay, inside
-
-
-@dataclass(frozen=True, eq=False)
-class Exits:
-    """The first exits of some paths.
-
-    Attributes:
-        time: when a path left; infinite where it had not by the horizon.
-        face: which face of the cell it left through; -1 where it had not left.
-        scores: scores at the exit up to a common shift; not a number where it had not left.
-        horizon: last time of the simulation.
-        cell: the cell.
-    """
-
-    time: Float[Tensor, " paths"]
-    face: Int[Tensor, " paths"]
-    scores: Float[Tensor, "paths experts"]
-    horizon: Real
-    cell: TopKCell
-
-
 def sample_exits(
     cell: TopKCell, horizon: Real, steps: int = 16, paths: int = 10_000, seed: int = 0
 ) -> Exits:
     """Time, face and scores of the first exit of each path before the horizon.
 
-    Faces that are not orthogonal are treated as if their bridges were independent within a step;
-    `exit_curve` measures the same probability with less noise.
+    Bridges of different faces are taken as independent within a step; `exit_curve` measures the
+    same probability with less noise.
 
     Args:
         cell: from `top_k_cell`.
@@ -288,6 +227,61 @@ def exit_orders(exits: Exits, epsilon: Real) -> Int[Tensor, " left"]:
     scores, pair = exits.scores[left], exits.cell.faces[exits.face[left]]
     level = scores.gather(1, pair).mean(dim=1, keepdim=True)
     return ((scores - level).abs() < epsilon).sum(dim=1) - 1
+
+
+def batches(paths: int) -> Iterator[int]:
+    """Yield the numbers of paths that are simulated together."""
+    for begin in range(0, paths, BATCH):
+        yield min(BATCH, paths - begin)
+
+
+def check_noise(
+    sigma: Real | Float[Tensor, "dim dim"], weight: Float[Tensor, "experts dim"]
+) -> Float[Tensor, "dim dim"]:
+    """Return σ as a matrix in float64; raise if it is singular."""
+    dim = weight.shape[1]
+    matrix = torch.as_tensor(sigma, dtype=torch.float64)
+    if matrix.ndim == 0:
+        require(bool(matrix != 0), f"sigma must be invertible, got {sigma}")
+        return matrix * torch.eye(dim, dtype=torch.float64)
+    require(matrix.shape == (dim, dim), f"{tuple(matrix.shape)=}, {dim=}", ShapeError)
+    values = torch.linalg.svdvals(matrix)
+    ratio = (values[-1] / values[0]).item() if values[0] > 0 else 0.0
+    require(ratio > 1e-12, f"sigma must be invertible, its singular values have ratio {ratio:.1e}")
+    return matrix
+
+
+def check_run(horizon: Real, steps: int, paths: int) -> None:
+    """Raise unless the simulation has a positive horizon, steps and two paths."""
+    require(horizon > 0 and math.isfinite(horizon), f"need a finite horizon > 0, got {horizon=}")
+    require(steps >= 1 and paths >= 2, f"need steps >= 1 and paths >= 2, got {steps=}, {paths=}")
+
+
+def _thin(normals: Float[Tensor, "faces q"]) -> Float[Tensor, "faces thin"]:
+    """The normals in coordinates of the space they span, so that a step draws min(F, q) numbers."""
+    if normals.shape[0] >= normals.shape[1]:
+        return normals
+    left, values, _ = torch.linalg.svd(normals, full_matrices=False)
+    return left * values
+
+
+def _survival(
+    start: Tensor, directions: Tensor, paths: int, dt: Real, steps: int, generator: torch.Generator
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield after each step the survival probability of each path and whether it is inside."""
+    faces, dim = directions.shape
+    y = start[:, None].expand(faces, paths).clone()
+    stay = torch.ones(paths, dtype=torch.float64)
+    inside = torch.ones(paths, dtype=torch.bool)
+    noise, moved, hit = torch.empty(dim, paths, dtype=torch.float64), torch.empty_like(y), y.clone()
+    directions = directions * math.sqrt(dt)
+    for _ in range(steps):
+        torch.addmm(y, directions, noise.normal_(generator=generator), out=moved)
+        torch.mul(y, moved, out=hit).mul_(-2 / dt).exp_().clamp_(max=1)
+        stay = stay * hit.neg_().add_(1).prod(dim=0)
+        inside = inside & (moved > 0).all(dim=0)
+        y, moved = moved, y
+        yield stay, inside
 
 
 def _one_batch(
@@ -329,9 +323,9 @@ def _first_hit(
 def _inverse_gaussian(
     inverse_mean: Tensor, shape: Tensor, generator: torch.Generator
 ) -> Float[Tensor, " samples"]:
-    """Inverse Gaussian numbers, in a form that holds for an infinite mean as well.
+    """Draw inverse Gaussian numbers; the mean may be infinite.
 
-    x solves shape (x/mean - 1)² = v x, v the square of a normal: of the two roots the smaller with
+    x solves shape (x/mean - 1)² = v x, v the square of a normal; the smaller root is taken with
     probability 1 / (1 + x/mean).
     """
     draw = torch.randn(shape.shape, generator=generator, dtype=torch.float64).square()
@@ -353,7 +347,7 @@ def _at_the_face(
 ) -> Float[Tensor, "paths q"]:
     """Point of the bridge at that share of the step, given that it is on the face then.
 
-    What moves along the face is independent of the distance to it.
+    Motion along the face is independent of the distance to it.
     """
     share = share[:, None]
     noise = torch.randn(here.shape, generator=generator, dtype=torch.float64)

@@ -34,7 +34,7 @@ class ExpertLoad:
         share: counts / (T k); 1 / E each where the load is even.
         entropy: -Σ share log share, in nats.
         evenness: entropy / log E, 1 for an even load and 0 for a single expert.
-        busiest: largest share times E: how many times its even load the busiest expert carries.
+        busiest: largest share times E, 1 for an even load.
         dead: experts that no token chose.
         cold: experts that were chosen, but less than `cold_below` times an even load.
         cold_below: that fraction.
@@ -55,9 +55,9 @@ class Coalitions:
     """Distinct chosen sets among T tokens.
 
     Attributes:
-        seen: how many there are, or the nearest integer to an estimate of it.
-        once: how many of them were seen once. once / T estimates the chance that the next token
-            brings a new one (Good and Turing). None where this was not counted.
+        seen: number of sets, possibly estimated.
+        once: how many of them were seen once; None if not counted. once / T estimates the
+            probability that the next token has a new one (Good and Turing).
         log10_possible: log10 of C(E, k), the number of sets there could be.
         tokens: T.
     """
@@ -114,7 +114,7 @@ def log10_possible(n_experts: int, k: int) -> float:
 
 
 def _packed(members: Chosen, n_experts: int) -> Int[Tensor, "tokens words"]:
-    """Members as digits of as few 62-bit words as hold them: fewer columns sort faster."""
+    """Pack members into as few 62-bit words as possible: fewer columns sort faster."""
     bits = max(1, (n_experts - 1).bit_length())
     words = []
     for part in members.split(62 // bits, dim=1):

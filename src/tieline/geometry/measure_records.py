@@ -1,9 +1,7 @@
-"""The results of measuring a trace, as frozen records of plain numbers.
+"""Records of the measures of a trace, and the settings they are taken at.
 
-Each section is an `Answer`: the record, or None with the reason why the trace cannot give it.
-`plain` turns any of them into JSON values. Standard errors assume independent tokens throughout.
-
-What to measure a trace at: grids, levels and formats, with defaults that suit a report.
+Each section is an `Answer`: the record, or None with the reason why the trace does not contain it.
+Standard errors assume independent tokens.
 """
 
 from dataclasses import dataclass
@@ -38,6 +36,33 @@ Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
+class MeasureSettings:
+    """Grids, levels and formats at which a trace is measured.
+
+    Attributes:
+        probabilities: levels of the gap and distance quantiles.
+        widths: grid of BM_top, in units of the selection score.
+        epsilons: grid of K(ε) for traces that carry none of their own.
+        sigmas: standard deviations of the noise, in units of the logits.
+        precisions: formats that the logits are rounded to.
+        product_precision: format of the low-precision matrix product.
+        confidence: of bands and intervals.
+        cold_below: fraction of an even load below which an expert is cold.
+        most_orders: tie orders from this one on are counted together.
+    """
+
+    probabilities: tuple[float, ...] = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
+    widths: tuple[float, ...] = tuple(log_grid(1e-6, 1e2, 10).tolist())
+    epsilons: tuple[float, ...] = tuple(log_grid(1e-3, 1e1, 5).tolist())
+    sigmas: tuple[float, ...] = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
+    precisions: tuple[str, ...] = tuple(PRECISIONS)
+    product_precision: str = "bf16"
+    confidence: float = 0.95
+    cold_below: float = 0.1
+    most_orders: int = 6
+
+
+@dataclass(frozen=True)
 class Answer(Generic[Value]):
     """A section of the results; `status` is "ok" or "not answerable: ..." with the reason."""
 
@@ -47,7 +72,7 @@ class Answer(Generic[Value]):
 
 @dataclass(frozen=True)
 class Quantiles:
-    """Quantiles with the interval of order statistics that holds each (Def. 2.4)."""
+    """Quantiles with their intervals of order statistics (Def. 2.4)."""
 
     probabilities: tuple[float, ...]
     value: tuple[float, ...]
@@ -83,8 +108,8 @@ class NearMeasures:
     Attributes:
         epsilons: the grid.
         experts: mean number K(ε) of experts within it, with standard error (Def. 4.1).
-        orders: for each ε the share of tokens of tie order 0, 1, ...; the last entry counts all
-            orders from there (Def. 4.2).
+        orders: for each ε the share of tokens of tie order 0, 1, ...; the last entry includes all
+            higher orders (Def. 4.2).
         censored: for each ε the share of tokens for which ranks past the last kept one may count.
         epsilon_half: the ε that gives k + 1/2 experts on average (Def. 4.3).
     """
@@ -117,8 +142,7 @@ class NoiseFlips:
         sigma: σ, in units of the logits.
         flip: mean over these tokens of the exact probability; its standard error is that of a
             sample of tokens (Def. 6.2).
-        upper: the same with all experts past the last kept rank put at that rank: the truth for
-            these tokens lies between `flip` and `upper`.
+        upper: upper limit for these tokens, with all experts past the last kept rank at that rank.
         population: first-order rate of the population (Def. 6.3).
         two_runs: the same between two noisy runs.
     """
@@ -137,10 +161,10 @@ class PrecisionFlips:
     Attributes:
         precision: name of the format.
         step: mean step of the grid at the threshold, in units of the logits.
-        tie: expected share of tied tokens over a random place of the grid (Def. 7.2).
+        tie: expected share of tied tokens for a random offset of the grid (Def. 7.2).
         flip: expected share of flipped tokens (Def. 7.2, 7.3).
         tie_population: f_gap(0) q / 2.
-        flip_population: f_gap(0) q / 4, or its like on two grids.
+        flip_population: f_gap(0) q / 4, or its equivalent on two grids.
         tie_emulated: share of these tokens that tie when rounded (Def. 7.4).
         flip_emulated: share of these tokens that flip when rounded, within the chosen groups.
         status: "ok", or what the numbers leave out.
@@ -200,15 +224,15 @@ class LayerMeasures:
 
 @dataclass(frozen=True)
 class ModelRate:
-    """A flip rate over the layers that can answer it.
+    """A flip rate over the layers that can be measured.
 
     Attributes:
         name: the noise, "0.01" for σ or "bf16" for a format.
         mean: mean over layers.
-        any_layer: share of tokens that flip in one layer at least, each layer with clean inputs.
+        any_layer: share of tokens that flip in at least one layer, each layer with clean inputs.
         worst_layer: name of the layer with the highest rate.
-        worst: its rate.
-        layers: number of layers that answer.
+        worst: the rate of that layer.
+        layers: number of these layers.
     """
 
     name: str
@@ -253,30 +277,3 @@ class RoutingMeasures:
     def to_dict(self) -> dict[str, object]:
         """JSON values; numbers that are not finite become None."""
         return to_plain(self)
-
-
-@dataclass(frozen=True)
-class MeasureSettings:
-    """Where the measures are taken.
-
-    Attributes:
-        probabilities: levels of the gap and distance quantiles.
-        widths: grid of BM_top, in units of the selection score.
-        epsilons: grid of K(ε) for traces that carry none of their own.
-        sigmas: standard deviations of the noise, in units of the logits.
-        precisions: formats that the logits are rounded to.
-        product_precision: format of the low-precision matrix product.
-        confidence: of bands and intervals.
-        cold_below: fraction of an even load below which an expert is cold.
-        most_orders: tie orders from here on are counted together.
-    """
-
-    probabilities: tuple[float, ...] = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
-    widths: tuple[float, ...] = tuple(log_grid(1e-6, 1e2, 10).tolist())
-    epsilons: tuple[float, ...] = tuple(log_grid(1e-3, 1e1, 5).tolist())
-    sigmas: tuple[float, ...] = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
-    precisions: tuple[str, ...] = tuple(PRECISIONS)
-    product_precision: str = "bf16"
-    confidence: float = 0.95
-    cold_below: float = 0.1
-    most_orders: int = 6

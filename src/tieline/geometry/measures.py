@@ -1,27 +1,25 @@
-"""All measures of a trace: one frozen record per layer and one for the model.
+"""All measures of a trace or of a streaming summary: one record per layer, one for the model.
 
-    measure_layer    a layer's record
-    measure          every layer's and the model's
+    measure_layer      a layer of a trace
+    measure            every layer of a trace, and the model
+    measure_summary    the same from the streaming summary of a long run
 
-What a trace cannot answer (ids only, no inputs, no weight) is said in the status of the section.
-Jumps need the experts themselves and are measured elsewhere.
+The status of a section says why a trace cannot answer it (ids only, no inputs, no weight). Jumps
+need the experts themselves and are measured in `tieline.analysis`.
 
-The same measures from a streaming summary of a long run.
-
-What the summary counts over all tokens (load, gaps, distances, K(ε), orders of ties) is taken from
-the counts; what needs whole tokens (noise, rounding, margin tail, smallest gap) from its sample,
-which is drawn by hash and so is a random one.
-
-Quantiles are known to one bin of the grid, 1/32 of their value, and their intervals say so. The
-boundary mass is given at grid points, where counts are exact.
+A summary counts load, gaps, distances, K(ε) and orders of ties over all tokens; noise, rounding,
+margin tail and smallest gap are measured on its sample, which is drawn by hash and thus random.
+Quantiles of counts are known to one bin of the grid, 1/32 of their value, and their intervals
+include that. The boundary mass is given at grid points, where counts are exact.
 """
 
 import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -31,8 +29,7 @@ from tieline.core.errors import TraceError, require
 from tieline.core.statistics import Estimate, mean_estimate, normal_quantile
 from tieline.geometry.boundary import mass_profile
 from tieline.geometry.density import density_from_masses
-from tieline.geometry.distance import AngularSpread, angular_spread
-from tieline.geometry.flips import LogitView, logit_view
+from tieline.geometry.flips import logit_view
 from tieline.geometry.load import (
     Coalitions,
     coalitions,
@@ -49,13 +46,11 @@ from tieline.geometry.measure_records import (
     ModelMeasures,
     ModelRate,
     NearMeasures,
-    NoiseFlips,
-    PrecisionFlips,
-    ProductFlips,
     Quantiles,
     RoutingMeasures,
 )
 from tieline.geometry.sections import (
+    angular_section,
     check_finite,
     distance_section,
     gap_section,
@@ -82,6 +77,10 @@ __all__ = [
 ]
 
 PerToken = Float[Tensor, " tokens"]
+
+OCTAVE = 32
+"""Grid points from w to 2w."""
+
 SOFTMAX_SIZES = "not answerable: softmax scores do not tell the size of the logits that are rounded"
 
 
@@ -140,11 +139,7 @@ def _measured(
     weight: Tensor | None,
 ) -> _Measured:
     check_finite(layer)
-    facts, status = layer.facts, scored(layer)
-    view = logit_view(layer) if status == "ok" else None
-    noise = _noise(layer, view, settings) if view else []
-    rounded = _precisions(layer, view, settings) if view and view.logits is not None else []
-    chosen = layer.experts[:, : facts.k]
+    facts, chosen, unknown = layer.facts, layer.experts[:, : layer.facts.k], scored(layer)
     record = LayerMeasures(
         name=layer.name,
         tokens=len(chosen),
@@ -153,84 +148,80 @@ def _measured(
         units=facts.units,
         load=expert_load(chosen, facts.n_experts, settings.cold_below),
         coalitions=coalitions(chosen, facts.n_experts),
-        gap=Answer(gap_section(layer.gap, settings)) if view else Answer(None, status),
-        near=Answer(near_section(layer, settings, epsilons)) if view else Answer(None, status),
+        gap=Answer(None, unknown),
+        near=Answer(None, unknown),
         distance=distance_section(layer, settings),
-        noise=Answer(tuple(row for row, _ in noise)) if view else Answer(None, status),
-        precision=_precision_answer(view, tuple(row for row, _ in rounded), status),
-        product=_product(layer, view, weight, settings, status),
-        angular=_angular(layer),
+        noise=Answer(None, unknown),
+        precision=Answer(None, unknown),
+        product=Answer(None, unknown),
+        angular=angular_section(layer),
+    )
+    return (
+        _Measured(record, None)
+        if unknown != "ok"
+        else _scored(layer, record, settings, epsilons, weight)
+    )
+
+
+def _scored(
+    layer: LayerTrace,
+    record: LayerMeasures,
+    settings: MeasureSettings,
+    epsilons: tuple[float, ...],
+    weight: Tensor | None,
+) -> _Measured:
+    """Add the sections that need scores on both sides of the threshold."""
+    view = logit_view(layer)
+    density = noise_densities(layer, view)
+    noise = [noise_flips(layer, view, sigma, density) for sigma in settings.sigmas]
+    known = settings.precisions if view.logits is not None else ()
+    rounded = [precision_flips(layer, view, name) for name in known]
+    rows = tuple(row for row, _ in rounded)
+    record = dataclasses.replace(
+        record,
+        gap=Answer(gap_section(layer.gap, settings)),
+        near=Answer(near_section(layer, settings, epsilons)),
+        noise=Answer(tuple(row for row, _ in noise)),
+        precision=Answer(None, SOFTMAX_SIZES) if view.logits is None else Answer(rows),
+        product=product_section(layer, view, weight, settings.product_precision),
     )
     return _Measured(
         record,
-        layer.gap if view else None,
+        layer.gap,
         {f"{row.sigma:g}": chance for row, chance in noise},
         {row.precision: flipped for row, flipped in rounded},
     )
 
 
-def _noise(
-    layer: LayerTrace, view: LogitView, settings: MeasureSettings
-) -> list[tuple[NoiseFlips, PerToken]]:
-    density = noise_densities(layer, view)
-    return [noise_flips(layer, view, sigma, density) for sigma in settings.sigmas]
-
-
-def _precisions(
-    layer: LayerTrace, view: LogitView, settings: MeasureSettings
-) -> list[tuple[PrecisionFlips, PerToken]]:
-    return [precision_flips(layer, view, name) for name in settings.precisions]
-
-
-def _precision_answer(
-    view: LogitView | None, rows: tuple[PrecisionFlips, ...], status: str
-) -> Answer[tuple[PrecisionFlips, ...]]:
-    if view is None or view.logits is None:
-        return Answer(None, status if view is None else SOFTMAX_SIZES)
-    return Answer(rows)
-
-
-def _product(
-    layer: LayerTrace,
-    view: LogitView | None,
-    weight: Tensor | None,
-    settings: MeasureSettings,
-    status: str,
-) -> Answer[ProductFlips]:
-    if view is None:
-        return Answer(None, status)
-    return product_section(layer, view, weight, settings.product_precision)
-
-
-def _angular(layer: LayerTrace) -> Answer[AngularSpread]:
-    if layer.inputs is None:
-        return Answer(None, "not answerable: router inputs were not kept")
-    return Answer(angular_spread(layer.inputs, layer.facts.n_experts, layer.facts.k))
-
-
 def _model(done: list[_Measured], settings: MeasureSettings) -> ModelMeasures:
     gaps = [one.gaps for one in done if one.gaps is not None]
     units = {one.record.units for one in done if one.gaps is not None}
-    loads = [one.record.load for one in done]
-    status = "ok" if len(units) == 1 else f"not answerable: {len(units)} kinds of score"
-    pooled = len(units) == 1
+    status = f"not answerable: {len(units)} kinds of score"
+    gap, smallest = Answer(None, status), Answer(None, status)
+    if len(units) == 1:
+        gap = Answer(gap_section(torch.cat(gaps), settings))
+        smallest = Answer(quantiles(torch.stack(gaps).amin(dim=0), settings))
     return ModelMeasures(
-        gap=Answer(gap_section(torch.cat(gaps), settings)) if pooled else Answer(None, status),
-        smallest_gap=(
-            Answer(quantiles(torch.stack(gaps).amin(dim=0), settings))
-            if pooled
-            else Answer(None, status)
-        ),
+        gap=gap,
+        smallest_gap=smallest,
         noise=_rates([(one.record.name, one.noise) for one in done]),
         precision=_rates([(one.record.name, one.precision) for one in done]),
-        dead=sum(len(load.dead) for load in loads),
-        cold=sum(len(load.cold) for load in loads),
-        evenness=sum(load.evenness for load in loads) / len(loads),
+        **_load_totals([one.record for one in done]),
     )
 
 
+def _load_totals(layers: Sequence[LayerMeasures]) -> dict[str, Any]:
+    """The load of the model from that of its layers."""
+    loads = [layer.load for layer in layers]
+    return {
+        "dead": sum(len(load.dead) for load in loads),
+        "cold": sum(len(load.cold) for load in loads),
+        "evenness": sum(load.evenness for load in loads) / len(loads),
+    }
+
+
 def _rates(layers: list[tuple[str, dict[str, PerToken]]]) -> tuple[ModelRate, ...]:
-    """One rate per perturbation, over the layers that know it."""
+    """One rate per perturbation, over the layers that have it."""
     names = list(dict.fromkeys(name for _, chances in layers for name in chances))
     return tuple(
         _rate(name, [(layer, chances[name]) for layer, chances in layers if name in chances])
@@ -252,10 +243,6 @@ def _rate(name: str, layers: list[tuple[str, PerToken]]) -> ModelRate:
     )
 
 
-OCTAVE = 32
-"""Grid points from w to 2w."""
-
-
 def measure_summary(
     summary: RoutingSummary,
     settings: MeasureSettings | None = None,
@@ -263,7 +250,7 @@ def measure_summary(
 ) -> RoutingMeasures:
     """All measures of every layer and of the model, from a streaming summary.
 
-    Arguments as for `measures.measure`; inputs and products are those of the sample.
+    Arguments as for `measure`; noise, rounding and products are measured on the sample.
     """
     for layer in summary.layers:
         require(
@@ -274,16 +261,20 @@ def measure_summary(
         )
     chosen = settings or MeasureSettings()
     sampled = measure(summary.sample, chosen, weights)
-    pairs = zip(summary.layers, sampled.layers, strict=True)
-    layers = tuple(_layer(whole, part, summary.epsilons, chosen) for whole, part in pairs)
-    sources: dict[str, object] = {"sources": list(summary.sources)}
-    return RoutingMeasures(
-        layers, _summaries_model(summary, sampled.model, layers, chosen), sources
+    layers = tuple(
+        _counted_layer(whole, part, summary.epsilons, chosen)
+        for whole, part in zip(summary.layers, sampled.layers, strict=True)
     )
+    histograms = [layer.gaps for layer in summary.layers if layer.gaps is not None]
+    pooled = functools.reduce(operator.add, histograms) if histograms else None
+    model = dataclasses.replace(
+        sampled.model, gap=_counted_gap(pooled, sampled.model.gap, chosen), **_load_totals(layers)
+    )
+    return RoutingMeasures(layers, model, {"sources": list(summary.sources)})
 
 
 def histogram_quantiles(histogram: LogHistogram, settings: MeasureSettings) -> Quantiles:
-    """Quantiles of counted numbers: middle of their bin, limits by rank and by bin (Def. 2.4)."""
+    """Quantiles of counts: the middle of their bin, limits by rank and by bin (Def. 2.4)."""
     n, half = histogram.total, normal_quantile(settings.confidence)
     rows = []
     for p in settings.probabilities:
@@ -308,27 +299,31 @@ def histogram_density(histogram: LogHistogram, mass: float = 0.2) -> Estimate:
     return density_from_masses(middle[fitting - 1].item(), wide[fitting - 1].item(), width, n)
 
 
-def _layer(
+def _counted_layer(
     whole: LayerSummary,
     part: LayerMeasures,
     epsilons: tuple[float, ...],
     settings: MeasureSettings,
 ) -> LayerMeasures:
-    """The sample's record with everything that was counted over all tokens in its place."""
+    """The sample's record with the sections that were counted over all tokens."""
     counted = whole.coalitions.count()
     possible = log10_possible(whole.facts.n_experts, whole.facts.k)
+    distance = part.distance
+    if whole.distances is not None:
+        found = histogram_quantiles(whole.distances, settings)
+        distance = Answer(DistanceMeasures(found, histogram_density(whole.distances)))
     return dataclasses.replace(
         part,
         tokens=whole.tokens,
         load=load_from_counts(whole.load, settings.cold_below),
         coalitions=Coalitions(round(counted.value), None, possible, whole.tokens),
-        gap=_gap(whole.gaps, part.gap, settings),
-        near=_near(whole, part.near, epsilons, settings),
-        distance=_distance(whole.distances, part.distance, settings),
+        gap=_counted_gap(whole.gaps, part.gap, settings),
+        near=_counted_near(whole, part.near, epsilons, settings),
+        distance=distance,
     )
 
 
-def _gap(
+def _counted_gap(
     histogram: LogHistogram | None, part: Answer[GapMeasures], settings: MeasureSettings
 ) -> Answer[GapMeasures]:
     if histogram is None or part.value is None:
@@ -349,16 +344,7 @@ def _gap(
     )
 
 
-def _distance(
-    histogram: LogHistogram | None, part: Answer[DistanceMeasures], settings: MeasureSettings
-) -> Answer[DistanceMeasures]:
-    if histogram is None:
-        return part
-    found = histogram_quantiles(histogram, settings)
-    return Answer(DistanceMeasures(found, histogram_density(histogram)))
-
-
-def _near(
+def _counted_near(
     whole: LayerSummary,
     part: Answer[NearMeasures],
     epsilons: tuple[float, ...],
@@ -385,26 +371,9 @@ def _near(
 
 
 def _mean_count(counts: Int[Tensor, " values"]) -> Estimate:
-    """Mean of a number of which `counts[v]` were v."""
+    """Mean of a number that was v in `counts[v]` cases."""
     n, values = int(counts.sum()), torch.arange(len(counts), dtype=torch.float64)
     share = counts.double() / n
     mean = (share @ values).item()
     variance = (share @ (values - mean).square()).item()
     return Estimate(mean, math.sqrt(variance / max(1, n - 1)))
-
-
-def _summaries_model(
-    summary: RoutingSummary,
-    sampled: ModelMeasures,
-    layers: tuple[LayerMeasures, ...],
-    settings: MeasureSettings,
-) -> ModelMeasures:
-    histograms = [layer.gaps for layer in summary.layers if layer.gaps is not None]
-    pooled = functools.reduce(operator.add, histograms) if histograms else None
-    return dataclasses.replace(
-        sampled,
-        gap=_gap(pooled, sampled.gap, settings),
-        dead=sum(len(layer.load.dead) for layer in layers),
-        cold=sum(len(layer.load.cold) for layer in layers),
-        evenness=sum(layer.load.evenness for layer in layers) / len(layers),
-    )

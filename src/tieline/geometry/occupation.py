@@ -12,8 +12,8 @@ With K = ω_n / ((2π)^(n/2) √det Σ_⊥), δ = ‖Σ_⊥^(-½)(s - μ)‖ - �
           = K ε² E_1(b/T)                                    n = 2
           = K ε^n b^(1-n/2) Γ(n/2 - 1, b/T)                  n > 2
 
-which for n >= 2 is infinite where the start is within ε of the flat. No path stays longer than T:
-the bounds that are used are min(T, bound).
+which for n >= 2 is infinite where the start is within ε of the flat. No path stays longer than T,
+so `bound` is min(T, bound).
 """
 
 import math
@@ -39,7 +39,7 @@ class Occupation:
     """Expected time near ties up to the horizon T.
 
     Attributes:
-        paper: the paper's bound, infinite where it says nothing.
+        paper: the paper's bound, possibly infinite.
         bound: the finite one: for each flat min(T, bound), sharper at n = 1, and T at most in all.
         exact: the expected time itself; None for several flats or noise that is not isotropic.
         horizon: T.
@@ -142,8 +142,8 @@ def sampled_occupation(
 ) -> Estimate:
     """Mean time within ε of Γ^(n) up to T, over simulated paths, with its standard error.
 
-    Each path is looked at `steps` times, T/steps apart, the first at a uniform time within the
-    first interval: the share of looks within ε times T has the right mean for any number of steps.
+    Each path is observed `steps` times, T/steps apart, first at a uniform time within the first
+    interval: the share of observations within ε times T is unbiased for any number of steps.
     """
     weight, bias = check_router(W, b, k)
     _check(epsilon, horizon)
@@ -167,11 +167,8 @@ def _time_integral(n: int, b: Real, horizon: Real) -> float:
     """∫_0^T t^(-n/2) e^(-b/t) dt; infinite for n >= 2 and b = 0."""
     if n == 1:
         root = math.sqrt(b / horizon)
-        return (
-            2
-            * math.sqrt(horizon)
-            * (math.exp(-b / horizon) - math.sqrt(math.pi) * root * math.erfc(root))
-        )
+        rest = math.exp(-b / horizon) - math.sqrt(math.pi) * root * math.erfc(root)
+        return 2 * math.sqrt(horizon) * rest
     if b == 0:
         return math.inf
     if n == 2:
@@ -193,11 +190,9 @@ def _exact(n: int, away: Real, epsilon: Real, horizon: Real, variance: Real) -> 
     knee = min(top, max(abs(away - epsilon), epsilon) / math.sqrt(variance))
     pieces = [(0.0, knee), (knee, top)]
     return math.fsum(
-        integrate.quad(integrand, low, high, epsabs=1e-13, epsrel=1e-11, limit=200, full_output=1)[
-            0
-        ]
-        for low, high in pieces
-        if high > low
+        integrate.quad(integrand, *ends, epsabs=1e-13, epsrel=1e-11, limit=200, full_output=1)[0]
+        for ends in pieces
+        if ends[1] > ends[0]
     )
 
 

@@ -1,4 +1,4 @@
-"""How many experts stand near the threshold, and of which order the near-ties are.
+"""How many experts are near the threshold, and the orders of the near-ties.
 
     near_counts          K(ε) = #{i : z_i > z_[k] - ε}                                  Def. 4.1
     tie_order            0 if Δ >= ε, else #{i : |z_i - z_[k]| < ε} - 1                 Def. 4.2
@@ -6,8 +6,8 @@
     order_shares         share of tokens of each order                                  Def. 4.2
     epsilon_for_extra    ε at which a token has on average k + 1/2 experts              Def. 4.3
 
-All counts need the scores of every expert; on the first C ranks they are lower limits, exact for
-each token whose last kept rank lies outside the band (`censored_share` gives the share of others).
+Counts need the scores of every expert. On the first C ranks they are lower limits, exact for each
+token whose last kept rank lies outside the band (`censored_share` is the share of the others).
 """
 
 import math
@@ -39,8 +39,6 @@ def near_counts(
 ) -> Int[Tensor, "tokens epsilons"]:
     """K(ε): number of experts above z_[k] - ε, the chosen ones included (Def. 4.1).
 
-    Differences are taken in float64; any order of the experts will do.
-
     Args:
         scores: (T, E) scores, or the first C ranks of them.
         k: number of experts chosen.
@@ -54,8 +52,8 @@ def near_counts(
 def tie_order(scores: Scores, k: int, epsilon: Real) -> Int[Tensor, " tokens"]:
     """Largest n for which the token is within ε of an order-n tie (Def. 4.2; Paper 1, Def. 3.2).
 
-    0 if z_[k] - z_[k+1] >= ε: experts that are close to each other inside the chosen set alone make
-    no discontinuity. Otherwise the number of scores within ε of z_[k], less one.
+    0 if z_[k] - z_[k+1] >= ε: near-ties inside the chosen set alone make no discontinuity.
+    Otherwise the number of scores within ε of z_[k], less one.
     """
     experts = scores.shape[1]
     require(1 <= k < experts, f"a tie needs 1 <= k < number of scores, got {k=}, {experts}")
@@ -86,26 +84,27 @@ def epsilon_for_extra(ranked: Scores, k: int, extra: float = 0.5) -> Estimate:
     """inf{ε : mean K(ε) >= k + extra}, with standard error (Def. 4.3).
 
     The ⌈extra · T⌉-th smallest of all distances z_[k] - z_[j], j > k. Its standard error is half of
-    the way that ε moves when `extra` moves by one standard error of the mean count either way.
+    the change of ε when `extra` varies by one standard error of the mean count either way.
 
     Args:
         ranked: scores of the first C ranks, descending.
         k: number of experts chosen.
         extra: wanted mean number of experts beyond k.
     """
-    below = (ranked[:, k - 1 : k].double() - ranked[:, k:].double()).flatten().sort().values
+    distances = ranked[:, k - 1 : k].double() - ranked[:, k:].double()
+    below = distances.flatten().sort().values
     epsilon = _order_statistic(below, extra, len(ranked))
     if not math.isfinite(epsilon):
         reach = f"k + {extra:g} = {k + extra:g} of {ranked.shape[1]} kept ranks"
         return Estimate(None, None, f"not answerable: no ε reaches {reach}")
-    counts = (ranked[:, k - 1 : k].double() - ranked[:, k:].double() <= epsilon).sum(dim=-1)
+    counts = (distances <= epsilon).sum(dim=-1)
     error = counts.double().std().item() / math.sqrt(len(ranked)) if len(ranked) > 1 else 0.0
     ends = [_order_statistic(below, extra + sign * error, len(ranked)) for sign in (-1, 1)]
     return Estimate(epsilon, (ends[1] - ends[0]) / 2)
 
 
 def censored_share(ranked: Scores, k: int, epsilon: float) -> float:
-    """Share of tokens whose last kept rank is within ε, so that further ranks may be as well."""
+    """Share of tokens whose last kept rank is within ε: further ranks may be as well."""
     return (ranked[:, k - 1].double() - ranked[:, -1].double() < epsilon).double().mean().item()
 
 

@@ -1,11 +1,13 @@
-"""The sections that describe where the tokens are: gaps, near experts, distances.
+"""Sections of the measures of one layer: where its tokens are, and what perturbations do to them.
 
-`scored` says whether a layer can answer them at all; `docs/definitions.md` gives the formulas.
+    scored, check_finite                           whether the layer has the scores that are needed
+    gap_section, near_section, distance_section    gaps, near experts, distances to ties
+    noise_flips, precision_flips, product_section  flips by noise, rounding, low-precision products
+    angular_section                                where the router's inputs point
 
-The sections that predict what perturbations do to the choice: noise, rounding, products.
-
-Each returns its record together with the probability or event of each token, so that the model's
-record can join layers. Group-limited routers add the chance that two groups change places.
+Flip predictions come with the probability or event of each token, from which the measures of the
+model are made. Group-limited routers add the probability that two groups change places.
+`docs/definitions.md` gives the formulas.
 """
 
 import math
@@ -18,6 +20,7 @@ from tieline.core.errors import TraceError, require
 from tieline.core.statistics import Estimate, mean_estimate, quantile_bands
 from tieline.geometry.boundary import boundary_mass
 from tieline.geometry.density import gap_density, margin_tail
+from tieline.geometry.distance import AngularSpread, angular_spread
 from tieline.geometry.flips import (
     LogitView,
     first_order,
@@ -60,6 +63,7 @@ from tieline.geometry.rounding import (
 from tieline.trace.record import LayerTrace
 
 __all__ = [
+    "angular_section",
     "check_finite",
     "distance_section",
     "gap_section",
@@ -76,9 +80,12 @@ __all__ = [
 
 PerToken = Float[Tensor, " tokens"]
 
+SCORES_PER_GROUP = {"max": 1, "top2sum": 2}
+TINY = 1e-300
+
 
 def scored(layer: LayerTrace) -> str:
-    """Whether ("ok") the layer can tell the scores beside its threshold, or why not."""
+    """Return "ok" if scores on both sides of the threshold are available, else the reason."""
     k, experts = layer.facts.k, layer.facts.n_experts
     if layer.scores is None:
         return "not answerable: the trace has expert ids only, no scores"
@@ -90,7 +97,7 @@ def scored(layer: LayerTrace) -> str:
 
 
 def check_finite(layer: LayerTrace) -> None:
-    """Refuse scores that are no numbers, naming the layer, their count and the first token."""
+    """Raise if scores are NaN or infinite, naming the layer, their number and the first token."""
     if layer.scores is None:
         return
     bad = layer.scores.isnan() | layer.scores.isposinf()
@@ -105,7 +112,7 @@ def check_finite(layer: LayerTrace) -> None:
 
 
 def reachable(layer: LayerTrace) -> int:
-    """Number of experts that a token can choose from: those of the chosen groups, or all."""
+    """Number of experts that a token can choose from, those of its chosen groups."""
     facts = layer.facts
     return facts.k_groups * (facts.n_experts // facts.n_groups)
 
@@ -137,7 +144,7 @@ def near_section(
     Args:
         layer: a layer that `scored` accepts.
         settings: grids.
-        epsilons: the grid of the counts in `layer.near`, which run over all experts.
+        epsilons: the grid of the counts in `layer.near`, which include all experts.
     """
     ranked, k = _scores(layer), layer.facts.k
     exact = layer.near is not None and len(epsilons) > 0
@@ -168,30 +175,17 @@ def distance_section(layer: LayerTrace, settings: MeasureSettings) -> Answer[Dis
     return Answer(DistanceMeasures(quantiles(values, settings), gap_density(values)))
 
 
-def _epsilon_half(
-    layer: LayerTrace, grid: tuple[float, ...], experts: tuple[Estimate, ...], exact: bool
-) -> Estimate:
-    """From the ranks where they suffice, else between the points of the exact counts."""
-    ranked, k = _scores(layer), layer.facts.k
-    estimate = epsilon_for_extra(ranked, k)
-    missing = ranked.shape[1] < reachable(layer)
-    hidden = censored_share(ranked, k, estimate.value) if missing and estimate.value else 0.0
-    if not missing or (estimate.value is not None and hidden == 0):
-        return estimate
-    if exact:
-        return interpolated_epsilon(k + 0.5, grid, experts, k)
-    note = f"upper limit: for {hidden:.1%} of tokens all {ranked.shape[1]} kept ranks are within ε"
-    return (
-        estimate
-        if estimate.value is None
-        else Estimate(estimate.value, estimate.standard_error, note)
-    )
+def angular_section(layer: LayerTrace) -> Answer[AngularSpread]:
+    """Directions of the router's inputs (Def. 9.1 - 9.3)."""
+    if layer.inputs is None:
+        return Answer(None, "not answerable: router inputs were not kept")
+    return Answer(angular_spread(layer.inputs, layer.facts.n_experts, layer.facts.k))
 
 
 def interpolated_epsilon(
     goal: float, grid: tuple[float, ...], experts: tuple[Estimate, ...], k: int
 ) -> Estimate:
-    """ε at which the mean count, linear between the points of the grid, reaches the goal."""
+    """ε at which the mean count, interpolated linearly between grid points, reaches the goal."""
     below, before = 0.0, float(k)
     for epsilon, count in zip(grid, experts, strict=True):
         assert count.value is not None
@@ -203,20 +197,10 @@ def interpolated_epsilon(
     return Estimate(None, None, f"not answerable: K(ε) stays below {goal:g} up to ε = {grid[-1]:g}")
 
 
-def _scores(layer: LayerTrace) -> Float[Tensor, "tokens ranks"]:
-    require(layer.scores is not None, f"layer {layer.name!r} has ids only: no scores", TraceError)
-    assert layer.scores is not None
-    return layer.scores.double()
-
-
-SCORES_PER_GROUP = {"max": 1, "top2sum": 2}
-TINY = 1e-300
-
-
 def noise_densities(layer: LayerTrace, view: LogitView) -> Estimate:
-    """f_gap(0) in units of the noise that unit noise of the logits makes (Def. 6.3, 6.4).
+    """f_gap(0) in units of the noise caused by unit noise of the logits (Def. 6.3, 6.4).
 
-    For group-limited routers the density of the gap between groups comes on top.
+    Group-limited routers add the density of the gap between groups.
     """
     inner = gap_density(noisy_gap(view.scores, layer.facts.k, view.slope))
     if layer.group_gap is None:
@@ -256,7 +240,7 @@ def precision_flips(
 
     Args:
         layer: a layer with scores.
-        view: its `logit_view`, which must know the logits.
+        view: its `logit_view`, with logits.
         precision: a name in `PRECISIONS`.
     """
     assert view.logits is not None
@@ -297,7 +281,7 @@ def product_section(
     effect = product_effect(layer.inputs, weight, precision)
     noise, error = effect.noise.gather(1, ids), effect.error.gather(1, ids)
     logits = view.logits
-    if logits is None:  # softmax scores tell the logits up to a shift; the product tells all
+    if logits is None:  # softmax scores fix them up to a shift only
         logits = (layer.inputs.double() @ weight.detach().double().T).gather(1, ids)
     step = grid_step(logits, precision)[:, k - 1] * view.slope[:, k - 1]
     chance = product_flips(view.scores, k, noise * view.slope, step, same_grid=layer.bias is None)
@@ -311,8 +295,32 @@ def product_section(
     )
 
 
+def _epsilon_half(
+    layer: LayerTrace, grid: tuple[float, ...], experts: tuple[Estimate, ...], exact: bool
+) -> Estimate:
+    """ε of k + 1/2 experts from the ranks where they suffice, else from the exact counts."""
+    ranked, k = _scores(layer), layer.facts.k
+    estimate = epsilon_for_extra(ranked, k)
+    missing = ranked.shape[1] < reachable(layer)
+    hidden = censored_share(ranked, k, estimate.value) if missing and estimate.value else 0.0
+    if not missing or (estimate.value is not None and hidden == 0):
+        return estimate
+    if exact:
+        return interpolated_epsilon(k + 0.5, grid, experts, k)
+    if estimate.value is None:
+        return estimate
+    note = f"upper limit: for {hidden:.1%} of tokens all {ranked.shape[1]} kept ranks are within ε"
+    return Estimate(estimate.value, estimate.standard_error, note)
+
+
+def _scores(layer: LayerTrace) -> Float[Tensor, "tokens ranks"]:
+    require(layer.scores is not None, f"layer {layer.name!r} has ids only: no scores", TraceError)
+    assert layer.scores is not None
+    return layer.scores.double()
+
+
 def _emulated(layer: LayerTrace, logits: Float[Tensor, "tokens ranks"]) -> Estimate:
-    """Share of tokens that other logits of the kept ranks route otherwise."""
+    """Share of tokens that are routed differently by other logits of the kept ranks."""
     if layer.facts.units == "softmax" and layer.bias is not None:
         return Estimate(None, None, "not answerable: a bias beside a softmax over all experts")
     choice = emulated_choice(from_logits(logits, layer), layer.facts.k, layer.experts)
@@ -322,7 +330,7 @@ def _emulated(layer: LayerTrace, logits: Float[Tensor, "tokens ranks"]) -> Estim
 def _expected(
     layer: LayerTrace, view: LogitView, step: Float[Tensor, "tokens ranks"]
 ) -> tuple[PerToken, PerToken, Estimate, Estimate]:
-    """Chances of a tie and of a flip per token, and their first-order rates."""
+    """Probabilities of a tie and of a flip per token, and their first-order rates."""
     k = layer.facts.k
     noise = step * view.slope / math.sqrt(12)
     if layer.bias is None:
@@ -361,7 +369,7 @@ def _either(first: PerToken, second: PerToken) -> PerToken:
 
 
 def _limits_of(layer: LayerTrace, view: LogitView, precision: str) -> str:
-    """What an emulation on the kept ranks cannot see."""
+    """Note what an emulation on the kept ranks leaves out."""
     ranks, experts = view.scores.shape[1], layer.facts.n_experts
     notes = []
     if isinstance(PRECISIONS[precision], IntegerGrid) and ranks < experts:

@@ -1,6 +1,6 @@
 """Slice densities: which share of a flat of equal scores is a tie across the threshold.
 
-On S_J the other experts lie above or below the tied ones; the place is an order-r tie where
+On S_J the other experts lie above or below the tied ones; a point is an order-r tie where
 max(0, k-r) <= p <= k-1 of them are above. α_{J,r} is the share of such directions in S_J.
 
     slice_density           orthonormal rows, exact by quadrature
@@ -10,7 +10,7 @@ max(0, k-r) <= p <= k-1 of them are above. α_{J,r} is the share of such directi
     band_ratio              U_n / U_m for ℓ∞ bands, with the missing factor      Paper 1, Thm 4.7
 
 The paper's upper bound α <= ½ holds for one choice of experts above, not for their union: with
-E = 4, k = 2, r = 2 every place of S_J is a tie and α = 1.
+E = 4, k = 2, r = 2 every point of S_J is a tie and α = 1.
 """
 
 import itertools
@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.special import log_ndtr
 
 from tieline.core.errors import require
-from tieline.core.statistics import Estimate
+from tieline.core.statistics import Estimate, share_estimate
 from tieline.geometry.boundary import Real
 from tieline.geometry.ties import check_router, tie_flat
 from tieline.geometry.tubes import tube_leading_term
@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 MOST_CHOICES = 4096
-"""Choices of experts above that the lower bound of a slice tries at most."""
+"""Largest number of choices of experts above that `slice_bounds` tries."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class SliceBounds:
     Attributes:
         lower: max over choices of ½ I_{4s²(1-s²)}((d-1)/2, ½), d = D - r.
         paper_upper: ½, as in the paper's Thm 4.4.
-        upper: 1, which is what holds (the paper's own Thm A.18).
+        upper: 1, the bound that holds (the paper's own Thm A.18).
         choices: number of choices of experts above that are admissible.
     """
 
@@ -122,8 +122,7 @@ def sampled_slice_density(
     rise = x @ (weight[rest] - weight[flat.experts[0]]).T
     above, order = (rise > 0).sum(dim=1), len(flat.experts) - 1
     hits = (above >= k - order) & (above <= k - 1)
-    share = hits.double().mean().item()
-    return Estimate(share, math.sqrt(share * (1 - share) / samples))
+    return share_estimate(hits)
 
 
 def slice_bounds(W: Float[Tensor, "experts dim"], k: int, experts: tuple[int, ...]) -> SliceBounds:
@@ -161,7 +160,7 @@ def tube_ratio(
     For orthonormal rows, `orders` = (n, m), to first order in ε/R.
     """
     volumes = [
-        _sets(n_experts, order)
+        math.comb(n_experts, order + 1)
         * slice_density(n_experts, k, order)
         * tube_leading_term(dim=dim, codim=order, epsilon=epsilon, radius=radius)
         for order in orders
@@ -176,7 +175,7 @@ def band_ratio(
     """U_n / U_m = Σκα_n / Σκα_m · ω_{D-n} / ω_{D-m} · (2ε/R)^(n-m) for bands of Def. 4.6 (Thm 4.7).
 
     Orthonormal rows, for which det(A_J A_Jᵀ) = r + 1. The paper takes {v : max|v_j| <= ε} of the r
-    differences for the fibre, with volume (2ε)^r; moving all r + 1 scores by ε at most reaches
+    differences for the fibre, with volume (2ε)^r; moving all r + 1 scores by at most ε reaches
     {range of (0, v) <= 2ε}, with volume (r+1)(2ε)^r. So the true ratio has a factor (n+1)/(m+1).
     """
     require(
@@ -187,14 +186,10 @@ def band_ratio(
         require(1 <= order <= dim, f"need 1 <= order <= dim, got {order=}, {dim=}")
         log_ball = (dim - order) / 2 * math.log(math.pi) - math.lgamma((dim - order) / 2 + 1)
         fibre = order * math.log(2 * epsilon / radius) - math.log(order + 1) / 2
-        sets = _sets(n_experts, order) * slice_density(n_experts, k, order)
+        sets = math.comb(n_experts, order + 1) * slice_density(n_experts, k, order)
         paper.append(math.log(sets) + log_ball + fibre)
     ratio = math.exp(paper[0] - paper[1])
     return OrderRatio(ratio, ratio * (orders[0] + 1) / (orders[1] + 1))
-
-
-def _sets(n_experts: int, order: int) -> int:
-    return math.comb(n_experts, order + 1)
 
 
 def _admissible(others: int, k: int, order: int) -> range:
@@ -203,7 +198,7 @@ def _admissible(others: int, k: int, order: int) -> range:
 
 
 def _cap_bound(normals: np.ndarray, longest: Real, dim: int) -> float:
-    """½ I_{4s²(1-s²)}((d-1)/2, ½) of one choice; 0 where no direction satisfies all its signs."""
+    """½ I_{4s²(1-s²)}((d-1)/2, ½) of one choice; 0 if no direction satisfies all its signs."""
     system = np.vstack([normals.T, np.ones(len(normals))])
     target = np.zeros(len(system))
     target[-1] = 1.0

@@ -1,17 +1,14 @@
-"""Where an affine router z = W x + b ties: flats of equal scores and the components on them.
+"""Ties of an affine router z = W x + b: where they are, and the nearest one of a given order.
 
-    tie_sets        the sets J of n + 1 experts that can tie at order n        Paper 1, Def. 3.2
-    tie_flat        S_J = {x : A_J x = d_J}, rows w_j - w_i, entries b_i - b_j     Paper 1, sec. 3.2
-    tie_flats       the same for many J at once, without the rows
-    tie_component   which experts tie at a token, and which lie above          Paper 1, Def. A.5
-
-J is named by its experts in ascending order; the first of them, i, is the one the others are
-compared with. The order is the maximal one: n + 1 is the number of all scores that tie.
-
-The nearest tie of a given order: how far, at which point, in which direction.
-
+    tie_sets            the sets J of n + 1 experts that can tie at order n        Paper 1, Def. 3.2
+    tie_flat            S_J = {x : A_J x = d_J}, rows w_j - w_i, entries b_i - b_j Paper 1, sec. 3.2
+    tie_flats           the same for many J at once, without the rows
+    tie_component       which experts tie at a token, and which lie above          Paper 1, Def. A.5
     distance_to_tie     dist(x, Γ^(n)), Euclidean
     nearest_tie_point   the same with the point, the unit normal towards x and the experts that tie
+
+J lists its experts in ascending order and compares the others with the first, i. The order is the
+maximal one: n + 1 is the number of all scores that tie.
 
 Order 1 is min over i ∈ S, j ∉ S of (z_i - z_j) / ‖w_i - w_j‖ (Def. 5.2). Order n is the smallest
 distance to a flat {z_J equal}, |J| = n + 1, whose projection of x is a tie *across the threshold*:
@@ -53,10 +50,20 @@ __all__ = [
 ]
 
 MOST_SETS = 1 << 20
-"""Tie sets that one call enumerates at most: 8 MB per token and number kept."""
+"""Largest number of tie sets that one call enumerates."""
 
 SINGULAR = 1e-12
-"""A Gram matrix with a smaller ratio of extreme eigenvalues has no trustworthy inverse."""
+"""Smallest ratio of extreme eigenvalues at which a Gram matrix is inverted."""
+
+
+ROWS = 512
+"""Inputs converted to float64 at once, so that the copy stays in cache."""
+
+ENTRIES = 1 << 21
+"""Largest number of (token, set, score) entries that a search over tie sets holds at once."""
+
+FIRST_TRY = 8
+"""Number of nearest flats of a token that are tried first."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +91,7 @@ class TieFlat:
 
 @dataclass(frozen=True, eq=False)
 class TieFlats:
-    """Many S_J of one order: what volumes and distances need of them.
+    """Many S_J of one order, reduced to what volumes and distances need.
 
     Attributes:
         experts: the sets J, (m, n + 1).
@@ -112,6 +119,23 @@ class TieComponent:
     order: Int[Tensor, " tokens"]
     tied: Bool[Tensor, "tokens experts"]
     above: Bool[Tensor, "tokens experts"]
+
+
+@dataclass(frozen=True, eq=False)
+class TiePoint:
+    """The nearest order-n tie of each token.
+
+    Attributes:
+        distance: ‖x - point‖ in float64; infinite where the router has no such tie.
+        point: the projection of x.
+        normal: unit vector from the point towards x; where x is on the tie, a normal of it.
+        experts: the experts that tie there, (T, n + 1).
+    """
+
+    distance: Float[Tensor, " tokens"]
+    point: Float[Tensor, "tokens dim"]
+    normal: Float[Tensor, "tokens dim"]
+    experts: Int[Tensor, "tokens tied"]
 
 
 def tie_sets(n_experts: int, order: int) -> Int[Tensor, "sets tied"]:
@@ -183,7 +207,7 @@ def tie_component(scores: Float[Tensor, "tokens experts"], k: int, epsilon: floa
     Args:
         scores: (T, E).
         k: number of experts chosen, 1 <= k < E.
-        epsilon: tolerance; for ties that are exact up to rounding, a little more than the rounding.
+        epsilon: tolerance; for exact ties a little more than the rounding.
     """
     order = tie_order(scores, k, epsilon)
     rise = scores.double() - kth_largest(scores, k).double()
@@ -191,55 +215,6 @@ def tie_component(scores: Float[Tensor, "tokens experts"], k: int, epsilon: floa
     tied = (rise.abs() < epsilon) & crosses
     above = torch.where(crosses, rise >= epsilon, rise >= 0)
     return TieComponent(order, tied, above)
-
-
-def check_router(
-    weight: Float[Tensor, "experts dim"], bias: Float[Tensor, " experts"] | None, k: int
-) -> tuple[Float[Tensor, "experts dim"], Float[Tensor, " experts"]]:
-    """Weight and bias in float64, refused where they are no affine router or k is no choice."""
-    experts = len(weight)
-    require(1 <= k < experts, f"a tie needs 1 <= k < E, got {k=}, E={experts}")
-    shift = weight.new_zeros(experts) if bias is None else bias
-    require(len(shift) == experts, f"{experts} experts, but {len(shift)} biases", ShapeError)
-    finite = bool(weight.isfinite().all()) and bool(shift.isfinite().all())
-    require(finite, "a router's weight and bias must be finite")
-    return weight.detach().double(), shift.detach().double()
-
-
-def _check_rank(eigenvalues: Float[Tensor, "*sets n"], experts: Int[Tensor, "sets tied"]) -> None:
-    """Refuse tie sets whose rows w_j - w_i are dependent: they span no flat of codimension n."""
-    flat = eigenvalues.reshape(len(experts), -1)
-    low = (flat.amin(dim=1) <= SINGULAR * flat.amax(dim=1)).nonzero().flatten()
-    who = experts[low[0]].tolist() if len(low) else []
-    need = f"{flat.shape[1]} independent differences are needed"
-    require(len(low) == 0, f"the weights of experts {who} are rank-deficient: {need}")
-
-
-ROWS = 512
-"""Inputs turned into float64 at once, so that the copy stays in cache."""
-
-ENTRIES = 1 << 21
-"""Largest number of (token, set, score) entries that a search over tie sets holds at once."""
-
-FIRST_TRY = 8
-"""Nearest flats of a token whose projections are looked at before more are."""
-
-
-@dataclass(frozen=True, eq=False)
-class TiePoint:
-    """The nearest order-n tie of each token.
-
-    Attributes:
-        distance: ‖x - point‖ in float64; infinite where the router has no such tie.
-        point: the projection of x.
-        normal: unit vector from the point towards x; where x is on the tie, a normal of it.
-        experts: the experts that tie there, (T, n + 1).
-    """
-
-    distance: Float[Tensor, " tokens"]
-    point: Float[Tensor, "tokens dim"]
-    normal: Float[Tensor, "tokens dim"]
-    experts: Int[Tensor, "tokens tied"]
 
 
 def distance_to_tie(
@@ -277,7 +252,7 @@ def nearest_tie_point(
     normals = weight[experts[:, 1:]] - weight[experts[:, :1]]
     held = scores.gather(1, experts)
     rise = held[:, 1:] - held[:, :1]
-    # least squares and not the Gram matrix: the point is on the tie to the last digits
+    # least squares instead of the Gram matrix: the point is on the tie to the last digits
     step = torch.linalg.lstsq(normals, rise[:, :, None]).solution.squeeze(2)
     point = inputs - step
     away = torch.where(distance[:, None] > 0, step, normals[:, 0])
@@ -298,6 +273,28 @@ def affine_scores(
     return scores
 
 
+def check_router(
+    weight: Float[Tensor, "experts dim"], bias: Float[Tensor, " experts"] | None, k: int
+) -> tuple[Float[Tensor, "experts dim"], Float[Tensor, " experts"]]:
+    """Return weight and bias in float64; raise unless they form a router with 1 <= k < E."""
+    experts = len(weight)
+    require(1 <= k < experts, f"a tie needs 1 <= k < E, got {k=}, E={experts}")
+    shift = weight.new_zeros(experts) if bias is None else bias
+    require(len(shift) == experts, f"{experts} experts, but {len(shift)} biases", ShapeError)
+    finite = bool(weight.isfinite().all()) and bool(shift.isfinite().all())
+    require(finite, "a router's weight and bias must be finite")
+    return weight.detach().double(), shift.detach().double()
+
+
+def _check_rank(eigenvalues: Float[Tensor, "*sets n"], experts: Int[Tensor, "sets tied"]) -> None:
+    """Raise if the rows w_j - w_i of a tie set are linearly dependent."""
+    flat = eigenvalues.reshape(len(experts), -1)
+    low = (flat.amin(dim=1) <= SINGULAR * flat.amax(dim=1)).nonzero().flatten()
+    who = experts[low[0]].tolist() if len(low) else []
+    need = f"{flat.shape[1]} independent differences are needed"
+    require(len(low) == 0, f"the weights of experts {who} are rank-deficient: {need}")
+
+
 def _nearest(
     scores: Tensor, weight: Tensor, bias: Tensor, k: int, order: int
 ) -> tuple[Float[Tensor, " tokens"], Int[Tensor, "tokens tied"]]:
@@ -313,7 +310,7 @@ def _nearest(
 
 
 def _search(scores: Tensor, flats: TieFlats, gram: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Smallest distance to a flat whose projection is a tie across the threshold, and the flat."""
+    """Nearest flat whose projection is a tie across the threshold: distance and index."""
     held = scores[:, flats.experts]
     rise = held[:, :, 1:] - held[:, :, :1]
     multipliers = torch.einsum("tmi,mij->tmj", rise, flats.inverse_grams)
@@ -337,7 +334,7 @@ def _search(scores: Tensor, flats: TieFlats, gram: Tensor, k: int) -> tuple[Tens
 def _across(scores: Tensor, experts: Tensor, multipliers: Tensor, gram: Tensor, k: int) -> Tensor:
     """Whether the projection of each token on each of its flats (tokens, c) crosses the threshold.
 
-    Scores that equal the level there up to rounding may count on either side: the set is closed.
+    Scores equal to the level up to rounding count on either side: the set is closed.
     """
     pull = gram[experts[:, :, 1:]] - gram[experts[:, :, :1]]
     moved = scores[:, None, :] - (multipliers[..., None] * pull).sum(dim=2)

@@ -25,7 +25,7 @@ from scipy import integrate, special
 from torch import Tensor
 
 from tieline.core.errors import ShapeError, require
-from tieline.core.statistics import Estimate
+from tieline.core.statistics import Estimate, share_estimate
 from tieline.geometry.boundary import Real
 from tieline.geometry.ties import check_router, distance_to_tie, tie_flats, tie_sets
 
@@ -160,7 +160,7 @@ def sampled_tube(
     _check(dim, codim, offset, epsilon, radius)
     x = uniform_ball(samples, dim, radius, seed)[:, :codim]
     x[:, 0] -= offset
-    return _share(x.norm(dim=1) < epsilon)
+    return share_estimate(x.norm(dim=1) < epsilon)
 
 
 def tie_tube(
@@ -195,7 +195,7 @@ def tie_tube(
         for offset in flats.distances.tolist()
     ]
     x = uniform_ball(samples, dim, radius, seed)
-    sampled = _share(distance_to_tie(x, weight, bias, k, order) < epsilon)
+    sampled = share_estimate(distance_to_tie(x, weight, bias, k, order) < epsilon)
     leading = len(exact) * tube_leading_term(dim=dim, codim=order, epsilon=epsilon, radius=radius)
     return TieTube(sampled, math.fsum(exact), leading, len(exact))
 
@@ -253,11 +253,6 @@ def _cap_share(codim: int, rho: Real, delta: Real, width: Real) -> float:
     if codim == 1:
         return 0.5 if square < 1 else 1.0
     return float(special.betainc((codim - 1) / 2, (codim - 1) / 2, np.clip(square, 0.0, 1.0)))
-
-
-def _share(hits: Tensor) -> Estimate:
-    share, n = hits.double().mean().item(), hits.numel()
-    return Estimate(share, math.sqrt(share * (1 - share) / n))
 
 
 def _check(dim: int, codim: int, offset: Real, epsilon: Real, radius: Real) -> None:

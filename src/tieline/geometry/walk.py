@@ -1,10 +1,10 @@
-"""A walk across a routing boundary: what the output does along the normal (Paper 1, Figure 1).
+"""The output of a layer along the normal of a routing boundary (Paper 1, Figure 1).
 
     walk_across          f(p + s n) along the normal n through the tie p, Figures 1a and 1b
     difference_by_step   max over ties of ‖f(p + h n/2) - f(p - h n/2)‖ against h, Figure 1c
 
-For a layer that jumps the difference tends to the height of the jump as h → 0, for one that is
-continuous to zero, linearly in h for one that is Lipschitz. `step_exponent` tells them apart.
+As h → 0 the difference tends to the height of the jump for a layer that jumps and to zero for a
+continuous one, linearly in h if it is Lipschitz. `step_exponent` distinguishes them.
 """
 
 import math
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tieline.core.errors import require
 from tieline.core.numerics import log_grid
+from tieline.core.statistics import exponent
 from tieline.geometry.boundary import Real
 
 __all__ = ["StepDifferences", "Walk", "difference_by_step", "step_exponent", "walk_across"]
@@ -110,11 +111,8 @@ def difference_by_step(
 def step_exponent(found: StepDifferences) -> float:
     """Slope of log(largest) against log(h) over the lower half of the steps.
 
-    0 for a jump, 1 for a Lipschitz map; not a number where the output does not change at all.
+    0 for a jump, 1 for a Lipschitz map, NaN where the output does not change at all.
     """
     half = max(2, len(found.steps) // 2)
-    steps, largest = found.steps[:half].log(), found.largest[:half]
-    if bool((largest <= 0).any()):
-        return math.nan
-    centred = steps - steps.mean()
-    return ((centred * largest.log()).sum() / centred.square().sum()).item()
+    largest = found.largest[:half].tolist()
+    return exponent(found.steps[:half].tolist(), largest) if min(largest) > 0 else math.nan
