@@ -4,14 +4,19 @@ const report = JSON.parse(document.getElementById("report-data").textContent);
 const dark = window.matchMedia("(prefers-color-scheme: dark)");
 const mouse = window.matchMedia("(hover: hover)");
 
-// Ramps whose lightness is monotone read the same with every kind of colour vision. Each scheme
-// takes the part of the ramp that stands out from its ground.
-const PLASMA = ["#0d0887", "#41049d", "#6a00a8", "#8f0da4", "#b12a90", "#cc4778", "#e16462",
-  "#f2844b", "#fca636", "#fcce25", "#f0f921"];
-const RAMP = { light: [0, 0.7], dark: [0.4, 1] };
+// One ramp per meaning: depth of a layer, nearness to a tie (as in the text), load of an expert.
+// Lightness is monotone along each, so they read the same with every kind of colour vision. Each
+// scheme takes the part of the ramp that stands out from its ground.
+const DEPTH = ["#440154", "#472d7b", "#3b528b", "#2c728e", "#21918c", "#28ae80", "#5ec962",
+  "#addc30", "#fde725"];
+const PART = { light: [0, 0.8], dark: [0.35, 1] };
+const GAP = {
+  light: ["#a63603", "#d9620f", "#f08a3c", "#fbb97f", "#fde3cb", "#fdf6ef"],
+  dark: ["#ffa652", "#dd7d2b", "#a85c20", "#70401c", "#42291a", "#23201f"],
+};
 const LOAD = {
-  light: ["#0b4a8f", "#5b9bd5", "#f3f1ec", "#e9963e", "#8f3b00"],
-  dark: ["#7cc4ff", "#2f6fab", "#2a2e35", "#b5651d", "#ffb566"],
+  light: ["#2166ac", "#67a9cf", "#f3f1ec", "#ef8a62", "#b2182b"],
+  dark: ["#7cc4ff", "#2f6fab", "#2a2e35", "#b0453c", "#ff9086"],
 };
 
 function scheme() { return dark.matches ? "dark" : "light"; }
@@ -24,23 +29,21 @@ function mixed(first, second, share) {
   return "#" + parts.join("");
 }
 
-function plasma(place) {
-  const at = Math.min(Math.max(place, 0), 1) * (PLASMA.length - 1);
-  const low = Math.min(Math.floor(at), PLASMA.length - 2);
-  return mixed(PLASMA[low], PLASMA[low + 1], at - low);
+function along(stops, place) {
+  const at = Math.min(Math.max(place, 0), 1) * (stops.length - 1);
+  const low = Math.min(Math.floor(at), stops.length - 2);
+  return mixed(stops[low], stops[low + 1], at - low);
 }
 
 function ramp(place) {
-  const [low, high] = RAMP[scheme()];
-  return plasma(low + (high - low) * place);
+  const [low, high] = PART[scheme()];
+  return along(DEPTH, low + (high - low) * place);
 }
 
 function scale(name) {
-  const stops = name === "load" ? LOAD[scheme()] : [...Array(11).keys()].map((i) => i / 10);
-  if (name === "load") return stops.map((colour, i) => [i / (stops.length - 1), colour]);
-  if (name === "ramp") return stops.map((place) => [place, ramp(place)]);
-  // small gaps stand out: dark on light, bright on dark
-  return stops.map((place) => [place, plasma(dark.matches ? 1 - place : place)]);
+  const stops = name === "ramp" ? [...Array(11).keys()].map((i) => ramp(i / 10))
+    : (name === "load" ? LOAD : GAP)[scheme()];
+  return stops.map((colour, i) => [i / (stops.length - 1), colour]);
 }
 
 function colour(role) {
@@ -110,6 +113,10 @@ async function draw() {
   }
 }
 
+function fit() {
+  for (const key of Object.keys(report.figures)) Plotly.Plots.resize(document.getElementById(key));
+}
+
 function level(gap) {
   return gap === null ? report.text.limits.length : report.text.limits.filter((x) => gap >= x).length;
 }
@@ -152,6 +159,8 @@ function listen() {
 listen();
 let width = window.innerWidth;
 dark.addEventListener("change", draw);
+window.addEventListener("beforeprint", fit);
+window.addEventListener("afterprint", fit);
 window.addEventListener("resize", () => {
   if ((width < 600) !== (window.innerWidth < 600)) draw();
   width = window.innerWidth;
