@@ -15,6 +15,7 @@ from typing import Any
 __all__ = [
     "MOST_NAMED",
     "Panel",
+    "arranged",
     "axis",
     "depth_bar",
     "figure",
@@ -55,6 +56,18 @@ class Panel:
     def missing(self, statuses: Sequence[str]) -> "Panel":
         """The panel without a chart, with each reason of the sections that it needs once."""
         return replace(self, reason="; ".join(dict.fromkeys(s for s in statuses if s != "ok")))
+
+
+def arranged(panels: Sequence[Panel]) -> list[Panel]:
+    """The panels that have a chart; one that would stand alone in its row takes the whole width."""
+    found = [panel for panel in panels if panel.figure is not None]
+    beside = 0
+    for place, panel in enumerate(found):
+        beside = 0 if panel.wide else beside + 1
+        last = place + 1 == len(found) or found[place + 1].wide
+        if last and beside % 2:
+            found[place] = replace(panel, wide=True)
+    return found
 
 
 def unmeasured(panels: Sequence[Panel]) -> str:

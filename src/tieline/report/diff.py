@@ -14,10 +14,10 @@ from tieline.analysis.diff_records import (
     DepthStep,
     LayerDiff,
     LayerPair,
-    Rate,
     RoutingDiff,
 )
 from tieline.core.errors import TraceError, require
+from tieline.core.statistics import Share
 from tieline.report.charts import Panel, axis, figure, unmeasured
 from tieline.report.drawing import ACCENT, MUTED, NOTICE, WARN, canvas, percent_axis
 from tieline.report.frame import notebook_html, render
@@ -228,7 +228,7 @@ def _rates_chart(result: RoutingDiff) -> dict[str, Any]:
     return figure([dots], 380, **_layout("share of tokens"))
 
 
-def _errors(rates: Sequence[Rate]) -> tuple[list[float], list[float]]:
+def _errors(rates: Sequence[Share]) -> tuple[list[float], list[float]]:
     """Lengths of the intervals above and below the values; zero where one is not known."""
     above = [(rate.high or 0.0) - (rate.value or 0.0) for rate in rates]
     below = [(rate.value or 0.0) - (rate.low or 0.0) for rate in rates]
@@ -289,7 +289,7 @@ def _weight_chart(result: RoutingDiff) -> dict[str, Any] | None:
     return figure(lines, 380, **_layout("share of the weight"))
 
 
-def _points(result: RoutingDiff, name: str, rates: Sequence[Rate], colour: str) -> dict[str, Any]:
+def _points(result: RoutingDiff, name: str, rates: Sequence[Share], colour: str) -> dict[str, Any]:
     return {
         "type": "scatter",
         "mode": "markers",

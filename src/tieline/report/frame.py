@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from tieline.core.errors import TraceError, require
-from tieline.report.charts import Panel
+from tieline.report.charts import Panel, arranged
 from tieline.report.drawing import inline_image
 from tieline.report.numbers import compact, percent, significant, visible
 from tieline.report.tables import Grid
@@ -48,7 +48,7 @@ def render(
 
     Args:
         template: file of `templates/` that extends `frame.html`.
-        panels: charts; those without a figure are named in one line at the end.
+        panels: charts; those without a figure are left out.
         data: JSON values for `page.js` beside the figures; scripts are left out of a page that
             has neither.
         style: file of `templates/` with more style.
@@ -62,7 +62,7 @@ def render(
         environment()
         .get_template(template)
         .render(
-            panels=panels,
+            panels=arranged(panels),
             style=styles,
             scripts=scripts,
             policy=_policy(list(scripts.values())) if scripts else PLAIN_POLICY,

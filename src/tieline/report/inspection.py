@@ -71,7 +71,7 @@ def page(result: Inspection) -> str:
         findings=finding_rows(result.findings, names),
         shown=MOST_FINDINGS,
         text=_text_rows(result),
-        table=grid(COLUMNS, layer_rows(result)),
+        table=grid(_page_columns(result), layer_rows(result)),
         unmeasured=missing,
         provenance=[*flat(result.provenance), *timing_rows(result.timings)],
         metrics=[(name, significant(x, 4)) for name, x in sorted(result.metrics.items())],
@@ -110,6 +110,12 @@ def _facts(result: Inspection) -> str:
     parts = [f"{len(layers)} routed layers", " or ".join(routing), f"{tokens:,} tokens"]
     dtype = result.provenance.get("dtype")
     return " · ".join([*parts, str(dtype)] if dtype else parts)
+
+
+def _page_columns(result: Inspection) -> list[Column[LayerRow]]:
+    """All columns; the choice of k among E is left out where the facts tell it for all layers."""
+    alike = len({(layer.k, layer.n_experts) for layer in result.measures.layers}) == 1
+    return [column for column in COLUMNS if not (alike and column is COLUMNS[1])]
 
 
 def _key_numbers(result: Inspection) -> list[tuple[str, str]]:

@@ -109,11 +109,14 @@ def visible(text: str) -> str:
 
 
 def flat(value: Mapping[str, Any], above: str = "") -> list[tuple[str, object]]:
-    """Nested mappings as pairs of dotted names and values."""
+    """Nested mappings as pairs of dotted names and values; None and empty values are left out."""
     rows: list[tuple[str, object]] = []
     for key, item in value.items():
         name = f"{above}{key}"
-        rows += flat(item, f"{name}.") if isinstance(item, Mapping) else [(name, item)]
+        if isinstance(item, Mapping):
+            rows += flat(item, f"{name}.")
+        elif item not in (None, "", [], ()):
+            rows.append((name, item))
     return rows
 
 
