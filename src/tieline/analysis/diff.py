@@ -282,6 +282,7 @@ def _normalised(weights: Tensor) -> Tensor:
 UNRELATED = 0.1
 """Agreement beyond chance below which a pair of layers is called unrelated."""
 ORDER = ("warning", "notice", "info")
+UNEXPLAINED = ("unexplained", "unexplained_first")
 
 
 def verdict(alignment: Alignment, layers: Sequence[LayerDiff], tokens: TokenDiff) -> str:
@@ -290,7 +291,7 @@ def verdict(alignment: Alignment, layers: Sequence[LayerDiff], tokens: TokenDiff
     size = f"{alignment.tokens:,} tokens in {len(layers)} layers"
     odd = " once laid on each other" if alignment.notes else ""
     if count == 0:
-        return f"A and B choose the same experts for all {size}{odd}."
+        return f"A and B choose the same experts for all {size}{odd}. What to do: nothing."
     worst = max(layers, key=lambda layer: layer.flip.value or 0.0)
     first = (
         f"A and B choose other experts in {_share(count / total)} of the choices of {size}{odd} "
@@ -304,17 +305,25 @@ def _cause(layers: Sequence[LayerDiff], count: int) -> str:
     known = [layer.attribution for layer in layers if layer.attribution is not None]
     blind = [layer for layer in layers if layer.attribution is None and layer.flip.count]
     if not known:
-        return f"Why is {layers[0].attribution_status}."
+        why = layers[0].attribution_status.removeprefix("not attributable: ")
+        return (
+            f"The cause is not attributable: {why}. What to do: capture both runs with scores and "
+            "compare them again."
+        )
     unexplained = sum(found.unexplained for found in known)
     rest = f" {len(blind)} layers are not attributable." if blind else ""
     if unexplained == 0:
-        return f"Every flip is a near-tie that the noise of the scores explains.{rest}"
+        return (
+            f"Every flip is a near-tie that the noise of the scores explains.{rest} What to do: "
+            "replay the routes of A in B where they must agree, or remove the ties with "
+            "`tieline smooth`."
+        )
     fresh = sum(found.unexplained_first for found in known)
     later = unexplained - fresh
     follow = f" ({later:,} of them in tokens that had flipped before)" if later else ""
     return (
-        f"{unexplained:,} of {count:,} flips are not explained by the margin{follow}: look for a "
-        f"bug, or for noise of another kind.{rest}"
+        f"{unexplained:,} of {count:,} flips are not explained by the margin{follow}.{rest} What "
+        "to do: look for a bug, or for noise of another kind, in the layers and tokens named below."
     )
 
 
@@ -326,7 +335,8 @@ def findings(
 ) -> tuple[Finding, ...]:
     """One sentence for everything worth knowing, the gravest first."""
     found = [Finding("warning", note, 1.0, None, "alignment") for note in alignment.notes]
-    found += [x for layer in layers for x in _of_layer(layer)]
+    found += _unexplained(layers)
+    found += _not_attributed(layers)
     found += _unrelated(alignment)
     found += _of_depth(tokens)
     if logits is not None:
@@ -339,30 +349,33 @@ def findings(
     return tuple(sorted(found, key=lambda finding: ORDER.index(finding.severity)))
 
 
-def _of_layer(layer: LayerDiff) -> list[Finding]:
-    found: list[Finding] = []
-    why = layer.attribution
-    if why is not None and why.unexplained:
-        kind: Severity = "warning" if why.unexplained_first else "notice"
-        document, position, margin = why.unexplained_tokens[0]
-        text = (
-            f"{why.unexplained:,} of {layer.flip.count:,} flips are not explained by the margin "
-            f"({why.unexplained_first:,} in tokens without an earlier flip): the widest, at "
-            f"document {document}, position {position}, has a margin of {margin:.3g} and the tie "
-            f"band is {why.band:.3g}"
-        )
-        found.append(Finding(kind, text, float(why.unexplained), layer.name, "unexplained"))
-    if why is None and layer.flip.count:
-        found.append(
-            Finding(
-                "notice",
-                f"{layer.flip.count:,} flips are {layer.attribution_status}",
-                float(layer.flip.count),
-                layer.name,
-                "attribution",
-            )
-        )
-    return found
+def _unexplained(layers: Sequence[LayerDiff]) -> list[Finding]:
+    """One sentence about the flips that near-ties do not explain, with the widest of all layers."""
+    odd = [(x, x.attribution) for x in layers if x.attribution and x.attribution.unexplained]
+    if not odd:
+        return []
+    count, first = (sum(getattr(why, name) for _, why in odd) for name in UNEXPLAINED)
+    worst, why = max(odd, key=lambda pair: pair[1].unexplained_tokens[0][2] / pair[1].band)
+    document, position, margin = why.unexplained_tokens[0]
+    text = (
+        f"{count:,} flips in {len(odd)} layers are not explained by the margin ({first:,} in "
+        f"tokens without an earlier flip): the widest for its tie band of {why.band:.3g}, at "
+        f"document {document}, position {position}, has a margin of {margin:.3g}"
+    )
+    severity: Severity = "warning" if first else "notice"
+    return [Finding(severity, text, float(count), worst.name, "unexplained")]
+
+
+def _not_attributed(layers: Sequence[LayerDiff]) -> list[Finding]:
+    counts: dict[str, int] = {}
+    for layer in layers:
+        if layer.attribution is None and layer.flip.count:
+            status = layer.attribution_status
+            counts[status] = counts.get(status, 0) + layer.flip.count
+    return [
+        Finding("notice", f"{count:,} flips are {status}", float(count), None, "attribution")
+        for status, count in counts.items()
+    ]
 
 
 def _unrelated(alignment: Alignment) -> list[Finding]:

@@ -13,8 +13,9 @@ dead, cold     numbers of experts;    evenness of the load, mean over layers
 
 What is worth knowing about a model's routing, in plain words, the gravest first.
 
-Every finding is made by one small function from the number that it states. Limits of severity are
-constants here: rates of flips from 2 % in a layer on are a warning, from 0.5 % on a notice.
+Every finding is made by one small function from the number that it states, once for all layers.
+Limits of severity are constants here: rates of flips from 2 % in a layer on are a warning, from
+0.5 % on a notice.
 """
 
 import math
@@ -30,6 +31,15 @@ __all__ = ["findings", "layer_labels", "leading_rate", "metrics", "percent", "ve
 
 ROBUST_BELOW, FRAGILE_FROM = 0.002, 0.02
 """Share of tokens flipping in some layer: up to where routing is robust, from where fragile."""
+
+NO_REPAIR = (
+    "What to do: nothing, unless runs must choose the same experts exactly; then replay them."
+)
+REPAIR = (
+    "What to do: keep the routers in float32 (`tieline audit` names those that matter), or make "
+    "the routing continuous with `tieline smooth`."
+)
+"""The advice that ends a verdict."""
 
 LEADING_SIGMA = "0.01"
 """Noise that stands in for bf16 where the size of the logits is unknown."""
@@ -92,7 +102,10 @@ def verdict(measures: RoutingMeasures, jumps: tuple[LayerJumps, ...]) -> str:
     """How the routing is, in one sentence."""
     leading, layers = leading_rate(measures), len(measures.layers)
     if leading is None:
-        return f"The trace of {layers} layers has no scores: only the load of the experts is known."
+        return (
+            f"The trace of {layers} layers has no scores: only the load of the experts is known. "
+            "Inspect the model itself, or a trace with scores, to see its ties."
+        )
     rate, cause = leading
     share = rate.any_layer.value or 0.0
     flips = (
@@ -100,12 +113,14 @@ def verdict(measures: RoutingMeasures, jumps: tuple[LayerJumps, ...]) -> str:
     )
     numbers = _jump_metrics(jumps)
     jump, state = numbers.get("jump"), _state(share)
+    harmless = share < ROBUST_BELOW or (jump is not None and (numbers["dangerous"] or 0.0) < 0.5)
+    advice = NO_REPAIR if harmless else REPAIR
     if jump is None:
-        return f"Routing is {state}: {flips}."
+        return f"Routing is {state}: {flips}. {advice}"
     height = f"such a change moves the output of its layer by {percent(jump)} (median)"
-    if share >= ROBUST_BELOW and (numbers["dangerous"] or 0.0) < 0.5:
-        return f"Routing is {state}, but mostly at harmless ties: {flips}, yet {height}."
-    return f"Routing is {state}: {flips}, and {height}."
+    if share >= ROBUST_BELOW and harmless:
+        return f"Routing is {state}, but mostly at harmless ties: {flips}, yet {height}. {advice}"
+    return f"Routing is {state}: {flips}, and {height}. {advice}"
 
 
 def _state(share: float) -> str:
@@ -161,36 +176,44 @@ def layer_labels(names: Sequence[str]) -> dict[str, str]:
 
 
 def _flips(measures: RoutingMeasures, labels: dict[str, str]) -> Iterator[Finding]:
-    for rate in measures.model.precision:
-        grave = rate.name == "bf16"
-        text = (
-            f"{percent(rate.worst)} of tokens change experts in {labels[rate.worst_layer]}, the "
-            f"worst, if the router's logits are rounded to {rate.name}; "
-            f"{percent(rate.any_layer.value or 0.0)} do so in at least one of {rate.layers} layers"
-        )
-        severity = _graded(rate.worst) if grave else "info"
-        yield Finding(severity, text, rate.worst, rate.worst_layer, "flips")
-    for layer in measures.layers:
-        product = layer.product.value
-        share = product.flip_emulated.value if product else None
-        if product and share is not None and share >= WARN_FLIPS:
-            text = (
-                f"{percent(share)} of tokens change experts in {labels[layer.name]} if its logits "
-                f"are computed by a {product.precision} matrix product"
-            )
-            yield Finding("warning", text, share, layer.name, "flips")
-    if not measures.model.precision:
-        yield from _noise_flips(measures, labels)
+    rates = measures.model.precision
+    for rate in rates:
+        if rate.name == "bf16":
+            yield _worst_flips(rate, labels, "if the router's logits are rounded to bf16")
+    others = {rate.name: rate.any_layer.value or 0.0 for rate in rates if rate.name != "bf16"}
+    if others:
+        named = ", ".join(f"{name} {percent(share)}" for name, share in others.items())
+        text = f"tokens that change experts in at least one layer in other formats: {named}"
+        yield Finding("info", text, max(others.values()), None, "flips")
+    yield from _product_flips(measures.layers, labels)
+    if not rates:
+        for rate in measures.model.noise:
+            yield _worst_flips(rate, labels, f"under noise of {rate.name} on the router's logits")
 
 
-def _noise_flips(measures: RoutingMeasures, labels: dict[str, str]) -> Iterator[Finding]:
-    for rate in measures.model.noise:
+def _worst_flips(rate: ModelRate, labels: dict[str, str], cause: str) -> Finding:
+    text = (
+        f"{percent(rate.worst)} of tokens change experts in {labels[rate.worst_layer]}, the worst"
+    )
+    severity = _graded(rate.worst) if rate.name in ("bf16", LEADING_SIGMA) else "info"
+    return Finding(severity, f"{text}, {cause}", rate.worst, rate.worst_layer, "flips")
+
+
+def _product_flips(layers: Sequence[LayerMeasures], labels: dict[str, str]) -> Iterator[Finding]:
+    found = {
+        layer.name: (product.precision, product.flip_emulated.value)
+        for layer in layers
+        if (product := layer.product.value) is not None
+    }
+    shares = {n: share for n, (_, share) in found.items() if share and share >= WARN_FLIPS}
+    if shares:
+        worst = max(shares, key=shares.__getitem__)
+        where = _by_layer({n: percent(share) for n, share in _descending(shares)}, labels)
         text = (
-            f"{percent(rate.worst)} of tokens change experts in {labels[rate.worst_layer]}, the "
-            f"worst, under noise of {rate.name} on the router's logits"
+            f"tokens that change experts if a {found[worst][0]} matrix product computes the "
+            f"logits: {where}"
         )
-        severity = _graded(rate.worst) if rate.name == "0.01" else "info"
-        yield Finding(severity, text, rate.worst, rate.worst_layer, "flips")
+        yield Finding("warning", text, shares[worst], worst, "flips")
 
 
 def _graded(share: float) -> Severity:
@@ -199,23 +222,28 @@ def _graded(share: float) -> Severity:
 
 def _jumps(jumps: tuple[LayerJumps, ...], labels: dict[str, str]) -> Iterator[Finding]:
     known = {layer.name: layer.value for layer in jumps if layer.value is not None}
-    dangerous = {name: value for name, value in known.items() if _share(value) >= 0.5}
-    for name, value in sorted(dangerous.items(), key=lambda item: -_height(item[1])):
+    heights = {name: _height(value) for name, value in known.items()}
+    dangerous = {
+        name: heights[name] for name, x in known.items() if (x.dangerous.value or 0) >= 0.5
+    }
+    if dangerous:
+        worst = max(dangerous, key=dangerous.__getitem__)
+        where = _by_layer({n: percent(h) for n, h in _descending(dangerous)}, labels)
         text = (
-            f"swapping the tied experts changes the output of {labels[name]} by "
-            f"{percent(_height(value))} (median of {len(value.near.jumps)} near-ties); for "
-            f"{percent(_share(value))} of them by at least {percent(value.dangerous_above)}"
+            f"swapping the tied experts changes the output by {where} (median of "
+            f"{len(known[worst].near.jumps)} near-ties), and by at least "
+            f"{percent(known[worst].dangerous_above)} for most of them"
         )
-        yield Finding("warning", text, _height(value), name, "jump")
+        yield Finding("warning", text, dangerous[worst], worst, "jump")
     harmless = [name for name in known if name not in dangerous]
     if harmless:
-        worst = max(harmless, key=lambda name: _height(known[name]))
+        worst = max(harmless, key=heights.__getitem__)
         text = (
             f"ties are mostly harmless in {_listed([labels[name] for name in harmless])}: swapping "
-            f"the tied experts changes the output by {percent(_height(known[worst]))} at most "
-            "(median per layer)"
+            f"the tied experts changes the output by {percent(heights[worst])} at most (median per "
+            "layer)"
         )
-        yield Finding("info", text, _height(known[worst]), worst, "jump")
+        yield Finding("info", text, heights[worst], worst, "jump")
 
 
 def _height(value: JumpMeasures) -> float:
@@ -224,62 +252,71 @@ def _height(value: JumpMeasures) -> float:
     return ordered[(len(ordered) - 1) // 2]
 
 
-def _share(value: JumpMeasures) -> float:
-    return value.dangerous.value or 0.0
-
-
 def _losses(jumps: tuple[LayerJumps, ...], labels: dict[str, str]) -> Iterator[Finding]:
+    means, words = {}, {}
     for layer in jumps:
         loss = layer.value.loss if layer.value else None
         if loss is None or loss.mean.value is None:
             continue
         middle = loss.absolute.value[loss.absolute.probabilities.index(0.5)]
         error = loss.mean.standard_error or math.nan
-        text = (
-            f"one swap in {labels[layer.name]} changes the loss of its sequence by {middle:.2g} "
-            f"nats (median of {loss.swaps}), on average by {loss.mean.value:+.2g} ± {error:.1g}"
-        )
-        yield Finding("info", text, loss.mean.value, layer.name, "loss")
+        means[layer.name] = loss.mean.value
+        mean = f"median of {loss.swaps}, mean {loss.mean.value:+.2g} ± {error:.1g}"
+        words[layer.name] = f"{middle:.2g} nats in {labels[layer.name]} ({mean})"
+    if means:
+        worst = max(means, key=lambda name: abs(means[name]))
+        text = f"one swap changes the loss of its sequence by {_joined(list(words.values()))}"
+        yield Finding("info", text, means[worst], worst, "loss")
 
 
 def _ties(layers: Sequence[LayerMeasures], labels: dict[str, str]) -> Iterator[Finding]:
-    for layer in layers:
-        gap = layer.gap.value
-        if gap is None or gap.ties == 0:
-            continue
-        share = gap.ties / gap.tokens
-        text = (
-            f"{gap.ties} tokens ({percent(share)}) tie exactly in {labels[layer.name]}: which "
-            "expert they get depends on the order in which a kernel meets equal scores"
-        )
-        severity = "warning" if share >= WARN_TIES else "notice"
-        yield Finding(severity, text, share, layer.name, "ties")
+    gaps = {x.name: x.gap.value for x in layers if x.gap.value is not None and x.gap.value.ties}
+    if not gaps:
+        return
+    shares = {name: gap.ties / gap.tokens for name, gap in gaps.items()}
+    worst = max(shares, key=shares.__getitem__)
+    cells = {n: f"{gaps[n].ties} tokens ({percent(share)})" for n, share in _descending(shares)}
+    text = (
+        f"scores tie exactly for {_by_layer(cells, labels)}: which expert such a token gets "
+        "depends on the order in which a kernel meets equal scores"
+    )
+    severity = "warning" if shares[worst] >= WARN_TIES else "notice"
+    yield Finding(severity, text, shares[worst], worst, "ties")
 
 
 def _dead(layers: Sequence[LayerMeasures], labels: dict[str, str]) -> Iterator[Finding]:
-    for layer in layers:
-        label, load = labels[layer.name], layer.load
-        if load.dead:
-            many = len(load.dead) > 1
-            named = _listed([str(expert) for expert in load.dead])
-            text = f"expert{'s' if many else ''} {named} of {label} {'are' if many else 'is'} "
-            text += f"never used by these {layer.tokens} tokens"
-            yield Finding("notice", text, float(len(load.dead)), layer.name, "dead")
-        if load.cold:
-            text = f"{len(load.cold)} of {layer.n_experts} experts of {label} get less than "
-            text += f"{percent(load.cold_below)} of an even load"
-            yield Finding("info", text, float(len(load.cold)), layer.name, "cold")
+    dead = [layer for layer in layers if layer.load.dead]
+    if dead:
+        count = sum(len(layer.load.dead) for layer in dead)
+        named = _joined([_named_experts(layer, labels) for layer in dead])
+        text = f"{named} {'are' if count > 1 else 'is'} never used by these {dead[0].tokens} tokens"
+        where = dead[0].name if len(dead) == 1 else None
+        yield Finding("notice", text, float(count), where, "dead")
+    cold = {x.name: f"{len(x.load.cold)} of {x.n_experts}" for x in layers if x.load.cold}
+    if cold:
+        below = percent(layers[0].load.cold_below)
+        text = f"experts with less than {below} of an even load: {_by_layer(cold, labels)}"
+        count = sum(len(layer.load.cold) for layer in layers)
+        yield Finding("info", text, float(count), None, "cold")
+
+
+def _named_experts(layer: LayerMeasures, labels: dict[str, str]) -> str:
+    dead = layer.load.dead
+    many = "s" if len(dead) > 1 else ""
+    return f"expert{many} {_listed([str(expert) for expert in dead])} of {labels[layer.name]}"
 
 
 def _load(layers: Sequence[LayerMeasures], labels: dict[str, str]) -> Iterator[Finding]:
-    for layer in layers:
-        busiest = layer.load.busiest
-        if busiest >= BUSY and layer.n_experts > layer.k:
-            expert = max(range(layer.n_experts), key=layer.load.counts.__getitem__)
-            text = (
-                f"expert {expert} of {labels[layer.name]} carries {busiest:.1f} times its even load"
-            )
-            yield Finding("notice", text, busiest, layer.name, "load")
+    busy = [x for x in layers if x.load.busiest >= BUSY and x.n_experts > x.k]
+    busy.sort(key=lambda layer: -layer.load.busiest)
+    if not busy:
+        return
+    words = []
+    for layer in busy:
+        expert = max(range(layer.n_experts), key=layer.load.counts.__getitem__)
+        words.append(f"expert {expert} of {labels[layer.name]} {layer.load.busiest:.1f} times")
+    text = f"experts that carry far more than an even load: {_joined(words)}"
+    yield Finding("notice", text, busy[0].load.busiest, busy[0].name, "load")
 
 
 def _epsilon(layers: Sequence[LayerMeasures], labels: dict[str, str]) -> Iterator[Finding]:
@@ -320,6 +357,22 @@ def _few(layers: Sequence[LayerMeasures]) -> Iterator[Finding]:
             f"only {tokens} tokens were routed: shares below {percent(3 / tokens)} are not resolved"
         )
         yield Finding("notice", text, float(tokens), None, "tokens")
+
+
+def _descending(shares: dict[str, float]) -> list[tuple[str, float]]:
+    return sorted(shares.items(), key=lambda item: -item[1])
+
+
+def _by_layer(cells: dict[str, str], labels: dict[str, str]) -> str:
+    """Words for each layer, as "58 % in layer 1 and 51 % in layer 2"."""
+    return _joined([f"{text} in {labels[name]}" for name, text in cells.items()])
+
+
+def _joined(words: Sequence[str]) -> str:
+    """A list of words with "and" before the last; those beyond `MOST_NAMED` are counted."""
+    if len(words) > MOST_NAMED:
+        return f"{', '.join(words[:MOST_NAMED])} and {len(words) - MOST_NAMED} more"
+    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
 def _listed(names: Sequence[str]) -> str:

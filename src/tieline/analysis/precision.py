@@ -190,7 +190,19 @@ def verdict(rows: Sequence[PerturbationEffect]) -> str:
     routers = [row for row in rows if row.kind == "rounding" and row.part == "router"]
     if not routers:
         return "No rounding of the routers was run: nothing is said about formats."
-    return " ".join(filter(None, (_borne(routers), _worst(routers), _whole(rows))))
+    parts = (_borne(routers), _worst(routers), _whole(rows), _advice(routers))
+    return " ".join(filter(None, parts))
+
+
+def _advice(routers: Sequence[PerturbationEffect]) -> str:
+    """What to do with the routers."""
+    good = [row for row in routers if harmless(row)]
+    if len(good) == len(routers):
+        return "What to do: store the routers in any of these formats."
+    if not good:
+        return "What to do: keep the routers in float32."
+    names = ", ".join(str(row.level) for row in good)
+    return f"What to do: store the routers in one of {names}, or keep them in float32."
 
 
 def _borne(routers: Sequence[PerturbationEffect]) -> str:

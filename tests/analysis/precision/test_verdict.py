@@ -17,13 +17,17 @@ def test_formats_are_sorted_into_those_borne_and_those_not():
     assert "do not bear int4" in words
     assert "+0.25 nats of loss" in words
     assert "whole model" not in words
+    assert words.endswith("What to do: store the routers in one of bf16, or keep them in float32.")
 
 
 def test_a_loss_that_rises_is_harm_even_at_a_small_kl():
     assert harmless(row("router bf16", 1e-5))
     assert not harmless(row("router bf16", 1e-5, 0.01))
     assert not harmless(row("router bf16", 0.01, -0.01))
-    assert "No format is harmless" in verdict([row("router bf16", 0.01)])
+    words = verdict([row("router bf16", 0.01)])
+    assert "No format is harmless" in words
+    assert words.endswith("What to do: keep the routers in float32.")
+    assert verdict([row("router bf16", 1e-5)]).endswith("in any of these formats.")
 
 
 def test_the_whole_model_is_told_with_its_compounding():
