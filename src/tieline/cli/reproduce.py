@@ -1,6 +1,5 @@
 """tieline reproduce [CLAIM ...]: which statements of the papers hold, with numbers."""
 
-import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,7 +22,7 @@ from tieline.cli.app import (
     say,
 )
 from tieline.cli.progress import progress_bars
-from tieline.core.files import check_targets, json_target, write_whole
+from tieline.core.files import cache_folder, check_targets, json_target, write_whole
 from tieline.report.ledger_page import ledger_bytes
 from tieline.report.ledger_table import catalogue_view, ledger_view
 from tieline.report.outputs import to_json
@@ -78,8 +77,7 @@ def _check_outputs(out: Path | None, json_to: str | None) -> None:
 
 def default_results() -> Path:
     """The user's cache, where a run of any folder finds what another has tested."""
-    cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(cache) / "tieline" / "claims"
+    return cache_folder("claims")
 
 
 def _run(

@@ -1,6 +1,5 @@
 """tieline upcycle MODEL -o OUT: a dense model becomes a Mixture of Experts of the same function."""
 
-import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -14,7 +13,7 @@ from tieline.cli.app import Debug, Json, Seed, app, guarded, say
 from tieline.cli.input import layer_choice, read_text
 from tieline.cli.progress import Report, progress_bars
 from tieline.core.errors import require
-from tieline.core.files import check_targets, json_target, write_whole
+from tieline.core.files import check_targets, json_target, whole_folder, write_whole
 from tieline.report.outputs import to_json
 
 __all__ = ["upcycle"]
@@ -131,13 +130,10 @@ def _loss(
 
 def _save(loaded: Any, out: Path) -> None:
     """Written beside and moved into place, so that no half-written folder is left."""
-    half = out.with_name(f"{out.name}.part")
-    shutil.rmtree(half, ignore_errors=True)
-    loaded.model.save_pretrained(half)
-    if loaded.tokenizer is not None:
-        loaded.tokenizer.save_pretrained(half)
-    shutil.rmtree(out, ignore_errors=True)
-    half.rename(out)
+    with whole_folder(out, replace=True) as folder:
+        loaded.model.save_pretrained(folder)
+        if loaded.tokenizer is not None:
+            loaded.tokenizer.save_pretrained(folder)
 
 
 def _show(told: dict[str, Any]) -> None:

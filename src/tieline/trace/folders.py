@@ -15,10 +15,7 @@ header is bounded before it is parsed, and only plain integers and real numbers 
 is wrong becomes one `TraceError` with the name of the file.
 """
 
-import hashlib
 import os
-import secrets
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,6 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tieline.core.errors import TraceError, require
+from tieline.core.files import file_digest, whole_folder
 from tieline.core.records import LONGEST, canonical, parse_json
 
 __all__ = [
@@ -40,7 +38,6 @@ __all__ = [
     "TensorHeader",
     "check_header_length",
     "check_target",
-    "digest",
     "open_folder",
     "parsing",
     "read_header",
@@ -74,23 +71,10 @@ def write_folder(
             it is empty.
     """
     target = check_target(directory, kind, overwrite)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.parent / f".{target.name}.{secrets.token_hex(8)}.partial"
-    partial.mkdir()
-    try:
-        files = {name: _write_tensors(partial / f"{name}{SUFFIX}", part) for name, part in parts}
+    with whole_folder(target, replace=overwrite) as folder:
+        files = {name: _write_tensors(folder / f"{name}{SUFFIX}", part) for name, part in parts}
         index = {"format": kind, "version": version, "files": files, **contents}
-        _write_synced(partial / INDEX, _text(index))
-        _sync(partial)
-        _move_into_place(partial, target, overwrite)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def digest(path: Path) -> str:
-    """SHA-256 of a file, read in pieces."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        (folder / INDEX).write_bytes(_text(index))
 
 
 def _text(index: Mapping[str, object]) -> bytes:
@@ -126,41 +110,7 @@ def _is_ours(target: Path, kind: str) -> bool:
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, object]:
     # clones, because tensors that share memory cannot be stored under two names
     save_file({name: value.detach().contiguous().clone() for name, value in tensors.items()}, path)
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-    return {"bytes": path.stat().st_size, "sha256": digest(path)}
-
-
-def _write_synced(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _move_into_place(partial: Path, target: Path, overwrite: bool) -> None:
-    if overwrite and target.is_dir() and any(target.iterdir()):
-        old = partial.with_suffix(".old.partial")
-        target.rename(old)
-        try:
-            partial.rename(target)
-        except OSError:
-            old.rename(target)
-            raise
-        shutil.rmtree(old, ignore_errors=True)
-    else:
-        partial.rename(target)  # replaces an empty folder, refuses any other
-    _sync(target.parent)
-
-
-def _sync(directory: Path) -> None:
-    """Make the names in a folder last through a power cut, where the system can do that."""
-    if os.name == "posix":
-        handle = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+    return {"bytes": path.stat().st_size, "sha256": file_digest(path)}
 
 
 HEADER_LIMIT = 4 << 20
@@ -223,7 +173,7 @@ class Folder:
         names, path = self.header(name), self._path(name)
         if name not in self.verified:
             with parsing(path):
-                found = digest(path)
+                found = file_digest(path)
             stated = self._stated(name)["sha256"]
             require(found == stated, f"{path}: is damaged: its digest is not {stated}", TraceError)
             self.verified.add(name)

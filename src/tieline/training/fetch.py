@@ -17,7 +17,6 @@ fetch_checkpoint    the same, fetched from the hub if need be: safetensors and J
 import hashlib
 import os
 import tarfile
-import tempfile
 import urllib.error
 import urllib.request
 import zlib
@@ -28,12 +27,12 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
 from tieline.core.errors import TielineError, require
+from tieline.core.files import cache_folder, file_digest, write_whole
 
 __all__ = [
     "DataError",
     "check_file",
     "data_folder",
-    "digest",
     "fetch",
     "fetch_checkpoint",
     "kept",
@@ -55,10 +54,7 @@ class DataError(TielineError):
 def data_folder() -> Path:
     """Where fetched data sets are kept."""
     named = os.environ.get("TIELINE_DATA")
-    if named:
-        return Path(named)
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "tieline" / "data"
+    return Path(named) if named else cache_folder("data")
 
 
 def shared_folder(name: str) -> Path:
@@ -74,15 +70,6 @@ def _above() -> list[Path]:
     here = Path.cwd().resolve()
     source = Path(__file__).resolve()
     return [*here.parents, *source.parents]
-
-
-def digest(path: Path) -> str:
-    """SHA-256 of a file."""
-    found = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(BLOCK):
-            found.update(block)
-    return found.hexdigest()
 
 
 def fetch(url: str, sha256: str, name: str, *, size: int, told: Told | None = None) -> Path:
@@ -102,16 +89,13 @@ def fetch(url: str, sha256: str, name: str, *, size: int, told: Told | None = No
 def kept(name: str, sha256: str, make: Callable[[], bytes]) -> Path:
     """The file `name` of the cache, made by `make` if it is not there; refused on another hash."""
     path = data_folder() / name
-    if path.is_file() and digest(path) == sha256:
+    if path.is_file() and file_digest(path) == sha256:
         return path
     made = make()
     found = hashlib.sha256(made).hexdigest()
     require(found == sha256, f"{name} has SHA-256 {found}, expected {sha256}", DataError)
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    with os.fdopen(handle, "wb") as file:
-        file.write(made)
-    os.replace(temporary, path)
+    write_whole(path, made)
     return path
 
 
@@ -158,7 +142,7 @@ def check_file(path: Path, sha256: str, n_bytes: int) -> Path:
     require(path.is_file(), f"no such file: {path}", DataError)
     size = path.stat().st_size
     require(size == n_bytes, f"{path} has {size} bytes, expected {n_bytes}", DataError)
-    found = digest(path)
+    found = file_digest(path)
     require(found == sha256, f"{path} has SHA-256 {found}, expected {sha256}", DataError)
     return path
 

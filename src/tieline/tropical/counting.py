@@ -30,12 +30,13 @@ two of them share a facet where they differ by one swap.
 """
 
 import hashlib
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, no_type_check
 
 import numpy as np
+
+from tieline.core.files import cache_folder
 
 __all__ = ["KERNELS", "compiled"]
 
@@ -59,10 +60,7 @@ def _store() -> Path:
     here, digest = Path(__file__).parent, hashlib.sha256()
     for name in KERNELS:
         digest.update((here / f"{name}.py").read_bytes())
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return (
-        Path(SETTINGS.CACHE_DIR or Path(cache) / "tieline") / f"kernels-{digest.hexdigest()[:16]}"
-    )
+    return Path(SETTINGS.CACHE_DIR or cache_folder()) / f"kernels-{digest.hexdigest()[:16]}"
 
 
 STORE = _store()

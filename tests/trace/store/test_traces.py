@@ -146,6 +146,7 @@ torch.set_num_threads(1)
 os.fsync = lambda handle: None  # no power is cut here, and disks are slow
 from pathlib import Path
 from tests.trace.zoo import FACTS, make_trace
+from tieline.core import files
 from tieline.trace import folders, load_trace, save_trace
 from tieline.trace.ops import identical
 
@@ -153,7 +154,7 @@ def die_at(line, only):
     seen = 0
     def tracer(frame, event, _):
         nonlocal seen
-        if frame.f_code.co_filename != folders.__file__:
+        if frame.f_code.co_filename not in (folders.__file__, files.__file__):
             return None
         if only not in ("", frame.f_code.co_name):
             return tracer

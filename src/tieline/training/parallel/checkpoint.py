@@ -14,7 +14,6 @@ number of ranks. (`torch.distributed.checkpoint` would write parts side by side,
 a pickle.) A folder gets its name when all of it is on the disk.
 """
 
-import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import TrainerControl, TrainerState
 
 from tieline.core.errors import require
+from tieline.core.files import whole_folder
 from tieline.training.checkpoint import (
     CheckpointError,
     mark_complete,
@@ -141,15 +141,13 @@ def save_checkpoint(
 
     def write() -> str:
         assert model is not None
-        partial = out / f".{target.name}.partial"
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        _save_weights(model, partial)
-        save_optimizer(partial, optimizer, state.scheduler, dict(state.gates))
-        save_generators(partial, 0)
-        _trainer_state(step, config, state).save_to_json(str(partial / "trainer_state.json"))
-        mark_complete(partial, step)
-        _into_place(partial, target)
+        with whole_folder(target, replace=True) as folder:
+            _save_weights(model, folder)
+            save_optimizer(folder, optimizer, state.scheduler, dict(state.gates))
+            save_generators(folder, 0)
+            _trainer_state(step, config, state).save_to_json(str(folder / "trainer_state.json"))
+            mark_complete(folder, step)
+        _remove_old(out)
         return str(target)
 
     return Path(first_rank(write))
@@ -225,24 +223,10 @@ def _save_weights(model: nn.Module, folder: Path) -> None:
     save_file(weights, folder / WEIGHTS, {"format": "pt"})
 
 
-def _into_place(partial: Path, target: Path) -> None:
-    """Give the folder its name, and forget all but the newest."""
-    _sync(partial)
-    shutil.rmtree(target, ignore_errors=True)  # one that was cut short, or is written again
-    partial.rename(target)
-    _sync(target.parent)
-    steps = sorted(int(p.name.split("-")[1]) for p in target.parent.glob("checkpoint-[0-9]*"))
+def _remove_old(out: Path) -> None:
+    """Remove all checkpoints but the newest, and what killed runs left half-written."""
+    for path in out.glob(".checkpoint-*.partial"):
+        shutil.rmtree(path, ignore_errors=True)
+    steps = sorted(int(path.name.split("-")[1]) for path in out.glob("checkpoint-[0-9]*"))
     for step in steps[:-KEPT]:
-        shutil.rmtree(target.parent / f"checkpoint-{step}", ignore_errors=True)
-
-
-def _sync(folder: Path) -> None:
-    """Make the files and names in a folder last through a power cut."""
-    for path in (*folder.iterdir(), folder):
-        if path.is_dir() and path != folder:
-            continue
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        shutil.rmtree(out / f"checkpoint-{step}", ignore_errors=True)
