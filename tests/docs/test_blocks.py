@@ -1,0 +1,24 @@
+"""Every Python block of the README and of the documentation runs, alone, in an empty folder."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FENCE = re.compile(r"(?:<!-- (?P<mark>[\w ]+) -->\n)?^```python\n(?P<code>.*?)^```", re.S | re.M)
+
+
+def blocks():
+    for page in sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]):
+        for place, found in enumerate(FENCE.finditer(page.read_text(encoding="utf-8"))):
+            marks = [pytest.mark.slow] if found["mark"] == "slow" else []
+            name = f"{page.relative_to(ROOT)}:{place}"
+            yield pytest.param(found["code"], id=name, marks=marks)
+
+
+@pytest.mark.parametrize("code", list(blocks()))
+def test_a_block_runs_alone(code, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib").use("agg")
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, "block", "exec"), {"__name__": "__main__"})
