@@ -14,7 +14,7 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 demo: $(READY)
-	$(BIN)/tieline inspect --out report.html
+	$(BIN)/tieline inspect --html report.html
 
 # One process per core with one thread each: small tensors gain nothing from threads.
 test: $(READY)

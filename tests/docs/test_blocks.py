@@ -1,6 +1,8 @@
 """Every Python block of the README and of the documentation runs, alone, in an empty folder."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,13 +14,19 @@ FENCE = re.compile(r"(?:<!-- (?P<mark>[\w ]+) -->\n)?^```python\n(?P<code>.*?)^`
 def blocks():
     for page in sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]):
         for place, found in enumerate(FENCE.finditer(page.read_text(encoding="utf-8"))):
-            marks = [pytest.mark.slow] if found["mark"] == "slow" else []
+            marks = [pytest.mark.slow] if found["mark"] in ("slow", "torchrun") else []
             name = f"{page.relative_to(ROOT)}:{place}"
-            yield pytest.param(found["code"], id=name, marks=marks)
+            yield pytest.param(found["code"], found["mark"], id=name, marks=marks)
 
 
-@pytest.mark.parametrize("code", list(blocks()))
-def test_a_block_runs_alone(code, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("code", "mark"), list(blocks()))
+def test_a_block_runs_alone(code, mark, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib").use("agg")
     monkeypatch.chdir(tmp_path)
+    if mark == "torchrun":
+        program = tmp_path / "program.py"
+        program.write_text(code)
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+        subprocess.run([*torchrun, str(program)], check=True)
+        return
     exec(compile(code, "block", "exec"), {"__name__": "__main__"})
