@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 
 from benchmarks.diff_families import LENGTH, OWN, random_model
-from tieline.analysis.precision import audit_precision
+from tieline.analysis.precision import audit
 from tieline.hf.loading import load_model
 from tieline.hf.shipped import shipped_text
 from tieline.report.audit_table import COLUMNS
@@ -22,9 +22,8 @@ def audited(name, tokens):
     loaded = load_model(dtype="fp32")
     model = loaded.model if name == "shipped" else random_model(name)
     length = None if name == "shipped" else LENGTH
-    return audit_precision(
-        model, loaded.tokenizer, shipped_text(), tokens=tokens, sequence_length=length
-    )
+    source = (model, loaded.tokenizer)
+    return audit(source, text=shipped_text(), tokens=tokens, sequence_length=length)
 
 
 def show(name, result):

@@ -14,7 +14,7 @@ import time
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tieline.analysis.diff_models import Side, diff_models
+from tieline.analysis.diff import Side, diff_models
 from tieline.analysis.text import tokenise
 from tieline.hf import find_routers
 from tieline.hf.loading import load_model, use_experts
@@ -81,7 +81,7 @@ def cases(tokens):
 def compare(name, what, a, b, sequences):
     """Print one row of the table."""
     started = time.perf_counter()
-    found = diff_models(a, b, sequences).diff
+    found = diff_models(a, b, sequences)
     seconds = time.perf_counter() - started
     causes = [layer.attribution for layer in found.layers if layer.attribution]
     m = found.metrics

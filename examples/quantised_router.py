@@ -10,7 +10,7 @@ which layers to keep in float32.
 import copy
 import sys
 
-from tieline.analysis.diff_models import Side, diff_models
+from tieline.analysis.diff import Side, diff_models
 from tieline.analysis.text import tokenise
 from tieline.hf.loading import load_model
 from tieline.hf.shipped import shipped_text
@@ -21,7 +21,7 @@ text = tokenise(loaded.tokenizer, shipped_text(), tokens, 256).sequences
 other = copy.deepcopy(loaded.model)
 print("router      worst layer   tokens   near-ties   noise    KL")
 for name in ("bf16", "fp8_e4m3", "int8", "int4_group", "int4"):
-    found = diff_models(Side(loaded.model), Side(other, name, parts="router"), text).diff
+    found = diff_models(Side(loaded.model), Side(other, name, parts="router"), text)
     flips = sum(layer.flip.count for layer in found.layers)
     inside = sum(layer.attribution.inside for layer in found.layers if layer.attribution)
     noise = max(layer.attribution.noise for layer in found.layers if layer.attribution)

@@ -17,8 +17,7 @@ import numpy as np
 import torch
 from safetensors.numpy import save_file
 
-from tieline.analysis.diff import diff
-from tieline.analysis.diff_models import Side, diff_models
+from tieline.analysis.diff import Side, diff, diff_models
 from tieline.analysis.text import tokenise
 from tieline.hf.loading import load_model
 from tieline.hf.shipped import shipped_text
@@ -28,11 +27,12 @@ tokens = int(sys.argv[1]) if len(sys.argv) > 1 else 8192
 loaded = load_model()
 rollout = tokenise(loaded.tokenizer, shipped_text(), tokens, 256).sequences
 found = diff_models(Side(loaded.model), Side(copy.deepcopy(loaded.model), "bf16"), rollout)
-trainer, engine = found.trace_a, found.trace_b
+assert found.traces is not None
+trainer, engine = found.traces
 
 # 1. Both sides have scores: how many tokens flip, are they near-ties, how far are predictions?
-print(found.diff.verdict)
-logits = found.diff.logits
+print(found.verdict)
+logits = found.logits
 assert logits is not None  # both models predict tokens
 print(f"k3 {logits.k3:.2e}, KL {logits.kl:.2e} nats per token; in tokens that flip", end=" ")
 print(f"{logits.kl_flipped or 0:.2e}, in the others {logits.kl_unflipped or 0:.2e}")

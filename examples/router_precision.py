@@ -10,17 +10,16 @@ formats, then keeps the routers in float32 that do most of the damage.
 import sys
 
 from tieline.analysis.perturbations import Perturbation
-from tieline.analysis.precision import audit_precision
+from tieline.analysis.precision import audit
 from tieline.hf.loading import load_model
 from tieline.hf.shipped import shipped_text
 
 tokens = int(sys.argv[1]) if len(sys.argv) > 1 else 16384
 loaded = load_model(dtype="fp32")
 formats = ("int4", "int4_group", "int8")
-result = audit_precision(
-    loaded.model,
-    loaded.tokenizer,
-    shipped_text(),
+result = audit(
+    (loaded.model, loaded.tokenizer),
+    text=shipped_text(),
     tokens=tokens,
     sequence_length=min(512, tokens // 2),
     perturbations=[Perturbation("rounding", name) for name in formats],

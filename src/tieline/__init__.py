@@ -1,25 +1,52 @@
-"""Tieline measures, explains and removes the routing ties of Mixture-of-Experts models."""
+"""Tieline measures, explains and removes the routing ties of Mixture-of-Experts models.
+
+Every job is one function here, and every result one record with `.metrics`, `.plot(name)`,
+`.to_html(path)` and `.to_json(path)`:
+
+    inspect    how near a model's tokens are to a routing tie, and what a flip costs
+    diff       whether two runs route alike and, if not, why
+    audit      what low precision and noise do to a model's routing
+    smooth     make routing continuous at ties, and measure what that repairs
+    upcycle    turn a dense model into a Mixture of Experts that computes the same function
+    capture    record what the routers of a model choose while it runs
+    load       read a saved trace, summary or result
+
+Names are imported when they are first used, so `import tieline` loads neither torch nor
+transformers.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from tieline._version import __version__
 from tieline.core.errors import TielineError
-from tieline.core.ranking import gap, stable_topk
-from tieline.routing import (
-    CosineRouter,
-    Experts,
-    Groups,
-    Hard,
-    LinearRouter,
-    MoE,
-    QuadraticRouter,
-    ReLUGate,
-    Sigmoid,
-    SmoothTopK,
-    Softmax,
-    TopK,
-    auxiliary_loss,
-    collect_routing,
-    moe,
-)
+
+if TYPE_CHECKING:
+    from tieline.analysis.diff import diff
+    from tieline.analysis.inspect import inspect
+    from tieline.analysis.precision import audit
+    from tieline.analysis.smooth import smooth
+    from tieline.analysis.sources import load
+    from tieline.analysis.upcycle import upcycle
+    from tieline.core.ranking import gap, stable_topk
+    from tieline.hf.capture import capture
+    from tieline.routing import (
+        CosineRouter,
+        Experts,
+        Groups,
+        Hard,
+        LinearRouter,
+        MoE,
+        QuadraticRouter,
+        ReLUGate,
+        Sigmoid,
+        SmoothTopK,
+        Softmax,
+        TopK,
+        auxiliary_loss,
+        collect_routing,
+        moe,
+    )
 
 __all__ = [
     "CosineRouter",
@@ -36,9 +63,74 @@ __all__ = [
     "TielineError",
     "TopK",
     "__version__",
+    "audit",
     "auxiliary_loss",
+    "capture",
     "collect_routing",
+    "diff",
     "gap",
+    "inspect",
+    "load",
     "moe",
+    "smooth",
     "stable_topk",
+    "upcycle",
 ]
+
+HOMES = {
+    "inspect": "tieline.analysis.inspect",
+    "diff": "tieline.analysis.diff",
+    "audit": "tieline.analysis.precision",
+    "smooth": "tieline.analysis.smooth",
+    "upcycle": "tieline.analysis.upcycle",
+    "load": "tieline.analysis.sources",
+    "capture": "tieline.hf.capture",
+    "gap": "tieline.core.ranking",
+    "stable_topk": "tieline.core.ranking",
+    "CosineRouter": "tieline.routing",
+    "Experts": "tieline.routing",
+    "Groups": "tieline.routing",
+    "Hard": "tieline.routing",
+    "LinearRouter": "tieline.routing",
+    "MoE": "tieline.routing",
+    "QuadraticRouter": "tieline.routing",
+    "ReLUGate": "tieline.routing",
+    "Sigmoid": "tieline.routing",
+    "SmoothTopK": "tieline.routing",
+    "Softmax": "tieline.routing",
+    "TopK": "tieline.routing",
+    "auxiliary_loss": "tieline.routing",
+    "collect_routing": "tieline.routing",
+    "moe": "tieline.routing",
+}
+"""The module that each public name is imported from when it is first used."""
+
+ROOMS = (
+    "analysis",
+    "core",
+    "estimation",
+    "geometry",
+    "hf",
+    "limits",
+    "papers",
+    "report",
+    "routing",
+    "trace",
+    "training",
+    "tropical",
+)
+"""Subpackages that can be used after a plain `import tieline`."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in HOMES:
+        found = getattr(import_module(HOMES[name]), name)
+        globals()[name] = found
+        return found
+    if name in ROOMS:
+        return import_module(f"tieline.{name}")
+    raise AttributeError(f"module 'tieline' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *HOMES, *ROOMS})

@@ -6,7 +6,7 @@ import torch
 
 from tests.hf.tiny import VOCABULARY, lively, tiny_model
 from tieline.analysis.perturbations import Perturbation
-from tieline.analysis.precision import audit_precision
+from tieline.analysis.precision import audit
 from tieline.hf.loading import load_model
 from tieline.hf.shipped import shipped_text
 
@@ -40,10 +40,9 @@ def shipped():
 def small_audit():
     """The model in the box on a little text, a perturbation of every kind."""
     loaded, rows = shipped(), some_perturbations()
-    return audit_precision(
-        loaded.model,
-        loaded.tokenizer,
-        shipped_text(),
+    return audit(
+        (loaded.model, loaded.tokenizer),
+        text=shipped_text(),
         tokens=576,
         sequence_length=96,
         batch_size=3,
@@ -66,10 +65,9 @@ def some_perturbations():
 
 def family_audit(family: str, perturbations, tokens: int = 240):
     model = lively(tiny_model(family))
-    return audit_precision(
-        model,
-        Letters(),
-        words(tokens),
+    return audit(
+        (model, Letters()),
+        text=words(tokens),
         tokens=tokens,
         sequence_length=40,
         batch_size=4,

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tieline.cli.input import layer_choice, read_text, with_json_target
+from tieline.cli.input import layer_choice, share, with_json_target, with_new_names
 from tieline.core.errors import ParameterError
 
 
@@ -41,29 +41,34 @@ def test_layers_that_make_no_sense_are_refused(words):
         layer_choice(words)
 
 
-def test_a_text_is_read_with_the_name_of_its_file(tmp_path):
-    (tmp_path / "a.txt").write_bytes("\ufeffGrüße\r\n".encode())
-    assert read_text(tmp_path / "a.txt") == ("Grüße\r\n", "a.txt")
+@pytest.mark.parametrize(
+    ("typed", "read"),
+    [
+        (["inspect", "--out", "r.html"], ["inspect", "--html", "r.html"]),
+        (["diff", "a", "b", "--out=d.html"], ["diff", "a", "b", "--html=d.html"]),
+        (["diff", "--experts-a", "eager"], ["diff", "--experts-impl-a", "eager"]),
+        (
+            ["smooth", "--out", "m", "--experts", "x"],
+            ["smooth", "--out", "m", "--experts-impl", "x"],
+        ),
+        (["upcycle", "--experts", "8"], ["upcycle", "--n-experts", "8"]),
+        (["rates", "--engine", "dask"], ["rates", "--executor", "dask"]),
+        (["--version"], ["--version"]),
+        ([], []),
+    ],
+)
+def test_old_names_of_options_keep_working(typed, read):
+    assert with_new_names(typed) == read
 
 
 @pytest.mark.parametrize(
-    ("data", "words"),
-    [
-        (b"", "is empty"),
-        (b" \n\t ", "is empty"),
-        (b"\xef\xbb\xbf", "is empty"),
-        (b"PK\x03\x04\0\0", "is a binary file"),
-        (b"caf\xe9", "is not UTF-8 text: byte 0xe9 at offset 3"),
-    ],
+    ("words", "value"), [("0.01", 0.01), ("1%", 0.01), ("0", 0.0), (None, None)]
 )
-def test_a_file_that_is_no_text_is_refused(tmp_path, data, words):
-    (tmp_path / "a.txt").write_bytes(data)
-    with pytest.raises(ParameterError, match=words):
-        read_text(tmp_path / "a.txt")
+def test_shares_are_read(words, value):
+    assert share("--most", words) == value
 
 
-def test_a_text_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(ParameterError, match="no such file"):
-        read_text(tmp_path / "a.txt")
-    with pytest.raises(ParameterError, match="not a file"):
-        read_text(tmp_path)
+@pytest.mark.parametrize("words", ["often", "2", "-1%", "nan"])
+def test_what_is_no_share_is_refused_with_its_option(words):
+    with pytest.raises(ParameterError, match="--most"):
+        share("--most", words)

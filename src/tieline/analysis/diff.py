@@ -1,521 +1,480 @@
-r"""How the difference of two runs grows from layer to layer.
+"""Comparing two runs: models, saved traces or routes of an engine, in any combination.
 
-Whether the flips of a layer are near-ties or something else.
+    diff("org/model", "org/model", dtype_b="bf16-emulated")   two models on one text
+    diff("trace/", "routes.npz")                              two saved runs
+    diff("org/model", "routes.npz")                           a model on the tokens of a saved run
 
-Where two runs choose other experts in one layer, how much weight that moves, and why.
+Two models run batch by batch side by side, so that no logits are kept. How far their predictions
+are apart is measured token by token. With d_v = log P_B(v) - log P_A(v) and k3(d) = e^d - 1 - d:
 
-A token flips if its sets of chosen experts differ: S_A ≠ S_B. Its margin on side A is how far the
-scores of A stand apart that must have changed places,
+    k3 at the text      k3(d_x), x the token that follows in the text
+    KL(A ‖ B)           Σ_v P_A(v) k3(d_v) = Σ_v P_A(v) (-d_v)
 
-    margin_A = max_{i in S_A \ S_B} z_i - min_{j in S_B \ S_A} z_j >= z_[k] - z_[k+1],
-
-on side B likewise, and its margin is the larger of the two. An expert j whose score A did not keep
-stands below the last one kept, which bounds the margin from below. Where routing is limited to
-groups, the gap of the layer (that between groups included) takes the place of the margin.
-
-The noise of a layer is the median of |z_B - z_A| over the experts that both kept, of unflipped
-tokens alone, so that no flip widens the band that judges it. A flip is inside the tie band if its
-margin is at most 6 times the noise: about 4 standard deviations of Gaussian noise, beyond which it
-puts 0.4 % of its flips. Anything further is not explained by the margin.
-
-What a comparison says, in plain words and in named numbers.
-
-Comparing two traces: `diff(a, b)`.
+All terms of the sum of k3 are nonnegative, so distances far below the rounding of the
+log-probabilities are not lost in it. All in float64.
 """
 
 import time
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
-from tieline.analysis.alignment import Aligned, align
-from tieline.analysis.diff_records import (
-    Alignment,
-    Attribution,
-    DepthStep,
-    LayerDiff,
-    LogitsDiff,
-    RoutingDiff,
-    TokenDiff,
-    WeightMoved,
+from tieline.analysis.comparison import Compared, compare, summed_up
+from tieline.analysis.diff_records import LogitsDiff, RoutingDiff
+from tieline.analysis.sources import (
+    ModelSource,
+    Text,
+    as_model,
+    as_text,
+    default_length,
+    read_routes,
+    source_kind,
 )
-from tieline.analysis.inspection import Finding, Severity
-from tieline.core.numerics import float_step, one_thread
-from tieline.core.ranking import n_changed
-from tieline.core.statistics import clustered_share
-from tieline.trace.ops import take_tokens
-from tieline.trace.record import LayerTrace, RoutingTrace
+from tieline.analysis.text import tokenise
+from tieline.core.errors import TraceError, require
+from tieline.core.numerics import one_thread
+from tieline.core.statistics import clustered_error, k3
+from tieline.hf.capture import capture
+from tieline.hf.emulate import Parts, emulate
+from tieline.hf.formats import FORMATS
+from tieline.hf.loading import LoadedModel, use_experts
+from tieline.hf.running import batches, forward, only_running
+from tieline.trace.ops import concatenate
+from tieline.trace.record import RoutingTrace
 
 __all__ = [
-    "BAND",
-    "Compared",
-    "NoiseBand",
-    "attribute",
-    "attribution_status",
-    "compare",
+    "Side",
+    "TokenDistances",
     "diff",
-    "findings",
-    "flip_margins",
-    "flipped_before",
-    "metrics",
-    "noise_band",
-    "set_flips",
-    "summed_up",
-    "token_diff",
-    "verdict",
-    "weight_moved",
+    "diff_models",
+    "logits_diff",
+    "read_dtype",
+    "same_tokens",
+    "sequences_of",
+    "token_distances",
+    "trace_model",
 ]
 
+Progress = Callable[[str, int, int], None]
+Source = ModelSource | RoutingTrace
+"""A model by name or as (model, tokenizer), a trace, or a folder or file of routes."""
 
-def flipped_before(flips: Bool[Tensor, "layers tokens"]) -> Bool[Tensor, "layers tokens"]:
-    """Whether each token has flipped in a layer before each layer."""
-    so_far = flips.int().cumsum(0) > 0
-    return torch.cat((torch.zeros_like(so_far[:1]), so_far[:-1]))
-
-
-def token_diff(
-    flips: Bool[Tensor, "layers tokens"], documents: Int[Tensor, " tokens"], names: list[str]
-) -> TokenDiff:
-    """Tokens over all layers: flips anywhere, first divergent layer, compounding.
-
-    A token that has flipped enters the next layers with another residual stream and flips more
-    readily there; `fresh` and `after` are the two rates, `independent` what the cumulative share
-    would be without that.
-
-    Args:
-        flips: which tokens flip in which layer, in order of depth.
-        documents: document of each token.
-        names: names of the layers.
-    """
-    anywhere, before = flips.any(0), flipped_before(flips)
-    rates = flips.double().mean(1)
-    independent = 1 - (1 - rates).cumprod(0)
-    steps = []
-    for layer, name in enumerate(names):
-        here, earlier = flips[layer], before[layer]
-        steps.append(
-            DepthStep(
-                name=name,
-                first=int((here & ~earlier).sum()),
-                cumulative=(here | earlier).double().mean().item(),
-                independent=independent[layer].item(),
-                fresh=clustered_share(here[~earlier], documents[~earlier]),
-                after=clustered_share(here[earlier], documents[earlier]),
-            )
-        )
-    return TokenDiff(
-        anywhere=clustered_share(anywhere, documents),
-        choices=rates.mean().item(),
-        never=int((~anywhere).sum()),
-        mean_flips=flips.double().sum(0).mean().item(),
-        depth=tuple(steps),
-    )
+ROWS = 128
+"""Tokens at a time whose distributions are held in float64."""
+EMULATED = "-emulated"
 
 
-MOST_NAMED = 20
-"""Unexplained flips that are named one by one."""
-NO_NOISE = "not attributable: no token keeps its experts, so none tells the noise of the scores"
+def diff(
+    a: Source,
+    b: Source,
+    *,
+    text: Text = None,
+    tokens: int = 16384,
+    sequence_length: int = 512,
+    batch_size: int = 8,
+    dtype_a: str = "auto",
+    dtype_b: str = "auto",
+    experts_impl_a: str | None = None,
+    experts_impl_b: str | None = None,
+    revision_a: str | None = None,
+    revision_b: str | None = None,
+    device: str = "cpu",
+    trust_remote_code: bool = False,
+    n_experts: int | None = None,
+    k: int | None = None,
+    partial: bool = False,
+    progress: Progress | None = None,
+) -> RoutingDiff:
+    """Compare how two runs route the same tokens, and whether near-ties explain the differences.
 
-
-def attribution_status(a: LayerTrace, b: LayerTrace) -> str:
-    """The word "ok", or why the flips of a layer cannot be attributed."""
-    sides = (("A", a), ("B", b))
-    for side, layer in sides:
-        if layer.scores is None:
-            return f"not attributable: {side} has expert ids only, no scores"
-        if not layer.has_gaps:
-            return f"not attributable: {side} has the scores of chosen experts only"
-    grouped = [side for side, layer in sides if layer.facts.n_groups > 1]
-    if len(grouped) == 1:
-        return f"not attributable: only {grouped[0]} routes within groups"
-    if a.facts.units != b.facts.units:
-        return f"not attributable: scores of A are {a.facts.units}, those of B {b.facts.units}"
-    return "ok"
-
-
-def attribute(
-    a: LayerTrace,
-    b: LayerTrace,
-    flipped: Bool[Tensor, " tokens"],
-    before: Bool[Tensor, " tokens"],
-    keys: tuple[Int[Tensor, " tokens"], Int[Tensor, " tokens"]],
-) -> tuple[Attribution | None, str]:
-    """The attribution of a layer's flips, or None and the reason.
+    Two models run on `text`; a model beside a trace runs on the tokens of the trace.
 
     Args:
-        a: the layer in A.
-        b: the same tokens in B, experts numbered as in A.
-        flipped: which tokens flip.
-        before: which tokens flipped in an earlier layer.
-        keys: document and position of each token in A.
-    """
-    status = attribution_status(a, b)
-    if status != "ok":
-        return None, status
-    found = noise_band(a, b, flipped)
-    if found is None:
-        return None, NO_NOISE
-    rows = flipped.nonzero().squeeze(1)
-    margins = flip_margins(take_tokens(a, rows), take_tokens(b, rows))
-    outside = margins > found.band
-    places, widths = rows[outside], margins[outside]
-    order = widths.argsort(descending=True, stable=True)[:MOST_NAMED]
-    named = zip(*(key[places[order]].tolist() for key in keys), widths[order].tolist(), strict=True)
-    return Attribution(
-        noise=found.noise,
-        band=found.band,
-        inside=int((~outside).sum()),
-        unexplained=int(outside.sum()),
-        unexplained_first=int((~before[places]).sum()),
-        widest=margins.max().item() if len(margins) else None,
-        unexplained_tokens=tuple(named),
-    ), "ok"
-
-
-BAND = 6.0
-ROWS = 16384
-"""Tokens at a time whose scores are spread over all experts."""
-
-
-class NoiseBand(NamedTuple):
-    """Median absolute difference of the scores of unflipped tokens, and the tie band."""
-
-    noise: float
-    band: float
-
-
-def set_flips(a: LayerTrace, b: LayerTrace) -> tuple[Bool[Tensor, " tokens"], float | None]:
-    """Tokens whose sets differ, and the mean number of experts that do, over these tokens."""
-    k = a.facts.k
-    changed = n_changed(a.experts[:, :k], b.experts[:, :k])
-    flipped = changed > 0
-    return flipped, changed[flipped].double().mean().item() if bool(flipped.any()) else None
-
-
-def weight_moved(
-    a: LayerTrace, b: LayerTrace, flipped: Bool[Tensor, " tokens"]
-) -> WeightMoved | None:
-    """½ Σ_e |w_A(e) - w_B(e)| per token, weights of each token summing to one; None without them.
-
-    Zero if both combine the same experts alike, one if they have no expert in common.
-    """
-    if a.weights is None or b.weights is None or len(flipped) == 0:
-        return None
-    k, (of_a, of_b) = a.facts.k, (_normalised(x) for x in (a.weights, b.weights))
-    same = a.experts[:, :k, None] == b.experts[:, None, :k]
-    shared = (same * of_b[:, None, :]).sum(2)
-    entering = (of_b * ~same.any(1)).sum(1)
-    moved = ((of_a - shared).abs().sum(1) + entering) / 2
-    of_flipped = moved[flipped].mean().item() if bool(flipped.any()) else None
-    p99 = float(np.quantile(moved.numpy(), 0.99, method="inverted_cdf"))
-    return WeightMoved(moved.mean().item(), p99, moved.max().item(), of_flipped)
-
-
-def noise_band(a: LayerTrace, b: LayerTrace, flipped: Bool[Tensor, " tokens"]) -> NoiseBand | None:
-    """The noise of the scores and six times it; None if no unflipped token tells.
-
-    Scores are floating-point numbers: a band narrower than six of their steps would find fault with
-    their last digit, so it is not narrower.
-    """
-    differences = []
-    for rows in (~flipped).nonzero().squeeze(1).split(ROWS):
-        differences.append(_differences(take_tokens(a, rows), take_tokens(b, rows)))
-    known = np.concatenate([np.zeros(0), *differences])
-    if len(known) == 0:
-        return None
-    noise = float(np.median(known))
-    return NoiseBand(noise, BAND * max(noise, _step(a), _step(b)))
-
-
-def flip_margins(a: LayerTrace, b: LayerTrace) -> Float[Tensor, " tokens"]:
-    """Margin of every token, all of which must have flipped, in float64."""
-    if a.facts.n_groups > 1:
-        return torch.maximum(a.gap, b.gap)
-    return torch.maximum(_margin(a, b), _margin(b, a))
-
-
-def _margin(here: LayerTrace, there: LayerTrace) -> Tensor:
-    """How far apart, in the scores of one side, stand the experts that changed places."""
-    k, scores = here.facts.k, _scores(here)
-    own, other = here.experts[:, :k], there.experts[:, :k]
-    leaving = ~(own[:, :, None] == other[:, None, :]).any(2)
-    entering = ~(other[:, :, None] == own[:, None, :]).any(2)
-    highest = scores[:, :k].masked_fill(~leaving, -torch.inf).amax(1)
-    kept = other[:, :, None] == here.experts[:, None, k:]
-    found = (kept * scores[:, None, k:].nan_to_num(neginf=0.0)).sum(2)
-    found = torch.where(kept.any(2), found, scores[:, -1:])
-    return highest - found.masked_fill(~entering, torch.inf).amin(1)
-
-
-def _differences(a: LayerTrace, b: LayerTrace) -> np.ndarray:
-    """|z_B - z_A| of every expert that both sides kept."""
-    spread = torch.full((len(b.experts), b.facts.n_experts), torch.nan, dtype=torch.float64)
-    spread.scatter_(1, b.experts, _scores(b))
-    difference = (spread.gather(1, a.experts) - _scores(a)).abs()
-    return difference[difference.isfinite()].numpy()
-
-
-def _step(layer: LayerTrace) -> float:
-    """Spacing of float32 (or of the scores' own coarser type) at the median threshold."""
-    scores, k = _scores(layer), layer.facts.k
-    assert layer.scores is not None
-    middle = scores[:, k - 1].abs().median().reshape(1)
-    eps = max(torch.finfo(layer.scores.dtype).eps, torch.finfo(torch.float32).eps)
-    return float_step(middle, round(-np.log2(eps)), -126).item()
-
-
-def _scores(layer: LayerTrace) -> Tensor:
-    assert layer.scores is not None
-    return layer.scores.double()
-
-
-def _normalised(weights: Tensor) -> Tensor:
-    """Weights that sum to one; equal ones where all have underflowed."""
-    total = weights.double().sum(1, keepdim=True)
-    return torch.where(total == 0, 1.0 / weights.shape[1], weights.double() / total)
-
-
-UNRELATED = 0.1
-"""Agreement beyond chance below which a pair of layers is called unrelated."""
-ORDER = ("warning", "notice", "info")
-UNEXPLAINED = ("unexplained", "unexplained_first")
-
-
-def verdict(alignment: Alignment, layers: Sequence[LayerDiff], tokens: TokenDiff) -> str:
-    """Whether the two route alike and, if not, whether near-ties explain it."""
-    count, total = sum(x.flip.count for x in layers), alignment.tokens * len(layers)
-    size = f"{alignment.tokens:,} tokens in {len(layers)} layers"
-    odd = " once laid on each other" if alignment.notes else ""
-    if count == 0:
-        return f"A and B choose the same experts for all {size}{odd}. What to do: nothing."
-    worst = max(layers, key=lambda layer: layer.flip.value or 0.0)
-    first = (
-        f"A and B choose other experts in {_share(count / total)} of the choices of {size}{odd} "
-        f"(worst layer: {_share(worst.flip.value)}); {_share(tokens.anywhere.value)} of the tokens "
-        "differ somewhere."
-    )
-    return f"{first} {_cause(layers, count)}"
-
-
-def _cause(layers: Sequence[LayerDiff], count: int) -> str:
-    known = [layer.attribution for layer in layers if layer.attribution is not None]
-    blind = [layer for layer in layers if layer.attribution is None and layer.flip.count]
-    if not known:
-        why = layers[0].attribution_status.removeprefix("not attributable: ")
-        return (
-            f"The cause is not attributable: {why}. What to do: capture both runs with scores and "
-            "compare them again."
-        )
-    unexplained = sum(found.unexplained for found in known)
-    rest = f" {len(blind)} layers are not attributable." if blind else ""
-    if unexplained == 0:
-        return (
-            f"Every flip is a near-tie that the noise of the scores explains.{rest} What to do: "
-            "replay the routes of A in B where they must agree, or remove the ties with "
-            "`tieline smooth`."
-        )
-    fresh = sum(found.unexplained_first for found in known)
-    later = unexplained - fresh
-    follow = f" ({later:,} of them in tokens that had flipped before)" if later else ""
-    return (
-        f"{unexplained:,} of {count:,} flips are not explained by the margin{follow}.{rest} What "
-        "to do: look for a bug, or for noise of another kind, in the layers and tokens named below."
-    )
-
-
-def findings(
-    alignment: Alignment,
-    layers: Sequence[LayerDiff],
-    tokens: TokenDiff,
-    logits: LogitsDiff | None,
-) -> tuple[Finding, ...]:
-    """One sentence for everything worth knowing, the gravest first."""
-    found = [Finding("warning", note, 1.0, None, "alignment") for note in alignment.notes]
-    found += _unexplained(layers)
-    found += _not_attributed(layers)
-    found += _unrelated(alignment)
-    found += _of_depth(tokens)
-    if logits is not None:
-        text = f"the final distributions are {logits.kl:.3g} nats apart per token (KL of A and B)"
-        found.append(Finding("info", text, logits.kl, None, "kl"))
-        found += _cost(logits)
-    if any(layer.flip.status != "ok" for layer in layers):
-        text = "there is one document only, so that intervals assume independent tokens"
-        found.append(Finding("info", text, 1.0, None, "interval"))
-    return tuple(sorted(found, key=lambda finding: ORDER.index(finding.severity)))
-
-
-def _unexplained(layers: Sequence[LayerDiff]) -> list[Finding]:
-    """One sentence about the flips that near-ties do not explain, with the widest of all layers."""
-    odd = [(x, x.attribution) for x in layers if x.attribution and x.attribution.unexplained]
-    if not odd:
-        return []
-    count, first = (sum(getattr(why, name) for _, why in odd) for name in UNEXPLAINED)
-    worst, why = max(odd, key=lambda pair: pair[1].unexplained_tokens[0][2] / pair[1].band)
-    document, position, margin = why.unexplained_tokens[0]
-    text = (
-        f"{count:,} flips in {len(odd)} layers are not explained by the margin ({first:,} in "
-        f"tokens without an earlier flip): the widest for its tie band of {why.band:.3g}, at "
-        f"document {document}, position {position}, has a margin of {margin:.3g}"
-    )
-    severity: Severity = "warning" if first else "notice"
-    return [Finding(severity, text, float(count), worst.name, "unexplained")]
-
-
-def _not_attributed(layers: Sequence[LayerDiff]) -> list[Finding]:
-    counts: dict[str, int] = {}
-    for layer in layers:
-        if layer.attribution is None and layer.flip.count:
-            status = layer.attribution_status
-            counts[status] = counts.get(status, 0) + layer.flip.count
-    return [
-        Finding("notice", f"{count:,} flips are {status}", float(count), None, "attribution")
-        for status, count in counts.items()
-    ]
-
-
-def _unrelated(alignment: Alignment) -> list[Finding]:
-    found = []
-    for pair in alignment.pairs:
-        if pair.chance < 1 and pair.agreement - pair.chance < UNRELATED * (1 - pair.chance):
-            text = (
-                f"the two share {_share(pair.agreement)} of the chosen experts, and unrelated "
-                f"routers would share {_share(pair.chance)}"
-            )
-            found.append(Finding("warning", text, pair.agreement, pair.name_a, "unrelated"))
-    return found
-
-
-def _of_depth(tokens: TokenDiff) -> list[Finding]:
-    """Whether tokens that have flipped flip more readily, over all layers but the first."""
-    fresh, after = (
-        [getattr(step, name) for step in tokens.depth[1:]] for name in ("fresh", "after")
-    )
-    rates = [
-        sum(rate.count for rate in kind) / max(sum(rate.total for rate in kind), 1)
-        for kind in (fresh, after)
-    ]
-    if not sum(rate.count for rate in after) or rates[1] < 2 * rates[0]:
-        return []
-    text = (
-        f"flips compound: a token that has flipped before flips in {_share(rates[1])} of the "
-        f"layers that follow, others in {_share(rates[0])}"
-    )
-    return [Finding("info", text, rates[1], None, "compounding")]
-
-
-def _cost(logits: LogitsDiff) -> list[Finding]:
-    if logits.kl_flipped is None or not logits.kl_unflipped:
-        return []
-    ratio = logits.kl_flipped / logits.kl_unflipped
-    text = f"tokens that flip somewhere are {ratio:.2g} times as far apart as the others"
-    return [Finding("info", text, ratio, None, "kl")]
-
-
-def metrics(
-    layers: Sequence[LayerDiff], tokens: TokenDiff, logits: LogitsDiff | None
-) -> dict[str, float]:
-    """The named numbers of `RoutingDiff.metrics`."""
-    rates = [layer.flip.value or 0.0 for layer in layers]
-    named = {"flip": max(rates), "flip:mean": tokens.choices, "flip:any": tokens.anywhere.value}
-    causes = [layer.attribution for layer in layers if layer.attribution is not None]
-    if len(causes) == len(layers):
-        total = max(layers[0].flip.total, 1)
-        named["unexplained"] = max(cause.unexplained for cause in causes) / total
-        named["unexplained:count"] = float(sum(cause.unexplained for cause in causes))
-    moved = [layer.weight.mean for layer in layers if layer.weight is not None]
-    if moved:
-        named["weight"] = max(moved)
-    if logits is not None:
-        named |= {"kl": logits.kl, "k3": logits.k3}
-    return {name: float(value) for name, value in named.items() if value is not None}
-
-
-def _share(share: float | None) -> str:
-    return "none" if share is None else f"{100 * share:.2g} %"
-
-
-def diff(trace_a: RoutingTrace, trace_b: RoutingTrace, *, partial: bool = False) -> RoutingDiff:
-    """How two runs route the same tokens, and whether near-ties explain where they differ.
-
-    Args:
-        trace_a: the run that is compared with; names and numbers of the result are its own.
-        trace_b: the other run.
+        a: the reference: a hub id, a folder, "shipped", `(model, tokenizer)`, a trace, the folder
+            of a trace, or a file of routes. Names and numbers of the result are its own.
+        b: the other run, likewise.
+        text: what two models run on: a str, the Path of a file, or None for the text in the box.
+        tokens: how many tokens of it.
+        sequence_length: tokens per sequence, at most what the models take.
+        batch_size: sequences per forward pass.
+        dtype_a: precision of A: "auto", "fp32", "bf16", "fp16", or a number format emulated in
+            float32 such as "bf16-emulated" or "int8-emulated".
+        dtype_b: the same for B.
+        experts_impl_a: expert implementation of A: "eager", "grouped_mm", ...
+        experts_impl_b: the same for B.
+        revision_a: branch, tag or commit of A on the hub.
+        revision_b: the same for B.
+        device: where to load named models.
+        trust_remote_code: whether code that comes with models may run.
+        n_experts: number of experts, for files of routes that do not state it.
+        k: how many experts of each line of a table were chosen.
         partial: compare what both have where one has fewer tokens or a smaller k, instead of
-            refusing.
+            raising.
+        progress: called with stage, done and total while the work goes on.
     """
+    load = {"device": device, "trust_remote_code": trust_remote_code}
+    sides = (
+        _Named("A", a, dtype_a, experts_impl_a, revision_a, load),
+        _Named("B", b, dtype_b, experts_impl_b, revision_b, load),
+    )
+    models = [side.checked_kind() == "model" for side in sides]
+    require(
+        text is None or all(models),
+        "a text is for two models: a model beside a trace runs on the tokens of the trace",
+    )
+    if all(models):
+        found = _two_models(sides, text, tokens, sequence_length, batch_size, progress)
+    else:
+        traces = [None if side.kind == "model" else side.trace(n_experts, k) for side in sides]
+        for place, side in enumerate(sides):
+            if models[place]:
+                traces[place] = _beside(side, traces[1 - place], batch_size, progress)
+        found = _diff_traces(traces[0], traces[1], partial)  # pyright: ignore[reportArgumentType]
+    facts: dict[str, Any] = dict(found.provenance)
+    for key, side in zip("ab", sides, strict=True):
+        facts[key] = facts[key] | side.told()
+    return replace(found, provenance=facts)
+
+
+def _diff_traces(a: RoutingTrace, b: RoutingTrace, partial: bool) -> RoutingDiff:
     started = time.perf_counter()
     with one_thread():  # many small operations
-        found = compare(trace_a, trace_b, partial=partial)
-    timings = {"compare": time.perf_counter() - started}
-    return summed_up(found, None, timings)
+        found = compare(a, b, partial=partial)
+    return summed_up(found, None, {"compare": time.perf_counter() - started})
 
 
-class Compared:
-    """The layers of two runs laid on each other, and which tokens flip in which."""
+class _Named(NamedTuple):
+    """One side as the caller named it, with its settings."""
 
-    def __init__(self, aligned: Aligned) -> None:
-        """Compare every pair of layers, one at a time."""
-        self.aligned = aligned
-        places = aligned.places.in_a
-        self.documents = aligned.a.documents[places].long()
-        self.positions = aligned.a.positions[places].long()
-        self._earlier = torch.zeros(len(places), dtype=torch.bool)
-        flips, self.layers = [], []
-        for index in range(len(aligned.alignment.pairs)):
-            flipped, layer = self._layer(*aligned.pair(index))
-            flips.append(flipped)
-            self.layers.append(layer)
-        self.flips = torch.stack(flips)
-        self.tokens = token_diff(self.flips, self.documents, [x.name for x in self.layers])
+    side: str
+    source: Any
+    dtype: str
+    experts: str | None
+    revision: str | None
+    load: dict[str, Any]
 
-    def _layer(self, a: LayerTrace, b: LayerTrace) -> tuple[torch.Tensor, LayerDiff]:
-        flipped, changed = set_flips(a, b)
-        weight = weight_moved(a, b, flipped)
-        keys = self.documents, self.positions
-        attribution, status = attribute(a, b, flipped, self._earlier, keys)
-        self._earlier = self._earlier | flipped
-        return flipped, LayerDiff(
-            name=a.name,
-            name_b=b.name,
-            n_experts=a.facts.n_experts,
-            k=a.facts.k,
-            flip=clustered_share(flipped, self.documents),
-            changed=changed,
-            weight=weight,
-            weight_status="ok" if weight else "not answerable: one side has no combine weights",
-            attribution=attribution,
-            attribution_status=status,
+    @property
+    def kind(self) -> str:
+        if isinstance(self.source, str | Path):
+            return source_kind(self.source)
+        return "trace" if isinstance(self.source, RoutingTrace) else "model"
+
+    def checked_kind(self) -> str:
+        """The kind, refused if it is no run or has settings of models without being one."""
+        read_dtype(self.dtype)
+        kind, settings = self.kind, (self.dtype, self.experts, self.revision)
+        require(kind != "result", f"{self.source} is a saved result: diff takes traces and models")
+        require(
+            kind == "model" or settings == ("auto", None, None),
+            f"dtype, experts and revision of {self.side} are for models, and {self.source!s:.80} "
+            f"is a {kind}",
         )
+        return kind
+
+    def trace(self, n_experts: int | None, k: int | None) -> RoutingTrace:
+        if isinstance(self.source, RoutingTrace):
+            return self.source
+        return read_routes(self.source, n_experts, k)
+
+    def model(self) -> tuple["Side", LoadedModel]:
+        """The model, ready to run."""
+        dtype, emulated = read_dtype(self.dtype)
+        named = isinstance(self.source, str | Path)
+        require(
+            named or emulated is not None or dtype == "auto",
+            f"dtype {dtype!r} of {self.side} is for a model that is loaded by its name",
+        )
+        options = {"dtype": dtype, "revision": self.revision, **self.load}
+        loaded = as_model(self.source, "diff takes a trace, a file of routes, or", **options)
+        use_experts(loaded.model, self.experts)
+        return Side(loaded.model, emulated), loaded
+
+    def told(self) -> dict[str, object]:
+        """The name of the side, for the record."""
+        if not isinstance(self.source, str | Path):
+            return {}
+        return {"model" if self.kind == "model" else "file": str(self.source)}
 
 
-def compare(a: RoutingTrace, b: RoutingTrace, *, partial: bool = False) -> Compared:
-    """Lay B on A and compare them layer by layer."""
-    return Compared(align(a, b, partial=partial))
+def _two_models(
+    sides: tuple[_Named, _Named],
+    text: Text,
+    tokens: int,
+    length: int,
+    batch_size: int,
+    progress: Progress | None,
+) -> RoutingDiff:
+    words, origin = as_text(text)
+    ready, cut = [], []
+    for named in sides:
+        side, loaded = named.model()
+        most = default_length(loaded.model, length)
+        ready.append(side)
+        cut.append(tokenise(loaded.tokenizer, words, tokens, most).sequences)
+    same_tokens(cut[0], cut[1])
+    found = diff_models(*ready, cut[0], batch_size=batch_size, progress=progress)
+    facts = {"text": origin, "tokens": sum(map(len, cut[0]))}
+    return replace(found, provenance=found.provenance | facts)
 
 
-def summed_up(found: Compared, logits: LogitsDiff | None, timings: dict[str, float]) -> RoutingDiff:
-    """The result with its words and metrics.
+def _beside(
+    named: _Named, trace: RoutingTrace | None, batch_size: int, progress: Progress | None
+) -> RoutingTrace:
+    """The routing of a model on the tokens of a trace."""
+    assert trace is not None
+    sequences, documents = sequences_of(trace)
+    side, _ = named.model()
+    return trace_model(
+        side, sequences, documents=documents, batch_size=batch_size, progress=progress
+    )
+
+
+class TokenDistances(NamedTuple):
+    """Per token: k3 and KL of what it predicts, and both losses; NaN where nothing follows."""
+
+    k3: Float[Tensor, " tokens"]
+    kl: Float[Tensor, " tokens"]
+    loss_a: Float[Tensor, " tokens"]
+    loss_b: Float[Tensor, " tokens"]
+
+
+def token_distances(
+    logits_a: Float[Tensor, "rows length vocabulary"],
+    logits_b: Float[Tensor, "rows length vocabulary"],
+    ids: Int[Tensor, "rows length"],
+) -> TokenDistances:
+    """The distances at every token of a batch, row after row."""
+    following = torch.cat((ids[:, 1:], torch.zeros_like(ids[:, :1])), dim=1).flatten()
+    flat_a, flat_b = logits_a.flatten(0, 1), logits_b.flatten(0, 1)
+    parts = [
+        _distances(flat_a[rows], flat_b[rows], following[rows])
+        for rows in torch.arange(ids.numel()).split(ROWS)
+    ]
+    joined = [torch.cat(column) for column in zip(*parts, strict=True)]
+    last = torch.zeros(ids.shape, dtype=torch.bool)
+    last[:, -1] = True
+    return TokenDistances(*(column.masked_fill(last.flatten(), torch.nan) for column in joined))
+
+
+def _distances(a: Tensor, b: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+    log_a, log_b = (logits.double().cpu().log_softmax(1) for logits in (a, b))
+    terms = k3(log_a, log_b)
+    kl = (log_a.exp() * terms).sum(1)
+    places = target.cpu()[:, None]
+    at_text = (x.gather(1, places).squeeze(1) for x in (terms, -log_a, -log_b))
+    of_text, loss_a, loss_b = at_text
+    return of_text, kl, loss_a, loss_b
+
+
+def logits_diff(
+    found: TokenDistances, flipped: Bool[Tensor, " tokens"], documents: Int[Tensor, " tokens"]
+) -> LogitsDiff | None:
+    """Means, errors and tails over the tokens that predict something; None if none does.
 
     Args:
-        found: the layers compared.
-        logits: how far the final distributions are apart, if models were run.
-        timings: seconds per stage.
+        found: distances of every token.
+        flipped: tokens that flip in at least one layer.
+        documents: document of each token.
     """
-    layers, alignment = tuple(found.layers), found.aligned.alignment
-    aligned = found.aligned
-    return RoutingDiff(
-        verdict=verdict(alignment, layers, found.tokens),
-        findings=findings(alignment, layers, found.tokens, logits),
-        metrics=metrics(layers, found.tokens, logits),
-        alignment=alignment,
-        layers=layers,
-        tokens=found.tokens,
-        logits=logits,
-        provenance={"a": aligned.a.provenance, "b": aligned.b.provenance},
-        timings=timings,
+    known = ~found.kl.isnan()
+    if not bool(known.any()):
+        return None
+    values = TokenDistances(*(column[known] for column in found))
+    groups, apart = documents[known], flipped[known]
+    return LogitsDiff(
+        k3=values.k3.mean().item(),
+        k3_error=clustered_error(values.k3, groups),
+        kl=values.kl.mean().item(),
+        kl_error=clustered_error(values.kl, groups),
+        kl_p99=float(np.quantile(values.kl.numpy(), 0.99, method="inverted_cdf")),
+        kl_flipped=_mean(values.kl[apart]),
+        kl_unflipped=_mean(values.kl[~apart]),
+        loss_a=values.loss_a.mean().item(),
+        loss_b=values.loss_b.mean().item(),
+        tokens=int(known.sum()),
     )
+
+
+def _mean(values: Tensor) -> float | None:
+    return values.mean().item() if len(values) else None
+
+
+class Side(NamedTuple):
+    """A model to run, as it is or in an emulated number format.
+
+    Attributes:
+        model: a Mixture-of-Experts model of transformers.
+        emulated: name in `hf.formats.FORMATS` of a format that is emulated by rounding; the model
+            must be in float32 then.
+        parts: what is in that format: "all", "router" or "others".
+    """
+
+    model: nn.Module
+    emulated: str | None = None
+    parts: Parts = "all"
+
+
+def diff_models(
+    a: Side,
+    b: Side,
+    sequences: Sequence[Int[Tensor, " _"]],
+    *,
+    batch_size: int = 8,
+    progress: Progress | None = None,
+) -> RoutingDiff:
+    """Compare how two models route and predict the same tokens.
+
+    Args:
+        a: the model that is compared with.
+        b: the other; it must be another object, for both run at once.
+        sequences: token ids, each sequence a document.
+        batch_size: sequences per forward pass.
+        progress: called with stage, done and total.
+    """
+    require(a.model is not b.model, "A and B are one model: compare it with a copy (deepcopy)")
+    started, total = time.perf_counter(), sum(map(len, sequences))
+    distances: list[TokenDistances] | None = []
+    parts: tuple[list[RoutingTrace], list[RoutingTrace]] = [], []
+    done = 0
+    for ids in batches(sequences, batch_size):
+        (trace_a, logits_a), (trace_b, logits_b) = _run(a, ids), _run(b, ids)
+        parts[0].append(trace_a)
+        parts[1].append(trace_b)
+        if distances is not None:
+            distances = _with(distances, logits_a, logits_b, ids)
+        done += ids.numel()
+        if progress is not None:
+            progress("forward", done, total)
+    traces = [concatenate(part, documents="renumber") for part in parts]
+    ran = time.perf_counter()
+    with one_thread():
+        found = compare(*traces)
+    timings = {"forward": ran - started, "compare": time.perf_counter() - ran}
+    return summed_up(found, _of_logits(found, distances), timings)
+
+
+def trace_model(
+    side: Side,
+    sequences: Sequence[Int[Tensor, " _"]],
+    *,
+    documents: Sequence[int] | None = None,
+    batch_size: int = 8,
+    progress: Progress | None = None,
+) -> RoutingTrace:
+    """The routing of one model on these sequences.
+
+    Args:
+        side: the model.
+        sequences: token ids.
+        documents: number of each sequence as a document; 0, 1, ... by default.
+        batch_size: sequences per forward pass.
+        progress: called with stage, done and total.
+    """
+    total, done, parts = sum(map(len, sequences)), 0, []
+    for ids in batches(sequences, batch_size):
+        parts.append(_run(side, ids)[0])
+        done += ids.numel()
+        if progress is not None:
+            progress("forward", done, total)
+    trace = concatenate(parts, documents="renumber")
+    if documents is None:
+        return trace
+    return replace(trace, documents=torch.tensor(documents)[trace.documents.long()])
+
+
+def sequences_of(trace: RoutingTrace) -> tuple[list[Int[Tensor, " _"]], list[int]]:
+    """The token ids of each document of a trace, and the documents' numbers.
+
+    Refuses a trace whose ids are unknown or whose documents have holes: no model could be run on
+    what is left.
+    """
+    require(
+        trace.n_tokens > 0 and bool((trace.tokens >= 0).all()),
+        "the trace does not know its token ids, so that no model can be run on them: save them "
+        "with it under `tokens`",
+        TraceError,
+    )
+    sequences, numbers = [], []
+    for number in trace.documents.unique().tolist():
+        places = (trace.documents == number).nonzero().squeeze(1)
+        places = places[trace.positions[places].argsort()]
+        positions = trace.positions[places].long()
+        gap = (positions != torch.arange(len(positions))).nonzero()
+        require(
+            len(gap) == 0,
+            f"document {number} of the trace has no token at position "
+            f"{int(gap[0]) if len(gap) else 0}: no model can be run on it",
+            TraceError,
+        )
+        sequences.append(trace.tokens[places].long())
+        numbers.append(int(number))
+    return sequences, numbers
+
+
+def _run(side: Side, ids: Tensor) -> tuple[RoutingTrace, Any]:
+    """The routing of one batch, and the logits if there are any."""
+    # entered for the run of this side alone: the emulation rounds whatever runs inside it
+    format_ = (
+        nullcontext() if side.emulated is None else emulate(side.model, side.emulated, side.parts)
+    )
+    with only_running(side.model), format_:
+        with capture(side.model, epsilons=(), distances=False) as seen:
+            logits = getattr(forward(side.model, ids), "logits", None)
+        trace = seen.trace()
+    told = {}
+    if side.emulated is not None:
+        told["emulated"] = side.emulated if side.parts == "all" else f"{side.emulated} {side.parts}"
+    return replace(trace, provenance=trace.provenance | told), logits
+
+
+def _with(
+    distances: list[TokenDistances], a: Any, b: Any, ids: Tensor
+) -> list[TokenDistances] | None:
+    """The distances of one more batch; None for models that do not predict the same tokens."""
+    able = isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape
+    if not able or a.shape[:2] != ids.shape:
+        return None
+    return [*distances, token_distances(a, b, ids)]
+
+
+def _of_logits(found: Compared, distances: list[TokenDistances] | None) -> LogitsDiff | None:
+    if not distances:
+        return None
+    joined = TokenDistances(*(torch.cat(column) for column in zip(*distances, strict=True)))
+    places = found.aligned.places.in_a
+    of_tokens = TokenDistances(*(column[places] for column in joined))
+    return logits_diff(of_tokens, found.flips.any(0), found.documents)
+
+
+def read_dtype(words: str) -> tuple[str, str | None]:
+    """The dtype to load a model in, and the format to emulate."""
+    if not words.endswith(EMULATED):
+        return words, None
+    name = words.removesuffix(EMULATED)
+    known = ", ".join(f"{known}{EMULATED}" for known in FORMATS)
+    require(name in FORMATS, f"no format {words!r}: emulated are {known}")
+    return "fp32", name
+
+
+def same_tokens(a: Sequence[Int[Tensor, " _"]], b: Sequence[Int[Tensor, " _"]]) -> None:
+    """Refuse sequences that differ, naming the first token that does."""
+    for number, (first, second) in enumerate(zip(a, b, strict=False)):
+        for place, (x, y) in enumerate(zip(first.tolist(), second.tolist(), strict=False)):
+            require(
+                x == y,
+                f"different tokenisations: sequence {number}, token {place} is {x} in A, {y} in B",
+                TraceError,
+            )
+        _same_length(f"sequence {number}", len(first), len(second), "tokens")
+    _same_length("the text", len(a), len(b), "sequences")
+
+
+def _same_length(what: str, a: int, b: int, unit: str) -> None:
+    require(a == b, f"different tokenisations: {what} has {a} {unit} in A, {b} in B", TraceError)

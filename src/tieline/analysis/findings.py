@@ -25,9 +25,22 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 
 from tieline.analysis.inspection import Finding, JumpMeasures, LayerJumps, Severity
-from tieline.geometry.measure_records import LayerMeasures, ModelRate, RoutingMeasures
+from tieline.geometry.measure_records import (
+    LayerMeasures,
+    MeasureSettings,
+    ModelRate,
+    RoutingMeasures,
+)
 
-__all__ = ["findings", "layer_labels", "leading_rate", "metrics", "percent", "verdict"]
+__all__ = [
+    "findings",
+    "layer_labels",
+    "leading_rate",
+    "metric_names",
+    "metrics",
+    "percent",
+    "verdict",
+]
 
 ROBUST_BELOW, FRAGILE_FROM = 0.002, 0.02
 """Share of tokens flipping in some layer: up to where routing is robust, from where fragile."""
@@ -62,6 +75,22 @@ def metrics(measures: RoutingMeasures, jumps: tuple[LayerJumps, ...]) -> dict[st
     found |= _jump_metrics(jumps)
     found |= {"dead": float(model.dead), "cold": float(model.cold), "evenness": model.evenness}
     return {name: value for name, value in found.items() if value is not None}
+
+
+def metric_names(loss_jumps: bool = False, settings: MeasureSettings | None = None) -> set[str]:
+    """Return every metric that an inspection with these settings can have.
+
+    Args:
+        loss_jumps: whether losses are measured.
+        settings: grids and formats of the measures.
+    """
+    grid = settings or MeasureSettings()
+    causes = [*grid.precisions, *(f"{sigma:g}" for sigma in grid.sigmas)]
+    flips = {f"flip@{cause}{which}" for cause in causes for which in ("", ":any", ":worst")}
+    ties = {f"tie@{name}" for name in grid.precisions}
+    gaps = {f"gap@{level:g}" for level in grid.probabilities}
+    single = {"ties", "jump", "jump:worst", "dangerous", "dead", "cold", "evenness"}
+    return flips | ties | gaps | single | ({"loss"} if loss_jumps else set())
 
 
 def _tie_rates(measures: RoutingMeasures) -> dict[str, float | None]:

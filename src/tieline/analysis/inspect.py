@@ -1,10 +1,11 @@
-"""What the sections about router inputs need: room for the inputs, and the routers' matrices.
+"""Inspecting a model: what its routing looks like on a text, in one call.
 
-Inspecting a model: what its routing looks like on a text, in one call.
+    report = inspect("allenai/OLMoE-1B-7B-0924")
+    report.verdict, report.metrics["flip@bf16"], report.trace
 
-loaded = load_model()
-result = inspect_model(loaded.model, loaded.tokenizer, shipped_text())
-result.inspection.verdict
+The text is cut into sequences without padding and run in evaluation mode without gradients; gaps,
+ties, flips and load are measured on the trace, jumps by swapping tied experts in the model. A
+saved trace or summary is measured without a model, so its jumps stay unmeasured.
 """
 
 import hashlib
@@ -13,21 +14,31 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from tieline.analysis.findings import findings, metrics, verdict
-from tieline.analysis.inspection import Inspection, LayerJumps
+from tieline.analysis.inspection import Inspection, LayerJumps, TextSample
 from tieline.analysis.jump import BlockSampler, JumpSettings, measure_jumps, with_losses
+from tieline.analysis.sources import (
+    SHIPPED,
+    ModelSource,
+    Text,
+    as_model,
+    as_text,
+    default_length,
+    load,
+    source_kind,
+)
 from tieline.analysis.swap import block_of
 from tieline.analysis.text import TokenisedText, text_sample, tokenise
-from tieline.core.errors import require
+from tieline.core.errors import ParameterError, require
 from tieline.core.numerics import one_thread
 from tieline.geometry.flips import logit_view
-from tieline.geometry.measure_records import MeasureSettings
-from tieline.geometry.measures import measure
+from tieline.geometry.measure_records import MeasureSettings, RoutingMeasures
+from tieline.geometry.measures import measure, measure_summary
 from tieline.geometry.sections import scored
 from tieline.hf.capture import capture
 from tieline.hf.emulate import logits_matrix
@@ -35,81 +46,27 @@ from tieline.hf.families import chosen_routers, family_of, find_routers
 from tieline.hf.running import batches, forward, only_running, text_config
 from tieline.trace.ops import take_tokens
 from tieline.trace.record import LayerTrace, RoutingTrace
-from tieline.trace.store import save_trace
+from tieline.trace.summary import RoutingSummary
 
-__all__ = ["Inspected", "Progress", "inputs_fit", "inspect_model", "linear_weights"]
+__all__ = ["Progress", "inputs_fit", "inspect", "linear_weights"]
+
+Progress = Callable[[str, int, int], None]
+"""Called with the stage ("forward", "jumps", "losses"), how much of it is done, and of how much."""
 
 MOST_BYTES = 1 << 30
-"""Router inputs are kept, in memory and for the time of the measurement, up to this size."""
+"""Largest size of the router inputs that are kept in memory during the measurement."""
 
 PROBES = 64
 """Tokens on which a matrix is checked to make the logits."""
 
-
-def inputs_fit(model: nn.Module, names: Collection[str], tokens: int) -> bool:
-    """Whether the inputs of these routers for so many tokens can be kept, and may be."""
-    families = [family_of(model.get_submodule(name)) for name in names]
-    if any(family is None or family.layout == "method" for family in families):
-        return False
-    width = getattr(text_config(model), "hidden_size", None)
-    return isinstance(width, int) and 4 * len(names) * tokens * width <= MOST_BYTES
-
-
-def linear_weights(model: nn.Module, trace: RoutingTrace) -> dict[str, Tensor]:
-    """(E, D) matrix of each router whose logits are its product with the inputs, up to a bias."""
-    found = {}
-    for layer in trace.layers:
-        router = model.get_submodule(layer.name)
-        matrix = logits_matrix(router)
-        if matrix is not None and layer.inputs is not None and scored(layer) == "ok":
-            matrix = matrix.detach()[: layer.facts.n_experts].float().cpu()
-            if _explains(layer, matrix, _offset(router, len(matrix))):
-                found[layer.name] = matrix
-    return found
-
-
-def _offset(router: nn.Module, experts: int) -> Tensor | float:
-    """What a linear layer with a bias adds to the product."""
-    bias = getattr(router, "bias", None)
-    if not isinstance(bias, Tensor) or bias.shape != (experts,) or bias.is_meta:
-        return 0.0
-    return bias.detach().double().cpu()
-
-
-def _explains(layer: LayerTrace, matrix: Tensor, offset: Tensor | float) -> bool:
-    """Whether the matrix makes the logits of the first tokens, up to the model's rounding."""
-    some = take_tokens(layer, slice(PROBES))
-    logits = logit_view(some).logits
-    assert some.inputs is not None
-    if logits is None or some.inputs.shape[1] != matrix.shape[1]:
-        return False
-    made = some.inputs.double() @ matrix.double().T + offset
-    made = made.gather(1, some.experts.long())
-    seen = logits.isfinite()
-    return torch.allclose(made[seen], logits[seen], rtol=0.05, atol=0.05)
-
-
-Progress = Callable[[str, int, int], None]
-"""Told the stage ("forward", "jumps", "losses"), how much of it is done, and of how much."""
-
-LONGEST = 512
-"""Tokens per sequence where nothing else is asked for and the model takes as many."""
-
 NO_JUMPS = "not measured: jumps were not asked for"
+NO_MODEL = "not measured: jumps need the model"
 
 
-class Inspected(NamedTuple):
-    """The results, and the routing that they were computed from."""
-
-    inspection: Inspection
-    trace: RoutingTrace
-
-
-def inspect_model(
-    model: nn.Module,
-    tokenizer: Any,
-    text: str,
+def inspect(
+    source: ModelSource | RoutingTrace | RoutingSummary = SHIPPED,
     *,
+    text: Text = None,
     tokens: int = 16384,
     batch_size: int = 8,
     sequence_length: int | None = None,
@@ -117,65 +74,112 @@ def inspect_model(
     seed: int = 0,
     jumps: bool = True,
     loss_jumps: bool = False,
-    source: str = "",
+    dtype: str = "auto",
+    device: str = "cpu",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
     settings: MeasureSettings | None = None,
     jump_settings: JumpSettings | None = None,
-    trace_folder: str | Path | None = None,
     progress: Progress | None = None,
-) -> Inspected:
-    """Everything about the routing of `model` on `text`, and what its flips cost.
-
-    The text is cut into sequences without padding and run in evaluation mode without gradients.
+) -> Inspection:
+    """Measure how near a model's tokens are to a routing tie, in which layers, and what flips cost.
 
     Args:
-        model: a Mixture-of-Experts model of transformers.
-        tokenizer: its tokenizer.
-        text: what to route.
+        source: a hub id, a folder, "shipped" for the model in the box, `(model, tokenizer)`; or a
+            trace, a summary or the folder of one, for which only `settings` counts.
+        text: what to route: a str, the Path of a file, or None for the text in the box.
         tokens: how many tokens of it; a short text gives fewer.
         batch_size: sequences per forward pass.
         sequence_length: tokens per sequence; by default 512, or what the model takes if less.
         layers: routers to look at, by name or by place in the model; all by default.
-        seed: of the random sample of tokens.
-        jumps: whether jumps are measured.
-        loss_jumps: whether what swaps do to the loss is measured too: 2 forward passes of a
-            sequence for each of `jump_settings.loss_swaps` (32 unless told) tokens per layer.
-        source: where the text is from, for the record.
+        seed: seed of the random sample of tokens.
+        jumps: whether to measure jumps.
+        loss_jumps: whether to measure also what swaps do to the loss: 2 forward passes of a
+            sequence for each of `jump_settings.loss_swaps` (by default 32) tokens per layer.
+        dtype: precision to load a named model in: "auto", "fp32", "bf16" or "fp16".
+        device: where to load it: "cpu", "cuda", "cuda:1", ... or "auto".
+        revision: its branch, tag or commit on the hub.
+        trust_remote_code: whether code that comes with it may run.
         settings: grids and formats of the measures.
         jump_settings: sizes of the samples and levels; its seed is replaced by `seed`.
-        trace_folder: a new folder to save the trace in.
-        progress: is told how far the work is.
+        progress: called with stage, done and total while the work goes on.
     """
+    routed = _saved_routing(source)
+    if routed is not None:
+        return _inspect_saved(routed, settings)
     require(batch_size >= 1, f"batch_size must be at least 1, got {batch_size}")
+    words, origin = as_text(text)
+    options = {"device": device, "revision": revision, "trust_remote_code": trust_remote_code}
+    loaded = as_model(source, "inspect takes a trace or summary, or", dtype=dtype, **options)
+    model, clock = loaded.model, _Clock()
     names = _chosen_names(model, layers)
     plan = replace(jump_settings or JumpSettings(), seed=seed)
     if loss_jumps and not plan.loss_swaps:
         plan = replace(plan, loss_swaps=32)
-    clock, length = _Clock(), sequence_length or _default_length(model)
     with clock("tokenise"):
-        tokenised = tokenise(tokenizer, text, tokens, length)
+        length = sequence_length or default_length(model)
+        tokenised = tokenise(loaded.tokenizer, words, tokens, length)
     run = _Run(model, names, tokenised, batch_size, progress or _silent)
     sampler = run.sampler(plan) if jumps else None
     with clock("forward"):
         trace = run.trace(sampler)
-    trace = replace(trace, provenance=_provenance(trace, tokenised, source, batch_size, seed))
+    facts = _provenance(trace, tokenised, origin, batch_size, seed)
+    trace = replace(trace, provenance=facts)
     with clock("measure"), one_thread():  # many small operations
         measures = measure(trace, settings, linear_weights(model, trace))
     with clock("jumps"):
         found = run.jumps(trace, sampler, plan, loss_jumps)
     trace = replace(trace, layers=tuple(replace(layer, inputs=None) for layer in trace.layers))
-    if trace_folder is not None:
-        save_trace(trace, trace_folder)
-    inspection = Inspection(
-        verdict=verdict(measures, found),
-        findings=findings(measures, found),
-        metrics=metrics(measures, found),
+    facts = facts | ({"model": loaded.name} if loaded.name else {})
+    sample, timings = text_sample(trace, tokenised), clock.timings(trace.n_tokens)
+    return _inspection(measures, found, sample, facts, timings, trace)
+
+
+def _saved_routing(source: object) -> RoutingTrace | RoutingSummary | None:
+    """The trace or summary that `source` is or names; None for a model."""
+    if isinstance(source, RoutingTrace | RoutingSummary):
+        return source
+    if not isinstance(source, str | Path) or source_kind(source) == "model":
+        return None
+    found = load(source)
+    if isinstance(found, RoutingTrace | RoutingSummary):
+        return found
+    raise ParameterError(f"{source} is a saved result: read it with tieline.load")
+
+
+def _inspect_saved(
+    routed: RoutingTrace | RoutingSummary, settings: MeasureSettings | None
+) -> Inspection:
+    """What can be measured of a saved run without its model."""
+    clock = _Clock()
+    with clock("measure"), one_thread():
+        if isinstance(routed, RoutingSummary):
+            measures, trace = measure_summary(routed, settings), routed.sample
+        else:
+            measures, trace = measure(routed, settings), routed
+    jumps = tuple(LayerJumps(layer.name, None, NO_MODEL) for layer in measures.layers)
+    return _inspection(measures, jumps, None, dict(measures.provenance), clock.timings(), trace)
+
+
+def _inspection(
+    measures: RoutingMeasures,
+    jumps: tuple[LayerJumps, ...],
+    sample: TextSample | None,
+    provenance: dict[str, object],
+    timings: dict[str, float],
+    trace: RoutingTrace,
+) -> Inspection:
+    return Inspection(
+        verdict=verdict(measures, jumps),
+        findings=findings(measures, jumps),
+        metrics=metrics(measures, jumps),
         measures=measures,
-        jumps=found,
-        sample=text_sample(trace, tokenised),
-        provenance=dict(trace.provenance),
-        timings=clock.timings(trace.n_tokens),
+        jumps=jumps,
+        sample=sample,
+        provenance=provenance,
+        timings=timings,
+        trace=trace,
     )
-    return Inspected(inspection, trace)
 
 
 class _Run(NamedTuple):
@@ -243,11 +247,12 @@ class _Clock:
         yield
         self._seconds[stage] = time.perf_counter() - before
 
-    def timings(self, tokens: int) -> dict[str, float]:
+    def timings(self, tokens: int = 0) -> dict[str, float]:
         """Seconds of each stage, in all, and the tokens per second of the forward passes."""
-        rate = tokens / max(self._seconds["forward"], 1e-9)
-        total = time.perf_counter() - self._start
-        return {**self._seconds, "total": total, "tokens_per_second": rate}
+        found = {**self._seconds, "total": time.perf_counter() - self._start}
+        if "forward" in found:
+            found["tokens_per_second"] = tokens / max(found["forward"], 1e-9)
+        return found
 
 
 def _chosen_names(model: nn.Module, layers: Collection[str | int] | None) -> tuple[str, ...]:
@@ -258,11 +263,6 @@ def _chosen_names(model: nn.Module, layers: Collection[str | int] | None) -> tup
     wrong = [x for x in layers if isinstance(x, int) and not 0 <= x < len(known)]
     require(not wrong, f"no layers {wrong}: the model has routers 0 to {len(known) - 1}")
     return tuple(chosen_routers(model, [known[x] if isinstance(x, int) else x for x in layers]))
-
-
-def _default_length(model: nn.Module) -> int:
-    most = getattr(text_config(model), "max_position_embeddings", None)
-    return min(LONGEST, most) if isinstance(most, int) and most > 1 else LONGEST
 
 
 def _provenance(
@@ -281,4 +281,47 @@ def _provenance(
 
 
 def _silent(stage: str, done: int, total: int) -> None:
-    """Report to nobody."""
+    """Ignore progress."""
+
+
+def inputs_fit(model: nn.Module, names: Collection[str], tokens: int) -> bool:
+    """Whether the router inputs can be captured and fit the memory limit."""
+    families = [family_of(model.get_submodule(name)) for name in names]
+    if any(family is None or family.layout == "method" for family in families):
+        return False
+    dim = getattr(text_config(model), "hidden_size", None)
+    return isinstance(dim, int) and 4 * len(names) * tokens * dim <= MOST_BYTES
+
+
+def linear_weights(model: nn.Module, trace: RoutingTrace) -> dict[str, Tensor]:
+    """(E, D) matrix of each router whose logits are its product with the inputs, up to a bias."""
+    found = {}
+    for layer in trace.layers:
+        router = model.get_submodule(layer.name)
+        matrix = logits_matrix(router)
+        if matrix is not None and layer.inputs is not None and scored(layer) == "ok":
+            matrix = matrix.detach()[: layer.facts.n_experts].float().cpu()
+            if _explains(layer, matrix, _offset(router, len(matrix))):
+                found[layer.name] = matrix
+    return found
+
+
+def _offset(router: nn.Module, experts: int) -> Tensor | float:
+    """The bias of a linear router, or 0."""
+    bias = getattr(router, "bias", None)
+    if not isinstance(bias, Tensor) or bias.shape != (experts,) or bias.is_meta:
+        return 0.0
+    return bias.detach().double().cpu()
+
+
+def _explains(layer: LayerTrace, matrix: Tensor, offset: Tensor | float) -> bool:
+    """Whether the matrix reproduces the logits of the first tokens, up to the model's rounding."""
+    some = take_tokens(layer, slice(PROBES))
+    logits = logit_view(some).logits
+    assert some.inputs is not None
+    if logits is None or some.inputs.shape[1] != matrix.shape[1]:
+        return False
+    made = some.inputs.double() @ matrix.double().T + offset
+    made = made.gather(1, some.experts.long())
+    seen = logits.isfinite()
+    return torch.allclose(made[seen], logits[seen], rtol=0.05, atol=0.05)

@@ -1,18 +1,13 @@
-"""From what was counted to the rows of the audit.
+"""Auditing a model: what low precision and noise do to its routing, and what to keep in float32.
 
-Which routers to leave in float32, so that little memory recovers most of the damage.
+    report = audit("org/model")
+    report.verdict, report.metrics["kl@router bf16"], report.effect("router bf16").keep
 
-The jump-weighted damage of layers on clean inputs adds up, D = Σ_l D_l, so the routers of the most
-damage per byte are kept until a share of D is gone. Whether that holds when errors compound over
-depth is measured by the KL of a run that keeps them.
-
-What the rows of an audit come to, in plain words.
-
-Auditing a model: the text is run clean and under every perturbation, batch by batch.
-
-loaded = load_model(dtype="fp32")
-result = audit_precision(loaded.model, loaded.tokenizer, shipped_text())
-result.verdict
+The text is run clean and under every perturbation, batch by batch: each router by itself on clean
+inputs (`LocalRuns`), and the whole model (`FullRuns`), where effects add up over depth. The
+jump-weighted damage of layers on clean inputs adds up, D = Σ_l D_l, so the routers with the most
+damage per byte are kept in float32 until the wanted share of D is gone; the KL of a run that keeps
+them shows whether that holds when errors compound.
 """
 
 import hashlib
@@ -46,17 +41,18 @@ from tieline.analysis.precision_runs import (
     LocalRuns,
     model_logits,
 )
+from tieline.analysis.sources import SHIPPED, ModelSource, Text, as_model, as_text, default_length
 from tieline.analysis.text import TokenisedText, tokenise
 from tieline.core.errors import require
 from tieline.core.statistics import Estimate, SequenceSums, next_token_losses
 from tieline.hf.capture import capture
 from tieline.hf.emulate import modular_routers
 from tieline.hf.formats import FORMATS, format_named
-from tieline.hf.running import batches, forward, only_running, text_config
+from tieline.hf.running import batches, forward, only_running
 
 __all__ = [
     "HARMLESS",
-    "audit_precision",
+    "audit",
     "extra_bytes",
     "harmless",
     "keep_list",
@@ -64,195 +60,14 @@ __all__ = [
     "verdict",
 ]
 
+Progress = Callable[[str, int, int], None]
+
 LEAST_KL = 1e-14
 """Nats below which a KL is the rounding of its own sum."""
-
-
-def perturbation_effect(
-    perturbation: Perturbation, local: Mapping[str, LocalEffect], full: FullEffect
-) -> PerturbationEffect:
-    """The row of one perturbation.
-
-    Args:
-        perturbation: what was done.
-        local: what it does to each router by itself, by name.
-        full: what it does in a full run.
-    """
-    layers = tuple(_layer(name, effect, full) for name, effect in local.items())
-    flips = SequenceSums().joined(*(effect.flips for effect in local.values())).mean()
-    everywhere = SequenceSums().joined(*full.flips.values()).mean()
-    kl, floor = full.kl.mean(), full.floor.mean()
-    return PerturbationEffect(
-        name=perturbation.name,
-        kind=perturbation.kind,
-        level=perturbation.level,
-        part=perturbation.part,
-        local=flips,
-        local_flips=sum(effect.seen for effect in local.values()),
-        predicted=_mean([layer.predicted for layer in layers]),
-        predicted_low=_mean([layer.predicted_low for layer in layers]),
-        full=everywhere,
-        any_layer=full.any_layer.mean(),
-        compounding=_ratio(everywhere, flips),
-        moved=full.moved.mean(),
-        moved_p99=_quantile(torch.cat(full.shares), 0.99) if full.shares else None,
-        damage=SequenceSums().joined(*(effect.damage for effect in local.values())).mean(),
-        loss=full.loss.mean(),
-        kl=kl,
-        kl_floor=floor,
-        by_flips=_gone(kl, floor),
-        layers=layers,
-    )
-
-
-def _layer(name: str, effect: LocalEffect, full: FullEffect) -> LayerEffect:
-    tokens = sum(int(count.sum()) for count in effect.flips.counts)
-    return LayerEffect(
-        name=name,
-        local=effect.flips.mean(),
-        local_flips=effect.seen,
-        repeats=effect.trials / tokens,
-        predicted=effect.high.mean().value,
-        predicted_low=effect.low.mean().value,
-        full=full.flips.get(name, SequenceSums()).mean(),
-        damage=effect.damage.mean(),
-    )
-
-
-def _mean(values: list[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if len(known) == len(values) else None
-
-
-def _ratio(above: Estimate, below: Estimate) -> float | None:
-    if above.value is None or not below.value:
-        return None
-    return above.value / below.value
-
-
-def _gone(kl: Estimate, floor: Estimate) -> float | None:
-    """1 - floor / KL; None where there is no KL to speak of."""
-    if kl.value is None or floor.value is None or kl.value < LEAST_KL:
-        return None
-    return 1 - floor.value / kl.value
-
-
-def _quantile(values: torch.Tensor, level: float) -> float:
-    place = min(len(values) - 1, int(level * len(values)))
-    return values.sort().values[place].item()
-
-
-def extra_bytes(router: nn.Module, number_format: str) -> int:
-    """Bytes that the router's weights take in float32 beyond those of the format."""
-    bits = 32 - format_named(number_format).bits
-    return sum(weight.numel() for weight in router.parameters()) * bits // 8
-
-
-def keep_list(damages: Mapping[str, float], costs: Mapping[str, int], wanted: float) -> KeepList:
-    """The routers whose damage is at least `wanted` of the whole, by damage per byte.
-
-    Args:
-        damages: jump-weighted damage D_l >= 0 of each layer.
-        costs: bytes to keep each layer's router in float32.
-        wanted: share of the damage to recover, in (0, 1].
-    """
-    require(0 < wanted <= 1, f"the share of damage to recover is in (0, 1], got {wanted}")
-    whole = sum(damages.values())
-    order = sorted(damages, key=lambda name: damages[name] / max(1, costs[name]), reverse=True)
-    kept: list[str] = []
-    gone = 0.0
-    for name in order:
-        if gone >= wanted * whole * (1 - 1e-12) or damages[name] <= 0:
-            break
-        kept.append(name)
-        gone += damages[name]
-    return KeepList(
-        wanted=wanted,
-        layers=tuple(kept),
-        recovered=gone / whole if whole > 0 else 0.0,
-        bytes=sum(costs[name] for name in kept),
-        bytes_all=sum(costs.values()),
-    )
-
 
 HARMLESS = 0.001
 """Nats per token by which a format may raise the loss and count as harmless."""
 
-
-def harmless(row: PerturbationEffect) -> bool:
-    """Whether the loss rises by less than `HARMLESS`, and the KL is not larger than that either."""
-    risen, kl = row.loss.value, row.kl.value
-    return risen is not None and kl is not None and max(risen, kl) < HARMLESS
-
-
-def verdict(rows: Sequence[PerturbationEffect]) -> str:
-    """Which formats the routers bear, where damage comes from, and whether it compounds."""
-    routers = [row for row in rows if row.kind == "rounding" and row.part == "router"]
-    if not routers:
-        return "No rounding of the routers was run: nothing is said about formats."
-    parts = (_borne(routers), _worst(routers), _whole(rows), _advice(routers))
-    return " ".join(filter(None, parts))
-
-
-def _advice(routers: Sequence[PerturbationEffect]) -> str:
-    """What to do with the routers."""
-    good = [row for row in routers if harmless(row)]
-    if len(good) == len(routers):
-        return "What to do: store the routers in any of these formats."
-    if not good:
-        return "What to do: keep the routers in float32."
-    names = ", ".join(str(row.level) for row in good)
-    return f"What to do: store the routers in one of {names}, or keep them in float32."
-
-
-def _borne(routers: Sequence[PerturbationEffect]) -> str:
-    good = [row for row in routers if harmless(row)]
-    if not good:
-        return f"No format is harmless for the routers: each costs {HARMLESS:g} nats per token."
-    small = min(good, key=lambda row: (FORMATS[str(row.level)].bits, row.kl.value or 0.0))
-    names = ", ".join(str(row.level) for row in good)
-    flips, cost = percent(small.full.value or 0.0), _nats(small.kl.value)
-    return (
-        f"The routers bear {names} (under {HARMLESS:g} nats per token): of these {small.level} is "
-        f"the smallest, with {flips} of tokens changing experts per layer and a KL of {cost}."
-    )
-
-
-def _worst(routers: Sequence[PerturbationEffect]) -> str:
-    bad = [row for row in routers if not harmless(row)]
-    if not bad:
-        return ""
-    worst = max(bad, key=lambda row: row.kl.value or 0.0)
-    flips, cost, risen = worst.full.value or 0.0, _nats(worst.kl.value), worst.loss.value or 0.0
-    names = ", ".join(str(row.level) for row in bad)
-    return (
-        f"They do not bear {names}: under {worst.level}, {percent(flips)} of tokens change experts "
-        f"per layer, for a KL of {cost} and {risen:+.2g} nats of loss."
-    )
-
-
-def _whole(rows: Sequence[PerturbationEffect]) -> str:
-    """The whole model in bf16, or in what comes first: flips add up over depth."""
-    model = [row for row in rows if row.part == "model" and row.kind == "rounding"]
-    model.sort(key=lambda row: row.level != "bf16")
-    if not model or model[0].compounding is None:
-        return ""
-    row, share = model[0], model[0].by_flips
-    flips = f"{percent(row.full.value or 0.0)} of tokens change experts per layer"
-    more = f"{row.compounding:.1f} times what each router does by itself"
-    words = f"With the whole model in {row.level}, {flips}, {more}"
-    if share is None or share < 0.01:
-        return f"{words}."
-    return f"{words}, and flips are behind {percent(min(1.0, share))} of the damage."
-
-
-def _nats(value: float | None) -> str:
-    return f"{value or 0.0:.2g} nats"
-
-
-Progress = Callable[[str, int, int], None]
-
-LONGEST = 512
 SPARE = 1.5
 """Flips aimed at, over those asked for: the number of them is random too."""
 
@@ -260,55 +75,66 @@ FOR_RUNS = 0.85
 """Part of the time that the main runs may take; the rest is for runs with kept layers."""
 
 
-def audit_precision(
-    model: nn.Module,
-    tokenizer: Any,
-    text: str,
+def audit(
+    source: ModelSource = SHIPPED,
     *,
+    text: Text = None,
     tokens: int = 16384,
     batch_size: int = 8,
     sequence_length: int | None = None,
+    formats: Sequence[str] | None = None,
     perturbations: Sequence[Perturbation] | None = None,
     seed: int = 0,
     flips: int = 3000,
     recover: float = 0.9,
     budget_minutes: float | None = None,
-    source: str = "",
+    dtype: str = "fp32",
+    device: str = "cpu",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> PrecisionAudit:
-    """What low precision and noise do to the routing of `model` on `text`, and what it costs.
+    """Measure what low precision and noise do to a model's routing, and what that costs.
 
     The model should run in float32: what its own precision already does is part of the clean run.
 
     Args:
-        model: a Mixture-of-Experts language model of transformers.
-        tokenizer: its tokenizer.
-        text: what to run.
+        source: a hub id, a folder, "shipped" for the model in the box, or `(model, tokenizer)`.
+        text: what to run: a str, the Path of a file, or None for the text in the box.
         tokens: how many tokens of it. The KL is heavy-tailed: 16,384 are few enough.
         batch_size: sequences per forward pass.
         sequence_length: tokens per sequence; by default 512, or what the model takes if less.
-        perturbations: what to do; `standard_perturbations()` by default.
-        seed: of all noise.
+        formats: number formats to round to, such as "bf16" or "int4_group"; by default all.
+        perturbations: what to do instead of `standard_perturbations(formats)`.
+        seed: seed of all noise.
         flips: Gaussian noise of the scores is drawn until it made so many layer-local flips.
         recover: share of the damage that the list of layers to keep in float32 shall recover.
-        budget_minutes: time after which nothing more is begun; what is left out is told.
-        source: where the text is from, for the record.
-        progress: is told how far the work is.
+        budget_minutes: begin nothing more after so many minutes, and record what was left out.
+        dtype: precision to load a named model in.
+        device: where to load it: "cpu", "cuda", "cuda:1", ... or "auto".
+        revision: its branch, tag or commit on the hub.
+        trust_remote_code: whether code that comes with it may run.
+        progress: called with stage, done and total while the work goes on.
     """
     require(batch_size >= 1, f"batch_size must be at least 1, got {batch_size}")
     require(0 < recover <= 1, f"recover is a share of the damage in (0, 1], got {recover}")
     limit = float("inf") if budget_minutes is None else 60 * budget_minutes
     require(limit > 0, f"budget_minutes must be positive, got {budget_minutes}")
-    chosen = tuple(dict.fromkeys(perturbations or standard_perturbations()))
-    length = sequence_length or _default_length(model)
-    tokenised = tokenise(tokenizer, text, tokens, length)
+    names = [format_named(name).name for name in formats or FORMATS]
+    chosen = tuple(dict.fromkeys(perturbations or standard_perturbations(names)))
+    words, origin = as_text(text)
+    options = {"device": device, "revision": revision, "trust_remote_code": trust_remote_code}
+    model, tokenizer, name = as_model(source, "audit takes", dtype=dtype, **options)
+    length = sequence_length or default_length(model)
+    tokenised = tokenise(tokenizer, words, tokens, length)
     with only_running(model):
         work = _Work(model, tokenised, chosen, batch_size, seed, flips, limit, progress or _silent)
         work.run()
         effects = work.with_keeps(work.rows(), recover)
-    facts = {"source": source, "characters": tokenised.characters, "sha256": _digest(tokenised)}
+    facts = {"source": origin, "characters": tokenised.characters, "sha256": _digest(tokenised)}
     settings = {"batch_size": batch_size, "sequence_length": length, "seed": seed, "flips": flips}
-    return work.result(effects, {"text": facts, **settings})
+    named = {"model": name} if name else {}
+    return work.result(effects, {**named, "text": facts, **settings})
 
 
 class _Work:
@@ -479,14 +305,187 @@ def _with_kl(keep: KeepList, sums: SequenceSums | None, row: PerturbationEffect)
     return replace(keep, kl=kl, recovered_kl=1 - kl.value / row.kl.value)
 
 
-def _default_length(model: nn.Module) -> int:
-    most = getattr(text_config(model), "max_position_embeddings", None)
-    return min(LONGEST, most) if isinstance(most, int) and most > 1 else LONGEST
-
-
 def _digest(text: TokenisedText) -> str:
     return hashlib.sha256("".join(text.pieces).encode(errors="surrogatepass")).hexdigest()
 
 
 def _silent(stage: str, done: int, total: int) -> None:
-    """Report to nobody."""
+    """Ignore progress."""
+
+
+def perturbation_effect(
+    perturbation: Perturbation, local: Mapping[str, LocalEffect], full: FullEffect
+) -> PerturbationEffect:
+    """The row of one perturbation.
+
+    Args:
+        perturbation: what was done.
+        local: what it does to each router by itself, by name.
+        full: what it does in a full run.
+    """
+    layers = tuple(_layer(name, effect, full) for name, effect in local.items())
+    flips = SequenceSums().joined(*(effect.flips for effect in local.values())).mean()
+    everywhere = SequenceSums().joined(*full.flips.values()).mean()
+    kl, floor = full.kl.mean(), full.floor.mean()
+    return PerturbationEffect(
+        name=perturbation.name,
+        kind=perturbation.kind,
+        level=perturbation.level,
+        part=perturbation.part,
+        local=flips,
+        local_flips=sum(effect.seen for effect in local.values()),
+        predicted=_mean([layer.predicted for layer in layers]),
+        predicted_low=_mean([layer.predicted_low for layer in layers]),
+        full=everywhere,
+        any_layer=full.any_layer.mean(),
+        compounding=_ratio(everywhere, flips),
+        moved=full.moved.mean(),
+        moved_p99=_quantile(torch.cat(full.shares), 0.99) if full.shares else None,
+        damage=SequenceSums().joined(*(effect.damage for effect in local.values())).mean(),
+        loss=full.loss.mean(),
+        kl=kl,
+        kl_floor=floor,
+        by_flips=_gone(kl, floor),
+        layers=layers,
+    )
+
+
+def _layer(name: str, effect: LocalEffect, full: FullEffect) -> LayerEffect:
+    tokens = sum(int(count.sum()) for count in effect.flips.counts)
+    return LayerEffect(
+        name=name,
+        local=effect.flips.mean(),
+        local_flips=effect.seen,
+        repeats=effect.trials / tokens,
+        predicted=effect.high.mean().value,
+        predicted_low=effect.low.mean().value,
+        full=full.flips.get(name, SequenceSums()).mean(),
+        damage=effect.damage.mean(),
+    )
+
+
+def _mean(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if len(known) == len(values) else None
+
+
+def _ratio(above: Estimate, below: Estimate) -> float | None:
+    if above.value is None or not below.value:
+        return None
+    return above.value / below.value
+
+
+def _gone(kl: Estimate, floor: Estimate) -> float | None:
+    """1 - floor / KL; None where there is no KL to speak of."""
+    if kl.value is None or floor.value is None or kl.value < LEAST_KL:
+        return None
+    return 1 - floor.value / kl.value
+
+
+def _quantile(values: torch.Tensor, level: float) -> float:
+    place = min(len(values) - 1, int(level * len(values)))
+    return values.sort().values[place].item()
+
+
+def extra_bytes(router: nn.Module, number_format: str) -> int:
+    """Bytes that the router's weights take in float32 beyond those of the format."""
+    bits = 32 - format_named(number_format).bits
+    return sum(weight.numel() for weight in router.parameters()) * bits // 8
+
+
+def keep_list(damages: Mapping[str, float], costs: Mapping[str, int], wanted: float) -> KeepList:
+    """The routers whose damage is at least `wanted` of the whole, by damage per byte.
+
+    Args:
+        damages: jump-weighted damage D_l >= 0 of each layer.
+        costs: bytes to keep each layer's router in float32.
+        wanted: share of the damage to recover, in (0, 1].
+    """
+    require(0 < wanted <= 1, f"the share of damage to recover is in (0, 1], got {wanted}")
+    whole = sum(damages.values())
+    order = sorted(damages, key=lambda name: damages[name] / max(1, costs[name]), reverse=True)
+    kept: list[str] = []
+    gone = 0.0
+    for name in order:
+        if gone >= wanted * whole * (1 - 1e-12) or damages[name] <= 0:
+            break
+        kept.append(name)
+        gone += damages[name]
+    return KeepList(
+        wanted=wanted,
+        layers=tuple(kept),
+        recovered=gone / whole if whole > 0 else 0.0,
+        bytes=sum(costs[name] for name in kept),
+        bytes_all=sum(costs.values()),
+    )
+
+
+def harmless(row: PerturbationEffect) -> bool:
+    """Whether the loss rises by less than `HARMLESS`, and the KL is not larger than that either."""
+    risen, kl = row.loss.value, row.kl.value
+    return risen is not None and kl is not None and max(risen, kl) < HARMLESS
+
+
+def verdict(rows: Sequence[PerturbationEffect]) -> str:
+    """Which formats the routers bear, where damage comes from, and whether it compounds."""
+    routers = [row for row in rows if row.kind == "rounding" and row.part == "router"]
+    if not routers:
+        return "No rounding of the routers was run: nothing is said about formats."
+    parts = (_borne(routers), _worst(routers), _whole(rows), _advice(routers))
+    return " ".join(filter(None, parts))
+
+
+def _advice(routers: Sequence[PerturbationEffect]) -> str:
+    """What to do with the routers."""
+    good = [row for row in routers if harmless(row)]
+    if len(good) == len(routers):
+        return "What to do: store the routers in any of these formats."
+    if not good:
+        return "What to do: keep the routers in float32."
+    names = ", ".join(str(row.level) for row in good)
+    return f"What to do: store the routers in one of {names}, or keep them in float32."
+
+
+def _borne(routers: Sequence[PerturbationEffect]) -> str:
+    good = [row for row in routers if harmless(row)]
+    if not good:
+        return f"No format is harmless for the routers: each costs {HARMLESS:g} nats per token."
+    small = min(good, key=lambda row: (FORMATS[str(row.level)].bits, row.kl.value or 0.0))
+    names = ", ".join(str(row.level) for row in good)
+    flips, cost = percent(small.full.value or 0.0), _nats(small.kl.value)
+    return (
+        f"The routers bear {names} (under {HARMLESS:g} nats per token): of these {small.level} is "
+        f"the smallest, with {flips} of tokens changing experts per layer and a KL of {cost}."
+    )
+
+
+def _worst(routers: Sequence[PerturbationEffect]) -> str:
+    bad = [row for row in routers if not harmless(row)]
+    if not bad:
+        return ""
+    worst = max(bad, key=lambda row: row.kl.value or 0.0)
+    flips, cost, risen = worst.full.value or 0.0, _nats(worst.kl.value), worst.loss.value or 0.0
+    names = ", ".join(str(row.level) for row in bad)
+    return (
+        f"They do not bear {names}: under {worst.level}, {percent(flips)} of tokens change experts "
+        f"per layer, for a KL of {cost} and {risen:+.2g} nats of loss."
+    )
+
+
+def _whole(rows: Sequence[PerturbationEffect]) -> str:
+    """The whole model in bf16, or in what comes first: flips add up over depth."""
+    model = [row for row in rows if row.part == "model" and row.kind == "rounding"]
+    model.sort(key=lambda row: row.level != "bf16")
+    if not model or model[0].compounding is None:
+        return ""
+    row, share = model[0], model[0].by_flips
+    flips = f"{percent(row.full.value or 0.0)} of tokens change experts per layer"
+    more = f"{row.compounding:.1f} times what each router does by itself"
+    words = f"With the whole model in {row.level}, {flips}, {more}"
+    if share is None or share < 0.01:
+        return f"{words}."
+    return f"{words}, and flips are behind {percent(min(1.0, share))} of the damage."
+
+
+def _nats(value: float | None) -> str:
+    return f"{value or 0.0:.2g} nats"

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from tieline.analysis.perturbations import Perturbation, noise_generator
 from tieline.analysis.precision_runs import FullRuns, model_logits
+from tieline.analysis.sources import save_model
 from tieline.core.errors import ShapeError, require
 from tieline.core.records import Result
 from tieline.core.statistics import (
@@ -173,6 +174,10 @@ class Repair(Result):
     def to_dict(self) -> dict[str, Any]:
         """Return format, version and all fields as JSON values."""
         return super().to_dict() | {"smoothing": self.smoothing.to_dict()}
+
+    def save(self, folder: Any) -> None:
+        """Save the smoothed model, its tokenizer and this result in a new folder."""
+        save_model(folder, self.smoothed, self.tokenizer, tieline_smooth=self.to_json())
 
     @property
     def metrics(self) -> dict[str, float]:

@@ -10,24 +10,36 @@ import functools
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
+import click
 import typer
+from typer.core import TyperGroup
 
 from tieline._version import __version__
-from tieline.cli.input import with_json_target
+from tieline.cli.input import with_json_target, with_new_names
 from tieline.core.errors import TielineError
 
 __all__ = [
     "BAD_INPUT",
     "CONDITION_HELD",
     "FINE",
+    "GROUPS",
     "Address",
+    "BatchSize",
     "Debug",
+    "Device",
     "Engine",
+    "Executor",
+    "Html",
     "Jobs",
     "Json",
+    "ModelName",
+    "Revision",
     "Seed",
+    "TextFile",
+    "TrustRemoteCode",
     "app",
     "guarded",
     "main",
@@ -35,6 +47,14 @@ __all__ = [
 ]
 
 FINE, CONDITION_HELD, BAD_INPUT, OUR_BUG, INTERRUPTED = 0, 1, 2, 3, 130
+GROUPS = {
+    "Look": ("inspect", "diff", "audit"),
+    "Repair": ("smooth", "upcycle"),
+    "Files": ("merge",),
+    "Lab": ("train", "design", "rates", "reproduce"),
+}
+"""The commands as the help groups them; each is a file of this folder."""
+
 EXTRAS = {
     "transformers": "hf",
     "plotly": "report",
@@ -46,35 +66,75 @@ EXTRAS = {
     "joblib": "cluster",
     "distributed": "cluster",
 }
+"""The optional dependency that installs each package."""
+
+
+class _Grouped(TyperGroup):
+    """Lists the commands under the headings of `GROUPS`."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [name for names in GROUPS.values() for name in names]
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for heading, names in GROUPS.items():
+            found = [(name, self.get_command(ctx, name)) for name in names]
+            rows = [(name, one.get_short_help_str(200)) for name, one in found if one is not None]
+            with formatter.section(heading):
+                formatter.write_dl(rows)
+
 
 app = typer.Typer(
-    add_completion=False,
+    cls=_Grouped,
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    help="Measures, explains and removes the routing ties of Mixture-of-Experts models.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Measure, explain and remove the routing ties of Mixture-of-Experts models.",
 )
 
+ModelName = Annotated[
+    str,
+    typer.Argument(
+        help="Folder or hub id; by default the model in the box.",
+        metavar="MODEL",
+        show_default=False,
+    ),
+]
+TextFile = Annotated[
+    Path | None, typer.Option(help="Text to run, UTF-8; by default the one in the box.")
+]
+BatchSize = Annotated[int, typer.Option(help="Sequences per forward pass.", min=1)]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ... or auto.")]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Allow code that comes with MODEL to run.")
+]
+Html = Annotated[
+    Path | None, typer.Option("--html", metavar="FILE.html", help="Write the page with charts.")
+]
 Json = Annotated[
     str | None,
     typer.Option("--json", metavar="[FILE.json|-]", help="Write JSON to a file or to stdout."),
 ]
-Seed = Annotated[int, typer.Option(help="Seed of everything that is drawn at random.", min=0)]
-Debug = Annotated[bool, typer.Option("--debug", help="Show where a bug of ours happened.")]
-Engine = Annotated[str, typer.Option(help="loky (processes here), dask (a cluster) or serial.")]
+Seed = Annotated[int, typer.Option(help="Seed of all random numbers.", min=0)]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of a bug.")]
+Executor = Annotated[
+    str, typer.Option("--executor", help="loky (processes here), dask (a cluster) or serial.")
+]
+Engine = Executor
 Address = Annotated[str | None, typer.Option(help="Of the Dask scheduler, tcp://host:8786.")]
 Jobs = Annotated[int, typer.Option(help="Processes at once; -1 for one per core.")]
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run a command and leave with its exit code."""
-    words = with_json_target(sys.argv[1:] if arguments is None else arguments)
-    app(words, prog_name="tieline")
+    """Run a command and exit with its code."""
+    words = with_new_names(sys.argv[1:] if arguments is None else arguments)
+    app(with_json_target(words), prog_name="tieline")
     raise SystemExit(FINE)
 
 
 def guarded(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with every way it can end turned into an exit code and one message."""
+    """Turn every way a command can end into an exit code and one message."""
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
@@ -107,7 +167,7 @@ def _leave(code: int, problem: BaseException, words: str, debug: bool) -> NoRetu
 
 
 def say(words: str) -> None:
-    """Tell the user on stderr."""
+    """Print a message to stderr."""
     print(words, file=sys.stderr)
 
 
@@ -122,8 +182,8 @@ def _root(
     version: Annotated[
         bool | None,
         typer.Option(
-            "--version", callback=_show_version, is_eager=True, help="Show the version and leave."
+            "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
         ),
     ] = None,
 ) -> None:
-    """What every command shares."""
+    """Options of `tieline` itself."""

@@ -1,29 +1,51 @@
 """Reading what the user typed.
 
+with_new_names     options by their old names become those of today
 with_json_target   a bare --json means --json -
 layer_choice       "0,2,5-7" or names of routers
-read_text          a text file, refused if it is missing, empty or no text
+share              0.01 or 1%
 """
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
 from tieline.core.errors import ParameterError, require
 
-__all__ = ["layer_choice", "read_text", "with_json_target"]
+__all__ = ["layer_choice", "share", "with_json_target", "with_new_names"]
+
+RENAMED = {
+    "inspect": {"--out": "--html"},
+    "diff": {
+        "--out": "--html",
+        "--experts-a": "--experts-impl-a",
+        "--experts-b": "--experts-impl-b",
+    },
+    "audit": {"--out": "--html"},
+    "smooth": {"--experts": "--experts-impl"},
+    "upcycle": {"--experts": "--n-experts"},
+    "rates": {"--engine": "--executor"},
+    "reproduce": {"--engine": "--executor"},
+}
+"""Old names of options by command; they keep working and are not shown in the help."""
 
 MOST_LAYERS = 100_000
-"""No range of layers is longer, so that a slip of the finger costs no memory."""
+"""Longest range of layers, so that a typing error costs no memory."""
 
 _PLACES = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?", re.ASCII)
 
 
-def with_json_target(words: Sequence[str]) -> list[str]:
-    """The words with "-" (stdout) after each --json that names no file.
+def with_new_names(words: Sequence[str]) -> list[str]:
+    """Replace old names of options, `--out x` and `--out=x`, by those of today."""
+    names = RENAMED.get(words[0], {}) if words else {}
+    split = [word.partition("=") for word in words]
+    return [names.get(head, head) + equals + rest for head, equals, rest in split]
 
-    Only "-" and names that end in .json are taken for its value, so that a model or an option may
-    follow a bare --json.
+
+def with_json_target(words: Sequence[str]) -> list[str]:
+    """Insert "-" (stdout) after each --json that names no file.
+
+    Only "-" and names that end in .json are taken as its value, so a model or an option may follow
+    a bare --json.
     """
     done: list[str] = []
     for place, word in enumerate(words):
@@ -45,20 +67,16 @@ def layer_choice(words: str | None) -> list[str | int] | None:
     return chosen
 
 
-def read_text(path: Path) -> tuple[str, str]:
-    """The text of a file and the name of the file."""
-    require(path.exists(), f"no such file: {path}")
-    require(path.is_file(), f"not a file: {path}")
-    data = path.read_bytes()
-    require(b"\0" not in data, f"{path} is a binary file, not text")
+def share(option: str, words: str | None) -> float | None:
+    """A share between 0 and 1 from "0.01" or "1%"; None for no words."""
+    if words is None:
+        return None
     try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as problem:
-        raise ParameterError(
-            f"{path} is not UTF-8 text: byte {data[problem.start]:#04x} at offset {problem.start}"
-        ) from problem
-    require(bool(text.strip()), f"{path} is empty: there is nothing to route")
-    return text, path.name
+        number = float(words.removesuffix("%")) / (100 if words.endswith("%") else 1)
+    except ValueError:
+        raise ParameterError(f"{option}: write a share such as 0.01 or 1%, got {words!r}") from None
+    require(0 <= number <= 1, f"{option}: a share lies between 0 and 1, got {words!r}")
+    return number
 
 
 def _places(part: str) -> list[str | int]:
@@ -67,6 +85,7 @@ def _places(part: str) -> list[str | int]:
         return [part]
     first, last = int(match[1]), int(match[2] or match[1])
     require(
-        first <= last < MOST_LAYERS, f"--layers: a range goes up from a layer to one, got {part!r}"
+        first <= last < MOST_LAYERS,
+        f"--layers: a range goes from a lower layer to a higher one, got {part!r}",
     )
     return list(range(first, last + 1))

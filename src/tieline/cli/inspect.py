@@ -1,46 +1,67 @@
 """tieline inspect [MODEL]: how near a model's tokens are to a routing tie."""
 
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from click.core import ParameterSource
 
-from tieline.cli.app import CONDITION_HELD, Debug, Json, Seed, app, guarded, say
-from tieline.cli.input import layer_choice, read_text
-from tieline.cli.models import load
+from tieline.cli.app import (
+    CONDITION_HELD,
+    BatchSize,
+    Debug,
+    Device,
+    Html,
+    Json,
+    Revision,
+    Seed,
+    TextFile,
+    TrustRemoteCode,
+    app,
+    guarded,
+    say,
+)
+from tieline.cli.conditions import Condition, check_names, held, parse_condition
+from tieline.cli.deliver import Outputs, deliver
+from tieline.cli.input import layer_choice
 from tieline.cli.progress import progress_bars
-from tieline.report.conditions import Condition, check_names, held, metric_names, parse_condition
-from tieline.report.numbers import significant
-from tieline.report.outputs import Outputs, to_json
-from tieline.report.terminal import inspection_view
+from tieline.core.errors import require
 
 __all__ = ["inspect"]
+
+OF_MODELS = (
+    *("text", "tokens", "batch_size", "dtype", "device", "layers", "revision", "seed"),
+    *("loss_jumps", "trust_remote_code"),
+)
+"""Options that need a model to run."""
 
 
 @app.command()
 @guarded
 def inspect(
-    model: Annotated[
-        str | None,
-        typer.Argument(help="Folder or hub id; without it, the model in the box.", metavar="MODEL"),
-    ] = None,
-    text: Annotated[
-        Path | None, typer.Option(help="Text to route, UTF-8; by default one in the box.")
-    ] = None,
-    tokens: Annotated[int, typer.Option(help="How many tokens of it.", min=1)] = 16384,
-    batch_size: Annotated[int, typer.Option(help="Sequences per forward pass.", min=1)] = 8,
+    context: typer.Context,
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="Folder or hub id of a model, by default the one in the box; or a saved trace, "
+            "summary or RESULT.json of any command.",
+            metavar="MODEL|TRACE|RESULT.json",
+            show_default=False,
+        ),
+    ] = "shipped",
+    text: TextFile = None,
+    tokens: Annotated[int, typer.Option(help="How many tokens of the text.", min=1)] = 16384,
+    batch_size: BatchSize = 8,
     dtype: Annotated[
-        str, typer.Option(help="auto, fp32, bf16 or fp16: the precision the model runs in.")
+        str, typer.Option(help="Precision the model runs in: auto, fp32, bf16 or fp16.")
     ] = "auto",
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ... or auto.")] = "cpu",
+    device: Device = "cpu",
     layers: Annotated[
         str | None, typer.Option(help="Routed layers, such as 0,2,5-7, or names of routers.")
     ] = None,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")] = None,
+    revision: Revision = None,
     seed: Seed = 0,
-    out: Annotated[Path | None, typer.Option(help="Write the page, report.html.")] = None,
+    html: Html = None,
     json_to: Json = None,
     figure: Annotated[
         Path | None, typer.Option(help="Write a figure for papers: .pdf, .png or .svg.")
@@ -50,74 +71,68 @@ def inspect(
     ] = None,
     fail_if: Annotated[
         list[str] | None,
-        typer.Option(help="Leave with 1 if this holds, 'flip@bf16>0.02'; may be given often."),
+        typer.Option(help="Exit with 1 if this holds, 'flip@bf16>0.02'; can be repeated."),
     ] = None,
     loss_jumps: Annotated[
         bool, typer.Option("--loss-jumps", help="Also measure what flips do to the loss.")
     ] = False,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Let code that comes with MODEL run.")
-    ] = False,
+    trust_remote_code: TrustRemoteCode = False,
     debug: Debug = False,
 ) -> None:
-    """How near a model's tokens are to a routing tie, in which layers, and what a flip costs."""
+    """Measure how near a model's tokens are to a routing tie, and what a flip costs.
+
+    A saved trace or summary is measured without its model; a saved result is shown again.
+    """
     conditions = [parse_condition(words) for words in fail_if or []]
-    outputs = Outputs(out, json_to, figure, save_trace)
+    outputs = Outputs(html, json_to, figure, save_trace)
     outputs.check()
     chosen = layer_choice(layers)
-    words, source = read_text(text) if text else ("", "shipped")
-    check_names(conditions, _known_metrics(loss_jumps))
-    loaded = load(model, revision, dtype, device, trust_remote_code)
-    with progress_bars() as progress:
-        result, trace = _inspect(
-            loaded,
-            words,
-            source=source,
-            tokens=tokens,
-            batch_size=batch_size,
-            layers=chosen,
-            seed=seed,
-            loss_jumps=loss_jumps,
-            progress=progress,
-        )
-        outputs.write(result, trace)
-    _show(result, outputs)
-    _judge(conditions, result["metrics"])
+    from tieline.analysis.findings import metric_names
+    from tieline.analysis.inspect import inspect as run
+    from tieline.analysis.sources import load, quiet_transformers, source_kind
 
-
-def _known_metrics(loss_jumps: bool) -> set[str]:
-    from tieline.geometry.measure_records import MeasureSettings
-
-    grid = MeasureSettings()
-    known = metric_names(grid.precisions, grid.sigmas, grid.probabilities)
-    return known if loss_jumps else known - {"loss"}
-
-
-def _inspect(loaded: Any, text: str, **options: Any) -> tuple[dict[str, Any], Any]:
-    from tieline.analysis.inspect import inspect_model
-    from tieline.hf.shipped import shipped_text
-
-    done = inspect_model(loaded.model, loaded.tokenizer, text or shipped_text(), **options)
-    result: dict[str, Any] = done.inspection.to_dict()
-    result["provenance"] |= {"model": loaded.name}
-    return result, done.trace
-
-
-def _show(result: dict[str, Any], outputs: Outputs) -> None:
-    """The result in the terminal, or as JSON where stdout is asked for."""
-    if outputs.to_stdout:
-        sys.stdout.write(to_json(result))
+    kind = source_kind(source)
+    if kind != "model":
+        _check_saved(context, source, save_trace)
+    if kind == "result":
+        result: Any = load(source)
     else:
-        console = Console(highlight=False, soft_wrap=False)
-        console.print(inspection_view(result, console.width))
-    for path in outputs.files:
-        say(f"wrote {path}")
-    if not outputs.files and not outputs.to_stdout:
-        say("add --out report.html for the page with charts")
+        check_names(conditions, metric_names(loss_jumps))
+        quiet_transformers()
+        with progress_bars() as progress:
+            result = run(
+                source,
+                text=text,
+                tokens=tokens,
+                batch_size=batch_size,
+                layers=chosen,
+                seed=seed,
+                loss_jumps=loss_jumps,
+                dtype=dtype,
+                device=device,
+                revision=revision,
+                trust_remote_code=trust_remote_code,
+                progress=progress,
+            )
+    found = held(conditions, result.metrics)
+    deliver(result, outputs, "add --html report.html for the page with charts")
+    _judge(found)
 
 
-def _judge(conditions: list[Condition], metrics: dict[str, float]) -> None:
-    found = held(conditions, metrics)
+def _check_saved(context: typer.Context, source: str, save_trace: Path | None) -> None:
+    """Refuse options that a saved run has no use for."""
+    given = [
+        f"--{name.replace('_', '-')}"
+        for name in OF_MODELS
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+    ]
+    require(not given, f"{', '.join(given)} is for models, and {source} is saved")
+    require(save_trace is None, f"--save-trace: {source} is saved already")
+
+
+def _judge(found: list[tuple[Condition, float]]) -> None:
+    from tieline.report.numbers import significant
+
     for condition, value in found:
         say(f"failed: {condition.text} ({condition.metric} is {significant(value, 4)})")
     if found:

@@ -1,15 +1,13 @@
-"""tieline merge A B ... -o C: one trace, or one streaming summary, of several."""
+"""tieline merge A B ... -o C: join traces, or streaming summaries."""
 
-import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from tieline.cli.app import Debug, Json, Seed, app, guarded, say
+from tieline.cli.app import Debug, Json, Seed, app, guarded
+from tieline.cli.deliver import Outputs, deliver
 from tieline.cli.progress import progress_bars
-from tieline.core.files import write_whole
-from tieline.report.outputs import Outputs, to_json
 
 __all__ = ["merge"]
 
@@ -23,11 +21,10 @@ def merge(
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="New folder for the whole.")],
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a folder of the same kind that is there.")
+        bool, typer.Option("--overwrite", help="Replace an existing folder of the same kind.")
     ] = False,
     renumber: Annotated[
-        bool,
-        typer.Option("--renumber", help="For traces: give documents new numbers, part after part."),
+        bool, typer.Option("--renumber", help="Give documents of traces new numbers.")
     ] = False,
     seed: Seed = 0,
     json_to: Json = None,
@@ -39,34 +36,9 @@ def merge(
     """
     outputs = Outputs(json=json_to)
     outputs.check()
-    from tieline.trace import merge_folders
+    from tieline.analysis.merge import merge as run
 
     with progress_bars() as progress:
         progress("merge", 0, 1)
-        documents = "renumber" if renumber else "keep"
-        whole = merge_folders(folders, out, overwrite=overwrite, documents=documents)
-        told = _told(whole, folders, out)
-    for path in outputs.files:
-        write_whole(path, to_json(told, "tieline-merge").encode())
-        say(f"wrote {path}")
-    if outputs.to_stdout:
-        sys.stdout.write(to_json(told, "tieline-merge"))
-    else:
-        several = "summaries" if told["kind"] == "summary" else "traces"
-        counts = f"{told['tokens']:,} tokens of {len(folders)} {several}"
-        print(f"{out}: {counts}, {len(told['layers'])} layers")
-
-
-def _told(whole: Any, folders: list[Path], out: Path) -> dict[str, Any]:
-    """What `--json` tells; of a trace every token is kept, of a summary a sample."""
-    from tieline.trace import RoutingTrace
-
-    is_trace = isinstance(whole, RoutingTrace)
-    return {
-        "kind": "trace" if is_trace else "summary",
-        "folders": [str(folder) for folder in folders],
-        "output": str(out),
-        "tokens": whole.n_tokens if is_trace else whole.tokens,
-        "sampled": whole.n_tokens if is_trace else whole.sample.n_tokens,
-        "layers": [layer.name for layer in whole.layers],
-    }
+        result = run(folders, out, overwrite=overwrite, renumber=renumber)
+    deliver(result, outputs)

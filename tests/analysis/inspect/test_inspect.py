@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from tests.hf.tiny import lively, tiny_model
-from tieline.analysis.inspect import inspect_model
+from tieline.analysis.inspect import inspect
 from tieline.analysis.jump import JumpSettings
+from tieline.analysis.sources import load
 from tieline.core.errors import TielineError
 from tieline.geometry.measures import MeasureSettings, measure
 from tieline.hf import capture
-from tieline.hf.loading import load_model
-from tieline.hf.shipped import load_shipped_tokenizer, shipped_text
-from tieline.trace import load_trace
+from tieline.hf.shipped import load_shipped_tokenizer
+from tieline.trace import save_summary, save_trace, summarise
 
 TEXT = "def area(width, height):\n    return width * height  # <script>\n" * 12
 QUICK = MeasureSettings(sigmas=(1e-2,), precisions=("bf16",))
@@ -40,15 +40,13 @@ def result(model, tokenizer, told):
     def progress(stage, done, total):
         told.append((stage, done, total))
 
-    return inspect_model(
-        model,
-        tokenizer,
-        TEXT,
+    return inspect(
+        (model, tokenizer),
+        text=TEXT,
         tokens=200,
         batch_size=3,
         sequence_length=32,
         loss_jumps=True,
-        source="test",
         progress=progress,
         **SMALL,
     )
@@ -70,13 +68,13 @@ def test_the_trace_is_what_capture_gives(model, tokenizer, result):
 
 def test_the_measures_are_those_of_the_trace(result):
     again = measure(result.trace, QUICK)
-    for one, two in zip(again.layers, result.inspection.measures.layers, strict=True):
+    for one, two in zip(again.layers, result.measures.layers, strict=True):
         assert (one.load, one.gap, one.noise) == (two.load, two.gap, two.noise)
         assert two.product.status == two.angular.status == "ok"  # inputs were there for them
 
 
 def test_every_section_is_there(result):
-    inspection = result.inspection
+    inspection = result
     names = [layer.name for layer in result.trace.layers]
     assert [layer.name for layer in inspection.measures.layers] == names
     assert [layer.name for layer in inspection.jumps] == names
@@ -95,10 +93,10 @@ def test_every_section_is_there(result):
 
 
 def test_the_provenance_tells_model_text_and_settings(result):
-    found = result.inspection.provenance
-    assert found == result.trace.provenance == result.inspection.measures.provenance
+    found = result.provenance
+    assert found == result.trace.provenance == result.measures.provenance
     assert found["model_type"] == "olmoe"
-    assert found["text"]["source"] == "test"
+    assert found["text"]["source"] == ""
     assert (found["tokens"], found["sequences"], found["sequence_length"]) == (200, 7, 32)
     assert (found["batch_size"], found["seed"]) == (3, 0)
 
@@ -110,20 +108,20 @@ def test_progress_is_told_to_the_end(result, told):
 
 
 def test_the_dictionary_is_json_and_holds_everything(result):
-    found = result.inspection.to_dict()
+    found = result.to_dict()
     assert json.loads(json.dumps(found, allow_nan=False)) == found
-    jumps = result.inspection.jumps[0].value
+    jumps = result.jumps[0].value
     assert found["jumps"][0]["value"]["near"]["jumps"] == list(jumps.near.jumps)
-    assert found["findings"][0]["text"] == result.inspection.findings[0].text
+    assert found["findings"][0]["text"] == result.findings[0].text
     assert found["measures"]["layers"][0]["name"] == result.trace.layers[0].name
 
 
 def test_the_same_seed_gives_the_same_result(model, tokenizer, result):
     options = {"tokens": 200, "batch_size": 3, "sequence_length": 32, **SMALL}
-    again = inspect_model(model, tokenizer, TEXT, **options)
-    other = inspect_model(model, tokenizer, TEXT, seed=1, **options)
-    assert again.inspection.measures == inspect_model(model, tokenizer, TEXT, **options)[0].measures
-    one, two, three = (r.inspection.jumps[0].value for r in (result, again, other))
+    again = inspect((model, tokenizer), text=TEXT, **options)
+    other = inspect((model, tokenizer), text=TEXT, seed=1, **options)
+    assert again.measures == inspect((model, tokenizer), text=TEXT, **options).measures
+    one, two, three = (r.jumps[0].value for r in (result, again, other))
     assert one.near.jumps == two.near.jumps == three.near.jumps
     assert one.random == two.random != three.random
     assert two.loss is None
@@ -132,36 +130,53 @@ def test_the_same_seed_gives_the_same_result(model, tokenizer, result):
 def test_some_layers_without_jumps(model, tokenizer):
     name = "model.layers.1.mlp.gate"
     for layers in ([1], [name]):
-        found = inspect_model(
-            model, tokenizer, TEXT, tokens=64, layers=layers, jumps=False, settings=QUICK
+        found = inspect(
+            (model, tokenizer), text=TEXT, tokens=64, layers=layers, jumps=False, settings=QUICK
         )
-        (jumps,) = found.inspection.jumps
+        (jumps,) = found.jumps
         assert (jumps.name, jumps.value) == (name, None)
         assert jumps.status == "not measured: jumps were not asked for"
-        assert not [f for f in found.inspection.findings if f.kind == "gap"]
+        assert not [f for f in found.findings if f.kind == "gap"]
 
 
-def test_the_trace_is_saved_whole_or_not_at_all(model, tokenizer, tmp_path):
-    folder = tmp_path / "trace"
-    found = inspect_model(model, tokenizer, TEXT, tokens=64, trace_folder=folder, **SMALL)
-    loaded = load_trace(folder)
-    assert torch.equal(loaded.tokens, found.trace.tokens)
-    assert loaded.provenance == found.trace.provenance
+def test_a_saved_trace_is_measured_without_the_model(result, tmp_path):
+    save_trace(result.trace, tmp_path / "trace")
+    save_summary(summarise(result.trace), tmp_path / "summary")
+    for source in (tmp_path / "trace", str(tmp_path / "trace"), load(tmp_path / "trace")):
+        found = inspect(source, settings=QUICK)
+        assert torch.equal(found.trace.tokens, result.trace.tokens)
+        assert found.measures == measure(result.trace, QUICK)
+        assert found.provenance == result.trace.provenance
+        assert {jumps.status for jumps in found.jumps} == {"not measured: jumps need the model"}
+        assert found.metrics["flip@bf16"] == result.metrics["flip@bf16"]
+        assert "jump" not in found.metrics
+    counted = inspect(tmp_path / "summary", settings=QUICK)
+    assert counted.metrics["dead"] == result.metrics["dead"]
+
+
+def test_the_wrong_kind_of_source_is_refused_with_what_is_taken(model, tmp_path):
+    unchecked = inspect.__wrapped__  # without the type checker of the tests
+    for wrong in (3, model, [model, 1], (1, 2)):
+        with pytest.raises(
+            TielineError, match=r"takes a trace .* a folder, .*\(model, tokenizer\)"
+        ):
+            unchecked(wrong)
+    (tmp_path / "r.json").write_text("{}")
     with pytest.raises(TielineError):
-        inspect_model(model, tokenizer, TEXT, tokens=64, trace_folder=folder, **SMALL)
+        inspect(tmp_path / "r.json")
 
 
 def test_a_short_text_and_the_models_own_length(model, tokenizer):
-    found = inspect_model(model, tokenizer, "two words", tokens=64, **SMALL)
+    found = inspect((model, tokenizer), text="two words", tokens=64, **SMALL)
     assert found.trace.n_tokens == len(tokenizer("two words")["input_ids"])
-    found = inspect_model(model, tokenizer, TEXT, tokens=300, jumps=False, settings=QUICK)
-    assert found.inspection.provenance["sequence_length"] == 128
+    found = inspect((model, tokenizer), text=TEXT, tokens=300, jumps=False, settings=QUICK)
+    assert found.provenance["sequence_length"] == 128
 
 
 def test_the_model_is_left_as_it_was(tokenizer):
     model = lively(tiny_model("olmoe", vocab_size=512)).train()
     classes = [type(module) for module in model.modules()]
-    inspect_model(model, tokenizer, TEXT, tokens=64, **SMALL)
+    inspect((model, tokenizer), text=TEXT, tokens=64, **SMALL)
     assert [type(module) for module in model.modules()] == classes
     assert all(module.training for module in model.modules())
     assert not any(module._forward_hooks for module in model.modules())
@@ -181,16 +196,16 @@ def test_the_model_is_left_as_it_was(tokenizer):
 def test_bad_input_is_refused(model, tokenizer, changes, message):
     arguments = {"text": TEXT, "tokens": 32, **SMALL, **changes}
     with pytest.raises(TielineError, match=message):
-        inspect_model(model, tokenizer, **arguments)
+        inspect((model, tokenizer), **arguments)
 
 
 def test_models_without_experts_and_broken_scores_are_refused(tokenizer):
     with pytest.raises(TielineError, match="not a Mixture-of-Experts model"):
-        inspect_model(torch.nn.Linear(2, 2), tokenizer, TEXT)
+        inspect((torch.nn.Linear(2, 2), tokenizer), text=TEXT)
     broken = lively(tiny_model("olmoe", vocab_size=512))
     broken.model.layers[1].mlp.gate.weight[3] = torch.nan
     with pytest.raises(TielineError, match=r"layer 'model.layers.1.mlp.gate': 32 .* NaN"):
-        inspect_model(broken, tokenizer, TEXT, tokens=32)
+        inspect((broken, tokenizer), text=TEXT, tokens=32)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -199,16 +214,15 @@ def test_other_kinds_of_routers_are_inspected(tokenizer, family):
     sizes = {"vocab_size": 512}
     sizes |= {"vocab_size_per_layer_input": 512} if family == "gemma4" else {}
     model = lively(tiny_model(family, **sizes))
-    found = inspect_model(model, tokenizer, TEXT, tokens=96, sequence_length=32, **SMALL)
-    json.dumps(found.inspection.to_dict(), allow_nan=False)
-    assert any(layer.value is not None for layer in found.inspection.jumps)
+    found = inspect((model, tokenizer), text=TEXT, tokens=96, sequence_length=32, **SMALL)
+    json.dumps(found.to_dict(), allow_nan=False)
+    assert any(layer.value is not None for layer in found.jumps)
 
 
 @pytest.mark.slow
 def test_the_shipped_model():
-    loaded = load_model()
-    found = inspect_model(loaded.model, loaded.tokenizer, shipped_text(), loss_jumps=True)
-    inspection = found.inspection
+    found = inspect("shipped", loss_jumps=True)
+    inspection = found
     assert found.trace.n_tokens == 16384
     assert 0.001 < inspection.metrics["flip@bf16"] < 0.02
     assert all(layer.status == "ok" for layer in inspection.jumps)

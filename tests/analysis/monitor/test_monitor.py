@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.hf.tiny import batch, lively, tiny_model
 from tieline import SmoothTopK, TopK, moe
-from tieline.analysis.inspect import inspect_model
+from tieline.analysis.inspect import inspect
 from tieline.analysis.monitor import JsonlWriter, RoutingMonitor, RoutingWarning
 from tieline.core.errors import TielineError, UnsupportedModelError
 from tieline.geometry.measures import MeasureSettings
@@ -54,10 +54,10 @@ def model():
 def test_scalars_equal_those_of_inspect_on_the_same_tokens(family):
     model = lively(tiny_model(family, vocab_size=512))
     tokenizer = load_shipped_tokenizer()
-    inspected = inspect_model(
-        model, tokenizer, TEXT, tokens=192, sequence_length=32, settings=BF16, jumps=False
+    inspected = inspect(
+        (model, tokenizer), text=TEXT, tokens=192, sequence_length=32, settings=BF16, jumps=False
     )
-    metrics, layers = inspected.inspection.metrics, inspected.inspection.measures.layers
+    metrics, layers = inspected.metrics, inspected.measures.layers
     monitor = quiet(model, training_only=False)
     with torch.no_grad():
         for rows in inspected.trace.tokens.long().view(6, 32).split(4):  # two micro-batches

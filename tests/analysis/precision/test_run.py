@@ -16,7 +16,7 @@ from tests.analysis.zoo import (
 from tests.hf.tiny import batch, lively, tiny_model
 from tieline.analysis import precision as run_module
 from tieline.analysis.perturbations import Perturbation
-from tieline.analysis.precision import audit_precision
+from tieline.analysis.precision import audit
 from tieline.core.errors import ParameterError
 from tieline.hf.shipped import shipped_text
 
@@ -110,10 +110,9 @@ def test_experts_that_the_text_never_hits_are_named():
     for router in (model.model.layers[0].mlp.gate,):
         router.weight[5] = 0
         router.weight[6] = -router.weight[:5].mean(dim=0) * 1e-6
-    result = audit_precision(
-        model,
-        Letters(),
-        words(8),
+    result = audit(
+        (model, Letters()),
+        text=words(8),
         tokens=8,
         sequence_length=8,
         perturbations=some_perturbations()[:1],
@@ -137,10 +136,9 @@ class Clock:
 def test_when_time_is_up_it_says_what_was_left_out(monkeypatch):
     monkeypatch.setattr(run_module, "time", Clock(10.0))
     model, rows = lively(tiny_model("olmoe")), some_perturbations()[:3]
-    result = audit_precision(
-        model,
-        Letters(),
-        words(200),
+    result = audit(
+        (model, Letters()),
+        text=words(200),
         tokens=200,
         sequence_length=20,
         batch_size=2,
@@ -152,10 +150,9 @@ def test_when_time_is_up_it_says_what_was_left_out(monkeypatch):
     assert result.provenance["tokens"] == result.tokens
     assert len(result.effects) == 3
     monkeypatch.setattr(run_module, "time", Clock(30.0))
-    result = audit_precision(
-        model,
-        Letters(),
-        words(40),
+    result = audit(
+        (model, Letters()),
+        text=words(40),
         tokens=40,
         sequence_length=20,
         batch_size=2,
@@ -172,7 +169,7 @@ def test_the_same_seed_gives_the_same_audit_and_the_model_is_left_as_it_was():
 
     def run(seed):
         options = {"tokens": 60, "sequence_length": 20, "perturbations": rows, "seed": seed}
-        return audit_precision(model, Letters(), words(60), **options).effects
+        return audit((model, Letters()), text=words(60), **options).effects
 
     assert run(1) == run(1) != run(2)
     assert (model(input_ids=batch()).logits == before).all()
@@ -190,4 +187,4 @@ def test_the_same_seed_gives_the_same_audit_and_the_model_is_left_as_it_was():
 def test_bad_arguments_are_refused_before_any_run(options, message):
     loaded = shipped()
     with pytest.raises(ParameterError, match=message):
-        audit_precision(loaded.model, loaded.tokenizer, shipped_text(), **options)
+        audit((loaded.model, loaded.tokenizer), text=shipped_text(), **options)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from tieline.core.errors import require
 
-__all__ = ["Condition", "check_names", "held", "metric_names", "parse_condition"]
+__all__ = ["Condition", "check_names", "held", "parse_condition"]
 
 COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     ">": operator.gt,
@@ -23,9 +23,6 @@ COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     "<": operator.lt,
     "<=": operator.le,
 }
-SINGLE_METRICS = frozenset(
-    {"ties", "jump", "jump:worst", "dangerous", "loss", "dead", "cold", "evenness"}
-)
 _NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 _METRIC = r"[a-z][a-z_]*(?:@[A-Za-z0-9_.+-]+)?(?::[a-z]+)?"
 _CONDITION = re.compile(rf"\s*({_METRIC})\s*(>=|<=|>|<)\s*({_NUMBER})\s*(%?)\s*", re.ASCII)
@@ -56,22 +53,6 @@ def parse_condition(text: str) -> Condition:
     assert match is not None
     metric, comparison, number, sign = match.groups()
     return Condition(text.strip(), metric, comparison, float(number) / (100 if sign else 1))
-
-
-def metric_names(
-    formats: Collection[str], sigmas: Collection[float], levels: Collection[float]
-) -> set[str]:
-    """Every metric that an inspection can have.
-
-    Args:
-        formats: number formats that the logits are rounded to.
-        sigmas: standard deviations of the noise.
-        levels: probabilities of the gap's quantiles.
-    """
-    causes = [*formats, *(f"{sigma:g}" for sigma in sigmas)]
-    flips = {f"flip@{cause}{which}" for cause in causes for which in ("", ":any", ":worst")}
-    ties = {f"tie@{name}" for name in formats}
-    return flips | ties | {f"gap@{level:g}" for level in levels} | SINGLE_METRICS
 
 
 def check_names(conditions: Collection[Condition], known: Collection[str]) -> None:

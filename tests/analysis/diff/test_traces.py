@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.analysis.planted import all_scores, layer_of, trace_of, without_scores
-from tieline.analysis.diff import diff, flip_margins, set_flips, weight_moved
+from tieline.analysis.comparison import flip_margins, set_flips, weight_moved
+from tieline.analysis.diff import diff
 from tieline.trace import LayerFacts, LayerTrace
 
 seeds = st.integers(0, 2**16)

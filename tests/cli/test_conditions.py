@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tieline.cli.conditions import check_names, held, parse_condition
 from tieline.core.errors import ParameterError
-from tieline.report.conditions import check_names, held, parse_condition
 
 OPERATORS = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
 NAMES = ("flip@bf16", "flip@0.01:any", "gap@0.5", "jump:worst", "dead", "flip@fp8_e4m3", "x@1e-05")

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tests.hf.tiny import batch, lively, tiny_model
-from tieline.analysis.diff import diff
-from tieline.analysis.diff_models import (
+from tieline.analysis.diff import (
     Side,
+    diff,
     diff_models,
     sequences_of,
     token_distances,
@@ -32,7 +32,7 @@ def test_eager_and_grouped_mm_differ_by_rounding_alone(family):
     a, b = two(family)
     use_experts(a, "eager")
     use_experts(b, "grouped_mm")
-    found = diff_models(Side(a), Side(b), list(batch(6, 32)), batch_size=4).diff
+    found = diff_models(Side(a), Side(b), list(batch(6, 32)), batch_size=4)
     sides = [found.provenance[side]["experts_implementation"] for side in "ab"]
     assert sides == ["eager", "grouped_mm"]
     assert found.metrics["unexplained:count"] == 0
@@ -44,7 +44,7 @@ def test_eager_and_grouped_mm_differ_by_rounding_alone(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_emulated_bf16_flips_near_ties(family):
     a, b = two(family)
-    found = diff_models(Side(a), Side(b, "bf16"), list(batch(6, 32)), batch_size=4).diff
+    found = diff_models(Side(a), Side(b, "bf16"), list(batch(6, 32)), batch_size=4)
     assert found.alignment.notes == ()
     assert found.alignment.tokens == found.alignment.ids_checked == 192
     assert all(1e-5 < layer.attribution.noise < 0.1 for layer in found.layers)
@@ -83,11 +83,11 @@ def test_the_traces_of_a_comparison_are_those_of_each_model_alone():
     a, b = two("olmoe")
     sequences = list(batch(5, 16))
     found = diff_models(Side(a), Side(b, "bf16"), sequences, batch_size=2)
-    for side, trace in ((Side(a), found.trace_a), (Side(b, "bf16"), found.trace_b)):
+    for side, trace in ((Side(a), found.traces[0]), (Side(b, "bf16"), found.traces[1])):
         alone = trace_model(side, sequences, batch_size=2)
         assert identical(trace.layers[1].experts, alone.layers[1].experts)
         assert trace.documents.unique().tolist() == [0, 1, 2, 3, 4]
-    assert diff(found.trace_a, found.trace_b).metrics["flip"] == found.diff.metrics["flip"]
+    assert diff(found.traces[0], found.traces[1]).metrics["flip"] == found.metrics["flip"]
 
 
 def test_a_trace_gives_its_sequences_back_and_its_numbers_to_the_model():
@@ -118,8 +118,8 @@ def test_the_emulation_has_the_noise_of_native_bf16(family):
     """The record's own arithmetic stays out of the emulated format."""
     a, b = two(family)
     sequences, native = list(batch(6, 32)), copy.deepcopy(a).bfloat16()
-    emulated = diff_models(Side(a), Side(b, "bf16"), sequences).diff
-    real = diff_models(Side(a), Side(native), sequences).diff
+    emulated = diff_models(Side(a), Side(b, "bf16"), sequences)
+    real = diff_models(Side(a), Side(native), sequences)
     for layer, other in zip(emulated.layers, real.layers, strict=True):
         assert layer.attribution.noise == pytest.approx(other.attribution.noise, rel=0.15)
     assert emulated.logits.kl == pytest.approx(real.logits.kl, rel=0.5)

@@ -1,0 +1,185 @@
+"""What people have at hand, turned into what the analyses work on.
+
+as_model       a hub id, a folder, "shipped" or a pair (model, tokenizer)
+as_text        a text, a file of text, or nothing for the text in the box
+save_model     write a model and its tokenizer, whole or not at all
+source_kind    whether a name stands for a saved result, a trace, a file of routes or a model
+read_routes    the trace in a folder or in a file of an engine
+load           a saved trace, summary or result
+"""
+
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+from transformers.utils import logging
+
+from tieline.core.errors import ParameterError, TraceError, require
+from tieline.core.files import whole_folder
+from tieline.core.records import Result, read_result
+from tieline.hf.loading import LoadedModel, load_model
+from tieline.hf.running import text_config
+from tieline.hf.shipped import shipped_text
+from tieline.trace.readers import import_trace
+from tieline.trace.record import RoutingTrace
+from tieline.trace.store import folder_kind, load_summary, load_trace
+from tieline.trace.summary import RoutingSummary
+
+__all__ = [
+    "SHIPPED",
+    "ModelSource",
+    "Text",
+    "as_model",
+    "as_text",
+    "default_length",
+    "load",
+    "quiet_transformers",
+    "read_routes",
+    "save_model",
+    "source_kind",
+]
+
+SHIPPED = "shipped"
+"""The name of the model in the box."""
+
+ModelSource = str | Path | tuple[nn.Module, Any] | LoadedModel
+"""A hub id, a folder, "shipped", or a model with its tokenizer."""
+
+Text = str | Path | None
+"""A text itself, a file that holds one, or None for the text in the box."""
+
+SUFFIXES = (".npy", ".npz", ".safetensors", ".csv", ".jsonl")
+"""Files of routes that engines write."""
+
+LONGEST = 512
+"""Tokens per sequence where nothing else is asked for and the model takes as many."""
+
+
+def as_model(source: object, job: str, **options: Any) -> LoadedModel:
+    """The model and tokenizer that a front-door function was given.
+
+    Args:
+        source: what was given.
+        job: beginning of the error if it is of the wrong kind, such as "audit takes".
+        options: of `load_model`, used if the model is loaded here.
+    """
+    if isinstance(source, LoadedModel):
+        return source
+    if isinstance(source, str | Path):
+        boxed = str(source) == SHIPPED and not Path(source).exists()
+        return load_model(None if boxed else source, **options)
+    if isinstance(source, tuple) and len(source) == 2 and isinstance(source[0], nn.Module):
+        return LoadedModel(source[0], source[1], "")
+    bare = "; a model needs its tokenizer beside it" if isinstance(source, nn.Module) else ""
+    raise ParameterError(
+        f'{job} a hub id, a folder, "shipped" or (model, tokenizer), got '
+        f"{type(source).__name__}{bare}"
+    )
+
+
+def as_text(text: Text) -> tuple[str, str]:
+    """The text, and where it is from: "shipped", the name of a file, or nothing."""
+    if text is None:
+        return shipped_text(), "shipped"
+    if isinstance(text, Path):
+        return _read_text(text), text.name
+    require(isinstance(text, str), f"a text is a str or the Path of a file, got {text!r:.80}")
+    return text, ""
+
+
+def _read_text(path: Path) -> str:
+    require(path.exists(), f"no such file: {path}")
+    require(path.is_file(), f"not a file: {path}")
+    data = path.read_bytes()
+    require(b"\0" not in data, f"{path} is a binary file, not text")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as problem:
+        raise ParameterError(
+            f"{path} is not UTF-8 text: byte {data[problem.start]:#04x} at offset {problem.start}"
+        ) from problem
+    require(bool(text.strip()), f"{path} is empty: there is nothing to route")
+    return text
+
+
+def default_length(model: nn.Module, longest: int = LONGEST) -> int:
+    """Tokens per sequence: `longest`, or what the model takes if that is less."""
+    most = getattr(text_config(model), "max_position_embeddings", None)
+    return min(longest, most) if isinstance(most, int) and most > 1 else longest
+
+
+def quiet_transformers() -> None:
+    """Silence warnings of transformers, and its progress bars off a terminal, for commands."""
+    logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+
+
+def save_model(folder: str | Path, model: Any, tokenizer: Any, **texts: str) -> None:
+    """Save a model in a folder, which is complete or absent.
+
+    Args:
+        folder: the folder, which is replaced if it is there.
+        model: a model of transformers; None is refused.
+        tokenizer: its tokenizer, or None.
+        texts: further files by name, with "_" for "-" and without their suffix .json.
+    """
+    require(model is not None, "this result was read from a file: it has no model to save")
+    with whole_folder(Path(folder), replace=True) as half:
+        model.save_pretrained(half)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(half)
+        for name, text in texts.items():
+            (half / f"{name.replace('_', '-')}.json").write_text(text)
+
+
+def source_kind(name: str | Path) -> Literal["result", "trace", "file", "model"]:
+    """What a name stands for.
+
+    A .json file is a saved result, a folder with an index of ours a trace (or summary), another
+    file the routes of an engine, and everything else a model.
+    """
+    path = Path(name)
+    if path.is_file() and path.suffix == ".json":
+        return "result"
+    if path.is_dir() and (path / "tieline.json").is_file():
+        return "trace"
+    return "file" if path.is_file() or path.suffix in SUFFIXES else "model"
+
+
+def read_routes(
+    name: str | Path, n_experts: int | None = None, k: int | None = None
+) -> RoutingTrace:
+    """The trace in a folder of `save_trace` or in a file of an engine.
+
+    Args:
+        name: the folder or file.
+        n_experts: number of experts, for files that do not state it.
+        k: how many experts of each line of a table were chosen.
+    """
+    if source_kind(name) == "file":
+        require(Path(name).is_file(), f"no such file: {name}", TraceError)
+        return import_trace(name, n_experts, k if Path(name).suffix in (".csv", ".jsonl") else None)
+    kind = folder_kind(Path(name))
+    require(kind == "trace", f"{name} is a {kind}: a trace with every token is needed", TraceError)
+    return load_trace(name)
+
+
+def load(path: str | Path) -> RoutingTrace | RoutingSummary | Result:
+    """Read what was saved: the folder of a trace or summary, routes of an engine, or a result.
+
+    Args:
+        path: a folder of `RoutingTrace.save` or `--save-trace`, a folder of a streaming summary, a
+            file of routes (.npy, .npz, .safetensors, .csv, .jsonl), or the JSON of any command.
+    """
+    require(isinstance(path, str | Path), f"load takes a path, got {type(path).__name__}")
+    require(Path(path).exists(), f"no such file or folder: {path}", TraceError)
+    kind = source_kind(path)
+    if kind == "result":
+        return read_result(path)
+    if kind == "model":
+        raise TraceError(f"{path} holds no trace, summary or result (a model is loaded by name)")
+    if kind == "trace" and folder_kind(Path(path)) == "summary":
+        return load_summary(path)
+    return read_routes(path)

@@ -1,0 +1,64 @@
+"""What people have at hand: models, texts, traces and results, taken or refused."""
+
+import pytest
+
+from tests.analysis.planted import all_scores, trace_of
+from tieline.analysis.sources import as_text, load, source_kind
+from tieline.core.errors import ParameterError, TraceError
+from tieline.hf.shipped import shipped_text
+from tieline.trace import save_summary, save_trace, summarise
+from tieline.trace.ops import identical
+
+
+def test_a_text_is_read_with_the_name_of_its_file(tmp_path):
+    (tmp_path / "a.txt").write_bytes("\ufeffGrüße\r\n".encode())
+    assert as_text(tmp_path / "a.txt") == ("Grüße\r\n", "a.txt")
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"", "is empty"),
+        (b" \n\t ", "is empty"),
+        (b"\xef\xbb\xbf", "is empty"),
+        (b"PK\x03\x04\0\0", "is a binary file"),
+        (b"caf\xe9", "is not UTF-8 text: byte 0xe9 at offset 3"),
+    ],
+)
+def test_a_file_that_is_no_text_is_refused(tmp_path, data, words):
+    (tmp_path / "a.txt").write_bytes(data)
+    with pytest.raises(ParameterError, match=words):
+        as_text(tmp_path / "a.txt")
+
+
+def test_a_text_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(ParameterError, match="no such file"):
+        as_text(tmp_path / "a.txt")
+    with pytest.raises(ParameterError, match="not a file"):
+        as_text(tmp_path)
+
+
+def test_a_text_is_itself_or_the_one_in_the_box():
+    assert as_text("words") == ("words", "")
+    assert as_text(None) == (shipped_text(), "shipped")
+
+
+def test_what_was_saved_is_loaded_by_its_kind(tmp_path):
+    trace = trace_of(all_scores(0))
+    save_trace(trace, tmp_path / "trace")
+    save_summary(summarise(trace), tmp_path / "summary")
+    assert identical(load(tmp_path / "trace"), trace)
+    assert load(str(tmp_path / "summary")).tokens == trace.n_tokens
+    assert source_kind(tmp_path / "trace") == source_kind(tmp_path / "summary") == "trace"
+    assert [source_kind(name) for name in ("org/model", "none.npz", "shipped")] == [
+        "model",
+        "file",
+        "model",
+    ]
+
+
+def test_what_holds_nothing_of_ours_is_refused(tmp_path):
+    (tmp_path / "r.json").write_text('{"format": "other", "version": 1}')
+    for name, words in (("none", "no such file"), ("", "no trace"), ("r.json", "unknown format")):
+        with pytest.raises(TraceError, match=words):
+            load(tmp_path / name)
