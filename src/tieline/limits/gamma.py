@@ -1,7 +1,7 @@
-"""Γ-convergence of L_τ to L_0 (Theorem 4.7), shown on two affine experts and a Gaussian input.
+"""Γ-convergence of L_τ to L_0 (Theorem 4.7) for two affine experts and a Gaussian input.
 
 The router must be normalised: with a free scale L_τ(φ) = L_1(φ/τ), so that inf L_τ is one number
-for all τ, the same as inf L_0, and says nothing. Experts are profiled out,
+for all τ, equal to inf L_0. Experts are profiled out,
 Ψ_τ(φ) = min_θ L̃_τ(θ, φ); over unit normals and bounded offsets
 
     sup_φ |Ψ_τ - Ψ_0| → 0,  inf Ψ_τ → inf Ψ_0,  argmin Ψ_τ → argmin Ψ_0.
@@ -17,7 +17,8 @@ from torch import Tensor
 
 from tieline.core.errors import ShapeError, require
 from tieline.core.numerics import one_thread
-from tieline.limits.two_cells import TwoCells, gaussian_profile
+from tieline.limits.risk import check_temperature
+from tieline.limits.two_cells import Covariance, TwoCells, gaussian_profile
 
 __all__ = ["FreeScale", "GammaConvergence", "free_scale", "gamma_convergence", "wall_grid"]
 
@@ -45,6 +46,23 @@ class GammaConvergence:
     distances: tuple[float, ...]
 
 
+@dataclass(frozen=True)
+class FreeScale:
+    """min over scales c of Ψ_τ(cφ) for one wall φ.
+
+    Attributes:
+        taus: temperatures.
+        scales: c.
+        profiles: one row per τ, Ψ_τ(cφ).
+        infima: minimum of each row.
+    """
+
+    taus: tuple[float, ...]
+    scales: tuple[float, ...]
+    profiles: tuple[tuple[float, ...], ...]
+    infima: tuple[float, ...]
+
+
 def wall_grid(angles: int, offsets: Sequence[float] = (0.0,)) -> Float[Tensor, "n 3"]:
     """Unit normals at equal angles in [0, π), with each offset: walls of the plane."""
     require(angles > 0, f"need one angle or more, got {angles=}")
@@ -60,7 +78,7 @@ def gamma_convergence(
     teacher: TwoCells,
     walls: Float[Tensor, "n columns"],
     taus: Sequence[float],
-    covariance: Float[Tensor, "dim dim"] | None = None,
+    covariance: Covariance = None,
 ) -> GammaConvergence:
     """Ψ_τ and Ψ_0 over candidate walls, with infima, minimisers and the uniform gap.
 
@@ -80,7 +98,7 @@ def gamma_convergence(
         bool(((lengths - 1).abs() < 1e-6).all()),
         f"normals must have length 1, got {lengths.min():.9g} … {lengths.max():.9g}",
     )
-    require(all(tau > 0 for tau in taus), f"need temperatures > 0, got {list(taus)}")
+    check_temperature(*taus)
     rows = [_profiles(teacher, walls, tau, covariance) for tau in (*taus, 0.0)]
     profiles = torch.stack(rows)
     infima, at = profiles.min(dim=1)
@@ -105,29 +123,12 @@ def _profiles(teacher: TwoCells, walls: Tensor, tau: float, covariance: Tensor |
     return torch.stack(values)
 
 
-@dataclass(frozen=True)
-class FreeScale:
-    """min over scales c of Ψ_τ(cφ) for one wall φ.
-
-    Attributes:
-        taus: temperatures.
-        scales: c.
-        profiles: one row per τ, Ψ_τ(cφ).
-        infima: minimum of each row.
-    """
-
-    taus: tuple[float, ...]
-    scales: tuple[float, ...]
-    profiles: tuple[tuple[float, ...], ...]
-    infima: tuple[float, ...]
-
-
 def free_scale(
     wall: TwoCells,
     teacher: TwoCells,
     taus: Sequence[float],
     per_tau: Sequence[float],
-    covariance: Float[Tensor, "dim dim"] | None = None,
+    covariance: Covariance = None,
 ) -> FreeScale:
     """Why the scale must be fixed: scales c = τ·r give Ψ_τ(cφ) = Ψ_1(rφ), one curve for every τ.
 
@@ -139,15 +140,15 @@ def free_scale(
         covariance: Σ of the inputs; the identity for None.
     """
     require(all(r > 0 for r in per_tau), f"need scales > 0, got {list(per_tau)}")
+
+    def scaled(c: float) -> TwoCells:
+        return TwoCells(c * wall.normal, c * wall.offset, wall.experts)
+
     rows = tuple(
         tuple(
-            gaussian_profile(_scaled(wall, tau * r), teacher, covariance, tau).value.item()
+            gaussian_profile(scaled(tau * r), teacher, covariance, tau).value.item()
             for r in per_tau
         )
         for tau in taus
     )
     return FreeScale(tuple(taus), tuple(per_tau), rows, tuple(min(row) for row in rows))
-
-
-def _scaled(wall: TwoCells, scale: float) -> TwoCells:
-    return TwoCells(scale * wall.normal, scale * wall.offset, wall.experts)

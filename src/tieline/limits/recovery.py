@@ -1,25 +1,21 @@
-"""Which student expert plays which teacher expert, and what confident misrouting costs.
+"""Which student expert matches which teacher expert, and how far the student is from its teacher.
 
-    agreement_kj = P(Ω*_k ∩ {p_j >= 1 - ε})                              to be matched
+    agreement_kj = P(Ω*_k ∩ {p_j >= 1 - ε})                              match_experts
     E_mis(π) = ∪_k Ω*_k ∩ {p_j >= 1 - ε, j ≠ π(k)}                       eq. 5.8
     E_gap(π) = ∪_k {x ∈ Ω*_k : (f_j - f*_k)² <= γ for the leading j}     eq. 5.12, at the actual θ
-
-The best permutation minimises P(E_mis), which is the Hungarian assignment of `agreement`.
-
-**Lemma 5.16 as printed is wrong.** It claims L̃_int >= γ/4 (P(E_mis(π)) - K(K-1)η) for *every* π,
-η being the mass on which a wrong expert imitates the right one. Take the student that equals the
-teacher, and π the swap: L̃_int = 0 while P(E_mis(π)) is nearly 1, because the experts that are
-"wrong" by π are the right functions, which Assumption 5.11 says nothing about. What holds at the
-actual θ, for every π, is L̃_int >= γ/4 · P(E_mis ∖ E_gap). Both are given.
-
-How far a student is from its teacher after the best relabelling.
-
     η(γ) = max_{k≠l} P(Ω*_k ∩ {(f_l - f*_k)² <= γ})                      Assumption 5.11
     Σ_k E[(f_π(k) - f*_k)² 1_{Ω*_k}]                                     eq. 5.13
     Σ_k P((Ω_π(k) Δ Ω*_k) ∩ G_ε)                                         eq. 5.14
 
-Theorem 5.17 bounds both errors of a global minimiser by constants C_1, C_2 times boundary masses,
-η and ε²; the constants are not given, so they are measured here as ratios.
+The best permutation minimises P(E_mis): it is the Hungarian assignment of `agreement`. Theorem 5.17
+bounds the errors (5.13) and (5.14) of a global minimiser by constants C_1, C_2 times boundary
+masses, η and ε²; the paper gives no constants, so they are measured as ratios.
+
+**Lemma 5.16 as printed is wrong.** It claims L̃_int >= γ/4 (P(E_mis(π)) - K(K-1)η) for *every* π,
+η being the mass on which a wrong expert imitates the right one. Take the student that equals the
+teacher, and π the swap: L̃_int = 0 while P(E_mis(π)) is nearly 1, because the experts that are
+"wrong" by π are the right functions, which Assumption 5.11 does not cover. What holds at the
+actual θ, for every π, is L̃_int >= γ/4 · P(E_mis ∖ E_gap). Both are given.
 """
 
 from collections.abc import Sequence
@@ -67,6 +63,69 @@ class Matching:
     misrouted: Estimate
 
 
+@dataclass(frozen=True)
+class Misrouting:
+    """The paper's bound (5.9) and the corrected one, beside L̃_int.
+
+    Attributes:
+        permutation: π.
+        interior: L̃_int.
+        misrouted: P(E_mis(π)).
+        imitated: P(E_mis ∩ E_gap), where the leading expert is within √γ of the target.
+        exception: K(K-1)η, the paper's allowance for imitation.
+        paper_bound: γ/4 max(P(E_mis) - K(K-1)η, 0), eq. 5.9.
+        corrected_bound: γ/4 P(E_mis ∖ E_gap).
+        admissible: whether 2ε B_stu <= √γ/2, which both bounds require.
+    """
+
+    permutation: tuple[int, ...]
+    interior: Estimate
+    misrouted: Estimate
+    imitated: Estimate
+    exception: float
+    paper_bound: float
+    corrected_bound: Estimate
+    admissible: bool
+
+
+@dataclass(frozen=True, eq=False)
+class SpecialisationGap:
+    """η(γ) of Assumption 5.11 for given experts.
+
+    Attributes:
+        gammas: thresholds of the squared difference.
+        masses: (gammas, E, E) P(Ω*_k ∩ {(f_l - f*_k)² <= γ}), rows k.
+        etas: largest entry off the matched pairs, one per γ.
+    """
+
+    gammas: tuple[float, ...]
+    masses: Float[Tensor, "gammas experts experts"]
+    etas: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """Errors (5.13), (5.14) of a student and the terms of Theorem 5.17.
+
+    Attributes:
+        matching: π and the agreement behind it.
+        experts: Σ_k E[(f_π(k) - f*_k)² 1_{Ω*_k}].
+        partition: Σ_k P((Ω_π(k) Δ Ω*_k) ∩ G_ε).
+        student_mass: BM_φ(τ; ε).
+        teacher_mass: BM_φ*(τ; ε).
+        expert_ratio: measured C_1, experts / (BM_φ* + BM_φ + η + ε²).
+        partition_ratio: measured C_2, partition / (BM_φ* + η + ε²).
+    """
+
+    matching: Matching
+    experts: Estimate
+    partition: Estimate
+    student_mass: Estimate
+    teacher_mass: Estimate
+    expert_ratio: float
+    partition_ratio: float
+
+
 def match_experts(
     sample: MoESample, labels: Int[Tensor, " n"], tau: float, epsilon: float
 ) -> Matching:
@@ -88,35 +147,6 @@ def match_experts(
     permutation = tuple(int(j) for j in columns)
     wrong = _misrouted(leader, labels, permutation)
     return Matching(permutation, counts / n, mean_estimate(wrong.double()))
-
-
-def _misrouted(leader: Tensor, labels: Tensor, permutation: Sequence[int]) -> Tensor:
-    return (leader >= 0) & (leader != torch.tensor(list(permutation))[labels])
-
-
-@dataclass(frozen=True)
-class Misrouting:
-    """The paper's bound (5.9) and the corrected one, beside L̃_int.
-
-    Attributes:
-        permutation: π.
-        interior: L̃_int.
-        misrouted: P(E_mis(π)).
-        imitated: P(E_mis ∩ E_gap), where the leading expert is within √γ of the target.
-        exception: K(K-1)η, the paper's allowance for imitation.
-        paper_bound: γ/4 max(P(E_mis) - K(K-1)η, 0), eq. 5.9.
-        corrected_bound: γ/4 P(E_mis ∖ E_gap).
-        admissible: whether 2ε B_stu <= √γ/2, which both bounds ask.
-    """
-
-    permutation: tuple[int, ...]
-    interior: Estimate
-    misrouted: Estimate
-    imitated: Estimate
-    exception: float
-    paper_bound: float
-    corrected_bound: Estimate
-    admissible: bool
 
 
 def misrouting_bound(
@@ -165,21 +195,6 @@ def misrouting_bound(
     )
 
 
-@dataclass(frozen=True, eq=False)
-class SpecialisationGap:
-    """η(γ) of Assumption 5.11 for given experts.
-
-    Attributes:
-        gammas: thresholds of the squared difference.
-        masses: (gammas, E, E) P(Ω*_k ∩ {(f_l - f*_k)² <= γ}), rows k.
-        etas: largest entry off the matched pairs, one per γ.
-    """
-
-    gammas: tuple[float, ...]
-    masses: Float[Tensor, "gammas experts experts"]
-    etas: tuple[float, ...]
-
-
 def specialisation_gap(
     sample: MoESample,
     labels: Int[Tensor, " n"],
@@ -188,9 +203,9 @@ def specialisation_gap(
 ) -> SpecialisationGap:
     """η_gap against γ_gap at the experts of the sample, whose target is f*_k on cell k.
 
-    The assumption takes the supremum over all parameters of expert l. If Θ_l holds the teacher's
-    own expert k, as any shared family of experts does, that supremum is P(Ω*_k): it is useful only
-    for experts confined to neighbourhoods. Hence the masses are those of the experts given.
+    The assumption takes the supremum over all parameters of expert l. If Θ_l contains the teacher's
+    own expert k, as any shared family of experts does, that supremum is P(Ω*_k). Hence the masses
+    are those of the given experts.
     """
     check_labels(labels, sample)
     require(all(g > 0 for g in gammas), f"need gammas > 0, got {list(gammas)}")
@@ -204,29 +219,6 @@ def specialisation_gap(
     matched[torch.arange(experts), order] = True
     etas = masses.masked_fill(matched, 0.0).amax(dim=(1, 2))
     return SpecialisationGap(tuple(gammas), masses, tuple(etas.tolist()))
-
-
-@dataclass(frozen=True)
-class Recovery:
-    """Errors (5.13), (5.14) of a student and what they are compared with in Theorem 5.17.
-
-    Attributes:
-        matching: π and the agreement behind it.
-        experts: Σ_k E[(f_π(k) - f*_k)² 1_{Ω*_k}].
-        partition: Σ_k P((Ω_π(k) Δ Ω*_k) ∩ G_ε).
-        student_mass: BM_φ(τ; ε).
-        teacher_mass: BM_φ*(τ; ε).
-        expert_ratio: measured C_1, experts / (BM_φ* + BM_φ + η + ε²).
-        partition_ratio: measured C_2, partition / (BM_φ* + η + ε²).
-    """
-
-    matching: Matching
-    experts: Estimate
-    partition: Estimate
-    student_mass: Estimate
-    teacher_mass: Estimate
-    expert_ratio: float
-    partition_ratio: float
 
 
 def recovery_errors(
@@ -274,3 +266,7 @@ def recovery_errors(
         (experts.value or 0.0) / (there + here + eta + epsilon**2),
         (partition.value or 0.0) / (there + eta + epsilon**2),
     )
+
+
+def _misrouted(leader: Tensor, labels: Tensor, permutation: Sequence[int]) -> Tensor:
+    return (leader >= 0) & (leader != torch.tensor(list(permutation))[labels])

@@ -1,28 +1,21 @@
-"""Soft and hard population risks of any mixture, from its scores, outputs and target on a sample.
+"""Soft and hard risks of any mixture, from its scores, outputs and target on a sample.
 
     h_τ(x) = Σ_k softmax(a(x)/τ)_k f_k(x)      soft prediction, eq. 2.3
     h_0(x) = f_{k*}(x), k* = argmax a(x)       hard prediction, lower index first on a tie
     L_τ = E[(Y - h_τ)²],  L_0 = E[(Y - h_0)²]  eq. 4.1 and 4.2
 
-Every number is an `Estimate` with `.value` and `.stderr`; differences are paired on the sample, so
-that their error is that of the boundary layer and not that of the risk.
-
-Constants of the soft-to-hard comparison of paper 0.
-
     soft_to_hard_constant   C_sh = 4 B_f (B_Y + B_f)(E - 1) C Γ(α + 1)           Theorem 4.5
     coarea_constant         C_co = 4 B_f (B_Y + B_f)(E - 1)(C_margin + 1)        Corollary 4.4
     boundary_constant       (B + B_stu)² beside the paper's 2B² + 2B_stu²        Lemma 5.5
+    risk_decomposition      L̃ = L̃_int + L̃_bdry,  L̃_bdry <= (B + B_stu)² P(U_ε)   Lemma 5.5
+    cell_control            E[(μ - h)² 1_A] >= ½ E[(f_k - f*_k)² 1_A] - 4 B_stu² ε² P(A)  Prop. 5.8
 
-All are upper bounds; `tieline.limits.slope` gives the exact first order that they bound.
+with U_ε(τ) = {max_k p_k <= 1 - ε} the ambiguous layer (eq. 5.3), G_ε its complement, and
+A = Ω*_k ∩ {p_k >= 1 - ε}. Ambiguity is decided on log-odds, since 1 - ε rounds to 1 for small ε.
+The constants are upper bounds; `tieline.limits.slope` gives the exact first order.
 
-Where the soft risk comes from: the ambiguous layer, the interior, and each teacher cell.
-
-    U_ε(τ) = {max_k p_k <= 1 - ε},  G_ε its complement                   eq. 5.3
-    L̃ = L̃_int + L̃_bdry,  L̃_bdry <= (B + B_stu)² P(U_ε)                   Lemma 5.5
-    E[(μ - h)² 1_A] >= ½ E[(f_k - f*_k)² 1_A] - 4 B_stu² ε² P(A)         Proposition 5.8
-
-with A = Ω*_k ∩ {p_k >= 1 - ε}. Ambiguity is decided on log-odds, since 1 - ε rounds to 1 for
-small ε. (5.3) puts {max p = 1 - ε} into U and Prop. 5.8 puts {p_k = 1 - ε} into G: a null set.
+Every number is an `Estimate`; differences are paired on the sample, so their error is that of the
+boundary layer and not that of the risk.
 """
 
 import math
@@ -63,7 +56,7 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class MoESample:
-    """A mixture of scalar experts seen at n inputs; two experts at least, all finite.
+    """A mixture of two or more scalar experts, evaluated at n inputs.
 
     Attributes:
         scores: (n, E) router scores a_k(x).
@@ -112,6 +105,56 @@ class RiskCurve:
     soft: tuple[Estimate, ...]
     gaps: tuple[Estimate, ...]
     hard: Estimate
+
+
+@dataclass(frozen=True)
+class BoundaryConstant:
+    """Bound of (μ - h)²: the paper's 2B² + 2B_stu², and the sharp (B + B_stu)²."""
+
+    paper: float
+    sharp: float
+
+
+@dataclass(frozen=True)
+class RiskDecomposition:
+    """The two parts of L̃_τ and what bounds the second.
+
+    Attributes:
+        total: L̃_τ.
+        interior: L̃_int = E[(μ - h)² 1_G].
+        boundary: L̃_bdry = E[(μ - h)² 1_U].
+        mass: BM(τ; ε) = P(U).
+        constant: bounds of (μ - h)², the paper's and the sharp one.
+        paper_bound: (2B² + 2B_stu²) P(U).
+        sharp_bound: (B + B_stu)² P(U).
+    """
+
+    total: Estimate
+    interior: Estimate
+    boundary: Estimate
+    mass: Estimate
+    constant: BoundaryConstant
+    paper_bound: Estimate
+    sharp_bound: Estimate
+
+
+@dataclass(frozen=True)
+class CellControl:
+    """Both sides of Proposition 5.8 for one cell.
+
+    Attributes:
+        cell: k.
+        mass: P(A_{k,ε}).
+        left: E[(μ - h)² 1_A].
+        right: ½ E[(f_k - f*_k)² 1_A] - 4 B_stu² ε² P(A).
+        slack: left - right, paired; never negative.
+    """
+
+    cell: int
+    mass: Estimate
+    left: Estimate
+    right: Estimate
+    slack: Estimate
 
 
 def evaluate(
@@ -175,11 +218,6 @@ def winner_odds(sample: MoESample, tau: float) -> Float[Tensor, " n"]:
     return ((ranked[:, 1:] - ranked[:, :1]) / tau).logsumexp(dim=1)
 
 
-def check_temperature(tau: float) -> None:
-    """Refuse a temperature at which softmax is not defined."""
-    require(tau > 0, f"need a temperature tau > 0, got {tau=}")
-
-
 def soft_to_hard_constant(
     *, B_f: float, B_Y: float, n_experts: int, C: float, alpha: float
 ) -> float:
@@ -193,7 +231,7 @@ def soft_to_hard_constant(
         alpha: its exponent.
     """
     require(C > 0 and alpha > 0, f"need a margin tail with C > 0 and alpha > 0, got {C=}, {alpha=}")
-    return _outputs(B_f, B_Y, n_experts) * C * math.gamma(alpha + 1)
+    return _output_bound(B_f, B_Y, n_experts) * C * math.gamma(alpha + 1)
 
 
 def coarea_constant(*, B_f: float, B_Y: float, n_experts: int, C_margin: float) -> float:
@@ -202,51 +240,13 @@ def coarea_constant(*, B_f: float, B_Y: float, n_experts: int, C_margin: float) 
     C_margin is that of P(Δ_min <= δ) <= C_margin δ, Proposition 3.7; τ_0 is where e^(-δ_0/τ) <= τ.
     """
     require(C_margin > 0, f"need C_margin > 0, got {C_margin=}")
-    return _outputs(B_f, B_Y, n_experts) * (C_margin + 1)
-
-
-@dataclass(frozen=True)
-class BoundaryConstant:
-    """Bound of (μ - h)²: the paper's 2B² + 2B_stu², and the sharp (B + B_stu)²."""
-
-    paper: float
-    sharp: float
+    return _output_bound(B_f, B_Y, n_experts) * (C_margin + 1)
 
 
 def boundary_constant(*, B: float, B_stu: float) -> BoundaryConstant:
     """Constant of L̃_bdry <= C · BM(τ; ε), Lemma 5.5; it does not depend on ε."""
     require(B >= 0 and B_stu >= 0, f"need bounds >= 0, got {B=}, {B_stu=}")
     return BoundaryConstant(2 * B**2 + 2 * B_stu**2, (B + B_stu) ** 2)
-
-
-def _outputs(B_f: float, B_Y: float, n_experts: int) -> float:
-    """4 B_f (B_Y + B_f)(E - 1)."""
-    require(B_f > 0 and B_Y >= 0, f"need bounds B_f > 0 and B_Y >= 0, got {B_f=}, {B_Y=}")
-    require(n_experts > 1, f"need 2 experts or more, got {n_experts=}")
-    return 4 * B_f * (B_Y + B_f) * (n_experts - 1)
-
-
-@dataclass(frozen=True)
-class RiskDecomposition:
-    """The two parts of L̃_τ and what bounds the second.
-
-    Attributes:
-        total: L̃_τ.
-        interior: L̃_int = E[(μ - h)² 1_G].
-        boundary: L̃_bdry = E[(μ - h)² 1_U].
-        mass: BM(τ; ε) = P(U).
-        constant: bounds of (μ - h)², the paper's and the sharp one.
-        paper_bound: (2B² + 2B_stu²) P(U).
-        sharp_bound: (B + B_stu)² P(U).
-    """
-
-    total: Estimate
-    interior: Estimate
-    boundary: Estimate
-    mass: Estimate
-    constant: BoundaryConstant
-    paper_bound: Estimate
-    sharp_bound: Estimate
 
 
 def ambiguous(sample: MoESample, tau: float, epsilon: float) -> Bool[Tensor, " n"]:
@@ -277,25 +277,6 @@ def risk_decomposition(sample: MoESample, tau: float, epsilon: float) -> RiskDec
         mass.times(constant.paper),
         mass.times(constant.sharp),
     )
-
-
-@dataclass(frozen=True)
-class CellControl:
-    """Both sides of Proposition 5.8 for one cell.
-
-    Attributes:
-        cell: k.
-        mass: P(A_{k,ε}).
-        left: E[(μ - h)² 1_A].
-        right: ½ E[(f_k - f*_k)² 1_A] - 4 B_stu² ε² P(A).
-        slack: left - right, paired; never negative.
-    """
-
-    cell: int
-    mass: Estimate
-    left: Estimate
-    right: Estimate
-    slack: Estimate
 
 
 def cell_control(
@@ -330,8 +311,14 @@ def cell_control(
     return tuple(controls)
 
 
+def check_temperature(*taus: float) -> None:
+    """Raise unless every temperature is positive."""
+    for tau in taus:
+        require(tau > 0, f"need a temperature tau > 0, got {tau=}")
+
+
 def check_labels(labels: Int[Tensor, " n"], sample: MoESample) -> None:
-    """Refuse cell labels that do not fit the sample."""
+    """Raise unless there is a valid cell label for every input."""
     n, experts = sample.scores.shape
     require(len(labels) == n, f"need {n} labels, got {len(labels)}", ShapeError)
     low, high = torch.aminmax(labels)
@@ -339,3 +326,10 @@ def check_labels(labels: Int[Tensor, " n"], sample: MoESample) -> None:
         bool(low >= 0 and high < experts),
         f"labels must lie in 0 … {experts - 1}, got {low.item()} … {high.item()}",
     )
+
+
+def _output_bound(B_f: float, B_Y: float, n_experts: int) -> float:
+    """4 B_f (B_Y + B_f)(E - 1)."""
+    require(B_f > 0 and B_Y >= 0, f"need bounds B_f > 0 and B_Y >= 0, got {B_f=}, {B_Y=}")
+    require(n_experts > 1, f"need 2 experts or more, got {n_experts=}")
+    return 4 * B_f * (B_Y + B_f) * (n_experts - 1)

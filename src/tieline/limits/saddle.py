@@ -1,39 +1,29 @@
-"""Whether gradient and Hessian of L_τ tend to those of L_0 (paper 0, Assumption 5.13).
+"""Derivatives of L_τ and its critical points (paper 0, Assumption 5.13, Lemma 5.15, Theorem 5.17).
 
-    derivative_transfer   away from the teacher's wall: yes, and r(τ) is measured
-    offset_curvature      at the teacher's wall: **no**. With the wall on the jump of the target
+    risk_derivatives      gradient and Hessian of L_τ and L_0 where the walls cross
+    derivative_transfer   their distance r(τ) away from the teacher's wall, where it tends to zero
+    offset_curvature      at the teacher's wall, where it does **not** (see below)
+    gaussian_grid         N(0, Σ) in the plane as weighted points, one axis across the wall
+    gaussian_points       independent draws in any dimension
+    population_risk       L̃_τ over weighted points with gradient and Hessian in closed form
+    find_critical_points  Newton's method on the gradient of L_τ from many starts
+    negative_curvature    λ_min and its eigenvector
+    perturbed_curvature   λ_min(H) <= λ_min(H_0) + ‖H - H_0‖                           Lemma 5.15
 
-        ∂²L_τ/∂b² = E[d·[μ] | S = 0]/2 · p_S(0)/τ + O(1),
+With the wall on the jump of the target,
 
-    which grows without bound, so that the assumption fails at the very point it is made for. L_0
-    itself has a kink there (`tieline.limits.shape`).
+    ∂²L_τ/∂b² = E[d·[μ] | S = 0]/2 · p_S(0)/τ + O(1)
 
-Derivatives are exact: automatic differentiation of quadratures whose nodes move with the wall.
-
-A population as weighted points, and the soft risk over it with its exact derivatives.
-
-    gaussian_grid       product rule for N(0, Σ) in the plane, one axis across the teacher's wall
-    gaussian_points     independent draws in any dimension
-    population_risk     L̃_τ(φ, θ), gradient and Hessian in closed form
-    population_gradient the same without the Hessian
-
-For two affine experts, x̃ = (x, 1), S = φ·x̃, p = σ(S/τ), r = μ - h and d = f_1 - f_2,
+grows without bound, so Assumption 5.13 fails at the very point it is made for; L_0 itself has a
+kink there (`tieline.limits.shape`). `risk_derivatives` differentiates quadratures whose nodes move
+with the wall. `population_risk` also holds where the walls are parallel and at a router of zero:
+for two affine experts, x̃ = (x, 1), S = φ·x̃, p = σ(S/τ), r = μ - h and d = f_1 - f_2,
 
     ∂h = (p' d x̃/τ, p x̃, (1 - p) x̃),  Hessian = 2 E[∂h ∂hᵀ] - 2 E[r ∂²h].
 
-Unlike `tieline.limits.transfer` this holds where the walls are parallel and at a router of zero.
-
-Critical points of a small teacher-student problem: which are minima, which strict saddles?
-
-Theorem 5.17 says: if the profiled hard problem has a falling direction at every wall that is not
-the teacher's (`tieline.limits.profile`), so has the soft problem. Here is the soft one, for two
-affine experts in the plane with a normal of length 1: with a free length the infimum of L_τ is not
-attained.
-
-    find_critical_points   Newton's method on the gradient of L_τ from many starts, with the least
-                           eigenvalue of the Hessian and its direction at each point found
-    negative_curvature     λ_min and its eigenvector
-    perturbed_curvature    λ_min(H) <= λ_min(H_0) + ‖H - H_0‖                      Lemma 5.15
+Theorem 5.17: if the profiled hard problem has a descent direction at every wall that is not the
+teacher's (`profile_variation`), so has the soft problem. Critical points are those of the soft
+problem in the plane with a normal of length 1: with a free length the infimum is not attained.
 """
 
 import math
@@ -49,8 +39,8 @@ from torch import Tensor
 from tieline.core.errors import ShapeError, require
 from tieline.core.numerics import one_thread
 from tieline.limits.risk import check_temperature
-from tieline.limits.slope import same_wall
 from tieline.limits.two_cells import (
+    Covariance,
     TwoCells,
     check_covariance,
     gaussian_inputs,
@@ -58,6 +48,7 @@ from tieline.limits.two_cells import (
     gaussian_risk,
     graded_rule,
     normal_density,
+    same_wall,
     slice_at,
 )
 
@@ -80,7 +71,10 @@ __all__ = [
     "risk_derivatives",
 ]
 
-Covariance = Float[Tensor, "dim dim"] | None
+REACH = 8.5
+"""End of the grid in standard deviations; the normal mass beyond is 2e-17."""
+
+Matrix = Float[Tensor, "parameters parameters"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,34 +83,7 @@ class Derivatives:
 
     value: float
     gradient: Float[Tensor, " parameters"]
-    hessian: Float[Tensor, "parameters parameters"]
-
-
-def risk_derivatives(
-    student: TwoCells, teacher: TwoCells, covariance: Covariance = None, tau: float = 0.0
-) -> Derivatives:
-    """Derivatives of `gaussian_risk`, at τ = 0 too, where student and teacher walls cross.
-
-    Walls that are parallel in two dimensions or more are refused: how the risk changes when one
-    turns is not in the integral over its score.
-    """
-    apart = teacher.normal / teacher.normal.norm()
-    apart = apart - student.normal * (apart @ student.normal) / student.normal.square().sum()
-    require(
-        student.dim == 1 or apart.norm().item() > 1e-6,
-        f"walls must cross in dimension {student.dim}, got normals "
-        f"{student.normal.tolist()} and {teacher.normal.tolist()}",
-    )
-
-    def risk(parameters: Tensor) -> Tensor:
-        return gaussian_risk(student.with_flat(parameters), teacher, covariance, tau)
-
-    here = student.flat().detach().requires_grad_()
-    with one_thread():
-        value = risk(here)
-        (gradient,) = torch.autograd.grad(value, here, create_graph=True)
-        rows = [torch.autograd.grad(entry, here, retain_graph=True)[0] for entry in gradient]
-    return Derivatives(value.item(), gradient.detach(), torch.stack(rows))
+    hessian: Matrix
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,26 +105,6 @@ class DerivativeTransfer:
     hard: Derivatives
 
 
-def derivative_transfer(
-    student: TwoCells, teacher: TwoCells, taus: Sequence[float], covariance: Covariance = None
-) -> DerivativeTransfer:
-    """r(τ) of Assumption 5.13, part by part, at a student whose wall is not the teacher's."""
-    require(all(tau > 0 for tau in taus), f"need temperatures > 0, got {list(taus)}")
-    require(
-        same_wall(student, teacher) == 0,
-        "L_0 has no Hessian on the teacher's own wall: see offset_curvature",
-    )
-    hard = risk_derivatives(student, teacher, covariance)
-    soft = [risk_derivatives(student, teacher, covariance, tau) for tau in taus]
-    return DerivativeTransfer(
-        tuple(taus),
-        tuple((s.gradient - hard.gradient).norm().item() for s in soft),
-        tuple(torch.linalg.matrix_norm(s.hessian - hard.hessian, 2).item() for s in soft),
-        tuple(torch.linalg.eigvalsh(s.hessian)[0].item() for s in soft),
-        hard,
-    )
-
-
 @dataclass(frozen=True)
 class OffsetCurvature:
     """∂²L_τ/∂b² against τ.
@@ -175,32 +122,6 @@ class OffsetCurvature:
     limit: float
 
 
-def offset_curvature(
-    student: TwoCells, teacher: TwoCells, taus: Sequence[float], covariance: Covariance = None
-) -> OffsetCurvature:
-    """Curvature of L_τ when the wall is shifted, in any dimension and on any wall."""
-    require(all(tau > 0 for tau in taus), f"need temperatures > 0, got {list(taus)}")
-    curvatures = tuple(_offset_curvature(student, teacher, tau, covariance) for tau in taus)
-    facet = slice_at(student, teacher, covariance)
-    d = student.experts[0] - student.experts[1]
-    jump = (teacher.experts[0] - teacher.experts[1]) * same_wall(student, teacher)
-    limit = (facet.weight[0] * (d @ facet.second[0] @ jump) / 2).item()
-    rates = tuple(tau * c for tau, c in zip(taus, curvatures, strict=True))
-    return OffsetCurvature(tuple(taus), curvatures, rates, limit)
-
-
-def _offset_curvature(
-    student: TwoCells, teacher: TwoCells, tau: float, covariance: Covariance
-) -> float:
-    b = student.offset.detach().clone().requires_grad_()
-    risk = gaussian_risk(TwoCells(student.normal, b, student.experts), teacher, covariance, tau)
-    (first,) = torch.autograd.grad(risk, b, create_graph=True)
-    return torch.autograd.grad(first, b)[0].item()
-
-
-REACH = 8.5  # normal mass beyond: 2e-17
-
-
 @dataclass(frozen=True, eq=False)
 class Population:
     """Weighted inputs with their targets.
@@ -216,16 +137,112 @@ class Population:
     weight: Float[Tensor, " n"]
 
 
+@dataclass(frozen=True, eq=False)
+class CriticalPoint:
+    """A point where the gradient of L_τ vanishes, in (angle, offset, expert 1, expert 2).
+
+    Attributes:
+        student: the mixture there.
+        risk: L̃_τ.
+        gradient_norm: norm of the remaining gradient.
+        least_eigenvalue: of the Hessian in (angle, offset, experts).
+        direction: unit eigenvector of it, the way down at a saddle.
+        drop: risk at the best of a few steps along ±direction, minus `risk`; negative at a saddle.
+        misrouted: P(student cell ≠ teacher cell), for the better of the two labellings.
+        kind: "minimum", "strict saddle" or "degenerate" (eigenvalue within 1e-7 of zero).
+        hessian: (8, 8) of L̃_τ in (angle, offset, expert 1, expert 2).
+    """
+
+    student: TwoCells
+    risk: float
+    gradient_norm: float
+    least_eigenvalue: float
+    direction: Float[Tensor, " coordinates"]
+    drop: float
+    misrouted: float
+    kind: str
+    hessian: Float[Tensor, "coordinates coordinates"]
+
+
+@dataclass(frozen=True)
+class CurvatureBound:
+    """Lemma 5.15: `least` <= `bound`, the least eigenvalue of H_0 plus the distance to H."""
+
+    least: float
+    bound: float
+
+
+def risk_derivatives(
+    student: TwoCells, teacher: TwoCells, covariance: Covariance = None, tau: float = 0.0
+) -> Derivatives:
+    """Derivatives of `gaussian_risk`, at τ = 0 too, where student and teacher walls cross.
+
+    Raises for parallel walls in two dimensions or more: the integral over the score does not
+    contain how the risk changes when one of them turns.
+    """
+    apart = teacher.normal / teacher.normal.norm()
+    apart = apart - student.normal * (apart @ student.normal) / student.normal.square().sum()
+    require(
+        student.dim == 1 or apart.norm().item() > 1e-6,
+        f"walls must cross in dimension {student.dim}, got normals "
+        f"{student.normal.tolist()} and {teacher.normal.tolist()}",
+    )
+
+    def risk(parameters: Tensor) -> Tensor:
+        return gaussian_risk(student.with_flat(parameters), teacher, covariance, tau)
+
+    here = student.flat().detach().requires_grad_()
+    with one_thread():
+        value = risk(here)
+        (gradient,) = torch.autograd.grad(value, here, create_graph=True)
+        rows = [torch.autograd.grad(entry, here, retain_graph=True)[0] for entry in gradient]
+    return Derivatives(value.item(), gradient.detach(), torch.stack(rows))
+
+
+def derivative_transfer(
+    student: TwoCells, teacher: TwoCells, taus: Sequence[float], covariance: Covariance = None
+) -> DerivativeTransfer:
+    """r(τ) of Assumption 5.13, part by part, at a student whose wall is not the teacher's."""
+    check_temperature(*taus)
+    require(
+        same_wall(student, teacher) == 0,
+        "L_0 has no Hessian on the teacher's own wall: see offset_curvature",
+    )
+    hard = risk_derivatives(student, teacher, covariance)
+    soft = [risk_derivatives(student, teacher, covariance, tau) for tau in taus]
+    return DerivativeTransfer(
+        tuple(taus),
+        tuple((s.gradient - hard.gradient).norm().item() for s in soft),
+        tuple(torch.linalg.matrix_norm(s.hessian - hard.hessian, 2).item() for s in soft),
+        tuple(torch.linalg.eigvalsh(s.hessian)[0].item() for s in soft),
+        hard,
+    )
+
+
+def offset_curvature(
+    student: TwoCells, teacher: TwoCells, taus: Sequence[float], covariance: Covariance = None
+) -> OffsetCurvature:
+    """Curvature of L_τ when the wall is shifted, in any dimension and on any wall."""
+    check_temperature(*taus)
+    curvatures = tuple(_offset_curvature(student, teacher, tau, covariance) for tau in taus)
+    facet = slice_at(student, teacher, covariance)
+    d = student.experts[0] - student.experts[1]
+    jump = (teacher.experts[0] - teacher.experts[1]) * same_wall(student, teacher)
+    limit = (facet.weight[0] * (d @ facet.second[0] @ jump) / 2).item()
+    rates = tuple(tau * c for tau, c in zip(taus, curvatures, strict=True))
+    return OffsetCurvature(tuple(taus), curvatures, rates, limit)
+
+
 def gaussian_grid(
     teacher: TwoCells,
     covariance: Float[Tensor, "2 2"] | None = None,
     spacing: float = 0.2,
     order: int = 10,
 ) -> Population:
-    """N(0, Σ) in the plane as a product rule: exact to rounding for integrands of width >= 0.5.
+    """N(0, Σ) in the plane as a product rule: exact to rounding for layers wider than 0.5.
 
-    Across the teacher's wall Gauss-Legendre panels that end on it, so that its jump costs nothing;
-    along it the trapezoidal rule, whose error falls like exp(-2π² w/spacing) for a layer of w.
+    Across the teacher's wall Gauss-Legendre panels that end on its jump; along it the trapezoidal
+    rule, whose error falls like exp(-2π² w/spacing) for a layer of width w.
     """
     require(teacher.dim == 2, f"a grid needs dimension 2, got {teacher.dim}", ShapeError)
     require(spacing > 0 and order > 0, f"need spacing, order > 0, got {spacing=}, {order=}")
@@ -247,40 +264,11 @@ def gaussian_grid(
 
 
 def gaussian_points(
-    teacher: TwoCells, n: int, seed: int, covariance: Float[Tensor, "dim dim"] | None = None
+    teacher: TwoCells, n: int, seed: int, covariance: Covariance = None
 ) -> Population:
     """Independent draws of N(0, Σ) with equal weights."""
     inputs = gaussian_inputs(n, teacher.dim, seed, covariance)
     return Population(inputs, teacher.value(inputs), torch.full((n,), 1 / n, dtype=torch.float64))
-
-
-@dataclass(frozen=True, eq=False)
-class _Forward:
-    """What value, gradient and Hessian share: x̃, ∂h row by row, residual, p'/τ, 1 - 2p, d."""
-
-    inputs: Tensor
-    rows: Tensor
-    residual: Tensor
-    turn: Tensor
-    balance: Tensor
-    contrast: Tensor
-
-
-def _forward(population: Population, parameters: Tensor, tau: float) -> _Forward:
-    check_temperature(tau)
-    n, dim = population.inputs.shape
-    require(
-        len(parameters) == 3 * (dim + 1),
-        f"need {3 * (dim + 1)} parameters for dimension {dim}, got {len(parameters)}",
-        ShapeError,
-    )
-    x = torch.cat([population.inputs, torch.ones(n, 1, dtype=torch.float64)], dim=1)
-    router, *experts = parameters.double().reshape(3, dim + 1)
-    first, second = (x @ expert for expert in experts)
-    p, d = torch.sigmoid(x @ router / tau), first - second
-    turn = p * (1 - p) / tau
-    rows = torch.cat([(turn * d)[:, None] * x, p[:, None] * x, (1 - p)[:, None] * x], dim=1)
-    return _Forward(x, rows, population.target - second - p * d, turn, 1 - 2 * p, d)
 
 
 def population_gradient(
@@ -308,48 +296,10 @@ def population_risk(
     return Derivatives(value, gradient, hessian)
 
 
-Matrix = Float[Tensor, "parameters parameters"]
-
-
-@dataclass(frozen=True, eq=False)
-class CriticalPoint:
-    """A point where the gradient of L_τ vanishes, in (angle, offset, expert 1, expert 2).
-
-    Attributes:
-        student: the mixture there.
-        risk: L̃_τ.
-        gradient_norm: what is left of the gradient.
-        least_eigenvalue: of the Hessian in (angle, offset, experts).
-        direction: unit eigenvector of it, the way down at a saddle.
-        drop: risk at the best of a few steps along ±direction, minus `risk`; negative at a saddle.
-        misrouted: P(student cell ≠ teacher cell), for the better of the two labellings.
-        kind: "minimum", "strict saddle" or "degenerate" (eigenvalue within 1e-7 of zero).
-        hessian: (8, 8) of L̃_τ in (angle, offset, expert 1, expert 2).
-    """
-
-    student: TwoCells
-    risk: float
-    gradient_norm: float
-    least_eigenvalue: float
-    direction: Float[Tensor, " coordinates"]
-    drop: float
-    misrouted: float
-    kind: str
-    hessian: Float[Tensor, "coordinates coordinates"]
-
-
 def negative_curvature(hessian: Matrix) -> tuple[float, Float[Tensor, " parameters"]]:
     """Least eigenvalue of a symmetric matrix and its unit eigenvector."""
     values, vectors = torch.linalg.eigh(hessian)
     return values[0].item(), vectors[:, 0]
-
-
-@dataclass(frozen=True)
-class CurvatureBound:
-    """Lemma 5.15: `least` <= `bound`, the least eigenvalue of H_0 plus the distance to H."""
-
-    least: float
-    bound: float
 
 
 def perturbed_curvature(reference: Matrix, hessian: Matrix) -> CurvatureBound:
@@ -392,6 +342,44 @@ def find_critical_points(
             if found is not None and all(_apart(found, p.student) for p in points):
                 points.append(_describe(grid, teacher, found, tau, covariance))
     return tuple(sorted(points, key=lambda point: point.risk))
+
+
+def _offset_curvature(
+    student: TwoCells, teacher: TwoCells, tau: float, covariance: Covariance
+) -> float:
+    b = student.offset.detach().clone().requires_grad_()
+    risk = gaussian_risk(TwoCells(student.normal, b, student.experts), teacher, covariance, tau)
+    (first,) = torch.autograd.grad(risk, b, create_graph=True)
+    return torch.autograd.grad(first, b)[0].item()
+
+
+@dataclass(frozen=True, eq=False)
+class _Forward:
+    """Common parts of value, gradient and Hessian: x̃, ∂h by row, residual, p'/τ, 1 - 2p, d."""
+
+    inputs: Tensor
+    rows: Tensor
+    residual: Tensor
+    turn: Tensor
+    balance: Tensor
+    contrast: Tensor
+
+
+def _forward(population: Population, parameters: Tensor, tau: float) -> _Forward:
+    check_temperature(tau)
+    n, dim = population.inputs.shape
+    require(
+        len(parameters) == 3 * (dim + 1),
+        f"need {3 * (dim + 1)} parameters for dimension {dim}, got {len(parameters)}",
+        ShapeError,
+    )
+    x = torch.cat([population.inputs, torch.ones(n, 1, dtype=torch.float64)], dim=1)
+    router, *experts = parameters.double().reshape(3, dim + 1)
+    first, second = (x @ expert for expert in experts)
+    p, d = torch.sigmoid(x @ router / tau), first - second
+    turn = p * (1 - p) / tau
+    rows = torch.cat([(turn * d)[:, None] * x, p[:, None] * x, (1 - p)[:, None] * x], dim=1)
+    return _Forward(x, rows, population.target - second - p * d, turn, 1 - 2 * p, d)
 
 
 def _start(teacher: TwoCells, draw: Tensor, covariance: Tensor | None, tau: float) -> Tensor:

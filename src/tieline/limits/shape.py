@@ -1,4 +1,10 @@
-"""How the hard risk changes when a wall moves (paper 0, Proposition 5.10).
+"""How the risk changes when a wall moves (paper 0, Proposition 5.10 and Assumptions 5.12, 5.14).
+
+    wall_derivative            eq. 5.6 for two affine experts under a Gaussian, on either side
+    wall_variation             the same beside finite differences, and the second variation
+    sampled_wall_derivative    E[1{Δ <= w} D ∂S]/2w for any mixture; the mean of the two sides
+    profile_variation          dΨ/dt and d²Ψ/dt² along (normal, offset) + t·direction, and λ_nd
+    velocity_gram              Gram matrix of the normal velocities that a linear router realises
 
 Let S_t = S + t·δS. Expert 1 gains ground where δS > 0, and with D(μ) = (f_1 - μ)² - (f_2 - μ)²
 
@@ -8,18 +14,9 @@ Let S_t = S + t·δS. Expert 1 gains ground where δS > 0, and with D(μ) = (f_1
 of the teacher μ_1 ≠ μ_2, the derivative at 0⁻ has the traces exchanged, and at the teacher itself
 the two differ in sign (a kink, not a critical point). Off the teacher's walls both agree.
 
-    wall_derivative            eq. 5.6 for two affine experts under a Gaussian, on either side
-    wall_variation             the same beside finite differences, and the second variation
-    sampled_wall_derivative    E[1{Δ <= w} D ∂S]/2w for any mixture; the mean of the two sides
-
-The hard problem with its experts optimised out, along motions of the wall (Assumption 5.14).
-
-    Ψ_τ(φ) = min_θ L̃_τ(θ, φ)                        `gaussian_profile`, with θ̂(φ) and α_fr
-    profile_variation    dΨ/dt and d²Ψ/dt² along (normal, offset) + t·direction, and λ_nd
-    velocity_gram        Gram matrix of the normal velocities that a linear router realises
-
-A linear router moves its wall by affine functions on the wall (Assumption 5.12): D + 1 parameters,
-D independent velocities, since scaling the router moves nothing.
+Ψ_τ(φ) = min_θ L̃_τ(θ, φ) is the risk with its experts optimised out (`gaussian_profile`). A linear
+router moves its wall by affine functions on the wall: D + 1 parameters, D independent velocities,
+since scaling the router moves nothing.
 """
 
 from dataclasses import dataclass
@@ -32,14 +29,15 @@ from tieline.core.errors import ShapeError, require
 from tieline.core.ranking import stable_topk
 from tieline.core.statistics import Estimate, mean_estimate
 from tieline.limits.risk import MoESample
-from tieline.limits.slope import same_wall
 from tieline.limits.two_cells import (
+    Covariance,
     TwoCells,
     check_covariance,
     gaussian_profile,
     gaussian_risk,
     normal_density,
     normal_rule,
+    same_wall,
     slice_at,
 )
 
@@ -56,7 +54,61 @@ __all__ = [
 ]
 
 Direction = Float[Tensor, " columns"]
-Covariance = Float[Tensor, "dim dim"] | None
+
+
+@dataclass(frozen=True)
+class WallVariation:
+    """One-sided derivatives of L̃_0 along a motion of the wall, by formula and by differences.
+
+    Attributes:
+        right: eq. 5.6 at 0⁺.
+        left: the same at 0⁻.
+        right_difference: (4 L(h/2) - L(h) - 3 L(0))/h, extrapolated.
+        left_difference: the same from below.
+        second: second derivative by central differences; not meaningful at a kink.
+        kink: whether the two sides differ.
+    """
+
+    right: float
+    left: float
+    right_difference: float
+    left_difference: float
+    second: float
+    kink: bool
+
+
+@dataclass(frozen=True, eq=False)
+class VelocityGram:
+    """Inner products of realised velocities.
+
+    Attributes:
+        gram: (D + 1, D + 1) ∫_{S=0} (x̃/‖∇S‖)(x̃/‖∇S‖)ᵀ p dH over changes of (normal, offset).
+        rank: dimension of the space of velocities.
+    """
+
+    gram: Float[Tensor, "columns columns"]
+    rank: int
+
+
+@dataclass(frozen=True)
+class ProfileVariation:
+    """Ψ_τ along a motion of the wall.
+
+    Attributes:
+        value: Ψ_τ(φ).
+        first: dΨ/dt at t = 0.
+        second: d²Ψ/dt².
+        speed: squared norm of the velocity in L²(p dH).
+        descent: λ_nd = -second/speed where `first` vanishes; negative if Ψ curves upwards.
+        curvature: α_fr, the least eigenvalue of the Hessian in the experts.
+    """
+
+    value: float
+    first: float
+    second: float
+    speed: float
+    descent: float
+    curvature: float
 
 
 def moved(student: TwoCells, direction: Direction, step: float | Tensor) -> TwoCells:
@@ -104,57 +156,6 @@ def wall_derivative(
     residual = student.experts.sum(dim=0) - 2 * trace
     cubic = _third_moment(velocity.expand_as(trace), contrast, residual, centre, rest)
     return side * (density * (weight * cubic).sum()).item()
-
-
-def _facet(student: TwoCells, covariance: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean and covariance of X given S = 0, and the density of S there."""
-    sigma = check_covariance(covariance, student.dim)
-    forward = sigma @ student.normal
-    spread = (student.normal @ forward).sqrt()
-    z = -student.offset / spread
-    mean = torch.cat([forward * z / spread, torch.ones(1, dtype=torch.float64)])
-    across = sigma - forward[:, None] * forward / spread**2
-    return mean, torch.nn.functional.pad(across, (0, 1, 0, 1)), normal_density(z) / spread
-
-
-def _condition(mean: Tensor, across: Tensor, form: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Nodes of the affine form: its value, weight, mean of x̃ there (n, D + 1), covariance left."""
-    level, spread = form @ mean, (form @ across @ form).clamp(min=0).sqrt()
-    if spread <= 1e-13 * (1 + form.abs().max()):
-        one = torch.ones(1, dtype=torch.float64)
-        return level[None], one, mean[None], across
-    gain = across @ form / spread
-    y, weight = normal_rule([(-level / spread, 0.0)])
-    return level + spread * y, weight, mean + y[:, None] * gain, across - gain[:, None] * gain
-
-
-def _third_moment(a: Tensor, b: Tensor, c: Tensor, mean: Tensor, rest: Tensor) -> Tensor:
-    """E[(a·x̃)(b·x̃)(c·x̃)] of a Gaussian, row by row."""
-    means = [(form * mean).sum(dim=1) for form in (a, b, c)]
-    pairs = [((p @ rest) * q).sum(dim=1) for p, q in ((b, c), (a, c), (a, b))]
-    linear = sum(m * pair for m, pair in zip(means, pairs, strict=True))
-    return means[0] * means[1] * means[2] + linear
-
-
-@dataclass(frozen=True)
-class WallVariation:
-    """One-sided derivatives of L̃_0 along a motion of the wall, by formula and by differences.
-
-    Attributes:
-        right: eq. 5.6 at 0⁺.
-        left: the same at 0⁻.
-        right_difference: (4 L(h/2) - L(h) - 3 L(0))/h, extrapolated.
-        left_difference: the same from below.
-        second: second derivative by central differences; not meaningful at a kink.
-        kink: whether the two sides differ.
-    """
-
-    right: float
-    left: float
-    right_difference: float
-    left_difference: float
-    second: float
-    kink: bool
 
 
 def wall_variation(
@@ -206,19 +207,6 @@ def sampled_wall_derivative(
     return mean_estimate(near * contrast * speed / (2 * width))
 
 
-@dataclass(frozen=True, eq=False)
-class VelocityGram:
-    """Inner products of realised velocities.
-
-    Attributes:
-        gram: (D + 1, D + 1) ∫_{S=0} (x̃/‖∇S‖)(x̃/‖∇S‖)ᵀ p dH over changes of (normal, offset).
-        rank: dimension of the space of velocities.
-    """
-
-    gram: Float[Tensor, "columns columns"]
-    rank: int
-
-
 def velocity_gram(wall: TwoCells, covariance: Covariance = None) -> VelocityGram:
     """Gram matrix of the velocities δS/‖∇S‖ in L²(p dH) on the wall, for X ~ N(0, Σ)."""
     facet = slice_at(wall, wall, covariance)
@@ -226,31 +214,10 @@ def velocity_gram(wall: TwoCells, covariance: Covariance = None) -> VelocityGram
     return VelocityGram(gram, int(torch.linalg.matrix_rank(gram, rtol=1e-10)))
 
 
-@dataclass(frozen=True)
-class ProfileVariation:
-    """Ψ_τ along a motion of the wall.
-
-    Attributes:
-        value: Ψ_τ(φ).
-        first: dΨ/dt at t = 0.
-        second: d²Ψ/dt².
-        speed: squared norm of the velocity in L²(p dH).
-        descent: λ_nd = -second/speed where `first` vanishes; negative if Ψ curves upwards.
-        curvature: α_fr, the least eigenvalue of the Hessian in the experts.
-    """
-
-    value: float
-    first: float
-    second: float
-    speed: float
-    descent: float
-    curvature: float
-
-
 def profile_variation(
     wall: TwoCells,
     teacher: TwoCells,
-    direction: Float[Tensor, " columns"],
+    direction: Direction,
     covariance: Covariance = None,
     tau: float = 0.0,
 ) -> ProfileVariation:
@@ -273,3 +240,33 @@ def profile_variation(
     second = torch.autograd.grad(first, t)[0].item()
     value = profile.value.item()
     return ProfileVariation(value, first.item(), second, speed, -second / speed, profile.curvature)
+
+
+def _facet(student: TwoCells, covariance: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean and covariance of X given S = 0, and the density of S there."""
+    sigma = check_covariance(covariance, student.dim)
+    forward = sigma @ student.normal
+    spread = (student.normal @ forward).sqrt()
+    z = -student.offset / spread
+    mean = torch.cat([forward * z / spread, torch.ones(1, dtype=torch.float64)])
+    across = sigma - forward[:, None] * forward / spread**2
+    return mean, torch.nn.functional.pad(across, (0, 1, 0, 1)), normal_density(z) / spread
+
+
+def _condition(mean: Tensor, across: Tensor, form: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Nodes of the affine form: its value, weight, mean of x̃ there (n, D + 1), covariance left."""
+    level, spread = form @ mean, (form @ across @ form).clamp(min=0).sqrt()
+    if spread <= 1e-13 * (1 + form.abs().max()):
+        one = torch.ones(1, dtype=torch.float64)
+        return level[None], one, mean[None], across
+    gain = across @ form / spread
+    y, weight = normal_rule([(-level / spread, 0.0)])
+    return level + spread * y, weight, mean + y[:, None] * gain, across - gain[:, None] * gain
+
+
+def _third_moment(a: Tensor, b: Tensor, c: Tensor, mean: Tensor, rest: Tensor) -> Tensor:
+    """E[(a·x̃)(b·x̃)(c·x̃)] of a Gaussian, row by row."""
+    means = [(form * mean).sum(dim=1) for form in (a, b, c)]
+    pairs = [((p @ rest) * q).sum(dim=1) for p, q in ((b, c), (a, c), (a, b))]
+    linear = sum(m * pair for m, pair in zip(means, pairs, strict=True))
+    return means[0] * means[1] * means[2] + linear

@@ -1,26 +1,21 @@
-"""The exact first order of L_τ - L_0, which the paper only bounds.
+"""The exact first order of L_τ - L_0, and the margin tail that feeds the paper's bounds of it.
 
     L_τ - L_0 = τ Σ_{k<l} ∫_facet (2 ln2 · d·[μ] - d²) p/‖∇S‖ + o(τ),
 
 d = f_k - f_l and [μ] the jump of the target from the side of l to that of k. A target that is
 continuous at the wall has [μ] = 0: soft routing is then *better* than hard, by first order in τ.
 
-    gaussian_slope   two affine experts under a Gaussian input, closed form
-    sampled_slope    any number of experts and any target, from a sample near the walls
-
-The sampled form needs no trace of the target. With t and q the first and second expert of an input,
-both sides of a wall contribute 2 ln2 (μ - f_q)(f_t - f_q) - (ln2 + ½)(f_t - f_q)²; the mean of that
-over {Δ <= w}, divided by w, tends to the slope.
-
-The margin tail of a router and the chain of inequalities that it feeds.
-
+    gaussian_slope             two affine experts under a Gaussian input, closed form
+    sampled_slope              any number of experts and any target, from a sample near the walls
     router_margin_tail         (C, α) of P(Δ <= t) ~ C t^α near zero              eq. 4.4
     margin_constant            sup of F(t)/t^α over the sample: C that holds for every t
     gaussian_margin_constant   the same for a linear router of two experts, exact
     soft_to_hard_chain         |L_τ - L_0| and each bound of Theorem 4.5's proof, in order
 
-The fitted C is that of the limit t → 0; Theorem 4.5 wants one that holds for every t > 0, which
-is at least as large.
+The sampled slope needs no trace of the target: with t and q the first and second expert of an
+input, both sides of a wall contribute 2 ln2 (μ - f_q)(f_t - f_q) - (ln2 + ½)(f_t - f_q)², whose
+mean over {Δ <= w}, divided by w, tends to the slope. The fitted C holds for t → 0; Theorem 4.5
+needs one for every t > 0, which is at least as large.
 """
 
 import math
@@ -28,12 +23,14 @@ from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
+from scipy import optimize
 from torch import Tensor
 
 from tieline.core.errors import ShapeError, require
 from tieline.core.ranking import gap, stable_topk
 from tieline.core.statistics import Estimate, mean_estimate
 from tieline.geometry.density import MarginTail, margin_tail
+from tieline.geometry.tubes import gaussian_slab
 from tieline.limits.risk import (
     MoESample,
     hard_predictions,
@@ -41,7 +38,13 @@ from tieline.limits.risk import (
     soft_predictions,
     soft_to_hard_constant,
 )
-from tieline.limits.two_cells import TwoCells, gaussian_boundary_mass, normal_density, slice_at
+from tieline.limits.two_cells import (
+    Covariance,
+    TwoCells,
+    gaussian_boundary_mass,
+    same_wall,
+    slice_at,
+)
 
 __all__ = [
     "Slope",
@@ -70,9 +73,25 @@ class Slope:
     smooth: float
 
 
-def gaussian_slope(
-    student: TwoCells, teacher: TwoCells, covariance: Float[Tensor, "dim dim"] | None = None
-) -> Slope:
+@dataclass(frozen=True)
+class SoftToHardChain:
+    """|L_τ - L_0| and the bounds of Theorem 4.5's proof, each at most the next.
+
+    Attributes:
+        gap: L_τ - L_0, paired.
+        predictions: 2 (B_Y + B_f) E|h_τ - h_0|, eq. 4.6.
+        exponential: 4 B_f (B_Y + B_f)(E - 1) E[e^(-Δ/τ)], eq. 4.8.
+        bound: C_sh τ^α.
+    """
+
+    tau: float
+    gap: Estimate
+    predictions: Estimate
+    exponential: Estimate
+    bound: float
+
+
+def gaussian_slope(student: TwoCells, teacher: TwoCells, covariance: Covariance = None) -> Slope:
     """Slope of `gaussian_risk` in τ at 0⁺.
 
     The target jumps at the student's wall only where the teacher's is the same hyperplane.
@@ -87,21 +106,10 @@ def gaussian_slope(
     return Slope(strength + smooth, strength, smooth)
 
 
-def same_wall(student: TwoCells, teacher: TwoCells) -> int:
-    """1 or -1 where both walls are one hyperplane (with equal or opposite sides), else 0."""
-    ours = torch.cat([student.normal, student.offset[None]]) / student.normal.norm()
-    theirs = torch.cat([teacher.normal, teacher.offset[None]]) / teacher.normal.norm()
-    for side in (1, -1):
-        if torch.allclose(ours, side * theirs, rtol=0, atol=1e-13):
-            return side
-    return 0
-
-
 def sampled_slope(sample: MoESample, width: float) -> Estimate:
     """Slope of L_τ at 0⁺ from inputs with margin below 2w, with its standard error.
 
-    One-sided and free of the first-order bias in w: (4 F(w) - F(2w))/2w, F(w) the mean of the
-    integrand over {Δ <= w}. What is left is of order w².
+    (4 F(w) - F(2w))/2w, F(w) the mean of the integrand over {Δ <= w}; its bias is of order w².
     """
     require(width > 0, f"need a width > 0, got {width=}")
     first, second = stable_topk(sample.scores, 2).indices.unbind(dim=1)
@@ -123,8 +131,8 @@ def router_margin_tail(
 def margin_constant(margins: Float[Tensor, " n"], alpha: float, least: int = 100) -> Estimate:
     """C = sup_t F(t)/t^α over the margins from the `least`-th smallest on.
 
-    Below that rank F is too noisy: its relative error is 1/√rank. The standard error given is that
-    of F at the maximising t, and leaves out that a maximum over noise is a little too large.
+    Below that rank F is too noisy: its relative error is 1/√rank. The standard error is that of F
+    at the maximising t and ignores that a maximum over noise is a little too large.
     """
     require(alpha > 0, f"need alpha > 0, got {alpha=}")
     n = margins.numel()
@@ -137,47 +145,23 @@ def margin_constant(margins: Float[Tensor, " n"], alpha: float, least: int = 100
     return Estimate(value, value * math.sqrt((1 - share) / (share * n)))
 
 
-def gaussian_margin_constant(
-    student: TwoCells, covariance: Float[Tensor, "dim dim"] | None = None
-) -> float:
+def gaussian_margin_constant(student: TwoCells, covariance: Covariance = None) -> float:
     """C = sup_{t > 0} P(|S| <= t)/t of a linear router, the best constant of eq. 4.4 at α = 1.
 
-    2 φ(b/σ)/σ, the limit t → 0, where |b| <= σ; larger than that limit where the wall lies further
-    out, since the density of S then grows away from zero.
+    2 φ(b/σ)/σ, the limit t → 0, where |b| <= σ; larger where the wall lies further out, since the
+    density of S then grows away from zero.
     """
     at_zero = gaussian_boundary_mass(student, 0.0, covariance)
     spread, b = at_zero.spread, abs(student.offset.item())
     if b <= spread:
         return 2 * at_zero.density
 
-    def still_rising(t: float) -> bool:
-        ends = torch.tensor([(t - b) / spread, (t + b) / spread], dtype=torch.float64)
-        slope = normal_density(ends).sum().item() / spread
-        return t * slope > gaussian_boundary_mass(student, t, covariance).exact
-
-    low, high = 0.0, b + 4 * spread
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if still_rising(middle) else (low, middle)
-    return gaussian_boundary_mass(student, high, covariance).exact / high
-
-
-@dataclass(frozen=True)
-class SoftToHardChain:
-    """|L_τ - L_0| and the bounds of Theorem 4.5's proof, each at most the next.
-
-    Attributes:
-        gap: L_τ - L_0, paired.
-        predictions: 2 (B_Y + B_f) E|h_τ - h_0|, eq. 4.6.
-        exponential: 4 B_f (B_Y + B_f)(E - 1) E[e^(-Δ/τ)], eq. 4.8.
-        bound: C_sh τ^α.
-    """
-
-    tau: float
-    gap: Estimate
-    predictions: Estimate
-    exponential: Estimate
-    bound: float
+    found = optimize.minimize_scalar(
+        lambda t: -gaussian_slab(b, spread, t).exact / t,
+        bounds=(0.0, b + 4 * spread),
+        options={"xatol": 1e-8 * spread},
+    )
+    return -float(found.fun)
 
 
 def soft_to_hard_chain(

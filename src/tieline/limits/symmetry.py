@@ -1,4 +1,4 @@
-"""The reduced model of symmetry breaking (paper 0, section 6): the operator M and its rates.
+"""Symmetry breaking: the reduced model of paper 0, section 6, beside actual gradient descent.
 
     M = E[g(v·X)(d·X) XXᵀ],  X ~ N(0, Σ), ‖v‖ = 1                                  eq. 6.5
       = E[gZ³](d·α)ααᵀ + E[gZ]((d·α)Σ_⊥ + α(Σ_⊥d)ᵀ + (Σ_⊥d)αᵀ),
@@ -9,14 +9,12 @@
 
 **Not without loss of generality.** The paper flips v so that d·Σv > 0 (eq. 6.7). Flipping v swaps
 the two sides, hence the two experts, hence the sign of d: d·Σv and M itself do not change. For
-d·Σv < 0 the reduced model has vᵀMv < 0. `tieline.limits.dynamics` shows what the true flow does.
-
-Symmetry breaking: the paper's reduced model beside the gradient descent it stands for.
+d·Σv < 0 the reduced model has vᵀMv < 0.
 
 Teacher ±½ d·x on the sides of v·x; student experts f_1, f_2, nearly equal, scores ±u·x. Section 6
 assumes a response (6.3) that makes the update of u linear in u, u ← (I + (η/τ)M)u. In the actual
-model the residual does not depend on u to first order, and at u = 0 the gradient is a *drift* made
-by the contrast δ of the two experts. Under gradient flow
+model the residual does not depend on u to first order, and at u = 0 the gradient is a *drift*
+caused by the contrast δ of the two experts. Under gradient flow
 
     u̇ = M_e δ/2τ,  δ̇ = M_e u/τ,  M_e = E[(sign(v·X) d·X - 2e) XXᵀ],
 
@@ -24,6 +22,8 @@ e the mean intercept of the experts. Router and contrast drive each other: modes
 each eigenvalue λ of M_e, one of them growing whatever the sign of λ. The paper's M is e = 0; the
 experts' own optimum is e = ½ (d·α) E|Z|, where M_e is smaller.
 
+    operator             M with its spectrum
+    alignment_rate       the rates of the reduced model
     coupled_modes        M_e, its eigenvalues and the growth rates |λ|/(√2 τ)
     symmetry_breaking    both models from the same start, step by step
 """
@@ -32,6 +32,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -39,8 +40,15 @@ from torch import Tensor
 from tieline.core.errors import ShapeError, require
 from tieline.core.numerics import one_thread
 from tieline.core.statistics import Estimate, mean_estimate
+from tieline.limits.risk import check_temperature
 from tieline.limits.saddle import Population, gaussian_grid, population_gradient
-from tieline.limits.two_cells import TwoCells, check_covariance, gaussian_inputs, normal_rule
+from tieline.limits.two_cells import (
+    Covariance,
+    TwoCells,
+    check_covariance,
+    gaussian_inputs,
+    normal_rule,
+)
 
 __all__ = [
     "AlignmentRate",
@@ -60,7 +68,6 @@ __all__ = [
 ]
 
 Vector = Float[Tensor, " dim"]
-SIGN_CONSTANT = 2 * math.sqrt(2 / math.pi)
 
 
 @dataclass(frozen=True)
@@ -82,12 +89,6 @@ class Response:
         scale = 0.0 if self.kind == "sign" else 1 / (self.gain * spread)
         z, weight = normal_rule([(torch.zeros((), dtype=torch.float64), scale)])
         return (weight * self(spread * z) * (spread * z).pow(power)).sum().item()
-
-
-def response_constant(response: Response, spread: float = 1.0) -> float:
-    """κ_g = E[g(G)G³]/s³ with G ~ N(0, s²); 2√(2/π) for the sign, whatever s (Lemma 6.1, 6.2)."""
-    require(spread > 0, f"need a spread s > 0, got {spread=}")
-    return response.moment(3, spread) / spread**3
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,57 +117,6 @@ class Operator:
         return bool(self.eigenvalues[0] > 0)
 
 
-def operator(
-    v: Vector,
-    d: Vector,
-    covariance: Float[Tensor, "dim dim"] | None = None,
-    response: Response | None = None,
-) -> Operator:
-    """M in closed form from two one-dimensional moments of g.
-
-    Args:
-        v: teacher separator, of length 1.
-        d: teacher contrast d*.
-        covariance: Σ of the inputs; the identity for None.
-        response: g; the sign for None.
-    """
-    v, d, sigma = _checked(v, d, covariance)
-    g = Response() if response is None else response
-    forward = sigma @ v
-    s = (v @ forward).sqrt().item()
-    alpha = forward / s**2
-    across = sigma - s**2 * alpha[:, None] * alpha
-    along, side = (d @ alpha), across @ d
-    mixed = alpha[:, None] * side
-    matrix = g.moment(3, s) * along * alpha[:, None] * alpha
-    matrix = matrix + g.moment(1, s) * (along * across + mixed + mixed.T)
-    values, vectors = torch.linalg.eigh(matrix)
-    values, vectors = values.flip(0), vectors.flip(1)
-    kappa = response_constant(g, s)
-    rayleigh = kappa * (d @ forward).item() * s
-    return Operator(matrix, values, vectors, rayleigh, kappa, (v @ vectors).abs())
-
-
-def sampled_rayleigh(
-    v: Vector,
-    d: Vector,
-    covariance: Float[Tensor, "dim dim"] | None = None,
-    response: Response | None = None,
-    n: int = 100_000,
-    seed: int = 0,
-) -> Estimate:
-    """E[g(v·X)(d·X)(v·X)²] = vᵀMv from its definition, by sampling."""
-    v, d, sigma = _checked(v, d, covariance)
-    x = gaussian_inputs(n, len(v), seed, sigma)
-    side = x @ v
-    return mean_estimate((response or Response())(side) * (x @ d) * side.square())
-
-
-def relabelled(v: Vector, d: Vector) -> tuple[Vector, Vector]:
-    """The same teacher with its two sides exchanged: (-v, -d), so that d·Σv keeps its sign."""
-    return -v, -d
-
-
 @dataclass(frozen=True)
 class AlignmentRate:
     """How fast the reduced update turns u towards the first eigenvector.
@@ -178,7 +128,7 @@ class AlignmentRate:
         steps: t_align = τ/(η(λ_1 - λ_2)), the paper's scale.
         steps_exact: -1/log ρ, steps for a factor e.
         limit_ratio: λ_2/λ_1, where ρ saturates as τ → 0 with λ_1, λ_2 > 0.
-        sign_stable: whether 1 + ηλ_D/τ > 0, which eq. 6.9 asks.
+        sign_stable: whether 1 + ηλ_D/τ > 0, which eq. 6.9 requires.
     """
 
     amplification: float
@@ -188,55 +138,6 @@ class AlignmentRate:
     steps_exact: float
     limit_ratio: float
     sign_stable: bool
-
-
-def alignment_rate(
-    eigenvalues: Float[Tensor, " dim"], step_size: float, tau: float
-) -> AlignmentRate:
-    """Rates (6.8)–(6.11) from the eigenvalues of M in descending order."""
-    require(step_size > 0 and tau > 0, f"need step_size > 0 and tau > 0, got {step_size=}, {tau=}")
-    require(len(eigenvalues) > 1, "an alignment rate needs two eigenvalues or more", ShapeError)
-    first, second, last = (eigenvalues[i].item() for i in (0, 1, -1))
-    require(first > max(second, 0.0), f"need λ_1 > λ_2 and λ_1 > 0, got {first=}, {second=}")
-    push = step_size / tau
-    ratio = (1 + push * second) / (1 + push * first)
-    return AlignmentRate(
-        1 + push * first,
-        ratio,
-        1 - push * (first - second),
-        1 / (push * (first - second)),
-        -1 / math.log(ratio) if 0 < ratio < 1 else math.nan,
-        second / first,
-        1 + push * last > 0,
-    )
-
-
-def alignment_step(u: Vector, matrix: Float[Tensor, "dim dim"], push: float) -> Vector:
-    """One reduced update (I + (η/τ) M) u, eq. 6.6."""
-    return u + push * matrix @ u
-
-
-def _checked(v: Tensor, d: Tensor, covariance: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    v, d = v.double(), d.double()
-    require(
-        v.shape == d.shape,
-        f"v and d must have one dimension, got {len(v)} and {len(d)}",
-        ShapeError,
-    )
-    length = v.norm().item()
-    # 1e-6 lets a unit vector of float32 pass
-    require(abs(length - 1) < 1e-6, f"the separator v must have length 1, got {length:.9g}")
-    return v / length, d, check_covariance(covariance, len(v))
-
-
-Covariance = Float[Tensor, "dim dim"] | None
-
-
-def symmetry_teacher(v: Vector, d: Vector) -> TwoCells:
-    """Teacher of section 6 with baseline 0: ½ d·x where v·x >= 0, -½ d·x elsewhere."""
-    require(v.shape == d.shape, f"v and d differ in dimension: {len(v)}, {len(d)}", ShapeError)
-    slope = torch.nn.functional.pad(d.double() / 2, (0, 1))
-    return TwoCells(v.double(), torch.zeros((), dtype=torch.float64), torch.stack([slope, -slope]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -258,33 +159,6 @@ class CoupledModes:
     rates: Float[Tensor, " dim"]
     direction: Vector
     paper_rate: float
-
-
-def coupled_modes(
-    v: Vector, d: Vector, tau: float, covariance: Covariance = None, intercept: float | None = None
-) -> CoupledModes:
-    """Growth rates of the coupled router and contrast.
-
-    Args:
-        v: teacher separator, of length 1.
-        d: teacher contrast.
-        tau: temperature.
-        covariance: Σ of the inputs; the identity for None.
-        intercept: e; the experts' own optimum for None, 0 for the paper's M.
-    """
-    require(tau > 0, f"need a temperature tau > 0, got {tau=}")
-    sigma = check_covariance(covariance, len(v))
-    paper = operator(v, d, sigma)
-    forward = sigma @ v.double()
-    s = (v.double() @ forward).sqrt().item()
-    own = (d.double() @ forward).item() / s * Response().moment(1, 1.0) / 2
-    e = own if intercept is None else intercept
-    matrix = paper.matrix - 2 * e * sigma
-    values, vectors = torch.linalg.eigh(matrix)
-    fastest = int(values.abs().argmax())
-    rates = values.abs().sort(descending=True).values / (math.sqrt(2) * tau)
-    top = paper.eigenvalues[0].item() / tau
-    return CoupledModes(e, matrix, values.flip(0), rates, vectors[:, fastest], top)
 
 
 @dataclass(frozen=True, eq=False)
@@ -316,6 +190,123 @@ class SymmetryBreaking:
     predicted_growth: float
     paper_growth: float
     modes: CoupledModes
+
+
+def response_constant(response: Response, spread: float = 1.0) -> float:
+    """κ_g = E[g(G)G³]/s³ with G ~ N(0, s²); 2√(2/π) for the sign, whatever s (Lemma 6.1, 6.2)."""
+    require(spread > 0, f"need a spread s > 0, got {spread=}")
+    return response.moment(3, spread) / spread**3
+
+
+def operator(
+    v: Vector,
+    d: Vector,
+    covariance: Covariance = None,
+    response: Response | None = None,
+) -> Operator:
+    """M in closed form from two one-dimensional moments of g.
+
+    Args:
+        v: teacher separator, of length 1.
+        d: teacher contrast d*.
+        covariance: Σ of the inputs; the identity for None.
+        response: g; the sign for None.
+    """
+    v, d, sigma = _checked(v, d, covariance)
+    g = Response() if response is None else response
+    forward = sigma @ v
+    s = (v @ forward).sqrt().item()
+    alpha = forward / s**2
+    across = sigma - s**2 * alpha[:, None] * alpha
+    along, side = (d @ alpha), across @ d
+    mixed = alpha[:, None] * side
+    matrix = g.moment(3, s) * along * alpha[:, None] * alpha
+    matrix = matrix + g.moment(1, s) * (along * across + mixed + mixed.T)
+    values, vectors = torch.linalg.eigh(matrix)
+    values, vectors = values.flip(0), vectors.flip(1)
+    kappa = response_constant(g, s)
+    rayleigh = kappa * (d @ forward).item() * s
+    return Operator(matrix, values, vectors, rayleigh, kappa, (v @ vectors).abs())
+
+
+def sampled_rayleigh(
+    v: Vector,
+    d: Vector,
+    covariance: Covariance = None,
+    response: Response | None = None,
+    n: int = 100_000,
+    seed: int = 0,
+) -> Estimate:
+    """E[g(v·X)(d·X)(v·X)²] = vᵀMv from its definition, by sampling."""
+    v, d, sigma = _checked(v, d, covariance)
+    x = gaussian_inputs(n, len(v), seed, sigma)
+    side = x @ v
+    return mean_estimate((response or Response())(side) * (x @ d) * side.square())
+
+
+def relabelled(v: Vector, d: Vector) -> tuple[Vector, Vector]:
+    """The same teacher with its two sides exchanged: (-v, -d), so that d·Σv keeps its sign."""
+    return -v, -d
+
+
+def alignment_rate(
+    eigenvalues: Float[Tensor, " dim"], step_size: float, tau: float
+) -> AlignmentRate:
+    """Rates (6.8)–(6.11) from the eigenvalues of M in descending order."""
+    require(step_size > 0 and tau > 0, f"need step_size > 0 and tau > 0, got {step_size=}, {tau=}")
+    require(len(eigenvalues) > 1, "an alignment rate needs two eigenvalues or more", ShapeError)
+    first, second, last = (eigenvalues[i].item() for i in (0, 1, -1))
+    require(first > max(second, 0.0), f"need λ_1 > λ_2 and λ_1 > 0, got {first=}, {second=}")
+    push = step_size / tau
+    ratio = (1 + push * second) / (1 + push * first)
+    return AlignmentRate(
+        1 + push * first,
+        ratio,
+        1 - push * (first - second),
+        1 / (push * (first - second)),
+        -1 / math.log(ratio) if 0 < ratio < 1 else math.nan,
+        second / first,
+        1 + push * last > 0,
+    )
+
+
+def alignment_step(u: Vector, matrix: Float[Tensor, "dim dim"], push: float) -> Vector:
+    """One reduced update (I + (η/τ) M) u, eq. 6.6."""
+    return u + push * matrix @ u
+
+
+def symmetry_teacher(v: Vector, d: Vector) -> TwoCells:
+    """Teacher of section 6 with baseline 0: ½ d·x where v·x >= 0, -½ d·x elsewhere."""
+    require(v.shape == d.shape, f"v and d differ in dimension: {len(v)}, {len(d)}", ShapeError)
+    slope = torch.nn.functional.pad(d.double() / 2, (0, 1))
+    return TwoCells(v.double(), torch.zeros((), dtype=torch.float64), torch.stack([slope, -slope]))
+
+
+def coupled_modes(
+    v: Vector, d: Vector, tau: float, covariance: Covariance = None, intercept: float | None = None
+) -> CoupledModes:
+    """Growth rates of the coupled router and contrast.
+
+    Args:
+        v: teacher separator, of length 1.
+        d: teacher contrast.
+        tau: temperature.
+        covariance: Σ of the inputs; the identity for None.
+        intercept: e; the experts' own optimum for None, 0 for the paper's M.
+    """
+    check_temperature(tau)
+    sigma = check_covariance(covariance, len(v))
+    paper = operator(v, d, sigma)
+    forward = sigma @ v.double()
+    s = (v.double() @ forward).sqrt().item()
+    own = (d.double() @ forward).item() / s * Response().moment(1, 1.0) / 2
+    e = own if intercept is None else intercept
+    matrix = paper.matrix - 2 * e * sigma
+    values, vectors = torch.linalg.eigh(matrix)
+    fastest = int(values.abs().argmax())
+    rates = values.abs().sort(descending=True).values / (math.sqrt(2) * tau)
+    top = paper.eigenvalues[0].item() / tau
+    return CoupledModes(e, matrix, values.flip(0), rates, vectors[:, fastest], top)
 
 
 def symmetry_breaking(
@@ -368,6 +359,19 @@ def symmetry_breaking(
     )
 
 
+def _checked(v: Tensor, d: Tensor, covariance: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    v, d = v.double(), d.double()
+    require(
+        v.shape == d.shape,
+        f"v and d must have one dimension, got {len(v)} and {len(d)}",
+        ShapeError,
+    )
+    length = v.norm().item()
+    # 1e-6 lets a unit vector of float32 pass
+    require(abs(length - 1) < 1e-6, f"the separator v must have length 1, got {length:.9g}")
+    return v / length, d, check_covariance(covariance, len(v))
+
+
 def _directions(seed: int, length: float) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     pair = torch.randn(2, 2, generator=generator, dtype=torch.float64)
@@ -415,6 +419,4 @@ def _growth(norms: Tensor, start: float) -> float:
     inside = ((norms > 100 * start) & (norms < 1e-2)).nonzero().squeeze(1)
     if len(inside) < 3:
         return math.nan
-    logs, t = norms[inside].log(), inside.double()
-    slope = ((t - t.mean()) * (logs - logs.mean())).sum() / (t - t.mean()).square().sum()
-    return math.exp(slope.item())
+    return math.exp(np.polyfit(inside.double(), norms[inside].log(), 1)[0])

@@ -1,38 +1,28 @@
-"""The smallest mixture that has a wall: two affine functions on the two sides of a hyperplane.
+"""The smallest mixture with a wall: two affine experts on the two sides of a hyperplane.
 
     S(x) = normal·x + offset        score difference a_1 - a_2
     f_i(x) = experts_i·(x, 1)       expert 1 rules where S > 0, expert 2 where S < 0
 
-Student and teacher of paper 0 are both of this form in the Gaussian case, X ~ N(0, Σ), where every
-risk is a one-dimensional integral (`tieline.limits.slices`).
-
-Gaussian expectations over a two-cell mixture as integrals over the student's score.
-
-Given S = s the input is Gaussian with a mean linear in s, and the teacher's cell is a half-space of
-that Gaussian, whose moments up to the second are closed. With x̃ = (x, 1) every squared risk is
+Student and teacher of paper 0 are both of this form in the Gaussian case, X ~ N(0, Σ). Given S = s
+the input is Gaussian with a mean linear in s, and the teacher's cell is a half-space of that
+Gaussian, whose moments up to the second are closed. With x̃ = (x, 1) every squared risk is
 
     L = ∫ [C(s) - 2 Σ_i p_i θ_i·B(s) + Σ_ij p_i p_j θ_iᵀ A(s) θ_j] dP(s),
     A(s) = E[x̃x̃ᵀ | s],  B(s) = E[x̃ μ | s],  C(s) = E[μ² | s],
 
 for weights p that depend on s alone: soft (σ(s/τ)) or hard (1{s > 0}).
 
-    graded_rule      nodes and weights on panels that shrink towards given points
-    normal_rule      the same with the standard normal density in the weights
-    slices           A, B, C at the nodes of such a rule
-    slice_at         A, B, C on one level set
-
-The rule has Gauss-Legendre panels between all points where the integrand jumps, and panels of the
-size of a layer around it, so that twelve digits come out at every temperature. Panels that end on a
-jump move with it: automatic differentiation of a hard risk is exact too.
-
-Risks of two affine experts under a Gaussian input by quadrature, to twelve digits.
-
+    slices, slice_at         A, B, C at the nodes of a quadrature rule, or on one level set
+    graded_rule, normal_rule nodes and weights on panels that shrink towards given points
     gaussian_risk            L_τ (τ > 0) and L_0 (τ = 0)
     gaussian_decomposition   its parts inside and outside {|S| <= κ_ε τ}       Lemma 5.5
     gaussian_profile         min over the experts: Ψ_τ, Ψ_0, θ̂, α_fr            Assumption 5.14
     gaussian_boundary_mass   P(|S| <= r), its first order and the next term    Example 3.8
 
-Risks are those of the noiseless target, L̃ of section 5.1; noise adds its variance to each.
+The rule has Gauss-Legendre panels between all points where the integrand jumps and panels of the
+size of a layer around it, which gives twelve digits at every temperature. Panels that end on a jump
+move with it, so automatic differentiation of a hard risk is exact too. Risks are those of the
+noiseless target, L̃ of section 5.1; noise adds its variance.
 """
 
 import math
@@ -47,6 +37,7 @@ from torch import Tensor
 
 from tieline.core.errors import ShapeError, require
 from tieline.geometry.tubes import gaussian_slab
+from tieline.limits.risk import check_temperature
 
 __all__ = [
     "BoundaryMass",
@@ -66,12 +57,22 @@ __all__ = [
     "normal_cdf",
     "normal_density",
     "normal_rule",
+    "same_wall",
     "slice_at",
     "slices",
     "two_cells",
 ]
 
+LIMIT = 9.5
+"""End of the quadrature in standard deviations; the normal law beyond has mass 2e-21."""
+
+ORDER = 20
+"""Nodes of a panel."""
+
 Numbers = Sequence[float] | Float[Tensor, " dim"]
+Covariance = Float[Tensor, "dim dim"] | None
+Rule = tuple[Float[Tensor, " nodes"], Float[Tensor, " nodes"]]
+Layer = tuple[Tensor, Tensor | float]
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +99,7 @@ class TwoCells:
         return torch.cat([self.normal, self.offset[None], self.experts.flatten()])
 
     def with_flat(self, parameters: Float[Tensor, " parameters"]) -> "TwoCells":
-        """The mixture of this dim that has the parameters of `flat`."""
+        """The mixture of the same dimension with the parameters of `flat`."""
         d = self.dim
         return TwoCells(parameters[:d], parameters[d], parameters[d + 1 :].reshape(2, d + 1))
 
@@ -126,6 +127,68 @@ class TwoCells:
     def value(self, x: Float[Tensor, "n dim"]) -> Float[Tensor, " n"]:
         """The piecewise function itself: the expert of the cell."""
         return self.outputs(x).gather(1, self.cell(x)[:, None]).squeeze(1)
+
+
+@dataclass(frozen=True, eq=False)
+class Slices:
+    """Conditional moments given the student's score.
+
+    Attributes:
+        score: (n,) values s of S.
+        weight: (n,) probability weights of the rule.
+        second: (n, D + 1, D + 1) A(s).
+        cross: (n, D + 1) B(s).
+        square: (n,) C(s).
+    """
+
+    score: Float[Tensor, " n"]
+    weight: Float[Tensor, " n"]
+    second: Float[Tensor, "n columns columns"]
+    cross: Float[Tensor, "n columns"]
+    square: Float[Tensor, " n"]
+
+
+@dataclass(frozen=True)
+class GaussianSplit:
+    """L̃_τ = interior + boundary, the latter over {|S| <= κ_ε τ} of probability `mass`."""
+
+    interior: float
+    boundary: float
+    mass: float
+
+
+@dataclass(frozen=True, eq=False)
+class GaussianProfile:
+    """The best experts for a given wall.
+
+    Attributes:
+        value: Ψ_τ = min over θ of L̃_τ(θ, φ).
+        experts: (2, D + 1) θ̂(φ).
+        curvature: α_fr, the least eigenvalue of the Hessian in θ.
+    """
+
+    value: Float[Tensor, ""]
+    experts: Float[Tensor, "2 columns"]
+    curvature: float
+
+
+@dataclass(frozen=True)
+class BoundaryMass:
+    """P(|S| <= r) of a linear router under a Gaussian (Example 3.8).
+
+    Attributes:
+        exact: by the normal distribution function, eq. 3.11.
+        first_order: 2r φ(b/σ)/σ, eq. 3.12.
+        next_order: the same with its next relative term r²(b²/σ⁴ - 1/σ²)/6.
+        density: φ(b/σ)/σ, the surface integral of eq. 3.14.
+        spread: σ = sqrt(vᵀΣv), the standard deviation of S.
+    """
+
+    exact: float
+    first_order: float
+    next_order: float
+    density: float
+    spread: float
 
 
 def two_cells(
@@ -156,10 +219,18 @@ def two_cells(
     return TwoCells(v, torch.as_tensor(offset, dtype=torch.float64), experts)
 
 
-def check_covariance(
-    covariance: Float[Tensor, "dim dim"] | None, dim: int
-) -> Float[Tensor, "dim dim"]:
-    """Σ in float64 (the identity for None), or an error that names its smallest eigenvalue."""
+def same_wall(student: TwoCells, teacher: TwoCells) -> int:
+    """1 or -1 where both walls are one hyperplane (with equal or opposite sides), else 0."""
+    ours = torch.cat([student.normal, student.offset[None]]) / student.normal.norm()
+    theirs = torch.cat([teacher.normal, teacher.offset[None]]) / teacher.normal.norm()
+    for side in (1, -1):
+        if torch.allclose(ours, side * theirs, rtol=0, atol=1e-13):
+            return side
+    return 0
+
+
+def check_covariance(covariance: Covariance, dim: int) -> Float[Tensor, "dim dim"]:
+    """Return Σ in float64, the identity for None; raise unless it is positive definite."""
     if covariance is None:
         return torch.eye(dim, dtype=torch.float64)
     sigma = covariance.double()
@@ -175,39 +246,13 @@ def check_covariance(
 
 
 def gaussian_inputs(
-    n: int, dim: int, seed: int, covariance: Float[Tensor, "dim dim"] | None = None
+    n: int, dim: int, seed: int, covariance: Covariance = None
 ) -> Float[Tensor, "n dim"]:
     """Independent draws of N(0, Σ) in float64, the same for the same seed."""
     require(n > 0 and dim > 0, f"need n > 0 and dim > 0, got {n=}, {dim=}")
     root = torch.linalg.cholesky(check_covariance(covariance, dim))
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(n, dim, generator=generator, dtype=torch.float64) @ root.T
-
-
-LIMIT = 9.5  # the normal law beyond has mass 2e-21
-ORDER = 20
-
-Rule = tuple[Float[Tensor, " nodes"], Float[Tensor, " nodes"]]
-Layer = tuple[Tensor, Tensor | float]
-
-
-@dataclass(frozen=True, eq=False)
-class Slices:
-    """Conditional moments given the student's score.
-
-    Attributes:
-        score: (n,) values s of S.
-        weight: (n,) probability weights of the rule.
-        second: (n, D + 1, D + 1) A(s).
-        cross: (n, D + 1) B(s).
-        square: (n,) C(s).
-    """
-
-    score: Float[Tensor, " n"]
-    weight: Float[Tensor, " n"]
-    second: Float[Tensor, "n columns columns"]
-    cross: Float[Tensor, "n columns"]
-    square: Float[Tensor, " n"]
 
 
 @cache
@@ -245,7 +290,7 @@ def normal_density(z: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
 
 def normal_cdf(z: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Φ(z), to full relative precision in the lower tail, where `torch.special.ndtr` is 0."""
+    """Φ(z), to full relative precision in the lower tail."""
     return torch.special.erfc(-z / math.sqrt(2)) / 2
 
 
@@ -258,7 +303,7 @@ def normal_rule(layers: list[Layer]) -> Rule:
 def slices(
     student: TwoCells,
     teacher: TwoCells,
-    covariance: Float[Tensor, "dim dim"] | None = None,
+    covariance: Covariance = None,
     tau: float = 0.0,
     levels: tuple[float, ...] = (),
 ) -> Slices:
@@ -268,34 +313,26 @@ def slices(
         student: whose normal and offset define S; its experts are not used.
         teacher: the target μ.
         covariance: Σ of the inputs; the identity for None.
-        tau: width of the layer around S = 0 that the rule resolves; 0 for a jump.
+        tau: scale of the layer around S = 0 that the rule resolves; 0 for a jump.
         levels: further values of S at which the integrand will jump.
     """
     require(tau >= 0, f"need a temperature tau >= 0, got {tau=}")
     law = _conditional(student, teacher, covariance)
     layers: list[Layer] = [((x - student.offset) / law.spread, 0.0) for x in (0.0, *levels)]
+    # layers without a jump are detached: of two panel ends at one place only a jump's may move
     if tau > 0:
-        layers[0] = _fixed(layers[0][0], tau / law.spread)
+        layers[0] = layers[0][0].detach(), (tau / law.spread).detach()
     if law.tilt.abs().item() > 0:
-        centre = -law.level / law.tilt
-        smooth = _fixed(centre, law.rest / law.tilt.abs())
-        layers.append(smooth if law.crosses else (centre, 0.0))
+        centre, width = -law.level / law.tilt, law.rest / law.tilt.abs()
+        layers.append((centre.detach(), width.detach()) if law.crosses else (centre, 0.0))
     z, weight = normal_rule(layers)
     return law.moments(z, weight)
-
-
-def _fixed(centre: Tensor, scale: Tensor) -> Layer:
-    """A layer without a jump, whose panels need not move with the parameters.
-
-    They must not where they meet a jump: of two ends at one place only the jump's may move.
-    """
-    return centre.detach(), scale.detach()
 
 
 def slice_at(
     student: TwoCells,
     teacher: TwoCells,
-    covariance: Float[Tensor, "dim dim"] | None = None,
+    covariance: Covariance = None,
     score: float = 0.0,
 ) -> Slices:
     """A, B, C on the level set S = score, the density of S there as its one weight.
@@ -370,9 +407,6 @@ def _conditional(student: TwoCells, teacher: TwoCells, covariance: Tensor | None
     return _Conditional(student, teacher, *fields)
 
 
-Covariance = Float[Tensor, "dim dim"] | None
-
-
 def first_weight(score: Float[Tensor, " n"], tau: float) -> Float[Tensor, " n"]:
     """p_1 = σ(S/τ), or 1{S > 0} at τ = 0."""
     return torch.sigmoid(score / tau) if tau > 0 else (score > 0).double()
@@ -391,21 +425,12 @@ def gaussian_risk(
 ) -> Float[Tensor, ""]:
     """L̃_τ = E[(μ(X) - h_τ(X))²], X ~ N(0, Σ); τ = 0 is the hard risk.
 
-    Differentiable in all parameters of the student, for τ = 0 wherever the two walls differ. Where
-    they are parallel in more than one dimension, derivatives by the direction of the normal are
-    not those of the risk: `tieline.limits.saddle` refuses that case.
+    Differentiable in all parameters of the student, for τ = 0 wherever the two walls differ. For
+    parallel walls in two dimensions or more, derivatives by the direction of the normal are wrong:
+    `risk_derivatives` raises in that case.
     """
     cut = slices(student, teacher, covariance, tau)
     return (cut.weight * slice_risk(cut, student, tau)).sum()
-
-
-@dataclass(frozen=True)
-class GaussianSplit:
-    """L̃_τ = interior + boundary, the latter over {|S| <= κ_ε τ} of probability `mass`."""
-
-    interior: float
-    boundary: float
-    mass: float
 
 
 def ambiguity_width(epsilon: float, n_experts: int = 2) -> float:
@@ -419,28 +444,13 @@ def gaussian_decomposition(
     student: TwoCells, teacher: TwoCells, tau: float, epsilon: float, covariance: Covariance = None
 ) -> GaussianSplit:
     """Interior and boundary parts of L̃_τ, eq. 5.3 and Lemma 5.5; exact for two experts."""
-    require(tau > 0, f"need a temperature tau > 0, got {tau=}")
+    check_temperature(tau)
     width = ambiguity_width(epsilon) * tau
     cut = slices(student, teacher, covariance, tau, levels=(-width, width))
     risk, near = cut.weight * slice_risk(cut, student, tau), cut.score.abs() <= width
     return GaussianSplit(
         risk[~near].sum().item(), risk[near].sum().item(), cut.weight[near].sum().item()
     )
-
-
-@dataclass(frozen=True, eq=False)
-class GaussianProfile:
-    """The best experts for a given wall.
-
-    Attributes:
-        value: Ψ_τ = min over θ of L̃_τ(θ, φ).
-        experts: (2, D + 1) θ̂(φ).
-        curvature: α_fr, the least eigenvalue of the Hessian in θ.
-    """
-
-    value: Float[Tensor, ""]
-    experts: Float[Tensor, "2 columns"]
-    curvature: float
 
 
 def gaussian_profile(
@@ -463,25 +473,6 @@ def gaussian_profile(
     value = (cut.weight * cut.square).sum() - cross @ experts
     least = 2 * torch.linalg.eigvalsh(gram.detach())[0].item()
     return GaussianProfile(value, experts.reshape(2, -1), least)
-
-
-@dataclass(frozen=True)
-class BoundaryMass:
-    """P(|S| <= r) of a linear router under a Gaussian (Example 3.8).
-
-    Attributes:
-        exact: by the normal distribution function, eq. 3.11.
-        first_order: 2r φ(b/σ)/σ, eq. 3.12.
-        next_order: the same with its next relative term r²(b²/σ⁴ - 1/σ²)/6.
-        density: φ(b/σ)/σ, the surface integral of eq. 3.14.
-        spread: σ = sqrt(vᵀΣv), the standard deviation of S.
-    """
-
-    exact: float
-    first_order: float
-    next_order: float
-    density: float
-    spread: float
 
 
 def gaussian_boundary_mass(
