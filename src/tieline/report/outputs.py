@@ -9,11 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from tieline.core.errors import require
-from tieline.core.files import check_target, json_target, write_whole
-from tieline.report.figures import check_figure_path, figure_bytes
-from tieline.report.page import page_bytes
-from tieline.trace.record import RoutingTrace
-from tieline.trace.store import save_trace
+from tieline.core.files import check_target, json_target
+from tieline.report.drawing import check_figure_path
 
 __all__ = ["JSON_FORMAT", "JSON_VERSION", "Outputs", "to_json"]
 
@@ -64,20 +61,6 @@ class Outputs:
                 self.trace.is_dir() and not any(self.trace.iterdir())
             )
             require(empty, f"{self.trace} exists: a trace is saved in a new folder")
-
-    def write(self, result: Mapping[str, Any], trace: RoutingTrace) -> None:
-        """Write all of them; nothing is written before every file has been made in memory."""
-        made: list[tuple[Path, bytes]] = []
-        if self.page is not None:
-            made.append((self.page, page_bytes(result)))
-        if self.json is not None and not self.to_stdout:
-            made.append((Path(self.json), to_json(result).encode()))
-        if self.figure is not None:
-            made.append((self.figure, figure_bytes(result, self.figure)))
-        if self.trace is not None:
-            save_trace(trace, self.trace)
-        for path, data in made:
-            write_whole(path, data)
 
 
 def to_json(result: Mapping[str, Any], kind: str = JSON_FORMAT) -> str:
