@@ -157,7 +157,7 @@ def gaussian_margin_constant(student: TwoCells, covariance: Covariance = None) -
         return 2 * at_zero.density
 
     found = optimize.minimize_scalar(
-        lambda t: -gaussian_slab(b, spread, t).exact / t,
+        lambda t: -gaussian_slab(b, spread, float(t)).exact / t,
         bounds=(0.0, b + 4 * spread),
         options={"xatol": 1e-8 * spread},
     )
