@@ -1,20 +1,18 @@
-"""Shapes of routed layers: what the advisor starts from.
+"""What a choice of experts, active experts and width buys: many numbers, no single answer.
 
-What the advisor's numbers mean and where each of them holds.
+    advise                     compare the granularities of one layer
+    LayerShape, PRESETS        the shape of a routed layer, and published ones
+    QUANTITIES                 what each number means and where it holds
+    gaussian_rounding_flips    share of choices that rounding changes, for normal scores
 
-Flips of normal scores that are rounded to a format: f_gap(0) weighed by the grid's step.
-
-What a choice of experts, active experts and width buys: many numbers, no single answer.
-
-`advise` lays the granularities of one layer side by side. Every quantity says where it holds
-(`QUANTITIES`), and every entry of a row that lies outside says so itself. The paper's bound, a
-rigorous better one and the expectation of a Gaussian layer stand next to each other: they differ by
-powers of ten, and only the last two say something about a layer that exists.
+An entry of a row that lies outside the range of its quantity says so itself. The paper's bound, a
+rigorous better one and the expectation of a Gaussian layer stand side by side: they differ by
+powers of ten, and only the last two describe layers that exist.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -50,6 +48,18 @@ __all__ = [
     "advise",
     "gaussian_rounding_flips",
 ]
+
+
+PER_UNIT = 1024
+"""Midpoints per unit of score: the step's jumps, at powers of two, fall between them."""
+GROUPED = "as if routing were not group-limited"
+REACH: dict[Attainability, str] = {
+    "by every generic router": "",
+    "by some routers": "only special routers on R^{d} have a cell for each",
+    "by none": "no router on R^{d} has a cell for each",
+    "not decided": "not decided whether a router on R^{d} can have a cell for each",
+}
+"""Note on the number of coalitions."""
 
 
 @dataclass(frozen=True)
@@ -93,16 +103,8 @@ class LayerShape:
             f"a split must divide the expert width {self.width}, got {m}",
         )
         # a shared expert is split as well: its neurons run for every token either way
-        return LayerShape(
-            self.n_experts * m,
-            self.k * m,
-            self.width // m,
-            self.hidden,
-            self.shared * m,
-            self.matrices,
-            self.n_groups,
-            self.k_groups,
-        )
+        fine = {"n_experts": self.n_experts * m, "k": self.k * m, "width": self.width // m}
+        return replace(self, **fine, shared=self.shared * m)
 
 
 PRESETS: dict[str, LayerShape] = {
@@ -248,47 +250,6 @@ QUANTITIES: dict[str, Quantity] = {
 """By name, in the order of the table."""
 
 
-PER_UNIT = 1024
-"""Midpoints per unit of score: the step's jumps, at powers of two, fall between them."""
-
-
-def gaussian_rounding_flips(
-    n_experts: int, k: int, precision: str = "bf16", spread: float = 1.0
-) -> float:
-    """P(flip) = ¼ ∫ g(t) q(σt)/σ dt for independent N(0, σ²) scores rounded once to a format.
-
-    g(t) = E!/((k-1)!(E-k-1)!) φ(t)² Φ̄(t)^(k-1) Φ(t)^(E-k-1) is the density of a zero gap at
-    threshold t, which integrates to f_gap(0), and q the format's step there: two scores on one grid
-    tie with probability q/2 per unit of gap density, and half of the ties fall to the wrong expert
-    (Def. 7.3 of docs/definitions.md). First order in q f_gap(0), which overstates by that much.
-
-    Args:
-        n_experts: number of experts E.
-        k: experts chosen, 1 <= k < E.
-        precision: a floating-point format of `geometry.rounding.PRECISIONS`.
-        spread: σ; the steps are relative, so it matters only up to a factor of two.
-    """
-    require(1 <= k < n_experts, f"need 1 <= k < E, got {k=}, E={n_experts}")
-    require(spread > 0 and math.isfinite(spread), f"need a spread > 0, got {spread}")
-    require(
-        not precision.startswith("int"), f"{precision} has no step of its own: scaled per token"
-    )
-    t = (np.arange(-12 * PER_UNIT, 12 * PER_UNIT) + 0.5) / PER_UNIT
-    ways = special.gammaln([n_experts + 1, k, n_experts - k]) @ np.array([1.0, -1.0, -1.0])
-    below, above = special.log_ndtr(t), special.log_ndtr(-t)
-    log_g = ways - t**2 - math.log(2 * math.pi) + (k - 1) * above + (n_experts - k - 1) * below
-    step = grid_step(torch.from_numpy(spread * t)[None], precision)[0].numpy() / spread
-    return float((np.exp(log_g) * step).sum() / PER_UNIT / 4)
-
-
-REACH: dict[Attainability, str] = {
-    "by every generic router": "",
-    "by some routers": "only special routers on R^{d} have a cell for each",
-    "by none": "no router on R^{d} has a cell for each",
-    "not decided": "not decided whether a router on R^{d} can have a cell for each",
-}
-
-
 @dataclass(frozen=True)
 class Entry:
     """One number of one granularity.
@@ -349,7 +310,7 @@ def advise(
     require(len(splits) > 0, "need at least one granularity")
     require(len(set(splits)) == len(splits), f"granularities must differ, got {list(splits)}")
     rows = tuple(Granularity(m, shape.split(m), _entries(shape, d_eff, m)) for m in splits)
-    return Advice(source, d_eff, tuple(_notes(shape)), QUANTITIES, rows)
+    return Advice(source, d_eff, tuple(_notes(shape)), dict(QUANTITIES), rows)
 
 
 def _entries(base: LayerShape, d_eff: int, m: int) -> dict[str, Entry]:
@@ -376,7 +337,7 @@ def _counts(shape: LayerShape, d_eff: int) -> dict[str, Entry]:
     n, k, width = shape.n_experts, shape.k, shape.width
     reach = attainability(n, k, d_eff)
     unreached = REACH[reach].format(d=d_eff)
-    grouped = "" if shape.n_groups == 1 else "as if routing were not group-limited"
+    grouped = "" if shape.n_groups == 1 else GROUPED
     coalitions = group_coalitions(n, k, shape.n_groups, shape.k_groups)
     regions = log_expected_regions(n, k, width, d_eff)
     dense = math.log(zaslavsky(k * width, d_eff))
@@ -393,7 +354,7 @@ def _counts(shape: LayerShape, d_eff: int) -> dict[str, Entry]:
 def _ties(shape: LayerShape) -> dict[str, Entry]:
     n, k = shape.n_experts, shape.k
     density, flips = gaussian_gap_density(n, k), gaussian_rounding_flips(n, k)
-    grouped = "" if shape.n_groups == 1 else "as if routing were not group-limited"
+    grouped = "" if shape.n_groups == 1 else GROUPED
     coarse = grouped or ("" if flips < 0.1 else "above 10 %: first order overstates")
     return {
         "switches": _entry(wall_density(n, k) / math.pi, grouped),
@@ -442,3 +403,32 @@ def _entry(value: float | int, note: str = "") -> Entry:
 def _from_log(log_value: float, note: str = "") -> Entry:
     value = math.exp(log_value) if log_value < 709 else None
     return Entry(value, log_value / math.log(10), note)
+
+
+def gaussian_rounding_flips(
+    n_experts: int, k: int, precision: str = "bf16", spread: float = 1.0
+) -> float:
+    """P(flip) = ¼ ∫ g(t) q(σt)/σ dt for independent N(0, σ²) scores rounded once to a format.
+
+    g(t) = E!/((k-1)!(E-k-1)!) φ(t)² Φ̄(t)^(k-1) Φ(t)^(E-k-1) is the density of a zero gap at
+    threshold t, which integrates to f_gap(0), and q the format's step there: two scores on one grid
+    tie with probability q/2 per unit of gap density, and half of the ties fall to the wrong expert
+    (Def. 7.3 of docs/definitions.md). First order in q f_gap(0), which overstates by that much.
+
+    Args:
+        n_experts: number of experts E.
+        k: experts chosen, 1 <= k < E.
+        precision: a floating-point format of `geometry.rounding.PRECISIONS`.
+        spread: σ; the steps are relative, so it matters only up to a factor of two.
+    """
+    require(1 <= k < n_experts, f"need 1 <= k < E, got {k=}, E={n_experts}")
+    require(spread > 0 and math.isfinite(spread), f"need a spread > 0, got {spread}")
+    require(
+        not precision.startswith("int"), f"{precision} has no step of its own: scaled per token"
+    )
+    t = (np.arange(-12 * PER_UNIT, 12 * PER_UNIT) + 0.5) / PER_UNIT
+    ways = special.gammaln([n_experts + 1, k, n_experts - k]) @ np.array([1.0, -1.0, -1.0])
+    below, above = special.log_ndtr(t), special.log_ndtr(-t)
+    log_g = ways - t**2 - math.log(2 * math.pi) + (k - 1) * above + (n_experts - k - 1) * below
+    step = grid_step(torch.from_numpy(spread * t)[None], precision)[0].numpy() / spread
+    return float((np.exp(log_g) * step).sum() / PER_UNIT / 4)

@@ -1,37 +1,25 @@
-"""The tropical semiring (R ∪ {-∞}, ⊕ = max, ⊗ = +) on tensors (paper 3, Def. 3.4).
+"""Tropical algebra (R ∪ {-∞}, ⊕ = max, ⊗ = +): polynomials, rational functions (paper 3, Sec. 3).
 
-plus, times, power      a ⊕ b, a ⊗ b, a^{⊗ n}
-ZERO, ONE               -∞ and 0, neutral for ⊕ and ⊗
-matmul                  (A ⊗ B)_ij = max_l (A_il + B_lj)
-elementary_symmetric    e_k(z) = ⊕_{|I| = k} ⊗_{i ∈ I} z_i, the sum of the k largest scores
+    plus, times, power, matmul   a ⊕ b, a ⊗ b, a^{⊗ n}, (A ⊗ B)_ij = max_l (A_il + B_lj)   Def. 3.4
+    elementary_symmetric         e_k(z), the sum of the k largest scores
+    TropicalPolynomial           P(x) = max_i (c_i + a_i · x) with real exponents a_i       Def. 3.5
+    symmetric_polynomial         e_k of affine scores                                       Thm. 4.5
+    rational_form                a ReLU network as F = P - Q, both convex                   Def. 3.6
+    zonotope_counts              vertices of the Newton zonotope of a dense layer         Prop. 4.10
 
-Tropical polynomials, their Newton polytopes and hypersurfaces (paper 3, Def. 3.5).
-
-    TropicalPolynomial      P(x) = max_i (c_i + a_i · x); exponents a_i may be any real vectors
-    symmetric_polynomial    the k-th elementary symmetric polynomial of affine scores (Thm. 4.5)
-
-The terms that are the only maximum somewhere are the upper vertices of the points (a_i, c_i): one
-per linear piece of P.
-
-A ReLU network as a tropical rational function F = P ⊘ Q (paper 3, Def. 3.6).
-
-    rational_form    P and Q, both convex, with F = P - Q for every output of a network
+The terms of P that alone are the maximum somewhere are the upper vertices of the points (a_i, c_i),
+one per linear piece of P.
 
 A layer with weights A = A⁺ - A⁻ maps x = p - q to (A⁺p + A⁻q + b) - (A⁺q + A⁻p), and ReLU of p - q
-is max(p, q) - q. Terms that are never the maximum are dropped after each step; what is left still
-grows with width and depth, which is the paper's "complexity folded into P and Q".
+is max(p, q) - q. Terms that are never the maximum are dropped after each step; the rest still grows
+with width and depth, which is the paper's "complexity folded into P and Q".
 
-The Newton zonotope of a dense ReLU layer (paper 3, Prop. 4.10, Rem. 4.11).
+Σ_h max(0, v_h · x + c_h) is a tropical polynomial whose terms are the vertices of the zonotope
+Σ_h [0, (v_h, c_h)] in R^{d+1}; its upper vertices are the linear regions of the layer. Vertices are
+the regions of the central arrangement {(v_h, c_h) · y = 0}, of which the affine arrangement is the
+slice y_last = 1, so (the "not strictly bijective" of Rem. 4.11, in numbers)
 
-    zonotope_counts    vertices of Σ_h [0, (v_h, c_h)] in R^{d+1}, and those on its upper side
-
-Σ_h max(0, v_h · x + c_h) is a tropical polynomial whose terms are the vertices of the zonotope; the
-upper ones are the linear regions of the layer. Vertices are the regions of the central arrangement
-{(v_h, c_h) · y = 0}, of which the affine arrangement is the slice y_last = 1, so
-
-    vertices = 2 regions - regions of the same neurons without biases:
-
-the paper's "not strictly bijective", in numbers.
+    vertices = 2 regions - regions of the same neurons without biases.
 """
 
 import math
@@ -69,8 +57,10 @@ __all__ = [
     "zonotope_counts",
 ]
 
-ZERO = -math.inf
-ONE = 0.0
+ZERO, ONE = -math.inf, 0.0
+"""Neutral elements of ⊕ and ⊗."""
+MAX_TERMS = 1 << 17
+"""Largest number of terms of a polynomial."""
 
 
 def plus(a: Float[Tensor, "*shape"], b: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
@@ -110,10 +100,6 @@ def elementary_symmetric(
         for order in range(min(k, expert + 1), 0, -1):
             best[order] = plus(best[order], times(scores[..., expert], best[order - 1]))
     return best[k]
-
-
-MAX_TERMS = 1 << 17
-"""Largest number of terms that is written out."""
 
 
 @dataclass(frozen=True)
@@ -240,9 +226,6 @@ def _wins(lifted: Float[np.ndarray, "n d1"], term: int) -> bool:
     return bool(found.success and found.x[-1] > 1e-9)
 
 
-Pair = tuple[TropicalPolynomial, TropicalPolynomial]
-
-
 @dataclass(frozen=True)
 class TropicalRational:
     """F = P ⊘ Q = P - Q.
@@ -269,9 +252,9 @@ def rational_form(
         layers: (A, b) of each affine map in order; ReLU stands between them, not after the last.
     """
     require(len(layers) > 0, "a network needs one layer at least")
-    width = double_array("A", layers[0][0], 2).shape[1]
-    axes, none = np.eye(width), np.zeros((1, width))
-    pairs = [(_term(axes[i : i + 1]), _term(none)) for i in range(width)]
+    dim = double_array("A", layers[0][0], 2).shape[1]
+    axes, none = np.eye(dim), np.zeros((1, dim))
+    pairs = [(_term(axes[i : i + 1]), _term(none)) for i in range(dim)]
     for depth, (A, b) in enumerate(layers):
         weights, bias = double_array("A", A, 2), double_array("b", b, 1)
         require(
@@ -285,11 +268,13 @@ def rational_form(
     return [TropicalRational(p, q) for p, q in pairs]
 
 
+Pair = tuple[TropicalPolynomial, TropicalPolynomial]
+
+
 def _affine(pairs: list[Pair], row: Float[np.ndarray, " into"], shift: float) -> Pair:
     """(A⁺p + A⁻q + b, A⁺q + A⁻p) for one output."""
-    width = pairs[0][0].exponents.shape[1]
-    p = TropicalPolynomial(np.zeros((1, width)), np.array([float(shift)]))
-    q = _term(np.zeros((1, width)))
+    none = np.zeros((1, pairs[0][0].exponents.shape[1]))
+    p, q = TropicalPolynomial(none, np.array([float(shift)])), _term(none)
     for weight, (upper, lower) in zip(row, pairs, strict=True):
         above, below = (upper, lower) if weight >= 0 else (lower, upper)
         if weight != 0:

@@ -5,12 +5,12 @@
     walls_in_ball    ρ I_{s²}(½, (d-1)/2), s = R/‖μ‖: walls that the data ball meets      corrected
     ball_meets_tie   1 - exp(-walls): chance that the ball meets one at all              ours
     saturation       smallest distance to a tie, coalitions used, of given data          Def. 5.5
-    centring         the same as is, with centred input, bias, and shared expert          ours
+    centring         saturation as is, with centred input, bias, and shared expert        ours
 
 The paper concludes from the cap's area that ‖μ‖^{-(d-1)} coalitions stay in reach. But a tie is a
-wall, not a point: the chance to meet one falls like R/‖μ‖ only, exponent 1 in any dimension. And a
-shared expert adds to the output, not to the scores, so that it leaves every wall where it is; a
-router bias -Wμ, or centred input, does what the paper asks of it.
+wall, not a point: the chance to meet one falls like R/‖μ‖ only, exponent 1 in any dimension. A
+shared expert adds to the output, not to the scores, and so leaves every wall where it is; a router
+bias -Wμ, or centred input, has the effect that the paper asks of it.
 """
 
 import math
@@ -21,10 +21,10 @@ import numpy as np
 import torch
 from scipy import special
 
-from tieline.core.errors import TraceError, require
+from tieline.core.errors import require
 from tieline.geometry.distance import expert_distances, nearest_tie
 from tieline.trace.record import LayerTrace
-from tieline.tropical.affine import Router, as_points, as_router, chosen
+from tieline.tropical.affine import Router, as_points, as_router, captured_inputs, chosen
 from tieline.tropical.expectation import wall_density
 
 __all__ = [
@@ -171,9 +171,7 @@ def centring_of_layer(layer: LayerTrace, weight: Any, bias: Any = None) -> Centr
         weight: (E, D) matrix of its router.
         bias: (E,) bias of the router, if it adds one to the logits.
     """
-    require(layer.inputs is not None, f"layer {layer.name!r} keeps no inputs", TraceError)
-    require(layer.facts.affine, f"layer {layer.name!r} has no affine scores", TraceError)
-    return centring(layer.inputs, weight, bias, layer.facts.k)
+    return centring(captured_inputs(layer), weight, bias, layer.facts.k)
 
 
 def _saturation(data: np.ndarray, router: Router) -> Saturation:

@@ -1,10 +1,8 @@
-"""How kernels are compiled: by Numba, kept on disk for the next process.
+"""Compiled counting of order-k cells of an affine router z = W x + b on R^m, m >= 0.
 
-Numba judges whether a stored kernel is stale by the file it is written in, not by the files of the
-kernels it calls. So the store is named after the text of all kernel files: a change to any of them
-starts a new one.
-
-Compiled counting of order-k cells of an affine router z = W x + b on R^m (m >= 0).
+    compiled                      compile a kernel by Numba and keep it on disk
+    count_affine, count_linear    cells of a router with and without biases
+    corners                       ties of d + 1 experts across the threshold
 
 Lift: experts are the hyperplanes t = z_i(x) of R^{m+1}, and coalition I has a cell where I is the
 set of experts above a cell of this arrangement. Sweep the lifted cells by x_1, those that reach
@@ -17,16 +15,14 @@ with λ_i > 0. So
 
 where stage m' < m lies at x_q = -∞, q = m - m', and sees the router (W[:, q:], -W[:, q-1]).
 
-Weights have size 1 (see `checks`): gaps, slopes and inverses are judged against that, not against
-weights that cancelled. Each function also returns its `safety`: the smallest relative gap that
-decided anything, divided by the tolerance; below 1 the input counts as degenerate and the count
-must not be used.
-
-Compiled list of the corners of an order-k diagram: ties of d + 1 experts across the threshold.
-
 Each cell and each facet of a router in general position whose weights span R^d has a corner. At a
 corner with p experts above the tie T, the cells are above ∪ A for every A ⊂ T with |A| = k - p, and
-two of them share a facet where they differ by one swap.
+two of them share a facet if they differ by one swap.
+
+Weights have size 1 (`affine.counting_router`): gaps, slopes and inverses are judged against that,
+not against weights that cancelled. Each function also returns its `safety`: the smallest relative
+gap that decided anything, divided by the tolerance. Below 1 the input is degenerate and the count
+must not be used.
 """
 
 import hashlib
@@ -38,7 +34,7 @@ import numpy as np
 
 from tieline.core.files import cache_folder
 
-__all__ = ["KERNELS", "compiled"]
+__all__ = ["ROUNDING", "TOLERANCE", "compiled", "corners", "count_affine", "count_linear", "twice"]
 
 try:
     from numba import config, njit
@@ -49,14 +45,21 @@ except ModuleNotFoundError as error:
 
 
 SETTINGS: Any = config
-"""Numba's settings, which it makes at run time."""
-
+"""Numba's settings, created at run time."""
+TOLERANCE = 1e-11
+"""Relative gap under which a further tie or a parallel wall cannot be told from rounding."""
+ROUNDING = 64 * 2.220446049250313e-16
+"""Error of a solve, per unit of condition number."""
 KERNELS = ("counting", "flats", "programmes")
 """Files of this folder that hold compiled functions."""
 
 
 def _store() -> Path:
-    """Folder of the stored kernels: in NUMBA_CACHE_DIR, or in the user's cache."""
+    """Folder of the stored kernels, in NUMBA_CACHE_DIR or the user's cache.
+
+    Numba judges whether a stored kernel is stale by the file of the kernel, not by those of the
+    kernels it calls. So the folder is named after the text of all kernel files.
+    """
     here, digest = Path(__file__).parent, hashlib.sha256()
     for name in KERNELS:
         digest.update((here / f"{name}.py").read_bytes())
@@ -67,7 +70,7 @@ STORE = _store()
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` compiled on its first call, from the store where it is there already."""
+    """Compile `function` on its first call, or load it from the store."""
     before = SETTINGS.CACHE_DIR
     SETTINGS.CACHE_DIR = str(STORE)
     try:
@@ -76,13 +79,6 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         return njit(function)
     finally:
         SETTINGS.CACHE_DIR = before
-
-
-TOLERANCE = 1e-11
-"""Relative gap under which a further tie or a parallel wall cannot be told from rounding."""
-
-ROUNDING = 64 * 2.220446049250313e-16
-"""Error of a solve, per unit of condition number."""
 
 
 @compiled
@@ -283,9 +279,9 @@ def count_linear(W, k, must):
     if k == 0 or k == n:
         return 1, np.inf
     count, safety, sign = 0, np.inf, 1
-    for width in range(m - 1, -1, -1):
-        bias = W[:, m - 1 - width].copy()
-        rest = np.ascontiguousarray(W[:, m - width :])
+    for dim in range(m - 1, -1, -1):
+        bias = W[:, m - 1 - dim].copy()
+        rest = np.ascontiguousarray(W[:, m - dim :])
         for direction in (1.0, -1.0):
             found, sure = count_affine(rest, direction * bias, k, must)
             count += sign * found

@@ -2,12 +2,12 @@
 
     pieces = Σ_{|S| <= d} #{cells of the router on flat(S) whose coalition holds owners(S)}
 
-S runs over sets of neurons and flat(S) = {x : v_n x + c_n = 0, n in S}. Depth first: a flat where
+S runs over sets of neurons and flat(S) = {x : v_n x + c_n = 0, n in S}, depth first: a flat where
 no coalition holds the owners has no deeper flat that counts. Flats keep orthonormal coordinates, so
-restriction loses no accuracy; on a line the router's cells are intervals, found by walking along
-it, and all its points are placed among them at once.
+restriction loses no accuracy. On a line the router's cells are intervals, found by walking along
+it, and all points are placed among them at once.
 
-Every function returns the count and its safety (see `tied_sets`).
+Every function returns the count and its safety, as in `counting`.
 """
 
 from typing import no_type_check

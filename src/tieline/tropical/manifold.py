@@ -1,34 +1,27 @@
-"""Where the chosen experts change along straight segments, exactly.
+"""Pieces that a curve of inputs meets, against what a Gaussian router would show.
 
-Along a segment every score is linear, so that each pair of experts changes order at most once. The
-next change of the coalition is the first crossing of a chosen expert by a faster one that is not
-chosen; all segments take their next step together.
-
-Pieces that a curve of inputs meets, beside what a Gaussian router would show.
-
+    walk                      changes of coalition along straight segments, exact
     pieces_along              switches and kinks on a polyline, exact               measured
     pieces_along_curve        the same for a callable, refined until it settles     measured
     spherical_length          L, length of the curve seen from the origin           Def. 4.26
     expected_switches         (L/π) ρ, Crofton; with kinks (L/π)(kH + ρ)            corrected
     paper_effective_bound     C(N, k) Vol(π(M))/Vol(S^{d-1}) Φ(kH, d_eff)           Thm. 4.26
+    token_pairs               pairs of tokens: neighbours in the text, or any two
+    crossings                 switches between the router inputs of token pairs
 
-The paper's bound divides a d_eff-dimensional volume by a (d-1)-dimensional one, which has a meaning
-only for d_eff = d - 1: it is printed beside the true numbers, never instead of them. An m-flat
-meets C(N, k) P(M <= m+1) cells on average: `expected_cells(N, k, m)`.
+Along a segment every score is linear, so each pair of experts changes order at most once. The next
+change of the coalition is the first crossing of a chosen expert by a faster one that is not chosen;
+all segments take their next step together.
 
-Coalitions that a model's router meets between the hidden states of its tokens.
-
-    token_pairs      pairs of tokens: neighbours in the text, or any two
-    crossings        switches per pair, per radian and per unit of length, against a Gaussian router
-
-Each pair is joined by a straight line in the router's input space, walked exactly. The expectation
-of a Gaussian router is ρ/π per radian (Crofton); a trained one differs as its weights and its
-inputs do.
+The paper's bound divides a d_eff-dimensional volume by a (d-1)-dimensional one, which is meaningful
+only for d_eff = d - 1. An m-flat meets C(N, k) P(M <= m+1) cells on average:
+`expected_cells(N, k, m)`. A Gaussian router makes ρ/π switches per radian; a trained one differs as
+its weights and its inputs do.
 """
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -40,7 +33,15 @@ from torch import Tensor
 from tieline.core.errors import TraceError, require
 from tieline.core.statistics import Estimate, mean_estimate
 from tieline.trace.record import LayerTrace, RoutingTrace
-from tieline.tropical.affine import Neurons, Router, as_neurons, as_points, as_router, chosen
+from tieline.tropical.affine import (
+    Neurons,
+    Router,
+    as_neurons,
+    as_points,
+    as_router,
+    captured_inputs,
+    chosen,
+)
 from tieline.tropical.capacity import capacity_bound
 from tieline.tropical.expectation import wall_density
 
@@ -86,8 +87,8 @@ class Walk(NamedTuple):
 
 
 def walk(
-    starts: Float[np.ndarray, "segments width"],
-    ends: Float[np.ndarray, "segments width"],
+    starts: Float[np.ndarray, "segments dim"],
+    ends: Float[np.ndarray, "segments dim"],
     router: Router,
 ) -> Walk:
     """The changes of coalition along the segments from `starts` to `ends`."""
@@ -118,7 +119,9 @@ def _walk(start: np.ndarray, end: np.ndarray, k: int) -> Walk:
         at_start = when <= 0  # a tie at the very start is settled before the walk begins
         first[rows[at_start]] = inside[rows[at_start]]
         events.append(tuple(x[~at_start] for x in (rows, when, leaving, entering)))
-    return _ordered(events, first)
+    segment, place, leaving, entering = map(np.concatenate, zip(*events, strict=True))
+    order = np.argsort(segment, kind="stable")  # events of one segment are in order already
+    return Walk(segment[order], place[order], leaving[order], entering[order], first)
 
 
 def _overtakes(score: np.ndarray, slope: np.ndarray) -> np.ndarray:
@@ -129,16 +132,9 @@ def _overtakes(score: np.ndarray, slope: np.ndarray) -> np.ndarray:
         return np.where(closing > 0, ahead / closing, np.inf)
 
 
-def _ordered(events: list[tuple[np.ndarray, ...]], first: np.ndarray) -> Walk:
-    """Events by segment; those of one segment were found in the order of the walk."""
-    segment, place, leaving, entering = map(np.concatenate, zip(*events, strict=True))
-    order = np.argsort(segment, kind="stable")
-    return Walk(segment[order], place[order], leaving[order], entering[order], first)
-
-
 @dataclass(frozen=True)
 class PathPieces:
-    """What a curve meets.
+    """Pieces that a curve meets.
 
     Attributes:
         pieces: 1 + switches + kinks: stretches on which the layer is one formula.
@@ -186,8 +182,7 @@ def pieces_along(
         "leave repeated points out",
     )
     walked = walk(path[:-1], path[1:], router)
-    lift = bias_scale(router)
-    angle = spherical_length(path, lift=lift)
+    angle = spherical_length(path, lift=bias_scale(router))
     kinks = 0 if neurons is None else _kinks(path, walked, neurons)
     switches = len(walked.segment)
     expected = 0.0 if k == len(router.bias) else expected_switches(len(router.bias), k, angle)
@@ -216,19 +211,19 @@ def pieces_along_curve(
 ) -> PathPieces:
     """The pieces of the curve t ↦ curve(t), 0 <= t <= 1, on polylines of doubling fineness.
 
-    Ends when two polylines in a row have the same switches and kinks; a curve that touches a wall
-    may not settle before `most` segments, which the status then says.
+    Ends when two polylines in a row have the same switches and kinks. A curve that touches a wall
+    may not settle before `most` segments; the status then says so.
     """
     require(2 <= start <= most, f"need 2 <= start <= most, got {start=}, {most=}")
     before, segments = None, start
     while True:
-        points = np.stack([_point(curve(i / segments)) for i in range(segments + 1)])
+        places = [curve(i / segments) for i in range(segments + 1)]
+        points = np.stack([np.asarray(x, dtype=np.float64).reshape(-1) for x in places])
         found = pieces_along(points, weight, bias, k, V, c)
         if before is not None and _counts(before) == _counts(found):
             return found
         if segments >= most:
-            words = f"not settled: {most} segments still change the count"
-            return PathPieces(**{**found.__dict__, "status": words})
+            return replace(found, status=f"not settled: {most} segments still change the count")
         before, segments = found, min(2 * segments, most)
 
 
@@ -326,10 +321,6 @@ def _counts(found: PathPieces) -> tuple[int, int, int]:
     return found.switches, found.kinks, found.coalitions
 
 
-def _point(value: Any) -> np.ndarray:
-    return np.asarray(value, dtype=np.float64).reshape(-1)
-
-
 @dataclass(frozen=True)
 class Crossings:
     """Switches of coalition along straight lines between pairs of router inputs.
@@ -384,10 +375,9 @@ def crossings(
         pairs: indices of tokens, such as `token_pairs` draws.
         bias: (E,) bias of the router, if it adds one to the logits.
     """
-    require(layer.inputs is not None, f"layer {layer.name!r} keeps no inputs", TraceError)
-    require(layer.facts.affine, f"layer {layer.name!r} has no affine scores", TraceError)
+    inputs = captured_inputs(layer)
     router = as_router(weight, bias, layer.facts.k)
-    data = as_points(layer.inputs, router.weight.shape[1], 2)
+    data = as_points(inputs, router.weight.shape[1], 2)
     ends = data[pairs.numpy()]
     length = np.linalg.norm(ends[:, 1] - ends[:, 0], axis=1)
     keep = length > 0  # the same input twice, as the first tokens of two texts, is no line

@@ -1,27 +1,17 @@
-"""Convex polygons of the plane cut by the ties of a router and by the kinks of its experts.
-
-    clip            the part of a polygon on one side of a line, edges keeping their labels
-    cells_within    every coalition met in a polygon, with its convex cell
-    split_by_lines  a convex cell cut into pieces by lines
-
-A cell is found from the polygon by cutting away, again and again, the corner that violates the
-router's order most; an edge that a tie made names the two experts which tie there, so that the cell
-behind it is known. The areas of the cells must add up to that of the polygon, or the router is
-degenerate there and refused.
-
-Two-dimensional pictures of a router: what it chooses on a plane through three inputs.
+"""Router cells on planes and surfaces of inputs, as exact polygons.
 
     plane_through     an orthonormal frame through three points, and the window around them
-    slice_router      cells, bands gap < ε, kinks of active neurons, all exact polygons
-    expert_support    where one expert is chosen: a union of cells, convex for no k > 1 but by luck
-    slice_layer       the same for three hidden states of a captured layer
+    slice_router      cells, bands gap < ε and kinks of active neurons on such a plane
+    slice_layer       the same through three hidden states of a captured layer
+    expert_support    where one expert is chosen: a union of cells, for k > 1 rarely convex
+    cells_within      every coalition met in a polygon, with its convex cell
+    pieces_on_patch   different coalitions and pieces on a triangulated surface
+    grid_of           the grid of a callable (s, t) ↦ x on [0, 1]²
 
-Lengths in the picture are lengths of input space. `Slice.to_dict` is plain data for `report`.
-
-Coalitions and pieces that a surface of inputs meets.
-
-pieces_on_patch   different coalitions and pieces on a grid of points, exact on its triangles
-grid_of           the grid of a callable (s, t) ↦ x on [0, 1]²
+A cell is cut out of the polygon by removing, again and again, the corner that violates the router's
+order most. An edge that a tie made names the two experts that tie there, which gives the cell
+behind it. The areas of the cells must add up to that of the polygon; otherwise the router is
+degenerate there and refused. Lengths in a picture are lengths of input space.
 """
 
 from collections import deque
@@ -33,9 +23,17 @@ import numpy as np
 from jaxtyping import Float
 from scipy.spatial import ConvexHull
 
-from tieline.core.errors import TielineError, TraceError, require
+from tieline.core.errors import TielineError, require
 from tieline.trace.record import LayerTrace
-from tieline.tropical.affine import Neurons, Router, as_neurons, as_points, as_router, chosen
+from tieline.tropical.affine import (
+    Neurons,
+    Router,
+    as_neurons,
+    as_points,
+    as_router,
+    captured_inputs,
+    chosen,
+)
 
 __all__ = [
     "Label",
@@ -202,8 +200,8 @@ Corners = list[list[float]]
 class Plane:
     """x(u, v) = origin + u axes[0] + v axes[1], with the three points and the window drawn."""
 
-    origin: Float[np.ndarray, " width"]
-    axes: Float[np.ndarray, "2 width"]
+    origin: Float[np.ndarray, " dim"]
+    axes: Float[np.ndarray, "2 dim"]
     marks: Float[np.ndarray, "3 2"]
     window: Float[np.ndarray, "4 2"]
 
@@ -273,9 +271,9 @@ def plane_through(points: Any, margin: float = 0.6) -> Plane:
         points: (3, d) array, not on one line (refused), d >= 2.
         margin: room around the points, as a share of the larger side of their box.
     """
-    width = np.shape(points)[-1]
-    require(width >= 2, f"a plane needs d >= 2, got d = {width}")
-    p = as_points(points, width, 3)
+    dim = np.shape(points)[-1]
+    require(dim >= 2, f"a plane needs d >= 2, got d = {dim}")
+    p = as_points(points, dim, 3)
     require(len(p) == 3, f"need three points, got {len(p)}")
     origin = p.mean(axis=0)
     q, r = np.linalg.qr((p[1:] - p[0]).T)
@@ -371,12 +369,9 @@ def slice_layer(
         expert: an expert whose support is to be outlined.
         margin: see `plane_through`.
     """
-    require(layer.inputs is not None, f"layer {layer.name!r} keeps no inputs", TraceError)
-    require(layer.facts.affine, f"layer {layer.name!r} has no affine scores", TraceError)
-    assert layer.inputs is not None
-    points = layer.inputs[list(tokens)]
-    k = layer.facts.k
-    return slice_router(points, weight, bias, k, epsilon=epsilon, expert=expert, margin=margin)
+    points = captured_inputs(layer)[list(tokens)]
+    options = {"epsilon": epsilon, "expert": expert, "margin": margin}
+    return slice_router(points, weight, bias, layer.facts.k, **options)
 
 
 def restricted_on_plane(router: Router, origin: np.ndarray, axes: np.ndarray) -> Router:
@@ -476,7 +471,7 @@ def pieces_on_patch(
 
 def grid_of(
     surface: Callable[[float, float], Any], rows: int, columns: int
-) -> Float[np.ndarray, "rows columns width"]:
+) -> Float[np.ndarray, "rows columns dim"]:
     """Points surface(s, t) at equal steps of 0 <= s, t <= 1."""
     require(rows >= 2 and columns >= 2, f"need rows, columns >= 2, got {rows=}, {columns=}")
     at = [np.linspace(0, 1, n) for n in (rows, columns)]

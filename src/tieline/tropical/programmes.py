@@ -1,34 +1,33 @@
-"""Compiled linear programmes in few variables: open cones cut out by walls through the origin.
-
-An affine wall a · x + c = 0 is the plane (a, c) · y = 0 through the origin of y = (x, 1), so an
-open polyhedron is the open cone {A y > 0} with the row y_last > 0: unbounded pieces are no special
-case, and a wall cuts the cone or it does not, whatever the distance. All rows are unit vectors;
-cones are looked at inside the box |y_j| <= 1.
-
-    maximise    largest c · y in {A y >= r, |y_j| <= 1}: Seidel's incremental method, expected time
-                linear in the rows for a fixed number of variables
-    reach       the same over a cone, from scratch: how far the cone reaches beyond a wall
-    centre      a point of the cone moved to the middle of its chords
-
-Compiled search for cells and pieces by linear programming; see `linear` for the coordinates.
+"""Compiled search for cells and pieces by linear programmes in few variables.
 
     explore     walls of one coalition's cell, and a point in the cell behind each of them
-    patterns    activation patterns inside one cell, with a point in each: neurons are added one by
-                one, and one programme asks whether a neuron cuts a piece; a neuron that does not is
-                no wall of any smaller piece either
+    patterns    activation patterns inside one cell, with a point in each
+    maximise    largest c · y in {A y >= r, |y_j| <= 1}: Seidel's incremental method, expected time
+                linear in the rows for a fixed number of variables
+    reach       how far a cone reaches beyond a wall
+    centre      move a point of a cone to the middle of its chords
 
-A programme's value is above CUT where a wall cuts, below NONE where it does not; between them the
-input is too near to degenerate to tell, and the search gives up (False, or status THIN).
+An affine wall a · x + c = 0 is the plane (a, c) · y = 0 through the origin of y = (x, 1), so an
+open polyhedron is the open cone {A y > 0} with the row y_last > 0. Unbounded pieces are no special
+case, and a wall cuts the cone or it does not, whatever the distance. All rows are unit vectors;
+cones are intersected with the box |y_j| <= 1.
+
+`patterns` adds neurons one by one; one programme decides whether a neuron cuts a piece. A neuron
+that does not is no wall of any smaller piece either. A programme's value is above CUT if a wall
+cuts and below NONE if it does not; between them the input is too near to degenerate to decide, and
+the search gives up (False, or status THIN).
 """
 
 from typing import no_type_check
 
 import numpy as np
 
-from tieline.tropical.counting import compiled
+from tieline.tropical.counting import compiled, twice
 
 SLACK = 1e-13
 """Violation of a unit row that counts as none."""
+CUT, NONE = 1e-10, 1e-12
+DONE, THIN, MANY = 0, 1, 2
 
 
 @compiled
@@ -153,11 +152,6 @@ def centre(A, count, y):
             y[axis] += move
             for i in range(count):
                 values[i] += move * A[i, axis]
-
-
-CUT = 1e-10
-NONE = 1e-12
-DONE, THIN, MANY = 0, 1, 2
 
 
 @compiled
@@ -310,17 +304,8 @@ def patterns(base, neurons, start, most):
         if total == most:
             return out[:0], places[:0], MANY
         if total == len(out):
-            out, places = grown(out, total), grown(places, total)
+            out, places = twice(out), twice(places)
         centre(A, count, point)
         out[total], places[total] = signs > 0, point
         total += 1
     return out[:total], places[:total], DONE
-
-
-@compiled
-@no_type_check
-def grown(array, total):
-    """A copy with twice the rows."""
-    larger = np.empty((2 * total, array.shape[1]), array.dtype)
-    larger[:total] = array
-    return larger
