@@ -1,9 +1,16 @@
 """Settings of the whole suite."""
 
+import os
+
 import jaxtyping
 import pytest
 import torch
 from hypothesis import settings
+
+from tests.shared import shared_root
+
+if shared_root().is_dir():
+    os.environ.setdefault("TIELINE_DATA", str(shared_root()))
 
 settings.register_profile("tieline", deadline=None, max_examples=12, derandomize=True)
 settings.load_profile("tieline")

@@ -1,15 +1,16 @@
 """Text to token ids: windows, tokenizers, the attack, the splits."""
 
 import hashlib
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.training.real_data import shared
 from tieline.core.errors import TielineError
 from tieline.training import fetch
-from tieline.training import text_data as data_wikitext
 from tieline.training.config import DataConfig
 from tieline.training.text_data import (
     LETTERS,
@@ -121,18 +122,11 @@ def test_an_unknown_text_is_refused():
 
 
 def test_wikitext_without_its_training_split_says_so():
-    try:
-        fetch.shared_folder("wikitext-103")
-    except fetch.DataError:
-        pytest.skip("the splits of WikiText-103 are not here")
+    folder = shared("wikitext-103")
     found = load_streams(DataConfig(name="wikitext"))
     assert "without its training split" in found.about
-    assert (
-        found.tokenizer.decode(found.test[:400].tolist())
-        == data_wikitext._read(fetch.shared_folder("wikitext-103") / "wiki.test.tokens")[
-            : len(found.tokenizer.decode(found.test[:400].tolist()))
-        ]
-    )
+    beginning = found.tokenizer.decode(found.test[:400].tolist())
+    assert (folder / "wiki.test.tokens").read_text(encoding="utf-8").startswith(beginning)
     assert found.words["test"] == found.words["test_attacked"] == 241_211
     assert found.attacked["test_attacked"].numel() > found.test.numel()
 
@@ -140,36 +134,50 @@ def test_wikitext_without_its_training_split_says_so():
 def test_data_that_are_not_here_are_asked_for(monkeypatch, tmp_path):
     monkeypatch.setenv("TIELINE_DATA", str(tmp_path))
     with pytest.raises(fetch.DataError, match="put its files into"):
-        fetch.shared_folder("no-such-set")
+        fetch.data_set("no-such-set")
+
+
+def test_data_are_found_in_the_named_folder_then_in_the_cache(monkeypatch, tmp_path):
+    cache, named = tmp_path / "cache", tmp_path / "named"
+    monkeypatch.setattr(fetch, "cache_folder", lambda name: cache / name)
+    monkeypatch.delenv("TIELINE_DATA", raising=False)
+    assert fetch.data_folder() == cache / "data"
+    (cache / "data" / "set").mkdir(parents=True)
+    monkeypatch.setenv("TIELINE_DATA", str(named))
+    assert fetch.data_folder() == named
+    assert fetch.data_set("set") == cache / "data" / "set"
+    (named / "set").mkdir(parents=True)
+    assert fetch.data_set("set") == named / "set"
+    assert fetch.find_data("other") == named / "other"
 
 
 def test_what_is_kept_is_checked_by_hash_and_made_once(monkeypatch, tmp_path):
     monkeypatch.setenv("TIELINE_DATA", str(tmp_path))
-    right = hashlib.sha256(b"data").hexdigest()
+    right = fetch.DataFile("set", hashlib.sha256(b"data").hexdigest(), 4)
     made = []
 
     def make():
         made.append(1)
         return b"data"
 
-    path = fetch.kept("set", right, make)
+    path = fetch.kept(right, make)
     assert path.read_bytes() == b"data"
-    assert fetch.kept("set", right, make) == path
+    assert fetch.kept(right, make) == path
     assert made == [1]
     path.write_bytes(b"tampered")
-    assert fetch.kept("set", right, make).read_bytes() == b"data"
+    assert fetch.kept(right, make).read_bytes() == b"data"
     with pytest.raises(fetch.DataError, match="SHA-256"):
-        fetch.kept("other", right, lambda: b"wrong")
+        fetch.kept(replace(right, name="other"), lambda: b"wrong")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["set"]
 
 
 def test_only_https_is_fetched(monkeypatch, tmp_path):
     monkeypatch.setenv("TIELINE_DATA", str(tmp_path))
     with pytest.raises(fetch.DataError, match="https"):
-        fetch.fetch("file:///etc/hosts", "0" * 64, "hosts", size=1)
+        fetch.fetch(fetch.DataFile("hosts", "0" * 64, 1, "file:///etc/hosts"))
 
 
 def test_a_server_that_is_not_there_is_told_with_the_way_round(monkeypatch, tmp_path):
     monkeypatch.setenv("TIELINE_DATA", str(tmp_path))
     with pytest.raises(fetch.DataError, match="put the file into"):
-        fetch.fetch("https://127.0.0.1:9/x", "0" * 64, "x", size=1)
+        fetch.fetch(fetch.DataFile("x", "0" * 64, 1, "https://127.0.0.1:9/x"))

@@ -1,9 +1,10 @@
-"""The state of a run beside its weights, in safetensors and JSON: no pickle is written or read.
+"""Checkpoints in safetensors and JSON: no pickle is written or read.
 
+model.safetensors       weights
 optimizer.safetensors   moments and step counts, "<parameter number>.<name>"
 state.json              groups of the optimiser, scheduler, gate schedule
 rng-<rank>.safetensors  generators of torch; those of Python and NumPy as its metadata
-complete.json           written last: a checkpoint without it was cut short and is passed over
+complete.json           written last: a checkpoint without it is incomplete and is ignored
 """
 
 import json
@@ -21,6 +22,7 @@ from tieline.core.errors import TielineError, require
 from tieline.core.files import write_whole
 
 __all__ = [
+    "WEIGHTS",
     "CheckpointError",
     "checkpoint_step",
     "last_checkpoint",
@@ -30,15 +32,17 @@ __all__ = [
     "read_json",
     "save_generators",
     "save_optimizer",
+    "save_weights",
     "write_json",
 ]
 
-OPTIMIZER, STATE, COMPLETE = "optimizer.safetensors", "state.json", "complete.json"
+WEIGHTS, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
+STATE, COMPLETE = "state.json", "complete.json"
 FOLDER = re.compile(r"checkpoint-(\d+)")
 
 
 class CheckpointError(TielineError):
-    """A checkpoint is malformed or belongs to another run."""
+    """A checkpoint is malformed or of another run."""
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -47,7 +51,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file; a missing or broken one is a `CheckpointError`."""
+    """Read a JSON file; a missing or malformed one raises `CheckpointError`."""
     try:
         return json.loads(path.read_bytes())
     except (OSError, ValueError) as problem:
@@ -55,7 +59,7 @@ def read_json(path: Path) -> Any:
 
 
 def last_checkpoint(folder: Path) -> Path | None:
-    """The newest complete checkpoint of a run, None if there is none."""
+    """Return the newest complete checkpoint of a run, None if there is none."""
     found = []
     for path in folder.glob("checkpoint-*"):
         named = FOLDER.fullmatch(path.name)
@@ -70,12 +74,23 @@ def checkpoint_step(checkpoint: Path | None) -> int:
 
 
 def mark_complete(folder: Path, step: int) -> None:
-    """Say that all of a checkpoint has been written."""
+    """Mark a checkpoint as completely written."""
     write_json(folder / COMPLETE, {"step": step})
 
 
+def save_weights(model: torch.nn.Module, folder: Path) -> None:
+    """Write the weights of a model to one file, tied ones once."""
+    folder.mkdir(parents=True, exist_ok=True)
+    seen: dict[int, str] = {}
+    weights: dict[str, torch.Tensor] = {}
+    for name, value in model.state_dict().items():
+        if seen.setdefault(value.data_ptr(), name) == name:
+            weights[name] = value.contiguous()
+    save_file(weights, folder / WEIGHTS, {"format": "pt"})
+
+
 def save_optimizer(folder: Path, optimizer: Any, scheduler: Any, gates: dict[str, float]) -> None:
-    """Keep the state of optimiser, scheduler and gate schedule."""
+    """Write the state of optimiser, scheduler and gate schedule."""
     state = optimizer.state_dict()
     tensors = {
         f"{number}.{name}": value.detach().contiguous()
@@ -88,7 +103,7 @@ def save_optimizer(folder: Path, optimizer: Any, scheduler: Any, gates: dict[str
 
 
 def load_optimizer(folder: Path, optimizer: Any, scheduler: Any) -> dict[str, float]:
-    """Restore what `save_optimizer` kept; returns the state of the gate schedule."""
+    """Restore the state of `save_optimizer`; returns that of the gate schedule."""
     rest = read_json(folder / STATE)
     tensors: dict[int, dict[str, torch.Tensor]] = {}
     for key, value in _read(folder / OPTIMIZER)[0].items():
@@ -121,7 +136,7 @@ def _check_groups(folder: Path, optimizer: Any, rest: Any, tensors: dict[int, An
 
 
 def save_generators(folder: Path, rank: int) -> None:
-    """Keep the state of every generator of random numbers of this process."""
+    """Write the state of all random generators of this process."""
     tensors = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         tensors |= {f"cuda{i}": s for i, s in enumerate(torch.cuda.get_rng_state_all())}
@@ -135,7 +150,7 @@ def save_generators(folder: Path, rank: int) -> None:
 
 
 def load_generators(folder: Path, rank: int) -> None:
-    """Restore what `save_generators` kept."""
+    """Restore the state of `save_generators`."""
     tensors, plain = _read(folder / f"rng-{rank}.safetensors")
     version, internal, gauss = json.loads(plain["python"])
     random.setstate((version, tuple(internal), gauss))

