@@ -62,6 +62,7 @@ EXTRAS = {
     "numba": "tropical",
     "highspy": "tropical",
     "accelerate": "train",
+    "PIL": "train",
     "sklearn": "estimation",
     "joblib": "cluster",
     "distributed": "cluster",
