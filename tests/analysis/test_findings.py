@@ -201,8 +201,8 @@ def test_losses_are_told_with_their_error(measures):
     record = jump_record(measures.layers[0].name, HIGH, (1.0, None, 3.0))
     (loss,) = by_kind(findings(measures, (record,)), "loss")
     assert loss.text == (
-        "one swap changes the loss of its sequence by 0.5 nats in layer 0 (median of 3, mean "
-        "+0.25 ± 0.1)"
+        "one swap changes the loss of its sequence by a median of 0.5 nats in layer 0 (mean +0.25 "
+        "± 0.1)"
     )
 
 

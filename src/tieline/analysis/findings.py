@@ -290,11 +290,12 @@ def _losses(jumps: tuple[LayerJumps, ...], labels: dict[str, str]) -> Iterator[F
         middle = loss.absolute.value[loss.absolute.probabilities.index(0.5)]
         error = loss.mean.standard_error or math.nan
         means[layer.name] = loss.mean.value
-        mean = f"median of {loss.swaps}, mean {loss.mean.value:+.2g} ± {error:.1g}"
+        mean = f"mean {loss.mean.value:+.2g} ± {error:.1g}"
         words[layer.name] = f"{middle:.2g} nats in {labels[layer.name]} ({mean})"
     if means:
         worst = max(means, key=lambda name: abs(means[name]))
-        text = f"one swap changes the loss of its sequence by {_joined(list(words.values()))}"
+        where = _joined(list(words.values()))
+        text = f"one swap changes the loss of its sequence by a median of {where}"
         yield Finding("info", text, means[worst], worst, "loss")
 
 

@@ -38,13 +38,6 @@ if TYPE_CHECKING:
 
 __all__ = ["diff_panels", "figures", "notebook", "page", "summary", "terminal"]
 
-KEY_NUMBERS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
-    ("flip", "of the tokens choose other experts in the worst layer", percent),
-    ("flip:any", "do so in at least one layer", percent),
-    ("unexplained:count", "flips are not explained by the margin", lambda x: f"{x:,.0f}"),
-    ("weight", "of the combine weight moves in the worst layer, on average", percent),
-    ("kl", "nats per token between the final distributions", significant),
-)
 RATES = Panel(
     "diff-rates",
     "Tokens that choose other experts, layer by layer",
@@ -99,7 +92,6 @@ class DiffRow:
 def page(result: RoutingDiff) -> str:
     """The page: verdict, findings, charts, all layers, alignment, provenance."""
     panels = diff_panels(result)
-    known = result.metrics
     return render(
         "diff.html",
         panels,
@@ -107,14 +99,13 @@ def page(result: RoutingDiff) -> str:
         title=_title(result),
         facts=_facts(result),
         verdict=result.verdict,
-        numbers=[(show(known[name]), words) for name, words, show in KEY_NUMBERS if name in known],
         findings=finding_rows(result.findings, _names(result)),
         shown=MOST_FINDINGS,
         table=grid(COLUMNS, _rows(result)),
         alignment=_alignment(result.alignment),
         unmeasured=unmeasured(panels),
         provenance=[*flat(result.provenance), *timing_rows(result.timings)],
-        metrics=[(name, significant(number, 4)) for name, number in sorted(known.items())],
+        metrics=[(name, significant(number, 4)) for name, number in sorted(result.metrics.items())],
     )
 
 

@@ -22,7 +22,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from tieline.core.errors import TraceError, require
 from tieline.report.charts import Panel, arranged
 from tieline.report.drawing import inline_image
-from tieline.report.numbers import compact, percent, significant, visible
+from tieline.report.numbers import compact, visible
 from tieline.report.tables import Grid
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters |= {"percent": percent, "significant": significant, "visible": visible}
+    made.filters |= {"unbroken": lambda text: text.replace(" %", "\u00a0%"), "visible": visible}
     made.globals["zip"] = zip
     return made
 

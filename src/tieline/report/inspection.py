@@ -37,15 +37,14 @@ __all__ = ["figures", "notebook", "page", "summary", "terminal"]
 
 IN_BF16 = "tokens change an expert per layer when its logits are rounded to bf16"
 IN_NOISE = "tokens change an expert per layer under noise of 0.01 on its logits"
-ANYWHERE = "tokens do so in at least one layer"
-KEY_NUMBERS = (
+KEY_NUMBERS: tuple[tuple[tuple[tuple[str, str], ...], Callable[[float], str]], ...] = (
     ((("flip@bf16", IN_BF16), ("flip@0.01", IN_NOISE)), percent),
-    ((("flip@bf16:any", ANYWHERE), ("flip@0.01:any", ANYWHERE)), percent),
-    ((("jump", "median change of a layer’s output when a near-tie flips"),), percent),
     ((("gap@0.5", "median gap between the last chosen score and the next"),), significant),
+    ((("evenness", "evenness of the load over the experts, mean over layers"),), percent),
     ((("dead", "experts were never chosen"),), lambda number: f"{number:.0f}"),
 )
-"""Names and meanings of the numbers in large type; the first that is known of each group."""
+"""Names and meanings of the numbers in large type, none of which the verdict says; the first that
+is known of each group."""
 
 LIMITS = (0.01, 0.03, 0.1, 0.3)
 """Relative gaps at which the ground of a token becomes weaker; above the last there is none."""

@@ -117,8 +117,11 @@ def _verdict(result: Repair) -> str:
     lowered = f"KL under {best.name} is {significant(best.factor.value)} times lower"
     cost = f"the loss changes by {_signed(result.repair.loss_change)} nats per token"
     if (best.factor.value or 0.0) <= 1:
-        return f"Smoothing repairs nothing here: at best the {lowered}. Keep the original model."
-    return f"The {lowered}, and {cost}. Use the smoothed model where that change is acceptable."
+        return (
+            f"Smoothing repairs nothing here: at best the {lowered}. What to do: keep the original."
+        )
+    advice = "What to do: use the smoothed model where that change and its time are acceptable."
+    return f"The {lowered}, and {cost}. {advice}"
 
 
 def _time(latency: Latency) -> str:

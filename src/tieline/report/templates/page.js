@@ -113,8 +113,25 @@ async function draw() {
   }
 }
 
-function fit() {
-  for (const key of Object.keys(report.figures)) Plotly.Plots.resize(document.getElementById(key));
+// Paper is narrower than most windows, and two charts shall stand on a page; maps of many layers
+// keep their height.
+const PAPER = { width: 680, height: 330, most: 880 };
+
+function toPaper() {
+  for (const [key, figure] of Object.entries(report.figures)) {
+    const place = document.getElementById(key), whole = figure.layout.height;
+    const height = whole > 520 ? Math.min(whole, PAPER.most) : PAPER.height;
+    place.style.height = `${height}px`;
+    Plotly.relayout(place, { width: PAPER.width, height });
+  }
+}
+
+function toScreen() {
+  for (const [key, figure] of Object.entries(report.figures)) {
+    const place = document.getElementById(key);
+    place.style.height = `${figure.layout.height}px`;
+  }
+  draw();
 }
 
 function level(gap) {
@@ -159,8 +176,8 @@ function listen() {
 listen();
 let width = window.innerWidth;
 dark.addEventListener("change", draw);
-window.addEventListener("beforeprint", fit);
-window.addEventListener("afterprint", fit);
+window.addEventListener("beforeprint", toPaper);
+window.addEventListener("afterprint", toScreen);
 window.addEventListener("resize", () => {
   if ((width < 600) !== (window.innerWidth < 600)) draw();
   width = window.innerWidth;
