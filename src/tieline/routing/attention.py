@@ -1,13 +1,12 @@
-"""Self-attention with softmax and with sigmoid weights.
+"""Self-attention with softmax or sigmoid weights, as functions and as a multi-head layer.
 
     softmax_attention    softmax(s q kᵀ) v       (paper 4, eq. 1)
     sigmoid_attention    σ(s q kᵀ + b) v         (paper 4, eq. 2, with a bias)
+    SelfAttention        several heads of either, with projections
 
-Softmax makes tokens compete for a row's unit mass, sigmoid judges each alone; a row of either is a
-mixture of experts, which `tieline.routing.attention_moe` spells out. Neither is ever held as a
-matrix of all queries by all keys. The layer around them is `tieline.routing.self_attention`.
-
-Multi-head self-attention with softmax or sigmoid weights, as a layer.
+With softmax tokens compete for a row's unit mass, with sigmoid each is weighted alone; a row of
+either is a mixture of experts (`tieline.routing.attention_moe`). Neither ever builds the matrix of
+all queries by all keys.
 """
 
 import math
@@ -27,6 +26,7 @@ __all__ = [
     "SelfAttention",
     "check_kind",
     "score_bias",
+    "score_scale",
     "sigmoid_attention",
     "softmax_attention",
 ]
@@ -34,8 +34,7 @@ __all__ = [
 AttentionKind = Literal["softmax", "sigmoid"]
 ScoreBias = float | Literal["-log n"] | None
 
-# Widths and lengths that must agree have names of their own here: `_check_inputs` compares them,
-# and says which value breaks which rule.
+# Axes that must agree have different names here: `_check_inputs` compares them, with clear errors.
 Queries = Float[Tensor, "... queries d_query"]
 Keys = Float[Tensor, "... keys d_key"]
 Values = Float[Tensor, "... values d_value"]
@@ -55,7 +54,8 @@ def softmax_attention(
         scale: s, 1/√d_k if None.
     """
     _check_inputs(q, k, v, causal)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=_scale(q, scale))
+    factor = score_scale(scale, q.shape[-1])
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=factor)
 
 
 def sigmoid_attention(
@@ -70,7 +70,7 @@ def sigmoid_attention(
     """σ(s q kᵀ + b) v, computed in tiles; zero where there is no key.
 
     Differentiable once in q, k and v. Memory beyond inputs and output is a few tiles whatever the
-    length; the backward pass computes the weights a second time instead of keeping them.
+    length; the backward pass recomputes the weights.
 
     Args:
         q: queries (..., N, d_k).
@@ -79,10 +79,11 @@ def sigmoid_attention(
         causal: whether query i sees the keys 0..i only; needs N = M.
         scale: s, 1/√d_k if None.
         bias: b; None is 0, the plain form of paper 4, whose outputs grow with M; "-log n" is
-            -log M, which starts the weights of a row at a sum near 1 as those of softmax are.
+            -log M, with which the weights of a row initially sum to about 1.
     """
     _check_inputs(q, k, v, causal)
-    return sigmoid_tiles(q, k, v, _scale(q, scale), score_bias(bias, k.shape[-2]), causal)
+    factor = score_scale(scale, q.shape[-1])
+    return sigmoid_tiles(q, k, v, factor, score_bias(bias, k.shape[-2]), causal)
 
 
 def score_bias(bias: ScoreBias, n_keys: int) -> float:
@@ -96,9 +97,10 @@ def score_bias(bias: ScoreBias, n_keys: int) -> float:
     return float(bias)
 
 
-def _scale(q: Tensor, scale: float | None) -> float:
+def score_scale(scale: float | None, dim: int) -> float:
+    """The factor s of the scores, 1/√dim if None."""
     if scale is None:
-        return 1 / math.sqrt(q.shape[-1])
+        return 1 / math.sqrt(dim)
     require(math.isfinite(scale), f"scale must be finite, got {scale=}")
     return float(scale)
 
@@ -123,7 +125,7 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
 
 
 def check_kind(kind: str, bias: ScoreBias) -> None:
-    """Refuse an unknown kind, and a bias that its weights would not feel."""
+    """Raise for an unknown kind, and for a bias with softmax, which it would not change."""
     kinds = get_args(AttentionKind)
     require(kind in kinds, f"kind must be one of {kinds}, got {kind!r}")
     require(
@@ -154,7 +156,7 @@ class SelfAttention(nn.Module):
         kind: "softmax" or "sigmoid".
         causal: whether a token sees itself and those before it only.
         scale: factor of the scores, 1/√(D / heads) if None.
-        bias: b added to sigmoid scores, see `sigmoid_attention`; softmax would not feel it.
+        bias: b added to sigmoid scores, see `sigmoid_attention`; None for softmax.
         projection_bias: whether the four projections have biases.
     """
 
@@ -175,7 +177,7 @@ class SelfAttention(nn.Module):
             f"heads must divide the dimension, got {d_model=}, {n_heads=}",
         )
         check_kind(kind, bias)
-        require(scale is None or math.isfinite(scale), f"scale must be finite, got {scale=}")
+        score_scale(scale, d_model // n_heads)
         self.d_model, self.n_heads = d_model, n_heads
         self.kind, self.causal, self.scale = kind, causal, scale
         self.bias: ScoreBias = bias

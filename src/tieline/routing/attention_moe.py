@@ -11,10 +11,9 @@ linear term b_j to the score and a constant to the expert; the paper has neither
 
 The parts are those of a layer of this package: `QuadraticRouter`, then `Softmax` or `Sigmoid`. Only
 the symmetric part of M_ij acts on X, and that is what `router.matrices` holds. Router and experts
-take memory in proportion to N²D²: this is a view to study, not a way to compute.
+need memory proportional to N²D²: this is for study, not for computing attention.
 """
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,7 +22,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tieline.core.errors import ShapeError, require
-from tieline.routing.attention import AttentionKind, ScoreBias, check_kind, score_bias
+from tieline.routing.attention import (
+    AttentionKind,
+    ScoreBias,
+    check_kind,
+    score_bias,
+    score_scale,
+)
 from tieline.routing.gates import Gate, Sigmoid, Softmax
 from tieline.routing.routers import QuadraticRouter
 
@@ -51,7 +56,7 @@ class TokenExperts:
 
 @dataclass(frozen=True, eq=False)
 class AttentionMoE:
-    """An attention row as a mixture, and what it gives for the sequence it was asked about.
+    """An attention row as a mixture, evaluated on one sequence.
 
     Calling it with another sequence (..., N·D) gives the same row of the attention over that one.
 
@@ -110,11 +115,10 @@ def attention_as_moe(
         b_v: optional bias of the values.
     """
     check_kind(kind, bias)
-    require(scale is None or math.isfinite(scale), f"scale must be finite, got {scale=}")
     head = _Head.of(x, (w_q, w_k, w_v), (b_q, b_k, b_v))
     n_tokens = len(x)
     require(0 <= row < n_tokens, f"need 0 <= row < {n_tokens} tokens, got {row=}", ShapeError)
-    factor = 1 / math.sqrt(w_q.shape[1]) if scale is None else float(scale)
+    factor = score_scale(scale, w_q.shape[1])
     cuts = _cuts(x)
     chosen = cuts[: row + 1] if causal else cuts
     router = _router(head, cuts[row], chosen, factor, score_bias(bias, n_tokens))

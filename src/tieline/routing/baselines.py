@@ -1,32 +1,17 @@
-"""SMEAR: one expert per sequence, the average of all experts' parameters.
+"""The layers that papers 1 and 2 compare with, by name.
 
-    θ̄ = Σ_e w_e θ_e,  w = softmax(router(mean of the sequence's tokens)),  y_t = f(x_t; θ̄)
-
-Muqeeth et al. (2024). Smooth and as cheap as one expert per token, but the whole sequence is routed
-at once, on tokens that come later too: it does not suit causal models (paper 1, B.2).
-
-Soft MoE: every slot of an expert is a mixture of tokens, every token a mixture of slots.
-
-    Z = X Φ                 scores (T, S) of T tokens and S = E·p slots
-    X̃ = softmax_T(Z)ᵀ X     what the slots hold
-    Y = softmax_S(Z) Ỹ      Ỹ_s = f_e(X̃_s), e the expert of slot s
-
-Puigcerver et al. (2024). Smooth, without any choice; each token's output depends on all tokens of
-its sequence, also on those after it, so it does not suit causal models (paper 1, B.2).
-
-The layers that papers 1 and 2 compare with, by name.
-
-    expert_choice   experts choose tokens                          `ExpertChoice`
-    gshard          top-k with gate noise and capacity             `GShardTopK`
+    expert_choice   experts choose tokens                           `ExpertChoice`
+    gshard          top-k with gate noise and capacity              `GShardTopK`
     remoe           ReLU gate; its L1 loss by `SparsityController`  `ReLUGate`
-    soft_moe        slots that mix tokens                          `SoftMoE`
-    smear           experts whose parameters are averaged          `Smear`
+    soft_moe        slots that mix tokens                           `SoftMoE`
+    smear           experts whose parameters are averaged           `Smear`
 
-`remoe` alone treats a token alike alone and in a batch.
+Only `remoe` treats each token alone. `Smear` and `SoftMoE` mix all tokens of a sequence, also those
+that come later, and do not suit causal models (paper 1, B.2).
 """
 
 import math
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,17 +19,22 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from tieline.core.errors import ShapeError, require
-from tieline.routing.dispatch import dispatch
+from tieline.routing.dispatch import ActivationName, dispatch
 from tieline.routing.experts import Experts
 from tieline.routing.gates import Softmax
-from tieline.routing.layer import ROUTERS, moe
+from tieline.routing.layer import ROUTERS, check_fit, moe
 from tieline.routing.routers import Router
 
 __all__ = ["BASELINES", "Smear", "SoftMoE", "baseline"]
 
 
 class Smear(nn.Module):
-    """The layer of the module docstring over the last two axes, tokens and features.
+    """SMEAR: one expert per sequence, the average of all experts' parameters.
+
+        θ̄ = Σ_e w_e θ_e,  w = softmax(router(mean of the sequence's tokens)),  y_t = f(x_t; θ̄)
+
+    Muqeeth et al. (2024). Smooth and as cheap as one expert per token. Acts on the last two axes,
+    tokens and features.
 
     Args:
         router: scores of a sequence from the mean of its tokens.
@@ -56,11 +46,7 @@ class Smear(nn.Module):
 
     def __init__(self, router: Router, experts: Experts, *, temperature: float = 1.0) -> None:
         super().__init__()
-        require(
-            (router.d_model, router.n_experts) == (experts.d_model, experts.n_experts),
-            f"router ({router.d_model} wide, {router.n_experts} experts) and experts "
-            f"({experts.d_model} wide, {experts.n_experts}) do not fit",
-        )
+        check_fit(router, experts)
         self.router, self.gate, self.experts = router, Softmax(temperature), experts
 
     def weights(self, x: Float[Tensor, "*batch tokens dim"]) -> Float[Tensor, "*batch experts"]:
@@ -73,37 +59,39 @@ class Smear(nn.Module):
         if not x.numel():
             return x
         weights = self.weights(x).reshape(-1, self.experts.n_experts)
-        merged = [_merge(weights, tensor) for tensor in self._parameters_of_experts()]
-        w_in, w_out, b_in, b_out = merged
-        assert w_in is not None
-        assert w_out is not None
+        experts = self.experts
+        w_in, w_out = _merge(weights, experts.w_in), _merge(weights, experts.w_out)
+        b_in, b_out = (
+            None if b is None else _merge(weights, b) for b in (experts.b_in, experts.b_out)
+        )
         sequence = torch.arange(len(weights), device=x.device).repeat_interleave(x.shape[-2])
         mine = F.one_hot(sequence, len(weights)).to(x)
         flat = x.reshape(-1, x.shape[-1])
-        y = dispatch(flat, mine, w_in, w_out, b_in, activation=self.experts.activation)
+        y = dispatch(flat, mine, w_in, w_out, b_in, activation=experts.activation)
         y = y if b_out is None else y + mine.to(y) @ b_out.to(y)
         return y.view_as(x)
 
-    def _parameters_of_experts(self) -> tuple[Tensor | None, ...]:
-        experts = self.experts
-        return experts.w_in, experts.w_out, experts.b_in, experts.b_out
 
-
-def _merge(weights: Tensor, stacked: Tensor | None) -> Tensor | None:
+def _merge(weights: Tensor, stacked: Tensor) -> Tensor:
     """Σ_e w_be θ_e for every sequence b, in the dtype of the parameters."""
-    if stacked is None:
-        return None
     return torch.einsum("be,e...->b...", weights.to(stacked), stacked)
 
 
 class SoftMoE(nn.Module):
-    """The layer of the module docstring over the last two axes, tokens and features.
+    """Soft MoE: every slot of an expert is a mixture of tokens, every token a mixture of slots.
+
+        Z = X Φ                 scores (T, S) of T tokens and S = E·p slots
+        X̃ = softmax_T(Z)ᵀ X     what the slots hold
+        Y = softmax_S(Z) Ỹ      Ỹ_s = f_e(X̃_s), e the expert of slot s
+
+    Puigcerver et al. (2024). Smooth, without any choice. Acts on the last two axes, tokens and
+    features.
 
     Args:
         experts: the experts f_e.
         slots: p >= 1 slots per expert.
-        normalise: whether tokens and slot vectors are compared by their direction, with a learnt
-            scale: without it, wide layers turn the softmaxes into choices.
+        normalise: whether tokens and slot vectors are normalised, with a learnt scale; without it,
+            the softmaxes of wide layers become choices.
     """
 
     batch_dependent = True
@@ -147,7 +135,6 @@ class SoftMoE(nn.Module):
 
 
 BASELINES = ("expert_choice", "gshard", "remoe", "smear", "soft_moe")
-"""The names."""
 
 
 def baseline(
@@ -158,7 +145,7 @@ def baseline(
     k: int,
     d_hidden: int,
     router: str = "linear",
-    activation: Literal["swiglu", "geglu", "relu", "gelu"] = "swiglu",
+    activation: ActivationName = "swiglu",
     bias: bool = False,
     router_options: dict[str, Any] | None = None,
     options: dict[str, Any] | None = None,

@@ -1,10 +1,9 @@
-"""Large buffers that are used again instead of being faulted in anew.
+"""A pool of large buffers that are reused instead of being allocated anew.
 
 The first touch of a fresh page costs about 2 µs on Linux, so a 200 MB gradient costs 100 ms before
-any arithmetic. Memory of at least a megabyte that the expert kernels ask for is therefore taken
-from a pool to which it returns by itself when the tensor's storage dies (for a gradient: at
-`zero_grad`). The pool never hands out memory that is still in use and never keeps more than its
-capacity idle; capacity 0 turns it off.
+any arithmetic. The expert kernels take memory of a megabyte or more from a pool, to which it
+returns when the tensor's storage is freed (for a gradient: at `zero_grad`). The pool never hands
+out memory in use and never keeps more than its capacity idle; capacity 0 turns it off.
 """
 
 import math

@@ -1,37 +1,25 @@
-"""Slots: the S = #{(t, e) : w_te ≠ 0} token copies that experts compute, in order of expert.
-
-Slots run through the experts one after the other (suffix `_s`); their results go back to the tokens
-as a sum over each token's own slots, in order of expert, whatever else is in the batch.
-
-Activations of an expert and their derivatives, written into buffers that the caller owns.
-
-    plain    h = φ(a)             a of shape (1, n, H)
-    gated    h = φ(a_1) · a_2     a of shape (2, n, H), the halves contiguous
-
-A strided half costs five times a contiguous one in elementwise operations, hence the leading axis.
-The pass that will be differentiated keeps φ and φ' instead of a: the exponential, which costs as
-much as four products, is then taken once and not three times.
-
-Send every token to the experts whose weight is not zero, and add their outputs up.
+"""Send every token to the experts whose weight is not zero, and add up their outputs.
 
     y_t = Σ_{e : w_te ≠ 0} w_te · W_out[e] h(W_in[e] x_t + b_in[e])
 
-Any weights matrix (T, E) will do, so a token may have any number of experts; none is dropped, and
-the sum of a token runs over its own experts in order of their index whatever else is in the batch.
+Any weights matrix (T, E) is accepted, so a token may have any number of experts; none is dropped,
+and the sum of a token runs over its own experts in order of their index, whatever else is in the
+batch. `Slots` are the S = #{(t, e) : w_te ≠ 0} token copies in order of expert (suffix `_s`).
 
-Two orders of the same S token copies coexist (`tieline.routing.slots`): *slots* run through the
-experts one after the other (suffix `_s`), tokens through the batch (suffix `_t`).
+Each expert is a few products into buffers that are reused for the next one. The gate weight scales
+the hidden activation, which is narrower than the output. The gradient of all experts is one tensor:
+indexing `W[e]` under autograd would allocate one of full size per expert.
 
-Each expert is a few products into buffers that are used again for the next; the gate weight scales
-the hidden activation, which is narrower than the output; what is saved is the activation and its
-slope. The gradient of all experts is one tensor: indexing `W[e]` under autograd would allocate one
-of full size per expert.
+Activations are plain, h = φ(a) with a of shape (1, n, H), or gated, h = φ(a_1) · a_2 with a of
+shape (2, n, H): elementwise operations on strided halves cost five times those on contiguous ones.
+A pass that will be differentiated keeps φ and φ' instead of a: the exponential, which costs as much
+as four products, is then taken once and not three times.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -41,9 +29,17 @@ from torch import Tensor
 from tieline.core.errors import ShapeError, require
 from tieline.routing.buffers import take_buffer
 
-__all__ = ["ACTIVATIONS", "Activation", "Slots", "compute_dtype", "dispatch"]
+__all__ = ["ACTIVATIONS", "Activation", "ActivationName", "Slots", "compute_dtype", "dispatch"]
 
-RUN_ELEMENTS = 1 << 17  # of a result that is summed at a time: half a megabyte of float32
+RUN_ELEMENTS = 1 << 17
+"""Elements of a result that are summed at a time: half a megabyte of float32."""
+
+ActivationName = Literal["swiglu", "geglu", "relu", "gelu"]
+Pre = Float[Tensor, "branches rows hidden"]
+Hidden = Float[Tensor, "rows hidden"]
+
+_aten = torch.ops.aten
+_ONE = torch.tensor(1.0)  # a tensor without axes is a number to every device and dtype
 
 
 class Slots(NamedTuple):
@@ -78,8 +74,8 @@ class Slots(NamedTuple):
     def sum_by_token(self, rows_s: Tensor, n_tokens: int) -> Tensor:
         """Σ over the slots of each token, in order of expert (T, D).
 
-        A run of tokens at a time where there are many: the fresh result of `embedding_bag` then
-        stays in the cache, and the pages of the whole are those of the pool, not new ones.
+        Many tokens are summed in runs: the fresh result of `embedding_bag` then stays in the cache,
+        and the pages of the whole are those of the pool.
         """
         dim = rows_s.shape[1]
         if not rows_s.shape[0]:
@@ -95,13 +91,6 @@ class Slots(NamedTuple):
             slots, bags = self.index_s[2, low:high], starts[tokens] - low
             out[tokens] = F.embedding_bag(slots, rows_s, bags, mode="sum")
         return out
-
-
-Pre = Float[Tensor, "branches rows hidden"]
-Hidden = Float[Tensor, "rows hidden"]
-
-_aten = torch.ops.aten
-_ONE = torch.tensor(1.0)  # a tensor of no axes is a number to every device and dtype
 
 
 @dataclass(frozen=True)

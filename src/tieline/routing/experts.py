@@ -1,14 +1,13 @@
 """Experts: E small feed-forward networks held in four stacked tensors."""
 
 import math
-from typing import Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from tieline.core.errors import require
-from tieline.routing.dispatch import ACTIVATIONS, dispatch
+from tieline.routing.dispatch import ACTIVATIONS, ActivationName, dispatch
 
 __all__ = ["Experts"]
 
@@ -33,7 +32,7 @@ class Experts(nn.Module):
         d_model: int,
         d_hidden: int,
         *,
-        activation: Literal["swiglu", "geglu", "relu", "gelu"] = "swiglu",
+        activation: ActivationName = "swiglu",
         bias: bool = False,
     ) -> None:
         super().__init__()

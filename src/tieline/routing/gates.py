@@ -1,33 +1,25 @@
 """Gates: scores (T, E) → weights (T, E), with an exact zero for every expert that is not used.
 
-    Softmax      w = softmax(z / τ)
-    Hard         w = 1 on the best expert: the limit of Softmax for τ → 0
-    Sigmoid      w = σ(z)
-    ReLUGate     w = max(z, 0)                                             (ReMoE)
-    TopK         w ∝ score(z) on the k experts of largest selection score  (`selective`)
-    SmoothTopK   TopK made continuous                                      (`smooth`)
-    ExpertChoice, GShardTopK   gates that depend on the batch              (`batchwise`)
+    Softmax        w = softmax(z / τ)
+    Hard           w = 1 on the best expert: the limit of Softmax for τ → 0
+    Sigmoid        w = σ(z)
+    ReLUGate       w = max(z, 0)                                             (ReMoE)
+    TopK           w ∝ score(z) on the k experts of largest selection score
+    SmoothTopK     TopK made continuous                                      (`smooth`)
+    ExpertChoice   w_te = softmax(z)_te where token t is among the C = ⌈kT/E⌉ best of expert e
+    GShardTopK     TopK with noisy scores in training and at most C = ⌈c k T/E⌉ tokens per expert
 
-A gate computes in at least float32, for bfloat16 scores tie in 4 % of tokens at E = 64, k = 8, and
+A gate computes in at least float32, since bfloat16 scores tie in 4 % of tokens at E = 64, k = 8. It
 holds parameters only; controllers with running state live in `tieline.training`. A new gate
 overrides `weights`.
 
-Gates that choose: selection scores rank the experts, a share in [0, 1] says how far each is in.
+Gates that choose (`SelectiveGate`) have w_i ∝ score(z_i) · share_i(c): the selection scores c,
+which a correction bias may move, decide the choice, and z combines the outputs. A new one overrides
+`share`: 1 on the k largest c for `TopK`, a ramp for `SmoothTopK`.
 
-    w_i ∝ score(z_i) · share_i(c)        c the selection scores
-
-What decides the choice (c, which a correction bias may move) and what combines the outputs (z) stay
-apart. `TopK` has share 1 on the k largest c and 0 elsewhere; `SmoothTopK` has a ramp between.
-
-Gates whose choice depends on the batch: what the papers compare with, not what we recommend.
-
-    ExpertChoice   w_te = softmax(z)_te where token t is among the C = ⌈kT/E⌉ best of expert e
-    GShardTopK     top-k with noise on the scores in training, and at most C = ⌈c k T/E⌉ tokens per
-                   expert: those beyond lose that expert
-
-T counts all tokens of the call. Every other gate of the package treats a token alike alone and in a
-batch; `batch_dependent` tells these apart. Under them a token's output can change with its
-neighbours, and in a causal model with tokens that come after it.
+`ExpertChoice` and `GShardTopK` depend on all T tokens of the call (`batch_dependent`): a token's
+output changes with its neighbours, and in a causal model with tokens that come after it. They are
+implemented for comparison; every other gate treats each token alone.
 """
 
 import math
@@ -60,10 +52,11 @@ __all__ = [
 
 Scores = Float[Tensor, "*batch experts"]
 Weights = Float[Tensor, "*batch experts"]
+Share = Float[Tensor, "*batch experts"]
 
 
 class Law(Enum):
-    """What a gate promises of its weights; tested as a property wherever a gate claims it."""
+    """What a gate promises of its weights; tested wherever a gate claims it."""
 
     SUMS_TO_ONE = "the weights of a token sum to 1"
     SHIFT_INVARIANT = "adding a constant to all scores of a token changes nothing"
@@ -73,7 +66,7 @@ class Law(Enum):
 
 
 class Gate(nn.Module):
-    """Base of all gates: checks and widens the scores, then asks `weights`."""
+    """Base of all gates: checks the scores, converts them to float32 or wider, calls `weights`."""
 
     laws: frozenset[Law] = frozenset({Law.CONTINUOUS, Law.EQUIVARIANT, Law.SYMMETRIC})
     batch_dependent: bool = False  # whether the weights of a token depend on other tokens
@@ -85,16 +78,11 @@ class Gate(nn.Module):
             f"scores must be floating (..., E), got {tuple(scores.shape)} {scores.dtype}",
             ShapeError,
         )
-        return self.weights(widened(scores))
+        return self.weights(scores.to(torch.promote_types(scores.dtype, torch.float32)))
 
     def weights(self, scores: Scores) -> Weights:
         """Weights from scores of at least float32; what a new gate overrides."""
         raise NotImplementedError
-
-
-def widened(scores: Scores) -> Scores:
-    """Scores in float32 unless they are wider already."""
-    return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
 
 class Softmax(Gate):
@@ -125,8 +113,7 @@ class Softmax(Gate):
 class Hard(Gate):
     """w = 1 on the best expert and 0 elsewhere: Softmax in the limit τ → 0.
 
-    At an exact tie the limit would be shared; this gate gives all to the lower index. Its gradient
-    is zero.
+    At an exact tie the lower index gets all, where the limit would share. Its gradient is zero.
     """
 
     laws = frozenset({Law.SUMS_TO_ONE, Law.SHIFT_INVARIANT, Law.EQUIVARIANT})
@@ -137,7 +124,7 @@ class Hard(Gate):
 
 
 class Sigmoid(Gate):
-    """w = σ(z): every expert is judged alone (paper 4, eq. 4)."""
+    """w = σ(z): experts do not compete (paper 4, eq. 4)."""
 
     def weights(self, scores: Scores) -> Weights:
         """σ(z)."""
@@ -145,14 +132,11 @@ class Sigmoid(Gate):
 
 
 class ReLUGate(Gate):
-    """w = max(z, 0): continuous and sparse, with as many experts as scores are positive (ReMoE)."""
+    """w = max(z, 0): continuous and sparse, using every expert of positive score (ReMoE)."""
 
     def weights(self, scores: Scores) -> Weights:
         """max(z, 0)."""
         return scores.relu()
-
-
-Share = Float[Tensor, "*batch experts"]
 
 
 @dataclass(frozen=True)
@@ -185,7 +169,7 @@ class Groups:
         return per_group.repeat_interleave(n_experts // self.count, dim=-1)
 
     def check(self, n_experts: int, k: int) -> None:
-        """Refuse an expert count that the groups do not divide or that leaves fewer than k."""
+        """Raise unless the groups divide the experts and the chosen ones have k or more."""
         size = n_experts // self.count
         require(
             n_experts % self.count == 0 and (self.score == "max" or size >= 2),
@@ -214,8 +198,8 @@ class SelectiveGate(Gate):
         groups: group-limited choice.
         scale: factor on all weights.
 
-    Softmax keeps the order of the logits, so unless a bias or a sum over groups needs the
-    probabilities themselves, the logits are ranked: their gaps do not depend on the other experts.
+    Softmax keeps the order of the logits, so the logits are ranked unless a bias or a sum over
+    groups needs the probabilities: gaps of logits do not depend on the other experts.
     """
 
     fractional = True  # whether a share may lie strictly between 0 and 1
@@ -232,7 +216,7 @@ class SelectiveGate(Gate):
         scale: float = 1.0,
     ) -> None:
         super().__init__()
-        require(isinstance(k, int) and k >= 1, f"k must be an integer >= 1, got {k!r}")
+        _check_k(k)
         require(scoring in ("softmax", "sigmoid"), f"unknown scoring {scoring!r}")
         require(order in ("before", "after"), f"order must be 'before' or 'after', got {order!r}")
         require(0 < scale < math.inf, f"scale must be positive and finite, got {scale!r}")
@@ -258,7 +242,7 @@ class SelectiveGate(Gate):
     def selection(self, scores: Scores) -> Scores:
         """The selection scores c (..., E) that are ranked."""
         if self.order == "before" and not self._logits_will_do:
-            scores = scores.softmax(dim=-1) if self.scoring == "softmax" else scores.sigmoid()
+            scores = self._score(scores)
         return scores if self.selection_bias is None else scores + self.selection_bias.to(scores)
 
     def share(self, selection: Scores) -> Share:
@@ -270,12 +254,14 @@ class SelectiveGate(Gate):
         sums_groups = self.groups is not None and self.groups.score == "top2sum"
         return self.scoring == "softmax" and self.selection_bias is None and not sums_groups
 
+    def _score(self, scores: Scores) -> Scores:
+        return scores.softmax(dim=-1) if self.scoring == "softmax" else scores.sigmoid()
+
     def _combine(self, scores: Scores, share: Share) -> Weights:
         if not self.renormalize:
-            score = scores.softmax(dim=-1) if self.scoring == "softmax" else scores.sigmoid()
-            return self.scale * score * share
-        # The softmax is relative to the largest score in use, so neither overflow nor an empty sum
-        # can occur; the others leave as exp(-inf), for a bias may have passed over a larger score.
+            return self.scale * self._score(scores) * share
+        # Masking before the softmax makes it relative to the largest score in use: no overflow, no
+        # empty sum, although a bias may have passed over a larger score.
         log_score = scores if self.scoring == "softmax" else F.logsigmoid(scores)
         mass = log_score.masked_fill(share == 0, -torch.inf).softmax(dim=-1)
         if self.fractional:
@@ -337,15 +323,6 @@ def laws_of_choice(gate: SelectiveGate) -> frozenset[Law]:
     return frozenset(laws)
 
 
-def _check_bias(bias: Tensor | None) -> None:
-    if bias is not None:
-        require(
-            bias.ndim == 1 and bias.is_floating_point() and bool(bias.isfinite().all()),
-            f"selection_bias must be a finite floating vector (E,), got {tuple(bias.shape)} "
-            f"{bias.dtype}",
-        )
-
-
 def capacity(tokens: int, n_experts: int, k: int, factor: float = 1.0) -> int:
     """C = ⌈factor · kT/E⌉, at least 1 and at most T: tokens that one expert may hold."""
     return min(tokens, max(1, math.ceil(factor * k * tokens / n_experts)))
@@ -354,7 +331,7 @@ def capacity(tokens: int, n_experts: int, k: int, factor: float = 1.0) -> int:
 class ExpertChoice(Gate):
     """Each expert takes its C best tokens; a token has k experts on average, from none to all.
 
-    Zhou et al. (2022). The load is even by construction; of equal scores the earlier token goes in.
+    Zhou et al. (2022). The load is even by construction; ties go to the earlier token.
 
     Args:
         k: experts per token on average (their capacity factor c).
@@ -365,7 +342,7 @@ class ExpertChoice(Gate):
 
     def __init__(self, k: int) -> None:
         super().__init__()
-        require(isinstance(k, int) and k >= 1, f"k must be an integer >= 1, got {k!r}")
+        _check_k(k)
         self.k = k
 
     def weights(self, scores: Scores) -> Weights:
@@ -388,8 +365,8 @@ class GShardTopK(TopK):
     """Top-k whose experts hold at most C tokens, with noisy scores in training.
 
     Lepikhin et al. (2021), set as in paper 1 (C.3.2: noise 1.0, capacity factor 1.5). The first
-    choices of all tokens are seated before the second ones, and tokens in their order; who finds an
-    expert full loses that expert, and its weight is not given to the others.
+    choices of all tokens are assigned before the second ones, tokens in their order. A token whose
+    expert is full loses that expert, and its weight is not given to the others.
 
     Args:
         k: experts chosen per token.
@@ -407,7 +384,7 @@ class GShardTopK(TopK):
 
     @property
     def laws(self) -> frozenset[Law]:  # type: ignore[override]
-        """Those of top-k, but a token that lost an expert sums to less than 1."""
+        """Those of `TopK`, but a token that lost an expert sums to less than 1."""
         return super().laws - {Law.SUMS_TO_ONE}
 
     def weights(self, scores: Scores) -> Weights:
@@ -420,7 +397,7 @@ class GShardTopK(TopK):
         return weights * self._seated(scores.detach()).view_as(weights)
 
     def _seated(self, scores: Scores) -> Tensor:
-        """Whether an expert has room for a token (T, E), for the k experts that the token wants."""
+        """Whether each expert has room for each token (T, E), among the k the token wants."""
         scores = scores.reshape(-1, scores.shape[-1])
         tokens, experts = scores.shape
         held = capacity(tokens, experts, self.k, self.capacity_factor)
@@ -433,3 +410,16 @@ class GShardTopK(TopK):
     def extra_repr(self) -> str:
         """Choice, capacity and noise."""
         return f"{super().extra_repr()}, capacity_factor={self.capacity_factor}, noise={self.noise}"
+
+
+def _check_k(k: int) -> None:
+    require(isinstance(k, int) and k >= 1, f"k must be an integer >= 1, got {k!r}")
+
+
+def _check_bias(bias: Tensor | None) -> None:
+    if bias is not None:
+        require(
+            bias.ndim == 1 and bias.is_floating_point() and bool(bias.isfinite().all()),
+            f"selection_bias must be a finite floating vector (E,), got {tuple(bias.shape)} "
+            f"{bias.dtype}",
+        )

@@ -2,9 +2,9 @@
 
     y_t = Σ_{e : w_te ≠ 0} w_te · g(W_out[e] h(W_in[e] x_t + b_in[e]) + b_out[e])
 
-`dispatch` knows h and its slope and is faster; here h and g are callables that see the rows of all
-slots at once. The two maps are one product per expert into one result, and the gradient of all
-experts is one tensor, as in `dispatch`; an expert without a slot costs nothing.
+`dispatch` knows h and its slope and is faster; here h and g are callables that get the rows of all
+slots at once. As in `dispatch`, each map is one product per expert into one result, and the
+gradient of all experts is one tensor.
 """
 
 from collections.abc import Callable

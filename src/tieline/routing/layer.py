@@ -1,12 +1,13 @@
 """The Mixture-of-Experts layer: router, gate and experts, composed."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from tieline.core.errors import require
+from tieline.routing.dispatch import ActivationName
 from tieline.routing.experts import Experts
 from tieline.routing.gates import (
     ExpertChoice,
@@ -21,12 +22,12 @@ from tieline.routing.gates import (
 from tieline.routing.routers import CosineRouter, LinearRouter, QuadraticRouter, Router
 from tieline.routing.smooth import SmoothTopK
 
-__all__ = ["GATES", "ROUTERS", "MoE", "Routing", "moe"]
+__all__ = ["GATES", "ROUTERS", "MoE", "Routing", "SharedExpert", "check_fit", "moe"]
 
 
 @dataclass(frozen=True)
 class Routing:
-    """What a layer decided: scores rank, weights combine, active counts the experts per token."""
+    """Scores and weights that a layer assigned; active counts the experts per token."""
 
     scores: Float[Tensor, "*batch experts"]
     weights: Float[Tensor, "*batch experts"]
@@ -44,18 +45,14 @@ class MoE(nn.Module):
         router: x (..., D) → scores (..., E).
         gate: scores → weights, zeros for experts not used.
         experts: called with tokens (T, D) and weights (T, E).
-        shared: optional module that every token passes.
+        shared: optional module that is applied to every token.
     """
 
     def __init__(
         self, router: Router, gate: Gate, experts: Experts, shared: nn.Module | None = None
     ) -> None:
         super().__init__()
-        require(
-            (router.d_model, router.n_experts) == (experts.d_model, experts.n_experts),
-            f"router ({router.d_model} wide, {router.n_experts} experts) and experts "
-            f"({experts.d_model} wide, {experts.n_experts}) do not fit",
-        )
+        check_fit(router, experts)
         k = getattr(gate, "k", 1)
         require(k <= experts.n_experts, f"k = {k} of only {experts.n_experts} experts")
         self.router, self.gate, self.experts, self.shared = router, gate, experts, shared
@@ -70,6 +67,33 @@ class MoE(nn.Module):
         weights = self.gate(self.router(x))
         y = self.experts(_rows(x), _rows(weights)).view_as(x)
         return y if self.shared is None else y + self.shared(x)
+
+
+class SharedExpert(nn.Module):
+    """One expert that every token uses with weight 1.
+
+    Args:
+        d_model: dimension D of a token.
+        d_hidden: hidden dimension H of the expert.
+        activation: see `Experts`.
+        bias: see `Experts`.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        d_hidden: int,
+        *,
+        activation: ActivationName = "swiglu",
+        bias: bool = False,
+    ) -> None:
+        super().__init__()
+        self.expert = Experts(1, d_model, d_hidden, activation=activation, bias=bias)
+
+    def forward(self, x: Float[Tensor, "*batch dim"]) -> Float[Tensor, "*batch dim"]:
+        """f(x)."""
+        flat = _rows(x)
+        return self.expert(flat, flat.new_ones(len(flat), 1)).view_as(x)
 
 
 ROUTERS: dict[str, type[Router]] = {
@@ -97,7 +121,7 @@ def moe(
     d_hidden: int,
     router: str = "linear",
     gate: str = "topk",
-    activation: Literal["swiglu", "geglu", "relu", "gelu"] = "swiglu",
+    activation: ActivationName = "swiglu",
     bias: bool = False,
     shared_hidden: int | None = None,
     router_options: dict[str, Any] | None = None,
@@ -114,7 +138,7 @@ def moe(
         gate: a key of `GATES`.
         activation: activation of the experts.
         bias: whether the experts have biases.
-        shared_hidden: hidden dimension of a shared expert that every token passes; None for none.
+        shared_hidden: hidden dimension of a shared expert, which every token uses; None for none.
         router_options: further arguments of the router, for example `{"tau": (0.1, 0.1)}`.
         gate_options: further arguments of the gate, for example `{"epsilon": 0.2}`.
     """
@@ -134,31 +158,13 @@ def moe(
     )
 
 
-class SharedExpert(nn.Module):
-    """One expert that every token passes with weight 1.
-
-    Args:
-        d_model: dimension D of a token.
-        d_hidden: hidden dimension H of the expert.
-        activation: see `Experts`.
-        bias: see `Experts`.
-    """
-
-    def __init__(
-        self,
-        d_model: int,
-        d_hidden: int,
-        *,
-        activation: Literal["swiglu", "geglu", "relu", "gelu"] = "swiglu",
-        bias: bool = False,
-    ) -> None:
-        super().__init__()
-        self.expert = Experts(1, d_model, d_hidden, activation=activation, bias=bias)
-
-    def forward(self, x: Float[Tensor, "*batch dim"]) -> Float[Tensor, "*batch dim"]:
-        """f(x)."""
-        flat = _rows(x)
-        return self.expert(flat, flat.new_ones(len(flat), 1)).view_as(x)
+def check_fit(router: Router, experts: Experts) -> None:
+    """Raise unless router and experts agree on the dimension and the number of experts."""
+    require(
+        (router.d_model, router.n_experts) == (experts.d_model, experts.n_experts),
+        f"router ({router.d_model} wide, {router.n_experts} experts) and experts "
+        f"({experts.d_model} wide, {experts.n_experts}) do not fit",
+    )
 
 
 def _rows(x: Float[Tensor, "*batch last"]) -> Float[Tensor, "tokens last"]:

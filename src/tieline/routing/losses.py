@@ -1,23 +1,21 @@
-"""Auxiliary losses of a routing layer, as functions of its scores and weights.
+"""Auxiliary losses of routing layers, and how to collect the routing that they need.
 
-balance_loss       E Σ_e f_e P_e               f share of the assignments, P mean probability
-router_z_loss      mean (logsumexp z)²
-boundary_loss      ε (K - k*)                  K mean number of experts in use (paper 1, sec. 6)
-sparsity_loss      mean Σ_e |w_e|              (ReMoE)
+    balance_loss       E Σ_e f_e P_e               f share of the assignments, P mean probability
+    router_z_loss      mean (logsumexp z)²
+    boundary_loss      ε (K - k*)                  K mean number of experts in use (paper 1, sec. 6)
+    sparsity_loss      mean Σ_e |w_e|              (ReMoE)
 
-Every mean is over the tokens of `counts`, by default those at hand. Where a batch is spread over
-processes, `counts` are those of the whole batch, and each process gets its part of the loss: the
-parts add up to the loss of the batch, and so do their gradients.
-
-Collect the routing of every layer of a model, and add up its auxiliary losses.
+Every mean is over the tokens of `counts`, by default those of the call. Where a batch is spread
+over processes, `counts` are those of the whole batch and each process computes its part of the
+loss: the parts, and their gradients, add up to those of the batch.
 
     with collect_routing(model) as routing:
         loss = task_loss(model(x))
     loss = loss + auxiliary_loss(routing, balance=0.01)
 
 Nothing is kept in the modules. A forward that activation checkpointing repeats during backward is
-not collected again; under the reentrant kind, which runs the first forward without a graph, no
-gradient can reach the router, and `auxiliary_loss` says so.
+not collected again. Reentrant checkpointing runs the first forward without a graph, so no gradient
+can reach the router, and `auxiliary_loss` raises.
 """
 
 from collections.abc import Iterator, Sequence
@@ -71,7 +69,7 @@ class Counts(NamedTuple):
 
 
 def balance_loss(scores: Scores, weights: Weights, counts: Counts | None = None) -> Scalar:
-    """E Σ_e f_e P_e of GShard and Switch: 1 when either is uniform, up to E when all meet in one.
+    """E Σ_e f_e P_e of GShard and Switch: 1 if either is uniform, E if one expert gets all.
 
     f_e is the share of all assignments that expert e got (no gradient), P_e = mean softmax(z)_e.
     """
@@ -82,7 +80,7 @@ def balance_loss(scores: Scores, weights: Weights, counts: Counts | None = None)
 
 
 def router_z_loss(scores: Scores, counts: Counts | None = None) -> Scalar:
-    """Mean of (log Σ_e exp z_e)²: keeps logits small, where low precision resolves them."""
+    """Mean of (log Σ_e exp z_e)²: keeps logits small, where low precision is accurate."""
     tokens = _counts(scores, counts).tokens.to(scores)
     return scores.logsumexp(dim=-1).square().sum() / tokens
 
@@ -92,8 +90,8 @@ def boundary_loss(
 ) -> Scalar:
     """ε (K - k*): its gradient in ε is the excess of the mean expert count K over the budget k*.
 
-    K is a count and carries no gradient, so descent narrows the band while more than k* experts are
-    in use and widens it while fewer are. Plain descent at rate η with ε = softplus(θ) is stable iff
+    K carries no gradient, so descent narrows the band while more than k* experts are in use and
+    widens it otherwise. Plain descent at rate η with ε = softplus(θ) is stable iff
     η K'(ε*) (1 - e^{-ε*})² < 2.
     """
     own, tokens = Counts.of(weights), _counts(weights, counts).tokens
@@ -107,7 +105,7 @@ def sparsity_loss(weights: Weights, counts: Counts | None = None) -> Scalar:
 
 
 def _counts(values: Tensor, counts: Counts | None) -> Counts:
-    """The given counts or, of at least one token, those at hand."""
+    """The given counts, or those of the values, which need at least one token."""
     require(bool(torch.is_floating_point(values)), f"expected floating values, got {values.dtype}")
     if counts is not None:
         return counts
@@ -149,7 +147,7 @@ def _record(
 
 
 def is_collected(layer: MoE) -> bool:
-    """Whether a `collect_routing` is open that sees the calls of this layer."""
+    """Whether an open `collect_routing` records the calls of this layer."""
     return any(
         isinstance(hook, partial) and hook.func is _record
         for hook in layer.gate._forward_hooks.values()
@@ -173,8 +171,7 @@ def auxiliary_loss(
         router_z: coefficient of `router_z_loss`.
         boundary: coefficient α of `boundary_loss`, for layers whose `SmoothTopK` learns its ε.
         sparsity: coefficient of `sparsity_loss`.
-        counts: per record, the assignments and tokens of the batch that it is a part of; by
-            default the record is the whole batch.
+        counts: per record, counts of the whole batch; by default the record is the whole batch.
     """
     require(len(records) > 0, "no routing was collected: the model ran no MoE layer", TielineError)
     total = torch.zeros((), device=records[0].routing.scores.device)

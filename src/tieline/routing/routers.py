@@ -4,7 +4,7 @@
     CosineRouter      z_e = w_e·Px / ((‖w_e‖ + τ1)(‖Px‖ + τ2) t)       (paper 2, eq. 2 and 7)
     QuadraticRouter   z_e = xᵀA_e x + b_e·x + c_e, or xᵀA_e x + c_e    (paper 4, section 2)
 
-Scores leave a router in at least float32. A new router overrides `score`.
+Scores are float32 or wider. A new router overrides `score`.
 """
 
 import math
@@ -24,7 +24,7 @@ Scores = Float[Tensor, "*batch experts"]
 
 
 class Router(nn.Module):
-    """Base of all routers: checks the dimension, then asks `score`.
+    """Base of all routers: checks the dimension, then calls `score`.
 
     Args:
         d_model: dimension D of a token.
@@ -77,9 +77,9 @@ class LinearRouter(Router):
 class CosineRouter(Router):
     """Cosine of expert and token embedding, plain (τ = 0) or perturbed (τ > 0).
 
-    The perturbation keeps the norms away from zero and, unlike the plain cosine, lets the scale of
-    the expert vector matter; paper 2 shows that this removes the slow directions of the estimate.
-    A zero vector scores 0 against all.
+    The perturbation keeps the norms away from zero and makes the score depend on the scale of the
+    expert vector, which removes the slow directions of the estimate (paper 2). A zero vector
+    scores 0.
 
     Args:
         d_model: dimension D of a token.
@@ -166,10 +166,8 @@ class QuadraticRouter(Router):
             quadratic = torch.einsum("...er,...r->...e", image, x)
         else:
             quadratic = (image * torch.einsum("...d,edr->...er", x, self.right)).sum(dim=-1)
-        return quadratic + F.linear(x, self._linear_or_zero(x), self.constant)
-
-    def _linear_or_zero(self, x: Tensor) -> Tensor:
-        return x.new_zeros(self.n_experts, self.d_model) if self.linear is None else self.linear
+        linear = x.new_zeros(self.n_experts, self.d_model) if self.linear is None else self.linear
+        return quadratic + F.linear(x, linear, self.constant)
 
 
 def _normal(*shape: int, fan_in: int) -> nn.Parameter:

@@ -1,23 +1,20 @@
-"""Independent work split over threads once, instead of every operator split over all cores.
-
-A kernel of many small operators meets all cores after each of them, thousands of times a call, and
-whatever else runs on the machine then holds up every core (measured at load 8: five times the
-processor time). Here each thread takes one share of the whole work and runs its operators alone,
-so the threads meet once.
-
-Sigmoid attention tile by tile, so that no matrix of all queries by all keys ever exists.
+"""Sigmoid attention tile by tile, so that no matrix of all queries by all keys ever exists.
 
     P   = σ(s q kᵀ + b)              a tile of weights: some heads, a block of queries, one of keys
     out = P v
     dv  = Pᵀ g                       g the gradient of out
-    dS  = (g vᵀ) ⊙ P ⊙ (1 − P)       P computed anew: one product instead of a saved matrix
+    dS  = (g vᵀ) ⊙ P ⊙ (1 − P)       P recomputed: one product instead of a saved matrix
     dq  = s dS k,   dk = dSᵀ (s q)
 
 An element of P needs no other element of its row, so every sum over tiles is added in place. The
-scratch of a call is one tile (two in backward), which stays in cache and is used for every tile. A
-causal call leaves out the tiles above the diagonal. Heads are shared out to threads. Sums are kept
-in contiguous blocks, those over queries transposed: only so do batched products run at full speed.
-Inputs narrower than float32 are computed in float32 and rounded once.
+scratch of a call is one tile (two in backward), which stays in cache and is reused for every tile.
+A causal call skips the tiles above the diagonal. Sums are kept in contiguous blocks, those over
+queries transposed, where batched products are fastest. Inputs narrower than float32 are computed in
+float32 and rounded once.
+
+Heads are split over threads once (`in_shares`), instead of every operator over all cores: many
+small operators synchronise all cores after each, and whatever else runs on the machine then delays
+every core (measured at load 8: five times the processor time).
 """
 
 import itertools
@@ -35,71 +32,14 @@ from tieline.routing.buffers import take_buffer
 
 __all__ = ["TILE", "in_shares", "sigmoid_tiles"]
 
+TILE = 256
+"""Queries and keys of a tile."""
 
-def in_shares(n_items: int, work: Callable[[slice], None]) -> None:
-    """Call `work` on slices that cover 0..n_items, one per thread; all at once if items are few.
+TILES_PER_THREAD = 4
+"""Heads that a thread computes in one batched product, more if they are short."""
 
-    With fewer items than threads the caller does everything, its operators on all cores.
-
-    Args:
-        n_items: number of independent items.
-        work: computes the items of a slice without gradients and writes the results itself.
-    """
-    threads = torch.get_num_threads()
-    if threads == 1 or n_items < threads:
-        work(slice(0, n_items))
-        return
-    edges = [n_items * i // threads for i in range(threads + 1)]
-    shares = [slice(*pair) for pair in itertools.pairwise(edges)]
-    inference = torch.is_inference_mode_enabled()  # like the gradient mode, a matter of the thread
-
-    def run(share: slice) -> None:
-        with torch.inference_mode(inference), torch.no_grad():
-            work(share)
-
-    for _ in _workers(threads).map(run, shares):
-        pass
-
-
-_lock = threading.Lock()
-_pool: tuple[int, int, ThreadPoolExecutor] | None = None  # process, number of threads, threads
-
-
-def _workers(n: int) -> ThreadPoolExecutor:
-    """The threads of this process; a forked child inherits the record but not the threads."""
-    global _pool
-    with _lock:
-        if _pool is None or _pool[:2] != (os.getpid(), n):
-            _pool = os.getpid(), n, _start(n)
-        return _pool[2]
-
-
-def _start(n: int) -> ThreadPoolExecutor:
-    """`n` threads whose operators use one core each.
-
-    The number of cores is a property of each thread, but setting it also sets what threads yet to
-    come start from; a passing thread puts that back, so that no other thread is changed.
-    """
-    ready = threading.Barrier(n + 1)
-
-    def use_one_core() -> None:
-        torch.get_num_threads()  # takes the default now, or it would overwrite the next line later
-        torch.set_num_threads(1)
-        ready.wait()
-
-    pool = ThreadPoolExecutor(n, "tieline", initializer=use_one_core)
-    for _ in range(n):
-        pool.submit(int)
-    ready.wait()
-    restore = threading.Thread(target=torch.set_num_threads, args=(n,))
-    restore.start()
-    restore.join()
-    return pool
-
-
-TILE = 256  # queries and keys of a tile
-TILES_PER_THREAD = 4  # heads that a thread computes in one batched product, more if they are short
-WORTH_THREADS = 4 * TILE * TILE  # scores of a call, about 1 ms for one core
+WORTH_THREADS = 4 * TILE * TILE
+"""Scores of a call from which threads pay off, about 1 ms for one core."""
 
 
 @torch.library.custom_op("tieline::sigmoid_attention", mutates_args=())
@@ -229,7 +169,7 @@ class _Blocks(NamedTuple):
 
 
 class _Reused:
-    """Memory for one tensor at a time, kept for the next; the first to be asked is the largest."""
+    """Memory for one tensor at a time, reused for the next; the first request is the largest."""
 
     def __init__(self, like: Tensor) -> None:
         self._like = like
@@ -253,7 +193,7 @@ class _Scratch(NamedTuple):
 
 
 def _head_groups(q: Tensor, k: Tensor) -> Iterator[slice]:
-    """Equal groups of heads whose tiles fill, but do not flood, the caches of all threads."""
+    """Equal groups of heads whose tiles fit the caches of all threads."""
     elements = max(1, min(q.shape[1], TILE) * min(k.shape[1], TILE))
     most = torch.get_num_threads() * max(1, TILES_PER_THREAD * TILE * TILE // elements)
     heads = len(q)
@@ -262,7 +202,7 @@ def _head_groups(q: Tensor, k: Tensor) -> Iterator[slice]:
 
 
 def _over_heads(q: Tensor, k: Tensor, work: Callable[[slice], None]) -> None:
-    """Heads on threads of their own, where the work is worth waking them."""
+    """Run heads on threads of their own if the work is large enough."""
     heads, queries, keys = len(q), q.shape[1], k.shape[1]
     if q.device.type == "cpu" and heads * queries * keys >= WORTH_THREADS:
         in_shares(heads, work)
@@ -274,3 +214,64 @@ def _prepared(x: Tensor) -> Tensor:
     """All heads in one axis, contiguous, in at least float32."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return wide.reshape(math.prod(x.shape[:-2]), *x.shape[-2:]).contiguous()
+
+
+def in_shares(n_items: int, work: Callable[[slice], None]) -> None:
+    """Call `work` on slices that cover 0..n_items, one per thread.
+
+    With fewer items than threads, calls it once, with operators on all cores.
+
+    Args:
+        n_items: number of independent items.
+        work: computes the items of a slice without gradients and writes the results itself.
+    """
+    threads = torch.get_num_threads()
+    if threads == 1 or n_items < threads:
+        work(slice(0, n_items))
+        return
+    edges = [n_items * i // threads for i in range(threads + 1)]
+    shares = [slice(*pair) for pair in itertools.pairwise(edges)]
+    inference = torch.is_inference_mode_enabled()  # like the gradient mode, a matter of the thread
+
+    def run(share: slice) -> None:
+        with torch.inference_mode(inference), torch.no_grad():
+            work(share)
+
+    for _ in _workers(threads).map(run, shares):
+        pass
+
+
+_lock = threading.Lock()
+_pool: tuple[int, int, ThreadPoolExecutor] | None = None  # process, number of threads, threads
+
+
+def _workers(n: int) -> ThreadPoolExecutor:
+    """The threads of this process; a forked child inherits `_pool` but not its threads."""
+    global _pool
+    with _lock:
+        if _pool is None or _pool[:2] != (os.getpid(), n):
+            _pool = os.getpid(), n, _start(n)
+        return _pool[2]
+
+
+def _start(n: int) -> ThreadPoolExecutor:
+    """Start `n` threads whose operators use one core each.
+
+    Setting the number of cores of a thread also sets the default of new threads; a temporary thread
+    restores it, so that no other thread is changed.
+    """
+    ready = threading.Barrier(n + 1)
+
+    def use_one_core() -> None:
+        torch.get_num_threads()  # reads the default now, or it would overwrite the next line later
+        torch.set_num_threads(1)
+        ready.wait()
+
+    pool = ThreadPoolExecutor(n, "tieline", initializer=use_one_core)
+    for _ in range(n):
+        pool.submit(int)
+    ready.wait()
+    restore = threading.Thread(target=torch.set_num_threads, args=(n,))
+    restore.start()
+    restore.join()
+    return pool

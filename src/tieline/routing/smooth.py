@@ -4,17 +4,14 @@
     s(u) = u^a / (u^a + (1 - u)^b)       on [0, 1]; 0 below, 1 above
     w_i ∝ score(z_i) · s(u_i)
 
-Paper 1, section 6: s = e^h with h the log-smoothstep. s is computed and not h, whose log form is
-not a number at u = 0. a = b = 1 makes s(u) = u, a ramp as wide as the band; the paper's b = 50
-climbs from 10 to 90 % within u in [.0275, .0883], which moves a near-step to c_[k] - ε.
+Paper 1, section 6, has s = e^h with h the log-smoothstep, which is not a number at u = 0. a = b = 1
+makes s(u) = u, a ramp as wide as the band; the paper's b = 50 climbs from 10 to 90 % within u in
+[.0275, .0883], which moves a near-step to c_[k] - ε.
 
-Smooth top-k for programs that keep a fixed number of slots per token.
+`SmoothTopK` is the gate. `smooth_columns` gives the same shares for programs with a fixed number of
+slots per token: those of the first k_max ranks and the experts that hold them, from one sort, with
 
-    u_j = 1 + (c_[j] - c_[k]) / ε_t,    ε_t = min(ε, c_[k] - c_[k_max+1]),    j = 1, ..., k_max
-
-The shares of `SmoothTopK` (paper 1, section 6) at the first k_max ranks and the experts that hold
-these; all other experts have share 0. One sort gives both, which is cheaper than the shares of all
-experts and, for many experts, by far.
+    u_j = 1 + (c_[j] - c_[k]) / ε_t,    ε_t = min(ε, c_[k] - c_[k_max+1]),    j = 1, ..., k_max.
 """
 
 import math
@@ -31,14 +28,15 @@ from tieline.routing.gates import Groups, Law, Scores, SelectiveGate, Share, law
 
 __all__ = ["Columns", "SmoothTopK", "lower_groups", "smooth_columns", "smoothstep"]
 
-START = 0.05  # where a learnable ε begins: softplus(-9) would take 12,000 steps to matter
+START = 0.05
+"""Initial value of a learnable ε; softplus(-9) would take 12,000 steps to matter."""
 
 
 def smoothstep(u: Float[Tensor, "*shape"], a: float, b: float) -> Float[Tensor, "*shape"]:
     """s(u) = u^a / (u^a + (1-u)^b), 0 for u <= 0 and 1 for u >= 1, with finite gradients.
 
-    The ratio is evaluated strictly inside (0, 1) only: outside it the power's own derivative may
-    be infinite and infinity times the zero of a clamp is not a number.
+    The ratio is evaluated strictly inside (0, 1) only: outside it the derivative of the power may
+    be infinite, and infinity times the zero of a clamp is not a number.
     """
     inside = (u > 0) & (u < 1)
     x = torch.where(inside, u, 0.5)
@@ -50,10 +48,10 @@ def smoothstep(u: Float[Tensor, "*shape"], a: float, b: float) -> Float[Tensor, 
 def lower_groups(
     selection: Scores, groups: Groups, epsilon: float | Tensor, a: float, b: float
 ) -> Scores:
-    """c_i - B·(1 - s(u_g)), B = range of c + ε: experts of a group that is not chosen sink below.
+    """c_i - B·(1 - s(u_g)), B = range of c + ε: lower the experts of groups that are not chosen.
 
-    u_g follows from the scores of the groups as u from those of the experts, so that a group that
-    ties with a chosen one is not lowered at all and no tie of groups makes a jump.
+    u_g follows from the scores of the groups as u from those of the experts. A group that ties with
+    a chosen one is not lowered, so no tie of groups makes a jump.
 
     Args:
         selection: selection scores (..., E).
@@ -73,7 +71,7 @@ class SmoothTopK(SelectiveGate):
     """Top-k with every expert less than ε below the threshold partly in: continuous in the scores.
 
     Outside the band it equals `TopK`, as it does for ε → 0; at an exact tie all tied experts have
-    full and equal share, whatever their index.
+    full and equal share.
 
     Args:
         k: experts that are always in.
@@ -86,8 +84,8 @@ class SmoothTopK(SelectiveGate):
         k_max: at most this many experts per token. The band narrows per token to
             ε_t = min(ε, c_[k] - c_[k_max+1]), which keeps continuity; only where more than
             k_max - k + 1 experts tie exactly does a jump remain, and the lower indices are taken.
-        detach_ramp: let no gradient through u, but for ε. The exact gradient ruins training
-            (perplexity 61 against 46), so it is off by default; gradient checks need it.
+        detach_ramp: block the gradient through u, except to ε. The exact gradient harms training
+            (perplexity 61 against 46); set False for gradient checks.
         scoring: see `SelectiveGate`, as for all that follow.
         order: see `SelectiveGate`.
         renormalize: see `SelectiveGate`.
@@ -146,7 +144,7 @@ class SmoothTopK(SelectiveGate):
         return torch.tensor(self.fixed_epsilon, dtype=torch.float64)
 
     def share(self, selection: Scores) -> Share:
-        """s(u), after the groups had theirs."""
+        """s(u), with the experts of other groups lowered first."""
         if self.detach_ramp:
             selection = selection.detach()
         epsilon = self.epsilon.to(selection)
