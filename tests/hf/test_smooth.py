@@ -22,6 +22,7 @@ from tieline.hf import (
     smooth_,
     unsmooth_,
 )
+from tieline.hf.changes import changes_of
 from tieline.hf.loading import load_model
 from tieline.hf.shipped import load_shipped_tokenizer
 from tieline.hf.smooth import read_smoothing
@@ -177,7 +178,7 @@ def test_the_flag_of_the_experts_comes_back(model):
     assert experts._is_expert_parallel
     record.undo()
     assert not experts._is_expert_parallel
-    assert not hasattr(model.config, "tieline_smoothing")
+    assert changes_of(model.config) == {}
     with pytest.raises(ParameterError, match="nothing to undo"):
         unsmooth_(model)
 
@@ -292,11 +293,13 @@ def test_without_tieline_it_does_not_load(saved):
     refusals = done.stdout.splitlines()
     assert [line.split()[0] for line in refusals] == LOADERS, done.stderr
     for line in refusals[:3]:
-        assert "smoothed by Tieline" in line
-        assert "load it with tieline.hf.load_smoothed" in line
+        assert "changed by Tieline (smooth)" in line
+        assert "load it with tieline.hf.load_pretrained" in line
     for line in refusals[3:]:
         assert "no file named model.safetensors" in line
-    assert "smoothed by Tieline" in done.stderr  # a class named outright says it in a warning
+    assert (
+        "changed by Tieline (smooth)" in done.stderr
+    )  # a class named outright says it in a warning
 
 
 def test_saved_after_undoing_it_is_a_model_like_any_other(model, tmp_path):
@@ -308,6 +311,18 @@ def test_saved_after_undoing_it_is_a_model_like_any_other(model, tmp_path):
         load_smoothed(tmp_path)
 
 
+def old_form(folder):
+    """Rewrite a saved folder as the first version of smoothing wrote it."""
+    place = folder / "config.json"
+    told = json.loads(place.read_text())["tieline"]
+    old = told["changes"]["smooth"] | {"config": told["config"]}
+    place.write_text(json.dumps({"model_type": "olmoe with ...", "tieline_smoothing": old}))
+    weights = folder / "model.tieline.safetensors"
+    weights.rename(folder / "model.tieline-smoothed.safetensors")
+    return old
+
+
+@pytest.mark.parametrize("old", [False, True])
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -326,11 +341,19 @@ def test_saved_after_undoing_it_is_a_model_like_any_other(model, tmp_path):
         (lambda s: s["config"].update(num_experts=4), "."),
     ],
 )
-def test_a_configuration_that_does_not_fit_is_refused(saved, change, message):
+def test_a_configuration_that_does_not_fit_is_refused(saved, change, message, old):
     place = saved / "config.json"
-    found = json.loads(place.read_text())
-    change(found["tieline_smoothing"])
-    place.write_text(json.dumps(found))
+    if old:
+        told = old_form(saved)
+        change(told)
+        place.write_text(json.dumps({"model_type": "x", "tieline_smoothing": told}))
+    else:
+        told = json.loads(place.read_text())["tieline"]
+        both = told["changes"].pop("smooth") | {"config": told["config"]}
+        change(both)
+        inner = {"config": both.pop("config")} if "config" in both else {}
+        told = {"changes": {"smooth": both}, **inner}
+        place.write_text(json.dumps({"model_type": "x", "tieline": told}))
     with pytest.raises(TielineError, match=message) as told:
         load_model(saved)
     assert "\n" not in str(told.value)

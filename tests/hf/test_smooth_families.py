@@ -16,6 +16,7 @@ from tests.hf.smoothing import (
 from tests.hf.tiny import CHOSEN, EXPERTS, WIDTH, batch, lively, tiny_model
 from tieline.core.ranking import ranked_scores
 from tieline.hf import find_routers, load_smoothed, smooth_, unsmooth_
+from tieline.hf.changes import changes_of
 from tieline.hf.smooth_router import smoothing_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -104,7 +105,7 @@ def test_saved_and_loaded_it_is_smoothed_again(family, tmp_path):
     record = smooth_(model, epsilon=0.25, b=2.0)
     model.save_pretrained(tmp_path)
     loaded = load_smoothed(tmp_path, plain_class)
-    assert loaded.config.tieline_smoothing == record.to_dict()
+    assert changes_of(loaded.config) == {"smooth": record.to_dict()}
     with torch.inference_mode():
         assert torch.equal(states(loaded(input_ids=batch())), states(model(input_ids=batch())))
     unsmooth_(loaded)

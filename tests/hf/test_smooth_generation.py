@@ -11,6 +11,7 @@ from tests.hf.smoothing import KINDS, SMOOTHED
 from tests.hf.tiny import batch, lively, tiny_model
 from tests.hf.tiny_whole import WHOLE, tiny_whole
 from tieline.hf import find_routers, load_smoothed, smooth_
+from tieline.hf.changes import changes_of
 from tieline.hf.smooth_router import smoothing_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -71,5 +72,5 @@ def test_whole_models_are_saved_and_loaded_smoothed(family, tmp_path):
     loaded = load_smoothed(tmp_path, type(model).__mro__[1])
     given = {"decoder_input_ids": batch(1, 8)} if family == DIFFUSES else {}
     mine, theirs = (m(input_ids=START, **given).logits for m in (loaded, model))
-    assert loaded.config.tieline_smoothing == model.config.tieline_smoothing
+    assert changes_of(loaded.config) == changes_of(model.config)
     assert torch.equal(mine, theirs)

@@ -4,6 +4,7 @@ Importing this registers the experts implementation "tieline" with transformers.
 """
 
 from tieline.hf.capture import Recorder, capture
+from tieline.hf.changes import load_pretrained
 from tieline.hf.families import (
     FAMILIES,
     Groups,
@@ -15,7 +16,6 @@ from tieline.hf.families import (
 from tieline.hf.family_table import TRANSFORMERS_FAMILIES
 from tieline.hf.kernel import register_kernel
 from tieline.hf.loading import load_smoothed
-from tieline.hf.marks import load_pretrained
 from tieline.hf.reroute import Rerouting, reroute_, unreroute_
 from tieline.hf.smooth import LayerSmoothing, Smoothing, smooth_, unsmooth_
 from tieline.hf.support import support_table

@@ -23,21 +23,19 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import (
-    AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
-    PreTrainedConfig,
     PreTrainedModel,
 )
 
 from tieline.core.errors import ParameterError, TielineError, UnsupportedModelError, require
+from tieline.hf.changes import changes_of, first_line, load_pretrained, read_checkpoint
 from tieline.hf.families import chosen_routers, family_of, find_routers
 from tieline.hf.llama2c import load_llama2c, load_llama2c_tokenizer
-from tieline.hf.marks import load_pretrained, marks_of
 from tieline.hf.shipped import SHIPPED_FOLDER, load_shipped_model, load_shipped_tokenizer
-from tieline.hf.smooth import VARIANT, Smoothing, read_config, restore_smoothing, smoothed_config
+from tieline.hf.smooth import FEATURE as SMOOTH
 
 __all__ = [
     "DTYPES",
@@ -101,34 +99,24 @@ def load_model(
     source = _source(name)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     options |= {"local_files_only": True} if isinstance(source, Path) else {"revision": revision}
-    config, smoothing = _configuration(name, source, options)
-    marked = bool(marks_of(config))  # whose skeleton is not what the configuration alone describes
-    build = load_pretrained if marked else _model_class(config, name, trust_remote_code)
+    with _explained(name, "configuration"):
+        checkpoint = read_checkpoint(source, **options)
+    # a changed model is not what its configuration alone describes, so it has no skeleton to check
+    known = None if checkpoint.changes else _model_class(checkpoint.config, name, trust_remote_code)
     with _explained(name, "tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(source, config=config, **options)
+        tokenizer = AutoTokenizer.from_pretrained(source, config=checkpoint.config, **options)
     placed: dict[str, Any] = {"device_map": "auto"} if where is None else {}
-    if smoothing is not None or marked:
-        placed |= {"config": config}
-    if smoothing is not None:
-        placed |= {"variant": VARIANT}
     with _explained(name, "weights (safetensors only: pickled weights are never loaded)"):
-        model = _read_weights(build, source, {"dtype": DTYPES[dtype], **placed, **options})
-    if smoothing is not None:
-        restore_smoothing(model, smoothing)
-    return LoadedModel(
-        model.eval() if where is None else model.to(where).eval(), tokenizer, str(name)
-    )
-
-
-def _read_weights(build: Any, source: str | Path, options: dict[str, Any]) -> Any:
-    """The model of a checkpoint, refused if tensors are missing."""
-    if build is load_pretrained:
-        return load_pretrained(source, **options)
-    model, report = build.from_pretrained(
-        source, use_safetensors=True, output_loading_info=True, **options
-    )
-    _check_complete(source, list(report["missing_keys"]))
-    return model
+        model: Any = load_pretrained(
+            source,
+            model_class=known,
+            checkpoint=checkpoint,
+            dtype=DTYPES[dtype],
+            **placed,
+            **options,
+        )
+    model = model if where is None else model.to(where)
+    return LoadedModel(model.eval(), tokenizer, str(name))
 
 
 def _shipped(dtype: str | torch.dtype, device: torch.device | None) -> LoadedModel:
@@ -152,17 +140,6 @@ def _source(name: str | Path) -> str | Path:
     return str(name)
 
 
-def _configuration(
-    name: object, source: str | Path, options: dict[str, Any]
-) -> tuple[Any, Smoothing | None]:
-    """The model's configuration, and how the model is smoothed if it is."""
-    with _explained(name, "configuration"):
-        found, _ = PreTrainedConfig.get_config_dict(source, **options)
-        if smoothed_config(found):
-            return read_config(found)
-        return AutoConfig.from_pretrained(source, **options), None
-
-
 def _device(name: str) -> torch.device | None:
     """The device; None to spread the model."""
     if name == "auto":
@@ -171,7 +148,7 @@ def _device(name: str) -> torch.device | None:
         torch.empty(0, device=name)
         return torch.device(name)
     except (RuntimeError, AssertionError) as problem:
-        raise ParameterError(f"device {name!r} cannot be used: {_first_line(problem)}") from problem
+        raise ParameterError(f"device {name!r} cannot be used: {first_line(problem)}") from problem
 
 
 def _model_class(config: Any, name: object, trust_remote_code: bool) -> Any:
@@ -194,15 +171,6 @@ def _check_routers(skeleton: nn.Module) -> None:
         chosen_routers(skeleton, None)  # says why
 
 
-def _check_complete(name: object, missing: list[str]) -> None:
-    require(
-        not missing,
-        f"the checkpoint of {str(name)!r} lacks {len(missing)} tensors, which would be random "
-        f"numbers: {sorted(missing)[:3]} ...",
-        UnsupportedModelError,
-    )
-
-
 def _skeleton(build: Any, config: Any, trust_remote_code: bool) -> nn.Module | None:
     """The model without weights; None if this class does not build such models."""
     make: Callable[..., nn.Module] = build.from_config
@@ -213,7 +181,7 @@ def _skeleton(build: Any, config: Any, trust_remote_code: bool) -> nn.Module | N
         if "nrecognized configuration class" in str(problem):
             return None
         raise UnsupportedModelError(
-            f"the model cannot be built: {_first_line(problem)}"
+            f"the model cannot be built: {first_line(problem)}"
         ) from problem
 
 
@@ -222,14 +190,12 @@ def _explained(name: object, what: str) -> Iterator[None]:
     """Turn what transformers raises on bad input into one message."""
     try:
         yield
+    except TielineError:
+        raise
     except Exception as problem:  # a library of many authors: any class may come
         raise UnsupportedModelError(
-            f"cannot load the {what} of {str(name)!r}: {_first_line(problem)}"
+            f"cannot load the {what} of {str(name)!r}: {first_line(problem)}"
         ) from problem
-
-
-def _first_line(problem: BaseException) -> str:
-    return next((line.strip() for line in str(problem).splitlines() if line.strip()), repr(problem))
 
 
 def load_smoothed(
@@ -242,18 +208,12 @@ def load_smoothed(
         model_class: class of transformers to build; None for the one that the configuration names.
         options: of `from_pretrained`, such as `dtype` or `revision`.
     """
-    revision = {"revision": options["revision"]} if "revision" in options else {}
-    found, _ = PreTrainedConfig.get_config_dict(source, **revision)
+    model = load_pretrained(source, model_class=model_class, **options)
     require(
-        smoothed_config(found),
+        SMOOTH in changes_of(model.config),
         f"{str(source)!r} holds no smoothed model: load it as any other, and smooth it",
         UnsupportedModelError,
     )
-    config, record = read_config(found)
-    model = load_pretrained(
-        source, model_class=model_class, config=config, variant=VARIANT, **options
-    )
-    restore_smoothing(model, record)
     model.eval()
     return model
 
@@ -282,9 +242,9 @@ def load_dense(
     if isinstance(source, Path):
         options = {"local_files_only": True}
     with _explained(name, "configuration"):
-        AutoConfig.from_pretrained(source, **options)
+        checkpoint = read_checkpoint(source, **options)
     with _explained(name, "weights (safetensors only: pickled weights are never loaded)"):
-        model = load_pretrained(source, dtype=DTYPES[dtype], **options)
+        model = load_pretrained(source, checkpoint=checkpoint, dtype=DTYPES[dtype], **options)
     return LoadedModel(model.eval(), _tokenizer(source, options), str(name))
 
 
@@ -392,7 +352,7 @@ def read_shape(
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     options |= {"local_files_only": True} if isinstance(source, Path) else {"revision": revision}
     with _explained(source, "configuration"):
-        config = AutoConfig.from_pretrained(source, **options)
+        config = read_checkpoint(source, **options).config
     return shape_of(config)
 
 

@@ -31,6 +31,13 @@ from torch import Tensor, nn
 
 from tieline.core.errors import ParameterError, UnsupportedModelError, require
 from tieline.core.ranking import group_scores, stable_topk, topk_mask
+from tieline.hf.changes import (
+    Restorer,
+    forget_change,
+    record_change,
+    refuse_quantised,
+    register_restorer,
+)
 from tieline.hf.emulate import logits_matrix
 from tieline.hf.families import (
     FAMILIES,
@@ -40,7 +47,6 @@ from tieline.hf.families import (
     family_of,
     find_routers,
 )
-from tieline.hf.marks import Restorer, mark, marks_of, register_restorer, unmark
 from tieline.hf.router_call import (
     FLAG,
     Choice,
@@ -270,6 +276,7 @@ def reroute_(
     """
     record = _checked(router, gate, router_options or {}, gate_options or {})
     plans = _plans(model, layers)
+    refuse_quantised(model, FEATURE)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         made = [_modules(model, plan, record) for plan in plans]
@@ -278,9 +285,7 @@ def reroute_(
             if new is not None:
                 start_from(new, plan.router)
     record = replace(record, layers=tuple(plan.name for plan in plans))
-    config = getattr(model, "config", None)
-    if config is not None:
-        mark(config, FEATURE, record.facts())
+    record_change(model, FEATURE, record.facts())
     for plan, (new, chooser) in zip(plans, made, strict=True):
         _put_on(model, plan, new, chooser)
     return replace(record, _model=weakref.ref(model))
@@ -300,9 +305,7 @@ def unreroute_(model: nn.Module) -> None:
         if experts is not None and hasattr(experts, BEFORE):
             setattr(experts, FLAG, getattr(experts, BEFORE))
             delattr(experts, BEFORE)
-    config = getattr(model, "config", None)
-    if config is not None and FEATURE in marks_of(config):
-        unmark(config, FEATURE)
+    forget_change(model, FEATURE)
 
 
 def _checked(

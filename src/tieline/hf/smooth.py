@@ -1,33 +1,18 @@
-"""How a model is smoothed, as frozen records that a configuration can hold.
-
-Saving a smoothed model so that nobody can load it unsmoothed by mistake.
-
-    config.json    {"model_type": "<a sentence>", "tieline_smoothing": {..., "config": {...}}}
-    weights        model.tieline-smoothed.safetensors, and so with shards
-
-The automatic classes of transformers refuse the model type and print the sentence; a class that is
-named outright finds no weights of the usual name. `hf.loading.load_model` and
-`hf.smooth_loading.load_smoothed` read both and smooth.
-
-Putting a smoothing on a model and taking it off again.
-
-What is changed: the class of each smoothed router, `_is_expert_parallel` of the experts beside it
-(so that they skip the slots that are not used), the number of slots that jetmoe's attention counts
-with, and the classes of model and configuration, so that saving tells of the smoothing.
-
-Smooth top-k on a model of transformers, in place and undoable (paper 1, section 6).
+"""Smooth top-k on a model of transformers, in place and undoable (paper 1, section 6).
 
     record = smooth_(model, budget=2.5, calibration=[ids])
     model(input_ids=ids)               # continuous in its inputs where ties were
-    model.save_pretrained("smooth")    # loaded again by `tieline.hf.loading.load_model`
+    model.save_pretrained("smooth")    # `tieline.hf.load_pretrained` loads it again
     record.undo()                      # or unsmooth_(model)
 
-Nothing is retrained. Every router chooses by the ramp of `SmoothTopK` in its family's own scoring;
+Nothing is retrained. Every router chooses by the ramp of `SmoothTopK` in the scoring of its family;
 ε is given, or follows from a budget of experts or from the noise of a precision, layer by layer.
+
+Changed are the class of each smoothed router, `_is_expert_parallel` of the experts beside it (so
+that they skip unused slots), the number of slots that jetmoe's attention counts, and the classes of
+model and configuration (`hf.changes`), so that saving stores the smoothing.
 """
 
-import functools
-import json
 import math
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -38,6 +23,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from tieline.core.errors import ParameterError, UnsupportedModelError, require
+from tieline.hf.changes import Restorer, forget_change, record_change, register_restorer
 from tieline.hf.families import family_of, find_routers
 from tieline.hf.router_call import FLAG, attach, detach, experts_of, skip_rule
 from tieline.hf.smooth_calibration import (
@@ -59,22 +45,17 @@ from tieline.hf.smooth_router import (
 )
 
 __all__ = [
-    "KEY",
-    "VARIANT",
+    "FEATURE",
     "LayerSmoothing",
     "Smoothing",
     "apply_smoothing",
-    "hook_saving",
-    "read_config",
     "read_smoothing",
-    "remove_smoothing",
     "restore_smoothing",
     "smooth_",
-    "smoothed_config",
-    "unhook_saving",
     "unsmooth_",
 ]
 
+FEATURE = "smooth"
 VERSION = 1
 """Of the form in which a configuration holds the record."""
 
@@ -141,7 +122,7 @@ class Smoothing:
         model = None if self._model is None else self._model()
         require(model is not None, "the model of this record is gone: nothing to undo")
         assert model is not None
-        remove_smoothing(model)
+        unsmooth_(model)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values, read again by `read_smoothing`."""
@@ -188,95 +169,6 @@ def _read_layer(row: Any) -> LayerSmoothing:
     return LayerSmoothing(**words, **counts, epsilon=float(epsilon))
 
 
-KEY = "tieline_smoothing"
-"""Key of the configuration under which the smoothing stands."""
-
-VARIANT = "tieline-smoothed"
-"""Part of the names of the files with the weights."""
-
-INNER = "config"
-
-
-def hook_saving(model: nn.Module, record: Smoothing) -> None:
-    """From now on `save_pretrained` of the model and of its configuration tell of the record."""
-    config: Any = getattr(model, "config", None)
-    if config is None or not hasattr(model, "save_pretrained"):
-        return
-    setattr(config, KEY, record.to_dict())
-    config.__class__ = _telling_config(type(config))
-    model.__class__ = _telling_model(type(model))
-
-
-def unhook_saving(model: nn.Module) -> None:
-    """The classes of model and configuration as they were."""
-    config: Any = getattr(model, "config", None)
-    if hasattr(config, KEY):
-        delattr(config, KEY)
-        config.__class__ = type(config).__mro__[1]
-        model.__class__ = type(model).__mro__[1]
-
-
-@functools.cache
-def _telling_config(cls: type) -> type:
-    def to_json_string(self: Any, *args: Any, **kwargs: Any) -> str:
-        inner = json.loads(cls.to_json_string(self, *args, **kwargs))  # type: ignore[attr-defined]
-        smoothing = inner.pop(KEY, None) or getattr(self, KEY)
-        kind = inner.get("model_type", cls.model_type)  # type: ignore[attr-defined]
-        outer = {"model_type": sentence(kind), KEY: {**smoothing, INNER: inner}}
-        return json.dumps(outer, indent=2, sort_keys=True) + "\n"
-
-    return type(cls.__name__, (cls,), {"to_json_string": to_json_string, **_names(cls)})
-
-
-@functools.cache
-def _telling_model(cls: type) -> type:
-    @functools.wraps(cls.save_pretrained)  # type: ignore[attr-defined]
-    def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("variant") is None:
-            kwargs["variant"] = VARIANT
-        return cls.save_pretrained(self, save_directory, *args, **kwargs)  # type: ignore[attr-defined]
-
-    return type(cls.__name__, (cls,), {"save_pretrained": save_pretrained, **_names(cls)})
-
-
-def _names(cls: type) -> dict[str, str]:
-    return {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-
-
-def sentence(model_type: str) -> str:
-    """The model type that transformers does not know and prints when it refuses."""
-    return (
-        f"{model_type} with routers smoothed by Tieline: it would not run as saved without it; "
-        "load it with tieline.hf.load_smoothed"
-    )
-
-
-def smoothed_config(found: dict[str, Any]) -> bool:
-    """Whether this configuration, as read from its file, is that of a smoothed model."""
-    return KEY in found
-
-
-def read_config(found: dict[str, Any]) -> tuple[Any, Smoothing]:
-    """The model's own configuration and its smoothing, from a file that may be malformed."""
-    from transformers import CONFIG_MAPPING
-
-    told = found[KEY]
-    inner = told.get(INNER) if isinstance(told, dict) else None
-    require(
-        isinstance(inner, dict),
-        f"the configuration has {KEY!r} but no {INNER!r} of the model inside",
-        UnsupportedModelError,
-    )
-    assert isinstance(inner, dict)
-    kind = str(inner.get("model_type"))
-    require(
-        kind in CONFIG_MAPPING,
-        f"the smoothed model is of type {kind!r}, which transformers does not know",
-        UnsupportedModelError,
-    )
-    return CONFIG_MAPPING[kind].from_dict(inner), read_smoothing(told)
-
-
 CHANGED = "tieline_changed"
 """Attribute of the model with what to set back: (module, attribute, value before)."""
 
@@ -288,12 +180,13 @@ def apply_smoothing(model: nn.Module, record: Smoothing) -> Smoothing:
         if layer.smoothed:
             _smooth_layer(model, layer, record, changed)
     setattr(model, CHANGED, changed)
-    hook_saving(model, record)
+    record_change(model, FEATURE, record.to_dict())
     return replace(record, _model=weakref.ref(model))
 
 
-def restore_smoothing(model: nn.Module, record: Smoothing) -> Smoothing:
-    """`apply_smoothing` of a record that was read, refused unless it fits the model."""
+def restore_smoothing(model: nn.Module, facts: dict[str, Any]) -> Smoothing:
+    """Smooth a loaded model as its configuration says; refuses facts that do not fit it."""
+    record = read_smoothing(facts)
     routers = find_routers(model)
     for layer in record.layers:
         router = routers.get(layer.name)
@@ -313,21 +206,6 @@ def restore_smoothing(model: nn.Module, record: Smoothing) -> Smoothing:
             UnsupportedModelError,
         )
     return apply_smoothing(model, record)
-
-
-def remove_smoothing(model: nn.Module) -> None:
-    """Make the model what it was; refuses one that is not smoothed."""
-    require(
-        hasattr(model, CHANGED),
-        f"{type(model).__name__} is not smoothed: there is nothing to undo",
-        ParameterError,
-    )
-    for router in [m for m in model.modules() if smoothing_of(m) is not None]:
-        detach(router)
-    for module, attribute, value in reversed(getattr(model, CHANGED)):
-        setattr(module, attribute, value)
-    delattr(model, CHANGED)
-    unhook_saving(model)
 
 
 def _smooth_layer(
@@ -442,8 +320,18 @@ def smooth_(
 
 
 def unsmooth_(model: nn.Module) -> None:
-    """Undo `smooth_`: routers, experts and saving are what they were before."""
-    remove_smoothing(model)
+    """Undo `smooth_`: restores routers, experts and saving; refuses a model not smoothed."""
+    require(
+        hasattr(model, CHANGED),
+        f"{type(model).__name__} is not smoothed: there is nothing to undo",
+        ParameterError,
+    )
+    for router in [m for m in model.modules() if smoothing_of(m) is not None]:
+        detach(router)
+    for module, attribute, value in reversed(getattr(model, CHANGED)):
+        setattr(module, attribute, value)
+    delattr(model, CHANGED)
+    forget_change(model, FEATURE)
 
 
 def _slots(plan: LayerPlan, k_max: int | None) -> int:
@@ -515,3 +403,6 @@ def _chosen(
         most = budget_epsilon(kept.scores, plan.k, slots[plan.name], budget or 0, kept.groups)
         widths[plan.name] = min(widths[plan.name], most)
     return widths
+
+
+register_restorer(FEATURE, Restorer(after=restore_smoothing, check=read_smoothing))

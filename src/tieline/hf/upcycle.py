@@ -30,7 +30,7 @@ model's own forward pass and copied before the first one is replaced.
 import copy
 import math
 from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,9 +40,9 @@ from torch import Tensor, nn
 
 from tieline.core.errors import ParameterError, UnsupportedModelError, require
 from tieline.core.ranking import stable_topk
+from tieline.hf.changes import Restorer, record_change, refuse_quantised, register_restorer
 from tieline.hf.families import RouterFamily, family_of, register_family
 from tieline.hf.kernel import experts_forward
-from tieline.hf.marks import Restorer, mark, register_restorer
 
 __all__ = [
     "DenseFFN",
@@ -344,6 +344,7 @@ def upcycle_(
     """
     _check_numbers(n_experts, k, router_init, router_scale, noise)
     _check_dense(model)
+    refuse_quantised(model, FEATURE)
     chosen = _chosen(find_dense_ffns(model), layers, type(model).__name__)
     for ffn in chosen.values():
         _check_parts(model, ffn)
@@ -357,18 +358,12 @@ def upcycle_(
         for mixture in made.values():
             _start_router(mixture.gate, router_init, router_scale, generator)
     done = _describe(model, made, before, renormalise)
-    mark_upcycling(model, done)
+    kept = ("n_experts", "k", "renormalise")
+    facts = {name: getattr(done, name) for name in kept} | {"layers": list(done.layers)}
+    record_change(model, FEATURE, facts)
     for name, ffn in chosen.items():
         _replace(model, ffn, made[name].train(model.training))
     return done
-
-
-def mark_upcycling(model: nn.Module, done: Upcycling) -> None:
-    """Note in the configuration, where there is one, what loading has to do again."""
-    config = getattr(model, "config", None)
-    if config is not None:
-        facts = {key: asdict(done)[key] for key in ("layers", "n_experts", "k", "renormalise")}
-        mark(config, FEATURE, facts | {"layers": list(done.layers)})
 
 
 def _check_numbers(
