@@ -50,8 +50,6 @@ def train(
     """
     outputs = Outputs(json=json_to)
     outputs.check()
-    from transformers.utils import logging
-
     from tieline.training.recipes import recipe_config, recipe_list
 
     if list_recipes:
@@ -60,7 +58,6 @@ def train(
         return
     require(recipe is not None, "name a recipe; `tieline train --list` shows all")
     config = recipe_config(str(recipe), seed)
-    logging.disable_progress_bar()
     if dry_run:
         _dry_run(config, outputs)
     else:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.papers.test_claims_can_fail import assert_planted_value_matters, scaled
+from tests.papers.registry.test_claims_can_fail import assert_planted_value_matters, scaled
 from tieline.estimation import MoEParameters
 
 

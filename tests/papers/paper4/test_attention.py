@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from tests.papers.test_claims_can_fail import RUN
+from tests.papers.registry.test_claims_can_fail import RUN
 from tieline.papers.paper4 import attention
 from tieline.papers.registry import all_claims
 from tieline.papers.runner import run_claim

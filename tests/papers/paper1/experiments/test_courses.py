@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.papers.test_claims_can_fail import scaled
+from tests.papers.registry.test_claims_can_fail import scaled
 from tieline.core.errors import TielineError
 from tieline.papers.claim import Run
 from tieline.papers.paper1 import experiments as courses

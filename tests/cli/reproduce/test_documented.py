@@ -13,7 +13,7 @@ from tieline.papers.registry import all_claims
 from tieline.training.recipes import recipe_config
 from tieline.training.tasks import TASKS
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 CASES = ("reproduced at small scale", "not at this scale", "needs accelerators")
 TEXTS = {
     name: " ".join((claim.statement, claim.tested, claim.condition, claim.untestable))
