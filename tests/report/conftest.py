@@ -7,9 +7,9 @@ from tests.report.zoo import make_inspection
 
 @pytest.fixture(scope="session")
 def result():
-    return make_inspection(losses=True).to_dict()
+    return make_inspection(losses=True)
 
 
 @pytest.fixture(scope="session")
 def ids_only():
-    return make_inspection(ids_only=True).to_dict()
+    return make_inspection(ids_only=True)

@@ -6,15 +6,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.report.zoo import HOSTILE
+from tieline.core.statistics import Estimate
 from tieline.report.numbers import (
     DASH,
     compact,
-    facts,
-    finding_text,
+    finite,
+    flat,
     percent,
     short_names,
     significant,
+    timing_rows,
+    visible,
+    with_error,
 )
+
+texts = st.text(max_size=20) | st.sampled_from(HOSTILE)
 
 
 @pytest.mark.parametrize(
@@ -85,18 +92,37 @@ def test_short_names_stay_different(names):
     assert len(set(short_names(names))) == len(names)
 
 
-def test_facts_name_layers_experts_and_tokens(result):
-    assert facts(result) == "3 routed layers · 2 of 8 experts · 200 tokens · float32"
+@given(texts)
+def test_visible_text_has_no_acting_characters(text):
+    shown = visible(text)
+    shown.encode()
+    kept = [sign for sign in shown if sign not in "\n\t"]
+    assert all(ord(sign) >= 0x20 and ord(sign) != 0x7F for sign in kept)
+    assert not set(shown) & set("\u202e\u202d\u2066\u2028\u2029\u0085")
 
 
-@pytest.mark.parametrize(
-    ("text", "layer", "sentence"),
-    [
-        ("experts tie in layer 3", "m.3.gate", "Experts tie in layer 3."),
-        ("experts tie.", "m.3.gate", "Experts tie (layer 3)."),
-        ("experts tie", "other", "Experts tie (layer other)."),
-        ("2 % tie", None, "2 % tie."),
-    ],
-)
-def test_a_finding_is_a_sentence_that_names_its_layer_once(text, layer, sentence):
-    assert finding_text({"text": text, "layer": layer}, {"m.3.gate": "3"}) == sentence
+def test_visible_text_shows_what_was_hidden():
+    assert visible("a\x00\u202eb\n\t\ud800日") == "a␀⟨202E⟩b↵\n⇥\t\ufffd日"
+
+
+@pytest.mark.parametrize("number", [None, math.nan, math.inf, -math.inf])
+def test_what_is_no_number_is_a_dash(number):
+    assert percent(number) == significant(number) == DASH
+    assert with_error(Estimate(number, 0.1)).startswith(DASH)
+    assert finite(number) is None
+
+
+def test_an_estimate_is_told_with_its_error_where_that_is_known():
+    assert with_error(Estimate(1.234, 0.056)) == "1.23 ± 0.056"
+    assert with_error(Estimate(1.234, None)) == "1.23"
+    assert with_error(Estimate(1.234, math.nan), 2) == "1.2"
+
+
+def test_nested_provenance_is_flat_and_what_is_empty_is_left_out():
+    nested = {"a": {"b": 1, "c": {"d": 0}}, "e": None, "f": "", "g": [], "h": False}
+    assert flat(nested) == [("a.b", 1), ("a.c.d", 0), ("h", False)]
+
+
+def test_timings_are_seconds_and_rates():
+    rows = timing_rows({"total": 1.25, "tokens_per_second": 3141.6})
+    assert rows == [("time.total", "1.25 s"), ("tokens per second", "3,142")]

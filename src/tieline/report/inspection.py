@@ -7,7 +7,7 @@ from rich.console import RenderableType
 
 from tieline.analysis.inspection import Inspection, TextPiece, TextSample
 from tieline.geometry.measure_records import Quantiles
-from tieline.report.charts import unmeasured
+from tieline.report.charts import Panel, unmeasured
 from tieline.report.frame import notebook_html, render
 from tieline.report.inspection_charts import LayerRow, inspection_panels, layer_rows
 from tieline.report.inspection_figures import inspection_figures as figures
@@ -50,6 +50,7 @@ LIMITS = (0.01, 0.03, 0.1, 0.3)
 """Relative gaps at which the ground of a token becomes weaker; above the last there is none."""
 MOST_GAPS = 40_000
 """Gaps of tokens in layers that the page holds; longer stretches of text are cut."""
+TEXT = Panel("text", "A stretch of the text, coloured by gap", "")
 NO_TEXT = "not answerable: the text of these tokens is not known"
 
 
@@ -57,7 +58,6 @@ def page(result: Inspection) -> str:
     """The page: verdict, findings, charts, text by nearness to a tie, all layers, provenance."""
     panels = inspection_panels(result)
     names = [layer.name for layer in result.measures.layers]
-    missing = "; ".join(filter(None, (unmeasured(panels), _missing_text(result))))
     return render(
         "inspection.html",
         panels,
@@ -70,8 +70,9 @@ def page(result: Inspection) -> str:
         findings=finding_rows(result.findings, names),
         shown=MOST_FINDINGS,
         text=_text_rows(result),
+        text_title=TEXT.title,
         table=grid(_page_columns(result), layer_rows(result)),
-        unmeasured=missing,
+        unmeasured=unmeasured([*panels, *_missing_text(result)]),
         provenance=[*flat(result.provenance), *timing_rows(result.timings)],
         metrics=[(name, significant(x, 4)) for name, x in sorted(result.metrics.items())],
     )
@@ -126,13 +127,13 @@ def _key_numbers(result: Inspection) -> list[tuple[str, str]]:
     return tiles
 
 
-def _missing_text(result: Inspection) -> str:
-    """Why the text is not shown; empty if it is."""
+def _missing_text(result: Inspection) -> list[Panel]:
+    """The panel of the text where it cannot be shown, with the reason."""
     sample = result.sample
     if sample is None:
-        return f"the text coloured by gap ({NO_TEXT})"
+        return [TEXT.missing([NO_TEXT])]
     known = any(piece.gap is not None for piece in sample.pieces)
-    return "" if known else f"the text coloured by gap ({result.measures.layers[0].gap.status})"
+    return [] if known else [TEXT.missing([result.measures.layers[0].gap.status])]
 
 
 def _text_rows(result: Inspection) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 import io
 import re
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -9,9 +10,8 @@ from rich.console import Console
 from tests.analysis.planted import all_scores, renumbered, trace_of, without_scores
 from tests.report.browser import BROWSERS, find_browser, look_at
 from tieline.analysis.diff import diff
-from tieline.report.diff_page import diff_page_bytes, render_diff_page
-from tieline.report.diff_panels import draw_diff_panels
-from tieline.report.diff_terminal import diff_view
+from tieline.core.errors import TraceError
+from tieline.report.diff import diff_panels, figures, notebook, page, terminal
 
 needs_browser = pytest.mark.skipif(
     find_browser() is None, reason=f"no browser: none of {', '.join(BROWSERS)} is in PATH"
@@ -25,9 +25,8 @@ def compared(ids_only=False):
     other[2][20:60] *= -1
     a, (b, _) = trace_of(scores), renumbered(trace_of(other), {3}, 1)
     sides = [without_scores(x) if ids_only else x for x in (a, b)]
-    result = diff(*sides).to_dict()
-    result["provenance"] = {"a": {"model": "<b>A</b>"}, "b": {"file": "b.npy"}}
-    return result
+    named = {"a": {"model": "<b>A</b>"}, "b": {"file": "b.npy"}}
+    return replace(diff(*sides), provenance=named)
 
 
 @pytest.fixture(scope="module")
@@ -36,20 +35,21 @@ def result():
 
 
 def test_what_is_said_and_counted_is_in_the_page_without_any_script(result):
-    page = render_diff_page(result)
-    body = page[page.index("<body>") : page.index('<script type="application/json"')]
+    made = page(result)
+    body = made[made.index("<body>") : made.index('<script type="application/json"')]
     assert "&lt;b&gt;A&lt;/b&gt; against b.npy" in body
     assert "<b>A" not in body
-    assert result["verdict"] in body
+    said, _, advice = result.verdict.partition(" What to do: ")
+    assert said.replace(" %", "\u00a0%") in body
+    assert advice[:30] in body
     assert body.count("<tr>") == 1 + 4
     assert "model.layers.3.mlp.gate: " in body
     assert "→" in body
     assert re.findall(r'\b(?:src|href)="([^"]*)"', body) == []
-    assert len(diff_page_bytes(result)) < 6_000_000
 
 
 def test_charts_show_the_numbers_of_the_result(result):
-    panels = {panel.key: panel.figure for panel in draw_diff_panels(result)}
+    panels = {panel.key: panel.figure for panel in diff_panels(result)}
     assert panels["diff-rates"]["data"][0]["y"] == [0.0, 0.1, 0.1, 0.0]
     causes = panels["diff-causes"]["data"]
     assert [trace["y"] for trace in causes] == [[0, 0, 0, 0], [0, 0, 20, 0], [0, 40, 20, 0]]
@@ -61,7 +61,7 @@ def test_the_terminal_shows_as_many_columns_as_fit(result):
     texts = []
     for width in (60, 200):
         console = Console(file=io.StringIO(), width=width)
-        console.print(diff_view(result, width))
+        console.print(terminal(result, width))
         texts.append(console.file.getvalue())
     assert "flip rate" in texts[0]
     assert "tie band" not in texts[0]
@@ -72,17 +72,48 @@ def test_the_terminal_shows_as_many_columns_as_fit(result):
 
 
 def test_what_ids_cannot_tell_is_said():
-    panels = {panel.key: panel for panel in draw_diff_panels(compared(ids_only=True))}
+    panels = {panel.key: panel for panel in diff_panels(compared(ids_only=True))}
     assert panels["diff-causes"].figure is None
     assert "not attributable: A has expert ids only" in panels["diff-causes"].reason
     assert panels["diff-rates"].figure is not None
 
 
+def test_what_is_the_same_on_both_sides_is_not_listed(result):
+    made = page(result)
+    assert "<dt>tokens compared</dt>" in made
+    for name in ("layers in A only", "dense layers of B", "shift of tokens"):
+        assert name not in made
+    other = replace(result.alignment, only_a=("layers.9",), token_shift=2)
+    made = page(replace(result, alignment=other))
+    assert "<dt>layers in A only</dt><dd>layers.9</dd>" in made
+    assert "<dt>shift of tokens</dt><dd>+2</dd>" in made
+
+
+def test_figures_show_the_numbers_of_the_result(result):
+    drawn = figures(result)
+    (axes,) = drawn["layers"]().axes
+    assert axes.lines[0].get_ydata().tolist() == [0.0, 0.1, 0.1, 0.0]
+    (axes,) = drawn["depth"]().axes
+    assert axes.lines[0].get_ydata().tolist() == pytest.approx([0.0, 0.1, 0.15, 0.15])
+    (axes,) = drawn["causes"]().axes
+    assert sum(bar.get_height() for bar in axes.patches) == sum(
+        layer.flip.count for layer in result.layers
+    )
+    assert notebook(result).count("<img") == 3
+
+
+def test_ids_alone_give_no_figure_of_causes():
+    bare = compared(ids_only=True)
+    with pytest.raises(TraceError, match="no figure of the causes: not attributable"):
+        figures(bare)["causes"]()
+    assert notebook(bare).count("<img") == 2
+
+
 @needs_browser
 def test_every_chart_is_drawn_without_trouble_or_request(result, tmp_path):
-    (tmp_path / "diff.html").write_bytes(diff_page_bytes(result))
+    result.to_html(tmp_path / "diff.html")
     seen = look_at(tmp_path / "diff.html")
     assert seen.status == "drawn", seen.troubles
     assert seen.troubles == seen.console == seen.requests == []
-    assert set(seen.drawings) == {panel.key for panel in draw_diff_panels(result)}
+    assert set(seen.drawings) == {panel.key for panel in diff_panels(result)}
     assert all(count > 0 for count in seen.drawings.values())

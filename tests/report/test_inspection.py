@@ -2,16 +2,18 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
 from tests.report.browser import BROWSERS, find_browser, look_at
 from tests.report.zoo import HOSTILE, make_inspection
 from tieline.core.errors import ParameterError
-from tieline.report import page as page_module
-from tieline.report.markup import visible
-from tieline.report.page import LARGEST_PAGE, render_page, write_page
-from tieline.report.panels import draw_panels
+from tieline.report import frame
+from tieline.report.frame import LARGEST_PAGE
+from tieline.report.inspection import notebook, page, summary
+from tieline.report.inspection_charts import inspection_panels
+from tieline.report.numbers import visible
 
 needs_browser = pytest.mark.skipif(
     find_browser() is None, reason=f"no browser: none of {', '.join(BROWSERS)} is in PATH"
@@ -20,7 +22,7 @@ needs_browser = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def rendered(result):
-    return render_page(result)
+    return page(result)
 
 
 @pytest.fixture(scope="module")
@@ -30,13 +32,13 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def seen(result, folder):
-    write_page(result, folder / "full.html")
+    result.to_html(folder / "full.html")
     return look_at(folder / "full.html")
 
 
 @pytest.fixture(scope="module")
 def seen_without_scores(ids_only, folder):
-    write_page(ids_only, folder / "ids.html")
+    ids_only.to_html(folder / "ids.html")
     return look_at(folder / "ids.html", dark=True)
 
 
@@ -55,10 +57,35 @@ def test_the_policy_allows_the_page_s_own_scripts_alone(rendered):
     assert "unsafe-eval" not in policy
 
 
+def test_columns_and_values_that_nothing_fills_are_left_out(result, ids_only):
+    head = re.search(r"<thead>(.*?)</thead>", page(ids_only), flags=re.DOTALL)[1]
+    assert "evenness" in head
+    assert "gap" not in head
+    assert "k of E" not in head  # the facts say it for all layers
+    cells = re.findall(r"<dd>(.*?)</dd>", page(replace(result, provenance={"a": None, "b": 1})))
+    assert "None" not in cells
+
+
+def test_a_notebook_shows_verdict_table_and_figures_without_script(result, ids_only):
+    made = notebook(result)
+    assert "&lt;b&gt;most&lt;/b&gt;" in made
+    assert made.count("<img") == 3
+    assert made.count("<tr>") == 1 + len(result.measures.layers)
+    assert "<script" not in made
+    assert re.findall(r'\bsrc="(.{22})', made) == ["data:image/png;base64,"] * 3
+    assert notebook(ids_only).count("<img") == 0
+
+
+def test_the_summary_is_a_few_plain_lines(result):
+    assert repr(result) == summary(result)
+    assert summary(result).splitlines()[0] == "Inspection of zoo/moe"
+    assert 3 <= len(summary(result).splitlines()) <= 5
+
+
 def test_the_embedded_figures_are_those_of_the_panels(rendered, result):
     text = re.search(r'id="report-data">(.*?)</script>', rendered, flags=re.DOTALL)[1]
     data = json.loads(text)
-    assert list(data["figures"]) == [panel.key for panel in draw_panels(result)]
+    assert list(data["figures"]) == [panel.key for panel in inspection_panels(result)]
     assert len(data["text"]["gaps"]) == len(HOSTILE)
 
 
@@ -66,48 +93,51 @@ def test_numbers_findings_and_provenance_are_in_the_page_without_any_script(rend
     body = rendered[rendered.index("<body>") : rendered.index('<script type="application/json"')]
     assert "<script" not in body
     assert "&lt;b&gt;most&lt;/b&gt;" in body
-    for finding in result["findings"]:
-        assert finding["text"].rstrip(".").replace("&", "&amp;") in body
-    for name in result["metrics"]:
+    for finding in result.findings:
+        assert finding.text.rstrip(".").replace("&", "&amp;").replace(" %", "\u00a0%") in body
+    for name in result.metrics:
         assert f"<dt>{name}</dt>" in body
     assert "<dt>text.name</dt><dd>a.txt</dd>" in body
-    assert body.count("<tr>") == 1 + len(result["measures"]["layers"])
+    assert body.count("<tr>") == 1 + len(result.measures.layers)
 
 
 def test_noise_stands_in_for_bf16_where_rounding_is_unknown(result):
-    metrics = {"flip@0.01": 0.5, "flip@0.01:any": 0.75, "jump": 0.25}
-    text = render_page({**result, "metrics": metrics})
+    metrics = {"flip@0.01": 0.5, "evenness": 0.75, "dead": 2.0}
+    text = page(replace(result, metrics=metrics))
     shown = re.findall(r"<li><strong>(.*?)</strong> (.*?)</li>", text)
-    assert [number for number, _ in shown] == ["50 %", "75 %", "25 %"]
+    assert [number for number, _ in shown] == ["50 %", "75 %", "2"]
     assert "noise of 0.01" in shown[0][1]
-    text = render_page({**result, "metrics": metrics | {"flip@bf16": 0.125}})
-    assert "<strong>13 %</strong> tokens change" in text or "<strong>12 %</strong>" in text
+    text = page(replace(result, metrics=metrics | {"flip@bf16": 0.125}))
+    assert "<strong>12 %</strong> tokens change" in text
     assert "noise of 0.01" not in text
 
 
 def test_all_but_the_first_findings_are_folded_away(result):
-    text = render_page({**result, "findings": result["findings"] * 4})
+    text = page(replace(result, findings=result.findings * 4))
     assert "<summary>6 more</summary>" in text
     assert text.count('<span class="tag">') == 12
-    assert "Nothing stands out." in render_page({**result, "findings": []})
+    assert "Nothing stands out." in page(replace(result, findings=()))
 
 
 def test_a_large_model_keeps_the_page_small(tmp_path):
-    result = make_inspection(layers=1, experts=384, k=8, tokens=60).to_dict()
-    layers, jumps = result["measures"]["layers"], result["jumps"]
-    result["measures"]["layers"] = [{**layers[0], "name": f"layers.{i}"} for i in range(64)]
-    result["jumps"] = [{**jumps[0], "name": f"layers.{i}"} for i in range(64)]
-    piece = {**result["sample"]["pieces"][0], "gaps": [0.123456] * 64}
-    result["sample"]["layers"] = [f"layers.{i}" for i in range(64)]
-    result["sample"]["pieces"] = [piece] * 5000
-    write_page(result, tmp_path / "large.html")
+    result = make_inspection(layers=1, experts=384, k=8, tokens=60)
+    names = tuple(f"layers.{i}" for i in range(64))
+    measures = replace(
+        result.measures,
+        layers=tuple(replace(result.measures.layers[0], name=name) for name in names),
+    )
+    jumps = tuple(replace(result.jumps[0], name=name) for name in names)
+    piece = replace(result.sample.pieces[0], gaps=(0.123456,) * 64)
+    sample = replace(result.sample, layers=names, pieces=(piece,) * 5000)
+    large = replace(result, measures=measures, jumps=jumps, sample=sample)
+    large.to_html(tmp_path / "large.html")
     assert (tmp_path / "large.html").stat().st_size <= LARGEST_PAGE
 
 
 def test_a_page_that_would_be_too_large_is_not_written(result, tmp_path, monkeypatch):
-    monkeypatch.setattr(page_module, "LARGEST_PAGE", 1000)
+    monkeypatch.setattr(frame, "LARGEST_PAGE", 1000)
     with pytest.raises(ParameterError, match="at most 1000"):
-        write_page(result, tmp_path / "large.html")
+        result.to_html(tmp_path / "large.html")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -116,7 +146,7 @@ def test_every_panel_is_drawn_without_trouble(seen, result):
     assert seen.status == "drawn", seen.troubles
     assert seen.troubles == []
     assert seen.console == []
-    assert set(seen.drawings) == {panel.key for panel in draw_panels(result)}
+    assert set(seen.drawings) == {panel.key for panel in inspection_panels(result)}
     assert all(count > 0 for count in seen.drawings.values()), seen.drawings
 
 
@@ -143,13 +173,18 @@ def test_tokens_nearer_to_a_tie_have_a_stronger_ground(seen):
 
 
 @needs_browser
-def test_what_cannot_be_drawn_is_said_in_a_sentence(seen_without_scores):
+def test_what_was_not_measured_is_one_line_at_the_end(seen_without_scores):
     seen = seen_without_scores
     assert seen.status == "drawn", seen.troubles
     assert list(seen.drawings) == ["load"]
-    reason = "not answerable: the trace has expert ids only, no scores."
-    assert seen.text.count(f"Not drawn – {reason}") == 7
-    assert seen.text.count(reason) == 8
+    reason = "not answerable: the trace has expert ids only, no scores"
+    assert seen.text.count("Not measured: ") == 1
+    line = next(words for words in seen.text.splitlines() if "Not measured: " in words)
+    assert seen.text.partition('{"figures"')[0].rstrip().endswith(line.strip())
+    panels = inspection_panels(make_inspection(ids_only=True, tokens=60))
+    assert all(f"“{panel.title}”" in line for panel in panels if panel.figure is None)
+    assert "“A stretch of the text, coloured by gap”" in line
+    assert line.count(reason) == 1
 
 
 BAD = '<img src="https://example.org/x.png"><script>document.title = "run"</script><main>'

@@ -1,14 +1,20 @@
 """Every panel shows the numbers of the result, or says why it cannot."""
 
 import itertools
+from dataclasses import replace
 
 import plotly.graph_objects as go
 import pytest
 
 from tests.report.zoo import make_inspection
-from tieline.report.panels import PANELS, draw_panels
-from tieline.report.panels.gaps import format_names, format_steps, log_range
-from tieline.report.panels.jumps import MOST_POINTS
+from tieline.geometry.boundary import MassProfile
+from tieline.report.inspection_charts import (
+    MOST_POINTS,
+    format_names,
+    format_steps,
+    inspection_panels,
+    log_range,
+)
 
 KEYS = [
     "gap-quantiles",
@@ -35,7 +41,7 @@ ROLES = (
 
 
 def panel(result, key):
-    return next(panel for panel in draw_panels(result) if panel.key == key)
+    return next(panel for panel in inspection_panels(result) if panel.key == key)
 
 
 def colours(value, key=""):
@@ -61,12 +67,12 @@ def without_roles(value):
 
 
 def test_panels_have_distinct_keys_in_the_order_of_reading(result):
-    assert [panel.key for panel in draw_panels(result)] == KEYS
+    assert [panel.key for panel in inspection_panels(result)] == KEYS
 
 
-@pytest.mark.parametrize("place", range(len(PANELS)), ids=KEYS)
-def test_a_figure_is_valid_has_axis_titles_and_is_explained(result, place):
-    drawn = PANELS[place](result)
+@pytest.mark.parametrize("key", KEYS)
+def test_a_figure_is_valid_has_axis_titles_and_is_explained(result, key):
+    drawn = panel(result, key)
     go.Figure(without_roles(drawn.figure))
     assert drawn.how.endswith(".")
     for axis in ("xaxis", "yaxis"):
@@ -82,10 +88,10 @@ def test_a_trace_of_ids_gives_the_reason_in_place_of_a_chart(ids_only, key):
 
 
 def test_jumps_and_losses_that_were_not_measured_say_so():
-    result = make_inspection(jumps=False, tokens=60).to_dict()
+    result = make_inspection(jumps=False, tokens=60)
     assert panel(result, "gap-jump").reason == "not measured: no model"
     assert panel(result, "jump-loss").reason == "not measured: no model"
-    result = make_inspection(tokens=60).to_dict()
+    result = make_inspection(tokens=60)
     assert panel(result, "gap-jump").figure is not None
     assert "--loss-jumps" in panel(result, "jump-loss").reason
 
@@ -94,8 +100,8 @@ def test_the_quantile_map_holds_the_quantiles_of_each_layer(result):
     heat = panel(result, "gap-quantiles").figure["data"][0]
     assert heat["y"] == ["0", "1", "2"]
     assert heat["x"][:3] == ["0.1 %", "1 %", "5 %"]
-    for row, layer in zip(heat["z"], result["measures"]["layers"], strict=True):
-        values = layer["gap"]["value"]["quantiles"]["value"]
+    for row, layer in zip(heat["z"], result.measures.layers, strict=True):
+        values = layer.gap.value.quantiles.value
         for shown, value in zip(row, values, strict=True):
             assert 10**shown == pytest.approx(value) if value else shown < min(row[2:])
 
@@ -103,27 +109,24 @@ def test_the_quantile_map_holds_the_quantiles_of_each_layer(result):
 def test_the_distribution_holds_each_layer_and_all_of_them(result):
     figure = panel(result, "gap-cdf").figure
     assert [trace["name"] for trace in figure["data"]] == ["layer 0", "layer 1", "layer 2", "all"]
-    profile = result["measures"]["layers"][1]["gap"]["value"]["profile"]
-    assert figure["data"][1]["x"] == profile["widths"]
-    assert figure["data"][1]["y"] == [mass or None for mass in profile["mass"]]
+    profile = result.measures.layers[1].gap.value.profile
+    assert figure["data"][1]["x"] == list(profile.widths)
+    assert figure["data"][1]["y"] == [mass or None for mass in profile.mass]
     names = {note["text"] for note in figure["layout"]["annotations"]}
     assert names == {"bf16", "fp16", "fp8 e4m3", "fp8 e5m2", "int8", "int4"}
 
 
 def test_the_step_of_a_format_spans_its_layers(result):
-    layers = result["measures"]["layers"]
+    layers = result.measures.layers
     for name, low, high in format_steps(layers):
         steps = [
-            row["step"]
-            for layer in layers
-            for row in layer["precision"]["value"]
-            if row["precision"] == name
+            row.step for layer in layers for row in layer.precision.value if row.precision == name
         ]
         assert (low, high) == (min(steps), max(steps))
 
 
 def test_steps_of_logits_are_not_drawn_among_gaps_of_sigmoid_scores():
-    result = make_inspection(units="sigmoid", tokens=60).to_dict()
+    result = make_inspection(units="sigmoid", tokens=60)
     figure = panel(result, "gap-cdf").figure
     assert figure["layout"]["shapes"] == []
     assert figure["layout"]["xaxis"]["title"]["text"] == "gap (sigmoid score)"
@@ -138,70 +141,76 @@ def test_names_of_formats_never_stand_on_each_other():
         assert abs(x - other_x) >= 0.3 or abs(lift - other_lift) >= 0.19
 
 
+def profile(widths, mass):
+    return MassProfile(widths, mass, mass, mass, 10, 0.95)
+
+
 def test_the_axis_shows_every_gap_between_none_and_all_and_every_step():
-    profile = {"widths": [1e-6, 1e-3, 1.0, 100.0], "mass": [0.0, 0.2, 0.8, 1.0]}
-    low, high = log_range([profile], [("bf16", 1e-4, 1e-4)])
+    low, high = log_range(
+        [profile((1e-6, 1e-3, 1.0, 100.0), (0.0, 0.2, 0.8, 1.0))], [("bf16", 1e-4, 1e-4)]
+    )
     assert -5 < low < -4
     assert 0 < high < 1
-    low, high = log_range([{"widths": [1.0], "mass": [0.0]}], [])
+    low, high = log_range([profile((1.0,), (0.0,))], [])
     assert low < high
 
 
 def test_counted_and_predicted_flips_share_the_layer_s_colour(result):
     data = panel(result, "flips-by-format").figure["data"]
     dots, dashes = data[:3], data[3:6]
-    row = result["measures"]["layers"][0]["precision"]["value"]
-    by_name = {one["precision"].replace("_", " "): one for one in row}
+    row = result.measures.layers[0].precision.value
+    by_name = {one.precision.replace("_", " "): one for one in row}
     for name, counted, predicted in zip(dots[0]["x"], dots[0]["y"], dashes[0]["y"], strict=True):
-        assert counted == (by_name[name]["flip_emulated"]["value"] or None)
-        assert predicted == (by_name[name]["flip"]["value"] or None)
+        assert counted == (by_name[name].flip_emulated.value or None)
+        assert predicted == (by_name[name].flip.value or None)
     for dot, dash in zip(dots, dashes, strict=True):
         assert dot["marker"]["color"] == dash["marker"]["color"]
 
 
 def test_near_curves_mark_the_price_of_half_an_expert(result):
     curve, half = panel(result, "near-threshold").figure["data"][:2]
-    near = result["measures"]["layers"][0]["near"]["value"]
-    assert curve["x"] == near["epsilons"]
-    assert curve["y"] == [count["value"] for count in near["experts"]]
-    assert half["x"] == [near["epsilon_half"]["value"]]
+    near = result.measures.layers[0].near.value
+    assert curve["x"] == list(near.epsilons)
+    assert curve["y"] == [count.value for count in near.experts]
+    assert half["x"] == [near.epsilon_half.value]
     assert half["y"] == [2.5]
 
 
 def test_the_load_map_is_relative_to_an_even_load_and_crosses_the_dead(result):
     heat, crosses = panel(result, "load").figure["data"]
-    for row, layer in zip(heat["z"], result["measures"]["layers"], strict=True):
-        for shown, share in zip(row, layer["load"]["share"], strict=True):
+    for row, layer in zip(heat["z"], result.measures.layers, strict=True):
+        for shown, share in zip(row, layer.load.share, strict=True):
             assert 2**shown == pytest.approx(share * 8, rel=0.004) if share else shown == -3
-    dead = [
-        (e, str(y)) for y, x in enumerate(result["measures"]["layers"]) for e in x["load"]["dead"]
-    ]
+    dead = [(e, str(y)) for y, x in enumerate(result.measures.layers) for e in x.load.dead]
     assert list(zip(crosses["x"], crosses["y"], strict=True)) == dead
     assert dead
 
 
 def test_exact_ties_stand_left_of_every_other_point(result):
     data = panel(result, "gap-jump").figure["data"]
-    gaps = result["jumps"][0]["value"]["near"]["gaps"]
+    gaps = result.jumps[0].value.near.gaps
     assert 0 in gaps
     near = data[1]
     others = [x for x, gap in zip(near["x"], gaps, strict=True) if gap]
     assert min(near["x"]) < min(others)
-    assert [row[0] for row in near["customdata"]] == gaps
+    assert [row[0] for row in near["customdata"]] == list(gaps)
 
 
 def test_many_points_are_thinned_out_evenly():
-    result = make_inspection(layers=2).to_dict()
-    sample = result["jumps"][0]["value"]["near"]
-    for name in ("gaps", "jumps", "leaving", "entering", "documents", "positions"):
-        sample[name] = sample[name] * 200
+    result = make_inspection(layers=2)
+    first = result.jumps[0]
+    sample = first.value.near
+    names = ("tokens", "gaps", "jumps", "leaving", "entering", "documents", "positions")
+    sample = replace(sample, **{name: getattr(sample, name) * 200 for name in names})
+    first = replace(first, value=replace(first.value, near=sample))
+    result = replace(result, jumps=(first, *result.jumps[1:]))
     data = panel(result, "gap-jump").figure["data"]
     assert sum(len(trace["x"]) for trace in data) <= MOST_POINTS
     assert len(data[1]["x"]) > MOST_POINTS // 8
 
 
 def test_many_layers_are_told_by_a_bar_of_colours():
-    result = make_inspection(layers=12, tokens=40).to_dict()
+    result = make_inspection(layers=12, tokens=40)
     for key in ("gap-cdf", "flips-by-noise", "near-threshold", "gap-jump"):
         data = panel(result, key).figure["data"]
         bars = [trace for trace in data if trace.get("marker", {}).get("showscale")]

@@ -1,0 +1,125 @@
+"""The audit drawn: every row in the table, every chart in a browser, nothing from outside."""
+
+import io
+import re
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from tests.analysis.zoo import small_audit
+from tests.report.browser import BROWSERS, find_browser, look_at
+from tieline.analysis.precision_records import NeverHit
+from tieline.report.audit import (
+    COLUMNS,
+    audit_notes,
+    audit_panels,
+    figures,
+    keep_rows,
+    notebook,
+    page,
+    terminal,
+)
+
+needs_browser = pytest.mark.skipif(
+    find_browser() is None, reason=f"no browser: none of {', '.join(BROWSERS)} is in PATH"
+)
+
+
+@pytest.fixture(scope="module")
+def audit():
+    made = small_audit()
+    return replace(made, provenance=made.provenance | {"model": "<b>model</b>"})
+
+
+def shown(result, width):
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(terminal(result, width))
+    return console.export_text()
+
+
+def test_the_terminal_shows_every_row_and_what_there_is_room_for(audit):
+    wide, narrow = shown(audit, 160), shown(audit, 60)
+    for row in audit.effects:
+        assert row.name in wide
+        assert row.name in narrow
+    assert "floor" in wide
+    assert "floor" not in narrow
+    assert "local flips" in narrow
+
+
+def test_notes_tell_noise_missing_experts_and_what_was_left_out(audit):
+    never = NeverHit(audit.layers[1], tuple(range(12)), 16)
+    result = replace(audit, never_hit=(never,), left_out=("100 of 200 tokens",))
+    notes = audit_notes(result)
+    assert notes[0].startswith("Noise of σ = 0.00")
+    assert "Layer 1: 12 of 16 experts were never hit" in notes[1]
+    assert "6, 7, …" in notes[1]
+    assert notes[2] == "Left out for lack of time: 100 of 200 tokens."
+    result = replace(result, one_percent=replace(audit.one_percent, model=None))
+    assert len(audit_notes(result)) == 2
+
+
+def test_an_interval_is_shown_where_the_prediction_is_one(audit):
+    column = next(c for c in COLUMNS if c.heading == "predicted")
+    row = audit.effects[0]
+    for low, high, words in (
+        (0.01, 0.03, "1.0 % – 3.0 %"),
+        (0.03, 0.03, "3.0 %"),
+        (None, None, "–"),
+    ):
+        assert column.cell(replace(row, predicted_low=low, predicted=high)) == words
+
+
+def test_layers_to_keep_are_named_with_their_cost(audit):
+    rows = keep_rows(audit)
+    assert [row[0] for row in rows] == ["bf16", "int4"]
+    keep = audit.effects[1].keep
+    assert rows[1][4] == f"{keep.bytes:,}"
+    assert len(re.findall(r"\d", rows[1][1])) == len(keep.layers)
+
+
+def test_numbers_are_in_the_page_without_any_script_and_names_are_escaped(audit):
+    made = page(audit)
+    body = made[made.index("<body>") : made.index('<script type="application/json"')]
+    assert "<script" not in body
+    assert "&lt;b&gt;model&lt;/b&gt;" in body
+    assert all(row.name in body for row in audit.effects)
+    said, _, advice = audit.verdict.partition(" What to do: ")
+    assert said.replace(" %", "\u00a0%") in body
+    assert advice in body
+    assert body.count("<tr>") > len(audit.effects) * (1 + len(audit.layers))
+
+
+def test_without_rounded_routers_one_line_says_so(audit):
+    rows = tuple(row for row in audit.effects if row.kind == "score noise")
+    bare = replace(audit, effects=rows)
+    panels = audit_panels(bare)
+    assert [panel.figure is None for panel in panels] == [False, False, True]
+    made = page(bare)
+    assert made.count("no rounding of the routers was run") == 1
+    assert "Routers to keep" not in made
+
+
+def test_figures_show_the_numbers_of_the_rows(audit):
+    drawn = figures(audit)
+    assert list(drawn) == ["flips", "kl"]
+    (axes,) = drawn["kl"]().axes
+    shown = [y for line in axes.lines for y in line.get_ydata()]
+    for row in audit.effects:
+        assert row.kl.value in shown
+    (axes,) = drawn["flips"]().axes
+    names = [label.get_text() for label in axes.get_xticklabels()]
+    assert names == [row.name for row in audit.effects]
+    assert notebook(audit).count("<img") == 2
+
+
+@needs_browser
+def test_every_chart_is_drawn_without_trouble_and_nothing_is_asked_for(audit, tmp_path):
+    audit.to_html(tmp_path / "audit.html")
+    seen = look_at(tmp_path / "audit.html")
+    assert seen.status == "drawn", seen.troubles
+    assert seen.console == []
+    assert seen.requests == []
+    assert set(seen.drawings) == {panel.key for panel in audit_panels(audit)}
+    assert all(count > 0 for count in seen.drawings.values())

@@ -1,0 +1,48 @@
+"""Files of figures: whole, of the format that the name says, the same bytes each time."""
+
+import base64
+
+import pytest
+
+from tieline.core.errors import ParameterError
+from tieline.report.drawing import canvas, check_figure_path, drawn_bytes, inline_image
+
+MAGIC = {".pdf": b"%PDF", ".png": b"\x89PNG", ".svg": b"<?xml"}
+
+
+def drawn():
+    return canvas(lambda left, right: (left.plot([1, 2]), right.plot([2, 1])), columns=2)
+
+
+@pytest.mark.parametrize("suffix", list(MAGIC))
+def test_the_file_is_what_its_name_says_and_the_same_each_time(tmp_path, suffix):
+    data = drawn_bytes(drawn, tmp_path / f"a{suffix}")
+    assert data.startswith(MAGIC[suffix])
+    assert b"CreationDate" not in data
+    assert b"dc:date" not in data
+    assert data == drawn_bytes(drawn, tmp_path / f"a{suffix}")
+
+
+def test_other_formats_are_refused_before_anything_is_drawn(tmp_path):
+    with pytest.raises(ParameterError, match=r"got .a\.jpg."):
+        check_figure_path(tmp_path / "a.jpg")
+    with pytest.raises(ParameterError, match=r"got .a\.jpg."):
+        drawn_bytes(lambda: pytest.fail("drawn"), tmp_path / "a.jpg")
+
+
+@pytest.mark.parametrize(("kind", "type_"), [("svg", "svg+xml"), ("png", "png")])
+def test_an_inline_image_is_the_file_in_an_address(kind, type_):
+    head, _, code = inline_image(drawn, kind).partition(",")
+    assert head == f"data:image/{type_};base64"
+    assert base64.b64decode(code).startswith(MAGIC[f".{kind}"])
+
+
+def test_text_stays_text():
+    svg = drawn_bytes(lambda: canvas(lambda axes: axes.set_title("gap below ε")), _path("a.svg"))
+    assert "gap below ε".encode() in svg
+
+
+def _path(name):
+    from pathlib import Path
+
+    return Path(name)

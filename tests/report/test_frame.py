@@ -1,0 +1,145 @@
+"""Text from a model cannot leave its place in the page, and nothing but the page's scripts runs."""
+
+import base64
+import hashlib
+import html
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from tests.report.zoo import HOSTILE
+from tieline.core.errors import ParameterError
+from tieline.report import frame
+from tieline.report.charts import Panel, figure
+from tieline.report.frame import embed_json, environment, notebook_html, render, script_hash
+from tieline.report.tables import Grid
+
+texts = st.text(max_size=20) | st.sampled_from(HOSTILE)
+HEAD = {"kind": "report", "title": "t", "facts": "f", "verdict": "v"}
+
+
+class Reader(HTMLParser):
+    def __init__(self):
+        super().__init__(convert_charrefs=True)
+        self.tags, self.text = [], ""
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, attrs))
+
+    def handle_data(self, data):
+        self.text += data
+
+
+@given(texts)
+@example("</script><script>alert(1)</script>")
+def test_text_in_a_template_is_read_back_as_text_alone(text):
+    reader = Reader()
+    template = environment().from_string('<p title="{{ text }}">{{ text }}</p>')
+    reader.feed(template.render(text=text))
+    reader.close()
+    assert reader.text == text
+    assert reader.tags == [("p", [("title", text)])]
+
+
+@given(texts, texts)
+def test_no_part_of_a_notebook_view_can_make_markup(words, cell):
+    page = notebook_html(words, words, words, Grid((cell,), ((cell,),), (cell,)), {})
+    reader = Reader()
+    reader.feed(page)
+    plain = {"div", "p", "strong", "span", "code", "table", "thead", "tbody", "tr", "th", "td"}
+    assert {tag for tag, _ in reader.tags} <= plain
+    assert all(
+        name in ("class", "style", "title", "scope", "tabindex")
+        for _, attrs in reader.tags
+        for name, _ in attrs
+    )
+
+
+@given(st.recursive(texts | st.integers() | st.none(), lambda x: st.lists(x, max_size=3)))
+def test_embedded_json_is_the_value_and_holds_no_markup(value):
+    text = embed_json({"value": value})
+    assert json.loads(text) == {"value": value}
+    assert not set(text) & set("<>&\u2028\u2029")
+
+
+def test_every_template_escapes_and_marks_nothing_safe_but_the_frame_s_own_parts():
+    for name in environment().list_templates(extensions=["html"]):
+        source = environment().loader.get_source(environment(), name)[0]
+        safe = re.findall(r"\{\{[^}]*\|\s*safe[^}]*\}\}", source)
+        own = {"policy", "style", "data", "scripts.watch", "scripts.plotly", "scripts.page"}
+        found = {re.search(r"\{\{\s*([\w.]+)", one)[1] for one in safe}
+        assert found <= (own if name == "frame.html" else set()), name
+        assert "autoescape" not in source
+    assert environment().autoescape is True
+
+
+def test_a_part_that_is_not_given_is_an_error():
+    with pytest.raises(Exception, match="'sections' is undefined"):
+        environment().from_string("{{ sections }}").render()
+
+
+def test_the_hash_is_the_one_a_browser_computes():
+    digest = base64.b64encode(hashlib.sha256("é;".encode()).digest()).decode()
+    assert script_hash("é;") == f"'sha256-{digest}'"
+    assert html.escape(script_hash("x"), quote=False) == script_hash("x")
+
+
+def page(panels):
+    return render(
+        "smooth.html",
+        panels,
+        **HEAD,
+        repairs=Grid((), ()),
+        sentences=[],
+        layers=Grid((), ()),
+        provenance=[],
+    )
+
+
+DRAWN = Panel("a", "A", "How.").drawn(figure([], 300))
+
+
+def test_the_hashes_of_the_policy_are_those_of_the_scripts_on_the_page():
+    made = page([DRAWN])
+    policy = re.search(r'Security-Policy" content="([^"]*)"', made)[1]
+    scripts = re.findall(r"<script>(.*?)</script>", made, flags=re.DOTALL)
+    assert policy == (
+        f"default-src 'none'; script-src {' '.join(map(script_hash, scripts))}; style-src "
+        "'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'"
+    )
+
+
+def test_a_page_without_charts_carries_no_script():
+    made = page([])
+    assert "<script" not in made
+    assert "script-src" not in made
+    assert "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'" in made
+    assert len(made) < 30_000
+
+
+def test_a_page_that_would_be_too_large_is_refused(monkeypatch):
+    monkeypatch.setattr(frame, "LARGEST_PAGE", 1000)
+    with pytest.raises(ParameterError, match="at most 1000"):
+        page([])
+
+
+def test_advice_stands_apart_and_commands_are_code():
+    made = page([])
+    assert '<p class="verdict">v</p>' in made
+    assert "advice" not in made[made.index("<body>") :]
+    words = {**HEAD, "verdict": "2 % flip. What to do: run `tieline <x>`, now."}
+    made = render(
+        "smooth.html",
+        [],
+        **words,
+        repairs=Grid((), ()),
+        sentences=[],
+        layers=Grid((), ()),
+        provenance=[],
+    )
+    assert '<p class="verdict">2\u00a0% flip.</p>' in made
+    assert "<strong>What to do:</strong> run <code>tieline &lt;x&gt;</code>, now.</p>" in made

@@ -1,0 +1,109 @@
+"""What `tieline smooth` says is what its result holds."""
+
+import io
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from tests.report.browser import BROWSERS, find_browser, look_at
+from tieline.analysis.repair import Latency, Repair, RepairRow, RepairTable
+from tieline.core.statistics import Estimate
+from tieline.hf.smooth import LayerSmoothing, Smoothing
+from tieline.report.smooth import figures, notebook, page, smooth_facts, summary, terminal
+
+needs_browser = pytest.mark.skipif(
+    find_browser() is None, reason=f"no browser: none of {', '.join(BROWSERS)} is in PATH"
+)
+
+
+def estimate(value, error=0.1):
+    return Estimate(value, error)
+
+
+def result():
+    kls = [estimate(0.5 + place) for place in range(5)]
+    other = [estimate(7.5), estimate(0.02), estimate(0.04), estimate(8.5), estimate(9.5)]
+    row = RepairRow("router bf16", *kls, *other)
+    layers = (
+        LayerSmoothing("a.0.gate", "olmoe", 2, 16, 4, 0.25, "logits"),
+        LayerSmoothing("a.1.gate", "olmoe", 2, 16, 4, 0.0, "logits"),
+    )
+    repair = RepairTable(
+        rows=(row,),
+        experts_before=estimate(2.0),
+        experts_after=estimate(2.5),
+        experts_by_layer={"a.0.gate": 2.625},
+        loss=estimate(2.25),
+        loss_change=estimate(-0.001, 0.0005),
+        moved=estimate(0.003),
+        tokens=16384,
+        sequences=32,
+    )
+    smoothing = Smoothing(layers, {"a.2.gate": "hashes"}, how="budget 2.5")
+    times = latency(1.7, "eager", "eager"), latency(1.2, "eager", "tieline")
+    return Repair("some <b>model</b>", smoothing, repair, times, {"seed": 0})
+
+
+def latency(ratio, original, implementation):
+    return Latency(ratio, ratio - 0.1, ratio + 0.1, 4, 100, original, implementation)
+
+
+def test_every_number_of_the_result_is_shown_in_eighty_columns():
+    console = Console(file=io.StringIO(), width=80)
+    console.print(terminal(result(), 80))
+    shown = console.file.getvalue()
+    for words in (
+        "some <b>model</b>",
+        "budget 2.5",
+        "0.250",
+        "0, as it was",
+        "2.62",
+        "4.50 ± 0.10",
+    ):
+        assert words in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_the_sentences_tell_cost_and_refusals():
+    words = " ".join(smooth_facts(result()))
+    assert "2.00 before, 2.50 after" in words
+    assert "-0.00100 ± 0.00050 nats" in words
+    assert "pass: 1.70 times the original (1.60 to 1.80, eager experts)" in words
+    assert "; 1.20 times the original (1.10 to 1.30, tieline experts, eager before)." in words
+    assert "router bf16 2.0 % before, 4.0 % after" in words
+    assert "Not smoothed: a.2.gate: hashes." in words
+
+
+def test_the_verdict_follows_the_best_repair():
+    found = result()
+    assert "KL under router bf16 is 4.50 times lower" in summary(found)
+    assert "What to do: use the smoothed model" in summary(found)
+    (row,) = found.repair.rows
+    none = replace(found.repair, rows=(replace(row, factor=estimate(0.9)),))
+    assert "What to do: keep the original." in summary(replace(found, repair=none))
+
+
+def test_the_page_has_every_table_and_names_are_text():
+    made = page(result())
+    body = made[made.index("<body>") : made.index('<script type="application/json"')]
+    assert "some &lt;b&gt;model&lt;/b&gt;" in body
+    assert "<script" not in body
+    assert body.count("<tr>") == 2 + 1 + 2
+    assert "Not smoothed: a.2.gate: hashes." in body
+
+
+def test_the_figure_shows_both_sides_and_their_floors():
+    (axes,) = figures(result())["repair"]().axes
+    shown = {float(y) for line in axes.lines for y in line.get_ydata()}
+    assert {0.5, 1.5, 2.5, 3.5} <= shown
+    assert notebook(result()).count("<img") == 1
+
+
+@needs_browser
+def test_the_chart_is_drawn_without_trouble_or_request(tmp_path):
+    result().to_html(tmp_path / "smooth.html")
+    seen = look_at(tmp_path / "smooth.html")
+    assert seen.status == "drawn", seen.troubles
+    assert seen.troubles == seen.console == seen.requests == []
+    assert list(seen.drawings) == ["smooth-kl"]
