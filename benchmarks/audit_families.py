@@ -14,7 +14,7 @@ from benchmarks.diff_families import LENGTH, OWN, random_model
 from tieline.analysis.precision import audit
 from tieline.hf.loading import load_model
 from tieline.hf.shipped import shipped_text
-from tieline.report.audit_table import COLUMNS
+from tieline.report.audit import COLUMNS
 
 
 def audited(name, tokens):
@@ -33,7 +33,7 @@ def show(name, result):
     print(result.verdict + "\n")
     print("| " + " | ".join(column.heading for column in COLUMNS) + " |")
     print("|---" * len(COLUMNS) + "|")
-    for row in result.to_dict()["effects"]:
+    for row in result.effects:
         print("| " + " | ".join(column.cell(row) for column in COLUMNS) + " |")
     for row in result.effects:
         if row.kind == "score noise":
