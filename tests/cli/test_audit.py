@@ -18,7 +18,7 @@ def done(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     (folder / "words.md").write_text("for x in range(10):\n    print(x)\n" * 200)
     words = ["audit", "--tokens", 256, "--formats", "bf16, int4", "--seed", 3]
-    words += ["--text", folder / "words.md", "--out", folder / "audit.html"]
+    words += ["--text", folder / "words.md", "--html", folder / "audit.html"]
     words += ["--json", folder / "audit.json"]
     ended = subprocess.run(
         [sys.executable, "-m", "tieline", *map(str, words)],

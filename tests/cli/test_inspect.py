@@ -4,13 +4,15 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
-from tests.trace.zoo import make_trace
+from tests.report.zoo import make_inspection
 from tieline import __version__
-from tieline.cli import inspect as command
+from tieline.analysis import inspect as analysis
+from tieline.analysis.findings import metric_names
 from tieline.core.errors import TielineError
 from tieline.trace import load_trace
 
@@ -26,7 +28,7 @@ def run(tieline):
 def done(tmp_path_factory):
     """One run of the model in the box with every output, in a process of its own."""
     folder = tmp_path_factory.mktemp("run")
-    words = ["inspect", "--tokens", TOKENS, "--out", folder / "report.html"]
+    words = ["inspect", "--tokens", TOKENS, "--html", folder / "report.html"]
     words += ["--json", folder / "a.json", "--figure", folder / "a.pdf"]
     words += ["--save-trace", folder / "trace", "--seed", 3, "--fail-if", "evenness<2"]
     words += ["--fail-if", "dead>1e6", "--layers", "1,2-3", "--text", folder / "words.md"]
@@ -72,7 +74,7 @@ def test_the_json_is_the_inspection_and_its_metrics_are_known(done):
     assert read["provenance"]["seed"] == 3
     assert read["provenance"]["text"]["source"] == "words.md"
     assert len(read["measures"]["layers"]) == 3
-    assert set(read["metrics"]) == command._known_metrics(loss_jumps=False)
+    assert set(read["metrics"]) == metric_names(loss_jumps=False)
 
 
 @pytest.mark.slow
@@ -80,7 +82,7 @@ def test_what_flips_do_to_the_loss_is_measured_on_request(run):
     code, out, err = run("inspect", "--tokens", "64", "--loss-jumps", "--json", "--layers", "2")
     assert code == 0, err
     read = json.loads(out)
-    assert set(read["metrics"]) == command._known_metrics(loss_jumps=True)
+    assert set(read["metrics"]) == metric_names(loss_jumps=True)
     assert read["jumps"][0]["value"]["loss"]["swaps"] > 0
 
 
@@ -91,20 +93,38 @@ def test_the_saved_trace_can_be_loaded(done):
     assert len(trace.layers) == 3
 
 
+def test_what_was_saved_is_shown_again(done, run, tmp_path):
+    folder, _ = done
+    read = json.loads((folder / "a.json").read_text())
+    code, out, err = run("inspect", folder / "a.json", "--html", tmp_path / "again.html")
+    assert code == 0, err
+    assert "words.md" in (tmp_path / "again.html").read_text()
+    assert run("inspect", folder / "a.json", "--json")[1] == (folder / "a.json").read_text()
+    code, out, err = run("inspect", folder / "trace", "--json", "--fail-if", "flip@bf16>2")
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["metrics"]["flip@bf16"] == read["metrics"]["flip@bf16"]
+    assert found["jumps"][0]["status"] == "not measured: jumps need the model"
+    for name in ("a.json", "trace"):
+        code, _, err = run("inspect", folder / name, "--tokens", 3, "--layers", 0)
+        assert (code, "--tokens, --layers is for models" in err) == (2, True), err
+    code, _, err = run("inspect", folder / "a.json", "--fail-if", "loss>1")
+    assert (code, "no metric 'loss' here" in err) == (2, True), err
+
+
 def test_stdout_is_the_json_alone_where_it_is_asked_for(run, monkeypatch):
     asked = {}
 
-    def inspected(loaded, text, **options):
-        asked.update(options, loaded=loaded, text=text)
-        return {"metrics": {"dead": 3.0}}, make_trace()
+    def inspected(source, **options):
+        asked.update(options, source=source)
+        return replace(make_inspection(), metrics={"dead": 3.0})
 
-    monkeypatch.setattr(command, "load", lambda *words: words)
-    monkeypatch.setattr(command, "_inspect", inspected)
+    monkeypatch.setattr(analysis, "inspect", inspected)
     code, out, err = run("inspect", "--json", "a/model", "--tokens", "64", "--fail-if", "dead>2")
     assert (code, err) == (1, "failed: dead>2 (dead is 3.000)\n")
     assert json.loads(out)["metrics"] == {"dead": 3.0}
-    assert asked["loaded"] == ("a/model", None, "auto", "cpu", False)
-    assert (asked["tokens"], asked["text"], asked["layers"]) == (64, "", None)
+    assert (asked["source"], asked["dtype"], asked["device"]) == ("a/model", "auto", "cpu")
+    assert (asked["tokens"], asked["text"], asked["layers"]) == (64, None, None)
 
 
 def test_version_and_help_need_no_model(run):
@@ -213,10 +233,10 @@ def test_scores_that_are_no_numbers_are_refused_with_their_layer(run, tmp_path):
 def test_every_end_has_its_code_and_a_traceback_only_on_request(
     run, monkeypatch, problem, code, told, debug
 ):
-    def fails(*args):
+    def fails(*args, **options):
         raise problem
 
-    monkeypatch.setattr(command, "load", fails)
+    monkeypatch.setattr(analysis, "inspect", fails)
     ended, out, err = run("inspect", *(["--debug"] if debug else []))
     assert (ended, out) == (code, "")
     assert told in err

@@ -30,7 +30,7 @@ def test_the_model_is_saved_with_its_table(tieline, tmp_path):
     assert "smoothed already" in said
     code, _, said = tieline("smooth", "-o", out, *FEW)
     assert code == 2
-    assert "new folder" in said
+    assert "is not empty: choose another folder" in said
 
 
 def test_json_goes_to_stdout(tieline):
@@ -43,7 +43,7 @@ def test_json_goes_to_stdout(tieline):
 
 
 def test_time_is_measured_with_the_experts_that_are_asked_for(tieline):
-    code, shown, _ = tieline("smooth", *FEW, "--epsilon", 0.2, "--experts", "eager", "--json")
+    code, shown, _ = tieline("smooth", *FEW, "--epsilon", 0.2, "--experts-impl", "eager", "--json")
     assert code == 0
     ran = [(row["original"], row["implementation"]) for row in json.loads(shown)["latency"]]
     assert ran == [("eager", "eager")]

@@ -22,7 +22,7 @@ def folder(tmp_path):
 
 
 def test_a_folder_becomes_a_folder_that_loads(tieline, folder):
-    words = ["upcycle", folder / "dense", "-o", folder / "out", "--experts", 4, "--topk", 2]
+    words = ["upcycle", folder / "dense", "-o", folder / "out", "--n-experts", 4, "--topk", 2]
     code, out, err = tieline(*words, "--layers", "0,2", "--json", folder / "a.json")
     assert code == 0, err
     assert "2 networks became mixtures of 4 experts, top-2" in out
@@ -90,7 +90,7 @@ def test_what_is_there_is_not_replaced_without_being_asked_to(tieline, folder):
     (folder / "out").mkdir()
     (folder / "out" / "notes.txt").write_text("mine")
     words = ["upcycle", folder / "dense", "-o", folder / "out"]
-    for more, message in [([], "is not empty"), (["--overwrite"], "no model")]:
+    for more, message in [([], "is not empty"), (["--overwrite"], "something else than a model")]:
         code, _, err = tieline(*words, *more)
         assert (code, message in err) == (2, True), err
     (folder / "out" / "config.json").write_text("{}")

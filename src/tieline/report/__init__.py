@@ -26,6 +26,8 @@ MODULES = {
     "tieline-diff": "diff",
     "tieline-audit": "audit",
     "tieline-smooth": "smooth",
+    "tieline-upcycling": "made",
+    "tieline-merge": "made",
     "tieline-design": "design",
     "tieline-rates": "rates",
     "tieline-ledger": "ledger",

@@ -1,14 +1,15 @@
-"""A run's files: refused before the work, made before the first is written, whole or absent."""
-
-import json
+"""Files of a run: refused before the work, made before the first is written, whole or absent."""
 
 import pytest
 
-from tests.report.zoo import make_trace
+from tests.report.zoo import make_inspection, make_trace
+from tieline import report
+from tieline.cli import deliver as command
+from tieline.cli.deliver import Outputs, deliver
 from tieline.core import files
 from tieline.core.errors import ParameterError
-from tieline.report import outputs
-from tieline.report.outputs import Outputs, to_json
+from tieline.report import drawing
+from tieline.trace import store
 from tieline.trace.store import load_trace
 
 
@@ -17,14 +18,16 @@ class Killed(BaseException):
 
 
 @pytest.fixture(scope="module")
-def trace():
-    return make_trace()
+def result():
+    from dataclasses import replace
+
+    return replace(make_inspection(), trace=make_trace())
 
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
-    monkeypatch.setattr(outputs, "page_bytes", lambda result: b"page")
-    monkeypatch.setattr(outputs, "figure_bytes", lambda result, path: b"figure")
+    monkeypatch.setattr(report, "page", lambda result: "page")
+    monkeypatch.setattr(drawing, "drawn_bytes", lambda draw, path: b"figure")
 
 
 def wanted(folder):
@@ -33,7 +36,7 @@ def wanted(folder):
 
 
 def complete(result, folder):
-    expected = {"a.html": b"page", "a.json": to_json(result).encode(), "a.pdf": b"figure"}
+    expected = {"a.html": b"page", "a.json": result.to_json().encode(), "a.pdf": b"figure"}
     for path in folder.iterdir():
         if path.name == "trace":
             load_trace(path)
@@ -42,24 +45,28 @@ def complete(result, folder):
     return {path.name for path in folder.iterdir() if not path.name.startswith(".")}
 
 
-def test_all_files_are_written_and_listed(result, trace, tmp_path):
+def test_all_files_are_written_and_named(result, tmp_path, capsys):
     chosen = wanted(tmp_path)
     chosen.check()
-    chosen.write(result, trace)
-    assert complete(result, tmp_path) == {"a.html", "a.json", "a.pdf", "trace"}
-    assert [path.name for path in chosen.files] == ["a.html", "a.json", "a.pdf", "trace"]
-    assert load_trace(tmp_path / "trace").n_tokens == trace.n_tokens
+    deliver(result, chosen, "add --html")
+    names = ["a.html", "a.json", "a.pdf", "trace"]
+    assert complete(result, tmp_path) == set(names)
+    told = capsys.readouterr()
+    assert told.err.splitlines() == [f"wrote {tmp_path / name}" for name in names]
+    assert result.verdict.split()[0] in told.out
+    assert load_trace(tmp_path / "trace").n_tokens == result.trace.n_tokens
 
 
-def test_json_on_stdout_is_no_file():
-    assert Outputs(json="-").files == []
-    assert Outputs(json="-").to_stdout
-    assert not Outputs(json="a.json").to_stdout
+def test_json_on_stdout_is_no_file_and_a_run_without_files_gives_advice(result, capsys):
+    deliver(result, Outputs(json="-"), "add --html")
+    assert capsys.readouterr() == (result.to_json(), "")
+    deliver(result, Outputs(), "add --html")
+    assert capsys.readouterr().err == "add --html\n"
 
 
 @pytest.mark.parametrize("step", range(8))
 def test_a_run_that_dies_at_any_step_leaves_complete_files_or_none(
-    result, trace, tmp_path, monkeypatch, step
+    result, tmp_path, monkeypatch, step
 ):
     left = iter([*range(step), None])
 
@@ -71,23 +78,21 @@ def test_a_run_that_dies_at_any_step_leaves_complete_files_or_none(
 
         return run
 
-    monkeypatch.setattr(outputs, "save_trace", dies(outputs.save_trace))
+    monkeypatch.setattr(store, "save_trace", dies(store.save_trace))
     monkeypatch.setattr(files.os, "fsync", dies(files.os.fsync))
     monkeypatch.setattr(files.Path, "replace", dies(files.Path.replace))
     with pytest.raises(Killed):
-        wanted(tmp_path).write(result, trace)
+        deliver(result, wanted(tmp_path))
     complete(result, tmp_path)
 
 
-def test_nothing_is_written_if_one_of_the_files_cannot_be_made(
-    result, trace, tmp_path, monkeypatch
-):
-    def fails(result, path):
+def test_nothing_is_written_if_one_of_the_files_cannot_be_made(result, tmp_path, monkeypatch):
+    def fails(draw, path):
         raise ParameterError("no gaps")
 
-    monkeypatch.setattr(outputs, "figure_bytes", fails)
+    monkeypatch.setattr(drawing, "drawn_bytes", fails)
     with pytest.raises(ParameterError, match="no gaps"):
-        wanted(tmp_path).write(result, trace)
+        deliver(result, wanted(tmp_path))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -101,6 +106,9 @@ def test_bad_places_are_refused_before_the_work(tmp_path):
         (Outputs(json=str(tmp_path / "no" / "a.json")), "there is no folder"),
         (Outputs(figure=tmp_path / "a.gif"), "a figure is"),
         (Outputs(trace=tmp_path / "full"), "exists: a trace is saved in a new folder"),
+        (Outputs(made=tmp_path / "full"), "is not empty: choose another folder$"),
+        (Outputs(made=tmp_path / "full", overwrite=False), "or add --overwrite"),
+        (Outputs(made=tmp_path / "full", overwrite=True), "something else than a model"),
         (Outputs(page, trace=page), "one file for two outputs"),
     ):
         with pytest.raises(ParameterError, match=words):
@@ -110,7 +118,7 @@ def test_bad_places_are_refused_before_the_work(tmp_path):
 
 
 def test_a_missing_extra_is_noticed_before_the_work(tmp_path, monkeypatch):
-    monkeypatch.setattr(outputs, "find_spec", lambda name: None)
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
     for chosen, name in (
         (Outputs(tmp_path / "a.html"), "plotly"),
         (Outputs(figure=tmp_path / "a.pdf"), "matplotlib"),
@@ -119,11 +127,3 @@ def test_a_missing_extra_is_noticed_before_the_work(tmp_path, monkeypatch):
             chosen.check()
         assert missing.value.name == name
     Outputs(json=str(tmp_path / "a.json")).check()
-
-
-def test_json_names_its_format_and_keeps_every_number(result):
-    read = json.loads(to_json(result))
-    assert (read.pop("format"), read.pop("version")) == ("tieline-inspection", 1)
-    assert read == json.loads(json.dumps(result))
-    with pytest.raises(ValueError, match="JSON"):
-        to_json({"number": float("nan")})

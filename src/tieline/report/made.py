@@ -1,0 +1,75 @@
+"""What `upcycle` and `merge` made, in a few lines and one table; there is nothing to draw."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+from tieline.analysis.merge import Merged
+from tieline.analysis.upcycle import Upcycled
+from tieline.report.frame import notebook_html
+from tieline.report.tables import Grid
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["figures", "notebook", "page", "summary", "terminal"]
+
+Made = Upcycled | Merged
+
+
+def page(result: Made) -> str:
+    """The page: the lines of the summary and a table of the named numbers."""
+    from tieline.report.plain import Section, plain_page
+
+    first, *others = _lines(result)
+    sections = [Section("Numbers", _numbers(result), notes=others)]
+    return plain_page(result.format.removeprefix("tieline-"), result.output, first, sections)
+
+
+def figures(result: Made) -> "dict[str, Callable[[], Figure]]":
+    """No figures."""
+    return {}
+
+
+def terminal(result: Made, width: int) -> Text:
+    """The lines of the summary."""
+    return Text(summary(result), no_wrap=True, overflow="ignore")
+
+
+def summary(result: Made) -> str:
+    """What was made, from what, and how large it is."""
+    return "\n".join(_lines(result))
+
+
+def notebook(result: Made) -> str:
+    """The summary and a table of the named numbers."""
+    first, *others = _lines(result)
+    return notebook_html(first, " · ".join(others), "", _numbers(result), {})
+
+
+def _numbers(result: Made) -> Grid:
+    rows = [(name, f"{value:,.6g}") for name, value in result.metrics.items()]
+    return Grid(("number", "value"), tuple(rows))
+
+
+def _lines(result: Made) -> list[str]:
+    if isinstance(result, Merged):
+        several = "summaries" if result.kind == "summary" else "traces"
+        counts = f"{result.tokens:,} tokens of {len(result.folders)} {several}"
+        return [f"{result.output}: {counts}, {len(result.layers)} layers"]
+    found = [
+        f"{len(result.layers)} networks became mixtures of {result.n_experts} experts, "
+        f"top-{result.k}",
+        f"parameters: {result.parameters_before:,} before, {result.parameters_after:,} after, "
+        f"{result.parameters_per_token:,} per token",
+        f"largest change of an output, relative: {result.output_change:.1e}",
+    ]
+    before, after = result.loss_before, result.loss_after
+    if before is not None and after is not None:
+        error = "" if before.error is None else f" (± {before.error:.4f} over sequences)"
+        found.append(
+            f"loss on {before.tokens:,} tokens: {before.value:.6f} before, {after.value:.6f} after"
+            f"{error}"
+        )
+    return found

@@ -1,0 +1,65 @@
+"""The application: help in groups, and nothing heavy is imported to show it."""
+
+import subprocess
+import sys
+
+import pytest
+
+import tieline as package
+from tieline.cli.app import GROUPS
+
+PROBE = """
+import sys
+{first}
+try:
+    {code}
+except SystemExit as left:
+    print("code", left.code)
+print("heavy", sorted({{"torch", "transformers", "numpy", "plotly"}} & set(sys.modules)))
+"""
+
+
+def probe(code, first="", **more):
+    words = [sys.executable, "-c", PROBE.format(code=code, first=first)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, **more)
+    return done.stdout
+
+
+def test_the_help_groups_all_commands_and_has_a_short_name(tieline):
+    code, out, _ = tieline("-h")
+    assert (code, out) == tieline("--help")[:2]
+    for heading, names in GROUPS.items():
+        assert out.index(f"\n{heading}:") < min(out.index(f"\n  {name} ") for name in names)
+    assert "..." not in out
+
+
+@pytest.mark.parametrize(
+    "words", [["--version"], ["--help"], ["diff", "-h"], ["inspect", "--jsn"], ["nothing"]]
+)
+def test_help_and_refusals_load_nothing_heavy(words):
+    out = probe(f"main({words})", "from tieline.cli import main")
+    assert "heavy []" in out
+
+
+def test_completion_loads_nothing_heavy():
+    import os
+
+    told = {"_TIELINE_COMPLETE": "complete_bash", "COMP_WORDS": "tieline ins", "COMP_CWORD": "1"}
+    out = probe("main([])", "from tieline.cli import main", env={**os.environ, **told})
+    assert "inspect" in out
+    assert "heavy []" in out
+
+
+def test_the_package_loads_nothing_heavy_until_a_name_is_used():
+    assert "heavy []" in probe("dir(tieline)", "import tieline")
+    assert "'torch'" in probe("tieline.TopK", "import tieline")
+
+
+def test_every_public_name_is_there():
+    for name in package.__all__:
+        assert getattr(package, name) is not None
+    assert set(package.__all__) <= set(dir(package))
+    assert set(package.HOMES) | {"TielineError", "__version__"} == set(package.__all__)
+    assert package.geometry.__name__ == "tieline.geometry"
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = package.nothing
