@@ -201,14 +201,7 @@ def sample_exits(
     """Time, face and scores of the first exit of each path before the horizon.
 
     Bridges of different faces are taken as independent within a step; `exit_curve` measures the
-    same probability with less noise.
-
-    Args:
-        cell: from `top_k_cell`.
-        horizon: last time.
-        steps: number of steps.
-        paths: number of paths.
-        seed: of the generator.
+    same probability with less noise. Arguments as for `exit_curve`.
     """
     check_run(horizon, steps, paths)
     generator = torch.Generator().manual_seed(seed)
@@ -287,6 +280,7 @@ def _survival(
 def _one_batch(
     cell: TopKCell, horizon: Real, steps: int, paths: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Time, face and place of the first exit of each path."""
     dt, dim = horizon / steps, cell.pull.shape[1]
     time = torch.full((paths,), torch.inf, dtype=torch.float64)
     face = torch.full((paths,), -1)

@@ -189,15 +189,8 @@ def trace_flip_times(
 ) -> FlipTimes:
     """`score_flip_times` of the first `tokens` tokens of a recorded layer that are not ties.
 
-    Args:
-        layer: a layer whose scores are affine in its input, all E ranks kept, no groups.
-        W: the weight of its router, (E, D).
-        horizon: last time.
-        tokens: number of tokens.
-        sigma: noise of the state per unit of √t, invertible.
-        steps: number of times.
-        paths: paths per token.
-        seed: of the generator.
+    The layer must have scores affine in its input, all E ranks kept, and no groups; W is the weight
+    of its router. Other arguments as for `score_flip_times`.
     """
     facts, scores = layer.facts, layer.scores
     require(

@@ -105,13 +105,7 @@ def gaussian_order_shares(
 
     Given t the scores within ε below it are binomial (E-k, 1 - Φ(t-ε)/Φ(t)) and those within ε
     above it binomial (k-1, 1 - Φ̄(t+ε)/Φ̄(t)), independently; the order is their sum unless the
-    first is zero.
-
-    Args:
-        n_experts: E.
-        k: experts chosen.
-        epsilon: tolerance in standard deviations of a score.
-        most: last order that is counted separately; E - 1 by default.
+    first is zero. `most` is E - 1 by default.
     """
     _check(n_experts, k, epsilon)
     most = n_experts - 1 if most is None else most

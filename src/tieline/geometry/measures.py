@@ -109,7 +109,7 @@ def measure(
     """All measures of every layer and of the model.
 
     Args:
-        trace: the trace; its layers are visited one after the other.
+        trace: the trace.
         settings: grids and formats; `MeasureSettings()` by default.
         weights: (E, D) weight of each linear router by the name of its layer.
     """

@@ -101,14 +101,7 @@ def occupation_bounds(
 ) -> Occupation:
     """Bounds of the expected time within ε of the order-n ties: sums over all flats (Thm 5.3).
 
-    Args:
-        x0: start.
-        W: router weight.
-        b: router bias or None.
-        order: n.
-        epsilon: ε > 0.
-        horizon: T > 0.
-        sigma: noise, invertible.
+    From x0 with router weight W and bias b; other arguments as for `flat_occupation`.
     """
     weight, bias = check_router(W, b, 1)
     parts = [

@@ -141,10 +141,7 @@ def near_section(
 ) -> NearMeasures:
     """K(ε), tie orders and the ε of k + 1/2 experts (Def. 4.1 - 4.3).
 
-    Args:
-        layer: a layer that `scored` accepts.
-        settings: grids.
-        epsilons: the grid of the counts in `layer.near`, which include all experts.
+    `epsilons` is the grid of the counts in `layer.near`, which include all experts.
     """
     ranked, k = _scores(layer), layer.facts.k
     exact = layer.near is not None and len(epsilons) > 0
@@ -213,11 +210,7 @@ def noise_flips(
 ) -> tuple[NoiseFlips, PerToken]:
     """Flips under N(0, σ²) noise of the logits, and the probability of each token (Def. 6.2 - 6.4).
 
-    Args:
-        layer: a layer with scores.
-        view: its `logit_view`.
-        sigma: σ.
-        density: its `noise_densities`.
+    `view` is the `logit_view` of the layer, `density` its `noise_densities`.
     """
     beyond = max(0, reachable(layer) - view.scores.shape[1])
     low, high = flip_limits(view.scores, layer.facts.k, view.slope * sigma, beyond)
@@ -238,10 +231,7 @@ def precision_flips(
 ) -> tuple[PrecisionFlips, PerToken]:
     """Ties and flips by rounding the logits, and which tokens flip (Def. 7.2 - 7.4).
 
-    Args:
-        layer: a layer with scores.
-        view: its `logit_view`, with logits.
-        precision: a name in `PRECISIONS`.
+    `view` is the `logit_view` of the layer, with logits; `precision` a name in `PRECISIONS`.
     """
     assert view.logits is not None
     k = layer.facts.k
@@ -268,11 +258,7 @@ def product_section(
 ) -> Answer[ProductFlips]:
     """Flips by a low-precision matrix product (Def. 7.5).
 
-    Args:
-        layer: a layer with scores and inputs.
-        view: its `logit_view`.
-        weight: (E, D) weight that maps the inputs to the logits.
-        precision: a floating-point format.
+    `weight` (E, D) maps the inputs of the layer to its logits; `precision` is a floating format.
     """
     if layer.inputs is None or weight is None:
         lacking = "router inputs were not kept" if layer.inputs is None else "no weight was given"

@@ -79,11 +79,6 @@ def slice_density(n_experts: int, k: int, order: int) -> float:
 
     For orthonormal rows of W: the scores of a normal direction are independent, and conditioned on
     r + 1 of them being equal their level t has variance 1/(r+1). Trapezoidal rule; 12 digits.
-
-    Args:
-        n_experts: E.
-        k: number of experts chosen, 1 <= k < E.
-        order: r, 1 <= r < E.
     """
     require(1 <= k < n_experts, f"need 1 <= k < E, got {k=}, E={n_experts}")
     require(1 <= order < n_experts, f"need 1 <= order < E, got {order=}, E={n_experts}")

@@ -78,13 +78,7 @@ class TieTube:
 
 
 def gaussian_slab(mean: Real, spread: Real, width: Real) -> SlabMass:
-    """P(|S| <= r) for S ~ N(b, σ²): for X ~ N(0, Σ), b the offset and σ² = vᵀΣv (Ex. 3.8).
-
-    Args:
-        mean: b.
-        spread: σ > 0.
-        width: r >= 0.
-    """
+    """P(|S| <= r) for S ~ N(b, σ²): for X ~ N(0, Σ), b the offset and σ² = vᵀΣv (Ex. 3.8)."""
     require(spread > 0, f"need spread > 0, got {spread=}")
     require(width >= 0, f"a width is >= 0, got {width=}")
     b, s = abs(mean), spread
@@ -176,15 +170,7 @@ def tie_tube(
 ) -> TieTube:
     """Share of the ball of radius R within ε of Γ^(n), sampled, with two upper bounds.
 
-    Args:
-        W: (E, D) router weight.
-        b: router bias or None.
-        k: number of experts chosen.
-        order: n.
-        epsilon: ε.
-        radius: R.
-        samples: points of the ball.
-        seed: of the generator.
+    W (E, D) and b are the router's weight and bias, `samples` is the number of points of the ball.
     """
     weight, bias = check_router(W, b, k)
     dim = weight.shape[1]

@@ -92,7 +92,7 @@ def difference_by_step(
     """Largest and median over ties of ‖f(p + h n/2) - f(p - h n/2)‖, for each h.
 
     Args:
-        layer: f, from (rows, dim) to (rows, out).
+        layer: f, as for `walk_across`.
         points: ties, in float64: below 1e-7 a float32 input cannot tell the two sides apart.
         normals: unit normals.
         steps: h; 1e-9 to 1 by default.

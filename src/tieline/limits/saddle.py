@@ -319,6 +319,8 @@ def find_critical_points(
 ) -> tuple[CriticalPoint, ...]:
     """Distinct critical points of L_τ reached from random walls with their best experts.
 
+    Points with a gradient below 1e-9, by increasing risk; both labellings of a mixture count.
+
     Args:
         teacher: the target, in the plane.
         tau: temperature; the grid resolves τ >= 0.3 at the default spacing.
@@ -326,9 +328,6 @@ def find_critical_points(
         seed: of the starts.
         covariance: Σ of the inputs; the identity for None.
         spacing: of the grid (`gaussian_grid`).
-
-    Returns:
-        Points with a gradient below 1e-9, by increasing risk; both labellings of a mixture count.
     """
     require(starts > 0, f"need one start or more, got {starts=}")
     generator = torch.Generator().manual_seed(seed)

@@ -221,14 +221,9 @@ def profile_variation(
     covariance: Covariance = None,
     tau: float = 0.0,
 ) -> ProfileVariation:
-    """First and second variation of Ψ_τ, exact where the walls cross.
+    """First and second variation of Ψ_τ, exact where the walls cross; τ = 0 is the hard problem.
 
-    Args:
-        wall: where to start; its experts are not used.
-        teacher: the target.
-        direction: (D + 1,) change of (normal, offset) per unit of t; one that moves the wall.
-        covariance: Σ of the inputs; the identity for None.
-        tau: temperature; 0 for the hard problem.
+    The experts of `wall` are not used; `direction` must move it. See also `wall_derivative`.
     """
     require(wall.dim == teacher.dim, f"dimensions differ: {wall.dim}, {teacher.dim}", ShapeError)
     move = direction.double()

@@ -285,14 +285,9 @@ def symmetry_teacher(v: Vector, d: Vector) -> TwoCells:
 def coupled_modes(
     v: Vector, d: Vector, tau: float, covariance: Covariance = None, intercept: float | None = None
 ) -> CoupledModes:
-    """Growth rates of the coupled router and contrast.
+    """Growth rates of the coupled router and contrast; arguments as for `operator`.
 
-    Args:
-        v: teacher separator, of length 1.
-        d: teacher contrast.
-        tau: temperature.
-        covariance: Σ of the inputs; the identity for None.
-        intercept: e; the experts' own optimum for None, 0 for the paper's M.
+    The intercept e is the experts' own optimum for None, 0 for the paper's M.
     """
     check_temperature(tau)
     sigma = check_covariance(covariance, len(v))
@@ -323,31 +318,26 @@ def symmetry_breaking(
     """Gradient descent on router and experts, beside the reduced update of the router alone.
 
     Both start from one random u of length `start`; the experts from their common optimum and a
-    random contrast of the same length. In the plane, on a quadrature grid.
-
-    Args:
-        v: teacher separator, of length 1.
-        d: teacher contrast.
-        tau: temperature.
-        step_size: η.
-        steps: number of updates.
-        start: length of the first u and δ.
-        seed: of their directions.
-        covariance: Σ of the inputs; the identity for None.
+    random contrast of the same length, both directions by `seed`. In the plane, on a quadrature
+    grid; v, d and the covariance as for `operator`, η the step size.
     """
     require(step_size > 0 and steps > 0, f"need step_size, steps > 0, got {step_size=}, {steps=}")
     require(0 < start < 1e-2, f"need a start in (0, 0.01), near symmetry, got {start=}")
     modes = coupled_modes(v, d, tau, covariance)
-    u, delta = _directions(seed, start)
+    generator = torch.Generator().manual_seed(seed)
+    pair = torch.randn(2, 2, generator=generator, dtype=torch.float64)
+    u, delta = start * pair / pair.norm(dim=1, keepdim=True)
     grid = gaussian_grid(symmetry_teacher(v, d), covariance)
-    reduced = _reduced(u, operator(v, d, covariance).matrix, step_size / tau, steps)
+    reduced, matrix = [u], operator(v, d, covariance).matrix
+    for _ in range(steps):
+        reduced.append(alignment_step(reduced[-1], matrix, step_size / tau))
     with one_thread():
         first = _parameters(torch.zeros_like(u), delta, modes.intercept)
         drift = -2 * population_gradient(grid, first, tau)[1][:2]
         path, risks = _descend(grid, _parameters(u, delta, modes.intercept), tau, step_size, steps)
     rate = step_size * modes.rates[0].item()
     return SymmetryBreaking(
-        *_norms_and_alignments(reduced, v.double()),
+        *_norms_and_alignments(torch.stack(reduced), v.double()),
         *_norms_and_alignments(path, v.double()),
         risks,
         drift,
@@ -372,25 +362,11 @@ def _checked(v: Tensor, d: Tensor, covariance: Tensor | None) -> tuple[Tensor, T
     return v / length, d, check_covariance(covariance, len(v))
 
 
-def _directions(seed: int, length: float) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    pair = torch.randn(2, 2, generator=generator, dtype=torch.float64)
-    u, delta = length * pair / pair.norm(dim=1, keepdim=True)
-    return u, delta
-
-
 def _parameters(u: Tensor, delta: Tensor, intercept: float) -> Tensor:
     """(normal, offset, experts) of scores ±u·x, for which S = 2u·x, and experts e ± ½ δ·x."""
     level = torch.tensor([intercept], dtype=torch.float64)
     zero = torch.zeros(1, dtype=torch.float64)
     return torch.cat([2 * u, zero, delta / 2, level, -delta / 2, level])
-
-
-def _reduced(u: Tensor, matrix: Tensor, push: float, steps: int) -> Tensor:
-    path = [u]
-    for _ in range(steps):
-        path.append(alignment_step(path[-1], matrix, push))
-    return torch.stack(path)
 
 
 def _descend(

@@ -1,9 +1,9 @@
 """Routers, gates, experts, dispatch and the layer that composes them.
 
-    routers, gates, smooth       tokens → scores → weights
-    experts, dispatch, grouped   the experts of non-zero weight (`buffers`: memory for them)
-    layer, losses, baselines     the whole layer, its auxiliary losses, layers to compare with
-    attention, attention_moe     softmax and sigmoid attention (`sigmoid_tiles`), as mixtures
+routers, gates, smooth       tokens → scores → weights
+experts, dispatch, grouped   the experts of non-zero weight (`buffers`: memory for them)
+layer, losses, baselines     the whole layer, its auxiliary losses, layers to compare with
+attention, attention_moe     softmax and sigmoid attention (`sigmoid_tiles`), as mixtures
 """
 
 from tieline.routing.attention import *  # noqa: F403

@@ -70,16 +70,9 @@ def sigmoid_attention(
     """σ(s q kᵀ + b) v, computed in tiles; zero where there is no key.
 
     Differentiable once in q, k and v. Memory beyond inputs and output is a few tiles whatever the
-    length; the backward pass recomputes the weights.
-
-    Args:
-        q: queries (..., N, d_k).
-        k: keys (..., M, d_k).
-        v: values (..., M, d_v).
-        causal: whether query i sees the keys 0..i only; needs N = M.
-        scale: s, 1/√d_k if None.
-        bias: b; None is 0, the plain form of paper 4, whose outputs grow with M; "-log n" is
-            -log M, with which the weights of a row initially sum to about 1.
+    length; the backward pass recomputes the weights. Arguments as for `softmax_attention`; the bias
+    b is 0 for None, the plain form of paper 4, whose outputs grow with M, and -log M for "-log n",
+    with which the weights of a row initially sum to about 1.
     """
     _check_inputs(q, k, v, causal)
     factor = score_scale(scale, q.shape[-1])

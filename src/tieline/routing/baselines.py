@@ -152,19 +152,9 @@ def baseline(
 ) -> nn.Module:
     """A layer x (..., T, D) → y (..., T, D) of one of the `BASELINES`.
 
-    Args:
-        name: a name in `BASELINES`.
-        d_model: dimension D of a token.
-        n_experts: number of experts E.
-        k: experts per token, on average where the layer does not fix it; SMEAR and Soft MoE do not
-            use it.
-        d_hidden: hidden dimension H of an expert.
-        router: a key of `ROUTERS`; Soft MoE has its own.
-        activation: activation of the experts.
-        bias: whether the experts have biases.
-        router_options: further arguments of the router.
-        options: further arguments of gate or layer, such as `{"capacity_factor": 1.25}`,
-            `{"slots": 2}` or `{"temperature": 0.5}`.
+    Arguments as for `moe`. k is an average where the layer does not fix it; SMEAR and Soft MoE do
+    not use it, and Soft MoE has its own router. `options` are further arguments of gate or layer,
+    such as `{"capacity_factor": 1.25}`, `{"slots": 2}` or `{"temperature": 0.5}`.
     """
     require(name in BASELINES, f"{name=} is not one of {list(BASELINES)}")
     require(router in ROUTERS, f"{router=} is not one of {sorted(ROUTERS)}")

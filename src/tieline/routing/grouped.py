@@ -32,17 +32,10 @@ def grouped_dispatch(
     hidden: Rows,
     finish: Rows | None = None,
 ) -> Float[Tensor, "tokens dim"]:
-    """Mixture output y (T, D) of the experts with non-zero weight.
+    """Mixture output y (T, D) of the experts with non-zero weight, exact zeros for the others.
 
-    Args:
-        x: tokens (T, D).
-        weights: combine weights (T, E), exact zeros where an expert is not used.
-        w_in: input maps, any strides.
-        w_out: output maps, any strides.
-        b_in: biases of the input maps.
-        b_out: biases of the output maps.
-        hidden: h, from rows of the input map (S, inner) to rows of dimension `hidden`.
-        finish: g, applied to the rows of the output map, such as a norm.
+    The maps may have any strides. `hidden` is h, from rows of the input map (S, inner) to rows
+    (S, hidden); `finish` is g, applied to the rows of the output map, such as a norm.
     """
     dtype = compute_dtype(x)
     x, w_in, w_out = x.to(dtype), w_in.to(dtype), w_out.to(dtype)

@@ -70,14 +70,7 @@ class MoE(nn.Module):
 
 
 class SharedExpert(nn.Module):
-    """One expert that every token uses with weight 1.
-
-    Args:
-        d_model: dimension D of a token.
-        d_hidden: hidden dimension H of the expert.
-        activation: see `Experts`.
-        bias: see `Experts`.
-    """
+    """One expert that every token uses with weight 1; arguments as for `Experts`."""
 
     def __init__(
         self,

@@ -56,13 +56,7 @@ class Router(nn.Module):
 
 
 class LinearRouter(Router):
-    """z = Wx (+ b): walls between experts are hyperplanes.
-
-    Args:
-        d_model: dimension D of a token.
-        n_experts: number of experts E.
-        bias: whether b is learnt; without it all walls of a tie pass through the origin.
-    """
+    """z = Wx (+ b): walls between experts are hyperplanes, through the origin without `bias`."""
 
     def __init__(self, d_model: int, n_experts: int, *, bias: bool = False) -> None:
         super().__init__(d_model, n_experts)

@@ -52,13 +52,6 @@ def lower_groups(
 
     u_g follows from the scores of the groups as u from those of the experts. A group that ties with
     a chosen one is not lowered, so no tie of groups makes a jump.
-
-    Args:
-        selection: selection scores (..., E).
-        groups: how they are grouped, and how many groups count.
-        epsilon: width of the band.
-        a: exponent at the lower end of the ramp.
-        b: exponent at its upper end.
     """
     of_groups = groups.scores(selection)
     below = of_groups - kth_largest(of_groups, groups.chosen)
@@ -86,13 +79,8 @@ class SmoothTopK(SelectiveGate):
             k_max - k + 1 experts tie exactly does a jump remain, and the lower indices are taken.
         detach_ramp: block the gradient through u, except to ε. The exact gradient harms training
             (perplexity 61 against 46); set False for gradient checks.
-        scoring: see `SelectiveGate`, as for all that follow.
-        order: see `SelectiveGate`.
-        renormalize: see `SelectiveGate`.
-        selection_bias: see `SelectiveGate`.
-        groups: see `SelectiveGate`. The choice of groups is smoothed in the same way: group g is
-            lowered by B·(1 - s(u_g)), B the range of the scores plus ε.
-        scale: see `SelectiveGate`.
+        scoring, order, renormalize, selection_bias, groups, scale: see `SelectiveGate`. The choice
+            of groups is smoothed in the same way (`lower_groups`).
     """
 
     def __init__(
@@ -197,14 +185,8 @@ def smooth_columns(
 ) -> Columns:
     """The experts that smooth top-k may use, with their shares; a skipped slot has share 0.
 
-    Args:
-        selection: selection scores.
-        k: experts that are always in.
-        epsilon: width ε > 0 of the band.
-        k_max: number of slots, k <= k_max <= E.
-        a: exponent at the lower end of the ramp.
-        b: exponent at its upper end.
-        groups: group-limited choice, smoothed as well.
+    `selection` are the selection scores, `k_max` <= E the number of slots; other arguments as for
+    `SmoothTopK`.
     """
     experts = selection.shape[-1]
     require(k <= k_max <= experts, f"need {k=} <= {k_max=} <= {experts} experts", ShapeError)
