@@ -55,9 +55,8 @@ def schema(cls: type[Result]) -> dict[str, Any]:
 def _record(cls: Any, bound: Mapping[Any, Any], records: dict[str, Any]) -> dict[str, Any]:
     """The schema of one record; records inside it are added to `records`."""
     hints, texts = get_type_hints(cls), _field_texts(cls)
-    names = _fields(cls)
     properties = {}
-    for name in names:
+    for name in _fields(cls):
         text = {"description": texts[name]} if name in texts else {}
         properties[name] = text | _value(hints[name], bound, records)
     words = (inspect.getdoc(cls) or "").partition("\n")[0]
@@ -65,7 +64,7 @@ def _record(cls: Any, bound: Mapping[Any, Any], records: dict[str, Any]) -> dict
         "description": words,
         "type": "object",
         "properties": properties,
-        "required": names,
+        "required": _required(cls),
     }
 
 
@@ -73,6 +72,15 @@ def _fields(cls: Any) -> list[str]:
     if dataclasses.is_dataclass(cls):
         return [f.name for f in dataclasses.fields(cls) if f.metadata.get("json", True)]
     return list(cls._fields)
+
+
+def _required(cls: Any) -> list[str]:
+    """Fields without a default: those that came later have one, so that older files still read."""
+    if not dataclasses.is_dataclass(cls):
+        return [name for name in cls._fields if name not in cls._field_defaults]
+    absent = dataclasses.MISSING
+    bare = {f.name for f in dataclasses.fields(cls) if f.default is f.default_factory is absent}
+    return [name for name in _fields(cls) if name in bare]
 
 
 def _field_texts(cls: Any) -> dict[str, str]:
@@ -112,17 +120,20 @@ def _value(hint: Any, bound: Mapping[Any, Any], records: dict[str, Any]) -> dict
 def _reference(
     owner: Any, args: tuple[Any, ...], bound: Mapping[Any, Any], records: dict[str, Any]
 ) -> dict[str, Any]:
-    inner = {
-        variable: bound.get(arg, arg)
-        for variable, arg in zip(getattr(owner, "__parameters__", ()), args, strict=False)
-    }
-    name = "_".join(
-        [owner.__name__, *(getattr(arg, "__name__", str(arg)) for arg in inner.values())]
-    )
+    variables = getattr(owner, "__parameters__", ())
+    inner = {name: bound.get(arg, arg) for name, arg in zip(variables, args, strict=False)}
+    words = [owner.__name__, *(word for arg in inner.values() for word in _words(arg))]
+    name = "_".join(words)
     if name not in records:
         records[name] = {}  # a record may hold itself
         records[name] = _record(owner, inner, records)
     return {"$ref": f"#/$defs/{name}"}
+
+
+def _words(hint: Any) -> list[str]:
+    """Names of the types inside a type hint, which tell generic records apart."""
+    inside = [word for arg in get_args(hint) if arg is not ... for word in _words(arg)]
+    return [getattr(get_origin(hint) or hint, "__name__", str(hint)), *inside]
 
 
 def _array(
