@@ -26,6 +26,8 @@ __all__ = ["schema", "schemas"]
 
 FOLDER = Path(__file__).parents[1] / "docs" / "schemas"
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
+WORDS = {"anyOf": [{"type": ["number", "null"]}, {"enum": ["nan", "inf", "-inf"]}]}
+"""Numbers of results that write what is not finite as words."""
 SCALARS = {bool: "boolean", int: "integer", str: "string", Path: "string", type(None): "null"}
 
 
@@ -43,7 +45,7 @@ def schemas() -> dict[str, str]:
 def schema(cls: type[Result]) -> dict[str, Any]:
     """Return the schema of a result: its head, its fields, and the records that they hold."""
     records: dict[str, Any] = {}
-    body = _record(cls, {}, records)
+    body = _record(cls, {float: WORDS} if cls.words else {}, records)
     head = {"format": {"const": cls.format}, "version": {"const": cls.version}}
     required = ["format", "version", *body["required"]]
     whole = body | {"properties": head | body["properties"], "required": required}
@@ -91,7 +93,9 @@ def _field_texts(cls: Any) -> dict[str, str]:
 
 
 def _value(hint: Any, bound: Mapping[Any, Any], records: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a value of a type hint; every number may be null where it is not finite."""
+    """The schema of a value of a type hint; a number that is not finite is null."""
+    if hint is float and float in bound:
+        return bound[float]
     hint = bound.get(hint, hint) if isinstance(hint, TypeVar) else hint
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
@@ -121,8 +125,9 @@ def _reference(
     owner: Any, args: tuple[Any, ...], bound: Mapping[Any, Any], records: dict[str, Any]
 ) -> dict[str, Any]:
     variables = getattr(owner, "__parameters__", ())
-    inner = {name: bound.get(arg, arg) for name, arg in zip(variables, args, strict=False)}
-    words = [owner.__name__, *(word for arg in inner.values() for word in _words(arg))]
+    named = {name: bound.get(arg, arg) for name, arg in zip(variables, args, strict=False)}
+    words = [owner.__name__, *(word for arg in named.values() for word in _words(arg))]
+    inner = named | {key: value for key, value in bound.items() if key is float}
     name = "_".join(words)
     if name not in records:
         records[name] = {}  # a record may hold itself

@@ -110,7 +110,9 @@ class Smoothing:
     b: float = 1.0
     how: str = "given"
     detach_ramp: bool = True
-    _model: "weakref.ref[nn.Module] | None" = field(default=None, repr=False, compare=False)
+    _model: "weakref.ref[nn.Module] | None" = field(
+        default=None, repr=False, compare=False, metadata={"json": False}
+    )
 
     @property
     def epsilons(self) -> dict[str, float]:
