@@ -433,8 +433,8 @@ def _count(n: float) -> str:
 def exponent(x: Sequence[float | int], y: Sequence[float | int]) -> float:
     """Exponent p of |y| ~ x^p, by least squares of logarithms."""
     require(len(x) == len(y) > 1, f"a slope needs two points or more, got {len(x)} and {len(y)}")
-    logs = ([math.log(abs(value)) for value in values] for values in (x, y))
-    return float(np.polyfit(*logs, 1)[0])
+    log_x, log_y = ([math.log(abs(value)) for value in values] for values in (x, y))
+    return float(np.polyfit(log_x, log_y, 1)[0])
 
 
 def next_token_losses(

@@ -125,51 +125,28 @@ def incomplete_beta(run: Run) -> Evidence:
     )
 
 
-def _union(run: Run, order: int, samples: int) -> tuple[list[Check], Evidence]:
+def _union(run: Run, order: int, samples: int) -> Evidence:
     weight, bias = router(run, 5, 7)
-    checks, shares, flats, leads = [], [], [], []
     widths = [0.2, 0.1, 0.05]
-    for epsilon in widths:
-        found = tie_tube(
-            weight,
-            0.3 * bias,
-            2,
-            order=order,
-            epsilon=epsilon,
-            radius=2.0,
-            samples=samples,
-            seed=run.seed,
-        )
-        value, error = found.sampled.value or 0.0, found.sampled.standard_error or 0.0
-        checks.append(
-            at_most(
-                f"share at ε = {epsilon} and the tubes of all flats", value, found.flats, 4 * error
-            )
-        )
-        checks.append(
-            at_most(
-                f"tubes of all flats and the leading term, ε = {epsilon}",
-                found.flats,
-                found.leading,
-                1e-12,
-            )
-        )
-        shares.append(value)
-        flats.append(found.flats)
-        leads.append(found.leading)
+    options = {"order": order, "radius": 2.0, "samples": samples, "seed": run.seed}
+    found = [tie_tube(weight, 0.3 * bias, 2, epsilon=width, **options) for width in widths]
+    shares = [tube.sampled.value or 0.0 for tube in found]
+    flats, leads = [tube.flats for tube in found], [tube.leading for tube in found]
+    checks = []
+    for width, share, tube in zip(widths, shares, found, strict=True):
+        error = tube.sampled.standard_error or 0.0
+        name = f"share at ε = {width} and the tubes of all flats"
+        checks.append(at_most(name, share, tube.flats, 4 * error))
+        name = f"tubes of all flats and the leading term, ε = {width}"
+        checks.append(at_most(name, tube.flats, tube.leading, 1e-12))
     checks.append(near("exponent of the share in ε", exponent(widths, shares), order, 0.35))
-    picture = chart(
-        "ε",
-        "share of the ball",
-        [
-            line("leading term", widths, leads, dashed=True),
-            line("all flats", widths, flats),
-            dots("sampled", widths, shares),
-        ],
-        x_scale="log",
-        y_scale="log",
-    )
-    return checks, Evidence(
+    series = [
+        line("leading term", widths, leads, dashed=True),
+        line("all flats", widths, flats),
+        dots("sampled", widths, shares),
+    ]
+    picture = chart("ε", "share of the ball", series, x_scale="log", y_scale="log")
+    return Evidence(
         checks, paper=leads[-1], corrected=flats[-1], measured=shares[-1], figure=picture
     )
 
@@ -186,7 +163,7 @@ def _union(run: Run, order: int, samples: int) -> tuple[list[Check], Evidence]:
 )
 def order_one(run: Run) -> Evidence:
     """Sampled share under both bounds."""
-    return _union(run, 1, run.size(20_000, 400_000))[1]
+    return _union(run, 1, run.size(20_000, 400_000))
 
 
 @claim(
@@ -199,7 +176,7 @@ def order_one(run: Run) -> Evidence:
 )
 def order_two(run: Run) -> Evidence:
     """Sampled share under both bounds, order 2."""
-    return _union(run, 2, run.size(100_000, 1_000_000))[1]
+    return _union(run, 2, run.size(100_000, 1_000_000))
 
 
 @claim(
