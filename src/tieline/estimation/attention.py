@@ -1,13 +1,13 @@
-"""One row of an attention head as a regression function, and the same row as a mixture.
+"""Sigmoid against softmax attention: how many samples a head needs to be learnt (paper 4).
+
+    compare_attention      students of both kinds under teachers of both kinds
+    AttentionHead          one row of a head as a regression function
 
     f(X) = Σ_j G(s(X))_j x_j·v,   s_j = x_i B x_j,   G = softmax or σ       P4 eq. 1, 2, section 2
 
-X = (x_1, ..., x_N) are the tokens, i the row that asks. Of queries and keys only B = s W_Q W_Kᵀ
-can be learnt, so B and v are the parameters: those of all N experts are tied to them. Untied, each
-token has a quadratic score and a linear expert of its own, which is the mixture that paper 4
-studies; `as_mixture` gives its parameters through `routing.attention_as_moe`.
-
-Sigmoid against softmax attention: how many samples a head needs to be learnt (paper 4).
+X = (x_1, ..., x_N) are the tokens, i the query row. Of queries and keys only B = s W_Q W_Kᵀ can be
+learnt, so B and v are the parameters: those of all N experts are tied to them. Untied, each token
+has a quadratic score and a linear expert of its own, which is the mixture that paper 4 studies.
 
 A teacher is one row of a head, B and v drawn by seed and the same for both kinds. Students of both
 kinds are fitted to samples of each teacher by least squares, in two families:
@@ -15,9 +15,8 @@ kinds are fitted to samples of each teacher by least squares, in two families:
     head       what a transformer learns: B and v
     mixture    what paper 4 studies: a quadratic score and a linear expert for every token
 
-and each is judged by its distance to the teacher's function, and by the error of its experts (v, or
-all expert rows) against the best student of its own family, the population minimiser Ḡ: the teacher
-where the kinds agree.
+Each is judged by its distance to the teacher's function, and by the error of its experts (v, or all
+expert rows) against the population minimiser Ḡ of its own family: the teacher if the kinds agree.
 
 For a student that contains its teacher least squares is asymptotically normal: with I = E[∇f ∇fᵀ]
 
@@ -46,8 +45,18 @@ from tieline.routing.attention_moe import attention_as_moe
 
 __all__ = ["AttentionComparison", "AttentionHead", "StudentCurve", "compare_attention"]
 
+Family = Literal["head", "mixture"]
+KINDS: tuple[AttentionKind, ...] = get_args(AttentionKind)
+FAMILIES: tuple[Family, ...] = get_args(Family)
+POPULATION = 20_000
+"""Inputs over which norms, information and Ḡ are computed."""
+SEEN = 1e-10
+"""Roots of the information below this share of the largest count as zero."""
+RADIUS = 0.1
+"""Standard deviation of a start around Ḡ; it does not shrink with n."""
+
 Theta = Float[Tensor, "problems p"]
-Inputs = Float[Tensor, "problems n tokens_width"]
+Inputs = Float[Tensor, "problems n tokens_dim"]
 
 
 @dataclass(frozen=True)
@@ -57,26 +66,26 @@ class AttentionHead:
     Attributes:
         kind: "softmax" or "sigmoid".
         tokens: N.
-        width: D of a token.
+        dim: dimension D of a token.
         row: i, counted from 0.
     """
 
     kind: AttentionKind
     tokens: int
-    width: int
+    dim: int
     row: int = 0
 
     def __post_init__(self) -> None:
         check_kind(self.kind, None)
         require(
-            self.tokens >= 2 and self.width >= 1 and 0 <= self.row < self.tokens,
-            f"need 2 tokens or more, a width and a row among them, got {self}",
+            self.tokens >= 2 and self.dim >= 1 and 0 <= self.row < self.tokens,
+            f"need 2 tokens or more, dim >= 1 and a row among them, got {self}",
         )
 
     @property
     def size(self) -> int:
         """D² + D."""
-        return self.width * (self.width + 1)
+        return self.dim * (self.dim + 1)
 
     def split(self, theta: Float[Tensor, "*batch p"]) -> tuple[Tensor, Tensor]:
         """B (..., D, D) and v (..., D)."""
@@ -85,18 +94,18 @@ class AttentionHead:
             f"B and v are {self.size} numbers, got {theta.shape[-1]}",
             ShapeError,
         )
-        square = self.width**2
-        return theta[..., :square].unflatten(-1, (self.width, self.width)), theta[..., square:]
+        square = self.dim**2
+        return theta[..., :square].unflatten(-1, (self.dim, self.dim)), theta[..., square:]
 
     def value(self, theta: Theta, x: Inputs) -> Float[Tensor, "problems n"]:
-        """F of every problem and sequence; a sequence is its tokens in one vector."""
+        """Compute f of every problem and sequence; a sequence is its tokens in one vector."""
         weights, values, _ = self._run(theta, x)
         return (weights * values).sum(dim=-1)
 
     def value_and_jacobian(
         self, theta: Theta, x: Inputs
     ) -> tuple[Float[Tensor, "problems n"], Float[Tensor, "problems n p"]]:
-        """F and its Jacobian: ∂f/∂B = x_i ⊗ Σ_j s_j x_j, ∂f/∂v = Σ_j G_j x_j."""
+        """Compute f and its Jacobian: ∂f/∂B = x_i ⊗ Σ_j s_j x_j, ∂f/∂v = Σ_j G_j x_j."""
         weights, values, tokens = self._run(theta, x)
         total = (weights * values).sum(dim=-1)
         if self.kind == "softmax":
@@ -109,13 +118,13 @@ class AttentionHead:
 
     def mixture(self) -> MoEModel:
         """The family of mixtures that has this head among its members."""
-        return MoEModel("partial", self.kind, "linear", self.tokens * self.width, self.tokens)
+        return MoEModel("partial", self.kind, "linear", self.tokens * self.dim, self.tokens)
 
     def as_mixture(self, theta: Float[Tensor, " p"]) -> MoEParameters:
         """The head in the parameters of `mixture`, by `attention_as_moe`."""
         bilinear, value = self.split(theta)
-        x = theta.new_zeros(self.tokens, self.width)
-        eye = torch.eye(self.width, dtype=theta.dtype)
+        x = theta.new_zeros(self.tokens, self.dim)
+        eye = torch.eye(self.dim, dtype=theta.dtype)
         seen = attention_as_moe(
             x, bilinear, eye, value[:, None], row=self.row, kind=self.kind, scale=1.0
         )
@@ -126,24 +135,11 @@ class AttentionHead:
     def _run(self, theta: Theta, x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
         """Weights and values (problems, n, N), and the tokens."""
         bilinear, value = self.split(theta)
-        tokens = x.unflatten(-1, (self.tokens, self.width))
+        tokens = x.unflatten(-1, (self.tokens, self.dim))
         asked = tokens[..., self.row, :] @ bilinear
         scores = (tokens @ asked[..., None])[..., 0]
         weights = scores.softmax(dim=-1) if self.kind == "softmax" else scores.sigmoid()
         return weights, (tokens * value[:, None, None, :]).sum(dim=-1), tokens
-
-
-Family = Literal["head", "mixture"]
-KINDS: tuple[AttentionKind, ...] = get_args(AttentionKind)
-FAMILIES: tuple[Family, ...] = get_args(Family)
-POPULATION = 20_000
-"""Inputs over which norms, information and Ḡ are computed."""
-
-SEEN = 1e-10
-"""Roots of the information below this share of the largest belong to directions without trace."""
-
-RADIUS = 0.1
-"""Standard deviation of a start around Ḡ; it does not shrink with n."""
 
 
 @dataclass(frozen=True)
@@ -185,11 +181,11 @@ class StudentCurve:
 
 @dataclass(frozen=True)
 class AttentionComparison:
-    """All curves of a comparison and what they were asked with."""
+    """All curves of a comparison, with its settings."""
 
     curves: tuple[StudentCurve, ...]
     tokens: int
-    width: int
+    dim: int
     noise: float
     repetitions: int
     seed: int
@@ -217,7 +213,7 @@ def compare_attention(
     *,
     repetitions: int = 16,
     tokens: int = 3,
-    width: int = 2,
+    dim: int = 2,
     scale: float = 3.0,
     noise: float = 0.1,
     families: Sequence[Family] = FAMILIES,
@@ -230,7 +226,7 @@ def compare_attention(
         sizes: sample sizes, two or more.
         repetitions: samples drawn at each size.
         tokens: N >= 2 of a sequence.
-        width: D of a token.
+        dim: dimension D of a token.
         scale: standard deviation of the entries of √D B; large enough that weights differ.
         noise: standard deviation √ν; 0.1 in the paper.
         families: "head", "mixture" or both.
@@ -241,10 +237,10 @@ def compare_attention(
     require(noise > 0 and scale > 0, f"noise and scale are positive, got {noise=}, {scale=}")
     unknown = [family for family in families if family not in FAMILIES]
     require(not unknown, f"families are among {FAMILIES}, got {unknown}")
-    theta = _teacher(width, scale, seed)
+    theta = _teacher(dim, scale, seed)
     curves = []
     for kind in KINDS:
-        teacher = _Teacher(AttentionHead(kind, tokens, width), theta, noise, seed)
+        teacher = _Teacher(AttentionHead(kind, tokens, dim), theta, noise, seed)
         samples = [teacher.samples(n, repetitions) for n in sizes]
         curves += [
             _curve(teacher, _student(teacher, family, student), samples)
@@ -252,7 +248,7 @@ def compare_attention(
             for student in KINDS
             if others or student == kind
         ]
-    return AttentionComparison(tuple(curves), tokens, width, noise, repetitions, seed)
+    return AttentionComparison(tuple(curves), tokens, dim, noise, repetitions, seed)
 
 
 @dataclass(frozen=True)
@@ -267,14 +263,14 @@ class _Teacher:
     def samples(self, n: int, repetitions: int) -> tuple[Tensor, Tensor]:
         """Inputs (R, n, N·D), uniform on the cube as in the paper, and targets (R, n)."""
         seeds = repetition_seeds(self.seed, n, repetitions)
-        x = draw_inputs("uniform", n, self.head.tokens * self.head.width, seeds)
+        x = draw_inputs("uniform", n, self.head.tokens * self.head.dim, seeds)
         exact = self.head.value(self.theta.expand(repetitions, -1), x)
         return x, exact + self.noise * draw_noise(n, seeds)
 
     def population(self, stream: int) -> tuple[Tensor, Tensor]:
         """Many inputs (1, n, N·D) and f* there."""
-        width = self.head.tokens * self.head.width
-        x = draw_inputs("uniform", POPULATION, width, self.seed + stream)[None]
+        size = self.head.tokens * self.head.dim
+        x = draw_inputs("uniform", POPULATION, size, self.seed + stream)[None]
         return x, self.head.value(self.theta[None], x)
 
 
@@ -290,22 +286,22 @@ class _Student:
     misfit: float = 0.0
 
 
-def _teacher(width: int, scale: float, seed: int) -> Float[Tensor, " p"]:
+def _teacher(dim: int, scale: float, seed: int) -> Float[Tensor, " p"]:
     """[vec B, v] with B of entries N(0, scale²/D) and v of unit length."""
     generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randn(width * (width + 1), dtype=torch.float64, generator=generator)
-    bilinear, value = drawn[: width**2], drawn[width**2 :]
-    return torch.cat([bilinear * scale / math.sqrt(width), value / value.norm()])
+    drawn = torch.randn(dim * (dim + 1), dtype=torch.float64, generator=generator)
+    bilinear, value = drawn[: dim**2], drawn[dim**2 :]
+    return torch.cat([bilinear * scale / math.sqrt(dim), value / value.norm()])
 
 
 def _student(teacher: _Teacher, family: Family, kind: AttentionKind) -> _Student:
     """The family with its Ḡ: the teacher, or the fit of a large sample without noise."""
     head = replace(teacher.head, kind=kind)
     if family == "head":
-        student = _Student(family, kind, head, slice(head.width**2, None), teacher.theta)
+        student = _Student(family, kind, head, slice(head.dim**2, None), teacher.theta)
     else:
         model = head.mixture()
-        gate = slice(model.n_experts * (model.router_width + 1), None)
+        gate = slice(model.n_experts * (model.router_dim + 1), None)
         start = head.as_mixture(teacher.theta).flatten()
         student = _Student(family, kind, ModelRegression(model), gate, start)
     if kind == teacher.head.kind:

@@ -1,7 +1,11 @@
-"""First and second derivatives of one gated expert in its parameters θ = (row, bias, η).
+"""Tests of identifiability by derivatives of one gated expert in its parameters θ = (row, bias, η).
 
     softmax    H(x; θ) = exp(score) h(x, η)       the numerator of one expert, P2 Def. 1 and 2
     sigmoid    F(x; θ) = σ(score) h(x, η)         P4 section 4.1
+
+    atom_jet      first and second derivatives in closed form
+    rank_test     the definitions of the papers, literally: are these derivatives independent?
+    split_test    can an expert be split in two that the data do not tell from one?
 
 With ζ the derivative of the score and g its gate function, D²(g h) = (g″ζζᵀ + g′D²score) h +
 g′(ζ Dhᵀ + Dh ζᵀ) + g D²h. Quadratic rows are taken in the coordinates that score: the products
@@ -9,29 +13,25 @@ x_u x_v with u <= v, so that A_uv and A_vu are one coordinate; a literal reading
 both, would fail for that reason alone. At a zero row the perturbed cosine has first derivatives
 z/τ1 and even second ones 0; the vanilla cosine has none.
 
-The definitions of identifiability, literally: are these derivatives linearly independent?
+The definitions ask for linear independence of
 
     softmax    strong    ∂^α H, |α| <= 2, in (row, η) at k atoms                     P2 Def. 1
                weak      ∂^α H, |α| <= 1                                            P2 Def. 2
     sigmoid    strong    ∂^α F, 1 <= |α| <= 2, in (row, η) at zero rows             P4 Def. 1, 3
                weak      first derivatives of F in (row, c, η)                      P4 Def. 2, 4
 
-P4 Def. 1 and 3 ask for the weak set besides. Functions are columns of values at n inputs,
-normalised; dependent are the eigenvalues of their Gram matrix below 1e-10. Functions that are zero
-are named apart: the second derivatives of a linear expert, and of ReLU away from its kink.
+P4 Def. 1 and 3 ask for the weak set as well. Functions are normalised columns of values at n
+inputs; eigenvalues of their Gram matrix below 1e-10 count as dependent. Functions that vanish are
+listed apart: the second derivatives of a linear expert, and of ReLU away from its kink.
 
 Even at generic parameters the strong sets are dependent for every ridge expert once d >= 2, as the
 router's features are themselves made of x: ∂²/∂β_u∂a_v = ∂²/∂β_v∂a_u where z is parallel to x, and
-∂²/∂A_uu∂A_vv = ∂²/∂A_uv² for matrices. `split_test` asks what such equations do to an estimate.
+∂²/∂A_uu∂A_vv = ∂²/∂A_uv² for matrices. The papers ask for *any* distinct parameters, and
+`witness_atoms` gives some that no ridge expert survives: two experts with a = 0 are two multiples
+of one function, and so are two two-layer experts that differ in λ only. So the literal definitions
+hold for no expert; at generic parameters the test tells experts apart.
 
-The papers ask for *any* distinct parameters. `witness` gives parameters that no ridge expert
-survives: two experts with a = 0 are two multiples of one function, and so are two two-layer experts
-that differ in λ only. So the literal definitions hold for no expert; at generic parameters the test
-tells experts apart, and that is what `generic` reports.
-
-Can an expert be split in two that the data do not tell from one?
-
-Replace the first atom θ by two of half its mass at θ ± εδ. The odd orders cancel, so
+The split test replaces the first atom θ by two of half its mass at θ ± εδ. Odd orders cancel, so
 
     f_split - f* = ε² B(δ, δ) + O(ε⁴),   B(δ, δ) = δᵀ D²(…) δ / 2
 
@@ -49,8 +49,7 @@ ReLU has its second derivative on the kink: a δ that moves the kink changes f b
 ε^{3/2}, so only changes of scale compete and δη is confined to the direction of η.
 
 The sigmoid link is split at a zero row (the sparse regime of paper 4), into two atoms with
-σ(c′) = σ(c)/2. A sigmoid atom with another row cannot be split at all: σ(s + c₁) + σ(s + c₂) is
-no σ.
+σ(c′) = σ(c)/2. A sigmoid atom with another row cannot be split: σ(s + c₁) + σ(s + c₂) is no σ.
 """
 
 from collections.abc import Sequence
@@ -84,9 +83,19 @@ __all__ = [
 ]
 
 
+THRESHOLD = 1e-10
+"""Eigenvalue of a normalised Gram matrix below which functions are dependent."""
+SPLIT_THRESHOLD = 5e-6
+"""Norm below which a split is invisible."""
+STARTS, TOLERANCE = 12, 1e-14
+"""Of the minimisation over splits."""
+
+Strength = Literal["strong", "weak"]
+
+
 @dataclass(frozen=True, eq=False)
 class Atom:
-    """Parameters of one expert: a row in the coordinates of `jets`, a bias, an expert row."""
+    """Parameters of one expert: a row in the coordinates that score, a bias, an expert row."""
 
     row: Float[Tensor, " w"]
     bias: Float[Tensor, ""]
@@ -242,10 +251,6 @@ def _expert(model: MoEModel, atom: Atom, x: Tensor) -> tuple[Tensor, Tensor, Ten
     return scale * phi.squeeze(1), torch.cat((scale * first, phi), dim=1), whole
 
 
-Strength = Literal["strong", "weak"]
-THRESHOLD = 1e-10
-
-
 @dataclass(frozen=True)
 class RankTest:
     """Linear independence of a set of functions.
@@ -281,12 +286,9 @@ def rank_test(
     sigmoid = model.link == "sigmoid"
     if sigmoid and strength == "strong":
         atoms = [Atom(torch.zeros_like(a.row), a.bias, a.expert) for a in atoms]
-    jets = [atom_jet(model, atom, x) for atom in atoms]
-    parts = [_functions(model, jet, strength) for jet in jets]
-    labels = parts[0][1]
-    return rank_of(
-        torch.cat([part[0] for part in parts], dim=1), labels, definition(model, strength)
-    )
+    parts = [_functions(model, atom_jet(model, atom, x), strength) for atom in atoms]
+    columns = torch.cat([part[0] for part in parts], dim=1)
+    return rank_of(columns, parts[0][1], definition(model, strength))
 
 
 def definition(model: MoEModel, strength: Strength) -> str:
@@ -322,7 +324,7 @@ def generic_atoms(model: MoEModel, k: int, seed: int = 0) -> list[Atom]:
 
     def expert() -> Tensor:
         while True:
-            eta = 1.5 * normal(model.expert_width)
+            eta = 1.5 * normal(model.expert_dim)
             if eta[model.d].abs() <= 0.5 * eta[: model.d].abs().sum():
                 return eta
 
@@ -355,11 +357,6 @@ def _functions(model: MoEModel, jet: Jet, strength: Strength) -> tuple[Tensor, l
         columns.append(torch.stack([jet.second[:, i, j] for i, j in pairs], dim=1))
         found += [f"∂{label[i]}∂{label[j]}" for i, j in pairs]
     return torch.cat(columns, dim=1), found
-
-
-SPLIT_THRESHOLD = 5e-6
-STARTS = 12
-TOLERANCE = 1e-14
 
 
 @dataclass(frozen=True)
@@ -402,8 +399,10 @@ def split_test(
         not (sigmoid and model.gate == "cosine"),
         "a sigmoid atom is split at a zero row, and the vanilla cosine has none",
     )
-    if sigmoid:
-        atoms = [_halved(atoms[0]), *atoms[1:]]
+    if sigmoid:  # a zero row with half the mass
+        row, bias, eta = atoms[0].row, atoms[0].bias, atoms[0].expert
+        halved = Atom(torch.zeros_like(row), torch.logit(bias.sigmoid() / 2), eta)
+        atoms = [halved, *atoms[1:]]
     jets = [atom_jet(model, atom, x) for atom in atoms]
     tangent, bends = _expansion(model, jets)
     free = _directions(model, atoms[0])
@@ -412,15 +411,8 @@ def split_test(
     across = _without(free, scale)
     partial, delta = _minimum(residual, across, seed)
     best = partial if scale.shape[1] == 0 else _minimum(residual, free, seed)[0]
-    label = names(model)
-    w = row_size(model)
-    keep = [name for i, name in enumerate(label) if i != w]
+    keep = [name for i, name in enumerate(names(model)) if i != row_size(model)]
     return SplitTest(best, partial, dict(zip(keep, delta.tolist(), strict=True)))
-
-
-def _halved(atom: Atom) -> Atom:
-    """The atom at a zero row with half its mass."""
-    return Atom(torch.zeros_like(atom.row), torch.logit(atom.bias.sigmoid() / 2), atom.expert)
 
 
 def _expansion(model: MoEModel, jets: Sequence[Jet]) -> tuple[Tensor, Tensor]:
@@ -446,7 +438,7 @@ def _drop(second: Tensor, index: int) -> Tensor:
 
 def _directions(model: MoEModel, atom: Atom) -> np.ndarray:
     """Orthonormal basis (D, m) of the δ that compete; for ReLU δη is a multiple of η."""
-    w, q = row_size(model), model.expert_width
+    w, q = row_size(model), model.expert_dim
     relu = "relu" in (model.expert, model.activation if model.expert == "two_layer" else "")
     if not relu:
         return np.eye(w + q)
@@ -460,7 +452,7 @@ def _directions(model: MoEModel, atom: Atom) -> np.ndarray:
 
 def _scale_directions(model: MoEModel, atom: Atom) -> np.ndarray:
     """Directions along which the expert only changes its strength."""
-    w, q, columns = row_size(model), model.expert_width, []
+    w, q, columns = row_size(model), model.expert_dim, []
     inner = atom.expert[: model.d + 1].numpy()
     if model.ridge.degree is not None:
         columns.append(np.concatenate((np.zeros(w), inner, np.zeros(q - len(inner)))))

@@ -73,7 +73,8 @@ def regression_distance(
         law: "uniform" on [-1, 1]ᵈ or "normal".
     """
     require(n >= 2, f"a standard error needs n >= 2 inputs, got {n}")
-    require(fitted.d == truth_model.d, f"widths differ: {fitted.d}, {truth_model.d}", ShapeError)
+    dims = f"{fitted.d}, {truth_model.d}"
+    require(fitted.d == truth_model.d, f"input dimensions differ: {dims}", ShapeError)
     x = draw_inputs(law, n, fitted.d, seed)
     total, squares = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
     batch = max(1, fit.bias.numel() // fit.n_experts)

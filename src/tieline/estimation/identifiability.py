@@ -1,16 +1,16 @@
-"""How much the data say about each direction of the parameters.
+"""Which gates and experts can be learned from data: three tests of a combination, and a table.
 
-    I = E[∇f(X) ∇f(X)ᵀ], X ~ μ
-
-The flat directions of I are the symmetries of the model; the ratio of its largest eigenvalue to the
-smallest of the others, with every parameter in units of its own information (diagonal 1), is the
-condition number that decides how large n must be before the asymptotic rates show.
-
-Which gates and experts can be told from data: three tests of one combination, and their table.
+    information              spectrum of I = E[∇f(X) ∇f(X)ᵀ], X ~ μ
+    identifiability          rank, nullity and split tests of a model
+    identifiability_table    the same for all combinations
 
     rank       the definitions of the papers, literally (`rank_test`)
     nullity    flat directions of the information matrix against the symmetries (`information`)
     split      whether one expert can be mistaken for two (`split_test`)
+
+The flat directions of I are the symmetries of the model. The ratio of its largest eigenvalue to the
+smallest of the others, with every parameter in units of its own information (diagonal 1), is the
+condition number that decides how large n must be before the asymptotic rates show.
 
 The rank tests fail for every ridge expert at some parameters, and the strong ones at all; what an
 estimate suffers from is the split test. Found for d = k = 2: linear experts never pass; tanh and
@@ -48,6 +48,17 @@ __all__ = [
     "identifiability_table",
     "information",
 ]
+
+
+TABLE_EXPERTS: tuple[dict[str, Any], ...] = (
+    {"expert": "linear"},
+    {"expert": "polynomial", "power": 2},
+    {"expert": "relu"},
+    {"expert": "gelu"},
+    {"expert": "tanh"},
+    {"expert": "two_layer", "activation": "tanh"},
+)
+NO_ZERO_ROW = "not applicable: the vanilla cosine has no zero row to split"
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,17 +114,6 @@ def information(
     return Information(values, flat, condition, gap)
 
 
-TABLE_EXPERTS: tuple[dict[str, Any], ...] = (
-    {"expert": "linear"},
-    {"expert": "polynomial", "power": 2},
-    {"expert": "relu"},
-    {"expert": "gelu"},
-    {"expert": "tanh"},
-    {"expert": "two_layer", "activation": "tanh"},
-)
-NO_ZERO_ROW = "not applicable: the vanilla cosine has no zero row to split"
-
-
 @dataclass(frozen=True)
 class Identifiability:
     """What can be told about one combination of gate, link and expert.
@@ -122,7 +122,7 @@ class Identifiability:
         gate: of the model.
         link: of the model.
         expert: of the model.
-        d: width of an input.
+        d: dimension of an input.
         n_experts: number of experts.
         strong: the rank test of the strong definition at generic parameters; None where it has no
             derivatives.
@@ -221,7 +221,7 @@ def expert_name(model: MoEModel) -> str:
 def _nullity(model: MoEModel, seed: int) -> int:
     """Flat directions at generic rows, biases pinned."""
     flat = generic_parameters(model, seed)
-    start = model.n_experts * model.router_width
+    start = model.n_experts * model.router_dim
     pinned = tuple(range(start, start + model.n_experts)) if model.link == "softmax" else ()
     return information(model, flat, pinned=pinned, n=max(600, 3 * model.n_parameters)).nullity
 
@@ -230,7 +230,7 @@ def generic_parameters(model: MoEModel, seed: int) -> MoEParameters:
     """Parameters whose experts are those of `generic_atoms`, with normal full rows."""
     generator = torch.Generator().manual_seed(seed + 77)
     atoms = generic_atoms(model, model.n_experts, seed)
-    shape = (model.n_experts, model.router_width)
+    shape = (model.n_experts, model.router_dim)
     length = 2 * model.tau[0] if model.gate == "perturbed" else 1.5
     rows = length * torch.randn(shape, dtype=torch.float64, generator=generator)
     return MoEParameters(

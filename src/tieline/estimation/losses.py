@@ -48,7 +48,7 @@ from torch import Tensor
 
 from tieline.core.errors import ShapeError, require
 from tieline.estimation.model import MoEModel
-from tieline.estimation.parameters import MoEParameters, quadratic_width
+from tieline.estimation.parameters import MoEParameters, quadratic_dim
 from tieline.estimation.symmetry import canonical, has_signs
 
 __all__ = [
@@ -111,7 +111,7 @@ def assign(fit: MoEParameters, truth: MoEParameters) -> Assignment:
     ):
         require(
             mine.shape[-1] == other.shape[-1],
-            f"{name} rows of fit and truth differ in width: {mine.shape[-1]}, {other.shape[-1]}",
+            f"{name} rows of fit and truth differ in length: {mine.shape[-1]}, {other.shape[-1]}",
             ShapeError,
         )
         require(bool(mine.isfinite().all()), f"{name} rows of the fit must be finite", ShapeError)
@@ -152,7 +152,7 @@ def _paper4(
 ) -> Charges:
     """Errors of masses, rows, biases and experts of each cell."""
     full = kind in ("L1", "L2", "L3")
-    d = quadratic_width(fit.router.shape[-1], full=full)
+    d = quadratic_dim(fit.router.shape[-1], full=full)
     difference = pair_differences(fit.router, truth.router)
     rows = [norms(difference[..., : d * d])]
     if full:
@@ -252,7 +252,7 @@ def voronoi_loss(
 
     Args:
         fit: one fit, without leading axes.
-        truth: the truth, of the same widths.
+        truth: the truth, of the same shape.
         kind: "L1" to "L3" of paper 2, "L1" to "L5" of paper 4.
         paper: 2 or 4.
         r: exponent of L1 (paper 2) and L2 (paper 4); the others have none.

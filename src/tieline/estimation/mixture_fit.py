@@ -1,18 +1,23 @@
-"""Least squares for a mixture of experts from several starts, on few rows first.
+"""Least squares for a mixture of experts, and how many experts to fit.
+
+    fit_mixture            the best of several starts
+    by_cross_validation    the error on held-out rows for every number of experts; the smallest
+                           number within one standard error of the least error is chosen
+    by_dendrogram          one fit with too many experts, merged step by step
+    expert_dendrogram      the merging itself
+
+Cross-validation asks what predicts best and takes as many fits as there are folds and numbers; the
+dendrogram asks how many experts there are and takes one fit. Both use at most `MOST_ROWS` rows.
 
 Up to `FIRST` rows are fitted at once from every start. Of more rows a sample is taken: all starts
 go `SCREEN` steps on it, the best goes on there, on a larger sample and then on all rows, where it
-needs few steps; the others are "set aside".
+needs few steps; the others are "set aside". The solver works in rounds of a few steps. A start ends
+when the solver has arrived or a round lowers the loss by less than `tol` of it ("converged"), when
+no step lowers it ("stalled": a kink of the loss), or when the steps run out ("unfinished").
 
-The solver works in rounds of a few steps. A start ends when the solver says that it has arrived or
-when a round lowers the loss by less than `tol` of it ("converged"), when no step lowers it
-("stalled": a kink of the loss), or when the steps run out ("unfinished").
-
-How many experts a mixture that has too many really uses: the dendrogram of its experts.
-
-The fitted gates G_i stay; the experts are taken as h_i = B_i φ, linear in features φ, and fitted to
-the targets by least squares with error e. The dissimilarity of two experts is what merging them,
-with the gate G_i + G_j, costs:
+In the dendrogram the fitted gates G_i stay; the experts are taken as h_i = B_i φ, linear in
+features φ, and fitted to the targets by least squares with error e. The dissimilarity of two
+experts is what merging them, with the gate G_i + G_j, costs:
 
     d(i, j) = e(i and j merged) - e
 
@@ -23,19 +28,10 @@ cut where it is tallest on a logarithmic scale,
 
     κ* = argmax_{κ >= 2} log(e_{κ-1} / e_κ),
 
-and κ* = 1 where no merger costs as much as the parameters of an expert do in the Bayesian
-information criterion, n log(e_{κ-1} / e_κ) < q log n. Gates are added and not compared: two experts
-that agree are one expert, wherever their regions lie. All errors come from the second moments of
-the columns G_i φ, where a merger adds rows and columns, so the data are read once.
-
-How many experts: by cross-validation, or by the dendrogram of a fit that has too many.
-
-    cross-validation    the mean squared error on held-out rows for every number up to the most; the
-                        smallest number within one standard error of the least error is taken
-    dendrogram          one fit with the most experts, merged step by step (`dendrogram`)
-
-Cross-validation asks what predicts best and takes as many fits as there are folds and numbers; the
-dendrogram asks how many experts there are and takes one fit. Both look at `MOST_ROWS` rows at most.
+and κ* = 1 if no merger costs as much as the parameters of an expert do in the Bayesian information
+criterion, n log(e_{κ-1} / e_κ) < q log n. Gates are added and not compared: two experts that agree
+are one expert, wherever their regions lie. All errors come from the second moments of the columns
+G_i φ, where a merger adds rows and columns, so the data are read once.
 """
 
 import itertools
@@ -49,8 +45,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tieline.core.errors import ShapeError, require
-from tieline.estimation.mixture_starts import SharedGate, mixture_starts
-from tieline.estimation.mixture_starts import mixture_starts_Rows as Rows
+from tieline.estimation.mixture_starts import Rows, SharedGate, mixture_starts
 from tieline.estimation.model import MoEModel
 from tieline.estimation.solvers import LeastSquares, Status, levenberg_marquardt
 
@@ -68,23 +63,26 @@ __all__ = [
 
 FIRST, SECOND = 4096, 16384
 """Rows of the first and the second sample."""
-
+MOST_ROWS = 4096
+"""Rows that choose the number of experts."""
 SCREEN = 20
 """Steps after which the starts on a sample are compared."""
-
 COARSE = 1e-2
-"""Tolerance on samples, which the rows that follow correct anyway."""
-
+"""Tolerance on samples, which later fits to more rows correct."""
 ROUND = 5
 """Steps of a round."""
-
 ANSWERS = ("converged", "set aside")
-
 RIDGE, FEW_ROWS_RIDGE = 1e-10, 1e-3
 """Penalties in standard units: one that only settles ties, and one that replaces missing rows."""
-
+MERGE_RIDGE = 1e-9
+"""Penalty of merged experts beside a mean over rows."""
 BOX = 3e3
 """Bound on standardised parameters: a wall between two experts may be sharp."""
+LEAST = 1e-12
+"""Least mean squared error, in standard units: the logarithm of an exact fit is finite."""
+
+Moments = Float[Tensor, "columns columns"]
+Fold = tuple[Int[Tensor, " train"], Int[Tensor, " test"]]
 
 
 @dataclass(frozen=True)
@@ -240,13 +238,85 @@ def _error(regression: SharedGate, rows: Rows, theta: Tensor) -> float:
     return problem.loss(theta[None], torch.zeros(1, dtype=torch.long)).item() / rows.y.numel()
 
 
-LEAST = 1e-12
-"""Least mean squared error, in standard units: the logarithm of an exact fit is finite."""
+@dataclass(frozen=True)
+class ExpertCurve:
+    """Error on held-out rows by the number of experts.
 
-DENDROGRAM_RIDGE = 1e-9
-"""Penalty of the experts beside a mean over rows."""
+    Attributes:
+        experts: the numbers tried.
+        errors: mean over folds of the mean squared error, in standard units.
+        standard_errors: of these means, over folds.
+        chosen: the smallest number within one standard error of the least error.
+    """
 
-Moments = Float[Tensor, "columns columns"]
+    experts: tuple[int, ...]
+    errors: tuple[float, ...]
+    standard_errors: tuple[float, ...]
+    chosen: int
+
+
+def some_rows(rows: Rows, seed: int) -> Rows:
+    """Draw at most `MOST_ROWS` rows."""
+    if len(rows.x) <= MOST_ROWS:
+        return rows
+    order = torch.randperm(len(rows.x), generator=torch.Generator().manual_seed(seed))
+    return rows.take(order[:MOST_ROWS])
+
+
+def by_cross_validation(
+    model: MoEModel, rows: Rows, most: int, folds: Iterable[Fold], settings: FitSettings
+) -> ExpertCurve:
+    """The curve of errors for 1, ..., `most` experts.
+
+    Args:
+        model: the family; its number of experts is not used.
+        rows: standardised rows.
+        most: largest number of experts; numbers above the rows of a fold are left out.
+        folds: rows to fit and rows to judge by.
+        settings: of the fits.
+    """
+    folds = list(folds)
+    most = min([most, *(len(train) for train, _ in folds)])
+    errors = [
+        [_held_out(model.with_experts(count), rows, fold, settings) for fold in folds]
+        for count in range(1, most + 1)
+    ]
+    means = [sum(row) / len(row) for row in errors]
+    spreads = [_standard_error(row) for row in errors]
+    best = min(range(most), key=means.__getitem__)
+    chosen = next(at for at in range(most) if means[at] <= means[best] + spreads[best])
+    return ExpertCurve(tuple(range(1, most + 1)), tuple(means), tuple(spreads), chosen + 1)
+
+
+def by_dendrogram(model: MoEModel, rows: Rows, most: int, settings: FitSettings) -> "Dendrogram":
+    """The dendrogram of a fit with `most` experts."""
+    regression = SharedGate(model.with_experts(most), rows.y.shape[1])
+    found = fit_mixture(regression, rows, settings)
+    parameters = regression.parameters(found.theta[None])[0]
+    gates = regression.model.weights(parameters, rows.x)[0]
+    one = torch.ones_like(rows.x[:, :1])
+    if model.expert == "linear":
+        features = torch.cat([rows.x, one], dim=1)
+    else:  # merged experts are combinations of those that were fitted
+        outputs = regression.model.expert_outputs(parameters, rows.x)
+        features = torch.cat([outputs.transpose(0, 1).flatten(1), one], dim=1)
+    size = model.router_dim + 1 + rows.y.shape[1] * model.expert_dim
+    return expert_dendrogram(gates, features, rows.y, rows.weight, size)
+
+
+def _held_out(model: MoEModel, rows: Rows, fold: Fold, settings: FitSettings) -> float:
+    """Weighted mean squared error on the rows that were not fitted."""
+    train, test = rows.take(fold[0]), rows.take(fold[1])
+    regression = SharedGate(model, rows.y.shape[1])
+    found = fit_mixture(regression, train, settings)
+    residual = test.y - regression.value(found.theta[None], test.x[None])[0]
+    return (test.weight[:, None] * residual.square()).mean().item()
+
+
+def _standard_error(values: Sequence[float]) -> float:
+    mean = sum(values) / len(values)
+    squares = sum((value - mean) ** 2 for value in values)
+    return math.sqrt(squares / max(1, len(values) - 1) / len(values))
 
 
 @dataclass(frozen=True)
@@ -284,15 +354,15 @@ def expert_dendrogram(
         weight: weights (n) of mean 1.
         parameters: q, parameters of an expert with its row of the gate.
     """
-    count, outputs, width = gates.shape[1], y.shape[1], features.shape[1]
+    count, outputs, dim = gates.shape[1], y.shape[1], features.shape[1]
     require(count >= 2, f"two experts or more are needed, got {count}", ShapeError)
     moments = _moments(gates, features, y, weight)
-    errors, merged = [_dendrogram_error(moments, outputs)], []
+    errors, merged = [_merged_error(moments, outputs)], []
     for left in range(count, 1, -1):
         pairs = list(itertools.combinations(range(left), 2))
-        after = [_dendrogram_error(_merged(moments, width, *pair), outputs) for pair in pairs]
+        after = [_merged_error(_merged(moments, dim, *pair), outputs) for pair in pairs]
         best = min(range(len(pairs)), key=after.__getitem__)
-        moments = _merged(moments, width, *pairs[best])
+        moments = _merged(moments, dim, *pairs[best])
         errors.append(after[best])
         merged.append(pairs[best])
     heights = tuple(high - low for low, high in itertools.pairwise(errors))
@@ -315,110 +385,21 @@ def _moments(gates: Tensor, features: Tensor, y: Tensor, weight: Tensor) -> Mome
     return (columns * weight[:, None]).mT @ columns / len(y)
 
 
-def _dendrogram_error(moments: Moments, outputs: int) -> float:
+def _merged_error(moments: Moments, outputs: int) -> float:
     """Mean squared error over outputs of the experts that fit best."""
     gram, cross = moments[:-outputs, :-outputs], moments[:-outputs, -outputs:]
     eye = torch.eye(len(gram), dtype=gram.dtype)
-    solved = torch.linalg.solve(gram + DENDROGRAM_RIDGE * eye, cross)
+    solved = torch.linalg.solve(gram + MERGE_RIDGE * eye, cross)
     squares = moments[-outputs:, -outputs:].diagonal().sum()
     return ((squares - (solved * cross).sum()) / outputs).item()
 
 
-def _merged(moments: Moments, width: int, first: int, second: int) -> Float[Tensor, "left left"]:
+def _merged(moments: Moments, dim: int, first: int, second: int) -> Float[Tensor, "left left"]:
     """Moments with the columns of expert `second` added to those of `first`."""
-    at, gone = (
-        slice(first * width, (first + 1) * width),
-        slice(second * width, (second + 1) * width),
-    )
+    at, gone = (slice(place * dim, (place + 1) * dim) for place in (first, second))
     rows = moments.clone()
     rows[at] += moments[gone]
     rows[:, at] += rows[:, gone]
     kept = torch.ones(len(moments), dtype=torch.bool)
     kept[gone] = False
     return rows[kept][:, kept]
-
-
-MOST_ROWS = 4096
-
-Fold = tuple[Int[Tensor, " train"], Int[Tensor, " test"]]
-
-
-@dataclass(frozen=True)
-class ExpertCurve:
-    """Error on held-out rows by the number of experts.
-
-    Attributes:
-        experts: the numbers tried.
-        errors: mean over folds of the mean squared error, in standard units.
-        standard_errors: of these means, over folds.
-        chosen: the smallest number within one standard error of the least error.
-    """
-
-    experts: tuple[int, ...]
-    errors: tuple[float, ...]
-    standard_errors: tuple[float, ...]
-    chosen: int
-
-
-def some_rows(rows: Rows, seed: int) -> Rows:
-    """At most `MOST_ROWS` rows, drawn."""
-    if len(rows.x) <= MOST_ROWS:
-        return rows
-    order = torch.randperm(len(rows.x), generator=torch.Generator().manual_seed(seed))
-    return rows.take(order[:MOST_ROWS])
-
-
-def by_cross_validation(
-    model: MoEModel, rows: Rows, most: int, folds: Iterable[Fold], settings: FitSettings
-) -> ExpertCurve:
-    """The curve of errors for 1, ..., `most` experts.
-
-    Args:
-        model: the family; its number of experts is not used.
-        rows: standardised rows.
-        most: largest number of experts; numbers above the rows of a fold are left out.
-        folds: rows to fit and rows to judge by.
-        settings: of the fits.
-    """
-    folds = list(folds)
-    most = min([most, *(len(train) for train, _ in folds)])
-    errors = [
-        [_held_out(model.with_experts(count), rows, fold, settings) for fold in folds]
-        for count in range(1, most + 1)
-    ]
-    means = [sum(row) / len(row) for row in errors]
-    spreads = [_standard_error(row) for row in errors]
-    best = min(range(most), key=means.__getitem__)
-    chosen = next(at for at in range(most) if means[at] <= means[best] + spreads[best])
-    return ExpertCurve(tuple(range(1, most + 1)), tuple(means), tuple(spreads), chosen + 1)
-
-
-def by_dendrogram(model: MoEModel, rows: Rows, most: int, settings: FitSettings) -> Dendrogram:
-    """The dendrogram of a fit with `most` experts."""
-    regression = SharedGate(model.with_experts(most), rows.y.shape[1])
-    found = fit_mixture(regression, rows, settings)
-    parameters = regression.parameters(found.theta[None])[0]
-    gates = regression.model.weights(parameters, rows.x)[0]
-    one = torch.ones_like(rows.x[:, :1])
-    if model.expert == "linear":
-        features = torch.cat([rows.x, one], dim=1)
-    else:  # merged experts are combinations of those that were fitted
-        outputs = regression.model.expert_outputs(parameters, rows.x)
-        features = torch.cat([outputs.transpose(0, 1).flatten(1), one], dim=1)
-    size = model.router_width + 1 + rows.y.shape[1] * model.expert_width
-    return expert_dendrogram(gates, features, rows.y, rows.weight, size)
-
-
-def _held_out(model: MoEModel, rows: Rows, fold: Fold, settings: FitSettings) -> float:
-    """Weighted mean squared error on the rows that were not fitted."""
-    train, test = rows.take(fold[0]), rows.take(fold[1])
-    regression = SharedGate(model, rows.y.shape[1])
-    found = fit_mixture(regression, train, settings)
-    residual = test.y - regression.value(found.theta[None], test.x[None])[0]
-    return (test.weight[:, None] * residual.square()).mean().item()
-
-
-def _standard_error(values: Sequence[float]) -> float:
-    mean = sum(values) / len(values)
-    squares = sum((value - mean) ** 2 for value in values)
-    return math.sqrt(squares / max(1, len(values) - 1) / len(values))

@@ -1,44 +1,35 @@
-"""Which expert answers for which row: expectation-maximisation for a Gaussian mixture.
+"""Where the fit of a mixture of experts begins: from shares of rows to parameters.
 
-With linear experts B_e, linear softmax gates π_e(x) and one noise variance s² the steps are
+    mixture_starts      parameter vectors for a table of rows
+    SharedGate          a mixture with several outputs as a regression function for the solvers
+    responsibilities    which expert answers for which row, by expectation-maximisation
+    linear_tree         a tree whose leaves hold linear models
+
+A start is made in three steps. Shares of rows come from a tree of linear models (the first start)
+or random directions (the others), followed by steps of expectation-maximisation. The gate is fitted
+to the shares by cross entropy, whatever the gate. The experts come from least squares with the
+shares as weights; those that are not linear begin at the linear ones. Gate and nonlinear experts
+are found by L-BFGS on a penalised loss. The fit that follows minimises the squared error of the
+mixture and may undo any of this.
+
+Expectation-maximisation is that of a Gaussian mixture with linear experts B_e, linear softmax gates
+π_e(x) and one noise variance s² (Jordan and Jacobs 1994):
 
     E    r_te ∝ π_e(x_t) exp(-‖y_t - B_e (x_t, 1)‖² / 2s²)
     M    B_e by least squares with weights w_t r_te;  s² the mean squared residual;
          the gates by steps up the lower bound that the curvature Σ w φφᵀ / 2 gives the likelihood
 
-(Jordan and Jacobs 1994). Experts are told apart by what they predict and not by where their rows
-are, so that regions which no clustering of the inputs would find are found. What comes out begins
-a least-squares fit of any gate and any experts; it is not the fit.
+Experts are told apart by what they predict and not by where their rows are, so it finds regions
+that no clustering of the inputs would find.
 
-A tree whose leaves hold linear models: where a mixture of experts may begin.
+The tree is grown greedily: of all leaves, features and thresholds it makes the split that most
+lowers
 
-The tree is grown greedily. Of all leaves, features and thresholds that split is made which lowers
+    S(leaf) = min_B Σ_{t ∈ leaf} w_t ‖y_t - B (x_t, 1)‖² + λ ‖B‖².
 
-    S(leaf) = min_B Σ_{t ∈ leaf} w_t ‖y_t - B (x_t, 1)‖² + λ ‖B‖²
-
-most. Thresholds are weighted quantiles of the feature in the leaf, and S of all of them comes from
-the moments of the bins between them. Nothing is drawn, and the tree depends on the rows through
-their weighted distribution only: a row of weight 2 counts as two rows, in any order.
-
-One gate, several outputs: a mixture of experts as a regression function for the solvers.
-
-    f_c(x) = Σ_i G_i(x) h(x, η_ic),   c = 1, ..., C
-
-Outputs share the gate and have experts of their own. A parameter vector is
-[router rows, biases, expert rows of output 1, ..., expert rows of output C]; for C = 1 that is the
-vector of `MoEModel`. An output alone is a model of one output, which is how both value and Jacobian
-are computed.
-
-Where the fit of a mixture of experts begins: from who answers for which row to parameters.
-
-    shares of rows      from a tree of linear models (the first start) or random directions (the
-                        others), then some steps of expectation-maximisation (`responsibilities`)
-    the gate            its weights are brought near the shares by cross entropy, whatever the gate
-    the experts         least squares with the shares as weights; those that are not linear begin at
-                        the linear ones
-
-Both the gate and the experts that are not linear are found by L-BFGS on a penalised loss. The fit
-that follows minimises the squared error of the mixture and may undo any of this.
+Thresholds are weighted quantiles of the feature in the leaf, and S of all of them comes from the
+moments of the bins between them. The tree is deterministic and depends on the rows only through
+their weighted distribution: a row of weight 2 counts as two rows, in any order.
 """
 
 from collections.abc import Callable
@@ -49,23 +40,102 @@ import torch
 from jaxtyping import Float, Int
 from scipy.optimize import minimize
 from torch import Tensor
-from torch.nn.functional import one_hot
+from torch.nn.functional import binary_cross_entropy_with_logits, one_hot
 
 from tieline.estimation.model import MoEModel
 from tieline.estimation.parameters import MoEParameters
 
 __all__ = [
     "Responsibilities",
+    "Rows",
     "SharedGate",
     "linear_tree",
     "mixture_starts",
-    "mixture_starts_Rows",
     "responsibilities",
     "weighted_quantiles",
 ]
 
 SMALLEST = 1e-8
 """Least noise variance, for standardised targets."""
+WIDEST_TREE = 64
+"""Largest input dimension for which a tree is grown: the work grows like its cube."""
+STEPS = 60
+"""Steps of L-BFGS."""
+PENALTY = 1e-6
+"""Of squared parameters, beside a mean over rows."""
+
+Theta = Float[Tensor, "problems p"]
+Inputs = Float[Tensor, "problems n d"]
+Weights = Float[Tensor, " rows"]
+
+
+class Rows(NamedTuple):
+    """Standardised rows with weights of mean 1: inputs (n, D), targets (n, C), weights (n)."""
+
+    x: Float[Tensor, "rows dim"]
+    y: Float[Tensor, "rows outputs"]
+    weight: Float[Tensor, " rows"]
+
+    def take(self, index: Tensor) -> "Rows":
+        """The rows of an index or mask, with weights of mean 1 again."""
+        weight = self.weight[index]
+        return Rows(self.x[index], self.y[index], weight / weight.mean())
+
+
+@dataclass(frozen=True)
+class SharedGate:
+    """A mixture with C outputs, f_c(x) = Σ_i G_i(x) h(x, η_ic), for the solvers.
+
+    Outputs share the gate and have experts of their own. A parameter vector is [router rows,
+    biases, expert rows of output 1, ..., expert rows of output C]; for C = 1 that of `MoEModel`.
+    Value and Jacobian are computed output by output.
+
+    Attributes:
+        model: gate, link and experts of one output.
+        outputs: C.
+    """
+
+    model: MoEModel
+    outputs: int = 1
+
+    @property
+    def gate_size(self) -> int:
+        """Parameters of the gate."""
+        return self.model.n_experts * (self.model.router_dim + 1)
+
+    @property
+    def size(self) -> int:
+        """Length p of a parameter vector."""
+        return self.gate_size + self.outputs * self.model.n_experts * self.model.expert_dim
+
+    def parameters(self, theta: Theta) -> MoEParameters:
+        """Parameters of every output, (problems, C, ...); the gate is the same in all of them."""
+        gate, experts = theta[:, None, : self.gate_size], theta[:, self.gate_size :]
+        rows = experts.unflatten(1, (self.outputs, -1))
+        return self.model.unflatten(torch.cat([gate.expand(-1, self.outputs, -1), rows], dim=2))
+
+    def value(self, theta: Theta, x: Inputs) -> Float[Tensor, "problems n outputs"]:
+        """Compute f of every problem, input and output."""
+        return self.model.regression(self.parameters(theta), self._repeated(x)).mT
+
+    def value_and_jacobian(
+        self, theta: Theta, x: Inputs
+    ) -> tuple[Float[Tensor, "problems n outputs"], Float[Tensor, "problems n outputs p"]]:
+        """Compute f and its Jacobian; an output does not depend on the experts of the others."""
+        value, jacobian = self.model.value_and_jacobian(self.parameters(theta), self._repeated(x))
+        if self.outputs == 1:
+            return value.mT, jacobian.transpose(1, 2)
+        whole = theta.new_zeros(len(theta), x.shape[1], self.outputs, self.size)
+        each = (self.size - self.gate_size) // self.outputs
+        for place in range(self.outputs):
+            first = self.gate_size + place * each
+            whole[:, :, place, : self.gate_size] = jacobian[:, place, :, : self.gate_size]
+            whole[:, :, place, first : first + each] = jacobian[:, place, :, self.gate_size :]
+        return value.mT, whole
+
+    def _repeated(self, x: Inputs) -> Float[Tensor, "problems outputs n d"]:
+        """The inputs once for every output."""
+        return x.unsqueeze(1).expand(-1, self.outputs, -1, -1)
 
 
 class Responsibilities(NamedTuple):
@@ -84,8 +154,99 @@ class Responsibilities(NamedTuple):
     variance: float
 
 
+def mixture_starts(
+    regression: SharedGate, rows: Rows, starts: int, generator: torch.Generator
+) -> Float[Tensor, "starts p"]:
+    """Return parameter vectors to start from; the first is the same for every generator."""
+    return torch.stack([
+        _parameters(regression, rows, _shares(regression.model, rows, place, generator))
+        for place in range(starts)
+    ])  # fmt: skip
+
+
+def _shares(
+    model: MoEModel, rows: Rows, place: int, generator: torch.Generator
+) -> Responsibilities:
+    """Shares of the rows, from a tree for the first start and random directions for the others."""
+    x, y, weight = rows
+    experts = model.n_experts
+    directions = torch.randn(x.shape[1] + 1, experts, dtype=x.dtype, generator=generator)
+    if place == 0 and x.shape[1] <= WIDEST_TREE:
+        start = one_hot(linear_tree(x, y, weight, experts), experts).to(x)
+    else:
+        start = (x @ directions[:-1] + directions[-1]).softmax(dim=1)
+    return responsibilities(x, y, weight, start)
+
+
+def _parameters(
+    regression: SharedGate, rows: Rows, shares: Responsibilities
+) -> Float[Tensor, " p"]:
+    gate = _start_gate(regression.model, rows, shares.share)
+    experts = _start_experts(regression.model, rows, shares)
+    return torch.cat([gate.router.flatten(), gate.bias, experts.flatten()])
+
+
+def _start_gate(model: MoEModel, rows: Rows, share: Tensor) -> MoEParameters:
+    """The gate whose weights are nearest to the shares in cross entropy."""
+    n, dim, q = model.n_experts, model.router_dim, model.expert_dim
+    none = share.new_zeros(n, q)
+    mass = rows.weight[:, None] * share
+    fixed = torch.Generator().manual_seed(0)
+    spread = 0.1 + 0.9 * torch.rand(n, dim, dtype=share.dtype, generator=fixed)
+    begin = torch.cat([(spread - spread.mean(dim=0)).flatten(), mass.mean(dim=0).log().clamp(-9)])
+
+    def away(vector: Tensor) -> Tensor:
+        router, bias = vector[: n * dim].unflatten(0, (n, dim)), vector[n * dim :]
+        scores = model.scores(MoEParameters(router, bias, none), rows.x)
+        if model.link == "softmax":
+            return -(mass * scores.log_softmax(dim=1)).sum() / len(mass)
+        total = binary_cross_entropy_with_logits(
+            scores, share, weight=rows.weight[:, None], reduction="sum"
+        )
+        return total / len(mass)
+
+    found = _minimum(away, begin)
+    return MoEParameters(found[: n * dim].unflatten(0, (n, dim)), found[n * dim :], none)
+
+
+def _start_experts(model: MoEModel, rows: Rows, shares: Responsibilities) -> Tensor:
+    """Expert rows (C, N, q) by least squares with the shares as weights."""
+    linear = shares.experts.permute(2, 0, 1)
+    if model.expert == "linear":
+        return linear
+    one = torch.ones_like(linear[..., :1])
+    begin = torch.cat([linear, one], dim=2) if model.expert == "two_layer" else linear
+    shape = begin.shape
+    mass = rows.weight[:, None] * shares.share
+
+    def away(vector: Tensor) -> Tensor:
+        experts = vector.unflatten(0, shape)
+        gate = MoEParameters(torch.zeros_like(experts), torch.zeros_like(experts[..., 0]), experts)
+        outputs = model.expert_outputs(gate, rows.x)  # (C, n, N)
+        return (mass * (rows.y.mT[:, :, None] - outputs).square()).sum() / len(mass)
+
+    return _minimum(away, begin.flatten()).unflatten(0, shape)
+
+
+def _minimum(loss: Callable[[Tensor], Tensor], begin: Tensor) -> Tensor:
+    """Minimise the penalised loss by L-BFGS; return `begin` if the end is not finite."""
+
+    def value_and_gradient(array):
+        vector = torch.tensor(array, dtype=torch.float64, requires_grad=True)
+        value = loss(vector) + PENALTY * vector.square().sum()
+        (gradient,) = torch.autograd.grad(value, vector)
+        return value.item(), gradient.numpy()
+
+    options = {"maxiter": STEPS}
+    found = minimize(
+        value_and_gradient, begin.numpy(), jac=True, method="L-BFGS-B", options=options
+    )
+    end = torch.tensor(found.x, dtype=torch.float64)
+    return end if bool(end.isfinite().all()) else begin
+
+
 def responsibilities(
-    x: Float[Tensor, "rows width"],
+    x: Float[Tensor, "rows dim"],
     y: Float[Tensor, "rows outputs"],
     weight: Float[Tensor, " rows"],
     start: Float[Tensor, "rows experts"],
@@ -111,7 +272,7 @@ def responsibilities(
     curvature = 0.5 * (design * mass[:, None]).mT @ design + ridge * eye
     factor = torch.linalg.cholesky(curvature)
     share, gate = start, x.new_zeros(design.shape[1], start.shape[1])
-    experts, variance = _experts(design, y, mass[:, None] * share, ridge), SMALLEST
+    experts, variance = _linear_experts(design, y, mass[:, None] * share, ridge), SMALLEST
     for _ in range(iterations):
         for _ in range(gate_steps):
             error = mass[:, None] * (share - (design @ gate).softmax(dim=1))
@@ -119,11 +280,11 @@ def responsibilities(
         squares = _squares(design, y, experts)
         variance = max((mass[:, None] * share * squares).sum().item() / y.shape[1], SMALLEST)
         share = ((design @ gate).log_softmax(dim=1) - squares / (2 * variance)).softmax(dim=1)
-        experts = _experts(design, y, mass[:, None] * share, ridge)
+        experts = _linear_experts(design, y, mass[:, None] * share, ridge)
     return Responsibilities(share, experts, gate, variance)
 
 
-def _experts(design: Tensor, y: Tensor, mass: Tensor, ridge: float) -> Tensor:
+def _linear_experts(design: Tensor, y: Tensor, mass: Tensor, ridge: float) -> Tensor:
     """B_e by weighted least squares, (E, D + 1, C)."""
     weighted = mass.mT[:, :, None] * design  # (E, n, D + 1)
     gram = weighted.mT @ design
@@ -137,11 +298,6 @@ def _squares(design: Tensor, y: Tensor, experts: Tensor) -> Tensor:
     return (y - design @ experts).square().sum(dim=2).mT
 
 
-Rows = Float[Tensor, "rows width"]
-Targets = Float[Tensor, "rows outputs"]
-Weights = Float[Tensor, " rows"]
-
-
 class _Split(NamedTuple):
     """The best split of a leaf; `feature` is -1 where none helps."""
 
@@ -151,15 +307,21 @@ class _Split(NamedTuple):
 
 
 def linear_tree(
-    x: Rows, y: Targets, weight: Weights, leaves: int, *, cuts: int = 15, ridge: float = 1e-3
+    x: Float[Tensor, "rows dim"],
+    y: Float[Tensor, "rows outputs"],
+    weight: Weights,
+    leaves: int,
+    *,
+    cuts: int = 15,
+    ridge: float = 1e-3,
 ) -> Int[Tensor, " rows"]:
-    """Leaf of each row, 0, 1, ...; fewer leaves than asked for where no split helps.
+    """Return the leaf of each row, 0, 1, ...; fewer leaves than asked for if no split helps.
 
     Args:
         x: inputs (n, D).
         y: targets (n, C).
         weight: weights (n) > 0 of the rows.
-        leaves: how many leaves are wanted.
+        leaves: number of leaves.
         cuts: thresholds tried per feature.
         ridge: λ over the mean square of the design, so that small leaves have models too.
     """
@@ -186,7 +348,7 @@ def weighted_quantiles(
     """Smallest value whose cumulated weight reaches each level; repeats count as weight does."""
     ordered, order = values.sort(stable=True)
     mass = weight[order].cumsum(dim=0)
-    goal = levels * mass[-1] * (1 - 1e-12)  # lest the rounding of the sum move on by one row
+    goal = levels * mass[-1] * (1 - 1e-12)  # so that rounding does not move on by one row
     return ordered[torch.searchsorted(mass, goal).clamp(max=len(values) - 1)]
 
 
@@ -233,176 +395,3 @@ def _residual(moments: Tensor, outputs: int, penalty: Tensor) -> Tensor:
     solved = torch.linalg.solve(gram + penalty * eye, cross)
     squares = moments[..., -outputs:, -outputs:].diagonal(dim1=-2, dim2=-1).sum(dim=-1)
     return squares - (solved * cross).sum(dim=(-2, -1))
-
-
-Theta = Float[Tensor, "problems p"]
-Inputs = Float[Tensor, "problems n d"]
-
-
-@dataclass(frozen=True)
-class SharedGate:
-    """The regression function of a model with C outputs.
-
-    Attributes:
-        model: gate, link and experts of one output.
-        outputs: C.
-    """
-
-    model: MoEModel
-    outputs: int = 1
-
-    @property
-    def gate_size(self) -> int:
-        """Parameters of the gate."""
-        return self.model.n_experts * (self.model.router_width + 1)
-
-    @property
-    def size(self) -> int:
-        """Length p of a parameter vector."""
-        return self.gate_size + self.outputs * self.model.n_experts * self.model.expert_width
-
-    def parameters(self, theta: Theta) -> MoEParameters:
-        """Parameters of every output, (problems, C, ...); the gate is the same in all of them."""
-        gate, experts = theta[:, None, : self.gate_size], theta[:, self.gate_size :]
-        rows = experts.unflatten(1, (self.outputs, -1))
-        return self.model.unflatten(torch.cat([gate.expand(-1, self.outputs, -1), rows], dim=2))
-
-    def value(self, theta: Theta, x: Inputs) -> Float[Tensor, "problems n outputs"]:
-        """F of every problem, input and output."""
-        return self.model.regression(self.parameters(theta), self._repeated(x)).mT
-
-    def value_and_jacobian(
-        self, theta: Theta, x: Inputs
-    ) -> tuple[Float[Tensor, "problems n outputs"], Float[Tensor, "problems n outputs p"]]:
-        """F and its Jacobian; an output does not depend on the experts of the others."""
-        value, jacobian = self.model.value_and_jacobian(self.parameters(theta), self._repeated(x))
-        if self.outputs == 1:
-            return value.mT, jacobian.transpose(1, 2)
-        whole = theta.new_zeros(len(theta), x.shape[1], self.outputs, self.size)
-        width = (self.size - self.gate_size) // self.outputs
-        for place in range(self.outputs):
-            first = self.gate_size + place * width
-            whole[:, :, place, : self.gate_size] = jacobian[:, place, :, : self.gate_size]
-            whole[:, :, place, first : first + width] = jacobian[:, place, :, self.gate_size :]
-        return value.mT, whole
-
-    def _repeated(self, x: Inputs) -> Float[Tensor, "problems outputs n d"]:
-        """The inputs once for every output."""
-        return x.unsqueeze(1).expand(-1, self.outputs, -1, -1)
-
-
-WIDEST_TREE = 64
-"""Widest input for which a tree is grown: the work grows like its cube."""
-
-STEPS = 60
-"""Steps of L-BFGS."""
-
-PENALTY = 1e-6
-"""Of squared parameters, beside a mean over rows."""
-
-
-class mixture_starts_Rows(NamedTuple):
-    """Standardised rows with weights of mean 1: inputs (n, D), targets (n, C), weights (n)."""
-
-    x: Float[Tensor, "rows width"]
-    y: Float[Tensor, "rows outputs"]
-    weight: Float[Tensor, " rows"]
-
-    def take(self, index: Tensor) -> "Rows":
-        """The rows of an index or mask, with weights of mean 1 again."""
-        weight = self.weight[index]
-        return mixture_starts_Rows(self.x[index], self.y[index], weight / weight.mean())
-
-
-def mixture_starts(
-    regression: SharedGate, rows: mixture_starts_Rows, starts: int, generator: torch.Generator
-) -> Float[Tensor, "starts p"]:
-    """Parameter vectors to begin with; the first is the same for every generator."""
-    return torch.stack([
-        _parameters(regression, rows, _answering(regression.model, rows, place, generator))
-        for place in range(starts)
-    ])  # fmt: skip
-
-
-def _answering(
-    model: MoEModel, rows: mixture_starts_Rows, place: int, generator: torch.Generator
-) -> Responsibilities:
-    """Who answers for which row, by a tree at the first place and random directions after it."""
-    x, y, weight = rows
-    experts = model.n_experts
-    directions = torch.randn(x.shape[1] + 1, experts, dtype=x.dtype, generator=generator)
-    if place == 0 and x.shape[1] <= WIDEST_TREE:
-        start = one_hot(linear_tree(x, y, weight, experts), experts).to(x)
-    else:
-        start = (x @ directions[:-1] + directions[-1]).softmax(dim=1)
-    return responsibilities(x, y, weight, start)
-
-
-def _parameters(
-    regression: SharedGate, rows: mixture_starts_Rows, answering: Responsibilities
-) -> Float[Tensor, " p"]:
-    gate = _gate(regression.model, rows, answering.share)
-    experts = _mixture_starts_experts(regression.model, rows, answering)
-    return torch.cat([gate.router.flatten(), gate.bias, experts.flatten()])
-
-
-def _gate(model: MoEModel, rows: mixture_starts_Rows, share: Tensor) -> MoEParameters:
-    """The gate whose weights are nearest to the shares in cross entropy."""
-    n, width, q = model.n_experts, model.router_width, model.expert_width
-    none = share.new_zeros(n, q)
-    mass = rows.weight[:, None] * share
-    spread = 0.1 + 0.9 * torch.rand(n, width, dtype=share.dtype, generator=_fixed())
-    begin = torch.cat([(spread - spread.mean(dim=0)).flatten(), mass.mean(dim=0).log().clamp(-9)])
-
-    def away(vector: Tensor) -> Tensor:
-        router, bias = vector[: n * width].unflatten(0, (n, width)), vector[n * width :]
-        scores = model.scores(MoEParameters(router, bias, none), rows.x)
-        if model.link == "softmax":
-            return -(mass * scores.log_softmax(dim=1)).sum() / len(mass)
-        both = torch.nn.functional.binary_cross_entropy_with_logits
-        return both(scores, share, weight=rows.weight[:, None], reduction="sum") / len(mass)
-
-    found = _minimum(away, begin)
-    return MoEParameters(found[: n * width].unflatten(0, (n, width)), found[n * width :], none)
-
-
-def _mixture_starts_experts(
-    model: MoEModel, rows: mixture_starts_Rows, answering: Responsibilities
-) -> Tensor:
-    """Expert rows (C, N, q) by least squares with the shares as weights."""
-    linear = answering.experts.permute(2, 0, 1)
-    if model.expert == "linear":
-        return linear
-    one = torch.ones_like(linear[..., :1])
-    begin = torch.cat([linear, one], dim=2) if model.expert == "two_layer" else linear
-    shape = begin.shape
-    mass = rows.weight[:, None] * answering.share
-
-    def away(vector: Tensor) -> Tensor:
-        experts = vector.unflatten(0, shape)
-        gate = MoEParameters(torch.zeros_like(experts), torch.zeros_like(experts[..., 0]), experts)
-        outputs = model.expert_outputs(gate, rows.x)  # (C, n, N)
-        return (mass * (rows.y.mT[:, :, None] - outputs).square()).sum() / len(mass)
-
-    return _minimum(away, begin.flatten()).unflatten(0, shape)
-
-
-def _minimum(loss: Callable[[Tensor], Tensor], begin: Tensor) -> Tensor:
-    """Where L-BFGS brings the penalised loss; the beginning if it meets no number."""
-
-    def value_and_gradient(array):
-        vector = torch.tensor(array, dtype=torch.float64, requires_grad=True)
-        value = loss(vector) + PENALTY * vector.square().sum()
-        (gradient,) = torch.autograd.grad(value, vector)
-        return value.item(), gradient.numpy()
-
-    options = {"maxiter": STEPS}
-    found = minimize(
-        value_and_gradient, begin.numpy(), jac=True, method="L-BFGS-B", options=options
-    )
-    end = torch.tensor(found.x, dtype=torch.float64)
-    return end if bool(end.isfinite().all()) else begin
-
-
-def _fixed() -> torch.Generator:
-    return torch.Generator().manual_seed(0)

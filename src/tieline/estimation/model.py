@@ -1,25 +1,9 @@
-"""Random designs: inputs, noise and the seeds of repetitions.
+"""Mixture-of-experts regression of papers 2 and 4: function, analytic Jacobian, simulation.
 
-    uniform    X ~ Uniform([-1, 1]ᵈ)      P2 section 5.1, P4 eq. 81
-    normal     X ~ N(0, I)
+    f(x) = Σ_i G_i(x) h(x, η_i)          P2 eq. 2, 8, 12; P4 eq. 5, 48, 83
+    G = softmax(score) or σ(score),   score_i = v(β_i)·z(x) + bias_i
 
-Inputs and noise of a repetition come from two streams of its own seed, so that a repetition is the
-same whether it is drawn alone or among others.
-
-Expert functions h(x, η) of papers 2 and 4: ridge functions of u = a·x + b.
-
-    linear        u                        η = (a, b)
-    polynomial    uᵖ                       η = (a, b)
-    relu          max(u, 0)                η = (a, b)
-    gelu          u Φ(u)                   η = (a, b)
-    tanh          tanh u                   η = (a, b)
-    two_layer     λ φ(u), φ one of the above except polynomial      η = (a, b, λ)
-
-A ridge function is its value and its slope; the Jacobian of a model needs no more. `curvature` is
-φ″ away from kinks, for the tests of identifiability. `degree` is the
-p of φ(tu) = tᵖ φ(u) for t > 0, by which mass and scale of an expert can trade.
-
-Gates as linear routers on features: score_i(x) = v(β_i)·z(x) + bias_i.
+Gates are linear routers on features:
 
     gate         z(x)                 v(β)                      paper
     linear       x                    β
@@ -32,14 +16,14 @@ So the perturbed cosine router *is* a linear router, on x/(‖x‖ + τ2) with r
 has the symmetries of one. A zero row or input scores 0 under the vanilla cosine, which has no
 derivative there; its slope is taken to be 0.
 
-Arrays are held with the samples last, (..., N, n): at a width of three a sweep over the samples is
-contiguous and one over the width is not.
+Experts h(x, η) are ridge functions of u = a·x + b:
 
-Mixture-of-experts regression of papers 2 and 4: function, analytic Jacobian, simulation.
-
-    f(x) = Σ_i G_i(x) h(x, η_i)          P2 eq. 2, 8, 12; P4 eq. 5, 48, 83
-    G = softmax(score) or σ(score), score_i = v(β_i)·z(x) + bias_i      `gates`
-    h(x, η) = φ(a·x + b) or λ φ(a·x + b)                                `expert_functions`
+    linear        u                        η = (a, b)
+    polynomial    uᵖ                       η = (a, b)
+    relu          max(u, 0)                η = (a, b)
+    gelu          u Φ(u)                   η = (a, b)
+    tanh          tanh u                   η = (a, b)
+    two_layer     λ φ(u), φ one of the above except polynomial      η = (a, b, λ)
 
 With s_i the slope of f in score i,
 
@@ -47,7 +31,9 @@ With s_i the slope of f in score i,
     ∂f/∂bias_i = s_i,   ∂f/∂β_i = s_i ∂score_i/∂β_i,   ∂f/∂η_i = G_i ∂h_i/∂η_i
 
 All functions take parameters with leading axes (repetitions, starts) and inputs (n, d) shared by
-all of them or (*batch, n, d).
+all of them or (*batch, n, d). Arrays are held with the samples last, (..., N, n): for small d a
+sweep over the samples is contiguous and one over d is not. Inputs and noise of a repetition come
+from two streams of its own seed, so a repetition is the same drawn alone or among others.
 """
 
 import math
@@ -61,7 +47,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tieline.core.errors import ShapeError, require
-from tieline.estimation import model as gates
 from tieline.estimation.parameters import MoEParameters, from_vector
 
 __all__ = [
@@ -81,13 +66,21 @@ __all__ = [
     "input_features",
     "repetition_seeds",
     "ridge_function",
+    "router_dim",
     "router_directions",
-    "router_width",
     "score_gradient",
 ]
 
 LawName = Literal["uniform", "normal"]
-LAWS = get_args(LawName)
+GateName = Literal["linear", "cosine", "perturbed", "quadratic", "partial"]
+LinkName = Literal["softmax", "sigmoid"]
+LAWS, GATES, LINKS = get_args(LawName), get_args(GateName), get_args(LinkName)
+NORMALISED = ("cosine", "perturbed")
+
+Inputs = Float[Tensor, "*inputs n d"]
+Rows = Float[Tensor, "*batch experts dim"]
+PerExpert = Float[Tensor, "*batch experts n"]
+Features = Float[Tensor, "*inputs dim n"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,18 +138,15 @@ def _per_seed(draw, seed: int | Sequence[int], stream: int) -> Tensor:
     return torch.stack([_per_seed(draw, one, stream) for one in seed])
 
 
-_SQRT_2PI = math.sqrt(2 * math.pi)
-
-
 @dataclass(frozen=True)
 class Ridge:
-    """φ with its slope.
+    """A function φ of one variable with its derivatives.
 
     Attributes:
         value: u ↦ φ(u).
         slope: u ↦ φ′(u); the left one at the kink of ReLU.
         curvature: u ↦ φ″(u) where it exists.
-        degree: p if φ is positively homogeneous of degree p, else None.
+        degree: p if φ(tu) = tᵖ φ(u) for t > 0, so that mass and scale can trade; else None.
     """
 
     value: Callable[[Tensor], Tensor]
@@ -166,11 +156,11 @@ class Ridge:
 
 
 def _gelu_slope(u: Tensor) -> Tensor:
-    return torch.special.ndtr(u) + u * torch.exp(-0.5 * u * u) / _SQRT_2PI
+    return torch.special.ndtr(u) + u * torch.exp(-0.5 * u * u) / math.sqrt(2 * math.pi)
 
 
 def _gelu_curvature(u: Tensor) -> Tensor:
-    return (2 - u * u) * torch.exp(-0.5 * u * u) / _SQRT_2PI
+    return (2 - u * u) * torch.exp(-0.5 * u * u) / math.sqrt(2 * math.pi)
 
 
 def _tanh_slope(u: Tensor) -> Tensor:
@@ -212,18 +202,7 @@ def ridge_function(expert: str, power: int = 2, activation: str = "relu") -> Rid
     return RIDGES[name]
 
 
-GateName = Literal["linear", "cosine", "perturbed", "quadratic", "partial"]
-LinkName = Literal["softmax", "sigmoid"]
-GATES = ("linear", "cosine", "perturbed", "quadratic", "partial")
-LINKS = ("softmax", "sigmoid")
-NORMALISED = ("cosine", "perturbed")
-
-Rows = Float[Tensor, "*batch experts width"]
-PerExpert = Float[Tensor, "*batch experts n"]
-Features = Float[Tensor, "*inputs width n"]
-
-
-def router_width(gate: str, d: int) -> int:
+def router_dim(gate: str, d: int) -> int:
     """Numbers in a router row: d, d² + d or d²."""
     require(gate in GATES, f"gate must be one of {GATES}, got {gate!r}")
     return {"quadratic": d * d + d, "partial": d * d}.get(gate, d)
@@ -247,7 +226,7 @@ def router_directions(gate: str, router: Rows, tau1: float) -> Rows:
 
 def score_gradient(
     gate: str, router: Rows, tau1: float, features: Features, scores: PerExpert
-) -> Float[Tensor, "*either _ width n"]:
+) -> Float[Tensor, "*either _ dim n"]:
     """∂score_i/∂β_i = (z - û_i v_i·z)/(‖β_i‖ + τ1) for normalised rows, z for the others.
 
     Args:
@@ -287,9 +266,6 @@ def _inverse(length: Tensor) -> Tensor:
     return torch.where(length > 0, 1 / length.clamp_min(torch.finfo(length.dtype).tiny), 0.0)
 
 
-Inputs = Float[Tensor, "*inputs n d"]
-
-
 class _Pass(NamedTuple):
     """What value and Jacobian share; samples last."""
 
@@ -310,7 +286,7 @@ class MoEModel:
         gate: "linear", "cosine", "perturbed", "quadratic" or "partial".
         link: "softmax" or "sigmoid".
         expert: "linear", "polynomial", "relu", "gelu", "tanh" or "two_layer".
-        d: width of an input.
+        d: dimension of an input.
         n_experts: number N of experts.
         tau: (τ1, τ2) of the perturbed cosine; the other gates ignore it.
         power: p of polynomial experts.
@@ -340,19 +316,19 @@ class MoEModel:
         ridge_function(self.expert, self.power, self.activation)
 
     @property
-    def router_width(self) -> int:
+    def router_dim(self) -> int:
         """Numbers in a router row."""
-        return gates.router_width(self.gate, self.d)
+        return router_dim(self.gate, self.d)
 
     @property
-    def expert_width(self) -> int:
+    def expert_dim(self) -> int:
         """Numbers q in an expert row."""
         return self.d + 1 + (self.expert == "two_layer")
 
     @property
     def n_parameters(self) -> int:
         """Length p of the flat vector."""
-        return self.n_experts * (self.router_width + 1 + self.expert_width)
+        return self.n_experts * (self.router_dim + 1 + self.expert_dim)
 
     @property
     def ridge(self) -> Ridge:
@@ -365,28 +341,28 @@ class MoEModel:
 
     def unflatten(self, vector: Float[Tensor, "*batch p"]) -> MoEParameters:
         """Parameters from vectors [router rows, biases, expert rows]."""
-        return from_vector(vector, self.n_experts, self.router_width, self.expert_width)
+        return from_vector(vector, self.n_experts, self.router_dim, self.expert_dim)
 
     def check(self, params: MoEParameters) -> None:
-        """Refuse parameters of other widths."""
+        """Raise unless the parameters have the shapes of this model."""
         found = (params.n_experts, params.router.shape[-1], params.experts.shape[-1])
-        wanted = (self.n_experts, self.router_width, self.expert_width)
+        wanted = (self.n_experts, self.router_dim, self.expert_dim)
         require(
             found == wanted,
-            f"{self.gate} gate, {self.expert} experts, d={self.d}: experts and widths of router "
-            f"and expert rows must be {wanted}, got {found}",
+            f"{self.gate} gate, {self.expert} experts, d={self.d}: experts and lengths of "
+            f"router and expert rows must be {wanted}, got {found}",
             ShapeError,
         )
 
     def scores(self, params: MoEParameters, x: Inputs) -> Float[Tensor, "*batch n experts"]:
         """v(β_i)·z(x) + bias_i."""
         self.check(params)
-        products = self._products(params, gates.input_features(self.gate, x, self._tau[1]))
+        products = self._products(params, input_features(self.gate, x, self._tau[1]))
         return (products + params.bias.unsqueeze(-1)).mT
 
     def weights(self, params: MoEParameters, x: Inputs) -> Float[Tensor, "*batch n experts"]:
         """G_i(x)."""
-        return gates.gate_weights(self.link, self.scores(params, x).mT).mT
+        return gate_weights(self.link, self.scores(params, x).mT).mT
 
     def expert_outputs(self, params: MoEParameters, x: Inputs) -> Float[Tensor, "*batch n experts"]:
         """h(x, η_i)."""
@@ -410,15 +386,15 @@ class MoEModel:
         """Value f and its Jacobian from one pass."""
         run = self._run(params, x)
         value = (run.weights * run.outputs).sum(dim=-2)
-        n_samples, n, width = x.shape[-2], self.n_experts, self.router_width
+        n_samples, n, dim = x.shape[-2], self.n_experts, self.router_dim
         out = run.weights.new_empty((*run.weights.shape[:-2], self.n_parameters, n_samples))
-        router, bias, experts = out.split([n * width, n, n * self.expert_width], dim=-2)
+        router, bias, experts = out.split([n * dim, n, n * self.expert_dim], dim=-2)
         torch.mul(run.weights, self._slopes(run, value), out=bias)
-        gradient = gates.score_gradient(
+        gradient = score_gradient(
             self.gate, params.router, self._tau[0], run.features, run.products
         )
-        torch.mul(bias.unsqueeze(-2), gradient, out=router.unflatten(-2, (n, width)))
-        self._write_expert_block(params, run, experts.unflatten(-2, (n, self.expert_width)))
+        torch.mul(bias.unsqueeze(-2), gradient, out=router.unflatten(-2, (n, dim)))
+        self._write_expert_block(params, run, experts.unflatten(-2, (n, self.expert_dim)))
         return value, out.mT
 
     def chunks(self, n: int, batch: int, limit: int = 2**22) -> Iterator[slice]:
@@ -456,7 +432,7 @@ class MoEModel:
         return self.tau if self.gate == "perturbed" else (0.0, 0.0)
 
     def _products(self, params: MoEParameters, features: Tensor) -> Tensor:
-        return gates.router_directions(self.gate, params.router, self._tau[0]) @ features
+        return router_directions(self.gate, params.router, self._tau[0]) @ features
 
     def _experts(self, params: MoEParameters, columns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """a·x + b, φ of it, and h."""
@@ -474,9 +450,9 @@ class MoEModel:
             ShapeError,
         )
         columns = x.mT.contiguous()
-        features = gates.input_features(self.gate, x, self._tau[1])
+        features = input_features(self.gate, x, self._tau[1])
         products = self._products(params, features)
-        weights = gates.gate_weights(self.link, products + params.bias.unsqueeze(-1))
+        weights = gate_weights(self.link, products + params.bias.unsqueeze(-1))
         return _Pass(columns, features, products, weights, *self._experts(params, columns))
 
     def _slopes(self, run: _Pass, value: Tensor) -> Tensor:

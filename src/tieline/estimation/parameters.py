@@ -3,9 +3,9 @@
     softmax link (paper 2)    G = Σ_i exp(β_0i) δ(β_1i, η_i)       mass exp(bias)
     sigmoid link (paper 4)    G = Σ_i σ(c_i) δ(A_i, b_i, η_i)      mass σ(bias)
 
-A router row is β_1 (d numbers) or the coefficients of a quadratic score, flat: [vec A, b] of width
-d² + d for xᵀAx + b·x (fully quadratic), vec A of width d² for xᵀAx (partially quadratic), vec A by
-rows. Matrices may be given as such, (d, d) or [A | b] of shape (d, d + 1); they are stored flat.
+A router row is β_1 (d numbers) or the flat coefficients of a quadratic score, vec A by rows:
+[vec A, b] of d² + d numbers for xᵀAx + b·x (fully quadratic), vec A of d² for xᵀAx (partially
+quadratic). Matrices (d, d) or [A | b] of shape (d, d + 1) are accepted and stored flat.
 
 Every tensor may have leading axes (repetitions, starts): (*batch, N, ...).
 """
@@ -37,7 +37,7 @@ class MoEParameters:
         experts: rows η (*batch, N, q).
     """
 
-    router: Float[Tensor, "*batch experts width"]
+    router: Float[Tensor, "*batch experts dim"]
     bias: Float[Tensor, "*batch experts"]
     experts: Float[Tensor, "*batch experts q"]
 
@@ -100,21 +100,21 @@ class MoEParameters:
         return torch.cat(parts, dim=-1)
 
     def like(self, vector: Float[Tensor, "*batch p"]) -> "MoEParameters":
-        """Parameters of these widths from vectors: the inverse of `flatten`."""
-        n, width, q = self.n_experts, self.router.shape[-1], self.experts.shape[-1]
-        return from_vector(vector, n, width, q)
+        """Parameters of this shape from vectors: the inverse of `flatten`."""
+        n, dim, q = self.n_experts, self.router.shape[-1], self.experts.shape[-1]
+        return from_vector(vector, n, dim, q)
 
 
-def from_vector(vector: Float[Tensor, "*batch p"], n: int, width: int, q: int) -> MoEParameters:
-    """Parameters of n experts, router rows of `width` and q expert parameters from vectors."""
+def from_vector(vector: Float[Tensor, "*batch p"], n: int, dim: int, q: int) -> MoEParameters:
+    """Parameters of n experts, router rows of `dim` numbers and expert rows of q from vectors."""
     require(
-        vector.shape[-1] == n * (width + 1 + q),
-        f"{n} experts of widths {width} + 1 + {q} need {n * (width + 1 + q)} numbers, "
+        vector.shape[-1] == n * (dim + 1 + q),
+        f"{n} experts with rows of {dim} + 1 + {q} need {n * (dim + 1 + q)} numbers, "
         f"got {vector.shape[-1]}",
         ShapeError,
     )
-    router, bias, experts = vector.split([n * width, n, n * q], dim=-1)
-    return MoEParameters(router.unflatten(-1, (n, width)), bias, experts.unflatten(-1, (n, q)))
+    router, bias, experts = vector.split([n * dim, n, n * q], dim=-1)
+    return MoEParameters(router.unflatten(-1, (n, dim)), bias, experts.unflatten(-1, (n, q)))
 
 
 def quadratic_parameters(
@@ -131,19 +131,19 @@ def quadratic_parameters(
 
 
 def quadratic_blocks(
-    router: Float[Tensor, "*batch experts width"], *, full: bool
+    router: Float[Tensor, "*batch experts dim"], *, full: bool
 ) -> tuple[Float[Tensor, "*batch experts d d"], Float[Tensor, "*batch experts _"]]:
     """A and b of flat quadratic rows; b has no columns for the partially quadratic score."""
-    d = quadratic_width(router.shape[-1], full=full)
+    d = quadratic_dim(router.shape[-1], full=full)
     return router[..., : d * d].unflatten(-1, (d, d)), router[..., d * d :]
 
 
-def quadratic_width(width: int, *, full: bool) -> int:
-    """The d of which `width` is d² + d (full) or d² (partial)."""
-    d = (math.isqrt(1 + 4 * width) - 1) // 2 if full else math.isqrt(width)
-    fits = d >= 1 and width == d * d + (d if full else 0)
+def quadratic_dim(dim: int, *, full: bool) -> int:
+    """Return the d for which `dim` is d² + d (full) or d² (partial)."""
+    d = (math.isqrt(1 + 4 * dim) - 1) // 2 if full else math.isqrt(dim)
+    fits = d >= 1 and dim == d * d + (d if full else 0)
     form = "[vec A, b] of d² + d" if full else "vec A of d²"
-    require(fits, f"a quadratic router row is {form} numbers, got {width}", ShapeError)
+    require(fits, f"a quadratic router row is {form} numbers, got {dim}", ShapeError)
     return d
 
 

@@ -1,13 +1,14 @@
-"""What a rate study will do: sample sizes, repetitions and starts of one setting, in blocks.
+"""Plans of rate studies: sample sizes, repetitions and starts of one setting, in blocks.
 
-The plan has a key made of everything that its results depend on, by which they are found again. A
-repetition is drawn from a seed of its own, so that it is the same in whatever block it is fitted.
+    RatePlan            what is fitted and compared, and on which grid
+    named_case          the plan of a published setting, or of a small design, by its name
+    case_of             the plan of any combination of gate, link and experts
+    describe_settings   the names, each with a few words
+    plan_blocks         the repetitions that are fitted together
+    estimate_seconds    about how long they take
 
-Settings made ready for a rate study: truth drawn, reference found, grid filled in.
-
-named_case            a published setting, or a small design, by its name
-case_of               any combination of gate, link and experts
-describe_settings     names with a few words
+A plan has a key made of everything its results depend on, by which they are found again. A
+repetition is drawn from a seed of its own, so it is the same in whatever block it is fitted.
 """
 
 import hashlib
@@ -44,6 +45,9 @@ MOST_ENTRIES = 6_400_000
 """Samples times parameters of a block, so that a killed run loses seconds."""
 USUAL_STEPS = {"relu": 25, "two_layer": 25}
 OTHER_STEPS = 12
+"""Steps of a fit; kinks double them."""
+POPULATION, POPULATION_STARTS, REFINED = 10_000, 3, 300_000
+"""Samples without noise, starts, and samples of the last fit for the population minimiser."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +118,7 @@ class RatePlan:
         named = ("name", "noise", "law", "loss", "paper", "power", "shrink", "starts", "method")
         facts = {name: getattr(self, name) for name in (*named, "iterations", "seed")}
         for name in ("model", "source"):
-            facts[name] = {k: _plain(v) for k, v in asdict(getattr(self, name)).items()}
+            facts[name] = asdict(getattr(self, name))
         for name in ("truth", "reference"):
             facts[name] = getattr(self, name).flatten().tolist()
         return hashlib.sha256(canonical(facts).encode()).hexdigest()[:16]
@@ -154,9 +158,9 @@ def plan_blocks(
 
 
 def estimate_seconds(plan: RatePlan, blocks: Sequence[Block], jobs: int) -> float:
-    """About how long the blocks take: a pass over a few samples, times the usual steps.
+    """Estimate, within a factor of three, how long the blocks take.
 
-    A fit takes about a dozen steps, twice that with kinks; an estimate within a factor of three.
+    A pass over a few samples is timed and multiplied by the usual number of steps.
     """
     if not blocks:
         return 0.0
@@ -176,24 +180,16 @@ def estimate_seconds(plan: RatePlan, blocks: Sequence[Block], jobs: int) -> floa
     return (per_row * rows * steps + solving) / max(1, min(jobs, len(blocks)))
 
 
-def _plain(value: object) -> object:
-    return list(value) if isinstance(value, tuple) else value
-
-
-POPULATION, POPULATION_STARTS, REFINED = 10_000, 3, 300_000
-"""Samples without noise, starts, and samples of the last fit for the population minimiser."""
-
-
 @dataclass(frozen=True, eq=False)
 class Case:
-    """A plan with what its setting says besides.
+    """A plan with the facts of its setting that no fit needs.
 
     Attributes:
         plan: what to fit.
         paper_slope: the printed slope, if a paper printed one.
         misfit: ‖f_Ḡ - q‖; zero where the model contains the truth.
         words: the setting in a few words.
-        condition: of the information matrix at a truth that was chosen for it; None for others.
+        condition: of the information matrix at a truth chosen for it; None for others.
     """
 
     plan: RatePlan
@@ -249,7 +245,7 @@ def case_of(
         gate: of the model.
         link: of the model.
         expert: of the model.
-        d: width of inputs; that of the small designs by default.
+        d: dimension of the inputs; that of the small designs by default.
         n_experts: experts of the truth; that of the small designs by default.
         fitted: experts that are fitted; as many as the truth has by default.
         name: of the case.

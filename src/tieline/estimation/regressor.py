@@ -1,30 +1,26 @@
-"""What the settings of `MoERegressor` may be, told in scikit-learn's words.
+"""`MoERegressor`: a mixture of experts as a scikit-learn estimator.
 
-Rows of a table as the fit wants them: weighted, distinct, standardised.
+    f(x) = Σ_i G_i(x) h(x, η_i)
+
+Gates and experts are those of papers 2 and 4 (`MoEModel`); the fit is least squares from several
+starts (`mixture_fit`). Needs scikit-learn: `pip install 'tieline[estimation]'`.
+
+Rows are made distinct and standardised before the fit:
 
     x ↦ (x - mean) / sd         by weighted mean and standard deviation; a constant column is 0
-    y ↦ (y - offset) / scale    by what the experts can reach:
+    y ↦ (y - offset) / scale    by the range of the experts:
 
     experts                                 offset      scale
     linear, two-layer, odd powers           mean        sd
     tanh                                    mid-range   half the range
     relu, gelu, even powers                 minimum     sd
 
-Equal rows become one row with the sum of their weights, and rows are put in order. So the order of
-the rows does not matter at all, and a row of weight 2 is the same as two rows.
+Equal rows become one row with the sum of their weights, and rows are sorted. So the order of the
+rows does not matter, and a row of weight 2 is the same as two rows.
 
-A fitted mixture seen as a router: its margins and boundary mass, as `tieline inspect` has them.
-
-The scores of a gate are the logits of a router, and the expert with the largest score is the one
-that it would choose. What a model's layer is asked, a regression can be asked too: how near its
-rows are to a tie, and how many would change their expert under noise or rounding.
-
-`MoERegressor`: a mixture of experts as a scikit-learn estimator.
-
-    f(x) = Σ_i G_i(x) h(x, η_i)
-
-Gates and experts are those of papers 2 and 4 (`MoEModel`); the fit is least squares from several
-starts (`mixture_fit`). Needs scikit-learn: `pip install 'tieline[estimation]'`.
+`routing_measures` sees a fitted mixture as a router: the scores of its gate are the logits, and the
+expert with the largest score is the one chosen. So a regression has the margins, boundary mass and
+flip rates that `tieline inspect` reports for the layers of a model.
 """
 
 import math
@@ -53,8 +49,7 @@ from tieline.estimation.mixture_fit import (
     fit_mixture,
     some_rows,
 )
-from tieline.estimation.mixture_starts import SharedGate
-from tieline.estimation.mixture_starts import mixture_starts_Rows as Rows
+from tieline.estimation.mixture_starts import Rows, SharedGate
 from tieline.estimation.model import EXPERTS, GATES, LINKS, RIDGES, MoEModel
 from tieline.estimation.parameters import MoEParameters
 from tieline.geometry.distance import expert_distances, nearest_tie
@@ -79,10 +74,228 @@ CHOICES = {
     "selection": ("cv", "dendrogram"),
 }
 COUNTS = ("power", "n_init", "max_iter", "max_experts")
+REMEMBERED = 16384
+"""Training rows kept for `inspect`."""
+
+Array = NDArray[np.float64]
+
+
+class MoERegressor(RegressorMixin, MultiOutputMixin, BaseEstimator):
+    """Mixture-of-experts regression by least squares.
+
+    Inputs and targets are standardised inside; parameters are in standard units, predictions in
+    those of y. Several outputs share the gate and have experts of their own. `fit` validates the
+    settings.
+
+    Args:
+        n_experts: number of experts, or "auto".
+        gating: "linear", "cosine", "perturbed", "quadratic" or "partial" scores.
+        link: "softmax", where experts compete, or "sigmoid", where each stands alone.
+        expert: "linear", "polynomial", "relu", "gelu", "tanh" or "two_layer".
+        power: p of polynomial experts.
+        activation: "linear", "relu", "gelu" or "tanh", of two-layer experts.
+        tau: (τ1, τ2) of the perturbed cosine.
+        n_init: starts; the first begins at a tree of linear models, the others at random.
+        max_iter: steps of a start; those on samples of a large table are counted apart.
+        tol: a start ends when five steps lower its loss by less than this share of it.
+        ridge: λ of the penalty λ‖θ‖² beside the mean squared error, in standard units; "auto" is
+            1e-10, or 1e-3 with a warning where there are fewer distinct targets than parameters.
+        selection: how "auto" counts experts: "cv" or "dendrogram" (see `mixture_fit`).
+        max_experts: the most that "auto" tries.
+        cv: folds of selection "cv", as everywhere in scikit-learn.
+        random_state: seed of starts, samples of rows and folds.
+
+    Attributes:
+        n_experts_: number of experts.
+        gating_: `MoEParameters` of the gate and of the experts of the first output.
+        experts_: expert rows (E, q), or (C, E, q) if y had two axes; a, b (and λ) in this order.
+        loss_: mean squared error on the training rows, in standard units.
+        status_: "converged", "unfinished", "stalled" or "failed".
+        n_iter_: steps of the fit that was kept.
+        fit_: `MixtureFit`, with the status of every start.
+        scales_: units of inputs and targets.
+        selection_: `ExpertCurve` or `Dendrogram` where the number was chosen, else None.
+        n_features_in_: dimension of an input.
+        feature_names_in_: names of the inputs, where they had any.
+    """
+
+    n_features_in_: int
+
+    def __init__(
+        self,
+        n_experts: Any = 4,
+        *,
+        gating: Any = "linear",
+        link: Any = "softmax",
+        expert: Any = "linear",
+        power: Any = 2,
+        activation: Any = "relu",
+        tau: Any = (0.1, 0.1),
+        n_init: Any = 4,
+        max_iter: Any = 200,
+        tol: Any = 1e-3,
+        ridge: Any = "auto",
+        selection: Any = "cv",
+        max_experts: Any = 8,
+        cv: Any = 5,
+        random_state: Any = None,
+    ) -> None:
+        self.n_experts = n_experts
+        self.gating = gating
+        self.link = link
+        self.expert = expert
+        self.power = power
+        self.activation = activation
+        self.tau = tau
+        self.n_init = n_init
+        self.max_iter = max_iter
+        self.tol = tol
+        self.ridge = ridge
+        self.selection = selection
+        self.max_experts = max_experts
+        self.cv = cv
+        self.random_state = random_state
+
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> "MoERegressor":
+        """Fit the mixture.
+
+        Args:
+            X: inputs (n, D).
+            y: targets (n) or (n, C).
+            sample_weight: weights (n) >= 0; a row of weight 2 counts as two rows.
+        """
+        check_settings(self)
+        checked: Any = validate_data(
+            self, X, y, multi_output=True, y_numeric=True, dtype=np.float64
+        )
+        inputs, targets = checked
+        weight = _check_sample_weight(
+            sample_weight, inputs, dtype=np.float64, ensure_non_negative=True
+        )
+        self._flat = targets.ndim == 1
+        table = distinct_rows(inputs, targets.reshape(len(inputs), -1).astype(np.float64), weight)
+        seed = int(check_random_state(self.random_state).randint(2**31))
+        count = 1 if self.n_experts == "auto" else int(self.n_experts)
+        if len(inputs) < count:
+            raise ValueError(
+                f"n_experts={count} must not exceed the number of samples, "
+                f"got n_samples={len(inputs)}"
+            )
+        family = self._family(count)
+        rows, self.scales_ = standardised(*table, family)
+        settings = self._settings(seed)
+        self.n_experts_ = self._count(family, rows, settings)
+        regression = SharedGate(family.with_experts(self.n_experts_), rows.y.shape[1])
+        self._keep(regression, rows, fit_mixture(regression, rows, settings))
+        self._warn(regression, rows)
+        return self
+
+    def predict(self, X: Any) -> Array:
+        """Predict f(x), of the shape of y."""
+        x = self._inputs(X)
+        predicted = self.scales_.outputs(self._regression.value(self.fit_.theta[None], x[None])[0])
+        return predicted[:, 0].numpy() if self._flat else predicted.numpy()
+
+    def predict_gates(self, X: Any) -> Array:
+        """Return G (n, E), the weight of every expert in every row; softmax weights sum to 1."""
+        return self._regression.model.weights(self.gating_, self._inputs(X)).numpy()
+
+    def predict_experts(self, X: Any) -> Array:
+        """Predict by each expert alone, (n, E) or (n, E, C), in the units of y."""
+        x = self._inputs(X)
+        outputs = self._regression.model.expert_outputs(self._parameters, x).permute(1, 2, 0)
+        inside = self.scales_.outputs(outputs)
+        return inside[:, :, 0].numpy() if self._flat else inside.numpy()
+
+    def inspect(self, X: Any = None, *, k: int = 1) -> LayerMeasures:
+        """Measure margins, boundary mass and flips of the gate, as `tieline inspect` does.
+
+        Args:
+            X: inputs; by default the rows of the fit, or 16,384 of them.
+            k: number of experts with the largest scores that a sparse gate would keep.
+        """
+        check_is_fitted(self)
+        x = self._remembered if X is None else self._inputs(X)
+        return routing_measures(self._regression.model, self.gating_, x, k=k)
+
+    def _family(self, n_experts: int) -> MoEModel:
+        return MoEModel(
+            gate=self.gating,
+            link=self.link,
+            expert=self.expert,
+            d=self.n_features_in_,
+            n_experts=n_experts,
+            tau=(float(self.tau[0]), float(self.tau[1])),
+            power=int(self.power),
+            activation=self.activation,
+        )
+
+    def _settings(self, seed: int) -> FitSettings:
+        ridge = None if self.ridge == "auto" else float(self.ridge)
+        return FitSettings(int(self.n_init), int(self.max_iter), float(self.tol), ridge, seed)
+
+    def _count(self, family: MoEModel, rows: Rows, settings: FitSettings) -> int:
+        """The number of experts, chosen from the data for "auto"."""
+        self.selection_ = None
+        if self.n_experts != "auto":
+            return family.n_experts
+        few = some_rows(rows, settings.seed)
+        most = min(int(self.max_experts), len(few.x))
+        if self.selection == "dendrogram" and most >= 2:
+            self.selection_ = by_dendrogram(family, few, most, settings)
+        else:
+            order = np.random.RandomState(settings.seed).permutation(len(few.x))
+            splitter: Any = check_cv(self.cv, None)
+            folds = [
+                (torch.tensor(order[train]), torch.tensor(order[test]))
+                for train, test in splitter.split(few.x[order])
+            ]
+            self.selection_ = by_cross_validation(family, few, most, folds, settings)
+        return self.selection_.chosen
+
+    def _keep(self, regression: SharedGate, rows: Rows, found: MixtureFit) -> None:
+        self._regression, self.fit_ = regression, found
+        self._remembered = rows.x[:: max(1, -(-len(rows.x) // REMEMBERED))]
+        self.gating_ = self._parameters[0]
+        experts = self._parameters.experts.numpy()
+        self.experts_ = experts[0] if self._flat else experts
+        self.loss_, self.status_ = found.error, found.status
+        self.n_iter_ = max(1, found.iterations)
+
+    @property
+    def _parameters(self) -> MoEParameters:
+        """Parameters of every output (C, ...)."""
+        return self._regression.parameters(self.fit_.theta[None])[0]
+
+    def _inputs(self, X: Any) -> torch.Tensor:
+        check_is_fitted(self)
+        array = validate_data(self, X, reset=False, dtype=np.float64)
+        return self.scales_.inputs(torch.tensor(array))
+
+    def _warn(self, regression: SharedGate, rows: Rows) -> None:
+        targets = rows.y.numel()
+        if targets < regression.size and self.ridge == "auto":
+            warnings.warn(
+                f"{targets} distinct targets for {regression.size} parameters: fitted with a ridge "
+                f"of {FEW_ROWS_RIDGE:g} in standard units; fewer experts, a simpler gate or a "
+                "ridge of your own are better",
+                UserWarning,
+                stacklevel=3,
+            )
+        found = self.fit_
+        if found.failed:
+            kept = "was" if found.status == "converged" else "was not"
+            warnings.warn(
+                f"{found.failed} of {len(found.starts)} starts did not converge "
+                f"({found.words()}); the one that is kept {kept} among those that did. "
+                f"max_iter={self.max_iter} and tol={self.tol} decide",
+                ConvergenceWarning,
+                stacklevel=3,
+            )
 
 
 def check_settings(estimator: Any) -> None:
-    """Refuse a setting with its value and its rule."""
+    """Raise for a setting out of range, naming its value and its rule."""
     for name, allowed in CHOICES.items():
         value = getattr(estimator, name)
         words = ", ".join(repr(word) for word in allowed)
@@ -117,18 +330,15 @@ def _need(fine: bool, estimator: Any, name: str, rule: str) -> None:
         )
 
 
-Array = NDArray[np.float64]
-
-
 class Scales(NamedTuple):
     """Units of inputs and targets."""
 
-    x_offset: Float[Tensor, " width"]
-    x_scale: Float[Tensor, " width"]
+    x_offset: Float[Tensor, " dim"]
+    x_scale: Float[Tensor, " dim"]
     y_offset: Float[Tensor, " outputs"]
     y_scale: Float[Tensor, " outputs"]
 
-    def inputs(self, x: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:
+    def inputs(self, x: Float[Tensor, "rows dim"]) -> Float[Tensor, "rows dim"]:
         """Standardised inputs."""
         return (x - self.x_offset) / self.x_scale
 
@@ -222,224 +432,3 @@ def routing_measures(
         inputs=x,
     )
     return measure_layer(trace, settings, weight=params.router if linear else None)
-
-
-REMEMBERED = 16384
-"""Training rows kept for `inspect`."""
-
-
-class MoERegressor(RegressorMixin, MultiOutputMixin, BaseEstimator):
-    """Mixture-of-experts regression by least squares.
-
-    Inputs and targets are standardised inside; parameters are in standard units, predictions in
-    those of y. Several outputs share the gate and have experts of their own. Settings are looked at
-    by `fit`, as everywhere in scikit-learn.
-
-    Args:
-        n_experts: number of experts, or "auto".
-        gating: "linear", "cosine", "perturbed", "quadratic" or "partial" scores.
-        link: "softmax", where experts compete, or "sigmoid", where each stands alone.
-        expert: "linear", "polynomial", "relu", "gelu", "tanh" or "two_layer".
-        power: p of polynomial experts.
-        activation: "linear", "relu", "gelu" or "tanh", of two-layer experts.
-        tau: (τ1, τ2) of the perturbed cosine.
-        n_init: starts; the first begins at a tree of linear models, the others at random.
-        max_iter: steps of a start; those on samples of a large table are counted apart.
-        tol: a start ends when five steps lower its loss by less than this share of it.
-        ridge: λ of the penalty λ‖θ‖² beside the mean squared error, in standard units; "auto" is
-            1e-10, or 1e-3 with a warning where there are fewer distinct targets than parameters.
-        selection: how "auto" counts experts: "cv" or "dendrogram" (`tieline.estimation.mixture_fit`).
-        max_experts: the most that "auto" tries.
-        cv: folds of selection "cv", as everywhere in scikit-learn.
-        random_state: seed of starts, samples of rows and folds.
-
-    Attributes:
-        n_experts_: number of experts.
-        gating_: `MoEParameters` of the gate and of the experts of the first output.
-        experts_: expert rows (E, q), or (C, E, q) if y had two axes; a, b (and λ) in this order.
-        loss_: mean squared error on the training rows, in standard units.
-        status_: "converged", "unfinished", "stalled" or "failed".
-        n_iter_: steps of the fit that was kept.
-        fit_: `MixtureFit`, with the status of every start.
-        scales_: units of inputs and targets.
-        selection_: `ExpertCurve` or `Dendrogram` where the number was chosen, else None.
-        n_features_in_: width of an input.
-        feature_names_in_: names of the inputs, where they had any.
-    """
-
-    n_features_in_: int
-
-    def __init__(
-        self,
-        n_experts: Any = 4,
-        *,
-        gating: Any = "linear",
-        link: Any = "softmax",
-        expert: Any = "linear",
-        power: Any = 2,
-        activation: Any = "relu",
-        tau: Any = (0.1, 0.1),
-        n_init: Any = 4,
-        max_iter: Any = 200,
-        tol: Any = 1e-3,
-        ridge: Any = "auto",
-        selection: Any = "cv",
-        max_experts: Any = 8,
-        cv: Any = 5,
-        random_state: Any = None,
-    ) -> None:
-        self.n_experts = n_experts
-        self.gating = gating
-        self.link = link
-        self.expert = expert
-        self.power = power
-        self.activation = activation
-        self.tau = tau
-        self.n_init = n_init
-        self.max_iter = max_iter
-        self.tol = tol
-        self.ridge = ridge
-        self.selection = selection
-        self.max_experts = max_experts
-        self.cv = cv
-        self.random_state = random_state
-
-    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> "MoERegressor":
-        """Fit the mixture.
-
-        Args:
-            X: inputs (n, D).
-            y: targets (n) or (n, C).
-            sample_weight: weights (n) >= 0; a row of weight 2 counts as two rows.
-        """
-        check_settings(self)
-        checked: Any = validate_data(
-            self, X, y, multi_output=True, y_numeric=True, dtype=np.float64
-        )
-        inputs, targets = checked
-        weight = _check_sample_weight(
-            sample_weight, inputs, dtype=np.float64, ensure_non_negative=True
-        )
-        self._flat = targets.ndim == 1
-        table = distinct_rows(inputs, targets.reshape(len(inputs), -1).astype(np.float64), weight)
-        seed = int(check_random_state(self.random_state).randint(2**31))
-        count = 1 if self.n_experts == "auto" else int(self.n_experts)
-        self._check_rows(len(inputs), count)
-        family = self._family(count)
-        rows, self.scales_ = standardised(*table, family)
-        settings = self._settings(seed)
-        self.n_experts_ = self._count(family, rows, settings)
-        regression = SharedGate(family.with_experts(self.n_experts_), rows.y.shape[1])
-        self._keep(regression, rows, fit_mixture(regression, rows, settings))
-        self._warn(regression, rows)
-        return self
-
-    def predict(self, X: Any) -> Array:
-        """F(x), of the shape of y."""
-        x = self._inputs(X)
-        predicted = self.scales_.outputs(self._regression.value(self.fit_.theta[None], x[None])[0])
-        return predicted[:, 0].numpy() if self._flat else predicted.numpy()
-
-    def predict_gates(self, X: Any) -> Array:
-        """G (n, E): the weight of every expert in every row; softmax weights sum to 1."""
-        return self._regression.model.weights(self.gating_, self._inputs(X)).numpy()
-
-    def predict_experts(self, X: Any) -> Array:
-        """What each expert alone would predict, (n, E) or (n, E, C), in the units of y."""
-        x = self._inputs(X)
-        outputs = self._regression.model.expert_outputs(self._parameters, x).permute(1, 2, 0)
-        inside = self.scales_.outputs(outputs)
-        return inside[:, :, 0].numpy() if self._flat else inside.numpy()
-
-    def inspect(self, X: Any = None, *, k: int = 1) -> LayerMeasures:
-        """Margins, boundary mass and flips of the gate, as `tieline inspect` has them of a model.
-
-        Args:
-            X: inputs; by default the rows of the fit, or 16,384 of them.
-            k: number of experts with the largest scores that a sparse gate would keep.
-        """
-        check_is_fitted(self)
-        x = self._remembered if X is None else self._inputs(X)
-        return routing_measures(self._regression.model, self.gating_, x, k=k)
-
-    def _family(self, n_experts: int) -> MoEModel:
-        return MoEModel(
-            gate=self.gating,
-            link=self.link,
-            expert=self.expert,
-            d=self.n_features_in_,
-            n_experts=n_experts,
-            tau=(float(self.tau[0]), float(self.tau[1])),
-            power=int(self.power),
-            activation=self.activation,
-        )
-
-    def _settings(self, seed: int) -> FitSettings:
-        ridge = None if self.ridge == "auto" else float(self.ridge)
-        return FitSettings(int(self.n_init), int(self.max_iter), float(self.tol), ridge, seed)
-
-    def _count(self, family: MoEModel, rows: Rows, settings: FitSettings) -> int:
-        """The number of experts, chosen if it is to be."""
-        self.selection_ = None
-        if self.n_experts != "auto":
-            return family.n_experts
-        few = some_rows(rows, settings.seed)
-        most = min(int(self.max_experts), len(few.x))
-        if self.selection == "dendrogram" and most >= 2:
-            self.selection_ = by_dendrogram(family, few, most, settings)
-        else:
-            order = np.random.RandomState(settings.seed).permutation(len(few.x))
-            splitter: Any = check_cv(self.cv, None)
-            folds = [
-                (torch.tensor(order[train]), torch.tensor(order[test]))
-                for train, test in splitter.split(few.x[order])
-            ]
-            self.selection_ = by_cross_validation(family, few, most, folds, settings)
-        return self.selection_.chosen
-
-    def _keep(self, regression: SharedGate, rows: Rows, found: MixtureFit) -> None:
-        self._regression, self.fit_ = regression, found
-        self._remembered = rows.x[:: max(1, -(-len(rows.x) // REMEMBERED))]
-        self.gating_ = self._parameters[0]
-        experts = self._parameters.experts.numpy()
-        self.experts_ = experts[0] if self._flat else experts
-        self.loss_, self.status_ = found.error, found.status
-        self.n_iter_ = max(1, found.iterations)
-
-    @property
-    def _parameters(self) -> MoEParameters:
-        """Parameters of every output (C, ...)."""
-        return self._regression.parameters(self.fit_.theta[None])[0]
-
-    def _inputs(self, X: Any) -> torch.Tensor:
-        check_is_fitted(self)
-        array = validate_data(self, X, reset=False, dtype=np.float64)
-        return self.scales_.inputs(torch.tensor(array))
-
-    def _check_rows(self, samples: int, n_experts: int) -> None:
-        if samples < n_experts:
-            raise ValueError(
-                f"n_experts={n_experts} must not exceed the number of samples, "
-                f"got n_samples={samples}"
-            )
-
-    def _warn(self, regression: SharedGate, rows: Rows) -> None:
-        targets = rows.y.numel()
-        if targets < regression.size and self.ridge == "auto":
-            warnings.warn(
-                f"{targets} distinct targets for {regression.size} parameters: fitted with a ridge "
-                f"of {FEW_ROWS_RIDGE:g} in standard units; fewer experts, a simpler gate or a "
-                "ridge of your own are better",
-                UserWarning,
-                stacklevel=3,
-            )
-        found = self.fit_
-        if found.failed:
-            kept = "was" if found.status == "converged" else "was not"
-            warnings.warn(
-                f"{found.failed} of {len(found.starts)} starts did not converge "
-                f"({found.words()}); the one that is kept {kept} among those that did. "
-                f"max_iter={self.max_iter} and tol={self.tol} decide",
-                ConvergenceWarning,
-                stacklevel=3,
-            )

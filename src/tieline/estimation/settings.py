@@ -1,4 +1,4 @@
-"""The sixteen published settings of papers 2 and 4, by name.
+"""Settings of rate studies: the sixteen that papers 2 and 4 publish, and small designs.
 
     p2-1a-cosine, p2-1a-perturbed     P2 Fig. 1a: k = k* = 8, well specified
     p2-1b-cosine, p2-1b-perturbed     P2 Fig. 1b: k = k* + 1 = 9
@@ -9,27 +9,25 @@
     p4-2a-relu, p4-2a-linear          P4 Fig. 2a: sigmoid quadratic truth, sparse regime
     p4-2b-relu, p4-2b-linear          P4 Fig. 2b: sigmoid quadratic truth, dense regime
 
-The truth of a paper is drawn once, as its appendix E says, from the seed. What the papers leave
-open and how it is filled: paper 4 fits "N > N*" experts and does not say how many, here N* + 1;
-its softmax fits have no loss of their own, here L_2 of paper 2; which loss figure 2 of paper 2
-shows is not said, here L_3. With τ = 0 a zero row has no cosine (0/0): it scores 0, and no nonzero
-row is near it, so the vanilla truth with its two zero rows is not a limit of vanilla models.
+The truth of a paper is drawn once, as its appendix E says, from the seed. The papers leave open:
+how many experts paper 4 fits ("N > N*"), here N* + 1; the loss of its softmax fits, here L_2 of
+paper 2; the loss of figure 2 of paper 2, here L_3. With τ = 0 a zero row has no cosine (0/0): it
+scores 0, and no nonzero row is near it, so the vanilla truth with its two zero rows is not a limit
+of vanilla models.
 
-Small well-specified designs on which rates can be seen: p ≈ 30 parameters, noise sd 0.01.
+Small well-specified designs show rates with p ≈ 30 parameters and noise sd 0.01:
 
     paper 2    d = 3, k* = 4, softmax link, linear, cosine or perturbed gate
     paper 4    d = 2, N* = 3, sigmoid or softmax link, quadratic or partial gate
 
-The truth is drawn by seed and kept for a good condition number of its information matrix
-(`information`) and no ReLU that is dead or linear on the cube: the best of the draws is taken.
-Ill-conditioned truths obey the same laws, only at far larger n.
-
-Where even the best draw is worse than `ENOUGH`, it is walked: small normal steps, each kept if it
-lowers the condition number, until that is enough. Nothing but the condition number decides, never
-a fit. Of the twenty small designs with tanh or ReLU experts one needs it, the sigmoid over a
+Their truth is the draw with the best condition number of its information matrix (`information`)
+and no ReLU that is dead or linear on the cube. Ill-conditioned truths obey the same laws, only at
+far larger n. If even the best draw is worse than `ENOUGH`, it is walked: small normal steps, each
+kept if it lowers the condition number, until that is enough. Only the condition number decides,
+never a fit. Of the twenty small designs with tanh or ReLU experts one needs it, the sigmoid over a
 perturbed cosine with ReLU experts: its scores lie within 1 of the bias, where a sigmoid is nearly
 straight, so that the size of a gate and of a homogeneous expert nearly trade. More draws do not
-help (the best of 2,000 is at 250,000), and another rule for all would move the others for nothing.
+help (the best of 2,000 is at 250,000).
 """
 
 from dataclasses import dataclass, replace
@@ -47,6 +45,20 @@ from tieline.estimation.parameters import MoEParameters
 from tieline.estimation.symmetry import null_dimension
 
 __all__ = ["SETTINGS", "Setting", "SmallDesign", "setting", "small_design", "well_conditioned"]
+
+ROUTER_SCALE = {"perturbed": 0.4}  # near τ1, where length and direction of a row both matter
+OTHER_SCALE = 3.0
+BIAS_SCALE = 0.5
+EXPERT_SCALE = 1.0
+
+NOISE = 0.01
+ENOUGH = 1000 * (0.1 / NOISE) ** 2
+"""Condition at which the worst direction has a standard error σ √(condition/n) of 0.1 at n = 1000.
+
+In units of a parameter that alone moves f by 1, and with the largest eigenvalue taken as 1.
+"""
+MOST_STEPS, STEP = 1000, 0.1
+"""Steps that a walk may try, and their size in units of the draws."""
 
 Regime = Literal["exact", "over", "misspecified"]
 
@@ -93,10 +105,9 @@ class Setting:
     def draw_truth(self, seed: int = 0) -> MoEParameters:
         """The true parameters: independent normals, zero router row and bias for the last atoms."""
         model, generator = self.truth, torch.Generator().manual_seed(seed)
-        widths = (model.router_width + 1, model.expert_width)
         draws = [
-            torch.randn(model.n_experts, width, dtype=torch.float64, generator=generator)
-            for width in widths
+            torch.randn(model.n_experts, dim, dtype=torch.float64, generator=generator)
+            for dim in (model.router_dim + 1, model.expert_dim)
         ]
         gating = draws[0] * self.router_variance**0.5
         gating[model.n_experts - self.zero_rows :] = 0
@@ -187,21 +198,6 @@ def _settings() -> tuple[Setting, ...]:
 
 
 SETTINGS = {one.name: one for one in _settings()}
-
-
-ROUTER_SCALE = {"perturbed": 0.4}  # near τ1, where length and direction of a row both matter
-OTHER_SCALE = 3.0
-BIAS_SCALE = 0.5
-EXPERT_SCALE = 1.0
-
-NOISE = 0.01
-ENOUGH = 1000 * (0.1 / NOISE) ** 2
-"""Condition at which the worst direction has a standard error σ √(condition/n) of 0.1 at n = 1000.
-
-In units of a parameter that alone moves f by 1, and with the largest eigenvalue taken as 1.
-"""
-MOST_STEPS, STEP = 1000, 0.1
-"""Steps that a walk may try, and their size in units of the draws."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -302,9 +298,9 @@ def _normal(model: MoEModel, generator: torch.Generator) -> MoEParameters:
     if model.link == "softmax":
         bias = bias - bias[-1]
     return MoEParameters(
-        ROUTER_SCALE.get(model.gate, OTHER_SCALE) * normal(n, model.router_width),
+        ROUTER_SCALE.get(model.gate, OTHER_SCALE) * normal(n, model.router_dim),
         bias,
-        EXPERT_SCALE * normal(n, model.expert_width),
+        EXPERT_SCALE * normal(n, model.expert_dim),
     )
 
 

@@ -1,25 +1,26 @@
-"""Many least-squares problems at once, whatever the regression function is.
+"""Solvers of many least-squares problems at once, whatever the regression function is.
 
     S_b(θ) = Σ_i w_i (y_i - f(θ, x_i))² + λ‖θ‖²,   b = 1, ..., B
 
-A problem is one data set with one start; problems that differ by their start share the data. The
-regression function enters by a small protocol, so that the solvers know nothing of experts. Sums
-over samples are made in blocks of rows whose Jacobian fits into the cache: memory does not grow
-with the number of samples.
+    LeastSquares           data and regression function; a problem is one data set with one start
+    levenberg_marquardt    each problem with a damping of its own
+    descend                stochastic gradient descent or Adam, as the papers fit
+    relative_offset        how far θ is from its minimum, in standard errors
+    Status                 how a problem ended
 
-Levenberg-Marquardt for many problems at once, each with a damping of its own.
+Problems that differ by their start share the data. Sums over samples are made in blocks of rows
+whose Jacobian fits into the cache, so memory does not grow with the number of samples.
 
-A step solves (A + μD) δ = g with A = JᵀJ + λI, g = -½∇S and Marquardt's D = diag A, and is kept
-inside the box |θ| <= 30: a coordinate that is pressed against the box is left out of the step.
-μ falls tenfold where the quadratic model predicts the loss well and grows where it does not.
-
-A problem ends when what is left to gain is nothing beside the noise: with s² = S/n,
+A step of Levenberg-Marquardt solves (A + μD) δ = g with A = JᵀJ + λI, g = -½∇S and Marquardt's
+D = diag A, inside the box |θ| <= 30: a coordinate pressed against the box is left out of the step.
+μ falls tenfold where the quadratic model predicts the loss well and grows where it does not. A
+problem ends when what is left to gain is nothing beside the noise: with s² = S/n,
 
     converged    gᵀ(A + 1e-9 D)⁻¹g <= (1e-3)² p s²  the estimate is within a thousandth of its own
                                                     standard error (relative offset of Bates, Watts)
     kink         three steps in a row did not lower S and the same is at most (0.05)² p s²: S of
                  ReLU experts is a minimum at the inputs where an expert switches on
-    flat         five steps in a row gained less than 1e-3 s² each: a valley the data do not see
+    flat         five steps in a row gained less than 1e-3 s² each: a valley without information
     exact        S <= 1e-26 Σ w y²: the data are fitted to rounding
     stalled      no step lowers S, though the model promises more than that
     unfinished   the steps ran out
@@ -27,12 +28,10 @@ A problem ends when what is left to gain is nothing beside the noise: with s² =
 
 The first four are answers, the others are not. Problems that have ended leave the batch.
 
-Stochastic gradient descent and Adam for many problems at once, as the papers fit.
-
 Paper 2 (App. E.1) runs SGD over 10 epochs at rate 0.1 on the mean squared error; it states neither
-the size of a minibatch nor how near to the truth it starts. Adam is the usual other choice. Both
-stop by count, not by success, so that their end is judged as that of every solver: a problem has
-converged if its relative offset (`levenberg`) is small, and is unfinished otherwise.
+the size of a minibatch nor how near to the truth it starts. Adam is the usual alternative. Both
+stop by count, not by success: a problem has converged if its relative offset is small, and is
+unfinished otherwise.
 """
 
 from collections.abc import Iterator
@@ -64,6 +63,14 @@ __all__ = [
 BLOCK = 1 << 18
 """Entries of a block of Jacobians: 2 MiB in float64, so that it stays in the cache."""
 
+BOX = 30.0
+"""Bound on every parameter."""
+FIRST_DAMPING, LEAST_DAMPING, MOST_DAMPING = 1e-3, 1e-12, 1e8
+FLOOR = 1e-9
+SLOW, SLOW_STEPS = 1e-3, 5
+KINK, KINK_STEPS = 0.05, 3
+EXACT = 1e-26
+
 Theta = Float[Tensor, "problems parameters"]
 Which = Int[Tensor, " problems"]
 
@@ -78,11 +85,11 @@ class Regression(Protocol):
         ...
 
     def value(self, theta: Tensor, x: Tensor) -> Tensor:
-        """F of shape (B, n) or (B, n, outputs), for θ (B, p) and x (B, n, d)."""
+        """Compute f of shape (B, n) or (B, n, outputs), for θ (B, p) and x (B, n, d)."""
         ...
 
     def value_and_jacobian(self, theta: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """F and its Jacobian, of the shape of f with a last axis p."""
+        """Compute f and its Jacobian, of the shape of f with a last axis p."""
         ...
 
 
@@ -111,7 +118,7 @@ class LeastSquares:
     """
 
     regression: Regression
-    x: Float[Tensor, "sets samples width"]
+    x: Float[Tensor, "sets samples dim"]
     y: Float[Tensor, "sets samples *outputs"]
     weight: Float[Tensor, "sets samples"] | None = None
     ridge: float = 0.0
@@ -182,13 +189,11 @@ class LeastSquares:
         total = (jacobian.flatten(1, -2).mT @ residual.flatten(1)[..., None])[..., 0]
         return total / len(rows) - self.ridge / self.samples * theta
 
-    def _blocks(self, which: Which, width: int) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Blocks of problems and rows with their inputs, `width` entries to each sample."""
+    def _blocks(self, which: Which, dim: int) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Blocks of problems and rows with their inputs, `dim` entries to each sample."""
         outputs = self.y[0, 0].numel()
-        rows = max(
-            1, min(self.samples, max(64, self.block // max(1, width * outputs * len(which))))
-        )
-        group = max(1, min(len(which), self.block // (rows * width * outputs)))
+        rows = max(1, min(self.samples, max(64, self.block // max(1, dim * outputs * len(which)))))
+        group = max(1, min(len(which), self.block // (rows * dim * outputs)))
         for first in range(0, len(which), group):
             at = slice(first, first + group)
             sets = which[at] // self.starts
@@ -211,14 +216,6 @@ def _check_weight(weight: Tensor, shape: tuple[int, ...]) -> None:
     require(found == shape, f"a weight for each sample: {shape}, got {found}", ShapeError)
     good = bool((weight.isfinite() & (weight >= 0)).all()) and bool((weight.sum(-1) > 0).all())
     require(good, "weights must be finite, not negative, and not all zero", ParameterError)
-
-
-BOX = 30.0
-FIRST_DAMPING, LEAST_DAMPING, MOST_DAMPING = 1e-3, 1e-12, 1e8
-FLOOR = 1e-9
-SLOW, SLOW_STEPS = 1e-3, 5
-KINK, KINK_STEPS = 0.05, 3
-EXACT = 1e-26
 
 
 class Status(IntEnum):
@@ -263,7 +260,7 @@ class Minimum:
 
 @dataclass
 class _Batch:
-    """The problems still running: where they are and what they know there."""
+    """The problems still running: their parameters and normal equations."""
 
     which: Which
     theta: Theta
@@ -382,14 +379,14 @@ def _solve(matrix: Tensor, damping: Tensor, goal: Tensor) -> Tensor:
 
 
 def _try(problem: LeastSquares, batch: _Batch, step: Theta, box: float) -> None:
-    """Move where the loss falls; set damping by how well the model foretold it."""
+    """Take the steps that lower the loss; set damping by how well the model predicted it."""
     trial = (batch.theta + step).clamp(-box, box)
     moved = trial - batch.theta
     loss, pull, gram = batch.normal
-    foretold = 2 * (moved * pull).sum(-1) - ((gram @ moved[..., None])[..., 0] * moved).sum(-1)
+    predicted = 2 * (moved * pull).sum(-1) - ((gram @ moved[..., None])[..., 0] * moved).sum(-1)
     new = problem.normal(trial, batch.which)
     gain = loss - new.loss
-    ratio = gain / foretold.clamp_min(1e-300)
+    ratio = gain / predicted.clamp_min(1e-300)
     taken = (gain > 0) & new.pull.isfinite().all(-1)
     factor = torch.where(ratio > 0.75, 0.1, torch.where(ratio > 0.25, 1.0, 4.0)).to(loss)
     factor = torch.where(taken, factor, torch.full_like(factor, 10.0))

@@ -1,4 +1,4 @@
-"""What the data cannot see: the symmetries of a model, and its parameters up to them.
+"""Symmetries of a model, which the data cannot determine, and its parameters up to them.
 
     order             experts may be renumbered                    all
     bias shift        β_0 + t                                      softmax
@@ -9,7 +9,7 @@
     sign              (a, b) → -(a, b), with λ → -λ for odd φ      even uᵖ; two-layer, odd φ
     mass and scale    m φ(u) = (m/tᵖ) φ(tu)                        degree p; zero row, sigmoid
 
-v is the row that scores (`gates`): β/(‖β‖ + τ1) for the perturbed cosine, so that router has the
+v is the row that scores (`model`): β/(‖β‖ + τ1) for the perturbed cosine, so that router has the
 row shift of a linear one; for the vanilla cosine the shifted rows must stay on the sphere, which
 leaves max(0, d - N) dimensions. With the biases pinned, the continuous directions of a softmax
 model with generic experts count d (linear), d (perturbed) and N + max(0, d - N) = max(d, N)
@@ -85,7 +85,8 @@ def canonical(model: MoEModel, params: MoEParameters, pin: Pin = "mean") -> MoEP
             atom bias and row 0.
     """
     model.check(params)
-    rows = _symmetric(model, router_directions(model.gate, params.router, _tau(model)))
+    tau = model.tau[0] if model.gate == "perturbed" else 0.0
+    rows = _symmetric(model, router_directions(model.gate, params.router, tau))
     bias = params.bias
     if model.link == "softmax":
         rows, bias = _pinned(rows, bias, pin)
@@ -135,10 +136,6 @@ def has_signs(model: MoEModel) -> bool:
     if model.expert == "polynomial":
         return model.power % 2 == 0
     return model.expert == "two_layer" and model.activation in ODD
-
-
-def _tau(model: MoEModel) -> float:
-    return model.tau[0] if model.gate == "perturbed" else 0.0
 
 
 def _symmetric(model: MoEModel, rows: Tensor) -> Tensor:

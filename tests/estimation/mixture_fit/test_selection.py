@@ -12,7 +12,7 @@ from tieline.estimation.mixture_fit import (
     by_dendrogram,
     some_rows,
 )
-from tieline.estimation.mixture_starts import mixture_starts_Rows as Rows
+from tieline.estimation.mixture_starts import Rows
 from tieline.estimation.model import MoEModel
 from tieline.estimation.regressor import standardised
 
