@@ -164,7 +164,7 @@ def test_unknown_parts_are_refused(change, no_axis_checks):
 
 def test_parameters_of_another_model_are_refused(no_axis_checks):
     wrong = random_parameters(MODELS[0].with_experts(4))
-    with pytest.raises(TielineError, match="widths"):
+    with pytest.raises(TielineError, match="lengths"):
         MODELS[0].regression(wrong, random_inputs(3, 2))
     with pytest.raises(TielineError, match="float64"):
         MODELS[0].regression(random_parameters(MODELS[0]), random_inputs(3, 2).float())

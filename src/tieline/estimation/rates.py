@@ -312,7 +312,7 @@ def _losses(
 def _series(plan: RatePlan, rows: Sequence[RateRow], loss: str, radius: float) -> LossSeries:
     losses = zip(plan.sizes, _losses(rows, plan.sizes, loss, radius), strict=True)
     known = [(n, part) for n, part in losses if len(part)]
-    means = [mean_estimate(part) for _, part in known]
+    errors = [mean_estimate(part).standard_error or 0.0 for _, part in known]
     fair = [(n, part) for n, part in known if n >= plan.model.n_parameters]
     falls = len(fair) >= 2 and all(part.mean() > 0 for _, part in fair)
     return LossSeries(
@@ -320,8 +320,8 @@ def _series(plan: RatePlan, rows: Sequence[RateRow], loss: str, radius: float) -
         radius,
         f"r = {radius:g}" + (" √(1000/n)" if plan.shrink else ""),
         tuple(n for n, _ in known),
-        tuple(mean.value for mean in means),
-        tuple(mean.standard_error or 0.0 for mean in means),
+        tuple(part.mean().item() for _, part in known),
+        tuple(errors),
         fit_rate([n for n, _ in fair], [part for _, part in fair]) if falls else None,
     )
 

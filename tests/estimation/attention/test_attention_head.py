@@ -14,7 +14,7 @@ HEADS = [AttentionHead(kind, 4, 3, row) for kind in ATTENTION for row in (0, 2)]
 def drawn(head, problems=2, n=6):
     generator = torch.Generator().manual_seed(0)
     theta = torch.randn(problems, head.size, dtype=torch.float64, generator=generator)
-    x = torch.randn(problems, n, head.tokens * head.width, dtype=torch.float64, generator=generator)
+    x = torch.randn(problems, n, head.tokens * head.dim, dtype=torch.float64, generator=generator)
     return theta, x
 
 
@@ -23,7 +23,7 @@ def test_the_value_is_the_row_of_attention(head):
     theta, x = drawn(head)
     for place in range(2):
         bilinear, value = head.split(theta[place])
-        tokens = x[place].unflatten(1, (head.tokens, head.width))
+        tokens = x[place].unflatten(1, (head.tokens, head.dim))
         wanted = ATTENTION[head.kind](tokens @ bilinear, tokens, tokens @ value[:, None], scale=1.0)
         found = head.value(theta, x)[place]
         assert torch.allclose(found, wanted[:, head.row, 0], atol=1e-13)

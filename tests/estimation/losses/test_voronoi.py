@@ -150,7 +150,7 @@ def test_unknown_losses_are_refused(kind, paper, r, words):
 
 def test_shapes_that_do_not_fit_are_refused():
     wide = MoEParameters([[1.0, 2, 3]], [0.0], [[1.0, 2, 3]])
-    with pytest.raises(TielineError, match="width"):
+    with pytest.raises(TielineError, match="differ in length"):
         voronoi_loss(wide, TRUTH, kind="L3", paper=2)
     with pytest.raises(TielineError, match="voronoi_losses"):
         voronoi_loss(FIT.expand(2), TRUTH, kind="L3", paper=2)
