@@ -19,7 +19,7 @@ from tieline.analysis.diff_records import (
 from tieline.core.errors import TraceError, require
 from tieline.core.statistics import Share
 from tieline.report.charts import Panel, axis, figure, unmeasured
-from tieline.report.drawing import ACCENT, MUTED, NOTICE, WARN, canvas, percent_axis
+from tieline.report.drawing import ACCENT, MUTED, NOTICE, WARN, percent_axis, small_canvas
 from tieline.report.frame import notebook_html, render
 from tieline.report.numbers import DASH, flat, percent, short_names, significant, timing_rows
 from tieline.report.tables import (
@@ -129,11 +129,10 @@ def notebook(result: RoutingDiff) -> str:
 
 def figures(result: RoutingDiff) -> "dict[str, Callable[[], Figure]]":
     """Figures by name: flip rates by layer, their causes, and their growth with depth."""
-    size = {"width": 4.5, "height": 3.0}
     return {
-        "layers": lambda: canvas(partial(_draw_layers, result), **size),
-        "causes": lambda: canvas(partial(_draw_causes, result), **size),
-        "depth": lambda: canvas(partial(_draw_depth, result), **size),
+        "layers": lambda: small_canvas(partial(_draw_layers, result)),
+        "causes": lambda: small_canvas(partial(_draw_causes, result)),
+        "depth": lambda: small_canvas(partial(_draw_depth, result)),
     }
 
 
@@ -322,7 +321,7 @@ def _draw_layers(result: RoutingDiff, axes: "Axes") -> None:
     style = {"fmt": "o", "color": ACCENT, "markersize": 4, "capsize": 2}
     axes.errorbar(_labels(result), values, yerr=_errors(rates), **style)
     axes.set(xlabel="layer of A", ylabel="tokens that choose other experts (95 %)")
-    _start_at_zero(axes)
+    axes.set_ylim(bottom=0)
     percent_axis(axes)
 
 
@@ -347,13 +346,9 @@ def _draw_depth(result: RoutingDiff, axes: "Axes") -> None:
     independent = [step.independent for step in steps]
     axes.plot(labels, independent, "--", color=MUTED, label="if layers were independent")
     axes.set(xlabel="layer of A", ylabel="share of tokens")
-    _start_at_zero(axes)
+    axes.set_ylim(bottom=0)
     percent_axis(axes)
     axes.legend(fontsize=6.5)
-
-
-def _start_at_zero(axes: "Axes") -> None:
-    axes.set_ylim(bottom=0)
 
 
 def _interval(row: DiffRow) -> str:

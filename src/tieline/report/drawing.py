@@ -3,7 +3,7 @@
 The format of a file follows its name: .pdf, .svg or .png. Text in PDF stays text (fonttype 42), and
 the same figure gives the same bytes.
 
-    canvas           a figure of the project's style with its axes
+    canvas           a figure of the project's style with its axes; small_canvas for a single one
     layer_colours    colours by depth, whose lightness grows and survives a grey printer
     name_layers      a legend for a few layers, a bar of colours for many
     percent_axis     percentages at the ticks
@@ -39,6 +39,7 @@ __all__ = [
     "layer_colours",
     "name_layers",
     "percent_axis",
+    "small_canvas",
 ]
 
 ACCENT, WARN, NOTICE, INK, MUTED = "#0b5394", "#b3400a", "#7a5c00", "#1d2127", "#5d6570"
@@ -80,6 +81,11 @@ def canvas(
         made = Figure(figsize=(width, height), layout="constrained")
         draw(*made.subplots(1, columns, squeeze=False)[0])
     return made
+
+
+def small_canvas(draw: "Callable[[Axes], None]") -> "Figure":
+    """A figure of one axes for a slide or a notebook."""
+    return canvas(draw, width=4.5, height=3.0)
 
 
 def layer_colours(count: int) -> list[Any]:

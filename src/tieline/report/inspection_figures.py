@@ -23,6 +23,7 @@ from tieline.report.drawing import (
     layer_colours,
     name_layers,
     percent_axis,
+    small_canvas,
 )
 from tieline.report.inspection_charts import (
     FARTHEST,
@@ -46,14 +47,15 @@ __all__ = ["inspection_figures"]
 
 def inspection_figures(result: Inspection) -> "dict[str, Callable[[], Figure]]":
     """Every figure by name; one that the result cannot give raises `TraceError` when drawn."""
-    one = {"width": 4.5, "height": 3.0}
     return {
         "routing": lambda: canvas(partial(_draw_routing, result), columns=2),
-        "gaps": lambda: canvas(partial(_draw_gaps, _known_gaps(result)), **one),
-        "near": lambda: canvas(partial(_draw_near, _known_gaps(result)), **one),
-        "flips": lambda: canvas(partial(_draw_flips, result), **one),
-        "jumps": lambda: canvas(partial(_draw_jumps, result), **one),
-        "load": lambda: canvas(partial(_draw_load, result), **_load_size(result)),
+        "gaps": lambda: small_canvas(partial(_draw_gaps, _known_gaps(result))),
+        "near": lambda: small_canvas(partial(_draw_near, _known_gaps(result))),
+        "flips": lambda: small_canvas(partial(_draw_flips, result)),
+        "jumps": lambda: small_canvas(partial(_draw_jumps, result)),
+        "load": lambda: canvas(
+            partial(_draw_load, result), height=min(9.0, 1.2 + 0.2 * len(result.measures.layers))
+        ),
     }
 
 
@@ -144,16 +146,13 @@ def _draw_jumps(result: Inspection, axes: "Axes") -> None:
     limit = known[0][1].dangerous_above
     axes.axhline(limit, color=WARN, linestyle="--", linewidth=0.8)
     place, where = (0.99, limit), ("axes fraction", "data")
-    words = {"ha": "right", "va": "bottom", "color": WARN, "fontsize": 6.5}
+    ground = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
+    words = {"ha": "right", "va": "bottom", "color": WARN, "fontsize": 6.5, "bbox": ground}
     axes.annotate(f"dangerous from {percent(limit)}", place, xycoords=where, **words)
     axes.set(xscale="log", yscale="log", xlabel="gap (filled: nearest to a tie; open: others)")
     axes.set_ylabel("relative change of the layer’s output")
     percent_axis(axes)
     name_layers(axes, [label for label, _ in known])
-
-
-def _load_size(result: Inspection) -> dict[str, float]:
-    return {"width": 6.75, "height": min(9.0, 1.2 + 0.2 * len(result.measures.layers))}
 
 
 def _draw_load(result: Inspection, axes: "Axes") -> None:

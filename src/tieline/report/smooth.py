@@ -3,6 +3,7 @@
 Shows ε by layer, then what smoothing repairs under low precision and what it costs.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from rich.text import Text
 from tieline.analysis.repair import Latency, Repair, RepairRow
 from tieline.core.statistics import Estimate
 from tieline.report.charts import Panel, axis, figure
-from tieline.report.drawing import ACCENT, INK, WARN, canvas
+from tieline.report.drawing import ACCENT, INK, WARN, small_canvas
 from tieline.report.frame import notebook_html, render
 from tieline.report.numbers import (
     DASH,
@@ -87,7 +88,7 @@ def notebook(result: Repair) -> str:
 def figures(result: Repair) -> "dict[str, Callable[[], Figure]]":
     """Figures by name: KL before and after, by precision."""
     rows = result.repair.rows
-    return {"repair": lambda: canvas(partial(_draw_repair, rows), width=4.5, height=3.0)}
+    return {"repair": lambda: small_canvas(partial(_draw_repair, rows))}
 
 
 def smooth_facts(result: Repair) -> list[str]:
@@ -214,8 +215,10 @@ def _draw_repair(rows: Sequence[RepairRow], axes: "Axes") -> None:
         both = [_sides(row)[place] for row in rows]
         errors = [2 * (finite(kl.standard_error) or 0.0) for kl, _ in both]
         style = {"fmt": marker, "color": colour, "markersize": 4, "capsize": 2}
-        axes.errorbar(places, [kl.value for kl, _ in both], yerr=errors, label=name, **style)
-        axes.plot(places, [floor.value for _, floor in both], "_", color=colour, markersize=10)
+        heights = [math.nan if kl.value is None else kl.value for kl, _ in both]
+        floors = [math.nan if floor.value is None else floor.value for _, floor in both]
+        axes.errorbar(places, heights, yerr=errors, label=name, **style)
+        axes.plot(places, floors, "_", color=colour, markersize=10)
     axes.plot([], [], "_", color=INK, markersize=10, label="floor: clean routes forced")
     axes.set_xticks(range(len(rows)), labels=[row.name for row in rows])
     axes.set(yscale="log", ylabel="KL to itself in float32 (nats per token)")
