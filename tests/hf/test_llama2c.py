@@ -12,7 +12,7 @@ from tieline.core.errors import UnsupportedModelError
 from tieline.hf.llama2c import Header, load_llama2c, load_llama2c_tokenizer, read_header
 
 STORIES, with_stories = shared_data("stories260K")
-SIZES = (8, 12, 2, 2, 1, 20, 16)  # width, hidden, layers, heads, key heads, vocabulary, positions
+SIZES = (8, 12, 2, 2, 1, 20, 16)  # dim, hidden, layers, heads, key heads, vocabulary, positions
 
 
 def write_model(path, sizes=SIZES, own_output=False):
@@ -33,7 +33,7 @@ def reference(header, t, ids):
         return w * x / torch.sqrt(x.square().mean() + 1e-5)
 
     def rotate(v, position):
-        size = header.width // header.heads
+        size = header.dim // header.heads
         pairs = v.view(-1, size // 2, 2)
         angle = position * 10000.0 ** (-torch.arange(0, size, 2).double() / size)
         c, s = angle.cos(), angle.sin()
@@ -146,7 +146,7 @@ def test_malformed_vocabularies_are_refused(tmp_path):
 @with_stories
 def test_the_real_model_tells_stories():
     header = read_header(STORIES / "stories260K.bin")
-    assert (header.width, header.layers, header.vocabulary) == (64, 5, 512)
+    assert (header.dim, header.layers, header.vocabulary) == (64, 5, 512)
     model = load_llama2c(STORIES / "stories260K.bin")
     tokenizer = load_llama2c_tokenizer(STORIES / "tok512.bin", header.vocabulary)
     start = "Once upon a time, there was a little"

@@ -1,26 +1,25 @@
-"""One router under observation: each of its calls becomes a `LayerTrace`.
-
-Everything that needs the scores of all experts happens here, while they exist: the ranks, the
-counts K(ε) and the exact distance to the nearest tie. The scores are read in few passes, where they
-are; only the results go to the CPU.
-
-What a capture has seen: records per forward pass, kept as one trace or handed on to a sink.
-
-Recording what the routers of a transformers model choose, while it runs as it always does.
+"""Record what the routers of a transformers model choose, while it runs as always.
 
     with capture(model) as recorder:
         model(**batch)
     trace = recorder.trace()
 
-Each router's class is replaced by a subclass of itself while the capture lasts, so parameters,
-state-dict keys, hooks, `output_router_logits` and the outputs stay what they are; leaving the
-block, also by an exception, restores the classes.
+While the capture lasts, each router's class is a subclass of itself, so that parameters, state-dict
+keys, hooks, `output_router_logits` and the outputs stay the same; leaving the block, also by an
+exception, restores the classes.
+
+    capture          the context manager
+    Recorder         the records of every forward pass, kept as one trace or handed to a `Sink`
+    LayerObserver    turns each call of one router into a `LayerTrace`
+
+Ranks, counts K(ε) and distances need the scores of all experts, so they are computed here, on the
+device of the scores; only the results go to the CPU.
 """
 
 import inspect
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
@@ -64,7 +63,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Settings:
-    """What is kept of each layer.
+    """What a capture keeps of each layer.
 
     Attributes:
         ranks: number m of ranks kept beyond k; None keeps all.
@@ -80,7 +79,7 @@ class Settings:
 
 
 class _Ranking(NamedTuple):
-    """Scores of all experts inside the chosen groups, their ranks, and the ranks to keep."""
+    """Scores inside the chosen groups, their ranks, and the ranks to keep."""
 
     scores: Tensor
     ranked: Ranked
@@ -101,7 +100,7 @@ class LayerObserver:
 
     @torch.no_grad()
     def observe(self, router: nn.Module, call: Call, output: Any, batch: Batch) -> LayerTrace:
-        """The record of one call: which experts, by which scores, how near to a tie."""
+        """Return the record of one call: experts, scores and distance to a tie."""
         reason = self.family.refused_in_training
         if reason is not None and router.training:
             raise UnsupportedModelError(f"layer {self.name!r} ({self.family.name}): {reason}")
@@ -139,7 +138,7 @@ class LayerObserver:
         return RouterOutput(*(tensor.index_select(0, kept) for tensor in found))
 
     def _rank(self, scores: Tensor, found: RouterOutput, selection: Selection) -> _Ranking:
-        """The ranks of the scores, verified against the router's own choice."""
+        """Rank the scores and verify the ranks against the router's own choice."""
         k, experts = found.ids.shape[1], scores.shape[1]
         wanted = experts if self._settings.ranks is None else k + self._settings.ranks
         needed = min(max(wanted, k + NEIGHBOURS + 1), experts)
@@ -153,13 +152,13 @@ class LayerObserver:
         return _Ranking(scores, ranked, kept, self._facts(experts, k, selection))
 
     def _facts(self, experts: int, k: int, selection: Selection) -> LayerFacts:
-        affine = selection.units == "logits" and self.family.weight is not None
-        if selection.limit is None:
-            return LayerFacts(experts, k, selection.units, affine=affine)
-        limit = selection.limit
-        return LayerFacts(
-            experts, k, selection.units, limit.n_groups, limit.k_groups, limit.score, affine
-        )
+        limit, linear = selection.limit, selection.units == "logits"
+        affine = linear and self.family.weight is not None
+        facts = LayerFacts(experts, k, selection.units, affine=affine)
+        if limit is None:
+            return facts
+        groups = {"n_groups": limit.n_groups, "k_groups": limit.k_groups}
+        return replace(facts, **groups, group_score=limit.score)
 
     def _near(self, ranking: _Ranking) -> Int[Tensor, "tokens epsilons"] | None:
         """K(ε) on the grid of the settings."""
@@ -170,7 +169,7 @@ class LayerObserver:
         return _to_cpu(counts, _integers(ranking.facts.n_experts))
 
     def _distance(self, router: nn.Module, ranking: _Ranking) -> Float[Tensor, " tokens"] | None:
-        """Distance to the nearest tie; ties between groups have none in closed form."""
+        """Distance to the nearest tie; None with groups, whose ties have no closed form."""
         facts = ranking.facts
         if not (self._settings.distances and facts.affine and facts.n_groups == 1):
             return None
@@ -209,9 +208,9 @@ def near_counts(
     threshold: Float[Tensor, " tokens"],
     epsilons: tuple[float, ...],
 ) -> Int[Tensor, "tokens epsilons"]:
-    """K(ε) = #{i : z_i > z_[k] - ε}, given z_[k]: one comparison and one sum of bytes per ε.
+    """Count K(ε) = #{i : z_i > z_[k] - ε}, given z_[k], in the dtype of the scores.
 
-    In the dtype of the scores: a difference rounds by 2^-24 of itself, which is nothing to an ε.
+    One comparison and one sum of bytes per ε; a difference rounds by 2^-24 of itself.
     """
     below = threshold[:, None] - scores
     counts = torch.empty(len(scores), len(epsilons), dtype=torch.int32, device=scores.device)
@@ -222,12 +221,12 @@ def near_counts(
 
 
 def _integers(experts: int) -> torch.dtype:
-    """The smallest type that holds ids and counts of so many experts."""
+    """The smallest type that holds ids and counts of this many experts."""
     return torch.int16 if experts <= torch.iinfo(torch.int16).max else torch.int32
 
 
 def _to_cpu(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy on the CPU: what the model does later to its own tensors does not change a record."""
+    """A copy on the CPU, which later changes to the model's own tensors do not reach."""
     return tensor.detach().to(device="cpu", dtype=dtype, copy=True)
 
 
@@ -243,15 +242,15 @@ class Sink(Protocol):
         positions: Int[Tensor, " tokens"],
         tokens: Int[Tensor, " tokens"],
     ) -> None:
-        """Take what one layer, called by its router's name, did with these tokens."""
+        """Take the record of these tokens in one layer, named by its router."""
         ...
 
 
 class Recorder:
     """Collects the routing of every forward pass of a model under capture.
 
-    Layers are in the order in which they run. With a sink, those of each pass are handed to it when
-    the pass has ended and then forgotten. A pass that raises leaves nothing behind.
+    Layers are in the order in which they run. With a sink, the layers of each pass are handed to it
+    when the pass has ended, and not kept. A pass that raises leaves nothing behind.
 
     Attributes:
         n_tokens: number of tokens recorded so far.
@@ -278,16 +277,16 @@ class Recorder:
 
     @property
     def under_way(self) -> Mapping[str, LayerTrace]:
-        """The layers that have run so far in the current forward pass, by their routers' names."""
+        """The layers that ran so far in the current forward pass, by router name."""
         return self._pass
 
     def begin(self, arguments: Mapping[str, Any]) -> None:
-        """A forward pass of the model starts with these arguments."""
+        """Start a forward pass of the model with these arguments."""
         self._pass = {}
         self._batch = self._counter.read(arguments)
 
     def observe(self, observer: LayerObserver, router: nn.Module, call: Call, output: Any) -> None:
-        """A router was called and returned `output`."""
+        """Record that a router was called and returned `output`."""
         batch = self._batch
         if batch is None:
             raise TielineError(
@@ -296,13 +295,13 @@ class Recorder:
             )
         require(
             observer.name not in self._pass,
-            f"layer {observer.name!r} ran twice in one forward pass: which call is it?",
+            f"layer {observer.name!r} ran twice in one forward pass",
             TielineError,
         )
         self._pass[observer.name] = observer.observe(router, call, output, batch)
 
     def finish(self) -> None:
-        """The forward pass ended well: keep it or hand it on."""
+        """End a forward pass without errors: keep it or hand it to the sink."""
         batch, found = self._batch, self._pass
         self._batch, self._pass = None, {}
         if batch is None or len(batch.tokens) == 0:
@@ -317,7 +316,7 @@ class Recorder:
             self._sink.update(layer.name, layer, batch.documents, batch.positions, batch.tokens)
 
     def trace(self) -> RoutingTrace:
-        """The routing of all tokens so far, in the order of the passes."""
+        """Return the routing of all tokens so far, in the order of the passes."""
         require(self._sink is None, "the sink has consumed the passes: no trace kept", TraceError)
         require(bool(self._passes), "no forward pass has been captured yet", TraceError)
         return concatenate(self._passes)
@@ -358,8 +357,7 @@ def capture(
 
     Every forward pass of `model` inside the block is recorded: in evaluation and training, under
     `generate`, with `output_router_logits` or without. A forward pass that activation checkpointing
-    repeats is not counted again. The first pass proves for each layer that the captured scores
-    explain the router's choice; later ones are checked as well.
+    repeats is not counted again. Every pass checks that the captured scores explain the choice.
 
     Args:
         model: a model of transformers whose forward takes `input_ids` or `inputs_embeds`.
@@ -368,7 +366,7 @@ def capture(
         epsilons: grid at which K(ε), the number of experts within ε of the threshold, is counted.
         layers: names of the router modules to record (`find_routers`); all by default.
         distances: compute the exact Euclidean distance to the nearest tie for affine routers.
-        sink: takes the layers of each pass, which are then forgotten: a streaming summary.
+        sink: takes the layers of each pass instead of keeping them, such as `SummaryBuilder`.
     """
     _check_arguments(keep, ranks, epsilons)
     settings = Settings(None if ranks == "all" else ranks, epsilons, keep == "inputs", distances)
@@ -402,7 +400,7 @@ def _observer(name: str, router: nn.Module, settings: Settings) -> LayerObserver
 def _observed_class(
     cls: type[nn.Module], observer: LayerObserver, recorder: Recorder
 ) -> type[nn.Module]:
-    """A subclass of the router's class, of the same name, that shows each call to the recorder."""
+    """A subclass of the router's class that shows each call to the recorder."""
 
     def observe(router: nn.Module, call: Call, output: Any) -> Any:
         if not is_recomputing():
@@ -418,7 +416,7 @@ def _observed_class(
 def _watch_forward(
     model: nn.Module, recorder: Recorder
 ) -> Iterator[torch.utils.hooks.RemovableHandle]:
-    """Tell the recorder where forward passes of the model begin and end."""
+    """Hook the model to tell the recorder where forward passes begin and end."""
     names = list(inspect.signature(model.forward).parameters)
 
     def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -434,7 +432,7 @@ def _watch_forward(
 
 
 def _counter(model: nn.Module) -> DocumentCounter:
-    """Document counter that knows the padding which `generate` feeds to rows that have ended."""
+    """Document counter that knows the padding fed by `generate` to rows that have ended."""
     config = getattr(model, "generation_config", None)
     ends = getattr(config, "eos_token_id", None)
     ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)

@@ -1,25 +1,14 @@
-"""Knowing, while a model runs, whether one of its routers is at work: what may be perturbed there.
-
-RouterScope      which router is running, told by hooks
-position_tables  modules that compute in float32 in any model
-computes_single  whether a router makes its logits in float32 whatever the model's precision
-logits_matrix    the matrix (E, D) of a router whose logits are affine in its input
-
-Noise in the routing path: Gaussian, on the routers' logits or on the hidden states.
-
-score_noise   N(0, σ²) on every logit of every router
-state_noise   N(0, (ρ · rms(x))²) on every coordinate of a hidden state x: of the routers' inputs
-              alone, or of what every routed decoder layer hands on
-
-Low precision emulated by rounding: the model runs in float32 on the numbers of the format.
+"""Run a model in a lower precision or with noise, by rounding and hooks, in float32.
 
     with emulate(model, "fp8_e4m3", parts="router"):
         model(input_ids=ids)
 
-Weights are rounded once, when the block is entered, and restored when it is left; activations are
-rounded where a matrix product takes them in. Formats in which the whole computation happens (bf16,
-fp16) also round what products, sums and elementwise products give back (`hf.formats`). Sums inside
-a product stay in float32, as in matrix units, and so do tables of positions.
+emulate       rounds weights once, on entry, and activations where a matrix product takes them in;
+              bf16 and fp16 also round what products, sums and elementwise products return
+              (`hf.formats`). Sums inside a product and tables of positions stay in float32.
+score_noise   adds N(0, σ²) to every logit of every router
+state_noise   adds N(0, (ρ · rms(x))²) to every coordinate of a hidden state x: of the routers'
+              inputs alone, or of the output of every routed decoder layer
 
     parts     what is in the format
     router    the routers alone: their matrix, their input and, for bf16 and fp16, their logits
@@ -27,7 +16,7 @@ a product stay in float32, as in matrix units, and so do tables of positions.
     others    the whole model but its routers
 
 A router that makes its logits in float32 whatever the model's precision (DeepSeek-V3) keeps them so
-under "all", as it would natively, and not under "router", where its own precision is the question.
+under "all", as it would natively, but not under "router", where its own precision is the question.
 """
 
 import copy
@@ -61,7 +50,7 @@ __all__ = [
 
 
 def modular_routers(model: nn.Module) -> dict[str, nn.Module]:
-    """The routers by name; refuses those that are no modules of their own."""
+    """Return the routers by name; refuses those that are not modules of their own."""
     routers = find_routers(model)
     for name, router in routers.items():
         family = family_of(router)
@@ -76,16 +65,16 @@ def modular_routers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 class RouterScope:
-    """Which of these routers is running; None between their calls.
+    """Follows which router is running.
 
     Attributes:
-        running: name of the router at work.
-        exact: whether a module that computes in float32 in any model, such as a table of
-            positions, is at work.
+        running: name of the router at work; None between calls.
+        exact: whether a module that always computes in float32, such as a table of positions, is
+            at work.
     """
 
     def __init__(self, routers: dict[str, nn.Module], exact: Collection[nn.Module] = ()) -> None:
-        """Watch these routers, and modules that are exact whatever the model's precision."""
+        """Watch these routers, and modules that compute in float32 in any precision."""
         self._routers, self._exact = routers, exact
         self.running: str | None = None
         self.exact = False
@@ -124,7 +113,7 @@ class RouterScope:
 
 
 def logits_matrix(router: nn.Module) -> Tensor | None:
-    """The router's matrix (E, D), None where its logits are not one product with its input."""
+    """Return a router's matrix (E, D); None if its logits are not one product with its input."""
     family = family_of(router)
     if family is None or family.weight is None:
         return None
@@ -136,10 +125,9 @@ def logits_matrix(router: nn.Module) -> Tensor | None:
 
 
 def computes_single(router: nn.Module) -> bool:
-    """Whether the router's logits are float32 even where weights and inputs are bf16.
+    """Whether a router's logits are float32 even if weights and inputs are bf16.
 
-    Found out by running a copy of it in bf16 on one token; a router that needs more than its input
-    is taken to compute in the precision it is given.
+    Runs a copy in bf16 on one token; False for a router that needs more than its input.
     """
     matrix, taken = logits_matrix(router), inspect.signature(router.forward).parameters.values()
     needed = [x for x in taken if x.default is x.empty and x.kind is x.POSITIONAL_OR_KEYWORD]
@@ -155,7 +143,7 @@ def computes_single(router: nn.Module) -> bool:
 
 
 def position_tables(model: nn.Module) -> list[nn.Module]:
-    """Modules that hold numbers but no parameters: rotary tables, in float32 in every model."""
+    """Return modules with numbers but no parameters: rotary tables, float32 in every model."""
     return [
         module
         for module in model.modules()
@@ -165,7 +153,7 @@ def position_tables(model: nn.Module) -> list[nn.Module]:
 
 
 def kept_names(routers: Collection[str], keep: Collection[str]) -> frozenset[str]:
-    """The routers to leave alone, refused if the model has none of that name."""
+    """Return the routers to leave alone; refuses unknown names."""
     unknown = sorted(set(keep) - set(routers))
     require(not unknown, f"no routers named {unknown} to keep; the model has {list(routers)}")
     return frozenset(keep)
@@ -178,7 +166,7 @@ def score_noise(model: nn.Module, sigma: float, generator: torch.Generator) -> I
     Args:
         model: a model whose routers make their logits by one product, or such a router.
         sigma: standard deviation, in units of the logits.
-        generator: where the noise comes from, on the CPU.
+        generator: source of the noise, on the CPU.
     """
     require(sigma >= 0, f"noise must be >= 0, got sigma={sigma}")
     routers = modular_routers(model)
@@ -205,7 +193,7 @@ def state_noise(
     Args:
         model: a Mixture-of-Experts model, or one of its routers.
         ratio: ρ.
-        generator: where the noise comes from, on the CPU.
+        generator: source of the noise, on the CPU.
         parts: "router" for the routers' inputs alone, "all" for the output of every decoder layer
             that has a router.
     """
@@ -226,7 +214,7 @@ def state_noise(
 
 
 class _NoisyLogits(TorchFunctionMode):
-    """Adds noise to what the product inside a router gives."""
+    """Adds noise to the product inside a router."""
 
     def __init__(self, scope: RouterScope, sigma: float, generator: torch.Generator) -> None:
         super().__init__()
@@ -300,7 +288,7 @@ def emulate(
     parts: Parts = "router",
     keep: Collection[str] = (),
 ) -> Iterator[None]:
-    """Inside the block, these parts of `model` compute as if they were in the format.
+    """Inside the block, parts of `model` compute as if they were in the format.
 
     Args:
         model: a Mixture-of-Experts model of transformers in float32, or one of its routers.
@@ -323,7 +311,7 @@ def emulate(
 
 
 def weight_axis(module: nn.Module, weight: Tensor) -> int:
-    """The axis of a weight that its product sums over: the last, but for transposed experts."""
+    """Return the axis that a weight's product sums over: the last, except in transposed experts."""
     return -2 if weight.ndim == 3 and getattr(module, "is_transposed", False) else -1
 
 
@@ -334,7 +322,7 @@ def _weights(
     parts: Parts,
     kept: frozenset[str],
 ) -> list[tuple[Tensor, int]]:
-    """Parameters to round, each with the axis that scales are shared along."""
+    """Parameters to round, each with the axis along which scales are shared."""
     of_routers = {id(p): name for name, r in routers.items() for p in r.parameters()}
     spared = set() if chosen.plain else {id(p) for p in _ends(model)}
     found: dict[int, tuple[Tensor, int]] = {}
@@ -376,7 +364,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 class _Products(TorchFunctionMode):
-    """Rounds what matrix products take and give, in the parts of the model that it is for."""
+    """Rounds inputs and outputs of matrix products in the chosen parts of the model."""
 
     def __init__(
         self,
@@ -419,7 +407,7 @@ class _Products(TorchFunctionMode):
         return self._parts != "others" and running not in self._kept
 
     def _operands(self, func: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
-        """Places of the activations among the arguments of a product; none for other functions."""
+        """Positions of the activations in a product's arguments; none for other functions."""
         if func in _ACTIVATION_FIRST:
             return (0,)
         if func in _MATMUL:
@@ -433,7 +421,7 @@ class _Products(TorchFunctionMode):
         return rounding(value) if floats and rounding is not None else value
 
     def _result(self, value: Any) -> Any:
-        """Rounded, but for single columns, such as the variance in a norm, and float32 logits."""
+        """Round, except single columns, such as the variance in a norm, and float32 logits."""
         if self._scope.running in self._single:
             return value
         if isinstance(value, Tensor) and value.ndim and value.shape[-1] == 1:

@@ -1,11 +1,9 @@
 """How each family of transformers routers chooses its experts: one declarative record per family.
 
 A record says how the *selection scores* follow from what a router returns and holds. Routers are
-recognised by class (any class of the method resolution order), never by the path of a module, so a
-subclass, a wrapped model or a renamed attribute changes nothing. A family outside the package is
-one more record: `register_family(RouterFamily("mine", ("MyRouter",)))`.
-
-Finding the routers of a model, by class.
+found by class (any class of the method resolution order), never by module path, so a subclass, a
+wrapped model or a renamed attribute changes nothing. Another family is one more record:
+`register_family(RouterFamily("mine", ("MyRouter",)))`.
 """
 
 import math
@@ -42,8 +40,8 @@ class Groups:
         chosen: attribute that holds the number of groups a token may use.
         score: a group's score: its largest selection score or the sum of its two largest.
         fill: score that the router gives to experts outside the chosen groups.
-        ranked: what is ranked while groups are in force, where that differs from the family's.
-        when: attribute and value without which the router ignores its groups.
+        ranked: what is ranked while groups are in force, if not the family's `ranked`.
+        when: attribute and value that the router needs to use its groups.
     """
 
     count: str = "num_group"
@@ -56,7 +54,7 @@ class Groups:
 
 @dataclass(frozen=True)
 class RouterFamily:
-    """How the routers of one family choose, as facts; attributes are dotted paths on the router.
+    """How the routers of one family choose; attributes are dotted paths on the router.
 
     Attributes:
         name: folder of the family in transformers, or any name of yours.
@@ -66,7 +64,7 @@ class RouterFamily:
         own_dtype: whether the ranking happens in the logits' dtype instead of float32.
         bias: attribute with the correction bias that is added to what is ranked.
         bias_argument: argument of `forward` that brings this bias instead.
-        bias_flag: attribute without whose truth the bias is ignored.
+        bias_flag: attribute that must be true for the bias to count.
         groups: how groups limit the choice.
         k: attribute with the number of experts chosen.
         weight: attribute with the matrix (E, D), if logits are affine in the router's input.
@@ -121,7 +119,7 @@ HANDLER = "tieline_handler"
 
 
 def register_family(family: RouterFamily) -> RouterFamily:
-    """Make the routers of `family` known; refuses class names that are known already."""
+    """Register a family; refuses router classes that are registered already."""
     known = [name for name in family.routers if name in FAMILIES]
     require(not known, f"router classes {known} belong to a registered family", ParameterError)
     FAMILIES.update(dict.fromkeys(family.routers, family))
@@ -129,7 +127,7 @@ def register_family(family: RouterFamily) -> RouterFamily:
 
 
 def family_of(module: nn.Module) -> RouterFamily | None:
-    """The family whose router this module is, None if it is no router."""
+    """Return the family of a router; None for other modules."""
     for cls in type(module).__mro__:
         if cls.__name__ in FAMILIES:
             return FAMILIES[cls.__name__]
@@ -137,7 +135,7 @@ def family_of(module: nn.Module) -> RouterFamily | None:
 
 
 def find_routers(model: nn.Module) -> dict[str, nn.Module]:
-    """The routers of a model by qualified name, in order of depth; refuses a model without any."""
+    """Return the routers of a model by qualified name, in order; refuses a model without any."""
     found = {name: m for name, m in model.named_modules() if family_of(m) is not None}
     if found:
         return found
@@ -151,7 +149,7 @@ def find_routers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def chosen_routers(model: nn.Module, layers: Collection[str] | None) -> dict[str, nn.Module]:
-    """The routers named in `layers`, all for None; refuses those that cannot be captured."""
+    """Return the routers named in `layers` (None: all); refuses those that cannot be captured."""
     routers = find_routers(model)
     if layers is None:
         layers = routers

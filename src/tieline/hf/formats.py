@@ -1,4 +1,4 @@
-"""Number formats as tensors feel them: which numbers a product in the format gets to see.
+"""Number formats as a matrix product sees them.
 
     name          weights                       activations          result of a product
     bf16, fp16    rounded                       rounded              rounded
@@ -9,8 +9,8 @@
     int4          4 bits per output channel     not rounded          not rounded
     int4_group    4 bits per group of inputs    not rounded          not rounded
 
-Rounding is to nearest, halves to even. A scale maps the largest |x| of its numbers to the largest
-number of the format, so nothing saturates; unscaled formats saturate at their largest number.
+Rounding is to nearest, halves to even. A scale maps the largest |x| to the largest number of the
+format, so nothing saturates; unscaled formats saturate at their largest number.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ GROUP_SIZE = 32
 
 @dataclass(frozen=True)
 class Rounding:
-    """How numbers are brought to a grid.
+    """Round numbers to a grid.
 
     Attributes:
         dtype: floating-point type that the numbers are cast to; None for integers.
@@ -45,7 +45,7 @@ class Rounding:
     group: int | None = None
 
     def __call__(self, values: Float[Tensor, "*shape"], axis: int = -1) -> Float[Tensor, "*shape"]:
-        """The nearest numbers of the grid, in the type of `values`.
+        """Return the nearest numbers of the grid, in the type of `values`.
 
         Args:
             values: weights or activations.
@@ -54,13 +54,13 @@ class Rounding:
         if not self.scaled:
             return self._snapped(values)
         along = values.movedim(axis, -1)
-        width = along.shape[-1]
-        size = min(self.group or width, width)
-        padded = torch.nn.functional.pad(along, (0, -width % size)).unflatten(-1, (-1, size))
+        dim = along.shape[-1]
+        size = min(self.group or dim, dim)
+        padded = torch.nn.functional.pad(along, (0, -dim % size)).unflatten(-1, (-1, size))
         scale = padded.abs().amax(dim=-1, keepdim=True) / self._largest
         scale = scale.where(scale > 0, 1.0)
         rounded = self._snapped(padded / scale) * scale
-        return rounded.flatten(-2)[..., :width].movedim(-1, axis)
+        return rounded.flatten(-2)[..., :dim].movedim(-1, axis)
 
     @property
     def _largest(self) -> float:
@@ -81,9 +81,9 @@ class Format:
     Attributes:
         name: its name in `FORMATS`.
         weights: how weights are rounded.
-        activations: how activations are; None if they are not.
-        results: how results of products and sums are; None if they are not.
-        bits: bits of a stored weight, the share of its scale (16 bits) not counted.
+        activations: how activations are rounded; None if they are not.
+        results: how results of products and sums are rounded; None if they are not.
+        bits: bits of a stored weight, without its share of the scale (16 bits).
     """
 
     name: str
@@ -129,6 +129,6 @@ FORMATS: dict[str, Format] = {
 
 
 def format_named(name: str) -> Format:
-    """The format of that name, refused with the known ones."""
+    """Return the format of that name."""
     require(name in FORMATS, f"unknown format {name!r}: one of {', '.join(FORMATS)}")
     return FORMATS[name]

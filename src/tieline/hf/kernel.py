@@ -2,13 +2,13 @@
 
     model.set_experts_implementation("tieline")
 
-Importing `tieline.hf` registers it; `register_kernel` does so under any name. Two kernels serve the
-layouts: `dispatch` where the activation is one it knows, `grouped_dispatch` for the families' own
-gates, clamps and norms. A slot whose index is the number
-of experts, or whose weight is zero, is not computed and leaves neither output nor gradient.
+Importing `tieline.hf` registers it; `register_kernel` registers it under another name. `dispatch`
+computes activations that it knows, `grouped_dispatch` the families' own gates, clamps and norms. A
+slot with an index of at least the number of experts, or with weight zero, is not computed.
 """
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -79,10 +79,7 @@ def experts_forward(
 
 
 def dense_weights(indices: Tensor, weights: Tensor, n_experts: int) -> Tensor:
-    """Weights (T, E) from indices and weights (T, K); indices from E on are left out.
-
-    An expert that a token names twice gets the sum.
-    """
+    """Sum weights (T, K) into a matrix (T, E) by their indices; leaves out indices >= E."""
     one_more = weights.new_zeros(len(weights), n_experts + 1)
     places = indices.clamp(max=n_experts)
     return one_more.scatter_add(1, places, weights)[:, :n_experts]
@@ -119,7 +116,7 @@ def _tensor(experts: nn.Module, name: str, axes: int) -> Tensor:
 
 
 def _known_activation(experts: nn.Module) -> str | None:
-    """The name that `dispatch` has for these experts' function, None where it has none."""
+    """The activation's name in `dispatch`; None if it has none."""
     if _flag(experts, "has_post_expert_norm", False):
         return None
     activation = getattr(experts, "act_fn", None)
@@ -132,7 +129,7 @@ def _known_activation(experts: nn.Module) -> str | None:
 
 
 def _own_gate(experts: nn.Module) -> Callable[[Tensor], Tensor] | None:
-    """The function of a family that gates otherwise than by φ(a_1) · a_2."""
+    """The gate of a family that does not use φ(a_1) · a_2."""
     gate = getattr(experts, "_apply_gate", None)
     return None if getattr(gate, "__qualname__", "") == "_default_apply_gate" else gate
 
@@ -154,5 +151,4 @@ def _hidden(experts: nn.Module) -> Callable[[Tensor], Tensor]:
 def _finish(experts: nn.Module) -> Callable[[Tensor], Tensor] | None:
     """The norm after each expert, if the family has one."""
     norm = _flag(experts, "has_post_expert_norm", False)
-    name = "post_expert_norm"
-    return getattr(experts, name) if norm else None
+    return attrgetter("post_expert_norm")(experts) if norm else None

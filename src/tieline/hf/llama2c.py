@@ -1,13 +1,13 @@
-"""Reading the checkpoints of llama2.c: a Llama and its vocabulary in two flat files.
+"""Read checkpoints of llama2.c: a Llama and its vocabulary in two flat files.
 
-model.bin       seven int32 (width, hidden width, layers, heads, key heads, vocabulary, positions),
+model.bin       seven int32 (dim, hidden dim, layers, heads, key heads, vocabulary, positions),
                 then float32 tensors one after the other; a negative vocabulary says that the output
                 matrix is a tensor of its own, at the end
 tokenizer.bin   int32 length of the longest piece, then per piece a float32 score, an int32 length
                 and its bytes
 
-Sizes come from a file and are believed only once they add up to its length. Queries and keys rotate
-neighbouring coordinates there and halves in transformers: their rows are reordered.
+Sizes are checked against the length of the file. Queries and keys rotate neighbouring coordinates
+there and halves in transformers: their rows are reordered.
 """
 
 import math
@@ -33,9 +33,9 @@ UNKNOWN, BEGIN, END, FIRST_BYTE = 0, 1, 2, 3
 
 @dataclass(frozen=True)
 class Header:
-    """The seven numbers at the head of a model; `own_output` tells the vocabulary's sign."""
+    """The seven numbers at the head of a model; `own_output` is the vocabulary's sign."""
 
-    width: int
+    dim: int
     hidden: int
     layers: int
     heads: int
@@ -47,7 +47,7 @@ class Header:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The tensors in the order of the file."""
-        d, h, n = self.width, self.hidden, self.layers
+        d, h, n = self.dim, self.hidden, self.layers
         keys = d // self.heads * self.key_heads
         turns = (self.positions, d // self.heads // 2)
         shapes = {"embed": (self.vocabulary, d), "att_norm": (n, d)}
@@ -58,7 +58,7 @@ class Header:
 
 
 def read_header(path: str | Path) -> Header:
-    """The numbers of a model file, refused unless they are those of a Llama and of this file."""
+    """Read the header of a model file; refuses numbers that are no Llama or do not fit the file."""
     with Path(path).open("rb") as file:
         head = file.read(28)
     require(len(head) == 28, f"{path}: {len(head)} bytes are no llama2.c model", _BAD)
@@ -67,7 +67,7 @@ def read_header(path: str | Path) -> Header:
     numbers = (d, h, n, heads, keys, header.vocabulary, positions)
     require(
         all(0 < number <= LARGEST for number in numbers)
-        and header.width % (2 * header.heads) == 0
+        and header.dim % (2 * header.heads) == 0
         and header.heads % header.key_heads == 0,
         f"{path}: {numbers} are not the sizes of a Llama",
         _BAD,
@@ -79,7 +79,7 @@ def read_header(path: str | Path) -> Header:
 
 
 def load_llama2c(path: str | Path) -> LlamaForCausalLM:
-    """The model in float32, in evaluation mode."""
+    """Load the model in float32, in evaluation mode."""
     header = read_header(path)
     numbers = np.fromfile(path, dtype="<f4", offset=28)
     parts = np.split(numbers, np.cumsum([math.prod(s) for s in header.shapes.values()])[:-1])
@@ -101,7 +101,7 @@ def load_llama2c(path: str | Path) -> LlamaForCausalLM:
 def _config(header: Header) -> LlamaConfig:
     return LlamaConfig(
         vocab_size=header.vocabulary,
-        hidden_size=header.width,
+        hidden_size=header.dim,
         intermediate_size=header.hidden,
         num_hidden_layers=header.layers,
         num_attention_heads=header.heads,
@@ -138,7 +138,7 @@ def _halves(weight: Tensor, heads: int) -> Tensor:
 
 
 def load_llama2c_tokenizer(path: str | Path, vocabulary: int) -> PreTrainedTokenizerFast:
-    """The vocabulary as a byte-pair encoding that falls back to bytes.
+    """Load the vocabulary as a byte-pair encoding that falls back to bytes.
 
     Args:
         path: tokenizer.bin.
@@ -167,7 +167,7 @@ def load_llama2c_tokenizer(path: str | Path, vocabulary: int) -> PreTrainedToken
 
 
 def _pieces(path: Path, vocabulary: int) -> list[tuple[str, float]]:
-    """Pieces and scores in order of their ids; bytes that are no text are refused."""
+    """Pieces and scores by id; refuses bytes that are not UTF-8."""
     raw, place, pieces = path.read_bytes(), 4, []
     require(len(raw) >= 4, f"{path}: {len(raw)} bytes are no vocabulary", _BAD)
     longest = struct.unpack_from("<i", raw)[0]
@@ -195,7 +195,7 @@ def _text(raw: bytes, path: Path, number: int) -> str:
 
 
 def _merges(pieces: list[tuple[str, float]], ids: dict[str, int]) -> list[tuple[str, str]]:
-    """Every way to join two pieces to a third, the best third first, as the scores rank them."""
+    """Every way to join two pieces to a third, in order of the third's score."""
     found = []
     for number, (piece, score) in enumerate(pieces):
         if number < FIRST_BYTE + 256:

@@ -1,17 +1,13 @@
-"""Loading a model to inspect: from a folder or the hub, safetensors only, refused early.
+"""Load Mixtures of Experts to inspect, dense models to upcycle, and shapes of routed layers.
 
-Whether a model is a Mixture of Experts of a known family is found out on a skeleton without weights
-that its configuration describes, before any weight is read or downloaded.
+    load_model       a Mixture of Experts with its tokenizer, from a folder or the hub
+    load_smoothed    a model that was saved smoothed, without a tokenizer
+    load_dense       a dense model: folder, hub id, or a .bin file of llama2.c
+    read_shape       the shape of a model's routed layers, from its configuration alone
+    use_experts      choose transformers' implementation of the experts
 
-Loading a model that was saved smoothed, without the tokenizer that `hf.loading` asks for.
-
-Loading dense models to make mixtures of, and running them on a few random inputs.
-
-A model is a folder or hub id of transformers, or a file of llama2.c, whose name ends in .bin.
-
-The shape of a model's routed layers, from its configuration alone: no weight is read.
-
-Which of transformers' implementations of the experts a model runs with.
+Only safetensors are read. Whether a model is a Mixture of Experts of a known family is checked on a
+skeleton without weights before any weight is read or downloaded.
 """
 
 from collections.abc import Callable, Iterator
@@ -61,13 +57,13 @@ DTYPES: dict[str, str | torch.dtype] = {
     "bf16": torch.bfloat16,
     "bfloat16": torch.bfloat16,
 }
-"""Precisions by name; "auto" is the one of the checkpoint."""
+"""Precisions by name; "auto" is that of the checkpoint."""
 
 _CLASSES = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModel)
 
 
 class LoadedModel(NamedTuple):
-    """A model in evaluation mode, its tokenizer, and the name it was asked for by."""
+    """A model in evaluation mode, its tokenizer, and the name it was loaded by."""
 
     model: nn.Module
     tokenizer: Any
@@ -82,14 +78,13 @@ def load_model(
     device: str = "cpu",
     trust_remote_code: bool = False,
 ) -> LoadedModel:
-    """A Mixture-of-Experts model and its tokenizer; one that was saved smoothed is so again.
+    """Load a Mixture-of-Experts model and its tokenizer, with all changes that it was saved with.
 
     Args:
-        name: folder with a checkpoint, which needs no network, or id on the hub; None for the model
-            that ships with the package.
+        name: folder with a checkpoint, or id on the hub; None for the model in the box.
         revision: branch, tag or commit on the hub.
         dtype: a name in `DTYPES`.
-        device: "cpu", "cuda", "cuda:1", ...; "auto" spreads the model over what there is.
+        device: "cpu", "cuda", "cuda:1", ...; "auto" spreads the model over all devices.
         trust_remote_code: whether code that comes with the model may run.
     """
     require(dtype in DTYPES, f"dtype must be one of {sorted(DTYPES)}, got {dtype!r}")
@@ -152,7 +147,7 @@ def _device(name: str) -> torch.device | None:
 
 
 def _model_class(config: Any, name: object, trust_remote_code: bool) -> Any:
-    """The class that builds the model, which is refused if it has no router of a known family."""
+    """The class that builds the model; refuses a model without a router of a known family."""
     for build in _CLASSES:
         skeleton = _skeleton(build, config, trust_remote_code)
         if skeleton is not None:
@@ -165,7 +160,7 @@ def _model_class(config: Any, name: object, trust_remote_code: bool) -> Any:
 
 
 def _check_routers(skeleton: nn.Module) -> None:
-    """Refuse a model without routers, and one none of whose routers can be captured."""
+    """Refuse a model without routers, or with none that can be captured."""
     families = [family_of(router) for router in find_routers(skeleton).values()]
     if all(family is None or family.refused is not None for family in families):
         chosen_routers(skeleton, None)  # says why
@@ -187,7 +182,7 @@ def _skeleton(build: Any, config: Any, trust_remote_code: bool) -> nn.Module | N
 
 @contextmanager
 def _explained(name: object, what: str) -> Iterator[None]:
-    """Turn what transformers raises on bad input into one message."""
+    """Turn whatever transformers raises on bad input into one message."""
     try:
         yield
     except TielineError:
@@ -201,7 +196,7 @@ def _explained(name: object, what: str) -> Iterator[None]:
 def load_smoothed(
     source: str | Path, model_class: type[PreTrainedModel] | None = None, **options: Any
 ) -> PreTrainedModel:
-    """The model in evaluation mode, smoothed as it was when it was saved.
+    """Load a smoothed model, in evaluation mode.
 
     Args:
         source: folder or hub id that `save_pretrained` of a smoothed model wrote.
@@ -225,7 +220,7 @@ def load_dense(
     revision: str | None = None,
     dtype: str = "auto",
 ) -> LoadedModel:
-    """A model of any kind, in evaluation mode, with its tokenizer or None.
+    """Load a model of any kind, in evaluation mode, with its tokenizer or None.
 
     Args:
         name: folder, hub id, or model.bin of llama2.c.
@@ -260,7 +255,7 @@ def _load_bin(path: Path, tokenizer: str | Path | None, dtype: str | torch.dtype
 
 
 def _tokenizer(source: str | Path, options: dict[str, Any]) -> Any:
-    """The tokenizer; None for a model that has none, such as one of images."""
+    """The tokenizer; None for a model without one, such as an image model."""
     try:
         return AutoTokenizer.from_pretrained(source, **options)
     except (OSError, ValueError, KeyError):
@@ -271,7 +266,7 @@ def _tokenizer(source: str | Path, options: dict[str, Any]) -> Any:
 def probe_output(
     model: PreTrainedModel, rows: int = 2, length: int = 16, seed: int = 0
 ) -> Float[Tensor, "*shape"]:
-    """The model's first output, logits where it has any, for random tokens or pixels.
+    """Return the model's first output (logits if it has any) for random tokens or pixels.
 
     Args:
         model: in evaluation mode.
@@ -313,7 +308,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     ),
     "hidden": ("hidden_size", "d_model"),
 }
-"""What configurations call each number; the first name that is there counts."""
+"""Names of each number in configurations; the first one present counts."""
 
 
 class RoutedShape(NamedTuple):
@@ -341,7 +336,7 @@ class RoutedShape(NamedTuple):
 def read_shape(
     name: str | Path | None = None, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> RoutedShape:
-    """The shape that a model's config.json tells.
+    """Read the shape of a model's routed layers from its config.json.
 
     Args:
         name: folder with a config.json or id on the hub; None for the model in the box.
@@ -357,7 +352,7 @@ def read_shape(
 
 
 def shape_of(config: Any) -> RoutedShape:
-    """The shape that a configuration of transformers describes; its text part, if it has several.
+    """Return the shape that a configuration, or its text part, describes.
 
     Refuses a configuration without experts, and one whose experts per token is a list.
     """
@@ -388,7 +383,7 @@ def can_use_experts(model: nn.Module) -> bool:
 
 
 def use_experts(model: nn.Module, name: str | None) -> None:
-    """Let the experts run by "eager", "grouped_mm", "batched_mm" or another registered name.
+    """Run the experts by "eager", "grouped_mm", "batched_mm" or another registered name.
 
     Args:
         model: a model of transformers.

@@ -1,21 +1,17 @@
-"""A router of transformers whose scores or whose choice come from ours: a subclass of its class.
-
-    scores    the new router's, of the tokens that the block hands over; else the router's own
-    choice    the gate's; else the family's own rule (scoring, bias, groups, scale) on those scores
-
-The new modules are children of the router, `tieline_router` and `tieline_gate`, so they are
-trained, moved and saved with it. The class has a name and a family record of its own: where scores
-are no product with the router's matrix any more, no distance to a tie is computed from that matrix,
-and where a gate chooses that is no top-k of the scores, capture and smoothing refuse by name.
-
-Another router or another gate on the Mixture of Experts of a transformers model, in place.
+"""Another router or another gate on the Mixture of Experts of a transformers model, in place.
 
     record = reroute_(model, router="perturbed_cosine")       # new scores, the family's own choice
     record = reroute_(model, gate="relu")                     # its own scores, another choice
     record.undo()                                             # or unreroute_(model)
 
-The interface (logits, weights, indices) stays. A gate that uses a varying number of experts gives
-as many columns as the batch needs and skips the slots that are left.
+    scores    from the new router, applied to the tokens of the block; else the router's own
+    choice    by the gate; else by the family's rule (scoring, bias, groups, scale) on those scores
+
+The interface (logits, weights, indices) stays. A gate that uses a varying number of experts returns
+as many columns as the batch needs and skips unused slots. The new modules are children of the
+router, `tieline_router` and `tieline_gate`, so they are trained, moved and saved with it. The
+router's subclass has a name and a family record of its own: without a linear router no distance to
+a tie is computed, and with another gate capture and smoothing refuse by name.
 """
 
 import functools
@@ -93,7 +89,7 @@ class Rerouter:
     skip: SkipRule
 
     def __call__(self, router: nn.Module, call: Call, output: Any) -> tuple[Any, ...]:
-        """The output with other scores, weights and experts, in its own form and types."""
+        """Return the output with other scores, weights and experts, in its own form and types."""
         scores = self._scores(router, call, output)
         told = scores.softmax(dim=-1) if self.family.probabilities else scores
         gate = getattr(router, GATE, None)
@@ -106,7 +102,7 @@ class Rerouter:
         return with_choice("topk", (logits, *output[1:]), choice.weights, choice.ids)
 
     def _scores(self, router: nn.Module, call: Call, output: Any) -> Tensor:
-        """Scores (T, E); of probabilities the logarithm, which is their logits up to a shift."""
+        """Scores (T, E); the logarithm of probabilities, which are logits up to a shift."""
         new = getattr(router, ROUTER, None)
         if new is None:
             own = output[0].reshape(-1, output[0].shape[-1])
@@ -119,7 +115,7 @@ class Rerouter:
 def family_choice(
     family: RouterFamily, router: nn.Module, scores: Tensor, call: Call, k: int
 ) -> Choice:
-    """Weights and experts that the family's own rule gives for these scores."""
+    """Return the weights and experts that the family's own rule gives for these scores."""
     selection = select(family, router, scores, call)
     ranked, limit = at_least_single(selection.scores).detach(), selection.limit
     if limit is not None:
@@ -134,7 +130,7 @@ def family_choice(
 def attach_rerouter(
     router: nn.Module, how: Rerouter, new: nn.Module | None, gate: nn.Module | None
 ) -> None:
-    """From now on `router` scores by `new` and chooses by `gate`; None keeps its own way."""
+    """Let `router` score by `new` and choose by `gate`; None keeps its own way."""
     linear = new is None or isinstance(new, LinearRouter)
     for name, module in ((ROUTER, new), (GATE, gate)):
         if module is not None:
@@ -144,7 +140,7 @@ def attach_rerouter(
 
 
 def detach_rerouter(router: nn.Module) -> None:
-    """The router as it was."""
+    """Undo `attach_rerouter`."""
     restore_class(router)
     delattr(router, REROUTER)
     for name in (ROUTER, GATE):
@@ -153,7 +149,7 @@ def detach_rerouter(router: nn.Module) -> None:
 
 
 def rerouter_of(module: nn.Module) -> Rerouter | None:
-    """How a router is rerouted; None if it is not."""
+    """Return how a router is rerouted; None if it is not."""
     return module.__dict__.get(REROUTER)
 
 
@@ -173,8 +169,8 @@ def _rerouted_class(
 def start_from(new: Router, router: nn.Module) -> None:
     """Start a new router from the matrix W and bias of the old one, as far as its form allows.
 
-    A linear router, and a quadratic one with A = 0, then score as the old one does; a cosine router
-    compares directions with those of the rows of W.
+    A linear router, and a quadratic one with A = 0, then score as the old one; a cosine router
+    compares directions with the rows of W.
     """
     matrix, bias = logits_matrix(router), getattr(router, "bias", None)
     if matrix is None or tuple(matrix.shape) != (new.n_experts, new.d_model):
@@ -192,8 +188,8 @@ def start_from(new: Router, router: nn.Module) -> None:
         new.weight.copy_(matrix)
 
 
-def width_of(router: nn.Module, family: RouterFamily, model: nn.Module) -> int:
-    """Width of the tokens that a router is given."""
+def input_dim(router: nn.Module, family: RouterFamily, model: nn.Module) -> int:
+    """Return the dimension of a router's input."""
     matrix = logits_matrix(router) if family.weight is not None else None
     if matrix is not None:
         return matrix.shape[1]
@@ -210,19 +206,19 @@ OWN_FORM = {
     "inkling": "its weights are divided by a sum with those of the shared experts",
     "phimoe": "its weights are those of sparsemixer",
 }
-"""Families of the usual layout whose weights are no function of weights of ours."""
+"""Families of the usual layout whose weights do not follow from a gate's weights."""
 
 
 @dataclass(frozen=True)
 class Rerouting:
-    """What was done; `undo` takes it back.
+    """What `reroute_` did; `undo` takes it back.
 
     Attributes:
         layers: names of the routers.
         router: name of the new router; None for the model's own.
         gate: name of the new gate; None for the family's own rule.
-        router_options: its further arguments.
-        gate_options: its further arguments.
+        router_options: further arguments of the router.
+        gate_options: further arguments of the gate.
     """
 
     layers: tuple[str, ...]
@@ -233,14 +229,14 @@ class Rerouting:
     _model: Any = field(default=None, repr=False, compare=False)
 
     def undo(self) -> None:
-        """Make the model what it was."""
+        """Undo the rerouting."""
         model = None if self._model is None else self._model()
         require(model is not None, "the model is gone: there is nothing to undo")
         assert model is not None
         unreroute_(model)
 
     def facts(self) -> dict[str, Any]:
-        """What a configuration holds."""
+        """Return JSON values for the configuration."""
         return {
             "layers": list(self.layers),
             "router": self.router,
@@ -261,7 +257,7 @@ def reroute_(
     keep_start: bool = True,
     seed: int = 0,
 ) -> Rerouting:
-    """Let routers of `model` score or choose otherwise; the model is left as it was on refusal.
+    """Replace the scores or the choice of a model's routers; changes nothing if it raises.
 
     Args:
         model: a Mixture-of-Experts model of transformers.
@@ -270,9 +266,9 @@ def reroute_(
         layers: names of routers; None for all.
         router_options: further arguments of the router, such as `{"temperature": 0.07}`.
         gate_options: further arguments of the gate, such as `{"epsilon": 0.2}`.
-        keep_start: start from the old router's matrix as far as the form allows: a linear router
-            and a full quadratic one then score as before. Otherwise start at random.
-        seed: of the new routers.
+        keep_start: start from the old router's matrix as far as the form allows, so that a linear
+            or full quadratic router scores as before; otherwise start at random.
+        seed: seed of the new routers.
     """
     record = _checked(router, gate, router_options or {}, gate_options or {})
     plans = _plans(model, layers)
@@ -329,7 +325,7 @@ def _checked(
 
 
 def _plans(model: nn.Module, layers: Collection[str] | None) -> list[LayerPlan]:
-    """The routers to change; refuses what is changed already and layouts without their own form."""
+    """The routers to change; refuses those changed already and outputs of other layouts."""
     plans = []
     for name, router in chosen_routers(model, layers).items():
         family = family_of(router)
@@ -355,13 +351,13 @@ def _plans(model: nn.Module, layers: Collection[str] | None) -> list[LayerPlan]:
 def _modules(
     model: nn.Module, plan: LayerPlan, record: Rerouting
 ) -> tuple[Router | None, Gate | None]:
-    """The new router and the new gate of a layer, where and in what the layer is."""
+    """The new router and the new gate of a layer, on its device and in its dtype."""
     like = next(plan.router.parameters(), None)
     new = chooser = None
     try:
         if record.router is not None:
-            width = width_of(plan.router, plan.family, model)
-            new = ROUTERS[record.router](width, plan.n_experts, **_options(record, plan.router))
+            dim = input_dim(plan.router, plan.family, model)
+            new = ROUTERS[record.router](dim, plan.n_experts, **_options(record, plan.router))
         if record.gate is not None:
             kind = GATES[record.gate]
             takes_k = issubclass(kind, SelectiveGate) or record.gate == "expert_choice"
@@ -381,7 +377,7 @@ def _modules(
 
 
 def _options(record: Rerouting, router: nn.Module) -> dict[str, Any]:
-    """Arguments of the new router, which has a bias where the old one has; JSON has no tuples."""
+    """Arguments of the new router, with a bias if the old one has one; JSON has no tuples."""
     options = record.router_options
     given = {key: tuple(v) if isinstance(v, list) else v for key, v in options.items()}
     biased = isinstance(getattr(router, "bias", None), nn.Parameter)
@@ -406,7 +402,7 @@ def _put_on(
 
 
 def _restore(model: nn.Module, facts: dict[str, Any]) -> None:
-    """New routers without values on the routers that a checkpoint names."""
+    """Put new routers without values on the routers that a checkpoint names."""
     fits = isinstance(facts.get("layers"), list) and all(
         isinstance(facts.get(key), dict) for key in ("router_options", "gate_options")
     )

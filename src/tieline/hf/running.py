@@ -1,12 +1,8 @@
-"""Which tokens a forward pass of the model routes, in the order in which its routers see them.
+"""Run a model for its routing, and tell which tokens a forward pass routes.
 
 Rows of a batch are documents, numbered from 0 over all batches. A pass that continues a cache (as
 the steps of `generate` do) continues the documents of the pass before. Padding is left out: tokens
-that the attention mask hides and, in a cached step, padding that is fed to rows that have ended.
-
-Running a model for its routing: plain forward passes of batches that need no padding.
-
-Running a model for its routing, by the name under which the audits know it (`hf.running`).
+that the attention mask hides and, in a cached step, padding fed to rows that have ended.
 """
 
 import inspect
@@ -40,7 +36,7 @@ class Batch:
         tokens: token ids, -1 where the model was given embeddings.
         documents: number of the row that each token belongs to.
         positions: number of tokens before it in its document.
-        kept: rows of the routers' inputs that these tokens are; None if all of them.
+        kept: the rows of the routers' inputs that hold these tokens; None if all do.
         routed: number of rows that every router sees, padding included.
     """
 
@@ -55,7 +51,7 @@ class DocumentCounter:
     """Numbers the rows of successive forward passes."""
 
     def __init__(self, padding: int | None = None, ends: frozenset[int] = frozenset()) -> None:
-        """Padding id that `generate` feeds to rows that have ended, and ids that end a row."""
+        """Take the padding id that `generate` feeds to ended rows, and the ids that end a row."""
         self._padding = padding
         self._ends = ends if padding is None else ends | {padding}
         self._next = 0
@@ -63,7 +59,7 @@ class DocumentCounter:
         self._last: Tensor | None = None
 
     def read(self, arguments: Mapping[str, Any]) -> Batch:
-        """The tokens of a forward pass that is given these arguments."""
+        """Return the tokens of a forward pass with these arguments."""
         ids = _token_ids(arguments)
         visible = _attention_mask(arguments, ids.shape)
         past = _past_length(arguments, ids.shape[1], visible)
@@ -82,7 +78,7 @@ class DocumentCounter:
         return self._rows
 
     def _after_end(self, ids: Tensor, continues: bool) -> Tensor:
-        """Padding in a cached step whose row held an end or padding before."""
+        """Mask of the padding in a cached step after an end or other padding."""
         if self._padding is None or self._last is None or not continues:
             return torch.zeros_like(ids, dtype=torch.bool)
         if len(self._last) != len(ids):
@@ -112,7 +108,7 @@ def _token_ids(arguments: Mapping[str, Any]) -> Int[Tensor, "rows length"]:
 
 
 def _attention_mask(arguments: Mapping[str, Any], shape: torch.Size) -> Tensor | None:
-    """The mask (rows, past + length) as booleans; masks of other forms hide no token by itself."""
+    """The mask (rows, past + length) as booleans; None for masks of other forms."""
     mask = arguments.get("attention_mask")
     if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] >= shape[1]:
         return mask.detach().cpu().bool()
@@ -132,7 +128,7 @@ def _past_length(arguments: Mapping[str, Any], length: int, visible: Tensor | No
 
 
 def forward(model: nn.Module, ids: Int[Tensor, "rows length"]) -> Any:
-    """The model's output for these tokens, all of them visible, without a cache."""
+    """Return the model's output for these tokens, all visible, without a cache."""
     options: dict[str, Any] = {}
     if "use_cache" in inspect.signature(model.forward).parameters:
         options["use_cache"] = False
@@ -140,7 +136,7 @@ def forward(model: nn.Module, ids: Int[Tensor, "rows length"]) -> Any:
 
 
 def model_device(model: nn.Module) -> torch.device:
-    """Where the model takes its tokens: the device of its first parameter that has one."""
+    """Return the device of the first parameter that is not on the meta device."""
     for parameter in model.parameters():
         if not parameter.is_meta:
             return parameter.device
@@ -148,7 +144,7 @@ def model_device(model: nn.Module) -> torch.device:
 
 
 def text_config(model: nn.Module) -> Any:
-    """The configuration of the language model, which is a part of that of a model with images."""
+    """Return the configuration of the language model, also inside that of a multimodal model."""
     config: Any = getattr(model, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
@@ -156,7 +152,7 @@ def text_config(model: nn.Module) -> Any:
 def batches(
     sequences: Sequence[Int[Tensor, " _"]], batch_size: int
 ) -> Iterator[Int[Tensor, "rows length"]]:
-    """Sequences in order, neighbours of equal length together, at most `batch_size` at a time."""
+    """Stack neighbouring sequences of equal length, at most `batch_size` at a time."""
     rows: list[Tensor] = []
     for sequence in sequences:
         if rows and (len(rows) == batch_size or len(sequence) != len(rows[0])):
@@ -169,7 +165,7 @@ def batches(
 
 @contextmanager
 def only_running(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode and no gradients; the mode of every module is what it was afterwards."""
+    """Evaluation mode and no gradients; restores each module's training mode on exit."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

@@ -5,20 +5,15 @@
     sigmoid(z) + bias              sigmoid
     sqrt(softplus(z)) + bias       sqrtsoftplus
 
-evaluated in the precision in which the router evaluates them, so that equal numbers tie here if and
-only if they tie there. Experts outside of the chosen groups get the score that the router gives
-them (minus infinity or zero).
+evaluated in the router's own precision, so that equal numbers tie here if and only if they tie
+there. Experts outside the chosen groups get the router's fill value (minus infinity or zero).
 
-Proof that the captured scores explain the choice: otherwise nothing is captured at all.
+`check_selected` verifies that the scores explain the choice: no chosen score is below z_[k], up to
 
-With distinct chosen experts, "the sorted selected scores are z_[1], ..., z_[k]" says the same as
-"no chosen score is below z_[k]", and where the gap is positive it forces equal ids. Scores are
-compared up to the router's own rounding: it may evaluate the same function in another order, or
-rank softmax probabilities whose logits we keep, and two scores closer than
+    tolerance = 8 · eps · max(1, |z_[k]|),    eps = unit roundoff of the router's precision,
 
-    tolerance = 8 · eps · max(1, |z_[k]|),    eps = unit roundoff of the precision it ranks in,
-
-may change places there. A larger difference means that the record does not describe the router.
+since a router may evaluate the same function in another order, or rank probabilities whose logits
+are kept. A larger difference means that the family's record does not describe the router.
 """
 
 import inspect
@@ -59,7 +54,7 @@ _UNITS_OF_ACTIVATION: dict[str, Units] = {
 
 @dataclass(frozen=True)
 class GroupLimit:
-    """Groups in force on one router: how many there are, how many count, how they are scored."""
+    """The groups of one router: their number, how many are chosen, and how they are scored."""
 
     n_groups: int
     k_groups: int
@@ -69,12 +64,12 @@ class GroupLimit:
 
 @dataclass(frozen=True)
 class Selection:
-    """What one call of a router ranked.
+    """The scores that one call of a router ranked.
 
     Attributes:
-        scores: selection scores of all experts, in the dtype in which the router has them.
+        scores: selection scores of all experts, in the router's dtype.
         units: what the scores are.
-        bias: correction bias that they contain.
+        bias: correction bias that the scores contain.
         rounding: unit roundoff of the precision in which the router ranked.
         limit: groups that limit the choice.
     """
@@ -92,7 +87,7 @@ def select(
     logits: Float[Tensor, "tokens experts"],
     call: Call,
 ) -> Selection:
-    """Selection scores of one call of `router`, which returned these `logits` on `call`."""
+    """Return the selection scores of one call of `router`, which returned these `logits`."""
     limit = group_limit(family.groups, router)
     scores, units = _activate(family, router, logits, limit is not None)
     rounding = torch.finfo(scores.dtype).eps
@@ -101,7 +96,7 @@ def select(
 
 
 def group_limit(groups: Groups | None, router: nn.Module) -> GroupLimit | None:
-    """The groups that limit this router's choice; None if it may choose from all of them."""
+    """Return the groups that limit this router's choice; None if nothing limits it."""
     if groups is None:
         return None
     if groups.when is not None and attrgetter(groups.when[0])(router) != groups.when[1]:
@@ -113,7 +108,7 @@ def group_limit(groups: Groups | None, router: nn.Module) -> GroupLimit | None:
 
 
 def units_of(family: RouterFamily, router: nn.Module, grouped: bool) -> Units:
-    """What a router ranks before a bias is added, with or without groups in force."""
+    """Return the units in which a router ranks, with or without groups in force."""
     ranked = family.ranked
     if grouped and family.groups is not None and family.groups.ranked is not None:
         ranked = family.groups.ranked
@@ -125,7 +120,7 @@ def units_of(family: RouterFamily, router: nn.Module, grouped: bool) -> Units:
 def _activate(
     family: RouterFamily, router: nn.Module, logits: Tensor, grouped: bool
 ) -> tuple[Tensor, Units]:
-    """What is ranked before the bias is added, and its units."""
+    """The ranked numbers before the bias is added, and their units."""
     units = units_of(family, router, grouped)
     logits = logits if family.own_dtype else at_least_single(logits)
     if family.probabilities:  # a probability that underflowed stays last, but finite
@@ -163,10 +158,10 @@ def _bias(family: RouterFamily, router: nn.Module, call: Call) -> Tensor | None:
 def restrict(
     scores: Float[Tensor, "tokens experts"], ids: Int[Tensor, "tokens k"], limit: GroupLimit
 ) -> tuple[Float[Tensor, "tokens experts"], Float[Tensor, " tokens"]]:
-    """Scores with the fill value outside the chosen groups, and the gap between the groups.
+    """Return scores with the fill value outside the chosen groups, and the gap between groups.
 
     The gap is the score of the last chosen group minus that of the first one left out, in float64.
-    Where groups tie, those that hold the chosen experts `ids` are the ones that the router chose.
+    Where groups tie, the router chose those that hold the chosen experts `ids`.
     """
     size = scores.shape[-1] // limit.n_groups
     of_groups = group_scores(scores, limit.n_groups, limit.score)
@@ -179,16 +174,16 @@ def restrict(
 
 
 def at_least_single(scores: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Numbers of less than 32 bits as float32, exactly; others as they are."""
+    """Convert numbers of less than 32 bits to float32, which is exact."""
     return scores.float() if scores.dtype.itemsize < 4 else scores
 
 
 ROUNDINGS = 8
-"""How many units of rounding an activation, a bias and a sum may add up to."""
+"""Units of rounding that an activation, a bias and a sum may add up to."""
 
 
 def check_finite(scores: Float[Tensor, "tokens experts"], layer: str, batch: Batch) -> None:
-    """Refuse scores that are not numbers, with their layer, count and first token."""
+    """Refuse NaN and infinite scores, with their layer, count and first token."""
     if scores.sum().isfinite():  # one pass, no mask; a sum that overflows is looked at closely
         return
     wrong = ~scores.isfinite()
@@ -203,7 +198,7 @@ def check_finite(scores: Float[Tensor, "tokens experts"], layer: str, batch: Bat
 
 
 def check_distinct(ids: Int[Tensor, "tokens k"], layer: str, family: str) -> None:
-    """Refuse a router that names an expert twice for one token."""
+    """Refuse a router that chose an expert twice for one token."""
     ordered = ids.sort(dim=1).values
     if bool((ordered[:, 1:] == ordered[:, :-1]).any()):
         raise _refusal(layer, family, "an expert was chosen twice for one token")

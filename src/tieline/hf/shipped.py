@@ -1,8 +1,8 @@
 """The small trained Mixture of Experts in the box: weights, tokenizer, held-out text, log.
 
 An OLMoE of 4 layers, 16 experts, top-2, trained on the text that Python itself ships by
-`python -m tools.shipped_model`; `docs/shipped-model.md` tells how. Everything is read from the
-installed package: no download, no pickle, no code from outside.
+`python -m tools.shipped_model`, as `docs/shipped-model.md` describes. Everything is read from the
+installed package, without downloads.
 """
 
 import json
@@ -25,7 +25,7 @@ SHIPPED_FOLDER = Path(__file__).parents[1] / "shipped"
 
 
 def load_shipped_model() -> OlmoeForCausalLM:
-    """The model with float32 weights as they were trained, on the CPU, in eval mode."""
+    """Load the model in float32, as it was trained, on the CPU, in evaluation mode."""
     model = OlmoeForCausalLM.from_pretrained(
         SHIPPED_FOLDER, dtype=torch.float32, use_safetensors=True, local_files_only=True
     )
@@ -33,18 +33,15 @@ def load_shipped_model() -> OlmoeForCausalLM:
 
 
 def load_shipped_tokenizer() -> PreTrainedTokenizerFast:
-    """Its byte-level BPE of 512 tokens; any string is encoded and decoded without loss."""
+    """Load its byte-level BPE of 512 tokens, which encodes any string without loss."""
     return PreTrainedTokenizerFast.from_pretrained(SHIPPED_FOLDER, local_files_only=True)
 
 
 def shipped_text() -> str:
-    """Held-out text, the same on every machine: 26 topics of the Python language reference.
-
-    No paragraph of it was trained on; the validation loss of the log is the loss on it.
-    """
+    """Return the held-out text of the validation loss: 26 topics of the Python reference."""
     return (SHIPPED_FOLDER / "text.txt").read_bytes().decode()
 
 
 def shipped_training_log() -> dict[str, Any]:
-    """Recipe, versions, digests of the text, loss curve and expert load of the training run."""
+    """Return recipe, versions, text digests, loss curve and expert load of the training run."""
     return json.loads((SHIPPED_FOLDER / "training.json").read_bytes())

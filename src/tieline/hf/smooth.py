@@ -60,7 +60,7 @@ VERSION = 1
 """Of the form in which a configuration holds the record."""
 
 MOST_LAYERS, MOST_EXPERTS = 10_000, 1_000_000
-"""No record that is read holds more: a file decides on memory nowhere."""
+"""Limits of a record that is read, so that a file cannot claim any amount of memory."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class LayerSmoothing:
 
     @property
     def smoothed(self) -> bool:
-        """Whether the router chooses otherwise than it did."""
+        """Whether the router's choice is changed."""
         return self.epsilon > 0 and self.k < self.n_experts
 
 
@@ -120,14 +120,14 @@ class Smoothing:
         return {layer.name: layer.epsilon for layer in self.layers}
 
     def undo(self) -> None:
-        """Make the model what it was before."""
+        """Undo the smoothing."""
         model = None if self._model is None else self._model()
         require(model is not None, "the model of this record is gone: nothing to undo")
         assert model is not None
         unsmooth_(model)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values, read again by `read_smoothing`."""
+        """Return JSON values, read again by `read_smoothing`."""
         layers = [dict(vars(layer)) for layer in self.layers]
         ramp = {"a": self.a, "b": self.b, "detach_ramp": self.detach_ramp}
         facts = {"version": VERSION, "how": self.how, "refused": dict(self.refused)}
@@ -135,7 +135,7 @@ class Smoothing:
 
 
 def read_smoothing(found: Any) -> Smoothing:
-    """The record in a configuration, which anybody may have written; refuses a malformed one."""
+    """Read the record of an untrusted configuration; refuses a malformed one."""
     try:
         require(found["version"] == VERSION, f"its version is {found['version']!r}")
         rows = found["layers"]
@@ -172,11 +172,11 @@ def _read_layer(row: Any) -> LayerSmoothing:
 
 
 CHANGED = "tieline_changed"
-"""Attribute of the model with what to set back: (module, attribute, value before)."""
+"""Attribute of the model with the values to restore: (module, attribute, value before)."""
 
 
 def apply_smoothing(model: nn.Module, record: Smoothing) -> Smoothing:
-    """Smooth the routers of `model` as the record says; gives the record with its way back."""
+    """Smooth the routers of `model` as the record says; returns the record with its model."""
     changed: list[tuple[nn.Module, str, Any]] = []
     for layer in record.layers:
         if layer.smoothed:
@@ -238,7 +238,7 @@ def _smooth_layer(
 def _settings(
     model: nn.Module, plan: LayerPlan, k_max: int, experts: nn.Module | None
 ) -> list[tuple[nn.Module, str, Any]]:
-    """What the modules around a router have to be told."""
+    """Attributes to set on the modules around a router."""
     if plan.family.layout == "sorted":  # the experts of attention and the attention count slots
         block = plan.name.rpartition(".")[0]
         around = [block, block.rpartition(".")[0]]
@@ -251,7 +251,7 @@ def _settings(
 
 
 DEFAULT_EXTRA = 0.5
-"""Experts beyond k that a token uses on average where nothing else is asked for."""
+"""Mean number of experts beyond k per token, unless something else is asked for."""
 
 
 def smooth_(
@@ -268,25 +268,25 @@ def smooth_(
     detach_ramp: bool = True,
     progress: Progress | None = None,
 ) -> Smoothing:
-    """Let the routers of `model` choose by smooth top-k; the model is left as it was on refusal.
+    """Let the routers of `model` choose by smooth top-k; changes nothing if it raises.
 
     With none of `epsilon`, `budget` and `noise`, the budget is k + 0.5. With budget and noise, a
-    layer gets the smaller of both widths: as wide as the noise asks for, as far as the budget goes.
+    layer gets the smaller of both widths.
 
     Args:
         model: a Mixture-of-Experts model of transformers.
         epsilon: width of the band in units of the selection scores: one number, one per router in
             order, or by router name. Where it is 0 the router keeps its original code.
         budget: mean number of experts per token, k < budget < k_max.
-        noise: precision against which the ramp shall be wide, such as "bf16", "int8" or
-            "router bf16"; or the standard deviation of the gap itself.
-        calibration: token ids to choose ε on; not needed where `epsilon` is given.
+        noise: precision whose noise the ramp covers, such as "bf16", "int8" or "router bf16"; or
+            the standard deviation of the gap itself.
+        calibration: token ids to choose ε on; not needed if `epsilon` is given.
         a: exponent at the lower end of the ramp.
         b: exponent at its upper end: 1 is a straight ramp, 50 is the paper's.
         k_max: slots per token, k < k_max <= E; by default k + max(2, k/2).
         layers: names of routers; all that can be smoothed by default.
-        detach_ramp: let no gradient through the shares, as training wants it.
-        progress: is told how far the work is.
+        detach_ramp: let no gradient through the shares, as for training.
+        progress: called with stage, step and number of steps.
     """
     require(
         0 < a < math.inf and 0 < b < math.inf, f"a and b must be positive and finite: {a=}, {b=}"
@@ -380,7 +380,7 @@ def _chosen(
     ramp: tuple[float, float],
     progress: Progress | None,
 ) -> dict[str, float]:
-    """ε of every router from data."""
+    """ε of every router, from the calibration tokens."""
     budget, noise = wanted
     for plan in plans if budget is not None else ():
         require(

@@ -1,12 +1,12 @@
-r"""The width of the band, layer by layer, from a text that is run through the model.
+r"""Choose the width ε of the band, layer by layer, from a text that is run through the model.
 
     by budget    ε = inf{ε : mean experts per token >= budget}
     by noise     ε = M·σ / ω,   σ = median |δ| / 0.6745,
                  δ = change of c_[k] - c_[k+1] under the target precision, for the clean experts
                  ω = width of the ramp from 10 to 90 % for ε = 1: 0.8 at b = 1, 0.061 at b = 50
 
-A token within the ramp changes its weights by σ/ε instead of by all of them, and ε/σ times as many
-tokens do: the mean square change falls by about ε/σ, hence M = 10 widths of the noise.
+A token within the ramp changes its weights by σ/ε instead of completely, and ε/σ times as many
+tokens are in it: the mean square change falls by about ε/σ, hence M = 10 widths of the noise.
 """
 
 import math
@@ -41,10 +41,10 @@ __all__ = [
 ]
 
 NOISE_WIDTHS = 10.0
-"""M: how many standard deviations of the noise the ramp is wide."""
+"""M: width of the ramp in standard deviations of the noise."""
 
 NORMAL_MEDIAN = 0.6745
-"""Median of |N(0, 1)|: noise in deep layers has heavy tails, which a median does not feel."""
+"""Median of |N(0, 1)|, which heavy tails of the noise in deep layers do not move."""
 
 HALVINGS = 40
 
@@ -53,7 +53,7 @@ Progress = Callable[[str, int, int], None]
 
 
 class Scores:
-    """A handler that keeps the selection scores of a router's calls and changes nothing.
+    """A handler that keeps the selection scores of a router and changes nothing.
 
     Attributes:
         groups: how the choice is limited to groups; None without.
@@ -75,7 +75,7 @@ class Scores:
 
     @property
     def scores(self) -> Float[Tensor, "tokens experts"]:
-        """The scores of all tokens so far."""
+        """Scores of all tokens so far."""
         name = self._plan.name
         require(bool(self._parts), f"layer {name!r} did not run on the calibration text")
         return torch.cat(self._parts)
@@ -88,7 +88,7 @@ def collect_scores(
     progress: Progress | None = None,
     stage: str = "calibration",
 ) -> dict[str, Scores]:
-    """Selection scores of every router on these tokens, which run once."""
+    """Run the tokens once and return the selection scores of every router."""
     kept = {plan.name: Scores(plan) for plan in plans}
     with ExitStack() as stack, only_running(model):
         for plan in plans:
@@ -108,10 +108,10 @@ def budget_epsilon(
     budget: float,
     groups: Groups | None = None,
 ) -> float:
-    """inf{ε : mean number of experts per token >= budget}, at most k_max experts of each token.
+    """Return inf{ε : mean number of experts per token >= budget}, at most k_max per token.
 
     Without groups it is an order statistic of the distances to the threshold; with groups, whose
-    own band moves with ε, it is found by halving.
+    band moves with ε, it is found by bisection.
     """
     require(
         k < budget < k_max,
@@ -150,7 +150,7 @@ def measured_noise(
     precision: str,
     progress: Progress | None = None,
 ) -> dict[str, float]:
-    """σ of every router's gap c_[k] - c_[k+1] under a precision, in units of its scores.
+    """Return σ of every router's gap c_[k] - c_[k+1] under a precision, in units of its scores.
 
     Args:
         model: a model in float32.
@@ -159,7 +159,7 @@ def measured_noise(
         clean: selection scores of the clean run.
         precision: a format of `hf.formats` for the whole model, or "router bf16" and the like for
             the routers alone.
-        progress: is told how far the work is.
+        progress: called with stage, step and number of steps.
     """
     words = precision.split()
     parts = "router" if words[:1] == ["router"] else "all"
@@ -182,12 +182,12 @@ def _gap_noise(clean: Scores, noisy: Tensor, k: int) -> float:
 
 
 def noise_epsilon(sigma: float, a: float, b: float) -> float:
-    """ε whose ramp is `NOISE_WIDTHS` times as wide as the noise; 0 without noise."""
+    """Return the ε whose ramp is `NOISE_WIDTHS` times as wide as the noise; 0 without noise."""
     return NOISE_WIDTHS * sigma / ramp_width(a, b)
 
 
 def ramp_width(a: float, b: float) -> float:
-    """u_90 - u_10: how much of the band the ramp from 10 to 90 % takes."""
+    """Return u_90 - u_10: the share of the band that the ramp from 10 to 90 % takes."""
     ends = []
     for height in (0.1, 0.9):
         low, high = 0.0, 1.0
@@ -200,7 +200,7 @@ def ramp_width(a: float, b: float) -> float:
 
 
 def checked_batches(batches: Iterable[Ids] | None) -> list[Ids]:
-    """The calibration tokens, refused if there are none."""
+    """Return the calibration tokens; refuses none at all."""
     kept = list(batches or ())
     if not kept or not all(ids.ndim == 2 and ids.numel() for ids in kept):
         raise ParameterError(

@@ -61,7 +61,7 @@ __all__ = [
 ]
 
 TINY = {"lfm2_moe": 1e-6, "muse_spark": 1e-15}
-"""What a family adds to a sum before it divides by it; 1e-20 in all others."""
+"""Number that a family adds to a sum before dividing by it; 1e-20 in all others."""
 
 LEAST_SUM = {"ernie4_5_moe": "norm_min", "ernie4_5_vl_moe": "norm_min"}
 """Attribute of the smallest sum that a family divides by."""
@@ -80,14 +80,14 @@ def column_weights(
     ids: Ids,
     share: Shares,
 ) -> Shares:
-    """Combine weights of the experts `ids`, by the rule of the family; zero where the share is.
+    """Return the combine weights of the experts `ids` by the family's rule; 0 for a share of 0.
 
     Args:
         family: the record of the router's family.
         router: the router, for its settings.
         logits: what it returned, or probabilities where the family returns those.
         ids: experts of each token.
-        share: how far each of them is in.
+        share: the share of each expert.
     """
     logits = at_least_single(logits)
     if family.probabilities:
@@ -103,7 +103,7 @@ def column_weights(
 
 
 def family_scale(family: RouterFamily, router: nn.Module) -> Any:
-    """What the weights are multiplied with: a number, a number per expert, or nothing."""
+    """Return the factor of the weights: a number, a number per expert, or None."""
     if family.name == "openai_privacy_filter":
         return 1 / int(attrgetter(family.k)(router))
     if family.name == "inkling":
@@ -128,7 +128,7 @@ def renormalises(family: RouterFamily, router: nn.Module) -> bool:
 
 
 def _score(family: RouterFamily, router: nn.Module) -> str:
-    """How a weight follows from a logit: the family's record, read further where it says "own"."""
+    """How a weight follows from a logit, also for families whose record says "own"."""
     if family.combine != "own":
         return family.combine
     if family.name == "cohere2_moe":
@@ -170,7 +170,7 @@ def _activated(family: RouterFamily, router: nn.Module, chosen: Tensor) -> Tenso
 
 
 def smoothing_of(router: nn.Module) -> "RouterSmoothing | None":
-    """How this router is smoothed; None if it is not."""
+    """Return how a router is smoothed; None if it is not."""
     handler = getattr(router, HANDLER, None)
     return handler if isinstance(handler, RouterSmoothing) else None
 
@@ -189,7 +189,7 @@ class RouterSmoothing:
         b: exponent at its upper end.
         detach_ramp: whether no gradient goes through the shares.
         skip: how a slot is left out.
-        checked: whether the record was found to explain the router's own output.
+        checked: whether the family's record was verified on the router's own output.
     """
 
     name: str
@@ -204,7 +204,7 @@ class RouterSmoothing:
     checked: bool = field(default=False, compare=False)
 
     def __call__(self, router: nn.Module, call: Call, output: Any) -> Any:
-        """The output with smooth weights."""
+        """Return the output with smooth weights."""
         logits = logits_in(self.family.layout, call[0], output)
         selection = select(self.family, router, logits, call)
         if len(logits) and not self.checked:  # nothing is learned from no tokens
@@ -220,7 +220,7 @@ class RouterSmoothing:
         return with_choice(layout, output, weights, columns.ids, ids=ids, used=used)
 
     def columns(self, selection: Selection) -> Columns:
-        """Experts and shares for these selection scores."""
+        """Return experts and shares for these selection scores."""
         scores = at_least_single(selection.scores)
         return smooth_columns(
             scores.detach() if self.detach_ramp else scores,
@@ -234,7 +234,7 @@ class RouterSmoothing:
 
     @torch.no_grad()
     def _check(self, router: nn.Module, logits: Tensor, selection: Selection, output: Any) -> None:
-        """Refuse unless the record gives the router's own experts and weights."""
+        """Refuse a record that does not give the router's own experts and weights."""
         weights, ids = choice_in(self.family.layout, output, self.k)
         scores = selection.scores
         if selection.limit is not None:
@@ -262,14 +262,14 @@ def gate_groups(limit: GroupLimit | None) -> Groups | None:
 
 
 def _joint_divisor(masses: Tensor, weights: Tensor) -> Tensor:
-    """Σ over chosen and shared experts that inkling divided by, from masses and their weights."""
+    """The sum over chosen and shared experts that inkling divides by."""
     return masses.sum(dim=-1, keepdim=True) / weights.sum(dim=-1, keepdim=True).to(masses)
 
 
 def _with_shared(
     family: RouterFamily, router: nn.Module, output: Any, logits: Tensor, masses: Tensor
 ) -> tuple[Tensor, tuple[Any, ...]]:
-    """Weights divided by the sum with the shared experts, whose weights change by the same sum."""
+    """Divide by the sum with the shared experts, whose weights change by the same factor."""
     scale = family_scale(family, router)
     own = logits.gather(1, output[2]).sigmoid() * scale
     before = _joint_divisor(own, output[1])  # scale · (Σ chosen + Σ shared) / scale
@@ -284,7 +284,7 @@ EXPERTS = {
     "gemma4": "proj.out_features",
     "longcat_flash": "n_routed_experts",
 }
-"""Where the number of ranked experts stands, if not in `num_experts`."""
+"""Attribute with the number of ranked experts, if not `num_experts`."""
 
 NOT_SMOOTHED = {
     "phimoe": "the weights of sparsemixer are taken over the experts inside a jitter band of their "
@@ -317,7 +317,7 @@ class LayerPlan:
 
 
 def refusal(family: RouterFamily) -> str | None:
-    """Why routers of this family cannot be smoothed; None if they can."""
+    """Return why routers of this family cannot be smoothed; None if they can."""
     if family.refused is not None:
         return family.refused
     if family.skip_class:
@@ -326,12 +326,12 @@ def refusal(family: RouterFamily) -> str | None:
 
 
 def default_k_max(k: int, n_experts: int) -> int:
-    """K + max(2, k/2): room for a tie of three experts at least, and never more than all."""
+    """Return k + max(2, k/2), at most all experts: room for a tie of three."""
     return min(n_experts, k + max(2, -(-k // 2)))
 
 
 def layer_plan(name: str, router: nn.Module) -> LayerPlan:
-    """What has to be known of a router; refuses one that is smoothed already."""
+    """Return the plan of a router; refuses one that is smoothed already."""
     family = family_of(router)
     assert family is not None
     require(
@@ -347,7 +347,7 @@ def layer_plan(name: str, router: nn.Module) -> LayerPlan:
 def plan_layers(
     model: nn.Module, layers: Collection[str] | None
 ) -> tuple[list[LayerPlan], Mapping[str, str]]:
-    """The routers to smooth in order, and the reason for each that is refused.
+    """Return the routers to smooth in order, and the reason for each that is refused.
 
     Args:
         model: a Mixture-of-Experts model of transformers.

@@ -1,4 +1,4 @@
-"""The support table of the documentation, written from the records themselves."""
+"""The support table of the documentation, generated from the family records."""
 
 from tieline.hf.families import Groups, RouterFamily
 from tieline.hf.family_table import TRANSFORMERS_FAMILIES
@@ -20,7 +20,7 @@ in the router's input and no groups.
 
 
 def support_table(families: tuple[RouterFamily, ...] = TRANSFORMERS_FAMILIES) -> str:
-    """A Markdown page: how each family routes, which cannot be captured, and why."""
+    """Return a Markdown page: how each family routes, and which are refused and why."""
     captured = [family for family in families if family.refused is None]
     refused = [family for family in families if family.refused is not None]
     count = len({family.name for family in captured})
@@ -39,7 +39,7 @@ def support_table(families: tuple[RouterFamily, ...] = TRANSFORMERS_FAMILIES) ->
 
 
 def smoothing_list(families: tuple[RouterFamily, ...] = TRANSFORMERS_FAMILIES) -> str:
-    """Markdown: the families whose routers `smooth_` can smooth, and why it refuses the others."""
+    """Return Markdown: the families that `smooth_` can smooth, and why it refuses others."""
     smoothed = sorted({family.name for family in families if refusal(family) is None})
     refused = [family for family in families if refusal(family) is not None]
     return "\n".join(

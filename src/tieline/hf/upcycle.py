@@ -1,4 +1,15 @@
-"""The feed-forward networks of a dense model, found by the names and kinds of their parts.
+"""A dense model becomes a Mixture of Experts whose experts are copies of its feed-forward networks.
+
+    upcycle_(model, n_experts=8, k=2)
+
+    y = Σ_{e ∈ top-k} w_e f_e(x),   w = softmax(Wx) on the k largest, divided by its sum
+
+All experts of a layer are equal at first and their weights sum to 1, so the model's function stays
+the same to rounding. `noise` sets the experts apart by chance, training by data. Router and experts
+have the interface of transformers' own blocks, so capture, audits, smoothing and rerouting work on
+the result.
+
+Feed-forward networks are found by the names and kinds of their parts:
 
 layout   parts                                                          models
 gated    gate_proj, up_proj, down_proj, activation                      Llama, Mistral, Qwen2, Gemma
@@ -6,25 +17,8 @@ fused    gate_up_proj (gate, then up), down_proj, activation            Phi-3, G
 plain    fc1, activation, fc2                                           ViT, CLIP, SigLIP
 bert     intermediate.dense, its activation; output.dense               BERT, RoBERTa, DeiT-like
 
-A list of parts does not say what a forward pass does with them: `upcycle_` compares outputs before
-it replaces anything.
-
-The Mixture of Experts that a dense feed-forward network becomes.
-
-    y = Σ_{e ∈ top-k} w_e f_e(x),   w = softmax(Wx) on the k largest, divided by its sum
-
-Router and experts have the interface of transformers' own blocks, (logits, weights, indices) and
-stacked maps, so capture, audits, smoothing and rerouting work on an upcycled model as on any other.
-Where all f_e are equal, as they are at first, weights of sum 1 give back the network itself.
-
-A dense model becomes a Mixture of Experts whose experts are copies of its feed-forward networks.
-
-    upcycle_(model, n_experts=8, k=2)
-
-With renormalised weights the function of the model is the same at first, to rounding: all experts
-of a layer are equal, and their weights sum to 1. `noise` sets them apart by chance, training by
-data. Nothing is changed unless everything can be: every network is found, checked against the
-model's own forward pass and copied before the first one is replaced.
+Parts do not say what a forward pass does with them, so every network is compared with the model's
+own forward pass and copied before the first one is replaced: all are changed, or none.
 """
 
 import copy
@@ -59,7 +53,7 @@ ACTIVATION_NAMES = ("act_fn", "activation_fn", "act", "intermediate_act_fn")
 
 @dataclass(frozen=True)
 class _Layout:
-    """Names of the maps, below the module of the layout, and of what is replaced."""
+    """Names of the maps and of the replaced module, below the module of the layout."""
 
     first: tuple[str, ...]
     last: str
@@ -82,9 +76,8 @@ class DenseFFN:
 
     Attributes:
         name: qualified name of the module that holds its parts.
-        place: name of the module that a mixture takes the place of.
-        emptied: name of the map that becomes the identity, where the network is spread over two
-            modules.
+        place: name of the module that the mixture replaces.
+        emptied: name of the map that becomes the identity, if the network spans two modules.
         gated: whether h(a) = φ(a_1) · a_2.
         first: the input maps; two where gate and up are apart.
         last: the output map.
@@ -100,24 +93,22 @@ class DenseFFN:
     activation: nn.Module
 
     @property
-    def width(self) -> int:
-        """Width D of a token."""
+    def dim(self) -> int:
+        """Dimension D of a token."""
         return self.first[0].in_features
 
     @property
-    def w_in(self) -> Float[Tensor, "inner width"]:
+    def w_in(self) -> Float[Tensor, "inner dim"]:
         """The input maps, the activated branch first."""
         return torch.cat([linear.weight for linear in self.first])
 
     @property
     def b_in(self) -> Float[Tensor, " inner"] | None:
         """Their biases; None if no map of the network has one."""
-        if not self.has_bias:
-            return None
-        return torch.cat([_bias(linear) for linear in self.first])
+        return torch.cat([_bias(linear) for linear in self.first]) if self.has_bias else None
 
     @property
-    def b_out(self) -> Float[Tensor, " width"] | None:
+    def b_out(self) -> Float[Tensor, " dim"] | None:
         """Bias of the output map."""
         return _bias(self.last) if self.has_bias else None
 
@@ -126,8 +117,8 @@ class DenseFFN:
         """Whether any of the maps has a bias."""
         return any(linear.bias is not None for linear in (*self.first, self.last))
 
-    def __call__(self, x: Float[Tensor, "tokens width"]) -> Float[Tensor, "tokens width"]:
-        """The network as its parts say; the model's own forward is what it must equal."""
+    def __call__(self, x: Float[Tensor, "tokens dim"]) -> Float[Tensor, "tokens dim"]:
+        """Compute the network from its parts; must equal the model's own forward pass."""
         inner = torch.cat([linear(x) for linear in self.first], dim=-1)
         if not self.gated:
             return self.last(self.activation(inner))
@@ -136,7 +127,7 @@ class DenseFFN:
 
 
 def find_dense_ffns(model: nn.Module) -> dict[str, DenseFFN]:
-    """The networks of a model by name, in order of depth."""
+    """Return the feed-forward networks of a model by name, in order of depth."""
     found = {}
     for name, module in model.named_modules():
         for layout in _LAYOUTS:
@@ -162,7 +153,7 @@ def _read(name: str, module: nn.Module, layout: _Layout) -> DenseFFN | None:
 
 
 def _part(module: nn.Module, path: str) -> nn.Module | None:
-    """The submodule of that path, None if there is none."""
+    """The submodule of that path; None if there is none."""
     for step in filter(None, path.split(".")):
         child = module._modules.get(step)
         if child is None:
@@ -188,7 +179,7 @@ def _bias(linear: nn.Linear) -> Tensor:
     return linear.weight.new_zeros(linear.out_features)
 
 
-Tokens = Float[Tensor, "tokens width"]
+Tokens = Float[Tensor, "tokens dim"]
 Chosen = Float[Tensor, "tokens k"]
 
 register_family(
@@ -205,15 +196,15 @@ class UpcycledRouter(nn.Module):
     """Softmax of a linear map, in at least float32, and its k largest, divided by their sum.
 
     Args:
-        width: D.
+        dim: D.
         n_experts: E.
         k: experts per token.
         renormalise: whether weights sum to 1.
     """
 
-    def __init__(self, width: int, n_experts: int, k: int, *, renormalise: bool = True) -> None:
+    def __init__(self, dim: int, n_experts: int, k: int, *, renormalise: bool = True) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(n_experts, width))
+        self.weight = nn.Parameter(torch.zeros(n_experts, dim))
         self.top_k, self.num_experts, self.norm_topk_prob = k, n_experts, renormalise
 
     def forward(
@@ -234,7 +225,7 @@ class UpcycledExperts(nn.Module):
 
     Args:
         n_experts: E.
-        width: D.
+        dim: D.
         hidden: H.
         activation: φ.
         gated: whether h(a) = φ(a_1) · a_2.
@@ -246,7 +237,7 @@ class UpcycledExperts(nn.Module):
     def __init__(
         self,
         n_experts: int,
-        width: int,
+        dim: int,
         hidden: int,
         activation: nn.Module,
         *,
@@ -258,13 +249,13 @@ class UpcycledExperts(nn.Module):
         self.act_fn = activation
         self.first = "gate_up_proj" if gated else "up_proj"
         inner = 2 * hidden if gated else hidden
-        self.register_parameter(self.first, nn.Parameter(torch.empty(n_experts, inner, width)))
-        self.down_proj = nn.Parameter(torch.empty(n_experts, width, hidden))
+        self.register_parameter(self.first, nn.Parameter(torch.empty(n_experts, inner, dim)))
+        self.down_proj = nn.Parameter(torch.empty(n_experts, dim, hidden))
         if bias:
             self.register_parameter(
                 f"{self.first}_bias", nn.Parameter(torch.empty(n_experts, inner))
             )
-            self.down_proj_bias = nn.Parameter(torch.empty(n_experts, width))
+            self.down_proj_bias = nn.Parameter(torch.empty(n_experts, dim))
 
     def forward(
         self, hidden_states: Tokens, top_k_index: Int[Tensor, "tokens k"], top_k_weights: Chosen
@@ -280,9 +271,7 @@ class UpcycledFFN(nn.Module):
         super().__init__()
         self.gate, self.experts = gate, experts
 
-    def forward(
-        self, hidden_states: Float[Tensor, "*batch width"]
-    ) -> Float[Tensor, "*batch width"]:
+    def forward(self, hidden_states: Float[Tensor, "*batch dim"]) -> Float[Tensor, "*batch dim"]:
         """The mixture's output."""
         flat = hidden_states.reshape(-1, hidden_states.shape[-1])
         _, weights, chosen = self.gate(flat)
@@ -295,16 +284,16 @@ PROBES = 8  # tokens on which a network is compared with what its parts say
 
 @dataclass(frozen=True)
 class Upcycling:
-    """What was done.
+    """What `upcycle_` did.
 
     Attributes:
         layers: names of the networks that became mixtures.
         n_experts: experts E of each.
         k: experts per token.
         renormalise: whether the weights of a token sum to 1.
-        parameters_before: of the whole model.
-        parameters_after: of the whole model.
-        parameters_per_token: of the whole model, less those of experts that a token does not use.
+        parameters_before: of the whole dense model.
+        parameters_after: of the whole mixture.
+        parameters_per_token: the same without the experts that a token does not use.
     """
 
     layers: tuple[str, ...]
@@ -334,12 +323,12 @@ def upcycle_(
         model: a dense model of transformers: Llama-like, BERT-like, ViT-like.
         n_experts: experts E >= 2 of each mixture.
         k: experts per token, 1 <= k <= E.
-        layers: positions among the model's networks, counted from 0, or their names; None for all.
-        router_init: "normal": entries N(0, router_scale²); "orthogonal": rows orthogonal as far as
-            E <= D lets them be, of the length that normal rows have on average.
-        router_scale: size of the entries, 0.02 being what transformers models start from.
-        noise: every copied tensor gets N(0, (noise · its root mean square)²); 0 keeps the function.
-        renormalise: weights of sum 1; without it the model's function changes at once.
+        layers: positions of networks, counted from 0, or their names; None for all.
+        router_init: "normal": entries N(0, router_scale²); "orthogonal": orthogonal rows, as far as
+            E <= D allows, of the mean length of normal rows.
+        router_scale: size of the entries; transformers models start from 0.02.
+        noise: adds N(0, (noise · root mean square)²) to every copied tensor; 0 keeps the function.
+        renormalise: weights of sum 1; without it the model's function changes.
         seed: of the router and the noise.
     """
     _check_numbers(n_experts, k, router_init, router_scale, noise)
@@ -419,10 +408,10 @@ def _name_of(layer: int | str, names: list[str]) -> str:
 
 @torch.no_grad()
 def _check_parts(model: nn.Module, ffn: DenseFFN) -> None:
-    """Refuse a network whose forward pass is not what its parts say, such as one with a scale."""
+    """Refuse a network whose forward pass does more than its parts say, such as scaling."""
     weight = ffn.last.weight
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(PROBES, ffn.width, generator=generator).to(weight)
+    x = torch.randn(PROBES, ffn.dim, generator=generator).to(weight)
     module = model.get_submodule(ffn.name)
     training = module.training
     module.eval()
@@ -440,7 +429,7 @@ def _check_parts(model: nn.Module, ffn: DenseFFN) -> None:
 
 
 def _own_output(model: nn.Module, ffn: DenseFFN, x: Tensor) -> tuple[Tensor, Tensor]:
-    """What the model computes on x, and what it will once a mixture equal to `ffn` is in place."""
+    """The model's output on x, now and with a mixture equal to `ffn` in place."""
     if ffn.emptied is None:
         return model.get_submodule(ffn.name)(x), ffn(x)
     inner = model.get_submodule(ffn.place)
@@ -454,12 +443,12 @@ def _own_output(model: nn.Module, ffn: DenseFFN, x: Tensor) -> tuple[Tensor, Ten
 def empty_mixture(
     ffn: DenseFFN, n_experts: int, k: int, renormalise: bool, like: Tensor
 ) -> UpcycledFFN:
-    """A mixture of the network's shapes, without values, where and in what `like` is."""
+    """A mixture of the network's shapes, without values, with the device and dtype of `like`."""
     hidden = ffn.last.in_features
     with torch.device(like.device):
-        gate = UpcycledRouter(ffn.width, n_experts, k, renormalise=renormalise)
+        gate = UpcycledRouter(ffn.dim, n_experts, k, renormalise=renormalise)
         experts = UpcycledExperts(
-            n_experts, ffn.width, hidden, ffn.activation, gated=ffn.gated, bias=ffn.has_bias
+            n_experts, ffn.dim, hidden, ffn.activation, gated=ffn.gated, bias=ffn.has_bias
         )
     return UpcycledFFN(gate, experts).to(like.dtype)
 
@@ -472,7 +461,7 @@ def _filled(
     noise: float,
     generator: torch.Generator,
 ) -> UpcycledFFN:
-    """A mixture whose experts are the network."""
+    """A mixture whose experts are copies of the network."""
     mixture = empty_mixture(ffn, n_experts, k, renormalise, ffn.last.weight)
     experts = mixture.experts
     sources = {experts.first: ffn.w_in, "down_proj": ffn.last.weight}
@@ -527,13 +516,10 @@ def _describe(
 
 
 def _restore(model: nn.Module, facts: dict[str, Any]) -> None:
-    """Mixtures without values in the places that a checkpoint names."""
+    """Put mixtures without values in the places that a checkpoint names."""
     n_experts, k, names = facts.get("n_experts"), facts.get("k"), facts.get("layers")
-    fits = isinstance(n_experts, int) and isinstance(k, int) and isinstance(names, list)
-    require(fits, f"the checkpoint's upcycling is malformed: {facts}", UnsupportedModelError)
-    assert isinstance(n_experts, int)
-    assert isinstance(k, int)
-    assert isinstance(names, list)
+    if not (isinstance(n_experts, int) and isinstance(k, int) and isinstance(names, list)):
+        raise UnsupportedModelError(f"the checkpoint's upcycling is malformed: {facts}")
     _check_numbers(n_experts, k, "normal", 1.0, 0.0)
     found = find_dense_ffns(model)
     for name, ffn in _chosen(found, names, type(model).__name__).items():

@@ -65,7 +65,7 @@ def route_networks_(
 
 @torch.no_grad()
 def _mixture(ffn: DenseFFN, gate: GateConfig, n_experts: int) -> MoE:
-    sizes = {"d_model": ffn.width, "n_experts": n_experts, "d_hidden": ffn.last.in_features}
+    sizes = {"d_model": ffn.dim, "n_experts": n_experts, "d_hidden": ffn.last.in_features}
     layer = routed_layer(gate, activation=_activation(ffn), **sizes)
     experts = layer.experts
     sources = {"w_in": ffn.w_in, "w_out": ffn.last.weight, "b_in": ffn.b_in, "b_out": ffn.b_out}
