@@ -31,7 +31,7 @@ def test_a_mismatch_of_trainer_and_engine_is_explained_and_engine_bugs_are_named
     lines = {line.split()[0]: line for line in said.splitlines()}
     assert lines["sound"].endswith("[]")
     assert "tokens are shifted" in lines["late"]
-    assert "experts are numbered otherwise in 1 of 4 layers" in lines["renumbered"]
+    assert "experts are numbered differently in 1 of 4 layers" in lines["renumbered"]
 
 
 def test_a_quantised_router_flips_more_the_coarser_its_format():

@@ -1,12 +1,12 @@
-"""What is unusual about an alignment, in words.
+"""Aligning two runs: by document and position, layer by layer, expert by expert.
 
-What cannot be laid on each other, said with what does not match and where.
+Engines number things differently: tokens and layers one apart, experts permuted, dense layers
+counted or not, rows of -1, another k. `align` finds such differences and reports them as notes;
+what cannot be aligned raises an error that names what does not match and where.
 
-Laying one run on another: by document and position, layer by layer, expert by expert.
-
-Looked for and reported: tokens and layers numbered one apart, experts numbered otherwise, dense
-layers that one side counts, rows of -1, other k. What cannot be laid on each other is refused, with
-what does not match and where.
+align              the two traces on each other
+alignment_notes    what two runs of one program would not show, in words
+check_*            refusals
 """
 
 from collections.abc import Mapping, Sequence
@@ -49,7 +49,7 @@ __all__ = [
 
 
 def alignment_notes(found: Alignment, against_ids: bool) -> tuple[str, ...]:
-    """Everything that two runs of one program would not show, the gravest first.
+    """Return everything that two runs of one program would not show, most severe first.
 
     Args:
         found: the alignment.
@@ -97,7 +97,7 @@ def _experts(found: Alignment) -> str:
     pairs = list(zip(first.moved_experts, first.moved_to, strict=True))
     shown = ", ".join(f"{i} → {j}" for i, j in pairs[:4]) + (", …" if len(pairs) > 4 else "")
     return (
-        f"experts are numbered otherwise in {len(moved)} of {len(found.pairs)} layers "
+        f"experts are numbered differently in {len(moved)} of {len(found.pairs)} layers "
         f"(A → B in {first.name_a!r}: {shown})"
     )
 
@@ -120,7 +120,7 @@ def _layers(found: Alignment) -> str:
 
 
 def _sides(words: str, names_a: Sequence[str], names_b: Sequence[str]) -> list[str]:
-    """The words for each side that has names, with their number and the first three."""
+    """Format `words` for each side that has names, with their number and the first three."""
     return [
         words.format(
             len(names), ", ".join(names[:3]) + (", …" if len(names) > 3 else ""), side=side
@@ -149,7 +149,7 @@ RELATED = 0.1
 
 
 def check_sizes(a: RoutingTrace, b: RoutingTrace, pair: tuple[int, int], partial: bool) -> int:
-    """The number of experts of two layers; refuses another number, and another k unless partial.
+    """Return the number of experts; raises if the counts differ, or k differs without `partial`.
 
     A number of experts that was inferred from the largest id may be too small.
     """
@@ -176,7 +176,7 @@ def check_sizes(a: RoutingTrace, b: RoutingTrace, pair: tuple[int, int], partial
 def check_ids(
     a: RoutingTrace, b: RoutingTrace, places: Mapping[int, Places], ids: Mapping[int, IdCheck]
 ) -> int:
-    """The shift at which the token ids agree, 0 if they are unknown; refuses other tokens."""
+    """Return the shift at which the token ids agree, 0 if unknown; raises on other tokens."""
     require(any(len(found.in_a) for found in places.values()), _apart(a, b), TraceError)
     if all(check.known == 0 for check in ids.values()):
         return 0 if len(places[0].in_a) else next(s for s, x in places.items() if len(x.in_a))
@@ -193,7 +193,7 @@ def check_ids(
 
 
 def check_layers(a: RoutingTrace, b: RoutingTrace, pairing: Pairing) -> None:
-    """Refuse if most layers find no partner."""
+    """Raise if most layers have no partner."""
     fewest = min(len(a.layers), len(b.layers))
     require(
         2 * len(pairing.pairs) >= fewest,
@@ -259,7 +259,7 @@ SHIFTS = (0, 1, -1)
 
 
 class Aligned(NamedTuple):
-    """Two traces laid on each other.
+    """Two aligned traces.
 
     Attributes:
         a: trace of A without what was not routed.
@@ -267,7 +267,7 @@ class Aligned(NamedTuple):
         places: the tokens they share.
         pairing: the layers they share.
         numbers: for each pair, the number in A of each expert of B.
-        alignment: the account of it.
+        alignment: how they were aligned.
     """
 
     a: RoutingTrace

@@ -86,7 +86,7 @@ class NoiseBand(NamedTuple):
 
 
 def set_flips(a: LayerTrace, b: LayerTrace) -> tuple[Bool[Tensor, " tokens"], float | None]:
-    """Tokens whose sets differ, and the mean number of experts that do, over these tokens."""
+    """Return the tokens whose sets differ, and the mean number of experts that differ in them."""
     k = a.facts.k
     changed = n_changed(a.experts[:, :k], b.experts[:, :k])
     flipped = changed > 0
@@ -113,10 +113,10 @@ def weight_moved(
 
 
 def noise_band(a: LayerTrace, b: LayerTrace, flipped: Bool[Tensor, " tokens"]) -> NoiseBand | None:
-    """The noise of the scores and six times it; None if no unflipped token tells.
+    """Return the noise of the scores and the tie band; None if there is no unflipped token.
 
-    Scores are floating-point numbers: a band narrower than six of their steps would find fault with
-    their last digit, so it is not narrower.
+    The band is at least six floating-point steps of the scores wide, because their last digit is
+    noise too.
     """
     differences = []
     for rows in (~flipped).nonzero().squeeze(1).split(ROWS):
@@ -136,7 +136,7 @@ def flip_margins(a: LayerTrace, b: LayerTrace) -> Float[Tensor, " tokens"]:
 
 
 def _margin(here: LayerTrace, there: LayerTrace) -> Tensor:
-    """How far apart, in the scores of one side, stand the experts that changed places."""
+    """Distance, in the scores of one side, of the experts that changed places."""
     k, scores = here.facts.k, _scores(here)
     own, other = here.experts[:, :k], there.experts[:, :k]
     leaving = ~(own[:, :, None] == other[:, None, :]).any(2)
@@ -177,7 +177,7 @@ def _normalised(weights: Tensor) -> Tensor:
 
 
 def attribution_status(a: LayerTrace, b: LayerTrace) -> str:
-    """The word "ok", or why the flips of a layer cannot be attributed."""
+    """Return "ok", or why the flips of a layer cannot be attributed."""
     sides = (("A", a), ("B", b))
     for side, layer in sides:
         if layer.scores is None:
@@ -199,7 +199,7 @@ def attribute(
     before: Bool[Tensor, " tokens"],
     keys: tuple[Int[Tensor, " tokens"], Int[Tensor, " tokens"]],
 ) -> tuple[Attribution | None, str]:
-    """The attribution of a layer's flips, or None and the reason.
+    """Attribute a layer's flips to near-ties or not; None and the reason if that is impossible.
 
     Args:
         a: the layer in A.
@@ -232,7 +232,7 @@ def attribute(
 
 
 def flipped_before(flips: Bool[Tensor, "layers tokens"]) -> Bool[Tensor, "layers tokens"]:
-    """Whether each token has flipped in a layer before each layer."""
+    """Whether each token has flipped before each layer."""
     so_far = flips.int().cumsum(0) > 0
     return torch.cat((torch.zeros_like(so_far[:1]), so_far[:-1]))
 
@@ -240,7 +240,7 @@ def flipped_before(flips: Bool[Tensor, "layers tokens"]) -> Bool[Tensor, "layers
 def token_diff(
     flips: Bool[Tensor, "layers tokens"], documents: Int[Tensor, " tokens"], names: list[str]
 ) -> TokenDiff:
-    """Tokens over all layers: flips anywhere, first divergent layer, compounding.
+    """Summarise tokens over all layers: flips anywhere, first divergent layer, compounding.
 
     A token that has flipped enters the next layers with another residual stream and flips more
     readily there; `fresh` and `after` are the two rates, `independent` what the cumulative share
@@ -280,7 +280,7 @@ def verdict(alignment: Alignment, layers: Sequence[LayerDiff], tokens: TokenDiff
     """Whether the two route alike and, if not, whether near-ties explain it."""
     count, total = sum(x.flip.count for x in layers), alignment.tokens * len(layers)
     size = f"{alignment.tokens:,} tokens in {len(layers)} layers"
-    odd = " once laid on each other" if alignment.notes else ""
+    odd = " once aligned" if alignment.notes else ""
     if count == 0:
         return f"A and B choose the same experts for all {size}{odd}. What to do: nothing."
     worst = max(layers, key=lambda layer: layer.flip.value or 0.0)
@@ -324,7 +324,7 @@ def findings(
     tokens: TokenDiff,
     logits: LogitsDiff | None,
 ) -> tuple[Finding, ...]:
-    """One sentence for everything worth knowing, the gravest first."""
+    """One sentence for everything worth knowing, most severe first."""
     found = [Finding("warning", note, 1.0, None, "alignment") for note in alignment.notes]
     found += _unexplained(layers)
     found += _not_attributed(layers)
@@ -382,7 +382,7 @@ def _unrelated(alignment: Alignment) -> list[Finding]:
 
 
 def _of_depth(tokens: TokenDiff) -> list[Finding]:
-    """Whether tokens that have flipped flip more readily, over all layers but the first."""
+    """Whether tokens that have flipped flip more often, over all layers but the first."""
     fresh, after = (
         [getattr(step, name) for step in tokens.depth[1:]] for name in ("fresh", "after")
     )
@@ -431,7 +431,7 @@ def _share(share: float | None) -> str:
 
 
 class Compared:
-    """The layers of two runs laid on each other, and which tokens flip in which."""
+    """The layers of two aligned runs, and which tokens flip in which."""
 
     def __init__(self, aligned: Aligned) -> None:
         """Compare every pair of layers, one at a time."""
@@ -469,12 +469,12 @@ class Compared:
 
 
 def compare(a: RoutingTrace, b: RoutingTrace, *, partial: bool = False) -> Compared:
-    """Lay B on A and compare them layer by layer."""
+    """Align B with A and compare them layer by layer."""
     return Compared(align(a, b, partial=partial))
 
 
 def summed_up(found: Compared, logits: LogitsDiff | None, timings: dict[str, float]) -> RoutingDiff:
-    """The result with its words and metrics.
+    """Return the result with its verdict, findings and metrics.
 
     Args:
         found: the layers compared.

@@ -1,31 +1,23 @@
-"""Which layer of B is which layer of A: the ways that engines number layers.
+"""Which layer, token and expert of B is which of A.
 
-A layer's number is the part of its name that tells it from the others: 3 of
-`model.layers.3.mlp.gate`, of `layers.3` or of a table's `3`. Layers are paired by equal numbers, by
+Layers: a layer's number is the part of its name that distinguishes it, 3 in
+`model.layers.3.mlp.gate`, `layers.3` or a table's `3`. Layers are paired by equal numbers, by
 numbers one apart, or by order, where one program counts dense layers and the other does not.
 
-Which token of B is which token of A, by document and position.
+Tokens: by document and position, B shifted by -1, 0 or 1.
 
-routed_part      a trace without layers and tokens that were not routed (rows of -1)
-common_places    places of the tokens that two traces share, B being shifted by some tokens
-equal_ids        whether the token ids agree there, as far as they are known
-
-Which expert of B is which expert of A, found from what the two choose together.
-
-C[i, j] counts the tokens that choose i in A and j in B. The best renumbering maximises Σ C[i, π(i)]
-(an assignment problem); experts that it moves are believed only in whole cycles, and only if every
-member that is seen often enough really goes there:
+Experts: C[i, j] counts the tokens that choose i in A and j in B. The best renumbering maximises
+Σ C[i, π(i)] (an assignment problem). Experts that it moves are accepted only in whole cycles, and
+only if every member that is seen often enough really goes there:
 
     κ(i) = (C[i, π(i)] - n_i m_j / T) / (min(n_i, m_j) - n_i m_j / T) > 1/2,   j = π(i)
 
-with n_i and m_j the tokens that choose i in A and j in B: what the two have in common beyond what
-their loads explain. A few flips therefore never look like a renumbering.
+with n_i and m_j the tokens that choose i in A and j in B: their overlap beyond what the loads
+explain. A few flips therefore never look like a renumbering.
 
-The alignment that the choices themselves speak for.
-
-Every shift of tokens by -1, 0 or 1 and every pairing of layers is a hypothesis. It is judged by how
-far the chosen experts agree beyond chance once experts are renumbered (`permutation`), on a sample
-of tokens. The plainest one stands unless another at least halves the disagreement.
+`search` judges every shift and pairing on a sample of tokens, by how far the chosen experts agree
+beyond chance once experts are renumbered. The plainest hypothesis stands unless another at least
+halves the disagreement.
 """
 
 from collections.abc import Sequence
@@ -75,7 +67,7 @@ class Pairing(NamedTuple):
 
 
 def pairings(names_a: Sequence[str], names_b: Sequence[str]) -> list[Pairing]:
-    """Every way to pair the layers, the plainest first; none of them twice or empty."""
+    """Return every distinct way to pair the layers, the plainest first."""
     of_a, of_b = layer_numbers(names_a), layer_numbers(names_b)
     count_a, count_b = len(names_a), len(names_b)
     found: list[Pairing] = []
@@ -129,7 +121,7 @@ class IdCheck(NamedTuple):
 
 
 def routed_part(trace: RoutingTrace, side: str) -> Routed:
-    """The trace without dense layers and unrouted tokens, which importers may have left out."""
+    """Drop dense layers and unrouted tokens, and count those that an importer dropped before."""
     told = trace.provenance
     count, names = told.get("tokens_left_out"), told.get("layers_left_out")
     tokens = count if isinstance(count, int) else 0
@@ -149,7 +141,7 @@ def routed_part(trace: RoutingTrace, side: str) -> Routed:
 
 
 def _routed_rows(layer: LayerTrace, side: str) -> Tensor:
-    """Tokens with experts; a row with some experts and some -1 is refused."""
+    """Which tokens have experts; raises if a row has some experts and some -1."""
     nothing = layer.experts[:, : layer.facts.k] == -1
     partly = nothing.any(1) & ~nothing.all(1)
     require(
@@ -162,9 +154,9 @@ def _routed_rows(layer: LayerTrace, side: str) -> Tensor:
 
 
 def common_places(a: RoutingTrace, b: RoutingTrace, shift: int) -> Places:
-    """Places of the tokens with the same document, whose position in B is `shift` later than in A.
+    """Return where tokens have the same document and a position in B `shift` later than in A.
 
-    Refuses a trace that has a (document, position) twice, naming it.
+    Raises if a trace has a (document, position) twice.
     """
     documents = [trace.documents.long().numpy() for trace in (a, b)]
     positions = [a.positions.long().numpy(), b.positions.long().numpy() - shift]
@@ -200,9 +192,9 @@ def equal_ids(a: RoutingTrace, b: RoutingTrace, places: Places) -> IdCheck:
 
 
 SEEN = 5
-"""Tokens that must choose an expert on both sides before it bears witness."""
+"""Tokens that must choose an expert on both sides before it counts as evidence."""
 MOST_MATCHED = 2048
-"""Experts up to which a renumbering is looked for: the table of pairs has their square."""
+"""Most experts for which a renumbering is searched: the table of pairs has their square."""
 
 Table = Int[np.ndarray, "experts experts"]
 
@@ -214,7 +206,7 @@ class Matching(NamedTuple):
         to_b: π.
         agreement: share of chosen experts in common, of the smaller k.
         chance: the same for independent choices of these loads.
-        unseen: moved experts that were too rare to bear witness.
+        unseen: moved experts that were too rare to count as evidence.
     """
 
     to_b: Int[np.ndarray, " experts"]
@@ -241,7 +233,7 @@ def co_occurrence(
 def match_experts(
     in_a: Int[np.ndarray, "tokens k_a"], in_b: Int[np.ndarray, "tokens k_b"], experts: int
 ) -> Matching:
-    """The renumbering that the choices of the same tokens bear witness to.
+    """Estimate the expert permutation from both runs' choices.
 
     Args:
         in_a: experts chosen in A.
@@ -263,7 +255,7 @@ def match_experts(
 def _matching(
     to_b: np.ndarray, common: int, loads: list[np.ndarray], sizes: tuple[int, int], unseen: int
 ) -> Matching:
-    """What the matching explains; `sizes` are the tokens and the experts of each."""
+    """Agreement and chance of a matching; `sizes` are tokens and experts per token."""
     tokens, k = max(sizes[0], 1), sizes[1]
     chance = float(loads[0] @ loads[1][to_b]) / (tokens * tokens * k)
     return Matching(to_b, common / (tokens * k), min(chance, 1.0), unseen)
@@ -272,7 +264,7 @@ def _matching(
 def _believed(
     best: np.ndarray, table: np.ndarray, loads: list[np.ndarray], tokens: int
 ) -> tuple[np.ndarray, int]:
-    """The cycles of `best` whose every witness goes where it says, and the experts without one."""
+    """Keep the cycles of `best` that all evidence supports; also count experts without evidence."""
     to_b, unseen = np.arange(len(best)), 0
     for cycle in _cycles(best):
         witness = [_witness(i, int(best[i]), table, loads, tokens) for i in cycle]
@@ -286,7 +278,7 @@ def _believed(
 def _witness(
     i: int, j: int, table: np.ndarray, loads: list[np.ndarray], tokens: int
 ) -> bool | None:
-    """Whether κ > 1/2; None if the expert is too rare on one side to tell."""
+    """Whether κ > 1/2; None if the expert is too rare on one side."""
     n, m, both = int(loads[0][i]), int(loads[1][j]), int(table[i, j])
     if min(n, m) < SEEN:
         return None
@@ -310,7 +302,7 @@ def _cycles(permutation: np.ndarray) -> list[list[int]]:
 SAMPLE = 4096
 """Tokens on which hypotheses are judged."""
 CLEAR = 0.75
-"""Agreement beyond chance from which the plainest hypothesis needs no rivals."""
+"""Agreement beyond chance from which no other hypothesis is tried."""
 
 
 class Hypothesis(NamedTuple):
@@ -344,12 +336,12 @@ def sample_choices(
 
 
 def search(sampled: dict[int, Sampled], ways: Sequence[Pairing], base_shift: int) -> Hypothesis:
-    """The hypothesis that stands.
+    """Choose the best hypothesis.
 
     Args:
         sampled: choices by shift of the tokens.
         ways: pairings of layers, the plainest first.
-        base_shift: the shift that the token ids speak for, 0 if they are unknown.
+        base_shift: the shift at which the token ids agree, 0 if they are unknown.
     """
     plain = _judge(sampled[base_shift], base_shift, ways[0])
     if plain.agreement >= CLEAR:
@@ -365,7 +357,7 @@ def search(sampled: dict[int, Sampled], ways: Sequence[Pairing], base_shift: int
 
 
 def _judge(choices: Sampled, shift: int, way: Pairing) -> Hypothesis:
-    """Mean agreement beyond chance over the pairs that can tell."""
+    """Mean agreement beyond chance over the pairs where it is defined."""
     sides = [(*choices.in_a[i], *choices.in_b[j]) for i, j in way.pairs]
     found = [match_experts(a, b, max(e_a, e_b)).beyond_chance for a, e_a, b, e_b in sides]
     known = [agreement for agreement in found if agreement is not None]

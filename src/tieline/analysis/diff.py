@@ -250,7 +250,7 @@ def token_distances(
     logits_b: Float[Tensor, "rows length vocabulary"],
     ids: Int[Tensor, "rows length"],
 ) -> TokenDistances:
-    """The distances at every token of a batch, row after row."""
+    """Compute the distances at every token of a batch, row after row."""
     following = torch.cat((ids[:, 1:], torch.zeros_like(ids[:, :1])), dim=1).flatten()
     flat_a, flat_b = logits_a.flatten(0, 1), logits_b.flatten(0, 1)
     parts = [
@@ -276,7 +276,7 @@ def _distances(a: Tensor, b: Tensor, target: Tensor) -> tuple[Tensor, ...]:
 def logits_diff(
     found: TokenDistances, flipped: Bool[Tensor, " tokens"], documents: Int[Tensor, " tokens"]
 ) -> LogitsDiff | None:
-    """Means, errors and tails over the tokens that predict something; None if none does.
+    """Compute means, errors and tails over the tokens with a next token; None if there is none.
 
     Args:
         found: distances of every token.
@@ -333,7 +333,7 @@ def diff_models(
 
     Args:
         a: the model that is compared with.
-        b: the other; it must be another object, for both run at once.
+        b: the other; it must be another object, because both run at once.
         sequences: token ids, each sequence a document.
         batch_size: sequences per forward pass.
         progress: called with stage, done and total.
@@ -368,7 +368,7 @@ def trace_model(
     batch_size: int = 8,
     progress: Progress | None = None,
 ) -> RoutingTrace:
-    """The routing of one model on these sequences.
+    """Record the routing of one model on these sequences.
 
     Args:
         side: the model.
@@ -390,10 +390,9 @@ def trace_model(
 
 
 def sequences_of(trace: RoutingTrace) -> tuple[list[Int[Tensor, " _"]], list[int]]:
-    """The token ids of each document of a trace, and the documents' numbers.
+    """Return the token ids of each document of a trace, and the documents' numbers.
 
-    Refuses a trace whose ids are unknown or whose documents have holes: no model could be run on
-    what is left.
+    Raises if ids are unknown or documents have holes: no model can be run on the rest.
     """
     require(
         trace.n_tokens > 0 and bool((trace.tokens >= 0).all()),
@@ -454,7 +453,7 @@ def _of_logits(found: Compared, distances: list[TokenDistances] | None) -> Logit
 
 
 def read_dtype(words: str) -> tuple[str, str | None]:
-    """The dtype to load a model in, and the format to emulate."""
+    """Return the dtype to load a model in, and the format to emulate in it, if any."""
     if not words.endswith(EMULATED):
         return words, None
     name = words.removesuffix(EMULATED)
@@ -464,7 +463,7 @@ def read_dtype(words: str) -> tuple[str, str | None]:
 
 
 def same_tokens(a: Sequence[Int[Tensor, " _"]], b: Sequence[Int[Tensor, " _"]]) -> None:
-    """Refuse sequences that differ, naming the first token that does."""
+    """Raise if the sequences differ; the error names the first token that does."""
     for number, (first, second) in enumerate(zip(a, b, strict=False)):
         for place, (x, y) in enumerate(zip(first.tolist(), second.tolist(), strict=False)):
             require(

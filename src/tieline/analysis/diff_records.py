@@ -1,7 +1,7 @@
 """The result of comparing two runs, as frozen records.
 
     RoutingDiff        everything
-    ├─ alignment       `Alignment`: how the two were laid on each other, and what was left over
+    ├─ alignment       `Alignment`: how the two were aligned, and what was left over
     ├─ layers          one `LayerDiff` per pair of layers, in order of depth
     │  ├─ weight       `WeightMoved`
     │  └─ attribution  `Attribution`: flips inside the tie band, and those that are not
@@ -9,7 +9,7 @@
     ├─ logits          `LogitsDiff` where two models were run
     └─ findings        `Finding`s, most severe first
 
-A section that the inputs cannot give is None, and the `status` beside it says why.
+A section that the inputs cannot give is None, and its `status` says why.
 """
 
 from dataclasses import dataclass, field
@@ -45,8 +45,8 @@ class LayerPair:
         k_b: experts per token that B chose.
         agreement: share of chosen experts that both have, once B's experts are renumbered.
         chance: the same for unrelated runs with these loads.
-        moved_experts: experts e of A that B calls otherwise; empty if all keep their numbers.
-        moved_to: what B calls them, in that order.
+        moved_experts: experts of A with another number in B; empty if all keep their numbers.
+        moved_to: their numbers in B, in that order.
         unseen: experts that one of the two never chose, whose number in the other is a guess.
     """
 
@@ -69,7 +69,7 @@ class LayerPair:
 
 @dataclass(frozen=True)
 class Alignment:
-    """How B was laid on A.
+    """How B was aligned with A.
 
     Attributes:
         tokens: tokens compared.
@@ -86,7 +86,7 @@ class Alignment:
         dense_a: layers of A that route no token: dense ones.
         dense_b: layers of B, likewise.
         ids_checked: tokens whose ids are known on both sides; they are equal.
-        notes: everything above that is not as it would be for two runs of one model, in words.
+        notes: everything above that two runs of one model would not show, in words.
     """
 
     tokens: int
@@ -107,7 +107,7 @@ class Alignment:
 
     @property
     def permuted(self) -> tuple[LayerPair, ...]:
-        """The pairs in which B numbers its experts otherwise."""
+        """The pairs in which B numbers its experts differently."""
         return tuple(pair for pair in self.pairs if pair.moved_experts)
 
 
@@ -261,7 +261,7 @@ class RoutingDiff(Result):
         metrics: named numbers: "flip" (worst layer), "flip:mean", "flip:any", "unexplained"
             (worst layer, share of its tokens), "unexplained:count", "weight" (worst layer's mean),
             "kl", "k3". What the inputs cannot give is absent.
-        alignment: how they were laid on each other.
+        alignment: how they were aligned.
         layers: layer by layer.
         tokens: over all layers.
         logits: final distributions; None unless two models were run.

@@ -1,21 +1,19 @@
-"""Named numbers of a model as a whole, and the one sentence that they come to.
+"""What an inspection says: named numbers, findings and a verdict.
 
 flip@P         share of tokens that change experts, P a format or σ of noise; mean over layers
-flip@P:any     in one layer at least, each layer with clean inputs
+flip@P:any     in at least one layer, each layer with clean inputs
 flip@P:worst   in the worst layer
 tie@P          share of tokens that tie after rounding to P, mean over layers
-ties           share of tokens and layers that tie exactly as they are
+ties           share of tokens and layers that tie exactly
 gap@p          quantile of the gap over all layers
 jump           median jump at near-ties, over all layers together; jump:worst of the worst layer
 dangerous      share of near-ties whose jump is dangerous
 loss           mean change of a sequence's loss by one swap, in nats
 dead, cold     numbers of experts;    evenness of the load, mean over layers
 
-What is worth knowing about a model's routing, in plain words, the gravest first.
-
-Every finding is made by one small function from the number that it states, once for all layers.
-Limits of severity are constants here: rates of flips from 2 % in a layer on are a warning, from
-0.5 % on a notice.
+Each finding is made by one small function from the number that it states, once for all layers, and
+the most severe come first. From 2 % of flips in a layer on a finding is a warning, from 0.5 % on a
+notice.
 """
 
 import math
@@ -176,7 +174,7 @@ _RANK: dict[Severity, int] = {"warning": 0, "notice": 1, "info": 2}
 
 
 def findings(measures: RoutingMeasures, jumps: tuple[LayerJumps, ...]) -> tuple[Finding, ...]:
-    """All findings, the gravest first."""
+    """All findings, most severe first."""
     labels = layer_labels([layer.name for layer in measures.layers])
     found = [
         *_flips(measures, labels),

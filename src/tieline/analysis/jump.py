@@ -1,29 +1,23 @@
-"""Which tokens' jumps are measured, chosen while the model runs: the nearest to a tie, and others.
-
-The inputs and outputs of the blocks are large, so only those of the tokens that may be needed are
-kept: the N smallest gaps so far, and the N + R smallest hashes of the tokens' places, which are a
-random sample however the text is cut into batches. What remains of the latter without the former
-is a random sample of the tokens that are not near.
-
-Jump size: how much a layer's output changes when its two tied experts change places.
+"""What a flip costs: the jump of a layer's output at a tie, and the change of the loss.
 
     jump    ‖y_swapped - y‖ / ‖y‖,    y the output of the layer's block for a token,
 
-y_swapped the output with the expert of rank k + 1 in the place of that of rank k (`audit.swap`).
-At a tie this is the height of the discontinuity. Both outputs come from the model's own block, run
-again on the inputs that it had; a block whose recorded output is not found again is refused
-(Def. 10.2, 10.3).
-
-A flip does harm in proportion to its jump: `GapJumpTable` tells the ties that are near and high.
-
-What one flip costs: the change of a sequence's loss when one token's choice is swapped.
+y_swapped the output with the expert of rank k + 1 in place of that of rank k (see `swap`). At a tie
+this is the height of the discontinuity. Both outputs come from the model's own block, run again on
+the inputs that it had; a block whose recorded output cannot be reproduced is refused (Def. 10.2,
+10.3). The harm of a flip is proportional to its jump: `GapJumpTable` shows near and high ties.
 
     Δ = Σ_{t > p} [ -log P_swapped(x_t | x_<t) + log P(x_t | x_<t) ]   in nats
 
-for a swap (`audit.swap`) at position p of a single layer. All other choices are the model's own, so
-that what follows from the swap in later layers and tokens, further flips too, is part of Δ. Every
-row of a batch is a sequence of its own and has exactly one swap; the same batch with the recorded
-choice forced at the same places is the reference, so that both runs round alike (Def. 10.4).
+is the change of a sequence's loss by one swap at position p of one layer. All other choices are the
+model's own, so consequences in later layers and tokens are part of Δ. Each row of a batch is a
+sequence with exactly one swap; the reference is the same batch with the recorded choices forced at
+the same places, so both runs round alike (Def. 10.4).
+
+`BlockSampler` selects the tokens while the model runs. The inputs and outputs of blocks are large,
+so only those that may be needed are kept: the N smallest gaps so far, and the N + R smallest hashes
+of token places, a random sample that does not depend on the batches. Without the near tokens, the
+latter are a random sample of the others.
 """
 
 import math
@@ -73,14 +67,14 @@ Places = Int[Tensor, " tokens"]
 
 @dataclass(frozen=True)
 class BlockSample:
-    """Tokens of one layer by their place in the trace, with what its block was given and made."""
+    """Tokens of one layer by place in the trace, with the inputs and outputs of its block."""
 
     tokens: Places
     rows: Rows
 
 
 class _Pool:
-    """The tokens of the smallest keys seen so far, with their rows; equal keys draw lots."""
+    """The tokens with the smallest keys so far and their rows; lots decide between equal keys."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -90,7 +84,7 @@ class _Pool:
         self._rows: Rows | None = None
 
     def offer(self, keys: PerToken, lots: PerToken, tokens: Places, call: BlockCall) -> None:
-        """Take those of the tokens whose finite keys are smaller than those that are here."""
+        """Keep the tokens with the smallest finite keys."""
         limit = self._keys[-1] if len(self._keys) == self._size else torch.inf
         fits = ((keys <= limit) & keys.isfinite()).nonzero().squeeze(1)
         fits = fits[_order(keys[fits], lots[fits])[: self._size]]
@@ -104,7 +98,7 @@ class _Pool:
         self._rows = (rows if self._rows is None else self._rows.join(rows)).take(best)
 
     def without(self, tokens: Places, most: int) -> BlockSample | None:
-        """The first `most` of the tokens here that are not among `tokens`."""
+        """Return the first `most` kept tokens that are not among `tokens`."""
         left = (~torch.isin(self.tokens, tokens)).nonzero().squeeze(1)[:most]
         if self._rows is None or not len(left):
             return None
@@ -112,13 +106,13 @@ class _Pool:
 
 
 def _order(keys: PerToken, lots: PerToken) -> Places:
-    """Places in ascending order of the keys, equal keys in that of their lots."""
+    """Places in ascending order of keys, then of lots."""
     first = lots.sort(stable=True).indices
     return first[keys[first].sort(stable=True).indices]
 
 
 class BlockSampler:
-    """Keeps what blocks were given and made for a sample of the tokens of a capture.
+    """Keeps inputs and outputs of blocks for a sample of the tokens of a capture.
 
         sampler = BlockSampler(blocks, near=256, random=256, seed=0)
         with capture(model) as recorder, sampler.watching(recorder):
@@ -136,7 +130,7 @@ class BlockSampler:
 
     @contextmanager
     def watching(self, recorder: Recorder) -> Iterator[None]:
-        """Look at the calls of the blocks inside this context."""
+        """Watch the calls of the blocks inside this context."""
         with ExitStack() as stack:
             for name, block in self._blocks.items():
                 hook = partial(self._seen, name, recorder)
@@ -153,7 +147,7 @@ class BlockSampler:
         named: dict[str, Any],
         output: Any,
     ) -> None:
-        """A block returned; its router has been recorded just before."""
+        """Handle the return of a block, whose router has been recorded just before."""
         layer, call = recorder.under_way.get(name), BlockCall(args, named, output)
         if layer is None or not layer.has_gaps:
             return
@@ -176,22 +170,22 @@ class BlockSampler:
         return self._blocks[name]
 
     def status(self, name: str) -> str:
-        """Whether ("ok") the block of this router was seen at work, or why not."""
+        """Return "ok" if the block of this router was called, else the reason."""
         uncalled = f"not answerable: the block {self.block(name).name!r} is not called as a module"
         return self._status.get(name, uncalled)
 
     def near(self, name: str) -> BlockSample | None:
-        """The tokens of a layer that are nearest to a tie, in order; None if there are none."""
+        """Return the tokens of a layer nearest to a tie, in order; None if there are none."""
         return self._pools[name][0].without(torch.empty(0, dtype=torch.int64), self._near)
 
     def random(self, name: str) -> BlockSample | None:
-        """A random sample of the others; None if there are none."""
+        """Return a random sample of the other tokens; None if there are none."""
         near, random = self._pools[name]
         return random.without(near.tokens, self._random)
 
 
 SAME_OUTPUT = 1e-3
-"""Relative difference up to which a block counts as having made its output again."""
+"""Relative difference up to which a block counts as reproducing its output."""
 
 
 @dataclass(frozen=True)
@@ -206,7 +200,7 @@ class JumpSettings:
         probabilities: levels of the quantiles of the jump.
         gap_levels: levels of the gap whose quantiles are the rows of the table.
         jump_levels: levels of the jump whose quantiles are its columns.
-        seed: of the random sample.
+        seed: seed of the random sample.
     """
 
     near: int = 256
@@ -234,14 +228,14 @@ def measure_jumps(
     settings: JumpSettings,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[LayerJumps, ...]:
-    """The jumps of every layer, or why there are none.
+    """Measure the jumps of every layer.
 
     Args:
         model: the model, in the mode it was captured in.
         trace: its routing.
-        sampler: what watched the same forward passes.
+        sampler: the sampler that watched the same forward passes.
         settings: how many tokens, which levels.
-        progress: is told how many layers are done, and of how many.
+        progress: called with the layers done and their number.
     """
     done = []
     for layer in trace.layers:
@@ -311,7 +305,7 @@ def _jump_sample(
 
 
 def relative_change(
-    before: Float[Tensor, "tokens width"], after: Float[Tensor, "tokens width"]
+    before: Float[Tensor, "tokens dim"], after: Float[Tensor, "tokens dim"]
 ) -> PerToken:
     """‖after - before‖ / ‖before‖ of each row in float64; 0 where nothing changes, 0 / 0 too."""
     change = (after.double() - before.double()).norm(dim=1).cpu()
@@ -320,9 +314,9 @@ def relative_change(
 
 
 def _check_same(
-    found: Float[Tensor, "tokens width"], recorded: Float[Tensor, "tokens width"], block: str
+    found: Float[Tensor, "tokens dim"], recorded: Float[Tensor, "tokens dim"], block: str
 ) -> None:
-    """Refuse a block that does not treat tokens one by one, or not twice alike."""
+    """Raise if a block does not reproduce its output on some of its tokens."""
     off = (found.double() - recorded.double()).norm() / recorded.double().norm().clamp(min=1e-30)
     allowed = max(SAME_OUTPUT, 8 * torch.finfo(recorded.dtype).eps)
     require(
@@ -404,10 +398,10 @@ def with_losses(
     swaps: int,
     batch_size: int,
 ) -> JumpMeasures:
-    """The jumps of a layer with the change of the loss for `swaps` tokens of its near sample.
+    """Add the change of the loss for `swaps` tokens of a layer's near sample to its jumps.
 
-    They are spread evenly over the sample; tokens that end their sequence, after which nothing is
-    predicted, are left out.
+    The tokens are spread evenly over the sample; last tokens of sequences are left out, because
+    nothing is predicted after them.
     """
     near = jumps.near
     able = _able(trace, near)
@@ -432,7 +426,7 @@ def loss_changes(
     tokens: Int[Tensor, " swaps"],
     batch_size: int,
 ) -> Float[Tensor, " swaps"]:
-    """Δ of each token, in the order given, in float64.
+    """Compute Δ of each token in float64.
 
     Args:
         model: a causal language model, in evaluation mode.

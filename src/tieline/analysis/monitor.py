@@ -1,16 +1,10 @@
-"""What goes wrong with routing in training without an error: told once, while a step is watched.
+"""Watching the routing of a model while it trains: a few scalars every n steps, and warnings.
 
-An auxiliary loss is silently off where
-    a transformers model has a coefficient for it, but does not compute it: it does so only with
-        `output_router_logits`, which is off by default;
-    it is computed but carries no gradient, as under reentrant checkpointing;
-    its coefficient is zero although it is computed;
-    nobody collects the routing of a layer of ours, which has no correction bias to move either.
-
-"Router logits" are already probabilities where every row is >= 0 and sums to 1: a loss that takes
-their softmax then sees all experts almost alike.
-
-The scalars of a training step: few numbers that say how the routing is.
+    with RoutingMonitor(model, every=10, writers=[JsonlWriter("routing.jsonl")]) as monitor:
+        for batch in batches:
+            loss(model(batch)).backward()
+            optimizer.step()
+            monitor.step()
 
     gap_p1, gap_p10, gap_p50   quantiles of the gap, all layers together             Def. 2.4
     ties                       share of gaps that are exactly zero                   Def. 1.2
@@ -23,26 +17,24 @@ The scalars of a training step: few numbers that say how the routing is.
     diversity                  exp(H) / E, H the entropy of the load                 Def. 8.1
     score_rms, score_max       of all logits
     active                     experts in use per token
-    epsilon                    width of the band, where a gate is smooth
+    epsilon                    width of the band of a smooth gate
 
-Where nothing else is said, a scalar is the mean over layers. What a layer cannot answer is absent:
+Unless stated otherwise a scalar is the mean over layers, and what a layer cannot answer is absent:
 gaps where all experts are used, bf16 where the size of the logits is unknown. The functions are
-those of `tieline inspect`, so that the same tokens give the same numbers.
+those of `tieline.inspect`, so the same tokens give the same numbers.
 
-Where the scalars of a monitor go: lines of JSON, TensorBoard, or anything with two methods.
+Between logged steps the model has no hooks. On a logged step each router's scores are read once, in
+the forward pass; repetitions by activation checkpointing are not counted, and all micro-batches of
+a step are counted together. Under data parallelism the scalars are those of this process's tokens.
 
-Watching the routing of a model while it trains: some scalars every n steps.
-
-    with RoutingMonitor(model, every=10, writers=[JsonlWriter("routing.jsonl")]) as monitor:
-        for batch in batches:
-            loss(model(batch)).backward()
-            optimizer.step()
-            monitor.step()
-
-On the steps between, the model has no hook and nothing is computed or waited for. On a logged step
-each router's scores are read once, in the forward pass; a pass that activation checkpointing
-repeats is not counted again, and all micro-batches of a step are counted together. Under data
-parallelism the scalars are those of this process's tokens.
+Warned about once: an auxiliary loss that is silently off, because
+    a transformers model has a coefficient for it but computes it only with
+        `output_router_logits`, which is off by default;
+    it carries no gradient, as under reentrant checkpointing;
+    its coefficient is zero although it is computed;
+    nothing collects the routing of a Tieline layer that has no correction bias either;
+and "router logits" that are probabilities already (rows >= 0 that sum to 1), whose softmax makes
+all experts look alike.
 """
 
 import json
@@ -103,7 +95,7 @@ class RoutingWarning(UserWarning):
 
 
 def probability_warning(layer: str, logits: LogitSums) -> str | None:
-    """The warning for a router whose logits are probabilities; None if they are not."""
+    """Return the warning for a router whose logits are probabilities; None if they are not."""
     if logits.least < 0 or logits.row_error > ROW_ERROR:
         return None
     return (
@@ -113,7 +105,7 @@ def probability_warning(layer: str, logits: LogitSums) -> str | None:
 
 
 class LossCheck:
-    """Looks at the forward passes of a model in training for auxiliary losses that are off."""
+    """Watches the forward passes of a model in training for auxiliary losses that are off."""
 
     def __init__(self, model: nn.Module, tell: Tell) -> None:
         """Watch `model` while entered; `tell` gets a message and its kind."""
@@ -144,7 +136,7 @@ class LossCheck:
 
 
 def transformers_warning(model: nn.Module, output: Any) -> str | None:
-    """What is wrong with the auxiliary loss in this output of a model in training, if anything."""
+    """Return what is wrong with the auxiliary loss in a model's output; None if nothing is."""
     found = _coefficient(model)
     if found is None or not hasattr(output, "loss"):
         return None
@@ -172,7 +164,7 @@ def _own_look(name: str, layer: MoE, tell: Tell) -> Callable[..., None]:
             return
         if gate.selection_bias is None and not is_collected(layer):
             tell(
-                f"no auxiliary loss can reach layer {name!r}: nobody collects its routing "
+                f"no auxiliary loss can reach layer {name!r}: nothing collects its routing "
                 "(collect_routing, auxiliary_loss) and its gate has no selection_bias that a "
                 "controller could move",
                 "auxiliary loss",
@@ -204,7 +196,7 @@ TINY = 1e-300
 
 @dataclass(frozen=True, eq=False)
 class LayerScalars:
-    """A layer's part of the scalars; `units` tells which gaps may be pooled."""
+    """A layer's part of the scalars; gaps of equal `units` may be pooled."""
 
     gaps: Float[Tensor, " tokens"] | None
     units: str
@@ -220,7 +212,7 @@ class LayerScalars:
 
 
 def layer_scalars(calls: Sequence[RouterCall]) -> LayerScalars:
-    """What the calls of one router during a step come to, each token counting alike."""
+    """Token-weighted statistics of one router's calls."""
     tokens = torch.tensor([call.tokens for call in calls], dtype=torch.float64)
     rows = [_rounding(call.trace) for call in calls]
     sums = [call.logits for call in calls if call.logits is not None]
@@ -273,7 +265,7 @@ def model_scalars(layers: Mapping[str, LayerScalars]) -> dict[str, float]:
 def spacing_mass(layer: LayerTrace, view: LogitView) -> float:
     """P(Δ <= q): share of tokens within one bf16 spacing at their threshold (Def. 2.1).
 
-    q is passed on to the units of the score where these are not the logits.
+    q is converted to the units of the score where these are not logits.
     """
     assert view.logits is not None
     at = layer.facts.k - 1
@@ -284,7 +276,7 @@ def spacing_mass(layer: LayerTrace, view: LogitView) -> float:
 
 
 def _rounding(layer: LayerTrace) -> dict[str, float]:
-    """What bf16 would do to the choice of these tokens; nothing where that is unknown."""
+    """Effect of bf16 on the choice of these tokens; empty where it is unknown."""
     check_finite(layer)
     if scored(layer) != "ok":
         return {}
@@ -326,7 +318,7 @@ class Writer(Protocol):
         ...
 
     def close(self) -> None:
-        """No more will come."""
+        """Finish: no more scalars follow."""
         ...
 
 
@@ -342,12 +334,12 @@ class JsonlWriter:
         self._path.parent.mkdir(parents=True, exist_ok=True)
 
     def write(self, step: int, scalars: dict[str, float]) -> None:
-        """Append a line; the file is closed after each, so that it can be read meanwhile."""
+        """Append a line; the file is closed after each, so it can be read at any time."""
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **_finite(scalars)}) + "\n")
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: the file is closed after each line."""
 
 
 class TensorBoardWriter:
@@ -362,7 +354,7 @@ class TensorBoardWriter:
         self._writer = _summary_writer(target) if self._own else target
 
     def write(self, step: int, scalars: dict[str, float]) -> None:
-        """One point on the curve of each scalar."""
+        """Add one point to the curve of each scalar."""
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, step)
 
@@ -391,7 +383,7 @@ class RoutingMonitor:
     """Scalars of the routing of `model`, every n steps, as `dict[str, float]` and to writers.
 
     The scalars and their formulas are listed in `tieline.analysis.monitor`. What cannot be
-    measured is told as a `RoutingWarning`, once, and never stops the training.
+    measured gives one `RoutingWarning` and never stops the training.
 
     Args:
         model: a model with Tieline's `MoE` layers or transformers routers.
@@ -437,7 +429,7 @@ class RoutingMonitor:
             self.arm()
 
     def arm(self) -> None:
-        """Watch the routers from now on, until `read`."""
+        """Watch the routers until `read`."""
         if self._hooks is not None:
             return
         self._calls.clear()
@@ -453,7 +445,7 @@ class RoutingMonitor:
         self._hooks = hooks
 
     def read(self, step: int) -> dict[str, float]:
-        """Stop watching; scalars of what was seen, which are also given to the writers.
+        """Stop watching; return the scalars and pass them to the writers.
 
         Args:
             step: number under which they are written.
@@ -472,7 +464,7 @@ class RoutingMonitor:
         return self.last
 
     def step(self) -> dict[str, float]:
-        """End a training step: its scalars if it was a logged one, nothing otherwise."""
+        """End a training step; return its scalars, or nothing if it is not a logged one."""
         found = self.read(self._step) if self._hooks is not None else {}
         self._step += 1
         if self._step % self.every == 0:
@@ -480,13 +472,13 @@ class RoutingMonitor:
         return found
 
     def disarm(self) -> None:
-        """Take all hooks off the model."""
+        """Remove all hooks from the model."""
         if self._hooks is not None:
             self._hooks.close()
             self._hooks = None
 
     def close(self) -> None:
-        """Take all hooks off the model and close the writers."""
+        """Remove all hooks from the model and close the writers."""
         self.disarm()
         for writer in self.writers:
             writer.close()
@@ -503,7 +495,7 @@ class RoutingMonitor:
         self.close()
 
     def _layers(self, step: int) -> dict[str, LayerScalars]:
-        """What each layer did; nothing if a call could not be read."""
+        """Scalars of each layer; empty if a call could not be read."""
         calls = {name: some for name, some in self._calls.items() if some}
         self._calls.clear()
         problem, self._problem = self._problem, None

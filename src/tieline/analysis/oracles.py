@@ -1,20 +1,15 @@
-"""Scores that carry their truth: without a tie, or with ties where they were planted.
-
-    tie_free_scores    every two scores of a token at least `gap` apart, in the format asked for
-    tie_heavy_scores   a share of the tokens has a tie of a given order across the threshold
-
-Both are exact in their dtype: what is planted is not lost by rounding.
-
-Is this mismatch a bug or a tie? Oracles for tests of routing kernels.
+"""Is this mismatch a bug or a tie? Oracles and inputs for tests of routing kernels.
 
     regret                 r(S) = max_{i ∉ S} z_i - min_{j ∈ S} z_j, the worst pair of a choice
     compare_choices        which tokens differ, and whether a tie explains it
-    assert_routing_close   the same as an assertion that explains itself
+    assert_routing_close   the same as an assertion with an explanation
     tie_band               a few roundings of a format at each token's threshold
+    tie_free_scores        any two scores of a token at least `gap` apart
+    tie_heavy_scores       a share of the tokens with a tie of a given order across the threshold
 
-A set S of k experts is a top-k choice if r(S) <= 0, and one up to a band t if r(S) <= t: every
-expert that was left out scores at most t more than every chosen one. Generators of scores with and
-without ties are in `oracle_scores`.
+A set S of k experts is a top-k choice if r(S) <= 0, and one up to a band t if r(S) <= t: no expert
+left out exceeds a chosen one by more than t. Generated scores are exact in their dtype, so rounding
+does not lose what was planted.
 """
 
 from dataclasses import dataclass

@@ -1,25 +1,22 @@
-"""The perturbations of an audit: what is done, to which part of the model, how strongly.
+"""The perturbations of an audit: what is done, how strongly, and the flips that scores predict.
 
 kind           level        router                          model
 rounding       a format     the routers in the format       the whole model in it
 score noise    σ            N(0, σ²) on the logits          -
 state noise    ρ            ρ · rms(x) on router inputs     on what every routed layer hands on
 
-Flips that the clean scores predict for a router that is perturbed on clean inputs.
+For a router that is perturbed on clean inputs, the clean scores predict the flips:
 
 score noise    the quadrature of Def. 6.2 with σ
 state noise    the same with σ_i = ρ rms(x) ‖w_i - w̄‖, w̄ the mean over experts
 rounding       the same with the noise of a product of rounded numbers, then rounding of the
                result (Def. 7.5): σ_i² = Σ_d (w_id - w̄_d)² δx_d² + x_d² δw_id²
 
-Where groups of experts limit the choice, the chance that two of them change places comes on top
-(Def. 6.4): an upper limit, so that the prediction is an interval. So it is where not all ranks were
-kept.
+Where groups of experts limit the choice, the chance that two groups change places is added (Def.
+6.4), an upper limit, so the prediction is an interval; likewise where not all ranks were kept.
 
-The noise σ of the logits that changes the experts of a given share of tokens.
-
-The share grows with σ, from f_gap(0) σ / √π at first (Def. 6.3), so lines
-between logarithms find it in a few steps.
+`sigma_for_flips` inverts the first: the σ that changes the experts of a given share of tokens. The
+share grows with σ, at first as f_gap(0) σ / √π (Def. 6.3), so steps on a log-log line find it.
 """
 
 import math
@@ -156,7 +153,7 @@ class Chance(NamedTuple):
 def predicted_flips(
     layer: LayerTrace,
     router: nn.Module,
-    inputs: Float[Tensor, "tokens width"],
+    inputs: Float[Tensor, "tokens dim"],
     perturbation: Perturbation,
 ) -> Chance | None:
     """The chance of each token to flip; None where the router is not one product with its input.

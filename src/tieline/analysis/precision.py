@@ -170,7 +170,7 @@ class _Work:
         self._seconds: dict[str, float] = {}
 
     def run(self) -> None:
-        """Every batch, clean and perturbed, as long as there is time."""
+        """Run every batch, clean and perturbed, as long as there is time."""
         slowest = 0.0
         for number, ids in enumerate(self._batches):
             began = self._elapsed()
@@ -197,7 +197,7 @@ class _Work:
             self._perturbations = [one for one in self._perturbations if one not in dropped]
 
     def _clean(self, number: int, ids: Any, watched: bool) -> FullRuns:
-        """The clean run of a batch, with what perturbed ones are compared with."""
+        """The clean run of a batch, which perturbed ones are compared with."""
         if watched:
             with self._local.watching(number, *ids.shape):
                 logits = model_logits(forward(self._model, ids), ids)
@@ -222,7 +222,7 @@ class _Work:
     def with_keeps(
         self, rows: list[PerturbationEffect], recover: float
     ) -> tuple[PerturbationEffect, ...]:
-        """The rows, those of rounded routers with the layers to keep, run once more if in time."""
+        """Add the layers to keep to the rows of rounded routers, and run those if there is time."""
         began = self._elapsed()
         lists = {
             one: self._keep_list(one, row, recover)
@@ -258,7 +258,7 @@ class _Work:
     def result(
         self, effects: tuple[PerturbationEffect, ...], facts: dict[str, object]
     ) -> PrecisionAudit:
-        """Everything, with the noise of 1 % flips and the experts that were never hit."""
+        """Assemble the result, with the noise of 1 % flips and the experts that were never hit."""
         began = self._elapsed()
         one_percent = sigma_for_flips(self._local.kept)
         self._seconds["one percent"] = self._elapsed() - began
@@ -297,7 +297,7 @@ class _Work:
 
 
 def _with_kl(keep: KeepList, sums: SequenceSums | None, row: PerturbationEffect) -> KeepList:
-    """The list with the KL that remains; nothing remains where every router is kept."""
+    """Add the KL that remains; it is zero where every router is kept."""
     every = len(keep.layers) == len(row.layers)
     kl = Estimate(0.0, 0.0) if every else None if sums is None else sums.mean()
     if kl is None or kl.value is None or not row.kl.value:
@@ -316,7 +316,7 @@ def _silent(stage: str, done: int, total: int) -> None:
 def perturbation_effect(
     perturbation: Perturbation, local: Mapping[str, LocalEffect], full: FullEffect
 ) -> PerturbationEffect:
-    """The row of one perturbation.
+    """Assemble the row of one perturbation.
 
     Args:
         perturbation: what was done.
@@ -376,7 +376,7 @@ def _ratio(above: Estimate, below: Estimate) -> float | None:
 
 
 def _gone(kl: Estimate, floor: Estimate) -> float | None:
-    """1 - floor / KL; None where there is no KL to speak of."""
+    """1 - floor / KL; None where the KL is rounding."""
     if kl.value is None or floor.value is None or kl.value < LEAST_KL:
         return None
     return 1 - floor.value / kl.value
@@ -388,13 +388,13 @@ def _quantile(values: torch.Tensor, level: float) -> float:
 
 
 def extra_bytes(router: nn.Module, number_format: str) -> int:
-    """Bytes that the router's weights take in float32 beyond those of the format."""
+    """Return the bytes that the router's weights take in float32 beyond those of the format."""
     bits = 32 - format_named(number_format).bits
     return sum(weight.numel() for weight in router.parameters()) * bits // 8
 
 
 def keep_list(damages: Mapping[str, float], costs: Mapping[str, int], wanted: float) -> KeepList:
-    """The routers whose damage is at least `wanted` of the whole, by damage per byte.
+    """Choose routers by damage per byte until their damage is at least `wanted` of the whole.
 
     Args:
         damages: jump-weighted damage D_l >= 0 of each layer.
@@ -421,13 +421,13 @@ def keep_list(damages: Mapping[str, float], costs: Mapping[str, int], wanted: fl
 
 
 def harmless(row: PerturbationEffect) -> bool:
-    """Whether the loss rises by less than `HARMLESS`, and the KL is not larger than that either."""
+    """Whether both the rise of the loss and the KL are below `HARMLESS`."""
     risen, kl = row.loss.value, row.kl.value
     return risen is not None and kl is not None and max(risen, kl) < HARMLESS
 
 
 def verdict(rows: Sequence[PerturbationEffect]) -> str:
-    """Which formats the routers bear, where damage comes from, and whether it compounds."""
+    """Say which formats the routers tolerate, where damage comes from, and what to do."""
     routers = [row for row in rows if row.kind == "rounding" and row.part == "router"]
     if not routers:
         return "No rounding of the routers was run: nothing is said about formats."
@@ -454,8 +454,8 @@ def _borne(routers: Sequence[PerturbationEffect]) -> str:
     names = ", ".join(str(row.level) for row in good)
     flips, cost = percent(small.full.value or 0.0), _nats(small.kl.value)
     return (
-        f"The routers bear {names} (under {HARMLESS:g} nats per token): of these {small.level} is "
-        f"the smallest, with {flips} of tokens changing experts per layer and a KL of {cost}."
+        f"The routers tolerate {names} (under {HARMLESS:g} nats per token): of these "
+        f"{small.level} is the smallest, with {flips} of tokens changing experts per layer and a KL of {cost}."
     )
 
 
@@ -467,13 +467,13 @@ def _worst(routers: Sequence[PerturbationEffect]) -> str:
     flips, cost, risen = worst.full.value or 0.0, _nats(worst.kl.value), worst.loss.value or 0.0
     names = ", ".join(str(row.level) for row in bad)
     return (
-        f"They do not bear {names}: under {worst.level}, {percent(flips)} of tokens change experts "
-        f"per layer, for a KL of {cost} and {risen:+.2g} nats of loss."
+        f"They do not tolerate {names}: under {worst.level}, {percent(flips)} of tokens change "
+        f"experts per layer, for a KL of {cost} and {risen:+.2g} nats of loss."
     )
 
 
 def _whole(rows: Sequence[PerturbationEffect]) -> str:
-    """The whole model in bf16, or in what comes first: flips add up over depth."""
+    """The whole model in bf16, or in the first format: flips add up over depth."""
     model = [row for row in rows if row.part == "model" and row.kind == "rounding"]
     model.sort(key=lambda row: row.level != "bf16")
     if not model or model[0].compounding is None:

@@ -144,7 +144,7 @@ class SigmaForFlips:
 
 @dataclass(frozen=True)
 class NeverHit:
-    """Experts of a layer that no token of the text chose: nothing is known of their precision."""
+    """Experts of a layer that no token chose, so that nothing is known about their precision."""
 
     layer: str
     experts: tuple[int, ...]
@@ -164,7 +164,7 @@ class PrecisionAudit(Result):
         loss: mean loss per token of the clean run.
         one_percent: noise that flips 1 % of tokens.
         never_hit: layers with experts that no token chose.
-        left_out: what the time did not suffice for, in words; empty if all was done.
+        left_out: what was left out for lack of time, in words; empty if all was done.
         provenance: model, text, versions, seed.
         timings: seconds per stage.
     """

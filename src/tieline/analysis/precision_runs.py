@@ -1,19 +1,19 @@
-r"""Layer-local flips: every router perturbed by itself, on the inputs that the clean run gives it.
+r"""The runs of an audit: each router perturbed by itself, and the whole model perturbed.
 
-While the model runs as it is, each router is called again under each perturbation; tokens whose
-experts change are run through the layer's block once more with the experts that they would have
-got, which gives the jump of its output (`audit.jump`). Gaussian noise of the logits is drawn again
-until there are enough flips to compare with their prediction.
+`LocalRuns`: while the clean model runs, each router is called again under each perturbation. Tokens
+whose experts change are run through the layer's block once more with their new experts, which gives
+the jump of its output. Gaussian noise of the logits is drawn until there are enough flips to
+compare with their prediction.
 
-Full-forward runs: the perturbation acts in every layer, and what it does adds up over depth.
+`FullRuns`: the perturbation acts in every layer, so effects add up over depth.
 
     flips       share of tokens whose experts differ from those of the clean run, by layer
     moved       Σ_{e ∈ S \ S'} w_e / Σ_{e ∈ S} w_e: clean weight of the experts that a token lost
     loss        -log P(next token)
     KL          Σ_v P(v) log(P(v) / P'(v)), P of the clean run, P' of the perturbed one
 
-The floor of the KL is that of a run in which tokens that would flip get the experts and weights of
-the clean run: what remains would remain if no token ever flipped.
+The floor of the KL is that of a run in which flipping tokens get the experts and weights of the
+clean run: what would remain if no token ever flipped.
 """
 
 import math
@@ -128,7 +128,7 @@ class LocalRuns:
 
     @contextmanager
     def watching(self, batch: int, rows: int, length: int) -> Iterator[None]:
-        """Look at the calls inside this context: one forward pass of (rows, length) tokens."""
+        """Watch one forward pass of (rows, length) tokens inside this context."""
         self._batch, self._shape, self._changes, self.clean = batch, (rows, length), {}, {}
         with ExitStack() as stack:
             for name, router in self._routers.items():
@@ -147,7 +147,7 @@ class LocalRuns:
         named: dict[str, Any],
         output: Any,
     ) -> None:
-        """A router returned: call it again under every perturbation."""
+        """Call a router again under every perturbation, after it returned."""
         if self._busy:
             return
         self._busy = True
@@ -215,7 +215,7 @@ class LocalRuns:
         named: dict[str, Any],
         output: Any,
     ) -> None:
-        """A block returned: run the tokens that would change once more, with their new experts."""
+        """After a block returned, run the tokens that would change again with their new experts."""
         changes = self._changes.pop(name, None)
         if self._busy or changes is None:
             return
@@ -241,7 +241,7 @@ def routed_set(found: RouterOutput) -> Bool[Tensor, "tokens experts"]:
 def chosen_mask(
     router: nn.Module, logits: Float[Tensor, "tokens experts"], call: Call
 ) -> Bool[Tensor, "tokens experts"]:
-    """The experts that the router's family would choose by these logits, lower index first."""
+    """Return the experts that the router's family chooses by these logits, lower index first."""
     family = family_of(router)
     if family is None:
         raise TielineError(f"{type(router).__name__} is no router of a known family")
@@ -278,7 +278,7 @@ def _observer(name: str, router: nn.Module, settings: Settings) -> LayerObserver
 
 
 def _batch(tokens: int) -> Batch:
-    """A batch that holds all tokens, of one document: the audit needs no more of it."""
+    """A batch of all tokens in one document, which is all that the audit needs."""
     places = torch.arange(tokens)
     return Batch(places, torch.zeros_like(places), places, None, tokens)
 
@@ -366,7 +366,7 @@ class FullRuns:
 def _rule(
     clean: Choice, seen: dict[str, Tensor], name: str, forced: bool, found: RouterOutput
 ) -> Choice:
-    """Tell what the router found; where forced, give tokens that flip their clean experts."""
+    """Record what the router chose; if `forced`, flipping tokens keep their clean experts."""
     before = routed_set(RouterOutput(found.logits, clean.weights, clean.ids))
     after = routed_set(found)
     flipped = sets_differ(before, after)
@@ -383,7 +383,7 @@ def _rule(
 
 
 def model_logits(output: object, ids: Int[Tensor, "rows length"]) -> Tensor:
-    """The logits (rows, length, words) of a model's output; refuses a model without them."""
+    """Return the logits (rows, length, words) of a model's output; raises if it has none."""
     logits = getattr(output, "logits", None)
     require(
         isinstance(logits, Tensor) and logits.shape[:2] == ids.shape,

@@ -1,12 +1,8 @@
-"""Comparing what routers did in two forward passes of the same tokens.
+"""Does a second forward pass route as the first one did, and if not, why?
 
-Forward passes of one batch in several ways, each with what the routers did.
-
-Does a second forward pass route as the first one did, and if not, why?
-
-Activation checkpointing forgets what a forward pass computed and repeats it in the backward pass.
-Where a token is at a tie the repetition may choose another expert; tensors then have other shapes
-(`CheckpointError`), or, unnoticed, gradients belong to another function than the loss.
+Activation checkpointing discards what a forward pass computed and repeats it in the backward pass.
+At a tie the repetition may choose another expert: tensors then have other shapes
+(`CheckpointError`), or gradients silently belong to another function than the loss.
 
     way           what is compared with the first pass
     recompute     the repetition by `torch.utils.checkpoint`, in the backward pass

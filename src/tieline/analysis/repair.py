@@ -1,4 +1,4 @@
-"""What smoothing repairs: how far low precision moves a model's predictions, before and after.
+"""What smoothing repairs and costs: low precision and time, before and after.
 
     KL          KL(P ‖ P'), P the model's own predictions in float32, P' the same model perturbed
     floor       the same with the clean choice forced on tokens whose experts change: what flips
@@ -6,12 +6,11 @@
     factor      KL before / KL after
     moved       KL(P_0 ‖ P_1), P_0 the original and P_1 the smoothed model, both in float32: what
                 smoothing itself changes, beside the change of the loss
+    latency     CPU time of the smoothed model over that of the original; both run in turns
 
-Both models are compared with themselves: the noise of a precision is what is to be lowered. The KL
-of the perturbed smoothed model to the unperturbed *original* is given too; it contains "moved".
+Each model is compared with itself, because the noise of a precision is what smoothing lowers. The
+KL of the perturbed smoothed model to the unperturbed *original* is given too; it contains "moved".
 Standard errors are clustered by sequence; those of factors follow the ratio of paired sums.
-
-What smoothing costs in time: both models take turns, process CPU time counts.
 """
 
 import time
@@ -203,7 +202,7 @@ class _Effect:
 
 
 class _Side:
-    """One of the two models under way."""
+    """The counts of one of the two models."""
 
     def __init__(self, model: nn.Module, perturbations: Sequence[Perturbation]) -> None:
         self.model, self.routers = model, modular_routers(model)
@@ -211,7 +210,7 @@ class _Side:
         self.experts = {name: SequenceSums() for name in self.routers}
 
     def clean(self, ids: Int[Tensor, "rows length"]) -> tuple[Tensor, FullRuns]:
-        """Logits of the clean run, and what perturbed runs are compared with."""
+        """Return the logits of the clean run, and the runs that compare with it."""
         choices: dict[str, Choice] = {}
         with ExitStack() as stack:
             for name, router in self.routers.items():
@@ -231,7 +230,7 @@ class _Side:
         clean: Float[Tensor, "rows length words"],
         original: Float[Tensor, "rows length words"],
     ) -> None:
-        """Count what a perturbation does to a batch."""
+        """Count the effects of a perturbation on a batch."""
         effect, state = self.effects[one], source.get_state()
         logits, seen = runs.run(one, source, forced=False)
         flipped = torch.stack([share >= 0 for share in seen.values()]).any(dim=0)
@@ -253,7 +252,7 @@ def repair_table(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> RepairTable:
-    """What low precision does to a model and to its smoothed form, each against itself in float32.
+    """Measure low precision in a model and in its smoothed form, each against itself in float32.
 
     Args:
         model: a Mixture-of-Experts language model of transformers in float32.
@@ -262,8 +261,8 @@ def repair_table(
         sequences: token ids of each sequence; at least two tokens in each.
         perturbations: what to do.
         batch_size: sequences per forward pass.
-        seed: of all noise.
-        progress: is told how far the work is.
+        seed: seed of all noise.
+        progress: called with stage, done and total.
     """
     require(batch_size >= 1, f"batch_size must be at least 1, got {batch_size}")
     short = min((len(sequence) for sequence in sequences), default=0)
@@ -299,7 +298,7 @@ def repair_table(
 
 
 def _kept(choices: dict[str, Choice], name: str, found: RouterOutput) -> Choice:
-    """Keep a router's choice and let it be."""
+    """Record a router's choice without changing it."""
     choices[name] = Choice(found.weights, found.ids)
     return choices[name]
 
@@ -329,7 +328,7 @@ def _over_layers(sums: dict[str, SequenceSums]) -> Estimate:
 
 
 def _ticks(progress: Progress | None, total: int) -> Iterator[None]:
-    """Tell how far the work is, once per item."""
+    """Report progress, once per item."""
     for done in range(1, total + 1):
         if progress is not None:
             progress("repair", done, total)
@@ -348,7 +347,7 @@ def smoothing_latency(
     rounds: int = 12,
     warmup: int = 2,
 ) -> Latency:
-    """Time of a forward pass of both models, in turns, each first in every other round.
+    """Time forward passes of both models in turns, each first in every other round.
 
     Args:
         model: the original.

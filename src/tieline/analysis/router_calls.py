@@ -1,19 +1,16 @@
-"""One call of a router as a record: of a layer of ours, or of a router of transformers.
-
-logit_rms      √mean z²            over tokens and experts, z what the router returned
-logit_max      max |z|
-confidence     mean_t max_e softmax(z_t)_e
-used           tokens that used each expert (weight not zero, or chosen)
-
-Watching routers at work: of Tieline's own layers and of transformers models, in one form.
+"""Watching routers at work, of Tieline's own layers and of transformers models, in one form.
 
     with watch_routing(model, calls.append):
         model(**batch)
 
 Every call of a router becomes a `RouterCall`: the trace of its tokens, sums over all its logits and
-what the gate made of them. Hooks are there while the block lasts and not before or after, so a
-model that is not watched pays nothing. A forward pass that activation checkpointing repeats is not
-reported again unless asked for.
+what the gate made of them. Hooks exist only inside the block. A forward pass that activation
+checkpointing repeats is not reported again unless asked for.
+
+logit_rms      √mean z²            over tokens and experts, z what the router returned
+logit_max      max |z|
+confidence     mean_t max_e softmax(z_t)_e
+used           tokens that used each expert (weight not zero, or chosen)
 """
 
 from collections.abc import Callable, Iterator
@@ -93,7 +90,7 @@ class RouterCall:
 def transformers_call(
     observer: LayerObserver, router: nn.Module, call: Call, output: Any, batch: Batch | None
 ) -> RouterCall:
-    """The call of a transformers router, whose tokens are those of `batch` if it has as many."""
+    """Return the call of a transformers router; its tokens are those of `batch` if counts match."""
     logits = read_output(observer.family, router, call[0], output).logits
     rounding = torch.finfo(logits.dtype).eps
     if batch is None or batch.routed != len(logits):
@@ -110,7 +107,7 @@ def transformers_call(
 def own_call(
     name: str, layer: MoE, scores: Tensor, weights: Tensor, ranks: int | None
 ) -> RouterCall:
-    """The call of a layer of ours, from what its gate was given and returned."""
+    """Return the call of a Tieline layer, from the inputs and output of its gate."""
     rounding = torch.finfo(scores.dtype).eps
     flat = at_least_single(scores.detach()).reshape(-1, scores.shape[-1])
     gate, trace = layer.gate, _own_trace(name, layer.gate, flat, ranks)
@@ -189,7 +186,7 @@ def _logit_sums(logits: Scores, probabilities: bool) -> LogitSums | None:
 
 
 def _all_rows(rows: int) -> Batch:
-    """Tokens of unknown ids, all of them visible."""
+    """Tokens of unknown ids, all visible."""
     places = torch.arange(rows)
     return Batch(torch.full((rows,), -1), torch.zeros_like(places), places, None, rows)
 
@@ -207,17 +204,17 @@ def watch_routing(
     training_only: bool = False,
     failed: Callable[[TielineError], None] | None = None,
 ) -> Iterator[None]:
-    """Hand every call of every router of `model` to `take` while the block lasts.
+    """Pass every call of every router of `model` to `take` inside the block.
 
     Tokens that the attention mask of a transformers model hides are left out.
 
     Args:
         model: a model, or a part of one, with `MoE` layers or transformers routers in it.
-        take: is given each call, in the order in which routers run.
+        take: called with each call, in the order in which routers run.
         ranks: ranks kept beyond k; None keeps all.
         repetitions: report forward passes that checkpointing repeats too.
         training_only: leave out calls in evaluation mode.
-        failed: is told of calls that cannot be read, which otherwise raise.
+        failed: called with the error of a call that cannot be read; by default it is raised.
     """
     reader = _Reader(take, repetitions, training_only, failed)
     own = {name: m for name, m in model.named_modules() if isinstance(m, MoE)}
@@ -237,7 +234,7 @@ def watch_routing(
 
 
 def untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook that `torch.compile` calls as it is: it reads values, which a graph has none of."""
+    """Exclude a hook from `torch.compile`, because it reads values."""
     return cast(Callable[..., Any], torch.compiler.disable(hook))
 
 
@@ -265,7 +262,7 @@ def _watch_router(
 
 @dataclass
 class _Reader:
-    """Turns what hooks see into calls; knows the tokens of the forward pass under way."""
+    """Turns what hooks see into calls; knows the tokens of the current forward pass."""
 
     take: Take
     repetitions: bool
@@ -274,7 +271,7 @@ class _Reader:
     batch: Batch | None = None
 
     def begin(self, model: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """Read which tokens the pass has; other inputs than tokens are taken to hide none."""
+        """Read which tokens the pass has; inputs that are not tokens are taken as all visible."""
         first = {"input_ids": args[0]} if args else {}
         try:
             self.batch = DocumentCounter().read(first | named)
@@ -282,7 +279,7 @@ class _Reader:
             self.batch = None
 
     def of_gate(self, name: str, layer: MoE, ranks: int | None) -> Callable[..., None]:
-        """Hook of the gate of a layer of ours."""
+        """Hook of the gate of a Tieline layer."""
 
         def read(gate: nn.Module, inputs: tuple[Any, ...], weights: torch.Tensor) -> None:
             self._report(gate, lambda: own_call(name, layer, inputs[0], weights, ranks))

@@ -1,13 +1,12 @@
-"""Where the output of a routed layer is seen, and how a few of its tokens are run again.
+"""Running a few tokens of a routed layer again, with the experts of ranks k and k + 1 swapped.
 
-    block_of     the module whose output is compared: the one that calls the router
-    BlockCall    arguments and output of one call, token by token
+    block_of         the module whose output is compared: the one that calls the router
+    BlockCall        arguments and output of one call, token by token
+    swapped_choice   the choice with the swap
 
-A Mixture-of-Experts block treats every token by itself, so the rows of some tokens are run again
+A Mixture-of-Experts block treats every token by itself, so the rows of some tokens can be run again
 without the others. Where router and experts sit on the decoder layer itself (gemma4), whose
 attention mixes tokens, the experts are the block.
-
-The swap whose effect is the jump: experts of ranks k and k + 1 change places, as at a tie.
 
 Raise the score of rank k + 1 to z_[k], and the router may as well choose its expert j instead of
 the expert i of rank k. Expert i leaves; j enters with the weight that the family gives to the
@@ -17,9 +16,9 @@ weight of i. With a bias b the scores that make the weights differ by it at the 
     w_j / w_i = s(z_[k] - b_j) / s(z_[k] - b_i),
 
 s the function that turns what is ranked into a weight, and the weights of the chosen keep their sum
-where the family renormalises them. Factors that belong to an expert go with it. So the jump is that
-of the layer's output across the wall that is nearest to the token in the order of its scores; at
-ties between groups of experts it is not measured (Def. 10.1).
+where the family renormalises them. Factors that belong to an expert go with it. The jump is thus
+that of the layer's output across the wall nearest to the token in the order of its scores; at ties
+between groups of experts it is not measured (Def. 10.1).
 """
 
 import inspect
@@ -58,7 +57,7 @@ class Block:
     module: nn.Module
     router: nn.Module | None
 
-    def run(self, rows: "Rows", choice: Choice) -> Float[Tensor, "tokens width"]:
+    def run(self, rows: "Rows", choice: Choice) -> Float[Tensor, "tokens dim"]:
         """Output for these tokens under a given choice."""
         states = next(iter(rows.inputs.values()))
         if self.router is None:
@@ -82,7 +81,7 @@ class Rows:
 
     inputs: dict[Key, Tensor]
     others: dict[Key, Any]
-    output: Float[Tensor, "tokens width"]
+    output: Float[Tensor, "tokens dim"]
     batched: bool
 
     def take(self, index: Int[Tensor, " chosen"]) -> "Rows":
@@ -150,7 +149,7 @@ def block_of(model: nn.Module, router_name: str) -> Block:
     return Block(name, parent, router)
 
 
-def _states(output: Any, like: Tensor) -> Float[Tensor, "tokens width"]:
+def _states(output: Any, like: Tensor) -> Float[Tensor, "tokens dim"]:
     """Hidden states (T, D) in a block's output, which may be flat or come with router logits."""
     states = output if isinstance(output, Tensor) else output[0]
     return states.reshape(-1, like.shape[-1])

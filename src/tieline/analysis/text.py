@@ -1,10 +1,8 @@
-"""From a text to sequences of tokens, and from tokens back to the pieces of the text they are.
-
-Loss of a language model on a text.
+"""From a text to sequences of tokens and back to its pieces, and the loss of a model on it.
 
     L = mean over predicted tokens of -log P(x_t | x_<t)      nats
 
-with the standard error of a mean over sequences, whose tokens are not independent.
+with a standard error clustered by sequence, because tokens of a sequence are not independent.
 """
 
 from collections.abc import Callable
@@ -52,7 +50,7 @@ class TokenisedText:
 
 
 def tokenise(tokenizer: Any, text: str, tokens: int, length: int) -> TokenisedText:
-    """The first tokens of a text in sequences of `length`.
+    """Cut the first tokens of a text into sequences of `length`.
 
     Args:
         tokenizer: a tokenizer of transformers.
@@ -75,7 +73,7 @@ def tokenise(tokenizer: Any, text: str, tokens: int, length: int) -> TokenisedTe
 
 
 def text_sample(trace: RoutingTrace, text: TokenisedText, most: int = 400) -> TextSample:
-    """The first tokens of the text with their gaps, relative to the median gap of each layer.
+    """Return the first tokens of the text with gaps relative to each layer's median gap.
 
     Args:
         trace: routing of `text`, in order.
@@ -115,7 +113,7 @@ def _prefix(tokenizer: Any) -> tuple[int, ...]:
 
 
 def _encode(tokenizer: Any, text: str, tokens: int) -> tuple[list[int], list[str]]:
-    """Ids and pieces of at least so many tokens, or of the whole text if it has fewer."""
+    """Ids and pieces of at least `tokens` tokens, or of the whole text."""
     size = CHARACTERS_PER_TOKEN * tokens + 1
     while True:
         part = text[:size]
@@ -137,7 +135,7 @@ def _encode_whole(tokenizer: Any, text: str) -> tuple[list[int], list[str]]:
 
 
 def _without_prefixes(tokens: int, length: int, prefix: int) -> int:
-    """How many tokens of text fill `tokens`, each sequence of `length` losing its prefix."""
+    """Number of text tokens in `tokens`, each sequence of `length` spending some on its prefix."""
     whole, rest = divmod(tokens, length)
     left = max(0, rest - prefix)
     found = whole * (length - prefix) + left
@@ -149,7 +147,7 @@ def _without_prefixes(tokens: int, length: int, prefix: int) -> int:
 class TextLoss(NamedTuple):
     """Mean loss in nats per token, its standard error clustered by sequence, tokens predicted.
 
-    A single sequence tells no standard error.
+    None for a single sequence.
     """
 
     value: float
@@ -167,7 +165,7 @@ def text_loss(
     batch_size: int = 8,
     progress: Callable[[int, int], None] | None = None,
 ) -> TextLoss:
-    """The loss on the first tokens of a text, in sequences that know nothing of each other.
+    """Compute the loss on the first tokens of a text, in independent sequences.
 
     Args:
         model: a causal language model.
@@ -176,7 +174,7 @@ def text_loss(
         tokens: how many of its tokens.
         length: tokens per sequence.
         batch_size: sequences per forward pass.
-        progress: is told how many sequences are done, and of how many.
+        progress: called with the sequences done and their number.
     """
     sequences = [row for row in tokenise(tokenizer, text, tokens, length).sequences if len(row) > 1]
     require(bool(sequences), "the text is too short: it has no token to predict")

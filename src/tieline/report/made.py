@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from rich.console import Group
 from rich.text import Text
 
 from tieline.analysis.merge import Merged
@@ -32,9 +33,9 @@ def figures(result: Made) -> "dict[str, Callable[[], Figure]]":
     return {}
 
 
-def terminal(result: Made, width: int) -> Text:
+def terminal(result: Made, width: int) -> Group:
     """The lines of the summary."""
-    return Text(summary(result), no_wrap=True, overflow="ignore")
+    return Group(*(Text(line, no_wrap=True, overflow="ignore") for line in _lines(result)))
 
 
 def summary(result: Made) -> str:
