@@ -455,7 +455,8 @@ def _borne(routers: Sequence[PerturbationEffect]) -> str:
     flips, cost = percent(small.full.value or 0.0), _nats(small.kl.value)
     return (
         f"The routers tolerate {names} (under {HARMLESS:g} nats per token): of these "
-        f"{small.level} is the smallest, with {flips} of tokens changing experts per layer and a KL of {cost}."
+        f"{small.level} is the smallest, with {flips} of tokens changing experts per layer and a "
+        f"KL of {cost}."
     )
 
 
