@@ -93,7 +93,8 @@ def summary(result: Inspection) -> str:
 
 def notebook(result: Inspection) -> str:
     """Verdict, table and main figures as a piece of HTML."""
-    rows = grid([column for column in COLUMNS if column.rank is not None], layer_rows(result))
+    columns = [column for column in _page_columns(result) if column.rank is not None]
+    rows = grid(columns, layer_rows(result))
     drawings: dict[str, Callable[[], Figure]] = figures(result)
     shown = {name: drawings[name] for name in ("routing", "flips", "jumps")}
     return notebook_html(_title(result), _facts(result), result.verdict, rows, shown)
