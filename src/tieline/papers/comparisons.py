@@ -1,33 +1,32 @@
-"""Nine gates on the same data with paired seeds: does smooth routing cost or gain perplexity?
+"""Gates compared by training with paired seeds: on text, and on image domains left out.
 
-Paper 1, Tables 1, 4, 6 and 8, and paper 2, Table 2, in the small forms of `training.recipes`. Runs
-of one seed begin with the same weights and see the same windows, so gates are compared in pairs:
+Runs of one seed begin with the same weights and see the same data, so gates are compared in pairs.
+
+Text (`train_gates`, `gate_table`): does smooth routing cost or gain perplexity? Paper 1, Tables 1,
+4, 6 and 8, and paper 2, Table 2, in the small forms of `training.recipes`:
 
     perplexity   exp(loss) on the test split; mean and standard deviation over seeds
     change       100 (PPL_gate / PPL_smoe - 1) at the same seed; mean and 95 % t interval
     K            mean experts per token on the validation split
     attack       word perplexity with 2.5 % of words replaced by AAA over that without, less 1
 
-Leave one domain out: does the router matter for images of a kind that was never seen?
-
-Paper 2, Table 3 (linear, cosine, perturbed cosine) and paper 1, Table 3 (cosine against smooth), in
-the small form of `training.recipes_images`: every gate on every left-out domain of PACS with the
-same seeds, batches and splits, so that gates are compared in pairs.
+Images (`leave_one_out`, `domain_table`): does the router matter for images of an unseen kind? Paper
+2, Table 3 (linear, cosine, perturbed cosine) and paper 1, Table 3 (cosine against smooth), on PACS:
 
     accuracy     on the domain left out, of the model of the last step
-    balanced     the same with every class counted alike: 1/classes for always saying the same
+    balanced     the same with equal weights of the classes: 1/classes for a constant answer
     average      over the four domains; mean and standard deviation over seeds
     gain         average less that of the cosine router at the same seed; mean and standard error
 
-A run counts as above chance when its balanced accuracy exceeds 1/classes by three of its own
-standard errors; a table with one that does not says so.
+A run is above chance if its balanced accuracy exceeds 1/classes by three of its own standard
+errors; `DomainTable.at_chance` lists the others.
 """
 
 import math
-import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 from scipy.stats import t as student
@@ -52,13 +51,13 @@ __all__ = [
     "train_gates",
 ]
 
-REFERENCE = "smoe"
+GATE_REFERENCE = "smoe"
 Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
 class GateScore:
-    """One run: its gate and seed, what it scored, and what its gates did.
+    """One run: its gate and seed, its scores, and the use of experts.
 
     Attributes:
         gate: name of the variant.
@@ -112,13 +111,13 @@ class GateRow:
 
 @dataclass(frozen=True)
 class GateTable:
-    """All gates, in the order of `training.gates`, with the runs behind them."""
+    """All gates, in the order of `config.GATE_NAMES`, with their runs."""
 
     rows: tuple[GateRow, ...]
     scores: tuple[GateScore, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """The record in plain values."""
+        """Return the record as JSON values."""
         return asdict(self)
 
 
@@ -133,10 +132,10 @@ def train_gates(
 
     Args:
         form: data and size, such as "wikitext-small".
-        folder: of the runs; one that was killed goes on.
+        folder: of the runs; one that was killed is resumed.
         gates: names of variants.
         seeds: of the runs.
-        progress: told how many runs are done.
+        progress: called with the current run, the number of runs done and their total.
     """
     jobs = [(gate, seed) for seed in seeds for gate in gates]
     for done, (gate, seed) in enumerate(jobs):
@@ -148,13 +147,13 @@ def train_gates(
 
 
 def read_scores(folder: Path, form: str) -> tuple[GateScore, ...]:
-    """The finished runs of a form in a folder, by gate and seed."""
-    found = [_score(read_json(path)) for path in folder.glob(f"{form}-*/result.json")]
+    """Return the finished runs of a form in a folder, by gate and seed."""
+    found = [_gate_score(read_json(path)) for path in folder.glob(f"{form}-*/result.json")]
     require(bool(found), f"{folder} holds no finished run of {form!r}", TielineError)
     return tuple(sorted(found, key=lambda score: (GATE_NAMES.index(score.gate), score.seed)))
 
 
-def _score(result: Mapping[str, Any]) -> GateScore:
+def _gate_score(result: Mapping[str, Any]) -> GateScore:
     config, scores = result["config"], result["scores"]
     test, smoothing = scores["test"], scores.get("smoothing") or {}
     optim = config["optim"]
@@ -172,17 +171,17 @@ def _score(result: Mapping[str, Any]) -> GateScore:
 
 
 def gate_table(scores: Iterable[GateScore]) -> GateTable:
-    """Means, deviations and paired changes of runs."""
+    """Return means, deviations and paired changes of runs."""
     kept = tuple(scores)
     gates = dict.fromkeys(score.gate for score in kept)
-    reference = {s.seed: s.perplexity for s in kept if s.gate == REFERENCE}
-    return GateTable(tuple(_row(gate, kept, reference) for gate in gates), kept)
+    reference = {s.seed: s.perplexity for s in kept if s.gate == GATE_REFERENCE}
+    return GateTable(tuple(_gate_row(gate, kept, reference) for gate in gates), kept)
 
 
-def _row(gate: str, scores: Sequence[GateScore], reference: Mapping[int, float]) -> GateRow:
+def _gate_row(gate: str, scores: Sequence[GateScore], reference: Mapping[int, float]) -> GateRow:
     runs = [score for score in scores if score.gate == gate]
     perplexities = [score.perplexity for score in runs]
-    pairs = [s for s in runs if s.seed in reference and gate != REFERENCE]
+    pairs = [s for s in runs if s.seed in reference and gate != GATE_REFERENCE]
     changes = [100 * (score.perplexity / reference[score.seed] - 1) for score in pairs]
     low, high = _interval(changes)
     attacks = [
@@ -191,28 +190,28 @@ def _row(gate: str, scores: Sequence[GateScore], reference: Mapping[int, float])
     return GateRow(
         gate=gate,
         seeds=tuple(score.seed for score in runs),
-        perplexity=statistics.fmean(perplexities),
-        deviation=statistics.stdev(perplexities) if len(runs) > 1 else 0.0,
-        change=statistics.fmean(changes) if changes else None,
+        perplexity=fmean(perplexities),
+        deviation=stdev(perplexities) if len(runs) > 1 else 0.0,
+        change=fmean(changes) if changes else None,
         low=low,
         high=high,
-        experts=statistics.fmean(score.experts for score in runs),
-        attack=statistics.fmean(attacks) if attacks else None,
+        experts=fmean(score.experts for score in runs),
+        attack=fmean(attacks) if attacks else None,
     )
 
 
 def _interval(values: Sequence[float]) -> tuple[float | None, float | None]:
-    """95 % interval of a mean by Student's t; none for fewer than two values."""
+    """Return the 95 % interval of a mean by Student's t; None for fewer than two values."""
     if len(values) < 2:
         return None, None
-    half = student.ppf(0.975, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
-    mean = statistics.fmean(values)
+    half = student.ppf(0.975, len(values) - 1) * stdev(values) / math.sqrt(len(values))
+    mean = fmean(values)
     return mean - float(half), mean + float(half)
 
 
-DOMAINS_REFERENCE = "cosine"
-NAMES = ("accuracy", "balanced", "balanced_se", "commonest", "chance")
-ABOVE = 3.0
+DOMAIN_REFERENCE = "cosine"
+ACCURACIES = ("accuracy", "balanced", "balanced_se", "commonest", "chance")
+ERRORS_ABOVE_CHANCE = 3.0
 
 
 @dataclass(frozen=True)
@@ -232,8 +231,8 @@ class DomainScore:
 
     @property
     def above_chance(self) -> bool:
-        """Whether the accuracy is more than always saying the same would reach."""
-        return self.balanced - ABOVE * self.balanced_se > self.chance
+        """Whether the accuracy exceeds that of a constant answer."""
+        return self.balanced - ERRORS_ABOVE_CHANCE * self.balanced_se > self.chance
 
 
 @dataclass(frozen=True)
@@ -267,13 +266,13 @@ class DomainRow:
 
 @dataclass(frozen=True)
 class DomainTable:
-    """All gates, with what tells how good an accuracy is.
+    """All gates, with the accuracies of a constant answer and of guessing.
 
     Attributes:
         rows: one for each gate.
         seeds: the seeds that all runs have.
         commonest: share of the commonest class of each domain.
-        chance: one in as many as there are classes.
+        chance: 1 / number of classes.
         at_chance: runs that do not exceed chance, as (gate, domain, seed).
     """
 
@@ -284,7 +283,7 @@ class DomainTable:
     at_chance: tuple[tuple[str, str, int], ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """The record in plain values."""
+        """Return the record as JSON values."""
         return asdict(self)
 
 
@@ -297,15 +296,15 @@ def leave_one_out(
     steps: int | None = None,
     progress: Progress | None = None,
 ) -> list[DomainScore]:
-    """Train every gate on every domain and seed, seed by seed; finished runs are read again.
+    """Train every gate on every domain and seed, seed by seed; finished runs are not repeated.
 
     Args:
         folder: holds a folder for each run.
-        gates: names of `recipes_images`.
-        domains: those that are left out, one after the other.
+        gates: keys of `recipes.DOMAIN_VARIANTS`.
+        domains: domains to leave out, one after the other.
         seeds: of weights, batches and splits.
-        steps: of each run, where it is not the recipe's number; a folder holds runs of one number.
-        progress: told a stage, how much of it is done, and of how much.
+        steps: of each run, if not those of the recipe; a folder holds runs of one length.
+        progress: called with a stage, the number of runs done and their total.
     """
     plans = [(gate, out, seed) for seed in seeds for out in domains for gate in gates]
     scores = []
@@ -318,19 +317,19 @@ def leave_one_out(
         place = folder / f"{config.recipe}-{seed}"
         known = (place / "config.json").is_file()
         result = run(config, place, resume=known)
-        scores.append(_domains_score(gate, out, seed, result.scores))
+        scores.append(_domain_score(gate, out, seed, result.scores))
     return scores
 
 
-def _domains_score(gate: str, out: str, seed: int, found: dict[str, Any]) -> DomainScore:
+def _domain_score(gate: str, out: str, seed: int, found: dict[str, Any]) -> DomainScore:
     test = found["out"]
-    same = {name: test[name] for name in NAMES}
-    validation, experts = found["validation"]["accuracy"], statistics.fmean(test["experts"])
+    same = {name: test[name] for name in ACCURACIES}
+    validation, experts = found["validation"]["accuracy"], fmean(test["experts"])
     return DomainScore(gate, out, seed, validation=validation, experts=experts, **same)
 
 
 def domain_table(scores: Sequence[DomainScore]) -> DomainTable:
-    """The table of runs that are complete: every gate on every domain and seed."""
+    """Return the table of runs of every gate on every domain and seed."""
     gates, domains, seeds = (
         tuple(dict.fromkeys(getattr(score, name) for score in scores))
         for name in ("gate", "out", "seed")
@@ -339,12 +338,12 @@ def domain_table(scores: Sequence[DomainScore]) -> DomainTable:
     whole = len(known) == len(gates) * len(domains) * len(seeds)
     require(whole, f"{len(known)} runs of {len(gates)} × {len(domains)} × {len(seeds)}")
     averages = {
-        gate: [_mean(known[gate, out, seed].accuracy for out in domains) for seed in seeds]
+        gate: [fmean(known[gate, out, seed].accuracy for out in domains) for seed in seeds]
         for gate in gates
     }
-    reference = averages.get(DOMAINS_REFERENCE)
+    reference = averages.get(DOMAIN_REFERENCE)
     rows = [
-        _domains_row(
+        _domain_row(
             gate, [score for score in scores if score.gate == gate], averages[gate], reference
         )
         for gate in gates
@@ -354,7 +353,7 @@ def domain_table(scores: Sequence[DomainScore]) -> DomainTable:
     return DomainTable(tuple(rows), seeds, commonest, scores[0].chance, tuple(at_chance))
 
 
-def _domains_row(
+def _domain_row(
     gate: str,
     scores: Sequence[DomainScore],
     averages: Sequence[float],
@@ -366,22 +365,18 @@ def _domains_row(
     gains = [a - b for a, b in zip(averages, reference or averages, strict=True)]
     return DomainRow(
         gate=gate,
-        domains={out: _mean(s.accuracy for s in found) for out, found in by_domain.items()},
+        domains={out: fmean(s.accuracy for s in found) for out, found in by_domain.items()},
         deviations={out: _deviation([s.accuracy for s in f]) for out, f in by_domain.items()},
-        balanced={out: _mean(s.balanced for s in found) for out, found in by_domain.items()},
-        average=_mean(averages),
+        balanced={out: fmean(s.balanced for s in found) for out, found in by_domain.items()},
+        average=fmean(averages),
         deviation=_deviation(averages),
-        gain=_mean(gains),
+        gain=fmean(gains),
         gain_se=_deviation(gains) / len(gains) ** 0.5,
-        validation=_mean(score.validation for score in scores),
-        experts=_mean(score.experts for score in scores),
+        validation=fmean(score.validation for score in scores),
+        experts=fmean(score.experts for score in scores),
     )
 
 
-def _mean(values: Iterable[float]) -> float:
-    return statistics.fmean(values)
-
-
 def _deviation(values: Sequence[float]) -> float:
-    """Sample standard deviation; not a number for a single value."""
-    return statistics.stdev(values) if len(values) > 1 else float("nan")
+    """Return the sample standard deviation, NaN for a single value."""
+    return stdev(values) if len(values) > 1 else float("nan")

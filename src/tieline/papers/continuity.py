@@ -1,28 +1,24 @@
-"""Every place on a line through input space where a layer could jump.
+"""Is a trained layer continuous? Paper 1, Figures 1 and 3, layer by layer.
 
-On a line p + s n the scores of a linear router are affine in s, z_e(s) = z_e(p) + s w_e·n. The
-weights of top-k can jump only where two scores are equal, those of smooth top-k only there or where
-two scores are ε apart (the band's lower end, or the threshold's owner changes). All these places
-are known in closed form:
-
-    s = (z_j - z_i + c) / ((w_i - w_j)·n),    c ∈ {0, ε, -ε}
-
-so a line is checked as a whole by looking at both sides of each, and not on a grid that a narrow
-jump falls through.
-
-Is a trained layer continuous? Paper 1, Figures 1 and 3, layer by layer, with numbers.
-
-For each routed layer of a trained model its own inputs are taken, each moved to its nearest tie
-(`geometry.nearest_tie_point`), and the layer is run with three gates on the same weights, in
-float64:
+The inputs of each routed layer are moved to their nearest ties (`geometry.nearest_tie_point`), and
+the layer is run in float64 with three gates on the same weights:
 
     hard        top-k
     b = 50      smooth top-k with the paper's ramp, ε such that k + 1/2 experts are in on average
     b = 1       smooth top-k with a ramp as wide as the band, the same ε
 
-Reported are the change of the output across the ties against the step (Figure 1c), and on the line
-through the tie with the largest jump the output itself (1a, 1b) and the largest change across any
-of its events (`line_events`): the whole line is checked, not only the tie.
+`measure_continuity` reports the change of the output across the ties against the step (Figure 1c)
+and, on the line through the tie with the largest jump, the output itself (1a, 1b) and the largest
+change across any event of the line.
+
+Events are the places where a layer could jump. On a line p + s n the scores of a linear router are
+affine in s, z_e(s) = z_e(p) + s w_e·n. The weights of top-k can jump only where two scores are
+equal, those of smooth top-k only there or where two scores are ε apart (at the band's lower end, or
+where the threshold's owner changes):
+
+    s = (z_j - z_i + c) / ((w_i - w_j)·n),    c ∈ {0, ε, -ε}
+
+Looking at both sides of each event checks the whole line, where a grid could miss a narrow jump.
 """
 
 from collections.abc import Callable
@@ -61,7 +57,7 @@ class LineJumps:
         events: number of events on the line.
         largest: largest ‖f(s + h/2) - f(s - h/2)‖ over them.
         relative: the same over ‖f‖ there.
-        at: offset s of it; not a number without events.
+        at: offset s of it; NaN without events.
         step: h.
     """
 
@@ -78,7 +74,7 @@ def event_offsets(
     reach: float,
     epsilon: float = 0.0,
 ) -> Float[Tensor, " events"]:
-    """Offsets s in [-reach, reach] at which two scores are equal or ε apart, ascending.
+    """Return the offsets s in [-reach, reach] where two scores are equal or ε apart, ascending.
 
     Args:
         scores: z at s = 0, in float64.
@@ -96,15 +92,15 @@ def event_offsets(
 
 def largest_jump(
     layer: Callable[[Tensor], Tensor],
-    point: Float[Tensor, " width"],
-    normal: Float[Tensor, " width"],
+    point: Float[Tensor, " dim"],
+    normal: Float[Tensor, " dim"],
     events: Float[Tensor, " events"],
     step: float = 1e-9,
 ) -> LineJumps:
-    """The largest change of f over a step across any of the events.
+    """Return the largest change of f over a step across any of the events.
 
     Args:
-        layer: f, from (rows, width) to (rows, out), in float64.
+        layer: f, from (rows, dim) to (rows, out), in float64.
         point: p.
         normal: n, a unit vector.
         events: from `event_offsets`.
@@ -177,12 +173,12 @@ class LayerContinuity:
     gates: dict[str, GateContinuity]
 
     def to_dict(self) -> dict[str, Any]:
-        """The record in plain values."""
+        """Return the record as JSON values."""
         return asdict(self)
 
 
-def layer_inputs(model: nn.Module, **batch: Tensor) -> dict[str, Float[Tensor, "tokens width"]]:
-    """The inputs of every `MoE` of a model in one forward pass, by its name."""
+def layer_inputs(model: nn.Module, **batch: Tensor) -> dict[str, Float[Tensor, "tokens dim"]]:
+    """Return the inputs of every `MoE` of a model in one forward pass, by its name."""
     found: dict[str, Tensor] = {}
 
     def keep(name: str) -> Callable[..., None]:
@@ -207,19 +203,19 @@ def layer_inputs(model: nn.Module, **batch: Tensor) -> dict[str, Float[Tensor, "
 
 def measure_continuity(
     layer: MoE,
-    inputs: Float[Tensor, "tokens width"],
+    inputs: Float[Tensor, "tokens dim"],
     *,
     name: str = "layer",
     ties: int = 64,
     extra: float = 0.5,
 ) -> LayerContinuity:
-    """How the output of a layer changes across ties near its inputs, for three gates.
+    """Measure how the output of a layer changes across ties near its inputs, for three gates.
 
     Args:
         layer: a trained layer with a linear router and a top-k or smooth top-k gate.
-        inputs: what it was given.
-        name: how to call it.
-        ties: how many inputs are moved to their nearest tie.
+        inputs: its inputs.
+        name: its name.
+        ties: number of inputs that are moved to their nearest tie.
         extra: mean number of experts beyond k that the band lets in.
     """
     router, k = _known(layer, name)
@@ -265,7 +261,7 @@ class _Walls:
     epsilon: float
 
     def line(self, hard: Layer) -> _Line:
-        """Through the tie with the largest relative jump, as far as its input and its band."""
+        """Return the line through the tie with the largest relative jump."""
         ahead, behind = self._sides(hard, STEPS[0].item())
         jump = (ahead - behind).norm(dim=1) / behind.norm(dim=1)
         at = int(jump.argmax())
@@ -276,7 +272,7 @@ class _Walls:
         return _Line(point, normal, reach, int((ahead - behind)[at].abs().argmax()))
 
     def measure(self, gate: Gate, scores: Tensor, line: _Line) -> GateContinuity:
-        """Everything about one gate."""
+        """Measure one gate."""
         layer = _layer(self.layer, gate)
         size = layer(self.points).norm(dim=1).median().item()
         by_step = difference_by_step(layer, self.points, self.normals, STEPS)
@@ -284,12 +280,12 @@ class _Walls:
         spacing = 2 * line.reach / (POINTS - 1)
         weights = gate(scores)
         return GateContinuity(
-            steps=_plain(by_step.steps),
-            largest=_plain(by_step.largest / size),
-            median=_plain(by_step.median / size),
+            steps=_tuple(by_step.steps),
+            largest=_tuple(by_step.largest / size),
+            median=_tuple(by_step.median / size),
             exponent=step_exponent(by_step),
-            offsets=_plain(walk.offsets),
-            output=_plain(walk.outputs[:, line.coordinate]),
+            offsets=_tuple(walk.offsets),
+            output=_tuple(walk.outputs[:, line.coordinate]),
             line=largest_jump(layer, line.point, line.normal, self._events(gate, line)),
             slope=walk.jump / spacing / size,
             experts=(weights != 0).sum(dim=1).double().mean().item(),
@@ -307,7 +303,7 @@ class _Walls:
 
 
 def _known(layer: MoE, name: str) -> tuple[LinearRouter, int]:
-    """The linear router and k of a layer whose walls are known."""
+    """Return the linear router and k of a layer, or raise."""
     if isinstance(layer.router, LinearRouter) and isinstance(layer.gate, TopK | SmoothTopK):
         return layer.router, layer.gate.k
     kinds = f"{type(layer.router).__name__} with {type(layer.gate).__name__}"
@@ -315,7 +311,7 @@ def _known(layer: MoE, name: str) -> tuple[LinearRouter, int]:
 
 
 def _layer(layer: MoE, gate: Gate) -> Layer:
-    """The layer's own router and experts with another gate; no gradients."""
+    """Return the layer with another gate, without gradients."""
 
     @torch.no_grad()
     def mapped(x: Tensor) -> Tensor:
@@ -328,5 +324,5 @@ def _bias(router: LinearRouter) -> Tensor | None:
     return None if router.bias is None else router.bias.detach()
 
 
-def _plain(values: Tensor) -> tuple[float, ...]:
+def _tuple(values: Tensor) -> tuple[float, ...]:
     return tuple(values.tolist())

@@ -1,20 +1,23 @@
-"""Random models on which papers 2 and 4 are tested, and measures that look the same but are not.
+"""Random models on which papers 2 and 4 are tested, and what data can tell about them.
 
-drawn          parameters of a model
-inputs         uniform on the cube
-largest_gap    max |f - f'| over inputs
-split_scale    one expert as two of half the mass, (1 ± s)^{1/p} times as strong
-shift_rows     all rows v(β) moved by one vector
-twisted        A with an antisymmetric part
-without_row    the first router row zero
+drawn            parameters of a model
+inputs           uniform on the cube
+largest_gap      max |f - f'| over inputs
 
-What data tell apart and what they do not, as papers 2 and 4 test it.
+Different measures of one function:
 
-dependent        derivatives too many for their rank
-split_checks     what the split test says of each expert
-same_function    different measures of one function: the loss sees them, the quotient loss does not
+split_scale      one expert as two of half the mass, (1 ± s)^{1/p} times as strong
+shift_rows       all rows v(β) moved by one vector
+twisted          A with an antisymmetric part
+without_row      the first router row zero
+
+Tests of identifiability:
+
+dependent        number of linearly dependent derivatives
+split_checks     results of the split test for each expert
+same_function    measures of one function: the loss tells them apart, the quotient loss does not
 least_ratio      least ‖f - f*‖ / quotient loss near a truth
-flat_bound       a bound ‖f - f*‖ >= c·loss along a direction that f does not see, and apart from it
+flat_bound       ‖f - f*‖ >= c·loss along a direction that does not change f, and apart from it
 """
 
 import math
@@ -123,7 +126,7 @@ def without_row(truth: MoEParameters) -> MoEParameters:
 
 
 INVISIBLE = 1e-7
-"""What the minimisation leaves of a split that cannot be seen; seen ones are above 5e-6."""
+"""Residual of the minimisation for a split that cannot be seen; seen ones are above 5e-6."""
 FLOOR = 1e-5
 """A ratio ‖f - f*‖ / loss above this counts as bounded away from zero."""
 
@@ -131,14 +134,14 @@ Pair = tuple[MoEModel, MoEParameters, MoEParameters]
 
 
 def dependent(test: RankTest) -> int:
-    """Functions too many, zero ones included."""
+    """Return the number of functions beyond the rank, zero ones included."""
     return test.functions - test.rank + len(test.zero)
 
 
 def split_checks(
     run: Run, family: Callable[[str], MoEModel], cases: Mapping[str, str]
 ) -> list[Check]:
-    """What the split test says of each expert, as checks of our own.
+    """Check the results of the split test for each expert, as statements of our own.
 
     Args:
         run: mode and seed.

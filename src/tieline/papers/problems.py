@@ -1,25 +1,29 @@
-"""Small populations with known truth, on which paper 0 is tested.
+"""Small problems with known truth, on which papers 0, 1 and 3 are tested.
 
-GraphRouter      S(x) = x_1 + c x_1³ + sin(x_2) x_3 under N(0, I_3): a curved wall whose level
-                 sets are graphs, so that surface integrals are ordinary ones
-affine_scores    scores of a drawn affine router under N(0, I)
-pair_mass        P(|z_i - z_j| <= w) of an affine router, exactly
-mixture          a drawn mixture of bounded experts, affine router, as a sample
+Paper 0:
 
-Small routers on which paper 1 is tested.
+    GraphRouter      S(x) = x_1 + c x_1³ + sin(x_2) x_3 under N(0, I_3): a curved wall whose level
+                     sets are graphs, so that surface integrals are ordinary ones
+    drawn_router     weight and bias of an affine router
+    affine_scores    scores of an affine router under N(0, I)
+    pair_mass        P(|z_i - z_j| <= w) of an affine router, exactly
+    mixture          a mixture of bounded experts with an affine router, as a sample
+    pupil            a student at some distance from its teacher
 
-router         weight and bias of an affine router, drawn
-orthonormal    a router whose rows are the first E axes of D: scores are coordinates
-in_ball        uniform points of the ball of radius R
-slope          exponent of a power law
+Paper 1:
 
-Small layers on which paper 3 is tested.
+    router           weight and bias of an affine router
+    orthonormal      a router whose rows are the first E axes of D: scores are coordinates
+    in_ball          uniform points of the ball of radius R
+    extrapolated     a ratio of orders at ε = 0
 
-layer       router and neurons of a fully specified instance, drawn by NumPy from one seed
-dense       neurons of one dense layer, with a router that has nothing to choose
-drawn       a generator of its own for each stream of a run
-router      weights and biases of a router alone
-crofton     expected pieces along a curve, which several claims compare with
+Paper 3, in NumPy:
+
+    drawn            the generator of a stream of random numbers
+    numpy_router     weights and biases of a router
+    layer            router and neurons of a fully specified instance, drawn from one seed
+    dense            neurons of one dense layer, with a router that has nothing to choose
+    crofton          expected pieces along a curve
 """
 
 import math
@@ -53,9 +57,9 @@ __all__ = [
     "in_ball",
     "layer",
     "mixture",
+    "numpy_router",
     "orthonormal",
     "pair_mass",
-    "problems_router",
     "pupil",
     "router",
 ]
@@ -65,7 +69,7 @@ NODES = 64
 
 
 def density(x: Tensor) -> Tensor:
-    """Normal density φ."""
+    """Return the normal density φ."""
     return torch.exp(-x.square() / 2) / math.sqrt(2 * math.pi)
 
 
@@ -118,14 +122,14 @@ def normal_grid() -> tuple[Tensor, Tensor]:
     return torch.cartesian_prod(x, x), torch.outer(w, w).flatten()
 
 
-def drawn_router(run: Run, experts: int, width: int) -> tuple[Tensor, Tensor]:
-    """Weight and bias of an affine router."""
-    weight = run.normal(experts, width, stream=1)
-    return weight, 0.5 * run.normal(experts, stream=2)
+def drawn_router(run: Run, n_experts: int, dim: int) -> tuple[Tensor, Tensor]:
+    """Draw weight and bias of an affine router."""
+    weight = run.normal(n_experts, dim, stream=1)
+    return weight, 0.5 * run.normal(n_experts, stream=2)
 
 
 def affine_scores(run: Run, n: int, weight: Tensor, bias: Tensor) -> Tensor:
-    """Scores of inputs drawn from N(0, I)."""
+    """Return the scores of inputs drawn from N(0, I)."""
     return run.normal(n, weight.shape[1], stream=3) @ weight.T + bias
 
 
@@ -138,11 +142,11 @@ def pair_mass(weight: Tensor, bias: Tensor, width: float) -> tuple[Tensor, Tenso
     return inside, density(shift / spread) / spread
 
 
-def mixture(run: Run, n: int, experts: int = 4, width: int = 3) -> MoESample:
+def mixture(run: Run, n: int, n_experts: int = 4, dim: int = 3) -> MoESample:
     """Bounded experts 0.9 tanh(u·x) and a bounded target that jumps at x_1 = 0, |Y| <= 1."""
-    weight, bias = drawn_router(run, experts, width)
-    slopes = run.normal(experts, width, stream=4)
-    inputs = run.normal(n, width, stream=5)
+    weight, bias = drawn_router(run, n_experts, dim)
+    slopes = run.normal(n_experts, dim, stream=4)
+    inputs = run.normal(n, dim, stream=5)
     return evaluate(
         lambda x: x @ weight.T + bias,
         lambda x: 0.9 * torch.tanh(x @ slopes.T),
@@ -168,14 +172,14 @@ class Pupil:
     experts: Tensor
 
 
-def pupil(run: Run, n: int, distance: float, experts: int = 3, width: int = 3) -> Pupil:
+def pupil(run: Run, n: int, distance: float, n_experts: int = 3, dim: int = 3) -> Pupil:
     """A student at a distance from its teacher in all parameters; experts 0.9 tanh(u·x + c)."""
-    inputs = run.normal(n, width, stream=11)
+    inputs = run.normal(n, dim, stream=11)
     columns = torch.cat([inputs, torch.ones(n, 1, dtype=torch.float64)], dim=1)
-    walls, rules = (run.normal(experts, width + 1, stream=s) for s in (12, 13))
+    walls, rules = (run.normal(n_experts, dim + 1, stream=s) for s in (12, 13))
     rules = 0.15 * rules  # experts that are nearly constant and well apart
-    rules[:, -1] += torch.linspace(-1.5, 1.5, experts, dtype=torch.float64)
-    shift = [distance * run.normal(experts, width + 1, stream=s) for s in (14, 15)]
+    rules[:, -1] += torch.linspace(-1.5, 1.5, n_experts, dtype=torch.float64)
+    shift = [distance * run.normal(n_experts, dim + 1, stream=s) for s in (14, 15)]
     theirs, scores = 0.9 * torch.tanh(columns @ rules.T), columns @ walls.T
     labels = stable_topk(scores, 1).indices.squeeze(1)
     target = theirs.gather(1, labels[:, None]).squeeze(1)
@@ -185,25 +189,25 @@ def pupil(run: Run, n: int, distance: float, experts: int = 3, width: int = 3) -
 
 
 BIAS = 0.07
-"""What the extrapolation to ε = 0 leaves of terms of order ε², in the ratios of order 2 below."""
+"""Bias that terms of order ε² leave in an extrapolation to ε = 0 (`extrapolated`)."""
 
 
-def router(run: Run, experts: int, width: int, stream: int = 1) -> tuple[Tensor, Tensor]:
+def router(run: Run, n_experts: int, dim: int, stream: int = 1) -> tuple[Tensor, Tensor]:
     """Weight (E, D) and bias (E,)."""
-    weight = run.normal(experts, width, stream=1000 + stream)
-    return weight, 0.5 * run.normal(experts, stream=2000 + stream)
+    weight = run.normal(n_experts, dim, stream=1000 + stream)
+    return weight, 0.5 * run.normal(n_experts, stream=2000 + stream)
 
 
-def orthonormal(experts: int, width: int) -> Tensor:
+def orthonormal(n_experts: int, dim: int) -> Tensor:
     """The first E rows of the identity of size D."""
-    return torch.eye(experts, width, dtype=torch.float64)
+    return torch.eye(n_experts, dim, dtype=torch.float64)
 
 
-def in_ball(run: Run, n: int, width: int, radius: float = 1.0, stream: int = 7) -> Tensor:
+def in_ball(run: Run, n: int, dim: int, radius: float = 1.0, stream: int = 7) -> Tensor:
     """Independent uniform points of the ball."""
-    x = run.normal(n, width, stream=stream)
+    x = run.normal(n, dim, stream=stream)
     u = torch.rand(n, 1, dtype=torch.float64, generator=run.generator(stream + 1))
-    return radius * u ** (1 / width) * x / x.norm(dim=1, keepdim=True)
+    return radius * u ** (1 / dim) * x / x.norm(dim=1, keepdim=True)
 
 
 def extrapolated(shares: dict[float, tuple[Tensor, Tensor]]) -> tuple[float, float]:
@@ -223,23 +227,29 @@ class Layer(NamedTuple):
 
     W: Float[np.ndarray, "experts dim"]
     b: Float[np.ndarray, " experts"]
-    V: Float[np.ndarray, "experts width dim"]
-    c: Float[np.ndarray, "experts width"]
+    V: Float[np.ndarray, "experts hidden dim"]
+    c: Float[np.ndarray, "experts hidden"]
 
 
 def drawn(run: Run, stream: int) -> np.random.Generator:
-    """A generator of its own for each stream."""
+    """Return the generator of a stream."""
     return np.random.default_rng([run.seed, stream])
 
 
-def layer(seed: int | np.random.Generator, experts: int, width: int, dim: int) -> Layer:
-    """W, b, V, c in this order from `numpy.random.default_rng(seed)`."""
+def numpy_router(run: Run, stream: int, n_experts: int, dim: int) -> tuple[np.ndarray, np.ndarray]:
+    """Draw weights and biases."""
+    r = drawn(run, stream)
+    return r.standard_normal((n_experts, dim)), r.standard_normal(n_experts)
+
+
+def layer(seed: int | np.random.Generator, n_experts: int, d_hidden: int, dim: int) -> Layer:
+    """Draw W, b, V, c in this order from `numpy.random.default_rng(seed)`."""
     r = np.random.default_rng(seed)
     return Layer(
-        r.standard_normal((experts, dim)),
-        r.standard_normal(experts),
-        r.standard_normal((experts, width, dim)),
-        r.standard_normal((experts, width)),
+        r.standard_normal((n_experts, dim)),
+        r.standard_normal(n_experts),
+        r.standard_normal((n_experts, d_hidden, dim)),
+        r.standard_normal((n_experts, d_hidden)),
     )
 
 
@@ -253,13 +263,7 @@ def dense_regions(V: np.ndarray, c: np.ndarray) -> int:
     return int(count_regions(*dense(V, c), 1))
 
 
-def crofton(n_experts: int, k: int, width: int, length: float) -> float:
+def crofton(n_experts: int, k: int, d_hidden: int, length: float) -> float:
     """1 + (L/π)(kH + ρ): expected pieces of a Gaussian layer along a curve of length L."""
     switches = 0.0 if k == n_experts else expected_switches(n_experts, k, length)
-    return 1 + switches + expected_kinks(k, width, length)
-
-
-def problems_router(run: Run, stream: int, experts: int, dim: int) -> tuple[np.ndarray, np.ndarray]:
-    """Weights and biases, drawn."""
-    r = drawn(run, stream)
-    return r.standard_normal((experts, dim)), r.standard_normal(experts)
+    return 1 + switches + expected_kinks(k, d_hidden, length)

@@ -1,16 +1,16 @@
-"""Rate studies small enough for the ledger: two or three experts, well-conditioned truths.
+"""Evidence for claims about rates, from small studies: papers 2 and 4 test their rates alike.
 
-The published designs (d = 32 and d = 8, hundreds of parameters) run by `tieline rates`; the laws
-are the same at this size, where a thousand samples are already many. Losses are the papers' own
-(`raw`), the same up to what the data cannot see (`quotient`), and ‖f - f*‖ (`function`).
+Studies are small enough for the ledger: two or three experts, well-conditioned truths. The
+published designs (d = 32 and d = 8, hundreds of parameters) run by `tieline rates`; the laws are
+the same at this size. Losses are the papers' own (`raw`), the same up to what the data cannot see
+(`quotient`), and ‖f - f*‖ (`function`).
 
-Evidence of rate claims, from studies by name: papers 2 and 4 test their rates alike.
-
+small_study        a study of a small model
 each_parametric    every study's loss falls like n^-1/2
 each_falling       every study's loss falls like a power
 rate_evidence      checks with the slopes in words and the figure
 regression_rate    the claim that ‖f - f*‖ falls like n^-1/2
-up_to_symmetry     the claim that a loss does, on condition that unseen directions are left out
+up_to_symmetry     the claim that a loss does, unseen directions being left out
 not_slow           the claim that a loss is slow, and checks that it is not
 """
 
@@ -53,9 +53,9 @@ __all__ = [
 ]
 
 DRAWS = 60
-"""Truths of which the best conditioned is taken."""
+"""Number of truths of which the best conditioned is taken."""
 WINDOW = {"raw": 0.14, "quotient": 0.14, "function": 0.1}
-"""How far from -1/2 the slope of a few repetitions may be: about three standard errors."""
+"""Largest deviation of a slope from -1/2: about three standard errors."""
 
 
 def small_plan(
@@ -67,14 +67,14 @@ def small_plan(
     source: MoEModel | None = None,
     **grid: Any,
 ) -> RatePlan:
-    """A plan of the ledger.
+    """Plan a study of the ledger.
 
     Args:
         run: mode and seed.
         model: the family, with the truth's number of experts.
-        extra: experts that are fitted beyond those.
+        extra: number of additional experts that are fitted.
         sparse: whether the last expert of the truth has a zero row and bias.
-        source: the family that the data come from, if another; losses are then against Ḡ.
+        source: the family of the data, if another; losses are then against Ḡ.
         grid: fields of `RatePlan` to set.
     """
     sizes = (500, 4000) if run.fast else (1000, 3162, 10_000, 31_623)
@@ -88,24 +88,24 @@ def small_plan(
 
 
 def small_study(run: Run, model: MoEModel, **options: Any) -> RateStudy:
-    """The study of `small_plan`, in this process."""
+    """Run the study of `small_plan` in this process."""
     return rate_study(small_plan(run, model, **options), executor="serial", quiet=True)
 
 
 def parametric(
     name: str, study: RateStudy, loss: str, part: Part = "paper", radius: float | None = None
 ) -> Check:
-    """Whether a loss falls like n^-1/2."""
+    """Check that a loss falls like n^-1/2."""
     return near(name, study.rate(loss, radius).slope, -0.5, WINDOW[loss], part=part)
 
 
 def words(study: RateStudy, radius: float | None = None) -> str:
-    """The three slopes with their intervals."""
+    """Return the three slopes with their intervals."""
     return ", ".join(f"{loss} {study.rate(loss, radius)}" for loss in LOSSES)
 
 
 def rate_chart(studies: dict[str, RateStudy], losses: tuple[str, ...]) -> Chart:
-    """Mean losses against n, a series for each study and loss."""
+    """Draw mean losses against n, a series for each study and loss."""
     series = []
     for name, study in studies.items():
         for one in study.series:
@@ -116,14 +116,14 @@ def rate_chart(studies: dict[str, RateStudy], losses: tuple[str, ...]) -> Chart:
 
 
 def _without_gate(truth: MoEParameters) -> MoEParameters:
-    """The truth with a zero row and bias for its last expert."""
+    """Return the truth with a zero row and bias for its last expert."""
     router, bias = truth.router.clone(), truth.bias.clone()
     router[-1], bias[-1] = 0, 0
     return MoEParameters(router, bias, truth.experts)
 
 
 def _population(run: Run, plan: RatePlan) -> MoEParameters:
-    """Ḡ of the fitted family for the plan's truth."""
+    """Return Ḡ of the fitted family for the plan's truth."""
     found = population_minimiser(
         plan.model,
         lambda x: plan.source.regression(plan.truth, x),
@@ -137,7 +137,7 @@ def _population(run: Run, plan: RatePlan) -> MoEParameters:
 
 
 def _loss(model: MoEModel, extra: int) -> str:
-    """The paper's loss of a family, for exactly as many experts or more."""
+    """Return the paper's loss of a family, for exactly as many experts or more."""
     if model.link == "softmax":
         return "L2" if extra else "L3"
     kinds = ("L1", "L3") if model.gate == "quadratic" else ("L4", "L5")
@@ -145,7 +145,7 @@ def _loss(model: MoEModel, extra: int) -> str:
 
 
 SLOW = -0.2
-"""A slope above this one is slow: "slower than any polynomial" is tested so."""
+"""A slope above this one counts as "slower than any polynomial"."""
 
 Studies = Mapping[str, RateStudy]
 
@@ -194,7 +194,7 @@ def regression_rate(studies: Studies, note: str = "") -> Evidence:
 
 
 def up_to_symmetry(studies: Studies, paper: Value = -0.5, **told: Any) -> Evidence:
-    """The raw loss falls like n^-1/2; on condition that unseen directions are left out."""
+    """The raw loss falls like n^-1/2, under the condition that unseen directions are left out."""
     checks = [
         *each_parametric("raw slope", studies, "raw"),
         *each_parametric("quotient slope", studies, "quotient", "condition"),
@@ -203,7 +203,7 @@ def up_to_symmetry(studies: Studies, paper: Value = -0.5, **told: Any) -> Eviden
 
 
 def not_slow(slow: str, studies: Studies, others: Sequence[Check], **told: Any) -> Evidence:
-    """The paper's claim that the quotient loss of the study `slow` is, with other checks."""
+    """The paper's claim that the quotient loss of the study `slow` is slow, with other checks."""
     slope = studies[slow].rate("quotient").slope
     claimed = at_least(f"quotient slope, {slow}, is slow", slope, SLOW)
     return rate_evidence([claimed, *others], studies, **told)

@@ -26,11 +26,11 @@ PLANTED = {
     "p2-L1r": ("definitions.hand", scaled(1 + 1e-9)),
     "p2-eq11": ("definitions.hand", scaled(1 + 1e-9)),
     "p2-eq13": ("definitions.hand", scaled(1 + 1e-9)),
-    "p2-def2": ("identifiability.dependent", lambda real: lambda test: 0),
-    "p2-prop1": ("identifiability.split_scale", heavier),
-    "p2-thm2": ("bounds.least_ratio", scaled(0.0)),
-    "p2-thm4": ("bounds.split_ratio", scaled(0.0)),
-    "p2-thm6": ("bounds.least_ratio", scaled(0.0)),
+    "p2-def2": ("definitions.dependent", lambda real: lambda test: 0),
+    "p2-prop1": ("definitions.split_scale", heavier),
+    "p2-thm2": ("theorems.least_ratio", scaled(0.0)),
+    "p2-thm4": ("theorems.split_ratio", scaled(0.0)),
+    "p2-thm6": ("theorems.least_ratio", scaled(0.0)),
 }
 
 

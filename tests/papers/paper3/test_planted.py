@@ -34,8 +34,8 @@ def recentring(real):
 
 
 PLANTED = {
-    "p3-def3.2": ("linear.zaslavsky", one_more),
-    "p3-ex3.3": ("linear.zaslavsky", lambda real: lambda n, d: real(n, 2)),
+    "p3-def3.2": ("algebra.zaslavsky", one_more),
+    "p3-ex3.3": ("algebra.zaslavsky", lambda real: lambda n, d: real(n, 2)),
     "p3-def3.4": ("algebra.plus", lambda real: lambda a, b: a),
     "p3-def3.6": ("algebra.rational_form", lambda real: lambda net: [
         replace(form, denominator=form.numerator) for form in real(net)
@@ -44,7 +44,7 @@ PLANTED = {
     "p3-prop4.2": ("routing.expected_cells", scaled(1.2)),
     "p3-thm4.5": ("routing.count_cells", one_more),
     "p3-thm4.5-cells": ("routing.count_cells", every_coalition),
-    "p3-lem4.18": ("reachability.count_cells", every_coalition),
+    "p3-lem4.18": ("tightness.count_cells", every_coalition),
     "p3-ex4.9": ("arrangements.dense", lambda real: lambda V, c: (
         real(V, c + 0.01 * np.arange(len(c)))
     )),
@@ -52,16 +52,16 @@ PLANTED = {
         real(*args)._replace(vertices=real(*args).upper)
     )),
     "p3-cor4.12": ("arrangements.dense_regions", one_more),
-    "p3-cor4.16": ("capacity.placed", lambda real: lambda run, n, h: real(run, n, h, 40.0)),
-    "p3-thm4.17": ("capacity.sharp_bound", scaled(0.1)),
+    "p3-cor4.16": ("arrangements.placed", lambda real: lambda run, n, h: real(run, n, h, 40.0)),
+    "p3-thm4.17": ("arrangements.sharp_bound", scaled(0.1)),
     "p3-thm4.19": ("tightness.sharp_bound", lambda real: capacity_bound),
     "p3-ex4.21": ("tightness.expected_regions", scaled(1.001)),
     "p3-prop4.24": ("manifolds.zaslavsky", lambda real: lambda n, d: real(n, d + 1)),
     "p3-thm4.26": ("manifolds.crofton", scaled(1.2)),
     "p3-thm4.27": ("manifolds.crofton", scaled(1.2)),
     "p3-rem4.30": ("manifolds.dense_regions", one_more),
-    "p3-thm5.1": ("granularity.law", scaled(1.01)),
-    "p3-cor5.3": ("granularity.zaslavsky", one_more),
+    "p3-thm5.1": ("tightness.law", scaled(1.01)),
+    "p3-cor5.3": ("tightness.zaslavsky", one_more),
     "p3-def5.5": ("centring.saturation", with_field(smallest=lambda f: 2 * f.smallest)),
     "p3-prop5.6": ("centring.cap_fraction", scaled(1.05)),
     "p3-eq3": ("centring.saturation", with_field(smallest=lambda f: f.smallest / 2)),

@@ -27,15 +27,15 @@ PLANTED = {
         real(MoEParameters(params.router, params.bias + 0.01, params.experts), kind)
     )),
     "p4-eq8": ("definitions.gated", lambda real: lambda t, x: real(t, x) + t[4] * t[5]),
-    "p4-def2": ("identifiability.dependent", lambda real: lambda test: 1),
-    "p4-def4": ("identifiability.dependent", lambda real: lambda test: 0),
-    "p4-prop2": ("identifiability.split_scale", heavier),
-    "p4-thm1": ("bounds.split_of_b", uncorrected),
-    "p4-thm2": ("bounds.split_scale", heavier),
-    "p4-thm3": ("bounds.least_ratio", scaled(0.0)),
-    "p4-thm4": ("bounds.split_scale", heavier),
-    "p4-L1": ("losses.example", lambda real: lambda **kwargs: real(**kwargs)[::-1]),
-    "p4-L3": ("losses.voronoi_loss", with_field(value=lambda found: found.value + 0.01)),
+    "p4-def2": ("definitions.dependent", lambda real: lambda test: 1),
+    "p4-def4": ("definitions.dependent", lambda real: lambda test: 0),
+    "p4-prop2": ("definitions.split_scale", heavier),
+    "p4-thm1": ("theorems.split_of_b", uncorrected),
+    "p4-thm2": ("theorems.split_scale", heavier),
+    "p4-thm3": ("theorems.least_ratio", scaled(0.0)),
+    "p4-thm4": ("theorems.split_scale", heavier),
+    "p4-L1": ("definitions.example", lambda real: lambda **kwargs: real(**kwargs)[::-1]),
+    "p4-L3": ("definitions.voronoi_loss", with_field(value=lambda found: found.value + 0.01)),
 }  # fmt: skip
 
 

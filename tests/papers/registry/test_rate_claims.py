@@ -1,6 +1,7 @@
 """Rate claims judge slopes: right ones keep the verdict, planted ones change it."""
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -19,7 +20,13 @@ RUN = Run(True, 0)
 MODEL = MoEModel("linear", "softmax", "tanh", d=1, n_experts=2)
 LAWS = {"raw": -0.05, "quotient": -0.5, "function": -0.5}
 """What is measured: raw losses keep the start, the others fall."""
-EVERY = [name for name, one in all_claims().items() if one.test.__module__.endswith(".rates")]
+BOUNDS = re.compile("p2-thm[2456]|p4-thm[1-5]")
+"""The other claims of the same files: bounds of a loss by the distance of the functions."""
+EVERY = [
+    name
+    for name, one in all_claims().items()
+    if one.test.__module__.endswith(".theorems") and not BOUNDS.fullmatch(name)
+]
 CLAIMS = [name for name in EVERY if name != "p2-sec4"]
 
 
@@ -63,7 +70,7 @@ def test_the_measured_laws_give_the_verdict_of_the_ledger(with_laws, name):
     with_laws(LAWS)
     outcome = run_claim(all_claims()[name], RUN)
     assert outcome.error == ""
-    assert not outcome.changed, outcome.evidence["checks"]
+    assert not outcome.changed, outcome.evidence.checks
 
 
 @pytest.mark.parametrize("name", CLAIMS)
@@ -81,7 +88,7 @@ def test_losses_that_do_not_fall_change_every_verdict(with_laws, name, laws):
 def test_a_claim_of_each_paper_by_real_fits(name):
     outcome = run_claim(all_claims()[name], RUN)
     assert outcome.error == ""
-    assert not outcome.changed, outcome.evidence["checks"]
+    assert not outcome.changed, outcome.evidence.checks
 
 
 @pytest.mark.slow
@@ -89,4 +96,4 @@ def test_a_claim_of_each_paper_by_real_fits(name):
 def test_every_rate_claim_by_real_fits(name):
     outcome = run_claim(all_claims()[name], RUN)
     assert outcome.error == ""
-    assert not outcome.changed, outcome.evidence["checks"]
+    assert not outcome.changed, outcome.evidence.checks

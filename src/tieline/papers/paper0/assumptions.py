@@ -1,4 +1,4 @@
-"""The assumptions of section 5.4, each with what is measured to judge it, and Lemma 5.15."""
+"""The assumptions of section 5.4, each with the measurement that decides it, and Lemma 5.15."""
 
 import math
 
@@ -25,11 +25,9 @@ from tieline.papers.paper0.limit import crossing_pair
 from tieline.papers.problems import pupil
 from tieline.papers.registry import claim
 
-EPS = 0.1
-
 
 def turned(angle: float, offset: float = 0.0) -> TwoCells:
-    """A wall in the plane with a unit normal at that angle; its experts are of no account."""
+    """A wall in the plane with a unit normal at that angle; its experts are zero."""
     normal = [math.cos(angle), math.sin(angle)]
     return two_cells(normal=normal, offset=offset, slopes=[[0.0, 0.0], [0.0, 0.0]])
 

@@ -1,7 +1,4 @@
-"""Sections 6.2 to 6.5: the reduced update, its instability and its rate of alignment.
-
-Sections 6.1 to 6.4: the gradient, the response model and the operator M.
-"""
+"""Section 6: symmetry breaking, by the gradient, the response model and the reduced update."""
 
 import math
 
@@ -21,6 +18,7 @@ from tieline.limits.symmetry import (
     symmetry_breaking,
 )
 from tieline.papers.claim import (
+    Chart,
     Evidence,
     Run,
     Verdict,
@@ -264,7 +262,7 @@ def response(run: Run) -> Evidence:
     )
 
 
-def _both_models(both: SymmetryBreaking) -> dict:
+def _both_models(both: SymmetryBreaking) -> Chart:
     """‖u‖ against the step, reduced and true."""
     steps = range(len(both.norms))
     curves = [

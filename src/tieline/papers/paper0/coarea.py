@@ -1,4 +1,4 @@
-"""Section 3: how much mass a thin slab around a wall has."""
+"""Section 3: the mass of a thin slab around a wall."""
 
 import math
 
@@ -129,7 +129,7 @@ def _legendre() -> tuple:
     seconds=0.5,
 )
 def expansion(run: Run) -> Evidence:
-    """C_ε by sampling the surface, and the order of what is left."""
+    """C_ε by sampling the surface, and the order of the remainder."""
     router = GraphRouter()
     y = run.normal(run.size(100_000, 1_000_000), 2, stream=1)
     surface = mean_estimate(router.on_surface(y, 0.0)).times(2 * KAPPA)
@@ -163,7 +163,7 @@ def expansion(run: Run) -> Evidence:
 
 
 def _any_surface(run: Run, router: GraphRouter) -> Check:
-    """F(0) by lines along every axis, which asks nothing of the surface but smoothness."""
+    """F(0) by lines along every axis, for any smooth surface."""
     found = surface_integral(router, 3, lines=run.size(4_000, 40_000), seed=run.seed)
     assert found.value is not None
     assert found.standard_error is not None

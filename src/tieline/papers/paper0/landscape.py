@@ -1,7 +1,4 @@
-"""Sections 5.1 to 5.3: where the risk comes from, and how it moves with a wall.
-
-Section 5.4: misrouting, recovery of the teacher, strict saddles.
-"""
+"""Section 5: the parts of the risk, misrouting, recovery of the teacher, strict saddles."""
 
 import math
 
@@ -40,7 +37,7 @@ from tieline.papers.paper0.limit import crossing_pair
 from tieline.papers.problems import mixture, pupil
 from tieline.papers.registry import claim
 
-EPS = 0.1
+EPSILON = 0.1
 
 
 @claim(
@@ -56,7 +53,7 @@ def decomposition(run: Run) -> Evidence:
     """Sum of the parts; boundary part over both bounds."""
     gap, sharp, paper = 0.0, [], []
     for tau in (1.0, 0.3, 0.1, 0.03):
-        parts = risk_decomposition(pupil(run, run.size(50_000, 500_000), 0.7).sample, tau, EPS)
+        parts = risk_decomposition(pupil(run, run.size(50_000, 500_000), 0.7).sample, tau, EPSILON)
         values = [e.value or 0.0 for e in (parts.total, parts.interior, parts.boundary)]
         gap = max(gap, abs(values[0] - values[1] - values[2]))
         sharp.append(values[2] / (parts.sharp_bound.value or math.nan))
@@ -88,7 +85,7 @@ def cellwise(run: Run) -> Evidence:
     for distance in (0.0, 0.2, 0.5, 1.0):
         student = pupil(run, run.size(30_000, 300_000), distance)
         for tau in (0.3, 0.05):
-            cells = cell_control(student.sample, student.labels, tau, EPS)
+            cells = cell_control(student.sample, student.labels, tau, EPSILON)
             slacks += [cell.slack.value or 0.0 for cell in cells]
             masses += [cell.mass.value or 0.0 for cell in cells]
     return Evidence(
@@ -198,7 +195,8 @@ def _wrong_way_round() -> tuple[float, float]:
 
 
 TEACHER = two_cells(normal=[1.0, 0.0], slopes=[[0.3, 0.5], [-0.7, -0.4]], intercepts=[1.0, -0.5])
-TAU, RECOVERY_EPS = 0.05, 0.05
+TAU, CONFIDENT = 0.05, 0.05
+"""Temperature and ε of section 5.4."""
 
 
 @claim(
@@ -217,7 +215,13 @@ def misrouting(run: Run) -> Evidence:
     eta = specialisation_gap(teacher.sample, teacher.labels, [gamma]).etas[0]
     same, swap = (
         misrouting_bound(
-            teacher.sample, teacher.labels, TAU, RECOVERY_EPS, gamma=gamma, eta=eta, permutation=p
+            teacher.sample,
+            teacher.labels,
+            TAU,
+            CONFIDENT,
+            gamma=gamma,
+            eta=eta,
+            permutation=p,
         )
         for p in ((0, 1, 2), (1, 0, 2))
     )
@@ -256,7 +260,7 @@ def _corrected_excess(run: Run, n: int, gamma: float, eta: float) -> list[float]
         sample, labels = student.sample, student.labels
         for p in ((0, 1, 2), (1, 0, 2), (2, 0, 1)):
             found = misrouting_bound(
-                sample, labels, TAU, RECOVERY_EPS, gamma=gamma, eta=eta, permutation=p
+                sample, labels, TAU, CONFIDENT, gamma=gamma, eta=eta, permutation=p
             )
             excess.append((found.corrected_bound.value or 0.0) - (found.interior.value or 0.0))
     return excess
@@ -280,10 +284,10 @@ def matching(run: Run) -> Evidence:
         sample = type(student.sample)(
             student.sample.scores[:, order], student.sample.outputs[:, order], student.sample.target
         )
-        found = match_experts(sample, student.labels, TAU, RECOVERY_EPS)
+        found = match_experts(sample, student.labels, TAU, CONFIDENT)
         wrong += tuple(order[j] for j in found.permutation) != (0, 1, 2)
     far = pupil(run, run.size(20_000, 200_000), 1.5)
-    best = match_experts(far.sample, far.labels, TAU, RECOVERY_EPS)
+    best = match_experts(far.sample, far.labels, TAU, CONFIDENT)
     sums = [sum(best.agreement[k, p[k]].item() for k in range(3)) for p in permutations(range(3))]
     chosen = sum(best.agreement[k, j].item() for k, j in enumerate(best.permutation))
     return Evidence(
@@ -322,7 +326,7 @@ def recovery(run: Run) -> Evidence:
         best = _minimiser(run, tau)
         inputs = gaussian_inputs(run.size(100_000, 1_000_000), 2, run.seed)
         sample = evaluate(best.scores, best.outputs, TEACHER.value, inputs)
-        found = recovery_errors(sample, TEACHER.scores(inputs), tau, RECOVERY_EPS)
+        found = recovery_errors(sample, TEACHER.scores(inputs), tau, CONFIDENT)
         experts.append(found.experts.value or 0.0)
         partition.append(found.partition.value or 0.0)
         first.append(found.expert_ratio)
@@ -359,7 +363,7 @@ def recovery(run: Run) -> Evidence:
     seconds=20,
 )
 def saddles(run: Run) -> Evidence:
-    """Minima by how much they misroute."""
+    """Minima by their misrouted mass."""
     points = find_critical_points(TEACHER, 0.3, starts=run.size(16, 40), seed=run.seed)
     minima = [p for p in points if p.least_eigenvalue > 0]
     far = [p for p in points if p.misrouted > 0.1 and p.student.offset.abs() < 3]

@@ -233,7 +233,7 @@ def _quadrature_checks() -> list[Check]:
     seconds=1.5,
 )
 def uniform(run: Run) -> Evidence:
-    """Violations of the chain, and what is left of the bound."""
+    """Violations of the chain, and the share of the bound that is used."""
     ratios, violations = _chains(run)
     rooted = [_rooted_gap(tau) for tau in TAUS]
     student, teacher = crossing_pair()

@@ -30,8 +30,8 @@ from tieline.papers.claim import (
 from tieline.papers.problems import affine_scores, drawn_router, mixture
 from tieline.papers.registry import claim
 
-EPS, TAU = 0.1, 0.3
-KAPPA = math.log((1 - EPS) / EPS)
+EPSILON, TAU = 0.1, 0.3
+KAPPA = math.log((1 - EPSILON) / EPSILON)
 
 
 @claim(
@@ -81,7 +81,7 @@ def pair_events(run: Run) -> Evidence:
     scores = affine_scores(run, run.size(20_000, 400_000), *drawn_router(run, 6, 4))
     i, j = torch.triu_indices(6, 6, 1)
     share = torch.sigmoid((scores[:, i] - scores[:, j]) / TAU)
-    event = ((share >= EPS) & (share <= 1 - EPS)).any(dim=1).double().mean().item()
+    event = ((share >= EPSILON) & (share <= 1 - EPSILON)).any(dim=1).double().mean().item()
     mass = float(boundary_mass_pair(scores, KAPPA * TAU))
     return Evidence(
         [near("P(some pair ambiguous) and BM_pair(κτ)", event, mass, 1e-12)],
@@ -143,7 +143,10 @@ def binary(run: Run) -> Evidence:
     router = GraphRouter()
     gap = router(run.normal(run.size(400_000, 4_000_000), 3, stream=1))
     scores = torch.stack([gap, torch.zeros_like(gap)], dim=1)
-    ambiguous, counted = ambiguity_mass(scores, EPS, TAU), boundary_mass_top(scores, 1, KAPPA * TAU)
+    ambiguous, counted = (
+        ambiguity_mass(scores, EPSILON, TAU),
+        boundary_mass_top(scores, 1, KAPPA * TAU),
+    )
     exact = router.mass(KAPPA * TAU)
     return Evidence(
         [
@@ -213,8 +216,8 @@ def ambiguity(run: Run) -> Evidence:
     """Mass of U by weights and by log-odds."""
     scores = affine_scores(run, run.size(50_000, 500_000), *drawn_router(run, 8, 5))
     weight = torch.softmax(scores / TAU, dim=1).amax(dim=1)
-    written = (weight <= 1 - EPS).double().mean().item()
-    odds = float(ambiguity_mass(scores, EPS, TAU))
+    written = (weight <= 1 - EPSILON).double().mean().item()
+    odds = float(ambiguity_mass(scores, EPSILON, TAU))
     sure = torch.tensor([[0.0, -45.0]], dtype=torch.float64)
     tiny = float(ambiguity_mass(sure, 1e-17))
     rounded = (torch.softmax(sure, dim=1).amax(dim=1) <= 1 - 1e-17).double().mean().item()
@@ -245,7 +248,7 @@ def sandwich(run: Run) -> Evidence:
         for tau in taus:
             outer = tau * (KAPPA + math.log(experts - 1))
             lower = float(boundary_mass_top(scores, 1, tau * KAPPA * (1 - 1e-12)))
-            mass = float(ambiguity_mass(scores, EPS, tau))
+            mass = float(ambiguity_mass(scores, EPSILON, tau))
             upper = float(boundary_mass_top(scores, 1, outer * (1 + 1e-12)))
             violations += (
                 not lower <= mass <= upper <= float(boundary_mass_pair(scores, outer + 1e-9))

@@ -1,7 +1,4 @@
-"""Sections 5 and A.5: when and where a random perturbation leaves a cell.
-
-Sections 5 and A.5.4: how long a random perturbation stays near ties.
-"""
+"""Sections 5 and A.5: when and where random perturbations leave a cell, and near ties."""
 
 import math
 
@@ -438,7 +435,7 @@ def one_flat(run: Run) -> Evidence:
 
 
 def _from_within(weight: Tensor, bias: Tensor) -> list[Check]:
-    """A start on the flat itself, n = 2: the paper's bound is infinite, no path stays beyond T."""
+    """Checks of a start on the flat itself, n = 2, where the paper's bound is infinite."""
     flat = tie_flat(weight, bias, (0, 1, 2))
     found = flat_occupation(flat, flat.nearest, epsilon=0.3, horizon=4.0)
     return [

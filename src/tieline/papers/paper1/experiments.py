@@ -1,19 +1,15 @@
-"""How a model routes while it trains: paper 1, Figures 4 to 7.
+"""Figures 4 to 7 and section B.2: how a model routes while it trains, and once it is trained.
 
     K_l(t)        experts in use per token in layer l after t steps
     ε_l(t)        width of the band of a smooth gate
     K_l(ε, t)     experts within ε of the threshold z_[k] (Figures 6, 7)
 
-All on the same windows, spread over the text that the model trains on, so that a course shows the
-model change and not the batches.
+All are measured on the same windows, spread over the training text, so that a course shows changes
+of the model and not of the batches.
 
-Figures 4 and 5: how ε finds its budget, and how it dies out, in real training runs.
-
-Both train the decoder of a recipe, `tieline train shipped-small-GATE`, on the text in the box: two
-layers (four in full mode), 16 experts, top 2, the paper's b = 50. The paper's own course is that of
-six layers over 80 epochs of WikiText-103.
-
-Figures 6, 7 and section B.2: the experiments that run here as they are.
+Figures 4 and 5 train the decoder of a recipe, `tieline train shipped-small-GATE`, on the text in
+the box: two layers (four in full mode), 16 experts, top 2, the paper's b = 50. The paper trains six
+layers over 80 epochs of WikiText-103.
 """
 
 import math
@@ -59,7 +55,7 @@ class RoutingCourse:
     """The routing of every layer at some steps of a run.
 
     Attributes:
-        steps: steps done when the model was looked at.
+        steps: steps after which the model was measured.
         experts: K, mean over tokens.
         epsilon: width of the band, NaN where a gate has none.
         near: mean number of experts within each tolerance of the threshold.
@@ -75,7 +71,7 @@ class RoutingCourse:
     held_out: float
 
     def between(self, first: Real, last: Real) -> slice:
-        """The looks from share `first` to share `last` of the run."""
+        """Which measurements are from share `first` to share `last` of the run."""
         end = int(self.steps[-1])
         kept = ((self.steps > first * end) & (self.steps <= last * end)).nonzero().flatten()
         require(len(kept) > 0, f"no look between {first} and {last} of {end} steps")
@@ -85,12 +81,12 @@ class RoutingCourse:
 def routing_course(
     config: TrainConfig, every: int, windows: int = 64, tolerances: Sequence[float] = ()
 ) -> RoutingCourse:
-    """Train what `config` says, in a folder that is thrown away, and look every n steps.
+    """Train a configuration in a temporary folder, and measure the model every n steps.
 
     Args:
         config: a run of the task "language".
-        every: steps between two looks; the last step is one.
-        windows: windows of the text that are looked at.
+        every: steps between two measurements; the last step is measured too.
+        windows: number of windows of the text.
         tolerances: ε of `near`.
     """
     require(config.task in TASKS and isinstance(config.model, DecoderConfig), "needs a decoder")
@@ -138,14 +134,14 @@ def _numbers(record: LayerRouting, tolerances: Sequence[float]) -> Tensor:
 
 
 BUDGET, HARD = 2.5, 2.0
-"""k* of the paper's runs, and what it is annealed to."""
+"""k* of the paper's runs, at the start and after annealing."""
 
 NEAR = 0.1
-"""How far K may be from k*: Adam keeps ε moving, and scores spread while it follows them."""
+"""Tolerance of K around k*: Adam keeps ε moving, and scores spread meanwhile."""
 
 
 def course(run: Run, gate: str) -> "RoutingCourse":
-    """The course of a real run, looked at 32 times (64 in full mode)."""
+    """The course of a real run, measured 32 times (64 in full mode)."""
     for package in ("transformers", "accelerate"):
         require(find_spec(package) is not None, f"needs {package}: pip install 'tieline[train]'")
     from tieline.training.recipes import recipe_config
@@ -158,7 +154,7 @@ def course(run: Run, gate: str) -> "RoutingCourse":
 
 
 def _layers(name: str, values: Tensor, target: float, tolerance: float) -> list[Check]:
-    """The mean of each layer over some looks against a target."""
+    """The mean of each layer over some measurements against a target."""
     means = values.mean(dim=0).tolist()
     return [near(f"{name}, layer {at}", mean, target, tolerance) for at, mean in enumerate(means)]
 

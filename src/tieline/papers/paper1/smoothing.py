@@ -1,7 +1,4 @@
-"""Section 6, Prop. A.7 and Figures 1, 3: the smooth gate and its continuity.
-
-The boundary loss of section 6: how ε finds its budget (Figures 4 and 5: `courses`).
-"""
+"""Section 6, Prop. A.7, Figures 1 and 3: the smooth gate, its continuity, the boundary loss."""
 
 import math
 
@@ -18,6 +15,7 @@ from tieline.geometry import (
     walk_across,
 )
 from tieline.papers.claim import (
+    Chart,
     Evidence,
     Run,
     Verdict,
@@ -86,12 +84,12 @@ def log_smoothstep(run: Run) -> Evidence:
 
 
 def _ramp_at(share: float) -> float:
-    """U at which s has climbed so far."""
+    """The u at which s reaches a share."""
     x = torch.linspace(0, 1, 1_000_001, dtype=torch.float64)
     return x[torch.searchsorted(smoothstep(x, A, B), share)].item()
 
 
-def _ramps(u: Tensor) -> dict:
+def _ramps(u: Tensor) -> Chart:
     """s(u) of the paper's exponents and of a plain ramp."""
     drawn = [(A, B), (1.0, 1.0)]
     curves = [line(f"a = {a:g}, b = {b:g}", u, smoothstep(u, a, b)) for a, b in drawn]

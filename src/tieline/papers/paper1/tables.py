@@ -1,7 +1,7 @@
-"""Tables 1 to 8: what can be checked of them here, what was measured in small, what runs the rest.
+"""Tables 1 to 8: what can be checked here, what was measured at small scale, what runs the rest.
 
-The reason of each says which of two cases it is, "not at this scale" with what the small form came
-to, or "needs accelerators"; every command in it runs as it stands, with `--dry-run` too.
+The reason of each claim says which of two cases it is, "not at this scale" with the result of the
+small form, or "needs accelerators"; every command in it runs as it stands, also with `--dry-run`.
 """
 
 import math
@@ -25,10 +25,10 @@ def gain_in_errors(low: tuple[float, float], high: tuple[float, float], seeds: i
 
 
 def small_scale(measured: str, *recipes: str) -> str:
-    """Why a table of language modelling is not tested here: what was measured, what would run it.
+    """Return why a table of language modelling is not tested here, and what would test it.
 
     Args:
-        measured: at small scale, as docs/training.md has it.
+        measured: the small-scale result of docs/training.md.
         recipes: names of the recipes in the paper's form.
     """
     commands = ", ".join(f"`tieline train {recipe}`" for recipe in recipes)

@@ -1,7 +1,4 @@
-"""Sections 3 and A.3: cells, ties, orders, and the nearest of them.
-
-Slice densities, and Euclidean tubes of different orders against each other.
-"""
+"""Sections 3, A.3 and 4: cells, ties and their orders, slice densities, and Euclidean tubes."""
 
 import itertools
 import math

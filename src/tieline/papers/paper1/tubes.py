@@ -1,7 +1,4 @@
-"""Sections 4 and A.4: volumes of tubes around flats and around all ties of one order.
-
-Bands measured in scores instead of inputs, and their orders against each other.
-"""
+"""Sections 4 and A.4: volumes of tubes around flats and ties, and bands measured in scores."""
 
 import itertools
 import math

@@ -1,7 +1,4 @@
-"""The models, the equation of the vanilla router, and the losses of paper 2.
-
-Definitions 1 and 2 and Proposition 1 of paper 2.
-"""
+"""The models, the equation of the vanilla router, the losses, Definitions 1 and 2, Prop. 1."""
 
 import math
 

@@ -1,9 +1,8 @@
-"""Theorems 2, 4, 5, 6 of paper 2: which loss is bounded by the distance of the functions?
+"""Theorems 1 to 6 of paper 2: bounds of the losses by ‖f - f*‖, and rates of estimation.
 
-Rates of paper 2: theorems 1 to 6 by their slopes, table 1, figures 1 and 2.
-
-Each slope is measured on a small well-conditioned design (`small_rates`). "Slower than any
-polynomial" is tested as a slope above -0.2, n^-1/2 as one near it.
+Slopes are measured on a small well-conditioned design (`rate_evidence.small_study`). "Slower than
+any polynomial" is tested as a slope above -0.2, n^-1/2 as one near it. Table 1 and Figures 1 and 2
+are here too.
 """
 
 import math
@@ -228,7 +227,7 @@ def perturbed_regression(run: Run) -> Evidence:
     seconds=2,
 )
 def cosine_over(run: Run) -> Evidence:
-    """The quotient loss falls; what stands still is the length of the rows."""
+    """The quotient loss falls; only the length of the rows does not converge."""
     found = {OVER: small_study(run, family("cosine"), extra=1)}
     return not_slow(
         OVER,
@@ -286,7 +285,7 @@ def cosine_exact(run: Run) -> Evidence:
     condition="up to a common shift of the router rows, which softmax does not see",
     seconds=2,
 )
-def rates_perturbed_over(run: Run) -> Evidence:
+def perturbed_over_rate(run: Run) -> Evidence:
     """The raw loss keeps the start in the shift; the quotient loss falls."""
     found = {OVER: small_study(run, family("perturbed"), extra=1)}
     return rate_evidence(
@@ -311,7 +310,7 @@ def rates_perturbed_over(run: Run) -> Evidence:
     condition="up to a common shift of the router rows, which softmax does not see",
     seconds=2,
 )
-def rates_perturbed_exact(run: Run) -> Evidence:
+def perturbed_exact_rate(run: Run) -> Evidence:
     """Raw and quotient slopes of two kinds of experts."""
     experts = ("tanh", "relu")
     return up_to_symmetry({name: small_study(run, family("perturbed", name)) for name in experts})
@@ -364,7 +363,7 @@ def table(run: Run) -> Evidence:
     seconds=2,
 )
 def population(run: Run) -> Evidence:
-    """A third expert is put to use."""
+    """A third expert is used."""
     case = small_plan(run, family("linear"))
     two, three = (
         population_minimiser(
@@ -424,7 +423,7 @@ def contrast(run: Run, extra: int, paper: tuple[float, float]) -> Evidence:
     seconds=3,
 )
 def figure_1a(run: Run) -> Evidence:
-    """The published contrast is one of starts."""
+    """The published contrast comes from the starts."""
     return contrast(run, 0, (-0.11, -0.50))
 
 

@@ -1,7 +1,4 @@
-"""Section 3.1: linear regions, Zaslavsky's function, and the example with two layers.
-
-Sections 3.2 to 3.5: the semiring, tropical polynomials, and networks as their quotients.
-"""
+"""Section 3: linear regions, Zaslavsky's function, tropical polynomials, networks as quotients."""
 
 import itertools
 import math
@@ -57,7 +54,7 @@ def bend(points: np.ndarray, margins: np.ndarray, parts: tuple, softmax: bool) -
     condition="k = 1 or constant gates, and output weights that do not cancel",
 )
 def linear_regions(run: Run) -> Evidence:
-    """Whether the layer is affine on what is counted."""
+    """Whether the layer is affine on the counted pieces."""
     net = layer(drawn(run, 1), 6, 3, 2)
     out = drawn(run, 2).standard_normal((6, 3))
     found = regions(*net, 2)
@@ -145,7 +142,7 @@ def two_layers(first: tuple, second: tuple) -> int:
     seconds=2,
 )
 def two_layer_example(run: Run) -> Evidence:
-    """The most that two layers can have, and the most that was found."""
+    """The most regions that two layers can have, and the most that were found."""
     r, most, one = drawn(run, 1), 0, set()
     for _ in range(run.size(80, 3_000)):
         A, a, B, b = (r.standard_normal(s) for s in ((3, 2), 3, (3, 3), 3))

@@ -1,7 +1,4 @@
-"""Section 4.2, dense layers: general position, its failures, Zaslavsky's bound and the zonotope.
-
-Section 4.2, mixtures: the bounds for top-1 and top-k, and what exact counts say of them.
-"""
+"""Section 4.2: general position, and the bounds for dense, top-1 and top-k layers."""
 
 import itertools
 import math
@@ -47,7 +44,7 @@ def lines(normals: np.ndarray, offsets: list[float]) -> int:
 
 
 def refused(normals: np.ndarray, offsets: list[float]) -> float:
-    """1 if the exact count says that the lines are degenerate, 0 if it counts."""
+    """Return 1 if the exact count rejects the lines as degenerate, 0 if it counts them."""
     try:
         dense_regions(normals, np.array(offsets))
     except DegenerateError:

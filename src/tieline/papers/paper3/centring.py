@@ -1,4 +1,4 @@
-"""Sections 5.2 and 5.3: data far from the origin, and what a shared expert does about it."""
+"""Sections 5.2 and 5.3: data far from the origin, and the effect of a shared expert."""
 
 import math
 
@@ -187,7 +187,7 @@ def far_data(run: Run, n: int) -> tuple[np.ndarray, tuple, tuple]:
     tested="Outputs with and without it; coalitions with and without it.",
 )
 def shared_expert(run: Run) -> Evidence:
-    """What the shared expert adds, and whether choices change."""
+    """The output of the shared expert, and whether choices change."""
     x, parts, shared = far_data(run, 500)
     (plain, before), (both, after) = mixture(x, parts, None), mixture(x, parts, shared)
     error = float(np.abs(both - plain - x @ shared[0] - shared[1]).max())
@@ -211,7 +211,7 @@ def shared_expert(run: Run) -> Evidence:
     "of the carrier.",
 )
 def carrier(run: Run) -> Evidence:
-    """Whether the carrier knows of the router."""
+    """Whether the carrier depends on the router."""
     x, (W, experts, k), shared = far_data(run, 500)
     carriers = []
     for router in (W, np.roll(W, 1, axis=0)):

@@ -1,4 +1,4 @@
-"""Section 4.3: how many pieces a manifold of inputs meets."""
+"""Section 4.3: the number of pieces that a manifold of inputs meets."""
 
 import itertools
 import math
@@ -211,7 +211,7 @@ def effective_upper(run: Run) -> Evidence:
     seconds=1,
 )
 def effective_lower(run: Run) -> Evidence:
-    """The constant that is left as N grows."""
+    """The remaining constant as N grows."""
     experts, k, width, dim = [8, 32, 128, 512], 4, 8, 8
     left = [
         crofton(n, k, width, QUARTER) / paper_effective_bound(n, k, width, 1, dim, QUARTER)
@@ -245,7 +245,7 @@ def effective_lower(run: Run) -> Evidence:
     tested="The ratio of the two formulas at large H; the ratio of the expectations along a curve.",
 )
 def resilience(_run: Run) -> Evidence:
-    """Ratio of the bounds, and of what happens."""
+    """Ratio of the bounds, and of the expected pieces."""
     n, k, width = 16, 4, 100_000
     ratio = math.comb(n, k) * zaslavsky(k * width, 3) / zaslavsky(width, 3)
     true = crofton(n, k, width, QUARTER) / crofton(1, 1, width, QUARTER)

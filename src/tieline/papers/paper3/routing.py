@@ -1,4 +1,4 @@
-"""Section 4.1: the cells of a router, what they look like and how many there are."""
+"""Section 4.1: the cells of a router, their shape and their number."""
 
 import math
 
@@ -16,8 +16,7 @@ from tieline.papers.claim import (
     none_of,
     within,
 )
-from tieline.papers.problems import drawn
-from tieline.papers.problems import problems_router as router
+from tieline.papers.problems import drawn, numpy_router
 from tieline.papers.registry import claim
 from tieline.tropical import cells, count_cells, expected_cells, symmetric_polynomial, zaslavsky
 from tieline.tropical.affine import chosen
@@ -36,9 +35,11 @@ from tieline.tropical.affine import chosen
 )
 def top_one(run: Run) -> Evidence:
     """Cells against N, and the power diagram."""
-    W, b = router(run, 1, 16, 2)
-    planar = [int(count_cells(*router(run, 100 + s, 16, 2), 1)) for s in range(run.size(60, 600))]
-    full = [int(count_cells(*router(run, 900 + s, 5, 4), 1)) for s in range(20)]
+    W, b = numpy_router(run, 1, 16, 2)
+    planar = [
+        int(count_cells(*numpy_router(run, 100 + s, 16, 2), 1)) for s in range(run.size(60, 600))
+    ]
+    full = [int(count_cells(*numpy_router(run, 900 + s, 5, 4), 1)) for s in range(20)]
     x = 3 * drawn(run, 2).standard_normal((500, 2))
     power = ((x[:, None] - W) ** 2).sum(axis=2) - (W**2).sum(axis=1) - 2 * b
     wrong = int((power.argmin(axis=1) != (x @ W.T + b).argmax(axis=1)).sum())
@@ -69,7 +70,7 @@ def top_one(run: Run) -> Evidence:
 )
 def order_k(run: Run) -> Evidence:
     """Cells that differ from terms, pairs that break convexity, neighbours two swaps away."""
-    W, b = router(run, 1, 8, 2)
+    W, b = numpy_router(run, 1, 8, 2)
     listed = cells(W, b, 3)
     terms = len(symmetric_polynomial(W, b, 3).essential().coefficients)
     swaps = 0
@@ -108,12 +109,15 @@ def order_k(run: Run) -> Evidence:
 def number_of_cells(run: Run) -> Evidence:
     """Counts against C(N, k), Φ and the expectation."""
     counts = {
-        d: [int(count_cells(*router(run, d, 8, d), k)) for k in range(9)] for d in range(1, 8)
+        d: [int(count_cells(*numpy_router(run, d, 8, d), k)) for k in range(9)] for d in range(1, 8)
     }
     missing = {d: 256 - sum(found) for d, found in counts.items()}
     sums = sum(sum(found) != zaslavsky(8, d + 1) for d, found in counts.items())
     drawn_counts = np.array(
-        [int(count_cells(*router(run, 50 + s, 16, 2), 4)) for s in range(run.size(100, 1_000))]
+        [
+            int(count_cells(*numpy_router(run, 50 + s, 16, 2), 4))
+            for s in range(run.size(100, 1_000))
+        ]
     )
     error = float(drawn_counts.std()) / math.sqrt(len(drawn_counts))
     dims = list(counts)
@@ -167,7 +171,7 @@ def bent_supports(W: np.ndarray, b: np.ndarray) -> int:
 )
 def supports(run: Run) -> Evidence:
     """Experts whose support is seen not to be convex."""
-    bent = bent_supports(*router(run, 2, 5, 4))
+    bent = bent_supports(*numpy_router(run, 2, 5, 4))
     ramp = np.linspace(-40, 40, 4_001)[:, None]
     mask = chosen(ramp @ np.array([[1.0, -1.0, 0.0]]) + np.array([0.0, 0.0, -10.0]), 2)
     ends = [int(np.abs(np.diff(mask[:, e].astype(int))).sum()) for e in range(3)]
@@ -195,7 +199,7 @@ def three_experts(run: Run) -> Evidence:
     """Cells, walls per cell, bent supports."""
     counts, walls, bent = set(), set(), set()
     for stream in range(10, 20):
-        W, b = router(run, stream, 3, 2)
+        W, b = numpy_router(run, stream, 3, 2)
         found = cells(W, b, 2)
         counts |= {len(found), int(count_cells(W, np.zeros(3), 2))}
         walls |= {len(found.neighbours(cell)) for cell in range(len(found))}

@@ -1,9 +1,4 @@
-"""Section 4.2: whether the bound for top-k is reached, Table 1 and Example 4.21.
-
-Section 4.2: whether every coalition can be reached.
-
-Section 5.1: what splitting experts gains.
-"""
+"""Sections 4.2 and 5.1: whether the bound for top-k is reached, and the gain of splitting."""
 
 import itertools
 import math
@@ -12,8 +7,7 @@ import numpy as np
 
 from tieline.core.statistics import exponent
 from tieline.papers.claim import Evidence, Run, Verdict, at_least, at_most, chart, line, near
-from tieline.papers.problems import drawn, layer
-from tieline.papers.problems import problems_router as router
+from tieline.papers.problems import drawn, layer, numpy_router
 from tieline.papers.registry import claim
 from tieline.tropical import (
     attainability,
@@ -28,7 +22,7 @@ from tieline.tropical import (
 from tieline.tropical.affine import chosen
 
 MANY = [64, 256, 1024, 4096]
-"""Numbers of experts at which shares are followed."""
+"""Numbers of experts at which shares are computed."""
 
 
 @claim(
@@ -187,7 +181,7 @@ def equal_compute(run: Run) -> Evidence:
     seconds=1,
 )
 def reachability(run: Run) -> Evidence:
-    """Cells by construction, on the moment curve, and the most found where some must lack."""
+    """Cells by construction, on the moment curve, and the most found where some must be absent."""
     W, reached = drawn(run, 1).standard_normal((6, 6)), 0
     for coalition in itertools.combinations(range(6), 3):
         wanted = np.isin(np.arange(6), coalition).astype(float)
@@ -196,7 +190,9 @@ def reachability(run: Run) -> Evidence:
     t = np.linspace(-1, 1, 9)
     curve = np.column_stack([t, t**2, t**3])
     moment = int(count_cells(curve, -(t**4), 2))
-    most = max(int(count_cells(*router(run, 20 + s, 8, 2), 4)) for s in range(run.size(200, 4_000)))
+    most = max(
+        int(count_cells(*numpy_router(run, 20 + s, 8, 2), 4)) for s in range(run.size(200, 4_000))
+    )
     return Evidence(
         [
             at_least("most cells of 8 experts, k = 4, on the plane", most, 70),
@@ -228,7 +224,7 @@ def law(n: int, k: int, m: int, d_eff: int) -> float:
     expected=Verdict.FAILS,
 )
 def splitting(_run: Run) -> Evidence:
-    """Exact ratio over the law, and what is left of it."""
+    """Exact ratio over the law, and its limit."""
     k, m, d = 2, 2, 3
     sizes = [10**p for p in range(2, 9)]
     over = [math.comb(m * n, m * k) / math.comb(n, k) / m**d / law(n, k, m, d) for n in sizes]

@@ -1,7 +1,8 @@
-"""Table 1 on attention heads: who learns faster."""
+"""Table 1 on attention heads: which kind learns faster."""
 
 from tieline.estimation.attention import AttentionComparison, StudentCurve, compare_attention
 from tieline.papers.claim import (
+    Chart,
     Check,
     Evidence,
     Run,
@@ -56,7 +57,7 @@ def heads(run: Run) -> Evidence:
             at_least("slope of the values of a softmax head", soft.experts_rate.slope, -0.25),
             *_as_half(soft),
             *_as_half(sigmoid),
-            *(check for curve in untied.curves for check in _as_foretold(curve)),
+            *(check for curve in untied.curves for check in _as_predicted(curve)),
             none_of("fits that did not converge", soft.failed + sigmoid.failed, part="corrected"),
             near("function: softmax over sigmoid constant, tied",
                  _constant(soft) / _constant(sigmoid), 1, 1e-9, part="corrected"),
@@ -74,18 +75,18 @@ def heads(run: Run) -> Evidence:
 
 
 def _as_half(curve: StudentCurve) -> list[Check]:
-    """Both slopes of a tied student near -1/2, the constant as foretold."""
+    """Both slopes of a tied student near -1/2, the constant as predicted."""
     name = f"{curve.student} head"
     return [
         at_least(f"{name}: slope of v", curve.experts_rate.slope, HALF[0], part="corrected"),
         at_most(f"{name}: slope of v", curve.experts_rate.slope, HALF[1], part="corrected"),
         at_least(f"{name}: slope of f", curve.function_rate.slope, HALF[0], part="corrected"),
         at_most(f"{name}: slope of f", curve.function_rate.slope, HALF[1], part="corrected"),
-        *_as_foretold(curve),
+        *_as_predicted(curve),
     ]
 
 
-def _as_foretold(curve: StudentCurve) -> list[Check]:
+def _as_predicted(curve: StudentCurve) -> list[Check]:
     """‖f̂ - f*‖ √n at the largest n over √(ν rank I)."""
     found = curve.function[-1] * curve.sizes[-1] ** 0.5 / _constant(curve)
     name = f"{curve.family} {curve.student}: error of f over its constant"
@@ -97,7 +98,7 @@ def _constant(curve: StudentCurve) -> float:
     return curve.predicted_function
 
 
-def _figure(found: AttentionComparison) -> dict[str, object]:
+def _figure(found: AttentionComparison) -> Chart:
     series = []
     for kind in ("softmax", "sigmoid"):
         curve = found.curve("head", kind, kind)

@@ -1,9 +1,4 @@
-"""Attention as a mixture, the model, and the equations (8) of paper 4.
-
-The losses of paper 4 by hand arithmetic.
-
-Definitions 1 to 4 and Propositions 2 and 5 of paper 4.
-"""
+"""Attention as a mixture, equations (8), the losses by hand, Definitions 1 to 4, Props 2 and 5."""
 
 import math
 from functools import partial
@@ -160,7 +155,7 @@ def residuals(second: Tensor) -> dict[str, float]:
     expected=Verdict.FAILS,
 )
 def vanishing(run: Run) -> Evidence:
-    """What is left of the second sigmoid."""
+    """The remainder of the second sigmoid."""
     x = inputs(run, 2000, 2)
     A = run.normal(2, 2, stream=1)
     bend = ((x @ A) * x).sum(dim=1)

@@ -70,8 +70,8 @@ def told(monkeypatch, name, course):
 def test_the_right_course_has_the_verdict_of_the_ledger(name, monkeypatch):
     outcome = told(monkeypatch, name, RIGHT[name])
     assert outcome.error == ""
-    assert not outcome.changed, outcome.evidence["checks"]
-    assert outcome.evidence["figure"]["series"]
+    assert not outcome.changed, outcome.evidence.checks
+    assert outcome.evidence.figure.series
 
 
 @pytest.mark.parametrize(("name", "what"), [(n, what) for n in WRONG for what in WRONG[n]])
@@ -81,7 +81,7 @@ def test_a_planted_course_changes_the_verdict(name, what, monkeypatch):
     assert outcome.changed
 
 
-def test_the_run_is_that_of_the_recipe_and_longer_in_full_mode(monkeypatch):
+def test_the_run_is_that_of_the_recipe_and_longer_in_full_mode(monkeypatch, no_axis_checks):
     from tieline.papers.paper1 import experiments as module
 
     seen = []
