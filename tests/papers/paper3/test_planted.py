@@ -6,7 +6,11 @@ from math import comb
 import numpy as np
 import pytest
 
-from tests.papers.registry.test_claims_can_fail import assert_planted_value_matters, scaled, with_field
+from tests.papers.registry.test_claims_can_fail import (
+    assert_planted_value_matters,
+    scaled,
+    with_field,
+)
 from tieline.tropical import capacity_bound
 
 

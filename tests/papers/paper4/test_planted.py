@@ -3,7 +3,11 @@
 import pytest
 
 from tests.papers.paper2.test_planted import heavier
-from tests.papers.registry.test_claims_can_fail import assert_planted_value_matters, scaled, with_field
+from tests.papers.registry.test_claims_can_fail import (
+    assert_planted_value_matters,
+    scaled,
+    with_field,
+)
 from tieline.estimation import MoEParameters
 
 
