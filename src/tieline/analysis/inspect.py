@@ -113,13 +113,11 @@ def inspect(
     loaded = as_model(source, "inspect takes a trace or summary, or", dtype=dtype, **options)
     model, clock = loaded.model, _Clock()
     names = _chosen_names(model, layers)
-    plan = replace(jump_settings or JumpSettings(), seed=seed)
-    if loss_jumps and not plan.loss_swaps:
-        plan = replace(plan, loss_swaps=32)
     with clock("tokenise"):
         length = sequence_length or default_length(model)
         tokenised = tokenise(loaded.tokenizer, words, tokens, length)
-    run = _Run(model, names, tokenised, batch_size, progress or _silent)
+    run = _Run(model, names, tokenised, tokenised.tokens, batch_size, progress or _silent)
+    plan = _plan(jump_settings, seed, loss_jumps)
     sampler = run.sampler(plan) if jumps else None
     with clock("forward"):
         trace = run.trace(sampler)
@@ -133,6 +131,11 @@ def inspect(
     facts = facts | ({"model": loaded.name} if loaded.name else {})
     sample, timings = text_sample(trace, tokenised), clock.timings(trace.n_tokens)
     return _inspection(measures, found, sample, facts, timings, trace)
+
+
+def _plan(settings: JumpSettings | None, seed: int, loss_jumps: bool) -> JumpSettings:
+    plan = replace(settings or JumpSettings(), seed=seed)
+    return replace(plan, loss_swaps=32) if loss_jumps and not plan.loss_swaps else plan
 
 
 def _saved_routing(source: object) -> RoutingTrace | RoutingSummary | None:
@@ -188,6 +191,7 @@ class _Run(NamedTuple):
     model: nn.Module
     names: tuple[str, ...]
     text: TokenisedText
+    tokens: int
     batch_size: int
     progress: Progress
 
@@ -198,12 +202,12 @@ class _Run(NamedTuple):
 
     def trace(self, sampler: BlockSampler | None) -> RoutingTrace:
         """The routing of the whole text."""
-        keep = "inputs" if inputs_fit(self.model, self.names, self.text.tokens) else "scores"
+        keep = "inputs" if inputs_fit(self.model, self.names, self.tokens) else "scores"
         with only_running(self.model), capture(self.model, keep=keep, layers=self.names) as seen:
             with sampler.watching(seen) if sampler else nullcontext():
                 for ids in batches(self.text.sequences, self.batch_size):
                     forward(self.model, ids)
-                    self.progress("forward", seen.n_tokens, self.text.tokens)
+                    self.progress("forward", seen.n_tokens, self.tokens)
             return seen.trace()
 
     def jumps(

@@ -1,5 +1,19 @@
-"""tieline inspect [MODEL]: how near a model's tokens are to a routing tie."""
+"""tieline inspect [MODEL]: how near a model's tokens are to a routing tie.
 
+Conditions on the named numbers of the result make a run fail, for continuous integration:
+
+    condition  =  metric comparison number
+    metric     =  name [ "@" level ] [ ":" which ]      flip@bf16, flip@0.01:any, gap@0.5, dead
+    comparison =  ">" | ">=" | "<" | "<="
+    number     =  a decimal number, 0.02 or 2e-2 or 2%
+
+Nothing is evaluated as code.
+"""
+
+import operator
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,19 +35,42 @@ from tieline.cli.app import (
     guarded,
     say,
 )
-from tieline.cli.conditions import Condition, check_names, held, parse_condition
 from tieline.cli.deliver import Outputs, deliver
 from tieline.cli.input import layer_choice
 from tieline.cli.progress import progress_bars
 from tieline.core.errors import require
 
-__all__ = ["inspect"]
+__all__ = ["Condition", "check_names", "held", "inspect", "parse_condition"]
 
 OF_MODELS = (
     *("text", "tokens", "batch_size", "dtype", "device", "layers", "revision", "seed"),
     *("loss_jumps", "trust_remote_code"),
 )
 """Options that need a model to run."""
+
+COMPARISONS: dict[str, Callable[[float, float], bool]] = {
+    ">": operator.gt,
+    ">=": operator.ge,
+    "<": operator.lt,
+    "<=": operator.le,
+}
+_NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
+_METRIC = r"[a-z][a-z_]*(?:@[A-Za-z0-9_.+-]+)?(?::[a-z]+)?"
+_CONDITION = re.compile(rf"\s*({_METRIC})\s*(>=|<=|>|<)\s*({_NUMBER})\s*(%?)\s*", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A metric compared with a number; `text` is how the user wrote it."""
+
+    text: str
+    metric: str
+    comparison: str
+    number: float
+
+    def holds(self, value: float) -> bool:
+        """Whether the condition is true of this value of its metric."""
+        return COMPARISONS[self.comparison](value, self.number)
 
 
 @app.command()
@@ -91,6 +128,7 @@ def inspect(
     from tieline.analysis.inspect import inspect as run
     from tieline.analysis.sources import load, quiet_transformers, source_kind
 
+    quiet_transformers()
     kind = source_kind(source)
     if kind != "model":
         _check_saved(context, source, save_trace)
@@ -98,7 +136,6 @@ def inspect(
         result: Any = load(source)
     else:
         check_names(conditions, metric_names(loss_jumps))
-        quiet_transformers()
         with progress_bars() as progress:
             result = run(
                 source,
@@ -137,3 +174,35 @@ def _judge(found: list[tuple[Condition, float]]) -> None:
         say(f"failed: {condition.text} ({condition.metric} is {significant(value, 4)})")
     if found:
         raise typer.Exit(CONDITION_HELD)
+
+
+def parse_condition(text: str) -> Condition:
+    """Read a condition such as `flip@bf16 > 0.02`."""
+    match = _CONDITION.fullmatch(text)
+    require(
+        match is not None,
+        f"cannot read the condition {text!r}: write METRIC > NUMBER (or >=, <, <=), such as "
+        "flip@bf16>0.02",
+    )
+    assert match is not None
+    metric, comparison, number, sign = match.groups()
+    return Condition(text.strip(), metric, comparison, float(number) / (100 if sign else 1))
+
+
+def check_names(conditions: Collection[Condition], known: Collection[str]) -> None:
+    """Refuse conditions on metrics that are not among the known ones, listing these."""
+    for condition in conditions:
+        require(
+            condition.metric in known,
+            f"{condition.text!r}: no metric {condition.metric!r} here; known: "
+            f"{', '.join(sorted(known))}",
+        )
+
+
+def held(
+    conditions: Collection[Condition], metrics: Mapping[str, float]
+) -> list[tuple[Condition, float]]:
+    """The conditions that are true of these metrics, each with the metric's value."""
+    check_names(conditions, metrics)
+    values = [(condition, metrics[condition.metric]) for condition in conditions]
+    return [(condition, value) for condition, value in values if condition.holds(value)]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tieline.cli.conditions import check_names, held, parse_condition
+from tieline.cli.inspect import check_names, held, parse_condition
 from tieline.core.errors import ParameterError
 
 OPERATORS = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
