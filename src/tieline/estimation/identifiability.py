@@ -219,20 +219,14 @@ def expert_name(model: MoEModel) -> str:
 
 
 def _nullity(model: MoEModel, seed: int) -> int:
-    """Flat directions at generic rows, biases pinned."""
-    flat = generic_parameters(model, seed)
-    start = model.n_experts * model.router_dim
-    pinned = tuple(range(start, start + model.n_experts)) if model.link == "softmax" else ()
-    return information(model, flat, pinned=pinned, n=max(600, 3 * model.n_parameters)).nullity
-
-
-def generic_parameters(model: MoEModel, seed: int) -> MoEParameters:
-    """Parameters whose experts are those of `generic_atoms`, with normal full rows."""
+    """Flat directions at the experts of `generic_atoms` with normal full rows, biases pinned."""
     generator = torch.Generator().manual_seed(seed + 77)
     atoms = generic_atoms(model, model.n_experts, seed)
     shape = (model.n_experts, model.router_dim)
     length = 2 * model.tau[0] if model.gate == "perturbed" else 1.5
     rows = length * torch.randn(shape, dtype=torch.float64, generator=generator)
-    return MoEParameters(
-        rows, torch.stack([a.bias for a in atoms]), torch.stack([a.expert for a in atoms])
-    )
+    bias, experts = (torch.stack([getattr(a, part) for a in atoms]) for part in ("bias", "expert"))
+    start = rows.numel()
+    pinned = tuple(range(start, start + model.n_experts)) if model.link == "softmax" else ()
+    size = max(600, 3 * model.n_parameters)
+    return information(model, MoEParameters(rows, bias, experts), pinned=pinned, n=size).nullity

@@ -176,7 +176,8 @@ def fit_mixture(regression: SharedGate, rows: Rows, settings: FitSettings) -> Mi
         kept = _grown(regression, rows, order, kept, settings)
     others = found.status if whole else ("set aside",) * len(starts)
     ends = (*others[:best], kept.status[0], *others[best + 1 :])
-    error = _error(regression, rows, kept.theta[0])
+    problem, which = _problem(regression, rows, 0.0, 1), torch.zeros(1, dtype=torch.long)
+    error = problem.loss(kept.theta, which).item() / rows.y.numel()
     return MixtureFit(kept.theta[0], error, kept.status[0], ends, kept.iterations[0])
 
 
@@ -213,17 +214,12 @@ def _refine(
             gain = loss[place] - found.loss[at]
             theta[place], loss[place] = found.theta[at], found.loss[at]
             steps[place] += int(found.iterations[at])
-            status[place] = _word(Status(int(found.status[at])), gain, found.loss[at], settings)
+            ended = Status(int(found.status[at]))
+            done = ended.answered or gain <= settings.tol * found.loss[at]
+            status[place] = "converged" if done else ended.name.lower()
             if status[place] != "unfinished" or steps[place] >= settings.max_iter:
                 running.remove(place)
     return _Refined(theta, loss / len(rows.x), tuple(status), tuple(steps))
-
-
-def _word(status: Status, gain: Tensor, loss: Tensor, settings: FitSettings) -> str:
-    """How a round ended, in a word."""
-    if status.answered or gain <= settings.tol * loss:
-        return "converged"
-    return "unfinished" if status is Status.UNFINISHED else status.name.lower()
 
 
 def _problem(regression: SharedGate, rows: Rows, ridge: float, starts: int) -> LeastSquares:
@@ -231,11 +227,6 @@ def _problem(regression: SharedGate, rows: Rows, ridge: float, starts: int) -> L
     return LeastSquares(
         regression, rows.x[None], rows.y[None], rows.weight[None], ridge=penalty, starts=starts
     )
-
-
-def _error(regression: SharedGate, rows: Rows, theta: Tensor) -> float:
-    problem = _problem(regression, rows, 0.0, 1)
-    return problem.loss(theta[None], torch.zeros(1, dtype=torch.long)).item() / rows.y.numel()
 
 
 @dataclass(frozen=True)

@@ -277,7 +277,7 @@ def responsibilities(
         for _ in range(gate_steps):
             error = mass[:, None] * (share - (design @ gate).softmax(dim=1))
             gate = gate + torch.cholesky_solve(design.mT @ error - ridge * gate, factor)
-        squares = _squares(design, y, experts)
+        squares = (y - design @ experts).square().sum(dim=2).mT  # ‖y - B_e (x, 1)‖² (n, E)
         variance = max((mass[:, None] * share * squares).sum().item() / y.shape[1], SMALLEST)
         share = ((design @ gate).log_softmax(dim=1) - squares / (2 * variance)).softmax(dim=1)
         experts = _linear_experts(design, y, mass[:, None] * share, ridge)
@@ -291,11 +291,6 @@ def _linear_experts(design: Tensor, y: Tensor, mass: Tensor, ridge: float) -> Te
     eye = torch.eye(design.shape[1], dtype=design.dtype)
     size = mass.sum(dim=0)[:, None, None].clamp(min=1e-12)
     return torch.linalg.solve(gram + ridge * size * eye + 1e-12 * eye, weighted.mT @ y)
-
-
-def _squares(design: Tensor, y: Tensor, experts: Tensor) -> Tensor:
-    """‖y - B_e (x, 1)‖² (n, E)."""
-    return (y - design @ experts).square().sum(dim=2).mT
 
 
 class _Split(NamedTuple):

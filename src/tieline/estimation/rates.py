@@ -70,21 +70,10 @@ LARGEST = 256 << 20
 
 @dataclass(frozen=True)
 class RateRow:
-    """One fitted repetition; losses that are not finite are None.
+    """One fitted repetition of the plan with the key `study`.
 
-    Attributes:
-        study: key of the plan.
-        n: sample size.
-        radius: start radius.
-        repetition: its number.
-        status: a `Status`.
-        iterations: steps tried.
-        loss: mean squared residual.
-        raw: the paper's Voronoi loss.
-        quotient: the Voronoi loss in canonical form.
-        function: ‖f - f*‖.
-        empty: true experts with an empty cell.
-        seconds: CPU time.
+    `loss` is the mean squared residual and `empty` the number of true experts with an empty cell;
+    losses that are not finite are None.
     """
 
     study: str
@@ -132,16 +121,9 @@ class RidgeSizes:
 
 @dataclass(frozen=True)
 class LossSeries:
-    """Mean losses against the sample size, for one loss and one start radius.
+    """Mean losses at the sample sizes with finite losses, for one loss and one start radius.
 
-    Attributes:
-        loss: one of `LOSSES`.
-        radius: start radius.
-        start: the radius in words.
-        sizes: sample sizes with finite losses.
-        mean: mean loss at each.
-        stderr: its standard error.
-        rate: the fitted power law; None with fewer than two usable sample sizes.
+    `start` is the radius in words; `rate` is None with fewer than two usable sample sizes.
     """
 
     loss: str

@@ -134,7 +134,11 @@ class LeastSquares:
         require(finite, "x and y must be finite, got NaN or an infinity")
         require(self.ridge >= 0, f"a ridge is not negative, got {self.ridge}")
         if self.weight is not None:
-            _check_weight(self.weight, tuple(self.x.shape[:2]))
+            shape, found = tuple(self.x.shape[:2]), tuple(self.weight.shape)
+            require(found == shape, f"a weight for each sample: {shape}, got {found}", ShapeError)
+            good = bool((self.weight.isfinite() & (self.weight >= 0)).all())
+            good = good and bool((self.weight.sum(-1) > 0).all())
+            require(good, "weights must be finite, not negative, and not all zero", ParameterError)
 
     @property
     def problems(self) -> int:
@@ -209,13 +213,6 @@ class LeastSquares:
             return values
         weight = self.weight[:, rows].index_select(0, which // self.starts)
         return values * weight.reshape(*weight.shape, *([1] * (values.ndim - 2)))
-
-
-def _check_weight(weight: Tensor, shape: tuple[int, ...]) -> None:
-    found = tuple(weight.shape)
-    require(found == shape, f"a weight for each sample: {shape}, got {found}", ShapeError)
-    good = bool((weight.isfinite() & (weight >= 0)).all()) and bool((weight.sum(-1) > 0).all())
-    require(good, "weights must be finite, not negative, and not all zero", ParameterError)
 
 
 class Status(IntEnum):
@@ -456,7 +453,11 @@ def descend(
             steps += 1
             slope = -2 * problem.pull(theta, which, rows)
             theta = (theta - _move(slope, memory, steps, recipe)).clamp(-box, box)
-    return _judged(problem, theta, steps, tolerance, box)
+    offset, loss = relative_offset(problem, theta.nan_to_num(nan=box), box)
+    status = torch.full((len(theta),), int(Status.UNFINISHED))
+    status[offset <= tolerance] = Status.CONVERGED
+    status[~(loss.isfinite() & theta.isfinite().all(-1))] = Status.FAILED
+    return Minimum(theta, loss, status, torch.full_like(status, steps))
 
 
 def _move(slope: Tensor, memory: tuple[Tensor, Tensor], steps: int, recipe: Recipe) -> Tensor:
@@ -469,14 +470,3 @@ def _move(slope: Tensor, memory: tuple[Tensor, Tensor], steps: int, recipe: Reci
     square.lerp_(slope.square(), 1 - second)
     spread = (square / (1 - second**steps)).sqrt() + 1e-8
     return recipe.rate * (mean / (1 - first**steps)) / spread
-
-
-def _judged(
-    problem: LeastSquares, theta: Theta, steps: int, tolerance: float, box: float
-) -> Minimum:
-    """The end of a descent, with the status that its offset gives."""
-    offset, loss = relative_offset(problem, theta.nan_to_num(nan=box), box)
-    status = torch.full((len(theta),), int(Status.UNFINISHED))
-    status[offset <= tolerance] = Status.CONVERGED
-    status[~(loss.isfinite() & theta.isfinite().all(-1))] = Status.FAILED
-    return Minimum(theta, loss, status, torch.full_like(status, steps))

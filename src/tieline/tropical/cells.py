@@ -145,9 +145,10 @@ def cells(
     experts, dim = router.W.shape
     if k in (0, experts) or dim == 0:
         return _whole_space(router, k)
-    if comb(experts, dim + 1) <= FEW_SUBSETS:
-        return _from_corners(router, k)
-    return from_search(router, k, max_cells)
+    if comb(experts, dim + 1) > FEW_SUBSETS:
+        return from_search(router, k, max_cells)
+    diagram = _cones(router, k) if router.linear else _diagram(router.W, router.b, k, router)
+    return _assemble(router, k, diagram, "tied sets")
 
 
 def essential(router: CountingRouter) -> CountingRouter:
@@ -176,12 +177,6 @@ def _whole_space(router: CountingRouter, k: int) -> Cells:
     chosen = np.sort(order[:k])[None]
     nowhere = np.empty((0, 4), dtype=np.int64)
     return Cells(chosen, np.zeros((1, dim)), np.array([np.inf]), nowhere, "tied sets")
-
-
-def _from_corners(router: CountingRouter, k: int) -> Cells:
-    """Cells and facets around all ties of d + 1 experts."""
-    diagram = _cones(router, k) if router.linear else _diagram(router.W, router.b, k, router)
-    return _assemble(router, k, diagram, "tied sets")
 
 
 def _cones(router: CountingRouter, k: int) -> Diagram:
@@ -299,18 +294,13 @@ def _assemble(router: CountingRouter, k: int, diagram: Diagram, method: str) -> 
     rank = np.empty_like(order)
     rank[order] = np.arange(len(order))
     kept = one[order]
-    gaps = _gaps(router, masks[kept], points[kept])
+    scores, chosen = points[kept] @ router.W.T + router.b, masks[kept]
+    gaps = np.where(chosen, scores, np.inf).min(axis=1)
+    gaps = gaps - np.where(chosen, -np.inf, scores).max(axis=1)
     require(bool((gaps > 0).all()), "a cell is too thin for float64", DegenerateError)
     witnesses = router.length * points[kept] @ router.rotation.T
     facets = _renamed(facets, rank[cell], len(router.b))
     return Cells(coalitions[order], witnesses, gaps, facets, method)
-
-
-def _gaps(router: CountingRouter, masks: Masks, points: Points) -> Float[np.ndarray, " cells"]:
-    """Smallest chosen less largest other score, negative outside the cell."""
-    scores = points @ router.W.T + router.b
-    inner = np.where(masks, scores, np.inf).min(axis=1)
-    return inner - np.where(masks, -np.inf, scores).max(axis=1)
 
 
 def from_search(router: CountingRouter, k: int, max_cells: int) -> Cells:

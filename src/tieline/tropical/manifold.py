@@ -220,11 +220,12 @@ def pieces_along_curve(
         places = [curve(i / segments) for i in range(segments + 1)]
         points = np.stack([np.asarray(x, dtype=np.float64).reshape(-1) for x in places])
         found = pieces_along(points, weight, bias, k, V, c)
-        if before is not None and _counts(before) == _counts(found):
+        counts = found.switches, found.kinks, found.coalitions
+        if counts == before:
             return found
         if segments >= most:
             return replace(found, status=f"not settled: {most} segments still change the count")
-        before, segments = found, min(2 * segments, most)
+        before, segments = counts, min(2 * segments, most)
 
 
 def spherical_length(points: Any, *, lift: float = 0.0) -> float:
@@ -317,10 +318,6 @@ def _kinks(path: np.ndarray, walked: Walk, neurons: Neurons) -> int:
     return total
 
 
-def _counts(found: PathPieces) -> tuple[int, int, int]:
-    return found.switches, found.kinks, found.coalitions
-
-
 @dataclass(frozen=True)
 class Crossings:
     """Switches of coalition along straight lines between pairs of router inputs.
@@ -386,7 +383,9 @@ def crossings(
     counts = walk(ends[:, 0], ends[:, 1], router).per_segment()
     sets = [chosen(router.scores(ends[:, side]), router.k) for side in (0, 1)]
     seen = layer.experts[:, : layer.facts.k].long()[pairs[torch.from_numpy(keep)]]
-    angle = _angles(ends, bias_scale(router))
+    lifted = np.concatenate([ends, np.full((*ends.shape[:2], 1), bias_scale(router))], axis=2)
+    unit = lifted / np.linalg.norm(lifted, axis=2, keepdims=True)
+    angle = angles(unit[:, 0], unit[:, 1])
     return Crossings(
         pairs=len(counts),
         switches=mean_estimate(torch.from_numpy(counts).double()),
@@ -397,12 +396,6 @@ def crossings(
         expected_per_radian=wall_density(len(router.bias), router.k) / np.pi,
         agreement=float(np.mean([_agrees(sets[i], seen[:, i]) for i in (0, 1)])),
     )
-
-
-def _angles(ends: np.ndarray, lift: float) -> np.ndarray:
-    lifted = np.concatenate([ends, np.full((*ends.shape[:2], 1), lift)], axis=2)
-    unit = lifted / np.linalg.norm(lifted, axis=2, keepdims=True)
-    return angles(unit[:, 0], unit[:, 1])
 
 
 def _agrees(sets: np.ndarray, seen: Tensor) -> float:

@@ -125,7 +125,8 @@ def cells_within(corners: Float[np.ndarray, "corners 2"], router: Router) -> lis
             continue
         cells.append(PlanarCell(coalition, polygon))
         require(len(cells) <= MOST_CELLS, f"more than {MOST_CELLS} cells: take a smaller window")
-        for neighbour in _neighbours(coalition, polygon):
+        for i, j in {label for label in polygon.labels if label is not None}:
+            neighbour = tuple(sorted(set(coalition) - {i} | {j}))
             if neighbour not in seen:
                 seen.add(neighbour)
                 queue.append(neighbour)
@@ -176,11 +177,6 @@ def split_by_lines(
                     parts.append((marked, part))
         pieces = parts
     return [(np.packbits(signs).tobytes(), polygon.corners) for signs, polygon in pieces]
-
-
-def _neighbours(coalition: tuple[int, ...], polygon: Polygon) -> list[tuple[int, ...]]:
-    pairs = {label for label in polygon.labels if label is not None}
-    return [tuple(sorted(set(coalition) - {i} | {j})) for i, j in pairs]
 
 
 def _check_area(cells: list[PlanarCell], corners: np.ndarray) -> None:
