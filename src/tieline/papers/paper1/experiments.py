@@ -281,7 +281,7 @@ def near_experts(run: Run) -> Evidence:
         checks.append(at_least(f"layer {place}: smallest rise", mean.diff().min().item(), 0))
         checks.append(at_most(f"layer {place}: K at 4", mean[-1].item(), scores.shape[1]))
         series.append(line(f"layer {place}", grid, mean))
-    half = next(e for e, m in zip(grid, series[0]["y"], strict=True) if m >= k + 0.5)
+    half = next(e for e, m in zip(grid, series[0].y, strict=True) if m >= k + 0.5)
     return Evidence(
         checks,
         paper="grows from k",
