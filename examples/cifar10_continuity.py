@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from tieline.papers.continuity import layer_inputs, measure_continuity
-from tieline.report.continuity_figure import continuity_figure_bytes
+from tieline.report.studies import continuity_figure
 from tieline.routing import MoE
 from tieline.training.image_data import load_cifar10
 from tieline.training.images import image_model
@@ -38,7 +38,7 @@ for place, (path, given) in enumerate(inputs.items(), start=1):
     layer = model.get_submodule(path)
     assert isinstance(layer, MoE)
     record = measure_continuity(layer, given, name=f"layer {place}")
-    found.append(record.to_dict())
+    found.append(record)
     for label, gate in record.gates.items():
         jumps = f"{gate.median[0]:18.1e} {gate.largest[0]:8.1e}"
         line = f"{gate.line.events:7d} {gate.line.relative:8.1e}"
@@ -46,6 +46,6 @@ for place, (path, given) in enumerate(inputs.items(), start=1):
             f"{place:5d} {record.epsilon:7.3f}  {label:7s}{jumps}{gate.exponent:11.3f} {line}"
             f"{gate.slope:7.2f} {gate.experts:7.2f}"
         )
-figure.write_bytes(continuity_figure_bytes(found, figure))
+continuity_figure(found).savefig(figure, dpi=200)
 if len(sys.argv) > 3:
-    Path(sys.argv[3]).write_text(json.dumps(found))
+    Path(sys.argv[3]).write_text(json.dumps([record.to_dict() for record in found]))

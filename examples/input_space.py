@@ -11,7 +11,7 @@ import torch
 from tieline.analysis.inspect import linear_weights
 from tieline.hf.capture import capture
 from tieline.hf.shipped import load_shipped_model, load_shipped_tokenizer, shipped_text
-from tieline.report.slice_figure import slice_figure_bytes, slice_page_bytes
+from tieline.report.slices import slice_figure, slice_page
 from tieline.tropical import centring_of_layer, crossings, slice_layer, token_pairs
 
 TOKENS, PAIRS = 4096, 2000
@@ -43,9 +43,8 @@ def main(folder: Path) -> None:
     layer = trace.layers[2]
     expert = int(layer.experts[10, 0])
     cut = slice_layer(layer, weights[layer.name], (10, 11, 12), epsilon=0.1, expert=expert)
-    data = cut.to_dict()
-    (folder / "slice.png").write_bytes(slice_figure_bytes(data, Path("slice.png")))
-    (folder / "slice.html").write_bytes(slice_page_bytes(data, "Layer 2 of the model in the box"))
+    slice_figure(cut).savefig(folder / "slice.png", dpi=300)
+    (folder / "slice.html").write_text(slice_page(cut, "Layer 2 of the model in the box"))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import pytest
 
 from tieline.hf.shipped import SHIPPED_FOLDER
 
-GIVEN = ["--experts", 64, "--topk", 8, "--expert-width", 1024, "--d-eff", 4]
+GIVEN = ["--n-experts", 64, "--topk", 8, "--expert-width", 1024, "--d-eff", 4]
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def test_a_given_layer_is_tabled(run):
 
 
 def test_all_outputs_are_written(run, tmp_path):
-    words = ["--out", tmp_path / "a.html", "--figure", tmp_path / "a.png"]
+    words = ["--html", tmp_path / "a.html", "--figure", tmp_path / "a.png"]
     code, _, err = run(*GIVEN, *words, "--json", tmp_path / "a.json", "--split", "1,2")
     assert code == 0
     assert err.count("wrote") == 3
@@ -39,6 +39,13 @@ def test_json_goes_to_stdout_alone_and_the_seed_changes_nothing(run):
     first = run(*GIVEN, "--json")
     assert json.loads(first[1])["d_eff"] == 4
     assert first == run(*GIVEN, "--json", "--seed", 7)
+
+
+def test_old_names_of_options_still_work(run, tmp_path):
+    words = ["--experts" if word == "--n-experts" else word for word in GIVEN]
+    code, out, _ = run(*words, "--out", tmp_path / "a.html")
+    assert (code, out) == (0, run(*GIVEN)[1])
+    assert "Granularities" in (tmp_path / "a.html").read_text()
 
 
 def test_presets_are_listed_and_used(run):
@@ -63,16 +70,17 @@ def test_the_shape_of_a_model_comes_from_its_configuration(run):
     ("words", "told"),
     [
         ([], "say which layer"),
-        (["--experts", 4], "also give --topk, --expert-width"),
+        (["--n-experts", 4], "also give --topk, --expert-width"),
         ([*GIVEN, "--preset", "olmoe"], "say which layer"),
         (["--preset", "nothing"], "no preset 'nothing': one of mixtral"),
         ([*GIVEN, "--split", "1,x"], "--split takes numbers"),
+        ([*GIVEN, "--split", "1.5"], "whole numbers"),
         ([*GIVEN, "--split", "0"], "from 1 on"),
         ([*GIVEN, "--split", "3"], "divide the expert width 1024"),
-        (["--experts", 4, "--topk", 4, "--expert-width", 8], "nothing is routed"),
+        (["--n-experts", 4, "--topk", 4, "--expert-width", 8], "nothing is routed"),
         ([*GIVEN, "--figure", "a.txt"], "a figure is"),
-        ([*GIVEN, "--out", "no/such/folder/a.html"], "there is no folder"),
-        ([*GIVEN, "--out", "a.png", "--figure", "a.png"], "one file for two outputs"),
+        ([*GIVEN, "--html", "no/such/folder/a.html"], "there is no folder"),
+        ([*GIVEN, "--html", "a.png", "--figure", "a.png"], "one file for two outputs"),
         (["--model", "/no/such/model"], "/no/such/model"),
     ],
 )

@@ -5,8 +5,8 @@ from functools import partial
 
 import pytest
 
-QUICK = ["--gate", "linear", "--expert", "linear", "--width", 1, "--experts", 2]
-GRID = ["--sizes", "200,800", "--repetitions", 4, "--radius", "0.02,0.1", "--engine", "serial"]
+QUICK = ["--gate", "linear", "--expert", "linear", "--dim", 1, "--n-experts", 2]
+GRID = ["--sizes", "200,800", "--repetitions", 4, "--radius", "0.02,0.1", "--executor", "serial"]
 
 
 @pytest.fixture
@@ -26,19 +26,37 @@ def test_slopes_are_tabled_after_an_estimate_of_the_time(run):
 
 
 def test_every_output_is_written_and_a_second_run_fits_nothing(run, tmp_path):
-    files = ["--out", tmp_path / "a.png", "--json", tmp_path / "a.json"]
+    files = [
+        "--figure",
+        tmp_path / "a.png",
+        "--html",
+        tmp_path / "a.html",
+        "--json",
+        tmp_path / "a.json",
+    ]
     words = [*QUICK, *GRID, *files, "--results", tmp_path / "rows.jsonl"]
     code, _, err = run(*words)
     assert code == 0
-    assert err.count("wrote") == 2
+    assert err.count("wrote") == 3
     first = json.loads((tmp_path / "a.json").read_text())
     assert first["format"] == "tieline-rates"
     assert len(first["series"]) == 6
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert "falls like" in (tmp_path / "a.html").read_text()
     assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 16
     code, _, err = run(*words)
     assert "about 0 s" in err
     assert json.loads((tmp_path / "a.json").read_text()) == first
+
+
+def test_old_names_of_options_still_work(run, tmp_path):
+    old = {"--dim": "--width", "--n-experts": "--experts", "--executor": "--engine"}
+    words = [old.get(word, word) for word in [*QUICK, *GRID]]
+    code, out, _ = run(*words, "--out", tmp_path / "a.svg", "--json")
+    assert code == 0
+    now = json.loads(run(*QUICK, *GRID, "--json")[1])
+    assert json.loads(out)["series"] == now["series"]
+    assert (tmp_path / "a.svg").read_bytes().startswith(b"<?xml")
 
 
 def test_json_on_stdout_is_json_alone_and_the_seed_matters(run):
@@ -49,7 +67,7 @@ def test_json_on_stdout_is_json_alone_and_the_seed_matters(run):
 
 
 def test_fewer_samples_than_parameters_are_told_and_stay_out_of_the_slopes(run):
-    words = [*QUICK, "--repetitions", 4, "--engine", "serial"]
+    words = [*QUICK, "--repetitions", 4, "--executor", "serial"]
     code, out, _ = run(*words, "--sizes", "5,200,800")
     assert code == 0
     told = " ".join(out.split())
@@ -63,7 +81,7 @@ def test_fewer_samples_than_parameters_are_told_and_stay_out_of_the_slopes(run):
 
 
 def test_too_few_samples_alone_give_losses_and_no_slope(run):
-    words = [*QUICK, "--sizes", "5,7", "--repetitions", 2, "--engine", "serial"]
+    words = [*QUICK, "--sizes", "5,7", "--repetitions", 2, "--executor", "serial"]
     code, out, _ = run(*words, "--json")
     found = json.loads(out)
     assert code == 0
@@ -93,8 +111,8 @@ def test_the_list_names_the_published_settings(run):
         ([*QUICK, "--radius", "-1"], "not negative"),
         ([*QUICK, "--repetitions", 1], "repetitions >= 2"),
         ([*QUICK, "--fitted", 1], "at least the 2 true experts"),
-        ([*QUICK, "--engine", "warp"], "executor must be one of"),
-        ([*QUICK, "--out", "a.gif"], "a figure is"),
+        ([*QUICK, "--executor", "warp"], "executor must be one of"),
+        ([*QUICK, "--figure", "a.gif"], "a figure is"),
         ([*QUICK, "--results", "/nowhere/rows"], "there is no folder"),
         (["--gate", "magic"], "gate must be one of"),
         ([*QUICK, "--method", "em"], "method must be one of"),
@@ -109,6 +127,6 @@ def test_bad_input_leaves_with_2_and_one_message(run, words, reason):
 
 def test_one_file_for_two_outputs_is_refused(run, tmp_path):
     path = tmp_path / "a.png"
-    code, _, err = run(*QUICK, "--out", path, "--results", path)
+    code, _, err = run(*QUICK, "--figure", path, "--results", path)
     assert code == 2
     assert "one file for two outputs" in err

@@ -3,59 +3,55 @@
 import io
 import json
 import re
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from tests.report.browser import BROWSERS, find_browser, look_at
-from tieline.report.ledger_page import ledger_bytes, render_ledger
-from tieline.report.ledger_table import catalogue_view, ledger_view
-from tieline.report.ledger_words import check_words, shown, verdict_words
+from tieline.papers.claim import Axis, Chart, Check, Claim, Evidence, Outcome, Series, Verdict
+from tieline.papers.ledger import Catalogue, Ledger, PaperTitle, Provenance
+from tieline.report import listings
+from tieline.report.ledger import check_text, page, terminal, value_text, verdict_text
 
 HOSTILE = '<script>alert(1)</script> & "quotes" [bold]not markup[/bold]'
+CHECK = Check(HOSTILE, 1.5, "<=", 2.0, 0.1, True)
+FAILED = replace(CHECK, passed=False, name="a failed check")
 
 
-def make_check(**changes):
-    check = {"name": HOSTILE, "measured": 1.5, "rule": "<=", "reference": 2.0, "tolerance": 0.1}
-    return check | {"passed": True, "part": "paper"} | changes
+def make_outcome(name="p0-a", verdict=Verdict.HOLDS, changed=False, error="", **evidence):
+    claim = Claim(name, 0, "Thm 1", HOSTILE, HOSTILE, "by hand", Verdict.HOLDS)
+    given = {"checks": (CHECK,), "paper": 1.0, "measured": float("inf")} | evidence
+    return Outcome(claim, verdict, changed, Evidence(**given), error=error)
 
 
-def make_outcome(name="p0-a", verdict="holds", changed=False, **evidence):
-    claim = {"id": name, "paper": 0, "number": "Thm 1", "title": HOSTILE, "expected": "holds"}
-    claim |= {"statement": HOSTILE, "tested": "by hand", "condition": "", "untestable": ""}
-    found = {"paper": 1.0, "corrected": None, "measured": "inf", "note": "", "figure": None}
-    found |= {"checks": [make_check()]} | evidence
-    return {"claim": claim, "verdict": verdict, "changed": changed, "evidence": found, "error": ""}
-
-
-FIGURE = {
-    "x": {"title": "τ", "scale": "log"},
-    "y": {"title": "mass", "scale": "linear"},
-    "series": [
-        {"name": "bound", "x": [0.1, 1.0], "y": [1.0, 2.0], "kind": "dashed"},
-        {"name": "found", "x": [0.1, 1.0], "y": [0.9, 1.9], "kind": "dots", "errors": [0.1, 0.1]},
-    ],
-}
+FIGURE = Chart(
+    Axis("τ", "log"),
+    Axis("mass", "linear"),
+    (
+        Series("bound", (0.1, 1.0), (1.0, 2.0), "dashed"),
+        Series("found", (0.1, 1.0), (0.9, 1.9), "dots", (0.1, 0.1)),
+    ),
+)
+TITLES = (PaperTitle(0, "p", HOSTILE),)
 
 
 @pytest.fixture
 def ledger():
-    failed = make_check(passed=False, name="a failed check")
-    broken = make_outcome("p0-d", None, True) | {"error": "ValueError: no", "evidence": {}}
-    outcomes = [
+    outcomes = (
         make_outcome("p0-a", figure=FIGURE),
-        make_outcome("p0-b", "does not hold", True, checks=[failed]),
-        make_outcome("p0-c", "holds", True, checks=[make_check(), failed]),
-        broken,
-    ]
-    return {
-        "provenance": {"tieline": "1", "mode": "fast", "seed": 0},
-        "papers": [{"paper": 0, "name": "p", "title": HOSTILE}],
-        "verdicts": {"holds": 2, "holds with a condition": 0, "does not hold": 1},
-        "changed": ["p0-b", "p0-c", "p0-d"],
-        "broken": ["p0-d"],
-        "claims": outcomes,
-    }
+        make_outcome("p0-b", Verdict.FAILS, True, checks=(FAILED,)),
+        make_outcome("p0-c", Verdict.HOLDS, True, checks=(CHECK, FAILED)),
+        make_outcome("p0-d", None, True, "ValueError: no", checks=(), paper=None, measured=None),
+    )
+    return Ledger(
+        Provenance("1", "fast", 0),
+        TITLES,
+        {"holds": 2, "holds with a condition": 0, "does not hold": 1},
+        ("p0-b", "p0-c", "p0-d"),
+        ("p0-d",),
+        outcomes,
+    )
 
 
 def printed(view, width):
@@ -66,7 +62,7 @@ def printed(view, width):
 
 @pytest.mark.parametrize("width", [60, 160])
 def test_the_terminal_names_every_claim_and_what_changed(ledger, width):
-    text = printed(ledger_view(ledger, width), width)
+    text = printed(terminal(ledger, width), width)
     assert all(f"p0-{name}" in text for name in "abcd")
     assert "a failed check" in text
     assert "3 verdicts changed" in text
@@ -75,30 +71,30 @@ def test_the_terminal_names_every_claim_and_what_changed(ledger, width):
 
 
 def test_the_catalogue(ledger):
-    text = printed(catalogue_view({"claims": [o["claim"] for o in ledger["claims"]]}), 100)
-    assert text.count("● holds") == 4
+    found = Catalogue(TITLES, tuple(outcome.claim for outcome in ledger.claims))
+    assert printed(listings.terminal(found, 100), 100).count("● holds") == 4
+    assert found.to_html().count("● holds") == 4
+    assert repr(found) == "Catalogue of claims: 4 claims of 1 papers"
 
 
 def test_words():
-    assert shown(None) == shown("") == "–"
-    assert (shown("inf"), shown(1234), shown(0.25), shown("about")) == (
-        "∞",
-        "1,234",
-        "0.250000",
-        "about",
+    assert value_text(None) == value_text("") == "–"
+    values = ("inf", float("inf"), float("-inf"), 1234, 0.25, "about")
+    assert [*map(value_text, values)] == ["∞", "∞", "-∞", "1,234", "0.250000", "about"]
+    assert check_text(replace(CHECK, name="x")) == "✓ x: 1.50000 <= 2.00000 ± 0.100000"
+    assert check_text(replace(CHECK, name="x", passed=False, tolerance=0.0)) == (
+        "✗ x: 1.50000 <= 2.00000"
     )
-    assert check_words(make_check(name="x")) == "✓ x: 1.50000 <= 2.00000 ± 0.100000"
-    assert check_words(make_check(name="x", passed=False, tolerance=0.0)).startswith("✗ x: 1.5")
-    assert verdict_words(make_outcome()) == "holds"
-    assert "expected: holds" in verdict_words(make_outcome("a", "does not hold", True))
-    assert "a check failed" in verdict_words(make_outcome("a", "holds", True))
+    assert verdict_text(make_outcome()) == "● holds"
+    assert "expected: holds" in verdict_text(make_outcome("a", Verdict.FAILS, True))
+    assert "a check failed" in verdict_text(make_outcome("a", Verdict.HOLDS, True))
 
 
 def test_the_page_holds_every_claim_and_one_figure_per_claim_that_has_one(ledger):
-    page = render_ledger(ledger)
-    assert page.count('<section class="panel" id="p0-') == 4
-    assert page.count('class="chart"') == 1
-    data = json.loads(re.search(r'id="report-data">(.*?)</script>', page, flags=re.DOTALL)[1])
+    made = page(ledger)
+    assert made.count('<section class="panel" id="p0-') == 4
+    assert made.count('class="chart"') == 1
+    data = json.loads(re.search(r'id="report-data">(.*?)</script>', made, flags=re.DOTALL)[1])
     drawn = data["figures"]["figure-p0-a"]
     assert [trace["mode"] for trace in drawn["data"]] == ["lines", "markers"]
     assert drawn["data"][0]["line"]["dash"] == "dash"
@@ -106,8 +102,16 @@ def test_the_page_holds_every_claim_and_one_figure_per_claim_that_has_one(ledger
     assert drawn["layout"]["xaxis"]["type"] == "log"
 
 
+def test_a_claim_with_data_is_drawn_by_its_name(ledger):
+    axes = ledger.plot("p0-a").axes[0]
+    assert (axes.get_xscale(), axes.get_xlabel(), axes.get_ylabel()) == ("log", "τ", "mass")
+    assert len(axes.containers) == 2
+    assert ledger._repr_html_().count("<tr>") == 1 + 4
+    assert "3 verdicts changed" in repr(ledger)
+
+
 def test_words_of_a_claim_are_shown_and_never_run(ledger):
-    markup = re.sub(r"<script.*?</script>", "", render_ledger(ledger), flags=re.DOTALL)
+    markup = re.sub(r"<script.*?</script>", "", page(ledger), flags=re.DOTALL)
     assert "alert(1)" in markup
     assert "<script>alert" not in markup
 
@@ -117,7 +121,7 @@ def test_words_of_a_claim_are_shown_and_never_run(ledger):
 )
 def test_a_browser_draws_the_page(ledger, tmp_path):
     path = tmp_path / "ledger.html"
-    path.write_bytes(ledger_bytes(ledger))
+    path.write_text(page(ledger))
     seen = look_at(path)
     assert (seen.status, seen.troubles) == ("drawn", [])
     assert seen.drawings["figure-p0-a"] > 0

@@ -30,7 +30,6 @@ __all__ = [
     "BatchSize",
     "Debug",
     "Device",
-    "Engine",
     "Executor",
     "Html",
     "Jobs",
@@ -122,7 +121,6 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of a bu
 Executor = Annotated[
     str, typer.Option("--executor", help="loky (processes here), dask (a cluster) or serial.")
 ]
-Engine = Executor
 Address = Annotated[str | None, typer.Option(help="Of the Dask scheduler, tcp://host:8786.")]
 Jobs = Annotated[int, typer.Option(help="Processes at once; -1 for one per core.")]
 

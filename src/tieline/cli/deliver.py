@@ -60,11 +60,15 @@ class Outputs:
         every = (self.html, self.json_file, self.figure, self.trace, self.made)
         return [path for path in every if path is not None]
 
-    def check(self) -> None:
-        """Refuse places that cannot be written to or are named twice, before any work."""
-        places = [os.path.abspath(path) for path in self.written]
+    def check(self, kept: Path | None = None) -> None:
+        """Refuse places that cannot be written to or are named twice, before any work.
+
+        Args:
+            kept: another file that the command writes itself.
+        """
+        places = [os.path.abspath(path) for path in (*self.written, kept) if path is not None]
         require(len(set(places)) == len(places), f"one file for two outputs: {places}")
-        for path in (self.html, self.json_file, self.figure):
+        for path in (self.html, self.json_file, self.figure, kept):
             if path is not None:
                 check_target(path)
         if self.figure is not None:

@@ -1,44 +1,49 @@
-"""tieline design: what a number of experts, active experts and width buys."""
+"""tieline design: what a number of experts, active experts and expert width buys."""
 
-import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
-from tieline.cli.app import Debug, Json, Seed, app, guarded, say
-from tieline.core.errors import ParameterError, require
-from tieline.core.files import check_targets, json_target, write_whole
-from tieline.report.outputs import to_json
+from tieline.cli.app import Debug, Html, Json, Revision, Seed, TrustRemoteCode, app, guarded
+from tieline.cli.deliver import Outputs, deliver
+from tieline.cli.input import numbers
+from tieline.core.errors import require
+
+if TYPE_CHECKING:
+    from tieline.tropical.advisor import LayerShape
 
 __all__ = ["design"]
 
-FORMAT = "tieline-design"
 HIDDEN = 2048
 
 
 @app.command()
 @guarded
 def design(
-    experts: Annotated[int | None, typer.Option(help="Routed experts N.")] = None,
+    n_experts: Annotated[
+        int | None, typer.Option("--n-experts", help="Number of routed experts N.")
+    ] = None,
     topk: Annotated[int | None, typer.Option(help="Experts chosen per token, k.")] = None,
-    expert_width: Annotated[int | None, typer.Option(help="Hidden width H of one expert.")] = None,
+    expert_width: Annotated[
+        int | None, typer.Option(help="Hidden neurons H of one expert.")
+    ] = None,
     d_eff: Annotated[
-        int, typer.Option(help="Effective dimension of the inputs; 10 to 20 is usual.", min=1)
+        int, typer.Option(help="Effective dimension of the inputs, usually 10 to 20.", min=1)
     ] = 16,
     split: Annotated[
         str, typer.Option(help="Granularities m: mN experts, mk chosen, width H/m.")
     ] = "1,2,4,8",
     preset: Annotated[
-        str | None, typer.Option(help="A published shape, such as olmoe; 'list' names them.")
+        str | None, typer.Option(help="A published shape, such as olmoe; 'list' shows all.")
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(help="Take the shape from the configuration of this folder or hub id."),
+        typer.Option(help="Read the shape from the configuration of a folder or hub id."),
     ] = None,
     hidden: Annotated[
-        int | None, typer.Option(help=f"Width of the model; {HIDDEN} if nothing tells it.")
+        int | None, typer.Option(help=f"Width of the model; {HIDDEN} if not known otherwise.")
     ] = None,
     shared: Annotated[
         int | None, typer.Option(help="Shared experts that every token uses.", min=0)
@@ -46,126 +51,65 @@ def design(
     matrices: Annotated[
         int, typer.Option(help="Weight matrices of an expert: 3 with a gate, 2 without.")
     ] = 3,
-    out: Annotated[Path | None, typer.Option(help="Write the page, design.html.")] = None,
+    html: Html = None,
     figure: Annotated[Path | None, typer.Option(help="Write the plot: .pdf, .png or .svg.")] = None,
     json_to: Json = None,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Let code that comes with MODEL run.")
-    ] = False,
+    revision: Revision = None,
+    trust_remote_code: TrustRemoteCode = False,
     seed: Seed = 0,
     debug: Debug = False,
 ) -> None:
-    """Bounds, expected pieces, switches and ties of a layer at each granularity, side by side.
+    """Compare the bounds, expected pieces, switches and ties of a layer at each granularity.
 
-    Nothing is drawn at random: --seed is accepted, as by every command, and changes nothing.
+    Nothing is random: --seed is accepted, as by every command, and changes nothing.
     """
-    splits = _splits(split)
-    _check_targets(out, figure, json_to)
-    given = {"n_experts": experts, "k": topk, "width": expert_width}
-    others = {"hidden": hidden, "shared": shared}
+    splits = numbers("--split", split, int) or ()
+    require(min(splits) >= 1, f"--split takes numbers from 1 on, got {split!r}")
+    outputs = Outputs(html, json_to, figure, page_package="matplotlib")
+    outputs.check()
+    from tieline.tropical.advisor import PRESETS, advise
+
     if preset == "list":
-        print(_presets())
+        print("\n".join(f"{name:16} {_described(shape)}" for name, shape in PRESETS.items()))
         return
-    shape, source = _shape(given, others, matrices, preset, model, revision, trust_remote_code)
-    from tieline.tropical.advisor import advise
-
-    advice = advise(shape, d_eff, splits, source).to_dict()
-    _write(advice, out, figure, json_to)
-    _show(advice, json_to)
-
-
-def _shape(
-    given: dict[str, int | None],
-    others: dict[str, int | None],
-    matrices: int,
-    preset: str | None,
-    model: str | None,
-    revision: str | None,
-    trust: bool,
-) -> tuple[Any, str]:
-    """The layer and where its shape comes from: numbers, a preset or a model, never two of them."""
-    from tieline.tropical.advisor import PRESETS, LayerShape
-
-    named = [value for value in given.values() if value is not None]
-    sources = [bool(named), preset is not None, model is not None]
+    given = {"--n-experts": n_experts, "--topk": topk, "--expert-width": expert_width}
+    chosen = [any(value is not None for value in given.values()), bool(preset), bool(model)]
     require(
-        sum(sources) == 1,
-        "say which layer: --experts, --topk and --expert-width, or --preset, or --model",
+        sum(chosen) == 1,
+        "say which layer: --n-experts, --topk and --expert-width, or --preset, or --model",
     )
-    extra = {name: value for name, value in others.items() if value is not None}
-    if preset is not None:
+    if preset:
         require(preset in PRESETS, f"no preset {preset!r}: one of {', '.join(PRESETS)}")
-        return _changed(PRESETS[preset], extra), preset
-    if model is not None:
-        from tieline.hf.loading import read_shape
-
-        found = read_shape(model, revision=revision, trust_remote_code=trust)
-        return _changed(LayerShape(**found._asdict(), matrices=matrices), extra), model
-    missing = [name for name, value in given.items() if value is None]
-    options = {"n_experts": "--experts", "k": "--topk", "width": "--expert-width"}
-    require(not missing, f"also give {', '.join(options[name] for name in missing)}")
-    numbers = {name: value for name, value in given.items() if value is not None}
-    extra = {"hidden": HIDDEN} | extra
-    return LayerShape(**numbers, **extra, matrices=matrices), "the given layer"
-
-
-def _changed(shape: Any, extra: dict[str, int]) -> Any:
-    from dataclasses import replace
-
-    return replace(shape, **extra)
-
-
-def _splits(words: str) -> list[int]:
-    try:
-        found = [int(part) for part in words.split(",")]
-    except ValueError as problem:
-        raise ParameterError(f"--split takes numbers such as 1,2,4,8, got {words!r}") from problem
-    require(min(found) >= 1, f"--split takes numbers from 1 on, got {words!r}")
-    return found
-
-
-def _presets() -> str:
-    from tieline.tropical.advisor import PRESETS
-
-    return "\n".join(
-        f"{name:16} {s.k} of {s.n_experts} experts, width {s.width}, model width {s.hidden}"
-        for name, s in PRESETS.items()
-    )
-
-
-def _check_targets(out: Path | None, figure: Path | None, json_to: str | None) -> None:
-    from tieline.report.figures import check_figure_path
-
-    check_targets(out, figure, json_target(json_to))
-    if figure is not None:
-        check_figure_path(figure)
-
-
-def _write(
-    advice: dict[str, Any], out: Path | None, figure: Path | None, json_to: str | None
-) -> None:
-    """Every file, after all have been made in memory."""
-    made: list[tuple[Path, bytes]] = []
-    if out is not None:
-        from tieline.report.design_page import design_page_bytes
-
-        made.append((out, design_page_bytes(advice)))
-    if figure is not None:
-        from tieline.report.design_figure import design_figure_bytes
-
-        made.append((figure, design_figure_bytes(advice, figure)))
-    if (target := json_target(json_to)) is not None:
-        made.append((target, to_json(advice, FORMAT).encode()))
-    for path, data in made:
-        write_whole(path, data)
-        say(f"wrote {path}")
-
-
-def _show(advice: dict[str, Any], json_to: str | None) -> None:
-    from tieline.report.design_table import design_view
-
-    if json_to == "-":
-        sys.stdout.write(to_json(advice, FORMAT))
+        shape, source = PRESETS[preset], preset
+    elif model:
+        shape, source = _shape_of_model(model, matrices, revision, trust_remote_code), model
     else:
-        Console(highlight=False, soft_wrap=False).print(design_view(advice))
+        shape, source = _given_shape(given, matrices), "the given layer"
+    changes = {"hidden": hidden, "shared": shared}
+    shape = replace(shape, **{name: new for name, new in changes.items() if new is not None})
+    deliver(advise(shape, d_eff, splits, source), outputs)
+
+
+def _shape_of_model(
+    model: str, matrices: int, revision: str | None, trust_remote_code: bool
+) -> "LayerShape":
+    from tieline.hf.loading import read_shape
+    from tieline.tropical.advisor import LayerShape
+
+    found = read_shape(model, revision=revision, trust_remote_code=trust_remote_code)
+    return LayerShape(**found._asdict(), matrices=matrices)
+
+
+def _given_shape(given: dict[str, int | None], matrices: int) -> "LayerShape":
+    from tieline.tropical.advisor import LayerShape
+
+    missing = [name for name, value in given.items() if value is None]
+    require(not missing, f"also give {', '.join(missing)}")
+    n, k, width = (value for value in given.values() if value is not None)
+    return LayerShape(n, k, width, HIDDEN, matrices=matrices)
+
+
+def _described(shape: "LayerShape") -> str:
+    return (
+        f"{shape.k} of {shape.n_experts} experts, width {shape.width}, model width {shape.hidden}"
+    )

@@ -3,15 +3,18 @@
 with_new_names     options by their old names become those of today
 with_json_target   a bare --json means --json -
 layer_choice       "0,2,5-7" or names of routers
+numbers            1,2,4
 share              0.01 or 1%
 """
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from tieline.core.errors import ParameterError, require
 
-__all__ = ["layer_choice", "share", "with_json_target", "with_new_names"]
+__all__ = ["layer_choice", "numbers", "share", "with_json_target", "with_new_names"]
 
 RENAMED = {
     "inspect": {"--out": "--html"},
@@ -23,14 +26,21 @@ RENAMED = {
     "audit": {"--out": "--html"},
     "smooth": {"--experts": "--experts-impl"},
     "upcycle": {"--experts": "--n-experts"},
-    "rates": {"--engine": "--executor"},
-    "reproduce": {"--engine": "--executor"},
+    "design": {"--out": "--html", "--experts": "--n-experts"},
+    "rates": {
+        "--engine": "--executor",
+        "--experts": "--n-experts",
+        "--out": "--figure",
+        "--width": "--dim",
+    },
+    "reproduce": {"--engine": "--executor", "--out": "--html"},
 }
 """Old names of options by command; they keep working and are not shown in the help."""
 
 MOST_LAYERS = 100_000
 """Longest range of layers, so that a typing error costs no memory."""
 
+Number = TypeVar("Number", int, float)
 _PLACES = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?", re.ASCII)
 
 
@@ -65,6 +75,22 @@ def layer_choice(words: str | None) -> list[str | int] | None:
         require(bool(part), f"--layers: a layer is missing between the commas of {words!r}")
         chosen += _places(part)
     return chosen
+
+
+def numbers(
+    option: str, words: str | None, kind: Callable[[float], Number]
+) -> tuple[Number, ...] | None:
+    """Finite numbers from "1,2,4"; None for no words."""
+    if words is None:
+        return None
+    try:
+        values = [float(part) for part in words.split(",")]
+    except ValueError as problem:
+        raise ParameterError(f"{option} takes numbers such as 1,2,4, got {words!r}") from problem
+    require(all(map(math.isfinite, values)), f"{option} takes finite numbers, got {words!r}")
+    found = tuple(kind(value) for value in values)
+    require(list(found) == values, f"{option} takes whole numbers, got {words!r}")
+    return found
 
 
 def share(option: str, words: str | None) -> float | None:

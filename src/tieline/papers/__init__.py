@@ -3,12 +3,12 @@
 claim          Claim, Check, Evidence, Verdict, Outcome, and the comparisons that make checks
 registry       the claims of all papers, and how one is added
 runner         tests of many claims, on this machine or on a cluster; results on disk
-ledger         the record of all outcomes
+ledger         the record of all outcomes, and `reproduce`
 paper0, ...    the claims themselves, one package per paper
 """
 
 from tieline.papers.claim import Check, Claim, Evidence, Outcome, Run, Verdict
-from tieline.papers.ledger import Catalogue, Ledger
+from tieline.papers.ledger import Catalogue, Ledger, reproduce
 from tieline.papers.registry import PAPERS, all_claims, select
 from tieline.papers.runner import ResultStore, run_claim, run_claims
 
@@ -24,6 +24,7 @@ __all__ = [
     "Run",
     "Verdict",
     "all_claims",
+    "reproduce",
     "run_claim",
     "run_claims",
     "select",

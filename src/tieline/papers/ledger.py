@@ -1,16 +1,19 @@
-"""The ledger: the outcomes of the tested claims, and the catalogue of claims without results."""
+"""The ledger: outcomes of tested claims, the catalogue of all claims, and `reproduce`."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 from tieline._version import __version__
+from tieline.core.files import cache_folder
 from tieline.core.records import Result
 from tieline.papers.claim import Claim, Outcome, Run, Verdict
-from tieline.papers.registry import PAPERS
+from tieline.papers.registry import PAPERS, select
+from tieline.papers.runner import ResultStore, run_claims
 
-__all__ = ["Catalogue", "Ledger", "PaperTitle", "Provenance"]
+__all__ = ["Catalogue", "Ledger", "PaperTitle", "Provenance", "reproduce"]
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,46 @@ class Catalogue(Result):
     def of(cls, claims: Sequence[Claim]) -> "Catalogue":
         """Collect claims with their papers."""
         return cls(_titles(claims), tuple(claims))
+
+
+def reproduce(
+    names: Sequence[str] = ("all",),
+    *,
+    fast: bool = False,
+    seed: int = 0,
+    results: Path | None = None,
+    executor: str = "loky",
+    address: str | None = None,
+    jobs: int = -1,
+    progress: Callable[[int, int], None] | None = None,
+) -> Ledger:
+    """Test claims of the papers, except those whose results are stored.
+
+    Args:
+        names: "all", papers by number or name, or ids of claims.
+        fast: use smaller samples.
+        seed: of all random numbers.
+        results: folder where results are kept; by default in the user's cache.
+        executor: "loky" for processes on this machine, "dask" for a cluster, "serial" for none.
+        address: of the Dask scheduler; None starts a cluster on this machine.
+        jobs: processes at once; -1 for one per core.
+        progress: called with the number of claims that are done, and of all.
+    """
+    chosen, run = select(names), Run(fast, seed)
+    store = ResultStore(results or cache_folder("claims"))
+    store.check()
+    tell = progress or (lambda done, total: None)
+    tell(0, len(chosen))
+    outcomes = run_claims(
+        chosen,
+        run,
+        store,
+        executor=executor,
+        address=address,
+        jobs=jobs,
+        progress=lambda _, done, total: tell(done, total),
+    )
+    return Ledger.of(outcomes, run)
 
 
 def _titles(claims: Sequence[Claim]) -> tuple[PaperTitle, ...]:

@@ -31,7 +31,10 @@ MODULES = {
     "tieline-design": "design",
     "tieline-rates": "rates",
     "tieline-ledger": "ledger",
+    "tieline-claims": "listings",
     "tieline-training": "training",
+    "tieline-training-plan": "listings",
+    "tieline-recipes": "listings",
 }
 
 

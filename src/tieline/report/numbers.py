@@ -3,6 +3,7 @@
     finite         a number, or None if it is missing, infinite or NaN
     percent        a share as a percentage
     significant    a number with three significant digits
+    duration       seconds in the unit that suits them
     with_error     an estimate with its standard error
     compact        a JSON value with its numbers cut to a few digits, to keep the page small
     short_names    names of layers without the parts that all share
@@ -22,6 +23,7 @@ from tieline.core.statistics import Estimate
 __all__ = [
     "DASH",
     "compact",
+    "duration",
     "finite",
     "flat",
     "percent",
@@ -33,6 +35,7 @@ __all__ = [
 ]
 
 DASH = "–"
+MINUTE, HOUR = 60, 3600
 MOST_FINDINGS = 6
 _DIRECTIONS = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
@@ -66,6 +69,15 @@ def significant(number: float | None, digits: int = 3) -> str:
         places = max(0, digits - 1 - math.floor(math.log10(abs(number))))
         return f"{number:,.{places}f}"
     return f"{number:.{digits - 1}e}".replace("e-0", "e-").replace("e+0", "e")
+
+
+def duration(seconds: float, digits: int = 3) -> str:
+    """Seconds in the unit that suits them, with that many significant digits."""
+    if seconds < 2 * MINUTE:
+        return f"{significant(seconds, digits)} s"
+    if seconds < 2 * HOUR:
+        return f"{significant(seconds / MINUTE, digits)} min"
+    return f"{significant(seconds / HOUR, digits)} h"
 
 
 def with_error(estimate: Estimate, digits: int = 3) -> str:

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from tieline.cli.reproduce import default_results
 from tieline.papers import registry
 from tieline.papers.claim import Verdict
 
@@ -17,15 +16,15 @@ QUICK = ["p0-lem6.2", "p1-table6", "p1-eqA.7"]
 @pytest.fixture
 def run(tieline, tmp_path):
     def told_by(*words):
-        engine = () if "--engine" in words else ("--engine", "serial")
-        return tieline("reproduce", *words, "--results", tmp_path / "results", *engine)
+        executor = () if "--executor" in words else ("--executor", "serial")
+        return tieline("reproduce", *words, "--results", tmp_path / "results", *executor)
 
     return told_by
 
 
 def test_verdicts_as_expected_leave_with_0_and_write_everything(run, tmp_path):
     page, record = tmp_path / "ledger.html", tmp_path / "ledger.json"
-    code, out, err = run(*QUICK, "--fast", "--out", page, "--json", record)
+    code, out, err = run(*QUICK, "--fast", "--html", page, "--json", record)
     assert code == 0
     assert all(name in out for name in QUICK)
     assert "none changed" in out
@@ -81,10 +80,10 @@ def test_the_list_tests_nothing(run, tmp_path):
     ("words", "reason"),
     [
         (["p7"], "no paper or claim is called 'p7'"),
-        (["p0-lem6.2", "--engine", "warp"], "executor must be one of"),
+        (["p0-lem6.2", "--executor", "warp"], "executor must be one of"),
         (["p0-lem6.2", "--address", "tcp://x:1"], "address is for executor dask"),
         (["p0-lem6.2", "--jobs", "0"], "jobs >= 1"),
-        (["p0-lem6.2", "--out", "/nowhere/a.html"], "there is no folder"),
+        (["p0-lem6.2", "--html", "/nowhere/a.html"], "there is no folder"),
     ],
 )
 def test_bad_input_leaves_with_2_and_one_message(run, words, reason):
@@ -95,12 +94,14 @@ def test_bad_input_leaves_with_2_and_one_message(run, words, reason):
 
 def test_one_file_for_two_outputs_is_refused(run, tmp_path):
     path = tmp_path / "x.json"
-    assert run("p0-lem6.2", "--out", path, "--json", path)[0] == 2
+    assert run("p0-lem6.2", "--html", path, "--json", path)[0] == 2
 
 
-def test_results_go_to_the_user_s_cache_by_default(monkeypatch, tmp_path):
+def test_results_go_to_the_user_s_cache_by_default(tieline, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert default_results() == tmp_path / "tieline" / "claims"
+    code, _, _ = tieline("reproduce", "p0-lem6.2", "--fast", "--engine", "serial")
+    assert code == 0
+    assert len(list((tmp_path / "tieline" / "claims").iterdir())) == 1
 
 
 @pytest.mark.slow

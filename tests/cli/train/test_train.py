@@ -24,7 +24,7 @@ def test_a_dry_run_tells_size_data_and_time_and_writes_nothing(tieline, tmp_path
 
 def test_a_run_is_scored_kept_and_resumed(tieline, tmp_path):
     folder, page = tmp_path / "run", tmp_path / "found.json"
-    code, out, err = tieline("train", "shipped-smoke-smoe", "--out", folder, "--json", page)
+    code, out, err = tieline("train", "shipped-smoke-smoe", "-o", folder, "--json", page)
     assert code == 0
     assert "20 steps" in out
     assert f"wrote {page}" in err

@@ -1,6 +1,5 @@
 """Continuity of layers whose jumps are known."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,8 @@ import torch
 from tieline.core.errors import UnsupportedModelError
 from tieline.geometry import nearest_tie_point
 from tieline.papers.continuity import GATES, layer_inputs, measure_continuity
-from tieline.report.continuity_figure import continuity_figure_bytes
+from tieline.report.drawing import drawn_bytes
+from tieline.report.studies import continuity_figure
 from tieline.routing import CosineRouter, MoE, moe
 
 
@@ -83,9 +83,9 @@ def test_other_routers_are_refused_by_name():
         measure_continuity(other, torch.randn(5, 4), name="layer 7")
 
 
-def test_the_figure_is_drawn_from_plain_values_and_is_the_same_twice(found):
+def test_the_figure_is_the_same_twice(found):
     pytest.importorskip("matplotlib")
-    data = json.loads(json.dumps([found[1].to_dict()] * 2))
-    first, again = (continuity_figure_bytes(data, Path("a.png")) for _ in range(2))
+    layers, path = [found[1]] * 2, Path("a.png")
+    first, again = (drawn_bytes(lambda: continuity_figure(layers), path) for _ in range(2))
     assert first == again
     assert first.startswith(b"\x89PNG")

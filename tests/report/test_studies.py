@@ -1,19 +1,22 @@
-"""The figure of identifiability draws what the table says."""
+"""The figure of identifiability draws what the records say."""
 
 from pathlib import Path
 
 import pytest
 
 from tieline.core.errors import TielineError
-from tieline.report.identifiability_figure import (
-    identifiability_figure,
-    identifiability_figure_bytes,
-)
+from tieline.estimation.derivative_tests import RankTest, SplitTest
+from tieline.estimation.identifiability import Identifiability
+from tieline.report.drawing import drawn_bytes
+from tieline.report.studies import continuity_figure, identifiability_figure
+
+NO_RANKS = RankTest("weak", 1, 1, 1.0, ())
 
 
 def row(gate, expert, verdict, value=1e-3):
-    split = None if value is None else {"up_to_scale": value}
-    return {"gate": gate, "link": "softmax", "expert": expert, "verdict": verdict, "split": split}
+    split = None if value is None else SplitTest(value, value, {})
+    ranks = (None, NO_RANKS, NO_RANKS)
+    return Identifiability(gate, "softmax", expert, 2, 3, *ranks, 0, 0, split, verdict)
 
 
 ROWS = [
@@ -47,11 +50,13 @@ def test_the_key_names_what_was_not_tested_only_where_something_was_not():
 @pytest.mark.parametrize("suffix", [".svg", ".pdf", ".png"])
 def test_the_same_rows_give_the_same_bytes(suffix):
     path = Path("figure" + suffix)
-    first = identifiability_figure_bytes(ROWS, path)
-    assert first == identifiability_figure_bytes(ROWS, path)
+    first, again = (drawn_bytes(lambda: identifiability_figure(ROWS), path) for _ in range(2))
+    assert first == again
     assert len(first) > 500
 
 
 def test_no_rows_are_refused():
     with pytest.raises(TielineError, match="at least one row"):
         identifiability_figure([])
+    with pytest.raises(TielineError, match="at least one layer"):
+        continuity_figure([])
