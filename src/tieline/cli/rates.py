@@ -87,7 +87,7 @@ def rates(
     fixed = {"shrink": shrink, "starts": starts, "method": method, "seed": seed}
     case = _case(setting, _given(family | {"fitted": fitted}), _given(grid) | fixed)
     check_executor(executor, address, jobs)
-    seconds = math.ceil(study_seconds(case.plan, results, jobs))
+    seconds = float(math.ceil(study_seconds(case.plan, results, jobs)))
     say(f"{case.plan.name}: about {duration(seconds, 1)}")
     with progress_bars() as progress:
         study = rate_study(

@@ -146,4 +146,5 @@ def _draw_curves(
         if known:
             steps, values = zip(*known, strict=True)
             axes.plot(steps, values, color=colour, marker="o", markersize=2.5, label=label)
-    axes.legend(fontsize=6.5)
+    if axes.lines:
+        axes.legend(fontsize=6.5)
