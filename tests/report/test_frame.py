@@ -72,6 +72,7 @@ def test_no_part_of_a_notebook_view_can_make_markup(words, cell):
     )
 
 
+@example(["</script>", "&lt;", "\u2028"])
 @given(st.recursive(texts | st.integers() | st.none(), lambda x: st.lists(x, max_size=3)))
 def test_embedded_json_is_the_value_and_holds_no_markup(value):
     text = embed_json({"value": value})

@@ -30,6 +30,7 @@ from tieline.report.numbers import (
     short_names,
     significant,
     timing_rows,
+    told,
 )
 from tieline.report.tables import Column, Grid, grid, rich_table, text_table, view
 
@@ -191,7 +192,7 @@ def _layer_rows(result: PrecisionAudit) -> tuple[tuple[str, ...], ...]:
 
 
 def _title(result: PrecisionAudit) -> str:
-    return str(result.provenance.get("model") or "unnamed model")
+    return told(result.provenance, "model") or "unnamed model"
 
 
 def _facts(result: PrecisionAudit) -> str:
@@ -199,9 +200,9 @@ def _facts(result: PrecisionAudit) -> str:
         f"{len(result.layers)} routed layers",
         f"{result.tokens:,} tokens in {result.sequences} sequences",
         f"{len(result.effects)} perturbations",
-        str(result.provenance.get("dtype")),
+        told(result.provenance, "dtype"),
     ]
-    return " · ".join(words)
+    return " · ".join(filter(None, words))
 
 
 def _short(result: PrecisionAudit) -> dict[str, str]:

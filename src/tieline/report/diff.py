@@ -1,7 +1,7 @@
 """A comparison of two runs as page, terminal view, summary, notebook view and figures."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from tieline.core.statistics import Share
 from tieline.report.charts import Panel, axis, figure, unmeasured
 from tieline.report.drawing import ACCENT, MUTED, NOTICE, WARN, percent_axis, small_canvas
 from tieline.report.frame import notebook_html, render
-from tieline.report.numbers import DASH, flat, percent, short_names, significant, timing_rows
+from tieline.report.numbers import DASH, flat, percent, short_names, significant, timing_rows, told
 from tieline.report.tables import (
     MOST_FINDINGS,
     Column,
@@ -167,11 +167,10 @@ def _title(result: RoutingDiff) -> str:
 
 
 def _side(provenance: object) -> str:
-    told = provenance if isinstance(provenance, Mapping) else {}
-    name = str(told.get("model") or told.get("file") or "unnamed run")
-    emulated = told.get("emulated")
-    precision = f"{emulated} emulated" if emulated else told.get("dtype")
-    more = [str(x) for x in (precision, told.get("experts_implementation")) if x]
+    name = told(provenance, "model", "file") or "unnamed run"
+    emulated = told(provenance, "emulated")
+    precision = f"{emulated} emulated" if emulated else told(provenance, "dtype")
+    more = list(filter(None, (precision, told(provenance, "experts_implementation"))))
     return f"{name} ({', '.join(more)})" if more else name
 
 

@@ -19,6 +19,7 @@ from tieline.report.numbers import (
     short_names,
     significant,
     timing_rows,
+    told,
 )
 from tieline.report.tables import (
     MOST_FINDINGS,
@@ -101,7 +102,7 @@ def notebook(result: Inspection) -> str:
 
 
 def _title(result: Inspection) -> str:
-    return str(result.provenance.get("model") or "unnamed model")
+    return told(result.provenance, "model") or "unnamed model"
 
 
 def _facts(result: Inspection) -> str:
@@ -109,8 +110,7 @@ def _facts(result: Inspection) -> str:
     routing = dict.fromkeys(f"{layer.k} of {layer.n_experts} experts" for layer in layers)
     tokens = max(layer.tokens for layer in layers)
     parts = [f"{len(layers)} routed layers", " or ".join(routing), f"{tokens:,} tokens"]
-    dtype = result.provenance.get("dtype")
-    return " · ".join([*parts, str(dtype)] if dtype else parts)
+    return " · ".join(filter(None, [*parts, told(result.provenance, "dtype")]))
 
 
 def _page_columns(result: Inspection) -> list[Column[LayerRow]]:

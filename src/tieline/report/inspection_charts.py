@@ -315,7 +315,7 @@ def _format_flips(result: Inspection) -> dict[str, Any] | None:
         chosen = [by_name[name] for name in order if name in by_name]
         marks = _marks(label, (place, len(known)))
         dots.append(marks | _counted(chosen))
-        dashes.append(marks | _predicted(chosen, marks["marker"]["color"]))
+        dashes.append(marks | _predicted(chosen, layer_colour(place, len(known))))
     layout = {
         "xaxis": axis("number format, fine to coarse", type="category"),
         "yaxis": share_axis("share of tokens"),

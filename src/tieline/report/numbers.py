@@ -9,6 +9,7 @@
     short_names    names of layers without the parts that all share
     visible        text with a sign for every control character
     flat           nested provenance as pairs of dotted names and values
+    told           one entry of a provenance, which anybody may have written
 
 A number that is missing or not finite is written as a dash.
 """
@@ -30,6 +31,7 @@ __all__ = [
     "short_names",
     "significant",
     "timing_rows",
+    "told",
     "visible",
     "with_error",
 ]
@@ -130,6 +132,12 @@ def flat(value: Mapping[str, Any], above: str = "") -> list[tuple[str, object]]:
         elif item not in (None, "", [], ()):
             rows.append((name, item))
     return rows
+
+
+def told(provenance: object, *names: str) -> str:
+    """The first of these entries that a provenance has, as text; empty if it has none."""
+    known = provenance if isinstance(provenance, Mapping) else {}
+    return next((str(known[name]) for name in names if known.get(name)), "")
 
 
 def timing_rows(timings: Mapping[str, float]) -> list[tuple[str, str]]:

@@ -185,8 +185,9 @@ def _kl_chart(rows: Sequence[RepairRow]) -> dict[str, Any]:
     for place, (name, role, _, _) in enumerate(SERIES):
         both = [_sides(row)[place] for row in rows]
         spread = [2 * (finite(kl.standard_error) or 0.0) for kl, _ in both]
+        errors = {"type": "data", "array": spread, "color": role, "width": 3}
         dots = _marks(rows, f"KL {name}", [kl.value for kl, _ in both], role, "circle")
-        dots["error_y"] = {"type": "data", "array": spread, "color": role, "width": 3}
+        dots |= {"error_y": errors}
         floors = [floor.value for _, floor in both]
         marks += [dots, _marks(rows, f"floor {name}", floors, role, "line-ew")]
     x, y = axis("precision", type="category"), axis("nats per token", type="log")
