@@ -103,7 +103,7 @@ def test_a_bias_that_changes_is_reported_and_not_guessed():
         (lambda t: dataclasses.replace(t, layers=t.layers[:3]), "different layers"),
         (lambda t: dataclasses.replace(t, epsilons=(0.1, 0.2, 0.3)), "differ in epsilons"),
         (lambda t: _changed(t, facts=dataclasses.replace(FACTS[0], k=1)), "same router"),
-        (lambda t: _changed(t, distance=None), "distances was recorded in one part"),
+        (lambda t: _changed(t, distance=None), "distances was recorded differently"),
         (lambda t: _changed(t, weights=t.layers[0].weights.double()), "weights must have one type"),
         (lambda t: _changed(t, weights=None), "same fields"),
         (

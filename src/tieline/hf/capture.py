@@ -293,11 +293,8 @@ class Recorder:
                 f"layer {observer.name!r} ran outside the forward pass of the captured model, so "
                 "its tokens are unknown: call the model itself, or capture the part that is called"
             )
-        require(
-            observer.name not in self._pass,
-            f"layer {observer.name!r} ran twice in one forward pass",
-            TielineError,
-        )
+        if observer.name in self._pass:
+            raise TielineError(f"layer {observer.name!r} ran twice in one forward pass")
         self._pass[observer.name] = observer.observe(router, call, output, batch)
 
     def finish(self) -> None:
@@ -329,11 +326,10 @@ class Recorder:
         if self._layers is None:
             require(bool(names), "no router ran in the forward pass", TielineError)
             self._layers = names
-        require(
-            names == self._layers,
-            f"layers {sorted(set(names) ^ set(self._layers))} ran in some forward passes only",
-            TielineError,
-        )
+        if names != self._layers:
+            raise TielineError(
+                f"layers {sorted(set(names) ^ set(self._layers))} ran in some forward passes only"
+            )
 
 
 DEFAULT_EPSILONS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
@@ -389,11 +385,8 @@ def _observer(name: str, router: nn.Module, settings: Settings) -> LayerObserver
         not (settings.inputs and family.layout == "method"),
         f"the inputs of the routers of family {family.name!r} cannot be kept: {family.note}",
     )
-    require(
-        not hasattr(type(router), _CAPTURED),
-        f"layer {name!r} is being captured already: leave that block first",
-        TielineError,
-    )
+    if hasattr(type(router), _CAPTURED):
+        raise TielineError(f"layer {name!r} is being captured already: leave that block first")
     return LayerObserver(name, family, settings)
 
 

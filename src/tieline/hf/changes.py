@@ -116,11 +116,10 @@ def forget_change(model: nn.Module, feature: str) -> None:
 
 def refuse_quantised(model: nn.Module, feature: str) -> None:
     """Refuse a quantised model, whose weights cannot be copied or replaced."""
-    require(
-        getattr(getattr(model, "config", None), OLD_PLACE, None) is None,
-        f"the model is quantised: {feature!r} needs its weights in full precision",
-        UnsupportedModelError,
-    )
+    if getattr(getattr(model, "config", None), OLD_PLACE, None) is not None:
+        raise UnsupportedModelError(
+            f"the model is quantised: {feature!r} needs its weights in full precision"
+        )
 
 
 @functools.cache
@@ -175,11 +174,10 @@ def _inner_config(told: Any, key: str) -> tuple[Any, Facts]:
     if not isinstance(inner, dict):
         raise UnsupportedModelError(f"the configuration has {key!r} but no 'config' inside")
     kind = str(inner.get("model_type"))
-    require(
-        kind in CONFIG_MAPPING,
-        f"the changed model is of type {kind!r}, which transformers does not know",
-        UnsupportedModelError,
-    )
+    if kind not in CONFIG_MAPPING:
+        raise UnsupportedModelError(
+            f"the changed model is of type {kind!r}, which transformers does not know"
+        )
     rest = {name: value for name, value in told.items() if name != "config"}
     return CONFIG_MAPPING[kind].from_dict(inner), rest
 
@@ -201,11 +199,10 @@ def _table(value: Any) -> Facts:
 
 def _checked(changes: Facts) -> dict[str, Facts]:
     unknown = [name for name in changes if name not in RESTORERS]
-    require(
-        not unknown,
-        f"the checkpoint needs {unknown}, which this version of tieline does not know",
-        UnsupportedModelError,
-    )
+    if unknown:
+        raise UnsupportedModelError(
+            f"the checkpoint needs {unknown}, which this version of tieline does not know"
+        )
     wrong = [name for name, facts in changes.items() if not isinstance(facts, dict)]
     require(not wrong, f"the facts of {wrong} are no table", UnsupportedModelError)
     for name, facts in changes.items():

@@ -171,11 +171,10 @@ def score_noise(model: nn.Module, sigma: float, generator: torch.Generator) -> I
     require(sigma >= 0, f"noise must be >= 0, got sigma={sigma}")
     routers = modular_routers(model)
     for name, router in routers.items():
-        require(
-            logits_matrix(router) is not None,
-            f"layer {name!r}: the logits of {type(router).__name__} are not one product",
-            UnsupportedModelError,
-        )
+        if logits_matrix(router) is None:
+            raise UnsupportedModelError(
+                f"layer {name!r}: the logits of {type(router).__name__} are not one product"
+            )
     scope = RouterScope(routers)
     with scope.watching(), _NoisyLogits(scope, sigma, generator):
         yield
@@ -199,13 +198,22 @@ def state_noise(
     """
     require(ratio >= 0, f"noise must be >= 0, got ratio={ratio}")
     require(parts in ("router", "all"), f"parts: router or all, got {parts!r}")
+
+    def noisy_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return _noisy(args[0], ratio, generator), *args[1:]
+
+    def noisy_output(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if isinstance(output, Tensor):
+            return _noisy(output, ratio, generator)
+        return _noisy(output[0], ratio, generator), *output[1:]
+
     handles = []
     for name, router in modular_routers(model).items():
         if parts == "router":
-            handles.append(router.register_forward_pre_hook(_before(ratio, generator)))
+            handles.append(router.register_forward_pre_hook(noisy_input))
         else:
             layer = model.get_submodule(name.rpartition(".")[0].rpartition(".")[0])
-            handles.append(layer.register_forward_hook(_after(ratio, generator)))
+            handles.append(layer.register_forward_hook(noisy_output))
     try:
         yield
     finally:
@@ -231,22 +239,6 @@ class _NoisyLogits(TorchFunctionMode):
         if func is torch.nn.functional.linear and self._scope.running is not None:
             return result + self._sigma * _normal(result, self._generator)
         return result
-
-
-def _before(ratio: float, generator: torch.Generator) -> Any:
-    def noisy_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return _noisy(args[0], ratio, generator), *args[1:]
-
-    return noisy_input
-
-
-def _after(ratio: float, generator: torch.Generator) -> Any:
-    def noisy_output(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if isinstance(output, Tensor):
-            return _noisy(output, ratio, generator)
-        return _noisy(output[0], ratio, generator), *output[1:]
-
-    return noisy_output
 
 
 def _noisy(states: Tensor, ratio: float, generator: torch.Generator) -> Tensor:

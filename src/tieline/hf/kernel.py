@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers.activations import GELUActivation, SiLUActivation
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from tieline.core.errors import ParameterError, UnsupportedModelError, require
+from tieline.core.errors import ParameterError, UnsupportedModelError
 from tieline.routing.dispatch import dispatch
 from tieline.routing.grouped import grouped_dispatch
 
@@ -46,11 +46,10 @@ def register_kernel(name: str = KERNEL) -> None:
         name: refused if transformers has another implementation of that name.
     """
     taken = dict(ALL_EXPERTS_FUNCTIONS).get(name, experts_forward)
-    require(
-        name != "eager" and taken is experts_forward,
-        f"transformers has an experts implementation {name!r} that is not ours",
-        ParameterError,
-    )
+    if not (name != "eager" and taken is experts_forward):
+        raise ParameterError(
+            f"transformers has an experts implementation {name!r} that is not ours"
+        )
     ALL_EXPERTS_FUNCTIONS.register(name, experts_forward)
 
 
@@ -105,12 +104,11 @@ def _tensor(experts: nn.Module, name: str, axes: int) -> Tensor:
     tensor = getattr(experts, name, None)
     fits = isinstance(tensor, Tensor) and tensor.ndim == axes and tensor.dtype in _DTYPES
     found = f"{tuple(tensor.shape)} {tensor.dtype}" if isinstance(tensor, Tensor) else repr(tensor)
-    require(
-        fits,
-        f"{type(experts).__name__}: the experts kernel {KERNEL!r} needs a stacked {name!r} of "
-        f"{axes} axes in float16, bfloat16, float32 or float64, found {found[:80]}",
-        UnsupportedModelError,
-    )
+    if not fits:
+        raise UnsupportedModelError(
+            f"{type(experts).__name__}: the experts kernel {KERNEL!r} needs a stacked {name!r} of "
+            f"{axes} axes in float16, bfloat16, float32 or float64, found {found[:80]}"
+        )
     assert isinstance(tensor, Tensor)
     return tensor
 

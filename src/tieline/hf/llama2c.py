@@ -65,13 +65,12 @@ def read_header(path: str | Path) -> Header:
     d, h, n, heads, keys, vocabulary, positions = struct.unpack("<7i", head)
     header = Header(d, h, n, heads, keys, abs(vocabulary), positions, own_output=vocabulary < 0)
     numbers = (d, h, n, heads, keys, header.vocabulary, positions)
-    require(
+    if not (
         all(0 < number <= LARGEST for number in numbers)
         and header.dim % (2 * header.heads) == 0
-        and header.heads % header.key_heads == 0,
-        f"{path}: {numbers} are not the sizes of a Llama",
-        _BAD,
-    )
+        and header.heads % header.key_heads == 0
+    ):
+        raise _BAD(f"{path}: {numbers} are not the sizes of a Llama")
     expected = 28 + 4 * sum(math.prod(shape) for shape in header.shapes.values())
     length = Path(path).stat().st_size
     require(length == expected, f"{path} has {length} bytes, its header asks for {expected}", _BAD)
@@ -175,11 +174,8 @@ def _pieces(path: Path, vocabulary: int) -> list[tuple[str, float]]:
         fits = place + 8 <= len(raw)
         score, length = struct.unpack_from("<fi", raw, place) if fits else (0.0, -1)
         place += 8
-        require(
-            0 < length <= max(longest, 16) and place + length <= len(raw),
-            f"{path}: piece {number} of {vocabulary} is not there",
-            _BAD,
-        )
+        if not (0 < length <= max(longest, 16) and place + length <= len(raw)):
+            raise _BAD(f"{path}: piece {number} of {vocabulary} is not there")
         pieces.append((_text(raw[place : place + length], path, number), score))
         place += length
     require(place == len(raw), f"{path}: {len(raw) - place} bytes after {vocabulary} pieces", _BAD)

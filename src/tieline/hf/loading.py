@@ -204,11 +204,10 @@ def load_smoothed(
         options: of `from_pretrained`, such as `dtype` or `revision`.
     """
     model = load_pretrained(source, model_class=model_class, **options)
-    require(
-        SMOOTH in changes_of(model.config),
-        f"{str(source)!r} holds no smoothed model: load it as any other, and smooth it",
-        UnsupportedModelError,
-    )
+    if SMOOTH not in changes_of(model.config):
+        raise UnsupportedModelError(
+            f"{str(source)!r} holds no smoothed model: load it as any other, and smooth it"
+        )
     model.eval()
     return model
 
@@ -280,11 +279,10 @@ def probe_output(
         sides = (size, size) if isinstance(size, int) else tuple(size)
         pixels = torch.randn(rows, config.num_channels, *sides, generator=generator)
         return model(pixel_values=pixels.to(model.dtype))[0]
-    require(
-        model.main_input_name == "input_ids",
-        f"{type(model).__name__} takes {model.main_input_name!r}, not tokens or pixels",
-        UnsupportedModelError,
-    )
+    if model.main_input_name != "input_ids":
+        raise UnsupportedModelError(
+            f"{type(model).__name__} takes {model.main_input_name!r}, not tokens or pixels"
+        )
     vocabulary = config.get_text_config().vocab_size
     ids = torch.randint(vocabulary, (rows, length), generator=generator)
     return model(input_ids=ids)[0]
@@ -392,11 +390,10 @@ def use_experts(model: nn.Module, name: str | None) -> None:
     if name is None:
         return
     chooser: Any = model
-    require(
-        can_use_experts(model),
-        f"{type(model).__name__} has one implementation of its experts: {name!r} cannot be set",
-        UnsupportedModelError,
-    )
+    if not can_use_experts(model):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has one implementation of its experts: {name!r} cannot be set"
+        )
     try:
         chooser.set_experts_implementation(name)
     except (ValueError, RuntimeError, ImportError) as problem:

@@ -330,20 +330,17 @@ def _plans(model: nn.Module, layers: Collection[str] | None) -> list[LayerPlan]:
     for name, router in chosen_routers(model, layers).items():
         family = family_of(router)
         assert family is not None
-        require(
-            rerouter_of(router) is None,
-            f"layer {name!r} is rerouted already: call `unreroute_` first",
-        )
+        if rerouter_of(router) is not None:
+            raise ParameterError(f"layer {name!r} is rerouted already: call `unreroute_` first")
         reason = OWN_FORM.get(family.name)
         if family.layout != "topk":
             reason = f"its output has the layout {family.layout!r}"
         if family.skip_class:
             reason = "one of its classes skips all experts"
-        require(
-            reason is None,
-            f"layer {name!r} of family {family.name!r} cannot be rerouted: {reason}",
-            UnsupportedModelError,
-        )
+        if reason is not None:
+            raise UnsupportedModelError(
+                f"layer {name!r} of family {family.name!r} cannot be rerouted: {reason}"
+            )
         plans.append(layer_plan(name, router))
     return plans
 

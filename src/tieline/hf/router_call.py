@@ -338,12 +338,11 @@ def to_slots(
     """
     used = int((weights != 0).sum(dim=1).max()) if len(weights) else 0
     columns = max(used, 1) if columns is None else columns
-    require(
-        used <= columns <= weights.shape[1],
-        f"need {used} (experts of a token) <= columns <= {weights.shape[1]} (experts), "
-        f"got {columns=}",
-        ShapeError,
-    )
+    if not (used <= columns <= weights.shape[1]):
+        raise ShapeError(
+            f"need {used} (experts of a token) <= columns <= {weights.shape[1]} (experts), "
+            f"got {columns=}"
+        )
     ids = stable_topk(weights.detach().abs(), columns).indices
     chosen = weights.gather(1, ids)
     return Choice(chosen, skip.applied(ids, chosen))

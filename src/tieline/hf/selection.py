@@ -112,9 +112,15 @@ def units_of(family: RouterFamily, router: nn.Module, grouped: bool) -> Units:
     ranked = family.ranked
     if grouped and family.groups is not None and family.groups.ranked is not None:
         ranked = family.groups.ranked
-    if ranked == "activation":
-        return _units_of(family, attrgetter(family.activation or "")(router))
-    return ranked
+    if ranked != "activation":
+        return ranked
+    name = type(attrgetter(family.activation or "")(router)).__name__
+    if name not in _UNITS_OF_ACTIVATION:
+        known = sorted(_UNITS_OF_ACTIVATION)
+        raise UnsupportedModelError(
+            f"family {family.name!r} scores by {name}, not by one of {known}"
+        )
+    return _UNITS_OF_ACTIVATION[name]
 
 
 def _activate(
@@ -130,16 +136,6 @@ def _activate(
     if units == "softmax":
         return logits.softmax(dim=-1), units
     return (logits.sigmoid() if units == "sigmoid" else logits), units
-
-
-def _units_of(family: RouterFamily, activation: object) -> Units:
-    name = type(activation).__name__
-    if name not in _UNITS_OF_ACTIVATION:
-        known = sorted(_UNITS_OF_ACTIVATION)
-        raise UnsupportedModelError(
-            f"family {family.name!r} scores by {name}, not by one of {known}"
-        )
-    return _UNITS_OF_ACTIVATION[name]
 
 
 def _bias(family: RouterFamily, router: nn.Module, call: Call) -> Tensor | None:

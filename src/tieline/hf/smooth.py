@@ -323,11 +323,8 @@ def smooth_(
 
 def unsmooth_(model: nn.Module) -> None:
     """Undo `smooth_`: restores routers, experts and saving; refuses a model not smoothed."""
-    require(
-        hasattr(model, CHANGED),
-        f"{type(model).__name__} is not smoothed: there is nothing to undo",
-        ParameterError,
-    )
+    if not hasattr(model, CHANGED):
+        raise ParameterError(f"{type(model).__name__} is not smoothed: there is nothing to undo")
     for router in [m for m in model.modules() if smoothing_of(m) is not None]:
         detach(router)
     for module, attribute, value in reversed(getattr(model, CHANGED)):

@@ -334,11 +334,10 @@ def layer_plan(name: str, router: nn.Module) -> LayerPlan:
     """Return the plan of a router; refuses one that is smoothed already."""
     family = family_of(router)
     assert family is not None
-    require(
-        smoothing_of(router) is None,
-        f"layer {name!r} is smoothed already: call `unsmooth_` before it is smoothed again",
-        ParameterError,
-    )
+    if smoothing_of(router) is not None:
+        raise ParameterError(
+            f"layer {name!r} is smoothed already: call `unsmooth_` before it is smoothed again"
+        )
     grouped = group_limit(family.groups, router) is not None
     k, units = int(attrgetter(family.k)(router)), units_of(family, router, grouped)
     return LayerPlan(name, router, family, k, _experts(family, router), units)

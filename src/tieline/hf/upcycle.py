@@ -140,7 +140,8 @@ def find_dense_ffns(model: nn.Module) -> dict[str, DenseFFN]:
 def _read(name: str, module: nn.Module, layout: _Layout) -> DenseFFN | None:
     first = tuple(_part(module, path) for path in layout.first)
     last, holder = _part(module, layout.last), _part(module, layout.holder)
-    activation = _activation(holder)
+    named = [holder._modules.get(name) for name in ACTIVATION_NAMES] if holder is not None else []
+    activation = next((module for module in named if module is not None), None)
     if activation is None or not isinstance(last, nn.Linear):
         return None
     maps = tuple(linear for linear in first if isinstance(linear, nn.Linear))
@@ -160,13 +161,6 @@ def _part(module: nn.Module, path: str) -> nn.Module | None:
             return None
         module = child
     return module
-
-
-def _activation(holder: nn.Module | None) -> nn.Module | None:
-    if holder is None:
-        return None
-    named = [holder._modules.get(name) for name in ACTIVATION_NAMES]
-    return next((module for module in named if module is not None), None)
 
 
 def _join(name: str, path: str) -> str:
@@ -370,22 +364,20 @@ def _check_dense(model: nn.Module) -> None:
     routers = [name for name, module in model.named_modules() if family_of(module) is not None]
     experts = [name for name, _ in model.named_modules() if name.rpartition(".")[2] == "experts"]
     found = [*routers, *experts]
-    require(
-        not found,
-        f"{type(model).__name__} is a Mixture of Experts already ({', '.join(found[:1])})",
-        UnsupportedModelError,
-    )
+    if found:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is a Mixture of Experts already ({', '.join(found[:1])})"
+        )
 
 
 def _chosen(
     found: dict[str, DenseFFN], layers: Collection[int | str] | None, kind: str
 ) -> dict[str, DenseFFN]:
-    require(
-        bool(found),
-        f"{kind} has no feed-forward network of a known layout (gate_proj/up_proj/down_proj, "
-        "gate_up_proj/down_proj, fc1/fc2 or intermediate/output)",
-        UnsupportedModelError,
-    )
+    if not found:
+        raise UnsupportedModelError(
+            f"{kind} has no feed-forward network of a known layout (gate_proj/up_proj/down_proj, "
+            "gate_up_proj/down_proj, fc1/fc2 or intermediate/output)"
+        )
     if layers is None:
         return found
     require(len(layers) > 0, "layers must name at least one network, got none")

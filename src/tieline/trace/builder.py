@@ -1,9 +1,8 @@
-"""The statistics of one batch in one layer: the increment of a streaming summary.
+"""Make a streaming summary, batch by batch, while a model runs.
 
-This runs inside a forward pass, so it is written in NumPy, which costs less per call than torch and
-wakes no threads that the model's own matrix products would have to wait for.
-
-Making a streaming summary, batch by batch, while a model runs.
+`SummaryBuilder` takes batches; `summarise` takes a whole trace. The statistics of a batch are
+computed inside a forward pass, so they use NumPy, which costs less per call than torch and starts
+no threads.
 """
 
 from collections.abc import Mapping
@@ -46,20 +45,20 @@ def summarise_chunk(
     epsilons: tuple[float, ...],
     ceiling: int = SPAN,
 ) -> LayerSummary:
-    """Summary of one batch.
+    """Summarise one batch.
 
     Args:
         chunk: what the router did, on the CPU.
         documents: document of each token.
         positions: position of each token in its document.
         epsilons: the ε of the columns of `chunk.near`.
-        ceiling: coalitions of this hash or above are left out, since a full sketch of earlier
-            batches would drop them.
+        ceiling: coalitions with at least this hash are left out; a full sketch would drop them.
     """
     chosen = _chosen(chunk)
     nonfinite = _nonfinite(chunk)
     experts = chunk.facts.n_experts
     hashes = coalition_hash(chosen)
+    keys = (TokenKey(int(documents[i]), int(positions[i])) for i in nonfinite)
     return LayerSummary(
         name=chunk.name,
         facts=chunk.facts,
@@ -68,7 +67,7 @@ def summarise_chunk(
         coalitions=DistinctSketch.empty().with_hashes(hashes[hashes < ceiling]),
         bias=SharedBias(None if chunk.bias is None else chunk.bias.detach().clone()),
         nonfinite=len(nonfinite),
-        first_nonfinite=_first(nonfinite, documents, positions),
+        first_nonfinite=min(keys, default=None),
         **_of_scores(_without(chunk, nonfinite), epsilons),  # pyright: ignore[reportArgumentType]
     )
 
@@ -77,31 +76,24 @@ def _chosen(chunk: LayerTrace) -> np.ndarray:
     """Chosen experts (k, T) as int64, all of them between 0 and E - 1."""
     chosen = np.ascontiguousarray(chunk.experts.numpy()[:, : chunk.facts.k].T, dtype=np.int64)
     low, high = int(chosen.min(initial=0)), int(chosen.max(initial=0))
-    require(
-        low >= 0 and high < chunk.facts.n_experts,
-        f"layer {chunk.name!r}: experts must lie in 0 ... {chunk.facts.n_experts - 1}, "
-        f"got {low if low < 0 else high}",
-        TraceError,
-    )
+    if not (low >= 0 and high < chunk.facts.n_experts):
+        raise TraceError(
+            f"layer {chunk.name!r}: experts must lie in 0 ... {chunk.facts.n_experts - 1}, "
+            f"got {low if low < 0 else high}"
+        )
     return chosen
 
 
 def _nonfinite(chunk: LayerTrace) -> np.ndarray:
     """Tokens with a score that is not finite among the first k.
 
-    The first and the k-th tell: scores descend, and one that is not a number ranks above all.
+    The first and the k-th suffice: scores descend, and NaN ranks above all.
     """
     if chunk.scores is None:
         return np.zeros(0, dtype=np.int64)
     scores = _numbers(chunk.scores)
     first, last = scores[:, 0], scores[:, chunk.facts.k - 1]
     return np.flatnonzero(~(np.isfinite(first) & np.isfinite(last)))
-
-
-def _first(tokens: np.ndarray, documents: Tensor, positions: Tensor) -> TokenKey | None:
-    keys = ((int(documents[token]), int(positions[token])) for token in tokens)
-    first = min(keys, default=None)
-    return None if first is None else TokenKey(*first)
 
 
 def _without(chunk: LayerTrace, tokens: np.ndarray) -> LayerTrace:
@@ -112,7 +104,7 @@ def _without(chunk: LayerTrace, tokens: np.ndarray) -> LayerTrace:
 
 
 def _of_scores(chunk: LayerTrace, epsilons: tuple[float, ...]) -> dict[str, object]:
-    """The fields of a summary that count scores; all of them must be finite."""
+    """The fields of a summary that count scores, which must be finite."""
     gaps = _histogram(chunk, "gap") if chunk.has_gaps else None
     group_decides = 0
     if gaps is not None and chunk.group_gap is not None:
@@ -147,8 +139,8 @@ def _near(chunk: LayerTrace) -> Tensor | None:
 def _orders(chunk: LayerTrace, epsilons: tuple[float, ...]) -> Tensor | None:
     """Counts of the order of tie, one row per ε.
 
-    #{i : |z_i - z_[k]| < ε} = K(ε) - #{i < k : z_[i] - z_[k] >= ε}: K(ε) was counted over all
-    experts, and the others are ranks that were kept, so that the order is exact.
+    #{i : |z_i - z_[k]| < ε} = K(ε) - #{i < k : z_[i] - z_[k] >= ε} is exact: K(ε) was counted over
+    all experts, and the other ranks were kept.
     """
     if chunk.near is None or chunk.scores is None:
         return None
@@ -166,18 +158,15 @@ def _orders(chunk: LayerTrace, epsilons: tuple[float, ...]) -> Tensor | None:
 
 
 def _numbers(scores: Tensor) -> np.ndarray:
-    """The same scores for NumPy, which knows no bfloat16."""
+    """Scores for NumPy, which has no bfloat16."""
     return (scores.float() if scores.dtype == torch.bfloat16 else scores).detach().numpy()
 
 
 def _counted(rows: np.ndarray, size: int, name: str) -> Tensor:
     """How often 0, ..., size - 1 occur in each row."""
     low, high = int(rows.min(initial=0)), int(rows.max(initial=0))
-    require(
-        low >= 0 and high < size,
-        f"{name} must lie in 0 ... {size - 1}, got {low if low < 0 else high}",
-        TraceError,
-    )
+    if not (low >= 0 and high < size):
+        raise TraceError(f"{name} must lie in 0 ... {size - 1}, got {low if low < 0 else high}")
     counts = [np.bincount(row, minlength=size) for row in rows]
     return torch.from_numpy(np.array(counts, dtype=np.int64).reshape(len(rows), size))
 
@@ -186,16 +175,15 @@ SAMPLE_SIZE = 4096
 
 
 class SummaryBuilder:
-    """Takes the batches of a run and gives the summary of all tokens so far.
+    """Collects the batches of a run into one summary.
 
-    Memory is bounded by the sample: per layer about 2 `sample_size` rows and some 200 kB of counts.
+    Memory per layer is bounded by about 2 `sample_size` rows and 200 kB of counts.
 
     Args:
         epsilons: the ε of the columns of `LayerTrace.near`.
         sample_size: number of whole tokens to keep.
         provenance: JSON values that say where the tokens come from.
-        keep_inputs: whether the sample keeps the router's inputs where they were captured, which
-            may be larger than all the rest.
+        keep_inputs: whether the sample keeps captured router inputs, which may be large.
     """
 
     def __init__(
@@ -224,8 +212,8 @@ class SummaryBuilder:
         """Add a batch of one layer.
 
         Args:
-            layer: place or name of the layer. Layers are ordered by place, or, if they are named,
-                in the order in which they came first.
+            layer: place or name of the layer. Layers are ordered by place, or, if named, by their
+                first batch.
             chunk: what the router did; tensors on other devices are copied to the CPU.
             documents: document of each token.
             positions: position of each token in its document.
@@ -245,7 +233,7 @@ class SummaryBuilder:
         state.sample.add(rows, token_hash(documents, positions))
 
     def summary(self) -> RoutingSummary:
-        """The summary of all batches so far; more may be added afterwards."""
+        """Return the summary of all batches so far; more may be added afterwards."""
         require(len(self._layers) > 0, "no batch was summarised: no layer routed", TraceError)
         places = list(self._layers)
         if all(isinstance(place, int) for place in places):
@@ -273,7 +261,7 @@ class _LayerState:
 def summarise(
     trace: RoutingTrace, sample_size: int = SAMPLE_SIZE, keep_inputs: bool = False
 ) -> RoutingSummary:
-    """The summary of a trace, read layer by layer."""
+    """Summarise a trace, read layer by layer."""
     builder = SummaryBuilder(trace.epsilons, sample_size, trace.provenance, keep_inputs)
     for place, layer in enumerate(trace.layers):
         builder.update(place, layer, trace.documents, trace.positions, trace.tokens)
@@ -281,7 +269,7 @@ def summarise(
 
 
 def _on_cpu(chunk: LayerTrace) -> LayerTrace:
-    """The chunk without gradients and on the CPU; itself if it is so already."""
+    """The chunk without gradients and on the CPU."""
     moved = {
         name: value.detach().cpu()
         for name, value in chunk.tensors().items()
@@ -293,14 +281,12 @@ def _on_cpu(chunk: LayerTrace) -> LayerTrace:
 def _check(chunk: LayerTrace, keys: Mapping[str, Tensor], epsilons: tuple[float, ...]) -> None:
     count = len(chunk.experts)
     sizes = {name: tuple(value.shape) for name, value in keys.items()}
-    require(
-        all(size == (count,) for size in sizes.values()),
-        f"layer {chunk.name!r}: need one id for each of {count} tokens, got {sizes}",
-        TraceError,
-    )
+    if not all(size == (count,) for size in sizes.values()):
+        raise TraceError(
+            f"layer {chunk.name!r}: need one id for each of {count} tokens, got {sizes}"
+        )
     columns = len(epsilons) if chunk.near is None else chunk.near.shape[1]
-    require(
-        columns == len(epsilons),
-        f"layer {chunk.name!r}: near has {columns} columns for {len(epsilons)} epsilons",
-        TraceError,
-    )
+    if columns != len(epsilons):
+        raise TraceError(
+            f"layer {chunk.name!r}: near has {columns} columns for {len(epsilons)} epsilons"
+        )

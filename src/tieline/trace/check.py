@@ -1,7 +1,6 @@
-"""Whether the values of a trace can be what a router did.
+"""Check the values of a trace that comes from a file or goes into one.
 
-Shapes and types are checked by the records themselves. Values are checked here, where they come
-from a file or are about to go into one:
+Records check shapes and types themselves. Values are checked here:
 
     experts          in 0 ... E - 1, no expert twice for one token
     scores           descending; finite for the chosen ranks, further ones may be masked by -inf
@@ -22,18 +21,18 @@ __all__ = ["check_layer", "check_trace"]
 
 
 def check_trace(trace: RoutingTrace) -> None:
-    """Refuse a trace that no router can have made, naming layer, count and first token."""
+    """Refuse a trace with impossible values, naming layer, count and first token."""
     for layer in trace.layers:
         check_layer(layer)
 
 
 def check_layer(layer: LayerTrace, broken_tokens: bool = False) -> None:
-    """Refuse a layer with impossible values, naming what is wrong, how often and where first.
+    """Refuse a layer with impossible values, naming what, how often and where first.
 
     Args:
         layer: the layer.
-        broken_tokens: whether tokens with a score that is not finite are allowed (a summary counts
-            them and its sample may hold them); of these, only the ids are checked.
+        broken_tokens: whether tokens with a score that is not finite are allowed, as in the sample
+            of a summary; only their ids are checked.
     """
     _check_ids(layer)
     if broken_tokens and layer.scores is not None:

@@ -1,8 +1,8 @@
-"""Counts of non-negative numbers on one fixed logarithmic grid, the same on every machine.
+"""Exact counts and sums that add up in any order: histograms of gaps, moments of scores.
 
-The grid points are e_j = 2^(-30 + j // 32) (1 + (j mod 32) / 32), j = 0, ..., 1408: 32 to an
-octave from 9.3e-10 to 16384, each a float64 without rounding. (Powers of ten would have to be
-computed, and two libraries may round them differently: counts could not be added any more.)
+`LogHistogram` counts non-negative numbers on one logarithmic grid, the same on every machine. The
+grid points are e_j = 2^(-30 + j // 32) (1 + (j mod 32) / 32), j = 0, ..., 1408: 32 to an octave
+from 9.3e-10 to 16384, each a float64 without rounding.
 
     bin 0          exactly zero: the exact ties
     bin 1          (0, e_0)
@@ -10,20 +10,17 @@ computed, and two libraries may round them differently: counts could not be adde
     bin 2j + 3     (e_j, e_{j+1}); for the last j everything above, infinity included
 
 At every grid point w both P(gap < w) and P(gap <= w) are exact counts. They differ for gaps of
-low-precision scores, which sit on the grid themselves. With w, 2w is a grid point too. A quantile
-is known up to one bin, at most 1/32 of its value.
+low-precision scores, which lie on the grid. With w, 2w is a grid point too. A quantile is known up
+to one bin, at most 1/32 of its value.
 
-Sums of scores without any rounding, so that adding them up in another order changes nothing.
-
-A float32 is z = ±m u with a 24-bit integer m and the unit u = 2^(max(e, 1) - 150) of its exponent
-field e. Scores of rank r with exponent field e are added as integers:
+`ExactMoments` sums scores without rounding. A float32 is z = ±m u with a 24-bit integer m and the
+unit u = 2^(max(e, 1) - 150) of its exponent field e. Scores of rank r are added as integers per e:
 
     first[r, e]                        Σ ±m              the sum of z, in units of u
     high[r, e] 2^24 + low[r, e]        Σ m²              the sum of z², in units of u²
 
-with 0 <= low < 2^24. Floating-point addition is exact here, since every partial sum is a multiple
-of the unit below 2^53 of it. Mean and variance are computed from the integers in rational
-arithmetic and rounded once.
+with 0 <= low < 2^24. Every partial sum is a multiple of the unit below 2^53 of it, so that adding
+floats is exact. Mean and variance are computed in rational arithmetic and rounded once.
 """
 
 import math
@@ -74,14 +71,14 @@ class GridCdf(NamedTuple):
 
 
 def grid_points() -> Float[Tensor, " points"]:
-    """The grid points e_0 < e_1 < ... in float64."""
+    """Return the grid points e_0 < e_1 < ... in float64."""
     bits = torch.arange(_FIRST_CELL, _FIRST_CELL + _N_POINTS, dtype=torch.int64) << _SHIFT
     return bits.view(torch.float64)
 
 
 @dataclass(frozen=True, eq=False)
 class LogHistogram:
-    """How many numbers fell in each bin of the grid; sums of histograms are exact.
+    """Counts of numbers per bin of the grid; sums of histograms are exact.
 
     Attributes:
         counts: numbers per bin, int64.
@@ -91,10 +88,9 @@ class LogHistogram:
 
     @classmethod
     def of(cls, values: Float[Tensor, " count"]) -> "LogHistogram":
-        """Histogram of numbers >= 0 (infinity allowed).
+        """Count numbers >= 0, infinity included.
 
-        The leading bits of a positive float64 are its exponent and first mantissa bits, hence the
-        cell of the grid: no search is needed.
+        The leading bits of a positive float64, exponent and first mantissa bits, give its cell.
         """
         numbers = values.double().numpy() + 0.0  # makes minus zero a zero
         require(bool((numbers >= 0).all()), _RULE, TraceError)
@@ -109,28 +105,28 @@ class LogHistogram:
 
     @property
     def total(self) -> int:
-        """How many numbers were counted."""
+        """Number of values."""
         return int(self.counts.sum())
 
     @property
     def zeros(self) -> int:
-        """How many of them were exactly zero."""
+        """Number of values that are exactly zero."""
         return int(self.counts[0])
 
     def at_most(self) -> Int[Tensor, " points"]:
-        """Number of values <= e_j for each grid point; exact."""
+        """Return the number of values <= e_j for each grid point; exact."""
         return self.counts.cumsum(0)[2:-1:2]
 
     def below(self) -> Int[Tensor, " points"]:
-        """Number of values < e_j for each grid point; exact."""
+        """Return the number of values < e_j for each grid point; exact."""
         return self.counts.cumsum(0)[1:-2:2]
 
     def cdf(self) -> GridCdf:
-        """All counts below and at grid points."""
+        """Return the counts at all grid points."""
         return GridCdf(grid_points(), self.below(), self.at_most(), self.total)
 
     def count_at_most(self, width: float) -> tuple[int, int]:
-        """Bounds on the number of values <= width; equal, hence exact, at a grid point and at 0."""
+        """Return bounds on the number of values <= width; equal at a grid point and at 0."""
         require(width >= 0, f"need a width >= 0, got {width}")
         if width == math.inf:
             return self.total, self.total
@@ -140,7 +136,7 @@ class LogHistogram:
         return low, low + (0 if width == lower[index] else int(self.counts[index]))
 
     def quantile(self, probability: float) -> tuple[float, float]:
-        """Ends of the bin that holds inf{w : F(w) >= probability}; equal ends are its value."""
+        """Return the ends of the bin with inf{w : F(w) >= probability}; equal if it is exact."""
         require(
             0 < probability <= 1 and self.total > 0,
             f"need a count and 0 < probability <= 1, got {self.total} and {probability}",
@@ -176,7 +172,7 @@ class ExactMoments:
     """Exact sums of the scores of each rank and of their squares, by exponent of the score.
 
     Attributes:
-        count: how many scores of each rank were finite.
+        count: finite scores of each rank.
         first: sum, in units of each exponent.
         high: upper part of the sum of squares.
         low: lower 24 bits of the sum of squares.
@@ -189,7 +185,7 @@ class ExactMoments:
 
     @classmethod
     def of(cls, scores: Float[Tensor, "tokens ranks"]) -> "ExactMoments":
-        """Moments of each column, in float32; infinite scores are left out."""
+        """Compute the moments of each column in float32; infinite scores are left out."""
         first, *rest = (_moments(part) for part in scores.float().split(_EXACT_TOKENS))
         return sum(rest, start=first)
 
@@ -201,11 +197,11 @@ class ExactMoments:
         return ExactMoments(self.count + other.count, self.first + other.first, *squares)
 
     def mean(self) -> Float[Tensor, " ranks"]:
-        """Mean score of each rank, rounded once; NaN for a rank without scores."""
+        """Return the mean score of each rank, rounded once; NaN without scores."""
         return self._rounded(lambda count, first, _: first / count)
 
     def variance(self) -> Float[Tensor, " ranks"]:
-        """Variance (1/n) Σ z² - mean² of each rank, rounded once; NaN for a rank without scores."""
+        """Return the variance (1/n) Σ z² - mean² of each rank, rounded once; NaN without scores."""
         return self._rounded(lambda count, first, second: second / count - (first / count) ** 2)
 
     def _rounded(self, statistic: Callable[[int, Fraction, Fraction], Fraction]) -> Tensor:

@@ -3,16 +3,10 @@
     tieline.json        format, version, contents, and size and SHA-256 of every other file
     NAME.safetensors    tensors
 
-Writing goes to a hidden folder beside the target, which is renamed when all of it is on the disk:
-a process killed at any moment leaves no folder of that name, or a complete one. (It may leave a
-hidden `.NAME.*.partial`, which nothing reads.)
-
-Reading a folder of safetensors files that may be anybody's.
-
-Nothing in it is trusted: file names are made here and never taken from the folder, the JSON is
-bounded, each tensor file must have the size and the digest that the index states, the safetensors
-header is bounded before it is parsed, and only plain integers and real numbers are read. Whatever
-is wrong becomes one `TraceError` with the name of the file.
+Nothing that is read is trusted: file names are never taken from the folder, the JSON is bounded,
+each tensor file must have the size and the digest that the index states, the safetensors header is
+bounded before it is parsed, and only plain integers and real numbers are read. Every problem is a
+`TraceError` that names the file.
 """
 
 import os
@@ -58,42 +52,34 @@ def write_folder(
     parts: Parts,
     overwrite: bool,
 ) -> None:
-    """Write a folder, or raise and leave everything as it was.
+    """Write a folder, or raise and change nothing.
 
     Args:
-        directory: where to; parents are made.
-        kind: format that the index states.
-        version: version of that format.
+        directory: the folder to make, parents included.
+        kind: name of the format.
+        version: version of the format.
         contents: JSON values of the index.
-        parts: name and tensors of each file; taken one at a time, so that they need not all be in
-            memory.
-        overwrite: whether a folder of this kind may be replaced. Another folder never is, unless
-            it is empty.
+        parts: name and tensors of each file, taken one at a time.
+        overwrite: whether a folder of this kind may be replaced; another is only if it is empty.
     """
     target = check_target(directory, kind, overwrite)
     with whole_folder(target, replace=overwrite) as folder:
         files = {name: _write_tensors(folder / f"{name}{SUFFIX}", part) for name, part in parts}
         index = {"format": kind, "version": version, "files": files, **contents}
-        (folder / INDEX).write_bytes(_text(index))
-
-
-def _text(index: Mapping[str, object]) -> bytes:
-    text = canonical(index).encode()
-    require(len(text) <= LONGEST, f"the index has {len(text)} bytes, at most {LONGEST}", TraceError)
-    return text
+        text = canonical(index).encode()
+        if len(text) > LONGEST:
+            raise TraceError(f"the index has {len(text)} bytes, at most {LONGEST}")
+        (folder / INDEX).write_bytes(text)
 
 
 def check_target(directory: str | Path, kind: str, overwrite: bool) -> Path:
-    """The absolute path of a folder to make, or an error if something is there that must stay."""
+    """Return the absolute path of a folder to make; refuses to replace anything else."""
     target = Path(os.path.abspath(directory))
     if not os.path.lexists(target) or (target.is_dir() and not any(target.iterdir())):
         return target
     require(overwrite, f"{target} exists: choose another place or allow overwriting", TraceError)
-    require(
-        target.is_dir() and not target.is_symlink() and _is_ours(target, kind),
-        f"{target} exists and is no {kind} folder: it is left alone",
-        TraceError,
-    )
+    if not (target.is_dir() and not target.is_symlink() and _is_ours(target, kind)):
+        raise TraceError(f"{target} exists and is no {kind} folder: it is left alone")
     return target
 
 
@@ -136,7 +122,7 @@ class TensorHeader(NamedTuple):
 
 @contextmanager
 def parsing(name: object) -> Iterator[None]:
-    """Turn whatever a parser raises on foreign bytes into a `TraceError` about the file."""
+    """Turn whatever a parser raises into a `TraceError` that names the file."""
     try:
         yield
     except TraceError:
@@ -148,7 +134,7 @@ def parsing(name: object) -> Iterator[None]:
 
 @dataclass
 class Folder:
-    """An index that was read, and the tensor files that it lists, not read yet.
+    """An index and the tensor files that it lists, which are not read yet.
 
     Attributes:
         path: the folder.
@@ -161,7 +147,7 @@ class Folder:
     verified: set[str] = field(default_factory=set)
 
     def header(self, name: str) -> dict[str, TensorHeader]:
-        """Types and shapes of the tensors of a file of the stated size, without reading them."""
+        """Return types and shapes of the tensors of a file, without reading them."""
         path = self._path(name)
         stated = self._stated(name)["bytes"]
         size = path.stat().st_size
@@ -169,7 +155,7 @@ class Folder:
         return read_header(path)
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """The tensors of a file, mapped into memory; its digest is checked at the first call."""
+        """Map the tensors of a file into memory; the first call checks its digest."""
         names, path = self.header(name), self._path(name)
         if name not in self.verified:
             with parsing(path):
@@ -194,7 +180,7 @@ class Folder:
 
 
 def read_index(directory: str | Path) -> dict[str, object]:
-    """The JSON index of a folder."""
+    """Read the JSON index of a folder."""
     file = Path(directory) / INDEX
     require(file.is_file(), f"{directory}: is no folder with a {INDEX}", TraceError)
     with parsing(file), file.open("rb") as stream:
@@ -205,20 +191,19 @@ def read_index(directory: str | Path) -> dict[str, object]:
 
 
 def open_folder(directory: str | Path, kind: str, version: int) -> Folder:
-    """Read the index of a folder of this kind."""
+    """Open a folder of this kind and version."""
     index = read_index(directory)
     found = index.get("format"), index.get("version")
-    require(
-        found == (kind, version) and type(found[1]) is int,
-        f"{directory}: must be {kind} version {version}, got {found[0]!r:.80} version "
-        f"{found[1]!r:.80}",
-        TraceError,
-    )
+    if not (found == (kind, version) and type(found[1]) is int):
+        raise TraceError(
+            f"{directory}: must be {kind} version {version}, got {found[0]!r:.80} version "
+            f"{found[1]!r:.80}"
+        )
     return Folder(Path(directory), index)
 
 
 def check_header_length(path: Path) -> None:
-    """Refuse a safetensors file whose header is longer than any of ours, or than the file."""
+    """Refuse a safetensors file whose header is longer than 4 MiB or than the file."""
     with parsing(path), path.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         size = path.stat().st_size
@@ -226,7 +211,7 @@ def check_header_length(path: Path) -> None:
 
 
 def read_header(path: Path) -> dict[str, TensorHeader]:
-    """Types and shapes of the tensors of a safetensors file, without reading them."""
+    """Return types and shapes of the tensors of a safetensors file, without reading them."""
     check_header_length(path)
     with parsing(path), safe_open(path, framework="pt") as file:
         names = list(file.keys())

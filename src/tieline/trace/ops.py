@@ -1,14 +1,13 @@
-"""Cutting traces up and putting them together.
+"""Select, join and compare traces.
 
     take_tokens         some tokens of one layer
     select_tokens       some tokens, in all layers
     select_documents    the tokens of some documents
     select_layers       some layers, by place or name
     concatenate         the tokens of several traces of the same routers
+    identical           whether two records hold the same values, bit by bit
 
 Traces that were loaded from disk stay lazy: a layer is cut when it is touched.
-
-Whether two records are the same, field by field and bit by bit.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,12 +36,12 @@ Index = slice | Int[Tensor, " chosen"] | Bool[Tensor, " tokens"]
 
 
 def take_tokens(layer: LayerTrace, index: Index) -> LayerTrace:
-    """The record of some tokens of a layer: a view for a slice, a copy for an index or a mask."""
+    """Return some tokens of a layer: a view for a slice, a copy for an index or a mask."""
     return replace(layer, **{name: value[index] for name, value in layer.rows().items()})
 
 
 def select_tokens(trace: RoutingTrace, index: Index) -> RoutingTrace:
-    """Some tokens, in the order of the index.
+    """Return some tokens, in the order of the index.
 
     Args:
         trace: any trace.
@@ -57,7 +56,7 @@ def select_tokens(trace: RoutingTrace, index: Index) -> RoutingTrace:
 
 
 def select_documents(trace: RoutingTrace, documents: Iterable[int]) -> RoutingTrace:
-    """The tokens of these documents, in the order of the trace."""
+    """Return the tokens of these documents, in the order of the trace."""
     wanted = torch.tensor(sorted(set(documents)), dtype=torch.int64)
     missing = wanted[~torch.isin(wanted, trace.documents.long())].tolist()
     require(not missing, f"no tokens of documents {missing[:5]} in the trace", TraceError)
@@ -65,7 +64,7 @@ def select_documents(trace: RoutingTrace, documents: Iterable[int]) -> RoutingTr
 
 
 def select_layers(trace: RoutingTrace, layers: Sequence[int | str]) -> RoutingTrace:
-    """Some layers, each by its place (negative from the end) or its router's name."""
+    """Return some layers, each by its place (negative from the end) or router name."""
     names: list[str] = []
     if any(isinstance(layer, str) for layer in layers):
         names = [layer.name for layer in trace.layers]
@@ -79,15 +78,15 @@ def select_layers(trace: RoutingTrace, layers: Sequence[int | str]) -> RoutingTr
 def concatenate(
     traces: Sequence[RoutingTrace], documents: Literal["keep", "renumber"] = "keep"
 ) -> RoutingTrace:
-    """The tokens of several traces, one after the other.
+    """Join the tokens of several traces, one after the other.
 
-    All traces must record the same of the same routers: layer names, facts, ranks, optional fields,
-    types, biases and ε. The provenance is the common one, or all of them under "parts".
+    All traces must agree in layer names, facts, ranks, optional fields, types, biases and ε. The
+    provenance is the common one, or all of them under "parts".
 
     Args:
         traces: one or more.
-        documents: "keep" the numbers of documents, which is right for parts of one run, and refuse
-            a token that two traces hold; or "renumber" those of each trace to follow the last one.
+        documents: "keep" the numbers of documents, as for parts of one run, and refuse a token that
+            two traces hold; or "renumber" each trace's documents to follow the last one.
     """
     require(len(traces) > 0, "nothing to concatenate: got no traces", TraceError)
     parts = _renumbered(traces) if documents == "renumber" else list(traces)
@@ -119,22 +118,18 @@ def _joined(layers: list[LayerTrace]) -> LayerTrace:
     first = layers[0]
     for layer in layers[1:]:
         _require_same("name", first.name, layer.name)
-        for say in (_facts, _recorded, _bias):
-            _require_same(f"layer {first.name!r}: {say.__name__[1:]}", say(first), say(layer))
+        for what, of_first, of_layer in zip(
+            ("facts", "recorded", "bias"), _recorded(first), _recorded(layer), strict=True
+        ):
+            _require_same(f"layer {first.name!r}: {what}", of_first, of_layer)
     rows = [layer.rows() for layer in layers]
     return replace(first, **{name: torch.cat([row[name] for row in rows]) for name in rows[0]})
 
 
-def _facts(layer: LayerTrace) -> object:
-    return layer.facts
-
-
-def _recorded(layer: LayerTrace) -> object:
-    return {name: (value.dtype, tuple(value.shape[1:])) for name, value in layer.rows().items()}
-
-
-def _bias(layer: LayerTrace) -> object:
-    return None if layer.bias is None else layer.bias.tolist()
+def _recorded(layer: LayerTrace) -> tuple[object, ...]:
+    """Facts, type and shape of each field, and the bias."""
+    rows = {name: (value.dtype, tuple(value.shape[1:])) for name, value in layer.rows().items()}
+    return layer.facts, rows, None if layer.bias is None else layer.bias.tolist()
 
 
 def _require_same(what: str, first: object, other: object) -> None:
@@ -142,7 +137,7 @@ def _require_same(what: str, first: object, other: object) -> None:
 
 
 def _renumbered(traces: Sequence[RoutingTrace]) -> list[RoutingTrace]:
-    """Documents shifted so that each trace starts one above the last number of the one before."""
+    """Shift documents so that each trace starts one above the last number of the one before."""
     parts, start = [], 0
     for trace in traces:
         numbers = trace.documents.long()
@@ -154,7 +149,7 @@ def _renumbered(traces: Sequence[RoutingTrace]) -> list[RoutingTrace]:
 
 
 def _repeats(keys: dict[str, Tensor]) -> bool:
-    """Whether a (document, position) comes twice: hashes are sorted first, as that is quick."""
+    """Whether a (document, position) occurs twice; sorted hashes are compared first."""
     documents, positions = keys["documents"].long(), keys["positions"].long()
     hashes = np.sort(token_hash(documents, positions))
     if not (hashes[1:] == hashes[:-1]).any():

@@ -54,7 +54,7 @@ INTS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class TensorLayout(NamedTuple):
-    """What a tensor holds and how its axes are called."""
+    """Kind and axes of a tensor."""
 
     kind: Kind
     axes: tuple[str, ...]
@@ -77,7 +77,7 @@ TOKEN_KEYS = ("tokens", "documents", "positions")
 
 
 def kind_of(dtype: torch.dtype) -> Kind:
-    """Whether a type holds integers, real numbers or neither (booleans, complex numbers)."""
+    """Return whether a type holds integers, real numbers or neither (booleans, complex numbers)."""
     if dtype in INTS:
         return _INT
     return _FLOAT if dtype in FLOATS else "neither"
@@ -103,7 +103,7 @@ GroupScore = Literal["max", "top2sum"]
 
 @dataclass(frozen=True)
 class LayerFacts:
-    """How one router chooses: everything about its selection that is not data.
+    """How one router chooses.
 
     Attributes:
         n_experts: number of experts E that the router scores.
@@ -255,7 +255,7 @@ class RoutingTrace:
         return self.tokens.numel()
 
     def layer(self, name: str) -> LayerTrace:
-        """The layer whose router has this name."""
+        """Return the layer whose router has this name."""
         for layer in self.layers:
             if layer.name == name:
                 return layer
@@ -294,7 +294,7 @@ _NEEDS = {
 
 
 def unanswered(layers: Sequence[LayerTrace]) -> list[str]:
-    """The questions that none of the layers has the data for; empty if there are none.
+    """Return the questions for which no layer has the data.
 
     An ids-only trace answers load, entropy, dead and cold experts, coalitions and agreement.
     """
@@ -308,7 +308,7 @@ def _missing(layer: LayerTrace) -> set[str]:
 
 
 class LazyLayers(Sequence[LayerTrace]):
-    """Layers that are read, checked or cut out on demand; the last one touched is kept."""
+    """Layers that are made on demand; the last one touched is kept."""
 
     def __init__(self, count: int, make: Callable[[int], LayerTrace]) -> None:
         self._count = count
@@ -337,7 +337,7 @@ class LazyLayers(Sequence[LayerTrace]):
 def map_layers(
     layers: Sequence[LayerTrace], change: Callable[[LayerTrace], LayerTrace]
 ) -> Sequence[LayerTrace]:
-    """Each layer changed: at once if the layers are in memory, else when it is touched."""
+    """Change each layer: at once if the layers are in memory, else when it is touched."""
     if isinstance(layers, LazyLayers):
         return LazyLayers(len(layers), lambda index: change(layers[index]))
     return tuple(change(layer) for layer in layers)

@@ -1,28 +1,18 @@
-"""Hashes that are the same on every machine, in every process and in every version.
+"""Samples and distinct counts that depend on the set of tokens alone, not on order or sharding.
 
-    mix(x)                the finaliser of splitmix64, a bijection of 64-bit words
+Hashes are the same on every machine and in every version, uniform on [0, 2^63):
+
     token_hash(d, p)      of document and position: decides which tokens a sample keeps
     coalition_hash(S)     of a set of experts, the same for every order of its members
 
-All are uniform to the eye on [0, 2^63), so that the smallest of them are a random sample of what
-was hashed, and the same sample however the data was cut into shards.
+A sample keeps the n tokens with the smallest hash, with everything a layer recorded of them: every
+layer keeps the same tokens, and the sample of a union is the sample of the parts' samples. A token
+that comes twice is kept once; if its two records differ, the one that is smaller byte by byte wins,
+token ids first, so that all layers agree.
 
-A sample of tokens that does not depend on the order in which they came.
-
-Kept are the n tokens whose (document, position) has the smallest hash, with all that a layer
-recorded of them. Which tokens these are follows from the set of tokens alone: every layer keeps the
-same ones, and the sample of a union is the sample of the parts' samples.
-
-A token that comes twice (the same document and position) is kept once. If the two records differ,
-the one that is smaller byte by byte wins, whichever came first; token ids are compared first, so
-that all layers agree on them.
-
-How many different coalitions were seen, in bounded memory.
-
-The n smallest different hashes are kept (n = 4096). Fewer than n are all there were; otherwise the
-n-th smallest of D uniform hashes sits near n / D, and (n - 1) / h_n estimates D with a relative
-standard error of about 1 / sqrt(n - 2), 1.6 %. The n smallest hashes of a union are the n smallest
-of the parts' n smallest, so sketches merge exactly.
+`DistinctSketch` keeps the n = 4096 smallest different hashes. Fewer than n are all there were; else
+(n - 1) / h_n, with h_n the n-th smallest on [0, 1), estimates their number with a relative standard
+error of about 1 / sqrt(n - 2), 1.6 %. Sketches merge exactly.
 """
 
 import math
@@ -60,13 +50,13 @@ _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 def token_hash(
     documents: Int[Tensor, " tokens"], positions: Int[Tensor, " tokens"]
 ) -> Int64[np.ndarray, " tokens"]:
-    """Hash of (document, position), in [0, 2^63)."""
+    """Return the hash of (document, position), in [0, 2^63)."""
     document = _mix(documents.long().numpy().view(np.uint64))
     return _folded(_mix(document ^ positions.long().numpy().view(np.uint64)))
 
 
 def coalition_hash(chosen: Int[np.ndarray, "k tokens"]) -> Int64[np.ndarray, " tokens"]:
-    """Hash of the set of chosen experts, in [0, 2^63): the mixed sum of one word per expert."""
+    """Return the hash of the set of chosen experts, in [0, 2^63)."""
     words = _mix(np.arange(1, int(chosen.max(initial=0)) + 2, dtype=np.uint64))
     return _folded(_mix(words.take(chosen).sum(0)))
 
@@ -87,13 +77,13 @@ Rows = Mapping[str, Tensor]
 
 
 def rows_of(chunk: LayerTrace, keys: Rows, keep_inputs: bool = True) -> Rows:
-    """Everything recorded per token, with the ids that tell tokens apart."""
+    """Return everything recorded per token, with the ids of the tokens."""
     rows = {name: value for name, value in chunk.rows().items() if keep_inputs or name != "inputs"}
     return {**keys, **rows}
 
 
 class SampleBuffer:
-    """Collects rows and now and then throws away those that cannot be in the sample any more."""
+    """Collects rows and drops those that can no longer be in the sample."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -102,7 +92,7 @@ class SampleBuffer:
         self._limit = SPAN
 
     def add(self, rows: Rows, hashes: np.ndarray) -> None:
-        """Take the rows whose hash does not exceed the largest one of a full sample."""
+        """Add the rows whose hash does not exceed the largest one of a full sample."""
         chosen = torch.from_numpy(np.flatnonzero(hashes <= self._limit))
         if len(chosen) == 0 and self._parts:
             return
@@ -112,7 +102,7 @@ class SampleBuffer:
             self.rows()
 
     def rows(self) -> Rows:
-        """The sample so far, in the order of documents and positions."""
+        """Return the sample so far, ordered by document and position."""
         kept = smallest_rows(self._parts, self._size)
         self._parts, self._pending = [kept], len(kept["documents"])
         if self._pending == self._size:
@@ -122,9 +112,12 @@ class SampleBuffer:
 
 
 def smallest_rows(parts: list[Rows], size: int) -> Rows:
-    """The `size` tokens of smallest hash among all parts, by document and position."""
-    rows = {name: _joined(name, [part[name] for part in parts]) for name in _common_names(parts)}
-    rows = _without_repeats(rows)
+    """Return the `size` tokens with the smallest hash, ordered by document and position."""
+    names = {tuple(part) for part in parts}
+    if len(names) != 1:
+        raise TraceError(f"samples must hold the same fields, got {sorted(names)}")
+    joined = {name: _joined(name, [part[name] for part in parts]) for name in names.pop()}
+    rows = _without_repeats(joined)
     hashes = token_hash(rows["documents"], rows["positions"])
     order = np.lexsort((rows["positions"], rows["documents"], hashes))[:size]
     kept = {name: value[torch.from_numpy(order)] for name, value in rows.items()}
@@ -133,7 +126,7 @@ def smallest_rows(parts: list[Rows], size: int) -> Rows:
 
 
 def _without_repeats(rows: Rows) -> Rows:
-    """Each (document, position) once, with the smallest of its records."""
+    """Keep each (document, position) once, with the smallest of its records."""
     documents, positions = rows["documents"].numpy(), rows["positions"].numpy()
     order = np.lexsort((positions, documents))
     same = (np.diff(documents[order]) == 0) & (np.diff(positions[order]) == 0)
@@ -146,7 +139,7 @@ def _without_repeats(rows: Rows) -> Rows:
 
 
 def _bytes(rows: Rows) -> np.ndarray:
-    """Rank of each row among all when compared byte by byte, token ids first."""
+    """Rank of each row, compared byte by byte, token ids first."""
     names = [*TOKEN_KEYS, *(name for name in LAYER_TENSORS if name in rows)]
     columns = [rows[name] if rows[name].ndim == 2 else rows[name][:, None] for name in names]
     words = torch.cat([part.contiguous().view(torch.uint8) for part in columns], dim=1).numpy()
@@ -154,16 +147,9 @@ def _bytes(rows: Rows) -> np.ndarray:
 
 
 def _row_copy(value: Tensor, chosen: Tensor) -> Tensor:
-    """Rows of their own memory, integers as int64, so that no batch is kept alive by its sample."""
+    """A copy of rows, integers as int64, so that a sample keeps no batch alive."""
     rows = value.detach().index_select(0, chosen)
     return rows if rows.is_floating_point() else rows.long()
-
-
-def _common_names(parts: list[Rows]) -> tuple[str, ...]:
-    names = {tuple(part) for part in parts}
-    if len(names) != 1:
-        raise TraceError(f"samples must hold the same fields, got {sorted(names)}")
-    return names.pop()
 
 
 def _joined(name: str, values: list[Tensor]) -> Tensor:
@@ -192,7 +178,7 @@ class DistinctCount(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class DistinctSketch:
-    """The smallest different hashes.
+    """The smallest different hashes seen.
 
     Attributes:
         hashes: at most `CAPACITY` hashes, ascending.
@@ -202,11 +188,11 @@ class DistinctSketch:
 
     @classmethod
     def empty(cls) -> "DistinctSketch":
-        """The sketch of nothing."""
+        """Return the sketch of nothing."""
         return cls(torch.zeros(0, dtype=torch.int64))
 
     def with_hashes(self, hashes: Int64[np.ndarray, " count"]) -> "DistinctSketch":
-        """The sketch of what was seen before and of these hashes, in any order."""
+        """Return the sketch with these hashes added, in any order."""
         kept, hashes = self.hashes.numpy(), hashes[hashes < self.ceiling]
         if len(hashes) == 0:
             return self
@@ -219,21 +205,21 @@ class DistinctSketch:
 
     @property
     def full(self) -> bool:
-        """Whether there may be more than the hashes that are kept."""
+        """Whether there may be more hashes than are kept."""
         return len(self.hashes) >= CAPACITY
 
     @property
     def ceiling(self) -> int:
-        """Hashes from here on change nothing."""
+        """Hashes from here on do not change the sketch."""
         return int(self.hashes[-1]) if self.full else SPAN
 
     def count(self) -> DistinctCount:
-        """How many different things were seen."""
+        """Return the number of different hashes seen."""
         return distinct_count(self.hashes.numpy(), CAPACITY)
 
 
 def distinct_count(hashes: Int64[np.ndarray, " kept"], capacity: int) -> DistinctCount:
-    """How many different things there are of which these are the `capacity` smallest hashes."""
+    """Return the number of different things whose `capacity` smallest hashes these are."""
     kept = len(hashes)
     if kept < capacity:
         return DistinctCount(kept, kept, 0.0)

@@ -158,11 +158,8 @@ def merge_folders(
     kinds: dict[str, Kind] = {str(directory): folder_kind(directory) for directory in directories}
     require(len(set(kinds.values())) == 1, f"cannot merge different kinds: {kinds}", TraceError)
     kind = next(iter(kinds.values()))
-    require(
-        kind == "trace" or documents == "keep",
-        "summaries keep the numbers of their documents",
-        TraceError,
-    )
+    if kind == "summary" and documents != "keep":
+        raise TraceError("summaries keep the numbers of their documents")
     check_target(output, FORMATS[kind], overwrite)
     if kind == "summary":
         merged = merge([load_summary(directory) for directory in directories])
@@ -242,11 +239,8 @@ class _Stored:
         header = self.folder.header(_file(_ROW_FILES[self.kind], place))
         unknown = sorted(set(header) - set(LAYER_TENSORS))
         where = f"{self.folder.path}: layer {head.name!r}"
-        require(
-            not unknown and "experts" in header,
-            f"{where}: tensors {unknown[:5]} unknown, or experts missing",
-            TraceError,
-        )
+        if unknown or "experts" not in header:
+            raise TraceError(f"{where}: tensors {unknown[:5]} unknown, or experts missing")
         sizes = {"tokens": len(self.ids["tokens"]), "epsilons": len(self.epsilons)}
         sizes |= {"k": head.facts.k, "experts": head.facts.n_experts}
         for name, layout in LAYER_TENSORS.items():
@@ -340,11 +334,10 @@ def _read_epsilons(value: object, path: Path) -> tuple[float, ...]:
 
 def _read_token_ids(folder: Folder) -> dict[str, Tensor]:
     header = folder.header(TOKEN_FILE)
-    require(
-        set(header) == set(TOKEN_KEYS),
-        f"{folder.path}: {TOKEN_FILE} must hold {TOKEN_KEYS}, got {sorted(header)[:5]}",
-        TraceError,
-    )
+    if set(header) != set(TOKEN_KEYS):
+        raise TraceError(
+            f"{folder.path}: {TOKEN_FILE} must hold {TOKEN_KEYS}, got {sorted(header)[:5]}"
+        )
     sizes: dict[str, int] = {}
     for name, (dtype, shape) in header.items():
         check_tensor(f"{folder.path}: {name}", TOKEN_IDS, kind_of(dtype), shape, sizes)
@@ -386,12 +379,11 @@ def _count_tensors(folder: Folder, file: str, sample: LayerTrace, where: str) ->
     header = folder.header(file)
     for name, (dtype, shape) in header.items():
         known = shape == shapes.get(name) or (name == "coalitions" and len(shape) == 1)
-        require(
-            known and dtype == torch.int64,
-            f"{where}: no count is called {name!r:.80}, or it is not int64 of the right shape, "
-            f"got {shape}",
-            TraceError,
-        )
+        if not (known and dtype == torch.int64):
+            raise TraceError(
+                f"{where}: no count is called {name!r:.80}, or it is not int64 of the right shape, "
+                f"got {shape}"
+            )
     needed = {"load", "coalitions"} - set(header)
     require(not needed, f"{where}: {sorted(needed)} missing", TraceError)
     return folder.tensors(file)
@@ -404,21 +396,15 @@ def _check_sums(tensors: Mapping[str, Tensor], chosen: int, measured: int, where
         if name in tensors:
             counts = tensors[name]
             inside = bool(((counts >= 0) & (counts <= total)).all())
-            require(
-                inside and bool((counts.sum(-1) == total).all()),
-                f"{where}: {name} must be counts that add up to {total}",
-                TraceError,
-            )
+            if not (inside and bool((counts.sum(-1) == total).all())):
+                raise TraceError(f"{where}: {name} must be counts that add up to {total}")
 
 
 def _sketch(hashes: Tensor, tokens: int, where: str) -> DistinctSketch:
     most = min(CAPACITY, tokens)
     ascending = bool((hashes[1:] > hashes[:-1]).all()) and bool((hashes >= 0).all())
-    require(
-        ascending and len(hashes) <= most,
-        f"{where}: coalitions must be at most {most} ascending hashes",
-        TraceError,
-    )
+    if not (ascending and len(hashes) <= most):
+        raise TraceError(f"{where}: coalitions must be at most {most} ascending hashes")
     return DistinctSketch(hashes)
 
 

@@ -1,20 +1,17 @@
-"""What a streaming summary knows of one layer: integers that add up, whatever the order.
+"""Streaming summaries: what a trace says, in memory that does not grow with the tokens.
+
+A summary holds integer counts per layer and a sample of whole tokens. Summaries of parts of a run
+merge to the summary of the whole, exactly, in any order and grouping:
+
+    merge([a, b, c])  ==  merge([merge([c, a]), b])  ==  summary of all tokens at once
 
 load             tokens that chose each expert
-gaps             counts of the gap on the grid of `tieline.trace.grid`
+gaps             counts of the gap on the grid of `tieline.trace.counts`
 near             counts of K(ε) = #{i : z_i > z_[k] - ε} for each ε
 orders           counts of the order of tie: 0 if z_[k] - z_[k+1] >= ε,
                  else #{i : |z_i - z_[k]| < ε} - 1
 moments          exact sums of z_[r] and z_[r]²
 coalitions       sketch of the different sets of chosen experts
-
-The streaming summary of a run: what a trace says, in memory that does not grow with the tokens.
-
-A summary holds integer counts per layer (`tieline.trace.layer_summary`) and a sample of whole
-tokens (`tieline.trace.sample`). Summaries of parts of a run merge to the summary of the whole,
-exactly, in any order and grouping, so ranks, machines and workers can each make one:
-
-    merge([a, b, c])  ==  merge([merge([c, a]), b])  ==  summary of all tokens at once
 """
 
 import functools
@@ -60,11 +57,11 @@ __all__ = [
 ]
 
 MOST_TOKENS = 1 << 38
-"""Largest number of tokens of which no count and no exact sum overflows."""
+"""Largest number of tokens for which no count or exact sum overflows."""
 
 
 class TokenKey(NamedTuple):
-    """Where a token is."""
+    """Document and position of a token."""
 
     document: int
     position: int
@@ -72,10 +69,10 @@ class TokenKey(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class SharedBias:
-    """The correction bias of all tokens, if they had one in common.
+    """The correction bias that all tokens share, if they do.
 
     Attributes:
-        value: the bias (E,); None where the router has none, or where it changed.
+        value: the bias (E,); None if the router has none, or if it changed.
         changed: whether two batches had different biases (during training).
     """
 
@@ -91,8 +88,8 @@ class SharedBias:
 class LayerSummary:
     """Statistics of one layer over all tokens of a run.
 
-    Tokens whose scores are not finite count in `tokens`, `nonfinite`, `load` and `coalitions` only.
-    What the source did not record is None.
+    Tokens with scores that are not finite count in `tokens`, `nonfinite`, `load` and `coalitions`
+    only. Fields that the source did not record are None.
 
     Attributes:
         name: qualified name of the router module.
@@ -139,21 +136,21 @@ class LayerSummary:
         return self.known_gaps().zeros
 
     def known_gaps(self) -> LogHistogram:
-        """The gap histogram, or the reason why there is none."""
+        """Return the gap histogram; raises if there is none."""
         if self.gaps is None:
             raise TraceError(f"layer {self.name!r} has ids only: no gaps can be computed from it")
         return self.gaps
 
     def gap_cdf(self) -> GridCdf:
-        """#{gap < w} and #{gap <= w} at every point w of the grid; exact."""
+        """Return #{gap < w} and #{gap <= w} at every point w of the grid; exact."""
         return self.known_gaps().cdf()
 
     def gap_quantiles(self, probabilities: Sequence[float]) -> tuple[tuple[float, float], ...]:
-        """For each probability the ends of the bin that holds the quantile of the gap."""
+        """Return, for each probability, the ends of the bin with the quantile of the gap."""
         return tuple(self.known_gaps().quantile(probability) for probability in probabilities)
 
     def mean_near(self) -> Float[Tensor, " epsilons"]:
-        """Mean of K(ε) per ε, in float64."""
+        """Return the mean of K(ε) per ε, in float64."""
         if self.near is None:
             raise TraceError(f"layer {self.name!r} was summarised without counts K(ε)")
         counts = torch.arange(self.near.shape[1], dtype=torch.float64)
@@ -165,18 +162,15 @@ _OPTIONAL_SUMS = ("gaps", "group_gaps", "distances", "near", "orders", "moments"
 
 
 def merge_layers(first: LayerSummary, second: LayerSummary) -> LayerSummary:
-    """The summary of the tokens of both; exact, commutative and associative."""
+    """Merge the summaries of a layer; exact, commutative and associative."""
     _require_alike(first, second)
     merged = {name: getattr(first, name) + getattr(second, name) for name in _SUMS}
     for name in _OPTIONAL_SUMS:
         one, other = getattr(first, name), getattr(second, name)
         merged[name] = None if one is None else one + other
     keys = [s.first_nonfinite for s in (first, second) if s.first_nonfinite is not None]
-    require(
-        merged["tokens"] <= MOST_TOKENS,
-        f"a summary holds at most 2^38 tokens, got {merged['tokens']}",
-        TraceError,
-    )
+    if merged["tokens"] > MOST_TOKENS:
+        raise TraceError(f"a summary holds at most 2^38 tokens, got {merged['tokens']}")
     return LayerSummary(
         name=first.name, facts=first.facts, first_nonfinite=min(keys, default=None), **merged
     )
@@ -184,20 +178,15 @@ def merge_layers(first: LayerSummary, second: LayerSummary) -> LayerSummary:
 
 def _require_alike(first: LayerSummary, second: LayerSummary) -> None:
     same = first.name == second.name and first.facts == second.facts
-    require(
-        same,
-        f"layers must be the same router: {first.name!r} {first.facts} is not "
-        f"{second.name!r} {second.facts}",
-        TraceError,
-    )
+    if not same:
+        raise TraceError(
+            f"layers must be the same router: {first.name!r} {first.facts} is not "
+            f"{second.name!r} {second.facts}"
+        )
     for name in _OPTIONAL_SUMS:
         one, other = getattr(first, name), getattr(second, name)
-        require(
-            (one is None) == (other is None) and _shape(one) == _shape(other),
-            f"layer {first.name!r}: {name} was recorded in one part and not, or otherwise, "
-            "in another",
-            TraceError,
-        )
+        if not ((one is None) == (other is None) and _shape(one) == _shape(other)):
+            raise TraceError(f"layer {first.name!r}: {name} was recorded differently in two parts")
 
 
 def _shape(value: object) -> tuple[int, ...]:
@@ -232,11 +221,10 @@ class RoutingSummary:
         require(
             len(tokens) == 1, f"all layers must count the same tokens, got {tokens}", TraceError
         )
-        require(
-            self.sample.n_tokens <= min(self.sample_size, self.tokens),
-            f"{self.sample.n_tokens} sampled of {self.tokens} tokens, size {self.sample_size}",
-            TraceError,
-        )
+        if not (self.sample.n_tokens <= min(self.sample_size, self.tokens)):
+            raise TraceError(
+                f"{self.sample.n_tokens} sampled of {self.tokens} tokens, size {self.sample_size}"
+            )
 
     @property
     def tokens(self) -> int:
@@ -244,7 +232,7 @@ class RoutingSummary:
         return self.layers[0].tokens
 
     def distinct_tokens(self) -> DistinctCount:
-        """How many different (document, position) there are, from the sample.
+        """Estimate the number of different (document, position) from the sample.
 
         Fewer than `tokens` if parts overlap, or number their documents alike.
         """
@@ -252,7 +240,7 @@ class RoutingSummary:
         return distinct_count(hashes, self.sample_size)
 
     def layer(self, name: str) -> LayerSummary:
-        """The layer whose router has this name."""
+        """Return the layer whose router has this name."""
         for layer in self.layers:
             if layer.name == name:
                 return layer
@@ -262,7 +250,7 @@ class RoutingSummary:
 
 
 def merge(summaries: Sequence[RoutingSummary]) -> RoutingSummary:
-    """The summary of the tokens of all: equal to that of one run over all of them."""
+    """Merge summaries; the result equals the summary of one run over all tokens."""
     require(len(summaries) > 0, "nothing to merge: got no summaries", TraceError)
     return functools.reduce(_merged, summaries[1:], summaries[0])
 
@@ -299,15 +287,14 @@ def _merged_sample(first: RoutingSummary, second: RoutingSummary) -> list[Rows]:
 def sample_trace(
     layers: Sequence[LayerSummary], rows: Sequence[Rows], epsilons: tuple[float, ...]
 ) -> RoutingTrace:
-    """The sampled rows of all layers as one trace; every layer must have seen the same tokens."""
+    """Return the sampled rows of all layers as one trace; all must have seen the same tokens."""
     keys = {name: rows[0][name] for name in TOKEN_KEYS}
     for layer, own in zip(layers, rows, strict=True):
         same = all(torch.equal(keys[name], own[name]) for name in TOKEN_KEYS)
-        require(
-            same,
-            f"layers {layers[0].name!r} and {layer.name!r} did not see the same tokens",
-            TraceError,
-        )
+        if not same:
+            raise TraceError(
+                f"layers {layers[0].name!r} and {layer.name!r} did not see the same tokens"
+            )
     records = tuple(
         LayerTrace(
             name=layer.name,
@@ -322,5 +309,5 @@ def sample_trace(
 
 
 def distinct_sources(sources: Sequence[dict[str, object]]) -> tuple[dict[str, object], ...]:
-    """Each source once, ordered by its text."""
+    """Return each source once, ordered by its text."""
     return tuple(dict(sorted({canonical(source): source for source in sources}.items())).values())

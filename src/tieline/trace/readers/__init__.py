@@ -1,11 +1,11 @@
-"""Traces that other programs made.
+"""Traces from other programs.
 
     import_routed_experts    arrays (tokens, layers, k) of vLLM and SGLang: npy, npz, safetensors
     import_table             CSV and JSONL of (layer, token, experts[, scores])
     import_trace             any of them, by the suffix of the file
 
-`docs/trace-format.md` describes the formats. Files may be anybody's: whatever is wrong with one is
-a `TraceError` that says where.
+`docs/trace-format.md` describes the formats. Files are not trusted: every problem is a `TraceError`
+that says where.
 """
 
 from pathlib import Path
@@ -24,7 +24,7 @@ _TABLES = (".csv", ".jsonl")
 def import_trace(
     path: str | Path, n_experts: int | None = None, k: int | None = None
 ) -> RoutingTrace:
-    """The trace in a file of any of the formats.
+    """Read the trace in a file of any of the formats.
 
     Args:
         path: a file that ends in .npy, .npz, .safetensors, .csv or .jsonl.

@@ -1,21 +1,17 @@
-"""Arrays from npy, npz and safetensors files of strangers.
-
-No pickles, no object arrays, and no memory for what a header merely promises: the size that a
-header states must be the size that is there. A compressed file may grow by what its compression can
-do (1032 times) and to 4 GiB in all.
-
-Traces from the `routed_experts` arrays that vLLM and SGLang return.
+"""Traces from the `routed_experts` arrays of vLLM and SGLang, in npy, npz and safetensors files.
 
 The array has the shape (tokens, layers, k) and holds the experts chosen, with -1 where nothing was
-routed: padding, or a layer without experts. There are no scores, so the trace knows who was chosen
-and not by how much.
+routed: padding, or a layer without experts. There are no scores, so no gaps.
 
     all k ids -1                       the token was not routed in that layer
     unsigned array, k largest values   the same, written in a type without a sign
     one id k times in a whole layer    a dense layer left at the array's initial value (k > 1)
 
-Layers in which no token was routed are left out. So are tokens that were not routed in one of the
-other layers; the provenance counts them.
+Layers in which no token was routed are left out, and so are tokens that were not routed in one of
+the other layers; the provenance counts them.
+
+Files are not trusted: no pickles, no object arrays, and a header must state the size that is there.
+A compressed file may grow by what its compression can do (1032 times) and to 4 GiB in all.
 """
 
 import math
@@ -61,10 +57,7 @@ class _Header(NamedTuple):
 
 
 def read_arrays(path: str | Path) -> dict[str, np.ndarray]:
-    """All arrays of a file by name; the one of an npy file is called "".
-
-    The format is told by the first bytes, not by the suffix.
-    """
+    """Read all arrays of a file by name ("" for npy); the first bytes give the format."""
     file = Path(path)
     require(file.is_file(), f"{file}: no such file", TraceError)
     with parsing(file):
@@ -151,15 +144,14 @@ ARRAY = "routed_experts"
 def import_routed_experts(
     path: str | Path, n_experts: int | None = None, layer_names: Sequence[str] | None = None
 ) -> RoutingTrace:
-    """The trace in an npy, npz or safetensors file with an array (tokens, layers, k).
+    """Read the trace in an npy, npz or safetensors file with an array (tokens, layers, k).
 
     In npz and safetensors files the array is called `routed_experts`, or is the only one of three
-    axes; `tokens`, `documents` and `positions` of shape (tokens,) are read where they are.
+    axes; `tokens`, `documents` and `positions` of shape (tokens,) are optional.
 
     Args:
         path: the file.
-        n_experts: number of experts E; by default one more than the largest id, which misses
-            experts at the end that were never chosen.
+        n_experts: number of experts E; by default one more than the largest id.
         layer_names: a name for each layer of the array; by default "layers.0", "layers.1", ...
     """
     arrays = read_arrays(path)
@@ -177,7 +169,7 @@ def routed_experts_trace(
     provenance: Mapping[str, object] | None = None,
     name: str = ARRAY,
 ) -> RoutingTrace:
-    """The trace of an array (tokens, layers, k) in memory; `import_routed_experts` says more.
+    """Return the trace of an array (tokens, layers, k), as `import_routed_experts`.
 
     Args:
         array: experts chosen.
@@ -185,7 +177,7 @@ def routed_experts_trace(
         layer_names: a name for each layer of the array.
         token_ids: `tokens`, `documents` and `positions` where known.
         provenance: where the array comes from.
-        name: what to call the array in an error.
+        name: name of the array in errors.
     """
     _check_array(array, name)
     names = list(layer_names or (f"layers.{place}" for place in range(array.shape[1])))
@@ -227,12 +219,11 @@ def _array_name(arrays: Mapping[str, np.ndarray], path: str | Path) -> str:
 
 def _check_array(array: np.ndarray, name: str) -> None:
     fits = array.ndim == 3 and array.dtype.kind in "iu" and min(array.shape, default=0) > 0
-    require(
-        fits and array.shape[1] <= MOST_LAYERS and array.shape[2] <= MOST_EXPERTS,
-        f"{name}: need integers of shape (tokens, layers, k), none of them zero, "
-        f"got {array.dtype} of {array.shape}",
-        TraceError,
-    )
+    if not (fits and array.shape[1] <= MOST_LAYERS and array.shape[2] <= MOST_EXPERTS):
+        raise TraceError(
+            f"{name}: need integers of shape (tokens, layers, k), none of them zero, "
+            f"got {array.dtype} of {array.shape}"
+        )
 
 
 def _routed(array: np.ndarray, n_experts: int | None) -> np.ndarray:

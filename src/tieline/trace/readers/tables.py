@@ -1,4 +1,4 @@
-"""Rows of CSV and JSONL files that say which experts a token chose in a layer.
+"""Traces from CSV and JSONL tables of (layer, token, experts[, scores]).
 
     layer       number or name of the layer
     token       number of the token, 0 or more
@@ -6,9 +6,7 @@
     scores      optional: their selection scores, descending; in CSV separated by spaces
     document, position, id      optional integers of the token
 
-`docs/trace-format.md` has examples. Every refusal names the line.
-
-Traces from CSV and JSONL tables of (layer, token, experts[, scores]).
+`docs/trace-format.md` has examples. Every error names the line.
 """
 
 import csv
@@ -46,7 +44,7 @@ _MOST = 1 << 53
 
 
 class TableRow(NamedTuple):
-    """What one line says; `ids` are document, position and id of the token, None where absent."""
+    """One line; `ids` are document, position and id of the token, None if absent."""
 
     line: int
     layer: str
@@ -57,7 +55,7 @@ class TableRow(NamedTuple):
 
 
 def read_rows(path: str | Path) -> Iterator[TableRow]:
-    """The rows of a CSV file with a header line, or of a JSONL file of objects, by its suffix."""
+    """Read the rows of a CSV file with a header line, or of a JSONL file of objects."""
     file = Path(path)
     require(file.is_file(), f"{file}: no such file", TraceError)
     readers = {".csv": _csv_rows, ".jsonl": _jsonl_rows}
@@ -131,11 +129,8 @@ def _row(values: Mapping[str, object], line: int, where: str) -> TableRow:
 def _check_names(names: list[str], where: str) -> None:
     missing = [name for name in _REQUIRED if name not in names]
     unknown = [name for name in names if name not in (*_REQUIRED, *_OPTIONAL)]
-    require(
-        not missing and not unknown,
-        f"{where}: columns {missing} missing, {unknown[:5]!r:.200} unknown",
-        TraceError,
-    )
+    if missing or unknown:
+        raise TraceError(f"{where}: columns {missing} missing, {unknown[:5]!r:.200} unknown")
 
 
 def _list(value: object, name: str, where: str) -> list[object]:
@@ -163,11 +158,8 @@ def _descending(values: list[object], where: str) -> tuple[float, ...]:
 
 
 def _integer(text: str, name: str, where: str) -> int:
-    require(
-        _INTEGER.fullmatch(text) is not None,
-        f"{where}: {name} must be integers, got {text!r:.40}",
-        TraceError,
-    )
+    if _INTEGER.fullmatch(text) is None:
+        raise TraceError(f"{where}: {name} must be integers, got {text!r:.40}")
     return int(text)
 
 
@@ -187,7 +179,7 @@ def import_table(
     k: int | None = None,
     units: Units = "logits",
 ) -> RoutingTrace:
-    """The trace in a CSV or JSONL file of one line per layer and token.
+    """Read the trace in a CSV or JSONL file of one line per layer and token.
 
     Every layer must have the same tokens, every line as many experts. Layers are ordered by number
     if all are numbers, else as they come first; tokens by number.
@@ -196,22 +188,21 @@ def import_table(
         path: a file that ends in .csv or .jsonl.
         n_experts: number of experts E; by default one more than the largest one in the file.
         k: how many experts of each line were chosen, the others being further ranks; by default
-            all of them, in which case the scores tell no gaps.
+            all, which gives no gaps.
         units: what the scores are.
     """
     table = _table(path)
     lines = [row for rows in table.values() for row in rows.values()]
     ranks = _same([(len(row.experts), row) for row in lines], "experts", path)
-    scored = _same([(_n_scores(row), row) for row in lines], "scores", path)
+    scored = _same([(len(row.scores or ()), row) for row in lines], "scores", path)
     require(scored in (0, ranks), f"{path}: {scored} scores for {ranks} experts", TraceError)
     tokens = _same_tokens(table, path)
     largest = max(max(row.experts) for row in lines)
     experts = max(largest + 1, ranks) if n_experts is None else n_experts
-    require(
-        largest < min(experts, MOST_EXPERTS),
-        f"{path}: experts must lie in 0 ... {min(experts, MOST_EXPERTS) - 1}, got {largest}",
-        TraceError,
-    )
+    if largest >= min(experts, MOST_EXPERTS):
+        raise TraceError(
+            f"{path}: experts must lie in 0 ... {min(experts, MOST_EXPERTS) - 1}, got {largest}"
+        )
     facts = LayerFacts(experts, ranks if k is None else k, units, affine=False)
     layers = tuple(_layer(name, facts, table[name], tokens) for name in _order(table))
     documents, positions, identities = _token_ids(table, tokens, path)
@@ -242,7 +233,7 @@ def _table(path: str | Path) -> Table:
 
 
 def _same(counts: Sequence[tuple[int, TableRow]], what: str, path: str | Path) -> int:
-    """The number that all rows have of something."""
+    """The count that all rows share."""
     first = counts[0][0]
     for count, row in counts:
         if count != first:
@@ -250,12 +241,8 @@ def _same(counts: Sequence[tuple[int, TableRow]], what: str, path: str | Path) -
     return first
 
 
-def _n_scores(row: TableRow) -> int:
-    return 0 if row.scores is None else len(row.scores)
-
-
 def _same_tokens(table: Table, path: str | Path) -> list[int]:
-    """The tokens, which every layer must have, in order."""
+    """The tokens in order; every layer must have the same."""
     first_name, first = next(iter(table.items()))
     for name, rows in table.items():
         different = sorted(rows.keys() ^ first.keys())
