@@ -90,7 +90,7 @@ def measure_layer(
     epsilons: tuple[float, ...] = (),
     weight: Float[Tensor, "experts dim"] | None = None,
 ) -> LayerMeasures:
-    """All measures of one layer, each with the reason where it cannot be answered.
+    """All measures of one layer; the status of a section says why it is missing.
 
     Args:
         layer: the layer's trace.
@@ -124,7 +124,7 @@ def measure(
 
 @dataclass(frozen=True)
 class _Measured:
-    """A layer's record and what each of its tokens contributes to the model's."""
+    """A layer's record with the values per token from which the model's is made."""
 
     record: LayerMeasures
     gaps: PerToken | None

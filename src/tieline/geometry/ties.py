@@ -108,7 +108,7 @@ class TieFlats:
 
 @dataclass(frozen=True, eq=False)
 class TieComponent:
-    """The component Γ_J of the tie that each token is within ε of.
+    """The tie component Γ_J within ε of each token.
 
     Attributes:
         order: n, 0 where there is no tie across the threshold.

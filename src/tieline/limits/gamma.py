@@ -130,7 +130,7 @@ def free_scale(
     per_tau: Sequence[float],
     covariance: Covariance = None,
 ) -> FreeScale:
-    """Why the scale must be fixed: scales c = τ·r give Ψ_τ(cφ) = Ψ_1(rφ), one curve for every τ.
+    """Ψ_τ(cφ) at scales c = τ·r: equal to Ψ_1(rφ) for every τ, so the scale must be fixed.
 
     Args:
         wall: φ.

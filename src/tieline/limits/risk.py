@@ -117,7 +117,7 @@ class BoundaryConstant:
 
 @dataclass(frozen=True)
 class RiskDecomposition:
-    """The two parts of L̃_τ and what bounds the second.
+    """The two parts of L̃_τ and bounds of the second.
 
     Attributes:
         total: L̃_τ.

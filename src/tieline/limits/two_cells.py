@@ -36,7 +36,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tieline.core.errors import ShapeError, require
-from tieline.geometry.tubes import gaussian_slab
+from tieline.geometry.tubes import SlabMass, gaussian_slab
 from tieline.limits.risk import check_temperature
 
 __all__ = [
@@ -173,21 +173,9 @@ class GaussianProfile:
 
 
 @dataclass(frozen=True)
-class BoundaryMass:
-    """P(|S| <= r) of a linear router under a Gaussian (Example 3.8).
+class BoundaryMass(SlabMass):
+    """P(|S| <= r) of a linear router under a Gaussian; `spread` is σ = √(vᵀΣv), that of S."""
 
-    Attributes:
-        exact: by the normal distribution function, eq. 3.11.
-        first_order: 2r φ(b/σ)/σ, eq. 3.12.
-        next_order: the same with its next relative term r²(b²/σ⁴ - 1/σ²)/6.
-        density: φ(b/σ)/σ, the surface integral of eq. 3.14.
-        spread: σ = sqrt(vᵀΣv), the standard deviation of S.
-    """
-
-    exact: float
-    first_order: float
-    next_order: float
-    density: float
     spread: float
 
 
@@ -483,4 +471,4 @@ def gaussian_boundary_mass(
     sigma = check_covariance(covariance, student.dim)
     spread = (student.normal @ sigma @ student.normal).sqrt().item()
     slab = gaussian_slab(student.offset.item(), spread, radius)
-    return BoundaryMass(slab.exact, slab.first_order, slab.next_order, slab.density, spread)
+    return BoundaryMass(**vars(slab), spread=spread)

@@ -81,7 +81,7 @@ _POOL = BufferPool(capacity=256 << 20)
 
 
 def take_buffer(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """An uninitialised tensor of `like`'s dtype and device, pooled where that pays."""
+    """An uninitialised tensor of `like`'s dtype and device, from the pool if it is large."""
     if like.device.type != "cpu":
         return like.new_empty(shape)
     return _POOL.take(tuple(shape), like.dtype)

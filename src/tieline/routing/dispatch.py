@@ -208,7 +208,7 @@ def dispatch(
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of the products: that of autocast where it is on, else that of the tokens."""
+    """Dtype of the products: that of autocast if enabled, else that of the tokens."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
@@ -332,7 +332,7 @@ def _experts_backward(
 
 
 class _Gradients(NamedTuple):
-    """What the backward pass fills: per slot for tokens and gate, per expert for parameters."""
+    """Results of the backward pass: per slot for tokens and gate, per expert for parameters."""
 
     x_s: Tensor
     gate_s: Tensor
@@ -357,7 +357,7 @@ class _Gradients(NamedTuple):
 
 
 class _Scratch(NamedTuple):
-    """Buffers of one expert's rows, used again for the next expert."""
+    """Buffers of one expert's rows, reused for the next expert."""
 
     x: Tensor
     grad: Tensor

@@ -56,7 +56,7 @@ Share = Float[Tensor, "*batch experts"]
 
 
 class Law(Enum):
-    """What a gate promises of its weights; tested wherever a gate claims it."""
+    """A property of a gate's weights; tested wherever a gate claims it."""
 
     SUMS_TO_ONE = "the weights of a token sum to 1"
     SHIFT_INVARIANT = "adding a constant to all scores of a token changes nothing"
@@ -81,7 +81,7 @@ class Gate(nn.Module):
         return self.weights(scores.to(torch.promote_types(scores.dtype, torch.float32)))
 
     def weights(self, scores: Scores) -> Weights:
-        """Weights from scores of at least float32; what a new gate overrides."""
+        """Weights from scores of at least float32; override this in a new gate."""
         raise NotImplementedError
 
 
@@ -231,7 +231,7 @@ class SelectiveGate(Gate):
 
     @property
     def sums_to(self) -> float | None:
-        """What the weights of a token sum to; None where that varies."""
+        """Sum of the weights of a token; None where it varies."""
         return self.scale if self.renormalize else None
 
     def weights(self, scores: Scores) -> Weights:
@@ -279,7 +279,7 @@ class SelectiveGate(Gate):
             self.groups.check(experts, self.k)
 
     def extra_repr(self) -> str:
-        """The choice in one line."""
+        """Options of the choice."""
         options = f"k={self.k}, scoring={self.scoring!r}, order={self.order!r}"
         return f"{options}, renormalize={self.renormalize}, groups={self.groups}"
 

@@ -115,7 +115,7 @@ def _counts(values: Tensor, counts: Counts | None) -> Counts:
 
 @dataclass(frozen=True)
 class LayerRouting:
-    """One call of one layer: its name in the model, the layer, and what it decided."""
+    """One call of one layer: its name in the model, the layer and its routing."""
 
     name: str
     layer: MoE

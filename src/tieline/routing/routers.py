@@ -47,7 +47,7 @@ class Router(nn.Module):
         return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
     def score(self, x: Tokens) -> Scores:
-        """Scores from tokens of the right dimension; what a new router overrides."""
+        """Scores from tokens of the right dimension; override this in a new router."""
         raise NotImplementedError
 
     def extra_repr(self) -> str:

@@ -185,7 +185,7 @@ class _Reused:
 
 
 class _Scratch(NamedTuple):
-    """What one tile of the backward pass needs."""
+    """Scratch memory of one tile of the backward pass."""
 
     weights: _Reused
     d_scores: _Reused

@@ -120,13 +120,13 @@ class SmoothTopK(SelectiveGate):
 
     @property
     def laws(self) -> frozenset[Law]:  # type: ignore[override]
-        """Continuity besides what `TopK` promises; symmetry unless bias, groups or `k_max` rule."""
+        """Those of `TopK` and continuity; symmetry without bias, groups and `k_max`."""
         laws = laws_of_choice(self) | {Law.CONTINUOUS}
         return laws | {Law.SYMMETRIC} if Law.EQUIVARIANT in laws and self.k_max is None else laws
 
     @property
     def epsilon(self) -> Float[Tensor, ""]:
-        """The width ε of the band, as a tensor; it carries a gradient where it is learnable."""
+        """The width ε of the band as a tensor, with a gradient if it is learnable."""
         if self.theta is not None:
             return F.softplus(self.theta)
         return torch.tensor(self.fixed_epsilon, dtype=torch.float64)
