@@ -216,8 +216,8 @@ def counting_router(
 def counting_layer(
     W: Real[Array, "experts dim"],
     b: Real[Array, " experts"],
-    V: Real[Array, "experts width dim"],
-    c: Real[Array, "experts width"],
+    V: Real[Array, "experts hidden dim"],
+    c: Real[Array, "experts hidden"],
     k: int,
 ) -> CountingLayer:
     """Bring router and neurons V[e, h] · x + c[e, h] to counting coordinates, 1 <= k <= N."""

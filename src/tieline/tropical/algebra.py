@@ -301,7 +301,7 @@ class ZonotopeCounts(NamedTuple):
     both: int
 
 
-def zonotope_counts(V: Real[Array, "width dim"], c: Real[Array, " width"]) -> ZonotopeCounts:
+def zonotope_counts(V: Real[Array, "hidden dim"], c: Real[Array, " hidden"]) -> ZonotopeCounts:
     """Vertices of Σ_h [0, (v_h, c_h)] for neurons v_h · x + c_h in general position.
 
     Args:

@@ -46,31 +46,31 @@ def zaslavsky(n: int, dim: int) -> int:
     return sum(comb(n, j) for j in range(min(n, dim) + 1))
 
 
-def capacity_bound(n_experts: int, k: int, width: int, dim: int) -> int:
+def capacity_bound(n_experts: int, k: int, hidden: int, dim: int) -> int:
     """C(N, k) Φ(kH, d): the paper's bound on the linear regions of a top-k layer (Thm. 4.17).
 
     Args:
         n_experts: number of experts N.
         k: experts chosen per input, 1 <= k <= N.
-        width: hidden neurons H of each expert.
+        hidden: hidden neurons H of each expert.
         dim: input dimension d.
     """
-    check_shape(n_experts, k, dim, width)
-    return comb(n_experts, k) * zaslavsky(k * width, dim)
+    check_shape(n_experts, k, dim, hidden)
+    return comb(n_experts, k) * zaslavsky(k * hidden, dim)
 
 
-def paper_capacities(n_experts: int, k: int, width: int, dim: int) -> PaperCapacities:
+def paper_capacities(n_experts: int, k: int, hidden: int, dim: int) -> PaperCapacities:
     """Φ(kH, d), N Φ(kH, d), C(N, k) Φ(kH, d), C(N, k) Φ(H, d): the columns of Table 1.
 
     Dense and top-1 get the width kH, so that the first three run the same number of neurons per
     input, as in Example 4.21: (16, 4, 5, 5) gives 21,700, 347,200 and 39,494,000.
     """
-    top_k, active = capacity_bound(n_experts, k, width, dim), zaslavsky(k * width, dim)
-    per_coalition = zaslavsky(width, dim)
+    top_k, active = capacity_bound(n_experts, k, hidden, dim), zaslavsky(k * hidden, dim)
+    per_coalition = zaslavsky(hidden, dim)
     return PaperCapacities(active, n_experts * active, top_k, comb(n_experts, k) * per_coalition)
 
 
-def sharp_bound(n_experts: int, k: int, width: int, dim: int) -> int:
+def sharp_bound(n_experts: int, k: int, hidden: int, dim: int) -> int:
     """B* = Σ_{j<=d} Σ_a n(j, a) min(C(N-a, k-a), U(N, k, d-j)), never above `capacity_bound`.
 
     Every piece is counted on a flat where j neurons vanish: n(j, a) sets of j neurons touch exactly
@@ -80,15 +80,15 @@ def sharp_bound(n_experts: int, k: int, width: int, dim: int) -> int:
     Args:
         n_experts: number of experts N.
         k: experts chosen per input, 1 <= k <= N.
-        width: hidden neurons H of each expert.
+        hidden: hidden neurons H of each expert.
         dim: input dimension d.
     """
-    check_shape(n_experts, k, dim, width)
+    check_shape(n_experts, k, dim, hidden)
     total = 0
     for j in range(dim + 1):
         cells = cell_bound(n_experts, k, dim - j)
         for a in range(min(j, k) + 1):
-            owners = comb(n_experts, a) * _touching(a, width, j)
+            owners = comb(n_experts, a) * _touching(a, hidden, j)
             total += owners * min(comb(n_experts - a, k - a), cells)
     return total
 
@@ -138,13 +138,13 @@ def group_coalitions(n_experts: int, k: int, n_groups: int, k_groups: int) -> in
     return sum(comb(n_groups, a) * _touching(a, size, k) for a in range(min(k, k_groups) + 1))
 
 
-def check_shape(n_experts: int, k: int, dim: int, width: int = 1) -> None:
+def check_shape(n_experts: int, k: int, dim: int, hidden: int = 1) -> None:
     """Refuse N, k, H, d out of range, saying which."""
     require(
         n_experts >= 1 and 0 <= k <= n_experts, f"need 0 <= k <= N, N >= 1, got {k=}, N={n_experts}"
     )
     require(dim >= 0, f"need a dimension d >= 0, got {dim}")
-    require(width >= 1, f"need experts of width H >= 1, got {width}")
+    require(hidden >= 1, f"need experts of width H >= 1, got {hidden}")
 
 
 def _touching(blocks: int, size: int, chosen: int) -> int:

@@ -55,7 +55,7 @@ def expected_cells(n_experts: int, k: int, dim: int, *, bias: bool = True) -> fl
     return _exp(log_expected_cells(n_experts, k, dim, bias=bias))
 
 
-def expected_regions(n_experts: int, k: int, width: int, dim: int) -> float:
+def expected_regions(n_experts: int, k: int, hidden: int, dim: int) -> float:
     """E[pieces] of a top-k layer of ReLU experts: C(N, k) Σ_{j<=d} C(kH, j) P(M <= d-j+1).
 
     Router and neurons have iid N(0, 1) weights and biases. Pieces are (coalition, activation
@@ -65,10 +65,10 @@ def expected_regions(n_experts: int, k: int, width: int, dim: int) -> float:
     Args:
         n_experts: number of experts N.
         k: experts chosen per input, 1 <= k <= N.
-        width: hidden neurons H of each expert.
+        hidden: hidden neurons H of each expert.
         dim: dimension d of the input space or of a flat in it.
     """
-    return _exp(log_expected_regions(n_experts, k, width, dim))
+    return _exp(log_expected_regions(n_experts, k, hidden, dim))
 
 
 def log_expected_cells(n_experts: int, k: int, dim: int, *, bias: bool = True) -> float:
@@ -86,14 +86,14 @@ def log_expected_cells(n_experts: int, k: int, dim: int, *, bias: bool = True) -
     return log_binomial(n_experts, k) + float(np.logaddexp.reduce(terms))
 
 
-def log_expected_regions(n_experts: int, k: int, width: int, dim: int) -> float:
+def log_expected_regions(n_experts: int, k: int, hidden: int, dim: int) -> float:
     """Natural logarithm of `expected_regions`."""
-    check_shape(n_experts, k, dim, width)
+    check_shape(n_experts, k, dim, hidden)
     require(k >= 1, f"a layer has 1 <= k <= N, got {k=}")
     log_p = pooled_block(n_experts, k, dim + 1)
     log_below = np.logaddexp.accumulate(log_p)  # log P(M <= m)
-    j = np.arange(min(dim, k * width) + 1)
-    sets = np.array([log_binomial(k * width, int(i)) for i in j])
+    j = np.arange(min(dim, k * hidden) + 1)
+    sets = np.array([log_binomial(k * hidden, int(i)) for i in j])
     reached = log_below[np.minimum(dim - j, len(log_below) - 1)]
     return log_binomial(n_experts, k) + float(np.logaddexp.reduce(sets + reached))
 

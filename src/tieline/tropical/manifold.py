@@ -258,14 +258,14 @@ def expected_switches(n_experts: int, k: int, length: float) -> float:
     return length / math.pi * wall_density(n_experts, k)
 
 
-def expected_kinks(k: int, width: int, length: float) -> float:
+def expected_kinks(k: int, hidden: int, length: float) -> float:
     """(L/π) kH: zeros of active Gaussian neurons along a curve of spherical length L."""
-    require(k >= 1 and width >= 1, f"need k >= 1 and width >= 1, got {k=}, {width=}")
-    return length / math.pi * k * width
+    require(k >= 1 and hidden >= 1, f"need k >= 1 and hidden >= 1, got {k=}, {hidden=}")
+    return length / math.pi * k * hidden
 
 
 def paper_effective_bound(
-    n_experts: int, k: int, width: int, d_eff: int, dim: int, volume: float
+    n_experts: int, k: int, hidden: int, d_eff: int, dim: int, volume: float
 ) -> float:
     """C(N, k) Vol(π(M)) / Vol(S^{d-1}) Φ(kH, d_eff), as printed (Thm. 4.26).
 
@@ -274,7 +274,7 @@ def paper_effective_bound(
     """
     require(1 <= d_eff <= dim, f"need 1 <= d_eff <= d, got {d_eff=}, d={dim}")
     sphere = math.log(2) + dim / 2 * math.log(math.pi) - float(special.gammaln(dim / 2))
-    return volume * math.exp(math.log(capacity_bound(n_experts, k, width, d_eff)) - sphere)
+    return volume * math.exp(math.log(capacity_bound(n_experts, k, hidden, d_eff)) - sphere)
 
 
 def bias_scale(router: Router) -> float:

@@ -68,8 +68,8 @@ Piece = tuple[frozenset[int], frozenset[int]]
 def count_regions(
     W: Real[Array, "experts dim"],
     b: Real[Array, " experts"],
-    V: Real[Array, "experts width dim"],
-    c: Real[Array, "experts width"],
+    V: Real[Array, "experts hidden dim"],
+    c: Real[Array, "experts hidden"],
     k: int,
 ) -> Count:
     """Number of pieces: Σ_{|S| <= d} #{cells on flat(S) whose coalition holds the owners of S}.
@@ -119,8 +119,8 @@ def _count_flats(layer: CountingLayer, k: int) -> tuple[int, float]:
         router.W, router.b, layer.V, layer.c, layer.owner, layer.nobody, k, 0.0, shape
     )
     if layer.linear:  # all neurons of the coalition chosen at 0 meet there
-        width, dim = len(layer.c) // experts, layer.V.shape[1]
-        count, safety = count + comb(k * width - 1, dim - 1), min(safety, _gap(router.b, k))
+        hidden, dim = len(layer.c) // experts, layer.V.shape[1]
+        count, safety = count + comb(k * hidden - 1, dim - 1), min(safety, _gap(router.b, k))
     return int(count), float(safety)
 
 
@@ -167,7 +167,7 @@ class Regions:
     """
 
     coalitions: Int[np.ndarray, "pieces k"]
-    patterns: Bool[np.ndarray, "pieces k width"]
+    patterns: Bool[np.ndarray, "pieces k hidden"]
     witnesses: Float[np.ndarray, "pieces dim"]
     margins: Float[np.ndarray, " pieces"]
     counted: str = COUNTED
@@ -180,8 +180,8 @@ class Regions:
 def regions(
     W: Real[Array, "experts dim"],
     b: Real[Array, " experts"],
-    V: Real[Array, "experts width dim"],
-    c: Real[Array, "experts width"],
+    V: Real[Array, "experts hidden dim"],
+    c: Real[Array, "experts hidden"],
     k: int,
     max_pieces: int = MAX_PIECES,
 ) -> Regions:
@@ -270,7 +270,7 @@ def _pieces_of(
 def _margins(
     raw: tuple[np.ndarray, ...],
     coalitions: Int[np.ndarray, "pieces k"],
-    patterns: Bool[np.ndarray, "pieces k width"],
+    patterns: Bool[np.ndarray, "pieces k hidden"],
     places: Float[np.ndarray, "pieces dim"],
 ) -> Float[np.ndarray, " pieces"]:
     """Distance to the nearest wall, negative where a witness lies in another piece."""
@@ -302,8 +302,8 @@ def count_cells_rational(
 def count_regions_rational(
     W: Real[Array, "experts dim"],
     b: Real[Array, " experts"],
-    V: Real[Array, "experts width dim"],
-    c: Real[Array, "experts width"],
+    V: Real[Array, "experts hidden dim"],
+    c: Real[Array, "experts hidden"],
     k: int,
 ) -> Count:
     """Pieces of the layer in exact arithmetic; arguments as for `count_regions`; small layers."""
@@ -323,10 +323,10 @@ def _count_corners(router: list[Row], neurons: list[Row], owners: list[int], k: 
     """Distinct pieces around all corners; 2^walls · C(N, k) in one go where walls have none."""
     dim, experts = len(router[0]) - 1, len(router)
     ties = 0 if k in (0, experts) else experts - 1
-    width = len(neurons) // experts
-    if ties + k * width < dim:  # no corner: add directions along which nothing changes
-        router, neurons = _without_idle(router, neurons, ties + k * width)
-        dim = ties + k * width
+    hidden = len(neurons) // experts
+    if ties + k * hidden < dim:  # no corner: add directions along which nothing changes
+        router, neurons = _without_idle(router, neurons, ties + k * hidden)
+        dim = ties + k * hidden
     if dim == 0:
         return 1
     _check_corners(router, neurons, k, dim)
@@ -341,10 +341,10 @@ def _count_corners(router: list[Row], neurons: list[Row], owners: list[int], k: 
 
 def _check_corners(router: list[Row], neurons: list[Row], k: int, dim: int) -> None:
     """Refuse a coalition whose walls span fewer than d directions: its pieces have no corner."""
-    experts, width = len(router), len(neurons) // len(router)
+    experts, hidden = len(router), len(neurons) // len(router)
     ties = [] if k in (0, experts) else [_minus(row, router[0])[:-1] for row in router[1:]]
     for coalition in combinations(range(experts), k):
-        own = [neurons[e * width + h][:-1] for e in coalition for h in range(width)]
+        own = [neurons[e * hidden + h][:-1] for e in coalition for h in range(hidden)]
         if _rank(ties + own) < dim:
             raise DegenerateError(f"the walls of coalition {coalition} leave a direction free")
 
