@@ -1,4 +1,4 @@
-"""Controllers with running state, schedules, recipes and the engine that runs them."""
+"""Training of routed models: recipes, tasks, data, the engine and its parallel form."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING

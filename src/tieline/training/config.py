@@ -1,9 +1,9 @@
-"""A whole run as one frozen record: what is trained, on what, how, and from which seed.
+"""The configuration of a run as one frozen record, and the nine ways to route.
 
-A recipe is a named function that returns a `TrainConfig`; the command line picks, it does not tune.
-The record is written beside the checkpoints, and a run resumes only where it is the same.
+A recipe is a named function that returns a `TrainConfig`. The record is written beside the
+checkpoints, and a run can be resumed only with the same record.
 
-The nine ways to route that are trained side by side.
+`gate_config` returns one of nine variants that are trained side by side:
 
 smoe        linear router, hard top-2: the baseline
 top3        hard top-3: the control for "is it only the extra expert?" (paper 1, Table 8)
@@ -38,20 +38,20 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class GateConfig:
-    """How a layer routes, and what training does to the gate over the steps.
+    """How a layer routes, and how the gate changes over the steps.
 
     Attributes:
         name: short name of the variant, such as "smooth1".
         router: a key of `routing.layer.ROUTERS`.
         gate: a key of `routing.layer.GATES`.
-        k: experts per token that are always in, or that a controller aims at.
+        k: experts per token that are always chosen, or the target of a controller.
         router_options: further arguments of the router.
         gate_options: further arguments of the gate.
         anneal: shares (hold, until) of the steps: k* is constant until `hold`, then falls
             linearly, and is k from `until` on (paper 1, section 7.5: 1/2 and 3/4).
-        evaluate_hard: score with the hard top-k gate instead of the trained one.
-        dense_share: share of the steps before the sparsity of a ReLU gate is enforced; None where
-            there is no such controller.
+        evaluate_hard: score with hard top-k instead of the trained gate.
+        dense_share: share of the steps before the sparsity of a ReLU gate is enforced; None
+            without such a controller.
     """
 
     name: str
@@ -74,7 +74,7 @@ class GateConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Base of the shapes of models; each task has its own."""
+    """Base of the model shapes of the tasks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ class DecoderConfig(ModelConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Which data, by the name of its loader, with the loader's options."""
+    """The name of a data loader and its options."""
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -102,7 +102,7 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LossConfig:
-    """Coefficients of the auxiliary losses, means over layers (`routing.collect`)."""
+    """Coefficients of the auxiliary losses, which are means over layers."""
 
     balance: float = 0.01
     router_z: float = 0.001
@@ -111,14 +111,14 @@ class LossConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """AdamW with warm-up and cosine decay; ε has a rate of its own, which does not decay.
+    """AdamW with warm-up and cosine decay; ε has its own rate, which does not decay.
 
     Attributes:
         steps: optimiser steps.
         batch: sequences or images per step, over all processes.
-        accumulate: micro-batches that make up a step.
+        accumulate: micro-batches per step.
         rate: peak learning rate.
-        final_share: share of the peak that is left at the last step.
+        final_share: share of the peak at the last step.
         warmup: steps of linear warm-up.
         weight_decay: of matrices; vectors and ε are not decayed.
         betas: of AdamW.
@@ -147,22 +147,22 @@ class OptimConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """All that a run depends on.
+    """Everything a run depends on.
 
     Attributes:
-        recipe: name under which the run is known.
+        recipe: name of the run.
         task: a key of `tasks.TASKS`.
-        model: shape of the model, of the kind that the task wants.
+        model: shape of the model, of the task's type.
         gate: how it routes.
-        data: what it is trained and scored on.
+        data: training data and held-out data.
         optim: the optimiser and its schedule.
         losses: auxiliary losses.
-        seed: of weights, data order and everything else that is drawn.
-        log_every: steps between two logged ones.
+        seed: of weights, data order and all other random numbers.
+        log_every: steps between two log entries.
         checkpoint_every: steps between two checkpoints.
-        evaluate_items: windows or images of each held-out split that are scored.
-        recompute: whether layers are recomputed in the backward pass instead of kept.
-        note: what is special about the run, for those who read its results.
+        evaluate_items: scored windows or images of each held-out split.
+        recompute: whether activations are recomputed in the backward pass.
+        note: a remark for readers of the result.
     """
 
     recipe: str
@@ -180,11 +180,11 @@ class TrainConfig:
     note: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """The record in plain values, as JSON keeps them."""
+        """Return the record as JSON values."""
         return json.loads(json.dumps(dataclasses.asdict(self)))
 
     def replace(self, **changes: Any) -> "TrainConfig":
-        """The same run with some fields changed; `optim__steps=3` reaches into a part."""
+        """Return the run with changed fields; `optim__steps=3` changes a field of a part."""
         parts: dict[str, dict[str, Any]] = {}
         for name, value in changes.items():
             owner, _, inner = name.partition("__")
@@ -196,7 +196,7 @@ class TrainConfig:
 
 
 COSINE = {"d_proj": 8, "temperature": 0.1}
-"""Width half the number of experts, as paper 2, E.2; the temperature lets cosines decide."""
+"""Dimension half the number of experts (paper 2, E.2); the temperature sharpens the cosines."""
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "smoe": {},
@@ -218,7 +218,7 @@ GATE_NAMES = tuple(VARIANTS)
 
 
 def gate_config(name: str, k: int = 2) -> GateConfig:
-    """The variant `name` for `k` experts per token; smooth gates aim at k* = k + 0.5."""
+    """Return the variant `name` for `k` experts per token; smooth gates have k* = k + 0.5."""
     require(name in VARIANTS, f"the gate {name!r} is not one of {list(GATE_NAMES)}")
     fields = dict(VARIANTS[name])
     return GateConfig(name=name, k=k + fields.pop("extra", 0), **fields)

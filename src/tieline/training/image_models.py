@@ -168,7 +168,7 @@ class PatchBlock(nn.Module):
             sizes = {"n_experts": shape.n_experts, "d_hidden": shape.d_hidden}
             self.mlp = routed_layer(gate, d_model=width, activation="gelu", **sizes)
 
-    def forward(self, x: Float[Tensor, "images patches width"]) -> Tensor:
+    def forward(self, x: Float[Tensor, "images patches dim"]) -> Tensor:
         """Return x + attention, then x + feed-forward."""
         split = self.qkv(self.before_attention(x)).unflatten(2, (3, self.heads, -1))
         query, key, value = split.permute(2, 0, 3, 1, 4)

@@ -1,11 +1,11 @@
-"""Captures on many ranks: each runs its share of the sequences, and all get the record of all.
+"""Captures on many ranks: each rank runs its share of the sequences, and all get the whole record.
 
     trace = trace_on_ranks(model, sequences)           # equal to the trace of one process
-    summary = summarise_on_ranks(model, sequences)     # equal, in memory that does not grow
+    summary = summarise_on_ranks(model, sequences)     # equal, in constant memory
 
-Documents keep the numbers that they have in one process, so that a record does not depend on the
-number of ranks. Records travel as their own files do: safetensors and JSON, no pickle. Every rank
-holds the whole model.
+Documents keep their numbers of one process, so that a record does not depend on the number of
+ranks. Records travel as their own files: safetensors and JSON, no pickle. Every rank holds the
+whole model.
 """
 
 import json
@@ -37,11 +37,11 @@ Sequences = Sequence[Int[Tensor, " _"]]
 def trace_on_ranks(
     model: nn.Module, sequences: Sequences, *, batch_size: int = 8, **options: Any
 ) -> RoutingTrace:
-    """The routing of all sequences, in their order, on every rank.
+    """Return the routing of all sequences, in their order, on every rank.
 
     Args:
         model: a model of transformers, the same on every rank.
-        sequences: token ids, the same on every rank; each rank runs a run of neighbours.
+        sequences: token ids, the same on every rank; each rank runs a contiguous part.
         batch_size: sequences per forward pass.
         options: of `capture`.
     """
@@ -66,14 +66,14 @@ def summarise_on_ranks(
     provenance: dict[str, object] | None = None,
     **options: Any,
 ) -> RoutingSummary:
-    """The summary of the routing of all sequences, on every rank.
+    """Return the summary of the routing of all sequences, on every rank.
 
     Args:
         model: see `trace_on_ranks`.
         sequences: see `trace_on_ranks`.
         batch_size: see `trace_on_ranks`.
         epsilons: grid of `capture` and of the summary.
-        sample_size: number of whole tokens that the summary keeps.
+        sample_size: number of whole tokens in the summary.
         provenance: where the tokens come from.
         options: further options of `capture`.
     """
@@ -87,7 +87,7 @@ def summarise_on_ranks(
 
 
 def merge_traces(part: RoutingTrace | None) -> RoutingTrace:
-    """The tokens of all ranks, in order of rank; a rank that has none gives None."""
+    """Merge the tokens of all ranks, in order of rank; a rank without tokens passes None."""
     with tempfile.TemporaryDirectory() as folder:
         own = Path(folder) / "own"
         if part is not None:
@@ -97,7 +97,7 @@ def merge_traces(part: RoutingTrace | None) -> RoutingTrace:
 
 
 def merge_summaries(part: RoutingSummary | None) -> RoutingSummary:
-    """The summary of the tokens of all ranks; a rank that has none gives None."""
+    """Merge the summaries of all ranks; a rank without tokens passes None."""
     with tempfile.TemporaryDirectory() as folder:
         own = Path(folder) / "own"
         if part is not None:
@@ -106,7 +106,7 @@ def merge_summaries(part: RoutingSummary | None) -> RoutingSummary:
 
 
 class _Shifted:
-    """A sink that gives documents the numbers which they have in one process."""
+    """A sink that numbers documents as in one process."""
 
     def __init__(self, sink: SummaryBuilder, start: int) -> None:
         self._sink, self._start = sink, start
@@ -119,12 +119,12 @@ class _Shifted:
         positions: Int[Tensor, " tokens"],
         tokens: Int[Tensor, " tokens"],
     ) -> None:
-        """Hand on, with the documents shifted."""
+        """Update the sink with shifted documents."""
         self._sink.update(layer, chunk, documents + self._start, positions, tokens)
 
 
 def _share(sequences: Sequences) -> tuple[int, Sequences]:
-    """Number of the first sequence of this rank, and its sequences."""
+    """Return the number of this rank's first sequence, and its sequences."""
     ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     require(len(sequences) > 0, "nothing to capture: got no sequences", TraceError)
     first, last = (len(sequences) * place // ranks for place in (rank, rank + 1))
@@ -132,7 +132,7 @@ def _share(sequences: Sequences) -> tuple[int, Sequences]:
 
 
 def _everywhere(own: Path, folder: Path) -> list[Path]:
-    """Folders with the files of each rank that has any, in order of rank."""
+    """Return folders with the files of each rank that has any, in order of rank."""
     if not dist.is_initialized():
         return [own]
     found = []
@@ -145,7 +145,7 @@ def _everywhere(own: Path, folder: Path) -> list[Path]:
 
 
 def _packed(folder: Path) -> bytes:
-    """The files of a folder: one line of JSON with their sizes, then their bytes."""
+    """Pack the files of a folder: one line of JSON with their sizes, then their bytes."""
     if not folder.is_dir():
         return b""
     contents = {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
@@ -162,7 +162,7 @@ def _unpack(data: bytes, folder: Path) -> None:
 
 
 def _gathered(data: bytes) -> list[bytes]:
-    """The bytes of every rank; gloo gathers equal lengths, so shorter ones are padded."""
+    """Return the bytes of every rank; gloo gathers equal lengths, so shorter ones are padded."""
     ranks = dist.get_world_size()
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks)]
     dist.all_gather(lengths, torch.tensor([len(data)]))

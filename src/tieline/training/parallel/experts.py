@@ -1,4 +1,4 @@
-"""Tokens travel to the ranks that own their experts, and the outputs travel back.
+"""Experts spread over ranks: tokens travel to the ranks that own their experts, and outputs back.
 
     y_t = Σ_r y_t^(r),    y_t^(r) = Σ_{e on rank r, w_te ≠ 0} w_te f_e(x_t)
 
@@ -7,12 +7,10 @@ So the weights may be any matrix: a token may go to any number of ranks, a rank 
 nothing, and no token is dropped or depends on another. Suffix `_s` is the order of sending (by
 rank, then token), `_r` that of receiving (by sender, then its token).
 
-`all_to_all_single` of gloo takes uneven and empty parts (torch 2.13), so there is one path for CPU
-and accelerators. Its gradient is the same exchange the other way round.
+`all_to_all_single` of gloo takes uneven and empty parts (torch 2.13), so CPU and accelerators share
+one path. Its gradient is the same exchange in the other direction.
 
-Experts of one layer, spread over the ranks of a row of the grid.
-
-Spreading a model over the ranks of a grid: experts over rows, everything else over all ranks.
+`parallelize_` spreads a model over a grid of ranks: experts over rows, the rest over all ranks.
 """
 
 from collections.abc import Callable, Iterator
@@ -43,25 +41,25 @@ __all__ = [
     "spread_dispatch",
 ]
 
-Rows = Float[Tensor, "rows width"]
+Rows = Float[Tensor, "rows dim"]
 
 
 def spread_dispatch(
-    x: Float[Tensor, "tokens width"],
+    x: Float[Tensor, "tokens dim"],
     weights: Float[Tensor, "tokens experts"],
     own_experts: Callable[[Tensor, Tensor], Tensor],
     group: dist.ProcessGroup,
-) -> Float[Tensor, "tokens width"]:
-    """Mixture output (T, D) of this rank's tokens, with experts on all ranks of a group.
+) -> Float[Tensor, "tokens dim"]:
+    """Return the mixture output (T, D) of this rank's tokens, with experts on all ranks of a group.
 
-    Rank r owns experts r·c to r·c + c - 1, c = ⌈E / ranks⌉, as far as there are so many. Every rank
-    of the group must call this, with as many tokens as it has.
+    Rank r owns experts r·c to r·c + c - 1, c = ⌈E / ranks⌉, or what is left of them. Every rank of
+    the group must call this, with any number of tokens.
 
     Args:
         x: tokens (T, D) of this rank.
         weights: their weights (T, E) for all experts.
         own_experts: (rows (N, D), weights (N, c)) → outputs (N, D) of the experts of this rank;
-            columns of experts that it does not have are zero.
+            columns of absent experts are zero.
         group: the ranks that share the experts.
     """
     ranks = group.size()
@@ -81,14 +79,14 @@ def spread_dispatch(
 
 def all_to_all(
     rows: Rows, sent: list[int], received: list[int], group: dist.ProcessGroup
-) -> Float[Tensor, "received width"]:
-    """Rows for each rank, in order of rank, become the rows from each rank; differentiable.
+) -> Float[Tensor, "received dim"]:
+    """Exchange rows: those for each rank become those from each rank; differentiable.
 
     Args:
         rows: `sum(sent)` rows.
-        sent: how many of them go to each rank.
-        received: how many come from each rank.
-        group: the ranks; all of them must call this.
+        sent: number of rows for each rank.
+        received: number of rows from each rank.
+        group: the ranks; all must call this.
     """
     return _AllToAll.apply(rows, sent, received, group)  # type: ignore[return-value]
 
@@ -117,13 +115,13 @@ STACKS = ("w_in", "w_out", "b_in", "b_out")
 
 
 class SpreadExperts(Experts):
-    """The same function as `Experts`, each rank holding ⌈E / ranks⌉ experts or what is left.
+    """`Experts` of which each rank holds ⌈E / ranks⌉ or what is left.
 
-    The parameters keep their names and are `DTensor`s, cut along the experts: they know their ranks
-    and their whole shape, so the module holds nothing else.
+    The parameters keep their names and are `DTensor`s, cut along the experts, which know their
+    ranks and their whole shape.
 
     Args:
-        experts: what to spread; equal on all ranks.
+        experts: the experts to spread; equal on all ranks.
         mesh: the ranks, in one dimension.
     """
 
@@ -135,9 +133,9 @@ class SpreadExperts(Experts):
             setattr(self, name, _spread(getattr(experts, name), mesh))
 
     def forward(
-        self, x: Float[Tensor, "tokens width"], weights: Float[Tensor, "tokens experts"]
-    ) -> Float[Tensor, "tokens width"]:
-        """Σ_e w_te f_e(x_t) of this rank's tokens; every rank of the row must call it."""
+        self, x: Float[Tensor, "tokens dim"], weights: Float[Tensor, "tokens experts"]
+    ) -> Float[Tensor, "tokens dim"]:
+        """Return Σ_e w_te f_e(x_t) of this rank's tokens; every rank of the row must call it."""
         y = spread_dispatch(x, weights, self._own, _dtensor(self.w_in).device_mesh.get_group())
         if self.b_out is None:
             return y
@@ -175,7 +173,7 @@ def _dtensor(value: Tensor) -> DTensor:
 def parallelize_(
     model: nn.Module, mesh: DeviceMesh, *, blocks: Callable[[nn.Module], bool] | None = None
 ) -> nn.Module:
-    """Spread a model in place over the ranks of a grid; all start with the weights of rank 0.
+    """Spread a model in place over a grid of ranks; all start with the weights of rank 0.
 
     The experts of every `MoE` are spread over the expert ranks (`SpreadExperts`) and, along their
     width, over the data ranks; everything else is cut over all ranks by FSDP2 (`fully_shard`).
@@ -184,13 +182,13 @@ def parallelize_(
 
     Gradients are *summed* over ranks, not averaged: each rank's loss is its part of the loss of the
     whole batch (`batch_counts`), so that ranks may have different numbers of tokens, or none.
-    After `backward`, call `finish_gradients_`. Names in the state dict stay what they are.
+    After `backward`, call `finish_gradients_`. Names in the state dict do not change.
 
     Args:
         model: equal in structure on all ranks, with its parameters on the device of the mesh.
         mesh: from `rank_mesh`.
-        blocks: says of a module whether it is gathered and freed as a unit; by default the items
-            of every `nn.ModuleList`.
+        blocks: whether a module is gathered and freed as a unit; by default the items of every
+            `nn.ModuleList`.
 
     Returns:
         The model, whose forward pass all ranks must now call together.
@@ -215,14 +213,14 @@ def parallelize_(
 
 
 def replicated_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
-    """The trainable parameters that every rank holds whole."""
+    """Yield the trainable parameters that every rank holds whole."""
     for parameter in model.parameters():
         if parameter.requires_grad and not isinstance(parameter, DTensor):
             yield parameter
 
 
 def check_grid(model: nn.Module, rows: int, columns: int) -> None:
-    """Refuse a grid of data × expert ranks over which some layer of the model cannot be spread."""
+    """Raise if some layer of the model cannot be spread over a grid of data × expert ranks."""
     for layer in (module for module in model.modules() if isinstance(module, MoE)):
         experts = layer.experts
         share = -(-experts.n_experts // columns)

@@ -1,16 +1,14 @@
-"""One rank does, all know: results and refusals of the first rank reach the others.
-
-Only one process may make a folder, fetch data or write a checkpoint. If it fails, the others must
-not wait for it until the timeout, so they raise what it raised. Messages are JSON: no pickle.
-
-The processes of a run: joining them, laying them out as a grid, and noticing a lost one.
+"""The processes of a run: joining them, their grid, work of the first one, and lost ones.
 
     with join_processes(timeout=600):
         mesh = rank_mesh(expert_ranks=2)
 
-A grid has data × expert ranks. Every rank has tokens of its own. The experts of a layer are spread
-over the ranks of a row of the grid, so tokens travel along rows; the ranks of a column hold the
-same experts.
+A grid has data × expert ranks. Every rank has its own tokens. The experts of a layer are spread
+over the ranks of a row of the grid, so tokens travel along rows; the ranks of a column hold the same
+experts.
+
+Only one process may make a folder, fetch data or write a checkpoint (`first_rank`). If it fails,
+the others raise what it raised instead of waiting for the timeout. Messages are JSON: no pickle.
 """
 
 import json
@@ -43,16 +41,16 @@ __all__ = [
 
 
 class FirstRankError(TielineError):
-    """Rank 0 has refused or failed, and tells of it itself."""
+    """Rank 0 failed and reports the error itself."""
 
 
 def is_first() -> bool:
-    """Whether this process is rank 0, or alone."""
+    """Return whether this process is rank 0, or the only one."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def first_rank(action: Callable[[], Any]) -> Any:
-    """What `action` returned on rank 0, on every rank; what it raised there is raised on all.
+    """Return on every rank what `action` returned on rank 0, or raise what it raised.
 
     Args:
         action: returns JSON values; called on rank 0 only.
@@ -73,7 +71,7 @@ def first_rank(action: Callable[[], Any]) -> Any:
 
 
 def _broadcast(data: bytes) -> bytes:
-    """The bytes of rank 0."""
+    """Return the bytes of rank 0."""
     length = torch.tensor([len(data)])
     dist.broadcast(length, src=0)
     own = bytearray(data) if is_first() else bytearray(int(length))
@@ -89,11 +87,11 @@ LOSS_WORDS = ("gloo", "nccl", "connection", "timed out", "timeout", "socket", "b
 
 
 class LostRankError(TielineError):
-    """Another process of the run has died or no longer answers."""
+    """Another process of the run has died or does not answer."""
 
 
 def is_parallel() -> bool:
-    """Whether torchrun started this process as one of several."""
+    """Return whether torchrun started this process as one of several."""
     return all(name in os.environ for name in TORCHRUN) and int(os.environ["WORLD_SIZE"]) > 1
 
 
@@ -101,10 +99,10 @@ def is_parallel() -> bool:
 def join_processes(
     *, timeout: float = TIMEOUT, backend: str | None = None, init_method: str | None = None
 ) -> Iterator[None]:
-    """Be one of the processes that torchrun started, until the block ends.
+    """Join the processes that torchrun started, until the block ends.
 
     Args:
-        timeout: seconds after which a message that is not answered is an error.
+        timeout: seconds after which an unanswered message is an error.
         backend: "gloo" on CPU and "nccl" on CUDA by default.
         init_method: where to meet, if not where torchrun says, for example `file:///tmp/meeting`.
     """
@@ -130,10 +128,9 @@ def join_processes(
 def rank_mesh(
     expert_ranks: int | None = None, *, timeout: float = TIMEOUT, device: str = "cpu"
 ) -> DeviceMesh:
-    """All ranks as a grid (data, expert); every rank must call this.
+    """Return all ranks as a grid (data, expert); every rank must call this.
 
-    The groups are made here and not by `init_device_mesh`, which would give them a timeout of half
-    an hour whatever that of the run is.
+    `init_device_mesh` would give the groups a timeout of half an hour instead of that of the run.
 
     Args:
         expert_ranks: ranks that share the experts of a layer; all by default. It divides the
@@ -150,7 +147,7 @@ def rank_mesh(
 
 
 def check_columns(expert_ranks: int, ranks: int) -> None:
-    """Refuse ranks that are no grid with rows of `expert_ranks`."""
+    """Raise if the ranks are not divisible into rows of `expert_ranks`."""
     require(
         1 <= expert_ranks <= ranks and ranks % expert_ranks == 0,
         f"expert_ranks must divide the number of ranks, {ranks}, got {expert_ranks}",
@@ -158,7 +155,7 @@ def check_columns(expert_ranks: int, ranks: int) -> None:
 
 
 def _own_group(lines: list[list[int]], timeout: float) -> dist.ProcessGroup:
-    """The group of the line that this rank is in; all ranks make all groups, in the same order."""
+    """Return the group of this rank's line; all ranks make all groups, in the same order."""
     limit = timedelta(seconds=timeout)
     groups = [dist.new_group(line, timeout=limit) for line in lines]
     own = next(g for g, line in zip(groups, lines, strict=True) if dist.get_rank() in line)
@@ -167,7 +164,7 @@ def _own_group(lines: list[list[int]], timeout: float) -> dist.ProcessGroup:
 
 
 def world_mesh(device: str = "cpu") -> DeviceMesh:
-    """All ranks in one line, in the group that `join_processes` made."""
+    """Return all ranks in one line, in the group of `join_processes`."""
     world = dist.group.WORLD
     assert world is not None
     return DeviceMesh.from_group(world, device, mesh_dim_names=("world",))
@@ -175,10 +172,10 @@ def world_mesh(device: str = "cpu") -> DeviceMesh:
 
 @contextmanager
 def naming_lost_ranks(doing: str) -> Iterator[None]:
-    """Turn what a collective raises when its peer is gone into a `LostRankError` in words.
+    """Raise `LostRankError` for the errors of a collective whose peer is gone.
 
     Args:
-        doing: what the process does in the block, and what is left to go on from.
+        doing: what the process does in the block, and how to resume.
     """
     try:
         yield
