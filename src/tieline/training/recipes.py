@@ -188,12 +188,7 @@ def enwik8_paper(gate: str, data: str = "enwik8") -> TrainConfig:
         recipe=f"{data}-paper-{gate}",
         task="language",
         model=DecoderConfig(
-            layers=8,
-            d_model=352,
-            d_hidden=352,
-            heads=8,
-            vocabulary=VOCABULARY[data],
-            context=2048,
+            layers=8, d_model=352, d_hidden=352, heads=8, vocabulary=VOCABULARY[data], context=2048
         ),
         gate=gate_config(gate),
         data=DataConfig(name=data),

@@ -65,9 +65,7 @@ def gradient(run: Run) -> Evidence:
     formula = -4 / tau * (inner[:, None] * x).mean(dim=0)
     difference = (auto - formula).abs().max().item()
     return Evidence(
-        [at_most("largest difference", difference, 1e-12)],
-        paper="equal",
-        measured=difference,
+        [at_most("largest difference", difference, 1e-12)], paper="equal", measured=difference
     )
 
 

@@ -215,13 +215,7 @@ def misrouting(run: Run) -> Evidence:
     eta = specialisation_gap(teacher.sample, teacher.labels, [gamma]).etas[0]
     same, swap = (
         misrouting_bound(
-            teacher.sample,
-            teacher.labels,
-            TAU,
-            CONFIDENT,
-            gamma=gamma,
-            eta=eta,
-            permutation=p,
+            teacher.sample, teacher.labels, TAU, CONFIDENT, gamma=gamma, eta=eta, permutation=p
         )
         for p in ((0, 1, 2), (1, 0, 2))
     )

@@ -206,10 +206,7 @@ def table_five(run: Run) -> Evidence:
     wins = sum(a > b for a, b in zip(smooth, hard, strict=True))
     rows = {"SMoE": (hard, 54.53), "SmoothSMoE": (smooth, 55.07), "annealed": (annealed, 54.98)}
     return Evidence(
-        [
-            *mean_checks(rows, 0.0051),
-            at_least("benchmarks won by SmoothSMoE", wins, 6),
-        ],
+        [*mean_checks(rows, 0.0051), at_least("benchmarks won by SmoothSMoE", wins, 6)],
         paper="+0.54",
         measured=f"wins on {wins} of 10, one seed",
     )

@@ -394,11 +394,7 @@ def band_orders(run: Run) -> Evidence:
     return Evidence(
         [
             within(
-                "U_2/U_1 over ε/R and the printed formula",
-                value,
-                error,
-                stated.paper,
-                bias=BIAS,
+                "U_2/U_1 over ε/R and the printed formula", value, error, stated.paper, bias=BIAS
             ),
             within(
                 "U_2/U_1 over ε/R and (n+1)/(m+1) times as much",
