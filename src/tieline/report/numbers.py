@@ -38,7 +38,6 @@ __all__ = [
 
 DASH = "–"
 MINUTE, HOUR = 60, 3600
-MOST_FINDINGS = 6
 _DIRECTIONS = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
 
@@ -145,40 +144,6 @@ def timing_rows(timings: Mapping[str, float]) -> list[tuple[str, str]]:
     rates = {name: value for name, value in timings.items() if name.endswith("per_second")}
     stages = [(f"time.{n}", f"{significant(v)} s") for n, v in timings.items() if n not in rates]
     return stages + [(name.replace("_", " "), significant(v)) for name, v in rates.items()]
-
-
-def facts(result: Mapping[str, Any]) -> str:
-    """What was looked at, in one line."""
-    layers = result["measures"]["layers"]
-    routing = dict.fromkeys(f"{layer['k']} of {layer['n_experts']} experts" for layer in layers)
-    tokens = max(layer["tokens"] for layer in layers)
-    parts = [f"{len(layers)} routed layers", " or ".join(routing), f"{tokens:,} tokens"]
-    dtype = result["provenance"].get("dtype")
-    return " · ".join([*parts, str(dtype)] if dtype else parts)
-
-
-def finding_text(finding: Mapping[str, Any], short: Mapping[str, str]) -> str:
-    """A finding as a sentence, with its layer where the words do not name it.
-
-    Args:
-        finding: a finding of the result.
-        short: short name of each layer.
-    """
-    text, name = str(finding["text"]), finding["layer"]
-    label = f"layer {short.get(name, name)}"
-    where = f" ({label})" if name is not None and label not in text else ""
-    sentence = f"{text[:1].upper()}{text[1:].rstrip('.')}{where}"
-    return f"{sentence}."
-
-
-def value_of(estimate: Mapping[str, Any] | None) -> float | None:
-    """The number of an estimate, or None."""
-    return None if estimate is None else estimate["value"]
-
-
-def answer(section: Mapping[str, Any]) -> Any:
-    """The contents of a section, or None where the trace cannot answer it."""
-    return section["value"]
 
 
 def _shared(parts: list[list[str]], places: range) -> int:
