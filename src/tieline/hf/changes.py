@@ -168,9 +168,9 @@ def read_checkpoint(source: str | Path, **options: Any) -> Checkpoint:
     return Checkpoint(config, _checked(_take_old_changes(config) | changes), variant)
 
 
-def _inner_config(told: Any, key: str) -> tuple[Any, Facts]:
+def _inner_config(stored: Any, key: str) -> tuple[Any, Facts]:
     """The configuration of the model itself, and what else stands beside it."""
-    inner = told.get("config") if isinstance(told, dict) else None
+    inner = stored.get("config") if isinstance(stored, dict) else None
     if not isinstance(inner, dict):
         raise UnsupportedModelError(f"the configuration has {key!r} but no 'config' inside")
     kind = str(inner.get("model_type"))
@@ -178,7 +178,7 @@ def _inner_config(told: Any, key: str) -> tuple[Any, Facts]:
         raise UnsupportedModelError(
             f"the changed model is of type {kind!r}, which transformers does not know"
         )
-    rest = {name: value for name, value in told.items() if name != "config"}
+    rest = {name: value for name, value in stored.items() if name != "config"}
     return CONFIG_MAPPING[kind].from_dict(inner), rest
 
 

@@ -97,10 +97,10 @@ class RouterScope:
             self.running, self.exact = None, False
 
     def _exactly(self, begins: bool) -> Callable[..., None]:
-        def told(*call: object) -> None:
+        def set_exact(*call: object) -> None:
             self.exact = begins
 
-        return told
+        return set_exact
 
     def _entering(self, name: str) -> Callable[..., None]:
         def enter(module: nn.Module, args: object) -> None:

@@ -91,14 +91,14 @@ class Rerouter:
     def __call__(self, router: nn.Module, call: Call, output: Any) -> tuple[Any, ...]:
         """Return the output with other scores, weights and experts, in its own form and types."""
         scores = self._scores(router, call, output)
-        told = scores.softmax(dim=-1) if self.family.probabilities else scores
+        shown = scores.softmax(dim=-1) if self.family.probabilities else scores
         gate = getattr(router, GATE, None)
         if gate is None:
-            choice = family_choice(self.family, router, told, call, self.k)
+            choice = family_choice(self.family, router, shown, call, self.k)
         else:
             weights, scale = gate(scores), family_scale(self.family, router)
             choice = to_slots(weights if scale is None else weights * scale, self.skip)
-        logits = told.to(output[0]).view_as(output[0])
+        logits = shown.to(output[0]).view_as(output[0])
         return with_choice("topk", (logits, *output[1:]), choice.weights, choice.ids)
 
     def _scores(self, router: nn.Module, call: Call, output: Any) -> Tensor:

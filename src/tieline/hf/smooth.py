@@ -200,11 +200,11 @@ def restore_smoothing(model: nn.Module, facts: dict[str, Any]) -> Smoothing:
             )
         plan = layer_plan(layer.name, router)
         found = (plan.family.name, plan.k, plan.n_experts, plan.units)
-        told = (layer.family, layer.k, layer.n_experts, layer.units)
+        stored = (layer.family, layer.k, layer.n_experts, layer.units)
         require(
-            found == told,
+            found == stored,
             f"the configuration does not match the checkpoint: layer {layer.name!r} is smoothed as "
-            f"(family, k, experts, units) = {told}, the model has {found}",
+            f"(family, k, experts, units) = {stored}, the model has {found}",
             UnsupportedModelError,
         )
     return apply_smoothing(model, record)

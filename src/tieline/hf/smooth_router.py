@@ -113,7 +113,7 @@ def family_scale(family: RouterFamily, router: nn.Module) -> Any:
 
 def renormalises(family: RouterFamily, router: nn.Module) -> bool:
     """Whether the chosen weights are divided by their sum before they are scaled."""
-    if family.name == "inkling":  # divided by a sum with the shared experts: see `hf.smooth_router`
+    if family.name == "inkling":  # divided with the shared experts in `_with_shared`
         return False
     if family.name in ORDER_OF_NORM:
         return attrgetter(ORDER_OF_NORM[family.name])(router) is not None
