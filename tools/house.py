@@ -39,7 +39,7 @@ COMMANDS = {
 
 def main() -> None:
     """Print the measures, one line each; write them as JSON if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description="Measure the house.")
     parser.add_argument("--root", type=Path, default=Path(__file__).parents[1], help="a checkout")
     parser.add_argument("--walk", action="store_true", help="run the commands and follow them")
     parser.add_argument("--json", type=Path, help="write the measures to this file")
