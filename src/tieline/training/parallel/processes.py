@@ -4,8 +4,8 @@
         mesh = rank_mesh(expert_ranks=2)
 
 A grid has data × expert ranks. Every rank has its own tokens. The experts of a layer are spread
-over the ranks of a row of the grid, so tokens travel along rows; the ranks of a column hold the same
-experts.
+over the ranks of a row of the grid, so tokens travel along rows; the ranks of a column hold the
+same experts.
 
 Only one process may make a folder, fetch data or write a checkpoint (`first_rank`). If it fails,
 the others raise what it raised instead of waiting for the timeout. Messages are JSON: no pickle.
