@@ -117,7 +117,7 @@ class FitResult:
         return (self.status >= Status.CONVERGED) & (self.status <= Status.EXACT)
 
     def words(self) -> dict[str, int]:
-        """How many problems ended in which way."""
+        """Count the problems by the way they ended."""
         found = self.status.flatten().tolist()
         return {s.name.lower(): found.count(s) for s in Status if s in found}
 

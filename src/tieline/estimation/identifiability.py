@@ -20,7 +20,7 @@ free, and nothing under the fully quadratic score, where b may be split against 
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tieline.core.errors import require
+from tieline.core.records import to_plain
 from tieline.estimation.derivative_tests import (
     RankTest,
     SplitTest,
@@ -116,7 +117,7 @@ def information(
 
 @dataclass(frozen=True)
 class Identifiability:
-    """What can be told about one combination of gate, link and expert.
+    """Results of the tests for one combination of gate, link and expert.
 
     Attributes:
         gate: of the model.
@@ -148,8 +149,8 @@ class Identifiability:
     verdict: str
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self)
+        """Return the record as JSON values."""
+        return to_plain(self)
 
 
 def identifiability(

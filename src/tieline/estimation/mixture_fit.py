@@ -87,7 +87,7 @@ Fold = tuple[Int[Tensor, " train"], Int[Tensor, " test"]]
 
 @dataclass(frozen=True)
 class FitSettings:
-    """How a mixture is fitted.
+    """Settings of a fit.
 
     Attributes:
         starts: how many are tried.
@@ -135,7 +135,7 @@ class MixtureFit:
         return sum(word not in ANSWERS for word in self.starts)
 
     def words(self) -> str:
-        """How the starts that did not converge ended, as "2 unfinished, 1 stalled"."""
+        """Describe the starts that did not converge, as "2 unfinished, 1 stalled"."""
         ends = Counter(word for word in self.starts if word not in ANSWERS)
         return ", ".join(f"{count} {word}" for word, count in ends.items())
 

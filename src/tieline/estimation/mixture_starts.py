@@ -1,4 +1,4 @@
-"""Where the fit of a mixture of experts begins: from shares of rows to parameters.
+"""Starts of a fit of a mixture of experts: from shares of rows to parameters.
 
     mixture_starts      parameter vectors for a table of rows
     SharedGate          a mixture with several outputs as a regression function for the solvers
@@ -139,7 +139,7 @@ class SharedGate:
 
 
 class Responsibilities(NamedTuple):
-    """What expectation-maximisation found.
+    """Result of expectation-maximisation.
 
     Attributes:
         share: r (n, E), rows sum to 1.

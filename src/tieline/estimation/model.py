@@ -267,7 +267,7 @@ def _inverse(length: Tensor) -> Tensor:
 
 
 class _Pass(NamedTuple):
-    """What value and Jacobian share; samples last."""
+    """Intermediate results that value and Jacobian share; samples last."""
 
     columns: Tensor  # (*inputs, d, n)
     features: Tensor  # (*inputs, w, n)

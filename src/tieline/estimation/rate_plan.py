@@ -294,7 +294,7 @@ def describe_settings() -> Mapping[str, str]:
 
 
 def _published(setting: Setting, seed: int, grid: Mapping[str, Any]) -> Case:
-    """A paper's setting on its own grid, unless told otherwise."""
+    """A paper's setting, on the paper's grid unless `grid` overrides it."""
     truth = setting.draw_truth(seed)
     reference, misfit = truth, 0.0
     if setting.regime == "misspecified":

@@ -235,7 +235,7 @@ class Status(IntEnum):
 
 @dataclass(frozen=True)
 class Minimum:
-    """Where every problem ended.
+    """End of every problem.
 
     Attributes:
         theta: parameters.
@@ -397,7 +397,7 @@ def _try(problem: LeastSquares, batch: _Batch, step: Theta, box: float) -> None:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to descend.
+    """Settings of `descend`.
 
     Attributes:
         rule: "sgd" or "adam".

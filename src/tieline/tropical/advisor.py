@@ -71,7 +71,7 @@ class LayerShape:
         k: experts chosen per token.
         width: hidden width H of an expert.
         hidden: width of the model, the router's input.
-        shared: experts that every token uses besides; their width is H as well.
+        shared: further experts that every token uses, of the same width H.
         matrices: weight matrices of an expert: 3 with a gate (SwiGLU), 2 without.
         n_groups: groups of experts, 1 where routing is not group-limited.
         k_groups: groups that a token may choose from.

@@ -42,7 +42,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Saturation:
-    """How far given data are from the router's ties.
+    """Distances of given data from the router's ties.
 
     Attributes:
         tokens: number of points.
@@ -141,7 +141,7 @@ def saturation(points: Any, weight: Any, bias: Any, k: int) -> Saturation:
 
 
 def centring(points: Any, weight: Any, bias: Any, k: int) -> Centring:
-    """What centring the input, a router bias and a shared expert do to the same data.
+    """Compare centred input, a router bias and a shared expert on the same data.
 
     Args:
         points: (n, d) inputs, n >= 2.

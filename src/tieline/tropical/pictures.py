@@ -16,7 +16,7 @@ degenerate there and refused. Lengths in a picture are lengths of input space.
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +24,7 @@ from jaxtyping import Float
 from scipy.spatial import ConvexHull
 
 from tieline.core.errors import TielineError, require
+from tieline.core.records import to_plain
 from tieline.trace.record import LayerTrace
 from tieline.tropical.affine import (
     Neurons,
@@ -69,7 +70,7 @@ class Polygon(NamedTuple):
 
 
 class PlanarCell(NamedTuple):
-    """Where a coalition is chosen; an edge is labelled (leaving, entering) or None at the rim."""
+    """The cell of a coalition; an edge is labelled (leaving, entering) or None at the rim."""
 
     coalition: tuple[int, ...]
     polygon: Polygon
@@ -137,7 +138,7 @@ def cells_within(corners: Float[np.ndarray, "corners 2"], router: Router) -> lis
 def cell_polygon(
     whole: Polygon, router: Router, coalition: tuple[int, ...], band: float = 0.0
 ) -> Polygon:
-    """Where every expert of the coalition leads every other one by at least `band`."""
+    """Clip `whole` to where the coalition's experts lead all others by at least `band`."""
     inside = np.zeros(len(router.bias), dtype=bool)
     inside[list(coalition)] = True
     polygon, scale = whole, float(np.abs(router.scores(whole.corners)).max()) or 1.0
@@ -256,8 +257,8 @@ class Slice:
     band_share: float
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, as `report` draws it and JSON holds it."""
-        return asdict(self)
+        """Return the slice as JSON values."""
+        return to_plain(self)
 
 
 def plane_through(points: Any, margin: float = 0.6) -> Plane:
@@ -296,7 +297,7 @@ def slice_router(
     expert: int | None = None,
     margin: float = 0.6,
 ) -> Slice:
-    """What a router chooses on the plane through three inputs.
+    """Cut the cells of a router by the plane through three inputs.
 
     Args:
         points: (3, d) inputs.
@@ -424,7 +425,7 @@ def _kinks(cell: PlanarCell, lines: Neurons) -> list[Corners]:
 
 @dataclass(frozen=True)
 class PatchPieces:
-    """What a triangulated surface meets: different coalitions, and (coalition, pattern) pieces."""
+    """Coalitions and (coalition, pattern) pieces that a triangulated surface meets."""
 
     coalitions: int
     pieces: int
