@@ -192,7 +192,7 @@ def test_exact_ties_stand_left_of_every_other_point(result):
     assert 0 in gaps
     near = data[1]
     others = [x for x, gap in zip(near["x"], gaps, strict=True) if gap]
-    assert min(near["x"]) < min(others)
+    assert 0 < min(near["x"]) < min(others)
     assert [row[0] for row in near["customdata"]] == list(gaps)
 
 

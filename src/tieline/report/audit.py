@@ -348,55 +348,31 @@ def _loss(row: PerturbationEffect) -> str:
     return f"{row.loss.value:+.2g}" + ("" if error is None else f" ± {error:.1g}")
 
 
+def _share(estimate: Uncertain) -> Callable[[PerturbationEffect], str]:
+    return lambda row: percent(estimate(row).value)
+
+
+def _nats(estimate: Uncertain) -> Callable[[PerturbationEffect], str]:
+    return lambda row: significant(estimate(row).value, 2)
+
+
 COLUMNS: tuple[Column[PerturbationEffect], ...] = (
     Column("perturbation", "what is rounded or noisy, and how", lambda row: row.name, 0),
     Column(
         "local flips",
         "tokens whose experts change when this router alone is perturbed, inputs clean",
-        lambda row: percent(row.local.value),
+        _share(lambda row: row.local),
         1,
     ),
     Column("predicted", "the same, predicted from the clean scores alone", _predicted, 2),
-    Column(
-        "full flips",
-        "tokens whose experts change per layer in a full run",
-        lambda row: percent(row.full.value),
-        3,
-    ),
+    Column("full flips", "the same per layer in a full run", _share(lambda row: row.full), 3),
     Column("×", "full flips over local flips: what depth adds", _compounding, 7),
-    Column(
-        "any layer",
-        "tokens that change experts in a layer at least",
-        lambda row: percent(row.any_layer.value),
-        8,
-    ),
-    Column(
-        "moved",
-        "share of routed weight that goes to other experts",
-        lambda row: percent(row.moved.value),
-        9,
-    ),
+    Column("any layer", "tokens that flip in a layer at least", _share(lambda r: r.any_layer), 8),
+    Column("moved", "routed weight that goes to other experts", _share(lambda row: row.moved), 9),
     Column("moved 99 %", "its 99 % quantile", lambda row: percent(row.moved_p99), None),
-    Column(
-        "damage",
-        "mean relative change of a layer’s output by flips",
-        lambda row: percent(row.damage.value),
-        6,
-    ),
+    Column("damage", "mean change of a layer’s output by flips", _share(lambda r: r.damage), 6),
     Column("Δ loss", "change of the loss per token, nats, with its standard error", _loss, 5),
-    Column(
-        "KL", "KL to the clean run, nats per token", lambda row: significant(row.kl.value, 2), 4
-    ),
-    Column(
-        "floor",
-        "KL that remains with clean routes forced",
-        lambda row: significant(row.kl_floor.value, 2),
-        10,
-    ),
-    Column(
-        "by flips",
-        "share of the KL that goes with the flips",
-        lambda row: percent(row.by_flips),
-        11,
-    ),
+    Column("KL", "KL to the clean run, nats per token", _nats(lambda row: row.kl), 4),
+    Column("floor", "KL with clean routes forced", _nats(lambda row: row.kl_floor), 10),
+    Column("by flips", "share of the KL due to flips", lambda row: percent(row.by_flips), 11),
 )

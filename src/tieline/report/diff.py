@@ -15,6 +15,7 @@ from tieline.analysis.diff_records import (
     LayerDiff,
     LayerPair,
     RoutingDiff,
+    WeightMoved,
 )
 from tieline.core.errors import TraceError, require
 from tieline.core.statistics import Share
@@ -360,6 +361,10 @@ def _cause(count: Callable[[Attribution], str]) -> Callable[[DiffRow], str]:
     return lambda row: DASH if row.layer.attribution is None else count(row.layer.attribution)
 
 
+def _weight(number: Callable[[WeightMoved], float]) -> Callable[[DiffRow], str]:
+    return lambda row: percent(row.layer.weight and number(row.layer.weight))
+
+
 COLUMNS: tuple[Column[DiffRow], ...] = (
     Column("layer", "place of the router in A", lambda x: x.label, 0),
     Column("in B", "name of its partner in B", lambda x: x.layer.name_b),
@@ -367,37 +372,17 @@ COLUMNS: tuple[Column[DiffRow], ...] = (
     Column("flip rate", "their share", lambda x: percent(x.layer.flip.value), 1),
     Column("95 % interval", "of the share, clustered by document", _interval, 5),
     Column("inside band", "flips that near-ties explain", _cause(lambda x: f"{x.inside:,}"), 4),
-    Column(
-        "unexplained",
-        "flips whose margin is wider than the band",
-        _cause(lambda x: f"{x.unexplained:,}"),
-        3,
-    ),
+    Column("unexplained", "flips of a wider margin", _cause(lambda x: f"{x.unexplained:,}"), 3),
     Column(
         "first there",
         "those in tokens without an earlier flip",
         _cause(lambda x: f"{x.unexplained_first:,}"),
         9,
     ),
-    Column(
-        "noise",
-        "median absolute difference of the scores",
-        _cause(lambda x: significant(x.noise)),
-        8,
-    ),
+    Column("noise", "median difference of the scores", _cause(lambda x: significant(x.noise)), 8),
     Column("tie band", "six times that", _cause(lambda x: significant(x.band)), 10),
-    Column(
-        "weight moved",
-        "mean share of the weight on other experts",
-        lambda x: percent(x.layer.weight and x.layer.weight.mean),
-        6,
-    ),
-    Column(
-        "p99",
-        "its 99th percentile over tokens",
-        lambda x: percent(x.layer.weight and x.layer.weight.p99),
-        7,
-    ),
+    Column("weight moved", "mean share on other experts", _weight(lambda weight: weight.mean), 6),
+    Column("p99", "its 99th percentile over tokens", _weight(lambda weight: weight.p99), 7),
     Column("first flips", "tokens that flip here first", lambda x: f"{x.step.first:,}"),
     Column("so far", "tokens flipped here or before", lambda x: percent(x.step.cumulative)),
 )

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import RenderableType
 
 from tieline.analysis.inspection import Inspection, TextPiece, TextSample
-from tieline.geometry.measure_records import Quantiles
+from tieline.geometry.load import ExpertLoad
+from tieline.geometry.measure_records import GapMeasures, Quantiles
 from tieline.report.charts import Panel, unmeasured
 from tieline.report.frame import notebook_html, render
 from tieline.report.inspection_charts import LayerRow, inspection_panels, layer_rows
@@ -214,27 +215,33 @@ def _at(quantiles: Quantiles | None, probability: float) -> float | None:
     return dict(zip(quantiles.probabilities, quantiles.value, strict=True)).get(probability)
 
 
+def _load(number: Callable[[ExpertLoad], str]) -> Callable[[LayerRow], str]:
+    return lambda row: number(row.measures.load)
+
+
+def _of_gaps(words: Callable[[GapMeasures], str]) -> Callable[[LayerRow], str]:
+    return lambda row: words(row.gaps) if row.gaps else DASH
+
+
+def _density(gaps: GapMeasures) -> str:
+    return significant(gaps.density.value)
+
+
+def _routing(row: LayerRow) -> str:
+    return f"{row.measures.k} of {row.measures.n_experts}"
+
+
+def _dangerous(row: LayerRow) -> str:
+    return percent(row.jumps.dangerous.value if row.jumps else None)
+
+
 COLUMNS: tuple[Column[LayerRow], ...] = (
     Column("layer", "place of the router in the model", lambda x: x.label, 0),
-    Column(
-        "k of E",
-        "experts chosen, of how many",
-        lambda x: f"{x.measures.k} of {x.measures.n_experts}",
-        8,
-    ),
+    Column("k of E", "experts chosen, of how many", _routing, 8),
     Column("gap 1 %", "gap below which 1 % of tokens lie", _gap_quantile(0.01), 4),
     Column("gap 50 %", "gap below which half of the tokens lie", _gap_quantile(0.5), 3),
-    Column(
-        "exact ties",
-        "tokens whose k-th and next score are equal",
-        lambda x: f"{x.gaps.ties:,}" if x.gaps else DASH,
-        10,
-    ),
-    Column(
-        "f(0)",
-        "density of the gap at zero, per unit of score",
-        lambda x: significant(x.gaps.density.value if x.gaps else None),
-    ),
+    Column("exact ties", "tokens with equal scores", _of_gaps(lambda gaps: f"{gaps.ties:,}"), 10),
+    Column("f(0)", "density of the gap at zero, per unit of score", _of_gaps(_density)),
     Column("flip bf16", "tokens that flip when the logits are rounded to bf16", _flips("bf16"), 1),
     Column("flip fp16", "the same for fp16", _flips("fp16")),
     Column("flip fp8", "the same for fp8 (e4m3)", _flips("fp8_e4m3"), 5),
@@ -244,19 +251,10 @@ COLUMNS: tuple[Column[LayerRow], ...] = (
     Column("ε of k + ½", "band that costs half an expert per token", _half, 12),
     Column("distance", "median Euclidean distance of the input to a tie", _distance),
     Column("jump", "median change of the output when a near-tie flips", _jump, 2),
-    Column(
-        "dangerous",
-        "near-ties whose jump is large",
-        lambda x: percent(x.jumps.dangerous.value if x.jumps else None),
-        13,
-    ),
-    Column(
-        "evenness", "entropy of the load / log E", lambda x: f"{x.measures.load.evenness:.2f}", 9
-    ),
-    Column("busiest", "largest load / even load", lambda x: f"{x.measures.load.busiest:.1f} ×"),
-    Column("dead", "experts that no token chose", lambda x: str(len(x.measures.load.dead)), 7),
-    Column(
-        "cold", "experts below a tenth of an even load", lambda x: str(len(x.measures.load.cold))
-    ),
+    Column("dangerous", "near-ties whose jump is large", _dangerous, 13),
+    Column("evenness", "entropy of the load / log E", _load(lambda x: f"{x.evenness:.2f}"), 9),
+    Column("busiest", "largest load / even load", _load(lambda x: f"{x.busiest:.1f} ×")),
+    Column("dead", "experts that no token chose", _load(lambda x: str(len(x.dead))), 7),
+    Column("cold", "experts below a tenth of an even load", _load(lambda x: str(len(x.cold)))),
     Column("sets", "distinct sets of experts seen", lambda x: f"{x.measures.coalitions.seen:,}"),
 )

@@ -13,7 +13,6 @@ from tieline.geometry.boundary import MassProfile
 from tieline.geometry.measure_records import (
     GapMeasures,
     LayerMeasures,
-    NoiseFlips,
     PrecisionFlips,
     Quantiles,
 )
@@ -313,25 +312,18 @@ def _format_flips(result: Inspection) -> dict[str, Any] | None:
     for place, (label, found) in enumerate(known):
         by_name = {row.precision: row for row in found}
         chosen = [by_name[name] for name in order if name in by_name]
-        marks = _marks(label, (place, len(known)))
-        dots.append(marks | _counted(chosen))
-        dashes.append(marks | _predicted(chosen, layer_colour(place, len(known))))
+        marks, colour = _marks(label, (place, len(known))), layer_colour(place, len(known))
+        dash = {"symbol": "line-ew", "size": 14, "color": colour}
+        dash |= {"line": {"color": colour, "width": 2}}
+        counted = _rates(chosen, (row.flip_emulated.value for row in chosen), "counted")
+        predicted = _rates(chosen, (row.flip.value for row in chosen), "predicted")
+        dots.append(marks | counted)
+        dashes.append(marks | predicted | {"marker": dash, "showlegend": False})
     layout = {
         "xaxis": axis("number format, fine to coarse", type="category"),
         "yaxis": share_axis("share of tokens"),
     }
     return figure([*dots, *dashes, *depth_bar([label for label, _ in known])], 400, **layout)
-
-
-def _counted(rows: Sequence[PrecisionFlips]) -> dict[str, Any]:
-    return _rates(rows, [row.flip_emulated.value for row in rows], "counted")
-
-
-def _predicted(rows: Sequence[PrecisionFlips], colour: str) -> dict[str, Any]:
-    line = {"color": colour, "width": 2}
-    marker = {"symbol": "line-ew", "size": 14, "color": colour, "line": line}
-    found = _rates(rows, [row.flip.value for row in rows], "predicted")
-    return found | {"marker": marker, "showlegend": False}
 
 
 def _rates(
@@ -352,18 +344,17 @@ def _noise_flips(result: Inspection) -> dict[str, Any] | None:
     known = [(label, found) for label, found in rows if found]
     if not known:
         return None
-    lines = [_noise_curve(label, (i, len(known)), found) for i, (label, found) in enumerate(known)]
+    dotted = {"mode": "lines+markers", "marker": {"size": 5}}
+    said = "σ = %{x:.3g}: %{y:.3~p} flip"
+    lines = []
+    for place, (label, found) in enumerate(known):
+        sigmas, rates = [row.sigma for row in found], _logarithmic(row.flip.value for row in found)
+        lines.append(_curve(label, (place, len(known)), sigmas, rates, said) | dotted)
     layout = {
         "xaxis": axis("σ of the noise (logits)", type="log"),
         "yaxis": share_axis("share of tokens"),
     }
     return figure([*lines, *depth_bar([label for label, _ in known])], 400, **layout)
-
-
-def _noise_curve(label: str, depth: tuple[int, int], rows: Sequence[NoiseFlips]) -> dict[str, Any]:
-    sigmas, rates = [row.sigma for row in rows], _logarithmic(row.flip.value for row in rows)
-    curve = _curve(label, depth, sigmas, rates, "σ = %{x:.3g}: %{y:.3~p} flip")
-    return curve | {"mode": "lines+markers", "marker": {"size": 5}}
 
 
 def _jump_points(result: Inspection) -> dict[str, Any] | None:
@@ -380,33 +371,21 @@ def _jump_points(result: Inspection) -> dict[str, Any] | None:
         others = _marks(label, depth, "square-open", 6) | {"showlegend": False}
         data.append(others | _points(jumps.random, floor, most))
         data.append(_marks(label, depth, "circle", 6) | _points(jumps.near, floor, most))
-    limit = known[0][1].dangerous_above
-    layout = {
+    layout = _limit(known[0][1].dangerous_above) | {
         "xaxis": axis("gap (units of the selection score)", type="log"),
         "yaxis": share_axis("relative change of the layer’s output"),
-        "shapes": [_limit(limit)],
-        "annotations": [_limit_name(limit)],
     }
     return figure([*data, *depth_bar([label for label, _ in known])], 440, **layout)
 
 
 def _points(sample: JumpSample, floor: float, most: int) -> dict[str, Any]:
     """At most so many tokens, evenly spread; exact ties at the floor, jumps of zero left out."""
-    told = list(
-        zip(
-            sample.gaps,
-            sample.documents,
-            sample.positions,
-            sample.leaving,
-            sample.entering,
-            strict=True,
-        )
-    )
-    keep = range(0, len(told), max(1, math.ceil(len(told) / most)))
+    facts = (sample.gaps, sample.documents, sample.positions, sample.leaving, sample.entering)
+    step = max(1, math.ceil(len(sample.gaps) / most))
     return {
-        "x": [sample.gaps[i] or floor for i in keep],
-        "y": _logarithmic(sample.jumps[i] for i in keep),
-        "customdata": [list(told[i]) for i in keep],
+        "x": [gap or floor for gap in sample.gaps[::step]],
+        "y": _logarithmic(sample.jumps[::step]),
+        "customdata": [list(told) for told in zip(*facts, strict=True)][::step],
         "hovertemplate": "gap %{customdata[0]:.3~g}, output moves by %{y:.2~p}<br>expert "
         "%{customdata[3]} out, %{customdata[4]} in<br>document %{customdata[1]}, position "
         "%{customdata[2]}<extra>%{fullData.name}</extra>",
@@ -414,14 +393,13 @@ def _points(sample: JumpSample, floor: float, most: int) -> dict[str, Any]:
 
 
 def _limit(jump: float) -> dict[str, Any]:
+    """A line where jumps begin to be dangerous, and its name."""
     place = {"x0": 0, "x1": 1, "xref": "paper", "y0": jump, "y1": jump, "yref": "y"}
-    return {"type": "line", **place, "line": {"color": "@warn", "width": 1.5, "dash": "dash"}}
-
-
-def _limit_name(jump: float) -> dict[str, Any]:
-    text = f"dangerous from {percent(jump)}"
-    place = {"xref": "paper", "xanchor": "right", "yanchor": "bottom", "bgcolor": "@card"}
-    return note_at(1.0, math.log10(jump), text, **place) | {"font": {"size": 11, "color": "@warn"}}
+    line = {"type": "line", **place, "line": {"color": "@warn", "width": 1.5, "dash": "dash"}}
+    where = {"xref": "paper", "xanchor": "right", "yanchor": "bottom", "bgcolor": "@card"}
+    font = {"font": {"size": 11, "color": "@warn"}}
+    name = note_at(1.0, math.log10(jump), f"dangerous from {percent(jump)}", **where) | font
+    return {"shapes": [line], "annotations": [name]}
 
 
 def _loss_points(result: Inspection) -> dict[str, Any] | None:
