@@ -7,19 +7,29 @@ deliver(result, outputs)    # nothing is written before every file was made in m
 
 import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    SpinnerColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 from tieline.cli.app import say
 from tieline.core.errors import require
 from tieline.core.files import check_target, write_whole
 from tieline.core.records import Result
 
-__all__ = ["Outputs", "deliver"]
+__all__ = ["Outputs", "Report", "deliver", "progress_bars"]
 
 
 @dataclass(frozen=True)
@@ -139,3 +149,42 @@ def _check_folder(folder: Path, overwrite: bool | None) -> None:
     require(is_model, f"{folder} holds something else than a model: it is not replaced")
     parent = folder.absolute().parent
     require(parent.is_dir(), f"no such folder: {parent}")
+
+
+Report = Callable[[str, int, int], None]
+"""Called with a stage, how much of it is done, and of how much."""
+
+FOLLOWED_BY = {"forward": "measure", "jumps": "report", "losses": "report"}
+"""Stages that report nothing themselves, after those that do."""
+
+
+@contextmanager
+def progress_bars(console: Console | None = None) -> Iterator[Report]:
+    """Show a bar per stage on stderr while the work goes on; nothing if stderr is a file."""
+    console = console or Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    hidden = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=hidden) as bars:
+        yield _Stages(bars)
+
+
+class _Stages:
+    """Bars by stage; a stage that begins ends those before it."""
+
+    def __init__(self, bars: Progress) -> None:
+        self._bars = bars
+        self._tasks: dict[str, TaskID] = {}
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        if stage not in self._tasks:
+            self._begin(stage, total)
+        self._bars.update(self._tasks[stage], completed=done, total=total)
+        if done >= total and stage in FOLLOWED_BY:
+            self._begin(FOLLOWED_BY[stage], None)
+
+    def _begin(self, stage: str, total: int | None) -> None:
+        for task in self._tasks.values():
+            self._bars.update(task, completed=1, total=1)
+            self._bars.stop_task(task)
+        if stage not in self._tasks:
+            self._tasks[stage] = self._bars.add_task(stage, total=total)

@@ -17,9 +17,8 @@ from tieline.cli.app import (
     guarded,
     say,
 )
-from tieline.cli.deliver import Outputs, deliver
+from tieline.cli.deliver import Outputs, deliver, progress_bars
 from tieline.cli.input import share
-from tieline.cli.progress import progress_bars
 from tieline.core.errors import ParameterError
 
 __all__ = ["diff"]

@@ -35,9 +35,8 @@ from tieline.cli.app import (
     guarded,
     say,
 )
-from tieline.cli.deliver import Outputs, deliver
+from tieline.cli.deliver import Outputs, deliver, progress_bars
 from tieline.cli.input import layer_choice
-from tieline.cli.progress import progress_bars
 from tieline.core.errors import require
 
 __all__ = ["Condition", "check_names", "held", "inspect", "parse_condition"]

@@ -6,8 +6,7 @@ from typing import Annotated
 import typer
 
 from tieline.cli.app import Debug, Json, Seed, app, guarded
-from tieline.cli.deliver import Outputs, deliver
-from tieline.cli.progress import progress_bars
+from tieline.cli.deliver import Outputs, deliver, progress_bars
 
 __all__ = ["merge"]
 

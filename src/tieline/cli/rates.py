@@ -7,9 +7,8 @@ from typing import Annotated, Any
 import typer
 
 from tieline.cli.app import Address, Debug, Executor, Html, Jobs, Json, Seed, app, guarded, say
-from tieline.cli.deliver import Outputs, deliver
+from tieline.cli.deliver import Outputs, deliver, progress_bars
 from tieline.cli.input import numbers
-from tieline.cli.progress import progress_bars
 from tieline.core.errors import require
 
 __all__ = ["rates"]

@@ -19,8 +19,7 @@ from tieline.cli.app import (
     guarded,
     say,
 )
-from tieline.cli.deliver import Outputs, deliver
-from tieline.cli.progress import progress_bars
+from tieline.cli.deliver import Outputs, deliver, progress_bars
 
 __all__ = ["reproduce"]
 

@@ -19,8 +19,7 @@ from tieline.cli.app import (
     app,
     guarded,
 )
-from tieline.cli.deliver import Outputs, deliver
-from tieline.cli.progress import progress_bars
+from tieline.cli.deliver import Outputs, deliver, progress_bars
 from tieline.core.errors import require
 
 __all__ = ["smooth"]

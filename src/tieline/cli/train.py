@@ -7,8 +7,7 @@ from typing import Annotated
 import typer
 
 from tieline.cli.app import BAD_INPUT, Debug, Html, Json, Seed, app, guarded
-from tieline.cli.deliver import Outputs, deliver
-from tieline.cli.progress import progress_bars
+from tieline.cli.deliver import Outputs, deliver, progress_bars
 from tieline.core.errors import require
 
 __all__ = ["train"]

@@ -7,9 +7,8 @@ from typing import Annotated
 import typer
 
 from tieline.cli.app import Debug, Json, Revision, Seed, app, guarded
-from tieline.cli.deliver import Outputs, deliver
+from tieline.cli.deliver import Outputs, deliver, progress_bars
 from tieline.cli.input import layer_choice
-from tieline.cli.progress import progress_bars
 
 __all__ = ["upcycle"]
 

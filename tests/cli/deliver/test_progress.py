@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from tieline.cli.progress import progress_bars
+from tieline.cli.deliver import progress_bars
 
 
 def drawn(terminal, *steps):
