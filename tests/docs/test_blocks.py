@@ -1,5 +1,6 @@
 """Every Python block of the README and of the documentation runs, alone, in an empty folder."""
 
+import os
 import re
 import subprocess
 import sys
@@ -14,7 +15,10 @@ FENCE = re.compile(r"(?:<!-- (?P<mark>[\w ]+) -->\n)?^```python\n(?P<code>.*?)^`
 def blocks():
     for page in sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]):
         for place, found in enumerate(FENCE.finditer(page.read_text(encoding="utf-8"))):
-            marks = [pytest.mark.slow] if found["mark"] in ("slow", "torchrun") else []
+            words = (found["mark"] or "").split()
+            marks = [pytest.mark.slow] if {"slow", "torchrun"} & set(words) else []
+            if "data" in words and not os.environ.get("TIELINE_DATA"):
+                marks.append(pytest.mark.skip(reason="needs data sets in $TIELINE_DATA"))
             name = f"{page.relative_to(ROOT)}:{place}"
             yield pytest.param(found["code"], found["mark"], id=name, marks=marks)
 

@@ -176,6 +176,8 @@ def angular_section(layer: LayerTrace) -> Answer[AngularSpread]:
     """Directions of the router's inputs (Def. 9.1 - 9.3)."""
     if layer.inputs is None:
         return Answer(None, "not answerable: router inputs were not kept")
+    if layer.inputs.shape[-1] < 2:
+        return Answer(None, "not answerable: inputs of one dimension have no direction")
     return Answer(angular_spread(layer.inputs, layer.facts.n_experts, layer.facts.k))
 
 

@@ -53,3 +53,13 @@ def test_a_single_expert_has_no_ties():
     params = model.unflatten(torch.ones(model.n_parameters).double())
     found = routing_measures(model, params, torch.randn(9, 3).double())
     assert "no tie is possible" in found.gap.status
+
+
+def test_a_table_of_one_feature_has_margins_and_no_directions():
+    model = MoEModel("linear", "softmax", "linear", 1, 2)
+    flat = torch.linspace(-1, 1, model.n_parameters, dtype=torch.float64)
+    x = torch.linspace(-2, 2, 50, dtype=torch.float64)[:, None]
+    found = routing_measures(model, model.unflatten(flat), x)
+    assert found.gap.value is not None
+    assert found.angular.value is None
+    assert "one dimension" in found.angular.status
