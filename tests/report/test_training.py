@@ -53,7 +53,7 @@ def test_curves_are_drawn_where_something_was_logged(result):
     assert len(result.plot("routing").axes[0].lines) == 1
     bare = TrainingResult(CONFIG, 1, "a text", {}, 1.0, 1.0, 0, ())
     assert training.figures(bare) == {}
-    assert "Data: a text." in bare.to_html()
+    assert "steps in 1.00 s · a text" in bare.to_html()
 
 
 def test_the_page_holds_scores_and_configuration_and_runs_nothing(result):

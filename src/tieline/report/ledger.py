@@ -157,10 +157,10 @@ def _facts(result: Ledger) -> str:
 
 def _counts(result: Ledger) -> str:
     """The number of claims with each verdict, and whether any changed."""
-    counts = [f"{count} {verdict}" for verdict, count in result.verdicts.items() if count]
+    counts = [f"{verdict}: {count}" for verdict, count in result.verdicts.items() if count]
     changed = len(result.changed)
-    news = f"{changed} verdict{'s' * (changed != 1)} changed" if changed else "none changed"
-    return f"{len(result.claims)} claims: {', '.join(counts)}; {news}."
+    news = f"{changed} verdict{'s' * (changed != 1)} changed" if changed else "None changed"
+    return f"{len(result.claims)} claims. {' · '.join(counts).capitalize()}. {news}."
 
 
 def _of_paper(result: Ledger, paper: PaperTitle) -> list[Outcome]:

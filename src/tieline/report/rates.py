@@ -62,7 +62,8 @@ def terminal(result: RateStudy, width: int) -> RenderableType:
     places = sorted({round(last * step / (MOST_SIZES - 1)) for step in range(MOST_SIZES)})
     grid = _grid(result, [result.sizes[place] for place in places])
     table = text_table(grid.head, grid.rows, left=2)
-    return view(result.name, _facts(result), "", table, Text("\n".join(_notes(result))))
+    notes = Text("\n".join(_notes(result)))
+    return view(result.name, _facts(result), _verdict(result), table, notes)
 
 
 def summary(result: RateStudy) -> str:
@@ -94,15 +95,18 @@ def _facts(result: RateStudy) -> str:
 
 
 def _verdict(result: RateStudy) -> str:
-    """The slope of the quotient loss from the first start."""
-    first = next((s for s in result.series if s.loss == "quotient" and s.rate is not None), None)
-    if first is None or first.rate is None:
-        return "No slope: fewer than two sample sizes determine the fit."
-    low, high = f"{first.rate.low:.2f}", f"{first.rate.high:.2f}"
-    return (
-        f"From starts with {first.start} the quotient loss falls like n^{first.rate.slope:.2f} "
-        f"(95 % interval {low} to {high}); the parametric rate is n^-0.50."
-    )
+    """The slope of the quotient loss from the first start, and the sample size asked for."""
+    rated = ((s.start, s.rate) for s in result.series if s.loss == "quotient" and s.rate)
+    start, rate = next(rated, ("", None))
+    words = "No slope: fewer than two sample sizes determine the fit."
+    if rate is not None:
+        words = (
+            f"From starts with {start} the quotient loss falls like n^{rate.slope:.2f} "
+            f"(95 % interval {rate.low:.2f} to {rate.high:.2f}); the parametric rate is n^-0.50."
+        )
+    if result.sample_size is not None:
+        words += f" With this router and these experts, {result.sample_size.words}."
+    return words
 
 
 def _grid(result: RateStudy, sizes: Sequence[int]) -> Grid:
@@ -139,8 +143,6 @@ def _notes(result: RateStudy) -> list[str]:
             "the model does not contain the truth: losses are against the population minimiser, "
             f"‖f − q‖ = {significant(result.misfit)}"
         )
-    if result.sample_size is not None:
-        notes.append(f"with this router and these experts, {result.sample_size.words}")
     return notes
 
 
@@ -153,8 +155,10 @@ def _draw(result: RateStudy) -> "Figure":
             named = title if loss == "function" else f"{title} {result.loss}"
             axes.set_title(named, fontsize=8)
 
-    figure = canvas(draw, columns=3, height=3.1)
+    figure = canvas(draw, columns=3, height=3.2)
     figure.suptitle(_headline(result), fontsize=8)
+    # more room below: the layout underestimates that of the legends
+    figure.set_layout_engine("constrained", rect=(0, 0.04, 1, 0.96))
     return figure
 
 

@@ -45,7 +45,7 @@ def page(result: "TrainingResult") -> str:
         ),
         Section("Configuration", pairs("setting", result.config), prose=True),
     ]
-    return plain_page("training", result.recipe, _facts(result), sections, _data(result))
+    return plain_page("training", result.recipe, _facts(result), sections)
 
 
 def figures(result: "TrainingResult") -> "dict[str, Callable[[], Figure]]":
@@ -62,20 +62,20 @@ def figures(result: "TrainingResult") -> "dict[str, Callable[[], Figure]]":
 
 def terminal(result: "TrainingResult", width: int) -> RenderableType:
     """Size, time, data, scores and folder, a line each."""
-    head = [f"{result.recipe}, {_facts(result)}", f"data  {result.data}"]
+    head = [f"{result.recipe}, {_size(result)}", f"data  {result.data}"]
     where = [f"in    {result.folder}"] if result.folder else []
     return Text("\n".join([*head, *indented(result.scores), *where]))
 
 
 def summary(result: "TrainingResult") -> str:
-    """Recipe, size, time and data in two lines."""
-    return f"Training of {result.recipe}, {_facts(result)}\n{_data(result)}"
+    """Recipe, size, time and data in a line."""
+    return f"Training of {result.recipe}, {_facts(result)}"
 
 
 def notebook(result: "TrainingResult") -> str:
     """Scores and curves."""
     scores = pairs("score", result.scores)
-    return notebook_html(result.recipe, _facts(result), _data(result), scores, figures(result))
+    return notebook_html(result.recipe, _facts(result), "", scores, figures(result))
 
 
 def indented(record: Mapping[str, Any], indent: str = "") -> Iterator[str]:
@@ -95,14 +95,14 @@ def pairs(heading: str, record: Mapping[str, Any]) -> Grid:
 
 
 def _facts(result: "TrainingResult") -> str:
+    return f"{_size(result)} · {result.data}"
+
+
+def _size(result: "TrainingResult") -> str:
     return (
         f"seed {result.seed}: {result.parameters:,} parameters, {result.steps} steps in "
         f"{duration(result.seconds)}"
     )
-
-
-def _data(result: "TrainingResult") -> str:
-    return f"Data: {result.data}."
 
 
 def _empty(value: Any) -> bool:
@@ -122,7 +122,7 @@ def _draw_losses(result: "TrainingResult") -> "Figure":
         _draw_curves(axes, result, LOSSES)
         axes.set(xlabel="step", ylabel="loss")
 
-    return canvas(draw, width=4.5)
+    return canvas(draw)
 
 
 def _draw_routing(result: "TrainingResult") -> "Figure":

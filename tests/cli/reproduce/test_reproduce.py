@@ -27,7 +27,7 @@ def test_verdicts_as_expected_leave_with_0_and_write_everything(run, tmp_path):
     code, out, err = run(*QUICK, "--fast", "--html", page, "--json", record)
     assert code == 0
     assert all(name in out for name in QUICK)
-    assert "none changed" in out
+    assert "None changed" in out
     assert f"wrote {page}" in err
     ledger = json.loads(record.read_text())
     assert (ledger["format"], ledger["changed"], ledger["broken"]) == ("tieline-ledger", [], [])
