@@ -43,17 +43,12 @@ from tieline.estimation.solvers import LeastSquares, Regression, levenberg_marqu
 from tieline.routing.attention import AttentionKind, check_kind
 from tieline.routing.attention_moe import attention_as_moe
 
-__all__ = ["AttentionComparison", "AttentionHead", "StudentCurve", "compare_attention"]
-
 Family = Literal["head", "mixture"]
 KINDS: tuple[AttentionKind, ...] = get_args(AttentionKind)
 FAMILIES: tuple[Family, ...] = get_args(Family)
-POPULATION = 20_000
-"""Inputs over which norms, information and Ḡ are computed."""
-SEEN = 1e-10
-"""Roots of the information below this share of the largest count as zero."""
-RADIUS = 0.1
-"""Standard deviation of a start around Ḡ; it does not shrink with n."""
+POPULATION = 20_000  # inputs over which norms, information and Ḡ are computed
+SEEN = 1e-10  # roots of the information below this share of the largest count as zero
+RADIUS = 0.1  # standard deviation of a start around Ḡ; it does not shrink with n
 
 Theta = Float[Tensor, "problems p"]
 Inputs = Float[Tensor, "problems n tokens_dim"]

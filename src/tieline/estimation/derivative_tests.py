@@ -65,30 +65,9 @@ from torch import Tensor
 from tieline.core.errors import require
 from tieline.estimation.model import MoEModel, input_features
 
-__all__ = [
-    "SPLIT_THRESHOLD",
-    "Atom",
-    "Jet",
-    "RankTest",
-    "SplitTest",
-    "atom_jet",
-    "atom_of",
-    "generic_atoms",
-    "names",
-    "rank_of",
-    "rank_test",
-    "row_size",
-    "split_test",
-    "witness_atoms",
-]
-
-
-THRESHOLD = 1e-10
-"""Eigenvalue of a normalised Gram matrix below which functions are dependent."""
-SPLIT_THRESHOLD = 5e-6
-"""Norm below which a split is invisible."""
-STARTS, TOLERANCE = 12, 1e-14
-"""Of the minimisation over splits."""
+THRESHOLD = 1e-10  # eigenvalue of a normalised Gram matrix below which functions are dependent
+SPLIT_THRESHOLD = 5e-6  # norm below which a split is invisible
+STARTS, TOLERANCE = 12, 1e-14  # of the minimisation over splits
 
 Strength = Literal["strong", "weak"]
 

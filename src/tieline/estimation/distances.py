@@ -16,8 +16,6 @@ from tieline.estimation.losses import norms, pair_differences
 from tieline.estimation.model import LawName, MoEModel, draw_inputs
 from tieline.estimation.parameters import MoEParameters
 
-__all__ = ["FunctionDistance", "MatchedErrors", "matched_errors", "regression_distance"]
-
 
 @dataclass(frozen=True, eq=False)
 class FunctionDistance:

@@ -43,30 +43,12 @@ from tieline.estimation.solvers import (
     levenberg_marquardt,
 )
 
-__all__ = [
-    "METHODS",
-    "FitResult",
-    "FitWarning",
-    "ModelRegression",
-    "Population",
-    "fit",
-    "kmeans_start",
-    "lift",
-    "near_truth",
-    "population_minimiser",
-    "radius_at",
-    "random_start",
-    "tell_failures",
-]
-
 Method = Literal["lm", "sgd", "adam"]
 METHODS = ("lm", "sgd", "adam")
 LITTLE = 1e-3
 """Share of the data's sum of squares that unit parameters cost where samples are too few."""
-REFERENCE = 1000
-"""Sample size at which a shrinking start has its radius."""
-OFF = -6.0
-"""Bias under which a sigmoid gate is off, σ = .0025, and can still be moved."""
+REFERENCE = 1000  # sample size at which a shrinking start has its radius
+OFF = -6.0  # bias under which a sigmoid gate is off, σ = .0025, and can still be moved
 
 
 class FitWarning(UserWarning):
@@ -319,11 +301,7 @@ def random_start(
 
 
 def kmeans_start(
-    model: MoEModel,
-    x: Float[Tensor, "n d"],
-    y: Float[Tensor, " n"],
-    seed: int = 0,
-    starts: int = 1,
+    model: MoEModel, x: Float[Tensor, "n d"], y: Float[Tensor, " n"], seed: int = 0, starts: int = 1
 ) -> MoEParameters:
     """One start for each draw of the first centres, (starts, ...).
 

@@ -41,16 +41,6 @@ from tieline.estimation.model import GATES, LINKS, LawName, MoEModel, draw_input
 from tieline.estimation.parameters import MoEParameters
 from tieline.estimation.symmetry import null_dimension
 
-__all__ = [
-    "TABLE_EXPERTS",
-    "Identifiability",
-    "Information",
-    "identifiability",
-    "identifiability_table",
-    "information",
-]
-
-
 TABLE_EXPERTS: tuple[dict[str, Any], ...] = (
     {"expert": "linear"},
     {"expert": "polynomial", "power": 2},

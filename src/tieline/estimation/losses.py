@@ -51,29 +51,12 @@ from tieline.estimation.model import MoEModel
 from tieline.estimation.parameters import MoEParameters, quadratic_dim
 from tieline.estimation.symmetry import canonical, has_signs
 
-__all__ = [
-    "Assignment",
-    "Pairs",
-    "VoronoiLoss",
-    "VoronoiLosses",
-    "assign",
-    "norms",
-    "pair_differences",
-    "quotient_loss",
-    "quotient_losses",
-    "voronoi_loss",
-    "voronoi_losses",
-]
-
-SQUARED = {(2, "L2"), (4, "L1"), (4, "L4")}
-"""Losses with exponent 2 in cells of several atoms."""
-WITH_R = {(2, "L1"), (4, "L2")}
-"""Losses with an exponent r."""
+SQUARED = {(2, "L2"), (4, "L1"), (4, "L4")}  # losses with exponent 2 in cells of several atoms
+WITH_R = {(2, "L1"), (4, "L2")}  # losses with an exponent r
 
 Pairs = Float[Tensor, "*batch fitted true"]
 """A number for every pair of an atom of the fit and an atom of the truth."""
-Charges = Float[Tensor, "*batch true"]
-"""What each cell adds to the loss."""
+Charges = Float[Tensor, "*batch true"]  # what each cell adds to the loss
 
 
 @dataclass(frozen=True, eq=False)

@@ -49,35 +49,16 @@ from tieline.estimation.mixture_starts import Rows, SharedGate, mixture_starts
 from tieline.estimation.model import MoEModel
 from tieline.estimation.solvers import LeastSquares, Status, levenberg_marquardt
 
-__all__ = [
-    "Dendrogram",
-    "ExpertCurve",
-    "FitSettings",
-    "MixtureFit",
-    "by_cross_validation",
-    "by_dendrogram",
-    "expert_dendrogram",
-    "fit_mixture",
-    "some_rows",
-]
-
-FIRST, SECOND = 4096, 16384
-"""Rows of the first and the second sample."""
-MOST_ROWS = 4096
-"""Rows that choose the number of experts."""
-SCREEN = 20
-"""Steps after which the starts on a sample are compared."""
-COARSE = 1e-2
-"""Tolerance on samples, which later fits to more rows correct."""
-ROUND = 5
-"""Steps of a round."""
+FIRST, SECOND = 4096, 16384  # rows of the first and the second sample
+MOST_ROWS = 4096  # rows that choose the number of experts
+SCREEN = 20  # steps after which the starts on a sample are compared
+COARSE = 1e-2  # tolerance on samples, which later fits to more rows correct
+ROUND = 5  # steps of a round
 ANSWERS = ("converged", "set aside")
 RIDGE, FEW_ROWS_RIDGE = 1e-10, 1e-3
 """Penalties in standard units: one that only settles ties, and one that replaces missing rows."""
-MERGE_RIDGE = 1e-9
-"""Penalty of merged experts beside a mean over rows."""
-BOX = 3e3
-"""Bound on standardised parameters: a wall between two experts may be sharp."""
+MERGE_RIDGE = 1e-9  # penalty of merged experts beside a mean over rows
+BOX = 3e3  # bound on standardised parameters: a wall between two experts may be sharp
 LEAST = 1e-12
 """Least mean squared error, in standard units: the logarithm of an exact fit is finite."""
 

@@ -45,24 +45,10 @@ from torch.nn.functional import binary_cross_entropy_with_logits, one_hot
 from tieline.estimation.model import MoEModel
 from tieline.estimation.parameters import MoEParameters
 
-__all__ = [
-    "Responsibilities",
-    "Rows",
-    "SharedGate",
-    "linear_tree",
-    "mixture_starts",
-    "responsibilities",
-    "weighted_quantiles",
-]
-
-SMALLEST = 1e-8
-"""Least noise variance, for standardised targets."""
-WIDEST_TREE = 64
-"""Largest input dimension for which a tree is grown: the work grows like its cube."""
-STEPS = 60
-"""Steps of L-BFGS."""
-PENALTY = 1e-6
-"""Of squared parameters, beside a mean over rows."""
+SMALLEST = 1e-8  # least noise variance, for standardised targets
+WIDEST_TREE = 64  # largest input dimension for which a tree is grown: the work grows like its cube
+STEPS = 60  # steps of L-BFGS
+PENALTY = 1e-6  # of squared parameters, beside a mean over rows
 
 Theta = Float[Tensor, "problems p"]
 Inputs = Float[Tensor, "problems n d"]

@@ -49,28 +49,6 @@ from torch import Tensor
 from tieline.core.errors import ShapeError, require
 from tieline.estimation.parameters import MoEParameters, from_vector
 
-__all__ = [
-    "EXPERTS",
-    "GATES",
-    "LAWS",
-    "LINKS",
-    "GateName",
-    "LawName",
-    "LinkName",
-    "MoEModel",
-    "Ridge",
-    "Sample",
-    "draw_inputs",
-    "draw_noise",
-    "gate_weights",
-    "input_features",
-    "repetition_seeds",
-    "ridge_function",
-    "router_dim",
-    "router_directions",
-    "score_gradient",
-]
-
 LawName = Literal["uniform", "normal"]
 GateName = Literal["linear", "cosine", "perturbed", "quadratic", "partial"]
 LinkName = Literal["softmax", "sigmoid"]

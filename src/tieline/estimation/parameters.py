@@ -21,10 +21,7 @@ from torch import Tensor
 
 from tieline.core.errors import ShapeError, require
 
-__all__ = ["MoEParameters", "quadratic_blocks", "quadratic_parameters"]
-
-Numbers = Tensor | Sequence[Any] | Any
-"""A tensor, an array or nested lists of numbers."""
+Numbers = Tensor | Sequence[Any] | Any  # a tensor, an array or nested lists of numbers
 
 
 @dataclass(frozen=True, eq=False, init=False)

@@ -27,25 +27,10 @@ from tieline.estimation.parameters import MoEParameters
 from tieline.estimation.settings import SETTINGS, Setting, well_conditioned
 from tieline.estimation.solvers import LeastSquares
 
-__all__ = [
-    "SIZES",
-    "Block",
-    "Case",
-    "RatePlan",
-    "as_case",
-    "case_of",
-    "describe_settings",
-    "estimate_seconds",
-    "named_case",
-    "plan_blocks",
-]
-
 SIZES = (1000, 3162, 10_000, 31_623)
-MOST_ENTRIES = 6_400_000
-"""Samples times parameters of a block, so that a killed run loses seconds."""
+MOST_ENTRIES = 6_400_000  # samples times parameters of a block, so that a killed run loses seconds
 USUAL_STEPS = {"relu": 25, "two_layer": 25}
-OTHER_STEPS = 12
-"""Steps of a fit; kinks double them."""
+OTHER_STEPS = 12  # steps of a fit; kinks double them
 POPULATION, POPULATION_STARTS, REFINED = 10_000, 3, 300_000
 """Samples without noise, starts, and samples of the last fit for the population minimiser."""
 

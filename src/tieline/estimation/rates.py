@@ -47,25 +47,9 @@ from tieline.estimation.rate_plan import (
 from tieline.estimation.settings import Setting
 from tieline.estimation.solvers import Status
 
-__all__ = [
-    "LOSSES",
-    "LossSeries",
-    "RateRow",
-    "RateStore",
-    "RateStudy",
-    "RidgeSizes",
-    "SamplesNeeded",
-    "StudiedModel",
-    "fit_block",
-    "rate_study",
-    "study_seconds",
-]
-
 LOSSES = ("raw", "quotient", "function")
-POINTS = 10_000
-"""Fresh inputs on which functions are compared."""
-LARGEST = 256 << 20
-"""Bytes of the largest file of results that is read."""
+POINTS = 10_000  # fresh inputs on which functions are compared
+LARGEST = 256 << 20  # bytes of the largest file of results that is read
 
 
 @dataclass(frozen=True)

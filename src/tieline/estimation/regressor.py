@@ -57,15 +57,6 @@ from tieline.geometry.measure_records import LayerMeasures
 from tieline.geometry.measures import MeasureSettings, measure_layer
 from tieline.trace.record import LayerFacts, LayerTrace
 
-__all__ = [
-    "MoERegressor",
-    "Scales",
-    "check_settings",
-    "distinct_rows",
-    "routing_measures",
-    "standardised",
-]
-
 CHOICES = {
     "gating": GATES,
     "link": LINKS,
@@ -74,8 +65,7 @@ CHOICES = {
     "selection": ("cv", "dendrogram"),
 }
 COUNTS = ("power", "n_init", "max_iter", "max_experts")
-REMEMBERED = 16384
-"""Training rows kept for `inspect`."""
+REMEMBERED = 16384  # training rows kept for `inspect`
 
 Array = NDArray[np.float64]
 

@@ -44,8 +44,6 @@ from tieline.estimation.model import GateName, LinkName, MoEModel
 from tieline.estimation.parameters import MoEParameters
 from tieline.estimation.symmetry import null_dimension
 
-__all__ = ["SETTINGS", "Setting", "SmallDesign", "setting", "small_design", "well_conditioned"]
-
 ROUTER_SCALE = {"perturbed": 0.4}  # near τ1, where length and direction of a row both matter
 OTHER_SCALE = 3.0
 BIAS_SCALE = 0.5
@@ -57,8 +55,7 @@ ENOUGH = 1000 * (0.1 / NOISE) ** 2
 
 In units of a parameter that alone moves f by 1, and with the largest eigenvalue taken as 1.
 """
-MOST_STEPS, STEP = 1000, 0.1
-"""Steps that a walk may try, and their size in units of the draws."""
+MOST_STEPS, STEP = 1000, 0.1  # steps that a walk may try, and their size in units of the draws
 
 Regime = Literal["exact", "over", "misspecified"]
 

@@ -45,26 +45,9 @@ from torch import Tensor
 
 from tieline.core.errors import ParameterError, ShapeError, require
 
-__all__ = [
-    "ADAM",
-    "BOX",
-    "SGD",
-    "LeastSquares",
-    "Minimum",
-    "Normal",
-    "Recipe",
-    "Regression",
-    "Status",
-    "descend",
-    "levenberg_marquardt",
-    "relative_offset",
-]
+BLOCK = 1 << 18  # entries of a block of Jacobians: 2 MiB in float64, so that it stays in the cache
 
-BLOCK = 1 << 18
-"""Entries of a block of Jacobians: 2 MiB in float64, so that it stays in the cache."""
-
-BOX = 30.0
-"""Bound on every parameter."""
+BOX = 30.0  # bound on every parameter
 FIRST_DAMPING, LEAST_DAMPING, MOST_DAMPING = 1e-3, 1e-12, 1e8
 FLOOR = 1e-9
 SLOW, SLOW_STEPS = 1e-3, 5
@@ -419,8 +402,7 @@ class Recipe:
         require(counts, f"epochs, batch and rate are positive, got {self}")
 
 
-SGD = Recipe()
-"""The papers' recipe; the minibatch is ours."""
+SGD = Recipe()  # the papers' recipe; the minibatch is ours
 ADAM = Recipe("adam", epochs=50, rate=0.01)
 
 

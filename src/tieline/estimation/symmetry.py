@@ -30,8 +30,6 @@ from torch import Tensor
 from tieline.estimation.model import MoEModel, router_directions
 from tieline.estimation.parameters import MoEParameters, quadratic_blocks
 
-__all__ = ["Symmetry", "canonical", "has_signs", "null_dimension", "symmetries"]
-
 Pin = Literal["mean", "last"]
 QUADRATIC = ("quadratic", "partial")
 ODD = ("linear", "tanh")

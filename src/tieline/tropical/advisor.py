@@ -37,19 +37,6 @@ from tieline.tropical.expectation import (
     wall_density,
 )
 
-__all__ = [
-    "PRESETS",
-    "QUANTITIES",
-    "Advice",
-    "Entry",
-    "Granularity",
-    "LayerShape",
-    "Quantity",
-    "advise",
-    "gaussian_rounding_flips",
-]
-
-
 PER_UNIT = 1024
 """Midpoints per unit of score: the step's jumps, at powers of two, fall between them."""
 GROUPED = "as if routing were not group-limited"
@@ -151,10 +138,7 @@ QUANTITIES: dict[str, Quantity] = {
         "exact",
     ),
     "flops": Quantity(
-        "FLOPs/token",
-        "2 per active weight, forward pass",
-        "matrix products only",
-        "exact",
+        "FLOPs/token", "2 per active weight, forward pass", "matrix products only", "exact"
     ),
     "coalitions": Quantity(
         "coalitions",

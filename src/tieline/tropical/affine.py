@@ -24,29 +24,8 @@ from tieline.core.errors import ParameterError, ShapeError, TielineError, TraceE
 from tieline.core.ranking import topk_mask
 from tieline.trace.record import LayerTrace
 
-__all__ = [
-    "RELATIVE",
-    "Array",
-    "Count",
-    "CountingLayer",
-    "CountingRouter",
-    "DegenerateError",
-    "Neurons",
-    "Router",
-    "as_neurons",
-    "as_points",
-    "as_router",
-    "captured_inputs",
-    "chosen",
-    "counting_layer",
-    "counting_router",
-    "double_array",
-    "why_degenerate",
-]
-
 Array = np.ndarray | Tensor
-RELATIVE = 1e-11
-"""Relative size below which a number cannot be told from zero."""
+RELATIVE = 1e-11  # relative size below which a number cannot be told from zero
 
 
 class DegenerateError(TielineError):

@@ -40,27 +40,8 @@ from tieline.core.errors import ParameterError, ShapeError, require
 from tieline.tropical.affine import Array, double_array
 from tieline.tropical.regions import count_regions
 
-__all__ = [
-    "MAX_TERMS",
-    "ONE",
-    "ZERO",
-    "TropicalPolynomial",
-    "TropicalRational",
-    "ZonotopeCounts",
-    "elementary_symmetric",
-    "matmul",
-    "plus",
-    "power",
-    "rational_form",
-    "symmetric_polynomial",
-    "times",
-    "zonotope_counts",
-]
-
-ZERO, ONE = -math.inf, 0.0
-"""Neutral elements of ⊕ and ⊗."""
-MAX_TERMS = 1 << 17
-"""Largest number of terms of a polynomial."""
+ZERO, ONE = -math.inf, 0.0  # neutral elements of ⊕ and ⊗
+MAX_TERMS = 1 << 17  # largest number of terms of a polynomial
 
 
 def plus(a: Float[Tensor, "*shape"], b: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:

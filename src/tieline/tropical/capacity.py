@@ -16,18 +16,6 @@ from typing import Literal, NamedTuple
 
 from tieline.core.errors import require
 
-__all__ = [
-    "Attainability",
-    "PaperCapacities",
-    "attainability",
-    "capacity_bound",
-    "cell_bound",
-    "group_coalitions",
-    "paper_capacities",
-    "sharp_bound",
-    "zaslavsky",
-]
-
 Attainability = Literal["by every generic router", "by some routers", "by none", "not decided"]
 
 

@@ -42,28 +42,12 @@ from tieline.tropical.affine import (
 )
 from tieline.tropical.expectation import expected_cells
 
-__all__ = [
-    "CellSearch",
-    "Cells",
-    "cells",
-    "count_cells",
-    "essential",
-    "expected_voronoi_cells",
-    "from_search",
-    "k_sets",
-    "voronoi_cells",
-]
-
-MAX_SUBSETS = 50_000_000
-"""Largest number of tied sets C(N, d + 1) that `count_cells` goes through."""
+MAX_SUBSETS = 50_000_000  # largest number of tied sets C(N, d + 1) that `count_cells` goes through
 FEW_SUBSETS = 1_000_000
 """Largest number of tied sets that `cells` goes through before it searches cell by cell."""
-CUT = 1e-8
-"""Slack from which a cell or facet is taken to exist."""
-NONE = 1e-9
-"""Slack up to which it is taken not to exist; HiGHS answers to 1e-10."""
-MOST_POINTS = 128
-"""Largest number of points of `voronoi_cells`."""
+CUT = 1e-8  # slack from which a cell or facet is taken to exist
+NONE = 1e-9  # slack up to which it is taken not to exist; HiGHS answers to 1e-10
+MOST_POINTS = 128  # largest number of points of `voronoi_cells`
 
 Masks = Bool[np.ndarray, "cells experts"]
 Facets = Int[np.ndarray, "facets 4"]

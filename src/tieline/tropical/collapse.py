@@ -27,18 +27,6 @@ from tieline.trace.record import LayerTrace
 from tieline.tropical.affine import Router, as_points, as_router, captured_inputs, chosen
 from tieline.tropical.expectation import wall_density
 
-__all__ = [
-    "Centring",
-    "Saturation",
-    "ball_meets_tie",
-    "cap_constant",
-    "cap_fraction",
-    "centring",
-    "centring_of_layer",
-    "saturation",
-    "walls_in_ball",
-]
-
 
 @dataclass(frozen=True)
 class Saturation:

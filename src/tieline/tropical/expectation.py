@@ -25,16 +25,6 @@ from scipy import optimize, special
 from tieline.core.errors import require
 from tieline.tropical.capacity import check_shape
 
-__all__ = [
-    "expected_cells",
-    "expected_regions",
-    "log_expected_cells",
-    "log_expected_regions",
-    "log_pools",
-    "pooled_block",
-    "wall_density",
-]
-
 LARGEST_DIM = 512
 """Largest dimension; the law of M costs about min(k, d) d quadratures, a second at d = 64."""
 

@@ -45,23 +45,7 @@ from tieline.tropical.affine import (
 from tieline.tropical.capacity import capacity_bound
 from tieline.tropical.expectation import wall_density
 
-__all__ = [
-    "Crossings",
-    "PathPieces",
-    "Walk",
-    "crossings",
-    "expected_kinks",
-    "expected_switches",
-    "paper_effective_bound",
-    "pieces_along",
-    "pieces_along_curve",
-    "spherical_length",
-    "token_pairs",
-    "walk",
-]
-
-CHUNK = 1 << 22
-"""Pairs of experts over all segments that are held at once."""
+CHUNK = 1 << 22  # pairs of experts over all segments that are held at once
 
 
 class Walk(NamedTuple):

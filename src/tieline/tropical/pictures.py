@@ -36,27 +36,6 @@ from tieline.tropical.affine import (
     chosen,
 )
 
-__all__ = [
-    "Label",
-    "PatchPieces",
-    "PlanarCell",
-    "Plane",
-    "Polygon",
-    "Slice",
-    "SliceCell",
-    "Support",
-    "area",
-    "cells_within",
-    "clip",
-    "expert_support",
-    "grid_of",
-    "pieces_on_patch",
-    "plane_through",
-    "slice_layer",
-    "slice_router",
-    "split_by_lines",
-]
-
 Label = tuple[int, int] | None
 ROUNDING = 1e-12
 MOST_CELLS = 20_000

@@ -38,20 +38,8 @@ from tieline.tropical.affine import (
     why_degenerate,
 )
 
-__all__ = [
-    "COUNTED",
-    "MAX_DIM",
-    "Regions",
-    "count_cells_rational",
-    "count_regions",
-    "count_regions_rational",
-    "regions",
-]
-
-MAX_DIM = 5
-"""Largest input dimension of exact counts and listings of pieces."""
-MAX_PIECES = 5_000_000
-"""Most pieces that `regions` lists by default."""
+MAX_DIM = 5  # largest input dimension of exact counts and listings of pieces
+MAX_PIECES = 5_000_000  # most pieces that `regions` lists by default
 COUNTED = (
     "pieces (coalition x activation pattern): open sets where the layer is one analytic formula; "
     "affine for k = 1 or constant gates, smooth but not affine under softmax gates with k > 1; "
@@ -59,10 +47,8 @@ COUNTED = (
 )
 THIN_CUT = "a wall cuts a cell too thinly to be told from one that only touches it"
 
-Row = list[Fraction]
-"""Weights and, last, bias of one score or neuron."""
-Piece = tuple[frozenset[int], frozenset[int]]
-"""A coalition and its active neurons."""
+Row = list[Fraction]  # weights and, last, bias of one score or neuron
+Piece = tuple[frozenset[int], frozenset[int]]  # a coalition and its active neurons
 
 
 def count_regions(
