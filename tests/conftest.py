@@ -2,6 +2,9 @@
 
 import os
 
+import os
+import sys
+
 import jaxtyping
 import pytest
 import torch
@@ -11,6 +14,10 @@ from tests.shared import shared_root
 
 if shared_root().is_dir():
     os.environ.setdefault("TIELINE_DATA", str(shared_root()))
+
+# Each worker and each command that a test starts would compile the whole package anew otherwise.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 settings.register_profile("tieline", deadline=None, max_examples=12, derandomize=True)
 settings.load_profile("tieline")
