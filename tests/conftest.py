@@ -1,8 +1,6 @@
 """Settings of the whole suite."""
 
 import os
-
-import os
 import sys
 
 import jaxtyping
