@@ -54,6 +54,7 @@ def test_charts_show_the_numbers_of_the_result(result):
     causes = panels["diff-causes"]["data"]
     assert [trace["y"] for trace in causes] == [[0, 0, 0, 0], [0, 0, 20, 0], [0, 40, 20, 0]]
     assert panels["diff-depth"]["data"][0]["y"] == [0.0, 0.1, 0.15, 0.15]
+    assert panels["diff-after"]["data"][0]["y"] == pytest.approx([0.0, 0.1, 20 / 360, 0.0])
     assert panels["diff-after"]["data"][1]["y"] == [None, None, 0.5, 0.0]
 
 
