@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
-import click
 import typer
 from typer.core import TyperGroup
 
@@ -72,10 +71,10 @@ EXTRAS = {
 class _Grouped(TyperGroup):
     """Lists the commands under the headings of `GROUPS`."""
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
+    def list_commands(self, ctx: Any) -> list[str]:
         return [name for names in GROUPS.values() for name in names]
 
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
         for heading, names in GROUPS.items():
             found = [(name, self.get_command(ctx, name)) for name in names]
             rows = [(name, one.get_short_help_str(200)) for name, one in found if one is not None]

@@ -14,11 +14,11 @@ import operator
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from click.core import ParameterSource
 
 from tieline.cli.app import (
     CONDITION_HELD,
@@ -40,12 +40,6 @@ from tieline.cli.input import layer_choice
 from tieline.core.errors import require
 
 __all__ = ["Condition", "check_names", "held", "inspect", "parse_condition"]
-
-OF_MODELS = (
-    *("text", "tokens", "batch_size", "dtype", "device", "layers", "revision", "seed"),
-    *("loss_jumps", "trust_remote_code"),
-)
-"""Options that need a model to run."""
 
 COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     ">": operator.gt,
@@ -75,7 +69,6 @@ class Condition:
 @app.command()
 @guarded
 def inspect(
-    context: typer.Context,
     source: Annotated[
         str,
         typer.Argument(
@@ -128,41 +121,40 @@ def inspect(
     from tieline.analysis.sources import load, quiet_transformers, source_kind
 
     quiet_transformers()
+    options = {
+        "text": text,
+        "tokens": tokens,
+        "batch_size": batch_size,
+        "dtype": dtype,
+        "device": device,
+        "layers": chosen,
+        "revision": revision,
+        "seed": seed,
+        "loss_jumps": loss_jumps,
+        "trust_remote_code": trust_remote_code,
+    }
     kind = source_kind(source)
     if kind != "model":
-        _check_saved(context, source, save_trace)
+        _check_saved(source, options, run, save_trace)
     if kind == "result":
         result: Any = load(source)
     else:
         check_names(conditions, metric_names(loss_jumps))
         with progress_bars() as progress:
-            result = run(
-                source,
-                text=text,
-                tokens=tokens,
-                batch_size=batch_size,
-                layers=chosen,
-                seed=seed,
-                loss_jumps=loss_jumps,
-                dtype=dtype,
-                device=device,
-                revision=revision,
-                trust_remote_code=trust_remote_code,
-                progress=progress,
-            )
+            result = run(source, **options, progress=progress)
     found = held(conditions, result.metrics)
     deliver(result, outputs, "add --html report.html for the page with charts")
     _judge(found)
 
 
-def _check_saved(context: typer.Context, source: str, save_trace: Path | None) -> None:
-    """Refuse options that a saved run has no use for."""
-    given = [
-        f"--{name.replace('_', '-')}"
-        for name in OF_MODELS
-        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE
-    ]
-    require(not given, f"{', '.join(given)} is for models, and {source} is saved")
+def _check_saved(
+    source: str, options: Mapping[str, Any], run: Callable[..., Any], save_trace: Path | None
+) -> None:
+    """Refuse options of models, where they are not the defaults of `run`, for a saved run."""
+    known = signature(run).parameters
+    changed = [name for name, value in options.items() if value != known[name].default]
+    given = ", ".join(f"--{name.replace('_', '-')}" for name in changed)
+    require(not given, f"{given} is for models, and {source} is saved")
     require(save_trace is None, f"--save-trace: {source} is saved already")
 
 
