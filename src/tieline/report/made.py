@@ -35,7 +35,7 @@ def figures(result: Made) -> "dict[str, Callable[[], Figure]]":
 
 def terminal(result: Made, width: int) -> Group:
     """The lines of the summary."""
-    return Group(*(Text(line, no_wrap=True, overflow="ignore") for line in _lines(result)))
+    return Group(*map(Text, _lines(result)))
 
 
 def summary(result: Made) -> str:
