@@ -56,19 +56,12 @@ Inputs = Float[Tensor, "problems n tokens_dim"]
 
 @dataclass(frozen=True)
 class AttentionHead:
-    """A row of a head with one value dimension; parameter vectors are [vec B, v].
+    """A row of a head with one value dimension; parameter vectors are [vec B, v]."""
 
-    Attributes:
-        kind: "softmax" or "sigmoid".
-        tokens: N.
-        dim: dimension D of a token.
-        row: i, counted from 0.
-    """
-
-    kind: AttentionKind
-    tokens: int
-    dim: int
-    row: int = 0
+    kind: AttentionKind  # "softmax" or "sigmoid"
+    tokens: int  # N
+    dim: int  # dimension D of a token
+    row: int = 0  # i, counted from 0
 
     def __post_init__(self) -> None:
         check_kind(self.kind, None)
@@ -139,38 +132,21 @@ class AttentionHead:
 
 @dataclass(frozen=True)
 class StudentCurve:
-    """Errors of one kind of student under one kind of teacher.
+    """Errors of one kind of student under one kind of teacher."""
 
-    Attributes:
-        family: "head" or "mixture".
-        teacher: kind of the teacher.
-        student: kind of the student.
-        sizes: sample sizes n.
-        function: root mean square over repetitions of ‖f̂ - f*‖, for each n.
-        experts: root mean square over repetitions of ‖η̂ - η̄‖, for each n.
-        function_rate: power law of ‖f̂ - f*‖.
-        experts_rate: power law of ‖η̂ - η̄‖.
-        misfit: ‖f_Ḡ - f*‖, zero where the kinds agree.
-        predicted_function: √(ν rank I) where the kinds agree, else None.
-        predicted_experts: √(ν tr (I⁺)_ηη) where the kinds agree, else None.
-        condition: largest over smallest positive root of I where the kinds agree, else None.
-        failed: fits that did not converge.
-        fits: number of fits.
-    """
-
-    family: Family
+    family: Family  # "head" or "mixture"
     teacher: AttentionKind
     student: AttentionKind
-    sizes: tuple[int, ...]
-    function: tuple[float, ...]
-    experts: tuple[float, ...]
-    function_rate: PowerLaw
-    experts_rate: PowerLaw
-    misfit: float
-    predicted_function: float | None
-    predicted_experts: float | None
-    condition: float | None
-    failed: int
+    sizes: tuple[int, ...]  # sample sizes n
+    function: tuple[float, ...]  # root mean square over repetitions of ‖f̂ - f*‖, for each n
+    experts: tuple[float, ...]  # root mean square over repetitions of ‖η̂ - η̄‖, for each n
+    function_rate: PowerLaw  # power law of ‖f̂ - f*‖
+    experts_rate: PowerLaw  # power law of ‖η̂ - η̄‖
+    misfit: float  # ‖f_Ḡ - f*‖, zero where the kinds agree
+    predicted_function: float | None  # √(ν rank I) where the kinds agree, else None
+    predicted_experts: float | None  # √(ν tr (I⁺)_ηη) where the kinds agree, else None
+    condition: float | None  # largest over smallest positive root of I; None if the kinds differ
+    failed: int  # fits that did not converge
     fits: int
 
 
@@ -217,16 +193,8 @@ def compare_attention(
 ) -> AttentionComparison:
     """Students of both kinds under teachers of both kinds.
 
-    Args:
-        sizes: sample sizes, two or more.
-        repetitions: samples drawn at each size.
-        tokens: N >= 2 of a sequence.
-        dim: dimension D of a token.
-        scale: standard deviation of the entries of √D B; large enough that weights differ.
-        noise: standard deviation √ν; 0.1 in the paper.
-        families: "head", "mixture" or both.
-        others: whether students of the other kind than their teacher are fitted too.
-        seed: of teacher, inputs, noise and starts.
+    `scale` is the standard deviation of the entries of √D B, `noise` is √ν (0.1 in the paper); with
+    `others` students of the other kind than their teacher are fitted too.
     """
     require(len(sizes) >= 2 and repetitions >= 1, f"need 2 sizes or more, got {sizes=}")
     require(noise > 0 and scale > 0, f"noise and scale are positive, got {noise=}, {scale=}")

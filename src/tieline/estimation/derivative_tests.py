@@ -83,23 +83,14 @@ class Atom:
 
 @dataclass(frozen=True, eq=False)
 class Jet:
-    """Value and derivatives of the gated expert and of its gate at n inputs.
-
-    Attributes:
-        value: (n).
-        first: (n, D), D = w + 1 + q parameters (row, bias, η).
-        second: (n, D, D).
-        gate: value of the gate g(score).
-        gate_first: its derivatives; zero in η.
-        gate_second: its second derivatives.
-    """
+    """Value and derivatives of the gated expert and of its gate at n inputs."""
 
     value: Float[Tensor, " n"]
-    first: Float[Tensor, "n D"]
+    first: Float[Tensor, "n D"]  # D = w + 1 + q parameters (row, bias, η)
     second: Float[Tensor, "n D D"]
-    gate: Float[Tensor, " n"]
-    gate_first: Float[Tensor, "n D"]
-    gate_second: Float[Tensor, "n D D"]
+    gate: Float[Tensor, " n"]  # value of the gate g(score)
+    gate_first: Float[Tensor, "n D"]  # its derivatives; zero in η
+    gate_second: Float[Tensor, "n D D"]  # its second derivatives
 
 
 def row_size(model: MoEModel) -> int:
@@ -232,21 +223,13 @@ def _expert(model: MoEModel, atom: Atom, x: Tensor) -> tuple[Tensor, Tensor, Ten
 
 @dataclass(frozen=True)
 class RankTest:
-    """Linear independence of a set of functions.
+    """Linear independence of a set of functions."""
 
-    Attributes:
-        definition: which definition asks for it.
-        functions: how many, zero ones apart.
-        rank: of their normalised Gram matrix.
-        smallest: its smallest eigenvalue.
-        zero: names of the functions that vanish, of the first atom.
-    """
-
-    definition: str
-    functions: int
-    rank: int
-    smallest: float
-    zero: tuple[str, ...] = ()
+    definition: str  # which definition asks for it
+    functions: int  # how many, zero ones apart
+    rank: int  # of their normalised Gram matrix
+    smallest: float  # its smallest eigenvalue
+    zero: tuple[str, ...] = ()  # names of the functions that vanish, of the first atom
 
     @property
     def independent(self) -> bool:
@@ -340,19 +323,12 @@ def _functions(model: MoEModel, jet: Jet, strength: Strength) -> tuple[Tensor, l
 
 @dataclass(frozen=True)
 class SplitTest:
-    """The least visible split.
+    """The least visible split."""
 
-    Attributes:
-        minimum: min of ‖Π⊥ B(δ, δ)‖ over all unit δ.
-        up_to_scale: the same over δ orthogonal to the scale of the expert.
-        direction: the minimising δ of `up_to_scale`, by parameter.
-        threshold: below it a split counts as invisible.
-    """
-
-    minimum: float
-    up_to_scale: float
-    direction: dict[str, float]
-    threshold: float = SPLIT_THRESHOLD
+    minimum: float  # min of ‖Π⊥ B(δ, δ)‖ over all unit δ
+    up_to_scale: float  # the same over δ orthogonal to the scale of the expert
+    direction: dict[str, float]  # the minimising δ of `up_to_scale`, by parameter
+    threshold: float = SPLIT_THRESHOLD  # below it a split counts as invisible
 
     @property
     def verdict(self) -> str:
@@ -365,14 +341,7 @@ class SplitTest:
 def split_test(
     model: MoEModel, atoms: Sequence[Atom], x: Float[Tensor, "n d"], seed: int = 0
 ) -> SplitTest:
-    """The split test of the first atom among the others.
-
-    Args:
-        model: the family.
-        atoms: the truth.
-        x: inputs drawn from μ.
-        seed: of the starts of the minimisation.
-    """
+    """The split test of the first atom among the others, on inputs x drawn from μ."""
     sigmoid = model.link == "sigmoid"
     require(
         not (sigmoid and model.gate == "cosine"),

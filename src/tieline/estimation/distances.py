@@ -19,32 +19,20 @@ from tieline.estimation.parameters import MoEParameters
 
 @dataclass(frozen=True, eq=False)
 class FunctionDistance:
-    """‖f - f*‖_{L²(μ)} of every fit.
+    """‖f - f*‖_{L²(μ)} of every fit."""
 
-    Attributes:
-        value: the distance.
-        standard_error: of the value, from the sample of inputs; 0 at distance 0.
-    """
-
-    value: Float[Tensor, "*batch"]
-    standard_error: Float[Tensor, "*batch"]
+    value: Float[Tensor, "*batch"]  # the distance
+    standard_error: Float[Tensor, "*batch"]  # from the sample of inputs; 0 at distance 0
 
 
 @dataclass(frozen=True, eq=False)
 class MatchedErrors:
-    """Errors of the atom that plays each atom of the truth.
+    """Errors of the atom that plays each atom of the truth."""
 
-    Attributes:
-        partner: the atom of the fit matched with each atom of the truth.
-        router: ‖β_π(j) - β*_j‖.
-        bias: |bias_π(j) - bias*_j|.
-        experts: ‖η_π(j) - η*_j‖.
-    """
-
-    partner: Int[Tensor, "*batch true"]
-    router: Float[Tensor, "*batch true"]
-    bias: Float[Tensor, "*batch true"]
-    experts: Float[Tensor, "*batch true"]
+    partner: Int[Tensor, "*batch true"]  # the atom of the fit matched with each atom of the truth
+    router: Float[Tensor, "*batch true"]  # ‖β_π(j) - β*_j‖
+    bias: Float[Tensor, "*batch true"]  # |bias_π(j) - bias*_j|
+    experts: Float[Tensor, "*batch true"]  # ‖η_π(j) - η*_j‖
 
 
 def regression_distance(
@@ -57,18 +45,10 @@ def regression_distance(
     seed: int = 0,
     law: LawName = "uniform",
 ) -> FunctionDistance:
-    """√(mean of (f - f*)²) over n fresh inputs, the same for all fits.
+    """√(mean of (f - f*)²) over n fresh inputs, the same for all fits, with its standard error.
 
-    The standard error is that of the mean square over twice the root.
-
-    Args:
-        fitted: family of the fits.
-        fit: any batch of fits.
-        truth_model: family of the truth.
-        truth: the truth, one or one for each fit.
-        n: inputs drawn from the law.
-        seed: of the inputs.
-        law: "uniform" on [-1, 1]ᵈ or "normal".
+    One truth or one for each fit; the law is "uniform" on [-1, 1]ᵈ or "normal". The standard error
+    is that of the mean square over twice the root.
     """
     require(n >= 2, f"a standard error needs n >= 2 inputs, got {n}")
     dims = f"{fitted.d}, {truth_model.d}"

@@ -211,19 +211,12 @@ def _result(
 
 @dataclass(frozen=True, eq=False)
 class Population:
-    """Ḡ and how many starts agree on it.
+    """Ḡ and how many starts agree on it."""
 
-    Attributes:
-        params: Ḡ.
-        misfit: ‖f_Ḡ - q‖ on the sample; zero where the model contains the truth.
-        starts: the end of every start, that of least loss being Ḡ.
-        agree: starts whose misfit is within 1 % of the least.
-    """
-
-    params: MoEParameters
-    misfit: float
-    starts: FitResult
-    agree: int
+    params: MoEParameters  # Ḡ
+    misfit: float  # ‖f_Ḡ - q‖ on the sample; zero where the model contains the truth
+    starts: FitResult  # the end of every start, that of least loss being Ḡ
+    agree: int  # starts whose misfit is within 1 % of the least
 
 
 def population_minimiser(
@@ -279,14 +272,7 @@ def radius_at(radius: float, n: int, *, shrink: bool = False) -> float:
 def near_truth(
     truth: MoEParameters, radius: float, seeds: list[int], starts: int = 1
 ) -> MoEParameters:
-    """θ* + r ξ for each seed, (seeds, starts, ...).
-
-    Args:
-        truth: θ*, without leading axes.
-        radius: r, the standard deviation of every coordinate.
-        seeds: one for each data set.
-        starts: S starts for each.
-    """
+    """θ* + r ξ for each seed, (seeds, starts, ...); the truth has no leading axes."""
     centre = truth.flatten()
     draws = [_normal((starts, len(centre)), seed) for seed in seeds]
     return truth.like(centre + radius * torch.stack(draws))

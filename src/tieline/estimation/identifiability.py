@@ -54,19 +54,12 @@ NO_ZERO_ROW = "not applicable: the vanilla cosine has no zero row to split"
 
 @dataclass(frozen=True, eq=False)
 class Information:
-    """Spectrum of the information matrix with unit diagonal.
+    """Spectrum of the information matrix with unit diagonal."""
 
-    Attributes:
-        eigenvalues: in ascending order.
-        nullity: eigenvalues below the threshold times the largest, flat parameters included.
-        condition: largest over the smallest eigenvalue that is not flat.
-        gap: smallest eigenvalue that is not flat over the largest that is; inf if none is flat.
-    """
-
-    eigenvalues: Float[Tensor, " p"]
-    nullity: int
-    condition: float
-    gap: float
+    eigenvalues: Float[Tensor, " p"]  # in ascending order
+    nullity: int  # eigenvalues below the threshold times the largest, flat parameters included
+    condition: float  # largest over the smallest eigenvalue that is not flat
+    gap: float  # smallest eigenvalue that is not flat over the largest that is; inf if none is flat
 
 
 def information(
@@ -81,14 +74,8 @@ def information(
 ) -> Information:
     """Spectrum of the information matrix of one truth on n inputs.
 
-    Args:
-        model: the family.
-        params: one problem.
-        pinned: parameters that are known, by their place in the flat vector.
-        n: inputs.
-        seed: of the inputs.
-        law: of the inputs.
-        threshold: eigenvalues below this share of the largest count as flat.
+    Known parameters are `pinned`, by their place in the flat vector; eigenvalues below `threshold`
+    times the largest count as flat.
     """
     require(n >= model.n_parameters, f"need n >= p = {model.n_parameters} inputs, got {n}")
     x = draw_inputs(law, n, model.d, seed)
@@ -146,16 +133,10 @@ class Identifiability:
 def identifiability(
     model: MoEModel, *, seed: int = 0, draws: int = 3, n: int = 1200
 ) -> Identifiability:
-    """Rank, nullity and split tests of a model at generic parameters.
+    """Rank, nullity and split tests of a model at generic parameters, on n inputs of the cube.
 
-    A property of generic parameters: of several draws the split test keeps the most visible one, as
-    a draw may be nearly degenerate by chance.
-
-    Args:
-        model: the family, with its d and number of experts.
-        seed: of parameters and inputs.
-        draws: parameters tried by the split test.
-        n: inputs, uniform on the cube.
+    Of several draws the split test keeps the most visible one, as a draw may be nearly degenerate
+    by chance.
     """
     require(draws >= 1, f"need at least one draw, got {draws}")
     x = draw_inputs("uniform", n, model.d, seed)

@@ -61,15 +61,10 @@ Charges = Float[Tensor, "*batch true"]  # what each cell adds to the loss
 
 @dataclass(frozen=True, eq=False)
 class Assignment:
-    """Voronoi cells of a batch of fits.
+    """Voronoi cells of a batch of fits."""
 
-    Attributes:
-        cell: index of the nearest atom of the truth, the first of several.
-        member: whether atom i of the fit is in cell j.
-    """
-
-    cell: Int[Tensor, "*batch fitted"]
-    member: Bool[Tensor, "*batch fitted true"]
+    cell: Int[Tensor, "*batch fitted"]  # nearest atom of the truth, the first of several
+    member: Bool[Tensor, "*batch fitted true"]  # whether atom i of the fit is in cell j
 
     @property
     def size(self) -> Int[Tensor, "*batch true"]:
@@ -190,38 +185,23 @@ def _charges(
 
 @dataclass(frozen=True)
 class VoronoiLoss:
-    """The loss of one fit.
+    """The loss of one fit."""
 
-    Attributes:
-        value: the loss.
-        kind: "L1" … "L5".
-        paper: 2 or 4.
-        r: exponent, where the loss has one.
-        cells: for each atom of the truth the atoms of the fit in its cell.
-        empty: atoms of the truth with an empty cell.
-    """
-
-    value: float
-    kind: str
-    paper: int
-    r: float
-    cells: tuple[tuple[int, ...], ...]
-    empty: tuple[int, ...]
+    value: float  # the loss
+    kind: str  # "L1" … "L5"
+    paper: int  # 2 or 4
+    r: float  # exponent, where the loss has one
+    cells: tuple[tuple[int, ...], ...]  # atoms of the fit in the cell of each true atom
+    empty: tuple[int, ...]  # atoms of the truth with an empty cell
 
 
 @dataclass(frozen=True, eq=False)
 class VoronoiLosses:
-    """The losses of a batch of fits.
+    """The losses of a batch of fits."""
 
-    Attributes:
-        values: loss of each fit.
-        cell: the cell of each atom of each fit.
-        empty: number of empty cells of each fit.
-    """
-
-    values: Float[Tensor, "*batch"]
-    cell: Int[Tensor, "*batch experts"]
-    empty: Int[Tensor, "*batch"]
+    values: Float[Tensor, "*batch"]  # loss of each fit
+    cell: Int[Tensor, "*batch experts"]  # the cell of each atom of each fit
+    empty: Int[Tensor, "*batch"]  # number of empty cells of each fit
 
 
 def voronoi_loss(
@@ -232,13 +212,7 @@ def voronoi_loss(
     Paper 2 (mass exp β_0): L1 is L_{1,r}, L2 eq. 11, L3 eq. 13. Paper 4 (mass σ(c)): L1, L2 =
     L_{2,r} and L3 for the fully quadratic score, rows [vec A, b]; L4 (eq. 52) and L5 (eq. 53) for
     the partially quadratic score, rows vec A. In L3 and L5 the second index is that of the cell.
-
-    Args:
-        fit: one fit, without leading axes.
-        truth: the truth, of the same shape.
-        kind: "L1" to "L3" of paper 2, "L1" to "L5" of paper 4.
-        paper: 2 or 4.
-        r: exponent of L1 (paper 2) and L2 (paper 4); the others have none.
+    Only L1 of paper 2 and L2 of paper 4 have an exponent r.
     """
     require(
         fit.bias.ndim == 1 and truth.bias.ndim == 1,
@@ -293,16 +267,9 @@ def quotient_losses(
     *,
     cone: bool = True,
 ) -> VoronoiLosses:
-    """Losses of a batch of fits up to the symmetries of the model.
+    """Losses of a batch of fits up to the symmetries of the model, of any number of experts.
 
-    Args:
-        model: family of both, any number of experts.
-        fit: any batch.
-        truth: one truth or one for each fit.
-        kind: as for `voronoi_loss`.
-        paper: 2 or 4.
-        r: exponent, where the loss has one.
-        cone: whether mass and scale may trade where the model lets them.
+    One truth or one for each fit; `cone` lets mass and scale trade where the model does.
     """
     reference = canonical(model.with_experts(truth.n_experts), truth)
     mine = canonical(model.with_experts(fit.n_experts), fit)

@@ -94,21 +94,13 @@ class FitSettings:
 
 @dataclass(frozen=True)
 class MixtureFit:
-    """The best fit, and how all starts ended.
+    """The best fit, and how all starts ended."""
 
-    Attributes:
-        theta: parameters of `SharedGate`, in standard units.
-        error: mean squared error over rows and outputs, in standard units, without the penalty.
-        status: how the best fit ended on all rows.
-        starts: how every start ended on the rows it was fitted to.
-        iterations: steps of the best fit, on all samples together.
-    """
-
-    theta: Float[Tensor, " p"]
-    error: float
-    status: str
-    starts: tuple[str, ...]
-    iterations: int
+    theta: Float[Tensor, " p"]  # parameters of `SharedGate`, in standard units
+    error: float  # mean squared error over rows and outputs, in standard units, without the penalty
+    status: str  # how the best fit ended on all rows
+    starts: tuple[str, ...]  # how every start ended on the rows it was fitted to
+    iterations: int  # steps of the best fit, on all samples together
 
     @property
     def failed(self) -> int:
@@ -137,13 +129,7 @@ class _Refined:
 
 
 def fit_mixture(regression: SharedGate, rows: Rows, settings: FitSettings) -> MixtureFit:
-    """The best of several fits.
-
-    Args:
-        regression: the mixture.
-        rows: standardised rows.
-        settings: starts, steps, tolerance, penalty, seed.
-    """
+    """The best of several fits to standardised rows."""
     generator = torch.Generator().manual_seed(settings.seed)
     order = torch.randperm(len(rows.x), generator=generator)
     few = _sample(rows, order, FIRST)
@@ -212,19 +198,12 @@ def _problem(regression: SharedGate, rows: Rows, ridge: float, starts: int) -> L
 
 @dataclass(frozen=True)
 class ExpertCurve:
-    """Error on held-out rows by the number of experts.
+    """Error on held-out rows by the number of experts."""
 
-    Attributes:
-        experts: the numbers tried.
-        errors: mean over folds of the mean squared error, in standard units.
-        standard_errors: of these means, over folds.
-        chosen: the smallest number within one standard error of the least error.
-    """
-
-    experts: tuple[int, ...]
-    errors: tuple[float, ...]
-    standard_errors: tuple[float, ...]
-    chosen: int
+    experts: tuple[int, ...]  # the numbers tried
+    errors: tuple[float, ...]  # mean over folds of the mean squared error, in standard units
+    standard_errors: tuple[float, ...]  # of these means, over folds
+    chosen: int  # the smallest number within one standard error of the least error
 
 
 def some_rows(rows: Rows, seed: int) -> Rows:
@@ -238,14 +217,9 @@ def some_rows(rows: Rows, seed: int) -> Rows:
 def by_cross_validation(
     model: MoEModel, rows: Rows, most: int, folds: Iterable[Fold], settings: FitSettings
 ) -> ExpertCurve:
-    """The curve of errors for 1, ..., `most` experts.
+    """The curve of errors for 1, ..., `most` experts, over folds (rows to fit, rows to judge by).
 
-    Args:
-        model: the family; its number of experts is not used.
-        rows: standardised rows.
-        most: largest number of experts; numbers above the rows of a fold are left out.
-        folds: rows to fit and rows to judge by.
-        settings: of the fits.
+    The model's own number of experts is not used; numbers above the rows of a fold are left out.
     """
     folds = list(folds)
     most = min([most, *(len(train) for train, _ in folds)])
@@ -293,21 +267,13 @@ def _standard_error(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Dendrogram:
-    """Levels κ = K, K - 1, ..., 1 of merging.
+    """Levels κ = K, K - 1, ..., 1 of merging."""
 
-    Attributes:
-        experts: κ of each level.
-        errors: mean squared error with κ experts left, in standard units.
-        heights: d of the two experts that are merged after each level but the last.
-        merged: these experts, by their places at that level.
-        chosen: κ*.
-    """
-
-    experts: tuple[int, ...]
-    errors: tuple[float, ...]
-    heights: tuple[float, ...]
-    merged: tuple[tuple[int, int], ...]
-    chosen: int
+    experts: tuple[int, ...]  # κ of each level
+    errors: tuple[float, ...]  # mean squared error with κ experts left, in standard units
+    heights: tuple[float, ...]  # d of the two experts that are merged after each level but the last
+    merged: tuple[tuple[int, int], ...]  # these experts, by their places at that level
+    chosen: int  # κ*
 
 
 def expert_dendrogram(
@@ -317,14 +283,10 @@ def expert_dendrogram(
     weight: Float[Tensor, " rows"],
     parameters: int,
 ) -> Dendrogram:
-    """The dendrogram of a fitted mixture on its rows.
+    """The dendrogram of a fitted mixture on its rows, with weights of mean 1.
 
-    Args:
-        gates: G (n, K) of every row.
-        features: φ (n, q): (x, 1) for linear experts.
-        y: standardised targets (n, C).
-        weight: weights (n) of mean 1.
-        parameters: q, parameters of an expert with its row of the gate.
+    Gates are G, features φ, (x, 1) for linear experts; `parameters` is q, those of an expert with
+    its row of the gate.
     """
     count, outputs, dim = gates.shape[1], y.shape[1], features.shape[1]
     require(count >= 2, f"two experts or more are needed, got {count}", ShapeError)

@@ -75,14 +75,10 @@ class SharedGate:
     Outputs share the gate and have experts of their own. A parameter vector is [router rows,
     biases, expert rows of output 1, ..., expert rows of output C]; for C = 1 that of `MoEModel`.
     Value and Jacobian are computed output by output.
-
-    Attributes:
-        model: gate, link and experts of one output.
-        outputs: C.
     """
 
-    model: MoEModel
-    outputs: int = 1
+    model: MoEModel  # gate, link and experts of one output
+    outputs: int = 1  # C
 
     @property
     def gate_size(self) -> int:
@@ -125,19 +121,12 @@ class SharedGate:
 
 
 class Responsibilities(NamedTuple):
-    """Result of expectation-maximisation.
+    """Result of expectation-maximisation."""
 
-    Attributes:
-        share: r (n, E), rows sum to 1.
-        experts: B (E, D + 1, C), the constant last.
-        gate: linear gate (D + 1, E), the constant last.
-        variance: s².
-    """
-
-    share: Float[Tensor, "rows experts"]
-    experts: Float[Tensor, "experts inputs outputs"]
-    gate: Float[Tensor, "inputs experts"]
-    variance: float
+    share: Float[Tensor, "rows experts"]  # r (n, E), rows sum to 1
+    experts: Float[Tensor, "experts inputs outputs"]  # B (E, D + 1, C), the constant last
+    gate: Float[Tensor, "inputs experts"]  # linear gate (D + 1, E), the constant last
+    variance: float  # s²
 
 
 def mixture_starts(
@@ -241,16 +230,10 @@ def responsibilities(
     gate_steps: int = 5,
     ridge: float = 1e-4,
 ) -> Responsibilities:
-    """Shares r after some steps of expectation-maximisation.
+    """Shares r after some steps of expectation-maximisation, of standardised rows.
 
-    Args:
-        x: standardised inputs (n, D).
-        y: standardised targets (n, C).
-        weight: weights (n) of the rows.
-        start: first shares (n, E), rows sum to 1.
-        iterations: pairs of steps.
-        gate_steps: steps of the gate in each.
-        ridge: penalty of gates and experts over the total weight.
+    The rows of `start` sum to 1; each of the `iterations` takes `gate_steps` steps of the gate;
+    `ridge` is the penalty of gates and experts over the total weight.
     """
     design = torch.cat([x, torch.ones_like(x[:, :1])], dim=1)
     mass = weight / weight.sum()
@@ -298,13 +281,8 @@ def linear_tree(
 ) -> Int[Tensor, " rows"]:
     """Return the leaf of each row, 0, 1, ...; fewer leaves than asked for if no split helps.
 
-    Args:
-        x: inputs (n, D).
-        y: targets (n, C).
-        weight: weights (n) > 0 of the rows.
-        leaves: number of leaves.
-        cuts: thresholds tried per feature.
-        ridge: λ over the mean square of the design, so that small leaves have models too.
+    Weights are positive; `cuts` thresholds are tried per feature; `ridge` is λ over the mean square
+    of the design, so that small leaves have models too.
     """
     rows = torch.cat([x, torch.ones_like(x[:, :1]), y], dim=1)
     least = (x.shape[1] + 1) * weight.sum() / len(weight)

@@ -63,17 +63,11 @@ Features = Float[Tensor, "*inputs dim n"]
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """Data of a regression.
+    """Data of a regression."""
 
-    Attributes:
-        x: inputs (*repetitions, n, d).
-        y: responses (*repetitions, n).
-        noise: standard deviation of the noise in y.
-    """
-
-    x: Float[Tensor, "*repetitions n d"]
-    y: Float[Tensor, "*repetitions n"]
-    noise: float
+    x: Float[Tensor, "*repetitions n d"]  # inputs (*repetitions, n, d)
+    y: Float[Tensor, "*repetitions n"]  # responses (*repetitions, n)
+    noise: float  # standard deviation of the noise in y
 
 
 def repetition_seeds(seed: int, n: int, repetitions: int) -> list[int]:
@@ -118,19 +112,12 @@ def _per_seed(draw, seed: int | Sequence[int], stream: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Ridge:
-    """A function φ of one variable with its derivatives.
+    """A function φ of one variable with its derivatives."""
 
-    Attributes:
-        value: u ↦ φ(u).
-        slope: u ↦ φ′(u); the left one at the kink of ReLU.
-        curvature: u ↦ φ″(u) where it exists.
-        degree: p if φ(tu) = tᵖ φ(u) for t > 0, so that mass and scale can trade; else None.
-    """
-
-    value: Callable[[Tensor], Tensor]
-    slope: Callable[[Tensor], Tensor]
-    curvature: Callable[[Tensor], Tensor]
-    degree: int | None = None
+    value: Callable[[Tensor], Tensor]  # u ↦ φ(u)
+    slope: Callable[[Tensor], Tensor]  # u ↦ φ′(u); the left one at the kink of ReLU
+    curvature: Callable[[Tensor], Tensor]  # u ↦ φ″(u) where it exists
+    degree: int | None = None  # p if φ(tu) = tᵖ φ(u) for t > 0, else None
 
 
 def _gelu_slope(u: Tensor) -> Tensor:
@@ -164,13 +151,7 @@ EXPERTS = (*RIDGES, "polynomial", "two_layer")
 
 
 def ridge_function(expert: str, power: int = 2, activation: str = "relu") -> Ridge:
-    """The φ of an expert.
-
-    Args:
-        expert: one of `EXPERTS`.
-        power: p >= 1 of a polynomial expert.
-        activation: φ of a two-layer expert.
-    """
+    """The φ of an expert: uᵖ of a polynomial one, the activation of a two-layer one."""
     require(expert in EXPERTS, f"expert must be one of {EXPERTS}, got {expert!r}")
     if expert == "polynomial":
         require(power >= 1, f"a polynomial expert needs a power >= 1, got {power}")
@@ -207,15 +188,7 @@ def score_gradient(
 ) -> Float[Tensor, "*either _ dim n"]:
     """∂score_i/∂β_i = (z - û_i v_i·z)/(‖β_i‖ + τ1) for normalised rows, z for the others.
 
-    Args:
-        gate: name of the gate.
-        router: rows β.
-        tau1: τ1.
-        features: z(x).
-        scores: v_i·z without bias.
-
-    Returns:
-        With an axis of experts, of length 1 where the gradient is the same for all.
+    From the scores v_i·z without bias; the axis of experts has length 1 where all are the same.
     """
     if gate not in NORMALISED:
         return features.unsqueeze(-3)
@@ -352,10 +325,7 @@ class MoEModel:
         return (run.weights * run.outputs).sum(dim=-2)
 
     def jacobian(self, params: MoEParameters, x: Inputs) -> Float[Tensor, "*batch n p"]:
-        """∂f(x)/∂parameters in the order of `flatten`, in closed form.
-
-        It is stored with the samples contiguous; its transpose costs nothing.
-        """
+        """∂f(x)/∂parameters in the order of `flatten`, in closed form, samples contiguous."""
         return self.value_and_jacobian(params, x)[1]
 
     def value_and_jacobian(
@@ -390,15 +360,10 @@ class MoEModel:
         noise: float = 0.1,
         law: LawName = "uniform",
     ) -> Sample:
-        """Draw n samples y = f(x) + noise · N(0, 1); with several seeds, one repetition for each.
+        """Draw n samples y = f(x) + noise · N(0, 1): (n, d) for one seed, (R, n, d) for R seeds.
 
-        Args:
-            params: the truth, without leading axes.
-            n: samples in a repetition.
-            seed: one seed for (n, d), or R seeds for (R, n, d); a repetition depends on its own
-                seed and on n alone.
-            noise: standard deviation; the papers' variance .01 is 0.1.
-            law: "uniform" on [-1, 1]ᵈ as in both papers, or "normal".
+        A repetition depends on its own seed and on n alone. The papers' variance .01 is a noise of
+        0.1; the law is "uniform" on [-1, 1]ᵈ as in both papers, or "normal".
         """
         require(n >= 1 and noise >= 0, f"need n >= 1 and noise >= 0, got {n=}, {noise=}")
         x = draw_inputs(law, n, self.d, seed)

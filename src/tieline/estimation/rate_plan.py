@@ -167,21 +167,13 @@ def estimate_seconds(plan: RatePlan, blocks: Sequence[Block], jobs: int) -> floa
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """A plan with the facts of its setting that no fit needs.
+    """A plan with the facts of its setting that no fit needs."""
 
-    Attributes:
-        plan: what to fit.
-        paper_slope: the printed slope, if a paper printed one.
-        misfit: ‖f_Ḡ - q‖; zero where the model contains the truth.
-        words: the setting in a few words.
-        condition: of the information matrix at a truth chosen for it; None for others.
-    """
-
-    plan: RatePlan
-    paper_slope: float | None = None
-    misfit: float = 0.0
-    words: str = ""
-    condition: float | None = None
+    plan: RatePlan  # what to fit
+    paper_slope: float | None = None  # the printed slope, if a paper printed one
+    misfit: float = 0.0  # ‖f_Ḡ - q‖; zero where the model contains the truth
+    words: str = ""  # the setting in a few words
+    condition: float | None = None  # of the information matrix, if the truth was chosen for it
 
 
 def as_case(setting: Case | RatePlan | Setting | MoEModel | str, **grid: Any) -> Case:
@@ -196,12 +188,9 @@ def as_case(setting: Case | RatePlan | Setting | MoEModel | str, **grid: Any) ->
 
 
 def named_case(name: str, seed: int = 0, **grid: Any) -> Case:
-    """A published setting, or a small design `small-GATE-LINK-EXPERT`.
+    """A published setting or a small design `small-GATE-LINK-EXPERT`, by `describe_settings()`.
 
-    Args:
-        name: one of `describe_settings()`.
-        seed: of the truth and of everything drawn.
-        grid: fields of `RatePlan` to set: sizes, repetitions, radii, noise, ...
+    `grid` sets fields of `RatePlan`: sizes, repetitions, radii, noise, ...
     """
     if name in SETTINGS:
         return _published(SETTINGS[name], seed, grid)
@@ -226,17 +215,8 @@ def case_of(
 ) -> Case:
     """Any combination, with a truth that is the best conditioned of many draws.
 
-    Args:
-        gate: of the model.
-        link: of the model.
-        expert: of the model.
-        d: dimension of the inputs; that of the small designs by default.
-        n_experts: experts of the truth; that of the small designs by default.
-        fitted: experts that are fitted; as many as the truth has by default.
-        name: of the case.
-        draws: truths that are tried.
-        seed: of the truth and of everything drawn.
-        grid: fields of `RatePlan` to set.
+    By default d and n_experts are those of the small designs, and as many experts are `fitted` as
+    the truth has; `grid` sets fields of `RatePlan`.
     """
     small = (2, 3) if gate in ("quadratic", "partial") else (3, 4)
     model = MoEModel(gate, link, expert, d or small[0], n_experts or small[1])

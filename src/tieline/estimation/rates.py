@@ -191,13 +191,7 @@ class RateStudy(Result):
     def of(
         cls, study: Case | RatePlan, rows: Sequence[RateRow], error: float | None = None
     ) -> "RateStudy":
-        """Summarise the fits of a plan.
-
-        Args:
-            study: the plan, or the case that it belongs to.
-            rows: fits on the plan's grid.
-            error: report the sample size that brings the quotient loss to this.
-        """
+        """Summarise the fits of a plan; `error` asks for the samples that reach it."""
         case = study if isinstance(study, Case) else Case(study)
         plan, model = case.plan, case.plan.model
         counts = {s.name.lower(): sum(row.status == s for row in rows) for s in Status}
@@ -231,12 +225,7 @@ class RateStudy(Result):
         return found if error is None else replace(found, sample_size=_needed(found, error))
 
     def losses(self, loss: str, radius: float | None = None) -> list[Float[Tensor, " _"]]:
-        """Return the finite losses at each sample size.
-
-        Args:
-            loss: one of `LOSSES`.
-            radius: start radius, the first by default.
-        """
+        """Return the finite losses at each sample size, from the first start radius by default."""
         require(bool(self.rows), "a study read from a file has no rows: its series has the means")
         first = self.series[0].radius
         return _losses(self.rows, self.sizes, loss, first if radius is None else radius)
@@ -428,12 +417,9 @@ class RateStore:
     Lines are appended and synced to disk when their block is done. A killed run loses the block in
     progress and at most leaves half a line at the end, which the next run cuts off. A line belongs
     to the plan whose key is its `study`.
-
-    Attributes:
-        path: created when the first row is added.
     """
 
-    path: Path
+    path: Path  # created when the first row is added
 
     def check(self) -> None:
         """Refuse a path that cannot be written to, before any work."""

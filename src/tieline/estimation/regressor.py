@@ -147,13 +147,7 @@ class MoERegressor(RegressorMixin, MultiOutputMixin, BaseEstimator):
         self.random_state = random_state
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> "MoERegressor":
-        """Fit the mixture.
-
-        Args:
-            X: inputs (n, D).
-            y: targets (n) or (n, C).
-            sample_weight: weights (n) >= 0; a row of weight 2 counts as two rows.
-        """
+        """Fit to inputs (n, D), targets (n) or (n, C); a row of weight 2 counts as two rows."""
         check_settings(self)
         checked: Any = validate_data(
             self, X, y, multi_output=True, y_numeric=True, dtype=np.float64
@@ -198,11 +192,9 @@ class MoERegressor(RegressorMixin, MultiOutputMixin, BaseEstimator):
         return inside[:, :, 0].numpy() if self._flat else inside.numpy()
 
     def inspect(self, X: Any = None, *, k: int = 1) -> LayerMeasures:
-        """Measure margins, boundary mass and flips of the gate, as `tieline inspect` does.
+        """Measure margins, boundary mass and flips of a gate that keeps the k largest scores.
 
-        Args:
-            X: inputs; by default the rows of the fit, or 16,384 of them.
-            k: number of experts with the largest scores that a sparse gate would keep.
+        As `tieline inspect` does; X is by default the rows of the fit, or 16,384 of them.
         """
         check_is_fitted(self)
         x = self._remembered if X is None else self._inputs(X)
@@ -354,14 +346,7 @@ def distinct_rows(x: Array, y: Array, weight: Array) -> tuple[Array, Array, Arra
 
 
 def standardised(x: Array, y: Array, weight: Array, model: MoEModel) -> tuple[Rows, Scales]:
-    """Rows with weights of mean 1 in standard units, and the units.
-
-    Args:
-        x: inputs (n, D).
-        y: targets (n, C).
-        weight: weights (n) > 0.
-        model: its experts decide the units of the targets.
-    """
+    """Rows with weights of mean 1 in standard units, and the units, which the experts decide."""
     inputs, targets, mass = (torch.tensor(part, dtype=torch.float64) for part in (x, y, weight))
     mass = mass / mass.mean()
     scales = Scales(*_moments(inputs, mass), *_reach(targets, mass, model))
@@ -396,17 +381,10 @@ def routing_measures(
     name: str = "gate",
     settings: MeasureSettings | None = None,
 ) -> LayerMeasures:
-    """All measures of the choice of the k largest scores on the rows x.
+    """All measures of the choice of the k largest scores on rows x in the units of the parameters.
 
     Distances to the nearest tie are exact for linear gates and not answered for the others.
-
-    Args:
-        model: the family.
-        params: one set of parameters, without leading axes.
-        x: rows (n, d) in the units of the parameters.
-        k: number of experts that the choice would keep, 1 <= k <= E.
-        name: of the layer in the record.
-        settings: grids and formats; those of `tieline inspect` by default.
+    `settings` are those of `tieline inspect` by default.
     """
     scores = model.scores(params, x)
     ranked = stable_topk(scores, model.n_experts)

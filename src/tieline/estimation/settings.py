@@ -231,15 +231,7 @@ def small_design(
 ) -> SmallDesign:
     """The best conditioned of `draws` random truths, walked on if that is not `ENOUGH`.
 
-    Args:
-        paper: 2 (d = 3, four experts, softmax) or 4 (d = 2, three experts, sigmoid).
-        gate: of the model.
-        link: of the model; None is that of the paper.
-        expert: of the model.
-        power: p of polynomial experts.
-        activation: φ of two-layer experts.
-        seed: of the draws.
-        draws: how many truths are tried.
+    Paper 2 has d = 3, four experts and softmax; paper 4 has d = 2, three experts and the sigmoid.
     """
     require(paper in (2, 4), f"the small designs are of papers 2 and 4, got {paper}")
     d, n = (3, 4) if paper == 2 else (2, 3)

@@ -89,24 +89,15 @@ class LeastSquares:
     """Problems over data sets x (R, n, d), y (R, n) or (R, n, outputs), S starts for each.
 
     Problem b has the data set b // S.
-
-    Attributes:
-        regression: the function to fit.
-        x: inputs in float64.
-        y: targets in float64.
-        weight: of each sample, (R, n); None for ones.
-        ridge: λ.
-        starts: S.
-        block: entries of Jacobians that are held at once.
     """
 
-    regression: Regression
-    x: Float[Tensor, "sets samples dim"]
-    y: Float[Tensor, "sets samples *outputs"]
-    weight: Float[Tensor, "sets samples"] | None = None
-    ridge: float = 0.0
-    starts: int = 1
-    block: int = BLOCK
+    regression: Regression  # the function to fit
+    x: Float[Tensor, "sets samples dim"]  # inputs in float64
+    y: Float[Tensor, "sets samples *outputs"]  # targets in float64
+    weight: Float[Tensor, "sets samples"] | None = None  # of each sample, (R, n); None for ones
+    ridge: float = 0.0  # λ
+    starts: int = 1  # S
+    block: int = BLOCK  # entries of Jacobians that are held at once
 
     def __post_init__(self) -> None:
         same = self.x.shape[:2] == self.y.shape[:2]
@@ -218,19 +209,12 @@ class Status(IntEnum):
 
 @dataclass(frozen=True)
 class Minimum:
-    """End of every problem.
+    """End of every problem."""
 
-    Attributes:
-        theta: parameters.
-        loss: S there.
-        status: a `Status` each.
-        iterations: steps tried.
-    """
-
-    theta: Theta
-    loss: Float[Tensor, " problems"]
-    status: Int[Tensor, " problems"]
-    iterations: Int[Tensor, " problems"]
+    theta: Theta  # parameters
+    loss: Float[Tensor, " problems"]  # S there
+    status: Int[Tensor, " problems"]  # a `Status` each
+    iterations: Int[Tensor, " problems"]  # steps tried
 
     @property
     def answered(self) -> Bool[Tensor, " problems"]:
@@ -263,15 +247,7 @@ def levenberg_marquardt(
     tolerance: float = 1e-3,
     box: float = BOX,
 ) -> Minimum:
-    """Minimise every problem from its start.
-
-    Args:
-        problem: data and regression function of B problems.
-        starts: first parameters of each, float64.
-        iterations: steps that a problem may try.
-        tolerance: of the relative offset.
-        box: bound on every |θ|.
-    """
+    """Minimise every problem from its start, to a tolerance of the relative offset, |θ| <= box."""
     size = problem.regression.size
     wanted, found = (problem.problems, size), tuple(starts.shape)
     require(found == wanted, f"a start for each problem: {wanted}, got {found}", ShapeError)
@@ -380,21 +356,13 @@ def _try(problem: LeastSquares, batch: _Batch, step: Theta, box: float) -> None:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Settings of `descend`.
-
-    Attributes:
-        rule: "sgd" or "adam".
-        epochs: passes over the data.
-        rate: step size.
-        batch: samples in a minibatch.
-        decay: Adam's two factors of forgetting.
-    """
+    """Settings of `descend`."""
 
     rule: Literal["sgd", "adam"] = "sgd"
-    epochs: int = 10
-    rate: float = 0.1
-    batch: int = 64
-    decay: tuple[float, float] = (0.9, 0.999)
+    epochs: int = 10  # passes over the data
+    rate: float = 0.1  # step size
+    batch: int = 64  # samples in a minibatch
+    decay: tuple[float, float] = (0.9, 0.999)  # Adam's two factors of forgetting
 
     def __post_init__(self) -> None:
         require(self.rule in ("sgd", "adam"), f"rule must be sgd or adam, got {self.rule!r}")
@@ -415,15 +383,10 @@ def descend(
     tolerance: float = 0.05,
     box: float = BOX,
 ) -> Minimum:
-    """Follow minibatch gradients of the mean squared error from every start.
+    """Follow minibatch gradients of the mean squared error from every start, |θ| <= box.
 
-    Args:
-        problem: data and regression function of B problems.
-        starts: first parameters of each.
-        recipe: rule, epochs, rate and minibatch.
-        seed: of the order of samples, which all problems share.
-        tolerance: relative offset up to which the end counts as converged.
-        box: bound on every |θ|.
+    All problems share the order of samples. `tolerance` is the relative offset up to which the end
+    counts as converged.
     """
     theta, which = starts.clamp(-box, box), torch.arange(len(starts))
     generator = torch.Generator().manual_seed(seed)

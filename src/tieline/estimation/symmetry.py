@@ -37,21 +37,13 @@ ODD = ("linear", "tanh")
 
 @dataclass(frozen=True)
 class Symmetry:
-    """A group that leaves the regression function alone.
+    """A group that leaves the regression function alone."""
 
-    Attributes:
-        name: one of the table above.
-        acts_on: "atoms", "bias", "router", "experts" or "bias and experts".
-        kind: "permute", "shift", "scale", "drop" or "flip".
-        dimension: of the group at generic parameters; 0 for a discrete one.
-        condition: what else must hold; empty if nothing.
-    """
-
-    name: str
-    acts_on: str
-    kind: Literal["permute", "shift", "scale", "drop", "flip"]
-    dimension: int
-    condition: str = ""
+    name: str  # one of the table above
+    acts_on: str  # "atoms", "bias", "router", "experts" or "bias and experts"
+    kind: Literal["permute", "shift", "scale", "drop", "flip"]  # what it does
+    dimension: int  # of the group at generic parameters; 0 for a discrete one
+    condition: str = ""  # what else must hold; empty if nothing
 
 
 def symmetries(model: MoEModel) -> tuple[Symmetry, ...]:
@@ -74,13 +66,9 @@ def canonical(model: MoEModel, params: MoEParameters, pin: Pin = "mean") -> MoEP
     """Parameters up to the unconditional symmetries, order of atoms apart.
 
     Router rows become v(β) with symmetric A; for the softmax link their constant and that of the
-    biases are fixed by `pin`; hidden scales are moved into λ and signs made positive.
-
-    Args:
-        model: the family.
-        params: any batch.
-        pin: "mean" gives masses of sum 1 and rows of mean 0 over the masses; "last" gives the last
-            atom bias and row 0.
+    biases are fixed by `pin`: "mean" gives masses of sum 1 and rows of mean 0 over the masses,
+    "last" gives the last atom bias and row 0. Hidden scales are moved into λ and signs made
+    positive.
     """
     model.check(params)
     tau = model.tau[0] if model.gate == "perturbed" else 0.0

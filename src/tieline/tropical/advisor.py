@@ -284,11 +284,7 @@ def advise(
 ) -> Advice:
     """The numbers of `QUANTITIES` for a layer at each granularity (paper 3, sec. 5.1).
 
-    Args:
-        shape: the layer at granularity 1.
-        d_eff: effective dimension of its inputs.
-        splits: granularities m: N, H, k become mN, H/m, mk.
-        source: where the shape comes from, for the record.
+    A granularity m turns N, H, k into mN, H/m, mk; d_eff is the effective dimension of the inputs.
     """
     require(1 <= d_eff <= shape.hidden, f"need 1 <= d_eff <= hidden={shape.hidden}, got {d_eff}")
     require(len(splits) > 0, "need at least one granularity")
@@ -397,13 +393,8 @@ def gaussian_rounding_flips(
     g(t) = E!/((k-1)!(E-k-1)!) φ(t)² Φ̄(t)^(k-1) Φ(t)^(E-k-1) is the density of a zero gap at
     threshold t, which integrates to f_gap(0), and q the format's step there: two scores on one grid
     tie with probability q/2 per unit of gap density, and half of the ties fall to the wrong expert
-    (Def. 7.3 of docs/definitions.md). First order in q f_gap(0), which overstates by that much.
-
-    Args:
-        n_experts: number of experts E.
-        k: experts chosen, 1 <= k < E.
-        precision: a floating-point format of `geometry.rounding.PRECISIONS`.
-        spread: σ; the steps are relative, so it matters only up to a factor of two.
+    (Def. 7.3 of docs/definitions.md). First order in q f_gap(0), which overstates by that much. The
+    steps are relative, so the spread σ matters only up to a factor of two.
     """
     require(1 <= k < n_experts, f"need 1 <= k < E, got {k=}, E={n_experts}")
     require(spread > 0 and math.isfinite(spread), f"need a spread > 0, got {spread}")

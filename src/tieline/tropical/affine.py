@@ -133,40 +133,24 @@ def chosen(scores: np.ndarray, k: int) -> Bool[np.ndarray, "points experts"]:
 
 @dataclass(frozen=True)
 class CountingRouter:
-    """A router in counting coordinates: scores W y + b, where x = length · rotation @ y.
+    """A router in counting coordinates: scores W y + b, where x = length · rotation @ y."""
 
-    Attributes:
-        W: (N, d) weights, centred over experts, largest entry 1.
-        b: (N,) biases, centred, in the same units.
-        linear: whether all biases are equal, so that cells are cones.
-        rotation: (d, r) orthonormal columns.
-        length: unit of length.
-    """
-
-    W: Float[np.ndarray, "experts rank"]
-    b: Float[np.ndarray, " experts"]
-    linear: bool
-    rotation: Float[np.ndarray, "dim rank"]
-    length: float
+    W: Float[np.ndarray, "experts rank"]  # (N, d) weights, centred over experts, largest entry 1
+    b: Float[np.ndarray, " experts"]  # (N,) biases, centred, in the same units
+    linear: bool  # whether all biases are equal, so that cells are cones
+    rotation: Float[np.ndarray, "dim rank"]  # (d, r) orthonormal columns
+    length: float  # unit of length
 
 
 @dataclass(frozen=True)
 class CountingLayer:
-    """A router and the unit neurons of its experts, in counting coordinates.
-
-    Attributes:
-        router: the router.
-        V: (N·H, d) unit rows.
-        c: (N·H,) signed distances of the neurons' hyperplanes from 0.
-        owner: (N·H,) expert of each neuron.
-        linear: whether no neuron has a bias.
-    """
+    """A router and the unit neurons of its experts, in counting coordinates."""
 
     router: CountingRouter
-    V: Float[np.ndarray, "neurons dim"]
-    c: Float[np.ndarray, " neurons"]
-    owner: Int[np.ndarray, " neurons"]
-    linear: bool
+    V: Float[np.ndarray, "neurons dim"]  # (N·H, d) unit rows
+    c: Float[np.ndarray, " neurons"]  # (N·H,) signed distances of the neurons' hyperplanes from 0
+    owner: Int[np.ndarray, " neurons"]  # (N·H,) expert of each neuron
+    linear: bool  # whether no neuron has a bias
 
     @property
     def nobody(self) -> Bool[np.ndarray, " experts"]:
@@ -228,12 +212,7 @@ def _check_neurons(V: np.ndarray, c: np.ndarray, experts: int, dim: int) -> None
 
 
 def why_degenerate(W: Float[np.ndarray, "experts dim"], walls: Float[np.ndarray, "n dim"]) -> str:
-    """Name the first condition of general position that fails.
-
-    Args:
-        W: (N, d) router weights.
-        walls: (n, d) unit normals of neurons, none for a router alone.
-    """
+    """Name the first condition of general position that fails; walls are unit normals."""
     size = float(np.abs(W).max(initial=0.0))
     for i, j in combinations(range(len(W)), 2):
         if np.abs(W[i] - W[j]).max(initial=0.0) <= RELATIVE * size:

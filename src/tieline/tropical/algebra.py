@@ -227,11 +227,7 @@ class TropicalRational:
 def rational_form(
     layers: Sequence[tuple[Real[Array, "_ _"], Real[Array, " _"]]],
 ) -> list[TropicalRational]:
-    """One tropical rational function per output of x ↦ A_L relu(… relu(A_1 x + b_1) …) + b_L.
-
-    Args:
-        layers: (A, b) of each affine map in order; ReLU stands between them, not after the last.
-    """
+    """One tropical rational function per output of x ↦ A_L relu(… relu(A_1 x + b_1) …) + b_L."""
     require(len(layers) > 0, "a network needs one layer at least")
     dim = double_array("A", layers[0][0], 2).shape[1]
     axes, none = np.eye(dim), np.zeros((1, dim))
@@ -269,26 +265,15 @@ def _term(exponents: Float[np.ndarray, "1 dim"]) -> TropicalPolynomial:
 
 
 class ZonotopeCounts(NamedTuple):
-    """Vertices of the Newton zonotope.
+    """Vertices of the Newton zonotope."""
 
-    Attributes:
-        vertices: all of them; 2 Σ_{j<=d} C(H-1, j) in general position.
-        upper: those seen from above, the linear regions of the layer; Φ(H, d).
-        both: those seen from above and from below; 2 Σ_{j<d} C(H-1, j).
-    """
-
-    vertices: int
-    upper: int
-    both: int
+    vertices: int  # all of them; 2 Σ_{j<=d} C(H-1, j) in general position
+    upper: int  # those seen from above, the linear regions of the layer; Φ(H, d)
+    both: int  # those seen from above and from below; 2 Σ_{j<d} C(H-1, j)
 
 
 def zonotope_counts(V: Real[Array, "hidden dim"], c: Real[Array, " hidden"]) -> ZonotopeCounts:
-    """Vertices of Σ_h [0, (v_h, c_h)] for neurons v_h · x + c_h in general position.
-
-    Args:
-        V: (H, d) neurons' weights, d <= 5.
-        c: (H,) neurons' biases.
-    """
+    """Vertices of Σ_h [0, (v_h, c_h)] for neurons v_h · x + c_h in general position, d <= 5."""
     weights, biases = double_array("V", V, 2)[None], double_array("c", c, 1)[None]
     router = np.zeros((1, weights.shape[2])), np.zeros(1)
     upper = int(count_regions(*router, weights, biases, 1))

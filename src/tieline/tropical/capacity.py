@@ -35,14 +35,7 @@ def zaslavsky(n: int, dim: int) -> int:
 
 
 def capacity_bound(n_experts: int, k: int, hidden: int, dim: int) -> int:
-    """C(N, k) Φ(kH, d): the paper's bound on the linear regions of a top-k layer (Thm. 4.17).
-
-    Args:
-        n_experts: number of experts N.
-        k: experts chosen per input, 1 <= k <= N.
-        hidden: hidden neurons H of each expert.
-        dim: input dimension d.
-    """
+    """C(N, k) Φ(kH, d): the paper's bound on the linear regions of a top-k layer (Thm. 4.17)."""
     check_shape(n_experts, k, dim, hidden)
     return comb(n_experts, k) * zaslavsky(k * hidden, dim)
 
@@ -64,12 +57,6 @@ def sharp_bound(n_experts: int, k: int, hidden: int, dim: int) -> int:
     Every piece is counted on a flat where j neurons vanish: n(j, a) sets of j neurons touch exactly
     a experts, and on their flat, of dimension d - j, at most C(N-a, k-a) coalitions hold these
     experts and at most U(N, k, d-j) cells exist at all (`cell_bound`).
-
-    Args:
-        n_experts: number of experts N.
-        k: experts chosen per input, 1 <= k <= N.
-        hidden: hidden neurons H of each expert.
-        dim: input dimension d.
     """
     check_shape(n_experts, k, dim, hidden)
     total = 0

@@ -90,11 +90,6 @@ def count_cells(W: Real[Array, "experts dim"], b: Real[Array, " experts"], k: in
 
     Every cell is found once, at its lowest point, a tie of at most d + 1 experts. A router without
     bias has cones for cells and sums to 2 Σ_{j<=d} C(N-1, j).
-
-    Args:
-        W: (N, d) router weights.
-        b: (N,) router biases.
-        k: experts chosen, 0 <= k <= N.
     """
     from tieline.tropical.counting import count_affine, count_linear
 
@@ -117,14 +112,7 @@ def count_cells(W: Real[Array, "experts dim"], b: Real[Array, " experts"], k: in
 def cells(
     W: Real[Array, "experts dim"], b: Real[Array, " experts"], k: int, max_cells: int = 100_000
 ) -> Cells:
-    """All cells with a point inside, their facets and neighbours.
-
-    Args:
-        W: (N, d) router weights.
-        b: (N,) router biases.
-        k: experts chosen, 0 <= k <= N.
-        max_cells: the search refuses routers with more cells than this.
-    """
+    """All cells, 0 <= k <= N, with a point inside, facets and neighbours; `max_cells` at most."""
     router = essential(counting_router(W, b, k))
     experts, dim = router.W.shape
     if k in (0, experts) or dim == 0:
@@ -396,11 +384,9 @@ class CellSearch:
 
 
 def voronoi_cells(points: Any, k: int) -> int:
-    """Number of order-k Voronoi cells of n points of the plane: Lee's formula with counted k-sets.
+    """Order-k Voronoi cells of n <= 128 points of the plane: Lee's formula with counted k-sets.
 
-    Args:
-        points: (n, 2) array, no three on a line and no four on a circle (refused), n <= 128.
-        k: order, 1 <= k < n.
+    No three points may lie on a line and no four on a circle (refused).
     """
     sites = as_points(points, 2, 2)
     n = len(sites)

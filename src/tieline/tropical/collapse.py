@@ -30,44 +30,26 @@ from tieline.tropical.expectation import wall_density
 
 @dataclass(frozen=True)
 class Saturation:
-    """Distances of given data from the router's ties.
+    """Distances of given data from the router's ties."""
 
-    Attributes:
-        tokens: number of points.
-        smallest: smallest distance to a tie; the data are ε-saturated for every ε below it.
-        median: median distance to a tie.
-        relative: median distance / root mean square distance of the data from their mean.
-        coalitions: different coalitions chosen.
-        commonest: share of the commonest one; 1 if the router is constant on the data.
-        effective: exp(entropy of the coalitions), a number of coalitions in even use.
-        offset: ‖mean‖ / root mean square distance from the mean, 0 for centred data.
-    """
-
-    tokens: int
-    smallest: float
-    median: float
-    relative: float
-    coalitions: int
-    commonest: float
-    effective: float
-    offset: float
+    tokens: int  # number of points
+    smallest: float  # smallest distance to a tie; the data are ε-saturated for every ε below it
+    median: float  # median distance to a tie
+    relative: float  # median distance / root mean square distance of the data from their mean
+    coalitions: int  # different coalitions chosen
+    commonest: float  # share of the commonest one; 1 if the router is constant on the data
+    effective: float  # exp(entropy of the coalitions), a number of coalitions in even use
+    offset: float  # ‖mean‖ / root mean square distance from the mean, 0 for centred data
 
 
 @dataclass(frozen=True)
 class Centring:
-    """The same data and router, four ways.
+    """The same data and router, four ways."""
 
-    Attributes:
-        as_is: scores W x + b.
-        centred: scores W (x - μ) + b, μ the mean of the data.
-        router_bias: scores W x + b - W μ: the same choice as `centred`, by a bias.
-        shared_expert: an expert added to every output; scores, walls and numbers of `as_is`.
-    """
-
-    as_is: Saturation
-    centred: Saturation
-    router_bias: Saturation
-    shared_expert: Saturation
+    as_is: Saturation  # scores W x + b
+    centred: Saturation  # scores W (x - μ) + b, μ the mean of the data
+    router_bias: Saturation  # scores W x + b - W μ: the same choice as `centred`, by a bias
+    shared_expert: Saturation  # an expert added to every output; same scores as `as_is`
 
 
 def cap_fraction(dim: int, sine: float) -> float:
@@ -86,13 +68,8 @@ def cap_constant(dim: int) -> float:
 def walls_in_ball(n_experts: int, k: int, dim: int, sine: float) -> float:
     """ρ I_{s²}(½, (d-1)/2), s = R/‖μ‖: expected walls at μ's threshold that the ball reaches.
 
-    Of a Gaussian router without bias. It falls like s, whatever d, where the paper has s^{d-1}.
-
-    Args:
-        n_experts: number of experts N.
-        k: experts chosen, 1 <= k < N.
-        dim: input dimension d >= 2.
-        sine: s = R/‖μ‖, 0 <= s <= 1.
+    Of a Gaussian router without bias, d >= 2, 0 <= s = `sine` <= 1. It falls like s, whatever d,
+    where the paper has s^{d-1}.
     """
     _check(dim, sine)
     return wall_density(n_experts, k) * float(special.betainc(0.5, (dim - 1) / 2, sine**2))
@@ -101,27 +78,14 @@ def walls_in_ball(n_experts: int, k: int, dim: int, sine: float) -> float:
 def ball_meets_tie(n_experts: int, k: int, dim: int, sine: float) -> float:
     """Chance 1 - exp(-`walls_in_ball`) that the ball of radius R around μ meets a tie.
 
-    As if walls came independently: exact to first order in s, and within 5 % of simulation for
-    N = 16, k = 4, d = 3 and 32 up to probabilities of 0.7.
-
-    Args:
-        n_experts: number of experts N.
-        k: experts chosen, 1 <= k < N.
-        dim: input dimension d >= 2.
-        sine: s = R/‖μ‖, 0 <= s <= 1.
+    As if walls came independently: exact to first order in s, and within 5 % of simulation for N =
+    16, k = 4, d = 3 and 32 up to probabilities of 0.7.
     """
     return -math.expm1(-walls_in_ball(n_experts, k, dim, sine))
 
 
 def saturation(points: Any, weight: Any, bias: Any, k: int) -> Saturation:
-    """Distance to the ties and use of coalitions over given inputs (Def. 5.5).
-
-    Args:
-        points: (n, d) inputs.
-        weight: (N, d) router weight.
-        bias: (N,) router bias or None.
-        k: experts chosen, 1 <= k < N.
-    """
+    """Distance to the ties and use of coalitions over (n, d) inputs, 1 <= k < N (Def. 5.5)."""
     router = as_router(weight, bias, k)
     require(k < len(router.bias), f"with k = N = {k} nothing ties: need k < N")
     data = as_points(points, router.weight.shape[1], 1)
@@ -129,14 +93,7 @@ def saturation(points: Any, weight: Any, bias: Any, k: int) -> Saturation:
 
 
 def centring(points: Any, weight: Any, bias: Any, k: int) -> Centring:
-    """Compare centred input, a router bias and a shared expert on the same data.
-
-    Args:
-        points: (n, d) inputs, n >= 2.
-        weight: (N, d) router weight.
-        bias: (N,) router bias or None.
-        k: experts chosen, 1 <= k < N.
-    """
+    """Compare centred input, a router bias and a shared expert on (n, d) inputs, n >= 2."""
     router = as_router(weight, bias, k)
     require(k < len(router.bias), f"with k = N = {k} nothing ties: need k < N")
     data = as_points(points, router.weight.shape[1], 2)
@@ -152,13 +109,7 @@ def centring(points: Any, weight: Any, bias: Any, k: int) -> Centring:
 
 
 def centring_of_layer(layer: LayerTrace, weight: Any, bias: Any = None) -> Centring:
-    """`centring` of the router inputs that a trace keeps.
-
-    Args:
-        layer: a layer captured with keep="inputs".
-        weight: (E, D) matrix of its router.
-        bias: (E,) bias of the router, if it adds one to the logits.
-    """
+    """`centring` of the router inputs that a trace keeps (captured with keep="inputs")."""
     return centring(captured_inputs(layer), weight, bias, layer.facts.k)
 
 

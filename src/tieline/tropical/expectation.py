@@ -32,15 +32,9 @@ LARGEST_DIM = 512
 def expected_cells(n_experts: int, k: int, dim: int, *, bias: bool = True) -> float:
     """E[cells] of a top-k router with iid N(0, 1) weights (N, d), and biases if `bias`.
 
-    C(N, k) P(M <= d+1) with biases; 2 C(N, k) Σ P(M = m) over m <= d, m ≡ d (mod 2) without.
-    Any other variance of weights or biases gives the same, and so does any flat of dimension `dim`
-    in a larger space. N = 16, k = 4: 47.7, 158.8, 725, 1655 at d = 2, 3, 5, 8.
-
-    Args:
-        n_experts: number of experts N.
-        k: experts chosen per input, 0 <= k <= N.
-        dim: dimension d of the input space or of a flat in it.
-        bias: whether the router has biases; without, its cells are cones.
+    C(N, k) P(M <= d+1) with biases; 2 C(N, k) Σ P(M = m) over m <= d, m ≡ d (mod 2) without. Any
+    other variance of weights or biases gives the same, and so does any flat of dimension `dim` in a
+    larger space. N = 16, k = 4: 47.7, 158.8, 725, 1655 at d = 2, 3, 5, 8.
     """
     return _exp(log_expected_cells(n_experts, k, dim, bias=bias))
 
@@ -48,15 +42,9 @@ def expected_cells(n_experts: int, k: int, dim: int, *, bias: bool = True) -> fl
 def expected_regions(n_experts: int, k: int, hidden: int, dim: int) -> float:
     """E[pieces] of a top-k layer of ReLU experts: C(N, k) Σ_{j<=d} C(kH, j) P(M <= d-j+1).
 
-    Router and neurons have iid N(0, 1) weights and biases. Pieces are (coalition, activation
-    pattern) pairs; the layer is affine on each under constant gates or k = 1, and one analytic
-    formula under softmax gates.
-
-    Args:
-        n_experts: number of experts N.
-        k: experts chosen per input, 1 <= k <= N.
-        hidden: hidden neurons H of each expert.
-        dim: dimension d of the input space or of a flat in it.
+    Router and neurons have iid N(0, 1) weights and biases; d is the dimension of the inputs or of a
+    flat among them. Pieces are (coalition, activation pattern) pairs; the layer is affine on each
+    under constant gates or k = 1, and one analytic formula under softmax gates.
     """
     return _exp(log_expected_regions(n_experts, k, hidden, dim))
 

@@ -49,21 +49,13 @@ CHUNK = 1 << 22  # pairs of experts over all segments that are held at once
 
 
 class Walk(NamedTuple):
-    """Every change of coalition, by segment and in the order of the walk.
+    """Every change of coalition, by segment and in the order of the walk."""
 
-    Attributes:
-        segment: which segment it happens on.
-        place: where, as a share of the segment, 0 < place < 1.
-        leaving: the expert that is no longer chosen.
-        entering: the expert that is from there on.
-        first: experts chosen at the start of each segment.
-    """
-
-    segment: Int[np.ndarray, " events"]
-    place: Float[np.ndarray, " events"]
-    leaving: Int[np.ndarray, " events"]
-    entering: Int[np.ndarray, " events"]
-    first: Bool[np.ndarray, "segments experts"]
+    segment: Int[np.ndarray, " events"]  # which segment it happens on
+    place: Float[np.ndarray, " events"]  # where, as a share of the segment, 0 < place < 1
+    leaving: Int[np.ndarray, " events"]  # the expert that is no longer chosen
+    entering: Int[np.ndarray, " events"]  # the expert that is from there on
+    first: Bool[np.ndarray, "segments experts"]  # experts chosen at the start of each segment
 
     def per_segment(self) -> Int[np.ndarray, " segments"]:
         """Number of changes on each segment."""
@@ -118,43 +110,26 @@ def _overtakes(score: np.ndarray, slope: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class PathPieces:
-    """Pieces that a curve meets.
+    """Pieces that a curve meets."""
 
-    Attributes:
-        pieces: 1 + switches + kinks: stretches on which the layer is one formula.
-        switches: changes of the chosen coalition.
-        kinks: zeros of neurons of chosen experts; 0 where no neurons were given.
-        coalitions: different coalitions met.
-        length: Euclidean length.
-        spherical_length: length on the unit sphere, of (x, lift) where the router has biases.
-        expected_switches: of a Gaussian router along that spherical length.
-        segments: straight segments walked.
-        status: "ok", or what to know about the numbers.
-    """
-
-    pieces: int
-    switches: int
-    kinks: int
-    coalitions: int
-    length: float
-    spherical_length: float
-    expected_switches: float
-    segments: int
-    status: str = "ok"
+    pieces: int  # 1 + switches + kinks: stretches on which the layer is one formula
+    switches: int  # changes of the chosen coalition
+    kinks: int  # zeros of neurons of chosen experts; 0 where no neurons were given
+    coalitions: int  # different coalitions met
+    length: float  # Euclidean length
+    spherical_length: float  # length on the unit sphere, of (x, lift) where the router has biases
+    expected_switches: float  # of a Gaussian router along that spherical length
+    segments: int  # straight segments walked
+    status: str = "ok"  # "ok", or what to know about the numbers
 
 
 def pieces_along(
     points: Any, weight: Any, bias: Any, k: int, V: Any = None, c: Any = None
 ) -> PathPieces:
-    """Switches, kinks and coalitions along the polyline through `points`, exactly.
+    """Switches, kinks and coalitions along the polyline through (n, d) points, exactly.
 
-    Args:
-        points: (n, d) array, n >= 2, no point twice in a row (refused).
-        weight: (N, d) router weight.
-        bias: (N,) router bias or None.
-        k: experts chosen per input.
-        V: (N, H, d) weights of the experts' neurons, or None to count switches only.
-        c: (N, H) their biases.
+    No point may come twice in a row. V (N, H, d) and c (N, H) are the experts' neurons; without
+    them only switches are counted.
     """
     router = as_router(weight, bias, k)
     neurons = as_neurons(V, c, router)
@@ -215,10 +190,8 @@ def pieces_along_curve(
 def spherical_length(points: Any, *, lift: float = 0.0) -> float:
     """Length of the polyline's image under (x, lift) ↦ (x, lift) / ‖(x, lift)‖.
 
-    Args:
-        points: (n, d) points of the curve.
-        lift: 0 for routers without bias, whose cells are cones; sd(bias) / sd(weight) for routers
-            with one, which are biasless on R^{d+1}.
+    The lift is 0 for routers without bias, whose cells are cones, and sd(bias) / sd(weight) for
+    routers with one, which are biasless on R^{d+1}.
     """
     path = np.asarray(points, dtype=np.float64)
     path = np.column_stack([path, np.full(len(path), lift)])
@@ -304,27 +277,16 @@ def _kinks(path: np.ndarray, walked: Walk, neurons: Neurons) -> int:
 
 @dataclass(frozen=True)
 class Crossings:
-    """Switches of coalition along straight lines between pairs of router inputs.
+    """Switches of coalition along straight lines between pairs of router inputs."""
 
-    Attributes:
-        pairs: lines walked.
-        switches: mean number per line.
-        needed: mean number of experts that differ between the ends: no walk has fewer switches.
-        angle: mean angle between the ends, in radians.
-        per_radian: switches over spherical length, all lines together.
-        per_length: switches over Euclidean length, all lines together.
-        expected_per_radian: ρ/π of a Gaussian router of this shape.
-        agreement: share of ends whose choice by the given weight is that of the trace.
-    """
-
-    pairs: int
-    switches: Estimate
-    needed: float
-    angle: float
-    per_radian: float
-    per_length: float
-    expected_per_radian: float
-    agreement: float
+    pairs: int  # lines walked
+    switches: Estimate  # mean number per line
+    needed: float  # mean number of experts that differ between the ends: no walk has fewer switches
+    angle: float  # mean angle between the ends, in radians
+    per_radian: float  # switches over spherical length, all lines together
+    per_length: float  # switches over Euclidean length, all lines together
+    expected_per_radian: float  # ρ/π of a Gaussian router of this shape
+    agreement: float  # share of ends whose choice by the given weight is that of the trace
 
 
 def token_pairs(
@@ -350,11 +312,7 @@ def crossings(
 ) -> Crossings:
     """Coalitions met between the router inputs of token pairs (Thm. 4.26, corrected).
 
-    Args:
-        layer: a layer captured with keep="inputs".
-        weight: (E, D) matrix of its router.
-        pairs: indices of tokens, such as `token_pairs` draws.
-        bias: (E,) bias of the router, if it adds one to the logits.
+    Of a layer captured with keep="inputs", its router's weight (E, D) and its bias, if it has one.
     """
     inputs = captured_inputs(layer)
     router = as_router(weight, bias, layer.facts.k)

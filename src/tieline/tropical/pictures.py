@@ -84,12 +84,7 @@ def clip(polygon: Polygon, normal: np.ndarray, offset: float, label: Label) -> P
 
 
 def cells_within(corners: Float[np.ndarray, "corners 2"], router: Router) -> list[PlanarCell]:
-    """Every coalition that a planar router chooses inside a convex polygon, with its cell.
-
-    Args:
-        corners: of the polygon, counter-clockwise.
-        router: scores on the plane.
-    """
+    """Every coalition that a planar router chooses inside a convex polygon, with its cell."""
     whole = Polygon(corners, [None] * len(corners))
     least = area(corners) * ROUNDING
     require(least > 0, "the polygon has no area")
@@ -184,42 +179,25 @@ class Plane:
 
 @dataclass(frozen=True)
 class SliceCell:
-    """One coalition on the plane.
+    """One coalition on the plane."""
 
-    Attributes:
-        coalition: the chosen experts.
-        corners: its convex cell, counter-clockwise.
-        ties: for each edge the pair (leaving, entering) that ties there, None at the window's rim.
-        core: the part where the gap is at least ε; the rest of the cell is its band.
-        kinks: segments on which a neuron of a chosen expert vanishes.
-        pieces: parts into which the kinks cut the cell.
-    """
-
-    coalition: tuple[int, ...]
-    corners: Corners
-    ties: list[tuple[int, int] | None]
-    core: Corners
-    kinks: list[Corners]
-    pieces: int
+    coalition: tuple[int, ...]  # the chosen experts
+    corners: Corners  # its convex cell, counter-clockwise
+    ties: list[tuple[int, int] | None]  # (leaving, entering) of each edge; None at the window's rim
+    core: Corners  # the part where the gap is at least ε; the rest of the cell is its band
+    kinks: list[Corners]  # segments on which a neuron of a chosen expert vanishes
+    pieces: int  # parts into which the kinks cut the cell
 
 
 @dataclass(frozen=True)
 class Support:
-    """Where one expert is chosen.
+    """Where one expert is chosen."""
 
-    Attributes:
-        expert: which.
-        cells: indices of its cells in the slice.
-        outline: edges on which it enters or leaves, as segments.
-        area: of its support inside the window.
-        fill: area / area of the convex hull; below 1 the support is not convex.
-    """
-
-    expert: int
-    cells: list[int]
-    outline: list[Corners]
-    area: float
-    fill: float
+    expert: int  # which
+    cells: list[int]  # indices of its cells in the slice
+    outline: list[Corners]  # edges on which it enters or leaves, as segments
+    area: float  # of its support inside the window
+    fill: float  # area / area of the convex hull; below 1 the support is not convex
 
 
 @dataclass(frozen=True)
@@ -241,11 +219,9 @@ class Slice:
 
 
 def plane_through(points: Any, margin: float = 0.6) -> Plane:
-    """The plane through three points of R^d, centred between them.
+    """The plane through three points of R^d, not on one line (refused), centred between them.
 
-    Args:
-        points: (3, d) array, not on one line (refused), d >= 2.
-        margin: room around the points, as a share of the larger side of their box.
+    `margin` is the room around them, as a share of the larger side of their box.
     """
     dim = np.shape(points)[-1]
     require(dim >= 2, f"a plane needs d >= 2, got d = {dim}")
@@ -276,18 +252,10 @@ def slice_router(
     expert: int | None = None,
     margin: float = 0.6,
 ) -> Slice:
-    """Cut the cells of a router by the plane through three inputs.
+    """Cut the cells of a router by the plane through three inputs (3, d).
 
-    Args:
-        points: (3, d) inputs.
-        weight: (N, d) router weight.
-        bias: (N,) router bias or None.
-        k: experts chosen per input.
-        epsilon: width ε of the bands, in units of the score: gap < ε.
-        V: (N, H, d) weights of ReLU neurons, or None to leave kinks out.
-        c: (N, H) their biases.
-        expert: an expert whose support is to be outlined.
-        margin: see `plane_through`.
+    Bands are gap < ε, in units of the score. Kinks are drawn for ReLU neurons V (N, H, d), c (N,
+    H), and the support of `expert` is outlined, where they are given.
     """
     router = as_router(weight, bias, k)
     neurons = as_neurons(V, c, router)
@@ -336,14 +304,8 @@ def slice_layer(
 ) -> Slice:
     """`slice_router` through the router inputs of three tokens of a captured layer.
 
-    Args:
-        layer: a layer of a trace that keeps inputs (`capture(model, keep="inputs")`).
-        weight: (E, D) matrix of its router.
-        tokens: indices of three tokens.
-        bias: (E,) bias of the router, if it adds one to the logits.
-        epsilon: width of the bands.
-        expert: an expert whose support is to be outlined.
-        margin: see `plane_through`.
+    The trace must keep inputs (`capture(model, keep="inputs")`); weight (E, D) and bias (E,) are
+    those of the router.
     """
     points = captured_inputs(layer)[list(tokens)]
     options = {"epsilon": epsilon, "expert": expert, "margin": margin}
@@ -415,17 +377,10 @@ class PatchPieces:
 def pieces_on_patch(
     points: Any, weight: Any, bias: Any, k: int, V: Any = None, c: Any = None
 ) -> PatchPieces:
-    """Coalitions and pieces on a surface through a grid of points, cut into triangles.
+    """Coalitions and pieces on a surface through a (rows, columns, d) grid, cut into triangles.
 
-    Exact on the triangles. A piece that the surface leaves and enters again counts once.
-
-    Args:
-        points: (rows, columns, d) grid, rows and columns >= 2; no triangle may be flat.
-        weight: (N, d) router weight.
-        bias: (N,) router bias or None.
-        k: experts chosen per input.
-        V: (N, H, d) weights of ReLU neurons, or None: pieces are then the coalitions.
-        c: (N, H) their biases.
+    Exact on the triangles, none of which may be flat. A piece that the surface leaves and enters
+    again counts once. Without neurons V, c the pieces are the coalitions.
     """
     router = as_router(weight, bias, k)
     neurons = as_neurons(V, c, router)

@@ -60,16 +60,9 @@ def count_regions(
 ) -> Count:
     """Number of pieces: Σ_{|S| <= d} #{cells on flat(S) whose coalition holds the owners of S}.
 
-    Exact for walls in general position, decided in float64 with every gap above 1e-11 (relative);
-    anything nearer is refused with `DegenerateError`. Routers without bias, experts without bias
-    and layers without any are no exception: their common point is counted by itself.
-
-    Args:
-        W: (N, d) router weights, d <= 5.
-        b: (N,) router biases.
-        V: (N, H, d) neurons' weights.
-        c: (N, H) neurons' biases.
-        k: experts chosen, 1 <= k <= N.
+    Exact for d <= 5 and walls in general position, decided in float64 with every gap above 1e-11
+    (relative); anything nearer is refused with `DegenerateError`. Routers without bias, experts
+    without bias and layers without any are no exception: their common point is counted by itself.
     """
     layer = counting_layer(W, b, V, c, k)
     _check_dim(layer)
@@ -171,15 +164,9 @@ def regions(
     k: int,
     max_pieces: int = MAX_PIECES,
 ) -> Regions:
-    """All pieces with a point inside each: linear programmes, no general position needed.
+    """All pieces with a point inside each, d <= 5: linear programmes, no general position needed.
 
-    Args:
-        W: (N, d) router weights, d <= 5.
-        b: (N,) router biases.
-        V: (N, H, d) neurons' weights.
-        c: (N, H) neurons' biases.
-        k: experts chosen, 1 <= k <= N.
-        max_pieces: refuse layers with more pieces than this.
+    Layers with more than `max_pieces` are refused.
     """
     layer = counting_layer(W, b, V, c, k)
     _check_dim(layer)
