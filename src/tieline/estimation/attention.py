@@ -200,7 +200,10 @@ def compare_attention(
     require(noise > 0 and scale > 0, f"noise and scale are positive, got {noise=}, {scale=}")
     unknown = [family for family in families if family not in FAMILIES]
     require(not unknown, f"families are among {FAMILIES}, got {unknown}")
-    theta = _teacher(dim, scale, seed)
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(dim * (dim + 1), dtype=torch.float64, generator=generator)
+    bilinear, value = drawn[: dim**2], drawn[dim**2 :]
+    theta = torch.cat([bilinear * scale / math.sqrt(dim), value / value.norm()])
     curves = []
     for kind in KINDS:
         teacher = _Teacher(AttentionHead(kind, tokens, dim), theta, noise, seed)
@@ -247,14 +250,6 @@ class _Student:
     experts: slice
     reference: Float[Tensor, " p"]
     misfit: float = 0.0
-
-
-def _teacher(dim: int, scale: float, seed: int) -> Float[Tensor, " p"]:
-    """[vec B, v] with B of entries N(0, scale²/D) and v of unit length."""
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randn(dim * (dim + 1), dtype=torch.float64, generator=generator)
-    bilinear, value = drawn[: dim**2], drawn[dim**2 :]
-    return torch.cat([bilinear * scale / math.sqrt(dim), value / value.norm()])
 
 
 def _student(teacher: _Teacher, family: Family, kind: AttentionKind) -> _Student:

@@ -143,20 +143,13 @@ def _outer(a: Tensor, b: Tensor) -> Tensor:
     return a.unsqueeze(-1) * b.unsqueeze(-2)
 
 
-def _features(model: MoEModel, x: Tensor) -> Tensor:
-    """z(x) in the coordinates of a row, (n, w)."""
-    tau2 = model.tau[1] if model.gate == "perturbed" else 0.0
-    z = input_features(model.gate, x, tau2).T
-    if model.gate not in ("quadratic", "partial"):
-        return z
-    d = model.d
-    u, v = torch.triu_indices(d, d)
-    return torch.cat((z[:, u * d + v], z[:, d * d :]), dim=1)
-
-
 def _score(model: MoEModel, atom: Atom, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The score, its gradient and its second derivatives in (row, bias)."""
-    z = _features(model, x)
+    d, tau2 = model.d, model.tau[1] if model.gate == "perturbed" else 0.0
+    z = input_features(model.gate, x, tau2).T
+    if model.gate in ("quadratic", "partial"):
+        first, second = torch.triu_indices(d, d)
+        z = torch.cat((z[:, first * d + second], z[:, d * d :]), dim=1)
     v, slope, curve = _direction(model, atom.row)
     n, w = z.shape
     zeta = torch.cat((z @ slope, torch.ones(n, 1, dtype=z.dtype)), dim=1)

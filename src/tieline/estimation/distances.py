@@ -74,7 +74,10 @@ def matched_errors(fit: MoEParameters, truth: MoEParameters) -> MatchedErrors:
         ShapeError,
     )
     rows, references = (torch.cat((p.router, p.experts), dim=-1) for p in (fit, truth))
-    partner = _match(norms(pair_differences(rows, references)))
+    cost = norms(pair_differences(rows, references)).detach()
+    flat = cost.reshape(-1, *cost.shape[-2:]).mT
+    partners = [linear_sum_assignment(one.numpy())[1].tolist() for one in flat]
+    partner = torch.tensor(partners).reshape(*cost.shape[:-2], cost.shape[-1])
     pairs = (
         norms(pair_differences(fit.router, truth.router)),
         (fit.bias.unsqueeze(-1) - truth.bias.unsqueeze(-2)).abs(),
@@ -82,10 +85,3 @@ def matched_errors(fit: MoEParameters, truth: MoEParameters) -> MatchedErrors:
     )
     picked = [values.gather(-2, partner.unsqueeze(-2)).squeeze(-2) for values in pairs]
     return MatchedErrors(partner, *picked)
-
-
-def _match(cost: Float[Tensor, "*batch fitted true"]) -> Int[Tensor, "*batch true"]:
-    """Partner of each true atom, of least total cost."""
-    flat = cost.detach().reshape(-1, *cost.shape[-2:]).mT
-    partners = [linear_sum_assignment(one.numpy())[1].tolist() for one in flat]
-    return torch.tensor(partners).reshape(*cost.shape[:-2], cost.shape[-1])

@@ -280,7 +280,10 @@ def quotient_losses(
     if cone and (model.ridge.degree is not None or model.expert == "two_layer"):
         power = _powers(cells, kind, paper, r)
         free = _cone_charges(model, mine, reference, cells, power)
-        charges = torch.where(_tradable(model, reference, cells), free, charges)
+        tradable = cells.size > 1
+        if model.link == "sigmoid":
+            tradable = (reference.router == 0).all(dim=-1) & (cells.size > 0)
+        charges = torch.where(tradable, free, charges)
     return VoronoiLosses(charges.sum(dim=-1), cells.cell, cells.empty_count)
 
 
@@ -302,15 +305,6 @@ def _powers(cells: Assignment, kind: str, paper: int, r: float | int) -> Charges
     if (paper, kind) in WITH_R:
         return r * one
     return torch.where(cells.size > 1, 2.0, one) if (paper, kind) in SQUARED else one
-
-
-def _tradable(
-    model: MoEModel, truth: MoEParameters, cells: Assignment
-) -> Bool[Tensor, "*batch true"]:
-    """Cells in which mass and scale can trade."""
-    if model.link == "softmax":
-        return cells.size > 1
-    return (truth.router == 0).all(dim=-1) & (cells.size > 0)
 
 
 def _cone_charges(

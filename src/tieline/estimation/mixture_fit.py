@@ -290,7 +290,8 @@ def expert_dendrogram(
     """
     count, outputs, dim = gates.shape[1], y.shape[1], features.shape[1]
     require(count >= 2, f"two experts or more are needed, got {count}", ShapeError)
-    moments = _moments(gates, features, y, weight)
+    columns = torch.cat([(gates[:, :, None] * features[:, None, :]).flatten(1), y], dim=1)
+    moments = (columns * weight[:, None]).mT @ columns / len(y)
     errors, merged = [_merged_error(moments, outputs)], []
     for left in range(count, 1, -1):
         pairs = list(itertools.combinations(range(left), 2))
@@ -301,22 +302,12 @@ def expert_dendrogram(
         merged.append(pairs[best])
     heights = tuple(high - low for low, high in itertools.pairwise(errors))
     levels = tuple(range(count, 0, -1))
-    cut = _cut(errors, parameters * math.log(len(y)) / len(y))
-    return Dendrogram(levels, tuple(errors), heights, tuple(merged), levels[cut])
-
-
-def _cut(errors: list[float], least: float) -> int:
-    """The level after which a merger costs most, or the last if none costs `least`."""
     logs = [math.log(max(error, LEAST)) for error in errors]
     rises = [high - low for low, high in itertools.pairwise(logs)]
     tallest = max(range(len(rises)), key=lambda place: (rises[place], place))
-    return tallest if rises[tallest] >= least else len(rises)
-
-
-def _moments(gates: Tensor, features: Tensor, y: Tensor, weight: Tensor) -> Moments:
-    """Weighted second moments of (G_1 φ, ..., G_K φ, y)."""
-    columns = torch.cat([(gates[:, :, None] * features[:, None, :]).flatten(1), y], dim=1)
-    return (columns * weight[:, None]).mT @ columns / len(y)
+    worth = rises[tallest] >= parameters * math.log(len(y)) / len(y)
+    chosen = levels[tallest] if worth else 1
+    return Dendrogram(levels, tuple(errors), heights, tuple(merged), chosen)
 
 
 def _merged_error(moments: Moments, outputs: int) -> float:

@@ -133,10 +133,13 @@ def mixture_starts(
     regression: SharedGate, rows: Rows, starts: int, generator: torch.Generator
 ) -> Float[Tensor, "starts p"]:
     """Return parameter vectors to start from; the first is the same for every generator."""
-    return torch.stack([
-        _parameters(regression, rows, _shares(regression.model, rows, place, generator))
-        for place in range(starts)
-    ])  # fmt: skip
+    found, model = [], regression.model
+    for place in range(starts):
+        shares = _shares(model, rows, place, generator)
+        gate = _start_gate(model, rows, shares.share)
+        experts = _start_experts(model, rows, shares)
+        found.append(torch.cat([gate.router.flatten(), gate.bias, experts.flatten()]))
+    return torch.stack(found)
 
 
 def _shares(
@@ -151,14 +154,6 @@ def _shares(
     else:
         start = (x @ directions[:-1] + directions[-1]).softmax(dim=1)
     return responsibilities(x, y, weight, start)
-
-
-def _parameters(
-    regression: SharedGate, rows: Rows, shares: Responsibilities
-) -> Float[Tensor, " p"]:
-    gate = _start_gate(regression.model, rows, shares.share)
-    experts = _start_experts(regression.model, rows, shares)
-    return torch.cat([gate.router.flatten(), gate.bias, experts.flatten()])
 
 
 def _start_gate(model: MoEModel, rows: Rows, share: Tensor) -> MoEParameters:

@@ -120,32 +120,19 @@ class Ridge:
     degree: int | None = None  # p if φ(tu) = tᵖ φ(u) for t > 0, else None
 
 
-def _gelu_slope(u: Tensor) -> Tensor:
-    return torch.special.ndtr(u) + u * torch.exp(-0.5 * u * u) / math.sqrt(2 * math.pi)
-
-
-def _gelu_curvature(u: Tensor) -> Tensor:
-    return (2 - u * u) * torch.exp(-0.5 * u * u) / math.sqrt(2 * math.pi)
-
-
-def _tanh_slope(u: Tensor) -> Tensor:
-    return 1 - torch.tanh(u).square()
-
-
-def _tanh_curvature(u: Tensor) -> Tensor:
-    return -2 * torch.tanh(u) * _tanh_slope(u)
-
-
-def _power(p: int) -> Ridge:
-    second = torch.zeros_like if p == 1 else lambda u: p * (p - 1) * u ** (p - 2)
-    return Ridge(lambda u: u**p, lambda u: p * u ** (p - 1), second, degree=p)
-
-
 RIDGES = {
     "linear": Ridge(lambda u: u, torch.ones_like, torch.zeros_like, degree=1),
     "relu": Ridge(torch.relu, lambda u: (u > 0).to(u.dtype), torch.zeros_like, degree=1),
-    "gelu": Ridge(lambda u: u * torch.special.ndtr(u), _gelu_slope, _gelu_curvature),
-    "tanh": Ridge(torch.tanh, _tanh_slope, _tanh_curvature),
+    "gelu": Ridge(
+        lambda u: u * torch.special.ndtr(u),
+        lambda u: torch.special.ndtr(u) + u * torch.exp(-0.5 * u * u) / math.sqrt(2 * math.pi),
+        lambda u: (2 - u * u) * torch.exp(-0.5 * u * u) / math.sqrt(2 * math.pi),
+    ),
+    "tanh": Ridge(
+        torch.tanh,
+        lambda u: 1 - torch.tanh(u).square(),
+        lambda u: -2 * torch.tanh(u) * (1 - torch.tanh(u).square()),
+    ),
 }
 EXPERTS = (*RIDGES, "polynomial", "two_layer")
 
@@ -155,7 +142,10 @@ def ridge_function(expert: str, power: int = 2, activation: str = "relu") -> Rid
     require(expert in EXPERTS, f"expert must be one of {EXPERTS}, got {expert!r}")
     if expert == "polynomial":
         require(power >= 1, f"a polynomial expert needs a power >= 1, got {power}")
-        return _power(power)
+        second = (
+            torch.zeros_like if power == 1 else lambda u: power * (power - 1) * u ** (power - 2)
+        )
+        return Ridge(lambda u: u**power, lambda u: power * u ** (power - 1), second, degree=power)
     name = activation if expert == "two_layer" else expert
     require(name in RIDGES, f"activation must be one of {tuple(RIDGES)}, got {name!r}")
     return RIDGES[name]

@@ -173,8 +173,9 @@ def _softmax_data(link: str, expert: str, loss: str) -> dict:
     return {"truth": "softmax", "link": link, "expert": expert, "loss": loss, "zero": 0}
 
 
-def _settings() -> tuple[Setting, ...]:
-    return (
+SETTINGS = {
+    one.name: one
+    for one in (
         _paper2("1a", "cosine", -0.11),
         _paper2("1a", "perturbed", -0.50),
         _paper2("1b", "cosine", -0.05, extra=1),
@@ -192,9 +193,7 @@ def _settings() -> tuple[Setting, ...]:
         _paper4("2b", "relu", -0.53, **_sigmoid("relu", "L3", 0)),
         _paper4("2b", "linear", -0.44, **_sigmoid("linear", "L3", 0)),
     )
-
-
-SETTINGS = {one.name: one for one in _settings()}
+}
 
 
 @dataclass(frozen=True, eq=False)

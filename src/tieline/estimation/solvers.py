@@ -253,7 +253,24 @@ def levenberg_marquardt(
     require(found == wanted, f"a start for each problem: {wanted}, got {found}", ShapeError)
     require(starts.dtype == torch.float64, f"starts are float64, got {starts.dtype}", ShapeError)
     require(bool(starts.isfinite().all()), "starts must be finite, got NaN or an infinity")
-    return _run(problem, _begin(problem, starts.clamp(-box, box)), iterations, tolerance, box)
+    batch = _begin(problem, starts.clamp(-box, box))
+    theta, loss = batch.theta.clone(), batch.normal.loss.clone()
+    status = torch.full_like(batch.which, Status.UNFINISHED)
+    tried = torch.full_like(batch.which, iterations)
+    zero, share = EXACT * problem.scale, size / problem.samples
+    for turn in range(iterations + 1):
+        step, left = _step(batch, box)
+        ended = _ended(batch, left / (share * batch.normal.loss), zero, tolerance)
+        gone = ended != Status.RUNNING
+        if turn == iterations or gone.any():
+            at = batch.which
+            theta[at], loss[at] = batch.theta, batch.normal.loss
+            status[at[gone]], tried[at[gone]] = ended[gone], turn
+            batch, step = batch.keep(~gone), step[~gone]
+        if turn == iterations or not len(batch.which):
+            break
+        _try(problem, batch, step, box)
+    return Minimum(theta, loss, status, tried)
 
 
 def relative_offset(
@@ -269,28 +286,6 @@ def _begin(problem: LeastSquares, theta: Theta) -> _Batch:
     which = torch.arange(len(theta))
     damping, none = theta.new_full((len(theta),), FIRST_DAMPING), torch.zeros_like(which)
     return _Batch(which, theta, problem.normal(theta, which), damping, none, none.clone())
-
-
-def _run(
-    problem: LeastSquares, batch: _Batch, iterations: int, tolerance: float, box: float
-) -> Minimum:
-    theta, loss = batch.theta.clone(), batch.normal.loss.clone()
-    status = torch.full_like(batch.which, Status.UNFINISHED)
-    tried = torch.full_like(batch.which, iterations)
-    zero, share = EXACT * problem.scale, theta.shape[1] / problem.samples
-    for turn in range(iterations + 1):
-        step, left = _step(batch, box)
-        ended = _ended(batch, left / (share * batch.normal.loss), zero, tolerance)
-        gone = ended != Status.RUNNING
-        if turn == iterations or gone.any():
-            at = batch.which
-            theta[at], loss[at] = batch.theta, batch.normal.loss
-            status[at[gone]], tried[at[gone]] = ended[gone], turn
-            batch, step = batch.keep(~gone), step[~gone]
-        if turn == iterations or not len(batch.which):
-            break
-        _try(problem, batch, step, box)
-    return Minimum(theta, loss, status, tried)
 
 
 def _ended(batch: _Batch, left: Tensor, zero: Tensor, tolerance: float) -> Int[Tensor, " problems"]:

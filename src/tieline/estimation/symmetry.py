@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from tieline.estimation.model import MoEModel, router_directions
@@ -48,12 +47,27 @@ class Symmetry:
 
 def symmetries(model: MoEModel) -> tuple[Symmetry, ...]:
     """The symmetry group of a combination of gate, link and experts, as data."""
-    return (
-        Symmetry("order", "atoms", "permute", 0),
-        *_shifts(model),
-        *_router_symmetries(model),
-        *_expert_symmetries(model),
-    )
+    d, n, degree = model.d, model.n_experts, model.ridge.degree
+    half = d * (d + 1) // 2
+    found = [Symmetry("order", "atoms", "permute", 0)]
+    if model.link == "softmax":
+        free = {"quadratic": half + d, "partial": half, "cosine": max(0, d - n)}.get(model.gate, d)
+        found.append(Symmetry("bias shift", "bias", "shift", 1))
+        found.append(Symmetry("row shift", "router", "shift", free))
+    if model.gate == "cosine":
+        found.append(Symmetry("row scale", "router", "scale", n))
+    if model.gate in QUADRATIC:
+        found.append(Symmetry("matrix part", "router", "drop", n * d * (d - 1) // 2))
+    if model.expert == "two_layer" and degree is not None:
+        found.append(Symmetry("hidden scale", "experts", "scale", n))
+    if has_signs(model):
+        found.append(Symmetry("sign", "experts", "flip", 0))
+    if degree is not None or model.expert == "two_layer":
+        words = "sigmoid link, zero router row"
+        if model.link == "softmax":
+            words = "several atoms with one router row and one direction of the expert"
+        found.append(Symmetry("mass and scale", "bias and experts", "scale", n, words))
+    return tuple(found)
 
 
 def null_dimension(model: MoEModel, *, bias_pinned: bool = False) -> int:
@@ -72,49 +86,16 @@ def canonical(model: MoEModel, params: MoEParameters, pin: Pin = "mean") -> MoEP
     """
     model.check(params)
     tau = model.tau[0] if model.gate == "perturbed" else 0.0
-    rows = _symmetric(model, router_directions(model.gate, params.router, tau))
-    bias = params.bias
-    if model.link == "softmax":
-        rows, bias = _pinned(rows, bias, pin)
-    return MoEParameters(rows, bias, _normal_experts(model, params.experts))
-
-
-def _shifts(model: MoEModel) -> tuple[Symmetry, ...]:
-    if model.link == "sigmoid":
-        return ()
-    d, n = model.d, model.n_experts
-    half = d * (d + 1) // 2
-    free = {"quadratic": half + d, "partial": half, "cosine": max(0, d - n)}.get(model.gate, d)
-    return (
-        Symmetry("bias shift", "bias", "shift", 1),
-        Symmetry("row shift", "router", "shift", free),
-    )
-
-
-def _router_symmetries(model: MoEModel) -> tuple[Symmetry, ...]:
-    if model.gate == "cosine":
-        return (Symmetry("row scale", "router", "scale", model.n_experts),)
+    rows, bias = router_directions(model.gate, params.router, tau), params.bias
     if model.gate in QUADRATIC:
-        hidden = model.n_experts * model.d * (model.d - 1) // 2
-        return (Symmetry("matrix part", "router", "drop", hidden),)
-    return ()
-
-
-def _expert_symmetries(model: MoEModel) -> tuple[Symmetry, ...]:
-    found = []
-    scaled = model.expert == "two_layer"
-    if scaled and model.ridge.degree is not None:
-        found.append(Symmetry("hidden scale", "experts", "scale", model.n_experts))
-    if has_signs(model):
-        found.append(Symmetry("sign", "experts", "flip", 0))
-    if model.ridge.degree is not None or scaled:
-        words = "sigmoid link, zero router row"
-        if model.link == "softmax":
-            words = "several atoms with one router row and one direction of the expert"
-        found.append(
-            Symmetry("mass and scale", "bias and experts", "scale", model.n_experts, words)
-        )
-    return tuple(found)
+        A, b = quadratic_blocks(rows, full=model.gate == "quadratic")
+        rows = torch.cat((((A + A.mT) / 2).flatten(-2), b), dim=-1)
+    if model.link == "softmax" and pin == "last":
+        rows, bias = rows - rows[..., -1:, :], bias - bias[..., -1:]
+    elif model.link == "softmax":
+        bias = bias.log_softmax(dim=-1)
+        rows = rows - (bias.exp().unsqueeze(-1) * rows).sum(dim=-2, keepdim=True)
+    return MoEParameters(rows, bias, _normal_experts(model, params.experts))
 
 
 def has_signs(model: MoEModel) -> bool:
@@ -122,24 +103,6 @@ def has_signs(model: MoEModel) -> bool:
     if model.expert == "polynomial":
         return model.power % 2 == 0
     return model.expert == "two_layer" and model.activation in ODD
-
-
-def _symmetric(model: MoEModel, rows: Tensor) -> Tensor:
-    """Rows with A replaced by its symmetric part."""
-    if model.gate not in QUADRATIC:
-        return rows
-    A, b = quadratic_blocks(rows, full=model.gate == "quadratic")
-    return torch.cat((((A + A.mT) / 2).flatten(-2), b), dim=-1)
-
-
-def _pinned(
-    rows: Float[Tensor, "*batch n w"], bias: Float[Tensor, "*batch n"], pin: Pin
-) -> tuple[Float[Tensor, "*batch n w"], Float[Tensor, "*batch n"]]:
-    if pin == "last":
-        return rows - rows[..., -1:, :], bias - bias[..., -1:]
-    log_mass = bias.log_softmax(dim=-1)
-    mean = (log_mass.exp().unsqueeze(-1) * rows).sum(dim=-2, keepdim=True)
-    return rows - mean, log_mass
 
 
 def _normal_experts(model: MoEModel, experts: Tensor) -> Tensor:
@@ -151,13 +114,8 @@ def _normal_experts(model: MoEModel, experts: Tensor) -> Tensor:
         safe = torch.where(length > 0, length, 1.0)
         inner, outer = inner / safe, outer * safe**degree
     if has_signs(model):
-        sign = _first_sign(inner)
+        first = (inner != 0).to(torch.int8).argmax(dim=-1, keepdim=True)
+        sign = inner.gather(-1, first).sign()
+        sign = torch.where(sign == 0, 1.0, sign)
         inner, outer = inner * sign, outer * sign
     return torch.cat((inner, outer), dim=-1)
-
-
-def _first_sign(rows: Tensor) -> Tensor:
-    """Sign of the first nonzero entry of each row, 1 for a zero row."""
-    first = (rows != 0).to(torch.int8).argmax(dim=-1, keepdim=True)
-    value = rows.gather(-1, first).sign()
-    return torch.where(value == 0, 1.0, value)

@@ -121,7 +121,12 @@ class TropicalPolynomial:
 
     def essential(self) -> "TropicalPolynomial":
         """The same function from the terms that alone are the maximum somewhere."""
-        kept = _upper_vertices(self.exponents, self.coefficients)
+        order = np.lexsort((-self.coefficients, *self.exponents.T[::-1]))
+        _, first = np.unique(self.exponents[order], axis=0, return_index=True)
+        best = np.sort(order[first])  # of equal exponents only the largest coefficient can win
+        lifted = np.column_stack([self.exponents[best], self.coefficients[best]])
+        winners = [i for i in _hull_vertices(lifted).tolist() if _wins(lifted, i)]
+        kept = best[np.array(winners, dtype=np.int64)]
         return TropicalPolynomial(self.exponents[kept], self.coefficients[kept])
 
     def plus(self, other: "TropicalPolynomial") -> "TropicalPolynomial":
@@ -177,19 +182,6 @@ def _hull_vertices(points: Float[np.ndarray, "n dim"]) -> Int[np.ndarray, " vert
         return kept[np.sort(ConvexHull(flat).vertices)]
     except QhullError as error:  # pragma: no cover - points in no general position for Qhull
         raise ParameterError(f"no convex hull of {len(kept)} exponents: {error}") from error
-
-
-def _upper_vertices(
-    exponents: Float[np.ndarray, "n dim"], coefficients: Float[np.ndarray, " n"]
-) -> Int[np.ndarray, " kept"]:
-    """Terms that are the only maximum somewhere."""
-    order = np.lexsort((-coefficients, *exponents.T[::-1]))
-    _, first = np.unique(exponents[order], axis=0, return_index=True)
-    best = np.sort(order[first])  # of equal exponents only the largest coefficient can win
-    lifted = np.column_stack([exponents[best], coefficients[best]])
-    candidates = _hull_vertices(lifted)
-    kept = [i for i in candidates.tolist() if _wins(lifted, i)]
-    return best[np.array(kept, dtype=np.int64)]
 
 
 def _wins(lifted: Float[np.ndarray, "n d1"], term: int) -> bool:

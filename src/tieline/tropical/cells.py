@@ -325,10 +325,7 @@ class CellSearch:
             ("dual_feasibility_tolerance", 1e-10),
         ):
             self.solver.setOptionValue(option, value)
-        self._build()
-
-    def _build(self) -> None:
-        """Columns y, t, s; a row z_e - t - (side) s per expert and x_0 - s >= 0; maximise s."""
+        # columns y, t, s; a row z_e - t - (side) s per expert and x_0 - s >= 0; maximise s
         endless, size = self.solver.inf, self.size
         for _ in range(size):
             self.solver.addVar(-1.0, 1.0)

@@ -102,19 +102,17 @@ def pooled_block(n_experts: int, k: int, largest: int) -> Float[np.ndarray, " si
     sizes = min(largest, n_experts)
     log_p = np.full(sizes, -np.inf)
     log_p[0] = -log_binomial(n_experts, k)
+    rest = n_experts - k
     for m in range(2, sizes + 1):
-        a = np.arange(max(1, m - (n_experts - k)), min(k, m - 1) + 1)
+        a = np.arange(max(1, m - rest), min(k, m - 1) + 1)
+        b = m - a
         if len(a):
-            log_p[m - 1] = np.logaddexp.reduce(_log_terms(n_experts, k, m, a))
+            ways = _log_binomials(k, a) + _log_binomials(rest, b)
+            pools = np.array([log_pools(int(i), m - int(i)) for i in a])
+            terms = ways + pools + _log_split(m, k - a, rest - b)
+            log_p[m - 1] = np.logaddexp.reduce(terms)
     log_p.flags.writeable = False
     return log_p
-
-
-def _log_terms(n_experts: int, k: int, m: int, a: np.ndarray) -> np.ndarray:
-    rest, b = n_experts - k, m - a
-    ways = _log_binomials(k, a) + _log_binomials(rest, b)
-    pools = np.array([log_pools(int(i), m - int(i)) for i in a])
-    return ways + pools + _log_split(m, k - a, rest - b)
 
 
 def _log_split(m: int, above: np.ndarray, below: np.ndarray) -> np.ndarray:

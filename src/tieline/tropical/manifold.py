@@ -80,7 +80,11 @@ def walk(
 
 def _walk(start: np.ndarray, end: np.ndarray, k: int) -> Walk:
     first = chosen(start, k)
-    overtakes = _overtakes(start, end - start)
+    slope = end - start
+    closing = slope[:, None, :] - slope[:, :, None]
+    ahead = start[:, :, None] - start[:, None, :]
+    with np.errstate(divide="ignore", invalid="ignore"):  # when j passes i: (segments, i, j)
+        overtakes = np.where(closing > 0, ahead / closing, np.inf)
     inside, rows = first.copy(), np.arange(len(start))
     events: list[tuple[np.ndarray, ...]] = []
     while len(rows):
@@ -98,14 +102,6 @@ def _walk(start: np.ndarray, end: np.ndarray, k: int) -> Walk:
     segment, place, leaving, entering = map(np.concatenate, zip(*events, strict=True))
     order = np.argsort(segment, kind="stable")  # events of one segment are in order already
     return Walk(segment[order], place[order], leaving[order], entering[order], first)
-
-
-def _overtakes(score: np.ndarray, slope: np.ndarray) -> np.ndarray:
-    """When expert j passes expert i, infinite if it never does: (segments, i, j)."""
-    closing = slope[:, None, :] - slope[:, :, None]
-    ahead = score[:, :, None] - score[:, None, :]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(closing > 0, ahead / closing, np.inf)
 
 
 @dataclass(frozen=True)
