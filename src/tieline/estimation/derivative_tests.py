@@ -159,26 +159,21 @@ def _score(model: MoEModel, atom: Atom, x: Tensor) -> tuple[Tensor, Tensor, Tens
 
 
 def _direction(model: MoEModel, row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """v(β) with its first derivatives (c, a) and second (c, a, b)."""
+    """v(β) with its first derivatives (c, a) and second (c, a, b).
+
+    For v = β/r, r = ‖β‖ + τ, with u = β/‖β‖: Dv = I/r - βuᵀ/r²,
+    D²v_cab = -(δ_ca u_b + δ_cb u_a)/r² - β_c (δ_ab - u_a u_b)/(‖β‖r²) + 2 β_c u_a u_b/r³.
+    """
     w = row.numel()
-    flat = torch.zeros(w, w, w, dtype=row.dtype)
+    eye, flat = torch.eye(w, dtype=row.dtype), torch.zeros(w, w, w, dtype=row.dtype)
     if model.gate not in ("cosine", "perturbed"):
-        return row, torch.eye(w, dtype=row.dtype), flat
+        return row, eye, flat
     tau = model.tau[0] if model.gate == "perturbed" else 0.0
     if not row.any():
         require(tau > 0, "the vanilla cosine has no derivative at a zero row")
-        return row, torch.eye(w, dtype=row.dtype) / tau, flat
+        return row, eye / tau, flat
     length = torch.linalg.vector_norm(row)
-    return _ball(row, row / length, length, length + tau)
-
-
-def _ball(row: Tensor, unit: Tensor, length: Tensor, r: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Derivatives of v = β/r, r = ‖β‖ + τ, with u = β/‖β‖.
-
-    Dv = I/r - βuᵀ/r²,   D²v_cab = -(δ_ca u_b + δ_cb u_a)/r² - β_c (δ_ab - u_a u_b)/(‖β‖r²) +
-    2 β_c u_a u_b/r³.
-    """
-    eye = torch.eye(row.numel(), dtype=row.dtype)
+    unit, r = row / length, length + tau
     slope = eye / r - torch.outer(row, unit) / r**2
     across = torch.einsum("ca,b->cab", eye, unit)
     sphere = (eye - torch.outer(unit, unit)) / (length * r**2) - 2 * torch.outer(unit, unit) / r**3

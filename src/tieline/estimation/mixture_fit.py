@@ -45,7 +45,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tieline.core.errors import ShapeError, require
-from tieline.estimation.mixture_starts import Rows, SharedGate, mixture_starts
+from tieline.estimation.mixture_starts import Rows, SharedGate, least_residual, mixture_starts
 from tieline.estimation.model import MoEModel
 from tieline.estimation.solvers import LeastSquares, Status, levenberg_marquardt
 
@@ -312,11 +312,7 @@ def expert_dendrogram(
 
 def _merged_error(moments: Moments, outputs: int) -> float:
     """Mean squared error over outputs of the experts that fit best."""
-    gram, cross = moments[:-outputs, :-outputs], moments[:-outputs, -outputs:]
-    eye = torch.eye(len(gram), dtype=gram.dtype)
-    solved = torch.linalg.solve(gram + MERGE_RIDGE * eye, cross)
-    squares = moments[-outputs:, -outputs:].diagonal().sum()
-    return ((squares - (solved * cross).sum()) / outputs).item()
+    return (least_residual(moments, outputs, MERGE_RIDGE) / outputs).item()
 
 
 def _merged(moments: Moments, dim: int, first: int, second: int) -> Float[Tensor, "left left"]:

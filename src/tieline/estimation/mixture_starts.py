@@ -314,13 +314,15 @@ def _best_split(
         return _Split()
     total = (rows * weight[:, None]).mT @ rows
     penalty = ridge * total.diagonal()[:-outputs].mean()
-    before, best = _residual(total, outputs, penalty), _Split()
+    before, best = least_residual(total, outputs, penalty), _Split()
     levels = torch.arange(1, cuts + 1, dtype=rows.dtype) / (cuts + 1)
     for feature in range(rows.shape[1] - outputs - 1):
         column = rows[:, feature].contiguous()
         thresholds = weighted_quantiles(column, weight, levels).unique()
         left, mass = _moments_below(rows, weight, column, thresholds)
-        after = _residual(left, outputs, penalty) + _residual(total - left, outputs, penalty)
+        after = least_residual(left, outputs, penalty) + least_residual(
+            total - left, outputs, penalty
+        )
         allowed = (mass >= least) & (weight.sum() - mass >= least)
         gain = (before - after).where(allowed, 0.0)
         top = int(gain.argmax())
@@ -342,8 +344,8 @@ def _moments_below(
     return torch.stack(moments).cumsum(dim=0), torch.stack(masses).cumsum(dim=0)
 
 
-def _residual(moments: Tensor, outputs: int, penalty: Tensor) -> Tensor:
-    """S from the moments (..., p + C, p + C) of (x, 1, y)."""
+def least_residual(moments: Tensor, outputs: int, penalty: Tensor | float) -> Tensor:
+    """min_B Σ w ‖y - B φ‖² + λ‖B‖² from the moments (..., p + C, p + C) of (φ, y)."""
     gram, cross = moments[..., :-outputs, :-outputs], moments[..., :-outputs, -outputs:]
     eye = torch.eye(gram.shape[-1], dtype=gram.dtype)
     solved = torch.linalg.solve(gram + penalty * eye, cross)

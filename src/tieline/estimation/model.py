@@ -327,7 +327,9 @@ class MoEModel:
         n_samples, n, dim = x.shape[-2], self.n_experts, self.router_dim
         out = run.weights.new_empty((*run.weights.shape[:-2], self.n_parameters, n_samples))
         router, bias, experts = out.split([n * dim, n, n * self.expert_dim], dim=-2)
-        torch.mul(run.weights, self._slopes(run, value), out=bias)
+        softmax = self.link == "softmax"
+        rest = run.outputs - value.unsqueeze(-2) if softmax else (1 - run.weights) * run.outputs
+        torch.mul(run.weights, rest, out=bias)  # s_i
         gradient = score_gradient(
             self.gate, params.router, self._tau[0], run.features, run.products
         )
@@ -387,12 +389,6 @@ class MoEModel:
         products = self._products(params, features)
         weights = gate_weights(self.link, products + params.bias.unsqueeze(-1))
         return _Pass(columns, features, products, weights, *self._experts(params, columns))
-
-    def _slopes(self, run: _Pass, value: Tensor) -> Tensor:
-        """s_i/G_i."""
-        if self.link == "softmax":
-            return run.outputs - value.unsqueeze(-2)
-        return (1 - run.weights) * run.outputs
 
     def _write_expert_block(self, params: MoEParameters, run: _Pass, out: Tensor) -> None:
         """G_i ∂h_i/∂(a, b[, λ]) into (*batch, N, q, n)."""

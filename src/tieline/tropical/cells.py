@@ -338,25 +338,20 @@ class CellSearch:
             self.solver.addRow(0.0, endless, size + 2, columns, entries)
         last = np.array([size - 1, size + 1], dtype=np.int32)
         self.solver.addRow(0.0, endless, 2, last, np.array([1.0, -1.0]))
-        self.sides = [1] * self.experts
-
-    def _put(self, expert: int, side: int) -> None:
-        """Place an expert above (1), below (-1) or at (0) the level."""
-        if self.sides[expert] == side:
-            return
-        endless = self.solver.inf
-        self.solver.changeCoeff(expert, self.size + 1, -float(side))
-        self.solver.changeRowBounds(
-            expert, 0.0 if side >= 0 else -endless, 0.0 if side <= 0 else endless
-        )
-        self.sides[expert] = side
+        self.sides = [1] * self.experts  # above (1), below (-1) or at (0) the level
 
     def slack(
         self, coalition: frozenset[int], tied: tuple[int, ...] = ()
     ) -> tuple[float, Float[np.ndarray, " d1"]]:
         """(s, y): largest slack with `coalition` above, `tied` at the level, the rest below."""
+        endless = self.solver.inf
         for expert in range(self.experts):
-            self._put(expert, 0 if expert in tied else 1 if expert in coalition else -1)
+            side = 0 if expert in tied else 1 if expert in coalition else -1
+            if self.sides[expert] != side:
+                low, high = 0.0 if side >= 0 else -endless, 0.0 if side <= 0 else endless
+                self.solver.changeCoeff(expert, self.size + 1, -float(side))
+                self.solver.changeRowBounds(expert, low, high)
+                self.sides[expert] = side
         self.solver.run()
         solution = np.array(self.solver.getSolution().col_value)
         return float(solution[-1]), solution[: self.size]

@@ -138,8 +138,12 @@ def log_pools(a: int, b: int) -> float:
     drown in rounding as soon as a and b differ much. On the line the integrand falls like u^-m, and
     u = s sinh v makes that exponential, for which the trapezoidal rule is exact but for rounding.
     """
-    m, saddle = a + b, _saddle(a, b)
-    scale = 1 / math.sqrt(_curvature(a, b, saddle))
+    m = a + b
+    end, step = 2.0 * math.sqrt(m) + 2, 1e-3
+    saddle = cast("float", optimize.brentq(lambda x: a * _slope(x) - b * _slope(-x), -end, end))
+    rise = a * (_slope(saddle + step) - _slope(saddle - step))
+    rise = rise + b * (_slope(-saddle + step) - _slope(-saddle - step))
+    scale = 1 / math.sqrt(rise / (2 * step))  # by the second derivative of a log M(θ) + b log M(-θ)
     v = np.arange(0, 5 + 40 / (m - 1), 1 / 64)
     u = scale * np.sinh(v)
     log_height = _log_transform(a, b, np.array([complex(saddle)]))[0].real
@@ -175,19 +179,6 @@ def _slope(theta: float) -> float:
     """(log M)'(θ) = θ + φ(θ)/Φ(θ), the mean of |Z| under the tilt; stable on both sides."""
     mills = math.sqrt(2 / math.pi) / float(special.erfcx(-theta / math.sqrt(2)))
     return theta + mills
-
-
-def _saddle(a: int, b: int) -> float:
-    """The real θ where a (log M)'(θ) = b (log M)'(-θ); the left side rises in θ."""
-    end = 2.0 * math.sqrt(a + b) + 2
-    return cast("float", optimize.brentq(lambda x: a * _slope(x) - b * _slope(-x), -end, end))
-
-
-def _curvature(a: int, b: int, theta: float) -> float:
-    """Second derivative of a log M(θ) + b log M(-θ), by a difference of slopes."""
-    step = 1e-3
-    rise = a * (_slope(theta + step) - _slope(theta - step))
-    return (rise + b * (_slope(-theta + step) - _slope(-theta - step))) / (2 * step)
 
 
 def log_binomial(n: int, k: int) -> float:

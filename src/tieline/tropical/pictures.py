@@ -261,8 +261,7 @@ def slice_router(
     neurons = as_neurons(V, c, router)
     require(epsilon >= 0, f"need epsilon >= 0, got {epsilon}")
     plane = plane_through(as_points(points, router.weight.shape[1], 3), margin)
-    flat = restricted_on_plane(router, plane.origin, plane.axes)
-    lines = None if neurons is None else lines_on_plane(neurons, plane.origin, plane.axes)
+    flat, lines = _on_plane(router, neurons, plane)
     planar = cells_within(plane.window, flat)
     cells = [_slice_cell(cell, flat, epsilon, lines) for cell in planar]
     cores = sum(area(np.array(cell.core).reshape(-1, 2)) for cell in cells)
@@ -312,14 +311,15 @@ def slice_layer(
     return slice_router(points, weight, bias, layer.facts.k, **options)
 
 
-def restricted_on_plane(router: Router, origin: np.ndarray, axes: np.ndarray) -> Router:
-    """The router as a function of (u, v)."""
-    return Router(router.weight @ axes.T, router.weight @ origin + router.bias, router.k)
-
-
-def lines_on_plane(neurons: Neurons, origin: np.ndarray, axes: np.ndarray) -> Neurons:
-    """The neurons as functions of (u, v)."""
-    return Neurons(neurons.weight @ axes.T, neurons.weight @ origin + neurons.bias)
+def _on_plane(
+    router: Router, neurons: Neurons | None, plane: Plane
+) -> tuple[Router, Neurons | None]:
+    """Router and neurons as functions of (u, v)."""
+    (weight, bias, k), origin, axes = router, plane.origin, plane.axes
+    flat = Router(weight @ axes.T, weight @ origin + bias, k)
+    if neurons is None:
+        return flat, None
+    return flat, Neurons(neurons.weight @ axes.T, neurons.weight @ origin + neurons.bias)
 
 
 def _slice_cell(
@@ -392,9 +392,9 @@ def pieces_on_patch(
     for corners in triangles:
         plane = plane_through(corners)
         outline = plane.marks if area(plane.marks) > 0 else plane.marks[::-1]
-        lines = None if neurons is None else lines_on_plane(neurons, plane.origin, plane.axes)
+        flat, lines = _on_plane(router, neurons, plane)
         covered += area(outline)
-        for cell in cells_within(outline, restricted_on_plane(router, plane.origin, plane.axes)):
+        for cell in cells_within(outline, flat):
             coalitions.add(cell.coalition)
             pieces |= {(cell.coalition, signs) for signs, _ in pieces_of(cell, lines)}
     return PatchPieces(len(coalitions), len(pieces), len(triangles), covered)
