@@ -4,12 +4,15 @@ The `MODULES` of a paper's package name the files with its claims; a claim is a 
 `@claim(...)`, which adds a record to `CLAIMS`. `docs/ledger.md` shows how to add one.
 """
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial, update_wrapper
 from importlib import import_module
+from typing import Any
 
 from tieline.core.errors import ParameterError, require
-from tieline.papers.claim import Claim, Evidence, Real, Run, Verdict
+from tieline.papers.claim import Claim, Evidence, Real, Verdict
 
 __all__ = ["CLAIMS", "PAPERS", "Paper", "all_claims", "claim", "select"]
 
@@ -34,30 +37,42 @@ PAPERS: dict[int, Paper] = {
 CLAIMS: dict[str, Claim] = {}
 """Filled by importing the packages of the papers, which `all_claims` does."""
 
-Test = Callable[[Run], Evidence]
+NUMBERED = {"asm": "Assumption", "cor": "Cor.", "def": "Def.", "eq": "eq.", "ex": "Ex.",
+            "fig": "Figure", "lem": "Lemma", "prop": "Prop.", "rem": "Rem.", "sec": "sec.",
+            "table": "Table", "thm": "Thm"}  # fmt: skip
+"""How the numbered parts of a paper are called, by their names in ids."""
 
 
 def claim(
     id: str,  # noqa: A002 - the field's name in the record
-    number: str,
     title: str,
     *,
     statement: str,
     tested: str,
+    number: str = "",
     expected: Verdict = Verdict.HOLDS,
     condition: str = "",
     untestable: str = "",
     seconds: Real = 0.2,
-) -> Callable[[Test], Test]:
-    """Register the decorated function as the test of a claim; fields as in `Claim`."""
-    paper = int(id[1 : id.index("-")])
+    given: Mapping[str, Any] | None = None,
+) -> Callable[[Callable[..., Evidence]], Callable[..., Evidence]]:
+    """Register the decorated function as the test of a claim; fields as in `Claim`.
 
-    def add(test: Test) -> Test:
+    The number is read from the id ("p3-thm4.5" is Thm 4.5) unless it is given. One function may
+    test several claims, each with the arguments `given`; the lowest of them is registered first.
+    """
+    paper = int(id[1 : id.index("-")])
+    part = re.match(r"p\d+-([a-z]+)([A-Z\d][^-]*)", id)
+    if not number and part is not None and part[1] in NUMBERED:
+        number = f"{NUMBERED[part[1]]} {part[2]}"
+
+    def add(test: Callable[..., Evidence]) -> Callable[..., Evidence]:
         known = CLAIMS.get(id)
         same = known is None or known.test.__module__ == test.__module__
         require(same, f"two claims are called {id!r}")
         words = (id, paper, number, title, statement, tested, expected, condition, untestable)
-        CLAIMS[id] = Claim(*words, test, seconds)
+        bound = update_wrapper(partial(test, **given), test) if given else test
+        CLAIMS[id] = Claim(*words, bound, seconds)
         return test
 
     return add

@@ -64,4 +64,4 @@ def test_an_unknown_word_is_refused_with_what_there_is():
 def test_two_claims_of_one_name_are_refused():
     all_claims()
     with pytest.raises(TielineError, match=r"two claims are called 'p0-lem6\.2'"):
-        claim("p0-lem6.2", "x", "x", statement="x", tested="x")(lambda run: None)
+        claim("p0-lem6.2", "x", statement="x", tested="x")(lambda run: None)

@@ -1,6 +1,4 @@
 """Claims of paper 0: boundary mass and the soft-to-hard limit."""
 
-__all__ = ["MODULES"]
-
 MODULES = ["model", "coarea", "limit", "landscape", "assumptions", "breaking"]
 """Files of this package that hold claims."""

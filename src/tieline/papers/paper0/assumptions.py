@@ -34,7 +34,6 @@ def turned(angle: float, offset: float = 0.0) -> TwoCells:
 
 @claim(
     "p0-asm5.11",
-    "Assumption 5.11",
     "specialisation gap",
     statement="Whatever its parameters, a wrong expert is within √γ of the right one on mass η "
     "of a cell at most.",
@@ -73,7 +72,6 @@ def gap(run: Run) -> Evidence:
 
 @claim(
     "p0-asm5.12",
-    "Assumption 5.12",
     "velocities that a router can realise",
     statement="A linear router moves its wall by a finite-dimensional space of normal velocities, "
     "the affine functions of the input on it, and by no others.",
@@ -116,7 +114,6 @@ def velocities(run: Run) -> Evidence:
 
 @claim(
     "p0-asm5.13",
-    "Assumption 5.13",
     "gradient and Hessian transfer",
     statement="∇L_τ and ∇²L_τ tend to those of L_0 near every critical point.",
     tested="Derivatives of two affine experts under a Gaussian by quadrature, off the teacher's "
@@ -181,7 +178,6 @@ def _shift_curvature(teacher: TwoCells, tau: float) -> float:
 
 @claim(
     "p0-asm5.14",
-    "Assumption 5.14",
     "geometry of the profiled hard problem",
     statement="For every wall the experts have one minimiser with curvature at least α_fr; at "
     "every wall but the teacher's some motion has zero first and negative second variation.",
@@ -256,7 +252,6 @@ def _refine(teacher: TwoCells, angle: float) -> float:
 
 @claim(
     "p0-lem5.15",
-    "Lemma 5.15",
     "negative curvature persists",
     statement="λ_min(H) <= λ_min(H_0) + ‖H - H_0‖; with λ_min(H_0) <= -λ and a change of λ/2 at "
     "most, λ_min(H) <= -λ/2.",
@@ -274,12 +269,9 @@ def curvature(run: Run) -> Evidence:
     extreme = a + a.T + 0.1 * torch.outer(vectors[:, 0], vectors[:, 0])
     bound = perturbed_curvature(a + a.T, extreme)
     half = perturbed_curvature(a + a.T, a + a.T - values[0] / 2 * torch.eye(6, dtype=torch.float64))
-    return Evidence(
-        [
-            none_of("violations", violations),
-            near("the bound is attained", bound.least, bound.bound, 1e-12),
-            at_most("half of the curvature stays", half.least, values[0].item() / 2, 1e-9),
-        ],
-        paper="a bound",
-        measured=f"{violations} violations, attained",
-    )
+    checks = [
+        none_of("violations", violations),
+        near("the bound is attained", bound.least, bound.bound, 1e-12),
+        at_most("half of the curvature stays", half.least, values[0].item() / 2, 1e-9),
+    ]
+    return Evidence(checks, paper="a bound", measured=f"{violations} violations, attained")

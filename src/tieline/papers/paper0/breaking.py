@@ -44,8 +44,8 @@ def draws(run: Run, n: int) -> Tensor:
 
 @claim(
     "p0-eq6.2",
-    "eq. 6.1, 6.2",
     "gradient of the risk in the router",
+    number="eq. 6.1, 6.2",
     statement="∇_u L = -(4/τ) E[(Y - h) p_1 p_2 (f_1 - f_2) X].",
     tested="Automatic differentiation of the sampled risk against the formula on the same sample.",
 )
@@ -71,7 +71,6 @@ def gradient(run: Run) -> Evidence:
 
 @claim(
     "p0-eq6.3",
-    "eq. 6.3",
     "response model",
     statement="Near u = 0 the product of residual and contrast is odd in u·x to first order, so "
     "that the update of the router is linear in u.",
@@ -136,8 +135,8 @@ def _both_models(both: SymmetryBreaking) -> Chart:
 
 @claim(
     "p0-eq6.4",
-    "eq. 6.4, 6.5",
     "the operator M",
+    number="eq. 6.4, 6.5",
     statement="Under the response model the linear update has the symmetric matrix "
     "M = E[g(v·X)(d·X) XXᵀ].",
     tested="The closed form against samples of the definition, entry by entry, sign and tanh; and "
@@ -172,7 +171,6 @@ def _response_gradient(x: Tensor, u: Tensor, tau: float, g: Response) -> Tensor:
 
 @claim(
     "p0-lem6.1",
-    "Lemma 6.1",
     "Gaussian moment along the separator",
     statement="vᵀMv = κ_g (d·Σv) √(vᵀΣv) with κ_g = E[g(G)G³]/s³ > 0.",
     tested="Samples of E[g(v·X)(d·X)(v·X)²] for sign and tanh in five dimensions, and the "
@@ -205,7 +203,6 @@ def moment(run: Run) -> Evidence:
 
 @claim(
     "p0-lem6.2",
-    "Lemma 6.2",
     "sign response",
     statement="κ_sign = 2√(2/π), whatever the scale.",
     tested="Quadrature of E|G|³/s³ at three scales to nine digits.",
@@ -214,19 +211,14 @@ def sign_response(run: Run) -> Evidence:
     """κ of the sign."""
     stated = 2 * math.sqrt(2 / math.pi)
     values = [response_constant(Response("sign"), s) for s in (0.1, 1.0, 7.0)]
-    return Evidence(
-        [
-            near(f"κ at scale {s}", k, stated, 1e-9)
-            for s, k in zip((0.1, 1, 7), values, strict=True)
-        ],
-        paper=stated,
-        measured=values[1],
-    )
+    checks = [
+        near(f"κ at scale {s}", k, stated, 1e-9) for s, k in zip((0.1, 1, 7), values, strict=True)
+    ]
+    return Evidence(checks, paper=stated, measured=values[1])
 
 
 @claim(
     "p0-eq6.7",
-    "eq. 6.7",
     "without loss of generality d·Σv > 0",
     statement="Replacing v by -v and swapping the sides leaves the teacher as it is, so d·Σv may "
     "be taken positive.",
@@ -270,7 +262,6 @@ def generality(run: Run) -> Evidence:
 
 @claim(
     "p0-eq6.6",
-    "eq. 6.6",
     "reduced update",
     statement="u_{t+1} = (I + (η/τ) M) u_t to first order.",
     tested="Fifty steps of the update against its spectral form.",
@@ -291,7 +282,6 @@ def update(run: Run) -> Evidence:
 
 @claim(
     "p0-prop6.3",
-    "Prop. 6.3",
     "instability of the symmetric router",
     statement="If d·Σv > 0, M has a positive eigenvalue whose eigenvector is not orthogonal to v, "
     "and the reduced update grows along it by 1 + ηλ/τ a step, more for smaller τ.",
@@ -340,8 +330,8 @@ def instability(run: Run) -> Evidence:
 
 @claim(
     "p0-eq6.8",
-    "eq. 6.8, 6.9",
     "spectral form and alignment",
+    number="eq. 6.8, 6.9",
     statement="Components grow like (1 + ηλ_i/τ)^t; u/‖u‖ tends to the leading eigenvector.",
     tested="The iterated update: ratio of components after t steps against ρ^t, and the angle.",
 )
@@ -357,22 +347,19 @@ def alignment(run: Run) -> Evidence:
         parts = found.eigenvectors.T @ u
         angles.append((parts[0].abs() / u.norm()).item())
     stated = (rate.ratio**steps * start[1] / start[0]).item()
-    return Evidence(
-        [
-            near("ratio of components", (parts[1] / parts[0]).item() / stated, 1, 1e-9),
-            at_least("cosine with the leading eigenvector", angles[-1], 0.999),
-            near("the sign condition holds", float(rate.sign_stable), 1, 0),
-        ],
-        paper=stated,
-        measured=(parts[1] / parts[0]).item(),
-        figure=chart("step", "|cos(u, w_1)|", [line("reduced model", range(1, steps + 1), angles)]),
-    )
+    checks = [
+        near("ratio of components", (parts[1] / parts[0]).item() / stated, 1, 1e-9),
+        at_least("cosine with the leading eigenvector", angles[-1], 0.999),
+        near("the sign condition holds", float(rate.sign_stable), 1, 0),
+    ]
+    figure = chart("step", "|cos(u, w_1)|", [line("reduced model", range(1, steps + 1), angles)])
+    return Evidence(checks, paper=stated, measured=(parts[1] / parts[0]).item(), figure=figure)
 
 
 @claim(
     "p0-eq6.10",
-    "eq. 6.10, 6.11",
     "rate of alignment and its saturation",
+    number="eq. 6.10, 6.11",
     statement="ρ(τ) = (1 + ηλ_2/τ)/(1 + ηλ_1/τ) = 1 - (η/τ)(λ_1 - λ_2) + O((η/τ)²), "
     "t_align ≍ τ/(η(λ_1 - λ_2)); for τ → 0 it saturates at λ_2/λ_1.",
     tested="The expansion's order, the time to shrink the ratio by e, and the limit.",
@@ -387,18 +374,15 @@ def rate(run: Run) -> Evidence:
     both = torch.tensor([2.0, 0.5], dtype=torch.float64)
     taus = [10.0**k for k in (1, 0, -1, -2, -3, -4)]
     curve = [alignment_rate(both, 0.1, tau).ratio for tau in taus]
-    return Evidence(
-        [
-            near("order of the error of the expansion", order, 2, 0.05),
-            near(
-                "t_align over the exact time at η/τ = 0.001",
-                rates[-1].steps / rates[-1].steps_exact,
-                1,
-                0.05,
-            ),
-            near("ρ at τ = 1e-4", curve[-1], 0.25, 1e-3),
-        ],
-        paper=0.25,
-        measured=curve[-1],
-        figure=chart("τ", "ρ(τ)", [line("λ = 2, ½; η = 0.1", taus, curve)], x_scale="log"),
-    )
+    checks = [
+        near("order of the error of the expansion", order, 2, 0.05),
+        near(
+            "t_align over the exact time at η/τ = 0.001",
+            rates[-1].steps / rates[-1].steps_exact,
+            1,
+            0.05,
+        ),
+        near("ρ at τ = 1e-4", curve[-1], 0.25, 1e-3),
+    ]
+    figure = chart("τ", "ρ(τ)", [line("λ = 2, ½; η = 0.1", taus, curve)], x_scale="log")
+    return Evidence(checks, paper=0.25, measured=curve[-1], figure=figure)

@@ -31,7 +31,6 @@ KAPPA = math.log(9.0)
 
 @claim(
     "p0-asm3.4",
-    "Assumption 3.4",
     "regular interfaces, and how to see that they are not",
     statement="Near every wall the gradient of the score difference is bounded below; mass near "
     "zero together with tiny gradients shows that it is not.",
@@ -75,7 +74,6 @@ def regular(run: Run) -> Evidence:
 
 @claim(
     "p0-eq3.8",
-    "eq. 3.8",
     "level-set profile",
     statement="F(t), the integral of p/‖∇S‖ over the level set S = t, is finite and continuous at "
     "0, and is the density of S there.",
@@ -94,23 +92,18 @@ def profile(run: Run) -> Evidence:
     )
     step = [abs(router.profile(t) - router.profile(0.0)) for t in (1e-2, 1e-4)]
     levels = [i / 10 for i in range(-20, 21)]
-    return Evidence(
-        [
-            near(
-                "sphere: surface integral and χ² density",
-                sphere,
-                float(stats.chi2.pdf(radius**2, 3)),
-                1e-12,
-            ),
-            near("∫F over [-w, w] and P(|S| <= w)", float(inside), router.mass(width), 1e-9),
-            at_most("|F(t) - F(0)| at t = 1e-4", step[1], 1e-4 * max(step[0], 1e-3)),
-        ],
-        paper=router.mass(width),
-        measured=float(inside),
-        figure=chart(
-            "t", "F(t)", [line("curved wall", levels, [router.profile(t) for t in levels])]
+    checks = [
+        near(
+            "sphere: surface integral and χ² density",
+            sphere,
+            float(stats.chi2.pdf(radius**2, 3)),
+            1e-12,
         ),
-    )
+        near("∫F over [-w, w] and P(|S| <= w)", float(inside), router.mass(width), 1e-9),
+        at_most("|F(t) - F(0)| at t = 1e-4", step[1], 1e-4 * max(step[0], 1e-3)),
+    ]
+    figure = chart("t", "F(t)", [line("curved wall", levels, [router.profile(t) for t in levels])])
+    return Evidence(checks, paper=router.mass(width), measured=float(inside), figure=figure)
 
 
 def _legendre() -> tuple:
@@ -121,7 +114,6 @@ def _legendre() -> tuple:
 
 @claim(
     "p0-prop3.5",
-    "Prop. 3.5",
     "coarea expansion for two experts",
     statement="BM_ε(τ) = C_ε τ + o(τ) with C_ε = 2κ_ε times the surface integral of p/‖∇S‖.",
     tested="A curved wall: C_ε from points sampled on the surface, BM from counts of the softmax, "
@@ -140,26 +132,23 @@ def expansion(run: Run) -> Evidence:
     left = [mass - exact * tau for mass, tau in zip(masses, taus, strict=True)]
     gap = router(run.normal(run.size(400_000, 4_000_000), 3, stream=2))
     counted = ambiguity_mass(torch.stack([gap, torch.zeros_like(gap)], dim=1), 0.1, 0.05)
-    return Evidence(
+    checks = [
+        within("C_ε from the surface", surface.value, surface.standard_error, exact),
+        _any_surface(run, router),
+        within("BM at τ = 0.05 by counting", float(counted), counted.stderr.item(), masses[2]),
+        near("order of the remainder", exponent(taus, left), 3, 0.2),
+        at_most("relative remainder at τ = 0.025", abs(left[-1] / masses[-1]), 0.01),
+    ]
+    figure = chart(
+        "τ",
+        "BM(τ) / τ",
         [
-            within("C_ε from the surface", surface.value, surface.standard_error, exact),
-            _any_surface(run, router),
-            within("BM at τ = 0.05 by counting", float(counted), counted.stderr.item(), masses[2]),
-            near("order of the remainder", exponent(taus, left), 3, 0.2),
-            at_most("relative remainder at τ = 0.025", abs(left[-1] / masses[-1]), 0.01),
+            line("C_ε", taus, [exact] * 4, dashed=True),
+            dots("quadrature", taus, [m / t for m, t in zip(masses, taus, strict=True)]),
         ],
-        paper=exact,
-        measured=surface.value,
-        figure=chart(
-            "τ",
-            "BM(τ) / τ",
-            [
-                line("C_ε", taus, [exact] * 4, dashed=True),
-                dots("quadrature", taus, [m / t for m, t in zip(masses, taus, strict=True)]),
-            ],
-            x_scale="log",
-        ),
+        x_scale="log",
     )
+    return Evidence(checks, paper=exact, measured=surface.value, figure=figure)
 
 
 def _any_surface(run: Run, router: GraphRouter) -> Check:
@@ -173,7 +162,6 @@ def _any_surface(run: Run, router: GraphRouter) -> Check:
 
 @claim(
     "p0-lem3.6",
-    "Lemma 3.6",
     "tube formula of one wall",
     statement="P(|S| <= w) = 2w F(0) + o(w) for any regular wall.",
     tested="Quadrature on a curved wall: the remainder over w³ tends to F''(0)/3.",
@@ -199,7 +187,6 @@ def tube(run: Run) -> Evidence:
 
 @claim(
     "p0-eq3.9",
-    "eq. 3.9",
     "union bound for many experts",
     statement="BM_pair(κ_ε τ) <= C̃ τ + o(τ), C̃ the sum of the pairs' constants.",
     tested="Affine routers of 4 and 12 experts under a Gaussian: counts against the exact sum.",
@@ -224,7 +211,6 @@ def union(run: Run) -> Evidence:
 
 @claim(
     "p0-prop3.7",
-    "Prop. 3.7",
     "linear margin tail",
     statement="P(Δ_min <= δ) <= C_margin δ for δ up to some δ_0; C_margin is the sum over pairs of "
     "twice the largest F near zero.",
@@ -264,8 +250,8 @@ def margin(run: Run) -> Evidence:
 
 @claim(
     "p0-ex3.8",
-    "Example 3.8",
     "linear router under a Gaussian",
+    number="Example 3.8",
     statement="P(|S| <= r) = Φ((r-b)/σ) - Φ((-r-b)/σ) = 2r φ(b/σ)/σ + o(r), and the surface "
     "integral of p/‖v‖ is φ(b/σ)/σ.",
     tested="Counts in four dimensions with a drawn covariance, the surface integral over the "
@@ -326,7 +312,6 @@ def _hyperplane_integral(scale: float, offset: float) -> tuple[float, float]:
 
 @claim(
     "p0-lem5.7",
-    "Lemma 5.7",
     "linear scaling of the ambiguity mass",
     statement="BM(τ; ε) <= C_ε τ for small τ, by the pairs' slabs of width κ_{ε,E} τ.",
     tested="An affine router of 6 experts: counts against the sum over pairs, τ over two decades.",

@@ -42,7 +42,6 @@ EPSILON = 0.1
 
 @claim(
     "p0-lem5.5",
-    "Lemma 5.5",
     "risk of the interior and of the boundary layer",
     statement="L̃ splits into an interior and a boundary part; the latter is at most C(ε, B, "
     "B_stu) BM(τ; ε).",
@@ -73,7 +72,6 @@ def decomposition(run: Run) -> Evidence:
 
 @claim(
     "p0-prop5.8",
-    "Prop. 5.8",
     "cellwise control on the dominated interior",
     statement="On Ω*_k ∩ {p_k >= 1-ε} the risk is at least half the squared error of expert k, "
     "less 4 B_stu² ε² times its mass.",
@@ -88,19 +86,15 @@ def cellwise(run: Run) -> Evidence:
             cells = cell_control(student.sample, student.labels, tau, EPSILON)
             slacks += [cell.slack.value or 0.0 for cell in cells]
             masses += [cell.mass.value or 0.0 for cell in cells]
-    return Evidence(
-        [
-            at_least("smallest slack", min(slacks), 0),
-            at_least("largest mass of a dominated cell", max(masses), 0.1, part="corrected"),
-        ],
-        paper="at least 0",
-        measured=min(slacks),
-    )
+    checks = [
+        at_least("smallest slack", min(slacks), 0),
+        at_least("largest mass of a dominated cell", max(masses), 0.1, part="corrected"),
+    ]
+    return Evidence(checks, paper="at least 0", measured=min(slacks))
 
 
 @claim(
     "p0-prop5.10",
-    "Prop. 5.10",
     "shape derivative of the hard risk",
     statement="Moving a wall changes the hard risk at the rate ∫ [φ₊ D(μ_l) - φ₋ D(μ_k)] p; where "
     "it vanishes and the second variation is negative, the risk falls.",
@@ -201,7 +195,6 @@ TAU, CONFIDENT = 0.05, 0.05
 
 @claim(
     "p0-lem5.16",
-    "Lemma 5.16",
     "confident misrouting costs risk",
     statement="For every parameter and every permutation π, L̃_int >= γ/4 (P(E_mis(π)) - K(K-1)η).",
     tested="The student that equals its teacher, under the identity and under a swap of two "
@@ -262,8 +255,8 @@ def _corrected_excess(run: Run, n: int, gamma: float, eta: float) -> list[float]
 
 @claim(
     "p0-thm5.17-matching",
-    "sec. 5.4, after (5.16)",
     "matching of student and teacher experts",
+    number="sec. 5.4, after (5.16)",
     statement="The permutation that minimises confident misrouting matches students to teachers.",
     tested="A teacher with relabelled experts: the Hungarian assignment of confident agreement "
     "must find the relabelling, and beat all others on a distant student.",
@@ -284,14 +277,11 @@ def matching(run: Run) -> Evidence:
     best = match_experts(far.sample, far.labels, TAU, CONFIDENT)
     sums = [sum(best.agreement[k, p[k]].item() for k in range(3)) for p in permutations(range(3))]
     chosen = sum(best.agreement[k, j].item() for k, j in enumerate(best.permutation))
-    return Evidence(
-        [
-            none_of("relabellings not found", wrong),
-            near("agreement of the match is the largest", chosen, max(sums), 1e-12),
-        ],
-        paper="argmin over permutations",
-        measured=f"{wrong} of 6 wrong",
-    )
+    checks = [
+        none_of("relabellings not found", wrong),
+        near("agreement of the match is the largest", chosen, max(sums), 1e-12),
+    ]
+    return Evidence(checks, paper="argmin over permutations", measured=f"{wrong} of 6 wrong")
 
 
 def _minimiser(run: Run, tau: float) -> TwoCells:
@@ -305,8 +295,8 @@ def _minimiser(run: Run, tau: float) -> TwoCells:
 
 @claim(
     "p0-thm5.17-recovery",
-    "Thm 5.17, (5.13), (5.14)",
     "global minimisers recover the teacher",
+    number="Thm 5.17, (5.13), (5.14)",
     statement="A global minimiser of L_τ has expert error at most C_1 (BM* + BM + η + ε²) and "
     "partition error at most C_2 (BM* + η + ε²).",
     tested="The best critical point of a two-expert problem in the plane at three temperatures; "
@@ -345,8 +335,8 @@ def recovery(run: Run) -> Evidence:
 
 @claim(
     "p0-thm5.17-saddles",
-    "Thm 5.17, last part",
     "other critical points are strict saddles",
+    number="Thm 5.17, last part",
     statement="Every critical point of L_τ whose hard partition is not the teacher's has a "
     "negative eigenvalue.",
     tested="Newton's method on the gradient of L_τ from random walls, two experts in the plane: "

@@ -45,7 +45,6 @@ def crossing_pair() -> tuple[TwoCells, TwoCells]:
 
 @claim(
     "p0-lem4.1",
-    "Lemma 4.1",
     "tail of the softmax",
     statement="The j-th largest weight is at most exp(-(z_(1) - z_(j))/τ); those after the first "
     "add up to at most (E-1) exp(-Δ/τ).",
@@ -64,19 +63,15 @@ def softmax_tail(run: Run) -> Evidence:
             bound = (experts - 1) * torch.exp(-top_gap(scores) / tau)
             violations += (rest > bound * (1 + 1e-9)).sum().item()
             tightest = max(tightest, (rest / bound).max().item())
-    return Evidence(
-        [
-            none_of("violations", violations),
-            at_least("largest ratio to the bound", tightest, 0.99, part="corrected"),
-        ],
-        paper="at most 1",
-        measured=tightest,
-    )
+    checks = [
+        none_of("violations", violations),
+        at_least("largest ratio to the bound", tightest, 0.99, part="corrected"),
+    ]
+    return Evidence(checks, paper="at most 1", measured=tightest)
 
 
 @claim(
     "p0-asm4.2",
-    "Assumption 4.2",
     "margin tail P(Δ <= t) <= C t^α",
     statement="One C and α bound the chance of a small margin for every admissible router.",
     tested="The fit of (C, α) on normal scores, on S = x|x| (α = ½), and on a router with two "
@@ -125,7 +120,6 @@ def tail(run: Run) -> Evidence:
 
 @claim(
     "p0-asm4.3",
-    "Assumption 4.3",
     "bounded outputs",
     statement="|Y| and |f_k| are bounded.",
     tested="Largest output of tanh and of affine experts as the sample grows; and whether the "
@@ -164,7 +158,6 @@ def bounded(run: Run) -> Evidence:
 
 @claim(
     "p0-cor4.4",
-    "Cor. 4.4",
     "soft-to-hard gap of one router is O(τ)",
     statement="|L_τ - L_0| <= C_co τ for τ <= τ_0, C_co = 4 B_f (B_Y + B_f)(E-1)(C_margin + 1).",
     tested="A mixture of 4 bounded experts by sampling against the bound; the exact first order "
@@ -224,7 +217,6 @@ def _quadrature_checks() -> list[Check]:
 
 @claim(
     "p0-thm4.5",
-    "Thm 4.5",
     "uniform soft-to-hard bound",
     statement="|L_τ - L_0| <= C_sh τ^α for all τ in (0, 1] and all parameters, "
     "C_sh = 4 B_f (B_Y + B_f)(E-1) C Γ(α+1).",
@@ -294,7 +286,6 @@ def _rooted_gap(tau: float) -> float:
 
 @claim(
     "p0-thm4.7",
-    "Thm 4.7",
     "Γ-convergence of the soft risks",
     statement="L_τ Γ-converges to L_0 on compact parameter spaces: infima and almost minimisers "
     "converge.",

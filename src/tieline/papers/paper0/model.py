@@ -36,7 +36,6 @@ KAPPA = math.log((1 - EPSILON) / EPSILON)
 
 @claim(
     "p0-sec2-gauge",
-    "sec. 2",
     "gauge and permutation symmetry",
     statement="Adding c(x) to all scores changes no weight; relabelling experts together with "
     "their scores changes no prediction, so a minimiser has E! copies.",
@@ -56,21 +55,17 @@ def gauge(run: Run) -> Evidence:
     alone = MoESample(sample.scores[:, [1, 0, 2, 3]], sample.outputs, sample.target)
     broken = (soft_predictions(alone, TAU) - before).abs().max().item()
     shifted = (soft_predictions(moved, TAU) - before).abs().max().item()
-    return Evidence(
-        [
-            at_most("change under a shift of all scores", shifted, 1e-12),
-            at_most("change under 24 relabellings", max(changes), 1e-12),
-            near("distinct relabellings", len(copies), math.factorial(4), 0),
-            at_least("change when scores alone are relabelled", broken, 0.1, part="corrected"),
-        ],
-        paper="no change",
-        measured=max(*changes, shifted),
-    )
+    checks = [
+        at_most("change under a shift of all scores", shifted, 1e-12),
+        at_most("change under 24 relabellings", max(changes), 1e-12),
+        near("distinct relabellings", len(copies), math.factorial(4), 0),
+        at_least("change when scores alone are relabelled", broken, 0.1, part="corrected"),
+    ]
+    return Evidence(checks, paper="no change", measured=max(*changes, shifted))
 
 
 @claim(
     "p0-def3.1",
-    "Def. 3.1",
     "pairwise boundary mass and ambiguity events",
     statement="The chance that some pair's own softmax weight lies in [ε, 1-ε] at temperature τ is "
     "BM_pair(κ_ε τ), κ_ε = log((1-ε)/ε).",
@@ -83,17 +78,14 @@ def pair_events(run: Run) -> Evidence:
     share = torch.sigmoid((scores[:, i] - scores[:, j]) / TAU)
     event = ((share >= EPSILON) & (share <= 1 - EPSILON)).any(dim=1).double().mean().item()
     mass = float(boundary_mass_pair(scores, KAPPA * TAU))
-    return Evidence(
-        [near("P(some pair ambiguous) and BM_pair(κτ)", event, mass, 1e-12)],
-        paper=mass,
-        measured=event,
-    )
+    checks = [near("P(some pair ambiguous) and BM_pair(κτ)", event, mass, 1e-12)]
+    return Evidence(checks, paper=mass, measured=event)
 
 
 @claim(
     "p0-rem3.2",
-    "Remark 3.2",
     "ambiguity is a slab",
+    number="Remark 3.2",
     statement="A pair is ambiguous exactly where its score difference is at most κ_ε τ.",
     tested="Membership pair by pair, for ε from 0.4 to 1e-6; then for ε = 1e-17, where 1 - ε "
     "rounds to 1 and the weight as written accepts everything.",
@@ -129,8 +121,8 @@ def slab(run: Run) -> Evidence:
 
 @claim(
     "p0-rem3.3",
-    "Remark 3.3",
     "binary case",
+    number="Remark 3.3",
     statement="For two experts the ambiguous inputs are those with score difference in "
     "[τ log(ε/(1-ε)), τ log((1-ε)/ε)].",
     tested="Counted on a curved router with two experts, by K-way softmax and by the slab, and "
@@ -148,19 +140,15 @@ def binary(run: Run) -> Evidence:
         boundary_mass_top(scores, 1, KAPPA * TAU),
     )
     exact = router.mass(KAPPA * TAU)
-    return Evidence(
-        [
-            near("softmax and slab on the same draws", float(ambiguous), float(counted), 0),
-            within("counted against quadrature", float(counted), counted.stderr.item(), exact),
-        ],
-        paper=exact,
-        measured=float(counted),
-    )
+    checks = [
+        near("softmax and slab on the same draws", float(ambiguous), float(counted), 0),
+        within("counted against quadrature", float(counted), counted.stderr.item(), exact),
+    ]
+    return Evidence(checks, paper=exact, measured=float(counted))
 
 
 @claim(
     "p0-sec2-pair",
-    "sec. 2",
     "BM_pair as a proxy of BM_top",
     statement="BM_pair bounds BM_top from above and is technically convenient in its place.",
     tested="Inclusion on draws; the ratio of the two at small widths by quadrature for independent "
@@ -205,8 +193,8 @@ def pair_proxy(run: Run) -> Evidence:
 
 @claim(
     "p0-eq5.3",
-    "eq. 5.3, 5.4",
     "K-way ambiguity region",
+    number="eq. 5.3, 5.4",
     statement="U_ε is the set of inputs whose largest softmax weight is at most 1 - ε, BM(τ; ε) "
     "its mass; outside it one expert has weight at least 1 - ε.",
     tested="The library's mass, decided on log-odds, against the weights as written; and at "
@@ -221,20 +209,17 @@ def ambiguity(run: Run) -> Evidence:
     sure = torch.tensor([[0.0, -45.0]], dtype=torch.float64)
     tiny = float(ambiguity_mass(sure, 1e-17))
     rounded = (torch.softmax(sure, dim=1).amax(dim=1) <= 1 - 1e-17).double().mean().item()
-    return Evidence(
-        [
-            near("mass by weights and by log-odds", odds, written, 1e-12),
-            near("a gap of 45 is called ambiguous at ε = 1e-17", rounded - tiny, 1, 0, "corrected"),
-        ],
-        paper=written,
-        measured=odds,
-    )
+    checks = [
+        near("mass by weights and by log-odds", odds, written, 1e-12),
+        near("a gap of 45 is called ambiguous at ε = 1e-17", rounded - tiny, 1, 0, "corrected"),
+    ]
+    return Evidence(checks, paper=written, measured=odds)
 
 
 @claim(
     "p0-rem5.4",
-    "Remark 5.4",
     "sandwich of the ambiguity mass",
+    number="Remark 5.4",
     statement="BM_top(κ_ε τ) <= BM(τ; ε) <= BM_top(κ_{ε,E} τ) <= BM_pair(κ_{ε,E} τ), with "
     "equality of the first two for two experts.",
     tested="The chain on draws for E = 2, 4, 16, 64 and τ over two decades.",
@@ -257,18 +242,15 @@ def sandwich(run: Run) -> Evidence:
             if experts == 16:
                 for name, value in zip(curves, (lower, mass, upper), strict=True):
                     curves[name].append(value)
-    return Evidence(
-        [none_of("violations of the chain", violations)],
-        paper="a chain",
-        measured=f"{violations} violations",
-        figure=chart(
-            "τ",
-            "mass",
-            [
-                line("BM_top(κτ)", taus, curves["lower"], dashed=True),
-                dots("BM(τ; ε), E = 16", taus, curves["mass"]),
-                line("BM_top(κ_E τ)", taus, curves["upper"], dashed=True),
-            ],
-            x_scale="log",
-        ),
+    checks = [none_of("violations of the chain", violations)]
+    figure = chart(
+        "τ",
+        "mass",
+        [
+            line("BM_top(κτ)", taus, curves["lower"], dashed=True),
+            dots("BM(τ; ε), E = 16", taus, curves["mass"]),
+            line("BM_top(κ_E τ)", taus, curves["upper"], dashed=True),
+        ],
+        x_scale="log",
     )
+    return Evidence(checks, paper="a chain", measured=f"{violations} violations", figure=figure)

@@ -1,6 +1,4 @@
 """Claims of paper 1: discontinuities of sparse mixtures of experts."""
 
-__all__ = ["MODULES"]
-
 MODULES = ["ties", "tubes", "diffusion", "smoothing", "experiments", "tables"]
 """Files of this package that hold claims."""

@@ -51,7 +51,6 @@ def drawn_cell(run: Run, experts: int = 8, width: int = 16, k: int = 2) -> TopKC
 
 @claim(
     "p1-propA.21",
-    "Prop. A.21",
     "hitting time of one face",
     statement="P(τ <= t) = 2(1 - Φ(Y_0/c√t)), and P(τ <= (Y_0/c q_δ)²) = 1 - δ with "
     "q_δ = Φ⁻¹((1+δ)/2).",
@@ -112,7 +111,6 @@ def _between(run: Run, cell: TopKCell, horizon: float) -> Evidence:
 
 @claim(
     "p1-thmA.22",
-    "Thm A.22",
     "lower bound of the exit probability",
     statement="P(exit by t) >= 2(1 - Φ(r_min/√t)).",
     tested="A drawn cell of 8 experts in 16 dimensions, 64 steps with bridges; the union bound "
@@ -127,7 +125,6 @@ def lower_bound(run: Run) -> Evidence:
 
 @claim(
     "p1-corA.23",
-    "Cor. A.23",
     "the exit time is finite",
     statement="P(τ < ∞) = 1.",
     tested="The lower bound at t = 10⁶ r_min², and a simulation up to 400 r_min²; the mean of τ "
@@ -141,21 +138,19 @@ def finite(run: Run) -> Evidence:
     found = exit_curve(cell, 400 * least.item() ** 2, 256, run.size(2_000, 20_000), run.seed)
     t = torch.logspace(0, 8, 9, dtype=torch.float64)
     means = [_mean_until(horizon.item()) for horizon in t]
+    checks = [
+        at_least("lower bound at 10⁶ r²", late, 0.999),
+        at_least("simulated by 400 r²", found.value[-1].item(), 0.95),
+        near(
+            "exponent of E[min(τ, T)] in T, one face",
+            exponent(t[4:].tolist(), means[4:]),
+            0.5,
+            0.01,
+            part="corrected",
+        ),
+    ]
     return Evidence(
-        [
-            at_least("lower bound at 10⁶ r²", late, 0.999),
-            at_least("simulated by 400 r²", found.value[-1].item(), 0.95),
-            near(
-                "exponent of E[min(τ, T)] in T, one face",
-                exponent(t[4:].tolist(), means[4:]),
-                0.5,
-                0.01,
-                part="corrected",
-            ),
-        ],
-        paper=1,
-        corrected="almost surely finite, with infinite mean",
-        measured=late,
+        checks, paper=1, corrected="almost surely finite, with infinite mean", measured=late
     )
 
 
@@ -168,7 +163,6 @@ def _mean_until(horizon: float) -> float:
 
 @claim(
     "p1-lemA.25",
-    "Lemma A.25",
     "cell boundaries are the ties",
     statement="Γ is the union of the boundaries of all cells.",
     tested="Around ties, arbitrarily small steps reach two cells; around other inputs, steps "
@@ -185,14 +179,11 @@ def boundaries(run: Run) -> Evidence:
     off = topk_mask((x[:, None] + 0.999 * tie.distance[:, None, None] * away) @ weight.T + bias, 2)
     one = (on == on[:, :1]).all(dim=2).all(dim=1).sum().item()
     two = (off != off[:, :1]).any(dim=2).any(dim=1).sum().item()
-    return Evidence(
-        [
-            none_of("ties with one cell around", one),
-            none_of("inputs with two cells within their distance", two),
-        ],
-        paper="equal sets",
-        measured=f"{one + two} exceptions",
-    )
+    checks = [
+        none_of("ties with one cell around", one),
+        none_of("inputs with two cells within their distance", two),
+    ]
+    return Evidence(checks, paper="equal sets", measured=f"{one + two} exceptions")
 
 
 def annulus(run: Run, dim: int, start: float, inner: float, outer: float, n: int) -> float:
@@ -225,7 +216,6 @@ def hits(dim: int, start: float, inner: float, outer: float) -> float:
 
 @claim(
     "p1-lemA.27",
-    "Lemma A.27",
     "Brownian motion misses points",
     statement="In two or more dimensions a Brownian path never meets a given point a ≠ 0.",
     tested="The chance to meet a small ball before a large one by walks on spheres against the "
@@ -269,7 +259,6 @@ def misses(run: Run) -> Evidence:
 
 @claim(
     "p1-corA.28",
-    "Cor. A.28",
     "a path from a ≠ 0 misses the origin",
     statement="By translation, a Brownian motion that starts at a ≠ 0 never meets the origin.",
     tested="Walks from three starts in the plane: the chance to meet the ball of radius r depends "
@@ -289,7 +278,6 @@ def origin(run: Run) -> Evidence:
 
 @claim(
     "p1-lemA.29",
-    "Lemma A.29",
     "linear image of Brownian motion",
     statement="A B_t is a Brownian motion with covariance AAᵀ; (AAᵀ)^(-½) makes it standard.",
     tested="Covariance of increments over two disjoint intervals, entry by entry, before and "
@@ -322,7 +310,6 @@ def _deviation(x: Tensor, y: Tensor, covariance: Tensor) -> float:
 
 @claim(
     "p1-thmA.30",
-    "Thm A.30",
     "exits are of order 1",
     statement="A path leaves its cell through an order-1 tie, and through none of higher order, "
     "almost surely.",
@@ -363,7 +350,6 @@ def _exit_orders(run: Run) -> Evidence:
 
 @claim(
     "p1-thm5.1",
-    "Thm 5.1",
     "exit through order-1 ties, with a bound on the time",
     statement="The exit point is an order-1 tie almost surely, and P(exit by t) >= 2(1 - "
     "Φ(r_min/√t)), r_min the smallest normalised distance.",
@@ -388,7 +374,6 @@ def exit_theorem(run: Run) -> Evidence:
 
 @claim(
     "p1-propA.31",
-    "Prop. A.31",
     "time near one flat",
     statement="E ∫ 1{dist(x_t, S) < ε} dt <= K_n ε^n ∫ t^(-n/2) e^(-b/t) dt, in closed form for "
     "n = 1, 2 and more.",
@@ -482,8 +467,8 @@ def _near_ties(run: Run, order: int, paths: int) -> tuple[list[Check], list[floa
 
 @claim(
     "p1-thm5.3",
-    "Thm 5.3, A.32",
     "time near order-n ties",
+    number="Thm 5.3, A.32",
     statement="The expected time within ε of Γ^(n) is at most the sum over flats of the bounds of "
     "Prop. A.31: 2ΣKε√T for n = 1, ΣKε²E_1(b/T) for n = 2.",
     tested="Simulated paths of a drawn router, by exact distance to Γ^(n), n = 1, 2, three widths.",
@@ -495,26 +480,22 @@ def many_flats(run: Run) -> Evidence:
     (first, ones), (second, twos) = (_near_ties(run, n, paths) for n in (1, 2))
     widths = [0.4, 0.2, 0.1]
     share = [two / one for one, two in zip(ones[::3], twos[::3], strict=True)]
-    return Evidence(
+    checks = [
+        *first,
+        *second,
+        at_least("share of order 2 falls with ε", share[0], share[2], part="corrected"),
+    ]
+    figure = chart(
+        "ε",
+        "expected time",
         [
-            *first,
-            *second,
-            at_least("share of order 2 falls with ε", share[0], share[2], part="corrected"),
+            line("paper, n = 1", widths, ones[2::3], dashed=True),
+            line("finite bound, n = 1", widths, ones[1::3]),
+            dots("simulated, n = 1", widths, ones[::3]),
+            line("finite bound, n = 2", widths, twos[1::3]),
+            dots("simulated, n = 2", widths, twos[::3]),
         ],
-        paper=ones[-1],
-        corrected=ones[-2],
-        measured=ones[-3],
-        figure=chart(
-            "ε",
-            "expected time",
-            [
-                line("paper, n = 1", widths, ones[2::3], dashed=True),
-                line("finite bound, n = 1", widths, ones[1::3]),
-                dots("simulated, n = 1", widths, ones[::3]),
-                line("finite bound, n = 2", widths, twos[1::3]),
-                dots("simulated, n = 2", widths, twos[::3]),
-            ],
-            x_scale="log",
-            y_scale="log",
-        ),
+        x_scale="log",
+        y_scale="log",
     )
+    return Evidence(checks, paper=ones[-1], corrected=ones[-2], measured=ones[-3], figure=figure)

@@ -166,8 +166,8 @@ def _lines(found: "RoutingCourse") -> list[Series]:
 
 @claim(
     "p1-fig4",
-    "Figure 4, sec. B.4",
     "boundary loss holds the number of experts",
+    number="Figure 4, sec. B.4",
     statement="ε grows until the mean number of active experts reaches k* = 2.5, in every layer, "
     "and stays there.",
     tested="Reproduced at small scale by a real training run, `tieline train "
@@ -200,8 +200,8 @@ def figure_four(run: Run) -> Evidence:
 
 @claim(
     "p1-fig5",
-    "Figure 5, sec. 7.5",
     "annealing to hard top-k",
+    number="Figure 5, sec. 7.5",
     statement="K follows the budget: 2.5, then linearly down to 2, then 2, where ε tends to 0.",
     tested="Reproduced at small scale by a real training run under the schedule, `tieline train "
     "shipped-small-annealed`, as Figure 4.",
@@ -261,8 +261,8 @@ def trained_scores(run: Run) -> tuple[list[Tensor], int, str]:
 
 @claim(
     "p1-fig6-7",
-    "Figures 6, 7",
     "experts near the boundary against ε",
+    number="Figures 6, 7",
     statement="In a trained model with 16 experts, top 2, the mean number of experts within ε of "
     "z_[k] grows with ε on [0, 1] and on [1, 4].",
     tested="Reproduced at small scale, on the trained model that ships with the package, as it is "
@@ -282,17 +282,14 @@ def near_experts(run: Run) -> Evidence:
         checks.append(at_most(f"layer {place}: K at 4", mean[-1].item(), scores.shape[1]))
         series.append(line(f"layer {place}", grid, mean))
     half = next(e for e, m in zip(grid, series[0].y, strict=True) if m >= k + 0.5)
+    figure = chart("ε", "mean number of experts K(ε)", series, x_scale="log")
     return Evidence(
-        checks,
-        paper="grows from k",
-        measured=f"k + ½ by ε = {half} ({source})",
-        figure=chart("ε", "mean number of experts K(ε)", series, x_scale="log"),
+        checks, paper="grows from k", measured=f"k + ½ by ε = {half} ({source})", figure=figure
     )
 
 
 @claim(
     "p1-secB.2",
-    "sec. B.2",
     "against SMEAR, Soft MoE and ReMoE",
     statement="Soft MoE and SMEAR are smooth but dense and not causal; ReMoE is continuous but "
     "does not fix the number of experts; smooth top-k is continuous, sparse and causal.",

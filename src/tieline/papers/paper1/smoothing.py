@@ -35,7 +35,6 @@ A, B = 1.0, 50.0
 
 @claim(
     "p1-sec6-smoothstep",
-    "sec. 6",
     "log-smoothstep",
     statement="h(u) = log(u^a/(u^a + (1-u)^b)) on (0, 1), 0 above, and continuous.",
     tested="Values and monotony of e^h, its ramp at a = 1, b = 50, limits at both ends; h itself "
@@ -98,7 +97,6 @@ def _ramps(u: Tensor) -> Chart:
 
 @claim(
     "p1-sec6-gate",
-    "sec. 6",
     "smoothed gate",
     statement="Experts less than ε below z_[k] fade in, those below are dropped, the top k keep "
     "their logits; near an order-n tie at most n more experts are active; tied experts share "
@@ -160,7 +158,6 @@ def _ties(run: Run, weight: Tensor, k: int, n: int) -> tuple[Tensor, Tensor]:
 
 @claim(
     "p1-propA.7",
-    "Prop. A.7",
     "the smoothed layer is continuous",
     statement="With a continuous h, continuous experts and affine scores the layer is continuous.",
     tested="Output differences across ties of a layer of 32 experts, step 1e-9 to 1: exponent 1 in "
@@ -205,7 +202,6 @@ def continuity(run: Run) -> Evidence:
 
 @claim(
     "p1-fig1",
-    "Figure 1",
     "jump at a tie, with and without smoothing",
     statement="Across a tie the hard layer jumps and the smooth one does not; its largest "
     "difference vanishes with the step.",
@@ -242,7 +238,6 @@ def figure_one(run: Run) -> Evidence:
 
 @claim(
     "p1-fig3",
-    "Figure 3",
     "continuity layer by layer",
     statement="In each of four layers smoothing removes the jump.",
     tested="Exponent of the largest difference in the step for four drawn layers; for four layers "
@@ -265,7 +260,6 @@ def figure_three(run: Run) -> Evidence:
 
 @claim(
     "p1-sec6-loss",
-    "sec. 6",
     "boundary loss",
     statement="α ε (K - k*) drives ε down while more than k* experts are in use and up while "
     "fewer.",

@@ -44,8 +44,8 @@ def lattice(run: Run, n: int, experts: int) -> Tensor:
 
 @claim(
     "p1-def3.1",
-    "Def. 3.1, A.4",
     "order statistics",
+    number="Def. 3.1, A.4",
     statement="z_[1] >= ... >= z_[E] are the sorted scores; equal ones keep the order of indices.",
     tested="Values and indices against a plain sort of (−score, index) on a lattice full of ties.",
 )
@@ -70,8 +70,8 @@ def _order_by_definition(row: list[float], k: int, exact: bool) -> set[int]:
 
 @claim(
     "p1-def3.2",
-    "Def. 3.2, A.5",
     "order of a discontinuity",
+    number="Def. 3.2, A.5",
     statement="x has order n if n+1 scores tie at the threshold between ranks k and k+1.",
     tested="Both definitions by enumeration on a lattice full of ties, k = 1 included; the order "
     "of the library against them.",
@@ -105,7 +105,6 @@ def orders(run: Run) -> Evidence:
 
 @claim(
     "p1-propA.2",
-    "Prop. A.2",
     "cells are full-dimensional",
     statement="Every cell C_S is an open set of full dimension (full row rank, E < D).",
     tested="A point of each of the C(6,3) cells of a drawn router by solving for its scores, with "
@@ -138,7 +137,6 @@ def cells(run: Run) -> Evidence:
 
 @claim(
     "p1-propA.3",
-    "Prop. A.3",
     "ties have measure zero",
     statement="The discontinuity set Γ has Lebesgue measure zero.",
     tested="Exact ties among draws in float64, and the share of inputs within distance ε of Γ, "
@@ -152,26 +150,18 @@ def measure_zero(run: Run) -> Evidence:
     distance = distance_to_tie(x, weight, bias, 2)
     widths = [0.1, 0.03, 0.01, 0.003]
     shares = [(distance < w).double().mean().item() for w in widths]
-    return Evidence(
-        [
-            none_of("exact ties", ties),
-            near("exponent of the mass of the tube", exponent(widths[1:], shares[1:]), 1, 0.07),
-        ],
-        paper=0,
-        measured=ties,
-        figure=chart(
-            "ε",
-            "share within ε of Γ",
-            [dots("counted", widths, shares)],
-            x_scale="log",
-            y_scale="log",
-        ),
+    checks = [
+        none_of("exact ties", ties),
+        near("exponent of the mass of the tube", exponent(widths[1:], shares[1:]), 1, 0.07),
+    ]
+    figure = chart(
+        "ε", "share within ε of Γ", [dots("counted", widths, shares)], x_scale="log", y_scale="log"
     )
+    return Evidence(checks, paper=0, measured=ties, figure=figure)
 
 
 @claim(
     "p1-propA.6",
-    "Prop. A.6",
     "dimension of order-n sets",
     statement="A component of order n lies in a flat of codimension n and has dimension D - n.",
     tested="Rank of the equations of every tie set of 6 experts in D = 8, n = 1, 2, 3, and a "
@@ -202,8 +192,8 @@ def dimension(run: Run) -> Evidence:
 
 @claim(
     "p1-eqA.7",
-    "proof of Prop. A.7",
     "order statistic as min of max",
+    number="proof of Prop. A.7",
     statement="z_[k] = min over sets J of k experts of max over J of z_i.",
     tested="The formula on drawn scores against z_[k]; and max over J of min over J.",
     expected=Verdict.FAILS,
@@ -244,7 +234,6 @@ def representation(run: Run) -> Evidence:
 
 @claim(
     "p1-def4.1",
-    "Def. 4.1",
     "Euclidean thickening",
     statement="T_ε(Γ) is the set of inputs nearer than ε to Γ.",
     tested="The distance of the library: its point lies on Γ at that distance, and no direction "
@@ -265,20 +254,15 @@ def thickening(run: Run) -> Evidence:
     same = topk_mask(inside @ weight.T + bias, 2) == topk_mask(scores, 2)[:, None]
     out = x + 1.001 * (first.point - x)
     crossed = sets_differ(topk_mask(out @ weight.T + bias, 2), topk_mask(scores, 2))
-    return Evidence(
-        [
-            at_most("gap at the nearest point", at_tie, 1e-9),
-            at_most("error of its distance", length, 1e-9),
-            none_of("directions that leave earlier", (~same).any(dim=2).sum().item()),
-            none_of("inputs that stay beyond the point", (~crossed).sum().item()),
-            none_of("order-2 points of a lower order", low),
-            none_of(
-                "order-2 distances below order-1", (second.distance < first.distance).sum().item()
-            ),
-        ],
-        paper="an infimum",
-        measured=at_tie,
-    )
+    checks = [
+        at_most("gap at the nearest point", at_tie, 1e-9),
+        at_most("error of its distance", length, 1e-9),
+        none_of("directions that leave earlier", (~same).any(dim=2).sum().item()),
+        none_of("inputs that stay beyond the point", (~crossed).sum().item()),
+        none_of("order-2 points of a lower order", low),
+        none_of("order-2 distances below order-1", (second.distance < first.distance).sum().item()),
+    ]
+    return Evidence(checks, paper="an infimum", measured=at_tie)
 
 
 def _choice_share(weight: Tensor, tied: tuple[int, ...], above: set[int], run: Run) -> float:
@@ -294,7 +278,6 @@ def _choice_share(weight: Tensor, tied: tuple[int, ...], above: set[int], run: R
 
 @claim(
     "p1-lemA.16",
-    "Lemma A.16",
     "slice density of one polyhedron",
     statement="A polyhedron in a flat, cut out by inequalities that some direction satisfies "
     "strictly, has density between ½ I_{4s²(1-s²)}((d-1)/2, ½) and ½.",
@@ -333,7 +316,6 @@ def one_polyhedron(run: Run) -> Evidence:
 
 @claim(
     "p1-lemA.17",
-    "Lemma A.17",
     "top-k slices have a recession direction",
     statement="With independent rows, every top-k slice has a direction u with c_j·u < 0 for the "
     "chosen and d_m·u > 0 for the other experts.",
@@ -372,7 +354,6 @@ def recession(run: Run) -> Evidence:
 
 @claim(
     "p1-thm4.4-alpha",
-    "Thm 4.4",
     "slice densities are at most ½",
     statement="α_{J,r} lies in [lower bound, ½].",
     tested="Exact densities for orthonormal rows and sampled ones; E = 4, k = 2, r = 2, where "
@@ -426,8 +407,8 @@ def _tube_shares(run: Run, epsilon: float, n: int) -> tuple[Tensor, Tensor]:
 
 @claim(
     "p1-thm4.4",
-    "Thm 4.4, A.18",
     "tubes of different orders",
+    number="Thm 4.4, A.18",
     statement="U_n/U_m = Σα_n/Σα_m · ω_{D-n}ω_n/(ω_{D-m}ω_m) (ε/R)^(n-m) (1 + O(1/R)).",
     tested="E = 4, k = 2, orthonormal rows in D = 5: exact distances at uniform points of the "
     "ball, two widths extrapolated to zero.",
@@ -440,16 +421,13 @@ def tube_orders(run: Run) -> Evidence:
     value, error = extrapolated(shares)
     stated = tube_ratio(4, 2, dim=5, orders=(2, 1), epsilon=1.0, radius=1.0).paper
     raw = [(two.mean() / one.mean()).item() / epsilon for epsilon, (one, two) in shares.items()]
-    return Evidence(
-        [within("U_2/U_1 over ε/R", value, error, stated, bias=BIAS)],
-        paper=stated,
-        measured=value,
-        figure=chart(
-            "ε/R",
-            "U_2/U_1 over ε/R",
-            [
-                line("formula", [0.0, *widths], [stated] * 3, dashed=True),
-                dots("sampled", widths, raw),
-            ],
-        ),
+    checks = [within("U_2/U_1 over ε/R", value, error, stated, bias=BIAS)]
+    figure = chart(
+        "ε/R",
+        "U_2/U_1 over ε/R",
+        [
+            line("formula", [0.0, *widths], [stated] * 3, dashed=True),
+            dots("sampled", widths, raw),
+        ],
     )
+    return Evidence(checks, paper=stated, measured=value, figure=figure)

@@ -49,7 +49,6 @@ def slab(dim: int, offset: float, epsilon: float, radius: float) -> float:
 
 @claim(
     "p1-propA.9",
-    "Prop. A.9",
     "tube of a hyperplane in a ball",
     statement="Its volume is the integral of ω_{D-1}(R² - u²)^((D-1)/2) over |u - δ| < ε, |u| < R.",
     tested="The library's quadrature for any codimension against an adaptive rule, also where the "
@@ -83,7 +82,6 @@ def _printed_beta(dim: int, offset: float, epsilon: float, radius: float) -> flo
 
 @claim(
     "p1-propA.11",
-    "Prop. A.11",
     "hyperplane tube by incomplete beta functions",
     statement="The share is ω_{D-1}/2ω_D [B_{(δ+ε)²/R²}(½, (D+1)/2) - sgn(δ-ε) B_{(δ-ε)²/R²}], δ "
     "the signed distance, and 2ω_{D-1}/ω_D ε/R + O(R⁻³).",
@@ -150,7 +148,6 @@ def _union(run: Run, order: int, samples: int) -> Evidence:
 
 @claim(
     "p1-corA.12",
-    "Cor. A.12",
     "tube of all order-1 ties",
     statement="The tube of Γ^(1) is at most the sum of its facets' tubes, 2Mω_{D-1}εR^(D-1) to "
     "leading order.",
@@ -165,7 +162,6 @@ def order_one(run: Run) -> Evidence:
 
 @claim(
     "p1-thm4.2",
-    "Thm 4.2",
     "tube of all order-n ties",
     statement="The tube of Γ^(n) is at most ω_{D-n}ω_n |J| ε^n R^(D-n) to leading order.",
     tested="The same at order 2; the leading term is an upper bound for every R, not only a limit.",
@@ -178,7 +174,6 @@ def order_two(run: Run) -> Evidence:
 
 @claim(
     "p1-propA.13",
-    "Prop. A.13",
     "tube of a flat of any codimension",
     statement="Its volume is the integral of ω_{D-n}(R² - ‖u‖²)^((D-n)/2) over ‖u - δ‖ < ε, ‖u‖ < "
     "R.",
@@ -219,7 +214,6 @@ def _double(dim: int, offset: float, epsilon: float) -> float:
 
 @claim(
     "p1-propA.14",
-    "Prop. A.14",
     "expansion of a flat's tube",
     statement="The share is ω_{D-n}ω_n/ω_D (ε/R)^n (1 + O(((‖δ‖+ε)/R)²)).",
     tested="Relative remainder against R for n = 1, 2, 3; its sign: the leading term is an upper "
@@ -236,17 +230,12 @@ def flat_expansion(run: Run) -> Evidence:
         checks.append(near(f"order of the remainder, n = {n}", exponent(radii, left), -2, 0.05))
         checks.append(at_least(f"the leading term is above, n = {n}", min(left), 0))
         curves.append(line(f"n = {n}", radii, left))
-    return Evidence(
-        checks,
-        paper="R⁻²",
-        measured=checks[0].measured,
-        figure=chart("R", "relative remainder", curves, x_scale="log", y_scale="log"),
-    )
+    figure = chart("R", "relative remainder", curves, x_scale="log", y_scale="log")
+    return Evidence(checks, paper="R⁻²", measured=checks[0].measured, figure=figure)
 
 
 @claim(
     "p1-propA.15",
-    "Prop. A.15",
     "ratio of two flats' tubes",
     statement="I_n/I_m = ω_{D-n}ω_n/(ω_{D-m}ω_m) (ε/R)^(n-m) (1 + O(R⁻²)).",
     tested="Exact shares for (n, m) = (2, 1), (3, 1), (3, 2): order of the relative error in R.",
@@ -297,7 +286,6 @@ def _linf_by_programmes(scores: list[float], k: int) -> float:
 
 @claim(
     "p1-def4.6",
-    "Def. 4.6",
     "distance to a tie in scores",
     statement="dist_∞(x, Γ) = inf over y in Γ of ‖z(x) - z(y)‖_∞.",
     tested="Linear programmes over all facets of 4 experts against half of the gap.",
@@ -324,7 +312,6 @@ def score_distance(run: Run) -> Evidence:
 
 @claim(
     "p1-propA.20",
-    "Prop. A.20",
     "band test by the gap",
     statement="x is in the ℓ∞ band of width ε exactly if some expert outside the top k is less "
     "than ε below z_[k].",
@@ -378,7 +365,6 @@ def _fibres(run: Run, epsilon: float, n: int, slices: bool) -> tuple[Tensor, Ten
 
 @claim(
     "p1-thm4.7",
-    "Thm 4.7",
     "ℓ∞ bands of different orders",
     statement="U_n/U_m = Σκα_n/Σκα_m · ω_{D-n}/ω_{D-m} (2ε/R)^(n-m) for the bands of Def. 4.6.",
     tested="E = 4, k = 2, orthonormal rows in D = 5, at uniform points of the ball, two widths "
@@ -415,7 +401,6 @@ def band_orders(run: Run) -> Evidence:
 
 @claim(
     "p1-thmA.19",
-    "Thm A.19",
     "ℓ∞ bands measured by A_J",
     statement="The same ratio for bands {x : inf over y in Γ_J of ‖A_J x - A_J y‖_∞ <= ε}, with "
     "κ_J.",

@@ -53,8 +53,8 @@ def layer_gap(run: Run, gate) -> float:
 
 @claim(
     "p2-eq2",
-    "(1), (2)",
     "cosine router regression",
+    number="(1), (2)",
     statement="The regression function is a softmax over cosine scores plus biases, of experts.",
     tested="Against the package's cosine router, softmax gate and ReLU experts on 500 inputs.",
 )
@@ -66,8 +66,8 @@ def cosine_model(run: Run) -> Evidence:
 
 @claim(
     "p2-eq8",
-    "(7), (8)",
     "perturbed cosine router regression",
+    number="(7), (8)",
     statement="The same with τ1, τ2 added to the norms of expert and input.",
     tested="Against the package's router on 500 inputs; and as a linear router on x/(‖x‖ + τ2) "
     "with rows β/(‖β‖ + τ1).",
@@ -117,8 +117,8 @@ def radial(run: Run, tau: tuple[float, float]) -> tuple[Tensor, Tensor]:
 
 @claim(
     "p2-eq4",
-    "(4)",
     "the equation of the vanilla router",
+    number="(4)",
     statement="β·∂H/∂β = 0 for the vanilla cosine router; not for the perturbed one.",
     tested="Automatic derivatives at 200 inputs; the perturbed one against s τ1/(‖β‖ + τ1) H.",
     seconds=1,
@@ -145,7 +145,6 @@ def radial_equation(run: Run) -> Evidence:
 
 @claim(
     "p2-lem3",
-    "Lemma 3",
     "radial derivatives of all orders",
     statement="Σ β…β ∂ᵗF/∂β…∂β = 0 for the vanilla cosine and every order t.",
     tested="Automatic derivatives of orders 1, 2 and 3 along β at 20 inputs.",
@@ -161,11 +160,8 @@ def radial_orders(run: Run) -> Evidence:
     for _ in range(3):
         (value,) = torch.autograd.grad(value.sum(), step, create_graph=True)
         worst.append(float(value.detach().abs().max()))
-    return Evidence(
-        [at_most(f"order {t + 1}", value, 1e-11) for t, value in enumerate(worst)],
-        paper=0,
-        measured=max(worst),
-    )
+    checks = [at_most(f"order {t + 1}", value, 1e-11) for t, value in enumerate(worst)]
+    return Evidence(checks, paper=0, measured=max(worst))
 
 
 def example() -> tuple[MoEParameters, MoEParameters]:
@@ -189,8 +185,8 @@ def hand(powers: tuple[Real, Real]) -> float:
 
 @claim(
     "p2-eq5",
-    "(5)",
     "Voronoi cells",
+    number="(5)",
     statement="Every atom of a fit belongs to the cell of the nearest atom of the truth.",
     tested="1000 drawn atoms against all distances; a tie is put into the first cell.",
 )
@@ -203,20 +199,17 @@ def cells(run: Run) -> Evidence:
     rows, own = (torch.cat((p.router, p.experts), dim=1) for p in (fit, truth))
     nearest = torch.cdist(rows, own, compute_mode="donot_use_mm_for_euclid_dist").argmin(dim=1)
     wrong = sum(int(nearest[i] != j) for j, members in enumerate(found) for i in members)
-    return Evidence(
-        [
-            none_of("atoms in another cell", wrong),
-            near("atoms in all cells", sum(map(len, found)), 1000, 0),
-        ],
-        paper=0,
-        measured=wrong,
-    )
+    checks = [
+        none_of("atoms in another cell", wrong),
+        near("atoms in all cells", sum(map(len, found)), 1000, 0),
+    ]
+    return Evidence(checks, paper=0, measured=wrong)
 
 
 @claim(
     "p2-L1r",
-    "section 2",
     "L_{1,r}",
+    number="section 2",
     statement="L_{1,r}: errors of cell masses plus weighted r-th powers of parameter errors.",
     tested="Hand arithmetic on a fit of three atoms against a truth of two, r = 1, 2, 3.",
 )
@@ -232,8 +225,8 @@ def first_loss(run: Run) -> Evidence:
 
 @claim(
     "p2-eq11",
-    "(11)",
     "L_2",
+    number="(11)",
     statement="L_2: first powers in cells of one atom, squares in larger cells.",
     tested="Hand arithmetic on the same example.",
 )
@@ -246,8 +239,8 @@ def second_loss(run: Run) -> Evidence:
 
 @claim(
     "p2-eq13",
-    "(13)",
     "L_3",
+    number="(13)",
     statement="L_3: first powers in all cells.",
     tested="Hand arithmetic on the same example, and its twelve digits.",
 )
@@ -255,11 +248,8 @@ def third_loss(run: Run) -> Evidence:
     """L_3 by hand."""
     fit, truth = example()
     value = voronoi_loss(fit, truth, "L3", 2).value
-    return Evidence(
-        [near("L_3", value, hand((1, 1)), 1e-13), near("digits", value, 0.765631865614, 6e-13)],
-        paper=0.765631865614,
-        measured=value,
-    )
+    checks = [near("L_3", value, hand((1, 1)), 1e-13), near("digits", value, 0.765631865614, 6e-13)]
+    return Evidence(checks, paper=0.765631865614, measured=value)
 
 
 def model_of(expert: str, **changes) -> MoEModel:
@@ -270,7 +260,6 @@ def model_of(expert: str, **changes) -> MoEModel:
 
 @claim(
     "p2-def1",
-    "Def. 1",
     "strong identifiability and its examples",
     statement="The derivatives of H̃ up to order two are independent for ReLU, tanh and uᵖ, p >= "
     "2, and not for linear experts.",
@@ -306,7 +295,6 @@ def strong(run: Run) -> Evidence:
 
 @claim(
     "p2-def2",
-    "Def. 2",
     "weak identifiability and its examples",
     statement="H̃ and its first derivatives are independent for ReLU, tanh and uᵖ, at any distinct "
     "parameters.",
@@ -333,8 +321,8 @@ def weak(run: Run) -> Evidence:
 
 @claim(
     "p2-prop1",
-    "Prop. 1, (A.3)",
     "identifiability of the mixing measure",
+    number="Prop. 1, (A.3)",
     statement="If two perturbed cosine mixtures are the same function, they are the same measure, "
     "once the last bias is 0.",
     tested="Three pairs of different measures with one function: all rows v(β) moved by one vector "

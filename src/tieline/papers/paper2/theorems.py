@@ -69,7 +69,6 @@ def vanishing(run: Run, over: int) -> tuple[list[Check], float]:
 
 @claim(
     "p2-thm2",
-    "Thm 2",
     "vanilla cosine, over-specified: the vanishing ratio",
     statement="‖f_G - f_G*‖ / L_{1,r}(G, G*) has no positive lower bound, for every r.",
     tested="Longer rows and a duplicated atom, r = 1, 2, 3: the ratio; the same with lengths "
@@ -91,7 +90,6 @@ def vanilla_over(run: Run) -> Evidence:
 
 @claim(
     "p2-thm5",
-    "Thm 5",
     "vanilla cosine, exactly specified: the vanishing ratio",
     statement="The same with as many atoms as the truth.",
     tested="Longer rows, r = 1, 2, 3; the same with lengths quotiented.",
@@ -105,7 +103,6 @@ def vanilla_exact(run: Run) -> Evidence:
 
 @claim(
     "p2-thm4",
-    "Thm 4",
     "perturbed cosine, over-specified: ‖g - g*‖ >= c L_2",
     statement="For strongly identifiable experts (ReLU, tanh, uᵖ by Def. 1) L_2 is bounded by the "
     "distance of the functions.",
@@ -156,7 +153,6 @@ def split_ratio(run: Run) -> float:
 
 @claim(
     "p2-thm6",
-    "Thm 6",
     "perturbed cosine, exactly specified: ‖g - g*‖ >= c L_3",
     statement="For weakly identifiable experts L_3 is bounded by the distance of the functions.",
     tested="All rows v(β) moved by one vector: distance and L_3; the quotient loss over the "
@@ -192,7 +188,6 @@ def exact_and_over(run: Run, gate: str) -> Evidence:
 
 @claim(
     "p2-thm1",
-    "Thm 1",
     "regression rate, cosine router",
     statement="‖f̂ - f*‖ falls like √(log n / n) under the cosine router.",
     tested="Slope of ‖f̂ - f*‖ over n, exact and with one expert too many, tanh experts.",
@@ -205,7 +200,6 @@ def cosine_regression(run: Run) -> Evidence:
 
 @claim(
     "p2-thm3",
-    "Thm 3",
     "regression rate, perturbed cosine router",
     statement="‖f̂ - f*‖ falls like √(log n / n) under the perturbed cosine router.",
     tested="Slope of ‖f̂ - f*‖ over n, exact and with one expert too many, tanh experts.",
@@ -218,8 +212,8 @@ def perturbed_regression(run: Run) -> Evidence:
 
 @claim(
     "p2-thm2-rate",
-    "Thm 2 (i), (ii)",
     "cosine router, one expert too many: what follows for the experts",
+    number="Thm 2 (i), (ii)",
     statement="With more experts than the truth, parameters and experts under the cosine router "
     "are estimated more slowly than any power of n.",
     tested="Slope of L2 up to the length of router rows and common shifts, tanh experts.",
@@ -242,7 +236,6 @@ def cosine_over(run: Run) -> Evidence:
 
 @claim(
     "p2-thm5-rate",
-    "Thm 5",
     "cosine router, exact: what follows for the experts",
     statement="With the right number of experts, parameters and experts under the cosine router "
     "are estimated more slowly than any power of n.",
@@ -277,7 +270,6 @@ def cosine_exact(run: Run) -> Evidence:
 
 @claim(
     "p2-thm4-rate",
-    "Thm 4",
     "perturbed cosine router, one expert too many",
     statement="L2 falls like √(log n / n) for strongly identifiable experts such as tanh.",
     tested="Slopes of L2, raw and up to a common shift of the router rows, tanh experts.",
@@ -302,7 +294,6 @@ def perturbed_over_rate(run: Run) -> Evidence:
 
 @claim(
     "p2-thm6-rate",
-    "Thm 6",
     "perturbed cosine router, exact",
     statement="L3 falls like √(log n / n) for weakly identifiable experts.",
     tested="Slopes of L3, raw and up to a common shift of the router rows, tanh and ReLU experts.",
@@ -318,7 +309,6 @@ def perturbed_exact_rate(run: Run) -> Evidence:
 
 @claim(
     "p2-table1",
-    "Table 1",
     "expert rates by router and expert",
     statement="Linear experts are learned at 1/log^τ n under every router, every expert under the "
     "cosine router, squares also under the linear router; the others at n^-1/4.",
@@ -355,8 +345,8 @@ def table(run: Run) -> Evidence:
 
 @claim(
     "p2-sec4",
-    "Section 4",
     "misspecified: the population minimiser uses every expert",
+    number="Section 4",
     statement="Where the data are of another family, the minimiser Ḡ of ‖q - f_G‖ has all k atoms.",
     tested="Ḡ of a perturbed cosine router with two and with three experts for data of a linear "
     "router with two: misfits, least mass, least distance of two atoms.",
@@ -413,7 +403,6 @@ def contrast(run: Run, extra: int, paper: tuple[float, float]) -> Evidence:
 
 @claim(
     "p2-fig1a",
-    "Figure 1a",
     "exact: cosine against perturbed",
     statement="With k = k*, the loss of the perturbed router falls like n^-0.50, that of the "
     "cosine router like n^-0.11.",
@@ -429,7 +418,6 @@ def figure_1a(run: Run) -> Evidence:
 
 @claim(
     "p2-fig1b",
-    "Figure 1b",
     "one expert too many: cosine against perturbed",
     statement="With k = k* + 1, the loss of the perturbed router falls like n^-0.47, that of the "
     "cosine router like n^-0.05.",
@@ -471,7 +459,6 @@ def outside(run: Run, gates: tuple[str, str], expert: str, paper: tuple[float, f
 
 @claim(
     "p2-fig2a",
-    "Figure 2a",
     "data of a linear router: cosine against perturbed",
     statement="With ReLU experts and data of a linear router, the cosine router's loss falls like "
     "n^-0.10, the perturbed one's like n^-0.45.",
@@ -486,7 +473,6 @@ def figure_2a(run: Run) -> Evidence:
 
 @claim(
     "p2-fig2b",
-    "Figure 2b",
     "data of a linear router: linear against perturbed, squares as experts",
     statement="With experts (a·x + b)² and data of a linear router, the linear router's loss falls "
     "like n^-0.13, the perturbed one's like n^-0.47.",

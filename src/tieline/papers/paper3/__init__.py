@@ -1,6 +1,4 @@
 """Claims of paper 3: tropical geometry of mixtures of experts."""
 
-__all__ = ["MODULES"]
-
 MODULES = ["algebra", "routing", "arrangements", "tightness", "manifolds", "centring"]
 """Files of this package that hold claims."""

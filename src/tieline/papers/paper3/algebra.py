@@ -44,7 +44,6 @@ def bend(points: np.ndarray, margins: np.ndarray, parts: tuple, softmax: bool) -
 
 @claim(
     "p3-def3.1",
-    "Def. 3.1",
     "linear regions",
     statement="A linear region is a maximal connected open set on which the network is affine; the "
     "capacity of an architecture is the largest number of them.",
@@ -88,7 +87,6 @@ def linear_regions(run: Run) -> Evidence:
 
 @claim(
     "p3-def3.2",
-    "Def. 3.2",
     "Zaslavsky's function",
     statement="n hyperplanes in general position cut R^d into Φ(n, d) = Σ_{j<=d} C(n, j) regions, "
     "about n^d/d! for n much larger than d.",
@@ -103,15 +101,12 @@ def zaslavsky_function(run: Run) -> Evidence:
         wrong += dense_regions(V, c) != zaslavsky(n, d)
         listed += len(regions(*dense(V, c), 1)) != zaslavsky(n, d)
     ratio = zaslavsky(3000, 3) * math.factorial(3) / 3000**3
-    return Evidence(
-        [
-            none_of("counts other than Φ", wrong),
-            none_of("listings other than Φ", listed),
-            near("Φ(3000, 3) 3!/3000³", ratio, 1, 2e-3),
-        ],
-        paper="Φ(n, d)",
-        measured=f"{len(shapes)} arrangements, {wrong} differ",
-    )
+    checks = [
+        none_of("counts other than Φ", wrong),
+        none_of("listings other than Φ", listed),
+        near("Φ(3000, 3) 3!/3000³", ratio, 1, 2e-3),
+    ]
+    return Evidence(checks, paper="Φ(n, d)", measured=f"{len(shapes)} arrangements, {wrong} differ")
 
 
 def two_layers(first: tuple, second: tuple) -> int:
@@ -132,7 +127,6 @@ def two_layers(first: tuple, second: tuple) -> int:
 
 @claim(
     "p3-ex3.3",
-    "Ex. 3.3",
     "two layers of three neurons",
     statement="On the plane one layer of three neurons has 7 regions, two such layers have a "
     "maximum of 7 · 7 = 49.",
@@ -169,7 +163,6 @@ def two_layer_example(run: Run) -> Evidence:
 
 @claim(
     "p3-def3.4",
-    "Def. 3.4",
     "tropical semiring",
     statement="R ∪ {-∞} with x ⊕ y = max(x, y), x ⊗ y = x + y is a semiring with neutral elements "
     "-∞ and 0; x^{⊗k} = kx.",
@@ -193,16 +186,12 @@ def semiring(run: Run) -> Evidence:
         "-∞ annihilates": (times(a, zero), zero),
         "x^{⊗3} = x ⊗ x ⊗ x": (power(a, 3), times(a, times(a, a))),
     }
-    return Evidence(
-        [none_of(name, (x != y).sum().item()) for name, (x, y) in laws.items()],
-        paper="a semiring",
-        measured=f"{len(laws)} laws on {n} triples",
-    )
+    checks = [none_of(name, (x != y).sum().item()) for name, (x, y) in laws.items()]
+    return Evidence(checks, paper="a semiring", measured=f"{len(laws)} laws on {n} triples")
 
 
 @claim(
     "p3-def3.5",
-    "Def. 3.5",
     "tropical polynomials",
     statement="A tropical polynomial is convex and piecewise affine; its hypersurface, where two "
     "terms attain the maximum, is where it is not differentiable.",
@@ -243,7 +232,6 @@ def polynomials(run: Run) -> Evidence:
 
 @claim(
     "p3-def3.6",
-    "Def. 3.6",
     "a network as a tropical quotient",
     statement="A ReLU network is P - Q with tropical polynomials P and Q; its zero set lies on the "
     "hypersurface of P ⊕ Q.",
@@ -291,8 +279,8 @@ def quotients(run: Run) -> Evidence:
 
 @claim(
     "p3-sec3.5",
-    "Sec. 3.5",
     "top-k score as a symmetric tropical polynomial",
+    number="Sec. 3.5",
     statement="The score of the chosen coalition is the k-th elementary symmetric tropical "
     "polynomial of the scores.",
     tested="The recursion that ranks nothing and the polynomial with C(N, k) terms, both against "
@@ -309,11 +297,8 @@ def symmetric(run: Run) -> Evidence:
         recursion = max(recursion, (elementary_symmetric(scores, k) - best).abs().max().item())
         value = torch.from_numpy(symmetric_polynomial(W, b, k).evaluate(x))
         worst = max(worst, (value - best).abs().max().item())
-    return Evidence(
-        [
-            at_most("error of the recursion", recursion, 1e-12),
-            at_most("error of the polynomial", worst, 1e-12),
-        ],
-        paper="equal",
-        measured=max(worst, recursion),
-    )
+    checks = [
+        at_most("error of the recursion", recursion, 1e-12),
+        at_most("error of the polynomial", worst, 1e-12),
+    ]
+    return Evidence(checks, paper="equal", measured=max(worst, recursion))

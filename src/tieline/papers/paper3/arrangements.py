@@ -67,7 +67,6 @@ def position_failures(V: np.ndarray, c: np.ndarray) -> int:
 
 @claim(
     "p3-def4.8",
-    "Def. 4.8",
     "general position",
     statement="No two hyperplanes are parallel, j <= d of them meet in dimension d - j, d + 1 of "
     "them nowhere; drawn weights have this with probability one.",
@@ -97,7 +96,6 @@ def general_position(run: Run) -> Evidence:
 
 @claim(
     "p3-ex4.9",
-    "Ex. 4.9",
     "three lines of the plane",
     statement="7 regions in general position, 6 if two are parallel, 6 if all meet in a point.",
     tested="Listings by linear programming; the exact count agrees or refuses with a reason.",
@@ -110,28 +108,24 @@ def three_lines(_run: Run) -> Evidence:
         lines(parallel, [0.0, -1.0, 0.0]),
         lines(THREE, [0.0] * 3),
     )
-    return Evidence(
-        [
-            near("general position", found[0], 7, 0),
-            near("two parallel", found[1], 6, 0),
-            near("one common point", found[2], 6, 0),
-            near(
-                "exact count in general position",
-                dense_regions(THREE, np.array([0, 0, -1.0])),
-                7,
-                0,
-            ),
-            near("exact count of cones", dense_regions(THREE, np.zeros(3)), 6, 0),
-            near("exact count refuses parallels", refused(parallel, [0.0, -1.0, 0.0]), 1, 0),
-        ],
-        paper="7, 6, 6",
-        measured=", ".join(str(n) for n in found),
-    )
+    checks = [
+        near("general position", found[0], 7, 0),
+        near("two parallel", found[1], 6, 0),
+        near("one common point", found[2], 6, 0),
+        near(
+            "exact count in general position",
+            dense_regions(THREE, np.array([0, 0, -1.0])),
+            7,
+            0,
+        ),
+        near("exact count of cones", dense_regions(THREE, np.zeros(3)), 6, 0),
+        near("exact count refuses parallels", refused(parallel, [0.0, -1.0, 0.0]), 1, 0),
+    ]
+    return Evidence(checks, paper="7, 6, 6", measured=", ".join(str(n) for n in found))
 
 
 @claim(
     "p3-prop4.10",
-    "Prop. 4.10",
     "bound for dense layers",
     statement="A dense layer has at most Φ(H, d) = Θ(H^d) regions, with equality exactly in "
     "general position; the leading term is H^d/d!.",
@@ -173,7 +167,6 @@ def dense_bound(run: Run) -> Evidence:
 
 @claim(
     "p3-rem4.11",
-    "Rem. 4.11",
     "vertices of the zonotope",
     statement="Regions of a dense layer and vertices of its Newton zonotope in R^{d+1} are not in "
     "bijection but of the same order Θ(H^d).",
@@ -205,7 +198,6 @@ def zonotope(run: Run) -> Evidence:
 
 @claim(
     "p3-cor4.12",
-    "Cor. 4.12",
     "the dense bound is reached",
     statement="Some weights give Φ(H, d) regions.",
     tested="Drawn layers and neurons on the moment curve, counted exactly.",
@@ -217,14 +209,11 @@ def dense_tight(run: Run) -> Evidence:
         wrong += dense_regions(r.standard_normal((h, d)), r.standard_normal(h)) != zaslavsky(h, d)
     t = np.linspace(-1, 1, 10)
     moment = dense_regions(np.column_stack([t, t**2]), t**3 - 0.3)
-    return Evidence(
-        [
-            none_of("drawn layers below Φ", wrong),
-            near("neurons on the moment curve", moment, zaslavsky(10, 2), 0),
-        ],
-        paper=zaslavsky(10, 2),
-        measured=moment,
-    )
+    checks = [
+        none_of("drawn layers below Φ", wrong),
+        near("neurons on the moment curve", moment, zaslavsky(10, 2), 0),
+    ]
+    return Evidence(checks, paper=zaslavsky(10, 2), measured=moment)
 
 
 INSTANCES = {(1, 4, 3, 2, 1): 16, (4, 8, 4, 2, 3): 161, (5, 6, 2, 3, 2): 74, (7, 8, 8, 3, 2): 1233}
@@ -255,7 +244,6 @@ def counted(run: Run, shape: tuple[int, int, int, int], n: int) -> np.ndarray:
 
 @claim(
     "p3-thm4.14",
-    "Thm 4.14",
     "bound for top-1",
     statement="A top-1 layer has at most N Φ(H, d) = Θ(N H^d) regions.",
     tested="Exact counts of drawn layers against the bound; their mean against the closed form; "
@@ -290,7 +278,6 @@ def top_one_bound(run: Run) -> Evidence:
 
 @claim(
     "p3-rem4.15",
-    "Rem. 4.15",
     "wide experts",
     statement="Inside a cell there are at most Φ(H + walls, d) regions; for H much larger than N "
     "the sum of Φ(H, d) over experts is asymptotically exact.",
@@ -336,7 +323,6 @@ def wide_experts(run: Run) -> Evidence:
 
 @claim(
     "p3-cor4.16",
-    "Cor. 4.16",
     "the top-1 bound is reached",
     statement="Some top-1 layer with wide experts has Ω(N H^d) regions.",
     tested="N sites on a circle, the lines of each expert crossing near its site: counted exactly.",
@@ -346,19 +332,15 @@ def top_one_tight(run: Run) -> Evidence:
     shapes = [(4, 6), (8, 8), (12, 5)]
     found = [int(count_regions(*placed(run, n, h), 1)) for n, h in shapes]
     bound = [capacity_bound(n, 1, h, 2) for n, h in shapes]
-    return Evidence(
-        [
-            near(f"pieces of the construction, N = {n}, H = {h}", a, z, 0)
-            for (n, h), a, z in zip(shapes, found, bound, strict=True)
-        ],
-        paper="N Φ(H, d)",
-        measured=f"{found} of {bound}",
-    )
+    checks = [
+        near(f"pieces of the construction, N = {n}, H = {h}", a, z, 0)
+        for (n, h), a, z in zip(shapes, found, bound, strict=True)
+    ]
+    return Evidence(checks, paper="N Φ(H, d)", measured=f"{found} of {bound}")
 
 
 @claim(
     "p3-thm4.17",
-    "Thm 4.17",
     "bound for top-k",
     statement="A top-k layer has at most C(N, k) Φ(kH, d) = Θ(C(N, k) (kH)^d) regions.",
     tested="Exact counts of specified layers by three methods; drawn layers against the bound and "

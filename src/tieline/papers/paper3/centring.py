@@ -40,7 +40,6 @@ def in_ball(r: np.random.Generator, n: int, dim: int) -> np.ndarray:
 
 @claim(
     "p3-def5.5",
-    "Def. 5.5",
     "tropical saturation",
     statement="A router is ε-saturated on a data set whose distance to the hypersurface exceeds ε; "
     "its choices are then locally constant.",
@@ -58,20 +57,16 @@ def saturated(run: Run) -> Evidence:
     inside, out = ((x + f * steps) @ W.T + b for f in (0.999, 1.2))
     moved = int((chosen(inside.reshape(-1, 8), 2).reshape(-1, 200, 8) != own).any(axis=2).sum())
     beyond = int((chosen(out.reshape(-1, 8), 2).reshape(-1, 200, 8) != own).any(axis=2).sum())
-    return Evidence(
-        [
-            none_of("inputs moved by less than ε that change", moved),
-            at_least("inputs moved by 1.2 ε that change", beyond, 1),
-            at_least("smallest distance", found.smallest, 1e-9),
-        ],
-        paper="locally constant",
-        measured=f"ε = {found.smallest:.3g}",
-    )
+    checks = [
+        none_of("inputs moved by less than ε that change", moved),
+        at_least("inputs moved by 1.2 ε that change", beyond, 1),
+        at_least("smallest distance", found.smallest, 1e-9),
+    ]
+    return Evidence(checks, paper="locally constant", measured=f"ε = {found.smallest:.3g}")
 
 
 @claim(
     "p3-prop5.6",
-    "Prop. 5.6",
     "angular collapse",
     statement="The directions of a ball of radius R around μ fill a share C(d) (R/‖μ‖)^{d-1} (1 + "
     "o(1)) of the sphere, with C(d) = Γ(d/2) / (√π (d-1) Γ((d-1)/2)).",
@@ -114,8 +109,8 @@ def angular_collapse(run: Run) -> Evidence:
 
 @claim(
     "p3-eq3",
-    "(3), Rem. 5.7",
     "coalitions left by the collapse",
+    number="(3), Rem. 5.7",
     statement="The expected number of coalitions that the data reach is O(‖μ‖^{-(d-1)}).",
     tested="How often the ball reaches a tie of drawn routers (N = 16, k = 4, d = 8): the exponent "
     "in R/‖μ‖ against d - 1 and 1; the chance against the closed form.",
@@ -181,7 +176,6 @@ def far_data(run: Run, n: int) -> tuple[np.ndarray, tuple, tuple]:
 
 @claim(
     "p3-def5.8",
-    "Def. 5.8",
     "shared expert",
     statement="A shared expert runs on every input with weight one, apart from the router.",
     tested="Outputs with and without it; coalitions with and without it.",
@@ -191,19 +185,15 @@ def shared_expert(run: Run) -> Evidence:
     x, parts, shared = far_data(run, 500)
     (plain, before), (both, after) = mixture(x, parts, None), mixture(x, parts, shared)
     error = float(np.abs(both - plain - x @ shared[0] - shared[1]).max())
-    return Evidence(
-        [
-            at_most("what is added, less the expert", error, 1e-9),
-            none_of("inputs with another coalition", int((before != after).any(axis=1).sum())),
-        ],
-        paper="apart from the router",
-        measured=error,
-    )
+    checks = [
+        at_most("what is added, less the expert", error, 1e-9),
+        none_of("inputs with another coalition", int((before != after).any(axis=1).sum())),
+    ]
+    return Evidence(checks, paper="apart from the router", measured=error)
 
 
 @claim(
     "p3-prop5.9",
-    "Prop. 5.9",
     "affine carrier and residual",
     statement="With an affine shared expert the layer is a global affine part plus a routed "
     "residual, the first independent of the routing.",
@@ -234,7 +224,6 @@ def carrier(run: Run) -> Evidence:
 
 @claim(
     "p3-rem5.10",
-    "Rem. 5.10",
     "does a shared expert centre the router?",
     statement="Isolating the carrier in a shared expert centres the data with respect to the "
     "router's cones, so that its boundaries cut the data.",

@@ -64,7 +64,6 @@ def crossings_of(normal: np.ndarray, offset: float) -> tuple[np.ndarray, np.ndar
 
 @claim(
     "p3-asm4.22",
-    "Assumption 4.22",
     "transversality",
     statement="Hyperplanes with weights drawn from a density meet a manifold transversally with "
     "probability one: j of them in codimension j, or not at all.",
@@ -98,7 +97,6 @@ def transversality(run: Run) -> Evidence:
 
 @claim(
     "p3-prop4.24",
-    "Prop. 4.24",
     "dense regions on a manifold",
     statement="A smooth manifold of dimension d_eff meets at most Φ(H, d_eff) regions of a dense "
     "layer.",
@@ -136,7 +134,6 @@ def effective_dense(run: Run) -> Evidence:
 
 @claim(
     "p3-rem4.25",
-    "Rem. 4.25",
     "order on a manifold",
     statement="Drawn dense layers have Θ(H^d_eff) regions on a manifold.",
     tested="Mean pieces along a segment against 1 + (L/π)H; regions on a plane in R⁵; exponents.",
@@ -148,20 +145,16 @@ def effective_order(run: Run) -> Evidence:
     r = drawn(run, 1)
     turn = np.linalg.qr(r.standard_normal((5, 2)))[0]
     plane = [dense_regions(r.standard_normal((h, 5)) @ turn, r.standard_normal(h)) for h in widths]
-    return Evidence(
-        [
-            near("exponent on a segment", exponent(widths, [m - 1 for m, _ in means]), 1, 0.05),
-            near("exponent on a plane", exponent(widths, plane), 2, 0.1),
-            within("pieces on a segment, H = 128", *means[-1], crofton(1, 1, 128, QUARTER)),
-        ],
-        paper="d_eff",
-        measured=exponent(widths, [m - 1 for m, _ in means]),
-    )
+    checks = [
+        near("exponent on a segment", exponent(widths, [m - 1 for m, _ in means]), 1, 0.05),
+        near("exponent on a plane", exponent(widths, plane), 2, 0.1),
+        within("pieces on a segment, H = 128", *means[-1], crofton(1, 1, 128, QUARTER)),
+    ]
+    return Evidence(checks, paper="d_eff", measured=exponent(widths, [m - 1 for m, _ in means]))
 
 
 @claim(
     "p3-thm4.26",
-    "Thm 4.26",
     "upper bound on a manifold",
     statement="The expected pieces of a top-k layer on a manifold are at most C(N, k) Vol(π(M)) / "
     "Vol(S^{d-1}) Φ(kH, d_eff) + O((kH)^{d_eff - 1}).",
@@ -201,7 +194,6 @@ def effective_upper(run: Run) -> Evidence:
 
 @claim(
     "p3-thm4.27",
-    "Thm 4.27",
     "lower bound on a manifold",
     statement="The expected pieces are at least c C(N, k) Vol(π(M)) / Vol(S^{d-1}) (kH)^d_eff, c "
     "depending on the manifold alone.",
@@ -239,7 +231,6 @@ def effective_lower(run: Run) -> Evidence:
 
 @claim(
     "p3-cor4.29",
-    "Cor. 4.29",
     "ratio of the bounds",
     statement="The bounds of Thm 4.26 and Prop. 4.24 are in the ratio O(C(N, k) k^d_eff).",
     tested="The ratio of the two formulas at large H; the ratio of the expectations along a curve.",
@@ -264,7 +255,6 @@ def resilience(_run: Run) -> Evidence:
 
 @claim(
     "p3-rem4.30",
-    "Rem. 4.30",
     "rank condition",
     statement="For kH < d_eff the hyperplanes form no bounded cell and the higher terms vanish.",
     tested="Bounded regions (all, less those of the neurons without bias) for n = 1 ... 5 in R³.",

@@ -24,7 +24,6 @@ from tieline.tropical.affine import chosen
 
 @claim(
     "p3-prop4.2",
-    "Prop. 4.2",
     "top-1 cells",
     statement="The boundaries of a top-1 router are the hypersurface of max z_i, those of a power "
     "diagram, and part R^d into N convex cells.",
@@ -45,22 +44,17 @@ def top_one(run: Run) -> Evidence:
     wrong = int((power.argmin(axis=1) != (x @ W.T + b).argmax(axis=1)).sum())
     mean, error = float(np.mean(planar)), float(np.std(planar)) / math.sqrt(len(planar))
     exact = expected_cells(16, 1, 2)
-    return Evidence(
-        [
-            near("fewest cells of 16 experts on the plane", min(planar), 16, 0),
-            near("fewest cells of 5 experts in R⁴", min(full), 5, 0, part="condition"),
-            none_of("inputs nearer in power to another expert", wrong, part="condition"),
-            within("mean on the plane", mean, error, exact, part="corrected"),
-        ],
-        paper="N = 16",
-        corrected=exact,
-        measured=mean,
-    )
+    checks = [
+        near("fewest cells of 16 experts on the plane", min(planar), 16, 0),
+        near("fewest cells of 5 experts in R⁴", min(full), 5, 0, part="condition"),
+        none_of("inputs nearer in power to another expert", wrong, part="condition"),
+        within("mean on the plane", mean, error, exact, part="corrected"),
+    ]
+    return Evidence(checks, paper="N = 16", corrected=exact, measured=mean)
 
 
 @claim(
     "p3-thm4.5",
-    "Thm 4.5",
     "an order-k diagram",
     statement="The cells of a top-k router are convex, part where the k-th symmetric polynomial is "
     "creased, and neighbours differ by one swap, as on the hypersimplex.",
@@ -97,8 +91,8 @@ def order_k(run: Run) -> Evidence:
 
 @claim(
     "p3-thm4.5-cells",
-    "Thm 4.5, App. D",
     "number of cells",
+    number="Thm 4.5, App. D",
     statement="The router has exactly C(N, k) cells, the vertices of the hypersimplex.",
     tested="Exact counts for N = 8, all k, d = 1 ... 7; sums over k against Φ(N, d+1); means over "
     "drawn routers against the closed form.",
@@ -161,7 +155,6 @@ def bent_supports(W: np.ndarray, b: np.ndarray) -> int:
 
 @claim(
     "p3-thm4.5-supports",
-    "Thm 4.5",
     "supports of single experts",
     statement="The region that a single expert serves is not convex, 1 < k < N.",
     tested="Pairs of inputs in an expert's support with their midpoint outside, for each expert of "
@@ -189,7 +182,6 @@ def supports(run: Run) -> Evidence:
 
 @claim(
     "p3-ex4.6",
-    "Ex. 4.6",
     "top-2 of three experts",
     statement="Three cells, each the meeting of two half-spaces; an expert serves two adjacent "
     "cells whose union is not convex.",
@@ -219,7 +211,6 @@ def three_experts(run: Run) -> Evidence:
 
 @claim(
     "p3-rem4.7",
-    "Rem. 4.7",
     "softmax keeps the cells",
     statement="Softmax is increasing, so that the boundaries of the router are the same with it.",
     tested="Coalitions of the logits and of their softmax in float64; logits 40 apart in float32.",
@@ -232,11 +223,8 @@ def softmax_keeps(run: Run) -> Evidence:
     wrong = int((chosen(scores, 4) != chosen(soft, 4)).any(axis=1).sum())
     far = np.array([[0.0, -120.0, -110.0]], dtype=np.float32)
     ties = float(np.exp(far)[0, 1] == np.exp(far)[0, 2])
-    return Evidence(
-        [
-            none_of("inputs with another coalition", wrong),
-            near("logits 110 down tie after softmax in float32", ties, 1, 0, part="corrected"),
-        ],
-        paper="the same",
-        measured=wrong,
-    )
+    checks = [
+        none_of("inputs with another coalition", wrong),
+        near("logits 110 down tie after softmax in float32", ties, 1, 0, part="corrected"),
+    ]
+    return Evidence(checks, paper="the same", measured=wrong)

@@ -27,7 +27,6 @@ MANY = [64, 256, 1024, 4096]
 
 @claim(
     "p3-thm4.19",
-    "Thm 4.19",
     "lower bound for top-k",
     statement="Some weights give Ω(C(N, k) H^d) regions; by (6) every one of C(N, k) cells holds "
     "Φ(kH, d) of them.",
@@ -61,7 +60,6 @@ def lower_bound(_run: Run) -> Evidence:
 
 @claim(
     "p3-rem4.20",
-    "Rem. 4.20",
     "tightness",
     statement="The capacity of top-k layers is Θ(C(N, k) (kH)^d).",
     tested="B* over C(N, k) Φ(kH, d) for growing N, and for growing H at fixed N.",
@@ -92,7 +90,6 @@ def tight_order(_run: Run) -> Evidence:
 
 @claim(
     "p3-table1",
-    "Table 1",
     "capacities and costs",
     statement="Active and total parameters, and the exact capacity (tight bound) Φ(H, d), N Φ(H, "
     "d), C(N, k) Φ(kH, d), C(N, k) Φ(H, d).",
@@ -124,7 +121,6 @@ def table(_run: Run) -> Evidence:
 
 @claim(
     "p3-ex4.21",
-    "Ex. 4.21",
     "equal active compute",
     statement="With 20 active neurons in R⁵ a dense layer has 21,700 regions, top-1 of 16 has "
     "347,200, top-4 of 16 has 39,494,000: 1820 times the dense layer.",
@@ -170,7 +166,6 @@ def equal_compute(run: Run) -> Evidence:
 
 @claim(
     "p3-lem4.18",
-    "Lemma 4.18",
     "every coalition reached",
     statement="Some router chooses every set of k experts on a set of positive measure.",
     tested="The construction W x = 1_S where rank W = N; weights on the moment curve; drawn "
@@ -215,7 +210,6 @@ def law(n: int, k: int, m: int, d_eff: int) -> float:
 
 @claim(
     "p3-thm5.1",
-    "Thm 5.1",
     "gain of splitting",
     statement="Splitting every expert in m multiplies the bound by (Ne/k)^{(m-1)k} m^{-d_eff-1/2} "
     "(1 + o(1)) as N grows, k and m fixed.",
@@ -267,7 +261,6 @@ def _large_k(k: int, m: int) -> float:
 
 @claim(
     "p3-cor5.3",
-    "Cor. 5.3",
     "granularity limit",
     statement="Splitting must stop at m_max = ⌊H/d_eff⌋: with fewer neurons per expert than "
     "dimensions the leading term can no longer be reached.",

@@ -1,6 +1,4 @@
 """Claims of paper 4: sigmoid against softmax attention as mixtures of experts."""
 
-__all__ = ["MODULES"]
-
 MODULES = ["definitions", "theorems", "attention"]
 """Files of this package that hold claims."""

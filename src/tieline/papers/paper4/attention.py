@@ -23,7 +23,6 @@ HALF = (-0.62, -0.40)
 
 @claim(
     "p4-table1-heads",
-    "Table 1",
     "sigmoid heads need fewer samples",
     statement="Experts that are linear, as the values of a head are, need exp(ε^{-1/τ}) samples "
     "for an error ε under softmax attention and ε⁻² under sigmoid attention (dense regime).",

@@ -29,8 +29,8 @@ from tieline.routing.gates import Gate
 
 @claim(
     "p4-sec2",
-    "section 2, (1)-(3)",
     "attention as a mixture of experts",
+    number="section 2, (1)-(3)",
     statement="Each row of softmax or sigmoid self-attention is a mixture with quadratic scores X "
     "M Xᵀ and linear experts X P.",
     tested="All rows of a head over 5 tokens against the matrix formula, both kinds; and the "
@@ -59,8 +59,8 @@ def attention(run: Run) -> Evidence:
 
 @claim(
     "p4-eq5",
-    "(4), (5), (48)",
     "sigmoid gating regression",
+    number="(4), (5), (48)",
     statement="The regression function is Σ σ(xᵀAx + b·x + c) E(x, η), or without b.",
     tested="Against the package's quadratic router and gates on 300 inputs: scores and links.",
 )
@@ -102,8 +102,8 @@ def gated(theta: Tensor, x: Tensor) -> Tensor:
 
 @claim(
     "p4-eq8",
-    "(8)",
     "the equations behind slow polynomial experts",
+    number="(8)",
     statement="For linear experts ∂²F/∂A∂c = ∂²F/∂b∂bᵀ, ∂²F/∂A∂β = ∂²F/∂b∂α and ∂²F/∂b∂β = "
     "∂²F/∂c∂α.",
     tested="Automatic second derivatives at 50 inputs on the plane, for linear experts and for a "
@@ -147,7 +147,6 @@ def residuals(second: Tensor) -> dict[str, float]:
 
 @claim(
     "p4-prop3",
-    "Prop. 3",
     "a sigmoid that vanishes",
     statement="Two sigmoids tend to one only if the second has A = 0, b = 0 and c → +∞.",
     tested="Sup over the cube of |σ(s₁) + σ(s₂) - σ(s₁)| at c = +40 and c = -40, with A = 0 and "
@@ -164,17 +163,13 @@ def vanishing(run: Run) -> Evidence:
         return float((rows + sign * 40).sigmoid().max())
 
     up, down, bent = left(1, 0 * bend), left(-1, 0 * bend), left(-1, bend)
-    return Evidence(
-        [
-            at_most("second sigmoid at c = +40", up, 1e-12),
-            at_most("at c = -40", down, 1e-12, part="corrected"),
-            at_most("at c = -40 with A ≠ 0", bent, 1e-12, part="corrected"),
-            at_least("at c = +40 it is", up, 1 - 1e-12, part="corrected"),
-        ],
-        paper="c → +∞",
-        corrected="c → -∞, whatever A and b",
-        measured=up,
-    )
+    checks = [
+        at_most("second sigmoid at c = +40", up, 1e-12),
+        at_most("at c = -40", down, 1e-12, part="corrected"),
+        at_most("at c = -40 with A ≠ 0", bent, 1e-12, part="corrected"),
+        at_least("at c = +40 it is", up, 1 - 1e-12, part="corrected"),
+    ]
+    return Evidence(checks, paper="c → +∞", corrected="c → -∞, whatever A and b", measured=up)
 
 
 def sigma(c: float) -> float:
@@ -212,8 +207,8 @@ def check(kind: str, by_hand: float, r: int = 1, *, full: bool = True) -> Eviden
 
 @claim(
     "p4-L1",
-    "section 4.1.1",
     "L_1",
+    number="section 4.1.1",
     statement="Masses and squares in cells of several atoms, first powers and |Δc| in the others.",
     tested="Hand arithmetic on a fit of three atoms against a truth of two.",
 )
@@ -224,8 +219,8 @@ def first(run: Run) -> Evidence:
 
 @claim(
     "p4-eq11",
-    "(11)",
     "L_{2,r}",
+    number="(11)",
     statement="The same with exponent r, α and β apart.",
     tested="Hand arithmetic on the same example, r = 2.",
 )
@@ -236,8 +231,8 @@ def second(run: Run) -> Evidence:
 
 @claim(
     "p4-L3",
-    "section 4.2",
     "L_3 and its index",
+    number="section 4.2",
     statement="Σ_j Σ_{i ∈ A_j} ‖A_i - Ā_i‖ + …: every atom against the atom of the same number.",
     tested="A truth with its atoms renumbered: the printed sum against zero; hand arithmetic with "
     "the index of the cell.",
@@ -271,8 +266,8 @@ def third(run: Run) -> Evidence:
 
 @claim(
     "p4-eq52",
-    "(52)",
     "L_4",
+    number="(52)",
     statement="L_1 without b.",
     tested="Hand arithmetic on the same example without b.",
 )
@@ -283,8 +278,8 @@ def fourth(run: Run) -> Evidence:
 
 @claim(
     "p4-eq53",
-    "(53)",
     "L_5",
+    number="(53)",
     statement="L_3 without b, index of the cell.",
     tested="Hand arithmetic on the same example without b.",
 )
@@ -316,7 +311,6 @@ LAYERED = {
 
 @claim(
     "p4-def1",
-    "Def. 1",
     "strong identifiability and its examples",
     statement="The derivatives of F in (A, b, η) of orders one and two at A = b = 0 are "
     "independent for two-layer ReLU and GELU experts, not for polynomial ones.",
@@ -344,7 +338,6 @@ def strong(run: Run) -> Evidence:
 
 @claim(
     "p4-def3",
-    "Def. 3",
     "partial-strong identifiability and its examples",
     statement="Without b the derivatives of orders one and two at A = 0 are independent for "
     "two-layer ReLU and GELU experts and for uᵖ, linear ones included.",
@@ -398,7 +391,6 @@ CONDITION = (
 
 @claim(
     "p4-def2",
-    "Def. 2",
     "weak identifiability and its examples",
     statement="The first derivatives of F in (A, b, c, η) are independent at any distinct "
     "parameters, for two-layer networks and polynomial experts.",
@@ -415,7 +407,6 @@ def weak(run: Run) -> Evidence:
 
 @claim(
     "p4-def4",
-    "Def. 4",
     "partial-weak identifiability and its examples",
     statement="The same without b.",
     tested="Rank at two generic atoms (d = 2), and at two atoms with proportional experts.",
@@ -451,7 +442,6 @@ def same_functions(run: Run, gate, loss: str) -> Evidence:
 
 @claim(
     "p4-prop2",
-    "Prop. 2",
     "identifiability, fully quadratic score",
     statement="If two mixtures are the same function, they are the same measure.",
     tested="Three pairs of different measures of one function: A with an antisymmetric part; a "
@@ -465,7 +455,6 @@ def measures(run: Run) -> Evidence:
 
 @claim(
     "p4-prop5",
-    "Prop. 5",
     "identifiability, partially quadratic score",
     statement="The same for the partially quadratic score.",
     tested="The same three pairs without b.",

@@ -62,7 +62,6 @@ def split_of_b(truth: MoEParameters, size: float) -> MoEParameters:
 
 @claim(
     "p4-thm1",
-    "Thm 1",
     "sparse regime, full score: ‖f - f*‖ >= c L_1",
     statement="For strongly identifiable experts L_1 is bounded by the distance of the functions.",
     tested="An atom with a zero row as two, b = ±ε and A of order ε²: exponents of the distance "
@@ -104,8 +103,8 @@ def full_sparse(run: Run) -> Evidence:
 
 @claim(
     "p4-thm2",
-    "Thm 2, Lemma 2",
     "polynomial experts: the vanishing ratio",
+    number="Thm 2, Lemma 2",
     statement="‖f_G - f_G*‖ / L_{2,r} has no positive lower bound for experts (α·x + β)ᵖ, any r.",
     tested="An expert under a zero row split: α and β ± s (p = 1), strengths 1 ± s (p = 2, 3); r = "
     "1, 2, 3.",
@@ -144,7 +143,6 @@ def dense_bound(run: Run, gate, loss: str) -> Evidence:
 
 @claim(
     "p4-thm3",
-    "Thm 3",
     "dense regime, full score: ‖f - f̄‖ >= c L_3",
     statement="For weakly identifiable experts L_3 against the nearest mixture of N atoms is "
     "bounded by the distance of the functions.",
@@ -161,7 +159,6 @@ def full_dense(run: Run) -> Evidence:
 
 @claim(
     "p4-thm5",
-    "Thm 5",
     "dense regime, partial score: ‖f - f̄‖ >= c L_5",
     statement="The same without b.",
     tested="The same without b.",
@@ -176,7 +173,6 @@ def partial_dense(run: Run) -> Evidence:
 
 @claim(
     "p4-thm4",
-    "Thm 4",
     "sparse regime, partial score: ‖f - f*‖ >= c L_4",
     statement="For partial-strongly identifiable experts (two-layer networks, uᵖ by Def. 3) L_4 is "
     "bounded by the distance of the functions.",
@@ -223,7 +219,6 @@ def over_regression(run: Run, gate: str, experts: tuple[str, ...], *, sparse: bo
 
 @claim(
     "p4-prop1",
-    "Prop. 1",
     "regression rate, sparse regime",
     statement="With full quadratic scores and split experts without gate, ‖f̂ - f*‖ falls like "
     "√(log n / n).",
@@ -237,7 +232,6 @@ def sparse_regression(run: Run) -> Evidence:
 
 @claim(
     "p4-cor1",
-    "Cor. 1",
     "regression rate, dense regime",
     statement="In the dense regime f̂ approaches the best functions with more experts than the "
     "truth like √(log n / n).",
@@ -251,7 +245,6 @@ def dense_regression(run: Run) -> Evidence:
 
 @claim(
     "p4-prop4",
-    "Prop. 4",
     "regression rate, partially quadratic score, sparse regime",
     statement="With scores xᵀAx + c, ‖f̂ - f*‖ falls like √(log n / n) in the sparse regime.",
     tested="Slope of ‖f̂ - f*‖ with one expert too many, tanh and ReLU experts.",
@@ -264,7 +257,6 @@ def partial_sparse_regression(run: Run) -> Evidence:
 
 @claim(
     "p4-cor2",
-    "Cor. 2",
     "regression rate, partially quadratic score, dense regime",
     statement="With scores xᵀAx + c, f̂ approaches the best functions with more experts than the "
     "truth like √(log n / n).",
@@ -278,8 +270,8 @@ def partial_dense_regression(run: Run) -> Evidence:
 
 @claim(
     "p4-thm2-rate",
-    "Thm 2 (i), (ii)",
     "polynomial experts, sparse regime: what follows",
+    number="Thm 2 (i), (ii)",
     statement="Linear experts under a full quadratic sigmoid gate are learned more slowly than any "
     "power of n.",
     tested="Quotient slope with the right number of experts, one of them without gate.",
@@ -310,7 +302,6 @@ def exact_rate(run: Run, gate: str) -> Evidence:
 
 @claim(
     "p4-thm3-rate",
-    "Thm 3",
     "weakly identifiable experts, dense regime",
     statement="L3 falls like √(log n / n) for weakly identifiable experts.",
     tested="Slopes of L3 with N = N*, tanh, ReLU and linear experts, raw and up to the "
@@ -326,7 +317,6 @@ def dense_exact(run: Run) -> Evidence:
 
 @claim(
     "p4-thm5-rate",
-    "Thm 5",
     "weakly identifiable experts, partially quadratic score",
     statement="L5 falls like √(log n / n) for partial-weakly identifiable experts.",
     tested="Slopes of L5 with N = N*, tanh, ReLU and linear experts, raw and up to the "
@@ -355,7 +345,6 @@ def over_rate(run: Run, gate: str) -> Evidence:
 
 @claim(
     "p4-thm1-rate",
-    "Thm 1",
     "strongly identifiable experts, sparse regime: the rate",
     statement="L1 falls like √(log n / n) for strongly identifiable experts.",
     tested="Slope of L1, up to the antisymmetric part of A, with one expert too many, tanh "
@@ -369,7 +358,6 @@ def sparse_over(run: Run) -> Evidence:
 
 @claim(
     "p4-thm4-rate",
-    "Thm 4",
     "partial-strongly identifiable experts, sparse regime: the rate",
     statement="L4 falls like √(log n / n) for partial-strongly identifiable experts.",
     tested="Slope of L4, up to the antisymmetric part of A, with one expert too many, tanh "
@@ -383,7 +371,6 @@ def partial_over(run: Run) -> Evidence:
 
 @claim(
     "p4-table1",
-    "Table 1",
     "softmax against sigmoid: samples for an error ε",
     statement="Linear experts need exp(ε^-1/τ) samples under softmax and ε^-2 under a sigmoid with "
     "dense gates; ReLU experts ε^-4 against ε^-2.",
@@ -439,7 +426,6 @@ def softmax_data(run: Run, expert: str, paper: tuple[float, float]) -> Evidence:
 
 @claim(
     "p4-fig1a",
-    "Figure 1a",
     "softmax data, ReLU experts: softmax against sigmoid",
     statement="The loss of the softmax model falls like n^-0.24, that of the sigmoid model like "
     "n^-0.51.",
@@ -455,7 +441,6 @@ def figure_1a(run: Run) -> Evidence:
 
 @claim(
     "p4-fig1b",
-    "Figure 1b",
     "softmax data, linear experts: softmax against sigmoid",
     statement="The loss of the softmax model falls like n^-0.07, that of the sigmoid model like "
     "n^-0.46.",
@@ -471,7 +456,6 @@ def figure_1b(run: Run) -> Evidence:
 
 @claim(
     "p4-fig2a",
-    "Figure 2a",
     "sigmoid data, sparse regime: ReLU against linear experts",
     statement="The loss of ReLU experts falls like n^-0.54, that of linear experts like n^-0.07.",
     tested="Raw and quotient slopes on a small design whose last expert has no gate, N = N*.",
@@ -494,7 +478,6 @@ def figure_2a(run: Run) -> Evidence:
 
 @claim(
     "p4-fig2b",
-    "Figure 2b",
     "sigmoid data, dense regime: ReLU against linear experts",
     statement="The loss of ReLU experts falls like n^-0.53, that of linear experts like n^-0.44.",
     tested="Raw and quotient slopes on a small design with N = N*.",
