@@ -318,10 +318,6 @@ def _deviation(x: Tensor, y: Tensor, covariance: Tensor) -> float:
 )
 def first_order(run: Run) -> Evidence:
     """Share of higher orders at the exit against ε."""
-    return _exit_orders(run)
-
-
-def _exit_orders(run: Run) -> Evidence:
     cell = drawn_cell(run)
     horizon = 9 * cell.distances.min().item() ** 2
     exits = sample_exits(cell, horizon, 64, run.size(40_000, 400_000), run.seed)
@@ -362,7 +358,7 @@ def exit_theorem(run: Run) -> Evidence:
     sigma = torch.eye(8, dtype=torch.float64) + 0.3 * run.normal(8, 8, stream=5)
     scores = run.normal(40, 8, stream=3) @ weight.T + bias
     cell = top_k_cell(scores[gap(scores, 2).argmax()], 2, weight, sigma)
-    bounds, order = _between(run, cell, cell.distances.min().item() ** 2), _exit_orders(run)
+    bounds, order = _between(run, cell, cell.distances.min().item() ** 2), first_order(run)
     return Evidence(
         [*bounds.checks, *order.checks],
         paper=bounds.paper,

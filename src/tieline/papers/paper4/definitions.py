@@ -10,7 +10,7 @@ from torch.func import jacrev, vmap
 from tieline.estimation import MoEModel, MoEParameters, quadratic_parameters, voronoi_loss
 from tieline.estimation.derivative_tests import generic_atoms, rank_test, witness_atoms
 from tieline.estimation.model import GateName, LinkName
-from tieline.papers.claim import Check, Evidence, Part, Run, Verdict, at_least, at_most, near
+from tieline.papers.claim import Evidence, Run, Verdict, at_least, at_most, near
 from tieline.papers.mixtures import (
     dependent,
     drawn,
@@ -364,7 +364,33 @@ def partial_strong(run: Run) -> Evidence:
     )
 
 
-def weak_checks(run: Run, gate) -> list[Check]:
+CONDITION = (
+    "A symmetric, and no two atoms of one row whose experts are multiples of one another: the "
+    "definition asks for any distinct parameters"
+)
+
+
+@claim(
+    "p4-def4",
+    "partial-weak identifiability and its examples",
+    statement="The same without b.",
+    tested="Rank at two generic atoms (d = 2), and at two atoms with proportional experts.",
+    expected=Verdict.CONDITION,
+    condition=CONDITION,
+    given={"gate": "partial"},
+)
+@claim(
+    "p4-def2",
+    "weak identifiability and its examples",
+    statement="The first derivatives of F in (A, b, c, η) are independent at any distinct "
+    "parameters, for two-layer networks and polynomial experts.",
+    tested="Rank at two generic atoms (d = 2, symmetric A), and at two atoms with proportional "
+    "experts.",
+    expected=Verdict.CONDITION,
+    condition=CONDITION,
+    given={"gate": "quadratic"},
+)
+def weak(run: Run, gate) -> Evidence:
     """Dependent first derivatives at generic parameters and at proportional experts."""
     x, checks = inputs(run, 600, 2), []
     forms: dict[str, dict] = {
@@ -377,48 +403,28 @@ def weak_checks(run: Run, gate) -> list[Check]:
         model = family(gate, **form)
         generic = dependent(rank_test(model, generic_atoms(model, 2), "weak", x))
         same = dependent(rank_test(model, witness_atoms(model), "weak", x))
-        part: Part = "condition"
-        checks.append(near(f"dependent, {name}", generic, 0, 0, part=part))
+        checks.append(near(f"dependent, {name}", generic, 0, 0, part="condition"))
         checks.append(near(f"dependent at proportional experts, {name}", same, 0, 0))
-    return checks
-
-
-CONDITION = (
-    "A symmetric, and no two atoms of one row whose experts are multiples of one another: the "
-    "definition asks for any distinct parameters"
-)
-
-
-@claim(
-    "p4-def2",
-    "weak identifiability and its examples",
-    statement="The first derivatives of F in (A, b, c, η) are independent at any distinct "
-    "parameters, for two-layer networks and polynomial experts.",
-    tested="Rank at two generic atoms (d = 2, symmetric A), and at two atoms with proportional "
-    "experts.",
-    expected=Verdict.CONDITION,
-    condition=CONDITION,
-)
-def weak(run: Run) -> Evidence:
-    """First derivatives, fully quadratic score."""
-    checks = weak_checks(run, "quadratic")
     return Evidence(checks, paper=0, measured=max(c.measured for c in checks))
 
 
 @claim(
-    "p4-def4",
-    "partial-weak identifiability and its examples",
-    statement="The same without b.",
-    tested="Rank at two generic atoms (d = 2), and at two atoms with proportional experts.",
-    expected=Verdict.CONDITION,
-    condition=CONDITION,
+    "p4-prop5",
+    "identifiability, partially quadratic score",
+    statement="The same for the partially quadratic score.",
+    tested="The same three pairs without b.",
+    expected=Verdict.FAILS,
+    given={"gate": "partial", "loss": "L4"},
 )
-def partial_weak(run: Run) -> Evidence:
-    """First derivatives, partially quadratic score."""
-    checks = weak_checks(run, "partial")
-    return Evidence(checks, paper=0, measured=max(c.measured for c in checks))
-
-
+@claim(
+    "p4-prop2",
+    "identifiability, fully quadratic score",
+    statement="If two mixtures are the same function, they are the same measure.",
+    tested="Three pairs of different measures of one function: A with an antisymmetric part; a "
+    "ReLU expert under a zero row with half the mass and twice the scale; the same split in two.",
+    expected=Verdict.FAILS,
+    given={"gate": "quadratic", "loss": "L1"},
+)
 def same_functions(run: Run, gate, loss: str) -> Evidence:
     """Different measures of one function: antisymmetric parts, mass against scale, a split."""
     tanh, relu = family(gate, "tanh", 3), family(gate, "relu", 3)
@@ -438,28 +444,3 @@ def same_functions(run: Run, gate, loss: str) -> Evidence:
         4,
         corrected="up to the antisymmetric part of A and, at zero rows, mass against scale",
     )
-
-
-@claim(
-    "p4-prop2",
-    "identifiability, fully quadratic score",
-    statement="If two mixtures are the same function, they are the same measure.",
-    tested="Three pairs of different measures of one function: A with an antisymmetric part; a "
-    "ReLU expert under a zero row with half the mass and twice the scale; the same split in two.",
-    expected=Verdict.FAILS,
-)
-def measures(run: Run) -> Evidence:
-    """Fully quadratic."""
-    return same_functions(run, "quadratic", "L1")
-
-
-@claim(
-    "p4-prop5",
-    "identifiability, partially quadratic score",
-    statement="The same for the partially quadratic score.",
-    tested="The same three pairs without b.",
-    expected=Verdict.FAILS,
-)
-def partial_measures(run: Run) -> Evidence:
-    """Partially quadratic."""
-    return same_functions(run, "partial", "L4")

@@ -131,16 +131,16 @@ def polynomial(run: Run) -> Evidence:
     )
 
 
-def dense_bound(run: Run, gate, loss: str) -> Evidence:
-    """The ratio along antisymmetric parts, and over the flattest directions without them."""
-    model = MoEModel(gate, "sigmoid", "tanh", 2, 2)
-    truth = drawn(run, model)
-    gap = largest_gap(model, twisted(truth), truth, inputs(run, 2000, 2))
-    raw = voronoi_loss(twisted(truth), truth, loss, 4).value
-    least = least_ratio(run, model, truth, loss, 4)
-    return flat_bound(gap, raw, least, "antisymmetric parts", "A symmetric")
-
-
+@claim(
+    "p4-thm5",
+    "dense regime, partial score: ‖f - f̄‖ >= c L_5",
+    statement="The same without b.",
+    tested="The same without b.",
+    expected=Verdict.CONDITION,
+    condition="A symmetric",
+    seconds=1,
+    given={"gate": "partial", "loss": "L5"},
+)
 @claim(
     "p4-thm3",
     "dense regime, full score: ‖f - f̄‖ >= c L_3",
@@ -151,24 +151,16 @@ def dense_bound(run: Run, gate, loss: str) -> Evidence:
     expected=Verdict.CONDITION,
     condition="A symmetric",
     seconds=1,
+    given={"gate": "quadratic", "loss": "L3"},
 )
-def full_dense(run: Run) -> Evidence:
-    """Fully quadratic."""
-    return dense_bound(run, "quadratic", "L3")
-
-
-@claim(
-    "p4-thm5",
-    "dense regime, partial score: ‖f - f̄‖ >= c L_5",
-    statement="The same without b.",
-    tested="The same without b.",
-    expected=Verdict.CONDITION,
-    condition="A symmetric",
-    seconds=1,
-)
-def partial_dense(run: Run) -> Evidence:
-    """Partially quadratic."""
-    return dense_bound(run, "partial", "L5")
+def dense_bound(run: Run, gate, loss: str) -> Evidence:
+    """The ratio along antisymmetric parts, and over the flattest directions without them."""
+    model = MoEModel(gate, "sigmoid", "tanh", 2, 2)
+    truth = drawn(run, model)
+    gap = largest_gap(model, twisted(truth), truth, inputs(run, 2000, 2))
+    raw = voronoi_loss(twisted(truth), truth, loss, 4).value
+    least = least_ratio(run, model, truth, loss, 4)
+    return flat_bound(gap, raw, least, "antisymmetric parts", "A symmetric")
 
 
 @claim(
@@ -207,6 +199,41 @@ def family(expert: str = "tanh", gate: Any = "quadratic", link: Any = "sigmoid")
     return MoEModel(gate, link, expert, 2, 2)
 
 
+@claim(
+    "p4-cor2",
+    "regression rate, partially quadratic score, dense regime",
+    statement="With scores xᵀAx + c, f̂ approaches the best functions with more experts than the "
+    "truth like √(log n / n).",
+    tested="Slope of ‖f̂ - f*‖ itself, the infimum over such functions being f*.",
+    seconds=3,
+    given={"gate": "partial", "experts": ("tanh",), "sparse": False},
+)
+@claim(
+    "p4-prop4",
+    "regression rate, partially quadratic score, sparse regime",
+    statement="With scores xᵀAx + c, ‖f̂ - f*‖ falls like √(log n / n) in the sparse regime.",
+    tested="Slope of ‖f̂ - f*‖ with one expert too many, tanh and ReLU experts.",
+    seconds=3,
+    given={"gate": "partial", "experts": ("tanh", "relu"), "sparse": True},
+)
+@claim(
+    "p4-cor1",
+    "regression rate, dense regime",
+    statement="In the dense regime f̂ approaches the best functions with more experts than the "
+    "truth like √(log n / n).",
+    tested="Slope of ‖f̂ - f*‖ itself, the infimum over such functions being f*.",
+    seconds=3,
+    given={"gate": "quadratic", "experts": ("tanh", "relu"), "sparse": False},
+)
+@claim(
+    "p4-prop1",
+    "regression rate, sparse regime",
+    statement="With full quadratic scores and split experts without gate, ‖f̂ - f*‖ falls like "
+    "√(log n / n).",
+    tested="Slope of ‖f̂ - f*‖ with one expert too many, tanh and ReLU experts.",
+    seconds=3,
+    given={"gate": "quadratic", "experts": ("tanh", "relu"), "sparse": True},
+)
 def over_regression(run: Run, gate: str, experts: tuple[str, ...], *, sparse: bool) -> Evidence:
     """Slope of ‖f - f*‖ with one expert too many."""
     found = {name: small_study(run, family(name, gate), extra=1, sparse=sparse) for name in experts}
@@ -215,57 +242,6 @@ def over_regression(run: Run, gate: str, experts: tuple[str, ...], *, sparse: bo
         "switched off by c → -∞."
     )
     return regression_rate(found, "" if sparse else dense)
-
-
-@claim(
-    "p4-prop1",
-    "regression rate, sparse regime",
-    statement="With full quadratic scores and split experts without gate, ‖f̂ - f*‖ falls like "
-    "√(log n / n).",
-    tested="Slope of ‖f̂ - f*‖ with one expert too many, tanh and ReLU experts.",
-    seconds=3,
-)
-def sparse_regression(run: Run) -> Evidence:
-    """Full quadratic score."""
-    return over_regression(run, "quadratic", ("tanh", "relu"), sparse=True)
-
-
-@claim(
-    "p4-cor1",
-    "regression rate, dense regime",
-    statement="In the dense regime f̂ approaches the best functions with more experts than the "
-    "truth like √(log n / n).",
-    tested="Slope of ‖f̂ - f*‖ itself, the infimum over such functions being f*.",
-    seconds=3,
-)
-def dense_regression(run: Run) -> Evidence:
-    """Full quadratic score."""
-    return over_regression(run, "quadratic", ("tanh", "relu"), sparse=False)
-
-
-@claim(
-    "p4-prop4",
-    "regression rate, partially quadratic score, sparse regime",
-    statement="With scores xᵀAx + c, ‖f̂ - f*‖ falls like √(log n / n) in the sparse regime.",
-    tested="Slope of ‖f̂ - f*‖ with one expert too many, tanh and ReLU experts.",
-    seconds=3,
-)
-def partial_sparse_regression(run: Run) -> Evidence:
-    """Partially quadratic score."""
-    return over_regression(run, "partial", ("tanh", "relu"), sparse=True)
-
-
-@claim(
-    "p4-cor2",
-    "regression rate, partially quadratic score, dense regime",
-    statement="With scores xᵀAx + c, f̂ approaches the best functions with more experts than the "
-    "truth like √(log n / n).",
-    tested="Slope of ‖f̂ - f*‖ itself, the infimum over such functions being f*.",
-    seconds=3,
-)
-def partial_dense_regression(run: Run) -> Evidence:
-    """Partially quadratic score."""
-    return over_regression(run, "partial", ("tanh",), sparse=False)
 
 
 @claim(
@@ -290,6 +266,28 @@ def polynomial_sparse(run: Run) -> Evidence:
     )
 
 
+@claim(
+    "p4-thm5-rate",
+    "weakly identifiable experts, partially quadratic score",
+    statement="L5 falls like √(log n / n) for partial-weakly identifiable experts.",
+    tested="Slopes of L5 with N = N*, tanh, ReLU and linear experts, raw and up to the "
+    "antisymmetric part of A.",
+    expected=Verdict.CONDITION,
+    condition="up to the antisymmetric part of A, and N = N*",
+    seconds=2,
+    given={"gate": "partial"},
+)
+@claim(
+    "p4-thm3-rate",
+    "weakly identifiable experts, dense regime",
+    statement="L3 falls like √(log n / n) for weakly identifiable experts.",
+    tested="Slopes of L3 with N = N*, tanh, ReLU and linear experts, raw and up to the "
+    "antisymmetric part of A.",
+    expected=Verdict.CONDITION,
+    condition="up to the antisymmetric part of A, and N = N*",
+    seconds=2,
+    given={"gate": "quadratic"},
+)
 def exact_rate(run: Run, gate: str) -> Evidence:
     """L3 or L5 with the right number of experts, where Ḡ is the truth."""
     experts = ("tanh", "relu", "linear")
@@ -301,35 +299,23 @@ def exact_rate(run: Run, gate: str) -> Evidence:
 
 
 @claim(
-    "p4-thm3-rate",
-    "weakly identifiable experts, dense regime",
-    statement="L3 falls like √(log n / n) for weakly identifiable experts.",
-    tested="Slopes of L3 with N = N*, tanh, ReLU and linear experts, raw and up to the "
-    "antisymmetric part of A.",
-    expected=Verdict.CONDITION,
-    condition="up to the antisymmetric part of A, and N = N*",
+    "p4-thm4-rate",
+    "partial-strongly identifiable experts, sparse regime: the rate",
+    statement="L4 falls like √(log n / n) for partial-strongly identifiable experts.",
+    tested="Slope of L4, up to the antisymmetric part of A, with one expert too many, tanh "
+    "experts, partially quadratic score.",
     seconds=2,
+    given={"gate": "partial"},
 )
-def dense_exact(run: Run) -> Evidence:
-    """Full quadratic score."""
-    return exact_rate(run, "quadratic")
-
-
 @claim(
-    "p4-thm5-rate",
-    "weakly identifiable experts, partially quadratic score",
-    statement="L5 falls like √(log n / n) for partial-weakly identifiable experts.",
-    tested="Slopes of L5 with N = N*, tanh, ReLU and linear experts, raw and up to the "
-    "antisymmetric part of A.",
-    expected=Verdict.CONDITION,
-    condition="up to the antisymmetric part of A, and N = N*",
+    "p4-thm1-rate",
+    "strongly identifiable experts, sparse regime: the rate",
+    statement="L1 falls like √(log n / n) for strongly identifiable experts.",
+    tested="Slope of L1, up to the antisymmetric part of A, with one expert too many, tanh "
+    "experts, full quadratic score, at n of some thousands.",
     seconds=2,
+    given={"gate": "quadratic"},
 )
-def partial_exact(run: Run) -> Evidence:
-    """Partially quadratic score."""
-    return exact_rate(run, "partial")
-
-
 def over_rate(run: Run, gate: str) -> Evidence:
     """L1 or L4 with one expert too many in the sparse regime, tanh experts."""
     study = small_study(run, family("tanh", gate), extra=1, sparse=True)
@@ -341,32 +327,6 @@ def over_rate(run: Run, gate: str) -> Evidence:
         note=f"{study.failed} of {len(study.rows)} fits were still moving along the valley of the "
         "split expert when their steps ran out.",
     )
-
-
-@claim(
-    "p4-thm1-rate",
-    "strongly identifiable experts, sparse regime: the rate",
-    statement="L1 falls like √(log n / n) for strongly identifiable experts.",
-    tested="Slope of L1, up to the antisymmetric part of A, with one expert too many, tanh "
-    "experts, full quadratic score, at n of some thousands.",
-    seconds=2,
-)
-def sparse_over(run: Run) -> Evidence:
-    """Full quadratic score."""
-    return over_rate(run, "quadratic")
-
-
-@claim(
-    "p4-thm4-rate",
-    "partial-strongly identifiable experts, sparse regime: the rate",
-    statement="L4 falls like √(log n / n) for partial-strongly identifiable experts.",
-    tested="Slope of L4, up to the antisymmetric part of A, with one expert too many, tanh "
-    "experts, partially quadratic score.",
-    seconds=2,
-)
-def partial_over(run: Run) -> Evidence:
-    """Partially quadratic score."""
-    return over_rate(run, "partial")
 
 
 @claim(
@@ -402,6 +362,28 @@ def table(run: Run) -> Evidence:
     )
 
 
+@claim(
+    "p4-fig1b",
+    "softmax data, linear experts: softmax against sigmoid",
+    statement="The loss of the softmax model falls like n^-0.07, that of the sigmoid model like "
+    "n^-0.46.",
+    tested="Raw and quotient slopes of both on a small design, the sigmoid's against its "
+    "population minimiser.",
+    expected=Verdict.FAILS,
+    seconds=3,
+    given={"expert": "linear", "paper": (-0.07, -0.46)},
+)
+@claim(
+    "p4-fig1a",
+    "softmax data, ReLU experts: softmax against sigmoid",
+    statement="The loss of the softmax model falls like n^-0.24, that of the sigmoid model like "
+    "n^-0.51.",
+    tested="Raw and quotient slopes of both on a small design, the sigmoid's against its "
+    "population minimiser.",
+    expected=Verdict.FAILS,
+    seconds=3,
+    given={"expert": "relu", "paper": (-0.24, -0.51)},
+)
 def softmax_data(run: Run, expert: str, paper: tuple[float, float]) -> Evidence:
     """Figure 1: softmax data, both links fitted; the sigmoid against its population minimiser."""
     soft = family(expert, link="softmax")
@@ -422,36 +404,6 @@ def softmax_data(run: Run, expert: str, paper: tuple[float, float]) -> Evidence:
         note="The softmax model is well specified here, the sigmoid one is not: its reference is "
         "the population minimiser.",
     )
-
-
-@claim(
-    "p4-fig1a",
-    "softmax data, ReLU experts: softmax against sigmoid",
-    statement="The loss of the softmax model falls like n^-0.24, that of the sigmoid model like "
-    "n^-0.51.",
-    tested="Raw and quotient slopes of both on a small design, the sigmoid's against its "
-    "population minimiser.",
-    expected=Verdict.FAILS,
-    seconds=3,
-)
-def figure_1a(run: Run) -> Evidence:
-    """ReLU experts."""
-    return softmax_data(run, "relu", (-0.24, -0.51))
-
-
-@claim(
-    "p4-fig1b",
-    "softmax data, linear experts: softmax against sigmoid",
-    statement="The loss of the softmax model falls like n^-0.07, that of the sigmoid model like "
-    "n^-0.46.",
-    tested="Raw and quotient slopes of both on a small design, the sigmoid's against its "
-    "population minimiser.",
-    expected=Verdict.FAILS,
-    seconds=3,
-)
-def figure_1b(run: Run) -> Evidence:
-    """Linear experts."""
-    return softmax_data(run, "linear", (-0.07, -0.46))
 
 
 @claim(
