@@ -329,19 +329,12 @@ def none_of(name: str, violations: Real, part: Part = "paper") -> Check:
 
 
 Numbers = Sequence[Real] | Tensor
-Scale = Literal["linear", "log"]
 
 
-def chart(
-    x: str,
-    y: str,
-    series: Sequence[Series],
-    *,
-    x_scale: Scale = "linear",
-    y_scale: Scale = "linear",
-) -> Chart:
-    """Make a chart of axes, by their titles and scales, and series."""
-    return Chart(Axis(x, x_scale), Axis(y, y_scale), tuple(series))
+def chart(x: str, y: str, *series: Series, log: Literal["", "x", "y", "xy"] = "") -> Chart:
+    """Make a chart of series over two titled axes; `log` names the logarithmic ones."""
+    scales = ("log" if axis in log else "linear" for axis in "xy")
+    return Chart(*map(Axis, (x, y), scales), series)
 
 
 def line(name: str, x: Numbers, y: Numbers, *, dashed: bool = False) -> Series:

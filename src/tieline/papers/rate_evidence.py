@@ -112,7 +112,7 @@ def rate_chart(studies: dict[str, RateStudy], losses: tuple[str, ...]) -> Chart:
             if one.loss in losses:
                 title = f"{name}, {one.loss}, {one.start}"
                 series.append(dots(title, one.sizes, one.mean, one.stderr))
-    return chart("n", "mean loss", series, x_scale="log", y_scale="log")
+    return chart("n", "mean loss", *series, log="xy")
 
 
 def _without_gate(truth: MoEParameters) -> MoEParameters:

@@ -86,7 +86,7 @@ def test_a_claim_from_a_file_says_that_it_has_no_test():
 
 def test_a_chart_survives_json():
     points = dots("found", torch.tensor([1.0, math.nan]), [math.inf, 2], [0.1, 0.2])
-    drawn = chart("x", "y", [line("bound", [0, 1], [1, 2], dashed=True), points], x_scale="log")
+    drawn = chart("x", "y", line("bound", [0, 1], [1, 2], dashed=True), points, log="x")
     plain = to_plain(drawn, words=True)
     assert plain["series"][1]["x"] == [1.0, "nan"]
     assert to_plain(from_plain(Chart, plain), words=True) == plain

@@ -60,12 +60,9 @@ def gap(run: Run) -> Evidence:
         figure=chart(
             "γ",
             "η",
-            [
-                dots("at the teacher's experts", gammas, found.etas),
-                line("free parameters", gammas, [cells.max().item()] * 4, dashed=True),
-            ],
-            x_scale="log",
-            y_scale="log",
+            dots("at the teacher's experts", gammas, found.etas),
+            line("free parameters", gammas, [cells.max().item()] * 4, dashed=True),
+            log="xy",
         ),
     )
 
@@ -155,13 +152,10 @@ def transfer(run: Run) -> Evidence:
         figure=chart(
             "τ",
             "difference of Hessians",
-            [
-                dots("off the teacher's wall", taus, off.hessian_gaps),
-                dots("at the teacher, ∂²/∂b²", taus, on),
-                line("limit/τ", taus, [limit / t for t in taus], dashed=True),
-            ],
-            x_scale="log",
-            y_scale="log",
+            dots("off the teacher's wall", taus, off.hessian_gaps),
+            dots("at the teacher, ∂²/∂b²", taus, on),
+            line("limit/τ", taus, [limit / t for t in taus], dashed=True),
+            log="xy",
         ),
     )
 
@@ -211,10 +205,8 @@ def profiled(run: Run) -> Evidence:
         figure=chart(
             "angle of the wall",
             "second variation",
-            [
-                dots("least eigenvalue", angles, [value[1] for value in values]),
-                dots("along the neutral motion", angles, [value[2] for value in values]),
-            ],
+            dots("least eigenvalue", angles, [value[1] for value in values]),
+            dots("along the neutral motion", angles, [value[2] for value in values]),
         ),
     )
 

@@ -130,7 +130,7 @@ def _both_models(both: SymmetryBreaking) -> Chart:
         line("reduced model", steps, both.reduced_norms, dashed=True),
         line("true descent", steps, both.norms),
     ]
-    return chart("step", "‖u‖", curves, y_scale="log")
+    return chart("step", "‖u‖", *curves, log="y")
 
 
 @claim(
@@ -352,7 +352,7 @@ def alignment(run: Run) -> Evidence:
         at_least("cosine with the leading eigenvector", angles[-1], 0.999),
         near("the sign condition holds", float(rate.sign_stable), 1, 0),
     ]
-    figure = chart("step", "|cos(u, w_1)|", [line("reduced model", range(1, steps + 1), angles)])
+    figure = chart("step", "|cos(u, w_1)|", line("reduced model", range(1, steps + 1), angles))
     return Evidence(checks, paper=stated, measured=(parts[1] / parts[0]).item(), figure=figure)
 
 
@@ -384,5 +384,5 @@ def rate(run: Run) -> Evidence:
         ),
         near("ρ at τ = 1e-4", curve[-1], 0.25, 1e-3),
     ]
-    figure = chart("τ", "ρ(τ)", [line("λ = 2, ½; η = 0.1", taus, curve)], x_scale="log")
+    figure = chart("τ", "ρ(τ)", line("λ = 2, ½; η = 0.1", taus, curve), log="x")
     return Evidence(checks, paper=0.25, measured=curve[-1], figure=figure)

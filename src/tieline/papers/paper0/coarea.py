@@ -64,9 +64,9 @@ def regular(run: Run) -> Evidence:
         figure=chart(
             "w",
             "P(|S| ≤ w) / w",
-            [dots("regular wall", widths, good), dots("S = x³", widths, bad)],
-            x_scale="log",
-            y_scale="log",
+            dots("regular wall", widths, good),
+            dots("S = x³", widths, bad),
+            log="xy",
         ),
         note="S = x³ is smooth and breaks the assumption: its mass grows like w^(1/3).",
     )
@@ -102,7 +102,7 @@ def profile(run: Run) -> Evidence:
         near("∫F over [-w, w] and P(|S| <= w)", float(inside), router.mass(width), 1e-9),
         at_most("|F(t) - F(0)| at t = 1e-4", step[1], 1e-4 * max(step[0], 1e-3)),
     ]
-    figure = chart("t", "F(t)", [line("curved wall", levels, [router.profile(t) for t in levels])])
+    figure = chart("t", "F(t)", line("curved wall", levels, [router.profile(t) for t in levels]))
     return Evidence(checks, paper=router.mass(width), measured=float(inside), figure=figure)
 
 
@@ -142,11 +142,9 @@ def expansion(run: Run) -> Evidence:
     figure = chart(
         "τ",
         "BM(τ) / τ",
-        [
-            line("C_ε", taus, [exact] * 4, dashed=True),
-            dots("quadrature", taus, [m / t for m, t in zip(masses, taus, strict=True)]),
-        ],
-        x_scale="log",
+        line("C_ε", taus, [exact] * 4, dashed=True),
+        dots("quadrature", taus, [m / t for m, t in zip(masses, taus, strict=True)]),
+        log="x",
     )
     return Evidence(checks, paper=exact, measured=surface.value, figure=figure)
 
@@ -239,11 +237,9 @@ def margin(run: Run) -> Evidence:
         figure=chart(
             "δ",
             "P(Δ_min ≤ δ) / δ",
-            [
-                line("C_margin", widths, [constant] * 5, dashed=True),
-                dots("counted", widths, [r * constant for r in ratio]),
-            ],
-            x_scale="log",
+            line("C_margin", widths, [constant] * 5, dashed=True),
+            dots("counted", widths, [r * constant for r in ratio]),
+            log="x",
         ),
     )
 
@@ -335,15 +331,13 @@ def scaling(run: Run) -> Evidence:
         figure=chart(
             "τ",
             "BM(τ; ε) / τ",
-            [
-                line(
-                    "sum over pairs",
-                    taus,
-                    [b / t for b, t in zip(bound, taus, strict=True)],
-                    dashed=True,
-                ),
-                dots("counted", taus, [float(m) / t for m, t in zip(mass, taus, strict=True)]),
-            ],
-            x_scale="log",
+            line(
+                "sum over pairs",
+                taus,
+                [b / t for b, t in zip(bound, taus, strict=True)],
+                dashed=True,
+            ),
+            dots("counted", taus, [float(m) / t for m, t in zip(mass, taus, strict=True)]),
+            log="x",
         ),
     )

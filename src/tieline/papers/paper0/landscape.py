@@ -327,7 +327,8 @@ def recovery(run: Run) -> Evidence:
         figure=chart(
             "τ",
             "error",
-            [dots("experts (5.13)", taus, experts), dots("partition (5.14)", taus, partition)],
+            dots("experts (5.13)", taus, experts),
+            dots("partition (5.14)", taus, partition),
         ),
         note="The experts are affine, not bounded; under a Gaussian their moments stand in.",
     )
@@ -374,12 +375,10 @@ def saddles(run: Run) -> Evidence:
         figure=chart(
             "misrouted mass",
             "least eigenvalue",
-            [
-                dots(
-                    "critical points",
-                    [p.misrouted for p in points],
-                    [p.least_eigenvalue for p in points],
-                )
-            ],
+            dots(
+                "critical points",
+                [p.misrouted for p in points],
+                [p.least_eigenvalue for p in points],
+            ),
         ),
     )

@@ -250,13 +250,10 @@ def uniform(run: Run) -> Evidence:
         figure=chart(
             "τ",
             "|L_τ - L_0|",
-            [
-                line("exact first order", TAUS, [abs(exact) * t for t in TAUS], dashed=True),
-                dots("two affine experts", TAUS, [abs(g) for g in gaps]),
-                dots("S = x|x|, α = ½", TAUS, [abs(g) for g in rooted]),
-            ],
-            x_scale="log",
-            y_scale="log",
+            line("exact first order", TAUS, [abs(exact) * t for t in TAUS], dashed=True),
+            dots("two affine experts", TAUS, [abs(g) for g in gaps]),
+            dots("S = x|x|, α = ½", TAUS, [abs(g) for g in rooted]),
+            log="xy",
         ),
     )
 
@@ -323,10 +320,6 @@ def gamma_limit(run: Run) -> Evidence:
         corrected="for normalised routers",
         measured=f"free scale: inf constant to {spread:.1e}; unit normals: gap ~ τ^{power:.2f}",
         figure=chart(
-            "τ",
-            "sup |Ψ_τ - Ψ_0|",
-            [dots("unit normals", taus, done.uniform_gaps)],
-            x_scale="log",
-            y_scale="log",
+            "τ", "sup |Ψ_τ - Ψ_0|", dots("unit normals", taus, done.uniform_gaps), log="xy"
         ),
     )

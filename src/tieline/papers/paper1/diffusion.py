@@ -91,11 +91,9 @@ def _between(run: Run, cell: TopKCell, horizon: float) -> Evidence:
     picture = chart(
         "t",
         "P(exit by t)",
-        [
-            line("lower bound", found.times, bounds.lower, dashed=True),
-            dots("simulated", found.times, found.value, found.stderr),
-            line("union bound", found.times, bounds.upper, dashed=True),
-        ],
+        line("lower bound", found.times, bounds.lower, dashed=True),
+        dots("simulated", found.times, found.value, found.stderr),
+        line("union bound", found.times, bounds.upper, dashed=True),
     )
     return Evidence(
         [
@@ -245,12 +243,9 @@ def misses(run: Run) -> Evidence:
         figure=chart(
             "radius of the ball",
             "chance to meet it",
-            [
-                line("d = 2", radii, curve),
-                line("d = 3", radii, [hits(3, 1.0, r, 4.0) for r in radii]),
-            ],
-            x_scale="log",
-            y_scale="log",
+            line("d = 2", radii, curve),
+            line("d = 3", radii, [hits(3, 1.0, r, 4.0) for r in radii]),
+            log="xy",
         ),
         note="In the plane the chance falls like 1/log(1/r) only: edges are missed, but not by "
         "far.",
@@ -324,23 +319,17 @@ def first_order(run: Run) -> Evidence:
     widths = [0.2, 0.1, 0.05, 0.025]
     shares = [(exit_orders(exits, epsilon) >= 2).double().mean().item() for epsilon in widths]
     exact = (exit_orders(exits, 1e-9) != 1).sum().item()
+    checks = [
+        none_of("exits whose order at ε = 1e-9 is not 1", exact),
+        near("exponent of the share of order 2 and more in ε", exponent(widths, shares), 1, 0.15),
+    ]
+    figure = chart("ε", "share of exits of order ≥ 2", dots("simulated", widths, shares), log="xy")
     return Evidence(
-        [
-            none_of("exits whose order at ε = 1e-9 is not 1", exact),
-            near(
-                "exponent of the share of order 2 and more in ε", exponent(widths, shares), 1, 0.15
-            ),
-        ],
+        checks,
         paper=0,
         corrected="0 at ε = 0, proportional to ε at a tolerance",
         measured=f"{shares[-1]:.4f} at ε = 0.025",
-        figure=chart(
-            "ε",
-            "share of exits of order ≥ 2",
-            [dots("simulated", widths, shares)],
-            x_scale="log",
-            y_scale="log",
-        ),
+        figure=figure,
     )
 
 
@@ -484,14 +473,11 @@ def many_flats(run: Run) -> Evidence:
     figure = chart(
         "ε",
         "expected time",
-        [
-            line("paper, n = 1", widths, ones[2::3], dashed=True),
-            line("finite bound, n = 1", widths, ones[1::3]),
-            dots("simulated, n = 1", widths, ones[::3]),
-            line("finite bound, n = 2", widths, twos[1::3]),
-            dots("simulated, n = 2", widths, twos[::3]),
-        ],
-        x_scale="log",
-        y_scale="log",
+        line("paper, n = 1", widths, ones[2::3], dashed=True),
+        line("finite bound, n = 1", widths, ones[1::3]),
+        dots("simulated, n = 1", widths, ones[::3]),
+        line("finite bound, n = 2", widths, twos[1::3]),
+        dots("simulated, n = 2", widths, twos[::3]),
+        log="xy",
     )
     return Evidence(checks, paper=ones[-1], corrected=ones[-2], measured=ones[-3], figure=figure)

@@ -193,7 +193,7 @@ def figure_four(run: Run) -> Evidence:
         paper=BUDGET,
         corrected="K begins at 2, not near 0: the top 2 are always in",
         measured=f"{k:.3f} on text of the run, {found.held_out:.3f} on held-out text",
-        figure=chart("step", "K", _lines(found)),
+        figure=chart("step", "K", *_lines(found)),
         note="ε first overshoots and comes back: the scores of a fresh model lie close together",
     )
 
@@ -229,9 +229,7 @@ def figure_five(run: Run) -> Evidence:
         corrected="ε tends to 0 and K to 2 without getting there: the pull K - k dies with ε",
         measured=f"{k:.3f}, ε down to {100 * dead:.0f} %",
         figure=chart(
-            "step",
-            "K",
-            [*_lines(found), line("budget", found.steps.double(), budgets, dashed=True)],
+            "step", "K", *_lines(found), line("budget", found.steps.double(), budgets, dashed=True)
         ),
     )
 
@@ -282,7 +280,7 @@ def near_experts(run: Run) -> Evidence:
         checks.append(at_most(f"layer {place}: K at 4", mean[-1].item(), scores.shape[1]))
         series.append(line(f"layer {place}", grid, mean))
     half = next(e for e, m in zip(grid, series[0].y, strict=True) if m >= k + 0.5)
-    figure = chart("ε", "mean number of experts K(ε)", series, x_scale="log")
+    figure = chart("ε", "mean number of experts K(ε)", *series, log="x")
     return Evidence(
         checks, paper="grows from k", measured=f"k + ½ by ε = {half} ({source})", figure=figure
     )

@@ -92,7 +92,7 @@ def _ramps(u: Tensor) -> Chart:
     """s(u) of the paper's exponents and of a plain ramp."""
     drawn = [(A, B), (1.0, 1.0)]
     curves = [line(f"a = {a:g}, b = {b:g}", u, smoothstep(u, a, b)) for a, b in drawn]
-    return chart("u", "s(u)", curves)
+    return chart("u", "s(u)", *curves)
 
 
 @claim(
@@ -226,12 +226,9 @@ def figure_one(run: Run) -> Evidence:
         figure=chart(
             "step",
             "largest difference of outputs",
-            [
-                line("hard top-k", found["hard"].steps, found["hard"].largest),
-                line("smooth top-k", found["smooth"].steps, found["smooth"].largest),
-            ],
-            x_scale="log",
-            y_scale="log",
+            line("hard top-k", found["hard"].steps, found["hard"].largest),
+            line("smooth top-k", found["smooth"].steps, found["smooth"].largest),
+            log="xy",
         ),
     )
 

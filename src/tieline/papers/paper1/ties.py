@@ -154,9 +154,7 @@ def measure_zero(run: Run) -> Evidence:
         none_of("exact ties", ties),
         near("exponent of the mass of the tube", exponent(widths[1:], shares[1:]), 1, 0.07),
     ]
-    figure = chart(
-        "ε", "share within ε of Γ", [dots("counted", widths, shares)], x_scale="log", y_scale="log"
-    )
+    figure = chart("ε", "share within ε of Γ", dots("counted", widths, shares), log="xy")
     return Evidence(checks, paper=0, measured=ties, figure=figure)
 
 
@@ -425,9 +423,7 @@ def tube_orders(run: Run) -> Evidence:
     figure = chart(
         "ε/R",
         "U_2/U_1 over ε/R",
-        [
-            line("formula", [0.0, *widths], [stated] * 3, dashed=True),
-            dots("sampled", widths, raw),
-        ],
+        line("formula", [0.0, *widths], [stated] * 3, dashed=True),
+        dots("sampled", widths, raw),
     )
     return Evidence(checks, paper=stated, measured=value, figure=figure)

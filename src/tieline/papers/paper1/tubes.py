@@ -159,7 +159,7 @@ def all_ties(run: Run, order: int, sizes: tuple[int, int]) -> Evidence:
         line("all flats", widths, flats),
         dots("sampled", widths, shares),
     ]
-    picture = chart("ε", "share of the ball", series, x_scale="log", y_scale="log")
+    picture = chart("ε", "share of the ball", *series, log="xy")
     return Evidence(
         checks, paper=leads[-1], corrected=flats[-1], measured=shares[-1], figure=picture
     )
@@ -223,7 +223,7 @@ def flat_expansion(run: Run) -> Evidence:
         checks.append(near(f"order of the remainder, n = {n}", exponent(radii, left), -2, 0.05))
         checks.append(at_least(f"the leading term is above, n = {n}", min(left), 0))
         curves.append(line(f"n = {n}", radii, left))
-    figure = chart("R", "relative remainder", curves, x_scale="log", y_scale="log")
+    figure = chart("R", "relative remainder", *curves, log="xy")
     return Evidence(checks, paper="R⁻²", measured=checks[0].measured, figure=figure)
 
 

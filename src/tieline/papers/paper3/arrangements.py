@@ -112,12 +112,7 @@ def three_lines(_run: Run) -> Evidence:
         near("general position", found[0], 7, 0),
         near("two parallel", found[1], 6, 0),
         near("one common point", found[2], 6, 0),
-        near(
-            "exact count in general position",
-            dense_regions(THREE, np.array([0, 0, -1.0])),
-            7,
-            0,
-        ),
+        near("exact count in general position", dense_regions(THREE, np.array([0, 0, -1.0])), 7, 0),
         near("exact count of cones", dense_regions(THREE, np.zeros(3)), 6, 0),
         near("exact count refuses parallels", refused(parallel, [0.0, -1.0, 0.0]), 1, 0),
     ]
@@ -158,9 +153,9 @@ def dense_bound(run: Run) -> Evidence:
         figure=chart(
             "H",
             "regions, d = 3",
-            [dots("counted", widths, counts), line("Φ", widths, [zaslavsky(h, 3) for h in widths])],
-            x_scale="log",
-            y_scale="log",
+            dots("counted", widths, counts),
+            line("Φ", widths, [zaslavsky(h, 3) for h in widths]),
+            log="xy",
         ),
     )
 
@@ -268,9 +263,9 @@ def top_one_bound(run: Run) -> Evidence:
         paper=capacity_bound(8, 1, 8, 2),
         corrected=expected_regions(8, 1, 8, 2),
         measured=float(counts.mean()),
-        figure=chart("H", "pieces / Φ(H, 2), N = 8", [
+        figure=chart("H", "pieces / Φ(H, 2), N = 8",
             line("expected", widths, gain), line("the bound", widths, [8.0] * 5, dashed=True),
-        ], x_scale="log"),
+            log="x"),
         note="The bound stands. For Gaussian weights N C(H, d) P(M = 1) = C(H, d): the factor over "
         "a dense layer of the same width tends to 1, not to N.",
     )  # fmt: skip
@@ -312,12 +307,11 @@ def wide_experts(run: Run) -> Evidence:
         paper=1,
         corrected=0.25,
         measured=share[-1],
-        figure=chart("H", "share of N Φ(H, 2), N = 4", [
+        figure=chart("H", "share of N Φ(H, 2), N = 4",
             dots("drawn", widths, share),
             line("expected", widths, [expected_regions(4, 1, h, 2) / capacity_bound(4, 1, h, 2)
                                       for h in widths]),
-            line("the paper", widths, [1.0] * 3, dashed=True),
-        ], x_scale="log"),
+            line("the paper", widths, [1.0] * 3, dashed=True), log="x"),
     )  # fmt: skip
 
 

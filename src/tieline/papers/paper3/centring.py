@@ -100,10 +100,10 @@ def angular_collapse(run: Run) -> Evidence:
         ],
         paper="C(d) s^{d-1}",
         measured=max(ratios),
-        figure=chart("R/‖μ‖", "share of the sphere, d = 3", [
+        figure=chart("R/‖μ‖", "share of the sphere, d = 3",
             line("cap", sines, [cap_fraction(3, s) for s in sines]),
             line("leading term", sines, [cap_constant(3) * s**2 for s in sines], dashed=True),
-        ], x_scale="log", y_scale="log"),
+            log="xy"),
     )  # fmt: skip
 
 
@@ -141,11 +141,11 @@ def coalitions_left(run: Run) -> Evidence:
         paper=dim - 1,
         corrected=1,
         measured=found,
-        figure=chart("R/‖μ‖", "chance to meet a tie, d = 8", [
+        figure=chart("R/‖μ‖", "chance to meet a tie, d = 8",
             dots("drawn routers", sines, chance),
             line("1 - exp(-walls)", sines, [ball_meets_tie(16, 4, dim, s) for s in sines]),
             line("the paper's order", sines, [s ** (dim - 1) for s in sines], dashed=True),
-        ], x_scale="log", y_scale="log"),
+            log="xy"),
         note="One coalition is always left; a second one is behind a wall, and walls are met in "
         "proportion to R/‖μ‖ in any dimension.",
     )  # fmt: skip

@@ -181,12 +181,11 @@ def effective_upper(run: Run) -> Evidence:
         paper=stated,
         corrected=0.5,
         measured=slope,
-        figure=chart("H", "pieces, N = 2, k = 1, d = 8", [
+        figure=chart("H", "pieces, N = 2, k = 1, d = 8",
             dots("drawn layers", [narrow, wide], [low, high], [e, f]),
             line("1 + (L/π)(kH + ρ)", widths, [crofton(2, 1, h, QUARTER) for h in widths]),
             line("the bound", widths, [paper_effective_bound(2, 1, h, 1, 8, QUARTER)
-                                       for h in widths], dashed=True),
-        ]),
+                                       for h in widths], dashed=True)),
         note="The bound divides a length by a 7-dimensional volume: it has no meaning for "
         "d_eff < d - 1.",
     )  # fmt: skip
@@ -222,8 +221,8 @@ def effective_lower(run: Run) -> Evidence:
         paper="a constant",
         corrected=crofton(32, k, width, QUARTER),
         measured=mean,
-        figure=chart("N", "largest c, k = 4", [line("c", experts, left)],
-                     x_scale="log", y_scale="log"),
+        figure=chart("N", "largest c, k = 4", line("c", experts, left),
+                     log="xy"),
         note="Pieces along a curve grow no faster than N; C(N, k) grows like N^k. Measured: mean "
         "pieces at N = 32, k = 4, H = 8.",
     )  # fmt: skip

@@ -128,11 +128,10 @@ def number_of_cells(run: Run) -> Evidence:
         paper=1820,
         corrected=expected_cells(16, 4, 2),
         measured=float(drawn_counts.mean()),
-        figure=chart("d", "cells of N = 8, k = 4", [
+        figure=chart("d", "cells of N = 8, k = 4",
             dots("counted", dims, [counts[d][4] for d in dims]),
             line("expected", dims, [expected_cells(8, 4, d) for d in dims]),
-            line("C(N, k)", dims, [70.0] * 7, dashed=True),
-        ]),
+            line("C(N, k)", dims, [70.0] * 7, dashed=True)),
         note="Measured: mean cells of drawn routers with N = 16, k = 4 on the plane.",
     )  # fmt: skip
 

@@ -50,8 +50,8 @@ def lower_bound(_run: Run) -> Evidence:
         paper="a constant",
         corrected="0 as N grows, k > d + 1",
         measured=f"{share[0]:.3g} at N = 64, {share[-1]:.2g} at 4096",
-        figure=chart("N", "B* / (C(N, 4) H²), H = 8, d = 2", [line("upper bound", MANY, share)],
-                     x_scale="log", y_scale="log"),
+        figure=chart("N", "B* / (C(N, 4) H²), H = 8, d = 2", line("upper bound", MANY, share),
+                     log="xy"),
         note="A corner of d neurons is one point and lies in one cell, so it cannot be counted in "
         "C(N, k) of them; and the cells themselves number at most Φ(N, d+1). With N fixed the "
         "order H^d is right.",
@@ -82,9 +82,8 @@ def tight_order(_run: Run) -> Evidence:
         paper="Θ",
         corrected=f"at most {limit:.4f} of the bound for wide experts, N = 16, k = 4, d = 2",
         measured=wide[-1],
-        figure=chart("N", "B* / bound, H = 5, d = 5", [
-            line("k = 4", MANY, experts), line("k = 8", MANY, many),
-        ], x_scale="log", y_scale="log"),
+        figure=chart("N", "B* / bound, H = 5, d = 5",
+            line("k = 4", MANY, experts), line("k = 8", MANY, many), log="xy"),
     )  # fmt: skip
 
 
@@ -244,9 +243,9 @@ def splitting(_run: Run) -> Evidence:
         paper=printed,
         corrected=gain,
         measured=f"limit {constant:.4f} of the law at k = m = 2; expected pieces ×{gain:.2f}",
-        figure=chart("N", "exact ratio / law, k = m = 2", [
+        figure=chart("N", "exact ratio / law, k = m = 2",
             line("exact", sizes, over), line("the paper", sizes, [1.0] * len(sizes), dashed=True),
-        ], x_scale="log"),
+            log="x"),
         note="Stirling is used at fixed k, where it is off by a constant; and H^d_eff should be "
         "(kH)^d_eff, which splitting leaves alone, so that there is no width penalty. Of the law's "
         f"{printed:.3g} for 32 experts, k = 4, split in two, the expected pieces show {gain:.2f}.",

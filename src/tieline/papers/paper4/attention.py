@@ -107,4 +107,4 @@ def _figure(found: AttentionComparison) -> Chart:
             dots(f"{kind} head", curve.sizes, curve.experts),
             line(f"{kind}, from the information", curve.sizes, foretold, dashed=True),
         ]
-    return chart("samples n", "error of v", series, x_scale="log", y_scale="log")
+    return chart("samples n", "error of v", *series, log="xy")

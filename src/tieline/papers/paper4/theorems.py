@@ -92,11 +92,11 @@ def full_sparse(run: Run) -> Evidence:
         paper="c > 0",
         corrected="the partially quadratic score, or squares of ‖Δb‖² in L_1",
         measured=exponent(steps, gaps),
-        figure=chart("ε", "GELU experts", [
+        figure=chart("ε", "GELU experts",
             dots("|f - f*|", steps, gaps),
             dots("L_1", steps, losses),
             line("ε⁴", steps, [gaps[0] * (s / steps[0]) ** 4 for s in steps], dashed=True),
-        ], x_scale="log", y_scale="log"),
+            log="xy"),
         note="By the first equation of (8), which no expert escapes, b can be split against A.",
     )  # fmt: skip
 
