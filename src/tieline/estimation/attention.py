@@ -169,10 +169,7 @@ class AttentionComparison:
         raise KeyError(f"no curve of {family=}, {teacher=}, {student=}")
 
     def sample_ratio(self, family: Family) -> float:
-        """Samples that softmax needs for each one of sigmoid, at equal error of the experts.
-
-        Each learns its own teacher; (c_softmax / c_sigmoid)² with c² = tr (I⁺)_ηη.
-        """
+        """Samples softmax needs for one of sigmoid at equal expert error: ratio of tr (I⁺)_ηη."""
         soft, sigmoid = (self.curve(family, kind, kind).predicted_experts for kind in KINDS)
         assert soft is not None
         assert sigmoid is not None

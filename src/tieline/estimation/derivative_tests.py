@@ -228,10 +228,7 @@ class RankTest:
 def rank_test(
     model: MoEModel, atoms: Sequence[Atom], strength: Strength, x: Float[Tensor, "n d"]
 ) -> RankTest:
-    """The rank test of a definition at given atoms.
-
-    For the sigmoid link "strong" sets the rows of the atoms to zero, as P4 Def. 1 and 3 do.
-    """
+    """The rank test of a definition; P4 Def. 1 and 3 ("strong", sigmoid) are at zero rows."""
     require(strength in ("strong", "weak"), f"strength is 'strong' or 'weak', got {strength!r}")
     sigmoid = model.link == "sigmoid"
     if sigmoid and strength == "strong":

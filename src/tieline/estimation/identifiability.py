@@ -133,11 +133,7 @@ class Identifiability:
 def identifiability(
     model: MoEModel, *, seed: int = 0, draws: int = 3, n: int = 1200
 ) -> Identifiability:
-    """Rank, nullity and split tests of a model at generic parameters, on n inputs of the cube.
-
-    Of several draws the split test keeps the most visible one, as a draw may be nearly degenerate
-    by chance.
-    """
+    """Rank, nullity and split tests at generic parameters, keeping the most visible split drawn."""
     require(draws >= 1, f"need at least one draw, got {draws}")
     x = draw_inputs("uniform", n, model.d, seed)
     k = model.n_experts

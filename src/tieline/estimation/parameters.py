@@ -117,10 +117,7 @@ def from_vector(vector: Float[Tensor, "*batch p"], n: int, dim: int, q: int) -> 
 def quadratic_parameters(
     A: Numbers, c: Numbers, experts: Numbers, b: Numbers | None = None
 ) -> MoEParameters:
-    """Parameters of a quadratic gate from its parts: A (*batch, N, d, d), b (*batch, N, d), c, η.
-
-    Without b the gate is partially quadratic.
-    """
+    """A quadratic gate from A (*batch, N, d, d), c, η and b (*batch, N, d); partial without b."""
     rows = _double("A", A).flatten(-2)
     if b is not None:
         rows = torch.cat((rows, _double("b", b)), dim=-1)

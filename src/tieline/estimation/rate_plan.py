@@ -143,10 +143,7 @@ def plan_blocks(
 
 
 def estimate_seconds(plan: RatePlan, blocks: Sequence[Block], jobs: int) -> float:
-    """Estimate, within a factor of three, how long the blocks take.
-
-    A pass over a few samples is timed and multiplied by the usual number of steps.
-    """
+    """Estimate the time of the blocks within a factor of three, from one timed pass."""
     if not blocks:
         return 0.0
     n = min(4096, max(block.n for block in blocks))

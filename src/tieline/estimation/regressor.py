@@ -192,10 +192,7 @@ class MoERegressor(RegressorMixin, MultiOutputMixin, BaseEstimator):
         return inside[:, :, 0].numpy() if self._flat else inside.numpy()
 
     def inspect(self, X: Any = None, *, k: int = 1) -> LayerMeasures:
-        """Measure margins, boundary mass and flips of a gate that keeps the k largest scores.
-
-        As `tieline inspect` does; X is by default the rows of the fit, or 16,384 of them.
-        """
+        """Measure a gate of the k largest scores on X, or on up to 16,384 rows of the fit."""
         check_is_fitted(self)
         x = self._remembered if X is None else self._inputs(X)
         return routing_measures(self._regression.model, self.gating_, x, k=k)

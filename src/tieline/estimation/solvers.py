@@ -86,10 +86,7 @@ class Normal(NamedTuple):
 
 @dataclass(frozen=True)
 class LeastSquares:
-    """Problems over data sets x (R, n, d), y (R, n) or (R, n, outputs), S starts for each.
-
-    Problem b has the data set b // S.
-    """
+    """Data sets x (R, n, d), y (R, n, ...) with S starts each: problem b has the set b // S."""
 
     regression: Regression  # the function to fit
     x: Float[Tensor, "sets samples dim"]  # inputs in float64

@@ -85,15 +85,10 @@ def elementary_symmetric(
 
 @dataclass(frozen=True)
 class TropicalPolynomial:
-    """P(x) = ⊕_i c_i ⊗ x^{⊗ a_i} = max_i (c_i + a_i · x).
+    """P(x) = ⊕_i c_i ⊗ x^{⊗ a_i} = max_i (c_i + a_i · x)."""
 
-    Attributes:
-        exponents: (terms, d) vectors a_i.
-        coefficients: (terms,) numbers c_i.
-    """
-
-    exponents: Float[np.ndarray, "terms dim"]
-    coefficients: Float[np.ndarray, " terms"]
+    exponents: Float[np.ndarray, "terms dim"]  # (terms, d) vectors a_i
+    coefficients: Float[np.ndarray, " terms"]  # (terms,) numbers c_i
 
     def __post_init__(self) -> None:
         rows, terms = self.exponents.shape[0], len(self.coefficients)
@@ -201,15 +196,10 @@ def _wins(lifted: Float[np.ndarray, "n d1"], term: int) -> bool:
 
 @dataclass(frozen=True)
 class TropicalRational:
-    """F = P ⊘ Q = P - Q.
+    """F = P ⊘ Q = P - Q."""
 
-    Attributes:
-        numerator: P.
-        denominator: Q.
-    """
-
-    numerator: TropicalPolynomial
-    denominator: TropicalPolynomial
+    numerator: TropicalPolynomial  # P
+    denominator: TropicalPolynomial  # Q
 
     def evaluate(self, x: Real[Array, "points dim"]) -> Float[np.ndarray, " points"]:
         """F(x) at every point."""

@@ -99,10 +99,7 @@ def attainability(n_experts: int, k: int, dim: int) -> Attainability:
 
 
 def group_coalitions(n_experts: int, k: int, n_groups: int, k_groups: int) -> int:
-    """Sets of k experts that touch at most k_groups of n_groups equal groups.
-
-    All that group-limited routing (DeepSeek-V3) can choose; C(N, k) where k_groups = n_groups.
-    """
+    """Sets of k experts that touch at most k_groups of n_groups equal groups (DeepSeek-V3)."""
     check_shape(n_experts, k, 1)
     require(
         1 <= k_groups <= n_groups and n_experts % n_groups == 0,

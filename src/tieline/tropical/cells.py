@@ -376,10 +376,7 @@ class CellSearch:
 
 
 def voronoi_cells(points: Any, k: int) -> int:
-    """Order-k Voronoi cells of n <= 128 points of the plane: Lee's formula with counted k-sets.
-
-    No three points may lie on a line and no four on a circle (refused).
-    """
+    """Order-k Voronoi cells of points of the plane, no three on a line, no four on a circle."""
     sites = as_points(points, 2, 2)
     n = len(sites)
     require(n <= MOST_POINTS, f"at most {MOST_POINTS} points, got {n}: use expected_voronoi_cells")
@@ -389,10 +386,7 @@ def voronoi_cells(points: Any, k: int) -> int:
 
 
 def k_sets(points: Any) -> Int[np.ndarray, " orders"]:
-    """e_i, i = 1 ... n-1: the sets of i points that some line separates from the rest.
-
-    Each corresponds to one directed line through two points with i - 1 points to its left.
-    """
+    """e_i, i = 1 ... n-1: the sets of i points that some line separates from the rest."""
     sites = as_points(points, 2, 2)
     n = len(sites)
     along = sites[None, :, :] - sites[:, None, :]

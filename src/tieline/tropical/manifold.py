@@ -184,11 +184,7 @@ def pieces_along_curve(
 
 
 def spherical_length(points: Any, *, lift: float = 0.0) -> float:
-    """Length of the polyline's image under (x, lift) ↦ (x, lift) / ‖(x, lift)‖.
-
-    The lift is 0 for routers without bias, whose cells are cones, and sd(bias) / sd(weight) for
-    routers with one, which are biasless on R^{d+1}.
-    """
+    """Length of the polyline's image under (x, lift) ↦ (x, lift) / ‖(x, lift)‖; see `bias_scale`."""
     path = np.asarray(points, dtype=np.float64)
     path = np.column_stack([path, np.full(len(path), lift)])
     norms = np.linalg.norm(path, axis=1, keepdims=True)
@@ -306,10 +302,7 @@ def token_pairs(
 def crossings(
     layer: LayerTrace, weight: Any, pairs: Int[Tensor, "pairs 2"], bias: Any = None
 ) -> Crossings:
-    """Coalitions met between the router inputs of token pairs (Thm. 4.26, corrected).
-
-    Of a layer captured with keep="inputs", its router's weight (E, D) and its bias, if it has one.
-    """
+    """Coalitions met between the router inputs of token pairs (Thm. 4.26, corrected)."""
     inputs = captured_inputs(layer)
     router = as_router(weight, bias, layer.facts.k)
     data = as_points(inputs, router.weight.shape[1], 2)

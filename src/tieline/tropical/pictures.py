@@ -219,10 +219,7 @@ class Slice:
 
 
 def plane_through(points: Any, margin: float = 0.6) -> Plane:
-    """The plane through three points of R^d, not on one line (refused), centred between them.
-
-    `margin` is the room around them, as a share of the larger side of their box.
-    """
+    """The plane through three points of R^d, with a margin relative to the side of their box."""
     dim = np.shape(points)[-1]
     require(dim >= 2, f"a plane needs d >= 2, got d = {dim}")
     p = as_points(points, dim, 3)
@@ -301,11 +298,7 @@ def slice_layer(
     expert: int | None = None,
     margin: float = 0.6,
 ) -> Slice:
-    """`slice_router` through the router inputs of three tokens of a captured layer.
-
-    The trace must keep inputs (`capture(model, keep="inputs")`); weight (E, D) and bias (E,) are
-    those of the router.
-    """
+    """`slice_router` through the router inputs of three tokens, captured with keep="inputs"."""
     points = captured_inputs(layer)[list(tokens)]
     options = {"epsilon": epsilon, "expert": expert, "margin": margin}
     return slice_router(points, weight, bias, layer.facts.k, **options)

@@ -164,10 +164,7 @@ def regions(
     k: int,
     max_pieces: int = MAX_PIECES,
 ) -> Regions:
-    """All pieces with a point inside each, d <= 5: linear programmes, no general position needed.
-
-    Layers with more than `max_pieces` are refused.
-    """
+    """All pieces, at most `max_pieces`, with a point inside each; d <= 5, any position."""
     layer = counting_layer(W, b, V, c, k)
     _check_dim(layer)
     found, left = [], max_pieces
