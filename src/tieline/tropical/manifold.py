@@ -184,7 +184,7 @@ def pieces_along_curve(
 
 
 def spherical_length(points: Any, *, lift: float = 0.0) -> float:
-    """Length of the polyline's image under (x, lift) ↦ (x, lift) / ‖(x, lift)‖; see `bias_scale`."""
+    """Length of the polyline's image under (x, lift) ↦ (x, lift) / ‖(x, lift)‖ (`bias_scale`)."""
     path = np.asarray(points, dtype=np.float64)
     path = np.column_stack([path, np.full(len(path), lift)])
     norms = np.linalg.norm(path, axis=1, keepdims=True)
