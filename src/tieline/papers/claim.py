@@ -333,8 +333,8 @@ Numbers = Sequence[Real] | Tensor
 
 def chart(x: str, y: str, *series: Series, log: Literal["", "x", "y", "xy"] = "") -> Chart:
     """Make a chart of series over two titled axes; `log` names the logarithmic ones."""
-    scales = ("log" if axis in log else "linear" for axis in "xy")
-    return Chart(*map(Axis, (x, y), scales), series)
+    x_scale, y_scale = ("log" if axis in log else "linear" for axis in "xy")
+    return Chart(Axis(x, x_scale), Axis(y, y_scale), series)
 
 
 def line(name: str, x: Numbers, y: Numbers, *, dashed: bool = False) -> Series:

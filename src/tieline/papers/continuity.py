@@ -224,7 +224,8 @@ def measure_continuity(
     epsilon = epsilon_for_extra(ranked_scores(scores, scores.shape[1]), k, extra).value
     require(epsilon is not None and epsilon > 0, f"{name}: no ε lets {extra} experts in")
     assert epsilon is not None
-    found = nearest_tie_point(inputs[:ties], router.weight.detach(), _bias(router), k)
+    bias = None if router.bias is None else router.bias.detach()
+    found = nearest_tie_point(inputs[:ties], router.weight.detach(), bias, k)
     walls = _Walls(double, found.point, found.normal, found.distance, epsilon)
     gates = [TopK(k), SmoothTopK(k, epsilon=epsilon, b=50.0), SmoothTopK(k, epsilon=epsilon)]
     line = walls.line(_layer(double, gates[0]))
@@ -318,10 +319,6 @@ def _layer(layer: MoE, gate: Gate) -> Layer:
         return layer.experts(x, gate(layer.router(x)))
 
     return mapped
-
-
-def _bias(router: LinearRouter) -> Tensor | None:
-    return None if router.bias is None else router.bias.detach()
 
 
 def _tuple(values: Tensor) -> tuple[float, ...]:

@@ -3,6 +3,7 @@
 import math
 
 import torch
+from numpy.polynomial.legendre import leggauss
 from scipy import stats
 
 from tieline.core.statistics import exponent, mean_estimate
@@ -86,7 +87,7 @@ def profile(run: Run) -> Evidence:
     area = 4 * math.pi * radius**2 * math.exp(-(radius**2) / 2) / (2 * math.pi) ** 1.5
     sphere = area / (2 * radius)
     router, width = GraphRouter(), 0.5
-    nodes, weights = (torch.from_numpy(a) for a in _legendre())
+    nodes, weights = (torch.from_numpy(a) for a in leggauss(24))
     inside = width * sum(
         w * router.profile(width * t) for t, w in zip(nodes.tolist(), weights.tolist(), strict=True)
     )
@@ -104,12 +105,6 @@ def profile(run: Run) -> Evidence:
     ]
     figure = chart("t", "F(t)", line("curved wall", levels, [router.profile(t) for t in levels]))
     return Evidence(checks, paper=router.mass(width), measured=float(inside), figure=figure)
-
-
-def _legendre() -> tuple:
-    from numpy.polynomial.legendre import leggauss
-
-    return leggauss(24)
 
 
 @claim(

@@ -47,8 +47,6 @@ from tieline.training.engine import run
 from tieline.training.tasks import TASKS
 from tieline.training.text_data import load_streams
 
-__all__ = ["RoutingCourse", "routing_course"]
-
 
 @dataclass(frozen=True, eq=False)
 class RoutingCourse:

@@ -15,7 +15,6 @@ from tieline.geometry import (
     walk_across,
 )
 from tieline.papers.claim import (
-    Chart,
     Evidence,
     Run,
     Verdict,
@@ -48,6 +47,8 @@ def log_smoothstep(run: Run) -> Evidence:
     u = torch.linspace(0, 1, 2_001, dtype=torch.float64)
     s = smoothstep(u, A, B)
     ramp = [_ramp_at(share) for share in (0.1, 0.9)]
+    few, drawn = u[::10], [(A, B), (1.0, 1.0)]
+    curves = [line(f"a = {a:g}, b = {b:g}", few, smoothstep(few, a, b)) for a, b in drawn]
     zero = torch.zeros(1, dtype=torch.float64, requires_grad=True)
     log_form = torch.log(zero**A / (zero**A + (1 - zero) ** B))
     (slope,) = torch.autograd.grad(torch.exp(log_form), zero)
@@ -78,7 +79,7 @@ def log_smoothstep(run: Run) -> Evidence:
         paper="h continuous",
         corrected="s = e^h continuous; compute s",
         measured=f"ramp on [{ramp[0]:.4f}, {ramp[1]:.4f}]",
-        figure=_ramps(u[::10]),
+        figure=chart("u", "s(u)", *curves),
     )
 
 
@@ -86,13 +87,6 @@ def _ramp_at(share: float) -> float:
     """The u at which s reaches a share."""
     x = torch.linspace(0, 1, 1_000_001, dtype=torch.float64)
     return x[torch.searchsorted(smoothstep(x, A, B), share)].item()
-
-
-def _ramps(u: Tensor) -> Chart:
-    """s(u) of the paper's exponents and of a plain ramp."""
-    drawn = [(A, B), (1.0, 1.0)]
-    curves = [line(f"a = {a:g}, b = {b:g}", u, smoothstep(u, a, b)) for a, b in drawn]
-    return chart("u", "s(u)", *curves)
 
 
 @claim(
