@@ -55,7 +55,7 @@ def timed_study(what: str, case: str, target: float, **grid: Any) -> Row:
     begun = time.perf_counter()
     study = rate_study(plan, executor="loky", jobs=2, quiet=True)
     seconds = time.perf_counter() - begun
-    cpu = sum(row["seconds"] for row in study.rows)
+    cpu = sum(row.seconds for row in study.rows)
     note = f"{study.failed} of {len(study.rows)} not converged, {cpu:.1f} s CPU"
     return Row(what, seconds, "s wall", None, None, target, seconds <= target, note)
 

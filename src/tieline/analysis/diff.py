@@ -219,7 +219,7 @@ def _two_models(
         ready.append(side)
         cut.append(tokenise(loaded.tokenizer, words, tokens, most).sequences)
     same_tokens(cut[0], cut[1])
-    found = diff_models(*ready, cut[0], batch_size=batch_size, progress=progress)
+    found = diff_models(ready[0], ready[1], cut[0], batch_size=batch_size, progress=progress)
     facts = {"text": origin, "tokens": sum(map(len, cut[0]))}
     return replace(found, provenance=found.provenance | facts)
 
