@@ -8,6 +8,7 @@ from torch import Tensor
 from tieline.core.statistics import mean_estimate
 from tieline.limits.symmetry import (
     Response,
+    SymmetryBreaking,
     alignment_rate,
     alignment_step,
     coupled_modes,
@@ -17,6 +18,7 @@ from tieline.limits.symmetry import (
     symmetry_breaking,
 )
 from tieline.papers.claim import (
+    Chart,
     Evidence,
     Run,
     Verdict,
@@ -115,16 +117,20 @@ def response(run: Run) -> Evidence:
         paper=f"no drift; growth {both.paper_growth:.4f} per step",
         corrected=f"drift {closed:.6f}; growth {both.predicted_growth:.4f}",
         measured=f"drift {drift.value:.6f}; growth {both.growth:.4f}",
-        figure=chart(
-            "step",
-            "‖u‖",
-            line("reduced model", range(len(both.norms)), both.reduced_norms, dashed=True),
-            line("true descent", range(len(both.norms)), both.norms),
-            log="y",
-        ),
+        figure=_both_models(both),
         note="Router and contrast drive each other: modes ±|λ|/(√2 τ), one of them growing "
         "whatever the sign of λ.",
     )
+
+
+def _both_models(both: SymmetryBreaking) -> Chart:
+    """‖u‖ against the step, reduced and true."""
+    steps = range(len(both.norms))
+    curves = [
+        line("reduced model", steps, both.reduced_norms, dashed=True),
+        line("true descent", steps, both.norms),
+    ]
+    return chart("step", "‖u‖", *curves, log="y")
 
 
 @claim(
