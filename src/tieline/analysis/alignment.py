@@ -36,17 +36,6 @@ from tieline.trace.check import check_layer
 from tieline.trace.ops import take_tokens
 from tieline.trace.record import LayerTrace, LazyLayers, RoutingTrace
 
-__all__ = [
-    "Aligned",
-    "align",
-    "alignment_notes",
-    "check_ids",
-    "check_layers",
-    "check_related",
-    "check_sizes",
-    "check_tokens",
-]
-
 
 def alignment_notes(found: Alignment, against_ids: bool) -> tuple[str, ...]:
     """Return everything that two runs of one program would not show, most severe first.

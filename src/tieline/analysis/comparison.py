@@ -45,26 +45,6 @@ from tieline.core.statistics import clustered_share
 from tieline.trace.ops import take_tokens
 from tieline.trace.record import LayerTrace, RoutingTrace
 
-__all__ = [
-    "BAND",
-    "Compared",
-    "NoiseBand",
-    "attribute",
-    "attribution_status",
-    "compare",
-    "findings",
-    "flip_margins",
-    "flipped_before",
-    "metrics",
-    "noise_band",
-    "set_flips",
-    "summed_up",
-    "token_diff",
-    "verdict",
-    "weight_moved",
-]
-
-
 BAND = 6.0
 """Width of the tie band over the noise of the scores."""
 ROWS = 16384

@@ -33,25 +33,6 @@ from tieline.core.errors import TraceError, require
 from tieline.trace.ops import select_layers, select_tokens
 from tieline.trace.record import LayerTrace, LazyLayers, RoutingTrace
 
-__all__ = [
-    "Hypothesis",
-    "IdCheck",
-    "Matching",
-    "Pairing",
-    "Places",
-    "Routed",
-    "Sampled",
-    "co_occurrence",
-    "common_places",
-    "equal_ids",
-    "layer_numbers",
-    "match_experts",
-    "pairings",
-    "routed_part",
-    "sample_choices",
-    "search",
-]
-
 
 class Pairing(NamedTuple):
     """One way to lay the layers on each other.

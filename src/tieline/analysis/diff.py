@@ -49,19 +49,6 @@ from tieline.hf.running import batches, forward, only_running
 from tieline.trace.ops import concatenate
 from tieline.trace.record import RoutingTrace
 
-__all__ = [
-    "Side",
-    "TokenDistances",
-    "diff",
-    "diff_models",
-    "logits_diff",
-    "read_dtype",
-    "same_tokens",
-    "sequences_of",
-    "token_distances",
-    "trace_model",
-]
-
 Progress = Callable[[str, int, int], None]
 Source = ModelSource | RoutingTrace
 """A model by name or as (model, tokenizer), a trace, or a folder or file of routes."""

@@ -20,18 +20,6 @@ from tieline.core.records import Result
 from tieline.core.statistics import Share
 from tieline.trace.record import RoutingTrace
 
-__all__ = [
-    "Alignment",
-    "Attribution",
-    "DepthStep",
-    "LayerDiff",
-    "LayerPair",
-    "LogitsDiff",
-    "RoutingDiff",
-    "TokenDiff",
-    "WeightMoved",
-]
-
 
 @dataclass(frozen=True)
 class LayerPair:

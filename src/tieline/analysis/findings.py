@@ -30,16 +30,6 @@ from tieline.geometry.measure_records import (
     RoutingMeasures,
 )
 
-__all__ = [
-    "findings",
-    "layer_labels",
-    "leading_rate",
-    "metric_names",
-    "metrics",
-    "percent",
-    "verdict",
-]
-
 ROBUST_BELOW, FRAGILE_FROM = 0.002, 0.02
 """Share of tokens flipping in some layer: up to where routing is robust, from where fragile."""
 

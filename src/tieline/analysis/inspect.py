@@ -48,8 +48,6 @@ from tieline.trace.ops import take_tokens
 from tieline.trace.record import LayerTrace, RoutingTrace
 from tieline.trace.summary import RoutingSummary
 
-__all__ = ["Progress", "inputs_fit", "inspect", "linear_weights"]
-
 Progress = Callable[[str, int, int], None]
 """Called with the stage ("forward", "jumps", "losses"), how much of it is done, and of how much."""
 

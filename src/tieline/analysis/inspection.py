@@ -16,19 +16,6 @@ from tieline.core.statistics import Estimate
 from tieline.geometry.measure_records import Quantiles, RoutingMeasures
 from tieline.trace.record import RoutingTrace
 
-__all__ = [
-    "Finding",
-    "GapJumpTable",
-    "Inspection",
-    "JumpMeasures",
-    "JumpSample",
-    "LayerJumps",
-    "LossJumps",
-    "Severity",
-    "TextPiece",
-    "TextSample",
-]
-
 Severity = Literal["warning", "notice", "info"]
 """How severe a finding is: act on it, know it, or plain description."""
 

@@ -50,17 +50,6 @@ from tieline.hf.running import forward
 from tieline.trace.record import LayerTrace, RoutingTrace
 from tieline.trace.sampling import SPAN, token_hash
 
-__all__ = [
-    "BlockSample",
-    "BlockSampler",
-    "JumpSettings",
-    "gap_jump_table",
-    "loss_changes",
-    "measure_jumps",
-    "relative_change",
-    "with_losses",
-]
-
 PerToken = Float[Tensor, " tokens"]
 Places = Int[Tensor, " tokens"]
 

@@ -9,8 +9,6 @@ from tieline.core.records import Result
 from tieline.trace.record import RoutingTrace
 from tieline.trace.store import merge_folders
 
-__all__ = ["Merged", "merge"]
-
 
 @dataclass(frozen=True, repr=False)
 class Merged(Result):

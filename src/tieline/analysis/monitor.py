@@ -69,20 +69,6 @@ from tieline.routing.layer import MoE
 from tieline.routing.losses import is_collected
 from tieline.trace.record import LayerTrace
 
-__all__ = [
-    "JsonlWriter",
-    "LayerScalars",
-    "LossCheck",
-    "RoutingMonitor",
-    "RoutingWarning",
-    "TensorBoardWriter",
-    "Writer",
-    "layer_scalars",
-    "model_scalars",
-    "probability_warning",
-    "spacing_mass",
-]
-
 COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef", "ffn_config.moe_loss_weight")
 ROW_ERROR = 0.02
 """Probabilities of 64 experts in bf16 sum to 1 within this."""

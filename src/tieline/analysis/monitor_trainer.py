@@ -17,8 +17,6 @@ from transformers import TrainerCallback
 from tieline.analysis.monitor import RoutingMonitor
 from tieline.core.errors import require
 
-__all__ = ["RoutingCallback", "monitor_trainer"]
-
 
 class RoutingCallback(TrainerCallback):
     """Runs a `RoutingMonitor` in a Trainer.

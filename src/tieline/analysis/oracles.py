@@ -25,17 +25,6 @@ from tieline.core.ranking import gap as gap_of
 from tieline.core.ranking import kth_largest, sets_differ
 from tieline.geometry.rounding import PRECISIONS, grid_step
 
-__all__ = [
-    "ChoiceComparison",
-    "PlantedScores",
-    "assert_routing_close",
-    "compare_choices",
-    "regret",
-    "tie_band",
-    "tie_free_scores",
-    "tie_heavy_scores",
-]
-
 
 class PlantedScores(NamedTuple):
     """Scores and what is true of them.

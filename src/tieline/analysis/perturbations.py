@@ -39,18 +39,6 @@ from tieline.hf.emulate import emulate, logits_matrix, score_noise, state_noise
 from tieline.hf.formats import FORMATS, Format, format_named
 from tieline.trace.record import LayerTrace
 
-__all__ = [
-    "Chance",
-    "Perturbation",
-    "applied",
-    "chance_by_noise",
-    "noise_generator",
-    "predicted_flips",
-    "sigma_for_flips",
-    "solve_increasing",
-    "standard_perturbations",
-]
-
 Kind = Literal["rounding", "score noise", "state noise"]
 Part = Literal["router", "model"]
 

@@ -50,16 +50,6 @@ from tieline.hf.emulate import modular_routers
 from tieline.hf.formats import FORMATS, format_named
 from tieline.hf.running import batches, forward, only_running
 
-__all__ = [
-    "HARMLESS",
-    "audit",
-    "extra_bytes",
-    "harmless",
-    "keep_list",
-    "perturbation_effect",
-    "verdict",
-]
-
 Progress = Callable[[str, int, int], None]
 
 LEAST_KL = 1e-14

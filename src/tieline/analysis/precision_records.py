@@ -16,15 +16,6 @@ from typing import ClassVar
 from tieline.core.records import Result
 from tieline.core.statistics import Estimate
 
-__all__ = [
-    "KeepList",
-    "LayerEffect",
-    "NeverHit",
-    "PerturbationEffect",
-    "PrecisionAudit",
-    "SigmaForFlips",
-]
-
 
 @dataclass(frozen=True)
 class LayerEffect:

@@ -44,16 +44,6 @@ from tieline.hf.selection import select
 from tieline.trace.ops import take_tokens
 from tieline.trace.record import LayerTrace
 
-__all__ = [
-    "FullEffect",
-    "FullRuns",
-    "LocalEffect",
-    "LocalRuns",
-    "chosen_mask",
-    "model_logits",
-    "routed_set",
-]
-
 RANKS = 16
 """Ranks beyond k that predictions see."""
 

@@ -36,24 +36,6 @@ from tieline.core.errors import TielineError, require
 from tieline.core.ranking import sets_differ
 from tieline.core.records import to_plain
 
-__all__ = [
-    "VERDICTS",
-    "WAYS",
-    "Flip",
-    "Inputs",
-    "RecomputeReport",
-    "Repetition",
-    "Run",
-    "checkpointed",
-    "compared",
-    "compiled",
-    "other_threads",
-    "plain",
-    "recompute_check",
-    "split",
-    "worst",
-]
-
 VERDICTS = ("identical", "differs, but not by routing", "exact tie", "near-tie flip")
 """From harmless to what crashes: the verdict of several repetitions is the last of theirs."""
 

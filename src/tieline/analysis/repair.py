@@ -41,16 +41,6 @@ from tieline.hf.router_call import Choice, RouterOutput, override_choice
 from tieline.hf.running import batches, forward, only_running
 from tieline.hf.smooth import Smoothing
 
-__all__ = [
-    "REPAIR_PERTURBATIONS",
-    "Latency",
-    "Repair",
-    "RepairRow",
-    "RepairTable",
-    "repair_table",
-    "smoothing_latency",
-]
-
 REPAIR_PERTURBATIONS = (
     Perturbation("rounding", "bf16"),
     Perturbation("rounding", "bf16", "model"),

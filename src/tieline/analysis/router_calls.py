@@ -35,8 +35,6 @@ from tieline.routing.layer import MoE
 from tieline.routing.smooth import SmoothTopK
 from tieline.trace.record import LayerFacts, LayerTrace, Units
 
-__all__ = ["LogitSums", "RouterCall", "own_call", "transformers_call", "untraced", "watch_routing"]
-
 Scores = Float[Tensor, "tokens experts"]
 
 

@@ -25,8 +25,6 @@ from tieline.hf.loading import LoadedModel, can_use_experts, use_experts
 from tieline.hf.running import batches
 from tieline.hf.smooth import smooth_
 
-__all__ = ["smooth"]
-
 Progress = Callable[[str, int, int], None]
 
 

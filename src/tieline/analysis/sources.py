@@ -26,20 +26,6 @@ from tieline.trace.record import RoutingTrace
 from tieline.trace.store import folder_kind, load_summary, load_trace
 from tieline.trace.summary import RoutingSummary
 
-__all__ = [
-    "SHIPPED",
-    "ModelSource",
-    "Text",
-    "as_model",
-    "as_text",
-    "default_length",
-    "load",
-    "quiet_transformers",
-    "read_routes",
-    "save_model",
-    "source_kind",
-]
-
 SHIPPED = "shipped"
 """The name of the model in the box."""
 

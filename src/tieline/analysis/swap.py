@@ -37,8 +37,6 @@ from tieline.hf.router_call import Choice, override_choice
 from tieline.trace.ops import take_tokens
 from tieline.trace.record import LayerTrace
 
-__all__ = ["Block", "BlockCall", "Rows", "block_of", "recorded_choice", "swapped_choice"]
-
 Key = int | str
 """Place or name of an argument."""
 

@@ -21,8 +21,6 @@ from tieline.geometry.sections import scored
 from tieline.hf.running import batches, forward, only_running
 from tieline.trace.record import LayerTrace, RoutingTrace
 
-__all__ = ["TextLoss", "TokenisedText", "text_loss", "text_sample", "tokenise"]
-
 CHARACTERS_PER_TOKEN = 8
 """First guess of how much text the tokens need."""
 

@@ -29,8 +29,6 @@ from tieline.geometry.rounding import PRECISIONS, grid_step, shared_cell
 from tieline.geometry.sections import check_finite, scored
 from tieline.trace.record import LayerTrace, RoutingTrace
 
-__all__ = ["LayerTies", "TieDensity", "tie_density"]
-
 FORMATS = {
     torch.float32: "fp32",
     torch.float16: "fp16",

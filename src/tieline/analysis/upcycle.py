@@ -18,8 +18,6 @@ from tieline.core.records import Result
 from tieline.hf.loading import LoadedModel, load_dense, probe_output
 from tieline.hf.upcycle import upcycle_
 
-__all__ = ["Upcycled", "upcycle"]
-
 Progress = Callable[[str, int, int], None]
 
 

@@ -20,30 +20,6 @@ from tieline._version import __version__
 from tieline.cli.input import with_json_target, with_new_names
 from tieline.core.errors import TielineError
 
-__all__ = [
-    "BAD_INPUT",
-    "CONDITION_HELD",
-    "FINE",
-    "GROUPS",
-    "Address",
-    "BatchSize",
-    "Debug",
-    "Device",
-    "Executor",
-    "Html",
-    "Jobs",
-    "Json",
-    "ModelName",
-    "Revision",
-    "Seed",
-    "TextFile",
-    "TrustRemoteCode",
-    "app",
-    "guarded",
-    "main",
-    "say",
-]
-
 FINE, CONDITION_HELD, BAD_INPUT, OUR_BUG, INTERRUPTED = 0, 1, 2, 3, 130
 GROUPS = {
     "Look": ("inspect", "diff", "audit"),

@@ -21,8 +21,6 @@ from tieline.cli.app import (
 from tieline.cli.deliver import Outputs, deliver, progress_bars
 from tieline.core.errors import require
 
-__all__ = ["audit"]
-
 
 @app.command()
 @guarded

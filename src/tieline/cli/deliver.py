@@ -29,8 +29,6 @@ from tieline.core.errors import require
 from tieline.core.files import check_target, write_whole
 from tieline.core.records import Result
 
-__all__ = ["Outputs", "Report", "deliver", "progress_bars"]
-
 
 @dataclass(frozen=True)
 class Outputs:

@@ -14,7 +14,6 @@ from tieline.core.errors import require
 if TYPE_CHECKING:
     from tieline.tropical.advisor import LayerShape
 
-__all__ = ["design"]
 
 HIDDEN = 2048
 

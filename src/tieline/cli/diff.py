@@ -21,8 +21,6 @@ from tieline.cli.deliver import Outputs, deliver, progress_bars
 from tieline.cli.input import share
 from tieline.core.errors import ParameterError
 
-__all__ = ["diff"]
-
 Source = "Folder of a trace, file of an engine (.npy, .npz, .safetensors, .csv, .jsonl), or model."
 Precision = "auto, fp32, bf16 or fp16; or bf16-emulated, int8-emulated, ...: computed in fp32."
 

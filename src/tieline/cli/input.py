@@ -14,8 +14,6 @@ from typing import TypeVar
 
 from tieline.core.errors import ParameterError, require
 
-__all__ = ["layer_choice", "numbers", "share", "with_json_target", "with_new_names"]
-
 RENAMED = {
     "inspect": {"--out": "--html"},
     "diff": {

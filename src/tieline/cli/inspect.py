@@ -39,8 +39,6 @@ from tieline.cli.deliver import Outputs, deliver, progress_bars
 from tieline.cli.input import layer_choice
 from tieline.core.errors import require
 
-__all__ = ["Condition", "check_names", "held", "inspect", "parse_condition"]
-
 COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     ">": operator.gt,
     ">=": operator.ge,

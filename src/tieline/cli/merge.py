@@ -8,8 +8,6 @@ import typer
 from tieline.cli.app import Debug, Json, Seed, app, guarded
 from tieline.cli.deliver import Outputs, deliver, progress_bars
 
-__all__ = ["merge"]
-
 
 @app.command()
 @guarded

@@ -11,8 +11,6 @@ from tieline.cli.deliver import Outputs, deliver, progress_bars
 from tieline.cli.input import numbers
 from tieline.core.errors import require
 
-__all__ = ["rates"]
-
 
 @app.command()
 @guarded

@@ -21,8 +21,6 @@ from tieline.cli.app import (
 )
 from tieline.cli.deliver import Outputs, deliver, progress_bars
 
-__all__ = ["reproduce"]
-
 
 @app.command()
 @guarded

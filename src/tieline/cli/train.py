@@ -10,8 +10,6 @@ from tieline.cli.app import BAD_INPUT, Debug, Html, Json, Seed, app, guarded
 from tieline.cli.deliver import Outputs, deliver, progress_bars
 from tieline.core.errors import require
 
-__all__ = ["train"]
-
 GRACE = 2.0
 """Seconds for rank 0 to print its error: torchrun ends all processes when one has ended."""
 

@@ -10,8 +10,6 @@ from tieline.cli.app import Debug, Json, Revision, Seed, app, guarded
 from tieline.cli.deliver import Outputs, deliver, progress_bars
 from tieline.cli.input import layer_choice
 
-__all__ = ["upcycle"]
-
 
 @app.command()
 @guarded

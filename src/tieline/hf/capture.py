@@ -49,17 +49,6 @@ from tieline.hf.swap_class import Call, swapped_class, wrapped_class
 from tieline.trace.ops import concatenate
 from tieline.trace.record import LayerFacts, LayerTrace, RoutingTrace, check_epsilons
 
-__all__ = [
-    "DEFAULT_EPSILONS",
-    "Call",
-    "LayerObserver",
-    "Recorder",
-    "Settings",
-    "Sink",
-    "capture",
-    "near_counts",
-]
-
 
 @dataclass(frozen=True)
 class Settings:

@@ -27,19 +27,6 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTraine
 from tieline.core.errors import UnsupportedModelError, require
 from tieline.hf.swap_class import Call, restore_class, subclass, wrapped_class
 
-__all__ = [
-    "Checkpoint",
-    "Restorer",
-    "changes_of",
-    "first_line",
-    "forget_change",
-    "load_pretrained",
-    "read_checkpoint",
-    "record_change",
-    "refuse_quantised",
-    "register_restorer",
-]
-
 Facts = dict[str, Any]
 KEY, VARIANT = "tieline", "tieline"
 OLD_KEY, OLD_VARIANT, OLD_PLACE = "tieline_smoothing", "tieline-smoothed", "quantization_config"

@@ -34,20 +34,6 @@ from tieline.core.errors import UnsupportedModelError, require
 from tieline.hf.families import family_of, find_routers
 from tieline.hf.formats import Format, format_named
 
-__all__ = [
-    "Parts",
-    "RouterScope",
-    "computes_single",
-    "emulate",
-    "kept_names",
-    "logits_matrix",
-    "modular_routers",
-    "position_tables",
-    "score_noise",
-    "state_noise",
-    "weight_axis",
-]
-
 
 def modular_routers(model: nn.Module) -> dict[str, nn.Module]:
     """Return the routers by name; refuses those that are not modules of their own."""

@@ -16,16 +16,6 @@ from torch import nn
 
 from tieline.core.errors import ParameterError, UnsupportedModelError, require
 
-__all__ = [
-    "FAMILIES",
-    "Groups",
-    "RouterFamily",
-    "chosen_routers",
-    "family_of",
-    "find_routers",
-    "register_family",
-]
-
 Layout = Literal["topk", "dense", "sorted", "method"]
 Ranked = Literal["logits", "softmax", "sigmoid", "activation"]
 Combine = Literal["softmax", "softmax of chosen", "sigmoid", "activation", "own"]

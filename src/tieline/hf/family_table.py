@@ -12,8 +12,6 @@ from functools import partial
 
 from tieline.hf.families import Groups, RouterFamily, register_family
 
-__all__ = ["TRANSFORMERS_FAMILIES"]
-
 _BIAS = "e_score_correction_bias"
 _FLAG = "norm_topk_prob"
 _SCALE = "routed_scaling_factor"

@@ -22,8 +22,6 @@ from torch import Tensor
 
 from tieline.core.errors import require
 
-__all__ = ["FORMATS", "GROUP_SIZE", "Format", "Rounding", "format_named"]
-
 GROUP_SIZE = 32
 """Inputs that share a scale in the formats per group."""
 

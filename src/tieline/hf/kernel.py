@@ -20,8 +20,6 @@ from tieline.core.errors import ParameterError, UnsupportedModelError
 from tieline.routing.dispatch import dispatch
 from tieline.routing.grouped import grouped_dispatch
 
-__all__ = ["KERNEL", "dense_weights", "experts_forward", "register_kernel"]
-
 KERNEL = "tieline"
 """The name by which transformers knows the kernel."""
 

@@ -25,8 +25,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tieline.core.errors import UnsupportedModelError, require
 
-__all__ = ["Header", "load_llama2c", "load_llama2c_tokenizer", "read_header"]
-
 LARGEST = 1 << 20  # of any number in a header
 UNKNOWN, BEGIN, END, FIRST_BYTE = 0, 1, 2, 3
 

@@ -33,21 +33,6 @@ from tieline.hf.llama2c import load_llama2c, load_llama2c_tokenizer
 from tieline.hf.shipped import SHIPPED_FOLDER, load_shipped_model, load_shipped_tokenizer
 from tieline.hf.smooth import FEATURE as SMOOTH
 
-__all__ = [
-    "DTYPES",
-    "NAMES",
-    "LoadedModel",
-    "RoutedShape",
-    "can_use_experts",
-    "load_dense",
-    "load_model",
-    "load_smoothed",
-    "probe_output",
-    "read_shape",
-    "shape_of",
-    "use_experts",
-]
-
 DTYPES: dict[str, str | torch.dtype] = {
     "auto": "auto",
     "fp32": torch.float32,

@@ -60,17 +60,6 @@ from tieline.routing.gates import Gate, Law, SelectiveGate
 from tieline.routing.layer import GATES, ROUTERS
 from tieline.routing.routers import CosineRouter, LinearRouter, QuadraticRouter, Router
 
-__all__ = [
-    "Rerouter",
-    "Rerouting",
-    "attach_rerouter",
-    "detach_rerouter",
-    "reroute_",
-    "rerouter_of",
-    "start_from",
-    "unreroute_",
-]
-
 ROUTER, GATE, REROUTER = "tieline_router", "tieline_gate", "tieline_rerouter"
 
 

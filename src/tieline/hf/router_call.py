@@ -40,26 +40,6 @@ from tieline.hf.families import HANDLER, RouterFamily, family_of
 from tieline.hf.family_table import TRANSFORMERS_FAMILIES
 from tieline.hf.swap_class import Call, restore_class, swapped_class, wrapped_class
 
-__all__ = [
-    "Choice",
-    "Handler",
-    "RouterOutput",
-    "Rule",
-    "SkipRule",
-    "attach",
-    "choice_in",
-    "detach",
-    "experts_of",
-    "handled_class",
-    "logits_in",
-    "override_choice",
-    "read_output",
-    "skip_rule",
-    "to_slots",
-    "with_choice",
-    "write_output",
-]
-
 LOGITS = {"topk": 0, "dense": 1, "sorted": 4}
 
 

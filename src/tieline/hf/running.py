@@ -17,16 +17,6 @@ from torch import Tensor, nn
 
 from tieline.core.errors import TielineError
 
-__all__ = [
-    "Batch",
-    "DocumentCounter",
-    "batches",
-    "forward",
-    "model_device",
-    "only_running",
-    "text_config",
-]
-
 
 @dataclass(frozen=True)
 class Batch:

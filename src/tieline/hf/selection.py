@@ -33,19 +33,6 @@ from tieline.hf.running import Batch
 from tieline.hf.swap_class import Call
 from tieline.trace.record import Units
 
-__all__ = [
-    "GroupLimit",
-    "Selection",
-    "at_least_single",
-    "check_distinct",
-    "check_finite",
-    "check_selected",
-    "group_limit",
-    "restrict",
-    "select",
-    "units_of",
-]
-
 _UNITS_OF_ACTIVATION: dict[str, Units] = {
     "Sigmoid": "sigmoid",
     "SqrtSoftplusActivation": "sqrtsoftplus",

@@ -12,14 +12,6 @@ from typing import Any
 import torch
 from transformers import OlmoeForCausalLM, PreTrainedTokenizerFast
 
-__all__ = [
-    "SHIPPED_FOLDER",
-    "load_shipped_model",
-    "load_shipped_tokenizer",
-    "shipped_text",
-    "shipped_training_log",
-]
-
 SHIPPED_FOLDER = Path(__file__).parents[1] / "shipped"
 """A local checkpoint that `AutoModelForCausalLM` and `AutoTokenizer` load like any other."""
 

@@ -44,17 +44,6 @@ from tieline.hf.smooth_router import (
     smoothing_of,
 )
 
-__all__ = [
-    "FEATURE",
-    "LayerSmoothing",
-    "Smoothing",
-    "apply_smoothing",
-    "read_smoothing",
-    "restore_smoothing",
-    "smooth_",
-    "unsmooth_",
-]
-
 FEATURE = "smooth"
 VERSION = 1
 """Of the form in which a configuration holds the record."""

@@ -31,15 +31,6 @@ from tieline.hf.swap_class import Call
 from tieline.routing.gates import Groups
 from tieline.routing.smooth import smooth_columns, smoothstep
 
-__all__ = [
-    "Scores",
-    "budget_epsilon",
-    "collect_scores",
-    "measured_noise",
-    "noise_epsilon",
-    "ramp_width",
-]
-
 NOISE_WIDTHS = 10.0
 """M: width of the ramp in standard deviations of the noise."""
 

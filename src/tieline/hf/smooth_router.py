@@ -46,20 +46,6 @@ from tieline.hf.swap_class import Call
 from tieline.routing.gates import Groups
 from tieline.routing.smooth import Columns, smooth_columns
 
-__all__ = [
-    "LayerPlan",
-    "RouterSmoothing",
-    "column_weights",
-    "default_k_max",
-    "family_scale",
-    "gate_groups",
-    "layer_plan",
-    "plan_layers",
-    "refusal",
-    "renormalises",
-    "smoothing_of",
-]
-
 TINY = {"lfm2_moe": 1e-6, "muse_spark": 1e-15}
 """Number that a family adds to a sum before dividing by it; 1e-20 in all others."""
 

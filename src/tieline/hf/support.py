@@ -4,8 +4,6 @@ from tieline.hf.families import Groups, RouterFamily
 from tieline.hf.family_table import TRANSFORMERS_FAMILIES
 from tieline.hf.smooth_router import refusal
 
-__all__ = ["smoothing_list", "support_table"]
-
 _INTRODUCTION = """\
 # Supported families
 

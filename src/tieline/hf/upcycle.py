@@ -38,16 +38,6 @@ from tieline.hf.changes import Restorer, record_change, refuse_quantised, regist
 from tieline.hf.families import RouterFamily, family_of, register_family
 from tieline.hf.kernel import experts_forward
 
-__all__ = [
-    "DenseFFN",
-    "UpcycledExperts",
-    "UpcycledFFN",
-    "UpcycledRouter",
-    "Upcycling",
-    "find_dense_ffns",
-    "upcycle_",
-]
-
 ACTIVATION_NAMES = ("act_fn", "activation_fn", "act", "intermediate_act_fn")
 
 

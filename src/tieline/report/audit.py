@@ -38,16 +38,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = [
-    "audit_notes",
-    "audit_panels",
-    "figures",
-    "keep_rows",
-    "notebook",
-    "page",
-    "summary",
-    "terminal",
-]
 
 FLIPS = Panel(
     "audit-flips",

@@ -12,19 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-__all__ = [
-    "MOST_NAMED",
-    "Panel",
-    "arranged",
-    "axis",
-    "depth_bar",
-    "figure",
-    "layer_colour",
-    "note_at",
-    "share_axis",
-    "unmeasured",
-]
-
 MOST_NAMED = 10
 """Largest number of layers that a legend names one by one; a bar of colours tells more."""
 

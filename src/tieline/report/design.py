@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["cell_text", "figures", "notebook", "page", "summary", "terminal"]
 
 SHARES = {"bf16_flips"}
 """Quantities that are written as percentages."""

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["diff_panels", "figures", "notebook", "page", "summary", "terminal"]
 
 RATES = Panel(
     "diff-rates",

@@ -23,24 +23,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = [
-    "ACCENT",
-    "FIGURE_SUFFIXES",
-    "INK",
-    "LOAD",
-    "MUTED",
-    "NOTICE",
-    "STYLE",
-    "WARN",
-    "canvas",
-    "check_figure_path",
-    "drawn_bytes",
-    "inline_image",
-    "layer_colours",
-    "name_layers",
-    "percent_axis",
-    "small_canvas",
-]
 
 ACCENT, WARN, NOTICE, INK, MUTED = "#0b5394", "#b3400a", "#7a5c00", "#1d2127", "#5d6570"
 """The colours of the roles of a page's charts, in its light scheme."""

@@ -28,7 +28,6 @@ from tieline.report.tables import Grid
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["LARGEST_PAGE", "embed_json", "notebook_html", "render", "script_hash"]
 
 LARGEST_PAGE = 6_000_000
 """Bytes; a larger page is refused rather than written."""

@@ -35,7 +35,6 @@ from tieline.report.tables import (
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["figures", "notebook", "page", "summary", "terminal"]
 
 IN_BF16 = "tokens change an expert per layer when its logits are rounded to bf16"
 IN_NOISE = "tokens change an expert per layer under noise of 0.01 on its logits"

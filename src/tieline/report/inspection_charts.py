@@ -28,18 +28,6 @@ from tieline.report.charts import (
 )
 from tieline.report.numbers import finite, percent, short_names, significant
 
-__all__ = [
-    "LayerRow",
-    "Span",
-    "format_names",
-    "format_steps",
-    "inspection_panels",
-    "layer_rows",
-    "log_range",
-    "relative_load",
-    "units_of",
-]
-
 Span = tuple[str, float, float]
 """Name of a format, its finest and its coarsest step over the layers."""
 

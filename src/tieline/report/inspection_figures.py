@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["inspection_figures"]
-
 
 def inspection_figures(result: Inspection) -> "dict[str, Callable[[], Figure]]":
     """Every figure by name; one that the result cannot give raises `TraceError` when drawn."""

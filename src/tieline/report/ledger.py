@@ -26,18 +26,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = [
-    "SIGNS",
-    "STYLES",
-    "check_text",
-    "figures",
-    "notebook",
-    "page",
-    "summary",
-    "terminal",
-    "value_text",
-    "verdict_text",
-]
 
 SIGNS = {Verdict.HOLDS: "●", Verdict.CONDITION: "◐", Verdict.FAILS: "○", Verdict.UNTESTABLE: "·"}
 STYLES = {

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from tieline.training.engine import TrainingPlan
     from tieline.training.recipes import RecipeList
 
-__all__ = ["figures", "notebook", "page", "summary", "terminal"]
-
 
 Listed = Any
 """A `Catalogue`, `RecipeList` or `TrainingPlan`."""

@@ -14,7 +14,6 @@ from tieline.report.tables import Grid
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["figures", "notebook", "page", "summary", "terminal"]
 
 Made = Upcycled | Merged
 

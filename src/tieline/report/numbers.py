@@ -21,21 +21,6 @@ from typing import Any
 
 from tieline.core.statistics import Estimate
 
-__all__ = [
-    "DASH",
-    "compact",
-    "duration",
-    "finite",
-    "flat",
-    "percent",
-    "short_names",
-    "significant",
-    "timing_rows",
-    "told",
-    "visible",
-    "with_error",
-]
-
 DASH = "–"
 MINUTE, HOUR = 60, 3600
 _DIRECTIONS = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")

@@ -11,8 +11,6 @@ from tieline.report.tables import Grid
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Section", "plain_page"]
-
 
 @dataclass(frozen=True)
 class Section:

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["figures", "notebook", "page", "summary", "terminal"]
 
 MOST_SIZES = 3
 """Sample sizes that a terminal shows."""

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["cell_colours", "slice_figure", "slice_page"]
 
 SIDE = 720.0
 """Pixels of the drawing in the page."""

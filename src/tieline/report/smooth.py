@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["figures", "notebook", "page", "smooth_facts", "summary", "terminal"]
 
 LAYERS = ("layer", "ε", "in units of", "k", "k_max", "experts per token")
 REPAIRS = ("precision", "KL before", "floor", "KL after", "floor", "lower by (×)")

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["continuity_figure", "identifiability_figure"]
 
 LOOKS = {
     "hard": ("hard top-k", WARN, "-"),

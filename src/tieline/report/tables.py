@@ -24,19 +24,6 @@ from rich.text import Text
 from tieline.analysis.inspection import Finding
 from tieline.report.numbers import DASH, short_names
 
-__all__ = [
-    "MOST_FINDINGS",
-    "Column",
-    "Grid",
-    "finding_rows",
-    "finding_text",
-    "findings_view",
-    "grid",
-    "rich_table",
-    "text_table",
-    "view",
-]
-
 MOST_FINDINGS = 6
 """Findings that are shown at once; a page folds the others away, a terminal counts them."""
 

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from tieline.training.engine import TrainingResult
 
-__all__ = ["figures", "indented", "notebook", "page", "pairs", "summary", "terminal"]
 
 LOSSES = (("loss", "with the router's losses", ACCENT), ("task_loss", "of the task", WARN))
 GAPS = (

@@ -35,8 +35,6 @@ from tieline.trace.summary import (
     sample_trace,
 )
 
-__all__ = ["SAMPLE_SIZE", "SummaryBuilder", "summarise", "summarise_chunk"]
-
 
 def summarise_chunk(
     chunk: LayerTrace,

@@ -17,8 +17,6 @@ from tieline.core.errors import TraceError
 from tieline.trace.ops import take_tokens
 from tieline.trace.record import LayerTrace, RoutingTrace
 
-__all__ = ["check_layer", "check_trace"]
-
 
 def check_trace(trace: RoutingTrace) -> None:
     """Refuse a trace with impossible values, naming layer, count and first token."""

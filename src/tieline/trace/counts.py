@@ -36,16 +36,6 @@ from torch import Tensor
 
 from tieline.core.errors import ParameterError, TraceError, require
 
-__all__ = [
-    "EXPONENTS",
-    "LOW_BITS",
-    "N_BINS",
-    "ExactMoments",
-    "GridCdf",
-    "LogHistogram",
-    "grid_points",
-]
-
 _OCTAVE_BITS = 5
 _LOWEST, _HIGHEST = -30, 14
 _SHIFT = 52 - _OCTAVE_BITS

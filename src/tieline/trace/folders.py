@@ -25,20 +25,6 @@ from tieline.core.errors import TraceError, require
 from tieline.core.files import file_digest, whole_folder
 from tieline.core.records import LONGEST, canonical, parse_json
 
-__all__ = [
-    "INDEX",
-    "SUFFIX",
-    "Folder",
-    "TensorHeader",
-    "check_header_length",
-    "check_target",
-    "open_folder",
-    "parsing",
-    "read_header",
-    "read_index",
-    "write_folder",
-]
-
 INDEX = "tieline.json"
 SUFFIX = ".safetensors"
 Parts = Iterable[tuple[str, Mapping[str, Tensor]]]

@@ -23,15 +23,6 @@ from tieline.core.errors import TraceError, require
 from tieline.trace.record import TOKEN_KEYS, LayerTrace, LazyLayers, RoutingTrace, map_layers
 from tieline.trace.sampling import token_hash
 
-__all__ = [
-    "concatenate",
-    "identical",
-    "select_documents",
-    "select_layers",
-    "select_tokens",
-    "take_tokens",
-]
-
 Index = slice | Int[Tensor, " chosen"] | Bool[Tensor, " tokens"]
 
 

@@ -28,24 +28,6 @@ from torch import Tensor
 
 from tieline.core.errors import TraceError, require
 
-__all__ = [
-    "LAYER_TENSORS",
-    "MOST_EXPERTS",
-    "MOST_LAYERS",
-    "TOKEN_IDS",
-    "TOKEN_KEYS",
-    "LayerFacts",
-    "LayerTrace",
-    "LazyLayers",
-    "RoutingTrace",
-    "TensorLayout",
-    "check_epsilons",
-    "check_tensor",
-    "kind_of",
-    "map_layers",
-    "unanswered",
-]
-
 Kind = Literal["integers", "floating-point numbers", "neither"]
 MOST_EXPERTS = 1 << 16
 MOST_LAYERS = 4096

@@ -28,20 +28,6 @@ from torch import Tensor
 from tieline.core.errors import TraceError
 from tieline.trace.record import LAYER_TENSORS, TOKEN_KEYS, LayerTrace
 
-__all__ = [
-    "CAPACITY",
-    "SPAN",
-    "DistinctCount",
-    "DistinctSketch",
-    "Rows",
-    "SampleBuffer",
-    "coalition_hash",
-    "distinct_count",
-    "rows_of",
-    "smallest_rows",
-    "token_hash",
-]
-
 SPAN = 1 << 63
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)

@@ -50,17 +50,6 @@ from tieline.trace.summary import (
     merge,
 )
 
-__all__ = [
-    "FORMATS",
-    "VERSION",
-    "folder_kind",
-    "load_summary",
-    "load_trace",
-    "merge_folders",
-    "save_summary",
-    "save_trace",
-]
-
 Kind = Literal["trace", "summary"]
 FORMATS: Mapping[Kind, str] = {"trace": "tieline-trace", "summary": "tieline-summary"}
 VERSION = 1

@@ -44,18 +44,6 @@ from tieline.trace.sampling import (
     token_hash,
 )
 
-__all__ = [
-    "MOST_TOKENS",
-    "LayerSummary",
-    "RoutingSummary",
-    "SharedBias",
-    "TokenKey",
-    "distinct_sources",
-    "merge",
-    "merge_layers",
-    "sample_trace",
-]
-
 MOST_TOKENS = 1 << 38
 """Largest number of tokens for which no count or exact sum overflows."""
 

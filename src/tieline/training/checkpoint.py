@@ -21,21 +21,6 @@ from safetensors.torch import save_file
 from tieline.core.errors import TielineError, require
 from tieline.core.files import write_whole
 
-__all__ = [
-    "WEIGHTS",
-    "CheckpointError",
-    "checkpoint_step",
-    "last_checkpoint",
-    "load_generators",
-    "load_optimizer",
-    "mark_complete",
-    "read_json",
-    "save_generators",
-    "save_optimizer",
-    "save_weights",
-    "write_json",
-]
-
 WEIGHTS, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 STATE, COMPLETE = "state.json", "complete.json"
 FOLDER = re.compile(r"checkpoint-(\d+)")

@@ -23,18 +23,6 @@ from typing import Any
 
 from tieline.core.errors import require
 
-__all__ = [
-    "GATE_NAMES",
-    "DataConfig",
-    "DecoderConfig",
-    "GateConfig",
-    "LossConfig",
-    "ModelConfig",
-    "OptimConfig",
-    "TrainConfig",
-    "gate_config",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class GateConfig:

@@ -14,8 +14,6 @@ from torch import Tensor
 from tieline.core.errors import require
 from tieline.routing.gates import SelectiveGate
 
-__all__ = ["BalanceController", "BudgetSchedule", "SparsityController"]
-
 
 @dataclass
 class SparsityController:

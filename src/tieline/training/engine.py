@@ -35,18 +35,6 @@ from tieline.training.fetch import DataError
 from tieline.training.tasks import Task, TaskData, task_of
 from tieline.training.trainer import RoutingTrainer, training_arguments
 
-__all__ = [
-    "Report",
-    "TrainingPlan",
-    "TrainingResult",
-    "Watch",
-    "finish",
-    "finished",
-    "plan",
-    "prepare_folder",
-    "run",
-]
-
 Report = Callable[[str, int, int], None]
 """Called with a stage, how much of it is done, and its whole amount."""
 

@@ -28,21 +28,6 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from tieline.core.errors import TielineError, require
 from tieline.core.files import cache_folder, file_digest, write_whole
 
-__all__ = [
-    "DataError",
-    "DataFile",
-    "Told",
-    "check_file",
-    "data_folder",
-    "data_set",
-    "fetch",
-    "fetch_checkpoint",
-    "find_data",
-    "kept",
-    "local_checkpoint",
-    "tar_members",
-]
-
 Told = Callable[[int, int], None]
 """Called with the number of bytes received, and their total."""
 

@@ -33,18 +33,6 @@ from tieline.training.fetch import (
     tar_members,
 )
 
-__all__ = [
-    "CIFAR10",
-    "PACS",
-    "DomainImages",
-    "Images",
-    "as_floats",
-    "cifar10_file",
-    "load_cifar10",
-    "load_pacs",
-    "read_png",
-]
-
 
 @dataclass(frozen=True, eq=False)
 class Images:

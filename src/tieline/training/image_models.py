@@ -28,15 +28,6 @@ from tieline.training.fetch import local_checkpoint
 from tieline.training.image_data import as_floats
 from tieline.training.upcycled import route_networks_, routed_layer
 
-__all__ = [
-    "MixtureClassifier",
-    "MixtureConfig",
-    "PatchClassifier",
-    "PatchConfig",
-    "RoutedVisionTransformer",
-    "VisionTransformerConfig",
-]
-
 Pixels = UInt8[Tensor, "images height width colours"]
 Labels = Int64[Tensor, " images"]
 

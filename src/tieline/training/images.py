@@ -27,17 +27,6 @@ from tieline.training.image_models import (
     VisionTransformerConfig,
 )
 
-__all__ = [
-    "DomainTask",
-    "ImageData",
-    "ImageItems",
-    "ImageTask",
-    "epochs",
-    "image_model",
-    "left_out",
-    "scored",
-]
-
 ROWS = 500
 
 

@@ -39,20 +39,6 @@ from tieline.routing.smooth import SmoothTopK
 from tieline.training.config import DecoderConfig, GateConfig, TrainConfig
 from tieline.training.text_data import Stream, TextStreams, Windows, load_streams
 
-__all__ = [
-    "LanguageModelling",
-    "SwitchConfig",
-    "SwitchForCausalLM",
-    "decoder",
-    "hard_gates",
-    "moe_layers",
-    "smoothing_of",
-    "stock_form",
-    "to_stock",
-    "why_not_stock",
-    "window_losses",
-]
-
 
 class SwitchConfig(MixtralConfig):
     """Mixtral's configuration with the routing beside it.

@@ -62,35 +62,6 @@ from tieline.training.config import (
 from tieline.training.image_models import MixtureConfig, PatchConfig, VisionTransformerConfig
 from tieline.training.sentences import SentenceConfig
 
-__all__ = [
-    "CIFAR10_GATES",
-    "DOMAINS",
-    "DOMAIN_GATES",
-    "GLUE_GATES",
-    "GLUE_TASKS",
-    "GSHARD",
-    "RECIPES",
-    "RecipeList",
-    "cifar10_paper",
-    "cifar10_small",
-    "domain_gate",
-    "enwik8_10m",
-    "enwik8_paper",
-    "extended_form",
-    "glue_gate",
-    "glue_paper",
-    "glue_smoke",
-    "long_form",
-    "pacs_paper",
-    "pacs_small",
-    "recipe_config",
-    "recipe_list",
-    "shipped_small",
-    "small_form",
-    "smoke",
-    "wikitext_paper",
-]
-
 VOCABULARY = {"enwik8": 256, "text8": 27, "wikitext": 512}
 
 

@@ -41,19 +41,6 @@ from tieline.training.fetch import (
 from tieline.training.text_data import bpe_tokenizer
 from tieline.training.upcycled import route_networks_
 
-__all__ = [
-    "GLUE",
-    "GlueTask",
-    "SentenceConfig",
-    "SentenceData",
-    "SentenceItems",
-    "SentenceTask",
-    "Sentences",
-    "answer_scores",
-    "load_glue",
-    "sentence_model",
-]
-
 LARGEST_FILE = 1 << 28
 
 

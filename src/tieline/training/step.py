@@ -26,19 +26,6 @@ from tieline.routing.smooth import SmoothTopK
 from tieline.training.config import GateConfig, LossConfig, OptimConfig
 from tieline.training.controllers import BudgetSchedule, SparsityController
 
-__all__ = [
-    "GateSchedule",
-    "adamw",
-    "check_finite",
-    "epsilon_share",
-    "is_epsilon",
-    "parameter_groups",
-    "rate_scheduler",
-    "rate_share",
-    "routing_loss",
-    "task_loss",
-]
-
 
 def rate_share(step: int, optim: OptimConfig) -> float:
     """Return the share of the peak rate at a step, counted from 0."""

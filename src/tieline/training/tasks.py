@@ -20,8 +20,6 @@ from tieline.training.images import DomainTask, ImageTask
 from tieline.training.language import LanguageModelling
 from tieline.training.sentences import SentenceTask
 
-__all__ = ["TASKS", "Task", "TaskData", "task_of"]
-
 
 @runtime_checkable
 class TaskData(Protocol):

@@ -47,23 +47,6 @@ from tieline.hf.shipped import shipped_text
 from tieline.training.config import DataConfig
 from tieline.training.fetch import DataError, DataFile, Told, data_set, fetch, kept, tar_members
 
-__all__ = [
-    "ENWIK8",
-    "LETTERS",
-    "STREAMS",
-    "TextStreams",
-    "Windows",
-    "attacked",
-    "bpe_tokenizer",
-    "byte_tokenizer",
-    "cleaned",
-    "enwik8_file",
-    "letter_tokenizer",
-    "load_streams",
-    "text8_ids",
-    "wikitext_streams",
-]
-
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """Make the tokenizer whose ids are the bytes of UTF-8."""

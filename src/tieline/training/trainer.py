@@ -32,8 +32,6 @@ from tieline.training.step import (
     task_loss,
 )
 
-__all__ = ["RoutingTrainer", "training_arguments"]
-
 Told = Callable[[int, int], None]
 
 

@@ -18,8 +18,6 @@ from tieline.hf.upcycle import DenseFFN, find_dense_ffns
 from tieline.routing.layer import MoE, moe
 from tieline.training.config import GateConfig
 
-__all__ = ["route_networks_", "routed_layer"]
-
 PLAIN = {"gelu": F.gelu, "relu": F.relu}
 
 

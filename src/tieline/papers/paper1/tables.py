@@ -188,7 +188,7 @@ def table_four(run: Run) -> Evidence:
     tested="Averages recomputed from the printed rows, and on how many benchmarks each wins.",
     expected=Verdict.UNTESTABLE,
     untestable="needs accelerators, a vision-language model of 5.6B and LLaVA-665K: `tieline "
-    "upcycle BACKBONE --out MIXTURE --experts 4 --topk 2` makes the mixture, `tieline smooth "
+    "upcycle BACKBONE --out MIXTURE --n-experts 4 --topk 2` makes the mixture, `tieline smooth "
     "MIXTURE --out SMOOTH` its smooth form; the fine-tuning and the benchmarks have no recipe",
 )
 def table_five(run: Run) -> Evidence:

@@ -38,8 +38,6 @@ from tieline.trace.record import (
     unanswered,
 )
 
-__all__ = ["import_routed_experts", "read_arrays", "routed_experts_trace"]
-
 MOST_BYTES = 4 << 30
 _MOST_ARRAYS = 64
 _DEFLATE_RATIO = 1032

@@ -34,8 +34,6 @@ from tieline.trace.record import (
     unanswered,
 )
 
-__all__ = ["TableRow", "import_table", "read_rows"]
-
 MOST_BYTES = 4 << 30
 _REQUIRED = ("layer", "token", "experts")
 _OPTIONAL = ("scores", "document", "position", "id")

@@ -29,8 +29,6 @@ from tieline.trace.record import LayerTrace, RoutingTrace
 from tieline.trace.store import load_summary, load_trace, save_summary, save_trace
 from tieline.trace.summary import RoutingSummary, merge
 
-__all__ = ["merge_summaries", "merge_traces", "summarise_on_ranks", "trace_on_ranks"]
-
 Sequences = Sequence[Int[Tensor, " _"]]
 
 

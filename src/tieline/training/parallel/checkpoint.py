@@ -35,16 +35,6 @@ from tieline.training.checkpoint import (
 from tieline.training.config import TrainConfig
 from tieline.training.parallel.processes import first_rank, is_first
 
-__all__ = [
-    "RunState",
-    "WholeOptimizer",
-    "cut_like",
-    "load_weights",
-    "save_checkpoint",
-    "whole_model",
-    "whole_state",
-]
-
 
 def whole_state(model: nn.Module) -> dict[str, Tensor]:
     """Return the state dict with whole tensors on rank 0; empty on others, which must call too.

@@ -31,16 +31,6 @@ from tieline.routing.experts import Experts
 from tieline.routing.layer import MoE
 from tieline.training.parallel.processes import DATA, EXPERT, world_mesh
 
-__all__ = [
-    "STACKS",
-    "SpreadExperts",
-    "all_to_all",
-    "check_grid",
-    "parallelize_",
-    "replicated_parameters",
-    "spread_dispatch",
-]
-
 Rows = Float[Tensor, "rows dim"]
 
 

@@ -19,8 +19,6 @@ from tieline.core.errors import require
 from tieline.routing.losses import Counts, LayerRouting
 from tieline.training.parallel.experts import replicated_parameters
 
-__all__ = ["batch_counts", "clip_gradients_", "finish_gradients_", "gradient_norm", "summed"]
-
 
 def summed(value: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """Return the sum over all ranks, detached; the value itself with one process."""

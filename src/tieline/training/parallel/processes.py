@@ -24,21 +24,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tieline.core.errors import TielineError, require
 
-__all__ = [
-    "DATA",
-    "EXPERT",
-    "FirstRankError",
-    "LostRankError",
-    "check_columns",
-    "first_rank",
-    "is_first",
-    "is_parallel",
-    "join_processes",
-    "naming_lost_ranks",
-    "rank_mesh",
-    "world_mesh",
-]
-
 
 class FirstRankError(TielineError):
     """Rank 0 failed and reports the error itself."""

@@ -67,8 +67,6 @@ from tieline.training.step import (
 )
 from tieline.training.tasks import Task, task_of
 
-__all__ = ["RankRun", "default_expert_ranks", "grid_columns", "run_on_ranks", "run_parallel"]
-
 
 def default_expert_ranks(model: nn.Module, ranks: int) -> int:
     """Return the largest number of expert ranks that cuts every layer evenly, or all ranks."""
