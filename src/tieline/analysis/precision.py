@@ -432,8 +432,8 @@ def _advice(routers: Sequence[PerturbationEffect]) -> str:
         return "What to do: store the routers in any of these formats."
     if not good:
         return "What to do: keep the routers in float32."
-    names = ", ".join(str(row.level) for row in good)
-    return f"What to do: store the routers in one of {names}, or keep them in float32."
+    names = " or ".join(", ".join(str(row.level) for row in good).rsplit(", ", 1))
+    return f"What to do: store the routers in {names}, or keep them in float32."
 
 
 def _borne(routers: Sequence[PerturbationEffect]) -> str:

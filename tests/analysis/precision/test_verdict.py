@@ -13,11 +13,11 @@ def row(name, kl, loss=0.0):
 
 def test_formats_are_sorted_into_those_borne_and_those_not():
     words = verdict([row("router bf16", 1e-5), row("router int4", 0.5, 0.25)])
-    assert "bear bf16 (under 0.001 nats" in words
+    assert "tolerate bf16 (under 0.001 nats" in words
     assert "do not tolerate int4" in words
     assert "+0.25 nats of loss" in words
     assert "whole model" not in words
-    assert words.endswith("What to do: store the routers in one of bf16, or keep them in float32.")
+    assert words.endswith("What to do: store the routers in bf16, or keep them in float32.")
 
 
 def test_a_loss_that_rises_is_harm_even_at_a_small_kl():
