@@ -9,7 +9,7 @@ prints the table; what is trained already is read again, so a run that was stopp
 import sys
 from pathlib import Path
 
-from tieline.cli.progress import progress_bars
+from tieline.cli.deliver import progress_bars
 from tieline.papers.comparisons import domain_table, leave_one_out
 
 folder, seeds = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 3

@@ -1,6 +1,7 @@
 """The assumptions of section 5.4, each with the measurement that decides it, and Lemma 5.15."""
 
 import math
+from typing import Any
 
 import torch
 
@@ -233,7 +234,7 @@ def _refine(teacher: TwoCells, angle: float) -> float:
     """The nearby angle of largest Ψ_0 among walls through the origin."""
     from scipy.optimize import minimize_scalar
 
-    found = minimize_scalar(
+    found: Any = minimize_scalar(
         lambda a: -gaussian_profile(turned(a), teacher).value.item(),
         bounds=(angle - 0.3, angle + 0.3),
         method="bounded",
