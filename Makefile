@@ -37,7 +37,10 @@ bench: $(READY)
 	$(BIN)/python benchmarks/moe_layer.py --json $(RESULTS)/moe_layer.json
 	$(BIN)/python benchmarks/attention.py --json $(RESULTS)/attention.json
 	$(BIN)/python benchmarks/capture.py --json $(RESULTS)/capture.json
+	$(BIN)/python benchmarks/replay.py --json $(RESULTS)/replay.json
+	$(BIN)/python benchmarks/routes_check.py --json $(RESULTS)/routes_check.json
 	$(BIN)/python benchmarks/predictions.py --json $(RESULTS)/predictions.json
+	$(BIN)/python benchmarks/verdicts.py --json $(RESULTS)/verdicts.json
 	$(BIN)/python benchmarks/geometry.py --json $(RESULTS)/geometry.json
 	$(BIN)/python benchmarks/tropical.py --json $(RESULTS)/tropical.json
 	$(BIN)/python benchmarks/monitor.py --json $(RESULTS)/monitor.json

@@ -1,6 +1,6 @@
 """The audit table of six models: the one in the box, and small random ones of five families.
 
-python -m benchmarks.audit_families [--tokens 4096] [--models shipped,mixtral] [--json FILE]
+python -m benchmarks.audit_families [--tokens 4096] [--models demo,mixtral] [--json FILE]
 
 The random models have 4 layers, 16 experts, 4 of them chosen, and scores of order one; their text
 is that of the box, in the tokens of the model in the box.
@@ -12,18 +12,18 @@ from pathlib import Path
 
 from benchmarks.diff_families import LENGTH, OWN, random_model
 from tieline.analysis.precision import audit
+from tieline.hf.demo import demo_text
 from tieline.hf.loading import load_model
-from tieline.hf.shipped import shipped_text
 from tieline.report.audit import COLUMNS
 
 
 def audited(name, tokens):
     """The audit of one model."""
     loaded = load_model(dtype="fp32")
-    model = loaded.model if name == "shipped" else random_model(name)
-    length = None if name == "shipped" else LENGTH
+    model = loaded.model if name == "demo" else random_model(name)
+    length = None if name == "demo" else LENGTH
     source = (model, loaded.tokenizer)
-    return audit(source, text=shipped_text(), tokens=tokens, sequence_length=length)
+    return audit(source, text=demo_text(), tokens=tokens, sequence_length=length)
 
 
 def show(name, result):
@@ -47,7 +47,7 @@ def main():
     """Print every table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--models", default=",".join(["shipped", *OWN]))
+    parser.add_argument("--models", default=",".join(["demo", *OWN]))
     parser.add_argument("--json", default=None)
     options = parser.parse_args()
     found = {}

@@ -14,11 +14,12 @@ import time
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.planted import SHOWN
 from tieline.analysis.diff import Side, diff_models
 from tieline.analysis.text import tokenise
 from tieline.hf import find_routers
+from tieline.hf.demo import demo_text
 from tieline.hf.loading import load_model, use_experts
-from tieline.hf.shipped import shipped_text
 
 WIDTH, VOCABULARY, LENGTH = 64, 512, 256
 SMALL = {
@@ -34,30 +35,12 @@ SMALL = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-OWN = {
-    "mixtral": {"num_local_experts": 16},
-    "olmoe": {"num_experts": 16},
-    "qwen3_moe": {"num_experts": 16, "moe_intermediate_size": 32, "head_dim": 16},
-    "gpt_oss": {"num_local_experts": 16, "head_dim": 16, "sliding_window": 64},
-    "deepseek_v3": {
-        "n_routed_experts": 16,
-        "moe_intermediate_size": 32,
-        "n_group": 4,
-        "topk_group": 2,
-        "first_k_dense_replace": 1,
-        "q_lora_rank": 16,
-        "kv_lora_rank": 16,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 16,
-    },
-}
 
 
 def random_model(family):
     """A random model with router scores of order one."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **(SMALL | OWN[family]))
+    config = AutoConfig.for_model(family, **(SMALL | SHOWN[family]))
     model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
     for router in find_routers(model).values():
         torch.nn.init.normal_(router.get_parameter("weight"), 0, WIDTH**-0.5)
@@ -68,13 +51,13 @@ def cases(tokens):
     """Name, model and sequences of each case."""
     loaded = load_model()
     yield (
-        "shipped",
+        "demo",
         loaded.model,
-        tokenise(loaded.tokenizer, shipped_text(), tokens, LENGTH).sequences,
+        tokenise(loaded.tokenizer, demo_text(), tokens, LENGTH).sequences,
     )
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, VOCABULARY, (tokens // LENGTH, LENGTH), generator=generator)
-    for family in OWN:
+    for family in SHOWN:
         yield family, random_model(family), tuple(ids)
 
 
@@ -92,7 +75,7 @@ def compare(name, what, a, b, sequences):
         f"{100 * m['flip:any']:.2f} %",
         str(sum(layer.flip.count for layer in found.layers)),
         str(sum(cause.unexplained for cause in causes)),
-        str(sum(cause.unexplained_first for cause in causes)),
+        found.causes.conclusion if found.causes else "not attributed",
         f"{max(cause.noise for cause in causes):.1e}",
         f"{m['kl']:.1e}",
         f"{seconds:.1f} s",
@@ -105,7 +88,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=4096)
     tokens = parser.parse_args().tokens
-    heads = ["model", "A, B", "worst layer", "tokens", "flips", "unexplained", "of these first"]
+    heads = ["model", "A, B", "worst layer", "tokens", "flips", "unexplained", "conclusion"]
     heads += ["noise", "KL", "time"]
     print(f"| {' | '.join(heads)} |")
     print("|---" * len(heads) + "|")

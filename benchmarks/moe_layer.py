@@ -6,6 +6,7 @@ Contestants, all with the same shapes and, but for st-moe, the same weights:
     floor-alloc  the same products, each with a fresh result
     topk         ours: linear router, TopK, swiglu experts
     smooth       ours with SmoothTopK, ε set to k + 0.5 experts on this batch
+    projected    ours with ProjectedTopK, ε set in the same way
     grouped_mm   transformers' Mixtral block, experts_implementation="grouped_mm"
     eager        the same, "eager"
     st-moe       st-moe-pytorch (its experts are not gated and drop tokens beyond capacity)
@@ -22,9 +23,10 @@ import torch
 from torch import Tensor
 
 from harness import Ratio, Samples, interleave, peak_growth, peak_memory, ratio, report
-from tieline import MoE, SmoothTopK, TopK
+from tieline import MoE, ProjectedTopK, SmoothTopK, TopK
 from tieline.core.ranking import ranked_scores
-from tieline.geometry.order import epsilon_for_extra
+from tieline.geometry.boundary import epsilon_for_extra
+from tieline.hf.smooth_calibration import budget_epsilon
 from tieline.routing import Experts, LinearRouter
 
 SHAPES = [(512, 256, 8, 2, 512), (4096, 256, 64, 8, 128), (512, 1024, 64, 8, 256)]
@@ -106,10 +108,19 @@ def smooth_gate(shape: Shape, x: Tensor) -> SmoothTopK:
     return SmoothTopK(k, epsilon=epsilon_for_extra(ranked, k, 0.5).value)
 
 
+def projected_gate(shape: Shape, x: Tensor) -> ProjectedTopK:
+    """The same for the projection, which enters an expert later: its ε is the larger one."""
+    k = shape[3]
+    with torch.no_grad():
+        scores = ours(shape, TopK(k)).router(x.flatten(0, -2)).double()
+    return ProjectedTopK(k, epsilon=budget_epsilon(scores, k, shape[2], k + 0.5, gate="projected"))
+
+
 def build(name: str, shape: Shape, x: Tensor) -> Callable[[Tensor], Tensor]:
     makers: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
         "topk": lambda: ours(shape, TopK(shape[3])),
         "smooth": lambda: ours(shape, smooth_gate(shape, x)),
+        "projected": lambda: ours(shape, projected_gate(shape, x)),
         "grouped_mm": lambda: mixtral(shape, "grouped_mm"),
         "eager": lambda: mixtral(shape, "eager"),
         "st-moe": lambda: st_moe(shape),
@@ -117,7 +128,7 @@ def build(name: str, shape: Shape, x: Tensor) -> Callable[[Tensor], Tensor]:
     return makers[name]()
 
 
-LAYERS = ["topk", "smooth", "grouped_mm", "eager", "st-moe"]
+LAYERS = ["topk", "smooth", "projected", "grouped_mm", "eager", "st-moe"]
 SLOW_ROUNDS = 6  # of the rivals without a target, some of which take seconds a step
 
 
@@ -146,10 +157,10 @@ def time_shape(shape: Shape, rounds: int, backward: bool, quick: bool) -> dict[s
         "floor": floor(shape, backward, allocate=False),
         "floor-alloc": floor(shape, backward, allocate=True),
     }
-    for name in LAYERS[: 3 if quick else None]:
+    for name in LAYERS[: 4 if quick else None]:
         layer = build(name, shape, x)
         run[name] = lambda layer=layer: step(layer, x, grad if backward else None)
-    slow = {name: run.pop(name) for name in LAYERS[3:] if name in run}
+    slow = {name: run.pop(name) for name in LAYERS[4:] if name in run}
     samples = interleave(run, rounds)
     if quick:
         return samples
@@ -171,6 +182,7 @@ def ratios_of(shape: Shape, index: int, samples: dict[str, Samples], backward: b
         ("topk apart", "eager", None),
         ("topk apart", "st-moe", None),
         ("smooth", "topk", 1 + 0.5 / shape[3] + 0.05),
+        ("projected", "smooth", 1.05 if backward else None),
     ]
     return [
         ratio(f"{title}: {a} / {b}", samples[a], samples[b], target, clock)

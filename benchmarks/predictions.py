@@ -25,11 +25,11 @@ from torch import Tensor
 from harness import machine
 from tieline.core.numerics import one_thread
 from tieline.core.ranking import topk_mask
-from tieline.geometry.density import gap_density
+from tieline.geometry.boundary import gap_density
 from tieline.geometry.flips import flip_probability, logit_view, noisy_gap, population_flips
 from tieline.geometry.measures import MeasureSettings, measure_layer
 from tieline.hf import capture
-from tieline.hf.shipped import load_shipped_model, load_shipped_tokenizer, shipped_text
+from tieline.hf.demo import demo_text, load_demo_model, load_demo_tokenizer
 from tieline.trace import LayerTrace
 
 FRACTIONS = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
@@ -57,9 +57,9 @@ class Row:
 
 
 def captured(tokens: int) -> list[LayerTrace]:
-    """Routing of so many tokens of the shipped text by the shipped model, with all scores."""
-    model, tokenizer = load_shipped_model(), load_shipped_tokenizer()
-    ids = torch.tensor(tokenizer(shipped_text(), verbose=False)["input_ids"][:tokens])
+    """Routing of so many tokens of the demo text by the demo model, with all scores."""
+    model, tokenizer = load_demo_model(), load_demo_tokenizer()
+    ids = torch.tensor(tokenizer(demo_text(), verbose=False)["input_ids"][:tokens])
     rows = ids[: len(ids) // LENGTH * LENGTH].view(-1, LENGTH)
     with torch.inference_mode(), capture(model, ranks="all") as recorder:
         for batch in rows.split(8):
@@ -140,7 +140,7 @@ def show(rows: list[Row]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, default=1 << 20, help="at most, of the shipped text")
+    parser.add_argument("--tokens", type=int, default=1 << 20, help="at most, of the demo text")
     parser.add_argument("--json", default=None)
     options = parser.parse_args()
     layers = captured(options.tokens)

@@ -17,8 +17,8 @@ import torch
 from harness import Ratio, interleave, ratio, report
 from tieline.analysis.text import tokenise
 from tieline.hf import find_routers, smooth_
+from tieline.hf.demo import demo_text
 from tieline.hf.loading import load_model
-from tieline.hf.shipped import shipped_text
 
 IMPLEMENTATIONS = ("tieline", "grouped_mm", "eager")
 DEFAULT = "grouped_mm"  # of transformers
@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--json", default=None)
     options = parser.parse_args()
     loaded = load_model(options.folder, dtype="fp32")
-    text = tokenise(loaded.tokenizer, shipped_text(), LENGTH * options.rows, LENGTH)
+    text = tokenise(loaded.tokenizer, demo_text(), LENGTH * options.rows, LENGTH)
     ids = torch.stack(text.sequences)
     models = contestants(loaded.model, ids, options.budget, options.k_max)
     ratios = [

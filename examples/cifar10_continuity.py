@@ -7,8 +7,8 @@ Every layer of the trained model is walked across the ties nearest to its own in
 top-k and with smooth top-k of two ramps on the same weights.
 """
 
+import argparse
 import json
-import sys
 from pathlib import Path
 
 import torch
@@ -21,8 +21,14 @@ from tieline.training.image_data import load_cifar10
 from tieline.training.images import image_model
 from tieline.training.recipes import CIFAR10_GATES, cifar10_small
 
-folder = Path(sys.argv[1])
-figure = Path(sys.argv[2] if len(sys.argv) > 2 else "continuity.png")
+parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
+parser.add_argument("folder", type=Path, help="of the run")
+parser.add_argument("figure", type=Path, nargs="?", default=Path("continuity.png"))
+parser.add_argument("json", type=Path, nargs="?", help="write the records as well")
+given_by_user = parser.parse_args()
+folder, figure = given_by_user.folder, given_by_user.figure
 name = json.loads((folder / "config.json").read_text())["gate"]["name"]
 assert name in CIFAR10_GATES
 torch.manual_seed(0)
@@ -47,5 +53,5 @@ for place, (path, given) in enumerate(inputs.items(), start=1):
             f"{gate.slope:7.2f} {gate.experts:7.2f}"
         )
 continuity_figure(found).savefig(figure, dpi=200)
-if len(sys.argv) > 3:
-    Path(sys.argv[3]).write_text(json.dumps([record.to_dict() for record in found]))
+if given_by_user.json is not None:
+    given_by_user.json.write_text(json.dumps([record.to_dict() for record in found]))

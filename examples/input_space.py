@@ -3,14 +3,14 @@
 python examples/input_space.py FOLDER writes slice.png and slice.html there.
 """
 
-import sys
+import argparse
 from pathlib import Path
 
 import torch
 
 from tieline.analysis.inspect import linear_weights
 from tieline.hf.capture import capture
-from tieline.hf.shipped import load_shipped_model, load_shipped_tokenizer, shipped_text
+from tieline.hf.demo import demo_text, load_demo_model, load_demo_tokenizer
 from tieline.report.slices import slice_figure, slice_page
 from tieline.tropical import centring_of_layer, crossings, slice_layer, token_pairs
 
@@ -19,8 +19,8 @@ TOKENS, PAIRS = 4096, 2000
 
 def main(folder: Path) -> None:
     """Measure the four routers of the model in the box, and draw a plane of the third."""
-    model = load_shipped_model()
-    ids = load_shipped_tokenizer()(shipped_text())["input_ids"][:TOKENS]
+    model = load_demo_model()
+    ids = load_demo_tokenizer()(demo_text())["input_ids"][:TOKENS]
     with torch.no_grad(), capture(model, keep="inputs") as recorder:
         model(torch.tensor(ids).reshape(-1, 256))
     trace = recorder.trace()
@@ -48,4 +48,6 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1] if len(sys.argv) > 1 else "."))
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("folder", type=Path, nargs="?", default=Path(), help="for the pictures")
+    main(parser.parse_args().folder)

@@ -6,16 +6,23 @@ Trains 16 small models a seed in FOLDER (240 steps by default, about 13 core-sec
 prints the table; what is trained already is read again, so a run that was stopped goes on.
 """
 
-import sys
+import argparse
 from pathlib import Path
 
-from tieline.cli.deliver import progress_bars
+from tieline.cli.progress import progress_bars
 from tieline.papers.comparisons import domain_table, leave_one_out
 
-folder, seeds = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 3
-steps = int(sys.argv[3]) if len(sys.argv) > 3 else None
+parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
+parser.add_argument("folder", type=Path, help="where models are kept")
+parser.add_argument("seeds", type=int, nargs="?", default=3)
+parser.add_argument("steps", type=int, nargs="?")
+asked = parser.parse_args()
 with progress_bars() as progress:
-    scores = leave_one_out(folder, seeds=range(seeds), steps=steps, progress=progress)
+    scores = leave_one_out(
+        asked.folder, seeds=range(asked.seeds), steps=asked.steps, progress=progress
+    )
 table = domain_table(scores)
 names = list(table.commonest)
 print(f"{'router':10}" + "".join(f"{name:>15}" for name in names) + "        average      gain")

@@ -7,26 +7,30 @@ float32. `tieline audit` goes further: every format and noise level, what it cos
 which layers to keep in float32.
 """
 
+import argparse
 import copy
-import sys
 
 from tieline.analysis.diff import Side, diff_models
 from tieline.analysis.text import tokenise
+from tieline.hf.demo import demo_text
 from tieline.hf.loading import load_model
-from tieline.hf.shipped import shipped_text
 
-tokens = int(sys.argv[1]) if len(sys.argv) > 1 else 8192
+parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
+parser.add_argument("tokens", type=int, nargs="?", default=8192, help="of the text in the box")
+tokens = parser.parse_args().tokens
 loaded = load_model()
-text = tokenise(loaded.tokenizer, shipped_text(), tokens, 256).sequences
+text = tokenise(loaded.tokenizer, demo_text(), tokens, 256).sequences
 other = copy.deepcopy(loaded.model)
 print("router      worst layer   tokens   near-ties   noise    KL")
 for name in ("bf16", "fp8_e4m3", "int8", "int4_group", "int4"):
     found = diff_models(Side(loaded.model), Side(other, name, parts="router"), text)
     flips = sum(layer.flip.count for layer in found.layers)
-    inside = sum(layer.attribution.inside for layer in found.layers if layer.attribution)
+    odd = sum(layer.attribution.unexplained for layer in found.layers if layer.attribution)
     noise = max(layer.attribution.noise for layer in found.layers if layer.attribution)
     m = found.metrics
     print(
         f"{name:11s} {100 * m['flip']:10.1f} % {100 * m['flip:any']:6.1f} % "
-        f"{100 * inside / max(flips, 1):9.0f} % {noise:8.2g} {m['kl']:8.1e}"
+        f"{100 * (1 - odd / max(flips, 1)):9.0f} % {noise:8.2g} {m['kl']:8.1e}"
     )

@@ -8,8 +8,8 @@ trainer: a sound one, one that writes each token's experts one position too late
 numbers the experts of a layer otherwise.
 """
 
+import argparse
 import copy
-import sys
 import tempfile
 from pathlib import Path
 
@@ -19,13 +19,17 @@ from safetensors.numpy import save_file
 
 from tieline.analysis.diff import Side, diff, diff_models
 from tieline.analysis.text import tokenise
+from tieline.hf.demo import demo_text
 from tieline.hf.loading import load_model
-from tieline.hf.shipped import shipped_text
 from tieline.trace import import_routed_experts
 
-tokens = int(sys.argv[1]) if len(sys.argv) > 1 else 8192
+parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
+parser.add_argument("tokens", type=int, nargs="?", default=8192, help="of the text in the box")
+tokens = parser.parse_args().tokens
 loaded = load_model()
-rollout = tokenise(loaded.tokenizer, shipped_text(), tokens, 256).sequences
+rollout = tokenise(loaded.tokenizer, demo_text(), tokens, 256).sequences
 found = diff_models(Side(loaded.model), Side(copy.deepcopy(loaded.model), "bf16"), rollout)
 assert found.traces is not None
 trainer, engine = found.traces

@@ -7,19 +7,23 @@ their choice, however, is all or nothing. This audits the routers of the model i
 formats, then keeps the routers in float32 that do most of the damage.
 """
 
-import sys
+import argparse
 
 from tieline.analysis.perturbations import Perturbation
 from tieline.analysis.precision import audit
+from tieline.hf.demo import demo_text
 from tieline.hf.loading import load_model
-from tieline.hf.shipped import shipped_text
 
-tokens = int(sys.argv[1]) if len(sys.argv) > 1 else 16384
+parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
+parser.add_argument("tokens", type=int, nargs="?", default=16384, help="of the text in the box")
+tokens = parser.parse_args().tokens
 loaded = load_model(dtype="fp32")
 formats = ("int4", "int4_group", "int8")
 result = audit(
     (loaded.model, loaded.tokenizer),
-    text=shipped_text(),
+    text=demo_text(),
     tokens=tokens,
     sequence_length=min(512, tokens // 2),
     perturbations=[Perturbation("rounding", name) for name in formats],

@@ -3,13 +3,16 @@
 python examples/tie_walk.py [tie_walk.png]
 """
 
-import sys
+import argparse
 
 import matplotlib.pyplot as plt
 import torch
 
 from tieline import Experts, LinearRouter, MoE, SmoothTopK, TopK, gap
 
+parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+parser.add_argument("picture", nargs="?", default="tie_walk.png")
+picture = parser.parse_args().picture
 torch.manual_seed(0)
 EXPERTS, WIDTH, K = 8, 16, 2
 router, experts = LinearRouter(WIDTH, EXPERTS), Experts(EXPERTS, WIDTH, 32)
@@ -45,4 +48,4 @@ walk.set(
 )
 steps.set(xlabel="step across the tie", ylabel="change of the output", title="Smaller steps")
 walk.legend()
-figure.savefig(sys.argv[1] if len(sys.argv) > 1 else "tie_walk.png", dpi=150)
+figure.savefig(picture, dpi=150)

@@ -1,5 +1,6 @@
 """Definitions written as slowly and plainly as they read, to compare the package with."""
 
+import itertools
 import math
 
 import torch
@@ -29,6 +30,23 @@ def ramp(u, a, b):
     if u <= 0:
         return 0.0
     return 1.0 if u >= 1 else u**a / (u**a + (1 - u) ** b)
+
+
+def quadratic_programme(row, caps, k):
+    """argmin Σ (r_i - row_i)² over 0 <= r_i <= caps_i, Σ r_i = k, by trying every face."""
+    best, least = None, math.inf
+    for face in itertools.product((0, 1, 2), repeat=len(row)):  # at zero, at its cap, free
+        free = [i for i, kind in enumerate(face) if kind == 2]
+        r = [caps[i] if kind == 1 else 0.0 for i, kind in enumerate(face)]
+        if free:
+            shift = (sum(row[i] for i in free) + sum(r) - k) / len(free)
+            for i in free:
+                r[i] = row[i] - shift
+        inside = all(-1e-12 <= r[i] <= caps[i] + 1e-12 for i in range(len(row)))
+        cost = sum((a - b) ** 2 for a, b in zip(r, row, strict=True))
+        if inside and abs(sum(r) - k) < 1e-9 and cost < least:
+            best, least = r, cost
+    return best
 
 
 def group_limited(row, n_groups, chosen_groups, k, group_score):

@@ -24,8 +24,8 @@ LAYERS = {
     "tropical": {"core", "geometry", "trace"},
     "limits": {"core", "geometry", "routing"},
     "estimation": {"core", "geometry", "routing", "trace"},
-    "shipped": set(),
-    "hf": {"core", "geometry", "routing", "shipped", "trace"},
+    "demo": set(),
+    "hf": {"core", "geometry", "routing", "demo", "trace"},
     "engines": {"core", "trace"},
 }
 MAY_IMPORT = LAYERS | {

@@ -24,15 +24,15 @@ from itertools import groupby
 from pathlib import Path
 
 COMMANDS = {
-    "inspect": "inspect --tokens 1024 --out {folder}/inspect.html",
-    "diff": "diff shipped shipped --tokens 1024 --dtype-b bf16-emulated --out {folder}/diff.html",
-    "audit": "audit --tokens 1024 --out {folder}/audit.html",
+    "inspect": "inspect --tokens 1024 --html {folder}/inspect.html",
+    "diff": "diff demo demo --tokens 1024 --dtype-b bf16-emulated --html {folder}/diff.html",
+    "audit": "audit --tokens 1024 --html {folder}/audit.html",
     "smooth": "smooth --tokens 1024 -o {folder}/smoothed",
-    "train": "train shipped-smoke-smooth1 --out {folder}/run",
-    "rates": "rates --gate linear --link softmax --expert tanh --width 2 --sizes 500,1000"
-    " --repetitions 2 --engine serial",
-    "reproduce": "reproduce p0-def3.1 --fast --engine serial --results {folder}/results"
-    " --out {folder}/ledger.html",
+    "train": "train demo-smoke-smooth1 --out {folder}/run",
+    "rates": "rates --gate linear --link softmax --expert tanh --dim 2 --sizes 500,1000"
+    " --repetitions 2 --executor serial",
+    "reproduce": "reproduce p0-def3.1 --fast --executor serial --results {folder}/results"
+    " --html {folder}/ledger.html",
 }
 """The commands whose way is measured, with the pages that they write."""
 

@@ -65,7 +65,7 @@ MUTANTS: list[Mutant] = [
         "base-2",
         "displaced = (scores.gather(1, chosen) < values[:, k - 1 : k]).any(dim=-1)",
         "displaced = (scores.gather(1, chosen) < values[:, k - 1 : k]).all(dim=-1)",
-        "test_ranked_choice.py",
+        "core/ranking/test_choice.py",
         "a single displaced expert is overlooked",
     ),
     _m(
@@ -199,8 +199,8 @@ MUTANTS: list[Mutant] = [
     ),
     _m(
         "geometry-7",
-        "curve = width**2 * (mean**2 / spread**4 - 1 / spread**2) / 6",
-        "curve = width**2 * (1 / spread**2 - mean**2 / spread**4) / 6",
+        "relative = width**2 * (b**2 / s**4 - 1 / s**2) / 6",
+        "relative = width**2 * (1 / s**2 - b**2 / s**4) / 6",
         "geometry/tubes/test_slabs.py",
         "sign of the next order",
     ),
@@ -228,8 +228,8 @@ MUTANTS: list[Mutant] = [
     ),
     _m(
         "tropical-4",
-        "order = np.lexsort((-coefficients, *exponents.T[::-1]))",
-        "order = np.lexsort((coefficients, *exponents.T[::-1]))",
+        "order = np.lexsort((-self.coefficients, *self.exponents.T[::-1]))",
+        "order = np.lexsort((self.coefficients, *self.exponents.T[::-1]))",
         "tropical/test_algebra.py",
         "of terms with equal exponents the smallest coefficient is kept",
     ),
@@ -352,7 +352,7 @@ MUTANTS: list[Mutant] = [
         "hf-2",
         "levels = (1 << (bits - 1)) - 1",
         "levels = 1 << (bits - 1)",
-        "hf/test_formats.py",
+        "hf/emulate/test_formats.py",
         "off by one: levels that the format does not have",
     ),
     _m(
@@ -366,7 +366,7 @@ MUTANTS: list[Mutant] = [
         "hf-4",
         "return mass.sum(dim=-1, keepdim=True).clamp(min=least)",
         "return mass.sum(dim=-1, keepdim=True)",
-        "hf/test_smooth_scoring.py hf/test_smooth_families.py",
+        "hf/test_smooth_router.py hf/smooth/test_families.py",
         "the least sum that ernie4_5 divides by is dropped",
     ),
     _m(
@@ -385,9 +385,9 @@ MUTANTS: list[Mutant] = [
     ),
     _m(
         "hf-8",
-        "padded = torch.nn.functional.pad(along, (0, -width % size)).unflatten(-1, (-1, size))",
-        "padded = torch.nn.functional.pad(along, (-width % size, 0)).unflatten(-1, (-1, size))",
-        "hf/test_formats.py",
+        "padded = torch.nn.functional.pad(along, (0, -dim % size)).unflatten(-1, (-1, size))",
+        "padded = torch.nn.functional.pad(along, (-dim % size, 0)).unflatten(-1, (-1, size))",
+        "hf/emulate/test_formats.py",
         "groups counted from the wrong end of a width that they do not divide",
     ),
     # ----------------------------------------------------------------- audit
@@ -451,7 +451,7 @@ MUTANTS: list[Mutant] = [
         "audit-13",
         "effect = max(1.0, error**2 / (share * (1 - share) / total))",
         "effect = error**2 / (share * (1 - share) / total)",
-        "analysis/diff/test_traces.py",
+        "core/statistics/test_clusters.py",
         "dropped clamp: a design effect below 1 narrows the interval",
     ),
     # -------------------------------------------------------------- training
@@ -459,7 +459,7 @@ MUTANTS: list[Mutant] = [
         "training-1",
         "done = (step - optim.warmup) / max(1, optim.steps - optim.warmup)",
         "done = step / max(1, optim.steps)",
-        "training/test_schedules.py",
+        "training/test_step.py",
         "the cosine is counted from the start and not from the warm-up",
     ),
     _m(
@@ -514,7 +514,7 @@ MUTANTS: list[Mutant] = [
     ),
     _m(
         "studies-3",
-        "pairs = [s for s in runs if s.seed in reference and gate != REFERENCE]",
+        "pairs = [s for s in runs if s.seed in reference and gate != GATE_REFERENCE]",
         "pairs = [s for s in runs if s.seed in reference]",
         "papers/comparisons/test_gates.py",
         "the reference is compared with itself",
@@ -524,28 +524,28 @@ MUTANTS: list[Mutant] = [
         "report-1",
         "if len(set(names)) < 2 or front + back >= shortest:",
         "if len(set(names)) < 2 or front + back > shortest:",
-        "report/test_numbers.py",
+        "report/tables/test_numbers.py",
         "names that are all shared parts become empty",
     ),
     _m(
         "report-2",
-        "return math.log10(value) if value > 0 else floor",
-        "return math.log10(value) if value > 0 else None",
-        "report/test_panels.py",
+        "math.log10(v) if v > 0 else floor for v in r",
+        "math.log10(v) if v > 0 else None for v in r",
+        "report/test_inspection_charts.py",
         "exact ties lose their colour",
     ),
     _m(
         "cli-1",
         "return list(range(first, last + 1))",
         "return list(range(first, last))",
-        "cli/test_input.py",
+        "cli/app/test_input.py",
         "off by one: the last layer of a range is left out",
     ),
     _m(
         "cli-2",
         'if word == "--json" and following != "-" and not following.endswith(".json"):',
         'if word == "--json" and not following.endswith(".json"):',
-        "cli/test_input.py",
+        "cli/app/test_input.py",
         "--json - gets a second dash",
     ),
 ]

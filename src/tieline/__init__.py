@@ -5,9 +5,11 @@ Every job is one function here, and every result one record with `.metrics`, `.p
 
     inspect    how near a model's tokens are to a routing tie, and what a flip costs
     diff       whether two runs route alike and, if not, why
+    check      whether a file of routes is sound
     audit      what low precision and noise do to a model's routing
     smooth     make routing continuous at ties, and measure what that repairs
     upcycle    turn a dense model into a Mixture of Experts that computes the same function
+    replay     let a model take recorded experts
     capture    record what the routers of a model choose while it runs
     load       read a saved trace, summary or result
 
@@ -22,6 +24,7 @@ from tieline._version import __version__
 from tieline.core.errors import TielineError
 
 if TYPE_CHECKING:
+    from tieline.analysis.check import check
     from tieline.analysis.diff import diff
     from tieline.analysis.inspect import inspect
     from tieline.analysis.precision import audit
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
     from tieline.analysis.upcycle import upcycle
     from tieline.core.ranking import gap, stable_topk
     from tieline.hf.capture import capture
+    from tieline.hf.replay import replay
     from tieline.routing import (
         CosineRouter,
         Experts,
@@ -37,6 +41,7 @@ if TYPE_CHECKING:
         Hard,
         LinearRouter,
         MoE,
+        ProjectedTopK,
         QuadraticRouter,
         ReLUGate,
         Sigmoid,
@@ -55,6 +60,7 @@ __all__ = [
     "Hard",
     "LinearRouter",
     "MoE",
+    "ProjectedTopK",
     "QuadraticRouter",
     "ReLUGate",
     "Sigmoid",
@@ -66,18 +72,21 @@ __all__ = [
     "audit",
     "auxiliary_loss",
     "capture",
+    "check",
     "collect_routing",
     "diff",
     "gap",
     "inspect",
     "load",
     "moe",
+    "replay",
     "smooth",
     "stable_topk",
     "upcycle",
 ]
 
 HOMES = {
+    "check": "tieline.analysis.check",
     "inspect": "tieline.analysis.inspect",
     "diff": "tieline.analysis.diff",
     "audit": "tieline.analysis.precision",
@@ -85,6 +94,7 @@ HOMES = {
     "upcycle": "tieline.analysis.upcycle",
     "load": "tieline.analysis.sources",
     "capture": "tieline.hf.capture",
+    "replay": "tieline.hf.replay",
     "gap": "tieline.core.ranking",
     "stable_topk": "tieline.core.ranking",
     "CosineRouter": "tieline.routing",
@@ -93,6 +103,7 @@ HOMES = {
     "Hard": "tieline.routing",
     "LinearRouter": "tieline.routing",
     "MoE": "tieline.routing",
+    "ProjectedTopK": "tieline.routing",
     "QuadraticRouter": "tieline.routing",
     "ReLUGate": "tieline.routing",
     "Sigmoid": "tieline.routing",

@@ -4,15 +4,22 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.report.zoo import make_trace
 from tieline.analysis.findings import (
+    MORE_TOKENS,
+    NO_REPAIR,
+    REPAIR,
     findings,
     layer_labels,
     leading_rate,
     metrics,
     percent,
+    possible_states,
     verdict,
+    with_interval,
 )
 from tieline.analysis.inspection import (
     GapJumpTable,
@@ -21,10 +28,9 @@ from tieline.analysis.inspection import (
     LayerJumps,
     LossJumps,
 )
-from tieline.core.statistics import Estimate
-from tieline.geometry.measure_records import Quantiles
+from tieline.core.statistics import Estimate, Quantiles, Share
 from tieline.geometry.measures import MeasureSettings, measure
-from tieline.trace import LayerFacts, LayerTrace, RoutingTrace
+from tieline.trace import LayerFacts, LayerTrace, RoutingTrace, select_tokens
 
 SETTINGS = MeasureSettings(sigmas=(1e-2, 1e-1), precisions=("bf16", "int8"))
 LEVELS = (0.25, 0.5, 0.75)
@@ -53,7 +59,7 @@ def jumps_for(measures, *rows):
     )
 
 
-HIGH, LOW = (0.3, 0.4, 0.9), (0.01, 0.02, 0.2)
+HIGH, LOW = (0.3, 0.4, 0.9) * 24, (0.01, 0.02, 0.2) * 24
 
 
 def test_metrics_are_the_numbers_of_the_measures(measures):
@@ -87,11 +93,12 @@ def test_without_jumps_their_metrics_are_absent(measures):
     assert not {"jump", "jump:worst", "dangerous"} & set(metrics(measures, none))
 
 
-def with_share(measures, share):
+def with_share(measures, share, low=None, high=None):
     """The same measures with another share of tokens that flip in bf16."""
+    low, high = share if low is None else low, share if high is None else high
+    found = {"any_layer": Estimate(share), "any_share": Share(share, low, high, 0, 0)}
     rates = tuple(
-        replace(rate, any_layer=Estimate(share)) if rate.name == "bf16" else rate
-        for rate in measures.model.precision
+        replace(rate, **found) if rate.name == "bf16" else rate for rate in measures.model.precision
     )
     return replace(measures, model=replace(measures.model, precision=rates))
 
@@ -99,12 +106,12 @@ def with_share(measures, share):
 @pytest.mark.parametrize(
     ("share", "jumps", "words"),
     [
-        (0.0, HIGH, "Routing is robust: 0 % of tokens"),
-        (0.0, LOW, "Routing is robust: 0 % of tokens"),
-        (0.01, HIGH, "Routing is mostly stable: 1 % of tokens"),
-        (0.01, LOW, "Routing is mostly stable, but mostly at harmless ties: 1 % of tokens"),
-        (0.02, HIGH, "Routing is fragile: 2 % of tokens"),
-        (0.3, LOW, "Routing is fragile, but mostly at harmless ties: 30 % of tokens"),
+        (0.0, HIGH, "Routing is robust: 0 % (95 % interval 0 % to 0 %) of tokens"),
+        (0.0, LOW, "Routing is robust: 0 % (95"),
+        (0.01, HIGH, "Routing is mostly stable: 1 % (95 % interval 1 % to 1 %) of tokens"),
+        (0.01, LOW, "Routing is mostly stable, but mostly at harmless ties: 1 % (95"),
+        (0.02, HIGH, "Routing is fragile: 2 % (95"),
+        (0.3, LOW, "Routing is fragile, but mostly at harmless ties: 30 % (95"),
     ],
 )
 def test_the_verdict_follows_the_numbers(measures, share, jumps, words):
@@ -115,6 +122,49 @@ def test_the_verdict_follows_the_numbers(measures, share, jumps, words):
     assert f"moves the output of its layer by {height} (median). What to do: " in sentence
     repaired = "tieline smooth" in sentence
     assert repaired == (share > 0.002 and jumps is HIGH)
+
+
+TOLD = {
+    (0.0, 0.001): "Routing is robust: ",
+    (0.0, 0.002): "Routing is robust or mostly stable, too few tokens to tell which: ",
+    (0.002, 0.019): "Routing is mostly stable: ",
+    (0.01, 0.03): "Routing is mostly stable or fragile, too few tokens to tell which: ",
+    (0.0, 0.9): "Too few tokens to tell how stable routing is: ",
+    (0.02, 0.5): "Routing is fragile: ",
+}
+
+
+@pytest.mark.parametrize(("low", "high"), TOLD)
+def test_a_verdict_has_the_words_that_its_interval_allows(measures, low, high):
+    jumps = jumps_for(measures, HIGH, HIGH, HIGH)
+    sentence = verdict(with_share(measures, (low + high) / 2, low, high), jumps)
+    assert sentence.startswith(TOLD[low, high])
+    assert f"(95 % interval {percent(low)} to {percent(high)}) of tokens" in sentence
+    wanted = REPAIR if low >= 0.002 else NO_REPAIR if high < 0.002 else MORE_TOKENS
+    assert sentence.endswith(wanted)
+
+
+@given(*[st.tuples(st.floats(0, 0.1), st.floats(0, 0.1)).map(sorted)] * 2)
+def test_two_verdicts_contradict_each_other_only_where_their_intervals_part(one, other):
+    words = [set(possible_states(Share(low, low, high, 0, 0))) for low, high in (one, other)]
+    apart = one[1] < other[0] or other[1] < one[0]
+    assert words[0] & words[1] or apart
+    assert all(1 <= len(found) <= 3 for found in words)
+
+
+def test_few_near_ties_do_not_tell_whether_they_are_harmless(measures):
+    few = jumps_for(measures, HIGH[:3], LOW[:3], HIGH[:3])
+    sentence = verdict(with_share(measures, 0.3), few)
+    assert "harmless" not in sentence
+    assert sentence.endswith(MORE_TOKENS)
+    (unclear,) = [f for f in findings(measures, few) if f.kind == "jump"]
+    assert unclear.text.startswith("too few near-ties to tell whether most change the output")
+
+
+def test_one_token_tells_nothing():
+    trace = make_trace()
+    first = select_tokens(trace, slice(1))
+    assert verdict(measure(first, SETTINGS), ()).startswith("Too few tokens to tell how stable")
 
 
 def test_the_verdict_without_jumps_or_scores(measures):
@@ -146,18 +196,20 @@ def by_kind(found, kind):
 
 
 def test_the_gravest_come_first_and_numbers_are_in_the_words(measures):
-    found = findings(measures, jumps_for(measures, HIGH, LOW, (0.3, 0.5, 0.9)))
+    found = findings(measures, jumps_for(measures, HIGH, LOW, (0.3, 0.5, 0.9) * 24))
     ranks = [["warning", "notice", "info"].index(finding.severity) for finding in found]
     assert ranks == sorted(ranks)
     worst = next(rate for rate in measures.model.precision if rate.name == "bf16")
     flips = by_kind(found, "flips")[0]
     assert flips.number == worst.worst
-    assert flips.text.startswith(f"{percent(worst.worst)} of tokens change experts in layer")
-    mixed = by_kind(findings(measures, jumps_for(measures, LOW, (0.01, 0.2, 0.3), LOW)), "jump")
+    told = with_interval(worst.worst_share)
+    assert flips.text.startswith(f"{told} of tokens change experts in layer")
+    other = (0.01, 0.2, 0.3, 0.4) * 24
+    mixed = by_kind(findings(measures, jumps_for(measures, LOW, other, LOW)), "jump")
     assert [finding.severity for finding in mixed] == ["warning", "info"]
     high, low = by_kind(found, "jump")
     assert (high.number, high.layer, high.severity) == (0.5, measures.layers[2].name, "warning")
-    assert "by 50 % in layer 2 and 40 % in layer 0 (median of 3 near-ties)" in high.text
+    assert "by 50 % in layer 2 and 40 % in layer 0 (median of 72 near-ties)" in high.text
     assert (low.severity, low.number) == ("info", 0.02)
     assert "harmless in layer 1: " in low.text
     (dead,) = by_kind(found, "dead")
@@ -185,7 +237,9 @@ def test_the_gravest_come_first_and_numbers_are_in_the_words(measures):
 )
 def test_flips_are_graded_by_their_share(measures, worst, severity):
     rates = tuple(
-        replace(rate, worst=worst) if rate.name == "bf16" else rate
+        replace(rate, worst=worst, worst_share=Share(worst, worst, 1.0, 0, 0))
+        if rate.name == "bf16"
+        else rate
         for rate in measures.model.precision
     )
     graded = replace(measures, model=replace(measures.model, precision=rates))
@@ -226,7 +280,8 @@ def test_busy_and_cold_experts_are_told():
 
 
 def test_a_low_precision_product_that_flips_is_a_warning(measures):
-    from tieline.geometry.measure_records import Answer, ProductFlips
+    from tieline.geometry.measure_records import Answer
+    from tieline.geometry.rounding import ProductFlips
 
     product = ProductFlips("bf16", 0.1, Estimate(0.03), Estimate(0.025))
     layers = (replace(measures.layers[0], product=Answer(product)), *measures.layers[1:])
@@ -253,7 +308,14 @@ def test_layers_are_called_by_number_where_that_tells_them_apart(names, labels):
 
 @pytest.mark.parametrize(
     ("share", "words"),
-    [(0.0, "0 %"), (0.0213, "2.1 %"), (0.31, "31 %"), (1.0, "100 %"), (6.8, "680 %")],
+    [
+        (0.0, "0 %"),
+        (8e-19, "< 0.001 %"),
+        (0.0213, "2.1 %"),
+        (0.31, "31 %"),
+        (1.0, "100 %"),
+        (6.8, "680 %"),
+    ],
 )
 def test_percent(share, words):
     assert percent(share) == words

@@ -5,9 +5,9 @@ import pytest
 from tests.analysis.planted import all_scores, trace_of
 from tieline.analysis.sources import as_text, load, source_kind
 from tieline.core.errors import ParameterError, TraceError
-from tieline.hf.shipped import shipped_text
+from tieline.hf.demo import demo_text
 from tieline.trace import save_summary, save_trace, summarise
-from tieline.trace.ops import identical
+from tieline.trace.record import identical
 
 
 def test_a_text_is_read_with_the_name_of_its_file(tmp_path):
@@ -40,7 +40,7 @@ def test_a_text_that_is_not_there_is_refused(tmp_path):
 
 def test_a_text_is_itself_or_the_one_in_the_box():
     assert as_text("words") == ("words", "")
-    assert as_text(None) == (shipped_text(), "shipped")
+    assert as_text(None) == (demo_text(), "demo")
 
 
 def test_what_was_saved_is_loaded_by_its_kind(tmp_path):
@@ -50,7 +50,7 @@ def test_what_was_saved_is_loaded_by_its_kind(tmp_path):
     assert identical(load(tmp_path / "trace"), trace)
     assert load(str(tmp_path / "summary")).tokens == trace.n_tokens
     assert source_kind(tmp_path / "trace") == source_kind(tmp_path / "summary") == "trace"
-    assert [source_kind(name) for name in ("org/model", "none.npz", "shipped")] == [
+    assert [source_kind(name) for name in ("org/model", "none.npz", "demo")] == [
         "model",
         "file",
         "model",

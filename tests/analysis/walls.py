@@ -10,12 +10,10 @@ from dataclasses import dataclass
 import torch
 
 from tests.hf.tiny import batch
-from tieline.analysis.jump import BlockSampler
-from tieline.analysis.swap import Block, Rows, block_of
+from tieline.analysis.swap import Block, BlockSampler, Rows, block_of
 from tieline.hf import capture, family_of
-from tieline.hf.capture import LayerObserver, Settings
+from tieline.hf.capture import Batch, LayerObserver, Settings
 from tieline.hf.router_call import Choice, override_choice
-from tieline.hf.running import Batch
 from tieline.trace import LayerTrace
 
 HALVINGS = 40

@@ -7,8 +7,8 @@ import torch
 from tests.hf.tiny import VOCABULARY, lively, tiny_model
 from tieline.analysis.perturbations import Perturbation
 from tieline.analysis.precision import audit
+from tieline.hf.demo import demo_text
 from tieline.hf.loading import load_model
-from tieline.hf.shipped import shipped_text
 
 FAMILIES = ["mixtral", "olmoe", "qwen3_moe", "gpt_oss", "deepseek_v3"]
 
@@ -32,17 +32,17 @@ def words(count: int) -> str:
 
 
 @cache
-def shipped():
+def demo():
     return load_model(dtype="fp32")
 
 
 @cache
 def small_audit():
     """The model in the box on a little text, a perturbation of every kind."""
-    loaded, rows = shipped(), some_perturbations()
+    loaded, rows = demo(), some_perturbations()
     return audit(
         (loaded.model, loaded.tokenizer),
-        text=shipped_text(),
+        text=demo_text(),
         tokens=576,
         sequence_length=96,
         batch_size=3,

@@ -3,6 +3,7 @@
 import pytest
 
 from tieline import cli
+from tieline.cli import progress
 
 
 @pytest.fixture
@@ -27,3 +28,9 @@ def _quiet_again():
     yield
     logging.set_verbosity(before)
     logging.enable_progress_bar()
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch):
+    """No lines of progress among the messages that a test compares, however busy the machine is."""
+    monkeypatch.setattr(progress, "PATIENCE", 1e6)

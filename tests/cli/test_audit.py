@@ -1,6 +1,7 @@
 """tieline audit from end to end: what it prints and writes, and how it refuses."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -25,7 +26,12 @@ def done(tmp_path_factory):
         capture_output=True,
         text=True,
         check=False,
-        env={"COLUMNS": "120", "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
+        env={
+            "COLUMNS": "120",
+            "PATH": "/usr/bin:/bin",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        },
     )
     return folder, ended
 
@@ -46,7 +52,7 @@ def test_a_run_writes_page_and_json_and_shows_a_row_per_perturbation(done):
 def test_the_json_names_its_format_and_where_it_is_from(done):
     result = json.loads((done[0] / "audit.json").read_text())
     assert (result["format"], result["version"]) == ("tieline-audit", 1)
-    assert result["provenance"]["model"] == "shipped"
+    assert result["provenance"]["model"] == "demo"
     assert result["provenance"]["text"]["source"] == "words.md"
     assert result["provenance"]["seed"] == 3
     assert result["provenance"]["dtype"] == "float32"

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from tieline.hf.shipped import SHIPPED_FOLDER
+from tieline.hf.demo import DEMO_FOLDER
 
 GIVEN = ["--n-experts", 64, "--topk", 8, "--expert-width", 1024, "--d-eff", 4]
 
@@ -59,11 +59,11 @@ def test_presets_are_listed_and_used(run):
 
 
 def test_the_shape_of_a_model_comes_from_its_configuration(run):
-    words = ["--model", SHIPPED_FOLDER, "--d-eff", 4, "--split", "1,2", "--shared", 1]
+    words = ["--model", DEMO_FOLDER, "--d-eff", 4, "--split", "1,2", "--shared", 1]
     told = json.loads(run(*words, "--json")[1])
     shape = told["rows"][0]["shape"]
-    assert [shape[name] for name in ("n_experts", "k", "width", "hidden")] == [16, 2, 40, 96]
-    assert (shape["shared"], told["source"]) == (1, str(SHIPPED_FOLDER))
+    assert [shape[name] for name in ("n_experts", "k", "width", "hidden")] == [16, 2, 64, 128]
+    assert (shape["shared"], told["source"]) == (1, str(DEMO_FOLDER))
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def test_two_traces_give_a_table_a_page_and_json(traces, run):
     page, data = folder / "diff.html", folder / "diff.json"
     code, out, err = run(folder / "a", folder / "b", "--html", page, "--json", data)
     assert code == 0, err
-    assert "4 of 4 flips are not explained by the margin" in " ".join(out.split())
+    assert "4 of 4 first flips are wider than the noise of their own token" in " ".join(out.split())
     assert "unexplained" in out
     assert f"wrote {page}" in err
     read = json.loads(data.read_text())
@@ -58,6 +58,8 @@ def test_two_traces_give_a_table_a_page_and_json(traces, run):
         (["--max-unexplained", "0"], 1, "failed: --max-unexplained 0 %"),
         (["--max-flip", "often"], 2, "--max-flip: write a share such as 0.01 or 1%"),
         (["--max-flip", "2"], 2, "between 0 and 1"),
+        (["--expect", "int3"], 2, "--expect: no format 'int3'"),
+        (["--expect", "bf16"], 0, ""),
         (["--dtype-a", "bf16"], 2, "are for models"),
         (["--text", "x.txt"], 2, "a text is for two models"),
         (["--dtype-b", "int3-emulated"], 2, "no format 'int3-emulated'"),
@@ -115,14 +117,14 @@ def test_files_that_cannot_be_aligned_write_nothing(traces, run):
 
 def test_two_models_are_run_on_the_same_text(run):
     words = ["--tokens", 256, "--sequence-length", 64, "--dtype-b", "bf16-emulated", "--json"]
-    code, out, err = run("shipped", "shipped", *words)
+    code, out, err = run("demo", "demo", *words)
     assert code == 0, err
     read = json.loads(out)
     assert read["logits"]["kl"] > 0
     assert read["logits"]["tokens"] == 252
     assert read["alignment"]["ids_checked"] == 256
     assert read["provenance"]["b"]["emulated"] == "bf16"
-    assert read["provenance"]["a"]["model"] == "shipped"
+    assert read["provenance"]["a"]["model"] == "demo"
 
 
 def test_a_model_beside_an_engine_file_runs_on_the_tokens_of_the_file(run, tmp_path):
@@ -134,11 +136,11 @@ def test_a_model_beside_an_engine_file_runs_on_the_tokens_of_the_file(run, tmp_p
     trace = trace_model(Side(loaded.model), list(ids))
     keys = {name: getattr(trace, name).numpy() for name in ("tokens", "documents", "positions")}
     save_file({"routed_experts": array_of(trace), **keys}, tmp_path / "engine.safetensors")
-    code, out, err = run("shipped", tmp_path / "engine.safetensors", "--max-flip", 0, "--json")
+    code, out, err = run("demo", tmp_path / "engine.safetensors", "--max-flip", 0, "--json")
     assert code == 0, err
     assert json.loads(out)["alignment"]["tokens"] == 96
     np.save(tmp_path / "unknown.npy", array_of(trace))
-    code, _, err = run("shipped", tmp_path / "unknown.npy")
+    code, _, err = run("demo", tmp_path / "unknown.npy")
     assert code == 2
     assert "does not know its token ids" in err
 

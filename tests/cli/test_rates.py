@@ -5,6 +5,8 @@ from functools import partial
 
 import pytest
 
+from tieline.estimation.rates import LOSSES
+
 QUICK = ["--gate", "linear", "--expert", "linear", "--dim", 1, "--n-experts", 2]
 GRID = ["--sizes", "200,800", "--repetitions", 4, "--radius", "0.02,0.1", "--executor", "serial"]
 
@@ -40,7 +42,7 @@ def test_every_output_is_written_and_a_second_run_fits_nothing(run, tmp_path):
     assert err.count("wrote") == 3
     first = json.loads((tmp_path / "a.json").read_text())
     assert first["format"] == "tieline-rates"
-    assert len(first["series"]) == 6
+    assert len(first["series"]) == len(LOSSES) * 2
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     assert "falls like" in (tmp_path / "a.html").read_text()
     assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 16
@@ -86,7 +88,7 @@ def test_too_few_samples_alone_give_losses_and_no_slope(run):
     found = json.loads(out)
     assert code == 0
     assert found["ridge"]["words"].startswith("n = 5, 7: fewer samples than the 8 parameters")
-    assert [one["rate"] for one in found["series"]] == [None] * 3
+    assert [one["rate"] for one in found["series"]] == [None] * len(LOSSES)
     code, out, err = run(*words, "--error", 0.05)
     assert (code, out) == (2, "")
     assert "two sample sizes of at least 8, the number of parameters, got [5, 7]" in err
@@ -104,7 +106,7 @@ def test_the_list_names_the_published_settings(run):
     [
         ([], "say which setting"),
         (["p7-1a"], "unknown setting 'p7-1a'"),
-        (["p2-1a-cosine", "--gate", "linear"], "leave out gate"),
+        (["p2-1a-cosine", "--gate", "linear"], "leave out --gate"),
         ([*QUICK, "--sizes", "many"], "--sizes takes numbers"),
         ([*QUICK, "--sizes", "800,200"], "sample sizes grow"),
         ([*QUICK, "--radius", "inf"], "finite numbers"),
@@ -113,7 +115,7 @@ def test_the_list_names_the_published_settings(run):
         ([*QUICK, "--fitted", 1], "at least the 2 true experts"),
         ([*QUICK, "--executor", "warp"], "executor must be one of"),
         ([*QUICK, "--figure", "a.gif"], "a figure is"),
-        ([*QUICK, "--results", "/nowhere/rows"], "there is no folder"),
+        ([*QUICK, "--results", "/nowhere/rows"], "there is no /nowhere"),
         (["--gate", "magic"], "gate must be one of"),
         ([*QUICK, "--method", "em"], "method must be one of"),
     ],

@@ -30,7 +30,7 @@ def test_the_model_is_saved_with_its_table(tieline, tmp_path):
     assert "smoothed already" in said
     code, _, said = tieline("smooth", "-o", out, *FEW)
     assert code == 2
-    assert "is not empty: choose another folder" in said
+    assert "is not empty: choose another folder or add --overwrite" in said
 
 
 def test_json_goes_to_stdout(tieline):
@@ -49,12 +49,30 @@ def test_time_is_measured_with_the_experts_that_are_asked_for(tieline):
     assert ran == [("eager", "eager")]
 
 
+def test_a_frontier_stands_beside_the_chosen_point(tieline, tmp_path):
+    page = tmp_path / "page.html"
+    words = ["--max-moved", 1e-3, "--frontier", "--json", "--html", page]
+    code, shown, _ = tieline("smooth", *FEW, *words)
+    assert code == 0
+    result = json.loads(shown)
+    assert "KL 0.001 under router bf16" in result["smoothing"]["how"]
+    spreads = [point["spread"] for point in result["frontier"]["points"]]
+    assert spreads.count("noise") == 7
+    assert "budget" in spreads
+    assert "How much repair, at which price" in page.read_text()
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--budget", 7], "between k and k_max"),
+        (["--budget", 17], "between k and --k-max"),
+        (["--gate", "laplace"], "'projected' or 'ramp', got 'laplace'"),
+        (["--gate", "projected", "-b", 50], "belong to the ramp"),
         (["--epsilon", -1], "not negative"),
         (["--epsilon", 0.1, "--noise", "bf16"], "no other choice"),
+        (["--factor", 8, "--budget", 2.3], "--factor and --budget each choose"),
+        (["--factor", 0.5], "above 1 and finite, got 0.5"),
+        (["--max-moved", 100], "the largest KL to the original is"),
         (["--noise", "bf17"], "unknown precision"),
         (["--tokens", 10**7, "--calibration", 10**7], "too few"),
         (["--experts", "nothing"], "nothing"),

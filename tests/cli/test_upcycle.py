@@ -52,13 +52,13 @@ def test_a_file_of_llama2c_keeps_its_loss(tieline, tmp_path):
 
 
 BAD = [
-    (["--topk", 9], "k=9 of 8 experts"),
+    (["--topk", 9], "--topk 9 of 8 experts"),
     (["--layers", "0,7"], "no such layer: 7"),
-    (["--noise", "-1"], "noise must be"),
-    (["--router-init", "ones"], "router_init"),
+    (["--noise", "-1"], "--noise must be"),
+    (["--router-init", "ones"], "--router-init"),
     (["--text", "nowhere.txt"], "no such file: nowhere.txt"),
     (["--tokenizer", "t.bin"], "brings its own tokenizer"),
-    (["--dtype", "int3"], "dtype must be"),
+    (["--dtype", "int3"], "--dtype must be"),
     (["--json", "nowhere/a.json"], "nowhere"),
 ]
 
@@ -96,6 +96,14 @@ def test_what_is_there_is_not_replaced_without_being_asked_to(tieline, folder):
     (folder / "out" / "config.json").write_text("{}")
     assert tieline(*words, "--overwrite")[0] == 0
     assert not (folder / "out" / "notes.txt").exists()
+
+
+def test_the_model_itself_is_never_replaced(tieline, folder):
+    (folder / "link").symlink_to(folder / "dense")
+    for out in (folder / "dense", folder / "link"):
+        code, _, err = tieline("upcycle", folder / "dense", "-o", out, "--overwrite")
+        assert (code, "an output never replaces an input" in err) == (2, True), err
+    assert load_pretrained(folder / "dense") is not None
 
 
 def test_a_text_needs_a_tokenizer(tieline, folder):

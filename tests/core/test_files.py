@@ -9,12 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from tieline.core.errors import ParameterError
+from tieline.core import files
+from tieline.core.errors import NoSpaceError, ParameterError, TielineError
 from tieline.core.files import (
     cache_folder,
+    check_folder,
     check_target,
-    check_targets,
     file_digest,
+    out_of_space,
+    remove_rests,
+    same_place,
     whole_folder,
     write_whole,
 )
@@ -36,7 +40,7 @@ def test_a_failed_write_leaves_the_old_file_and_no_rest(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(NoSpaceError, match=r"no space left on the disk of .*report\.html"):
         write_whole(target, b"new")
     assert target.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [target]
@@ -106,12 +110,6 @@ def test_pipes_and_devices_are_written_to(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
 
 
-def test_no_file_serves_two_outputs(tmp_path):
-    check_targets(tmp_path / "a", None, tmp_path / "b")
-    with pytest.raises(ParameterError, match="one file for two outputs"):
-        check_targets(tmp_path / "a", None, tmp_path / "x" / ".." / "a")
-
-
 def test_a_folder_appears_when_it_is_complete(tmp_path):
     target = tmp_path / "new" / "model"
     with whole_folder(target) as folder:
@@ -168,11 +166,152 @@ def test_the_old_folder_comes_back_if_the_new_one_cannot_move(tmp_path, monkeypa
             raise OSError("no")
         return rename(self, to)
 
+    monkeypatch.setattr(files, "_exchanged", lambda half, target: False)
     monkeypatch.setattr(Path, "rename", second_fails)
     with pytest.raises(OSError, match="no"), whole_folder(target, replace=True) as folder:
         (folder / "new").write_bytes(b"n")
     assert [path.name for path in target.iterdir()] == ["old"]
     assert list(tmp_path.iterdir()) == [target]
+
+
+def test_a_file_keeps_its_mode_and_is_never_more_open_on_the_way(tmp_path, monkeypatch):
+    target, seen = tmp_path / "secret.json", []
+    target.touch(0o600)
+    monkeypatch.setattr(os, "fsync", lambda handle: seen.append(os.fstat(handle).st_mode & 0o777))
+    write_whole(target, b"new")
+    assert (target.stat().st_mode & 0o777, seen) == (0o600, [0o600])
+    write_whole(tmp_path / "new.json", b"x")
+    mask = os.umask(0)
+    os.umask(mask)
+    assert (tmp_path / "new.json").stat().st_mode & 0o777 == 0o666 & ~mask
+
+
+def test_a_full_device_is_named():
+    with pytest.raises(NoSpaceError, match="no space left on the disk of /dev/full"):
+        write_whole(Path("/dev/full"), b"x" * 100_000)
+
+
+def test_an_open_file_is_written_to_and_not_replaced(tmp_path):
+    target = tmp_path / "redirected"
+    with target.open("wb") as file:
+        write_whole(Path(f"/dev/fd/{file.fileno()}"), b"through")
+        file.seek(0, os.SEEK_END)
+        file.write(b", and on")
+    assert target.read_bytes() == b"through, and on"
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from tieline.core.files import whole_folder
+with whole_folder(Path(sys.argv[1])) as half:
+    (half / "weights").write_bytes(b"half")
+    print("holding", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_rests_of_killed_processes_are_removed_and_those_of_others_are_not(tmp_path):
+    target = tmp_path / "model"
+    other = tmp_path / ".model.not-ours.partial"
+    other.touch()
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(target)], stdout=subprocess.PIPE
+    ) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        (half,) = (path for path in tmp_path.iterdir() if path.is_dir())
+        remove_rests(target)
+        assert (half / "weights").exists()
+        holder.send_signal(signal.SIGKILL)
+    with whole_folder(target) as folder:
+        assert not half.exists()
+        (folder / "weights").write_bytes(b"whole")
+    assert {path.name for path in tmp_path.iterdir()} == {"model", other.name}
+
+
+def test_a_folder_that_was_moved_aside_comes_back(tmp_path):
+    aside = tmp_path / ".model.0123456789abcdef.old.partial"
+    aside.mkdir()
+    (aside / "weights").write_bytes(b"old")
+    remove_rests(tmp_path / "model")
+    assert (tmp_path / "model" / "weights").read_bytes() == b"old"
+    assert not aside.exists()
+
+
+def test_links_named_like_rests_are_left_alone(tmp_path):
+    (tmp_path / "mine").mkdir()
+    link = tmp_path / ".model.0123456789abcdef.partial"
+    link.symlink_to(tmp_path / "mine")
+    os.mkfifo(tmp_path / ".model.fedcba9876543210.partial")
+    remove_rests(tmp_path / "model")
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_folder_behind_a_link_is_filled_and_the_link_stays(tmp_path):
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "real")
+    for text in (b"one", b"two"):
+        with whole_folder(link, replace=True) as folder:
+            (folder / "weights").write_bytes(text)
+        assert link.is_symlink()
+        assert (tmp_path / "real" / "weights").read_bytes() == text
+
+
+def test_a_failed_folder_takes_the_parents_that_it_made_with_it(tmp_path):
+    with pytest.raises(RuntimeError):
+        failing_folder(tmp_path / "a" / "b" / "model")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_places_that_cannot_be_written_are_refused(tmp_path):
+    loop, dangling = tmp_path / "loop", tmp_path / "dangling"
+    loop.symlink_to(loop)
+    dangling.symlink_to(tmp_path / "nowhere" / "file")
+    (tmp_path / "file").touch()
+    for place in (loop, dangling):
+        with pytest.raises(ParameterError, match=r"leads nowhere|there is no folder"):
+            check_target(place)
+    with pytest.raises(ParameterError, match="is not a folder"):
+        check_folder(tmp_path / "file" / "model")
+    with pytest.raises(ParameterError, match="mount point"):
+        check_folder(Path("/"))
+    check_folder(tmp_path / "new" / "model")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write to everything")
+def test_read_only_places_are_refused(tmp_path):
+    target = tmp_path / "a.json"
+    target.touch(0o400)
+    with pytest.raises(ParameterError, match="read-only"):
+        check_target(target)
+
+
+def test_an_output_is_found_to_be_an_input(tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    (tmp_path / "link").symlink_to(model)
+    for output in (model, tmp_path / "link", tmp_path, model / ".." / "model"):
+        assert same_place(output, model)
+    for output in (tmp_path / "models", model / "page.html"):
+        assert not same_place(output, model)
+
+
+@pytest.mark.parametrize(
+    ("problem", "full"),
+    [
+        (OSError(28, "No space left on device"), True),
+        (OSError(122, "Disk quota exceeded"), True),
+        (RuntimeError("Error while serializing: I/O error: No space left (os error 28)"), True),
+        (OSError(2, "No such file"), False),
+        (TielineError("no such file: No space left on device"), False),
+    ],
+)
+def test_a_full_disk_is_known_by_any_library_s_words(problem, full):
+    assert out_of_space(problem) is full
+    outer = RuntimeError("the checkpoint was not written")
+    outer.__cause__ = problem
+    assert out_of_space(outer) is full
 
 
 def test_the_cache_is_where_the_system_wants_it(tmp_path, monkeypatch):

@@ -34,3 +34,12 @@ def test_a_block_runs_alone(code, mark, tmp_path, monkeypatch):
         subprocess.run([*torchrun, str(program)], check=True)
         return
     exec(compile(code, "block", "exec"), {"__name__": "__main__"})
+
+
+def test_the_readme_installs_from_a_clone_or_an_address_first():
+    """There is no package of this name on the index."""
+    text = (ROOT / "README.md").read_text()
+    assert text.index("git clone ADDRESS") < text.index("pip install")
+    named = re.findall(r"pip install [^`\n]*tieline\[[^`\n]*", text)
+    assert named
+    assert all("@ git+ADDRESS" in one for one in named)

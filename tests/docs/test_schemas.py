@@ -21,10 +21,10 @@ def test_every_schema_is_listed_and_none_is_left_over():
     assert all(f"schemas/{name}" in page for name in SCHEMAS)
 
 
-def test_an_inspection_obeys_its_schema_and_a_wrong_one_does_not(shipped_inspection):
+def test_an_inspection_obeys_its_schema_and_a_wrong_one_does_not(demo_inspection):
     jsonschema = pytest.importorskip("jsonschema")
     schema = json.loads(SCHEMAS["tieline-inspection.v1.json"])
-    values = shipped_inspection.to_dict()
+    values = demo_inspection.to_dict()
     jsonschema.validate(values, schema)
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(values | {"verdict": 3}, schema)
@@ -33,7 +33,7 @@ def test_an_inspection_obeys_its_schema_and_a_wrong_one_does_not(shipped_inspect
 
 
 @pytest.fixture(scope="module")
-def shipped_inspection():
+def demo_inspection():
     import tieline
 
-    return tieline.inspect("shipped", tokens=256)
+    return tieline.inspect("demo", tokens=256)

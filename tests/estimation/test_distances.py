@@ -8,7 +8,7 @@ import torch
 
 from tests.estimation.problems import MODELS, random_parameters
 from tieline.core.errors import TielineError
-from tieline.estimation.distances import matched_errors, regression_distance
+from tieline.estimation.distances import expert_distance, matched_errors, regression_distance
 from tieline.estimation.model import MoEModel
 from tieline.estimation.parameters import MoEParameters
 
@@ -56,3 +56,12 @@ def test_matched_errors_take_the_best_of_all_matchings():
 def test_a_fit_with_too_few_atoms_is_refused():
     with pytest.raises(TielineError, match="partner"):
         matched_errors(random_parameters(MODELS[0].with_experts(2)), random_parameters(MODELS[0]))
+
+
+def test_the_nearest_expert_is_found_as_a_function_and_spare_ones_do_not_count():
+    model = MoEModel("linear", "softmax", "polynomial", 1, 2)
+    truth = MoEParameters([[1.0], [0.0]], [0, 0], [[1.0, 0.5], [0.0, 2.0]])
+    fit = MoEParameters([[5.0]] * 3, [0] * 3, [[0.0, -2.0], [9.0, 9.0], [-1.0, -0.5]])
+    assert expert_distance(model, fit, truth).item() == 0  # ±η is one square
+    moved = MoEParameters(fit.router, fit.bias, [[0.0, 2.5], [9.0, 9.0], [1.0, 0.5]])
+    assert expert_distance(model, moved, truth).item() == pytest.approx(2.25 / math.sqrt(2))

@@ -21,6 +21,10 @@ from tieline.estimation.derivative_tests import (
     split_test,
     witness_atoms,
 )
+from tieline.estimation.distances import expert_distance
+from tieline.estimation.fit import fit, near_truth
+from tieline.estimation.identifiability import cramer_rao
+from tieline.estimation.settings import well_conditioned
 
 
 def gated(model, theta, point):
@@ -159,3 +163,25 @@ def test_what_cannot_be_split_is_said():
     assert "no zero row" in found.verdict
     with pytest.raises(TielineError, match="zero row"):
         split_test(model, generic_atoms(model, 2), random_inputs(100, 2))
+
+
+def test_errors_of_many_fits_reach_the_cramer_rao_limits():
+    model = MoEModel("cosine", "softmax", "tanh", 2, 2)
+    truth, n, noise = well_conditioned(model, draws=20).truth, 400, 1e-4
+    sample = model.simulate(truth, n, list(range(150)), noise=noise)
+    found = fit(model, sample.x, sample.y, near_truth(truth, 0.0, list(range(150))))
+    limits = cramer_rao(model, truth)
+    assert limits.function == model.n_parameters - 3  # two lengths of rows, one common bias
+    experts = expert_distance(model, found.best().params, truth)
+    ratio = n * experts.square().mean().item() / noise**2 / limits.experts
+    assert 0.75 < ratio < 1.3
+
+
+def test_an_expert_that_a_flat_direction_moves_has_no_limit():
+    model = MoEModel("quadratic", "sigmoid", "linear", 2, 2)
+    truth = well_conditioned(model, draws=20).truth
+    assert np.isfinite(cramer_rao(model, truth).experts)
+    rows = truth.router.clone()
+    rows[0] = 0  # mass against scale
+    flat = type(truth)(rows, truth.bias, truth.experts)
+    assert cramer_rao(model, flat).experts == float("inf")

@@ -33,3 +33,12 @@ def test_a_kernel_test_knows_ties_from_bugs():
     assert said.count("refused:") == 1
     assert "left out 63" in said
     assert said.endswith("without ties all ids agree, in order\n")
+
+
+def test_examples_without_what_they_need_say_how_they_are_called():
+    for name in ("cifar10_continuity", "pacs_domains"):
+        command = [sys.executable, f"examples/{name}.py"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 2
+        assert f"usage: {name}.py" in done.stderr
+        assert "Traceback" not in done.stderr

@@ -21,4 +21,4 @@ def test_a_quantised_router_is_priced():
     assert len(kept) == 3
     assert kept[0] < 95 < kept[2]  # int4, int8
     assert len(re.findall(r"layers [\d, ]+: \d+ % of the damage", done.stdout)) == 3
-    assert "21,504 bytes more" in done.stdout
+    assert "28,672 bytes more" in done.stdout

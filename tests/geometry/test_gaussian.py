@@ -8,6 +8,7 @@ from scipy import integrate, special
 
 from tests.geometry.problems import normal_scores
 from tieline.core.ranking import gap
+from tieline.geometry.boundary import near_counts, tie_order
 from tieline.geometry.gaussian import (
     gaussian_budget_epsilon,
     gaussian_gap_density,
@@ -16,7 +17,6 @@ from tieline.geometry.gaussian import (
     gaussian_order_shares,
     gaussian_pair_density,
 )
-from tieline.geometry.order import near_counts, tie_order
 
 
 def test_values_known_to_ten_digits():

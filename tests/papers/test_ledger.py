@@ -15,7 +15,8 @@ def test_the_ledger_counts_verdicts_and_names_what_changed(tmp_path):
     ]
     ledger = Ledger.of(outcomes, RUN)
     assert ledger.verdicts == {
-        Verdict.HOLDS: 1, Verdict.CONDITION: 0, Verdict.FAILS: 1, Verdict.UNTESTABLE: 0
+        Verdict.HOLDS: 1, Verdict.CONDITION: 0, Verdict.FAILS: 1,
+        Verdict.UNDECIDED: 0, Verdict.UNTESTABLE: 0
     }  # fmt: skip
     assert ledger.changed == ("p1-b", "p1-c")
     assert ledger.broken == ("p1-c",)
@@ -34,5 +35,5 @@ def test_the_catalogue_names_the_papers_of_its_claims(tmp_path):
     assert values["format"] == "tieline-claims"
     assert list(values["claims"][0]) == [
         "id", "paper", "number", "title", "statement", "tested", "expected", "condition",
-        "untestable",
+        "untestable", "undecided",
     ]  # fmt: skip

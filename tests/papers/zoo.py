@@ -2,13 +2,15 @@
 
 from dataclasses import replace
 
-from tieline.papers.claim import Claim, Evidence, Verdict, near
+from tieline.papers.claim import Claim, Evidence, Verdict, near, unmeasured
 
 
 def evidence(**parts):
-    """Evidence whose checks pass or fail as told: paper=[True, False], ..."""
+    """Evidence whose checks pass, fail or are open as told: paper=[True, False, None], ..."""
     checks = [
-        near(f"{part} {place}", 0.0 if passed else 1.0, 0.0, part=part)
+        unmeasured(f"{part} {place}", 0.0, "not run", part=part)
+        if passed is None
+        else near(f"{part} {place}", 0.0 if passed else 1.0, 0.0, part=part)
         for part, results in parts.items()
         for place, passed in enumerate(results)
     ]

@@ -18,8 +18,10 @@ from tieline.report.audit import (
     keep_rows,
     notebook,
     page,
+    remedy_rows,
     terminal,
 )
+from tieline.report.tables import significant
 
 needs_browser = pytest.mark.skipif(
     find_browser() is None, reason=f"no browser: none of {', '.join(BROWSERS)} is in PATH"
@@ -123,3 +125,14 @@ def test_every_chart_is_drawn_without_trouble_and_nothing_is_asked_for(audit, tm
     assert seen.requests == []
     assert set(seen.drawings) == {panel.key for panel in audit_panels(audit)}
     assert all(count > 0 for count in seen.drawings.values())
+
+
+def test_the_remedies_stand_side_by_side_with_what_they_leave(audit):
+    rows = remedy_rows(audit)
+    roundings = [row for row in audit.effects if row.kind == "rounding"]
+    assert [row[0] for row in rows] == [row.name for row in roundings]
+    assert [row[1] for row in rows] == [significant(row.kl.value, 2) for row in roundings]
+    assert [row[3] for row in rows] == [significant(row.kl_floor.value, 2) for row in roundings]
+    for words in (page(audit), shown(audit, 120)):
+        assert "What to do" in words
+        assert "Smoothing wins where two independent runs must agree" in " ".join(words.split())

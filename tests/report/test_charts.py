@@ -2,7 +2,8 @@
 
 import pytest
 
-from tieline.report.charts import Panel, arranged, axis, depth_bar, figure, layer_colour, unmeasured
+from tieline.report.charts import Panel, axis, depth_bar, figure, layer_colour, unmeasured
+from tieline.report.frame import arranged
 
 
 def panel(key, wide=False, drawn=True):

@@ -5,12 +5,15 @@ import hashlib
 import html
 import json
 import re
+import shutil
+import subprocess
 from html.parser import HTMLParser
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.report.browser import find_browser
 from tests.report.zoo import HOSTILE
 from tieline.core.errors import ParameterError
 from tieline.report import frame
@@ -110,6 +113,7 @@ def page(panels):
         repairs=Grid((), ()),
         sentences=[],
         layers=Grid((), ()),
+        frontier=None,
         provenance=[],
     )
 
@@ -153,7 +157,30 @@ def test_advice_stands_apart_and_commands_are_code():
         repairs=Grid((), ()),
         sentences=[],
         layers=Grid((), ()),
+        frontier=None,
         provenance=[],
     )
     assert '<p class="verdict">2\u00a0% flip.</p>' in made
     assert "<strong>What to do:</strong> run <code>tieline &lt;x&gt;</code>, now.</p>" in made
+
+
+@pytest.mark.skipif(
+    find_browser() is None or shutil.which("pdftotext") is None, reason="needs Chromium, pdftotext"
+)
+def test_paper_shows_what_is_folded_away_and_every_column(tmp_path):
+    """A page without scripts, whose style alone must open the section and fit the table."""
+    columns = tuple(f"col{place}" for place in range(20))
+    rows = (tuple(f"{place}.25%" for place in range(20)),) * 3
+    macros = environment().get_template("parts.html").module
+    table = str(macros.table(Grid(columns, rows, columns)))  # type: ignore[attr-defined]
+    style = environment().loader.get_source(environment(), "page.css")[0]
+    folded = "<details><summary>more</summary><p>FOLDEDAWAY</p></details>"
+    page = f"<style>{style}</style><main><section class=panel>{table}{folded}</section></main>"
+    (tmp_path / "page.html").write_text(page)
+    flags = ("--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'p'}")
+    where = (f"--print-to-pdf={tmp_path / 'page.pdf'}", (tmp_path / "page.html").as_uri())
+    subprocess.run([find_browser(), *flags, *where], check=True, capture_output=True, timeout=120)
+    read = ["pdftotext", str(tmp_path / "page.pdf"), "-"]
+    text = subprocess.run(read, check=True, capture_output=True, text=True).stdout
+    assert "FOLDEDAWAY" in text
+    assert all(cell in text for cell in (*columns, *rows[0]))

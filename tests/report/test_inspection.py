@@ -13,7 +13,7 @@ from tieline.report import frame
 from tieline.report.frame import LARGEST_PAGE
 from tieline.report.inspection import notebook, page, summary
 from tieline.report.inspection_charts import inspection_panels
-from tieline.report.numbers import visible
+from tieline.report.tables import visible
 
 needs_browser = pytest.mark.skipif(
     find_browser() is None, reason=f"no browser: none of {', '.join(BROWSERS)} is in PATH"

@@ -9,7 +9,17 @@ import pytest
 from rich.console import Console
 
 from tests.report.browser import BROWSERS, find_browser, look_at
-from tieline.papers.claim import Axis, Chart, Check, Claim, Evidence, Outcome, Series, Verdict
+from tieline.papers.claim import (
+    Axis,
+    Chart,
+    Check,
+    Claim,
+    Evidence,
+    Fits,
+    Outcome,
+    Series,
+    Verdict,
+)
 from tieline.papers.ledger import Catalogue, Ledger, PaperTitle, Provenance
 from tieline.report import listings
 from tieline.report.ledger import check_text, page, terminal, value_text, verdict_text
@@ -125,3 +135,19 @@ def test_a_browser_draws_the_page(ledger, tmp_path):
     seen = look_at(path)
     assert (seen.status, seen.troubles) == ("drawn", [])
     assert seen.drawings["figure-p0-a"] > 0
+
+
+def test_an_undecided_claim_says_why(ledger):
+    wide = Check("slope", -0.4, "=", -0.5, 0.1, False, open="reaches across", low=-0.6, high=-0.2)
+    made = make_outcome("p0-e", Verdict.UNDECIDED, checks=(wide,), fits=Fits(9, 10))
+    told = replace(made, reason="the interval is too wide")
+    shown = replace(ledger, claims=(*ledger.claims, told))
+    assert verdict_text(told) == "? undecided"
+    assert check_text(wide) == (
+        "? slope: -0.400000 [-0.6, -0.2] = -0.500000 ± 0.100000 (reaches across)"
+    )
+    text = " ".join(printed(terminal(shown, 100), 100).split())
+    assert "p0-e: undecided: the interval is too wide" in text
+    markup = page(shown)
+    assert "9 of 10 fits converged" in markup
+    assert "Why undecided</dt><dd>the interval is too wide" in markup

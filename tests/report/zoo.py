@@ -16,8 +16,7 @@ from tieline.analysis.inspection import (
     TextSample,
 )
 from tieline.core.ranking import stable_topk
-from tieline.core.statistics import Estimate, mean_estimate
-from tieline.geometry.measure_records import Quantiles
+from tieline.core.statistics import Estimate, Quantiles, mean_estimate
 from tieline.geometry.measures import measure
 from tieline.trace.record import LayerFacts, LayerTrace, RoutingTrace
 

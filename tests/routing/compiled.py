@@ -32,7 +32,7 @@ def main(backend):
         check(name, gate, torch.randn(6, EXPERTS, dtype=torch.float64), backend)
     for name, router in all_routers().items():
         check(name, router.double(), torch.randn(6, 5, dtype=torch.float64), backend)
-    for gate in ("topk", "smooth"):
+    for gate in ("topk", "smooth", "projected"):
         layer = moe(d_model=8, n_experts=4, k=2, d_hidden=6, gate=gate, bias=True).double()
         check(gate, layer, torch.randn(3, 5, 8, dtype=torch.float64), backend)
 

@@ -7,6 +7,7 @@ from tieline import (
     Groups,
     Hard,
     LinearRouter,
+    ProjectedTopK,
     QuadraticRouter,
     ReLUGate,
     Sigmoid,
@@ -14,6 +15,7 @@ from tieline import (
     Softmax,
     TopK,
 )
+from tieline.routing import LaplaceTopK
 
 EXPERTS = 8
 BIAS = torch.tensor([0.25, -0.5, 0.0, 0.125, -0.25, 0.5, 0.0, -0.125], dtype=torch.float64)
@@ -47,13 +49,21 @@ def smooth(name, epsilon=0.4, k=3, **options):
     return SmoothTopK(k, epsilon=epsilon, detach_ramp=False, **TOPK_VARIANTS[name], **options)
 
 
+def projected(name, epsilon=0.4, k=3, **options):
+    """ProjectedTopK of a variant with its exact gradient."""
+    return ProjectedTopK(k, epsilon=epsilon, detach_ramp=False, **TOPK_VARIANTS[name], **options)
+
+
 def all_gates():
     """A fresh gate of each kind, by name."""
     gates = {"softmax": Softmax(0.5), "hard": Hard(), "sigmoid": Sigmoid(), "relu": ReLUGate()}
     for name, options in TOPK_VARIANTS.items():
         gates[f"topk {name}"] = TopK(3, **options)
         gates[f"smooth {name}"] = smooth(name)
+        gates[f"projected {name}"] = projected(name)
     gates["smooth learnable"] = SmoothTopK(3, detach_ramp=False)
+    gates["projected learnable"] = ProjectedTopK(3, detach_ramp=False)
+    gates["laplace"] = LaplaceTopK(3, epsilon=0.2, detach_ramp=False)
     gates["smooth b=50"] = smooth("mixtral", b=50.0)
     gates["smooth k_max"] = smooth("mixtral", epsilon=2.0, k_max=4)
     gates["topk all"] = TopK(EXPERTS)

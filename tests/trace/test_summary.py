@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from tests.trace.zoo import FACTS, make_trace, recipes
 from tieline.core.errors import TraceError
 from tieline.trace import SummaryBuilder, merge, select_tokens, summarise
-from tieline.trace.ops import identical
-from tieline.trace.sampling import token_hash
+from tieline.trace.record import identical, token_hash
 from tieline.trace.summary import _OPTIONAL_SUMS, _SUMS, LayerSummary, RoutingSummary
 
 

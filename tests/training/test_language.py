@@ -53,7 +53,7 @@ def test_the_stock_form_of_a_smooth_gate_is_its_hard_form():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("gate", ["smooth1", "smooth50"])
+@pytest.mark.parametrize("gate", ["smooth1", "smooth50", "projected"])
 def test_a_smooth_model_has_a_smoothed_stock_form(gate):
     model = model_of(gate)
     for layer in moe_layers(model).values():

@@ -30,8 +30,8 @@ def test_the_papers_form_is_that_of_the_paper():
     assert (larger.layers, larger.d_model, larger.context) == (8, 352, 2048)
 
 
-def test_nine_gates_are_compared():
-    assert len(GATE_NAMES) == 9
+def test_ten_gates_are_compared():
+    assert len(GATE_NAMES) == 10
     assert gate_config("top3").k == 3
     assert gate_config("smooth1", k=4).k == 4
     with pytest.raises(TielineError, match="'hard' is not one of"):
@@ -39,7 +39,7 @@ def test_nine_gates_are_compared():
 
 
 def test_no_name_is_taken_twice():
-    language, images, sentences = 9 * (2 + 3 + 3 + 1 + 1 + 3) + 3, 2 * 3 + 2 * 4 * 4, 3 * 3 * 3
+    language, images, sentences = 10 * (2 + 3 + 3 + 1 + 1 + 3) + 3, 2 * 3 + 2 * 4 * 4, 3 * 3 * 3
     assert len(RECIPES) == language + images + sentences
 
 
@@ -47,6 +47,12 @@ def test_every_recipe_says_what_it_is():
     listed = recipe_list().recipes
     assert list(listed) == list(RECIPES)
     assert all(listed.values())
+
+
+def test_the_former_name_of_a_recipe_gives_what_was_stored_under_it():
+    now, before = recipe_config("demo-smoke-smoe", 3), recipe_config("shipped-smoke-smoe", 3)
+    assert (before.recipe, before.data.name) == ("shipped-smoke-smoe", "shipped")
+    assert before.replace(recipe=now.recipe, data=now.data) == now
 
 
 def test_unknown_names_get_a_hint():

@@ -108,7 +108,8 @@ def test_articles_become_letters_and_single_spaces(tmp_path):
 
 
 def test_the_text_in_the_box_is_split_without_overlap():
-    found = load_streams(DataConfig(name="shipped"))
+    found, before = (load_streams(DataConfig(name=name)) for name in ("demo", "shipped"))
+    assert torch.equal(found.train, before.train)
     parts = [found.train, found.validation, found.test]
     total = sum(part.numel() for part in parts)
     assert parts[1].numel() == parts[2].numel() == total // 10

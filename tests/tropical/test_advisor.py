@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from tieline.core.errors import ParameterError
+from tieline.core.numerics import round_to
 from tieline.core.ranking import stable_topk
 from tieline.geometry import gaussian_gap_density
-from tieline.geometry.rounding import emulated_choice, round_to
+from tieline.geometry.rounding import emulated_choice
 from tieline.tropical import (
     capacity_bound,
     expected_cells,
@@ -115,8 +116,11 @@ def test_presets_are_advised_on_and_told_as_plain_data(name):
     ("call", "words"),
     [
         (lambda: LayerShape(4, 4, 8), "nothing is routed"),
-        (lambda: LayerShape(4, 2, 0), "width >= 1"),
-        (lambda: LayerShape(4, 2, 8, shared=-1), "shared >= 0"),
+        (lambda: LayerShape(4, 2, 0), "1 <= width"),
+        (lambda: LayerShape(4, 2, 1 << 50), "width <= 1,099"),
+        (lambda: LayerShape(4, 2, 8, shared=-1), "0 <= shared"),
+        (lambda: LayerShape(100_000, 50_000, 8), "at most 65,536 experts"),
+        (lambda: advise(LayerShape(60_000, 30_000, 8), 1, (1, 8)), "splits included"),
         (lambda: LayerShape(6, 2, 8, n_groups=4), "equal groups"),
         (lambda: advise(SMALL, 3, (3,)), "divide the expert width 20, got 3"),
         (lambda: advise(SMALL, 65), "d_eff <= hidden"),

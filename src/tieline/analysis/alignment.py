@@ -33,8 +33,7 @@ from tieline.analysis.correspondences import (
 from tieline.analysis.diff_records import Alignment, LayerPair
 from tieline.core.errors import TraceError, require
 from tieline.trace.check import check_layer
-from tieline.trace.ops import take_tokens
-from tieline.trace.record import LayerTrace, LazyLayers, RoutingTrace
+from tieline.trace.record import LayerTrace, LazyLayers, RoutingTrace, take_tokens
 
 
 def alignment_notes(found: Alignment, against_ids: bool) -> tuple[str, ...]:
@@ -257,6 +256,7 @@ class Aligned(NamedTuple):
         pairing: the layers they share.
         numbers: for each pair, the number in A of each expert of B.
         alignment: how they were aligned.
+        unranked: for each pair, tokens of A and of B whose choice is not that of their scores.
     """
 
     a: RoutingTrace
@@ -265,6 +265,7 @@ class Aligned(NamedTuple):
     pairing: Pairing
     numbers: list[np.ndarray]
     alignment: Alignment
+    unranked: list[tuple[int, int]]
 
     def pair(self, index: int) -> tuple[LayerTrace, LayerTrace]:
         """The layers of a pair: the same tokens, experts numbered as in A, the same k."""
@@ -273,7 +274,8 @@ class Aligned(NamedTuple):
         first = _cut(self.a.layers[i], self.places.in_a, about)
         second = _cut(self.b.layers[j], self.places.in_b, about)
         numbers = torch.from_numpy(self.numbers[index])
-        return first, replace(second, experts=numbers[second.experts.long()])
+        bias = None if second.bias is None else second.bias[torch.argsort(numbers)]
+        return first, replace(second, experts=numbers[second.experts], bias=bias)
 
 
 def align(a: RoutingTrace, b: RoutingTrace, *, partial: bool = False) -> Aligned:
@@ -287,8 +289,7 @@ def align(a: RoutingTrace, b: RoutingTrace, *, partial: bool = False) -> Aligned
     """
     side_a, side_b = routed_part(a, "A"), routed_part(b, "B")
     a, b = side_a.trace, side_b.trace
-    _check_values(a, "A")
-    _check_values(b, "B")
+    broken_a, broken_b = _check_values(a, "A"), _check_values(b, "B")
     places = {shift: common_places(a, b, shift) for shift in SHIFTS}
     ids = {shift: equal_ids(a, b, found) for shift, found in places.items()}
     base = check_ids(a, b, places, ids)
@@ -299,36 +300,56 @@ def align(a: RoutingTrace, b: RoutingTrace, *, partial: bool = False) -> Aligned
     found = places[best.shift]
     check_layers(a, b, best.pairing)
     check_tokens(a, b, found, (side_a.tokens, side_b.tokens), partial)
-    sizes = [check_sizes(a, b, pair, partial) for pair in best.pairing.pairs]
-    matches = [
-        _match(a, b, found, pair, experts)
-        for pair, experts in zip(best.pairing.pairs, sizes, strict=True)
-    ]
-    pairs = tuple(
-        _pair_record(a, b, p, m) for p, m in zip(best.pairing.pairs, matches, strict=True)
-    )
+    matches, records = [], []
+    for pair in best.pairing.pairs:  # one pair after the other: a file is read once for all three
+        matches.append(_match(a, b, found, pair, check_sizes(a, b, pair, partial)))
+        records.append(_pair_record(a, b, pair, matches[-1]))
+    pairs = tuple(records)
     check_related(pairs, [match.beyond_chance for match in matches], verified)
     account = _account((side_a, side_b), found, best.shift, best.pairing, pairs)
     account = replace(account, ids_checked=ids[base].known)
     notes = alignment_notes(account, against_ids=verified and best.shift != base)
     numbers = [np.argsort(match.to_b) for match in matches]
-    return Aligned(a, b, found, best.pairing, numbers, replace(account, notes=notes))
+    unranked = [(broken_a.get(i, 0), broken_b.get(j, 0)) for i, j in best.pairing.pairs]
+    return Aligned(a, b, found, best.pairing, numbers, replace(account, notes=notes), unranked)
 
 
 def _cut(layer: LayerTrace, places: torch.Tensor, about: LayerPair) -> LayerTrace:
     """What is compared of a layer: some tokens, the first k experts, scores, weights."""
     facts = replace(layer.facts, k=about.k, n_experts=about.n_experts)
     weights = None if layer.weights is None else layer.weights[:, : about.k]
+    more = {} if about.k < layer.facts.k else {"faded": layer.faded, "used": layer.used}
     experts = layer.experts.long()
-    lean = LayerTrace(layer.name, facts, experts, layer.scores, weights, layer.group_gap)
+    bias = layer.bias if layer.bias is None or len(layer.bias) == about.n_experts else None
+    kept = (experts, layer.scores, weights, layer.group_gap)
+    lean = LayerTrace(layer.name, facts, *kept, bias=bias, **more)
     return take_tokens(lean, places)
 
 
-def _check_values(trace: RoutingTrace, side: str) -> None:
-    """Refuse impossible values; what is read from a file was checked when it was read."""
-    if not isinstance(trace.layers, LazyLayers):
-        for layer in trace.layers:
-            check_layer(replace(layer, name=f"{side}: {layer.name}"))
+def _check_values(trace: RoutingTrace, side: str) -> dict[int, int]:
+    """Refuse impossible values; what is read from a file was checked when it was read.
+
+    Returns the layers in which tokens chose an expert of a lower score than one left out, with the
+    number of these tokens.
+    """
+    if isinstance(trace.layers, LazyLayers):
+        return {}
+    broken = {}
+    for place, layer in enumerate(trace.layers):
+        count = _unranked(layer)
+        if count:
+            broken[place] = count
+            layer = replace(layer, scores=None)
+        check_layer(replace(layer, name=f"{side}: {layer.name}"))
+    return broken
+
+
+def _unranked(layer: LayerTrace) -> int:
+    """Tokens that chose an expert whose score is lower than that of one they did not choose."""
+    k = layer.facts.k
+    if layer.scores is None or layer.scores.shape[1] == k or not layer.scores.isfinite().any():
+        return 0
+    return int((layer.scores[:, :k].amin(1) < layer.scores[:, k:].amax(1)).sum())
 
 
 def _match(
@@ -374,8 +395,8 @@ def _account(
         token_shift=shift,
         layer_shift=pairing.shift,
         pairs=pairs,
-        only_a=tuple(x.name for i, x in enumerate(a.layers) if i not in paired_a),
-        only_b=tuple(x.name for j, x in enumerate(b.layers) if j not in paired_b),
+        only_a=tuple(a.layers[i].name for i in range(len(a.layers)) if i not in paired_a),
+        only_b=tuple(b.layers[j].name for j in range(len(b.layers)) if j not in paired_b),
         tokens_only_a=a.n_tokens - len(found.in_a),
         tokens_only_b=b.n_tokens - len(found.in_b),
         unrouted_a=sides[0].tokens,
@@ -383,4 +404,7 @@ def _account(
         dense_a=sides[0].layers,
         dense_b=sides[1].layers,
         ids_checked=0,
+        smoothed=tuple(
+            side for side, run in (("A", a), ("B", b)) if any(x.smoothed for x in run.layers)
+        ),
     )

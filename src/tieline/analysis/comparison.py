@@ -1,18 +1,8 @@
-r"""Two runs on the same tokens: where they choose other experts, and whether ties explain it.
+"""Two runs on the same tokens: where they choose other experts, layer by layer.
 
-A token flips in a layer if its sets of chosen experts differ: S_A ≠ S_B. Its margin on side A is
-the distance of the scores of A that must have changed places,
-
-    margin_A = max_{i in S_A \ S_B} z_i - min_{j in S_B \ S_A} z_j >= z_[k] - z_[k+1],
-
-on side B likewise, and its margin is the larger of the two. An expert j whose score A did not keep
-lies below the last one kept, which bounds the margin from below. Where routing is limited to
-groups, the gap of the layer (including that between groups) takes the place of the margin.
-
-The noise of a layer is the median of |z_B - z_A| over the experts that both kept, of unflipped
-tokens only, so that no flip widens the band that judges it. A flip is inside the tie band if its
-margin is at most 6 times the noise, about 4 standard deviations of Gaussian noise, which puts only
-0.4 % of its flips beyond. Wider margins are not explained by ties.
+A token flips in a layer if its sets of chosen experts differ: S_A ≠ S_B. Each layer is read once:
+its flips, the weight that moves, the noise of its scores (`score_noise`), the p-values of its first
+flips (`flip_tests`) and the shape of its noise (`noise_shapes`).
 
 compare      align B with A and compare them layer by layer
 token_diff   flips over all layers: first divergent layer, compounding
@@ -20,16 +10,17 @@ summed_up    the `RoutingDiff` with its verdict, findings and metrics
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from tieline.analysis.alignment import Aligned, align
+from tieline.analysis.attribution import answered
 from tieline.analysis.diff_records import (
-    Alignment,
     Attribution,
     DepthStep,
     LayerDiff,
@@ -38,31 +29,19 @@ from tieline.analysis.diff_records import (
     TokenDiff,
     WeightMoved,
 )
-from tieline.analysis.inspection import Finding, Severity
-from tieline.core.numerics import float_step
+from tieline.analysis.diff_words import findings, verdict
+from tieline.analysis.flip_tests import FALSE_DISCOVERIES, FlipTest, discoveries, flip_test
+from tieline.analysis.noise_shapes import LayerShape, Places, flip_lag, measure_shape
+from tieline.analysis.noise_size import Expected, recorded_format
+from tieline.analysis.score_noise import comparable, layer_noise
 from tieline.core.ranking import n_changed
 from tieline.core.statistics import clustered_share
-from tieline.trace.ops import take_tokens
 from tieline.trace.record import LayerTrace, RoutingTrace
 
 BAND = 6.0
-"""Width of the tie band over the noise of the scores."""
-ROWS = 16384
-"""Tokens at a time whose scores are spread over all experts."""
+"""Width of the retired tie band over the noise."""
 MOST_NAMED = 20
 """Unexplained flips that are listed one by one."""
-NO_NOISE = "not attributable: every token changes experts, so the noise of the scores is unknown"
-UNRELATED = 0.1
-"""Agreement beyond chance below which a pair of layers counts as unrelated."""
-ORDER = ("warning", "notice", "info")
-UNEXPLAINED = ("unexplained", "unexplained_first")
-
-
-class NoiseBand(NamedTuple):
-    """Median absolute difference of the scores of unflipped tokens, and the tie band."""
-
-    noise: float
-    band: float
 
 
 def set_flips(a: LayerTrace, b: LayerTrace) -> tuple[Bool[Tensor, " tokens"], float | None]:
@@ -82,8 +61,9 @@ def weight_moved(
     """
     if a.weights is None or b.weights is None or len(flipped) == 0:
         return None
-    k, (of_a, of_b) = a.facts.k, (_normalised(x) for x in (a.weights, b.weights))
-    same = a.experts[:, :k, None] == b.experts[:, None, :k]
+    (weights_a, experts_a), (weights_b, experts_b) = a.combined(), b.combined()
+    of_a, of_b = _normalised(weights_a), _normalised(weights_b)
+    same = experts_a[:, :, None] == experts_b[:, None, :]
     shared = (same * of_b[:, None, :]).sum(2)
     entering = (of_b * ~same.any(1)).sum(1)
     moved = ((of_a - shared).abs().sum(1) + entering) / 2
@@ -92,123 +72,10 @@ def weight_moved(
     return WeightMoved(moved.mean().item(), p99, moved.max().item(), of_flipped)
 
 
-def noise_band(a: LayerTrace, b: LayerTrace, flipped: Bool[Tensor, " tokens"]) -> NoiseBand | None:
-    """Return the noise of the scores and the tie band; None if there is no unflipped token.
-
-    The band is at least six floating-point steps of the scores wide, because their last digit is
-    noise too.
-    """
-    differences = []
-    for rows in (~flipped).nonzero().squeeze(1).split(ROWS):
-        differences.append(_differences(take_tokens(a, rows), take_tokens(b, rows)))
-    known = np.concatenate([np.zeros(0), *differences])
-    if len(known) == 0:
-        return None
-    noise = float(np.median(known))
-    return NoiseBand(noise, BAND * max(noise, _step(a), _step(b)))
-
-
-def flip_margins(a: LayerTrace, b: LayerTrace) -> Float[Tensor, " tokens"]:
-    """Margin of every token, all of which must have flipped, in float64."""
-    if a.facts.n_groups > 1:
-        return torch.maximum(a.gap, b.gap)
-    return torch.maximum(_margin(a, b), _margin(b, a))
-
-
-def _margin(here: LayerTrace, there: LayerTrace) -> Tensor:
-    """Distance, in the scores of one side, of the experts that changed places."""
-    k, scores = here.facts.k, _scores(here)
-    own, other = here.experts[:, :k], there.experts[:, :k]
-    leaving = ~(own[:, :, None] == other[:, None, :]).any(2)
-    entering = ~(other[:, :, None] == own[:, None, :]).any(2)
-    highest = scores[:, :k].masked_fill(~leaving, -torch.inf).amax(1)
-    kept = other[:, :, None] == here.experts[:, None, k:]
-    found = (kept * scores[:, None, k:].nan_to_num(neginf=0.0)).sum(2)
-    found = torch.where(kept.any(2), found, scores[:, -1:])
-    return highest - found.masked_fill(~entering, torch.inf).amin(1)
-
-
-def _differences(a: LayerTrace, b: LayerTrace) -> np.ndarray:
-    """|z_B - z_A| of every expert that both sides kept."""
-    spread = torch.full((len(b.experts), b.facts.n_experts), torch.nan, dtype=torch.float64)
-    spread.scatter_(1, b.experts, _scores(b))
-    difference = (spread.gather(1, a.experts) - _scores(a)).abs()
-    return difference[difference.isfinite()].numpy()
-
-
-def _step(layer: LayerTrace) -> float:
-    """Spacing of float32 (or of the scores' own coarser type) at the median threshold."""
-    scores, k = _scores(layer), layer.facts.k
-    assert layer.scores is not None
-    middle = scores[:, k - 1].abs().median().reshape(1)
-    eps = max(torch.finfo(layer.scores.dtype).eps, torch.finfo(torch.float32).eps)
-    return float_step(middle, round(-np.log2(eps)), -126).item()
-
-
-def _scores(layer: LayerTrace) -> Tensor:
-    assert layer.scores is not None
-    return layer.scores.double()
-
-
 def _normalised(weights: Tensor) -> Tensor:
     """Weights that sum to one; equal ones where all have underflowed."""
     total = weights.double().sum(1, keepdim=True)
     return torch.where(total == 0, 1.0 / weights.shape[1], weights.double() / total)
-
-
-def attribution_status(a: LayerTrace, b: LayerTrace) -> str:
-    """Return "ok", or why the flips of a layer cannot be attributed."""
-    sides = (("A", a), ("B", b))
-    for side, layer in sides:
-        if layer.scores is None:
-            return f"not attributable: {side} has expert ids only, no scores"
-        if not layer.has_gaps:
-            return f"not attributable: {side} has the scores of chosen experts only"
-    grouped = [side for side, layer in sides if layer.facts.n_groups > 1]
-    if len(grouped) == 1:
-        return f"not attributable: only {grouped[0]} routes within groups"
-    if a.facts.units != b.facts.units:
-        return f"not attributable: scores of A are {a.facts.units}, those of B {b.facts.units}"
-    return "ok"
-
-
-def attribute(
-    a: LayerTrace,
-    b: LayerTrace,
-    flipped: Bool[Tensor, " tokens"],
-    before: Bool[Tensor, " tokens"],
-    keys: tuple[Int[Tensor, " tokens"], Int[Tensor, " tokens"]],
-) -> tuple[Attribution | None, str]:
-    """Attribute a layer's flips to near-ties or not; None and the reason if that is impossible.
-
-    Args:
-        a: the layer in A.
-        b: the same tokens in B, experts numbered as in A.
-        flipped: which tokens flip.
-        before: which tokens flipped in an earlier layer.
-        keys: document and position of each token in A.
-    """
-    status = attribution_status(a, b)
-    if status != "ok":
-        return None, status
-    found = noise_band(a, b, flipped)
-    if found is None:
-        return None, NO_NOISE
-    rows = flipped.nonzero().squeeze(1)
-    margins = flip_margins(take_tokens(a, rows), take_tokens(b, rows))
-    outside = margins > found.band
-    places, widths = rows[outside], margins[outside]
-    order = widths.argsort(descending=True, stable=True)[:MOST_NAMED]
-    named = zip(*(key[places[order]].tolist() for key in keys), widths[order].tolist(), strict=True)
-    return Attribution(
-        noise=found.noise,
-        band=found.band,
-        inside=int((~outside).sum()),
-        unexplained=int(outside.sum()),
-        unexplained_first=int((~before[places]).sum()),
-        widest=margins.max().item() if len(margins) else None,
-        unexplained_tokens=tuple(named),
-    ), "ok"
 
 
 def flipped_before(flips: Bool[Tensor, "layers tokens"]) -> Bool[Tensor, "layers tokens"]:
@@ -256,137 +123,6 @@ def token_diff(
     )
 
 
-def verdict(alignment: Alignment, layers: Sequence[LayerDiff], tokens: TokenDiff) -> str:
-    """Whether the two route alike and, if not, whether near-ties explain it."""
-    count, total = sum(x.flip.count for x in layers), alignment.tokens * len(layers)
-    size = f"{alignment.tokens:,} tokens in {len(layers)} layers"
-    odd = " once aligned" if alignment.notes else ""
-    if count == 0:
-        return f"A and B choose the same experts for all {size}{odd}. What to do: nothing."
-    worst = max(layers, key=lambda layer: layer.flip.value or 0.0)
-    first = (
-        f"A and B choose other experts in {_share(count / total)} of the choices of {size}{odd} "
-        f"(worst layer: {_share(worst.flip.value)}); {_share(tokens.anywhere.value)} of the tokens "
-        "differ somewhere."
-    )
-    return f"{first} {_cause(layers, count)}"
-
-
-def _cause(layers: Sequence[LayerDiff], count: int) -> str:
-    known = [layer.attribution for layer in layers if layer.attribution is not None]
-    blind = [layer for layer in layers if layer.attribution is None and layer.flip.count]
-    if not known:
-        why = layers[0].attribution_status.removeprefix("not attributable: ")
-        return (
-            f"The cause is not attributable: {why}. What to do: capture both runs with scores and "
-            "compare them again."
-        )
-    unexplained = sum(found.unexplained for found in known)
-    rest = f" {len(blind)} layers are not attributable." if blind else ""
-    if unexplained == 0:
-        return (
-            f"Every flip is a near-tie that the noise of the scores explains.{rest} What to do: "
-            "replay the routes of A in B where they must agree, or remove the ties with "
-            "`tieline smooth`."
-        )
-    fresh = sum(found.unexplained_first for found in known)
-    later = unexplained - fresh
-    follow = f" ({later:,} of them in tokens that had flipped before)" if later else ""
-    return (
-        f"{unexplained:,} of {count:,} flips are not explained by the margin{follow}.{rest} What "
-        "to do: look for a bug, or for noise of another kind, in the layers and tokens named below."
-    )
-
-
-def findings(
-    alignment: Alignment,
-    layers: Sequence[LayerDiff],
-    tokens: TokenDiff,
-    logits: LogitsDiff | None,
-) -> tuple[Finding, ...]:
-    """One sentence for everything worth knowing, most severe first."""
-    found = [Finding("warning", note, 1.0, None, "alignment") for note in alignment.notes]
-    found += _unexplained(layers)
-    found += _not_attributed(layers)
-    found += _unrelated(alignment)
-    found += _of_depth(tokens)
-    if logits is not None:
-        text = f"the final distributions are {logits.kl:.3g} nats apart per token (KL of A and B)"
-        found.append(Finding("info", text, logits.kl, None, "kl"))
-        found += _cost(logits)
-    if any(layer.flip.status != "ok" for layer in layers):
-        text = "there is one document only, so that intervals assume independent tokens"
-        found.append(Finding("info", text, 1.0, None, "interval"))
-    return tuple(sorted(found, key=lambda finding: ORDER.index(finding.severity)))
-
-
-def _unexplained(layers: Sequence[LayerDiff]) -> list[Finding]:
-    """One sentence about the flips that near-ties do not explain, with the widest of all layers."""
-    odd = [(x, x.attribution) for x in layers if x.attribution and x.attribution.unexplained]
-    if not odd:
-        return []
-    count, first = (sum(getattr(why, name) for _, why in odd) for name in UNEXPLAINED)
-    worst, why = max(odd, key=lambda pair: pair[1].unexplained_tokens[0][2] / pair[1].band)
-    document, position, margin = why.unexplained_tokens[0]
-    text = (
-        f"{count:,} flips in {len(odd)} layers are not explained by the margin ({first:,} in "
-        f"tokens without an earlier flip): the widest for its tie band of {why.band:.3g}, at "
-        f"document {document}, position {position}, has a margin of {margin:.3g}"
-    )
-    severity: Severity = "warning" if first else "notice"
-    return [Finding(severity, text, float(count), worst.name, "unexplained")]
-
-
-def _not_attributed(layers: Sequence[LayerDiff]) -> list[Finding]:
-    counts: dict[str, int] = {}
-    for layer in layers:
-        if layer.attribution is None and layer.flip.count:
-            status = layer.attribution_status
-            counts[status] = counts.get(status, 0) + layer.flip.count
-    return [
-        Finding("notice", f"{count:,} flips are {status}", float(count), None, "attribution")
-        for status, count in counts.items()
-    ]
-
-
-def _unrelated(alignment: Alignment) -> list[Finding]:
-    found = []
-    for pair in alignment.pairs:
-        if pair.chance < 1 and pair.agreement - pair.chance < UNRELATED * (1 - pair.chance):
-            text = (
-                f"the two share {_share(pair.agreement)} of the chosen experts, and unrelated "
-                f"routers would share {_share(pair.chance)}"
-            )
-            found.append(Finding("warning", text, pair.agreement, pair.name_a, "unrelated"))
-    return found
-
-
-def _of_depth(tokens: TokenDiff) -> list[Finding]:
-    """Whether tokens that have flipped flip more often, over all layers but the first."""
-    fresh, after = (
-        [getattr(step, name) for step in tokens.depth[1:]] for name in ("fresh", "after")
-    )
-    rates = [
-        sum(rate.count for rate in kind) / max(sum(rate.total for rate in kind), 1)
-        for kind in (fresh, after)
-    ]
-    if not sum(rate.count for rate in after) or rates[1] < 2 * rates[0]:
-        return []
-    text = (
-        f"flips compound: a token that has flipped before flips in {_share(rates[1])} of the "
-        f"layers that follow, others in {_share(rates[0])}"
-    )
-    return [Finding("info", text, rates[1], None, "compounding")]
-
-
-def _cost(logits: LogitsDiff) -> list[Finding]:
-    if logits.kl_flipped is None or not logits.kl_unflipped:
-        return []
-    ratio = logits.kl_flipped / logits.kl_unflipped
-    text = f"tokens that flip somewhere are {ratio:.2g} times as far apart as the others"
-    return [Finding("info", text, ratio, None, "kl")]
-
-
 def metrics(
     layers: Sequence[LayerDiff], tokens: TokenDiff, logits: LogitsDiff | None
 ) -> dict[str, float]:
@@ -398,6 +134,9 @@ def metrics(
         total = max(layers[0].flip.total, 1)
         named["unexplained"] = max(cause.unexplained for cause in causes) / total
         named["unexplained:count"] = float(sum(cause.unexplained for cause in causes))
+    noise = [cause.relative for cause in causes if cause.relative]
+    if noise:
+        named["noise"] = noise[0]
     moved = [layer.weight.mean for layer in layers if layer.weight is not None]
     if moved:
         named["weight"] = max(moved)
@@ -406,66 +145,222 @@ def metrics(
     return {name: float(value) for name, value in named.items() if value is not None}
 
 
-def _share(share: float | None) -> str:
-    return "none" if share is None else f"{100 * share:.2g} %"
+class _Judged(NamedTuple):
+    """What one layer gives to the attribution of all."""
+
+    test: FlipTest
+    noise: float
+    relative: float | None
+    later: int
 
 
 class Compared:
-    """The layers of two aligned runs, and which tokens flip in which."""
+    """The layers of two aligned runs, and which tokens flip in which.
 
-    def __init__(self, aligned: Aligned) -> None:
+    Attributes:
+        aligned: how they were aligned.
+        documents: document of each token.
+        positions: its position there.
+        flips: which tokens flip in which layer.
+        layers: the layers compared.
+        shapes: effects of the noise of each layer.
+        levels: level of the noise of each token in each layer, if they were to be kept.
+        near: for flips without scores of both sides, the share of tokens with a smaller gap.
+        tokens: over all layers.
+    """
+
+    def __init__(
+        self, aligned: Aligned, *, reference: "Compared | None" = None, keep_levels: bool = False
+    ) -> None:
         """Compare every pair of layers, one at a time."""
         self.aligned = aligned
         places = aligned.places.in_a
         self.documents = aligned.a.documents[places].long()
         self.positions = aligned.a.positions[places].long()
-        self._earlier = torch.zeros(len(places), dtype=torch.bool)
-        flips, self.layers = [], []
+        self._places = Places(self.documents.numpy(), self.positions.numpy())
+        self._earlier = np.zeros(len(places), dtype=bool)
+        self._before: tuple[np.ndarray, np.ndarray] | None = None
+        self._reference = None if reference is None else _levels_at(reference, self._places)
+        self._keep = keep_levels
+        self.levels: list[np.ndarray | None] = []
+        self.shapes: list[LayerShape] = []
+        self.near: list[np.ndarray] = []
+        flips, layers, judged = [], [], []
         for index in range(len(aligned.alignment.pairs)):
-            flipped, layer = self._layer(*aligned.pair(index))
+            flipped, layer, found = self._layer(index)
             flips.append(flipped)
-            self.layers.append(layer)
+            layers.append(layer)
+            judged.append(found)
         self.flips = torch.stack(flips)
+        self.layers = self._attributed(layers, judged)
         self.tokens = token_diff(self.flips, self.documents, [x.name for x in self.layers])
 
-    def _layer(self, a: LayerTrace, b: LayerTrace) -> tuple[torch.Tensor, LayerDiff]:
+    def _layer(self, index: int) -> tuple[Tensor, LayerDiff, _Judged | None]:
+        a, b = self.aligned.pair(index)
         flipped, changed = set_flips(a, b)
         weight = weight_moved(a, b, flipped)
-        keys = self.documents, self.positions
-        attribution, status = attribute(a, b, flipped, self._earlier, keys)
-        self._earlier = self._earlier | flipped
-        return flipped, LayerDiff(
-            name=a.name,
-            name_b=b.name,
-            n_experts=a.facts.n_experts,
-            k=a.facts.k,
-            flip=clustered_share(flipped, self.documents),
-            changed=changed,
-            weight=weight,
-            weight_status="ok" if weight else "not answerable: one side has no combine weights",
-            attribution=attribution,
-            attribution_status=status,
+        status = _unranked_status(self.aligned.unranked[index]) or comparable(a, b)
+        judged = self._judge(index, a, b, flipped.numpy(), status)
+        self._earlier = self._earlier | flipped.numpy()
+        return (
+            flipped,
+            LayerDiff(
+                name=a.name,
+                name_b=b.name,
+                n_experts=a.facts.n_experts,
+                k=a.facts.k,
+                flip=clustered_share(flipped, self.documents),
+                changed=changed,
+                weight=weight,
+                weight_status="ok" if weight else "not answerable: one side has no combine weights",
+                attribution=None,
+                attribution_status=status,
+            ),
+            judged,
+        )
+
+    def _judge(
+        self, index: int, a: LayerTrace, b: LayerTrace, flipped: np.ndarray, status: str
+    ) -> _Judged | None:
+        """Test the first flips of a layer and measure the shape of its noise."""
+        chosen_a, chosen_b = (x.experts[:, : x.facts.k].numpy() for x in (a, b))
+        lag = flip_lag(chosen_a, chosen_b, flipped, self._places)
+        fresh = ~self._earlier
+        if status != "ok":
+            self.shapes.append(LayerShape(a.name, None, 0, lag=lag))
+            self.levels.append(None)
+            self._before = None
+            self.near += _near(a, b, flipped & fresh)
+            return None
+        noise = layer_noise(a, b)
+        expected = None if self._reference is None else self._reference[index]
+        shape = measure_shape(
+            a.name, noise, fresh, self._places, self._before, _bias(a, b), expected
+        )
+        self.shapes.append(shape._replace(lag=lag))
+        level = noise.level if expected is None else noise.level - expected
+        self._before = (level, chosen_a)
+        self.levels.append(noise.level if self._keep else None)
+        test = flip_test(a, b, noise, flipped, fresh)
+        later = int((flipped & ~fresh).sum())
+        return _Judged(test, noise.size(fresh) or 0.0, noise.relative(fresh), later)
+
+    def _attributed(self, layers: list[LayerDiff], judged: list[_Judged | None]) -> list[LayerDiff]:
+        """The layers with their attribution: false discoveries are controlled over all of them."""
+        known = [x.test.p for x in judged if x is not None]
+        found = discoveries(np.concatenate([np.zeros(0), *known]), FALSE_DISCOVERIES)
+        parts = iter(np.split(found, np.cumsum([len(p) for p in known])))
+        return [
+            layer if x is None else replace(layer, attribution=self._attribution(x, next(parts)))
+            for layer, x in zip(layers, judged, strict=True)
+        ]
+
+    def _attribution(self, judged: _Judged, unexplained: np.ndarray) -> Attribution:
+        test, count = judged.test, int(unexplained.sum())
+        places, widths = test.tokens[unexplained], test.margins[unexplained]
+        order = np.argsort(-widths, kind="stable")[:MOST_NAMED]
+        keys = (self._places.documents, self._places.positions)
+        named = zip(
+            *(key[places[order]].tolist() for key in keys), widths[order].tolist(), strict=True
+        )
+        explained = len(test.p) - count
+        return Attribution(
+            noise=judged.noise,
+            band=BAND * judged.noise,
+            inside=explained + judged.later,
+            unexplained=count,
+            unexplained_first=count,
+            widest=float(test.margins.max()) if len(test.p) else None,
+            unexplained_tokens=tuple(named),
+            explained=explained,
+            later=judged.later,
+            relative=judged.relative,
+            smallest_p=float(test.p.min()) if len(test.p) else None,
         )
 
 
-def compare(a: RoutingTrace, b: RoutingTrace, *, partial: bool = False) -> Compared:
-    """Align B with A and compare them layer by layer."""
-    return Compared(align(a, b, partial=partial))
+def _unranked_status(counts: tuple[int, int]) -> str:
+    """Why a layer's choice cannot be judged by its scores; empty if it follows them."""
+    for side, count in zip("AB", counts, strict=True):
+        if count:
+            return f"not attributable: {count} tokens of {side} do not choose the largest scores"
+    return ""
 
 
-def summed_up(found: Compared, logits: LogitsDiff | None, timings: dict[str, float]) -> RoutingDiff:
+def _near(a: LayerTrace, b: LayerTrace, first: np.ndarray) -> list[np.ndarray]:
+    """Share of all tokens with a smaller gap, for each first flip; by the side that has scores."""
+    able = [layer for layer in (a, b) if layer.has_gaps]
+    if not able or not first.any():
+        return []
+    gaps = able[0].gap.numpy()
+    return [np.searchsorted(np.sort(gaps), gaps[first]) / len(gaps)]
+
+
+def _bias(a: LayerTrace, b: LayerTrace) -> np.ndarray | None:
+    """The selection bias by which the two sides may differ: their difference, else A's or B's."""
+    known = [layer.bias.double().numpy() for layer in (a, b) if layer.bias is not None]
+    if not known:
+        return None
+    if len(known) == 1:
+        return known[0]
+    return known[0] if np.array_equal(known[0], known[1]) else known[0] - known[1]
+
+
+def _levels_at(reference: Compared, places: Places) -> list[np.ndarray | None]:
+    """Levels of a reference run at these tokens; NaN where it has none."""
+    own = reference._places
+    index = {key: i for i, key in enumerate(zip(*(x.tolist() for x in own), strict=True))}
+    found = [index.get(key, -1) for key in zip(*(x.tolist() for x in places), strict=True)]
+    rows = np.array(found, dtype=int)
+    return [
+        None if level is None else np.where(rows >= 0, level[rows], np.nan)
+        for level in reference.levels
+    ]
+
+
+def compare(
+    a: RoutingTrace,
+    b: RoutingTrace,
+    *,
+    partial: bool = False,
+    reference: RoutingTrace | None = None,
+) -> Compared:
+    """Align B with A and compare them layer by layer.
+
+    Args:
+        a: the run that is compared with.
+        b: the other run.
+        partial: compare what both have where one has fewer tokens or a smaller k.
+        reference: the model of the side in float32 once more, in the format that is expected, on
+            some of the tokens: its noise is what is measured by.
+    """
+    known = None
+    if reference is not None:
+        base = a if recorded_format(a.provenance) == "fp32" else b
+        known = Compared(align(base, reference, partial=True), keep_levels=True)
+    return Compared(align(a, b, partial=partial), reference=known)
+
+
+def summed_up(
+    found: Compared,
+    logits: LogitsDiff | None,
+    timings: dict[str, float],
+    expected: Expected | None = None,
+) -> RoutingDiff:
     """Return the result with its verdict, findings and metrics.
 
     Args:
         found: the layers compared.
         logits: how far the final distributions are apart, if models were run.
         timings: seconds per stage.
+        expected: the format whose noise is to be expected.
     """
-    layers, alignment = tuple(found.layers), found.aligned.alignment
-    aligned = found.aligned
+    layers, aligned = tuple(found.layers), found.aligned
+    alignment = aligned.alignment
+    causes = answered(alignment, aligned.unranked, layers, found.shapes, found.near, expected)
     return RoutingDiff(
-        verdict=verdict(alignment, layers, found.tokens),
-        findings=findings(alignment, layers, found.tokens, logits),
+        verdict=verdict(alignment, layers, found.tokens, causes),
+        findings=findings(alignment, layers, found.tokens, logits, causes),
         metrics=metrics(layers, found.tokens, logits),
         alignment=alignment,
         layers=layers,
@@ -473,5 +368,6 @@ def summed_up(found: Compared, logits: LogitsDiff | None, timings: dict[str, flo
         logits=logits,
         provenance={"a": aligned.a.provenance, "b": aligned.b.provenance},
         timings=timings,
+        causes=causes,
         traces=(aligned.a, aligned.b),
     )

@@ -30,8 +30,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from tieline.core.errors import TraceError, require
-from tieline.trace.ops import select_layers, select_tokens
-from tieline.trace.record import LayerTrace, LazyLayers, RoutingTrace
+from tieline.trace.record import LayerTrace, LazyLayers, RoutingTrace, select_layers, select_tokens
 
 
 class Pairing(NamedTuple):

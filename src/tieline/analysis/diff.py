@@ -28,6 +28,9 @@ from torch import Tensor, nn
 
 from tieline.analysis.comparison import Compared, compare, summed_up
 from tieline.analysis.diff_records import LogitsDiff, RoutingDiff
+from tieline.analysis.inspection import Finding
+from tieline.analysis.noise_size import Expected, expected_format, read_format, recorded_format
+from tieline.analysis.replay_split import ReplaySplit, replay_split
 from tieline.analysis.sources import (
     ModelSource,
     Text,
@@ -38,16 +41,14 @@ from tieline.analysis.sources import (
     source_kind,
 )
 from tieline.analysis.text import tokenise
-from tieline.core.errors import TraceError, require
+from tieline.core.errors import TraceError, UnsupportedModelError, require
 from tieline.core.numerics import one_thread
 from tieline.core.statistics import clustered_error, k3
 from tieline.hf.capture import capture
-from tieline.hf.emulate import Parts, emulate
-from tieline.hf.formats import FORMATS
+from tieline.hf.emulate import FORMATS, Parts, emulate
 from tieline.hf.loading import LoadedModel, use_experts
 from tieline.hf.running import batches, forward, only_running
-from tieline.trace.ops import concatenate
-from tieline.trace.record import RoutingTrace
+from tieline.trace.record import RoutingTrace, concatenate
 
 Progress = Callable[[str, int, int], None]
 Source = ModelSource | RoutingTrace
@@ -66,6 +67,8 @@ def diff(
     tokens: int = 16384,
     sequence_length: int = 512,
     batch_size: int = 8,
+    batch_b: int | None = None,
+    replay: bool = False,
     dtype_a: str = "auto",
     dtype_b: str = "auto",
     experts_impl_a: str | None = None,
@@ -77,6 +80,7 @@ def diff(
     n_experts: int | None = None,
     k: int | None = None,
     partial: bool = False,
+    expect: str | None = None,
     progress: Progress | None = None,
 ) -> RoutingDiff:
     """Compare how two runs route the same tokens, and whether near-ties explain the differences.
@@ -84,13 +88,16 @@ def diff(
     Two models run on `text`; a model beside a trace runs on the tokens of the trace.
 
     Args:
-        a: the reference: a hub id, a folder, "shipped", `(model, tokenizer)`, a trace, the folder
+        a: the reference: a hub id, a folder, "demo", `(model, tokenizer)`, a trace, the folder
             of a trace, or a file of routes. Names and numbers of the result are its own.
         b: the other run, likewise.
         text: what two models run on: a str, the Path of a file, or None for the text in the box.
         tokens: how many tokens of it.
         sequence_length: tokens per sequence, at most what the models take.
         batch_size: sequences per forward pass.
+        batch_b: sequences per forward pass of B, by default as many: batch invariance.
+        replay: also measure the KL of two models with A's experts, and with A's experts and
+            combine weights, replayed in B.
         dtype_a: precision of A: "auto", "fp32", "bf16", "fp16", or a number format emulated in
             float32 such as "bf16-emulated" or "int8-emulated".
         dtype_b: the same for B.
@@ -104,6 +111,10 @@ def diff(
         k: how many experts of each line of a table were chosen.
         partial: compare what both have where one has fewer tokens or a smaller k, instead of
             raising.
+        expect: number format whose noise is to be expected between the two: "fp32", "bf16",
+            "fp16", "fp8", "int8", "int4" or another name of `hf.emulate.FORMATS`; by default what
+            both sides recorded. Where a model in float32 is at hand, it runs once more in that
+            format on up to 4,096 tokens, to see what the format does to these scores.
         progress: called with stage, done and total while the work goes on.
     """
     load = {"device": device, "trust_remote_code": trust_remote_code}
@@ -112,29 +123,50 @@ def diff(
         _Named("B", b, dtype_b, experts_impl_b, revision_b, load),
     )
     models = [side.checked_kind() == "model" for side in sides]
+    if expect is not None:
+        read_format(expect)
     require(
         text is None or all(models),
         "a text is for two models: a model beside a trace runs on the tokens of the trace",
     )
+    require(all(models) or not replay, "replay is for two models: a trace cannot be run")
+    require(all(models) or batch_b is None, "batch_b is for two models: a trace has no batches")
     if all(models):
-        found = _two_models(sides, text, tokens, sequence_length, batch_size, progress)
+        run = Running(batch_size, expect, progress, batch_b)
+        found = _two_models(sides, text, tokens, sequence_length, run, replay)
+    elif any(models):
+        run = Running(batch_size, expect, progress)
+        found = _beside(sides, models.index(True), n_experts, k, partial, run)
     else:
-        traces = [None if side.kind == "model" else side.trace(n_experts, k) for side in sides]
-        for place, side in enumerate(sides):
-            if models[place]:
-                traces[place] = _beside(side, traces[1 - place], batch_size, progress)
-        found = _diff_traces(traces[0], traces[1], partial)  # pyright: ignore[reportArgumentType]
+        first, second = (side.trace(n_experts, k) for side in sides)
+        found = _diff_traces(first, second, partial, expect)
     facts: dict[str, Any] = dict(found.provenance)
     for key, side in zip("ab", sides, strict=True):
         facts[key] = facts[key] | side.told()
     return replace(found, provenance=facts)
 
 
-def _diff_traces(a: RoutingTrace, b: RoutingTrace, partial: bool) -> RoutingDiff:
+def _diff_traces(
+    a: RoutingTrace,
+    b: RoutingTrace,
+    partial: bool,
+    expect: str | None,
+    reference: RoutingTrace | None = None,
+) -> RoutingDiff:
     started = time.perf_counter()
     with one_thread():  # many small operations
-        found = compare(a, b, partial=partial)
-    return summed_up(found, None, {"compare": time.perf_counter() - started})
+        found = compare(a, b, partial=partial, reference=reference)
+    expected = expected_format(expect, a.provenance, b.provenance)
+    return summed_up(found, None, {"compare": time.perf_counter() - started}, expected)
+
+
+class Running(NamedTuple):
+    """How models are run: sequences per pass, the format that is expected, who is told."""
+
+    batch_size: int = 8
+    expect: str | None = None
+    progress: Progress | None = None
+    batch_b: int | None = None
 
 
 class _Named(NamedTuple):
@@ -195,8 +227,8 @@ def _two_models(
     text: Text,
     tokens: int,
     length: int,
-    batch_size: int,
-    progress: Progress | None,
+    run: Running,
+    replay: bool,
 ) -> RoutingDiff:
     words, origin = as_text(text)
     ready, cut = [], []
@@ -206,21 +238,85 @@ def _two_models(
         ready.append(side)
         cut.append(tokenise(loaded.tokenizer, words, tokens, most).sequences)
     same_tokens(cut[0], cut[1])
-    found = diff_models(ready[0], ready[1], cut[0], batch_size=batch_size, progress=progress)
+    found = diff_models(ready[0], ready[1], cut[0], **run._asdict())
     facts = {"text": origin, "tokens": sum(map(len, cut[0]))}
-    return replace(found, provenance=found.provenance | facts)
+    if run.batch_b is not None:
+        facts["sequences per pass"] = f"{run.batch_size} in A, {run.batch_b} in B"
+    found = replace(found, provenance=found.provenance | facts)
+    if not replay:
+        return found
+    return with_split(found, replay_split(ready[0], ready[1], batches(cut[0], run.batch_size)))
+
+
+def with_split(found: RoutingDiff, split: ReplaySplit) -> RoutingDiff:
+    """Return a result that says how much of the KL replaying A's routes removes."""
+    named = {"kl:ids replayed": split.ids.kl, "kl:ids and weights replayed": split.both.kl}
+    finding = Finding("info", split.words, split.by_ids, None, "replay")
+    return replace(
+        found,
+        replay=split,
+        metrics=found.metrics | named,
+        findings=(*found.findings, finding),
+    )
 
 
 def _beside(
-    named: _Named, trace: RoutingTrace | None, batch_size: int, progress: Progress | None
-) -> RoutingTrace:
-    """The routing of a model on the tokens of a trace."""
-    assert trace is not None
+    sides: tuple[_Named, _Named],
+    place: int,
+    n_experts: int | None,
+    k: int | None,
+    partial: bool,
+    run: Running,
+) -> RoutingDiff:
+    """Compare a model, at this place, with a trace: the model runs on the tokens of the trace."""
+    trace = sides[1 - place].trace(n_experts, k)
     sequences, documents = sequences_of(trace)
-    side, _ = named.model()
-    return trace_model(
-        side, sequences, documents=documents, batch_size=batch_size, progress=progress
+    side, _ = sides[place].model()
+    own = trace_model(
+        side,
+        sequences,
+        documents=documents,
+        batch_size=run.batch_size,
+        progress=run.progress,
     )
+    traces = (own, trace) if place == 0 else (trace, own)
+    expected = expected_format(run.expect, traces[0].provenance, traces[1].provenance)
+    reference = _reference((side,), (own,), sequences, expected, run.batch_size)
+    if reference is not None:
+        reference = replace(
+            reference, documents=torch.tensor(documents)[reference.documents.long()]
+        )
+    return _diff_traces(*traces, partial, run.expect, reference)
+
+
+REFERENCE_TOKENS = 4096
+"""Tokens on which a model runs once more in the format that is expected."""
+
+
+def _reference(
+    sides: Sequence["Side"],
+    traces: Sequence[RoutingTrace],
+    sequences: Sequence[Int[Tensor, " _"]],
+    expected: Expected | None,
+    batch_size: int,
+) -> RoutingTrace | None:
+    """A run of a model in the expected format, next to its own run in float32.
+
+    None where nothing is expected, nothing can be emulated, or no model runs in float32.
+    """
+    exact = [
+        place for place, trace in enumerate(traces) if recorded_format(trace.provenance) == "fp32"
+    ]
+    if expected is None or expected.name not in FORMATS or not exact:
+        return None
+    parts: list[Parts] = [side.parts for side in sides if side.emulated == expected.name]
+    side = Side(sides[exact[0]].model, expected.name, parts[0] if parts else "all")
+    lengths = np.cumsum([len(sequence) for sequence in sequences])
+    count = max(1, int(np.searchsorted(lengths, REFERENCE_TOKENS, side="right")))
+    try:
+        return trace_model(side, sequences[:count], batch_size=batch_size)
+    except UnsupportedModelError:  # routers that cannot be emulated apart
+        return None
 
 
 class TokenDistances(NamedTuple):
@@ -298,7 +394,7 @@ class Side(NamedTuple):
 
     Attributes:
         model: a Mixture-of-Experts model of transformers.
-        emulated: name in `hf.formats.FORMATS` of a format that is emulated by rounding; the model
+        emulated: name in `hf.emulate.FORMATS` of a format that is emulated by rounding; the model
             must be in float32 then.
         parts: what is in that format: "all", "router" or "others".
     """
@@ -314,7 +410,9 @@ def diff_models(
     sequences: Sequence[Int[Tensor, " _"]],
     *,
     batch_size: int = 8,
+    expect: str | None = None,
     progress: Progress | None = None,
+    batch_b: int | None = None,
 ) -> RoutingDiff:
     """Compare how two models route and predict the same tokens.
 
@@ -323,15 +421,20 @@ def diff_models(
         b: the other; it must be another object, because both run at once.
         sequences: token ids, each sequence a document.
         batch_size: sequences per forward pass.
+        expect: number format whose noise is to be expected; by default what both recorded.
         progress: called with stage, done and total.
+        batch_b: sequences per forward pass of B, by default as many as of A.
     """
     require(a.model is not b.model, "A and B are one model: compare it with a copy (deepcopy)")
     started, total = time.perf_counter(), sum(map(len, sequences))
     distances: list[TokenDistances] | None = []
     parts: tuple[list[RoutingTrace], list[RoutingTrace]] = [], []
     done = 0
-    for ids in batches(sequences, batch_size):
-        (trace_a, logits_a), (trace_b, logits_b) = _run(a, ids), _run(b, ids)
+    sizes = batch_size, batch_b or batch_size
+    for ids in batches(sequences, max(sizes)):
+        (trace_a, logits_a), (trace_b, logits_b) = (
+            _run_in(side, ids, size) for side, size in zip((a, b), sizes, strict=True)
+        )
         parts[0].append(trace_a)
         parts[1].append(trace_b)
         if distances is not None:
@@ -340,11 +443,13 @@ def diff_models(
         if progress is not None:
             progress("forward", done, total)
     traces = [concatenate(part, documents="renumber") for part in parts]
+    expected = expected_format(expect, traces[0].provenance, traces[1].provenance)
+    reference = _reference((a, b), traces, sequences, expected, batch_size)
     ran = time.perf_counter()
     with one_thread():
-        found = compare(*traces)
+        found = compare(*traces, reference=reference)
     timings = {"forward": ran - started, "compare": time.perf_counter() - ran}
-    return summed_up(found, _of_logits(found, distances), timings)
+    return summed_up(found, _of_logits(found, distances), timings, expected)
 
 
 def trace_model(
@@ -402,6 +507,15 @@ def sequences_of(trace: RoutingTrace) -> tuple[list[Int[Tensor, " _"]], list[int
         sequences.append(trace.tokens[places].long())
         numbers.append(int(number))
     return sequences, numbers
+
+
+def _run_in(side: Side, ids: Tensor, size: int) -> tuple[RoutingTrace, Any]:
+    """Routing and logits of a batch that is run in passes of so many rows."""
+    traces, logits = zip(*(_run(side, part) for part in ids.split(size)), strict=True)
+    if len(traces) == 1:
+        return traces[0], logits[0]
+    whole = None if any(part is None for part in logits) else torch.cat(logits)
+    return concatenate(traces, documents="renumber"), whole
 
 
 def _run(side: Side, ids: Tensor) -> tuple[RoutingTrace, Any]:

@@ -4,7 +4,8 @@
     ├─ alignment       `Alignment`: how the two were aligned, and what was left over
     ├─ layers          one `LayerDiff` per pair of layers, in order of depth
     │  ├─ weight       `WeightMoved`
-    │  └─ attribution  `Attribution`: flips inside the tie band, and those that are not
+    │  └─ attribution  `Attribution`: first flips that ties explain, and those that they do not
+    ├─ causes          `Causes`: three questions answered, with the patterns found
     ├─ tokens          `TokenDiff`: tokens over all layers, first divergent layer, compounding
     ├─ logits          `LogitsDiff` where two models were run
     └─ findings        `Finding`s, most severe first
@@ -13,9 +14,10 @@ A section that the inputs cannot give is None, and its `status` says why.
 """
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from tieline.analysis.inspection import Finding
+from tieline.analysis.replay_split import ReplaySplit
 from tieline.core.records import Result
 from tieline.core.statistics import Share
 from tieline.trace.record import RoutingTrace
@@ -75,6 +77,8 @@ class Alignment:
         dense_b: layers of B, likewise.
         ids_checked: tokens whose ids are known on both sides; they are equal.
         notes: everything above that two runs of one model would not show, in words.
+        smoothed: the sides, "A" and "B", whose routers are smoothed. Compared are the k experts
+            that top-k would choose; an exchange of two of them does not make the weights jump.
     """
 
     tokens: int
@@ -92,6 +96,7 @@ class Alignment:
     dense_b: tuple[str, ...]
     ids_checked: int
     notes: tuple[str, ...] = ()
+    smoothed: tuple[str, ...] = ()
 
     @property
     def permuted(self) -> tuple[LayerPair, ...]:
@@ -121,13 +126,18 @@ class Attribution:
     """Why the sets of a layer differ.
 
     Attributes:
-        noise: median |score in B - score in A| over experts that both kept, unflipped tokens.
-        band: six times that, or six float32 steps of the scores if that is more.
-        inside: flips whose margin lies within the band: near-ties.
-        unexplained: flips whose margin is wider.
-        unexplained_first: those among them whose token had not flipped in an earlier layer.
-        widest: widest margin of a flip; None if nothing flipped.
+        noise: median deviation of the differences of a token's scores between A and B, over tokens
+            without an earlier flip; what all scores of a token have in common is left out.
+        band: retired: six times the noise. Flips are judged by the noise of their own token.
+        inside: retired: all flips but the unexplained ones.
+        unexplained: first flips that the noise of their own token does not explain.
+        unexplained_first: retired: the same number, since later flips are consequences.
+        widest: widest margin of a first flip; None if there is none.
         unexplained_tokens: (document, position, margin) of up to 20 of them in A, widest first.
+        explained: first flips that the noise of their own token explains.
+        later: flips of tokens that had flipped in an earlier layer.
+        relative: noise over the spread of the layer's scores; None where all scores are alike.
+        smallest_p: smallest p-value of a first flip; None if there is none.
     """
 
     noise: float
@@ -137,6 +147,86 @@ class Attribution:
     unexplained_first: int
     widest: float | None
     unexplained_tokens: tuple[tuple[int, int, float], ...] = ()
+    explained: int = 0
+    later: int = 0
+    relative: float | None = None
+    smallest_p: float | None = None
+
+
+PatternKind = Literal[
+    "lag", "permutation", "offset", "expert", "row", "positions", "document", "layer"
+]
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A shape of the differences that rounding does not make.
+
+    Attributes:
+        kind: what it is about.
+        layer: name of the layer in A; None for all of them.
+        effect: how strong it is: a difference of log variances, a share or a ratio.
+        limit: from where on it counts.
+        text: what was seen and where to look.
+    """
+
+    kind: PatternKind
+    layer: str | None
+    effect: float
+    limit: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer to one question.
+
+    Attributes:
+        answer: "yes", "no" or "cannot tell".
+        text: the evidence, or what is missing.
+    """
+
+    answer: Literal["yes", "no", "cannot tell"]
+    text: str
+
+
+Conclusion = Literal[
+    "no flips",
+    "explained by ties",
+    "noise larger than expected",
+    "pattern",
+    "flips wider than their noise",
+    "choice against scores",
+    "cannot tell",
+]
+
+
+@dataclass(frozen=True)
+class Causes:
+    """Whether ties explain the differences of two runs, in three questions.
+
+    Attributes:
+        conclusion: the verdict in a word.
+        choice: whether each router chooses the largest of its own scores.
+        flips: whether first flips follow the noise of their own token.
+        size: whether the noise is of the size that was to be expected.
+        shape: whether the noise lacks any pattern that rounding does not make.
+        patterns: the patterns that were found, most specific first.
+        expected: the format whose noise was to be expected; None if nobody says it.
+    """
+
+    conclusion: Conclusion
+    choice: Answer
+    flips: Answer
+    size: Answer
+    shape: Answer
+    patterns: tuple[Pattern, ...] = ()
+    expected: str | None = None
+
+    @property
+    def alarm(self) -> bool:
+        """Whether something other than ties was found."""
+        return self.conclusion not in ("no flips", "explained by ties", "cannot tell")
 
 
 @dataclass(frozen=True)
@@ -152,7 +242,7 @@ class LayerDiff:
         changed: mean number of experts that differ, over the tokens that flipped.
         weight: combine weight moved.
         weight_status: "ok", or why there is none.
-        attribution: flips inside and outside the tie band.
+        attribution: flips that ties explain, and those that they do not.
         attribution_status: "ok", or "not attributable: ..." with the reason.
     """
 
@@ -246,15 +336,18 @@ class RoutingDiff(Result):
     Attributes:
         verdict: a sentence or two in plain words.
         findings: most severe first.
-        metrics: named numbers: "flip" (worst layer), "flip:mean", "flip:any", "unexplained"
-            (worst layer, share of its tokens), "unexplained:count", "weight" (worst layer's mean),
-            "kl", "k3". What the inputs cannot give is absent.
+        metrics: named numbers: "flip" (worst layer), "flip:mean", "flip:any", "unexplained" (first
+            flips that noise does not explain: worst layer, share of its tokens),
+            "unexplained:count", "weight" (worst layer's mean), "noise" (first layer with noise,
+            over the spread of its scores), "kl", "k3". What the inputs cannot give is absent.
         alignment: how they were aligned.
         layers: layer by layer.
         tokens: over all layers.
         logits: final distributions; None unless two models were run.
         provenance: where "a" and "b" come from, as JSON values.
         timings: seconds per stage.
+        causes: whether ties explain the differences; None in files of earlier releases.
+        replay: the KL with A's routes replayed in B; None unless it was asked for.
         traces: the routing of A and of B; not part of the JSON.
     """
 
@@ -269,6 +362,8 @@ class RoutingDiff(Result):
     logits: LogitsDiff | None
     provenance: dict[str, object]
     timings: dict[str, float]
+    causes: Causes | None = None
+    replay: ReplaySplit | None = None
     traces: tuple[RoutingTrace, RoutingTrace] | None = field(
         default=None, metadata={"json": False}, compare=False
     )

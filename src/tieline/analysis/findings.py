@@ -10,10 +10,15 @@ jump           median jump at near-ties, over all layers together; jump:worst of
 dangerous      share of near-ties whose jump is dangerous
 loss           mean change of a sequence's loss by one swap, in nats
 dead, cold     numbers of experts;    evenness of the load, mean over layers
+experts        experts in use per token, mean over layers: k, or more where routers are smoothed
 
 Each finding is made by one small function from the number that it states, once for all layers, and
-the most severe come first. From 2 % of flips in a layer on a finding is a warning, from 0.5 % on a
-notice.
+the most severe come first. Flips in a layer are a warning where their interval begins at 2 % or
+above, a notice from 0.5 % on.
+
+A verdict has the word that the interval of flip@bf16:any allows: robust below 0.2 %, fragile from
+2 % on, mostly stable between. An interval that holds a threshold allows two words, and the verdict
+says that the tokens are too few to tell. Intervals are clustered by document.
 """
 
 import math
@@ -21,14 +26,14 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from statistics import median
+from typing import Literal
+
+import torch
 
 from tieline.analysis.inspection import Finding, JumpMeasures, LayerJumps, Severity
-from tieline.geometry.measure_records import (
-    LayerMeasures,
-    MeasureSettings,
-    ModelRate,
-    RoutingMeasures,
-)
+from tieline.core.statistics import Share, clustered_share
+from tieline.geometry.measure_records import MeasureSettings
+from tieline.geometry.measures import LayerMeasures, ModelRate, RoutingMeasures
 
 ROBUST_BELOW, FRAGILE_FROM = 0.002, 0.02
 """Share of tokens flipping in some layer: up to where routing is robust, from where fragile."""
@@ -40,7 +45,11 @@ REPAIR = (
     "What to do: keep the routers in float32 (`tieline audit` names those that matter), or make "
     "the routing continuous with `tieline smooth`."
 )
+MORE_TOKENS = "What to do: route more tokens (--tokens, --text) before you decide."
 """The advice that ends a verdict."""
+
+MOST = 0.5
+"""Share of near-ties from which on "most" of them are meant."""
 
 LEADING_SIGMA = "0.01"
 """Noise that stands in for bf16 where the size of the logits is unknown."""
@@ -62,6 +71,7 @@ def metrics(measures: RoutingMeasures, jumps: tuple[LayerJumps, ...]) -> dict[st
         found |= {f"gap@{level:g}": value for level, value in levels}
     found |= _jump_metrics(jumps)
     found |= {"dead": float(model.dead), "cold": float(model.cold), "evenness": model.evenness}
+    found["experts"] = experts_per_token(measures.layers)
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -77,8 +87,13 @@ def metric_names(loss_jumps: bool = False, settings: MeasureSettings | None = No
     flips = {f"flip@{cause}{which}" for cause in causes for which in ("", ":any", ":worst")}
     ties = {f"tie@{name}" for name in grid.precisions}
     gaps = {f"gap@{level:g}" for level in grid.probabilities}
-    single = {"ties", "jump", "jump:worst", "dangerous", "dead", "cold", "evenness"}
+    single = {"ties", "jump", "jump:worst", "dangerous", "dead", "cold", "evenness", "experts"}
     return flips | ties | gaps | single | ({"loss"} if loss_jumps else set())
+
+
+def experts_per_token(layers: Sequence[LayerMeasures]) -> float:
+    """Experts in use per token, mean over layers."""
+    return sum(layer.k if layer.used is None else layer.used for layer in layers) / len(layers)
 
 
 def _tie_rates(measures: RoutingMeasures) -> dict[str, float | None]:
@@ -116,7 +131,7 @@ def leading_rate(measures: RoutingMeasures) -> tuple[ModelRate, str] | None:
 
 
 def verdict(measures: RoutingMeasures, jumps: tuple[LayerJumps, ...]) -> str:
-    """How the routing is, in one sentence."""
+    """How the routing is, in one sentence, as far as the interval of its flips can tell."""
     leading, layers = leading_rate(measures), len(measures.layers)
     if leading is None:
         return (
@@ -124,32 +139,105 @@ def verdict(measures: RoutingMeasures, jumps: tuple[LayerJumps, ...]) -> str:
             "Inspect the model itself, or a trace with scores, to see its ties."
         )
     rate, cause = leading
-    share = rate.any_layer.value or 0.0
-    flips = (
-        f"{percent(share)} of tokens change an expert in at least one of {layers} layers {cause}"
+    share, numbers = _share_of(rate), _jump_metrics(jumps)
+    height = ""
+    if numbers.get("jump") is not None:
+        height = f"moves the output of its layer by {percent(numbers['jump'] or 0.0)} (median)"
+    if any(layer.used is not None for layer in measures.layers):
+        return _smoothed_verdict(measures, share, cause, height)
+    states, harm = possible_states(share), _harm(jumps)
+    flips = f"{with_interval(share)} of tokens change an expert in at least one of {layers} layers"
+    harmless = harm == "harmless" and states != ("robust",)
+    but = ", but mostly at harmless ties" if harmless else ""
+    join = ", yet such a change " if harmless else ", and such a change "
+    words = f"{flips} {cause}{join + height if height else ''}"
+    return f"{_head(states, but)}: {words}. {_advice(states, harm)}"
+
+
+State = Literal["robust", "mostly stable", "fragile"]
+STATES: tuple[tuple[float, State], ...] = (
+    (ROBUST_BELOW, "robust"),
+    (FRAGILE_FROM, "mostly stable"),
+    (math.inf, "fragile"),
+)
+"""Each word with the share of tokens below which it holds."""
+
+
+def possible_states(share: Share) -> tuple[State, ...]:
+    """The words that the interval of a share allows; one if it lies between two thresholds."""
+    low, high = share.low or 0.0, 1.0 if share.high is None else share.high
+    below = (0.0, *(edge for edge, _ in STATES))
+    return tuple(
+        word
+        for least, (edge, word) in zip(below, STATES, strict=False)
+        if low < edge and high >= least
     )
-    numbers = _jump_metrics(jumps)
-    jump, state = numbers.get("jump"), _state(share)
-    harmless = share < ROBUST_BELOW or (jump is not None and (numbers["dangerous"] or 0.0) < 0.5)
-    advice = NO_REPAIR if harmless else REPAIR
-    if jump is None:
-        return f"Routing is {state}: {flips}. {advice}"
-    height = f"such a change moves the output of its layer by {percent(jump)} (median)"
-    if share >= ROBUST_BELOW and harmless:
-        return f"Routing is {state}, but mostly at harmless ties: {flips}, yet {height}. {advice}"
-    return f"Routing is {state}: {flips}, and {height}. {advice}"
 
 
-def _state(share: float) -> str:
-    if share < ROBUST_BELOW:
-        return "robust"
-    return "mostly stable" if share < FRAGILE_FROM else "fragile"
+def _head(states: tuple[State, ...], but: str) -> str:
+    if len(states) == 1:
+        return f"Routing is {states[0]}{but}"
+    if len(states) == len(STATES):
+        return f"Too few tokens to tell how stable routing is{but}"
+    return f"Routing is {' or '.join(states)}, too few tokens to tell which{but}"
+
+
+def _advice(states: tuple[State, ...], harm: str) -> str:
+    if states == ("robust",) or harm == "harmless":
+        return NO_REPAIR
+    return MORE_TOKENS if "robust" in states or harm == "unclear" else REPAIR
+
+
+def _harm(jumps: tuple[LayerJumps, ...]) -> str:
+    """Whether most near-ties are "dangerous" or "harmless", "unclear" or "unknown"."""
+    known = [layer.value for layer in jumps if layer.value is not None]
+    return dangerous_share(known)[1] if known else "unknown"
+
+
+def dangerous_share(layers: Sequence[JumpMeasures]) -> tuple[Share, str]:
+    """Share of near-ties with a large jump, and whether that is most of them, few, or unclear."""
+    near = [layer.near for layer in layers]
+    high = [jump >= x.dangerous_above for x in layers for jump in x.near.jumps]
+    documents = torch.tensor([document for sample in near for document in sample.documents])
+    share = clustered_share(torch.tensor(high), documents)
+    if (share.low or 0.0) >= MOST:
+        return share, "dangerous"
+    return share, "harmless" if (share.high or 0.0) < MOST else "unclear"
+
+
+def _share_of(rate: ModelRate) -> Share:
+    """Tokens that flip somewhere; results of earlier versions have no interval."""
+    return rate.any_share or Share(rate.any_layer.value, 0.0, 1.0, 0, 0, status="no interval")
+
+
+def with_interval(share: Share) -> str:
+    """A share with its interval, as "1.7 % (95 % interval 1.5 % to 1.9 %)"."""
+    low, high = percent(share.low or 0.0), percent(1.0 if share.high is None else share.high)
+    return f"{percent(share.value or 0.0)} (95 % interval {low} to {high})"
+
+
+def _smoothed_verdict(measures: RoutingMeasures, share: Share, cause: str, height: str) -> str:
+    """What is left to flip where experts fade in below the threshold."""
+    layers, mean = measures.layers, experts_per_token(measures.layers)
+    smoothed = sum(layer.used is not None for layer in layers)
+    where = "" if smoothed == len(layers) else f" in {smoothed} of {len(layers)} layers"
+    ks = sorted({layer.k for layer in layers})
+    return (
+        f"Routing is smoothed{where}: tokens use {mean:.2f} experts on average, where top-k uses "
+        f"{' or '.join(map(str, ks))}. {with_interval(share)} of tokens exchange two experts at "
+        f"the threshold in at least one of {len(layers)} layers {cause}"
+        f"{', which ' + height if height else ''}. {NO_REPAIR}"
+    )
 
 
 def percent(share: float) -> str:
-    """A share in percent with two digits."""
+    """A share in percent with two digits, without exponents."""
     value = 100 * share
-    return f"{value:.0f} %" if value >= 99.5 else f"{value:.2g} %"
+    if 0 < value < 0.001:
+        return "< 0.001 %"
+    if value >= 99.5:
+        return f"{value:.0f} %"
+    return f"{value:.2g} %"
 
 
 WARN_FLIPS, NOTE_FLIPS = 0.02, 0.005
@@ -209,10 +297,12 @@ def _flips(measures: RoutingMeasures, labels: dict[str, str]) -> Iterator[Findin
 
 
 def _worst_flips(rate: ModelRate, labels: dict[str, str], cause: str) -> Finding:
+    share = rate.worst_share or Share(rate.worst, 0.0, 1.0, 0, 0)
     text = (
-        f"{percent(rate.worst)} of tokens change experts in {labels[rate.worst_layer]}, the worst"
+        f"{with_interval(share)} of tokens change experts in {labels[rate.worst_layer]}, the worst"
     )
-    severity = _graded(rate.worst) if rate.name in ("bf16", LEADING_SIGMA) else "info"
+    sure = share.low or 0.0
+    severity = _graded(sure) if rate.name in ("bf16", LEADING_SIGMA) else "info"
     return Finding(severity, f"{text}, {cause}", rate.worst, rate.worst_layer, "flips")
 
 
@@ -240,9 +330,8 @@ def _graded(share: float) -> Severity:
 def _jumps(jumps: tuple[LayerJumps, ...], labels: dict[str, str]) -> Iterator[Finding]:
     known = {layer.name: layer.value for layer in jumps if layer.value is not None}
     heights = {name: _height(value) for name, value in known.items()}
-    dangerous = {
-        name: heights[name] for name, x in known.items() if (x.dangerous.value or 0) >= 0.5
-    }
+    judged = {name: dangerous_share([value]) for name, value in known.items()}
+    dangerous = {n: heights[n] for n, (_, word) in judged.items() if word == "dangerous"}
     if dangerous:
         worst = max(dangerous, key=dangerous.__getitem__)
         where = _by_layer({n: percent(h) for n, h in _descending(dangerous)}, labels)
@@ -252,7 +341,15 @@ def _jumps(jumps: tuple[LayerJumps, ...], labels: dict[str, str]) -> Iterator[Fi
             f"{percent(known[worst].dangerous_above)} for most of them"
         )
         yield Finding("warning", text, dangerous[worst], worst, "jump")
-    harmless = [name for name in known if name not in dangerous]
+    unclear = {n: percent(s.value or 0.0) for n, (s, word) in judged.items() if word == "unclear"}
+    if unclear:
+        above = percent(next(iter(known.values())).dangerous_above)
+        text = (
+            f"too few near-ties to tell whether most change the output by at least {above}: "
+            f"{_by_layer(unclear, labels)} do"
+        )
+        yield Finding("info", text, float(len(unclear)), None, "jump")
+    harmless = [name for name, (_, word) in judged.items() if word == "harmless"]
     if harmless:
         worst = max(harmless, key=heights.__getitem__)
         text = (

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from tieline.analysis.findings import findings, metrics, verdict
 from tieline.analysis.inspection import Inspection, LayerJumps, TextSample
-from tieline.analysis.jump import BlockSampler, JumpSettings, measure_jumps, with_losses
+from tieline.analysis.jump import JumpSettings, measure_jumps, with_losses
 from tieline.analysis.sources import (
-    SHIPPED,
+    DEMO,
     ModelSource,
     Text,
     as_model,
@@ -32,20 +32,18 @@ from tieline.analysis.sources import (
     load,
     source_kind,
 )
-from tieline.analysis.swap import block_of
+from tieline.analysis.swap import BlockSampler, block_of
 from tieline.analysis.text import TokenisedText, text_sample, tokenise
 from tieline.core.errors import ParameterError, require
 from tieline.core.numerics import one_thread
 from tieline.geometry.flips import logit_view
-from tieline.geometry.measure_records import MeasureSettings, RoutingMeasures
-from tieline.geometry.measures import measure, measure_summary
-from tieline.geometry.sections import scored
+from tieline.geometry.measure_records import MeasureSettings
+from tieline.geometry.measures import RoutingMeasures, measure, measure_summary, scored
 from tieline.hf.capture import capture
 from tieline.hf.emulate import logits_matrix
 from tieline.hf.families import chosen_routers, family_of, find_routers
 from tieline.hf.running import batches, forward, only_running, text_config
-from tieline.trace.ops import take_tokens
-from tieline.trace.record import LayerTrace, RoutingTrace
+from tieline.trace.record import LayerTrace, RoutingTrace, take_tokens
 from tieline.trace.summary import RoutingSummary
 
 Progress = Callable[[str, int, int], None]
@@ -62,7 +60,7 @@ NO_MODEL = "not measured: jumps need the model"
 
 
 def inspect(
-    source: ModelSource | RoutingTrace | RoutingSummary = SHIPPED,
+    source: ModelSource | RoutingTrace | RoutingSummary = DEMO,
     *,
     text: Text = None,
     tokens: int = 16384,
@@ -83,7 +81,7 @@ def inspect(
     """Measure how near a model's tokens are to a routing tie, in which layers, and what flips cost.
 
     Args:
-        source: a hub id, a folder, "shipped" for the model in the box, `(model, tokenizer)`; or a
+        source: a hub id, a folder, "demo" for the model in the box, `(model, tokenizer)`; or a
             trace, a summary or the folder of one, for which only `settings` counts.
         text: what to route: a str, the Path of a file, or None for the text in the box.
         tokens: how many tokens of it; a short text gives fewer.

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from tieline.core.records import Result
-from tieline.core.statistics import Estimate
-from tieline.geometry.measure_records import Quantiles, RoutingMeasures
+from tieline.core.statistics import Estimate, Quantiles
+from tieline.geometry.measures import RoutingMeasures
 from tieline.trace.record import RoutingTrace
 
 Severity = Literal["warning", "notice", "info"]

@@ -13,20 +13,12 @@ is the change of a sequence's loss by one swap at position p of one layer. All o
 model's own, so consequences in later layers and tokens are part of Δ. Each row of a batch is a
 sequence with exactly one swap; the reference is the same batch with the recorded choices forced at
 the same places, so both runs round alike (Def. 10.4).
-
-`BlockSampler` selects the tokens while the model runs. The inputs and outputs of blocks are large,
-so only those that may be needed are kept: the N smallest gaps so far, and the N + R smallest hashes
-of token places, a random sample that does not depend on the batches. Without the near tokens, the
-latter are a random sample of the others.
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -39,139 +31,24 @@ from tieline.analysis.inspection import (
     LayerJumps,
     LossJumps,
 )
-from tieline.analysis.swap import Block, BlockCall, Rows, recorded_choice, swapped_choice
+from tieline.analysis.swap import (
+    Block,
+    BlockSample,
+    BlockSampler,
+    fitted,
+    recorded_choice,
+    swapped_choice,
+)
 from tieline.core.errors import UnsupportedModelError, require
-from tieline.core.statistics import mean_estimate, next_token_losses, quantile_bands
-from tieline.geometry.measure_records import Quantiles
-from tieline.geometry.sections import scored
-from tieline.hf.capture import Recorder
+from tieline.core.statistics import mean_estimate, next_token_losses, quantile_bands, quantiles
+from tieline.geometry.measures import scored
 from tieline.hf.router_call import Choice, RouterOutput, override_choice
 from tieline.hf.running import forward
 from tieline.trace.record import LayerTrace, RoutingTrace
-from tieline.trace.sampling import SPAN, token_hash
 
 PerToken = Float[Tensor, " tokens"]
+
 Places = Int[Tensor, " tokens"]
-
-
-@dataclass(frozen=True)
-class BlockSample:
-    """Tokens of one layer by place in the trace, with the inputs and outputs of its block."""
-
-    tokens: Places
-    rows: Rows
-
-
-class _Pool:
-    """The tokens with the smallest keys so far and their rows; lots decide between equal keys."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._keys = torch.empty(0, dtype=torch.float64)
-        self._lots = torch.empty(0, dtype=torch.float64)
-        self.tokens = torch.empty(0, dtype=torch.int64)
-        self._rows: Rows | None = None
-
-    def offer(self, keys: PerToken, lots: PerToken, tokens: Places, call: BlockCall) -> None:
-        """Keep the tokens with the smallest finite keys."""
-        limit = self._keys[-1] if len(self._keys) == self._size else torch.inf
-        fits = ((keys <= limit) & keys.isfinite()).nonzero().squeeze(1)
-        fits = fits[_order(keys[fits], lots[fits])[: self._size]]
-        if not len(fits):
-            return
-        rows = call.rows(fits)
-        keys, lots = torch.cat([self._keys, keys[fits]]), torch.cat([self._lots, lots[fits]])
-        best = _order(keys, lots)[: self._size]
-        self._keys, self._lots = keys[best], lots[best]
-        self.tokens = torch.cat([self.tokens, tokens[fits]])[best]
-        self._rows = (rows if self._rows is None else self._rows.join(rows)).take(best)
-
-    def without(self, tokens: Places, most: int) -> BlockSample | None:
-        """Return the first `most` kept tokens that are not among `tokens`."""
-        left = (~torch.isin(self.tokens, tokens)).nonzero().squeeze(1)[:most]
-        if self._rows is None or not len(left):
-            return None
-        return BlockSample(self.tokens[left], self._rows.take(left))
-
-
-def _order(keys: PerToken, lots: PerToken) -> Places:
-    """Places in ascending order of keys, then of lots."""
-    first = lots.sort(stable=True).indices
-    return first[keys[first].sort(stable=True).indices]
-
-
-class BlockSampler:
-    """Keeps inputs and outputs of blocks for a sample of the tokens of a capture.
-
-        sampler = BlockSampler(blocks, near=256, random=256, seed=0)
-        with capture(model) as recorder, sampler.watching(recorder):
-            model(input_ids=ids)
-
-    Batches must not be padded.
-    """
-
-    def __init__(self, blocks: Mapping[str, Block], near: int, random: int, seed: int) -> None:
-        """Sample `near` + `random` tokens of the blocks of the routers with these names."""
-        self._blocks = blocks
-        self._near, self._random, self._seed = near, random, seed
-        self._pools = {name: (_Pool(near), _Pool(near + random)) for name in blocks}
-        self._status: dict[str, str] = {}
-
-    @contextmanager
-    def watching(self, recorder: Recorder) -> Iterator[None]:
-        """Watch the calls of the blocks inside this context."""
-        with ExitStack() as stack:
-            for name, block in self._blocks.items():
-                hook = partial(self._seen, name, recorder)
-                handle = block.module.register_forward_hook(hook, with_kwargs=True)
-                stack.callback(handle.remove)
-            yield
-
-    def _seen(
-        self,
-        name: str,
-        recorder: Recorder,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        named: dict[str, Any],
-        output: Any,
-    ) -> None:
-        """Handle the return of a block, whose router has been recorded just before."""
-        layer, call = recorder.under_way.get(name), BlockCall(args, named, output)
-        if layer is None or not layer.has_gaps:
-            return
-        gaps = layer.inner_gap
-        if len(gaps) != call.tokens:
-            self._status[name] = (
-                f"not answerable: the block {self._blocks[name].name!r} was given {call.tokens} "
-                f"rows for {len(gaps)} tokens; batches must not be padded"
-            )
-            return
-        self._status.setdefault(name, "ok")
-        places = recorder.n_tokens + torch.arange(len(gaps))
-        lots = torch.as_tensor(token_hash(torch.full_like(places, self._seed), places) / SPAN)
-        near, random = self._pools[name]
-        near.offer(gaps, lots, places, call)
-        random.offer(torch.where(gaps.isfinite(), lots, torch.inf), lots, places, call)
-
-    def block(self, name: str) -> Block:
-        """The block of this router."""
-        return self._blocks[name]
-
-    def status(self, name: str) -> str:
-        """Return "ok" if the block of this router was called, else the reason."""
-        uncalled = f"not answerable: the block {self.block(name).name!r} is not called as a module"
-        return self._status.get(name, uncalled)
-
-    def near(self, name: str) -> BlockSample | None:
-        """Return the tokens of a layer nearest to a tie, in order; None if there are none."""
-        return self._pools[name][0].without(torch.empty(0, dtype=torch.int64), self._near)
-
-    def random(self, name: str) -> BlockSample | None:
-        """Return a random sample of the other tokens; None if there are none."""
-        near, random = self._pools[name]
-        return random.without(near.tokens, self._random)
-
 
 SAME_OUTPUT = 1e-3
 """Relative difference up to which a block counts as reproducing its output."""
@@ -323,24 +200,18 @@ def _measures(
     random: JumpSample,
     settings: JumpSettings,
 ) -> JumpMeasures:
-    jumps = torch.tensor(near.jumps, dtype=torch.float64)
-    dangerous = (jumps >= settings.dangerous_above).double()
+    jumps, others = (torch.tensor(x.jumps, dtype=torch.float64) for x in (near, random))
+    dangerous, levels = (jumps >= settings.dangerous_above).double(), settings.probabilities
     return JumpMeasures(
         module=block.name,
         near=near,
         random=random,
-        near_quantiles=_quantiles(near.jumps, settings),
-        random_quantiles=_quantiles(random.jumps, settings) if random.jumps else None,
+        near_quantiles=quantiles(jumps, levels),
+        random_quantiles=quantiles(others, levels) if random.jumps else None,
         dangerous=mean_estimate(dangerous),
         dangerous_above=settings.dangerous_above,
         table=gap_jump_table(layer.inner_gap, near, random, settings),
     )
-
-
-def _quantiles(values: tuple[float, ...], settings: JumpSettings) -> Quantiles:
-    samples = torch.tensor(values, dtype=torch.float64)
-    bands = quantile_bands(samples, settings.probabilities)
-    return Quantiles(settings.probabilities, *(tuple(column.tolist()) for column in bands))
 
 
 def gap_jump_table(
@@ -402,9 +273,8 @@ def with_losses(
     losses: list[float | None] = [None] * len(near.tokens)
     for place, change in zip(picked, changes.tolist(), strict=True):
         losses[place] = change
-    levels = jumps.near_quantiles.probabilities
-    bands = (tuple(column.tolist()) for column in quantile_bands(changes.abs(), levels))
-    loss = LossJumps(mean_estimate(changes), Quantiles(levels, *bands), len(picked))
+    sizes = quantiles(changes.abs(), jumps.near_quantiles.probabilities)
+    loss = LossJumps(mean_estimate(changes), sizes, len(picked))
     return replace(jumps, near=replace(near, losses=tuple(losses)), loss=loss)
 
 
@@ -450,7 +320,7 @@ def _changes(
 
 def _replaced(found: RouterOutput, places: Int[Tensor, " rows"], choice: Choice) -> Choice:
     """The router's own choice, except at these places."""
-    at = places.to(found.ids.device)
+    at, choice = places.to(found.ids.device), fitted(choice, found.ids.shape[1])
     weights = found.weights.index_copy(0, at, choice.weights.to(found.weights))
     return Choice(weights, found.ids.index_copy(0, at, choice.ids.to(found.ids)))
 

@@ -54,15 +54,14 @@ from torch import Tensor, nn
 
 from tieline.analysis.router_calls import LogitSums, RouterCall, untraced, watch_routing
 from tieline.core.errors import ParameterError, TielineError, require
-from tieline.core.numerics import one_thread
-from tieline.core.recompute import is_recomputing
+from tieline.core.numerics import grid_step, is_recomputing, one_thread
 from tieline.core.records import to_plain
 from tieline.core.statistics import quantile_bands
 from tieline.geometry.boundary import boundary_mass
 from tieline.geometry.flips import LogitView, logit_view
 from tieline.geometry.load import ExpertLoad, load_from_counts
-from tieline.geometry.rounding import grid_step
-from tieline.geometry.sections import check_finite, precision_flips, scored
+from tieline.geometry.measures import check_finite, scored
+from tieline.geometry.rounding import precision_flips
 from tieline.hf.running import text_config
 from tieline.routing.gates import SelectiveGate
 from tieline.routing.layer import MoE

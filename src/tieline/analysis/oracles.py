@@ -20,10 +20,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tieline.core.errors import ShapeError, require
-from tieline.core.numerics import float_step
+from tieline.core.numerics import PRECISIONS, float_step, grid_step
 from tieline.core.ranking import gap as gap_of
 from tieline.core.ranking import kth_largest, sets_differ
-from tieline.geometry.rounding import PRECISIONS, grid_step
 
 
 class PlantedScores(NamedTuple):

@@ -31,12 +31,19 @@ from torch import Tensor, nn
 
 from tieline.analysis.precision_records import SigmaForFlips
 from tieline.core.errors import require
-from tieline.core.numerics import one_thread
+from tieline.core.numerics import grid_step, one_thread
 from tieline.geometry.flips import LogitView, flip_limits, group_flip_probability, logit_view
-from tieline.geometry.rounding import grid_step, product_flips
-from tieline.geometry.sections import reachable
-from tieline.hf.emulate import emulate, logits_matrix, score_noise, state_noise
-from tieline.hf.formats import FORMATS, Format, format_named
+from tieline.geometry.rounding import product_flips
+from tieline.hf.emulate import (
+    FORMATS,
+    OF_ROUTERS,
+    Format,
+    emulate,
+    format_named,
+    logits_matrix,
+    score_noise,
+    state_noise,
+)
 from tieline.trace.record import LayerTrace
 
 Kind = Literal["rounding", "score noise", "state noise"]
@@ -92,7 +99,8 @@ def standard_perturbations(
     router = [Perturbation("rounding", name) for name in formats]
     scores = [Perturbation("score noise", sigma) for sigma in sigmas]
     states = [Perturbation("state noise", ratio) for ratio in ratios]
-    model = [Perturbation("rounding", name, "model") for name in formats]
+    whole = [name for name in formats if name not in OF_ROUTERS]
+    model = [Perturbation("rounding", name, "model") for name in whole]
     noisy = [Perturbation("state noise", ratio, "model") for ratio in ratios]
     return (*router, *scores, *states, *model, *noisy)
 
@@ -177,7 +185,7 @@ def chance_by_noise(
 ) -> Chance:
     """Limits under independent normal noise of the logits of the kept ranks."""
     k = layer.facts.k
-    beyond = max(0, reachable(layer) - view.scores.shape[1])
+    beyond = max(0, layer.facts.reachable - view.scores.shape[1])
     low, high = flip_limits(view.scores, k, view.slope * noise, beyond)
     return Chance(low, _with_groups(high, layer, view.threshold_slope * noise[:, k - 1]))
 

@@ -11,10 +11,11 @@ them shows whether that holds when errors compound.
 """
 
 import hashlib
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -39,16 +40,16 @@ from tieline.analysis.precision_runs import (
     FullRuns,
     LocalEffect,
     LocalRuns,
-    model_logits,
+    clean_logits,
 )
-from tieline.analysis.sources import SHIPPED, ModelSource, Text, as_model, as_text, default_length
+from tieline.analysis.sources import DEMO, ModelSource, Text, as_model, as_text, default_length
 from tieline.analysis.text import TokenisedText, tokenise
-from tieline.core.errors import require
-from tieline.core.statistics import Estimate, SequenceSums, next_token_losses
+from tieline.core.errors import UnsupportedModelError, require
+from tieline.core.statistics import Estimate, SequenceSums, mean_limits, next_token_losses
 from tieline.hf.capture import capture
-from tieline.hf.emulate import modular_routers
-from tieline.hf.formats import FORMATS, format_named
+from tieline.hf.emulate import FORMATS, format_named, logits_matrix, modular_routers
 from tieline.hf.running import batches, forward, only_running
+from tieline.trace.record import LayerTrace
 
 Progress = Callable[[str, int, int], None]
 
@@ -66,7 +67,7 @@ FOR_RUNS = 0.85
 
 
 def audit(
-    source: ModelSource = SHIPPED,
+    source: ModelSource = DEMO,
     *,
     text: Text = None,
     tokens: int = 16384,
@@ -89,7 +90,7 @@ def audit(
     The model should run in float32: what its own precision already does is part of the clean run.
 
     Args:
-        source: a hub id, a folder, "shipped" for the model in the box, or `(model, tokenizer)`.
+        source: a hub id, a folder, "demo" for the model in the box, or `(model, tokenizer)`.
         text: what to run: a str, the Path of a file, or None for the text in the box.
         tokens: how many tokens of it. The KL is heavy-tailed: 16,384 are few enough.
         batch_size: sequences per forward pass.
@@ -142,6 +143,7 @@ class _Work:
         progress: Progress,
     ) -> None:
         self._model, self._routers = model, modular_routers(model)
+        perturbations, self._impossible = _possible(self._routers, perturbations)
         self._text, self._perturbations = text, list(perturbations)
         self._batches = list(batches(text.sequences, batch_size))
         calls = len(self._batches) * len(self._routers)
@@ -190,12 +192,12 @@ class _Work:
         """The clean run of a batch, which perturbed ones are compared with."""
         if watched:
             with self._local.watching(number, *ids.shape):
-                logits = model_logits(forward(self._model, ids), ids)
+                logits = clean_logits(forward(self._model, ids), ids)
             if ids.shape[1] > 1:
                 self._loss.add(next_token_losses(logits, ids))
             self._tell()
         else:
-            logits = model_logits(forward(self._model, ids), ids)
+            logits = clean_logits(forward(self._model, ids), ids)
         return FullRuns(self._model, self._routers, ids, dict(self._local.clean), logits)
 
     def rows(self) -> list[PerturbationEffect]:
@@ -256,7 +258,7 @@ class _Work:
             known = recorder.provenance
         tokens = sum(batch.numel() for batch in self._batches)
         return PrecisionAudit(
-            verdict=verdict(effects),
+            verdict=verdict(effects, sum(len(batch) for batch in self._batches)),
             effects=effects,
             layers=tuple(self._routers),
             tokens=tokens,
@@ -265,6 +267,8 @@ class _Work:
             one_percent=one_percent,
             never_hit=self._never_hit(),
             left_out=tuple(self._left_out),
+            impossible=self._impossible,
+            experts=_experts(self._local.kept),
             provenance={**known, **facts, "tokens": tokens},
             timings={**self._seconds, "total": self._elapsed()},
         )
@@ -284,6 +288,33 @@ class _Work:
 
     def _elapsed(self) -> float:
         return time.perf_counter() - self._start
+
+
+def _experts(kept: Mapping[str, list[LayerTrace]]) -> float | None:
+    """Experts in use per token, mean over layers; None if no layer is smoothed."""
+    means = []
+    for parts in kept.values():
+        used = [part.used.double() for part in parts if part.used is not None]
+        means.append(torch.cat(used).mean().item() if used else float(parts[0].facts.k))
+    smoothed = any(part.smoothed for parts in kept.values() for part in parts)
+    return sum(means) / len(means) if smoothed else None
+
+
+def _possible(
+    routers: Mapping[str, nn.Module], perturbations: tuple[Perturbation, ...]
+) -> tuple[tuple[Perturbation, ...], str]:
+    """The perturbations that these routers allow, and why not the others, in words."""
+    other = [name for name, router in routers.items() if logits_matrix(router) is None]
+    refused = [one.name for one in perturbations if one.kind == "score noise"] if other else []
+    if not refused:
+        return perturbations, ""
+    words = (
+        f"{', '.join(refused)}: noise is added to one product of router and input, and the logits "
+        f"of layer {other[0]!r} are none"
+    )
+    kept = tuple(one for one in perturbations if one.name not in refused)
+    require(bool(kept), f"nothing is left to run without {words}", UnsupportedModelError)
+    return kept, words
 
 
 def _with_kl(keep: KeepList, sums: SequenceSums | None, row: PerturbationEffect) -> KeepList:
@@ -410,57 +441,92 @@ def keep_list(damages: Mapping[str, float], costs: Mapping[str, int], wanted: fl
     )
 
 
-def harmless(row: PerturbationEffect) -> bool:
-    """Whether both the rise of the loss and the KL are below `HARMLESS`."""
-    risen, kl = row.loss.value, row.kl.value
-    return risen is not None and kl is not None and max(risen, kl) < HARMLESS
+Tolerance = Literal["yes", "no", "unclear"]
 
 
-def verdict(rows: Sequence[PerturbationEffect]) -> str:
-    """Say which formats the routers tolerate, where damage comes from, and what to do."""
+def tolerated(kl: Estimate, loss: Estimate, sequences: int) -> Tolerance:
+    """Whether the rise of the loss and the KL are below `HARMLESS`, as far as intervals can tell.
+
+    Args:
+        kl: KL to the clean run, clustered by sequence.
+        loss: change of the loss, likewise.
+        sequences: clusters of their standard errors.
+    """
+    limits = [mean_limits(kl, sequences, positive=True), mean_limits(loss, sequences)]
+    if any(low >= HARMLESS for low, _ in limits):
+        return "no"
+    return "yes" if all(high < HARMLESS for _, high in limits) else "unclear"
+
+
+def verdict(rows: Sequence[PerturbationEffect], sequences: int) -> str:
+    """Say which formats the routers tolerate, where damage comes from, and what to do.
+
+    Args:
+        rows: what was run.
+        sequences: clusters of the standard errors.
+    """
     routers = [row for row in rows if row.kind == "rounding" and row.part == "router"]
     if not routers:
         return "No rounding of the routers was run: nothing is said about formats."
-    parts = (_borne(routers), _worst(routers), _whole(rows), _advice(routers))
+    sorted_out = {
+        word: [row for row in routers if tolerated(row.kl, row.loss, sequences) == word]
+        for word in get_args(Tolerance)
+    }
+    parts = (
+        _borne(sorted_out["yes"], sequences),
+        _worst(sorted_out["no"], sequences),
+        _unclear(sorted_out["unclear"], sequences),
+        _whole(rows),
+        _advice(sorted_out),
+    )
     return " ".join(filter(None, parts))
 
 
-def _advice(routers: Sequence[PerturbationEffect]) -> str:
+def _advice(routers: Mapping[str, Sequence[PerturbationEffect]]) -> str:
     """What to do with the routers."""
-    good = [row for row in routers if harmless(row)]
-    if len(good) == len(routers):
+    good, unclear = routers["yes"], _named(routers["unclear"])
+    more = f" Run more tokens (--tokens, --text) to tell about {unclear}." if unclear else ""
+    if good and not routers["no"] and not unclear:
         return "What to do: store the routers in any of these formats."
     if not good:
-        return "What to do: keep the routers in float32."
-    names = " or ".join(", ".join(str(row.level) for row in good).rsplit(", ", 1))
-    return f"What to do: store the routers in {names}, or keep them in float32."
+        return f"What to do: keep the routers in float32.{more}"
+    return f"What to do: store the routers in {_named(good)}, or keep them in float32.{more}"
 
 
-def _borne(routers: Sequence[PerturbationEffect]) -> str:
-    good = [row for row in routers if harmless(row)]
+def _named(rows: Sequence[PerturbationEffect]) -> str:
+    return " or ".join(", ".join(str(row.level) for row in rows).rsplit(", ", 1))
+
+
+def _borne(good: Sequence[PerturbationEffect], sequences: int) -> str:
     if not good:
-        return f"No format is harmless for the routers: each costs {HARMLESS:g} nats per token."
+        return f"No format is shown to cost the routers less than {HARMLESS:g} nats per token."
     small = min(good, key=lambda row: (FORMATS[str(row.level)].bits, row.kl.value or 0.0))
     names = ", ".join(str(row.level) for row in good)
-    flips, cost = percent(small.full.value or 0.0), _nats(small.kl.value)
     return (
         f"The routers tolerate {names} (under {HARMLESS:g} nats per token): of these "
-        f"{small.level} is the smallest, with {flips} of tokens changing experts per layer and a "
-        f"KL of {cost}."
+        f"{small.level} is the smallest, with {percent(small.full.value or 0.0)} of tokens "
+        f"changing experts per layer and a KL of {_nats(small.kl, sequences)}."
     )
 
 
-def _worst(routers: Sequence[PerturbationEffect]) -> str:
-    bad = [row for row in routers if not harmless(row)]
+def _worst(bad: Sequence[PerturbationEffect], sequences: int) -> str:
     if not bad:
         return ""
     worst = max(bad, key=lambda row: row.kl.value or 0.0)
-    flips, cost, risen = worst.full.value or 0.0, _nats(worst.kl.value), worst.loss.value or 0.0
+    flips, risen = worst.full.value or 0.0, worst.loss.value or 0.0
     names = ", ".join(str(row.level) for row in bad)
     return (
         f"They do not tolerate {names}: under {worst.level}, {percent(flips)} of tokens change "
-        f"experts per layer, for a KL of {cost} and {risen:+.2g} nats of loss."
+        f"experts per layer, for a KL of {_nats(worst.kl, sequences)} and {risen:+.2g} nats of "
+        "loss."
     )
+
+
+def _unclear(rows: Sequence[PerturbationEffect], sequences: int) -> str:
+    if not rows:
+        return ""
+    costs = ", ".join(f"{row.level} costs a KL of {_nats(row.kl, sequences)}" for row in rows)
+    return f"Too few tokens to tell about {_named(rows)}: {costs}."
 
 
 def _whole(rows: Sequence[PerturbationEffect]) -> str:
@@ -478,5 +544,18 @@ def _whole(rows: Sequence[PerturbationEffect]) -> str:
     return f"{words}, and flips are behind {percent(min(1.0, share))} of the damage."
 
 
-def _nats(value: float | None) -> str:
-    return f"{value or 0.0:.2g} nats"
+def _nats(kl: Estimate, sequences: int) -> str:
+    """A KL with its interval."""
+    low, high = mean_limits(kl, sequences, positive=True)
+    value = f"{plain(kl.value or 0.0)} nats"
+    if not math.isfinite(high):
+        return f"{value} (one sequence: no interval)"
+    return f"{value} (95 % interval {plain(low)} to {plain(high)})"
+
+
+def plain(value: float) -> str:
+    """A positive number with two digits, without an exponent."""
+    if value == 0:
+        return "0"
+    digits = max(0, 1 - math.floor(math.log10(abs(value))))
+    return f"{value:.{min(digits, 12)}f}"

@@ -158,6 +158,8 @@ class PrecisionAudit(Result):
         left_out: what was left out for lack of time, in words; empty if all was done.
         provenance: model, text, versions, seed.
         timings: seconds per stage.
+        impossible: perturbations that the routers do not allow, and why; empty if there are none.
+        experts: experts in use per token, mean over layers, of a smoothed model; None for top-k.
     """
 
     format: ClassVar[str] = "tieline-audit"
@@ -173,6 +175,8 @@ class PrecisionAudit(Result):
     left_out: tuple[str, ...]
     provenance: dict[str, object]
     timings: dict[str, float]
+    impossible: str = ""
+    experts: float | None = None
 
     @property
     def metrics(self) -> dict[str, float]:

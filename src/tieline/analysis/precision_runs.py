@@ -36,13 +36,18 @@ from tieline.core.errors import TielineError, UnsupportedModelError, require
 from tieline.core.numerics import one_thread
 from tieline.core.ranking import group_scores, sets_differ, topk_mask
 from tieline.core.statistics import SequenceSums, kl_divergence, next_token_losses
-from tieline.hf.capture import Call, LayerObserver, Settings
+from tieline.hf.capture import Batch, Call, LayerObserver, Settings
 from tieline.hf.families import family_of
-from tieline.hf.router_call import Choice, RouterOutput, override_choice, read_output
-from tieline.hf.running import Batch, forward
+from tieline.hf.router_call import (
+    Choice,
+    RouterOutput,
+    override_choice,
+    padded,
+    read_output,
+)
+from tieline.hf.running import forward
 from tieline.hf.selection import select
-from tieline.trace.ops import take_tokens
-from tieline.trace.record import LayerTrace
+from tieline.trace.record import LayerTrace, take_tokens
 
 RANKS = 16
 """Ranks beyond k that predictions see."""
@@ -179,7 +184,9 @@ class LocalRuns:
         states = call[0][0] if call[0] else call[1]["hidden_states"]
         with one_thread():  # many small operations
             flat = states.reshape(-1, states.shape[-1])
-            chance = predicted_flips(layer, router, flat, perturbation)
+            # the experts of a smoothed router change at the ends of its band, not at ties
+            smooth = layer.smoothed
+            chance = None if smooth else predicted_flips(layer, router, flat, perturbation)
         share, repeats = flipped.double().cpu(), 1
         if chance is not None:
             effect.low.add(chance.low.view(self._shape))
@@ -364,12 +371,27 @@ def _rule(
     size = clean.weights.double().sum(dim=1).clamp(min=1e-30)
     share = (clean.weights.double() * lost).sum(dim=1) / size
     seen[name] = torch.where(flipped, share, -1.0).cpu()
+    own = Choice(found.weights, found.ids)
     if not forced:
-        return Choice(found.weights, found.ids)
+        return own
+    kept, own = padded(clean, own.ids.shape[1]), padded(own, clean.ids.shape[1])
     return Choice(
-        torch.where(flipped[:, None], clean.weights, found.weights),
-        torch.where(flipped[:, None], clean.ids, found.ids),
+        torch.where(flipped[:, None], kept.weights, own.weights),
+        torch.where(flipped[:, None], kept.ids, own.ids),
     )
+
+
+def clean_logits(output: object, ids: Int[Tensor, "rows length"]) -> Tensor:
+    """Return the logits of an unperturbed run; raises if some are not numbers."""
+    logits = model_logits(output, ids)
+    wrong = (~(logits < torch.inf)).flatten(0, 1).any(dim=1)  # minus infinity masks words
+    require(
+        not bool(wrong.any()),
+        f"the model's logits are NaN or infinite for {int(wrong.sum())} of {len(wrong)} tokens "
+        "although its weights are finite: run it in float32",
+        UnsupportedModelError,
+    )
+    return logits
 
 
 def model_logits(output: object, ids: Int[Tensor, "rows length"]) -> Tensor:

@@ -14,18 +14,18 @@ Standard errors are clustered by sequence; those of factors follow the ratio of 
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from tieline.analysis.perturbations import Perturbation, noise_generator
-from tieline.analysis.precision_runs import FullRuns, model_logits
+from tieline.analysis.precision_runs import FullRuns, clean_logits
 from tieline.analysis.sources import save_model
 from tieline.core.errors import ShapeError, require
 from tieline.core.records import Result
@@ -40,6 +40,7 @@ from tieline.hf.emulate import modular_routers
 from tieline.hf.router_call import Choice, RouterOutput, override_choice
 from tieline.hf.running import batches, forward, only_running
 from tieline.hf.smooth import Smoothing
+from tieline.hf.smooth_router import set_widths
 
 REPAIR_PERTURBATIONS = (
     Perturbation("rounding", "bf16"),
@@ -81,6 +82,21 @@ class RepairRow:
     loss_before: Estimate
     loss_after: Estimate
 
+    @property
+    def by_flips(self) -> float:
+        """KL of the original that goes away with the flips: KL minus its floor, at least 0."""
+        return max(0.0, (self.before.value or 0.0) - (self.before_floor.value or 0.0))
+
+    @property
+    def flip_factor(self) -> float | None:
+        """How many times lower that part is after; None where nothing of it can be seen.
+
+        (before - floor) / (after - floor), both with the floor of the original: forcing the clean
+        choice on a smoothed model would not take back what the ramp lets through without a flip.
+        """
+        left = (self.after.value or 0.0) - (self.before_floor.value or 0.0)
+        return self.by_flips / left if left > 0 else None
+
 
 @dataclass(frozen=True)
 class RepairTable:
@@ -111,6 +127,54 @@ class RepairTable:
     def row(self, name: str) -> RepairRow:
         """The row of that name."""
         return next(row for row in self.rows if row.name == name)
+
+
+@dataclass(frozen=True)
+class FrontierPoint:
+    """A smoothed form of the model.
+
+    Attributes:
+        spread: how ε differs between layers: "noise", in proportion to the noise of each, or
+            "budget", with an equal number of experts in each.
+        scale: c = ε/σ of the first; mean experts per token of the second.
+        epsilons: ε by router name.
+        table: what it repairs and costs.
+        factor: how many times lower the flip part of the KL is under the noise; None if none is
+            left to be seen.
+        least: KL that every continuous gate must move the model by for that factor.
+        over: moved / least: how near the gate comes.
+    """
+
+    spread: Literal["noise", "budget"]
+    scale: float
+    epsilons: dict[str, float]
+    table: RepairTable
+    factor: float | None
+    least: float | None
+    over: float | None
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """Smoothed forms of a model from little to much repair, measured on held-out text.
+
+    Attributes:
+        noise: the precision whose flips are repaired, such as "router bf16".
+        gate: of all points.
+        by_flips: KL of the original under the noise that goes away with the flips.
+        sigmas: noise of the gap by router name, on the calibration text.
+        points: in order of their widths, for each spread.
+    """
+
+    noise: str
+    gate: str
+    by_flips: float
+    sigmas: dict[str, float]
+    points: tuple[FrontierPoint, ...]
+
+    def of(self, spread: str) -> tuple[FrontierPoint, ...]:
+        """The points of one spread."""
+        return tuple(point for point in self.points if point.spread == spread)
 
 
 @dataclass(frozen=True)
@@ -146,6 +210,7 @@ class Repair(Result):
         repair: the model and its smoothed form under low precision.
         latency: time of the smoothed model over that of the original, by experts' implementation.
         provenance: text, seed and batch size.
+        frontier: smoothed forms of other widths; None if it was not asked for.
         smoothed: the smoothed model itself; not part of the JSON.
         tokenizer: its tokenizer; not part of the JSON.
     """
@@ -157,6 +222,7 @@ class Repair(Result):
     repair: RepairTable
     latency: tuple[Latency, ...]
     provenance: dict[str, object]
+    frontier: Frontier | None = None
     smoothed: Any = field(default=None, metadata={"json": False}, compare=False)
     tokenizer: Any = field(default=None, metadata={"json": False}, compare=False)
 
@@ -192,7 +258,7 @@ class _Effect:
 
 
 class _Side:
-    """The counts of one of the two models."""
+    """The counts of one model."""
 
     def __init__(self, model: nn.Module, perturbations: Sequence[Perturbation]) -> None:
         self.model, self.routers = model, modular_routers(model)
@@ -205,7 +271,7 @@ class _Side:
         with ExitStack() as stack:
             for name, router in self.routers.items():
                 stack.enter_context(override_choice(router, partial(_kept, choices, name)))
-            logits = model_logits(forward(self.model, ids), ids)
+            logits = clean_logits(forward(self.model, ids), ids)
         for name, choice in choices.items():
             used = (choice.weights > 0).double().sum(dim=1).view(tuple(ids.shape))
             self.experts[name].add(used.cpu())
@@ -231,6 +297,51 @@ class _Side:
         forced, _ = runs.run(one, source.set_state(state), forced=True)
         effect.floor.add(kl_divergence(clean, forced))
 
+    def batch(
+        self,
+        ids: Int[Tensor, "rows length"],
+        sources: Sequence[Callable[[], torch.Generator]],
+        original: Tensor | None,
+        ticks: Iterator[None],
+    ) -> Float[Tensor, "rows length words"]:
+        """Run a batch clean and under every perturbation; returns the clean logits."""
+        clean, runs = self.clean(ids)
+        next(ticks)
+        base = clean if original is None else original
+        for one, source in zip(self.effects, sources, strict=True):
+            self.perturbed(runs, one, source(), ids, clean, base)
+            next(ticks)
+        return clean
+
+
+class _Form(_Side):
+    """The counts of a smoothed form, and its distance from the original."""
+
+    def __init__(self, model: nn.Module, perturbations: Sequence[Perturbation]) -> None:
+        super().__init__(model, perturbations)
+        self.moved, self.loss, self.change = SequenceSums(), SequenceSums(), SequenceSums()
+
+    def compare(self, original: Tensor, new: Tensor, ids: Int[Tensor, "rows length"]) -> None:
+        """Count what smoothing itself changes on a batch."""
+        self.moved.add(kl_divergence(original, new))
+        self.loss.add(next_token_losses(original, ids))
+        self.change.add(next_token_losses(new, ids) - next_token_losses(original, ids))
+
+    def table(
+        self, before: _Side, perturbations: Sequence[Perturbation], size: tuple[int, int]
+    ) -> RepairTable:
+        """The table of this form, of so many tokens and sequences."""
+        return RepairTable(
+            tuple(_row(one, before.effects[one], self.effects[one]) for one in perturbations),
+            _over_layers(before.experts),
+            _over_layers(self.experts),
+            {name: sums.mean().value or 0.0 for name, sums in self.experts.items()},
+            self.loss.mean(),
+            self.change.mean(),
+            self.moved.mean(),
+            *size,
+        )
+
 
 def repair_table(
     model: nn.Module,
@@ -254,37 +365,50 @@ def repair_table(
         seed: seed of all noise.
         progress: called with stage, done and total.
     """
+    (table,) = repair_tables(
+        model,
+        smoothed,
+        sequences,
+        perturbations=perturbations,
+        batch_size=batch_size,
+        seed=seed,
+        progress=progress,
+    )
+    return table
+
+
+def repair_tables(
+    model: nn.Module,
+    smoothed: nn.Module,
+    sequences: Sequence[Int[Tensor, " _"]],
+    widths: Sequence[Mapping[str, float]] = ({},),
+    *,
+    perturbations: Sequence[Perturbation] = REPAIR_PERTURBATIONS,
+    batch_size: int = 8,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> tuple[RepairTable, ...]:
+    """The same for several widths ε by router name, with one run of the original for all of them.
+
+    The smoothed model is left with the last widths. Other arguments as for `repair_table`.
+    """
     require(batch_size >= 1, f"batch_size must be at least 1, got {batch_size}")
     short = min((len(sequence) for sequence in sequences), default=0)
     require(short >= 2, f"sequences need two tokens at least, got {short}", ShapeError)
-    sides = _Side(model, perturbations), _Side(smoothed, perturbations)
-    moved, loss, change = SequenceSums(), SequenceSums(), SequenceSums()
     parts = list(batches(sequences, batch_size))
-    ticks = _ticks(progress, len(parts) * (1 + 2 * len(perturbations)))
+    before = _Side(model, perturbations)
+    after = [_Form(smoothed, perturbations) for _ in widths]
+    ticks = _ticks(progress, len(parts) * (1 + len(after)) * (1 + len(perturbations)))
     with only_running(model), only_running(smoothed):
         for number, ids in enumerate(parts):
-            (original, before), (new, after) = sides[0].clean(ids), sides[1].clean(ids)
-            moved.add(kl_divergence(original, new))
-            loss.add(next_token_losses(original, ids))
-            change.add(next_token_losses(new, ids) - next_token_losses(original, ids))
-            next(ticks)
-            for place, one in enumerate(perturbations):
-                for side, runs, clean in zip(sides, (before, after), (original, new), strict=True):
-                    source = noise_generator(seed, place, number)
-                    side.perturbed(runs, one, source, ids, clean, original)
-                    next(ticks)
-    rows = tuple(_row(one, sides[0].effects[one], sides[1].effects[one]) for one in perturbations)
-    return RepairTable(
-        rows,
-        _over_layers(sides[0].experts),
-        _over_layers(sides[1].experts),
-        {name: sums.mean().value or 0.0 for name, sums in sides[1].experts.items()},
-        loss.mean(),
-        change.mean(),
-        moved.mean(),
-        sum(ids.numel() for ids in parts),
-        sum(len(ids) for ids in parts),
-    )
+            sources = [partial(noise_generator, seed, n, number) for n in range(len(perturbations))]
+            original = before.batch(ids, sources, None, ticks)
+            for form, width in zip(after, widths, strict=True):
+                set_widths(smoothed, width)
+                new = form.batch(ids, sources, original, ticks)
+                form.compare(original, new, ids)
+    size = sum(ids.numel() for ids in parts), sum(len(ids) for ids in parts)
+    return tuple(form.table(before, perturbations, size) for form in after)
 
 
 def _kept(choices: dict[str, Choice], name: str, found: RouterOutput) -> Choice:

@@ -23,16 +23,15 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from tieline.core.errors import TielineError
+from tieline.core.numerics import is_recomputing
 from tieline.core.ranking import ranked_choice
-from tieline.core.recompute import is_recomputing
-from tieline.hf.capture import Call, LayerObserver, Settings
+from tieline.hf.capture import Batch, Call, DocumentCounter, LayerObserver, Settings
 from tieline.hf.families import RouterFamily, chosen_routers, family_of
 from tieline.hf.router_call import read_output
-from tieline.hf.running import Batch, DocumentCounter
 from tieline.hf.selection import GroupLimit, at_least_single, restrict
 from tieline.routing.gates import Gate, Hard, SelectiveGate, TopK
 from tieline.routing.layer import MoE
-from tieline.routing.smooth import SmoothTopK
+from tieline.routing.smooth import BandGate
 from tieline.trace.record import LayerFacts, LayerTrace, Units
 
 Scores = Float[Tensor, "tokens experts"]
@@ -113,7 +112,7 @@ def own_call(
     if not isinstance(gate, TopK | Hard):  # a chosen weight may underflow, the others decide by it
         used = (weights.detach().reshape(-1, flat.shape[-1]) != 0).sum(dim=0).cpu()
     active = used.sum().item() / max(1, len(flat))
-    epsilon = gate.epsilon.item() if isinstance(gate, SmoothTopK) else None
+    epsilon = gate.epsilon.item() if isinstance(gate, BandGate) else None
     sums = _logit_sums(flat, probabilities=False)
     return RouterCall(trace, sums, used, active, epsilon, is_recomputing(), rounding)
 

@@ -10,30 +10,53 @@ the products of transformers' own experts.
 """
 
 import copy
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from tieline.analysis.repair import Latency, Repair, repair_table, smoothing_latency
-from tieline.analysis.sources import SHIPPED, ModelSource, Text, as_model, as_text, default_length
+from tieline.analysis.frontier import (
+    NOISE,
+    SCALES,
+    Calibration,
+    chosen_scale,
+)
+from tieline.analysis.frontier import frontier as measure_frontier
+from tieline.analysis.perturbations import Perturbation
+from tieline.analysis.repair import (
+    REPAIR_PERTURBATIONS,
+    Frontier,
+    Latency,
+    Repair,
+    RepairTable,
+    repair_table,
+    repair_tables,
+    smoothing_latency,
+)
+from tieline.analysis.sources import DEMO, ModelSource, Text, as_model, as_text, default_length
 from tieline.analysis.text import tokenise
 from tieline.core.errors import UnsupportedModelError, require
 from tieline.hf.kernel import KERNEL
 from tieline.hf.loading import LoadedModel, can_use_experts, use_experts
 from tieline.hf.running import batches
-from tieline.hf.smooth import smooth_
+from tieline.hf.smooth import Smoothing, smooth_, unsmooth_
+from tieline.hf.smooth_router import GateName
 
 Progress = Callable[[str, int, int], None]
 
 
 def smooth(
-    source: ModelSource = SHIPPED,
+    source: ModelSource = DEMO,
     *,
     budget: float | None = None,
     noise: str | None = None,
     epsilon: float | None = None,
+    factor: float | None = None,
+    max_moved: float | None = None,
+    frontier: bool = False,
+    gate: GateName | None = None,
     a: float = 1.0,
     b: float = 1.0,
     k_max: int | None = None,
@@ -52,13 +75,19 @@ def smooth(
     """Make a copy of a model whose routing is continuous at ties, and compare it with the original.
 
     Args:
-        source: a hub id, a folder, "shipped" for the model in the box, or `(model, tokenizer)`.
-        budget: mean experts per token, between k and k_max; by default k + 0.5.
+        source: a hub id, a folder, "demo" for the model in the box, or `(model, tokenizer)`.
+        budget: mean experts per token, above k; by default k + 0.5.
         noise: make the ramp wide against this precision instead: "bf16", "int8", "router bf16".
+            With `factor`, `max_moved` or `frontier`: the one to repair, by default "router bf16".
         epsilon: width of the band in units of the scores, for all layers, instead of both.
+        factor: make the part of the KL that flips cause under `noise` this many times lower.
+        max_moved: stay within this KL of the original, nats per token.
+        frontier: also measure other widths, from little repair to much.
+        gate: "projected": tied experts share a seat; "ramp": experts below the threshold are
+            added. By default "projected", but "ramp" where a, b or k_max are given.
         a: exponent at the lower end of the ramp.
         b: exponent at its upper end: 1 is straight, 50 the paper's.
-        k_max: slots per token; by default k + max(2, k/2).
+        k_max: slots per token of the ramp; by default k + max(2, k/2).
         text: what to run: a str, the Path of a file, or None for the text in the box.
         tokens: tokens to measure on.
         calibration: tokens before those, to choose ε on.
@@ -72,39 +101,154 @@ def smooth(
         trust_remote_code: whether code that comes with it may run.
         progress: called with stage, done and total while the work goes on.
     """
-    alone = epsilon is None or budget is noise is None
-    require(alone, "epsilon goes with no other choice of ε: leave out budget and noise")
+    wish = _Wish(epsilon, budget, noise, factor, max_moved)
+    wish.check()
     words, origin = as_text(text)
     options = {"device": device, "revision": revision, "trust_remote_code": trust_remote_code}
     loaded = as_model(source, "smooth takes", dtype="fp32", **options)
     plain = loaded.model
     _check_experts(plain, experts_impl)
-    parts = _split(loaded, words, tokens, calibration)
-    smoothed = copy.deepcopy(plain)
-    record = smooth_(
-        smoothed,
-        epsilon=epsilon,
-        budget=budget,
-        noise=noise,
-        a=a,
-        b=b,
-        k_max=k_max,
-        calibration=list(batches(parts.calibration, batch_size)),
-        progress=progress,
-    )
-    table = repair_table(
-        plain, smoothed, parts.measured, batch_size=batch_size, seed=seed, progress=progress
-    )
-    ids = next(batches(parts.measured, batch_size))
+    form = _Form(gate, a, b, k_max)
+    work = _Work(loaded, _split(loaded, words, tokens, calibration), batch_size, seed, progress)
+    smoothed, known = copy.deepcopy(plain), None
+    if wish.by_law or frontier:
+        known = work.calibrate(noise or NOISE)
+    record = work.smooth(smoothed, wish, form, known)
+    table = work.table(smoothed, known)
+    wide = work.frontier(smoothed, known, record.gate) if frontier and known is not None else None
+    ids = next(batches(work.parts.measured, batch_size))
     return Repair(
         model=loaded.name or type(plain).__name__,
         smoothing=record,
         repair=table,
         latency=_latencies(plain, smoothed, ids, rounds, experts_impl),
         provenance={"text": origin, "seed": seed, "batch_size": batch_size},
+        frontier=wide,
         smoothed=smoothed,
         tokenizer=loaded.tokenizer,
     )
+
+
+class _Wish(NamedTuple):
+    """How ε is to be chosen."""
+
+    epsilon: float | None
+    budget: float | None
+    noise: str | None
+    factor: float | None
+    max_moved: float | None
+
+    @property
+    def by_law(self) -> bool:
+        """Whether ε follows from what it repairs or moves."""
+        return self.factor is not None or self.max_moved is not None
+
+    def check(self) -> None:
+        """Refuse wishes that contradict each other."""
+        alone = self.epsilon is None or (self.budget is self.noise is None and not self.by_law)
+        require(alone, "epsilon goes with no other choice of ε: leave out budget and noise")
+        given = {"factor": self.factor, "max_moved": self.max_moved, "budget": self.budget}
+        names = [name for name, value in given.items() if value is not None]
+        require(
+            len(names) <= 1 or not self.by_law,
+            f"{' and '.join(names)} each choose ε: give one of them",
+        )
+        least = self.factor is None or 1 < self.factor < math.inf
+        require(least, f"factor is above 1 and finite, got {self.factor}")
+
+
+class _Form(NamedTuple):
+    """The gate and its ramp."""
+
+    gate: GateName | None
+    a: float
+    b: float
+    k_max: int | None
+
+
+class _Work(NamedTuple):
+    """A model, its text, and how both are run."""
+
+    loaded: LoadedModel
+    parts: "_Parts"
+    batch_size: int
+    seed: int
+    progress: Progress | None
+
+    @property
+    def _running(self) -> dict[str, Any]:
+        return {"batch_size": self.batch_size, "seed": self.seed, "progress": self.progress}
+
+    def calibrate(self, noise: str) -> Calibration:
+        """Scores and noise of the calibration text."""
+        tokens = list(batches(self.parts.calibration, self.batch_size))
+        return Calibration(self.loaded.model, tokens, noise, self.progress)
+
+    def smooth(
+        self, smoothed: nn.Module, wish: _Wish, form: _Form, known: Calibration | None
+    ) -> Smoothing:
+        """Smooth a copy of the model as the wish says."""
+        if known is not None and wish.by_law:
+            scale = self._scale(smoothed, wish, form, known)
+            chosen = f"factor {wish.factor:g}" if wish.factor else f"KL {wish.max_moved:g}"
+            how = f"{chosen} under {known.noise.name}: ε = {scale:.3g} times its noise"
+            return smooth_(smoothed, epsilon=known.by_noise(scale), how=how, **form._asdict())
+        return smooth_(
+            smoothed,
+            epsilon=wish.epsilon,
+            budget=wish.budget,
+            noise=wish.noise,
+            calibration=list(batches(self.parts.calibration, self.batch_size)),
+            progress=self.progress,
+            **form._asdict(),
+        )
+
+    def _scale(self, smoothed: nn.Module, wish: _Wish, form: _Form, known: Calibration) -> float:
+        """The c = ε/σ that the wish asks for, by the calibration text."""
+        smooth_(smoothed, epsilon=known.by_noise(1.0), **form._asdict())
+        tables = repair_tables(
+            self.loaded.model,
+            smoothed,
+            [sequence for sequence in self.parts.calibration if len(sequence) > 1],
+            [known.by_noise(scale) for scale in SCALES],
+            perturbations=[known.noise],
+            **self._running,
+        )
+        unsmooth_(smoothed)
+        found = dict(zip(SCALES, tables, strict=True))
+        return chosen_scale(found, factor=wish.factor, max_moved=wish.max_moved)
+
+    def table(self, smoothed: nn.Module, known: Calibration | None) -> RepairTable:
+        """What the smoothed model repairs, on held-out text."""
+        sequences, precisions = self.parts.measured, _precisions(known)
+        return repair_table(
+            self.loaded.model, smoothed, sequences, perturbations=precisions, **self._running
+        )
+
+    def frontier(self, smoothed: nn.Module, known: Calibration, gate: GateName) -> Frontier:
+        """Other widths, on held-out text: by noise, and by budget with as many experts."""
+        wide = [known.experts(known.by_noise(scale), gate) for scale in COMPARED]
+        least = max(plan.k for plan in known.plans) + 0.01
+        return measure_frontier(
+            self.loaded.model,
+            smoothed,
+            known,
+            self.parts.measured,
+            gate=gate,
+            perturbations=_precisions(known),
+            budgets=[count for count in wide if count > least],
+            **self._running,
+        )
+
+
+COMPARED = (2.0, 8.0, 32.0)
+"""c = ε/σ beside which an equal number of experts in every layer is measured."""
+
+
+def _precisions(known: Calibration | None) -> list[Perturbation]:
+    """Those of every table, and the one that is repaired."""
+    named = [] if known is None else [known.noise]
+    return list(dict.fromkeys([*REPAIR_PERTURBATIONS, *named]))
 
 
 def _check_experts(model: nn.Module, experts_impl: str | None) -> None:

@@ -1,6 +1,6 @@
 """What people have at hand, turned into what the analyses work on.
 
-as_model       a hub id, a folder, "shipped" or a pair (model, tokenizer)
+as_model       a hub id, a folder, "demo" or a pair (model, tokenizer)
 as_text        a text, a file of text, or nothing for the text in the box
 save_model     write a model and its tokenizer, whole or not at all
 source_kind    whether a name stands for a saved result, a trace, a file of routes or a model
@@ -18,25 +18,26 @@ from transformers.utils import logging
 from tieline.core.errors import ParameterError, TraceError, require
 from tieline.core.files import whole_folder
 from tieline.core.records import Result, read_result
-from tieline.hf.loading import LoadedModel, load_model
+from tieline.hf.demo import DEMO, demo_text
+from tieline.hf.loading import LoadedModel, check_weights, load_model
 from tieline.hf.running import text_config
-from tieline.hf.shipped import shipped_text
-from tieline.trace.readers import import_trace
+from tieline.trace.readers import SUFFIXES, import_trace, recognise
+from tieline.trace.readers.megatron import FILES as MEGATRON_FILES
 from tieline.trace.record import RoutingTrace
 from tieline.trace.store import folder_kind, load_summary, load_trace
 from tieline.trace.summary import RoutingSummary
 
-SHIPPED = "shipped"
-"""The name of the model in the box."""
-
 ModelSource = str | Path | tuple[nn.Module, Any] | LoadedModel
-"""A hub id, a folder, "shipped", or a model with its tokenizer."""
+"""A hub id, a folder, "demo", or a model with its tokenizer."""
 
 Text = str | Path | None
 """A text itself, a file that holds one, or None for the text in the box."""
 
-SUFFIXES = (".npy", ".npz", ".safetensors", ".csv", ".jsonl")
-"""Files of routes that engines write."""
+ROUTE_FIELDS = (b"routed_experts", b"moe_topk_indices", b"top_indices")
+"""Names of fields that tell routes in JSON from a result."""
+
+STDIN, MOST_TEXT = Path("-"), 1 << 30
+"""The name of stdin as a file of text, and the bytes of the longest text that is read."""
 
 LONGEST = 512
 """Tokens per sequence where nothing else is asked for and the model takes as many."""
@@ -53,31 +54,36 @@ def as_model(source: object, job: str, **options: Any) -> LoadedModel:
     if isinstance(source, LoadedModel):
         return source
     if isinstance(source, str | Path):
-        boxed = str(source) == SHIPPED and not Path(source).exists()
-        return load_model(None if boxed else source, **options)
+        return load_model(source, **options)
     if isinstance(source, tuple) and len(source) == 2 and isinstance(source[0], nn.Module):
+        check_weights(source[0])
         return LoadedModel(source[0], source[1], "")
     bare = "; a model needs its tokenizer beside it" if isinstance(source, nn.Module) else ""
     raise ParameterError(
-        f'{job} a hub id, a folder, "shipped" or (model, tokenizer), got '
-        f"{type(source).__name__}{bare}"
+        f'{job} a hub id, a folder, "demo" or (model, tokenizer), got {type(source).__name__}{bare}'
     )
 
 
 def as_text(text: Text) -> tuple[str, str]:
-    """The text, and where it is from: "shipped", the name of a file, or nothing."""
+    """The text, and where it is from: "demo", the name of a file, or nothing."""
     if text is None:
-        return shipped_text(), "shipped"
+        return demo_text(), DEMO
     if isinstance(text, Path):
-        return _read_text(text), text.name
+        return _read_text(text), "stdin" if text == STDIN else text.name
     require(isinstance(text, str), f"a text is a str or the Path of a file, got {text!r:.80}")
     return text, ""
 
 
 def _read_text(path: Path) -> str:
-    require(path.exists(), f"no such file: {path}")
-    require(path.is_file(), f"not a file: {path}")
-    data = path.read_bytes()
+    """The text in a file, a pipe or, for `Path("-")`, stdin."""
+    if path == STDIN:
+        data = sys.stdin.buffer.read(MOST_TEXT + 1)
+    else:
+        require(path.exists(), f"no such file: {path}")
+        require(not path.is_dir(), f"not a file: {path}")
+        with path.open("rb") as file:
+            data = file.read(MOST_TEXT + 1)
+    require(len(data) <= MOST_TEXT, f"{path} has more than {MOST_TEXT >> 20} MiB: too long a text")
     require(b"\0" not in data, f"{path} is a binary file, not text")
     try:
         text = data.decode("utf-8-sig")
@@ -123,15 +129,25 @@ def save_model(folder: str | Path, model: Any, tokenizer: Any, **texts: str) -> 
 def source_kind(name: str | Path) -> Literal["result", "trace", "file", "model"]:
     """What a name stands for.
 
-    A .json file is a saved result, a folder with an index of ours a trace (or summary), another
-    file the routes of an engine, and everything else a model.
+    A JSON file that names a format of ours is a saved result, a folder with an index of ours a
+    trace (or summary), another file, or a folder of Megatron's traces, the routes of an engine, and
+    everything else a model.
     """
     path = Path(name)
-    if path.is_file() and path.suffix == ".json":
+    if path.is_file() and path.suffix == ".json" and _is_result(path):
         return "result"
     if path.is_dir() and (path / "tieline.json").is_file():
         return "trace"
+    if path.is_dir() and any(path.glob(MEGATRON_FILES)):
+        return "file"
     return "file" if path.is_file() or path.suffix in SUFFIXES else "model"
+
+
+def _is_result(path: Path) -> bool:
+    """Whether a JSON file begins as our results do, or holds no routes of anybody."""
+    with path.open("rb") as stream:
+        head = stream.read(1 << 16)
+    return b'"tieline-' in head or not any(field in head for field in ROUTE_FIELDS)
 
 
 def read_routes(
@@ -145,8 +161,9 @@ def read_routes(
         k: how many experts of each line of a table were chosen.
     """
     if source_kind(name) == "file":
-        require(Path(name).is_file(), f"no such file: {name}", TraceError)
-        return import_trace(name, n_experts, k if Path(name).suffix in (".csv", ".jsonl") else None)
+        require(Path(name).exists(), f"no such file: {name}", TraceError)
+        array = Path(name).is_file() and recognise(name) == "array"
+        return import_trace(name, n_experts, None if array else k)
     kind = folder_kind(Path(name))
     require(kind == "trace", f"{name} is a {kind}: a trace with every token is needed", TraceError)
     return load_trace(name)

@@ -3,6 +3,7 @@
     block_of         the module whose output is compared: the one that calls the router
     BlockCall        arguments and output of one call, token by token
     swapped_choice   the choice with the swap
+    BlockSampler     keeps the inputs and outputs of blocks for a sample of the tokens
 
 A Mixture-of-Experts block treats every token by itself, so the rows of some tokens can be run again
 without the others. Where router and experts sit on the decoder layer itself (gemma4), whose
@@ -19,11 +20,21 @@ s the function that turns what is ranked into a weight, and the weights of the c
 where the family renormalises them. Factors that belong to an expert go with it. The jump is thus
 that of the layer's output across the wall nearest to the token in the order of its scores; at ties
 between groups of experts it is not measured (Def. 10.1).
+
+A smoothed router uses both experts near a tie. There the two exchange their shares, which at the
+tie itself are equal: what is left of the jump is what the ramp makes of the gap.
+
+`BlockSampler` selects the tokens while the model runs. The inputs and outputs of blocks are large,
+so only those that may be needed are kept: the N smallest gaps so far, and the N + R smallest hashes
+of token places, a random sample that does not depend on the batches. Without the near tokens, the
+latter are a random sample of the others.
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -31,14 +42,19 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from tieline.core.errors import TraceError, UnsupportedModelError
+from tieline.core.errors import UnsupportedModelError
+from tieline.core.ranking import stable_topk
+from tieline.hf.capture import Recorder
 from tieline.hf.families import RouterFamily, family_of
-from tieline.hf.router_call import Choice, override_choice
-from tieline.trace.ops import take_tokens
-from tieline.trace.record import LayerTrace
+from tieline.hf.router_call import Choice, RouterOutput, override_choice
+from tieline.trace.record import SPAN, LayerTrace, take_tokens, token_hash
 
+PerToken = Float[Tensor, " tokens"]
+Places = Int[Tensor, " tokens"]
 Key = int | str
 """Place or name of an argument."""
+
+TINY = 1e-30
 
 
 @dataclass(frozen=True)
@@ -62,7 +78,13 @@ class Block:
             ids = choice.ids.to(states.device)
             return _states(self.module(states, ids, choice.weights.to(states)), states)
         args, named = rows.call()
-        with override_choice(self.router, lambda found: choice):
+        family = family_of(self.router)
+        counted = family is not None and family.layout == "sorted"  # its block counts the slots
+
+        def rule(found: RouterOutput) -> Choice:
+            return fitted(choice, found.ids.shape[1]) if counted else choice
+
+        with override_choice(self.router, rule):
             return _states(self.module(*args, **named), states)
 
 
@@ -153,15 +175,19 @@ def _states(output: Any, like: Tensor) -> Float[Tensor, "tokens dim"]:
     return states.reshape(-1, like.shape[-1])
 
 
-PerToken = Float[Tensor, " tokens"]
-TINY = 1e-30
-
-
 def recorded_choice(layer: LayerTrace, tokens: Int[Tensor, " chosen"]) -> Choice:
     """What the router chose for these tokens."""
-    if layer.weights is None:
-        raise TraceError(f"layer {layer.name!r} has no combine weights: nothing can be swapped")
-    return Choice(layer.weights[tokens], layer.experts[tokens, : layer.facts.k].long())
+    weights, experts = layer.combined()
+    return Choice(weights[tokens], experts[tokens].long())
+
+
+def fitted(choice: Choice, slots: int) -> Choice:
+    """The choice in as many slots as a router has, without the smallest weights."""
+    weights, ids = choice
+    if weights.shape[1] <= slots:
+        return choice
+    first = stable_topk(weights.abs(), slots).indices
+    return Choice(weights.gather(1, first), ids.gather(1, first))
 
 
 def swapped_choice(layer: LayerTrace, tokens: Int[Tensor, " chosen"], router: nn.Module) -> Choice:
@@ -178,8 +204,12 @@ def swapped_choice(layer: LayerTrace, tokens: Int[Tensor, " chosen"], router: nn
     weights, ids = recorded_choice(layer, tokens)
     ids, weights, before = ids.clone(), weights.clone(), weights.sum(dim=1, keepdim=True)
     some = take_tokens(layer, tokens)
-    ids[:, -1] = some.experts[:, k].long()
-    weights[:, -1] = _entering_weight(some, family, router)
+    ids[:, k - 1] = some.experts[:, k].long()
+    entering = _entering_weight(some, family, router)
+    if layer.smoothed:  # the expert that leaves takes the place and the share of the other
+        ids[:, k] = some.experts[:, k - 1].long()
+        weights[:, k] *= weights[:, k - 1] / entering.clamp(min=TINY)
+    weights[:, k - 1] = entering
     if layer.bias is not None and _renormalises(family, router):
         weights *= before / weights.sum(dim=1, keepdim=True).clamp(min=TINY)
     return Choice(weights, ids)
@@ -200,7 +230,7 @@ def _entering_weight(some: LayerTrace, family: RouterFamily, router: nn.Module) 
     if isinstance(scale, Tensor) and scale.numel() > 1:
         factor = scale.detach().float().cpu()
         ratio = ratio * factor[entering] / factor[leaving]
-    return some.weights[:, -1] * ratio
+    return some.weights[:, k - 1] * ratio
 
 
 def _raw_weight(
@@ -219,3 +249,122 @@ def _renormalises(family: RouterFamily, router: nn.Module) -> bool:
     if family.renormalise in ("always", "never"):
         return family.renormalise == "always"
     return bool(attrgetter(family.renormalise)(router))
+
+
+@dataclass(frozen=True)
+class BlockSample:
+    """Tokens of one layer by place in the trace, with the inputs and outputs of its block."""
+
+    tokens: Places
+    rows: Rows
+
+
+class _Pool:
+    """The tokens with the smallest keys so far and their rows; lots decide between equal keys."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._keys = torch.empty(0, dtype=torch.float64)
+        self._lots = torch.empty(0, dtype=torch.float64)
+        self.tokens = torch.empty(0, dtype=torch.int64)
+        self._rows: Rows | None = None
+
+    def offer(self, keys: PerToken, lots: PerToken, tokens: Places, call: BlockCall) -> None:
+        """Keep the tokens with the smallest finite keys."""
+        limit = self._keys[-1] if len(self._keys) == self._size else torch.inf
+        fits = ((keys <= limit) & keys.isfinite()).nonzero().squeeze(1)
+        fits = fits[_order(keys[fits], lots[fits])[: self._size]]
+        if not len(fits):
+            return
+        rows = call.rows(fits)
+        keys, lots = torch.cat([self._keys, keys[fits]]), torch.cat([self._lots, lots[fits]])
+        best = _order(keys, lots)[: self._size]
+        self._keys, self._lots = keys[best], lots[best]
+        self.tokens = torch.cat([self.tokens, tokens[fits]])[best]
+        self._rows = (rows if self._rows is None else self._rows.join(rows)).take(best)
+
+    def without(self, tokens: Places, most: int) -> BlockSample | None:
+        """Return the first `most` kept tokens that are not among `tokens`."""
+        left = (~torch.isin(self.tokens, tokens)).nonzero().squeeze(1)[:most]
+        if self._rows is None or not len(left):
+            return None
+        return BlockSample(self.tokens[left], self._rows.take(left))
+
+
+def _order(keys: PerToken, lots: PerToken) -> Places:
+    """Places in ascending order of keys, then of lots."""
+    first = lots.sort(stable=True).indices
+    return first[keys[first].sort(stable=True).indices]
+
+
+class BlockSampler:
+    """Keeps inputs and outputs of blocks for a sample of the tokens of a capture.
+
+        sampler = BlockSampler(blocks, near=256, random=256, seed=0)
+        with capture(model) as recorder, sampler.watching(recorder):
+            model(input_ids=ids)
+
+    Batches must not be padded.
+    """
+
+    def __init__(self, blocks: Mapping[str, Block], near: int, random: int, seed: int) -> None:
+        """Sample `near` + `random` tokens of the blocks of the routers with these names."""
+        self._blocks = blocks
+        self._near, self._random, self._seed = near, random, seed
+        self._pools = {name: (_Pool(near), _Pool(near + random)) for name in blocks}
+        self._status: dict[str, str] = {}
+
+    @contextmanager
+    def watching(self, recorder: Recorder) -> Iterator[None]:
+        """Watch the calls of the blocks inside this context."""
+        with ExitStack() as stack:
+            for name, block in self._blocks.items():
+                hook = partial(self._seen, name, recorder)
+                handle = block.module.register_forward_hook(hook, with_kwargs=True)
+                stack.callback(handle.remove)
+            yield
+
+    def _seen(
+        self,
+        name: str,
+        recorder: Recorder,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        named: dict[str, Any],
+        output: Any,
+    ) -> None:
+        """Handle the return of a block, whose router has been recorded just before."""
+        layer, call = recorder.under_way.get(name), BlockCall(args, named, output)
+        if layer is None or not layer.has_gaps:
+            return
+        gaps = layer.inner_gap
+        if len(gaps) != call.tokens:
+            self._status[name] = (
+                f"not answerable: the block {self._blocks[name].name!r} was given {call.tokens} "
+                f"rows for {len(gaps)} tokens; batches must not be padded"
+            )
+            return
+        self._status.setdefault(name, "ok")
+        places = recorder.n_tokens + torch.arange(len(gaps))
+        lots = torch.as_tensor(token_hash(torch.full_like(places, self._seed), places) / SPAN)
+        near, random = self._pools[name]
+        near.offer(gaps, lots, places, call)
+        random.offer(torch.where(gaps.isfinite(), lots, torch.inf), lots, places, call)
+
+    def block(self, name: str) -> Block:
+        """The block of this router."""
+        return self._blocks[name]
+
+    def status(self, name: str) -> str:
+        """Return "ok" if the block of this router was called, else the reason."""
+        uncalled = f"not answerable: the block {self.block(name).name!r} is not called as a module"
+        return self._status.get(name, uncalled)
+
+    def near(self, name: str) -> BlockSample | None:
+        """Return the tokens of a layer nearest to a tie, in order; None if there are none."""
+        return self._pools[name][0].without(torch.empty(0, dtype=torch.int64), self._near)
+
+    def random(self, name: str) -> BlockSample | None:
+        """Return a random sample of the other tokens; None if there are none."""
+        near, random = self._pools[name]
+        return random.without(near.tokens, self._random)

@@ -19,14 +19,13 @@ from torch import Tensor
 
 from tieline.analysis.monitor import RoutingWarning
 from tieline.core.errors import ParameterError
-from tieline.core.numerics import float_step
+from tieline.core.numerics import PRECISIONS, float_step, grid_step
 from tieline.core.records import to_plain
 from tieline.core.statistics import Estimate, mean_estimate
-from tieline.geometry.boundary import boundary_mass
-from tieline.geometry.density import gap_density
+from tieline.geometry.boundary import boundary_mass, gap_density
 from tieline.geometry.flips import first_order, logit_view
-from tieline.geometry.rounding import PRECISIONS, grid_step, shared_cell
-from tieline.geometry.sections import check_finite, scored
+from tieline.geometry.measures import check_finite, scored
+from tieline.geometry.rounding import shared_cell
 from tieline.trace.record import LayerTrace, RoutingTrace
 
 FORMATS = {

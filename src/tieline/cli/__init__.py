@@ -3,21 +3,28 @@
 Look    tieline inspect [MODEL]        how near a model's tokens are to a routing tie
         tieline diff A B               whether two runs route alike and, if not, why
         tieline audit [MODEL]          what low precision and noise do to a model's routing
+        tieline check ROUTES ...       whether files of routes are sound
 Repair  tieline smooth [MODEL] -o OUT  make routing continuous at ties
         tieline upcycle MODEL -o OUT   turn a dense model into a Mixture of Experts
-Files   tieline merge A B ... -o C     join traces, or streaming summaries
+Files   tieline convert IN OUT --to FORM   routes in the form of another program
+        tieline merge A B ... -o C     join traces, or streaming summaries
 Lab     tieline train RECIPE           train a model with any of the gates, and score it
         tieline design                 what a number of experts, active experts and width buys
         tieline rates SETTING          how fast a router and its experts are learned
         tieline reproduce [CLAIM ...]  which statements of the papers hold, with numbers
 """
 
-from importlib import import_module
+from collections.abc import Sequence
+from typing import NoReturn
 
-from tieline.cli.app import GROUPS, app, main
+from tieline.cli.ending import answered
 
-__all__ = ["app", "main"]
+__all__ = ["main"]
 
-for _commands in GROUPS.values():
-    for _command in _commands:
-        import_module(f"tieline.cli.{_command}")
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run a command and exit with its code."""
+    with answered(to_the_end=arguments is None):  # before anything else is imported
+        from tieline.cli.app import run
+
+        raise SystemExit(run(arguments))

@@ -1,30 +1,82 @@
-"""What every command shares: the application, its options, and how a command ends.
+"""What every command shares: the application, its options, what users type, what errors say.
 
-exit code 0   fine
-          1   a stated condition failed
-          2   bad input: one message on stderr, nothing written
-          3   a bug of ours; --debug shows where
+with_new_names     options by their old names become those of today
+with_json_target   a bare --json means --json -
+in_options         a message of the library, with the names of the command's options
+layer_choice       "0,2,5-7" or names of routers
+numbers            1,2,4
+share              0.01 or 1%
+
+`tieline.cli.ending` lists the exit codes.
 """
 
 import functools
+import math
+import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 from typer.core import TyperGroup
+from typer.models import OptionInfo
 
 from tieline._version import __version__
-from tieline.cli.input import with_json_target, with_new_names
-from tieline.core.errors import TielineError
+from tieline.cli.ending import (
+    BAD_INPUT,
+    CONDITION_HELD,
+    FINE,
+    INTERRUPTED,
+    OUR_BUG,
+    closed_pipe_ignored,
+    gently,
+    mute_stdout,
+    notes_said,
+    say,
+    was_stopped,
+)
+from tieline.core.errors import ParameterError, PrecisionWarning, TielineError, require, shortened
+from tieline.core.files import out_of_space
 
-FINE, CONDITION_HELD, BAD_INPUT, OUR_BUG, INTERRUPTED = 0, 1, 2, 3, 130
+__all__ = [
+    "BAD_INPUT",
+    "CONDITION_HELD",
+    "GROUPS",
+    "OUR_BUG",
+    "Address",
+    "BatchSize",
+    "Debug",
+    "Device",
+    "Executor",
+    "Html",
+    "Jobs",
+    "Json",
+    "ModelName",
+    "Overwrite",
+    "Revision",
+    "Seed",
+    "TextFile",
+    "TrustRemoteCode",
+    "app",
+    "guarded",
+    "in_options",
+    "layer_choice",
+    "numbers",
+    "run",
+    "say",
+    "share",
+    "whole_app",
+    "with_json_target",
+    "with_new_names",
+]
+
 GROUPS = {
-    "Look": ("inspect", "diff", "audit"),
+    "Look": ("inspect", "diff", "audit", "check"),
     "Repair": ("smooth", "upcycle"),
-    "Files": ("merge",),
+    "Files": ("convert", "merge"),
     "Lab": ("train", "design", "rates", "reproduce"),
 }
 """The commands as the help groups them; each is a file of this folder."""
@@ -42,6 +94,9 @@ EXTRAS = {
     "distributed": "cluster",
 }
 """The optional dependency that installs each package."""
+
+NO_MEMORY = "can't allocate memory"
+"""What torch says where Python raises MemoryError."""
 
 
 class _Grouped(TyperGroup):
@@ -76,7 +131,8 @@ ModelName = Annotated[
     ),
 ]
 TextFile = Annotated[
-    Path | None, typer.Option(help="Text to run, UTF-8; by default the one in the box.")
+    Path | None,
+    typer.Option(help="Text to run, UTF-8, or - for stdin; by default the one in the box."),
 ]
 BatchSize = Annotated[int, typer.Option(help="Sequences per forward pass.", min=1)]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ... or auto.")]
@@ -85,7 +141,12 @@ TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Allow code that comes with MODEL to run.")
 ]
 Html = Annotated[
-    Path | None, typer.Option("--html", metavar="FILE.html", help="Write the page with charts.")
+    Path | None,
+    typer.Option("--html", metavar="FILE.html|-", help="Write the page with charts; - is stdout."),
+]
+Overwrite = Annotated[
+    bool,
+    typer.Option("--overwrite", help="Replace what is there: files unasked, folders of its kind."),
 ]
 Json = Annotated[
     str | None,
@@ -100,11 +161,89 @@ Address = Annotated[str | None, typer.Option(help="Of the Dask scheduler, tcp://
 Jobs = Annotated[int, typer.Option(help="Processes at once; -1 for one per core.")]
 
 
-def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run a command and exit with its code."""
-    words = with_new_names(sys.argv[1:] if arguments is None else arguments)
-    app(with_json_target(words), prog_name="tieline")
-    raise SystemExit(FINE)
+RENAMED = {
+    "inspect": {"--out": "--html"},
+    "diff": {
+        "--out": "--html",
+        "--experts-a": "--experts-impl-a",
+        "--experts-b": "--experts-impl-b",
+    },
+    "audit": {"--out": "--html"},
+    "smooth": {"--experts": "--experts-impl"},
+    "upcycle": {"--experts": "--n-experts"},
+    "design": {"--out": "--html", "--experts": "--n-experts"},
+    "rates": {
+        "--engine": "--executor",
+        "--experts": "--n-experts",
+        "--out": "--figure",
+        "--width": "--dim",
+    },
+    "reproduce": {"--engine": "--executor", "--out": "--html"},
+}
+"""Old names of options by command; they keep working and are not shown in the help."""
+
+TAKES_MODEL = ("inspect", "diff", "audit", "smooth", "upcycle")
+"""Commands whose arguments are models and files."""
+
+BOXED = ("shipped", "demo")
+"""Names of the model in the box."""
+
+LIBRARY_NAMES = {
+    "upcycle": {"k": "--topk"},
+    "design": {"k": "--topk", "N": "--n-experts", "width": "--expert-width"},
+    "rates": {"d": "--dim", "radii": "--radius"},
+    "merge": {'documents="renumber"': "--renumber", "allow overwriting": "add --overwrite"},
+}
+"""Arguments of the library whose options have another name, by command."""
+
+MOST_LAYERS = 100_000
+"""Longest range of layers, so that a typing error costs no memory."""
+
+Number = TypeVar("Number", int, float)
+_PLACES = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?", re.ASCII)
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code."""
+    try:
+        words = with_new_names(sys.argv[1:] if arguments is None else arguments)
+        whole_app()(with_json_target(words), prog_name="tieline")
+        code = FINE
+    except SystemExit as left:
+        code = left.code if isinstance(left.code, int) else FINE
+        if isinstance(left.__context__, BrokenPipeError):  # of help, which Click takes for an error
+            mute_stdout()
+            return FINE
+    except TielineError as problem:
+        say(f"error: {problem}")
+        code = BAD_INPUT
+    except OSError as problem:
+        code = _unwritten(problem)
+    return _flushed(code)
+
+
+def whole_app() -> typer.Typer:
+    """The application with all its commands."""
+    for commands in GROUPS.values():
+        for name in commands:
+            import_module(f"tieline.cli.{name}")
+    return app
+
+
+def _flushed(code: int) -> int:
+    """Write out what stdout still holds; Python would only notice trouble when it is too late."""
+    try:
+        with closed_pipe_ignored():
+            pass
+    except OSError as problem:
+        return _unwritten(problem)
+    return code
+
+
+def _unwritten(problem: OSError) -> int:
+    mute_stdout()
+    say(f"error: cannot write to stdout: {problem.strerror}")
+    return BAD_INPUT
 
 
 def guarded(command: Callable[..., None]) -> Callable[..., None]:
@@ -113,36 +252,44 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
         try:
-            command(*args, **kwargs)
+            with gently(), closed_pipe_ignored(), notes_said(PrecisionWarning):
+                command(*args, **kwargs)
         except (typer.Exit, SystemExit):
             raise
-        except (TielineError, OSError) as problem:
-            _leave(BAD_INPUT, problem, f"error: {problem}", kwargs["debug"])
-        except KeyboardInterrupt:
-            say("stopped")
-            raise typer.Exit(INTERRUPTED) from None
-        except Exception as problem:
-            extra = EXTRAS.get(getattr(problem, "name", None) or "")
-            if isinstance(problem, ModuleNotFoundError) and extra:
-                words = f"error: {problem}: pip install 'tieline[{extra}]'"
-                _leave(BAD_INPUT, problem, words, kwargs["debug"])
-            words = f"this is a bug of tieline: {type(problem).__name__}: {problem}"
-            hint = "" if kwargs["debug"] else "; --debug shows where it happened"
-            _leave(OUR_BUG, problem, words + hint, kwargs["debug"])
+        except BaseException as problem:
+            if kwargs["debug"]:
+                traceback.print_exception(problem)
+            code, words = _last_words(problem, command)
+            hint = "; --debug shows where it happened" if code == OUR_BUG else ""
+            say(shortened(words) + ("" if kwargs["debug"] else hint))
+            raise typer.Exit(code) from problem
 
     return run
 
 
-def _leave(code: int, problem: BaseException, words: str, debug: bool) -> NoReturn:
-    if debug:
-        traceback.print_exception(problem)
-    say(words)
-    raise typer.Exit(code) from problem
+def _last_words(problem: BaseException, command: Callable[..., None]) -> tuple[int, str]:
+    """Exit code and message for whatever a command raised."""
+    if isinstance(problem, KeyboardInterrupt | typer.Abort) or was_stopped():
+        return INTERRUPTED, "stopped"
+    if isinstance(problem, TielineError):
+        return BAD_INPUT, f"error: {in_options(str(problem), command)}"
+    if out_of_space(problem):
+        return BAD_INPUT, f"error: no space left on the disk of {_place(problem)}"
+    if isinstance(problem, OSError):
+        return BAD_INPUT, f"error: {problem}"
+    if isinstance(problem, MemoryError) or NO_MEMORY in str(problem):
+        return BAD_INPUT, f"error: not enough memory: {problem}"
+    package = getattr(problem, "name", None) or ""
+    if isinstance(problem, ModuleNotFoundError) and package in EXTRAS:
+        extra = "train" if command.__name__ == "train" else EXTRAS[package]
+        return BAD_INPUT, f"error: {problem}: pip install 'tieline[{extra}]'"
+    return OUR_BUG, f"this is a bug of tieline: {type(problem).__name__}: {problem}"
 
 
-def say(words: str) -> None:
-    """Print a message to stderr."""
-    print(words, file=sys.stderr)
+def _place(problem: BaseException) -> str:
+    """The file that an error of the operating system names."""
+    named = getattr(problem, "filename", None) or getattr(problem.__cause__, "filename", None)
+    return str(named or "the output")
 
 
 def _show_version(wanted: bool | None) -> None:
@@ -161,3 +308,125 @@ def _root(
     ] = None,
 ) -> None:
     """Options of `tieline` itself."""
+
+
+def with_new_names(words: Sequence[str]) -> list[str]:
+    """Replace old names of options, `--out x` and `--out=x`, by those of today."""
+    names = RENAMED.get(words[0], {}) if words else {}
+    split = [word.partition("=") for word in words]
+    return [names.get(head, head) + equals + rest for head, equals, rest in split]
+
+
+def with_json_target(words: Sequence[str]) -> list[str]:
+    """Insert "-" (stdout) after each --json that names no file.
+
+    Only "-" and names that end in .json are taken as its value, so a model or an option may follow
+    a bare --json; what can be neither a model nor a file is refused, not looked for on the hub.
+    """
+    done: list[str] = []
+    for place, word in enumerate(words):
+        done.append(word)
+        following = words[place + 1] if place + 1 < len(words) else "--"
+        if word == "--json" and following != "-" and not following.endswith(".json"):
+            require(
+                following.startswith("-") or not _looks_like_file(following, words[0]),
+                f"--json {following}: a file of JSON ends in .json; write --json={following} for "
+                "this name, or --json - for stdout",
+            )
+            done.append("-")
+    return done
+
+
+def _looks_like_file(word: str, command: str) -> bool:
+    """Whether a word after --json is a file to write rather than an argument of the command."""
+    if Path(word).exists() or word in BOXED:
+        return False
+    if command in TAKES_MODEL and "/" not in word:  # hub ids are ORGANISATION/NAME
+        return True
+    return re.search(r"\.[A-Za-z][A-Za-z0-9]{0,4}$", word) is not None
+
+
+def in_options(message: str, command: Callable[..., None]) -> str:
+    """The message of an error with the options of a command for the arguments of the library.
+
+    Names with an underscore are replaced everywhere, other words only where a value, a comparison
+    or a rule follows ("noise must be ..."), because they are English words too.
+    """
+    names = _options(command) | LIBRARY_NAMES.get(command.__name__, {})
+    for name, option in sorted(names.items(), key=lambda pair: -len(pair[0])):
+        if not name.isidentifier():
+            message = message.replace(name, option)
+            continue
+        word = rf"(?<![\w./'\"-]){name}(?![\w.'\"-])"
+        message = re.sub(rf"{word}\s?=(?!=)\s?", f"{option} ", message)
+        message = re.sub(rf"{word}(?= (?:[<>]=?|must|and \w+ must) )", option, message)
+        message = re.sub(rf"^{word}(?= )", option, message)
+        if "_" in name:
+            message = re.sub(word, option, message)
+    return message
+
+
+def _options(command: Callable[..., None]) -> dict[str, str]:
+    """The options of a command by the names of their parameters."""
+    found: dict[str, str] = {}
+    for name, hint in get_type_hints(command, include_extras=True).items():
+        for info in getattr(hint, "__metadata__", ()):
+            if isinstance(info, OptionInfo):
+                words = (
+                    info.default,
+                    *(info.param_decls or ()),
+                )  # Typer keeps the first as default
+                own = [word for word in words if isinstance(word, str) and word.startswith("-")]
+                found[name] = max(own, key=len, default=f"--{name.replace('_', '-')}")
+    return found
+
+
+def layer_choice(words: str | None) -> list[str | int] | None:
+    """Places and names of layers from "0,2,5-7" or "model.layers.3.mlp.gate"; None for all."""
+    if words is None:
+        return None
+    chosen: list[str | int] = []
+    for part in (part.strip() for part in words.split(",")):
+        require(bool(part), f"--layers: a layer is missing between the commas of {words!r}")
+        chosen += _places(part)
+    return chosen
+
+
+def numbers(
+    option: str, words: str | None, kind: Callable[[float], Number]
+) -> tuple[Number, ...] | None:
+    """Finite numbers from "1,2,4"; None for no words."""
+    if words is None:
+        return None
+    try:
+        values = [float(part) for part in words.split(",")]
+    except ValueError as problem:
+        raise ParameterError(f"{option} takes numbers such as 1,2,4, got {words!r}") from problem
+    require(all(map(math.isfinite, values)), f"{option} takes finite numbers, got {words!r}")
+    found = tuple(kind(value) for value in values)
+    require(list(found) == values, f"{option} takes whole numbers, got {words!r}")
+    return found
+
+
+def share(option: str, words: str | None) -> float | None:
+    """A share between 0 and 1 from "0.01" or "1%"; None for no words."""
+    if words is None:
+        return None
+    try:
+        number = float(words.removesuffix("%")) / (100 if words.endswith("%") else 1)
+    except ValueError:
+        raise ParameterError(f"{option}: write a share such as 0.01 or 1%, got {words!r}") from None
+    require(0 <= number <= 1, f"{option}: a share lies between 0 and 1, got {words!r}")
+    return number
+
+
+def _places(part: str) -> list[str | int]:
+    match = _PLACES.fullmatch(part)
+    if match is None:
+        return [part]
+    first, last = int(match[1]), int(match[2] or match[1])
+    require(
+        first <= last < MOST_LAYERS,
+        f"--layers: a range goes from a lower layer to a higher one, got {part!r}",
+    )
+    return list(range(first, last + 1))

@@ -11,6 +11,7 @@ from tieline.cli.app import (
     Html,
     Json,
     ModelName,
+    Overwrite,
     Revision,
     Seed,
     TextFile,
@@ -25,7 +26,7 @@ from tieline.core.errors import require
 @app.command()
 @guarded
 def audit(
-    model: ModelName = "shipped",
+    model: ModelName = "demo",
     text: TextFile = None,
     tokens: Annotated[int, typer.Option(help="How many tokens of the text.", min=1)] = 16384,
     batch_size: BatchSize = 8,
@@ -47,6 +48,7 @@ def audit(
     seed: Seed = 0,
     html: Html = None,
     json_to: Json = None,
+    overwrite: Overwrite = False,
     trust_remote_code: TrustRemoteCode = False,
     debug: Debug = False,
 ) -> None:
@@ -54,13 +56,13 @@ def audit(
     require(0 < recover <= 1, f"--recover is a share of the damage in (0, 1], got {recover:g}")
     positive = budget_minutes is None or budget_minutes > 0
     require(positive, f"--budget-minutes must be positive, got {budget_minutes}")
-    outputs = Outputs(html, json_to)
-    outputs.check()
-    from tieline.analysis.precision import audit as run
-    from tieline.analysis.sources import quiet_transformers
-
-    quiet_transformers()
+    outputs = Outputs(html, json_to, overwrite=overwrite)
+    outputs.check(model, text)
     with progress_bars() as progress:
+        from tieline.analysis.precision import audit as run
+        from tieline.analysis.sources import quiet_transformers
+
+        quiet_transformers()
         result = run(
             model,
             text=text,

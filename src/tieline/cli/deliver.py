@@ -1,33 +1,32 @@
 """Delivering a result: page, figure, JSON, folder and terminal text, the same for all commands.
 
-outputs = Outputs(html=html, json=json_to)
-outputs.check()             # before any work
+outputs = Outputs(html=html, json=json_to, overwrite=overwrite)
+outputs.check(model, text)  # before any work: with the inputs, which no output may replace
 deliver(result, outputs)    # nothing is written before every file was made in memory
 """
 
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import typer
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    SpinnerColumn,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-)
 
-from tieline.cli.app import say
+from tieline.cli.ending import closed_pipe_ignored, say
+from tieline.cli.progress import progress_bars
 from tieline.core.errors import require
-from tieline.core.files import check_target, write_whole
+from tieline.core.files import check_folder, check_target, same_place, space_on, write_whole
 from tieline.core.records import Result
+
+__all__ = ["Outputs", "deliver", "progress_bars"]
+
+STDOUT = Path("-")
+PICTURES = (".html", ".pdf", ".png", ".svg")
+"""Files that may be replaced inside an input: no model or trace consists of them."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +34,13 @@ class Outputs:
     """Where a result goes; None for what is not wanted.
 
     Attributes:
-        html: file of the page.
+        html: file of the page, or "-" for stdout.
         json: file of the JSON, or "-" for stdout.
         figure: file of the main figure: .pdf, .png or .svg.
-        trace: new folder for the routing itself.
-        made: new folder for what the command makes, such as a model.
-        overwrite: whether `made` may replace the folder of a model; None if that is no option.
+        trace: folder for the routing itself.
+        made: folder for the model that the command makes.
+        kept: file or folder that the command adds results to itself.
+        overwrite: whether files are replaced without asking, and folders of the same kind at all.
         page_package: package that draws the page.
     """
 
@@ -49,36 +49,41 @@ class Outputs:
     figure: Path | None = None
     trace: Path | None = None
     made: Path | None = None
-    overwrite: bool | None = None
+    kept: Path | None = None
+    overwrite: bool = False
     page_package: str = "plotly"
 
     @property
     def to_stdout(self) -> bool:
-        """Whether stdout belongs to the JSON."""
-        return self.json == "-"
+        """Whether stdout belongs to the JSON or the page."""
+        return self.json == "-" or self.html == STDOUT
 
     @property
-    def json_file(self) -> Path | None:
-        """The file that --json names; None for stdout and for no JSON at all."""
-        return None if self.json is None or self.to_stdout else Path(self.json)
+    def files(self) -> list[Path]:
+        """Every file that is written, each of which is made in memory before."""
+        every = (self.html, None if self.json is None else Path(self.json), self.figure)
+        return [path for path in every if path not in (None, STDOUT)]
 
     @property
     def written(self) -> list[Path]:
         """Every file and folder that is written."""
-        every = (self.html, self.json_file, self.figure, self.trace, self.made)
-        return [path for path in every if path is not None]
+        return self.files + [path for path in (self.trace, self.made) if path is not None]
 
-    def check(self, kept: Path | None = None) -> None:
-        """Refuse places that cannot be written to or are named twice, before any work.
+    @property
+    def _places(self) -> list[Path]:
+        return self.written + ([] if self.kept is None else [self.kept])
+
+    def check(self, *inputs: object) -> None:
+        """Refuse places that cannot be written to, are named twice or are inputs, before any work.
+
+        Asks before a file is replaced, if there is somebody to ask.
 
         Args:
-            kept: another file that the command writes itself.
+            inputs: what the command reads: names of files, folders and others.
         """
-        places = [os.path.abspath(path) for path in (*self.written, kept) if path is not None]
-        require(len(set(places)) == len(places), f"one file for two outputs: {places}")
-        for path in (self.html, self.json_file, self.figure, kept):
-            if path is not None:
-                check_target(path)
+        self._check_names()
+        for path in self.files:
+            check_target(path)
         if self.figure is not None:
             from tieline.report.drawing import check_figure_path
 
@@ -86,10 +91,65 @@ class Outputs:
         for path, package in ((self.html, self.page_package), (self.figure, "matplotlib")):
             if path is not None and find_spec(package) is None:
                 raise ModuleNotFoundError(f"{path} needs {package}", name=package)
+        given = [Path(one) for one in inputs if isinstance(one, str | Path) and Path(one).exists()]
+        for output in self._places:
+            for source in given:
+                _check_apart(output, source)
         if self.trace is not None:
-            require(_is_new(self.trace), f"{self.trace} exists: a trace is saved in a new folder")
+            _check_trace(self.trace, self.overwrite)
         if self.made is not None:
-            _check_folder(self.made, self.overwrite)
+            _check_model(self.made, self.overwrite)
+        if not self.overwrite:
+            _ask([path for path in self.files if path.is_file()])
+
+    def _check_names(self) -> None:
+        to_stdout = [self.json == "-", self.html == STDOUT]
+        require(sum(to_stdout) < 2, "--json - and --html -: only one of them can go to stdout")
+        require(not any(to_stdout) or sys.stdout is not None, "stdout is closed")
+        for folder in (self.trace, self.made):
+            require(folder != STDOUT, "a folder cannot go to stdout: name it")
+        places = [os.path.realpath(path) for path in self._places]
+        require(len(set(places)) == len(places), f"one file for two outputs: {places}")
+
+
+def _check_apart(output: Path, source: Path) -> None:
+    """Refuse an output that is an input, or would replace a file of one."""
+    clash = same_place(output, source)
+    require(not clash, f"{output} is the input {source}: an output never replaces an input")
+    inside = source.is_dir() and same_place(source, output)
+    part = inside and output.is_file() and output.suffix not in PICTURES
+    require(not part, f"{output} is a part of the input {source}: an output never replaces one")
+
+
+def _check_trace(folder: Path, overwrite: bool) -> None:
+    if not _is_new(folder, overwrite):
+        from tieline.trace.folders import check_target as check_replaced
+        from tieline.trace.store import FORMATS
+
+        check_replaced(folder, FORMATS["trace"], overwrite)
+
+
+def _check_model(folder: Path, overwrite: bool) -> None:
+    known = _is_new(folder, overwrite) or (folder / "config.json").is_file()
+    require(known, f"{folder} holds something else than a model: it is not replaced")
+
+
+def _is_new(folder: Path, overwrite: bool) -> bool:
+    """Whether a folder is missing or empty; refuses one that cannot be made or replaced."""
+    check_folder(folder)
+    if not folder.exists() or not any(folder.iterdir()):
+        return True
+    require(overwrite, f"{folder} is not empty: choose another folder or add --overwrite")
+    return False
+
+
+def _ask(existing: list[Path]) -> None:
+    """Ask whether files may be replaced; without a terminal they are, as by every other program."""
+    if not existing or not (sys.stdin and sys.stdin.isatty() and sys.stderr.isatty()):
+        return
+    names = " and ".join(map(str, existing))
+    kept = f"{names} stays as it is: choose another name, or add --overwrite"
+    require(typer.confirm(f"{names} exists. Replace it?", err=True), kept)
 
 
 def deliver(result: Result, outputs: Outputs, hint: str = "") -> None:
@@ -102,87 +162,54 @@ def deliver(result: Result, outputs: Outputs, hint: str = "") -> None:
     """
     from tieline import report
 
-    files: list[tuple[Path, bytes]] = []
-    if outputs.html is not None:
-        files.append((outputs.html, report.page(result).encode()))
-    if outputs.json_file is not None:
-        files.append((outputs.json_file, result.to_json().encode()))
-    if outputs.figure is not None:
-        from tieline.report.drawing import drawn_bytes
-
-        files.append((outputs.figure, drawn_bytes(result.plot, outputs.figure)))
-    _save_folders(result, outputs)
-    for path, data in files:
-        write_whole(path, data)
-    if outputs.to_stdout:
-        sys.stdout.write(result.to_json())
-    else:
-        console = Console(highlight=False, soft_wrap=False)
-        console.print(report.terminal(result, console.width))
+    with progress_bars(first="report"):
+        made = _made(result, outputs)
+        _save_folders(result, outputs)
+        for path, data in made.items():
+            if path != STDOUT:
+                write_whole(path, data)
+    with closed_pipe_ignored():
+        if outputs.to_stdout:
+            _to_stdout(made[STDOUT])
+        else:
+            console = Console(highlight=False, soft_wrap=False)
+            console.print(report.terminal(result, console.width))
     for path in outputs.written:
         say(f"wrote {path}")
     if hint and not outputs.written and not outputs.to_stdout:
         say(hint)
 
 
+def _made(result: Result, outputs: Outputs) -> dict[Path, bytes]:
+    """The contents of every file."""
+    from tieline import report
+    from tieline.report.drawing import drawn_bytes
+
+    figure = outputs.figure
+    makers: list[tuple[Path | None, Callable[[], bytes]]] = [
+        (outputs.html, lambda: report.page(result).encode()),
+        (None if outputs.json is None else Path(outputs.json), lambda: result.to_json().encode()),
+        (figure, lambda: drawn_bytes(result.plot, figure) if figure else b""),
+    ]
+    return {path: make() for path, make in makers if path is not None}
+
+
+def _to_stdout(data: bytes) -> None:
+    """Write bytes to stdout, whatever its encoding."""
+    with space_on(Path("/dev/stdout")):
+        binary = getattr(sys.stdout, "buffer", None)
+        if binary is None:
+            sys.stdout.write(data.decode())
+        else:
+            sys.stdout.flush()
+            binary.write(data)
+        sys.stdout.flush()
+
+
 def _save_folders(result: Any, outputs: Outputs) -> None:
     if outputs.trace is not None:
         from tieline.trace.store import save_trace
 
-        save_trace(result.trace, outputs.trace)
+        save_trace(result.trace, outputs.trace, overwrite=outputs.overwrite)
     if outputs.made is not None:
         result.save(outputs.made)
-
-
-def _is_new(folder: Path) -> bool:
-    return not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
-
-
-def _check_folder(folder: Path, overwrite: bool | None) -> None:
-    require(not folder.exists() or folder.is_dir(), f"not a folder: {folder}")
-    new = _is_new(folder)
-    advice = "choose another folder" + (" or add --overwrite" if overwrite is False else "")
-    require(new or bool(overwrite), f"{folder} is not empty: {advice}")
-    is_model = new or (folder / "config.json").is_file()
-    require(is_model, f"{folder} holds something else than a model: it is not replaced")
-    parent = folder.absolute().parent
-    require(parent.is_dir(), f"no such folder: {parent}")
-
-
-Report = Callable[[str, int, int], None]
-"""Called with a stage, how much of it is done, and of how much."""
-
-FOLLOWED_BY = {"forward": "measure", "jumps": "report", "losses": "report"}
-"""Stages that report nothing themselves, after those that do."""
-
-
-@contextmanager
-def progress_bars(console: Console | None = None) -> Iterator[Report]:
-    """Show a bar per stage on stderr while the work goes on; nothing if stderr is a file."""
-    console = console or Console(stderr=True)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    hidden = not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=hidden) as bars:
-        yield _Stages(bars)
-
-
-class _Stages:
-    """Bars by stage; a stage that begins ends those before it."""
-
-    def __init__(self, bars: Progress) -> None:
-        self._bars = bars
-        self._tasks: dict[str, TaskID] = {}
-
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        if stage not in self._tasks:
-            self._begin(stage, total)
-        self._bars.update(self._tasks[stage], completed=done, total=total)
-        if done >= total and stage in FOLLOWED_BY:
-            self._begin(FOLLOWED_BY[stage], None)
-
-    def _begin(self, stage: str, total: int | None) -> None:
-        for task in self._tasks.values():
-            self._bars.update(task, completed=1, total=1)
-            self._bars.stop_task(task)
-        if stage not in self._tasks:
-            self._tasks[stage] = self._bars.add_task(stage, total=total)

@@ -6,9 +6,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tieline.cli.app import Debug, Html, Json, Revision, Seed, TrustRemoteCode, app, guarded
-from tieline.cli.deliver import Outputs, deliver
-from tieline.cli.input import numbers
+from tieline.cli.app import (
+    Debug,
+    Html,
+    Json,
+    Overwrite,
+    Revision,
+    Seed,
+    TrustRemoteCode,
+    app,
+    guarded,
+    numbers,
+)
+from tieline.cli.deliver import Outputs, deliver, progress_bars
 from tieline.core.errors import require
 
 if TYPE_CHECKING:
@@ -53,6 +63,7 @@ def design(
     html: Html = None,
     figure: Annotated[Path | None, typer.Option(help="Write the plot: .pdf, .png or .svg.")] = None,
     json_to: Json = None,
+    overwrite: Overwrite = False,
     revision: Revision = None,
     trust_remote_code: TrustRemoteCode = False,
     seed: Seed = 0,
@@ -64,8 +75,8 @@ def design(
     """
     splits = numbers("--split", split, int) or ()
     require(min(splits) >= 1, f"--split takes numbers from 1 on, got {split!r}")
-    outputs = Outputs(html, json_to, figure, page_package="matplotlib")
-    outputs.check()
+    outputs = Outputs(html, json_to, figure, overwrite=overwrite, page_package="matplotlib")
+    outputs.check(model)
     from tieline.tropical.advisor import PRESETS, advise
 
     if preset == "list":
@@ -86,7 +97,9 @@ def design(
         shape, source = _given_shape(given, matrices), "the given layer"
     changes = {"hidden": hidden, "shared": shared}
     shape = replace(shape, **{name: new for name, new in changes.items() if new is not None})
-    deliver(advise(shape, d_eff, splits, source), outputs)
+    with progress_bars() as progress:
+        advice = advise(shape, d_eff, splits, source, progress)
+    deliver(advice, outputs)
 
 
 def _shape_of_model(

@@ -1,6 +1,6 @@
 """tieline diff A B: whether two runs route alike and, if not, why."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -11,14 +11,15 @@ from tieline.cli.app import (
     Device,
     Html,
     Json,
+    Overwrite,
     Seed,
     TextFile,
     app,
     guarded,
     say,
+    share,
 )
 from tieline.cli.deliver import Outputs, deliver, progress_bars
-from tieline.cli.input import share
 from tieline.core.errors import ParameterError
 
 Source = "Folder of a trace, file of an engine (.npy, .npz, .safetensors, .csv, .jsonl), or model."
@@ -28,7 +29,7 @@ Precision = "auto, fp32, bf16 or fp16; or bf16-emulated, int8-emulated, ...: com
 @app.command()
 @guarded
 def diff(
-    a: Annotated[str, typer.Argument(help=f"{Source} 'shipped' is the one in the box.")],
+    a: Annotated[str, typer.Argument(help=f"{Source} 'demo' is the one in the box.")],
     b: Annotated[str, typer.Argument(help="The same for the other side.")],
     text: TextFile = None,
     tokens: Annotated[int, typer.Option(help="How many tokens of the text.", min=1)] = 16384,
@@ -52,16 +53,33 @@ def diff(
     partial: Annotated[
         bool, typer.Option("--partial", help="Compare what both have: fewer tokens, smaller k.")
     ] = False,
+    expect: Annotated[
+        str | None,
+        typer.Option(
+            help="Format whose noise is expected: fp32, bf16, fp16, fp8, int8, int4, ... By "
+            "default what both sides recorded."
+        ),
+    ] = None,
+    batch_b: Annotated[
+        int | None, typer.Option(help="Sequences per pass of B: batch invariance.", min=1)
+    ] = None,
+    replay: Annotated[
+        bool,
+        typer.Option(
+            "--replay", help="Split the KL: A's experts, then its weights, replayed in B."
+        ),
+    ] = False,
     max_flip: Annotated[
         str | None,
         typer.Option(help="Exit with 1 if any layer's flip rate exceeds this: 0.01 or 1%."),
     ] = None,
     max_unexplained: Annotated[
         str | None,
-        typer.Option(help="Exit with 1 if more of any layer's tokens flip outside the tie band."),
+        typer.Option(help="Exit with 1 if more of any layer's tokens flip beyond their noise."),
     ] = None,
     html: Html = None,
     json_to: Json = None,
+    overwrite: Overwrite = False,
     seed: Seed = 0,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Allow code that comes with models to run.")
@@ -76,13 +94,13 @@ def diff(
         "flip": share("--max-flip", max_flip),
         "unexplained": share("--max-unexplained", max_unexplained),
     }
-    outputs = Outputs(html, json_to)
-    outputs.check()
-    from tieline.analysis.diff import diff as run
-    from tieline.analysis.sources import quiet_transformers
-
-    quiet_transformers()
+    outputs = Outputs(html, json_to, overwrite=overwrite)
+    outputs.check(a, b, text)
     with progress_bars() as progress:
+        from tieline.analysis.diff import diff as run
+        from tieline.analysis.sources import quiet_transformers
+
+        quiet_transformers()
         result = run(
             a,
             b,
@@ -101,19 +119,27 @@ def diff(
             n_experts=n_experts,
             k=k,
             partial=partial,
+            expect=expect,
+            replay=replay,
+            batch_b=batch_b,
             progress=progress,
         )
+    _check_attributable(limits, result)
+    deliver(result, outputs, "add --html diff.html for the page with charts")
+    _judge(limits, result.metrics)
+
+
+def _check_attributable(limits: dict[str, float | None], result: Any) -> None:
+    """Refuse a limit on unexplained flips where they cannot be told."""
     if limits["unexplained"] is not None and "unexplained" not in result.metrics:
         blind = next(layer for layer in result.layers if layer.attribution is None)
         raise ParameterError(
             f"--max-unexplained: layer {blind.name!r} is {blind.attribution_status}"
         )
-    deliver(result, outputs, "add --html diff.html for the page with charts")
-    _judge(limits, result.metrics)
 
 
 def _judge(limits: dict[str, float | None], metrics: dict[str, float]) -> None:
-    from tieline.report.numbers import percent
+    from tieline.report.tables import percent
 
     exceeded = {n: most for n, most in limits.items() if most is not None and metrics[n] > most}
     for name, most in exceeded.items():

@@ -27,16 +27,17 @@ from tieline.cli.app import (
     Device,
     Html,
     Json,
+    Overwrite,
     Revision,
     Seed,
     TextFile,
     TrustRemoteCode,
     app,
     guarded,
+    layer_choice,
     say,
 )
 from tieline.cli.deliver import Outputs, deliver, progress_bars
-from tieline.cli.input import layer_choice
 from tieline.core.errors import require
 
 COMPARISONS: dict[str, Callable[[float, float], bool]] = {
@@ -75,7 +76,7 @@ def inspect(
             metavar="MODEL|TRACE|RESULT.json",
             show_default=False,
         ),
-    ] = "shipped",
+    ] = "demo",
     text: TextFile = None,
     tokens: Annotated[int, typer.Option(help="How many tokens of the text.", min=1)] = 16384,
     batch_size: BatchSize = 8,
@@ -90,6 +91,7 @@ def inspect(
     seed: Seed = 0,
     html: Html = None,
     json_to: Json = None,
+    overwrite: Overwrite = False,
     figure: Annotated[
         Path | None, typer.Option(help="Write a figure for papers: .pdf, .png or .svg.")
     ] = None,
@@ -111,34 +113,33 @@ def inspect(
     A saved trace or summary is measured without its model; a saved result is shown again.
     """
     conditions = [parse_condition(words) for words in fail_if or []]
-    outputs = Outputs(html, json_to, figure, save_trace)
-    outputs.check()
-    chosen = layer_choice(layers)
-    from tieline.analysis.findings import metric_names
-    from tieline.analysis.inspect import inspect as run
-    from tieline.analysis.sources import load, quiet_transformers, source_kind
-
-    quiet_transformers()
+    outputs = Outputs(html, json_to, figure, save_trace, overwrite=overwrite)
+    outputs.check(source, text)
     options = {
         "text": text,
         "tokens": tokens,
         "batch_size": batch_size,
         "dtype": dtype,
         "device": device,
-        "layers": chosen,
+        "layers": layer_choice(layers),
         "revision": revision,
         "seed": seed,
         "loss_jumps": loss_jumps,
         "trust_remote_code": trust_remote_code,
     }
-    kind = source_kind(source)
-    if kind != "model":
-        _check_saved(source, options, run, save_trace)
-    if kind == "result":
-        result: Any = load(source)
-    else:
-        check_names(conditions, metric_names(loss_jumps))
-        with progress_bars() as progress:
+    with progress_bars() as progress:
+        from tieline.analysis.findings import metric_names
+        from tieline.analysis.inspect import inspect as run
+        from tieline.analysis.sources import load, quiet_transformers, source_kind
+
+        quiet_transformers()
+        kind = source_kind(source)
+        if kind != "model":
+            _check_saved(source, options, run, save_trace)
+        if kind == "result":
+            result: Any = load(source)
+        else:
+            check_names(conditions, metric_names(loss_jumps))
             result = run(source, **options, progress=progress)
     found = held(conditions, result.metrics)
     deliver(result, outputs, "add --html report.html for the page with charts")
@@ -157,7 +158,7 @@ def _check_saved(
 
 
 def _judge(found: list[tuple[Condition, float]]) -> None:
-    from tieline.report.numbers import significant
+    from tieline.report.tables import significant
 
     for condition, value in found:
         say(f"failed: {condition.text} ({condition.metric} is {significant(value, 4)})")

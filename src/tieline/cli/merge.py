@@ -5,8 +5,9 @@ from typing import Annotated
 
 import typer
 
-from tieline.cli.app import Debug, Json, Seed, app, guarded
+from tieline.cli.app import Debug, Json, Overwrite, Seed, app, guarded
 from tieline.cli.deliver import Outputs, deliver, progress_bars
+from tieline.core.files import check_folder
 
 
 @app.command()
@@ -17,9 +18,7 @@ def merge(
         typer.Argument(help="Folders of traces, or of streaming summaries.", metavar="A B ..."),
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="New folder for the whole.")],
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace an existing folder of the same kind.")
-    ] = False,
+    overwrite: Overwrite = False,
     renumber: Annotated[
         bool, typer.Option("--renumber", help="Give documents of traces new numbers.")
     ] = False,
@@ -31,11 +30,11 @@ def merge(
 
     Nothing is drawn at random: --seed is accepted, as by every command, and changes nothing.
     """
-    outputs = Outputs(json=json_to)
-    outputs.check()
-    from tieline.analysis.merge import merge as run
+    outputs = Outputs(json=json_to, kept=out, overwrite=overwrite)
+    outputs.check(*folders)
+    check_folder(out)
+    with progress_bars(first="merge"):
+        from tieline.analysis.merge import merge as run
 
-    with progress_bars() as progress:
-        progress("merge", 0, 1)
         result = run(folders, out, overwrite=overwrite, renumber=renumber)
     deliver(result, outputs)

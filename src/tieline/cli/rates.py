@@ -6,10 +6,27 @@ from typing import Annotated, Any
 
 import typer
 
-from tieline.cli.app import Address, Debug, Executor, Html, Jobs, Json, Seed, app, guarded, say
+from tieline.cli.app import (
+    Address,
+    Debug,
+    Executor,
+    Html,
+    Jobs,
+    Json,
+    Overwrite,
+    Seed,
+    app,
+    guarded,
+    numbers,
+    say,
+)
 from tieline.cli.deliver import Outputs, deliver, progress_bars
-from tieline.cli.input import numbers
 from tieline.core.errors import require
+
+OPTIONS = {"d": "--dim", "n_experts": "--n-experts"} | {
+    name: f"--{name}" for name in ("gate", "link", "expert", "fitted")
+}
+"""The options that describe a setting, by the names of the library."""
 
 
 @app.command()
@@ -56,6 +73,7 @@ def rates(
     html: Html = None,
     figure: Annotated[Path | None, typer.Option(help="Write the plot: .pdf, .png or .svg.")] = None,
     json_to: Json = None,
+    overwrite: Overwrite = False,
     seed: Seed = 0,
     debug: Debug = False,
 ) -> None:
@@ -64,13 +82,14 @@ def rates(
     Raw losses are defined as in the papers; quotient losses leave out directions that the data
     cannot determine. With --results a stopped run continues where it was.
     """
-    outputs = Outputs(html, json_to, figure, page_package="matplotlib")
-    outputs.check(results)
-    from tieline.core.parallel import check_executor
-    from tieline.estimation.rate_plan import describe_settings
-    from tieline.estimation.rates import rate_study, study_seconds
-    from tieline.report.numbers import duration
-
+    page = "matplotlib"
+    outputs = Outputs(html, json_to, figure, kept=results, overwrite=overwrite, page_package=page)
+    outputs.check()
+    with progress_bars():
+        from tieline.core.parallel import check_executor
+        from tieline.estimation.rate_plan import describe_settings
+        from tieline.estimation.rates import rate_study, study_seconds
+        from tieline.report.tables import duration
     if show:
         print("\n".join(f"{name:34} {words}" for name, words in describe_settings().items()))
         return
@@ -109,7 +128,7 @@ def _case(setting: str | None, family: dict[str, Any], grid: dict[str, Any]) -> 
     from tieline.estimation.rate_plan import case_of, named_case
 
     if setting is not None:
-        extra = ", ".join(family)
+        extra = ", ".join(OPTIONS[name] for name in family)
         require(not extra, f"{setting} is a complete setting: leave out {extra}")
         return named_case(setting, **grid)
     chosen = bool(set(family) - {"fitted"})

@@ -12,6 +12,7 @@ from tieline.cli.app import (
     Html,
     Json,
     ModelName,
+    Overwrite,
     Revision,
     Seed,
     TextFile,
@@ -26,26 +27,47 @@ from tieline.core.errors import require
 @app.command()
 @guarded
 def smooth(
-    model: ModelName = "shipped",
+    model: ModelName = "demo",
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="New folder for the smoothed model.")
     ] = None,
     budget: Annotated[
         float | None,
-        typer.Option(help="Mean experts per token, between k and k_max; k + 0.5 by default."),
+        typer.Option(help="Mean experts per token, above k; k + 0.5 by default."),
     ] = None,
     noise: Annotated[
         str | None,
-        typer.Option(help="Make the ramp wide against a precision: bf16, int8, 'router bf16', ..."),
+        typer.Option(
+            help="Make the ramp wide against a precision: bf16, int8, 'router bf16', ...; with "
+            "--factor, --max-moved or --frontier the precision to repair ('router bf16')."
+        ),
     ] = None,
     epsilon: Annotated[
         float | None, typer.Option(help="Width of the band in units of the scores, all layers.")
+    ] = None,
+    factor: Annotated[
+        float | None,
+        typer.Option(help="Make what flips cost under --noise this many times lower."),
+    ] = None,
+    max_moved: Annotated[
+        float | None,
+        typer.Option(help="Stay within this KL of the original, nats per token."),
+    ] = None,
+    frontier: Annotated[
+        bool, typer.Option("--frontier", help="Also measure other widths, from little to much.")
+    ] = False,
+    gate: Annotated[
+        str | None,
+        typer.Option(
+            help="projected: tied experts share a seat; ramp: experts below the threshold are "
+            "added. By default projected, but ramp with -a, -b or --k-max."
+        ),
     ] = None,
     a: Annotated[float, typer.Option("-a", help="Exponent at the lower end of the ramp.")] = 1.0,
     b: Annotated[
         float, typer.Option("-b", help="Exponent at its upper end: 1 is straight, 50 the paper's.")
     ] = 1.0,
-    k_max: Annotated[int | None, typer.Option(help="Slots per token; k + max(2, k/2).")] = None,
+    k_max: Annotated[int | None, typer.Option(help="Slots per token of the ramp.")] = None,
     text: TextFile = None,
     tokens: Annotated[int, typer.Option(help="Tokens to measure on.", min=64)] = 16384,
     calibration: Annotated[
@@ -65,24 +87,33 @@ def smooth(
     seed: Seed = 0,
     html: Html = None,
     json_to: Json = None,
+    overwrite: Overwrite = False,
     trust_remote_code: TrustRemoteCode = False,
     debug: Debug = False,
 ) -> None:
     """Make routing continuous at ties instead of top-k, and measure what that repairs and costs."""
-    outputs = Outputs(html, json_to, made=out)
-    outputs.check()
-    alone = epsilon is None or budget is noise is None
-    require(alone, "--epsilon goes with no other choice of ε: leave out --budget and --noise")
-    from tieline.analysis.smooth import smooth as run
-    from tieline.analysis.sources import quiet_transformers
-
-    quiet_transformers()
+    outputs = Outputs(html, json_to, made=out, overwrite=overwrite)
+    outputs.check(model, text)
+    wishes = {"--epsilon": epsilon, "--factor": factor, "--max-moved": max_moved}
+    given = [name for name, value in {**wishes, "--budget": budget}.items() if value is not None]
+    require(len(given) <= 1, f"{' and '.join(given)} each choose ε: give one of them")
+    alone = epsilon is None or noise is None
+    require(alone, "--epsilon goes with no other choice of ε: leave out --noise")
     with progress_bars() as progress:
+        from tieline.analysis.smooth import smooth as run
+        from tieline.analysis.sources import quiet_transformers
+        from tieline.hf.smooth import gate_named
+
+        quiet_transformers()
         result = run(
             model,
             budget=budget,
             noise=noise,
             epsilon=epsilon,
+            factor=factor,
+            max_moved=max_moved,
+            frontier=frontier,
+            gate=gate_named(gate),
             a=a,
             b=b,
             k_max=k_max,

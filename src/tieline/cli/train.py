@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from tieline.cli.app import BAD_INPUT, Debug, Html, Json, Seed, app, guarded
+from tieline.cli.app import BAD_INPUT, Debug, Html, Json, Overwrite, Seed, app, guarded
 from tieline.cli.deliver import Outputs, deliver, progress_bars
 from tieline.core.errors import require
 
@@ -38,6 +38,7 @@ def train(
     seed: Seed = 0,
     html: Html = None,
     json_to: Json = None,
+    overwrite: Overwrite = False,
     debug: Debug = False,
 ) -> None:
     """Train a model by a recipe: language, images or sentence pairs, with any of the gates.
@@ -45,17 +46,19 @@ def train(
     Started by torchrun, the processes train one model together: experts are spread over them, all
     other parameters are sharded.
     """
-    outputs = Outputs(html, json_to, page_package="matplotlib")
+    outputs = Outputs(html, json_to, kept=out, overwrite=overwrite, page_package="matplotlib")
     outputs.check()
-    from tieline import training
-    from tieline.training.engine import plan
-    from tieline.training.parallel.processes import FirstRankError
-    from tieline.training.recipes import recipe_config, recipe_list
-
+    with progress_bars():
+        from tieline import training
+        from tieline.analysis.sources import quiet_transformers
+        from tieline.training.engine import plan
+        from tieline.training.parallel.processes import FirstRankError
+        from tieline.training.recipes import recipe_config, recipe_list
     if list_recipes:
         deliver(recipe_list(), outputs)
         return
     require(recipe is not None, "name a recipe; `tieline train --list` shows all")
+    quiet_transformers()
     config = recipe_config(str(recipe), seed)
     options = {"resume": resume, "expert_ranks": expert_ranks}
     with progress_bars() as progress:

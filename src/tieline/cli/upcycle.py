@@ -6,9 +6,8 @@ from typing import Annotated
 
 import typer
 
-from tieline.cli.app import Debug, Json, Revision, Seed, app, guarded
+from tieline.cli.app import Debug, Json, Overwrite, Revision, Seed, app, guarded, layer_choice
 from tieline.cli.deliver import Outputs, deliver, progress_bars
-from tieline.cli.input import layer_choice
 
 
 @app.command()
@@ -35,20 +34,20 @@ def upcycle(
     ] = None,
     dtype: Annotated[str, typer.Option(help="auto, fp32, bf16 or fp16.")] = "auto",
     revision: Revision = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.")] = False,
+    overwrite: Overwrite = False,
     seed: Seed = 0,
     json_to: Json = None,
     debug: Debug = False,
 ) -> None:
     """Copy a dense model's feed-forward networks into experts; the function stays, to rounding."""
     outputs = Outputs(json=json_to, made=out, overwrite=overwrite)
-    outputs.check()
+    outputs.check(model, text, tokenizer)
     chosen = layer_choice(layers)
-    from tieline.analysis.sources import quiet_transformers
-    from tieline.analysis.upcycle import upcycle as run
-
-    quiet_transformers()
     with progress_bars() as progress:
+        from tieline.analysis.sources import quiet_transformers
+        from tieline.analysis.upcycle import upcycle as run
+
+        quiet_transformers()
         result = run(
             model,
             n_experts=n_experts,

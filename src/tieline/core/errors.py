@@ -1,17 +1,40 @@
 """The errors Tieline raises: one base class, few children, each message naming value and rule."""
 
 __all__ = [
+    "NoSpaceError",
     "ParameterError",
+    "PrecisionWarning",
     "ShapeError",
     "TielineError",
     "TraceError",
     "UnsupportedModelError",
     "require",
+    "shortened",
 ]
+
+LONGEST_MESSAGE = 1500
+"""Bytes of a message: room for any sentence of ours, and for a part of what a file says."""
+
+
+def shortened(words: str, most: int = LONGEST_MESSAGE) -> str:
+    """Return a message that is safe to print: its middle left out if long, no control characters.
+
+    Messages quote names and values from files, which anybody may have written.
+    """
+    ends = words if len(words) <= 2 * most else words[:most] + words[-most:]
+    safe = "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in ends)
+    data = safe.encode()
+    if len(data) <= most:
+        return safe
+    first, last = data[: most // 2], data[-most // 2 :]
+    return f"{first.decode(errors='ignore')} ... {last.decode(errors='ignore')}"
 
 
 class TielineError(ValueError):
-    """Base of every error that a caller can cause."""
+    """Base of every error that a caller can cause; its message is never long."""
+
+    def __init__(self, message: object = "", *rest: object) -> None:
+        super().__init__(shortened(str(message)), *rest)
 
 
 class ParameterError(TielineError):
@@ -28,6 +51,14 @@ class TraceError(TielineError):
 
 class UnsupportedModelError(TielineError):
     """A model is no Mixture of Experts, or routes in a way that scores cannot describe."""
+
+
+class NoSpaceError(TielineError, OSError):
+    """The disk that an output goes to is full."""
+
+
+class PrecisionWarning(UserWarning):
+    """A model computes in another precision than its weights are stored in, for speed."""
 
 
 def require(condition: bool, message: str, error: type[TielineError] = ParameterError) -> None:

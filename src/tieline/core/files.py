@@ -2,37 +2,61 @@
 
     write_whole      replace a file in one step
     whole_folder     fill a folder under a hidden name, which takes its place when it is complete
-    check_target     refuse a path that cannot be written, before any work is done
-    check_targets    the same for several outputs, none of them named twice
-    json_target      the file that --json names
+    remove_rests     remove what killed processes left half-written
+    check_target     refuse a file that cannot be written, before any work is done
+    check_folder     refuse a folder that cannot be made, before any work is done
+    same_place       whether an output would replace an input
+    space_on         say which output found the disk full, whatever library noticed it
     file_digest      SHA-256 of a file
     cache_folder     where downloads, compiled kernels and results of claims are kept
 
 A process killed at any moment leaves the old file or folder or the new one, and perhaps a hidden
-`.NAME.*.partial`, which nothing reads.
+`.NAME.*.partial`, which nothing reads and the next process that writes NAME removes. A process
+holds a lock on the hidden names that it fills, so those of others that still run are left alone.
 """
 
+import ctypes
+import errno
 import hashlib
 import os
+import re
 import secrets
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import platformdirs
 
-from tieline.core.errors import require
+from tieline.core.errors import NoSpaceError, TielineError, require
+
+try:
+    import fcntl
+except ImportError:  # not on Windows, where nothing is locked and no rest is removed
+    fcntl = None
 
 __all__ = [
     "cache_folder",
+    "check_folder",
     "check_target",
-    "check_targets",
     "file_digest",
-    "json_target",
+    "out_of_space",
+    "remove_rests",
+    "same_place",
+    "space_on",
     "whole_folder",
     "write_whole",
 ]
+
+STREAMS = ("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/")
+"""Names of open files: a rename would part them from whoever reads the other end."""
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+FULL_WORDS = re.compile(r"No space left on device|Disk quota exceeded|os error (?:28|122)\b")
+LONGEST_NAME = 200
+"""Bytes of a name that a hidden name repeats; systems allow 255 in all."""
 
 
 def cache_folder(name: str = "") -> Path:
@@ -41,48 +65,62 @@ def cache_folder(name: str = "") -> Path:
 
 
 def check_target(path: Path) -> None:
-    """Raise if `path` is a folder, or if its folder is missing or not writable."""
+    """Raise if the file at `path` cannot be written."""
     require(not path.is_dir(), f"cannot write {path}: it is a folder")
+    require(not path.is_socket(), f"cannot write {path}: it is a socket")
+    if path.exists():
+        require(os.access(path, os.W_OK), f"cannot write {path}: it is read-only")
     if _is_special(path):
-        require(os.access(path, os.W_OK), f"cannot write {path}: it is not writable")
         return
-    folder = Path(os.path.realpath(path)).parent
-    require(folder.is_dir(), f"cannot write {path}: there is no folder {folder}")
-    require(os.access(folder, os.W_OK), f"cannot write {path}: {folder} is not writable")
+    target = _real(path)
+    require(target.parent.is_dir(), f"cannot write {path}: there is no folder {target.parent}")
+    writable = os.access(target.parent, os.W_OK | os.X_OK)
+    require(writable, f"cannot write {path}: {target.parent} is not writable")
 
 
-def check_targets(*paths: Path | None) -> None:
-    """Raise if an output cannot be written or two are the same file; None stands for no output."""
-    named = [path for path in paths if path is not None]
-    places = {os.path.abspath(path) for path in named}
-    require(len(places) == len(named), f"one file for two outputs: {[*map(str, named)]}")
-    for path in named:
-        check_target(path)
+def check_folder(path: Path) -> None:
+    """Raise if no folder can be made or replaced at `path`; parents may be missing."""
+    target = _real(path)
+    known = next(place for place in (target, *target.parents) if os.path.lexists(place))
+    require(known.is_dir(), f"cannot write to {path}: {known} is not a folder")
+    inside = known if known != target else target.parent
+    writable = os.access(inside, os.W_OK | os.X_OK)
+    require(writable, f"cannot write to {path}: {inside} is not writable")
+    require(not target.is_mount(), f"cannot replace {path}: it is a mount point; name a new folder")
 
 
-def json_target(json_to: str | None) -> Path | None:
-    """Return the file that --json names; None for stdout ("-") and for no JSON."""
-    return None if json_to in (None, "-") else Path(str(json_to))
+def same_place(output: Path, given: Path) -> bool:
+    """Whether writing `output` would replace the file or folder `given`, or a part of it."""
+    out, source = _real(output), _real(given)
+    with suppress(OSError):
+        if os.path.samefile(out, source):
+            return True
+    return out == source or out in source.parents
 
 
 def write_whole(path: Path, data: bytes) -> None:
     """Replace the file at `path` by `data` in one step.
 
-    A symbolic link stays and its target is replaced; devices and pipes are written to directly.
+    A symbolic link stays and its target is replaced; devices and pipes are written to directly. A
+    file that is replaced keeps its mode and, where the system allows it, its owner.
     """
-    if _is_special(path):
-        path.write_bytes(data)
-        return
-    target = Path(os.path.realpath(path))
-    partial = _hidden(target)
-    try:
-        with partial.open("xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
+    with space_on(path):
+        if _is_special(path):
+            with path.open("ab") as stream:
+                stream.write(data)
+            return
+        target = _real(path)
+        remove_rests(target)
+        with _hidden(target, partial(Path.touch, exist_ok=False)) as half:
+            try:
+                _keep_mode(target, half)  # before anybody can read what it says
+                with half.open("wb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+                half.replace(target)
+            finally:
+                half.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -90,35 +128,78 @@ def whole_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
     """Yield a hidden folder to fill, which becomes `path` unless the block raises.
 
     Args:
-        path: the folder to make; its parents are made.
+        path: the folder to make; its parents are made, a symbolic link stays.
         replace: whether a folder that is not empty may be replaced; else `OSError` is raised.
     """
-    target = path.absolute()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = _hidden(target)
-    partial.mkdir()
+    target = _real(path)
+    new = [parent for parent in target.parents if not parent.exists()]
     try:
-        yield partial
-        for inner in (*partial.rglob("*"), partial):
-            _sync(inner)
-        _move_into_place(partial, target, replace)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        with space_on(path):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            remove_rests(target)
+            with _hidden(target, Path.mkdir) as half:
+                try:
+                    yield half
+                    for inner in (*half.rglob("*"), half):
+                        _sync(inner)
+                    _move_into_place(half, target, replace)
+                finally:
+                    shutil.rmtree(half, ignore_errors=True)
+    except BaseException:
+        for parent in new:
+            with suppress(OSError):
+                parent.rmdir()
+        raise
 
 
-def _move_into_place(partial: Path, target: Path, replace: bool) -> None:
-    if replace and target.is_dir() and any(target.iterdir()):
-        old = partial.with_suffix(".old.partial")
-        target.rename(old)
-        try:
-            partial.rename(target)
-        except OSError:
-            old.rename(target)
+def remove_rests(path: Path) -> None:
+    """Remove the hidden files and folders that killed processes left beside `path`.
+
+    A folder that was moved aside comes back if nothing took its place.
+    """
+    target = _real(path)
+    ours = re.compile(rf"\.{re.escape(_stem(target))}\.[0-9a-f]{{16}}(?:\.old)?\.partial")
+    names = os.listdir(target.parent) if target.parent.is_dir() else []
+    for rest in map(target.with_name, filter(ours.fullmatch, names)):
+        if not _is_left(rest):
+            continue
+        with suppress(OSError):
+            if rest.name.endswith(".old.partial") and not target.exists():
+                rest.rename(target)
+            elif rest.is_dir():
+                shutil.rmtree(rest, ignore_errors=True)
+            else:
+                rest.unlink()
+
+
+def out_of_space(problem: BaseException) -> bool:
+    """Whether an exception, or one that it came from, says that a disk is full.
+
+    Libraries that write by other means than Python's raise classes of their own, with the words of
+    the operating system.
+    """
+    seen: set[int] = set()
+    cause: BaseException | None = problem
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        if isinstance(cause, OSError) and cause.errno in FULL:
+            return True
+        quoting = isinstance(cause, TielineError)  # ours may name a file of any name
+        if isinstance(cause, NoSpaceError) or (not quoting and FULL_WORDS.search(str(cause))):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
+
+
+@contextmanager
+def space_on(path: Path) -> Iterator[None]:
+    """Raise `NoSpaceError` with the name of an output if its disk is full."""
+    try:
+        yield
+    except Exception as problem:
+        if isinstance(problem, NoSpaceError) or not out_of_space(problem):
             raise
-        shutil.rmtree(old, ignore_errors=True)
-    else:
-        partial.rename(target)  # replaces an empty folder, refuses any other
-    _sync(target.parent)
+        raise NoSpaceError(f"no space left on the disk of {path}: it was not written") from problem
 
 
 def file_digest(path: Path) -> str:
@@ -127,13 +208,111 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def _real(path: Path) -> Path:
+    """The place itself, through all symbolic links."""
+    target = Path(os.path.realpath(path))
+    require(not target.is_symlink(), f"cannot write {path}: its link leads nowhere")
+    return target
+
+
 def _is_special(path: Path) -> bool:
-    """Whether something is there that is neither a file nor a folder: a device, pipe or socket."""
+    """Whether something is there that is neither a file nor a folder, or that is open already."""
+    if str(path.absolute()).startswith(STREAMS):
+        return True
     return path.exists() and not path.is_file() and not path.is_dir()
 
 
-def _hidden(target: Path) -> Path:
-    return target.with_name(f".{target.name}.{secrets.token_hex(8)}.partial")
+def _keep_mode(old: Path, new: Path) -> None:
+    """Give the new file or folder the mode and owner of the one that it replaces, if any."""
+    if not old.exists():
+        return
+    found = old.stat()
+    if hasattr(os, "chown"):
+        with suppress(OSError):
+            os.chown(new, found.st_uid, found.st_gid)
+    new.chmod(stat.S_IMODE(found.st_mode))  # after the owner, whose change takes bits away
+
+
+def _move_into_place(half: Path, target: Path, replace: bool) -> None:
+    if replace and target.is_dir() and any(target.iterdir()):
+        _keep_mode(target, half)
+        if not _exchanged(half, target):
+            _moved_aside(half, target)
+    else:
+        half.rename(target)  # replaces an empty folder, refuses any other
+    _sync(target.parent)
+
+
+def _exchanged(half: Path, target: Path) -> bool:
+    """Exchange two folders in one step, where the system can: no moment without either."""
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError, TypeError):
+        return False
+    here, exchange = -100, 2
+    return rename(here, os.fsencode(half), here, os.fsencode(target), exchange) == 0
+
+
+def _moved_aside(half: Path, target: Path) -> None:
+    """Replace a folder in two steps; one killed between them leaves the old one to come back."""
+    old = half.with_suffix(".old.partial")
+    target.rename(old)
+    try:
+        half.rename(target)
+    except OSError:
+        old.rename(target)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _stem(target: Path) -> str:
+    name = os.fsencode(target.name)
+    return target.name if len(name) <= LONGEST_NAME else hashlib.sha256(name).hexdigest()
+
+
+@contextmanager
+def _hidden(target: Path, make: Callable[[Path], None]) -> Iterator[Path]:
+    """A new hidden name beside `target`, made and locked while the block runs."""
+    while True:
+        half = target.with_name(f".{_stem(target)}.{secrets.token_hex(8)}.partial")
+        make(half)
+        if fcntl is None:
+            yield half
+            return
+        handle = os.open(half, os.O_RDONLY)
+        try:
+            _lock(handle)
+            # another process may have taken it for a rest before it was locked
+            if half.exists() and os.path.samestat(half.stat(), os.fstat(handle)):
+                yield half
+                return
+        finally:
+            os.close(handle)
+
+
+def _lock(handle: int) -> bool:
+    """Hold a hidden name until it is closed or the process ends; whether that was possible."""
+    if fcntl is None:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _is_left(rest: Path) -> bool:
+    """Whether a hidden file or folder belongs to no process that runs."""
+    with suppress(OSError):
+        kind = rest.lstat().st_mode
+        if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):
+            return False
+        handle = os.open(rest, os.O_RDONLY)
+        try:
+            return _lock(handle)
+        finally:
+            os.close(handle)
+    return False
 
 
 def _sync(path: Path) -> None:

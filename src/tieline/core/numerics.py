@@ -1,14 +1,23 @@
 """Numerical tools that several rooms share.
 
-log_grid         points at equal ratios
-float_step       distance between the neighbours of a number in a floating-point format
-round_to_step    nearest multiple of a step, halves to even
-one_thread       torch on one thread, for loops of small operations
+log_grid           points at equal ratios
+PRECISIONS         number formats by name                                       Def. 7.1
+float_step         distance between the neighbours of a number in a floating-point format
+grid_step          the same in a named format: q                                Def. 7.1
+round_to_step      nearest multiple of a step, halves to even
+round_to           nearest number of a named format                             Def. 7.1
+one_thread         torch on one thread, for loops of small operations
+is_recomputing     whether activation checkpointing repeats a forward pass
+
+Floating-point formats round the scores as they are and saturate at their largest number; integer
+formats are symmetric with one scale per token, which maps the largest |score| to the largest
+integer (127 or 7).
 """
 
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
@@ -16,7 +25,34 @@ from torch import Tensor
 
 from tieline.core.errors import require
 
-__all__ = ["float_step", "log_grid", "one_thread", "round_to_step"]
+Scores = Float[Tensor, "tokens experts"]
+
+
+@dataclass(frozen=True)
+class FloatGrid:
+    """A floating-point format: b stored mantissa bits, smallest normal exponent, largest number."""
+
+    mantissa_bits: int
+    min_exponent: int
+    largest: float
+
+
+@dataclass(frozen=True)
+class IntegerGrid:
+    """A symmetric integer format with levels -levels, ..., levels and one scale per token."""
+
+    levels: int
+
+
+PRECISIONS: dict[str, FloatGrid | IntegerGrid] = {
+    "bf16": FloatGrid(7, -126, (2 - 2**-7) * 2.0**127),
+    "fp16": FloatGrid(10, -14, 65504.0),
+    "fp8_e4m3": FloatGrid(3, -6, 448.0),
+    "fp8_e5m2": FloatGrid(2, -14, 57344.0),
+    "int8": IntegerGrid(127),
+    "int4": IntegerGrid(7),
+}
+"""The formats by name, with e4m3 in its finite-only form."""
 
 
 def log_grid(low: float, high: float, per_decade: int) -> Float[Tensor, " points"]:
@@ -48,6 +84,45 @@ def round_to_step(
     return (values.double() / step).round() * step
 
 
+def grid_step(scores: Scores, precision: str) -> Scores:
+    """q: distance between the neighbours of each score in the format, in float64 (Def. 7.1).
+
+    Args:
+        scores: (T, E) logits; -inf for ranks without expert. The scale of integer formats is taken
+            from the finite ones of a token: a truncated list gives too small a step where the
+            largest |logit| is among the missing ranks.
+        precision: a name in `PRECISIONS`.
+    """
+    grid = _grid(precision)
+    z = scores.double()
+    if isinstance(grid, FloatGrid):
+        finite = z.nan_to_num(neginf=0.0).clamp(-grid.largest, grid.largest)
+        return float_step(finite, grid.mantissa_bits, grid.min_exponent)
+    largest = z.abs().masked_fill(z.isinf(), 0.0).amax(dim=-1, keepdim=True)
+    return (largest / grid.levels).expand_as(z)
+
+
+def _grid(precision: str) -> FloatGrid | IntegerGrid:
+    require(
+        precision in PRECISIONS, f"unknown precision {precision!r}: one of {', '.join(PRECISIONS)}"
+    )
+    return PRECISIONS[precision]
+
+
+def round_to(scores: Scores, precision: str) -> Scores:
+    """Nearest number of the format, halves to even, in float64 (Def. 7.1).
+
+    Floating-point formats saturate at their largest number; -inf stays.
+    """
+    grid = _grid(precision)
+    step = grid_step(scores, precision)
+    # a step of zero belongs to a token whose scores are all zero
+    rounded = round_to_step(scores, step.where(step > 0, 1.0))
+    if isinstance(grid, FloatGrid):
+        rounded = rounded.clamp(-grid.largest, grid.largest)
+    return torch.where(scores.isneginf(), scores.double(), rounded)
+
+
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Run torch on one thread inside the block.
@@ -61,3 +136,13 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def is_recomputing() -> bool:
+    """True inside the autograd engine, which is where checkpointed forwards are repeated.
+
+    Whatever counts, sums or records tokens must count them once and stay silent in the repetition.
+    The engine numbers the graph task that a thread works on and reports -1 outside of any; this
+    holds for both kinds of checkpointing and for the engine's own device threads.
+    """
+    return torch._C._current_graph_task_id() != -1

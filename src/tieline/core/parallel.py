@@ -4,6 +4,7 @@
 values that a worker can import; results come back in the order in which they end.
 """
 
+import signal
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -58,7 +59,9 @@ def run_jobs(
     with _backend(executor, address, jobs):
         options: dict[str, Any] = {"batch_size": 1, "return_as": "generator_unordered"}
         parallel: Any = Parallel(n_jobs=jobs, **options)
-        yield from parallel(delayed(work)(*arguments) for arguments in jobs_of)
+        with _interrupts_kept_from_workers():
+            results = parallel(delayed(work)(*arguments) for arguments in jobs_of)
+        yield from results
 
 
 def _backend(executor: str, address: str | None, jobs: int) -> AbstractContextManager[None]:
@@ -66,10 +69,31 @@ def _backend(executor: str, address: str | None, jobs: int) -> AbstractContextMa
 
 
 @contextmanager
+def _interrupts_kept_from_workers() -> Iterator[None]:
+    """Start processes that never see Ctrl-C, which a terminal sends to all: this one ends them.
+
+    A blocked signal is inherited by threads and processes that start in the block.
+    """
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
 def _loky() -> Iterator[None]:
     """Processes of one thread each; that one is replaced when it has grown is no news."""
-    from joblib import parallel_config
+    from multiprocessing import resource_tracker as multiprocessing_tracker
 
+    from joblib import parallel_config
+    from joblib.externals.loky.backend import resource_tracker
+
+    for tracker in (resource_tracker, multiprocessing_tracker):
+        tracker.ensure_running()  # when it starts, it lets Ctrl-C through again
     with warnings.catch_warnings(), parallel_config(backend="loky", inner_max_num_threads=1):
         warnings.filterwarnings("ignore", message="A worker stopped while some jobs")
         yield
@@ -95,7 +119,8 @@ def _dask(address: str | None, jobs: int) -> Iterator[None]:
         {"address": address} if address else {**own, "dashboard_address": None}
     )
     try:
-        client = Client(**options)
+        with _interrupts_kept_from_workers():
+            client = Client(**options)
     except (OSError, ValueError) as problem:
         raise ParameterError(f"no Dask scheduler answers at {address}: {problem}") from problem
     with client, parallel_config(backend="dask"):

@@ -7,6 +7,7 @@ other and from call to call with another k, so no other module of the package ra
     stable_topk      the k largest scores and their experts, in order
     topk_mask        the set of those experts as booleans
     kth_largest      z_[k]
+    top_values       z_[1], ..., z_[n]
     gap              z_[k] - z_[k+1] in float64, zero on a tie
     ranked_scores    z_[1], ..., z_[n] in float64
     ranked_choice    the first n ranks where another program has already chosen
@@ -25,19 +26,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tieline.core.errors import ShapeError, require
-
-__all__ = [
-    "Ranked",
-    "gap",
-    "group_scores",
-    "kth_largest",
-    "n_changed",
-    "ranked_choice",
-    "ranked_scores",
-    "sets_differ",
-    "stable_topk",
-    "topk_mask",
-]
 
 
 class Ranked(NamedTuple):
@@ -82,8 +70,13 @@ def _mask_at_ties(scores: Tensor, k: int) -> Tensor:
 
 def kth_largest(scores: Float[Tensor, "*batch experts"], k: int) -> Float[Tensor, "*batch 1"]:
     """z_[k] of each row, differentiable in the score that holds it."""
-    _check_k(scores, k)
-    return scores.topk(k, dim=-1, sorted=True).values[..., -1:]
+    return top_values(scores, k)[..., -1:]
+
+
+def top_values(scores: Float[Tensor, "*batch experts"], n: int) -> Float[Tensor, "*batch n"]:
+    """z_[1], ..., z_[n] of each row in the dtype of the scores, which no tie rule can change."""
+    _check_k(scores, n)
+    return scores.topk(n, dim=-1, sorted=True).values
 
 
 def ranked_scores(scores: Float[Tensor, "*batch experts"], n: int) -> Float[Tensor, "*batch n"]:

@@ -59,6 +59,8 @@ FORMATS: dict[str, str] = {
     "tieline-smooth": "tieline.analysis.repair:Repair",
     "tieline-upcycling": "tieline.analysis.upcycle:Upcycled",
     "tieline-merge": "tieline.analysis.merge:Merged",
+    "tieline-conversion": "tieline.analysis.convert:Converted",
+    "tieline-check": "tieline.analysis.check:RouteCheck",
     "tieline-design": "tieline.tropical.advisor:Advice",
     "tieline-rates": "tieline.estimation.rates:RateStudy",
     "tieline-ledger": "tieline.papers.ledger:Ledger",

@@ -3,11 +3,12 @@
     Estimate, mean_estimate    a number with its standard error, or the reason why there is none
     share_estimate             share of hits with its standard error
     empirical_cdf              F(w) = #{x <= w} / n; "middle" counts half of the samples equal to w
-    quantile_bands             order statistics with intervals from the binomial law
+    quantile_bands, quantiles  order statistics with intervals from the binomial law
     binomial_band              Clopper-Pearson interval of a probability
     clustered_mean             mean over tokens, standard error clustered by sequence
     clustered_error            standard error of a mean, clustered by document
     clustered_share            share of tokens, interval clustered by document
+    mean_limits                interval of a clustered mean
     fit_rate, sample_size      power law of losses with resampled intervals, and its inverse
     exponent                   slope of a log-log fit
     kl_divergence, k3          distances of predicted distributions
@@ -35,34 +36,12 @@ from torch import Tensor
 
 from tieline.core.errors import ShapeError, require
 
-__all__ = [
-    "Band",
-    "Estimate",
-    "PowerLaw",
-    "QuantileBand",
-    "SampleSize",
-    "SequenceSums",
-    "Share",
-    "binomial_band",
-    "clustered_error",
-    "clustered_mean",
-    "clustered_share",
-    "empirical_cdf",
-    "exponent",
-    "fit_rate",
-    "k3",
-    "kl_divergence",
-    "mean_estimate",
-    "next_token_losses",
-    "normal_quantile",
-    "quantile_bands",
-    "sample_size",
-    "share_estimate",
-]
-
 LEVEL = 0.95
+
 TAIL = 0.025
+
 RESAMPLES = 2000
+
 CHUNK = 1 << 22
 
 
@@ -115,6 +94,16 @@ class QuantileBand(NamedTuple):
     value: Float[Tensor, " probabilities"]
     low: Float[Tensor, " probabilities"]
     high: Float[Tensor, " probabilities"]
+
+
+@dataclass(frozen=True)
+class Quantiles:
+    """Quantiles with their intervals of order statistics (Def. 2.4)."""
+
+    probabilities: tuple[float, ...]
+    value: tuple[float, ...]
+    low: tuple[float, ...]
+    high: tuple[float, ...]
 
 
 def mean_estimate(samples: Float[Tensor, " n"]) -> Estimate:
@@ -173,6 +162,14 @@ def quantile_bands(
     return QuantileBand(*take)
 
 
+def quantiles(
+    samples: Float[Tensor, " n"], probabilities: tuple[float, ...], confidence: float = 0.95
+) -> Quantiles:
+    """`quantile_bands` as a record of plain numbers."""
+    bands = quantile_bands(samples, probabilities, confidence)
+    return Quantiles(probabilities, *(tuple(column.tolist()) for column in bands))
+
+
 def normal_quantile(confidence: float) -> float:
     """Half-width, in standard errors, of the central normal interval of that confidence."""
     require(0 < confidence < 1, f"need 0 < confidence < 1, got {confidence}")
@@ -195,7 +192,12 @@ def binomial_band(count: Int[Tensor, "*shape"], n: int, confidence: float = 0.95
 
 
 NOT_MEASURED = Estimate(None, None, "not measured")
-ONE_DOCUMENT = "one document only: the interval assumes independent tokens"
+
+FEW_DOCUMENTS = "fewer than 4 documents: the interval is clustered by stretches of text"
+
+LEAST_DOCUMENTS, STRETCHES, SHORTEST = 4, 8, 32
+"""Documents from which on they are the clusters; else into how many stretches the text is cut, and
+how many tokens a stretch has at least."""
 
 
 @dataclass(frozen=True)
@@ -206,7 +208,7 @@ class Share:
         value: count / total; None where the total is zero.
         low: lower limit of the interval.
         high: upper limit.
-        count: tokens with the property.
+        count: tokens with the property; the rounded sum of chances.
         total: all tokens.
         design_effect: variance between documents over that of independent tokens, at least 1.
         status: "ok", or what is wrong with the interval.
@@ -221,30 +223,52 @@ class Share:
     status: str = "ok"
 
 
-def clustered_share(hits: Bool[Tensor, " tokens"], documents: Int[Tensor, " tokens"]) -> Share:
+def clustered_share(
+    hits: Bool[Tensor, " tokens"] | Float[Tensor, " tokens"], documents: Int[Tensor, " tokens"]
+) -> Share:
     """Share of tokens with a hit, with the interval of Korn and Graubard (1998).
 
     With r the share, v its clustered variance, n tokens and G documents: design effect
     d = max(1, v / (r(1-r)/n)), effective size m = n/d · (t_{n-1}/t_{G-1})² with two-sided 95 %
     Student quantiles t, and the Clopper-Pearson interval of r m out of m. Where nothing or
-    everything is hit, or with one document, v is unknown and tokens count as independent.
+    everything is hit v is unknown, and d = 1. An effective count below one carries no limit on its
+    side: that limit is 0, or 1.
+
+    Three documents or fewer are cut into stretches, eight in all, which then are the clusters: the
+    Student quantile of one degree of freedom, 12.7, would make every interval useless. Differences
+    between documents are then not in the interval.
 
     Args:
-        hits: which tokens have the property.
-        documents: document of each token, any numbers.
+        hits: which tokens have the property, or the chance of each to have it.
+        documents: document of each token, any numbers; the tokens of one stand in their order.
     """
-    total, count = len(hits), int(hits.sum())
+    total = len(hits)
     if total == 0:
         return Share(None, None, None, 0, 0, status="no tokens")
-    share, groups = count / total, len(documents.unique())
-    effect, size = 1.0, float(total)
-    if groups > 1 and 0 < count < total:
-        error = clustered_error(hits.double(), documents) or 0.0
-        effect = max(1.0, error**2 / (share * (1 - share) / total))
+    share = hits.double().mean().item()
+    clusters, status = _clusters(documents)
+    groups, effect, size = int(clusters.max()) + 1, 1.0, float(total)
+    if groups > 1:
+        error = clustered_error(hits.double(), clusters) or 0.0
+        if 0 < share < 1:
+            effect = max(1.0, error**2 / (share * (1 - share) / total))
         size = total / effect * (_student(total - 1) / _student(groups - 1)) ** 2
     low, high = _clopper_pearson(share * size, size)
-    status = "ok" if groups > 1 else ONE_DOCUMENT
-    return Share(share, low, high, count, total, effect, status)
+    return Share(share, low, high, round(share * total), total, effect, status)
+
+
+def _clusters(documents: Int[Tensor, " tokens"]) -> tuple[Int[Tensor, " tokens"], str]:
+    """The cluster of each token, counted from 0, and a status: documents, or stretches of them."""
+    places = documents.unique(return_inverse=True)[1]
+    if int(places.max()) + 1 >= LEAST_DOCUMENTS:
+        return places, "ok"
+    length = max(SHORTEST, -(-len(places) // STRETCHES))
+    stretches = torch.zeros_like(places)
+    for document in range(int(places.max()) + 1):
+        here = places == document
+        stretches[here] = torch.arange(int(here.sum())) // length
+    pairs = torch.stack((places, stretches), dim=1)
+    return pairs.unique(dim=0, return_inverse=True)[1], FEW_DOCUMENTS
 
 
 def _student(freedom: int) -> float:
@@ -252,11 +276,30 @@ def _student(freedom: int) -> float:
 
 
 def _clopper_pearson(count: float, size: float) -> tuple[float, float]:
-    """Interval for counts that need not be whole."""
+    """Interval for counts that need not be whole; without a limit beside less than one."""
     rest = max(size - count, 0.0)
-    low = float(special.betaincinv(count, rest + 1, TAIL)) if count > 0 else 0.0
-    high = float(special.betaincinv(count + 1, rest, 1 - TAIL)) if rest > 0 else 1.0
+    low = float(special.betaincinv(count, rest + 1, TAIL)) if count >= 1 else 0.0
+    high = float(special.betaincinv(count + 1, rest, 1 - TAIL)) if rest >= 1 else 1.0
     return low, high
+
+
+def mean_limits(mean: Estimate, clusters: int, positive: bool = False) -> tuple[float, float]:
+    """95 % interval of a mean with a clustered standard error, by Student's quantile.
+
+    Args:
+        mean: the mean.
+        clusters: how many clusters its standard error is from.
+        positive: take the interval on the scale of the logarithm, as for a heavy-tailed KL, whose
+            lower limit would be below zero otherwise.
+    """
+    value, error = mean.value, mean.standard_error
+    if value is None or error is None or clusters < 2:
+        return (0.0 if positive else -math.inf), math.inf
+    half = _student(clusters - 1) * error
+    if not positive:
+        return value - half, value + half
+    factor = math.exp(half / value) if value > 0 else 1.0
+    return value / factor, value * factor
 
 
 def clustered_error(

@@ -1,6 +1,7 @@
 """Distances of a fit from a truth: as functions, and expert by expert.
 
 regression_distance    ‖f - f*‖_{L²(μ)} = √E(f(X) - f*(X))², X ~ μ, with its standard error
+expert_distance        √mean_j min_i ‖h(·, η_i) - h(·, η*_j)‖², the nearest expert for each true one
 matched_errors         ‖β_π(j) - β*_j‖, |bias|, ‖η_π(j) - η*_j‖ for the best matching π
 """
 
@@ -64,6 +65,27 @@ def regression_distance(
     error = ((squares / n - mean.square()).clamp_min(0) / (n - 1)).sqrt()
     root = mean.sqrt()
     return FunctionDistance(root, torch.where(root > 0, error / (2 * root), 0.0))
+
+
+def expert_distance(
+    model: MoEModel,
+    fit: MoEParameters,
+    truth: MoEParameters,
+    *,
+    n: int = 2000,
+    seed: int = 0,
+    law: LawName = "uniform",
+) -> Float[Tensor, "*batch"]:
+    """Root mean square over true experts of the L²(μ) distance to the nearest fitted expert.
+
+    Functions are compared, not parameters: ±η of a square are one expert. The fit may have more
+    experts than the truth.
+    """
+    x = draw_inputs(law, n, model.d, seed)
+    found = model.with_experts(fit.n_experts).expert_outputs(fit, x)
+    true = model.with_experts(truth.n_experts).expert_outputs(truth, x)
+    gap = found.unsqueeze(-1) - true.unsqueeze(-2)
+    return gap.square().mean(dim=-3).amin(dim=-2).mean(dim=-1).sqrt()
 
 
 def matched_errors(fit: MoEParameters, truth: MoEParameters) -> MatchedErrors:

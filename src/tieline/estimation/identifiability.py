@@ -1,6 +1,7 @@
 """Which gates and experts can be learned from data: three tests of a combination, and a table.
 
     information              spectrum of I = E[∇f(X) ∇f(X)ᵀ], X ~ μ
+    cramer_rao               limits of n · mean squared error of f and of the experts, over noise²
     identifiability          rank, nullity and split tests of a model
     identifiability_table    the same for all combinations
 
@@ -19,9 +20,9 @@ up to the scale of the expert; nothing passes under the vanilla cosine, where th
 free, and nothing under the fully quadratic score, where b may be split against A.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -90,6 +91,62 @@ def information(
     below = values[flat - 1].item() if flat else 0.0
     gap = float(values[flat] / below) if below > 0 and flat < len(values) else float("inf")
     return Information(values, flat, condition, gap)
+
+
+class CramerRao(NamedTuple):
+    """Limits of n E‖f̂ - f*‖² / noise² and of n E[expert_distance²] / noise²."""
+
+    function: float  # rank of I
+    experts: float  # mean_j trace of (I⁺)_jj E[∂h_j ∂h_jᵀ]; infinite if an expert is not determined
+
+
+def cramer_rao(
+    model: MoEModel,
+    params: MoEParameters,
+    *,
+    n: int = 4000,
+    seed: int = 0,
+    law: LawName = "uniform",
+    threshold: float = 1e-12,
+) -> CramerRao:
+    """Cramér-Rao limits at a truth with as many experts as the model.
+
+    With I = E[∇f ∇fᵀ] the estimate of θ has the covariance noise²/n · I⁺, flat directions apart.
+    The error of f is then the rank of I. That of an expert is finite if no flat direction moves it.
+    """
+    require(n >= model.n_parameters, f"need n >= p = {model.n_parameters} inputs, got {n}")
+    x = draw_inputs(law, n, model.d, seed)
+    jacobian = model.jacobian(params, x) / n**0.5
+    scale = torch.linalg.vector_norm(jacobian, dim=0)
+    scale = torch.where(scale > 0, scale, 1.0)
+    values, vectors = torch.linalg.eigh((jacobian / scale).T @ (jacobian / scale))
+    seen = values > threshold * values[-1]
+    kept, flat = vectors[:, seen] / scale[:, None], vectors[:, ~seen] / scale[:, None]
+    first, q, total = model.n_experts * (model.router_dim + 1), model.expert_dim, 0.0
+    for j, slopes in enumerate(_expert_slopes(model, params, x)):
+        rows = slice(first + j * q, first + (j + 1) * q)
+        moved = (slopes @ flat[rows]).square().mean(dim=0).sum() if flat.numel() else 0.0
+        if moved > FLAT_MOVES * slopes.square().mean():
+            return CramerRao(float(seen.sum()), float("inf"))
+        total += ((slopes @ kept[rows]).square().mean(dim=0) / values[seen]).sum().item()
+    return CramerRao(float(seen.sum()), total / model.n_experts)
+
+
+FLAT_MOVES = 1e-12
+"""Share of an expert's mean square slope by which flat directions may move it, for rounding."""
+
+
+def _expert_slopes(
+    model: MoEModel, params: MoEParameters, x: Float[Tensor, "n d"]
+) -> Iterator[Float[Tensor, "n q"]]:
+    """∂h(x, η_j)/∂η_j of each expert, (n, q)."""
+    for row in params.experts:
+        inner = x @ row[: model.d] + row[model.d]
+        slope = model.ridge.slope(inner)[:, None]
+        columns = torch.cat((slope * x, slope), dim=1)
+        if model.expert == "two_layer":
+            columns = torch.cat((row[-1] * columns, model.ridge.value(inner)[:, None]), dim=1)
+        yield columns
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ repetition is drawn from a seed of its own, so it is the same in whatever block 
 """
 
 import hashlib
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -59,6 +60,9 @@ class RatePlan:
         method: of fitting.
         iterations: steps that Levenberg-Marquardt may try.
         seed: of everything drawn.
+        samples: if not 0, a sample size n is emulated by so many samples with the noise
+            noise · √(samples/n): what least squares know of a model that contains the truth
+            depends on noise²/n alone, and n may be 1e12.
     """
 
     name: str
@@ -79,6 +83,7 @@ class RatePlan:
     method: Method = "lm"
     iterations: int = 200
     seed: int = 0
+    samples: int = 0
 
     def __post_init__(self) -> None:
         sizes = list(self.sizes)
@@ -90,6 +95,8 @@ class RatePlan:
         right = bool(radii) and min(radii) >= 0 and len(set(radii)) == len(radii)
         require(right, f"start radii are different and not negative, got {radii}")
         require(self.method in METHODS, f"method must be one of {METHODS}, got {self.method!r}")
+        few = 0 <= self.samples <= sizes[0]
+        require(few, f"emulate sizes of at least {self.samples} samples, got {sizes[0]}")
         self.source.check(self.truth)
 
     @property
@@ -97,11 +104,19 @@ class RatePlan:
         """The reference with as many atoms as the model has, near which fits start."""
         return lift(self.model, self.reference)
 
+    def drawn(self, n: int) -> tuple[int, float]:
+        """Samples that are drawn for the sample size n, and the noise in them."""
+        if not self.samples:
+            return n, self.noise
+        return self.samples, self.noise * math.sqrt(self.samples / n)
+
     @property
     def key(self) -> str:
         """Sixteen digits of a SHA-256 over all that a repetition depends on."""
         named = ("name", "noise", "law", "loss", "paper", "power", "shrink", "starts", "method")
         facts = {name: getattr(self, name) for name in (*named, "iterations", "seed")}
+        if self.samples:
+            facts["samples"] = self.samples
         for name in ("model", "source"):
             facts[name] = asdict(getattr(self, name))
         for name in ("truth", "reference"):
@@ -136,7 +151,7 @@ def plan_blocks(
     for n in plan.sizes:
         for radius in plan.radii:
             todo = [r for r in range(plan.repetitions) if (n, radius, r) not in known]
-            size = max(1, most // (n * plan.model.n_parameters))
+            size = max(1, most // (plan.drawn(n)[0] * plan.model.n_parameters))
             parts = [todo[at : at + size] for at in range(0, len(todo), size)]
             blocks += [Block(n, radius, tuple(part)) for part in parts]
     return sorted(blocks, key=lambda block: -block.rows)
@@ -146,7 +161,7 @@ def estimate_seconds(plan: RatePlan, blocks: Sequence[Block], jobs: int) -> floa
     """Estimate the time of the blocks within a factor of three, from one timed pass."""
     if not blocks:
         return 0.0
-    n = min(4096, max(block.n for block in blocks))
+    n = min(4096, max(plan.drawn(block.n)[0] for block in blocks))
     sample = plan.source.simulate(plan.truth, n, [plan.seed], noise=plan.noise, law=plan.law)
     problem = LeastSquares(ModelRegression(plan.model), sample.x, sample.y)
     theta = plan.centre.flatten()[None]
@@ -158,7 +173,7 @@ def estimate_seconds(plan: RatePlan, blocks: Sequence[Block], jobs: int) -> floa
     steps = USUAL_STEPS.get(plan.model.expert, OTHER_STEPS)
     fits = sum(len(block.repetitions) for block in blocks) * plan.starts
     solving = 1e-10 * plan.model.n_parameters**3 * steps * fits
-    rows = sum(block.rows for block in blocks) * plan.starts
+    rows = sum(plan.drawn(b.n)[0] * len(b.repetitions) for b in blocks) * plan.starts
     return (per_row * rows * steps + solving) / max(1, min(jobs, len(blocks)))
 
 

@@ -5,9 +5,11 @@ RateStudy       the result: mean losses, slopes with intervals, the sample size 
 study_seconds   estimate how long a study takes
 RateStore       a file of finished repetitions, by which an interrupted study goes on
 
-Three losses are followed. `raw` is the paper's Voronoi loss; `quotient` is the same loss in
-canonical form, without the directions that the data cannot determine; `function` is ‖f - f*‖.
-Least squares keep the error of the start in those directions, so a raw loss measures the start.
+Four losses are followed. `raw` is the paper's Voronoi loss; `quotient` is the same loss in
+canonical form, without the directions that the data cannot determine; `function` is ‖f - f*‖;
+`experts` is the distance of each true expert from the nearest fitted one, √mean_j min_i ‖h_i -
+h*_j‖², which no symmetry of the parameters touches. Least squares keep the error of the start in
+the directions that the data cannot determine, so a raw loss measures the start.
 
 With n < p samples for p parameters, a surface of at least p - n dimensions fits the data, and the
 ridge picks one of its points. These losses are reported but follow no power law in n: slopes and
@@ -32,7 +34,7 @@ from tieline.core.numerics import one_thread
 from tieline.core.parallel import run_jobs
 from tieline.core.records import Result, canonical, from_plain, parse_json
 from tieline.core.statistics import PowerLaw, SampleSize, fit_rate, mean_estimate, sample_size
-from tieline.estimation.distances import regression_distance
+from tieline.estimation.distances import expert_distance, regression_distance
 from tieline.estimation.fit import FitResult, FitWarning, fit, near_truth, radius_at, tell_failures
 from tieline.estimation.losses import quotient_losses, voronoi_losses
 from tieline.estimation.model import MoEModel
@@ -47,7 +49,7 @@ from tieline.estimation.rate_plan import (
 from tieline.estimation.settings import Setting
 from tieline.estimation.solvers import Status
 
-LOSSES = ("raw", "quotient", "function")
+LOSSES = ("raw", "quotient", "function", "experts")
 POINTS = 10_000  # fresh inputs on which functions are compared
 LARGEST = 256 << 20  # bytes of the largest file of results that is read
 
@@ -72,6 +74,7 @@ class RateRow:
     function: float | None
     empty: int
     seconds: float
+    experts: float | None = None
 
     def __post_init__(self) -> None:
         counts = self.n, self.repetition, self.status, self.iterations, self.empty
@@ -158,6 +161,7 @@ class RateStudy(Result):
         misfit: ‖f_Ḡ - q‖; zero if the model contains the truth.
         sample_size: samples needed for the error that was asked for.
         condition: of the information matrix at a truth chosen for it.
+        samples: samples by which the sizes were emulated; 0 if they were drawn.
         rows: every fit; empty in a study read from a file.
     """
 
@@ -185,6 +189,7 @@ class RateStudy(Result):
     misfit: float
     sample_size: SamplesNeeded | None
     condition: float | None
+    samples: int = 0
     rows: tuple[RateRow, ...] = field(default=(), metadata={"json": False})
 
     @classmethod
@@ -220,6 +225,7 @@ class RateStudy(Result):
             misfit=case.misfit,
             sample_size=None,
             condition=case.condition,
+            samples=plan.samples,
             rows=tuple(rows),
         )
         return found if error is None else replace(found, sample_size=_needed(found, error))
@@ -374,6 +380,7 @@ def fit_block(plan: RatePlan, block: Block) -> list[RateRow]:
         distance = regression_distance(
             plan.model, fitted.params, home, plan.reference, n=POINTS, seed=seed, law=plan.law
         )
+        experts = expert_distance(home, fitted.params, plan.reference, seed=seed, law=plan.law)
     seconds = (time.process_time() - begun) / len(block.repetitions)
     return [
         RateRow(
@@ -389,6 +396,7 @@ def fit_block(plan: RatePlan, block: Block) -> list[RateRow]:
             function=_finite(distance.value[at]),
             empty=int(quotient.empty[at]),
             seconds=seconds,
+            experts=_finite(experts[at]),
         )
         for at, repetition in enumerate(block.repetitions)
     ]
@@ -397,7 +405,8 @@ def fit_block(plan: RatePlan, block: Block) -> list[RateRow]:
 def _fit(plan: RatePlan, block: Block) -> FitResult:
     """The best start of each repetition."""
     seeds = block.seeds(plan)
-    sample = plan.source.simulate(plan.truth, block.n, seeds, noise=plan.noise, law=plan.law)
+    samples, noise = plan.drawn(block.n)
+    sample = plan.source.simulate(plan.truth, samples, seeds, noise=noise, law=plan.law)
     radius = radius_at(block.radius, block.n, shrink=plan.shrink)
     starts = near_truth(plan.centre, radius, [seed ^ 1 for seed in seeds], plan.starts)
     steps: dict[str, Any] = {"iterations": plan.iterations} if plan.method == "lm" else {}

@@ -53,8 +53,7 @@ from tieline.estimation.mixture_starts import Rows, SharedGate
 from tieline.estimation.model import EXPERTS, GATES, LINKS, RIDGES, MoEModel
 from tieline.estimation.parameters import MoEParameters
 from tieline.geometry.distance import expert_distances, nearest_tie
-from tieline.geometry.measure_records import LayerMeasures
-from tieline.geometry.measures import MeasureSettings, measure_layer
+from tieline.geometry.measures import LayerMeasures, MeasureSettings, measure_layer
 from tieline.trace.record import LayerFacts, LayerTrace
 
 CHOICES = {

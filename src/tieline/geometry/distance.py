@@ -4,6 +4,7 @@
     nearest_tie        dist(x, Γ) = min_{i ∈ S, j ∉ S} (z_i - z_j) / D_ij           Def. 5.2
     angular_spread     ‖mean‖ / radius, mean cosine, cap fraction, expected ties    Def. 9.1 - 9.3
     log_cap_fraction   log of ½ I_{sin²θ}((d-1)/2, ½)                               Def. 9.2
+    distance_section, angular_section   the same for a layer of a trace
 
 The distance is exact for affine routers z = W x + b: the token leaves its cell through the nearest
 of the walls z_i = z_j, and walls that bound no cell are never the nearest (Paper 1, Def. 4.1).
@@ -25,16 +26,11 @@ from torch import Tensor
 
 from tieline.core.errors import ShapeError, require
 from tieline.core.ranking import Ranked, stable_topk
+from tieline.core.statistics import Estimate, Quantiles, quantiles
+from tieline.geometry.boundary import gap_density
 from tieline.geometry.gaussian import gaussian_gap_density
-
-__all__ = [
-    "AngularSpread",
-    "NearestTie",
-    "angular_spread",
-    "expert_distances",
-    "log_cap_fraction",
-    "nearest_tie",
-]
+from tieline.geometry.measure_records import Answer, MeasureSettings
+from tieline.trace.record import LayerTrace
 
 NEIGHBOURS = 4
 """Ranks on either side of the threshold that are tried before all pairs."""
@@ -55,6 +51,19 @@ class NearestTie(NamedTuple):
     distance: Float[Tensor, " tokens"]
     leaving: Int[Tensor, " tokens"]
     entering: Int[Tensor, " tokens"]
+
+
+@dataclass(frozen=True)
+class DistanceMeasures:
+    """Euclidean distance of the router's input to the nearest tie (Def. 5.2).
+
+    Attributes:
+        quantiles: of the distance.
+        density: its density at zero, per unit of the input.
+    """
+
+    quantiles: Quantiles
+    density: Estimate
 
 
 def expert_distances(weight: Float[Tensor, "experts dim"]) -> Float[Tensor, "experts experts"]:
@@ -222,3 +231,25 @@ def _expected_ties(radius: float, mean_norm: float, dim: int, n_experts: int, k:
     rho = math.sqrt(math.pi) * gaussian_gap_density(n_experts, k)
     s = min(1.0, radius / mean_norm) if mean_norm > 0 else 1.0
     return rho * float(special.betainc(0.5, (dim - 1) / 2, s**2))
+
+
+def distance_section(layer: LayerTrace, settings: MeasureSettings) -> Answer[DistanceMeasures]:
+    """Distances to the nearest tie that were computed while capturing (Def. 5.2)."""
+    if layer.distance is None:
+        why = "no distances were kept" if layer.facts.affine else "the scores are not affine"
+        return Answer(None, f"not answerable: {why}")
+    values = layer.distance.double()
+    return Answer(
+        DistanceMeasures(
+            quantiles(values, settings.probabilities, settings.confidence), gap_density(values)
+        )
+    )
+
+
+def angular_section(layer: LayerTrace) -> Answer[AngularSpread]:
+    """Directions of the router's inputs (Def. 9.1 - 9.3)."""
+    if layer.inputs is None:
+        return Answer(None, "not answerable: router inputs were not kept")
+    if layer.inputs.shape[-1] < 2:
+        return Answer(None, "not answerable: inputs of one dimension have no direction")
+    return Answer(angular_spread(layer.inputs, layer.facts.n_experts, layer.facts.k))

@@ -6,6 +6,7 @@
     noisy_gap                gap in units of its own noise                               Def. 6.3
     population_flips         f_gap(0) σ / √π to first order; √2 times it for two runs    Def. 6.3
     group_flip_probability   probability that two groups of experts change places        Def. 6.4
+    noise_flips              all of these for a layer of a trace
 
 `flip_probability` is exact for the given tokens, `population_flips` estimates the rate of the
 population they were drawn from.
@@ -35,22 +36,12 @@ from torch import Tensor
 
 from tieline.core.errors import ShapeError, TraceError, require
 from tieline.core.numerics import one_thread
-from tieline.core.statistics import Band, Estimate
+from tieline.core.statistics import Band, Estimate, mean_estimate
+from tieline.geometry.boundary import gap_density
 from tieline.trace.record import LayerTrace
 
-__all__ = [
-    "LogitView",
-    "first_order",
-    "flip_limits",
-    "flip_probability",
-    "from_logits",
-    "group_flip_probability",
-    "logit_view",
-    "noisy_gap",
-    "population_flips",
-]
-
 Ranks = Float[Tensor, "tokens ranks"]
+PerToken = Float[Tensor, " tokens"]
 
 ALMOST_ONE = 1 - 2.0**-24
 """Largest float32 below 1: a saturated sigmoid has a logit of at least about 16.6."""
@@ -83,6 +74,31 @@ class LogitView:
     slope: Ranks
     logits: Ranks | None
     threshold_slope: Float[Tensor, " tokens"]
+
+
+@dataclass(frozen=True)
+class NoiseFlips:
+    """Flips under independent N(0, σ²) noise of the logits.
+
+    Attributes:
+        sigma: σ, in units of the logits.
+        flip: mean over these tokens of the exact probability; its standard error is that of a
+            sample of tokens (Def. 6.2).
+        upper: upper limit for these tokens, with all experts past the last kept rank at that rank.
+        population: first-order rate of the population (Def. 6.3).
+        two_runs: the same between two noisy runs.
+    """
+
+    sigma: float
+    flip: Estimate
+    upper: float
+    population: Estimate
+    two_runs: Estimate
+
+
+SCORES_PER_GROUP = {"max": 1, "top2sum": 2}
+
+TINY = 1e-300
 
 
 def logit_view(layer: LayerTrace) -> LogitView:
@@ -289,3 +305,55 @@ def first_order(rate: Estimate) -> Estimate:
         return rate
     note = f"first order only: beyond {FIRST_ORDER_LIMIT:g} it overstates"
     return Estimate(rate.value, rate.standard_error, note)
+
+
+def noise_densities(layer: LayerTrace, view: LogitView) -> Estimate:
+    """f_gap(0) in units of the noise caused by unit noise of the logits (Def. 6.3, 6.4).
+
+    Group-limited routers add the density of the gap between groups.
+    """
+    inner = gap_density(noisy_gap(view.scores, layer.facts.k, view.slope))
+    if layer.group_gap is None:
+        return inner
+    return inner.plus(group_density(layer, view.threshold_slope))
+
+
+def noise_flips(
+    layer: LayerTrace, view: LogitView, sigma: float, density: Estimate
+) -> tuple[NoiseFlips, PerToken]:
+    """Flips under N(0, σ²) noise of the logits, and the probability of each token (Def. 6.2 - 6.4).
+
+    `view` is the `logit_view` of the layer, `density` its `noise_densities`.
+    """
+    beyond = max(0, layer.facts.reachable - view.scores.shape[1])
+    low, high = flip_limits(view.scores, layer.facts.k, view.slope * sigma, beyond)
+    groups = group_flips(layer, view.threshold_slope * sigma)
+    chance = either(low, groups)
+    record = NoiseFlips(
+        sigma=sigma,
+        flip=mean_estimate(chance),
+        upper=either(high, groups).mean().item(),
+        population=population_flips(density, sigma),
+        two_runs=population_flips(density, sigma, runs=2),
+    )
+    return record, chance
+
+
+def group_density(layer: LayerTrace, noise: PerToken) -> Estimate:
+    """Density at zero of the gap between groups, in units of their noise."""
+    assert layer.group_gap is not None
+    unit = math.sqrt(SCORES_PER_GROUP[layer.facts.group_score]) * noise
+    return gap_density(layer.group_gap.double() / unit.clamp(min=TINY))
+
+
+def group_flips(layer: LayerTrace, noise: PerToken) -> PerToken:
+    """Probability that two groups change places, zero without groups (Def. 6.4)."""
+    if layer.group_gap is None:
+        return torch.zeros_like(noise)
+    per_group = SCORES_PER_GROUP[layer.facts.group_score]
+    return group_flip_probability(layer.group_gap, noise, per_group)
+
+
+def either(first: PerToken, second: PerToken) -> PerToken:
+    """Probability of at least one of two independent events."""
+    return first + second - first * second

@@ -13,15 +13,6 @@ from torch import Tensor
 
 from tieline.core.errors import ShapeError, TraceError, require
 
-__all__ = [
-    "Coalitions",
-    "ExpertLoad",
-    "coalitions",
-    "expert_load",
-    "load_from_counts",
-    "log10_possible",
-]
-
 Chosen = Int[Tensor, "tokens k"]
 
 

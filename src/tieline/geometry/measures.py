@@ -26,55 +26,46 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tieline.core.errors import TraceError, require
-from tieline.core.statistics import Estimate, mean_estimate, normal_quantile
-from tieline.geometry.boundary import mass_profile
-from tieline.geometry.density import density_from_masses
-from tieline.geometry.flips import logit_view
+from tieline.core.records import to_plain
+from tieline.core.statistics import (
+    Estimate,
+    Quantiles,
+    Share,
+    clustered_error,
+    clustered_share,
+    mean_estimate,
+    normal_quantile,
+    quantiles,
+)
+from tieline.geometry.boundary import (
+    GapMeasures,
+    NearMeasures,
+    density_from_masses,
+    gap_section,
+    interpolated_epsilon,
+    mass_profile,
+    near_section,
+)
+from tieline.geometry.distance import (
+    AngularSpread,
+    DistanceMeasures,
+    angular_section,
+    distance_section,
+)
+from tieline.geometry.flips import NoiseFlips, logit_view, noise_densities, noise_flips
 from tieline.geometry.load import (
     Coalitions,
+    ExpertLoad,
     coalitions,
     expert_load,
     load_from_counts,
     log10_possible,
 )
-from tieline.geometry.measure_records import (
-    Answer,
-    DistanceMeasures,
-    GapMeasures,
-    LayerMeasures,
-    MeasureSettings,
-    ModelMeasures,
-    ModelRate,
-    NearMeasures,
-    Quantiles,
-    RoutingMeasures,
-)
-from tieline.geometry.sections import (
-    angular_section,
-    check_finite,
-    distance_section,
-    gap_section,
-    interpolated_epsilon,
-    near_section,
-    noise_densities,
-    noise_flips,
-    precision_flips,
-    product_section,
-    quantiles,
-    scored,
-)
+from tieline.geometry.measure_records import Answer, MeasureSettings
+from tieline.geometry.rounding import PrecisionFlips, ProductFlips, precision_flips, product_section
 from tieline.trace.counts import LogHistogram, grid_points
 from tieline.trace.record import LayerTrace, RoutingTrace
 from tieline.trace.summary import LayerSummary, RoutingSummary
-
-__all__ = [
-    "MeasureSettings",
-    "histogram_density",
-    "histogram_quantiles",
-    "measure",
-    "measure_layer",
-    "measure_summary",
-]
 
 PerToken = Float[Tensor, " tokens"]
 
@@ -82,6 +73,100 @@ OCTAVE = 32
 """Grid points from w to 2w."""
 
 SOFTMAX_SIZES = "not answerable: softmax scores do not tell the size of the logits that are rounded"
+
+
+@dataclass(frozen=True)
+class LayerMeasures:
+    """All measures of one layer.
+
+    Those of a smoothed router, which has no wall where top-k has one, say how far its tokens are
+    from the tie at which top-k would exchange two experts.
+
+    Attributes:
+        used: mean number of experts in use per token, of a smoothed router; None for top-k, which
+            uses k.
+    """
+
+    name: str
+    tokens: int
+    n_experts: int
+    k: int
+    units: str
+    load: ExpertLoad
+    coalitions: Coalitions
+    gap: Answer[GapMeasures]
+    near: Answer[NearMeasures]
+    distance: Answer[DistanceMeasures]
+    noise: Answer[tuple[NoiseFlips, ...]]
+    precision: Answer[tuple[PrecisionFlips, ...]]
+    product: Answer[ProductFlips]
+    angular: Answer[AngularSpread]
+    used: float | None = None
+
+    def to_dict(self) -> dict[str, object]:
+        """JSON values; numbers that are not finite become None."""
+        return to_plain(self)
+
+
+@dataclass(frozen=True)
+class ModelRate:
+    """A flip rate over the layers that can be measured.
+
+    Attributes:
+        name: the noise, "0.01" for σ or "bf16" for a format.
+        mean: mean over layers.
+        any_layer: share of tokens that flip in at least one layer, each layer with clean inputs.
+        worst_layer: name of the layer with the highest rate.
+        worst: the rate of that layer.
+        layers: number of these layers.
+        any_share: `any_layer` with its interval, clustered by document.
+        worst_share: `worst`, likewise; that it is the largest of many is not in the interval.
+    """
+
+    name: str
+    mean: Estimate
+    any_layer: Estimate
+    worst_layer: str
+    worst: float
+    layers: int
+    any_share: Share | None = None
+    worst_share: Share | None = None
+
+
+@dataclass(frozen=True)
+class ModelMeasures:
+    """Measures of the model as a whole.
+
+    Attributes:
+        gap: distribution of the gaps of all layers together.
+        smallest_gap: quantiles of each token's smallest gap over the layers.
+        noise: flips under noise of each σ.
+        precision: flips by rounding to each format, emulated.
+        dead: number of dead experts over all layers.
+        cold: number of cold experts over all layers.
+        evenness: mean evenness of the load.
+    """
+
+    gap: Answer[GapMeasures]
+    smallest_gap: Answer[Quantiles]
+    noise: tuple[ModelRate, ...]
+    precision: tuple[ModelRate, ...]
+    dead: int
+    cold: int
+    evenness: float
+
+
+@dataclass(frozen=True)
+class RoutingMeasures:
+    """Measures of every layer and of the model."""
+
+    layers: tuple[LayerMeasures, ...]
+    model: ModelMeasures
+    provenance: dict[str, object]
+
+    def to_dict(self) -> dict[str, object]:
+        """JSON values; numbers that are not finite become None."""
+        return to_plain(self)
 
 
 def measure_layer(
@@ -119,7 +204,8 @@ def measure(
         _measured(layer, chosen, trace.epsilons, weights.get(layer.name)) for layer in trace.layers
     ]
     records = tuple(one.record for one in done)
-    return RoutingMeasures(records, _model(done, chosen), dict(trace.provenance))
+    model = _model(done, chosen, trace.documents.long())
+    return RoutingMeasures(records, model, dict(trace.provenance))
 
 
 @dataclass(frozen=True)
@@ -140,6 +226,7 @@ def _measured(
 ) -> _Measured:
     check_finite(layer)
     facts, chosen, unknown = layer.facts, layer.experts[:, : layer.facts.k], scored(layer)
+    used = None if layer.used is None else layer.used.double().mean().item()
     record = LayerMeasures(
         name=layer.name,
         tokens=len(chosen),
@@ -155,6 +242,7 @@ def _measured(
         precision=Answer(None, unknown),
         product=Answer(None, unknown),
         angular=angular_section(layer),
+        used=used,
     )
     return (
         _Measured(record, None)
@@ -193,19 +281,23 @@ def _scored(
     )
 
 
-def _model(done: list[_Measured], settings: MeasureSettings) -> ModelMeasures:
+def _model(
+    done: list[_Measured], settings: MeasureSettings, documents: Int[Tensor, " tokens"]
+) -> ModelMeasures:
     gaps = [one.gaps for one in done if one.gaps is not None]
     units = {one.record.units for one in done if one.gaps is not None}
     status = f"not answerable: {len(units)} kinds of score"
     gap, smallest = Answer(None, status), Answer(None, status)
     if len(units) == 1:
         gap = Answer(gap_section(torch.cat(gaps), settings))
-        smallest = Answer(quantiles(torch.stack(gaps).amin(dim=0), settings))
+        smallest = Answer(
+            quantiles(torch.stack(gaps).amin(dim=0), settings.probabilities, settings.confidence)
+        )
     return ModelMeasures(
         gap=gap,
         smallest_gap=smallest,
-        noise=_rates([(one.record.name, one.noise) for one in done]),
-        precision=_rates([(one.record.name, one.precision) for one in done]),
+        noise=_rates([(one.record.name, one.noise) for one in done], documents),
+        precision=_rates([(one.record.name, one.precision) for one in done], documents),
         **_load_totals([one.record for one in done]),
     )
 
@@ -220,27 +312,44 @@ def _load_totals(layers: Sequence[LayerMeasures]) -> dict[str, Any]:
     }
 
 
-def _rates(layers: list[tuple[str, dict[str, PerToken]]]) -> tuple[ModelRate, ...]:
+def _rates(
+    layers: list[tuple[str, dict[str, PerToken]]], documents: Int[Tensor, " tokens"]
+) -> tuple[ModelRate, ...]:
     """One rate per perturbation, over the layers that have it."""
     names = list(dict.fromkeys(name for _, chances in layers for name in chances))
     return tuple(
-        _rate(name, [(layer, chances[name]) for layer, chances in layers if name in chances])
+        _rate(
+            name,
+            [(layer, chances[name]) for layer, chances in layers if name in chances],
+            documents,
+        )
         for name in names
     )
 
 
-def _rate(name: str, layers: list[tuple[str, PerToken]]) -> ModelRate:
+def _rate(
+    name: str, layers: list[tuple[str, PerToken]], documents: Int[Tensor, " tokens"]
+) -> ModelRate:
     chances = torch.stack([chance for _, chance in layers])
     means = chances.mean(dim=1)
-    worst = int(means.argmax())
+    worst, somewhere = int(means.argmax()), 1 - (1 - chances).prod(dim=0)
     return ModelRate(
         name=name,
-        mean=mean_estimate(chances.mean(dim=0)),
-        any_layer=mean_estimate(1 - (1 - chances).prod(dim=0)),
+        mean=_clustered(chances.mean(dim=0), documents),
+        any_layer=_clustered(somewhere, documents),
         worst_layer=layers[worst][0],
         worst=means[worst].item(),
         layers=len(layers),
+        any_share=clustered_share(somewhere, documents),
+        worst_share=clustered_share(chances[worst], documents),
     )
+
+
+def _clustered(values: PerToken, documents: Int[Tensor, " tokens"]) -> Estimate:
+    """Mean with its standard error by documents; by tokens if there is one document."""
+    alone = mean_estimate(values)
+    error = clustered_error(values, documents)
+    return alone if error is None else Estimate(alone.value, error)
 
 
 def measure_summary(
@@ -377,3 +486,30 @@ def _mean_count(counts: Int[Tensor, " values"]) -> Estimate:
     mean = (share @ values).item()
     variance = (share @ (values - mean).square()).item()
     return Estimate(mean, math.sqrt(variance / max(1, n - 1)))
+
+
+def scored(layer: LayerTrace) -> str:
+    """Return "ok" if scores on both sides of the threshold are available, else the reason."""
+    k, experts = layer.facts.k, layer.facts.n_experts
+    if layer.scores is None:
+        return "not answerable: the trace has expert ids only, no scores"
+    if k == experts:
+        return f"not answerable: all {experts} experts are chosen, so no tie is possible"
+    if layer.scores.shape[1] == k:
+        return f"not answerable: only the {k} chosen scores were kept, not the next one"
+    return "ok"
+
+
+def check_finite(layer: LayerTrace) -> None:
+    """Raise if scores are NaN or infinite, naming the layer, their number and the first token."""
+    if layer.scores is None:
+        return
+    bad = layer.scores.isnan() | layer.scores.isposinf()
+    bad[:, : layer.facts.k] |= layer.scores[:, : layer.facts.k].isneginf()
+    rows = bad.any(dim=1).nonzero()
+    require(
+        len(rows) == 0,
+        f"layer {layer.name!r}: scores of {len(rows)} of {len(bad)} tokens are NaN or infinite, "
+        f"first at token {int(rows[0]) if len(rows) else -1}",
+        TraceError,
+    )

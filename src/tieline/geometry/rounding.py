@@ -1,19 +1,17 @@
 """What low precision does to the choice: rounding the logits, and computing them in low precision.
 
-    round_to           nearest number of a format                                     Def. 7.1
-    grid_step          q, the distance between neighbours of a number there           Def. 7.1
     shared_cell        P(tie) = (1 - Δ/q)+                                            Def. 7.2
     shared_cell_flips  P(flip) by ties on one grid, half of the former for fine grids Def. 7.3
     emulated_choice    ties and flips of the given scores                             Def. 7.4
     product_effect     noise and error of a low-precision matrix product              Def. 7.5
     product_flips      P(flip) per token: noise, then rounding of the result          Def. 7.5
+    precision_flips    all of these for a layer of a trace
+    product_section    flips of a layer by a low-precision product
 
-Floating-point formats round the logits as they are and saturate at their largest number; integer
-formats are symmetric with one scale per token, which maps the largest |logit| to the largest
-integer (127 or 7). Rounding to one grid never reverses two scores, it can only make them equal; a
-tie then goes to the lower index, the wrong one in half of the cases. Where a bias or a nonlinearity
-follows the logits, the scores round on different grids: ties are rare, and rounding acts as noise
-of variance q²/12 (Def. 7.3).
+The formats are those of `core.numerics`. Rounding to one grid never reverses two scores, it can
+only make them equal; a tie then goes to the lower index, the wrong one in half of the cases. Where
+a bias or a nonlinearity follows the logits, the scores round on different grids: ties are rare, and
+rounding acts as noise of variance q²/12 (Def. 7.3).
 
 A matrix unit rounds inputs and weights, sums products in float32 and rounds the sum. The error of
 a logit is e_i = Σ_d (w_id δx_d + x_d δw_id) + ρ_i, with known sizes |δx_d|, |δw_id|, signs taken as
@@ -30,26 +28,26 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tieline.core.errors import ShapeError, require
-from tieline.core.numerics import float_step, one_thread, round_to_step
+from tieline.core.numerics import PRECISIONS, IntegerGrid, grid_step, one_thread, round_to
 from tieline.core.ranking import gap, sets_differ, topk_mask
-from tieline.geometry.flips import flip_probability
-
-__all__ = [
-    "PRECISIONS",
-    "EmulatedChoice",
-    "FloatGrid",
-    "IntegerGrid",
-    "ProductEffect",
-    "emulated_choice",
-    "grid_step",
-    "product_effect",
-    "product_flips",
-    "round_to",
-    "shared_cell",
-    "shared_cell_flips",
-]
+from tieline.core.statistics import Estimate, mean_estimate
+from tieline.geometry.boundary import gap_density
+from tieline.geometry.flips import (
+    TINY,
+    LogitView,
+    either,
+    first_order,
+    flip_probability,
+    from_logits,
+    group_density,
+    group_flips,
+    noisy_gap,
+)
+from tieline.geometry.measure_records import Answer
+from tieline.trace.record import LayerTrace
 
 Scores = Float[Tensor, "tokens experts"]
+
 PerToken = Float[Tensor, " tokens"]
 
 PLACES = 32
@@ -63,69 +61,47 @@ INPUT_CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
-class FloatGrid:
-    """A floating-point format: b stored mantissa bits, smallest normal exponent, largest number."""
+class PrecisionFlips:
+    """Ties and flips when the logits are rounded to a format.
 
-    mantissa_bits: int
-    min_exponent: int
-    largest: float
+    Attributes:
+        precision: name of the format.
+        step: mean step of the grid at the threshold, in units of the logits.
+        tie: expected share of tied tokens for a random offset of the grid (Def. 7.2).
+        flip: expected share of flipped tokens (Def. 7.2, 7.3).
+        tie_population: f_gap(0) q / 2.
+        flip_population: f_gap(0) q / 4, or its equivalent on two grids.
+        tie_emulated: share of these tokens that tie when rounded (Def. 7.4).
+        flip_emulated: share of these tokens that flip when rounded, within the chosen groups.
+        status: "ok", or what the numbers leave out.
+    """
+
+    precision: str
+    step: float
+    tie: Estimate
+    flip: Estimate
+    tie_population: Estimate
+    flip_population: Estimate
+    tie_emulated: Estimate
+    flip_emulated: Estimate
+    status: str = "ok"
 
 
 @dataclass(frozen=True)
-class IntegerGrid:
-    """A symmetric integer format with levels -levels, ..., levels and one scale per token."""
+class ProductFlips:
+    """Flips when the logits are computed by a low-precision matrix product (Def. 7.5).
 
-    levels: int
-
-
-PRECISIONS: dict[str, FloatGrid | IntegerGrid] = {
-    "bf16": FloatGrid(7, -126, (2 - 2**-7) * 2.0**127),
-    "fp16": FloatGrid(10, -14, 65504.0),
-    "fp8_e4m3": FloatGrid(3, -6, 448.0),
-    "fp8_e5m2": FloatGrid(2, -14, 57344.0),
-    "int8": IntegerGrid(127),
-    "int4": IntegerGrid(7),
-}
-"""The formats by name, with e4m3 in its finite-only form."""
-
-
-def grid_step(scores: Scores, precision: str) -> Scores:
-    """q: distance between the neighbours of each score in the format, in float64 (Def. 7.1).
-
-    Args:
-        scores: (T, E) logits; -inf for ranks without expert. The scale of integer formats is taken
-            from the finite ones of a token: a truncated list gives too small a step where the
-            largest |logit| is among the missing ranks.
-        precision: a name in `PRECISIONS`.
+    Attributes:
+        precision: name of the format.
+        noise: mean standard deviation of the product's error at the threshold.
+        flip: expected share of flipped tokens.
+        flip_emulated: share of these tokens that flip.
     """
-    grid = _grid(precision)
-    z = scores.double()
-    if isinstance(grid, FloatGrid):
-        finite = z.nan_to_num(neginf=0.0).clamp(-grid.largest, grid.largest)
-        return float_step(finite, grid.mantissa_bits, grid.min_exponent)
-    largest = z.abs().masked_fill(z.isinf(), 0.0).amax(dim=-1, keepdim=True)
-    return (largest / grid.levels).expand_as(z)
 
-
-def _grid(precision: str) -> FloatGrid | IntegerGrid:
-    require(
-        precision in PRECISIONS, f"unknown precision {precision!r}: one of {', '.join(PRECISIONS)}"
-    )
-    return PRECISIONS[precision]
-
-
-def round_to(scores: Scores, precision: str) -> Scores:
-    """Nearest number of the format, halves to even, in float64 (Def. 7.1).
-
-    Floating-point formats saturate at their largest number; -inf stays.
-    """
-    grid = _grid(precision)
-    step = grid_step(scores, precision)
-    # a step of zero belongs to a token whose scores are all zero
-    rounded = round_to_step(scores, step.where(step > 0, 1.0))
-    if isinstance(grid, FloatGrid):
-        rounded = rounded.clamp(-grid.largest, grid.largest)
-    return torch.where(scores.isneginf(), scores.double(), rounded)
+    precision: str
+    noise: float
+    flip: Estimate
+    flip_emulated: Estimate
 
 
 def shared_cell(gaps: PerToken, step: PerToken) -> PerToken:
@@ -281,3 +257,100 @@ def _tie_flips(rise: Tensor, spread: Tensor, step: Tensor) -> Tensor:
     inside = (below[2] - below[1]) - (below[1] - below[0])
     mean = rise * (below[2] - below[0]) - s * (density[2] - density[0])
     return torch.where(step > 0, (inside - mean / q) / 2, 0.0).clamp(-0.5, 0.5)
+
+
+def precision_flips(
+    layer: LayerTrace, view: LogitView, precision: str
+) -> tuple[PrecisionFlips, PerToken]:
+    """Ties and flips by rounding the logits, and which tokens flip (Def. 7.2 - 7.4).
+
+    `view` is the `logit_view` of the layer, with logits; `precision` a name in `PRECISIONS`.
+    """
+    assert view.logits is not None
+    k = layer.facts.k
+    step = grid_step(view.logits, precision)
+    tie, flip, tie_rate, flip_rate = _expected(layer, view, step)
+    rounded = from_logits(round_to(view.logits, precision), layer)
+    choice = emulated_choice(rounded, k, layer.experts)
+    record = PrecisionFlips(
+        precision=precision,
+        step=step[:, k - 1].mean().item(),
+        tie=mean_estimate(tie),
+        flip=mean_estimate(flip),
+        tie_population=first_order(tie_rate),
+        flip_population=first_order(flip_rate),
+        tie_emulated=mean_estimate(choice.tied.double()),
+        flip_emulated=mean_estimate(choice.flipped.double()),
+        status=_limits_of(layer, view, precision),
+    )
+    return record, choice.flipped.double()
+
+
+def product_section(
+    layer: LayerTrace, view: LogitView, weight: Tensor | None, precision: str
+) -> Answer[ProductFlips]:
+    """Flips by a low-precision matrix product (Def. 7.5).
+
+    `weight` (E, D) maps the inputs of the layer to its logits; `precision` is a floating format.
+    """
+    if layer.inputs is None or weight is None:
+        lacking = "router inputs were not kept" if layer.inputs is None else "no weight was given"
+        return Answer(None, f"not answerable: {lacking}")
+    k, ids = layer.facts.k, layer.experts.long()
+    effect = product_effect(layer.inputs, weight, precision)
+    noise, error = effect.noise.gather(1, ids), effect.error.gather(1, ids)
+    logits = view.logits
+    if logits is None:  # softmax scores fix them up to a shift only
+        logits = (layer.inputs.double() @ weight.detach().double().T).gather(1, ids)
+    step = grid_step(logits, precision)[:, k - 1] * view.slope[:, k - 1]
+    chance = product_flips(view.scores, k, noise * view.slope, step, same_grid=layer.bias is None)
+    return Answer(
+        ProductFlips(
+            precision=precision,
+            noise=noise[:, k - 1].mean().item(),
+            flip=mean_estimate(chance.clamp(0, 1)),
+            flip_emulated=_emulated(layer, round_to(logits + error, precision)),
+        )
+    )
+
+
+def _emulated(layer: LayerTrace, logits: Float[Tensor, "tokens ranks"]) -> Estimate:
+    """Share of tokens that are routed differently by other logits of the kept ranks."""
+    if layer.facts.units == "softmax" and layer.bias is not None:
+        return Estimate(None, None, "not answerable: a bias beside a softmax over all experts")
+    choice = emulated_choice(from_logits(logits, layer), layer.facts.k, layer.experts)
+    return mean_estimate(choice.flipped.double())
+
+
+def _expected(
+    layer: LayerTrace, view: LogitView, step: Float[Tensor, "tokens ranks"]
+) -> tuple[PerToken, PerToken, Estimate, Estimate]:
+    """Probabilities of a tie and of a flip per token, and their first-order rates."""
+    k = layer.facts.k
+    noise = step * view.slope / math.sqrt(12)
+    if layer.bias is None:
+        gaps, q = view.scores[:, k - 1] - view.scores[:, k], step[:, k - 1].clamp(min=TINY)
+        tie, flip = shared_cell(gaps, q), shared_cell_flips(view.scores, k, q)
+        density = gap_density(gaps / q)
+        tie_rate, flip_rate = density.times(0.5), density.times(0.25)
+    else:
+        flip = flip_probability(view.scores, k, noise)
+        tie, tie_rate = torch.zeros_like(flip), Estimate(0.0, 0.0)
+        density = gap_density(noisy_gap(view.scores, k, noise.clamp(min=TINY)))
+        flip_rate = density.times(1 / math.sqrt(math.pi))
+    if layer.group_gap is None:
+        return tie, flip, tie_rate, flip_rate
+    group_noise = step[:, k - 1] * view.threshold_slope / math.sqrt(12)
+    groups = group_density(layer, group_noise).times(1 / math.sqrt(math.pi))
+    return tie, either(flip, group_flips(layer, group_noise)), tie_rate, flip_rate.plus(groups)
+
+
+def _limits_of(layer: LayerTrace, view: LogitView, precision: str) -> str:
+    """Note what an emulation on the kept ranks leaves out."""
+    ranks, experts = view.scores.shape[1], layer.facts.n_experts
+    notes = []
+    if isinstance(PRECISIONS[precision], IntegerGrid) and ranks < experts:
+        notes.append(f"scale from the {ranks} largest of {experts} logits")
+    if layer.group_gap is not None:
+        notes.append("emulated within the chosen groups only")
+    return "; ".join(notes) or "ok"

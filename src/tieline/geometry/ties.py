@@ -31,8 +31,8 @@ from torch import Tensor
 
 from tieline.core.errors import ShapeError, require
 from tieline.core.ranking import kth_largest
+from tieline.geometry.boundary import tie_order
 from tieline.geometry.distance import expert_distances, nearest_tie
-from tieline.geometry.order import tie_order
 
 __all__ = [
     "TieComponent",

@@ -11,9 +11,21 @@ exception, restores the classes.
     capture          the context manager
     Recorder         the records of every forward pass, kept as one trace or handed to a `Sink`
     LayerObserver    turns each call of one router into a `LayerTrace`
+    DocumentCounter  tells which tokens a forward pass routes
 
 Ranks, counts K(ε) and distances need the scores of all experts, so they are computed here, on the
 device of the scores; only the results go to the CPU.
+
+Rows of a batch are documents, numbered from 0 over all batches. A pass that continues a cache (as
+the steps of `generate` do) continues the documents of the pass before. Padding is left out: tokens
+that the attention mask hides and, in a cached step, padding fed to rows that have ended.
+
+`check_selected` verifies that the scores explain the choice: no chosen score is below z_[k], up to
+
+    tolerance = 8 · eps · max(1, |z_[k]|),    eps = unit roundoff of the router's precision,
+
+since a router may evaluate the same function in another order, or rank probabilities whose logits
+are kept. A larger difference means that the family's record does not describe the router.
 """
 
 import inspect
@@ -30,24 +42,114 @@ from torch import Tensor, nn
 
 from tieline._version import __version__
 from tieline.core.errors import TielineError, TraceError, UnsupportedModelError, require
+from tieline.core.numerics import is_recomputing
 from tieline.core.ranking import Ranked, ranked_choice
-from tieline.core.recompute import is_recomputing
 from tieline.geometry.distance import NEIGHBOURS, expert_distances, nearest_tie
-from tieline.hf.families import RouterFamily, chosen_routers, family_of
+from tieline.hf.changes import Call, swapped_class, wrapped_class
+from tieline.hf.families import HANDLER, RouterFamily, chosen_routers, family_of
+from tieline.hf.precision import precision_name, stored_in
 from tieline.hf.router_call import RouterOutput, read_output
-from tieline.hf.running import Batch, DocumentCounter
-from tieline.hf.selection import (
-    Selection,
-    at_least_single,
-    check_distinct,
-    check_finite,
-    check_selected,
-    restrict,
-    select,
-)
-from tieline.hf.swap_class import Call, swapped_class, wrapped_class
-from tieline.trace.ops import concatenate
-from tieline.trace.record import LayerFacts, LayerTrace, RoutingTrace, check_epsilons
+from tieline.hf.selection import Selection, at_least_single, restrict, select
+from tieline.trace.record import LayerFacts, LayerTrace, RoutingTrace, check_epsilons, concatenate
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Tokens of one forward pass, padding left out.
+
+    Attributes:
+        tokens: token ids, -1 where the model was given embeddings.
+        documents: number of the row that each token belongs to.
+        positions: number of tokens before it in its document.
+        kept: the rows of the routers' inputs that hold these tokens; None if all do.
+        routed: number of rows that every router sees, padding included.
+    """
+
+    tokens: Int[Tensor, " tokens"]
+    documents: Int[Tensor, " tokens"]
+    positions: Int[Tensor, " tokens"]
+    kept: Int[Tensor, " tokens"] | None
+    routed: int
+
+
+class DocumentCounter:
+    """Numbers the rows of successive forward passes."""
+
+    def __init__(self, padding: int | None = None, ends: frozenset[int] = frozenset()) -> None:
+        """Take the padding id that `generate` feeds to ended rows, and the ids that end a row."""
+        self._padding = padding
+        self._ends = ends if padding is None else ends | {padding}
+        self._next = 0
+        self._rows: Tensor | None = None
+        self._last: Tensor | None = None
+
+    def read(self, arguments: Mapping[str, Any]) -> Batch:
+        """Return the tokens of a forward pass with these arguments."""
+        ids = _token_ids(arguments)
+        visible = _attention_mask(arguments, ids.shape)
+        past = _past_length(arguments, ids.shape[1], visible)
+        if visible is None:
+            visible = torch.ones(ids.shape[0], past + ids.shape[1], dtype=torch.bool)
+        rows = self._documents(len(ids), past > 0)
+        positions = (visible.cumsum(dim=1) - 1)[:, -ids.shape[1] :]
+        shown = visible[:, -ids.shape[1] :] & ~self._after_end(ids, past > 0)
+        self._last = ids[:, -1]
+        return _batch(ids, rows, positions, shown)
+
+    def _documents(self, rows: int, continues: bool) -> Tensor:
+        if not continues or self._rows is None or len(self._rows) != rows:
+            self._rows = torch.arange(self._next, self._next + rows)
+            self._next += rows
+        return self._rows
+
+    def _after_end(self, ids: Tensor, continues: bool) -> Tensor:
+        """Mask of the padding in a cached step after an end or other padding."""
+        if self._padding is None or self._last is None or not continues:
+            return torch.zeros_like(ids, dtype=torch.bool)
+        if len(self._last) != len(ids):
+            return torch.zeros_like(ids, dtype=torch.bool)
+        before = torch.cat([self._last[:, None], ids[:, :-1]], dim=1)
+        ended = torch.isin(before, torch.tensor(sorted(self._ends)))
+        return ended & (ids == self._padding)
+
+
+def _batch(ids: Tensor, rows: Tensor, positions: Tensor, shown: Tensor) -> Batch:
+    documents = rows[:, None].expand_as(ids)
+    kept = None if bool(shown.all()) else shown.flatten().nonzero().squeeze(1)
+    tokens, documents, positions = (x[shown] for x in (ids, documents, positions))
+    return Batch(tokens, documents, positions, kept, ids.numel())
+
+
+def _token_ids(arguments: Mapping[str, Any]) -> Int[Tensor, "rows length"]:
+    ids, embeddings = arguments.get("input_ids"), arguments.get("inputs_embeds")
+    if isinstance(ids, Tensor) and ids.ndim == 2:
+        return ids.detach().cpu().long()
+    if isinstance(embeddings, Tensor) and embeddings.ndim == 3:
+        return torch.full(embeddings.shape[:2], -1)
+    raise TielineError(
+        "the model was called without `input_ids` (rows, length) or `inputs_embeds` (rows, length, "
+        "width), so its routers' tokens are unknown"
+    )
+
+
+def _attention_mask(arguments: Mapping[str, Any], shape: torch.Size) -> Tensor | None:
+    """The mask (rows, past + length) as booleans; None for masks of other forms."""
+    mask = arguments.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] >= shape[1]:
+        return mask.detach().cpu().bool()
+    return None
+
+
+def _past_length(arguments: Mapping[str, Any], length: int, visible: Tensor | None) -> int:
+    if visible is not None:
+        return visible.shape[1] - length
+    cache = arguments.get("past_key_values")
+    if cache is None or not hasattr(cache, "get_seq_length"):
+        return 0
+    try:
+        return int(cache.get_seq_length())
+    except ValueError:  # a cache of linear attention alone has no length
+        return 0
 
 
 @dataclass(frozen=True)
@@ -85,6 +187,7 @@ class LayerObserver:
         self.family = family
         self._settings = settings
         self._verified = False
+        self._slots = 0
         self._matrix: tuple[tuple[int, int], Tensor] | None = None
 
     @torch.no_grad()
@@ -94,23 +197,33 @@ class LayerObserver:
         if reason is not None and router.training:
             raise UnsupportedModelError(f"layer {self.name!r} ({self.family.name}): {reason}")
         found = self._kept_rows(read_output(self.family, router, call[0], output), batch)
+        smoothed = hasattr(router, HANDLER)  # its own choice is no top-k: the scores alone rank
+        ids = found.ids[:, :0] if smoothed else found.ids
         selection = select(self.family, router, found.logits, call)
         check_finite(selection.scores, self.name, batch)
         scores, group_gap = selection.scores, None
         if selection.limit is not None:
-            scores, group_gap = restrict(scores, found.ids, selection.limit)
-        ranking = self._rank(at_least_single(scores), found, selection)
+            scores, group_gap = restrict(scores, ids, selection.limit)
+        k = int(attrgetter(self.family.k)(router)) if smoothed else ids.shape[1]
+        self._slots = self._slots or (found.ids.shape[1] if smoothed else k)
+        ranking = self._rank(at_least_single(scores), ids, k, selection)
+        weights = _in_order(
+            found, ranking.kept.indices if smoothed else ranking.kept.indices[:, :k]
+        )
+        faded, used = weights[:, k:], (found.weights != 0).sum(dim=1)
         return LayerTrace(
             name=self.name,
             facts=ranking.facts,
             experts=_to_cpu(ranking.kept.indices, _integers(ranking.facts.n_experts)),
             scores=_to_cpu(ranking.kept.values, torch.float32),
-            weights=_to_cpu(_in_order(found, ranking.kept), torch.float32),
+            weights=_to_cpu(weights[:, :k], torch.float32),
             group_gap=None if group_gap is None else group_gap.cpu(),
             distance=self._distance(router, ranking),
             near=self._near(ranking),
             bias=None if selection.bias is None else _to_cpu(selection.bias, torch.float32),
             inputs=self._inputs(call, batch),
+            faded=_to_cpu(faded, torch.float32) if smoothed else None,
+            used=_to_cpu(used, torch.int32) if smoothed else None,
         )
 
     def _kept_rows(self, found: RouterOutput, batch: Batch) -> RouterOutput:
@@ -126,16 +239,18 @@ class LayerObserver:
         kept = batch.kept.to(found.logits.device)
         return RouterOutput(*(tensor.index_select(0, kept) for tensor in found))
 
-    def _rank(self, scores: Tensor, found: RouterOutput, selection: Selection) -> _Ranking:
-        """Rank the scores and verify the ranks against the router's own choice."""
-        k, experts = found.ids.shape[1], scores.shape[1]
-        wanted = experts if self._settings.ranks is None else k + self._settings.ranks
+    def _rank(self, scores: Tensor, ids: Tensor, k: int, selection: Selection) -> _Ranking:
+        """Rank the scores and verify the ranks against the router's own choice `ids`, if any."""
+        experts = scores.shape[1]
+        ranks = self._settings.ranks
+        wanted = experts if ranks is None else max(k + ranks, self._slots)
         needed = min(max(wanted, k + NEIGHBOURS + 1), experts)
         if not self._verified:
-            check_distinct(found.ids, self.name, self.family.name)
-        ranked = ranked_choice(scores, found.ids, k, needed)
-        selected, threshold = scores.gather(1, found.ids), ranked.values[:, k - 1]
-        check_selected(selected, threshold, selection.rounding, self.name, self.family.name)
+            check_distinct(ids, self.name, self.family.name)
+        ranked = ranked_choice(scores, ids, k, needed)
+        if ids.shape[1]:
+            selected, threshold = scores.gather(1, ids), ranked.values[:, k - 1]
+            check_selected(selected, threshold, selection.rounding, self.name, self.family.name)
         self._verified = True
         kept = Ranked(ranked.values[:, :wanted], ranked.indices[:, :wanted])
         return _Ranking(scores, ranked, kept, self._facts(experts, k, selection))
@@ -183,13 +298,12 @@ class LayerObserver:
         return _to_cpu(states, torch.float32)
 
 
-def _in_order(found: RouterOutput, ranked: Ranked) -> Tensor:
-    """Combine weights in the order of the ranks."""
-    chosen = ranked.indices[:, : found.ids.shape[1]]
-    if torch.equal(chosen, found.ids):
+def _in_order(found: RouterOutput, experts: Int[Tensor, "tokens ranks"]) -> Tensor:
+    """Combine weights of these experts, 0 for one that is not in use."""
+    if torch.equal(experts, found.ids):
         return found.weights
     of_all = found.weights.new_zeros(found.logits.shape)
-    return of_all.scatter_(1, found.ids, found.weights).gather(1, chosen)
+    return of_all.scatter_add_(1, found.ids, found.weights).gather(1, experts)
 
 
 def near_counts(
@@ -357,12 +471,12 @@ def capture(
     settings = Settings(None if ranks == "all" else ranks, epsilons, keep == "inputs", distances)
     routers = chosen_routers(model, layers)
     observers = [_observer(name, router, settings) for name, router in routers.items()]
-    recorder = Recorder(_counter(model), epsilons, _provenance(model), sink)
+    recorder = Recorder(document_counter(model), epsilons, _provenance(model), sink)
     with ExitStack() as stack:
         for observer, router in zip(observers, routers.values(), strict=True):
             observed = _observed_class(type(router), observer, recorder)
             stack.enter_context(swapped_class(router, observed))
-        for handle in _watch_forward(model, recorder):
+        for handle in watch_forward(model, recorder):
             stack.callback(handle.remove)
         yield recorder
 
@@ -395,10 +509,23 @@ def _observed_class(
     return wrapped_class(cls, observer.family.method, observe, **members)
 
 
-def _watch_forward(
-    model: nn.Module, recorder: Recorder
+@runtime_checkable
+class Watcher(Protocol):
+    """What is told where the forward passes of a model begin and end."""
+
+    def begin(self, arguments: Mapping[str, Any]) -> None:
+        """Take the arguments of a pass that begins."""
+        ...
+
+    def finish(self) -> None:
+        """Take note that the pass has ended without an error."""
+        ...
+
+
+def watch_forward(
+    model: nn.Module, recorder: Watcher
 ) -> Iterator[torch.utils.hooks.RemovableHandle]:
-    """Hook the model to tell the recorder where forward passes begin and end."""
+    """Hook the model to tell a watcher where forward passes begin and end."""
     names = list(inspect.signature(model.forward).parameters)
 
     def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -413,7 +540,7 @@ def _watch_forward(
     yield model.register_forward_hook(finish)
 
 
-def _counter(model: nn.Module) -> DocumentCounter:
+def document_counter(model: nn.Module) -> DocumentCounter:
     """Document counter that knows the padding fed by `generate` to rows that have ended."""
     config = getattr(model, "generation_config", None)
     ends = getattr(config, "eos_token_id", None)
@@ -429,7 +556,8 @@ def _provenance(model: nn.Module) -> dict[str, object]:
         "architecture": type(model).__name__,
         "model_type": getattr(config, "model_type", None),
         "revision": getattr(config, "_commit_hash", None),
-        "dtype": str(getattr(model, "dtype", None)).removeprefix("torch."),
+        "dtype": precision_name(getattr(model, "dtype", None)),
+        "stored_dtype": stored_in(model),
         "experts_implementation": getattr(config, "_experts_implementation", None),
         "training": model.training,
         "tieline": __version__,
@@ -443,3 +571,64 @@ def _check_arguments(keep: str, ranks: int | str, epsilons: tuple[float, ...]) -
     enough = ranks == "all" or (isinstance(ranks, int) and ranks >= 1)
     require(enough, f"ranks must be at least 1 (gaps need rank k + 1) or 'all', got {ranks!r}")
     check_epsilons(epsilons)
+
+
+ROUNDINGS = 8
+"""Units of rounding that an activation, a bias and a sum may add up to."""
+
+
+def check_finite(scores: Float[Tensor, "tokens experts"], layer: str, batch: Batch) -> None:
+    """Refuse NaN and infinite scores, with their layer, count and first token."""
+    if scores.sum().isfinite():  # one pass, no mask; a sum that overflows is looked at closely
+        return
+    wrong = ~scores.isfinite()
+    rows = wrong.any(dim=1).nonzero().squeeze(1)
+    if len(rows):
+        first = int(rows[0])
+        raise TielineError(
+            f"layer {layer!r}: {int(wrong.sum())} selection scores of {len(rows)} tokens are NaN "
+            f"or infinite, first at token {int(batch.positions[first])} of document "
+            f"{int(batch.documents[first])} (token id {int(batch.tokens[first])})"
+        )
+
+
+def check_distinct(ids: Int[Tensor, "tokens k"], layer: str, family: str) -> None:
+    """Refuse a router that chose an expert twice for one token."""
+    ordered = ids.sort(dim=1).values
+    if bool((ordered[:, 1:] == ordered[:, :-1]).any()):
+        raise _refusal(layer, family, "an expert was chosen twice for one token")
+
+
+def check_selected(
+    selected: Float[Tensor, "tokens k"],
+    threshold: Float[Tensor, " tokens"],
+    rounding: float,
+    layer: str,
+    family: str,
+) -> None:
+    """Refuse unless every selected score reaches z_[k], up to the router's rounding.
+
+    Args:
+        selected: captured scores at the router's own indices.
+        threshold: z_[k] of the captured scores.
+        rounding: unit roundoff of the precision in which the router ranks.
+        layer: name of the router module.
+        family: name of its family.
+    """
+    tolerance = ROUNDINGS * rounding * threshold.abs().clamp(min=1)
+    short = threshold - selected.amin(dim=1) > tolerance
+    if bool(short.any()):
+        count, first = int(short.sum()), int(short.nonzero()[0])
+        found = torch.stack([selected[first].amin(), threshold[first]]).tolist()
+        why = (
+            f"{count} of {len(short)} tokens chose an expert that its scores do not rank among "
+            f"the first {selected.shape[1]}; the first has {found[0]:.9g} < {found[1]:.9g}"
+        )
+        raise _refusal(layer, family, why)
+
+
+def _refusal(layer: str, family: str, why: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"layer {layer!r}: the record of family {family!r} does not describe this router under "
+        f"transformers {version('transformers')}: {why}"
+    )

@@ -12,11 +12,16 @@ skeleton before weights are read, and on the model after.
 
 Checkpoints of two older forms are read as well: the smoothing under "tieline_smoothing" with the
 weights' variant "tieline-smoothed", other features under "quantization_config".
+
+What one object does is changed by its class: it becomes a subclass of its class, of the same name.
+Assigning `__class__` keeps parameters, state-dict keys, hooks, `isinstance` and every other
+instance of the class. `restore_class` takes the last change back.
 """
 
 import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,11 +30,17 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from tieline.core.errors import UnsupportedModelError, require
-from tieline.hf.swap_class import Call, restore_class, subclass, wrapped_class
+from tieline.hf.sizes import check_sizes
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of a call."""
 
 Facts = dict[str, Any]
+
 KEY, VARIANT = "tieline", "tieline"
+
 OLD_KEY, OLD_VARIANT, OLD_PLACE = "tieline_smoothing", "tieline-smoothed", "quantization_config"
+
 ATTRIBUTE = "tieline_changes"
 """Attribute of a configuration in memory."""
 
@@ -64,6 +75,53 @@ class Checkpoint(NamedTuple):
 
 RESTORERS: dict[str, Restorer] = {}
 """By feature."""
+
+
+def subclass(cls: type, name: str | None = None, **members: Any) -> type:
+    """Make a subclass with these members, under the name of `cls` unless another is given."""
+    same = {"__module__": cls.__module__, "__qualname__": cls.__qualname__} if name is None else {}
+    return type(name or cls.__name__, (cls,), {"__module__": cls.__module__, **same, **members})
+
+
+def wrapped_class(
+    cls: type,
+    method: str,
+    after: Callable[[Any, Call, Any], Any],
+    name: str | None = None,
+    **members: Any,
+) -> type:
+    """Make a subclass whose `method` returns `after(self, call, output)` of the original output.
+
+    Args:
+        cls: the class.
+        method: name of the method; its signature is kept.
+        after: is given the object, its arguments and what the original method returned.
+        name: name of the subclass; by default that of `cls`.
+        members: further members of the subclass.
+    """
+    plain = getattr(cls, method)
+
+    @functools.wraps(plain)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return after(self, (args, kwargs), plain(self, *args, **kwargs))
+
+    return subclass(cls, name, **{method: wrapped}, **members)
+
+
+def restore_class(thing: Any) -> None:
+    """Give an object back the class that it had before its last subclass."""
+    thing.__class__ = type(thing).__mro__[1]
+
+
+@contextmanager
+def swapped_class(thing: Any, cls: type) -> Iterator[None]:
+    """Give an object another class inside the block."""
+    before = type(thing)
+    thing.__class__ = cls
+    try:
+        yield
+    finally:
+        thing.__class__ = before
 
 
 def register_restorer(feature: str, restorer: Restorer) -> None:
@@ -145,6 +203,7 @@ def read_checkpoint(source: str | Path, **options: Any) -> Checkpoint:
         options: of `AutoConfig.from_pretrained`, such as `revision`.
     """
     found, _ = PreTrainedConfig.get_config_dict(source, **options)
+    check_sizes(found)
     key = next((key for key in (KEY, OLD_KEY) if key in found), None)
     if key is None:
         config, changes, variant = AutoConfig.from_pretrained(source, **options), {}, None
@@ -254,14 +313,36 @@ def _with_structure(model_class: type, changes: Mapping[str, Facts]) -> Any:
 def _read(build: Any, source: str | Path, options: dict[str, Any]) -> PreTrainedModel:
     """Read the weights of a checkpoint; refuses one that would leave random numbers."""
     refusal = f"the checkpoint {str(source)!r} does not fit its configuration: "
+    options = {"ignore_mismatched_sizes": True} | options  # reported, and refused below by name
     try:
         model, report = build.from_pretrained(source, output_loading_info=True, **options)
-    except RuntimeError as problem:  # other shapes
+    except RuntimeError as problem:
         raise UnsupportedModelError(refusal + first_line(problem)) from problem
     missing = sorted(report["missing_keys"])
-    lacks = f"it lacks {len(missing)} tensors, which would be random numbers: {missing[:3]} ..."
+    lacks = f"it lacks {_counted(missing, 'tensor')}, which would be random numbers"
     require(not missing, refusal + lacks, UnsupportedModelError)
+    shapes = [
+        f"{name!r} has the shape {tuple(found)} instead of {tuple(wanted)}"
+        for name, found, wanted in sorted(report["mismatched_keys"])
+    ]
+    wrong = f"{'; '.join(shapes[:MOST_NAMED])}{_more(len(shapes))}"
+    hint = "; parts of the experts may be missing" if "experts" in wrong else ""
+    require(not shapes, refusal + wrong + hint, UnsupportedModelError)
     return model
+
+
+MOST_NAMED = 3
+"""Tensors that a message names one by one."""
+
+
+def _counted(names: list[str], word: str) -> str:
+    """As "2 tensors: 'a', 'b'"; those beyond `MOST_NAMED` are counted."""
+    listed = ", ".join(map(repr, names[:MOST_NAMED])) + _more(len(names))
+    return f"{len(names)} {word}{'s' * (len(names) != 1)} ({listed})"
+
+
+def _more(count: int) -> str:
+    return f" and {count - MOST_NAMED} more" if count > MOST_NAMED else ""
 
 
 def first_line(problem: BaseException) -> str:

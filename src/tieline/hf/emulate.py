@@ -5,7 +5,7 @@
 
 emulate       rounds weights once, on entry, and activations where a matrix product takes them in;
               bf16 and fp16 also round what products, sums and elementwise products return
-              (`hf.formats`). Sums inside a product and tables of positions stay in float32.
+              (see the table). Sums inside a product and tables of positions stay in float32.
 score_noise   adds N(0, σ²) to every logit of every router
 state_noise   adds N(0, (ρ · rms(x))²) to every coordinate of a hidden state x: of the routers'
               inputs alone, or of the output of every routed decoder layer
@@ -17,22 +17,176 @@ state_noise   adds N(0, (ρ · rms(x))²) to every coordinate of a hidden state 
 
 A router that makes its logits in float32 whatever the model's precision (DeepSeek-V3) keeps them so
 under "all", as it would natively, but not under "router", where its own precision is the question.
+
+The formats, as a matrix product sees them:
+
+    name          weights                       activations          result of a product
+    bf16, fp16    rounded                       rounded              rounded
+    fp8_e4m3      scaled per output channel     scaled per token     not rounded
+    fp8_e5m2      the same                      the same             not rounded
+    int8          8 bits per output channel     8 bits per token     not rounded
+    int8_group    8 bits per group of inputs    not rounded          not rounded
+    int4          4 bits per output channel     not rounded          not rounded
+    int4_group    4 bits per group of inputs    not rounded          not rounded
+
+Rounding is to nearest, halves to even. A scale maps the largest |x| to the largest number of the
+format, so nothing saturates; unscaled formats saturate at their largest number.
 """
 
 import copy
 import inspect
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Literal
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from tieline.core.errors import UnsupportedModelError, require
 from tieline.hf.families import family_of, find_routers
-from tieline.hf.formats import Format, format_named
+
+GROUP_SIZE = 32
+"""Inputs that share a scale in the formats per group."""
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """Round numbers to a grid.
+
+    Attributes:
+        dtype: floating-point type that the numbers are cast to; None for integers.
+        mantissa: bits of the mantissa that float32 numbers keep, of a format that torch has no
+            type for; None for all others.
+        levels: largest integer of a symmetric integer grid; None for casts.
+        scaled: whether numbers that share a scale are first mapped to the range of the grid.
+        group: how many neighbours along the contracted axis share a scale; None for all of them.
+    """
+
+    dtype: torch.dtype | None = None
+    levels: int | None = None
+    scaled: bool = False
+    group: int | None = None
+    mantissa: int | None = None
+
+    def __call__(self, values: Float[Tensor, "*shape"], axis: int = -1) -> Float[Tensor, "*shape"]:
+        """Return the nearest numbers of the grid, in the type of `values`.
+
+        Args:
+            values: weights or activations.
+            axis: the axis that a product sums over, along which scales are shared.
+        """
+        if not self.scaled:
+            return self._snapped(values)
+        along = values.movedim(axis, -1)
+        dim = along.shape[-1]
+        size = min(self.group or dim, dim)
+        padded = torch.nn.functional.pad(along, (0, -dim % size)).unflatten(-1, (-1, size))
+        scale = padded.abs().amax(dim=-1, keepdim=True) / self._largest
+        scale = scale.where(scale > 0, 1.0)
+        rounded = self._snapped(padded / scale) * scale
+        return rounded.flatten(-2)[..., :dim].movedim(-1, axis)
+
+    @property
+    def _largest(self) -> float:
+        if self.dtype is None:
+            return float(self.levels or 1)
+        return torch.finfo(self.dtype).max
+
+    def _snapped(self, values: Tensor) -> Tensor:
+        if self.mantissa is not None:
+            return _shortened(values.float(), 23 - self.mantissa).to(values.dtype)
+        if self.dtype is None:
+            return values.round()
+        return values.clamp(-self._largest, self._largest).to(self.dtype).to(values.dtype)
+
+
+def _shortened(values: Float[Tensor, "*shape"], dropped: int) -> Float[Tensor, "*shape"]:
+    """Float32 numbers without the last bits of their mantissa, to nearest, ties to even."""
+    bits = values.contiguous().view(torch.int32)
+    last = (bits >> dropped) & 1
+    half = (1 << (dropped - 1)) - 1
+    return ((bits + half + last) & -(1 << dropped)).view(torch.float32)
+
+
+@dataclass(frozen=True)
+class Format:
+    """What a format does to the numbers of a matrix product.
+
+    Attributes:
+        name: its name in `FORMATS`.
+        weights: how weights are rounded.
+        activations: how activations are rounded; None if they are not.
+        results: how results of products and sums are rounded; None if they are not.
+        bits: bits of a stored weight, without its share of the scale (16 bits).
+    """
+
+    name: str
+    weights: Rounding
+    activations: Rounding | None = None
+    results: Rounding | None = None
+    bits: int = 16
+
+    @property
+    def plain(self) -> bool:
+        """Whether the whole computation happens in the format, as for bf16 and fp16."""
+        return self.results is not None
+
+
+def _cast(name: str, dtype: torch.dtype) -> Format:
+    grid = Rounding(dtype)
+    return Format(name, grid, grid, grid, 16)
+
+
+def _float8(name: str, dtype: torch.dtype) -> Format:
+    grid = Rounding(dtype, scaled=True)
+    return Format(name, grid, grid, None, 8)
+
+
+def _integer(name: str, bits: Literal[4, 8], group: int | None, activations: bool) -> Format:
+    levels = (1 << (bits - 1)) - 1
+    grid = Rounding(levels=levels, scaled=True, group=group)
+    tokens = Rounding(levels=levels, scaled=True) if activations else None
+    return Format(name, grid, tokens, None, bits)
+
+
+def _tf32() -> Format:
+    """Products of TensorFloat-32: ten bits of mantissa in, sums and results in float32."""
+    grid = Rounding(mantissa=10)
+    return Format("tf32", grid, grid, None, 32)
+
+
+def _bf16_in() -> Format:
+    """Weights and inputs in bfloat16, results kept in float32, as fused gates do it."""
+    grid = Rounding(torch.bfloat16)
+    return Format("bf16_in", grid, grid, None, 16)
+
+
+FORMATS: dict[str, Format] = {
+    "bf16": _cast("bf16", torch.bfloat16),
+    "fp16": _cast("fp16", torch.float16),
+    "fp8_e4m3": _float8("fp8_e4m3", torch.float8_e4m3fn),
+    "fp8_e5m2": _float8("fp8_e5m2", torch.float8_e5m2),
+    "int8": _integer("int8", 8, None, activations=True),
+    "int8_group": _integer("int8_group", 8, GROUP_SIZE, activations=False),
+    "int4": _integer("int4", 4, None, activations=False),
+    "int4_group": _integer("int4_group", 4, GROUP_SIZE, activations=False),
+    "bf16_in": _bf16_in(),
+    "tf32": _tf32(),
+}
+"""The formats by name."""
+
+OF_ROUTERS = ("bf16_in", "tf32")
+"""Formats in which routers are computed apart from the model."""
+
+
+def format_named(name: str) -> Format:
+    """Return the format of that name."""
+    require(name in FORMATS, f"unknown format {name!r}: one of {', '.join(FORMATS)}")
+    return FORMATS[name]
 
 
 def modular_routers(model: nn.Module) -> dict[str, nn.Module]:
@@ -42,7 +196,12 @@ def modular_routers(model: nn.Module) -> dict[str, nn.Module]:
         family = family_of(router)
         assert family is not None
         require(
-            family.layout != "method" and family.refused is None,
+            family.refused is None,
+            f"layer {name!r}: its precision cannot be set apart: {family.refused}",
+            UnsupportedModelError,
+        )
+        require(
+            family.layout != "method",
             f"layer {name!r}: {type(router).__name__} of family {family.name!r} is no module that "
             f"routes by itself, so its precision cannot be set apart",
             UnsupportedModelError,
@@ -124,7 +283,10 @@ def computes_single(router: nn.Module) -> bool:
         trial._forward_hooks.clear()
         trial._forward_pre_hooks.clear()
         token = torch.zeros(1, matrix.shape[1], dtype=torch.bfloat16, device=matrix.device)
-        output = trial(token)
+        family = family_of(router)
+        name = None if family is None else family.bias_argument
+        bias = {} if name is None else {name: torch.zeros(len(matrix), device=matrix.device)}
+        output = trial(token, **bias)
     return output[0].dtype == torch.float32
 
 
@@ -247,11 +409,14 @@ _ACTIVATION_FIRST = frozenset(
     )
     if function is not None
 )
+
 _MATMUL = frozenset(
     {torch.matmul, torch.mm, torch.bmm}
     | {torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.mm, torch.Tensor.bmm}
 )
+
 _ATTENTION = frozenset({torch.nn.functional.scaled_dot_product_attention})
+
 _ELEMENTWISE = frozenset(
     {torch.add, torch.mul, torch.Tensor.add, torch.Tensor.mul, torch.Tensor.sub}
     | {torch.Tensor.__add__, torch.Tensor.__mul__, torch.Tensor.__radd__, torch.Tensor.__rmul__}

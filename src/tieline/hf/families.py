@@ -154,11 +154,6 @@ def chosen_routers(model: nn.Module, layers: Collection[str] | None) -> dict[str
 
 def _refuse(name: str, router: nn.Module) -> None:
     family = family_of(router)
-    if hasattr(router, HANDLER):
-        raise UnsupportedModelError(
-            f"layer {name!r} is smoothed: its experts are no top-k of its scores; call `unsmooth_` "
-            "before its ties are captured"
-        )
     if family is not None and family.refused is not None:
         raise UnsupportedModelError(
             f"layer {name!r}: {type(router).__name__} of family {family.name!r} (transformers "

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import (
     AutoModel,
@@ -28,21 +29,16 @@ from transformers import (
 
 from tieline.core.errors import ParameterError, TielineError, UnsupportedModelError, require
 from tieline.hf.changes import changes_of, first_line, load_pretrained, read_checkpoint
+from tieline.hf.demo import DEMO, DEMO_FOLDER, is_demo, load_demo_model, load_demo_tokenizer
 from tieline.hf.families import chosen_routers, family_of, find_routers
 from tieline.hf.llama2c import load_llama2c, load_llama2c_tokenizer
-from tieline.hf.shipped import SHIPPED_FOLDER, load_shipped_model, load_shipped_tokenizer
+from tieline.hf.precision import DTYPES, computed_dtype, remember_stored, stored_dtype
+from tieline.hf.sizes import CHOSEN, EXPERTS
 from tieline.hf.smooth import FEATURE as SMOOTH
+from tieline.hf.upcycle import FEATURE as UPCYCLE
 
-DTYPES: dict[str, str | torch.dtype] = {
-    "auto": "auto",
-    "fp32": torch.float32,
-    "float32": torch.float32,
-    "fp16": torch.float16,
-    "float16": torch.float16,
-    "bf16": torch.bfloat16,
-    "bfloat16": torch.bfloat16,
-}
-"""Precisions by name; "auto" is that of the checkpoint."""
+OWN_LAYERS = '"tieline_switch"'
+"""The model type, in a config.json, of a decoder of Tieline's own layers (`training.language`)."""
 
 _CLASSES = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModel)
 
@@ -66,7 +62,7 @@ def load_model(
     """Load a Mixture-of-Experts model and its tokenizer, with all changes that it was saved with.
 
     Args:
-        name: folder with a checkpoint, or id on the hub; None for the model in the box.
+        name: folder with a checkpoint, or id on the hub; "demo" or None for the one in the box.
         revision: branch, tag or commit on the hub.
         dtype: a name in `DTYPES`.
         device: "cpu", "cuda", "cuda:1", ...; "auto" spreads the model over all devices.
@@ -74,8 +70,8 @@ def load_model(
     """
     require(dtype in DTYPES, f"dtype must be one of {sorted(DTYPES)}, got {dtype!r}")
     where = _device(device)
-    if name is None:
-        return _shipped(DTYPES[dtype], where)
+    if name is None or is_demo(name):
+        return _demo(dtype, where)
     source = _source(name)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     options |= {"local_files_only": True} if isinstance(source, Path) else {"revision": revision}
@@ -83,29 +79,88 @@ def load_model(
         checkpoint = read_checkpoint(source, **options)
     # a changed model is not what its configuration alone describes, so it has no skeleton to check
     known = None if checkpoint.changes else _model_class(checkpoint.config, name, trust_remote_code)
-    with _explained(name, "tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(source, config=checkpoint.config, **options)
+    tokenizer = _loaded_tokenizer(source, name, config=checkpoint.config, **options)
     placed: dict[str, Any] = {"device_map": "auto"} if where is None else {}
+    stored = stored_dtype(checkpoint.config)
+    computed = computed_dtype(dtype, stored, where)
     with _explained(name, "weights (safetensors only: pickled weights are never loaded)"):
         model: Any = load_pretrained(
             source,
             model_class=known,
             checkpoint=checkpoint,
-            dtype=DTYPES[dtype],
+            dtype=computed,
             **placed,
             **options,
         )
+    check_weights(model)
     model = model if where is None else model.to(where)
+    remember_stored(model, stored)
     return LoadedModel(model.eval(), tokenizer, str(name))
 
 
-def _shipped(dtype: str | torch.dtype, device: torch.device | None) -> LoadedModel:
-    if not (SHIPPED_FOLDER / "config.json").is_file():
-        raise TielineError(f"the model that ships with the package is missing: {SHIPPED_FOLDER}")
-    model: Any = load_shipped_model()
-    if isinstance(dtype, torch.dtype):
-        model = model.to(dtype)
-    return LoadedModel(model.to(device or "cpu"), load_shipped_tokenizer(), "shipped")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+"""Where the words of most tokenizers are, for messages."""
+
+
+def _loaded_tokenizer(source: str | Path, name: object, **options: Any) -> Any:
+    """The tokenizer; refuses one without words, as transformers makes it of a folder without."""
+    listed = f"{', '.join(TOKENIZER_FILES[:-1])} or {TOKENIZER_FILES[-1]}"
+    hint = f"put {listed} into {str(name)!r}, from the model that it was made of"
+    absent = isinstance(source, Path) and not any((source / x).is_file() for x in TOKENIZER_FILES)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, **options)
+    except Exception as problem:  # a library of many authors: any class may come
+        why = f"there is no tokenizer: {hint}" if absent else first_line(problem)
+        raise UnsupportedModelError(
+            f"cannot load the tokenizer of {str(name)!r}: {why}"
+        ) from problem
+    if not _has_words(tokenizer):
+        raise UnsupportedModelError(f"there is no tokenizer, or one without words: {hint}")
+    return tokenizer
+
+
+def _has_words(tokenizer: Any) -> bool:
+    """Whether the vocabulary has more than special tokens; true where it cannot be listed."""
+    try:
+        return bool(set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens))
+    except (AttributeError, NotImplementedError):
+        return True
+
+
+def check_weights(model: nn.Module) -> None:
+    """Refuse a model with NaN or infinite weights, naming the first such tensor.
+
+    One pass over the parameters, without a copy: a NaN anywhere makes minimum and maximum NaN.
+    """
+    wrong = {name: p for name, p in model.named_parameters() if not _finite(p)}
+    if not wrong:
+        return
+    name, tensor = next(iter(wrong.items()))
+    bad = ~tensor.detach().isfinite()
+    others = f", and so are values of {len(wrong) - 1} more tensors" if len(wrong) > 1 else ""
+    raise UnsupportedModelError(
+        f"weight {name!r}: {int(bad.sum()):,} of {bad.numel():,} values are NaN or infinite, the "
+        f"first at {bad.nonzero()[0].tolist()}{others}"
+    )
+
+
+def _finite(tensor: Tensor) -> bool:
+    if tensor.is_meta or not tensor.numel() or tensor.dtype not in CHECKED:
+        return True
+    low, high = torch.aminmax(tensor.detach())
+    return bool(low.isfinite()) and bool(high.isfinite())
+
+
+CHECKED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""Types of weights that can hold NaN and be compared."""
+
+
+def _demo(dtype: str, device: torch.device | None) -> LoadedModel:
+    if not (DEMO_FOLDER / "config.json").is_file():
+        raise TielineError(f"the demo model is missing from the package: {DEMO_FOLDER}")
+    asked = DTYPES[dtype]
+    model: Any = load_demo_model(asked if isinstance(asked, torch.dtype) else torch.float32)
+    return LoadedModel(model.to(device or "cpu"), load_demo_tokenizer(), DEMO)
 
 
 def _source(name: str | Path) -> str | Path:
@@ -113,11 +168,28 @@ def _source(name: str | Path) -> str | Path:
     folder = Path(name)
     if folder.is_dir():
         require((folder / "config.json").is_file(), f"no config.json in the folder {str(name)!r}")
+        _refuse_run(folder)
         return folder
     parts = str(name).split("/")
     is_id = isinstance(name, str) and len(parts) <= 2 and all(parts) and parts[0] not in (".", "..")
     require(is_id, f"no such folder, and no hub id either: {str(name)!r}")
     return str(name)
+
+
+def _refuse_run(folder: Path) -> None:
+    """Refuse the folder of a training run and the model in it, naming the one that is readable."""
+    inside = (folder / "model" / "config.json").is_file()
+    run = folder if inside else folder.parent
+    if not inside and OWN_LAYERS not in (folder / "config.json").read_text(errors="replace"):
+        return
+    what = "the folder of a training run" if inside else "a model of Tieline's own layers"
+    stock = run / "stock"
+    raise UnsupportedModelError(
+        f"{str(folder)!r} is {what}: its form for transformers is {str(stock)!r}"
+        if stock.is_dir()
+        else f"{str(folder)!r} is {what}, which has no form for transformers: its router or gate "
+        "is none that transformers knows"
+    )
 
 
 def _device(name: str) -> torch.device | None:
@@ -173,9 +245,19 @@ def _explained(name: object, what: str) -> Iterator[None]:
     except TielineError:
         raise
     except Exception as problem:  # a library of many authors: any class may come
-        raise UnsupportedModelError(
-            f"cannot load the {what} of {str(name)!r}: {first_line(problem)}"
-        ) from problem
+        why = _damaged_file(name) or first_line(problem)
+        raise UnsupportedModelError(f"cannot load the {what} of {str(name)!r}: {why}") from problem
+
+
+def _damaged_file(name: object) -> str:
+    """Which file of weights in a folder is cut off or none at all, in words; empty if none is."""
+    for file in sorted(Path(str(name)).glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except Exception as problem:
+            return f"the file {file.name!r} is damaged or cut off ({first_line(problem)})"
+    return ""
 
 
 def load_smoothed(
@@ -224,6 +306,7 @@ def load_dense(
         checkpoint = read_checkpoint(source, **options)
     with _explained(name, "weights (safetensors only: pickled weights are never loaded)"):
         model = load_pretrained(source, checkpoint=checkpoint, dtype=DTYPES[dtype], **options)
+    check_weights(model)
     return LoadedModel(model.eval(), _tokenizer(source, options), str(name))
 
 
@@ -241,8 +324,8 @@ def _load_bin(path: Path, tokenizer: str | Path | None, dtype: str | torch.dtype
 def _tokenizer(source: str | Path, options: dict[str, Any]) -> Any:
     """The tokenizer; None for a model without one, such as an image model."""
     try:
-        return AutoTokenizer.from_pretrained(source, **options)
-    except (OSError, ValueError, KeyError):
+        return _loaded_tokenizer(source, source, **options)
+    except UnsupportedModelError:
         return None
 
 
@@ -274,15 +357,8 @@ def probe_output(
 
 
 NAMES: dict[str, tuple[str, ...]] = {
-    "n_experts": ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts"),
-    "k": (
-        "num_experts_per_tok",
-        "num_experts_per_token",
-        "top_k_experts",
-        "moe_topk",
-        "moe_top_k",
-        "moe_k",
-    ),
+    "n_experts": EXPERTS,
+    "k": CHOSEN,
     "width": (
         "moe_intermediate_size",
         "expert_ffn_hidden_size",
@@ -322,25 +398,30 @@ def read_shape(
     """Read the shape of a model's routed layers from its config.json.
 
     Args:
-        name: folder with a config.json or id on the hub; None for the model in the box.
+        name: folder with a config.json or id on the hub; "demo" or None for the one in the box.
         revision: branch, tag or commit on the hub.
         trust_remote_code: whether code that comes with the model may run.
     """
-    source = SHIPPED_FOLDER if name is None else _source(name)
+    source = DEMO_FOLDER if name is None or is_demo(name) else _source(name)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     options |= {"local_files_only": True} if isinstance(source, Path) else {"revision": revision}
     with _explained(source, "configuration"):
-        config = read_checkpoint(source, **options).config
-    return shape_of(config)
+        checkpoint = read_checkpoint(source, **options)
+    return shape_of(checkpoint.config, checkpoint.changes.get(UPCYCLE))
 
 
-def shape_of(config: Any) -> RoutedShape:
+def shape_of(config: Any, upcycled: dict[str, Any] | None = None) -> RoutedShape:
     """Return the shape that a configuration, or its text part, describes.
 
     Refuses a configuration without experts, and one whose experts per token is a list.
+
+    Args:
+        config: of the model.
+        upcycled: what the record of an upcycled model says about its experts.
     """
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    sizes = {field: _number(config, field) for field in NAMES}
+    known = {name: (upcycled or {}).get(name) for name in ("n_experts", "k")}
+    sizes = {field: known.get(field) or _number(config, field) for field in NAMES}
     groups = getattr(config, "n_group", None) or 1
     limited = (getattr(config, "topk_group", None) or 1) if groups > 1 else 1
     shared = getattr(config, "n_shared_experts", None) or 0
@@ -355,7 +436,7 @@ def _number(config: Any, field: str) -> int:
     kind = getattr(config, "model_type", type(config).__name__)
     raise UnsupportedModelError(
         f"the configuration of {kind!r} names no {field}: none of {', '.join(NAMES[field])} is a "
-        "positive integer; give --experts, --topk, --expert-width and --hidden instead"
+        "positive integer; give --n-experts, --topk, --expert-width and --hidden instead"
     )
 
 

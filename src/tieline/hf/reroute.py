@@ -28,11 +28,13 @@ from torch import Tensor, nn
 from tieline.core.errors import ParameterError, UnsupportedModelError, require
 from tieline.core.ranking import group_scores, stable_topk, topk_mask
 from tieline.hf.changes import (
+    Call,
     Restorer,
     forget_change,
     record_change,
     refuse_quantised,
     register_restorer,
+    restore_class,
 )
 from tieline.hf.emulate import logits_matrix
 from tieline.hf.families import (
@@ -55,7 +57,6 @@ from tieline.hf.router_call import (
 )
 from tieline.hf.selection import at_least_single, select
 from tieline.hf.smooth_router import LayerPlan, column_weights, family_scale, layer_plan
-from tieline.hf.swap_class import Call, restore_class
 from tieline.routing.gates import Gate, Law, SelectiveGate
 from tieline.routing.layer import GATES, ROUTERS
 from tieline.routing.routers import CosineRouter, LinearRouter, QuadraticRouter, Router

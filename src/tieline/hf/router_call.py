@@ -36,9 +36,9 @@ from torch import Tensor, nn
 
 from tieline.core.errors import ShapeError, UnsupportedModelError, require
 from tieline.core.ranking import stable_topk
+from tieline.hf.changes import Call, restore_class, swapped_class, wrapped_class
 from tieline.hf.families import HANDLER, RouterFamily, family_of
 from tieline.hf.family_table import TRANSFORMERS_FAMILIES
-from tieline.hf.swap_class import Call, restore_class, swapped_class, wrapped_class
 
 LOGITS = {"topk": 0, "dense": 1, "sorted": 4}
 
@@ -48,6 +48,16 @@ class Choice(NamedTuple):
 
     weights: Float[Tensor, "tokens k"]
     ids: Int[Tensor, "tokens k"]
+
+
+def padded(choice: Choice, columns: int) -> Choice:
+    """The same choice in `columns` slots or more: those added repeat the first with weight 0."""
+    weights, ids = choice
+    extra = columns - ids.shape[1]
+    if extra <= 0:
+        return choice
+    none = weights.new_zeros(len(weights), extra)
+    return Choice(torch.cat((weights, none), 1), torch.cat((ids, ids[:, :1].expand(-1, extra)), 1))
 
 
 class RouterOutput(NamedTuple):
@@ -68,7 +78,7 @@ def read_output(
 ) -> RouterOutput:
     """Return logits, weights and ids without gradient; refuses an output of another form.
 
-    A handler with an attribute `k_max`, as `hf.smooth` attaches, returns that many columns; a slot
+    A handler with an attribute `k_max`, as `hf.smooth` attaches, returned that many columns; a slot
     that it skips is read as the token's first expert with weight 0.
     """
     columns = getattr(getattr(router, HANDLER, None), "k_max", None)
@@ -206,7 +216,11 @@ def override_choice(router: nn.Module, rule: Rule) -> Iterator[None]:
 
     def forced(router: nn.Module, call: Call, output: Any) -> Any:
         found = read_output(family, router, call[0], output)
-        return write_output(family, output, found, rule(found))
+        choice = rule(found)
+        resize = getattr(getattr(router, HANDLER, None), "resize", None)
+        if resize is not None:  # what counts the columns of a smoothed router
+            resize(choice.ids.shape[1])
+        return write_output(family, output, found, choice)
 
     with swapped_class(router, wrapped_class(type(router), family.method, forced)):
         yield

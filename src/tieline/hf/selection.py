@@ -7,18 +7,10 @@
 
 evaluated in the router's own precision, so that equal numbers tie here if and only if they tie
 there. Experts outside the chosen groups get the router's fill value (minus infinity or zero).
-
-`check_selected` verifies that the scores explain the choice: no chosen score is below z_[k], up to
-
-    tolerance = 8 · eps · max(1, |z_[k]|),    eps = unit roundoff of the router's precision,
-
-since a router may evaluate the same function in another order, or rank probabilities whose logits
-are kept. A larger difference means that the family's record does not describe the router.
 """
 
 import inspect
 from dataclasses import dataclass
-from importlib.metadata import version
 from operator import attrgetter
 from typing import Literal
 
@@ -26,11 +18,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from tieline.core.errors import TielineError, UnsupportedModelError
+from tieline.core.errors import UnsupportedModelError
 from tieline.core.ranking import group_scores, ranked_choice
+from tieline.hf.changes import Call
 from tieline.hf.families import Groups, RouterFamily
-from tieline.hf.running import Batch
-from tieline.hf.swap_class import Call
 from tieline.trace.record import Units
 
 _UNITS_OF_ACTIVATION: dict[str, Units] = {
@@ -159,64 +150,3 @@ def restrict(
 def at_least_single(scores: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """Convert numbers of less than 32 bits to float32, which is exact."""
     return scores.float() if scores.dtype.itemsize < 4 else scores
-
-
-ROUNDINGS = 8
-"""Units of rounding that an activation, a bias and a sum may add up to."""
-
-
-def check_finite(scores: Float[Tensor, "tokens experts"], layer: str, batch: Batch) -> None:
-    """Refuse NaN and infinite scores, with their layer, count and first token."""
-    if scores.sum().isfinite():  # one pass, no mask; a sum that overflows is looked at closely
-        return
-    wrong = ~scores.isfinite()
-    rows = wrong.any(dim=1).nonzero().squeeze(1)
-    if len(rows):
-        first = int(rows[0])
-        raise TielineError(
-            f"layer {layer!r}: {int(wrong.sum())} selection scores of {len(rows)} tokens are NaN "
-            f"or infinite, first at token {int(batch.positions[first])} of document "
-            f"{int(batch.documents[first])} (token id {int(batch.tokens[first])})"
-        )
-
-
-def check_distinct(ids: Int[Tensor, "tokens k"], layer: str, family: str) -> None:
-    """Refuse a router that chose an expert twice for one token."""
-    ordered = ids.sort(dim=1).values
-    if bool((ordered[:, 1:] == ordered[:, :-1]).any()):
-        raise _refusal(layer, family, "an expert was chosen twice for one token")
-
-
-def check_selected(
-    selected: Float[Tensor, "tokens k"],
-    threshold: Float[Tensor, " tokens"],
-    rounding: float,
-    layer: str,
-    family: str,
-) -> None:
-    """Refuse unless every selected score reaches z_[k], up to the router's rounding.
-
-    Args:
-        selected: captured scores at the router's own indices.
-        threshold: z_[k] of the captured scores.
-        rounding: unit roundoff of the precision in which the router ranks.
-        layer: name of the router module.
-        family: name of its family.
-    """
-    tolerance = ROUNDINGS * rounding * threshold.abs().clamp(min=1)
-    short = threshold - selected.amin(dim=1) > tolerance
-    if bool(short.any()):
-        count, first = int(short.sum()), int(short.nonzero()[0])
-        found = torch.stack([selected[first].amin(), threshold[first]]).tolist()
-        why = (
-            f"{count} of {len(short)} tokens chose an expert that its scores do not rank among "
-            f"the first {selected.shape[1]}; the first has {found[0]:.9g} < {found[1]:.9g}"
-        )
-        raise _refusal(layer, family, why)
-
-
-def _refusal(layer: str, family: str, why: str) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"layer {layer!r}: the record of family {family!r} does not describe this router under "
-        f"transformers {version('transformers')}: {why}"
-    )

@@ -1,12 +1,13 @@
-"""Smooth top-k on a model of transformers, in place and undoable (paper 1, section 6).
+"""A continuous choice of experts on a model of transformers, in place and undoable.
 
     record = smooth_(model, budget=2.5, calibration=[ids])
     model(input_ids=ids)               # continuous in its inputs where ties were
     model.save_pretrained("smooth")    # `tieline.hf.load_pretrained` loads it again
     record.undo()                      # or unsmooth_(model)
 
-Nothing is retrained. Every router chooses by the ramp of `SmoothTopK` in the scoring of its family;
-ε is given, or follows from a budget of experts or from the noise of a precision, layer by layer.
+Nothing is retrained. Every router chooses by the projection of `ProjectedTopK`, or by the ramp of
+`SmoothTopK` (paper 1, section 6), in the scoring of its family; ε is given, or follows from a
+budget of experts or from the noise of a precision, layer by layer.
 
 Changed are the class of each smoothed router, `_is_expert_parallel` of the experts beside it (so
 that they skip unused slots), the number of slots that jetmoe's attention counts, and the classes of
@@ -17,7 +18,7 @@ import math
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxtyping import Int
 from torch import Tensor, nn
@@ -35,6 +36,7 @@ from tieline.hf.smooth_calibration import (
     noise_epsilon,
 )
 from tieline.hf.smooth_router import (
+    GateName,
     LayerPlan,
     RouterSmoothing,
     default_k_max,
@@ -45,8 +47,8 @@ from tieline.hf.smooth_router import (
 )
 
 FEATURE = "smooth"
-VERSION = 1
-"""Of the form in which a configuration holds the record."""
+VERSIONS = {"ramp": 1, "projected": 2}
+"""Of the form in which a configuration holds the record, by gate: before 2 there was no other."""
 
 MOST_LAYERS, MOST_EXPERTS = 10_000, 1_000_000
 """Limits of a record that is read, so that a file cannot claim any amount of memory."""
@@ -59,9 +61,9 @@ class LayerSmoothing:
     Attributes:
         name: its qualified name.
         family: name of its family.
-        k: experts that are always in.
+        k: experts that it chooses.
         n_experts: experts that it ranks.
-        k_max: slots per token.
+        k_max: most experts per token; all of them for the projection, which cuts none off.
         epsilon: width of the band; 0 leaves the router as it was.
         units: what its selection scores, and so ε, are: logits, softmax, sigmoid or sqrtsoftplus.
     """
@@ -91,6 +93,7 @@ class Smoothing:
         b: exponent at its upper end.
         how: how ε was chosen, in words.
         detach_ramp: whether no gradient goes through the shares.
+        gate: "projected", or "ramp", to which a and b belong.
     """
 
     layers: tuple[LayerSmoothing, ...]
@@ -99,6 +102,7 @@ class Smoothing:
     b: float = 1.0
     how: str = "given"
     detach_ramp: bool = True
+    gate: GateName = "ramp"
     _model: "weakref.ref[nn.Module] | None" = field(
         default=None, repr=False, compare=False, metadata={"json": False}
     )
@@ -118,15 +122,17 @@ class Smoothing:
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values, read again by `read_smoothing`."""
         layers = [dict(vars(layer)) for layer in self.layers]
-        ramp = {"a": self.a, "b": self.b, "detach_ramp": self.detach_ramp}
-        facts = {"version": VERSION, "how": self.how, "refused": dict(self.refused)}
+        ramp = {"a": self.a, "b": self.b, "detach_ramp": self.detach_ramp, "gate": self.gate}
+        facts = {"version": VERSIONS[self.gate], "how": self.how, "refused": dict(self.refused)}
         return {**facts, **ramp, "layers": layers}
 
 
 def read_smoothing(found: Any) -> Smoothing:
     """Read the record of an untrusted configuration; refuses a malformed one."""
     try:
-        require(found["version"] == VERSION, f"its version is {found['version']!r}")
+        gate = found.get("gate", "ramp")
+        require(gate in VERSIONS, f"its gate is {gate!r}")
+        require(found["version"] == VERSIONS[gate], f"its version is {found['version']!r}")
         rows = found["layers"]
         require(isinstance(rows, list) and len(rows) <= MOST_LAYERS, "its layers are no list")
         refused = {str(name): str(why) for name, why in dict(found["refused"]).items()}
@@ -137,10 +143,11 @@ def read_smoothing(found: Any) -> Smoothing:
             float(found["b"]),
             str(found["how"]),
             bool(found["detach_ramp"]),
+            gate,
         )
         positive = 0 < record.a < math.inf and 0 < record.b < math.inf
         require(positive, f"its ramp is a={record.a}, b={record.b}")
-    except (KeyError, TypeError, ValueError) as problem:
+    except (AttributeError, KeyError, TypeError, ValueError) as problem:
         raise UnsupportedModelError(
             f"the configuration holds a smoothing that cannot be read: {problem}"
         ) from problem
@@ -207,7 +214,8 @@ def _smooth_layer(
 ) -> None:
     plan = layer_plan(layer.name, model.get_submodule(layer.name))
     experts = experts_of(model, layer.name)
-    for module, attribute, value in _settings(model, plan, layer.k_max, experts):
+    settings = _settings(model, plan, layer.k_max, experts)
+    for module, attribute, value in settings:
         changed.append((module, attribute, getattr(module, attribute)))
         setattr(module, attribute, value)
     how = RouterSmoothing(
@@ -220,8 +228,14 @@ def _smooth_layer(
         record.b,
         record.detach_ramp,
         skip_rule(plan.family.name, experts, layer.n_experts),
+        record.gate,
+        tuple(module for module, attribute, _ in settings if attribute == SLOTS),
     )
     attach(plan.router, plan.family, how)
+
+
+SLOTS = "top_k"
+"""Attribute in which the modules around a router count its columns."""
 
 
 def _settings(
@@ -232,8 +246,8 @@ def _settings(
         block = plan.name.rpartition(".")[0]
         around = [block, block.rpartition(".")[0]]
         modules = [model.get_submodule(name) for name in around]
-        counting = [m for m in modules if isinstance(getattr(m, "top_k", None), int)]
-        return [(module, "top_k", k_max) for module in counting]
+        counting = [m for m in modules if isinstance(getattr(m, SLOTS, None), int)]
+        return [(module, SLOTS, k_max) for module in counting]
     if experts is not None and hasattr(experts, FLAG):
         return [(experts, FLAG, True)]
     return []
@@ -250,14 +264,16 @@ def smooth_(
     noise: str | float | None = None,
     *,
     calibration: Iterable[Int[Tensor, "rows length"]] | None = None,
+    gate: GateName | None = None,
     a: float = 1.0,
     b: float = 1.0,
     k_max: int | None = None,
     layers: Collection[str] | None = None,
     detach_ramp: bool = True,
+    how: str | None = None,
     progress: Progress | None = None,
 ) -> Smoothing:
-    """Let the routers of `model` choose by smooth top-k; changes nothing if it raises.
+    """Make the choice of the routers of `model` continuous; changes nothing if it raises.
 
     With none of `epsilon`, `budget` and `noise`, the budget is k + 0.5. With budget and noise, a
     layer gets the smaller of both widths.
@@ -266,30 +282,36 @@ def smooth_(
         model: a Mixture-of-Experts model of transformers.
         epsilon: width of the band in units of the selection scores: one number, one per router in
             order, or by router name. Where it is 0 the router keeps its original code.
-        budget: mean number of experts per token, k < budget < k_max.
+        budget: mean number of experts per token, k < budget < k_max, or < E for the projection.
         noise: precision whose noise the ramp covers, such as "bf16", "int8" or "router bf16"; or
             the standard deviation of the gap itself.
         calibration: token ids to choose ε on; not needed if `epsilon` is given.
+        gate: "projected": tied experts share a seat (`ProjectedTopK`); "ramp": experts below the
+            threshold are added (`SmoothTopK`), narrowed to k_max of them. By default "projected",
+            but "ramp" where a, b or k_max are given, which belong to it.
         a: exponent at the lower end of the ramp.
         b: exponent at its upper end: 1 is a straight ramp, 50 is the paper's.
-        k_max: slots per token, k < k_max <= E; by default k + max(2, k/2).
+        k_max: slots per token of the ramp, k < k_max <= E; by default k + max(2, k/2).
         layers: names of routers; all that can be smoothed by default.
         detach_ramp: let no gradient through the shares, as for training.
+        how: how ε was chosen, in words, where it is given.
         progress: called with stage, step and number of steps.
     """
     require(
         0 < a < math.inf and 0 < b < math.inf, f"a and b must be positive and finite: {a=}, {b=}"
     )
+    gate = _gate(gate, a, b, k_max)
     plans, refused = plan_layers(model, layers)
-    slots = {plan.name: _slots(plan, k_max) for plan in plans}
+    slots = {plan.name: _slots(plan, k_max, gate) for plan in plans}
     open_plans = [plan for plan in plans if plan.k < plan.n_experts]
     if epsilon is not None:
         require(budget is None and noise is None, "give epsilon, or budget and noise, not both")
-        widths, how = _given(epsilon, plans), "given"
+        widths, how = _given(epsilon, plans), how or "given"
     else:
         if budget is None and noise is None:
             budget = open_plans[0].k + DEFAULT_EXTRA if open_plans else None
-        widths = _chosen(model, open_plans, slots, (budget, noise), calibration, (a, b), progress)
+        ramp = _Ramp(gate, a, b)
+        widths = _chosen(model, open_plans, slots, (budget, noise), calibration, ramp, progress)
         how = " and ".join(
             f"{word} {value}"
             for word, value in (("budget", budget), ("noise", noise))
@@ -307,7 +329,8 @@ def smooth_(
         )
         for plan in plans
     )
-    return apply_smoothing(model, Smoothing(records, dict(refused), a, b, how, detach_ramp))
+    record = Smoothing(records, dict(refused), a, b, how, detach_ramp, gate)
+    return apply_smoothing(model, record)
 
 
 def unsmooth_(model: nn.Module) -> None:
@@ -322,7 +345,35 @@ def unsmooth_(model: nn.Module) -> None:
     forget_change(model, FEATURE)
 
 
-def _slots(plan: LayerPlan, k_max: int | None) -> int:
+class _Ramp(NamedTuple):
+    """The form of the ramp."""
+
+    gate: GateName
+    a: float
+    b: float
+
+
+def gate_named(name: str | None) -> GateName | None:
+    """Return the name of a gate as it is; refuses another word."""
+    known = "projected" if name == "projected" else "ramp" if name == "ramp" else None
+    require(name == known, f"gate is 'projected' or 'ramp', got {name!r}")
+    return known
+
+
+def _gate(name: GateName | None, a: float, b: float, k_max: int | None) -> GateName:
+    of_ramp, gate = (a, b) != (1.0, 1.0) or k_max is not None, gate_named(name)
+    if gate is None:
+        return "ramp" if of_ramp else "projected"
+    require(
+        gate == "ramp" or not of_ramp,
+        f"a, b and k_max belong to the ramp, got {a=:g}, {b=:g}, {k_max=} with gate='projected'",
+    )
+    return gate
+
+
+def _slots(plan: LayerPlan, k_max: int | None, gate: GateName) -> int:
+    if gate == "projected":
+        return plan.n_experts
     if k_max is None or plan.k == plan.n_experts:
         return default_k_max(plan.k, plan.n_experts)
     require(
@@ -363,7 +414,7 @@ def _chosen(
     slots: Mapping[str, int],
     wanted: tuple[float | None, str | float | None],
     calibration: Iterable[Tensor] | None,
-    ramp: tuple[float, float],
+    ramp: _Ramp,
     progress: Progress | None,
 ) -> dict[str, float]:
     """ε of every router, from the calibration tokens."""
@@ -385,10 +436,12 @@ def _chosen(
             if isinstance(noise, str)
             else dict.fromkeys(widths, float(noise))
         )
-        widths = {name: noise_epsilon(sigma, *ramp) for name, sigma in sigmas.items()}
+        widths = {
+            name: noise_epsilon(sigma, ramp.a, ramp.b, ramp.gate) for name, sigma in sigmas.items()
+        }
     for plan in plans if budget is not None else ():
-        kept = clean[plan.name]
-        most = budget_epsilon(kept.scores, plan.k, slots[plan.name], budget or 0, kept.groups)
+        kept, of = clean[plan.name], (plan.k, slots[plan.name], budget or 0)
+        most = budget_epsilon(kept.scores, *of, kept.groups, ramp.gate)
         widths[plan.name] = min(widths[plan.name], most)
     return widths
 

@@ -3,7 +3,8 @@ r"""Choose the width ε of the band, layer by layer, from a text that is run thr
     by budget    ε = inf{ε : mean experts per token >= budget}
     by noise     ε = M·σ / ω,   σ = median |δ| / 0.6745,
                  δ = change of c_[k] - c_[k+1] under the target precision, for the clean experts
-                 ω = width of the ramp from 10 to 90 % for ε = 1: 0.8 at b = 1, 0.061 at b = 50
+                 ω = width of the ramp from 10 to 90 % for ε = 1: 0.8 at b = 1, 0.061 at b = 50,
+                 1.6 for the projection, whose ramp is 2ε wide
 
 A token within the ramp changes its weights by σ/ε instead of completely, and ε/σ times as many
 tokens are in it: the mean square change falls by about ε/σ, hence M = 10 widths of the noise.
@@ -20,15 +21,15 @@ from torch import Tensor, nn
 
 from tieline.core.errors import ParameterError, require
 from tieline.core.ranking import ranked_scores
-from tieline.geometry.order import epsilon_for_extra
-from tieline.hf.emulate import emulate
-from tieline.hf.formats import FORMATS
+from tieline.geometry.boundary import epsilon_for_extra
+from tieline.hf.changes import Call
+from tieline.hf.emulate import FORMATS, emulate
 from tieline.hf.router_call import attach, detach, logits_in
 from tieline.hf.running import forward, only_running
 from tieline.hf.selection import at_least_single, select
-from tieline.hf.smooth_router import LayerPlan, gate_groups
-from tieline.hf.swap_class import Call
+from tieline.hf.smooth_router import GateName, LayerPlan, gate_groups
 from tieline.routing.gates import Groups
+from tieline.routing.projected import group_projection
 from tieline.routing.smooth import smooth_columns, smoothstep
 
 NOISE_WIDTHS = 10.0
@@ -36,6 +37,9 @@ NOISE_WIDTHS = 10.0
 
 NORMAL_MEDIAN = 0.6745
 """Median of |N(0, 1)|, which heavy tails of the noise in deep layers do not move."""
+
+PROJECTED_WIDTH = 1.6
+"""ω of `ProjectedTopK`: two experts share a seat along a straight ramp of width 2ε."""
 
 HALVINGS = 40
 
@@ -98,28 +102,37 @@ def budget_epsilon(
     k_max: int,
     budget: float,
     groups: Groups | None = None,
+    gate: GateName = "ramp",
 ) -> float:
     """Return inf{ε : mean number of experts per token >= budget}, at most k_max per token.
 
-    Without groups it is an order statistic of the distances to the threshold; with groups, whose
-    band moves with ε, it is found by bisection.
+    For the ramp without groups it is an order statistic of the distances to the threshold. With
+    groups, and for the projection, whose bands move with ε, it is found by bisection.
     """
     require(
         k < budget < k_max,
         f"the budget is a mean number of experts between k and k_max, got {budget:g} for {k=}, "
         f"{k_max=}",
     )
-    if groups is None:
-        found = epsilon_for_extra(ranked_scores(scores, k_max), k, budget - k)
-        require(found.value is not None, f"no ε reaches {budget:g} experts: {found.status}")
-        return float(found.value or 0.0)
-    return _halved(scores.double(), k, k_max, budget, groups)
+    scores = scores.double()
+    if gate == "projected":
+        return _halved(scores, budget, lambda width: group_projection(scores, k, width, groups))
+    if groups is not None:
+        return _halved(
+            scores,
+            budget,
+            lambda width: (
+                smooth_columns(scores, k, epsilon=width, k_max=k_max, groups=groups).share
+            ),
+        )
+    found = epsilon_for_extra(ranked_scores(scores, k_max), k, budget - k)
+    require(found.value is not None, f"no ε reaches {budget:g} experts: {found.status}")
+    return float(found.value or 0.0)
 
 
-def _halved(scores: Tensor, k: int, k_max: int, budget: float, groups: Groups) -> float:
+def _halved(scores: Tensor, budget: float, shares: Callable[[float], Tensor]) -> float:
     def mean_count(epsilon: float) -> float:
-        columns = smooth_columns(scores, k, epsilon=epsilon, k_max=k_max, groups=groups)
-        return (columns.share > 0).double().sum(dim=1).mean().item()
+        return (shares(epsilon) > 0).double().sum(dim=1).mean().item()
 
     span = (scores.amax() - scores.amin()).item()
     low, high = 1e-9 * max(span, 1e-30), 4 * max(span, 1e-30)
@@ -130,7 +143,7 @@ def _halved(scores: Tensor, k: int, k_max: int, budget: float, groups: Groups) -
     for _ in range(HALVINGS):
         middle = math.sqrt(low * high)
         low, high = (low, middle) if mean_count(middle) >= budget else (middle, high)
-    return low
+    return high
 
 
 def measured_noise(
@@ -148,7 +161,7 @@ def measured_noise(
         plans: its routers.
         batches: the tokens of `clean`.
         clean: selection scores of the clean run.
-        precision: a format of `hf.formats` for the whole model, or "router bf16" and the like for
+        precision: a format of `hf.emulate` for the whole model, or "router bf16" and the like for
             the routers alone.
         progress: called with stage, step and number of steps.
     """
@@ -172,9 +185,10 @@ def _gap_noise(clean: Scores, noisy: Tensor, k: int) -> float:
     return (change[:, 0] - change[:, 1]).abs().median().item() / NORMAL_MEDIAN
 
 
-def noise_epsilon(sigma: float, a: float, b: float) -> float:
+def noise_epsilon(sigma: float, a: float, b: float, gate: GateName = "ramp") -> float:
     """Return the ε whose ramp is `NOISE_WIDTHS` times as wide as the noise; 0 without noise."""
-    return NOISE_WIDTHS * sigma / ramp_width(a, b)
+    width = PROJECTED_WIDTH if gate == "projected" else ramp_width(a, b)
+    return NOISE_WIDTHS * sigma / width
 
 
 def ramp_width(a: float, b: float) -> float:

@@ -1,7 +1,8 @@
-"""One router that chooses by smooth top-k, in the scoring of its own family.
+"""One router whose choice is continuous at ties, in the scoring of its own family.
 
 The router runs as always. Its logits are ranked again, each expert gets a share s in [0, 1] of its
-weight, and the output is rewritten with k_max columns (`hf.router_call.attach`):
+weight, and the output is rewritten with more columns (`hf.router_call.attach`): as many as some
+token of the batch needs for the shares of `ProjectedTopK`, k_max for those of `SmoothTopK`.
 
     softmax, not renormalised   w_i = p_i s_i
     softmax, renormalised       w_i = e^{z_i} s_i / Σ_j e^{z_j} s_j      "of chosen" is the same
@@ -20,7 +21,7 @@ router's own weights; the first call verifies that before anything is replaced.
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -28,23 +29,26 @@ from torch import Tensor, nn
 
 from tieline.core.errors import ParameterError, UnsupportedModelError, require
 from tieline.core.ranking import kth_largest
+from tieline.hf.capture import ROUNDINGS, check_selected
+from tieline.hf.changes import Call
 from tieline.hf.emulate import logits_matrix
 from tieline.hf.families import HANDLER, RouterFamily, family_of, find_routers
 from tieline.hf.router_call import SkipRule, choice_in, logits_in, with_choice
 from tieline.hf.selection import (
-    ROUNDINGS,
     GroupLimit,
     Selection,
     at_least_single,
-    check_selected,
     group_limit,
     restrict,
     select,
     units_of,
 )
-from tieline.hf.swap_class import Call
 from tieline.routing.gates import Groups
+from tieline.routing.projected import projected_columns
 from tieline.routing.smooth import Columns, smooth_columns
+
+GateName = Literal["projected", "ramp"]
+"""The shares of `routing.ProjectedTopK`, or those of `routing.SmoothTopK`."""
 
 TINY = {"lfm2_moe": 1e-6, "muse_spark": 1e-15}
 """Number that a family adds to a sum before dividing by it; 1e-20 in all others."""
@@ -99,7 +103,7 @@ def family_scale(family: RouterFamily, router: nn.Module) -> Any:
 
 def renormalises(family: RouterFamily, router: nn.Module) -> bool:
     """Whether the chosen weights are divided by their sum before they are scaled."""
-    if family.name == "inkling":  # divided with the shared experts in `_with_shared`
+    if family.name == "inkling":  # divided with the shared experts in `shared_weights`
         return False
     if family.name in ORDER_OF_NORM:
         return attrgetter(ORDER_OF_NORM[family.name])(router) is not None
@@ -163,18 +167,20 @@ def smoothing_of(router: nn.Module) -> "RouterSmoothing | None":
 
 @dataclass
 class RouterSmoothing:
-    """Smooth top-k on one router; an instance is its handler.
+    """A continuous choice on one router; an instance is its handler.
 
     Attributes:
         name: qualified name of the router, for messages.
         family: the record of its family.
-        k: experts that are always in.
-        k_max: columns of the output.
+        k: experts that are chosen.
+        k_max: columns of the output; those of the last one where they follow the batch.
         epsilon: width of the band, in units of the selection scores.
         a: exponent at the lower end of the ramp.
         b: exponent at its upper end.
         detach_ramp: whether no gradient goes through the shares.
         skip: how a slot is left out.
+        gate: "projected", with as many columns as the batch needs, or "ramp".
+        counting: modules beside the router with an attribute `top_k` that counts columns.
         checked: whether the family's record was verified on the router's own output.
     """
 
@@ -187,6 +193,8 @@ class RouterSmoothing:
     b: float
     detach_ramp: bool
     skip: SkipRule
+    gate: GateName = "ramp"
+    counting: tuple[nn.Module, ...] = ()
     checked: bool = field(default=False, compare=False)
 
     def __call__(self, router: nn.Module, call: Call, output: Any) -> Any:
@@ -197,25 +205,36 @@ class RouterSmoothing:
             self._check(router, logits, selection, output)
             self.checked = True
         columns = self.columns(selection)
+        self.resize(columns.ids.shape[1])
         weights = column_weights(self.family, router, logits, columns.ids, columns.share)
         if self.family.name == "inkling":
-            weights, output = _with_shared(self.family, router, output, logits, weights)
+            weights, output = shared_weights(self.family, router, output, logits, weights)
         ids = self.skip.applied(columns.ids, columns.share)
         used = columns.share > 0
         layout = self.family.layout
         return with_choice(layout, output, weights, columns.ids, ids=ids, used=used)
 
+    def resize(self, columns: int) -> None:
+        """Let everything that counts the columns of an output know their number."""
+        self.k_max = columns
+        for module in self.counting:
+            setattr(module, "top_k", columns)  # noqa: B010 - no attribute that types know
+
     def columns(self, selection: Selection) -> Columns:
         """Return experts and shares for these selection scores."""
         scores = at_least_single(selection.scores)
+        scores = scores.detach() if self.detach_ramp else scores
+        groups = gate_groups(selection.limit)
+        if self.gate == "projected":
+            return projected_columns(scores, self.k, epsilon=self.epsilon, groups=groups)
         return smooth_columns(
-            scores.detach() if self.detach_ramp else scores,
+            scores,
             self.k,
             epsilon=self.epsilon,
             k_max=self.k_max,
             a=self.a,
             b=self.b,
-            groups=gate_groups(selection.limit),
+            groups=groups,
         )
 
     @torch.no_grad()
@@ -242,6 +261,14 @@ class RouterSmoothing:
             )
 
 
+def set_widths(model: nn.Module, widths: Mapping[str, float]) -> None:
+    """Change ε > 0 of routers that are smoothed already, by name; their record stays as it was."""
+    for name, width in widths.items():
+        handler = smoothing_of(model.get_submodule(name))
+        if handler is not None and width > 0:
+            handler.epsilon = width
+
+
 def gate_groups(limit: GroupLimit | None) -> Groups | None:
     """The groups of a router in the form that gates take."""
     return None if limit is None else Groups(limit.n_groups, limit.k_groups, limit.score)
@@ -252,7 +279,7 @@ def _joint_divisor(masses: Tensor, weights: Tensor) -> Tensor:
     return masses.sum(dim=-1, keepdim=True) / weights.sum(dim=-1, keepdim=True).to(masses)
 
 
-def _with_shared(
+def shared_weights(
     family: RouterFamily, router: nn.Module, output: Any, logits: Tensor, masses: Tensor
 ) -> tuple[Tensor, tuple[Any, ...]]:
     """Divide by the sum with the shared experts, whose weights change by the same factor."""
@@ -322,7 +349,8 @@ def layer_plan(name: str, router: nn.Module) -> LayerPlan:
     assert family is not None
     if smoothing_of(router) is not None:
         raise ParameterError(
-            f"layer {name!r} is smoothed already: call `unsmooth_` before it is smoothed again"
+            f"layer {name!r} is smoothed already: start from the model as it was, or call "
+            "`unsmooth_` first"
         )
     grouped = group_limit(family.groups, router) is not None
     k, units = int(attrgetter(family.k)(router)), units_of(family, router, grouped)

@@ -8,9 +8,11 @@ gamma       Γ-convergence of L_τ to L_0
 recovery    how well a student recovers its teacher
 shape       derivatives of the hard risk by the position of a wall
 saddle      derivatives of L_τ and its critical points
+continuity  what making a choice continuous must cost, and what gates have of it
 symmetry    how gradient descent breaks the symmetry of equal experts
 """
 
+from tieline.limits.continuity import *  # noqa: F403
 from tieline.limits.gamma import *  # noqa: F403
 from tieline.limits.recovery import *  # noqa: F403
 from tieline.limits.risk import *  # noqa: F403

@@ -29,7 +29,7 @@ from torch import Tensor
 from tieline.core.errors import ShapeError, require
 from tieline.core.ranking import gap, stable_topk
 from tieline.core.statistics import Estimate, mean_estimate
-from tieline.geometry.density import MarginTail, margin_tail
+from tieline.geometry.boundary import MarginTail, margin_tail
 from tieline.geometry.tubes import gaussian_slab
 from tieline.limits.risk import (
     MoESample,

@@ -7,7 +7,7 @@ ledger         the record of all outcomes, and `reproduce`
 paper0, ...    the claims themselves, one package per paper
 """
 
-from tieline.papers.claim import Check, Claim, Evidence, Outcome, Run, Verdict
+from tieline.papers.claim import Check, Claim, Evidence, Fits, Outcome, Run, Verdict
 from tieline.papers.ledger import Catalogue, Ledger, reproduce
 from tieline.papers.registry import PAPERS, all_claims, select
 from tieline.papers.runner import ResultStore, run_claim, run_claims
@@ -18,6 +18,7 @@ __all__ = [
     "Check",
     "Claim",
     "Evidence",
+    "Fits",
     "Ledger",
     "Outcome",
     "ResultStore",

@@ -6,16 +6,25 @@ A test compares numbers. Each comparison (`Check`) belongs to one of three parts
     condition    the statement under a condition that the paper does not state
     corrected    what is true instead, or in addition
 
+    fewer than 90 % of the fits converged     undecided
     all of `paper` passes                     holds
+    else, if it is open                       undecided
     else, all of `condition` passes           holds with a condition
+    else, if that is open                     undecided
     else                                      does not hold
+
+A check is open if it decides nothing: its interval reaches across a limit, its standard error is
+too large, or what it asks for was not measured. A part is open if one of its checks is and no other
+one fails.
 
 A claim that cannot be tested here states the reason, and the verdict says so; its checks then cover
 what can be checked, such as the arithmetic of a table. Checks of `corrected` do not decide the
-verdict, but they are our own statements: one that fails marks the claim as changed.
+verdict, but they are our own statements: one that fails or is open marks the claim as changed.
 
 near        |measured - reference| <= tolerance
 within      |measured - reference| <= 4 standard errors, if these are small enough to be informative
+estimated   a 95 % interval lies inside a range; open if it reaches across an end
+unmeasured  a value of the paper that nothing here was measured against: always open
 at_most     measured <= reference + tolerance
 at_least    measured >= reference - tolerance
 none_of     a count of violations is zero
@@ -41,6 +50,7 @@ __all__ = [
     "Check",
     "Claim",
     "Evidence",
+    "Fits",
     "Outcome",
     "Part",
     "Real",
@@ -51,9 +61,11 @@ __all__ = [
     "at_most",
     "chart",
     "dots",
+    "estimated",
     "line",
     "near",
     "none_of",
+    "unmeasured",
     "within",
 ]
 
@@ -68,6 +80,7 @@ class Verdict(StrEnum):
     HOLDS = "holds"
     CONDITION = "holds with a condition"
     FAILS = "does not hold"
+    UNDECIDED = "undecided"
     UNTESTABLE = "not testable here"
 
 
@@ -111,8 +124,11 @@ class Check:
         rule: "=", "<=", ">=".
         reference: the number it is compared with.
         tolerance: the largest allowed deviation.
-        passed: whether the comparison holds.
+        passed: whether the comparison holds; False if it is open.
         part: the part of the verdict it belongs to.
+        open: why it decides nothing; empty if it decides.
+        low: lower end of the 95 % interval of what was measured, if there is one.
+        high: its upper end.
     """
 
     name: str
@@ -122,6 +138,9 @@ class Check:
     tolerance: float
     passed: bool
     part: Part = "paper"
+    open: str = ""
+    low: float | None = None
+    high: float | None = None
 
 
 @dataclass(frozen=True)
@@ -152,6 +171,26 @@ class Chart:
     series: tuple[Series, ...]
 
 
+CONVERGED_SHARE = 0.9
+"""Share of fits that must have converged for a claim to be decided by them."""
+
+
+@dataclass(frozen=True)
+class Fits:
+    """Fits that the evidence rests on, and how many of them converged."""
+
+    converged: int
+    total: int
+
+    def __str__(self) -> str:
+        return f"{self.converged} of {self.total} fits converged"
+
+    @property
+    def enough(self) -> bool:
+        """Whether they can decide a claim."""
+        return self.converged >= CONVERGED_SHARE * self.total
+
+
 @dataclass(frozen=True)
 class Evidence:
     """The result of a test.
@@ -163,6 +202,7 @@ class Evidence:
         measured: the measured value.
         figure: the data of a figure, or None.
         note: a sentence that interprets the numbers.
+        fits: the fits that it rests on, if there are any.
     """
 
     checks: Sequence[Check]
@@ -171,11 +211,24 @@ class Evidence:
     measured: Value = None
     figure: Chart | None = None
     note: str = ""
+    fits: Fits | None = None
 
     def passed(self, part: Part) -> bool | None:
         """Return whether all checks of a part passed, None if there are none."""
         found = [check.passed for check in self.checks if check.part == part]
         return all(found) if found else None
+
+    def open(self, part: Part) -> str:
+        """Return why a part decides nothing; empty if it passes, fails or has no checks."""
+        found = [check for check in self.checks if check.part == part and not check.passed]
+        whole = all(check.open for check in found)
+        reasons = dict.fromkeys(f"{check.name}: {check.open}" for check in found)
+        return "; ".join(reasons) if whole else ""
+
+    @property
+    def unfinished(self) -> str:
+        """Why the fits decide nothing; empty if enough of them converged."""
+        return "" if self.fits is None or self.fits.enough else f"only {self.fits}"
 
 
 def _no_test(run: Run) -> Evidence:
@@ -196,6 +249,7 @@ class Claim:
         expected: the verdict of the ledger; any other one is a change.
         condition: the condition under which it holds, if there is one.
         untestable: why it cannot be tested here and what would test it, if so.
+        undecided: why the ledger does not decide it, if so.
         test: computes the evidence.
         seconds: approximate duration of the fast test; the longest tests start first.
     """
@@ -209,18 +263,26 @@ class Claim:
     expected: Verdict
     condition: str = ""
     untestable: str = ""
+    undecided: str = ""
     test: Callable[[Run], Evidence] = field(
         default=_no_test, repr=False, compare=False, metadata={"json": False}
     )
     seconds: Real = field(default=0.2, repr=False, compare=False, metadata={"json": False})
 
-    def judge(self, evidence: Evidence) -> Verdict:
-        """Return the verdict of the checks."""
+    def judge(self, evidence: Evidence) -> tuple[Verdict, str]:
+        """Return the verdict of the checks and, if they decide nothing, the reason."""
         if self.untestable:
-            return Verdict.UNTESTABLE
-        if evidence.passed("paper"):
-            return Verdict.HOLDS
-        return Verdict.CONDITION if evidence.passed("condition") else Verdict.FAILS
+            return Verdict.UNTESTABLE, ""
+        if evidence.unfinished:
+            return Verdict.UNDECIDED, evidence.unfinished
+        parts: tuple[tuple[Part, Verdict], ...]
+        parts = (("paper", Verdict.HOLDS), ("condition", Verdict.CONDITION))
+        for part, verdict in parts:
+            if evidence.passed(part):
+                return verdict, ""
+            if evidence.open(part):
+                return Verdict.UNDECIDED, evidence.open(part)
+        return Verdict.FAILS, ""
 
 
 @dataclass(frozen=True)
@@ -232,6 +294,7 @@ class Outcome:
         verdict: the verdict of its checks; None if the test raised an exception.
         changed: whether the verdict is not the expected one, or a check of ours failed.
         evidence: the evidence.
+        reason: why the checks do not decide, if they do not.
         seconds: duration of the test.
         fast: the mode.
         seed: the seed.
@@ -242,6 +305,7 @@ class Outcome:
     verdict: Verdict | None
     changed: bool
     evidence: Evidence = Evidence(())
+    reason: str = ""
     seconds: float = 0.0
     fast: bool = False
     seed: int = 0
@@ -251,14 +315,14 @@ class Outcome:
     def of(cls, claim: Claim, evidence: Evidence, run: Run, seconds: float) -> "Outcome":
         """Judge the evidence."""
         require(bool(evidence.checks), f"{claim.id}: a test without a check cannot fail")
-        verdict = claim.judge(evidence)
-        parts = ("corrected", *_undecided(verdict))
+        verdict, reason = claim.judge(evidence)
+        parts = ("corrected", *_unspoken(verdict))
         failed = any(evidence.passed(part) is False for part in parts)
         changed = verdict != claim.expected or failed
-        return cls(claim, verdict, changed, evidence, seconds, run.fast, run.seed)
+        return cls(claim, verdict, changed, evidence, reason, seconds, run.fast, run.seed)
 
 
-def _undecided(verdict: Verdict) -> tuple[Part, ...]:
+def _unspoken(verdict: Verdict) -> tuple[Part, ...]:
     """Return the parts that the verdict does not speak of and that must not fail."""
     if verdict is Verdict.UNTESTABLE:
         return ("paper", "condition")
@@ -295,8 +359,7 @@ def within(
         measured: the estimate.
         stderr: its standard error.
         reference: the expected value.
-        resolution: largest ratio of standard error to reference; a less precise estimate does not
-            pass.
+        resolution: largest ratio of standard error to reference; a less precise estimate is open.
         bias: known bias of the estimate or of the reference, added to the tolerance.
         part: the part of the verdict.
     """
@@ -304,7 +367,37 @@ def within(
     tolerance = float(STANDARD_ERRORS * stderr + bias)
     sharp = math.isfinite(stderr) and stderr <= resolution * max(abs(reference), abs(measured))
     passed = sharp and abs(measured - reference) <= tolerance
-    return Check(name, measured, "=", reference, tolerance, passed, part)
+    vague = "" if sharp else f"the standard error of {float(stderr):.2g} is too large"
+    return Check(name, measured, "=", reference, tolerance, passed, part, vague)
+
+
+def estimated(
+    name: str,
+    measured: Real,
+    interval: tuple[Real, Real],
+    *,
+    least: Real = -math.inf,
+    most: Real = math.inf,
+    part: Part = "paper",
+) -> Check:
+    """Check that an estimate lies in a range, by its 95 % interval.
+
+    Passes if the whole interval lies in [least, most], fails if all of it lies outside, and is open
+    if it reaches across an end: then the data do not tell.
+    """
+    low, high = float(interval[0]), float(interval[1])
+    inside, outside = least <= low and high <= most, high < least or low > most
+    across = "" if inside or outside else f"the interval {low:.2f} to {high:.2f} reaches across"
+    rule, reference, tolerance = "=", (least + most) / 2, (most - least) / 2
+    if not math.isfinite(tolerance):
+        rule, reference, tolerance = (">=", least, 0.0) if most == math.inf else ("<=", most, 0.0)
+    limits = rule, float(reference), float(tolerance)
+    return Check(name, float(measured), *limits, inside, part, across, low, high)
+
+
+def unmeasured(name: str, reference: Real, reason: str, part: Part = "paper") -> Check:
+    """State a value of the paper against which nothing was measured, and why: always open."""
+    return Check(name, math.nan, "=", float(reference), 0.0, False, part, reason)
 
 
 def at_most(

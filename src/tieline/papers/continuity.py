@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from tieline.core.errors import UnsupportedModelError, require
 from tieline.core.ranking import ranked_scores
 from tieline.geometry import difference_by_step, nearest_tie_point, step_exponent, walk_across
-from tieline.geometry.order import epsilon_for_extra
+from tieline.geometry.boundary import epsilon_for_extra
 from tieline.routing import Gate, LinearRouter, MoE, SmoothTopK, TopK
 
 __all__ = [

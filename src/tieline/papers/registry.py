@@ -32,6 +32,7 @@ PAPERS: dict[int, Paper] = {
     2: Paper("perturbed-cosine", "Perturbed cosine routers and their estimation", "paper2"),
     3: Paper("tropical", "Tropical geometry of mixtures of experts", "paper3"),
     4: Paper("sigmoid-attention", "Sigmoid against softmax attention as mixtures", "paper4"),
+    5: Paper("beyond", "Beyond the papers", "beyond"),
 }
 
 CLAIMS: dict[str, Claim] = {}
@@ -53,6 +54,7 @@ def claim(
     expected: Verdict = Verdict.HOLDS,
     condition: str = "",
     untestable: str = "",
+    undecided: str = "",
     seconds: Real = 0.2,
     given: Mapping[str, Any] | None = None,
 ) -> Callable[[Callable[..., Evidence]], Callable[..., Evidence]]:
@@ -70,9 +72,10 @@ def claim(
         known = CLAIMS.get(id)
         same = known is None or known.test.__module__ == test.__module__
         require(same, f"two claims are called {id!r}")
-        words = (id, paper, number, title, statement, tested, expected, condition, untestable)
+        words = (id, paper, number, title, statement, tested, expected, condition)
+        reasons = (untestable, undecided)
         bound = update_wrapper(partial(test, **given), test) if given else test
-        CLAIMS[id] = Claim(*words, bound, seconds)
+        CLAIMS[id] = Claim(*words, *reasons, bound, seconds)
         return test
 
     return add

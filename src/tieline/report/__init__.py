@@ -28,6 +28,8 @@ MODULES = {
     "tieline-smooth": "smooth",
     "tieline-upcycling": "made",
     "tieline-merge": "made",
+    "tieline-conversion": "made",
+    "tieline-check": "check",
     "tieline-design": "design",
     "tieline-rates": "rates",
     "tieline-ledger": "ledger",

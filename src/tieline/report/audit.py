@@ -22,17 +22,23 @@ from tieline.report.charts import (
 )
 from tieline.report.drawing import ACCENT, INK, WARN, canvas, percent_axis
 from tieline.report.frame import notebook_html, render
-from tieline.report.numbers import (
+from tieline.report.tables import (
     DASH,
+    Column,
+    Grid,
     finite,
     flat,
+    grid,
     percent,
+    rich_table,
     short_names,
     significant,
+    text_table,
     timing_rows,
     told,
+    told_precision,
+    view,
 )
-from tieline.report.tables import Column, Grid, grid, rich_table, text_table, view
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -68,6 +74,18 @@ Value = Callable[[PerturbationEffect], float | None]
 Uncertain = Callable[[PerturbationEffect], Estimate]
 
 
+REMEDY_HEADINGS = ("KL that remains", "nothing done", "listed routers in fp32", "routes replayed")
+REMEDIES = (
+    "Routers in float32 win where only the routers' own precision is at fault: they leave the "
+    "model as it is, for the bytes named.",
+    "Replaying routes wins where one run must follow another: tokens that would flip get the "
+    "experts and weights of the clean run; the model is not moved.",
+    "Smoothing wins where two independent runs must agree and a model near the original is as good "
+    "as the original: it moves the model, by more the more it repairs. `tieline smooth --frontier` "
+    "measures both for this model.",
+)
+
+
 def page(result: PrecisionAudit) -> str:
     """The page: verdict, all perturbations, charts, routers to keep, layers, provenance."""
     panels = audit_panels(result)
@@ -81,6 +99,8 @@ def page(result: PrecisionAudit) -> str:
         table=grid(COLUMNS, result.effects),
         notes=audit_notes(result),
         keeps=Grid(KEEP_HEADINGS, keep_rows(result)),
+        remedies=Grid(REMEDY_HEADINGS, remedy_rows(result)),
+        choices=REMEDIES,
         layers=Grid(LAYER_HEADINGS, _layer_rows(result)),
         unmeasured=unmeasured(panels),
         provenance=[*flat(result.provenance), *timing_rows(result.timings)],
@@ -94,6 +114,10 @@ def terminal(result: PrecisionAudit, width: int) -> RenderableType:
     if keeps:
         table = text_table(KEEP_HEADINGS, keeps, left=2, fold=True)
         parts += [Text("Routers to keep in float32", style="bold"), table, Text()]
+    remedies = remedy_rows(result)
+    if remedies:
+        table = text_table(REMEDY_HEADINGS, remedies)
+        parts += [Text("What to do", style="bold"), table, *map(Text, REMEDIES), Text()]
     parts += map(Text, audit_notes(result))
     return view(_title(result), _facts(result), result.verdict, *parts)
 
@@ -134,7 +158,8 @@ def audit_notes(result: PrecisionAudit) -> list[str]:
     notes = []
     if sigma.model is not None:
         noise, share = significant(sigma.model), percent(sigma.share)
-        notes.append(f"Noise of σ = {noise} on the logits flips {share} of tokens.")
+        does = "flips" if result.experts is None else "exchanges the experts at the threshold of"
+        notes.append(f"Noise of σ = {noise} on the logits {does} {share} of tokens.")
     for never in result.never_hit:
         experts, label = never.experts, short.get(never.layer, never.layer)
         named = ", ".join(map(str, experts[:8])) + (", …" if len(experts) > 8 else "")
@@ -142,7 +167,33 @@ def audit_notes(result: PrecisionAudit) -> list[str]:
             f"Layer {label}: {len(experts)} of {never.n_experts} experts were never hit by the "
             f"text ({named}), so it says nothing about them."
         )
+    if result.experts is not None:
+        notes.append(
+            f"The model is smoothed: tokens use {result.experts:.2f} experts on average, a flip is "
+            "a change of the experts with any weight, and no tie predicts it."
+        )
+    if result.impossible:
+        notes.append(f"Not possible: {result.impossible}.")
     return notes + [f"Left out for lack of time: {words}." for words in result.left_out]
+
+
+def remedy_rows(result: PrecisionAudit) -> tuple[tuple[str, ...], ...]:
+    """For each rounding: the KL to the clean original that every remedy leaves."""
+    return tuple(
+        (
+            row.name,
+            significant(row.kl.value, 2),
+            DASH if row.keep is None or row.keep.kl is None else _kept_kl(row.keep),
+            significant(row.kl_floor.value, 2),
+        )
+        for row in result.effects
+        if row.kind == "rounding"
+    )
+
+
+def _kept_kl(keep: KeepList) -> str:
+    left = None if keep.kl is None else keep.kl.value
+    return f"{significant(left, 2)} for {keep.bytes:,} bytes"
 
 
 def keep_rows(result: PrecisionAudit) -> tuple[tuple[str, ...], ...]:
@@ -190,7 +241,7 @@ def _facts(result: PrecisionAudit) -> str:
         f"{len(result.layers)} routed layers",
         f"{result.tokens:,} tokens in {result.sequences} sequences",
         f"{len(result.effects)} perturbations",
-        told(result.provenance, "dtype"),
+        told_precision(result.provenance),
     ]
     return " · ".join(filter(None, words))
 
@@ -335,7 +386,9 @@ def _loss(row: PerturbationEffect) -> str:
     if row.loss.value is None:
         return DASH
     error = row.loss.standard_error
-    return f"{row.loss.value:+.2g}" + ("" if error is None else f" ± {error:.1g}")
+    sign = "+" if row.loss.value >= 0 else ""
+    said = f"{sign}{significant(row.loss.value, 2)}"
+    return said if error is None else f"{said} ± {significant(error, 1)}"
 
 
 def _share(estimate: Uncertain) -> Callable[[PerturbationEffect], str]:

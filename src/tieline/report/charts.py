@@ -45,18 +45,6 @@ class Panel:
         return replace(self, reason="; ".join(dict.fromkeys(s for s in statuses if s != "ok")))
 
 
-def arranged(panels: Sequence[Panel]) -> list[Panel]:
-    """The panels that have a chart; one that would stand alone in its row takes the whole width."""
-    found = [panel for panel in panels if panel.figure is not None]
-    beside = 0
-    for place, panel in enumerate(found):
-        beside = 0 if panel.wide else beside + 1
-        last = place + 1 == len(found) or found[place + 1].wide
-        if last and beside % 2:
-            found[place] = replace(panel, wide=True)
-    return found
-
-
 def unmeasured(panels: Sequence[Panel]) -> str:
     """One line that names the panels without a chart and why; empty if all have one."""
     titles: dict[str, list[str]] = {}

@@ -11,9 +11,8 @@ from rich.text import Text
 
 from tieline.report.drawing import ACCENT, NOTICE, WARN, canvas
 from tieline.report.frame import notebook_html
-from tieline.report.numbers import DASH, percent, significant
 from tieline.report.plain import Section, plain_page
-from tieline.report.tables import Grid, text_table, view
+from tieline.report.tables import DASH, Grid, percent, significant, text_table, view
 from tieline.tropical.advisor import Advice, Entry
 
 if TYPE_CHECKING:

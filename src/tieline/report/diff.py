@@ -22,14 +22,20 @@ from tieline.core.statistics import Share
 from tieline.report.charts import Panel, axis, figure, unmeasured
 from tieline.report.drawing import ACCENT, MUTED, NOTICE, WARN, percent_axis, small_canvas
 from tieline.report.frame import notebook_html, render
-from tieline.report.numbers import DASH, flat, percent, short_names, significant, timing_rows, told
 from tieline.report.tables import (
+    DASH,
     MOST_FINDINGS,
     Column,
     finding_rows,
     findings_view,
+    flat,
     grid,
+    percent,
     rich_table,
+    short_names,
+    significant,
+    timing_rows,
+    told,
     view,
 )
 
@@ -47,9 +53,10 @@ RATES = Panel(
 CAUSES = Panel(
     "diff-causes",
     "Near-ties, or something else?",
-    "Flips inside the tie band are what the noise of the scores explains: the experts that changed "
-    "places stood within six times the median difference of the scores. The others are not "
-    "explained by the margin; in tokens that had flipped before, that flip may be the cause.",
+    "A first flip is a near-tie if the noise of its own token explains it: the experts that "
+    "changed places stood no further apart than the differences of that token's other scores make "
+    "likely. "
+    "Flips of tokens that had flipped in an earlier layer are consequences of that.",
 )
 DEPTH = Panel(
     "diff-depth",
@@ -70,13 +77,9 @@ WEIGHT = Panel(
     wide=True,
 )
 CAUSE_KINDS: tuple[tuple[str, Callable[[Attribution], int], str], ...] = (
-    ("inside the tie band", lambda x: x.inside, "@accent"),
-    (
-        "unexplained, after an earlier flip",
-        lambda x: x.unexplained - x.unexplained_first,
-        "@notice",
-    ),
-    ("unexplained, first flip of the token", lambda x: x.unexplained_first, "@warn"),
+    ("first flip, a near-tie", lambda x: x.explained, "@accent"),
+    ("after an earlier flip", lambda x: x.later, "@notice"),
+    ("first flip, unexplained", lambda x: x.unexplained, "@warn"),
 )
 
 
@@ -370,16 +373,11 @@ COLUMNS: tuple[Column[DiffRow], ...] = (
     Column("flips", "tokens whose set of experts differs", lambda x: f"{x.layer.flip.count:,}", 2),
     Column("flip rate", "their share", lambda x: percent(x.layer.flip.value), 1),
     Column("95 % interval", "of the share, clustered by document", _interval, 5),
-    Column("inside band", "flips that near-ties explain", _cause(lambda x: f"{x.inside:,}"), 4),
-    Column("unexplained", "flips of a wider margin", _cause(lambda x: f"{x.unexplained:,}"), 3),
-    Column(
-        "first there",
-        "those in tokens without an earlier flip",
-        _cause(lambda x: f"{x.unexplained_first:,}"),
-        9,
-    ),
-    Column("noise", "median difference of the scores", _cause(lambda x: significant(x.noise)), 8),
-    Column("tie band", "six times that", _cause(lambda x: significant(x.band)), 10),
+    Column("near-ties", "first flips that noise explains", _cause(lambda x: f"{x.explained:,}"), 4),
+    Column("unexplained", "first flips wider than that", _cause(lambda x: f"{x.unexplained:,}"), 3),
+    Column("later", "flips after an earlier one", _cause(lambda x: f"{x.later:,}"), 9),
+    Column("noise", "difference of a token's scores", _cause(lambda x: significant(x.noise)), 8),
+    Column("relative", "to the spread of scores", _cause(lambda x: percent(x.relative)), 10),
     Column("weight moved", "mean share on other experts", _weight(lambda weight: weight.mean), 6),
     Column("p99", "its 99th percentile over tokens", _weight(lambda weight: weight.p99), 7),
     Column("first flips", "tokens that flip here first", lambda x: f"{x.step.first:,}"),

@@ -15,24 +15,24 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from tieline.core.errors import TraceError, require
-from tieline.report.charts import Panel, arranged
+from tieline.report.charts import Panel
 from tieline.report.drawing import inline_image
-from tieline.report.numbers import compact, visible
-from tieline.report.tables import Grid
+from tieline.report.tables import Grid, compact, visible
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
 
 LARGEST_PAGE = 6_000_000
 """Bytes; a larger page is refused rather than written."""
 
 PLAIN_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'"
+
 _UNSAFE = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"}
 
 
@@ -144,3 +144,15 @@ def _policy(scripts: Sequence[str]) -> str:
         f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; "
         "img-src data: blob:; base-uri 'none'; form-action 'none'"
     )
+
+
+def arranged(panels: Sequence[Panel]) -> list[Panel]:
+    """The panels that have a chart; one that would stand alone in its row takes the whole width."""
+    found = [panel for panel in panels if panel.figure is not None]
+    beside = 0
+    for place, panel in enumerate(found):
+        beside = 0 if panel.wide else beside + 1
+        last = place + 1 == len(found) or found[place + 1].wide
+        if last and beside % 2:
+            found[place] = replace(panel, wide=True)
+    return found

@@ -6,29 +6,29 @@ from typing import TYPE_CHECKING, Any
 from rich.console import RenderableType
 
 from tieline.analysis.inspection import Inspection, TextPiece, TextSample
+from tieline.core.statistics import Quantiles
+from tieline.geometry.boundary import GapMeasures
 from tieline.geometry.load import ExpertLoad
-from tieline.geometry.measure_records import GapMeasures, Quantiles
 from tieline.report.charts import Panel, unmeasured
 from tieline.report.frame import notebook_html, render
 from tieline.report.inspection_charts import LayerRow, inspection_panels, layer_rows
 from tieline.report.inspection_figures import inspection_figures as figures
-from tieline.report.numbers import (
-    DASH,
-    finite,
-    flat,
-    percent,
-    short_names,
-    significant,
-    timing_rows,
-    told,
-)
 from tieline.report.tables import (
+    DASH,
     MOST_FINDINGS,
     Column,
     finding_rows,
     findings_view,
+    finite,
+    flat,
     grid,
+    percent,
     rich_table,
+    short_names,
+    significant,
+    timing_rows,
+    told,
+    told_precision,
     view,
 )
 
@@ -107,10 +107,13 @@ def _title(result: Inspection) -> str:
 
 def _facts(result: Inspection) -> str:
     layers = result.measures.layers
-    routing = dict.fromkeys(f"{layer.k} of {layer.n_experts} experts" for layer in layers)
+    routing = dict.fromkeys(
+        f"{layer.k} of {layer.n_experts} experts" + (", smoothed" if layer.used else "")
+        for layer in layers
+    )
     tokens = max(layer.tokens for layer in layers)
     parts = [f"{len(layers)} routed layers", " or ".join(routing), f"{tokens:,} tokens"]
-    return " · ".join(filter(None, [*parts, told(result.provenance, "dtype")]))
+    return " · ".join(filter(None, [*parts, told_precision(result.provenance)]))
 
 
 def _page_columns(result: Inspection) -> list[Column[LayerRow]]:
@@ -226,6 +229,10 @@ def _density(gaps: GapMeasures) -> str:
     return significant(gaps.density.value)
 
 
+def _used(row: LayerRow) -> str:
+    return DASH if row.measures.used is None else f"{row.measures.used:.2f}"
+
+
 def _routing(row: LayerRow) -> str:
     return f"{row.measures.k} of {row.measures.n_experts}"
 
@@ -237,6 +244,7 @@ def _dangerous(row: LayerRow) -> str:
 COLUMNS: tuple[Column[LayerRow], ...] = (
     Column("layer", "place of the router in the model", lambda x: x.label, 0),
     Column("k of E", "experts chosen, of how many", _routing, 8),
+    Column("experts", "experts in use per token, of a smoothed router", _used, 3, optional=True),
     Column("gap 1 %", "gap below which 1 % of tokens lie", _gap_quantile(0.01), 4),
     Column("gap 50 %", "gap below which half of the tokens lie", _gap_quantile(0.5), 3),
     Column("exact ties", "tokens with equal scores", _of_gaps(lambda gaps: f"{gaps.ties:,}"), 10),

@@ -9,13 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tieline.analysis.inspection import Inspection, JumpMeasures, JumpSample
-from tieline.geometry.boundary import MassProfile
-from tieline.geometry.measure_records import (
-    GapMeasures,
-    LayerMeasures,
-    PrecisionFlips,
-    Quantiles,
-)
+from tieline.core.statistics import Quantiles
+from tieline.geometry.boundary import GapMeasures, MassProfile
+from tieline.geometry.measures import LayerMeasures
+from tieline.geometry.rounding import PrecisionFlips
 from tieline.report.charts import (
     MOST_NAMED,
     Panel,
@@ -26,7 +23,7 @@ from tieline.report.charts import (
     note_at,
     share_axis,
 )
-from tieline.report.numbers import finite, percent, short_names, significant
+from tieline.report.tables import finite, percent, short_names, significant
 
 Span = tuple[str, float, float]
 """Name of a format, its finest and its coarsest step over the layers."""

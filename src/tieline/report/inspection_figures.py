@@ -36,7 +36,7 @@ from tieline.report.inspection_charts import (
     relative_load,
     units_of,
 )
-from tieline.report.numbers import finite, percent
+from tieline.report.tables import finite, percent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

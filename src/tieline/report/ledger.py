@@ -19,25 +19,32 @@ from tieline.papers.ledger import Ledger, PaperTitle
 from tieline.report.charts import Panel, axis, figure, layer_colour
 from tieline.report.drawing import ACCENT, INK, MUTED, NOTICE, WARN, canvas, layer_colours
 from tieline.report.frame import notebook_html, render
-from tieline.report.numbers import DASH, significant
-from tieline.report.tables import Grid, text_table
+from tieline.report.tables import DASH, Grid, significant, text_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
-SIGNS = {Verdict.HOLDS: "●", Verdict.CONDITION: "◐", Verdict.FAILS: "○", Verdict.UNTESTABLE: "·"}
+SIGNS = {
+    Verdict.HOLDS: "●",
+    Verdict.CONDITION: "◐",
+    Verdict.FAILS: "○",
+    Verdict.UNDECIDED: "?",
+    Verdict.UNTESTABLE: "·",
+}
 STYLES = {
     Verdict.HOLDS: "green",
     Verdict.CONDITION: "yellow",
     Verdict.FAILS: "red",
+    Verdict.UNDECIDED: "cyan",
     Verdict.UNTESTABLE: "dim",
 }
 CLASSES = {
     Verdict.HOLDS: "holds",
     Verdict.CONDITION: "condition",
     Verdict.FAILS: "fails",
+    Verdict.UNDECIDED: "undecided",
     Verdict.UNTESTABLE: "untestable",
 }
 """CSS class of each verdict."""
@@ -91,6 +98,7 @@ def terminal(result: Ledger, width: int) -> RenderableType:
         heading = Text(f"Paper {paper.paper}: {paper.title}", style="bold")
         table = _table(_of_paper(result, paper), wide=width >= NARROW)
         parts += [heading, Padding(table, (0, 0, 1, 0))]
+    parts += [_open(outcome) for outcome in result.claims if outcome.verdict is Verdict.UNDECIDED]
     parts += [_news(outcome) for outcome in result.claims if outcome.changed]
     return Group(*parts, Text(_counts(result)))
 
@@ -132,10 +140,18 @@ def verdict_text(outcome: Outcome) -> str:
 
 def check_text(check: Check) -> str:
     """A comparison in one line."""
-    mark = "✓" if check.passed else "✗"
+    mark = "✓" if check.passed else "?" if check.open else "✗"
     slack = f" ± {value_text(check.tolerance)}" if check.tolerance else ""
-    sides = f"{value_text(check.measured)} {check.rule} {value_text(check.reference)}{slack}"
-    return f"{mark} {check.name}: {sides}"
+    found = "not measured" if check.open and math.isnan(check.measured) else _found(check)
+    why = f" ({check.open})" if check.open else ""
+    return f"{mark} {check.name}: {found} {check.rule} {value_text(check.reference)}{slack}{why}"
+
+
+def _found(check: Check) -> str:
+    """What was measured, with its interval."""
+    if check.low is None or check.high is None:
+        return value_text(check.measured)
+    return f"{value_text(check.measured)} [{check.low:.3g}, {check.high:.3g}]"
 
 
 def _facts(result: Ledger) -> str:
@@ -178,6 +194,12 @@ def _table(outcomes: Sequence[Outcome], *, wide: bool) -> Table:
         cells = [claim.id, claim.title, *(_values(outcome) if wide else [])]
         table.add_row(*map(Text, cells), Text(verdict_text(outcome), style=style))
     return table
+
+
+def _open(outcome: Outcome) -> Text:
+    """A claim that is not decided, with the reason."""
+    reason = outcome.claim.undecided or outcome.reason
+    return Text(f"{outcome.claim.id}: undecided: {reason}", style=STYLES[Verdict.UNDECIDED])
 
 
 def _news(outcome: Outcome) -> Text:

@@ -9,9 +9,8 @@ from rich.text import Text
 
 from tieline.report.frame import notebook_html
 from tieline.report.ledger import SIGNS, STYLES
-from tieline.report.numbers import duration, significant
 from tieline.report.plain import Section, plain_page
-from tieline.report.tables import Grid, text_table
+from tieline.report.tables import Grid, duration, significant, text_table
 from tieline.report.training import indented, pairs
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""What `upcycle` and `merge` made, in a few lines and one table; there is nothing to draw."""
+"""What `upcycle`, `merge` and `convert` made, in a few lines and one table, without figures."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from rich.console import Group
 from rich.text import Text
 
+from tieline.analysis.convert import Converted
 from tieline.analysis.merge import Merged
 from tieline.analysis.upcycle import Upcycled
 from tieline.report.frame import notebook_html
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-Made = Upcycled | Merged
+Made = Upcycled | Merged | Converted
 
 
 def page(result: Made) -> str:
@@ -54,6 +55,13 @@ def _numbers(result: Made) -> Grid:
 
 
 def _lines(result: Made) -> list[str]:
+    if isinstance(result, Converted):
+        size = f"{result.tokens:,} tokens of {result.documents:,} documents"
+        shape = f"{len(result.layers)} routed layers, k = {result.k}"
+        return [
+            f"{result.output}: {size}, {shape}, {result.producer} → {result.form}",
+            *result.said,
+        ]
     if isinstance(result, Merged):
         several = "summaries" if result.kind == "summary" else "traces"
         counts = f"{result.tokens:,} tokens of {len(result.folders)} {several}"

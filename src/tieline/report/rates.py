@@ -17,9 +17,8 @@ from rich.text import Text
 from tieline.estimation.rates import LossSeries, RateStudy
 from tieline.report.drawing import canvas
 from tieline.report.frame import notebook_html
-from tieline.report.numbers import DASH, significant
 from tieline.report.plain import Section, plain_page
-from tieline.report.tables import Grid, text_table, view
+from tieline.report.tables import DASH, Grid, significant, text_table, view
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 MOST_SIZES = 3
 """Sample sizes that a terminal shows."""
-NAMES = {"raw": "raw", "quotient": "quotient", "function": "‖f − f*‖"}
+NAMES = {"raw": "raw", "quotient": "quotient", "function": "‖f − f*‖", "experts": "experts"}
 PANELS = (
     ("raw", "raw loss"),
     ("quotient", "quotient loss"),
@@ -116,7 +115,7 @@ def _grid(result: RateStudy, sizes: Sequence[int]) -> Grid:
 
 def _row(series: LossSeries, sizes: Sequence[int]) -> tuple[str, ...]:
     means = dict(zip(series.sizes, series.mean, strict=True))
-    cells = [f"{means[n]:.2g}" if n in means else DASH for n in sizes]
+    cells = [significant(means[n], 2) if n in means else DASH for n in sizes]
     rate = series.rate
     slope = DASH if rate is None else f"{rate.slope:.2f}"
     interval = DASH if rate is None else f"{rate.low:.2f} to {rate.high:.2f}"

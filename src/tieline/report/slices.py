@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from tieline.report.drawing import INK, MUTED, WARN, canvas
 from tieline.report.frame import render
-from tieline.report.numbers import percent
-from tieline.report.tables import Grid
+from tieline.report.tables import Grid, percent
 from tieline.tropical.pictures import Slice, SliceCell
 
 if TYPE_CHECKING:

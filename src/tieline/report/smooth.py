@@ -12,28 +12,30 @@ from rich.console import RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from tieline.analysis.repair import Latency, Repair, RepairRow
+from tieline.analysis.repair import Frontier, Latency, Repair, RepairRow
 from tieline.core.statistics import Estimate
 from tieline.report.charts import Panel, axis, figure
 from tieline.report.drawing import ACCENT, INK, WARN, small_canvas
 from tieline.report.frame import notebook_html, render
-from tieline.report.numbers import (
+from tieline.report.tables import (
     DASH,
+    Grid,
     finite,
     flat,
     percent,
     short_names,
     significant,
+    text_table,
+    view,
     with_error,
 )
-from tieline.report.tables import Grid, text_table, view
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
-LAYERS = ("layer", "ε", "in units of", "k", "k_max", "experts per token")
+LAYERS = ("layer", "ε", "in units of", "k", "slots", "experts per token")
 REPAIRS = ("precision", "KL before", "floor", "KL after", "floor", "lower by (×)")
 KL = Panel(
     "smooth-kl",
@@ -41,6 +43,20 @@ KL = Panel(
     "KL of each model to itself in float32, with two standard errors. Dashes are the floor: the KL "
     "that remains with clean routes forced, which flips cannot explain.",
     wide=True,
+)
+POINTS = ("width", "experts", "moved (KL)", "flips ÷", "least moved", "over it (×)")
+FRONTIER = Panel(
+    "smooth-frontier",
+    "How much repair, at which price",
+    "One point per width of the band, from little to much: how many times cheaper flips are, and "
+    "the KL to the original. The line is what every continuous gate must move the model by; the "
+    "dashed level is what flips cost before.",
+    wide=True,
+)
+HOW_TO_READ = (
+    "width: ε over the noise of each layer's gap, or an equal number of experts in each layer; "
+    "flips ÷: how many times lower what flips cost is; least moved: what the law asks of any gate "
+    "for that."
 )
 SERIES: tuple[tuple[str, str, str, str], ...] = (
     ("before", "@warn", WARN, "o"),
@@ -52,7 +68,7 @@ def page(result: Repair) -> str:
     """The page: what was smoothed, repaired and paid, layer by layer."""
     return render(
         "smooth.html",
-        [KL.drawn(_kl_chart(result.repair.rows))],
+        _panels(result),
         kind="smoothing report",
         title=result.model,
         facts=result.smoothing.how,
@@ -60,6 +76,7 @@ def page(result: Repair) -> str:
         repairs=_repairs(result),
         sentences=smooth_facts(result),
         layers=_layers(result),
+        frontier=None if result.frontier is None else _points(result.frontier),
         provenance=flat(result.provenance),
     )
 
@@ -68,9 +85,13 @@ def terminal(result: Repair, width: int) -> RenderableType:
     """Facts, one row per layer and one row per precision."""
     layers, repairs = _layers(result), _repairs(result)
     below = Padding(text_table(repairs.head, repairs.rows), (0, 0, 1, 0))
+    shown = [table for table in (result.frontier,) if table is not None]
+    wide = [Padding(text_table(POINTS, _points(one).rows), (0, 0, 1, 0)) for one in shown]
     sentences = map(Text, smooth_facts(result))
+    if shown:
+        wide.append(Padding(Text(HOW_TO_READ), (0, 0, 1, 0)))
     table = text_table(layers.head, layers.rows)
-    return view(result.model, result.smoothing.how, "", table, below, *sentences)
+    return view(result.model, result.smoothing.how, "", table, below, *wide, *sentences)
 
 
 def summary(result: Repair) -> str:
@@ -90,6 +111,63 @@ def figures(result: Repair) -> "dict[str, Callable[[], Figure]]":
     return {"repair": lambda: small_canvas(partial(_draw_repair, rows))}
 
 
+def _panels(result: Repair) -> list[Panel]:
+    panels = [KL.drawn(_kl_chart(result.repair.rows))]
+    if result.frontier is not None:
+        panels.append(FRONTIER.drawn(_frontier_chart(result.frontier)))
+    return panels
+
+
+def _points(frontier: Frontier) -> Grid:
+    """One row per width: by the noise of each layer, and by an equal budget in all layers."""
+    words = {"noise": "ε = {:.3g} σ", "budget": "{:.3g} each"}
+    rows = (
+        (
+            words[point.spread].format(point.scale),
+            significant(point.table.experts_after.value),
+            with_error(point.table.moved, 2),
+            significant(point.factor),
+            significant(point.least, 2),
+            significant(point.over, 2),
+        )
+        for point in frontier.points
+    )
+    return Grid(POINTS, tuple(rows))
+
+
+def _frontier_chart(frontier: Frontier) -> dict[str, Any]:
+    marks = []
+    names = {"noise": "ε in proportion to the noise", "budget": "equal experts in all layers"}
+    for spread, role in (("noise", "@accent"), ("budget", "@warn")):
+        points = [point for point in frontier.of(spread) if finite(point.factor)]
+        marks.append(
+            {
+                "type": "scatter",
+                "mode": "lines+markers" if spread == "noise" else "markers",
+                "name": names[spread],
+                "x": [point.factor for point in points],
+                "y": [point.table.moved.value for point in points],
+                "marker": {"size": 9, "color": role},
+                "line": {"color": role},
+                "hovertemplate": "%{x:.3~g} times cheaper, moved %{y:.3~g}<extra></extra>",
+            }
+        )
+    law = sorted((p.factor, p.least) for p in frontier.points if p.factor and p.least)
+    bound = {
+        "type": "scatter",
+        "mode": "lines",
+        "name": "least possible",
+        "line": {"color": "@ink"},
+    }
+    marks.append(bound | {"x": [x for x, _ in law], "y": [y for _, y in law]})
+    level = {"type": "line", "xref": "paper", "x0": 0, "x1": 1}
+    level |= {"y0": frontier.by_flips, "y1": frontier.by_flips}
+    level |= {"line": {"color": "@muted", "dash": "dash", "width": 1}}
+    x = axis(f"times cheaper flips under {frontier.noise}", type="log")
+    y = axis("KL to the original (nats per token)", type="log")
+    return figure(marks, 420, xaxis=x, yaxis=y, shapes=[level])
+
+
 def smooth_facts(result: Repair) -> list[str]:
     """Sentences: experts, loss, distance, flips, time, and what was refused."""
     repair = result.repair
@@ -99,6 +177,7 @@ def smooth_facts(result: Repair) -> list[str]:
         f"Loss: {significant(repair.loss.value, 5)} before, changed by "
         f"{_signed(repair.loss_change)} nats per token.",
         f"Smoothing itself moves the predictions by KL {significant(repair.moved.value)}.",
+        *map(_price, repair.rows[:1]),
         f"Tokens whose experts change in some layer: {'; '.join(map(_flips, repair.rows))}.",
         f"Time of a forward pass: {'; '.join(map(_time, result.latency))}.",
         f"KL in nats per token of each model to itself in float32, {repair.tokens:,} tokens in "
@@ -115,13 +194,23 @@ def _verdict(result: Repair) -> str:
         return ""
     best = max(rows, key=lambda row: row.factor.value or 0.0)
     lowered = f"KL under {best.name} is {significant(best.factor.value)} times lower"
-    cost = f"the loss changes by {_signed(result.repair.loss_change)} nats per token"
+    moved = significant(result.repair.moved.value)
+    cost = f"the model moved by KL {moved} (loss {_signed(result.repair.loss_change)} nats)"
     if (best.factor.value or 0.0) <= 1:
         return (
             f"Smoothing repairs nothing here: at best the {lowered}. What to do: keep the original."
         )
     advice = "What to do: use the smoothed model where that change and its time are acceptable."
-    return f"The {lowered}, and {cost}. {advice}"
+    return f"The {lowered}; for that {cost}. {advice}"
+
+
+def _price(row: RepairRow) -> str:
+    factor = row.flip_factor
+    lower = "too low to be seen" if factor is None else f"{significant(factor)} times lower"
+    return (
+        f"What flips cost under {row.name}, KL minus its floor: {significant(row.by_flips)} "
+        f"before, {lower} after."
+    )
 
 
 def _time(latency: Latency) -> str:
@@ -151,7 +240,7 @@ def _layers(result: Repair) -> Grid:
             significant(layer.epsilon) if layer.epsilon else "0, as it was",
             layer.units,
             str(layer.k),
-            str(layer.k_max),
+            "as needed" if result.smoothing.gate == "projected" else str(layer.k_max),
             significant(experts.get(layer.name)),
         )
         for label, layer in zip(labels, layers, strict=True)

@@ -1,4 +1,4 @@
-"""Tables of results, for pages and terminals alike.
+"""How numbers, names and tables are written for readers, on pages and terminals alike.
 
 Column         heading, meaning and text of the cells of one column
 Grid           a table of plain text: what templates draw
@@ -9,26 +9,44 @@ view           title, facts and verdict of a result for a terminal, then its par
 finding_text   a finding as a sentence
 finding_rows   severity and sentence of each finding
 findings_view  findings for a terminal
+finite         a number, or None if it is missing, infinite or NaN
+percent        a share as a percentage
+significant    a number with three significant digits
+duration       seconds in the unit that suits them
+with_error     an estimate with its standard error
+compact        a JSON value with its numbers cut to a few digits, to keep the page small
+short_names    names of layers without the parts that all share
+visible        text with a sign for every control character
+flat           nested provenance as pairs of dotted names and values
+told           one entry of a provenance, which anybody may have written
+
+A number that is missing or not finite is written as a dash.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+import unicodedata
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.padding import Padding
+from rich.table import Column as RichColumn
 from rich.table import Table
 from rich.text import Text
 
 from tieline.analysis.inspection import Finding
-from tieline.report.numbers import DASH, short_names
+from tieline.core.statistics import Estimate
 
 MOST_FINDINGS = 6
 """Findings that are shown at once; a page folds the others away, a terminal counts them."""
 
 STYLES = {"warning": "bold yellow", "notice": "cyan", "info": "dim"}
+
 SIGNS = {"warning": "▲", "notice": "◆", "info": "●"}
+
 Row = TypeVar("Row")
 
 
@@ -41,12 +59,14 @@ class Column(Generic[Row]):
         meaning: what it says.
         cell: the text of a row's cell.
         rank: how soon a terminal gives it room, 0 first; None for the page alone.
+        optional: whether a terminal leaves it out where no row can fill it.
     """
 
     heading: str
     meaning: str
     cell: Callable[[Row], str]
     rank: int | None = None
+    optional: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,6 +82,13 @@ class Grid:
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     meanings: tuple[str, ...] = ()
+
+
+DASH = "–"
+
+MINUTE, HOUR = 60, 3600
+
+_DIRECTIONS = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
 
 def grid(columns: Sequence[Column[Row]], rows: Sequence[Row]) -> Grid:
@@ -87,6 +114,7 @@ def rich_table(
         left: number of columns, from the first, whose text is at the left of its cell.
     """
     made = [(column, [column.cell(row) for row in rows]) for column in columns]
+    made = [(c, cells) for c, cells in made if not c.optional or any(x != DASH for x in cells)]
     shown = _fitting(made, width)
     table = _empty_table()
     for column, _ in shown:
@@ -165,5 +193,161 @@ def _fitting(
     return [c for c in columns if c[0] in kept]
 
 
+class _WholeCells(Table):
+    """A table that never cuts a cell: where it is too wide, rows become blocks of lines."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Any]:
+        if self.row_count == 0 or sum(map(_least_width, self.columns)) - 3 <= options.max_width:
+            yield from super().__rich_console__(console, options)
+            return
+        rows = zip(*(column.cells for column in self.columns), strict=True)
+        for cells in rows:
+            block = Table.grid(padding=(0, 2))
+            block.add_column(style="dim", overflow="fold")
+            block.add_column(overflow="fold")
+            for column, cell in zip(self.columns, cells, strict=True):
+                block.add_row(str(column.header), cell)
+            yield Padding(block, (0, 0, 1, 0))
+
+
+def _least_width(column: RichColumn) -> int:
+    """Letters that a column needs: its longest cell, or word where cells may be folded."""
+    texts = [str(cell) for cell in (column.header, *column.cells)]
+    parts = texts if column.no_wrap else [word for text in texts for word in text.split()]
+    return max(map(cell_len, parts), default=0) + 3
+
+
 def _empty_table() -> Table:
-    return Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=False)
+    return _WholeCells(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=False)
+
+
+def finite(number: float | None) -> float | None:
+    """The number, or None if it is missing, infinite or NaN."""
+    return number if number is not None and math.isfinite(number) else None
+
+
+def percent(share: float | None) -> str:
+    """Percentage with two significant digits; shares below 0.01 % keep their power of ten."""
+    if finite(share) is None:
+        return DASH
+    assert share is not None
+    if share == 0:
+        return "0 %"
+    if abs(share) < 1e-4:
+        return f"{100 * share:.0e} %".replace("e-0", "e-")
+    digits = max(0, 1 - math.floor(math.log10(abs(100 * share))))
+    return f"{100 * share:.{digits}f} %"
+
+
+def significant(number: float | None, digits: int = 3) -> str:
+    """The number with that many significant digits, and one form of exponents: 4.26e18, 2.30e-9."""
+    if finite(number) is None:
+        return DASH
+    assert number is not None
+    if number == 0:
+        return "0"
+    if 1e-3 <= abs(number) < 10**6:
+        places = max(0, digits - 1 - math.floor(math.log10(abs(number))))
+        return f"{number:,.{places}f}"
+    return f"{number:.{digits - 1}e}".replace("e-0", "e-").replace("e+0", "e").replace("e+", "e")
+
+
+def duration(seconds: float, digits: int = 3) -> str:
+    """Seconds in the unit that suits them, with that many significant digits."""
+    if seconds < 2 * MINUTE:
+        return f"{significant(seconds, digits)} s"
+    if seconds < 2 * HOUR:
+        return f"{significant(seconds / MINUTE, digits)} min"
+    return f"{significant(seconds / HOUR, digits)} h"
+
+
+def with_error(estimate: Estimate, digits: int = 3) -> str:
+    """The estimate with that many digits, and ± its standard error where that is known."""
+    value, error = significant(estimate.value, digits), finite(estimate.standard_error)
+    return value if error is None else f"{value} ± {significant(error, 2)}"
+
+
+def compact(value: Any, digits: int = 4) -> Any:
+    """The JSON value with floating-point numbers of `digits` digits; None for those not finite."""
+    if isinstance(value, float):
+        return float(f"{value:.{digits}g}") if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: compact(item, digits) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [compact(item, digits) for item in value]
+    return value
+
+
+def short_names(names: Sequence[str]) -> list[str]:
+    """Names without the dotted parts that all share in front and behind.
+
+    `model.layers.3.mlp.gate` becomes `3` beside its likes; a single name stays as it is.
+    """
+    parts = [name.split(".") for name in names]
+    shortest = min((len(part) for part in parts), default=0)
+    front = _shared(parts, range(shortest))
+    back = _shared(parts, range(-1, -shortest - 1, -1))
+    if len(set(names)) < 2 or front + back >= shortest:
+        return list(names)
+    return [".".join(part[front : len(part) - back]) for part in parts]
+
+
+def visible(text: str) -> str:
+    """The text with a sign for every control character; line ends get a sign before them.
+
+    Marks that turn the direction of writing would rearrange the text around them, so they are
+    shown by number; halves of surrogate pairs cannot be written to a file at all.
+    """
+    return "".join(map(_shown, text))
+
+
+def flat(value: Mapping[str, Any], above: str = "") -> list[tuple[str, object]]:
+    """Nested mappings as pairs of dotted names and values; None and empty values are left out."""
+    rows: list[tuple[str, object]] = []
+    for key, item in value.items():
+        name = f"{above}{key}"
+        if isinstance(item, Mapping):
+            rows += flat(item, f"{name}.")
+        elif item not in (None, "", [], ()):
+            rows.append((name, item))
+    return rows
+
+
+def told(provenance: object, *names: str) -> str:
+    """The first of these entries that a provenance has, as text; empty if it has none."""
+    known = provenance if isinstance(provenance, Mapping) else {}
+    return next((str(known[name]) for name in names if known.get(name)), "")
+
+
+def told_precision(provenance: object) -> str:
+    """What the model computed in and, where it differs, what its weights were stored in."""
+    computed, stored = told(provenance, "dtype"), told(provenance, "stored_dtype")
+    return f"{computed} (stored in {stored})" if stored not in ("", computed) else computed
+
+
+def timing_rows(timings: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Seconds per stage, then rates."""
+    rates = {name: value for name, value in timings.items() if name.endswith("per_second")}
+    stages = [(f"time.{n}", f"{significant(v)} s") for n, v in timings.items() if n not in rates]
+    return stages + [(name.replace("_", " "), significant(v)) for name, v in rates.items()]
+
+
+def _shared(parts: list[list[str]], places: range) -> int:
+    count = 0
+    for place in places:
+        if len({part[place] for part in parts}) > 1:
+            break
+        count += 1
+    return count
+
+
+def _shown(sign: str) -> str:
+    if sign == "\n":
+        return "↵\n"
+    if sign == "\t":
+        return "⇥\t"
+    if ord(sign) < 0x20:
+        return chr(0x2400 + ord(sign))
+    if sign in _DIRECTIONS or unicodedata.category(sign) in ("Cc", "Zl", "Zp"):
+        return f"⟨{ord(sign):04X}⟩"
+    return "\ufffd" if unicodedata.category(sign) == "Cs" else sign

@@ -9,9 +9,8 @@ from rich.text import Text
 
 from tieline.report.drawing import ACCENT, NOTICE, WARN, canvas, percent_axis
 from tieline.report.frame import notebook_html
-from tieline.report.numbers import duration, finite, flat, significant
 from tieline.report.plain import Section, plain_page
-from tieline.report.tables import Grid
+from tieline.report.tables import Grid, duration, finite, flat, significant
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

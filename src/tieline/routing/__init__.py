@@ -1,6 +1,7 @@
 """Routers, gates, experts, dispatch and the layer that composes them.
 
-routers, gates, smooth       tokens → scores → weights
+routers, gates               tokens → scores → weights
+smooth, projected            gates that are continuous at ties
 experts, dispatch, grouped   the experts of non-zero weight (`buffers`: memory for them)
 layer, losses, baselines     the whole layer, its auxiliary losses, layers to compare with
 attention, attention_moe     softmax and sigmoid attention (`sigmoid_tiles`), as mixtures
@@ -14,5 +15,6 @@ from tieline.routing.experts import *  # noqa: F403
 from tieline.routing.gates import *  # noqa: F403
 from tieline.routing.layer import *  # noqa: F403
 from tieline.routing.losses import *  # noqa: F403
+from tieline.routing.projected import *  # noqa: F403
 from tieline.routing.routers import *  # noqa: F403
 from tieline.routing.smooth import *  # noqa: F403

@@ -5,7 +5,8 @@
     Sigmoid        w = σ(z)
     ReLUGate       w = max(z, 0)                                             (ReMoE)
     TopK           w ∝ score(z) on the k experts of largest selection score
-    SmoothTopK     TopK made continuous                                      (`smooth`)
+    SmoothTopK     TopK made continuous: experts fade in                     (`smooth`)
+    ProjectedTopK  TopK made continuous: tied experts share a seat           (`projected`)
     ExpertChoice   w_te = softmax(z)_te where token t is among the C = ⌈kT/E⌉ best of expert e
     GShardTopK     TopK with noisy scores in training and at most C = ⌈c k T/E⌉ tokens per expert
 
@@ -15,7 +16,8 @@ overrides `weights`.
 
 Gates that choose (`SelectiveGate`) have w_i ∝ score(z_i) · share_i(c): the selection scores c,
 which a correction bias may move, decide the choice, and z combines the outputs. A new one overrides
-`share`: 1 on the k largest c for `TopK`, a ramp for `SmoothTopK`.
+`share`: 1 on the k largest c for `TopK`, a ramp for `SmoothTopK`, a
+projection for `ProjectedTopK`.
 
 `ExpertChoice` and `GShardTopK` depend on all T tokens of the call (`batch_dependent`): a token's
 output changes with its neighbours, and in a causal model with tokens that come after it. They are

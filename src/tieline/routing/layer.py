@@ -19,8 +19,9 @@ from tieline.routing.gates import (
     Softmax,
     TopK,
 )
+from tieline.routing.projected import ProjectedTopK
 from tieline.routing.routers import CosineRouter, LinearRouter, QuadraticRouter, Router
-from tieline.routing.smooth import SmoothTopK
+from tieline.routing.smooth import BandGate, SmoothTopK
 
 __all__ = ["GATES", "ROUTERS", "MoE", "Routing", "SharedExpert", "check_fit", "moe"]
 
@@ -96,6 +97,7 @@ ROUTERS: dict[str, type[Router]] = {
 }
 GATES: dict[str, type[Gate]] = {
     "topk": TopK,
+    "projected": ProjectedTopK,
     "smooth": SmoothTopK,
     "softmax": Softmax,
     "sigmoid": Sigmoid,
@@ -139,7 +141,7 @@ def moe(
     require(gate in GATES, f"{gate=} is not one of {sorted(GATES)}")
     require(1 <= k <= n_experts, f"need 1 <= k <= experts, got {k=}, {n_experts=}")
     chosen_gate = GATES[gate]
-    choice = {"k": k} if issubclass(chosen_gate, TopK | SmoothTopK | ExpertChoice) else {}
+    choice = {"k": k} if issubclass(chosen_gate, TopK | BandGate | ExpertChoice) else {}
     shared = None
     if shared_hidden is not None:
         shared = SharedExpert(d_model, shared_hidden, activation=activation, bias=bias)

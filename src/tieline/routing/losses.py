@@ -29,9 +29,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from tieline.core.errors import TielineError, require
-from tieline.core.recompute import is_recomputing
+from tieline.core.numerics import is_recomputing
 from tieline.routing.layer import MoE, Routing
-from tieline.routing.smooth import SmoothTopK
+from tieline.routing.smooth import BandGate
 
 __all__ = [
     "Counts",
@@ -169,7 +169,7 @@ def auxiliary_loss(
         records: from `collect_routing`.
         balance: coefficient of `balance_loss`.
         router_z: coefficient of `router_z_loss`.
-        boundary: coefficient α of `boundary_loss`, for layers whose `SmoothTopK` learns its ε.
+        boundary: coefficient α of `boundary_loss`, for layers whose gate learns its ε.
         sparsity: coefficient of `sparsity_loss`.
         counts: per record, counts of the whole batch; by default the record is the whole batch.
     """
@@ -182,7 +182,7 @@ def auxiliary_loss(
             total = total + balance * balance_loss(scores, weights, over)
         if router_z:
             total = total + router_z * router_z_loss(scores, over)
-        if boundary and isinstance(gate, SmoothTopK) and gate.theta is not None:
+        if boundary and isinstance(gate, BandGate) and gate.theta is not None:
             total = total + boundary * boundary_loss(gate.epsilon, weights, gate.budget, over)
         if sparsity:
             total = total + sparsity * sparsity_loss(weights, over)

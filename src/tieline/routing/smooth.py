@@ -8,6 +8,8 @@ Paper 1, section 6, has s = e^h with h the log-smoothstep, which is not a number
 makes s(u) = u, a ramp as wide as the band; the paper's b = 50 climbs from 10 to 90 % within u in
 [.0275, .0883], which moves a near-step to c_[k] - ε.
 
+`BandGate` is what this gate shares with `projected.ProjectedTopK`: the width ε, given or learned.
+
 `SmoothTopK` is the gate. `smooth_columns` gives the same shares for programs with a fixed number of
 slots per token: those of the first k_max ranks and the experts that hold them, from one sort, with
 
@@ -15,7 +17,7 @@ slots per token: those of the first k_max ranks and the experts that hold them, 
 """
 
 import math
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +28,7 @@ from tieline.core.errors import ShapeError, require
 from tieline.core.ranking import kth_largest, stable_topk, topk_mask
 from tieline.routing.gates import Groups, Law, Scores, SelectiveGate, Share, laws_of_choice
 
-__all__ = ["Columns", "SmoothTopK", "lower_groups", "smooth_columns", "smoothstep"]
+__all__ = ["BandGate", "Columns", "SmoothTopK", "lower_groups", "smooth_columns", "smoothstep"]
 
 START = 0.05
 """Initial value of a learnable ε; softplus(-9) would take 12,000 steps to matter."""
@@ -60,7 +62,60 @@ def lower_groups(
     return selection - (span + epsilon) * (1 - groups.spread(share, selection.shape[-1]))
 
 
-class SmoothTopK(SelectiveGate):
+class BandGate(SelectiveGate):
+    """Base of the gates that share seats within a band of width ε around the threshold.
+
+    Args:
+        k: experts chosen per token.
+        epsilon: width ε > 0 of the band, in units of the selection scores. None makes it a
+            parameter, ε = softplus(θ), starting at 0.05 and driven to the budget by
+            `losses.boundary_loss`.
+        budget: experts per token that the boundary loss aims at, k* = k + 0.5 by default.
+        detach_ramp: block the gradient through the shares, except to ε. The exact gradient harms
+            training (perplexity 61 against 46); set False for gradient checks.
+        options: see `SelectiveGate`.
+    """
+
+    def __init__(
+        self,
+        k: int,
+        *,
+        epsilon: float | None,
+        budget: float | None,
+        detach_ramp: bool,
+        **options: Any,
+    ) -> None:
+        super().__init__(k, **options)
+        require(
+            epsilon is None or 0 < epsilon < math.inf,
+            f"epsilon must be positive and finite (None makes it learnable), got {epsilon!r}",
+        )
+        self.budget = k + 0.5 if budget is None else budget
+        require(k <= self.budget < math.inf, f"the budget k* must be >= k, got {budget} for {k=}")
+        self.fixed_epsilon, self.detach_ramp = epsilon, detach_ramp
+        start = None if epsilon is not None else torch.tensor(math.log(math.expm1(START)))
+        self.theta = None if start is None else nn.Parameter(start)
+
+    @property
+    def laws(self) -> frozenset[Law]:  # type: ignore[override]
+        """Those of `TopK` and continuity; symmetry without bias and groups."""
+        laws = laws_of_choice(self) | {Law.CONTINUOUS}
+        return laws | {Law.SYMMETRIC} if Law.EQUIVARIANT in laws else laws
+
+    @property
+    def epsilon(self) -> Float[Tensor, ""]:
+        """The width ε of the band as a tensor, with a gradient if it is learnable."""
+        if self.theta is not None:
+            return F.softplus(self.theta)
+        return torch.tensor(self.fixed_epsilon, dtype=torch.float64)
+
+    def extra_repr(self) -> str:
+        """The choice and the band."""
+        band = "learnable" if self.theta is not None else self.fixed_epsilon
+        return f"{super().extra_repr()}, epsilon={band}"
+
+
+class SmoothTopK(BandGate):
     """Top-k with every expert less than ε below the threshold partly in: continuous in the scores.
 
     Outside the band it equals `TopK`, as it does for ε → 0; at an exact tie all tied experts have
@@ -68,17 +123,12 @@ class SmoothTopK(SelectiveGate):
 
     Args:
         k: experts that are always in.
-        epsilon: width ε > 0 of the band, in units of the selection scores. None makes it a
-            parameter, ε = softplus(θ), starting at 0.05 and driven to the budget by
-            `losses.boundary_loss`.
+        epsilon, budget, detach_ramp: see `BandGate`.
         a: exponent at the lower end of the ramp.
         b: exponent at its upper end; 50 in the paper's experiments.
-        budget: experts per token that the boundary loss aims at, k* = k + 0.5 by default.
         k_max: at most this many experts per token. The band narrows per token to
             ε_t = min(ε, c_[k] - c_[k_max+1]), which keeps continuity; only where more than
             k_max - k + 1 experts tie exactly does a jump remain, and the lower indices are taken.
-        detach_ramp: block the gradient through u, except to ε. The exact gradient harms training
-            (perplexity 61 against 46); set False for gradient checks.
         scoring, order, renormalize, selection_bias, groups, scale: see `SelectiveGate`. The choice
             of groups is smoothed in the same way (`lower_groups`).
     """
@@ -102,6 +152,9 @@ class SmoothTopK(SelectiveGate):
     ) -> None:
         super().__init__(
             k,
+            epsilon=epsilon,
+            budget=budget,
+            detach_ramp=detach_ramp,
             scoring=scoring,
             order=order,
             renormalize=renormalize,
@@ -109,27 +162,15 @@ class SmoothTopK(SelectiveGate):
             groups=groups,
             scale=scale,
         )
-        _check_ramp(epsilon, a, b)
-        self.budget = k + 0.5 if budget is None else budget
-        require(k <= self.budget < math.inf, f"the budget k* must be >= k, got {budget} for {k=}")
+        positive = 0 < a < math.inf and 0 < b < math.inf
+        require(positive, f"a and b must be positive and finite: {a=}, {b=}")
         require(k_max is None or k_max >= k, f"k_max must be >= k, got {k_max} for {k=}")
-        self.a, self.b, self.k_max, self.detach_ramp = a, b, k_max, detach_ramp
-        self.fixed_epsilon = epsilon
-        start = None if epsilon is not None else torch.tensor(math.log(math.expm1(START)))
-        self.theta = None if start is None else nn.Parameter(start)
+        self.a, self.b, self.k_max = a, b, k_max
 
     @property
     def laws(self) -> frozenset[Law]:  # type: ignore[override]
-        """Those of `TopK` and continuity; symmetry without bias, groups and `k_max`."""
-        laws = laws_of_choice(self) | {Law.CONTINUOUS}
-        return laws | {Law.SYMMETRIC} if Law.EQUIVARIANT in laws and self.k_max is None else laws
-
-    @property
-    def epsilon(self) -> Float[Tensor, ""]:
-        """The width ε of the band as a tensor, with a gradient if it is learnable."""
-        if self.theta is not None:
-            return F.softplus(self.theta)
-        return torch.tensor(self.fixed_epsilon, dtype=torch.float64)
+        """Those of the band; `k_max` breaks symmetry."""
+        return super().laws if self.k_max is None else super().laws - {Law.SYMMETRIC}
 
     def share(self, selection: Scores) -> Share:
         """s(u), with the experts of other groups lowered first."""
@@ -152,18 +193,7 @@ class SmoothTopK(SelectiveGate):
 
     def extra_repr(self) -> str:
         """The choice and the ramp."""
-        band = "learnable" if self.theta is not None else self.fixed_epsilon
-        return f"{super().extra_repr()}, epsilon={band}, a={self.a}, b={self.b}, k_max={self.k_max}"
-
-
-def _check_ramp(epsilon: float | None, a: float, b: float) -> None:
-    require(
-        epsilon is None or 0 < epsilon < math.inf,
-        f"epsilon must be positive and finite (None makes it learnable), got {epsilon!r}",
-    )
-    require(
-        0 < a < math.inf and 0 < b < math.inf, f"a and b must be positive and finite: {a=}, {b=}"
-    )
+        return f"{super().extra_repr()}, a={self.a}, b={self.b}, k_max={self.k_max}"
 
 
 class Columns(NamedTuple):

@@ -1,9 +1,23 @@
 """Routing traces: what a model's routers saw and chose, as frozen records."""
 
 from tieline.trace.builder import SummaryBuilder, summarise
-from tieline.trace.ops import concatenate, select_documents, select_layers, select_tokens
-from tieline.trace.readers import import_routed_experts, import_table, import_trace
-from tieline.trace.record import LayerFacts, LayerTrace, RoutingTrace, unanswered
+from tieline.trace.readers import (
+    imatrix_load,
+    import_routed_experts,
+    import_table,
+    import_trace,
+    read_routes,
+)
+from tieline.trace.record import (
+    LayerFacts,
+    LayerTrace,
+    RoutingTrace,
+    concatenate,
+    select_documents,
+    select_layers,
+    select_tokens,
+    unanswered,
+)
 from tieline.trace.store import (
     folder_kind,
     load_summary,
@@ -13,6 +27,7 @@ from tieline.trace.store import (
     save_trace,
 )
 from tieline.trace.summary import LayerSummary, RoutingSummary, merge
+from tieline.trace.writers import export, padded, replay_list
 
 __all__ = [
     "LayerFacts",
@@ -22,7 +37,9 @@ __all__ = [
     "RoutingTrace",
     "SummaryBuilder",
     "concatenate",
+    "export",
     "folder_kind",
+    "imatrix_load",
     "import_routed_experts",
     "import_table",
     "import_trace",
@@ -30,6 +47,9 @@ __all__ = [
     "load_trace",
     "merge",
     "merge_folders",
+    "padded",
+    "read_routes",
+    "replay_list",
     "save_summary",
     "save_trace",
     "select_documents",

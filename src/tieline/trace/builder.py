@@ -15,16 +15,16 @@ from torch import Tensor
 
 from tieline.core.errors import TraceError, require
 from tieline.trace.counts import ExactMoments, LogHistogram
-from tieline.trace.ops import take_tokens
-from tieline.trace.record import LayerTrace, RoutingTrace, check_epsilons
-from tieline.trace.sampling import (
+from tieline.trace.record import (
     SPAN,
-    DistinctSketch,
-    SampleBuffer,
+    LayerTrace,
+    RoutingTrace,
+    check_epsilons,
     coalition_hash,
-    rows_of,
+    take_tokens,
     token_hash,
 )
+from tieline.trace.sampling import DistinctSketch, SampleBuffer, rows_of
 from tieline.trace.summary import (
     LayerSummary,
     RoutingSummary,

@@ -4,7 +4,8 @@ Records check shapes and types themselves. Values are checked here:
 
     experts          in 0 ... E - 1, no expert twice for one token
     scores           descending; finite for the chosen ranks, further ones may be masked by -inf
-    weights, bias, inputs     finite
+    weights, faded, bias, inputs    finite
+    used             in 1 ... E
     group_gap, distance       >= 0; infinite where there is no tie
     near             in 0 ... E
 """
@@ -14,8 +15,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from tieline.core.errors import TraceError
-from tieline.trace.ops import take_tokens
-from tieline.trace.record import LayerTrace, RoutingTrace
+from tieline.trace.record import LayerTrace, RoutingTrace, take_tokens
 
 
 def check_trace(trace: RoutingTrace) -> None:
@@ -38,7 +38,7 @@ def check_layer(layer: LayerTrace, broken_tokens: bool = False) -> None:
         layer = take_tokens(layer, ends.isfinite().all(1))
     if layer.scores is not None:
         _check_scores(layer, layer.scores)
-    for name in ("weights", "inputs", "bias"):
+    for name in ("weights", "faded", "inputs", "bias"):
         value = getattr(layer, name)
         if value is not None:
             _none(~value.isfinite(), layer, f"{name} that are not finite")
@@ -51,6 +51,8 @@ def check_layer(layer: LayerTrace, broken_tokens: bool = False) -> None:
 def _check_ids(layer: LayerTrace) -> None:
     experts, most = layer.experts, layer.facts.n_experts
     _none((experts < 0) | (experts >= most), layer, f"experts outside 0 ... {most - 1}")
+    if layer.used is not None:
+        _none((layer.used < 1) | (layer.used > most), layer, f"experts in use outside 1 ... {most}")
     ordered = experts.sort(dim=1).values
     _none(ordered[:, 1:] == ordered[:, :-1], layer, "an expert twice in one token")
     if layer.near is not None:

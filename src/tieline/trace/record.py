@@ -1,4 +1,4 @@
-"""The records that every measurement starts from: `LayerTrace` and `RoutingTrace`.
+"""The records that every measurement starts from, `LayerTrace` and `RoutingTrace`, and their parts.
 
 A *selection score* is the number that a router ranks: logits, or scores plus a correction bias.
 `LayerTrace.scores` holds the largest of them in order, `weights` what combines the outputs. The two
@@ -11,27 +11,47 @@ when they are made, and the headers of files; `tieline.trace.check` checks value
     tokens      T, common to all layers
     ranks       C, k <= C <= E
     k           experts chosen
+    ranks past k    C - k
     experts     E
     epsilons    points of the ε grid
     dim         dimension of the router's input
+
+Functions that select, join and compare traces:
+
+    take_tokens         some tokens of one layer
+    select_tokens       some tokens, in all layers
+    select_documents    the tokens of some documents
+    select_layers       some layers, by place or name
+    concatenate         the tokens of several traces of the same routers
+    identical           whether two records hold the same values, bit by bit
+    token_hash          of document and position, the same on every machine and in every version
+    coalition_hash      of a set of experts, the same for every order of its members
+
+Traces that were loaded from disk stay lazy: a layer is cut when it is touched.
 """
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, get_args, overload
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, cast, get_args, overload
 
+import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 
 from tieline.core.errors import TraceError, require
 
 Kind = Literal["integers", "floating-point numbers", "neither"]
+
 MOST_EXPERTS = 1 << 16
+
 MOST_LAYERS = 4096
+
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
 INTS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -43,6 +63,7 @@ class TensorLayout(NamedTuple):
 
 
 _INT, _FLOAT = "integers", "floating-point numbers"
+
 LAYER_TENSORS: Mapping[str, TensorLayout] = {
     "experts": TensorLayout(_INT, ("tokens", "ranks")),
     "scores": TensorLayout(_FLOAT, ("tokens", "ranks")),
@@ -52,8 +73,12 @@ LAYER_TENSORS: Mapping[str, TensorLayout] = {
     "near": TensorLayout(_INT, ("tokens", "epsilons")),
     "bias": TensorLayout(_FLOAT, ("experts",)),
     "inputs": TensorLayout(_FLOAT, ("tokens", "dim")),
+    "faded": TensorLayout(_FLOAT, ("tokens", "ranks past k")),
+    "used": TensorLayout(_INT, ("tokens",)),
 }
+
 TOKEN_IDS = TensorLayout(_INT, ("tokens",))
+
 TOKEN_KEYS = ("tokens", "documents", "positions")
 """The tensors that say which token a row belongs to."""
 
@@ -80,6 +105,7 @@ def check_tensor(
 
 
 Units = Literal["logits", "softmax", "sigmoid", "sqrtsoftplus"]
+
 GroupScore = Literal["max", "top2sum"]
 
 
@@ -118,7 +144,12 @@ class LayerFacts:
         )
         _need(1 <= chosen <= groups, f"1 <= k_groups <= n_groups, got {chosen} of {groups}")
         _need(experts % groups == 0, f"groups of equal size, got {experts} experts, {groups=}")
-        _need(k <= chosen * (experts // groups), f"{k=} experts to fit in {chosen} of {groups=}")
+        _need(k <= self.reachable, f"{k=} experts to fit in {chosen} of {groups=}")
+
+    @property
+    def reachable(self) -> int:
+        """Number of experts that a token can choose from, those of its chosen groups."""
+        return self.k_groups * (self.n_experts // self.n_groups)
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,6 +170,9 @@ class LayerTrace:
             among the experts of the chosen groups where routing is group-limited.
         bias: correction bias (E,) that the selection scores contain.
         inputs: the router's inputs, kept on request.
+        faded: combine weights of the ranks past k, 0 where an expert is not used. Only a smoothed
+            router has them: it uses the experts that top-k would choose, and some below.
+        used: number of experts with a weight that is not zero, of a smoothed router.
     """
 
     name: str
@@ -151,6 +185,8 @@ class LayerTrace:
     near: Int[Tensor, "tokens epsilons"] | None = None
     bias: Float[Tensor, " experts"] | None = None
     inputs: Float[Tensor, "tokens dim"] | None = None
+    faded: Float[Tensor, "tokens past"] | None = None
+    used: Int[Tensor, " tokens"] | None = None
 
     def __post_init__(self) -> None:
         sizes = {"k": self.facts.k, "experts": self.facts.n_experts}
@@ -160,6 +196,7 @@ class LayerTrace:
                 name = f"layer {self.name!r}: {field_name}"
                 check_tensor(name, layout, kind_of(value.dtype), tuple(value.shape), sizes)
                 sizes |= zip(layout.axes, value.shape, strict=True)
+                sizes["ranks past k"] = sizes["ranks"] - sizes["k"]
         if not self.facts.k <= sizes["ranks"] <= self.facts.n_experts:
             raise TraceError(f"layer {self.name!r}: need k <= ranks <= E, got {sizes}")
 
@@ -193,6 +230,19 @@ class LayerTrace:
         if k == self.scores.shape[1]:
             return self.scores.new_full((len(self.scores),), torch.inf, dtype=torch.float64)
         return self.scores[:, k - 1].double() - self.scores[:, k].double()
+
+    @property
+    def smoothed(self) -> bool:
+        """Whether a token may use more experts than the k that top-k would choose."""
+        return self.used is not None
+
+    def combined(self) -> tuple[Float[Tensor, "tokens slots"], Int[Tensor, "tokens slots"]]:
+        """Combine weights and experts of all ranks that have weights: k, or more if smoothed."""
+        if self.weights is None:
+            raise TraceError(f"layer {self.name!r} has no combine weights")
+        parts = [self.weights] if self.faded is None else [self.weights, self.faded]
+        weights = torch.cat(parts, dim=1)
+        return weights, self.experts[:, : weights.shape[1]]
 
     @property
     def has_gaps(self) -> bool:
@@ -242,6 +292,18 @@ class RoutingTrace:
             if layer.name == name:
                 return layer
         raise TraceError(f"no layer {name!r} in the trace; it has {[x.name for x in self.layers]}")
+
+    def save(self, directory: str | Path, overwrite: bool = False) -> None:
+        """Save the trace in a folder, as `tieline.trace.save_trace` does."""
+        from tieline.trace.store import save_trace
+
+        save_trace(self, directory, overwrite)
+
+    def export(self, path: str | Path, to: str | None = None, **options: Any) -> Path:
+        """Write the trace in the form of another program, as `tieline.trace.export` does."""
+        from tieline.trace.writers import export
+
+        return export(self, path, cast("Any", to), **options)
 
     def _check_layers(self) -> None:
         names = [layer.name for layer in self.layers]
@@ -323,3 +385,213 @@ def map_layers(
     if isinstance(layers, LazyLayers):
         return LazyLayers(len(layers), lambda index: change(layers[index]))
     return tuple(change(layer) for layer in layers)
+
+
+SPAN = 1 << 63
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+_FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+
+
+def token_hash(
+    documents: Int[Tensor, " tokens"], positions: Int[Tensor, " tokens"]
+) -> Int64[np.ndarray, " tokens"]:
+    """Return the hash of (document, position), in [0, 2^63)."""
+    document = _mix(documents.long().numpy().view(np.uint64))
+    return _folded(_mix(document ^ positions.long().numpy().view(np.uint64)))
+
+
+def coalition_hash(chosen: Int[np.ndarray, "k tokens"]) -> Int64[np.ndarray, " tokens"]:
+    """Return the hash of the set of chosen experts, in [0, 2^63)."""
+    words = _mix(np.arange(1, int(chosen.max(initial=0)) + 2, dtype=np.uint64))
+    return _folded(_mix(words.take(chosen).sum(0)))
+
+
+def _folded(words: np.ndarray) -> np.ndarray:
+    """The upper 63 bits, as numbers that signed integers can hold."""
+    return (words >> np.uint64(1)).view(np.int64)
+
+
+def _mix(words: np.ndarray) -> np.ndarray:
+    words = words + _GOLDEN
+    words = (words ^ (words >> np.uint64(30))) * _FIRST
+    words = (words ^ (words >> np.uint64(27))) * _SECOND
+    return words ^ (words >> np.uint64(31))
+
+
+Index = slice | Int[Tensor, " chosen"] | Bool[Tensor, " tokens"]
+
+
+def take_tokens(layer: LayerTrace, index: Index) -> LayerTrace:
+    """Return some tokens of a layer: a view for a slice, a copy for an index or a mask."""
+    return replace(layer, **{name: value[index] for name, value in layer.rows().items()})
+
+
+def select_tokens(trace: RoutingTrace, index: Index) -> RoutingTrace:
+    """Return some tokens, in the order of the index.
+
+    Args:
+        trace: any trace.
+        index: a slice, indices in 0 ... T - 1, or a mask of all tokens.
+    """
+    if isinstance(index, Tensor):
+        _check_index(index, trace.n_tokens)
+    layers = map_layers(trace.layers, lambda layer: take_tokens(layer, index))
+    return replace(
+        trace, layers=layers, **{name: getattr(trace, name)[index] for name in TOKEN_KEYS}
+    )
+
+
+def select_documents(trace: RoutingTrace, documents: Iterable[int]) -> RoutingTrace:
+    """Return the tokens of these documents, in the order of the trace."""
+    wanted = torch.tensor(sorted(set(documents)), dtype=torch.int64)
+    missing = wanted[~torch.isin(wanted, trace.documents.long())].tolist()
+    require(not missing, f"no tokens of documents {missing[:5]} in the trace", TraceError)
+    return select_tokens(trace, torch.isin(trace.documents.long(), wanted))
+
+
+def select_layers(trace: RoutingTrace, layers: Sequence[int | str]) -> RoutingTrace:
+    """Return some layers, each by its place (negative from the end) or router name."""
+    names: list[str] = []
+    if any(isinstance(layer, str) for layer in layers):
+        names = [layer.name for layer in trace.layers]
+    places = [_place(layer, names, len(trace.layers)) for layer in layers]
+    source = trace.layers
+    if isinstance(source, LazyLayers):
+        return replace(trace, layers=LazyLayers(len(places), lambda i: source[places[i]]))
+    return replace(trace, layers=tuple(source[place] for place in places))
+
+
+def concatenate(
+    traces: Sequence[RoutingTrace], documents: Literal["keep", "renumber"] = "keep"
+) -> RoutingTrace:
+    """Join the tokens of several traces, one after the other.
+
+    All traces must agree in layer names, facts, ranks, optional fields, types, biases and ε. The
+    provenance is the common one, or all of them under "parts".
+
+    Args:
+        traces: one or more.
+        documents: "keep" the numbers of documents, as for parts of one run, and refuse a token that
+            two traces hold; or "renumber" each trace's documents to follow the last one.
+    """
+    require(len(traces) > 0, "nothing to concatenate: got no traces", TraceError)
+    parts = _renumbered(traces) if documents == "renumber" else list(traces)
+    keys = {name: torch.cat([getattr(part, name) for part in parts]) for name in TOKEN_KEYS}
+    require(
+        documents == "renumber" or len(parts) == 1 or not _repeats(keys),
+        "a token (document, position) occurs twice: the traces overlap, or number their documents "
+        'alike and need documents="renumber"',
+        TraceError,
+    )
+    first = parts[0]
+    for part in parts[1:]:
+        _require_same("number of layers", len(first.layers), len(part.layers))
+        _require_same("epsilons", first.epsilons, part.epsilons)
+    layers = _joined_layers([part.layers for part in parts])
+    return replace(first, layers=layers, provenance=_provenance(parts), **keys)
+
+
+def _joined_layers(sources: list[Sequence[LayerTrace]]) -> Sequence[LayerTrace]:
+    def join(place: int) -> LayerTrace:
+        return _joined([layers[place] for layers in sources])
+
+    if any(isinstance(layers, LazyLayers) for layers in sources):
+        return LazyLayers(len(sources[0]), join)
+    return tuple(join(place) for place in range(len(sources[0])))
+
+
+def _joined(layers: list[LayerTrace]) -> LayerTrace:
+    first = layers[0]
+    for layer in layers[1:]:
+        _require_same("name", first.name, layer.name)
+        for what, of_first, of_layer in zip(
+            ("facts", "recorded", "bias"), _recorded(first), _recorded(layer), strict=True
+        ):
+            _require_same(f"layer {first.name!r}: {what}", of_first, of_layer)
+    rows = [layer.rows() for layer in layers]
+    return replace(first, **{name: torch.cat([row[name] for row in rows]) for name in rows[0]})
+
+
+def _recorded(layer: LayerTrace) -> tuple[object, ...]:
+    """Facts, type and shape of each field, and the bias."""
+    rows = {name: (value.dtype, tuple(value.shape[1:])) for name, value in layer.rows().items()}
+    return layer.facts, rows, None if layer.bias is None else layer.bias.tolist()
+
+
+def _require_same(what: str, first: object, other: object) -> None:
+    require(first == other, f"traces must agree in {what}: {first} is not {other}", TraceError)
+
+
+def _renumbered(traces: Sequence[RoutingTrace]) -> list[RoutingTrace]:
+    """Shift documents so that each trace starts one above the last number of the one before."""
+    parts, start = [], 0
+    for trace in traces:
+        numbers = trace.documents.long()
+        if len(numbers):
+            numbers = numbers - numbers.min() + start
+            start = int(numbers.max()) + 1
+        parts.append(replace(trace, documents=numbers))
+    return parts
+
+
+def _repeats(keys: dict[str, Tensor]) -> bool:
+    """Whether a (document, position) occurs twice; sorted hashes are compared first."""
+    documents, positions = keys["documents"].long(), keys["positions"].long()
+    hashes = np.sort(token_hash(documents, positions))
+    if not (hashes[1:] == hashes[:-1]).any():
+        return False
+    pairs = torch.stack((documents, positions), dim=1)
+    return len(torch.unique(pairs, dim=0)) < len(pairs)
+
+
+def _provenance(parts: Sequence[RoutingTrace]) -> dict[str, object]:
+    first = parts[0].provenance
+    same = all(part.provenance == first for part in parts)
+    return first if same else {"parts": [part.provenance for part in parts]}
+
+
+def _place(layer: int | str, names: list[str], count: int) -> int:
+    known = layer in names if isinstance(layer, str) else -count <= layer < count
+    require(known, f"no layer {layer!r} in the trace of {count} layers", TraceError)
+    return names.index(layer) if isinstance(layer, str) else layer % count
+
+
+def _check_index(index: Tensor, tokens: int) -> None:
+    if index.dtype == torch.bool:
+        fits = index.shape == (tokens,)
+    else:
+        fits = not len(index) or (int(index.min()) >= 0 and int(index.max()) < tokens)
+    require(fits, f"need indices in 0 ... {tokens - 1} or a mask of {tokens} tokens", TraceError)
+
+
+def identical(first: object, second: object) -> bool:
+    """Whether two traces, summaries or parts of them hold the same values of the same types.
+
+    Tensors must agree in type, shape and every bit, so that a NaN equals itself and 0 is not -0.
+    Layers in memory equal the same layers on disk.
+    """
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return _same_tensor(first, second)
+    if isinstance(first, str | bytes):
+        return first == second
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
+        return first.keys() == second.keys() and all(
+            identical(value, second[key]) for key, value in first.items()
+        )
+    if isinstance(first, Sequence) and isinstance(second, Sequence):
+        return len(first) == len(second) and all(map(identical, first, second))
+    if is_dataclass(first) and not isinstance(first, type):
+        return type(first) is type(second) and all(
+            identical(getattr(first, part.name), getattr(second, part.name))
+            for part in fields(first)
+        )
+    return type(first) is type(second) and first == second
+
+
+def _same_tensor(first: Tensor, second: Tensor) -> bool:
+    if first.dtype != second.dtype or first.shape != second.shape:
+        return False
+    one, other = (value.contiguous().flatten().view(torch.uint8) for value in (first, second))
+    return torch.equal(one, other)

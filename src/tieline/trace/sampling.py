@@ -1,14 +1,9 @@
 """Samples and distinct counts that depend on the set of tokens alone, not on order or sharding.
 
-Hashes are the same on every machine and in every version, uniform on [0, 2^63):
-
-    token_hash(d, p)      of document and position: decides which tokens a sample keeps
-    coalition_hash(S)     of a set of experts, the same for every order of its members
-
-A sample keeps the n tokens with the smallest hash, with everything a layer recorded of them: every
-layer keeps the same tokens, and the sample of a union is the sample of the parts' samples. A token
-that comes twice is kept once; if its two records differ, the one that is smaller byte by byte wins,
-token ids first, so that all layers agree.
+A sample keeps the n tokens with the smallest `token_hash`, with everything a layer recorded of
+them: every layer keeps the same tokens, and the sample of a union is the sample of the parts'
+samples. A token that comes twice is kept once; if its two records differ, the one that is smaller
+byte by byte wins, token ids first, so that all layers agree.
 
 `DistinctSketch` keeps the n = 4096 smallest different hashes. Fewer than n are all there were; else
 (n - 1) / h_n, with h_n the n-th smallest on [0, 1), estimates their number with a relative standard
@@ -26,38 +21,7 @@ from jaxtyping import Int, Int64
 from torch import Tensor
 
 from tieline.core.errors import TraceError
-from tieline.trace.record import LAYER_TENSORS, TOKEN_KEYS, LayerTrace
-
-SPAN = 1 << 63
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-
-
-def token_hash(
-    documents: Int[Tensor, " tokens"], positions: Int[Tensor, " tokens"]
-) -> Int64[np.ndarray, " tokens"]:
-    """Return the hash of (document, position), in [0, 2^63)."""
-    document = _mix(documents.long().numpy().view(np.uint64))
-    return _folded(_mix(document ^ positions.long().numpy().view(np.uint64)))
-
-
-def coalition_hash(chosen: Int[np.ndarray, "k tokens"]) -> Int64[np.ndarray, " tokens"]:
-    """Return the hash of the set of chosen experts, in [0, 2^63)."""
-    words = _mix(np.arange(1, int(chosen.max(initial=0)) + 2, dtype=np.uint64))
-    return _folded(_mix(words.take(chosen).sum(0)))
-
-
-def _folded(words: np.ndarray) -> np.ndarray:
-    """The upper 63 bits, as numbers that signed integers can hold."""
-    return (words >> np.uint64(1)).view(np.int64)
-
-
-def _mix(words: np.ndarray) -> np.ndarray:
-    words = words + _GOLDEN
-    words = (words ^ (words >> np.uint64(30))) * _FIRST
-    words = (words ^ (words >> np.uint64(27))) * _SECOND
-    return words ^ (words >> np.uint64(31))
-
+from tieline.trace.record import LAYER_TENSORS, SPAN, TOKEN_KEYS, LayerTrace, token_hash
 
 Rows = Mapping[str, Tensor]
 

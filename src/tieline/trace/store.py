@@ -25,7 +25,6 @@ from tieline.core.errors import TraceError, require
 from tieline.trace.check import check_layer
 from tieline.trace.counts import EXPONENTS, LOW_BITS, N_BINS, ExactMoments, LogHistogram
 from tieline.trace.folders import Folder, check_target, open_folder, read_index, write_folder
-from tieline.trace.ops import concatenate
 from tieline.trace.record import (
     LAYER_TENSORS,
     MOST_LAYERS,
@@ -37,6 +36,7 @@ from tieline.trace.record import (
     RoutingTrace,
     check_epsilons,
     check_tensor,
+    concatenate,
     kind_of,
 )
 from tieline.trace.sampling import CAPACITY, DistinctSketch
@@ -237,6 +237,7 @@ class _Stored:
                 dtype, shape = header[name]
                 check_tensor(f"{where}: {name}", layout, kind_of(dtype), shape, sizes)
                 sizes |= zip(layout.axes, shape, strict=True)
+                sizes["ranks past k"] = sizes["ranks"] - sizes["k"]
 
     def layer(self, place: int) -> LayerTrace:
         """Read a layer; its header is checked every time, its values the first time."""

@@ -26,13 +26,14 @@ from torch import Tensor
 from tieline.core.errors import TraceError, require
 from tieline.core.records import canonical
 from tieline.trace.counts import ExactMoments, GridCdf, LogHistogram
-from tieline.trace.ops import identical
 from tieline.trace.record import (
     TOKEN_KEYS,
     LayerFacts,
     LayerTrace,
     RoutingTrace,
     check_epsilons,
+    identical,
+    token_hash,
 )
 from tieline.trace.sampling import (
     DistinctCount,
@@ -41,7 +42,6 @@ from tieline.trace.sampling import (
     distinct_count,
     rows_of,
     smallest_rows,
-    token_hash,
 )
 
 MOST_TOKENS = 1 << 38

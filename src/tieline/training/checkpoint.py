@@ -53,6 +53,12 @@ def last_checkpoint(folder: Path) -> Path | None:
     return max(found)[1] if found else None
 
 
+def incomplete_checkpoints(folder: Path) -> list[Path]:
+    """Return the checkpoints of a run that were not written to their end."""
+    found = [path for path in folder.glob("checkpoint-*") if FOLDER.fullmatch(path.name)]
+    return [path for path in found if not (path / COMPLETE).is_file()]
+
+
 def checkpoint_step(checkpoint: Path | None) -> int:
     """Return the step of a checkpoint by its name, 0 for None."""
     return int(checkpoint.name.split("-")[1]) if checkpoint else 0

@@ -3,12 +3,13 @@
 A recipe is a named function that returns a `TrainConfig`. The record is written beside the
 checkpoints, and a run can be resumed only with the same record.
 
-`gate_config` returns one of nine variants that are trained side by side:
+`gate_config` returns one of ten variants that are trained side by side:
 
 smoe        linear router, hard top-2: the baseline
 top3        hard top-3: the control for "is it only the extra expert?" (paper 1, Table 8)
 smooth50    smooth top-2, b = 50, k* = 2.5: the paper's SmoothSMoE
 smooth1     the same with b = 1: a ramp as wide as the band
+projected   the same by projected top-k: experts that tie share a seat
 annealed    smooth50 with k* brought down to 2, scored with hard top-2 (paper 1, section 7.5)
 remoe       ReLU gate driven to 2 experts by an adaptive L1 loss, dense at the start
 cosine      cosine router with a projection, hard top-2 (paper 2, section 5.2)
@@ -191,6 +192,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "top3": {"extra": 1},
     "smooth50": {"gate": "smooth", "gate_options": {"b": 50.0}},
     "smooth1": {"gate": "smooth", "gate_options": {"b": 1.0}},
+    "projected": {"gate": "projected"},
     "annealed": {
         "gate": "smooth",
         "gate_options": {"b": 50.0},

@@ -8,6 +8,7 @@ saves it) and `result.json`. Weights, data order and all random numbers depend o
 are restored exactly, so a run that was killed and resumed ends with the same loss.
 """
 
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,10 +23,12 @@ from transformers.utils import logging
 
 from tieline.analysis.monitor_trainer import monitor_trainer
 from tieline.core.errors import require
+from tieline.core.files import check_folder, remove_rests, space_on
 from tieline.core.records import Result, from_plain
 from tieline.training.checkpoint import (
     CheckpointError,
     checkpoint_step,
+    incomplete_checkpoints,
     last_checkpoint,
     read_json,
     write_json,
@@ -127,6 +130,7 @@ def run(
         watch: called after every step; it must not change weights or random generators.
     """
     tell = progress or (lambda stage, done, of: None)
+    check_folder(out / "model")
     checkpoint = prepare_folder(config, out, resume)
     if resume and (known := finished(out)) is not None:
         return known
@@ -142,7 +146,7 @@ def run(
     trainer = RoutingTrainer(config, model, arguments, data.train, told)
     monitor_trainer(trainer, every=config.log_every)
     began, worked = time.perf_counter(), time.process_time()
-    with _no_bars():
+    with _no_bars(), space_on(out):
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     times = time.perf_counter() - began, time.process_time() - worked
     tell("score", 0, 1)
@@ -247,7 +251,12 @@ def _step_seconds(model: nn.Module, data: Any, batch: int) -> float:
 
 
 def prepare_folder(config: TrainConfig, out: Path, resume: bool) -> Path | None:
-    """Return the checkpoint to start from; raises if the folder holds another run."""
+    """Return the checkpoint to start from; raises if the folder holds another run.
+
+    What a killed run left half-written is removed: it is of use to nobody.
+    """
+    if out.is_dir():
+        remove_rests(out / "config.json")
     if not resume:
         require(
             not out.exists() or (out.is_dir() and not any(out.iterdir())),
@@ -265,6 +274,8 @@ def prepare_folder(config: TrainConfig, out: Path, resume: bool) -> Path | None:
         f"{out} holds another run: {differing or 'its fields'} differ from the recipe's",
         CheckpointError,
     )
+    for half in incomplete_checkpoints(out):
+        shutil.rmtree(half, ignore_errors=True)
     return last_checkpoint(out)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from tieline.core.errors import ParameterError, require
+from tieline.core.files import whole_folder
 from tieline.routing.losses import collect_routing
 from tieline.training.checkpoint import save_weights
 from tieline.training.config import TrainConfig
@@ -145,7 +146,8 @@ class ImageTask:
 
     def save(self, model: nn.Module, data: ImageData, folder: Path) -> None:
         """Write the weights to one file; the configuration of the run has the shape."""
-        save_weights(model, folder)
+        with whole_folder(folder, replace=True) as half:
+            save_weights(model, half)
 
 
 class DomainTask(ImageTask):

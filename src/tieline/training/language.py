@@ -28,14 +28,16 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
+from tieline.analysis.sources import save_model
 from tieline.core.errors import UnsupportedModelError, require
 from tieline.core.statistics import next_token_losses
 from tieline.hf.smooth import smooth_
 from tieline.routing.gates import SelectiveGate, TopK
 from tieline.routing.layer import MoE, moe
 from tieline.routing.losses import collect_routing
+from tieline.routing.projected import ProjectedTopK
 from tieline.routing.routers import LinearRouter
-from tieline.routing.smooth import SmoothTopK
+from tieline.routing.smooth import BandGate, SmoothTopK
 from tieline.training.config import DecoderConfig, GateConfig, TrainConfig
 from tieline.training.text_data import Stream, TextStreams, Windows, load_streams
 
@@ -164,8 +166,10 @@ def stock_form(model: SwitchForCausalLM) -> MixtralForCausalLM:
     """
     stock, ramp = to_stock(model), smoothing_of(model)
     if ramp is not None and ramp["budget"] > ramp["k"]:
-        slots = stock.config.num_local_experts
-        smooth_(stock, epsilon=ramp["epsilon"], a=ramp["a"], b=ramp["b"], k_max=slots)
+        slots, shape = stock.config.num_local_experts, {}
+        if ramp["gate"] == "ramp":
+            shape = {"a": ramp["a"], "b": ramp["b"], "k_max": slots}
+        smooth_(stock, epsilon=ramp["epsilon"], gate=ramp["gate"], **shape)
     return stock
 
 
@@ -199,14 +203,16 @@ def _stock_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def smoothing_of(model: nn.Module) -> dict[str, Any] | None:
-    """Return k, a, b, budget and the ε of each layer of a smooth top-k model; else None."""
+    """Return k, gate, ramp, budget and the ε of each layer of a smooth model; else None."""
     gates = [layer.gate for layer in moe_layers(model).values()]
-    smooth = [gate for gate in gates if isinstance(gate, SmoothTopK)]
+    smooth = [gate for gate in gates if isinstance(gate, SmoothTopK | ProjectedTopK)]
     if not smooth:
         return None
-    first = smooth[0]
+    first, ramp = smooth[0], {"gate": "projected"}
+    if isinstance(first, SmoothTopK):
+        ramp = {"gate": "ramp", "a": first.a, "b": first.b}
     epsilon = [gate.epsilon.item() for gate in smooth]
-    return {"k": first.k, "a": first.a, "b": first.b, "epsilon": epsilon, "budget": first.budget}
+    return {"k": first.k, **ramp, "epsilon": epsilon, "budget": first.budget}
 
 
 BATCH = 16
@@ -253,12 +259,10 @@ class LanguageModelling:
     def save(self, model: nn.Module, data: LanguageData, folder: Path) -> None:
         """Write the model with its tokenizer, and its stock form if it has one."""
         assert isinstance(model, SwitchForCausalLM)
-        model.save_pretrained(folder)
-        data.streams.tokenizer.save_pretrained(folder)
+        tokenizer = data.streams.tokenizer
+        save_model(folder, model, tokenizer)
         if why_not_stock(model) is None:
-            stock = folder.parent / "stock"
-            stock_form(model).save_pretrained(stock)
-            data.streams.tokenizer.save_pretrained(stock)
+            save_model(folder.parent / "stock", stock_form(model), tokenizer)
 
 
 def _shape(config: TrainConfig) -> DecoderConfig:
@@ -317,7 +321,7 @@ def hard_gates(model: nn.Module) -> Iterator[None]:
     layers = moe_layers(model)
     before = {name: layer.gate for name, layer in layers.items()}
     for layer in layers.values():
-        if isinstance(layer.gate, SmoothTopK):
+        if isinstance(layer.gate, BandGate):
             layer.gate = TopK(layer.gate.k)
     try:
         yield

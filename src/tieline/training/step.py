@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from tieline.core.errors import TielineError, require
 from tieline.routing.layer import MoE
 from tieline.routing.losses import Counts, LayerRouting, auxiliary_loss
-from tieline.routing.smooth import SmoothTopK
+from tieline.routing.smooth import BandGate
 from tieline.training.config import GateConfig, LossConfig, OptimConfig
 from tieline.training.controllers import BudgetSchedule, SparsityController
 
@@ -84,7 +84,7 @@ class GateSchedule:
 
     def __init__(self, model: nn.Module, gate: GateConfig, steps: int) -> None:
         layers = [module for module in model.modules() if isinstance(module, MoE)]
-        self.smooth = [m.gate for m in layers if isinstance(m.gate, SmoothTopK)]
+        self.smooth = [m.gate for m in layers if isinstance(m.gate, BandGate)]
         self.budget: BudgetSchedule | None = None
         if gate.anneal is not None:
             hold, until = (round(share * steps) for share in gate.anneal)

@@ -1,6 +1,6 @@
 """Text as streams of token ids, for training and for scores.
 
-    shipped    bytes of the text in the box: no download
+    demo       bytes of the text in the box: no download
     enwik8     bytes, 256 tokens; 90 / 5 / 5 million bytes (the usual split)
     text8      a to z and space, 27 tokens, made from enwik8
     wikitext   byte-level BPE of the WikiText-103 splits that are here
@@ -43,7 +43,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from tieline.core.errors import require
-from tieline.hf.shipped import shipped_text
+from tieline.hf.demo import demo_text
 from tieline.training.config import DataConfig
 from tieline.training.fetch import DataError, DataFile, Told, data_set, fetch, kept, tar_members
 
@@ -284,8 +284,8 @@ def _enwik8() -> TextStreams:
     return TextStreams(*_split(ids, 90_000_000, 5_000_000), byte_tokenizer(), about)
 
 
-def _shipped() -> TextStreams:
-    raw = shipped_text().encode()
+def _demo() -> TextStreams:
+    raw = demo_text().encode()
     ids = torch.tensor(list(raw), dtype=torch.uint8)
     held = ids.numel() // 10
     about = f"the text in the box, {ids.numel():,} bytes; 80 / 10 / 10 %"
@@ -309,7 +309,8 @@ def _split(ids: Stream, train: int, held: int) -> tuple[Stream, Stream, Stream]:
 
 
 STREAMS: dict[str, Callable[..., TextStreams]] = {
-    "shipped": _shipped,
+    "demo": _demo,
+    "shipped": _demo,  # its name in configurations written before
     "enwik8": _enwik8,
     "text8": _text8,
     "wikitext": _wikitext,

@@ -4,6 +4,7 @@ Auxiliary losses are collected once per forward pass: what activation checkpoint
 backward pass is not counted again.
 """
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -142,10 +143,15 @@ class RoutingTrainer(Trainer):
         (folder / "training_args.bin").unlink(missing_ok=True)  # a pickle that nothing reads
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        super()._save_checkpoint(model, trial)
-        if self.args.should_save:
-            step = self.state.global_step
-            mark_complete(Path(str(self.args.output_dir)) / f"checkpoint-{step}", step)
+        step = self.state.global_step
+        folder = Path(str(self.args.output_dir)) / f"checkpoint-{step}"
+        try:
+            super()._save_checkpoint(model, trial)
+            if self.args.should_save:
+                mark_complete(folder, step)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)  # half a checkpoint is of use to nobody
+            raise
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self.args.should_save:

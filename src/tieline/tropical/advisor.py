@@ -11,7 +11,7 @@ powers of ten, and only the last two describe layers that exist.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,9 +19,9 @@ import torch
 from scipy import special
 
 from tieline.core.errors import require
+from tieline.core.numerics import grid_step
 from tieline.core.records import Result
 from tieline.geometry import gaussian_gap_density
-from tieline.geometry.rounding import grid_step
 from tieline.tropical.capacity import (
     Attainability,
     attainability,
@@ -36,6 +36,9 @@ from tieline.tropical.expectation import (
     log_expected_regions,
     wall_density,
 )
+
+MOST_EXPERTS, MOST_WIDTH = 1 << 16, 1 << 40
+"""Beyond them exact counts, with as many binary digits as there are experts, take minutes."""
 
 PER_UNIT = 1024
 """Midpoints per unit of score: the step's jumps, at powers of two, fall between them."""
@@ -76,9 +79,12 @@ class LayerShape:
     def __post_init__(self) -> None:
         n, k = self.n_experts, self.k
         require(1 <= k < n, f"need 1 <= k < N: with k = N nothing is routed, got {k=}, N={n}")
+        require(n <= MOST_EXPERTS, f"at most {MOST_EXPERTS:,} experts, splits included, got N={n}")
         for name in ("width", "hidden", "matrices"):
-            require(getattr(self, name) >= 1, f"need {name} >= 1, got {getattr(self, name)}")
-        require(self.shared >= 0, f"need shared >= 0, got {self.shared}")
+            value = getattr(self, name)
+            require(1 <= value <= MOST_WIDTH, f"need 1 <= {name} <= {MOST_WIDTH:,}, got {value}")
+        shared = 0 <= self.shared <= MOST_EXPERTS
+        require(shared, f"need 0 <= shared <= {MOST_EXPERTS:,}, got {self.shared}")
         groups = f"{self.k_groups} of {self.n_groups} groups"
         fits = 1 <= self.k_groups <= self.n_groups and n % self.n_groups == 0
         require(fits, f"need equal groups and 1 <= chosen <= all, got {groups} for {n} experts")
@@ -280,17 +286,27 @@ class Advice(Result):
 
 
 def advise(
-    shape: LayerShape, d_eff: int = 16, splits: Sequence[int] = (1,), source: str = "given"
+    shape: LayerShape,
+    d_eff: int = 16,
+    splits: Sequence[int] = (1,),
+    source: str = "given",
+    progress: Callable[[str, int, int], None] | None = None,
 ) -> Advice:
     """The numbers of `QUANTITIES` for a layer at each granularity (paper 3, sec. 5.1).
 
     A granularity m turns N, H, k into mN, H/m, mk; d_eff is the effective dimension of the inputs.
+    `progress` is called with "splits", how many are done, and of how many.
     """
     require(1 <= d_eff <= shape.hidden, f"need 1 <= d_eff <= hidden={shape.hidden}, got {d_eff}")
     require(len(splits) > 0, "need at least one granularity")
     require(len(set(splits)) == len(splits), f"granularities must differ, got {list(splits)}")
-    rows = tuple(Granularity(m, shape.split(m), _entries(shape, d_eff, m)) for m in splits)
-    return Advice(source, d_eff, tuple(_notes(shape)), dict(QUANTITIES), rows)
+    fine = [shape.split(m) for m in splits]  # refuses any before the first is counted
+    rows = []
+    for done, (m, layer) in enumerate(zip(splits, fine, strict=True)):
+        if progress is not None:
+            progress("splits", done, len(splits))
+        rows.append(Granularity(m, layer, _entries(shape, d_eff, m)))
+    return Advice(source, d_eff, tuple(_notes(shape)), dict(QUANTITIES), tuple(rows))
 
 
 def _entries(base: LayerShape, d_eff: int, m: int) -> dict[str, Entry]:

@@ -11,10 +11,14 @@ Numbers of definitions are those of paper 3. Its bound multiplies the cells C(N,
 only for d >= N - 1, by the pieces of a whole arrangement in each of them.
 """
 
-from math import comb
+import math
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from tieline.core.errors import require
+
+comb = lru_cache(maxsize=256)(math.comb)
+"""Binomials, kept: those of many experts have tens of thousands of digits and come again."""
 
 Attainability = Literal["by every generic router", "by some routers", "by none", "not decided"]
 

@@ -17,7 +17,7 @@ from tieline.analysis.diff import (
 from tieline.core.errors import ParameterError, TraceError, UnsupportedModelError
 from tieline.hf.loading import use_experts
 from tieline.trace import select_tokens
-from tieline.trace.ops import identical
+from tieline.trace.record import identical
 
 FAMILIES = ("mixtral", "olmoe", "qwen3_moe", "gpt_oss", "deepseek_v3")
 
@@ -36,6 +36,7 @@ def test_eager_and_grouped_mm_differ_by_rounding_alone(family):
     sides = [found.provenance[side]["experts_implementation"] for side in "ab"]
     assert sides == ["eager", "grouped_mm"]
     assert found.metrics["unexplained:count"] == 0
+    assert (found.causes.alarm, found.causes.expected) == (False, "fp32")
     assert found.metrics["flip"] <= 0.01
     assert found.logits.kl < 1e-10
     assert all(layer.attribution.noise < 1e-5 for layer in found.layers)
@@ -51,8 +52,10 @@ def test_emulated_bf16_flips_near_ties(family):
     assert found.metrics["flip"] < 0.2
     assert 0 < found.logits.kl < 0.01
     assert found.provenance["b"]["emulated"] == "bf16"
+    assert not found.causes.alarm
+    assert found.causes.expected == "bf16"
     first = found.layers[0]
-    assert first.attribution.inside + first.attribution.unexplained == first.flip.count
+    assert first.attribution.explained + first.attribution.unexplained == first.flip.count
 
 
 def test_distances_match_their_definitions():

@@ -1,4 +1,4 @@
-"""A whole inspection: of a tiny model in detail, of the shipped one for its numbers."""
+"""A whole inspection: of a tiny model in detail, of the demo one for its numbers."""
 
 import json
 
@@ -12,7 +12,7 @@ from tieline.analysis.sources import load
 from tieline.core.errors import TielineError
 from tieline.geometry.measures import MeasureSettings, measure
 from tieline.hf import capture
-from tieline.hf.shipped import load_shipped_tokenizer
+from tieline.hf.demo import load_demo_tokenizer
 from tieline.trace import save_summary, save_trace, summarise
 
 TEXT = "def area(width, height):\n    return width * height  # <script>\n" * 12
@@ -27,7 +27,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return load_shipped_tokenizer()
+    return load_demo_tokenizer()
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def test_every_section_is_there(result):
     assert [layer.name for layer in inspection.jumps] == names
     assert all(12 < layer.value.loss.swaps <= 16 for layer in inspection.jumps)
     assert {"flip@bf16", "jump", "loss", "dead"} <= set(inspection.metrics)
-    assert inspection.verdict.startswith("Routing is ")
+    assert inspection.verdict.startswith("Too few tokens to tell how stable routing is")
     assert {"flips", "jump", "loss", "tokens"} <= {finding.kind for finding in inspection.findings}
     assert (
         "".join(piece.text for piece in inspection.sample.pieces)
@@ -204,6 +204,11 @@ def test_models_without_experts_and_broken_scores_are_refused(tokenizer):
         inspect((torch.nn.Linear(2, 2), tokenizer), text=TEXT)
     broken = lively(tiny_model("olmoe", vocab_size=512))
     broken.model.layers[1].mlp.gate.weight[3] = torch.nan
+    with pytest.raises(
+        TielineError, match=r"weight 'model.layers.1.mlp.gate.weight': 32 of .* NaN"
+    ):
+        inspect((broken, tokenizer), text=TEXT, tokens=32)
+    broken.model.layers[1].mlp.gate.weight[3] = 3e38  # finite, but its products are not
     with pytest.raises(TielineError, match=r"layer 'model.layers.1.mlp.gate': 32 .* NaN"):
         inspect((broken, tokenizer), text=TEXT, tokens=32)
 
@@ -220,8 +225,8 @@ def test_other_kinds_of_routers_are_inspected(tokenizer, family):
 
 
 @pytest.mark.slow
-def test_the_shipped_model():
-    found = inspect("shipped", loss_jumps=True)
+def test_the_demo_model():
+    found = inspect("demo", loss_jumps=True)
     inspection = found
     assert found.trace.n_tokens == 16384
     assert 0.001 < inspection.metrics["flip@bf16"] < 0.02

@@ -12,6 +12,7 @@ from tests.hf.tiny import CHOSEN, EXPERTS, batch, lively, tiny_model
 from tieline.analysis.inspection import JumpSample
 from tieline.analysis.jump import JumpSettings, gap_jump_table, measure_jumps, relative_change
 from tieline.core.errors import ParameterError
+from tieline.hf import smooth_
 
 FEW = JumpSettings(near=8, random=8)
 
@@ -178,3 +179,23 @@ def held(value, edges, place):
 def test_bad_settings_are_refused(wrong):
     with pytest.raises(ParameterError):
         JumpSettings(**wrong)
+
+
+@pytest.mark.parametrize("family", ["olmoe", "deepseek_v3", "llama4"])
+def test_at_the_ties_of_a_smoothed_layer_the_output_hardly_moves(family):
+    """Top-k jumps there; the smoothed layer moves by as much of that as its share changes."""
+    model, ids = lively(tiny_model(family)), [batch(8, 64)]
+    _, hard = jumps_of(model, ids)
+    first = hard[0].name
+    smooth_(model, epsilon={first: 1.0}, k_max=EXPERTS)
+    trace, soft = jumps_of(model, ids)
+    assert trace.layer(first).smoothed
+    before, after = hard[0].value.near, soft[0].value.near
+    assert (before.tokens, before.gaps) == (after.tokens, after.gaps)
+    pairs = [
+        (old, new, gap)
+        for old, new, gap in zip(before.jumps, after.jumps, before.gaps, strict=True)
+        if gap < 0.05
+    ]
+    assert pairs
+    assert all(new < 4 * gap * max(old, 0.1) for old, new, gap in pairs)

@@ -15,7 +15,7 @@ from tieline.analysis.inspect import inspect
 from tieline.analysis.monitor import JsonlWriter, RoutingMonitor, RoutingWarning
 from tieline.core.errors import TielineError, UnsupportedModelError
 from tieline.geometry.measures import MeasureSettings
-from tieline.hf.shipped import load_shipped_tokenizer
+from tieline.hf.demo import load_demo_tokenizer
 
 TEXT = "def area(width, height):\n    return width * height  # <script>\n" * 12
 BF16 = MeasureSettings(sigmas=(1e-2,), precisions=("bf16",))
@@ -53,7 +53,7 @@ def model():
 @pytest.mark.parametrize("family", ["olmoe", "deepseek_v3", "gpt_oss"])
 def test_scalars_equal_those_of_inspect_on_the_same_tokens(family):
     model = lively(tiny_model(family, vocab_size=512))
-    tokenizer = load_shipped_tokenizer()
+    tokenizer = load_demo_tokenizer()
     inspected = inspect(
         (model, tokenizer), text=TEXT, tokens=192, sequence_length=32, settings=BF16, jumps=False
     )

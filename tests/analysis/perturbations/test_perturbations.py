@@ -5,14 +5,16 @@ import torch
 
 from tieline.analysis.perturbations import Perturbation, noise_generator, standard_perturbations
 from tieline.core.errors import ParameterError
-from tieline.hf.formats import FORMATS
+from tieline.hf.emulate import FORMATS, OF_ROUTERS
 
 
 def test_the_standard_ones_are_every_format_and_noise_of_routers_and_model():
     rows = standard_perturbations()
     names = [row.name for row in rows]
-    assert len(set(names)) == len(names) == 2 * len(FORMATS) + 3 + 2 + 2
-    assert {f"{part} {name}" for part in ("router", "model") for name in FORMATS} <= set(names)
+    assert len(set(names)) == len(names) == 2 * len(FORMATS) - len(OF_ROUTERS) + 3 + 2 + 2
+    assert {f"{part} {name}" for part in ("router", "model") for name in FORMATS} - {
+        f"model {name}" for name in OF_ROUTERS
+    } <= set(names)
     assert "score noise 0.01" in names
     assert "model state noise 0.01" in names
     assert [row.name for row in standard_perturbations(["bf16"], [], [])] == [

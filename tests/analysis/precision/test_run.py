@@ -7,8 +7,8 @@ import pytest
 from tests.analysis.zoo import (
     FAMILIES,
     Letters,
+    demo,
     family_audit,
-    shipped,
     small_audit,
     some_perturbations,
     words,
@@ -18,7 +18,7 @@ from tieline.analysis import precision as run_module
 from tieline.analysis.perturbations import Perturbation
 from tieline.analysis.precision import audit
 from tieline.core.errors import ParameterError
-from tieline.hf.shipped import shipped_text
+from tieline.hf.demo import demo_text
 
 
 def test_every_perturbation_has_a_row_in_order_and_json_of_it():
@@ -185,6 +185,6 @@ def test_the_same_seed_gives_the_same_audit_and_the_model_is_left_as_it_was():
     ],
 )
 def test_bad_arguments_are_refused_before_any_run(options, message):
-    loaded = shipped()
+    loaded = demo()
     with pytest.raises(ParameterError, match=message):
-        audit((loaded.model, loaded.tokenizer), text=shipped_text(), **options)
+        audit((loaded.model, loaded.tokenizer), text=demo_text(), **options)

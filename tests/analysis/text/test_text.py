@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from tieline.analysis.text import TokenisedText, text_sample, tokenise
 from tieline.core.errors import ParameterError
-from tieline.hf.shipped import load_shipped_tokenizer
+from tieline.hf.demo import load_demo_tokenizer
 from tieline.trace import LayerFacts, LayerTrace, RoutingTrace
 
-TOKENIZER = load_shipped_tokenizer()
+TOKENIZER = load_demo_tokenizer()
 texts = st.text(min_size=1, max_size=60).filter(str.strip).filter(lambda t: t.isprintable())
 
 

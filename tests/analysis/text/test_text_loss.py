@@ -5,23 +5,23 @@ import torch
 
 from tieline.analysis.text import text_loss
 from tieline.core.errors import ParameterError
-from tieline.hf.shipped import load_shipped_model, load_shipped_tokenizer, shipped_text
+from tieline.hf.demo import demo_text, load_demo_model, load_demo_tokenizer
 
 
 def test_it_is_the_models_own_loss():
-    model, tokenizer = load_shipped_model(), load_shipped_tokenizer()
-    found = text_loss(model, tokenizer, shipped_text(), tokens=96, length=32)
-    ids = torch.tensor(tokenizer(shipped_text()[:2000])["input_ids"][:96]).view(3, 32)
+    model, tokenizer = load_demo_model(), load_demo_tokenizer()
+    found = text_loss(model, tokenizer, demo_text(), tokens=96, length=32)
+    ids = torch.tensor(tokenizer(demo_text()[:2000])["input_ids"][:96]).view(3, 32)
     with torch.no_grad():
         logits = model(input_ids=ids).logits[:, :-1]
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
     assert found.tokens == 93
     assert found.value == pytest.approx(expected.item(), rel=1e-5)
     assert 0 < found.error < found.value
-    assert text_loss(model, tokenizer, shipped_text(), tokens=32, length=32).error is None
+    assert text_loss(model, tokenizer, demo_text(), tokens=32, length=32).error is None
 
 
 def test_a_text_of_one_token_has_no_loss():
-    model, tokenizer = load_shipped_model(), load_shipped_tokenizer()
+    model, tokenizer = load_demo_model(), load_demo_tokenizer()
     with pytest.raises(ParameterError, match="too short"):
         text_loss(model, tokenizer, "a")

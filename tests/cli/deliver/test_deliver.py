@@ -1,5 +1,10 @@
 """Files of a run: refused before the work, made before the first is written, whole or absent."""
 
+import os
+import pty
+from contextlib import contextmanager
+from pathlib import Path
+
 import pytest
 
 from tests.report.zoo import make_inspection, make_trace
@@ -7,7 +12,7 @@ from tieline import report
 from tieline.cli import deliver as command
 from tieline.cli.deliver import Outputs, deliver
 from tieline.core import files
-from tieline.core.errors import ParameterError
+from tieline.core.errors import ParameterError, TraceError
 from tieline.report import drawing
 from tieline.trace import store
 from tieline.trace.store import load_trace
@@ -105,11 +110,14 @@ def test_bad_places_are_refused_before_the_work(tmp_path):
         (Outputs(tmp_path / "no" / "a.html"), "there is no folder"),
         (Outputs(json=str(tmp_path / "no" / "a.json")), "there is no folder"),
         (Outputs(figure=tmp_path / "a.gif"), "a figure is"),
-        (Outputs(trace=tmp_path / "full"), "exists: a trace is saved in a new folder"),
-        (Outputs(made=tmp_path / "full"), "is not empty: choose another folder$"),
-        (Outputs(made=tmp_path / "full", overwrite=False), "or add --overwrite"),
+        (Outputs(trace=tmp_path / "full"), "not empty: choose another folder or add --overwrite"),
+        (Outputs(made=tmp_path / "full"), "not empty: choose another folder or add --overwrite"),
         (Outputs(made=tmp_path / "full", overwrite=True), "something else than a model"),
+        (Outputs(made=tmp_path / "full" / "x" / "m"), "is not a folder"),
         (Outputs(page, trace=page), "one file for two outputs"),
+        (Outputs(page, kept=tmp_path / "no" / ".." / "a.html"), "one file for two outputs"),
+        (Outputs(Path("-"), "-"), "only one of them can go to stdout"),
+        (Outputs(made=Path("-")), "a folder cannot go to stdout"),
     ):
         with pytest.raises(ParameterError, match=words):
             chosen.check()
@@ -127,3 +135,78 @@ def test_a_missing_extra_is_noticed_before_the_work(tmp_path, monkeypatch):
             chosen.check()
         assert missing.value.name == name
     Outputs(json=str(tmp_path / "a.json")).check()
+
+
+def test_an_output_is_never_an_input(tmp_path):
+    model, link = tmp_path / "model", tmp_path / "link"
+    model.mkdir()
+    link.symlink_to(model)
+    for name in ("config.json", "report.html"):
+        (model / name).write_text("{}")
+    text = tmp_path / "text.txt"
+    text.touch()
+    for chosen in (
+        Outputs(made=model, overwrite=True),
+        Outputs(made=link, overwrite=True),
+        Outputs(made=tmp_path, overwrite=True),
+        Outputs(trace=model, overwrite=True),
+        Outputs(json=str(model / "config.json"), overwrite=True),
+        Outputs(json=str(text)),
+        Outputs(kept=text),
+    ):
+        with pytest.raises(ParameterError, match="an output never replaces"):
+            chosen.check(str(model), None, text)
+    Outputs(model / "report.html", str(model / "new.json"), overwrite=True).check(model, "org/name")
+
+
+def test_a_saved_trace_is_replaced_if_asked_to_and_nothing_else_is(result, tmp_path):
+    folder = tmp_path / "trace"
+    deliver(result, Outputs(trace=folder))
+    chosen = Outputs(trace=folder, overwrite=True)
+    chosen.check()
+    deliver(result, chosen)
+    assert load_trace(folder).n_tokens == result.trace.n_tokens
+    (folder / "notes.txt").touch()
+    with pytest.raises(TraceError, match="left alone"):
+        chosen.check()
+
+
+def test_the_page_may_go_to_stdout(result, capsysbinary, tmp_path):
+    deliver(result, Outputs(Path("-"), str(tmp_path / "a.json")), "hint")
+    told = capsysbinary.readouterr()
+    assert (told.out, told.err) == (b"page", f"wrote {tmp_path / 'a.json'}\n".encode())
+
+
+@contextmanager
+def terminal(typed):
+    """Stdin and stderr that are a terminal on which somebody types."""
+    keyboard, screen = pty.openpty()
+    os.write(keyboard, typed)
+    with (
+        os.fdopen(os.dup(screen), "r") as stdin,
+        os.fdopen(screen, "w") as stderr,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr("sys.stdin", stdin)
+        patch.setattr("sys.stderr", stderr)
+        yield
+    os.close(keyboard)
+
+
+def test_a_file_is_replaced_on_a_terminal_only_after_a_yes(tmp_path):
+    page = tmp_path / "a.html"
+    with terminal(b""):
+        Outputs(page).check()
+    page.touch()
+    with terminal(b"y\n"):
+        Outputs(page).check()
+    with terminal(b"n\n"), pytest.raises(ParameterError, match=r"stays as it is: .* --overwrite"):
+        Outputs(page).check()
+    with terminal(b""):
+        Outputs(page, overwrite=True).check()
+
+
+def test_files_are_replaced_unasked_without_a_terminal(tmp_path):
+    page = tmp_path / "a.html"
+    page.touch()
+    Outputs(page).check()

@@ -19,7 +19,7 @@ from tests.training.parallel.compare import (
     assert_same_scores,
 )
 
-RECIPE = "shipped-smoke-smooth1"
+RECIPE = "demo-smoke-smooth1"
 LIMIT = 500  # seconds; only a hang takes so long, also on a busy machine
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ def test_recipes_are_listed(tieline):
 
 def test_a_dry_run_tells_size_data_and_time_and_writes_nothing(tieline, tmp_path):
     code, out, _ = tieline(
-        "train", "shipped-smoke-smooth1", "--dry-run", "--out", tmp_path / "run", "--seed", 4
+        "train", "demo-smoke-smooth1", "--dry-run", "--out", tmp_path / "run", "--seed", 4
     )
     assert code == 0
     for words in ("parameters  24,929", "data        the text in the box", "seed  4", "s a step"):
@@ -24,27 +24,27 @@ def test_a_dry_run_tells_size_data_and_time_and_writes_nothing(tieline, tmp_path
 
 def test_a_run_is_scored_kept_and_resumed(tieline, tmp_path):
     folder, page = tmp_path / "run", tmp_path / "found.json"
-    code, out, err = tieline("train", "shipped-smoke-smoe", "-o", folder, "--json", page)
+    code, out, err = tieline("train", "demo-smoke-smoe", "-o", folder, "--json", page)
     assert code == 0
     assert "20 steps" in out
     assert f"wrote {page}" in err
     found = json.loads(page.read_bytes())
     assert found["format"] == "tieline-training"
     assert found["scores"]["validation"]["bpc"] < 8
-    code, out, _ = tieline("train", "shipped-smoke-smoe", "--out", folder, "--resume", "--json")
+    code, out, _ = tieline("train", "demo-smoke-smoe", "--out", folder, "--resume", "--json")
     assert code == 0
     assert json.loads(out)["scores"] == found["scores"]
-    code, _, err = tieline("train", "shipped-smoke-top3", "--out", folder, "--resume")
+    code, _, err = tieline("train", "demo-smoke-top3", "--out", folder, "--resume")
     assert code == 2
     assert "holds another run" in err
-    code, _, err = tieline("train", "shipped-smoke-smoe", "--out", folder)
+    code, _, err = tieline("train", "demo-smoke-smoe", "--out", folder)
     assert code == 2
     assert "not empty" in err
 
 
 def test_expert_ranks_need_processes_and_nothing_is_written(tieline, tmp_path):
     code, _, err = tieline(
-        "train", "shipped-smoke-smoe", "--out", tmp_path / "run", "--expert-ranks", 2
+        "train", "demo-smoke-smoe", "--out", tmp_path / "run", "--expert-ranks", 2
     )
     assert code == 2
     assert err == "error: --expert-ranks needs processes: start with torchrun\n"

@@ -6,10 +6,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import special
 
 from tests.strategies import seeds
 from tieline.core.errors import ShapeError
-from tieline.core.statistics import SequenceSums, clustered_error, clustered_mean, clustered_share
+from tieline.core.statistics import (
+    Estimate,
+    SequenceSums,
+    clustered_error,
+    clustered_mean,
+    clustered_share,
+    mean_limits,
+)
 
 
 @given(st.lists(st.tuples(st.integers(-9, 9), st.integers(1, 5)), min_size=2, max_size=8))
@@ -64,9 +72,47 @@ def test_intervals_widen_where_documents_differ_and_hold_zero_counts():
     assert wide.low < narrow.low < 0.1 < narrow.high < wide.high
     none = clustered_share(torch.zeros(1000, dtype=torch.bool), documents)
     assert (none.low, none.value) == (0.0, 0.0)
-    assert none.high == pytest.approx(1 - 0.025 ** (1 / 1000), rel=1e-6)
-    single = clustered_share(alike, torch.zeros(1000, dtype=torch.long))
-    assert "one document" in single.status
+    student = special.stdtrit([999, 19], 0.975)  # 20 documents tell less than 1,000 tokens
+    size = 1000 * (student[0] / student[1]) ** 2
+    assert none.high == pytest.approx(1 - 0.025 ** (1 / size), rel=1e-6)
+
+
+@pytest.mark.parametrize("documents", [1, 2, 3])
+def test_few_documents_are_cut_into_stretches(documents):
+    """One degree of freedom would make the interval useless: 8e-17 to 0.48 of one such."""
+    numbers = torch.arange(1200) * documents // 1200
+    hits = torch.arange(1200) % 40 == 0
+    share = clustered_share(hits, numbers)
+    assert "stretches" in share.status
+    assert 0.01 < share.low < 0.025 < share.high < 0.05
+    lumps = clustered_share(torch.arange(1200) < 30, numbers)
+    assert lumps.high > 2 * share.high  # all in one stretch
+    assert lumps.low == 0.0
+
+
+@given(seeds, st.integers(1, 600), st.integers(1, 40), st.floats(0, 1))
+def test_limits_hold_the_share_and_say_nothing_beside_less_than_one_hit(
+    seed, tokens, documents, rate
+):
+    generator = torch.Generator().manual_seed(seed)
+    hits = torch.rand(tokens, generator=generator) < rate
+    numbers = torch.randint(documents, (tokens,), generator=generator).sort().values
+    share = clustered_share(hits, numbers)
+    assert 0 <= share.low <= share.value <= share.high <= 1
+    assert share.low == 0 or share.low > 0.02 / tokens
+    chances = clustered_share(hits.double(), numbers)
+    assert (chances.low, chances.high, chances.count) == (share.low, share.high, share.count)
+
+
+def test_the_limits_of_a_mean_follow_student_and_stay_positive():
+    mean = Estimate(2.0, 1.0)
+    half = special.stdtrit(3, 0.975)
+    assert mean_limits(mean, 4) == pytest.approx((2 - half, 2 + half))
+    low, high = mean_limits(mean, 4, positive=True)
+    assert (low * high, high / 2) == pytest.approx((4.0, math.exp(half / 2)))
+    assert mean_limits(Estimate(2.0, None), 1) == (-math.inf, math.inf)
+    assert mean_limits(Estimate(2.0, None), 1, positive=True) == (0.0, math.inf)
+    assert mean_limits(Estimate(0.0, 0.0), 5, positive=True) == (0.0, 0.0)
 
 
 @given(seeds)

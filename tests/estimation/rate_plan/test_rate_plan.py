@@ -75,3 +75,13 @@ def test_time_grows_with_the_work_and_is_none_for_none():
 def test_senseless_plans_are_refused(change, words):
     with pytest.raises(TielineError, match=words):
         plan(**change)
+
+
+def test_a_sample_size_is_emulated_by_the_noise():
+    emulated = plan(sizes=(100, 10**12), samples=100, noise=0.3)
+    assert emulated.drawn(100) == (100, 0.3)
+    assert emulated.drawn(10**12) == (100, pytest.approx(0.3e-5))
+    assert plan().drawn(50) == (50, plan().noise)
+    assert emulated.key != plan(sizes=(100, 10**12), noise=0.3).key
+    with pytest.raises(TielineError, match="emulate sizes of at least 100"):
+        plan(samples=100)

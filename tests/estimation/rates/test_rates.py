@@ -45,7 +45,7 @@ def test_the_function_error_is_the_parametric_one(study, tiny):
 
 
 def test_the_record_is_what_figure_and_table_need(study):
-    assert [one.loss for one in study.series] == ["raw", "quotient", "function"]
+    assert [one.loss for one in study.series] == ["raw", "quotient", "function", "experts"]
     first = study.series[1]
     assert first.mean == pytest.approx([part.mean().item() for part in study.losses("quotient")])
     assert first.rate.slope == pytest.approx(study.rate("quotient").slope)

@@ -13,7 +13,7 @@ from tests.geometry.problems import normal_scores, simulated_flips
 from tests.strategies import dyadic_scores, seeds
 from tieline.core.ranking import ranked_scores
 from tieline.core.statistics import Estimate
-from tieline.geometry.density import gap_density
+from tieline.geometry.boundary import gap_density
 from tieline.geometry.flips import (
     flip_limits,
     flip_probability,

@@ -10,11 +10,9 @@ from tests.geometry.problems import chosen_sets, layer_of, linear_router, trace_
 from tests.trace.zoo import make_trace
 from tieline.core.errors import TraceError
 from tieline.core.records import to_plain
-from tieline.geometry.density import gap_density
+from tieline.geometry.boundary import gap_density, near_counts, tie_order
 from tieline.geometry.distance import expert_distances, nearest_tie
 from tieline.geometry.measures import MeasureSettings, measure, measure_layer
-from tieline.geometry.order import near_counts, tie_order
-from tieline.geometry.sections import reachable
 from tieline.trace.record import LayerFacts, LayerTrace
 
 FEW = MeasureSettings(sigmas=(0.01, 0.1), precisions=("bf16", "int4"), probabilities=(0.1, 0.5))
@@ -244,7 +242,7 @@ def test_group_limited_flips_include_those_of_the_groups():
 def test_only_experts_of_the_chosen_groups_can_be_hidden():
     _, _, logits = linear_router(200)
     layer = group_limited_layer(logits)
-    assert reachable(layer) == 8
+    assert layer.facts.reachable == 8
     whole = dataclasses.replace(layer, scores=layer.scores[:, :8], experts=layer.experts[:, :8])
     assert measure_layer(whole, FEW).near.value.censored == (0,) * len(FEW.epsilons)
     row = measure_layer(whole, FEW).noise.value[1]

@@ -9,7 +9,7 @@ import torch
 from tests.geometry.problems import layer_of, linear_router, trace_of
 from tests.trace.zoo import make_trace
 from tieline.core.errors import TraceError
-from tieline.geometry.density import gap_density
+from tieline.geometry.boundary import gap_density, near_counts
 from tieline.geometry.distance import expert_distances, nearest_tie
 from tieline.geometry.measures import (
     MeasureSettings,
@@ -18,7 +18,6 @@ from tieline.geometry.measures import (
     measure,
     measure_summary,
 )
-from tieline.geometry.order import near_counts
 from tieline.trace import summarise
 from tieline.trace.counts import LogHistogram
 

@@ -8,16 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.geometry.problems import linear_router
+from tieline.core.numerics import grid_step, round_to
 from tieline.core.ranking import stable_topk
 from tieline.geometry import rounding as product
-from tieline.geometry.rounding import (
-    emulated_choice,
-    grid_step,
-    product_effect,
-    product_flips,
-    round_to,
-    shared_cell,
-)
+from tieline.geometry.rounding import emulated_choice, product_effect, product_flips, shared_cell
 
 
 def test_emulation_is_the_native_product():

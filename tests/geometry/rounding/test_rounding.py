@@ -9,16 +9,10 @@ from hypothesis import strategies as st
 
 from tests.geometry.problems import normal_scores
 from tests.strategies import seeds
+from tieline.core.numerics import PRECISIONS, grid_step, round_to
 from tieline.core.ranking import gap, ranked_scores, stable_topk
-from tieline.geometry.density import gap_density
-from tieline.geometry.rounding import (
-    PRECISIONS,
-    emulated_choice,
-    grid_step,
-    round_to,
-    shared_cell,
-    shared_cell_flips,
-)
+from tieline.geometry.boundary import gap_density
+from tieline.geometry.rounding import emulated_choice, shared_cell, shared_cell_flips
 
 NATIVE = {
     "bf16": torch.bfloat16,

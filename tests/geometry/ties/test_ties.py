@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.geometry.routers import inputs, router
 from tests.strategies import dyadic_scores, seeds
 from tieline.core.ranking import topk_mask
-from tieline.geometry.order import tie_order
+from tieline.geometry.boundary import tie_order
 from tieline.geometry.ties import nearest_tie_point, tie_component, tie_flat, tie_flats, tie_sets
 
 

@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 from tieline.hf import Groups, RouterFamily
-from tieline.hf.capture import LayerObserver, Settings, near_counts
-from tieline.hf.running import DocumentCounter
+from tieline.hf.capture import DocumentCounter, LayerObserver, Settings, near_counts
 
 LOGITS = torch.tensor([[4.0, 1.0, 3.0, 3.5], [0.5, 2.0, 1.0, 0.25]])
 IDS = torch.tensor([[0, 3], [1, 2]])

@@ -8,8 +8,7 @@ import torch
 from tests.hf.tiny import WIDTH, batch, lively, tiny_model
 from tieline.core.errors import ParameterError
 from tieline.hf import find_routers
-from tieline.hf.emulate import emulate
-from tieline.hf.formats import FORMATS
+from tieline.hf.emulate import FORMATS, emulate
 
 FAMILIES = ["mixtral", "olmoe", "qwen3_moe", "gpt_oss", "deepseek_v3"]
 

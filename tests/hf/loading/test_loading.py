@@ -1,6 +1,7 @@
 """Loading models, and refusing what is no model, no Mixture of Experts, or no safetensors."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,16 +9,17 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.hf.tiny import batch, tiny_model
 from tieline.core.errors import TielineError
-from tieline.hf import loading
-from tieline.hf.loading import load_model
-from tieline.hf.shipped import load_shipped_tokenizer
+from tieline.hf import demo, loading
+from tieline.hf import shipped as former
+from tieline.hf.demo import load_demo_tokenizer
+from tieline.hf.loading import load_model, read_shape
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("olmoe")
     tiny_model("olmoe").save_pretrained(folder)
-    load_shipped_tokenizer().save_pretrained(folder)
+    load_demo_tokenizer().save_pretrained(folder)
     return folder
 
 
@@ -30,7 +32,7 @@ def test_a_folder_is_loaded_as_it_was_saved(checkpoint):
     loaded = load_model(checkpoint)
     assert loaded.name == str(checkpoint)
     assert not loaded.model.training
-    assert loaded.tokenizer("a b")["input_ids"] == load_shipped_tokenizer()("a b")["input_ids"]
+    assert loaded.tokenizer("a b")["input_ids"] == load_demo_tokenizer()("a b")["input_ids"]
     plain = tiny_model("olmoe")
     assert torch.equal(loaded.model(input_ids=batch()).logits, plain(input_ids=batch()).logits)
 
@@ -42,15 +44,32 @@ def test_the_precision_is_the_one_asked_for(checkpoint, dtype, expected):
     }
 
 
-def test_nothing_named_is_the_shipped_model():
+def test_nothing_named_is_the_demo_model():
     loaded = load_model(dtype="bf16")
-    assert (loaded.name, loaded.model.dtype) == ("shipped", torch.bfloat16)
+    assert (loaded.name, loaded.model.dtype) == ("demo", torch.bfloat16)
     assert load_model().model.dtype == torch.float32
 
 
-def test_a_missing_shipped_model_is_told(monkeypatch, tmp_path):
-    monkeypatch.setattr(loading, "SHIPPED_FOLDER", tmp_path)
-    with pytest.raises(TielineError, match="ships with the package is missing"):
+@pytest.mark.parametrize("name", ["demo", "shipped"])
+def test_the_demo_model_goes_by_two_names_unless_a_checkpoint_has_them(name, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    Path(name).mkdir()  # a folder of something else
+    assert load_model(name).name == "demo"
+    assert read_shape(name).n_experts == 16
+    (Path(name) / "config.json").write_text("{")
+    with pytest.raises(TielineError, match=f"configuration of {name!r}"):
+        load_model(name)
+
+
+def test_the_former_names_of_the_demo_model_are_the_same_functions():
+    for name in former.__all__:
+        now = name.replace("SHIPPED", "DEMO").replace("shipped", "demo")
+        assert getattr(former, name) is getattr(demo, now)
+
+
+def test_a_missing_demo_model_is_told(monkeypatch, tmp_path):
+    monkeypatch.setattr(loading, "DEMO_FOLDER", tmp_path)
+    with pytest.raises(TielineError, match="demo model is missing"):
         load_model()
 
 
@@ -116,7 +135,7 @@ def test_missing_tensors_are_not_replaced_by_random_numbers(checkpoint, tmp_path
     tensors = load_file(tmp_path / "model.safetensors")
     tensors.pop("model.norm.weight")
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(TielineError, match="lacks 1 tensors"):
+    with pytest.raises(TielineError, match="lacks 1 tensor "):
         load_model(tmp_path)
 
 

@@ -38,7 +38,7 @@ def test_presets_are_the_defaults_of_their_configurations():
 
 
 def test_the_model_in_the_box_tells_its_shape():
-    assert read_shape() == RoutedShape(16, 2, 40, 96)
+    assert read_shape() == RoutedShape(16, 2, 64, 128)
 
 
 def test_dense_models_and_missing_ones_are_refused():

@@ -21,6 +21,11 @@ from tieline.hf.smooth_router import smoothing_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 ALL = [pytest.param(n, marks=[] if n in KINDS else [pytest.mark.slow]) for n in SMOOTHED]
+RAMPS = ("deepseek_v3", "jetmoe", "llama4", "olmoe")
+"""Families on which the ramp is tested always; on the others it is in the slow tier."""
+
+BOTH = [pytest.param(n, "projected", marks=p.marks) for n, p in zip(SMOOTHED, ALL, strict=True)]
+BOTH += [pytest.param(n, "ramp", marks=[] if n in RAMPS else pytest.mark.slow) for n in SMOOTHED]
 
 
 def test_every_kind_of_scoring_is_among_the_families():
@@ -57,8 +62,8 @@ def assert_tied(scores, order):
 
 
 @pytest.mark.parametrize("order", [pytest.param(1, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize("family", ALL)
-def test_the_layer_is_continuous_on_a_whole_line_through_a_tie(family, order):
+@pytest.mark.parametrize(("family", "gate"), BOTH)
+def test_the_layer_is_continuous_on_a_whole_line_through_a_tie(family, gate, order):
     """A finer line has smaller steps in proportion; those of top-k stay as they are."""
     model = double_model(family)
     layer = Layer(model)
@@ -68,7 +73,7 @@ def test_the_layer_is_continuous_on_a_whole_line_through_a_tie(family, order):
     layer.tie(point, order)
     assert_tied(selection_scores(layer, point[None])[0], order)
     hard = [largest_step(layer, point, direction, steps) for steps in (512, 8192)]
-    smooth_(model, epsilon=0.3)
+    smooth_(model, epsilon=0.3, gate=gate)
     smooth = [largest_step(layer, point, direction, steps) for steps in (512, 8192)]
     assert hard[1] > 0.5 * hard[0]
     assert smooth[1] < smooth[0] / 10
@@ -98,11 +103,12 @@ def test_a_model_with_all_routers_smoothed_is_continuous_as_a_whole(family):
     assert smooth[1] < smooth[0] / 8
 
 
-@pytest.mark.parametrize("family", ALL)
-def test_saved_and_loaded_it_is_smoothed_again(family, tmp_path):
+@pytest.mark.parametrize(("family", "gate"), BOTH)
+def test_saved_and_loaded_it_is_smoothed_again(family, gate, tmp_path):
     model = lively(tiny_model(family))
     plain_class = type(model)
-    record = smooth_(model, epsilon=0.25, b=2.0)
+    record = smooth_(model, epsilon=0.25, **({"b": 2.0} if gate == "ramp" else {}))
+    assert record.gate == gate
     model.save_pretrained(tmp_path)
     loaded = load_smoothed(tmp_path, plain_class)
     assert changes_of(loaded.config) == {"smooth": record.to_dict()}

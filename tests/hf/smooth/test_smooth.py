@@ -16,15 +16,14 @@ from tieline.core.errors import ParameterError, TielineError, UnsupportedModelEr
 from tieline.hf import (
     FAMILIES,
     RouterFamily,
-    capture,
     find_routers,
     load_smoothed,
     smooth_,
     unsmooth_,
 )
 from tieline.hf.changes import changes_of
+from tieline.hf.demo import load_demo_tokenizer
 from tieline.hf.loading import load_model
-from tieline.hf.shipped import load_shipped_tokenizer
 from tieline.hf.smooth import read_smoothing
 from tieline.hf.smooth_calibration import (
     budget_epsilon,
@@ -71,13 +70,16 @@ def used_experts(model, ids):
     return counts
 
 
-def test_the_budget_is_met_layer_by_layer(model):
-    record = smooth_(model, budget=2.5, calibration=[LINES])
+@pytest.mark.parametrize("gate", ["projected", "ramp"])
+def test_the_budget_is_met_layer_by_layer(model, gate):
+    record = smooth_(model, budget=2.5, calibration=[LINES], gate=gate)
     first, second = used_experts(model, LINES)
     assert first == pytest.approx(2.5, abs=0.01)
     assert second == pytest.approx(2.5, abs=0.1)  # its inputs moved when the first was smoothed
     assert record.how == "budget 2.5"
-    assert all(layer.k_max == 4 and layer.units == "logits" for layer in record.layers)
+    assert record.gate == gate
+    slots = {"projected": 8, "ramp": 4}[gate]
+    assert all(layer.k_max == slots and layer.units == "logits" for layer in record.layers)
 
 
 def test_without_a_wish_half_an_expert_more_is_used(model, reference):
@@ -88,7 +90,10 @@ def test_without_a_wish_half_an_expert_more_is_used(model, reference):
 
 
 def test_the_ramp_is_ten_times_as_wide_as_the_noise(model):
-    record = smooth_(model, noise=0.01, b=1.0)
+    record = smooth_(model, noise=0.01)
+    assert list(record.epsilons.values()) == pytest.approx([0.1 / 1.6] * 2)
+    unsmooth_(model)
+    record = smooth_(model, noise=0.01, gate="ramp")
     assert list(record.epsilons.values()) == pytest.approx([0.1 / 0.8] * 2)
     assert ramp_width(1.0, 50.0) == pytest.approx(0.0883 - 0.0275, abs=1e-3)
     assert noise_epsilon(0.0, 1.0, 50.0) == 0
@@ -223,7 +228,11 @@ def test_families_without_a_choice_to_replace_are_refused_by_name(family, reason
         ({"epsilon": {"nowhere": 0.1}}, "nowhere"),
         ({"epsilon": 0.1, "budget": 2.5}, "not both"),
         ({"budget": 2.0}, "between k and k_max, got 2 "),
-        ({"budget": 4.0}, "between k and k_max"),
+        ({"budget": 4.0, "gate": "ramp"}, "between k and k_max"),
+        ({"budget": 8.0}, "between k and k_max"),
+        ({"epsilon": 0.1, "gate": "projected", "b": 50.0}, "belong to the ramp, got a=1, b=50"),
+        ({"epsilon": 0.1, "gate": "projected", "k_max": 4}, "belong to the ramp"),
+        ({"epsilon": 0.1, "gate": "laplace"}, "'projected' or 'ramp', got 'laplace'"),
         ({"budget": math.nan}, "between k and k_max"),
         ({"budget": 2.5, "calibration": None}, "calibration tokens"),
         ({"noise": 0.0}, "positive and finite"),
@@ -234,6 +243,7 @@ def test_families_without_a_choice_to_replace_are_refused_by_name(family, reason
         ({"epsilon": 0.1, "layers": ["nowhere"]}, "no routers named"),
     ],
 )
+@pytest.mark.usefixtures("no_axis_checks")
 def test_a_refusal_says_why_and_leaves_the_model_untouched(model, options, message):
     before, classes = run(model), [type(module) for module in model.modules()]
     with pytest.raises(TielineError, match=message):
@@ -242,13 +252,11 @@ def test_a_refusal_says_why_and_leaves_the_model_untouched(model, options, messa
     assert torch.equal(run(model), before)
 
 
-def test_a_smoothed_router_is_not_smoothed_twice_nor_captured(model):
+def test_a_smoothed_router_is_not_smoothed_twice(model):
     smooth_(model, epsilon=0.3)
     before = run(model)
     with pytest.raises(ParameterError, match="smoothed already"):
         smooth_(model, epsilon=0.1)
-    with pytest.raises(UnsupportedModelError, match="is smoothed"), capture(model):
-        pass
     assert torch.equal(run(model), before)
 
 
@@ -265,7 +273,7 @@ def test_a_record_that_does_not_explain_the_weights_is_refused(model, monkeypatc
 def saved(model, tmp_path):
     smooth_(model, epsilon=0.3, b=50.0)
     model.save_pretrained(tmp_path)
-    load_shipped_tokenizer().save_pretrained(tmp_path)
+    load_demo_tokenizer().save_pretrained(tmp_path)
     return tmp_path
 
 
@@ -452,4 +460,36 @@ def test_slots_that_are_not_used_have_the_index_that_skips_them(family, experts,
 
 def test_with_budget_and_noise_the_smaller_width_counts(model):
     record = smooth_(model, budget=3.5, noise=1e-4, calibration=[LINES])
-    assert list(record.epsilons.values()) == pytest.approx([1e-3 / 0.8] * 2)
+    assert list(record.epsilons.values()) == pytest.approx([1e-3 / 1.6] * 2)
+
+
+def test_what_belongs_to_the_ramp_chooses_it(model):
+    for options in ({"b": 50.0}, {"k_max": 4}):
+        assert smooth_(model, epsilon=0.1, **options).gate == "ramp"
+        unsmooth_(model)
+
+
+def test_slots_grow_to_what_a_batch_needs(model):
+    """Tokens with every expert tied keep all of them, with equal shares; others use two."""
+    smooth_(model, epsilon=1e-9)
+    router = next(iter(find_routers(model).values()))
+    rows = torch.randn(3, 32)
+    with torch.inference_mode():
+        two = router(rows)
+        assert two[1].shape == two[2].shape == (3, 2)
+        rows[1] = 0  # every logit is 0
+        all_eight = router(rows)
+    assert all_eight[2].shape == (3, 8)
+    assert (all_eight[1] != 0).sum(dim=1).tolist() == [2, 8, 2]
+    torch.testing.assert_close(all_eight[1][1], torch.full((8,), 2 / 8 / 8))  # p_i · k/E
+
+
+def test_records_of_older_versions_are_ramps(model):
+    facts = smooth_(model, epsilon=0.1, gate="ramp").to_dict()
+    assert facts["version"] == 1
+    del facts["gate"]
+    assert read_smoothing(facts).gate == "ramp"
+    with pytest.raises(UnsupportedModelError, match="its version is 1"):
+        read_smoothing({**facts, "gate": "projected"})
+    with pytest.raises(UnsupportedModelError, match="its gate is 'other'"):
+        read_smoothing({**facts, "gate": "other"})

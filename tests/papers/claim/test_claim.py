@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from tieline.papers.claim import (
     Chart,
     Claim,
     Evidence,
+    Fits,
     Outcome,
     Run,
     Verdict,
@@ -23,18 +25,34 @@ from tieline.papers.claim import (
     line,
 )
 
-RESULTS = st.lists(st.booleans(), max_size=3)
+RESULTS = st.lists(st.sampled_from([True, False, None]), max_size=3)
 
 
 @given(RESULTS, RESULTS, RESULTS)
 def test_the_verdict_is_that_of_the_first_part_that_passes(paper, condition, corrected):
-    found = make_claim().judge(evidence(paper=paper, condition=condition, corrected=corrected))
+    found, reason = make_claim().judge(
+        evidence(paper=paper, condition=condition, corrected=corrected)
+    )
+    assert bool(reason) is (found is Verdict.UNDECIDED)
     if paper and all(paper):
         assert found is Verdict.HOLDS
+    elif None in paper and False not in paper:
+        assert found is Verdict.UNDECIDED
     elif condition and all(condition):
         assert found is Verdict.CONDITION
+    elif None in condition and False not in condition:
+        assert found is Verdict.UNDECIDED
     else:
         assert found is Verdict.FAILS
+
+
+@pytest.mark.parametrize(("converged", "decides"), [(17, False), (18, True), (20, True)])
+@pytest.mark.parametrize("paper", [[True], [False]])
+def test_no_verdict_rests_on_fits_that_did_not_converge(converged, decides, paper):
+    found = replace(evidence(paper=paper), fits=Fits(converged, 20))
+    outcome = Outcome.of(make_claim(), found, Run(), 0.1)
+    assert (outcome.verdict is not Verdict.UNDECIDED) is decides
+    assert decides or outcome.reason == "only 17 of 20 fits converged"
 
 
 @pytest.mark.parametrize(
@@ -50,6 +68,11 @@ def test_the_verdict_is_that_of_the_first_part_that_passes(paper, condition, cor
         (Verdict.FAILS, {"paper": [True, False], "corrected": [True]}, False),
         (Verdict.FAILS, {"paper": [True], "corrected": [True]}, True),
         (Verdict.FAILS, {"paper": [False], "corrected": [False]}, True),
+        (Verdict.UNDECIDED, {"paper": [None, True]}, False),
+        (Verdict.UNDECIDED, {"paper": [None], "corrected": [False]}, True),
+        (Verdict.UNDECIDED, {"paper": [True]}, True),
+        (Verdict.HOLDS, {"paper": [None]}, True),
+        (Verdict.HOLDS, {"paper": [True], "corrected": [None]}, True),
     ],
 )
 def test_a_change_is_another_verdict_or_a_check_of_ours_that_fails(expected, parts, changed):

@@ -48,9 +48,9 @@ def test_the_attack_is_the_rise_of_the_word_perplexity():
 
 def test_finished_runs_are_read_in_the_order_of_the_gates(tmp_path):
     for gate in ("smooth1", "smoe"):
-        run(tiny(gate, steps=2), tmp_path / f"shipped-smoke-{gate}-0")
-    (tmp_path / "shipped-smoke-top3-0").mkdir()  # not finished
-    scores = read_scores(tmp_path, "shipped-smoke")
+        run(tiny(gate, steps=2), tmp_path / f"demo-smoke-{gate}-0")
+    (tmp_path / "demo-smoke-top3-0").mkdir()  # not finished
+    scores = read_scores(tmp_path, "demo-smoke")
     assert [s.gate for s in scores] == ["smoe", "smooth1"]
     assert scores[0].tokens == 2 * 4 * 32
     assert (scores[0].budget, scores[1].budget) == (None, 2.5)

@@ -43,6 +43,7 @@ def test_claims_are_well_formed():
         assert all((record.number, record.title, record.statement, record.tested))
         assert (record.expected is Verdict.CONDITION) == bool(record.condition), name
         assert (record.expected is Verdict.UNTESTABLE) == bool(record.untestable), name
+        assert (record.expected is Verdict.UNDECIDED) == bool(record.undecided), name
         assert record.test.__doc__, name
         assert all(sign.isalnum() or sign in "-." for sign in name)
 

@@ -8,7 +8,7 @@ import torch
 from tests.trace.zoo import EPSILONS, make_trace
 from tieline.core.errors import ParameterError, TraceError
 from tieline.trace import SummaryBuilder, summarise
-from tieline.trace.ops import identical
+from tieline.trace.record import identical
 
 TRACE = make_trace()
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tieline.core.errors import TraceError
 from tieline.trace.counts import ExactMoments
-from tieline.trace.ops import identical
+from tieline.trace.record import identical
 
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
 columns = st.lists(st.tuples(floats, floats), min_size=1, max_size=20)

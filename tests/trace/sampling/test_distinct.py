@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tieline.trace import sampling as distinct
-from tieline.trace.ops import identical
-from tieline.trace.sampling import DistinctSketch, token_hash
+from tieline.trace.record import identical, token_hash
+from tieline.trace.sampling import DistinctSketch
 
 hashes = st.lists(st.integers(0, 12), max_size=9).map(lambda x: np.array(x, dtype=np.int64))
 

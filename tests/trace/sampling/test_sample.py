@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tieline.core.errors import TraceError
-from tieline.trace.sampling import SampleBuffer, smallest_rows, token_hash
+from tieline.trace.record import token_hash
+from tieline.trace.sampling import SampleBuffer, smallest_rows
 
 
 def rows(documents, **fields):

@@ -18,7 +18,7 @@ from tieline.trace import (
     summarise,
 )
 from tieline.trace.folders import INDEX
-from tieline.trace.ops import identical
+from tieline.trace.record import identical
 
 pytestmark = pytest.mark.usefixtures("axes_unchecked")
 TRACE = make_trace()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tieline.trace import folder_kind, load_summary, load_trace, save_summary, save_trace
-from tieline.trace.ops import identical
+from tieline.trace.record import identical
 
 pytestmark = pytest.mark.usefixtures("axes_unchecked")
 FIXTURES = Path(__file__).parents[1] / "fixtures"

@@ -12,7 +12,7 @@ from tests.trace.zoo import make_trace, recipes
 from tieline.core.errors import TraceError
 from tieline.trace import load_summary, load_trace, merge, save_summary, select_tokens, summarise
 from tieline.trace.folders import INDEX, write_folder
-from tieline.trace.ops import identical
+from tieline.trace.record import identical
 from tieline.trace.store import FORMATS, _contents, _parts
 from tieline.trace.summary import SharedBias, TokenKey
 

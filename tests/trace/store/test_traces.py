@@ -17,8 +17,7 @@ from tests.trace.zoo import make_trace, recipes
 from tieline.core.errors import TraceError
 from tieline.trace import RoutingTrace, concatenate, load_trace, save_trace, select_layers
 from tieline.trace.folders import INDEX, write_folder
-from tieline.trace.ops import identical
-from tieline.trace.record import LazyLayers
+from tieline.trace.record import LazyLayers, identical
 from tieline.trace.store import FORMATS
 
 # the type checker would look into a random layer of every loaded trace
@@ -148,7 +147,7 @@ from pathlib import Path
 from tests.trace.zoo import FACTS, make_trace
 from tieline.core import files
 from tieline.trace import folders, load_trace, save_trace
-from tieline.trace.ops import identical
+from tieline.trace.record import identical
 
 def die_at(line, only):
     seen = 0

@@ -6,7 +6,7 @@ import signal
 import torch
 import torch.distributed as dist
 
-from tieline.hf.shipped import load_shipped_model, shipped_text
+from tieline.hf.demo import demo_text, load_demo_model
 from tieline.training.config import DataConfig, DecoderConfig, OptimConfig, TrainConfig, gate_config
 from tieline.training.parallel.capture import summarise_on_ranks, trace_on_ranks
 from tieline.training.parallel.run import run_on_ranks
@@ -16,7 +16,7 @@ BYTES = 2000
 
 
 def _box():
-    ids = torch.tensor(list(shipped_text().encode()[: 3 * BYTES]), dtype=torch.int32)
+    ids = torch.tensor(list(demo_text().encode()[: 3 * BYTES]), dtype=torch.int32)
     return TextStreams(*ids.split(BYTES), byte_tokenizer(), "bytes of the text in the box")
 
 
@@ -64,8 +64,8 @@ def run_and_lose(configuration, folder, options, how, step):
 
 
 def captured(sequences, what):
-    """Trace or summary of the shipped model, from all ranks."""
+    """Trace or summary of the demo model, from all ranks."""
     torch.set_num_threads(1)
     make = {"trace": trace_on_ranks, "summary": summarise_on_ranks}[what]
     # one sequence at a time: the products of a larger batch may round otherwise
-    return make(load_shipped_model(), sequences, batch_size=1)
+    return make(load_demo_model(), sequences, batch_size=1)

@@ -5,7 +5,7 @@ import torch
 
 from tests.training.parallel.runs import captured
 from tieline.core.errors import TraceError
-from tieline.trace.ops import identical
+from tieline.trace.record import identical
 
 
 def sequences(count):

@@ -86,10 +86,10 @@ def test_equal_inputs_are_no_line_and_lone_tokens_no_pair():
 def test_the_model_in_the_box_switches_about_as_often_as_a_gaussian_router():
     from tieline.analysis.inspect import linear_weights
     from tieline.hf.capture import capture
-    from tieline.hf.shipped import load_shipped_model, load_shipped_tokenizer, shipped_text
+    from tieline.hf.demo import demo_text, load_demo_model, load_demo_tokenizer
 
-    model = load_shipped_model()
-    ids = load_shipped_tokenizer()(shipped_text()[:3000])["input_ids"][:512]
+    model = load_demo_model()
+    ids = load_demo_tokenizer()(demo_text()[:3000])["input_ids"][:512]
     with torch.no_grad(), capture(model, keep="inputs") as recorder:
         model(torch.tensor(ids).reshape(2, 256))
     trace = recorder.trace()

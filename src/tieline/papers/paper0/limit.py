@@ -7,7 +7,7 @@ import torch
 
 from tieline.core.statistics import exponent
 from tieline.geometry import top_gap
-from tieline.geometry.density import margin_tail
+from tieline.geometry.boundary import margin_tail
 from tieline.limits.gamma import free_scale, gamma_convergence, wall_grid
 from tieline.limits.risk import coarea_constant, risk_gap
 from tieline.limits.slope import gaussian_slope, margin_constant, sampled_slope, soft_to_hard_chain

@@ -7,7 +7,7 @@
 All are measured on the same windows, spread over the training text, so that a course shows changes
 of the model and not of the batches.
 
-Figures 4 and 5 train the decoder of a recipe, `tieline train shipped-small-GATE`, on the text in
+Figures 4 and 5 train the decoder of a recipe, `tieline train demo-small-GATE`, on the text in
 the box: two layers (four in full mode), 16 experts, top 2, the paper's b = 50. The paper trains six
 layers over 80 epochs of WikiText-103.
 """
@@ -25,7 +25,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from tieline.core.errors import require
-from tieline.geometry.order import near_counts
+from tieline.geometry.boundary import near_counts
 from tieline.papers.claim import (
     Check,
     Evidence,
@@ -144,7 +144,7 @@ def course(run: Run, gate: str) -> "RoutingCourse":
         require(find_spec(package) is not None, f"needs {package}: pip install 'tieline[train]'")
     from tieline.training.recipes import recipe_config
 
-    config = recipe_config(f"shipped-small-{gate}", run.seed)
+    config = recipe_config(f"demo-small-{gate}", run.seed)
     if not run.fast:
         config = config.replace(model__layers=4, optim__steps=3 * config.optim.steps)
     looks = run.size(32, 64)
@@ -169,7 +169,7 @@ def _lines(found: "RoutingCourse") -> list[Series]:
     statement="ε grows until the mean number of active experts reaches k* = 2.5, in every layer, "
     "and stays there.",
     tested="Reproduced at small scale by a real training run, `tieline train "
-    "shipped-small-smooth50`: K and ε of each layer on text of the run, from the start to the "
+    "demo-small-smooth50`: K and ε of each layer on text of the run, from the start to the "
     "end. docs/training.md has longer runs.",
     seconds=15,
 )
@@ -202,7 +202,7 @@ def figure_four(run: Run) -> Evidence:
     number="Figure 5, sec. 7.5",
     statement="K follows the budget: 2.5, then linearly down to 2, then 2, where ε tends to 0.",
     tested="Reproduced at small scale by a real training run under the schedule, `tieline train "
-    "shipped-small-annealed`, as Figure 4.",
+    "demo-small-annealed`, as Figure 4.",
     seconds=15,
 )
 def figure_five(run: Run) -> Evidence:
@@ -238,13 +238,13 @@ def trained_scores(run: Run) -> tuple[list[Tensor], int, str]:
         return [run.normal(4_000, 16, stream=s) for s in range(4)], 2, "normal scores"
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     from tieline.hf import capture
-    from tieline.hf.shipped import load_shipped_model, load_shipped_tokenizer, shipped_text
+    from tieline.hf.demo import demo_text, load_demo_model, load_demo_tokenizer
 
-    text = load_shipped_tokenizer()(shipped_text(), return_tensors="pt")["input_ids"]
+    text = load_demo_tokenizer()(demo_text(), return_tensors="pt")["input_ids"]
     n = run.size(2_048, 16_384)
     with (
         torch.no_grad(),
-        capture(model := load_shipped_model(), ranks="all", distances=False) as rec,
+        capture(model := load_demo_model(), ranks="all", distances=False) as rec,
     ):
         model(text[:, :n].reshape(-1, 256))
     layers = list(rec.trace().layers)

@@ -1,18 +1,32 @@
 """Theorems 1 to 5 of paper 4: bounds of the losses by ‖f - f*‖, and rates of estimation.
 
-Slopes are measured on a small well-conditioned design (`rate_evidence.small_study`): two experts in
-the plane, quadratic scores. In the sparse regime the last expert of the truth has no gate; with one
-expert too many it is the one that is split. "Slower than any polynomial" is tested as a slope above
--0.2.
+Slopes are measured on small well-conditioned designs (`rate_evidence.small_study`) by their 95 %
+intervals: two experts in the plane with quadratic scores where as many are fitted, one where one is
+too many. In the sparse regime the last expert of the truth has no gate, and it is the one that is
+split. "Slower than any polynomial" is tested as a slope above -0.15.
 """
 
 from typing import Any
 
+import numpy as np
 import torch
+from scipy.optimize import least_squares
 
 from tieline.core.statistics import exponent
 from tieline.estimation import MoEModel, MoEParameters, quadratic_parameters, voronoi_loss
-from tieline.papers.claim import Evidence, Run, Verdict, at_least, at_most, chart, dots, line, near
+from tieline.estimation.rates import RateStudy
+from tieline.papers.claim import (
+    Evidence,
+    Run,
+    Verdict,
+    at_least,
+    at_most,
+    chart,
+    dots,
+    line,
+    near,
+    unmeasured,
+)
 from tieline.papers.mixtures import (
     FLOOR,
     drawn,
@@ -27,9 +41,10 @@ from tieline.papers.mixtures import (
 from tieline.papers.rate_evidence import (
     each_falling,
     each_parametric,
-    not_slow,
+    printed_slopes,
     rate_evidence,
     regression_rate,
+    slow,
     small_study,
     up_to_symmetry,
 )
@@ -199,49 +214,110 @@ def family(expert: str = "tanh", gate: Any = "quadratic", link: Any = "sigmoid")
     return MoEModel(gate, link, expert, 2, 2)
 
 
-@claim(
-    "p4-cor2",
-    "regression rate, partially quadratic score, dense regime",
-    statement="With scores xᵀAx + c, f̂ approaches the best functions with more experts than the "
-    "truth like √(log n / n).",
-    tested="Slope of ‖f̂ - f*‖ itself, the infimum over such functions being f*.",
-    seconds=3,
-    given={"gate": "partial", "experts": ("tanh",), "sparse": False},
-)
+def single(expert: str = "tanh", gate: Any = "quadratic") -> MoEModel:
+    """One expert in the plane under a sigmoid gate, for fits with one too many."""
+    return MoEModel(gate, "sigmoid", expert, 2, 1)
+
+
+OVER = "N = N* + 1"
+QUARTIC = {"sizes": (10**6, 10**7, 10**8, 10**9, 10**10), "iterations": 4000}
+"""Sizes of the full score without gate: a valley of fourth order, which fits leave slowly."""
+
+
+def one_too_many(run: Run, gate: str) -> RateStudy:
+    """A tanh expert without gate, fitted by two."""
+    grid = QUARTIC | {"repetitions": run.size(20, 32)} if gate == "quadratic" else {}
+    return small_study(run, single("tanh", gate), extra=1, sparse=True, **grid)
+
+
 @claim(
     "p4-prop4",
     "regression rate, partially quadratic score, sparse regime",
     statement="With scores xᵀAx + c, ‖f̂ - f*‖ falls like √(log n / n) in the sparse regime.",
-    tested="Slope of ‖f̂ - f*‖ with one expert too many, tanh and ReLU experts.",
-    seconds=3,
-    given={"gate": "partial", "experts": ("tanh", "relu"), "sparse": True},
-)
-@claim(
-    "p4-cor1",
-    "regression rate, dense regime",
-    statement="In the dense regime f̂ approaches the best functions with more experts than the "
-    "truth like √(log n / n).",
-    tested="Slope of ‖f̂ - f*‖ itself, the infimum over such functions being f*.",
-    seconds=3,
-    given={"gate": "quadratic", "experts": ("tanh", "relu"), "sparse": False},
+    tested="Slope of ‖f̂ - f*‖ with one expert too many, tanh experts, n from 1e6 to 1e12.",
+    seconds=6,
+    given={"gate": "partial"},
 )
 @claim(
     "p4-prop1",
     "regression rate, sparse regime",
     statement="With full quadratic scores and split experts without gate, ‖f̂ - f*‖ falls like "
     "√(log n / n).",
-    tested="Slope of ‖f̂ - f*‖ with one expert too many, tanh and ReLU experts.",
-    seconds=3,
-    given={"gate": "quadratic", "experts": ("tanh", "relu"), "sparse": True},
+    tested="Slope of ‖f̂ - f*‖ with one expert too many, tanh experts, n from 1e6 to 1e12.",
+    seconds=6,
+    given={"gate": "quadratic"},
 )
-def over_regression(run: Run, gate: str, experts: tuple[str, ...], *, sparse: bool) -> Evidence:
-    """Slope of ‖f - f*‖ with one expert too many."""
-    found = {name: small_study(run, family(name, gate), extra=1, sparse=sparse) for name in experts}
-    dense = (
-        "The paper expects f̂ to stay away from f* here; it converges, for the spare expert is "
-        "switched off by c → -∞."
+def sparse_regression(run: Run, gate: str) -> Evidence:
+    """Slope of ‖f - f*‖ with one expert too many, no gate at the split expert."""
+    return regression_rate({OVER: one_too_many(run, gate)})
+
+
+CAN_VANISH = (
+    "experts that can be split or can vanish, as all of the paper's examples: then f* is itself "
+    "one of the best functions with more experts"
+)
+
+
+@claim(
+    "p4-cor2",
+    "regression rate, partially quadratic score, dense regime",
+    statement="With scores xᵀAx + c, f̂ approaches the best functions with more experts than the "
+    "truth like √(log n / n).",
+    tested="Slope of ‖f̂ - f*‖ itself, tanh experts, N = N* + 1; and the distance of f* from the "
+    "best function with two experts e^{ηx}, which can neither be split nor vanish.",
+    expected=Verdict.CONDITION,
+    condition=CAN_VANISH,
+    seconds=6,
+    given={"gate": "partial"},
+)
+@claim(
+    "p4-cor1",
+    "regression rate, dense regime",
+    statement="In the dense regime f̂ approaches the best functions with more experts than the "
+    "truth like √(log n / n).",
+    tested="Slope of ‖f̂ - f*‖ itself, tanh experts, N = N* + 1; and the distance of f* from the "
+    "best function with two experts e^{ηx}, which can neither be split nor vanish.",
+    expected=Verdict.CONDITION,
+    condition=CAN_VANISH,
+    seconds=6,
+    given={"gate": "quadratic"},
+)
+def dense_regression(run: Run, gate: str) -> Evidence:
+    """‖f - f*‖ falls; where the best functions with more experts are not f*, it keeps off them."""
+    found = {OVER: small_study(run, single("tanh", gate), extra=1)}
+    left = best_of_two(full=gate == "quadratic")
+    return rate_evidence(
+        [
+            at_most("experts e^{ηx}: distance of f* from the best of two", left, 1e-8),
+            *each_parametric("slope of ‖f - f*‖", found, "function", "condition"),
+        ],
+        found,
+        ("function",),
+        paper=-0.5,
+        measured=f"{found[OVER].rate('function')}; {left:.2g} is left for e^{{ηx}}",
+        note="f* is in the fitted family, so that f̂ → f* in every regime. The paper expects f̂ to "
+        "stay away from f*; where its best functions with more experts are not f*, f̂ stays away "
+        "from them.",
     )
-    return regression_rate(found, "" if sparse else dense)
+
+
+def best_of_two(*, full: bool, box: float = 4.0, starts: int = 8) -> float:
+    """Least distance of σ(x + x²) e^{x} on [-1, 1] to Σ σ(a x² + b x + c) e^{ηx} of two experts.
+
+    Parameters are within ± box; by least squares from random starts, b = 0 unless `full`.
+    """
+    x = np.linspace(-1, 1, 101)
+    target = np.exp(x) / (1 + np.exp(-(x * x + (x if full else 0))))
+    free = np.array([1.0, float(full), 1.0, 1.0] * 2)
+
+    def gap(theta: np.ndarray) -> np.ndarray:
+        a, b, c, eta = (free * theta).reshape(2, 4).T[:, :, None]
+        return (np.exp(eta * x) / (1 + np.exp(-(a * x * x + b * x + c)))).sum(0) - target
+
+    random = np.random.default_rng(0)
+    begun = random.uniform(-box / 2, box / 2, size=(starts, 8))
+    ends = [least_squares(gap, theta, bounds=(-box, box)) for theta in begun]
+    return min(float(np.sqrt(2 * end.cost / len(x))) for end in ends)
 
 
 @claim(
@@ -250,20 +326,34 @@ def over_regression(run: Run, gate: str, experts: tuple[str, ...], *, sparse: bo
     number="Thm 2 (i), (ii)",
     statement="Linear experts under a full quadratic sigmoid gate are learned more slowly than any "
     "power of n.",
-    tested="Quotient slope with the right number of experts, one of them without gate.",
-    expected=Verdict.FAILS,
-    seconds=1,
+    tested="Slope of the experts' distance in the theorem's setting: N = N* + 1, the last expert "
+    "without gate, n from 1e6 to 1e12; the same with N = N* beside it.",
+    seconds=6,
 )
 def polynomial_sparse(run: Run) -> Evidence:
-    """Linear experts, exact."""
-    found = {"N = N*": small_study(run, family("linear"))}
-    return not_slow(
-        "N = N*",
+    """Linear experts with one too many, and exact."""
+    over = small_study(run, family("linear"), extra=1, sparse=True, radii=(0.3,))
+    found = {OVER: over, "N = N*": small_study(run, family("linear"))}
+    exact = {"N = N*": found["N = N*"]}
+    return rate_evidence(
+        [
+            slow(f"experts, {OVER}", found[OVER]),
+            *each_parametric("experts", exact, "experts", "corrected"),
+        ],
         found,
-        each_parametric("quotient slope against -1/2", found, "quotient", "corrected"),
+        ("experts",),
         paper="slower than any power",
-        corrected="n^-1/2 with the right number of experts",
+        corrected="with more experts than the truth; n^-1/2 with the right number",
+        note="w₁η₁ + w₂η₂ = wη* leaves f as it is: with one linear expert too many the single "
+        "experts are not determined, and their error is that of the start.",
     )
+
+
+NOT_INFIMUM = (
+    "with N > N* the theorem compares with the nearest of all measures that give the best "
+    "function; the distance to that set was not measured. With N = N*, which the paper excludes, "
+    "the set is the truth up to symmetries, and the loss falls like n^-1/2"
+)
 
 
 @claim(
@@ -271,10 +361,10 @@ def polynomial_sparse(run: Run) -> Evidence:
     "weakly identifiable experts, partially quadratic score",
     statement="L5 falls like √(log n / n) for partial-weakly identifiable experts.",
     tested="Slopes of L5 with N = N*, tanh, ReLU and linear experts, raw and up to the "
-    "antisymmetric part of A.",
-    expected=Verdict.CONDITION,
-    condition="up to the antisymmetric part of A, and N = N*",
-    seconds=2,
+    "antisymmetric part of A; with N > N* the infimum over Ḡ was not measured.",
+    expected=Verdict.UNDECIDED,
+    undecided=NOT_INFIMUM,
+    seconds=1,
     given={"gate": "partial"},
 )
 @claim(
@@ -282,19 +372,25 @@ def polynomial_sparse(run: Run) -> Evidence:
     "weakly identifiable experts, dense regime",
     statement="L3 falls like √(log n / n) for weakly identifiable experts.",
     tested="Slopes of L3 with N = N*, tanh, ReLU and linear experts, raw and up to the "
-    "antisymmetric part of A.",
-    expected=Verdict.CONDITION,
-    condition="up to the antisymmetric part of A, and N = N*",
-    seconds=2,
+    "antisymmetric part of A; with N > N* the infimum over Ḡ was not measured.",
+    expected=Verdict.UNDECIDED,
+    undecided=NOT_INFIMUM,
+    seconds=1,
     given={"gate": "quadratic"},
 )
 def exact_rate(run: Run, gate: str) -> Evidence:
-    """L3 or L5 with the right number of experts, where Ḡ is the truth."""
+    """L3 or L5 with the right number of experts, where Ḡ is the truth; the theorem has more."""
     experts = ("tanh", "relu", "linear")
-    return up_to_symmetry(
-        {name: small_study(run, family(name, gate)) for name in experts},
-        note="The antisymmetric part of A never enters xᵀAx, and keeps the error of the start. "
-        "With more experts than the truth the infimum over Ḡ is not attained.",
+    found = {name: small_study(run, family(name, gate)) for name in experts}
+    return rate_evidence(
+        [
+            unmeasured("N > N*: slope of the infimum over Ḡ", -0.5, "the infimum was not measured"),
+            *each_parametric("N = N*: quotient slope", found, "quotient", "corrected"),
+        ],
+        found,
+        paper=-0.5,
+        corrected="-1/2 for N = N*, up to the antisymmetric part of A",
+        note="The antisymmetric part of A never enters xᵀAx, and keeps the error of the start.",
     )
 
 
@@ -302,30 +398,41 @@ def exact_rate(run: Run, gate: str) -> Evidence:
     "p4-thm4-rate",
     "partial-strongly identifiable experts, sparse regime: the rate",
     statement="L4 falls like √(log n / n) for partial-strongly identifiable experts.",
-    tested="Slope of L4, up to the antisymmetric part of A, with one expert too many, tanh "
-    "experts, partially quadratic score.",
-    seconds=2,
-    given={"gate": "partial"},
+    tested="Slopes of L4, raw and up to the antisymmetric part of A, with one expert too many, "
+    "tanh experts, partially quadratic score, n from 1e6 to 1e12.",
+    expected=Verdict.CONDITION,
+    condition="A symmetric, and experts such as tanh without an outer scale: the paper's own "
+    "examples can be split (`p4-thm4`)",
+    seconds=6,
 )
+def partial_rate(run: Run) -> Evidence:
+    """L4 with one expert too many in the sparse regime."""
+    return up_to_symmetry(
+        {OVER: one_too_many(run, "partial")},
+        note="The raw loss keeps the antisymmetric part of A from the start.",
+    )
+
+
 @claim(
     "p4-thm1-rate",
     "strongly identifiable experts, sparse regime: the rate",
     statement="L1 falls like √(log n / n) for strongly identifiable experts.",
     tested="Slope of L1, up to the antisymmetric part of A, with one expert too many, tanh "
-    "experts, full quadratic score, at n of some thousands.",
-    seconds=2,
-    given={"gate": "quadratic"},
+    "experts, full quadratic score, n from 1e6 to 1e10.",
+    expected=Verdict.FAILS,
+    seconds=6,
 )
-def over_rate(run: Run, gate: str) -> Evidence:
-    """L1 or L4 with one expert too many in the sparse regime, tanh experts."""
-    study = small_study(run, family("tanh", gate), extra=1, sparse=True)
-    found = {"N = N* + 1": study}
+def full_rate(run: Run) -> Evidence:
+    """L1 with one expert too many in the sparse regime."""
+    found = {OVER: one_too_many(run, "quadratic")}
     return rate_evidence(
-        each_falling("quotient slope", found, limit=-0.36, part="paper"),
+        [
+            *each_parametric("quotient slope", found, "quotient"),
+            *each_parametric("slope of ‖f - f*‖", found, "function", "corrected"),
+        ],
         found,
         paper=-0.5,
-        note=f"{study.failed} of {len(study.rows)} fits were still moving along the valley of the "
-        "split expert when their steps ran out.",
+        corrected="n^-1/4 at best: b ± ε with A of order ε² moves f by ε⁴ and L1 by ε² (`p4-thm1`)",
     )
 
 
@@ -334,32 +441,65 @@ def over_rate(run: Run, gate: str) -> Evidence:
     "softmax against sigmoid: samples for an error ε",
     statement="Linear experts need exp(ε^-1/τ) samples under softmax and ε^-2 under a sigmoid with "
     "dense gates; ReLU experts ε^-4 against ε^-2.",
-    tested="Quotient slopes of both links and both experts with the right number of experts, full "
-    "quadratic score.",
+    tested="Both links and both experts twice. N > N*, the paper's setting, dense gates: one "
+    "expert as two under the same gate, and the distance of the functions. N = N*: slopes of the "
+    "experts' distance. Full quadratic score.",
     expected=Verdict.FAILS,
-    seconds=3,
+    seconds=2,
 )
 def table(run: Run) -> Evidence:
-    """Four slopes near -1/2."""
+    """With one expert too many neither link determines the experts; exact, both do at n^-1/2."""
+    links, experts = ("softmax", "sigmoid"), ("linear", "relu")
+    places = [(link, expert) for link in links for expert in experts]
+    over = {place: same_gate_gap(run, family(place[1], link=place[0])) for place in places}
     found = {
-        f"{link}, {expert}": small_study(run, family(expert, link=link))
-        for link in ("softmax", "sigmoid")
-        for expert in ("linear", "relu")
+        f"{link}, {expert}": small_study(run, family(expert, link=link)) for link, expert in places
     }
-    quarter = found["softmax, relu"].rate("quotient").slope
-    return not_slow(
-        "softmax, linear",
-        found,
+    rates = [study.rate("experts").slope for study in found.values()]
+    return rate_evidence(
         [
-            at_least("softmax, relu at -1/4", quarter, -0.34),
-            *each_parametric("quotient slope", found, "quotient", "corrected"),
+            *(at_least(f"sigmoid, {expert} at ε^-2, N > N*: |f - f*| of the split",
+                       over["sigmoid", expert], 1e-6) for expert in experts),
+            at_most("softmax, linear is slow, N > N*: |f - f*| of the split",
+                    over["softmax", "linear"], 1e-12),
+            *each_parametric("N = N*: slope of experts", found, "experts", "corrected"),
         ],
-        losses=("quotient",),
-        paper="softmax slow and -1/4, sigmoid -1/2",
-        corrected="-1/2 for all four up to what f does not see",
-        note="With the right number of experts. The samples an error asks for differ by a "
-        "constant: `tieline rates --error`.",
-    )
+        found,
+        losses=("experts",),
+        paper="softmax slow and ε^-4, sigmoid ε^-2",
+        corrected="N > N*: not determined, four times; N = N*: ε^-2, four times",
+        measured=f"N > N*: |f - f*| <= {max(over.values()):.1g} for all four; N = N*: "
+        f"{min(rates):.2f} to {max(rates):.2f}",
+        note="In the sparse regime the table itself has both links alike. In the dense one the "
+        "paper's ε^-2 is the distance to the nearest measure with the same function, of which "
+        "there are many; the true experts are not determined under either link. With the right "
+        "number the links differ by a constant: `tieline rates --error`.",
+    )  # fmt: skip
+
+
+def same_gate_gap(run: Run, model: MoEModel) -> float:
+    """Largest |f - f*| of the truth with its first expert as two under its own gate.
+
+    The strengths are 0.7 and 0.3 under a sigmoid, whose gates add, and 1 ± 0.4 with half the mass
+    each under softmax.
+    """
+    truth, x = drawn(run, model), inputs(run, 2000, model.d)
+    if model.link == "softmax":
+        return largest_gap(model, split_scale(model, truth, 0.4), truth, x)
+    pair = truth.take([0, *range(truth.n_experts)])
+    experts = pair.experts.clone()
+    experts[0], experts[1] = 0.7 * experts[0], 0.3 * experts[1]
+    return largest_gap(model, MoEParameters(pair.router, pair.bias, experts), truth, x)
+
+
+RADII = (0.003, 0.1)
+"""Start radii between which the figures are compared."""
+NOT_STATED = (
+    "the figure shows runs of the paper's own, and neither their start nor the number of fitted "
+    "experts is stated; the raw loss that it plots is that of the start in directions that the "
+    "data do not see. `tieline rates p4-2b-relu --radius 0.01,0.1` and its sisters repeat the "
+    "paper's design"
+)
 
 
 @claim(
@@ -367,9 +507,10 @@ def table(run: Run) -> Evidence:
     "softmax data, linear experts: softmax against sigmoid",
     statement="The loss of the softmax model falls like n^-0.07, that of the sigmoid model like "
     "n^-0.46.",
-    tested="Raw and quotient slopes of both on a small design, the sigmoid's against its "
-    "population minimiser.",
-    expected=Verdict.FAILS,
+    tested="Raw slopes of both from two start radii on a small design, the sigmoid's against its "
+    "population minimiser; slopes of ‖f - f_Ḡ‖.",
+    expected=Verdict.UNDECIDED,
+    undecided=NOT_STATED,
     seconds=3,
     given={"expert": "linear", "paper": (-0.07, -0.46)},
 )
@@ -378,9 +519,10 @@ def table(run: Run) -> Evidence:
     "softmax data, ReLU experts: softmax against sigmoid",
     statement="The loss of the softmax model falls like n^-0.24, that of the sigmoid model like "
     "n^-0.51.",
-    tested="Raw and quotient slopes of both on a small design, the sigmoid's against its "
-    "population minimiser.",
-    expected=Verdict.FAILS,
+    tested="Raw slopes of both from two start radii on a small design, the sigmoid's against its "
+    "population minimiser; slopes of ‖f - f_Ḡ‖.",
+    expected=Verdict.UNDECIDED,
+    undecided=NOT_STATED,
     seconds=3,
     given={"expert": "relu", "paper": (-0.24, -0.51)},
 )
@@ -388,18 +530,19 @@ def softmax_data(run: Run, expert: str, paper: tuple[float, float]) -> Evidence:
     """Figure 1: softmax data, both links fitted; the sigmoid against its population minimiser."""
     soft = family(expert, link="softmax")
     found = {
-        "softmax": small_study(run, soft),
-        "sigmoid": small_study(run, family(expert), source=soft),
+        "softmax": small_study(run, soft, radii=RADII),
+        "sigmoid": small_study(run, family(expert), source=soft, radii=RADII),
     }
-    slope, own = found["softmax"].rate("quotient").slope, {"softmax": found["softmax"]}
-    return rate_evidence(
-        [
-            at_least("quotient slope, softmax", slope, paper[0] - 0.1),
-            *each_parametric("quotient slope", own, "quotient", "corrected"),
-            *each_parametric("slope of ‖f - f_Ḡ‖", found, "function", "corrected"),
-        ],
+    own = {"softmax": found["softmax"]}
+    others = [
+        *each_parametric("quotient slope", own, "quotient", "corrected"),
+        *each_falling("slope of ‖f - f_Ḡ‖", found, "function"),
+    ]
+    return printed_slopes(
+        dict(zip(found, paper, strict=True)),
         found,
-        paper=f"softmax {paper[0]}, sigmoid {paper[1]}",
+        RADII,
+        others,
         corrected="the softmax model is not slow: -1/2 up to what f does not see",
         note="The softmax model is well specified here, the sigmoid one is not: its reference is "
         "the population minimiser.",
@@ -410,37 +553,35 @@ def softmax_data(run: Run, expert: str, paper: tuple[float, float]) -> Evidence:
     "p4-fig2a",
     "sigmoid data, sparse regime: ReLU against linear experts",
     statement="The loss of ReLU experts falls like n^-0.54, that of linear experts like n^-0.07.",
-    tested="Raw and quotient slopes on a small design whose last expert has no gate, N = N*.",
-    expected=Verdict.FAILS,
+    tested="Raw slopes from two start radii on a small design whose last expert has no gate, "
+    "N = N*; slopes of ‖f - f*‖.",
+    expected=Verdict.UNDECIDED,
+    undecided=NOT_STATED,
     seconds=2,
+    given={"sparse": True, "paper": (-0.54, -0.07), "judged": "function"},
 )
-def figure_2a(run: Run) -> Evidence:
-    """An expert without gate, as many experts as the truth."""
-    found = {name: small_study(run, family(name), sparse=True) for name in ("relu", "linear")}
-    return not_slow(
-        "linear",
-        found,
-        each_falling("quotient slope", found),
-        paper="ReLU -0.54, linear -0.07",
-        corrected="both polynomial up to what f does not see",
-        note="Mass and scale of an expert without gate trade freely, so the quotient loss takes "
-        "their product.",
-    )
-
-
 @claim(
     "p4-fig2b",
     "sigmoid data, dense regime: ReLU against linear experts",
     statement="The loss of ReLU experts falls like n^-0.53, that of linear experts like n^-0.44.",
-    tested="Raw and quotient slopes on a small design with N = N*.",
-    expected=Verdict.CONDITION,
-    condition="up to the antisymmetric part of A",
+    tested="Raw slopes from two start radii on a small design with N = N*; quotient slopes.",
+    expected=Verdict.UNDECIDED,
+    undecided=NOT_STATED,
     seconds=2,
+    given={"sparse": False, "paper": (-0.53, -0.44), "judged": "quotient"},
 )
-def figure_2b(run: Run) -> Evidence:
-    """Both kinds of experts, exact."""
-    return up_to_symmetry(
-        {name: small_study(run, family(name)) for name in ("relu", "linear")},
-        paper="ReLU -0.53, linear -0.44",
-        corrected=-0.5,
+def sigmoid_data(run: Run, *, sparse: bool, paper: tuple[float, float], judged: str) -> Evidence:
+    """Figure 2: sigmoid data, as many experts as the truth."""
+    found = {
+        name: small_study(run, family(name), sparse=sparse, radii=RADII)
+        for name in ("relu", "linear")
+    }
+    return printed_slopes(
+        dict(zip(found, paper, strict=True)),
+        found,
+        RADII,
+        each_parametric(f"slope of {judged}", found, judged, "corrected"),
+        corrected="both alike up to what f does not see",
+        note="Mass and scale of an expert without gate trade freely; the antisymmetric part of A "
+        "never enters.",
     )

@@ -118,6 +118,9 @@ async function draw() {
 const PAPER = { width: 680, height: 330, most: 880 };
 
 function toPaper() {
+  for (const part of document.querySelectorAll("details:not([open])")) {
+    part.open = part.dataset.closed = true;
+  }
   for (const [key, figure] of Object.entries(report.figures)) {
     const place = document.getElementById(key), whole = figure.layout.height;
     const height = whole > 520 ? Math.min(whole, PAPER.most) : PAPER.height;
@@ -127,6 +130,10 @@ function toPaper() {
 }
 
 function toScreen() {
+  for (const part of document.querySelectorAll("details[data-closed]")) {
+    part.open = false;
+    delete part.dataset.closed;
+  }
   for (const [key, figure] of Object.entries(report.figures)) {
     const place = document.getElementById(key);
     place.style.height = `${figure.layout.height}px`;

@@ -1,40 +1,85 @@
 """Traces from other programs.
 
-    import_routed_experts    arrays (tokens, layers, k) of vLLM and SGLang: npy, npz, safetensors
+    read_routes              routes of any format, as they were written
+    trace_of                 their trace, validated
+    import_trace             both at once
+    import_routed_experts    an array (tokens, layers, k): npy, npz, safetensors
     import_table             CSV and JSONL of (layer, token, experts[, scores])
-    import_trace             any of them, by the suffix of the file
+    imatrix_load             the load of experts in an importance matrix of llama.cpp
+    recognise                the name of a file's format
 
 `docs/trace-format.md` describes the formats. Files are not trusted: every problem is a `TraceError`
 that says where.
 """
 
 from pathlib import Path
+from typing import Any
 
-from tieline.core.errors import TraceError, require
 from tieline.trace.readers.arrays import import_routed_experts, routed_experts_trace
+from tieline.trace.readers.formats import (
+    FORMATS,
+    SUFFIXES,
+    ReadOptions,
+    read_routes,
+    read_tokens,
+    recognise,
+    routes_of_trace,
+    token_documents,
+)
+from tieline.trace.readers.llamacpp import ExpertLoad, imatrix_load
+from tieline.trace.readers.routes import Routes, trace_of
 from tieline.trace.readers.tables import import_table
 from tieline.trace.record import RoutingTrace
 
-__all__ = ["import_routed_experts", "import_table", "import_trace", "routed_experts_trace"]
-
-_ARRAYS = (".npy", ".npz", ".safetensors")
-_TABLES = (".csv", ".jsonl")
+__all__ = [
+    "FORMATS",
+    "SUFFIXES",
+    "ExpertLoad",
+    "ReadOptions",
+    "Routes",
+    "imatrix_load",
+    "import_routed_experts",
+    "import_table",
+    "import_trace",
+    "read_routes",
+    "read_tokens",
+    "recognise",
+    "routed_experts_trace",
+    "routes_of_trace",
+    "token_documents",
+    "trace_of",
+]
 
 
 def import_trace(
-    path: str | Path, n_experts: int | None = None, k: int | None = None
+    source: Any,
+    n_experts: int | None = None,
+    k: int | None = None,
+    *,
+    format: str | None = None,  # noqa: A002
+    layers: int | None = None,
+    start: int | None = None,
+    tokens: Any = None,
 ) -> RoutingTrace:
-    """Read the trace in a file of any of the formats.
+    """Read the trace in a file of any of the formats, or in memory.
 
     Args:
-        path: a file that ends in .npy, .npz, .safetensors, .csv or .jsonl.
-        n_experts: number of experts E; by default one more than the largest id.
-        k: how many experts of each line of a table were chosen; arrays hold the chosen ones.
+        source: a file or folder, an array (tokens, layers, k), or answers of an engine.
+        n_experts: number of experts E; by default what the file says, or one more than the largest
+            id.
+        k: how many experts of each line of a table were chosen; experts per token, for SGLang and
+            moe-trace, which do not say it. Arrays hold the chosen ones.
+        format: name of the format, of `FORMATS`; by default it is recognised by content.
+        layers: layers of the array, for SGLang.
+        start: position of the first row of a request.
+        tokens: a file of token ids (`read_tokens`), or the ids of each document.
     """
-    suffix = Path(path).suffix.lower()
-    known = suffix in (*_ARRAYS, *_TABLES)
-    require(known, f"{path}: must end in {', '.join((*_ARRAYS, *_TABLES))}", TraceError)
-    if suffix in _TABLES:
-        return import_table(path, n_experts, k)
-    require(k is None, f"{path}: arrays hold the chosen experts, {k=} cannot be given", TraceError)
-    return import_routed_experts(path, n_experts)
+    options = ReadOptions(format, n_experts, k, layers, start, token_documents(tokens))
+    is_path = isinstance(source, str | Path)
+    if is_path and (format or recognise(source)) == "table" and tokens is None:
+        return import_table(source, n_experts, k)
+    routes = read_routes(source, options)
+    origin: dict[str, object] = {"source": "routed_experts", "producer": routes.producer}
+    if is_path:
+        origin["file"] = Path(source).name
+    return trace_of(routes, n_experts, provenance=origin)

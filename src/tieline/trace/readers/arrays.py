@@ -1,142 +1,188 @@
-"""Traces from the `routed_experts` arrays of vLLM and SGLang, in npy, npz and safetensors files.
+"""Routes in array files: npy, npz and safetensors.
 
-The array has the shape (tokens, layers, k) and holds the experts chosen, with -1 where nothing was
-routed: padding, or a layer without experts. There are no scores, so no gaps.
+    routed_experts            (tokens, layers, k), of vLLM, SGLang, TensorRT-LLM or anybody
+    routed_experts            (sequences, length, layers, k), of verl (zeros where nothing was
+                              written) and NeMo-RL (-1 where the live router is to choose)
+    rollout_routed_experts    the same of slime and miles; also `rollout_routed_experts_0`, ..., an
+                              array per sample
+    routing_replay_out        (tokens, k) of FlashInfer: one layer
+    moe_topk_indices.0, ...   (tokens, k) of each routed layer, as Megatron replays them
 
-    all k ids -1                       the token was not routed in that layer
-    unsigned array, k largest values   the same, written in a type without a sign
-    one id k times in a whole layer    a dense layer left at the array's initial value (k > 1)
+The ids may be called anything if they are the only array of three axes. Beside them a file may have
 
-Layers in which no token was routed are left out, and so are tokens that were not routed in one of
-the other layers; the provenance counts them.
-
-Files are not trusted: no pickles, no object arrays, and a header must state the size that is there.
-A compressed file may grow by what its compression can do (1032 times) and to 4 GiB in all.
+    tokens, documents, positions   (tokens,)
+    prompt_token_ids, token_ids    prompt and answer of one request (also `prompt` and `out`)
+    input_ids, attention_mask      (sequences, length) of a batch
+    weights                        combine weights, shape of the ids (also `topk_weights`)
+    scores                         selection scores, (tokens, layers, k) of the chosen experts or
+                                   (tokens, layers, E) of all (also `router_logits`)
+    n_experts                      a number
 """
 
-import math
-import zipfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import IO, NamedTuple
 
 import numpy as np
-import torch
-from safetensors import safe_open
-from torch import Tensor
 
 from tieline.core.errors import TraceError, require
-from tieline.trace.check import check_trace
-from tieline.trace.folders import check_header_length, parsing
-from tieline.trace.record import (
-    MOST_EXPERTS,
-    MOST_LAYERS,
-    TOKEN_KEYS,
-    LayerFacts,
-    LayerTrace,
-    RoutingTrace,
-    unanswered,
-)
+from tieline.trace.readers.containers import read_arrays
+from tieline.trace.readers.routes import Request, Routes, assemble, trace_of
+from tieline.trace.record import TOKEN_KEYS, RoutingTrace
 
-MOST_BYTES = 4 << 30
-_MOST_ARRAYS = 64
-_DEFLATE_RATIO = 1032
-_TENSOR_TYPES = {"I8", "I16", "I32", "I64", "U8", "U16", "U32", "F16", "F32", "F64"}
+ARRAY = "routed_experts"
+ROLLOUT = "rollout_routed_experts"
+NAMES = (ARRAY, ROLLOUT, "routing_replay_out")
+WEIGHTS = ("weights", "topk_weights", "routing_weights")
+SCORES = ("scores", "router_logits", "logits")
+PROMPTS = (("prompt_token_ids", "token_ids"), ("prompt", "out"), ("prompt", "output"))
+"""Names of the tokens of a request: its prompt and its answer."""
+
+LEAST_SEQUENCES = 4
+"""Sequences whose last rows alone are zero, from which zero means nothing where k = 1."""
 
 
-class _Header(NamedTuple):
-    shape: tuple[int, ...]
-    fortran: bool
-    dtype: np.dtype
-
-    @property
-    def bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+def read_array_file(path: str | Path) -> Routes:
+    """Read the routes in an npy, npz or safetensors file."""
+    return array_routes(read_arrays(path), str(path))
 
 
-def read_arrays(path: str | Path) -> dict[str, np.ndarray]:
-    """Read all arrays of a file by name ("" for npy); the first bytes give the format."""
-    file = Path(path)
-    require(file.is_file(), f"{file}: no such file", TraceError)
-    with parsing(file):
-        with file.open("rb") as stream:
-            magic = stream.read(6)
-        if magic == b"\x93NUMPY":
-            return {"": _read_npy(file)}
-        return _read_npz(file) if magic[:2] == b"PK" else _read_safetensors(file)
+def array_routes(arrays: Mapping[str, np.ndarray], name: str) -> Routes:
+    """Return the routes among named arrays."""
+    samples = _samples(arrays)
+    if samples:
+        requests = [Request(ids, tokens) for ids, tokens in samples]
+        return assemble(requests, _rollout_producer([ids for ids, _ in samples]), name)
+    layers = _per_layer(arrays, name)
+    if layers is not None:
+        return replace(_flat_routes(layers, arrays, name), producer="megatron")
+    key = _array_name(arrays, name)
+    ids = arrays[key]
+    if key == "routing_replay_out" and ids.ndim == 2:
+        ids = ids[:, None]
+    if ids.ndim == 4:
+        return batch_routes(ids, arrays, name, rollout=key == ROLLOUT)
+    flat = _flat_routes(ids, arrays, name)
+    return replace(flat, producer=_rollout_producer([ids])) if key == ROLLOUT else flat
 
 
-def _read_npy(file: Path) -> np.ndarray:
-    with file.open("rb") as stream:
-        header = _npy_header(stream, file)
-        start = stream.tell()
-    _same_size(header.bytes, file.stat().st_size - start, file)
-    if header.bytes == 0:
-        return np.zeros(header.shape, header.dtype)
-    order = "F" if header.fortran else "C"
-    return np.memmap(file, header.dtype, "r", start, header.shape, order)
-
-
-def _read_npz(file: Path) -> dict[str, np.ndarray]:
-    with zipfile.ZipFile(file) as archive:
-        members = archive.infolist()
-        require(len(members) <= _MOST_ARRAYS, f"{file}: {len(members)} arrays", TraceError)
-        return {
-            member.filename.removesuffix(".npy"): _read_member(archive, member, file)
-            for member in members
-        }
-
-
-def _read_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo, file: Path) -> np.ndarray:
-    name = f"{file}: {member.filename!r:.80}"
-    stored = member.compress_type == zipfile.ZIP_STORED
-    known = stored or member.compress_type == zipfile.ZIP_DEFLATED
-    require(known, f"{name}: compressed in a way that npz files are not", TraceError)
-    most = member.compress_size * (1 if stored else _DEFLATE_RATIO) + 64
-    fits = member.compress_size <= file.stat().st_size and member.file_size <= min(most, MOST_BYTES)
-    require(fits, f"{name}: states a size of {member.file_size} bytes", TraceError)
-    with archive.open(member) as stream:
-        header = _npy_header(stream, name)
-        _same_size(header.bytes, member.file_size - stream.tell(), name)
-        data = stream.read()
-    _same_size(header.bytes, len(data), name)
-    flat = np.frombuffer(data, header.dtype)
-    return flat.reshape(header.shape, order="F" if header.fortran else "C")
-
-
-def _npy_header(stream: IO[bytes], name: object) -> _Header:
-    version = np.lib.format.read_magic(stream)
-    if version == (1, 0):
-        read = np.lib.format.read_array_header_1_0
-    else:
-        require(version == (2, 0), f"{name}: npy version {version} is not read", TraceError)
-        read = np.lib.format.read_array_header_2_0
-    header = _Header(*read(stream, max_header_size=10_000))
-    plain = header.dtype.kind in "iuf" and header.dtype.itemsize <= 8
-    require(plain, f"{name}: holds {header.dtype!s:.80}, not integers or real numbers", TraceError)
-    require(all(size >= 0 for size in header.shape), f"{name}: shape {header.shape}", TraceError)
-    return header
-
-
-def _read_safetensors(file: Path) -> dict[str, np.ndarray]:
-    check_header_length(file)
-    with safe_open(file, framework="numpy") as tensors:
-        names = list(tensors.keys())
-        require(len(names) <= _MOST_ARRAYS, f"{file}: {len(names)} arrays", TraceError)
-        for name in names:
-            kind = tensors.get_slice(name).get_dtype()
-            known = kind in _TENSOR_TYPES
-            require(known, f"{file}: {name!r:.80} has type {kind}, not read", TraceError)
-        return {name: tensors.get_tensor(name) for name in names}
-
-
-def _same_size(stated: int, found: int, name: object) -> None:
-    require(
-        stated == found, f"{name}: the header states {stated} bytes, there are {found}", TraceError
+def _flat_routes(ids: np.ndarray, arrays: Mapping[str, np.ndarray], name: str) -> Routes:
+    """Routes of an array (tokens, layers, k)."""
+    weights, scores = _first(arrays, WEIGHTS), _first(arrays, SCORES)
+    for prompt, answer in PROMPTS:
+        if prompt in arrays and answer in arrays and "tokens" not in arrays:
+            whole = np.concatenate([arrays[prompt].ravel(), arrays[answer].ravel()])
+            request = Request(ids, whole, weights=weights, scores=scores)
+            return replace(assemble([request], "array", name), n_experts=_stated(arrays))
+    tokens, documents, positions = (arrays.get(key) for key in TOKEN_KEYS)
+    stated = _stated(arrays)
+    return Routes(
+        ids, "array", name, tokens, documents, positions, weights, scores, n_experts=stated
     )
 
 
-ARRAY = "routed_experts"
+def _stated(arrays: Mapping[str, np.ndarray]) -> int | None:
+    value = arrays.get("n_experts")
+    return (
+        int(value) if value is not None and value.ndim == 0 and value.dtype.kind in "iu" else None
+    )
+
+
+def _first(arrays: Mapping[str, np.ndarray], names: Sequence[str]) -> np.ndarray | None:
+    return next((arrays[name] for name in names if name in arrays), None)
+
+
+def _samples(arrays: Mapping[str, np.ndarray]) -> list[tuple[np.ndarray, np.ndarray | None]]:
+    """Ids and tokens of arrays that are numbered by sample."""
+    found = []
+    while f"{ROLLOUT}_{len(found)}" in arrays:
+        number = len(found)
+        found.append((arrays[f"{ROLLOUT}_{number}"], arrays.get(f"tokens_{number}")))
+    return found
+
+
+def _per_layer(arrays: Mapping[str, np.ndarray], name: str) -> np.ndarray | None:
+    """Ids (tokens, layers, k) from arrays that are numbered by layer."""
+    parts: list[np.ndarray] = []
+    while f"moe_topk_indices.{len(parts)}" in arrays:
+        parts.append(arrays[f"moe_topk_indices.{len(parts)}"])
+    shapes = {part.shape for part in parts}
+    fits = len(shapes) <= 1 and all(part.ndim == 2 for part in parts)
+    require(fits, f"{name}: layers must be (tokens, k) alike, got {sorted(shapes)[:4]}", TraceError)
+    return np.stack(parts, 1) if parts else None
+
+
+def _rollout_producer(parts: Sequence[np.ndarray]) -> str:
+    """The program that pads with -1, or the one that pads with zeros."""
+    return "miles" if any(bool((part == -1).any()) for part in parts) else "slime"
+
+
+def _array_name(arrays: Mapping[str, np.ndarray], name: str) -> str:
+    """The array of experts among those of a file."""
+    for known in NAMES:
+        if known in arrays:
+            return known
+    others = {*WEIGHTS, *SCORES}
+    candidates = [key for key, a in arrays.items() if a.ndim in (3, 4) and key not in others]
+    found = {key[:40]: array.shape for key, array in list(arrays.items())[:5]}
+    require(
+        len(candidates) == 1,
+        f"{name}: need one array of shape (tokens, layers, k), or one called {ARRAY}; got {found}",
+        TraceError,
+    )
+    return candidates[0]
+
+
+def batch_routes(
+    ids: np.ndarray, arrays: Mapping[str, np.ndarray], name: str, rollout: bool = False
+) -> Routes:
+    """Return the routes of a batch (sequences, length, layers, k); each sequence is a document.
+
+    Rows are those that `attention_mask` shows. Without a mask, rows at both ends of a sequence to
+    which nothing was written are padding.
+
+    Args:
+        ids: the batch.
+        arrays: `attention_mask` and `input_ids` (sequences, length), where known.
+        name: what to call the batch in errors.
+        rollout: whether it is one of slime or miles.
+    """
+    mask, tokens = arrays.get("attention_mask"), arrays.get("input_ids")
+    for key, value in (("attention_mask", mask), ("input_ids", tokens)):
+        fits = value is None or value.shape == ids.shape[:2]
+        shape = None if value is None else value.shape
+        require(fits, f"{name}: {key} must have shape {ids.shape[:2]}, got {shape}", TraceError)
+    require(ids.dtype.kind in "iu", f"{name}: ids must be integers, got {ids.dtype}", TraceError)
+    live = bool((ids == -1).any())
+    blank = (ids == -1).all((2, 3)) | (ids == 0).all((2, 3))
+    shown = _between_ends(~blank) if mask is None else mask.astype(bool)
+    unwritten = _last_shown(shown) & blank
+    others = bool((shown & blank & ~unwritten).any())
+    told = ids.shape[3] > 1 or live or (len(ids) >= LEAST_SEQUENCES and not others)
+    if told and bool(unwritten.any(1).all()):  # the last token of every sequence has no row
+        shown = shown & ~unwritten
+    require(bool(shown.any()), f"{name}: no token was routed in any layer", TraceError)
+    requests = [
+        Request(ids[row, shown[row]], None if tokens is None else tokens[row, shown[row]])
+        for row in range(len(ids))
+        if shown[row].any()
+    ]
+    said = [f"{int((~shown).sum())} of {shown.size} places of the batch are padding or last tokens"]
+    kinds = ("slime", "miles") if rollout else ("verl", "nemo")
+    return assemble(requests, kinds[live], name, said)
+
+
+def _between_ends(used: np.ndarray) -> np.ndarray:
+    """The places of each row from the first used one to the last."""
+    after = np.maximum.accumulate(used, axis=1)
+    before = np.maximum.accumulate(used[:, ::-1], axis=1)[:, ::-1]
+    return after & before
+
+
+def _last_shown(shown: np.ndarray) -> np.ndarray:
+    """The last place of each row that is shown."""
+    after = shown[:, ::-1].cumsum(1)[:, ::-1]
+    return shown & (after == 1)
 
 
 def import_routed_experts(
@@ -152,11 +198,9 @@ def import_routed_experts(
         n_experts: number of experts E; by default one more than the largest id.
         layer_names: a name for each layer of the array; by default "layers.0", "layers.1", ...
     """
-    arrays = read_arrays(path)
-    name = _array_name(arrays, path)
-    ids = {key: arrays[key] for key in TOKEN_KEYS if key in arrays}
-    provenance = {"source": ARRAY, "file": Path(path).name}
-    return routed_experts_trace(arrays[name], n_experts, layer_names, ids, provenance, str(path))
+    routes = read_array_file(path)
+    provenance = {"source": ARRAY, "producer": routes.producer, "file": Path(path).name}
+    return trace_of(routes, n_experts, layer_names, provenance)
 
 
 def routed_experts_trace(
@@ -177,101 +221,6 @@ def routed_experts_trace(
         provenance: where the array comes from.
         name: name of the array in errors.
     """
-    _check_array(array, name)
-    names = list(layer_names or (f"layers.{place}" for place in range(array.shape[1])))
-    require(len(names) == array.shape[1], f"{name}: {len(names)} names of layers", TraceError)
-    routed = _routed(array, n_experts)
-    layers = np.flatnonzero(routed.any(0))
-    kept = np.flatnonzero(routed[:, layers].all(1))
-    require(len(layers) > 0, f"{name}: no token was routed in any layer", TraceError)
-    require(len(kept) > 0, f"{name}: no token was routed in all layers with experts", TraceError)
-    chosen = array[kept][:, layers]
-    facts = LayerFacts(_number_of_experts(chosen, n_experts, name), array.shape[2], affine=False)
-    own = {
-        "n_experts": "inferred from the largest id" if n_experts is None else "given",
-        "layers_left_out": [names[place] for place in np.flatnonzero(~routed.any(0))],
-        "tokens_left_out": len(array) - len(kept),
-    }
-    records = _records(chosen, [names[place] for place in layers], facts)
-    tokens, documents, positions = _token_ids(token_ids or {}, kept, len(array), name)
-    own |= {"cannot_answer": unanswered(records)}
-    origin = {**(provenance or {}), **own}
-    trace = RoutingTrace(records, tokens, documents, positions, provenance=origin)
-    check_trace(trace)
-    return trace
-
-
-def _array_name(arrays: Mapping[str, np.ndarray], path: str | Path) -> str:
-    """The array of experts among those of a file."""
-    candidates = [name for name, array in arrays.items() if array.ndim == 3]
-    if ARRAY in arrays:
-        return ARRAY
-    found = {name[:40]: array.shape for name, array in list(arrays.items())[:5]}
-    require(
-        len(candidates) == 1,
-        f"{path}: need one array of shape (tokens, layers, k), or one called {ARRAY}; got {found}",
-        TraceError,
-    )
-    return candidates[0]
-
-
-def _check_array(array: np.ndarray, name: str) -> None:
-    fits = array.ndim == 3 and array.dtype.kind in "iu" and min(array.shape, default=0) > 0
-    if not (fits and array.shape[1] <= MOST_LAYERS and array.shape[2] <= MOST_EXPERTS):
-        raise TraceError(
-            f"{name}: need integers of shape (tokens, layers, k), none of them zero, "
-            f"got {array.dtype} of {array.shape}"
-        )
-
-
-def _routed(array: np.ndarray, n_experts: int | None) -> np.ndarray:
-    """Whether each token was routed in each layer, (tokens, layers)."""
-    k = array.shape[2]
-    nothing = array == -1 if array.dtype.kind == "i" else array == np.iinfo(array.dtype).max
-    signed = array.dtype.kind == "i"
-    if not signed and k == 1 and (n_experts is None or n_experts > np.iinfo(array.dtype).max):
-        nothing = np.zeros_like(nothing)  # the largest value is an expert like any other
-    routed = ~nothing.all(2)
-    if k > 1:
-        repeated = (array == array[:, :, :1]).all(2)
-        routed &= ~(repeated | ~routed).all(0)
-    return routed
-
-
-def _number_of_experts(chosen: np.ndarray, n_experts: int | None, name: str) -> int:
-    low, high = int(chosen.min()), int(chosen.max())
-    most = MOST_EXPERTS if n_experts is None else n_experts
-    if low < 0 or high >= most:
-        wrong = np.argwhere((chosen < 0) | (chosen >= most))[0]
-        raise TraceError(
-            f"{name}: experts must lie in 0 ... {most - 1}, or all k of a token be -1; got "
-            f"{int(chosen[tuple(wrong)])} at (token, layer, rank) {tuple(wrong.tolist())} of those "
-            "that were routed"
-        )
-    return max(high + 1, chosen.shape[2]) if n_experts is None else n_experts
-
-
-def _records(chosen: np.ndarray, names: list[str], facts: LayerFacts) -> tuple[LayerTrace, ...]:
-    small = np.int16 if facts.n_experts <= 1 << 15 else np.int32
-    columns = (np.ascontiguousarray(chosen[:, place], dtype=small) for place in range(len(names)))
-    return tuple(
-        LayerTrace(name, facts, torch.from_numpy(column))
-        for name, column in zip(names, columns, strict=True)
-    )
-
-
-def _token_ids(
-    given: Mapping[str, np.ndarray], kept: np.ndarray, count: int, name: str
-) -> list[Tensor]:
-    """Tokens, documents and positions of what is kept: by default one document, in its order."""
-    default = {
-        "tokens": np.full(count, -1),
-        "documents": np.zeros(count, dtype=np.int64),
-        "positions": np.arange(count),
-    }
-    ids = []
-    for key, value in {**default, **given}.items():
-        fits = key in default and value.shape == (count,) and value.dtype.kind in "iu"
-        require(fits, f"{name}: {key} must be {count} integers, got {value.shape}", TraceError)
-        ids.append(torch.from_numpy(value[kept].astype(np.int64)))
-    return ids
+    tokens, documents, positions = ((token_ids or {}).get(key) for key in TOKEN_KEYS)
+    routes = Routes(array, "array", name, tokens, documents, positions)
+    return trace_of(routes, n_experts, layer_names, provenance)

@@ -24,8 +24,7 @@ from tieline.core.errors import TraceError, require
 from tieline.hf.capture import DEFAULT_EPSILONS, capture
 from tieline.hf.running import batches, forward, only_running
 from tieline.trace.builder import SAMPLE_SIZE, SummaryBuilder
-from tieline.trace.ops import concatenate
-from tieline.trace.record import LayerTrace, RoutingTrace
+from tieline.trace.record import LayerTrace, RoutingTrace, concatenate
 from tieline.trace.store import load_summary, load_trace, save_summary, save_trace
 from tieline.trace.summary import RoutingSummary, merge
 

@@ -89,9 +89,9 @@ def test_the_run_is_that_of_the_recipe_and_longer_in_full_mode(monkeypatch, no_a
     courses.course(Run(True, 3), "annealed")
     courses.course(Run(False, 0), "smooth50")
     (fast, how), (full, _) = seen
-    assert (fast.recipe, fast.seed, fast.model.layers) == ("shipped-small-annealed", 3, 2)
+    assert (fast.recipe, fast.seed, fast.model.layers) == ("demo-small-annealed", 3, 2)
     assert how == {"every": fast.optim.steps // 32, "windows": 64}
-    assert (full.recipe, full.model.layers) == ("shipped-small-smooth50", 4)
+    assert (full.recipe, full.model.layers) == ("demo-small-smooth50", 4)
     assert full.optim.steps == 3 * fast.optim.steps
 
 

@@ -1,0 +1,238 @@
+"""Whether files of routes are sound: by themselves, against tokens, a second file, or a model.
+
+With a model, a sample of the file's own tokens is routed by it and compared; the finding says which
+fault explains the disagreement. Tests and their reasons are in `trace.soundness` and
+`trace.agreement`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from tieline.analysis.sources import ModelSource, as_model
+from tieline.core.errors import ParameterError, TraceError, require
+from tieline.core.records import Result
+from tieline.hf.capture import capture
+from tieline.hf.running import forward, only_running
+from tieline.trace.agreement import compare
+from tieline.trace.readers import ReadOptions, Routes, read_routes, routes_of_trace
+from tieline.trace.readers.formats import token_documents
+from tieline.trace.record import RoutingTrace
+from tieline.trace.soundness import Finding, findings, sheet_of
+from tieline.trace.store import load_trace
+
+SAMPLE_TOKENS = 2048
+"""Tokens that a model routes to be compared with a file."""
+
+
+@dataclass(frozen=True)
+class CheckedFile:
+    """One file that was checked.
+
+    Attributes:
+        name: the file.
+        producer: name of its format.
+        rows: rows of the array.
+        documents: documents that the rows belong to.
+        layers: layers of the array.
+        routed: layers of it in which tokens were routed.
+        k: experts per token.
+        n_experts: number of experts that was given, or that the ids show.
+        dtype: type of the ids.
+        said: what the reader found and assumed.
+    """
+
+    name: str
+    producer: str
+    rows: int
+    documents: int
+    layers: int
+    routed: int
+    k: int
+    n_experts: int
+    dtype: str
+    said: tuple[str, ...]
+
+
+@dataclass(frozen=True, repr=False)
+class RouteCheck(Result):
+    """Whether files of routes are sound, and what was found in them.
+
+    Attributes:
+        sound: whether nothing was found that no router of a sound run writes.
+        files: the files.
+        findings: what was found, the gravest first.
+        model: name of the model that routed a sample, if one was given.
+        reference: name of the file that was compared with, if one was given.
+        compared: tokens that were compared with the model or the reference.
+    """
+
+    format: ClassVar[str] = "tieline-check"
+
+    sound: bool
+    files: tuple[CheckedFile, ...]
+    findings: tuple[Finding, ...]
+    model: str | None = None
+    reference: str | None = None
+    compared: int = 0
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Named numbers: "sound", the number of findings of each severity, files and rows."""
+        counts = {
+            severity: sum(finding.severity == severity for finding in self.findings)
+            for severity in ("unsound", "suspicious", "note")
+        }
+        rows = sum(file.rows for file in self.files)
+        named = {"sound": int(self.sound)} | counts | {"files": len(self.files), "rows": rows}
+        return {name: float(value) for name, value in named.items()}
+
+
+def check(
+    routes: Any,
+    *,
+    n_experts: int | None = None,
+    model: ModelSource | None = None,
+    tokens: Any = None,
+    against: Any = None,
+    format: str | None = None,  # noqa: A002
+    k: int | None = None,
+    layers: int | None = None,
+    start: int | None = None,
+    device: str = "cpu",
+) -> RouteCheck:
+    """Check whether files of routes are sound.
+
+    Args:
+        routes: a file, a folder of a trace or of Megatron, an array (tokens, layers, k), an answer
+            of an engine, or a list of paths.
+        n_experts: number of experts E; by default the model's, or what the file says.
+        model: a model of which a sample is routed and compared; needs token ids, in the file or by
+            `tokens`.
+        tokens: token ids: a file, an array (tokens,) or (documents, length), or a list of arrays.
+        against: another file of routes of the same tokens, which is right.
+        format: name of the format; by default it is recognised by content.
+        k: experts per token, for formats that do not say it.
+        layers: layers of the array, for SGLang.
+        start: position of the first row.
+        device: device of the model, if it is loaded here.
+    """
+    several = isinstance(routes, list | tuple) and all(isinstance(x, str | Path) for x in routes)
+    sources = list(routes) if several else [routes]
+    require(bool(sources), "check takes at least one file, got none")
+    options = ReadOptions(format, n_experts, k, layers, start, token_documents(tokens))
+    read = [_read(source, options) for source in sources]
+    other = None if against is None else _read(against, options)
+    loaded = None if model is None else as_model(model, "check takes", device=device)
+    found, compared = [], 0
+    for one in read:
+        own = findings(one, n_experts)
+        if other is not None:
+            own += compare(one, other, n_experts)
+        if loaded is not None:
+            own, count = _against_model(one, own, loaded.model)
+            compared += count
+        found += [replace(finding, file=one.name) for finding in own]
+    order = ("unsound", "suspicious", "note")
+    found.sort(key=lambda finding: order.index(finding.severity))
+    return RouteCheck(
+        sound=all(finding.severity != "unsound" for finding in found),
+        files=tuple(_facts(one, n_experts) for one in read),
+        findings=tuple(found),
+        model=None if loaded is None else loaded.name or type(loaded.model).__name__,
+        reference=None if other is None else other.name,
+        compared=compared,
+    )
+
+
+def _read(source: Any, options: ReadOptions) -> Routes:
+    """Routes of anything, also of folders of our own."""
+    if isinstance(source, str | Path) and (Path(source) / "tieline.json").is_file():
+        return routes_of_trace(load_trace(source), str(source))
+    if isinstance(source, str | Path):
+        require(Path(source).exists(), f"no such file or folder: {source}", TraceError)
+    elif not isinstance(source, RoutingTrace | Routes | dict | list | np.ndarray | torch.Tensor):
+        kind = type(source).__name__
+        known = any(hasattr(source, name) for name in ("outputs", "choices", "routed_experts"))
+        require(known, f"check takes a path, an array or an answer of an engine, got {kind}")
+    return read_routes(source, options)
+
+
+def _facts(routes: Routes, n_experts: int | None) -> CheckedFile:
+    sheet = sheet_of(routes, n_experts)
+    rows, layers, k = routes.experts.shape
+    return CheckedFile(
+        name=routes.name,
+        producer=routes.producer,
+        rows=rows,
+        documents=len(np.unique(sheet.documents)),
+        layers=layers,
+        routed=len(sheet.layers),
+        k=k,
+        n_experts=sheet.n_experts or int(routes.experts.max()) + 1,
+        dtype=str(routes.experts.dtype),
+        said=routes.said,
+    )
+
+
+def _against_model(routes: Routes, own: Sequence[Finding], model: Any) -> tuple[list[Finding], int]:
+    """Findings with those of a comparison with the model's own routes, and the tokens compared."""
+    if any(f.kind == "all-zero" and f.count == f.total for f in own) or routes.problems:
+        return list(own), 0  # there is nothing to compare
+    reference = model_routes(routes, model)
+    experts = reference.n_experts
+    again = findings(routes, experts) if routes.n_experts is None else list(own)
+    return again + compare(routes, reference, experts), len(reference.experts)
+
+
+def model_routes(routes: Routes, model: Any, most: int = SAMPLE_TOKENS) -> Routes:
+    """Route the first tokens of the file's documents with a model.
+
+    Documents are run whole from position 0 up to the last row of the sample, so that every token
+    has its context.
+
+    Args:
+        routes: routes whose tokens are known from position 0 of each document.
+        model: a Mixture-of-Experts model of transformers.
+        most: number of tokens to route.
+    """
+    tokens = routes.tokens
+    if tokens is None or bool((tokens < 0).any()):
+        raise ParameterError(
+            f"{routes.name}: a model needs the token ids of the rows: pass tokens (--tokens FILE)"
+        )
+    documents = routes.documents if routes.documents is not None else np.zeros(len(tokens), int)
+    positions = routes.positions if routes.positions is not None else np.arange(len(tokens))
+    numbers, kept, used = [], [], 0
+    for number in np.unique(documents):
+        rows = np.flatnonzero(documents == number)
+        rows = rows[np.argsort(positions[rows], kind="stable")][: max(most - used, 0)]
+        whole = len(rows) > 0 and np.array_equal(positions[rows], np.arange(len(rows)))
+        if len(rows) and not whole:
+            raise ParameterError(
+                f"{routes.name}: document {number} does not begin at position 0, or has holes: a "
+                "model needs all tokens before a row"
+            )
+        if len(rows):
+            numbers.append(int(number))
+            kept.append(tokens[rows])
+            used += len(rows)
+    trace = _run(model, kept)
+    found = routes_of_trace(trace, "the model")
+    assert found.documents is not None
+    return replace(found, documents=np.array(numbers)[found.documents])
+
+
+def _run(model: Any, documents: Sequence[np.ndarray]) -> RoutingTrace:
+    size = model.get_input_embeddings().num_embeddings
+    for ids in documents:
+        inside = int(ids.max()) < size
+        require(inside, f"token id {int(ids.max())} is not one of the model's {size}", TraceError)
+    with only_running(model), capture(model, distances=False, epsilons=()) as recorder:
+        for ids in documents:
+            forward(model, torch.from_numpy(ids.astype(np.int64))[None])
+    return recorder.trace()

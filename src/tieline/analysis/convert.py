@@ -1,0 +1,101 @@
+"""Routes of any producer in the form of another."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from tieline.core.errors import ParameterError, TraceError, require
+from tieline.core.files import check_target
+from tieline.core.records import Result
+from tieline.trace.readers import import_trace
+from tieline.trace.record import RoutingTrace
+from tieline.trace.store import folder_kind, load_trace
+from tieline.trace.writers import FORMS, export
+
+
+@dataclass(frozen=True, repr=False)
+class Converted(Result):
+    """Routes that were written in another form.
+
+    Attributes:
+        source: where they were read.
+        producer: the form that they were read in.
+        output: where they were written.
+        form: the form that they were written in.
+        tokens: tokens that were written.
+        documents: their documents.
+        layers: names of the routed layers.
+        k: experts per token.
+        said: what the reader found, assumed and left out.
+    """
+
+    format: ClassVar[str] = "tieline-conversion"
+
+    source: str
+    producer: str
+    output: str
+    form: str
+    tokens: int
+    documents: int
+    layers: tuple[str, ...]
+    k: int
+    said: tuple[str, ...]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Named numbers: "tokens", "documents", "layers" and "k"."""
+        counts = (self.tokens, self.documents, len(self.layers), self.k)
+        return dict(zip(("tokens", "documents", "layers", "k"), map(float, counts), strict=True))
+
+
+def convert(
+    source: str | Path,
+    output: str | Path,
+    *,
+    to: str,
+    overwrite: bool = False,
+    model_layers: int | None = None,
+    **options: Any,
+) -> Converted:
+    """Read routes and write them in another form, whole or not at all.
+
+    Args:
+        source: a file of routes of any producer, or the folder of a trace.
+        output: the file or folder to make; never the source.
+        to: the form: vllm, sglang, verl, megatron, nemo, npz or trace.
+        overwrite: whether `output` may be replaced.
+        model_layers: layers of the model, for forms that count dense layers.
+        options: of `tieline.trace.import_trace`: format, tokens, n_experts, k, layers, start.
+    """
+    if to not in FORMS:
+        raise ParameterError(f"--to: no form is called {to!r:.40}; there are {', '.join(FORMS)}")
+    same = os.path.realpath(source) == os.path.realpath(output)
+    require(not same, f"{output} is the input: it is not written over")
+    there = os.path.lexists(output)
+    require(overwrite or not there, f"{output} exists: choose another name or add --overwrite")
+    if to != "trace":
+        check_target(Path(output))
+    trace = _read(source, options)
+    export(trace, output, to, layers=model_layers, overwrite=overwrite)
+    said = trace.provenance.get("said", [])
+    return Converted(
+        source=str(source),
+        producer=str(trace.provenance.get("producer", "trace")),
+        output=str(output),
+        form=to,
+        tokens=trace.n_tokens,
+        documents=len(trace.documents.unique()),
+        layers=tuple(layer.name for layer in trace.layers),
+        k=trace.layers[0].facts.k,
+        said=tuple(map(str, said)) if isinstance(said, list) else (),
+    )
+
+
+def _read(source: str | Path, options: dict[str, Any]) -> RoutingTrace:
+    require(Path(source).exists(), f"no such file or folder: {source}", TraceError)
+    if not (Path(source) / "tieline.json").is_file():
+        return import_trace(source, **options)
+    kind = folder_kind(source)
+    require(kind == "trace", f"{source} is a {kind}: a trace is needed", TraceError)
+    return load_trace(source)

@@ -1,0 +1,439 @@
+"""Whether the noise between two runs has a shape that rounding does not make.
+
+Rounding acts on every layer, expert, document and position in much the same way. A bug often does
+not. Each test compares one group of tokens with the others by the level log v of their noise
+(`score_noise`), in tokens that flipped in no earlier layer, whose noise a flip would explain:
+
+    positions   growth of the level over log2(1 + position), from position 1 to the last, in the
+                first layer that has noise: rotary tables and caches (growing), masks (falling)
+    document    level of the loudest document over that of the third loudest, in the same layer
+    expert      growth of the level since the layer before, in tokens that chose an expert there:
+                the largest over the third largest, so that a swapped pair stands out as well
+    row         level of one expert's own scores, the largest over the third largest
+    offset      share of the noise that is one number per expert, and its likeness to the
+                selection bias that was recorded
+    layer       relative size over that of the layers beside it
+    lag         share of the flips that give a token the experts of its neighbour in A
+
+Sound runs have shapes too, only weaker: expert outputs differ in size, sums grow longer along a
+sequence, flips spread within a document. The limits below are therefore effects and not only
+levels of significance; each was set beyond the largest effect in some hundred sound pairs of six
+families (`benchmarks/attribution.py --calibrate`), and an effect must also be five to six standard
+errors away from zero.
+
+measure_shape    the effects of one layer
+find_patterns    those beyond their limits, the most specific first
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from tieline.analysis.diff_records import Pattern
+from tieline.analysis.score_noise import LayerNoise
+
+SURE = 6.0
+"""Standard errors by which an effect must differ from zero."""
+FEWEST = 20
+"""Tokens of a group without which nothing is said about it."""
+LIMITS = {
+    "positions": 3.0,
+    "document": 2.5,
+    "expert": 2.0,
+    "row": 4.0,
+    "offset": 0.7,
+    "spike": 3.5,
+    "entry": 8.0,
+    "lag": 0.5,
+}
+"""Effects beyond which a shape counts: differences of log v, shares, or ratios of sizes."""
+LIMITS_BEYOND = LIMITS | {
+    "positions": 2.0,
+    "expert": 1.0,
+    "spike": 1.5,
+    "entry": 2.0,
+}
+"""The same beyond a reference run, which takes off what the model does by itself."""
+LIKENESS = 0.8
+"""Correlation from which offsets are those of a recorded bias."""
+ATTENTION = 0.025
+"""Relative noise that another attention kernel in 16 bits may make: it begins at position 1."""
+
+
+class Outlier(NamedTuple):
+    """The group that stands out most: which, by how much, and the standard error of that."""
+
+    group: int
+    excess: float
+    error: float
+
+    def beyond(self, limit: float) -> bool:
+        """Whether the excess is large and sure."""
+        return self.excess >= limit and self.excess >= SURE * self.error
+
+
+class LayerShape(NamedTuple):
+    """Effects of one layer; None where there are too few tokens or groups.
+
+    Attributes:
+        name: name of the layer in A.
+        relative: size of the noise over the spread of the scores; None where it is unknown.
+        tokens: tokens without an earlier flip whose noise is known.
+        rise: growth of the level from the first to the last position, with its error.
+        document: the loudest document.
+        expert: the expert of the layer before whose tokens gained most noise.
+        row: the expert whose own scores differ most.
+        offset: share of the noise that is one number per expert.
+        likeness: correlation of these numbers with the recorded selection bias; None without one.
+        lag: shift, share and number of the flips that have the experts of a neighbour in A.
+        beyond: size of the noise over that of a reference run; None without one.
+    """
+
+    name: str
+    relative: float | None
+    tokens: int
+    rise: tuple[float, float] | None = None
+    document: Outlier | None = None
+    expert: Outlier | None = None
+    row: Outlier | None = None
+    offset: float | None = None
+    likeness: float | None = None
+    lag: tuple[int, float, int] | None = None
+    beyond: float | None = None
+
+
+class Places(NamedTuple):
+    """Where the compared tokens stand, in the order of documents and positions."""
+
+    documents: Int[np.ndarray, " tokens"]
+    positions: Int[np.ndarray, " tokens"]
+
+
+def measure_shape(
+    name: str,
+    noise: LayerNoise,
+    fresh: Bool[np.ndarray, " tokens"],
+    places: Places,
+    before: tuple[Float[np.ndarray, " tokens"], Int[np.ndarray, "tokens k"]] | None,
+    bias: Float[np.ndarray, " experts"] | None,
+    expected: Float[np.ndarray, " tokens"] | None = None,
+) -> LayerShape:
+    """Measure the effects of one layer, all but the lag.
+
+    Args:
+        name: name of the layer in A.
+        noise: differences of the scores.
+        fresh: tokens without an earlier flip.
+        places: documents and positions.
+        before: level of each token in the layer before, and the experts that A chose there.
+        bias: selection bias by which the two sides may differ.
+        expected: level that a reference run has; what is measured is then the level beyond it.
+    """
+    relative = noise.relative(fresh)
+    level = noise.level if expected is None else noise.level - expected
+    rows = np.flatnonzero(fresh & noise.measured & ~np.isnan(level))
+    shape = LayerShape(name, relative, len(rows))
+    if not relative or len(rows) < FEWEST:
+        return shape
+    if expected is not None:
+        shape = shape._replace(beyond=math.exp(float(np.median(level[rows])) / 2))
+    heard = rows[noise.variance[rows] > (3 * noise.floor) ** 2]
+    parts = _Kept(noise, rows)
+    share, means = _offsets(parts)
+    return shape._replace(
+        rise=_rise(level[heard], places.positions[heard]),
+        document=_document(level[rows], places.documents[rows]),
+        expert=None if before is None else _expert(level - before[0], rows, before[1]),
+        row=_row(parts),
+        offset=share,
+        likeness=None if bias is None else _likeness(means, bias),
+    )
+
+
+def _rise(level: np.ndarray, positions: np.ndarray) -> tuple[float, float] | None:
+    """Least-squares growth over the octaves of positions, the first token left out."""
+    octave = np.log2(positions + 1).astype(int)
+    level, octave = level[octave > 0], octave[octave > 0]
+    count = np.bincount(octave)
+    known = np.flatnonzero(count >= 8)
+    if len(known) < 3:
+        return None
+    sums = np.bincount(octave, weights=level)
+    squares = np.bincount(octave, weights=level**2)
+    mean = sums[known] / count[known]
+    variance = (squares[known] / count[known] - mean**2) / count[known]
+    off = known - known.mean()
+    weight = off / (off**2).sum() * (known[-1] - known[0])
+    return float(weight @ mean), math.sqrt(max(float(weight**2 @ variance), 0.0))
+
+
+def _document(level: np.ndarray, documents: np.ndarray) -> Outlier | None:
+    numbers, codes = np.unique(documents, return_inverse=True)
+    found = _outlier(codes, level, len(numbers))
+    return None if found is None else found._replace(group=int(numbers[found.group]))
+
+
+def _expert(growth: np.ndarray, rows: np.ndarray, chosen: np.ndarray) -> Outlier | None:
+    k, rows = chosen.shape[1], rows[~np.isnan(growth[rows])]
+    if len(rows) == 0:
+        return None
+    codes = chosen[rows].ravel()
+    values = np.repeat(growth[rows], k)
+    return _outlier(codes, values, int(codes.max()) + 1)
+
+
+def _outlier(codes: np.ndarray, values: np.ndarray, groups: int) -> Outlier | None:
+    """The group of the largest mean, over the third largest; None with fewer than four groups."""
+    count = np.bincount(codes, minlength=groups)
+    able = np.flatnonzero(count >= FEWEST)
+    if len(able) < 4:
+        return None
+    sums, squares = (np.bincount(codes, weights=w, minlength=groups) for w in (values, values**2))
+    mean = sums[able] / count[able]
+    error = np.sqrt(np.maximum(squares[able] / count[able] - mean**2, 0.0) / count[able])
+    order = np.argsort(-mean)
+    first, third = order[0], order[2]
+    return Outlier(
+        int(able[first]),
+        float(mean[first] - mean[third]),
+        float(math.hypot(error[first], error[third])),
+    )
+
+
+class _Kept:
+    """Centred differences of some tokens, one after the other, and the expert of each."""
+
+    def __init__(self, noise: LayerNoise, rows: np.ndarray) -> None:
+        known, values = noise.known[rows], noise.difference[rows]
+        mean = values.sum(1) / np.maximum(known.sum(1), 1)
+        self.values = (values - mean[:, None])[known]
+        self.experts = noise.experts[rows][known]
+        self.squares = self.values * self.values  # a power would take ten times as long
+        self.count = np.bincount(self.experts)
+
+    def sums(self, values: np.ndarray) -> np.ndarray:
+        """Sum over the tokens of each expert."""
+        return np.bincount(self.experts, weights=values)
+
+
+def _row(parts: _Kept) -> Outlier | None:
+    """The expert whose own scores have the largest mean square of noise, in logarithms."""
+    count = parts.count
+    able = np.flatnonzero(count >= FEWEST)
+    if len(able) < 4:
+        return None
+    sums, fourth = parts.sums(parts.squares), parts.sums(parts.squares * parts.squares)
+    mean = np.maximum(sums[able] / count[able], np.finfo(float).tiny)
+    spread = np.sqrt(np.maximum(fourth[able] / count[able] / mean**2 - 1, 0.0) / count[able])
+    level = np.log(mean)
+    order = np.argsort(-level)
+    first, third = order[0], order[2]
+    return Outlier(
+        int(able[first]),
+        float(level[first] - level[third]),
+        float(math.hypot(spread[first], spread[third])),
+    )
+
+
+def _offsets(parts: _Kept) -> tuple[float | None, np.ndarray]:
+    """Share of the noise that is one number per expert, and these numbers (NaN if too rare)."""
+    count, able = parts.count, parts.count >= FEWEST
+    means = np.where(able, parts.sums(parts.values) / np.maximum(count, 1), np.nan)
+    total = float(parts.squares.sum())
+    if total == 0 or able.sum() < 4:
+        return None, means
+    return float((count[able] * means[able] ** 2).sum()) / total, means
+
+
+def _likeness(means: np.ndarray, bias: np.ndarray) -> float | None:
+    """|correlation| of the offsets with the bias, over the experts seen."""
+    seen = np.flatnonzero(~np.isnan(means[: len(bias)]))
+    if len(seen) < 4 or np.ptp(bias[seen]) == 0 or np.ptp(means[seen]) == 0:
+        return None
+    return abs(float(np.corrcoef(means[seen], bias[seen])[0, 1]))
+
+
+def flip_lag(
+    chosen_a: Int[np.ndarray, "tokens k"],
+    chosen_b: Int[np.ndarray, "tokens k"],
+    flipped: Bool[np.ndarray, " tokens"],
+    places: Places,
+) -> tuple[int, float, int] | None:
+    """Return the lag at which most flips have A's experts of a neighbour: shift, share, number.
+
+    None unless twenty flips have a neighbour. The share is what lag one has beyond lag two, which
+    tells how alike neighbours are by themselves.
+    """
+    rows = np.flatnonzero(flipped)
+    if len(rows) < FEWEST:
+        return None
+    shares = {lag: _equal_share(chosen_a, chosen_b, rows, places, lag) for lag in (-2, -1, 1, 2)}
+    lag = max((-1, 1), key=lambda x: shares[x][0])
+    share, count = shares[lag]
+    return (lag, share - shares[2 * lag][0], count) if count >= FEWEST else None
+
+
+def _equal_share(
+    chosen_a: np.ndarray, chosen_b: np.ndarray, rows: np.ndarray, places: Places, lag: int
+) -> tuple[float, int]:
+    """Share of these tokens whose experts in B are those of A so many tokens earlier."""
+    other = rows - lag
+    inside = (other >= 0) & (other < len(chosen_a))
+    rows, other = rows[inside], other[inside]
+    same = places.documents[rows] == places.documents[other]
+    same &= places.positions[rows] - places.positions[other] == lag
+    rows, other = rows[same], other[same]
+    if len(rows) == 0:
+        return 0.0, 0
+    equal = np.sort(chosen_b[rows], axis=1) == np.sort(chosen_a[other], axis=1)
+    return float(equal.all(1).mean()), len(rows)
+
+
+def find_patterns(shapes: Sequence[LayerShape], referred: bool = False) -> tuple[Pattern, ...]:
+    """Return the shapes beyond their limits, the most specific first.
+
+    What a more specific pattern brings with it is not repeated: a swapped expert is also a layer
+    whose noise begins there.
+
+    Args:
+        shapes: the layers in order of depth.
+        referred: whether levels are those beyond a reference run.
+    """
+    limits = LIMITS_BEYOND if referred else LIMITS
+    lag = [x for shape in shapes if (x := _lag_pattern(shape, limits["lag"]))]
+    loud = [shape for shape in shapes if shape.relative]
+    experts = _best([x for s in loud if (x := _expert_pattern(s, shapes, limits["expert"]))])
+    offsets = _best([x for s in loud if (x := _offset_pattern(s, shapes, limits["offset"]))])
+    rows = _best([x for s in loud if (x := _row_pattern(s, limits["row"]))])
+    first = loud if referred else loud[:1]
+    positions = _best([x for s in first if (x := _position_pattern(s, limits["positions"]))])
+    documents = _best([x for s in first if (x := _document_pattern(s, limits["document"]))])
+    layers = _best(_layer_patterns(shapes, referred, limits))
+    for found in (lag[:1], offsets, experts, rows, positions, documents, layers):
+        if found:
+            return tuple(found)
+    return ()
+
+
+def _best(found: Sequence[Pattern]) -> list[Pattern]:
+    """The pattern that is furthest beyond its limit."""
+    return sorted(found, key=lambda pattern: -abs(pattern.effect) / pattern.limit)[:1]
+
+
+def _lag_pattern(shape: LayerShape, limit: float) -> Pattern | None:
+    if shape.lag is None or shape.lag[1] < limit:
+        return None
+    lag, share, count = shape.lag
+    where = "before" if lag > 0 else "after"
+    text = (
+        f"lag of tokens: {100 * share:.0f} % of {count:,} flips in layer {shape.name!r} have in B "
+        f"the experts that A gave to the token {where} it"
+    )
+    return Pattern("lag", shape.name, share, limit, text)
+
+
+def _expert_pattern(
+    shape: LayerShape, shapes: Sequence[LayerShape], limit: float
+) -> Pattern | None:
+    if shape.expert is None or not shape.expert.beyond(limit):
+        return None
+    place = next(i for i, other in enumerate(shapes) if other.name == shape.name)
+    source = shapes[place - 1].name
+    text = (
+        f"one expert: tokens that chose expert {shape.expert.group} of layer {source!r} have "
+        f"{math.exp(shape.expert.excess / 2):.2g} times the noise of others in the next layer: "
+        "compare the weights of that expert (swapped, stale, or quantised otherwise)"
+    )
+    return Pattern("expert", source, shape.expert.excess, limit, text)
+
+
+def _row_pattern(shape: LayerShape, limit: float) -> Pattern | None:
+    if shape.row is None or not shape.row.beyond(limit):
+        return None
+    text = (
+        f"one expert: the scores of expert {shape.row.group} in layer {shape.name!r} differ "
+        f"{math.exp(shape.row.excess / 2):.2g} times as much as those of others: compare its row "
+        "of the router"
+    )
+    return Pattern("row", shape.name, shape.row.excess, limit, text)
+
+
+def _offset_pattern(
+    shape: LayerShape, shapes: Sequence[LayerShape], limit: float
+) -> Pattern | None:
+    share, likeness = shape.offset or 0.0, shape.likeness or 0.0
+    like = likeness >= LIKENESS and share >= limit / 2
+    others = [other.offset or 0.0 for other in shapes if other.name != shape.name]
+    alone = share >= limit and max(others, default=1.0) < limit / 2
+    if not like and not alone:
+        return None
+    known = " that are the recorded selection bias" if like else ""
+    text = (
+        f"offsets of experts: {100 * share:.0f} % of the noise in layer {shape.name!r} is one "
+        f"number per expert{known}: look for a selection bias that was dropped or added"
+    )
+    return Pattern("offset", shape.name, share, limit / 2 if like else limit, text)
+
+
+def _position_pattern(shape: LayerShape, limit: float) -> Pattern | None:
+    rise, error = shape.rise or (0.0, 0.0)
+    if abs(rise) < limit or abs(rise) < SURE * error:
+        return None
+    if rise > 0 and (shape.relative or 0.0) < ATTENTION:
+        return None
+    ratio = math.exp(abs(rise) / 2)
+    if rise > 0:
+        words = f"grows {ratio:.2g}-fold along positions: look at rotary tables and caches"
+    else:
+        words = f"falls {ratio:.2g}-fold along positions: look at attention masks"
+    text = f"positions: the noise of layer {shape.name!r} {words}"
+    return Pattern("positions", shape.name, rise, limit, text)
+
+
+def _document_pattern(shape: LayerShape, limit: float) -> Pattern | None:
+    if shape.document is None or not shape.document.beyond(limit):
+        return None
+    text = (
+        f"one document: document {shape.document.group} has "
+        f"{math.exp(shape.document.excess / 2):.2g} times the noise of others in layer "
+        f"{shape.name!r}: compare its tokens, positions and cache"
+    )
+    return Pattern("document", shape.name, shape.document.excess, limit, text)
+
+
+def _layer_patterns(
+    shapes: Sequence[LayerShape], referred: bool, limits: Mapping[str, float]
+) -> list[Pattern]:
+    """Layers that are much louder than the next one, or than the one before."""
+    found = []
+    spike, entry = limits["spike"], limits["entry"]
+    sizes = [None, *(_known(shape, referred) for shape in shapes), None]
+    for place, shape in enumerate(shapes):
+        before, size, after = sizes[place : place + 3]
+        if size is None:
+            continue
+        down = None if after is None else size / after
+        up = None if before is None else size / before
+        if down is not None and down >= spike and (up is None or up >= spike):
+            least = down if up is None else min(up, down)
+            found.append(_layer_pattern(shape.name, least, spike, "the layers beside it"))
+        elif up is not None and up >= entry:
+            found.append(_layer_pattern(shape.name, up, entry, "the layer before"))
+    return found
+
+
+def _known(shape: LayerShape, referred: bool) -> float | None:
+    """Size of the noise of a layer that has some, relative or beyond the reference."""
+    size = shape.beyond if referred else shape.relative
+    return size if size and shape.relative and shape.tokens >= 5 * FEWEST else None
+
+
+def _layer_pattern(name: str, ratio: float, limit: float, beside: str) -> Pattern:
+    text = (
+        f"one layer: the scores of layer {name!r} differ {ratio:.2g} times as much as those of "
+        f"{beside}: compare its weights and the precision of its router"
+    )
+    return Pattern("layer", name, ratio, limit, text)

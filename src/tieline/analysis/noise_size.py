@@ -1,0 +1,177 @@
+"""Whether the noise between two runs is of the size that a number format makes.
+
+A product of a router rounds weights, inputs and, in 16-bit formats, its result. With normal numbers
+its relative error is ε, below. Measured over families (`benchmarks/attribution.py --calibrate`),
+the noise of the first routed layer, relative to the spread of its scores, is
+
+    relative noise = c · ε,    0.36 <= c <= 3.5
+
+for every format: c depends on the model, hardly on the format. Noise beyond 6 ε is therefore larger
+than the format explains. Later layers add the noise of those before and are allowed four times as
+much each, up to sixteen times. Sums in float32 depend on their order and length; their ε is allowed
+64 times as much.
+
+Where a model is at hand, what the format does to the same scores is known better: the model runs
+once more with its numbers rounded, and the noise may exceed what that shows 1.6-fold.
+
+expected_format    what was to be expected: what the caller says, else what both sides recorded
+judge_size         whether the noise is larger, in words
+sizes_like         the formats whose noise has this size
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from tieline.analysis.diff_records import Answer
+from tieline.analysis.noise_shapes import LayerShape
+from tieline.core.errors import require
+from tieline.hf.emulate import OF_ROUTERS
+
+ROUNDING = {
+    "fp32": 5.1e-8,
+    "tf32": 2.9e-4,
+    "fp16": 4.1e-4,
+    "bf16_in": 2.3e-3,
+    "bf16": 3.3e-3,
+    "int8_group": 5.3e-3,
+    "int8": 9.2e-3,
+    "fp8_e4m3": 3.6e-2,
+    "fp8_e5m2": 7.2e-2,
+    "int4_group": 9.7e-2,
+    "int4": 1.2e-1,
+}
+"""ε: relative error of a product of normal numbers in each format, finest first."""
+ALIASES = {"fp8": "fp8_e4m3", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+SUMS = 64.0
+"""How much more than ε sums in float32 may differ."""
+LARGEST, SMALLEST = 6.0, 0.3
+"""Range of c that counts as the size of a format."""
+GROWTH, MOST_GROWTH = 4.0, 16.0
+"""How much more noise each layer may have than the one before, and all of them."""
+BEYOND = 1.6
+"""How much more noise a layer may have than the same model emulated."""
+FEWEST = 20
+"""Tokens without which nothing is said about a layer."""
+
+
+class Expected(NamedTuple):
+    """A format whose noise is expected, and who says so."""
+
+    name: str
+    origin: str
+
+
+def read_format(name: str) -> str:
+    """Return the name in `ROUNDING` that is meant; raises on an unknown one."""
+    known = ALIASES.get(name, name).removesuffix("-emulated")
+    known = ALIASES.get(known, known)
+    choices = ", ".join([*ROUNDING, "fp8"])
+    require(known in ROUNDING, f"--expect: no format {name!r}; one of {choices}")
+    return known
+
+
+def expected_format(
+    asked: str | None, a: Mapping[str, object], b: Mapping[str, object]
+) -> Expected | None:
+    """Return the format whose noise is to be expected; None if nobody says it.
+
+    Args:
+        asked: what the caller expects.
+        a: provenance of A.
+        b: provenance of B.
+    """
+    if asked is not None:
+        return Expected(read_format(asked), "as asked")
+    names = [side.get("model") for side in (a, b)]
+    if None in names or names[0] != names[1]:
+        return None  # two models differ as their weights do
+    formats = [recorded_format(side) for side in (a, b)]
+    if None in formats:
+        return None
+    order = list(ROUNDING)
+    return Expected(max(filter(None, formats), key=order.index), "as both sides recorded")
+
+
+def recorded_format(side: Mapping[str, object]) -> str | None:
+    """Return the format in which a side says that it computed."""
+    told = side.get("emulated", side.get("dtype"))
+    name = str(told).partition(" ")[0]
+    name = ALIASES.get(name, name)
+    return name if name in ROUNDING else None
+
+
+def allowed(name: str, depth: int) -> float:
+    """Largest relative noise that a format explains so many layers after the first routed one."""
+    error = ROUNDING[name] * (SUMS if name == "fp32" else 1.0)
+    return LARGEST * error * min(GROWTH**depth, MOST_GROWTH)
+
+
+def sizes_like(relative: float) -> str:
+    """The formats of whole models whose noise has this size in a first routed layer, in words."""
+    if relative <= allowed("fp32", 0):
+        return "float32 rounding"
+    fits = [
+        name
+        for name, error in ROUNDING.items()
+        if name not in ("fp32", *OF_ROUTERS) and SMALLEST * error <= relative <= LARGEST * error
+    ]
+    if not fits:
+        worst = relative > LARGEST * ROUNDING["int4"]
+        return "more than 4-bit rounding makes" if worst else "less than 16-bit rounding makes"
+    return f"{fits[0]} rounding" if len(fits) == 1 else f"{fits[0]} to {fits[-1]} rounding"
+
+
+def judge_size(shapes: Sequence[LayerShape], expected: Expected | None) -> Answer:
+    """Return whether the noise has the size that was to be expected.
+
+    Args:
+        shapes: effects of each layer, in order of depth.
+        expected: the format; None if unknown.
+    """
+    known = [(i, x) for i, x in enumerate(shapes) if x.relative is not None]
+    if not known:
+        return Answer("cannot tell", "the scores of both sides are needed to measure their noise")
+    loudest = max(known, key=lambda pair: pair[1].relative or 0.0)[1]
+    first = next((x for _, x in known if x.relative), None)
+    if first is None:
+        return Answer("yes", "the scores are equal up to the rounding of float32")
+    like = sizes_like(first.relative or 0.0)
+    size = f"{_percent(first.relative)} of the spread of the scores in layer {first.name!r}"
+    if loudest is not first:
+        size += f", up to {_percent(loudest.relative)} later"
+    if expected is None:
+        text = f"the scores differ by {size}, the size of {like}; say with --expect what you expect"
+        return Answer("cannot tell", text)
+    return _against(known, expected, size, like)
+
+
+def _against(
+    known: Sequence[tuple[int, LayerShape]], expected: Expected, size: str, like: str
+) -> Answer:
+    """The answer for a known format: by the reference run where there is one, else by ε."""
+    said = f"{expected.name} ({expected.origin})"
+    compared = [x for _, x in known if x.beyond is not None and x.tokens >= FEWEST]
+    text = f"the scores differ by {size}, the size of {like}"
+    if compared:
+        loud = [x for x in compared if (x.beyond or 0.0) > BEYOND]
+        shown = loud[0] if loud else max(compared, key=lambda x: x.beyond or 0.0)
+        ratio = f"{shown.beyond or 0.0:.2g} times the noise that {said} makes in this model"
+        return Answer("no" if loud else "yes", f"layer {shown.name!r} has {ratio}; {text}")
+    over = [(i, x) for i, x in known if (x.relative or 0.0) > allowed(expected.name, i)]
+    if not over:
+        return Answer("yes", f"{text}; {said} explains that")
+    depth, shape = over[0]
+    most = _percent(allowed(expected.name, depth))
+    return Answer(
+        "no",
+        f"the noise of layer {shape.name!r} is {_percent(shape.relative)} of the spread of its "
+        f"scores, and {said} explains at most {most}; {text}",
+    )
+
+
+def _percent(share: float | None) -> str:
+    if not share:
+        return "0 %"
+    digits = max(0, 1 - math.floor(math.log10(100 * share)))
+    return f"{100 * share:.2g} %" if digits < 6 else f"{100 * share:.1e} %"

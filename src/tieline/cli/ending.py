@@ -1,0 +1,175 @@
+"""How a run ends: exit codes, last words, Ctrl-C, closed pipes and terminals without Unicode.
+
+exit code 0   fine
+          1   a stated condition failed
+          2   bad input or environment: one message on stderr, nothing half-written
+          3   a bug of ours; --debug shows where
+        130   stopped by Ctrl-C
+
+Nothing but the standard library is imported here, so that Ctrl-C has an answer from the first
+moment on.
+"""
+
+import codecs
+import io
+import os
+import re
+import signal
+import sys
+import threading
+import unicodedata
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any, NoReturn
+
+FINE, CONDITION_HELD, BAD_INPUT, OUR_BUG, INTERRUPTED = 0, 1, 2, 3, 130
+SHOW_CURSOR = "\x1b[?25h"
+
+PLAIN = {"·": "-", "–": "-", "—": "-", "−": "-", "…": "...", "×": "x", "≥": ">=", "≤": "<="}
+PLAIN |= {"±": "+-", "→": "->", "←": "<-", "≈": "~", "∞": "inf", "√": "sqrt", "∈": "in", "∂": "d"}
+PLAIN |= {"▲": "!", "◆": "*", "●": "-", "⌊": "floor(", "⌋": ")", "‖": "|", "Σ": "sum", "ε": "eps"}
+"""What a terminal without Unicode shows in place of the signs of reports."""
+
+_RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+")
+
+
+class _Stop:
+    """What Ctrl-C does: at first a KeyboardInterrupt, so that half-written files go; then an exit.
+
+    Attributes:
+        gentle: whether there is something to tidy up.
+        pressed: whether it was pressed.
+    """
+
+    gentle = False
+    pressed = False
+
+
+def say(words: str) -> None:
+    """Print a message to stderr, if there is one."""
+    with suppress(OSError, ValueError):
+        print(words, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def notes_said(kind: type[Warning]) -> Iterator[None]:
+    """Say warnings of this kind as one line each; others show as ever."""
+    with warnings.catch_warnings():
+        shown = warnings.showwarning
+
+        def show(message: Any, category: type[Warning], *place: Any, **more: Any) -> None:
+            if issubclass(category, kind):
+                say(f"note: {message}")
+            else:
+                shown(message, category, *place, **more)
+
+        warnings.showwarning = show
+        yield
+
+
+@contextmanager
+def answered(to_the_end: bool) -> Iterator[None]:
+    """Answer Ctrl-C with one word, and print any text to any terminal, while the block runs.
+
+    Args:
+        to_the_end: whether the process ends with the block. Then all is written and said, and
+            Ctrl-C does nothing in the second that large libraries take to go.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="tieline.plain")
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before, hook = signal.getsignal(signal.SIGINT), sys.unraisablehook
+    _Stop.pressed = _Stop.gentle = False
+    if before is not signal.SIG_IGN:  # as under nohup, or in the background of a script
+        signal.signal(signal.SIGINT, _on_interrupt)
+    sys.unraisablehook = _swallowed
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN if to_the_end else before)
+        sys.unraisablehook = hook
+
+
+@contextmanager
+def gently() -> Iterator[None]:
+    """Let the first Ctrl-C raise KeyboardInterrupt while the block runs, so that it can tidy up."""
+    before, _Stop.gentle = _Stop.gentle, True
+    try:
+        yield
+    finally:
+        _Stop.gentle = before
+
+
+def was_stopped() -> bool:
+    """Whether Ctrl-C was pressed: whatever is raised afterwards comes from that."""
+    return _Stop.pressed
+
+
+def _on_interrupt(number: int, frame: FrameType | None) -> None:
+    if _Stop.pressed or not _Stop.gentle:
+        _leave_at_once()
+    _Stop.pressed = True
+    raise KeyboardInterrupt
+
+
+def _leave_at_once() -> NoReturn:
+    """Leave from anywhere: imports and destructors of libraries do not survive an exception."""
+    if sys.stderr is not None and sys.stderr.isatty():
+        say(SHOW_CURSOR)
+    say("stopped")
+    os._exit(INTERRUPTED)
+
+
+def _swallowed(problem: Any) -> None:
+    """A KeyboardInterrupt where Python cannot raise one, such as a destructor, ends the run too."""
+    if issubclass(problem.exc_type, KeyboardInterrupt):
+        _leave_at_once()
+    sys.__unraisablehook__(problem)
+
+
+@contextmanager
+def closed_pipe_ignored() -> Iterator[None]:
+    """Go on quietly if whoever read stdout has seen enough, as in `tieline train --list | head`."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        mute_stdout()
+
+
+def mute_stdout() -> None:
+    """Send what is still to be printed nowhere."""
+    with suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
+def _plain(problem: UnicodeError) -> tuple[str, int]:
+    """Letters that a terminal has, for those that it lacks."""
+    if not isinstance(problem, UnicodeEncodeError):
+        raise problem
+    text = problem.object[problem.start : problem.end]
+    raised = _RAISED.sub(lambda found: "^" + unicodedata.normalize("NFKD", found[0]), text)
+    return "".join(map(_spelled, raised)), problem.end
+
+
+def _spelled(sign: str) -> str:
+    if sign.isascii():
+        return sign
+    if sign in PLAIN:
+        return PLAIN[sign]
+    name = unicodedata.name(sign, "")
+    if name.startswith("GREEK") and "LETTER" in name:
+        letter = name.split("LETTER ")[1].split()[0]
+        return letter.capitalize() if "CAPITAL" in name else letter.lower()
+    simple = unicodedata.normalize("NFKD", sign).encode("ascii", "ignore").decode()
+    return simple or "?"
+
+
+codecs.register_error("tieline.plain", _plain)

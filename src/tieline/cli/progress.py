@@ -1,0 +1,113 @@
+"""Progress on stderr: bars on a terminal, now and then a line in a file.
+
+with progress_bars() as progress:
+    progress("forward", 3, 8)      # stage, how much of it is done, and of how much
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    SpinnerColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
+
+from tieline.cli.ending import say
+
+Report = Callable[[str, int, int], None]
+"""Called with a stage, how much of it is done, and of how much."""
+
+FOLLOWED_BY = {"forward": "measure", "jumps": "report", "losses": "report"}
+"""Stages that report nothing themselves, after those that do."""
+
+FIRST = "start"
+"""The stage before anything is reported: imports, and reading what was asked for."""
+
+PATIENCE, LONGEST_PAUSE = 2.0, 30.0
+"""Seconds before the first line in a file, and between later ones, which come ever more rarely."""
+
+
+@contextmanager
+def progress_bars(console: Console | None = None, first: str = FIRST) -> Iterator[Report]:
+    """Show what goes on while the block runs.
+
+    Args:
+        console: where to; by default stderr.
+        first: the stage until another is reported.
+    """
+    console = console or Console(stderr=True)
+    if not console.is_terminal:
+        with _lines(first) as lines:
+            yield lines
+        return
+    spinner = SpinnerColumn("dots" if console.encoding.startswith("utf") else "line")
+    columns = (spinner, TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bars:
+        yield _Stages(bars, first)
+
+
+@contextmanager
+def _lines(first: str) -> Iterator["_Lines"]:
+    """Lines by a thread of their own, because one step of a stage may take minutes."""
+    lines, ended = _Lines(first), threading.Event()
+
+    def tell() -> None:
+        pause = PATIENCE
+        while not ended.wait(pause):
+            lines.tell()
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield lines
+    finally:
+        ended.set()
+        thread.join()
+
+
+class _Lines:
+    """What a line says: the stage, how much of it is done, and since when the run goes on."""
+
+    def __init__(self, first: str) -> None:
+        self._began = time.monotonic()
+        self._latest = (first, 0, 0)
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        self._latest = (stage, done, total)
+
+    def tell(self) -> None:
+        stage, done, total = self._latest
+        seconds = time.monotonic() - self._began
+        part = f" {done:,} of {total:,}" if total > 1 else ""
+        say(f"{stage}{part}, {seconds:.0f} s")
+
+
+class _Stages:
+    """Bars by stage; a stage that begins ends those before it."""
+
+    def __init__(self, bars: Progress, first: str) -> None:
+        self._bars = bars
+        self._tasks: dict[str, TaskID] = {}
+        self._begin(first, None)
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        if stage not in self._tasks:
+            self._begin(stage, total)
+        self._bars.update(self._tasks[stage], completed=done, total=total)
+        if done >= total and stage in FOLLOWED_BY:
+            self._begin(FOLLOWED_BY[stage], None)
+
+    def _begin(self, stage: str, total: int | None) -> None:
+        for task in self._tasks.values():
+            self._bars.update(task, completed=1, total=1)
+            self._bars.stop_task(task)
+        if stage not in self._tasks:
+            self._tasks[stage] = self._bars.add_task(stage, total=total)

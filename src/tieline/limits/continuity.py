@@ -1,0 +1,211 @@
+r"""What it costs to make a choice between two experts continuous: a law for every gate.
+
+Near a tie let s = c_a - c_b be the signed margin of the two experts, f the density of s at 0, J the
+jump of the layer's output, σ the standard deviation of the noise of s. A gate gives the output
+y_- + r(s)(y_+ - y_-) for some ramp r from 0 to 1; top-k has r = H, the step. Then
+
+    moved         D = E‖y_gate - y_top-k‖²       = f J² ∫ (r - H)² ds
+    sensitivity   S = E‖y(s + noise) - y(s)‖²    = f J² E_n ∫ (r(s + n) - r(s))² ds
+                                                 → f J² σ² ∫ r'² ds   for σ small against the ramp
+    top-k         S_hard = f J² σ √(2/π)
+
+**D · S >= f² J⁴ σ² / 16 for every r** with the linearised S (`continuity_bound`); the proof is in
+docs/continuity.md. The Laplace ramp attains it, a straight ramp has 4/3 of it. At finite σ the
+exact frontier has the Fourier transform of H over 1 + λm, m(ω) = 2(1 - e^{-σ²ω²/2}):
+
+    D = f J²/π ∫ (λm/(1 + λm))² ω^-2 dω,      S = f J²/π ∫ m/(1 + λm)² ω^-2 dω,      0 < ω < ∞
+
+    continuity_bound     the bound of D·S
+    hard_sensitivity     S of top-k
+    projected_cost       D and S of `ProjectedTopK` from f, J, σ and ε
+    ramp_cost            D and S of a ramp that is straight between points
+    added_cost           D and S of paper 1's ramp, which adds experts
+    least_moved          the frontier: D over S_hard that makes flips R times cheaper
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+from scipy.integrate import quad, simpson
+from scipy.optimize import brentq
+from torch import Tensor
+
+from tieline.core.errors import ShapeError, require
+
+__all__ = [
+    "ContinuityCost",
+    "added_cost",
+    "continuity_bound",
+    "hard_sensitivity",
+    "least_moved",
+    "projected_cost",
+    "ramp_cost",
+]
+
+MEAN_ABSOLUTE = math.sqrt(2 / math.pi)
+"""E|n| of standard normal noise."""
+
+NODES, PLACES, REACH, END = 64, 4096, 8.0, 12.0
+"""Noise levels, points, standard deviations and largest frequency of quadratures."""
+
+
+class ContinuityCost(NamedTuple):
+    """What a continuous gate costs at ties: how far it moves the output, and what noise still does.
+
+    Attributes:
+        moved: D, the mean square distance to the output of top-k.
+        sensitivity: S, the mean square change of the output under noise.
+    """
+
+    moved: float
+    sensitivity: float
+
+    @property
+    def product(self) -> float:
+        """D · S."""
+        return self.moved * self.sensitivity
+
+
+def continuity_bound(density: float, jump: float, sigma: float) -> float:
+    """f² J⁴ σ² / 16: no gate that is continuous at the tie has a smaller D·S, S linearised in σ.
+
+    Args:
+        density: f of the signed margin at 0, half of the density of the gap |s|.
+        jump: J, root mean square over tokens at the tie.
+        sigma: standard deviation of the noise of the margin, √2 times that of independent scores.
+    """
+    _check(density, jump, sigma)
+    return density**2 * jump**4 * sigma**2 / 16
+
+
+def hard_sensitivity(density: float, jump: float, sigma: float) -> float:
+    """F J² σ √(2/π): what the flips of top-k cost; arguments as for `continuity_bound`."""
+    _check(density, jump, sigma)
+    return density * jump**2 * sigma * MEAN_ABSOLUTE
+
+
+def projected_cost(density: float, jump: float, sigma: float, epsilon: float) -> ContinuityCost:
+    """D and S of `ProjectedTopK`, whose two competitors share a seat over a margin of ±ε.
+
+    D = f J² ε/6; S = f J² E_n[n²/w² (w - |n|/3) for |n| <= w = 2ε, |n| - w/3 beyond], which is
+    f J² σ²/(2ε) for small σ and that of top-k for small ε. Arguments as for `continuity_bound`.
+    """
+    _check(density, jump, sigma)
+    require(0 <= epsilon < math.inf, f"epsilon must be finite and not negative, got {epsilon}")
+    unit, width = density * jump**2, 2 * epsilon
+
+    def change(noise: float) -> float:
+        if noise <= width:
+            return noise**2 * (width - noise / 3) / width**2 if width > 0 else 0.0
+        return noise - width / 3
+
+    def weighted(x: float) -> float:
+        return change(sigma * x) * MEAN_ABSOLUTE * math.exp(-x * x / 2)
+
+    knee = min(REACH, width / sigma) if sigma > 0 else 0.0
+    parts = [quad(weighted, low, high)[0] for low, high in ((0, knee), (knee, REACH))]
+    return ContinuityCost(unit * epsilon / 6, unit * sum(parts))
+
+
+def ramp_cost(
+    places: Float[Tensor, " points"], shares: Float[Tensor, " points"], sigma: float | None = None
+) -> ContinuityCost:
+    """D/(f J²) and S/(f J²) of the ramp that is straight between (place, share) points.
+
+    Without `sigma`, S is ∫ r'² ds, to be multiplied by σ²; both are exact. With it, S is the
+    expectation over normal noise, by quadrature.
+
+    Args:
+        places: margins in ascending order; the share is 0 below the first and 1 above the last.
+        shares: r at these margins, from 0 to 1.
+        sigma: standard deviation of the noise of the margin.
+    """
+    s, r = places.double().numpy(), shares.double().numpy()
+    rising = s.ndim == 1 and len(s) >= 2 and bool((np.diff(s) > 0).all())
+    require(
+        rising and r.shape == s.shape, "places must be ascending, one share for each", ShapeError
+    )
+    require(bool(r[0] == 0 and r[-1] == 1), f"a ramp goes from 0 to 1, got {r[0]:g} and {r[-1]:g}")
+    middle = np.union1d(s, [0.0])
+    value = np.interp(middle, s, r)
+    below, above = _square(middle, value, middle <= 0), _square(middle, 1 - value, middle >= 0)
+    if sigma is None:
+        return ContinuityCost(below + above, float((np.diff(r) ** 2 / np.diff(s)).sum()))
+    return ContinuityCost(below + above, _noisy(s, r, sigma))
+
+
+def _square(places: np.ndarray, values: np.ndarray, inside: np.ndarray) -> float:
+    """∫ of the square of a function that is straight between the points inside."""
+    x, y = places[inside], values[inside]
+    if len(x) < 2:
+        return 0.0
+    return float((np.diff(x) * (y[:-1] ** 2 + y[:-1] * y[1:] + y[1:] ** 2) / 3).sum())
+
+
+def _noisy(s: np.ndarray, r: np.ndarray, sigma: float) -> float:
+    nodes, weights = np.polynomial.hermite_e.hermegauss(NODES)
+    reach = REACH * sigma
+    grid = np.linspace(s[0] - reach, s[-1] + reach, PLACES)
+    own = np.interp(grid, s, r)
+    moved = [np.trapezoid((np.interp(grid + sigma * n, s, r) - own) ** 2, grid) for n in nodes]
+    return float(np.dot(weights, moved) / weights.sum())
+
+
+def added_cost(a: float = 1.0, b: float = 1.0) -> ContinuityCost:
+    """D/(f J² ε) and S ε/(f J² σ²) of paper 1's ramp s(u) = u^a/(u^a + (1-u)^b), S linearised.
+
+    The better expert keeps its full weight and the other is added with the share s, so both sides
+    of a tie count: D = ∫ s² du and S = ∫ s'² du, for outputs of the two experts that are orthogonal
+    and of equal size, nothing renormalised. (1/3, 1) for a = b = 1: twice `projected_cost`.
+    """
+    require(min(a, b) >= 1, f"s' has no square integral for exponents below 1, got {a=}, {b=}")
+
+    def share(u: float) -> float:
+        return u**a / (u**a + (1 - u) ** b)
+
+    def slope(u: float) -> float:
+        if u <= 0 or u >= 1:
+            return 1.0 if a == b == 1 else (1.0 if u <= 0 and a == 1 else 0.0)
+        return share(u) * (1 - share(u)) * (a / u + b / (1 - u))
+
+    knee = [1 / max(b, 2), 5 / max(b, 10)]
+    moved = quad(lambda u: share(u) ** 2, 0, 1, points=knee, limit=200)[0]
+    return ContinuityCost(moved, quad(lambda u: slope(u) ** 2, 0, 1, points=knee, limit=200)[0])
+
+
+def least_moved(factor: float) -> float:
+    """D over S_hard of the best ramp whose S is S_hard over `factor`, for normal noise.
+
+    The finite-σ frontier: 0 for a factor of 1, towards π/32 · factor for large ones.
+    """
+    require(1 <= factor < math.inf, f"factor must be at least 1 and finite, got {factor}")
+    if factor <= 1 + 1e-9:
+        return 0.0
+
+    def excess(log_price: float) -> float:
+        return math.log(MEAN_ABSOLUTE / _on_frontier(math.exp(log_price)).sensitivity / factor)
+
+    found: Any = brentq(excess, -30.0, 4 * math.log(factor) + 10, xtol=1e-12)
+    return _on_frontier(math.exp(found)).moved / MEAN_ABSOLUTE
+
+
+def _on_frontier(price: float) -> ContinuityCost:
+    """D/(f J² σ) and S/(f J² σ) of the ramp that minimises D + price · S.
+
+    With x = σω both integrands are smooth in log x; beyond x = 12, m is 2 to all digits.
+    """
+    start = 1e-5 * min(1.0, 1 / math.sqrt(price))
+    x = np.geomspace(start, END, PLACES + 1)
+    m = -2 * np.expm1(-x * x / 2)
+    kept = 1 / (1 + price * m)
+    parts = (price * m * kept) ** 2, m * kept**2
+    moved, sensitivity = (simpson(part / x, x=np.log(x)) + part[-1] / END for part in parts)
+    return ContinuityCost(float(moved) / math.pi, float(sensitivity + start) / math.pi)
+
+
+def _check(density: float, jump: float, sigma: float) -> None:
+    known = {"density": density, "jump": jump, "sigma": sigma}
+    for name, value in known.items():
+        require(0 <= value < math.inf, f"{name} must be finite and not negative, got {value!r}")

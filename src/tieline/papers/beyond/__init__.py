@@ -1,0 +1,4 @@
+"""Claims that no paper makes: what this project adds, tested as the papers' claims are."""
+
+MODULES = ["continuity"]
+"""Files of this package that hold claims."""

@@ -1,0 +1,125 @@
+"""Whether files of routes are sound: a verdict, a table of findings, a table of files."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from tieline.analysis.check import CheckedFile, RouteCheck
+from tieline.report.frame import notebook_html
+from tieline.report.tables import Grid, text_table, view
+from tieline.trace.soundness import Finding
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+HEAD = ("severity", "kind", "what was found", "where", "likely cause")
+STYLES = {"unsound": "bold red", "suspicious": "bold yellow", "note": "dim"}
+
+
+def page(result: RouteCheck) -> str:
+    """The page: verdict, findings and files."""
+    from tieline.report.plain import Section, plain_page
+
+    sections = [
+        Section("Findings", _findings(result), prose=True) if result.findings else _nothing(),
+        Section("Files", _files(result), notes=_said(result)),
+    ]
+    title = result.files[0].name if len(result.files) == 1 else f"{len(result.files)} files"
+    return plain_page("check", title, _facts(result), sections, _verdict(result))
+
+
+def figures(result: RouteCheck) -> "dict[str, Callable[[], Figure]]":
+    """No figures."""
+    return {}
+
+
+def terminal(result: RouteCheck, width: int) -> RenderableType:
+    """Facts, the findings one by one, and the verdict."""
+    head, rows = _table(result)
+    files = text_table(head, [(Path(name).name, *rest) for name, *rest in rows], left=2)
+    parts = [_told(finding, len(result.files) > 1) for finding in result.findings]
+    title = result.files[0].name if len(result.files) == 1 else f"{len(result.files)} files"
+    return view(title, _facts(result), _verdict(result), files, *parts)
+
+
+def summary(result: RouteCheck) -> str:
+    """Verdict and findings in plain lines."""
+    lines = [f"{finding.severity} {finding.kind}: {finding.message}" for finding in result.findings]
+    return "\n".join([_verdict(result), *lines])
+
+
+def notebook(result: RouteCheck) -> str:
+    """Verdict and the table of findings."""
+    table = _findings(result) if result.findings else _files(result)
+    return notebook_html("check", _facts(result), _verdict(result), table, {})
+
+
+def _nothing() -> Any:
+    from tieline.report.plain import Section
+
+    return Section("Findings", notes=["Nothing was found."])
+
+
+def _verdict(result: RouteCheck) -> str:
+    numbers = result.metrics
+    if not result.sound:
+        count = int(numbers["unsound"])
+        return f"Unsound: {count} finding{'s' * (count != 1)} that no router of a sound run writes."
+    if numbers["suspicious"]:
+        return f"Sound as far as it can be told; {int(numbers['suspicious'])} suspicious."
+    return "Sound: nothing was found that a router would not write."
+
+
+def _facts(result: RouteCheck) -> str:
+    parts = [f"{sum(file.rows for file in result.files):,} rows"]
+    if result.model is not None:
+        parts.append(f"{result.compared:,} tokens routed by {result.model}")
+    if result.reference is not None:
+        parts.append(f"compared with {result.reference}")
+    return " · ".join(parts)
+
+
+def _told(finding: Finding, several: bool) -> Text:
+    where = f" [{finding.where}]" if finding.where else ""
+    file = f"{finding.file}: " if several else ""
+    text = Text.assemble(
+        (finding.severity, STYLES[finding.severity]),
+        f"  {finding.kind}: {file}{finding.message}{where}",
+    )
+    return text.append(f"\n    {finding.cause}", "dim") if finding.cause else text
+
+
+def _findings(result: RouteCheck) -> Grid:
+    several = len(result.files) > 1
+    rows = [
+        (x.severity, x.kind, (f"{x.file}: " if several else "") + x.message, x.where, x.cause)
+        for x in result.findings
+    ]
+    return Grid(HEAD, tuple(rows))
+
+
+def _table(result: RouteCheck) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    head = ("file", "format", "rows", "documents", "layers", "routed", "k", "experts", "type")
+    return head, [_row(file) for file in result.files]
+
+
+def _row(file: CheckedFile) -> tuple[str, ...]:
+    numbers = (file.rows, file.documents, file.layers, file.routed, file.k, file.n_experts)
+    return (file.name, file.producer, *(f"{number:,}" for number in numbers), file.dtype)
+
+
+def _files(result: RouteCheck) -> Grid:
+    head, rows = _table(result)
+    return Grid(head, tuple(rows))
+
+
+def _said(result: RouteCheck) -> list[str]:
+    several = len(result.files) > 1
+    return [
+        f"{file.name}: {words}." if several else f"{words[:1].upper()}{words[1:]}."
+        for file in result.files
+        for words in file.said
+    ]

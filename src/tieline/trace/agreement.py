@@ -1,0 +1,265 @@
+"""Routes against a reference of the same tokens: which fault explains that they disagree.
+
+The agreement of a layer of the file with a layer of the reference is the mean share of experts that
+both chose, less what two independent choices of these loads would share, over what is left:
+
+    a = (mean |S ∩ R| / k - c) / (1 - c),    c = Σ_e p_e q_e / k,
+
+with p_e and q_e the shares of tokens that chose expert e on either side. It is 1 for equal choices
+and 0 for choices that have nothing to do with each other. From 0.5 on (`AGREES`) two layers route
+the same tokens of the same model, whatever precision did to them. If layers do not agree as they
+stand, these explanations are tried in order, and the first that reaches it is named:
+
+    layers in other places    the best assignment of layers (Hungarian algorithm)
+    rows of other tokens      the row of the reference that each of 64 rows fits best
+    physical ids              the renumbering of each layer's experts that agrees best
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+from scipy.optimize import linear_sum_assignment
+
+from tieline.trace.readers.routes import Routes
+from tieline.trace.soundness import Finding, Sheet, sheet_of
+
+AGREES = 0.5
+MOST_ROWS = 4096
+PROBES = 64
+
+
+def compare(routes: Routes, reference: Routes, n_experts: int | None = None) -> list[Finding]:
+    """Return what explains that routes disagree with a reference of the same tokens.
+
+    Args:
+        routes: the routes to judge; without documents and positions, rows stand in the order of
+            the reference.
+        reference: routes of the same tokens that are right: of a model, or of another file.
+        n_experts: number of experts.
+    """
+    ours, theirs = sheet_of(routes, n_experts), sheet_of(reference, n_experts)
+    rows, other = _common_rows(routes, reference)
+    mask = _written(ours, rows) & _written(theirs, other)
+    rows, other = rows[mask][:MOST_ROWS], other[mask][:MOST_ROWS]
+    if len(rows) == 0 or not ours.layers or not theirs.layers:
+        return []
+    if routes.experts.shape[2] != reference.experts.shape[2]:
+        return [_other_k(routes, reference)]
+    a = routes.experts[rows][:, ours.layers]
+    b = reference.experts[other][:, theirs.layers]
+    return list(_explain(a, b, ours, theirs, reference))
+
+
+def _written(sheet: Sheet, rows: np.ndarray) -> np.ndarray:
+    return np.asarray(sheet.found.mask[rows][:, list(sheet.layers)].all(1))
+
+
+def _other_k(routes: Routes, reference: Routes) -> Finding:
+    k, wanted = routes.experts.shape[2], reference.experts.shape[2]
+    return Finding(
+        "layer-shift",
+        "unsound",
+        f"the file has {k} experts per token, the reference {wanted}",
+        len(routes.experts),
+        len(routes.experts),
+        cause="another model, or an array in another shape: is the last axis k?",
+    )
+
+
+def _common_rows(routes: Routes, reference: Routes) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of both that belong to the same document and position."""
+    if routes.positions is None or reference.positions is None:
+        count = min(len(routes.experts), len(reference.experts))
+        return np.arange(count), np.arange(count)
+    keys = []
+    for one in (routes, reference):
+        documents = one.documents
+        documents = np.zeros(len(one.experts), np.int64) if documents is None else documents
+        assert one.positions is not None
+        keys.append(documents.astype(np.int64) << 40 | one.positions.astype(np.int64))
+    _, ours, theirs = np.intersect1d(keys[0], keys[1], return_indices=True)
+    order = np.argsort(ours)
+    return ours[order], theirs[order]
+
+
+def _sets(ids: np.ndarray, size: int) -> np.ndarray:
+    """Choices (rows, k) as float32 masks (rows, size)."""
+    mask = np.zeros((len(ids), size), np.float32)
+    inside = (ids >= 0) & (ids < size)
+    rows = np.broadcast_to(np.arange(len(ids))[:, None], ids.shape)
+    mask[rows[inside], ids[inside].astype(np.int64)] = 1
+    return mask
+
+
+def agreement(a: np.ndarray, b: np.ndarray) -> float:
+    """Return the agreement of two layers' choices (rows, k), 0 for chance and 1 for equality."""
+    size, k = int(max(a.max(), b.max())) + 1, a.shape[1]
+    ours, theirs = _sets(a, size), _sets(b, size)
+    chance = float((ours.mean(0) * theirs.mean(0)).sum()) / k
+    shared = float((ours * theirs).sum(1).mean()) / k
+    return (shared - chance) / max(1 - chance, 1e-9)
+
+
+def _explain(
+    a: np.ndarray, b: np.ndarray, ours: Sheet, theirs: Sheet, reference: Routes
+) -> Iterator[Finding]:
+    table = np.array(
+        [[agreement(a[:, i], b[:, j]) for j in range(b.shape[1])] for i in range(a.shape[1])]
+    )
+    straight = np.diag(table)
+    if a.shape[1] == b.shape[1] and float(np.median(straight)) >= AGREES:
+        yield from _places(ours, theirs)
+        yield from _odd_layers(table, a, b, ours)
+        return
+    for explanation in (_layers, _tokens, _renumbered):
+        finding = explanation(table, a, b, ours, theirs)
+        if finding is not None:
+            yield finding
+            return
+    yield Finding(
+        "token-shift",
+        "unsound",
+        f"choices agree no more than by chance (agreement {float(np.median(straight)):.2f}), and "
+        "no order of layers, shift of rows or renumbering of experts explains it",
+        len(a),
+        len(a),
+        cause="rows of other tokens, an older model, or another one (miles 3277)",
+    )
+
+
+def _places(ours: Sheet, theirs: Sheet) -> Iterator[Finding]:
+    """Routed layers that agree in order but stand in other places of the layer axis."""
+    total = ours.experts.shape[1]
+    numbers = _numbers(theirs)
+    if total == len(ours.layers) or numbers is None or list(ours.layers) == numbers:
+        return
+    yield Finding(
+        "layer-shift",
+        "unsound",
+        f"routed layers stand at places {list(ours.layers)[:6]} of {total}, the model routes in "
+        f"{numbers[:6]}",
+        len(numbers),
+        total,
+        cause="dense layers shift later ones (verl 5037)",
+    )
+
+
+def _numbers(sheet: Sheet) -> list[int] | None:
+    """Numbers of the layers in the names of a model's routers."""
+    names = sheet.routes.layer_names
+    if names is None:
+        return None
+    digits = [[int(x) for x in name.split(".") if x.isdecimal()] for name in names]
+    if any(len(found) != 1 for found in digits):
+        return None
+    return [digits[place][0] for place in sheet.layers]
+
+
+def _odd_layers(table: np.ndarray, a: np.ndarray, b: np.ndarray, ours: Sheet) -> Iterator[Finding]:
+    straight = np.diag(table)
+    odd = np.flatnonzero((straight < AGREES / 2) & (float(np.median(straight)) >= AGREES))
+    if len(odd) == 0:
+        return
+    found = _layers(table, a, b, ours, ours)
+    if found is not None:
+        yield replace(found, count=len(odd))
+        return
+    names = [ours.routes.names[ours.layers[place]] for place in odd]
+    yield Finding(
+        "constant-layer",
+        "unsound",
+        f"layers {names[:4]} do not agree with the reference (agreement "
+        f"{float(straight[odd[0]]):.2f}), the others do ({float(np.median(straight)):.2f})",
+        len(odd),
+        len(straight),
+        f"layer {names[0]}",
+        "a draft model or another head wrote into them (vllm 48622, sglang 26980)",
+    )
+
+
+def _layers(
+    table: np.ndarray, a: np.ndarray, b: np.ndarray, ours: Sheet, theirs: Sheet
+) -> Finding | None:
+    """Layers that agree in another order."""
+    left, right = linear_sum_assignment(-table)
+    matched = table[left, right]
+    counts = table.shape
+    if float(np.median(matched)) < AGREES or (counts[0] == counts[1] and (left == right).all()):
+        return None
+    shifts = {int(j - i) for i, j in zip(left, right, strict=True)}
+    pairs = [f"{i}→{j}" for i, j in zip(left, right, strict=True) if i != j]
+    if counts[0] != counts[1]:
+        words = f"the file has {counts[0]} routed layers, the reference {counts[1]}"
+        cause = "dense layers counted on one side only (verl 5037), or layers that are missing"
+    elif len(shifts) == 1:
+        words = f"all layers are moved by {shifts.pop():+d}"
+        cause = "dense layers shift later ones (verl 5037)"
+    else:
+        words = f"{len(pairs)} of {counts[0]} layers stand in other places"
+        cause = "layers in the order of a list or of building, not of depth (miles 2570; verl 7805)"
+    return Finding(
+        "layer-shift",
+        "unsound",
+        f"{words}: with {', '.join(pairs[:6])} they agree ({float(np.median(matched)):.2f})",
+        len(pairs),
+        counts[0],
+        cause=cause,
+    )
+
+
+def _tokens(
+    table: np.ndarray, a: np.ndarray, b: np.ndarray, ours: Sheet, theirs: Sheet
+) -> Finding | None:
+    """Rows that fit other rows of the reference."""
+    layers, k = min(a.shape[1], b.shape[1]), a.shape[2]
+    if layers != max(a.shape[1], b.shape[1]):
+        return None
+    size = int(max(a.max(), b.max())) + 1
+    probes = np.unique(np.linspace(0, len(a) - 1, PROBES).astype(int))
+    shared = sum(
+        _sets(a[probes, place], size) @ _sets(b[:, place], size).T for place in range(layers)
+    )
+    best = np.asarray(shared).argmax(1)
+    height = np.asarray(shared).max(1) / (layers * k)
+    moves, counts = np.unique(best - probes, return_counts=True)
+    move, share = int(moves[counts.argmax()]), counts.max() / len(probes)
+    if share < 0.3 or float(np.median(height)) < AGREES or move == 0:
+        return None
+    return Finding(
+        "token-shift",
+        "unsound",
+        f"{100 * share:.0f} % of sampled rows are those of the token {move:+d} places on",
+        round(float(share) * len(a)),
+        len(a),
+        cause="rows of the token before or after, of a prompt that was cut, or from a request that "
+        "began anew (miles 3277): align them by position",
+    )
+
+
+def _renumbered(
+    table: np.ndarray, a: np.ndarray, b: np.ndarray, ours: Sheet, theirs: Sheet
+) -> Finding | None:
+    """Experts that agree under other numbers."""
+    if a.shape[1] != b.shape[1]:
+        return None
+    size = int(max(a.max(), b.max())) + 1
+    found = []
+    for place in range(a.shape[1]):
+        left, right = _sets(a[:, place], size), _sets(b[:, place], size)
+        half = len(left) // 2
+        names, numbers = linear_sum_assignment(-(left[:half].T @ right[:half]))
+        order = np.zeros(size, np.int64)
+        order[names] = numbers
+        found.append(agreement(order[a[half:, place].astype(np.int64)], b[half:, place]))
+    if float(np.median(found)) < AGREES:
+        return None
+    return Finding(
+        "out-of-range",
+        "unsound",
+        f"ids agree with the reference once they are renumbered (agreement "
+        f"{float(np.median(found)):.2f}): they are those of physical experts",
+        a.shape[1],
+        a.shape[1],
+        cause="expert load balancing (EPLB): map physical ids to logical ones",
+    )

@@ -1,0 +1,225 @@
+"""Files that carry routes, read without trust: arrays, JSON, and arrays inside JSON.
+
+    read_arrays     all arrays of an npy, npz or safetensors file, by name
+    read_values     the values of a JSON file, or of each line of a JSONL file
+    array_in        an array that stands in JSON: nested lists, base64 of an .npy, or base64 of
+                    {"data", "shape", "dtype"}
+    decoded         the bytes of a base64 text
+
+No pickles and no object arrays are read, and a header must state the size that is there. A
+compressed file may grow by what its compression can do (1032 times) and to 4 GiB in all. Every
+problem is a `TraceError` that names the file and the field.
+"""
+
+import base64
+import binascii
+import io
+import math
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from safetensors import safe_open
+
+from tieline.core.errors import TraceError, require
+from tieline.core.records import parse_json
+from tieline.trace.folders import check_header_length, parsing
+
+MOST_BYTES = 4 << 30
+MOST_JSON = 512 << 20
+_MOST_ARRAYS = 1024
+_DEFLATE_RATIO = 1032
+_TENSOR_TYPES = {"I8", "I16", "I32", "I64", "U8", "U16", "U32", "F16", "F32", "F64"}
+
+
+NPY_MAGIC = b"\x93NUMPY"
+
+
+class _Header(NamedTuple):
+    shape: tuple[int, ...]
+    fortran: bool
+    dtype: np.dtype
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def read_arrays(path: str | Path) -> dict[str, np.ndarray]:
+    """Read all arrays of a file by name ("" for npy); the first bytes give the format."""
+    file = Path(path)
+    require(file.is_file(), f"{file}: no such file", TraceError)
+    with parsing(file):
+        with file.open("rb") as stream:
+            magic = stream.read(6)
+        if magic == NPY_MAGIC:
+            return {"": _read_npy(file)}
+        return _read_npz(file) if magic[:2] == b"PK" else _read_safetensors(file)
+
+
+def _read_npy(file: Path) -> np.ndarray:
+    with file.open("rb") as stream:
+        header = _npy_header(stream, file)
+        start = stream.tell()
+    _same_size(header.bytes, file.stat().st_size - start, file)
+    if header.bytes == 0:
+        return np.zeros(header.shape, header.dtype)
+    order = "F" if header.fortran else "C"
+    return np.memmap(file, header.dtype, "r", start, header.shape, order)
+
+
+def _read_npz(file: Path) -> dict[str, np.ndarray]:
+    with zipfile.ZipFile(file) as archive:
+        members = archive.infolist()
+        require(len(members) <= _MOST_ARRAYS, f"{file}: {len(members)} arrays", TraceError)
+        return {
+            member.filename.removesuffix(".npy"): _read_member(archive, member, file)
+            for member in members
+        }
+
+
+def _read_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo, file: Path) -> np.ndarray:
+    name = f"{file}: {member.filename!r:.80}"
+    stored = member.compress_type == zipfile.ZIP_STORED
+    known = stored or member.compress_type == zipfile.ZIP_DEFLATED
+    require(known, f"{name}: compressed in a way that npz files are not", TraceError)
+    most = member.compress_size * (1 if stored else _DEFLATE_RATIO) + 64
+    fits = member.compress_size <= file.stat().st_size and member.file_size <= min(most, MOST_BYTES)
+    require(fits, f"{name}: states a size of {member.file_size} bytes", TraceError)
+    with archive.open(member) as stream:
+        header = _npy_header(stream, name)
+        _same_size(header.bytes, member.file_size - stream.tell(), name)
+        data = stream.read()
+    _same_size(header.bytes, len(data), name)
+    flat = np.frombuffer(data, header.dtype)
+    return flat.reshape(header.shape, order="F" if header.fortran else "C")
+
+
+def _npy_header(stream: Any, name: object) -> _Header:
+    version = np.lib.format.read_magic(stream)
+    if version == (1, 0):
+        read = np.lib.format.read_array_header_1_0
+    else:
+        require(version == (2, 0), f"{name}: npy version {version} is not read", TraceError)
+        read = np.lib.format.read_array_header_2_0
+    header = _Header(*read(stream, max_header_size=10_000))
+    plain = header.dtype.kind in "iuf" and header.dtype.itemsize <= 8
+    require(plain, f"{name}: holds {header.dtype!s:.80}, not integers or real numbers", TraceError)
+    require(all(size >= 0 for size in header.shape), f"{name}: shape {header.shape}", TraceError)
+    return header
+
+
+def _read_safetensors(file: Path) -> dict[str, np.ndarray]:
+    check_header_length(file)
+    with safe_open(file, framework="numpy") as tensors:
+        names = list(tensors.keys())
+        require(len(names) <= _MOST_ARRAYS, f"{file}: {len(names)} arrays", TraceError)
+        for name in names:
+            kind = tensors.get_slice(name).get_dtype()
+            known = kind in _TENSOR_TYPES
+            require(known, f"{file}: {name!r:.80} has type {kind}, not read", TraceError)
+        return {name: tensors.get_tensor(name) for name in names}
+
+
+def _same_size(stated: int, found: int, name: object) -> None:
+    require(
+        stated == found, f"{name}: the header states {stated} bytes, there are {found}", TraceError
+    )
+
+
+def read_values(path: str | Path) -> list[tuple[str, Any]]:
+    """Return (place, value) of a JSON file, or of each line of a file of JSON lines.
+
+    The place names the file and, where there is more than one value, its line.
+    """
+    file = Path(path)
+    require(file.is_file(), f"{file}: no such file", TraceError)
+    size = file.stat().st_size
+    require(size <= MOST_JSON, f"{file}: {size} bytes, at most {MOST_JSON} are read", TraceError)
+    with parsing(file):
+        data = file.read_bytes()
+    lines = [(number, line) for number, line in enumerate(data.split(b"\n"), 1) if line.strip()]
+    require(bool(lines), f"{file}: is empty", TraceError)
+    if len(lines) == 1 or not _stands_alone(lines[0][1]):
+        return [(str(file), parse_json(data, str(file), MOST_JSON))]
+    places = [(f"{file}: line {number}", line) for number, line in lines]
+    return [(place, parse_json(line, place, MOST_JSON)) for place, line in places]
+
+
+def _stands_alone(line: bytes) -> bool:
+    """Whether the first line is a whole JSON value: then every line is one."""
+    try:
+        parse_json(line, "", MOST_JSON)
+    except TraceError:
+        return False
+    return True
+
+
+def decoded(text: str, place: str) -> bytes:
+    """Return the bytes of a base64 text."""
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise TraceError(f"{place}: is not base64: {error}") from error
+
+
+def array_in(value: Any, place: str) -> np.ndarray:
+    """Return the integers or real numbers that stand in a JSON value, or in memory.
+
+    Args:
+        value: nested lists, base64 of the bytes of an .npy file, an object with `data` (base64 of
+            the raw bytes), `shape` and `dtype`, or an array or tensor.
+        place: file and field, for errors.
+    """
+    if isinstance(value, str):
+        return npy_array(decoded(value, place), place)
+    if isinstance(value, Mapping):
+        return _raw_array(value, place)
+    if hasattr(value, "detach"):  # a tensor of torch
+        value = value.detach().cpu().numpy()
+    try:
+        found = np.asarray(value)
+    except ValueError as error:
+        raise TraceError(f"{place}: lists of different lengths where an array is needed") from error
+    plain = found.dtype.kind in "iuf" and found.dtype.itemsize <= 8
+    require(plain, f"{place}: needs numbers, got {value!r:.60}", TraceError)
+    return found
+
+
+def npy_array(data: bytes, place: str) -> np.ndarray:
+    """Return the array in the bytes of an .npy file."""
+    require(
+        data[:6] == NPY_MAGIC, f"{place}: holds no .npy array (its first bytes differ)", TraceError
+    )
+    with parsing(place):
+        stream = io.BytesIO(data)
+        header = _npy_header(stream, place)
+        _same_size(header.bytes, len(data) - stream.tell(), place)
+        flat = np.frombuffer(data, header.dtype, offset=stream.tell())
+        return flat.reshape(header.shape, order="F" if header.fortran else "C")
+
+
+def _raw_array(value: Mapping[str, object], place: str) -> np.ndarray:
+    data, shape, dtype = (value.get(name) for name in ("data", "shape", "dtype"))
+    sizes = shape if isinstance(shape, list) else []
+    whole = bool(sizes) and all(type(size) is int and size >= 0 for size in sizes)
+    known = isinstance(data, str) and isinstance(dtype, str) and dtype in RAW_TYPES
+    require(
+        whole and known,
+        f"{place}: an array in an object needs data (base64), shape (whole numbers) and dtype "
+        f"(one of {', '.join(RAW_TYPES)}), got {str(dict(value))[:80]}",
+        TraceError,
+    )
+    return raw_array(decoded(str(data), place), str(dtype), tuple(sizes), place)
+
+
+RAW_TYPES = ("int8", "uint8", "int16", "uint16", "int32", "int64", "float16", "float32", "float64")
+
+
+def raw_array(data: bytes, dtype: str, shape: tuple[int, ...], place: str) -> np.ndarray:
+    """Return little-endian numbers of a type and shape that must fill the bytes."""
+    kind = np.dtype(dtype).newbyteorder("<")
+    _same_size(math.prod(shape) * kind.itemsize, len(data), place)
+    return np.frombuffer(data, kind).reshape(shape)

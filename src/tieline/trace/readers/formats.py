@@ -1,0 +1,357 @@
+"""Which program wrote a file of routes, told by its content, and the reader for it.
+
+    array           an array (tokens, layers, k), with what may stand beside it
+    verl, nemo      a batch (sequences, length, layers, k); zeros or -1 for nothing
+    slime, miles    samples with rollout_routed_experts
+    vllm            answers with choices[].routed_experts
+    tensorrt-llm    the same fields; never recognised, since it writes what vLLM writes
+    sglang          answers with meta_info.routed_experts
+    megatron        answers with choices[].moe_topk_indices
+    megatron-trace  router_trace_rank*.jsonl, or the folder of them
+    moe-trace       a CSV of layer,expert
+    table           a CSV or JSONL of layer, token, experts[, scores]
+    imatrix         counts of llama.cpp: a load, which is no routing
+
+Pickles are refused by name: reading one runs code that is in the file.
+"""
+
+import json
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tieline.core.errors import TraceError, require
+from tieline.trace.folders import parsing
+from tieline.trace.readers.arrays import array_routes, read_array_file
+from tieline.trace.readers.completions import completion_routes, field
+from tieline.trace.readers.containers import NPY_MAGIC, read_arrays, read_values
+from tieline.trace.readers.llamacpp import GGUF_MAGIC, HEADER, moe_trace_routes
+from tieline.trace.readers.megatron import FILES, megatron_routes
+from tieline.trace.readers.rollouts import ROUTES, rollout_routes
+from tieline.trace.readers.routes import Routes, with_tokens
+from tieline.trace.readers.sglang import BOXES, sglang_routes
+from tieline.trace.readers.tables import import_table
+from tieline.trace.record import RoutingTrace
+
+FORMATS = (
+    "array",
+    "verl",
+    "nemo",
+    "slime",
+    "miles",
+    "vllm",
+    "tensorrt-llm",
+    "sglang",
+    "megatron",
+    "megatron-trace",
+    "moe-trace",
+    "table",
+    "imatrix",
+)
+ARRAY_FORMATS = {"array", "verl", "nemo", "slime", "miles"}
+SUFFIXES = (".npy", ".npz", ".safetensors", ".csv", ".json", ".jsonl", ".gguf")
+_NPY_IN_BASE64 = "k05VTVBZ"
+_LOOK = 1 << 20
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """What a file of routes may not say itself.
+
+    Attributes:
+        format: name of the format; by default it is recognised.
+        n_experts: number of experts E.
+        k: experts chosen per token, for tables, SGLang and moe-trace.
+        layers: layers of the array, for SGLang.
+        start: position of the first row of a request.
+        tokens: token ids of each document.
+    """
+
+    format: str | None = None
+    n_experts: int | None = None
+    k: int | None = None
+    layers: int | None = None
+    start: int | None = None
+    tokens: tuple[np.ndarray, ...] | None = None
+
+    def __post_init__(self) -> None:
+        known = self.format is None or self.format in FORMATS
+        message = f"no format is called {self.format!r:.40}; there are {', '.join(FORMATS)}"
+        require(known, message, TraceError)
+
+
+def recognise(path: str | Path) -> str:
+    """Return the name of a file's format, by its first bytes and the names of its fields."""
+    place = Path(path)
+    if place.is_dir():
+        found = any(place.glob(FILES))
+        require(found, f"{place}: a folder without {FILES} holds no routes", TraceError)
+        return "megatron-trace"
+    require(place.is_file(), f"{place}: no such file", TraceError)
+    with parsing(place), place.open("rb") as stream:
+        head = stream.read(_LOOK)
+    _refuse_pickle(place, head)
+    if head[:4] == GGUF_MAGIC:
+        return "imatrix"
+    if head[:6] == NPY_MAGIC or head[:2] == b"PK" or place.suffix.lower() == ".safetensors":
+        return "array"
+    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < place.stat().st_size:
+        return "array"  # a safetensors file under another name
+    if place.suffix.lower() in (".npy", ".npz"):
+        return "array"  # which will say what is wrong with it
+    first = head.lstrip()[:1]
+    if first in (b"{", b"["):
+        return _json_format(place, head)
+    line = head.split(b"\n", 1)[0].strip().decode("utf-8", "replace").split(",")
+    digits = len(line) == 2 and all(cell.isdecimal() for cell in line)
+    if line == HEADER or digits:
+        return "moe-trace"
+    known = place.suffix.lower() in SUFFIXES
+    require(
+        known or "experts" in line,
+        f"{place}: is in none of the formats {', '.join(FORMATS)}; name one with --format",
+        TraceError,
+    )
+    return "table"
+
+
+def _refuse_pickle(place: Path, head: bytes) -> None:
+    pickled = head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05")
+    if head[:2] == b"PK":
+        with parsing(place), zipfile.ZipFile(place) as archive:
+            pickled = any(name.endswith("data.pkl") for name in archive.namelist())
+    require(
+        not pickled,
+        f"{place}: is a pickle (torch.save, as the expert recorder of SGLang writes it), and "
+        "reading one runs code that is in the file. Where it was made, save the array instead: "
+        "np.savez('routes.npz', routed_experts=array)",
+        TraceError,
+    )
+
+
+def _json_format(place: Path, head: bytes) -> str:
+    """The format of JSON, by the fields of its first value."""
+    line = head.split(b"\n", 1)[0]
+    try:
+        first = json.loads(line)
+    except (ValueError, RecursionError):
+        first = read_values(place)[0][1]
+    found = _value_format(first)
+    if found is None:
+        keys = list(first)[:6] if isinstance(first, Mapping) else type(first).__name__
+        raise TraceError(
+            f"{place}: no field of routes was found (routed_experts, moe_topk_indices, "
+            f"rollout_routed_experts, top_indices, or layer, token, experts); got {keys}"
+        )
+    return found
+
+
+def _value_format(value: Any) -> str | None:
+    """The format of an answer, sample, record or object; None if it holds no routes."""
+    if isinstance(value, list) and value:
+        return _value_format(value[0])
+    if isinstance(value, Mapping):
+        if {"layer", "token", "experts"} <= set(value):
+            return "table"
+        if "top_indices" in value:
+            return "megatron-trace"
+    if field(value, ROUTES) is not None:
+        return "slime"
+    for part in (value, *_choices(value)):
+        if any(field(field(part, box), "routed_experts") is not None for box in BOXES):
+            return "sglang"
+        if field(part, "moe_topk_indices", "prompt_moe_topk_indices") is not None:
+            return "megatron"
+    for part in (*_choices(value), value):
+        routes = field(part, "routed_experts")
+        if routes is not None:
+            raw = isinstance(routes, str) and not routes.startswith(_NPY_IN_BASE64)
+            return "sglang" if raw else "vllm"
+    has = field(value, "prompt_routed_experts", "choices", "outputs") is not None
+    return "vllm" if has else None
+
+
+def _choices(value: Any) -> list[Any]:
+    parts = field(value, "choices", "outputs")
+    return list(parts) if isinstance(parts, list | tuple) else []
+
+
+DEFAULTS = ReadOptions()
+
+
+def read_routes(source: Any, options: ReadOptions = DEFAULTS) -> Routes:
+    """Read routes from a file, a folder of Megatron, an array or an answer in memory.
+
+    Args:
+        source: a path; an array or tensor (tokens, layers, k); an answer of a server as a mapping;
+            or objects of vLLM or TensorRT-LLM (one, or a list).
+        options: what the source does not say itself.
+    """
+    if isinstance(source, str | Path):
+        routes = _from_file(Path(source), options)
+    else:
+        routes = _from_memory(source, options)
+    if options.tokens is not None:
+        routes = with_tokens(routes, options.tokens, options.start or 0)
+    elif options.start and options.format in (None, *ARRAY_FORMATS) and routes.positions is None:
+        routes = replace(routes, positions=np.arange(len(routes.experts)) + options.start)
+    if options.n_experts is not None:
+        routes = replace(routes, n_experts=options.n_experts)
+    return routes
+
+
+def _from_file(path: Path, options: ReadOptions) -> Routes:
+    name = options.format or recognise(path)
+    if name != "megatron-trace":
+        require(path.is_file(), f"{path}: no such file", TraceError)
+        with path.open("rb") as stream:
+            _refuse_pickle(path, stream.read(8))
+    if name in ARRAY_FORMATS and _is_text(path):
+        return rollout_routes(read_values(path), str(path))
+    if name in ARRAY_FORMATS:
+        _no_k(path, options)
+        return _named(read_array_file(path), options)
+    if name == "megatron-trace":
+        return megatron_routes(path)
+    if name == "moe-trace":
+        return moe_trace_routes(path, options.k)
+    if name == "table":
+        return routes_of_trace(import_table(path, options.n_experts, options.k), str(path))
+    require(
+        name != "imatrix",
+        f"{path}: an importance matrix has the load of experts alone, no routes: read it with "
+        "trace.imatrix_load",
+        TraceError,
+    )
+    return _answers(read_values(path), name, str(path), options)
+
+
+def _is_text(path: Path) -> bool:
+    with path.open("rb") as stream:
+        return stream.read(64).lstrip()[:1] in (b"{", b"[")
+
+
+def _no_k(path: Path, options: ReadOptions) -> None:
+    k = options.k
+    require(k is None, f"{path}: arrays hold the chosen experts, {k=} cannot be given", TraceError)
+
+
+def _named(routes: Routes, options: ReadOptions) -> Routes:
+    return routes if options.format in (None, "array") else replace(routes, producer=options.format)
+
+
+def _answers(values: list[tuple[str, Any]], name: str, where: str, options: ReadOptions) -> Routes:
+    flat = [
+        (place if not isinstance(value, list) else f"{place}: [{number}]", part)
+        for place, value in values
+        for number, part in enumerate(value if isinstance(value, list) else [value])
+    ]
+    if name == "sglang":
+        return sglang_routes(flat, where, options.layers, options.k, options.start)
+    if name in ("slime", "miles"):
+        return rollout_routes(flat, where)
+    return completion_routes(flat, name, where, options.start)
+
+
+def _from_memory(source: Any, options: ReadOptions) -> Routes:
+    if isinstance(source, Routes):
+        return source
+    if isinstance(source, RoutingTrace):
+        return routes_of_trace(source, "the trace")
+    if isinstance(source, np.ndarray) or hasattr(source, "detach"):
+        array = source if isinstance(source, np.ndarray) else source.detach().cpu().numpy()
+        return _named(array_routes({"routed_experts": array}, "the array"), options)
+    if isinstance(source, Mapping) and all(isinstance(x, np.ndarray) for x in source.values()):
+        return _named(array_routes(source, "the arrays"), options)
+    name = options.format or _value_format(source)
+    if name in (None, "table", "megatron-trace"):
+        kind = type(source).__name__
+        raise TraceError(
+            f"routes come as a path, an array (tokens, layers, k) or an answer with "
+            f"routed_experts, got {kind}"
+        )
+    values = source if isinstance(source, list) else [source]
+    return _answers([("the answer", value) for value in values], name, "the answer", options)
+
+
+def routes_of_trace(trace: RoutingTrace, name: str) -> Routes:
+    """Return the chosen experts of a trace as routes, with its tokens and weights.
+
+    Layers of different k are refused: an array has one k.
+    """
+    sizes = {layer.facts.k for layer in trace.layers}
+    require(
+        len(sizes) == 1, f"{name}: layers choose {sorted(sizes)} experts, not one k", TraceError
+    )
+    k, layers = sizes.pop(), list(trace.layers)
+    weights = [layer.weights for layer in layers]
+    kept = [x.float().numpy() for x in weights if x is not None]
+    return Routes(
+        np.stack([layer.experts[:, :k].numpy() for layer in layers], 1),
+        "trace",
+        name,
+        *(
+            getattr(trace, key).numpy().astype(np.int64)
+            for key in ("tokens", "documents", "positions")
+        ),
+        weights=np.stack(kept, 1) if len(kept) == len(layers) else None,
+        layer_names=tuple(layer.name for layer in layers),
+        n_experts=max(layer.facts.n_experts for layer in layers),
+    )
+
+
+def read_tokens(path: str | Path) -> tuple[np.ndarray, ...]:
+    """Read token ids: one array per document.
+
+    Args:
+        path: an .npy of shape (tokens,) or (documents, length); an .npz or .safetensors with
+            `tokens` and, for several documents, `documents`; or JSON: a list of ids or of lists.
+    """
+    file = Path(path)
+    require(file.is_file(), f"{file}: no such file", TraceError)
+    if _is_text(file):
+        return _token_lists(read_values(file), file)
+    arrays = read_arrays(file)
+    ids = next((arrays[key] for key in ("tokens", "input_ids", "") if key in arrays), None)
+    if ids is None:
+        raise TraceError(f"{file}: has no array called tokens")
+    fits = ids.ndim in (1, 2) and ids.dtype.kind in "iu" and ids.size > 0
+    require(fits, f"{file}: tokens must be integers (tokens,) or (documents, length)", TraceError)
+    if ids.ndim == 2:
+        mask = arrays.get("attention_mask", np.ones(ids.shape, bool))
+        require(mask.shape == ids.shape, f"{file}: attention_mask has another shape", TraceError)
+        shown = mask.astype(bool)
+        return tuple(np.asarray(ids[row][shown[row]]) for row in range(len(ids)))
+    numbers = arrays.get("documents")
+    if numbers is None:
+        return (np.asarray(ids),)
+    fits = numbers.shape == ids.shape
+    require(fits, f"{file}: documents must be {ids.shape}, got {numbers.shape}", TraceError)
+    _, first = np.unique(numbers, return_index=True)
+    return tuple(np.asarray(ids[numbers == numbers[place]]) for place in np.sort(first))
+
+
+def _token_lists(values: list[tuple[str, Any]], file: Path) -> tuple[np.ndarray, ...]:
+    found = [value for _, value in values]
+    whole = found[0] if len(found) == 1 else found
+    rows = whole if isinstance(whole, list) and whole and isinstance(whole[0], list) else [whole]
+    arrays = [np.asarray(row) if isinstance(row, list) else np.zeros(0) for row in rows]
+    fits = all(a.ndim == 1 and a.size and a.dtype.kind in "iu" for a in arrays)
+    require(fits, f"{file}: tokens must be a list of ids, or a list of such lists", TraceError)
+    return tuple(arrays)
+
+
+def token_documents(tokens: Any) -> tuple[Any, ...] | None:
+    """Token ids of each document, from a file, an array (documents, length) or sequences of ids."""
+    if tokens is None:
+        return None
+    if isinstance(tokens, str | Path):
+        return read_tokens(tokens)
+    if hasattr(tokens, "detach"):
+        tokens = tokens.detach().cpu().numpy()
+    nested = len(tokens) > 0 and np.ndim(tokens[0]) == 1
+    return tuple(np.asarray(ids) for ids in (tokens if nested else [tokens]))

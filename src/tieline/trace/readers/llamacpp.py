@@ -1,0 +1,204 @@
+"""Routes and loads of llama.cpp.
+
+moe_trace.csv       one line "layer,expert" per choice: the k experts of a token follow each
+                    other, the tokens of a batch in one layer, then the next layer. Neither k
+                    nor tokens are recorded, so k must be passed.
+imatrix (GGUF)      `blk.N.ffn_gate_exps.weight.counts`: how many tokens each expert had. That
+                    is the load alone: no token can be told from another.
+"""
+
+import csv
+import re
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tieline.core.errors import TraceError, require
+from tieline.trace.folders import parsing
+from tieline.trace.readers.containers import MOST_BYTES
+from tieline.trace.readers.routes import Request, Routes, assemble
+from tieline.trace.record import MOST_EXPERTS, MOST_LAYERS
+
+HEADER = ["layer", "expert"]
+GGUF_MAGIC = b"GGUF"
+
+
+def moe_trace_routes(path: str | Path, k: int | None) -> Routes:
+    """Read a moe_trace.csv; k experts were chosen per token."""
+    file = Path(path)
+    if k is None:
+        raise TraceError(
+            f"{file}: a moe-trace does not say how many experts a token has: pass k (--k)"
+        )
+    batches = list(_batches(file, k))
+    layers = sorted({layer for batch in batches for layer in batch})
+    requests = []
+    for number, batch in enumerate(batches):
+        sizes = {len(batch.get(layer, ())) for layer in layers}
+        require(
+            len(sizes) == 1,
+            f"{file}: batch {number} has {sorted(sizes)} tokens in its layers; llama.cpp computes "
+            "the last layer for the last token alone unless logits of all tokens are asked for",
+            TraceError,
+        )
+        requests.append(Request(np.stack([batch[layer] for layer in layers], 1)))
+    said = [f"{len(requests)} batches, each a document; tokens are not recorded"]
+    routes = assemble(requests, "moe-trace", str(file), said)
+    return replace(routes, tokens=None, layer_names=tuple(f"layers.{layer}" for layer in layers))
+
+
+def _batches(file: Path, k: int) -> Iterator[dict[int, np.ndarray]]:
+    """The ids (tokens, k) of each layer, batch after batch: a layer that comes again begins one."""
+    batch: dict[int, np.ndarray] = {}
+    for layer, ids in _runs(file):
+        require(
+            len(ids) % k == 0,
+            f"{file}: layer {layer} has {len(ids)} choices in a row, which {k=} does not divide",
+            TraceError,
+        )
+        if layer in batch:
+            yield batch
+            batch = {}
+        batch[layer] = np.array(ids, np.int64).reshape(-1, k)
+    if batch:
+        yield batch
+
+
+def _runs(file: Path) -> Iterator[tuple[int, list[int]]]:
+    """Lines of one layer that follow each other."""
+    current, ids = None, []
+    for layer, expert in _lines(file):
+        if layer != current and ids:
+            yield int(current or 0), ids
+            ids = []
+        current = layer
+        ids.append(expert)
+    require(bool(ids), f"{file}: has no rows", TraceError)
+    yield int(current or 0), ids
+
+
+def _lines(file: Path) -> Iterator[tuple[int, int]]:
+    size = file.stat().st_size
+    require(size <= MOST_BYTES, f"{file}: {size} bytes, at most {MOST_BYTES} are read", TraceError)
+    with parsing(file), file.open(encoding="utf-8", newline="") as stream:
+        for number, cells in enumerate(csv.reader(stream, strict=True), 1):
+            if number == 1 and cells == HEADER:
+                continue
+            fits = len(cells) == 2 and all(re.fullmatch("[0-9]{1,7}", cell) for cell in cells)
+            require(
+                fits, f"{file}: line {number}: needs layer,expert, got {cells!r:.60}", TraceError
+            )
+            layer, expert = map(int, cells)
+            inside = layer < MOST_LAYERS and expert < MOST_EXPERTS
+            require(inside, f"{file}: line {number}: {layer},{expert} is too large", TraceError)
+            yield layer, expert
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertLoad:
+    """How many tokens each expert had, without the tokens themselves.
+
+    Attributes:
+        layers: counts (E,) by name of the layer.
+        source: where they come from.
+    """
+
+    layers: Mapping[str, np.ndarray]
+    source: str
+
+    @property
+    def dead(self) -> dict[str, list[int]]:
+        """Experts without a token, by layer."""
+        return {name: np.flatnonzero(x == 0).tolist() for name, x in self.layers.items()}
+
+
+_COUNTS = re.compile(
+    r"blk\.(\d{1,4})\.ffn_(gate_exps|up_exps|gate_up_exps|down_exps)\.weight\.counts"
+)
+_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+_STRING, _LIST, _F32 = 8, 9, 0
+_MOST_ENTRIES = 1 << 20
+
+
+def imatrix_load(path: str | Path) -> ExpertLoad:
+    """Read the counts of experts in an importance matrix of llama.cpp (GGUF)."""
+    file = Path(path)
+    with parsing(file), file.open("rb") as stream:
+        found = dict(_count_tensors(stream, file))
+    require(
+        bool(found),
+        f"{file}: has no tensor blk.N.ffn_*_exps.weight.counts: no importance matrix of a "
+        "Mixture of Experts",
+        TraceError,
+    )
+    return ExpertLoad({f"layers.{n}": found[n] for n in sorted(found)}, str(file))
+
+
+def _count_tensors(stream: Any, file: Path) -> Iterator[tuple[int, np.ndarray]]:
+    size = file.stat().st_size
+    require(stream.read(4) == GGUF_MAGIC, f"{file}: is no GGUF file", TraceError)
+    version, tensors, values = struct.unpack("<IQQ", stream.read(20))
+    require(version in (2, 3), f"{file}: GGUF version {version} is not read", TraceError)
+    few = tensors <= _MOST_ENTRIES and values <= _MOST_ENTRIES
+    require(few, f"{file}: states {tensors} tensors and {values} values", TraceError)
+    alignment = 32
+    for _ in range(values):
+        key, value = _text(stream, size), _value(stream, size)
+        alignment = value if key == "general.alignment" and value else alignment
+    infos = [_info(stream, size) for _ in range(tensors)]
+    start = -(-stream.tell() // alignment) * alignment
+    seen = set()
+    for name, count, kind, offset in infos:
+        match = _COUNTS.fullmatch(name)
+        if match and int(match[1]) not in seen and count > 1:
+            seen.add(int(match[1]))
+            inside = kind == _F32 and count <= MOST_EXPERTS and start + offset + 4 * count <= size
+            require(inside, f"{file}: {name} is not float32 inside of the file", TraceError)
+            stream.seek(start + offset)
+            counts = np.frombuffer(stream.read(4 * count), "<f4")
+            whole = bool(np.isfinite(counts).all() and (counts >= 0).all())
+            require(whole, f"{file}: {name} holds no counts", TraceError)
+            yield int(match[1]), counts.astype(np.int64)
+
+
+def _text(stream: Any, size: int) -> str:
+    (length,) = struct.unpack("<Q", stream.read(8))
+    require(length <= min(size, 1 << 20), f"a text of {length} bytes", TraceError)
+    return stream.read(length).decode("utf-8", "replace")
+
+
+def _value(stream: Any, size: int) -> int | None:
+    """Skip a value; whole numbers of 32 bits are returned."""
+    (kind,) = struct.unpack("<I", stream.read(4))
+    if kind == _STRING:
+        _text(stream, size)
+        return None
+    if kind == _LIST:
+        inner, count = struct.unpack("<IQ", stream.read(12))
+        require(count <= size, f"a list of {count} values", TraceError)
+        if inner == _STRING:
+            for _ in range(count):
+                _text(stream, size)
+            return None
+        require(inner in _SIZES, f"a list of type {inner}", TraceError)
+        stream.seek(count * _SIZES[inner], 1)
+        return None
+    require(kind in _SIZES, f"a value of type {kind}", TraceError)
+    data = stream.read(_SIZES[kind])
+    return int.from_bytes(data, "little") if kind == 4 else None
+
+
+def _info(stream: Any, size: int) -> tuple[str, int, int, int]:
+    name = _text(stream, size)
+    (axes,) = struct.unpack("<I", stream.read(4))
+    require(axes <= 4, f"{name:.80}: {axes} axes", TraceError)
+    sizes = struct.unpack(f"<{axes}Q", stream.read(8 * axes))
+    kind, offset = struct.unpack("<IQ", stream.read(12))
+    count = 1
+    for number in sizes:
+        count = min(count * number, 1 << 62)
+    return name, count, kind, offset

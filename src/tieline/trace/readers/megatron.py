@@ -1,0 +1,158 @@
+"""Routes in the traces of Megatron-Core: `router_trace_rank*.jsonl` and `logits_rank*.bin`.
+
+A line is one layer in one step of one rank:
+
+    step, rank, layer, num_tokens, topk, top_indices (num_tokens, topk)
+    block ("decoder", "mtp"), mtp_idx
+    logit_offset, logit_bytes, logit_shape (num_tokens, E)     bfloat16 in logits_rank{rank}.bin
+
+Tokens are not recorded: each step of each rank is a document of its own. Heads that predict
+further tokens (`block` "mtp") see other rows and are left out. Logits give gaps where they explain
+the choice; with a correction bias or groups they do not, and are left out.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tieline.core.errors import TraceError, require
+from tieline.core.records import parse_json
+from tieline.trace.folders import parsing
+from tieline.trace.readers.containers import MOST_BYTES, MOST_JSON, array_in
+from tieline.trace.readers.routes import Request, Routes, assemble
+
+FILES = "router_trace_rank*.jsonl"
+_NUMBERS = ("step", "rank", "layer", "num_tokens", "topk")
+
+
+class _Step(NamedTuple):
+    """A layer in one step: ids, and logits where they were kept."""
+
+    ids: np.ndarray
+    logits: np.ndarray | None
+
+
+def megatron_routes(path: str | Path) -> Routes:
+    """Read the traces of all ranks in a folder, or of one rank in a file."""
+    place = Path(path)
+    files = sorted(place.glob(FILES), key=_rank) if place.is_dir() else [place]
+    require(bool(files), f"{place}: has no {FILES}", TraceError)
+    steps: dict[tuple[int, int], dict[int, _Step]] = {}
+    others = 0
+    for file in files:
+        others += _read_rank(file, steps)
+    require(bool(steps), f"{place}: has no records of a decoder", TraceError)
+    layers = sorted({layer for found in steps.values() for layer in found})
+    requests = [_request(found, layers, key, place) for key, found in sorted(steps.items())]
+    said = [
+        f"{len(requests)} steps of {len(files)} ranks, each a document; tokens are not recorded"
+    ]
+    if others:
+        said.append(f"{others} records of heads that predict further tokens are left out")
+    routes = assemble(requests, "megatron-trace", str(place), said)
+    return replace(
+        routes,
+        tokens=None,
+        layer_names=tuple(f"layers.{layer}" for layer in layers),
+        n_experts=None if routes.scores is None else routes.scores.shape[2],
+    )
+
+
+def _rank(file: Path) -> tuple[int, str]:
+    digits = re.search(r"rank(\d{1,9})", file.name)
+    return (int(digits[1]) if digits else -1), file.name
+
+
+def _read_rank(file: Path, steps: dict[tuple[int, int], dict[int, _Step]]) -> int:
+    """Add the records of one rank; returns how many were left out."""
+    others = 0
+    size = file.stat().st_size
+    require(size <= MOST_BYTES, f"{file}: {size} bytes, at most {MOST_BYTES} are read", TraceError)
+    with parsing(file), file.open("rb") as stream:
+        for number, line in enumerate(stream, 1):
+            if not line.strip():
+                continue
+            where = f"{file}: line {number}"
+            record = parse_json(line, where, MOST_JSON)
+            fits = isinstance(record, dict) and "top_indices" in record
+            require(fits, f"{where}: needs an object with top_indices", TraceError)
+            assert isinstance(record, dict)
+            if record.get("block", "decoder") != "decoder":
+                others += 1
+                continue
+            _add(steps, record, where, file.parent)
+    return others
+
+
+def _add(
+    steps: dict[tuple[int, int], dict[int, _Step]],
+    record: Mapping[str, Any],
+    where: str,
+    folder: Path,
+) -> None:
+    step, rank, layer, count, k = (_whole(record.get(name), name, where) for name in _NUMBERS)
+    ids = array_in(record["top_indices"], f"{where}: top_indices")
+    fits = ids.shape == (count, k) and ids.dtype.kind in "iu"
+    require(fits, f"{where}: top_indices must be ({count}, {k}), got {ids.shape}", TraceError)
+    found = steps.setdefault((rank, step), {})
+    require(layer not in found, f"{where}: layer {layer} of step {step} came already", TraceError)
+    found[layer] = _Step(ids, _logits(record, count, rank, where, folder))
+
+
+def _whole(value: object, name: str, where: str) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 40:
+        raise TraceError(f"{where}: {name} must be a whole number, got {value!r:.40}")
+    return value
+
+
+def _logits(
+    record: Mapping[str, Any], count: int, rank: int, where: str, folder: Path
+) -> np.ndarray | None:
+    """The logits of a record as float32; None if none were kept."""
+    if "logit_offset" not in record:
+        return None
+    offset, size = (
+        _whole(record.get(f"logit_{x}"), f"logit_{x}", where) for x in ("offset", "bytes")
+    )
+    shape = record.get("logit_shape")
+    whole = isinstance(shape, list) and len(shape) == 2 and all(type(n) is int for n in shape)
+    if (
+        not isinstance(shape, list)
+        or not whole
+        or shape[0] != count
+        or shape[1] < 1
+        or shape[0] * shape[1] * 2 != size
+    ):
+        raise TraceError(
+            f"{where}: logit_shape {shape!r:.60} does not fit {size} bytes of bfloat16"
+        )
+    file = folder / f"logits_rank{rank}.bin"
+    require(file.is_file(), f"{where}: {file.name} is missing beside it", TraceError)
+    with file.open("rb") as stream:
+        stream.seek(offset)
+        data = stream.read(size)
+    require(len(data) == size, f"{where}: {file.name} ends before byte {offset + size}", TraceError)
+    halves = np.frombuffer(data, "<u2").astype(np.uint32) << 16
+    return halves.view(np.float32).reshape(shape)
+
+
+def _request(
+    found: Mapping[int, _Step], layers: Sequence[int], key: tuple[int, int], place: Path
+) -> Request:
+    where = f"{place}: step {key[1]} of rank {key[0]}"
+    missing = [layer for layer in layers if layer not in found]
+    require(not missing, f"{where}: layers {missing[:5]} are missing", TraceError)
+    shapes = {found[layer].ids.shape for layer in layers}
+    require(len(shapes) == 1, f"{where}: layers of {sorted(shapes)[:4]} tokens and k", TraceError)
+    logits = [found[layer].logits for layer in layers]
+    kept = [part for part in logits if part is not None]
+    scores = np.stack(kept, 1) if len(kept) == len(layers) and _alike(kept) else None
+    return Request(np.stack([found[layer].ids for layer in layers], 1), scores=scores)
+
+
+def _alike(parts: Sequence[np.ndarray]) -> bool:
+    return len({part.shape for part in parts}) == 1

@@ -1,0 +1,463 @@
+"""Routes as a program wrote them, and the one way from there to a trace.
+
+Every reader returns `Routes`: the ids of all rows, with what is known about their tokens, and
+nothing left out. `trace_of` is the one validated path to a `RoutingTrace`; `tieline.check` looks at
+the same `Routes` and says what is wrong instead of refusing it.
+
+What stands for "nothing was routed here" is told apart from an expert by rule:
+
+    all k ids -1                           not routed: padding, a dense layer, or a token that is
+                                           left to the live router
+    unsigned ids, all k the largest value  the same, written in a type without a sign
+    k > 1, one id k times in all tokens    a dense layer, left at the array's initial value
+    k = 1, a layer 0 in all tokens         the same, if another layer is not
+    k > 1, 0 k times in all layers         a row that nothing was written to
+
+Layers in which no token was routed are left out, and so are tokens that were not routed in one of
+the other layers; the provenance counts them and says why.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tieline.core.errors import TraceError, require
+from tieline.core.ranking import ranked_choice
+from tieline.trace.check import check_trace
+from tieline.trace.record import (
+    MOST_EXPERTS,
+    MOST_LAYERS,
+    LayerFacts,
+    LayerTrace,
+    RoutingTrace,
+    unanswered,
+)
+
+LEAST_ROWS = 16
+"""Rows from which a layer of zeros is taken for a dense one where k = 1."""
+
+KEPT_RANKS = 4
+"""Ranks kept beyond k where a producer gives the scores of all experts."""
+
+
+@dataclass(frozen=True)
+class RowProblem:
+    """Rows of a document that do not fit its tokens.
+
+    Attributes:
+        document: number of the document.
+        rows: its rows.
+        tokens: its tokens.
+        start: position of its first row.
+        words: what that means and what to pass.
+    """
+
+    document: int
+    rows: int
+    tokens: int
+    start: int
+    words: str
+
+
+@dataclass(frozen=True, eq=False)
+class Routes:
+    """The experts of all rows as they were written.
+
+    Attributes:
+        experts: integers (rows, layers, k).
+        producer: name of the format they came in.
+        name: what to call them in errors.
+        tokens: token ids (rows,), or None.
+        documents: document of each row, or None for one document.
+        positions: position of each row in its document, or None for 0, 1, ...
+        weights: combine weights (rows, layers, k).
+        scores: selection scores (rows, layers, k) of the chosen, or (rows, layers, E) of all.
+        layer_names: names of the layers.
+        n_experts: number of experts that the file states.
+        ends: tokens per document that have no row at its end, by document.
+        problems: documents whose rows do not fit their tokens.
+        said: what was found and assumed, in plain words.
+    """
+
+    experts: np.ndarray
+    producer: str
+    name: str
+    tokens: np.ndarray | None = None
+    documents: np.ndarray | None = None
+    positions: np.ndarray | None = None
+    weights: np.ndarray | None = None
+    scores: np.ndarray | None = None
+    layer_names: tuple[str, ...] | None = None
+    n_experts: int | None = None
+    ends: int = 0
+    problems: tuple[RowProblem, ...] = ()
+    said: tuple[str, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        check_array(self.experts, self.name)
+        rows, layers, k = self.experts.shape
+        for key in ("tokens", "documents", "positions"):
+            value = getattr(self, key)
+            if value is not None:
+                fits = value.shape == (rows,) and value.dtype.kind in "iu"
+                shape = value.shape
+                require(
+                    fits, f"{self.name}: {key} must be {rows} integers, got {shape}", TraceError
+                )
+        for key, least in (("weights", k), ("scores", k)):
+            value = getattr(self, key)
+            fits = value is None or (
+                value.dtype.kind == "f"
+                and value.shape[:2] == (rows, layers)
+                and value.ndim == 3
+                and (value.shape[2] == k if key == "weights" else value.shape[2] >= least)
+            )
+            require(
+                fits,
+                f"{self.name}: {key} must be real numbers of shape ({rows}, {layers}, k"
+                f"{'' if key == 'weights' else ' or the number of experts'}), got "
+                f"{None if value is None else (str(value.dtype), value.shape)}",
+                TraceError,
+            )
+
+    @property
+    def names(self) -> list[str]:
+        """A name for each layer."""
+        return list(self.layer_names or (f"layers.{i}" for i in range(self.experts.shape[1])))
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """The rows of one request or sample.
+
+    Attributes:
+        experts: integers (rows, layers, k).
+        tokens: token ids of the whole request, prompt and answer; None if unknown.
+        start: position of the first row.
+        weights: combine weights (rows, layers, k).
+        scores: selection scores.
+    """
+
+    experts: np.ndarray
+    tokens: np.ndarray | None = None
+    start: int = 0
+    weights: np.ndarray | None = None
+    scores: np.ndarray | None = None
+
+
+def check_array(array: np.ndarray, name: str) -> None:
+    """Refuse anything but integers (tokens, layers, k) of a possible size."""
+    fits = array.ndim == 3 and array.dtype.kind in "iu" and min(array.shape, default=0) > 0
+    if not (fits and array.shape[1] <= MOST_LAYERS and array.shape[2] <= MOST_EXPERTS):
+        raise TraceError(
+            f"{name}: need integers of shape (tokens, layers, k), none of them zero, "
+            f"got {array.dtype} of {array.shape}"
+        )
+
+
+def row_words(rows: int, tokens: int, start: int = 0) -> str | None:
+    """Return why `rows` rows do not fit a document of `tokens` tokens; None if they do."""
+    if rows in (tokens - start, tokens - start - 1):
+        return None
+    wanted = f"{tokens - start - 1} (the last token has no row) or {tokens - start} are needed"
+    told = f"{rows} rows for {tokens} tokens" + (f" from position {start}" if start else "")
+    if rows > tokens - start:
+        return f"{told}: {wanted}; rows of several requests, or padding, without documents?"
+    return (
+        f"{told}: {wanted}; if they are the last ones of the request (a turn's own rows), pass "
+        f"start={tokens - 1 - rows}"
+    )
+
+
+def assemble(
+    requests: Sequence[Request], producer: str, name: str, said: Iterable[str] = ()
+) -> Routes:
+    """Join the rows of requests, one document each, with the tokens that they belong to."""
+    require(bool(requests), f"{name}: holds no routes", TraceError)
+    for request in requests:
+        check_array(request.experts, name)
+    shapes = {request.experts.shape[1:] for request in requests}
+    require(len(shapes) == 1, f"{name}: requests of (layers, k) {sorted(shapes)[:4]}", TraceError)
+    problems, tokens, ends = [], [], 0
+    for number, request in enumerate(requests):
+        own, problem = _own_tokens(number, request)
+        tokens.append(own)
+        problems += [] if problem is None else [problem]
+        if problem is None and request.tokens is not None:
+            ends += len(request.tokens) - request.start - len(request.experts)
+    words = [*said]
+    if ends:
+        words.append(f"the last token of {ends} of {len(requests)} requests has no row")
+    lengths = [len(request.experts) for request in requests]
+    spans = [np.arange(r.start, r.start + len(r.experts)) for r in requests]
+    return Routes(
+        np.concatenate([request.experts for request in requests]),
+        producer,
+        name,
+        np.concatenate(tokens),
+        np.repeat(np.arange(len(requests)), lengths),
+        np.concatenate(spans),
+        weights=_joined([request.weights for request in requests]),
+        scores=_joined([request.scores for request in requests]),
+        ends=ends,
+        problems=tuple(problems),
+        said=tuple(words),
+    )
+
+
+def _own_tokens(number: int, request: Request) -> tuple[np.ndarray, RowProblem | None]:
+    rows, given, start = len(request.experts), request.tokens, request.start
+    unknown = np.full(rows, -1)
+    if given is None:
+        return unknown, None
+    words = row_words(rows, len(given), start)
+    if words is not None:
+        return unknown, RowProblem(number, rows, len(given), start, words)
+    return given[start : start + rows].astype(np.int64), None
+
+
+def _joined(parts: Sequence[np.ndarray | None]) -> np.ndarray | None:
+    there = [part for part in parts if part is not None]
+    return np.concatenate(there) if there and len(there) == len(parts) else None
+
+
+def with_tokens(routes: Routes, documents: Sequence[np.ndarray], start: int = 0) -> Routes:
+    """Say which tokens the rows belong to.
+
+    Rows are those of all documents in order: one per token, or one per token but the last of each.
+
+    Args:
+        routes: routes without tokens, or with tokens that are replaced.
+        documents: token ids of each document.
+        start: position of the first row, of a single document.
+    """
+    rows, lengths = len(routes.experts), [len(ids) for ids in documents]
+    total = sum(lengths)
+    require(start == 0 or len(lengths) == 1, "start is for the rows of one document", TraceError)
+    if len(lengths) == 1:
+        cuts = [rows]
+    elif rows in (total, total - len(lengths)):
+        cuts = [length - (rows != total) for length in lengths]
+    else:
+        words = (
+            f"{rows} rows for {len(lengths)} documents of {total} tokens: {total - len(lengths)} "
+            f"(the last token of each has no row) or {total} are needed"
+        )
+        return replace(routes, problems=(RowProblem(0, rows, total, start, words),))
+    places = np.cumsum([0, *cuts]).tolist()
+    requests = [
+        Request(routes.experts[a:b], np.asarray(ids), start, *_parts(routes, a, b))
+        for a, b, ids in zip(places, places[1:], documents, strict=False)
+    ]
+    found = assemble(requests, routes.producer, routes.name, routes.said)
+    return replace(found, layer_names=routes.layer_names, n_experts=routes.n_experts)
+
+
+def _parts(routes: Routes, first: int, last: int) -> tuple[np.ndarray | None, ...]:
+    both = (routes.weights, routes.scores)
+    return tuple(None if value is None else value[first:last] for value in both)
+
+
+@dataclass(frozen=True)
+class Routed:
+    """Where something was routed.
+
+    Attributes:
+        mask: (rows, layers).
+        dense: layers that were never routed, with the reason of each.
+        unwritten: rows of zeros in all routed layers, which nothing was written to.
+    """
+
+    mask: np.ndarray
+    dense: Mapping[int, str]
+    unwritten: np.ndarray
+
+
+def routed(array: np.ndarray, n_experts: int | None = None) -> Routed:
+    """Tell "nothing" from experts by the rules above; layer by layer, lest memory grow."""
+    rows, layers, k = array.shape
+    mask, zero = np.ones((rows, layers), bool), np.zeros((rows, layers), bool)
+    same = np.zeros(layers, bool)
+    for place in range(layers):
+        column = array[:, place]
+        mask[:, place] = ~_nothing(column, k, n_experts)
+        zero[:, place] = (column == 0).all(1)
+        one = (column == column[:, :1]).all(1) if k > 1 else zero[:, place]
+        same[place] = bool((one | ~mask[:, place]).all())
+    if k == 1 and (rows < LEAST_ROWS or same.all()):
+        same[:] = False
+    dense = {}
+    for place in range(layers):
+        if not mask[:, place].any():
+            dense[place] = "no token was routed in it"
+        elif same[place]:
+            first = int(array[int(mask[:, place].argmax()), place, 0])
+            dense[place] = f"every token has {first}" + (f" {k} times" if k > 1 else "")
+    mask[:, list(dense)] = False
+    others = [place for place in range(layers) if place not in dense]
+    unwritten = np.zeros(rows, bool)
+    if k > 1 and others:
+        unwritten = np.asarray(zero[:, others].all(1))
+        mask[unwritten] = False
+    return Routed(mask, dense, unwritten)
+
+
+def _nothing(column: np.ndarray, k: int, n_experts: int | None) -> np.ndarray:
+    """Whether all k ids of a token say that nothing was routed."""
+    if column.dtype.kind == "i":
+        return (column == -1).all(1)
+    largest = np.iinfo(column.dtype).max
+    if k == 1 and (n_experts is None or n_experts > largest):
+        return np.zeros(len(column), bool)  # the largest value is an expert like any other
+    return (column == largest).all(1)
+
+
+def trace_of(
+    routes: Routes,
+    n_experts: int | None = None,
+    layer_names: Sequence[str] | None = None,
+    provenance: Mapping[str, object] | None = None,
+) -> RoutingTrace:
+    """Return the trace of routes; refuses what no router can have chosen.
+
+    Args:
+        routes: what a reader returned.
+        n_experts: number of experts E; by default what the file states, or one more than the
+            largest id.
+        layer_names: a name for each layer of the array.
+        provenance: where the routes come from.
+    """
+    name, array = routes.name, routes.experts
+    for problem in routes.problems:
+        where = f"document {problem.document}: " if problem.document else ""
+        raise TraceError(f"{name}: {where}{problem.words}")
+    names = list(layer_names or routes.names)
+    require(len(names) == array.shape[1], f"{name}: {len(names)} names of layers", TraceError)
+    given = n_experts or routes.n_experts
+    found = routed(array, n_experts if n_experts is not None else routes.n_experts)
+    layers = [place for place in range(array.shape[1]) if place not in found.dense]
+    require(bool(found.mask.any()), f"{name}: no token was routed in any layer", TraceError)
+    kept = np.flatnonzero(found.mask[:, layers].all(1))
+    require(len(kept) > 0, f"{name}: no token was routed in all layers with experts", TraceError)
+    stated = routes.n_experts if n_experts is None else n_experts
+    total = _number_of_experts(routes, layers, kept, stated)
+    facts = LayerFacts(total, array.shape[2], affine=False)
+    records, said = _records(routes, layers, kept, facts, names)
+    origin = {
+        **(provenance or {}),
+        "n_experts": "inferred from the largest id" if given is None else "given",
+        "layers_left_out": [names[place] for place in found.dense],
+        "tokens_left_out": len(array) - len(kept),
+        "said": [*routes.said, *_said(found, names), *said],
+        "cannot_answer": unanswered(records),
+    }
+    tokens, documents, positions = _keys(routes, kept)
+    trace = RoutingTrace(records, tokens, documents, positions, provenance=origin)
+    check_trace(trace)
+    return trace
+
+
+def _said(found: Routed, names: Sequence[str]) -> list[str]:
+    """What was taken for nothing."""
+    words = [f"layer {names[place]} is left out: {why}" for place, why in found.dense.items()]
+    count = int(found.unwritten.sum())
+    if count:
+        words.append(f"{count} rows of zeros are left out: nothing was written to them")
+    return words
+
+
+def _keys(routes: Routes, kept: np.ndarray) -> list[Tensor]:
+    """Tokens, documents and positions of what is kept: by default one document, in its order."""
+    count = len(routes.experts)
+    whole = (
+        np.full(count, -1) if routes.tokens is None else routes.tokens,
+        np.zeros(count, np.int64) if routes.documents is None else routes.documents,
+        np.arange(count) if routes.positions is None else routes.positions,
+    )
+    return [torch.from_numpy(value[kept].astype(np.int64)) for value in whole]
+
+
+def _number_of_experts(
+    routes: Routes, layers: Sequence[int], kept: np.ndarray, stated: int | None
+) -> int:
+    array, whole = routes.experts, len(kept) == len(routes.experts)
+    most, high = MOST_EXPERTS if stated is None else stated, 0
+    for place in layers:
+        column = array[:, place] if whole else array[kept, place]
+        low, high = int(column.min()), max(high, int(column.max()))
+        if low < 0 or high >= most:
+            row, rank = np.argwhere((column < 0) | (column >= most))[0].tolist()
+            raise TraceError(
+                f"{routes.name}: experts must lie in 0 ... {most - 1}, or all k of a token be -1; "
+                f"got {int(column[row, rank])} at (token, layer, rank) "
+                f"{(int(kept[row]), place, rank)}"
+            )
+    return max(high + 1, array.shape[2]) if stated is None else stated
+
+
+def _records(
+    routes: Routes,
+    layers: Sequence[int],
+    kept: np.ndarray,
+    facts: LayerFacts,
+    names: Sequence[str],
+) -> tuple[tuple[LayerTrace, ...], list[str]]:
+    made, said = [], []
+    for place in layers:
+        layer, unexplained = _record(routes, place, kept, facts, names[place])
+        made.append(layer)
+        if unexplained:
+            said.append(
+                f"scores of layer {names[place]} are left out: {unexplained} tokens chose experts "
+                "that they do not rank first (a correction bias, or groups?)"
+            )
+    return tuple(made), said
+
+
+def _record(
+    routes: Routes, place: int, kept: np.ndarray, facts: LayerFacts, name: str
+) -> tuple[LayerTrace, int]:
+    """One layer, and how many tokens its scores do not explain, for which they are left out."""
+    small = np.int16 if facts.n_experts <= 1 << 15 else np.int32
+    experts = torch.from_numpy(np.ascontiguousarray(routes.experts[kept, place], dtype=small))
+    weights = None
+    if routes.weights is not None:
+        weights = torch.from_numpy(routes.weights[kept, place].astype(np.float32))
+    if routes.scores is None:
+        return LayerTrace(name, facts, experts, weights=weights), 0
+    scores = torch.from_numpy(routes.scores[kept, place].astype(np.float32))
+    if scores.shape[1] == facts.k < facts.n_experts:
+        order = scores.sort(dim=1, descending=True, stable=True).indices
+        chosen = experts.gather(1, order), scores.gather(1, order)
+        ranked = None if weights is None else weights.gather(1, order)
+        return LayerTrace(name, facts, *chosen, weights=ranked), 0
+    width = scores.shape[1]
+    require(
+        width == facts.n_experts,
+        f"{routes.name}: scores must have k={facts.k} or E={facts.n_experts} columns, got {width}",
+        TraceError,
+    )
+    return _ranked(name, facts, experts, weights, scores)
+
+
+def _ranked(
+    name: str, facts: LayerFacts, experts: Tensor, weights: Tensor | None, scores: Tensor
+) -> tuple[LayerTrace, int]:
+    """A layer whose chosen experts are ranked by the scores of all."""
+    ids, k = experts.long(), facts.k
+    distinct = bool((ids.sort(dim=1).values.diff(dim=1) != 0).all())
+    ranks = min(facts.n_experts, k + KEPT_RANKS)
+    kth = scores.topk(k, dim=1).values[:, -1:]
+    short = int((scores.gather(1, ids) < kth).any(1).sum()) if distinct else len(ids)
+    if short or not bool(scores.isfinite().all()):
+        return LayerTrace(name, facts, experts, weights=weights), short or len(ids)
+    ranked = ranked_choice(scores, ids, k, ranks)
+    if weights is not None:
+        of_all = torch.zeros_like(scores).scatter_(1, ids, weights)
+        weights = of_all.gather(1, ranked.indices[:, :k])
+    return LayerTrace(
+        name, facts, ranked.indices.to(experts.dtype), ranked.values, weights=weights
+    ), 0

@@ -1,0 +1,190 @@
+"""Ties or a bug, from end to end: sound runs, planted bugs, and inputs that cannot tell."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.analysis.planted import layer_of, moved_tokens, renumbered, without_scores
+from tieline.analysis.diff import diff
+from tieline.trace import RoutingTrace
+
+TOKENS, LENGTH, EXPERTS, K = 2048, 128, 12, 3
+
+
+def normal(seed, *shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).double()
+
+
+def run(scores, ranks=4, **told):
+    """A trace of sixteen documents."""
+    place = torch.arange(len(scores[0]))
+    layers = tuple(layer_of(z, K, f"layers.{i}", ranks) for i, z in enumerate(scores))
+    ids = torch.randint(0, 999, (len(place),), generator=torch.Generator().manual_seed(7))
+    return RoutingTrace(layers, ids, place // LENGTH, place % LENGTH, provenance=told)
+
+
+def clean(layers=3, tokens=TOKENS):
+    return [normal(i, tokens, EXPERTS) for i in range(layers)]
+
+
+def noisy(scores, size=0.01):
+    """The scores with noise whose size differs from token to token."""
+    sizes = size * normal(90, len(scores[0]), 1).mul(0.5).exp()
+    return [z + sizes * normal(50 + i, *z.shape) for i, z in enumerate(scores)]
+
+
+A = clean()
+
+
+def compare(other, **options):
+    return diff(run(A), run(other), **options)
+
+
+def test_sound_noise_is_explained_by_ties():
+    found = compare(noisy(A))
+    causes = found.causes
+    assert causes.conclusion == "explained by ties"
+    assert not causes.alarm
+    answers = [x.answer for x in (causes.choice, causes.flips, causes.size, causes.shape)]
+    assert answers == ["yes", "yes", "cannot tell", "yes"]
+    assert "Explained by ties" in found.verdict
+    assert "--expect" in found.verdict
+    assert "bug" not in found.verdict
+    assert found.metrics["unexplained:count"] == 0
+    assert 0.005 < found.metrics["noise"] < 0.02
+
+
+def test_the_same_noise_is_too_large_for_a_finer_format():
+    assert compare(noisy(A), expect="bf16").causes.conclusion == "explained by ties"
+    found = compare(noisy(A), expect="fp32")
+    assert found.causes.conclusion == "noise larger than expected"
+    assert "Noise larger than fp32 explains: the noise of layer 'layers.0'" in found.verdict
+    told = {"model": "m", "dtype": "float32"}
+    recorded = diff(run(A, **told), run(noisy(A), **told))
+    assert recorded.causes.expected == "fp32"
+    assert recorded.causes.alarm
+    other = diff(run(A, **told), run(noisy(A), **told | {"model": "n"}))
+    assert other.causes.expected is None
+
+
+def test_equal_runs_need_nothing():
+    found = compare(A, expect="fp32")
+    assert found.causes.conclusion == "no flips"
+    assert found.verdict.endswith("What to do: nothing.")
+
+
+def test_a_choice_against_its_own_scores_is_named():
+    b = run(noisy(A))
+    layer = b.layers[1]
+    order = torch.tensor([0, 1, 5, 2, 3, 4, 6])  # rank 6 instead of rank 3
+    swapped = replace(layer, experts=layer.experts[:, order], scores=layer.scores[:, order])
+    found = diff(run(A), replace(b, layers=(b.layers[0], swapped, b.layers[2])))
+    assert found.causes.conclusion == "choice against scores"
+    assert "2,048 tokens of B in layer 'layers.1'" in found.causes.choice.text
+    assert "does not follow its scores" in found.verdict
+    assert found.layers[1].attribution is None
+    assert "unexplained" not in found.metrics
+
+
+def test_wide_flips_of_quiet_tokens_are_named():
+    other = noisy(A, 0.0005)
+    other[1][:40] = -A[1][:40] + 1e-3 * normal(3, 40, EXPERTS)
+    other[1][:40, :6] = A[1][:40, :6]
+    found = compare(other)
+    causes = found.layers[1].attribution
+    assert causes.unexplained + causes.explained == found.layers[1].flip.count - causes.later
+    quiet = noisy(A, 0.0005)
+    order = A[1].argsort(dim=1, descending=True)
+    rows = torch.arange(0, TOKENS, 50)
+    i, j = order[rows, 0], order[rows, 4]
+    quiet[1][rows, i], quiet[1][rows, j] = A[1][rows, j], A[1][rows, i]
+    found = compare(quiet)
+    assert found.causes.conclusion == "flips wider than their noise"
+    assert found.layers[1].attribution.unexplained == len(rows)
+    assert "look for a bug in the layers and tokens named below" in found.verdict
+    assert any(f.kind == "unexplained" and f.severity == "warning" for f in found.findings)
+
+
+def planted_shapes():
+    """Broken runs by the pattern that names them."""
+    positions = (torch.arange(TOKENS) % LENGTH + 1)[:, None].double()
+    chose = (A[0].argsort(dim=1, descending=True)[:, :K] == 4).any(1)[:, None]
+    late = [torch.cat((z[:1], z[:-1])) for z in A]
+    loud = noisy(A)
+    loud[1] = A[1] + 0.2 * normal(60, *A[1].shape)
+    return {
+        "positions": [z + 0.005 * positions * normal(70, *z.shape) for z in A],
+        "expert": [noisy(A)[0], A[1] + torch.where(chose, 0.3, 0.01) * normal(71, *A[1].shape)],
+        "layer": loud,
+        "lag": [noisy(A)[0], late[1], noisy(A)[2]],
+        "offset": [noisy(A)[0], noisy(A)[1] + 0.3 * normal(72, 1, EXPERTS), noisy(A)[2]],
+    }
+
+
+@pytest.mark.parametrize("kind", planted_shapes())
+def test_planted_shapes_are_named(kind):
+    other = planted_shapes()[kind]
+    found = diff(run(A[: len(other)]), run(other))
+    assert found.causes.conclusion == "pattern"
+    assert [pattern.kind for pattern in found.causes.patterns] == [kind]
+    assert found.causes.patterns[0].text in found.verdict
+    assert any(f.kind == kind and f.severity == "warning" for f in found.findings)
+
+
+def test_shifts_and_renumberings_of_the_alignment_are_patterns():
+    swapped, _ = renumbered(run(noisy(A)), {1}, 3)
+    assert [x.kind for x in diff(run(A), swapped).causes.patterns] == ["permutation"]
+    late = run(noisy(A))
+    shifted = replace(moved_tokens(late, 1), positions=(late.positions + 1))
+    unknown = replace(shifted, tokens=torch.full_like(shifted.tokens, -1))
+    kinds = [x.kind for x in diff(run(A), unknown, partial=True).causes.patterns]
+    assert kinds == []  # nobody says that the ids agree otherwise
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "words"),
+    [
+        (run(A), without_scores(run(noisy(A))), "B has expert ids only"),
+        (without_scores(run(A)), without_scores(run(noisy(A))), "A has expert ids only"),
+        (run(A), run(noisy(A), ranks=0), "B has the scores of chosen experts only"),
+    ],
+)
+def test_what_is_missing_is_said_without_an_alarm(a, b, words):
+    found = diff(a, b, expect="bf16")
+    assert found.causes.conclusion == "cannot tell"
+    assert words in found.verdict
+    assert "capture both runs with scores" in found.verdict
+    assert "unexplained" not in found.metrics
+
+
+def test_with_the_scores_of_one_side_the_gaps_of_the_flips_are_told():
+    words = diff(run(A), without_scores(run(noisy(A)))).causes.flips.text
+    share = float(words.partition("among the ")[2].partition(" %")[0])
+    assert 0 < share < 5
+    unrelated = [torch.where(torch.rand(TOKENS, 1) < 0.1, -z, z) for z in A]
+    words = diff(run(A), without_scores(run(unrelated))).causes.flips.text
+    assert float(words.partition("among the ")[2].partition(" %")[0]) > 35
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 9])
+def test_other_numbers_of_kept_ranks_are_compared_by_what_both_kept(ranks):
+    found = diff(run(A), run(noisy(A), ranks=ranks))
+    assert found.causes.conclusion == "explained by ties"
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 40])
+def test_few_tokens_never_raise_an_alarm(tokens):
+    scores = clean(1, tokens)
+    for other in (scores, noisy(scores, 0.3), [-z for z in scores]):
+        found = diff(run(scores), run(other))
+        assert not found.causes.alarm
+
+
+def test_constant_scores_never_raise_an_alarm():
+    flat = [torch.ones(TOKENS, EXPERTS).double() for _ in range(2)]
+    noise = noisy(flat, 1e-3)
+    for b in (flat, noise):
+        found = diff(run(flat), run(b), expect="bf16")
+        assert found.causes.conclusion in ("no flips", "explained by ties")
+    assert not diff(run(noise), run(noisy(noise, 1e-9))).causes.alarm

@@ -1,0 +1,94 @@
+"""The size of noise: formats by name, what is expected, and what is said of it."""
+
+import pytest
+import torch
+
+from tieline.analysis.noise_shapes import LayerShape
+from tieline.analysis.noise_size import (
+    ROUNDING,
+    Expected,
+    allowed,
+    expected_format,
+    judge_size,
+    read_format,
+    sizes_like,
+)
+from tieline.core.errors import ParameterError
+from tieline.hf.emulate import FORMATS
+
+
+def test_the_table_of_rounding_errors_is_that_of_the_formats():
+    generator = torch.Generator().manual_seed(0)
+    x, w = torch.randn(2, 2048, 128, generator=generator)
+    for name, made in FORMATS.items():
+        square = _error(made.weights, w)
+        square += _error(made.activations, x) if made.activations else 0.0
+        square *= 2 if made.plain else 1
+        assert ROUNDING[name] == pytest.approx(square**0.5, rel=0.05), name
+    assert ROUNDING["fp32"] == pytest.approx(ROUNDING["bf16"] / 2**16, rel=0.05)
+    assert list(ROUNDING.values()) == sorted(ROUNDING.values())
+
+
+def _error(rounding, values):
+    return float((rounding(values) - values).square().mean() / values.square().mean())
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "expected"),
+    [
+        ({"model": "m", "dtype": "float32"}, {"model": "m", "dtype": "bfloat16"}, "bf16"),
+        (
+            {"model": "m", "dtype": "float32", "emulated": "int4 router"},
+            {"model": "m", "dtype": "float32"},
+            "int4",
+        ),
+        ({"model": "m", "dtype": "float32"}, {"model": "m", "dtype": "float32"}, "fp32"),
+        ({"model": "m", "dtype": "float32"}, {"model": "n", "dtype": "float32"}, None),
+        ({"dtype": "float32"}, {"dtype": "float32"}, None),
+        ({"model": "m", "dtype": "float32"}, {"model": "m"}, None),
+        ({"model": "m", "dtype": "float32"}, {"model": "m", "emulated": "state noise"}, None),
+    ],
+)
+def test_what_is_expected_is_what_both_sides_recorded(a, b, expected):
+    found = expected_format(None, a, b)
+    assert (found and found.name) == expected
+    assert expected_format("fp8", a, b) == Expected("fp8_e4m3", "as asked")
+
+
+def test_unknown_formats_are_refused_by_name():
+    assert read_format("bf16-emulated") == read_format("bfloat16") == "bf16"
+    with pytest.raises(ParameterError, match="--expect: no format 'int3'"):
+        read_format("int3")
+
+
+def test_noise_within_the_format_is_expected_and_noise_beyond_it_names_the_first_layer():
+    sound = [LayerShape("x", 0.005, 900), LayerShape("y", 0.03, 900)]
+    loud = [LayerShape("x", 0.005, 900), LayerShape("y", 0.3, 900), LayerShape("z", 0.9, 900)]
+    bf16 = Expected("bf16", "as asked")
+    assert judge_size(sound, bf16).answer == "yes"
+    found = judge_size(loud, bf16)
+    assert found.answer == "no"
+    assert found.text.startswith("the noise of layer 'y' is 30 %")
+    assert judge_size(sound, Expected("fp32", "as asked")).answer == "no"
+    unknown = judge_size(loud, None)
+    assert unknown.answer == "cannot tell"
+    assert "--expect" in unknown.text
+
+
+def test_a_reference_run_decides_where_there_is_one():
+    shapes = [LayerShape("x", 0.5, 900, beyond=1.1), LayerShape("y", 0.001, 900, beyond=1.9)]
+    found = judge_size(shapes, Expected("bf16", "as asked"))
+    assert found.answer == "no"
+    assert found.text.startswith("layer 'y' has 1.9 times the noise that bf16")
+    assert judge_size(shapes[:1], Expected("bf16", "as asked")).answer == "yes"
+
+
+def test_what_is_missing_or_silent_is_said():
+    bf16 = Expected("bf16", "as asked")
+    assert judge_size([LayerShape("x", None, 0)], bf16).answer == "cannot tell"
+    assert judge_size([LayerShape("x", 0.0, 900)], bf16).answer == "yes"
+    assert sizes_like(1e-8) == "float32 rounding"
+    assert sizes_like(0.005) == "bf16 to int8 rounding"
+    assert sizes_like(5.0) == "more than 4-bit rounding makes"
+    assert sizes_like(5e-5) == "less than 16-bit rounding makes"
+    assert allowed("bf16", 9) == 16 * allowed("bf16", 0)

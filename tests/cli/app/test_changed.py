@@ -1,0 +1,119 @@
+"""Every command reads the folders that other commands make, or says in a sentence why not."""
+
+import json
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.hf.tiny import lively, tiny_model
+from tieline.hf import reroute_, smooth_, upcycle_
+from tieline.hf.demo import load_demo_tokenizer
+
+WORDS = 512
+FEW = ("--tokens", 128, "--batch-size", 1)
+
+
+def _dense():
+    torch.manual_seed(0)
+    sizes = dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_hidden_layers"), 2)
+    return LlamaForCausalLM(
+        LlamaConfig(vocab_size=WORDS, hidden_size=16, intermediate_size=24, **sizes)
+    )
+
+
+def _smoothed():
+    model = lively(tiny_model("olmoe", vocab_size=WORDS))
+    smooth_(model, epsilon=0.5)
+    return model
+
+
+def _rerouted():
+    model = lively(tiny_model("olmoe", vocab_size=WORDS))
+    reroute_(model, router="cosine")
+    return model
+
+
+def _upcycled():
+    model = _dense()
+    upcycle_(model, n_experts=4, k=2, router_scale=0.5)
+    return model
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    made = {"smoothed": _smoothed, "rerouted": _rerouted, "upcycled": _upcycled}
+    places = {}
+    for name, make in made.items():
+        places[name] = tmp_path_factory.mktemp(name)
+        make().eval().save_pretrained(places[name])
+        load_demo_tokenizer().save_pretrained(places[name])
+    return places
+
+
+@pytest.mark.parametrize("name", ["smoothed", "rerouted", "upcycled"])
+def test_every_command_reads_a_changed_model(tieline, folders, name):
+    folder = folders[name]
+    code, shown, said = tieline("inspect", folder, *FEW, "--json")
+    result = json.loads(shown)
+    assert (code, said) == (0, "")
+    assert all(layer["gap"]["value"] for layer in result["measures"]["layers"])
+    used = [layer["used"] for layer in result["measures"]["layers"]]
+    assert all(2 < one < 8 for one in used) if name == "smoothed" else used == [None, None]
+    code, shown, _ = tieline("audit", folder, *FEW, "--formats", "bf16", "--json")
+    assert code == 0
+    assert any(row["name"] == "router bf16" for row in json.loads(shown)["effects"])
+    code, shown, _ = tieline(
+        "diff", folder, folder, *FEW, "--dtype-b", "fp8_e4m3-emulated", "--json"
+    )
+    assert code == 0
+    assert json.loads(shown)["tokens"]["anywhere"]["count"] > 0
+    code, shown, _ = tieline("design", "--model", folder, "--json")
+    assert code == 0
+    assert json.loads(shown)["rows"][0]["shape"]["k"] == 2
+    code, _, said = tieline("upcycle", folder, "-o", folder / "up")
+    assert code == 2
+    assert "is a Mixture of Experts already" in said
+
+
+def test_an_inspection_says_what_is_left_to_flip(tieline, folders):
+    code, shown, _ = tieline("inspect", folders["smoothed"], *FEW)
+    words = " ".join(shown.split())
+    assert code == 0
+    assert "Routing is smoothed: tokens use " in words
+    assert "exchange two experts at the threshold" in words
+    assert "2 of 8 experts, smoothed" in words
+    assert any(line.split()[:2] == ["layer", "experts"] for line in shown.splitlines())
+
+
+def test_what_a_changed_model_cannot_answer_is_said(tieline, folders):
+    _, shown, _ = tieline("audit", folders["smoothed"], *FEW, "--formats", "bf16")
+    assert "a flip is a change of the experts with any weight" in " ".join(shown.split())
+    _, shown, _ = tieline("audit", folders["rerouted"], *FEW, "--formats", "bf16")
+    assert "Not possible: score noise" in " ".join(shown.split())
+    _, shown, _ = tieline("diff", folders["smoothed"], folders["smoothed"], *FEW)
+    assert "A and B are smoothed: compared are the k experts" in " ".join(shown.split())
+
+
+def test_a_gate_that_is_no_top_k_is_refused_in_a_sentence(tieline, tmp_path):
+    model = lively(tiny_model("olmoe", vocab_size=WORDS))
+    reroute_(model, gate="sigmoid")
+    model.save_pretrained(tmp_path)
+    load_demo_tokenizer().save_pretrained(tmp_path)
+    for command in ("inspect", "audit", "smooth"):
+        code, _, said = tieline(command, tmp_path)
+        assert code == 2
+        assert "replaced by one that is no top-k of its scores" in said
+
+
+def test_the_folders_of_a_training_run_name_the_one_that_is_read(tieline, tmp_path):
+    run = tmp_path / "run"
+    code, _, _ = tieline("train", "demo-smoke-smooth1", "--out", run)
+    assert code == 0
+    code, shown, _ = tieline("inspect", run / "stock", *FEW, "--json")
+    assert code == 0
+    assert json.loads(shown)["measures"]["layers"][0]["used"] > 2
+    for folder in (run, run / "model"):
+        code, _, said = tieline("inspect", folder)
+        assert code == 2
+        assert f"its form for transformers is '{run / 'stock'}'" in said

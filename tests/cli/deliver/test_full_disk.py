@@ -1,0 +1,105 @@
+"""Commands whose output goes to a file system of a few hundred kilobytes, a device or a pipe."""
+
+import json
+import os
+import subprocess
+import threading
+
+import pytest
+
+from tests.hf.dense import dense_model
+from tests.trace.zoo import make_trace
+from tieline.trace import save_trace
+
+SMALL = 128 << 10
+FEW = ["--tokens", 512, "--calibration", 512, "--rounds", 2, "--batch-size", 2]
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A file system of 128 KiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={SMALL}", "tmpfs", str(place)]
+    try:
+        done = subprocess.run(mount, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("there is no mount command")
+    if done.returncode:
+        pytest.skip(f"mounting is not allowed: {done.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A dense model and two traces, each larger than the disk."""
+    folder = tmp_path_factory.mktemp("made")
+    dense_model("llama").save_pretrained(folder / "dense")
+    for seed in (0, 1):
+        save_trace(make_trace(seed, tokens=4000), folder / f"trace{seed}")
+    return folder
+
+
+COMMANDS = {
+    "inspect": ["inspect", "--tokens", 4096, "--save-trace", "@/out"],
+    "merge": ["merge", "+/trace0", "+/trace1", "--renumber", "-o", "@/out"],
+    "smooth": ["smooth", *FEW, "-o", "@/out"],
+    "upcycle": ["upcycle", "+/dense", "--n-experts", 32, "-o", "@/out"],
+    "page": ["inspect", "--tokens", 64, "--html", "@/out"],
+}
+
+
+@pytest.mark.parametrize("words", COMMANDS.values(), ids=COMMANDS)
+def test_a_full_disk_is_said_and_nothing_is_left(tieline, disk, made, words):
+    code, out, err = tieline(
+        *(str(word).replace("@", str(disk)).replace("+", str(made)) for word in words)
+    )
+    assert (code, out) == (2, ""), err
+    assert f"no space left on the disk of {disk}" in err
+    assert list(disk.iterdir()) == []
+
+
+def test_a_run_that_meets_a_full_disk_goes_on_when_there_is_space(tieline, disk):
+    words = ["train", "demo-smoke-smoe", "-o", disk / "run"]
+    code, _, err = tieline(*words)
+    assert code == 2, err
+    assert f"no space left on the disk of {disk}" in err
+    assert not [path for path in disk.rglob("*") if path.name.startswith((".", "checkpoint"))]
+    subprocess.run(["mount", "-o", "remount,size=64M", str(disk)], check=True)
+    code, _, err = tieline(*words, "--resume")
+    assert code == 0, err
+
+
+@pytest.mark.parametrize("option", ["--json", "--html"])
+def test_a_full_device_is_said_and_a_pipe_is_written_to(tieline, tmp_path, option):
+    code, _, err = tieline("design", "--preset", "olmoe", f"{option}=/dev/full")
+    assert (code, "no space left on the disk of /dev/full" in err) == (2, True), err
+    pipe, read = tmp_path / "pipe", []
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()))
+    reader.start()
+    code, _, err = tieline("design", "--preset", "olmoe", f"{option}={pipe}")
+    reader.join()
+    assert code == 0, err
+    assert pipe.is_fifo()
+    assert read[0].startswith(b"<!doctype html>" if option == "--html" else b"{")
+    assert tieline("design", "--preset", "olmoe", f"{option}=/dev/null")[0] == 0
+    assert not os.path.isfile("/dev/null")
+
+
+def test_a_link_stays_and_a_mode_is_kept(tieline, tmp_path):
+    secret, link = tmp_path / "secret.json", tmp_path / "link.json"
+    secret.touch(0o600)
+    link.symlink_to(secret)
+    assert tieline("design", "--preset", "olmoe", "--json", link)[0] == 0
+    assert link.is_symlink()
+    assert secret.stat().st_mode & 0o777 == 0o600
+    assert json.loads(secret.read_text())["format"] == "tieline-design"
+
+
+def test_a_disk_that_is_read_only_is_refused_before_any_work(tieline, disk):
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    for words in (["--html", disk / "a.html"], ["--save-trace", disk / "trace"]):
+        code, _, err = tieline("inspect", "no/such-model", *words)
+        assert (code, "is not writable" in err) == (2, True), err

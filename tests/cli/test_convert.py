@@ -1,0 +1,41 @@
+"""tieline convert: every form from the command line, and what it refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tieline.trace import import_trace, load_trace
+
+ENGINES = Path(__file__).parents[1] / "trace" / "fixtures" / "engines"
+SIXTEEN, TOKENS = ENGINES / "vllm-sixteen-requests.npy", ENGINES / "token-ids.npy"
+NAMES = {"vllm": "a.jsonl", "sglang": "a.jsonl", "trace": "a"}
+
+
+@pytest.mark.parametrize("form", ["vllm", "sglang", "verl", "megatron", "nemo", "npz", "trace"])
+def test_every_form_is_written_and_read(tieline, tmp_path, form):
+    target = tmp_path / NAMES.get(form, "a.safetensors" if form == "nemo" else "a.npz")
+    code, out, err = tieline(
+        "convert", SIXTEEN, target, "--to", form, "--tokens", TOKENS, "--json", "-"
+    )
+    assert code == 0, err
+    assert json.loads(out)["tokens"] == 4096
+    again = load_trace(target) if form == "trace" else import_trace(target)
+    wanted = import_trace(SIXTEEN, tokens=TOKENS)
+    assert again.tokens.tolist() == wanted.tokens.tolist()
+    for mine, theirs in zip(again.layers, wanted.layers, strict=True):
+        assert mine.experts.tolist() == theirs.experts.tolist()
+
+
+def test_nothing_is_written_over(tieline, tmp_path):
+    target = tmp_path / "a.npz"
+    assert tieline("convert", SIXTEEN, target, "--to", "npz")[0] == 0
+    before = target.read_bytes()
+    for words in ((SIXTEEN, target), (target, target, "--overwrite")):
+        assert tieline("convert", *words, "--to", "npz")[0] == 2
+        assert target.read_bytes() == before
+    assert tieline("convert", SIXTEEN, target, "--to", "npz", "--overwrite")[0] == 0
+    for words in (("--to", "tgi"), ("--to", "verl", "--model-layers", 1)):
+        assert tieline("convert", SIXTEEN, tmp_path / "b.npz", *words)[0] == 2
+        assert not (tmp_path / "b.npz").exists()
+    assert tieline("convert", tmp_path / "missing.npy", tmp_path / "c", "--to", "trace")[0] == 2

@@ -1,0 +1,144 @@
+"""How a run ends: Ctrl-C at any moment, closed pipes, full devices and plain terminals."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tieline.cli.ending import _spelled
+
+TIELINE = [sys.executable, "-m", "tieline"]
+
+
+def run(*words, **options):
+    options = {"capture_output": True, "text": True, "check": False} | options
+    return subprocess.run([*TIELINE, *words], **options)
+
+
+def started(*words, **options):
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    options |= {"start_new_session": True, "preexec_fn": _heeds_ctrl_c}
+    return subprocess.Popen([*TIELINE, *words], **pipes, **options)
+
+
+def _heeds_ctrl_c():
+    """A shell ignores Ctrl-C in what it runs in the background, and tests may be run there."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def told(err):
+    """What stderr says beside progress, whose lines end in seconds."""
+    return [line for line in err.splitlines() if not line.endswith(" s")]
+
+
+@pytest.mark.parametrize("seconds", [0.4, 1.2, 2.0, 3.0, 5.0])
+def test_ctrl_c_at_any_moment_is_one_word(seconds, tmp_path):
+    with started("inspect", "--tokens", "300000", "--save-trace", tmp_path / "trace") as process:
+        time.sleep(seconds)  # from the first imports to the forward passes
+        assert process.poll() is None
+        os.killpg(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, told(err)) == (130, "", ["stopped"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_stops_the_processes_of_a_study_without_a_word_of_theirs(tmp_path):
+    rows = tmp_path / "rows"
+    words = ["linear", "--link", "softmax", "--expert", "linear", "--sizes", "2000,4000"]
+    study = ["rates", "--gate", *words, "--repetitions", "400", "--jobs", "2", "--results", rows]
+    with started(*study) as process:
+        while not rows.exists():
+            time.sleep(0.05)
+            assert process.poll() is None
+        os.killpg(process.pid, signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, err.splitlines()[-1]) == (130, "stopped")
+    assert "Traceback" not in err
+
+
+LIST = ("train", "--list")
+
+
+@pytest.mark.parametrize("words", [LIST, ("rates", "--list"), ("--help",), (*LIST, "--json", "-")])
+def test_a_closed_pipe_is_no_error(words):
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = run(*words, capture_output=False, stdout=writing, stderr=subprocess.PIPE)
+    os.close(writing)
+    assert (done.returncode, told(done.stderr)) == (0, [])
+
+
+@pytest.mark.parametrize("words", [LIST, (*LIST, "--json", "-"), ("--version",)])
+def test_a_full_stdout_is_an_error(words):
+    with open("/dev/full", "w") as full:
+        done = run(*words, capture_output=False, stdout=full, stderr=subprocess.PIPE)
+    assert done.returncode == 2
+    assert "o space left" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_terminal_without_unicode_gets_plain_letters():
+    plain = {**os.environ, "PYTHONIOENCODING": "ascii", "LC_ALL": "C", "COLUMNS": "100"}
+    done = run("design", "--preset", "olmoe", env=plain)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.isascii()
+    assert "Phi(kH" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("sign", "plain"),
+    [
+        ("ε", "eps"),
+        ("τ", "tau"),
+        ("Φ", "Phi"),
+        ("·", "-"),
+        ("é", "e"),
+        ("⌊", "floor("),
+        ("字", "?"),
+    ],
+)
+def test_signs_are_spelled(sign, plain):
+    assert _spelled(sign) == plain
+
+
+def test_a_power_of_ten_stays_one():
+    assert "1·10⁻³".encode("ascii", "tieline.plain") == b"1-10^-3"
+
+
+def test_names_that_are_no_text_are_printed(tmp_path):
+    name = os.fsencode(tmp_path) + b"/\xff\x1b[31m.npy"
+    done = subprocess.run([*TIELINE, "diff", name, name], capture_output=True, check=False)
+    assert done.returncode == 2
+    assert b"no such file" in done.stderr
+    assert b"\x1b" not in done.stderr
+
+
+def test_forty_columns_show_whole_numbers():
+    narrow = {**os.environ, "COLUMNS": "40"}
+    wide = run("design", "--preset", "olmoe", env={**os.environ, "COLUMNS": "400"}).stdout
+    done = run("design", "--preset", "olmoe", env=narrow)
+    assert "…" not in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 40
+    table = wide[wide.index("experts N") : wide.index("flips bf16")]
+    numbers = [word for word in table.split() if word[0].isdigit()]
+    assert len(numbers) > 20
+    assert all(number in done.stdout for number in numbers)
+
+
+def test_what_is_to_be_tested_is_said_before_and_while_it_goes_on(tmp_path):
+    words = ["p0-lem6.2", "--fast", "--executor", "serial", "--results", tmp_path / "results"]
+    done = run("reproduce", *words)
+    assert "1 claim of 1 paper in 1 process: about" in done.stderr
+    assert done.returncode == 0
+
+
+def test_text_comes_from_stdin_and_pages_go_to_stdout(tmp_path):
+    words = ["inspect", "--text", "-", "--tokens", "64", "--html", "-"]
+    done = run(*words, input="Once upon a time there was a router. " * 20)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("<!doctype html>")
+    assert "stdin" in done.stdout
+    assert "wrote" not in done.stderr

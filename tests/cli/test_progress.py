@@ -1,0 +1,55 @@
+"""Bars where a person looks, lines where a file is written."""
+
+import io
+import time
+
+from rich.console import Console
+
+from tieline.cli import progress
+from tieline.cli.progress import progress_bars
+
+
+def drawn(terminal, *steps):
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=80)
+    with progress_bars(console) as report:
+        for step in steps:
+            report(*step)
+    return console.file.getvalue()
+
+
+def test_every_stage_and_the_silent_one_after_it_is_shown():
+    steps = [("forward", 1, 2), ("forward", 2, 2), ("jumps", 1, 4), ("jumps", 4, 4)]
+    text = drawn(True, *steps)
+    for stage in ("start", "forward", "measure", "jumps", "report"):
+        assert stage in text
+
+
+def test_a_stage_that_has_ended_may_go_on():
+    text = drawn(True, ("jumps", 1, 1), ("losses", 0, 1), ("jumps", 1, 1), ("losses", 1, 1))
+    assert "losses" in text
+
+
+def waited(capsys, enough):
+    """What stderr holds once a line says enough."""
+    told = ""
+    while enough not in told:
+        time.sleep(0.005)
+        told += capsys.readouterr().err
+    return told
+
+
+def test_a_file_gets_lines_also_while_nothing_is_reported(capsys, monkeypatch):
+    monkeypatch.setattr(progress, "PATIENCE", 0.01)
+    monkeypatch.setattr(progress, "LONGEST_PAUSE", 0.01)
+    with progress_bars(Console(file=io.StringIO(), force_terminal=False)) as report:
+        assert waited(capsys, "\n").startswith("start, 0 s\n")
+        report("forward", 1, 1200)
+        assert "forward 1 of 1,200, 0 s\n" in waited(capsys, "forward")
+    capsys.readouterr()
+    time.sleep(0.05)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_quick_run_says_nothing(capsys):
+    assert drawn(False, ("forward", 1, 2), ("forward", 2, 2)) == ""
+    assert capsys.readouterr().err == ""

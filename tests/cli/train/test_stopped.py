@@ -1,0 +1,51 @@
+"""Runs of tieline train that were killed, or met trouble, in processes of their own."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+RECIPE = "demo-smoke-smooth1"
+
+
+def run(*words):
+    command = [sys.executable, "-m", "tieline", "train", RECIPE, *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("train") / "run"
+    done = run("-o", folder, "--json")
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def told(done):
+    """What stderr says beside progress, whose lines end in seconds."""
+    return [line for line in done.stderr.splitlines() if not line.endswith(" s")]
+
+
+def test_a_resumed_run_removes_halves_and_says_nothing_of_libraries(trained, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(trained, folder)
+    for name in ("model", "stock"):
+        shutil.rmtree(folder / name)
+    (folder / "result.json").unlink()
+    (folder / "checkpoint-20" / "complete.json").unlink()
+    (folder / "checkpoint-20" / "half").touch()
+    done = run("-o", folder, "--resume", "--json")
+    assert (done.returncode, told(done)) == (0, [])
+    assert not (folder / "checkpoint-20" / "half").exists()
+    weights = [path / "model" / "model.safetensors" for path in (folder, trained)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+def test_a_run_killed_before_its_first_file_does_not_block_the_next(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / ".config.json.0123456789abcdef.partial").touch()
+    done = run("-o", folder, "--json")
+    assert done.returncode == 0, done.stderr
+    assert not [path for path in folder.iterdir() if path.name.startswith(".")]

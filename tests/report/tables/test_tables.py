@@ -1,0 +1,106 @@
+"""Tables and findings, in the terminal at any width and without colour, and on pages."""
+
+import io
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from tests.report.zoo import make_inspection
+from tieline.analysis.inspection import Finding
+from tieline.report.inspection import COLUMNS, terminal
+from tieline.report.inspection_charts import layer_rows
+from tieline.report.tables import Column, finding_text, grid, rich_table, text_table
+
+
+def shown(result, width):
+    console = Console(file=io.StringIO(), width=width, no_color=True)
+    console.print(terminal(result, width))
+    return console.file.getvalue()
+
+
+def test_verdict_layers_and_findings_are_shown_as_they_are(result):
+    text = shown(result, 160)
+    assert "zoo/moe  3 routed layers · 2 of 8 experts · 200 tokens · float32" in text
+    assert "<b>most</b> such changes are small." in text
+    assert "▲ 2.6 % of tokens flip in bf16 & more in fp8 (layer 2)." in text
+    assert "● The load is 84 % even." in text
+
+
+def test_a_long_list_of_findings_is_cut_and_says_so(result):
+    many = replace(result, findings=result.findings * 4)
+    text = shown(many, 100)
+    assert text.count("▲") == text.count("◆") == text.count("●") == 2
+    assert "6 more in the page and the JSON" in text
+
+
+@pytest.mark.parametrize("width", [30, 40, 60, 80, 100, 200])
+def test_no_line_is_too_long_and_no_cell_is_cut(result, width):
+    text = shown(result, width)
+    assert max(map(len, text.splitlines())) <= width
+    assert "…" not in text
+
+
+def test_a_wider_terminal_shows_more_columns(result):
+    counts = [
+        len(rich_table(COLUMNS, layer_rows(result), width).columns)
+        for width in (10, 40, 80, 120, 300)
+    ]
+    assert counts == sorted(counts)
+    assert counts[0] == 1
+    assert counts[-1] == 14
+
+
+def test_square_brackets_in_names_are_text():
+    result = make_inspection(model="[bold red]x[/]", tokens=40)
+    assert "[bold red]x[/]" in shown(result, 120)
+
+
+def test_what_cannot_be_answered_is_a_dash(ids_only):
+    first = next(
+        line for line in shown(ids_only, 120).splitlines() if line.strip().startswith("0 ")
+    )
+    assert first.split().count("–") == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "layer", "sentence"),
+    [
+        ("experts tie in layer 3", "m.3.gate", "Experts tie in layer 3."),
+        ("experts tie.", "m.3.gate", "Experts tie (layer 3)."),
+        ("experts tie", "other", "Experts tie (layer other)."),
+        ("2 % tie", None, "2 % tie."),
+    ],
+)
+def test_a_finding_is_a_sentence_that_names_its_layer_once(text, layer, sentence):
+    assert finding_text(Finding("info", text, 1.0, layer), {"m.3.gate": "3"}) == sentence
+
+
+def test_a_grid_holds_the_cells_of_its_columns_without_the_empty_ones():
+    columns = (
+        Column("a", "first", lambda row: row[0]),
+        Column("b", "none", lambda row: "–"),
+        Column("c", "last", lambda row: row[1]),
+    )
+    made = grid(columns, ["xy", "–z"])
+    assert (made.head, made.meanings) == (("a", "c"), ("first", "last"))
+    assert made.rows == (("x", "y"), ("–", "z"))
+    assert grid(columns, []).rows == ()
+
+
+def test_long_cells_of_a_table_are_folded_not_cut():
+    console = Console(file=io.StringIO(), width=30)
+    console.print(text_table(("name", "words"), [("a", "word " * 20)], left=2, fold=True))
+    assert console.file.getvalue().count("word") == 21
+
+
+@pytest.mark.parametrize("fold", [True, False])
+@pytest.mark.parametrize("width", [24, 40, 80])
+def test_numbers_of_any_table_are_whole_at_any_width(width, fold):
+    numbers = [[f"{place}{name},000,000.5" for name in range(1, 7)] for place in range(1, 4)]
+    table = text_table([f"column{n}" for n in range(6)], numbers, fold=fold)
+    console = Console(file=io.StringIO(), width=width, no_color=True)
+    console.print(table)
+    text = console.file.getvalue()
+    assert all(number in text for row in numbers for number in row)
+    assert max(map(len, text.splitlines())) <= width

@@ -1,0 +1,39 @@
+"""The page and the lines of a check, and text that tries to break out of them."""
+
+from dataclasses import replace
+
+import numpy as np
+
+import tieline as tl
+from tieline import report
+
+
+def made():
+    rng = np.random.default_rng(0)
+    return np.stack([rng.permutation(9)[:3] for _ in range(400)]).reshape(100, 4, 3)
+
+
+def broken(name="a<script>alert(1)</script>.npy"):
+    ids = made()
+    ids[50:60] = 0
+    result = tl.check(ids)
+    file = replace(result.files[0], name=name, said=("a<b",))
+    return replace(result, files=(file,))
+
+
+def test_page_and_lines_tell_the_verdict_and_escape_names():
+    result = broken()
+    page = report.page(result)
+    assert "<script>alert" not in page
+    assert "A&lt;b" in page
+    assert "Unsound: 2 findings" in page
+    assert "all-zero" in report.summary(result)
+    assert "all-zero" in report.notebook(result)
+    assert report.figures(result) == {}
+    assert report.terminal(result, 80) is not None
+
+
+def test_a_file_without_findings_says_so():
+    page = tl.check(made()).to_html()
+    assert "Nothing was found." in page
+    assert "Sound: nothing was found" in page

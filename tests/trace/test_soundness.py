@@ -1,0 +1,211 @@
+"""Every fault is found in arrays that have it, named, counted, and not in arrays that have not."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tieline.trace.readers import ReadOptions, Routes, read_routes
+from tieline.trace.soundness import codes_of, findings, log10_chance, worst
+
+ROWS, LAYERS, K, EXPERTS = 300, 5, 3, 32
+
+
+def sound(rows=ROWS, layers=LAYERS, k=K, experts=EXPERTS, seed=0, words=40, skew=0.5):
+    """Routes that follow from the token and from noise, with their tokens."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, words, rows)
+    scores = rng.normal(size=(layers, words, experts))[:, tokens] * 1.5
+    scores += rng.normal(size=scores.shape) + skew * rng.normal(size=(layers, 1, experts))
+    return np.argsort(-scores, axis=2)[..., :k].transpose(1, 0, 2), tokens
+
+
+IDS, TOKENS = sound()
+
+
+def check(ids, n_experts=None, **known):
+    return findings(Routes(ids, "array", "a", **known), n_experts)
+
+
+def only(found, severity="unsound"):
+    return {x.kind: x for x in found if x.severity == severity}
+
+
+@settings(max_examples=40)
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from([20, 100, 500]),
+    st.integers(1, 6),
+    st.integers(1, 4),
+    st.sampled_from([8, 64]),
+    st.floats(0, 1.5),
+    st.booleans(),
+)
+def test_sound_files_are_called_sound(seed, rows, layers, k, experts, skew, told):
+    ids, tokens = sound(rows, layers, k, experts, seed, skew=skew)
+    found = check(ids, experts if told else None, tokens=tokens if told else None)
+    assert worst(found) in (None, "note"), found
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.int64])
+def test_nothing_but_zeros(dtype):
+    (finding,) = check((IDS * 0).astype(dtype))
+    assert (finding.kind, finding.severity, finding.count) == ("all-zero", "unsound", ROWS)
+    assert "kernel" in finding.cause
+    (finding,) = check(np.full_like(IDS, -1))
+    assert finding.kind == "all-zero"
+    assert check(np.zeros((3, 2, 1), int)) == []  # too few to say
+
+
+@pytest.mark.parametrize(
+    ("rows", "severity"),
+    [
+        (slice(0, 4), "unsound"),
+        (slice(90, 91), "unsound"),
+        (slice(250, None), "suspicious"),
+        (slice(ROWS - 1, None), "note"),
+    ],
+)
+def test_rows_that_nothing_was_written_to(rows, severity):
+    ids = IDS.copy()
+    ids[rows] = 0
+    found = only(check(ids), severity)
+    assert found["all-zero"].count == len(ids[rows])
+    assert ("duplicate-expert" in found) == (severity != "note")
+    if severity == "unsound":
+        assert found["all-zero"].where == f"row {rows.start}"
+
+
+def test_padding_between_documents_is_at_their_ends():
+    ids, documents = IDS.copy(), np.repeat([0, 1, 2], 100)
+    ids[[99, 199, 299]] = 0
+    found = check(ids, documents=documents)
+    assert only(found, "note")["all-zero"].count == 3
+    assert only(found) == {}
+    assert "all-zero" in only(check(ids))
+
+
+def test_a_stale_row_and_a_repeated_token_are_told_apart():
+    ids = IDS.copy()
+    ids[150:] = ids[150]
+    finding = only(check(ids))["repeated-rows"]
+    assert finding.count >= 150
+    assert "150 times in a row" in finding.message
+    assert "pass the tokens" in finding.cause
+    assert "repeated-rows" in only(check(ids, tokens=TOKENS))
+    one = TOKENS.copy()
+    one[150:] = one[150]
+    assert only(check(ids, tokens=one)) == {}
+    few = IDS.copy()
+    few[200:210] = few[200]
+    assert only(check(few)) == {}
+    assert "repeated-rows" in only(check(few), "suspicious")
+    few[200:220] = few[200]
+    assert "repeated-rows" in only(check(few, tokens=TOKENS))
+
+
+def test_copies_of_whole_documents_are_no_stale_rows():
+    ids = np.concatenate([IDS[:10]] * 30)
+    assert only(check(ids, documents=np.repeat(np.arange(30), 10))) == {}
+
+
+def test_the_bound_on_coincidences():
+    assert log10_chance(5, 10, 0.5) == 0
+    assert log10_chance(10, 10, 0.1) == pytest.approx(-10)
+    by_hand = sum(
+        float(np.prod([10 - i for i in range(m)]) / np.prod(range(1, m + 1)))
+        * 0.2**m
+        * 0.8 ** (10 - m)
+        for m in range(6, 11)
+    )
+    assert np.log10(by_hand) <= log10_chance(6, 10, 0.2) < 0
+
+
+def test_equal_rows_share_a_code():
+    ids = np.array([[1, 2], [2, 1], [1, 2], [0, 0], [256, 0], [0, 256]])
+    codes = codes_of(ids)
+    assert codes[0] == codes[2]
+    assert len(set(codes.tolist())) == 5
+
+
+@pytest.mark.parametrize("count", [1, 30])
+def test_an_expert_twice(count):
+    ids = IDS.copy()
+    ids[40 : 40 + count, 2, 1] = ids[40 : 40 + count, 2, 0]
+    finding = only(check(ids))["duplicate-expert"]
+    assert finding.count == count
+    assert finding.where.startswith("row 40, layer layers.2: ")
+    assert "one layer alone" in finding.cause
+    zeros = IDS.copy()
+    zeros[40, :2] = 0
+    assert "placeholders" in only(check(zeros))["duplicate-expert"].cause
+
+
+def test_ids_that_no_expert_has():
+    ids = IDS.copy()
+    ids[7, 1, 2] = EXPERTS + 1
+    finding = only(check(ids, EXPERTS))["out-of-range"]
+    assert finding.count == 1
+    assert finding.where == f"row 7, layer layers.1: {EXPERTS + 1}"
+    assert "draft" in finding.cause
+    physical = np.where(IDS == 3, EXPERTS + 2, IDS)
+    assert "physical" in only(check(physical, EXPERTS))["out-of-range"].cause
+    holes = IDS.copy()
+    holes[7, 1, 2] = -1
+    assert "mixed" in only(check(holes))["out-of-range"].cause
+    assert "wrapped" in only(check(IDS.astype(np.uint8), 300))["out-of-range"].message
+    draft = IDS.copy()
+    draft[:, 3] += EXPERTS
+    assert "layers.3" in only(check(draft), "suspicious")["out-of-range"].message
+
+
+def test_layers_that_are_dense_constant_or_narrow():
+    dense = IDS.copy()
+    dense[:, 0] = 0
+    found = check(dense)
+    assert only(found) == {}
+    assert only(found, "note")["constant-layer"].count == 1
+    constant = IDS.copy()
+    constant[:, 4] = constant[0, 4]
+    assert only(check(constant))["constant-layer"].where == "layer layers.4"
+    assert "constant-layer" in only(check(constant[:40]), "suspicious")
+    narrow, rng = sound(2000)[0], np.random.default_rng(1)
+    narrow[:, 1] = np.argsort(rng.random((2000, 8)), axis=1)[:, :K]
+    assert "experts 0 ... 7 alone" in only(check(narrow), "suspicious")["constant-layer"].message
+
+
+def test_rows_that_do_not_fit_their_tokens():
+    def told(ids, *documents, start=None):
+        return check_routes(read_routes(ids, ReadOptions(tokens=documents, start=start)))
+
+    def check_routes(routes):
+        return {x.severity: x for x in findings(routes) if x.kind == "row-count"}
+
+    assert told(IDS, TOKENS) == {}
+    assert "the last token of 1" in told(IDS[:-1], TOKENS)["note"].message
+    assert "start=199" in told(IDS[200:], TOKENS)["unsound"].message
+    assert told(IDS[200:], TOKENS, start=200) == {}
+    assert "several requests" in told(IDS, TOKENS[:100])["unsound"].message
+    assert "2 documents" in told(IDS, TOKENS[:100], TOKENS[:20])["unsound"].message
+
+
+@pytest.mark.parametrize("lag", [-3, -1, 1, 2])
+def test_rows_of_other_tokens_are_told_by_equal_tokens(lag):
+    ids, tokens = sound(2000, words=60)
+    finding = only(check(np.roll(ids, lag, axis=0), tokens=tokens))["token-shift"]
+    assert f"t{-lag:+d}" in finding.cause
+    assert only(check(ids, tokens=tokens)) == {}
+
+
+def test_experts_that_nobody_chose():
+    rng = np.random.default_rng(0)
+    scores = rng.random((1000, 3, 16))
+    scores[:, 1, 5] = -1
+    found = only(check(np.argsort(-scores, axis=2)[..., :2], 16), "note")["dead-experts"]
+    assert found.count == 1
+    assert found.where == "layer layers.1: [5]"
+    scores[..., 4:8] = -1
+    found = only(check(np.argsort(-scores, axis=2)[..., :2], 16), "suspicious")["dead-experts"]
+    assert "experts 4 ... 7" in found.message
+    few = np.argsort(-scores, axis=2)[:20, :, :2]
+    assert "dead-experts" not in {x.kind for x in check(few, 16)}  # chance may explain it

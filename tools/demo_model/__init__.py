@@ -1,0 +1,1 @@
+"""Makes the model in the box: `python -m tools.demo_model`."""

@@ -1,0 +1,149 @@
+"""The training loop of the demo model: a pure function of recipe, seed and text.
+
+Batch t is drawn with a generator seeded by (seed, t) and a checkpoint holds the weights and both
+moments of AdamW, so a run that was interrupted continues as if nothing had happened.
+"""
+
+import json
+import os
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import OlmoeForCausalLM
+from transformers.models.olmoe.modeling_olmoe import load_balancing_loss_func
+
+from tieline.core.errors import ParameterError, require
+from tieline.core.ranking import stable_topk
+
+from .recipe import Recipe
+
+__all__ = ["train", "validate"]
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def train(
+    model: OlmoeForCausalLM, stream: Tensor, held_out: Tensor, recipe: Recipe, checkpoint: Path
+) -> dict[str, Any]:
+    """Train from the checkpoint, if there is one, to the last step; returns curve and time."""
+    optimizer = _optimizer(model, recipe)
+    state = {"step": 0, "seconds": 0.0, "cpu_seconds": 0.0, "curve": [], "recipe": asdict(recipe)}
+    if checkpoint.exists():
+        state = _load_checkpoint(checkpoint, model, optimizer, recipe)
+    every = recipe.steps // recipe.evaluations
+    while state["step"] < recipe.steps:
+        began, first = (time.perf_counter(), time.process_time()), state["step"]
+        steps = range(first, first + every)
+        losses = [_update(model, optimizer, stream, recipe, step) for step in steps]
+        validation, _ = validate(model, held_out, recipe)
+        state["step"] = steps.stop
+        state["seconds"] += time.perf_counter() - began[0]
+        state["cpu_seconds"] += time.process_time() - began[1]
+        point = {"step": steps.stop, "seconds": round(state["seconds"], 1)}
+        point |= {"training_loss": sum(losses) / every, "validation_loss": validation.mean().item()}
+        state["curve"].append(point)
+        sys.stderr.write(json.dumps(point) + "\n")
+        _save_checkpoint(checkpoint, model, optimizer, state)
+    return state
+
+
+@torch.no_grad()
+def validate(model: OlmoeForCausalLM, held_out: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
+    """Loss of each whole window of the held-out text, and the choices per (layer, expert)."""
+    length = recipe.context + 1
+    windows = held_out[: held_out.numel() // length * length].view(-1, length)
+    load = torch.zeros(recipe.layers, recipe.experts, dtype=torch.long)
+    losses = []
+    for rows in windows.split(8):
+        output = model(input_ids=rows[:, :-1], output_router_logits=True, use_cache=False)
+        losses += [
+            _language_loss(z, y).item() for z, y in zip(output.logits, rows[:, 1:], strict=True)
+        ]
+        for layer, logits in enumerate(output.router_logits):
+            chosen = stable_topk(logits, recipe.top_k).indices.flatten()
+            load[layer] += torch.bincount(chosen, minlength=recipe.experts)
+    return torch.tensor(losses, dtype=torch.float64), load
+
+
+def _update(
+    model: OlmoeForCausalLM, optimizer: torch.optim.AdamW, stream: Tensor, r: Recipe, step: int
+) -> float:
+    """One step on language loss + balance * Switch loss; returns the language loss.
+
+    The balance loss is taken layer by layer and averaged: pooled over the layers, as the model
+    itself would do, an expert idle in one layer is excused by a busy one in another.
+    """
+    for group in optimizer.param_groups:
+        group["lr"] = r.rate(step)
+    batch = _batch(stream, r, step)
+    output = model(input_ids=batch[:, :-1], output_router_logits=True, use_cache=False)
+    loss = _language_loss(output.logits, batch[:, 1:])
+    uneven = [
+        torch.as_tensor(load_balancing_loss_func((logits,), r.experts, r.top_k))
+        for logits in output.router_logits
+    ]
+    (loss + r.balance * torch.stack(uneven).mean()).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), r.clip)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def _batch(stream: Tensor, recipe: Recipe, step: int) -> Tensor:
+    """Windows of context + 1 tokens of the training stream, drawn by (seed, step) alone."""
+    generator = torch.Generator().manual_seed(recipe.seed * 1_000_003 + step)
+    last = stream.numel() - recipe.context
+    starts = torch.randint(last, (recipe.batch, 1), generator=generator)
+    return stream[starts + torch.arange(recipe.context + 1)]
+
+
+def _language_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean of -log p(token | tokens before it), in nats per token."""
+    return cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+
+def _optimizer(model: OlmoeForCausalLM, recipe: Recipe) -> torch.optim.AdamW:
+    """AdamW; norms are not decayed."""
+    groups = [
+        {"params": [p], "weight_decay": recipe.weight_decay if p.ndim > 1 else 0.0}
+        for p in model.parameters()
+    ]
+    return torch.optim.AdamW(groups, lr=recipe.peak_rate, betas=(0.9, 0.98))
+
+
+def _save_checkpoint(
+    path: Path, model: OlmoeForCausalLM, optimizer: torch.optim.AdamW, state: dict[str, Any]
+) -> None:
+    """Weights, moments and state as safetensors, replacing the file in one move."""
+    tensors = {}
+    for name, p in model.named_parameters():
+        tensors["weight." + name] = p.detach()
+        tensors |= {f"{moment}.{name}": optimizer.state[p][moment] for moment in MOMENTS}
+    save_file(tensors, path.with_suffix(".new"), {"state": json.dumps(state)})
+    os.replace(path.with_suffix(".new"), path)
+
+
+def _load_checkpoint(
+    path: Path, model: OlmoeForCausalLM, optimizer: torch.optim.AdamW, recipe: Recipe
+) -> dict[str, Any]:
+    """Restore what `_save_checkpoint` wrote; returns its state."""
+    with safe_open(path, "pt") as file, torch.no_grad():
+        state = json.loads(file.metadata()["state"])
+        require(
+            state["recipe"] == asdict(recipe),
+            f"{path} continues the recipe {state['recipe']}, not {asdict(recipe)}",
+            ParameterError,
+        )
+        for name, p in model.named_parameters():
+            p.copy_(file.get_tensor("weight." + name))
+            moments = {moment: file.get_tensor(f"{moment}.{name}") for moment in MOMENTS}
+            optimizer.state[p] = {"step": torch.tensor(float(state["step"])), **moments}
+    return state

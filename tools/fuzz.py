@@ -1,0 +1,296 @@
+"""Mutated files for every reader and loader: each must be read, or be refused by a short message.
+
+    python -m tools.fuzz 100000 [seed]
+
+Files of every kind that Tieline reads are made, and copies with flipped, cut, doubled and inserted
+bytes, or with other numbers, are given to their readers. Counted are exceptions that are no
+`TielineError`, messages over 2 kB, and readers that take longer than 20 s. The peak of the memory
+is that of the whole process, torch and transformers included.
+"""
+
+import hashlib
+import json
+import random
+import resource
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.numpy import save_file
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers.utils import logging
+
+import tieline
+from tieline.analysis.sources import as_text
+from tieline.core.errors import TielineError
+from tieline.core.records import read_result
+from tieline.estimation.rates import RateRow, RateStore
+from tieline.hf.demo import load_demo_tokenizer
+from tieline.hf.llama2c import load_llama2c, load_llama2c_tokenizer
+from tieline.hf.loading import load_dense, load_model
+from tieline.trace import RoutingTrace, save_summary, save_trace, summarise
+from tieline.trace.readers import import_trace
+from tieline.training.checkpoint import read_json
+from tieline.tropical.advisor import LayerShape, advise
+
+LONGEST_MESSAGE, SLOWEST = 2000, 20
+NUMBERS = [b"-1", b"0", b"1e400", b"NaN", b"99999999999999999999", b"2147483648", b"null", b'"x"']
+FIXTURES = Path(__file__).parents[1] / "tests" / "trace" / "fixtures"
+
+
+@dataclass(frozen=True)
+class Target:
+    """A file to mutate and how it is read.
+
+    Attributes:
+        name: of the kind of file.
+        file: the file; the others of its folder stay as they are.
+        read: reads it.
+        weight: how often it is drawn.
+        signed: index of the folder in which size and digest of the file are put right.
+    """
+
+    name: str
+    file: Path
+    read: Callable[[], object]
+    weight: float = 1.0
+    signed: Path | None = None
+
+
+def mutated(data: bytes, draw: random.Random) -> bytes:
+    """The bytes with one to four changes."""
+    found = bytearray(data)
+    for _ in range(draw.choice((1, 1, 1, 2, 4))):
+        place = draw.randrange(len(found) + 1)
+        kind = draw.randrange(7)
+        if kind == 0 and place < len(found):
+            found[place] ^= 1 << draw.randrange(8)
+        elif kind == 1:
+            del found[place:]
+        elif kind == 2:
+            del found[place : place + draw.randrange(1, 40)]
+        elif kind == 3:
+            found[place:place] = draw.randbytes(draw.randrange(1, 16))
+        elif kind == 4:
+            found[place:place] = found[place : place + draw.randrange(1, 200)]
+        elif kind == 5 and place < len(found):
+            found[place : place + 8] = draw.choice((b"\xff" * 8, b"\0" * 8, b"\x7f" * 8))
+        else:
+            _change_number(found, draw)
+    return bytes(found)
+
+
+def _change_number(data: bytearray, draw: random.Random) -> None:
+    digits = [i for i in range(min(len(data), 20_000)) if 48 <= data[i] <= 57]
+    if digits:
+        first = last = draw.choice(digits)
+        while last < len(data) and 48 <= data[last] <= 57:
+            last += 1
+        data[first:last] = draw.choice(NUMBERS)
+
+
+def make_targets(folder: Path) -> list[Target]:
+    """Every kind of file, with its reader."""
+    targets = [*_traces(folder), *_routes(folder), *_models(folder), *_others(folder)]
+    for fixture in sorted(FIXTURES.rglob("*")) if FIXTURES.is_dir() else ():
+        if fixture.is_file() and fixture.suffix not in (".py", ".md"):
+            file = folder / "fixtures" / fixture.relative_to(FIXTURES)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(fixture.read_bytes())
+            targets.append(Target(f"fixture {fixture.name}", file, lambda f=file: tieline.load(f)))
+    return targets
+
+
+def _touched(loaded: object) -> None:
+    """Read what is read when it is touched."""
+    if isinstance(loaded, RoutingTrace):
+        for layer in loaded.layers:
+            layer.experts.sum()
+
+
+def _traces(folder: Path) -> list[Target]:
+    ids = torch.arange(40, dtype=torch.int16)
+    chosen = np.stack([ids % 8, (ids + 1) % 8], 1).reshape(40, 1, 2).repeat(2, 1)
+    np.save(folder / "seed.npy", chosen)
+    trace = import_trace(folder / "seed.npy")
+    save_trace(trace, folder / "trace")
+    save_summary(summarise(trace), folder / "summary")
+    found = []
+    for kind in ("trace", "summary"):
+        place = folder / kind
+        for file in sorted(place.iterdir()):
+            index = place / "tieline.json" if file.suffix == ".safetensors" else None
+            for signed in {None, index}:
+                read = lambda place=place: _touched(tieline.load(place))  # noqa: E731
+                name = f"{kind} {file.name}" + " signed" * (signed is not None)
+                found.append(Target(name, file, read, 2.0, signed))
+    return found
+
+
+def _routes(folder: Path) -> list[Target]:
+    experts = np.random.default_rng(0).integers(0, 8, (30, 2, 2)).astype(np.int32)
+    experts[:, :, 1] = (experts[:, :, 0] + 1) % 8
+    np.save(folder / "routes.npy", experts)
+    np.savez(folder / "routes.npz", routed_experts=experts)
+    np.savez_compressed(folder / "small.npz", routed_experts=experts)
+    save_file({"routed_experts": experts}, folder / "routes.safetensors")
+    rows = [(la, t, [int(e) for e in experts[t, la]]) for la in range(2) for t in range(30)]
+    lines = [f"{la},{t},{a} {b},0.9 0.5" for la, t, (a, b) in rows]
+    (folder / "routes.csv").write_text("layer,token,experts,scores\n" + "\n".join(lines) + "\n")
+    tables = [json.dumps({"layer": la, "token": t, "experts": e}) for la, t, e in rows]
+    (folder / "routes.jsonl").write_text("\n".join(tables) + "\n")
+    names = ("routes.npy", "routes.npz", "small.npz", "routes.safetensors")
+    files = [folder / name for name in (*names, "routes.csv", "routes.jsonl")]
+    return [Target(f.name, f, lambda f=f: _touched(import_trace(f)), 4.0) for f in files]
+
+
+def _models(folder: Path) -> list[Target]:
+    sizes: dict[str, Any] = {
+        "vocab_size": 32,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+    }
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 16}
+    MixtralForCausalLM(MixtralConfig(**sizes)).save_pretrained(folder / "moe")
+    load_demo_tokenizer().save_pretrained(folder / "moe")
+    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder / "dense")
+    header = np.array([8, 8, 1, 2, 2, 270, 16], dtype="<i4").tobytes()
+    count = 2 * 270 * 8 + 8 * 3 + 4 * 64 + 3 * 64 + 2 * 16 * 2 - 270 * 8
+    (folder / "model.bin").write_bytes(header + np.zeros(count, "<f4").tobytes())
+    pieces = [b"<unk>", b"<s>", b"</s>"] + [f"<0x{i:02X}>".encode() for i in range(256)]
+    pieces += [chr(97 + i).encode() for i in range(11)]
+    body = b"".join(np.float32(0).tobytes() + np.int32(len(p)).tobytes() + p for p in pieces)
+    (folder / "tokenizer.bin").write_bytes(np.int32(8).tobytes() + body)
+    config, weights = folder / "moe" / "config.json", folder / "dense" / "model.safetensors"
+    words = folder / "tokenizer.bin"
+    return [
+        Target("config.json", config, lambda: load_model(folder / "moe"), 2.0),
+        Target("weights", weights, lambda: load_dense(folder / "dense"), 0.5),
+        Target(
+            "config of weights",
+            folder / "dense" / "config.json",
+            lambda: load_dense(folder / "dense"),
+            0.5,
+        ),
+        Target("llama2.c", folder / "model.bin", lambda: load_llama2c(folder / "model.bin"), 1.0),
+        Target("llama2.c words", words, lambda: load_llama2c_tokenizer(words, 270), 2.0),
+    ]
+
+
+def _others(folder: Path) -> list[Target]:
+    result = folder / "result.json"
+    advise(LayerShape(8, 2, 16, 32), 4, (1, 2)).to_json(result)
+    rows, text, state = folder / "rows", folder / "text.txt", folder / "state.json"
+    RateStore(rows).add(
+        RateRow("x", 10, 0.1, i, 0, 5, 0.2, 0.3, 0.3, 0.1, 0, 1.0) for i in range(3)
+    )
+    text.write_text("Once upon a time, ε and ties. " * 8)
+    state.write_text(json.dumps({"groups": [], "scheduler": {}, "gates": {}}))
+    return [
+        Target("result", result, lambda: read_result(result), 4.0),
+        Target("rows of a study", rows, lambda: RateStore(rows).load("x"), 2.0),
+        Target("text", text, lambda: as_text(text), 1.0),
+        Target("state of a run", state, lambda: read_json(state), 1.0),
+    ]
+
+
+class SlowError(Exception):
+    """A reader took too long."""
+
+
+def _too_slow(number: int, frame: object) -> None:
+    raise SlowError
+
+
+def attempt(target: Target) -> tuple[str, str]:
+    """How reading ended, and what it said."""
+    signal.alarm(SLOWEST)
+    try:
+        target.read()
+    except TielineError as problem:
+        size = len(str(problem).encode(errors="replace"))
+        return ("refused" if size <= LONGEST_MESSAGE else "long message"), str(problem)
+    except SlowError:
+        return "slow", ""
+    except MemoryError as problem:
+        return "memory", str(problem)
+    except Exception as problem:
+        return "escaped", f"{type(problem).__name__}: {problem}"
+    finally:
+        signal.alarm(0)
+    return "read", ""
+
+
+def sign(target: Target, whole: bytes) -> None:
+    """Put size and digest of a mutated file into its index, so that it is read further."""
+    assert target.signed is not None
+    index = json.loads(whole)
+    data = target.file.read_bytes()
+    stated = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    index["files"][target.file.stem] = stated
+    target.signed.write_text(json.dumps(index, separators=(",", ":")))
+
+
+def run(count: int, seed: int = 0, show: bool = True) -> dict[str, Counter[str]]:
+    """Mutate and read `count` files; returns how often each kind of file ended in each way."""
+    draw = random.Random(seed)  # noqa: S311
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    signal.signal(signal.SIGALRM, _too_slow)
+    found: dict[str, Counter[str]] = {}
+    with tempfile.TemporaryDirectory() as place, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        targets = make_targets(Path(place))
+        for target in targets:
+            ending, words = attempt(target)
+            if ending != "read" and show and not target.name.startswith("fixture"):
+                print("as made:", target.name, ending, words[:200])
+        for target in draw.choices(targets, [target.weight for target in targets], k=count):
+            whole = target.file.read_bytes()
+            index = target.signed.read_bytes() if target.signed else b""
+            target.file.write_bytes(mutated(whole, draw))
+            if target.signed:
+                sign(target, index)
+            ending, words = attempt(target)
+            counts = found.setdefault(target.name, Counter())
+            counts[ending] += 1
+            if (
+                show
+                and ending in ("escaped", "slow", "long message", "memory")
+                and counts[ending] < 4
+            ):
+                print(f"{ending}: {target.name}: {words[:300]}", flush=True)
+            target.file.write_bytes(whole)
+            if target.signed:
+                target.signed.write_bytes(index)
+    return found
+
+
+def main() -> None:
+    """Run and report."""
+    count, seed = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
+    began = time.monotonic()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found = run(count, seed)
+    for name, counts in sorted(found.items()):
+        print(f"{name:34}", dict(counts))
+    whole = sum(found.values(), Counter())
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print("all", dict(whole), f"{time.monotonic() - began:.0f} s")
+    print(f"peak memory {peak >> 10} MiB, {before >> 10} MiB before the first file")
+    bad = {"escaped", "slow", "long message", "memory"} & set(whole)
+    raise SystemExit(1 if bad else 0)
+
+
+if __name__ == "__main__":
+    main()

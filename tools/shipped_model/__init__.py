@@ -1,1 +1,0 @@
-"""Makes the model in the box: `python -m tools.shipped_model`."""
