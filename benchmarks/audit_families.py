@@ -10,7 +10,8 @@ import argparse
 import json
 from pathlib import Path
 
-from benchmarks.diff_families import LENGTH, OWN, random_model
+from benchmarks.diff_families import LENGTH, random_model
+from benchmarks.planted import SHOWN
 from tieline.analysis.precision import audit
 from tieline.hf.demo import demo_text
 from tieline.hf.loading import load_model
@@ -47,7 +48,7 @@ def main():
     """Print every table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--models", default=",".join(["demo", *OWN]))
+    parser.add_argument("--models", default=",".join(["demo", *SHOWN]))
     parser.add_argument("--json", default=None)
     options = parser.parse_args()
     found = {}
