@@ -24,7 +24,7 @@ def audited(name, tokens):
     model = loaded.model if name == "demo" else random_model(name)
     length = None if name == "demo" else LENGTH
     source = (model, loaded.tokenizer)
-    return audit(source, text=demo_text(), tokens=tokens, sequence_length=length)
+    return audit(source, text=demo_text(), tokens=tokens, sequence_length=length, remedies=())
 
 
 def show(name, result):

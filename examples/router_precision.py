@@ -28,6 +28,7 @@ result = audit(
     sequence_length=min(512, tokens // 2),
     perturbations=[Perturbation("rounding", name) for name in formats],
     recover=0.5,
+    remedies=(),
 )
 
 print("1. What the format does to the routing, and what that costs:")

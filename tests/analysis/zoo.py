@@ -72,4 +72,5 @@ def family_audit(family: str, perturbations, tokens: int = 240):
         sequence_length=40,
         batch_size=4,
         perturbations=perturbations,
+        remedies=[],
     )

@@ -20,7 +20,7 @@ def done(tmp_path_factory):
     (folder / "words.md").write_text("for x in range(10):\n    print(x)\n" * 200)
     words = ["audit", "--tokens", 256, "--formats", "bf16, int4", "--seed", 3]
     words += ["--text", folder / "words.md", "--html", folder / "audit.html"]
-    words += ["--json", folder / "audit.json"]
+    words += ["--json", folder / "audit.json", "--remedies", "model bf16,model int4"]
     ended = subprocess.run(
         [sys.executable, "-m", "tieline", *map(str, words)],
         capture_output=True,
@@ -45,6 +45,7 @@ def test_a_run_writes_page_and_json_and_shows_a_row_per_perturbation(done):
     for name in ("router bf16", "router int4", "score noise 0.01", "model int4"):
         assert name in ended.stdout
     assert "Routers to keep in float32" in ended.stdout
+    assert all(f"What to do: model {name}" in ended.stdout for name in ("bf16", "int4"))
     assert "on the logits flips 1.0 % of tokens" in ended.stdout
     assert "words of text" not in ended.stdout
 
@@ -57,6 +58,8 @@ def test_the_json_names_its_format_and_where_it_is_from(done):
     assert result["provenance"]["seed"] == 3
     assert result["provenance"]["dtype"] == "float32"
     assert len(result["effects"]) == 2 * 2 + 3 + 2 + 2
+    assert result["remedies"]["perturbations"] == ["model bf16", "model int4"]
+    assert result["remedies"]["remedies"][0]["name"] == "nothing"
     assert result["verdict"] in json.dumps(result, ensure_ascii=False)
 
 
@@ -65,6 +68,7 @@ def test_the_json_names_its_format_and_where_it_is_from(done):
     [
         (["--formats", "bf16,int3"], "unknown format 'int3'"),
         (["--recover", "0"], "--recover"),
+        (["--remedies", "router int3"], "router int3 is none of router bf16"),
         (["--budget-minutes", "-1"], "--budget-minutes must be positive"),
         (["--text", "/nowhere.txt"], "no such file"),
         (["--out", "/nowhere/audit.html"], "there is no folder"),

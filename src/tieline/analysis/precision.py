@@ -33,6 +33,7 @@ from tieline.analysis.precision_records import (
     NeverHit,
     PerturbationEffect,
     PrecisionAudit,
+    RemedyTable,
 )
 from tieline.analysis.precision_runs import (
     SIGMA_TOKENS,
@@ -42,6 +43,7 @@ from tieline.analysis.precision_runs import (
     LocalRuns,
     clean_logits,
 )
+from tieline.analysis.remedies import RemedyRuns, chosen_perturbations
 from tieline.analysis.sources import DEMO, ModelSource, Text, as_model, as_text, default_length
 from tieline.analysis.text import TokenisedText, tokenise
 from tieline.core.errors import UnsupportedModelError, require
@@ -78,6 +80,7 @@ def audit(
     seed: int = 0,
     flips: int = 3000,
     recover: float = 0.9,
+    remedies: Sequence[str] | None = None,
     budget_minutes: float | None = None,
     dtype: str = "fp32",
     device: str = "cpu",
@@ -100,6 +103,8 @@ def audit(
         seed: seed of all noise.
         flips: Gaussian noise of the scores is drawn until it made so many layer-local flips.
         recover: share of the damage that the list of layers to keep in float32 shall recover.
+        remedies: perturbations that remedies are tried on, by name; ("all",) for all, () for none;
+            by default "router bf16", "model bf16" and "model int8", or all roundings without them.
         budget_minutes: begin nothing more after so many minutes, and record what was left out.
         dtype: precision to load a named model in.
         device: where to load it: "cpu", "cuda", "cuda:1", ... or "auto".
@@ -113,6 +118,7 @@ def audit(
     require(limit > 0, f"budget_minutes must be positive, got {budget_minutes}")
     names = [format_named(name).name for name in formats or FORMATS]
     chosen = tuple(dict.fromkeys(perturbations or standard_perturbations(names)))
+    repaired = chosen_perturbations(chosen, remedies)
     words, origin = as_text(text)
     options = {"device": device, "revision": revision, "trust_remote_code": trust_remote_code}
     model, tokenizer, name = as_model(source, "audit takes", dtype=dtype, **options)
@@ -122,10 +128,11 @@ def audit(
         work = _Work(model, tokenised, chosen, batch_size, seed, flips, limit, progress or _silent)
         work.run()
         effects = work.with_keeps(work.rows(), recover)
+        tried = work.remedies(effects, repaired)
     facts = {"source": origin, "characters": tokenised.characters, "sha256": _digest(tokenised)}
     settings = {"batch_size": batch_size, "sequence_length": length, "seed": seed, "flips": flips}
     named = {"model": name} if name else {}
-    return work.result(effects, {**named, "text": facts, **settings})
+    return replace(work.result(effects, {**named, "text": facts, **settings}), remedies=tried)
 
 
 class _Work:
@@ -238,6 +245,32 @@ class _Work:
             replace(row, keep=_with_kl(lists[one], kls.get(one), row)) if one in lists else row
             for one, row in zip(self._perturbations, rows, strict=True)
         )
+
+    def remedies(
+        self, effects: Sequence[PerturbationEffect], wanted: Sequence[Perturbation]
+    ) -> RemedyTable | None:
+        """Try remedies on the perturbations wanted, as long as there is time."""
+        began, slowest = self._elapsed(), 0.0
+        places = {one: n for n, one in enumerate(self._perturbations) if one in wanted}
+        if not places or began > self._limit:
+            self._left_out += ["remedies"] if places else []
+            return None
+        keeps = {row.name: row.keep for row in effects if row.keep is not None}
+        costs = {one.name: self._all_bytes(one) for one in places if one.kind == "rounding"}
+        runs = RemedyRuns(self._model, places, keeps, costs, self._batches[0], self._seed)
+        for number, ids in enumerate(self._batches):
+            start = self._elapsed()
+            if number and start + slowest > self._limit:
+                self._left_out.append(f"remedies for {len(self._batches) - number} batches")
+                break
+            runs.batch(ids)
+            slowest = max(slowest, self._elapsed() - start)
+            self._progress("remedies", number + 1, len(self._batches))
+        self._seconds["remedies"] = self._elapsed() - began
+        return runs.table()
+
+    def _all_bytes(self, one: Perturbation) -> int:
+        return sum(extra_bytes(router, str(one.level)) for router in self._routers.values())
 
     def _keep_list(self, one: Perturbation, row: PerturbationEffect, recover: float) -> KeepList:
         damages = {layer.name: layer.damage.value or 0.0 for layer in row.layers}

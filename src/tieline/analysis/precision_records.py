@@ -4,6 +4,8 @@
     ├─ effects         `PerturbationEffect`: one row per perturbation
     │  ├─ layers       `LayerEffect`: the same layer by layer
     │  └─ keep         `KeepList`: layers to leave in float32
+    ├─ remedies        `RemedyTable`: what can be done about it, side by side
+    │  └─ remedies     `Remedy`, with a `RemedyEffect` per perturbation
     ├─ one_percent     `SigmaForFlips`: noise that flips 1 % of tokens
     └─ never_hit       experts without a token, by layer
 
@@ -11,7 +13,7 @@ Standard errors are clustered by sequence throughout.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from tieline.core.records import Result
 from tieline.core.statistics import Estimate
@@ -119,6 +121,71 @@ class PerturbationEffect:
 
 
 @dataclass(frozen=True)
+class RemedyEffect:
+    """What a remedy leaves of one perturbation.
+
+    Attributes:
+        perturbation: its name, such as "model bf16".
+        to_original: KL of the repaired and perturbed model to the original, clean, nats per token.
+        two_runs: KL between two perturbed runs of the repaired model.
+        bytes: what the weights take more than in the format; 0 for remedies of other kinds.
+    """
+
+    perturbation: str
+    to_original: Estimate
+    two_runs: Estimate
+    bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """One thing to do about ties, and its price.
+
+    Attributes:
+        name: in words, such as "replay of experts".
+        kind: what it is of: "nothing", "float32", "replay", "smooth" or "ramp".
+        moved: KL of the repaired model to the original, both clean: how far the model itself moved.
+        experts: experts per token and layer.
+        time: of a forward pass, over the original's; None where it was not measured.
+        bytes_per_token: what must be sent with every token.
+        epsilons: width of the band by router name; empty for what does not smooth.
+        effects: what it leaves of each perturbation; those that it does not apply to are missing.
+    """
+
+    name: str
+    kind: Literal["nothing", "float32", "replay", "smooth", "ramp"]
+    moved: Estimate
+    experts: float
+    time: float | None
+    bytes_per_token: int
+    epsilons: dict[str, float]
+    effects: tuple[RemedyEffect, ...]
+
+    def effect(self, perturbation: str) -> RemedyEffect | None:
+        """What it leaves of the perturbation of that name; None if it does not apply."""
+        return next((one for one in self.effects if one.perturbation == perturbation), None)
+
+
+@dataclass(frozen=True)
+class RemedyTable:
+    """Remedies side by side.
+
+    Attributes:
+        remedies: the first does nothing.
+        perturbations: names of those that they were tried on.
+        tokens: tokens that were run.
+        noise: the precision whose noise σ the widths of smoothed forms are multiples of.
+        impossible: remedies that this model does not allow, and why; empty if there are none.
+    """
+
+    remedies: tuple[Remedy, ...]
+    perturbations: tuple[str, ...]
+    tokens: int
+    noise: str
+    impossible: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class SigmaForFlips:
     """Noise of the logits that changes the experts of a given share of tokens.
 
@@ -160,6 +227,7 @@ class PrecisionAudit(Result):
         timings: seconds per stage.
         impossible: perturbations that the routers do not allow, and why; empty if there are none.
         experts: experts in use per token, mean over layers, of a smoothed model; None for top-k.
+        remedies: what can be done about some of the perturbations; None if none was tried.
     """
 
     format: ClassVar[str] = "tieline-audit"
@@ -177,6 +245,7 @@ class PrecisionAudit(Result):
     timings: dict[str, float]
     impossible: str = ""
     experts: float | None = None
+    remedies: RemedyTable | None = None
 
     @property
     def metrics(self) -> dict[str, float]:

@@ -40,6 +40,13 @@ def audit(
     recover: Annotated[
         float, typer.Option(help="Share of the damage that keeping routers in fp32 shall recover.")
     ] = 0.9,
+    remedies: Annotated[
+        str | None,
+        typer.Option(
+            help="Perturbations that remedies are tried on, such as 'router bf16,model int8'; all, "
+            "none; by default router bf16, model bf16 and model int8."
+        ),
+    ] = None,
     dtype: Annotated[
         str, typer.Option(help="Precision of the clean run: fp32, bf16, fp16 or auto.")
     ] = "fp32",
@@ -71,6 +78,7 @@ def audit(
             formats=[part.strip() for part in formats.split(",")] if formats else None,
             seed=seed,
             recover=recover,
+            remedies=_names(remedies),
             budget_minutes=budget_minutes,
             dtype=dtype,
             device=device,
@@ -79,3 +87,10 @@ def audit(
             progress=progress,
         )
     deliver(result, outputs, "add --html audit.html for the page with charts")
+
+
+def _names(remedies: str | None) -> list[str] | None:
+    """Names between commas; no names for "none"."""
+    if remedies is None:
+        return None
+    return [] if remedies.strip() == "none" else [part.strip() for part in remedies.split(",")]

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from tieline.analysis.precision_records import KeepList, PerturbationEffect, PrecisionAudit
 from tieline.core.statistics import Estimate
+from tieline.report import remedies
 from tieline.report.charts import (
     MOST_NAMED,
     Panel,
@@ -74,18 +75,6 @@ Value = Callable[[PerturbationEffect], float | None]
 Uncertain = Callable[[PerturbationEffect], Estimate]
 
 
-REMEDY_HEADINGS = ("KL that remains", "nothing done", "listed routers in fp32", "routes replayed")
-REMEDIES = (
-    "Routers in float32 win where only the routers' own precision is at fault: they leave the "
-    "model as it is, for the bytes named.",
-    "Replaying routes wins where one run must follow another: tokens that would flip get the "
-    "experts and weights of the clean run; the model is not moved.",
-    "Smoothing wins where two independent runs must agree and a model near the original is as good "
-    "as the original: it moves the model, by more the more it repairs. `tieline smooth --frontier` "
-    "measures both for this model.",
-)
-
-
 def page(result: PrecisionAudit) -> str:
     """The page: verdict, all perturbations, charts, routers to keep, layers, provenance."""
     panels = audit_panels(result)
@@ -99,8 +88,8 @@ def page(result: PrecisionAudit) -> str:
         table=grid(COLUMNS, result.effects),
         notes=audit_notes(result),
         keeps=Grid(KEEP_HEADINGS, keep_rows(result)),
-        remedies=Grid(REMEDY_HEADINGS, remedy_rows(result)),
-        choices=REMEDIES,
+        remedies=[] if result.remedies is None else remedies.tables(result.remedies),
+        choices=[] if result.remedies is None else remedies.words(result.remedies),
         layers=Grid(LAYER_HEADINGS, _layer_rows(result)),
         unmeasured=unmeasured(panels),
         provenance=[*flat(result.provenance), *timing_rows(result.timings)],
@@ -114,10 +103,8 @@ def terminal(result: PrecisionAudit, width: int) -> RenderableType:
     if keeps:
         table = text_table(KEEP_HEADINGS, keeps, left=2, fold=True)
         parts += [Text("Routers to keep in float32", style="bold"), table, Text()]
-    remedies = remedy_rows(result)
-    if remedies:
-        table = text_table(REMEDY_HEADINGS, remedies)
-        parts += [Text("What to do", style="bold"), table, *map(Text, REMEDIES), Text()]
+    if result.remedies is not None:
+        parts += remedies.terminal(result.remedies)
     parts += map(Text, audit_notes(result))
     return view(_title(result), _facts(result), result.verdict, *parts)
 
@@ -175,25 +162,6 @@ def audit_notes(result: PrecisionAudit) -> list[str]:
     if result.impossible:
         notes.append(f"Not possible: {result.impossible}.")
     return notes + [f"Left out for lack of time: {words}." for words in result.left_out]
-
-
-def remedy_rows(result: PrecisionAudit) -> tuple[tuple[str, ...], ...]:
-    """For each rounding: the KL to the clean original that every remedy leaves."""
-    return tuple(
-        (
-            row.name,
-            significant(row.kl.value, 2),
-            DASH if row.keep is None or row.keep.kl is None else _kept_kl(row.keep),
-            significant(row.kl_floor.value, 2),
-        )
-        for row in result.effects
-        if row.kind == "rounding"
-    )
-
-
-def _kept_kl(keep: KeepList) -> str:
-    left = None if keep.kl is None else keep.kl.value
-    return f"{significant(left, 2)} for {keep.bytes:,} bytes"
 
 
 def keep_rows(result: PrecisionAudit) -> tuple[tuple[str, ...], ...]:

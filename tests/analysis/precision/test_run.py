@@ -116,6 +116,7 @@ def test_experts_that_the_text_never_hits_are_named():
         tokens=8,
         sequence_length=8,
         perturbations=some_perturbations()[:1],
+        remedies=[],
     )
     hits = {never.layer: never.experts for never in result.never_hit}
     assert hits
