@@ -1,6 +1,7 @@
 """What smooth routing costs in time: a forward pass of a model before and after `smooth_`.
 
     python benchmarks/smooth.py [--rounds 30] [--budget 2.5] [--k-max 4] [--folder MODEL]
+    python benchmarks/smooth.py --only tieline --budget 2.3 --target 1.15
 
 Both models take turns within one process; a ratio is smoothed over original under the same
 implementation of the experts, with a 95 % interval from resampling rounds; the last rows have the
@@ -45,14 +46,16 @@ def runner(model: Any, ids: torch.Tensor) -> Any:
     return run
 
 
-def measured(models: dict[str, Any], ids: torch.Tensor, name: str, rounds: int) -> list[Ratio]:
+def measured(
+    models: dict[str, Any], ids: torch.Tensor, name: str, options: argparse.Namespace
+) -> list[Ratio]:
     for model in models.values():
         model.set_experts_implementation(name)
-    samples = interleave({key: runner(model, ids) for key, model in models.items()}, rounds)
+    samples = interleave({key: runner(model, ids) for key, model in models.items()}, options.rounds)
     original = samples["original"]
     tokens = f"{ids.numel()} tokens"
     return [
-        ratio(f"{name}, {tokens}: smoothed", samples["smoothed"], original, TARGET),
+        ratio(f"{name}, {tokens}: smoothed", samples["smoothed"], original, options.target),
         ratio(f"{name}, {tokens}: smoothed", samples["smoothed"], original, None, "wall"),
         ratio(f"{name}, {tokens}: top-k+1", samples["top-k+1"], original),
     ]
@@ -75,6 +78,8 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=None)
     parser.add_argument("--k-max", type=int, default=None)
     parser.add_argument("--folder", default=None)
+    parser.add_argument("--target", type=float, default=TARGET)
+    parser.add_argument("--only", default=None, help="one implementation of the experts")
     parser.add_argument("--rows", type=int, default=ROWS)
     parser.add_argument("--json", default=None)
     options = parser.parse_args()
@@ -82,10 +87,10 @@ def main() -> None:
     text = tokenise(loaded.tokenizer, demo_text(), LENGTH * options.rows, LENGTH)
     ids = torch.stack(text.sequences)
     models = contestants(loaded.model, ids, options.budget, options.k_max)
-    ratios = [
-        row for name in IMPLEMENTATIONS for row in measured(models, ids, name, options.rounds)
-    ]
-    ratios += by_our_kernel(models, ids, options.rounds)
+    names = [options.only] if options.only else IMPLEMENTATIONS
+    ratios = [row for name in names for row in measured(models, ids, name, options)]
+    if options.only is None:
+        ratios += by_our_kernel(models, ids, options.rounds)
     report("Forward pass, smoothed over original", ratios, options.json, model=loaded.name)
 
 

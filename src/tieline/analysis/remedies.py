@@ -243,16 +243,14 @@ class RemedyRuns:
                     self._sums[form.name, one.name].add(original, *self._pair(one, ids))
         self._tokens, self._number = self._tokens + ids.numel(), self._number + 1
 
-    def _as_it_is(
-        self, one: Perturbation, ids: Ids, original: Logits, trace: RoutingTrace | None
-    ) -> None:
+    def _as_it_is(self, one: Perturbation, ids: Ids, original: Logits, trace: RoutingTrace) -> None:
         """Nothing done; then the routes of the original, and of the first run, replayed."""
         with self._first(one):
             first, routes = self._recorded(ids)
         with second_run(self._model, one, self._source(one, 1)):
             second = self._logits(ids)
         self._sums[NOTHING, one.name].add(original, first, second)
-        for name, weights in REPLAYS.items() if trace is not None and self._routes else ():
+        for name, weights in REPLAYS.items() if self._routes else ():
             with self._first(one):
                 followed = self._replayed(ids, trace, weights)
             with second_run(self._model, one, self._source(one, 1)):

@@ -155,6 +155,56 @@ class FrontierPoint:
 
 
 @dataclass(frozen=True)
+class LawPoint:
+    """A layer by itself with a band of one width; squares in units of the output's mean square.
+
+    Attributes:
+        scale: c = ε/σ.
+        epsilon: ε.
+        inside: share of tokens whose gap is below ε.
+        moved: D, the mean square change of the layer's output by smoothing.
+        predicted_moved: the same from density, jump and ε.
+        sensitivity: S, its mean square change under noise of the choice.
+        predicted_sensitivity: the same from density, jump, σ and ε.
+        factor: S of top-k over S.
+        over: D over the least that any continuous gate needs for that factor, at finite σ.
+    """
+
+    scale: float
+    epsilon: float
+    inside: float
+    moved: Estimate
+    predicted_moved: float
+    sensitivity: Estimate
+    predicted_sensitivity: float
+    factor: float | None
+    over: Estimate
+
+
+@dataclass(frozen=True)
+class LayerLaw:
+    """What the law says of a layer, and what was measured.
+
+    Attributes:
+        name: its router.
+        density: f of the signed margin at 0, from the calibration text.
+        jump: J over the root mean square of the output, likewise.
+        sigma: noise of the margin.
+        hard: S of top-k.
+        predicted_hard: the same from density, jump and σ.
+        points: one per width.
+    """
+
+    name: str
+    density: float
+    jump: float
+    sigma: float
+    hard: Estimate
+    predicted_hard: float
+    points: tuple[LawPoint, ...]
+
+
+@dataclass(frozen=True)
 class Frontier:
     """Smoothed forms of a model from little to much repair, measured on held-out text.
 
@@ -164,6 +214,7 @@ class Frontier:
         by_flips: KL of the original under the noise that goes away with the flips.
         sigmas: noise of the gap by router name, on the calibration text.
         points: in order of their widths, for each spread.
+        layers: what the law says of each layer by itself; empty where it was not measured.
     """
 
     noise: str
@@ -171,6 +222,7 @@ class Frontier:
     by_flips: float
     sigmas: dict[str, float]
     points: tuple[FrontierPoint, ...]
+    layers: tuple[LayerLaw, ...] = ()
 
     def of(self, spread: str) -> tuple[FrontierPoint, ...]:
         """The points of one spread."""

@@ -13,6 +13,7 @@ import copy
 import math
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -24,11 +25,13 @@ from tieline.analysis.frontier import (
     chosen_scale,
 )
 from tieline.analysis.frontier import frontier as measure_frontier
+from tieline.analysis.layer_law import layer_laws
 from tieline.analysis.perturbations import Perturbation
 from tieline.analysis.repair import (
     REPAIR_PERTURBATIONS,
     Frontier,
     Latency,
+    LayerLaw,
     Repair,
     RepairTable,
     repair_table,
@@ -40,7 +43,7 @@ from tieline.analysis.text import tokenise
 from tieline.core.errors import UnsupportedModelError, require
 from tieline.hf.kernel import KERNEL
 from tieline.hf.loading import LoadedModel, can_use_experts, use_experts
-from tieline.hf.running import batches
+from tieline.hf.running import batches, only_running
 from tieline.hf.smooth import Smoothing, smooth_, unsmooth_
 from tieline.hf.smooth_router import GateName
 
@@ -229,7 +232,7 @@ class _Work(NamedTuple):
         """Other widths, on held-out text: by noise, and by budget with as many experts."""
         wide = [known.experts(known.by_noise(scale), gate) for scale in COMPARED]
         least = max(plan.k for plan in known.plans) + 0.01
-        return measure_frontier(
+        found = measure_frontier(
             self.loaded.model,
             smoothed,
             known,
@@ -239,6 +242,15 @@ class _Work(NamedTuple):
             budgets=[count for count in wide if count > least],
             **self._running,
         )
+        return replace(found, layers=self._laws(known))
+
+    def _laws(self, known: Calibration) -> tuple[LayerLaw, ...]:
+        """The law in every layer; none where a layer cannot be run by itself."""
+        model = self.loaded.model
+        parts = [list(batches(part, self.batch_size)) for part in self.parts]
+        with only_running(model), suppress(UnsupportedModelError):
+            return layer_laws(model, known, *parts, seed=self.seed, progress=self.progress)
+        return ()
 
 
 COMPARED = (2.0, 8.0, 32.0)

@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 
 LAYERS = ("layer", "ε", "in units of", "k", "slots", "experts per token")
 REPAIRS = ("precision", "KL before", "floor", "KL after", "floor", "lower by (×)")
+TENTH = 0.1
+"""Share of tokens inside the band up to which the law of pairs is held against a layer."""
+
 KL = Panel(
     "smooth-kl",
     "What low precision does to the predictions, before and after",
@@ -58,6 +61,12 @@ HOW_TO_READ = (
     "flips ÷: how many times lower what flips cost is; least moved: what the law asks of any gate "
     "for that."
 )
+LAW = ("layer", "ε / σ", "inside", "D ÷ predicted", "S ÷ predicted", "flips ÷", "over frontier (×)")
+HOW_LAW = (
+    "Each layer by itself: D, how far its output moved, and S, its change under noise of the "
+    "choice, over what density, jump and noise of the calibration text predict; over frontier: D "
+    "over the least that any continuous gate needs for that S."
+)
 SERIES: tuple[tuple[str, str, str, str], ...] = (
     ("before", "@warn", WARN, "o"),
     ("after", "@accent", ACCENT, "D"),
@@ -77,6 +86,8 @@ def page(result: Repair) -> str:
         sentences=smooth_facts(result),
         layers=_layers(result),
         frontier=None if result.frontier is None else _points(result.frontier),
+        law=None if result.frontier is None else _laws(result.frontier),
+        how_law=HOW_LAW,
         provenance=flat(result.provenance),
     )
 
@@ -90,6 +101,9 @@ def terminal(result: Repair, width: int) -> RenderableType:
     sentences = map(Text, smooth_facts(result))
     if shown:
         wide.append(Padding(Text(HOW_TO_READ), (0, 0, 1, 0)))
+    if shown and shown[0].layers:
+        wide.append(Padding(text_table(LAW, _laws(shown[0]).rows), (0, 0, 1, 0)))
+        wide.append(Padding(Text(HOW_LAW), (0, 0, 1, 0)))
     table = text_table(layers.head, layers.rows)
     return view(result.model, result.smoothing.how, "", table, below, *wide, *sentences)
 
@@ -133,6 +147,30 @@ def _points(frontier: Frontier) -> Grid:
         for point in frontier.points
     )
     return Grid(POINTS, tuple(rows))
+
+
+def _laws(frontier: Frontier) -> Grid:
+    """One row per layer and width of which at most a tenth of the tokens is inside the band."""
+    labels = short_names([law.name for law in frontier.layers])
+    rows = (
+        (
+            label,
+            significant(point.scale),
+            percent(point.inside),
+            significant(_ratio(point.moved.value, point.predicted_moved), 2),
+            significant(_ratio(point.sensitivity.value, point.predicted_sensitivity), 2),
+            significant(point.factor, 2),
+            with_error(point.over, 2),
+        )
+        for label, law in zip(labels, frontier.layers, strict=True)
+        for point in law.points
+        if point.inside <= TENTH
+    )
+    return Grid(LAW, tuple(rows))
+
+
+def _ratio(above: float | None, below: float) -> float | None:
+    return above / below if above is not None and below > 0 else None
 
 
 def _frontier_chart(frontier: Frontier) -> dict[str, Any]:

@@ -1,0 +1,293 @@
+"""What smoothing by projected top-k repairs and moves, against paper 1's ramp and the law.
+
+    python benchmarks/remedies.py [--folder MODEL] [--text FILE] [--tokens 16384] [--json FILE]
+
+equal experts   both gates with k + 0.1 to k + 0.5 experts in every layer: KL to the original, and
+                KL under bf16 routers to itself, ramp over projected, paired by sequence
+factor          `tieline smooth --factor 8`: KL to the original over what bf16 routers cost before
+spread          ε in proportion to each layer's noise against an equal budget in all layers: KL to
+                the original at the same factor, between points on a log-log line
+law             layer by layer: D and S over their predictions where at most a tenth of the tokens
+                is inside the band, and D over the frontier at the same S
+
+ε is chosen on the first tokens of the text, everything is measured on those after them. Standard
+errors are clustered by sequence.
+"""
+
+import argparse
+import copy
+import itertools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import tieline as tl
+from harness import machine
+from tieline.analysis.frontier import NOISE, Calibration, noise_perturbation
+from tieline.analysis.layer_law import layer_laws
+from tieline.analysis.perturbations import applied, noise_generator
+from tieline.analysis.precision_runs import model_logits
+from tieline.analysis.repair import LayerLaw
+from tieline.analysis.sources import default_length
+from tieline.analysis.text import tokenise
+from tieline.core.statistics import Estimate, SequenceSums, clustered_mean, kl_divergence
+from tieline.hf.demo import demo_text
+from tieline.hf.loading import LoadedModel, load_model
+from tieline.hf.replay import replay
+from tieline.hf.running import batches, forward, only_running
+from tieline.hf.smooth import smooth_, unsmooth_
+
+EXTRA = (0.1, 0.2, 0.3, 0.4, 0.5)
+SCALES = (2.0, 4.0, 8.0, 16.0, 32.0)
+LAW_SCALES = (1.0, 2.0, 4.0, 8.0, 16.0)
+INSIDE, NEAR, LOW, HIGH = 0.1, 0.25, 1.0, 2.0
+"""Tokens inside the band, error of predictions, and limits of D over the frontier."""
+
+
+@dataclass
+class Form:
+    """A smoothed form of the model, and what was counted of it."""
+
+    name: str
+    gate: Any
+    widths: dict[str, float]
+    experts: float
+    moved: SequenceSums = field(default_factory=SequenceSums)
+    left: SequenceSums = field(default_factory=SequenceSums)
+
+
+def forms(known: Calibration) -> list[Form]:
+    k = max(plan.k for plan in known.plans)
+    made = []
+    for extra in EXTRA:
+        for gate in ("projected", "ramp"):
+            widths = known.by_budget(k + extra, gate)
+            made.append(Form(f"{gate} k+{extra:g}", gate, widths, k + extra))
+    for scale in SCALES:
+        widths = known.by_noise(scale)
+        experts = known.experts(widths, "projected")
+        made.append(Form(f"noise {scale:g}", "projected", widths, experts))
+    return made
+
+
+def measure(
+    model: Any, smoothed: Any, rows: Sequence[Form], ids: Sequence[Any]
+) -> dict[str, SequenceSums]:
+    """Count all forms, and the KL of the original under the noise, live and with clean routes."""
+    noise = noise_perturbation(NOISE)
+    before = {"kl": SequenceSums(), "floor": SequenceSums()}
+    for number, part in enumerate(ids):
+        source = noise_generator(0, 0, number)
+        clean, trace = _recorded(model, part)
+        with applied(model, noise, source):
+            before["kl"].add(kl_divergence(clean, _logits(model, part)))
+            with replay(model, trace, "live"):
+                before["floor"].add(kl_divergence(clean, _logits(model, part)))
+        for row in rows:
+            smooth_(smoothed, epsilon=row.widths, gate=row.gate, k_max=_slots(model, row.gate))
+            new = _logits(smoothed, part)
+            row.moved.add(kl_divergence(clean, new))
+            with applied(smoothed, noise, source):
+                row.left.add(kl_divergence(new, _logits(smoothed, part)))
+            unsmooth_(smoothed)
+        print(f"{number + 1} of {len(ids)}", flush=True)
+    return before
+
+
+def _slots(model: Any, gate: str) -> int | None:
+    config = model.config
+    count = getattr(config, "num_local_experts", None) or config.num_experts
+    return None if gate == "projected" else count
+
+
+def _logits(model: Any, ids: Any) -> torch.Tensor:
+    return model_logits(forward(model, ids), ids)
+
+
+def _recorded(model: Any, ids: Any) -> tuple[torch.Tensor, Any]:
+    with tl.capture(model, distances=False, epsilons=()) as recorder:
+        logits = _logits(model, ids)
+    return logits, recorder.trace()
+
+
+def over(above: SequenceSums, below: SequenceSums) -> Estimate:
+    """A ratio of paired means."""
+    return clustered_mean(torch.cat(above.sums), torch.cat(below.sums))
+
+
+def equal_experts(rows: Sequence[Form]) -> list[dict[str, Any]]:
+    named = {row.name: row for row in rows}
+    found = []
+    for extra in EXTRA:
+        projected, ramp = named[f"projected k+{extra:g}"], named[f"ramp k+{extra:g}"]
+        values = {
+            "moved projected": projected.moved.mean(),
+            "moved ramp": ramp.moved.mean(),
+            "ramp over projected": over(ramp.moved, projected.moved),
+            "bf16 projected": projected.left.mean(),
+            "bf16 ramp": ramp.left.mean(),
+            "bf16 ramp over projected": over(ramp.left, projected.left),
+        }
+        found.append({"extra": extra, **{key: asdict(one) for key, one in values.items()}})
+    return found
+
+
+def spread(rows: Sequence[Form], before: Mapping[str, SequenceSums]) -> list[dict[str, Any]]:
+    """Moved by an equal budget over moved in proportion to the noise, at the budget's factor."""
+    floor = before["floor"].mean().value or 0.0
+    flips = (before["kl"].mean().value or 0.0) - floor
+
+    def point(row: Form) -> tuple[float, float] | None:
+        left = (row.left.mean().value or 0.0) - floor
+        moved = row.moved.mean().value
+        return (math.log(flips / left), math.log(moved)) if left > 0 and moved else None
+
+    line = sorted(filter(None, (point(row) for row in rows if row.name.startswith("noise"))))
+    found = []
+    for row in rows:
+        mark = point(row) if row.name.startswith("projected") else None
+        if mark is None or not line[0][0] <= mark[0] <= line[-1][0]:
+            continue
+        pairs = itertools.pairwise(line)
+        (x0, y0), (x1, y1) = next((a, b) for a, b in pairs if a[0] <= mark[0] <= b[0])
+        own = y0 + (y1 - y0) * (mark[0] - x0) / (x1 - x0)
+        facts = {"form": row.name, "factor": math.exp(mark[0])}
+        found.append(facts | {"budget over noise": math.exp(mark[1] - own)})
+    return found
+
+
+def checks(laws: Sequence[LayerLaw]) -> list[dict[str, Any]]:
+    found = []
+    for law in laws:
+        for point in law.points:
+            moved, left = point.moved.value or math.nan, point.sensitivity.value or math.nan
+            found.append(
+                {
+                    "layer": law.name,
+                    "scale": point.scale,
+                    "inside": point.inside,
+                    "factor": point.factor,
+                    "predicted over D": point.predicted_moved / moved,
+                    "error D": _relative(point.moved),
+                    "predicted over S": point.predicted_sensitivity / left,
+                    "error S": _relative(point.sensitivity),
+                    "over frontier": asdict(point.over),
+                }
+            )
+    return found
+
+
+def _relative(one: Estimate) -> float:
+    return (one.standard_error or math.nan) / (one.value or math.nan)
+
+
+def verdicts(
+    equal: Sequence[Mapping[str, Any]],
+    factor: Mapping[str, Any],
+    laws: Sequence[Mapping[str, Any]],
+) -> dict[str, str]:
+    ratios = [row["ramp over projected"]["value"] for row in equal]
+    noisy = [row["bf16 ramp over projected"]["value"] for row in equal]
+    few = [row for row in laws if row["inside"] <= INSIDE]
+    near = [
+        row for row in few if all(abs(row[f"predicted over {what}"] - 1) <= NEAR for what in "DS")
+    ]
+    within = [row for row in laws if LOW <= (row["over frontier"]["value"] or 0) <= HIGH]
+    return {
+        "KL to the original, ramp over projected, at least 2": f"{min(ratios):.2f}",
+        "KL under bf16 routers, ramp over projected, at least 1.5": f"{min(noisy):.2f}",
+        "--factor 8: moved over what bf16 routers cost, at most 1.5": f"{factor['ratio']:.2f}",
+        "predictions of D and S within 25 %": f"{len(near)} of {len(few)}",
+        "D over the frontier from 1 to 2": f"{len(within)} of {len(laws)}",
+    }
+
+
+def by_factor(loaded: LoadedModel, text: str, options: argparse.Namespace) -> dict[str, Any]:
+    repair = tl.smooth(
+        (loaded.model, loaded.tokenizer),
+        factor=8,
+        text=text,
+        tokens=options.tokens,
+        calibration=options.calibration,
+        rounds=2,
+    )
+    row, table = repair.repair.row(NOISE), repair.repair
+    before = row.before.value or math.nan
+    found = {"before": row.before, "moved": table.moved, "experts": table.experts_after}
+    facts = {"how": repair.smoothing.how, "flip factor": row.flip_factor}
+    facts |= {"ratio": (table.moved.value or 0.0) / before, "loss": table.loss_change.value}
+    return facts | {key: asdict(one) for key, one in found.items()}
+
+
+def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    table = Table(*rows[0], title=title)
+    for row in rows:
+        table.add_row(*map(_cell, row.values()))
+    Console(width=200).print(table)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"{value['value']:.3g} ± {value['standard_error'] or 0:.1g}"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--folder", default=None)
+    parser.add_argument("--text", default=None)
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--calibration", type=int, default=4096)
+    parser.add_argument("--law-tokens", type=int, default=40960)
+    parser.add_argument("--law-calibration", type=int, default=20480)
+    parser.add_argument("--json", default=None)
+    options = parser.parse_args()
+    loaded = load_model(options.folder, dtype="fp32")
+    text = Path(options.text).read_text(errors="replace") if options.text else demo_text()
+    length = default_length(loaded.model)
+    copied = copy.deepcopy(loaded.model)
+    with only_running(loaded.model), only_running(copied):
+        words = tokenise(loaded.tokenizer, text, options.calibration + options.tokens, length)
+        first = options.calibration // length
+        known = Calibration(loaded.model, list(batches(words.sequences[:first], 8)), NOISE)
+        rows = forms(known)
+        before = measure(loaded.model, copied, rows, list(batches(words.sequences[first:], 8)))
+        many = options.law_calibration + options.law_tokens
+        words = tokenise(loaded.tokenizer, text, many, length)
+        first = options.law_calibration // length
+        parts = [list(batches(x, 8)) for x in (words.sequences[:first], words.sequences[first:])]
+        laws = layer_laws(loaded.model, known, *parts, scales=LAW_SCALES)
+    factor = by_factor(loaded, text, options)
+    equal, checked = equal_experts(rows), checks(laws)
+    spreads = spread(rows, before)
+    said = verdicts(equal, factor, checked)
+    show("equal experts", equal)
+    show("spread", spreads)
+    show("law", checked)
+    show("--factor 8", [factor])
+    show("targets", [said])
+    if options.json is not None:
+        facts = {key: asdict(one.mean()) for key, one in before.items()}
+        result = {
+            "machine": machine(),
+            "model": loaded.name,
+            "tokens": options.tokens,
+            "before": facts,
+            "equal experts": equal,
+            "factor": factor,
+            "spread": spreads,
+            "law": checked,
+            "targets": said,
+        }
+        Path(options.json).write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    main()
