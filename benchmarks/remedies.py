@@ -10,8 +10,9 @@ spread          ε in proportion to each layer's noise against an equal budget i
 law             layer by layer: D and S over their predictions where at most a tenth of the tokens
                 is inside the band, and D over the frontier at the same S
 
-ε is chosen on the first tokens of the text, everything is measured on those after them. Standard
-errors are clustered by sequence.
+ε is chosen on the first tokens of the text, everything is measured on those after them; for the law
+f and J come from every third sequence, D and S from the others. Standard errors are clustered by
+sequence.
 """
 
 import argparse
@@ -261,8 +262,11 @@ def main() -> None:
         before = measure(loaded.model, copied, rows, list(batches(words.sequences[first:], 8)))
         many = options.law_calibration + options.law_tokens
         words = tokenise(loaded.tokenizer, text, many, length)
-        first = options.law_calibration // length
-        parts = [list(batches(x, 8)) for x in (words.sequences[:first], words.sequences[first:])]
+        every = many // options.law_calibration
+        split = [[], []]  # in turns, for a text changes along its way
+        for place, sequence in enumerate(words.sequences):
+            split[place % every > 0].append(sequence)
+        parts = [list(batches(sequences, 8)) for sequences in split]
         laws = layer_laws(loaded.model, known, *parts, scales=LAW_SCALES)
     factor = by_factor(loaded, text, options)
     equal, checked = equal_experts(rows), checks(laws)

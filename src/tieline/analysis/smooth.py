@@ -156,6 +156,10 @@ class _Wish(NamedTuple):
             len(names) <= 1 or not self.by_law,
             f"{' and '.join(names)} each choose ε: give one of them",
         )
+        width = self.epsilon is None or 0 < self.epsilon < math.inf
+        require(width, f"epsilon is the width of a band: positive and finite, got {self.epsilon}")
+        moved = self.max_moved is None or 0 < self.max_moved < math.inf
+        require(moved, f"max_moved is a KL: positive and finite, got {self.max_moved}")
         least = self.factor is None or 1 < self.factor < math.inf
         require(least, f"factor is above 1 and finite, got {self.factor}")
 
