@@ -1,0 +1,208 @@
+"""Run an engine on token ids and return what its routers chose.
+
+    trace = tieline.engines.capture("model.gguf", engine="llama.cpp", ids=[[5, 17, 3], [8, 2]])
+"""
+
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tieline._version import __version__
+from tieline.core.errors import TraceError, require
+from tieline.engines.answers import check_rows, read_answer, trace_of
+from tieline.engines.process import EngineError, Progress, run_worker
+from tieline.engines.registry import Engine, engine_named, find_python
+from tieline.trace.record import RoutingTrace
+
+LEAST_VOCABULARY_AGREEMENT = 0.5
+MOST_WORDS = 512
+"""Tokens whose text is compared with the tokenizer's."""
+
+
+@dataclass(frozen=True)
+class EngineRun:
+    """One run of an engine.
+
+    Attributes:
+        trace: the routing.
+        logprobs: (T, V) log-probabilities of the next token, float32; None unless asked for.
+        facts: what the worker told: layers, versions, settings, timings.
+    """
+
+    trace: RoutingTrace
+    logprobs: np.ndarray | None
+    facts: Mapping[str, Any]
+
+
+def capture(
+    model: str | Path,
+    *,
+    engine: str,
+    ids: Sequence[Any],
+    python: str | Path | None = None,
+    dtype: str = "fp32",
+    defaults: bool = False,
+    scores: bool = True,
+    progress: Progress | None = None,
+) -> RoutingTrace:
+    """Record the routing of a model in an inference engine.
+
+    Args:
+        model: what the engine takes: a folder or hub id, for llama.cpp a GGUF file.
+        engine: "vllm", "mlx" or "llama.cpp", or another that was registered.
+        ids: token ids of each document.
+        python: the Python that the engine is installed in; by default it is looked for.
+        dtype: precision to compute in, where the engine can choose: "fp32", "bf16", "fp16".
+        defaults: leave all settings as the engine has them, which is what is deployed: precision,
+            precision of the cache, kernels of attention.
+        scores: whether to keep the scores beside the choice.
+        progress: called with stage, done and total while the work goes on.
+    """
+    options = RunOptions(python, dtype, defaults, scores=scores)
+    return run_engine(model, engine, ids, options, progress).trace
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How an engine is run; see `capture`.
+
+    Attributes:
+        python: the engine's Python.
+        dtype: precision.
+        defaults: whether settings are the engine's own.
+        logprobs: whether to return final log-probabilities.
+        scores: whether the trace keeps scores.
+        threads: threads of the engine.
+        words: texts of tokens by id, to tell a GGUF of another model.
+    """
+
+    python: str | Path | None = None
+    dtype: str = "fp32"
+    defaults: bool = False
+    logprobs: bool = False
+    scores: bool = True
+    threads: int = 0
+    words: Mapping[int, str] | None = None
+
+
+def run_engine(
+    model: str | Path,
+    engine: str,
+    ids: Sequence[Any],
+    options: RunOptions = RunOptions(),  # noqa: B008
+    progress: Progress | None = None,
+) -> EngineRun:
+    """Run an engine; see `capture`. Nothing of it is left on disk or running afterwards."""
+    record = engine_named(engine)
+    documents = _documents(ids)
+    _check(record, model, options)
+    python = find_python(record, options.python)
+    words = dict(options.words or {})
+    request = {
+        "job": "capture",
+        "model": str(model),
+        "dtype": options.dtype,
+        "defaults": options.defaults,
+        "logprobs": options.logprobs,
+        "threads": options.threads or usable_threads(),
+        "words": sorted(words),
+    }
+    with tempfile.TemporaryDirectory(prefix="tieline-engine-") as folder:
+        path = run_worker(record, python, Path(folder), request, documents, progress)
+        answer = read_answer(path, engine)
+    check_rows(answer, documents)
+    _check_words(record, answer.facts, words)
+    provenance = {
+        "source": "engine",
+        "engine": engine,
+        "model": str(model),
+        "engine_python": str(python),
+        "engine_defaults": options.defaults,
+        "tieline": __version__,
+        "torch": torch.__version__,
+    }
+    trace = trace_of(answer, provenance, options.scores)
+    return EngineRun(trace, answer.arrays.get("logprobs"), answer.facts)
+
+
+def dequantised(
+    model: str | Path,
+    engine: str,
+    names: Sequence[str],
+    python: str | Path | None = None,
+) -> tuple[dict[str, np.ndarray], Mapping[str, Any]]:
+    """The weights of a quantised model as the engine stores them, in float32, and its facts.
+
+    Args:
+        model: the quantised model.
+        engine: the engine that reads it.
+        names: names of the tensors in a checkpoint of transformers.
+        python: the engine's Python.
+    """
+    record = engine_named(engine)
+    found = find_python(record, python)
+    request = {"job": "weights", "model": str(model), "names": list(names)}
+    with tempfile.TemporaryDirectory(prefix="tieline-engine-") as folder:
+        path = run_worker(record, found, Path(folder), request, [])
+        answer = read_answer(path, engine)
+    missing = sorted(set(names) - set(answer.arrays))
+    require(not missing, f"{engine} returned no {missing[:3]} of {model}", TraceError)
+    return dict(answer.arrays), answer.facts
+
+
+def usable_threads() -> int:
+    """Threads for a worker: `OMP_NUM_THREADS` if it is set, else the cores of this process."""
+    told = os.environ.get("OMP_NUM_THREADS", "")
+    if told.isdigit() and int(told) > 0:
+        return int(told)
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _documents(ids: Sequence[Any]) -> list[np.ndarray]:
+    documents = [np.asarray(row) for row in ids]
+    require(len(documents) > 0, "there are no tokens to run: ids is empty")
+    for place, row in enumerate(documents):
+        whole = row.ndim == 1 and len(row) > 0 and row.dtype.kind in "iu" and int(row.min()) >= 0
+        require(
+            whole,
+            f"document {place} must be a list of token ids >= 0, got shape {row.shape}, {row.dtype}",
+        )
+    return [row.astype(np.int64) for row in documents]
+
+
+def _check(engine: Engine, model: str | Path, options: RunOptions) -> None:
+    known = ", ".join(engine.formats)
+    require(
+        options.defaults or options.dtype in engine.formats,
+        f"dtype {options.dtype!r} is not computed by {engine.name} here: {known}",
+    )
+    gguf = str(model).endswith(".gguf")
+    require(
+        gguf == engine.gguf,
+        f"{engine.name} takes {engine.model}, got {str(model)!r:.200}"
+        + (": convert it first (docs: Which engine is right?)" if engine.gguf else ""),
+        EngineError,
+    )
+
+
+def _check_words(engine: Engine, facts: Mapping[str, Any], words: Mapping[int, str]) -> None:
+    """Refuse a file whose vocabulary is not the tokenizer's."""
+    found = facts.get("words")
+    if not words or not isinstance(found, list) or len(found) != len(words):
+        return
+    same = sum(
+        text == str(other)
+        for (_, text), other in zip(sorted(words.items()), found, strict=True)
+    )
+    require(
+        same >= LEAST_VOCABULARY_AGREEMENT * len(words),
+        f"{engine.name}: {len(words) - same} of {len(words)} tokens have another text in this file "
+        "than in the tokenizer: it is a GGUF of another model",
+        TraceError,
+    )

@@ -1,0 +1,156 @@
+"""Run a worker in an engine's Python: one answer or one error, and no process left behind.
+
+The worker gets a folder with the request and writes its answer there. It leads a process group of
+its own, which is killed whatever happens here, Ctrl-C included; if this process itself is killed,
+the pipe to the worker's stdin closes and the worker ends its group.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tieline.core.errors import TielineError
+from tieline.engines.registry import WORKERS, Engine, environment_of
+
+Progress = Callable[[str, int, int], None]
+
+ANSWER = "answer.npz"
+TAIL = 4000
+"""Bytes of the worker's stderr that are searched for what happened."""
+
+
+class EngineError(TielineError):
+    """An engine that is not there, does not take a model, or did not finish."""
+
+
+def run_worker(
+    engine: Engine,
+    python: Path,
+    folder: Path,
+    request: Mapping[str, Any],
+    documents: Sequence[np.ndarray],
+    progress: Progress | None = None,
+) -> Path:
+    """Run a request and return the file with the answer.
+
+    Args:
+        engine: the engine.
+        python: the Python it is installed in.
+        folder: an empty folder for request and answer.
+        request: JSON values for the worker; the lengths of the documents are added.
+        documents: token ids of each document.
+        progress: called with stage, done and total.
+    """
+    lengths = [len(ids) for ids in documents]
+    (folder / "request.json").write_text(json.dumps({**request, "lengths": lengths}))
+    flat = np.concatenate([np.zeros(0, np.int64), *documents]).astype(np.int64)
+    np.save(folder / "tokens.npy", flat, allow_pickle=False)
+    told: dict[str, Any] = {}
+    with _started(engine, python, folder) as worker:
+        _listen(worker, told, lengths, progress)
+        code = worker.wait()
+    answer = folder / ANSWER
+    if code == 0 and answer.is_file():
+        return answer
+    raise EngineError(_what_happened(engine, python, code, told, _tail(folder)))
+
+
+@contextmanager
+def _started(engine: Engine, python: Path, folder: Path) -> "Iterator[subprocess.Popen[bytes]]":
+    """The worker while the block runs; afterwards nothing of its process group is left."""
+    words = [str(python), str(WORKERS / "main.py"), str(engine.worker), str(folder)]
+    with (folder / "stderr").open("wb") as stderr:
+        try:
+            worker = subprocess.Popen(  # noqa: S603
+                words,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                env=environment_of(engine, python),
+                cwd=Path.cwd(),
+                start_new_session=True,
+            )
+        except OSError as problem:
+            why = problem.strerror or problem
+            raise EngineError(f"--engine-python: cannot run {python}: {why}") from problem
+        try:
+            yield worker
+        finally:
+            end_group(worker)
+
+
+def end_group(worker: "subprocess.Popen[bytes]") -> None:
+    """Kill whatever is left of a worker's process group and wait for it."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(worker.pid, signal.SIGKILL)
+    for pipe in (worker.stdin, worker.stdout):
+        if pipe is not None:
+            with suppress(OSError):
+                pipe.close()
+    worker.wait()
+
+
+def _listen(
+    worker: "subprocess.Popen[bytes]",
+    told: dict[str, Any],
+    lengths: Sequence[int],
+    progress: Progress | None,
+) -> None:
+    """Read the worker's lines until it closes them: progress, or an error."""
+    assert worker.stdout is not None
+    total = sum(lengths)
+    if progress is not None:
+        progress("engine", 0, total)
+    # a child of the worker may hold the pipe open after it is gone
+    waiter = threading.Thread(target=_close_after, args=(worker,), daemon=True)
+    waiter.start()
+    for line in worker.stdout:
+        with suppress(ValueError):
+            said = json.loads(line)
+            if not isinstance(said, dict):
+                continue
+            told.update(said)
+            done = said.get("done")
+            if progress is not None and isinstance(done, int):
+                progress("engine", sum(lengths[:done]), total)
+
+
+def _close_after(worker: "subprocess.Popen[bytes]") -> None:
+    """End what a worker left behind as soon as it is gone, so that nobody waits for it."""
+    worker.wait()
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(worker.pid, signal.SIGKILL)
+
+
+def _tail(folder: Path) -> str:
+    data = (folder / "stderr").read_bytes()[-TAIL:]
+    return data.decode(errors="replace")
+
+
+def _what_happened(
+    engine: Engine, python: Path, code: int, told: Mapping[str, Any], stderr: str
+) -> str:
+    """One sentence about a worker that gave no answer."""
+    if told.get("missing"):
+        return (
+            f"{python} has no module {told['missing']}, which {engine.name} needs: name another "
+            "Python with --engine-python, or install it (tieline capture --list-engines says how)"
+        )
+    if told.get("error"):
+        return f"{engine.name}: {told['error']}"
+    last = next((x.strip() for x in reversed(stderr.splitlines()) if x.strip()), "it said nothing")
+    if code < 0:
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)
+        hint = " (out of memory?)" if name == "SIGKILL" else ""
+        return f"the {engine.name} worker was ended by {name}{hint}; its last words: {last:.300}"
+    if code == 0:
+        return f"{python} ended without an answer: is it a Python? Its last words: {last:.300}"
+    return f"the {engine.name} worker left with code {code}: {last:.300}"

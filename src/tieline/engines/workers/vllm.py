@@ -1,0 +1,171 @@
+"""Worker for vLLM on one process: every router of the model shows what it ranks and chooses.
+
+vLLM's routers compute weights and ids from logits in one method, `_compute_routing`, before any
+renumbering of experts for load balancing; here each router calls a wrapped one. Each document is a
+request of its own that generates one token, so its rows are those of one forward pass: prefix
+caching is off, because cached tokens reach no router, and a pass takes a whole document.
+
+The official array (`enable_return_routed_experts`) has ids only, lacks the last token and needs
+Triton; files of it are read by `tieline check`, `diff` and `convert`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import time
+from typing import Any, Callable
+
+FORMATS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+SETTINGS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
+}
+"""Of the process; one that is set already stays."""
+
+
+def error(words: str) -> Exception:
+    """An error that is told without its kind."""
+    return type("EngineError", (Exception,), {})(words)
+
+
+class Recorder:
+    """What the routers of a model computed since the last `take`, by layer."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, tuple[Any, Any, Any]] = {}
+        self.ranked = True
+
+    def watch(self, layer: int, router: Any) -> None:
+        """Record the calls of one router."""
+        compute = router._compute_routing
+        bias = getattr(router, "e_score_correction_bias", None)
+        self.ranked = self.ranked and bias is None
+
+        def spied(hidden: Any, logits: Any, *args: Any, **named: Any) -> Any:
+            weights, ids = compute(hidden, logits, *args, **named)
+            self.seen[layer] = tuple(
+                x.detach().float().clone() if x.is_floating_point() else x.detach().clone()
+                for x in (logits, weights, ids)
+            )
+            return weights, ids
+
+        router._compute_routing = spied
+
+    def take(self, count: int) -> dict[str, Any]:
+        """Arrays (T, L, ...) of one document of T tokens."""
+        import numpy as np
+
+        seen, self.seen = self.seen, {}
+        layers = sorted(seen)
+        if not layers:
+            raise error("no router of this model ran: is it a Mixture of Experts?")
+        rows = {len(ids) for _, _, ids in seen.values()}
+        if rows != {count}:
+            raise error(f"vLLM routed {sorted(rows)} rows for a document of {count} tokens")
+        columns = [np.stack([seen[x][place].numpy() for x in layers], 1) for place in range(3)]
+        found = {"layers": layers, "weights": columns[1], "picks": columns[2].astype(np.int32)}
+        if self.ranked:
+            found["logits"] = columns[0]
+        return found
+
+
+def routers(model: Any) -> list[tuple[int, Any]]:
+    """Layer and router of every block of experts."""
+    found = []
+    for name, module in model.named_modules():
+        router = getattr(module, "router", None)
+        if hasattr(router, "_compute_routing"):
+            numbers = [part for part in name.split(".") if part.isdigit()]
+            found.append((int(numbers[0]), router))
+    return found
+
+
+def engine_of(request: dict[str, Any], longest: int) -> Any:
+    """vLLM with the model loaded."""
+    for key, value in SETTINGS.items():
+        os.environ.setdefault(key, value)
+    os.environ["OMP_NUM_THREADS"] = str(request["threads"])
+    vllm = importlib.import_module("vllm")
+    dtype = "auto" if request["defaults"] else FORMATS[request["dtype"]]
+    return vllm.LLM(
+        request["model"],
+        dtype=dtype,
+        enforce_eager=True,
+        enable_prefix_caching=False,
+        max_model_len=longest + 1,
+        max_num_batched_tokens=max(longest, 2048),
+        max_num_seqs=1,
+        skip_tokenizer_init=True,
+        seed=0,
+    )
+
+
+def model_of(llm: Any) -> Any:
+    """The module that computes, in this process."""
+    executor = llm.llm_engine.model_executor
+    return executor.driver_worker.worker.model_runner.model
+
+
+def run(request: dict[str, Any], documents: list[Any], tell: Callable[[int], None]) -> Any:
+    """Arrays and facts of the documents."""
+    import numpy as np
+
+    if request["job"] != "capture":
+        raise error("the weights that vLLM quantises cannot be read back here")
+    started = time.perf_counter()
+    llm = engine_of(request, max(map(len, documents)))
+    vllm, model, recorder = importlib.import_module("vllm"), model_of(llm), Recorder()
+    watched = routers(model)
+    for layer, router in watched:
+        recorder.watch(layer, router)
+    states: list[Any] = []
+    if request["logprobs"]:
+        model.register_forward_hook(lambda _module, _args, out: states.append(out))
+    sampling = vllm.SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+    loaded, parts = time.perf_counter(), []
+    for place, ids in enumerate(documents):
+        llm.generate([{"prompt_token_ids": ids.tolist()}], sampling, use_tqdm=False)
+        part = recorder.take(len(ids))
+        if request["logprobs"]:
+            part["logprobs"] = logprobs(model, states, len(ids))
+        parts.append(part)
+        tell(place + 1)
+    names = [x for x in ("picks", "logits", "weights", "logprobs") if x in parts[0]]
+    arrays = {name: np.concatenate([part[name] for part in parts]) for name in names}
+    told = {"load": loaded - started, "run": time.perf_counter() - loaded}
+    return arrays, facts_of(llm, watched, parts[0]["layers"]) | {"timings": told}
+
+
+def logprobs(model: Any, states: list[Any], count: int) -> Any:
+    """Log-probabilities (T, V) of the last document, from its final hidden states."""
+    torch = importlib.import_module("torch")
+    hidden = states[0][0] if isinstance(states[0], tuple) else states[0]
+    states.clear()
+    with torch.inference_mode():
+        logits = model.compute_logits(hidden[:count])
+        return logits.double().log_softmax(1).float().numpy()
+
+
+def facts_of(llm: Any, watched: list[tuple[int, Any]], layers: list[int]) -> dict[str, Any]:
+    """What the arrays mean, and how vLLM ran."""
+    vllm, torch = importlib.import_module("vllm"), importlib.import_module("torch")
+    config = llm.llm_engine.model_config
+    back = {long: short for short, long in FORMATS.items()}
+    dtype = str(config.dtype).rpartition(".")[2]
+    return {
+        "layers": [f"model.layers.{layer}.mlp.gate" for layer in layers],
+        "units": "logits",
+        "dtype": back.get(dtype, dtype),
+        "architecture": str((config.hf_config.architectures or [""])[0]),
+        "versions": {"vllm": vllm.__version__, "torch": torch.__version__},
+        "settings": {
+            "router": type(watched[0][1]).__name__,
+            "quantisation": config.quantization or "none",
+            "prefix caching": "off",
+            "eager": "on",
+        },
+    }
