@@ -119,6 +119,7 @@ HOMES = {
 ROOMS = (
     "analysis",
     "core",
+    "engines",
     "estimation",
     "geometry",
     "hf",

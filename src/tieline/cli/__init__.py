@@ -6,7 +6,8 @@ Look    tieline inspect [MODEL]        how near a model's tokens are to a routin
         tieline check ROUTES ...       whether files of routes are sound
 Repair  tieline smooth [MODEL] -o OUT  make routing continuous at ties
         tieline upcycle MODEL -o OUT   turn a dense model into a Mixture of Experts
-Files   tieline convert IN OUT --to FORM   routes in the form of another program
+Files   tieline capture [MODEL] -o TRACE   what an inference engine routes
+        tieline convert IN OUT --to FORM   routes in the form of another program
         tieline merge A B ... -o C     join traces, or streaming summaries
 Lab     tieline train RECIPE           train a model with any of the gates, and score it
         tieline design                 what a number of experts, active experts and width buys

@@ -76,7 +76,7 @@ __all__ = [
 GROUPS = {
     "Look": ("inspect", "diff", "audit", "check"),
     "Repair": ("smooth", "upcycle"),
-    "Files": ("convert", "merge"),
+    "Files": ("capture", "convert", "merge"),
     "Lab": ("train", "design", "rates", "reproduce"),
 }
 """The commands as the help groups them; each is a file of this folder."""
@@ -182,7 +182,7 @@ RENAMED = {
 }
 """Old names of options by command; they keep working and are not shown in the help."""
 
-TAKES_MODEL = ("inspect", "diff", "audit", "smooth", "upcycle")
+TAKES_MODEL = ("inspect", "diff", "audit", "smooth", "upcycle", "capture")
 """Commands whose arguments are models and files."""
 
 BOXED = ("shipped", "demo")

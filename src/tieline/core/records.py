@@ -60,6 +60,8 @@ FORMATS: dict[str, str] = {
     "tieline-upcycling": "tieline.analysis.upcycle:Upcycled",
     "tieline-merge": "tieline.analysis.merge:Merged",
     "tieline-conversion": "tieline.analysis.convert:Converted",
+    "tieline-capture": "tieline.analysis.engine_runs:EngineCapture",
+    "tieline-engines": "tieline.analysis.engine_runs:EngineList",
     "tieline-check": "tieline.analysis.check:RouteCheck",
     "tieline-design": "tieline.tropical.advisor:Advice",
     "tieline-rates": "tieline.estimation.rates:RateStudy",

@@ -1,10 +1,10 @@
 """Inference engines, each in an environment of its own behind a worker process.
 
-    capture         the routing of a model in an engine, as a trace
-    run_engine      the same with final log-probabilities and what the worker told
-    dequantised     the weights of a quantised model in float32
-    ENGINES         the engines by name; `register` adds one
-    installed       where an engine is, and its versions
+capture         the routing of a model in an engine, as a trace
+run_engine      the same with final log-probabilities and what the worker told
+dequantised     the weights of a quantised model in float32
+ENGINES         the engines by name; `register` adds one
+installed       where an engine is, and its versions
 """
 
 from tieline.engines.capture import EngineRun, RunOptions, capture, dequantised, run_engine

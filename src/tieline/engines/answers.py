@@ -73,7 +73,9 @@ def check_rows(answer: Answer, documents: Sequence[np.ndarray]) -> None:
     numbers = np.repeat(np.arange(len(documents)), [len(x) for x in documents])
     for key, wanted in zip(KEYS, (sent, numbers, order), strict=True):
         same = key in arrays and np.array_equal(arrays[key], wanted)
-        require(same, f"{name} routed other {key} than were sent: rows are not comparable", TraceError)
+        require(
+            same, f"{name} routed other {key} than were sent: rows are not comparable", TraceError
+        )
     layers = answer.facts.get("layers")
     count = arrays["picks"].shape[1]
     named = isinstance(layers, list) and len(layers) == count
@@ -94,7 +96,9 @@ def _check_array(answer: Answer, key: str, axes: int, tokens: int) -> None:
     require(found.dtype.kind in kind, f"{name}: {key} has type {found.dtype}", TraceError)
     if axes == 3:
         fits = found.shape[1] == picks.shape[1]
-        require(fits, f"{name}: {key} has {found.shape[1]} layers, picks {picks.shape[1]}", TraceError)
+        require(
+            fits, f"{name}: {key} has {found.shape[1]} layers, picks {picks.shape[1]}", TraceError
+        )
     if key != "picks":
         require(not np.isnan(found).any(), f"{name}: {key} has NaN", TraceError)
 
@@ -121,7 +125,7 @@ def agreement(picks: np.ndarray, scores: np.ndarray) -> Agreement:
         return Agreement(0, 0)
     low, high = chosen.min(1), others.max(1)
     room = ROUNDING * np.maximum(1.0, np.abs(high))
-    tied = (low <= high + np.where(low >= high, 0.0, 0.0)) & (low >= high - room)
+    tied = (low <= high) & (low >= high - room)
     return Agreement(int(tied.sum()), int((low < high - room).sum()))
 
 
@@ -157,7 +161,7 @@ def _layer(answer: Answer, place: int, keep: bool) -> tuple[LayerTrace, Agreemen
     _check_picks(answer.engine, name, picks, size)
     weights = arrays["weights"][:, place] if "weights" in arrays else None
     known = LayerFacts(size, picks.shape[1], facts.get("units", "logits"), affine=False)
-    small = torch.int16 if size > 255 else torch.uint8
+    small = torch.int16 if size < 1 << 15 else torch.int32
     if scores is None or not keep:
         held = None if weights is None else torch.from_numpy(weights.astype(np.float32))
         return LayerTrace(name, known, torch.from_numpy(picks).to(small), weights=held), None
@@ -197,7 +201,9 @@ def _ranked(picks: np.ndarray, scores: np.ndarray, agreed: Agreement) -> tuple[A
         ranked = ranked_choice(values, chosen, k, wanted)
         return ranked.indices, ranked.values
     # the picks contradict the scores: both are kept as they are, for `diff` to say so
-    raised = values.scatter(1, chosen, values.gather(1, chosen) + 2 * (values.amax() - values.amin()))
+    raised = values.scatter(
+        1, chosen, values.gather(1, chosen) + 2 * (values.amax() - values.amin())
+    )
     experts = torch.argsort(raised, dim=1, descending=True, stable=True)[:, :wanted]
     return experts, values.gather(1, experts)
 

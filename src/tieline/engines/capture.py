@@ -1,6 +1,6 @@
 """Run an engine on token ids and return what its routers chose.
 
-    trace = tieline.engines.capture("model.gguf", engine="llama.cpp", ids=[[5, 17, 3], [8, 2]])
+trace = tieline.engines.capture("model.gguf", engine="llama.cpp", ids=[[5, 17, 3], [8, 2]])
 """
 
 import os
@@ -171,7 +171,7 @@ def _documents(ids: Sequence[Any]) -> list[np.ndarray]:
         whole = row.ndim == 1 and len(row) > 0 and row.dtype.kind in "iu" and int(row.min()) >= 0
         require(
             whole,
-            f"document {place} must be a list of token ids >= 0, got shape {row.shape}, {row.dtype}",
+            f"document {place} must be token ids >= 0, got {row.dtype} of shape {row.shape}",
         )
     return [row.astype(np.int64) for row in documents]
 
@@ -197,8 +197,7 @@ def _check_words(engine: Engine, facts: Mapping[str, Any], words: Mapping[int, s
     if not words or not isinstance(found, list) or len(found) != len(words):
         return
     same = sum(
-        text == str(other)
-        for (_, text), other in zip(sorted(words.items()), found, strict=True)
+        text == str(other) for (_, text), other in zip(sorted(words.items()), found, strict=True)
     )
     require(
         same >= LEAST_VOCABULARY_AGREEMENT * len(words),

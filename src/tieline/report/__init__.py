@@ -29,6 +29,8 @@ MODULES = {
     "tieline-upcycling": "made",
     "tieline-merge": "made",
     "tieline-conversion": "made",
+    "tieline-capture": "made",
+    "tieline-engines": "listings",
     "tieline-check": "check",
     "tieline-design": "design",
     "tieline-rates": "rates",

@@ -1,10 +1,10 @@
-"""Results that are one table: the claims of the ledger, the recipes, the plan of a training run."""
+"""Results that are one table: claims, recipes, engines, the plan of a training run."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from tieline.report.frame import notebook_html
@@ -16,13 +16,14 @@ from tieline.report.training import indented, pairs
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from tieline.analysis.engine_runs import EngineEntry, EngineList
     from tieline.papers.ledger import Catalogue
     from tieline.training.engine import TrainingPlan
     from tieline.training.recipes import RecipeList
 
 
 Listed = Any
-"""A `Catalogue`, `RecipeList` or `TrainingPlan`."""
+"""A `Catalogue`, `RecipeList`, `EngineList` or `TrainingPlan`."""
 
 
 @dataclass(frozen=True)
@@ -100,9 +101,39 @@ def _list_plan(result: "TrainingPlan") -> _Listing:
     return _Listing("training", "Training plan", words, table, Text("\n".join(lines)))
 
 
+def _list_engines(result: "EngineList") -> _Listing:
+    head = ("engine", "takes", "found in", "versions")
+    rows = [
+        (
+            one.name,
+            one.takes,
+            one.python or "not found",
+            ", ".join(f"{name} {value}" for name, value in one.versions.items()),
+        )
+        for one in result.engines
+    ]
+    table = text_table(head, rows, len(head), fold=True)
+    table.columns[0].no_wrap = True
+    steps = [line for one in result.engines if one.folder for line in _install(one)]
+    found = sum(bool(one.python) for one in result.engines)
+    facts = f"{found} of {len(rows)} found"
+    shown = Group(table, Text("\n".join(steps), no_wrap=True, overflow="ignore"))
+    whole = tuple(
+        (*row, "; ".join(one.install)) for row, one in zip(rows, result.engines, strict=True)
+    )
+    grid = Grid((*head, "to install"), whole)
+    return _Listing("engines", "Inference engines", facts, grid, shown)
+
+
+def _install(one: "EngineEntry") -> list[str]:
+    """The commands that install an engine, for a shell."""
+    return ["", f"# {one.name}, {one.size}", f"VENV={one.folder}", *one.install]
+
+
 MAKERS: dict[str, Callable[[Listed], _Listing]] = {
     "tieline-claims": _list_catalogue,
     "tieline-recipes": _list_recipes,
+    "tieline-engines": _list_engines,
     "tieline-training-plan": _list_plan,
 }
 """By the name of the format."""

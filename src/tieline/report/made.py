@@ -1,4 +1,4 @@
-"""What `upcycle`, `merge` and `convert` made, in a few lines and one table, without figures."""
+"""What `upcycle`, `merge`, `convert` and `capture` made: a few lines and one table, no figures."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -7,6 +7,7 @@ from rich.console import Group
 from rich.text import Text
 
 from tieline.analysis.convert import Converted
+from tieline.analysis.engine_runs import EngineCapture
 from tieline.analysis.merge import Merged
 from tieline.analysis.upcycle import Upcycled
 from tieline.report.frame import notebook_html
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-Made = Upcycled | Merged | Converted
+Made = Upcycled | Merged | Converted | EngineCapture
 
 
 def page(result: Made) -> str:
@@ -25,7 +26,8 @@ def page(result: Made) -> str:
 
     first, *others = _lines(result)
     sections = [Section("Numbers", _numbers(result), notes=others)]
-    return plain_page(result.format.removeprefix("tieline-"), result.output, first, sections)
+    title = result.output or first.partition(":")[0]
+    return plain_page(result.format.removeprefix("tieline-"), title, first, sections)
 
 
 def figures(result: Made) -> "dict[str, Callable[[], Figure]]":
@@ -54,7 +56,30 @@ def _numbers(result: Made) -> Grid:
     return Grid(("number", "value"), tuple(rows))
 
 
+def _captured(result: EngineCapture) -> list[str]:
+    """Size, number format, versions and what the verification found."""
+    size = f"{result.tokens:,} tokens of {result.documents:,} documents"
+    shape = f"{len(result.layers)} routed layers, top-{result.k} of {result.n_experts}"
+    versions = ", ".join(f"{name} {value}" for name, value in result.versions.items())
+    weights = "" if result.bits is None else f", {result.bits:.3g} bits per weight"
+    lines = [
+        f"{result.output or result.model}: {size}, {shape}, by {result.engine} "
+        f"({result.dtype}{weights})",
+        versions,
+    ]
+    if not result.has_scores:
+        return [*lines, "ids only: no scores to verify the choice with"]
+    choices = result.tokens * len(result.layers)
+    if result.off_scores:
+        lines.append(f"{result.off_scores:,} of {choices:,} choices are not the largest scores")
+    else:
+        lines.append(f"all {choices:,} choices are the largest scores, {result.tied:,} by a tie")
+    return lines
+
+
 def _lines(result: Made) -> list[str]:
+    if isinstance(result, EngineCapture):
+        return _captured(result)
     if isinstance(result, Converted):
         size = f"{result.tokens:,} tokens of {result.documents:,} documents"
         shape = f"{len(result.layers)} routed layers, k = {result.k}"

@@ -18,11 +18,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
-import os
 import re
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Callable, Iterator
+from typing import Any
 
 SCORES = ("ffn_moe_probs_masked", "ffn_moe_probs_biased", "ffn_moe_logits")
 """Names of what a router ranks, the last step first."""
@@ -37,14 +37,14 @@ PICKS = "ffn_moe_topk"
 WANTED = frozenset((*SCORES, *WEIGHTS, PICKS))
 
 PLAUSIBLE = {
-    "n_ctx": range(0, 1 << 20),
+    "n_ctx": range(1 << 20),
     "n_batch": range(1, 1 << 20),
     "n_ubatch": range(1, 1 << 20),
     "n_seq_max": range(1, 257),
     "n_threads": range(1, 1025),
     "flash_attn_type": range(-1, 2),
-    "type_k": range(0, 64),
-    "type_v": range(0, 64),
+    "type_k": range(64),
+    "type_v": range(64),
 }
 """Defaults of a context in every release; others show that the structure is laid out otherwise."""
 
@@ -102,8 +102,8 @@ def libraries() -> tuple[Any, Any]:
     """The bindings of llama.cpp and the library of its tensors, backends loaded."""
     with _lenient():
         llama = importlib.import_module("llama_cpp")
-    place = os.environ.get("LLAMA_CPP_LIB_PATH") or Path(llama.__file__).parent / "lib"
-    folder, suffix = Path(place), Path(llama.llama_cpp._lib._name).suffix
+    library = Path(llama.llama_cpp._lib._name)
+    folder, suffix = library.parent, library.suffix
     base = ctypes.CDLL(str(folder / f"libggml-base{suffix}"))
     base.ggml_get_name.restype = ctypes.c_char_p
     base.ggml_get_name.argtypes = [ctypes.c_void_p]
@@ -142,7 +142,9 @@ def read_tensor(address: int, fetch: Callable[[int, int, int, int], None]) -> An
     kind = np.dtype(NUMBERS[head.type])
     shape = [head.ne[axis] for axis in (3, 2, 1, 0)]
     strides = [head.nb[axis] for axis in (3, 2, 1, 0)]
-    span = sum((n - 1) * s for n, s in zip(shape, strides)) + kind.itemsize if all(shape) else 0
+    span = 0
+    if all(shape):
+        span = kind.itemsize + sum((shape[axis] - 1) * strides[axis] for axis in range(4))
     data = np.empty(span, np.uint8)
     if span:
         fetch(address, data.ctypes.data, 0, span)
@@ -353,11 +355,11 @@ def run(request: dict[str, Any], documents: list[Any], tell: Callable[[int], Non
         parts.append(part)
         tell(place + 1)
     told = {"load": loaded - started, "run": time.perf_counter() - loaded}
-    facts = facts_of(request, parts[0], settings) | {
+    facts = facts_of(request, parts[0], settings, str(llama.llama_cpp._lib._name)) | {
         "timings": told,
         "vocabulary": vocabulary,
         "words": words_in(llama, vocab, request["words"]) if request["words"] else [],
-        "versions": {"llama-cpp-python": llama.__version__, "library": str(llama.llama_cpp._lib._name)},
+        "versions": {"llama-cpp-python": llama.__version__},
     }
     del kept, callback
     return joined(parts), facts
@@ -371,7 +373,9 @@ def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
     return {name: np.concatenate([part[name] for part in parts]) for name in names}
 
 
-def facts_of(request: dict[str, Any], first: dict[str, Any], settings: dict[str, Any]) -> Any:
+def facts_of(
+    request: dict[str, Any], first: dict[str, Any], settings: dict[str, Any], library: str
+) -> Any:
     """What the arrays mean."""
     kinds = tensor_kinds(request["model"])
     units = {None: "logits", "ffn_moe_logits": "logits"}.get(first["scores"], "softmax")
@@ -383,7 +387,12 @@ def facts_of(request: dict[str, Any], first: dict[str, Any], settings: dict[str,
         "dtype": kinds["dtype"],
         "bits": kinds["bits"],
         "architecture": kinds["architecture"],
-        "settings": {**settings, "tensors": kinds["tensors"], "ranked": first["scores"]},
+        "settings": {
+            **settings,
+            "library": library,
+            "tensors": kinds["tensors"],
+            "ranked": first["scores"],
+        },
     }
 
 

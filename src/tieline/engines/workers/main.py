@@ -23,8 +23,9 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 FAILED = 3
 """Exit code after an error that was told."""
@@ -36,8 +37,8 @@ class EngineError(Exception):
 
 def documents_of(tokens: Any, lengths: list[int]) -> list[Any]:
     """Cut token ids (T,) into documents of these lengths."""
-    ends = [sum(lengths[: place + 1]) for place in range(len(lengths))]
-    return [tokens[end - length : end] for end, length in zip(ends, lengths)]
+    starts = [sum(lengths[:place]) for place in range(len(lengths))]
+    return [tokens[start : start + lengths[place]] for place, start in enumerate(starts)]
 
 
 def keys_of(documents: list[Any]) -> dict[str, Any]:
@@ -73,7 +74,8 @@ def answer(folder: Path, worker: Any, tell: Callable[[dict[str, Any]], None]) ->
 def load_worker(path: Path) -> Any:
     """Import a worker by its file; names of engines beside it are not shadowed."""
     spec = importlib.util.spec_from_file_location(f"tieline_worker_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

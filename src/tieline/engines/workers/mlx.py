@@ -10,8 +10,9 @@ from __future__ import annotations
 import importlib
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 FORMATS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 PROJECTIONS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
@@ -25,7 +26,11 @@ def error(words: str) -> Exception:
     return type("EngineError", (Exception,), {})(words)
 
 
-def spied(module: Any, before: Callable[..., None] | None, after: Callable[[Any], None] | None) -> None:
+def spied(
+    module: Any,
+    before: Callable[..., None] | None = None,
+    after: Callable[[Any], None] | None = None,
+) -> None:
     """Make a module an instance of a subclass that shows its arguments and its result."""
     own = type(module)
 
@@ -58,10 +63,14 @@ class Recorder:
     def _watch(self, name: str, block: Any, named: dict[str, Any]) -> None:
         layer = layer_number(name)
         parent = name.rpartition(".")[0]
-        gate = next((named[f"{parent}.{x}"] for x in ("gate", "router") if f"{parent}.{x}" in named), None)
-        spied(block, lambda x, indices, *_, **__: self.picks.__setitem__(layer, indices), None)
-        if gate is not None:
-            spied(gate, None, lambda found: self._logits(layer, found))
+        gates = [named.get(f"{parent}.{gate}") for gate in ("gate", "router")]
+        spied(block, before=lambda x, indices, *_, **__: self._picks(layer, indices))
+        for gate in gates:
+            if gate is not None:
+                spied(gate, after=lambda found: self._logits(layer, found))
+
+    def _picks(self, layer: int, indices: Any) -> None:
+        self.picks[layer] = indices
 
     def _logits(self, layer: int, found: Any) -> None:
         if hasattr(found, "shape"):
@@ -116,9 +125,8 @@ def opened(request: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
 
 def achieved(core: Any, model: Any) -> dict[str, float]:
     """Bits per weight, and the share of the weights that are quantised."""
-    tree = importlib.import_module("mlx.utils")
     bits = weights = quantised = 0
-    for name, module in model.named_modules():
+    for _, module in model.named_modules():
         own = {key: value for key, value in module.items() if isinstance(value, core.array)}
         for key, value in own.items():
             count = value.size
@@ -128,7 +136,6 @@ def achieved(core: Any, model: Any) -> dict[str, float]:
                 quantised += count
             if key not in ("scales", "biases") or "scales" not in own:
                 weights += count
-    del tree
     return {"bits": bits / weights, "share": quantised / weights}
 
 
@@ -167,7 +174,8 @@ def run(request: dict[str, Any], documents: list[Any], tell: Callable[[int], Non
     found = achieved(core, model)
     check_quantised(config, found)
     if request["job"] == "weights":
-        return weights(core, model, request["names"]), {**found, "dtype": dtype_of(config, model, 1)}
+        dtype = dtype_of(config, model, found["share"])
+        return weights(core, model, request["names"]), {**found, "dtype": dtype}
     if not request["defaults"]:
         model.set_dtype(getattr(core, FORMATS[request["dtype"]]))
     core.eval(model.parameters())
@@ -179,8 +187,7 @@ def run(request: dict[str, Any], documents: list[Any], tell: Callable[[int], Non
     recorder = Recorder(list(model.named_modules()))
     loaded, parts = time.perf_counter(), []
     for place, ids in enumerate(documents):
-        logits = model(core.array(ids.astype(np.int32))[None])
-        core.eval(logits)
+        logits = forward(core, model, ids.astype(np.int32))
         part = recorder.take(len(ids), array)
         if request["logprobs"]:
             part["logprobs"] = log_softmax(array(logits)[0])
@@ -198,6 +205,19 @@ def run(request: dict[str, Any], documents: list[Any], tell: Callable[[int], Non
         "settings": {"device": "cpu", "weights quantised": found["share"]},
         "timings": {"load": loaded - started, "run": time.perf_counter() - loaded},
     }
+
+
+def forward(core: Any, model: Any, ids: Any) -> Any:
+    """Logits (1, T, V) of one document."""
+    try:
+        logits = model(core.array(ids)[None])
+        core.eval(logits)
+    except RuntimeError as problem:
+        if "only supports float32" not in str(problem):
+            raise
+        words = "mlx routes on a CPU in float32 only: leave --engine-defaults and --dtype away"
+        raise error(f"{words} ({problem})") from problem
+    return logits
 
 
 def versions() -> dict[str, str]:

@@ -14,7 +14,8 @@ from __future__ import annotations
 import importlib
 import os
 import time
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 FORMATS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 SETTINGS = {
@@ -85,7 +86,7 @@ def routers(model: Any) -> list[tuple[int, Any]]:
 
 
 def engine_of(request: dict[str, Any], longest: int) -> Any:
-    """vLLM with the model loaded."""
+    """VLLM with the model loaded."""
     for key, value in SETTINGS.items():
         os.environ.setdefault(key, value)
     os.environ["OMP_NUM_THREADS"] = str(request["threads"])

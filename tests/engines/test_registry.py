@@ -1,0 +1,87 @@
+"""Where engines are looked for, what is refused, and that every record can be followed."""
+
+import sys
+
+import pytest
+
+from tests.engines.fakes import fake_engine
+from tieline.core.errors import ParameterError
+from tieline.engines import ENGINES, engine_named, find_python, installed, register
+from tieline.engines.registry import environment_of
+
+
+def test_all_engines_have_a_worker_and_commands():
+    assert set(ENGINES) >= {"vllm", "mlx", "llama.cpp"}
+    for engine in ENGINES.values():
+        assert engine.worker.is_file()
+        assert any("$VENV/bin/pip install" in line for line in engine.install)
+        assert engine.formats[0] == "fp32"
+
+
+def test_a_name_is_taken_once(tmp_path, monkeypatch):
+    record = fake_engine(tmp_path, monkeypatch)
+    with pytest.raises(ParameterError, match="already"):
+        register(record)
+    with pytest.raises(ParameterError, match=r"no engine is called 'tgi'.*transformers.*vllm"):
+        engine_named("tgi")
+
+
+def test_the_python_asked_for_comes_first(tmp_path, monkeypatch):
+    record = fake_engine(tmp_path, monkeypatch)
+    other = tmp_path / "python"
+    other.symlink_to(sys.executable)
+    assert find_python(record, other) == other
+    assert str(find_python(record)) == sys.executable
+    monkeypatch.delenv("TIELINE_FAKE_PYTHON")
+    assert str(find_python(record)) == sys.executable  # numpy is in this Python
+
+
+def test_the_cached_folder_comes_before_this_python(tmp_path, monkeypatch):
+    record = fake_engine(tmp_path, monkeypatch)
+    monkeypatch.delenv("TIELINE_FAKE_PYTHON")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    own = record.folder / "bin" / "python"
+    own.parent.mkdir(parents=True)
+    own.touch()
+    assert find_python(record) == own
+
+
+def test_what_cannot_be_a_python_is_refused(tmp_path, monkeypatch):
+    record = fake_engine(tmp_path, monkeypatch)
+    plain = tmp_path / "notes.txt"
+    plain.write_text("no program")
+    for wrong, words in ((tmp_path / "none", "no such file"), (plain, "not a program")):
+        with pytest.raises(ParameterError, match=words):
+            find_python(record, wrong)
+    with pytest.raises(ParameterError, match="not a program"):
+        find_python(record, tmp_path)
+
+
+def test_an_engine_that_is_not_there_says_how_to_get_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for engine in ENGINES.values():
+        monkeypatch.delenv(engine.variable, raising=False)
+        with pytest.raises(ParameterError, match="--list-engines"):
+            find_python(engine)
+        assert installed(engine).python is None
+
+
+def test_versions_are_those_of_the_engines_python(tmp_path, monkeypatch):
+    import numpy as np
+
+    record = fake_engine(tmp_path, monkeypatch)
+    assert installed(record).versions == {"numpy": np.__version__}
+
+
+def test_our_module_path_stays_here(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/somewhere")
+    record = fake_engine(
+        tmp_path, monkeypatch, environment={"A": "{venv}/lib", "B": "{venv}", "C": "x"}
+    )
+    python = tmp_path / "bin" / "python"
+    found = environment_of(record, python)
+    assert "PYTHONPATH" not in found
+    assert "A" not in found  # there is no such folder
+    assert (found["B"], found["C"]) == (str(tmp_path), "x")
+    monkeypatch.setenv("C", "mine")
+    assert environment_of(record, python)["C"] == "mine"
