@@ -11,8 +11,9 @@ saved trace or summary is measured without a model, so its jumps stay unmeasured
 import hashlib
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,6 +33,7 @@ from tieline.analysis.sources import (
     load,
     source_kind,
 )
+from tieline.analysis.streamed import StreamedLayers
 from tieline.analysis.swap import BlockSampler, block_of
 from tieline.analysis.text import TokenisedText, text_sample, tokenise
 from tieline.core.errors import ParameterError, require
@@ -43,6 +45,7 @@ from tieline.hf.capture import capture
 from tieline.hf.emulate import logits_matrix
 from tieline.hf.families import chosen_routers, family_of, find_routers
 from tieline.hf.running import batches, forward, only_running, text_config
+from tieline.hf.streaming import ModelStream
 from tieline.trace.record import LayerTrace, RoutingTrace, take_tokens
 from tieline.trace.summary import RoutingSummary
 
@@ -74,6 +77,9 @@ def inspect(
     device: str = "cpu",
     revision: str | None = None,
     trust_remote_code: bool = False,
+    stream: bool | None = None,
+    memory: int | None = None,
+    keep: bool = True,
     settings: MeasureSettings | None = None,
     jump_settings: JumpSettings | None = None,
     progress: Progress | None = None,
@@ -96,6 +102,10 @@ def inspect(
         device: where to load it: "cpu", "cuda", "cuda:1", ... or "auto".
         revision: its branch, tag or commit on the hub.
         trust_remote_code: whether code that comes with it may run.
+        stream: whether its weights are read layer by layer, each byte once, instead of loaded; by
+            default where they exceed the free memory.
+        memory: bytes of memory that a streamed model may take, by default what is free.
+        keep: whether files that are fetched from the hub for a streamed model stay.
         settings: grids and formats of the measures.
         jump_settings: sizes of the samples and levels; its seed is replaced by `seed`.
         progress: called with stage, done and total while the work goes on.
@@ -106,6 +116,7 @@ def inspect(
     require(batch_size >= 1, f"batch_size must be at least 1, got {batch_size}")
     words, origin = as_text(text)
     options = {"device": device, "revision": revision, "trust_remote_code": trust_remote_code}
+    options |= {"stream": stream, "memory": memory, "keep": keep}
     loaded = as_model(source, "inspect takes a trace or summary, or", dtype=dtype, **options)
     model, clock = loaded.model, _Clock()
     names = _chosen_names(model, layers)
@@ -115,18 +126,65 @@ def inspect(
     run = _Run(model, names, tokenised, tokenised.tokens, batch_size, progress or _silent)
     plan = _plan(jump_settings, seed, loss_jumps)
     sampler = run.sampler(plan) if jumps else None
-    with clock("forward"):
-        trace = run.trace(sampler)
-    facts = _provenance(trace, tokenised, origin, batch_size, seed)
-    trace = replace(trace, provenance=facts)
-    with clock("measure"), one_thread():  # many small operations
-        measures = measure(trace, settings, linear_weights(model, trace))
-    with clock("jumps"):
-        found = run.jumps(trace, sampler, plan, loss_jumps)
-    trace = replace(trace, layers=tuple(replace(layer, inputs=None) for layer in trace.layers))
-    facts = facts | ({"model": loaded.name} if loaded.name else {})
+    facts = _facts(tokenised, origin, batch_size, seed)
+    work = _Work(loaded.stream, plan, settings, facts, clock, loss_jumps)
+    ways = _streamed if loaded.stream is not None else _in_memory
+    trace, measures, found = ways(run, sampler, work)
+    facts = dict(trace.provenance) | ({"model": loaded.name} if loaded.name else {})
     sample, timings = text_sample(trace, tokenised), clock.timings(trace.n_tokens)
     return _inspection(measures, found, sample, facts, timings, trace)
+
+
+class _Found(NamedTuple):
+    """What both ways to run a model give."""
+
+    trace: RoutingTrace
+    measures: RoutingMeasures
+    jumps: tuple[LayerJumps, ...]
+
+
+def _in_memory(run: "_Run", sampler: BlockSampler | None, work: "_Work") -> _Found:
+    """Run the whole model, then measure."""
+    with work.clock("forward"):
+        trace = run.trace(sampler)
+    trace = replace(trace, provenance={**trace.provenance, **work.facts})
+    with work.clock("measure"), one_thread():  # many small operations
+        measures = measure(trace, work.settings, linear_weights(run.model, trace))
+    with work.clock("jumps"):
+        found = run.jumps(trace, sampler, work.plan, work.losses)
+    trace = replace(trace, layers=tuple(replace(layer, inputs=None) for layer in trace.layers))
+    return _Found(trace, measures, found)
+
+
+def _streamed(run: "_Run", sampler: BlockSampler | None, work: "_Work") -> _Found:
+    """Measure each layer while it is in memory."""
+    assert work.stream is not None
+    model, names = run.model, run.names
+    keep = "inputs" if inputs_fit(model, names[:1], run.tokens) else "scores"
+    ids = list(batches(run.text.sequences, run.batch_size))
+    with work.clock("forward"), only_running(model), ExitStack() as stack:
+        seen = stack.enter_context(capture(model, keep=keep, layers=names))
+        if sampler is not None:
+            stack.enter_context(sampler.watching(seen))
+        settings, matrices = work.settings or MeasureSettings(), partial(linear_weights, model)
+        layers = StreamedLayers(work.stream, seen, names, settings, matrices, sampler, work.plan)
+        layers.run(ids, partial(run.progress, "streaming"))
+        trace = seen.trace()
+    trace = replace(trace, provenance={**trace.provenance, **work.facts})
+    none = LayerJumps("", None, NO_JUMPS)
+    jumps = [layers.jumps.get(one.name, replace(none, name=one.name)) for one in trace.layers]
+    return _Found(trace, layers.measures(trace), tuple(jumps))
+
+
+class _Work(NamedTuple):
+    """How a run is measured, and what is recorded of it."""
+
+    stream: ModelStream | None
+    plan: JumpSettings
+    settings: MeasureSettings | None
+    facts: dict[str, object]
+    clock: "_Clock"
+    losses: bool
 
 
 def _plan(settings: JumpSettings | None, seed: int, loss_jumps: bool) -> JumpSettings:
@@ -265,19 +323,24 @@ def _chosen_names(model: nn.Module, layers: Collection[str | int] | None) -> tup
     return tuple(chosen_routers(model, [known[x] if isinstance(x, int) else x for x in layers]))
 
 
-def _provenance(
-    trace: RoutingTrace, text: TokenisedText, source: str, batch_size: int, seed: int
-) -> dict[str, object]:
+def _facts(text: TokenisedText, source: str, batch_size: int, seed: int) -> dict[str, object]:
+    """What the bits of a result depend on beside the model: text, batches, threads, build."""
     digest = hashlib.sha256("".join(text.pieces).encode(errors="surrogatepass")).hexdigest()
     return {
-        **trace.provenance,
         "text": {"source": source, "characters": text.characters, "sha256": digest},
-        "tokens": trace.n_tokens,
+        "tokens": text.tokens,
+        "threads": torch.get_num_threads(),
+        "torch_build": build_digest(),
         "sequences": len(text.sequences),
         "sequence_length": len(text.sequences[0]),
         "batch_size": batch_size,
         "seed": seed,
     }
+
+
+def build_digest() -> str:
+    """Short digest of how torch was built: matrix products of other builds round differently."""
+    return hashlib.sha256(torch.__config__.show().encode()).hexdigest()[:12]
 
 
 def _silent(stage: str, done: int, total: int) -> None:

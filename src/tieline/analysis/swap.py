@@ -345,7 +345,7 @@ class BlockSampler:
             )
             return
         self._status.setdefault(name, "ok")
-        places = recorder.n_tokens + torch.arange(len(gaps))
+        places = recorder.offset + torch.arange(len(gaps))
         lots = torch.as_tensor(token_hash(torch.full_like(places, self._seed), places) / SPAN)
         near, random = self._pools[name]
         near.offer(gaps, lots, places, call)
@@ -359,6 +359,10 @@ class BlockSampler:
         """Return "ok" if the block of this router was called, else the reason."""
         uncalled = f"not answerable: the block {self.block(name).name!r} is not called as a module"
         return self._status.get(name, uncalled)
+
+    def forget(self, name: str) -> None:
+        """Drop the tokens of a layer, which has been measured."""
+        self._pools[name] = (_Pool(self._near), _Pool(self._near + self._random))
 
     def near(self, name: str) -> BlockSample | None:
         """Return the tokens of a layer nearest to a tie, in order; None if there are none."""

@@ -5,6 +5,7 @@ with_json_target   a bare --json means --json -
 in_options         a message of the library, with the names of the command's options
 layer_choice       "0,2,5-7" or names of routers
 numbers            1,2,4
+memory_size        8G
 share              0.01 or 1%
 
 `tieline.cli.ending` lists the exit codes.
@@ -38,7 +39,14 @@ from tieline.cli.ending import (
     say,
     was_stopped,
 )
-from tieline.core.errors import ParameterError, PrecisionWarning, TielineError, require, shortened
+from tieline.core.errors import (
+    ParameterError,
+    PrecisionWarning,
+    StreamingWarning,
+    TielineError,
+    require,
+    shortened,
+)
 from tieline.core.files import out_of_space
 
 __all__ = [
@@ -54,16 +62,20 @@ __all__ = [
     "Html",
     "Jobs",
     "Json",
+    "Keep",
+    "Memory",
     "ModelName",
     "Overwrite",
     "Revision",
     "Seed",
+    "Stream",
     "TextFile",
     "TrustRemoteCode",
     "app",
     "guarded",
     "in_options",
     "layer_choice",
+    "memory_size",
     "numbers",
     "run",
     "say",
@@ -153,6 +165,22 @@ Json = Annotated[
     typer.Option("--json", metavar="[FILE.json|-]", help="Write JSON to a file or to stdout."),
 ]
 Seed = Annotated[int, typer.Option(help="Seed of all random numbers.", min=0)]
+Stream = Annotated[
+    bool | None,
+    typer.Option(
+        "--stream/--no-stream",
+        help="Read the weights layer by layer; by default where they exceed the free memory.",
+        show_default=False,
+    ),
+]
+Memory = Annotated[
+    str | None,
+    typer.Option(metavar="8G", help="Memory that a streamed model may take; by default all free."),
+]
+Keep = Annotated[
+    bool,
+    typer.Option("--keep/--no-keep", help="Keep files fetched from the hub to be streamed."),
+]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of a bug.")]
 Executor = Annotated[
     str, typer.Option("--executor", help="loky (processes here), dask (a cluster) or serial.")
@@ -252,7 +280,7 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
         try:
-            with gently(), closed_pipe_ignored(), notes_said(PrecisionWarning):
+            with gently(), closed_pipe_ignored(), notes_said(PrecisionWarning, StreamingWarning):
                 command(*args, **kwargs)
         except (typer.Exit, SystemExit):
             raise
@@ -390,6 +418,23 @@ def layer_choice(words: str | None) -> list[str | int] | None:
         require(bool(part), f"--layers: a layer is missing between the commas of {words!r}")
         chosen += _places(part)
     return chosen
+
+
+_SIZES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+
+
+def memory_size(text: str | None) -> int | None:
+    """Bytes in words such as 8G, 800M or 8.5GB; None for None."""
+    if text is None:
+        return None
+    match = re.fullmatch(
+        r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", text, re.ASCII | re.IGNORECASE
+    )
+    require(match is not None, f"--memory is a size such as 8G or 800M, got {text!r}")
+    assert match is not None
+    found = int(float(match[1]) * _SIZES[match[2].upper()])
+    require(found > 0, f"--memory must be positive, got {text!r}")
+    return found
 
 
 def numbers(

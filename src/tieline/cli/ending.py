@@ -54,13 +54,13 @@ def say(words: str) -> None:
 
 
 @contextmanager
-def notes_said(kind: type[Warning]) -> Iterator[None]:
-    """Say warnings of this kind as one line each; others show as ever."""
+def notes_said(*kinds: type[Warning]) -> Iterator[None]:
+    """Say warnings of these kinds as one line each; others show as ever."""
     with warnings.catch_warnings():
         shown = warnings.showwarning
 
         def show(message: Any, category: type[Warning], *place: Any, **more: Any) -> None:
-            if issubclass(category, kind):
+            if issubclass(category, kinds):
                 say(f"note: {message}")
             else:
                 shown(message, category, *place, **more)

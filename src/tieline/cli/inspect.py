@@ -27,14 +27,18 @@ from tieline.cli.app import (
     Device,
     Html,
     Json,
+    Keep,
+    Memory,
     Overwrite,
     Revision,
     Seed,
+    Stream,
     TextFile,
     TrustRemoteCode,
     app,
     guarded,
     layer_choice,
+    memory_size,
     say,
 )
 from tieline.cli.deliver import Outputs, deliver, progress_bars
@@ -105,6 +109,9 @@ def inspect(
     loss_jumps: Annotated[
         bool, typer.Option("--loss-jumps", help="Also measure what flips do to the loss.")
     ] = False,
+    stream: Stream = None,
+    memory: Memory = None,
+    keep: Keep = True,
     trust_remote_code: TrustRemoteCode = False,
     debug: Debug = False,
 ) -> None:
@@ -126,6 +133,9 @@ def inspect(
         "seed": seed,
         "loss_jumps": loss_jumps,
         "trust_remote_code": trust_remote_code,
+        "stream": stream,
+        "memory": memory_size(memory),
+        "keep": keep,
     }
     with progress_bars() as progress:
         from tieline.analysis.findings import metric_names

@@ -17,6 +17,7 @@ from rich.progress import (
     TaskID,
     TextColumn,
     TimeElapsedColumn,
+    TimeRemainingColumn,
 )
 
 from tieline.cli.ending import say
@@ -24,8 +25,11 @@ from tieline.cli.ending import say
 Report = Callable[[str, int, int], None]
 """Called with a stage, how much of it is done, and of how much."""
 
-FOLLOWED_BY = {"forward": "measure", "jumps": "report", "losses": "report"}
+FOLLOWED_BY = {"forward": "measure", "streaming": "report", "jumps": "report", "losses": "report"}
 """Stages that report nothing themselves, after those that do."""
+
+BYTES = ("streaming",)
+"""Stages whose progress is counted in bytes that were read."""
 
 FIRST = "start"
 """The stage before anything is reported: imports, and reading what was asked for."""
@@ -48,7 +52,8 @@ def progress_bars(console: Console | None = None, first: str = FIRST) -> Iterato
             yield lines
         return
     spinner = SpinnerColumn("dots" if console.encoding.startswith("utf") else "line")
-    columns = (spinner, TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    words = TextColumn("{task.description}{task.fields[part]}")
+    columns = (spinner, words, BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as bars:
         yield _Stages(bars, first)
 
@@ -86,8 +91,20 @@ class _Lines:
     def tell(self) -> None:
         stage, done, total = self._latest
         seconds = time.monotonic() - self._began
-        part = f" {done:,} of {total:,}" if total > 1 else ""
-        say(f"{stage}{part}, {seconds:.0f} s")
+        say(f"{stage}{_part(stage, done, total)}, {seconds:.0f} s{self._left(seconds)}")
+
+    def _left(self, seconds: float) -> str:
+        """How long a stage that counts bytes will take, by what it took so far."""
+        stage, done, total = self._latest
+        if stage not in BYTES or not 0 < done < total:
+            return ""
+        return f", about {seconds * (total - done) / done:.0f} s left"
+
+
+def _part(stage: str, done: int, total: int) -> str:
+    if stage in BYTES:
+        return f" {done / 1e9:.1f} of {total / 1e9:.1f} GB"
+    return f" {done:,} of {total:,}" if total > 1 else ""
 
 
 class _Stages:
@@ -101,7 +118,8 @@ class _Stages:
     def __call__(self, stage: str, done: int, total: int) -> None:
         if stage not in self._tasks:
             self._begin(stage, total)
-        self._bars.update(self._tasks[stage], completed=done, total=total)
+        part = _part(stage, done, total) if stage in BYTES else ""
+        self._bars.update(self._tasks[stage], completed=done, total=total, part=part)
         if done >= total and stage in FOLLOWED_BY:
             self._begin(FOLLOWED_BY[stage], None)
 
@@ -110,4 +128,4 @@ class _Stages:
             self._bars.update(task, completed=1, total=1)
             self._bars.stop_task(task)
         if stage not in self._tasks:
-            self._tasks[stage] = self._bars.add_task(stage, total=total)
+            self._tasks[stage] = self._bars.add_task(stage, total=total, part="")

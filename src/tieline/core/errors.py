@@ -5,6 +5,7 @@ __all__ = [
     "ParameterError",
     "PrecisionWarning",
     "ShapeError",
+    "StreamingWarning",
     "TielineError",
     "TraceError",
     "UnsupportedModelError",
@@ -59,6 +60,10 @@ class NoSpaceError(TielineError, OSError):
 
 class PrecisionWarning(UserWarning):
     """A model computes in another precision than its weights are stored in, for speed."""
+
+
+class StreamingWarning(UserWarning):
+    """A model does not fit into memory and is read layer by layer."""
 
 
 def require(condition: bool, message: str, error: type[TielineError] = ParameterError) -> None:

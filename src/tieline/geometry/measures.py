@@ -2,6 +2,7 @@
 
     measure_layer      a layer of a trace
     measure            every layer of a trace, and the model
+    joined_measures    the model, of layers that were measured one by one
     measure_summary    the same from the streaming summary of a long run
 
 The status of a section says why a trace cannot answer it (ids only, no inputs, no weight). Jumps
@@ -183,7 +184,7 @@ def measure_layer(
         epsilons: the ε grid of `layer.near` (`RoutingTrace.epsilons`).
         weight: weight of a linear router, for the row of the low-precision matrix product.
     """
-    return _measured(layer, settings or MeasureSettings(), epsilons, weight).record
+    return measured_layer(layer, settings or MeasureSettings(), epsilons, weight).record
 
 
 def measure(
@@ -201,15 +202,28 @@ def measure(
     chosen = settings or MeasureSettings()
     weights = weights or {}
     done = [
-        _measured(layer, chosen, trace.epsilons, weights.get(layer.name)) for layer in trace.layers
+        measured_layer(layer, chosen, trace.epsilons, weights.get(layer.name))
+        for layer in trace.layers
     ]
-    records = tuple(one.record for one in done)
-    model = _model(done, chosen, trace.documents.long())
-    return RoutingMeasures(records, model, dict(trace.provenance))
+    return joined_measures(done, chosen, trace)
+
+
+def joined_measures(
+    done: Sequence["MeasuredLayer"], settings: MeasureSettings, trace: RoutingTrace
+) -> RoutingMeasures:
+    """The measures of the model, from those of its layers.
+
+    Args:
+        done: every layer of the trace, in order.
+        settings: grids and formats.
+        trace: the trace, for its documents and provenance.
+    """
+    model = _model(list(done), settings, trace.documents.long())
+    return RoutingMeasures(tuple(one.record for one in done), model, dict(trace.provenance))
 
 
 @dataclass(frozen=True)
-class _Measured:
+class MeasuredLayer:
     """A layer's record with the values per token from which the model's is made."""
 
     record: LayerMeasures
@@ -218,12 +232,13 @@ class _Measured:
     precision: dict[str, PerToken] = field(default_factory=dict)
 
 
-def _measured(
+def measured_layer(
     layer: LayerTrace,
     settings: MeasureSettings,
     epsilons: tuple[float, ...],
     weight: Tensor | None,
-) -> _Measured:
+) -> MeasuredLayer:
+    """Measure one layer, and keep what the measures of the model are made of."""
     check_finite(layer)
     facts, chosen, unknown = layer.facts, layer.experts[:, : layer.facts.k], scored(layer)
     used = None if layer.used is None else layer.used.double().mean().item()
@@ -245,7 +260,7 @@ def _measured(
         used=used,
     )
     return (
-        _Measured(record, None)
+        MeasuredLayer(record, None)
         if unknown != "ok"
         else _scored(layer, record, settings, epsilons, weight)
     )
@@ -257,7 +272,7 @@ def _scored(
     settings: MeasureSettings,
     epsilons: tuple[float, ...],
     weight: Tensor | None,
-) -> _Measured:
+) -> MeasuredLayer:
     """Add the sections that need scores on both sides of the threshold."""
     view = logit_view(layer)
     density = noise_densities(layer, view)
@@ -273,7 +288,7 @@ def _scored(
         precision=Answer(None, SOFTMAX_SIZES) if view.logits is None else Answer(rows),
         product=product_section(layer, view, weight, settings.product_precision),
     )
-    return _Measured(
+    return MeasuredLayer(
         record,
         layer.gap,
         {f"{row.sigma:g}": chance for row, chance in noise},
@@ -282,7 +297,7 @@ def _scored(
 
 
 def _model(
-    done: list[_Measured], settings: MeasureSettings, documents: Int[Tensor, " tokens"]
+    done: list[MeasuredLayer], settings: MeasureSettings, documents: Int[Tensor, " tokens"]
 ) -> ModelMeasures:
     gaps = [one.gaps for one in done if one.gaps is not None]
     units = {one.record.units for one in done if one.gaps is not None}

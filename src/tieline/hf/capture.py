@@ -29,6 +29,7 @@ are kept. A larger difference means that the family's record does not describe t
 """
 
 import inspect
+import threading
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -349,11 +350,20 @@ class Sink(Protocol):
         ...
 
 
+class OpenPass(NamedTuple):
+    """A forward pass that has begun: its tokens, the place of the first, its layers so far."""
+
+    batch: Batch
+    offset: int
+    layers: dict[str, LayerTrace]
+
+
 class Recorder:
     """Collects the routing of every forward pass of a model under capture.
 
     Layers are in the order in which they run. With a sink, the layers of each pass are handed to it
-    when the pass has ended, and not kept. A pass that raises leaves nothing behind.
+    when the pass has ended, and not kept. A pass that raises leaves nothing behind. Passes in
+    several threads are told apart, and are in the trace in the order in which they ended.
 
     Attributes:
         n_tokens: number of tokens recorded so far.
@@ -372,40 +382,60 @@ class Recorder:
         self._epsilons = epsilons
         self.provenance = provenance
         self._sink = sink
-        self._batch: Batch | None = None
-        self._pass: dict[str, LayerTrace] = {}
+        self._open: dict[int, OpenPass] = {}
+        self._paused: set[int] = set()
         self._layers: tuple[str, ...] | None = None
         self._passes: list[RoutingTrace] = []
         self.n_tokens = 0
 
     @property
     def under_way(self) -> Mapping[str, LayerTrace]:
-        """The layers that ran so far in the current forward pass, by router name."""
-        return self._pass
+        """The layers that ran so far in this thread's forward pass, by router name."""
+        here = self._open.get(threading.get_ident())
+        return {} if here is None else here.layers
+
+    @property
+    def offset(self) -> int:
+        """Place in the trace of the first token of this thread's forward pass."""
+        here = self._open.get(threading.get_ident())
+        return self.n_tokens if here is None else here.offset
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Record no calls of this thread inside the block."""
+        self._paused.add(threading.get_ident())
+        try:
+            yield
+        finally:
+            self._paused.discard(threading.get_ident())
 
     def begin(self, arguments: Mapping[str, Any]) -> None:
         """Start a forward pass of the model with these arguments."""
-        self._pass = {}
-        self._batch = self._counter.read(arguments)
+        self._open.pop(threading.get_ident(), None)
+        before = self.n_tokens + sum(len(one.batch.tokens) for one in self._open.values())
+        batch = self._counter.read(arguments)
+        self._open[threading.get_ident()] = OpenPass(batch, before, {})
 
     def observe(self, observer: LayerObserver, router: nn.Module, call: Call, output: Any) -> None:
         """Record that a router was called and returned `output`."""
-        batch = self._batch
-        if batch is None:
+        here = self._open.get(threading.get_ident())
+        if threading.get_ident() in self._paused:
+            return
+        if here is None:
             raise TielineError(
                 f"layer {observer.name!r} ran outside the forward pass of the captured model, so "
                 "its tokens are unknown: call the model itself, or capture the part that is called"
             )
-        if observer.name in self._pass:
+        if observer.name in here.layers:
             raise TielineError(f"layer {observer.name!r} ran twice in one forward pass")
-        self._pass[observer.name] = observer.observe(router, call, output, batch)
+        here.layers[observer.name] = observer.observe(router, call, output, here.batch)
 
     def finish(self) -> None:
         """End a forward pass without errors: keep it or hand it to the sink."""
-        batch, found = self._batch, self._pass
-        self._batch, self._pass = None, {}
-        if batch is None or len(batch.tokens) == 0:
+        here = self._open.pop(threading.get_ident(), None)
+        if here is None or len(here.batch.tokens) == 0:
             return
+        batch, _, found = here
         self._check_layers(tuple(found))
         self.n_tokens += len(batch.tokens)
         layers = tuple(found.values())
@@ -414,6 +444,19 @@ class Recorder:
             return
         for layer in layers:
             self._sink.update(layer.name, layer, batch.documents, batch.positions, batch.tokens)
+
+    def layer(self, name: str) -> RoutingTrace | None:
+        """Return one layer of the passes that go on side by side; None if it has not run.
+
+        The router inputs are handed over: the passes themselves keep none for this layer.
+        """
+        parts = []
+        for one in self._open.values():
+            if name not in one.layers:
+                return None
+            parts.append(self._trace((one.layers[name],), one.batch))
+            one.layers[name] = replace(one.layers[name], inputs=None)
+        return concatenate(parts) if parts else None
 
     def trace(self) -> RoutingTrace:
         """Return the routing of all tokens so far, in the order of the passes."""

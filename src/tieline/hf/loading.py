@@ -35,6 +35,8 @@ from tieline.hf.llama2c import load_llama2c, load_llama2c_tokenizer
 from tieline.hf.precision import DTYPES, computed_dtype, remember_stored, stored_dtype
 from tieline.hf.sizes import CHOSEN, EXPERTS
 from tieline.hf.smooth import FEATURE as SMOOTH
+from tieline.hf.stream_loading import open_stream, too_large
+from tieline.hf.streaming import ModelStream
 from tieline.hf.upcycle import FEATURE as UPCYCLE
 
 OWN_LAYERS = '"tieline_switch"'
@@ -44,11 +46,16 @@ _CLASSES = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModel)
 
 
 class LoadedModel(NamedTuple):
-    """A model in evaluation mode, its tokenizer, and the name it was loaded by."""
+    """A model in evaluation mode, its tokenizer, and the name it was loaded by.
+
+    Attributes:
+        stream: what reads the model's weights when they are needed; None if they are in memory.
+    """
 
     model: nn.Module
     tokenizer: Any
     name: str
+    stream: ModelStream | None = None
 
 
 def load_model(
@@ -58,6 +65,9 @@ def load_model(
     dtype: str = "auto",
     device: str = "cpu",
     trust_remote_code: bool = False,
+    stream: bool | None = False,
+    memory: int | None = None,
+    keep: bool = True,
 ) -> LoadedModel:
     """Load a Mixture-of-Experts model and its tokenizer, with all changes that it was saved with.
 
@@ -67,10 +77,15 @@ def load_model(
         dtype: a name in `DTYPES`.
         device: "cpu", "cuda", "cuda:1", ...; "auto" spreads the model over all devices.
         trust_remote_code: whether code that comes with the model may run.
+        stream: whether the weights are read when they are needed, layer by layer; None for a model
+            that does not fit into memory.
+        memory: bytes that a streamed model may take, by default what is free.
+        keep: whether files that are fetched for a streamed model stay.
     """
     require(dtype in DTYPES, f"dtype must be one of {sorted(DTYPES)}, got {dtype!r}")
     where = _device(device)
     if name is None or is_demo(name):
+        require(not stream, "the model in the box is small: it is not streamed")
         return _demo(dtype, where)
     source = _source(name)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
@@ -83,15 +98,18 @@ def load_model(
     placed: dict[str, Any] = {"device_map": "auto"} if where is None else {}
     stored = stored_dtype(checkpoint.config)
     computed = computed_dtype(dtype, stored, where)
+
+    def read(place: str | Path, **more: Any) -> Any:
+        chosen = {"model_class": known, "checkpoint": checkpoint, "dtype": computed}
+        return load_pretrained(place, **chosen, **placed, **more)
+
     with _explained(name, "weights (safetensors only: pickled weights are never loaded)"):
-        model: Any = load_pretrained(
-            source,
-            model_class=known,
-            checkpoint=checkpoint,
-            dtype=computed,
-            **placed,
-            **options,
-        )
+        if stream or (stream is None and too_large(source, computed)):
+            require(where == torch.device("cpu"), f"streamed models run on the CPU, not {device!r}")
+            opened = open_stream(source, read, revision=revision, memory=memory, keep=keep)
+            remember_stored(opened.model, stored)
+            return LoadedModel(opened.model, tokenizer, str(name), opened)
+        model: Any = read(source, **options)
     check_weights(model)
     model = model if where is None else model.to(where)
     remember_stored(model, stored)

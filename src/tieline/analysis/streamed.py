@@ -1,0 +1,94 @@
+"""Inspecting a model that is streamed: each layer is measured while its weights are there.
+
+All batches are in a layer together, so its trace is whole when they leave it: its measures and
+jumps are taken then, its router inputs are dropped, and nothing but the trace is kept of it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from jaxtyping import Int
+from torch import Tensor
+
+from tieline.analysis.inspection import LayerJumps
+from tieline.analysis.jump import JumpSettings, measure_jumps
+from tieline.analysis.swap import BlockSampler
+from tieline.core.numerics import one_thread
+from tieline.geometry.measure_records import MeasureSettings
+from tieline.geometry.measures import (
+    MeasuredLayer,
+    RoutingMeasures,
+    joined_measures,
+    measured_layer,
+)
+from tieline.hf.capture import Recorder
+from tieline.hf.running import forward
+from tieline.hf.streaming import ModelStream
+from tieline.trace.record import RoutingTrace
+
+Ids = Int[Tensor, "_ _"]
+
+Matrices = Callable[[RoutingTrace], dict[str, Tensor]]
+"""Gives the matrix of each linear router in a trace, by name."""
+
+
+@dataclass
+class StreamedLayers:
+    """Measures and jumps of the layers that a stream has left.
+
+    Attributes:
+        stream: what runs the model.
+        recorder: what records its routers.
+        names: routers to measure.
+        settings: of the measures.
+        matrices: reads the matrices of linear routers.
+        sampler: what looks at the blocks; None if no jumps are asked for.
+        plan: of the jumps.
+    """
+
+    stream: ModelStream
+    recorder: Recorder
+    names: tuple[str, ...]
+    settings: MeasureSettings
+    matrices: Matrices
+    sampler: BlockSampler | None
+    plan: JumpSettings
+    measured: dict[str, MeasuredLayer] = field(default_factory=dict)
+    jumps: dict[str, LayerJumps] = field(default_factory=dict)
+
+    def run(self, batches: list[Ids], told: Callable[[int, int], None]) -> None:
+        """Run all batches without the head, and measure every layer."""
+        jobs: list[Callable[[], Any]] = [partial(forward, self.stream.model, b) for b in batches]
+        self.stream.run(
+            [partial(_nothing, job) for job in jobs], done=self.left, told=told, head=False
+        )
+
+    def left(self, unit: str) -> None:
+        """Measure the routers in a unit that all batches have left."""
+        for name in self.names:
+            if name == unit or name.startswith(f"{unit}."):
+                trace = self.recorder.layer(name)
+                if trace is not None:
+                    self._measure(name, trace)
+
+    def _measure(self, name: str, trace: RoutingTrace) -> None:
+        layer, matrix = trace.layers[0], self.matrices(trace).get(name)
+        with one_thread():  # many small operations
+            self.measured[name] = measured_layer(layer, self.settings, trace.epsilons, matrix)
+        if self.sampler is not None:
+            with self.recorder.paused():
+                found = measure_jumps(self.stream.model, trace, self.sampler, self.plan)
+            self.jumps[name] = found[0]
+            self.sampler.forget(name)
+
+    def measures(self, trace: RoutingTrace) -> RoutingMeasures:
+        """Measures of all layers and of the model, given the whole trace."""
+        done = [self.measured[layer.name] for layer in trace.layers]
+        return joined_measures(done, self.settings, trace)
+
+
+def _nothing(job: Callable[[], Any]) -> None:
+    """Run a pass and forget its output, which without a head means nothing."""
+    job()

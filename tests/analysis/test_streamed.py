@@ -1,0 +1,36 @@
+"""An inspection of a streamed model is, number for number, that of the model in memory."""
+
+import pytest
+
+from tests.hf.test_streaming import saved
+from tieline.analysis.inspect import inspect
+from tieline.analysis.jump import JumpSettings
+from tieline.geometry.measure_records import MeasureSettings
+from tieline.trace.record import identical
+
+pytestmark = pytest.mark.usefixtures("single_thread")
+
+TEXT = "def area(width, height):\n    return width * height  # <script>\n" * 12
+SMALL = {
+    "text": TEXT,
+    "tokens": 100,
+    "batch_size": 2,
+    "sequence_length": 16,
+    "settings": MeasureSettings(sigmas=(1e-2,), precisions=("bf16",)),
+    "jump_settings": JumpSettings(near=8, random=8),
+}
+
+
+@pytest.mark.parametrize("family", ["olmoe", "deepseek_v3", "mistral4"])
+@pytest.mark.parametrize("jumps", [True, False])
+def test_metrics_traces_and_jumps_are_equal(family, jumps, tmp_path):
+    folder, told = saved(tmp_path / "model", family, vocab_size=512), []
+    plain = inspect(folder, stream=False, jumps=jumps, dtype="fp32", **SMALL)
+    progress = lambda *words: told.append(words)  # noqa: E731
+    found = inspect(folder, stream=True, jumps=jumps, dtype="fp32", progress=progress, **SMALL)
+    assert identical(plain.trace, found.trace)
+    assert plain.measures.to_dict() == found.measures.to_dict()
+    assert plain.jumps == found.jumps
+    assert (plain.metrics, plain.verdict) == (found.metrics, found.verdict)
+    assert {stage for stage, *_ in told} == {"streaming"}
+    assert found.provenance["threads"] == 1

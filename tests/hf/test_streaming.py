@@ -1,0 +1,163 @@
+"""A streamed model computes, bit for bit, what the same model in memory computes."""
+
+import pytest
+import torch
+
+from tests.hf.tiny import SUPPORTED, lively, tiny_model
+from tests.hf.tiny_whole import WHOLE, tiny_whole
+from tieline.core.errors import TielineError, UnsupportedModelError
+from tieline.hf import capture
+from tieline.hf.demo import load_demo_tokenizer
+from tieline.hf.loading import load_model
+from tieline.hf.running import forward, only_running
+from tieline.trace.record import identical
+
+pytestmark = pytest.mark.usefixtures("single_thread")
+
+QUICK = ("olmoe", "deepseek_v3", "gpt_oss", "llama4", "zaya", "qwen3_next", "granitemoe")
+FAMILIES = [
+    pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in SUPPORTED
+]
+
+
+def saved(folder, family, dtype=torch.float32, **changes):
+    """The folder of a small model in several files."""
+    model = tiny_whole(family) if family in WHOLE else tiny_model(family, **changes)
+    model = lively(model)
+    for name, buffer in model.named_buffers():
+        if name.endswith("balancing_biases"):  # transformers resets the last one when it loads
+            buffer[-1] = -1.0
+    model.to(dtype).save_pretrained(folder, max_shard_size="60KB")
+    load_demo_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def some_batches():
+    generator = torch.Generator().manual_seed(5)
+    shapes = ((2, 9), (2, 9), (1, 6))
+    return [torch.randint(3, 60, shape, generator=generator) for shape in shapes]
+
+
+def first(output):
+    found = getattr(output, "logits", None)
+    return output[0] if found is None else found
+
+
+def ordinary(folder, dtype="fp32"):
+    model = load_model(folder, dtype=dtype).model
+    with only_running(model), capture(model) as recorder:
+        outputs = [first(forward(model, ids)) for ids in some_batches()]
+    return outputs, recorder.trace()
+
+
+def streamed(loaded, **options):
+    model = loaded.model
+    with only_running(model), capture(model) as recorder:
+        jobs = [lambda ids=ids: first(forward(model, ids)) for ids in some_batches()]
+        outputs = loaded.stream.run(jobs, **options)
+    return outputs, recorder.trace()
+
+
+def agree(folder, dtype="fp32", **options):
+    loaded = load_model(folder, dtype=dtype, stream=True, **options)
+    (wanted, trace), (found, seen) = ordinary(folder, dtype), streamed(loaded)
+    assert all(map(torch.equal, wanted, found))
+    assert identical(trace, seen)
+    return loaded
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_streams_to_the_same_bits(family, tmp_path):
+    loaded = agree(saved(tmp_path / "model", family))
+    weights = loaded.stream.weights
+    assert weights.layers
+    assert all(tensor.is_meta for name in weights.units for tensor in tensors_of(weights, name))
+
+
+def tensors_of(weights, unit):
+    return [weights.at(name) for name in weights.meta if weights.unit_of(name) == unit]
+
+
+@pytest.mark.parametrize("family", ["olmoe", "deepseek_v3"])
+def test_bfloat16_streams_to_the_same_bits(family, tmp_path):
+    folder = saved(tmp_path / "model", family, torch.bfloat16)
+    agree(folder, "bf16")
+    agree(folder, "fp32")  # cast on the way
+
+
+def test_every_byte_is_read_once_and_the_head_only_if_it_runs(tmp_path):
+    loaded = load_model(saved(tmp_path / "model", "olmoe"), stream=True)
+    shards = loaded.stream.weights.shards
+    _, without = streamed(loaded, head=False)
+    assert shards.bytes_read == shards.size - shards.tensors["lm_head.weight"].size
+    assert shards.bytes_read == loaded.stream.size
+    _, whole = streamed(loaded)
+    assert shards.bytes_read == 2 * shards.size - shards.tensors["lm_head.weight"].size
+    assert identical(without, whole)
+
+
+def test_units_are_told_while_their_weights_are_there(tmp_path):
+    loaded, seen, told = load_model(saved(tmp_path / "model", "olmoe"), stream=True), [], []
+    weights = loaded.stream.weights
+
+    def done(unit):
+        seen.append(unit)
+        assert not any(tensor.is_meta for tensor in tensors_of(weights, unit))
+
+    streamed(loaded, done=done, told=lambda *numbers: told.append(numbers), head=False)
+    assert seen == ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm"]
+    assert told == sorted(told)
+    assert told[-1][0] == told[-1][1] == loaded.stream.size
+
+
+def test_an_error_in_one_batch_ends_all_and_frees_the_weights(tmp_path):
+    loaded = load_model(saved(tmp_path / "model", "olmoe"), stream=True)
+    model, weights = loaded.model, loaded.stream.weights
+
+    def wrong():
+        forward(model, torch.tensor([[10**6]]))
+
+    with pytest.raises(IndexError), only_running(model):
+        loaded.stream.run([lambda: forward(model, some_batches()[0]), wrong])
+    assert all(tensor.is_meta for name in weights.units for tensor in tensors_of(weights, name))
+
+
+def damaged(folder, how):
+    files = sorted(folder.glob("*.safetensors"))
+    if how == "missing":
+        files[1].unlink()
+    elif how == "cut":
+        files[1].write_bytes(files[1].read_bytes()[:-9])
+    elif how == "empty":
+        files[1].write_bytes(b"")
+    return files[1].name
+
+
+@pytest.mark.parametrize("how", ["missing", "cut", "empty"])
+def test_damaged_files_are_refused_by_name_before_any_work(how, tmp_path):
+    folder = saved(tmp_path / "model", "olmoe")
+    name = damaged(folder, how)
+    with pytest.raises(UnsupportedModelError, match=name):
+        load_model(folder, stream=True)
+
+
+def test_tensors_that_are_missing_or_of_another_shape_are_refused_before_any_work(tmp_path):
+    import json
+
+    folder = saved(tmp_path / "model", "olmoe")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+    with pytest.raises(TielineError, match=r"lacks \d+ tensors"):
+        load_model(folder, stream=True)
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 65}))
+    with pytest.raises(TielineError, match=r"shape \(64, 32\) instead of \(65, 32\)"):
+        load_model(folder, stream=True)
+
+
+def test_a_file_that_is_cut_off_during_the_run_is_told_at_once(tmp_path):
+    folder = saved(tmp_path / "model", "olmoe")
+    loaded = load_model(folder, stream=True)
+    for file in folder.glob("*.safetensors"):
+        file.write_bytes(file.read_bytes()[:64])
+    with pytest.raises(UnsupportedModelError, match="was cut off while it was read"):
+        streamed(loaded)
