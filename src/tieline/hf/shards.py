@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -84,7 +84,7 @@ class Lazy:
         """Stand for the tensor `name` of `shards`."""
         self._shards, self._name = shards, name
 
-    def __getitem__(self, index: object) -> Tensor:
+    def __getitem__(self, index: Any) -> Tensor:
         """Read the tensor and index it."""
         return self._shards.read(self._name)[index]
 
@@ -210,7 +210,8 @@ class Shards:
 
     def _fill(self, handle: int, offset: int, into: Tensor, name: str) -> None:
         """Fill a tensor of bytes from a place in a file, which may end too early by now."""
-        memory, done = memoryview(into.numpy()), 0
+        array: Any = into.numpy()
+        memory, done = memoryview(array), 0
         while done < len(memory):
             try:
                 count = os.preadv(handle, [memory[done:]], offset + done)

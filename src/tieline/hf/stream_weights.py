@@ -440,7 +440,8 @@ def skeleton(
         require(state_dict is None and bool(checkpoint_files), "the weights are in no files")
         weights = Weights(model, open_files(checkpoint_files or []), load_config)
         kept.append(weights)
-        missing, shapes = set(weights.meta) - weights.found, weights.wrong_shapes()
+        missing = set(weights.meta) - weights.found
+        shapes: Any = weights.wrong_shapes()
         _mark(model, missing)
         nothing: dict[str, Any] = {"conversion_errors": {}, "error_msgs": []}
         report = LoadStateDictInfo(
