@@ -2,10 +2,11 @@
 
 import pytest
 
-from tests.hf.test_streaming import saved
+from tests.hf.test_streaming import in_groups, saved
 from tieline.analysis.inspect import inspect
 from tieline.analysis.jump import JumpSettings
 from tieline.geometry.measure_records import MeasureSettings
+from tieline.hf.loading import load_model, use_experts
 from tieline.trace.record import identical
 
 pytestmark = pytest.mark.usefixtures("single_thread")
@@ -34,3 +35,13 @@ def test_metrics_traces_and_jumps_are_equal(family, jumps, tmp_path):
     assert (plain.metrics, plain.verdict) == (found.metrics, found.verdict)
     assert {stage for stage, *_ in told} == {"streaming"}
     assert found.provenance["threads"] == 1
+
+
+def test_experts_in_groups_give_the_same_jumps(tmp_path):
+    folder = saved(tmp_path / "model", "olmoe", vocab_size=512)
+    eager = load_model(folder, dtype="fp32")
+    use_experts(eager.model, "eager")
+    plain, found = inspect(eager, **SMALL), inspect(in_groups(folder, "olmoe", 3), **SMALL)
+    assert identical(plain.trace, found.trace)
+    assert plain.jumps == found.jumps
+    assert plain.metrics == found.metrics

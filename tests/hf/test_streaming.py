@@ -5,9 +5,10 @@ import torch
 
 from tests.hf.tiny import SUPPORTED, lively, tiny_model
 from tests.hf.tiny_whole import WHOLE, tiny_whole
-from tieline.core.errors import TielineError, UnsupportedModelError
+from tieline.core.errors import ParameterError, TielineError, UnsupportedModelError
 from tieline.hf import capture
 from tieline.hf.demo import load_demo_tokenizer
+from tieline.hf.expert_groups import ExpertGroups, plan_groups
 from tieline.hf.loading import load_model
 from tieline.hf.running import forward, only_running
 from tieline.trace.record import identical
@@ -120,6 +121,52 @@ def test_an_error_in_one_batch_ends_all_and_frees_the_weights(tmp_path):
     with pytest.raises(IndexError), only_running(model):
         loaded.stream.run([lambda: forward(model, some_batches()[0]), wrong])
     assert all(tensor.is_meta for name in weights.units for tensor in tensors_of(weights, name))
+
+
+GROUPED = ("olmoe", "deepseek_v3", "qwen3_moe", "mixtral", "minimax_m2")
+
+
+def in_groups(folder, family, size, **options):
+    """The model with its experts read `size` at a time."""
+    loaded = load_model(folder, stream=True, dtype="fp32", **options)
+    weights = loaded.stream.weights
+    for unit in weights.layers:
+        groups = ExpertGroups(weights, unit, size)
+        if groups.stacks:
+            loaded.stream.groups[unit] = groups
+    assert loaded.stream.groups
+    loaded.model.set_experts_implementation("eager")
+    return loaded
+
+
+@pytest.mark.parametrize("size", [1, 3, 8])
+@pytest.mark.parametrize("family", GROUPED)
+def test_experts_in_groups_keep_the_matrix_products_of_each_batch(family, size, tmp_path):
+    folder = saved(tmp_path / "model", family)
+    model = load_model(folder, dtype="fp32").model
+    model.set_experts_implementation("eager")
+    with only_running(model):
+        wanted = [first(forward(model, ids)) for ids in some_batches()]
+    loaded = in_groups(folder, family, size)
+    found, _ = streamed(loaded)
+    assert all(map(torch.equal, wanted, found))
+    shards = loaded.stream.weights.shards
+    assert shards.bytes_read <= shards.size  # experts that no token chose need not be read
+
+
+def test_a_budget_makes_groups_and_one_that_is_too_small_says_how_much_is_needed(tmp_path):
+    folder = saved(tmp_path / "model", "olmoe")
+    loaded = load_model(folder, stream=True, dtype="fp32")
+    model, weights = loaded.model, loaded.stream.weights
+    layer = weights.size("model.layers.0")
+    assert not plan_groups(model, weights, memory=2 * layer, taken=0)
+    groups = plan_groups(model, weights, memory=layer, taken=0)
+    assert set(groups) == set(weights.layers)
+    assert 1 <= groups["model.layers.0"].count < 8
+    with pytest.raises(ParameterError, match=r"too small: .* give at least"):
+        plan_groups(model, weights, memory=1000, taken=0)
+    with pytest.raises(ParameterError, match="too small"):
+        load_model(folder, stream=True, memory=10**6)
 
 
 def damaged(folder, how):

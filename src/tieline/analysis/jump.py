@@ -17,7 +17,7 @@ the same places, so both runs round alike (Def. 10.4).
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -33,6 +33,7 @@ from tieline.analysis.inspection import (
 )
 from tieline.analysis.swap import (
     Block,
+    BlockRun,
     BlockSample,
     BlockSampler,
     fitted,
@@ -49,6 +50,9 @@ from tieline.trace.record import LayerTrace, RoutingTrace
 PerToken = Float[Tensor, " tokens"]
 
 Places = Int[Tensor, " tokens"]
+
+Runner = Callable[[Sequence[BlockRun]], list[Tensor]]
+"""Runs blocks and returns their outputs."""
 
 SAME_OUTPUT = 1e-3
 """Relative difference up to which a block counts as reproducing its output."""
@@ -93,6 +97,7 @@ def measure_jumps(
     sampler: BlockSampler,
     settings: JumpSettings,
     progress: Callable[[int, int], None] | None = None,
+    runner: Runner | None = None,
 ) -> tuple[LayerJumps, ...]:
     """Measure the jumps of every layer.
 
@@ -102,10 +107,11 @@ def measure_jumps(
         sampler: the sampler that watched the same forward passes.
         settings: how many tokens, which levels.
         progress: called with the layers done and their number.
+        runner: runs blocks; by default one after the other.
     """
     done = []
     for layer in trace.layers:
-        done.append(_layer_jumps(model, trace, layer, sampler, settings))
+        done.append(_layer_jumps(model, trace, layer, sampler, settings, runner or _in_turn))
         if progress is not None:
             progress(len(done), len(trace.layers))
     return tuple(done)
@@ -117,19 +123,49 @@ def _layer_jumps(
     layer: LayerTrace,
     sampler: BlockSampler,
     settings: JumpSettings,
+    runner: Runner,
 ) -> LayerJumps:
     status = _answerable(layer, sampler)
     if status != "ok":
         return LayerJumps(layer.name, None, status)
     block, router = sampler.block(layer.name), model.get_submodule(layer.name)
+    drawn = [sampler.near(layer.name), sampler.random(layer.name)]
+    ready = [None if one is None else _in_order(layer, one) for one in drawn]
+    runs = [
+        block.prepared(one.rows, choice)
+        for one in ready
+        if one is not None
+        for choice in (
+            recorded_choice(layer, one.tokens),
+            swapped_choice(layer, one.tokens, router),
+        )
+    ]
     try:
+        outputs = iter(runner(runs))
         samples = [
-            _jump_sample(trace, layer, block, router, sample)
-            for sample in (sampler.near(layer.name), sampler.random(layer.name))
+            NO_SAMPLE
+            if one is None
+            else _jump_sample(trace, layer, block, one, next(outputs), next(outputs))
+            for one in ready
         ]
     except UnsupportedModelError as problem:
         return LayerJumps(layer.name, None, f"not answerable: {problem}")
     return LayerJumps(layer.name, _measures(layer, block, samples[0], samples[1], settings))
+
+
+def _in_turn(runs: Sequence[BlockRun]) -> list[Tensor]:
+    """Run blocks one after the other."""
+    found = []
+    for job, scope in runs:
+        with scope():
+            found.append(job())
+    return found
+
+
+def _in_order(layer: LayerTrace, sample: BlockSample) -> BlockSample:
+    """The tokens in ascending order of their gaps."""
+    order = layer.inner_gap[sample.tokens].sort(stable=True).indices
+    return BlockSample(sample.tokens[order], sample.rows.take(order))
 
 
 def _answerable(layer: LayerTrace, sampler: BlockSampler) -> str:
@@ -142,27 +178,24 @@ def _answerable(layer: LayerTrace, sampler: BlockSampler) -> str:
     return "ok"
 
 
+NO_SAMPLE = JumpSample((), (), (), (), (), (), ())
+
+
 def _jump_sample(
     trace: RoutingTrace,
     layer: LayerTrace,
     block: Block,
-    router: nn.Module,
-    sample: BlockSample | None,
+    sample: BlockSample,
+    plain: Tensor,
+    swapped: Tensor,
 ) -> JumpSample:
-    if sample is None:
-        return JumpSample((), (), (), (), (), (), ())
-    gaps = layer.inner_gap[sample.tokens]
-    order = gaps.sort(stable=True).indices
-    tokens, rows = sample.tokens[order], sample.rows.take(order)
-    plain = block.run(rows, recorded_choice(layer, tokens))
-    _check_same(plain, rows.output, block.name)
-    swapped = block.run(rows, swapped_choice(layer, tokens, router))
-    k = layer.facts.k
+    tokens, k = sample.tokens, layer.facts.k
+    _check_same(plain, sample.rows.output, block.name)
     columns = (
         tokens,
         trace.documents[tokens],
         trace.positions[tokens],
-        gaps[order],
+        layer.inner_gap[tokens],
         relative_change(plain, swapped),
         layer.experts[tokens, k - 1],
         layer.experts[tokens, k],

@@ -71,15 +71,17 @@ class StreamedLayers:
             if name == unit or name.startswith(f"{unit}."):
                 trace = self.recorder.layer(name)
                 if trace is not None:
-                    self._measure(name, trace)
+                    self._measure(unit, name, trace)
 
-    def _measure(self, name: str, trace: RoutingTrace) -> None:
+    def _measure(self, unit: str, name: str, trace: RoutingTrace) -> None:
         layer, matrix = trace.layers[0], self.matrices(trace).get(name)
         with one_thread():  # many small operations
             self.measured[name] = measured_layer(layer, self.settings, trace.epsilons, matrix)
         if self.sampler is not None:
             with self.recorder.paused():
-                found = measure_jumps(self.stream.model, trace, self.sampler, self.plan)
+                runner = partial(self.stream.run_inside, unit)
+                model, sampler = self.stream.model, self.sampler
+                found = measure_jumps(model, trace, sampler, self.plan, runner=runner)
             self.jumps[name] = found[0]
             self.sampler.forget(name)
 

@@ -31,8 +31,8 @@ latter are a random sample of the others.
 """
 
 import inspect
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -56,6 +56,9 @@ Key = int | str
 
 TINY = 1e-30
 
+BlockRun = tuple[Callable[[], Tensor], Callable[[], AbstractContextManager[Any]]]
+"""A function that runs a block, and what must be in force while it runs."""
+
 
 @dataclass(frozen=True)
 class Block:
@@ -73,10 +76,17 @@ class Block:
 
     def run(self, rows: "Rows", choice: Choice) -> Float[Tensor, "tokens dim"]:
         """Output for these tokens under a given choice."""
+        job, scope = self.prepared(rows, choice)
+        with scope():
+            return job()
+
+    def prepared(self, rows: "Rows", choice: Choice) -> BlockRun:
+        """The run of these tokens under a given choice, and what must be in force meanwhile."""
         states = next(iter(rows.inputs.values()))
         if self.router is None:
             ids = choice.ids.to(states.device)
-            return _states(self.module(states, ids, choice.weights.to(states)), states)
+            weights = choice.weights.to(states)
+            return lambda: _states(self.module(states, ids, weights), states), nullcontext
         args, named = rows.call()
         family = family_of(self.router)
         counted = family is not None and family.layout == "sorted"  # its block counts the slots
@@ -84,8 +94,8 @@ class Block:
         def rule(found: RouterOutput) -> Choice:
             return fitted(choice, found.ids.shape[1]) if counted else choice
 
-        with override_choice(self.router, rule):
-            return _states(self.module(*args, **named), states)
+        scope = partial(override_choice, self.router, rule)
+        return lambda: _states(self.module(*args, **named), states), scope
 
 
 @dataclass(frozen=True)

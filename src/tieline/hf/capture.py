@@ -383,7 +383,7 @@ class Recorder:
         self.provenance = provenance
         self._sink = sink
         self._open: dict[int, OpenPass] = {}
-        self._paused: set[int] = set()
+        self._paused = False
         self._layers: tuple[str, ...] | None = None
         self._passes: list[RoutingTrace] = []
         self.n_tokens = 0
@@ -402,12 +402,12 @@ class Recorder:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Record no calls of this thread inside the block."""
-        self._paused.add(threading.get_ident())
+        """Record nothing inside the block; passes that are under way go on after it."""
+        self._paused = True
         try:
             yield
         finally:
-            self._paused.discard(threading.get_ident())
+            self._paused = False
 
     def begin(self, arguments: Mapping[str, Any]) -> None:
         """Start a forward pass of the model with these arguments."""
@@ -419,7 +419,7 @@ class Recorder:
     def observe(self, observer: LayerObserver, router: nn.Module, call: Call, output: Any) -> None:
         """Record that a router was called and returned `output`."""
         here = self._open.get(threading.get_ident())
-        if threading.get_ident() in self._paused:
+        if self._paused:
             return
         if here is None:
             raise TielineError(

@@ -13,6 +13,7 @@ import huggingface_hub
 import torch
 
 from tieline.core.errors import StreamingWarning, UnsupportedModelError, require
+from tieline.hf.expert_groups import plan_groups
 from tieline.hf.shards import (
     INDEX,
     FetchedShards,
@@ -123,7 +124,9 @@ def open_stream(
         )
         shards = hub_shards(source, folder, revision, keep)
         model, weights = skeleton(lambda: read(folder, local_files_only=True), lambda names: shards)
-    return ModelStream(model, weights)
+    taken = resident_memory()
+    budget = taken + free_memory() if memory is None else memory
+    return ModelStream(model, weights, plan_groups(model, weights, budget, taken))
 
 
 def hub_shards(name: str, folder: Path, revision: str | None = None, keep: bool = True) -> Shards:

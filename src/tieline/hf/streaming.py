@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from tieline.core.errors import UnsupportedModelError, require
 from tieline.hf.changes import subclass, swapped_class
+from tieline.hf.expert_groups import ExpertGroups
 from tieline.hf.lockstep import Lockstep, Scope, current_pass
 from tieline.hf.stream_weights import Weights
 
@@ -29,17 +30,29 @@ Told = Callable[[int, int], None]
 """Called with the bytes read so far and those of a whole pass over the checkpoint."""
 
 
+Job = tuple[Callable[[], Any], Scope]
+"""A function, and what is in force while it runs."""
+
+
+def _under(job: Callable[[], Any], scope: Scope) -> Any:
+    with scope():
+        return job()
+
+
 class ModelStream:
     """Runs passes over a model whose weights are read when they are needed.
 
     Attributes:
         model: the model, its weights on the meta device between runs.
         weights: where they come from.
+        groups: experts that are read in groups, by unit.
     """
 
-    def __init__(self, model: PreTrainedModel, weights: Weights) -> None:
-        """Stream `model` from `weights`."""
-        self.model, self.weights = model, weights
+    def __init__(
+        self, model: PreTrainedModel, weights: Weights, groups: dict[str, ExpertGroups]
+    ) -> None:
+        """Stream `model` from `weights`, the experts of some units in groups."""
+        self.model, self.weights, self.groups = model, weights, groups
         self._first = self._unit_named(model.get_input_embeddings())
         self.head = self._unit_named(model.get_output_embeddings())
 
@@ -94,8 +107,28 @@ class ModelStream:
             "streamed; batches of one length may go the same way",
             UnsupportedModelError,
         )
-        led.enter(str(places[0]))
-        together.go_all(places[0])
+        unit = str(places[0])
+        led.enter(unit)
+        together.go_all(unit)
+        if unit in self.groups:
+            self.groups[unit].lead(together)
+
+    def run_inside(self, unit: str, jobs: Sequence[Job]) -> list[Any]:
+        """Run jobs on a unit whose weights are there, side by side if its experts are grouped.
+
+        Args:
+            unit: its name.
+            jobs: functions, each with what is in force while it runs.
+        """
+        if unit not in self.groups:
+            return [_under(job, scope) for job, scope in jobs]
+        together = Lockstep([job for job, _ in jobs], [scope for _, scope in jobs])
+        try:
+            together.go_all()
+            self.groups[unit].lead(together)
+            return together.results
+        finally:
+            together.close()
 
     @contextmanager
     def _parking(self, head: bool) -> Iterator[None]:
@@ -137,7 +170,8 @@ class _Led:
     """Which unit's weights are in memory while passes are led through."""
 
     def __init__(self, stream: ModelStream, done: Done | None, told: Told | None) -> None:
-        self._weights, self._done, self._told = stream.weights, done, told
+        self._weights, self._groups = stream.weights, stream.groups
+        self._done, self._told = done, told
         self._start, self._size = stream.weights.shards.bytes_read, stream.size
         self._here: str | None = None
 
@@ -147,8 +181,12 @@ class _Led:
             return
         self.leave()
         self._here = unit
-        self._weights.load(unit)
-        self._ahead(unit)
+        if unit in self._groups:
+            self._weights.load(unit, without=self._groups[unit].targets)
+            self._groups[unit].install()
+        else:
+            self._weights.load(unit)
+            self._ahead(unit)
         if self._told is not None:
             read = self._weights.shards.bytes_read - self._start
             self._told(read, max(read, self._size))
@@ -162,6 +200,8 @@ class _Led:
     def drop(self) -> None:
         """Drop the unit that is there, if any."""
         if self._here is not None:
+            if self._here in self._groups:
+                self._groups[self._here].remove()
             self._weights.free(self._here)
             self._here = None
 

@@ -1,0 +1,353 @@
+"""Streaming a random checkpoint of a real layout: memory, time against the physical limit, bytes.
+
+    python benchmarks/streaming.py make qwen3-30b-a3b /tmp/big --layers 24
+    python benchmarks/streaming.py make deepseek-v3 /tmp/big
+    python benchmarks/streaming.py inspect /tmp/big --tokens 4096 [--memory 8G] [--no-jumps]
+    python benchmarks/streaming.py audit /tmp/big --tokens 1024
+
+The limit is one read of the file at the speed of the disk, measured on a part that is not cached,
+plus the operations of the forward passes at the measured speed of a matrix product of the shape of
+an expert. Both are measured first, in the same process. Files have the tensors of the published
+checkpoint, one per expert; values are random.
+"""
+
+import argparse
+import json
+import os
+import resource
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import DeepseekV3Config, Qwen3MoeConfig
+
+from tieline.hf.demo import load_demo_tokenizer
+from tieline.hf.shards import open_shards
+
+Tensors = Iterator[tuple[str, tuple[int, ...], str]]
+
+SHARD = 4e9
+WIDTH = {"BF16": 2, "F8_E4M3": 1, "F32": 4}
+BLOCK = 128
+
+
+def qwen3(layers: int) -> tuple[Any, Tensors]:
+    """Configuration and tensors of Qwen3-30B-A3B with this many of its 48 layers."""
+    config = Qwen3MoeConfig(
+        vocab_size=151936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        tie_word_embeddings=False,
+        max_position_embeddings=40960,
+        dtype="bfloat16",
+        architectures=["Qwen3MoeForCausalLM"],
+    )
+
+    def tensors() -> Tensors:
+        yield "model.embed_tokens.weight", (151936, 2048), "BF16"
+        for layer in range(layers):
+            at = f"model.layers.{layer}."
+            attention = {"q_proj": (4096, 2048), "k_proj": (512, 2048), "v_proj": (512, 2048)}
+            attention |= {"o_proj": (2048, 4096), "q_norm": (128,), "k_norm": (128,)}
+            for name, shape in attention.items():
+                yield f"{at}self_attn.{name}.weight", shape, "BF16"
+            for name in ("input_layernorm", "post_attention_layernorm"):
+                yield f"{at}{name}.weight", (2048,), "BF16"
+            yield f"{at}mlp.gate.weight", (128, 2048), "BF16"
+            for expert in range(128):
+                of = f"{at}mlp.experts.{expert}."
+                yield f"{of}gate_proj.weight", (768, 2048), "BF16"
+                yield f"{of}up_proj.weight", (768, 2048), "BF16"
+                yield f"{of}down_proj.weight", (2048, 768), "BF16"
+        yield "model.norm.weight", (2048,), "BF16"
+        yield "lm_head.weight", (151936, 2048), "BF16"
+
+    return config, tensors()
+
+
+def deepseek(layers: int) -> tuple[Any, Tensors]:
+    """DeepSeek-V3 with one dense layer and routed ones, in blocks of fp8 as published."""
+    blocks = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8"}
+    config = DeepseekV3Config(
+        num_hidden_layers=layers,
+        first_k_dense_replace=1,
+        max_position_embeddings=4096,
+        dtype="bfloat16",
+        architectures=["DeepseekV3ForCausalLM"],
+        quantization_config=blocks | {"weight_block_size": [BLOCK, BLOCK]},
+    )
+
+    def scaled(name: str, rows: int, columns: int) -> Tensors:
+        yield f"{name}.weight", (rows, columns), "F8_E4M3"
+        yield f"{name}.weight_scale_inv", (-(-rows // BLOCK), -(-columns // BLOCK)), "F32"
+
+    def mlp(at: str, width: int) -> Tensors:
+        for name in ("gate_proj", "up_proj"):
+            yield from scaled(f"{at}.{name}", width, 7168)
+        yield from scaled(f"{at}.down_proj", 7168, width)
+
+    def tensors() -> Tensors:
+        yield "model.embed_tokens.weight", (129280, 7168), "BF16"
+        for layer in range(layers):
+            at = f"model.layers.{layer}."
+            for name in ("input_layernorm", "post_attention_layernorm"):
+                yield f"{at}{name}.weight", (7168,), "BF16"
+            yield from scaled(f"{at}self_attn.q_a_proj", 1536, 7168)
+            yield f"{at}self_attn.q_a_layernorm.weight", (1536,), "BF16"
+            yield from scaled(f"{at}self_attn.q_b_proj", 24576, 1536)
+            yield from scaled(f"{at}self_attn.kv_a_proj_with_mqa", 576, 7168)
+            yield f"{at}self_attn.kv_a_layernorm.weight", (512,), "BF16"
+            yield from scaled(f"{at}self_attn.kv_b_proj", 32768, 512)
+            yield from scaled(f"{at}self_attn.o_proj", 7168, 16384)
+            if layer == 0:
+                yield from mlp(f"{at}mlp", 18432)
+                continue
+            yield f"{at}mlp.gate.weight", (256, 7168), "BF16"
+            yield f"{at}mlp.gate.e_score_correction_bias", (256,), "F32"
+            yield from mlp(f"{at}mlp.shared_experts", 2048)
+            for expert in range(256):
+                yield from mlp(f"{at}mlp.experts.{expert}", 2048)
+        yield "model.norm.weight", (7168,), "BF16"
+        yield "lm_head.weight", (129280, 7168), "BF16"
+
+    return config, tensors()
+
+
+LAYOUTS = {"qwen3-30b-a3b": (qwen3, 24), "deepseek-v3": (deepseek, 3)}
+
+
+class Values:
+    """Random bytes of each kind of tensor, drawn once and used from random places."""
+
+    def __init__(self) -> None:
+        """Draw them."""
+        some = torch.randn(1 << 25, generator=torch.Generator().manual_seed(0))
+        self._pools = {
+            "BF16": (some * 0.02).bfloat16().view(torch.int16).numpy().view(np.uint8),
+            "F8_E4M3": (some * 0.5).to(torch.float8_e4m3fn).view(torch.uint8).numpy(),
+        }
+        self._places = np.random.default_rng(0)
+
+    def write(self, stream: Any, name: str, shape: tuple[int, ...], kind: str) -> None:
+        """Write the bytes of one tensor."""
+        count = int(np.prod(shape))
+        if name.endswith("norm.weight"):
+            stream.write(torch.ones(count).bfloat16().view(torch.int16).numpy().tobytes())
+        elif kind == "F32":
+            size = 0.0 if name.endswith("bias") else 0.04
+            stream.write(np.full(count, size, dtype=np.float32).tobytes())
+        else:
+            pool, left = self._pools[kind], count * WIDTH[kind]
+            while left:
+                start = 2 * int(self._places.integers(0, len(pool) // 4))
+                part = pool[start : start + left]
+                stream.write(part.data)
+                left -= len(part)
+
+
+def make(layout: str, folder: Path, layers: int | None) -> None:
+    """Write a checkpoint in files of at most 4 GB."""
+    build, usual = LAYOUTS[layout]
+    config, tensors = build(layers or usual)
+    folder.mkdir(parents=True)
+    config.save_pretrained(folder)
+    load_demo_tokenizer().save_pretrained(folder)
+    shards: list[list[tuple[str, tuple[int, ...], str]]] = [[]]
+    size = 0.0
+    for tensor in tensors:
+        count = float(np.prod(tensor[1])) * WIDTH[tensor[2]]
+        if size + count > SHARD:
+            shards.append([])
+            size = 0.0
+        shards[-1].append(tensor)
+        size += count
+    values, places, total = Values(), {}, 0
+    for number, shard in enumerate(shards, 1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        total += write_shard(folder / name, shard, values)
+        places |= {tensor: name for tensor, *_ in shard}
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    print(f"{folder}: {total / 1e9:.2f} GB in {len(shards)} files")
+
+
+def write_shard(path: Path, shard: list[tuple[str, tuple[int, ...], str]], values: Values) -> int:
+    """Write one file; returns the bytes of its tensors."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, shape, kind in shard:
+        stop = offset + int(np.prod(shape)) * WIDTH[kind]
+        header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [offset, stop]}
+        offset = stop
+    words = json.dumps(header).encode()
+    words += b" " * (-len(words) % 8)
+    with path.open("wb") as stream:
+        stream.write(struct.pack("<Q", len(words)) + words)
+        for name, shape, kind in shard:
+            values.write(stream, name, shape, kind)
+    return offset
+
+
+class Watched:
+    """Largest memory of this process and bytes that it had read from disk, inside the block."""
+
+    def __enter__(self) -> "Watched":
+        self.peak, self._stop = 0.0, threading.Event()
+        self._before, self._began = _disk_bytes(), time.perf_counter()
+        threading.Thread(target=self._sample, daemon=True).start()
+        return self
+
+    def _sample(self) -> None:
+        while not self._stop.wait(0.05):
+            self.peak = max(self.peak, _status("VmRSS"))
+
+    def __exit__(self, *problem: object) -> None:
+        self._stop.set()
+        self.seconds = time.perf_counter() - self._began
+        self.read = (_disk_bytes() - self._before) / 1e9
+
+
+def _status(name: str) -> float:
+    """A size in the status of this process, in GB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 / 1e9 for line in lines if line.startswith(name))
+
+
+def _disk_bytes() -> int:
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
+
+
+def forget(folder: Path) -> None:
+    """Have the operating system drop the files from its cache."""
+    os.sync()
+    for file in folder.glob("*.safetensors"):
+        handle = os.open(file, os.O_RDONLY)
+        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(handle)
+
+
+def disk_speed(folder: Path) -> float:
+    """Bytes per second of one cold read of 2 GB."""
+    file = sorted(folder.glob("*.safetensors"))[-1]
+    size, buffer = min(2 << 30, file.stat().st_size), bytearray(8 << 20)
+    with file.open("rb", buffering=0) as stream:
+        began, left = time.perf_counter(), size
+        while left > 0:
+            left -= stream.readinto(buffer) or left
+        return size / (time.perf_counter() - began)
+
+
+def product_speed(rows: int, inner: int, columns: int) -> float:
+    """Operations per second of the best of a few matrix products of one shape."""
+    a, b = torch.randn(rows, inner), torch.randn(columns, inner)
+    times = []
+    for _ in range(12):
+        began = time.perf_counter()
+        torch.nn.functional.linear(a, b)
+        times.append(time.perf_counter() - began)
+    return 2 * rows * inner * columns / min(times[2:])
+
+
+def operations(folder: Path, tokens: int, length: int) -> float:
+    """Operations of a forward pass without the head, one multiplication and addition as two."""
+    config = json.loads((folder / "config.json").read_text())
+    shards, total = open_shards(folder), 0.0
+    experts = config.get("num_experts") or config.get("n_routed_experts")
+    share = config["num_experts_per_tok"] / experts
+    for name, stored in shards.tensors.items():
+        if name.endswith("weight") and ".layers." in name and len(stored.shape) == 2:
+            total += np.prod(stored.shape) * (share if ".experts." in name else 1.0)
+    heads = config["num_attention_heads"] * (config.get("head_dim") or 160)
+    attention = config["num_hidden_layers"] * 2 * length * heads
+    return 2.0 * tokens * (total + attention)
+
+
+def measure(command: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Run a command on the checkpoint and compare it with the physical limit."""
+    from tieline.analysis.inspect import inspect
+    from tieline.cli.app import memory_size
+
+    forget(folder)
+    disk = disk_speed(folder)
+    config = json.loads((folder / "config.json").read_text())
+    experts = config.get("num_experts") or config.get("n_routed_experts")
+    rows = options.batch_size * options.length * config["num_experts_per_tok"] // experts
+    wide = 2 * config["moe_intermediate_size"]
+    speed = product_speed(max(1, rows), config["hidden_size"], wide)
+    forget(folder)
+    ops, size = operations(folder, options.tokens, options.length), open_shards(folder).size
+    told: list[tuple[int, int]] = []
+    with Watched() as seen:
+        found: Any = inspect(
+            folder,
+            text=("the quick brown fox jumps over the lazy dog, " * options.tokens),
+            tokens=options.tokens,
+            sequence_length=options.length,
+            batch_size=options.batch_size,
+            dtype="fp32",
+            stream=True,
+            memory=memory_size(options.memory),
+            jumps=not options.no_jumps,
+            progress=lambda stage, done, total: told.append((done, total)),
+        )
+    limit = size / disk + ops / speed
+    return {
+        "command": command,
+        "seconds": round(seen.seconds, 1),
+        "limit": round(limit, 1),
+        "ratio": round(seen.seconds / limit, 3),
+        "disk MB/s": round(disk / 1e6),
+        "GFLOP/s": round(speed / 1e9),
+        "TFLOP": round(ops / 1e12, 2),
+        "peak GB": round(seen.peak, 2),
+        "max rss GB": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6, 2),
+        "file GB": round(size / 1e9, 2),
+        "tensors read GB": round(told[-1][0] / 1e9, 2),
+        "disk read GB": round(seen.read, 2),
+        "tokens": found.provenance["tokens"],
+        "threads": torch.get_num_threads(),
+        "jumps": [layer.status for layer in found.jumps][:2],
+        "timings": found.timings,
+    }
+
+
+def main() -> None:
+    """Make a checkpoint or measure one."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parts = parser.add_subparsers(dest="command", required=True)
+    making = parts.add_parser("make")
+    making.add_argument("layout", choices=LAYOUTS)
+    making.add_argument("folder", type=Path)
+    making.add_argument("--layers", type=int)
+    running = parts.add_parser("inspect")
+    running.add_argument("folder", type=Path)
+    running.add_argument("--tokens", type=int, default=4096)
+    running.add_argument("--length", type=int, default=512)
+    running.add_argument("--batch-size", type=int, default=8)
+    running.add_argument("--memory")
+    running.add_argument("--no-jumps", action="store_true")
+    options = parser.parse_args()
+    if options.command == "make":
+        make(options.layout, options.folder, options.layers)
+    else:
+        print(json.dumps(measure(options.command, options.folder, options), indent=1))
+
+
+if __name__ == "__main__":
+    main()
