@@ -38,6 +38,7 @@ BLOCK = 128
 
 def qwen3(layers: int) -> tuple[Any, Tensors]:
     """Configuration and tensors of Qwen3-30B-A3B with this many of its 48 layers."""
+    own: Any = {"head_dim": 128}
     config = Qwen3MoeConfig(
         vocab_size=151936,
         hidden_size=2048,
@@ -45,7 +46,6 @@ def qwen3(layers: int) -> tuple[Any, Tensors]:
         num_hidden_layers=layers,
         num_attention_heads=32,
         num_key_value_heads=4,
-        head_dim=128,
         num_experts=128,
         num_experts_per_tok=8,
         moe_intermediate_size=768,
@@ -56,6 +56,7 @@ def qwen3(layers: int) -> tuple[Any, Tensors]:
         max_position_embeddings=40960,
         dtype="bfloat16",
         architectures=["Qwen3MoeForCausalLM"],
+        **own,
     )
 
     def tensors() -> Tensors:
@@ -83,13 +84,14 @@ def qwen3(layers: int) -> tuple[Any, Tensors]:
 def deepseek(layers: int) -> tuple[Any, Tensors]:
     """DeepSeek-V3 with one dense layer and routed ones, in blocks of fp8 as published."""
     blocks = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8"}
+    own: Any = {"quantization_config": blocks | {"weight_block_size": [BLOCK, BLOCK]}}
     config = DeepseekV3Config(
         num_hidden_layers=layers,
         first_k_dense_replace=1,
         max_position_embeddings=4096,
         dtype="bfloat16",
         architectures=["DeepseekV3ForCausalLM"],
-        quantization_config=blocks | {"weight_block_size": [BLOCK, BLOCK]},
+        **own,
     )
 
     def scaled(name: str, rows: int, columns: int) -> Tensors:

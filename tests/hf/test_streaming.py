@@ -1,7 +1,10 @@
 """A streamed model computes, bit for bit, what the same model in memory computes."""
 
+import json
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.hf.tiny import SUPPORTED, lively, tiny_model
 from tests.hf.tiny_whole import WHOLE, tiny_whole
@@ -169,6 +172,66 @@ def test_a_budget_makes_groups_and_one_that_is_too_small_says_how_much_is_needed
         load_model(folder, stream=True, memory=10**6)
 
 
+BLOCK = 16
+
+
+def rewrite(folder, change, quantised):
+    """Change the tensors of every file, and say in the configuration how they are stored."""
+    places = {}
+    for file in folder.glob("*.safetensors"):
+        tensors = {}
+        for name, tensor in load_file(file).items():
+            tensors |= change(name, tensor)
+        save_file(tensors, file, {"format": "pt"})
+        places |= dict.fromkeys(tensors, file.name)
+    index, config = folder / "model.safetensors.index.json", folder / "config.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    said = json.loads(config.read_text()) | {"quantization_config": quantised}
+    config.write_text(json.dumps(said))
+    return folder
+
+
+def in_blocks_of_fp8(name, tensor):
+    if not name.endswith("proj.weight") or any(size % BLOCK for size in tensor.shape):
+        return {name: tensor}
+    rows, columns = tensor.shape
+    blocks = tensor.reshape(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
+    scales = blocks.abs().amax(dim=(1, 3)) / 448
+    small = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn)
+    return {name: small.reshape(rows, columns), f"{name}_scale_inv": scales}
+
+
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe"])
+def test_blocks_of_fp8_are_scaled_as_in_an_ordinary_load(family, tmp_path):
+    folder = rewrite(saved(tmp_path / "model", family), in_blocks_of_fp8, FP8)
+    agree(folder)
+    model = load_model(folder, dtype="fp32").model
+    model.set_experts_implementation("eager")
+    with only_running(model):
+        wanted = [first(forward(model, ids)) for ids in some_batches()]
+    found, _ = streamed(in_groups(folder, family, 3))
+    assert all(map(torch.equal, wanted, found))
+
+
+def in_mxfp4(name, tensor):
+    if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+        return {name: tensor}
+    experts, inner, outer = tensor.shape
+    generator = torch.Generator().manual_seed(len(name))
+    shape = (experts, outer, inner // 32)
+    blocks = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(118, 124, shape, dtype=torch.uint8, generator=generator)
+    return {f"{name}_blocks": blocks, f"{name}_scales": scales}
+
+
+def test_mxfp4_is_unpacked_as_in_an_ordinary_load(tmp_path):
+    quantised = {"quant_method": "mxfp4", "modules_to_not_convert": []}
+    agree(rewrite(saved(tmp_path / "model", "gpt_oss"), in_mxfp4, quantised))
+
+
 def damaged(folder, how):
     files = sorted(folder.glob("*.safetensors"))
     if how == "missing":
@@ -189,8 +252,6 @@ def test_damaged_files_are_refused_by_name_before_any_work(how, tmp_path):
 
 
 def test_tensors_that_are_missing_or_of_another_shape_are_refused_before_any_work(tmp_path):
-    import json
-
     folder = saved(tmp_path / "model", "olmoe")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))

@@ -7,7 +7,6 @@ batches go through the first group, then through the second, and every batch mak
 products and sums, in their own order.
 """
 
-from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
@@ -119,13 +118,14 @@ class ExpertGroups:
 
     def lead(self, together: Lockstep) -> None:
         """Bring all passes that wait for experts of this unit through their groups."""
-        while waiting := [place for place in together.places if self._is_ours(place)]:
-            place = min(waiting, key=lambda place: place.group)
-            self.read(place.group)
-            together.go_all(place)
+        while waiting := self._waiting(together):
+            first = min(waiting)
+            self.read(first.group)
+            together.go_all(first)
 
-    def _is_ours(self, place: Hashable) -> bool:
-        return isinstance(place, GroupPlace) and place.unit == self._unit
+    def _waiting(self, together: Lockstep) -> list[GroupPlace]:
+        places = [place for place in together.places if isinstance(place, GroupPlace)]
+        return [place for place in places if place.unit == self._unit]
 
 
 def can_group(weights: Weights, stack: Stack) -> bool:
