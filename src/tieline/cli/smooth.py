@@ -47,7 +47,9 @@ def smooth(
     ] = None,
     factor: Annotated[
         float | None,
-        typer.Option(help="Make what flips cost under --noise this many times lower."),
+        typer.Option(
+            help="Make flips under --noise this many times cheaper; tells what was moved."
+        ),
     ] = None,
     max_moved: Annotated[
         float | None,
