@@ -34,6 +34,6 @@ def test_the_catalogue_names_the_papers_of_its_claims(tmp_path):
     values = listed.to_dict()
     assert values["format"] == "tieline-claims"
     assert list(values["claims"][0]) == [
-        "id", "paper", "number", "title", "statement", "tested", "expected", "condition",
-        "untestable", "undecided",
+        "id", "paper", "number", "title", "statement", "setting", "tested", "overturned_by",
+        "expected", "condition", "untestable", "undecided",
     ]  # fmt: skip

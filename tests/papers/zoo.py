@@ -19,7 +19,8 @@ def evidence(**parts):
 
 def make_claim(name="p0-test", expected=Verdict.HOLDS, **fields):
     claim = Claim(
-        name, 0, "Thm 1", "a title", "a statement", "a test", expected,
+        name, 0, "Thm 1", "a title", "a statement", "a setting", "a test",
+        "a counterexample", expected,
         test=lambda run: evidence(paper=[True]),
     )  # fmt: skip
     return replace(claim, **fields)

@@ -30,7 +30,8 @@ FAILED = replace(CHECK, passed=False, name="a failed check")
 
 
 def make_outcome(name="p0-a", verdict=Verdict.HOLDS, changed=False, error="", **evidence):
-    claim = Claim(name, 0, "Thm 1", HOSTILE, HOSTILE, "by hand", Verdict.HOLDS)
+    words = (HOSTILE, HOSTILE, "over-specified", "by hand", "a counterexample")
+    claim = Claim(name, 0, "Thm 1", *words, Verdict.HOLDS)
     given = {"checks": (CHECK,), "paper": 1.0, "measured": float("inf")} | evidence
     return Outcome(claim, verdict, changed, Evidence(**given), error=error)
 
@@ -68,6 +69,16 @@ def printed(view, width):
     console = Console(width=width, record=True, file=io.StringIO())
     console.print(view)
     return console.export_text()
+
+
+def test_setting_and_what_would_change_the_verdict_are_shown_for_a_few_claims(ledger):
+    few = printed(terminal(ledger, 160), 160)
+    listed = Catalogue(TITLES, tuple(outcome.claim for outcome in ledger.claims))
+    for text in (few, printed(listings.terminal(listed, 160), 160), page(ledger)):
+        assert text.count("over-specified") == len(ledger.claims)
+        assert text.count("a counterexample") == len(ledger.claims)
+    many = replace(ledger, claims=ledger.claims * 3)
+    assert "over-specified" not in printed(terminal(many, 160), 160)
 
 
 @pytest.mark.parametrize("width", [60, 160])

@@ -67,7 +67,8 @@ from tieline.estimation.model import MoEModel, input_features
 
 THRESHOLD = 1e-10  # eigenvalue of a normalised Gram matrix below which functions are dependent
 SPLIT_THRESHOLD = 5e-6  # norm below which a split is invisible
-STARTS, TOLERANCE = 12, 1e-14  # of the minimisation over splits
+STARTS, TOLERANCE = 36, 1e-14  # of the minimisation over splits
+VANISHED = 1e-12  # a norm below which no further start can tell more
 
 Strength = Literal["strong", "weak"]
 
@@ -431,19 +432,21 @@ def _minimum(tensor: np.ndarray, basis: np.ndarray, seed: int) -> tuple[float, n
         rows = 2 * np.einsum("mij,j->mi", reduced, unit)
         return (rows - np.outer(rows @ unit, unit)) / length
 
-    starts = (rng.standard_normal(basis.shape[1]) for _ in range(STARTS))
-    fits = [
-        least_squares(
-            residual,
-            y,
-            jac=slope,  # type: ignore[arg-type]  # a function is allowed, the stub says a name
-            method="lm",
-            ftol=TOLERANCE,
-            xtol=TOLERANCE,
-            gtol=TOLERANCE,
+    fits = []
+    for _ in range(STARTS):
+        fits.append(
+            least_squares(
+                residual,
+                rng.standard_normal(basis.shape[1]),
+                jac=slope,  # type: ignore[arg-type]  # a function is allowed, the stub says a name
+                method="lm",
+                ftol=TOLERANCE,
+                xtol=TOLERANCE,
+                gtol=TOLERANCE,
+            )
         )
-        for y in starts
-    ]
+        if 2 * fits[-1].cost < VANISHED**2:
+            break
     best = min(fits, key=lambda fit: fit.cost)
     delta = basis @ (best.x / np.linalg.norm(best.x))
     return float(np.sqrt(2 * best.cost)), delta

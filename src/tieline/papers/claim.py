@@ -244,8 +244,11 @@ class Claim:
         paper: number of the paper.
         number: the statement's number in the paper.
         title: a few words.
-        statement: the claim in our words.
+        statement: the paper's sentence in our words.
+        setting: the setting in which it is tested: exact or over-specified, sparse or dense, which
+            loss, bound or equality, theorem or assumption, sizes.
         tested: how it is tested.
+        overturned_by: what would change the verdict.
         expected: the verdict of the ledger; any other one is a change.
         condition: the condition under which it holds, if there is one.
         untestable: why it cannot be tested here and what would test it, if so.
@@ -259,7 +262,9 @@ class Claim:
     number: str
     title: str
     statement: str
+    setting: str
     tested: str
+    overturned_by: str
     expected: Verdict
     condition: str = ""
     untestable: str = ""

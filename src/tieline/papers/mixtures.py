@@ -21,7 +21,7 @@ flat_bound       ‖f - f*‖ >= c·loss along a direction that does not change 
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -165,7 +165,12 @@ def split_checks(
 
 
 def same_function(
-    pairs: Mapping[str, Pair], x: Tensor, kind: str, paper: int, **told: Any
+    pairs: Mapping[str, Pair],
+    x: Tensor,
+    kind: str,
+    paper: int,
+    others: Sequence[Check] = (),
+    **told: Any,
 ) -> Evidence:
     """Identifiability refuted: pairs of different measures that are one function.
 
@@ -174,6 +179,7 @@ def same_function(
         x: inputs on which the functions are compared.
         kind: the paper's loss.
         paper: 2 or 4.
+        others: further checks.
         told: further fields of the evidence.
     """
     checks, gaps, loss = [], [], f"L_{kind.removeprefix('L')}"
@@ -187,7 +193,7 @@ def same_function(
             at_least(f"{name}: {loss} of the two", raw, 1e-3, part="corrected"),
             at_most(f"{name}: quotient {loss}", left, 1e-9, part="corrected"),
         ]
-    return Evidence(checks, paper="G = G*", measured=max(gaps), **told)
+    return Evidence([*checks, *others], paper="G = G*", measured=max(gaps), **told)
 
 
 def least_ratio(run: Run, model: MoEModel, truth: MoEParameters, kind: str, paper: int) -> float:

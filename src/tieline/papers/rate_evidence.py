@@ -93,6 +93,7 @@ def small_plan(
     *,
     extra: int = 0,
     sparse: bool = False,
+    fixed: bool = False,
     source: MoEModel | None = None,
     **grid: Any,
 ) -> RatePlan:
@@ -103,11 +104,13 @@ def small_plan(
         model: the family, with the truth's number of experts.
         extra: number of additional experts that are fitted.
         sparse: whether the last expert of the truth has a zero row and bias.
+        fixed: whether every seed has the same truth, and draws inputs and noise only.
         source: the family of the data, if another; losses are then against Ḡ.
         grid: fields of `RatePlan` to set.
     """
-    given = {"seed": run.seed, **_grid(run, extra, outside=source is not None), **grid}
-    drawn = as_case(source or model, draws=DRAWS, **given).plan
+    given = {**_grid(run, extra, outside=source is not None), **grid}
+    first = 0 if fixed else run.seed
+    drawn = replace(as_case(source or model, draws=DRAWS, seed=first, **given).plan, seed=run.seed)
     truth = _without_gate(drawn.truth) if sparse else drawn.truth
     fitted = model.with_experts(model.n_experts + extra)
     plan = replace(drawn, model=fitted, truth=truth, reference=truth, loss=_loss(model, extra))
@@ -119,7 +122,7 @@ def _grid(run: Run, extra: int, *, outside: bool) -> dict[str, Any]:
     if outside:
         return {"sizes": DRAWN, "repetitions": run.size(20, 64), "iterations": 200}
     if not extra:
-        fits = {"repetitions": run.size(20, 64), "iterations": 200}
+        fits = {"repetitions": run.size(20, 64), "iterations": 200, "starts": 2}
         return {"sizes": EXACT, "samples": EXACT_SAMPLES, **fits}
     fits = {"repetitions": run.size(12, 32), "iterations": 2500, "starts": run.size(2, 4)}
     return {"sizes": OVER, "samples": OVER_SAMPLES, **fits}

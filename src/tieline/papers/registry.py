@@ -1,7 +1,9 @@
 """The papers and their claims, and how claims are selected by name.
 
 The `MODULES` of a paper's package name the files with its claims; a claim is a function under
-`@claim(...)`, which adds a record to `CLAIMS`. `docs/ledger.md` shows how to add one.
+`@claim(...)`, which adds a record to `CLAIMS`. Its setting and what would change its verdict are in
+`readings.py` of the package, where all claims of a paper can be read beside the paper.
+`docs/ledger.md` shows how to add one.
 """
 
 import re
@@ -72,13 +74,22 @@ def claim(
         known = CLAIMS.get(id)
         same = known is None or known.test.__module__ == test.__module__
         require(same, f"two claims are called {id!r}")
-        words = (id, paper, number, title, statement, tested, expected, condition)
+        setting, overturned_by = _reading(id, paper)
+        words = (id, paper, number, title, statement, setting, tested, overturned_by)
         reasons = (untestable, undecided)
         bound = update_wrapper(partial(test, **given), test) if given else test
-        CLAIMS[id] = Claim(*words, *reasons, bound, seconds)
+        CLAIMS[id] = Claim(*words, expected, condition, *reasons, bound, seconds)
         return test
 
     return add
+
+
+def _reading(name: str, paper: int) -> tuple[str, str]:
+    """Return the setting of a claim and what would change its verdict."""
+    package = f"tieline.papers.{PAPERS[paper].package}"
+    readings = import_module(f"{package}.readings").READINGS
+    require(name in readings, f"{name} has no reading: add one to {package}.readings")
+    return readings[name]
 
 
 def all_claims() -> dict[str, Claim]:

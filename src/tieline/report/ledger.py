@@ -14,7 +14,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from tieline.papers.claim import Chart, Check, Outcome, Series, Verdict
+from tieline.papers.claim import Chart, Check, Claim, Outcome, Series, Verdict
 from tieline.papers.ledger import Ledger, PaperTitle
 from tieline.report.charts import Panel, axis, figure, layer_colour
 from tieline.report.drawing import ACCENT, INK, MUTED, NOTICE, WARN, canvas, layer_colours
@@ -55,6 +55,8 @@ COLOURS = {"@accent": ACCENT, "@warn": WARN, "@notice": NOTICE, "@ink": INK, "@m
 """Colours of up to five series: roles of the page, and the same for matplotlib."""
 NARROW = 100
 """A terminal with fewer characters shows verdicts without values."""
+FEW = 8
+"""Up to so many claims are told in full on a terminal."""
 
 
 def page(result: Ledger) -> str:
@@ -98,6 +100,8 @@ def terminal(result: Ledger, width: int) -> RenderableType:
         heading = Text(f"Paper {paper.paper}: {paper.title}", style="bold")
         table = _table(_of_paper(result, paper), wide=width >= NARROW)
         parts += [heading, Padding(table, (0, 0, 1, 0))]
+    if len(result.claims) <= FEW:
+        parts += [claim_text(outcome.claim) for outcome in result.claims]
     parts += [_open(outcome) for outcome in result.claims if outcome.verdict is Verdict.UNDECIDED]
     parts += [_news(outcome) for outcome in result.claims if outcome.changed]
     return Group(*parts, Text(_counts(result)))
@@ -113,6 +117,20 @@ def notebook(result: Ledger) -> str:
     rows = tuple((o.claim.id, o.claim.title, *_values(o), verdict_text(o)) for o in result.claims)
     table = Grid(("claim", "what", *VALUES, "verdict"), rows)
     return notebook_html("Claims ledger", _facts(result), _counts(result), table, {})
+
+
+def claim_text(claim: Claim) -> RenderableType:
+    """The paper's sentence, the setting, the test and what would change the verdict."""
+    lines = [Text(f"{claim.id} ({claim.number}): {claim.title}", style="bold")]
+    told = {
+        "the paper": claim.statement,
+        "setting": claim.setting,
+        "tested": claim.tested,
+        "condition": claim.condition,
+        "would change it": claim.overturned_by,
+    }
+    lines += [Text(f"{name}: {words}") for name, words in told.items() if words]
+    return Padding(Group(lines[0], Padding(Group(*lines[1:]), (0, 0, 0, 2))), (0, 0, 1, 0))
 
 
 def value_text(value: float | int | str | None) -> str:

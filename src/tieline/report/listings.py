@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from tieline.report.frame import notebook_html
-from tieline.report.ledger import SIGNS, STYLES
+from tieline.report.ledger import FEW, SIGNS, STYLES, claim_text
 from tieline.report.plain import Section, plain_page
 from tieline.report.tables import Grid, duration, significant, text_table
 from tieline.report.training import indented, pairs
@@ -76,8 +76,10 @@ def _list_catalogue(result: "Catalogue") -> _Listing:
     table.columns[0].no_wrap = True
     for claim, cells in zip(result.claims, rows, strict=True):
         table.add_row(*map(Text, cells[:-1]), Text(cells[-1], style=STYLES[claim.expected]))
+    told = [claim_text(claim) for claim in result.claims] if len(result.claims) <= FEW else []
     facts = f"{len(result.claims)} claims of {len(result.papers)} papers"
-    return _Listing("reproduction", "Catalogue of claims", facts, Grid(head, tuple(rows)), table)
+    shown = Group(table, *told)
+    return _Listing("reproduction", "Catalogue of claims", facts, Grid(head, tuple(rows)), shown)
 
 
 def _list_recipes(result: "RecipeList") -> _Listing:

@@ -1,5 +1,7 @@
 """The list of claims: complete, well formed, and found by name."""
 
+from importlib import import_module
+
 import pytest
 
 from tieline.core.errors import TielineError
@@ -41,11 +43,24 @@ def test_claims_are_well_formed():
         assert name.startswith(f"p{record.paper}-")
         assert record.paper in PAPERS
         assert all((record.number, record.title, record.statement, record.tested))
+        assert len(record.setting) > 10, name
+        assert len(record.overturned_by) > 5, name
         assert (record.expected is Verdict.CONDITION) == bool(record.condition), name
         assert (record.expected is Verdict.UNTESTABLE) == bool(record.untestable), name
         assert (record.expected is Verdict.UNDECIDED) == bool(record.undecided), name
         assert record.test.__doc__, name
         assert all(sign.isalnum() or sign in "-." for sign in name)
+
+
+@pytest.mark.parametrize("paper", PAPERS.values(), ids=lambda paper: paper.package)
+def test_every_reading_belongs_to_a_claim(paper):
+    readings = import_module(f"tieline.papers.{paper.package}.readings").READINGS
+    assert set(readings) <= set(all_claims())
+
+
+def test_a_claim_without_a_reading_is_refused():
+    with pytest.raises(TielineError, match=r"p0-thm9\.9 has no reading"):
+        claim("p0-thm9.9", "x", statement="x", tested="x")(lambda run: None)
 
 
 def test_selection_by_word():
