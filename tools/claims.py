@@ -54,7 +54,7 @@ def _escaped(text: str) -> str:
 
 def main() -> int:
     """Write the page, or compare it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Write docs/claims.md.")
     parser.add_argument("--check", action="store_true", help="only compare")
     if parser.parse_args().check:
         return int(PAGE.read_text(encoding="utf-8") != listing())

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.papers.registry.test_claims_can_fail import assert_planted_value_matters, scaled
+from tieline.estimation import MoEParameters
 from tieline.papers.registry import all_claims
 
 
@@ -22,7 +23,36 @@ def steeper(real):
     return call
 
 
+def masses_kept(real):
+    """Doubled atoms that keep their whole mass beside one that was not doubled."""
+
+    def call(*args, **kwargs):
+        made = real(*args, **kwargs)
+        return MoEParameters(
+            made.router, made.bias + 0.1 * torch.arange(len(made.bias)), made.experts
+        )
+
+    return call
+
+
 PLANTED = {
+    # vertices of a polyhedron of one dimension less
+    "p5-levels": ("levels.most_vertices", lambda real: lambda facets, dim: real(facets, dim - 1)),
+    "p5-doubling": ("symmetries.doubled", masses_kept),
+    # the sign of the expert forgotten
+    "p5-reflection": (
+        "symmetries.reflected",
+        lambda real: (
+            lambda truth, spare: MoEParameters(
+                real(truth, spare).router, real(truth, spare).bias, real(truth, spare).experts.abs()
+            )
+        ),
+    ),
+    # A without its correction
+    "p5-contact": (
+        "symmetries.remainder",
+        lambda real: lambda masses, b, a, size: real(masses, b, 0 * a, size),
+    ),
     "p5-law": ("continuity.laplace_ramp", steeper),
     "p5-frontier": ("continuity.least_moved", scaled(1.2)),
     "p5-gates": ("continuity.continuity_bound", scaled(1.2)),

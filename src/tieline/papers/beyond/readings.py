@@ -17,4 +17,21 @@ READINGS = {
         "16 experts, k = 2, ties of order 1 to 7",
         "a slope above 1/ε",
     ),
+    "p5-doubling": (
+        "softmax routers linear in z(x), any number of atoms; perturbed cosine and tanh here",
+        "a vanishing ratio at k = 2k* - 1 with the rows centred",
+    ),
+    "p5-reflection": (
+        "sigmoid gates, odd experts, N > N*, dense or sparse; on every parameter set that holds "
+        "the reflected atoms",
+        "experts of one sign, or a parameter set without negatives",
+    ),
+    "p5-contact": (
+        "sigmoid gates with full score, sparse, two atoms in a cell, any expert",
+        "a split of two atoms with contact beyond the stated order",
+    ),
+    "p5-levels": (
+        "affine routers, every position; N grows with d and k fixed",
+        "a router with more cells than the bound",
+    ),
 }

@@ -48,7 +48,7 @@ def lower_bound(_run: Run) -> Evidence:
                  part="corrected"),
         ],
         paper="a constant",
-        corrected="0 as N grows, k > d + 1",
+        corrected="0 as N grows, for every k > (d+1)/2 (`p5-levels`)",
         measured=f"{share[0]:.3g} at N = 64, {share[-1]:.2g} at 4096",
         figure=chart("N", "B* / (C(N, 4) H²), H = 8, d = 2", line("upper bound", MANY, share),
                      log="xy"),
