@@ -48,7 +48,7 @@ def smooth(
     factor: Annotated[
         float | None,
         typer.Option(
-            help="Make flips under --noise this many times cheaper; tells what was moved."
+            help="Make flips under --noise so many times cheaper; tells what moved."
         ),
     ] = None,
     max_moved: Annotated[
