@@ -47,9 +47,7 @@ def smooth(
     ] = None,
     factor: Annotated[
         float | None,
-        typer.Option(
-            help="Make flips under --noise so many times cheaper; tells what moved."
-        ),
+        typer.Option(help="Make flips under --noise so many times cheaper; tells what moved."),
     ] = None,
     max_moved: Annotated[
         float | None,
