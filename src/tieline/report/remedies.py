@@ -65,9 +65,9 @@ def _of(found: RemedyTable, name: str) -> list[tuple[Remedy, RemedyEffect]]:
 
 
 def _row(remedy: Remedy, effect: RemedyEffect) -> tuple[str, ...]:
-    moved = "0" if remedy.moved.value == 0 else with_error(remedy.moved, 2)
-    kls = with_error(effect.to_original, 2), with_error(effect.two_runs, 2)
-    return (remedy.name, *kls, moved, _price(remedy, effect))
+    found = (effect.to_original, effect.two_runs, remedy.moved)
+    values = ("0" if one.value == 0 else with_error(one, 2) for one in found)
+    return (remedy.name, *values, _price(remedy, effect))
 
 
 def _short_row(remedy: Remedy, effect: RemedyEffect) -> tuple[str, ...]:
