@@ -255,6 +255,7 @@ class Claim:
         undecided: why the ledger does not decide it, if so.
         test: computes the evidence.
         seconds: approximate duration of the fast test; the longest tests start first.
+        together: a name shared by claims that rest on one study; one process tests them.
     """
 
     id: str
@@ -273,6 +274,7 @@ class Claim:
         default=_no_test, repr=False, compare=False, metadata={"json": False}
     )
     seconds: Real = field(default=0.2, repr=False, compare=False, metadata={"json": False})
+    together: str = field(default="", repr=False, compare=False, metadata={"json": False})
 
     def judge(self, evidence: Evidence) -> tuple[Verdict, str]:
         """Return the verdict of the checks and, if they decide nothing, the reason."""

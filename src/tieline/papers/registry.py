@@ -58,6 +58,7 @@ def claim(
     untestable: str = "",
     undecided: str = "",
     seconds: Real = 0.2,
+    together: str = "",
     given: Mapping[str, Any] | None = None,
 ) -> Callable[[Callable[..., Evidence]], Callable[..., Evidence]]:
     """Register the decorated function as the test of a claim; fields as in `Claim`.
@@ -78,7 +79,7 @@ def claim(
         words = (id, paper, number, title, statement, setting, tested, overturned_by)
         reasons = (untestable, undecided)
         bound = update_wrapper(partial(test, **given), test) if given else test
-        CLAIMS[id] = Claim(*words, expected, condition, *reasons, bound, seconds)
+        CLAIMS[id] = Claim(*words, expected, condition, *reasons, bound, seconds, together)
         return test
 
     return add

@@ -177,17 +177,25 @@ def _tested(
     todo: Sequence[Claim], run: Run, executor: str, address: str | None, jobs: int
 ) -> Generator[Outcome, None, None]:
     """Yield outcomes in the order in which the tests end; the longest tests start first."""
-    order = sorted(todo, key=lambda claim: -claim.seconds)
-    if not order:
+    groups = _groups(todo)
+    if not groups:
         return
     if executor == "serial" or (executor == "loky" and find_spec("joblib") is None):
-        yield from (run_claim(claim, run) for claim in order)
+        yield from (run_claim(claim, run) for group in groups for claim in group)
         return
-    named = [(claim.id, run) for claim in order]
-    for values in run_jobs(_remote, named, executor=executor, address=address, jobs=jobs):
-        yield from_plain(Outcome, values)
+    named = [(tuple(claim.id for claim in group), run) for group in groups]
+    for found in run_jobs(_remote, named, executor=executor, address=address, jobs=jobs):
+        yield from (from_plain(Outcome, values) for values in found)
 
 
-def _remote(claim: str, run: Run) -> Any:
-    """Test a claim in a worker and return plain values."""
-    return to_plain(run_claim(all_claims()[claim], run), words=True)
+def _groups(todo: Sequence[Claim]) -> list[list[Claim]]:
+    """Return claims that one process tests, because they share a study; the longest first."""
+    groups: dict[str, list[Claim]] = {}
+    for claim in todo:
+        groups.setdefault(claim.together or claim.id, []).append(claim)
+    return sorted(groups.values(), key=lambda group: -sum(claim.seconds for claim in group))
+
+
+def _remote(names: Sequence[str], run: Run) -> list[Any]:
+    """Test claims in a worker and return plain values."""
+    return [to_plain(run_claim(all_claims()[name], run), words=True) for name in names]

@@ -13,7 +13,7 @@ from tests.papers.zoo import make_claim
 from tieline.core.errors import TielineError
 from tieline.papers.claim import Run, Verdict
 from tieline.papers.registry import select
-from tieline.papers.runner import ResultStore, run_claim, run_claims
+from tieline.papers.runner import ResultStore, _groups, run_claim, run_claims
 
 RUN = Run(True, 0)
 QUICK = ["p0-lem6.2", "p1-table6", "p1-eqA.7", "p1-table1"]
@@ -37,6 +37,17 @@ def expected():
 def test_outcomes_come_in_the_order_of_the_claims(expected):
     assert [name for name, _, _ in expected] == QUICK
     assert not any(changed for _, _, changed in expected)
+
+
+def test_claims_that_share_a_study_go_to_one_process_and_the_longest_first():
+    claims = [
+        make_claim("p0-a", seconds=3),
+        make_claim("p0-b", seconds=2, together="study"),
+        make_claim("p0-c", seconds=1),
+        make_claim("p0-d", seconds=2, together="study"),
+    ]
+    groups = [[claim.id for claim in group] for group in _groups(claims)]
+    assert groups == [["p0-b", "p0-d"], ["p0-a"], ["p0-c"]]
 
 
 def test_a_test_that_breaks_says_how_and_is_not_kept(tmp_path):

@@ -181,7 +181,7 @@ def _shift_curvature(teacher: TwoCells, tau: float) -> float:
     expected=Verdict.CONDITION,
     condition="the wall is a critical one of Ψ_0; at others the motion of zero first variation may "
     "well have positive second variation",
-    seconds=1.5,
+    seconds=0.7,
 )
 def profiled(run: Run) -> Evidence:
     """Curvature along the neutral motion, and the negative one at the critical wall."""

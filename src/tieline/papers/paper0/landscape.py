@@ -301,7 +301,7 @@ def _minimiser(run: Run, tau: float) -> TwoCells:
     "partition error at most C_2 (BM* + η + ε²).",
     tested="The best critical point of a two-expert problem in the plane at three temperatures; "
     "C_1 and C_2 as measured ratios.",
-    seconds=12,
+    seconds=3,
 )
 def recovery(run: Run) -> Evidence:
     """Errors and measured constants as τ falls."""
@@ -345,7 +345,7 @@ def recovery(run: Run) -> Evidence:
     expected=Verdict.CONDITION,
     condition="the partition differs by more than O(τ): the minimiser of L_τ itself has a slightly "
     "different partition than the teacher",
-    seconds=20,
+    seconds=3,
 )
 def saddles(run: Run) -> Evidence:
     """Minima by their misrouted mass."""

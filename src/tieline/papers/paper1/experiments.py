@@ -171,7 +171,7 @@ def _lines(found: "RoutingCourse") -> list[Series]:
     tested="Reproduced at small scale by a real training run, `tieline train "
     "demo-small-smooth50`: K and ε of each layer on text of the run, from the start to the "
     "end. docs/training.md has longer runs.",
-    seconds=15,
+    seconds=9,
 )
 def figure_four(run: Run) -> Evidence:
     """K in the last quarter of a run and the one before it; ε at its start and its end."""
@@ -203,7 +203,7 @@ def figure_four(run: Run) -> Evidence:
     statement="K follows the budget: 2.5, then linearly down to 2, then 2, where ε tends to 0.",
     tested="Reproduced at small scale by a real training run under the schedule, `tieline train "
     "demo-small-annealed`, as Figure 4.",
-    seconds=15,
+    seconds=9,
 )
 def figure_five(run: Run) -> Evidence:
     """K in each of the three stages, and ε at the end."""

@@ -267,7 +267,7 @@ def model_of(expert: str, **changes) -> MoEModel:
     tested="Rank of the normalised Gram matrix of all derivatives at two generic atoms (d = 2); "
     "the split test besides.",
     expected=Verdict.FAILS,
-    seconds=12,
+    seconds=0.7,
 )
 def strong(run: Run) -> Evidence:
     """Dependent derivatives of each expert."""

@@ -209,6 +209,7 @@ def at_the_limit(run: Run, name: str, model: MoEModel, study: RateStudy) -> list
     tested="Slope of ‖f̂ - f*‖ over n, exact and with one expert too many, tanh experts; n·MSE "
     "against the Cramér-Rao limit where exact.",
     seconds=3,
+    together="p2-perturbed-over",
     given={"gate": "perturbed"},
 )
 @claim(
@@ -218,6 +219,7 @@ def at_the_limit(run: Run, name: str, model: MoEModel, study: RateStudy) -> list
     tested="Slope of ‖f̂ - f*‖ over n, exact and with one expert too many, tanh experts; n·MSE "
     "against the Cramér-Rao limit where exact.",
     seconds=2,
+    together="p2-cosine-over",
     given={"gate": "cosine"},
 )
 def exact_and_over(run: Run, gate: str) -> Evidence:
@@ -237,6 +239,7 @@ def exact_and_over(run: Run, gate: str) -> Evidence:
     "shifts, k = k* + 1, tanh experts, n from 1e6 to 1e12.",
     expected=Verdict.FAILS,
     seconds=2,
+    together="p2-cosine-over",
 )
 def cosine_over(run: Run) -> Evidence:
     """Experts fall like n^-1/4 and the quotient loss, which has their squares, like n^-1/2."""
@@ -303,6 +306,7 @@ def cosine_exact(run: Run) -> Evidence:
     expected=Verdict.CONDITION,
     condition="up to a common shift of the router rows, which softmax does not see",
     seconds=3,
+    together="p2-perturbed-over",
 )
 def perturbed_over_rate(run: Run) -> Evidence:
     """The raw loss keeps the start in the shift; the quotient loss falls."""
@@ -342,7 +346,7 @@ QUARTER = (("linear", "relu"), ("perturbed", "polynomial"), ("perturbed", "relu"
     "two of strengths 1 ± 0.4, and the distance of the functions. k = k*: slopes of the experts' "
     "distance.",
     expected=Verdict.FAILS,
-    seconds=3,
+    seconds=4,
 )
 def table(run: Run) -> Evidence:
     """Over-specified, none of the nine experts is determined; exact, all are learned at n^-1/2."""
@@ -472,7 +476,7 @@ def figure_one(run: Run, expert: str, extra: int, paper: tuple[float, float]) ->
     "population minimiser for the other; slopes of ‖f - f_Ḡ‖.",
     expected=Verdict.UNDECIDED,
     undecided=NOT_STATED,
-    seconds=3,
+    seconds=4,
     given={"gates": ("linear", "perturbed"), "expert": "polynomial", "paper": (-0.13, -0.47)},
 )
 @claim(
@@ -484,7 +488,7 @@ def figure_one(run: Run, expert: str, extra: int, paper: tuple[float, float]) ->
     "slopes of ‖f - f_Ḡ‖.",
     expected=Verdict.UNDECIDED,
     undecided=NOT_STATED,
-    seconds=3,
+    seconds=7,
     given={"gates": ("cosine", "perturbed"), "expert": "relu", "paper": (-0.10, -0.45)},
 )
 def outside(run: Run, gates: tuple[str, str], expert: str, paper: tuple[float, float]) -> Evidence:

@@ -134,7 +134,7 @@ def two_layers(first: tuple, second: tuple) -> int:
     "first layer's activation patterns allow.",
     expected=Verdict.CONDITION,
     condition="49 as an upper bound: at most 40 can be reached",
-    seconds=2,
+    seconds=1,
 )
 def two_layer_example(run: Run) -> Evidence:
     """The most regions that two layers can have, and the most that were found."""

@@ -30,7 +30,7 @@ HALF = (-0.62, -0.40)
     "48 times at each size; as heads (B, v) and as untied mixtures with a quadratic score and a "
     "linear expert for each token; the constants from the information matrix.",
     expected=Verdict.FAILS,
-    seconds=5,
+    seconds=3,
 )
 def heads(run: Run) -> Evidence:
     """Slopes and constants of both kinds, tied and untied."""

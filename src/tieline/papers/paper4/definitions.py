@@ -108,7 +108,7 @@ def gated(theta: Tensor, x: Tensor) -> Tensor:
     "∂²F/∂c∂α.",
     tested="Automatic second derivatives at 50 inputs on the plane, for linear experts and for a "
     "tanh expert.",
-    seconds=3,
+    seconds=0.7,
 )
 def equations(run: Run) -> Evidence:
     """Residuals of the three equations."""
@@ -309,7 +309,7 @@ LAYERED = {
     tested="Rank of the normalised Gram matrix at two generic experts (d = 2, symmetric A); the "
     "split test besides.",
     expected=Verdict.FAILS,
-    seconds=12,
+    seconds=0.3,
 )
 def strong(run: Run) -> Evidence:
     """Dependent derivatives under the fully quadratic score."""
@@ -335,7 +335,7 @@ def strong(run: Run) -> Evidence:
     "two-layer ReLU and GELU experts and for uᵖ, linear ones included.",
     tested="Rank at two generic experts (d = 2); the split test besides.",
     expected=Verdict.FAILS,
-    seconds=12,
+    seconds=0.7,
 )
 def partial_strong(run: Run) -> Evidence:
     """Dependent derivatives under the partially quadratic score."""

@@ -257,7 +257,7 @@ def one_too_many(run: Run, gate: str) -> RateStudy:
 
     What a drawn expert is near (a constant, a line) decides from which n on its law shows.
     """
-    grid = QUARTIC | {"repetitions": run.size(20, 32)} if gate == "quadratic" else {}
+    grid = QUARTIC if gate == "quadratic" else {}
     return small_study(run, single("tanh", gate), extra=1, sparse=True, fixed=True, **grid)
 
 
@@ -266,7 +266,8 @@ def one_too_many(run: Run, gate: str) -> RateStudy:
     "regression rate, partially quadratic score, sparse regime",
     statement="With scores xᵀAx + c, ‖f̂ - f*‖ falls like √(log n / n) in the sparse regime.",
     tested="Slope of ‖f̂ - f*‖ with one expert too many, tanh experts, n from 1e6 to 1e12.",
-    seconds=6,
+    seconds=10,
+    together="p4-sparse-partial",
     given={"gate": "partial"},
 )
 @claim(
@@ -275,7 +276,8 @@ def one_too_many(run: Run, gate: str) -> RateStudy:
     statement="With full quadratic scores and split experts without gate, ‖f̂ - f*‖ falls like "
     "√(log n / n).",
     tested="Slope of ‖f̂ - f*‖ with one expert too many, tanh experts, n from 1e6 to 1e12.",
-    seconds=6,
+    seconds=9,
+    together="p4-sparse-full",
     given={"gate": "quadratic"},
 )
 def sparse_regression(run: Run, gate: str) -> Evidence:
@@ -298,7 +300,7 @@ CAN_VANISH = (
     "best function with two experts e^{ηx}, which can neither be split nor vanish.",
     expected=Verdict.CONDITION,
     condition=CAN_VANISH,
-    seconds=6,
+    seconds=1.5,
     given={"gate": "partial"},
 )
 @claim(
@@ -310,7 +312,7 @@ CAN_VANISH = (
     "best function with two experts e^{ηx}, which can neither be split nor vanish.",
     expected=Verdict.CONDITION,
     condition=CAN_VANISH,
-    seconds=6,
+    seconds=5,
     given={"gate": "quadratic"},
 )
 def dense_regression(run: Run, gate: str) -> Evidence:
@@ -359,11 +361,12 @@ def best_of_two(*, full: bool, box: float = 4.0, starts: int = 8) -> float:
     "power of n.",
     tested="Slope of the experts' distance in the theorem's setting: N = N* + 1, the last expert "
     "without gate, n from 1e6 to 1e12; the same with N = N* beside it.",
-    seconds=6,
+    seconds=10,
 )
 def polynomial_sparse(run: Run) -> Evidence:
     """Linear experts with one too many, and exact."""
-    over = small_study(run, family("linear"), extra=1, sparse=True, radii=(0.3,))
+    fits = {"radii": (0.3,), "repetitions": run.size(8, 32)}
+    over = small_study(run, family("linear"), extra=1, sparse=True, **fits)
     found = {OVER: over, "N = N*": small_study(run, family("linear"))}
     exact = {"N = N*": found["N = N*"]}
     return rate_evidence(
@@ -440,7 +443,7 @@ FEW_DECIDE = (
     "tanh experts, partially quadratic score, n from 1e6 to 1e12.",
     expected=Verdict.UNDECIDED,
     undecided=FEW_DECIDE.format(slopes="-.52 [-.58, -.43], -.40 [-.48, -.34], -.43 [-.49, -.37]"),
-    seconds=6,
+    together="p4-sparse-partial",
     given={"gate": "partial"},
 )
 @claim(
@@ -452,7 +455,7 @@ FEW_DECIDE = (
     expected=Verdict.UNDECIDED,
     undecided=FEW_DECIDE.format(slopes="-.26 [-.33, -.20], -.59 [-.71, -.29], -.33 [-.41, -.23]")
     + ". That the bound behind it fails is `p4-thm1`",
-    seconds=6,
+    together="p4-sparse-full",
     given={"gate": "quadratic"},
 )
 def sparse_rate(run: Run, gate: str) -> Evidence:
@@ -545,7 +548,7 @@ NOT_STATED = (
     "population minimiser; slopes of ‖f - f_Ḡ‖.",
     expected=Verdict.UNDECIDED,
     undecided=NOT_STATED,
-    seconds=3,
+    seconds=5,
     given={"expert": "linear", "paper": (-0.07, -0.46)},
 )
 @claim(
