@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from jaxtyping import TypeCheckError
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -396,3 +397,67 @@ def test_the_layer_refuses_unknown_kinds_idle_biases_and_other_widths():
         SelfAttention(4, 2)(torch.zeros(2, 5))
     with pytest.raises(TielineError, match="got 2"):
         SelfAttention(4, 2).head(2)
+
+
+def masked_formula(q, k, v, seen, bias):
+    """Σ_j σ(q·k_j/√d + b_i) v_j over the keys that are seen, b_i = -log of their number or b."""
+    seen = seen.expand(*q.shape[:-1], k.shape[-2]).double()
+    if bias == "-log seen":
+        bias = -seen.sum(-1, keepdim=True).clamp(min=1).log()
+    weights = seen / (1 + torch.exp(-(q @ k.mT / q.shape[-1] ** 0.5 + bias)))
+    return weights @ v
+
+
+def some_mask(kind, queries=11, keys=13):
+    generator = torch.Generator().manual_seed(7)
+    lead = {"all": (), "sequence": (2, 1), "head": (2, 3), "heads": (1, 3), "blind": (2, 1)}[kind]
+    mask = torch.rand(*lead, queries, keys, generator=generator) < 0.4
+    if kind == "blind":  # rows without keys, and whole tiles that nobody sees
+        mask[..., :5, :] = False
+        mask[..., 4:9] = False
+    return mask
+
+
+@pytest.mark.parametrize("tile", [4, 256])
+@pytest.mark.parametrize("bias", [-0.7, "-log seen"])
+@pytest.mark.parametrize("kind", ["all", "sequence", "head", "heads", "blind"])
+def test_masks_hide_keys_and_bias_counts_those_that_are_seen(kind, bias, tile, monkeypatch):
+    monkeypatch.setattr(sigmoid_tiles, "TILE", tile)
+    mask, made = some_mask(kind), torch.Generator().manual_seed(1)
+    q, k, v = (
+        torch.randn(2, 3, n, 5, generator=made, dtype=torch.float64, requires_grad=True)
+        for n in (11, 13, 13)
+    )
+    ours = sigmoid_attention(q, k, v, bias=bias, mask=mask)
+    assert_same(ours, masked_formula(q, k, v, mask, bias), (q, k, v))
+
+
+def test_a_causal_bias_counts_the_keys_up_to_the_query():
+    q, k, v = leaves(9, 9)
+    seen = torch.ones(9, 9, dtype=torch.bool).tril()
+    ours = sigmoid_attention(q, k, v, causal=True, bias="-log seen")
+    assert_same(ours, masked_formula(q, k, v, seen, "-log seen"), (q, k, v))
+    both = sigmoid_attention(q, k, v, causal=True, bias="-log seen", mask=torch.ones_like(seen))
+    torch.testing.assert_close(both, ours)
+    parts = [
+        sigmoid_attention(q[:, [i]], k[:, : i + 1], v[:, : i + 1], bias="-log seen")
+        for i in range(9)
+    ]
+    torch.testing.assert_close(torch.cat(parts, dim=-2), ours)
+
+
+def test_a_hidden_key_may_be_anything():
+    q, k, v = (x.detach() for x in leaves(4, 4))
+    mask = torch.ones(4, 4, dtype=torch.bool)
+    mask[:, 2] = False
+    expected = sigmoid_attention(q, k, v, mask=mask, bias=0.0)
+    k = k.clone()
+    k[..., 2, :] = torch.inf
+    assert torch.equal(sigmoid_attention(q, k, v, mask=mask, bias=0.0), expected)
+
+
+@pytest.mark.parametrize("mask", [torch.ones(4, 4), torch.ones(4, 5) > 0, torch.ones(3, 4, 4) > 0])
+def test_masks_of_another_form_are_refused(mask):
+    q, k, v = (torch.zeros(2, 4, 3) for _ in range(3))
+    with pytest.raises((ShapeError, TypeCheckError), match=r"mask"):
+        sigmoid_attention(q, k, v, mask=mask)

@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.training.tiny import tiny
 from tieline.core.errors import UnsupportedModelError
-from tieline.hf import capture, find_routers
+from tieline.hf import capture, find_routers, load_pretrained
 from tieline.training.language import (
     decoder,
     hard_gates,
@@ -35,6 +35,26 @@ def test_the_stock_form_computes_the_same(gate):
     assert stock.lm_head.weight.data_ptr() == model.lm_head.weight.data_ptr()
     ids = torch.zeros(1, 2, dtype=torch.long)
     assert stock.generate(ids, max_new_tokens=3, do_sample=False).shape == (1, 5)
+
+
+@torch.no_grad()
+def test_either_attention_starts_from_the_same_weights_and_is_saved(tmp_path):
+    config, found = tiny("smoe"), {}
+    for kind in ("softmax", "sigmoid"):
+        torch.manual_seed(0)
+        shape = config.replace(model__attention=kind).model
+        found[kind] = decoder(shape, config.gate).eval()
+    ours, plain = (found[kind].state_dict() for kind in ("sigmoid", "softmax"))
+    assert all(torch.equal(ours[name], plain[name]) for name in plain)
+    logits = {kind: model(IDS).logits for kind, model in found.items()}
+    assert (logits["sigmoid"] - logits["softmax"]).abs().max() > 1e-4
+    model = found["sigmoid"]
+    model.save_pretrained(tmp_path / "model")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    torch.testing.assert_close(loaded(IDS).logits, logits["sigmoid"])
+    stock_form(model).save_pretrained(tmp_path / "stock")
+    stock = load_pretrained(tmp_path / "stock").eval()
+    torch.testing.assert_close(stock(IDS).logits, logits["sigmoid"], atol=1e-5, rtol=1e-5)
 
 
 @torch.no_grad()

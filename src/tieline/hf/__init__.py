@@ -1,8 +1,10 @@
 """Hugging Face models: family facts, capture, smooth routing, upcycling, a kernel for the experts.
 
-Importing this registers the experts implementation "tieline" with transformers.
+Importing this registers the experts implementation "tieline" and the attention function
+"tieline_sigmoid" with transformers.
 """
 
+from tieline.hf.attention import attend_, register_attention
 from tieline.hf.capture import Recorder, capture
 from tieline.hf.changes import load_pretrained
 from tieline.hf.families import (
@@ -31,11 +33,13 @@ __all__ = [
     "RouterFamily",
     "Smoothing",
     "Upcycling",
+    "attend_",
     "capture",
     "family_of",
     "find_routers",
     "load_pretrained",
     "load_smoothed",
+    "register_attention",
     "register_family",
     "register_kernel",
     "reroute_",
@@ -46,4 +50,5 @@ __all__ = [
     "upcycle_",
 ]
 
+register_attention()
 register_kernel()

@@ -12,8 +12,9 @@ all queries by all keys.
 import math
 from typing import Literal, TypedDict, get_args
 
+import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from tieline.core.errors import ParameterError, ShapeError, require
@@ -32,13 +33,14 @@ __all__ = [
 ]
 
 AttentionKind = Literal["softmax", "sigmoid"]
-ScoreBias = float | Literal["-log n"] | None
+ScoreBias = float | Literal["-log n", "-log seen"] | None
 
 # Axes that must agree have different names here: `_check_inputs` compares them, with clear errors.
 Queries = Float[Tensor, "... queries d_query"]
 Keys = Float[Tensor, "... keys d_key"]
 Values = Float[Tensor, "... values d_value"]
 Mixed = Float[Tensor, "... queries d_value"]
+Visible = Bool[Tensor, "... seeing seen"]
 
 
 def softmax_attention(
@@ -66,25 +68,83 @@ def sigmoid_attention(
     causal: bool = False,
     scale: float | None = None,
     bias: ScoreBias = None,
+    mask: Visible | None = None,
 ) -> Mixed:
     """σ(s q kᵀ + b) v, computed in tiles; zero where there is no key.
 
     Differentiable once in q, k and v. Memory beyond inputs and output is a few tiles whatever the
-    length; the backward pass recomputes the weights. Arguments as for `softmax_attention`; the bias
-    b is 0 for None, the plain form of paper 4, whose outputs grow with M, and -log M for "-log n",
-    with which the weights of a row initially sum to about 1.
+    length; the backward pass recomputes the weights.
+
+    Args:
+        q: queries (..., N, d_k).
+        k: keys (..., M, d_k).
+        v: values (..., M, d_v).
+        causal: whether query i sees the keys 0..i only; needs N = M.
+        scale: s, 1/√d_k if None.
+        bias: b: 0 for None, the plain form of paper 4, whose outputs grow with M; -log M for
+            "-log n", with which the weights of a row initially sum to about 1; and minus the
+            logarithm of the number of keys that the query itself sees for "-log seen", which does
+            not depend on padding, on the keys after a query, or on how a sequence is cut into
+            calls.
+        mask: which keys each query sees, (N, M) or with leading axes of q, or 1 for some of them.
     """
     _check_inputs(q, k, v, causal)
     factor = score_scale(scale, q.shape[-1])
-    return sigmoid_tiles(q, k, v, factor, score_bias(bias, k.shape[-2]), causal)
+    if mask is not None:
+        _check_mask(mask, q, k)
+        mask = _per_sequence(mask.tril() if causal else mask, q)
+        causal = False
+    constant, rows = _biases(bias, q, k, causal, mask)
+    return sigmoid_tiles(q, k, v, factor, constant, causal, rows, mask)
+
+
+def _biases(
+    bias: ScoreBias, q: Tensor, k: Tensor, causal: bool, mask: Tensor | None
+) -> tuple[float, Tensor | None]:
+    """The bias of all scores, and that of each query (S, N) if they differ."""
+    if bias != "-log seen" or (mask is None and not causal):
+        return score_bias(bias, k.shape[-2]), None
+    if mask is None:
+        seen = torch.arange(1, q.shape[-2] + 1, device=q.device).unsqueeze(0)
+    else:
+        seen = mask.sum(dim=-1).clamp(min=1)
+    return 0.0, -seen.to(torch.promote_types(q.dtype, torch.float32)).log()
+
+
+def _per_sequence(mask: Visible, q: Tensor) -> Bool[Tensor, "sequences seeing seen"]:
+    """The mask (S, N, M) of S runs of consecutive heads, as few as the leading axes allow."""
+    lead = q.shape[:-2]
+    given = (1,) * (len(lead) + 2 - mask.ndim) + tuple(mask.shape[:-2])
+    own = max((place + 1 for place, size in enumerate(given) if size > 1), default=0)
+    runs = lead[:own]
+    small = mask.reshape(*given[:own], *mask.shape[-2:]).expand(*runs, *mask.shape[-2:])
+    return small.reshape(math.prod(runs), *mask.shape[-2:])
+
+
+def _check_mask(mask: Tensor, q: Tensor, k: Tensor) -> None:
+    wanted = (*q.shape[:-1], k.shape[-2])
+    sizes = zip(reversed(mask.shape[:-2]), reversed(q.shape[:-2]), strict=False)
+    fits = (
+        mask.dtype == torch.bool
+        and 2 <= mask.ndim <= q.ndim
+        and mask.shape[-2:] == wanted[-2:]
+        and all(own in (1, size) for own, size in sizes)
+    )
+    require(
+        fits,
+        f"a mask is boolean {wanted}, 1 for leading axes it does not tell apart, got "
+        f"{tuple(mask.shape)} {mask.dtype}",
+        ShapeError,
+    )
 
 
 def score_bias(bias: ScoreBias, n_keys: int) -> float:
-    """The number b that a bias stands for among `n_keys` keys."""
+    """The number b that a bias stands for among `n_keys` keys, all of which are seen."""
     if bias is None:
         return 0.0
     if isinstance(bias, str):
-        require(bias == "-log n", f"bias must be a number, None or '-log n', got {bias!r}")
+        known = bias in ("-log n", "-log seen")
+        require(known, f"bias must be a number, None, '-log n' or '-log seen', got {bias!r}")
         return -math.log(max(n_keys, 1))
     require(math.isfinite(bias), f"bias must be finite, got {bias=}")
     return float(bias)

@@ -121,7 +121,8 @@ def attention_as_moe(
     factor = score_scale(scale, w_q.shape[1])
     cuts = _cuts(x)
     chosen = cuts[: row + 1] if causal else cuts
-    router = _router(head, cuts[row], chosen, factor, score_bias(bias, n_tokens))
+    keys = len(chosen) if bias == "-log seen" else n_tokens
+    router = _router(head, cuts[row], chosen, factor, score_bias(bias, keys))
     experts = TokenExperts(chosen @ head.w_v, head.b_v)
     gate = Softmax() if kind == "softmax" else Sigmoid()
     sequence = x.detach().flatten()

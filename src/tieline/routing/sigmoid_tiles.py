@@ -1,6 +1,7 @@
 """Sigmoid attention tile by tile, so that no matrix of all queries by all keys ever exists.
 
-    P   = σ(s q kᵀ + b)              a tile of weights: some heads, a block of queries, one of keys
+    P   = σ(s q kᵀ + b + r)          a tile of weights: some heads, a block of queries, one of keys;
+                                     r one number per query; 0 where the mask hides a key
     out = P v
     dv  = Pᵀ g                       g the gradient of out
     dS  = (g vᵀ) ⊙ P ⊙ (1 − P)       P recomputed: one product instead of a saved matrix
@@ -8,7 +9,8 @@
 
 An element of P needs no other element of its row, so every sum over tiles is added in place. The
 scratch of a call is one tile (two in backward), which stays in cache and is reused for every tile.
-A causal call skips the tiles above the diagonal. Sums are kept in contiguous blocks, those over
+Tiles without any visible key are skipped: those above the diagonal of a causal call, and those that
+a mask hides from all sequences. Sums are kept in contiguous blocks, those over
 queries transposed, where batched products are fastest. Inputs narrower than float32 are computed in
 float32 and rounded once.
 
@@ -32,6 +34,9 @@ from tieline.routing.buffers import take_buffer
 
 __all__ = ["TILE", "in_shares", "sigmoid_tiles"]
 
+Tiles = tuple[tuple[int, ...], ...]
+"""For each block of queries, the blocks of keys that it sees anything of."""
+
 TILE = 256
 """Queries and keys of a tile."""
 
@@ -44,108 +49,194 @@ WORTH_THREADS = 4 * TILE * TILE
 
 @torch.library.custom_op("tieline::sigmoid_attention", mutates_args=())
 def sigmoid_tiles(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, bias: float, causal: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    bias: float,
+    causal: bool,
+    rows: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> Tensor:
-    """σ(scale q kᵀ + bias) v (..., N, d_v) for checked arguments; see `sigmoid_attention`."""
+    """σ(scale q kᵀ + bias + rows) v (..., N, d_v) for checked arguments; see `sigmoid_attention`.
+
+    `rows` (S, N) is a further bias of each query and `mask` (S, N, M) tells which keys it sees,
+    both for S equal runs of consecutive heads.
+    """
     shape, dtype = (*q.shape[:-1], v.shape[-1]), q.dtype
     q, k, v = _prepared(q) * scale, _prepared(k), _prepared(v)
+    sight = _sight(q, k, bias, causal, rows, mask)
     out = take_buffer((*q.shape[:2], v.shape[2]), q)
     _over_heads(
-        q, k, lambda heads: _forward(q[heads], k[heads], v[heads], out[heads], bias, causal)
+        q, k, lambda some: _forward(q[some], k[some], v[some], out[some], sight.of_heads(some))
     )
     return out.to(dtype).view(shape)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, bias: float, causal: bool) -> None:
+def _forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, sight: "_Sight") -> None:
     """Write the output of some heads."""
     tile, total = _Reused(q), _Reused(q)
     for heads in _head_groups(q, k):
+        seen = sight.of_heads(heads)
         keys, values = k[heads].split(TILE, 1), v[heads].split(TILE, 1)
         blocks = zip(q[heads].split(TILE, 1), out[heads].split(TILE, 1), strict=True)
         for row, (queries, result) in enumerate(blocks):
             sums = total.shaped(*result.shape)
-            for column in range(row + 1 if causal else len(keys)):
+            for place, column in enumerate(seen.tiles[row]):
                 weights = tile.shaped(*queries.shape[:2], keys[column].shape[1])
-                _weigh_(weights, queries, keys[column], bias, causal and row == column)
-                _add_product_(sums, weights, values[column], first=column == 0)
-            result.copy_(sums)
+                _weigh_(weights, queries, keys[column], seen, row, column)
+                _add_product_(sums, weights, values[column], first=place == 0)
+            result.copy_(sums) if seen.tiles[row] else result.zero_()
 
 
 @sigmoid_tiles.register_fake
-def _sigmoid_tiles_fake(q, k, v, scale, bias, causal):
+def _sigmoid_tiles_fake(q, k, v, scale, bias, causal, rows=None, mask=None):
     return q.new_empty(*q.shape[:-1], v.shape[-1])
 
 
 @torch.library.custom_op("tieline::sigmoid_attention_backward", mutates_args=())
 def _sigmoid_tiles_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, bias: float, causal: bool
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    bias: float,
+    causal: bool,
+    rows: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients in q, k and v."""
     shapes, dtype = (q.shape, k.shape, v.shape), q.dtype
     grad, q, k, v = _prepared(grad), _prepared(q) * scale, _prepared(k), _prepared(v)
+    sight = _sight(q, k, bias, causal, rows, mask)
     grads = [take_buffer(tuple(t.shape), t) for t in (q, k, v)]
     tensors = (grad, q, k, v, *grads)
-    _over_heads(q, k, lambda heads: _backward([t[heads] for t in tensors], bias, causal))
+    _over_heads(q, k, lambda some: _backward([t[some] for t in tensors], sight.of_heads(some)))
     grads[0].mul_(scale)
     dq, dk, dv = (g.to(dtype).view(shape) for g, shape in zip(grads, shapes, strict=True))
     return dq, dk, dv
 
 
-def _backward(tensors: list[Tensor], bias: float, causal: bool) -> None:
+def _backward(tensors: list[Tensor], sight: "_Sight") -> None:
     """Write the gradients of some heads; `tensors` are the fields of `_Blocks`, uncut."""
     _, q, k, *_ = tensors
     scratch = _Scratch(_Reused(q), _Reused(q), _Reused(q))
     for heads in _head_groups(q, k):
         blocks = _Blocks(*(t[heads].split(TILE, 1) for t in tensors))
-        _group_backward(blocks, scratch, bias, causal)
+        _group_backward(blocks, scratch, sight.of_heads(heads))
 
 
-def _group_backward(x: "_Blocks", scratch: "_Scratch", bias: float, causal: bool) -> None:
+def _group_backward(x: "_Blocks", scratch: "_Scratch", seen: "_Sight") -> None:
     """Write dq, dk and dv of one group of heads."""
     dk_sums, dv_sums = ([b.new_empty(b.mT.shape) for b in blocks] for blocks in (x.dk, x.dv))
+    begun: set[int] = set()
     for row, (grad, q) in enumerate(zip(x.grad, x.q, strict=True)):
         dq_sums = scratch.total.shaped(*q.shape)
-        for column in range(row + 1 if causal else len(x.k)):
-            k, first = x.k[column], row == (column if causal else 0)
+        for place, column in enumerate(seen.tiles[row]):
+            k, first = x.k[column], column not in begun
             shape = (*q.shape[:2], k.shape[1])
             weights, d_scores = scratch.weights.shaped(*shape), scratch.d_scores.shaped(*shape)
-            _weigh_(weights, q, k, bias, causal and row == column)
+            _weigh_(weights, q, k, seen, row, column)
             _add_product_(dv_sums[column], grad.mT, weights, first)
             torch.bmm(grad, x.v[column].mT, out=d_scores)
             torch.ops.aten.sigmoid_backward.grad_input(d_scores, weights, grad_input=d_scores)
-            _add_product_(dq_sums, d_scores, k, first=column == 0)
+            _add_product_(dq_sums, d_scores, k, first=place == 0)
             _add_product_(dk_sums[column], q.mT, d_scores, first)
-        x.dq[row].copy_(dq_sums)
-    for block, sums in zip(x.dk + x.dv, dk_sums + dv_sums, strict=True):
-        block.copy_(sums.mT)
+        x.dq[row].copy_(dq_sums) if seen.tiles[row] else x.dq[row].zero_()
+        begun.update(seen.tiles[row])
+    for blocks, sums in ((x.dk, dk_sums), (x.dv, dv_sums)):
+        for column, block in enumerate(blocks):
+            block.copy_(sums[column].mT) if column in begun else block.zero_()
 
 
 @_sigmoid_tiles_backward.register_fake
-def _sigmoid_tiles_backward_fake(grad, q, k, v, scale, bias, causal):
+def _sigmoid_tiles_backward_fake(grad, q, k, v, scale, bias, causal, rows=None, mask=None):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _save(ctx, inputs, output):
-    *tensors, ctx.scale, ctx.bias, ctx.causal = inputs
-    ctx.save_for_backward(*tensors)
+    *tensors, ctx.scale, ctx.bias, ctx.causal, rows, mask = inputs
+    ctx.save_for_backward(*tensors, rows, mask)
 
 
 def _chain(ctx, grad):
-    grads = _sigmoid_tiles_backward(grad, *ctx.saved_tensors, ctx.scale, ctx.bias, ctx.causal)
-    return (*grads, None, None, None)
+    *tensors, rows, mask = ctx.saved_tensors
+    numbers = ctx.scale, ctx.bias, ctx.causal
+    grads = _sigmoid_tiles_backward(grad, *tensors, *numbers, rows, mask)
+    return (*grads, None, None, None, None, None)
 
 
 sigmoid_tiles.register_autograd(_chain, setup_context=_save)
 
 
-def _weigh_(tile: Tensor, q: Tensor, k: Tensor, bias: float, diagonal: bool) -> None:
-    """Tile = σ(q kᵀ + bias), on the causal diagonal 0 for the keys after a query."""
+class _Sight(NamedTuple):
+    """What is added to the scores of some heads, and which keys they see."""
+
+    bias: float
+    causal: bool
+    rows: Tensor | None
+    mask: Tensor | None
+    sequence: Tensor
+    """For each head, its place in `rows` and `mask`."""
+    tiles: Tiles
+
+    def of_heads(self, heads: slice) -> "_Sight":
+        return self._replace(sequence=self.sequence[heads])
+
+    def add_bias_(self, scores: Tensor, row: int) -> None:
+        if self.bias:
+            scores.add_(self.bias)
+        if self.rows is not None:
+            part = self.rows[:, row * TILE : (row + 1) * TILE]
+            scores.add_(_of_sequences(part, self.sequence).unsqueeze(-1))
+
+    def hide_(self, weights: Tensor, row: int, column: int) -> None:
+        if self.causal and row == column:
+            weights.tril_()
+        if self.mask is not None:
+            part = _cut(self.mask, row, column)
+            weights.masked_fill_(_of_sequences(part, self.sequence).logical_not(), 0)
+
+
+def _of_sequences(x: Tensor, sequence: Tensor) -> Tensor:
+    """The part of each head."""
+    return x if len(x) == 1 else x.index_select(0, sequence)
+
+
+def _cut(mask: Tensor, row: int, column: int) -> Tensor:
+    columns = slice(column * TILE, (column + 1) * TILE)
+    return mask[:, row * TILE : (row + 1) * TILE, columns]
+
+
+def _sight(
+    q: Tensor, k: Tensor, bias: float, causal: bool, rows: Tensor | None, mask: Tensor | None
+) -> _Sight:
+    shared = max((len(x) for x in (rows, mask) if x is not None), default=1)
+    each = max(1, len(q) // max(1, shared))
+    sequence = torch.arange(len(q), device=q.device) // each
+    wide = None if rows is None else rows.to(q.dtype)
+    return _Sight(bias, causal, wide, mask, sequence, _tiles(q, k, causal, mask))
+
+
+def _tiles(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None) -> Tiles:
+    """The tiles in which some key is visible."""
+    n_rows, n_columns = (max(1, -(-x.shape[1] // TILE)) for x in (q, k))
+    places = [range(row + 1 if causal else n_columns) for row in range(n_rows)]
+    if mask is None:
+        return tuple(map(tuple, places))
+    return tuple(
+        tuple(column for column in columns if bool(_cut(mask, row, column).any()))
+        for row, columns in enumerate(places)
+    )
+
+
+def _weigh_(tile: Tensor, q: Tensor, k: Tensor, seen: _Sight, row: int, column: int) -> None:
+    """Tile = σ(q kᵀ + bias), 0 for the keys that a query does not see."""
     torch.bmm(q, k.mT, out=tile)
-    if bias:
-        tile.add_(bias)
+    seen.add_bias_(tile, row)
     tile.sigmoid_()
-    if diagonal:
-        tile.tril_()
+    seen.hide_(tile, row, column)
 
 
 def _add_product_(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:

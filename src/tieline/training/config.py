@@ -68,7 +68,10 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig(ModelConfig):
-    """Shape of the decoder: every feed-forward part is a mixture of experts."""
+    """Shape of the decoder: every feed-forward part is a mixture of experts.
+
+    `attention` is "softmax", or "sigmoid" with the bias -log N (paper 4, eq. 2).
+    """
 
     layers: int
     d_model: int
@@ -79,6 +82,11 @@ class DecoderConfig(ModelConfig):
     n_experts: int = 16
     initial_std: float = 0.04
     tied: bool = True
+    attention: str = "softmax"
+
+    def __post_init__(self) -> None:
+        kinds = ("softmax", "sigmoid")
+        require(self.attention in kinds, f"attention={self.attention!r} is not one of {kinds}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -267,7 +267,7 @@ def prepare_folder(config: TrainConfig, out: Path, resume: bool) -> Path | None:
     require(
         path.is_file(), f"{out} holds no run to resume: config.json is missing", CheckpointError
     )
-    kept, wanted = read_json(path), config.to_dict()
+    kept, wanted = _with_later_fields(read_json(path)), config.to_dict()
     differing = sorted(key for key in wanted if kept.get(key) != wanted[key])
     require(
         kept == wanted,
@@ -277,6 +277,18 @@ def prepare_folder(config: TrainConfig, out: Path, resume: bool) -> Path | None:
     for half in incomplete_checkpoints(out):
         shutil.rmtree(half, ignore_errors=True)
     return last_checkpoint(out)
+
+
+LATER = {"language": {"attention": "softmax"}}
+"""Fields of a task's model that came after its first runs, with what those runs had."""
+
+
+def _with_later_fields(kept: Any) -> Any:
+    """The record of a run, which may have been begun before some fields existed."""
+    if not isinstance(kept, dict) or not isinstance(kept.get("model"), dict):
+        return kept
+    later = LATER.get(str(kept.get("task")), {})
+    return kept | {"model": later | kept["model"]}
 
 
 def parameter_count(model: nn.Module) -> int:

@@ -31,7 +31,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, Mixtra
 from tieline.analysis.sources import save_model
 from tieline.core.errors import UnsupportedModelError, require
 from tieline.core.statistics import next_token_losses
+from tieline.hf.attention import SIGMOID, attend_
 from tieline.hf.smooth import smooth_
+from tieline.routing.attention import AttentionKind
 from tieline.routing.gates import SelectiveGate, TopK
 from tieline.routing.layer import MoE, moe
 from tieline.routing.losses import collect_routing
@@ -47,13 +49,20 @@ class SwitchConfig(MixtralConfig):
 
     Args:
         routing: `router`, `gate` and their options, as `routing.moe` takes them.
+        attention: "softmax" or "sigmoid".
         options: further fields of `MixtralConfig`.
     """
 
     model_type = "tieline_switch"
 
-    def __init__(self, routing: dict[str, Any] | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        routing: dict[str, Any] | None = None,
+        attention: AttentionKind = "softmax",
+        **options: Any,
+    ) -> None:
         self.routing = routing or {"router": "linear", "gate": "topk"}
+        self.attention = attention
         super().__init__(**options)
 
 
@@ -93,6 +102,8 @@ class SwitchForCausalLM(MixtralForCausalLM):
     config_class = SwitchConfig
 
     def __init__(self, config: SwitchConfig) -> None:
+        if config.attention == "sigmoid":
+            config._attn_implementation = SIGMOID
         super().__init__(config)
         for layer in self.model.layers:
             layer.mlp = RoutedBlock(config)  # type: ignore[assignment]
@@ -110,7 +121,8 @@ def decoder(shape: DecoderConfig, gate: GateConfig) -> SwitchForCausalLM:
         "router_options": dict(gate.router_options),
         "gate_options": dict(gate.gate_options),
     }
-    return SwitchForCausalLM(SwitchConfig(routing=routing, **_stock_fields(shape, gate.k)))
+    fields = _stock_fields(shape, gate.k)
+    return SwitchForCausalLM(SwitchConfig(routing, shape.attention, **fields))
 
 
 def _stock_fields(shape: DecoderConfig, k: int) -> dict[str, Any]:
@@ -140,6 +152,10 @@ def moe_layers(model: nn.Module) -> dict[str, MoE]:
     return {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
 
 
+OWN_FIELDS = ("routing", "attention", "model_type")
+"""Fields that Mixtral's configuration does not have, or has its own value of."""
+
+
 def to_stock(model: SwitchForCausalLM) -> MixtralForCausalLM:
     """Return a `MixtralForCausalLM` with hard top-k that shares the model's weights.
 
@@ -148,13 +164,15 @@ def to_stock(model: SwitchForCausalLM) -> MixtralForCausalLM:
     """
     reason = why_not_stock(model)
     require(reason is None, f"the model has no stock form: {reason}", UnsupportedModelError)
-    fields = {k: v for k, v in model.config.to_dict().items() if k not in ("routing", "model_type")}
+    fields = {k: v for k, v in model.config.to_dict().items() if k not in OWN_FIELDS}
     with torch.device("meta"):
         stock = MixtralForCausalLM(MixtralConfig(**fields))
     stock.load_state_dict(_stock_state(model), strict=False, assign=True)
     stock.model.rotary_emb = model.model.rotary_emb
     stock.tie_weights()
     stock.config.architectures = ["MixtralForCausalLM"]
+    if model.config.attention == "sigmoid":
+        attend_(stock, "sigmoid")
     return stock.train(model.training)
 
 

@@ -13,6 +13,11 @@ Language (paper 1, Tables 1, 4, 5, 7 and 8); GATE is one of the nine of `config.
     wikitext-paper-GATE   6 layers, D = 352, span 1024, 80 epochs: accelerators, training split
     wikitext-paper-GATE-kK   the same with K experts: smoe 4 and 5, smooth50 4
 
+Attention (paper 4): softmax or sigmoid, the same data and the same start from the same seed:
+
+    demo-attention-KIND     demo-small-smoe with either attention: seconds
+    enwik8-attention-KIND   2 layers, D = 96, windows of 256 bytes: minutes on one core
+
 Images: CIFAR-10 (paper 1, Figures 1 and 3) and PACS (papers 1 and 2, Table 3):
 
     cifar10-small-GATE        the paper's layers (3072 wide, 32 experts of 128, top 4), one pass
@@ -62,6 +67,7 @@ from tieline.training.config import (
 from tieline.training.image_models import MixtureConfig, PatchConfig, VisionTransformerConfig
 from tieline.training.sentences import SentenceConfig
 
+ATTENTION = ("softmax", "sigmoid")
 VOCABULARY = {"enwik8": 256, "text8": 27, "wikitext": 512}
 
 
@@ -136,6 +142,24 @@ def demo_small(gate: str) -> TrainConfig:
         log_every=20,
         checkpoint_every=1_000,
         evaluate_items=64,
+    )
+
+
+def demo_attention(kind: str) -> TrainConfig:
+    """Two layers on the text in the box, with softmax or sigmoid attention (paper 4)."""
+    base = demo_small("smoe")
+    return base.replace(recipe=f"demo-attention-{kind}", model__attention=kind)
+
+
+def enwik8_attention(kind: str) -> TrainConfig:
+    """Two layers, windows of 256 bytes of enwik8, softmax or sigmoid attention (paper 4)."""
+    base = small_form("enwik8", "smoe")
+    return base.replace(
+        recipe=f"enwik8-attention-{kind}",
+        model__attention=kind,
+        model__context=256,
+        optim__steps=1000,
+        optim__rate=2e-3,
     )
 
 
@@ -337,6 +361,8 @@ RECIPES: dict[str, Recipe] = {
     },
     **{f"{d}-long-{g}": partial(long_form, d, g) for d in VOCABULARY for g in GATE_NAMES},
     **{f"enwik8-extended-{gate}": partial(extended_form, gate) for gate in GATE_NAMES},
+    **{f"demo-attention-{kind}": partial(demo_attention, kind) for kind in ATTENTION},
+    **{f"enwik8-attention-{kind}": partial(enwik8_attention, kind) for kind in ATTENTION},
     **{f"enwik8-10m-{gate}": partial(enwik8_10m, gate) for gate in GATE_NAMES},
     **{f"enwik8-paper-{gate}": partial(enwik8_paper, gate) for gate in GATE_NAMES},
     **{f"text8-paper-{gate}": partial(enwik8_paper, gate, "text8") for gate in GATE_NAMES},
