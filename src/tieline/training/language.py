@@ -33,7 +33,6 @@ from tieline.core.errors import UnsupportedModelError, require
 from tieline.core.statistics import next_token_losses
 from tieline.hf.attention import SIGMOID, attend_
 from tieline.hf.smooth import smooth_
-from tieline.routing.attention import AttentionKind
 from tieline.routing.gates import SelectiveGate, TopK
 from tieline.routing.layer import MoE, moe
 from tieline.routing.losses import collect_routing
@@ -58,7 +57,7 @@ class SwitchConfig(MixtralConfig):
     def __init__(
         self,
         routing: dict[str, Any] | None = None,
-        attention: AttentionKind = "softmax",
+        attention: str = "softmax",
         **options: Any,
     ) -> None:
         self.routing = routing or {"router": "linear", "gate": "topk"}
