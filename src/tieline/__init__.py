@@ -8,6 +8,7 @@ Every job is one function here, and every result one record with `.metrics`, `.p
     check      whether a file of routes is sound
     audit      what low precision and noise do to a model's routing
     smooth     make routing continuous at ties, and measure what that repairs
+    reroute    another router, fitted to the model's own choices
     upcycle    turn a dense model into a Mixture of Experts that computes the same function
     replay     let a model take recorded experts
     capture    record what the routers of a model choose while it runs
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from tieline.analysis.diff import diff
     from tieline.analysis.inspect import inspect
     from tieline.analysis.precision import audit
+    from tieline.analysis.reroute import reroute
     from tieline.analysis.smooth import smooth
     from tieline.analysis.sources import load
     from tieline.analysis.upcycle import upcycle
@@ -80,6 +82,7 @@ __all__ = [
     "load",
     "moe",
     "replay",
+    "reroute",
     "smooth",
     "stable_topk",
     "upcycle",
@@ -90,6 +93,7 @@ HOMES = {
     "inspect": "tieline.analysis.inspect",
     "diff": "tieline.analysis.diff",
     "audit": "tieline.analysis.precision",
+    "reroute": "tieline.analysis.reroute",
     "smooth": "tieline.analysis.smooth",
     "upcycle": "tieline.analysis.upcycle",
     "load": "tieline.analysis.sources",

@@ -87,7 +87,7 @@ __all__ = [
 
 GROUPS = {
     "Look": ("inspect", "diff", "audit", "check"),
-    "Repair": ("smooth", "upcycle"),
+    "Repair": ("smooth", "reroute", "upcycle"),
     "Files": ("capture", "convert", "merge"),
     "Lab": ("train", "design", "rates", "reproduce"),
 }
@@ -210,7 +210,7 @@ RENAMED = {
 }
 """Old names of options by command; they keep working and are not shown in the help."""
 
-TAKES_MODEL = ("inspect", "diff", "audit", "smooth", "upcycle", "capture")
+TAKES_MODEL = ("inspect", "diff", "audit", "smooth", "reroute", "upcycle", "capture")
 """Commands whose arguments are models and files."""
 
 BOXED = ("shipped", "demo")

@@ -209,6 +209,7 @@ class Rerouting:
         gate: name of the new gate; None for the family's own rule.
         router_options: further arguments of the router.
         gate_options: further arguments of the gate.
+        layer_options: those of the router that differ between layers, by name of the layer.
     """
 
     layers: tuple[str, ...]
@@ -216,6 +217,7 @@ class Rerouting:
     gate: str | None
     router_options: Mapping[str, Any]
     gate_options: Mapping[str, Any]
+    layer_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     _model: Any = field(default=None, repr=False, compare=False)
 
     def undo(self) -> None:
@@ -225,6 +227,12 @@ class Rerouting:
         assert model is not None
         unreroute_(model)
 
+    def remember(self, model: nn.Module, by_layer: Mapping[str, Mapping[str, Any]]) -> "Rerouting":
+        """Record options that were found after the routers were made, so that they are saved."""
+        record = replace(self, layer_options=dict(by_layer))
+        record_change(model, FEATURE, record.facts())
+        return record
+
     def facts(self) -> dict[str, Any]:
         """Return JSON values for the configuration."""
         return {
@@ -233,6 +241,7 @@ class Rerouting:
             "gate": self.gate,
             "router_options": dict(self.router_options),
             "gate_options": dict(self.gate_options),
+            "layer_options": {name: dict(one) for name, one in self.layer_options.items()},
         }
 
 
@@ -244,6 +253,7 @@ def reroute_(
     layers: Collection[str] | None = None,
     router_options: Mapping[str, Any] | None = None,
     gate_options: Mapping[str, Any] | None = None,
+    layer_options: Mapping[str, Mapping[str, Any]] | None = None,
     keep_start: bool = True,
     seed: int = 0,
 ) -> Rerouting:
@@ -256,12 +266,15 @@ def reroute_(
         layers: names of routers; None for all.
         router_options: further arguments of the router, such as `{"temperature": 0.07}`.
         gate_options: further arguments of the gate, such as `{"epsilon": 0.2}`.
+        layer_options: arguments of the router that differ between layers, by name of the layer.
         keep_start: start from the old router's matrix as far as the form allows, so that a linear
             or full quadratic router scores as before; otherwise start at random.
         seed: seed of the new routers.
     """
-    record = _checked(router, gate, router_options or {}, gate_options or {})
+    record = _checked(router, gate, router_options or {}, gate_options or {}, layer_options or {})
     plans = _plans(model, layers)
+    strange = sorted(set(record.layer_options) - {plan.name for plan in plans})
+    require(not strange, f"options of layers that are not rerouted: {strange}")
     refuse_quantised(model, FEATURE)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
@@ -295,23 +308,28 @@ def unreroute_(model: nn.Module) -> None:
 
 
 def _checked(
-    router: str | None, gate: str | None, for_router: Mapping[str, Any], for_gate: Mapping[str, Any]
+    router: str | None,
+    gate: str | None,
+    for_router: Mapping[str, Any],
+    for_gate: Mapping[str, Any],
+    by_layer: Mapping[str, Mapping[str, Any]],
 ) -> Rerouting:
     known = sorted({*ROUTERS, *SHORT})
     require(router is None or router in known, f"{router=} is not one of {known}")
     require(gate is None or gate in GATES, f"{gate=} is not one of {sorted(GATES)}")
     require(router is not None or gate is not None, "give a router, a gate, or both")
-    require(router is not None or not for_router, f"options without a router: {dict(for_router)}")
+    given = {**for_router, **by_layer}
+    require(router is not None or not given, f"options without a router: {given}")
     require(gate is not None or not for_gate, f"options without a gate: {dict(for_gate)}")
     if router in SHORT:
         router, settings = SHORT[router]
         for_router = {**settings, **for_router}
-    for options in (for_router, for_gate):
+    for options in (for_router, for_gate, *by_layer.values()):
         try:
             json.dumps(dict(options))
         except TypeError as problem:
             raise ParameterError(f"options must be plain numbers and words: {problem}") from problem
-    return Rerouting((), router, gate, dict(for_router), dict(for_gate))
+    return Rerouting((), router, gate, dict(for_router), dict(for_gate), dict(by_layer))
 
 
 def _plans(model: nn.Module, layers: Collection[str] | None) -> list[LayerPlan]:
@@ -344,7 +362,7 @@ def _modules(
     try:
         if record.router is not None:
             dim = input_dim(plan.router, plan.family, model)
-            new = ROUTERS[record.router](dim, plan.n_experts, **_options(record, plan.router))
+            new = ROUTERS[record.router](dim, plan.n_experts, **_options(record, plan))
         if record.gate is not None:
             kind = GATES[record.gate]
             takes_k = issubclass(kind, SelectiveGate) or record.gate == "expert_choice"
@@ -363,11 +381,11 @@ def _modules(
     return _like(new, like), _like(chooser, like)
 
 
-def _options(record: Rerouting, router: nn.Module) -> dict[str, Any]:
+def _options(record: Rerouting, plan: LayerPlan) -> dict[str, Any]:
     """Arguments of the new router, with a bias if the old one has one; JSON has no tuples."""
-    options = record.router_options
+    options = {**record.router_options, **record.layer_options.get(plan.name, {})}
     given = {key: tuple(v) if isinstance(v, list) else v for key, v in options.items()}
-    biased = isinstance(getattr(router, "bias", None), nn.Parameter)
+    biased = isinstance(getattr(plan.router, "bias", None), nn.Parameter)
     return {"bias": True} | given if record.router == "linear" and biased else given
 
 
@@ -390,13 +408,13 @@ def _put_on(
 
 def _restore(model: nn.Module, facts: dict[str, Any]) -> None:
     """Put new routers without values on the routers that a checkpoint names."""
-    fits = isinstance(facts.get("layers"), list) and all(
-        isinstance(facts.get(key), dict) for key in ("router_options", "gate_options")
-    )
+    by_layer = facts.get("layer_options", {})
+    tables = [facts.get("router_options"), facts.get("gate_options"), by_layer]
+    fits = isinstance(facts.get("layers"), list) and all(isinstance(x, dict) for x in tables)
+    fits = fits and all(isinstance(one, dict) for one in by_layer.values())
     require(fits, f"the checkpoint's rerouting is malformed: {facts}", UnsupportedModelError)
-    record = _checked(
-        facts.get("router"), facts.get("gate"), facts["router_options"], facts["gate_options"]
-    )
+    options = facts["router_options"], facts["gate_options"], by_layer
+    record = _checked(facts.get("router"), facts.get("gate"), *options)
     unknown = sorted(set(facts["layers"]) - set(find_routers(model)))
     require(not unknown, f"the checkpoint reroutes {unknown}, which the model does not have")
     for plan in _plans(model, facts["layers"]):
