@@ -13,6 +13,7 @@ import json
 import random
 import resource
 import signal
+import struct
 import sys
 import tempfile
 import time
@@ -38,7 +39,8 @@ from tieline.hf.demo import load_demo_tokenizer
 from tieline.hf.llama2c import load_llama2c, load_llama2c_tokenizer
 from tieline.hf.loading import load_dense, load_model
 from tieline.trace import RoutingTrace, save_summary, save_trace, summarise
-from tieline.trace.readers import import_trace
+from tieline.trace.readers import imatrix_load, import_trace
+from tieline.trace.writers import export
 from tieline.training.checkpoint import read_json
 from tieline.tropical.advisor import LayerShape, advise
 
@@ -100,13 +102,17 @@ def _change_number(data: bytearray, draw: random.Random) -> None:
 
 def make_targets(folder: Path) -> list[Target]:
     """Every kind of file, with its reader."""
-    targets = [*_traces(folder), *_routes(folder), *_models(folder), *_others(folder)]
+    targets = [*_traces(folder), *_routes(folder), *_forms(folder), *_models(folder)]
+    targets += _others(folder)
     for fixture in sorted(FIXTURES.rglob("*")) if FIXTURES.is_dir() else ():
         if fixture.is_file() and fixture.suffix not in (".py", ".md"):
             file = folder / "fixtures" / fixture.relative_to(FIXTURES)
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(fixture.read_bytes())
-            targets.append(Target(f"fixture {fixture.name}", file, lambda f=file: tieline.load(f)))
+            whole = (fixture.parent / "tieline.json").exists()
+            source = file.parent if whole else file
+            read = lambda f=source: _touched(tieline.load(f))  # noqa: E731
+            targets.append(Target(f"fixture {fixture.name}", file, read))
     return targets
 
 
@@ -151,6 +157,60 @@ def _routes(folder: Path) -> list[Target]:
     names = ("routes.npy", "routes.npz", "small.npz", "routes.safetensors")
     files = [folder / name for name in (*names, "routes.csv", "routes.jsonl")]
     return [Target(f.name, f, lambda f=f: _touched(import_trace(f)), 4.0) for f in files]
+
+
+def _forms(folder: Path) -> list[Target]:
+    """Routes as engines and trainers write them, each also checked for soundness."""
+    place = folder / "forms"
+    place.mkdir()
+    trace = import_trace(folder / "seed.npy")
+    sizes = {"layers": 2, "k": 2}
+    forms = {"vllm": {}, "sglang": sizes, "verl": {}, "nemo": {}, "megatron": {}}
+    suffixes = {"vllm": "jsonl", "sglang": "jsonl", "nemo": "safetensors"}
+    found = []
+    for form, options in forms.items():
+        file = export(trace, place / f"{form}.{suffixes.get(form, 'npz')}", form)
+        read = lambda f=file, o=options: _touched(import_trace(f, **o))  # noqa: E731
+        found.append(Target(f"{form} {file.name}", file, read, 3.0))
+    for file in (folder / "routes.npz", place / "vllm.jsonl"):
+        found.append(Target(f"check {file.name}", file, lambda f=file: tieline.check(f), 1.0))
+    (place / "moe_trace.csv").write_text("layer,expert\n" + "0,1\n0,2\n1,3\n1,0\n" * 9)
+    counts = place / "counts.gguf"
+    counts.write_bytes(_imatrix({"blk.0.ffn_down_exps.weight.counts": [3.0, 0.0, 2.0, 9.0]}))
+    moe, steps = place / "moe_trace.csv", _megatron_steps(place / "steps")
+    return [
+        *found,
+        Target("moe-trace", moe, lambda: _touched(import_trace(moe, k=2)), 2.0),
+        Target("imatrix", counts, lambda: imatrix_load(counts), 2.0),
+        *(Target(f.name, f, lambda: _touched(import_trace(steps[0].parent)), 2.0) for f in steps),
+    ]
+
+
+def _megatron_steps(folder: Path) -> list[Path]:
+    """A trace of Megatron-Core: the records of a rank and its logits."""
+    folder.mkdir()
+    logits = torch.randn(2, 12, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    lines = [
+        {"step": 0, "rank": 0, "layer": layer, "block": "decoder", "num_tokens": 12, "topk": 2}
+        | {"top_indices": logits[layer].topk(2).indices.tolist(), "logit_shape": [12, 8]}
+        | {"logit_offset": 192 * layer, "logit_bytes": 192}
+        for layer in range(2)
+    ]
+    records, numbers = folder / "router_trace_rank0.jsonl", folder / "logits_rank0.bin"
+    records.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    numbers.write_bytes(logits.view(torch.int16).numpy().tobytes())
+    return [records, numbers]
+
+
+def _imatrix(tensors: dict[str, list[float]]) -> bytes:
+    """A GGUF file of float32 vectors, without metadata."""
+    head, data = struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), 0), b""
+    for name, values in tensors.items():
+        words = name.encode()
+        head += struct.pack(f"<Q{len(words)}s", len(words), words)
+        head += struct.pack("<IQIQ", 1, len(values), 0, len(data))
+        data += np.array(values, "<f4").tobytes().ljust(-(-4 * len(values) // 32) * 32, b"\0")
+    return head.ljust(-(-len(head) // 32) * 32, b"\0") + data
 
 
 def _models(folder: Path) -> list[Target]:

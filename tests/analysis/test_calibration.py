@@ -38,9 +38,20 @@ def test_the_interval_holds_the_truth():
     assert inside >= 0.93 * 300
 
 
+def test_the_interval_holds_where_many_experts_are_equal():
+    """The fewest of 64 equal counts lies far below its mean."""
+    rng, inside = np.random.default_rng(2), 0
+    true = tokens_needed("a", [1000] * 64, 64_000, least=8).needed
+    for _ in range(300):
+        need = tokens_needed("a", rng.multinomial(6400, [1 / 64] * 64), 6400, least=8)
+        assert need.high is not None
+        inside += need.low <= true <= need.high
+    assert inside >= 0.95 * 300
+
+
 def test_an_expert_without_tokens_gives_a_lower_end():
     need = tokens_needed("a", [0, 50], 50, least=1)
-    assert (need.needed, need.high) == (math.inf, math.inf)
+    assert (need.needed, need.high) == (None, None)
     assert need.low > 25
 
 

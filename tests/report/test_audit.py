@@ -13,6 +13,7 @@ from tests.report.browser import BROWSERS, find_browser, look_at
 from tieline.analysis.precision_records import NeverHit
 from tieline.report.audit import (
     COLUMNS,
+    IGNORE_TITLE,
     audit_notes,
     audit_panels,
     figures,
@@ -48,6 +49,17 @@ def test_the_terminal_shows_every_row_and_what_there_is_room_for(audit):
     assert "floor" in wide
     assert "floor" not in narrow
     assert "local flips" in narrow
+
+
+def test_arguments_that_leave_the_routers_alone_are_shown(audit):
+    assert set(audit.ignore) == {"llm-compressor", "auto-round", "gptqmodel", "bitsandbytes"}
+    text, html = shown(audit, 200), page(audit)
+    for argument in ("ignore=[", "layer_config={", "dynamic={", "llm_int8_skip_modules=["):
+        assert argument in text
+        assert argument in html
+    without = replace(audit, ignore={})
+    assert IGNORE_TITLE not in shown(without, 200)
+    assert IGNORE_TITLE not in page(without)
 
 
 def test_notes_tell_noise_missing_experts_and_what_was_left_out(audit):

@@ -11,7 +11,14 @@ from tests.report.zoo import HOSTILE, make_inspection
 from tieline.core.errors import ParameterError
 from tieline.report import frame
 from tieline.report.frame import LARGEST_PAGE
-from tieline.report.inspection import notebook, page, summary
+from tieline.report.inspection import (
+    calibration_grid,
+    calibration_words,
+    notebook,
+    page,
+    summary,
+    tokens_text,
+)
 from tieline.report.inspection_charts import inspection_panels
 from tieline.report.tables import visible
 
@@ -74,6 +81,25 @@ def test_a_notebook_shows_verdict_table_and_figures_without_script(result, ids_o
     assert "<script" not in made
     assert re.findall(r'\bsrc="(.{22})', made) == ["data:image/png;base64,"] * 3
     assert notebook(ids_only).count("<img") == 0
+
+
+def test_calibration_is_in_page_and_terminal(result):
+    html, words = page(result), calibration_words(result)
+    assert f"until every expert has {result.calibration[0].least:,}" in words
+    assert words in html.replace("&#39;", "'")
+    rows = calibration_grid(result).rows
+    assert len(rows) == len(result.measures.layers)
+    unreached = replace(result.calibration[0], load=0, needed=None, high=None, low=1234.5)
+    assert "at least 1,240 tokens" in calibration_words(replace(result, calibration=(unreached,)))
+    assert calibration_words(replace(result, calibration=())) == ""
+    assert "Tokens for calibration" not in page(replace(result, calibration=()))
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(None, "–"), (0.4, "1"), (12.2, "13"), (1234, "1,240"), (999.5, "1,000")]
+)
+def test_tokens_are_rounded_upwards(count, text):
+    assert tokens_text(count) == text
 
 
 def test_the_summary_is_a_few_plain_lines(result):

@@ -4,6 +4,7 @@ import math
 
 import torch
 
+from tieline.analysis.calibration import calibration_need
 from tieline.analysis.inspection import (
     Finding,
     GapJumpTable,
@@ -155,4 +156,5 @@ def make_inspection(losses=False, jumps=True, text=True, model="zoo/moe", **trac
         sample=make_text(trace, scored) if text else None,
         provenance={"model": model, "dtype": "float32", "text": {"name": "a.txt", "seed": 0}},
         timings={"total": 1.25, "tokens_per_second": math.pi * 1000},
+        calibration=calibration_need(trace, 128),
     )

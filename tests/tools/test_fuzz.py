@@ -16,4 +16,14 @@ def test_mutated_files_are_read_or_refused_in_few_words():
 
 def test_every_kind_of_file_is_there(tmp_path):
     kinds = {target.file.suffix for target in make_targets(tmp_path)}
-    assert kinds >= {".json", ".safetensors", ".npy", ".npz", ".csv", ".jsonl", ".bin", ".txt"}
+    assert kinds >= {
+        ".json",
+        ".safetensors",
+        ".npy",
+        ".npz",
+        ".csv",
+        ".jsonl",
+        ".bin",
+        ".txt",
+        ".gguf",
+    }

@@ -7,13 +7,15 @@ has n or more with probability 1 - δ once
     N = λ / p,    P(Poisson(λ) >= n) = 1 - δ,    λ = the (1 - δ)-quantile of Gamma(n).
 
 The expert of the smallest share decides; δ = (1 - confidence) / E covers all experts of a layer.
-The interval is that of the smallest share, exact for a Poisson count; an expert that the measured
-text never reached gives a lower end alone. Tokens of one document are taken for independent, which
-makes N too small where documents differ much.
+The interval is that of the smallest share, from exact limits of a Poisson count. The expert with
+the fewest tokens was chosen because it had few, so the upper limit of its share, and with it the
+lower end of N, holds for all E experts at once. An expert that the measured text never reached
+gives a lower end alone. Tokens of one document are taken for independent, which makes N too small
+where documents differ much.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,18 +37,20 @@ class CalibrationNeed:
         expert: the expert of the smallest load.
         load: tokens that it had.
         tokens: tokens that were measured.
-        needed: tokens until every expert has enough; infinite if one had none.
-        low: lower end of the interval of `needed`.
-        high: its upper end.
+        least: tokens that each expert shall have.
+        needed: tokens until every expert has them; None if one had none.
+        low: lower end of the 95 % interval of `needed`.
+        high: its upper end; None if there is none.
     """
 
     name: str
     expert: int
     load: int
     tokens: int
-    needed: float
+    least: int
+    needed: float | None
     low: float
-    high: float
+    high: float | None
 
 
 def tokens_needed(
@@ -69,16 +73,17 @@ def tokens_needed(
     count = int(counts[expert])
     rate = float(gammaincinv(least, 1 - (1 - confidence) / len(counts)))
     tail = (1 - COVERAGE) / 2
-    highest = float(gammaincinv(count + 1, 1 - tail)) / tokens
+    highest = float(gammaincinv(count + 1, 1 - tail / len(counts))) / tokens
     lowest = float(gammaincinv(count, tail)) / tokens if count else 0.0
     return CalibrationNeed(
         name=name,
         expert=expert,
         load=count,
         tokens=tokens,
-        needed=rate * tokens / count if count else math.inf,
+        least=least,
+        needed=rate * tokens / count if count else None,
         low=rate / highest,
-        high=rate / lowest if lowest else math.inf,
+        high=rate / lowest if lowest else None,
     )
 
 
@@ -92,12 +97,21 @@ def calibration_need(
         least: tokens that each expert shall have.
         confidence: probability that all experts of a layer have them.
     """
-    found = []
-    for layer in routing.layers:
-        if hasattr(layer, "experts"):
-            ids = layer.experts[:, : layer.facts.k].numpy().ravel()
-            load, tokens = np.bincount(ids, minlength=layer.facts.n_experts), len(layer.experts)
-        else:
-            load, tokens = layer.load.numpy(), layer.tokens
-        found.append(tokens_needed(layer.name, load, tokens, least, confidence))
-    return tuple(sorted(found, key=lambda need: (-need.needed, -need.low)))
+    return most_first(_need(layer, least, confidence) for layer in routing.layers)
+
+
+def _need(layer: Any, least: int, confidence: float) -> CalibrationNeed:
+    if hasattr(layer, "experts"):
+        ids = layer.experts[:, : layer.facts.k].numpy().ravel()
+        load, tokens = np.bincount(ids, minlength=layer.facts.n_experts), len(layer.experts)
+    else:
+        load, tokens = layer.load.numpy(), layer.tokens
+    return tokens_needed(layer.name, load, tokens, least, confidence)
+
+
+def most_first(needs: Iterable[CalibrationNeed]) -> tuple[CalibrationNeed, ...]:
+    """The needs of layers, the most demanding first."""
+    infinite = math.inf
+    return tuple(
+        sorted(needs, key=lambda x: (-(infinite if x.needed is None else x.needed), -x.low))
+    )

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from tieline.analysis.calibration import most_first, tokens_needed
 from tieline.analysis.findings import findings, metrics, verdict
 from tieline.analysis.inspection import Inspection, LayerJumps, TextSample
 from tieline.analysis.jump import JumpSettings, measure_jumps, with_losses
@@ -73,6 +74,7 @@ def inspect(
     seed: int = 0,
     jumps: bool = True,
     loss_jumps: bool = False,
+    expert_tokens: int = 128,
     dtype: str = "auto",
     device: str = "cpu",
     revision: str | None = None,
@@ -88,7 +90,7 @@ def inspect(
 
     Args:
         source: a hub id, a folder, "demo" for the model in the box, `(model, tokenizer)`; or a
-            trace, a summary or the folder of one, for which only `settings` counts.
+            trace, a summary or the folder of one, for which `settings` and `expert_tokens` count.
         text: what to route: a str, the Path of a file, or None for the text in the box.
         tokens: how many tokens of it; a short text gives fewer.
         batch_size: sequences per forward pass.
@@ -98,6 +100,8 @@ def inspect(
         jumps: whether to measure jumps.
         loss_jumps: whether to measure also what swaps do to the loss: 2 forward passes of a
             sequence for each of `jump_settings.loss_swaps` (by default 32) tokens per layer.
+        expert_tokens: tokens that each expert shall have for the calibration of a quantised model;
+            the result says how many tokens of such a text that takes.
         dtype: precision to load a named model in: "auto", "fp32", "bf16" or "fp16".
         device: where to load it: "cpu", "cuda", "cuda:1", ... or "auto".
         revision: its branch, tag or commit on the hub.
@@ -110,9 +114,10 @@ def inspect(
         jump_settings: sizes of the samples and levels; its seed is replaced by `seed`.
         progress: called with stage, done and total while the work goes on.
     """
+    require(expert_tokens >= 1, f"expert_tokens must be at least 1, got {expert_tokens}")
     routed = _saved_routing(source)
     if routed is not None:
-        return _inspect_saved(routed, settings)
+        return _inspect_saved(routed, settings, expert_tokens)
     require(batch_size >= 1, f"batch_size must be at least 1, got {batch_size}")
     words, origin = as_text(text)
     options = {"device": device, "revision": revision, "trust_remote_code": trust_remote_code}
@@ -132,7 +137,7 @@ def inspect(
     trace, measures, found = ways(run, sampler, work)
     facts = dict(trace.provenance) | ({"model": loaded.name} if loaded.name else {})
     sample, timings = text_sample(trace, tokenised), clock.timings(trace.n_tokens)
-    return _inspection(measures, found, sample, facts, timings, trace)
+    return _inspection(measures, found, sample, facts, timings, trace, expert_tokens)
 
 
 class _Found(NamedTuple):
@@ -205,7 +210,7 @@ def _saved_routing(source: object) -> RoutingTrace | RoutingSummary | None:
 
 
 def _inspect_saved(
-    routed: RoutingTrace | RoutingSummary, settings: MeasureSettings | None
+    routed: RoutingTrace | RoutingSummary, settings: MeasureSettings | None, expert_tokens: int
 ) -> Inspection:
     """What can be measured of a saved run without its model."""
     clock = _Clock()
@@ -215,7 +220,8 @@ def _inspect_saved(
         else:
             measures, trace = measure(routed, settings), routed
     jumps = tuple(LayerJumps(layer.name, None, NO_MODEL) for layer in measures.layers)
-    return _inspection(measures, jumps, None, dict(measures.provenance), clock.timings(), trace)
+    facts, timings = dict(measures.provenance), clock.timings()
+    return _inspection(measures, jumps, None, facts, timings, trace, expert_tokens)
 
 
 def _inspection(
@@ -225,7 +231,12 @@ def _inspection(
     provenance: dict[str, object],
     timings: dict[str, float],
     trace: RoutingTrace,
+    expert_tokens: int,
 ) -> Inspection:
+    needs = (
+        tokens_needed(layer.name, layer.load.counts, layer.tokens, expert_tokens)
+        for layer in measures.layers
+    )
     return Inspection(
         verdict=verdict(measures, jumps),
         findings=findings(measures, jumps),
@@ -235,6 +246,7 @@ def _inspection(
         sample=sample,
         provenance=provenance,
         timings=timings,
+        calibration=most_first(needs),
         trace=trace,
     )
 

@@ -4,6 +4,7 @@ Inspection          everything: measures, jumps, text sample, findings, metrics
 ├─ measures         `RoutingMeasures` of the geometry, one `LayerMeasures` per layer
 ├─ jumps            one `LayerJumps` per layer, in the order of `measures.layers`
 │  └─ value         `JumpMeasures`: `JumpSample`s, `GapJumpTable`, `LossJumps`
+├─ calibration      one `CalibrationNeed` per layer
 ├─ sample           `TextSample`: pieces of text with the gaps of their tokens
 └─ findings         `Finding`s, most severe first
 """
@@ -11,6 +12,7 @@ Inspection          everything: measures, jumps, text sample, findings, metrics
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+from tieline.analysis.calibration import CalibrationNeed
 from tieline.core.records import Result
 from tieline.core.statistics import Estimate, Quantiles
 from tieline.geometry.measures import RoutingMeasures
@@ -203,6 +205,8 @@ class Inspection(Result):
         provenance: model, revision, dtype, text, tokens, seed and versions, as JSON values.
         timings: seconds per stage ("tokenise", "forward", "measure", "jumps", "total") and
             "tokens_per_second" of the forward passes.
+        calibration: tokens of such a text until every expert has enough of them to calibrate a
+            quantised model, layer by layer, the most demanding first.
         trace: the routing that was measured; not part of the JSON.
     """
 
@@ -216,4 +220,5 @@ class Inspection(Result):
     sample: TextSample | None
     provenance: dict[str, object]
     timings: dict[str, float]
+    calibration: tuple[CalibrationNeed, ...] = ()
     trace: RoutingTrace | None = field(default=None, metadata={"json": False}, compare=False)

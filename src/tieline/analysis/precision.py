@@ -50,6 +50,7 @@ from tieline.core.errors import UnsupportedModelError, require
 from tieline.core.statistics import Estimate, SequenceSums, mean_limits, next_token_losses
 from tieline.hf.capture import capture
 from tieline.hf.emulate import FORMATS, format_named, logits_matrix, modular_routers
+from tieline.hf.ignore_lists import ignore_lists
 from tieline.hf.running import batches, forward, only_running
 from tieline.trace.record import LayerTrace
 
@@ -302,6 +303,7 @@ class _Work:
             left_out=tuple(self._left_out),
             impossible=self._impossible,
             experts=_experts(self._local.kept),
+            ignore=ignore_lists(self._model),
             provenance={**known, **facts, "tokens": tokens},
             timings={**self._seconds, "total": self._elapsed()},
         )

@@ -12,8 +12,8 @@
 Standard errors are clustered by sequence throughout.
 """
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
 
 from tieline.core.records import Result
 from tieline.core.statistics import Estimate
@@ -228,6 +228,7 @@ class PrecisionAudit(Result):
         impossible: perturbations that the routers do not allow, and why; empty if there are none.
         experts: experts in use per token, mean over layers, of a smoothed model; None for top-k.
         remedies: what can be done about some of the perturbations; None if none was tried.
+        ignore: by quantisation library, the argument that keeps all routers out of quantisation.
     """
 
     format: ClassVar[str] = "tieline-audit"
@@ -246,6 +247,7 @@ class PrecisionAudit(Result):
     impossible: str = ""
     experts: float | None = None
     remedies: RemedyTable | None = None
+    ignore: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def metrics(self) -> dict[str, float]:

@@ -112,6 +112,10 @@ def inspect(
     stream: Stream = None,
     memory: Memory = None,
     keep: Keep = True,
+    expert_tokens: Annotated[
+        int,
+        typer.Option(help="Tokens that calibration shall give each expert.", min=1),
+    ] = 128,
     trust_remote_code: TrustRemoteCode = False,
     debug: Debug = False,
 ) -> None:
@@ -147,10 +151,12 @@ def inspect(
         if kind != "model":
             _check_saved(source, options, run, save_trace)
         if kind == "result":
+            usual = signature(run).parameters["expert_tokens"].default
+            require(expert_tokens == usual, f"--expert-tokens: {source} is a result already")
             result: Any = load(source)
         else:
             check_names(conditions, metric_names(loss_jumps))
-            result = run(source, **options, progress=progress)
+            result = run(source, **options, expert_tokens=expert_tokens, progress=progress)
     found = held(conditions, result.metrics)
     deliver(result, outputs, "add --html report.html for the page with charts")
     _judge(found)

@@ -75,6 +75,10 @@ Value = Callable[[PerturbationEffect], float | None]
 Uncertain = Callable[[PerturbationEffect], Estimate]
 
 
+IGNORE_HEADINGS = ("library", "argument")
+IGNORE_TITLE = "Keeping the routers out of quantisation"
+
+
 def page(result: PrecisionAudit) -> str:
     """The page: verdict, all perturbations, charts, routers to keep, layers, provenance."""
     panels = audit_panels(result)
@@ -90,6 +94,8 @@ def page(result: PrecisionAudit) -> str:
         keeps=Grid(KEEP_HEADINGS, keep_rows(result)),
         remedies=[] if result.remedies is None else remedies.tables(result.remedies),
         choices=[] if result.remedies is None else remedies.words(result.remedies),
+        ignore=ignore_rows(result),
+        ignore_title=IGNORE_TITLE,
         layers=Grid(LAYER_HEADINGS, _layer_rows(result)),
         unmeasured=unmeasured(panels),
         provenance=[*flat(result.provenance), *timing_rows(result.timings)],
@@ -105,6 +111,10 @@ def terminal(result: PrecisionAudit, width: int) -> RenderableType:
         parts += [Text("Routers to keep in float32", style="bold"), table, Text()]
     if result.remedies is not None:
         parts += remedies.terminal(result.remedies)
+    ignored = ignore_rows(result)
+    if ignored:
+        table = text_table(IGNORE_HEADINGS, ignored, left=2, fold=True)
+        parts += [Text(IGNORE_TITLE, style="bold"), table, Text()]
     parts += map(Text, audit_notes(result))
     return view(_title(result), _facts(result), result.verdict, *parts)
 
@@ -162,6 +172,14 @@ def audit_notes(result: PrecisionAudit) -> list[str]:
     if result.impossible:
         notes.append(f"Not possible: {result.impossible}.")
     return notes + [f"Left out for lack of time: {words}." for words in result.left_out]
+
+
+def ignore_rows(result: PrecisionAudit) -> tuple[tuple[str, str], ...]:
+    """For each quantisation library: the argument that leaves all routers alone, as Python."""
+    return tuple(
+        (library, ", ".join(f"{name}={value!r}" for name, value in arguments.items()))
+        for library, arguments in result.ignore.items()
+    )
 
 
 def keep_rows(result: PrecisionAudit) -> tuple[tuple[str, ...], ...]:

@@ -1,9 +1,11 @@
 """An inspection as page, terminal view, summary, notebook view and figures."""
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rich.console import RenderableType
+from rich.text import Text
 
 from tieline.analysis.inspection import Inspection, TextPiece, TextSample
 from tieline.core.statistics import Quantiles
@@ -17,6 +19,7 @@ from tieline.report.tables import (
     DASH,
     MOST_FINDINGS,
     Column,
+    Grid,
     finding_rows,
     findings_view,
     finite,
@@ -71,6 +74,8 @@ def page(result: Inspection) -> str:
         findings=finding_rows(result.findings, names),
         shown=MOST_FINDINGS,
         text=_text_rows(result),
+        calibration=calibration_grid(result),
+        calibration_words=calibration_words(result),
         text_title=TEXT.title,
         table=grid(_page_columns(result), layer_rows(result)),
         unmeasured=unmeasured([*panels, *_missing_text(result)]),
@@ -84,7 +89,8 @@ def terminal(result: Inspection, width: int) -> RenderableType:
     table = rich_table(COLUMNS, layer_rows(result), width)
     names = [layer.name for layer in result.measures.layers]
     findings = findings_view(result.findings, names)
-    return view(_title(result), _facts(result), result.verdict, table, findings)
+    words = [Text(line) for line in filter(None, [calibration_words(result)])]
+    return view(_title(result), _facts(result), result.verdict, table, findings, *words)
 
 
 def summary(result: Inspection) -> str:
@@ -114,6 +120,55 @@ def _facts(result: Inspection) -> str:
     tokens = max(layer.tokens for layer in layers)
     parts = [f"{len(layers)} routed layers", " or ".join(routing), f"{tokens:,} tokens"]
     return " · ".join(filter(None, [*parts, told_precision(result.provenance)]))
+
+
+def calibration_words(result: Inspection) -> str:
+    """How many tokens calibration needs, by the layer that needs most; empty where unknown."""
+    if not result.calibration:
+        return ""
+    most, short = result.calibration[0], _short(result)
+    where = f"layer {short.get(most.name, most.name)}, expert {most.expert}, decides"
+    if most.needed is None:
+        return (
+            f"Calibration needs at least {tokens_text(most.low)} tokens of such text until every "
+            f"expert has {most.least:,} ({where}: none of these {most.tokens:,} tokens chose it)."
+        )
+    high = "any number" if most.high is None else tokens_text(most.high)
+    return (
+        f"Calibration needs about {tokens_text(most.needed)} tokens of such text until every "
+        f"expert has {most.least:,} (95 % interval {tokens_text(most.low)} to {high}; {where})."
+    )
+
+
+def calibration_grid(result: Inspection) -> Grid:
+    """Layer, expert with the fewest tokens, and tokens needed with their interval."""
+    short = _short(result)
+    rows = tuple(
+        (
+            short.get(need.name, need.name),
+            str(need.expert),
+            f"{need.load:,}",
+            tokens_text(need.needed),
+            tokens_text(need.low),
+            tokens_text(need.high),
+        )
+        for need in result.calibration
+    )
+    return Grid(("layer", "rarest expert", "its tokens", "needed", "at least", "at most"), rows)
+
+
+def tokens_text(count: float | None) -> str:
+    """A number of tokens with three digits, rounded upwards; a dash where it is unknown."""
+    known = finite(count)
+    if known is None:
+        return DASH
+    scale = 10 ** max(0, math.floor(math.log10(max(1.0, known))) - 2)
+    return f"{math.ceil(known / scale - 1e-9) * scale:,}"
+
+
+def _short(result: Inspection) -> dict[str, str]:
+    names = [layer.name for layer in result.measures.layers]
+    return dict(zip(names, short_names(names), strict=True))
 
 
 def _page_columns(result: Inspection) -> list[Column[LayerRow]]:

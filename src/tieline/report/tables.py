@@ -3,6 +3,7 @@
 Column         heading, meaning and text of the cells of one column
 Grid           a table of plain text: what templates draw
 grid           the table of some columns and rows
+one_form       the cells of a column with one form of numbers
 rich_table     the same for a terminal, with the columns that fit
 text_table     a table of given texts for a terminal
 view           title, facts and verdict of a result for a terminal, then its parts
@@ -24,9 +25,11 @@ A number that is missing or not finite is written as a dash.
 """
 
 import math
+import re
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, Generic, TypeVar
 
 from rich import box
@@ -83,12 +86,45 @@ class Grid:
     rows: tuple[tuple[str, ...], ...]
     meanings: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rows", _one_form_per_column(self.rows))
+
 
 DASH = "–"
 
 MINUTE, HOUR = 60, 3600
 
+LEAST_SHARE = 1e-8
+"""Shares below this are not told from it."""
+
 _DIRECTIONS = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+
+
+_EXPONENT = re.compile(r"^[+-]?\d(\.\d+)?e-?\d+\b")
+_DECIMAL = re.compile(r"(?<![\w.,])([+-]?)(\d[\d,]*\.\d+)(?![\w.,]|\s?[%×])")
+
+
+def one_form(cells: Sequence[str]) -> list[str]:
+    """The cells of a column with one form of numbers: if one has an exponent, all decimals have.
+
+    Counts and percentages stay as they are.
+    """
+    if not any(_EXPONENT.match(cell) for cell in cells):
+        return list(cells)
+    return [_DECIMAL.sub(_with_exponent, cell) for cell in cells]
+
+
+def _with_exponent(match: re.Match[str]) -> str:
+    number = Decimal(match[2].replace(",", ""))
+    return match[1] + _short_exponent(f"{number:.{len(number.as_tuple().digits) - 1}e}")
+
+
+def _short_exponent(text: str) -> str:
+    return re.sub(r"e\+?(-?)0*(?=\d)", r"e\1", text)
+
+
+def _one_form_per_column(rows: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
+    return tuple(zip(*(one_form(cells) for cells in zip(*rows, strict=True)), strict=True))
 
 
 def grid(columns: Sequence[Column[Row]], rows: Sequence[Row]) -> Grid:
@@ -113,7 +149,7 @@ def rich_table(
         width: characters of the terminal.
         left: number of columns, from the first, whose text is at the left of its cell.
     """
-    made = [(column, [column.cell(row) for row in rows]) for column in columns]
+    made = [(column, one_form([column.cell(row) for row in rows])) for column in columns]
     made = [(c, cells) for c, cells in made if not c.optional or any(x != DASH for x in cells)]
     shown = _fitting(made, width)
     table = _empty_table()
@@ -133,7 +169,7 @@ def text_table(
     for place, heading in enumerate(head):
         justify = "left" if place < left else "right"
         table.add_column(heading, justify=justify, no_wrap=not fold, overflow="fold")
-    for row in rows:
+    for row in _one_form_per_column(rows):
         table.add_row(*map(Text, row))
     return table
 
@@ -227,14 +263,14 @@ def finite(number: float | None) -> float | None:
 
 
 def percent(share: float | None) -> str:
-    """Percentage with two significant digits; shares below 0.01 % keep their power of ten."""
+    """Percentage with two significant digits and no exponent; tiny ones are below a limit."""
     if finite(share) is None:
         return DASH
     assert share is not None
     if share == 0:
         return "0 %"
-    if abs(share) < 1e-4:
-        return f"{100 * share:.0e} %".replace("e-0", "e-")
+    if 0 < share < LEAST_SHARE:
+        return f"< {100 * LEAST_SHARE:.6f} %"
     digits = max(0, 1 - math.floor(math.log10(abs(100 * share))))
     return f"{100 * share:.{digits}f} %"
 
@@ -249,7 +285,7 @@ def significant(number: float | None, digits: int = 3) -> str:
     if 1e-3 <= abs(number) < 10**6:
         places = max(0, digits - 1 - math.floor(math.log10(abs(number))))
         return f"{number:,.{places}f}"
-    return f"{number:.{digits - 1}e}".replace("e-0", "e-").replace("e+0", "e").replace("e+", "e")
+    return _short_exponent(f"{number:.{digits - 1}e}")
 
 
 def duration(seconds: float, digits: int = 3) -> str:

@@ -13,6 +13,7 @@ from tieline.report.tables import (
     compact,
     finite,
     flat,
+    one_form,
     percent,
     short_names,
     significant,
@@ -33,7 +34,8 @@ texts = st.text(max_size=20) | st.sampled_from(HOSTILE)
         (0.5, "50 %"),
         (0.0234, "2.3 %"),
         (0.00021, "0.021 %"),
-        (1.25e-6, "1e-4 %"),
+        (1.25e-6, "0.00013 %"),
+        (8e-19, "< 0.000001 %"),
     ],
 )
 def test_percent_keeps_two_digits(share, text):
@@ -55,6 +57,33 @@ def test_percent_keeps_two_digits(share, text):
 )
 def test_significant_keeps_three_digits(number, text):
     assert significant(number) == text
+
+
+@pytest.mark.parametrize(
+    ("cells", "wanted"),
+    [
+        (["0.013", "4.9e-4", DASH, "0"], ["1.3e-2", "4.9e-4", DASH, "0"]),
+        (["+0.0024 ± 0.0009", "+1.9e-5 ± 8e-5"], ["+2.4e-3 ± 9e-4", "+1.9e-5 ± 8e-5"]),
+        (["1,234.5", "1.2e9"], ["1.2345e3", "1.2e9"]),
+        (
+            ["0.0072 for 21,504 bytes", "1.1e-4 for 8 bytes"],
+            ["7.2e-3 for 21,504 bytes", "1.1e-4 for 8 bytes"],
+        ),
+        (["0.013", "0.14"], ["0.013", "0.14"]),
+        (["12", "1.5 %", "2.0 ×", "1e-5"], ["12", "1.5 %", "2.0 ×", "1e-5"]),
+        (["int8 0.5", "v1.2.3", "1e-9"], ["int8 5e-1", "v1.2.3", "1e-9"]),
+    ],
+)
+def test_a_column_has_one_form_of_numbers(cells, wanted):
+    assert one_form(cells) == wanted
+
+
+@given(st.lists(st.floats(1e-9, 1e9), min_size=1, max_size=6))
+def test_one_form_keeps_the_numbers(numbers):
+    cells = [significant(number) for number in numbers]
+    forms = one_form(cells)
+    assert [float(x.replace(",", "")) for x in forms] == [float(x.replace(",", "")) for x in cells]
+    assert len({"e" in x for x in forms if "." in x}) <= 1
 
 
 @given(st.floats(1e-12, 1e12))
