@@ -96,7 +96,7 @@ def test_calibration_is_in_page_and_terminal(result):
 
 
 @pytest.mark.parametrize(
-    ("count", "text"), [(None, "–"), (0.4, "1"), (12.2, "13"), (1234, "1,240"), (999.5, "1,000")]
+    ("count", "text"), [(None, "–"), (0.4, "1"), (12.2, "13"), (1234.0, "1,240"), (999.5, "1,000")]
 )
 def test_tokens_are_rounded_upwards(count, text):
     assert tokens_text(count) == text
@@ -124,7 +124,7 @@ def test_numbers_findings_and_provenance_are_in_the_page_without_any_script(rend
     for name in result.metrics:
         assert f"<dt>{name}</dt>" in body
     assert "<dt>text.name</dt><dd>a.txt</dd>" in body
-    assert body.count("<tr>") == 1 + len(result.measures.layers)
+    assert body.count("<tr>") == 2 * (1 + len(result.measures.layers))  # and calibration
 
 
 def test_noise_stands_in_for_bf16_where_rounding_is_unknown(result):
