@@ -99,8 +99,9 @@ def replay(
 ) -> Iterator[Replay]:
     """Let a model take recorded experts inside the block.
 
-    Works in evaluation, in training, under `generate` and with activation checkpointing. Outputs
-    are rewritten below the hooks of tensor and expert parallelism, which no test has run yet.
+    Works in evaluation, in training, under `generate`, with activation checkpointing, and in models
+    that transformers' `DistributedConfig` cuts for tensor or expert parallelism: each rank enters
+    the block with the same routes.
 
     Args:
         model: a model of transformers of a family that `capture` supports.
