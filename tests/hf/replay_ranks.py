@@ -21,7 +21,7 @@ CUTS = {
 
 
 def main() -> None:
-    """Write logits and numbers of changed choices of a plain and of a replayed pass of this rank."""
+    """Write logits of a plain and of replayed passes, and how many choices changed."""
     folder, cut = Path(sys.argv[1]), sys.argv[2]
     torch.set_num_threads(1)
     config = DistributedConfig(**CUTS[cut])
