@@ -89,3 +89,20 @@ def test_bad_input_is_refused_with_code_2_and_one_message(run, words, told):
     assert (code, out) == (2, "")
     assert told in err
     assert err.count("\n") == 1
+
+
+def test_a_model_is_measured_on_its_own_states(run, tmp_path):
+    words = ["--model", "demo", "--measure", "--tokens", 128, "--split", 1, "--d-eff", 4]
+    code, out, _ = run(*words, "--json", tmp_path / "a.json", "--html", tmp_path / "a.html")
+    assert code == 0
+    assert "per length" in out
+    layers = json.loads((tmp_path / "a.json").read_text())["measured"]
+    assert [layer["status"] for layer in layers] == ["ok"] * 4
+    assert all(layer["neighbours"]["agreement"] > 0.99 for layer in layers)
+    assert "Measured on the model" in (tmp_path / "a.html").read_text()
+
+
+def test_measuring_needs_a_model(run):
+    code, _, err = run(*GIVEN, "--measure")
+    assert code == 2
+    assert "--measure runs a model: name it with --model" in err

@@ -24,9 +24,13 @@ KEYS = [
     "gap-jump",
     "jump-loss",
     "near-threshold",
+    "tie-orders",
+    "flip-times",
+    "soften",
     "load",
 ]
 ROLES = (
+    "accent",
     "ramp:",
     "scale:ramp",
     "scale:gap",

@@ -15,15 +15,21 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from tieline.analysis.calibration import most_first, tokens_needed
 from tieline.analysis.findings import findings, metrics, verdict
-from tieline.analysis.inspection import Inspection, LayerJumps, TextSample
+from tieline.analysis.inspection import Inspection, LayerJumps, NoiseReport, TextSample
 from tieline.analysis.jump import JumpSettings, measure_jumps, with_losses
+from tieline.analysis.linear import linear_weights
+from tieline.analysis.own_noise import own_noise
+from tieline.analysis.slice import SliceChoice, model_slice
+from tieline.analysis.soften import SoftenPlan, SoftenSettings, plan_soften
+from tieline.analysis.soften import soften as soften_model
+from tieline.analysis.soften_records import Softening
 from tieline.analysis.sources import (
     DEMO,
     ModelSource,
@@ -36,31 +42,27 @@ from tieline.analysis.sources import (
 )
 from tieline.analysis.streamed import StreamedLayers
 from tieline.analysis.swap import BlockSampler, block_of
-from tieline.analysis.text import TokenisedText, text_sample, tokenise
+from tieline.analysis.text import TokenisedText, text_sample, token_texts, tokenise
 from tieline.core.errors import ParameterError, require
 from tieline.core.numerics import one_thread
-from tieline.geometry.flips import logit_view
 from tieline.geometry.measure_records import MeasureSettings
-from tieline.geometry.measures import RoutingMeasures, measure, measure_summary, scored
+from tieline.geometry.measures import RoutingMeasures, measure, measure_summary
 from tieline.hf.capture import capture
-from tieline.hf.emulate import logits_matrix
 from tieline.hf.families import chosen_routers, family_of, find_routers
 from tieline.hf.running import batches, forward, only_running, text_config
 from tieline.hf.streaming import ModelStream
-from tieline.trace.record import LayerTrace, RoutingTrace, take_tokens
+from tieline.trace.record import RoutingTrace
 from tieline.trace.summary import RoutingSummary
 
 Progress = Callable[[str, int, int], None]
-"""Called with the stage ("forward", "jumps", "losses"), how much of it is done, and of how much."""
+"""Called with the stage ("forward", "jumps", "losses", "noise"), what is done, and of how much."""
 
 MOST_BYTES = 1 << 30
 """Largest size of the router inputs that are kept in memory during the measurement."""
 
-PROBES = 64
-"""Tokens on which a matrix is checked to make the logits."""
-
 NO_JUMPS = "not measured: jumps were not asked for"
 NO_MODEL = "not measured: jumps need the model"
+NO_NOISE = "not measured: the noise of the model was not asked for"
 
 
 def inspect(
@@ -75,6 +77,10 @@ def inspect(
     jumps: bool = True,
     loss_jumps: bool = False,
     expert_tokens: int = 128,
+    noise: bool = True,
+    cut: SliceChoice | None = None,
+    soften: SoftenSettings | bool = False,
+    yes: bool = False,
     dtype: str = "auto",
     device: str = "cpu",
     revision: str | None = None,
@@ -102,6 +108,11 @@ def inspect(
             sequence for each of `jump_settings.loss_swaps` (by default 32) tokens per layer.
         expert_tokens: tokens that each expert shall have for the calibration of a quantised model;
             the result says how many tokens of such a text that takes.
+        noise: whether to measure what rounding the whole model does to its routers: two forward
+            passes of 2,048 tokens at most.
+        cut: the slice through three tokens' hidden states that is wanted, if any.
+        soften: whether to measure what a soft choice does to the loss, and with which sizes.
+        yes: whether softening may cost more than ten times the ordinary pass.
         dtype: precision to load a named model in: "auto", "fp32", "bf16" or "fp16".
         device: where to load it: "cpu", "cuda", "cuda:1", ... or "auto".
         revision: its branch, tag or commit on the hub.
@@ -128,16 +139,63 @@ def inspect(
     with clock("tokenise"):
         length = sequence_length or default_length(model)
         tokenised = tokenise(loaded.tokenizer, words, tokens, length)
+    _check_wanted(cut, soften, loaded.stream)
+    if cut is not None:
+        cut.check(names, tokenised.tokens, inputs_fit(model, names, tokenised.tokens))
+    softly = None
+    if soften:
+        sizes = soften if isinstance(soften, SoftenSettings) else SoftenSettings(seed=seed)
+        told = (loaded.tokenizer, names, words, tokenised.tokens)
+        softly = plan_soften(model, *told, sizes, yes)
     run = _Run(model, names, tokenised, tokenised.tokens, batch_size, progress or _silent)
     plan = _plan(jump_settings, seed, loss_jumps)
     sampler = run.sampler(plan) if jumps else None
     facts = _facts(tokenised, origin, batch_size, seed)
-    work = _Work(loaded.stream, plan, settings, facts, clock, loss_jumps)
+    wanted = _Wanted(noise, cut, softly, seed)
+    work = _Work(loaded.stream, plan, settings, facts, clock, loss_jumps, wanted)
     ways = _streamed if loaded.stream is not None else _in_memory
-    trace, measures, found = ways(run, sampler, work)
+    trace, measures, found, extra = ways(run, sampler, work)
     facts = dict(trace.provenance) | ({"model": loaded.name} if loaded.name else {})
     sample, timings = text_sample(trace, tokenised), clock.timings(trace.n_tokens)
-    return _inspection(measures, found, sample, facts, timings, trace, expert_tokens)
+    told = _inspection(measures, found, sample, facts, timings, trace, expert_tokens)
+    return replace(told, **extra)
+
+
+class _Wanted(NamedTuple):
+    """What else is wanted of a model in memory."""
+
+    noise: bool
+    cut: SliceChoice | None
+    softly: SoftenPlan | None
+    seed: int
+
+
+def _extra(
+    run: "_Run", trace: RoutingTrace, weights: dict[str, Tensor], work: "_Work"
+) -> dict[str, Any]:
+    """The noise of the model, and the slice and the softening that were asked for."""
+    noise, cut, softly, seed = work.wanted
+    found, drawn, softened = NoiseReport((), NO_NOISE), None, None
+    with work.clock("noise"):
+        if noise:
+            found = own_noise(run.model, run.names, run.text, run.batch_size, seed)
+            run.progress("noise", 1, 1)
+        if cut is not None:
+            drawn = model_slice(run.model, trace, weights, cut, found, token_texts(run.text), seed)
+    if softly is not None:
+        with work.clock("soften"):
+            softened = run.softened(softly)
+    return {"noise": found, "slice": drawn, "softening": softened}
+
+
+def _check_wanted(cut: SliceChoice | None, soften: object, stream: ModelStream | None) -> None:
+    """Refuse what needs the whole model in memory, of a model that is read layer by layer."""
+    asked = {"a slice (--slice)": cut is not None, "softening (--soften)": bool(soften)}
+    named = " and ".join(name for name, wanted in asked.items() if wanted)
+    require(
+        stream is None or not named,
+        f"{named} needs the whole model in memory, and its weights are streamed (--no-stream)",
+    )
 
 
 class _Found(NamedTuple):
@@ -146,6 +204,7 @@ class _Found(NamedTuple):
     trace: RoutingTrace
     measures: RoutingMeasures
     jumps: tuple[LayerJumps, ...]
+    extra: dict[str, Any]
 
 
 def _in_memory(run: "_Run", sampler: BlockSampler | None, work: "_Work") -> _Found:
@@ -154,11 +213,13 @@ def _in_memory(run: "_Run", sampler: BlockSampler | None, work: "_Work") -> _Fou
         trace = run.trace(sampler)
     trace = replace(trace, provenance={**trace.provenance, **work.facts})
     with work.clock("measure"), one_thread():  # many small operations
-        measures = measure(trace, work.settings, linear_weights(run.model, trace))
+        weights = linear_weights(run.model, trace)
+        measures = measure(trace, work.settings, weights)
     with work.clock("jumps"):
         found = run.jumps(trace, sampler, work.plan, work.losses)
+    extra = _extra(run, trace, weights, work)
     trace = replace(trace, layers=tuple(replace(layer, inputs=None) for layer in trace.layers))
-    return _Found(trace, measures, found)
+    return _Found(trace, measures, found, extra)
 
 
 def _streamed(run: "_Run", sampler: BlockSampler | None, work: "_Work") -> _Found:
@@ -178,7 +239,8 @@ def _streamed(run: "_Run", sampler: BlockSampler | None, work: "_Work") -> _Foun
     trace = replace(trace, provenance={**trace.provenance, **work.facts})
     none = LayerJumps("", None, NO_JUMPS)
     jumps = [layers.jumps.get(one.name, replace(none, name=one.name)) for one in trace.layers]
-    return _Found(trace, layers.measures(trace), tuple(jumps))
+    noise = NoiseReport((), "not measured: weights that are streamed cannot be rounded")
+    return _Found(trace, layers.measures(trace), tuple(jumps), {"noise": noise})
 
 
 class _Work(NamedTuple):
@@ -190,6 +252,7 @@ class _Work(NamedTuple):
     facts: dict[str, object]
     clock: "_Clock"
     losses: bool
+    wanted: _Wanted
 
 
 def _plan(settings: JumpSettings | None, seed: int, loss_jumps: bool) -> JumpSettings:
@@ -300,6 +363,12 @@ class _Run(NamedTuple):
         arguments = (trace, trace.layer(name), jumps.value, plan.loss_swaps, self.batch_size)
         return replace(jumps, value=with_losses(self.model, *arguments))
 
+    def softened(self, plan: SoftenPlan) -> Softening:
+        """What a soft choice does to the loss."""
+        options = {"batch_size": self.batch_size, "cost": plan.cost, "progress": self.progress}
+        self.progress(f"soften, about {plan.cost:.0f} passes", 0, 1)
+        return soften_model(self.model, self.names, plan.text, plan.settings, **options)
+
     def _told(self, stage: str) -> Callable[[int, int], None]:
         return lambda done, total: self.progress(stage, done, total)
 
@@ -366,37 +435,3 @@ def inputs_fit(model: nn.Module, names: Collection[str], tokens: int) -> bool:
         return False
     dim = getattr(text_config(model), "hidden_size", None)
     return isinstance(dim, int) and 4 * len(names) * tokens * dim <= MOST_BYTES
-
-
-def linear_weights(model: nn.Module, trace: RoutingTrace) -> dict[str, Tensor]:
-    """(E, D) matrix of each router whose logits are its product with the inputs, up to a bias."""
-    found = {}
-    for layer in trace.layers:
-        router = model.get_submodule(layer.name)
-        matrix = logits_matrix(router)
-        if matrix is not None and layer.inputs is not None and scored(layer) == "ok":
-            matrix = matrix.detach()[: layer.facts.n_experts].float().cpu()
-            if _explains(layer, matrix, _offset(router, len(matrix))):
-                found[layer.name] = matrix
-    return found
-
-
-def _offset(router: nn.Module, experts: int) -> Tensor | float:
-    """The bias of a linear router, or 0."""
-    bias = getattr(router, "bias", None)
-    if not isinstance(bias, Tensor) or bias.shape != (experts,) or bias.is_meta:
-        return 0.0
-    return bias.detach().double().cpu()
-
-
-def _explains(layer: LayerTrace, matrix: Tensor, offset: Tensor | float) -> bool:
-    """Whether the matrix reproduces the logits of the first tokens, up to the model's rounding."""
-    some = take_tokens(layer, slice(PROBES))
-    logits = logit_view(some).logits
-    assert some.inputs is not None
-    if logits is None or some.inputs.shape[1] != matrix.shape[1]:
-        return False
-    made = some.inputs.double() @ matrix.double().T + offset
-    made = made.gather(1, some.experts.long())
-    seen = logits.isfinite()
-    return torch.allclose(made[seen], logits[seen], rtol=0.05, atol=0.05)

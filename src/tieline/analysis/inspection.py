@@ -5,6 +5,9 @@ Inspection          everything: measures, jumps, text sample, findings, metrics
 ├─ jumps            one `LayerJumps` per layer, in the order of `measures.layers`
 │  └─ value         `JumpMeasures`: `JumpSample`s, `GapJumpTable`, `LossJumps`
 ├─ calibration      one `CalibrationNeed` per layer
+├─ noise            `NoiseReport`: orders of ties and times to a flip at the model's own noise
+├─ slice            `LayerSlice` through three hidden states, where it was asked for
+├─ softening        `Softening`: loss against the width of a soft choice, where it was asked for
 ├─ sample           `TextSample`: pieces of text with the gaps of their tokens
 └─ findings         `Finding`s, most severe first
 """
@@ -13,10 +16,13 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from tieline.analysis.calibration import CalibrationNeed
+from tieline.analysis.soften_records import Softening
 from tieline.core.records import Result
 from tieline.core.statistics import Estimate, Quantiles
+from tieline.geometry.measure_records import Answer
 from tieline.geometry.measures import RoutingMeasures
 from tieline.trace.record import RoutingTrace
+from tieline.tropical.pictures import Slice
 
 Severity = Literal["warning", "notice", "info"]
 """How severe a finding is: act on it, know it, or plain description."""
@@ -168,6 +174,104 @@ class TextSample:
 
 
 @dataclass(frozen=True)
+class FlipWalk:
+    """When the tokens of a layer first change their experts under a random walk of their state.
+
+    Attributes:
+        times: t, in roundings.
+        lower: mean over tokens of the lower bound of P(flip by t), from the nearest wall.
+        value: mean of P(flip by t), simulated, with its standard error over tokens.
+        upper: mean of the upper bound, the sum over all walls.
+        median: median over tokens of the time by which they have flipped with probability ½ or
+            more, from the nearest wall.
+        tokens: tokens that walked.
+        directions: effective number of directions of the noise, (tr C)² / tr C² with C = W Σ Wᵀ
+            without the common shift; at most E - 1.
+    """
+
+    times: tuple[float, ...]
+    lower: tuple[float, ...]
+    value: tuple[Estimate, ...]
+    upper: tuple[float, ...]
+    median: float
+    tokens: int
+    directions: float
+
+
+@dataclass(frozen=True)
+class OwnNoise:
+    """What rounding the whole model does to one router.
+
+    Attributes:
+        name: name of the layer's router.
+        precision: the format.
+        tokens: tokens compared.
+        epsilon: size of the noise of the gap, in units of the selection score.
+        flipped: share of tokens whose experts changed in that run.
+        orders: share of tokens of tie order 0, 1, ... at ε; the last entry counts all from there.
+        walk: time to the first flip, for routers with flat walls.
+    """
+
+    name: str
+    precision: str
+    tokens: int
+    epsilon: float
+    flipped: Estimate
+    orders: tuple[float, ...]
+    walk: Answer[FlipWalk]
+
+
+@dataclass(frozen=True)
+class NoiseReport:
+    """The noise of every layer that shows it.
+
+    Attributes:
+        layers: one record per layer with scores, in order.
+        status: "ok", or why nothing was measured.
+    """
+
+    layers: tuple[OwnNoise, ...] = ()
+    status: str = "ok"
+
+    def of(self, name: str) -> OwnNoise | None:
+        """The record of a layer, None if it has none."""
+        return next((layer for layer in self.layers if layer.name == name), None)
+
+
+@dataclass(frozen=True)
+class SlicePoint:
+    """One of the three tokens: its place in the text, its text and its experts."""
+
+    document: int
+    position: int
+    text: str
+    experts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class LayerSlice:
+    """A slice of one router through three tokens' hidden states.
+
+    Attributes:
+        layer: name of the router.
+        points: the three tokens.
+        noise: where the width of the band comes from, in words; empty without a band.
+        cut: the cells.
+        checked: random points at which the router itself was asked.
+        agreed: those at which it chose the coalition of the cell.
+        undecided: the others whose gap float32 cannot tell from a tie.
+    """
+
+    layer: str
+    points: tuple[SlicePoint, ...]
+    noise: str
+    cut: Slice
+    checked: int
+    agreed: int
+    undecided: int
+
+
+@dataclass(frozen=True)
 class Finding:
     """One thing worth knowing, in plain words.
 
@@ -203,10 +307,13 @@ class Inspection(Result):
         jumps: jump size per layer, in the order of `measures.layers`.
         sample: a stretch of text with its gaps; None where no text is known.
         provenance: model, revision, dtype, text, tokens, seed and versions, as JSON values.
-        timings: seconds per stage ("tokenise", "forward", "measure", "jumps", "total") and
-            "tokens_per_second" of the forward passes.
+        timings: seconds per stage ("tokenise", "forward", "measure", "jumps", "noise", "soften",
+            "total") and "tokens_per_second" of the forward passes.
         calibration: tokens of such a text until every expert has enough of them to calibrate a
             quantised model, layer by layer, the most demanding first.
+        noise: what rounding the whole model does near the ties of each layer.
+        slice: the slice through three tokens' hidden states, where it was asked for.
+        softening: what a soft choice does to the loss, where it was asked for.
         trace: the routing that was measured; not part of the JSON.
     """
 
@@ -221,4 +328,7 @@ class Inspection(Result):
     provenance: dict[str, object]
     timings: dict[str, float]
     calibration: tuple[CalibrationNeed, ...] = ()
+    noise: NoiseReport = NoiseReport((), "not measured: this needs the model")
+    slice: LayerSlice | None = None
+    softening: Softening | None = None
     trace: RoutingTrace | None = field(default=None, metadata={"json": False}, compare=False)

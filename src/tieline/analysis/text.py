@@ -70,6 +70,16 @@ def tokenise(tokenizer: Any, text: str, tokens: int, length: int) -> TokenisedTe
     return TokenisedText(sequences, prefix, tuple(pieces), sum(map(len, pieces)))
 
 
+def token_texts(text: TokenisedText) -> list[str]:
+    """The part of the text that each token stands for, over all sequences; empty for a prefix."""
+    pieces, start = iter(text.pieces), len(text.prefix)
+    return [
+        next(pieces, "") if place >= start else ""
+        for sequence in text.sequences
+        for place in range(len(sequence))
+    ]
+
+
 def text_sample(trace: RoutingTrace, text: TokenisedText, most: int = 400) -> TextSample:
     """Return the first tokens of the text with gaps relative to each layer's median gap.
 

@@ -8,7 +8,7 @@ deliver(result, outputs)    # nothing is written before every file was made in m
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ class Outputs:
         html: file of the page, or "-" for stdout.
         json: file of the JSON, or "-" for stdout.
         figure: file of the main figure: .pdf, .png or .svg.
+        slice: file of the slice, likewise.
         trace: folder for the routing itself.
         made: folder for the model that the command makes.
         kept: file or folder that the command adds results to itself.
@@ -48,6 +49,7 @@ class Outputs:
     json: str | None = None
     figure: Path | None = None
     trace: Path | None = None
+    slice: Path | None = field(default=None, kw_only=True)
     made: Path | None = None
     kept: Path | None = None
     overwrite: bool = False
@@ -61,7 +63,8 @@ class Outputs:
     @property
     def files(self) -> list[Path]:
         """Every file that is written, each of which is made in memory before."""
-        every = (self.html, None if self.json is None else Path(self.json), self.figure)
+        data = None if self.json is None else Path(self.json)
+        every = (self.html, data, self.figure, self.slice)
         return [path for path in every if path not in (None, STDOUT)]
 
     @property
@@ -84,11 +87,12 @@ class Outputs:
         self._check_names()
         for path in self.files:
             check_target(path)
-        if self.figure is not None:
+        drawn = [(path, "matplotlib") for path in (self.figure, self.slice)]
+        for path in (path for path, _ in drawn if path is not None):
             from tieline.report.drawing import check_figure_path
 
-            check_figure_path(self.figure)
-        for path, package in ((self.html, self.page_package), (self.figure, "matplotlib")):
+            check_figure_path(path)
+        for path, package in ((self.html, self.page_package), *drawn):
             if path is not None and find_spec(package) is None:
                 raise ModuleNotFoundError(f"{path} needs {package}", name=package)
         given = [Path(one) for one in inputs if isinstance(one, str | Path) and Path(one).exists()]
@@ -185,11 +189,12 @@ def _made(result: Result, outputs: Outputs) -> dict[Path, bytes]:
     from tieline import report
     from tieline.report.drawing import drawn_bytes
 
-    figure = outputs.figure
+    figure, drawn = outputs.figure, outputs.slice
     makers: list[tuple[Path | None, Callable[[], bytes]]] = [
         (outputs.html, lambda: report.page(result).encode()),
         (None if outputs.json is None else Path(outputs.json), lambda: result.to_json().encode()),
         (figure, lambda: drawn_bytes(result.plot, figure) if figure else b""),
+        (drawn, lambda: drawn_bytes(lambda: result.plot("slice"), drawn) if drawn else b""),
     ]
     return {path: make() for path, make in makers if path is not None}
 

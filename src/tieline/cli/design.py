@@ -13,6 +13,7 @@ from tieline.cli.app import (
     Overwrite,
     Revision,
     Seed,
+    TextFile,
     TrustRemoteCode,
     app,
     guarded,
@@ -57,6 +58,11 @@ def design(
     shared: Annotated[
         int | None, typer.Option(help="Shared experts that every token uses.", min=0)
     ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Also run --model on a text and measure its layers.")
+    ] = False,
+    text: TextFile = None,
+    tokens: Annotated[int, typer.Option(help="Tokens of the text to run.", min=3)] = 4096,
     matrices: Annotated[
         int, typer.Option(help="Weight matrices of an expert: 3 with a gate, 2 without.")
     ] = 3,
@@ -71,12 +77,13 @@ def design(
 ) -> None:
     """Compare the bounds, expected pieces, switches and ties of a layer at each granularity.
 
-    Nothing is random: --seed is accepted, as by every command, and changes nothing.
+    Nothing but --measure is random: there --seed draws the pairs of tokens.
     """
+    require(not measure or model is not None, "--measure runs a model: name it with --model")
     splits = numbers("--split", split, int) or ()
     require(min(splits) >= 1, f"--split takes numbers from 1 on, got {split!r}")
     outputs = Outputs(html, json_to, figure, overwrite=overwrite, page_package="matplotlib")
-    outputs.check(model)
+    outputs.check(model, text)
     from tieline.tropical.advisor import PRESETS, advise
 
     if preset == "list":
@@ -99,6 +106,12 @@ def design(
     shape = replace(shape, **{name: new for name, new in changes.items() if new is not None})
     with progress_bars() as progress:
         advice = advise(shape, d_eff, splits, source, progress)
+        if measure:
+            from tieline.analysis.design import measure_design
+
+            options = {"revision": revision, "trust_remote_code": trust_remote_code, "seed": seed}
+            found = measure_design(source, text=text, tokens=tokens, progress=progress, **options)
+            advice = replace(advice, measured=found)
     deliver(advice, outputs)
 
 

@@ -39,6 +39,7 @@ from tieline.cli.app import (
     guarded,
     layer_choice,
     memory_size,
+    numbers,
     say,
 )
 from tieline.cli.deliver import Outputs, deliver, progress_bars
@@ -50,6 +51,8 @@ COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     "<": operator.lt,
     "<=": operator.le,
 }
+OPTIONS = {"cut": "slice"}
+"""Options whose names differ from the arguments of the function."""
 _NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 _METRIC = r"[a-z][a-z_]*(?:@[A-Za-z0-9_.+-]+)?(?::[a-z]+)?"
 _CONDITION = re.compile(rf"\s*({_METRIC})\s*(>=|<=|>|<)\s*({_NUMBER})\s*(%?)\s*", re.ASCII)
@@ -116,6 +119,22 @@ def inspect(
         int,
         typer.Option(help="Tokens that calibration shall give each expert.", min=1),
     ] = 128,
+    slice_to: Annotated[
+        Path | None,
+        typer.Option("--slice", help="Draw the plane through three tokens' states: .png or .pdf."),
+    ] = None,
+    slice_layer: Annotated[
+        str | None, typer.Option(help="Layer of the slice, by place or name.")
+    ] = None,
+    slice_tokens: Annotated[
+        str | None, typer.Option(help="Three tokens of the text by place, such as 7,80,300.")
+    ] = None,
+    soften: Annotated[
+        bool, typer.Option("--soften", help="Also measure what a soft choice does to the loss.")
+    ] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Agree to more than ten times the ordinary pass.")
+    ] = False,
     trust_remote_code: TrustRemoteCode = False,
     debug: Debug = False,
 ) -> None:
@@ -124,8 +143,9 @@ def inspect(
     A saved trace or summary is measured without its model; a saved result is shown again.
     """
     conditions = [parse_condition(words) for words in fail_if or []]
-    outputs = Outputs(html, json_to, figure, save_trace, overwrite=overwrite)
+    outputs = Outputs(html, json_to, figure, save_trace, overwrite=overwrite, slice=slice_to)
     outputs.check(source, text)
+    wanted = _slice_wanted(slice_to, slice_layer, slice_tokens, tokens)
     options = {
         "text": text,
         "tokens": tokens,
@@ -136,6 +156,8 @@ def inspect(
         "revision": revision,
         "seed": seed,
         "loss_jumps": loss_jumps,
+        "soften": soften,
+        "yes": yes,
         "trust_remote_code": trust_remote_code,
         "stream": stream,
         "memory": memory_size(memory),
@@ -144,9 +166,11 @@ def inspect(
     with progress_bars() as progress:
         from tieline.analysis.findings import metric_names
         from tieline.analysis.inspect import inspect as run
+        from tieline.analysis.slice import SliceChoice
         from tieline.analysis.sources import load, quiet_transformers, source_kind
 
         quiet_transformers()
+        options["cut"] = None if wanted is None else SliceChoice(*wanted)
         kind = source_kind(source)
         if kind != "model":
             _check_saved(source, options, run, save_trace)
@@ -162,13 +186,26 @@ def inspect(
     _judge(found)
 
 
+def _slice_wanted(
+    file: Path | None, layer: str | None, places: str | None, tokens: int
+) -> tuple[str | int | None, tuple[int, ...] | None] | None:
+    """Layer and tokens of the slice, each None where it is left to us; None without a slice."""
+    chosen, three = layer_choice(layer), numbers("--slice-tokens", places, int)
+    if file is None:
+        require(not chosen and three is None, "--slice-layer and --slice-tokens belong to --slice")
+        return None
+    require(tokens >= 3, f"--slice needs three tokens, got --tokens {tokens}")
+    require(not chosen or len(chosen) == 1, f"--slice-layer takes one layer, got {layer!r}")
+    return chosen[0] if chosen else None, three
+
+
 def _check_saved(
     source: str, options: Mapping[str, Any], run: Callable[..., Any], save_trace: Path | None
 ) -> None:
     """Refuse options of models, where they are not the defaults of `run`, for a saved run."""
     known = signature(run).parameters
     changed = [name for name, value in options.items() if value != known[name].default]
-    given = ", ".join(f"--{name.replace('_', '-')}" for name in changed)
+    given = ", ".join(f"--{OPTIONS.get(name, name).replace('_', '-')}" for name in changed)
     require(not given, f"{given} is for models, and {source} is saved")
     require(save_trace is None, f"--save-trace: {source} is saved already")
 

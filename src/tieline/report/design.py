@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -12,13 +13,47 @@ from rich.text import Text
 from tieline.report.drawing import ACCENT, NOTICE, WARN, canvas
 from tieline.report.frame import notebook_html
 from tieline.report.plain import Section, plain_page
-from tieline.report.tables import DASH, Grid, percent, significant, text_table, view
+from tieline.report.tables import (
+    DASH,
+    Grid,
+    percent,
+    short_names,
+    significant,
+    text_table,
+    view,
+    with_error,
+)
 from tieline.tropical.advisor import Advice, Entry
+from tieline.tropical.measured import MeasuredLayer
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+
+MEASURED_HEAD = (
+    "layer",
+    "switches",
+    "per length",
+    "per rad",
+    "any two",
+    "per rad",
+    "formula",
+    "saturation",
+    "centred",
+    "offset",
+    "sets",
+    "meets tie",
+)
+MEASURED = (
+    "switches, per length, per rad: changes of coalition on the line between neighbouring tokens' "
+    "router inputs, per unit of length and of angle. any two, per rad: the same between any two "
+    "tokens; formula: ρ/π of a Gaussian router of this shape.",
+    "saturation: median distance of an input to a tie over the spread of the inputs, as they are "
+    "and with their mean taken away; offset: norm of that mean over the spread; sets: coalitions "
+    "used, as is / centred; meets tie: chance that a ball of the inputs' size at their mean meets "
+    "a tie of a Gaussian router.",
+)
 
 SHARES = {"bf16_flips"}
 """Quantities that are written as percentages."""
@@ -56,6 +91,9 @@ def page(result: Advice) -> str:
             prose=True,
         ),
     ]
+    if result.measured:
+        measured = Section("Measured on the model's own hidden states", measured_grid(result))
+        sections.insert(1, replace(measured, notes=MEASURED))
     return plain_page("design", f"Design of {result.source}", _facts(result), sections)
 
 
@@ -75,7 +113,11 @@ def terminal(result: Advice, width: int) -> RenderableType:
         words = Text.assemble(quantity.meaning, "\n", (f"holds: {quantity.valid}", "dim"))
         meanings.add_row(Text(quantity.heading), words)
     notes = Text("\n".join(_notes(result)) + "\n")
-    return view(result.source, _facts(result), "", table, notes, meanings)
+    own: list[RenderableType] = []
+    if result.measured:
+        rows = measured_grid(result)
+        own = [text_table(rows.head, rows.rows, left=1), Text("\n".join(MEASURED) + "\n")]
+    return view(result.source, _facts(result), "", table, notes, *own, meanings)
 
 
 def summary(result: Advice) -> str:
@@ -88,6 +130,32 @@ def notebook(result: Advice) -> str:
     """Numbers by split, and the figure."""
     title = f"Design of {result.source}"
     return notebook_html(title, _facts(result), "", _grid(result), figures(result))
+
+
+def measured_grid(result: Advice) -> Grid:
+    """One row per layer of the model: counted along its hidden states, beside the formulas."""
+    labels = short_names([layer.name for layer in result.measured])
+    return Grid(MEASURED_HEAD, tuple(map(_measured_row, labels, result.measured)))
+
+
+def _measured_row(label: str, layer: MeasuredLayer) -> tuple[str, ...]:
+    near, far, centred = layer.neighbours, layer.any_two, layer.centring
+    if near is None or far is None or centred is None:
+        return (label, *[DASH] * (len(MEASURED_HEAD) - 2), layer.status)
+    return (
+        label,
+        with_error(near.switches, 2),
+        significant(near.per_length),
+        significant(near.per_radian),
+        with_error(far.switches, 2),
+        significant(far.per_radian),
+        significant(far.expected_per_radian),
+        significant(centred.as_is.relative),
+        significant(centred.centred.relative),
+        significant(centred.as_is.offset),
+        f"{centred.as_is.coalitions:,} / {centred.centred.coalitions:,}",
+        percent(layer.meets_tie),
+    )
 
 
 def cell_text(name: str, entry: Entry) -> str:

@@ -12,9 +12,12 @@ from tieline.core.statistics import Quantiles
 from tieline.geometry.boundary import GapMeasures
 from tieline.geometry.load import ExpertLoad
 from tieline.report.charts import Panel, unmeasured
+from tieline.report.drawing import inline_image
 from tieline.report.frame import notebook_html, render
 from tieline.report.inspection_charts import LayerRow, inspection_panels, layer_rows
 from tieline.report.inspection_figures import inspection_figures as figures
+from tieline.report.inspection_noise import noise_words, slice_words
+from tieline.report.inspection_soften import deciding_table, soften_table
 from tieline.report.tables import (
     DASH,
     MOST_FINDINGS,
@@ -29,6 +32,7 @@ from tieline.report.tables import (
     rich_table,
     short_names,
     significant,
+    text_table,
     timing_rows,
     told,
     told_precision,
@@ -77,6 +81,11 @@ def page(result: Inspection) -> str:
         calibration=calibration_grid(result),
         calibration_words=calibration_words(result),
         text_title=TEXT.title,
+        softening=result.softening,
+        soften_table=None if result.softening is None else soften_table(result.softening),
+        deciding=None if result.softening is None else deciding_table(result.softening),
+        drawing="" if result.slice is None else inline_image(figures(result)["slice"]),
+        drawing_words=[] if result.slice is None else slice_words(result.slice),
         table=grid(_page_columns(result), layer_rows(result)),
         unmeasured=unmeasured([*panels, *_missing_text(result)]),
         provenance=[*flat(result.provenance), *timing_rows(result.timings)],
@@ -89,8 +98,14 @@ def terminal(result: Inspection, width: int) -> RenderableType:
     table = rich_table(COLUMNS, layer_rows(result), width)
     names = [layer.name for layer in result.measures.layers]
     findings = findings_view(result.findings, names)
-    words = [Text(line) for line in filter(None, [calibration_words(result)])]
-    return view(_title(result), _facts(result), result.verdict, table, findings, *words)
+    words = filter(None, [calibration_words(result), "\n".join(noise_words(result))])
+    parts: list[RenderableType] = [Text(line) for line in words]
+    if result.softening is not None:
+        rows = soften_table(result.softening)
+        shown = [(row[0], row[2], row[4], row[5]) for row in (rows.head, *rows.rows)]
+        parts += [text_table(shown[0], shown[1:])]
+        parts += [Text("\n".join(result.softening.words))]
+    return view(_title(result), _facts(result), result.verdict, table, findings, *parts)
 
 
 def summary(result: Inspection) -> str:

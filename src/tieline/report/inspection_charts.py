@@ -23,6 +23,8 @@ from tieline.report.charts import (
     note_at,
     share_axis,
 )
+from tieline.report.inspection_noise import noise_panels
+from tieline.report.inspection_soften import soften_panel
 from tieline.report.tables import finite, percent, short_names, significant
 
 Span = tuple[str, float, float]
@@ -143,7 +145,7 @@ def inspection_panels(result: Inspection) -> list[Panel]:
         replace(p, how=p.how + (WITH_LINES if has_steps else WITHOUT_LINES))
         if p.key == CDF.key
         else p
-        for p in panels
+        for p in [*panels[:-1], *noise_panels(result), soften_panel(result), panels[-1]]
     ]
 
 

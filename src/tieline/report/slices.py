@@ -22,18 +22,27 @@ if TYPE_CHECKING:
 SIDE = 720.0
 """Pixels of the drawing in the page."""
 MOST_LISTED = 30
-HUES, GOLDEN = 17, 0.61803398875
+HUES, GOLDEN = 31, 0.61803398875
 
 Points = Sequence[Sequence[float]]
 
 
-def slice_figure(cut: Slice) -> "Figure":
-    """Cells coloured by coalition, their bands dark, kinks thin, the support outlined."""
+def slice_figure(cut: Slice, names: Sequence[str] = ()) -> "Figure":
+    """Cells coloured by coalition, their bands dark, kinks thin, the support outlined.
+
+    Args:
+        cut: the slice.
+        names: what to write beside the three inputs.
+    """
 
     def draw(axes: "Axes") -> None:
         _draw_cells(axes, cut)
         _draw_lines(axes, cut)
         axes.plot(*zip(*cut.marks, strict=True), "o", color="white", mec="black", mew=1, ms=5)
+        for name, mark in zip(names, cut.marks, strict=False):
+            ground = {"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 1}
+            style = {"fontsize": 7, "bbox": ground, "textcoords": "offset points"}
+            axes.annotate(name, (mark[0], mark[1]), xytext=(5, 5), **style)
         low, high = cut.window[0], cut.window[2]
         axes.set(xlim=(low[0], high[0]), ylim=(low[1], high[1]), aspect="equal")
         axes.set(xlabel="length in input space", ylabel="length in input space")
@@ -100,7 +109,7 @@ def _hex(hue: int) -> str:
 def _counts(cut: Slice) -> str:
     words = f"{len(cut.cells)} coalitions, {sum(cell.pieces for cell in cut.cells)} pieces"
     if cut.epsilon > 0:
-        words += f", gap < {cut.epsilon:g} on {percent(cut.band_share)}"
+        words += f", gap < {cut.epsilon:.3g} on {percent(cut.band_share)}"
     if cut.support is not None:
         words += f", expert {cut.support.expert} fills {percent(cut.support.fill)} of its hull"
     return words
@@ -109,7 +118,7 @@ def _counts(cut: Slice) -> str:
 def _legend(cut: Slice) -> str:
     words = ["Colours: coalitions. Black lines: two experts tie. White dots: the three inputs."]
     if cut.epsilon > 0:
-        words.append(f"Dark bands: gap below {cut.epsilon:g}.")
+        words.append(f"Dark bands: gap below {cut.epsilon:.3g}.")
     if any(cell.kinks for cell in cut.cells):
         words.append("Thin grey lines: a neuron of a chosen expert is zero.")
     if cut.support is not None:

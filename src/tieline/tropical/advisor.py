@@ -36,6 +36,7 @@ from tieline.tropical.expectation import (
     log_expected_regions,
     wall_density,
 )
+from tieline.tropical.measured import MeasuredLayer
 
 MOST_EXPERTS, MOST_WIDTH = 1 << 16, 1 << 40
 """Beyond them exact counts, with as many binary digits as there are experts, take minutes."""
@@ -274,6 +275,7 @@ class Advice(Result):
         notes: what to know before reading any number.
         quantities: heading, meaning and validity of each number.
         rows: one granularity per split, in the order asked for.
+        measured: the layers of the model itself on a text, where that was asked for.
     """
 
     format = "tieline-design"
@@ -283,6 +285,7 @@ class Advice(Result):
     notes: tuple[str, ...]
     quantities: dict[str, Quantity]
     rows: tuple[Granularity, ...]
+    measured: tuple[MeasuredLayer, ...] = ()
 
 
 def advise(

@@ -87,7 +87,7 @@ def test_every_section_is_there(result):
         == TEXT[: len("".join(piece.text for piece in inspection.sample.pieces))]
     )
     assert len(inspection.sample.pieces) == 32
-    stages = {"tokenise", "forward", "measure", "jumps", "total", "tokens_per_second"}
+    stages = {"tokenise", "forward", "measure", "jumps", "noise", "total", "tokens_per_second"}
     assert set(inspection.timings) == stages
     assert all(seconds > 0 for seconds in inspection.timings.values())
 
@@ -103,8 +103,10 @@ def test_the_provenance_tells_model_text_and_settings(result):
 
 def test_progress_is_told_to_the_end(result, told):
     last = {stage: (done, total) for stage, done, total in told}
-    assert last == {"forward": (200, 200), "jumps": (2, 2), "losses": (2, 2)}
-    assert [stage for stage, *_ in told] == ["forward"] * 3 + ["jumps"] * 2 + ["losses"] * 2
+    assert last == {"forward": (200, 200), "jumps": (2, 2), "losses": (2, 2), "noise": (1, 1)}
+    assert [stage for stage, *_ in told] == ["forward"] * 3 + ["jumps"] * 2 + ["losses"] * 2 + [
+        "noise"
+    ]
 
 
 def test_the_dictionary_is_json_and_holds_everything(result):

@@ -30,6 +30,7 @@ def done(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     words = ["inspect", "--tokens", TOKENS, "--html", folder / "report.html"]
     words += ["--json", folder / "a.json", "--figure", folder / "a.pdf"]
+    words += ["--slice", folder / "cut.png", "--slice-layer", 2, "--slice-tokens", "3,70,300"]
     words += ["--save-trace", folder / "trace", "--seed", 3, "--fail-if", "evenness<2"]
     words += ["--fail-if", "dead>1e6", "--layers", "1,2-3", "--text", folder / "words.md"]
     (folder / "words.md").write_text("for x in range(10):\n    print(x)\n" * 200)
@@ -44,7 +45,7 @@ def done(tmp_path_factory):
 
 def test_a_run_writes_everything_and_says_so(done):
     folder, ended = done
-    names = {"report.html", "a.json", "a.pdf", "trace"}
+    names = {"report.html", "a.json", "a.pdf", "cut.png", "trace"}
     assert {path.name for path in folder.iterdir()} == {*names, "words.md"}, ended.stderr
     assert all(f"wrote {folder / name}" in ended.stderr for name in names)
     assert "Traceback" not in ended.stderr
@@ -241,3 +242,30 @@ def test_every_end_has_its_code_and_a_traceback_only_on_request(
     assert (ended, out) == (code, "")
     assert told in err
     assert ("Traceback" in err) == debug
+
+
+def test_the_slice_is_drawn_checked_and_told(done):
+    folder, ended = done
+    told = json.loads((folder / "a.json").read_text())["slice"]
+    assert (folder / "cut.png").read_bytes().startswith(b"\x89PNG")
+    assert told["layer"] == "model.layers.3.mlp.gate"
+    assert told["checked"] >= 1000
+    assert told["agreed"] + told["undecided"] == told["checked"]
+    assert f"chose the coalition of the\npicture at {told['agreed']:,}" in ended.stdout
+    assert "A slice through three hidden states" in (folder / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--slice", "a.gif"], "a figure is .pdf, .png, .svg"),
+        (["--slice", "a.png", "--tokens", "2"], "--slice needs three tokens, got --tokens 2"),
+        (["--slice", "a.png", "--slice-layer", "1-2"], "--slice-layer takes one layer"),
+        (["--slice-tokens", "1,2,3"], "--slice-layer and --slice-tokens belong to --slice"),
+        (["--slice", "a.png", "--slice-tokens", "1,2.5,3"], "--slice-tokens takes whole numbers"),
+    ],
+)
+def test_a_slice_that_cannot_be_drawn_is_refused_before_any_work(run, tmp_path, words, why):
+    code, _, said = run("inspect", *(tmp_path / w if "a." in w else w for w in words))
+    assert code == 2
+    assert why in said

@@ -1,0 +1,531 @@
+r"""What a soft choice would do to the loss of a model: measured, and predicted from its ties.
+
+The hard choice of a layer is replaced by its soft form of width ε (`hf.soft_choice`; where k = 1 a
+temperature τ) and the loss is measured on a sample of sequences. To first order in the width only
+tokens at a wall matter. There two experts share a seat: the second has the share a(g/ε) at gap g,
+and the output of the layer is y + a Δ, Δ the jump. With ℓ(a) the change of the loss that this
+makes in the layers above,
+
+    dL/dε at 0⁺ = f_gap(0) · E[ ∫ ℓ(a(u)) du | gap = 0 ],
+    ∫ ℓ(a(u)) du = M₁ ℓ'(0) + M₂ (ℓ(a*) - a* ℓ'(0)) / a*²,      M_j = ∫ a(u)^j du,  a* = M₃ / M₂,
+
+exact for ℓ of degree three. ℓ'(0) = ∇L · Δ is the gradient of the loss times the jump, one backward
+pass for all tokens; ℓ(a*) is one forward pass of the token's sequence, for a random part of them.
+
+    softmax      a(u) = 1/(1 + eᵘ)            M = ln 2, ln 2 - ½, ln 2 - ⅝      (Paper 0, section 4)
+    projection   a(u) = (1 - u)₊ / 2          M = ¼, 1/12, 1/32
+
+For the squared loss of one layer this is the slope of `limits.slope` (Paper 0, Theorem 4.5).
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from tieline.analysis.soften_records import DecidingToken, Softening, SoftLayer, SoftLevel
+from tieline.analysis.soften_words import soften_words
+from tieline.analysis.sources import default_length
+from tieline.analysis.swap import Block, BlockSampler, block_of, recorded_choice, swapped_choice
+from tieline.analysis.text import TokenisedText, token_texts, tokenise
+from tieline.core.errors import UnsupportedModelError, require
+from tieline.core.statistics import Estimate, clustered_mean, next_token_losses
+from tieline.geometry.boundary import gap_density, margin_tail
+from tieline.geometry.measures import scored
+from tieline.hf.capture import capture
+from tieline.hf.families import family_of
+from tieline.hf.router_call import Choice, RouterOutput, experts_of, override_choice, padded
+from tieline.hf.running import batches, forward, only_running
+from tieline.hf.smooth_router import plan_layers
+from tieline.hf.soft_choice import softened
+from tieline.limits.slope import margin_constant
+from tieline.trace.record import LayerTrace, RoutingTrace
+
+Progress = Callable[[str, int, int], None]
+LN2 = math.log(2)
+MOMENTS = {
+    "softmax": (LN2, LN2 - 1 / 2, LN2 - 5 / 8),
+    "projection": (1 / 4, 1 / 12, 1 / 32),
+}
+"""M₁, M₂, M₃ of the share of the second expert."""
+FREE = 10.0
+"""Ordinary passes that are run without asking."""
+DECIDING = 5
+"""Tokens that are named per layer."""
+NOTHING = Estimate(None, None, "not predicted")
+
+
+@dataclass(frozen=True)
+class SoftenSettings:
+    """Sizes of the sample and of the widths.
+
+    Attributes:
+        tokens: tokens of the sample.
+        length: tokens per sequence; short ones make the exact part of the prediction cheap.
+        first: share of tokens inside the first band; every further one is twice as wide.
+        levels: number of widths.
+        near: share of tokens that carry the prediction.
+        exact: most tokens per layer whose loss is computed again.
+        seed: of the choice of these.
+    """
+
+    tokens: int = 4096
+    length: int = 128
+    first: float = 0.01
+    levels: int = 5
+    near: float = 0.08
+    exact: int = 64
+    seed: int = 0
+
+
+class _Sample(NamedTuple):
+    """The clean run: routing, sequences, summed loss and number of predictions of each."""
+
+    trace: RoutingTrace
+    sequences: tuple[Tensor, ...]
+    losses: Float[Tensor, " sequences"]
+    counts: Float[Tensor, " sequences"]
+
+
+class _Walls(NamedTuple):
+    """Near tokens of a layer: places, gaps, norms of gradient and jump, ℓ'(0), curvature part."""
+
+    tokens: Int[Tensor, " near"]
+    gaps: Float[Tensor, " near"]
+    gradient: Float[Tensor, " near"]
+    jump: Float[Tensor, " near"]
+    first: Float[Tensor, " near"]
+    second: Float[Tensor, " near"]
+    exact: Int[Tensor, " exact"]
+
+
+def soften_cost(
+    model: nn.Module, names: Sequence[str], tokens: int, settings: SoftenSettings
+) -> float:
+    """Forward passes over `tokens` tokens that softening costs, with dense experts where k = 1."""
+    plans = {plan.name: plan for plan in plan_layers(model, None)[0] if plan.name in names}
+    sizes = {name: _size(experts_of(model, name)) for name in plans}
+    used = {n: sizes[n] * plan.k / plan.n_experts for n, plan in plans.items()}
+    active = max(1.0, _size(model) - sum(sizes.values()) + sum(used.values()))
+    extra = [(sizes[n] - used[n]) / active if plan.k == 1 else 0.0 for n, plan in plans.items()]
+    passes = 4 + settings.levels * (len(plans) + 1 + 2 * sum(extra))  # clean, gradient, levels
+    again = len(plans) * settings.exact * settings.length
+    return (passes * min(settings.tokens, tokens) + again) / tokens
+
+
+def _size(module: nn.Module | None) -> float:
+    return 0.0 if module is None else float(sum(p.numel() for p in module.parameters()))
+
+
+class SoftenPlan(NamedTuple):
+    """A softening whose cost is known and agreed to."""
+
+    text: TokenisedText
+    settings: SoftenSettings
+    cost: float
+
+
+def plan_soften(
+    model: nn.Module,
+    tokenizer: Any,
+    names: Sequence[str],
+    words: str,
+    tokens: int,
+    settings: SoftenSettings,
+    yes: bool = False,
+) -> SoftenPlan:
+    """Cut the sample, estimate the cost, and refuse it above ten ordinary passes without a yes.
+
+    Args:
+        model: the model.
+        tokenizer: its tokenizer.
+        names: the routers looked at.
+        words: the text.
+        tokens: tokens of the ordinary pass.
+        settings: sizes; the sample is at most as long as the ordinary pass.
+        yes: whether a higher cost is agreed to.
+    """
+    length = min(settings.length, default_length(model))
+    settings = replace(settings, tokens=min(settings.tokens, tokens), length=length)
+    cost = soften_cost(model, names, tokens, settings)
+    require(
+        yes or cost <= FREE,
+        f"softening costs about {cost:.0f} times the ordinary pass over {tokens:,} tokens: agree "
+        "with yes=True (--yes), or look at fewer layers",
+    )
+    return SoftenPlan(tokenise(tokenizer, words, settings.tokens, length), settings, cost)
+
+
+def soften(
+    model: nn.Module,
+    names: Sequence[str],
+    text: TokenisedText,
+    settings: SoftenSettings | None = None,
+    *,
+    batch_size: int = 8,
+    cost: float = 0.0,
+    progress: Progress | None = None,
+) -> Softening:
+    """Measure the loss against the width of the soft choice, and predict its slope.
+
+    Args:
+        model: a causal language model of transformers, not smoothed.
+        names: routers to soften; those that cannot be are left out.
+        text: the sample.
+        settings: sizes.
+        batch_size: sequences per forward pass.
+        cost: of all this, as `soften_cost` gave it.
+        progress: called with stage, done and total.
+    """
+    work = _Work(model, text, settings or SoftenSettings(), batch_size, progress)
+    return work.run([n for n in names if n in {p.name for p in plan_layers(model, None)[0]}], cost)
+
+
+class _Work:
+    """One softening under way."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        text: TokenisedText,
+        settings: SoftenSettings,
+        batch_size: int,
+        progress: Progress | None,
+    ) -> None:
+        self._model, self._settings, self._batch_size = model, settings, batch_size
+        self._sequences = tuple(s for s in text.sequences if len(s) > 1)
+        require(len(self._sequences) > 1, "softening needs two sequences of two tokens or more")
+        self._pieces, self._tell = token_texts(text), progress
+        self._done = self._total = 0
+
+    def run(self, names: Sequence[str], cost: float) -> Softening:
+        """Run everything."""
+        self._total = 4 + self._settings.levels * (len(names) + 1) + len(names)
+        sample, sampler = self._clean(names)
+        layers = [x for x in sample.trace.layers if scored(x) == "ok"]
+        require(bool(layers), "no layer has a choice that could be softened")
+        gradients = self._gradients(sample, sampler, layers)
+        done, sums = [], []
+        for layer in layers:
+            record, predicted = self._layer(sample, sampler, layer, gradients)
+            done.append(record)
+            sums.append(predicted)
+        first = [record.levels[0].width for record in done]
+        parts = [part * w for part, w in zip(sums, first, strict=True) if part is not None]
+        whole = torch.stack(parts).sum(dim=0) if len(parts) == len(layers) else None
+        widths = dict(zip([layer.name for layer in layers], first, strict=True))
+        together = self._levels(sample, widths, 1.0, whole)
+        found = Softening(
+            layers=tuple(done),
+            together=together,
+            predicted=NOTHING if whole is None else clustered_mean(whole, sample.counts),
+            loss=clustered_mean(sample.losses, sample.counts),
+            tokens=sample.trace.n_tokens,
+            sequences=len(sample.sequences),
+            cost=cost,
+            words=(),
+        )
+        return replace(found, words=soften_words(found))
+
+    def _step(self, steps: int = 1) -> None:
+        self._done += steps
+        if self._tell is not None:
+            self._tell("soften", min(self._done, self._total), self._total)
+
+    def _clean(self, names: Sequence[str]) -> tuple[_Sample, BlockSampler]:
+        tokens = sum(map(len, self._sequences))
+        near = max(8, round(self._settings.near * tokens))
+        blocks = {name: block_of(self._model, name) for name in names}
+        sampler = BlockSampler(blocks, near, 1, self._settings.seed)
+        with only_running(self._model), capture(self._model, layers=names, epsilons=()) as seen:
+            with sampler.watching(seen):
+                losses = self._losses()
+            trace = seen.trace()
+        counts = torch.tensor([len(s) - 1.0 for s in self._sequences], dtype=torch.float64)
+        return _Sample(trace, self._sequences, losses, counts), sampler
+
+    def _losses(self) -> Float[Tensor, " sequences"]:
+        """Summed loss of every sequence."""
+        found = []
+        for ids in batches(self._sequences, self._batch_size):
+            found.append(next_token_losses(_logits(forward(self._model, ids), ids), ids).sum(dim=1))
+        self._step()
+        return torch.cat(found)
+
+    def _gradients(
+        self, sample: _Sample, sampler: BlockSampler, layers: Sequence[LayerTrace]
+    ) -> dict[str, Tensor]:
+        """Gradient of the summed loss by the output of every block, at its near tokens."""
+        known = {x.name: sampler.near(x.name) for x in layers}
+        near = {name: s.tokens.sort().values for name, s in known.items() if s is not None}
+        blocks = {name: sampler.block(name) for name in near}
+        found: dict[str, list[Tensor]] = {name: [] for name in near}
+        begin = 0
+        for ids in batches(sample.sequences, self._batch_size):
+            with _probes(self._model, blocks) as probes:
+                logits = _logits(forward(self._model, ids), ids)[:, :-1].flatten(0, 1)
+                targets = ids[:, 1:].flatten().to(logits.device)
+                nn.functional.cross_entropy(logits.float(), targets, reduction="sum").backward()
+            for name, tokens in near.items():
+                mine = tokens[(tokens >= begin) & (tokens < begin + ids.numel())] - begin
+                probe = probes[name]
+                assert probe.grad is not None
+                rows = probe.grad.reshape(-1, probe.shape[-1])
+                found[name].append(rows[mine.to(rows.device)].double().cpu())
+            begin += ids.numel()
+        self._step(3)
+        return {name: torch.cat(parts) for name, parts in found.items()}
+
+    def _layer(
+        self,
+        sample: _Sample,
+        sampler: BlockSampler,
+        layer: LayerTrace,
+        gradients: dict[str, Tensor],
+    ) -> tuple[SoftLayer, Tensor | None]:
+        """The record of one layer, and its predicted slope by sequence."""
+        gaps, k = layer.gap, layer.facts.k
+        form = "softmax" if k == 1 else "projection"
+        band = gaps[gaps > 0].quantile(self._settings.first).item()
+        width = band * MOMENTS["projection"][0] / MOMENTS[form][0]
+        status, walls, sums = self._predictable(layer, sampler), None, None
+        if status == "ok":
+            walls = self._walls(sample, sampler, layer, gradients[layer.name], form)
+            linear, curved = _parts(walls, form)
+            sums = torch.zeros(len(sample.counts), dtype=torch.float64)
+            sums.index_add_(0, sample.trace.documents[walls.tokens].long(), linear + curved)
+        self._step()
+        levels = self._levels(sample, {layer.name: width}, width, sums)
+        tail = margin_tail(gaps)
+        record = SoftLayer(
+            name=layer.name,
+            form=form,
+            levels=levels,
+            predicted=NOTHING if sums is None else clustered_mean(sums, sample.counts),
+            by_gradient=None,
+            density=gap_density(gaps),
+            tail=tail,
+            constant=None,
+            near=0,
+            exact=0,
+            deciding=(),
+            half=0,
+            status=status,
+        )
+        return (record if walls is None else self._with_walls(record, sample, layer, walls)), sums
+
+    def _with_walls(
+        self, record: SoftLayer, sample: _Sample, layer: LayerTrace, walls: _Walls
+    ) -> SoftLayer:
+        first, curved = _parts(walls, record.form)
+        sizes = (first + curved).abs()
+        order = sizes.sort(descending=True).indices
+        running = sizes[order].cumsum(0)
+        half = int((running < running[-1] / 2).sum()) + 1 if float(running[-1]) > 0 else 0
+        return replace(
+            record,
+            by_gradient=(first.sum() / sample.counts.sum()).item(),
+            constant=_constant(record, layer, walls),
+            near=len(walls.tokens),
+            exact=len(walls.exact),
+            deciding=tuple(
+                self._deciding(sample.trace, layer, walls, i, record.form)
+                for i in order[:DECIDING].tolist()
+            ),
+            half=half,
+        )
+
+    def _deciding(
+        self, trace: RoutingTrace, layer: LayerTrace, walls: _Walls, place: int, form: str
+    ) -> DecidingToken:
+        token, k = int(walls.tokens[place]), layer.facts.k
+        effect = MOMENTS[form][0] * walls.first[place] + walls.second[place]
+        return DecidingToken(
+            document=int(trace.documents[token]),
+            position=int(trace.positions[token]),
+            text=self._pieces[token] if token < len(self._pieces) else "",
+            layer=layer.name,
+            leaving=int(layer.experts[token, k - 1]),
+            entering=int(layer.experts[token, k]),
+            gap=walls.gaps[place].item(),
+            effect=effect.item(),
+        )
+
+    def _predictable(self, layer: LayerTrace, sampler: BlockSampler) -> str:
+        family = family_of(self._model.get_submodule(layer.name))
+        if layer.facts.n_groups > 1:
+            return "not answerable: ties between groups of experts are not swaps of two"
+        if family is None or family.layout == "sorted":
+            return "not answerable: the block of this family counts the slots of a token"
+        if sampler.near(layer.name) is None:
+            return sampler.status(layer.name)
+        return "ok"
+
+    def _walls(
+        self,
+        sample: _Sample,
+        sampler: BlockSampler,
+        layer: LayerTrace,
+        gradient: Tensor,
+        form: str,
+    ) -> _Walls:
+        found = sampler.near(layer.name)
+        assert found is not None
+        router, block = self._model.get_submodule(layer.name), sampler.block(layer.name)
+        # gradients come batch by batch, that is in the order of the tokens
+        order = found.tokens.sort().indices
+        tokens, rows = found.tokens[order], found.rows.take(order)
+        with only_running(self._model):
+            plain = block.run(rows, recorded_choice(layer, tokens)).double().cpu()
+            swapped = block.run(rows, swapped_choice(layer, tokens, router)).double().cpu()
+        jump = swapped - plain
+        slope = (gradient * jump).sum(dim=1)
+        draw = torch.randperm(len(tokens), generator=_source(self._settings.seed))
+        exact = draw[: self._settings.exact].sort().values
+        _, second, third = MOMENTS[form]
+        share = third / second
+        change = self._changes(sample, layer, tokens[exact], share)
+        curved = torch.zeros_like(slope)
+        curved[exact] = second * (change - share * slope[exact]) / share**2
+        sizes = gradient.norm(dim=1), jump.norm(dim=1)
+        return _Walls(tokens, layer.gap[tokens], *sizes, slope, curved, exact)
+
+    def _changes(
+        self, sample: _Sample, layer: LayerTrace, tokens: Int[Tensor, " exact"], share: float
+    ) -> Float[Tensor, " exact"]:
+        """ℓ(a): change of the summed loss when the second expert of a token has the share a."""
+        documents, positions = sample.trace.documents.long(), sample.trace.positions.long()
+        router = self._model.get_submodule(layer.name)
+        lengths = torch.tensor([len(sample.sequences[d]) for d in documents[tokens].tolist()])
+        changes = torch.zeros(len(tokens), dtype=torch.float64)
+        for length in lengths.unique().tolist():
+            same = (lengths == length).nonzero().squeeze(1)
+            for part in same.split(self._batch_size):
+                some = tokens[part]
+                ids = torch.stack([sample.sequences[d] for d in documents[some].tolist()])
+                places = torch.arange(len(some)) * length + positions[some]
+                choice = path_choice(layer, some, router, share)
+                with only_running(self._model), override_choice(router, _rule(places, choice)):
+                    found = next_token_losses(_logits(forward(self._model, ids), ids), ids)
+                changes[part] = found.sum(dim=1) - sample.losses[documents[some]]
+        return changes
+
+    def _levels(
+        self, sample: _Sample, widths: dict[str, float], unit: float, predicted: Tensor | None
+    ) -> tuple[SoftLevel, ...]:
+        """Softened runs at doubling widths."""
+        found = []
+        for level in range(self._settings.levels):
+            factor = 2.0**level
+            wider = {name: width * factor for name, width in widths.items()}
+            with softened(self._model, wider), only_running(self._model):
+                moved = self._losses() - sample.losses
+            width, change = factor * unit, clustered_mean(moved, sample.counts)
+            missed = None
+            if predicted is not None:
+                missed = clustered_mean(predicted - moved / width, sample.counts)
+            found.append(SoftLevel(width, change, change.times(1 / width), missed))
+        return tuple(found)
+
+
+def _source(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def _parts(walls: _Walls, form: str) -> tuple[Tensor, Tensor]:
+    """Parts of each near token in the slope: by the gradient, and by the curvature.
+
+    Weighed by (4 · 1{g <= w} - 1{g <= 2w}) / 2w, whose mean estimates a density at zero with an
+    error of order w². Curvature is known of a random part of the tokens, which stand for all.
+    """
+    width = walls.gaps.max() / 2
+    weight = (4.0 * (walls.gaps <= width) - 1.0) / (2 * width)
+    drawn = len(walls.tokens) / max(1, len(walls.exact))
+    return MOMENTS[form][0] * walls.first * weight, drawn * walls.second * weight
+
+
+def _constant(record: SoftLayer, layer: LayerTrace, walls: _Walls) -> float | None:
+    """C_sh of Theorem 4.5; the largest gradient and jump seen stand for 2 (B_Y + B_f) and 2 B_f."""
+    alpha = record.tail.exponent.value
+    if alpha is None:
+        return None
+    gaps = layer.gap
+    C = margin_constant(gaps, alpha, least=max(1, min(100, len(gaps) // 20))).value or 0.0
+    steepest = (walls.gradient.max() * walls.jump.max()).item()
+    if record.form == "softmax":
+        return steepest * (layer.facts.n_experts - 1) * C * math.gamma(alpha + 1)
+    return steepest * C / 2
+
+
+def path_choice(
+    layer: LayerTrace, tokens: Int[Tensor, " some"], router: nn.Module, share: float
+) -> Choice:
+    """The choice part of the way to the swap: k + 1 experts, the last two sharing a seat.
+
+    Weights go in a straight line from the recorded ones to those of `swapped_choice`.
+    """
+    k = layer.facts.k
+    before, after = recorded_choice(layer, tokens), swapped_choice(layer, tokens, router)
+    kept = (1 - share) * before.weights[:, : k - 1] + share * after.weights[:, : k - 1]
+    pair = [(1 - share) * before.weights[:, k - 1 : k], share * after.weights[:, k - 1 : k]]
+    ids = torch.cat([before.ids[:, :k], after.ids[:, k - 1 : k]], dim=1)
+    return Choice(torch.cat([kept, *pair], dim=1), ids)
+
+
+def _rule(places: Int[Tensor, " rows"], choice: Choice) -> Callable[[RouterOutput], Choice]:
+    """The router's own choice, except at these places."""
+
+    def rule(found: RouterOutput) -> Choice:
+        weights, ids = padded(Choice(found.weights, found.ids), choice.ids.shape[1])
+        at = places.to(ids.device)
+        return Choice(
+            weights.index_copy(0, at, choice.weights.to(weights)),
+            ids.index_copy(0, at, choice.ids.to(ids)),
+        )
+
+    return rule
+
+
+@contextmanager
+def _probes(model: nn.Module, blocks: dict[str, Block]) -> Iterator[dict[str, Tensor]]:
+    """Evaluation mode with gradients by zeros that are added to the outputs of blocks alone."""
+    probes: dict[str, Tensor] = {}
+    handles = []
+    training = [module for module in model.modules() if module.training]
+    graded = [p for p in model.parameters() if p.requires_grad]
+
+    def hook(name: str) -> Callable[..., Any]:
+        def added(module: nn.Module, args: Any, output: Any) -> Any:
+            states = output if isinstance(output, Tensor) else output[0]
+            probes[name] = torch.zeros_like(states, requires_grad=True)
+            moved = states + probes[name]
+            return moved if isinstance(output, Tensor) else (moved, *output[1:])
+
+        return added
+
+    try:
+        model.eval()
+        for parameter in graded:
+            parameter.requires_grad_(False)
+        handles = [b.module.register_forward_hook(hook(name)) for name, b in blocks.items()]
+        with torch.enable_grad():
+            yield probes
+    finally:
+        for handle in handles:
+            handle.remove()
+        for parameter in graded:
+            parameter.requires_grad_(True)
+        for module in training:
+            module.training = True
+
+
+def _logits(output: Any, ids: Tensor) -> Float[Tensor, "rows length words"]:
+    logits = getattr(output, "logits", None)
+    if not isinstance(logits, Tensor) or logits.shape[:2] != ids.shape:
+        raise UnsupportedModelError("the model gives no logits for its tokens, so it has no loss")
+    return logits
