@@ -3,7 +3,6 @@
     python benchmarks/streaming.py make qwen3-30b-a3b /tmp/big --layers 24
     python benchmarks/streaming.py make deepseek-v3 /tmp/big
     python benchmarks/streaming.py inspect /tmp/big --tokens 4096 [--memory 8G] [--no-jumps]
-    python benchmarks/streaming.py audit /tmp/big --tokens 1024
 
 The limit is one read of the file at the speed of the disk, measured on a part that is not cached,
 plus the operations of the forward passes at the measured speed of a matrix product of the shape of
@@ -27,6 +26,7 @@ import torch
 from transformers import DeepseekV3Config, Qwen3MoeConfig
 
 from tieline.hf.demo import load_demo_tokenizer
+from tieline.hf.loading import read_shape
 from tieline.hf.shards import open_shards
 
 Tensors = Iterator[tuple[str, tuple[int, ...], str]]
@@ -269,9 +269,8 @@ def product_speed(rows: int, inner: int, columns: int) -> float:
 def operations(folder: Path, tokens: int, length: int) -> float:
     """Operations of a forward pass without the head, one multiplication and addition as two."""
     config = json.loads((folder / "config.json").read_text())
-    shards, total = open_shards(folder), 0.0
-    experts = config.get("num_experts") or config.get("n_routed_experts")
-    share = config["num_experts_per_tok"] / experts
+    shards, total, shape = open_shards(folder), 0.0, read_shape(folder)
+    share = shape.k / shape.n_experts
     for name, stored in shards.tensors.items():
         if name.endswith("weight") and ".layers." in name and len(stored.shape) == 2:
             total += np.prod(stored.shape) * (share if ".experts." in name else 1.0)
@@ -287,11 +286,9 @@ def measure(command: str, folder: Path, options: argparse.Namespace) -> dict[str
 
     forget(folder)
     disk = disk_speed(folder)
-    config = json.loads((folder / "config.json").read_text())
-    experts = config.get("num_experts") or config.get("n_routed_experts")
-    rows = options.batch_size * options.length * config["num_experts_per_tok"] // experts
-    wide = 2 * config["moe_intermediate_size"]
-    speed = product_speed(max(1, rows), config["hidden_size"], wide)
+    shape = read_shape(folder)
+    rows = options.batch_size * options.length * shape.k // shape.n_experts
+    speed = product_speed(max(1, rows), shape.hidden, 2 * shape.width)
     forget(folder)
     ops, size = operations(folder, options.tokens, options.length), open_shards(folder).size
     told: list[tuple[int, int]] = []

@@ -17,6 +17,7 @@ SMALL = {
     "tokens": 100,
     "batch_size": 2,
     "sequence_length": 16,
+    "noise": False,
     "settings": MeasureSettings(sigmas=(1e-2,), precisions=("bf16",)),
     "jump_settings": JumpSettings(near=8, random=8),
 }

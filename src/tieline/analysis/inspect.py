@@ -9,6 +9,7 @@ saved trace or summary is measured without a model, so its jumps stay unmeasured
 """
 
 import hashlib
+import json
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -18,8 +19,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from torch import Tensor, nn
 
+from tieline._version import __version__
 from tieline.analysis.calibration import most_first, tokens_needed
 from tieline.analysis.findings import findings, metrics, verdict
 from tieline.analysis.inspection import Inspection, LayerJumps, NoiseReport, TextSample
@@ -40,11 +43,13 @@ from tieline.analysis.sources import (
     load,
     source_kind,
 )
+from tieline.analysis.stream_state import RunState
 from tieline.analysis.streamed import StreamedLayers
 from tieline.analysis.swap import BlockSampler, block_of
 from tieline.analysis.text import TokenisedText, text_sample, token_texts, tokenise
 from tieline.core.errors import ParameterError, require
 from tieline.core.numerics import one_thread
+from tieline.core.records import to_plain
 from tieline.geometry.measure_records import MeasureSettings
 from tieline.geometry.measures import RoutingMeasures, measure, measure_summary
 from tieline.hf.capture import capture
@@ -88,6 +93,7 @@ def inspect(
     stream: bool | None = None,
     memory: int | None = None,
     keep: bool = True,
+    resume: bool = False,
     settings: MeasureSettings | None = None,
     jump_settings: JumpSettings | None = None,
     progress: Progress | None = None,
@@ -121,6 +127,7 @@ def inspect(
             default where they exceed the free memory.
         memory: bytes of memory that a streamed model may take, by default what is free.
         keep: whether files that are fetched from the hub for a streamed model stay.
+        resume: whether a streamed run goes on where a killed one with the same settings was.
         settings: grids and formats of the measures.
         jump_settings: sizes of the samples and levels; its seed is replaced by `seed`.
         progress: called with stage, done and total while the work goes on.
@@ -152,7 +159,7 @@ def inspect(
     sampler = run.sampler(plan) if jumps else None
     facts = _facts(tokenised, origin, batch_size, seed)
     wanted = _Wanted(noise, cut, softly, seed)
-    work = _Work(loaded.stream, plan, settings, facts, clock, loss_jumps, wanted)
+    work = _Work(loaded.stream, plan, settings, facts, clock, loss_jumps, wanted, resume)
     ways = _streamed if loaded.stream is not None else _in_memory
     trace, measures, found, extra = ways(run, sampler, work)
     facts = dict(trace.provenance) | ({"model": loaded.name} if loaded.name else {})
@@ -225,6 +232,7 @@ def _in_memory(run: "_Run", sampler: BlockSampler | None, work: "_Work") -> _Fou
 def _streamed(run: "_Run", sampler: BlockSampler | None, work: "_Work") -> _Found:
     """Measure each layer while it is in memory."""
     assert work.stream is not None
+    require(not work.losses, "what flips do to the loss needs the model in memory: no loss_jumps")
     model, names = run.model, run.names
     keep = "inputs" if inputs_fit(model, names[:1], run.tokens) else "scores"
     ids = list(batches(run.text.sequences, run.batch_size))
@@ -233,14 +241,29 @@ def _streamed(run: "_Run", sampler: BlockSampler | None, work: "_Work") -> _Foun
         if sampler is not None:
             stack.enter_context(sampler.watching(seen))
         settings, matrices = work.settings or MeasureSettings(), partial(linear_weights, model)
-        layers = StreamedLayers(work.stream, seen, names, settings, matrices, sampler, work.plan)
+        state = _state(run, work, keep, jumps=sampler is not None)
+        parts = (settings, matrices, sampler, work.plan, state)
+        layers = StreamedLayers(work.stream, seen, names, *parts)
         layers.run(ids, partial(run.progress, "streaming"))
         trace = seen.trace()
+        state.clear()
     trace = replace(trace, provenance={**trace.provenance, **work.facts})
     none = LayerJumps("", None, NO_JUMPS)
     jumps = [layers.jumps.get(one.name, replace(none, name=one.name)) for one in trace.layers]
     noise = NoiseReport((), "not measured: weights that are streamed cannot be rounded")
     return _Found(trace, layers.measures(trace), tuple(jumps), {"noise": noise})
+
+
+def _state(run: "_Run", work: "_Work", keep: str, jumps: bool) -> RunState:
+    """What is kept of the run while it goes on, under all that its numbers depend on."""
+    assert work.stream is not None
+    plans = [to_plain(work.settings or MeasureSettings()), to_plain(work.plan)]
+    groups = {unit: group.count for unit, group in work.stream.groups.items()}
+    versions = [__version__, torch.__version__, transformers.__version__]
+    config = json.loads(work.stream.model.config.to_json_string())
+    settings = [plans, groups, versions, config, keep, jumps, list(run.names)]
+    facts = {"run": work.facts, "settings": settings, "dtype": str(work.stream.model.dtype)}
+    return RunState(facts, work.stream.weights.shards, work.resume)
 
 
 class _Work(NamedTuple):
@@ -253,6 +276,7 @@ class _Work(NamedTuple):
     clock: "_Clock"
     losses: bool
     wanted: _Wanted
+    resume: bool = False
 
 
 def _plan(settings: JumpSettings | None, seed: int, loss_jumps: bool) -> JumpSettings:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tieline.analysis.inspection import LayerJumps
 from tieline.analysis.jump import JumpSettings, measure_jumps
+from tieline.analysis.stream_state import RunState
 from tieline.analysis.swap import BlockSampler
 from tieline.core.numerics import one_thread
 from tieline.geometry.measure_records import MeasureSettings
@@ -25,6 +26,7 @@ from tieline.geometry.measures import (
 )
 from tieline.hf.capture import Recorder
 from tieline.hf.running import forward
+from tieline.hf.stream_resume import Journal
 from tieline.hf.streaming import ModelStream
 from tieline.trace.record import RoutingTrace
 
@@ -46,6 +48,7 @@ class StreamedLayers:
         matrices: reads the matrices of linear routers.
         sampler: what looks at the blocks; None if no jumps are asked for.
         plan: of the jumps.
+        state: keeps what is found on disk; None to keep nothing.
     """
 
     stream: ModelStream
@@ -55,23 +58,57 @@ class StreamedLayers:
     matrices: Matrices
     sampler: BlockSampler | None
     plan: JumpSettings
+    state: RunState | None = None
     measured: dict[str, MeasuredLayer] = field(default_factory=dict)
     jumps: dict[str, LayerJumps] = field(default_factory=dict)
+    _left: list[str] = field(default_factory=list)
+    _journal: Journal | None = None
 
     def run(self, batches: list[Ids], told: Callable[[int, int], None]) -> None:
-        """Run all batches without the head, and measure every layer."""
+        """Run all batches without the head, and measure every layer that was not yet."""
         jobs: list[Callable[[], Any]] = [partial(forward, self.stream.model, b) for b in batches]
+        weights, state = self.stream.weights, self.state
+        replay = None if state is None else state.replay(weights)
+        self._left = [] if replay is None else list(replay.left)
+        self._journal = None if state is None else Journal(weights)
         self.stream.run(
-            [partial(_nothing, job) for job in jobs], done=self.left, told=told, head=False
+            [partial(_nothing, job) for job in jobs],
+            done=self.left,
+            told=told,
+            head=False,
+            journal=self._journal,
+            replay=replay,
+            begun=self._restore,
         )
 
+    def _restore(self) -> None:
+        """Take what an earlier run found in the units that it has left."""
+        for unit in self._left:
+            for number, name in self._routers(unit):
+                assert self.state is not None
+                layer, self.measured[name], jumps = self.state.router(number)
+                self.recorder.restore(layer)
+                if jumps is not None:
+                    self.jumps[name] = jumps
+
+    def _routers(self, unit: str) -> list[tuple[int, str]]:
+        """Routers in a unit, with their numbers."""
+        inside = [(i, n) for i, n in enumerate(self.names) if f"{n}.".startswith(f"{unit}.")]
+        return [(number, name) for number, name in inside if unit]
+
     def left(self, unit: str) -> None:
-        """Measure the routers in a unit that all batches have left."""
-        for name in self.names:
-            if name == unit or name.startswith(f"{unit}."):
-                trace = self.recorder.layer(name)
-                if trace is not None:
-                    self._measure(unit, name, trace)
+        """Measure the routers in a unit that all batches have left, and keep where they stand."""
+        for number, name in self._routers(unit):
+            trace = self.recorder.layer(name)
+            if trace is not None:
+                self._measure(unit, name, trace)
+                if self.state is not None:
+                    found = self.measured[name], self.jumps.get(name)
+                    self.state.keep_router(number, trace, *found)
+        self._left.append(unit)
+        journal, finished = self._journal, unit in self.stream.weights.layers
+        if self.state is not None and journal is not None and journal.usable and finished:
+            self.state.keep_pass(journal, self._left)
 
     def _measure(self, unit: str, name: str, trace: RoutingTrace) -> None:
         layer, matrix = trace.layers[0], self.matrices(trace).get(name)

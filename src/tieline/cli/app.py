@@ -66,6 +66,7 @@ __all__ = [
     "Memory",
     "ModelName",
     "Overwrite",
+    "Resume",
     "Revision",
     "Seed",
     "Stream",
@@ -176,6 +177,10 @@ Stream = Annotated[
 Memory = Annotated[
     str | None,
     typer.Option(metavar="8G", help="Memory that a streamed model may take; by default all free."),
+]
+Resume = Annotated[
+    bool,
+    typer.Option("--resume", help="Go on where a killed streamed run with the same options was."),
 ]
 Keep = Annotated[
     bool,

@@ -30,6 +30,7 @@ from tieline.cli.app import (
     Keep,
     Memory,
     Overwrite,
+    Resume,
     Revision,
     Seed,
     Stream,
@@ -135,6 +136,7 @@ def inspect(
     yes: Annotated[
         bool, typer.Option("--yes", help="Agree to more than ten times the ordinary pass.")
     ] = False,
+    resume: Resume = False,
     trust_remote_code: TrustRemoteCode = False,
     debug: Debug = False,
 ) -> None:
@@ -162,6 +164,7 @@ def inspect(
         "stream": stream,
         "memory": memory_size(memory),
         "keep": keep,
+        "resume": resume,
     }
     with progress_bars() as progress:
         from tieline.analysis.findings import metric_names

@@ -51,7 +51,14 @@ from tieline.hf.families import HANDLER, RouterFamily, chosen_routers, family_of
 from tieline.hf.precision import precision_name, stored_in
 from tieline.hf.router_call import RouterOutput, read_output
 from tieline.hf.selection import Selection, at_least_single, restrict, select
-from tieline.trace.record import LayerFacts, LayerTrace, RoutingTrace, check_epsilons, concatenate
+from tieline.trace.record import (
+    LayerFacts,
+    LayerTrace,
+    RoutingTrace,
+    check_epsilons,
+    concatenate,
+    take_tokens,
+)
 
 
 @dataclass(frozen=True)
@@ -457,6 +464,14 @@ class Recorder:
             parts.append(self._trace((one.layers[name],), one.batch))
             one.layers[name] = replace(one.layers[name], inputs=None)
         return concatenate(parts) if parts else None
+
+    def restore(self, layer: LayerTrace) -> None:
+        """Take a layer that an earlier run recorded, for the passes that are under way."""
+        start = 0
+        for one in self._open.values():
+            stop = start + len(one.batch.tokens)
+            one.layers[layer.name] = take_tokens(layer, slice(start, stop))
+            start = stop
 
     def trace(self) -> RoutingTrace:
         """Return the routing of all tokens so far, in the order of the passes."""

@@ -31,11 +31,13 @@ class Pass(threading.Thread):
         at: the place where it is parked; None before it begins and after it has ended.
         result: what it returned, once it has ended.
         ended: whether it has.
+        number: its place among the passes.
     """
 
-    def __init__(self, job: Callable[[], Any], scope: Scope | None = None) -> None:
-        """Run `job`, under `scope` while it runs."""
+    def __init__(self, job: Callable[[], Any], scope: Scope | None = None, number: int = 0) -> None:
+        """Run `job`, under `scope` while it runs, as the pass of this number."""
         super().__init__(daemon=True)
+        self.number = number
         self._job, self._scope = job, scope or nullcontext
         self._inside: AbstractContextManager[Any] = nullcontext()
         self._turn, self._back = threading.Semaphore(0), threading.Semaphore(0)
@@ -105,9 +107,8 @@ class Lockstep:
         self, jobs: Sequence[Callable[[], Any]], scopes: Sequence[Scope | None] | None = None
     ) -> None:
         """Make one pass of each job, each under its scope."""
-        self.passes = [
-            Pass(job, scope) for job, scope in zip(jobs, scopes or [None] * len(jobs), strict=True)
-        ]
+        pairs = zip(jobs, scopes or [None] * len(jobs), strict=True)
+        self.passes = [Pass(job, scope, number) for number, (job, scope) in enumerate(pairs)]
 
     def go_all(self, place: Hashable | None = None) -> None:
         """Let those that are parked at `place` go on, one after the other, in their order."""

@@ -21,6 +21,7 @@ from tieline.core.errors import UnsupportedModelError, require
 from tieline.hf.changes import subclass, swapped_class
 from tieline.hf.expert_groups import ExpertGroups
 from tieline.hf.lockstep import Lockstep, Scope, current_pass
+from tieline.hf.stream_resume import Journal, Replay
 from tieline.hf.stream_weights import Weights
 
 Done = Callable[[str], None]
@@ -73,6 +74,9 @@ class ModelStream:
         told: Told | None = None,
         scopes: Sequence[Scope | None] | None = None,
         head: bool = True,
+        journal: Journal | None = None,
+        replay: Replay | None = None,
+        begun: Callable[[], None] | None = None,
     ) -> list[Any]:
         """Run all jobs in lockstep and return what they return.
 
@@ -82,17 +86,27 @@ class ModelStream:
             told: called with the bytes read so far and those of the whole.
             scopes: what is in force while a job runs and not while it waits, for each job.
             head: whether the output head is read and run; without it the logits mean nothing.
+            journal: keeps what a later run needs to go on.
+            replay: units that an earlier run has left, which are not read again.
+            begun: called once all jobs stand at the first unit that is read.
         """
         together, led = Lockstep(jobs, scopes), _Led(self, done, told)
         with ExitStack() as stack:
             stack.callback(led.drop)
             stack.callback(together.close)
-            stack.enter_context(self._parking(head))
+            skipped = set() if replay is None else {*replay.left}
+            stack.enter_context(self._parking(skipped | (set() if head else {self.head})))
+            if journal is not None:
+                stack.enter_context(journal.watching())
+            if replay is not None:
+                stack.enter_context(replay.in_force())
             if not head:
                 stack.enter_context(self._headless())
-            if self._first is not None:  # forwards look at the device of the embedding
-                led.enter(self._first)
+            if self._first is not None and self._first not in skipped:
+                led.enter(self._first)  # forwards look at the device of the embedding
             together.go_all()
+            if begun is not None:
+                begun()
             while together.places:
                 self._lead(together, led)
             led.leave()
@@ -131,8 +145,8 @@ class ModelStream:
             together.close()
 
     @contextmanager
-    def _parking(self, head: bool) -> Iterator[None]:
-        """Let passes park where they enter a unit."""
+    def _parking(self, without: set[Any]) -> Iterator[None]:
+        """Let passes park where they enter a unit, except these."""
 
         def park(name: str) -> Callable[..., None]:
             def hook(module: nn.Module, args: object) -> None:
@@ -144,7 +158,7 @@ class ModelStream:
 
         with ExitStack() as stack:
             for name, module in self.weights.units.items():
-                if name == self.head and not head:
+                if name in without:
                     continue
                 # before all other hooks: those may look at the weights
                 handle = module.register_forward_pre_hook(park(name), prepend=True)

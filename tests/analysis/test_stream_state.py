@@ -1,0 +1,107 @@
+"""A streamed inspection that was killed goes on where it was, to the same numbers."""
+
+import json
+import os
+import random
+import signal
+import time
+
+import pytest
+
+from tests.analysis.test_streamed import SMALL
+from tests.hf.test_streaming import FAMILIES, saved
+from tests.hf.tiny_whole import WHOLE
+from tieline.analysis import stream_state
+from tieline.analysis.inspect import inspect
+from tieline.hf.loading import load_model
+from tieline.trace.record import identical
+
+pytestmark = pytest.mark.usefixtures("single_thread")
+
+
+class Killed(BaseException):
+    """Stands for the end of a process: nothing of ours catches it."""
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(stream_state, "cache_folder", lambda name: tmp_path / "cache" / name)
+
+
+def killed_after(folder, reads):
+    """Inspect until so many units were read, and die."""
+    count = 0
+
+    def progress(stage, done, total):
+        nonlocal count
+        count += 1
+        if count > reads:
+            raise Killed
+
+    with pytest.raises(Killed):
+        inspect(load_model(folder, stream=True, dtype="fp32"), progress=progress, **SMALL)
+
+
+def goes_on(folder, reads, tmp_path):
+    whole = inspect(load_model(folder, stream=True, dtype="fp32"), **SMALL)
+    killed_after(folder, reads)
+    loaded = load_model(folder, stream=True, dtype="fp32")
+    found = inspect(loaded, resume=True, **SMALL)
+    assert identical(whole.trace, found.trace)
+    assert whole.measures.to_dict() == found.measures.to_dict()
+    assert (whole.jumps, whole.metrics) == (found.jumps, found.metrics)
+    assert not any((tmp_path / "cache" / "streams").iterdir())
+    return loaded.stream.weights
+
+
+@pytest.mark.parametrize("reads", [1, 2, 3])
+def test_a_killed_run_goes_on_without_reading_finished_layers_again(reads, tmp_path):
+    weights = goes_on(saved(tmp_path / "model", "olmoe", vocab_size=512), reads, tmp_path)
+    units = list(weights.units)  # embedding, two layers, norm, head
+    finished = 0 if reads == 1 else reads
+    again = [name for name in units[:-1] if units.index(name) >= finished]
+    assert weights.shards.bytes_read == sum(weights.stored(name) for name in again)
+
+
+LARGER = {"gemma4": {"vocab_size_per_layer_input": 512}}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_goes_on_to_the_same_bits(family, tmp_path):
+    if family in WHOLE:
+        pytest.skip("its small model has fewer words than the tokenizer")
+    changes = {"vocab_size": 512} | LARGER.get(family, {})
+    goes_on(saved(tmp_path / "model", family, **changes), 2, tmp_path)
+
+
+def inspected_and_killed(folder, seconds):
+    """Inspect in a process of its own, which is killed after so long; whether it had ended."""
+    child = os.fork()
+    if not child:
+        inspect(load_model(folder, stream=True, dtype="fp32"), resume=True, **SMALL)
+        os._exit(0)
+    time.sleep(seconds)
+    os.kill(child, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_killed_at_any_moment_the_next_run_goes_on(tmp_path):
+    folder = saved(tmp_path / "model", "olmoe", vocab_size=512, num_hidden_layers=6)
+    began = time.perf_counter()
+    whole = inspect(load_model(folder, stream=True, dtype="fp32"), **SMALL)
+    took, moments, kills = time.perf_counter() - began, random.Random(0), 0
+    layer = max(map(load_model(folder, stream=True).stream.weights.stored, ["model.layers.0"]))
+    for _ in range(20):
+        kills += not inspected_and_killed(folder, moments.uniform(0, took))
+        states = list((tmp_path / "cache" / "streams").glob("*/last/state.json"))
+        left = json.loads(states[0].read_text())["left"] if states else []
+        loaded = load_model(folder, stream=True, dtype="fp32")
+        found = inspect(loaded, resume=True, **SMALL)
+        assert identical(whole.trace, found.trace)
+        assert (whole.jumps, whole.metrics) == (found.jumps, found.metrics)
+        weights = loaded.stream.weights
+        needed = sum(weights.stored(n) for n in weights.units if n not in {*left, "lm_head"})
+        assert needed <= weights.shards.bytes_read <= needed + layer
+    assert kills >= 5
