@@ -98,12 +98,14 @@ EXTRAS = {
     "transformers": "hf",
     "plotly": "report",
     "matplotlib": "report",
+    "jinja2": "report",
     "numba": "tropical",
     "highspy": "tropical",
     "accelerate": "train",
     "PIL": "train",
     "sklearn": "estimation",
     "joblib": "cluster",
+    "dask": "cluster",
     "distributed": "cluster",
 }
 """The optional dependency that installs each package."""
@@ -312,9 +314,10 @@ def _last_words(problem: BaseException, command: Callable[..., None]) -> tuple[i
         return BAD_INPUT, f"error: {problem}"
     if isinstance(problem, MemoryError) or NO_MEMORY in str(problem):
         return BAD_INPUT, f"error: not enough memory: {problem}"
-    package = getattr(problem, "name", None) or ""
-    if isinstance(problem, ModuleNotFoundError) and package in EXTRAS:
-        extra = "train" if command.__name__ == "train" else EXTRAS[package]
+    extra = EXTRAS.get((getattr(problem, "name", None) or "").partition(".")[0])
+    if isinstance(problem, ModuleNotFoundError) and extra:
+        if command.__name__ == "train" and extra == "hf":
+            extra = "train"  # which brings transformers and what training needs besides
         return BAD_INPUT, f"error: {problem}: pip install 'tieline[{extra}]'"
     return OUR_BUG, f"this is a bug of tieline: {type(problem).__name__}: {problem}"
 
