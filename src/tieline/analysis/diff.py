@@ -44,6 +44,7 @@ from tieline.analysis.text import tokenise
 from tieline.core.errors import TraceError, UnsupportedModelError, require
 from tieline.core.numerics import one_thread
 from tieline.core.statistics import clustered_error, k3
+from tieline.engines.registry import split_side
 from tieline.hf.capture import capture
 from tieline.hf.emulate import FORMATS, Parts, emulate
 from tieline.hf.loading import LoadedModel, use_experts
@@ -81,6 +82,10 @@ def diff(
     k: int | None = None,
     partial: bool = False,
     expect: str | None = None,
+    tokenizer: str | None = None,
+    engine_python: str | Path | None = None,
+    engine_defaults: bool = False,
+    dequantise: bool = True,
     progress: Progress | None = None,
 ) -> RoutingDiff:
     """Compare how two runs route the same tokens, and whether near-ties explain the differences.
@@ -89,7 +94,8 @@ def diff(
 
     Args:
         a: the reference: a hub id, a folder, "demo", `(model, tokenizer)`, a trace, the folder
-            of a trace, or a file of routes. Names and numbers of the result are its own.
+            of a trace, a file of routes, or a model in an engine: "vllm:MODEL", "mlx:MODEL",
+            "llama.cpp:FILE.gguf". Names and numbers of the result are its own.
         b: the other run, likewise.
         text: what two models run on: a str, the Path of a file, or None for the text in the box.
         tokens: how many tokens of it.
@@ -115,16 +121,38 @@ def diff(
             "fp16", "fp8", "int8", "int4" or another name of `hf.emulate.FORMATS`; by default what
             both sides recorded. Where a model in float32 is at hand, it runs once more in that
             format on up to 4,096 tokens, to see what the format does to these scores.
+        tokenizer: model whose tokenizer cuts the text where no side has one (GGUF files).
+        engine_python: the Python that the engine is installed in.
+        engine_defaults: leave all settings of engines as they have them.
+        dequantise: where an engine ran a quantised model beside the original, also run its
+            dequantised weights in transformers: what the format costs, and what the engine adds.
         progress: called with stage, done and total while the work goes on.
     """
     load = {"device": device, "trust_remote_code": trust_remote_code}
     sides = (
-        _Named("A", a, dtype_a, experts_impl_a, revision_a, load),
-        _Named("B", b, dtype_b, experts_impl_b, revision_b, load),
+        NamedSide("A", a, dtype_a, experts_impl_a, revision_a, load),
+        NamedSide("B", b, dtype_b, experts_impl_b, revision_b, load),
     )
-    models = [side.checked_kind() == "model" for side in sides]
+    kinds = [side.checked_kind() for side in sides]
+    models = [kind == "model" for kind in kinds]
     if expect is not None:
         read_format(expect)
+    if "engine" in kinds:
+        from tieline.analysis.engine_diff import EngineSettings, diff_engines
+
+        require(not replay, "replay is for two models: an engine's routes are not replayed")
+        require(batch_b is None, "batch_b is for two models: engines run documents one by one")
+        settings = EngineSettings(tokenizer, engine_python, engine_defaults, dequantise)
+        run = Running(batch_size, expect, progress)
+        shape = (n_experts, k)
+        found = diff_engines(
+            sides, text, tokens, sequence_length, run, settings, partial=partial, shape=shape
+        )
+        return _with_names(found, sides)
+    told = (tokenizer, engine_python, engine_defaults)
+    require(
+        told == (None, None, False), "tokenizer, engine_python and engine_defaults are for engines"
+    )
     require(
         text is None or all(models),
         "a text is for two models: a model beside a trace runs on the tokens of the trace",
@@ -140,6 +168,11 @@ def diff(
     else:
         first, second = (side.trace(n_experts, k) for side in sides)
         found = _diff_traces(first, second, partial, expect)
+    return _with_names(found, sides)
+
+
+def _with_names(found: RoutingDiff, sides: "tuple[NamedSide, NamedSide]") -> RoutingDiff:
+    """The result with the names of both sides in its provenance."""
     facts: dict[str, Any] = dict(found.provenance)
     for key, side in zip("ab", sides, strict=True):
         facts[key] = facts[key] | side.told()
@@ -169,7 +202,7 @@ class Running(NamedTuple):
     batch_b: int | None = None
 
 
-class _Named(NamedTuple):
+class NamedSide(NamedTuple):
     """One side as the caller named it, with its settings."""
 
     side: str
@@ -181,6 +214,9 @@ class _Named(NamedTuple):
 
     @property
     def kind(self) -> str:
+        """What the side is: "engine", "model", "trace", "file" or "result"."""
+        if split_side(self.source) is not None:
+            return "engine"
         if isinstance(self.source, str | Path):
             return source_kind(self.source)
         return "trace" if isinstance(self.source, RoutingTrace) else "model"
@@ -190,6 +226,10 @@ class _Named(NamedTuple):
         read_dtype(self.dtype)
         kind, settings = self.kind, (self.dtype, self.experts, self.revision)
         require(kind != "result", f"{self.source} is a saved result: diff takes traces and models")
+        if kind == "engine":
+            words = f"experts and revision of {self.side} are for models, not engines"
+            require(settings[1:] == (None, None), words)
+            return kind
         require(
             kind == "model" or settings == ("auto", None, None),
             f"dtype, experts and revision of {self.side} are for models, and {self.source!s:.80} "
@@ -198,6 +238,7 @@ class _Named(NamedTuple):
         return kind
 
     def trace(self, n_experts: int | None, k: int | None) -> RoutingTrace:
+        """The saved run."""
         if isinstance(self.source, RoutingTrace):
             return self.source
         return read_routes(self.source, n_experts, k)
@@ -219,11 +260,12 @@ class _Named(NamedTuple):
         """The name of the side, for the record."""
         if not isinstance(self.source, str | Path):
             return {}
-        return {"model" if self.kind == "model" else "file": str(self.source)}
+        named = self.kind in ("model", "engine")
+        return {"model" if named else "file": str(self.source)}
 
 
 def _two_models(
-    sides: tuple[_Named, _Named],
+    sides: tuple[NamedSide, NamedSide],
     text: Text,
     tokens: int,
     length: int,
@@ -261,7 +303,7 @@ def with_split(found: RoutingDiff, split: ReplaySplit) -> RoutingDiff:
 
 
 def _beside(
-    sides: tuple[_Named, _Named],
+    sides: tuple[NamedSide, NamedSide],
     place: int,
     n_experts: int | None,
     k: int | None,
@@ -281,7 +323,7 @@ def _beside(
     )
     traces = (own, trace) if place == 0 else (trace, own)
     expected = expected_format(run.expect, traces[0].provenance, traces[1].provenance)
-    reference = _reference((side,), (own,), sequences, expected, run.batch_size)
+    reference = reference_run((side,), (own,), sequences, expected, run.batch_size)
     if reference is not None:
         reference = replace(
             reference, documents=torch.tensor(documents)[reference.documents.long()]
@@ -293,24 +335,33 @@ REFERENCE_TOKENS = 4096
 """Tokens on which a model runs once more in the format that is expected."""
 
 
-def _reference(
+def reference_run(
     sides: Sequence["Side"],
     traces: Sequence[RoutingTrace],
     sequences: Sequence[Int[Tensor, " _"]],
     expected: Expected | None,
     batch_size: int,
+    parts: Parts | None = None,
 ) -> RoutingTrace | None:
     """A run of a model in the expected format, next to its own run in float32.
 
     None where nothing is expected, nothing can be emulated, or no model runs in float32.
+
+    Args:
+        sides: the models.
+        traces: their own runs.
+        sequences: token ids.
+        expected: the format.
+        batch_size: sequences per forward pass.
+        parts: what is in that format; by default what a side emulates in it, else all.
     """
     exact = [
         place for place, trace in enumerate(traces) if recorded_format(trace.provenance) == "fp32"
     ]
     if expected is None or expected.name not in FORMATS or not exact:
         return None
-    parts: list[Parts] = [side.parts for side in sides if side.emulated == expected.name]
-    side = Side(sides[exact[0]].model, expected.name, parts[0] if parts else "all")
+    told: list[Parts] = [side.parts for side in sides if side.emulated == expected.name]
+    side = Side(sides[exact[0]].model, expected.name, parts or (told[0] if told else "all"))
     lengths = np.cumsum([len(sequence) for sequence in sequences])
     count = max(1, int(np.searchsorted(lengths, REFERENCE_TOKENS, side="right")))
     try:
@@ -433,7 +484,7 @@ def diff_models(
     sizes = batch_size, batch_b or batch_size
     for ids in batches(sequences, max(sizes)):
         (trace_a, logits_a), (trace_b, logits_b) = (
-            _run_in(side, ids, size) for side, size in zip((a, b), sizes, strict=True)
+            run_in_passes(side, ids, size) for side, size in zip((a, b), sizes, strict=True)
         )
         parts[0].append(trace_a)
         parts[1].append(trace_b)
@@ -444,12 +495,12 @@ def diff_models(
             progress("forward", done, total)
     traces = [concatenate(part, documents="renumber") for part in parts]
     expected = expected_format(expect, traces[0].provenance, traces[1].provenance)
-    reference = _reference((a, b), traces, sequences, expected, batch_size)
+    reference = reference_run((a, b), traces, sequences, expected, batch_size)
     ran = time.perf_counter()
     with one_thread():
         found = compare(*traces, reference=reference)
     timings = {"forward": ran - started, "compare": time.perf_counter() - ran}
-    return summed_up(found, _of_logits(found, distances), timings, expected)
+    return summed_up(found, logits_of(found, distances), timings, expected)
 
 
 def trace_model(
@@ -471,7 +522,7 @@ def trace_model(
     """
     total, done, parts = sum(map(len, sequences)), 0, []
     for ids in batches(sequences, batch_size):
-        parts.append(_run(side, ids)[0])
+        parts.append(run_batch(side, ids)[0])
         done += ids.numel()
         if progress is not None:
             progress("forward", done, total)
@@ -509,16 +560,16 @@ def sequences_of(trace: RoutingTrace) -> tuple[list[Int[Tensor, " _"]], list[int
     return sequences, numbers
 
 
-def _run_in(side: Side, ids: Tensor, size: int) -> tuple[RoutingTrace, Any]:
+def run_in_passes(side: Side, ids: Tensor, size: int) -> tuple[RoutingTrace, Any]:
     """Routing and logits of a batch that is run in passes of so many rows."""
-    traces, logits = zip(*(_run(side, part) for part in ids.split(size)), strict=True)
+    traces, logits = zip(*(run_batch(side, part) for part in ids.split(size)), strict=True)
     if len(traces) == 1:
         return traces[0], logits[0]
     whole = None if any(part is None for part in logits) else torch.cat(logits)
     return concatenate(traces, documents="renumber"), whole
 
 
-def _run(side: Side, ids: Tensor) -> tuple[RoutingTrace, Any]:
+def run_batch(side: Side, ids: Tensor) -> tuple[RoutingTrace, Any]:
     """The routing of one batch, and the logits if there are any."""
     # entered for the run of this side alone: the emulation rounds whatever runs inside it
     format_ = (
@@ -544,7 +595,8 @@ def _with(
     return [*distances, token_distances(a, b, ids)]
 
 
-def _of_logits(found: Compared, distances: list[TokenDistances] | None) -> LogitsDiff | None:
+def logits_of(found: Compared, distances: list[TokenDistances] | None) -> LogitsDiff | None:
+    """Sum up the distances of A's tokens, over those that were compared."""
     if not distances:
         return None
     joined = TokenDistances(*(torch.cat(column) for column in zip(*distances, strict=True)))

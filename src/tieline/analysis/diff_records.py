@@ -8,6 +8,7 @@
     ├─ causes          `Causes`: three questions answered, with the patterns found
     ├─ tokens          `TokenDiff`: tokens over all layers, first divergent layer, compounding
     ├─ logits          `LogitsDiff` where two models were run
+    ├─ dequantised     `DequantisedSplit` where an engine ran a quantised model
     └─ findings        `Finding`s, most severe first
 
 A section that the inputs cannot give is None, and its `status` says why.
@@ -329,6 +330,50 @@ class LogitsDiff:
     tokens: int
 
 
+@dataclass(frozen=True)
+class DequantisedSplit:
+    """A quantised side split by its dequantised weights, run by transformers in float32.
+
+    Attributes:
+        side: the quantised side, "A" or "B".
+        bits: bits per weight of the quantised form; None if unknown.
+        format_flips: tokens that flip between the original and the dequantised weights, by layer:
+            what the format costs.
+        engine_flips: tokens that flip between the dequantised weights and the engine, by layer:
+            what the engine adds.
+        format_any: tokens that flip by the format in at least one layer.
+        engine_any: the same for the engine.
+        format_kl: mean KL of the predictions of original and dequantised, in nats; None without.
+        engine_kl: the same for dequantised and engine.
+    """
+
+    side: str
+    bits: float | None
+    format_flips: tuple[Share, ...]
+    engine_flips: tuple[Share, ...]
+    format_any: Share
+    engine_any: Share
+    format_kl: float | None
+    engine_kl: float | None
+
+    @property
+    def words(self) -> str:
+        """The split in one sentence."""
+        weights = "" if self.bits is None else f" ({self.bits:.3g} bits per weight)"
+        parts = [
+            f"{share.count:,} tokens ({100 * (share.value or 0.0):.2g} %)"
+            + ("" if kl is None else f" and {kl:.2g} nats")
+            for share, kl in (
+                (self.format_any, self.format_kl),
+                (self.engine_any, self.engine_kl),
+            )
+        ]
+        return (
+            f"{self.side} is quantised{weights}: its weights, dequantised and run by transformers, "
+            f"already flip {parts[0]}; the engine adds {parts[1]}"
+        )
+
+
 @dataclass(frozen=True, repr=False)
 class RoutingDiff(Result):
     """How two runs route the same tokens.
@@ -348,6 +393,8 @@ class RoutingDiff(Result):
         timings: seconds per stage.
         causes: whether ties explain the differences; None in files of earlier releases.
         replay: the KL with A's routes replayed in B; None unless it was asked for.
+        dequantised: what the format of a quantised side costs and what its engine adds; None
+            unless an engine ran a quantised model beside the original.
         traces: the routing of A and of B; not part of the JSON.
     """
 
@@ -364,6 +411,7 @@ class RoutingDiff(Result):
     timings: dict[str, float]
     causes: Causes | None = None
     replay: ReplaySplit | None = None
+    dequantised: DequantisedSplit | None = None
     traces: tuple[RoutingTrace, RoutingTrace] | None = field(
         default=None, metadata={"json": False}, compare=False
     )

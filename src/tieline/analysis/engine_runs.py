@@ -4,7 +4,6 @@
     list_engines      the engines, where they were found and how they are installed
     engine_tokens     the documents of token ids that an engine is to run
     known_words       texts of some tokens, by which a GGUF of another model is told
-    split_side        "vllm:MODEL" as engine and model
 
 The tokens come from a tokenizer of transformers, never from the engine, so that every engine runs
 the same. transformers itself is an engine like the others, but runs in this process.
@@ -169,17 +168,6 @@ def list_engines() -> EngineList:
             )
         )
     return EngineList(tuple(entries))
-
-
-def split_side(source: object) -> tuple[str, str] | None:
-    """Engine and model of a side such as "vllm:MODEL"; None for anything else."""
-    if not isinstance(source, str):
-        return None
-    engine, colon, model = source.partition(":")
-    if not colon or engine not in ENGINES:
-        return None
-    require(bool(model), f"{source!r} names no model: write {engine}:MODEL")
-    return engine, model
 
 
 def model_place(model: str | Path) -> str:

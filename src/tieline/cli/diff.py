@@ -1,5 +1,6 @@
 """tieline diff A B: whether two runs route alike and, if not, why."""
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -22,7 +23,10 @@ from tieline.cli.app import (
 from tieline.cli.deliver import Outputs, deliver, progress_bars
 from tieline.core.errors import ParameterError
 
-Source = "Folder of a trace, file of an engine (.npy, .npz, .safetensors, .csv, .jsonl), or model."
+Source = (
+    "Folder of a trace, file of an engine (.npy, .npz, .safetensors, .csv, .jsonl), model, or "
+    "model in an engine: vllm:MODEL, mlx:MODEL, llama.cpp:FILE.gguf."
+)
 Precision = "auto, fp32, bf16 or fp16; or bf16-emulated, int8-emulated, ...: computed in fp32."
 
 
@@ -60,6 +64,20 @@ def diff(
             "default what both sides recorded."
         ),
     ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Model whose tokenizer cuts the text, for two GGUFs.")
+    ] = None,
+    engine_python: Annotated[
+        Path | None, typer.Option(help="Python that the engine of a side is installed in.")
+    ] = None,
+    engine_defaults: Annotated[
+        bool,
+        typer.Option("--engine-defaults", help="All settings as engines have them by default."),
+    ] = False,
+    no_dequantise: Annotated[
+        bool,
+        typer.Option("--no-dequantise", help="Do not run dequantised weights in transformers."),
+    ] = False,
     batch_b: Annotated[
         int | None, typer.Option(help="Sequences per pass of B: batch invariance.", min=1)
     ] = None,
@@ -120,6 +138,10 @@ def diff(
             k=k,
             partial=partial,
             expect=expect,
+            tokenizer=tokenizer,
+            engine_python=engine_python,
+            engine_defaults=engine_defaults,
+            dequantise=not no_dequantise,
             replay=replay,
             batch_b=batch_b,
             progress=progress,

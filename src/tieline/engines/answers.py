@@ -26,6 +26,19 @@ from tieline.trace.record import LayerFacts, LayerTrace, RoutingTrace
 
 KEYS = ("tokens", "documents", "positions")
 SHAPES = {"picks": 3, "logits": 3, "weights": 3, "logprobs": 2}
+TOLD = (
+    "dtype",
+    "rounding",
+    "rounded",
+    "router",
+    "bits",
+    "architecture",
+    "versions",
+    "settings",
+    "timings",
+    "python",
+)
+"""Facts of a worker that go into the provenance of a trace."""
 KEPT_RANKS = 4
 """Ranks kept beyond k, as `tieline.capture` keeps them."""
 ROUNDING = 8 * float(np.finfo(np.float32).eps)
@@ -144,7 +157,7 @@ def trace_of(answer: Answer, provenance: Mapping[str, object], scores: bool = Tr
     if counts:
         told["ties"] = [one.tied for one in counts]
         told["off_scores"] = [one.off for one in counts]
-    for key in ("dtype", "bits", "architecture", "versions", "settings", "timings", "python"):
+    for key in TOLD:
         if facts.get(key) is not None:
             told[key] = facts[key]
     tokens, documents, positions = (torch.from_numpy(arrays[key].astype(np.int64)) for key in KEYS)

@@ -3,6 +3,7 @@
     ENGINES         records by name
     register        add one: a worker file and this record are all that another engine needs
     engine_named    the record, or an error that lists all
+    split_side      "vllm:MODEL" as engine and model
     find_python     the Python that an engine is installed in
     installed       every engine with its Python and versions
 
@@ -158,6 +159,17 @@ def engine_named(name: str) -> Engine:
     known = ", ".join(["transformers", *ENGINES])
     require(name in ENGINES, f"no engine is called {name!r:.40}; there are {known}")
     return ENGINES[name]
+
+
+def split_side(source: object) -> tuple[str, str] | None:
+    """Engine and model of a side such as "vllm:MODEL"; None for anything else."""
+    if not isinstance(source, str):
+        return None
+    engine, colon, model = source.partition(":")
+    if not colon or engine not in ENGINES:
+        return None
+    require(bool(model), f"{source!r} names no model: write {engine}:MODEL")
+    return engine, model
 
 
 def find_python(engine: Engine, asked: str | Path | None = None) -> Path:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -85,11 +85,16 @@ CAUSE_KINDS: tuple[tuple[str, Callable[[Attribution], int], str], ...] = (
 
 @dataclass(frozen=True)
 class DiffRow:
-    """One layer: its short name in A, the comparison, and how far the runs are apart there."""
+    """One layer: its short name in A, the comparison, and how far the runs are apart there.
+
+    Where a side is quantised, `by_format` and `by_engine` split its flips.
+    """
 
     label: str
     layer: LayerDiff
     step: DepthStep
+    by_format: Share | None = None
+    by_engine: Share | None = None
 
 
 def page(result: RoutingDiff) -> str:
@@ -162,7 +167,12 @@ def _labels(result: RoutingDiff) -> list[str]:
 
 def _rows(result: RoutingDiff) -> list[DiffRow]:
     parts = zip(_labels(result), result.layers, result.tokens.depth, strict=True)
-    return [DiffRow(label, layer, step) for label, layer, step in parts]
+    rows = [DiffRow(label, layer, step) for label, layer, step in parts]
+    split = result.dequantised
+    if split is None or len(split.format_flips) != len(rows):
+        return rows
+    flips = zip(rows, split.format_flips, split.engine_flips, strict=True)
+    return [replace(row, by_format=own, by_engine=added) for row, own, added in flips]
 
 
 def _title(result: RoutingDiff) -> str:
@@ -367,11 +377,21 @@ def _weight(number: Callable[[WeightMoved], float]) -> Callable[[DiffRow], str]:
     return lambda row: percent(row.layer.weight and number(row.layer.weight))
 
 
+def _part(share: Callable[[DiffRow], Share | None]) -> Callable[[DiffRow], str]:
+    def cell(row: DiffRow) -> str:
+        found = share(row)
+        return DASH if found is None else f"{found.count:,}"
+
+    return cell
+
+
 COLUMNS: tuple[Column[DiffRow], ...] = (
     Column("layer", "place of the router in A", lambda x: x.label, 0),
     Column("in B", "name of its partner in B", lambda x: x.layer.name_b),
     Column("flips", "tokens whose set of experts differs", lambda x: f"{x.layer.flip.count:,}", 2),
     Column("flip rate", "their share", lambda x: percent(x.layer.flip.value), 1),
+    Column("by format", "of the dequantised weights", _part(lambda x: x.by_format), 2, True),
+    Column("by engine", "between those and the engine", _part(lambda x: x.by_engine), 2, True),
     Column("95 % interval", "of the share, clustered by document", _interval, 5),
     Column("near-ties", "first flips that noise explains", _cause(lambda x: f"{x.explained:,}"), 4),
     Column("unexplained", "first flips wider than that", _cause(lambda x: f"{x.unexplained:,}"), 3),

@@ -52,19 +52,21 @@ NUMBERS = {0: "float32", 26: "int32"}
 """Types of ggml that routers compute in."""
 
 FORMATS = {
-    "F32": "fp32",
-    "F16": "fp16",
-    "BF16": "bf16",
-    "Q8": "int8_group",
-    "Q6": "int8_group",
-    "Q5": "int4_group",
-    "Q4": "int4_group",
-    "Q3": "int4_group",
-    "Q2": "int4_group",
-    "IQ": "int4_group",
-    "MX": "int4_group",
+    "F32": ("fp32", "fp32"),
+    "F16": ("fp16", "tf32"),
+    "BF16": ("bf16", "bf16_in"),
+    "Q8": ("int8", "int8"),
+    "Q6": ("int8_group", "int8_group"),
+    "Q": ("int4_group", "int4_group"),
+    "IQ": ("int4_group", "int4_group"),
+    "MX": ("int4_group", "int4_group"),
 }
-"""The number format whose noise a type of tensors makes, by the beginning of its name."""
+"""The format that tensors are stored in and the one whose noise their products make, by name.
+
+Inputs of a product are rounded to the type of the weights and summed in float32: F16 keeps ten bits
+of mantissa as TensorFloat-32 does, Q8_0 rounds activations to 8 bits too.
+"""
+ROUTER = "ffn_gate_inp"
 
 
 class _Missing:
@@ -259,7 +261,8 @@ def context_of(llama: Any, model: Any, request: dict[str, Any], longest: int, re
     if not request["defaults"]:
         options.flash_attn_type = 0
         options.type_k = options.type_v = 0
-    options.cb_eval = recorder
+    if recorder is not None:
+        options.cb_eval = recorder
     context = llama.llama_init_from_model(model, options)
     if not context:
         raise error("llama.cpp could not make a context: not enough memory?")
@@ -328,41 +331,72 @@ def words_in(llama: Any, vocab: Any, places: list[int]) -> list[str]:
     return [(get(vocab, place) or b"").decode(errors="replace") for place in places]
 
 
+class Opened:
+    """A model in memory with its vocabulary and what must live as long as it does."""
+
+    def __init__(self, request: dict[str, Any]) -> None:
+        self.llama, self.base = libraries()
+        self.kept, lines = quiet(self.llama)
+        self.llama.llama_backend_init()
+        self.model = open_model(self.llama, request["model"], lines)
+        self.vocab = self.llama.llama_model_get_vocab(self.model)
+        self.vocabulary = int(self.llama.llama_vocab_n_tokens(self.vocab))
+        fetch = self.base.ggml_backend_tensor_get
+        self.recorder = Recorder(self.base.ggml_get_name, lambda x: read_tensor(x, fetch))
+        self.callback = self.llama.llama_cpp.ggml_backend_sched_eval_callback(self.recorder)
+
+
 def run(request: dict[str, Any], documents: list[Any], tell: Callable[[int], None]) -> Any:
-    """Arrays and facts of the documents; or the weights of the file, dequantised."""
+    """Arrays and facts of the documents; or the weights of the file, or what capture costs."""
     if request["job"] == "weights":
         return weights(request)
     started = time.perf_counter()
-    llama, base = libraries()
-    kept, lines = quiet(llama)
-    llama.llama_backend_init()
-    model = open_model(llama, request["model"], lines)
-    vocab = llama.llama_model_get_vocab(model)
-    vocabulary = int(llama.llama_vocab_n_tokens(vocab))
-    check_ids(documents, vocabulary)
-    recorder = Recorder(
-        base.ggml_get_name, lambda tensor: read_tensor(tensor, base.ggml_backend_tensor_get)
-    )
-    callback = llama.llama_cpp.ggml_backend_sched_eval_callback(recorder)
+    opened = Opened(request)
+    llama, recorder = opened.llama, opened.recorder
+    check_ids(documents, opened.vocabulary)
+    if request["job"] == "time":
+        return times(request, opened, documents), {}
     longest = max(map(len, documents))
-    context, settings = context_of(llama, model, request, longest, callback)
+    context, settings = context_of(llama, opened.model, request, longest, opened.callback)
     loaded, parts = time.perf_counter(), []
     for place, ids in enumerate(documents):
-        logits = decode(llama, context, ids, vocabulary)
+        logits = decode(llama, context, ids, opened.vocabulary)
         part = recorder.take(len(ids))
         if request["logprobs"]:
             part["logprobs"] = log_softmax(logits)
         parts.append(part)
         tell(place + 1)
     told = {"load": loaded - started, "run": time.perf_counter() - loaded}
-    facts = facts_of(request, parts[0], settings, str(llama.llama_cpp._lib._name)) | {
+    library = str(llama.llama_cpp._lib._name)
+    return joined(parts), {
+        **facts_of(request, parts[0], settings, library),
         "timings": told,
-        "vocabulary": vocabulary,
-        "words": words_in(llama, vocab, request["words"]) if request["words"] else [],
+        "vocabulary": opened.vocabulary,
+        "words": words_in(llama, opened.vocab, request["words"]),
         "versions": {"llama-cpp-python": llama.__version__},
     }
-    del kept, callback
-    return joined(parts), facts
+
+
+def times(request: dict[str, Any], opened: Opened, documents: list[Any]) -> dict[str, Any]:
+    """Seconds of all documents without and with the callback, in turns."""
+    import numpy as np
+
+    longest, found = max(map(len, documents)), {}
+    makers = {"plain": None, "captured": opened.callback}
+    contexts = {
+        name: context_of(opened.llama, opened.model, request, longest, callback)[0]
+        for name, callback in makers.items()
+    }
+    for turn in range(request["rounds"] + 1):
+        for name, context in contexts.items():
+            started = time.perf_counter()
+            for ids in documents:
+                decode(opened.llama, context, ids, opened.vocabulary)
+                if name == "captured":
+                    opened.recorder.take(len(ids))
+            if turn:  # the first warms up
+                found.setdefault(name, []).append(time.perf_counter() - started)
+    return {name: np.array(seconds) for name, seconds in found.items()}
 
 
 def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -378,6 +412,7 @@ def facts_of(
 ) -> Any:
     """What the arrays mean."""
     kinds = tensor_kinds(request["model"])
+    coarse = kinds["rounding"] == "fp32" and settings["kv"] == "F16"  # keys and values are rounded
     units = {None: "logits", "ffn_moe_logits": "logits"}.get(first["scores"], "softmax")
     if units != "logits" and not (first["logits"].max() <= 1.0 + 1e-6).all():
         units = "sigmoid"
@@ -385,6 +420,9 @@ def facts_of(
         "layers": [f"model.layers.{layer}.mlp.gate" for layer in first["layers"]],
         "units": units,
         "dtype": kinds["dtype"],
+        "rounding": "fp16" if coarse else kinds["rounding"],
+        "rounded": "cache" if coarse else "products",
+        "router": kinds["router"],
         "bits": kinds["bits"],
         "architecture": kinds["architecture"],
         "settings": {
@@ -406,11 +444,16 @@ def tensor_kinds(path: str) -> dict[str, Any]:
         sizes[name] = sizes.get(name, 0) + int(tensor.n_elements)
     bits = 8 * sum(int(x.n_bytes) for x in reader.tensors) / sum(sizes.values())
     most = max(sizes, key=lambda name: sizes[name])
+    fits = [kinds for head, kinds in FORMATS.items() if most.startswith(head)]
+    dtype, rounding = fits[0] if fits else (most, most)
+    routers = {x.tensor_type.name for x in reader.tensors if ROUTER in x.name}
     field = reader.get_field("general.architecture")
     return {
         "bits": bits,
         "tensors": {name: sizes[name] for name in sorted(sizes)},
-        "dtype": next((kind for head, kind in FORMATS.items() if most.startswith(head)), most),
+        "dtype": dtype,
+        "rounding": rounding,
+        "router": "fp32" if routers == {"F32"} else rounding,
         "architecture": str(field.contents()) if field else "",
     }
 

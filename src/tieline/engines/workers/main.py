@@ -9,7 +9,9 @@ The folder holds `request.json` and `tokens.npy`; the answer is `answer.npz`, co
     logprobs                        (T, V) of the next token, on request
     facts                           JSON as bytes: layers, units, versions, settings, timings
 
-WORKER is a file with `run(request, documents, tell)`, which returns arrays and facts. One line of
+WORKER is a file with `run(request, documents, tell)`, which returns arrays and facts. Jobs beside
+"capture" are "weights", the tensors of the model in float32 by the names of a checkpoint, and
+"time", the seconds `plain` and `captured` of a run without and with capture. One line of
 JSON per document, and one for an error, go to the stdout that the parent reads; whatever the
 engine prints goes to stderr. If the parent dies, this process group ends.
 """

@@ -166,31 +166,26 @@ def _arrays(model: Any) -> list[Any]:
 
 
 def run(request: dict[str, Any], documents: list[Any], tell: Callable[[int], None]) -> Any:
-    """Arrays and facts of the documents; or the weights of the model, dequantised."""
+    """Arrays and facts of the documents; or the weights of the model, or what capture costs."""
     import numpy as np
 
     started = time.perf_counter()
     core, model, config = opened(request)
     found = achieved(core, model)
     check_quantised(config, found)
+    dtype = dtype_of(config, model, found["share"])
     if request["job"] == "weights":
-        dtype = dtype_of(config, model, found["share"])
         return weights(core, model, request["names"]), {**found, "dtype": dtype}
-    if not request["defaults"]:
-        model.set_dtype(getattr(core, FORMATS[request["dtype"]]))
-    core.eval(model.parameters())
-
-    def array(value: Any) -> Any:
-        wide = core.float32 if "float" in str(value.dtype) else core.int32
-        return np.array(value.astype(wide))
-
+    prepared(core, model, request)
+    if request["job"] == "time":
+        return times(request, core, model, documents), {}
     recorder = Recorder(list(model.named_modules()))
     loaded, parts = time.perf_counter(), []
     for place, ids in enumerate(documents):
         logits = forward(core, model, ids.astype(np.int32))
-        part = recorder.take(len(ids), array)
+        part = recorder.take(len(ids), lambda value: array(core, value))
         if request["logprobs"]:
-            part["logprobs"] = log_softmax(array(logits)[0])
+            part["logprobs"] = log_softmax(array(core, logits)[0])
         parts.append(part)
         tell(place + 1)
     names = [x for x in ("picks", "logits", "logprobs") if x in parts[0]]
@@ -205,6 +200,40 @@ def run(request: dict[str, Any], documents: list[Any], tell: Callable[[int], Non
         "settings": {"device": "cpu", "weights quantised": found["share"]},
         "timings": {"load": loaded - started, "run": time.perf_counter() - loaded},
     }
+
+
+def prepared(core: Any, model: Any, request: dict[str, Any]) -> None:
+    """Bring the weights into the precision that was asked for, and into memory."""
+    if not request["defaults"]:
+        model.set_dtype(getattr(core, FORMATS[request["dtype"]]))
+    core.eval(model.parameters())
+
+
+def array(core: Any, value: Any) -> Any:
+    """An array of NumPy, which has no bfloat16."""
+    import numpy as np
+
+    wide = core.float32 if "float" in str(value.dtype) else core.int32
+    return np.array(value.astype(wide))
+
+
+def times(request: dict[str, Any], core: Any, plain: Any, documents: list[Any]) -> dict[str, Any]:
+    """Seconds of all documents without and with capture, in turns."""
+    import numpy as np
+
+    watched = opened(request)[1]
+    prepared(core, watched, request)
+    recorder, found = Recorder(list(watched.named_modules())), {}
+    for turn in range(request["rounds"] + 1):
+        for name, model in (("plain", plain), ("captured", watched)):
+            started = time.perf_counter()
+            for ids in documents:
+                forward(core, model, ids.astype(np.int32))
+                if name == "captured":
+                    recorder.take(len(ids), lambda value: array(core, value))
+            if turn:  # the first warms up
+                found.setdefault(name, []).append(time.perf_counter() - started)
+    return {name: np.array(seconds) for name, seconds in found.items()}
 
 
 def forward(core: Any, model: Any, ids: Any) -> Any:

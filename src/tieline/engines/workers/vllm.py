@@ -115,21 +115,22 @@ def run(request: dict[str, Any], documents: list[Any], tell: Callable[[int], Non
     """Arrays and facts of the documents."""
     import numpy as np
 
-    if request["job"] != "capture":
+    if request["job"] == "weights":
         raise error("the weights that vLLM quantises cannot be read back here")
     started = time.perf_counter()
     llm = engine_of(request, max(map(len, documents)))
-    vllm, model, recorder = importlib.import_module("vllm"), model_of(llm), Recorder()
+    model, recorder = model_of(llm), Recorder()
     watched = routers(model)
+    if request["job"] == "time":
+        return times(request, llm, watched, documents), {}
     for layer, router in watched:
         recorder.watch(layer, router)
     states: list[Any] = []
     if request["logprobs"]:
         model.register_forward_hook(lambda _module, _args, out: states.append(out))
-    sampling = vllm.SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
     loaded, parts = time.perf_counter(), []
     for place, ids in enumerate(documents):
-        llm.generate([{"prompt_token_ids": ids.tolist()}], sampling, use_tqdm=False)
+        generate(llm, ids)
         part = recorder.take(len(ids))
         if request["logprobs"]:
             part["logprobs"] = logprobs(model, states, len(ids))
@@ -139,6 +140,39 @@ def run(request: dict[str, Any], documents: list[Any], tell: Callable[[int], Non
     arrays = {name: np.concatenate([part[name] for part in parts]) for name in names}
     told = {"load": loaded - started, "run": time.perf_counter() - loaded}
     return arrays, facts_of(llm, watched, parts[0]["layers"]) | {"timings": told}
+
+
+def generate(llm: Any, ids: Any) -> None:
+    """Run one document: a prompt with one token to generate."""
+    vllm = importlib.import_module("vllm")
+    sampling = vllm.SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+    llm.generate([{"prompt_token_ids": ids.tolist()}], sampling, use_tqdm=False)
+
+
+def times(
+    request: dict[str, Any], llm: Any, watched: list[tuple[int, Any]], documents: list[Any]
+) -> dict[str, Any]:
+    """Seconds of all documents without and with capture, in turns."""
+    import numpy as np
+
+    recorder = Recorder()
+    plain = [router._compute_routing for _, router in watched]
+    for layer, router in watched:
+        recorder.watch(layer, router)
+    ways = {"plain": plain, "captured": [router._compute_routing for _, router in watched]}
+    found: dict[str, list[float]] = {}
+    for turn in range(request["rounds"] + 1):
+        for name, methods in ways.items():
+            for place, (_, router) in enumerate(watched):
+                router._compute_routing = methods[place]
+            started = time.perf_counter()
+            for ids in documents:
+                generate(llm, ids)
+                if name == "captured":
+                    recorder.take(len(ids))
+            if turn:  # the first warms up
+                found.setdefault(name, []).append(time.perf_counter() - started)
+    return {name: np.array(seconds) for name, seconds in found.items()}
 
 
 def logprobs(model: Any, states: list[Any], count: int) -> Any:

@@ -1,0 +1,77 @@
+"""A quantised model of an engine as a float32 model of transformers: what does the format cost?
+
+Between a model and its quantised copy in an engine lie two steps: the weights are rounded to the
+format, and the engine computes with them in its own way. The same weights, dequantised and run by
+transformers in float32, stand between the two:
+
+    original → dequantised    what the format costs
+    dequantised → engine      what the engine adds: its kernels, rounded activations, or a bug
+
+`dequantised_model` builds the model in the middle from the tensors that the engine reads.
+"""
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from tieline.core.errors import TraceError, require
+from tieline.engines import dequantised
+
+MOST_PARAMETERS = 4_000_000_000
+"""Largest model that is built anew: it takes 12 bytes per parameter of disk and memory."""
+INDEX = "model.safetensors.index.json"
+
+
+def dequantised_model(
+    model: nn.Module, engine: str, quantised: str, python: str | Path | None = None
+) -> tuple[nn.Module, float | None]:
+    """Return a copy of a model with the weights of its quantised form, and the bits per weight.
+
+    Args:
+        model: the original, a model of transformers.
+        engine: the engine that reads the quantised form.
+        quantised: its file or folder.
+        python: the engine's Python.
+    """
+    own: Any = model
+    with tempfile.TemporaryDirectory(prefix="tieline-dequantised-") as name:
+        folder = Path(name)
+        own.save_pretrained(folder)
+        shapes = _stored_shapes(folder)
+        found, facts = dequantised(quantised, engine, sorted(shapes), python)
+        for key, array in found.items():
+            fits = tuple(array.shape) == shapes[key]
+            words = f"{quantised}: {key} is {tuple(array.shape)}, the model has {shapes[key]}"
+            require(fits, f"{words}: it is of another model", TraceError)
+        for old in (*folder.glob("*.safetensors"), folder / INDEX):
+            old.unlink(missing_ok=True)
+        tensors = {key: torch.from_numpy(array).contiguous() for key, array in found.items()}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        copy = type(own).from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    bits = facts.get("bits")
+    return copy.eval(), float(bits) if isinstance(bits, int | float) else None
+
+
+def can_dequantise(model: nn.Module) -> bool:
+    """Whether a model is small enough to be built anew and can be saved."""
+    count = sum(parameter.numel() for parameter in model.parameters())
+    return count <= MOST_PARAMETERS and hasattr(model, "save_pretrained")
+
+
+def _stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of all tensors of a checkpoint by name."""
+    files = sorted(folder.glob("*.safetensors"))
+    if (folder / INDEX).is_file():
+        named = json.loads((folder / INDEX).read_bytes())["weight_map"].values()
+        files = [folder / name for name in sorted(set(named))]
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in files:
+        with safe_open(path, framework="pt") as stored:
+            shapes |= {key: tuple(stored.get_slice(key).get_shape()) for key in stored.keys()}  # noqa: SIM118
+    return shapes

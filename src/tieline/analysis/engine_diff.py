@@ -1,0 +1,378 @@
+"""Comparing a run of an inference engine with a model, a trace or another engine.
+
+    diff("demo", "vllm:MODEL")                     transformers against vLLM
+    diff("demo", "llama.cpp:demo-q8_0.gguf")       with the dequantised weights in the middle
+    diff("trace/", "mlx:MODEL")                    on the tokens of a trace
+    diff("vllm:MODEL", "mlx:MODEL")                two engines
+
+Both sides run the same tokens, document by document. Where both give their predictions, the KL is
+measured as between two models. The noise that is expected is that of the coarser of the formats
+that both sides recorded: sides of one comparison are meant to be one model.
+"""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tieline.analysis.comparison import Compared, compare, summed_up
+from tieline.analysis.dequantised import can_dequantise, dequantised_model
+from tieline.analysis.diff import (
+    NamedSide,
+    Running,
+    Side,
+    TokenDistances,
+    logits_of,
+    reference_run,
+    run_batch,
+    sequences_of,
+    token_distances,
+)
+from tieline.analysis.diff_records import DequantisedSplit, RoutingDiff
+from tieline.analysis.engine_runs import engine_tokens, known_words, model_place
+from tieline.analysis.inspection import Finding
+from tieline.analysis.noise_size import ROUNDING, Expected, read_format, recorded_format
+from tieline.analysis.sources import Text, default_length
+from tieline.core.errors import require
+from tieline.core.numerics import one_thread
+from tieline.engines import RunOptions, engine_named, run_engine
+from tieline.engines.registry import find_python, split_side
+from tieline.hf.emulate import FORMATS, Parts
+from tieline.hf.loading import LoadedModel, load_tokenizer
+from tieline.hf.running import batches
+from tieline.trace.record import RoutingTrace, concatenate
+
+MOST_PREDICTIONS = 1 << 28
+"""Log-probabilities that are held per side, 1 GiB; beyond that no KL is measured."""
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """How the engines of a comparison run.
+
+    Attributes:
+        tokenizer: model whose tokenizer cuts the text, where no side has one.
+        python: the Python of the engine.
+        defaults: whether engines keep their own settings.
+        dequantise: whether quantised weights are also run by transformers.
+    """
+
+    tokenizer: str | None = None
+    python: str | Path | None = None
+    defaults: bool = False
+    dequantise: bool = True
+
+
+@dataclass(frozen=True)
+class _Ran:
+    """One side after its run: routing, log-probabilities (T, V) if it has any, the model if any."""
+
+    trace: RoutingTrace
+    logprobs: Tensor | None = None
+    side: Side | None = None
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What both sides run, and how."""
+
+    sequences: list[Tensor]
+    documents: list[int]
+    words: dict[int, str] | None
+    predictions: bool
+    run: Running
+    settings: EngineSettings
+
+
+def diff_engines(
+    sides: tuple[NamedSide, NamedSide],
+    text: Text,
+    tokens: int,
+    length: int,
+    run: Running,
+    settings: EngineSettings,
+    partial: bool = False,
+    shape: tuple[int | None, int | None] = (None, None),
+) -> RoutingDiff:
+    """Compare two sides of which at least one is an engine; see `diff`.
+
+    Args:
+        sides: A and B as they were named.
+        text: what to run, unless a side is a trace.
+        tokens: how many tokens of it.
+        length: tokens per document.
+        run: batch size, expected format, progress.
+        settings: of the engines.
+        partial: compare what both have.
+        shape: number of experts and k, for files that do not tell.
+    """
+    started = time.perf_counter()
+    _check(sides, settings)
+    traces = {x.side: x.trace(*shape) for x in sides if x.kind not in ("engine", "model")}
+    loaded = {x.side: x.model() for x in sides if x.kind == "model"}
+    job, origin = _job(sides, traces, loaded, text, (tokens, length), run, settings)
+    ran = []
+    for named in sides:
+        if named.side in traces:
+            ran.append(_Ran(traces[named.side]))
+        elif named.side in loaded:
+            ran.append(_run_model(loaded[named.side][0], job))
+        else:
+            ran.append(_run_side(named, job))
+    before = time.perf_counter()
+    found = _compared(sides, ran[0], ran[1], job, partial)
+    timings = {"run": before - started, "compare": time.perf_counter() - before}
+    facts = found.provenance | {"text": origin, "tokens": sum(map(len, job.sequences))}
+    return replace(found, timings=timings, provenance=facts)
+
+
+def _check(sides: Sequence[NamedSide], settings: EngineSettings) -> None:
+    """Find every engine before anything is loaded."""
+    engines = [split_side(x.source) for x in sides]
+    known = [x for x in engines if x is not None]
+    one = len({engine for engine, _ in known}) == 1
+    words = "--engine-python is for one engine: name others by their variables (--list-engines)"
+    require(settings.python is None or one, words)
+    for engine, _ in known:
+        find_python(engine_named(engine), settings.python)
+
+
+def _job(
+    sides: Sequence[NamedSide],
+    traces: dict[str, RoutingTrace],
+    loaded: dict[str, tuple[Side, LoadedModel]],
+    text: Text,
+    size: tuple[int, int],
+    run: Running,
+    settings: EngineSettings,
+) -> tuple[_Job, str]:
+    """The tokens of the trace, or of the text cut by the tokenizer of a side."""
+    tokenizer = _tokenizer(sides, loaded, settings.tokenizer)
+    words = None if tokenizer is None else known_words(tokenizer)
+    if traces:
+        require(text is None, "a text is for models: an engine beside a trace runs its tokens")
+        sequences, documents = sequences_of(next(iter(traces.values())))
+        return _Job(sequences, documents, words, False, run, settings), "a trace"
+    require(
+        tokenizer is not None,
+        "no side has a tokenizer of transformers: name a model that has it with --tokenizer",
+    )
+    most = min([size[1], *_contexts(sides, loaded)])
+    sequences, origin = engine_tokens(tokenizer, text, size[0], most)
+    count = sum(map(len, sequences)) * len(tokenizer)
+    numbers = list(range(len(sequences)))
+    return _Job(sequences, numbers, words, count <= MOST_PREDICTIONS, run, settings), origin
+
+
+def _tokenizer(
+    sides: Sequence[NamedSide], loaded: dict[str, tuple[Side, LoadedModel]], asked: str | None
+) -> Any:
+    if asked is not None:
+        return load_tokenizer(asked)
+    for _, model in loaded.values():
+        return model.tokenizer
+    for named in sides:
+        found = split_side(named.source)
+        if found is not None and not engine_named(found[0]).gguf:
+            return load_tokenizer(found[1])
+    return None
+
+
+def _contexts(sides: Sequence[NamedSide], loaded: dict[str, tuple[Side, LoadedModel]]) -> list[int]:
+    """Longest documents that the models take, as far as they tell."""
+    found = [default_length(model.model, 1 << 30) for _, model in loaded.values()]
+    for named in sides:
+        engine = split_side(named.source)
+        path = Path(model_place(engine[1])) / "config.json" if engine else Path()
+        if path.is_file():
+            told = json.loads(path.read_bytes()).get("max_position_embeddings")
+            found += [told] if isinstance(told, int) else []
+    return found
+
+
+def _run_side(named: NamedSide, job: _Job) -> _Ran:
+    """Run an engine."""
+    found = split_side(named.source)
+    assert found is not None
+    engine, model = found
+    options = RunOptions(
+        job.settings.python,
+        "fp32" if named.dtype == "auto" else named.dtype,
+        job.settings.defaults,
+        logprobs=job.predictions,
+        words=job.words if engine_named(engine).gguf else None,
+    )
+    place, rows = model_place(model), [x.numpy() for x in job.sequences]
+    done = run_engine(place, engine, rows, options, job.run.progress)
+    logprobs = None if done.logprobs is None else torch.from_numpy(done.logprobs)
+    return _Ran(_numbered(done.trace, job), logprobs)
+
+
+def _run_model(side: Side, job: _Job) -> _Ran:
+    """Run a model of transformers and keep its log-probabilities, if they are wanted."""
+    parts, rows, done = [], [], 0
+    for ids in batches(job.sequences, job.run.batch_size):
+        trace, logits = run_batch(side, ids)
+        parts.append(trace)
+        if job.predictions and isinstance(logits, Tensor):
+            rows.append(logits.flatten(0, 1).double().log_softmax(1).float().cpu())
+        done += ids.numel()
+        if job.run.progress is not None:
+            job.run.progress("forward", done, sum(map(len, job.sequences)))
+    trace = _numbered(concatenate(parts, documents="renumber"), job)
+    return _Ran(trace, torch.cat(rows) if rows else None, side)
+
+
+def _numbered(trace: RoutingTrace, job: _Job) -> RoutingTrace:
+    return replace(trace, documents=torch.tensor(job.documents)[trace.documents.long()])
+
+
+def _compared(
+    sides: Sequence[NamedSide], a: _Ran, b: _Ran, job: _Job, partial: bool
+) -> RoutingDiff:
+    expected = _expected(job.run.expect, a.trace, b.trace)
+    middle = _middle(sides, a, b, job)
+    reference = _noise(a, b, middle, expected, job)
+    with one_thread():
+        found = compare(a.trace, b.trace, partial=partial, reference=reference)
+    result = summed_up(found, logits_of(found, _distances(a, b, job)), {}, expected)
+    return result if middle is None else _with_middle(result, a, b, middle, job)
+
+
+def _noise(
+    a: _Ran, b: _Ran, middle: "_Middle | None", expected: Expected | None, job: _Job
+) -> RoutingTrace | None:
+    """A run whose noise is what the expected format makes of this model; None without one.
+
+    The dequantised weights where the format rounds nothing else, as 4-bit weights do; else the
+    model emulated in the format.
+    """
+    models = [x for x in (a, b) if x.side is not None]
+    exact = any(recorded_format(x.trace.provenance) == "fp32" for x in models)
+    if not exact or any(x.trace.provenance.get("rounded") == "cache" for x in (a, b)):
+        return None  # nothing emulates a cache alone in another format
+    rounded = expected is not None and expected.name in FORMATS
+    if middle is not None and not (
+        rounded and expected is not None and FORMATS[expected.name].activations is not None
+    ):
+        return middle.ran.trace
+    own = tuple(x.side for x in models if x.side is not None)
+    traces = tuple(x.trace for x in models)
+    size, parts = job.run.batch_size, _parts(a, b, expected)
+    found = reference_run(own, traces, job.sequences, expected, size, parts)
+    return None if found is None else _numbered(found, job)
+
+
+@dataclass(frozen=True)
+class _Middle:
+    """The dequantised weights in transformers, their bits, and the quantised side."""
+
+    ran: _Ran
+    bits: float | None
+    side: str
+
+
+def _expected(asked: str | None, a: RoutingTrace, b: RoutingTrace) -> Expected | None:
+    """The format that was asked for, else the coarser of those that both sides recorded."""
+    if asked is not None:
+        return Expected(read_format(asked), "as asked")
+    formats = [_rounding(x) for x in (a, b)]
+    known = [x for x in formats if x is not None]
+    if len(known) < 2:
+        return None
+    return Expected(max(known, key=list(ROUNDING).index), "as both sides recorded")
+
+
+def _rounding(trace: RoutingTrace) -> str | None:
+    """The format whose noise the products of a side make; an engine may store another."""
+    told = trace.provenance.get("rounding")
+    return told if isinstance(told, str) and told in ROUNDING else recorded_format(trace.provenance)
+
+
+def _parts(a: _Ran, b: _Ran, expected: Expected | None) -> Parts | None:
+    """Whether the side in the expected format leaves its routers in float32."""
+    for one in (a, b):
+        same = expected is not None and _rounding(one.trace) == expected.name
+        if same and one.trace.provenance.get("router") == "fp32":
+            return "others"
+    return None
+
+
+def _distances(a: _Ran, b: _Ran, job: _Job) -> list[TokenDistances] | None:
+    """Distances of the predictions, document by document; None where a side has none."""
+    if a.logprobs is None or b.logprobs is None or a.logprobs.shape != b.logprobs.shape:
+        return None
+    found, start = [], 0
+    for ids in job.sequences:
+        rows = slice(start, start + len(ids))
+        found.append(token_distances(a.logprobs[rows][None], b.logprobs[rows][None], ids[None]))
+        start += len(ids)
+    return found
+
+
+def _middle(sides: Sequence[NamedSide], a: _Ran, b: _Ran, job: _Job) -> _Middle | None:
+    """The dequantised weights in transformers; None if no side is quantised or none is a model."""
+    for named, own, other in ((sides[0], a, b), (sides[1], b, a)):
+        found = split_side(named.source)
+        quantised = str(recorded_format(own.trace.provenance)).startswith("int")
+        if found is None or not quantised or other.side is None or not job.settings.dequantise:
+            continue
+        if other.side.emulated is not None or not can_dequantise(other.side.model):
+            continue
+        place = model_place(found[1])
+        model, bits = dequantised_model(other.side.model, found[0], place, job.settings.python)
+        return _Middle(_run_model(Side(model), job), bits, named.side)
+    return None
+
+
+def _with_middle(
+    result: RoutingDiff,
+    a: _Ran,
+    b: _Ran,
+    middle: _Middle,
+    job: _Job,
+) -> RoutingDiff:
+    """The result with what the format costs and what the engine adds."""
+    ran, side = middle.ran, middle.side
+    original, engine = (b, a) if side == "A" else (a, b)
+    with one_thread():
+        by_format = compare(original.trace, ran.trace)
+        by_engine = compare(ran.trace, engine.trace)
+    logits = [
+        logits_of(by_format, _distances(original, ran, job)),
+        logits_of(by_engine, _distances(ran, engine, job)),
+    ]
+    kls = [None if x is None else x.kl for x in logits]
+    split = DequantisedSplit(
+        side=side,
+        bits=middle.bits,
+        format_flips=_flips(by_format),
+        engine_flips=_flips(by_engine),
+        format_any=by_format.tokens.anywhere,
+        engine_any=by_engine.tokens.anywhere,
+        format_kl=kls[0],
+        engine_kl=kls[1],
+    )
+    format_share, engine_share = (x.value or 0.0 for x in (split.format_any, split.engine_any))
+    named = {"flip:format": format_share, "flip:engine": engine_share}
+    named |= {
+        key: value
+        for key, value in (("kl:format", kls[0]), ("kl:engine", kls[1]))
+        if value is not None
+    }
+    finding = Finding("info", split.words, engine_share, None, "dequantised")
+    return replace(
+        result,
+        dequantised=split,
+        metrics=result.metrics | named,
+        findings=(*result.findings, finding),
+    )
+
+
+def _flips(found: Compared) -> tuple[Any, ...]:
+    return tuple(layer.flip for layer in found.layers)
