@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 RESULTS := benchmarks/results
 
-.PHONY: demo test lint format docs bench clean
+.PHONY: demo test test-engines lint format docs bench clean
 
 # torch is pinned by constraints.txt: an open range resolves to a CUDA build of several gigabytes.
 $(READY): pyproject.toml constraints.txt
@@ -19,6 +19,11 @@ demo: $(READY)
 # One process per core with one thread each: small tensors gain nothing from threads.
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal
+
+# Installs vLLM, MLX and llama.cpp into the cache folder, about 4 GB; says so first.
+test-engines: $(READY)
+	$(BIN)/python -m tools.install_engines
+	TIELINE_TEST_ENGINES=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/engines -v
 
 lint: $(READY)
 	$(BIN)/ruff check .
