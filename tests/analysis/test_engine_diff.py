@@ -1,4 +1,6 @@
-"""Sides that are engines, with an engine that computes as transformers does or a little apart."""
+"""Sides that are engines, with one that answers what a model of transformers computed before."""
+
+import json
 
 import numpy as np
 import pytest
@@ -6,63 +8,88 @@ import torch
 
 import tieline as tl
 from tests.engines.fakes import fake_engine
+from tieline.analysis.text import tokenise
 from tieline.core.errors import TielineError
-from tieline.hf.demo import DEMO_FOLDER, load_demo_model
+from tieline.hf.demo import DEMO_FOLDER, demo_text, load_demo_model, load_demo_tokenizer
 from tieline.trace import save_trace
 
 TWIN = """
-import numpy as np, os, sys
+import json, numpy as np
+from pathlib import Path
 
 def run(request, documents, tell):
-    sys.path[:0] = {path!r}
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    import torch
-    from transformers import OlmoeForCausalLM
-    torch.set_num_threads(1)
-    model = OlmoeForCausalLM.from_pretrained({folder!r}, dtype=torch.float32).eval()
     if request["job"] == "weights":
-        from safetensors.numpy import load_file
-        from safetensors.torch import load_file as load
-        own = load(os.path.join({folder!r}, "model.safetensors"))
-        return {{n: ROUND(own[n].float().numpy()) for n in request["names"]}}, {{"bits": 8.5}}
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.copy_(torch.from_numpy(ROUND(parameter.numpy().copy())))
-    picks, logits, final = [], [], []
-    for ids in documents:
-        with torch.no_grad():
-            out = model(torch.from_numpy(ids)[None], output_router_logits=True)
-        scores = torch.stack(out.router_logits, 1)
-        logits.append(scores.numpy())
-        picks.append(scores.topk(2).indices.numpy().astype(np.int32))
-        final.append(out.logits[0].log_softmax(-1).numpy())
-        tell(len(picks))
-    arrays = {{"picks": np.concatenate(picks), "logits": np.concatenate(logits)}}
-    if request["logprobs"]:
-        arrays["logprobs"] = np.concatenate(final)
-    names = [f"model.layers.{{n}}.mlp.gate" for n in range(4)]
-    facts = {{"layers": names, "dtype": {dtype!r}, "bits": 8.5, "versions": {{}}}}
-    return arrays, facts
-
-def ROUND(w):
-    return {rounding}
+        own = np.load({weights!r})
+        return {{name: own[name] for name in request["names"]}}, {{"bits": 8.5}}
+    stored = dict(np.load({arrays!r}))
+    assert np.array_equal(np.concatenate(documents), stored.pop("tokens"))
+    if not request["logprobs"]:
+        stored.pop("logprobs")
+    tell(len(documents))
+    return stored, json.loads(Path({facts!r}).read_text())
 """
 SIZE = {"tokens": 512, "sequence_length": 128}
 
 
-def twin(tmp_path, monkeypatch, dtype="fp32", rounding="w", **facts):
-    """An engine that is transformers in another process, its weights rounded in some way."""
-    import sys
-
-    code = TWIN.format(
-        path=[x for x in sys.path if x], folder=str(DEMO_FOLDER), dtype=dtype, rounding=rounding
-    )
-    fake_engine(tmp_path, monkeypatch, code, "twin", **facts)
+def coarse(weight):
+    """Weights on a grid, as a quantised model has them; vectors stay as they are."""
+    return weight if weight.ndim < 2 else (weight * 64).round() / 64
 
 
-def test_an_engine_that_computes_alike_routes_and_predicts_alike(tmp_path, monkeypatch):
-    twin(tmp_path, monkeypatch)
+def computed(model, documents):
+    """What an engine would return for these documents."""
+    picks, logits, final = [], [], []
+    with torch.no_grad():
+        for ids in documents:
+            out = model(input_ids=ids[None], output_router_logits=True)
+            logits.append(torch.stack(out.router_logits, 1))
+            picks.append(logits[-1].topk(2).indices.int())
+            final.append(out.logits[0].log_softmax(-1))
+    parts = {"picks": picks, "logits": logits, "logprobs": final, "tokens": documents}
+    return {name: torch.cat(list(values)).numpy() for name, values in parts.items()}
+
+
+@pytest.fixture(scope="module")
+def documents():
+    return tokenise(load_demo_tokenizer(), demo_text(), 512, 128).sequences
+
+
+@pytest.fixture(scope="module")
+def plain(documents):
+    return computed(load_demo_model(), documents)
+
+
+@pytest.fixture(scope="module")
+def rounded(documents):
+    """The model with coarse weights, also with its routers' rows turned: a fault."""
+    model = load_demo_model()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(coarse(parameter))
+    honest = computed(model, documents)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.gate.weight.copy_(layer.mlp.gate.weight.roll(1, 0))
+    return honest, computed(model, documents)
+
+
+def twin(tmp_path, monkeypatch, arrays, dtype="fp32", **facts):
+    """An engine that returns these arrays, and the demo model's coarse weights if asked."""
+    from safetensors.torch import load_file
+
+    places = {name: tmp_path / f"{name}.npz" for name in ("weights", "arrays")}
+    np.savez(places["arrays"], **arrays)
+    own = load_file(DEMO_FOLDER / "model.safetensors")
+    np.savez(places["weights"], **{name: coarse(x.float()).numpy() for name, x in own.items()})
+    told = tmp_path / "facts.json"
+    names = [f"model.layers.{layer}.mlp.gate" for layer in range(4)]
+    told.write_text(json.dumps({"layers": names, "dtype": dtype, "bits": 8.5, "versions": {}}))
+    words = {name: str(path) for name, path in (places | {"facts": told}).items()}
+    fake_engine(tmp_path, monkeypatch, TWIN.format(**words), "twin", **facts)
+
+
+def test_an_engine_that_computes_alike_routes_and_predicts_alike(tmp_path, monkeypatch, plain):
+    twin(tmp_path, monkeypatch, plain)
     found = tl.diff("demo", "twin:demo", **SIZE)
     assert found.metrics["flip:any"] == 0
     assert found.logits is not None
@@ -73,11 +100,8 @@ def test_an_engine_that_computes_alike_routes_and_predicts_alike(tmp_path, monke
     assert found.provenance["b"]["model"] == "twin:demo"
 
 
-COARSE = "w if w.ndim < 2 else np.round(w * 64) / np.float32(64)"
-
-
-def test_a_quantised_side_is_split_by_its_dequantised_weights(tmp_path, monkeypatch):
-    twin(tmp_path, monkeypatch, "int8_group", COARSE)
+def test_a_quantised_side_is_split_by_its_dequantised_weights(tmp_path, monkeypatch, rounded):
+    twin(tmp_path, monkeypatch, rounded[0], "int8_group")
     found = tl.diff("demo", "twin:demo", **SIZE)
     split = found.dequantised
     assert split is not None
@@ -97,25 +121,18 @@ def test_a_quantised_side_is_split_by_its_dequantised_weights(tmp_path, monkeypa
     assert tl.diff("demo", "twin:demo", dequantise=False, **SIZE).dequantised is None
 
 
-def test_an_engine_with_a_fault_of_its_own_is_told_from_its_format(tmp_path, monkeypatch):
-    faulty = f"({COARSE}) if w.shape != (16, 128) else np.roll({COARSE}, 1, 0)"
-    twin(tmp_path, monkeypatch, "int8_group", faulty)
-    own = (tmp_path / "twin.py").read_text()
-    head, _, tail = own.partition("return {n: ROUND(own[n].float().numpy())")
-    fixed = "return {n: HONEST(own[n].float().numpy())"
-    (tmp_path / "twin.py").write_text(
-        head + fixed + tail + f"\n\ndef HONEST(w):\n    return {COARSE}\n"
-    )
+def test_an_engine_with_a_fault_is_told_from_its_format(tmp_path, monkeypatch, rounded):
+    twin(tmp_path, monkeypatch, rounded[1], "int8_group")
     found = tl.diff("demo", "twin:demo", **SIZE)
     assert found.causes.alarm
     assert found.dequantised.engine_any.value > 0.9 > found.dequantised.format_any.value
 
 
 def test_an_engine_runs_the_tokens_of_a_trace(tmp_path, monkeypatch):
-    twin(tmp_path, monkeypatch)
-    model = load_demo_model()
+    model, ids = load_demo_model(), torch.randint(3, 512, (3, 40))
+    twin(tmp_path, monkeypatch, computed(model, ids))
     with tl.capture(model) as recorder, torch.no_grad():
-        model(input_ids=torch.randint(3, 512, (3, 40)))
+        model(input_ids=ids)
     save_trace(recorder.trace(), tmp_path / "trace")
     found = tl.diff(tmp_path / "trace", "twin:demo")
     assert found.metrics["flip:any"] == 0
@@ -124,8 +141,8 @@ def test_an_engine_runs_the_tokens_of_a_trace(tmp_path, monkeypatch):
         tl.diff(tmp_path / "trace", "twin:demo", text="words")
 
 
-def test_what_engines_cannot_do_is_refused_first(tmp_path, monkeypatch):
-    twin(tmp_path, monkeypatch)
+def test_what_engines_cannot_do_is_refused_first(tmp_path, monkeypatch, plain):
+    twin(tmp_path, monkeypatch, plain)
     for options, words in (
         ({"replay": True}, "replay"),
         ({"batch_b": 2}, "batch_b"),
@@ -141,8 +158,8 @@ def test_what_engines_cannot_do_is_refused_first(tmp_path, monkeypatch):
         tl.diff("demo", "demo", tokenizer="demo")
 
 
-def test_two_files_without_a_tokenizer_need_one(tmp_path, monkeypatch):
-    twin(tmp_path, monkeypatch, gguf=True)
+def test_two_files_without_a_tokenizer_need_one(tmp_path, monkeypatch, plain):
+    twin(tmp_path, monkeypatch, plain, gguf=True)
     with pytest.raises(TielineError, match="--tokenizer"):
         tl.diff("twin:a.gguf", "twin:b.gguf", **SIZE)
     found = tl.diff("twin:a.gguf", "twin:b.gguf", tokenizer="demo", **SIZE)

@@ -149,10 +149,8 @@ def diff(
             sides, text, tokens, sequence_length, run, settings, partial=partial, shape=shape
         )
         return _with_names(found, sides)
-    told = (tokenizer, engine_python, engine_defaults)
-    require(
-        told == (None, None, False), "tokenizer, engine_python and engine_defaults are for engines"
-    )
+    words = "tokenizer, engine_python and engine_defaults are for sides such as vllm:MODEL"
+    require((tokenizer, engine_python, engine_defaults) == (None, None, False), words)
     require(
         text is None or all(models),
         "a text is for two models: a model beside a trace runs on the tokens of the trace",

@@ -290,6 +290,12 @@ def weights(core: Any, model: Any, names: list[str]) -> dict[str, Any]:
     return arrays
 
 
+def wide(core: Any, value: Any) -> Any:
+    """Scales or biases in float32; packed ones of other modes as they are."""
+    is_float = value is not None and "float" in str(value.dtype)
+    return value.astype(core.float32) if is_float else value
+
+
 def _whole(core: Any, module: Any, parameter: str) -> Any:
     """One parameter in float32, dequantised if it is quantised."""
     import numpy as np
@@ -297,7 +303,7 @@ def _whole(core: Any, module: Any, parameter: str) -> Any:
     value = module[parameter]
     if parameter == "weight" and "scales" in module:
         mode = {"mode": module.mode} if hasattr(module, "mode") else {}
-        value = core.dequantize(
-            value, module["scales"], module.get("biases"), module.group_size, module.bits, **mode
-        )
+        # in float32, as the run has them: in bfloat16 the result would be rounded once more
+        scales, biases = (wide(core, module.get(name)) for name in ("scales", "biases"))
+        value = core.dequantize(value, scales, biases, module.group_size, module.bits, **mode)
     return np.array(value.astype(core.float32))
