@@ -99,6 +99,7 @@ def compared(a: str, b: str, **options: Any) -> dict[str, Any]:
         "choices": found.layers[0].flip.total * len(found.layers),
         "tokens": found.tokens.anywhere.value,
         "kl": found.metrics.get("kl"),
+        "losses": None if found.logits is None else [found.logits.loss_a, found.logits.loss_b],
         "conclusion": found.causes.conclusion,
         "patterns": [x.text for x in found.causes.patterns],
         "bits": told.get("bits"),
@@ -137,31 +138,32 @@ def random_model(work: Path) -> Path:
     """A qwen3_moe with random weights whose widths every engine and K-quants take."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    config = Qwen3MoeConfig(
-        vocab_size=512,
-        hidden_size=256,
-        intermediate_size=256,
-        moe_intermediate_size=256,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        num_experts=16,
-        num_experts_per_tok=4,
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
-        norm_topk_prob=True,
-        max_position_embeddings=512,
-        rms_norm_eps=1e-6,
-        initializer_range=0.06,
-        tie_word_embeddings=False,
-    )
+    sizes: dict[str, Any] = {
+        "vocab_size": 512,
+        "hidden_size": 256,
+        "intermediate_size": 256,
+        "moe_intermediate_size": 256,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6,
+        "initializer_range": 0.06,
+        "tie_word_embeddings": False,
+    }
+    config = Qwen3MoeConfig(**sizes)
     torch.manual_seed(0)
     folder = work / "qwen3_moe"
     Qwen3MoeForCausalLM(config).save_pretrained(folder)
     plain = json.loads((folder / "config.json").read_text())
     plain["rope_theta"] = plain["rope_parameters"]["rope_theta"]  # engines read older names
-    plain["num_experts"] = config.num_experts
+    plain["num_experts"] = sizes["num_experts"]
     (folder / "config.json").write_text(json.dumps(plain))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO_FOLDER / name, folder / name)

@@ -162,6 +162,7 @@ def _job(
         tokenizer is not None,
         "no side has a tokenizer of transformers: name a model that has it with --tokenizer",
     )
+    assert tokenizer is not None
     most = min([size[1], *_contexts(sides, loaded)])
     sequences, origin = engine_tokens(tokenizer, text, size[0], most)
     count = sum(map(len, sequences)) * len(tokenizer)
