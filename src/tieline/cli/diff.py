@@ -108,10 +108,7 @@ def diff(
 
     Nothing is drawn at random: --seed is accepted, as by every command, and changes nothing.
     """
-    limits = {
-        "flip": share("--max-flip", max_flip),
-        "unexplained": share("--max-unexplained", max_unexplained),
-    }
+    limits = _limits(max_flip, max_unexplained)
     outputs = Outputs(html, json_to, overwrite=overwrite)
     outputs.check(a, b, text)
     with progress_bars() as progress:
@@ -149,6 +146,14 @@ def diff(
     _check_attributable(limits, result)
     deliver(result, outputs, "add --html diff.html for the page with charts")
     _judge(limits, result.metrics)
+
+
+def _limits(flip: str | None, unexplained: str | None) -> dict[str, float | None]:
+    """The shares that metrics must not exceed, by the name of the metric."""
+    return {
+        "flip": share("--max-flip", flip),
+        "unexplained": share("--max-unexplained", unexplained),
+    }
 
 
 def _check_attributable(limits: dict[str, float | None], result: Any) -> None:
