@@ -23,6 +23,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from tieline.core.errors import TielineError, UnsupportedModelError, require
+from tieline.core.files import out_of_space
 from tieline.hf.changes import first_line
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -353,7 +354,13 @@ class FetchedShards(Shards):
     def path(self, file: str) -> Path:
         """The file, fetched if it is not here."""
         if file not in self._here:
-            path = self._fetch(file)
+            try:
+                path = self._fetch(file)
+            except Exception as problem:  # of the network, the hub or the disk
+                if out_of_space(problem):
+                    raise
+                why = f"cannot fetch {file!r}: {first_line(problem)}"
+                raise UnsupportedModelError(why) from problem
             found = read_header(path)
             promised = {n: s[1:3] for n, s in self.tensors.items() if s.file == file}
             same = {name: stored[1:3] for name, stored in found.items()} == promised

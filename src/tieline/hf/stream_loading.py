@@ -4,6 +4,7 @@ Whether a model is streamed unasked is decided by its size in the precision that
 against the memory that is free: that of the machine, or of the control group of this process.
 """
 
+import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -119,7 +120,7 @@ def open_stream(
     else:
         folder = Path(
             huggingface_hub.snapshot_download(
-                source, revision=revision, ignore_patterns=NOT_WEIGHTS
+                source, revision=revision, ignore_patterns=NOT_WEIGHTS, **_place()
             )
         )
         shards = hub_shards(source, folder, revision, keep)
@@ -143,7 +144,7 @@ def hub_shards(name: str, folder: Path, revision: str | None = None, keep: bool 
         f"{name!r} has no {INDEX}: a model in one file is loaded, not streamed",
         UnsupportedModelError,
     )
-    client, headers = huggingface_hub.HfApi(), {}
+    client, headers = huggingface_hub.HfApi(endpoint=_place()["endpoint"]), {}
     for file in shard_names(folder):
         found = client.parse_safetensors_file_metadata(name, file, revision=revision)
         facts = {
@@ -153,9 +154,14 @@ def hub_shards(name: str, folder: Path, revision: str | None = None, keep: bool 
         headers[file] = parse_header(file, facts, 0)  # places are known once the file is here
 
     def fetch(file: str) -> Path:
-        return Path(huggingface_hub.hf_hub_download(name, file, revision=revision))
+        return Path(huggingface_hub.hf_hub_download(name, file, revision=revision, **_place()))
 
     return FetchedShards(folder, headers, fetch, _remove, keep)
+
+
+def _place() -> dict[str, Any]:
+    """Where the hub and its cache are, as the environment says now."""
+    return {"endpoint": os.environ.get("HF_ENDPOINT"), "cache_dir": os.environ.get("HF_HUB_CACHE")}
 
 
 def _remove(path: Path) -> None:
