@@ -122,7 +122,7 @@ def audit(
     repaired = chosen_perturbations(chosen, remedies)
     words, origin = as_text(text)
     options = {"device": device, "revision": revision, "trust_remote_code": trust_remote_code}
-    model, tokenizer, name = as_model(source, "audit takes", dtype=dtype, **options)
+    model, tokenizer, name, _ = as_model(source, "audit takes", dtype=dtype, **options)
     length = sequence_length or default_length(model)
     tokenised = tokenise(tokenizer, words, tokens, length)
     with only_running(model):

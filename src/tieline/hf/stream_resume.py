@@ -60,11 +60,11 @@ class Journal:
             known = self._first.get(here.number)
             if known is None and unit in self._weights.layers:
                 self._first[here.number] = known = leaves
-            same = known is not None and len(known) == len(leaves)
+            same = known if known is not None and len(known) == len(leaves) else None
             self._changed[here.number] = {
                 place: leaf
                 for place, leaf in enumerate(leaves)
-                if isinstance(leaf, Tensor) and not (same and known[place] is leaf)
+                if isinstance(leaf, Tensor) and not (same and same[place] is leaf)
             }
             self.next = unit
 

@@ -292,8 +292,9 @@ def weights(core: Any, model: Any, names: list[str]) -> dict[str, Any]:
 
 def wide(core: Any, value: Any) -> Any:
     """Scales or biases in float32; packed ones of other modes as they are."""
-    is_float = value is not None and "float" in str(value.dtype)
-    return value.astype(core.float32) if is_float else value
+    if value is None or "float" not in str(value.dtype):
+        return value
+    return value.astype(core.float32)
 
 
 def _whole(core: Any, module: Any, parameter: str) -> Any:

@@ -8,6 +8,7 @@ Proofs are in docs/estimation.md.
 """
 
 import math
+from typing import cast
 
 import numpy as np
 import torch
@@ -185,7 +186,7 @@ def contact(_run: Run) -> Evidence:
         found[name] = [remainder(halves, np.array([1.0, -1.0]), even, s) for s in sizes]
     p = 0.15
     leading = abs(2 * p * (1 - p) * (1 - 2 * p) * (6 * p * (1 - p) - 1) / 12)
-    root = float(brentq(lambda mass: unequal(mass, 0.6)[2], 0.1, 0.25))
+    root = cast("float", brentq(lambda mass: unequal(mass, 0.6)[2], 0.1, 0.25))
     b, a, _ = unequal(root, 0.6)
     uneven = [remainder(np.array([root, 0.6 - root]), b, a, s / abs(b[0])) for s in sizes]
     signs = [unequal(mass, 0.3)[2] for mass in np.linspace(0.01, 0.149, 60)]
