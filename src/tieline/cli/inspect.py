@@ -113,6 +113,10 @@ def inspect(
     loss_jumps: Annotated[
         bool, typer.Option("--loss-jumps", help="Also measure what flips do to the loss.")
     ] = False,
+    attention: Annotated[
+        bool,
+        typer.Option("--attention", help="Look at attention heads as mixtures of keys instead."),
+    ] = False,
     stream: Stream = None,
     memory: Memory = None,
     keep: Keep = True,
@@ -166,6 +170,10 @@ def inspect(
         "keep": keep,
         "resume": resume,
     }
+    if attention:
+        require(wanted is None, "--slice is about routers: leave it out with --attention")
+        _finish(_attention(source, options, save_trace), conditions, outputs)
+        return
     with progress_bars() as progress:
         from tieline.analysis.findings import metric_names
         from tieline.analysis.inspect import inspect as run
@@ -184,6 +192,11 @@ def inspect(
         else:
             check_names(conditions, metric_names(loss_jumps))
             result = run(source, **options, expert_tokens=expert_tokens, progress=progress)
+    _finish(result, conditions, outputs)
+
+
+def _finish(result: Any, conditions: list[Condition], outputs: Outputs) -> None:
+    """Deliver a result, and leave with 1 if a condition holds."""
     found = held(conditions, result.metrics)
     deliver(result, outputs, "add --html report.html for the page with charts")
     _judge(found)
@@ -200,6 +213,29 @@ def _slice_wanted(
     require(tokens >= 3, f"--slice needs three tokens, got --tokens {tokens}")
     require(not chosen or len(chosen) == 1, f"--slice-layer takes one layer, got {layer!r}")
     return chosen[0] if chosen else None, three
+
+
+OF_ATTENTION = ("text", "tokens", "batch_size", "device", "revision", "trust_remote_code")
+"""Options that `--attention` takes."""
+
+
+def _attention(source: str, options: Mapping[str, Any], save_trace: Path | None) -> Any:
+    """The heads of a model as mixtures; refuses options that are about routers."""
+    with progress_bars() as progress:
+        from tieline.analysis.attention import attention_view
+        from tieline.analysis.inspect import inspect as run
+        from tieline.analysis.sources import quiet_transformers, source_kind
+
+        require(source_kind(source) == "model", f"--attention needs a model, and {source} is none")
+        known = signature(run).parameters
+        others = [name for name in options if name not in OF_ATTENTION]
+        changed = [name for name in others if options[name] != known[name].default]
+        given = ", ".join(f"--{name.replace('_', '-')}" for name in changed)
+        require(not given, f"{given} is about routers: leave it out with --attention")
+        require(save_trace is None, "--save-trace is about routers: leave it out with --attention")
+        quiet_transformers()
+        taken = {name: options[name] for name in OF_ATTENTION}
+        return attention_view(source, **taken, progress=progress)
 
 
 def _check_saved(

@@ -57,6 +57,7 @@ FORMATS: dict[str, str] = {
     "tieline-diff": "tieline.analysis.diff_records:RoutingDiff",
     "tieline-audit": "tieline.analysis.precision_records:PrecisionAudit",
     "tieline-smooth": "tieline.analysis.repair:Repair",
+    "tieline-attention": "tieline.analysis.attention:AttentionView",
     "tieline-reroute": "tieline.analysis.reroute:Rerouted",
     "tieline-upcycling": "tieline.analysis.upcycle:Upcycled",
     "tieline-merge": "tieline.analysis.merge:Merged",

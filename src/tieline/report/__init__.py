@@ -26,6 +26,7 @@ MODULES = {
     "tieline-diff": "diff",
     "tieline-audit": "audit",
     "tieline-smooth": "smooth",
+    "tieline-attention": "attention",
     "tieline-reroute": "reroute",
     "tieline-upcycling": "made",
     "tieline-merge": "made",

@@ -95,6 +95,14 @@ def name_layers(axes: "Axes", labels: Sequence[str]) -> None:
     bar.set_ticks(places, labels=[labels[place] for place in places])
 
 
+def name_places(axes: "Axes", labels: Sequence[str]) -> None:
+    """Name the places 0, 1, … of the level axis by layers: all of a few, some of many."""
+    step = -(-len(labels) // MOST_NAMED)
+    places = range(0, len(labels), max(1, step))
+    axes.set_xticks(list(places), labels=[labels[place] for place in places])
+    axes.set_xlabel("layer")
+
+
 def percent_axis(axes: "Axes") -> None:
     """Write the ticks of the upright axis as percentages."""
     from matplotlib.ticker import FuncFormatter

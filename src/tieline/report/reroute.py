@@ -10,7 +10,7 @@ from rich.text import Text
 
 from tieline.analysis.reroute import Rerouted, ReroutedLayer
 from tieline.core.statistics import Estimate
-from tieline.report.drawing import ACCENT, WARN, name_layers, percent_axis, small_canvas
+from tieline.report.drawing import ACCENT, INK, WARN, name_places, percent_axis, small_canvas
 from tieline.report.frame import notebook_html
 from tieline.report.tables import (
     DASH,
@@ -152,7 +152,7 @@ def _signed(estimate: Estimate) -> str:
 def _draw(layers: Sequence[ReroutedLayer], axes: "Axes") -> None:
     places = range(len(layers))
     series = (
-        ("choices lost", [1 - (one.kept.value or 0.0) for one in layers], "black", "s"),
+        ("choices lost", [1 - (one.kept.value or 0.0) for one in layers], INK, "s"),
         ("bf16 flips before", [one.flips_before for one in layers], WARN, "o"),
         ("bf16 flips after", [one.flips_after for one in layers], ACCENT, "D"),
     )
@@ -160,7 +160,7 @@ def _draw(layers: Sequence[ReroutedLayer], axes: "Axes") -> None:
         known = [(x, y) for x, y in zip(places, values, strict=True) if y is not None]
         xs, ys = [x for x, _ in known], [y for _, y in known]
         axes.plot(xs, ys, marker, color=colour, markersize=4, label=name)
-    name_layers(axes, short_names([layer.name for layer in layers]))
+    name_places(axes, short_names([layer.name for layer in layers]))
     axes.set_ylabel("share of tokens")
     axes.set_ylim(bottom=0)
     percent_axis(axes)
