@@ -174,6 +174,18 @@ def inspect(
         require(wanted is None, "--slice is about routers: leave it out with --attention")
         _finish(_attention(source, options, save_trace), conditions, outputs)
         return
+    result = _inspected(source, options, conditions, (wanted, save_trace, expert_tokens))
+    _finish(result, conditions, outputs)
+
+
+def _inspected(
+    source: str,
+    options: dict[str, Any],
+    conditions: list[Condition],
+    others: tuple[Any, Path | None, int],
+) -> Any:
+    """The inspection of a model, a trace or a summary, or a saved result."""
+    wanted, save_trace, expert_tokens = others
     with progress_bars() as progress:
         from tieline.analysis.findings import metric_names
         from tieline.analysis.inspect import inspect as run
@@ -188,11 +200,9 @@ def inspect(
         if kind == "result":
             usual = signature(run).parameters["expert_tokens"].default
             require(expert_tokens == usual, f"--expert-tokens: {source} is a result already")
-            result: Any = load(source)
-        else:
-            check_names(conditions, metric_names(loss_jumps))
-            result = run(source, **options, expert_tokens=expert_tokens, progress=progress)
-    _finish(result, conditions, outputs)
+            return load(source)
+        check_names(conditions, metric_names(options["loss_jumps"]))
+        return run(source, **options, expert_tokens=expert_tokens, progress=progress)
 
 
 def _finish(result: Any, conditions: list[Condition], outputs: Outputs) -> None:
