@@ -195,3 +195,23 @@ def test_pickles_are_refused_by_name(tmp_path, name):
         import_trace(tmp_path / name)
     with pytest.raises(TraceError, match="is a pickle"):
         read_routes(tmp_path / name, ReadOptions("sglang", k=2, layers=2))
+
+
+@pytest.mark.parametrize("name", ["a.npy", "a.json", "a.csv", "a.safetensors"])
+def test_an_empty_file_is_called_empty(tmp_path, name):
+    (tmp_path / name).write_bytes(b" \n")
+    with pytest.raises(TraceError, match=rf"{name}: is empty"):
+        import_trace(tmp_path / name)
+
+
+@pytest.mark.parametrize("content", [b"PK\x03\x04", b"(dp0\n.", b"\x80\x02}."])
+def test_broken_and_old_pickles_are_refused_by_name(tmp_path, content):
+    (tmp_path / "recorder.pt").write_bytes(content)
+    with pytest.raises(TraceError, match=r"is a pickle.*np\.savez"):
+        import_trace(tmp_path / "recorder.pt")
+
+
+def test_text_that_is_no_json_is_in_no_format(tmp_path):
+    (tmp_path / "a.json").write_text("hello\n")
+    with pytest.raises(TraceError, match="none of the formats"):
+        import_trace(tmp_path / "a.json")

@@ -54,6 +54,7 @@ FORMATS = (
 )
 ARRAY_FORMATS = {"array", "verl", "nemo", "slime", "miles"}
 SUFFIXES = (".npy", ".npz", ".safetensors", ".csv", ".json", ".jsonl", ".gguf")
+PICKLES = (".pt", ".pth", ".pkl", ".pickle")
 _NPY_IN_BASE64 = "k05VTVBZ"
 _LOOK = 1 << 20
 
@@ -94,6 +95,7 @@ def recognise(path: str | Path) -> str:
     require(place.is_file(), f"{place}: no such file", TraceError)
     with parsing(place), place.open("rb") as stream:
         head = stream.read(_LOOK)
+    require(bool(head.strip()), f"{place}: is empty; a file of routes was expected", TraceError)
     _refuse_pickle(place, head)
     if head[:4] == GGUF_MAGIC:
         return "imatrix"
@@ -110,7 +112,7 @@ def recognise(path: str | Path) -> str:
     digits = len(line) == 2 and all(cell.isdecimal() for cell in line)
     if line == HEADER or digits:
         return "moe-trace"
-    known = place.suffix.lower() in SUFFIXES
+    known = place.suffix.lower() in (".csv", ".jsonl")
     require(
         known or "experts" in line,
         f"{place}: is in none of the formats {', '.join(FORMATS)}; name one with --format",
@@ -120,8 +122,10 @@ def recognise(path: str | Path) -> str:
 
 
 def _refuse_pickle(place: Path, head: bytes) -> None:
-    pickled = head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05")
-    if head[:2] == b"PK":
+    arrays = head[:6] == NPY_MAGIC or head[8:9] == b"{"
+    pickled = place.suffix.lower() in PICKLES and not arrays
+    pickled |= head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05")
+    if head[:2] == b"PK" and not pickled:
         with parsing(place), zipfile.ZipFile(place) as archive:
             pickled = any(name.endswith("data.pkl") for name in archive.namelist())
     require(
@@ -209,7 +213,7 @@ def _from_file(path: Path, options: ReadOptions) -> Routes:
     if name != "megatron-trace":
         require(path.is_file(), f"{path}: no such file", TraceError)
         with path.open("rb") as stream:
-            _refuse_pickle(path, stream.read(8))
+            _refuse_pickle(path, stream.read(16))
     if name in ARRAY_FORMATS and _is_text(path):
         return rollout_routes(read_values(path), str(path))
     if name in ARRAY_FORMATS:
