@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,6 +41,7 @@ from tieline.analysis.sources import (
     read_routes,
     source_kind,
 )
+from tieline.analysis.streamed_diff import side_by_side
 from tieline.analysis.text import tokenise
 from tieline.core.errors import TraceError, UnsupportedModelError, require
 from tieline.core.numerics import one_thread
@@ -49,6 +51,7 @@ from tieline.hf.capture import capture
 from tieline.hf.emulate import FORMATS, Parts, emulate
 from tieline.hf.loading import LoadedModel, use_experts
 from tieline.hf.running import batches, forward, only_running
+from tieline.hf.streaming import ModelStream
 from tieline.trace.record import RoutingTrace, concatenate
 
 Progress = Callable[[str, int, int], None]
@@ -78,6 +81,7 @@ def diff(
     revision_b: str | None = None,
     device: str = "cpu",
     trust_remote_code: bool = False,
+    stream: bool = False,
     n_experts: int | None = None,
     k: int | None = None,
     partial: bool = False,
@@ -113,6 +117,7 @@ def diff(
         revision_b: the same for B.
         device: where to load named models.
         trust_remote_code: whether code that comes with models may run.
+        stream: whether the weights of both models are read layer by layer, each byte once.
         n_experts: number of experts, for files of routes that do not state it.
         k: how many experts of each line of a table were chosen.
         partial: compare what both have where one has fewer tokens or a smaller k, instead of
@@ -128,7 +133,7 @@ def diff(
             dequantised weights in transformers: what the format costs, and what the engine adds.
         progress: called with stage, done and total while the work goes on.
     """
-    load = {"device": device, "trust_remote_code": trust_remote_code}
+    load = {"device": device, "trust_remote_code": trust_remote_code, "stream": stream}
     sides = (
         NamedSide("A", a, dtype_a, experts_impl_a, revision_a, load),
         NamedSide("B", b, dtype_b, experts_impl_b, revision_b, load),
@@ -271,14 +276,18 @@ def _two_models(
     replay: bool,
 ) -> RoutingDiff:
     words, origin = as_text(text)
-    ready, cut = [], []
+    ready, cut, streams = [], [], []
     for named in sides:
         side, loaded = named.model()
+        streams.append(loaded.stream)
         most = default_length(loaded.model, length)
         ready.append(side)
         cut.append(tokenise(loaded.tokenizer, words, tokens, most).sequences)
     same_tokens(cut[0], cut[1])
-    found = diff_models(ready[0], ready[1], cut[0], **run._asdict())
+    if any(stream is not None for stream in streams):
+        found = _diff_streams(streams, ready, cut[0], run, replay)
+    else:
+        found = diff_models(ready[0], ready[1], cut[0], **run._asdict())
     facts = {"text": origin, "tokens": sum(map(len, cut[0]))}
     if run.batch_b is not None:
         facts["sequences per pass"] = f"{run.batch_size} in A, {run.batch_b} in B"
@@ -286,6 +295,38 @@ def _two_models(
     if not replay:
         return found
     return with_split(found, replay_split(ready[0], ready[1], batches(cut[0], run.batch_size)))
+
+
+def _diff_streams(
+    streams: Sequence[ModelStream | None],
+    sides: Sequence["Side"],
+    sequences: Sequence[Int[Tensor, " _"]],
+    run: Running,
+    replay: bool,
+) -> RoutingDiff:
+    """Compare two models that are read layer by layer."""
+    a, b = streams
+    require(a is not None and b is not None, "both models are streamed, or none (--stream)")
+    assert a is not None
+    assert b is not None
+    plain = all(side.emulated is None for side in sides) and not replay and run.batch_b is None
+    words = "emulated formats, replay and batch_b need the models in memory: leave out --stream"
+    require(plain, words)
+    started, told = time.perf_counter(), run.progress
+    distances: list[TokenDistances] | None = []
+
+    def take(one: Any, two: Any, ids: Tensor) -> None:
+        nonlocal distances
+        distances = None if distances is None else _with(distances, one, two, ids)
+
+    tell = None if told is None else partial(told, "streaming")
+    traces = side_by_side(a, b, list(batches(sequences, run.batch_size)), take, tell)
+    expected = expected_format(run.expect, traces[0].provenance, traces[1].provenance)
+    ran = time.perf_counter()
+    with one_thread():
+        found = compare(*traces)
+    timings = {"forward": ran - started, "compare": time.perf_counter() - ran}
+    return summed_up(found, logits_of(found, distances), timings, expected)
 
 
 def with_split(found: RoutingDiff, split: ReplaySplit) -> RoutingDiff:

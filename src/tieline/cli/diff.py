@@ -99,6 +99,9 @@ def diff(
     json_to: Json = None,
     overwrite: Overwrite = False,
     seed: Seed = 0,
+    stream: Annotated[
+        bool, typer.Option("--stream", help="Read both models layer by layer, each byte once.")
+    ] = False,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Allow code that comes with models to run.")
     ] = False,
@@ -131,6 +134,7 @@ def diff(
             revision_b=revision_b,
             device=device,
             trust_remote_code=trust_remote_code,
+            stream=stream,
             n_experts=n_experts,
             k=k,
             partial=partial,

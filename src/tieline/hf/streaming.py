@@ -77,6 +77,7 @@ class ModelStream:
         journal: Journal | None = None,
         replay: Replay | None = None,
         begun: Callable[[], None] | None = None,
+        at_head: Callable[[Lockstep], None] | None = None,
     ) -> list[Any]:
         """Run all jobs in lockstep and return what they return.
 
@@ -89,6 +90,8 @@ class ModelStream:
             journal: keeps what a later run needs to go on.
             replay: units that an earlier run has left, which are not read again.
             begun: called once all jobs stand at the first unit that is read.
+            at_head: given the passes when all wait for the output head, which is there; it brings
+                them through, by default one after the other.
         """
         together, led = Lockstep(jobs, scopes), _Led(self, done, told)
         with ExitStack() as stack:
@@ -108,7 +111,11 @@ class ModelStream:
             if begun is not None:
                 begun()
             while together.places:
-                self._lead(together, led)
+                if at_head is not None and together.places == [self.head]:
+                    led.enter(str(self.head))
+                    at_head(together)
+                else:
+                    self._lead(together, led)
             led.leave()
             return together.results
 
