@@ -29,6 +29,7 @@ from tieline.analysis.inspection import Inspection, LayerJumps, NoiseReport, Tex
 from tieline.analysis.jump import JumpSettings, measure_jumps, with_losses
 from tieline.analysis.linear import linear_weights
 from tieline.analysis.own_noise import own_noise
+from tieline.analysis.shares import Share
 from tieline.analysis.slice import SliceChoice, model_slice
 from tieline.analysis.soften import SoftenPlan, SoftenSettings, plan_soften
 from tieline.analysis.soften import soften as soften_model
@@ -49,12 +50,13 @@ from tieline.analysis.swap import BlockSampler, block_of
 from tieline.analysis.text import TokenisedText, text_sample, token_texts, tokenise
 from tieline.core.errors import ParameterError, require
 from tieline.core.numerics import one_thread
-from tieline.core.records import to_plain
+from tieline.core.records import from_plain, to_plain
 from tieline.geometry.measure_records import MeasureSettings
 from tieline.geometry.measures import RoutingMeasures, measure, measure_summary
 from tieline.hf.capture import capture
 from tieline.hf.families import chosen_routers, family_of, find_routers
 from tieline.hf.running import batches, forward, only_running, text_config
+from tieline.hf.spread import SHARES_TEXT
 from tieline.hf.streaming import ModelStream
 from tieline.trace.record import RoutingTrace
 from tieline.trace.summary import RoutingSummary
@@ -94,6 +96,7 @@ def inspect(
     memory: int | None = None,
     keep: bool = True,
     resume: bool = False,
+    parallel: str | None = None,
     settings: MeasureSettings | None = None,
     jump_settings: JumpSettings | None = None,
     progress: Progress | None = None,
@@ -128,6 +131,8 @@ def inspect(
         memory: bytes of memory that a streamed model may take, by default what is free.
         keep: whether files that are fetched from the hub for a streamed model stay.
         resume: whether a streamed run goes on where a killed one with the same settings was.
+        parallel: how the processes of torchrun share the work: "data", "tp", "ep", "pp" or "fsdp"
+            (`hf.spread`); all must call, and all get the result.
         settings: grids and formats of the measures.
         jump_settings: sizes of the samples and levels; its seed is replaced by `seed`.
         progress: called with stage, done and total while the work goes on.
@@ -140,6 +145,8 @@ def inspect(
     words, origin = as_text(text)
     options = {"device": device, "revision": revision, "trust_remote_code": trust_remote_code}
     options |= {"stream": stream, "memory": memory, "keep": keep}
+    options |= {"parallel": parallel}
+    _check_stages(parallel, layers, loss_jumps)
     loaded = as_model(source, "inspect takes a trace or summary, or", dtype=dtype, **options)
     model, clock = loaded.model, _Clock()
     names = _chosen_names(model, layers)
@@ -147,6 +154,7 @@ def inspect(
         length = sequence_length or default_length(model)
         tokenised = tokenise(loaded.tokenizer, words, tokens, length)
     _check_wanted(cut, soften, loaded.stream)
+    _check_whole(parallel, cut, soften)
     if cut is not None:
         cut.check(names, tokenised.tokens, inputs_fit(model, names, tokenised.tokens))
     softly = None
@@ -154,11 +162,12 @@ def inspect(
         sizes = soften if isinstance(soften, SoftenSettings) else SoftenSettings(seed=seed)
         told = (loaded.tokenizer, names, words, tokenised.tokens)
         softly = plan_soften(model, *told, sizes, yes)
-    run = _Run(model, names, tokenised, tokenised.tokens, batch_size, progress or _silent)
+    share = Share.of(parallel, list(batches(tokenised.sequences, batch_size)))
+    run = _Run(model, names, tokenised, share, tokenised.tokens, batch_size, progress or _silent)
     plan = _plan(jump_settings, seed, loss_jumps)
     sampler = run.sampler(plan) if jumps else None
-    facts = _facts(tokenised, origin, batch_size, seed)
-    wanted = _Wanted(noise, cut, softly, seed)
+    facts = _facts(tokenised, origin, batch_size, seed) | share.facts()
+    wanted = _Wanted(noise and parallel in (None, "data"), cut, softly, seed)
     work = _Work(loaded.stream, plan, settings, facts, clock, loss_jumps, wanted, resume)
     ways = _streamed if loaded.stream is not None else _in_memory
     trace, measures, found, extra = ways(run, sampler, work)
@@ -219,8 +228,8 @@ def _in_memory(run: "_Run", sampler: BlockSampler | None, work: "_Work") -> _Fou
     with work.clock("forward"):
         trace = run.trace(sampler)
     trace = replace(trace, provenance={**trace.provenance, **work.facts})
+    weights = run.share.all_layers(linear_weights(run.model, trace))
     with work.clock("measure"), one_thread():  # many small operations
-        weights = linear_weights(run.model, trace)
         measures = measure(trace, work.settings, weights)
     with work.clock("jumps"):
         found = run.jumps(trace, sampler, work.plan, work.losses)
@@ -235,7 +244,7 @@ def _streamed(run: "_Run", sampler: BlockSampler | None, work: "_Work") -> _Foun
     require(not work.losses, "what flips do to the loss needs the model in memory: no loss_jumps")
     model, names = run.model, run.names
     keep = "inputs" if inputs_fit(model, names[:1], run.tokens) else "scores"
-    ids = list(batches(run.text.sequences, run.batch_size))
+    ids = list(run.share.batches)
     with work.clock("forward"), only_running(model), ExitStack() as stack:
         seen = stack.enter_context(capture(model, keep=keep, layers=names))
         if sampler is not None:
@@ -344,6 +353,7 @@ class _Run(NamedTuple):
     model: nn.Module
     names: tuple[str, ...]
     text: TokenisedText
+    share: Share
     tokens: int
     batch_size: int
     progress: Progress
@@ -351,17 +361,22 @@ class _Run(NamedTuple):
     def sampler(self, plan: JumpSettings) -> BlockSampler:
         """What looks at the blocks of the routers."""
         blocks = {name: block_of(self.model, name) for name in self.names}
-        return BlockSampler(blocks, plan.near, plan.random, plan.seed)
+        return BlockSampler(blocks, plan.near, plan.random, plan.seed, self.share.tokens)
 
     def trace(self, sampler: BlockSampler | None) -> RoutingTrace:
         """The routing of the whole text."""
         keep = "inputs" if inputs_fit(self.model, self.names, self.tokens) else "scores"
-        with only_running(self.model), capture(self.model, keep=keep, layers=self.names) as seen:
-            with sampler.watching(seen) if sampler else nullcontext():
-                for ids in batches(self.text.sequences, self.batch_size):
-                    forward(self.model, ids)
-                    self.progress("forward", seen.n_tokens, self.tokens)
-            return seen.trace()
+        with only_running(self.model):
+            with capture(self.model, keep=keep, layers=self.names) as seen:
+                with sampler.watching(seen) if sampler else nullcontext():
+                    for ids in self.share.batches:
+                        forward(self.model, ids)
+                        self.progress("forward", seen.n_tokens, self.share.own_tokens)
+                part = seen.trace()
+            self.share.keep_pace(self.model)
+        if sampler is not None and self.share.parallel in SHARES_TEXT:
+            sampler.join(self.share.all_tokens)
+        return self.share.whole_trace(part)
 
     def jumps(
         self, trace: RoutingTrace, sampler: BlockSampler | None, plan: JumpSettings, losses: bool
@@ -370,7 +385,9 @@ class _Run(NamedTuple):
         if sampler is None:
             return tuple(LayerJumps(layer.name, None, NO_JUMPS) for layer in trace.layers)
         with only_running(self.model):
-            found = measure_jumps(self.model, trace, sampler, plan, self._told("jumps"))
+            own = replace(trace, layers=tuple(trace.layer(name) for name in self.names))
+            found = measure_jumps(self.model, own, sampler, plan, self._told("jumps"))
+            found = self._everywhere(found)
             if not losses:
                 return found
             done = []
@@ -378,6 +395,13 @@ class _Run(NamedTuple):
                 done.append(self._with_losses(trace, layer.name, jumps, plan))
                 self.progress("losses", len(done), len(found))
         return tuple(done)
+
+    def _everywhere(self, own: tuple[LayerJumps, ...]) -> tuple[LayerJumps, ...]:
+        """The jumps of all layers, also of those that other processes hold."""
+        if self.share.parallel != "pp":
+            return own
+        plain = self.share.all_plain([to_plain(jumps) for jumps in own])
+        return tuple(from_plain(LayerJumps, jumps) for jumps in plain)
 
     def _with_losses(
         self, trace: RoutingTrace, name: str, jumps: LayerJumps, plan: JumpSettings
@@ -416,6 +440,23 @@ class _Clock:
         if "forward" in found:
             found["tokens_per_second"] = tokens / max(found["forward"], 1e-9)
         return found
+
+
+def _check_whole(parallel: str | None, cut: SliceChoice | None, soften: object) -> None:
+    """Refuse what needs the whole model in every process, of a model that is spread."""
+    require(
+        parallel in (None, "data") or (cut is None and not soften),
+        f"a slice and softening need the whole model in a process, not parallel {parallel!r}",
+    )
+
+
+def _check_stages(
+    parallel: str | None, layers: Collection[str | int] | None, loss_jumps: bool
+) -> None:
+    """Refuse what the stages of a pipeline cannot do, each of which has some of the layers."""
+    if parallel == "pp":
+        require(layers is None, "layers cannot be chosen with parallel 'pp': leave them out")
+        require(not loss_jumps, "loss_jumps need all layers: take parallel 'tp' or 'ep' with them")
 
 
 def _chosen_names(model: nn.Module, layers: Collection[str | int] | None) -> tuple[str, ...]:

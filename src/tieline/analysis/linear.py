@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from tieline.geometry.flips import logit_view
 from tieline.geometry.measures import scored
 from tieline.hf.emulate import logits_matrix
+from tieline.hf.families import find_routers
+from tieline.hf.spread import whole
 from tieline.trace.record import LayerTrace, RoutingTrace, take_tokens
 
 PROBES = 64
@@ -41,11 +43,12 @@ def linear_choice(layer: LayerTrace, weights: dict[str, Tensor]) -> str:
 def linear_weights(model: nn.Module, trace: RoutingTrace) -> dict[str, Tensor]:
     """(E, D) matrix of each router whose logits are its product with the inputs, up to a bias."""
     found = {}
-    for layer in trace.layers:
-        router = model.get_submodule(layer.name)
+    here = find_routers(model)  # a stage of a pipeline has some of them
+    for layer in (layer for layer in trace.layers if layer.name in here):
+        router = here[layer.name]
         matrix = logits_matrix(router)
         if matrix is not None and layer.inputs is not None and scored(layer) == "ok":
-            matrix = matrix.detach()[: layer.facts.n_experts].float().cpu()
+            matrix = whole(matrix.detach())[: layer.facts.n_experts].float().cpu()
             if _explains(layer, matrix, router_offset(router, len(matrix))):
                 found[layer.name] = matrix
     return found
@@ -56,7 +59,7 @@ def router_offset(router: nn.Module, experts: int) -> Tensor | float:
     bias = getattr(router, "bias", None)
     if not isinstance(bias, Tensor) or bias.shape != (experts,) or bias.is_meta:
         return 0.0
-    return bias.detach().double().cpu()
+    return whole(bias.detach()).double().cpu()
 
 
 def _explains(layer: LayerTrace, matrix: Tensor, offset: Tensor | float) -> bool:

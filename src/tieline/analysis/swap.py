@@ -42,11 +42,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from tieline.core.errors import UnsupportedModelError
+from tieline.core.errors import TielineError, UnsupportedModelError, require
 from tieline.core.ranking import stable_topk
 from tieline.hf.capture import Recorder
 from tieline.hf.families import RouterFamily, family_of
 from tieline.hf.router_call import Choice, RouterOutput, override_choice
+from tieline.hf.spread import gathered_weights, gathering_unit, whole
 from tieline.trace.record import SPAN, LayerTrace, take_tokens, token_hash
 
 PerToken = Float[Tensor, " tokens"]
@@ -68,16 +69,18 @@ class Block:
         name: its qualified name.
         module: the module.
         router: the router that it calls; None for experts, which are given their choice.
+        unit: what FSDP gathers around it; None where its weights are whole.
     """
 
     name: str
     module: nn.Module
     router: nn.Module | None
+    unit: Any = None
 
     def run(self, rows: "Rows", choice: Choice) -> Float[Tensor, "tokens dim"]:
         """Output for these tokens under a given choice."""
         job, scope = self.prepared(rows, choice)
-        with scope():
+        with gathered_weights(self.unit), scope():
             return job()
 
     def prepared(self, rows: "Rows", choice: Choice) -> BlockRun:
@@ -170,13 +173,15 @@ def block_of(model: nn.Module, router_name: str) -> Block:
     router = model.get_submodule(router_name)
     family = family_of(router)
     if family is not None and family.layout == "method":
-        return Block(router_name, router, router)
+        return Block(router_name, router, router, gathering_unit(model, router_name))
     name = router_name.rpartition(".")[0]
     parent = model.get_submodule(name)
     arguments = inspect.signature(parent.forward).parameters
     if "attention_mask" in arguments and hasattr(parent, "experts"):
-        return Block(f"{name}.experts".lstrip("."), parent.get_submodule("experts"), None)
-    return Block(name, parent, router)
+        experts = f"{name}.experts".lstrip(".")
+        unit = gathering_unit(model, experts)
+        return Block(experts, parent.get_submodule("experts"), None, unit)
+    return Block(name, parent, router, gathering_unit(model, name))
 
 
 def _states(output: Any, like: Tensor) -> Float[Tensor, "tokens dim"]:
@@ -238,7 +243,7 @@ def _entering_weight(some: LayerTrace, family: RouterFamily, router: nn.Module) 
         ratio = raw[0] / raw[1].clamp(min=TINY)
     scale = attrgetter(family.scale)(router) if family.scale else None
     if isinstance(scale, Tensor) and scale.numel() > 1:
-        factor = scale.detach().float().cpu()
+        factor = whole(scale.detach()).float().cpu()
         ratio = ratio * factor[entering] / factor[leaving]
     return some.weights[:, k - 1] * ratio
 
@@ -279,6 +284,11 @@ class _Pool:
         self.tokens = torch.empty(0, dtype=torch.int64)
         self._rows: Rows | None = None
 
+    @property
+    def filled(self) -> bool:
+        """Whether any token is kept."""
+        return self._rows is not None
+
     def offer(self, keys: PerToken, lots: PerToken, tokens: Places, call: BlockCall) -> None:
         """Keep the tokens with the smallest finite keys."""
         limit = self._keys[-1] if len(self._keys) == self._size else torch.inf
@@ -292,6 +302,25 @@ class _Pool:
         self._keys, self._lots = keys[best], lots[best]
         self.tokens = torch.cat([self.tokens, tokens[fits]])[best]
         self._rows = (rows if self._rows is None else self._rows.join(rows)).take(best)
+
+    def parts(self) -> dict[str, Tensor]:
+        """Everything that is kept, a row per token."""
+        assert self._rows is not None
+        inputs = {f"input.{place}": value for place, value in enumerate(self._rows.inputs.values())}
+        kept = {"keys": self._keys, "lots": self._lots, "tokens": self.tokens}
+        return kept | inputs | {"output": self._rows.output}
+
+    def join(self, found: Mapping[str, Tensor]) -> None:
+        """Keep the best of what several pools have, given by `parts` in the order of tokens."""
+        assert self._rows is not None
+        best = _order(found["keys"], found["lots"])[: self._size]
+        self._keys, self._lots = found["keys"][best], found["lots"][best]
+        self.tokens, old = found["tokens"][best], self._rows
+        inputs = {
+            key: found[f"input.{place}"][best].to(value.device)
+            for place, (key, value) in enumerate(old.inputs.items())
+        }
+        self._rows = Rows(inputs, old.others, found["output"][best].to(old.output), old.batched)
 
     def without(self, tokens: Places, most: int) -> BlockSample | None:
         """Return the first `most` kept tokens that are not among `tokens`."""
@@ -317,9 +346,14 @@ class BlockSampler:
     Batches must not be padded.
     """
 
-    def __init__(self, blocks: Mapping[str, Block], near: int, random: int, seed: int) -> None:
-        """Sample `near` + `random` tokens of the blocks of the routers with these names."""
-        self._blocks = blocks
+    def __init__(
+        self, blocks: Mapping[str, Block], near: int, random: int, seed: int, first: int = 0
+    ) -> None:
+        """Sample `near` + `random` tokens of the blocks of the routers with these names.
+
+        `first` is the place of the first token that is seen, in the whole text.
+        """
+        self._blocks, self._first = blocks, first
         self._near, self._random, self._seed = near, random, seed
         self._pools = {name: (_Pool(near), _Pool(near + random)) for name in blocks}
         self._status: dict[str, str] = {}
@@ -355,11 +389,23 @@ class BlockSampler:
             )
             return
         self._status.setdefault(name, "ok")
-        places = recorder.offset + torch.arange(len(gaps))
+        places = self._first + recorder.offset + torch.arange(len(gaps))
         lots = torch.as_tensor(token_hash(torch.full_like(places, self._seed), places) / SPAN)
         near, random = self._pools[name]
         near.offer(gaps, lots, places, call)
         random.offer(torch.where(gaps.isfinite(), lots, torch.inf), lots, places, call)
+
+    def join(self, everywhere: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+        """Sample from the tokens of all processes: `everywhere` returns the rows of all of them."""
+        filled = torch.tensor([[pool.filled for pool in both] for both in self._pools.values()])
+        ranks = everywhere({"filled": filled[None]})["filled"]
+        require(
+            bool((ranks == filled).all()),
+            "a process saw no token between two experts in some layer: take fewer processes",
+            TielineError,
+        )
+        for pool in (pool for both in self._pools.values() for pool in both if pool.filled):
+            pool.join(everywhere(pool.parts()))
 
     def block(self, name: str) -> Block:
         """The block of this router."""

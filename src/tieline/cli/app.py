@@ -39,6 +39,7 @@ from tieline.cli.ending import (
     say,
     was_stopped,
 )
+from tieline.cli.ranks import has_the_word
 from tieline.core.errors import (
     ParameterError,
     PrecisionWarning,
@@ -296,7 +297,8 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
                 traceback.print_exception(problem)
             code, words = _last_words(problem, command)
             hint = "; --debug shows where it happened" if code == OUR_BUG else ""
-            say(shortened(words) + ("" if kwargs["debug"] else hint))
+            if has_the_word():
+                say(shortened(words) + ("" if kwargs["debug"] else hint))
             raise typer.Exit(code) from problem
 
     return run

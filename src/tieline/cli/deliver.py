@@ -18,6 +18,7 @@ from rich.console import Console
 
 from tieline.cli.ending import closed_pipe_ignored, say
 from tieline.cli.progress import progress_bars
+from tieline.cli.ranks import is_first
 from tieline.core.errors import require
 from tieline.core.files import check_folder, check_target, same_place, space_on, write_whole
 from tieline.core.records import Result
@@ -164,6 +165,8 @@ def deliver(result: Result, outputs: Outputs, hint: str = "") -> None:
         outputs: where it goes.
         hint: advice that is printed if nothing was written.
     """
+    if not is_first():  # one process writes for all
+        return
     from tieline import report
 
     with progress_bars(first="report"):

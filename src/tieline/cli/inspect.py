@@ -44,6 +44,7 @@ from tieline.cli.app import (
     say,
 )
 from tieline.cli.deliver import Outputs, deliver, progress_bars
+from tieline.cli.ranks import Parallel, is_first, joined
 from tieline.core.errors import require
 
 COMPARISONS: dict[str, Callable[[float, float], bool]] = {
@@ -142,6 +143,7 @@ def inspect(
     ] = False,
     resume: Resume = False,
     trust_remote_code: TrustRemoteCode = False,
+    parallel: Parallel = None,
     debug: Debug = False,
 ) -> None:
     """Measure how near a model's tokens are to a routing tie, and what a flip costs.
@@ -165,15 +167,14 @@ def inspect(
         "soften": soften,
         "yes": yes,
         "trust_remote_code": trust_remote_code,
-        "stream": stream,
-        "memory": memory_size(memory),
-        "keep": keep,
-        "resume": resume,
     }
+    options |= {"stream": stream, "memory": memory_size(memory), "keep": keep, "resume": resume}
     if attention:
+        require(parallel is None, "--parallel is about routers: leave it out with --attention")
         require(wanted is None, "--slice is about routers: leave it out with --attention")
         _finish(_attention(source, options, save_trace), conditions, outputs)
         return
+    options["parallel"] = parallel
     result = _inspected(source, options, conditions, (wanted, save_trace, expert_tokens))
     _finish(result, conditions, outputs)
 
@@ -186,14 +187,15 @@ def _inspected(
 ) -> Any:
     """The inspection of a model, a trace or a summary, or a saved result."""
     wanted, save_trace, expert_tokens = others
-    with progress_bars() as progress:
+    parallel = options.pop("parallel")
+    with progress_bars() as progress, joined(parallel, "inspecting") as way:
         from tieline.analysis.findings import metric_names
         from tieline.analysis.inspect import inspect as run
         from tieline.analysis.slice import SliceChoice
         from tieline.analysis.sources import load, quiet_transformers, source_kind
 
         quiet_transformers()
-        options["cut"] = None if wanted is None else SliceChoice(*wanted)
+        options |= {"cut": None if wanted is None else SliceChoice(*wanted), "parallel": way}
         kind = source_kind(source)
         if kind != "model":
             _check_saved(source, options, run, save_trace)
@@ -262,7 +264,7 @@ def _check_saved(
 def _judge(found: list[tuple[Condition, float]]) -> None:
     from tieline.report.tables import significant
 
-    for condition, value in found:
+    for condition, value in found if is_first() else ():
         say(f"failed: {condition.text} ({condition.metric} is {significant(value, 4)})")
     if found:
         raise typer.Exit(CONDITION_HELD)

@@ -21,6 +21,7 @@ from rich.progress import (
 )
 
 from tieline.cli.ending import say
+from tieline.cli.ranks import is_first
 
 Report = Callable[[str, int, int], None]
 """Called with a stage, how much of it is done, and of how much."""
@@ -46,6 +47,9 @@ def progress_bars(console: Console | None = None, first: str = FIRST) -> Iterato
         console: where to; by default stderr.
         first: the stage until another is reported.
     """
+    if not is_first():
+        yield lambda stage, done, total: None
+        return
     console = console or Console(stderr=True)
     if not console.is_terminal:
         with _lines(first) as lines:

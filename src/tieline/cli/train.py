@@ -51,8 +51,8 @@ def train(
     with progress_bars():
         from tieline import training
         from tieline.analysis.sources import quiet_transformers
+        from tieline.core.processes import FirstRankError
         from tieline.training.engine import plan
-        from tieline.training.parallel.processes import FirstRankError
         from tieline.training.recipes import recipe_config, recipe_list
     if list_recipes:
         deliver(recipe_list(), outputs)

@@ -51,6 +51,7 @@ from tieline.hf.families import HANDLER, RouterFamily, chosen_routers, family_of
 from tieline.hf.precision import precision_name, stored_in
 from tieline.hf.router_call import RouterOutput, read_output
 from tieline.hf.selection import Selection, at_least_single, restrict, select
+from tieline.hf.spread import class_name
 from tieline.trace.record import (
     LayerFacts,
     LayerTrace,
@@ -610,8 +611,8 @@ def document_counter(model: nn.Module) -> DocumentCounter:
 def _provenance(model: nn.Module) -> dict[str, object]:
     config = getattr(model, "config", None)
     return {
-        "model": getattr(config, "_name_or_path", None) or type(model).__name__,
-        "architecture": type(model).__name__,
+        "model": getattr(config, "_name_or_path", None) or class_name(model),
+        "architecture": class_name(model),
         "model_type": getattr(config, "model_type", None),
         "revision": getattr(config, "_commit_hash", None),
         "dtype": precision_name(getattr(model, "dtype", None)),

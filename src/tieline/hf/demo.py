@@ -29,10 +29,15 @@ def is_demo(name: str | Path) -> bool:
     return str(name) in (DEMO, "shipped") and not (Path(name) / "config.json").is_file()
 
 
-def load_demo_model(dtype: torch.dtype = torch.float32) -> OlmoeForCausalLM:
-    """Load the model on the CPU in evaluation mode, by default in float32, as it was trained."""
+def load_demo_model(dtype: torch.dtype = torch.float32, **options: Any) -> OlmoeForCausalLM:
+    """Load the model on the CPU in evaluation mode, by default in float32, as it was trained.
+
+    Args:
+        dtype: precision that it computes in.
+        options: further ones of `from_pretrained`, such as `distributed_config`.
+    """
     model = OlmoeForCausalLM.from_pretrained(
-        DEMO_FOLDER, dtype=dtype, use_safetensors=True, local_files_only=True
+        DEMO_FOLDER, dtype=dtype, use_safetensors=True, local_files_only=True, **options
     )
     stored = json.loads((DEMO_FOLDER / "config.json").read_bytes())["dtype"]
     remember_stored(model, getattr(torch, stored))

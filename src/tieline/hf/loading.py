@@ -28,13 +28,14 @@ from transformers import (
 )
 
 from tieline.core.errors import ParameterError, TielineError, UnsupportedModelError, require
-from tieline.hf.changes import changes_of, first_line, load_pretrained, read_checkpoint
+from tieline.hf.changes import Checkpoint, changes_of, first_line, load_pretrained, read_checkpoint
 from tieline.hf.demo import DEMO, DEMO_FOLDER, is_demo, load_demo_model, load_demo_tokenizer
 from tieline.hf.families import chosen_routers, family_of, find_routers
 from tieline.hf.llama2c import load_llama2c, load_llama2c_tokenizer
 from tieline.hf.precision import DTYPES, computed_dtype, remember_stored, stored_dtype
 from tieline.hf.sizes import CHOSEN, EXPERTS
 from tieline.hf.smooth import FEATURE as SMOOTH
+from tieline.hf.spread import check_parallel, distributed_config
 from tieline.hf.stream_loading import open_stream, too_large
 from tieline.hf.streaming import ModelStream
 from tieline.hf.upcycle import FEATURE as UPCYCLE
@@ -68,6 +69,7 @@ def load_model(
     stream: bool | None = False,
     memory: int | None = None,
     keep: bool = True,
+    parallel: str | None = None,
 ) -> LoadedModel:
     """Load a Mixture-of-Experts model and its tokenizer, with all changes that it was saved with.
 
@@ -81,12 +83,17 @@ def load_model(
             that does not fit into memory.
         memory: bytes that a streamed model may take, by default what is free.
         keep: whether files that are fetched for a streamed model stay.
+        parallel: how the processes of torchrun share it, a name in `hf.spread.PARALLEL`; None for
+            a whole model in this process.
     """
     require(dtype in DTYPES, f"dtype must be one of {sorted(DTYPES)}, got {dtype!r}")
     where = _device(device)
+    check_parallel(parallel)
+    require(not (stream and parallel), "a streamed model runs in one process, not on several")
+    stream = False if parallel else stream  # several processes have room for the parts
     if name is None or is_demo(name):
         require(not stream, "the model in the box is small: it is not streamed")
-        return _demo(dtype, where)
+        return _demo(dtype, where, parallel)
     source = _source(name)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     options |= {"local_files_only": True} if isinstance(source, Path) else {"revision": revision}
@@ -96,6 +103,8 @@ def load_model(
     known = None if checkpoint.changes else _model_class(checkpoint.config, name, trust_remote_code)
     tokenizer = _loaded_tokenizer(source, name, config=checkpoint.config, **options)
     placed: dict[str, Any] = {"device_map": "auto"} if where is None else {}
+    spread = _spread(parallel, known, checkpoint, trust_remote_code)
+    placed = {"distributed_config": spread} if spread else placed
     stored = stored_dtype(checkpoint.config)
     computed = computed_dtype(dtype, stored, where)
 
@@ -111,7 +120,7 @@ def load_model(
             return LoadedModel(opened.model, tokenizer, str(name), opened)
         model: Any = read(source, **options)
     check_weights(model)
-    model = model if where is None else model.to(where)
+    model = model if where is None or spread else model.to(where)
     remember_stored(model, stored)
     return LoadedModel(model.eval(), tokenizer, str(name))
 
@@ -127,6 +136,24 @@ def load_tokenizer(name: str | Path) -> Any:
     source = _source(name)
     local = {"local_files_only": True} if isinstance(source, Path) else {}
     return _loaded_tokenizer(source, name, **local)
+
+
+def _spread(
+    parallel: str | None, build: Any, checkpoint: Checkpoint, trust_remote_code: bool
+) -> Any:
+    """How the model is spread over processes; refuses one that Tieline has changed."""
+    if parallel in (None, "data"):
+        return None
+    changed = ", ".join(checkpoint.changes)
+    require(
+        not changed,
+        f"parallel {parallel!r} is for models as transformers has them, and this one was changed: "
+        f"{changed}",
+        UnsupportedModelError,
+    )
+    skeleton = _skeleton(build, checkpoint.config, trust_remote_code)
+    assert skeleton is not None
+    return distributed_config(parallel, skeleton)
 
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
@@ -186,11 +213,17 @@ CHECKED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Types of weights that can hold NaN and be compared."""
 
 
-def _demo(dtype: str, device: torch.device | None) -> LoadedModel:
+def _demo(dtype: str, device: torch.device | None, parallel: str | None = None) -> LoadedModel:
     if not (DEMO_FOLDER / "config.json").is_file():
         raise TielineError(f"the demo model is missing from the package: {DEMO_FOLDER}")
     asked = DTYPES[dtype]
-    model: Any = load_demo_model(asked if isinstance(asked, torch.dtype) else torch.float32)
+    asked = asked if isinstance(asked, torch.dtype) else torch.float32
+    if parallel not in (None, "data"):
+        checkpoint = read_checkpoint(DEMO_FOLDER, local_files_only=True)
+        spread = _spread(parallel, AutoModelForCausalLM, checkpoint, False)
+        parts: Any = load_demo_model(asked, distributed_config=spread)
+        return LoadedModel(parts, load_demo_tokenizer(), DEMO)
+    model: Any = load_demo_model(asked)
     return LoadedModel(model.to(device or "cpu"), load_demo_tokenizer(), DEMO)
 
 

@@ -34,8 +34,8 @@ def train(
     Returns:
         The result; None on all processes but the first.
     """
+    from tieline.core.processes import is_parallel
     from tieline.training.engine import run
-    from tieline.training.parallel.processes import is_parallel
     from tieline.training.parallel.run import run_parallel
     from tieline.training.recipes import recipe_config
 

@@ -89,8 +89,25 @@ def save_optimizer(folder: Path, optimizer: Any, scheduler: Any, gates: dict[str
         for name, value in entries.items()
     }
     save_file(tensors, folder / OPTIMIZER)
-    rest = {"groups": state["param_groups"], "scheduler": scheduler.state_dict(), "gates": gates}
+    save_groups(folder, optimizer, scheduler, gates)
+
+
+def save_groups(folder: Path, optimizer: Any, scheduler: Any, gates: dict[str, float]) -> None:
+    """Write what of that state is no tensor."""
+    groups = optimizer.state_dict()["param_groups"]
+    rest = {"groups": groups, "scheduler": scheduler.state_dict(), "gates": gates}
     write_json(folder / STATE, rest)
+
+
+def load_groups(folder: Path, optimizer: Any, scheduler: Any) -> dict[str, float]:
+    """Restore the state of `save_groups`, the moments staying; returns that of the gates."""
+    rest = read_json(folder / STATE)
+    _check_groups(folder, optimizer, rest, {})
+    groups = [group | {"betas": tuple(group["betas"])} for group in rest["groups"]]
+    for own, kept in zip(optimizer.param_groups, groups, strict=True):
+        own.update({name: value for name, value in kept.items() if name != "params"})
+    scheduler.load_state_dict(rest["scheduler"])
+    return rest["gates"]
 
 
 def load_optimizer(folder: Path, optimizer: Any, scheduler: Any) -> dict[str, float]:

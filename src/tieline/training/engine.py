@@ -35,6 +35,7 @@ from tieline.training.checkpoint import (
 )
 from tieline.training.config import TrainConfig
 from tieline.training.fetch import DataError
+from tieline.training.parallel.checkpoint import make_whole
 from tieline.training.tasks import Task, TaskData, task_of
 from tieline.training.trainer import RoutingTrainer, training_arguments
 
@@ -134,6 +135,7 @@ def run(
     checkpoint = prepare_folder(config, out, resume)
     if resume and (known := finished(out)) is not None:
         return known
+    make_whole(checkpoint)
     task = task_of(config)
     tell("data", 0, 1)
     data = task.data(config)

@@ -73,7 +73,7 @@ class Ranks:
 
 
 def _serve(rank, count, meeting, patience, pipe):
-    from tieline.training.parallel.processes import join_processes
+    from tieline.core.processes import join_processes
 
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(count), LOCAL_RANK=str(rank))

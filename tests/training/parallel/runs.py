@@ -1,14 +1,22 @@
 """Whole runs small enough for a test: a decoder on bytes of the text in the box."""
 
+import ctypes
+import gc
 import os
 import signal
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from tieline.hf.demo import demo_text, load_demo_model
 from tieline.training.config import DataConfig, DecoderConfig, OptimConfig, TrainConfig, gate_config
 from tieline.training.parallel.capture import summarise_on_ranks, trace_on_ranks
+from tieline.training.parallel.checkpoint import named_tensors
+from tieline.training.parallel.experts import parallelize_
+from tieline.training.parallel.grid import rank_mesh
+from tieline.training.parallel.parts import read_parts, write_parts
 from tieline.training.parallel.run import run_on_ranks
 from tieline.training.text_data import STREAMS, TextStreams, Windows, byte_tokenizer
 
@@ -69,3 +77,34 @@ def captured(sequences, what):
     make = {"trace": trace_on_ranks, "summary": summarise_on_ranks}[what]
     # one sequence at a time: the products of a larger batch may round otherwise
     return make(load_demo_model(), sequences, batch_size=1)
+
+
+def peaks(folder):
+    """Bytes of this rank's state, and what writing and reading its parts took beyond them."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.ModuleList(torch.nn.Linear(1024, 1024) for _ in range(24)))
+    parallelize_(model, rank_mesh())
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    tensors = named_tensors(model, optimizer)
+    own = sum(t.to_local().nbytes if isinstance(t, DTensor) else t.nbytes for t in tensors.values())
+    written = _beyond(lambda: write_parts(folder, tensors))
+    return own, written, _beyond(lambda: read_parts(folder, tensors))
+
+
+def _beyond(work):
+    """Resident bytes at the peak of some work, beyond those before it."""
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = _resident("VmRSS")
+    work()
+    return _resident("VmHWM") - before
+
+
+def _resident(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line.split()[1] for line in lines if line.startswith(name)))

@@ -17,7 +17,7 @@ from tieline.training.parallel.gradients import (
     gradient_norm,
     summed,
 )
-from tieline.training.parallel.processes import EXPERT, rank_mesh
+from tieline.training.parallel.grid import EXPERT, rank_mesh
 
 LOSSES = {"balance": 0.1, "router_z": 0.01, "boundary": 0.5, "sparsity": 0.01}
 WORDS, LENGTH = 11, 7

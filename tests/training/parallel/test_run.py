@@ -13,6 +13,7 @@ from tests.training.parallel.compare import (
 from tests.training.parallel.runs import config, run_and_lose, run_here
 from tieline.training.checkpoint import last_checkpoint
 from tieline.training.engine import run
+from tieline.training.parallel.checkpoint import is_cut
 from tieline.training.parallel.run import _targets, default_expert_ranks
 from tieline.training.tasks import task_of
 
@@ -79,6 +80,20 @@ def test_what_one_process_began_two_ranks_end(pair, alone, tmp_path):
     assert_same_losses(found, alone[0])
     again, _ = pair.run(run_here, config(), folder, {**PATIENCE, "resume": True})
     assert again == found
+
+
+@pytest.mark.slow
+def test_what_two_ranks_began_three_end(pair, ranks, alone, tmp_path):
+    """Each of the three reads its own parts of what the two wrote."""
+    folder = tmp_path / "run"
+    pair.run(run_here, config(), folder, PATIENCE)
+    for name in ("model", "checkpoint-6"):
+        shutil.rmtree(folder / name)
+    (folder / "result.json").unlink()
+    assert is_cut(folder / "checkpoint-4")
+    found, *_ = ranks(3).run(run_here, config(), folder, {**PATIENCE, "resume": True})
+    assert found["resumed_from"] == 4
+    assert_same_losses(found, alone[0])
 
 
 @pytest.mark.slow

@@ -1,5 +1,11 @@
 """Training over several processes: experts spread over ranks, the rest cut by FSDP2."""
 
+from tieline.core.processes import (
+    LostRankError,
+    is_parallel,
+    join_processes,
+    naming_lost_ranks,
+)
 from tieline.training.parallel.experts import (
     SpreadExperts,
     all_to_all,
@@ -13,13 +19,7 @@ from tieline.training.parallel.gradients import (
     gradient_norm,
     summed,
 )
-from tieline.training.parallel.processes import (
-    LostRankError,
-    is_parallel,
-    join_processes,
-    naming_lost_ranks,
-    rank_mesh,
-)
+from tieline.training.parallel.grid import rank_mesh
 
 __all__ = [
     "LostRankError",

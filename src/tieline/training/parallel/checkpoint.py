@@ -1,39 +1,39 @@
-"""Checkpoints of a run on many ranks, written as one process would write them.
+"""Checkpoints of a run on many ranks: each rank writes its own parts.
 
-    whole_state         name → whole tensor, on rank 0
-    WholeOptimizer      the state of an optimiser over parts, with whole tensors
+    checkpoint-<step>/
+        parts/            model and moments, as safetensors of every rank (`parts`)
+        state.json, ...   what is no tensor, written by rank 0 as one process does
 
-The whole model and optimiser are gathered on rank 0 under the names and numbers that they have in
-one process, and written as `training.checkpoint` and transformers' Trainer do. So a run may be
-resumed by one process or by another number of ranks. (`torch.distributed.checkpoint` writes parts
-side by side, but its metadata is a pickle.) A folder is renamed to its name when it is complete.
+No rank gathers more than its own, and a run may be resumed by any number of ranks: each reads what
+it needs of the parts. One process makes whole files of them first (`make_whole`), which are those
+that it would have written itself. A folder is renamed to its name when all of it is on the disk.
 """
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import TrainerControl, TrainerState
+from transformers import PreTrainedConfig, TrainerControl, TrainerState
 
 from tieline.core.errors import require
-from tieline.core.files import whole_folder
+from tieline.core.processes import first_rank, is_first
+from tieline.hf.spread import class_name
 from tieline.training.checkpoint import (
+    OPTIMIZER,
     WEIGHTS,
     CheckpointError,
     mark_complete,
     save_generators,
-    save_optimizer,
-    save_weights,
+    save_groups,
 )
 from tieline.training.config import TrainConfig
-from tieline.training.parallel.processes import first_rank, is_first
+from tieline.training.parallel.parts import part_shapes, read_parts, whole_parts, write_parts
 
 
 def whole_state(model: nn.Module) -> dict[str, Tensor]:
@@ -62,12 +62,6 @@ class WholeOptimizer:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
         self.param_groups = optimizer.param_groups
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the whole state on rank 0, without moments on others, which must call too."""
-        state = self.optimizer.state_dict()
-        moments = {number: _gathered(entries) for number, entries in state["state"].items()}
-        return {"state": moments, "param_groups": state["param_groups"]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Cut whole moments like the parameters and load them."""
@@ -110,35 +104,107 @@ class RunState:
     history: Sequence[Mapping[str, float]]
 
 
-def save_checkpoint(
-    out: Path, step: int, config: TrainConfig, state: RunState, fresh: Callable[[], nn.Module]
-) -> Path:
+def save_checkpoint(out: Path, step: int, config: TrainConfig, state: RunState) -> Path:
     """Write `checkpoint-<step>` and remove all but the newest two; every rank must call.
 
     Args:
-        out: folder of the run.
+        out: folder of the run, which all ranks see.
         step: steps done.
         config: the run.
         state: the state to keep.
-        fresh: makes a model that is not spread.
     """
-    target = out / f"checkpoint-{step}"
-    model = whole_model(state.model, fresh)
-    optimizer = _Stated(WholeOptimizer(state.optimizer).state_dict())
+    target, half = out / f"checkpoint-{step}", out / f".checkpoint-{step}.partial"
 
-    def write() -> str:
-        assert model is not None
-        save = getattr(model, "save_pretrained", None) or partial(save_weights, model)
-        with whole_folder(target, replace=True) as folder:
-            save(folder)
-            save_optimizer(folder, optimizer, state.scheduler, dict(state.gates))
-            save_generators(folder, 0)
-            _trainer_state(step, config, state).save_to_json(str(folder / "trainer_state.json"))
-            mark_complete(folder, step)
+    def begin() -> None:
+        shutil.rmtree(half, ignore_errors=True)
+        (half / PARTS).mkdir(parents=True)
+
+    def finish() -> None:
+        save_groups(half, state.optimizer, state.scheduler, dict(state.gates))
+        _save_configuration(state.model, half)
+        save_generators(half, 0)
+        _trainer_state(step, config, state).save_to_json(str(half / "trainer_state.json"))
+        mark_complete(half, step)
+        shutil.rmtree(target, ignore_errors=True)
+        half.rename(target)
         _remove_old(out)
-        return str(target)
 
-    return Path(first_rank(write))
+    first_rank(begin)
+    write_parts(half / PARTS, named_tensors(state.model, state.optimizer))
+    first_rank(finish)
+    return target
+
+
+def _save_configuration(model: Any, folder: Path) -> None:
+    """Write what describes a model of transformers, as its `save_pretrained` does."""
+    config = getattr(model, "config", None)
+    if isinstance(config, PreTrainedConfig):
+        config.architectures, config.dtype = [class_name(model)], model.dtype
+        config.save_pretrained(folder)
+        if model.can_generate():
+            model.generation_config.save_pretrained(folder)
+
+
+PARTS = "parts"
+MODEL, MOMENTS = "model.", "optimizer."
+
+
+def named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return weights, tied ones once, and moments, by names that do not depend on the ranks."""
+    same = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
+    weights: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, value in model.state_dict().items():
+        if same.get(name, -1) not in seen:
+            weights[MODEL + name] = value.detach()
+        seen.add(same.get(name, id(value)))
+    moments = {
+        f"{MOMENTS}{number}.{name}": value.detach()
+        for number, entries in optimizer.state_dict()["state"].items()
+        for name, value in entries.items()
+    }
+    return weights | moments
+
+
+def is_cut(checkpoint: Path) -> bool:
+    """Return whether a checkpoint holds parts of many ranks and no whole files."""
+    return (checkpoint / PARTS).is_dir() and not (checkpoint / WEIGHTS).is_file()
+
+
+def load_cut(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Read this rank's weights and moments from parts; every rank must call."""
+    shapes = part_shapes(checkpoint / PARTS)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for key in (key for key in shapes if key.startswith(MOMENTS)):
+        number, _, name = key.removeprefix(MOMENTS).partition(".")
+        known = number.isdigit() and int(number) < len(parameters)
+        require(known, f"{checkpoint}: moments of {key!r} are of no parameter", CheckpointError)
+        like = parameters[int(number)]
+        fresh = torch.zeros_like(like) if shapes[key] or not like.shape else torch.zeros(())
+        optimizer.state[like][name] = fresh
+    own = named_tensors(model, optimizer)
+    foreign = sorted(shapes.keys() - own.keys())
+    require(not foreign, f"{checkpoint} does not fit the model: {foreign[:3]}", CheckpointError)
+    with torch.no_grad():
+        read_parts(checkpoint / PARTS, own)
+
+
+def make_whole(checkpoint: Path | None) -> None:
+    """Add the whole files of one process to a checkpoint of parts, in one process.
+
+    They have other names until they are complete.
+    """
+    if checkpoint is None or not is_cut(checkpoint):
+        return
+    found = whole_parts(checkpoint / PARTS)
+    for prefix, name in (
+        (MOMENTS, OPTIMIZER),
+        (MODEL, WEIGHTS),
+    ):  # weights last: they are looked for
+        tensors = {k.removeprefix(prefix): v for k, v in found.items() if k.startswith(prefix)}
+        half = checkpoint / f".{name}.partial"
+        save_file(tensors, half, {"format": "pt"})
+        half.rename(checkpoint / name)
 
 
 def whole_model(model: nn.Module, fresh: Callable[[], nn.Module]) -> nn.Module | None:
@@ -186,16 +252,6 @@ def _trainer_state(step: int, config: TrainConfig, state: RunState) -> TrainerSt
         log_history=[dict(entry) for entry in state.history],
         stateful_callbacks={"TrainerControl": TrainerControl().state()},  # type: ignore[arg-type]
     )
-
-
-class _Stated:
-    """An optimiser reduced to its state."""
-
-    def __init__(self, state: dict[str, Any]) -> None:
-        self._state = state
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._state
 
 
 def _remove_old(out: Path) -> None:

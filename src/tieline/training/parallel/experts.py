@@ -29,7 +29,7 @@ from tieline.core.errors import TielineError, require
 from tieline.routing.dispatch import dispatch
 from tieline.routing.experts import Experts
 from tieline.routing.layer import MoE
-from tieline.training.parallel.processes import DATA, EXPERT, world_mesh
+from tieline.training.parallel.grid import DATA, EXPERT, world_mesh
 
 Rows = Float[Tensor, "rows dim"]
 

@@ -24,11 +24,13 @@ from torch import Tensor, nn
 from transformers import default_data_collator, set_seed
 
 from tieline.core.errors import require
+from tieline.core.processes import first_rank, is_first, join_processes, naming_lost_ranks
 from tieline.routing.layer import MoE
 from tieline.routing.losses import collect_routing
 from tieline.training.checkpoint import (
     checkpoint_step,
     load_generators,
+    load_groups,
     load_optimizer,
     read_json,
     write_json,
@@ -38,6 +40,8 @@ from tieline.training.engine import Report, TrainingResult, finish, finished, pr
 from tieline.training.parallel.checkpoint import (
     RunState,
     WholeOptimizer,
+    is_cut,
+    load_cut,
     load_weights,
     save_checkpoint,
     whole_model,
@@ -49,14 +53,7 @@ from tieline.training.parallel.gradients import (
     finish_gradients_,
     summed,
 )
-from tieline.training.parallel.processes import (
-    check_columns,
-    first_rank,
-    is_first,
-    join_processes,
-    naming_lost_ranks,
-    rank_mesh,
-)
+from tieline.training.parallel.grid import check_columns, rank_mesh
 from tieline.training.step import (
     GateSchedule,
     adamw,
@@ -124,7 +121,8 @@ class RankRun:
         set_seed(config.seed)
         self.model = self.fresh()
         self.schedule = GateSchedule(self.model, config.gate, config.optim.steps)
-        if self.checkpoint is not None:
+        cut = self.checkpoint is not None and is_cut(self.checkpoint)
+        if self.checkpoint is not None and not cut:
             load_weights(self.model, self.checkpoint)
         if config.recompute:
             options = {"use_reentrant": False}
@@ -135,10 +133,16 @@ class RankRun:
         self.optimizer = adamw(self.model, config.optim, foreach=False)
         self.scheduler = rate_scheduler(self.optimizer, config.optim)
         if self.checkpoint is not None:
-            whole = WholeOptimizer(self.optimizer)
-            self.schedule.load(load_optimizer(self.checkpoint, whole, self.scheduler))
+            self.schedule.load(self._restored(self.checkpoint, cut))
             self.history = read_json(self.checkpoint / "trainer_state.json")["log_history"]
             load_generators(self.checkpoint, 0)
+
+    def _restored(self, checkpoint: Path, cut: bool) -> dict[str, float]:
+        """Restore optimiser and scheduler; returns the state of the gate schedule."""
+        if not cut:
+            return load_optimizer(checkpoint, WholeOptimizer(self.optimizer), self.scheduler)
+        load_cut(checkpoint, self.model, self.optimizer)
+        return load_groups(checkpoint, self.optimizer, self.scheduler)
 
     def step(self, step: int) -> None:
         """Do one optimiser step on all ranks; log and checkpoint as the configuration says."""
@@ -157,7 +161,7 @@ class RankRun:
         if (step + 1) % config.checkpoint_every == 0 or step + 1 == optim.steps:
             gates = self.schedule.state()
             state = RunState(self.model, self.optimizer, self.scheduler, gates, self.history)
-            save_checkpoint(self.out, step + 1, config, state, self.fresh)
+            save_checkpoint(self.out, step + 1, config, state)
 
     def _backward(self, step: int, place: int) -> Tensor:
         """Compute gradients of one micro-batch; returns loss and task loss (2,) of all ranks."""

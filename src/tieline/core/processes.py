@@ -1,26 +1,25 @@
-"""The processes of a run: joining them, their grid, work of the first one, and lost ones.
+"""The processes that torchrun started: joining them, work of the first one, messages, lost ones.
 
     with join_processes(timeout=600):
-        mesh = rank_mesh(expert_ranks=2)
+        told = first_rank(lambda: make_folder())     # on rank 0 alone; all get what it returned
+        parts = gathered(data)                       # the bytes of every rank, on every rank
 
-A grid has data × expert ranks. Every rank has its own tokens. The experts of a layer are spread
-over the ranks of a row of the grid, so tokens travel along rows; the ranks of a column hold the
-same experts.
-
-Only one process may make a folder, fetch data or write a checkpoint (`first_rank`). If it fails,
-the others raise what it raised instead of waiting for the timeout. Messages are JSON: no pickle.
+Only one process may make a folder, fetch data or write a file (`first_rank`). If it fails, the
+others raise what it raised instead of waiting for the timeout. Messages are JSON, safetensors or
+plain bytes: no pickle.
 """
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from safetensors.torch import load, save
+from torch import Tensor
 
 from tieline.core.errors import TielineError, require
 
@@ -55,6 +54,33 @@ def first_rank(action: Callable[[], Any]) -> Any:
     return told["result"]
 
 
+def gathered(data: bytes) -> list[bytes]:
+    """Return the bytes of every rank; gloo gathers equal lengths, so shorter ones are padded."""
+    if not dist.is_initialized():
+        return [data]
+    ranks = dist.get_world_size()
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks)]
+    dist.all_gather(lengths, torch.tensor([len(data)]))
+    longest = max(int(length) for length in lengths)
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    if data:
+        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    rows = [torch.empty_like(padded) for _ in range(ranks)]
+    dist.all_gather(rows, padded)
+    return [row[: int(length)].numpy().tobytes() for row, length in zip(rows, lengths, strict=True)]
+
+
+def gathered_tensors(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """Return the named tensors of every rank, on the CPU; ranks may have other names and shapes."""
+    own = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    return [load(data) for data in gathered(save(own))]
+
+
+def gathered_plain(value: Any) -> list[Any]:
+    """Return a JSON value of every rank; NaN and infinities are allowed."""
+    return [json.loads(data) for data in gathered(json.dumps(value).encode())]
+
+
 def _broadcast(data: bytes) -> bytes:
     """Return the bytes of rank 0."""
     length = torch.tensor([len(data)])
@@ -65,7 +91,6 @@ def _broadcast(data: bytes) -> bytes:
     return bytes(content.numpy().tobytes())
 
 
-DATA, EXPERT = "data", "expert"
 TIMEOUT = 600.0
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LOSS_WORDS = ("gloo", "nccl", "connection", "timed out", "timeout", "socket", "broken pipe", "peer")
@@ -88,7 +113,7 @@ def join_processes(
 
     Args:
         timeout: seconds after which an unanswered message is an error.
-        backend: "gloo" on CPU and "nccl" on CUDA by default.
+        backend: gloo, and nccl beside it for CUDA, by default.
         init_method: where to meet, if not where torchrun says, for example `file:///tmp/meeting`.
     """
     require(timeout > 0, f"the timeout must be positive, got {timeout}")
@@ -98,7 +123,8 @@ def join_processes(
         f"{', '.join(missing)} not set: start the processes with torchrun",
     )
     dist.init_process_group(
-        backend or ("nccl" if torch.cuda.is_available() else "gloo"),
+        # records travel from the memory of the host also where weights are on accelerators
+        backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"),
         init_method=init_method,
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
@@ -108,51 +134,6 @@ def join_processes(
         yield
     finally:
         dist.destroy_process_group()
-
-
-def rank_mesh(
-    expert_ranks: int | None = None, *, timeout: float = TIMEOUT, device: str = "cpu"
-) -> DeviceMesh:
-    """Return all ranks as a grid (data, expert); every rank must call this.
-
-    `init_device_mesh` would give the groups a timeout of half an hour instead of that of the run.
-
-    Args:
-        expert_ranks: ranks that share the experts of a layer; all by default. It divides the
-            number of ranks.
-        timeout: seconds after which a message within a row or column is an error.
-        device: type of the devices.
-    """
-    world = dist.get_world_size()
-    columns = world if expert_ranks is None else expert_ranks
-    check_columns(columns, world)
-    grid = torch.arange(world).view(-1, columns)
-    groups = [_own_group(lines.tolist(), timeout) for lines in (grid.T, grid)]
-    return DeviceMesh.from_group(groups, device, mesh=grid, mesh_dim_names=(DATA, EXPERT))
-
-
-def check_columns(expert_ranks: int, ranks: int) -> None:
-    """Raise if the ranks are not divisible into rows of `expert_ranks`."""
-    require(
-        1 <= expert_ranks <= ranks and ranks % expert_ranks == 0,
-        f"expert_ranks must divide the number of ranks, {ranks}, got {expert_ranks}",
-    )
-
-
-def _own_group(lines: list[list[int]], timeout: float) -> dist.ProcessGroup:
-    """Return the group of this rank's line; all ranks make all groups, in the same order."""
-    limit = timedelta(seconds=timeout)
-    groups = [dist.new_group(line, timeout=limit) for line in lines]
-    own = next(g for g, line in zip(groups, lines, strict=True) if dist.get_rank() in line)
-    assert isinstance(own, dist.ProcessGroup)
-    return own
-
-
-def world_mesh(device: str = "cpu") -> DeviceMesh:
-    """Return all ranks in one line, in the group of `join_processes`."""
-    world = dist.group.WORLD
-    assert world is not None
-    return DeviceMesh.from_group(world, device, mesh_dim_names=("world",))
 
 
 @contextmanager

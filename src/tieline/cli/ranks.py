@@ -1,0 +1,118 @@
+"""Commands on several processes: `torchrun --nproc-per-node N -m tieline inspect MODEL`.
+
+with joined(parallel, "inspecting") as way:      # all processes of the run, or this one alone
+    result = run(source, parallel=way)
+
+Only rank 0 shows progress, writes files and prints. Whatever ends the run is said by one process:
+the first that asks torchrun's store for the word (`has_the_word`). The others wait a moment, since
+torchrun ends all processes as soon as one has ended.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from types import FrameType
+from typing import Annotated
+
+import typer
+
+from tieline.core.errors import TielineError, require
+
+Parallel = Annotated[
+    str | None,
+    typer.Option(
+        "--parallel",
+        metavar="data|tp|ep|pp|fsdp",
+        help="Under torchrun: how processes share the work; by default the text (data).",
+    ),
+]
+
+GRACE = 2.0
+"""Seconds for the process that has the word: torchrun ends all when one has ended."""
+
+WORD = "tieline/last word"
+_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def on_ranks() -> bool:
+    """Whether torchrun started this process as one of several."""
+    known = all(name in os.environ for name in _TORCHRUN)
+    return known and int(os.environ["WORLD_SIZE"]) > 1
+
+
+def is_first() -> bool:
+    """Whether this process is the one that shows and writes: rank 0, or the only one."""
+    return not on_ranks() or os.environ["RANK"] == "0"
+
+
+@contextmanager
+def joined(parallel: str | None, doing: str) -> Iterator[str | None]:
+    """Join the processes of torchrun; yields how they share the work, None for one process.
+
+    The block ends on all processes or on none, so that what follows it may write.
+
+    Args:
+        parallel: what was asked for by --parallel.
+        doing: what goes on in the block, for the message about a lost process.
+    """
+    if not on_ranks():
+        require(
+            parallel is None,
+            f"--parallel {parallel} needs several processes: start with torchrun "
+            "--nproc-per-node N -m tieline ...",
+        )
+        yield None
+        return
+    import torch.distributed as dist
+
+    from tieline.core.processes import join_processes, naming_lost_ranks
+
+    lost = naming_lost_ranks(f"while {doing}; nothing was written")
+    with _told_when_ended(), lost, join_processes():
+        yield parallel or "data"
+        dist.barrier()
+
+
+@contextmanager
+def _told_when_ended() -> Iterator[None]:
+    """Turn the signal by which torchrun ends processes, after one has died, into an error."""
+
+    def ended(number: int, frame: FrameType | None) -> None:
+        raise TielineError(
+            f"rank {os.environ['RANK']} was ended: another process of the run has died (torchrun "
+            "says which); nothing was written"
+        )
+
+    before = signal.signal(signal.SIGTERM, ended)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def has_the_word() -> bool:
+    """Whether this process says how the run ended: the first that asks; others wait a moment."""
+    if not on_ranks():
+        return True
+    first = _asks_first()
+    if not first:
+        time.sleep(GRACE)
+    return first
+
+
+def _asks_first() -> bool:
+    """Whether nobody asked before, in torchrun's own store; rank 0 is first where there is none."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return is_first()
+    import torch.distributed as dist
+
+    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    turn = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    try:
+        store = dist.TCPStore(*place, is_master=False, timeout=timedelta(seconds=10))  # pyright: ignore[reportPrivateImportUsage]
+        return store.add(f"{WORD} {turn}", 1) == 1
+    except (RuntimeError, OSError):  # torchrun itself is gone
+        return is_first()

@@ -1,0 +1,121 @@
+"""Commands under torchrun: who writes, who has the last word, what is refused."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cli.train.test_torchrun import torchrun
+from tieline.cli.ranks import has_the_word, is_first, joined, on_ranks
+from tieline.core.errors import ParameterError
+
+STARTED = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+
+
+def started_as(monkeypatch, rank):
+    for name, value in {**STARTED, "RANK": str(rank)}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    monkeypatch.setattr("tieline.cli.ranks.GRACE", 0.0)
+
+
+def test_one_process_is_first_and_has_the_word(monkeypatch):
+    for name in ("RANK", *STARTED):
+        monkeypatch.delenv(name, raising=False)
+    assert not on_ranks()
+    assert is_first()
+    assert has_the_word()
+    with joined(None, "testing") as way:
+        assert way is None
+
+
+def test_a_way_without_torchrun_is_refused(monkeypatch):
+    for name in ("RANK", *STARTED):
+        monkeypatch.delenv(name, raising=False)
+    with (
+        pytest.raises(ParameterError, match="--parallel tp needs several processes: start with"),
+        joined("tp", "testing"),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_0_writes_and_speaks_where_torchrun_keeps_no_store(monkeypatch, rank):
+    started_as(monkeypatch, rank)
+    assert on_ranks()
+    assert is_first() == (rank == 0)
+    assert has_the_word() == (rank == 0)
+
+
+def said(told):
+    return [line for line in told.splitlines() if line.startswith(("error", "this is a bug"))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("count", "way", "words"),
+    [
+        (2, "xx", "must be one of data, tp, ep, pp, fsdp, got 'xx'"),
+        (3, "ep", "16 experts of 'olmoe' cannot be cut over 3 processes"),
+        (3, "tp", "64 intermediate features of an expert of 'olmoe' cannot be cut over 3"),
+    ],
+)
+def test_what_cannot_be_is_told_once_and_nothing_is_written(tmp_path, count, way, words):
+    page = tmp_path / "page.html"
+    code, told = torchrun(count, "inspect", "--parallel", way, "--tokens", 512, "--html", page)
+    assert code == 1
+    assert len(said(told)) == 1, told
+    assert words in said(told)[0]
+    assert "exitcode  : 2" in told
+    assert not page.exists()
+
+
+@pytest.mark.slow
+def test_a_page_of_two_processes_is_that_of_one(tmp_path):
+    page, found = tmp_path / "page.html", tmp_path / "two.json"
+    options = ["--tokens", 1024, "--batch-size", 1]
+    code, told = torchrun(2, "inspect", *options, "--html", page, "--json", found)
+    assert code == 0, told
+    assert told.count(f"wrote {page}") == 1
+    alone = tmp_path / "one.json"
+    command = [sys.executable, "-m", "tieline", "inspect", *map(str, options), "--json", str(alone)]
+    subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    one, two = (json.loads(path.read_bytes())["metrics"] for path in (alone, found))
+    assert one == two
+
+
+@pytest.mark.slow
+def test_a_killed_process_ends_the_other_with_one_message(tmp_path):
+    page, log = tmp_path / "page.html", tmp_path / "log"
+    program = Path(sys.executable).with_name("torchrun")
+    options = ["--tokens", "60000", "--batch-size", "1", "--html", str(page)]
+    command = [str(program), "--nproc-per-node", "2", "-m", "tieline", "inspect", *options]
+    with log.open("w") as told:
+        started = subprocess.Popen(
+            command,
+            stdout=told,
+            stderr=told,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+        try:
+            until = time.monotonic() + 300
+            while "forward" not in log.read_text() and time.monotonic() < until:
+                time.sleep(0.2)
+            children = Path(f"/proc/{started.pid}/task/{started.pid}/children").read_text().split()
+            os.kill(int(children[1]), signal.SIGKILL)
+            assert started.wait(120) == 1
+        finally:
+            if started.poll() is None:
+                os.killpg(started.pid, signal.SIGKILL)
+                started.wait()
+    words = said(log.read_text())
+    assert len(words) == 1, log.read_text()
+    assert "died" in words[0]
+    assert "nothing was written" in words[0]
+    assert not page.exists()
