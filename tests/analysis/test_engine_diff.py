@@ -128,6 +128,19 @@ def test_an_engine_with_a_fault_is_told_from_its_format(tmp_path, monkeypatch, r
     assert found.dequantised.engine_any.value > 0.9 > found.dequantised.format_any.value
 
 
+def test_weights_that_are_not_those_of_the_original_are_named(tmp_path, monkeypatch, rounded):
+    twin(tmp_path, monkeypatch, rounded[0], "int8_group")
+    stored = dict(np.load(tmp_path / "weights.npz"))
+    one, other = (f"model.layers.1.mlp.experts.{e}.up_proj.weight" for e in (3, 11))
+    stored[one], stored[other] = stored[other], stored[one]
+    np.savez(tmp_path / "weights.npz", **stored)
+    found = tl.diff("demo", "twin:demo", **SIZE)
+    assert found.causes.alarm
+    assert found.causes.patterns[0].kind == "weights"
+    assert found.causes.patterns[0].layer in (one, other)
+    assert "2 tensors of B are not those of the original" in found.verdict
+
+
 def test_an_engine_runs_the_tokens_of_a_trace(tmp_path, monkeypatch):
     model, ids = load_demo_model(), torch.randint(3, 512, (3, 40))
     twin(tmp_path, monkeypatch, computed(model, ids))

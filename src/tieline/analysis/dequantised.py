@@ -12,9 +12,11 @@ transformers in float32, stand between the two:
 
 import json
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -23,15 +25,32 @@ from torch import nn
 from tieline.core.errors import TraceError, require
 from tieline.engines import dequantised
 
+LARGEST_ERROR = 0.7
+"""Relative error of a tensor beyond which it is another tensor, not a rounded one."""
 MOST_PARAMETERS = 4_000_000_000
 """Largest model that is built anew: it takes 12 bytes per parameter of disk and memory."""
 INDEX = "model.safetensors.index.json"
 
 
+class Dequantised(NamedTuple):
+    """A model with dequantised weights.
+
+    Attributes:
+        model: the model, in float32.
+        bits: bits per weight of the quantised form; None if unknown.
+        strangers: tensors that are not those of the original, with their relative error
+            |w' - w| / |w|; a format of 2 bits makes 0.5 at most, another expert's weights 1.4.
+    """
+
+    model: nn.Module
+    bits: float | None
+    strangers: tuple[tuple[str, float], ...]
+
+
 def dequantised_model(
     model: nn.Module, engine: str, quantised: str, python: str | Path | None = None
-) -> tuple[nn.Module, float | None]:
-    """Return a copy of a model with the weights of its quantised form, and the bits per weight.
+) -> Dequantised:
+    """Return a copy of a model with the weights of its quantised form.
 
     Args:
         model: the original, a model of transformers.
@@ -49,13 +68,28 @@ def dequantised_model(
             fits = tuple(array.shape) == shapes[key]
             words = f"{quantised}: {key} is {tuple(array.shape)}, the model has {shapes[key]}"
             require(fits, f"{words}: it is of another model", TraceError)
+        strangers = _strangers(folder, found)
         for old in (*folder.glob("*.safetensors"), folder / INDEX):
             old.unlink(missing_ok=True)
         tensors = {key: torch.from_numpy(array).contiguous() for key, array in found.items()}
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         copy = type(own).from_pretrained(folder, dtype=torch.float32, local_files_only=True)
     bits = facts.get("bits")
-    return copy.eval(), float(bits) if isinstance(bits, int | float) else None
+    known = float(bits) if isinstance(bits, int | float) else None
+    return Dequantised(copy.eval(), known, strangers)
+
+
+def _strangers(folder: Path, found: Mapping[str, np.ndarray]) -> tuple[tuple[str, float], ...]:
+    """Tensors whose relative error no format explains, the largest error first."""
+    errors: dict[str, float] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as stored:
+            for key in set(stored.keys()) & set(found):
+                own = stored.get_tensor(key).double()
+                error = (torch.from_numpy(found[key]).double() - own).norm() / own.norm()
+                errors[key] = float(error)
+    odd = {key: error for key, error in errors.items() if not error <= LARGEST_ERROR}
+    return tuple(sorted(odd.items(), key=lambda pair: -pair[1]))
 
 
 def can_dequantise(model: nn.Module) -> bool:

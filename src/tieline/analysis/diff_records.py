@@ -155,7 +155,15 @@ class Attribution:
 
 
 PatternKind = Literal[
-    "lag", "permutation", "offset", "expert", "row", "positions", "document", "layer"
+    "lag",
+    "permutation",
+    "offset",
+    "expert",
+    "row",
+    "positions",
+    "document",
+    "layer",
+    "weights",
 ]
 
 

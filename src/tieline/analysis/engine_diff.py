@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from tieline.analysis.comparison import Compared, compare, summed_up
-from tieline.analysis.dequantised import can_dequantise, dequantised_model
+from tieline.analysis.dequantised import LARGEST_ERROR, can_dequantise, dequantised_model
 from tieline.analysis.diff import (
     NamedSide,
     Running,
@@ -33,7 +33,8 @@ from tieline.analysis.diff import (
     sequences_of,
     token_distances,
 )
-from tieline.analysis.diff_records import DequantisedSplit, RoutingDiff
+from tieline.analysis.diff_records import Answer, DequantisedSplit, Pattern, RoutingDiff
+from tieline.analysis.diff_words import verdict
 from tieline.analysis.engine_runs import engine_tokens, known_words, model_place
 from tieline.analysis.inspection import Finding
 from tieline.analysis.noise_size import ROUNDING, Expected, read_format, recorded_format
@@ -242,7 +243,30 @@ def _compared(
     with one_thread():
         found = compare(a.trace, b.trace, partial=partial, reference=reference)
     result = summed_up(found, logits_of(found, _distances(a, b, job)), {}, expected)
-    return result if middle is None else _with_middle(result, a, b, middle, job)
+    if middle is None:
+        return result
+    return _with_strangers(_with_middle(result, a, b, middle, job), middle)
+
+
+def _with_strangers(result: RoutingDiff, middle: "_Middle") -> RoutingDiff:
+    """The result with an alarm if the quantised file holds other weights than the original."""
+    if not middle.strangers or result.causes is None:
+        return result
+    name, error = middle.strangers[0]
+    text = (
+        f"weights: {len(middle.strangers)} tensors of {middle.side} are not those of the original, "
+        f"{name!r} first (relative error {error:.2g}): exchanged, stale or of another checkpoint"
+    )
+    pattern = Pattern("weights", name, error, LARGEST_ERROR, text)
+    causes = replace(
+        result.causes,
+        conclusion="pattern",
+        shape=Answer("no", text),
+        patterns=(pattern, *result.causes.patterns),
+    )
+    said = verdict(result.alignment, result.layers, result.tokens, causes)
+    finding = Finding("warning", f"{text[0].upper()}{text[1:]}.", error, None, "weights")
+    return replace(result, causes=causes, verdict=said, findings=(finding, *result.findings))
 
 
 def _noise(
@@ -271,11 +295,12 @@ def _noise(
 
 @dataclass(frozen=True)
 class _Middle:
-    """The dequantised weights in transformers, their bits, and the quantised side."""
+    """Dequantised weights in transformers, their bits, the quantised side, and strange tensors."""
 
     ran: _Ran
     bits: float | None
     side: str
+    strangers: tuple[tuple[str, float], ...] = ()
 
 
 def _expected(asked: str | None, a: RoutingTrace, b: RoutingTrace) -> Expected | None:
@@ -326,8 +351,8 @@ def _middle(sides: Sequence[NamedSide], a: _Ran, b: _Ran, job: _Job) -> _Middle 
         if other.side.emulated is not None or not can_dequantise(other.side.model):
             continue
         place = model_place(found[1])
-        model, bits = dequantised_model(other.side.model, found[0], place, job.settings.python)
-        return _Middle(_run_model(Side(model), job), bits, named.side)
+        made = dequantised_model(other.side.model, found[0], place, job.settings.python)
+        return _Middle(_run_model(Side(made.model), job), made.bits, named.side, made.strangers)
     return None
 
 
