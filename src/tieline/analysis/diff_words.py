@@ -13,8 +13,8 @@ UNRELATED = 0.1
 """Agreement beyond chance below which a pair of layers counts as unrelated."""
 ORDER = ("warning", "notice", "info")
 NEAR_TIES = (
-    "What to do: replay the routes of A in B where they must agree, or remove the ties with "
-    "`tieline smooth`."
+    "What to do: replay the routes of A in B where they must agree; `tieline audit` compares the "
+    "remedies."
 )
 CAPTURE = "What to do: capture both runs with scores and compare them again."
 

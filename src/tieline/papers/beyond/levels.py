@@ -40,7 +40,7 @@ def _log_comb(n: int, k: int) -> float:
     return math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
 
 
-def level_bound(n_experts: int, k: int, dim: int) -> float:
+def level_bound(n_experts: int, k: int, dim: int) -> int | float:
     """Most cells of a top-k router: C(N, k), Φ(N, d+1) - N or the sum over vertices."""
     levels = range(max(0, k - dim), k)
     summed = sum(vertices_bound(n_experts, q, dim) * math.comb(dim + 1, k - q) for q in levels)
