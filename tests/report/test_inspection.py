@@ -20,6 +20,7 @@ from tieline.report.inspection import (
     tokens_text,
 )
 from tieline.report.inspection_charts import inspection_panels
+from tieline.report.inspection_soften import deciding_table, soften_table
 from tieline.report.tables import visible
 
 needs_browser = pytest.mark.skipif(
@@ -124,7 +125,9 @@ def test_numbers_findings_and_provenance_are_in_the_page_without_any_script(rend
     for name in result.metrics:
         assert f"<dt>{name}</dt>" in body
     assert "<dt>text.name</dt><dd>a.txt</dd>" in body
-    assert body.count("<tr>") == 2 * (1 + len(result.measures.layers))  # and calibration
+    by_layer = 1 + len(result.measures.layers)  # also calibration
+    softened = [make(result.softening) for make in (soften_table, deciding_table)]
+    assert body.count("<tr>") == 2 * by_layer + sum(1 + len(grid.rows) for grid in softened)
 
 
 def test_noise_stands_in_for_bf16_where_rounding_is_unknown(result):

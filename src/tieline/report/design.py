@@ -105,7 +105,7 @@ def figures(result: Advice) -> "dict[str, Callable[[], Figure]]":
 def terminal(result: Advice, width: int) -> RenderableType:
     """Numbers by split, notes on single entries, and where each number holds."""
     grid = _grid(result)
-    table = text_table(grid.head, grid.rows, left=1)
+    table = text_table(grid.head, grid.rows, left=1, quantities=grid.quantities)
     table.columns[-1].justify, table.columns[-1].style = "left", "dim"
     meanings = Table.grid(padding=(0, 2))
     meanings.add_column(no_wrap=True)
@@ -196,7 +196,8 @@ def _grid(result: Advice) -> Grid:
         entries = [row.entries[name] for row in result.rows]
         cells = [cell_text(name, entry) + ("*" if entry.note else " ") for entry in entries]
         rows.append((quantity.heading, *cells, quantity.kind))
-    return Grid(("split m", *(str(row.split) for row in result.rows), "kind"), tuple(rows))
+    head = ("split m", *(str(row.split) for row in result.rows), "kind")
+    return Grid(head, tuple(rows), quantities="rows")
 
 
 def _notes(result: Advice) -> list[str]:

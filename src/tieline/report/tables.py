@@ -30,7 +30,7 @@ import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from rich import box
 from rich.cells import cell_len
@@ -80,14 +80,17 @@ class Grid:
         head: headings.
         rows: cells, one row per entry.
         meanings: what each column says; empty where the headings say it.
+        quantities: where one quantity stands; the numbers of a column that is one have one form.
     """
 
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     meanings: tuple[str, ...] = ()
+    quantities: Literal["columns", "rows"] = "columns"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rows", _one_form_per_column(self.rows))
+        if self.quantities == "columns":
+            object.__setattr__(self, "rows", _one_form_per_column(self.rows))
 
 
 DASH = "–"
@@ -162,14 +165,18 @@ def rich_table(
 
 
 def text_table(
-    head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 0, fold: bool = False
+    head: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    left: int = 0,
+    fold: bool = False,
+    quantities: Literal["columns", "rows"] = "columns",
 ) -> Table:
     """A table of these texts; long cells are folded where asked for."""
     table = _empty_table()
     for place, heading in enumerate(head):
         justify = "left" if place < left else "right"
         table.add_column(heading, justify=justify, no_wrap=not fold, overflow="fold")
-    for row in _one_form_per_column(rows):
+    for row in rows if quantities == "rows" else _one_form_per_column(rows):
         table.add_row(*map(Text, row))
     return table
 
