@@ -13,6 +13,7 @@ import torch
 from transformers import OlmoeForCausalLM, PreTrainedTokenizerFast
 
 from tieline.hf.precision import remember_stored
+from tieline.hf.running import no_bars
 
 DEMO = "demo"
 """The name of this model in every command."""
@@ -36,9 +37,9 @@ def load_demo_model(dtype: torch.dtype = torch.float32, **options: Any) -> Olmoe
         dtype: precision that it computes in.
         options: further ones of `from_pretrained`, such as `distributed_config`.
     """
-    model = OlmoeForCausalLM.from_pretrained(
-        DEMO_FOLDER, dtype=dtype, use_safetensors=True, local_files_only=True, **options
-    )
+    options |= {"dtype": dtype, "use_safetensors": True, "local_files_only": True}
+    with no_bars():
+        model = OlmoeForCausalLM.from_pretrained(DEMO_FOLDER, **options)
     stored = json.loads((DEMO_FOLDER / "config.json").read_bytes())["dtype"]
     remember_stored(model, getattr(torch, stored))
     return model.eval()

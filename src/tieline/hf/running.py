@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
+from transformers.utils import logging
 
 from tieline.core.errors import TielineError
 
@@ -59,3 +60,15 @@ def only_running(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+@contextmanager
+def no_bars() -> Iterator[None]:
+    """No progress bars of transformers inside the block: files and layers are not the user's."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

@@ -15,7 +15,6 @@ that `from_pretrained` gives. Memory of a layer is used again for the next one o
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -30,10 +29,10 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
-from transformers.utils import logging
 from transformers.utils.loading_report import LoadStateDictInfo
 
 from tieline.core.errors import UnsupportedModelError, require
+from tieline.hf.running import no_bars
 from tieline.hf.shards import LINE, Shards, placed
 
 REUSED = 1 << 20
@@ -402,18 +401,6 @@ class Weights:
         for room in self._pooled.pop(unit, []):
             self._pool.setdefault(len(room), []).append(room)
         self.shards.release(self.plans[unit].keys)
-
-
-@contextmanager
-def no_bars() -> Iterator[None]:
-    """No progress bars of transformers inside the block: one for each layer tells nothing."""
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def skeleton(

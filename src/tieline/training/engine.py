@@ -10,8 +10,7 @@ are restored exactly, so a run that was killed and resumed ends with the same lo
 
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,12 +18,12 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from transformers import set_seed
-from transformers.utils import logging
 
 from tieline.analysis.monitor_trainer import monitor_trainer
 from tieline.core.errors import require
 from tieline.core.files import check_folder, remove_rests, space_on
 from tieline.core.records import Result, from_plain
+from tieline.hf.running import no_bars
 from tieline.training.checkpoint import (
     CheckpointError,
     checkpoint_step,
@@ -148,7 +147,7 @@ def run(
     trainer = RoutingTrainer(config, model, arguments, data.train, told)
     monitor_trainer(trainer, every=config.log_every)
     began, worked = time.perf_counter(), time.process_time()
-    with _no_bars(), space_on(out):
+    with no_bars(), space_on(out):
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     times = time.perf_counter() - began, time.process_time() - worked
     tell("score", 0, 1)
@@ -186,7 +185,7 @@ def finish(
         tuple(history),
         str(out),
     )
-    with _no_bars():
+    with no_bars():
         task.save(model, data, out / "model")
     result.to_json(out / "result.json")
     return result
@@ -207,18 +206,6 @@ def _step_end(model: nn.Module, tell: Report, watch: Watch | None) -> Callable[[
             watch(model, done)
 
     return ended
-
-
-@contextmanager
-def _no_bars() -> Iterator[None]:
-    """Turn off transformers' progress bars, which it shows for every file it writes."""
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def plan(config: TrainConfig, progress: Report | None = None) -> TrainingPlan:
