@@ -18,7 +18,7 @@ from tieline.estimation.rates import LossSeries, RateStudy
 from tieline.report.drawing import canvas
 from tieline.report.frame import notebook_html
 from tieline.report.plain import Section, plain_page
-from tieline.report.tables import DASH, Grid, significant, text_table, view
+from tieline.report.tables import DASH, Grid, one_form, significant, text_table, view
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -59,7 +59,7 @@ def terminal(result: RateStudy, width: int) -> RenderableType:
     last = len(result.sizes) - 1
     places = sorted({round(last * step / (MOST_SIZES - 1)) for step in range(MOST_SIZES)})
     grid = _grid(result, [result.sizes[place] for place in places])
-    table = text_table(grid.head, grid.rows, left=2)
+    table = text_table(grid.head, grid.rows, left=2, quantities=grid.quantities)
     notes = Text("\n".join(_notes(result)))
     return view(result.name, _facts(result), _verdict(result), table, notes)
 
@@ -110,12 +110,13 @@ def _verdict(result: RateStudy) -> str:
 def _grid(result: RateStudy, sizes: Sequence[int]) -> Grid:
     """One row per loss and start, with the mean losses at these sample sizes."""
     head = ("loss", "start", "slope", "95 % interval", *(f"n={n:,}" for n in sizes))
-    return Grid(head, tuple(_row(series, sizes) for series in result.series))
+    rows = tuple(_row(series, sizes) for series in result.series)
+    return Grid(head, rows, quantities="rows")  # the losses are of different sizes
 
 
 def _row(series: LossSeries, sizes: Sequence[int]) -> tuple[str, ...]:
     means = dict(zip(series.sizes, series.mean, strict=True))
-    cells = [significant(means[n], 2) if n in means else DASH for n in sizes]
+    cells = one_form([significant(means[n], 2) if n in means else DASH for n in sizes])
     rate = series.rate
     slope = DASH if rate is None else f"{rate.slope:.2f}"
     interval = DASH if rate is None else f"{rate.low:.2f} to {rate.high:.2f}"
