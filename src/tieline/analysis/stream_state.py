@@ -71,15 +71,21 @@ class RunState:
         return self.folder / f"router-{number:05d}"
 
     def keep_router(
-        self, number: int, trace: RoutingTrace, measured: MeasuredLayer, jumps: LayerJumps | None
+        self,
+        number: int,
+        place: int,
+        trace: RoutingTrace,
+        measured: MeasuredLayer,
+        jumps: LayerJumps | None,
     ) -> None:
-        """Write what was found of one router."""
+        """Write what was found of one router, and its place among those that have run."""
         layer = replace(trace.layers[0], inputs=None)
         tensors = {f"noise|{name}": values for name, values in measured.noise.items()}
         tensors |= {f"precision|{name}": values for name, values in measured.precision.items()}
         if measured.gaps is not None:
             tensors[GAPS] = measured.gaps
         found = {
+            "place": place,
             "record": to_plain(measured.record, words=True),
             "jumps": None if jumps is None else to_plain(jumps, words=True),
         }
@@ -88,8 +94,8 @@ class RunState:
             save_file({n: t.clone().contiguous() for n, t in tensors.items()}, half / "measured")
             (half / "found.json").write_text(canonical(found))
 
-    def router(self, number: int) -> tuple[LayerTrace, MeasuredLayer, LayerJumps | None]:
-        """Read what was found of one router."""
+    def router(self, number: int) -> tuple[int, LayerTrace, MeasuredLayer, LayerJumps | None]:
+        """Read what was found of one router, its place first."""
         place = self._place(number)
         layer = load_trace(place / "trace").layers[0]
         values: Any = parse_json((place / "found.json").read_bytes(), str(place))
@@ -102,4 +108,4 @@ class RunState:
         record = from_plain(LayerMeasures, values["record"])
         measured = MeasuredLayer(record, tensors.get(GAPS), **parts)
         jumps = None if values["jumps"] is None else from_plain(LayerJumps, values["jumps"])
-        return layer, measured, jumps
+        return values["place"], layer, measured, jumps

@@ -7,6 +7,7 @@ jumps are taken then, its router inputs are dropped, and nothing but the trace i
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 from jaxtyping import Int
@@ -83,13 +84,15 @@ class StreamedLayers:
 
     def _restore(self) -> None:
         """Take what an earlier run found in the units that it has left."""
-        for unit in self._left:
-            for number, name in self._routers(unit):
-                assert self.state is not None
-                layer, self.measured[name], jumps = self.state.router(number)
-                self.recorder.restore(layer)
-                if jumps is not None:
-                    self.jumps[name] = jumps
+        if self.state is None:
+            return
+        numbers = [number for unit in self._left for number, _ in self._routers(unit)]
+        found = sorted(map(self.state.router, numbers), key=itemgetter(0))  # as they have run
+        for _, layer, measured, jumps in found:
+            self.recorder.restore(layer)
+            self.measured[layer.name] = measured
+            if jumps is not None:
+                self.jumps[layer.name] = jumps
 
     def _routers(self, unit: str) -> list[tuple[int, str]]:
         """Routers in a unit, with their numbers."""
@@ -104,7 +107,8 @@ class StreamedLayers:
                 self._measure(unit, name, trace)
                 if self.state is not None:
                     found = self.measured[name], self.jumps.get(name)
-                    self.state.keep_router(number, trace, *found)
+                    place = self.recorder.called.index(name)
+                    self.state.keep_router(number, place, trace, *found)
         self._left.append(unit)
         journal, finished = self._journal, unit in self.stream.weights.layers
         if self.state is not None and journal is not None and journal.usable and finished:

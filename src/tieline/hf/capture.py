@@ -466,6 +466,11 @@ class Recorder:
             one.layers[name] = replace(one.layers[name], inputs=None)
         return concatenate(parts) if parts else None
 
+    @property
+    def called(self) -> list[str]:
+        """Layers of the passes that go on side by side, in the order in which they ran."""
+        return list(next(iter(self._open.values())).layers)
+
     def restore(self, layer: LayerTrace) -> None:
         """Take a layer that an earlier run recorded, for the passes that are under way."""
         start = 0
