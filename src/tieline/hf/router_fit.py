@@ -21,7 +21,6 @@ general position; then the temperature alone is fitted. Otherwise the rows are f
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,9 +32,9 @@ from torch import Tensor, nn
 from tieline.core.errors import ParameterError, require
 from tieline.hf.changes import Call
 from tieline.hf.emulate import logits_matrix
-from tieline.hf.router_call import attach, detach, logits_in
-from tieline.hf.running import forward, only_running
+from tieline.hf.router_call import logits_in
 from tieline.hf.selection import at_least_single
+from tieline.hf.smooth_calibration import run_watched
 from tieline.hf.smooth_router import LayerPlan
 from tieline.routing.routers import CosineRouter, Router
 
@@ -129,14 +128,7 @@ def watch(
         ParameterError,
     )
     kept = {plan.name: _Watcher(plan) for plan in plans}
-    with ExitStack() as stack, only_running(model):
-        for plan in plans:
-            attach(plan.router, plan.family, kept[plan.name])
-            stack.callback(detach, plan.router)
-        for number, ids in enumerate(batches):
-            forward(model, ids)
-            if progress is not None:
-                progress(stage, number + 1, len(batches))
+    run_watched(model, plans, kept, batches, progress, stage)
     return {name: watcher.watched for name, watcher in kept.items()}
 
 

@@ -24,7 +24,7 @@ from tieline.core.ranking import ranked_scores
 from tieline.geometry.boundary import epsilon_for_extra
 from tieline.hf.changes import Call
 from tieline.hf.emulate import FORMATS, emulate
-from tieline.hf.router_call import attach, detach, logits_in
+from tieline.hf.router_call import Handler, attach, detach, logits_in
 from tieline.hf.running import forward, only_running
 from tieline.hf.selection import at_least_single, select
 from tieline.hf.smooth_router import GateName, LayerPlan, gate_groups
@@ -76,6 +76,25 @@ class Scores:
         return torch.cat(self._parts)
 
 
+def run_watched(
+    model: nn.Module,
+    plans: Sequence[LayerPlan],
+    handlers: Mapping[str, Handler],
+    batches: Sequence[Ids],
+    progress: Progress | None,
+    stage: str,
+) -> None:
+    """Run the tokens once while each router's handler, by the router's name, sees its calls."""
+    with ExitStack() as stack, only_running(model):
+        for plan in plans:
+            attach(plan.router, plan.family, handlers[plan.name])
+            stack.callback(detach, plan.router)
+        for number, ids in enumerate(batches):
+            forward(model, ids)
+            if progress is not None:
+                progress(stage, number + 1, len(batches))
+
+
 def collect_scores(
     model: nn.Module,
     plans: Sequence[LayerPlan],
@@ -85,14 +104,7 @@ def collect_scores(
 ) -> dict[str, Scores]:
     """Run the tokens once and return the selection scores of every router."""
     kept = {plan.name: Scores(plan) for plan in plans}
-    with ExitStack() as stack, only_running(model):
-        for plan in plans:
-            attach(plan.router, plan.family, kept[plan.name])
-            stack.callback(detach, plan.router)
-        for number, ids in enumerate(batches):
-            forward(model, ids)
-            if progress is not None:
-                progress(stage, number + 1, len(batches))
+    run_watched(model, plans, kept, batches, progress, stage)
     return kept
 
 
