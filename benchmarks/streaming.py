@@ -3,10 +3,13 @@
     python benchmarks/streaming.py make qwen3-30b-a3b /tmp/big --layers 24
     python benchmarks/streaming.py make deepseek-v3 /tmp/big
     python benchmarks/streaming.py inspect /tmp/big --tokens 4096 [--memory 8G] [--no-jumps]
+    python benchmarks/streaming.py audit /tmp/big --tokens 4096
 
 The limit is one read of the file at the speed of the disk, measured on a part that is not cached,
 plus the operations of the forward passes at the measured speed of a matrix product of the shape of
-an expert. Both are measured first, in the same process. Files have the tensors of the published
+an expert. For an audit with eight perturbations these are 17 passes with their output head (one
+clean, two under each perturbation), plus the rounding of the weights at the measured speed of each
+format. All are measured first, in the same process. Files have the tensors of the published
 checkpoint, one per expert; values are random.
 """
 
@@ -25,7 +28,12 @@ import numpy as np
 import torch
 from transformers import DeepseekV3Config, Qwen3MoeConfig
 
+from tieline.analysis.inspect import inspect
+from tieline.analysis.perturbations import Perturbation
+from tieline.analysis.precision import audit
+from tieline.cli.app import memory_size
 from tieline.hf.demo import load_demo_tokenizer
+from tieline.hf.emulate import Rooms, format_named, rounded_in_pieces
 from tieline.hf.loading import read_shape
 from tieline.hf.shards import open_shards
 
@@ -279,49 +287,99 @@ def operations(folder: Path, tokens: int, length: int) -> float:
     return 2.0 * tokens * (total + attention)
 
 
+EIGHT = (
+    Perturbation("rounding", "bf16"),
+    Perturbation("rounding", "int8"),
+    Perturbation("score noise", 0.01),
+    Perturbation("state noise", 0.01),
+    Perturbation("rounding", "bf16", "model"),
+    Perturbation("rounding", "int8", "model"),
+    Perturbation("rounding", "int4_group", "model"),
+    Perturbation("state noise", 0.01, "model"),
+)
+
+
+def rounding_speed(name: str, rows: int, columns: int) -> float:
+    """Numbers per second of rounding the weights of 16 experts in a format."""
+    weight, rooms, times = torch.randn(16, rows, columns), Rooms(), []
+    for _ in range(4):
+        with rooms.lent() as room:
+            began = time.perf_counter()
+            rounded_in_pieces(weight, format_named(name).weights, -1, room)
+            times.append(time.perf_counter() - began)
+    return weight.numel() / min(times[1:])
+
+
+def rounding_seconds(folder: Path, batches: int) -> float:
+    """Seconds that rounding the weights takes, each once and those of the head once per batch."""
+    shape, total = read_shape(folder), 0.0
+    tensors = open_shards(folder).tensors
+    inside = sum(np.prod(t.shape) for name, t in tensors.items() if ".layers." in name)
+    ends = np.prod(tensors["lm_head.weight"].shape)
+    for one in EIGHT:
+        if one.kind == "rounding" and one.part == "model":
+            count = inside + (ends * (1 + batches) if format_named(str(one.level)).plain else 0)
+            total += count / rounding_speed(str(one.level), 2 * shape.width, shape.hidden)
+    return float(total)
+
+
+def run_inspect(folder: Path, options: argparse.Namespace, shared: dict[str, Any]) -> Any:
+    """Inspect the checkpoint."""
+    return inspect(folder, jumps=not options.no_jumps, **shared)
+
+
+def run_audit(folder: Path, options: argparse.Namespace, shared: dict[str, Any]) -> Any:
+    """Audit the checkpoint under eight perturbations."""
+    return audit(folder, perturbations=EIGHT, **shared)
+
+
 def measure(command: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Run a command on the checkpoint and compare it with the physical limit."""
-    from tieline.analysis.inspect import inspect
-    from tieline.cli.app import memory_size
-
     forget(folder)
     disk = disk_speed(folder)
-    shape = read_shape(folder)
+    shape, shards = read_shape(folder), open_shards(folder)
     rows = options.batch_size * options.length * shape.k // shape.n_experts
     speed = product_speed(max(1, rows), shape.hidden, 2 * shape.width)
+    ops, rounding = operations(folder, options.tokens, options.length), 0.0
+    if command == "audit":
+        head = 2.0 * options.tokens * float(np.prod(shards.tensors["lm_head.weight"].shape))
+        batches = -(-options.tokens // (options.batch_size * options.length))
+        ops = (1 + 2 * len(EIGHT)) * (ops + head)
+        rounding = rounding_seconds(folder, batches)
     forget(folder)
-    ops, size = operations(folder, options.tokens, options.length), open_shards(folder).size
     told: list[tuple[int, int]] = []
+    shared: dict[str, Any] = {
+        "text": "the quick brown fox jumps over the lazy dog, " * options.tokens,
+        "tokens": options.tokens,
+        "sequence_length": options.length,
+        "batch_size": options.batch_size,
+        "dtype": "fp32",
+        "stream": True,
+        "memory": memory_size(options.memory),
+        "progress": lambda stage, done, total: told.append((done, total)),
+    }
     with Watched() as seen:
-        found: Any = inspect(
-            folder,
-            text=("the quick brown fox jumps over the lazy dog, " * options.tokens),
-            tokens=options.tokens,
-            sequence_length=options.length,
-            batch_size=options.batch_size,
-            dtype="fp32",
-            stream=True,
-            memory=memory_size(options.memory),
-            jumps=not options.no_jumps,
-            progress=lambda stage, done, total: told.append((done, total)),
-        )
-    limit = size / disk + ops / speed
+        found = (run_audit if command == "audit" else run_inspect)(folder, options, shared)
+    limit = shards.size / disk + ops / speed + rounding
     return {
         "command": command,
         "seconds": round(seen.seconds, 1),
         "limit": round(limit, 1),
         "ratio": round(seen.seconds / limit, 3),
+        "ratio without the read": round(seen.seconds / (limit - shards.size / disk), 3),
         "disk MB/s": round(disk / 1e6),
         "GFLOP/s": round(speed / 1e9),
         "TFLOP": round(ops / 1e12, 2),
+        "rounding s": round(rounding, 1),
         "peak GB": round(seen.peak, 2),
         "max rss GB": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6, 2),
-        "file GB": round(size / 1e9, 2),
+        "file GB": round(shards.size / 1e9, 2),
         "tensors read GB": round(told[-1][0] / 1e9, 2),
         "disk read GB": round(seen.read, 2),
         "tokens": found.provenance["tokens"],
         "threads": torch.get_num_threads(),
-        "jumps": [layer.status for layer in found.jumps][:2],
+        "jumps": [layer.status for layer in getattr(found, "jumps", ())][:2],
+        "left out": list(getattr(found, "left_out", ())),
         "timings": found.timings,
     }
 
@@ -334,13 +392,15 @@ def main() -> None:
     making.add_argument("layout", choices=LAYOUTS)
     making.add_argument("folder", type=Path)
     making.add_argument("--layers", type=int)
-    running = parts.add_parser("inspect")
-    running.add_argument("folder", type=Path)
-    running.add_argument("--tokens", type=int, default=4096)
-    running.add_argument("--length", type=int, default=512)
-    running.add_argument("--batch-size", type=int, default=8)
-    running.add_argument("--memory")
-    running.add_argument("--no-jumps", action="store_true")
+    for command in ("inspect", "audit"):
+        running = parts.add_parser(command)
+        running.add_argument("folder", type=Path)
+        running.add_argument("--tokens", type=int, default=4096)
+        running.add_argument("--length", type=int, default=512)
+        running.add_argument("--batch-size", type=int, default=8)
+        running.add_argument("--memory")
+        if command == "inspect":
+            running.add_argument("--no-jumps", action="store_true")
     options = parser.parse_args()
     if options.command == "make":
         make(options.layout, options.folder, options.layers)

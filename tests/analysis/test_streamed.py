@@ -3,8 +3,10 @@
 import pytest
 
 from tests.hf.test_streaming import in_groups, saved
+from tieline.analysis.engine_runs import capture_engine
 from tieline.analysis.inspect import inspect
 from tieline.analysis.jump import JumpSettings
+from tieline.core.errors import ParameterError
 from tieline.geometry.measure_records import MeasureSettings
 from tieline.hf.loading import load_model, use_experts
 from tieline.trace.record import identical
@@ -46,3 +48,20 @@ def test_experts_in_groups_give_the_same_jumps(tmp_path):
     assert identical(plain.trace, found.trace)
     assert plain.jumps == found.jumps
     assert plain.metrics == found.metrics
+
+
+@pytest.mark.parametrize("family", ["olmoe", "gpt_oss", "qwen3_next"])
+def test_a_streamed_capture_is_the_trace_of_the_model_in_memory(family, tmp_path):
+    folder, told = saved(tmp_path / "model", family, vocab_size=512), []
+    asked = {"text": TEXT, "tokens": 170, "sequence_length": 16}
+    plain = capture_engine(folder, stream=False, **asked)
+    found = capture_engine(folder, stream=True, progress=lambda *x: told.append(x), **asked)
+    assert identical(plain.trace, found.trace)
+    assert plain.trace.provenance == found.trace.provenance
+    assert plain.metrics == found.metrics
+    assert {stage for stage, *_ in told} == {"streaming"}
+
+
+def test_only_transformers_streams(tmp_path):
+    with pytest.raises(ParameterError, match="--stream is for transformers"):
+        capture_engine(tmp_path, engine="vllm", stream=True)

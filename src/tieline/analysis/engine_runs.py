@@ -11,6 +11,7 @@ the same. transformers itself is an engine like the others, but runs in this pro
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from tieline.analysis.diff import Side, sequences_of, trace_model
 from tieline.analysis.sources import Text, as_text, read_routes
+from tieline.analysis.streamed import streamed_trace
 from tieline.analysis.text import tokenise
 from tieline.core.errors import ParameterError, TraceError, require
 from tieline.core.records import Result
@@ -28,11 +30,15 @@ from tieline.engines import ENGINES, RunOptions, engine_named, installed, run_en
 from tieline.engines.process import Progress
 from tieline.engines.registry import find_python
 from tieline.hf.demo import DEMO_FOLDER, is_demo
-from tieline.hf.loading import load_model, load_tokenizer
+from tieline.hf.loading import LoadedModel, load_model, load_tokenizer
+from tieline.hf.running import batches
 from tieline.trace.readers import token_documents
 from tieline.trace.record import RoutingTrace
 
 TRANSFORMERS = "transformers"
+BATCH = 8
+"""Documents per forward pass of transformers."""
+
 MOST_WORDS = 512
 """Tokens whose text is compared with that in a GGUF."""
 
@@ -216,6 +222,9 @@ def capture_engine(
     dtype: str = "auto",
     scores: bool = True,
     output: str | Path | None = None,
+    stream: bool | None = None,
+    memory: int | None = None,
+    keep: bool = True,
     progress: Progress | None = None,
 ) -> EngineCapture:
     """Run a model in an engine and record what its routers choose.
@@ -234,6 +243,10 @@ def capture_engine(
         dtype: precision: "fp32" (which "auto" means here), "bf16", "fp16".
         scores: whether to keep the scores beside the choice.
         output: name of the folder that the trace will be saved in, for the record.
+        stream: whether transformers reads the weights layer by layer, each byte once; by default
+            where they exceed the free memory.
+        memory: bytes of memory that a streamed model may take, by default what is free.
+        keep: whether files that are fetched from the hub for a streamed model stay.
         progress: called with stage, done and total.
     """
     given = [x is not None for x in (text, ids, tokens_from)]
@@ -242,10 +255,12 @@ def capture_engine(
         require(engine_python is None, "--engine-python is for other engines than transformers")
         require(not engine_defaults, "--engine-defaults is for other engines than transformers")
     else:
+        require(not stream, "--stream is for transformers: other engines load the whole model")
         find_python(engine_named(engine), engine_python)  # before anything is loaded
     found = _tokens(model, engine, text, ids, tokens_from, tokenizer, tokens, sequence_length)
     if engine == TRANSFORMERS:
-        trace = _in_transformers(model, dtype, found.sequences, progress)
+        loaded = load_model(model, dtype=dtype, stream=stream, memory=memory, keep=keep)
+        trace = _in_transformers(loaded, found.sequences, progress)
     else:
         options = RunOptions(
             engine_python,
@@ -289,11 +304,13 @@ def _tokens(
 
 
 def _in_transformers(
-    model: str | Path, dtype: str, sequences: Sequence[Any], progress: Progress | None
+    loaded: LoadedModel, sequences: Sequence[Any], progress: Progress | None
 ) -> RoutingTrace:
-    loaded = load_model(model, dtype=dtype)
     rows = [torch.as_tensor(np.asarray(row, dtype=np.int64)) for row in sequences]
-    return trace_model(Side(loaded.model), rows, progress=progress)
+    if loaded.stream is not None:
+        told = None if progress is None else partial(progress, "streaming")
+        return streamed_trace(loaded.stream, list(batches(rows, BATCH)), told)
+    return trace_model(Side(loaded.model), rows, batch_size=BATCH, progress=progress)
 
 
 def _renumbered(trace: RoutingTrace, found: _Tokens) -> RoutingTrace:

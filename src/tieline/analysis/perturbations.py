@@ -20,8 +20,8 @@ share grows with σ, at first as f_gap(0) σ / √π (Def. 6.3), so steps on a l
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -38,9 +38,11 @@ from tieline.hf.emulate import (
     FORMATS,
     OF_ROUTERS,
     Format,
-    emulate,
+    Rooms,
     format_named,
     logits_matrix,
+    rounded_products,
+    rounded_weights,
     score_noise,
     state_noise,
 )
@@ -85,6 +87,11 @@ class Perturbation:
         return words if self.kind == "score noise" else f"{self.part} {words}"
 
     @property
+    def parts(self) -> Literal["router", "all"]:
+        """The same part by its name in `hf.emulate`."""
+        return "router" if self.part == "router" else "all"
+
+    @property
     def at_router(self) -> "Perturbation":
         """The same of a router alone: what one layer does by itself on clean inputs."""
         return Perturbation(self.kind, self.level)
@@ -105,12 +112,13 @@ def standard_perturbations(
     return (*router, *scores, *states, *model, *noisy)
 
 
+@contextmanager
 def applied(
     model: nn.Module,
     perturbation: Perturbation,
     generator: torch.Generator,
     keep: Collection[str] = (),
-) -> AbstractContextManager[None]:
+) -> Iterator[None]:
     """A block in which `model`, or a single router, is perturbed.
 
     Args:
@@ -119,12 +127,36 @@ def applied(
         generator: where noise comes from.
         keep: routers that rounding spares.
     """
-    level, part = perturbation.level, perturbation.part
+    changes = changed_weights(model, perturbation, keep)
+    with changes, changed_computation(model, perturbation, generator, keep):
+        yield
+
+
+def changed_weights(
+    model: nn.Module,
+    perturbation: Perturbation,
+    keep: Collection[str] = (),
+    rooms: Rooms | None = None,
+) -> AbstractContextManager[None]:
+    """The part of `applied` that changes weights in memory, into `rooms`."""
+    if perturbation.kind != "rounding":
+        return nullcontext()
+    return rounded_weights(model, str(perturbation.level), perturbation.parts, keep, rooms)
+
+
+def changed_computation(
+    model: nn.Module,
+    perturbation: Perturbation,
+    generator: torch.Generator,
+    keep: Collection[str] = (),
+) -> AbstractContextManager[None]:
+    """The part of `applied` that acts while this thread computes."""
+    level = perturbation.level
     if perturbation.kind == "rounding":
-        return emulate(model, str(level), "router" if part == "router" else "all", keep)
+        return rounded_products(model, str(level), perturbation.parts, keep)
     if perturbation.kind == "score noise":
         return score_noise(model, float(level), generator)
-    return state_noise(model, float(level), generator, "router" if part == "router" else "all")
+    return state_noise(model, float(level), generator, perturbation.parts)
 
 
 def noise_generator(seed: int, *places: int) -> torch.Generator:

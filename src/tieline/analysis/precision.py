@@ -15,6 +15,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -45,13 +46,16 @@ from tieline.analysis.precision_runs import (
 )
 from tieline.analysis.remedies import RemedyRuns, chosen_perturbations
 from tieline.analysis.sources import DEMO, ModelSource, Text, as_model, as_text, default_length
+from tieline.analysis.streamed_audit import StreamedAudit, check_room
 from tieline.analysis.text import TokenisedText, tokenise
 from tieline.core.errors import UnsupportedModelError, require
 from tieline.core.statistics import Estimate, SequenceSums, mean_limits, next_token_losses
 from tieline.hf.capture import capture
-from tieline.hf.emulate import FORMATS, format_named, logits_matrix, modular_routers
+from tieline.hf.emulate import FORMATS, format_named, makes_one_product, modular_routers
 from tieline.hf.ignore_lists import ignore_lists
 from tieline.hf.running import batches, forward, only_running
+from tieline.hf.stream_loading import free_memory, resident_memory
+from tieline.hf.streaming import ModelStream
 from tieline.trace.record import LayerTrace
 
 Progress = Callable[[str, int, int], None]
@@ -87,6 +91,9 @@ def audit(
     device: str = "cpu",
     revision: str | None = None,
     trust_remote_code: bool = False,
+    stream: bool | None = None,
+    memory: int | None = None,
+    keep: bool = True,
     progress: Progress | None = None,
 ) -> PrecisionAudit:
     """Measure what low precision and noise do to a model's routing, and what that costs.
@@ -111,6 +118,11 @@ def audit(
         device: where to load it: "cpu", "cuda", "cuda:1", ... or "auto".
         revision: its branch, tag or commit on the hub.
         trust_remote_code: whether code that comes with it may run.
+        stream: whether its weights are read layer by layer, each byte once for all perturbations,
+            instead of loaded; by default where they exceed the free memory. Runs that begin after
+            the others, those with kept layers and the remedies, are then left out.
+        memory: bytes of memory that a streamed model may take, by default what is free.
+        keep: whether files that are fetched from the hub for a streamed model stay.
         progress: called with stage, done and total while the work goes on.
     """
     require(batch_size >= 1, f"batch_size must be at least 1, got {batch_size}")
@@ -122,18 +134,33 @@ def audit(
     repaired = chosen_perturbations(chosen, remedies)
     words, origin = as_text(text)
     options = {"device": device, "revision": revision, "trust_remote_code": trust_remote_code}
-    model, tokenizer, name, _ = as_model(source, "audit takes", dtype=dtype, **options)
+    options |= {"stream": stream, "memory": memory, "keep": keep, "copies": 2}
+    loaded = as_model(source, "audit takes", dtype=dtype, **options)
+    model, name = loaded.model, loaded.name
     length = sequence_length or default_length(model)
-    tokenised = tokenise(tokenizer, words, tokens, length)
+    tokenised = tokenise(loaded.tokenizer, words, tokens, length)
     with only_running(model):
         work = _Work(model, tokenised, chosen, batch_size, seed, flips, limit, progress or _silent)
-        work.run()
+        if loaded.stream is None:
+            work.run()
+        else:
+            _check_streamed(budget_minutes, remedies)
+            work.stream(loaded.stream, memory)
         effects = work.with_keeps(work.rows(), recover)
         tried = work.remedies(effects, repaired)
     facts = {"source": origin, "characters": tokenised.characters, "sha256": _digest(tokenised)}
     settings = {"batch_size": batch_size, "sequence_length": length, "seed": seed, "flips": flips}
     named = {"model": name} if name else {}
     return replace(work.result(effects, {**named, "text": facts, **settings}), remedies=tried)
+
+
+def _check_streamed(budget_minutes: float | None, remedies: Sequence[str] | None) -> None:
+    """Refuse what needs the whole model in memory, of a model that is read layer by layer."""
+    require(
+        budget_minutes is None,
+        "a streamed audit has no result before its last layer: leave out budget_minutes",
+    )
+    require(not remedies, "remedies need the whole model in memory, and its weights are streamed")
 
 
 class _Work:
@@ -168,6 +195,18 @@ class _Work:
         self._start, self._limit, self._done = time.perf_counter(), limit, 0
         self._left_out: list[str] = []
         self._seconds: dict[str, float] = {}
+        self._streamed = False
+
+    def stream(self, stream: ModelStream, memory: int | None) -> None:
+        """Run all batches, clean and perturbed, in one pass over the weights."""
+        largest = 2 * max(map(stream.resident, stream.weights.units))
+        room = free_memory() if memory is None else memory - resident_memory()
+        check_room(stream, self._text.tokens, len(self._perturbations), room, largest)
+        parts = (self._routers, self._batches, self._local, self._full, self._seed)
+        runs = StreamedAudit(stream, *parts)
+        runs.run(partial(self._progress, "streaming"))
+        self._loss, self._streamed = runs.loss, True
+        self._seconds["runs"] = self._elapsed()
 
     def run(self) -> None:
         """Run every batch, clean and perturbed, as long as there is time."""
@@ -232,7 +271,7 @@ class _Work:
         kls = {one: SequenceSums() for one, keep in lists.items() if self._worth_a_run(keep)}
         left = self._limit - began
         enough = not kls or self._seconds["runs"] * len(kls) / (2 * len(self._full)) < left
-        if not enough:
+        if not enough or (kls and self._streamed):
             self._left_out.append("runs with the kept layers in float32")
             kls = {}
         for number, ids in enumerate(self._batches if kls else []):
@@ -253,7 +292,7 @@ class _Work:
         """Try remedies on the perturbations wanted, as long as there is time."""
         began, slowest = self._elapsed(), 0.0
         places = {one: n for n, one in enumerate(self._perturbations) if one in wanted}
-        if not places or began > self._limit:
+        if not places or began > self._limit or self._streamed:
             self._left_out += ["remedies"] if places else []
             return None
         keeps = {row.name: row.keep for row in effects if row.keep is not None}
@@ -339,7 +378,7 @@ def _possible(
     routers: Mapping[str, nn.Module], perturbations: tuple[Perturbation, ...]
 ) -> tuple[tuple[Perturbation, ...], str]:
     """The perturbations that these routers allow, and why not the others, in words."""
-    other = [name for name, router in routers.items() if logits_matrix(router) is None]
+    other = [name for name, router in routers.items() if not makes_one_product(router)]
     refused = [one.name for one in perturbations if one.kind == "score noise"] if other else []
     if not refused:
         return perturbations, ""

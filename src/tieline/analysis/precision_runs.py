@@ -18,7 +18,7 @@ clean run: what would remain if no token ever flipped.
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,9 +29,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from tieline.analysis.jump import relative_change
+from tieline.analysis.jump import Runner, relative_change
 from tieline.analysis.perturbations import Perturbation, applied, noise_generator, predicted_flips
-from tieline.analysis.swap import Block, BlockCall, block_of
+from tieline.analysis.swap import Block, BlockCall, Rows, block_of
 from tieline.core.errors import TielineError, UnsupportedModelError, require
 from tieline.core.numerics import one_thread
 from tieline.core.ranking import group_scores, sets_differ, topk_mask
@@ -81,6 +81,16 @@ class _Change(NamedTuple):
     choice: Choice
 
 
+class _Swap(NamedTuple):
+    """Tokens of a block to run again with other experts, and where their jumps are counted."""
+
+    effect: LocalEffect
+    block: Block
+    tokens: Int[Tensor, " changed"]
+    rows: Rows
+    choice: Choice
+
+
 class LocalRuns:
     """Perturbs every router on its own while the clean model runs.
 
@@ -109,13 +119,11 @@ class LocalRuns:
             flips_per_call: flips under Gaussian noise that each call of a router shall give.
             keep_every: of so many tokens the scores of one are kept.
         """
-        self._routers, self._perturbations = routers, tuple(dict.fromkeys(perturbations))
-        self._blocks = {name: block_of(model, name) for name in routers}
+        self.routers, self.perturbations = routers, tuple(dict.fromkeys(perturbations))
+        self.blocks = {name: block_of(model, name) for name in routers}
         settings = Settings(RANKS, (), False, False)
-        self._observers = {name: _observer(name, r, settings) for name, r in routers.items()}
-        self._seed, self._flips_per_call, self._keep_every = seed, flips_per_call, keep_every
-        self._busy, self._batch, self._shape = False, 0, (0, 0)
-        self._changes: dict[str, dict[Perturbation, _Change]] = {}
+        self.observers = {name: _observer(name, r, settings) for name, r in routers.items()}
+        self.seed, self.flips_per_call, self.keep_every = seed, flips_per_call, keep_every
         self.effects: dict[tuple[Perturbation, str], LocalEffect] = defaultdict(LocalEffect)
         self.clean: dict[str, Choice] = {}
         self.hits: dict[str, Tensor] = {}
@@ -124,12 +132,38 @@ class LocalRuns:
     @contextmanager
     def watching(self, batch: int, rows: int, length: int) -> Iterator[None]:
         """Watch one forward pass of (rows, length) tokens inside this context."""
-        self._batch, self._shape, self._changes, self.clean = batch, (rows, length), {}, {}
+        watch = LocalWatch(self, batch, (rows, length))
+        self.clean = watch.clean
+        with watch.watching():
+            yield
+
+
+class LocalWatch:
+    """Watches the clean forward pass of one batch, for `LocalRuns`.
+
+    Attributes:
+        clean: weights and experts of each router that has run.
+        jumps_later: whether blocks wait to be run again until `settle` is called.
+    """
+
+    def __init__(
+        self, runs: LocalRuns, batch: int, shape: tuple[int, int], jumps_later: bool = False
+    ) -> None:
+        """Watch batch number `batch`, of so many rows and tokens in each."""
+        self._runs, self._batch, self._shape = runs, batch, shape
+        self.clean: dict[str, Choice] = {}
+        self.jumps_later, self._busy = jumps_later, False
+        self._changes: dict[str, dict[Perturbation, _Change]] = {}
+        self._swaps: list[_Swap] = []
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch inside this context, which may be entered again and again during the pass."""
         with ExitStack() as stack:
-            for name, router in self._routers.items():
+            for name, router in self._runs.routers.items():
                 hook = partial(self._routed, name)
                 stack.callback(router.register_forward_hook(hook, with_kwargs=True).remove)
-                block = self._blocks[name]
+                block = self._runs.blocks[name]
                 hook = partial(self._blocked, name, block)
                 stack.callback(block.module.register_forward_hook(hook, with_kwargs=True).remove)
             yield
@@ -152,20 +186,21 @@ class LocalRuns:
             self._busy = False
 
     def _look(self, name: str, router: nn.Module, call: Call, output: Any) -> None:
-        observer, tokens = self._observers[name], math.prod(self._shape)
+        runs, tokens = self._runs, math.prod(self._shape)
+        observer = runs.observers[name]
         layer = observer.observe(router, call, output, _batch(tokens))
         found = read_output(observer.family, router, call[0], output)
         self.clean[name] = Choice(found.weights, found.ids)
         chosen = routed_set(found)
-        self.hits[name] = chosen.sum(dim=0).cpu() + self.hits.get(name, torch.tensor(0))
-        self.kept[name].append(take_tokens(layer, slice(None, None, self._keep_every)))
+        runs.hits[name] = chosen.sum(dim=0).cpu() + runs.hits.get(name, torch.tensor(0))
+        runs.kept[name].append(take_tokens(layer, slice(None, None, runs.keep_every)))
         self._changes[name] = {}
-        for place, perturbation in enumerate(self._perturbations):
-            source = noise_generator(self._seed, place, self._batch, len(self.clean))
+        for place, perturbation in enumerate(runs.perturbations):
+            source = noise_generator(runs.seed, place, self._batch, len(self.clean))
             with applied(router, perturbation, source):
                 other = read_output(observer.family, router, call[0], router(*call[0], **call[1]))
             flipped = sets_differ(routed_set(other), chosen)
-            effect = self.effects[perturbation, name]
+            effect = runs.effects[perturbation, name]
             self._count(effect, (layer, router, call), (perturbation, source), found, flipped)
             rows = flipped.nonzero().squeeze(1)
             choice = Choice(other.weights[rows], other.ids[rows])
@@ -200,7 +235,7 @@ class LocalRuns:
         effect.trials += repeats * len(share)
 
     def _repeats(self, expected: float) -> int:
-        wanted = self._flips_per_call / max(expected, 1e-9)
+        wanted = self._runs.flips_per_call / max(expected, 1e-9)
         return max(1, min(MOST_REPEATS, math.ceil(wanted)))
 
     def _blocked(
@@ -212,21 +247,38 @@ class LocalRuns:
         named: dict[str, Any],
         output: Any,
     ) -> None:
-        """After a block returned, run the tokens that would change again with their new experts."""
+        """After a block returned, take the tokens that would change, to be run again."""
         changes = self._changes.pop(name, None)
         if self._busy or changes is None:
             return
-        call, self._busy = BlockCall(args, named, output), True
-        try:
-            for perturbation, change in changes.items():
-                jumps = torch.zeros(math.prod(self._shape), dtype=torch.float64)
-                if len(change.tokens):
-                    rows = call.rows(change.tokens)
-                    after = block.run(rows, change.choice)
-                    jumps[change.tokens.cpu()] = relative_change(rows.output, after)
-                self.effects[perturbation, name].damage.add(jumps.view(self._shape))
-        finally:
-            self._busy = False
+        call = BlockCall(args, named, output)
+        for perturbation, (tokens, choice) in changes.items():
+            effect, rows = self._runs.effects[perturbation, name], call.rows(tokens)
+            self._swaps.append(_Swap(effect, block, tokens, rows, choice))
+        if not self.jumps_later:
+            self._busy = True
+            try:
+                self.settle()
+            finally:
+                self._busy = False
+
+    def settle(self, runner: Runner | None = None) -> None:
+        """Run the tokens that would change again with their new experts, and count their jumps.
+
+        Args:
+            runner: runs blocks; by default one after the other.
+        """
+        some = [swap for swap in self._swaps if len(swap.tokens)]
+        if runner is None:
+            outputs = iter([swap.block.run(swap.rows, swap.choice) for swap in some])
+        else:
+            outputs = iter(runner([swap.block.prepared(swap.rows, swap.choice) for swap in some]))
+        for swap in self._swaps:
+            jumps = torch.zeros(math.prod(self._shape), dtype=torch.float64)
+            if len(swap.tokens):
+                jumps[swap.tokens.cpu()] = relative_change(swap.rows.output, next(outputs))
+            swap.effect.damage.add(jumps.view(self._shape))
+        self._swaps = []
 
 
 def routed_set(found: RouterOutput) -> Bool[Tensor, "tokens experts"]:
@@ -312,7 +364,23 @@ class FullRuns:
     def add(self, effect: FullEffect, perturbation: Perturbation, source: torch.Generator) -> None:
         """Run the batch perturbed, and perturbed with clean routes; count what differs."""
         state = source.get_state()
-        logits, seen = self.run(perturbation, source, forced=False)
+        self.compare(effect, *self.run(perturbation, source, forced=False))
+        floor, _ = self.run(perturbation, source.set_state(state), forced=True)
+        self.compare_floor(effect, floor)
+
+    def compare(
+        self,
+        effect: FullEffect,
+        logits: Float[Tensor, "rows length words"],
+        seen: dict[str, Tensor],
+    ) -> None:
+        """Count what differs in a perturbed run.
+
+        Args:
+            effect: where to.
+            logits: of the run.
+            seen: what each token lost in each layer, as `run` returns it.
+        """
         shape, lost = tuple(self._ids.shape), []
         for name, share in seen.items():
             changed = (share >= 0).view(shape)
@@ -326,8 +394,10 @@ class FullRuns:
         effect.kl.add(kl_divergence(self._logits, logits))
         if self._ids.shape[1] > 1:
             effect.loss.add(next_token_losses(logits, self._ids) - self._loss)
-        floor, _ = self.run(perturbation, source.set_state(state), forced=True)
-        effect.floor.add(kl_divergence(self._logits, floor))
+
+    def compare_floor(self, effect: FullEffect, logits: Float[Tensor, "rows length words"]) -> None:
+        """Count what differs in a perturbed run with clean routes."""
+        effect.floor.add(kl_divergence(self._logits, logits))
 
     def kept(
         self,
@@ -352,12 +422,34 @@ class FullRuns:
             forced: whether tokens whose experts change get the choice of the clean run.
         """
         seen: dict[str, Tensor] = {}
-        with applied(self._model, perturbation, source), ExitStack() as stack:
-            for name, router in self._routers.items():
-                rule = partial(_rule, self._clean[name], seen, name, forced)
-                stack.enter_context(override_choice(router, rule))
+        with (
+            applied(self._model, perturbation, source),
+            compared_routes(self._routers, self._clean, seen, forced),
+        ):
             logits = model_logits(forward(self._model, self._ids), self._ids)
         return logits, seen
+
+
+@contextmanager
+def compared_routes(
+    routers: Mapping[str, nn.Module],
+    clean: Mapping[str, Choice],
+    seen: dict[str, Tensor],
+    forced: bool,
+) -> Iterator[None]:
+    """Inside the block, what routers choose is compared with a clean run.
+
+    Args:
+        routers: the routers by name.
+        clean: what they chose in the clean run.
+        seen: gets the weight that each token lost in each layer, -1 where it lost nothing.
+        forced: whether tokens whose experts change get the choice of the clean run.
+    """
+    with ExitStack() as stack:
+        for name, router in routers.items():
+            rule = partial(_rule, clean[name], seen, name, forced)
+            stack.enter_context(override_choice(router, rule))
+        yield
 
 
 def _rule(

@@ -25,8 +25,8 @@ from tieline.geometry.measures import (
     joined_measures,
     measured_layer,
 )
-from tieline.hf.capture import Recorder
-from tieline.hf.running import forward
+from tieline.hf.capture import Recorder, capture
+from tieline.hf.running import forward, only_running
 from tieline.hf.stream_resume import Journal
 from tieline.hf.streaming import ModelStream
 from tieline.trace.record import RoutingTrace
@@ -35,6 +35,23 @@ Ids = Int[Tensor, "_ _"]
 
 Matrices = Callable[[RoutingTrace], dict[str, Tensor]]
 """Gives the matrix of each linear router in a trace, by name."""
+
+
+def streamed_trace(
+    stream: ModelStream, batches: list[Ids], told: Callable[[int, int], None] | None = None
+) -> RoutingTrace:
+    """The routing of all batches, from one read of the weights without the output head.
+
+    Args:
+        stream: what runs the model.
+        batches: token ids.
+        told: called with the bytes read so far and those of the whole.
+    """
+    model = stream.model
+    with only_running(model), capture(model, epsilons=(), distances=False) as recorder:
+        jobs = [partial(_nothing, partial(forward, model, ids)) for ids in batches]
+        stream.run(jobs, told=told, head=False)
+    return recorder.trace()
 
 
 @dataclass

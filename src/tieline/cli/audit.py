@@ -10,14 +10,18 @@ from tieline.cli.app import (
     Device,
     Html,
     Json,
+    Keep,
+    Memory,
     ModelName,
     Overwrite,
     Revision,
     Seed,
+    Stream,
     TextFile,
     TrustRemoteCode,
     app,
     guarded,
+    memory_size,
 )
 from tieline.cli.deliver import Outputs, deliver, progress_bars
 from tieline.core.errors import require
@@ -55,6 +59,9 @@ def audit(
     seed: Seed = 0,
     html: Html = None,
     json_to: Json = None,
+    stream: Stream = None,
+    memory: Memory = None,
+    keep: Keep = True,
     overwrite: Overwrite = False,
     trust_remote_code: TrustRemoteCode = False,
     debug: Debug = False,
@@ -84,6 +91,9 @@ def audit(
             device=device,
             revision=revision,
             trust_remote_code=trust_remote_code,
+            stream=stream,
+            memory=memory_size(memory),
+            keep=keep,
             progress=progress,
         )
     deliver(result, outputs, "add --html audit.html for the page with charts")

@@ -9,12 +9,16 @@ from tieline.cli.app import (
     Debug,
     Html,
     Json,
+    Keep,
+    Memory,
     ModelName,
     Overwrite,
     Seed,
+    Stream,
     TextFile,
     app,
     guarded,
+    memory_size,
 )
 from tieline.cli.deliver import Outputs, deliver, progress_bars
 from tieline.core.errors import require
@@ -60,6 +64,9 @@ def capture(
     ] = False,
     html: Html = None,
     json_to: Json = None,
+    stream: Stream = None,
+    memory: Memory = None,
+    keep: Keep = True,
     overwrite: Overwrite = False,
     seed: Seed = 0,
     debug: Debug = False,
@@ -94,6 +101,9 @@ def capture(
                 dtype=dtype,
                 scores=not no_scores,
                 output=out,
+                stream=stream,
+                memory=memory_size(memory),
+                keep=keep,
                 progress=progress,
             )
     deliver(result, outputs)

@@ -259,6 +259,16 @@ class RouterScope:
 
 def logits_matrix(router: nn.Module) -> Tensor | None:
     """Return a router's matrix (E, D); None if its logits are not one product with its input."""
+    weight = _only_matrix(router)
+    return None if weight is None or weight.is_meta else weight
+
+
+def makes_one_product(router: nn.Module) -> bool:
+    """Whether a router's logits are one product with its input, wherever its weights are."""
+    return _only_matrix(router) is not None
+
+
+def _only_matrix(router: nn.Module) -> Tensor | None:
     family = family_of(router)
     if family is None or family.weight is None:
         return None
@@ -266,7 +276,7 @@ def logits_matrix(router: nn.Module) -> Tensor | None:
         weight = attrgetter(family.weight)(router)
     except AttributeError:  # a router with more than one matrix
         return None
-    return None if weight.is_meta or weight.ndim != 2 else weight
+    return weight if weight.ndim == 2 else None
 
 
 def computes_single(router: nn.Module) -> bool:
@@ -319,7 +329,7 @@ def score_noise(model: nn.Module, sigma: float, generator: torch.Generator) -> I
     require(sigma >= 0, f"noise must be >= 0, got sigma={sigma}")
     routers = modular_routers(model)
     for name, router in routers.items():
-        if logits_matrix(router) is None:
+        if not makes_one_product(router):
             raise UnsupportedModelError(
                 f"layer {name!r}: the logits of {type(router).__name__} are not one product"
             )
@@ -439,18 +449,66 @@ def emulate(
         parts: "router", "all" or "others".
         keep: names of routers that stay in full precision.
     """
-    require(parts in ("router", "all", "others"), f"parts: router, all or others, got {parts!r}")
-    chosen = format_named(number_format) if isinstance(number_format, str) else number_format
-    routers = modular_routers(model)
-    kept = kept_names(routers, keep)
-    scope = RouterScope(routers, position_tables(model))
+    wanted = (model, number_format, parts, keep)
+    with rounded_weights(*wanted), rounded_products(*wanted):
+        yield
+
+
+@contextmanager
+def rounded_weights(
+    model: nn.Module,
+    number_format: Format | str,
+    parts: Parts = "router",
+    keep: Collection[str] = (),
+    rooms: "Rooms | None" = None,
+) -> Iterator[None]:
+    """Inside the block, the weights that are in memory are rounded; see `emulate`.
+
+    Args:
+        model: the model, some of whose weights may be on the meta device.
+        number_format: a `Format` or its name.
+        parts: "router", "all" or "others".
+        keep: names of routers that stay in full precision.
+        rooms: memory to round into; by default new memory.
+    """
+    chosen, routers = _format(number_format, parts), modular_routers(model)
+    weights = _weights(model, routers, chosen, parts, kept_names(routers, keep))
+    before = [weight.data for weight, _ in weights]
+    with (rooms or Rooms()).lent() as room:
+        try:
+            for weight, axis in weights:
+                with torch.inference_mode(weight.is_inference()), torch.no_grad():
+                    weight.data = rounded_in_pieces(weight.data, chosen.weights, axis, room)
+            yield
+        finally:
+            for (weight, _), data in zip(weights, before, strict=True):
+                weight.data = data
+
+
+@contextmanager
+def rounded_products(
+    model: nn.Module,
+    number_format: Format | str,
+    parts: Parts = "router",
+    keep: Collection[str] = (),
+) -> Iterator[None]:
+    """Inside the block, what products take in and return is rounded; see `emulate`.
+
+    It holds for the thread that enters it.
+    """
+    chosen, routers = _format(number_format, parts), modular_routers(model)
+    kept, scope = kept_names(routers, keep), RouterScope(routers, position_tables(model))
     single = {
         name for name, router in routers.items() if parts == "all" and computes_single(router)
     }
-    with _rounded_weights(_weights(model, routers, chosen, parts, kept), chosen):
-        storages = frozenset(_storage(weight) for weight in model.parameters())
-        with scope.watching(), _Products(chosen, parts, kept, single, scope, storages):
-            yield
+    storages = frozenset(_storage(weight) for weight in model.parameters() if not weight.is_meta)
+    with scope.watching(), _Products(chosen, parts, kept, single, scope, storages):
+        yield
+
+
+def _format(number_format: Format | str, parts: Parts) -> Format:
+    require(parts in ("router", "all", "others"), f"parts: router, all or others, got {parts!r}")
+    return format_named(number_format) if isinstance(number_format, str) else number_format
 
 
 def weight_axis(module: nn.Module, weight: Tensor) -> int:
@@ -474,7 +532,7 @@ def _weights(
             name = of_routers.get(id(weight))
             inside = name is not None
             wanted = {"router": inside, "others": not inside, "all": True}[parts]
-            if not wanted or name in kept or id(weight) in spared:
+            if not wanted or name in kept or id(weight) in spared or weight.is_meta:
                 continue
             if weight.is_floating_point() and (chosen.plain or weight.ndim >= 2):
                 found[id(weight)] = (weight, weight_axis(module, weight))
@@ -489,17 +547,59 @@ def _ends(model: nn.Module) -> Iterator[Tensor]:
             yield from module.parameters()
 
 
-@contextmanager
-def _rounded_weights(weights: list[tuple[Tensor, int]], chosen: Format) -> Iterator[None]:
-    before = [weight.data for weight, _ in weights]
-    try:
-        with torch.inference_mode(False), torch.no_grad():
-            for weight, axis in weights:
-                weight.data = chosen.weights(weight.data, axis)
-        yield
-    finally:
-        for (weight, _), data in zip(weights, before, strict=True):
-            weight.data = data
+PIECE = 1 << 18
+"""Numbers that are rounded at a time, so that they stay in the processor's cache."""
+
+POOLED = 16 << 20
+"""Bytes of a weight from which its memory is used again."""
+
+Room = Callable[[Tensor], Tensor]
+"""Gives memory for a tensor of the shape, strides and type of one on the meta device."""
+
+
+class Rooms:
+    """Memory that rounded weights take, used again by the next ones of the same shapes."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._left: dict[Any, list[Tensor]] = {}
+
+    @contextmanager
+    def lent(self) -> Iterator[Room]:
+        """Lend memory until the block ends; what large weights then had no use for is dropped."""
+        taken: dict[Any, list[Tensor]] = {}
+
+        def room(meta: Tensor) -> Tensor:
+            key = (meta.shape, meta.stride(), meta.dtype)
+            left = self._left.get(key)
+            found = left.pop() if left else torch.empty_strided(*key[:2], dtype=meta.dtype)
+            if meta.numel() * meta.itemsize >= POOLED:
+                taken.setdefault(key, []).append(found)
+            return found
+
+        yield room
+        self._left = taken or self._left
+
+
+def rounded_in_pieces(values: Tensor, rounding: Rounding, axis: int, room: Room) -> Tensor:
+    """The numbers that `rounding` gives, piece by piece, in the layout that it gives them.
+
+    Args:
+        values: weights; rows along the first axis are rounded by themselves.
+        rounding: the grid.
+        axis: the axis that a product sums over.
+        room: gives memory for the result.
+    """
+    if values.numel() <= PIECE or values.device.type != "cpu":
+        return rounding(values, axis)
+    found = room(rounding(torch.empty_like(values, device="meta"), axis))
+    source, target = values, found
+    if values.ndim == 3 and axis == -1 and values.is_contiguous():
+        source, target = values.flatten(0, 1), found.view(-1, found.shape[-1])
+    rows = max(1, PIECE * len(source) // source.numel())
+    for part, into in zip(source.split(rows), target.split(rows), strict=True):
+        into.copy_(rounding(part, axis))
+    return found
 
 
 def _storage(tensor: Tensor) -> int:

@@ -7,6 +7,8 @@ batches go through the first group, then through the second, and every batch mak
 products and sums, in their own order.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -22,6 +24,10 @@ USED = 0.75
 
 INTERFACE = "_is_expert_parallel"
 """Attribute of experts whose eager implementation takes them one by one."""
+
+
+Change = Callable[[nn.Module, Tensor], Tensor]
+"""Makes other weights (experts, rows, columns) of those of a module."""
 
 
 class GroupPlace(NamedTuple):
@@ -59,12 +65,20 @@ class ExpertGroups:
         self._weights, self._unit, self.count = weights, unit, count
         self.stacks = [s for s in weights.plans[unit].stacks if can_group(weights, s)]
         self._rooms: list[Tensor] = []
+        self._changed: list[Tensor] = []
         self._here: int | None = None
 
     @property
     def targets(self) -> frozenset[str]:
         """Names of the parameters that are read in groups."""
         return frozenset(stack.target for stack in self.stacks)
+
+    @property
+    def left_out(self) -> int:
+        """Bytes of experts that are not in memory at the same time."""
+        experts = len(self._weights.meta[self.stacks[0].target])
+        whole = sum(_bytes(self._weights, stack) for stack in self.stacks)
+        return whole - whole * min(self.count, experts) // experts
 
     def install(self) -> None:
         """Put stand-ins in the places of the parameters."""
@@ -91,7 +105,19 @@ class ExpertGroups:
                 self.read(group)
             else:
                 waiting.park(GroupPlace(self._unit, group))
-        return self._rooms[place][expert - group * self.count]
+        return (self._changed or self._rooms)[place][expert - group * self.count]
+
+    @contextmanager
+    def changed(self, change: Change) -> Iterator[None]:
+        """Inside the block, the experts in memory are what `change` makes of them."""
+        self._changed = [
+            change(self._module(stack)[0], room)
+            for stack, room in zip(self.stacks, self._rooms, strict=False)
+        ]
+        try:
+            yield
+        finally:
+            self._changed = []
 
     def read(self, group: int) -> None:
         """Have a group in memory in the place of the one before."""
@@ -135,7 +161,7 @@ def can_group(weights: Weights, stack: Stack) -> bool:
 
 
 def plan_groups(
-    model: PreTrainedModel, weights: Weights, memory: int, taken: int
+    model: PreTrainedModel, weights: Weights, memory: int, taken: int, copies: int = 1
 ) -> dict[str, ExpertGroups]:
     """The units whose experts are read in groups, so that all fit into the memory.
 
@@ -144,8 +170,9 @@ def plan_groups(
         weights: where its weights are.
         memory: bytes that the process may take.
         taken: bytes that it takes already.
+        copies: how often the weights in memory are there at once.
     """
-    room, found, least = USED * memory - taken, {}, [("", 0)]
+    room, found, least = (USED * memory - taken) / copies, {}, [("", 0)]
     for unit in weights.units:
         stacks = [s for s in weights.plans[unit].stacks if can_group(weights, s)]
         whole, in_stacks = weights.size(unit), sum(_bytes(weights, s) for s in stacks)
@@ -156,12 +183,12 @@ def plan_groups(
             count = int((room - rest) // max(1, each))
             found[unit] = ExpertGroups(weights, unit, max(1, min(count, experts)))
     unit, size = max(least, key=lambda pair: pair[1])
-    needed = (size + taken) / USED
+    needed = (copies * size + taken) / USED
     require(
         needed <= memory,
         f"memory of {memory / 1e9:.1f} GB is too small: {unit!r} is read as one and takes "
-        f"{size / 1e9:.2f} GB, beside {taken / 1e9:.2f} GB of the process and what is computed; "
-        f"give at least {needed / 1e9 + 0.05:.1f}G",
+        f"{copies * size / 1e9:.2f} GB, beside {taken / 1e9:.2f} GB of the process and what is "
+        f"computed; give at least {needed / 1e9 + 0.05:.1f}G",
         ParameterError,
     )
     if found:

@@ -69,6 +69,7 @@ def load_model(
     stream: bool | None = False,
     memory: int | None = None,
     keep: bool = True,
+    copies: int = 1,
     parallel: str | None = None,
 ) -> LoadedModel:
     """Load a Mixture-of-Experts model and its tokenizer, with all changes that it was saved with.
@@ -83,6 +84,7 @@ def load_model(
             that does not fit into memory.
         memory: bytes that a streamed model may take, by default what is free.
         keep: whether files that are fetched for a streamed model stay.
+        copies: how often a streamed layer is in memory: twice where its weights are also rounded.
         parallel: how the processes of torchrun share it, a name in `hf.spread.PARALLEL`; None for
             a whole model in this process.
     """
@@ -115,7 +117,8 @@ def load_model(
     with _explained(name, "weights (safetensors only: pickled weights are never loaded)"):
         if stream or (stream is None and too_large(source, computed)):
             require(where == torch.device("cpu"), f"streamed models run on the CPU, not {device!r}")
-            opened = open_stream(source, read, revision=revision, memory=memory, keep=keep)
+            room = {"memory": memory, "copies": copies}
+            opened = open_stream(source, read, revision=revision, keep=keep, **room)
             remember_stored(opened.model, stored)
             return LoadedModel(opened.model, tokenizer, str(name), opened)
         model: Any = read(source, **options)

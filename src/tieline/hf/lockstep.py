@@ -12,6 +12,7 @@ would compute alone; the threads only keep where each one stands.
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -104,17 +105,37 @@ class Lockstep:
     """Passes that are led from place to place together."""
 
     def __init__(
-        self, jobs: Sequence[Callable[[], Any]], scopes: Sequence[Scope | None] | None = None
+        self,
+        jobs: Sequence[Callable[[], Any]],
+        scopes: Sequence[Scope | None] | None = None,
+        settings: Sequence[Scope | None] | None = None,
     ) -> None:
-        """Make one pass of each job, each under its scope."""
+        """Make one pass of each job.
+
+        Args:
+            jobs: what the passes do.
+            scopes: what is in force, in its own thread, while each runs.
+            settings: what is made ready, by whoever leads, before each goes on; neighbours with the
+                same one share it.
+        """
         pairs = zip(jobs, scopes or [None] * len(jobs), strict=True)
         self.passes = [Pass(job, scope, number) for number, (job, scope) in enumerate(pairs)]
+        self._settings = [setting or nullcontext for setting in settings or [None] * len(jobs)]
 
     def go_all(self, place: Hashable | None = None) -> None:
-        """Let those that are parked at `place` go on, one after the other, in their order."""
-        for one in self.passes:
-            if one.at == place and not one.ended:
-                one.go()
+        """Let those that are parked at `place` go on, one after the other, in their order.
+
+        Those that have not begun need nothing made ready: they stop where they need weights.
+        """
+        ready = [one for one in self.passes if one.at == place and not one.ended]
+        for setting, group in groupby(ready, key=self.setting):
+            with setting() if place is not None else nullcontext():
+                for one in group:
+                    one.go()
+
+    def setting(self, one: Pass) -> Scope:
+        """What is made ready before a pass goes on."""
+        return self._settings[one.number]
 
     @property
     def places(self) -> list[Hashable]:

@@ -101,6 +101,7 @@ def open_stream(
     revision: str | None = None,
     memory: int | None = None,
     keep: bool = True,
+    copies: int = 1,
 ) -> ModelStream:
     """Open a model to be streamed.
 
@@ -110,6 +111,7 @@ def open_stream(
         revision: branch, tag or commit on the hub.
         memory: bytes that may be taken, by default what is free.
         keep: whether files that are fetched stay.
+        copies: how often the weights of a layer are in memory at once.
     """
     if isinstance(source, Path):
         require(
@@ -127,7 +129,7 @@ def open_stream(
         model, weights = skeleton(lambda: read(folder, local_files_only=True), lambda names: shards)
     taken = resident_memory()
     budget = taken + free_memory() if memory is None else memory
-    return ModelStream(model, weights, plan_groups(model, weights, budget, taken))
+    return ModelStream(model, weights, plan_groups(model, weights, budget, taken, copies))
 
 
 def hub_shards(name: str, folder: Path, revision: str | None = None, keep: bool = True) -> Shards:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from tieline.core.errors import UnsupportedModelError, require
 from tieline.hf.changes import subclass, swapped_class
-from tieline.hf.expert_groups import ExpertGroups
+from tieline.hf.expert_groups import Change, ExpertGroups
 from tieline.hf.lockstep import Lockstep, Scope, current_pass
 from tieline.hf.stream_resume import Journal, Replay
 from tieline.hf.stream_weights import Weights
@@ -66,6 +66,12 @@ class ModelStream:
         names = [name for name in self.weights.units if name != self.head]
         return sum(self.weights.stored(name) for name in names)
 
+    def resident(self, unit: str) -> int:
+        """Bytes of memory that the weights of a unit take while they are there."""
+        groups = self.groups.get(unit)
+        whole = self.weights.size(unit)
+        return whole if groups is None else whole - groups.left_out
+
     def run(
         self,
         jobs: Sequence[Callable[[], Any]],
@@ -73,6 +79,7 @@ class ModelStream:
         done: Done | None = None,
         told: Told | None = None,
         scopes: Sequence[Scope | None] | None = None,
+        settings: Sequence[Scope | None] | None = None,
         head: bool = True,
         journal: Journal | None = None,
         replay: Replay | None = None,
@@ -86,6 +93,8 @@ class ModelStream:
             done: called with each unit that all jobs have left, while its weights are there.
             told: called with the bytes read so far and those of the whole.
             scopes: what is in force while a job runs and not while it waits, for each job.
+            settings: what is made ready outside its thread before a job goes on, for each job;
+                neighbours that have the same one share it within a unit.
             head: whether the output head is read and run; without it the logits mean nothing.
             journal: keeps what a later run needs to go on.
             replay: units that an earlier run has left, which are not read again.
@@ -93,7 +102,7 @@ class ModelStream:
             at_head: given the passes when all wait for the output head, which is there; it brings
                 them through, by default one after the other.
         """
-        together, led = Lockstep(jobs, scopes), _Led(self, done, told)
+        together, led = Lockstep(jobs, scopes, settings), _Led(self, done, told)
         with ExitStack() as stack:
             stack.callback(led.drop)
             stack.callback(together.close)
@@ -150,6 +159,14 @@ class ModelStream:
             return together.results
         finally:
             together.close()
+
+    @contextmanager
+    def changed_experts(self, change: Change) -> Iterator[None]:
+        """Inside the block, experts that are read in groups are what `change` makes of them."""
+        with ExitStack() as stack:
+            for groups in self.groups.values():
+                stack.enter_context(groups.changed(change))
+            yield
 
     @contextmanager
     def _parking(self, without: set[Any]) -> Iterator[None]:

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tieline.core.numerics import round_to
+from tieline.hf import emulate
 from tieline.hf.emulate import FORMATS, GROUP_SIZE, Rounding
 
 CASTS = {"bf16": "bf16", "fp16": "fp16"}
@@ -71,3 +72,20 @@ def test_bf16_in_rounds_what_goes_in_and_not_what_comes_out():
     assert torch.equal(kept.weights(x), rounded.weights(x))
     assert kept.results is None
     assert not kept.plain
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("shape", "axis"), [((6, 40, 48), -1), ((6, 40, 48), -2), ((90, 33), -1)])
+def test_pieces_are_the_whole_in_numbers_and_layout(name, shape, axis, monkeypatch):
+    monkeypatch.setattr(emulate, "PIECE", 300)
+    monkeypatch.setattr(emulate, "POOLED", 1)
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    rounding, rooms, places = FORMATS[name].weights, emulate.Rooms(), []
+    for scale in (1.0, 3.0):  # the second time into the memory of the first
+        with rooms.lent() as room:
+            found = emulate.rounded_in_pieces(scale * values, rounding, axis, room)
+        wanted = rounding(scale * values, axis)
+        assert torch.equal(found, wanted)
+        assert found.stride() == wanted.stride()
+        places.append(found.data_ptr())
+    assert places[0] == places[1]
