@@ -5,13 +5,8 @@ import torch
 
 from tieline.core.errors import TielineError
 from tieline.routing import CosineRouter, MoE, SmoothTopK, collect_routing
-from tieline.training.config import GateConfig
-from tieline.training.image_models import (
-    MixtureClassifier,
-    MixtureConfig,
-    PatchClassifier,
-    PatchConfig,
-)
+from tieline.training.config import GateConfig, MixtureConfig, PatchConfig
+from tieline.training.image_models import MixtureClassifier, PatchClassifier
 
 HARD = GateConfig(name="hard", k=2)
 COSINE = GateConfig(

@@ -83,13 +83,14 @@ class RouteCheck(Result):
     @property
     def metrics(self) -> dict[str, float]:
         """Named numbers: "sound", the number of findings of each severity, files and rows."""
-        counts = {
-            severity: sum(finding.severity == severity for finding in self.findings)
-            for severity in ("unsound", "suspicious", "note")
-        }
+        counts = {name: self.count(name) for name in ("unsound", "suspicious", "note")}
         rows = sum(file.rows for file in self.files)
         named = {"sound": int(self.sound)} | counts | {"files": len(self.files), "rows": rows}
         return {name: float(value) for name, value in named.items()}
+
+    def count(self, severity: str) -> int:
+        """Findings that are "unsound", "suspicious" or a "note"."""
+        return sum(finding.severity == severity for finding in self.findings)
 
 
 def check(

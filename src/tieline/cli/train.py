@@ -48,16 +48,18 @@ def train(
     """
     outputs = Outputs(html, json_to, kept=out, overwrite=overwrite, page_package="matplotlib")
     outputs.check()
+    if list_recipes:
+        from tieline.training.recipes import recipe_list
+
+        deliver(recipe_list(), outputs)
+        return
+    require(recipe is not None, "name a recipe; `tieline train --list` shows all")
     with progress_bars():
         from tieline import training
         from tieline.analysis.sources import quiet_transformers
         from tieline.core.processes import FirstRankError
         from tieline.training.engine import plan
-        from tieline.training.recipes import recipe_config, recipe_list
-    if list_recipes:
-        deliver(recipe_list(), outputs)
-        return
-    require(recipe is not None, "name a recipe; `tieline train --list` shows all")
+        from tieline.training.recipes import recipe_config
     quiet_transformers()
     config = recipe_config(str(recipe), seed)
     options = {"resume": resume, "expert_ranks": expert_ranks}

@@ -34,7 +34,6 @@ from scipy.stats import t as student
 from tieline.core.errors import TielineError, require
 from tieline.training.checkpoint import read_json
 from tieline.training.config import GATE_NAMES
-from tieline.training.engine import run
 from tieline.training.recipes import DOMAIN_GATES, DOMAINS, pacs_small, recipe_config
 
 __all__ = [
@@ -137,6 +136,8 @@ def train_gates(
         seeds: of the runs.
         progress: called with the current run, the number of runs done and their total.
     """
+    from tieline.training.engine import run  # loads transformers: only where a model is trained
+
     jobs = [(gate, seed) for seed in seeds for gate in gates]
     for done, (gate, seed) in enumerate(jobs):
         if progress is not None:
@@ -306,6 +307,8 @@ def leave_one_out(
         steps: of each run, if not those of the recipe; a folder holds runs of one length.
         progress: called with a stage, the number of runs done and their total.
     """
+    from tieline.training.engine import run
+
     plans = [(gate, out, seed) for seed in seeds for out in domains for gate in gates]
     scores = []
     for done, (gate, out, seed) in enumerate(plans):

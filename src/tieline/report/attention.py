@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
@@ -27,7 +28,7 @@ def page(result: AttentionView) -> str:
 
     words = "Keys that carry the mass, and the mass of sigmoid weights, head by head."
     sections = [
-        Section("Heads as mixtures", draw=figures(result)["heads"], words=words),
+        Section("Heads as mixtures", draw=partial(_heads_figure, result), words=words),
         Section("All heads", _grid(result), notes=attention_facts(result)),
     ]
     return plain_page("attention", result.model, _facts(result), sections, _verdict(result))
@@ -54,7 +55,11 @@ def notebook(result: AttentionView) -> str:
 
 def figures(result: AttentionView) -> "dict[str, Callable[[], Figure]]":
     """Figures by name: keys in use and mass of sigmoid weights, by layer."""
-    return {"heads": lambda: small_canvas(partial(_draw, result.heads))}
+    return {"heads": partial(_heads_figure, result)}
+
+
+def _heads_figure(result: AttentionView) -> "Figure":
+    return small_canvas(partial(_draw, result.heads))
 
 
 def attention_facts(result: AttentionView) -> list[str]:
@@ -72,7 +77,8 @@ def attention_facts(result: AttentionView) -> list[str]:
 
 
 def _verdict(result: AttentionView) -> str:
-    numbers, heads = result.metrics, result.heads
+    heads = result.heads
+    seen, carry, near = (fmean(column) for column in zip(*map(_shares, heads), strict=True))
     few = sum(head.effective < FEW_KEYS for head in heads)
     fits = sum(abs(head.mass - 1) < NEAR_MASS for head in heads)
     change = result.sigmoid_change.value or 0.0
@@ -82,11 +88,14 @@ def _verdict(result: AttentionView) -> str:
         else "What to do: keep softmax on these weights; sigmoid attention has to be trained in."
     )
     return (
-        f"Of a query's {significant(numbers['seen'])} keys {significant(numbers['effective'])} "
-        f"carry the mass; {few} of {len(heads)} heads use fewer than 4. The two best keys nearly "
-        f"tie in {percent(numbers['near'])} of the rows. Sigmoid weights would sum to about 1 in "
-        f"{fits} of {len(heads)} heads. {advice}"
+        f"Of a query's {significant(seen)} keys {significant(carry)} carry the mass; {few} of "
+        f"{len(heads)} heads use fewer than 4. The two best keys nearly tie in {percent(near)} of "
+        f"the rows. Sigmoid weights would sum to about 1 in {fits} of {len(heads)} heads. {advice}"
     )
+
+
+def _shares(head: HeadView) -> tuple[float, float, float]:
+    return head.seen, head.effective, head.near
 
 
 def _facts(result: AttentionView) -> str:

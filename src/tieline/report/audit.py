@@ -251,7 +251,7 @@ def _kl_chart(rows: Sequence[PerturbationEffect]) -> dict[str, Any]:
         _uncertain(rows, "KL", lambda row: row.kl, "circle", "@warn"),
         _marks(rows, "floor", lambda row: row.kl_floor.value, "line-ew", "@ink"),
     ]
-    return _by_row(marks, axis("nats per token", type="log"))
+    return _by_row(marks, axis("nats per token", scale="log"))
 
 
 def _layers_chart(result: PrecisionAudit) -> dict[str, Any] | None:
@@ -272,7 +272,7 @@ def _layers_chart(result: PrecisionAudit) -> dict[str, Any] | None:
         for place, label in enumerate(labels)
     ]
     layout = {
-        "xaxis": axis("format of the routers", type="category"),
+        "xaxis": axis("format of the routers", scale="category"),
         "yaxis": share_axis("change of the layer’s output"),
     }
     return figure([*marks, *depth_bar(labels)], 400, **layout)
@@ -305,7 +305,7 @@ def _uncertain(
 
 
 def _by_row(marks: list[dict[str, Any]], y: dict[str, Any]) -> dict[str, Any]:
-    x = axis("", type="category", tickangle=-40)
+    x = axis("", scale="category", tickangle=-40)
     margin = {"t": 12, "r": 16, "b": 150, "l": 70}
     return figure(marks, 520, xaxis=x, yaxis=y, margin=margin)
 

@@ -59,18 +59,19 @@ def layer_colour(place: int, count: int) -> str:
     return f"@ramp:{place / (count - 1) if count > 1 else 0.5:.3f}"
 
 
-def axis(title: str, **options: Any) -> dict[str, Any]:
-    """An axis with its title; `type="log"` gets ticks at powers of ten."""
+def axis(title: str, scale: str = "-", **options: Any) -> dict[str, Any]:
+    """An axis with its title; "log" gets ticks at powers of ten, "-" is the scale of the data."""
     log = {"dtick": 1, "exponentformat": "power", "tickangle": 0}
-    extra = log if options.get("type") == "log" else {}
-    return {"title": {"text": title, "standoff": 12}, "automargin": True, **extra, **options}
+    extra = log if scale == "log" else {}
+    words = {"text": title, "standoff": 12}
+    return {"title": words, "automargin": True, "type": scale, **extra, **options}
 
 
 def share_axis(title: str) -> dict[str, Any]:
     """A logarithmic axis of percentages up to 5000 %, ticks at 1, 2 and 5 of every decade."""
     ticks = [digit * 10.0**power for power in range(-8, 2) for digit in (1, 2, 5)]
     text = [f"{100 * tick:g} %" for tick in ticks]
-    return axis(title, type="log", tickvals=ticks, ticktext=text, dtick=None)
+    return axis(title, scale="log", tickvals=ticks, ticktext=text, dtick=None)
 
 
 def figure(data: list[dict[str, Any]], height: int = 380, **layout: Any) -> dict[str, Any]:

@@ -64,12 +64,11 @@ def _nothing() -> Any:
 
 
 def _verdict(result: RouteCheck) -> str:
-    numbers = result.metrics
     if not result.sound:
-        count = int(numbers["unsound"])
+        count = result.count("unsound")
         return f"Unsound: {count} finding{'s' * (count != 1)} that no router of a sound run writes."
-    if numbers["suspicious"]:
-        return f"Sound as far as it can be told; {int(numbers['suspicious'])} suspicious."
+    if suspicious := result.count("suspicious"):
+        return f"Sound as far as it can be told; {suspicious} suspicious."
     return "Sound: nothing was found that a router would not write."
 
 

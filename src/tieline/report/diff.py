@@ -320,7 +320,7 @@ def _line(
 
 
 def _layer_axis() -> dict[str, Any]:
-    return axis("layer of A", type="category")
+    return axis("layer of A", scale="category")
 
 
 def _layout(title: str) -> dict[str, Any]:

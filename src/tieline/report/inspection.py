@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rich.console import RenderableType
@@ -16,7 +17,7 @@ from tieline.report.drawing import inline_image
 from tieline.report.frame import notebook_html, render
 from tieline.report.inspection_charts import LayerRow, inspection_panels, layer_rows
 from tieline.report.inspection_figures import inspection_figures as figures
-from tieline.report.inspection_noise import noise_words, slice_words
+from tieline.report.inspection_noise import noise_words, slice_figure_of, slice_words
 from tieline.report.inspection_soften import deciding_table, soften_table
 from tieline.report.tables import (
     DASH,
@@ -84,7 +85,9 @@ def page(result: Inspection) -> str:
         softening=result.softening,
         soften_table=None if result.softening is None else soften_table(result.softening),
         deciding=None if result.softening is None else deciding_table(result.softening),
-        drawing="" if result.slice is None else inline_image(figures(result)["slice"]),
+        drawing=""
+        if result.slice is None
+        else inline_image(partial(slice_figure_of, result.slice)),
         drawing_words=[] if result.slice is None else slice_words(result.slice),
         table=grid(_page_columns(result), layer_rows(result)),
         unmeasured=unmeasured([*panels, *_missing_text(result)]),

@@ -226,8 +226,8 @@ def _quantiles(result: Inspection) -> dict[str, Any] | None:
         "colorbar": _decades(logs, f"gap ({units_of(result.measures.layers)})"),
     }
     layout = {
-        "xaxis": axis("share of tokens with a smaller gap", type="category"),
-        "yaxis": axis("layer", type="category", autorange="reversed"),
+        "xaxis": axis("share of tokens with a smaller gap", scale="category"),
+        "yaxis": axis("layer", scale="category", autorange="reversed"),
     }
     return figure([heat], max(430, 110 + 20 * len(known)), **layout)
 
@@ -266,7 +266,9 @@ def _distribution(result: Inspection) -> dict[str, Any] | None:
     low, high = log_range(profiles, spans)
     least = 0.5 / max(row.measures.tokens for row in rows)
     layout = {
-        "xaxis": axis(f"gap ({units_of(r.measures for r in rows)})", type="log", range=[low, high]),
+        "xaxis": axis(
+            f"gap ({units_of(r.measures for r in rows)})", scale="log", range=[low, high]
+        ),
         "yaxis": share_axis("share of tokens") | {"range": [math.log10(least), 0.05]},
         "shapes": [shape for _, *ends in spans for shape in _span(*ends)],
         "annotations": [_span_name(*name) for name in format_names(spans, low, high)],
@@ -307,7 +309,7 @@ def _format_flips(result: Inspection) -> dict[str, Any] | None:
         dots.append(marks | counted)
         dashes.append(marks | predicted | {"marker": dash, "showlegend": False})
     layout = {
-        "xaxis": axis("number format, fine to coarse", type="category"),
+        "xaxis": axis("number format, fine to coarse", scale="category"),
         "yaxis": share_axis("share of tokens"),
     }
     return figure([*dots, *dashes, *depth_bar([label for label, _ in known])], 400, **layout)
@@ -338,7 +340,7 @@ def _noise_flips(result: Inspection) -> dict[str, Any] | None:
         sigmas, rates = [row.sigma for row in found], _logarithmic(row.flip.value for row in found)
         lines.append(_curve(label, (place, len(known)), sigmas, rates, said) | dotted)
     layout = {
-        "xaxis": axis("σ of the noise (logits)", type="log"),
+        "xaxis": axis("σ of the noise (logits)", scale="log"),
         "yaxis": share_axis("share of tokens"),
     }
     return figure([*lines, *depth_bar([label for label, _ in known])], 400, **layout)
@@ -359,7 +361,7 @@ def _jump_points(result: Inspection) -> dict[str, Any] | None:
         data.append(others | _points(jumps.random, floor, most))
         data.append(_marks(label, depth, "circle", 6) | _points(jumps.near, floor, most))
     layout = _limit(known[0][1].dangerous_above) | {
-        "xaxis": axis("gap (units of the selection score)", type="log"),
+        "xaxis": axis("gap (units of the selection score)", scale="log"),
         "yaxis": share_axis("relative change of the layer’s output"),
     }
     return figure([*data, *depth_bar([label for label, _ in known])], 440, **layout)
@@ -425,7 +427,7 @@ def _near_curves(result: Inspection) -> dict[str, Any] | None:
         if half:
             data.append(_half_mark(half, row.measures.k, layer_colour(place, len(known))))
     layout = {
-        "xaxis": axis("ε (units of the selection score)", type="log"),
+        "xaxis": axis("ε (units of the selection score)", scale="log"),
         "yaxis": axis("experts per token", rangemode="normal"),
     }
     return figure([*data, *depth_bar([row.label for row, _ in known])], 400, **layout)
@@ -471,7 +473,7 @@ def _load_map(result: Inspection) -> dict[str, Any]:
     }
     layout = {
         "xaxis": axis("expert", range=[-0.5, widest - 0.5]),
-        "yaxis": axis("layer", type="category", autorange="reversed"),
+        "yaxis": axis("layer", scale="category", autorange="reversed"),
     }
     return figure([heat, _crosses(rows)], max(260, 110 + 20 * len(rows)), **layout)
 

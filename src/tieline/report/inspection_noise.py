@@ -75,7 +75,7 @@ def _orders(known: list[tuple[str, OwnNoise]]) -> dict[str, Any]:
             )
     layout = {
         "barmode": "stack",
-        "xaxis": axis("layer", type="category"),
+        "xaxis": axis("layer", scale="category"),
         "yaxis": axis("share of tokens", tickformat=".2~p", rangemode="tozero"),
     }
     return figure(bars, 400, **layout)
@@ -105,7 +105,7 @@ def _walks(known: list[tuple[str, FlipWalk]]) -> dict[str, Any]:
         common |= {"showlegend": False, "hoverinfo": "skip", "x": list(walk.times)}
         lines += [common | {"y": list(bound)} for bound in (walk.lower, walk.upper)]
     layout = {
-        "xaxis": axis("roundings of the whole model", type="log"),
+        "xaxis": axis("roundings of the whole model", scale="log"),
         "yaxis": axis("share of tokens", tickformat=".0%", range=[0, 1]),
     }
     return figure([*lines, *depth_bar([label for label, _ in known])], 400, **layout)

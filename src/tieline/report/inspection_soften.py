@@ -54,7 +54,7 @@ def _chart(found: Softening) -> dict[str, Any]:
     data += _curve("all layers", found.together, finite(found.predicted.value), "@ink", 1)
     ticks = [2.0**place for place in range(len(found.together))]
     layout = {
-        "xaxis": axis("width of the soft choice / its first width", type="log")
+        "xaxis": axis("width of the soft choice / its first width", scale="log")
         | {"tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks], "dtick": None},
         "yaxis": axis("change of the loss (nats per token)", exponentformat="power"),
     }

@@ -234,7 +234,7 @@ def _panel(name: str, title: str, chart: Chart) -> Panel:
         list(COLOURS) if count <= len(COLOURS) else [layer_colour(i, count) for i in range(count)]
     )
     traces = [_trace(one, role) for one, role in zip(chart.series, roles, strict=False)]
-    x, y = (axis(one.title, type=one.scale) for one in (chart.x, chart.y))
+    x, y = (axis(one.title, scale=one.scale) for one in (chart.x, chart.y))
     margin = {"t": 12, "r": 16, "b": 60 + 20 * count, "l": 60}
     drawing = figure(traces, 300 + 20 * count, xaxis=x, yaxis=y, showlegend=True, margin=margin)
     return Panel(f"figure-{name}", title, "", drawing)

@@ -170,7 +170,7 @@ def _headline(result: RateStudy) -> str:
 
 def _draw_loss(axes: "Axes", series: Sequence[LossSeries], result: RateStudy) -> None:
     for one, colour, marker in zip(series, _colours(len(series)), MARKERS * 9, strict=False):
-        _draw_series(axes, one, result.ridge.sizes, {"color": colour, "marker": marker})
+        _draw_series(axes, one, result.ridge.sizes, colour, marker)
     _draw_guides(axes, series, result.paper_slope)
     axes.set(xscale="log", yscale="log", xlabel="sample size n")
     _name_ticks(axes)
@@ -178,21 +178,29 @@ def _draw_loss(axes: "Axes", series: Sequence[LossSeries], result: RateStudy) ->
 
 
 def _draw_series(
-    axes: "Axes", series: LossSeries, ridge: Sequence[int], style: dict[str, Any]
+    axes: "Axes", series: LossSeries, ridge: Sequence[int], colour: Any, marker: str
 ) -> None:
     """Points with bars, and the fitted line over the sample sizes that count."""
     bars = [2 * error for error in series.stderr]
     below = [min(bar, 0.9 * mean) for bar, mean in zip(bars, series.mean, strict=True)]
-    style = style | {"markersize": 3.5, "linestyle": "none"}
-    axes.errorbar(series.sizes, series.mean, [below, bars], capsize=2, linewidth=0.8, **style)
-    label, rate = f"start {series.start}", series.rate
+    style: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 3.5}
+    axes.errorbar(
+        series.sizes,
+        series.mean,
+        [below, bars],
+        capsize=2,
+        linewidth=0.8,
+        linestyle="none",
+        **style,
+    )
+    label, rate, line_style = f"start {series.start}", series.rate, "none"
     if rate is not None:
         fair = [n for n in series.sizes if n not in ridge]
         line = [math.exp(rate.intercept) * n**rate.slope for n in fair]
-        axes.plot(fair, line, color=style["color"], linewidth=0.9)
+        axes.plot(fair, line, color=colour, linewidth=0.9)
         label += f": {rate}"
-        style |= {"linestyle": "-"}
-    axes.plot([], [], label=label.replace("-", "−"), linewidth=0.9, **style)
+        line_style = "-"
+    axes.plot([], [], label=label.replace("-", "−"), linewidth=0.9, linestyle=line_style, **style)
 
 
 def _draw_guides(axes: "Axes", series: Sequence[LossSeries], paper_slope: float | None) -> None:
@@ -222,4 +230,4 @@ def _colours(count: int) -> list[Any]:
     from matplotlib import colormaps
 
     steps = [place / (count - 1) if count > 1 else 0.0 for place in range(count)]
-    return [colormaps["plasma"](0.05 + 0.75 * step) for step in steps]
+    return [colormaps.get_cmap("plasma")(0.05 + 0.75 * step) for step in steps]

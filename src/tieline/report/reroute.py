@@ -44,10 +44,9 @@ def page(result: Rerouted) -> str:
     from tieline.report.plain import Section, plain_page
 
     words = "Share of experts kept in each layer, and tokens that bf16 flips before and after."
-    draw = figures(result)["layers"]
     sections = [
         Section("Layers", _layers(result), notes=reroute_facts(result)),
-        Section("Choices kept and bf16 flips", draw=draw, words=words),
+        Section("Choices kept and bf16 flips", draw=partial(_layers_figure, result), words=words),
     ]
     return plain_page("rerouting", result.model, _facts(result), sections, _verdict(result))
 
@@ -74,7 +73,11 @@ def notebook(result: Rerouted) -> str:
 
 def figures(result: Rerouted) -> "dict[str, Callable[[], Figure]]":
     """Figures by name: choices kept and flips, layer by layer."""
-    return {"layers": lambda: small_canvas(partial(_draw, result.layers))}
+    return {"layers": partial(_layers_figure, result)}
+
+
+def _layers_figure(result: Rerouted) -> "Figure":
+    return small_canvas(partial(_draw, result.layers))
 
 
 def reroute_facts(result: Rerouted) -> list[str]:

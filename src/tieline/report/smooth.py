@@ -201,8 +201,8 @@ def _frontier_chart(frontier: Frontier) -> dict[str, Any]:
     level = {"type": "line", "xref": "paper", "x0": 0, "x1": 1}
     level |= {"y0": frontier.by_flips, "y1": frontier.by_flips}
     level |= {"line": {"color": "@muted", "dash": "dash", "width": 1}}
-    x = axis(f"times cheaper flips under {frontier.noise}", type="log")
-    y = axis("KL to the original (nats per token)", type="log")
+    x = axis(f"times cheaper flips under {frontier.noise}", scale="log")
+    y = axis("KL to the original (nats per token)", scale="log")
     return figure(marks, 420, xaxis=x, yaxis=y, shapes=[level])
 
 
@@ -316,7 +316,7 @@ def _kl_chart(rows: Sequence[RepairRow]) -> dict[str, Any]:
         dots |= {"error_y": errors}
         floors = [floor.value for _, floor in both]
         marks += [dots, _marks(rows, f"floor {name}", floors, role, "line-ew")]
-    x, y = axis("precision", type="category"), axis("nats per token", type="log")
+    x, y = axis("precision", scale="category"), axis("nats per token", scale="log")
     return figure(marks, 420, xaxis=x, yaxis=y)
 
 

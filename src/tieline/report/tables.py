@@ -30,7 +30,7 @@ import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from rich import box
 from rich.cells import cell_len
@@ -40,8 +40,9 @@ from rich.table import Column as RichColumn
 from rich.table import Table
 from rich.text import Text
 
-from tieline.analysis.inspection import Finding
-from tieline.core.statistics import Estimate
+if TYPE_CHECKING:  # tables of plain words are drawn without torch
+    from tieline.analysis.inspection import Finding
+    from tieline.core.statistics import Estimate
 
 MOST_FINDINGS = 6
 """Findings that are shown at once; a page folds the others away, a terminal counts them."""
@@ -188,7 +189,7 @@ def view(title: str, facts: str, verdict: str, *parts: RenderableType) -> Render
     return Group(head, Padding(first, (1, 0)), *rest)
 
 
-def finding_text(finding: Finding, short: Mapping[str, str]) -> str:
+def finding_text(finding: "Finding", short: Mapping[str, str]) -> str:
     """A finding as a sentence, with its layer where the words do not name it.
 
     Args:
@@ -201,13 +202,13 @@ def finding_text(finding: Finding, short: Mapping[str, str]) -> str:
     return f"{text[:1].upper()}{text[1:].rstrip('.')}{where}."
 
 
-def finding_rows(findings: Sequence[Finding], names: Sequence[str]) -> list[tuple[str, str]]:
+def finding_rows(findings: "Sequence[Finding]", names: Sequence[str]) -> list[tuple[str, str]]:
     """Severity and sentence of each finding; `names` are those of the layers."""
     short = dict(zip(names, short_names(names), strict=True))
     return [(finding.severity, finding_text(finding, short)) for finding in findings]
 
 
-def findings_view(findings: Sequence[Finding], names: Sequence[str]) -> Table:
+def findings_view(findings: "Sequence[Finding]", names: Sequence[str]) -> Table:
     """One line per finding, with a sign that does not need colour.
 
     Args:
@@ -304,7 +305,7 @@ def duration(seconds: float, digits: int = 3) -> str:
     return f"{significant(seconds / HOUR, digits)} h"
 
 
-def with_error(estimate: Estimate, digits: int = 3) -> str:
+def with_error(estimate: "Estimate", digits: int = 3) -> str:
     """The estimate with that many digits, and ± its standard error where that is known."""
     value, error = significant(estimate.value, digits), finite(estimate.standard_error)
     return value if error is None else f"{value} ± {significant(error, 2)}"

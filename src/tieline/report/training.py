@@ -10,7 +10,7 @@ from rich.text import Text
 from tieline.report.drawing import ACCENT, NOTICE, WARN, canvas, percent_axis
 from tieline.report.frame import notebook_html
 from tieline.report.plain import Section, plain_page
-from tieline.report.tables import Grid, duration, finite, flat, significant
+from tieline.report.tables import Grid, duration, flat, significant
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -138,10 +138,7 @@ def _draw_curves(
     axes: "Axes", result: "TrainingResult", curves: tuple[tuple[str, str, str], ...]
 ) -> None:
     for name, label, colour in curves:
-        known = [
-            (e.get("step"), e[name]) for e in result.history if finite(e.get(name)) is not None
-        ]
-        if known:
+        if known := result.curve(name):
             steps, values = zip(*known, strict=True)
             axes.plot(steps, values, color=colour, marker="o", markersize=2.5, label=label)
     if axes.lines:

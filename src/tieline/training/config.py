@@ -90,6 +90,114 @@ class DecoderConfig(ModelConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class MixtureConfig(ModelConfig):
+    """Shape of a `MixtureClassifier`; the defaults are the paper's."""
+
+    layers: int = 4
+    n_experts: int = 32
+    d_hidden: int = 128
+    side: int = 32
+    classes: int = 10
+
+    def __post_init__(self) -> None:
+        require(self.layers >= 1, f"need a layer, got layers={self.layers}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatchConfig(ModelConfig):
+    """Shape of a `PatchClassifier`.
+
+    Attributes:
+        layers: transformer blocks.
+        routed: number of routed blocks, counted from the last (GMoE's "last two").
+        d_model: width of a patch.
+        heads: attention heads.
+        d_hidden: width of a feed-forward part and of an expert.
+        n_experts: experts of a routed block.
+        side: pixels of an image's side; a patch has 8×8 of them.
+        classes: number of classes.
+    """
+
+    layers: int = 2
+    routed: int = 2
+    d_model: int = 64
+    heads: int = 4
+    d_hidden: int = 128
+    n_experts: int = 6
+    side: int = 32
+    classes: int = 7
+
+    def __post_init__(self) -> None:
+        require(1 <= self.routed <= self.layers, f"need 1 <= routed <= layers, got {self.routed}")
+        fits = self.d_model % self.heads == 0 and self.d_model % 8 == 0
+        require(fits, f"a width of {self.d_model} is no multiple of 8 and of {self.heads} heads")
+        require(self.side % 8 == 0, f"a side is a multiple of 8 pixels, got {self.side}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionTransformerConfig(ModelConfig):
+    """Shape of a `RoutedVisionTransformer`; the defaults are the papers'.
+
+    Attributes:
+        layers: blocks.
+        routed: number of routed blocks, counted from the last.
+        d_model: width of a patch.
+        d_hidden: width of a network and of an expert.
+        heads: attention heads.
+        n_experts: experts of a routed block.
+        side: pixels of an image's side.
+        patch: pixels of a patch's side.
+        classes: number of classes.
+        pretrained: name on the hub or folder of the weights to start from; None for random ones.
+    """
+
+    layers: int = 12
+    routed: int = 2
+    d_model: int = 384
+    d_hidden: int = 1536
+    heads: int = 6
+    n_experts: int = 6
+    side: int = 224
+    patch: int = 16
+    classes: int = 7
+    pretrained: str | None = "WinKawaks/vit-small-patch16-224"
+
+    def __post_init__(self) -> None:
+        require(1 <= self.routed <= self.layers, f"need 1 <= routed <= layers, got {self.routed}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SentenceConfig(ModelConfig):
+    """Shape of a classifier of sentences and pairs of them.
+
+    Attributes:
+        layers: blocks.
+        d_model: width.
+        d_hidden: width of a network and of an expert.
+        heads: attention heads.
+        vocabulary: number of tokens; the last three are [CLS], [SEP] and padding where the
+            vocabulary is learnt from the task's sentences.
+        context: tokens of an example at most.
+        routed: the block whose network is replaced, counted from 0.
+        n_experts: experts of it.
+        pretrained: name on the hub or folder of the weights to start from; None for random ones.
+    """
+
+    layers: int
+    d_model: int
+    d_hidden: int
+    heads: int
+    vocabulary: int
+    context: int
+    routed: int
+    n_experts: int = 16
+    pretrained: str | None = None
+
+    def __post_init__(self) -> None:
+        require(0 <= self.routed < self.layers, f"block {self.routed} of only {self.layers}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """The name of a data loader and its options."""
 

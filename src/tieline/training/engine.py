@@ -12,6 +12,7 @@ import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import isfinite
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -74,6 +75,11 @@ class TrainingResult(Result):
     resumed_from: int
     history: tuple[dict[str, Any], ...]
     folder: str = ""
+
+    def curve(self, name: str) -> list[tuple[int, float]]:
+        """Steps at which a value was logged and finite, with the value."""
+        logged = ((entry.get("step", 0), entry.get(name)) for entry in self.history)
+        return [(step, value) for step, value in logged if value is not None and isfinite(value)]
 
     @property
     def recipe(self) -> str:

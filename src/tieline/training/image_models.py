@@ -13,7 +13,6 @@ given.
 """
 
 import itertools
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -22,59 +21,18 @@ from torch import Tensor, nn
 from transformers import ViTConfig, ViTForImageClassification
 from transformers.modeling_outputs import ImageClassifierOutput
 
-from tieline.core.errors import require
-from tieline.training.config import GateConfig, ModelConfig
+from tieline.training.config import (
+    GateConfig,
+    MixtureConfig,
+    PatchConfig,
+    VisionTransformerConfig,
+)
 from tieline.training.fetch import local_checkpoint
 from tieline.training.image_data import as_floats
 from tieline.training.upcycled import route_networks_, routed_layer
 
 Pixels = UInt8[Tensor, "images height width colours"]
 Labels = Int64[Tensor, " images"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class MixtureConfig(ModelConfig):
-    """Shape of a `MixtureClassifier`; the defaults are the paper's."""
-
-    layers: int = 4
-    n_experts: int = 32
-    d_hidden: int = 128
-    side: int = 32
-    classes: int = 10
-
-    def __post_init__(self) -> None:
-        require(self.layers >= 1, f"need a layer, got layers={self.layers}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class PatchConfig(ModelConfig):
-    """Shape of a `PatchClassifier`.
-
-    Attributes:
-        layers: transformer blocks.
-        routed: number of routed blocks, counted from the last (GMoE's "last two").
-        d_model: width of a patch.
-        heads: attention heads.
-        d_hidden: width of a feed-forward part and of an expert.
-        n_experts: experts of a routed block.
-        side: pixels of an image's side; a patch has 8×8 of them.
-        classes: number of classes.
-    """
-
-    layers: int = 2
-    routed: int = 2
-    d_model: int = 64
-    heads: int = 4
-    d_hidden: int = 128
-    n_experts: int = 6
-    side: int = 32
-    classes: int = 7
-
-    def __post_init__(self) -> None:
-        require(1 <= self.routed <= self.layers, f"need 1 <= routed <= layers, got {self.routed}")
-        fits = self.d_model % self.heads == 0 and self.d_model % 8 == 0
-        require(fits, f"a width of {self.d_model} is no multiple of 8 and of {self.heads} heads")
-        require(self.side % 8 == 0, f"a side is a multiple of 8 pixels, got {self.side}")
 
 
 class MixtureClassifier(nn.Module):
@@ -171,38 +129,6 @@ class PatchBlock(nn.Module):
 def _output(logits: Tensor, labels: Tensor | None) -> ImageClassifierOutput:
     loss = None if labels is None else F.cross_entropy(logits.float(), labels)
     return ImageClassifierOutput(loss=loss, logits=logits)  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True, kw_only=True)
-class VisionTransformerConfig(ModelConfig):
-    """Shape of the model; the defaults are the papers'.
-
-    Attributes:
-        layers: blocks.
-        routed: number of routed blocks, counted from the last.
-        d_model: width of a patch.
-        d_hidden: width of a network and of an expert.
-        heads: attention heads.
-        n_experts: experts of a routed block.
-        side: pixels of an image's side.
-        patch: pixels of a patch's side.
-        classes: number of classes.
-        pretrained: name on the hub or folder of the weights to start from; None for random ones.
-    """
-
-    layers: int = 12
-    routed: int = 2
-    d_model: int = 384
-    d_hidden: int = 1536
-    heads: int = 6
-    n_experts: int = 6
-    side: int = 224
-    patch: int = 16
-    classes: int = 7
-    pretrained: str | None = "WinKawaks/vit-small-patch16-224"
-
-    def __post_init__(self) -> None:
-        require(1 <= self.routed <= self.layers, f"need 1 <= routed <= layers, got {self.routed}")
 
 
 class RoutedVisionTransformer(nn.Module):

@@ -16,16 +16,18 @@ from tieline.core.errors import ParameterError, require
 from tieline.core.files import whole_folder
 from tieline.routing.losses import collect_routing
 from tieline.training.checkpoint import save_weights
-from tieline.training.config import TrainConfig
+from tieline.training.config import (
+    MixtureConfig,
+    PatchConfig,
+    TrainConfig,
+    VisionTransformerConfig,
+)
 from tieline.training.fetch import DataError, data_set, fetch_checkpoint
 from tieline.training.image_data import DomainImages, Images, load_cifar10, load_pacs
 from tieline.training.image_models import (
     MixtureClassifier,
-    MixtureConfig,
     PatchClassifier,
-    PatchConfig,
     RoutedVisionTransformer,
-    VisionTransformerConfig,
 )
 
 ROWS = 500

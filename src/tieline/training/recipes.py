@@ -60,12 +60,14 @@ from tieline.training.config import (
     DecoderConfig,
     GateConfig,
     LossConfig,
+    MixtureConfig,
     OptimConfig,
+    PatchConfig,
+    SentenceConfig,
     TrainConfig,
+    VisionTransformerConfig,
     gate_config,
 )
-from tieline.training.image_models import MixtureConfig, PatchConfig, VisionTransformerConfig
-from tieline.training.sentences import SentenceConfig
 
 ATTENTION = ("softmax", "sigmoid")
 VOCABULARY = {"enwik8": 256, "text8": 27, "wikitext": 512}

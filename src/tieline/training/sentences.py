@@ -29,7 +29,7 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from tieline.core.errors import require
 from tieline.training.checkpoint import save_weights
-from tieline.training.config import GateConfig, ModelConfig, TrainConfig
+from tieline.training.config import GateConfig, SentenceConfig, TrainConfig
 from tieline.training.fetch import (
     DataError,
     DataFile,
@@ -200,37 +200,6 @@ def _read(path: Path, rules: GlueTask, source: str) -> Sentences:
     texts = tuple(tuple(row[column] for column in rules.texts) for row in rows)
     labels = tuple(rules.labels.index(row[rules.label]) for row in rows)
     return Sentences(texts, labels, source)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SentenceConfig(ModelConfig):
-    """Shape of the model.
-
-    Attributes:
-        layers: blocks.
-        d_model: width.
-        d_hidden: width of a network and of an expert.
-        heads: attention heads.
-        vocabulary: number of tokens; the last three are [CLS], [SEP] and padding where the
-            vocabulary is learnt from the task's sentences.
-        context: tokens of an example at most.
-        routed: the block whose network is replaced, counted from 0.
-        n_experts: experts of it.
-        pretrained: name on the hub or folder of the weights to start from; None for random ones.
-    """
-
-    layers: int
-    d_model: int
-    d_hidden: int
-    heads: int
-    vocabulary: int
-    context: int
-    routed: int
-    n_experts: int = 16
-    pretrained: str | None = None
-
-    def __post_init__(self) -> None:
-        require(0 <= self.routed < self.layers, f"block {self.routed} of only {self.layers}")
 
 
 def sentence_model(shape: SentenceConfig, gate: GateConfig) -> BertForSequenceClassification:

@@ -10,16 +10,16 @@ from tests.training.real_data import shared
 from tieline.core.errors import TielineError
 from tieline.routing import MoE
 from tieline.training import images as task_images
-from tieline.training.config import DecoderConfig
-from tieline.training.engine import run
-from tieline.training.fetch import DataError
-from tieline.training.image_data import DomainImages, Images
-from tieline.training.image_models import (
-    MixtureClassifier,
+from tieline.training.config import (
+    DecoderConfig,
     MixtureConfig,
     PatchConfig,
     VisionTransformerConfig,
 )
+from tieline.training.engine import run
+from tieline.training.fetch import DataError
+from tieline.training.image_data import DomainImages, Images
+from tieline.training.image_models import MixtureClassifier
 from tieline.training.images import DomainTask, image_model, left_out
 from tieline.training.recipes import (
     DOMAIN_GATES,

@@ -10,18 +10,12 @@ from tieline.core.errors import TielineError
 from tieline.routing import GShardTopK
 from tieline.routing.gates import capacity
 from tieline.training import sentences as task_sentences
-from tieline.training.config import gate_config
+from tieline.training.config import SentenceConfig, gate_config
 from tieline.training.engine import run
 from tieline.training.fetch import DataError
 from tieline.training.language import moe_layers
 from tieline.training.recipes import GLUE_GATES, glue_gate, glue_paper, glue_smoke, pacs_small
-from tieline.training.sentences import (
-    SentenceConfig,
-    Sentences,
-    SentenceTask,
-    answer_scores,
-    packed,
-)
+from tieline.training.sentences import Sentences, SentenceTask, answer_scores, packed
 
 MARKS = (97, 98, 99)
 tokens = st.lists(st.integers(0, 9), max_size=12)

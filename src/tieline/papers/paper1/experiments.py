@@ -43,9 +43,6 @@ from tieline.routing import ReLUGate, SmoothTopK, Softmax, TopK
 from tieline.routing.losses import LayerRouting, collect_routing
 from tieline.training.config import DecoderConfig, TrainConfig
 from tieline.training.controllers import BudgetSchedule
-from tieline.training.engine import run
-from tieline.training.tasks import TASKS
-from tieline.training.text_data import load_streams
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +84,12 @@ def routing_course(
         windows: number of windows of the text.
         tolerances: ε of `near`.
     """
-    require(config.task in TASKS and isinstance(config.model, DecoderConfig), "needs a decoder")
+    # these load transformers: only where a model is trained
+    from tieline.training.engine import run
+    from tieline.training.text_data import load_streams
+
+    language = config.task == "language"
+    require(language and isinstance(config.model, DecoderConfig), "needs a decoder")
     assert isinstance(config.model, DecoderConfig)
     context, text = config.model.context, load_streams(config.data).train
     whole = text[: len(text) // context * context].view(-1, context)
