@@ -93,6 +93,8 @@ def test_what_a_streamed_audit_cannot_do_is_refused(tmp_path):
 
 def test_hidden_states_that_do_not_fit_are_refused_before_any_work(tmp_path):
     loaded = load_model(saved(tmp_path / "model", "olmoe", vocab_size=512), stream=True)
-    check_room(loaded.stream, tokens=100, perturbations=8, room=10**6, largest=0)
-    with pytest.raises(ParameterError, match=r"take fewer --tokens or --formats"):
-        check_room(loaded.stream, tokens=10**6, perturbations=8, room=10**6, largest=0)
+    check_room(loaded.stream, tokens=100, passes=17, memory=None)
+    with pytest.raises(ParameterError, match=r"take fewer --tokens, or perturbations"):
+        check_room(loaded.stream, tokens=10**9, passes=17, memory=None)
+    with pytest.raises(ParameterError, match=r"4.35 GB beside 0.00 GB of weights"):
+        check_room(loaded.stream, tokens=10**6, passes=17, memory=4 * 10**9)

@@ -38,7 +38,6 @@ from tieline.hf.emulate import (
     FORMATS,
     OF_ROUTERS,
     Format,
-    Rooms,
     format_named,
     logits_matrix,
     rounded_products,
@@ -133,15 +132,12 @@ def applied(
 
 
 def changed_weights(
-    model: nn.Module,
-    perturbation: Perturbation,
-    keep: Collection[str] = (),
-    rooms: Rooms | None = None,
+    model: nn.Module, perturbation: Perturbation, keep: Collection[str] = ()
 ) -> AbstractContextManager[None]:
-    """The part of `applied` that changes weights in memory, into `rooms`."""
+    """The part of `applied` that changes weights in memory."""
     if perturbation.kind != "rounding":
         return nullcontext()
-    return rounded_weights(model, str(perturbation.level), perturbation.parts, keep, rooms)
+    return rounded_weights(model, str(perturbation.level), perturbation.parts, keep)
 
 
 def changed_computation(

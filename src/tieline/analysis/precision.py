@@ -54,7 +54,6 @@ from tieline.hf.capture import capture
 from tieline.hf.emulate import FORMATS, format_named, makes_one_product, modular_routers
 from tieline.hf.ignore_lists import ignore_lists
 from tieline.hf.running import batches, forward, only_running
-from tieline.hf.stream_loading import free_memory, resident_memory
 from tieline.hf.streaming import ModelStream
 from tieline.trace.record import LayerTrace
 
@@ -199,9 +198,7 @@ class _Work:
 
     def stream(self, stream: ModelStream, memory: int | None) -> None:
         """Run all batches, clean and perturbed, in one pass over the weights."""
-        largest = 2 * max(map(stream.resident, stream.weights.units))
-        room = free_memory() if memory is None else memory - resident_memory()
-        check_room(stream, self._text.tokens, len(self._perturbations), room, largest)
+        check_room(stream, self._text.tokens, 1 + 2 * len(self._perturbations), memory)
         parts = (self._routers, self._batches, self._local, self._full, self._seed)
         runs = StreamedAudit(stream, *parts)
         runs.run(partial(self._progress, "streaming"))

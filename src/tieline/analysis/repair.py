@@ -309,7 +309,7 @@ class _Effect:
     loss: SequenceSums = field(default_factory=SequenceSums)
 
 
-class _Side:
+class RepairSide:
     """The counts of one model."""
 
     def __init__(self, model: nn.Module, perturbations: Sequence[Perturbation]) -> None:
@@ -322,12 +322,16 @@ class _Side:
         choices: dict[str, Choice] = {}
         with ExitStack() as stack:
             for name, router in self.routers.items():
-                stack.enter_context(override_choice(router, partial(_kept, choices, name)))
+                stack.enter_context(override_choice(router, partial(kept_choice, choices, name)))
             logits = clean_logits(forward(self.model, ids), ids)
+        self.count_experts(choices, ids)
+        return logits, FullRuns(self.model, self.routers, ids, choices, logits)
+
+    def count_experts(self, choices: Mapping[str, Choice], ids: Int[Tensor, "rows length"]) -> None:
+        """Count the experts that each token used in the clean run of a batch."""
         for name, choice in choices.items():
             used = (choice.weights > 0).double().sum(dim=1).view(tuple(ids.shape))
             self.experts[name].add(used.cpu())
-        return logits, FullRuns(self.model, self.routers, ids, choices, logits)
 
     def perturbed(
         self,
@@ -339,15 +343,36 @@ class _Side:
         original: Float[Tensor, "rows length words"],
     ) -> None:
         """Count the effects of a perturbation on a batch."""
-        effect, state = self.effects[one], source.get_state()
-        logits, seen = runs.run(one, source, forced=False)
+        state = source.get_state()
+        self.count(one, *runs.run(one, source, forced=False), ids, clean, original)
+        forced, _ = runs.run(one, source.set_state(state), forced=True)
+        self.count_floor(one, forced, clean)
+
+    def count(
+        self,
+        one: Perturbation,
+        logits: Float[Tensor, "rows length words"],
+        seen: Mapping[str, Tensor],
+        ids: Int[Tensor, "rows length"],
+        clean: Float[Tensor, "rows length words"],
+        original: Float[Tensor, "rows length words"],
+    ) -> None:
+        """Count a perturbed run of a batch: its logits, and what tokens lost in each layer."""
+        effect = self.effects[one]
         flipped = torch.stack([share >= 0 for share in seen.values()]).any(dim=0)
         effect.flips.add(flipped.double().view(tuple(ids.shape)))
         effect.kl.add(kl_divergence(clean, logits))
         effect.to_original.add(kl_divergence(original, logits))
         effect.loss.add(next_token_losses(logits, ids) - next_token_losses(clean, ids))
-        forced, _ = runs.run(one, source.set_state(state), forced=True)
-        effect.floor.add(kl_divergence(clean, forced))
+
+    def count_floor(
+        self,
+        one: Perturbation,
+        logits: Float[Tensor, "rows length words"],
+        clean: Float[Tensor, "rows length words"],
+    ) -> None:
+        """Count a perturbed run of a batch with clean choices."""
+        self.effects[one].floor.add(kl_divergence(clean, logits))
 
     def batch(
         self,
@@ -366,7 +391,7 @@ class _Side:
         return clean
 
 
-class _Form(_Side):
+class RepairForm(RepairSide):
     """The counts of a smoothed form, and its distance from the original."""
 
     def __init__(self, model: nn.Module, perturbations: Sequence[Perturbation]) -> None:
@@ -380,7 +405,7 @@ class _Form(_Side):
         self.change.add(next_token_losses(new, ids) - next_token_losses(original, ids))
 
     def table(
-        self, before: _Side, perturbations: Sequence[Perturbation], size: tuple[int, int]
+        self, before: RepairSide, perturbations: Sequence[Perturbation], size: tuple[int, int]
     ) -> RepairTable:
         """The table of this form, of so many tokens and sequences."""
         return RepairTable(
@@ -448,8 +473,8 @@ def repair_tables(
     short = min((len(sequence) for sequence in sequences), default=0)
     require(short >= 2, f"sequences need two tokens at least, got {short}", ShapeError)
     parts = list(batches(sequences, batch_size))
-    before = _Side(model, perturbations)
-    after = [_Form(smoothed, perturbations) for _ in widths]
+    before = RepairSide(model, perturbations)
+    after = [RepairForm(smoothed, perturbations) for _ in widths]
     ticks = _ticks(progress, len(parts) * (1 + len(after)) * (1 + len(perturbations)))
     with only_running(model), only_running(smoothed):
         for number, ids in enumerate(parts):
@@ -463,7 +488,7 @@ def repair_tables(
     return tuple(form.table(before, perturbations, size) for form in after)
 
 
-def _kept(choices: dict[str, Choice], name: str, found: RouterOutput) -> Choice:
+def kept_choice(choices: dict[str, Choice], name: str, found: RouterOutput) -> Choice:
     """Record a router's choice without changing it."""
     choices[name] = Choice(found.weights, found.ids)
     return choices[name]

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -39,13 +40,17 @@ from tieline.analysis.repair import (
     smoothing_latency,
 )
 from tieline.analysis.sources import DEMO, ModelSource, Text, as_model, as_text, default_length
+from tieline.analysis.streamed_audit import check_room
+from tieline.analysis.streamed_smooth import StreamedRepair
 from tieline.analysis.text import tokenise
 from tieline.core.errors import UnsupportedModelError, require
 from tieline.hf.kernel import KERNEL
 from tieline.hf.loading import LoadedModel, can_use_experts, use_experts
 from tieline.hf.running import batches, only_running
-from tieline.hf.smooth import Smoothing, smooth_, unsmooth_
-from tieline.hf.smooth_router import GateName
+from tieline.hf.smooth import Smoothing, apply_smoothing, smooth_, unsmooth_
+from tieline.hf.smooth_router import GateName, plan_layers
+from tieline.hf.stream_smoothing import StreamedModel, stream_scores
+from tieline.hf.streaming import ModelStream
 
 Progress = Callable[[str, int, int], None]
 
@@ -73,6 +78,9 @@ def smooth(
     device: str = "cpu",
     revision: str | None = None,
     trust_remote_code: bool = False,
+    stream: bool | None = None,
+    memory: int | None = None,
+    keep: bool = True,
     progress: Progress | None = None,
 ) -> Repair:
     """Make a copy of a model whose routing is continuous at ties, and compare it with the original.
@@ -102,14 +110,26 @@ def smooth(
         device: where to load a named model, in float32.
         revision: its branch, tag or commit on the hub.
         trust_remote_code: whether code that comes with it may run.
+        stream: whether its weights are read layer by layer, once to choose ε and once to measure
+            what it repairs, instead of loaded; by default where they exceed the free memory. Time
+            is then not measured, and the smoothed model is saved without a copy of the weights.
+        memory: bytes of memory that a streamed model may take, by default what is free.
+        keep: whether files that are fetched from the hub for a streamed model stay.
         progress: called with stage, done and total while the work goes on.
     """
     wish = _Wish(epsilon, budget, noise, factor, max_moved)
     wish.check()
     words, origin = as_text(text)
     options = {"device": device, "revision": revision, "trust_remote_code": trust_remote_code}
+    options |= {"stream": stream, "memory": memory, "keep": keep, "copies": 2}
     loaded = as_model(source, "smooth takes", dtype="fp32", **options)
     plain = loaded.model
+    if loaded.stream is not None:
+        _check_streamed(wish, frontier, experts_impl)
+        parts = _split(loaded, words, tokens, calibration)
+        work = _Work(loaded, parts, batch_size, seed, progress)
+        check_room(loaded.stream, tokens, 2 * (1 + 2 * len(REPAIR_PERTURBATIONS)), memory)
+        return work.streamed(loaded.stream, wish, _Form(gate, a, b, k_max), origin)
     _check_experts(plain, experts_impl)
     form = _Form(gate, a, b, k_max)
     work = _Work(loaded, _split(loaded, words, tokens, calibration), batch_size, seed, progress)
@@ -185,6 +205,29 @@ class _Work(NamedTuple):
     @property
     def _running(self) -> dict[str, Any]:
         return {"batch_size": self.batch_size, "seed": self.seed, "progress": self.progress}
+
+    def streamed(self, stream: ModelStream, wish: _Wish, form: _Form, origin: str) -> Repair:
+        """Smooth a model that is streamed: a pass to choose ε, and one to measure."""
+        model, ids = stream.model, list(batches(self.parts.calibration, self.batch_size))
+        told = partial(self.progress or _silent, "streaming")
+        plans = [plan for plan in plan_layers(model, None)[0] if plan.k < plan.n_experts]
+        needed = wish.epsilon is None
+        found = stream_scores(stream, plans, ids, wish.noise, told) if needed else None
+        widths = {"epsilon": wish.epsilon, "budget": wish.budget, "noise": wish.noise}
+        record = smooth_(model, **widths, measured=found, **form._asdict())
+        unsmooth_(model)  # both forms run on the same weights
+        measured = list(batches(self.parts.measured, self.batch_size))
+        runs = StreamedRepair(stream, record, measured, REPAIR_PERTURBATIONS, self.seed)
+        table = runs.table(told)
+        return Repair(
+            model=self.loaded.name or type(model).__name__,
+            smoothing=apply_smoothing(model, record),
+            repair=table,
+            latency=(),
+            provenance={"text": origin, "seed": self.seed, "batch_size": self.batch_size},
+            smoothed=StreamedModel(stream),
+            tokenizer=self.loaded.tokenizer,
+        )
 
     def calibrate(self, noise: str) -> Calibration:
         """Scores and noise of the calibration text."""
@@ -265,6 +308,21 @@ def _precisions(known: Calibration | None) -> list[Perturbation]:
     """Those of every table, and the one that is repaired."""
     named = [] if known is None else [known.noise]
     return list(dict.fromkeys([*REPAIR_PERTURBATIONS, *named]))
+
+
+def _silent(stage: str, done: int, total: int) -> None:
+    """Ignore progress."""
+
+
+def _check_streamed(wish: _Wish, frontier: bool, experts_impl: str | None) -> None:
+    """Refuse what needs the whole model in memory, of a model that is read layer by layer."""
+    asked = {"factor": wish.factor, "max_moved": wish.max_moved, "experts_impl": experts_impl}
+    named = [name for name, value in asked.items() if value is not None]
+    named += ["frontier"] if frontier else []
+    require(
+        not named,
+        f"{' and '.join(named)} needs the whole model in memory, and its weights are streamed",
+    )
 
 
 def _check_experts(model: nn.Module, experts_impl: str | None) -> None:

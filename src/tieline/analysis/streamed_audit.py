@@ -7,7 +7,7 @@ are large, one batch after the other goes through, clean and perturbed, and is c
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from tieline.analysis.perturbations import (
     Perturbation,
     changed_computation,
-    changed_weights,
     noise_generator,
 )
 from tieline.analysis.precision_runs import (
@@ -31,9 +30,10 @@ from tieline.analysis.precision_runs import (
 )
 from tieline.core.errors import ParameterError, UnsupportedModelError, require
 from tieline.core.statistics import SequenceSums, next_token_losses
-from tieline.hf.emulate import Rooms, format_named, rounded_in_pieces, weight_axis
-from tieline.hf.lockstep import Lockstep
+from tieline.hf.lockstep import Lockstep, Scope
 from tieline.hf.running import forward, text_config
+from tieline.hf.stream_loading import free_memory, resident_memory
+from tieline.hf.stream_rounding import StreamRounding, in_memory
 from tieline.hf.streaming import ModelStream
 
 Ids = Int[Tensor, "_ _"]
@@ -86,12 +86,13 @@ class StreamedAudit:
         require(stream.head is not None, f"{kind} has no output head", UnsupportedModelError)
         self._stream, self._routers, self._batches = stream, routers, batches
         self._full, self.loss = full, SequenceSums()
-        self._rooms, self._expert_rooms = Rooms(), Rooms()
+        rounding = StreamRounding(stream)
         self._watches = [
             LocalWatch(local, number, (len(ids), ids.shape[1]), jumps_later=True)
             for number, ids in enumerate(batches)
         ]
-        self._settings = {one: partial(self._rounded, one) for one in full}
+        self._settings: dict[Perturbation | None, Scope | None] = {None: None}
+        self._settings |= {one: rounded_for(rounding, one) for one in full}
         self._runs = [_Run(number, None, False, None, {}) for number in range(len(batches))]
         for place, one in enumerate(full):
             for number in range(len(batches)):
@@ -104,7 +105,7 @@ class StreamedAudit:
         self._stream.run(
             [partial(self._logits, run) for run in self._runs],
             scopes=[partial(self._in_force, run) for run in self._runs],
-            settings=[None if run.one is None else self._settings[run.one] for run in self._runs],
+            settings=[self._settings[run.one] for run in self._runs],
             done=self._left,
             told=told,
             at_head=self._at_head,
@@ -123,27 +124,12 @@ class StreamedAudit:
             with watch.watching():
                 yield
             return
-        here = {name: router for name, router in self._routers.items() if _in_memory(router)}
+        here = {name: router for name, router in self._routers.items() if in_memory(router)}
         known = {name: router for name, router in here.items() if name in watch.clean}
         with (
             changed_computation(self._stream.model, run.one, run.source),
             compared_routes(known, watch.clean, run.seen, run.forced),
         ):
-            yield
-
-    @contextmanager
-    def _rounded(self, one: Perturbation) -> Iterator[None]:
-        """The weights in memory as a perturbation has them."""
-        with ExitStack() as stack:
-            stack.enter_context(changed_weights(self._stream.model, one, rooms=self._rooms))
-            if one.kind == "rounding" and one.part == "model":
-                grid = format_named(str(one.level)).weights
-                room = stack.enter_context(self._expert_rooms.lent())
-
-                def rounded(module: nn.Module, experts: Tensor) -> Tensor:
-                    return rounded_in_pieces(experts, grid, weight_axis(module, experts), room)
-
-                stack.enter_context(self._stream.changed_experts(rounded))
             yield
 
     def _left(self, unit: str) -> None:
@@ -163,7 +149,7 @@ class StreamedAudit:
                 self.loss.add(next_token_losses(clean.result, ids))
             for (run, free), (_, forced) in zip(mine[1::2], mine[2::2], strict=True):
                 assert run.one is not None
-                with self._settings[run.one]():
+                with (self._settings[run.one] or nullcontext)():
                     free.go()
                     runs.compare(self._full[run.one], free.result, run.seen)
                     free.result = None  # large
@@ -173,31 +159,32 @@ class StreamedAudit:
             clean.result = None
 
 
-def _in_memory(router: nn.Module) -> bool:
-    return not any(parameter.is_meta for parameter in router.parameters())
+def rounded_for(rounding: StreamRounding, one: Perturbation) -> Scope | None:
+    """What a perturbation makes ready in each unit: rounded weights; None for noise."""
+    if one.kind != "rounding":
+        return None
+    return partial(rounding.rounded, str(one.level), one.parts)
 
 
-def check_room(
-    stream: ModelStream, tokens: int, perturbations: int, room: int, largest: int
-) -> None:
-    """Refuse an audit whose hidden states do not fit beside the weights.
+def check_room(stream: ModelStream, tokens: int, passes: int, memory: int | None) -> None:
+    """Refuse a run whose hidden states do not fit beside the weights, which are there twice.
 
     Args:
         stream: the model.
         tokens: of the text.
-        perturbations: how many.
-        room: bytes of memory that are free.
-        largest: bytes of the weights that are there at once.
+        passes: how often the text goes through the model side by side.
+        memory: bytes that the process may take; None for what is free.
     """
     width = getattr(text_config(stream.model), "hidden_size", None)
     if not isinstance(width, int):
         return
-    each = STATES_KEPT * tokens * width * stream.model.dtype.itemsize
-    needed = (1 + 2 * perturbations) * each + largest
+    room = free_memory() if memory is None else memory - resident_memory()
+    states = passes * STATES_KEPT * tokens * width * stream.model.dtype.itemsize
+    weights = 2 * max(map(stream.resident, stream.weights.units))
     require(
-        needed <= room,
-        f"the hidden states of {tokens:,} tokens, clean and under {perturbations} perturbations, "
-        f"need {needed / 1e9:.1f} GB beside the weights, and {room / 1e9:.1f} GB are there: take "
-        "fewer --tokens or --formats",
+        states + weights <= room,
+        f"the hidden states of {tokens:,} tokens in {passes} passes side by side need "
+        f"{states / 1e9:.2f} GB beside {weights / 1e9:.2f} GB of weights, and "
+        f"{room / 1e9:.2f} GB are there: take fewer --tokens, or perturbations",
         ParameterError,
     )

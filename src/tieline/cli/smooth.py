@@ -11,14 +11,18 @@ from tieline.cli.app import (
     Device,
     Html,
     Json,
+    Keep,
+    Memory,
     ModelName,
     Overwrite,
     Revision,
     Seed,
+    Stream,
     TextFile,
     TrustRemoteCode,
     app,
     guarded,
+    memory_size,
 )
 from tieline.cli.deliver import Outputs, deliver, progress_bars
 from tieline.core.errors import require
@@ -87,6 +91,9 @@ def smooth(
     seed: Seed = 0,
     html: Html = None,
     json_to: Json = None,
+    stream: Stream = None,
+    memory: Memory = None,
+    keep: Keep = True,
     overwrite: Overwrite = False,
     trust_remote_code: TrustRemoteCode = False,
     debug: Debug = False,
@@ -95,10 +102,7 @@ def smooth(
     outputs = Outputs(html, json_to, made=out, overwrite=overwrite)
     outputs.check(model, text)
     wishes = {"--epsilon": epsilon, "--factor": factor, "--max-moved": max_moved}
-    given = [name for name, value in {**wishes, "--budget": budget}.items() if value is not None]
-    require(len(given) <= 1, f"{' and '.join(given)} each choose ε: give one of them")
-    alone = epsilon is None or noise is None
-    require(alone, "--epsilon goes with no other choice of ε: leave out --noise")
+    _check_wishes(wishes | {"--budget": budget}, noise)
     with progress_bars() as progress:
         from tieline.analysis.smooth import smooth as run
         from tieline.analysis.sources import quiet_transformers
@@ -127,6 +131,17 @@ def smooth(
             device=device,
             revision=revision,
             trust_remote_code=trust_remote_code,
+            stream=stream,
+            memory=memory_size(memory),
+            keep=keep,
             progress=progress,
         )
     deliver(result, outputs, "add -o FOLDER to save the smoothed model")
+
+
+def _check_wishes(wishes: dict[str, float | None], noise: str | None) -> None:
+    """Refuse two ways to choose ε."""
+    given = [name for name, value in wishes.items() if value is not None]
+    require(len(given) <= 1, f"{' and '.join(given)} each choose ε: give one of them")
+    alone = given != ["--epsilon"] or noise is None
+    require(alone, "--epsilon goes with no other choice of ε: leave out --noise")

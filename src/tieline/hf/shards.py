@@ -347,7 +347,7 @@ class FetchedShards(Shards):
     ) -> None:
         """Fetch files by `fetch`; remove them by `drop` unless they are to be kept."""
         super().__init__(folder, headers)
-        self._fetch, self._drop, self._keep = fetch, drop, keep
+        self._fetch, self._drop, self.keep = fetch, drop, keep
         self._here: dict[str, Path] = {}
         self._left = {file: set(header) for file, header in headers.items()}
 
@@ -378,5 +378,5 @@ class FetchedShards(Shards):
         for name in names:
             self._left[self.tensors[name].file].discard(name)
         done = [file for file in self._here if not self._left[file]]
-        for file in () if self._keep else done:
+        for file in () if self.keep else done:
             self._drop(self._here.pop(file))

@@ -16,7 +16,8 @@ model and configuration (`hf.changes`), so that saving stores the smoothing.
 
 import math
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from tieline.hf.changes import Restorer, forget_change, record_change, register_
 from tieline.hf.families import family_of, find_routers
 from tieline.hf.router_call import FLAG, attach, detach, experts_of, skip_rule
 from tieline.hf.smooth_calibration import (
+    Measured,
     Progress,
     budget_epsilon,
     checked_batches,
@@ -167,6 +169,28 @@ def _read_layer(row: Any) -> LayerSmoothing:
     return LayerSmoothing(**words, **counts, epsilon=float(epsilon))
 
 
+@contextmanager
+def smoothed_routers(model: nn.Module, record: Smoothing, names: Collection[str]) -> Iterator[None]:
+    """Inside the block, these routers of a model are smoothed as the record says.
+
+    Args:
+        model: the model, which is not smoothed itself.
+        record: how.
+        names: of routers; those that the record leaves alone stay as they are.
+    """
+    changed: list[tuple[nn.Module, str, Any]] = []
+    layers = [layer for layer in record.layers if layer.smoothed and layer.name in names]
+    for layer in layers:
+        _smooth_layer(model, layer, record, changed)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            detach(model.get_submodule(layer.name))
+        for module, attribute, value in reversed(changed):
+            setattr(module, attribute, value)
+
+
 CHANGED = "tieline_changed"
 """Attribute of the model with the values to restore: (module, attribute, value before)."""
 
@@ -271,6 +295,7 @@ def smooth_(
     layers: Collection[str] | None = None,
     detach_ramp: bool = True,
     how: str | None = None,
+    measured: Measured | None = None,
     progress: Progress | None = None,
 ) -> Smoothing:
     """Make the choice of the routers of `model` continuous; changes nothing if it raises.
@@ -295,6 +320,7 @@ def smooth_(
         layers: names of routers; all that can be smoothed by default.
         detach_ramp: let no gradient through the shares, as for training.
         how: how ε was chosen, in words, where it is given.
+        measured: what was measured on the calibration tokens, where they were run already.
         progress: called with stage, step and number of steps.
     """
     require(
@@ -311,7 +337,8 @@ def smooth_(
         if budget is None and noise is None:
             budget = open_plans[0].k + DEFAULT_EXTRA if open_plans else None
         ramp = _Ramp(gate, a, b)
-        widths = _chosen(model, open_plans, slots, (budget, noise), calibration, ramp, progress)
+        source = calibration if measured is None else measured
+        widths = _chosen(model, open_plans, slots, (budget, noise), source, ramp, progress)
         how = " and ".join(
             f"{word} {value}"
             for word, value in (("budget", budget), ("noise", noise))
@@ -413,7 +440,7 @@ def _chosen(
     plans: Sequence[LayerPlan],
     slots: Mapping[str, int],
     wanted: tuple[float | None, str | float | None],
-    calibration: Iterable[Tensor] | None,
+    calibration: Iterable[Tensor] | Measured | None,
     ramp: _Ramp,
     progress: Progress | None,
 ) -> dict[str, float]:
@@ -427,15 +454,9 @@ def _chosen(
         )
     if isinstance(noise, float | int):
         require(0 < noise < math.inf, f"noise must be positive and finite, got {noise!r}")
-    batches = checked_batches(calibration) if budget or isinstance(noise, str) else []
-    clean = collect_scores(model, plans, batches, progress) if batches else {}
     widths = dict.fromkeys((plan.name for plan in plans), math.inf)
+    clean, sigmas = _measured(model, plans, wanted, calibration, progress)
     if noise is not None:
-        sigmas = (
-            measured_noise(model, plans, batches, clean, noise, progress)
-            if isinstance(noise, str)
-            else dict.fromkeys(widths, float(noise))
-        )
         widths = {
             name: noise_epsilon(sigma, ramp.a, ramp.b, ramp.gate) for name, sigma in sigmas.items()
         }
@@ -444,6 +465,25 @@ def _chosen(
         most = budget_epsilon(kept.scores, *of, kept.groups, ramp.gate)
         widths[plan.name] = min(widths[plan.name], most)
     return widths
+
+
+def _measured(
+    model: nn.Module,
+    plans: Sequence[LayerPlan],
+    wanted: tuple[float | None, str | float | None],
+    calibration: Iterable[Tensor] | Measured | None,
+    progress: Progress | None,
+) -> Measured:
+    """Scores and noise by which ε is chosen, from a run of the calibration tokens where needed."""
+    budget, noise = wanted
+    if isinstance(calibration, Measured):
+        return calibration
+    batches = checked_batches(calibration) if budget or isinstance(noise, str) else []
+    clean = collect_scores(model, plans, batches, progress) if batches else {}
+    if isinstance(noise, str):
+        return Measured(clean, measured_noise(model, plans, batches, clean, noise, progress))
+    sigma = 0.0 if noise is None else float(noise)
+    return Measured(clean, {plan.name: sigma for plan in plans})
 
 
 register_restorer(FEATURE, Restorer(after=restore_smoothing, check=read_smoothing))

@@ -13,7 +13,7 @@ tokens are in it: the mean square change falls by about ε/σ, hence M = 10 widt
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -74,6 +74,13 @@ class Scores:
         name = self._plan.name
         require(bool(self._parts), f"layer {name!r} did not run on the calibration text")
         return torch.cat(self._parts)
+
+
+class Measured(NamedTuple):
+    """What ε is chosen by: scores of the clean run, and σ of the gap where noise was asked for."""
+
+    clean: Mapping[str, Scores]
+    sigmas: Mapping[str, float]
 
 
 def run_watched(
@@ -177,13 +184,24 @@ def measured_noise(
             the routers alone.
         progress: called with stage, step and number of steps.
     """
+    with emulate(model, *precision_named(precision)):
+        noisy = collect_scores(model, plans, batches, progress, stage=f"noise of {precision}")
+    return gap_noise(plans, clean, noisy)
+
+
+def precision_named(precision: str) -> tuple[str, Literal["router", "all"]]:
+    """The format and the part of the model that "bf16", "model bf16" or "router bf16" names."""
     words = precision.split()
-    parts = "router" if words[:1] == ["router"] else "all"
     name = words[-1] if words else ""
     known = len(words) <= 2 and name in FORMATS and words[:-1] in ([], ["router"], ["model"])
     require(known, f"unknown precision {precision!r}: one of {', '.join(FORMATS)}, or 'router …'")
-    with emulate(model, name, parts):
-        noisy = collect_scores(model, plans, batches, progress, stage=f"noise of {precision}")
+    return name, "router" if words[:1] == ["router"] else "all"
+
+
+def gap_noise(
+    plans: Sequence[LayerPlan], clean: Mapping[str, Scores], noisy: Mapping[str, Scores]
+) -> dict[str, float]:
+    """σ of every router's gap, from its scores in a clean and in a noisy run of the same tokens."""
     return {
         plan.name: _gap_noise(clean[plan.name], noisy[plan.name].scores, plan.k) for plan in plans
     }

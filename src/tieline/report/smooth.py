@@ -217,7 +217,7 @@ def smooth_facts(result: Repair) -> list[str]:
         f"Smoothing itself moves the predictions by KL {significant(repair.moved.value)}.",
         *map(_price, repair.rows[:1]),
         f"Tokens whose experts change in some layer: {'; '.join(map(_flips, repair.rows))}.",
-        f"Time of a forward pass: {'; '.join(map(_time, result.latency))}.",
+        f"Time of a forward pass: {'; '.join(map(_time, result.latency)) or 'not measured'}.",
         f"KL in nats per token of each model to itself in float32, {repair.tokens:,} tokens in "
         f"{repair.sequences} sequences; ± is the standard error, clustered by sequence.",
     ]
