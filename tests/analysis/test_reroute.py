@@ -1,5 +1,7 @@
 """Another router in place of a model's own: what is kept, saved and refused, on real models."""
 
+import copy
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from tests.hf.tiny import lively, tiny_model
 from tieline.analysis.reroute import NEAR_ZERO, Rerouted, jump_at_zero, reroute, router_options
 from tieline.core.errors import TielineError
 from tieline.hf.changes import load_pretrained
+from tieline.hf.demo import demo_text
 from tieline.hf.loading import load_model
 from tieline.hf.reroute import ROUTER
 
@@ -62,17 +65,53 @@ def test_scores_at_the_zero_vector_follow_the_law(made):
     assert at["cosine"] > 1 > 1e-3 > at["perturbed"]
 
 
-def test_perturbed_scores_are_continuous_on_the_models_own_tokens(made):
-    """|z(x + h) − z(x)| <= 2 ‖h‖ / ((‖x‖ + τ2) t), for tokens of every size down to zero."""
-    for router in routers_of(made["perturbed"].rerouted):
-        wide = router.double()
-        x = torch.randn(200, router.d_model).double() * torch.logspace(-8, 2, 200)[:, None]
-        h = 1e-3 * torch.randn_like(x) * x.norm(dim=1, keepdim=True)
-        bound = 2 * h.norm(dim=1) / ((x.norm(dim=1) + router.tau[1]) * router.temperature)
-        with torch.no_grad():
-            moved = (wide(x + h) - wide(x)).abs().max(dim=1).values
-        assert (moved <= bound).all()
-        router.float()
+@pytest.fixture(scope="module")
+def met(made):
+    """The perturbed routers of the demo model, in float64, each with the inputs that it meets."""
+    result, seen = made["perturbed"], []
+    model, ids = result.rerouted, demo().tokenizer(demo_text(), verbose=False)["input_ids"][:400]
+    hooks = [
+        router.register_forward_pre_hook(lambda router, args: seen.append((router, args[0])))
+        for router in routers_of(model)
+    ]
+    with torch.no_grad():
+        model(input_ids=torch.tensor([ids]))
+    for hook in hooks:
+        hook.remove()
+    assert len(seen) == 4
+    wide = [copy.deepcopy(router).double().requires_grad_(False) for router, _ in seen]
+    return [(r, x.reshape(-1, r.d_model).double()) for r, (_, x) in zip(wide, seen, strict=True)]
+
+
+def lipschitz(router):
+    """‖w_e‖ / ((‖w_e‖ + τ1) τ2 t) of each expert, the steepest slope of its score."""
+    length = router.weight.norm(dim=1)
+    return length / ((length + router.tau[0]) * router.tau[1] * router.temperature)
+
+
+def test_perturbed_scores_are_continuous_between_the_models_own_tokens(met):
+    """|z(x) − z(y)| <= 2 ‖x − y‖ / ((‖x‖ + τ2) t), and never above the Lipschitz constant."""
+    for router, x in met:
+        pairs = [(x, x.roll(1, 0)), (x, x + 1e-6 * x.roll(7, 0)), (x, -x), (1e-3 * x, x)]
+        for a, b in pairs:
+            moved, step = (router(a) - router(b)).abs(), (a - b).norm(dim=1, keepdim=True)
+            assert (moved <= step * lipschitz(router) * (1 + 1e-9)).all()
+            near = 2 * step / ((a.norm(dim=1, keepdim=True) + router.tau[1]) * router.temperature)
+            assert (moved <= near * (1 + 1e-9)).all()
+
+
+def test_perturbed_scores_of_the_models_own_tokens_vanish_at_zero_at_the_rate_of_the_law(met):
+    """z(δx) = δ w·x / ((‖w‖ + τ1) τ2 t) to first order in δ, and z(0) = 0 exactly."""
+    for router, x in met:
+        assert router(0 * x).abs().max() == 0
+        length = router.weight.norm(dim=1) + router.tau[0]
+        slope = x @ router.weight.T / (length * router.tau[1] * router.temperature)
+        size = x.norm(dim=1, keepdim=True)
+        for delta in (1e-3, 1e-6, 1e-9):
+            scale = delta * router.tau[1] / size
+            law = scale * slope / (1 + delta)
+            torch.testing.assert_close(router(scale * x), law, rtol=1e-9, atol=0)
+            assert (router(scale * x).abs() <= scale * size * lipschitz(router)).all()
 
 
 @pytest.mark.parametrize("family", ["olmoe", "qwen3_moe", "deepseek_v3"])

@@ -9,7 +9,8 @@ from tests.analysis.zoo import Letters, words
 from tests.hf.tiny import lively, tiny_model
 from tieline.analysis import soften as module
 from tieline.analysis.inspect import inspect
-from tieline.analysis.soften import MOMENTS, SoftenSettings, soften, soften_cost
+from tieline.analysis.soften import SoftenSettings, sample_of, soften, soften_cost
+from tieline.analysis.soften_walls import MOMENTS, Walls, change_parts
 from tieline.analysis.text import tokenise
 from tieline.core.errors import TielineError
 from tieline.hf import find_routers
@@ -94,10 +95,38 @@ def test_the_predicted_slope_is_that_of_the_smallest_widths(name):
         assert 1 <= layer.half <= layer.near
         sizes = [abs(token.effect) for token in layer.deciding]
         assert len(sizes) == 5
+        first = layer.levels[0].ratio
+        assert abs(first.value - 1) <= max(0.15, 3 * first.standard_error)
+    # no layer above can flip: the same tokens, hard and soft, differ by third order alone
+    for level in found.layers[-1].levels[:2]:
+        assert level.ratio.value == pytest.approx(1, abs=0.15)
+        left = level.ratio.standard_error * abs(level.expected.value)
+        assert left < 0.2 * level.slope.standard_error
     assert all(level.agrees for level in found.together)
     total = sum(x.predicted.value * x.levels[0].width for x in found.layers)
     assert found.predicted.value == pytest.approx(total)
     assert "oft choice would" in found.words[0]
+
+
+def test_the_change_of_a_width_is_that_of_its_tokens_and_unknown_beyond_the_near_ones():
+    gaps = torch.tensor([0.1, 0.4, 0.9], dtype=torch.float64)
+    first, bend = torch.tensor([2.0, -1.0, 5.0]), torch.tensor([1.0, 3.0, 7.0])
+    near = torch.arange(3)
+    walls = Walls(near, gaps, first, first, first.double(), bend.double(), near)
+    for form, k in (("softmax", 1), ("projection", 2)):
+        width = 0.15 if k == 1 else 0.5
+        share = soft_share(gaps, width, k)
+        expected = share * first + share**2 * bend
+        assert torch.allclose(change_parts(walls, form, width), expected)
+        half = walls._replace(exact=near[:1], bend=torch.tensor([1.0, 0.0, 0.0]).double())
+        assert change_parts(half, form, width)[0] == share[0] * 2 + 3 * share[0] ** 2
+        assert change_parts(walls, form, 1.0) is None
+
+
+def test_a_larger_sample_computes_more_tokens_again():
+    assert sample_of(4096) == SoftenSettings()
+    assert (sample_of(65536, 3).exact, sample_of(65536, 3).seed) == (1024, 3)
+    assert sample_of(512).exact == 64
 
 
 def test_groups_are_measured_and_not_predicted():

@@ -11,7 +11,7 @@ from tieline.core.errors import ParameterError
 from tieline.hf.demo import demo_text, demo_training_log
 from tools.demo_model import training
 from tools.demo_model.corpus import HELD_OUT, held_out_text, training_documents
-from tools.demo_model.recipe import Recipe, build_model, train_tokenizer
+from tools.demo_model.recipe import FAMILIES, Recipe, build_model, train_tokenizer
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 
@@ -110,6 +110,23 @@ def test_checkpoint_of_another_recipe_is_refused(tmp_path):
 def test_validation_counts_every_choice_of_the_whole_windows():
     load = training.validate(build_model(TINY), torch.arange(40), TINY)[1]
     assert load.sum(dim=-1).tolist() == [4 * 8 * 2] * 2  # 4 windows of 8 predictions, top-2
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_every_family_trains_and_tells_what_its_routers_chose(family):
+    recipe = Recipe(**{**vars(TINY), "family": family})
+    model = build_model(recipe)
+    assert model.config.model_type == family
+    before = [p.detach().clone() for p in model.parameters()]
+    training._update(model, training._optimizer(model, recipe), streams()[0], recipe, 0)
+    assert all(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    load = training.validate(model, torch.arange(40), recipe)[1]
+    assert load.sum(dim=-1).tolist() == [4 * 8 * 2] * 2
+
+
+def test_an_unknown_family_is_refused_with_the_known_ones():
+    with pytest.raises(ParameterError, match="no family 'bert' here; known: olmoe, mixtral"):
+        build_model(Recipe(family="bert"))
 
 
 def test_untrained_loss_is_near_that_of_a_uniform_guess():

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import OlmoeForCausalLM
+from transformers import PreTrainedModel
 from transformers.models.olmoe.modeling_olmoe import load_balancing_loss_func
 
 from tieline.core.errors import ParameterError, require
@@ -31,7 +31,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def train(
-    model: OlmoeForCausalLM, stream: Tensor, held_out: Tensor, recipe: Recipe, checkpoint: Path
+    model: PreTrainedModel, stream: Tensor, held_out: Tensor, recipe: Recipe, checkpoint: Path
 ) -> dict[str, Any]:
     """Train from the checkpoint, if there is one, to the last step; returns curve and time."""
     optimizer = _optimizer(model, recipe)
@@ -56,25 +56,23 @@ def train(
 
 
 @torch.no_grad()
-def validate(model: OlmoeForCausalLM, held_out: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
+def validate(model: PreTrainedModel, held_out: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
     """Loss of each whole window of the held-out text, and the choices per (layer, expert)."""
     length = recipe.context + 1
     windows = held_out[: held_out.numel() // length * length].view(-1, length)
     load = torch.zeros(recipe.layers, recipe.experts, dtype=torch.long)
     losses = []
     for rows in windows.split(8):
-        output = model(input_ids=rows[:, :-1], output_router_logits=True, use_cache=False)
-        losses += [
-            _language_loss(z, y).item() for z, y in zip(output.logits, rows[:, 1:], strict=True)
-        ]
-        for layer, logits in enumerate(output.router_logits):
+        words, scores = _run(model, rows[:, :-1])
+        losses += [_language_loss(z, y).item() for z, y in zip(words, rows[:, 1:], strict=True)]
+        for layer, logits in enumerate(scores):
             chosen = stable_topk(logits, recipe.top_k).indices.flatten()
             load[layer] += torch.bincount(chosen, minlength=recipe.experts)
     return torch.tensor(losses, dtype=torch.float64), load
 
 
 def _update(
-    model: OlmoeForCausalLM, optimizer: torch.optim.AdamW, stream: Tensor, r: Recipe, step: int
+    model: PreTrainedModel, optimizer: torch.optim.AdamW, stream: Tensor, r: Recipe, step: int
 ) -> float:
     """One step on language loss + balance * Switch loss; returns the language loss.
 
@@ -84,17 +82,26 @@ def _update(
     for group in optimizer.param_groups:
         group["lr"] = r.rate(step)
     batch = _batch(stream, r, step)
-    output = model(input_ids=batch[:, :-1], output_router_logits=True, use_cache=False)
-    loss = _language_loss(output.logits, batch[:, 1:])
+    words, scores = _run(model, batch[:, :-1])
+    loss = _language_loss(words, batch[:, 1:])
     uneven = [
         torch.as_tensor(load_balancing_loss_func((logits,), r.experts, r.top_k))
-        for logits in output.router_logits
+        for logits in scores
     ]
     (loss + r.balance * torch.stack(uneven).mean()).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), r.clip)
     optimizer.step()
     optimizer.zero_grad()
     return loss.item()
+
+
+def _run(model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Logits of the next tokens and router logits by layer.
+
+    Not every family hands the latter on, but the decoder of each one records them.
+    """
+    output = model.base_model(input_ids=ids, output_router_logits=True, use_cache=False)
+    return model.get_output_embeddings()(output.last_hidden_state), output.router_logits
 
 
 def _batch(stream: Tensor, recipe: Recipe, step: int) -> Tensor:
@@ -110,7 +117,7 @@ def _language_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
-def _optimizer(model: OlmoeForCausalLM, recipe: Recipe) -> torch.optim.AdamW:
+def _optimizer(model: PreTrainedModel, recipe: Recipe) -> torch.optim.AdamW:
     """AdamW; norms are not decayed."""
     groups = [
         {"params": [p], "weight_decay": recipe.weight_decay if p.ndim > 1 else 0.0}
@@ -120,7 +127,7 @@ def _optimizer(model: OlmoeForCausalLM, recipe: Recipe) -> torch.optim.AdamW:
 
 
 def _save_checkpoint(
-    path: Path, model: OlmoeForCausalLM, optimizer: torch.optim.AdamW, state: dict[str, Any]
+    path: Path, model: PreTrainedModel, optimizer: torch.optim.AdamW, state: dict[str, Any]
 ) -> None:
     """Weights, moments and state as safetensors, replacing the file in one move."""
     tensors = {}
@@ -132,7 +139,7 @@ def _save_checkpoint(
 
 
 def _load_checkpoint(
-    path: Path, model: OlmoeForCausalLM, optimizer: torch.optim.AdamW, recipe: Recipe
+    path: Path, model: PreTrainedModel, optimizer: torch.optim.AdamW, recipe: Recipe
 ) -> dict[str, Any]:
     """Restore what `_save_checkpoint` wrote; returns its state."""
     with safe_open(path, "pt") as file, torch.no_grad():

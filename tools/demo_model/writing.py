@@ -4,13 +4,13 @@ import json
 from pathlib import Path
 
 import torch
-from transformers import OlmoeForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 __all__ = ["round_weights", "write_model"]
 
 
 @torch.no_grad()
-def round_weights(model: OlmoeForCausalLM) -> None:
+def round_weights(model: PreTrainedModel) -> None:
     """Round every weight to the nearest bfloat16, in place; the model still computes in float32.
 
     Weights alone: the frequencies of the rotary embedding are not stored, and every reader computes
@@ -20,7 +20,7 @@ def round_weights(model: OlmoeForCausalLM) -> None:
         weight.copy_(weight.bfloat16())
 
 
-def write_model(model: OlmoeForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
+def write_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
     """Write the model in bfloat16, with the base of its rotary embedding where all readers look.
 
     transformers 5 keeps the base in `rope_parameters`; readers of the older form, such as mlx-lm,

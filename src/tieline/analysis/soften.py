@@ -18,7 +18,6 @@ pass for all tokens; ℓ(a*) is one forward pass of the token's sequence, for a 
 For the squared loss of one layer this is the slope of `limits.slope` (Paper 0, Theorem 4.5).
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -29,30 +28,37 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from tieline.analysis.soften_records import DecidingToken, Softening, SoftLayer, SoftLevel
+from tieline.analysis.soften_walls import (
+    MOMENTS,
+    Walls,
+    change_parts,
+    path_choice,
+    rule_at,
+    shell_constant,
+    slope_parts,
+)
 from tieline.analysis.soften_words import soften_words
 from tieline.analysis.sources import default_length
 from tieline.analysis.swap import Block, BlockSampler, block_of, recorded_choice, swapped_choice
 from tieline.analysis.text import TokenisedText, token_texts, tokenise
 from tieline.core.errors import UnsupportedModelError, require
-from tieline.core.statistics import Estimate, clustered_mean, next_token_losses
+from tieline.core.statistics import (
+    Estimate,
+    clustered_mean,
+    clustered_ratio,
+    next_token_losses,
+)
 from tieline.geometry.boundary import gap_density, margin_tail
 from tieline.geometry.measures import scored
 from tieline.hf.capture import capture
 from tieline.hf.families import family_of
-from tieline.hf.router_call import Choice, RouterOutput, experts_of, override_choice, padded
+from tieline.hf.router_call import experts_of, override_choice
 from tieline.hf.running import batches, forward, only_running
 from tieline.hf.smooth_router import plan_layers
 from tieline.hf.soft_choice import softened
-from tieline.limits.slope import margin_constant
 from tieline.trace.record import LayerTrace, RoutingTrace
 
 Progress = Callable[[str, int, int], None]
-LN2 = math.log(2)
-MOMENTS = {
-    "softmax": (LN2, LN2 - 1 / 2, LN2 - 5 / 8),
-    "projection": (1 / 4, 1 / 12, 1 / 32),
-}
-"""M₁, M₂, M₃ of the share of the second expert."""
 FREE = 10.0
 """Ordinary passes that are run without asking."""
 DECIDING = 5
@@ -83,6 +89,13 @@ class SoftenSettings:
     seed: int = 0
 
 
+def sample_of(tokens: int, seed: int = 0) -> SoftenSettings:
+    """Sizes for a sample of this many tokens, with as large a part of them computed again."""
+    usual = SoftenSettings()
+    exact = max(usual.exact, tokens * usual.exact // usual.tokens)
+    return replace(usual, tokens=tokens, exact=exact, seed=seed)
+
+
 class _Sample(NamedTuple):
     """The clean run: routing, sequences, summed loss and number of predictions of each."""
 
@@ -90,18 +103,6 @@ class _Sample(NamedTuple):
     sequences: tuple[Tensor, ...]
     losses: Float[Tensor, " sequences"]
     counts: Float[Tensor, " sequences"]
-
-
-class _Walls(NamedTuple):
-    """Near tokens of a layer: places, gaps, norms of gradient and jump, ℓ'(0), curvature part."""
-
-    tokens: Int[Tensor, " near"]
-    gaps: Float[Tensor, " near"]
-    gradient: Float[Tensor, " near"]
-    jump: Float[Tensor, " near"]
-    first: Float[Tensor, " near"]
-    second: Float[Tensor, " near"]
-    exact: Int[Tensor, " exact"]
 
 
 def soften_cost(
@@ -210,20 +211,18 @@ class _Work:
         layers = [x for x in sample.trace.layers if scored(x) == "ok"]
         require(bool(layers), "no layer has a choice that could be softened")
         gradients = self._gradients(sample, sampler, layers)
-        done, sums = [], []
+        done, forecasts = [], []
         for layer in layers:
-            record, predicted = self._layer(sample, sampler, layer, gradients)
+            record, forecast = self._layer(sample, sampler, layer, gradients)
             done.append(record)
-            sums.append(predicted)
-        first = [record.levels[0].width for record in done]
-        parts = [part * w for part, w in zip(sums, first, strict=True) if part is not None]
-        whole = torch.stack(parts).sum(dim=0) if len(parts) == len(layers) else None
-        widths = dict(zip([layer.name for layer in layers], first, strict=True))
-        together = self._levels(sample, widths, 1.0, whole)
+            forecasts.append(forecast)
+        widths = {record.name: record.levels[0].width for record in done}
+        both = _Forecast.of_all(forecasts, list(widths.values()))
+        together = self._levels(sample, widths, 1.0, both)
         found = Softening(
             layers=tuple(done),
             together=together,
-            predicted=NOTHING if whole is None else clustered_mean(whole, sample.counts),
+            predicted=_mean(both.slope, sample),
             loss=clustered_mean(sample.losses, sample.counts),
             tokens=sample.trace.n_tokens,
             sequences=len(sample.sequences),
@@ -287,26 +286,24 @@ class _Work:
         sampler: BlockSampler,
         layer: LayerTrace,
         gradients: dict[str, Tensor],
-    ) -> tuple[SoftLayer, Tensor | None]:
-        """The record of one layer, and its predicted slope by sequence."""
+    ) -> tuple[SoftLayer, "_Forecast"]:
+        """The record of one layer, and what is predicted of it by sequence."""
         gaps, k = layer.gap, layer.facts.k
         form = "softmax" if k == 1 else "projection"
         band = gaps[gaps > 0].quantile(self._settings.first).item()
         width = band * MOMENTS["projection"][0] / MOMENTS[form][0]
-        status, walls, sums = self._predictable(layer, sampler), None, None
+        status, walls, forecast = self._predictable(layer, sampler), None, _Forecast()
         if status == "ok":
             walls = self._walls(sample, sampler, layer, gradients[layer.name], form)
-            linear, curved = _parts(walls, form)
-            sums = torch.zeros(len(sample.counts), dtype=torch.float64)
-            sums.index_add_(0, sample.trace.documents[walls.tokens].long(), linear + curved)
+            forecast = _Forecast.of_layer(sample, walls, form)
         self._step()
-        levels = self._levels(sample, {layer.name: width}, width, sums)
+        levels = self._levels(sample, {layer.name: width}, width, forecast)
         tail = margin_tail(gaps)
         record = SoftLayer(
             name=layer.name,
             form=form,
             levels=levels,
-            predicted=NOTHING if sums is None else clustered_mean(sums, sample.counts),
+            predicted=_mean(forecast.slope, sample),
             by_gradient=None,
             density=gap_density(gaps),
             tail=tail,
@@ -317,12 +314,13 @@ class _Work:
             half=0,
             status=status,
         )
-        return (record if walls is None else self._with_walls(record, sample, layer, walls)), sums
+        whole = record if walls is None else self._with_walls(record, sample, layer, walls)
+        return whole, forecast
 
     def _with_walls(
-        self, record: SoftLayer, sample: _Sample, layer: LayerTrace, walls: _Walls
+        self, record: SoftLayer, sample: _Sample, layer: LayerTrace, walls: Walls
     ) -> SoftLayer:
-        first, curved = _parts(walls, record.form)
+        first, curved = slope_parts(walls, record.form)
         sizes = (first + curved).abs()
         order = sizes.sort(descending=True).indices
         running = sizes[order].cumsum(0)
@@ -330,7 +328,7 @@ class _Work:
         return replace(
             record,
             by_gradient=(first.sum() / sample.counts.sum()).item(),
-            constant=_constant(record, layer, walls),
+            constant=shell_constant(record, layer, walls),
             near=len(walls.tokens),
             exact=len(walls.exact),
             deciding=tuple(
@@ -341,10 +339,11 @@ class _Work:
         )
 
     def _deciding(
-        self, trace: RoutingTrace, layer: LayerTrace, walls: _Walls, place: int, form: str
+        self, trace: RoutingTrace, layer: LayerTrace, walls: Walls, place: int, form: str
     ) -> DecidingToken:
         token, k = int(walls.tokens[place]), layer.facts.k
-        effect = MOMENTS[form][0] * walls.first[place] + walls.second[place]
+        first, second, _ = MOMENTS[form]
+        effect = first * walls.first[place] + second * walls.bend[place]
         return DecidingToken(
             document=int(trace.documents[token]),
             position=int(trace.positions[token]),
@@ -373,7 +372,7 @@ class _Work:
         layer: LayerTrace,
         gradient: Tensor,
         form: str,
-    ) -> _Walls:
+    ) -> Walls:
         found = sampler.near(layer.name)
         assert found is not None
         router, block = self._model.get_submodule(layer.name), sampler.block(layer.name)
@@ -390,10 +389,10 @@ class _Work:
         _, second, third = MOMENTS[form]
         share = third / second
         change = self._changes(sample, layer, tokens[exact], share)
-        curved = torch.zeros_like(slope)
-        curved[exact] = second * (change - share * slope[exact]) / share**2
+        bend = torch.zeros_like(slope)
+        bend[exact] = (change - share * slope[exact]) / share**2
         sizes = gradient.norm(dim=1), jump.norm(dim=1)
-        return _Walls(tokens, layer.gap[tokens], *sizes, slope, curved, exact)
+        return Walls(tokens, layer.gap[tokens], *sizes, slope, bend, exact)
 
     def _changes(
         self, sample: _Sample, layer: LayerTrace, tokens: Int[Tensor, " exact"], share: float
@@ -410,85 +409,85 @@ class _Work:
                 ids = torch.stack([sample.sequences[d] for d in documents[some].tolist()])
                 places = torch.arange(len(some)) * length + positions[some]
                 choice = path_choice(layer, some, router, share)
-                with only_running(self._model), override_choice(router, _rule(places, choice)):
+                with only_running(self._model), override_choice(router, rule_at(places, choice)):
                     found = next_token_losses(_logits(forward(self._model, ids), ids), ids)
                 changes[part] = found.sum(dim=1) - sample.losses[documents[some]]
         return changes
 
     def _levels(
-        self, sample: _Sample, widths: dict[str, float], unit: float, predicted: Tensor | None
+        self, sample: _Sample, widths: dict[str, float], unit: float, forecast: "_Forecast"
     ) -> tuple[SoftLevel, ...]:
-        """Softened runs at doubling widths."""
+        """Softened runs at doubling widths, each beside what was predicted."""
         found = []
-        for level in range(self._settings.levels):
-            factor = 2.0**level
+        for factor in (2.0**level for level in range(self._settings.levels)):
             wider = {name: width * factor for name, width in widths.items()}
             with softened(self._model, wider), only_running(self._model):
                 moved = self._losses() - sample.losses
             width, change = factor * unit, clustered_mean(moved, sample.counts)
-            missed = None
-            if predicted is not None:
-                missed = clustered_mean(predicted - moved / width, sample.counts)
-            found.append(SoftLevel(width, change, change.times(1 / width), missed))
+            missed = expected = ratio = None
+            if forecast.slope is not None:
+                missed = clustered_mean(forecast.slope - moved / width, sample.counts)
+            if forecast.change is not None and (here := forecast.change(width)) is not None:
+                expected = clustered_mean(here / width, sample.counts)
+                ratio = clustered_ratio(moved, here)
+            slope = change.times(1 / width)
+            found.append(SoftLevel(width, change, slope, missed, expected, ratio))
         return tuple(found)
+
+
+class _Forecast(NamedTuple):
+    """What is predicted of a softening, by sequence: slope at width 0, change at a width."""
+
+    slope: Tensor | None = None
+    change: Callable[[float], Tensor | None] | None = None
+
+    @classmethod
+    def of_layer(cls, sample: _Sample, walls: Walls, form: str) -> "_Forecast":
+        """From the tokens at the walls of one layer."""
+        documents = sample.trace.documents[walls.tokens].long()
+
+        def by_sequence(parts: Tensor) -> Tensor:
+            sums = torch.zeros(len(sample.counts), dtype=torch.float64)
+            return sums.index_add_(0, documents, parts)
+
+        def change(width: float) -> Tensor | None:
+            parts = change_parts(walls, form, width)
+            return None if parts is None else by_sequence(parts)
+
+        return cls(by_sequence(sum(slope_parts(walls, form))), change)
+
+    @classmethod
+    def of_all(cls, layers: Sequence["_Forecast"], units: Sequence[float]) -> "_Forecast":
+        """Of all layers at once, to first order their sum; widths in units of the first ones."""
+        slopes = [
+            x.slope * unit for x, unit in zip(layers, units, strict=True) if x.slope is not None
+        ]
+        if len(slopes) < len(layers):
+            return cls()
+
+        def change(factor: float) -> Tensor | None:
+            parts = [
+                None if x.change is None else x.change(factor * unit)
+                for x, unit in zip(layers, units, strict=True)
+            ]
+            known = [part for part in parts if part is not None]
+            return torch.stack(known).sum(dim=0) if len(known) == len(parts) else None
+
+        return cls(torch.stack(slopes).sum(dim=0), change)
+
+
+def _sum(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """The sum, or None if a part is not known."""
+    known = [part for part in parts if part is not None]
+    return torch.stack(known).sum(dim=0) if len(known) == len(parts) else None
+
+
+def _mean(sums: Tensor | None, sample: _Sample) -> Estimate:
+    return NOTHING if sums is None else clustered_mean(sums, sample.counts)
 
 
 def _source(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
-
-
-def _parts(walls: _Walls, form: str) -> tuple[Tensor, Tensor]:
-    """Parts of each near token in the slope: by the gradient, and by the curvature.
-
-    Weighed by (4 · 1{g <= w} - 1{g <= 2w}) / 2w, whose mean estimates a density at zero with an
-    error of order w². Curvature is known of a random part of the tokens, which stand for all.
-    """
-    width = walls.gaps.max() / 2
-    weight = (4.0 * (walls.gaps <= width) - 1.0) / (2 * width)
-    drawn = len(walls.tokens) / max(1, len(walls.exact))
-    return MOMENTS[form][0] * walls.first * weight, drawn * walls.second * weight
-
-
-def _constant(record: SoftLayer, layer: LayerTrace, walls: _Walls) -> float | None:
-    """C_sh of Theorem 4.5; the largest gradient and jump seen stand for 2 (B_Y + B_f) and 2 B_f."""
-    alpha = record.tail.exponent.value
-    if alpha is None:
-        return None
-    gaps = layer.gap
-    C = margin_constant(gaps, alpha, least=max(1, min(100, len(gaps) // 20))).value or 0.0
-    steepest = (walls.gradient.max() * walls.jump.max()).item()
-    if record.form == "softmax":
-        return steepest * (layer.facts.n_experts - 1) * C * math.gamma(alpha + 1)
-    return steepest * C / 2
-
-
-def path_choice(
-    layer: LayerTrace, tokens: Int[Tensor, " some"], router: nn.Module, share: float
-) -> Choice:
-    """The choice part of the way to the swap: k + 1 experts, the last two sharing a seat.
-
-    Weights go in a straight line from the recorded ones to those of `swapped_choice`.
-    """
-    k = layer.facts.k
-    before, after = recorded_choice(layer, tokens), swapped_choice(layer, tokens, router)
-    kept = (1 - share) * before.weights[:, : k - 1] + share * after.weights[:, : k - 1]
-    pair = [(1 - share) * before.weights[:, k - 1 : k], share * after.weights[:, k - 1 : k]]
-    ids = torch.cat([before.ids[:, :k], after.ids[:, k - 1 : k]], dim=1)
-    return Choice(torch.cat([kept, *pair], dim=1), ids)
-
-
-def _rule(places: Int[Tensor, " rows"], choice: Choice) -> Callable[[RouterOutput], Choice]:
-    """The router's own choice, except at these places."""
-
-    def rule(found: RouterOutput) -> Choice:
-        weights, ids = padded(Choice(found.weights, found.ids), choice.ids.shape[1])
-        at = places.to(ids.device)
-        return Choice(
-            weights.index_copy(0, at, choice.weights.to(weights)),
-            ids.index_copy(0, at, choice.ids.to(ids)),
-        )
-
-    return rule
 
 
 @contextmanager

@@ -16,12 +16,17 @@ class SoftLevel:
         slope: the change over the width.
         missed: predicted slope minus this one, with the standard error of the paired difference;
             None where nothing is predicted.
+        expected: the slope that first and second order give for the tokens of this very sample at
+            this width; None where other tokens than the near ones matter.
+        ratio: measured change over the one so expected, with the error of the paired difference.
     """
 
     width: float
     change: Estimate
     slope: Estimate
     missed: Estimate | None = None
+    expected: Estimate | None = None
+    ratio: Estimate | None = None
 
     @property
     def agrees(self) -> bool | None:

@@ -1,6 +1,6 @@
 """What softening a model comes to, in sentences."""
 
-from tieline.analysis.soften_records import Softening, SoftLayer
+from tieline.analysis.soften_records import Softening, SoftLayer, SoftLevel
 from tieline.core.statistics import Estimate
 
 
@@ -68,10 +68,23 @@ def _tokens(layers: list[SoftLayer]) -> str:
 def _check(found: Softening) -> str:
     rows = [*(layer.levels for layer in found.layers), found.together]
     judged = [level.agrees for levels in rows for level in levels[:3] if level.missed is not None]
-    return (
+    said = (
         f"The slope predicted from the walls is within 15 % or 3 standard errors of the measured "
         f"one in {sum(map(bool, judged))} of {len(judged)} cases at the three smallest widths."
     )
+    return " ".join([said, *_paired(found.together[0])])
+
+
+def _paired(first: SoftLevel) -> list[str]:
+    """Measured and expected change of the same tokens, all layers together."""
+    if first.ratio is None or first.ratio.value is None:
+        return []
+    error = first.ratio.standard_error
+    shown = f"{first.ratio.value:.2f}" + ("" if error is None else f" ± {error:.1g}")
+    return [
+        f"On the tokens of this sample alone the loss changes by {shown} times what their "
+        "gradients and curvatures give at the first width."
+    ]
 
 
 def _signed(estimate: Estimate) -> str:

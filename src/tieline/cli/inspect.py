@@ -12,6 +12,7 @@ Nothing is evaluated as code.
 
 import operator
 import re
+import shlex
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from inspect import signature
@@ -138,6 +139,10 @@ def inspect(
     soften: Annotated[
         bool, typer.Option("--soften", help="Also measure what a soft choice does to the loss.")
     ] = False,
+    soften_tokens: Annotated[
+        int | None,
+        typer.Option(help="Tokens of the sample of --soften; 4,096 by default.", min=256),
+    ] = None,
     yes: Annotated[
         bool, typer.Option("--yes", help="Agree to more than ten times the ordinary pass.")
     ] = False,
@@ -175,7 +180,9 @@ def inspect(
         _finish(_attention(source, options, save_trace), conditions, outputs)
         return
     options["parallel"] = parallel
-    result = _inspected(source, options, conditions, (wanted, save_trace, expert_tokens))
+    require(soften or soften_tokens is None, "--soften-tokens belongs to --soften")
+    sizes = (expert_tokens, soften_tokens)
+    result = _inspected(source, options, conditions, (wanted, save_trace), sizes)
     _finish(result, conditions, outputs)
 
 
@@ -183,26 +190,32 @@ def _inspected(
     source: str,
     options: dict[str, Any],
     conditions: list[Condition],
-    others: tuple[Any, Path | None, int],
+    files: tuple[Any, Path | None],
+    sizes: tuple[int, int | None],
 ) -> Any:
     """The inspection of a model, a trace or a summary, or a saved result."""
-    wanted, save_trace, expert_tokens = others
+    (wanted, save_trace), (expert_tokens, soften_tokens) = files, sizes
     parallel = options.pop("parallel")
     with progress_bars() as progress, joined(parallel, "inspecting") as way:
         from tieline.analysis.findings import metric_names
         from tieline.analysis.inspect import inspect as run
         from tieline.analysis.slice import SliceChoice
+        from tieline.analysis.soften import sample_of
         from tieline.analysis.sources import load, quiet_transformers, source_kind
 
         quiet_transformers()
         options |= {"cut": None if wanted is None else SliceChoice(*wanted), "parallel": way}
+        if soften_tokens is not None:
+            options["soften"] = sample_of(soften_tokens, options["seed"])
         kind = source_kind(source)
+        known = load(source) if kind == "result" else None
         if kind != "model":
-            _check_saved(source, options, run, save_trace)
-        if kind == "result":
+            asked = {name: options[name] for name in options if not _holds(known, name, options)}
+            _check_saved(source, asked, run, save_trace, known)
+        if known is not None:
             usual = signature(run).parameters["expert_tokens"].default
             require(expert_tokens == usual, f"--expert-tokens: {source} is a result already")
-            return load(source)
+            return known
         check_names(conditions, metric_names(options["loss_jumps"]))
         return run(source, **options, expert_tokens=expert_tokens, progress=progress)
 
@@ -234,11 +247,17 @@ OF_ATTENTION = ("text", "tokens", "batch_size", "device", "revision", "trust_rem
 def _attention(source: str, options: Mapping[str, Any], save_trace: Path | None) -> Any:
     """The heads of a model as mixtures; refuses options that are about routers."""
     with progress_bars() as progress:
-        from tieline.analysis.attention import attention_view
+        from tieline.analysis.attention import AttentionView, attention_view
         from tieline.analysis.inspect import inspect as run
-        from tieline.analysis.sources import quiet_transformers, source_kind
+        from tieline.analysis.sources import load, quiet_transformers, source_kind
 
-        require(source_kind(source) == "model", f"--attention needs a model, and {source} is none")
+        kind = source_kind(source)
+        saved = load(source) if kind == "result" else None
+        if isinstance(saved, AttentionView):
+            _check_saved(source, options, run, save_trace, saved)
+            return saved
+        needs = f"--attention needs a model, and {source} is saved"
+        require(kind == "model", f"{needs}: {_again(saved, '--attention')}")
         known = signature(run).parameters
         others = [name for name in options if name not in OF_ATTENTION]
         changed = [name for name in others if options[name] != known[name].default]
@@ -250,15 +269,41 @@ def _attention(source: str, options: Mapping[str, Any], save_trace: Path | None)
         return attention_view(source, **taken, progress=progress)
 
 
+def _holds(saved: Any, name: str, options: Mapping[str, Any]) -> bool:
+    """Whether a saved result already has what an option asks for."""
+    if name == "soften":
+        return options[name] is True and getattr(saved, "softening", None) is not None
+    if name == "cut" and options[name] is not None:
+        return options[name] == type(options[name])() and getattr(saved, "slice", None) is not None
+    return False
+
+
 def _check_saved(
-    source: str, options: Mapping[str, Any], run: Callable[..., Any], save_trace: Path | None
+    source: str,
+    options: Mapping[str, Any],
+    run: Callable[..., Any],
+    save_trace: Path | None,
+    saved: Any,
 ) -> None:
     """Refuse options of models, where they are not the defaults of `run`, for a saved run."""
     known = signature(run).parameters
     changed = [name for name, value in options.items() if value != known[name].default]
-    given = ", ".join(f"--{OPTIONS.get(name, name).replace('_', '-')}" for name in changed)
-    require(not given, f"{given} is for models, and {source} is saved")
+    given = [f"--{OPTIONS.get(name, name).replace('_', '-')}" for name in changed]
+    needs = f"{', '.join(given)} is for models, and {source} is saved"
+    words = {"cut": " FILE.png", "soften": ""}
+    asked = [
+        option + words.get(name, "" if isinstance(options[name], bool) else " ...")
+        for name, option in zip(changed, given, strict=True)
+    ]
+    require(not given, f"{needs}: {_again(saved, *asked)}")
     require(save_trace is None, f"--save-trace: {source} is saved already")
+
+
+def _again(saved: Any, *options: str) -> str:
+    """The command that has the model of a saved result do what was asked."""
+    model = getattr(saved, "model", getattr(saved, "provenance", {}).get("model"))
+    named = shlex.quote(model) if isinstance(model, str) else "MODEL"
+    return f"run tieline inspect {named} {' '.join(options)}"
 
 
 def _judge(found: list[tuple[Condition, float]]) -> None:

@@ -324,14 +324,31 @@ def clustered_mean(
         sums: sum of the quantity over the tokens of each sequence.
         counts: number of these tokens, positive in all.
     """
-    require(len(sums) == len(counts) > 0, f"{len(sums)} sums, {len(counts)} counts", ShapeError)
-    y, n = sums.double(), counts.double()
-    mean = (y.sum() / n.sum()).item()
+    return clustered_ratio(sums, counts)
+
+
+def clustered_ratio(
+    sums: Float[Tensor, " sequences"], others: Float[Tensor, " sequences"]
+) -> Estimate:
+    """Ratio of two sums over sequences, with the standard error of independent sequences.
+
+    The error is that of the residuals y - R x over |Σ x|, so what both have in common cancels.
+
+    Args:
+        sums: y, by sequence.
+        others: x, by sequence, of either sign.
+    """
+    require(len(sums) == len(others) > 0, f"{len(sums)} sums, {len(others)} counts", ShapeError)
+    y, x = sums.double(), others.double()
+    whole = x.sum().item()
+    if whole == 0:
+        return Estimate(None, None, "undefined: divided by a sum of zero")
+    ratio = y.sum().item() / whole
     groups = len(y)
     if groups == 1:
-        return Estimate(mean, None)
-    spread = (y - mean * n).square().sum().item() * groups / (groups - 1)
-    return Estimate(mean, math.sqrt(spread) / n.sum().item())
+        return Estimate(ratio, None)
+    spread = (y - ratio * x).square().sum().item() * groups / (groups - 1)
+    return Estimate(ratio, math.sqrt(spread) / abs(whole))
 
 
 @dataclass

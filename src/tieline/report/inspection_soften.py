@@ -25,6 +25,7 @@ HEAD = (
     "change",
     "slope there",
     "predicted",
+    "measured / expected",
     "by gradient",
     "f(0)",
     "C",
@@ -97,7 +98,8 @@ def soften_table(found: Softening) -> Grid:
     rows = [_row(label, layer) for label, layer in zip(labels, found.layers, strict=True)]
     first = found.together[0]
     ends = ("all", "", "×1", with_error(first.change, 2), with_error(first.slope, 2))
-    rows.append((*ends, with_error(found.predicted, 2), *[""] * 6))
+    ends = (*ends, with_error(found.predicted, 2), _ratio(first))
+    rows.append((*ends, *[""] * (len(HEAD) - len(ends))))
     return Grid(HEAD, tuple(rows))
 
 
@@ -110,6 +112,7 @@ def _row(label: str, layer: SoftLayer) -> tuple[str, ...]:
         with_error(first.change, 2),
         with_error(first.slope, 2),
         with_error(layer.predicted, 2) if layer.status == "ok" else DASH,
+        _ratio(first),
         significant(layer.by_gradient, 2),
         significant(layer.density.value),
         significant(tail.constant.value),
@@ -117,6 +120,10 @@ def _row(label: str, layer: SoftLayer) -> tuple[str, ...]:
         significant(layer.constant),
         f"{layer.half} of {layer.near}",
     )
+
+
+def _ratio(level: SoftLevel) -> str:
+    return DASH if level.ratio is None else with_error(level.ratio, 2)
 
 
 def deciding_table(found: Softening) -> Grid:

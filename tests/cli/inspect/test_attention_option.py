@@ -16,6 +16,7 @@ def test_heads_are_shown_and_written(tieline, tmp_path):
     code, shown, _ = tieline("inspect", told)
     assert code == 0
     assert "What to do" in shown
+    assert tieline("inspect", told, "--attention")[:2] == (code, shown)
 
 
 @pytest.mark.parametrize("words", [["--loss-jumps"], ["--layers", "0"], ["--dtype", "bf16"]])

@@ -255,6 +255,28 @@ def test_the_slice_is_drawn_checked_and_told(done):
     assert "A slice through three hidden states" in (folder / "report.html").read_text()
 
 
+def test_a_saved_slice_is_drawn_again_and_what_was_not_saved_names_the_command(done, run, tmp_path):
+    folder, _ = done
+    drawn = tmp_path / "again.png"
+    code, _, said = run("inspect", folder / "a.json", "--slice", drawn)
+    assert (code, drawn.read_bytes()[:4]) == (0, b"\x89PNG"), said
+    for words, command in (
+        (["--slice", tmp_path / "b.png", "--slice-layer", 0], "tieline inspect demo --slice FILE"),
+        (["--soften"], "run tieline inspect demo --soften\n"),
+        (["--soften", "--soften-tokens", 512], "run tieline inspect demo --soften\n"),
+        (["--attention"], "run tieline inspect demo --attention\n"),
+    ):
+        code, _, said = run("inspect", folder / "a.json", *words)
+        assert (code, command in said) == (2, True), said
+    code, _, said = run("inspect", folder / "trace", "--soften")
+    assert (code, "run tieline inspect MODEL --soften" in said) == (2, True), said
+
+
+def test_a_sample_belongs_to_a_softening(run):
+    code, _, said = run("inspect", "--soften-tokens", 512)
+    assert (code, "--soften-tokens belongs to --soften" in said) == (2, True)
+
+
 @pytest.mark.parametrize(
     ("words", "why"),
     [

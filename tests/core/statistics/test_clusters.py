@@ -15,6 +15,7 @@ from tieline.core.statistics import (
     SequenceSums,
     clustered_error,
     clustered_mean,
+    clustered_ratio,
     clustered_share,
     mean_limits,
 )
@@ -28,6 +29,16 @@ def test_mean_and_error_are_those_of_the_ratio_estimator(pairs):
     spread = groups / (groups - 1) * sum((y - mean * n) ** 2 for y, n in pairs)
     assert found.value == pytest.approx(mean)
     assert found.standard_error == pytest.approx(math.sqrt(spread) / tokens)
+
+
+def test_a_ratio_of_either_sign_loses_the_error_that_both_sums_share():
+    x = torch.randn(400, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for sign in (1.0, -1.0):
+        others = sign * (x + 0.2)
+        found = clustered_ratio(1.1 * others + 0.01 * x.flip(0), others)
+        assert found.value == pytest.approx(1.1, abs=0.02)
+        assert found.standard_error < 0.02 < clustered_mean(others, torch.ones(400)).standard_error
+    assert clustered_ratio(x, 0 * x).value is None
 
 
 def test_tokens_that_move_together_count_as_one():

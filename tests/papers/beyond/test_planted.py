@@ -57,6 +57,22 @@ PLANTED = {
     "p5-frontier": ("continuity.least_moved", scaled(1.2)),
     "p5-gates": ("continuity.continuity_bound", scaled(1.2)),
     "p5-lipschitz": ("continuity.project", wider),
+    "p5-sphere": ("models.centre", scaled(1.1)),
+    # half of what is added to the norm of a token
+    "p5-zero": (
+        "models.cosine_router",
+        lambda real: lambda run, tau: real(run, (tau[0], tau[1] / 2)),
+    ),
+    # the second and third moments of the other form
+    "p5-soft-slope": (
+        "models.moments",
+        lambda real: (
+            lambda form: (
+                real(form)[0],
+                *real({"softmax": "projection", "projection": "softmax"}[form])[1:],
+            )
+        ),
+    ),
 }
 
 

@@ -34,4 +34,17 @@ READINGS = {
         "affine routers, every position; N grows with d and k fixed",
         "a router with more cells than the bound",
     ),
+    "p5-sphere": (
+        "softmax scores, where a vector may be subtracted from all rows; rows in general position",
+        "a token whose experts are ranked in another order",
+    ),
+    "p5-zero": (
+        "the scores alone, without projection; every pair of tokens",
+        "a pair of tokens above the bound",
+    ),
+    "p5-soft-slope": (
+        "one wall, a density and experts that are continuous beside it, L smooth; layers above "
+        "that choose themselves add their own walls",
+        "a loss of degree three whose slope differs",
+    ),
 }
