@@ -132,7 +132,6 @@ def _qwen3_moe(recipe: Recipe) -> Qwen3MoeConfig:
         num_experts=recipe.experts,
         norm_topk_prob=True,
         num_key_value_heads=max(1, recipe.heads // 2),
-        head_dim=recipe.width // recipe.heads,
     )
 
 

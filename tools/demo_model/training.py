@@ -101,7 +101,9 @@ def _run(model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, tuple[Tensor, ...
     Not every family hands the latter on, but the decoder of each one records them.
     """
     output = model.base_model(input_ids=ids, output_router_logits=True, use_cache=False)
-    return model.get_output_embeddings()(output.last_hidden_state), output.router_logits
+    head = model.get_output_embeddings()
+    assert head is not None
+    return head(output.last_hidden_state), output.router_logits
 
 
 def _batch(stream: Tensor, recipe: Recipe, step: int) -> Tensor:

@@ -454,7 +454,8 @@ class _Forecast(NamedTuple):
             parts = change_parts(walls, form, width)
             return None if parts is None else by_sequence(parts)
 
-        return cls(by_sequence(sum(slope_parts(walls, form))), change)
+        linear, curved = slope_parts(walls, form)
+        return cls(by_sequence(linear + curved), change)
 
     @classmethod
     def of_all(cls, layers: Sequence["_Forecast"], units: Sequence[float]) -> "_Forecast":
