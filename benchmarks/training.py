@@ -2,35 +2,57 @@
 
     python benchmarks/training.py step [--form enwik8-small] [--rounds 12] [--json FILE]
     python benchmarks/training.py table RUNS [--form wikitext-small]
+    python benchmarks/training.py precision RUNS [--form enwik8-extended] [--windows 256]
 
 A step is what the Trainer does: forward with all auxiliary losses, backward, clipping, AdamW. Gates
 take turns within one process, five steps each, and ratios of medians of processor time are told
 with 95 % intervals; the targets are those of the smooth gates against hard top-2. Each gate first
 trains until its ε has found the budget, for a fresh band is narrow and would flatter it; the mean
 number of experts after timing is told beside the ratios.
+
+`table` has both splits, and changes against hard top-2 in pairs of one seed. `precision` runs the
+trained models in bf16 and int8 (emulated), each against itself in float32 on fresh windows of the
+validation split, and tells the KL of `smoe` over that of a gate at the same seed: geometric mean
+over seeds with a 95 % t interval of the logarithms.
 """
 
 import argparse
-from collections.abc import Callable
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from statistics import fmean, stdev
 from tempfile import mkdtemp
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from scipy.stats import t as student
 from torch import nn
 
 from harness import Ratio, interleave, ratio, report
+from tieline.analysis.repair import RepairRow, repair_table
+from tieline.hf.loading import load_model
 from tieline.papers.comparisons import GateRow, gate_table, read_scores
 from tieline.routing.losses import collect_routing
 from tieline.training.config import GATE_NAMES
 from tieline.training.recipes import recipe_config
 from tieline.training.tasks import task_of
+from tieline.training.text_data import Windows, load_streams
 from tieline.training.trainer import RoutingTrainer, training_arguments
 
 STEPS, SETTLE, TARGET = 5, 80, 1.25
 HELD = ("smooth50", "smooth1", "annealed")
+REFERENCE, FRESH = "smoe", 31_337
+"""The gate that others are paired with, and the seed of windows that no score has used."""
+
+HEADINGS = ("gate", "seeds", "PPL", "change %", "95 %", "K", "AAA, per word", "by seed")
+PRECISION_HEADINGS = (
+    *("gate", "precision", "seeds", "KL", "floor"),
+    *("KL of smoe", "floor", "smoe over it"),
+)
 
 
 def steps_of(form: str, gate: str) -> tuple[Callable[[], None], nn.Module]:
@@ -81,14 +103,26 @@ def _mean_active(some: Callable[..., None], model: nn.Module) -> float:
 
 
 def show_table(folder: Path, form: str) -> None:
-    """The gates of finished runs, side by side."""
-    table = gate_table(read_scores(folder, form))
-    shown = Table(title=f"{form}, {table.scores[0].tokens:,} tokens")
-    for heading in ("gate", "seeds", "test PPL", "change %", "95 %", "K", "AAA, per word"):
-        shown.add_column(heading)
-    for row in table.rows:
-        shown.add_row(*cells(row))
-    Console().print(shown)
+    """The gates of finished runs, side by side, on both splits."""
+    scores = read_scores(folder, form)
+    for split in ("validation", "test"):
+        kept = scores if split == "test" else [replace(s, perplexity=2**s.bpc) for s in scores]
+        shown = Table(title=f"{form}, {scores[0].tokens:,} tokens, {split}")
+        for heading in (
+            "gate",
+            "seeds",
+            "PPL",
+            "change %",
+            "95 %",
+            "K",
+            "AAA, per word",
+            "by seed",
+        ):
+            shown.add_column(heading)
+        for row in gate_table(kept).rows:
+            own = [f"{s.perplexity:.3f}" for s in kept if s.gate == row.gate]
+            shown.add_row(*cells(row), ", ".join(own))
+        Console(width=180).print(shown)
 
 
 def cells(row: GateRow) -> list[str]:
@@ -96,9 +130,58 @@ def cells(row: GateRow) -> list[str]:
     change = "" if row.change is None else f"{row.change:+.2f}"
     between = "" if row.low is None or row.high is None else f"{row.low:+.2f} to {row.high:+.2f}"
     attack = "" if row.attack is None else f"{row.attack:+.1f} %"
-    perplexity = f"{row.perplexity:.2f} ± {row.deviation:.2f}"
-    seeds = str(len(row.seeds))
+    perplexity = f"{row.perplexity:.3f} ± {row.deviation:.3f}"
+    seeds = ", ".join(map(str, row.seeds))
     return [row.gate, seeds, perplexity, change, between, f"{row.experts:.3f}", attack]
+
+
+def show_precision(folder: Path, form: str, windows: int) -> None:
+    """What low precision does to trained models, over what it does to hard top-2."""
+    found: dict[tuple[str, str], dict[int, RepairRow]] = defaultdict(dict)
+    for score in read_scores(folder, form):
+        other = folder / f"{form}-{score.gate}-{score.seed}"
+        base = folder / f"{form}-{REFERENCE}-{score.seed}"
+        if score.gate != REFERENCE and (base / "result.json").is_file():
+            for row in under_precision(base, other, form, windows):
+                found[score.gate, row.name][score.seed] = row
+    shown = Table(title=f"{form}, {windows} windows, KL to itself in float32")
+    for heading in (
+        "gate",
+        "precision",
+        "seeds",
+        "KL",
+        "floor",
+        "KL smoe",
+        "floor",
+        "smoe over it",
+    ):
+        shown.add_column(heading)
+    for (gate, name), rows in found.items():
+        shown.add_row(gate, name, ", ".join(map(str, rows)), *precision_cells([*rows.values()]))
+    Console(width=180).print(shown)
+
+
+def under_precision(base: Path, other: Path, form: str, windows: int) -> Sequence[RepairRow]:
+    """Two runs of one seed under low precision, each against itself in float32."""
+    config = recipe_config(f"{form}-{REFERENCE}")
+    stream = load_streams(config.data).validation
+    drawn = Windows(stream, context=config.model.context, length=windows, seed=FRESH)
+    sequences = [drawn[place]["input_ids"] for place in range(windows)]
+    models = [load_model(str(one / "stock"), dtype="fp32").model for one in (base, other)]
+    return repair_table(*models, sequences, batch_size=32).rows
+
+
+def precision_cells(rows: Sequence[RepairRow]) -> list[str]:
+    """Means over seeds, and the ratio in pairs with its interval."""
+    columns = ("after", "after_floor", "before", "before_floor")
+    means = [fmean(getattr(row, one).value or math.nan for row in rows) for one in columns]
+    logs = [math.log(row.factor.value or math.nan) for row in rows]
+    middle, by_seed = fmean(logs), ", ".join(f"{math.exp(one):.2f}" for one in logs)
+    between = ""
+    if len(logs) > 1:
+        half = student.ppf(0.975, len(logs) - 1) * stdev(logs) / math.sqrt(len(logs))
+        between = f" ({math.exp(middle - half):.2f} to {math.exp(middle + half):.2f})"
+    return [*(f"{one:.2e}" for one in means), f"{math.exp(middle):.2f}{between}: {by_seed}"]
 
 
 def main() -> None:
@@ -113,9 +196,17 @@ def main() -> None:
     table = commands.add_parser("table")
     table.add_argument("runs", type=Path)
     table.add_argument("--form", default="wikitext-small")
+    precision = commands.add_parser("precision")
+    precision.add_argument("runs", type=Path)
+    precision.add_argument("--form", default="enwik8-extended")
+    precision.add_argument("--windows", type=int, default=256)
     words = parser.parse_args()
     if words.command == "table":
         show_table(words.runs, words.form)
+        return
+    if words.command == "precision":
+        torch.set_num_threads(1)
+        show_precision(words.runs, words.form, words.windows)
         return
     torch.set_num_threads(1)
     ratios, extra = time_steps(words.form, words.gates, words.rounds)

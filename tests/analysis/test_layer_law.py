@@ -7,7 +7,7 @@ import torch
 
 from tests.hf.tiny import batch, lively, tiny_model
 from tieline.analysis.frontier import Calibration
-from tieline.analysis.layer_law import layer_laws
+from tieline.analysis.layer_law import layer_laws, line_weights
 from tieline.hf import smooth_, unsmooth_
 from tieline.hf.running import forward, only_running
 from tieline.limits import hard_sensitivity, projected_cost
@@ -48,6 +48,15 @@ def first_block(widths=None):
     return (found[0] if isinstance(found[0], torch.Tensor) else found[0][0]).double()
 
 
+@pytest.mark.parametrize(("density", "slope"), [(0.7, 0.0), (0.4, 1.5), (0.8, -0.9)])
+def test_the_line_through_a_density_is_that_of_its_tokens(density, slope):
+    width = 0.35
+    gaps = torch.linspace(0, width, 100_001, dtype=torch.float64)
+    of_gap = 2 * density * (1 + slope * gaps)  # twice that of the signed margin
+    found = torch.trapezoid(of_gap.unsqueeze(1) * line_weights(gaps, width), gaps, dim=0)
+    assert found.tolist() == pytest.approx([density, density * slope], abs=1e-6)
+
+
 def test_moved_is_what_smoothing_changes_in_the_layer():
     law, plain = laws()[0], first_block()
     for point in law.points:
@@ -72,7 +81,7 @@ def test_predictions_are_those_of_the_limits_and_near_what_is_measured():
         tie = law.density, law.jump, law.sigma
         assert law.predicted_hard == pytest.approx(hard_sensitivity(*tie))
         for point in law.points:
-            cost = projected_cost(*tie, point.epsilon)
+            cost = projected_cost(*tie, point.epsilon, law.slope)
             assert point.predicted_moved == pytest.approx(cost.moved)
             assert point.predicted_sensitivity == pytest.approx(cost.sensitivity)
             assert 0.3 < point.predicted_moved / point.moved.value < 3

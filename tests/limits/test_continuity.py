@@ -48,6 +48,29 @@ def test_small_noise_is_linear_and_a_small_band_is_top_k():
     assert narrow.sensitivity == pytest.approx(hard_sensitivity(1.0, 1.0, 0.1))
 
 
+@pytest.mark.parametrize("sigma", [0.02, 0.2, 1.0])
+@pytest.mark.parametrize("slope", [-0.8, 2.0])
+def test_a_density_with_a_slope_is_that_of_the_integrals(sigma, slope):
+    epsilon, s = 0.3, torch.linspace(-9, 9, 36_001, dtype=torch.float64)
+    weight = 2.0 * 3.0**2 * (1 + slope * s.abs())
+
+    def share(margin):
+        return (margin / (2 * epsilon) + 0.5).clamp(0, 1)
+
+    noise, step = torch.linspace(-6, 6, 241, dtype=torch.float64), 12 / 240
+    changes = [
+        torch.trapezoid(weight * (share(s + sigma * n) - share(s)).square(), s) for n in noise
+    ]
+    normal = (-noise.square() / 2).exp() / math.sqrt(2 * math.pi)
+    found = projected_cost(2.0, 3.0, sigma, epsilon, slope)
+    moved = torch.trapezoid(weight * (share(s) - (s > 0).double()).square(), s)
+    assert found.moved == pytest.approx(moved.item(), rel=1e-3)
+    expected = (torch.stack(changes) * normal).sum() * step
+    assert found.sensitivity == pytest.approx(expected.item(), rel=2e-3)
+    small = projected_cost(2.0, 3.0, 1e-5, epsilon, slope).sensitivity
+    assert small == pytest.approx(18 * 1e-10 / 0.6 * (1 + slope * epsilon / 2), rel=1e-3)
+
+
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.tuples(st.floats(-3, 3), st.floats(-0.5, 1.5)), min_size=3, max_size=9))
 def test_no_ramp_beats_the_bound(points):
@@ -89,6 +112,7 @@ def test_the_ramp_of_paper_one_by_quadrature():
         (lambda: continuity_bound(-1.0, 1.0, 1.0), "density must be finite and not negative"),
         (lambda: continuity_bound(1.0, math.nan, 1.0), "jump must be"),
         (lambda: projected_cost(1.0, 1.0, 1.0, -0.1), "epsilon must be"),
+        (lambda: projected_cost(1.0, 1.0, 1.0, 0.1, math.inf), "slope must be finite"),
         (lambda: least_moved(0.5), "at least 1 and finite, got 0.5"),
         (lambda: ramp_cost(EDGES.flip(0), ENDS), "ascending"),
         (lambda: ramp_cost(EDGES, ENDS / 2), "from 0 to 1, got 0 and 0.5"),

@@ -2,14 +2,17 @@ r"""The law of docs/continuity.md in the layers of a model: what it predicts, an
 
     f      half of the density of the gap at 0
     J²     mean ‖y_swapped - y‖² at a tie, the experts of ranks k and k + 1 swapped
+    a      relative slope of f J² with the gap
     σ      noise of the gap under a precision
     D      mean ‖y_ε - y‖²                y the layer's output, y_ε that of projected top-k
     S      mean ‖y_ε(c + n) - y_ε(c)‖²    n normal noise of the ranked scores, σ/√2 for each
 
 D and S are over all tokens, inputs those of the clean original, and in units of mean ‖y‖². The
 noise acts on the choice alone: weights follow from the clean scores, so that S has no part that a
-gate could not change. Predictions (f J² ε/6 and `projected_cost`) come from the calibration text, D
-and S from the text after it.
+gate could not change. Predictions (`projected_cost`, f J² ε/6 (1 + aε/4) for D) come from the
+calibration text, D and S from other text. f J² and its slope are a straight line through the jumps
+of the fifth of the tokens that are nearest to a tie: jumps are heavy-tailed, and the few tokens
+inside a narrow band would say less of it.
 """
 
 import math
@@ -41,8 +44,8 @@ from tieline.routing.projected import projected_columns
 GROUPS = 16
 """Groups of sequences that are left out in turn."""
 
-NEAR = 0.1
-"""Share of the tokens, those of the smallest gaps, that f J² is taken from."""
+NEAR = 0.2
+"""Share of the tokens, those of the smallest gaps, that f J² and its slope are taken from."""
 
 REACH = 6.0
 """Standard deviations of noise beyond which none is drawn."""
@@ -126,11 +129,12 @@ def _watched(model: nn.Module, plans: Sequence[LayerPlan], ids: Ids) -> list[_Se
 
 
 class _Tie(NamedTuple):
-    """f, J² and σ of a layer, from the calibration text."""
+    """f, J², σ and the slope of f J² in a layer, from the calibration text."""
 
     density: float
     jump_square: float
     sigma: float
+    slope: float
 
     @property
     def arguments(self) -> tuple[float, float, float]:
@@ -141,22 +145,31 @@ class _Tie(NamedTuple):
 def _tie(seen: Sequence[_Seen], sigma: float) -> tuple[_Tie, float]:
     """What the law needs to know of a layer, and the width that jumps near ties are taken from."""
     gaps = torch.cat([one.gaps for one in seen])
-    width = gaps.quantile(NEAR).item() / 2
-    weighted = torch.cat([_weighted_jumps(one, width) for one in seen]).mean().item()
+    width = gaps.quantile(NEAR).item()
+    lines = torch.cat([_weighted_jumps(one, width) for one in seen]).mean(dim=0)
     size = torch.cat([one.rows.output.double().square().sum(dim=1) for one in seen]).mean().item()
+    weighted, rise = lines.clamp_min(0.0)[0].item(), lines[1].item()
     density = (gap_density(gaps).value or 0.0) / 2
-    return _Tie(density, weighted / size / max(density, 1e-30), sigma), width
+    slope = rise / weighted if weighted > 0 else 0.0
+    return _Tie(density, weighted / size / max(density, 1e-30), sigma, slope), width
 
 
-def _weighted_jumps(one: _Seen, width: float) -> Squares:
-    """For each token a number whose mean is f J²: its ‖y_swapped - y‖², if its gap is small.
-
-    With M(w) = E[‖y_swapped - y‖²; gap < w], f J² = (4 M(w) - M(2w)) / 4w, as `gap_density`.
-    """
+def _weighted_jumps(one: _Seen, width: float) -> Float[Tensor, "tokens 2"]:
+    """For each token two numbers whose means are f J² at the tie and its slope with the gap."""
     gaps = one.gaps
-    near = (gaps < 2 * width).nonzero().squeeze(1)
-    factors = torch.where(gaps[near] < width, 3.0, -1.0) / (4 * width)
-    return torch.zeros_like(gaps).index_copy(0, near, factors * _jump_squares(one, near))
+    near = (gaps < width).nonzero().squeeze(1)
+    weighted = line_weights(gaps[near], width) * _jump_squares(one, near).unsqueeze(1)
+    return torch.zeros(len(gaps), 2, dtype=torch.float64).index_copy(0, near, weighted)
+
+
+def line_weights(gaps: Squares, width: float) -> Float[Tensor, "tokens 2"]:
+    """(4 - 6u) / 2w and (12u - 6) / 2w², u = gap/w: weights of gaps below the width w.
+
+    Summed over tokens and divided by the number of all, they give f at the tie and its slope, of
+    the straight line of least squares through the density of the signed margin.
+    """
+    u = gaps / width
+    return torch.stack(((4 - 6 * u) / (2 * width), (12 * u - 6) / (2 * width**2)), dim=1)
 
 
 def _jump_squares(one: _Seen, tokens: Int[Tensor, " near"]) -> Squares:
@@ -253,7 +266,7 @@ def _count(
         kept.add(torch.zeros_like(gaps).index_copy(0, near, squares).view(shape))
 
     sums.size.add(one.rows.output.double().square().sum(dim=1).view(shape))
-    sums.jumps.add(_weighted_jumps(one, sums.width).view(shape))
+    sums.jumps.add(_weighted_jumps(one, sums.width)[:, 0].view(shape))
     add(sums.hard, _change(some, one.hard_width, hard, noises))
     for scale in scales:
         smooth = some.output(scale * sigma)
@@ -275,13 +288,13 @@ def _law(name: str, tie: _Tie, sums: _Sums, scales: Sequence[float]) -> LayerLaw
     hard = _over(sums.hard.mean(), size)
     points = tuple(_point(tie, sums, scale, size, hard.value or 0.0) for scale in scales)
     predicted = hard_sensitivity(*tie.arguments)
-    return LayerLaw(name, *tie.arguments, hard, predicted, points)
+    return LayerLaw(name, *tie.arguments, tie.slope, hard, predicted, points)
 
 
 def _point(tie: _Tie, sums: _Sums, scale: float, size: float, hard: float) -> LawPoint:
     moved, left = (_over(kept[scale].mean(), size) for kept in (sums.moved, sums.left))
     width = scale * tie.sigma
-    cost = projected_cost(*tie.arguments, width)
+    cost = projected_cost(*tie.arguments, width, tie.slope)
     return LawPoint(
         scale,
         width,

@@ -163,9 +163,9 @@ class LawPoint:
         epsilon: ε.
         inside: share of tokens whose gap is below ε.
         moved: D, the mean square change of the layer's output by smoothing.
-        predicted_moved: the same from density, jump and ε.
+        predicted_moved: the same from density, jump, their slope and ε.
         sensitivity: S, its mean square change under noise of the choice.
-        predicted_sensitivity: the same from density, jump, σ and ε.
+        predicted_sensitivity: the same from density, jump, their slope, σ and ε.
         factor: S of top-k over S.
         over: D over the least that any continuous gate needs for that factor, at finite σ.
     """
@@ -190,6 +190,7 @@ class LayerLaw:
         density: f of the signed margin at 0, from the calibration text.
         jump: J over the root mean square of the output, likewise.
         sigma: noise of the margin.
+        slope: relative slope of f J² with the gap, likewise from the calibration text.
         hard: S of top-k.
         predicted_hard: the same from density, jump and σ.
         points: one per width.
@@ -199,6 +200,7 @@ class LayerLaw:
     density: float
     jump: float
     sigma: float
+    slope: float
     hard: Estimate
     predicted_hard: float
     points: tuple[LawPoint, ...]

@@ -23,6 +23,7 @@ exact frontier has the Fourier transform of H over 1 + λm, m(ω) = 2(1 - e^{-σ
     least_moved          the frontier: D over S_hard that makes flips R times cheaper
 """
 
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -86,27 +87,63 @@ def hard_sensitivity(density: float, jump: float, sigma: float) -> float:
     return density * jump**2 * sigma * MEAN_ABSOLUTE
 
 
-def projected_cost(density: float, jump: float, sigma: float, epsilon: float) -> ContinuityCost:
+def projected_cost(
+    density: float, jump: float, sigma: float, epsilon: float, slope: float = 0.0
+) -> ContinuityCost:
     """D and S of `ProjectedTopK`, whose two competitors share a seat over a margin of ±ε.
 
     D = f J² ε/6; S = f J² E_n[n²/w² (w - |n|/3) for |n| <= w = 2ε, |n| - w/3 beyond], which is
-    f J² σ²/(2ε) for small σ and that of top-k for small ε. Arguments as for `continuity_bound`.
+    f J² σ²/(2ε) for small σ and that of top-k for small ε. Where f J² at the margin s is
+    (1 + a|s|) times that at 0, D has the factor 1 + aε/4 and S for small σ 1 + aε/2.
+
+    Args:
+        density: f, as for `continuity_bound`.
+        jump: J, likewise.
+        sigma: σ, likewise.
+        epsilon: ε of the gate.
+        slope: a, the relative slope of f J² beside the tie.
     """
     _check(density, jump, sigma)
     require(0 <= epsilon < math.inf, f"epsilon must be finite and not negative, got {epsilon}")
+    require(math.isfinite(slope), f"slope must be finite, got {slope}")
     unit, width = density * jump**2, 2 * epsilon
 
-    def change(noise: float) -> float:
-        if noise <= width:
-            return noise**2 * (width - noise / 3) / width**2 if width > 0 else 0.0
-        return noise - width / 3
-
     def weighted(x: float) -> float:
-        return change(sigma * x) * MEAN_ABSOLUTE * math.exp(-x * x / 2)
+        noise = sigma * x
+        change = _straight_change(noise, width) + slope * _straight_moment(noise, width)
+        return change * MEAN_ABSOLUTE * math.exp(-x * x / 2)
 
     knee = min(REACH, width / sigma) if sigma > 0 else 0.0
     parts = [quad(weighted, low, high)[0] for low, high in ((0, knee), (knee, REACH))]
-    return ContinuityCost(unit * epsilon / 6, unit * sum(parts))
+    moved = unit * epsilon / 6 * (1 + slope * epsilon / 4)
+    return ContinuityCost(max(0.0, moved), max(0.0, unit * sum(parts)))
+
+
+def _straight_change(noise: float, width: float) -> float:
+    """∫ (r(s + n) - r(s))² ds of the straight ramp of a width, n > 0."""
+    if noise <= width:
+        return noise**2 * (width - noise / 3) / width**2 if width > 0 else 0.0
+    return noise - width / 3
+
+
+def _straight_moment(noise: float, width: float) -> float:
+    """∫ |s| (r(s + n) - r(s))² ds, the mean of both signs of n.
+
+    With t = s + n/2 the difference is flat for |t| < p and falls to 0 at |t| = q; the mean of |s|
+    over the signs is max(|t|, n/2). Each piece is a cubic, for which Gauss's rule is exact.
+    """
+    p, q = abs(width - noise) / 2, (width + noise) / 2
+    if q <= p:
+        return 0.0
+    height = min(1.0, noise / width) if width > 0 else 1.0
+    nodes, weights = np.polynomial.legendre.leggauss(3)
+    ends = sorted((0.0, p, noise / 2, q))
+    total = 0.0
+    for low, high in itertools.pairwise(ends):
+        t = (low + high) / 2 + (high - low) / 2 * nodes
+        change = height * np.minimum(1.0, (q - t) / (q - p))
+        total += float(np.dot(weights, np.maximum(t, noise / 2) * change**2)) * (high - low)
+    return total
 
 
 def ramp_cost(

@@ -3,7 +3,11 @@
 import pytest
 import torch
 
-from tests.papers.registry.test_claims_can_fail import assert_planted_value_matters, scaled
+from tests.papers.registry.test_claims_can_fail import (
+    assert_planted_value_matters,
+    scaled,
+    with_argument,
+)
 from tieline.estimation import MoEParameters
 from tieline.papers.registry import all_claims
 
@@ -73,6 +77,8 @@ PLANTED = {
             )
         ),
     ),
+    # the density of the gap taken for that of the signed margin
+    "p5-layers": ("layers.projected_cost", with_argument(0, 2.0)),
 }
 
 

@@ -17,6 +17,11 @@ READINGS = {
         "16 experts, k = 2, ties of order 1 to 7",
         "a slope above 1/ε",
     ),
+    "p5-layers": (
+        "the demo model, k = 2 of 16, nothing renormalised, noise of the choice alone; a tenth of "
+        "the tokens inside the band at most",
+        "a mean prediction (in full, any) more than 25 % off, or D outside 1 to 2 frontiers",
+    ),
     "p5-doubling": (
         "softmax routers linear in z(x), any number of atoms; perturbed cosine and tanh here",
         "a vanishing ratio at k = 2k* - 1 with the rows centred",
