@@ -164,11 +164,12 @@ def show_precision(folder: Path, form: str, windows: int) -> None:
 def under_precision(base: Path, other: Path, form: str, windows: int) -> Sequence[RepairRow]:
     """Two runs of one seed under low precision, each against itself in float32."""
     config = recipe_config(f"{form}-{REFERENCE}")
+    shape: Any = config.model
     stream = load_streams(config.data).validation
-    drawn = Windows(stream, context=config.model.context, length=windows, seed=FRESH)
+    drawn = Windows(stream, context=shape.context, length=windows, seed=FRESH)
     sequences = [drawn[place]["input_ids"] for place in range(windows)]
-    models = [load_model(str(one / "stock"), dtype="fp32").model for one in (base, other)]
-    return repair_table(*models, sequences, batch_size=32).rows
+    hard, gate = (load_model(str(one / "stock"), dtype="fp32").model for one in (base, other))
+    return repair_table(hard, gate, sequences, batch_size=32).rows
 
 
 def precision_cells(rows: Sequence[RepairRow]) -> list[str]:

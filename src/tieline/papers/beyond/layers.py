@@ -36,10 +36,8 @@ def measured_laws(run: Run) -> tuple[LayerLaw, ...]:
 def predicted_over_measured(law: LayerLaw, point: LawPoint) -> tuple[float, float]:
     """D and S of a layer by the law over what was measured."""
     cost = projected_cost(law.density, law.jump, law.sigma, point.epsilon, law.slope)
-    return tuple(
-        predicted / (measured.value or math.nan)
-        for predicted, measured in zip(cost, (point.moved, point.sensitivity), strict=True)
-    )
+    moved, sensitivity = point.moved.value or math.nan, point.sensitivity.value or math.nan
+    return cost.moved / moved, cost.sensitivity / sensitivity
 
 
 @claim(
