@@ -9,8 +9,10 @@ The limit is one read of the file at the speed of the disk, measured on a part t
 plus the operations of the forward passes at the measured speed of a matrix product of the shape of
 an expert. For an audit with eight perturbations these are 17 passes with their output head (one
 clean, two under each perturbation), plus the rounding of the weights at the measured speed of each
-format. All are measured first, in the same process. Files have the tensors of the published
-checkpoint, one per expert; values are random.
+format. A second limit of the audit takes the time of a plain streamed pass instead, measured before
+it: reading once, what its forward passes took 17 times, and the rounding. All are measured first,
+in the same process. Files have the tensors of the published checkpoint, one per expert; values are
+random.
 """
 
 import argparse
@@ -34,7 +36,9 @@ from tieline.analysis.precision import audit
 from tieline.cli.app import memory_size
 from tieline.hf.demo import load_demo_tokenizer
 from tieline.hf.emulate import Rooms, format_named, rounded_in_pieces
-from tieline.hf.loading import read_shape
+from tieline.hf.loading import load_model, read_shape
+from tieline.hf.lockstep import Pass
+from tieline.hf.running import forward, only_running
 from tieline.hf.shards import open_shards
 
 Tensors = Iterator[tuple[str, tuple[int, ...], str]]
@@ -323,6 +327,44 @@ def rounding_seconds(folder: Path, batches: int) -> float:
     return float(total)
 
 
+class Timed:
+    """Seconds that forward passes take inside the block, without reading."""
+
+    def __enter__(self) -> "Timed":
+        self.seconds, self._plain = 0.0, Pass.go
+
+        def go(one: Pass) -> Any:
+            began = time.perf_counter()
+            try:
+                return self._plain(one)
+            finally:
+                self.seconds += time.perf_counter() - began
+
+        Pass.go = go  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        Pass.go = self._plain
+
+
+def plain_pass(folder: Path, options: argparse.Namespace) -> tuple[float, float]:
+    """Seconds of a streamed pass with its head and nothing else, and those of reading in it."""
+    loaded = load_model(folder, dtype="fp32", stream=True, memory=memory_size(options.memory))
+    assert loaded.stream is not None
+    rows = options.tokens // options.length
+    ids = torch.arange(rows * options.length).view(rows, options.length) % 500
+
+    def job(part: torch.Tensor) -> None:
+        forward(loaded.model, part)
+
+    jobs = [lambda part=part: job(part) for part in ids.split(options.batch_size)]
+    with only_running(loaded.model), Timed() as timed:
+        began = time.perf_counter()
+        loaded.stream.run(jobs)
+        whole = time.perf_counter() - began
+    return timed.seconds, whole - timed.seconds
+
+
 def run_inspect(folder: Path, options: argparse.Namespace, shared: dict[str, Any]) -> Any:
     """Inspect the checkpoint."""
     return inspect(folder, jumps=not options.no_jumps, **shared)
@@ -341,11 +383,15 @@ def measure(command: str, folder: Path, options: argparse.Namespace) -> dict[str
     rows = options.batch_size * options.length * shape.k // shape.n_experts
     speed = product_speed(max(1, rows), shape.hidden, 2 * shape.width)
     ops, rounding = operations(folder, options.tokens, options.length), 0.0
+    plain = forwards = reading = 0.0
     if command == "audit":
         head = 2.0 * options.tokens * float(np.prod(shards.tensors["lm_head.weight"].shape))
         batches = -(-options.tokens // (options.batch_size * options.length))
         ops = (1 + 2 * len(EIGHT)) * (ops + head)
         rounding = rounding_seconds(folder, batches)
+        forget(folder)
+        forwards, reading = plain_pass(folder, options)
+        plain = reading + (1 + 2 * len(EIGHT)) * forwards + rounding
     forget(folder)
     told: list[tuple[int, int]] = []
     shared: dict[str, Any] = {
@@ -367,6 +413,8 @@ def measure(command: str, folder: Path, options: argparse.Namespace) -> dict[str
         "limit": round(limit, 1),
         "ratio": round(seen.seconds / limit, 3),
         "ratio without the read": round(seen.seconds / (limit - shards.size / disk), 3),
+        "ratio to plain passes": round(seen.seconds / plain, 3) if plain else None,
+        "plain pass s": [round(forwards, 1), round(reading, 1)],
         "disk MB/s": round(disk / 1e6),
         "GFLOP/s": round(speed / 1e9),
         "TFLOP": round(ops / 1e12, 2),

@@ -1,5 +1,6 @@
 """A streamed inspection that was killed goes on where it was, to the same numbers."""
 
+import errno
 import json
 import os
 import random
@@ -13,6 +14,8 @@ from tests.hf.test_streaming import FAMILIES, saved
 from tests.hf.tiny_whole import WHOLE
 from tieline.analysis import stream_state
 from tieline.analysis.inspect import inspect
+from tieline.core.errors import NoSpaceError
+from tieline.hf import stream_resume
 from tieline.hf.loading import load_model
 from tieline.trace.record import identical
 
@@ -61,6 +64,35 @@ def test_a_killed_run_goes_on_without_reading_finished_layers_again(reads, tmp_p
     finished = 0 if reads == 1 else reads
     again = [name for name in units[:-1] if units.index(name) >= finished]
     assert weights.shards.bytes_read == sum(weights.stored(name) for name in again)
+
+
+@pytest.mark.parametrize("writes", [1, 2, 3])
+def test_a_disk_that_fills_leaves_a_run_that_goes_on(writes, tmp_path, monkeypatch):
+    folder = saved(tmp_path / "model", "olmoe", vocab_size=512)
+    whole = inspect(load_model(folder, stream=True, dtype="fp32"), **SMALL)
+    count = 0
+
+    def fills(write):
+        def save(tensors, path, *more):
+            nonlocal count
+            count += 1
+            if count > writes:
+                path.write_bytes(b"half")
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            write(tensors, path, *more)
+
+        return save
+
+    with monkeypatch.context() as full:
+        for module in (stream_state, stream_resume):
+            full.setattr(module, "save_file", fills(module.save_file))
+        with pytest.raises(NoSpaceError, match=r"no space left .* go on with --resume"):
+            inspect(load_model(folder, stream=True, dtype="fp32"), **SMALL)
+    kept = [path.name for path in (tmp_path / "cache" / "streams").glob("*/*")]
+    assert not [name for name in kept if name.endswith(".partial")]
+    found = inspect(load_model(folder, stream=True, dtype="fp32"), resume=True, **SMALL)
+    assert identical(whole.trace, found.trace)
+    assert (whole.jumps, whole.metrics) == (found.jumps, found.metrics)
 
 
 LARGER = {"gemma4": {"vocab_size_per_layer_input": 512}}

@@ -9,6 +9,8 @@ settings, threads and versions. Every folder is whole or absent. A run that ends
 
 import hashlib
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,8 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 
 from tieline.analysis.inspection import LayerJumps
-from tieline.core.files import cache_folder, whole_folder
+from tieline.core.errors import NoSpaceError
+from tieline.core.files import cache_folder, space_on, whole_folder
 from tieline.core.records import canonical, from_plain, parse_json, to_plain
 from tieline.geometry.measures import LayerMeasures, MeasuredLayer
 from tieline.hf.shards import Shards
@@ -51,7 +54,20 @@ class RunState:
         self.folder = cache_folder("streams") / digest
         if not resume:
             self.clear()
-        self.folder.mkdir(parents=True, exist_ok=True)
+        with self._room():
+            self.folder.mkdir(parents=True, exist_ok=True)
+
+    @contextmanager
+    def _room(self) -> Iterator[None]:
+        """Say what to do if the disk is full: what was kept before stays whole."""
+        try:
+            with space_on(self.folder):
+                yield
+        except NoSpaceError as problem:
+            raise NoSpaceError(
+                f"no space left on the disk of {self.folder}, where finished layers are kept: make "
+                "room there and go on with --resume"
+            ) from problem
 
     def clear(self) -> None:
         """Remove all that is kept."""
@@ -64,7 +80,7 @@ class RunState:
 
     def keep_pass(self, journal: Journal, left: list[str]) -> None:
         """Write where the passes stand, in the place of where they stood before."""
-        with whole_folder(self.folder / "last", replace=True) as half:
+        with self._room(), whole_folder(self.folder / "last", replace=True) as half:
             journal.save(half, left)
 
     def _place(self, number: int) -> Path:
@@ -89,7 +105,7 @@ class RunState:
             "record": to_plain(measured.record, words=True),
             "jumps": None if jumps is None else to_plain(jumps, words=True),
         }
-        with whole_folder(self._place(number), replace=True) as half:
+        with self._room(), whole_folder(self._place(number), replace=True) as half:
             save_trace(replace(trace, layers=(layer,)), half / "trace")
             save_file({n: t.clone().contiguous() for n, t in tensors.items()}, half / "measured")
             (half / "found.json").write_text(canonical(found))

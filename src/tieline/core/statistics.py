@@ -42,7 +42,8 @@ TAIL = 0.025
 
 RESAMPLES = 2000
 
-CHUNK = 1 << 22
+CHUNK = 1 << 19
+"""Numbers of a distribution that are held in float64 at a time, so that they stay in the cache."""
 
 
 @dataclass(frozen=True)
@@ -501,9 +502,12 @@ def next_token_losses(
     logits: Float[Tensor, "rows length words"], ids: Int[Tensor, "rows length"]
 ) -> Float[Tensor, "rows predicted"]:
     """Loss of every token but the first of each row, in float64 on the CPU."""
-    words, targets = logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten().to(logits.device)
-    losses = torch.nn.functional.cross_entropy(words.float(), targets, reduction="none")
-    return losses.double().view(len(ids), -1).cpu()
+    targets = ids[:, 1:].to(logits.device)
+    losses = [
+        torch.nn.functional.cross_entropy(row[:-1].float(), target, reduction="none")
+        for row, target in zip(logits, targets, strict=True)  # logits are large: no second copy
+    ]
+    return torch.stack(losses).double().cpu()
 
 
 def kl_divergence(
@@ -511,7 +515,7 @@ def kl_divergence(
 ) -> Float[Tensor, "rows length"]:
     """KL(clean ‖ other) of each token's prediction, in nats and float64, from logits."""
     shape, words = clean.shape[:2], clean.shape[2]
-    rows = max(1, CHUNK // words)
+    rows = max(2, CHUNK // words)  # threads would share the sum of a single row
     pairs = zip(clean.flatten(0, 1).split(rows), other.flatten(0, 1).split(rows), strict=True)
     parts = []
     for before, after in pairs:

@@ -572,7 +572,7 @@ class Rooms:
         def room(meta: Tensor) -> Tensor:
             key = (meta.shape, meta.stride(), meta.dtype)
             left = self._left.get(key)
-            found = left.pop() if left else torch.empty_strided(*key[:2], dtype=meta.dtype)
+            found = left.pop() if left else new_room(meta)
             if meta.numel() * meta.itemsize >= POOLED:
                 taken.setdefault(key, []).append(found)
             return found
@@ -581,21 +581,28 @@ class Rooms:
         self._left = taken or self._left
 
 
-def rounded_in_pieces(values: Tensor, rounding: Rounding, axis: int, room: Room) -> Tensor:
+def new_room(meta: Tensor) -> Tensor:
+    """New memory."""
+    return torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype)
+
+
+def rounded_in_pieces(
+    values: Tensor, rounding: Rounding, axis: int = -1, room: Room = new_room
+) -> Tensor:
     """The numbers that `rounding` gives, piece by piece, in the layout that it gives them.
 
     Args:
-        values: weights; rows along the first axis are rounded by themselves.
+        values: weights or activations; rows along the first axis are rounded by themselves.
         rounding: the grid.
         axis: the axis that a product sums over.
-        room: gives memory for the result.
+        room: gives memory for the result; by default new memory.
     """
-    if values.numel() <= PIECE or values.device.type != "cpu":
+    if values.numel() <= PIECE or values.device.type != "cpu" or values.requires_grad:
         return rounding(values, axis)
     found = room(rounding(torch.empty_like(values, device="meta"), axis))
     source, target = values, found
-    if values.ndim == 3 and axis == -1 and values.is_contiguous():
-        source, target = values.flatten(0, 1), found.view(-1, found.shape[-1])
+    if values.ndim > 2 and axis == -1 and values.is_contiguous():
+        source, target = values.flatten(0, -2), found.view(-1, found.shape[-1])
     rows = max(1, PIECE * len(source) // source.numel())
     for part, into in zip(source.split(rows), target.split(rows), strict=True):
         into.copy_(rounding(part, axis))
@@ -661,7 +668,7 @@ class _Products(TorchFunctionMode):
 
     def _rounded(self, value: Any, rounding: Any) -> Any:
         floats = isinstance(value, Tensor) and value.is_floating_point()
-        return rounding(value) if floats and rounding is not None else value
+        return rounded_in_pieces(value, rounding) if floats and rounding is not None else value
 
     def _result(self, value: Any) -> Any:
         """Round, except single columns, such as the variance in a norm, and float32 logits."""
