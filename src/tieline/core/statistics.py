@@ -1,6 +1,7 @@
 """Estimates with their errors: intervals, clusters of correlated tokens, power laws, KL, losses.
 
     Estimate, mean_estimate    a number with its standard error, or the reason why there is none
+    mean_interval              interval of the mean of a few values, by Student's t
     share_estimate             share of hits with its standard error
     empirical_cdf              F(w) = #{x <= w} / n; "middle" counts half of the samples equal to w
     quantile_bands, quantiles  order statistics with intervals from the binomial law
@@ -26,6 +27,7 @@ and a single cluster has no standard error.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import fmean, stdev
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -114,6 +116,14 @@ def mean_estimate(samples: Float[Tensor, " n"]) -> Estimate:
     values = samples.double()
     error = values.std().item() / math.sqrt(n) if n > 1 else None
     return Estimate(values.mean().item(), error)
+
+
+def mean_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
+    """Interval of a mean by Student's t, for a few values such as paired runs."""
+    n = len(values)
+    require(n >= 2, f"an interval needs two values, got {n}", ShapeError)
+    half = float(special.stdtrit(n - 1, (1 + confidence) / 2)) * stdev(values) / math.sqrt(n)
+    return fmean(values) - half, fmean(values) + half
 
 
 def share_estimate(hits: Bool[Tensor, " n"]) -> Estimate:

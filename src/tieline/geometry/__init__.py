@@ -6,6 +6,7 @@ flips, rounding              how often noise and low precision change the choice
 measures                     all of these for a trace or a summary
 ties, tubes, slice_density   ties of affine routers, and the volume near them
 diffusion, exit_time         when a random walk of the input changes the choice
+structured                   the same with a drift, any covariance, and an adversary
 occupation, walk             time near ties; the output of a layer across a tie
 """
 
@@ -15,6 +16,7 @@ from tieline.geometry.exit_time import *  # noqa: F403
 from tieline.geometry.gaussian import *  # noqa: F403
 from tieline.geometry.occupation import *  # noqa: F403
 from tieline.geometry.slice_density import *  # noqa: F403
+from tieline.geometry.structured import *  # noqa: F403
 from tieline.geometry.ties import *  # noqa: F403
 from tieline.geometry.tubes import *  # noqa: F403
 from tieline.geometry.walk import *  # noqa: F403

@@ -165,11 +165,18 @@ def top_k_cell(
 
 
 def exit_curve(
-    cell: TopKCell, horizon: Real, steps: int = 16, paths: int = 100_000, seed: int = 0
+    cell: TopKCell,
+    horizon: Real,
+    steps: int = 16,
+    paths: int = 100_000,
+    seed: int = 0,
+    *,
+    drift: Float[Tensor, " faces"] | None = None,
 ) -> ExitCurve:
     """P(exit by t) at t = horizon/steps, ..., horizon, as 1 - mean of Π (1 - exp(-2 y y'/Δt)).
 
-    Averages probabilities instead of zeros and ones: the same expectation with less noise.
+    Averages probabilities instead of zeros and ones: the same expectation with less noise. A drift
+    changes the law of the steps, not that of the bridges between them.
 
     Args:
         cell: from `top_k_cell`.
@@ -177,14 +184,23 @@ def exit_curve(
         steps: number of steps.
         paths: number of paths.
         seed: of the generator.
+        drift: speed away from each face, μ_ij/‖σᵀ(w_i - w_j)‖; none by default.
     """
     check_run(horizon, steps, paths)
-    near = cell.distances <= OUT_OF_REACH * math.sqrt(horizon)
+    speed = torch.zeros_like(cell.distances) if drift is None else drift.double()
+    require(
+        speed.shape == cell.distances.shape,
+        f"{len(speed)} drifts, {len(cell.distances)} faces",
+        ShapeError,
+    )
+    nearest = cell.distances + horizon * speed.clamp(max=0)
+    near = nearest <= OUT_OF_REACH * math.sqrt(horizon)
     start, directions = cell.distances[near], _thin(cell.normals[near])
+    moves = speed[near] * (horizon / steps)
     generator = torch.Generator().manual_seed(seed)
     total, square, outside = (torch.zeros(steps, dtype=torch.float64) for _ in range(3))
     for batch in batches(paths):
-        walk = _survival(start, directions, batch, horizon / steps, steps, generator)
+        walk = _survival(start, directions, moves, batch, horizon / steps, steps, generator)
         for m, (stay, inside) in enumerate(walk):
             total[m] += stay.sum()
             square[m] += stay.square().sum()
@@ -259,7 +275,13 @@ def _thin(normals: Float[Tensor, "faces q"]) -> Float[Tensor, "faces thin"]:
 
 
 def _survival(
-    start: Tensor, directions: Tensor, paths: int, dt: Real, steps: int, generator: torch.Generator
+    start: Tensor,
+    directions: Tensor,
+    moves: Tensor,
+    paths: int,
+    dt: Real,
+    steps: int,
+    generator: torch.Generator,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield after each step the survival probability of each path and whether it is inside."""
     faces, dim = directions.shape
@@ -267,9 +289,9 @@ def _survival(
     stay = torch.ones(paths, dtype=torch.float64)
     inside = torch.ones(paths, dtype=torch.bool)
     noise, moved, hit = torch.empty(dim, paths, dtype=torch.float64), torch.empty_like(y), y.clone()
-    directions = directions * math.sqrt(dt)
+    directions, moves = directions * math.sqrt(dt), moves[:, None]
     for _ in range(steps):
-        torch.addmm(y, directions, noise.normal_(generator=generator), out=moved)
+        torch.addmm(y + moves, directions, noise.normal_(generator=generator), out=moved)
         torch.mul(y, moved, out=hit).mul_(-2 / dt).exp_().clamp_(max=1)
         stay = stay * hit.neg_().add_(1).prod(dim=0)
         inside = inside & (moved > 0).all(dim=0)

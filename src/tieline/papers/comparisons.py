@@ -22,16 +22,14 @@ A run is above chance if its balanced accuracy exceeds 1/classes by three of its
 errors; `DomainTable.at_chance` lists the others.
 """
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from scipy.stats import t as student
-
 from tieline.core.errors import TielineError, require
+from tieline.core.statistics import mean_interval
 from tieline.training.checkpoint import read_json
 from tieline.training.config import GATE_NAMES
 from tieline.training.recipes import DOMAIN_GATES, DOMAINS, pacs_small, recipe_config
@@ -184,7 +182,7 @@ def _gate_row(gate: str, scores: Sequence[GateScore], reference: Mapping[int, fl
     perplexities = [score.perplexity for score in runs]
     pairs = [s for s in runs if s.seed in reference and gate != GATE_REFERENCE]
     changes = [100 * (score.perplexity / reference[score.seed] - 1) for score in pairs]
-    low, high = _interval(changes)
+    low, high = mean_interval(changes) if len(changes) > 1 else (None, None)
     attacks = [
         100 * (s.attacked / s.word_perplexity - 1) for s in runs if s.attacked and s.word_perplexity
     ]
@@ -199,15 +197,6 @@ def _gate_row(gate: str, scores: Sequence[GateScore], reference: Mapping[int, fl
         experts=fmean(score.experts for score in runs),
         attack=fmean(attacks) if attacks else None,
     )
-
-
-def _interval(values: Sequence[float]) -> tuple[float | None, float | None]:
-    """Return the 95 % interval of a mean by Student's t; None for fewer than two values."""
-    if len(values) < 2:
-        return None, None
-    half = student.ppf(0.975, len(values) - 1) * stdev(values) / math.sqrt(len(values))
-    mean = fmean(values)
-    return mean - float(half), mean + float(half)
 
 
 DOMAIN_REFERENCE = "cosine"

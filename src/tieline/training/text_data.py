@@ -1,6 +1,6 @@
 """Text as streams of token ids, for training and for scores.
 
-    demo       bytes of the text in the box: no download
+    demo       bytes of the text in the box: no download; attacked if a rate is given
     enwik8     bytes, 256 tokens; 90 / 5 / 5 million bytes (the usual split)
     text8      a to z and space, 27 tokens, made from enwik8
     wikitext   byte-level BPE of the WikiText-103 splits that are here
@@ -28,7 +28,7 @@ import gzip
 import io
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -284,12 +284,29 @@ def _enwik8() -> TextStreams:
     return TextStreams(*_split(ids, 90_000_000, 5_000_000), byte_tokenizer(), about)
 
 
-def _demo() -> TextStreams:
-    raw = demo_text().encode()
-    ids = torch.tensor(list(raw), dtype=torch.uint8)
+def _demo(rate: float = 0.0, seed: int = 0) -> TextStreams:
+    """The text in the box, with attacked forms of the held-out splits if a rate is given."""
+    ids = _bytes(demo_text())
     held = ids.numel() // 10
     about = f"the text in the box, {ids.numel():,} bytes; 80 / 10 / 10 %"
-    return TextStreams(*_split(ids, ids.numel() - 2 * held, held), byte_tokenizer(), about)
+    splits = _split(ids, ids.numel() - 2 * held, held)
+    plain = TextStreams(*splits, byte_tokenizer(), about)
+    if not rate:
+        return plain
+    texts = {
+        name: bytes(split.tolist()).decode(errors="ignore")
+        for name, split in zip(("validation", "test"), splits[1:], strict=True)
+    }
+    changed = {f"{name}_attacked": attacked(text, rate, seed) for name, text in texts.items()}
+    return replace(
+        plain,
+        words={name: len(text.split()) for name, text in (texts | changed).items()},
+        attacked={name: _bytes(text) for name, text in changed.items()},
+    )
+
+
+def _bytes(text: str) -> Stream:
+    return torch.tensor(list(text.encode()), dtype=torch.uint8)
 
 
 def _text8() -> TextStreams:

@@ -16,7 +16,9 @@ from tieline.training.tasks import TASKS
 DOCS = Path(__file__).parents[3] / "docs"
 CASES = ("reproduced at small scale", "not at this scale", "needs accelerators")
 TEXTS = {
-    name: " ".join((claim.statement, claim.tested, claim.condition, claim.untestable))
+    name: " ".join(
+        (claim.statement, claim.tested, claim.condition, claim.untestable, claim.undecided)
+    )
     for name, claim in all_claims().items()
 }
 COMMANDS = sorted({c for text in TEXTS.values() for c in re.findall(r"`(tieline [^`]+)`", text)})
@@ -92,9 +94,10 @@ def test_the_papers_forms_say_what_they_would_do(
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_experiment_says_which_case_it_is(name):
     claim = all_claims()[name]
-    if claim.expected is Verdict.UNTESTABLE:
-        assert claim.untestable.startswith(CASES[1:]), claim.untestable
-        assert "`tieline " in claim.untestable
+    if claim.expected in (Verdict.UNTESTABLE, Verdict.UNDECIDED):
+        reason = claim.untestable or claim.undecided
+        assert reason.startswith(CASES[1:]), reason
+        assert "`tieline " in reason
     else:
         assert claim.tested.lower().startswith(CASES[0])
         assert "`tieline train" in claim.tested or name == "p1-fig6-7"

@@ -5,6 +5,7 @@ import torch
 
 from tests.papers.registry.test_claims_can_fail import (
     assert_planted_value_matters,
+    by_cost,
     scaled,
     with_argument,
 )
@@ -54,8 +55,22 @@ PLANTED = {
     ),
     # A without its correction
     "p5-contact": (
-        "symmetries.remainder",
+        "contact.remainder",
         lambda real: lambda masses, b, a, size: real(masses, b, 0 * a, size),
+    ),
+    # a coefficient lost from the fourth-order term
+    "p5-corrected-bound": (
+        "contact.fourth_term",
+        lambda real: lambda p, r: real(p, r) + 0.05 * (p * r) ** 2,
+    ),
+    # walls whose deviation forgot a factor
+    "p5-structured": (
+        "structured.whitened",
+        lambda real: lambda weight, law: 3 * real(weight, law),
+    ),
+    "p5-real-noise": (
+        "structured.perturbation_law",
+        lambda real: lambda steps: real(3 * steps),
     ),
     "p5-law": ("continuity.laplace_ramp", steeper),
     "p5-frontier": ("continuity.least_moved", scaled(1.2)),
@@ -82,7 +97,7 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize("name", PLANTED)
+@pytest.mark.parametrize("name", by_cost(PLANTED))
 def test_a_planted_value_changes_the_verdict(name, monkeypatch):
     assert_planted_value_matters(name, "beyond", PLANTED, monkeypatch)
 

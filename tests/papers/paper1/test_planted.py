@@ -9,6 +9,7 @@ import torch
 from tests.papers.registry.test_claims_can_fail import (
     assert_planted_value_matters,
     by_cost,
+    decided,
     scaled,
     with_argument,
     with_field,
@@ -118,6 +119,8 @@ PLANTED = {
     "p1-table1": ("tables.gain_in_errors", scaled(0.1)),
     # every seed counted twice
     "p1-table8": ("tables.gain_in_errors", with_argument(2, 2)),
+    "p1-table4": ("tables.lower_perplexity", decided),
+    "p1-table6": ("tables.lower_perplexity", decided),
 }  # fmt: skip
 
 

@@ -5,6 +5,7 @@ import pytest
 from tests.papers.registry.test_claims_can_fail import (
     assert_planted_value_matters,
     by_cost,
+    decided,
     scaled,
 )
 from tieline.estimation import MoEParameters
@@ -40,6 +41,7 @@ def always_two(real):
 
 
 PLANTED = {
+    "p2-table2": ("tables.lower_perplexity", decided),
     "p2-eq2": ("definitions.through_the_layer", scaled(1.001)),
     "p2-eq8": ("definitions.through_the_layer", scaled(1.001)),
     "p2-eq4": ("definitions.numerator", lambda real: lambda t: real((t[0] + 0.01, t[1]))),

@@ -62,6 +62,11 @@ def with_field(**changes):
     return wrong
 
 
+def decided(real):
+    """A check that was called measured although it is open."""
+    return lambda *args, **kwargs: replace(real(*args, **kwargs), open="")
+
+
 COSTLY = 0.5
 """Seconds of a fast test from which its planted error is a slow test."""
 

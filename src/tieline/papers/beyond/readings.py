@@ -35,6 +35,22 @@ READINGS = {
         "sigmoid gates with full score, sparse, two atoms in a cell, any expert",
         "a split of two atoms with contact beyond the stated order",
     ),
+    "p5-corrected-bound": (
+        "sigmoid gates with full score, sparse, one expert too many, tanh; masses bounded away "
+        "from 0; one input here, any number in the proof",
+        "a pair of atoms along which the ratio falls with the radius",
+    ),
+    "p5-structured": (
+        "affine routers, top k, any drift and any covariance; the trained model in the box, its "
+        "first router, with m and Σ of fp8",
+        "a path law outside the bounds, or a shorter step that changes the set",
+    ),
+    "p5-real-noise": (
+        "the trained model in the box, the whole of it in fp8 (e4m3), perturbations of each "
+        "router's input; tokens of the law and of the test apart",
+        "a router whose flips differ from those of N(m, Σ) by more than a tenth and four standard "
+        "errors",
+    ),
     "p5-levels": (
         "affine routers, every position; N grows with d and k fixed",
         "a router with more cells than the bound",

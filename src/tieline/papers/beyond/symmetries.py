@@ -2,20 +2,15 @@
 
 doubling     a softmax mixture times an exponential sum in numerator and denominator
 reflection   σ(s)h = h - σ(-s)h, exactly with two spare experts
-contact      how nearly two sigmoid gates add up to a constant one
 
 Proofs are in docs/estimation.md.
 """
 
 import math
-from typing import cast
 
-import numpy as np
 import torch
-from scipy.optimize import brentq
 from torch import Tensor
 
-from tieline.core.statistics import exponent
 from tieline.estimation import (
     MoEModel,
     MoEParameters,
@@ -135,71 +130,3 @@ def reflection(run: Run) -> Evidence:
                      log="y"),
         note="Experts are found all the same, for h is among the atoms; the gates are not.",
     )  # fmt: skip
-
-
-def slopes_of_sigmoid(p: float) -> tuple[float, float, float, float]:
-    """σ′ to σ⁗ where σ = p."""
-    q = 1 - p
-    return p * q, p * q * (q - p), p * q * (1 - 6 * p * q), p * q * (q - p) * (1 - 12 * p * q)
-
-
-def unequal(p: float, whole: float) -> tuple[np.ndarray, np.ndarray, float]:
-    """B and a of two gates of masses p and S - p without terms of order 1 to 3; the fourth term."""
-    d = np.array([slopes_of_sigmoid(mass) for mass in (p, whole - p)]).T
-    b = np.array([-d[0, 1] / d[0, 0], 1.0])
-    rows = np.stack((d[0], d[1] * b))
-    a = np.linalg.solve(rows, [-(d[1] * b**2).sum() / 2, -(d[2] * b**3).sum() / 6])
-    fourth = d[1] * a**2 / 2 + d[2] * a * b**2 / 2 + d[3] * b**4 / 24
-    return b, a, float(fourth.sum())
-
-
-def remainder(masses: np.ndarray, b: np.ndarray, a: np.ndarray, size: float) -> float:
-    """Largest |Σ σ(c_i + ε b_i t + ε² a_i t²) - Σ σ(c_i)| over |t| <= 1."""
-    t = np.linspace(-1, 1, 401)[:, None]
-    logits = np.log(masses / (1 - masses)) + size * b * t + size**2 * a * t**2
-    return float(np.abs((1 / (1 + np.exp(-logits))).sum(axis=1) - masses.sum()).max())
-
-
-SPECIAL = 1 - 1 / math.sqrt(3)
-"""σ(c*) below which two gates have contact of order 4, and above which of order 5."""
-
-
-@claim(
-    "p5-contact",
-    "how nearly two gates make a constant one",
-    number="contact",
-    statement="Two gates b = ±ε, A = O(ε²) of half the mass p each differ from a constant gate by "
-    "pq(q-p)(6pq-1)/6 (εt)⁴ to leading order, which vanishes at σ(c*) = 2p = 1 - 1/√3; above that "
-    "mass two gates of unequal masses differ by O(ε⁵). So ‖f - f*‖ >= c L of paper 4's Thm 1 needs "
-    "‖Δb‖⁴ in place of ‖Δb‖² below it and ‖Δb‖⁵ above.",
-    tested="Exponents of the largest difference in ε at σ(c*) = 0.3, 1 - 1/√3 and 0.6; the leading "
-    "coefficient against its formula; roots of the fourth term over the masses.",
-)
-def contact(_run: Run) -> Evidence:
-    """Orders of contact on both sides of the special mass."""
-    sizes = [0.4, 0.2, 0.1]
-    found = {}
-    for name, whole in (("below", 0.3), ("special", SPECIAL), ("above", 0.6)):
-        p = whole / 2
-        bend = -(1 - 2 * p) / 2
-        halves, even = np.array([p, p]), np.array([bend, bend])
-        found[name] = [remainder(halves, np.array([1.0, -1.0]), even, s) for s in sizes]
-    p = 0.15
-    leading = abs(2 * p * (1 - p) * (1 - 2 * p) * (6 * p * (1 - p) - 1) / 12)
-    root = cast("float", brentq(lambda mass: unequal(mass, 0.6)[2], 0.1, 0.25))
-    b, a, _ = unequal(root, 0.6)
-    uneven = [remainder(np.array([root, 0.6 - root]), b, a, s / abs(b[0])) for s in sizes]
-    signs = [unequal(mass, 0.3)[2] for mass in np.linspace(0.01, 0.149, 60)]
-    small = remainder(np.array([p, p]), np.array([1.0, -1.0]), np.array([-0.35, -0.35]), 0.05)
-    return Evidence(
-        [
-            near("order, σ(c*) = 0.3, equal", exponent(sizes, found["below"]), 4, 0.15),
-            near("order, σ(c*) = 1 - 1/√3, equal", exponent(sizes, found["special"]), 6, 0.15),
-            near("order, σ(c*) = 0.6, unequal", exponent(sizes, uneven), 5, 0.3),
-            near("leading coefficient over its formula", small / 0.05**4 / leading, 1, 0.05),
-            at_most("σ(c*) = 0.3: largest fourth term, unequal", max(signs), 0),
-        ],
-        paper="order 2",
-        corrected="order 4 below 1 - 1/√3, 5 above",
-        measured=f"unequal masses {root:.4f} and {0.6 - root:.4f} at σ(c*) = 0.6",
-    )

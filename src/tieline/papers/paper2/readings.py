@@ -2,6 +2,11 @@
 
 NO_START = "the start radius of the paper's runs, or a loss that does not depend on it"
 
+DIRECTION = (
+    "direction alone, of small models in paired runs; arithmetic of the printed table beside it"
+)
+DIRECTION_TOLD = "an interval of paired runs on one side of zero; runs at the paper's size"
+
 READINGS = {
     "p2-eq2": ("the model as written, d = 4, 3 ReLU experts", "a value that differs"),
     "p2-eq8": ("the model as written, d = 4, 3 ReLU experts", "a value that differs"),
@@ -86,7 +91,7 @@ READINGS = {
     ),
     "p2-fig2a": ("misspecified, raw loss against Ḡ, from two start radii; ReLU", NO_START),
     "p2-fig2b": ("linear router exact, perturbed misspecified, raw losses; squares", NO_START),
-    "p2-table2": ("arithmetic of the printed table", "runs at the paper's size"),
+    "p2-table2": (DIRECTION, DIRECTION_TOLD),
     "p2-table3": ("arithmetic of the printed table", "runs at the paper's size"),
     "p2-table4": ("arithmetic of the printed table", "runs at the paper's size"),
     "p2-table5": ("arithmetic of the printed table", "runs at the paper's size"),

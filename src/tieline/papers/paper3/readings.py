@@ -111,7 +111,10 @@ READINGS = {
     "p3-def5.8": ("the definition; affine experts", "a weight other than one"),
     "p3-prop5.9": ("an affine shared expert, two routers", "a carrier that depends on the router"),
     "p3-rem5.10": (
-        "a layer with and without a shared expert, the router as it is; not a training run",
-        "a training run whose router moves because of the shared expert",
+        "a given router with and without a shared expert; mixtures of 8 experts, top 2, trained on "
+        "centred inputs and a target whose mean is ten times its residual, as the paper's section "
+        "has it, paired starts",
+        "trained routers that use no more coalitions with a carrier, or as many more with one that "
+        "starts at zero",
     ),
 }

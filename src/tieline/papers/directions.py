@@ -1,0 +1,84 @@
+"""In which direction gates differ in language modelling, from small runs of the ledger's own.
+
+    change     100 (PPL_gate / PPL_reference - 1) at the same seed: mean and 95 % interval by
+               Student's t, on the test split or on its attacked form
+
+The tables of papers 1 and 2 are of models a hundred times larger, trained a thousand times longer;
+what is judged here is the direction of a difference, at the size of `demo-small`: 320 steps of
+512 bytes of the text in the box. Runs of one seed begin with the same weights and see the same
+data. The fast mode trains nothing, and its checks are open.
+"""
+
+import math
+import tempfile
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import fmean
+
+from tieline.core.errors import require
+from tieline.core.statistics import mean_interval
+from tieline.papers.claim import Check, Part, Real, Run, estimated, unmeasured
+
+__all__ = ["PAIRS", "TOGETHER", "changes", "lower_perplexity"]
+
+PAIRS = 6
+"""Seeds of which every gate is trained with each."""
+TOGETHER = "directions"
+"""Name of the group of claims that share the trained models."""
+ATTACK = 0.025
+"""Share of the words that the attack replaces (paper 1, appendix C.1)."""
+WINDOWS = 512
+"""Windows of 32 bytes that are scored: the whole of a split."""
+NOT_TRAINED = "the fast mode trains nothing"
+
+
+@lru_cache(maxsize=64)
+def _perplexities(gate: str, seed: int) -> tuple[float, float]:
+    """Perplexity per byte of the test split, and perplexity per word of its attacked form."""
+    for package in ("transformers", "accelerate"):
+        require(find_spec(package) is not None, f"needs {package}: pip install 'tieline[train]'")
+    from tieline.training.engine import run
+    from tieline.training.recipes import recipe_config
+
+    config = recipe_config(f"demo-small-{gate}", seed)
+    config = config.replace(data__options={"rate": ATTACK}, evaluate_items=WINDOWS)
+    with tempfile.TemporaryDirectory() as folder:
+        scores = run(config, Path(folder) / "run").scores
+    return scores["test"]["perplexity"], scores["test_attacked"]["word_perplexity"]
+
+
+def changes(run: Run, gate: str, reference: str, *, attacked: bool = False) -> list[float]:
+    """Change of the perplexity against the reference at each seed, in percent."""
+    found = []
+    for seed in range(PAIRS * run.seed, PAIRS * (run.seed + 1)):
+        one, other = (_perplexities(name, seed)[attacked] for name in (gate, reference))
+        found.append(100 * math.expm1(math.log(one / other)))
+    return found
+
+
+def lower_perplexity(
+    run: Run,
+    gate: str,
+    reference: str,
+    printed: Real,
+    *,
+    attacked: bool = False,
+    part: Part = "paper",
+) -> Check:
+    """Check that a gate has a lower perplexity than another.
+
+    Args:
+        run: mode and seed.
+        gate: a variant of `training.config.VARIANTS`.
+        reference: another one.
+        printed: the paper's change in percent.
+        attacked: judge the attacked split.
+        part: the part of the verdict.
+    """
+    split = "attacked text" if attacked else "test"
+    name = f"{gate} against {reference}, {split}: change of the perplexity in percent"
+    if run.fast:
+        return unmeasured(name, printed, NOT_TRAINED, part)
+    found = changes(run, gate, reference, attacked=attacked)
+    return estimated(name, fmean(found), mean_interval(found), most=0, part=part)
