@@ -1,13 +1,74 @@
 """Work that tests give to ranks."""
 
+import json
+
 import torch
 
+from tieline.analysis.diff import diff
+from tieline.analysis.engine_runs import capture_engine
 from tieline.analysis.inspect import inspect
+from tieline.analysis.precision import audit
+from tieline.analysis.smooth import smooth
 
 
 def inspected(parallel, tokens=1536):
     """Metrics, jumps, and experts and scores of every layer, of three batches of the demo model."""
     torch.set_num_threads(1)
     found = inspect(tokens=tokens, batch_size=1, parallel=parallel, noise=False)
-    layers = [(layer.experts, layer.scores) for layer in found.trace.layers]
-    return found.metrics, found.jumps, layers
+    return found.metrics, found.jumps, layers_of(found.trace)
+
+
+def layers_of(trace):
+    return [(layer.experts, layer.scores) for layer in trace.layers]
+
+
+def captured(parallel, count):
+    """Documents and layers of a capture of the demo model, `count` batches of eight documents."""
+    torch.set_num_threads(1)
+    found = capture_engine(tokens=count * 8 * 64, sequence_length=64, parallel=parallel)
+    assert found.trace is not None
+    return found.trace.documents, layers_of(found.trace), found.metrics
+
+
+def compared(parallel, count, dtype="bf16", **options):
+    """What a comparison of the demo model with itself in another precision says."""
+    torch.set_num_threads(1)
+    options |= {"tokens": count * 128, "sequence_length": 128, "batch_size": 1}
+    found = diff("demo", "demo", dtype_b=dtype, parallel=parallel, **options)
+    return without_clock(found.to_dict())
+
+
+def audited(parallel, count):
+    """What an audit of the demo model says, of formats and remedies of both parts."""
+    torch.set_num_threads(1)
+    found = audit(
+        tokens=count * 128,
+        sequence_length=128,
+        batch_size=1,
+        formats=["bf16", "int8"],
+        flips=100,
+        parallel=parallel,
+    )
+    return without_clock(found.to_dict())
+
+
+def repaired(parallel, count, folder=None):
+    """What smoothing of the demo model repairs; saved by the first rank where a folder is named."""
+    torch.set_num_threads(1)
+    sizes = {"tokens": count * 128, "calibration": 128, "batch_size": 1, "rounds": 2}
+    found = smooth(**sizes, parallel=parallel)
+    if folder is not None and (parallel is None or torch.distributed.get_rank() == 0):
+        found.save(folder)
+    return without_clock(found.to_dict())
+
+
+CLOCK = {"timings", "latency", "time", "provenance"}
+
+
+def without_clock(plain):
+    """JSON values without times, and without what the record says about processes."""
+    if isinstance(plain, dict):
+        return {key: without_clock(value) for key, value in plain.items() if key not in CLOCK}
+    if isinstance(plain, list | tuple):
+        return [without_clock(value) for value in plain]
+    return json.loads(json.dumps(plain))

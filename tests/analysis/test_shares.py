@@ -4,10 +4,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.analysis.on_ranks import inspected
+from tests.analysis.on_ranks import audited, captured, compared, inspected, repaired
 from tests.training.parallel.ranks import Ranks
 from tieline.analysis import shares
+from tieline.analysis.diff import diff
+from tieline.analysis.engine_runs import capture_engine
+from tieline.analysis.precision import audit
 from tieline.analysis.shares import Share
+from tieline.analysis.smooth import smooth
 from tieline.core.errors import ParameterError
 from tieline.core.statistics import SequenceSums
 
@@ -101,3 +105,127 @@ def test_processes_find_what_one_finds(alone, way, count):
             else:
                 assert torch.equal(experts, other)
                 assert torch.equal(scores, others)
+
+
+def on_ranks(count, task, *args):
+    ranks = Ranks(count)
+    try:
+        return ranks.run(task, *args)
+    finally:
+        ranks.close()
+
+
+def numbers(plain, path=""):
+    """Every leaf of JSON values, by its path."""
+    if isinstance(plain, dict):
+        return {k: v for key, x in plain.items() for k, v in numbers(x, f"{path}.{key}").items()}
+    if isinstance(plain, list):
+        return {k: v for n, x in enumerate(plain) for k, v in numbers(x, f"{path}[{n}]").items()}
+    return {path: plain}
+
+
+def slow(*each):
+    return pytest.param(*each, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("way", "count"),
+    [("data", 2), slow("data", 4), slow("tp", 2), slow("ep", 2), slow("pp", 2), slow("fsdp", 2)],
+)
+def test_a_capture_of_processes_is_that_of_one(way, count):
+    documents, layers, metrics = captured(None, 5)
+    for own in on_ranks(count, captured, way, 5):
+        assert torch.equal(own[0], documents)
+        assert own[2] == metrics
+        for (experts, scores), (other, others) in zip(own[1], layers, strict=True):
+            if way == "tp":
+                assert (scores[:, :2] - others[:, :2]).abs().max() < 1e-4
+            else:
+                assert torch.equal(experts, other)
+                assert torch.equal(scores, others)
+
+
+@pytest.mark.parametrize(
+    ("way", "count"),
+    [("data", 2), slow("data", 4), slow("ep", 2), slow("ep", 4), slow("pp", 2), slow("fsdp", 2)],
+)
+def test_a_comparison_of_processes_is_that_of_one(way, count):
+    """Exactly; where low precision is not emulated, no reference run says what to expect."""
+    alone = compared(None, 5)
+    for found in on_ranks(count, compared, way, 5):
+        if way in ("data", "ep"):
+            assert found == alone
+        assert found["logits"] == alone["logits"]
+        assert found["metrics"]["flip"] == alone["metrics"]["flip"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["data", "ep"])
+def test_emulated_formats_and_replay_too(way):
+    options = {"dtype": "int8-emulated", "replay": True}
+    alone = compared(None, 3, **options)
+    for found in on_ranks(2, _compared_so, way, options):
+        ours, others = numbers(found), numbers(alone)
+        assert ours.keys() == others.keys()
+        if way == "data":
+            assert ours == others
+        assert found["replay"]["live"]["kl"] == pytest.approx(alone["replay"]["live"]["kl"], 1e-3)
+
+
+def _compared_so(way, options):
+    return compared(way, 3, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 3])
+def test_an_audit_of_processes_is_that_of_one(count):
+    """Every number bit for bit: flips, predictions, damage, KL, remedies, noise of one percent."""
+    alone = audited(None, 3)
+    for found in on_ranks(count, audited, "data", 3):
+        assert numbers(found) == numbers(alone)
+
+
+@pytest.mark.slow
+def test_smoothing_on_processes_is_that_of_one_and_saved_by_one(tmp_path):
+    alone = repaired(None, 3)
+    for found in on_ranks(2, repaired, "data", 3, tmp_path / "model"):
+        assert numbers(found) == numbers(alone)
+    assert (tmp_path / "model" / "model.safetensors").is_file()
+
+
+REFUSED = [
+    (audit, {"parallel": "tp"}, "an audit emulates low precision, and matrices are cut inside"),
+    (audit, {"parallel": "fsdp"}, "and weights are gathered from a store that is not rounded"),
+    (audit, {"parallel": "pp"}, "every process has some of the layers alone: take data or ep"),
+    (audit, {"parallel": "xx"}, "must be one of data, tp, ep, pp, fsdp, got 'xx'"),
+    (audit, {"parallel": "data", "budget_minutes": 1}, "budget_minutes goes by the clock of one"),
+    (smooth, {"parallel": "ep"}, "a whole model with a whole copy of it"),
+    (capture_engine, {"parallel": "data", "engine": "vllm"}, "vllm runs by itself"),
+]
+
+
+@pytest.mark.parametrize(("work", "options", "words"), REFUSED)
+def test_what_cannot_be_shared_is_refused_before_anything_is_loaded(as_rank, work, options, words):
+    as_rank(0, 2)
+    with pytest.raises(ParameterError, match=words):
+        work("no/such-model", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"parallel": "tp", "dtype_b": "int8-emulated"}, "the dtype 'int8-emulated' of B emulates"),
+        ({"parallel": "pp", "replay": True}, "replay needs all layers in every process"),
+        ({"parallel": "fsdp", "batch_b": 2}, "run equally many passes: take data"),
+    ],
+)
+def test_comparisons_that_cannot_be_shared_are_refused(as_rank, options, words):
+    as_rank(0, 2)
+    with pytest.raises(ParameterError, match=words):
+        diff("no/such-model", "no/other-model", **options)
+
+
+def test_an_engine_is_compared_with_in_one_process(as_rank):
+    as_rank(0, 2)
+    with pytest.raises(ParameterError, match="an engine runs by itself"):
+        diff("no/such-model", "vllm:no/other-model", parallel="data")

@@ -90,11 +90,45 @@ def test_a_page_of_two_processes_is_that_of_one(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_killed_process_ends_the_other_with_one_message(tmp_path):
-    page, log = tmp_path / "page.html", tmp_path / "log"
+@pytest.mark.parametrize(
+    ("words", "way", "words_of_refusal"),
+    [
+        (["audit"], "tp", "--parallel 'tp': an audit emulates low precision, and matrices are cut"),
+        (["audit", "--budget-minutes", 1], "data", "--budget-minutes goes by the clock of one"),
+        (["smooth"], "ep", "--parallel 'ep': smoothing compares a whole model with a whole copy"),
+        (["diff", "demo", "demo", "--dtype-b", "int8-emulated"], "fsdp", "of B emulates low"),
+        (["capture", "--engine", "vllm"], "data", "vllm runs by itself"),
+    ],
+)
+def test_commands_refuse_what_processes_cannot_share_once(tmp_path, words, way, words_of_refusal):
+    page = tmp_path / "page.json"
+    made = ["-o", tmp_path / "made"] if words[0] in ("capture", "smooth") else []
+    code, told = torchrun(2, *words, *made, "--parallel", way, "--json", page)
+    assert code == 1
+    assert len(said(told)) == 1, told
+    assert words_of_refusal in said(told)[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "stage"),
+    [
+        (["inspect"], "forward"),
+        (["capture", "-o"], "forward"),
+        (["diff", "demo", "demo", "--dtype-b", "bf16"], "forward"),
+        (["audit"], "audit"),
+        (["smooth", "-o"], "repair"),
+    ],
+)
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_killed_process_ends_the_other_with_one_message(tmp_path, words, stage, lost):
+    log = tmp_path / "log"
     program = Path(sys.executable).with_name("torchrun")
-    options = ["--tokens", "60000", "--batch-size", "1", "--html", str(page)]
-    command = [str(program), "--nproc-per-node", "2", "-m", "tieline", "inspect", *options]
+    options = [*words[1:], *([str(tmp_path / "made")] if "-o" in words else [])]
+    options += ["--tokens", "60000", "--html", str(tmp_path / "page.html")]
+    options += [] if words[0] == "capture" else ["--batch-size", "1"]
+    command = [str(program), "--nproc-per-node", "2", "-m", "tieline", words[0], *options]
     with log.open("w") as told:
         started = subprocess.Popen(
             command,
@@ -105,17 +139,17 @@ def test_a_killed_process_ends_the_other_with_one_message(tmp_path):
         )
         try:
             until = time.monotonic() + 300
-            while "forward" not in log.read_text() and time.monotonic() < until:
+            while stage not in log.read_text() and time.monotonic() < until:
                 time.sleep(0.2)
             children = Path(f"/proc/{started.pid}/task/{started.pid}/children").read_text().split()
-            os.kill(int(children[1]), signal.SIGKILL)
+            os.kill(int(children[lost]), signal.SIGKILL)
             assert started.wait(120) == 1
         finally:
             if started.poll() is None:
                 os.killpg(started.pid, signal.SIGKILL)
                 started.wait()
-    words = said(log.read_text())
-    assert len(words) == 1, log.read_text()
-    assert "died" in words[0]
-    assert "nothing was written" in words[0]
-    assert not page.exists()
+    last = said(log.read_text())
+    assert len(last) == 1, log.read_text()
+    assert "died" in last[0]
+    assert "nothing was written" in last[0]
+    assert list(tmp_path.iterdir()) == [log]

@@ -32,6 +32,7 @@ from tieline.analysis.diff_records import LogitsDiff, RoutingDiff
 from tieline.analysis.inspection import Finding
 from tieline.analysis.noise_size import Expected, expected_format, read_format, recorded_format
 from tieline.analysis.replay_split import ReplaySplit, replay_split
+from tieline.analysis.shares import Share
 from tieline.analysis.sources import (
     ModelSource,
     Text,
@@ -51,6 +52,7 @@ from tieline.hf.capture import capture
 from tieline.hf.emulate import FORMATS, Parts, emulate
 from tieline.hf.loading import LoadedModel, use_experts
 from tieline.hf.running import batches, forward, only_running
+from tieline.hf.spread import UNROUNDED, check_parallel, check_rounding
 from tieline.hf.streaming import ModelStream
 from tieline.trace.record import RoutingTrace, concatenate
 
@@ -90,6 +92,7 @@ def diff(
     engine_python: str | Path | None = None,
     engine_defaults: bool = False,
     dequantise: bool = True,
+    parallel: str | None = None,
     progress: Progress | None = None,
 ) -> RoutingDiff:
     """Compare how two runs route the same tokens, and whether near-ties explain the differences.
@@ -131,15 +134,19 @@ def diff(
         engine_defaults: leave all settings of engines as they have them.
         dequantise: where an engine ran a quantised model beside the original, also run its
             dequantised weights in transformers: what the format costs, and what the engine adds.
+        parallel: how the processes of torchrun share the models: "data", "tp", "ep", "pp" or "fsdp"
+            (`hf.spread`); all must call, and all get the result.
         progress: called with stage, done and total while the work goes on.
     """
     load = {"device": device, "trust_remote_code": trust_remote_code, "stream": stream}
+    load |= {"parallel": parallel}
     sides = (
         NamedSide("A", a, dtype_a, experts_impl_a, revision_a, load),
         NamedSide("B", b, dtype_b, experts_impl_b, revision_b, load),
     )
     kinds = [side.checked_kind() for side in sides]
     models = [kind == "model" for kind in kinds]
+    _check_parallel(parallel, kinds, sides, replay, batch_b)
     if expect is not None:
         read_format(expect)
     if "engine" in kinds:
@@ -163,15 +170,42 @@ def diff(
     require(all(models) or not replay, "replay is for two models: a trace cannot be run")
     require(all(models) or batch_b is None, "batch_b is for two models: a trace has no batches")
     if all(models):
-        run = Running(batch_size, expect, progress, batch_b)
+        run = Running(batch_size, expect, progress, batch_b, parallel)
         found = _two_models(sides, text, tokens, sequence_length, run, replay)
     elif any(models):
-        run = Running(batch_size, expect, progress)
+        run = Running(batch_size, expect, progress, parallel=parallel)
         found = _beside(sides, models.index(True), n_experts, k, partial, run)
     else:
         first, second = (side.trace(n_experts, k) for side in sides)
         found = _diff_traces(first, second, partial, expect)
+    found = replace(found, provenance=found.provenance | Share(parallel, ()).facts())
     return _with_names(found, sides)
+
+
+def _check_parallel(
+    parallel: str | None,
+    kinds: Sequence[str],
+    sides: "Sequence[NamedSide]",
+    replay: bool,
+    batch_b: int | None,
+) -> None:
+    """Refuse what processes cannot share: engines, saved runs, and rounding of what is cut."""
+    if parallel is None:
+        return
+    check_parallel(parallel)
+    require("engine" not in kinds, "an engine runs by itself: compare with it in one process")
+    require("model" in kinds, "two saved runs are compared in one process")
+    for side in sides:
+        if read_dtype(side.dtype)[1] is not None:
+            check_rounding(parallel, f"the dtype {side.dtype!r} of {side.side}")
+    require(
+        not replay or parallel in ("data", "tp", "ep"),
+        f"replay needs all layers in every process: take data, tp or ep, not {parallel!r}",
+    )
+    require(
+        batch_b is None or parallel != "fsdp",
+        "batch_b: processes that gather weights by 'fsdp' run equally many passes: take data",
+    )
 
 
 def _with_names(found: RoutingDiff, sides: "tuple[NamedSide, NamedSide]") -> RoutingDiff:
@@ -203,6 +237,7 @@ class Running(NamedTuple):
     expect: str | None = None
     progress: Progress | None = None
     batch_b: int | None = None
+    parallel: str | None = None
 
 
 class NamedSide(NamedTuple):
@@ -294,7 +329,8 @@ def _two_models(
     found = replace(found, provenance=found.provenance | facts)
     if not replay:
         return found
-    return with_split(found, replay_split(ready[0], ready[1], batches(cut[0], run.batch_size)))
+    share = Share.of(run.parallel, list(batches(cut[0], run.batch_size)))
+    return with_split(found, replay_split(ready[0], ready[1], share.batches, share=share))
 
 
 def _diff_streams(
@@ -359,10 +395,13 @@ def _beside(
         documents=documents,
         batch_size=run.batch_size,
         progress=run.progress,
+        parallel=run.parallel,
     )
     traces = (own, trace) if place == 0 else (trace, own)
     expected = expected_format(run.expect, traces[0].provenance, traces[1].provenance)
-    reference = reference_run((side,), (own,), sequences, expected, run.batch_size)
+    reference = None
+    if run.parallel not in UNROUNDED:
+        reference = reference_run((side,), (own,), sequences, expected, run.batch_size)
     if reference is not None:
         reference = replace(
             reference, documents=torch.tensor(documents)[reference.documents.long()]
@@ -503,6 +542,7 @@ def diff_models(
     expect: str | None = None,
     progress: Progress | None = None,
     batch_b: int | None = None,
+    parallel: str | None = None,
 ) -> RoutingDiff:
     """Compare how two models route and predict the same tokens.
 
@@ -514,14 +554,15 @@ def diff_models(
         expect: number format whose noise is to be expected; by default what both recorded.
         progress: called with stage, done and total.
         batch_b: sequences per forward pass of B, by default as many as of A.
+        parallel: how processes share the models, which were loaded so.
     """
     require(a.model is not b.model, "A and B are one model: compare it with a copy (deepcopy)")
-    started, total = time.perf_counter(), sum(map(len, sequences))
+    started, sizes = time.perf_counter(), (batch_size, batch_b or batch_size)
+    share = Share.of(parallel, list(batches(sequences, max(sizes))))
     distances: list[TokenDistances] | None = []
     parts: tuple[list[RoutingTrace], list[RoutingTrace]] = [], []
     done = 0
-    sizes = batch_size, batch_b or batch_size
-    for ids in batches(sequences, max(sizes)):
+    for ids in share.batches:
         (trace_a, logits_a), (trace_b, logits_b) = (
             run_in_passes(side, ids, size) for side, size in zip((a, b), sizes, strict=True)
         )
@@ -531,10 +572,14 @@ def diff_models(
             distances = _with(distances, logits_a, logits_b, ids)
         done += ids.numel()
         if progress is not None:
-            progress("forward", done, total)
-    traces = [concatenate(part, documents="renumber") for part in parts]
+            progress("forward", done, share.own_tokens)
+    share.keep_pace(a.model, b.model)
+    traces = [share.whole_trace(concatenate(part, documents="renumber")) for part in parts]
+    distances = _all_distances(share, distances)
     expected = expected_format(expect, traces[0].provenance, traces[1].provenance)
-    reference = reference_run((a, b), traces, sequences, expected, batch_size)
+    reference = None
+    if parallel not in UNROUNDED:
+        reference = reference_run((a, b), traces, sequences, expected, batch_size)
     ran = time.perf_counter()
     with one_thread():
         found = compare(*traces, reference=reference)
@@ -549,6 +594,7 @@ def trace_model(
     documents: Sequence[int] | None = None,
     batch_size: int = 8,
     progress: Progress | None = None,
+    parallel: str | None = None,
 ) -> RoutingTrace:
     """Record the routing of one model on these sequences.
 
@@ -558,14 +604,16 @@ def trace_model(
         documents: number of each sequence as a document; 0, 1, ... by default.
         batch_size: sequences per forward pass.
         progress: called with stage, done and total.
+        parallel: how processes share the model, which was loaded so.
     """
-    total, done, parts = sum(map(len, sequences)), 0, []
-    for ids in batches(sequences, batch_size):
+    share, done, parts = Share.of(parallel, list(batches(sequences, batch_size))), 0, []
+    for ids in share.batches:
         parts.append(run_batch(side, ids)[0])
         done += ids.numel()
         if progress is not None:
-            progress("forward", done, total)
-    trace = concatenate(parts, documents="renumber")
+            progress("forward", done, share.own_tokens)
+    share.keep_pace(side.model)
+    trace = share.whole_trace(concatenate(parts, documents="renumber"))
     if documents is None:
         return trace
     return replace(trace, documents=torch.tensor(documents)[trace.documents.long()])
@@ -632,6 +680,14 @@ def _with(
     if not able or a.shape[:2] != ids.shape:
         return None
     return [*distances, token_distances(a, b, ids)]
+
+
+def _all_distances(share: Share, own: list[TokenDistances] | None) -> list[TokenDistances] | None:
+    """The distances of all batches, where every process has those of its own."""
+    if not own:
+        return own
+    columns = TokenDistances(*(torch.cat(column) for column in zip(*own, strict=True)))
+    return [TokenDistances(**share.all_tokens(columns._asdict()))]
 
 
 def logits_of(found: Compared, distances: list[TokenDistances] | None) -> LogitsDiff | None:

@@ -10,7 +10,7 @@ the same. transformers itself is an engine like the others, but runs in this pro
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,6 +21,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from tieline.analysis.diff import Side, sequences_of, trace_model
+from tieline.analysis.shares import Share
 from tieline.analysis.sources import Text, as_text, read_routes
 from tieline.analysis.streamed import streamed_trace
 from tieline.analysis.text import tokenise
@@ -225,6 +226,7 @@ def capture_engine(
     stream: bool | None = None,
     memory: int | None = None,
     keep: bool = True,
+    parallel: str | None = None,
     progress: Progress | None = None,
 ) -> EngineCapture:
     """Run a model in an engine and record what its routers choose.
@@ -247,6 +249,8 @@ def capture_engine(
             where they exceed the free memory.
         memory: bytes of memory that a streamed model may take, by default what is free.
         keep: whether files that are fetched from the hub for a streamed model stay.
+        parallel: how the processes of torchrun share a model in transformers (`hf.spread`); all
+            must call, and all get the result.
         progress: called with stage, done and total.
     """
     given = [x is not None for x in (text, ids, tokens_from)]
@@ -256,11 +260,14 @@ def capture_engine(
         require(not engine_defaults, "--engine-defaults is for other engines than transformers")
     else:
         require(not stream, "--stream is for transformers: other engines load the whole model")
+        alone = f"{engine} runs by itself: capture with it in one process, without torchrun"
+        require(parallel is None, alone)
         find_python(engine_named(engine), engine_python)  # before anything is loaded
     found = _tokens(model, engine, text, ids, tokens_from, tokenizer, tokens, sequence_length)
     if engine == TRANSFORMERS:
-        loaded = load_model(model, dtype=dtype, stream=stream, memory=memory, keep=keep)
-        trace = _in_transformers(loaded, found.sequences, progress)
+        streaming = {"stream": stream, "memory": memory, "keep": keep}
+        loaded = load_model(model, dtype=dtype, parallel=parallel, **streaming)
+        trace = _in_transformers(loaded, found.sequences, progress, parallel)
     else:
         options = RunOptions(
             engine_python,
@@ -304,19 +311,22 @@ def _tokens(
 
 
 def _in_transformers(
-    loaded: LoadedModel, sequences: Sequence[Any], progress: Progress | None
+    loaded: LoadedModel,
+    sequences: Sequence[Any],
+    progress: Progress | None,
+    parallel: str | None,
 ) -> RoutingTrace:
     rows = [torch.as_tensor(np.asarray(row, dtype=np.int64)) for row in sequences]
     if loaded.stream is not None:
         told = None if progress is None else partial(progress, "streaming")
         return streamed_trace(loaded.stream, list(batches(rows, BATCH)), told)
-    return trace_model(Side(loaded.model), rows, batch_size=BATCH, progress=progress)
+    side = Side(loaded.model)
+    trace = trace_model(side, rows, batch_size=BATCH, progress=progress, parallel=parallel)
+    return replace(trace, provenance=trace.provenance | Share(parallel, ()).facts())
 
 
 def _renumbered(trace: RoutingTrace, found: _Tokens) -> RoutingTrace:
     """The trace with the numbers that the documents had where they came from."""
-    from dataclasses import replace
-
     numbers = torch.tensor(found.documents)[trace.documents.long()]
     told = trace.provenance | {"text": found.origin}
     return replace(trace, documents=numbers, provenance=told)

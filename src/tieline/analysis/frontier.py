@@ -195,6 +195,7 @@ def frontier(
     budgets: Sequence[float] = (),
     batch_size: int = 8,
     seed: int = 0,
+    parallel: str | None = None,
     progress: Progress | None = None,
 ) -> Frontier:
     """Measure smoothed forms of a model of many widths.
@@ -210,6 +211,7 @@ def frontier(
         budgets: mean experts per token of the widths by budget.
         batch_size: sequences per forward pass.
         seed: seed of all noise.
+        parallel: how processes share the batches: None or "data".
         progress: called with stage, done and total.
     """
     marks = [_Mark("noise", c, known.by_noise(c)) for c in scales]
@@ -223,6 +225,7 @@ def frontier(
         perturbations=perturbations,
         batch_size=batch_size,
         seed=seed,
+        parallel=parallel,
         progress=progress,
     )
     set_widths(smoothed, own)

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from tieline.analysis.findings import percent
+from tieline.analysis.joined_counts import join_full, join_local
 from tieline.analysis.perturbations import (
     Perturbation,
     noise_generator,
@@ -45,6 +46,7 @@ from tieline.analysis.precision_runs import (
     clean_logits,
 )
 from tieline.analysis.remedies import RemedyRuns, chosen_perturbations
+from tieline.analysis.shares import Share
 from tieline.analysis.sources import DEMO, ModelSource, Text, as_model, as_text, default_length
 from tieline.analysis.streamed_audit import StreamedAudit, check_room
 from tieline.analysis.text import TokenisedText, tokenise
@@ -54,6 +56,7 @@ from tieline.hf.capture import capture
 from tieline.hf.emulate import FORMATS, format_named, makes_one_product, modular_routers
 from tieline.hf.ignore_lists import ignore_lists
 from tieline.hf.running import batches, forward, only_running
+from tieline.hf.spread import check_rounding
 from tieline.hf.streaming import ModelStream
 from tieline.trace.record import LayerTrace
 
@@ -93,6 +96,7 @@ def audit(
     stream: bool | None = None,
     memory: int | None = None,
     keep: bool = True,
+    parallel: str | None = None,
     progress: Progress | None = None,
 ) -> PrecisionAudit:
     """Measure what low precision and noise do to a model's routing, and what that costs.
@@ -122,8 +126,15 @@ def audit(
             the others, those with kept layers and the remedies, are then left out.
         memory: bytes of memory that a streamed model may take, by default what is free.
         keep: whether files that are fetched from the hub for a streamed model stay.
+        parallel: how the processes of torchrun share the work: "data" or "ep" (`hf.spread`); all
+            must call, and all get the result.
         progress: called with stage, done and total while the work goes on.
     """
+    check_rounding(parallel, "an audit")
+    require(
+        parallel is None or budget_minutes is None,
+        "budget_minutes goes by the clock of one process: leave it out on several",
+    )
     require(batch_size >= 1, f"batch_size must be at least 1, got {batch_size}")
     require(0 < recover <= 1, f"recover is a share of the damage in (0, 1], got {recover}")
     limit = float("inf") if budget_minutes is None else 60 * budget_minutes
@@ -134,12 +145,14 @@ def audit(
     words, origin = as_text(text)
     options = {"device": device, "revision": revision, "trust_remote_code": trust_remote_code}
     options |= {"stream": stream, "memory": memory, "keep": keep, "copies": 2}
-    loaded = as_model(source, "audit takes", dtype=dtype, **options)
+    loaded = as_model(source, "audit takes", dtype=dtype, parallel=parallel, **options)
     model, name = loaded.model, loaded.name
     length = sequence_length or default_length(model)
     tokenised = tokenise(loaded.tokenizer, words, tokens, length)
+    parts = list(batches(tokenised.sequences, batch_size))
+    share = Share.of(parallel, parts)
     with only_running(model):
-        work = _Work(model, tokenised, chosen, batch_size, seed, flips, limit, progress or _silent)
+        work = _Work(model, parts, share, chosen, seed, flips, limit, progress or _silent)
         if loaded.stream is None:
             work.run()
         else:
@@ -150,7 +163,9 @@ def audit(
     facts = {"source": origin, "characters": tokenised.characters, "sha256": _digest(tokenised)}
     settings = {"batch_size": batch_size, "sequence_length": length, "seed": seed, "flips": flips}
     named = {"model": name} if name else {}
-    return replace(work.result(effects, {**named, "text": facts, **settings}), remedies=tried)
+    return replace(
+        work.result(effects, {**named, "text": facts, **settings, **share.facts()}), remedies=tried
+    )
 
 
 def _check_streamed(budget_minutes: float | None, remedies: Sequence[str] | None) -> None:
@@ -168,9 +183,9 @@ class _Work:
     def __init__(
         self,
         model: nn.Module,
-        text: TokenisedText,
+        parts: list[Any],
+        share: Share,
         perturbations: tuple[Perturbation, ...],
-        batch_size: int,
         seed: int,
         flips: int,
         limit: float,
@@ -178,16 +193,17 @@ class _Work:
     ) -> None:
         self._model, self._routers = model, modular_routers(model)
         perturbations, self._impossible = _possible(self._routers, perturbations)
-        self._text, self._perturbations = text, list(perturbations)
-        self._batches = list(batches(text.sequences, batch_size))
-        calls = len(self._batches) * len(self._routers)
+        self._perturbations = list(perturbations)
+        self._all, self._share, self._batches = parts, share, list(share.batches)
+        self._tokens = sum(batch.numel() for batch in parts)
+        calls = len(parts) * len(self._routers)
         self._local = LocalRuns(
             model,
             self._routers,
             [one.at_router for one in perturbations],
             seed,
             SPARE * flips / calls,
-            max(1, text.tokens // SIGMA_TOKENS),
+            max(1, self._tokens // SIGMA_TOKENS),
         )
         self._full = {one: FullEffect() for one in perturbations}
         self._loss, self._seed, self._progress = SequenceSums(), seed, progress
@@ -198,7 +214,7 @@ class _Work:
 
     def stream(self, stream: ModelStream, memory: int | None) -> None:
         """Run all batches, clean and perturbed, in one pass over the weights."""
-        check_room(stream, self._text.tokens, 1 + 2 * len(self._perturbations), memory)
+        check_room(stream, self._tokens, 1 + 2 * len(self._perturbations), memory)
         parts = (self._routers, self._batches, self._local, self._full, self._seed)
         runs = StreamedAudit(stream, *parts)
         runs.run(partial(self._progress, "streaming"))
@@ -212,11 +228,14 @@ class _Work:
             began = self._elapsed()
             if number and began + slowest > FOR_RUNS * self._limit:
                 left = sum(batch.numel() for batch in self._batches[number:])
-                self._left_out.append(f"{left:,} of {self._text.tokens:,} tokens")
-                self._batches = self._batches[:number]
+                self._left_out.append(f"{left:,} of {self._tokens:,} tokens")
+                self._all = self._batches = self._batches[:number]
                 break
             self._run_batch(number, ids)
             slowest = max(slowest, self._elapsed() - began)
+        join_local(self._share, self._local)
+        join_full(self._share, self._full.values())
+        self._share.all_sums([self._loss])
         self._seconds["runs"] = self._elapsed()
 
     def _run_batch(self, number: int, ids: Any) -> None:
@@ -226,7 +245,7 @@ class _Work:
             if number == 0 and place and self._elapsed() > FOR_RUNS * self._limit:
                 dropped = self._perturbations[place:]
                 break
-            runs.add(self._full[one], one, noise_generator(self._seed, place, number))
+            runs.add(self._full[one], one, self._source(place, number))
             self._tell()
         if dropped:
             self._left_out.append(f"perturbations {', '.join(one.name for one in dropped)}")
@@ -235,7 +254,7 @@ class _Work:
     def _clean(self, number: int, ids: Any, watched: bool) -> FullRuns:
         """The clean run of a batch, which perturbed ones are compared with."""
         if watched:
-            with self._local.watching(number, *ids.shape):
+            with self._local.watching(self._share.number + number, *ids.shape):
                 logits = clean_logits(forward(self._model, ids), ids)
             if ids.shape[1] > 1:
                 self._loss.add(next_token_losses(logits, ids))
@@ -243,6 +262,10 @@ class _Work:
         else:
             logits = clean_logits(forward(self._model, ids), ids)
         return FullRuns(self._model, self._routers, ids, dict(self._local.clean), logits)
+
+    def _source(self, place: int, number: int) -> torch.Generator:
+        """The noise of a perturbation in one of this process's batches."""
+        return noise_generator(self._seed, place, self._share.number + number)
 
     def rows(self) -> list[PerturbationEffect]:
         """The rows of what was run."""
@@ -274,9 +297,10 @@ class _Work:
         for number, ids in enumerate(self._batches if kls else []):
             runs = self._clean(number, ids, watched=False)
             for one, sums in kls.items():
-                source = noise_generator(self._seed, self._perturbations.index(one), number)
+                source = self._source(self._perturbations.index(one), number)
                 runs.kept(sums, one, source, lists[one].layers)
             self._progress("kept layers", number + 1, len(self._batches))
+        self._share.all_sums(list(kls.values()))
         self._seconds["kept layers"] = self._elapsed() - began
         return tuple(
             replace(row, keep=_with_kl(lists[one], kls.get(one), row)) if one in lists else row
@@ -294,7 +318,8 @@ class _Work:
             return None
         keeps = {row.name: row.keep for row in effects if row.keep is not None}
         costs = {one.name: self._all_bytes(one) for one in places if one.kind == "rounding"}
-        runs = RemedyRuns(self._model, places, keeps, costs, self._batches[0], self._seed)
+        first = self._share.number
+        runs = RemedyRuns(self._model, places, keeps, costs, self._all[0], self._seed, first)
         for number, ids in enumerate(self._batches):
             start = self._elapsed()
             if number and start + slowest > self._limit:
@@ -304,6 +329,7 @@ class _Work:
             slowest = max(slowest, self._elapsed() - start)
             self._progress("remedies", number + 1, len(self._batches))
         self._seconds["remedies"] = self._elapsed() - began
+        runs.join(self._share)
         return runs.table()
 
     def _all_bytes(self, one: Perturbation) -> int:
@@ -326,13 +352,13 @@ class _Work:
         self._seconds["one percent"] = self._elapsed() - began
         with capture(self._model) as recorder:
             known = recorder.provenance
-        tokens = sum(batch.numel() for batch in self._batches)
+        tokens = sum(batch.numel() for batch in self._all)
         return PrecisionAudit(
-            verdict=verdict(effects, sum(len(batch) for batch in self._batches)),
+            verdict=verdict(effects, sum(len(batch) for batch in self._all)),
             effects=effects,
             layers=tuple(self._routers),
             tokens=tokens,
-            sequences=sum(len(batch) for batch in self._batches),
+            sequences=sum(len(batch) for batch in self._all),
             loss=self._loss.mean(),
             one_percent=one_percent,
             never_hit=self._never_hit(),

@@ -34,6 +34,7 @@ from tieline.analysis.frontier import NOISE, Calibration
 from tieline.analysis.perturbations import Perturbation, applied, noise_generator
 from tieline.analysis.precision_records import KeepList, Remedy, RemedyEffect, RemedyTable
 from tieline.analysis.precision_runs import model_logits
+from tieline.analysis.shares import Share
 from tieline.core.errors import TielineError, require
 from tieline.core.statistics import Estimate, SequenceSums, kl_divergence
 from tieline.hf.capture import capture
@@ -187,6 +188,7 @@ class RemedyRuns:
         costs: bytes that all routers take more in float32, by name of the perturbation.
         calibration: tokens that the noise σ and the number of experts are taken from.
         seed: seed of all noise.
+        number: place of the first batch among those of all processes.
     """
 
     def __init__(
@@ -197,6 +199,7 @@ class RemedyRuns:
         costs: Mapping[str, int],
         calibration: Ids,
         seed: int,
+        number: int = 0,
     ) -> None:
         self._model, self._perturbations, self._seed = model, perturbations, seed
         self._keeps, self._costs = keeps, costs
@@ -205,7 +208,7 @@ class RemedyRuns:
         self._routes = self._allowed("replay", lambda: self._replay_bytes(calibration)) or {}
         self._sums: dict[tuple[str, str], _Sums] = defaultdict(_Sums)
         self._moved = {form.name: SequenceSums() for form in self._forms}
-        self._tokens, self._number = 0, 0
+        self._tokens, self._number = 0, number
         self._times = self._timed(calibration[:TIMED_ROWS])
 
     def _allowed(self, what: str, make: Callable[[], Any]) -> Any:
@@ -324,6 +327,13 @@ class RemedyRuns:
                     seconds[name].append(time.process_time() - start)
         middle = {name: statistics.median(spent[1:]) for name, spent in seconds.items()}
         return {name: value / max(middle[NOTHING], 1e-9) for name, value in middle.items()}
+
+    def join(self, share: Share) -> None:
+        """Make what was counted that of all processes."""
+        sums = [one for both in self._sums.values() for one in (both.to_original, both.two_runs)]
+        share.all_sums([*sums, *self._moved.values()])
+        counted = share.all_tokens({"tokens": torch.tensor([self._tokens])})
+        self._tokens = int(counted["tokens"].sum())
 
     def table(self) -> RemedyTable:
         """What was counted so far."""

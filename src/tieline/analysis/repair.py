@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from tieline.analysis.perturbations import Perturbation, noise_generator
 from tieline.analysis.precision_runs import FullRuns, clean_logits
+from tieline.analysis.shares import Share
 from tieline.analysis.sources import save_model
 from tieline.core.errors import ShapeError, require
 from tieline.core.records import Result
@@ -376,6 +377,15 @@ class RepairSide:
         """Count a perturbed run of a batch with clean choices."""
         self.effects[one].floor.add(kl_divergence(clean, logits))
 
+    def counted(self) -> list[SequenceSums]:
+        """Everything that was counted."""
+        effects = [
+            sums
+            for one in self.effects.values()
+            for sums in (one.kl, one.floor, one.to_original, one.flips, one.loss)
+        ]
+        return [*effects, *self.experts.values()]
+
     def batch(
         self,
         ids: Int[Tensor, "rows length"],
@@ -399,6 +409,10 @@ class RepairForm(RepairSide):
     def __init__(self, model: nn.Module, perturbations: Sequence[Perturbation]) -> None:
         super().__init__(model, perturbations)
         self.moved, self.loss, self.change = SequenceSums(), SequenceSums(), SequenceSums()
+
+    def counted(self) -> list[SequenceSums]:
+        """Everything that was counted."""
+        return [*super().counted(), self.moved, self.loss, self.change]
 
     def compare(self, original: Tensor, new: Tensor, ids: Int[Tensor, "rows length"]) -> None:
         """Count what smoothing itself changes on a batch."""
@@ -430,6 +444,7 @@ def repair_table(
     perturbations: Sequence[Perturbation] = REPAIR_PERTURBATIONS,
     batch_size: int = 8,
     seed: int = 0,
+    parallel: str | None = None,
     progress: Progress | None = None,
 ) -> RepairTable:
     """Measure low precision in a model and in its smoothed form, each against itself in float32.
@@ -442,6 +457,7 @@ def repair_table(
         perturbations: what to do.
         batch_size: sequences per forward pass.
         seed: seed of all noise.
+        parallel: how processes share the batches: None or "data".
         progress: called with stage, done and total.
     """
     (table,) = repair_tables(
@@ -451,6 +467,7 @@ def repair_table(
         perturbations=perturbations,
         batch_size=batch_size,
         seed=seed,
+        parallel=parallel,
         progress=progress,
     )
     return table
@@ -465,6 +482,7 @@ def repair_tables(
     perturbations: Sequence[Perturbation] = REPAIR_PERTURBATIONS,
     batch_size: int = 8,
     seed: int = 0,
+    parallel: str | None = None,
     progress: Progress | None = None,
 ) -> tuple[RepairTable, ...]:
     """The same for several widths ε by router name, with one run of the original for all of them.
@@ -475,17 +493,19 @@ def repair_tables(
     short = min((len(sequence) for sequence in sequences), default=0)
     require(short >= 2, f"sequences need two tokens at least, got {short}", ShapeError)
     parts = list(batches(sequences, batch_size))
+    share = Share.of(parallel, parts)
     before = RepairSide(model, perturbations)
     after = [RepairForm(smoothed, perturbations) for _ in widths]
-    ticks = _ticks(progress, len(parts) * (1 + len(after)) * (1 + len(perturbations)))
+    ticks = _ticks(progress, len(share.batches) * (1 + len(after)) * (1 + len(perturbations)))
     with only_running(model), only_running(smoothed):
-        for number, ids in enumerate(parts):
+        for number, ids in enumerate(share.batches, share.number):
             sources = [partial(noise_generator, seed, n, number) for n in range(len(perturbations))]
             original = before.batch(ids, sources, None, ticks)
             for form, width in zip(after, widths, strict=True):
                 set_widths(smoothed, width)
                 new = form.batch(ids, sources, original, ticks)
                 form.compare(original, new, ids)
+    share.all_sums([sums for one in (before, *after) for sums in one.counted()])
     size = sum(ids.numel() for ids in parts), sum(len(ids) for ids in parts)
     return tuple(form.table(before, perturbations, size) for form in after)
 

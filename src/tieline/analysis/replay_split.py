@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from tieline.analysis.shares import Share
 from tieline.core.statistics import clustered_error, k3
 from tieline.hf.capture import capture
 from tieline.hf.emulate import emulate
@@ -88,6 +89,7 @@ def replay_split(
     b: Any,
     batches: Iterable[Tensor],
     progress: Callable[[int], None] | None = None,
+    share: Share | None = None,
 ) -> ReplaySplit:
     """Measure KL(A ‖ B) live, with A's experts, and with A's experts and weights replayed in B.
 
@@ -96,9 +98,11 @@ def replay_split(
         b: the other run; may be the same model in another format.
         batches: token ids (rows, length); each row is a document.
         progress: called with the tokens done after each batch.
+        share: what this process has of all batches; by default it has them all.
     """
+    share = share or Share(None, ())
     columns: dict[str, list[Tensor]] = {"live": [], "ids": [], "both": []}
-    documents, first, changed = [], 0, 0
+    documents, first, changed = [], share.documents, 0
     for ids in batches:
         trace, logits_a = _recorded(a, ids)
         for name in columns:
@@ -110,8 +114,11 @@ def replay_split(
         first += len(ids)
         if progress is not None:
             progress(ids.numel())
-    groups = torch.cat(documents)
-    parts = {name: _part(torch.cat(values), groups) for name, values in columns.items()}
+    own = {name: torch.cat(values) for name, values in columns.items()}
+    own |= {"documents": torch.cat(documents), "changed": torch.tensor([changed])}
+    found = share.all_tokens(own)
+    groups, changed = found["documents"], int(found["changed"].sum())
+    parts = {name: _part(found[name], groups) for name in columns}
     return ReplaySplit(**parts, tokens=len(groups), changed=changed)
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from tieline.core.errors import require
 from tieline.core.processes import gathered_plain, gathered_tensors
 from tieline.core.statistics import SequenceSums
-from tieline.hf.running import forward
+from tieline.hf.running import forward, only_running
 from tieline.hf.spread import SHARES_TEXT, check_parallel
 from tieline.trace.ranks import merge_layers, merge_traces
 from tieline.trace.record import RoutingTrace
@@ -79,11 +79,13 @@ class Share:
         """Tokens that this process runs."""
         return sum(part.numel() for part in self.batches)
 
-    def keep_pace(self, model: nn.Module) -> None:
+    def keep_pace(self, *models: nn.Module) -> None:
         """Run passes that nobody looks at, where parameters are gathered from all processes."""
         if self.parallel == "fsdp":
             for _ in range(self.passes - len(self.batches)):
-                forward(model, self.batches[-1])
+                for model in models:
+                    with only_running(model):
+                        forward(model, self.batches[-1])
 
     def whole_trace(self, part: RoutingTrace) -> RoutingTrace:
         """The trace of all batches and layers, numbered as in one process."""

@@ -39,6 +39,7 @@ from tieline.analysis.repair import (
     repair_tables,
     smoothing_latency,
 )
+from tieline.analysis.shares import Share
 from tieline.analysis.sources import DEMO, ModelSource, Text, as_model, as_text, default_length
 from tieline.analysis.streamed_audit import check_room
 from tieline.analysis.streamed_smooth import StreamedRepair
@@ -49,6 +50,7 @@ from tieline.hf.loading import LoadedModel, can_use_experts, use_experts
 from tieline.hf.running import batches, only_running
 from tieline.hf.smooth import Smoothing, apply_smoothing, smooth_, unsmooth_
 from tieline.hf.smooth_router import GateName, plan_layers
+from tieline.hf.spread import check_parallel
 from tieline.hf.stream_smoothing import StreamedModel, stream_scores
 from tieline.hf.streaming import ModelStream
 
@@ -81,6 +83,7 @@ def smooth(
     stream: bool | None = None,
     memory: int | None = None,
     keep: bool = True,
+    parallel: str | None = None,
     progress: Progress | None = None,
 ) -> Repair:
     """Make a copy of a model whose routing is continuous at ties, and compare it with the original.
@@ -115,24 +118,27 @@ def smooth(
             is then not measured, and the smoothed model is saved without a copy of the weights.
         memory: bytes of memory that a streamed model may take, by default what is free.
         keep: whether files that are fetched from the hub for a streamed model stay.
+        parallel: how the processes of torchrun share the work: "data" alone (`hf.spread`); all must
+            call, and all get the result.
         progress: called with stage, done and total while the work goes on.
     """
+    _check_parallel(parallel)
     wish = _Wish(epsilon, budget, noise, factor, max_moved)
     wish.check()
     words, origin = as_text(text)
     options = {"device": device, "revision": revision, "trust_remote_code": trust_remote_code}
     options |= {"stream": stream, "memory": memory, "keep": keep, "copies": 2}
+    options |= {"parallel": parallel}
     loaded = as_model(source, "smooth takes", dtype="fp32", **options)
-    plain = loaded.model
+    plain, parts = loaded.model, _split(loaded, words, tokens, calibration)
+    work = _Work(loaded, parts, batch_size, seed, parallel, progress)
     if loaded.stream is not None:
         _check_streamed(wish, frontier, experts_impl)
-        parts = _split(loaded, words, tokens, calibration)
-        work = _Work(loaded, parts, batch_size, seed, progress)
         check_room(loaded.stream, tokens, 2 * (1 + 2 * len(REPAIR_PERTURBATIONS)), memory)
         return work.streamed(loaded.stream, wish, _Form(gate, a, b, k_max), origin)
     _check_experts(plain, experts_impl)
     form = _Form(gate, a, b, k_max)
-    work = _Work(loaded, _split(loaded, words, tokens, calibration), batch_size, seed, progress)
+    share = Share.of(parallel, list(batches(parts.measured, batch_size)))
     smoothed, known = copy.deepcopy(plain), None
     if wish.by_law or frontier:
         known = work.calibrate(noise or NOISE)
@@ -145,10 +151,20 @@ def smooth(
         smoothing=record,
         repair=table,
         latency=_latencies(plain, smoothed, ids, rounds, experts_impl),
-        provenance={"text": origin, "seed": seed, "batch_size": batch_size},
+        provenance={"text": origin, "seed": seed, "batch_size": batch_size, **share.facts()},
         frontier=wide,
         smoothed=smoothed,
         tokenizer=loaded.tokenizer,
+    )
+
+
+def _check_parallel(parallel: str | None) -> None:
+    """Refuse models in parts: the smoothed one is a copy, saved whole by one process."""
+    check_parallel(parallel)
+    require(
+        parallel in (None, "data"),
+        f"parallel {parallel!r}: smoothing compares a whole model with a whole copy of it, which "
+        "one process saves: take data",
     )
 
 
@@ -200,11 +216,17 @@ class _Work(NamedTuple):
     parts: "_Parts"
     batch_size: int
     seed: int
+    parallel: str | None
     progress: Progress | None
 
     @property
     def _running(self) -> dict[str, Any]:
         return {"batch_size": self.batch_size, "seed": self.seed, "progress": self.progress}
+
+    @property
+    def _shared(self) -> dict[str, Any]:
+        """How held-out text is run; the calibration, which is short, is run by every process."""
+        return self._running | {"parallel": self.parallel}
 
     def streamed(self, stream: ModelStream, wish: _Wish, form: _Form, origin: str) -> Repair:
         """Smooth a model that is streamed: a pass to choose ε, and one to measure."""
@@ -272,7 +294,7 @@ class _Work(NamedTuple):
         """What the smoothed model repairs, on held-out text."""
         sequences, precisions = self.parts.measured, _precisions(known)
         return repair_table(
-            self.loaded.model, smoothed, sequences, perturbations=precisions, **self._running
+            self.loaded.model, smoothed, sequences, perturbations=precisions, **self._shared
         )
 
     def frontier(self, smoothed: nn.Module, known: Calibration, gate: GateName) -> Frontier:
@@ -287,7 +309,7 @@ class _Work(NamedTuple):
             gate=gate,
             perturbations=_precisions(known),
             budgets=[count for count in wide if count > least],
-            **self._running,
+            **self._shared,
         )
         return replace(found, layers=self._laws(known))
 

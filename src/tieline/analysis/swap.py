@@ -32,7 +32,7 @@ latter are a random sample of the others.
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -80,7 +80,7 @@ class Block:
     def run(self, rows: "Rows", choice: Choice) -> Float[Tensor, "tokens dim"]:
         """Output for these tokens under a given choice."""
         job, scope = self.prepared(rows, choice)
-        with gathered_weights(self.unit), scope():
+        with scope():
             return job()
 
     def prepared(self, rows: "Rows", choice: Choice) -> BlockRun:
@@ -89,7 +89,8 @@ class Block:
         if self.router is None:
             ids = choice.ids.to(states.device)
             weights = choice.weights.to(states)
-            return lambda: _states(self.module(states, ids, weights), states), nullcontext
+            gathered = partial(gathered_weights, self.unit)
+            return lambda: _states(self.module(states, ids, weights), states), gathered
         args, named = rows.call()
         family = family_of(self.router)
         counted = family is not None and family.layout == "sorted"  # its block counts the slots
@@ -97,7 +98,12 @@ class Block:
         def rule(found: RouterOutput) -> Choice:
             return fitted(choice, found.ids.shape[1]) if counted else choice
 
-        scope = partial(override_choice, self.router, rule)
+        @contextmanager
+        def scope() -> Iterator[None]:
+            assert self.router is not None
+            with gathered_weights(self.unit), override_choice(self.router, rule):
+                yield
+
         return lambda: _states(self.module(*args, **named), states), scope
 
 

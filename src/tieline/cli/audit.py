@@ -24,6 +24,7 @@ from tieline.cli.app import (
     memory_size,
 )
 from tieline.cli.deliver import Outputs, deliver, progress_bars
+from tieline.cli.ranks import Parallel, joined
 from tieline.core.errors import require
 
 
@@ -64,6 +65,7 @@ def audit(
     keep: Keep = True,
     overwrite: Overwrite = False,
     trust_remote_code: TrustRemoteCode = False,
+    parallel: Parallel = None,
     debug: Debug = False,
 ) -> None:
     """Measure what low precision and noise do to a model's routing, and what to keep in float32."""
@@ -72,7 +74,7 @@ def audit(
     require(positive, f"--budget-minutes must be positive, got {budget_minutes}")
     outputs = Outputs(html, json_to, overwrite=overwrite)
     outputs.check(model, text)
-    with progress_bars() as progress:
+    with progress_bars() as progress, joined(parallel, "auditing") as way:
         from tieline.analysis.precision import audit as run
         from tieline.analysis.sources import quiet_transformers
 
@@ -94,6 +96,7 @@ def audit(
             stream=stream,
             memory=memory_size(memory),
             keep=keep,
+            parallel=way,
             progress=progress,
         )
     deliver(result, outputs, "add --html audit.html for the page with charts")

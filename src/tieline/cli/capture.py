@@ -21,6 +21,7 @@ from tieline.cli.app import (
     memory_size,
 )
 from tieline.cli.deliver import Outputs, deliver, progress_bars
+from tieline.cli.ranks import Parallel, joined
 from tieline.core.errors import require
 
 
@@ -69,6 +70,7 @@ def capture(
     keep: Keep = True,
     overwrite: Overwrite = False,
     seed: Seed = 0,
+    parallel: Parallel = None,
     debug: Debug = False,
 ) -> None:
     """Run a model in an inference engine and save what its routers choose as a trace.
@@ -78,7 +80,7 @@ def capture(
     outputs = Outputs(html, json_to, trace=out, overwrite=overwrite)
     outputs.check(model, text, ids, tokens_from)
     require(list_engines or out is not None, "name the folder of the trace with -o")
-    with progress_bars() as progress:
+    with progress_bars() as progress, joined(parallel, "capturing") as way:
         from tieline.analysis import engine_runs
         from tieline.analysis.sources import quiet_transformers
 
@@ -104,6 +106,7 @@ def capture(
                 stream=stream,
                 memory=memory_size(memory),
                 keep=keep,
+                parallel=way,
                 progress=progress,
             )
     deliver(result, outputs)

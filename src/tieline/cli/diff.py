@@ -21,6 +21,7 @@ from tieline.cli.app import (
     share,
 )
 from tieline.cli.deliver import Outputs, deliver, progress_bars
+from tieline.cli.ranks import Parallel, is_first, joined
 from tieline.core.errors import ParameterError
 
 Source = (
@@ -105,6 +106,7 @@ def diff(
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Allow code that comes with models to run.")
     ] = False,
+    parallel: Parallel = None,
     debug: Debug = False,
 ) -> None:
     """Compare which experts two runs choose, layer by layer, and whether ties explain differences.
@@ -114,7 +116,7 @@ def diff(
     limits = _limits(max_flip, max_unexplained)
     outputs = Outputs(html, json_to, overwrite=overwrite)
     outputs.check(a, b, text)
-    with progress_bars() as progress:
+    with progress_bars() as progress, joined(parallel, "comparing") as way:
         from tieline.analysis.diff import diff as run
         from tieline.analysis.sources import quiet_transformers
 
@@ -145,6 +147,7 @@ def diff(
             dequantise=not no_dequantise,
             replay=replay,
             batch_b=batch_b,
+            parallel=way,
             progress=progress,
         )
     _check_attributable(limits, result)
@@ -173,7 +176,7 @@ def _judge(limits: dict[str, float | None], metrics: dict[str, float]) -> None:
     from tieline.report.tables import percent
 
     exceeded = {n: most for n, most in limits.items() if most is not None and metrics[n] > most}
-    for name, most in exceeded.items():
+    for name, most in exceeded.items() if is_first() else ():
         worst = percent(metrics[name])
         say(f"failed: --max-{name} {percent(most)} (the worst layer has {worst})")
     if exceeded:

@@ -25,6 +25,7 @@ from tieline.cli.app import (
     memory_size,
 )
 from tieline.cli.deliver import Outputs, deliver, progress_bars
+from tieline.cli.ranks import Parallel, joined
 from tieline.core.errors import require
 
 
@@ -96,6 +97,7 @@ def smooth(
     keep: Keep = True,
     overwrite: Overwrite = False,
     trust_remote_code: TrustRemoteCode = False,
+    parallel: Parallel = None,
     debug: Debug = False,
 ) -> None:
     """Make routing continuous at ties instead of top-k, and measure what that repairs and costs."""
@@ -103,7 +105,7 @@ def smooth(
     outputs.check(model, text)
     wishes = {"--epsilon": epsilon, "--factor": factor, "--max-moved": max_moved}
     _check_wishes(wishes | {"--budget": budget}, noise)
-    with progress_bars() as progress:
+    with progress_bars() as progress, joined(parallel, "smoothing") as way:
         from tieline.analysis.smooth import smooth as run
         from tieline.analysis.sources import quiet_transformers
         from tieline.hf.smooth import gate_named
@@ -134,6 +136,7 @@ def smooth(
             stream=stream,
             memory=memory_size(memory),
             keep=keep,
+            parallel=way,
             progress=progress,
         )
     deliver(result, outputs, "add -o FOLDER to save the smoothed model")

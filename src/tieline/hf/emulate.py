@@ -48,6 +48,7 @@ from torch.overrides import TorchFunctionMode
 
 from tieline.core.errors import UnsupportedModelError, require
 from tieline.hf.families import family_of, find_routers
+from tieline.hf.spread import own_part
 
 GROUP_SIZE = 32
 """Inputs that share a scale in the formats per group."""
@@ -472,7 +473,8 @@ def rounded_weights(
         rooms: memory to round into; by default new memory.
     """
     chosen, routers = _format(number_format, parts), modular_routers(model)
-    weights = _weights(model, routers, chosen, parts, kept_names(routers, keep))
+    found = _weights(model, routers, chosen, parts, kept_names(routers, keep))
+    weights = [(own_part(weight, axis), axis) for weight, axis in found]
     before = [weight.data for weight, _ in weights]
     with (rooms or Rooms()).lent() as room:
         try:
@@ -610,7 +612,7 @@ def rounded_in_pieces(
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    return own_part(tensor).untyped_storage().data_ptr()
 
 
 class _Products(TorchFunctionMode):

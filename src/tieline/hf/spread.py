@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from tieline.core.errors import UnsupportedModelError, require
@@ -54,6 +54,29 @@ def check_parallel(parallel: str | None) -> int:
         "-m tieline ..., or call join_processes()",
     )
     return dist.get_world_size()
+
+
+UNROUNDED = {
+    "tp": "matrices are cut inside the rows that share a scale, and sums are rounded in parts",
+    "pp": "every process has some of the layers alone",
+    "fsdp": "weights are gathered from a store that is not rounded",
+}
+"""Why low precision cannot be emulated in a model that is spread in this way."""
+
+
+def check_rounding(parallel: str | None, what: str) -> None:
+    """Refuse work that emulates low precision where the numbers to round are cut.
+
+    Args:
+        parallel: a name in `PARALLEL` or None.
+        what: the work, such as "an audit".
+    """
+    check_parallel(parallel)
+    why = UNROUNDED.get(str(parallel))
+    require(
+        why is None,
+        f"parallel {parallel!r}: {what} emulates low precision, and {why}: take data or ep",
+    )
 
 
 def distributed_config(parallel: str | None, skeleton: nn.Module) -> DistributedConfig | None:
@@ -174,6 +197,24 @@ def class_name(model: nn.Module) -> str:
 def whole(tensor: Tensor) -> Tensor:
     """Return a tensor whose parts may be on many processes; all of them must call."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def own_part(tensor: Tensor, axis: int | None = None) -> Tensor:
+    """Return what this process holds of a tensor; the tensor itself where it is whole.
+
+    Args:
+        tensor: a weight.
+        axis: an axis along which numbers belong together; a tensor that is cut there is refused.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    cut = {place.dim for place in tensor.placements if isinstance(place, Shard)}
+    require(
+        axis is None or axis % tensor.ndim not in cut,
+        "weights are cut over processes along the axis that shares a scale: they cannot be rounded",
+        UnsupportedModelError,
+    )
+    return tensor._local_tensor  # to_local would be a view, whose data can be set for itself alone
 
 
 def gathering_unit(model: nn.Module, name: str) -> Any:

@@ -76,7 +76,7 @@ def test_expert_ranks_that_do_not_divide_the_processes_are_refused_in_one_messag
     code, told = torchrun(2, "train", RECIPE, "--out", folder, "--expert-ranks", 3)
     assert code == 1
     said = [line for line in told.splitlines() if line.startswith("error")]
-    assert said == ["error: expert_ranks must divide the number of ranks, 2, got 3"]
+    assert said == ["error: --expert-ranks must divide the number of ranks, 2, got 3"]
     assert "exitcode  : 2" in told.partition("Root Cause")[2]
     assert "bug" not in told
     assert not folder.exists()

@@ -1,0 +1,189 @@
+"""Training by transformers' own expert parallelism and FSDP2, beside `tieline.training.parallel`.
+
+    python -m benchmarks.native_training [--steps 12]
+
+A random OLMoE (16 experts, top-2) is cut over two gloo processes by `DistributedConfig(fsdp_size=2,
+ep_size=2)`, whose plan sends tokens to experts, and by `fsdp_size=2` alone; a model of Tieline's
+layers of the same sizes by `parallelize_`. Printed are the largest entry of the difference between
+its gradient and that of one process, over the largest entry of that, with equal and with unequal
+shares of the rows; and the CPU seconds of all processes per step over those of one. Then whether 16
+experts can be cut over three processes. One thread per process.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+ROWS, LENGTH, WORDS = 8, 128, 512
+SIZES = {"width": 128, "hidden": 256, "experts": 16, "chosen": 2, "layers": 2}
+SHARES = {"equal": (4, 4), "unequal": (6, 2), "three": (3, 3, 2), "alone": (8,)}
+
+
+class Own(nn.Module):
+    """Layers of Tieline between embedding and head."""
+
+    def __init__(self) -> None:
+        from tieline import moe
+
+        super().__init__()
+        width = SIZES["width"]
+        self.embed = nn.Embedding(WORDS, width)
+        sizes = {"d_model": width, "n_experts": SIZES["experts"], "k": SIZES["chosen"]}
+        layers = (moe(**sizes, d_hidden=SIZES["hidden"]) for _ in range(SIZES["layers"]))
+        self.blocks = nn.ModuleList(layers)
+        self.head = nn.Linear(width, WORDS)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits."""
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def native(place: Path, how: str) -> Any:
+    """OLMoE of transformers, whole or cut by its own plan."""
+    from transformers import OlmoeConfig, OlmoeForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    if not place.is_dir():
+        torch.manual_seed(0)
+        config = OlmoeConfig(
+            vocab_size=WORDS,
+            hidden_size=SIZES["width"],
+            intermediate_size=SIZES["hidden"],
+            num_hidden_layers=SIZES["layers"],
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            num_experts=SIZES["experts"],
+            num_experts_per_tok=SIZES["chosen"],
+        )
+        OlmoeForCausalLM(config).save_pretrained(place)
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    spread = {}
+    if ranks > 1:
+        experts = {"ep_size": ranks} if how == "ep" else {}
+        spread = {"distributed_config": DistributedConfig(fsdp_size=ranks, **experts)}
+    return OlmoeForCausalLM.from_pretrained(place, dtype=torch.float32, **spread).train()
+
+
+def own_model() -> nn.Module:
+    """The model of Tieline's layers, cut over the processes if there are any."""
+    from tieline.training.parallel import parallelize_, rank_mesh
+
+    torch.manual_seed(0)
+    model = Own()
+    if dist.is_initialized():
+        parallelize_(model, rank_mesh(expert_ranks=dist.get_world_size()))
+    return model
+
+
+def step(model: Any, ids: Tensor, how: str) -> None:
+    """Gradients of this process's rows; those of all processes are averaged or summed."""
+    if how != "own":
+        # gradients are averaged over processes: the mean over a process's tokens has its weight
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        (model(input_ids=ids, labels=ids).loss * len(ids) * ranks / ROWS).backward()
+        return
+    from tieline.training.parallel import finish_gradients_
+
+    logits = model(ids[:, :-1]).flatten(0, 1)
+    loss = nn.functional.cross_entropy(logits, ids[:, 1:].flatten(), reduction="sum")
+    (loss / (ROWS * (LENGTH - 1))).backward()
+    if dist.is_initialized():
+        finish_gradients_(model)
+
+
+def work(how: str, shares: str, steps: int, place: Path, out: Path) -> None:
+    """Write whole gradients and CPU seconds per step of this process."""
+    rank, sizes = int(os.environ.get("RANK", "0")), SHARES[shares]
+    ids = torch.randint(WORDS, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
+    ids = ids.split(sizes)[rank]
+    model = own_model() if how == "own" else native(place, how)
+    step(model, ids, how)
+    found = {}
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad
+        found[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
+    if rank == 0:
+        save_file({name: one.contiguous() for name, one in found.items()}, out / "gradients")
+    began = time.process_time()
+    for _ in range(steps):
+        model.zero_grad()
+        step(model, ids, how)
+    spent = (time.process_time() - began) / max(1, steps)
+    (out / f"seconds-{rank}").write_text(json.dumps(spent))
+
+
+def run(how: str, shares: str, steps: int, folder: Path) -> tuple[dict[str, Tensor], float] | str:
+    """Gradients and CPU seconds per step of all processes, or the last line of an error."""
+    count, out = len(SHARES[shares]), Path(tempfile.mkdtemp(dir=folder))
+    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node", str(count)]
+    command = [sys.executable] if count == 1 else torchrun
+    words = ["--how", how, "--shares", shares, "--steps", steps, "--place", folder / "model"]
+    done = subprocess.run(
+        [*command, "-m", "benchmarks.native_training", *map(str, words), "--out", str(out)],
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if "Error: " in line]
+        return (lines or [done.stderr[-300:]])[0].strip()
+    seconds = sum(json.loads((out / f"seconds-{rank}").read_text()) for rank in range(count))
+    return load_file(out / "gradients"), seconds
+
+
+def told(how: str, shares: str, steps: int, folder: Path, alone: Any) -> str:
+    """One row of the table."""
+    found = run(how, shares, steps, folder)
+    if isinstance(found, str):
+        return f"| {how} | {shares} | {found} | |"
+    gradients, seconds = found
+    largest = max(float(one.abs().max()) for one in alone[0].values())
+    apart = max(float((gradients[name] - one).abs().max()) for name, one in alone[0].items())
+    return f"| {how} | {shares} | {apart / largest:.1e} | {seconds / alone[1]:.2f} |"
+
+
+def main() -> None:
+    """Run everything, or the part of one process."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--how")
+    parser.add_argument("--shares")
+    parser.add_argument("--place", type=Path)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    if given.how is not None:
+        from contextlib import nullcontext
+
+        from tieline.core.processes import is_parallel, join_processes
+
+        with join_processes() if is_parallel() else nullcontext():
+            work(given.how, given.shares, given.steps, given.place, given.out)
+        return
+    with tempfile.TemporaryDirectory() as name:
+        print("| | shares | gradients apart | CPU over one process |\n|---|---|---|---|")
+        for how in ("ep", "fsdp", "own"):
+            alone = run(how, "alone", given.steps, Path(name))
+            if isinstance(alone, str):
+                raise SystemExit(alone)
+            for shares in ("equal", "unequal", "three"):
+                print(told(how, shares, given.steps, Path(name), alone), flush=True)
+
+
+if __name__ == "__main__":
+    main()
