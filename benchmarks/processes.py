@@ -6,7 +6,7 @@
 
 `equal` runs `tieline inspect` of the model in the box under torchrun and prints the largest
 differences of metrics and scores, and the choices that flip. `commands` does the same with capture,
-diff, audit and smooth, number by number of their JSON. `memory` makes a random Mixtral and prints
+diff, audit and smooth, number by number of their JSON. `memory` makes a random OLMoE and prints
 what a process holds at the peak of loading it, beyond the same load of a model of one small layer,
 over its share of the weights. One thread per process everywhere.
 """
@@ -151,24 +151,24 @@ def memory(counts: list[int], layers: int, folder: Path, kept: Path | None) -> N
 
 
 def _random_model(folder: Path, layers: int, width: int) -> None:
-    """Save a random Mixtral in bfloat16 with the tokenizer in the box."""
+    """Save a random OLMoE in bfloat16 with the tokenizer in the box."""
     import torch
-    from transformers import MixtralConfig, MixtralForCausalLM
+    from transformers import OlmoeConfig, OlmoeForCausalLM
 
     from tieline.hf.demo import load_demo_tokenizer
 
-    config = MixtralConfig(
+    config = OlmoeConfig(
         vocab_size=512,
         hidden_size=width,
-        intermediate_size=2 * width,
+        intermediate_size=width,
         num_hidden_layers=layers,
         num_attention_heads=8,
-        num_key_value_heads=4,
-        num_local_experts=8,
+        num_key_value_heads=8,
+        num_experts=16,
         dtype="bfloat16",
     )
     torch.manual_seed(0)
-    MixtralForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    OlmoeForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     load_demo_tokenizer().save_pretrained(folder)
 
 

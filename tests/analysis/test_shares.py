@@ -198,7 +198,7 @@ REFUSED = [
     (audit, {"parallel": "fsdp"}, "and weights are gathered from a store that is not rounded"),
     (audit, {"parallel": "pp"}, "every process has some of the layers alone: take data or ep"),
     (audit, {"parallel": "xx"}, "must be one of data, tp, ep, pp, fsdp, got 'xx'"),
-    (audit, {"parallel": "data", "budget_minutes": 1}, "budget_minutes goes by the clock of one"),
+    (audit, {"parallel": "data", "budget_minutes": 1.0}, "budget_minutes goes by the clock of one"),
     (smooth, {"parallel": "ep"}, "a whole model with a whole copy of it"),
     (capture_engine, {"parallel": "data", "engine": "vllm"}, "vllm runs by itself"),
 ]

@@ -1,15 +1,26 @@
 """Which models can be spread how, decided on skeletons, before any weight is read."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
 from transformers import AutoModelForCausalLM, OlmoeConfig, Qwen3MoeConfig
 
+from tests.training.parallel.ranks import Ranks
+from tests.training.parallel.runs import loading_peak
 from tieline.core.errors import ParameterError, UnsupportedModelError
 from tieline.hf import spread
-from tieline.hf.demo import DEMO_FOLDER
+from tieline.hf.demo import DEMO_FOLDER, load_demo_tokenizer
 from tieline.hf.loading import load_model
-from tieline.hf.spread import PARALLEL, check_parallel, distributed_config
+from tieline.hf.spread import (
+    PARALLEL,
+    check_parallel,
+    check_rounding,
+    distributed_config,
+    own_part,
+)
 
 
 def skeleton(kind=OlmoeConfig, **changes):
@@ -96,3 +107,66 @@ def test_a_plan_that_renumbers_the_choice_is_refused(ranks):
     model._ep_plan = {"model.layers.*.mlp.gate": "ep_router"}
     with pytest.raises(UnsupportedModelError, match=r"renumbers the router's choice .* take tp"):
         distributed_config("ep", model)
+
+
+@pytest.mark.parametrize("way", PARALLEL)
+def test_low_precision_is_emulated_where_the_numbers_to_round_are_whole(ranks, way):
+    ranks(2)
+    if way in ("data", "ep"):
+        check_rounding(way, "an audit")
+        return
+    with pytest.raises(ParameterError, match=f"{way!r}: an audit emulates .*: take data or ep"):
+        check_rounding(way, "an audit")
+
+
+def _parts():
+    mesh, whole = DeviceMesh("cpu", [0]), torch.arange(24.0).view(2, 3, 4)
+    told = []
+    for place, axis in ((Shard(0), -1), (Replicate(), -1), (Shard(2), -1), (Shard(2), 1)):
+        tensor = DTensor.from_local(whole.clone(), mesh, [place])
+        try:
+            own_part(tensor, axis).data = -whole
+            told.append(tensor.to_local().equal(-whole))
+        except UnsupportedModelError as problem:
+            told.append(str(problem))
+    return told
+
+
+def test_a_part_is_changed_for_the_whole_tensor_unless_it_is_cut_along_a_scale():
+    assert own_part(torch.ones(3)).tolist() == [1, 1, 1]
+    group = Ranks(1)
+    try:
+        ((first, second, along, across),) = group.run(_parts)
+    finally:
+        group.close()
+    assert first is True
+    assert second is True
+    assert "cut over processes along the axis that shares a scale" in along
+    assert across is True
+
+
+def random_model(folder, **sizes):
+    config = OlmoeConfig(vocab_size=512, num_attention_heads=8, num_experts=16, **sizes)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
+    load_demo_tokenizer().save_pretrained(folder)
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux to tell peaks")
+@pytest.mark.parametrize("way", ["tp", "ep", "pp", "fsdp"])
+def test_a_process_reads_no_more_than_its_part(tmp_path, way):
+    """Its peak is within a fifth of its share beyond what a small model takes."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    random_model(tmp_path / "small", **sizes)
+    sizes = {"hidden_size": 1024, "intermediate_size": 1024, "num_hidden_layers": 4}
+    whole = random_model(tmp_path / "large", **sizes)
+    group = Ranks(2)
+    try:
+        fixed = group.run(loading_peak, tmp_path / "small", way)
+        peaks = group.run(loading_peak, tmp_path / "large", way)
+    finally:
+        group.close()
+    for peak, least in zip(peaks, fixed, strict=True):
+        assert 0.4 * whole < peak - least < 0.6 * whole

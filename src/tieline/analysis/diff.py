@@ -4,14 +4,8 @@
     diff("trace/", "routes.npz")                              two saved runs
     diff("org/model", "routes.npz")                           a model on the tokens of a saved run
 
-Two models run batch by batch side by side, so that no logits are kept. How far their predictions
-are apart is measured token by token. With d_v = log P_B(v) - log P_A(v) and k3(d) = e^d - 1 - d:
-
-    k3 at the text      k3(d_x), x the token that follows in the text
-    KL(A ‖ B)           Σ_v P_A(v) k3(d_v) = Σ_v P_A(v) (-d_v)
-
-All terms of the sum of k3 are nonnegative, so distances far below the rounding of the
-log-probabilities are not lost in it. All in float64.
+Two models run batch by batch side by side, so that no logits are kept: how far their predictions
+are apart is measured token by token (`token_distances`).
 """
 
 import time
@@ -24,11 +18,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Int
 from torch import Tensor, nn
 
-from tieline.analysis.comparison import Compared, compare, summed_up
-from tieline.analysis.diff_records import LogitsDiff, RoutingDiff
+from tieline.analysis.comparison import compare, summed_up
+from tieline.analysis.diff_records import RoutingDiff
 from tieline.analysis.inspection import Finding
 from tieline.analysis.noise_size import Expected, expected_format, read_format, recorded_format
 from tieline.analysis.replay_split import ReplaySplit, replay_split
@@ -44,9 +38,14 @@ from tieline.analysis.sources import (
 )
 from tieline.analysis.streamed_diff import side_by_side
 from tieline.analysis.text import tokenise
+from tieline.analysis.token_distances import (
+    TokenDistances,
+    all_distances,
+    logits_of,
+    with_distances,
+)
 from tieline.core.errors import TraceError, UnsupportedModelError, require
 from tieline.core.numerics import one_thread
-from tieline.core.statistics import clustered_error, k3
 from tieline.engines.registry import split_side
 from tieline.hf.capture import capture
 from tieline.hf.emulate import FORMATS, Parts, emulate
@@ -60,8 +59,6 @@ Progress = Callable[[str, int, int], None]
 Source = ModelSource | RoutingTrace
 """A model by name or as (model, tokenizer), a trace, or a folder or file of routes."""
 
-ROWS = 128
-"""Tokens at a time whose distributions are held in float64."""
 EMULATED = "-emulated"
 
 
@@ -138,8 +135,9 @@ def diff(
             (`hf.spread`); all must call, and all get the result.
         progress: called with stage, done and total while the work goes on.
     """
-    load = {"device": device, "trust_remote_code": trust_remote_code, "stream": stream}
-    load |= {"parallel": parallel}
+    load = dict(
+        device=device, trust_remote_code=trust_remote_code, stream=stream, parallel=parallel
+    )
     sides = (
         NamedSide("A", a, dtype_a, experts_impl_a, revision_a, load),
         NamedSide("B", b, dtype_b, experts_impl_b, revision_b, load),
@@ -178,7 +176,6 @@ def diff(
     else:
         first, second = (side.trace(n_experts, k) for side in sides)
         found = _diff_traces(first, second, partial, expect)
-    found = replace(found, provenance=found.provenance | Share(parallel, ()).facts())
     return _with_names(found, sides)
 
 
@@ -209,8 +206,9 @@ def _check_parallel(
 
 
 def _with_names(found: RoutingDiff, sides: "tuple[NamedSide, NamedSide]") -> RoutingDiff:
-    """The result with the names of both sides in its provenance."""
-    facts: dict[str, Any] = dict(found.provenance)
+    """The result with the names of both sides and the processes in its provenance."""
+    processes = Share(sides[0].load["parallel"], ()).facts()
+    facts: dict[str, Any] = dict(found.provenance) | processes
     for key, side in zip("ab", sides, strict=True):
         facts[key] = facts[key] | side.told()
     return replace(found, provenance=facts)
@@ -353,7 +351,7 @@ def _diff_streams(
 
     def take(one: Any, two: Any, ids: Tensor) -> None:
         nonlocal distances
-        distances = None if distances is None else _with(distances, one, two, ids)
+        distances = None if distances is None else with_distances(distances, one, two, ids)
 
     tell = None if told is None else partial(told, "streaming")
     traces = side_by_side(a, b, list(batches(sequences, run.batch_size)), take, tell)
@@ -448,76 +446,6 @@ def reference_run(
         return None
 
 
-class TokenDistances(NamedTuple):
-    """Per token: k3 and KL of what it predicts, and both losses; NaN where nothing follows."""
-
-    k3: Float[Tensor, " tokens"]
-    kl: Float[Tensor, " tokens"]
-    loss_a: Float[Tensor, " tokens"]
-    loss_b: Float[Tensor, " tokens"]
-
-
-def token_distances(
-    logits_a: Float[Tensor, "rows length vocabulary"],
-    logits_b: Float[Tensor, "rows length vocabulary"],
-    ids: Int[Tensor, "rows length"],
-) -> TokenDistances:
-    """Compute the distances at every token of a batch, row after row."""
-    following = torch.cat((ids[:, 1:], torch.zeros_like(ids[:, :1])), dim=1).flatten()
-    flat_a, flat_b = logits_a.flatten(0, 1), logits_b.flatten(0, 1)
-    parts = [
-        _distances(flat_a[rows], flat_b[rows], following[rows])
-        for rows in torch.arange(ids.numel()).split(ROWS)
-    ]
-    joined = [torch.cat(column) for column in zip(*parts, strict=True)]
-    last = torch.zeros(ids.shape, dtype=torch.bool)
-    last[:, -1] = True
-    return TokenDistances(*(column.masked_fill(last.flatten(), torch.nan) for column in joined))
-
-
-def _distances(a: Tensor, b: Tensor, target: Tensor) -> tuple[Tensor, ...]:
-    log_a, log_b = (logits.double().cpu().log_softmax(1) for logits in (a, b))
-    terms = k3(log_a, log_b)
-    kl = (log_a.exp() * terms).sum(1)
-    places = target.cpu()[:, None]
-    at_text = (x.gather(1, places).squeeze(1) for x in (terms, -log_a, -log_b))
-    of_text, loss_a, loss_b = at_text
-    return of_text, kl, loss_a, loss_b
-
-
-def logits_diff(
-    found: TokenDistances, flipped: Bool[Tensor, " tokens"], documents: Int[Tensor, " tokens"]
-) -> LogitsDiff | None:
-    """Compute means, errors and tails over the tokens with a next token; None if there is none.
-
-    Args:
-        found: distances of every token.
-        flipped: tokens that flip in at least one layer.
-        documents: document of each token.
-    """
-    known = ~found.kl.isnan()
-    if not bool(known.any()):
-        return None
-    values = TokenDistances(*(column[known] for column in found))
-    groups, apart = documents[known], flipped[known]
-    return LogitsDiff(
-        k3=values.k3.mean().item(),
-        k3_error=clustered_error(values.k3, groups),
-        kl=values.kl.mean().item(),
-        kl_error=clustered_error(values.kl, groups),
-        kl_p99=float(np.quantile(values.kl.numpy(), 0.99, method="inverted_cdf")),
-        kl_flipped=_mean(values.kl[apart]),
-        kl_unflipped=_mean(values.kl[~apart]),
-        loss_a=values.loss_a.mean().item(),
-        loss_b=values.loss_b.mean().item(),
-        tokens=int(known.sum()),
-    )
-
-
-def _mean(values: Tensor) -> float | None:
-    return values.mean().item() if len(values) else None
-
-
 class Side(NamedTuple):
     """A model to run, as it is or in an emulated number format.
 
@@ -569,13 +497,13 @@ def diff_models(
         parts[0].append(trace_a)
         parts[1].append(trace_b)
         if distances is not None:
-            distances = _with(distances, logits_a, logits_b, ids)
+            distances = with_distances(distances, logits_a, logits_b, ids)
         done += ids.numel()
         if progress is not None:
             progress("forward", done, share.own_tokens)
     share.keep_pace(a.model, b.model)
     traces = [share.whole_trace(concatenate(part, documents="renumber")) for part in parts]
-    distances = _all_distances(share, distances)
+    distances = all_distances(share, distances)
     expected = expected_format(expect, traces[0].provenance, traces[1].provenance)
     reference = None
     if parallel not in UNROUNDED:
@@ -670,34 +598,6 @@ def run_batch(side: Side, ids: Tensor) -> tuple[RoutingTrace, Any]:
     if side.emulated is not None:
         told["emulated"] = side.emulated if side.parts == "all" else f"{side.emulated} {side.parts}"
     return replace(trace, provenance=trace.provenance | told), logits
-
-
-def _with(
-    distances: list[TokenDistances], a: Any, b: Any, ids: Tensor
-) -> list[TokenDistances] | None:
-    """The distances of one more batch; None for models that do not predict the same tokens."""
-    able = isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape
-    if not able or a.shape[:2] != ids.shape:
-        return None
-    return [*distances, token_distances(a, b, ids)]
-
-
-def _all_distances(share: Share, own: list[TokenDistances] | None) -> list[TokenDistances] | None:
-    """The distances of all batches, where every process has those of its own."""
-    if not own:
-        return own
-    columns = TokenDistances(*(torch.cat(column) for column in zip(*own, strict=True)))
-    return [TokenDistances(**share.all_tokens(columns._asdict()))]
-
-
-def logits_of(found: Compared, distances: list[TokenDistances] | None) -> LogitsDiff | None:
-    """Sum up the distances of A's tokens, over those that were compared."""
-    if not distances:
-        return None
-    joined = TokenDistances(*(torch.cat(column) for column in zip(*distances, strict=True)))
-    places = found.aligned.places.in_a
-    of_tokens = TokenDistances(*(column[places] for column in joined))
-    return logits_diff(of_tokens, found.flips.any(0), found.documents)
 
 
 def read_dtype(words: str) -> tuple[str, str | None]:

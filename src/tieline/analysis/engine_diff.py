@@ -26,12 +26,9 @@ from tieline.analysis.diff import (
     NamedSide,
     Running,
     Side,
-    TokenDistances,
-    logits_of,
     reference_run,
     run_batch,
     sequences_of,
-    token_distances,
 )
 from tieline.analysis.diff_records import Answer, DequantisedSplit, Pattern, RoutingDiff
 from tieline.analysis.diff_words import verdict
@@ -39,6 +36,7 @@ from tieline.analysis.engine_runs import engine_tokens, known_words, model_place
 from tieline.analysis.inspection import Finding
 from tieline.analysis.noise_size import ROUNDING, Expected, read_format, recorded_format
 from tieline.analysis.sources import Text, default_length
+from tieline.analysis.token_distances import TokenDistances, logits_of, token_distances
 from tieline.core.errors import require
 from tieline.core.numerics import one_thread
 from tieline.engines import RunOptions, engine_named, run_engine

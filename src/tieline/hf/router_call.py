@@ -39,6 +39,7 @@ from tieline.core.ranking import stable_topk
 from tieline.hf.changes import Call, restore_class, swapped_class, wrapped_class
 from tieline.hf.families import HANDLER, RouterFamily, family_of
 from tieline.hf.family_table import TRANSFORMERS_FAMILIES
+from tieline.hf.spread import is_cut
 
 LOGITS = {"topk": 0, "dense": 1, "sorted": 4}
 
@@ -312,6 +313,8 @@ def skip_rule(family: str, experts: nn.Module | None, n_experts: int) -> SkipRul
         experts: the experts that it serves.
         n_experts: number of experts that it ranks.
     """
+    if experts is not None and is_cut(experts):
+        return SkipRule(n_experts, eager=False)  # tokens are sent to experts by their numbers
     if family == "longcat_flash" and getattr(experts, "zero_expert_num", 0):
         return SkipRule(int(getattr(experts, "num_routed_experts", 0)), eager=True)
     if experts is None or not hasattr(experts, FLAG):

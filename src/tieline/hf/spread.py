@@ -199,6 +199,11 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def is_cut(module: nn.Module) -> bool:
+    """Return whether this process holds parts of some of a module's parameters."""
+    return any(isinstance(parameter, DTensor) for parameter in module.parameters())
+
+
 def own_part(tensor: Tensor, axis: int | None = None) -> Tensor:
     """Return what this process holds of a tensor; the tensor itself where it is whole.
 
@@ -233,7 +238,7 @@ def gathered_weights(unit: Any) -> Iterator[None]:
 
     A unit that is whole already, as in its own forward pass, is left as it is.
     """
-    if unit is None or not any(isinstance(p, DTensor) for p in unit.parameters()):
+    if unit is None or not is_cut(unit):
         yield
         return
     unit.unshard()

@@ -11,9 +11,9 @@ from tieline.analysis.diff import (
     diff,
     diff_models,
     sequences_of,
-    token_distances,
     trace_model,
 )
+from tieline.analysis.token_distances import token_distances
 from tieline.core.errors import ParameterError, TraceError, UnsupportedModelError
 from tieline.hf.loading import use_experts
 from tieline.trace import select_tokens

@@ -1,0 +1,123 @@
+"""How far the predictions of two runs are apart, token by token, and in the mean.
+
+With d_v = log P_B(v) - log P_A(v) and k3(d) = e^d - 1 - d:
+
+    k3 at the text      k3(d_x), x the token that follows in the text
+    KL(A ‖ B)           Σ_v P_A(v) k3(d_v) = Σ_v P_A(v) (-d_v)
+
+All terms of the sum of k3 are nonnegative, so distances far below the rounding of the
+log-probabilities are not lost in it. All in float64.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from tieline.analysis.comparison import Compared
+from tieline.analysis.diff_records import LogitsDiff
+from tieline.analysis.shares import Share
+from tieline.core.statistics import clustered_error, k3
+
+ROWS = 128
+"""Tokens at a time whose distributions are held in float64."""
+
+
+class TokenDistances(NamedTuple):
+    """Per token: k3 and KL of what it predicts, and both losses; NaN where nothing follows."""
+
+    k3: Float[Tensor, " tokens"]
+    kl: Float[Tensor, " tokens"]
+    loss_a: Float[Tensor, " tokens"]
+    loss_b: Float[Tensor, " tokens"]
+
+
+def token_distances(
+    logits_a: Float[Tensor, "rows length vocabulary"],
+    logits_b: Float[Tensor, "rows length vocabulary"],
+    ids: Int[Tensor, "rows length"],
+) -> TokenDistances:
+    """Compute the distances at every token of a batch, row after row."""
+    following = torch.cat((ids[:, 1:], torch.zeros_like(ids[:, :1])), dim=1).flatten()
+    flat_a, flat_b = logits_a.flatten(0, 1), logits_b.flatten(0, 1)
+    parts = [
+        _distances(flat_a[rows], flat_b[rows], following[rows])
+        for rows in torch.arange(ids.numel()).split(ROWS)
+    ]
+    joined = [torch.cat(column) for column in zip(*parts, strict=True)]
+    last = torch.zeros(ids.shape, dtype=torch.bool)
+    last[:, -1] = True
+    return TokenDistances(*(column.masked_fill(last.flatten(), torch.nan) for column in joined))
+
+
+def _distances(a: Tensor, b: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+    log_a, log_b = (logits.double().cpu().log_softmax(1) for logits in (a, b))
+    terms = k3(log_a, log_b)
+    kl = (log_a.exp() * terms).sum(1)
+    places = target.cpu()[:, None]
+    at_text = (x.gather(1, places).squeeze(1) for x in (terms, -log_a, -log_b))
+    of_text, loss_a, loss_b = at_text
+    return of_text, kl, loss_a, loss_b
+
+
+def logits_diff(
+    found: TokenDistances, flipped: Bool[Tensor, " tokens"], documents: Int[Tensor, " tokens"]
+) -> LogitsDiff | None:
+    """Compute means, errors and tails over the tokens with a next token; None if there is none.
+
+    Args:
+        found: distances of every token.
+        flipped: tokens that flip in at least one layer.
+        documents: document of each token.
+    """
+    known = ~found.kl.isnan()
+    if not bool(known.any()):
+        return None
+    values = TokenDistances(*(column[known] for column in found))
+    groups, apart = documents[known], flipped[known]
+    return LogitsDiff(
+        k3=values.k3.mean().item(),
+        k3_error=clustered_error(values.k3, groups),
+        kl=values.kl.mean().item(),
+        kl_error=clustered_error(values.kl, groups),
+        kl_p99=float(np.quantile(values.kl.numpy(), 0.99, method="inverted_cdf")),
+        kl_flipped=_mean(values.kl[apart]),
+        kl_unflipped=_mean(values.kl[~apart]),
+        loss_a=values.loss_a.mean().item(),
+        loss_b=values.loss_b.mean().item(),
+        tokens=int(known.sum()),
+    )
+
+
+def _mean(values: Tensor) -> float | None:
+    return values.mean().item() if len(values) else None
+
+
+def with_distances(
+    distances: list[TokenDistances], a: Any, b: Any, ids: Tensor
+) -> list[TokenDistances] | None:
+    """The distances of one more batch; None for models that do not predict the same tokens."""
+    able = isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape
+    if not able or a.shape[:2] != ids.shape:
+        return None
+    return [*distances, token_distances(a, b, ids)]
+
+
+def all_distances(share: Share, own: list[TokenDistances] | None) -> list[TokenDistances] | None:
+    """The distances of all batches, where every process has those of its own."""
+    if not own:
+        return own
+    columns = TokenDistances(*(torch.cat(column) for column in zip(*own, strict=True)))
+    return [TokenDistances(**share.all_tokens(columns._asdict()))]
+
+
+def logits_of(found: Compared, distances: list[TokenDistances] | None) -> LogitsDiff | None:
+    """Sum up the distances of A's tokens, over those that were compared."""
+    if not distances:
+        return None
+    joined = TokenDistances(*(torch.cat(column) for column in zip(*distances, strict=True)))
+    places = found.aligned.places.in_a
+    of_tokens = TokenDistances(*(column[places] for column in joined))
+    return logits_diff(of_tokens, found.flips.any(0), found.documents)
