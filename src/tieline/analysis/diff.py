@@ -135,9 +135,8 @@ def diff(
             (`hf.spread`); all must call, and all get the result.
         progress: called with stage, done and total while the work goes on.
     """
-    load = dict(
-        device=device, trust_remote_code=trust_remote_code, stream=stream, parallel=parallel
-    )
+    load = {"device": device, "trust_remote_code": trust_remote_code, "stream": stream}
+    load |= {"parallel": parallel}
     sides = (
         NamedSide("A", a, dtype_a, experts_impl_a, revision_a, load),
         NamedSide("B", b, dtype_b, experts_impl_b, revision_b, load),
@@ -145,19 +144,16 @@ def diff(
     kinds = [side.checked_kind() for side in sides]
     models = [kind == "model" for kind in kinds]
     _check_parallel(parallel, kinds, sides, replay, batch_b)
+    _check_engines(kinds, replay, batch_b)
     if expect is not None:
         read_format(expect)
     if "engine" in kinds:
         from tieline.analysis.engine_diff import EngineSettings, diff_engines
 
-        require(not replay, "replay is for two models: an engine's routes are not replayed")
-        require(batch_b is None, "batch_b is for two models: engines run documents one by one")
         settings = EngineSettings(tokenizer, engine_python, engine_defaults, dequantise)
         run = Running(batch_size, expect, progress)
-        shape = (n_experts, k)
-        found = diff_engines(
-            sides, text, tokens, sequence_length, run, settings, partial=partial, shape=shape
-        )
+        place = (text, tokens, sequence_length, run, settings)
+        found = diff_engines(sides, *place, partial=partial, shape=(n_experts, k))
         return _with_names(found, sides)
     words = "tokenizer, engine_python and engine_defaults are for sides such as vllm:MODEL"
     require((tokenizer, engine_python, engine_defaults) == (None, None, False), words)
@@ -177,6 +173,13 @@ def diff(
         first, second = (side.trace(n_experts, k) for side in sides)
         found = _diff_traces(first, second, partial, expect)
     return _with_names(found, sides)
+
+
+def _check_engines(kinds: Sequence[str], replay: bool, batch_b: int | None) -> None:
+    """Refuse what needs both models in this process, of a side in an engine."""
+    if "engine" in kinds:
+        require(not replay, "replay is for two models: an engine's routes are not replayed")
+        require(batch_b is None, "batch_b is for two models: engines run documents one by one")
 
 
 def _check_parallel(
