@@ -40,9 +40,9 @@ class Own(nn.Module):
         super().__init__()
         width = SIZES["width"]
         self.embed = nn.Embedding(WORDS, width)
-        sizes = {"d_model": width, "n_experts": SIZES["experts"], "k": SIZES["chosen"]}
-        layers = (moe(**sizes, d_hidden=SIZES["hidden"]) for _ in range(SIZES["layers"]))
-        self.blocks = nn.ModuleList(layers)
+        sizes: dict[str, Any] = {"d_model": width, "d_hidden": SIZES["hidden"]}
+        sizes |= {"n_experts": SIZES["experts"], "k": SIZES["chosen"]}
+        self.blocks = nn.ModuleList(moe(**sizes) for _ in range(SIZES["layers"]))
         self.head = nn.Linear(width, WORDS)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ class Own(nn.Module):
 def native(place: Path, how: str) -> Any:
     """OLMoE of transformers, whole or cut by its own plan."""
     from transformers import OlmoeConfig, OlmoeForCausalLM
-    from transformers.distributed import DistributedConfig
+    from transformers.distributed.configuration_utils import DistributedConfig
 
     if not place.is_dir():
         torch.manual_seed(0)
@@ -72,9 +72,9 @@ def native(place: Path, how: str) -> Any:
         )
         OlmoeForCausalLM(config).save_pretrained(place)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    spread = {}
+    spread: dict[str, Any] = {}
     if ranks > 1:
-        experts = {"ep_size": ranks} if how == "ep" else {}
+        experts: dict[str, Any] = {"ep_size": ranks} if how == "ep" else {}
         spread = {"distributed_config": DistributedConfig(fsdp_size=ranks, **experts)}
     return OlmoeForCausalLM.from_pretrained(place, dtype=torch.float32, **spread).train()
 
@@ -160,7 +160,7 @@ def told(how: str, shares: str, steps: int, folder: Path, alone: Any) -> str:
 
 def main() -> None:
     """Run everything, or the part of one process."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--how")
     parser.add_argument("--shares")

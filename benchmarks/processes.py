@@ -165,10 +165,12 @@ def _random_model(folder: Path, layers: int, width: int) -> None:
         num_attention_heads=8,
         num_key_value_heads=8,
         num_experts=16,
+        eos_token_id=0,
         dtype="bfloat16",
     )
     torch.manual_seed(0)
-    OlmoeForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    model: Any = OlmoeForCausalLM(config)
+    model.to(torch.bfloat16).save_pretrained(folder)
     load_demo_tokenizer().save_pretrained(folder)
 
 
@@ -219,7 +221,7 @@ class _Peak:
 
 def main() -> None:
     """Run what was asked for."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("what", choices=["equal", "commands", "memory", "load"])
     parser.add_argument("--counts", default="2,4")
     parser.add_argument("--ways", default="data,tp,ep,pp,fsdp")

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import AutoModelForCausalLM, OlmoeConfig, Qwen3MoeConfig
 
 from tests.training.parallel.ranks import Ranks
