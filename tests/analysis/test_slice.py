@@ -32,6 +32,14 @@ def test_the_router_chooses_the_coalitions_of_the_picture(family):
     assert len(drawn.cut.cells) > 1
 
 
+def test_a_router_in_bfloat16_is_judged_by_its_own_precision():
+    model = lively(tiny_model("mixtral")).bfloat16()
+    options = {"tokens": 120, "sequence_length": 40, "jumps": False, "cut": SliceChoice(1)}
+    drawn = inspect((model, Letters()), text=words(120), **options).slice
+    assert drawn.agreed + drawn.undecided == drawn.checked
+    assert drawn.undecided <= 0.05 * drawn.checked
+
+
 def test_a_wrong_picture_is_found_out():
     model, found = cut_model("mixtral", SliceChoice(0, (1, 50, 90)))
     router = model.get_submodule(found.slice.layer)

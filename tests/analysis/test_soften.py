@@ -129,6 +129,14 @@ def test_a_larger_sample_computes_more_tokens_again():
     assert sample_of(512).exact == 64
 
 
+def test_a_model_in_low_precision_is_told_to_run_in_float32():
+    text = tokenise(Letters(), words(240), 240, 24)
+    sizes = SoftenSettings(levels=1, exact=4)
+    for model in (MODELS["two"](), MODELS["two"]().bfloat16()):
+        found = soften(model, tuple(find_routers(model)), text, sizes)
+        assert ("--dtype fp32" in found.words[-1]) == (model.dtype == torch.bfloat16)
+
+
 def test_groups_are_measured_and_not_predicted():
     model = lively(tiny_model("deepseek_v3"))
     text = tokenise(Letters(), words(240), 240, 24)

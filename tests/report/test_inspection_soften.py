@@ -15,7 +15,7 @@ def test_measured_dots_stand_beside_predicted_lines(result):
     ]
     lines = [x for x in data if x["mode"] == "lines"]
     assert len(lines) == 3  # the last layer has no prediction
-    assert lines[0]["y"] == [-0.012 * 0.01 * 2**i for i in range(3)]
+    assert lines[0]["y"][::8] == [-0.012 * 0.01 * 2**i for i in range(3)]
 
 
 def test_the_tables_name_layers_and_tokens(result):

@@ -27,6 +27,8 @@ POINTS = 2000
 """Random points of the window at which the router is asked."""
 ROUNDING = 1e-5
 """Gap, relative to the largest score, below which float32 may decide a tie either way."""
+UNITS = 4
+"""The same for coarser formats, in units of their precision: states and scores are both rounded."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,8 @@ def _asked(
     same = (chosen.sort(dim=1).values == shown).all(dim=1)
     ranked = logits.double().sort(dim=1, descending=True).values
     gap = ranked[:, layer.facts.k - 1] - ranked[:, layer.facts.k]
-    close = gap <= ROUNDING * logits.abs().amax().double()
+    coarse = UNITS * torch.finfo(_dtype(router)).eps
+    close = gap <= max(ROUNDING, coarse) * logits.abs().amax().double()
     return int(same.sum()), int((~same & close).sum())
 
 
@@ -184,11 +187,14 @@ def router_choice(
     family = family_of(router)
     if family is None or family.bias_argument is not None:
         raise UnsupportedModelError(f"{type(router).__name__} cannot be called by itself")
-    dtype = next((p.dtype for p in router.parameters()), torch.float32)
     with only_running(model):
-        rows = states.to(model_device(model), dtype)
+        rows = states.to(model_device(model), _dtype(router))
         output = read_output(family, router, (rows,), router(rows))
     return output.logits.cpu(), output.ids.cpu().long()
+
+
+def _dtype(router: nn.Module) -> torch.dtype:
+    return next((p.dtype for p in router.parameters()), torch.float32)
 
 
 def coalition_at(cut: Slice, flat: Float[np.ndarray, "points 2"]) -> Tensor:

@@ -229,7 +229,14 @@ class _Work:
             cost=cost,
             words=(),
         )
-        return replace(found, words=soften_words(found))
+        return replace(found, words=(*soften_words(found), *self._rounded()))
+
+    def _rounded(self) -> list[str]:
+        """A warning if rounding hides what a soft choice does."""
+        kinds = {p.dtype for p in self._model.parameters()} & {torch.bfloat16, torch.float16}
+        named = " and ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
+        text = f"The model runs in {named}, whose rounding changes losses by as much: --dtype fp32."
+        return [text] if kinds else []
 
     def _step(self, steps: int = 1) -> None:
         self._done += steps
@@ -460,21 +467,15 @@ class _Forecast(NamedTuple):
     @classmethod
     def of_all(cls, layers: Sequence["_Forecast"], units: Sequence[float]) -> "_Forecast":
         """Of all layers at once, to first order their sum; widths in units of the first ones."""
-        slopes = [
-            x.slope * unit for x, unit in zip(layers, units, strict=True) if x.slope is not None
-        ]
-        if len(slopes) < len(layers):
+        pairs = list(zip(layers, units, strict=True))
+        slope = _sum([None if x.slope is None else x.slope * unit for x, unit in pairs])
+        if slope is None:
             return cls()
 
         def change(factor: float) -> Tensor | None:
-            parts = [
-                None if x.change is None else x.change(factor * unit)
-                for x, unit in zip(layers, units, strict=True)
-            ]
-            known = [part for part in parts if part is not None]
-            return torch.stack(known).sum(dim=0) if len(known) == len(parts) else None
+            return _sum([x.change and x.change(factor * unit) for x, unit in pairs])
 
-        return cls(torch.stack(slopes).sum(dim=0), change)
+        return cls(slope, change)
 
 
 def _sum(parts: Sequence[Tensor | None]) -> Tensor | None:

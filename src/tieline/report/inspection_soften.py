@@ -17,6 +17,8 @@ SOFTEN = Panel(
     "helps; dashed lines are the first-order prediction from the tokens at the walls.",
     wide=True,
 )
+FINE = 8
+"""Points of a line per doubling: on a logarithmic axis it is bent."""
 NOT_ASKED = "not measured: the option --soften asks for it"
 HEAD = (
     "layer",
@@ -88,7 +90,8 @@ def _curve(
     if slope is None:
         return [dots]
     line = {"color": colour, "width": 1.5, "dash": "dash"}
-    straight = {"type": "scatter", "mode": "lines", "x": x, "y": [slope * at for at in x]}
+    fine = [2.0 ** (place / FINE) for place in range(FINE * (len(levels) - 1) + 1)]
+    straight = {"type": "scatter", "mode": "lines", "x": fine, "y": [slope * at for at in fine]}
     return [dots, straight | {"line": line, "showlegend": False, "hoverinfo": "skip"}]
 
 
