@@ -67,8 +67,10 @@ def attention_facts(result: AttentionView) -> list[str]:
     change = result.sigmoid_change
     error = "" if change.standard_error is None else f" ± {change.standard_error:.4f}"
     return [
-        f"With sigmoid attention and the same weights the loss would be "
-        f"{(change.value or 0.0):+.4f}{error} nats per token higher than {result.loss.value:.4f}.",
+        f"With sigmoid attention and the same weights the loss would change from "
+        f"{result.loss.value:.4f} by {(change.value or 0.0):+.4f}{error} nats per token.",
+        "Dots are heads: how many keys carry the mass of a query by softmax, and what sigmoid "
+        "weights would sum to; the line is 1, the mass that softmax hands out.",
         "keys: exp of the entropy of a query's weights, the keys that carry its mass; for 90 %: "
         "keys that hold 90 % of it; top: the largest weight; gap: median distance of the two best "
         "scores; near tie: queries whose gap is below 0.1; σ mass: sum of the weights by sigmoid; "
