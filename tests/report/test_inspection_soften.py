@@ -36,5 +36,14 @@ def test_words_follow_the_sign_of_the_slope(result):
     assert direction(Estimate(None)) == "tell"
 
 
+def test_the_same_tokens_are_told_where_their_ratio_is_known_well(result):
+    found = result.softening
+    first, *others = found.together
+    for error, told in ((0.05, True), (0.4, False)):
+        level = replace(first, ratio=Estimate(0.97, error))
+        said = soften_words(replace(found, together=(level, *others)))[-1]
+        assert ("0.97 ± 0.05 times what their gradients" in said) == told
+
+
 def test_without_softening_the_page_says_how_to_get_it(ids_only):
     assert "--soften" in soften_panel(ids_only).reason

@@ -3,6 +3,9 @@
 from tieline.analysis.soften_records import Softening, SoftLayer, SoftLevel
 from tieline.core.statistics import Estimate
 
+TELLING = 0.2
+"""Largest error of a ratio that is worth a sentence."""
+
 
 def soften_words(found: Softening) -> tuple[str, ...]:
     """Whether softening would help or hurt, by how much, and which tokens decide it."""
@@ -80,7 +83,9 @@ def _paired(first: SoftLevel) -> list[str]:
     if first.ratio is None or first.ratio.value is None:
         return []
     error = first.ratio.standard_error
-    shown = f"{first.ratio.value:.2f}" + ("" if error is None else f" ± {error:.1g}")
+    if error is None or error > TELLING:
+        return []
+    shown = f"{first.ratio.value:.2f} ± {error:.1g}"
     return [
         f"On the tokens of this sample alone the loss changes by {shown} times what their "
         "gradients and curvatures give at the first width."
