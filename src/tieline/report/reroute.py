@@ -91,13 +91,14 @@ def reroute_facts(result: Rerouted) -> list[str]:
         "defined."
     )
     moved = [layer for layer in result.layers if layer.fit.steps]
+    rest = len(moved) < len(result.layers)
     return [
         f"Loss: {significant(result.loss.value, 5)} before, changed by "
         f"{_signed(result.loss_change)} nats per token.",
         f"The predictions moved by KL {significant(result.moved.value)}.",
         jump,
-        f"Rows were fitted in {len(moved)} of {len(result.layers)} layers; in the others the start "
-        "already ranks all experts as before.",
+        f"Rows were fitted in {len(moved)} of {len(result.layers)} layers"
+        + ("; in the others the start already ranks all experts as before." if rest else "."),
         f"kept: share of a token's experts that both models choose; fit: divergence of the new "
         f"weights from the old on {result.fit_tokens:,} tokens, in nats; t: temperature; gap: "
         f"median; flips: tokens whose experts change if bf16 rounds the scores; measured on "
@@ -162,7 +163,7 @@ def _draw(layers: Sequence[ReroutedLayer], axes: "Axes") -> None:
     for name, values, colour, marker in series:
         known = [(x, y) for x, y in zip(places, values, strict=True) if y is not None]
         xs, ys = [x for x, _ in known], [y for _, y in known]
-        axes.plot(xs, ys, marker, color=colour, markersize=4, label=name)
+        axes.plot(xs, ys, marker, color=colour, markersize=4, label=name, clip_on=False)
     name_places(axes, short_names([layer.name for layer in layers]))
     axes.set_ylabel("share of tokens")
     axes.set_ylim(bottom=0)
