@@ -1,7 +1,7 @@
 """What smoothing by projected top-k repairs and moves, against paper 1's ramp and the law.
 
     python benchmarks/remedies.py [--folder MODEL] [--text FILE] [--tokens 16384] [--json FILE]
-        [--parts equal,factor,law] [--law-skip TOKENS] [--seed 0]
+        [--parts equal,spread,factor,law] [--extra 0.1,0.2,...] [--law-skip TOKENS] [--seed 0]
 
 equal experts   both gates with k + 0.1 to k + 0.5 experts in every layer: KL to the original, and
                 KL under bf16 routers to itself, ramp over projected, paired by sequence; the latter
@@ -51,7 +51,7 @@ from tieline.hf.smooth import smooth_, unsmooth_
 EXTRA = (0.1, 0.2, 0.3, 0.4, 0.5)
 SCALES = (2.0, 4.0, 8.0, 16.0, 32.0)
 LAW_SCALES = (1.0, 2.0, 4.0, 8.0, 16.0)
-PARTS = ("equal", "factor", "law")
+PARTS = ("equal", "spread", "factor", "law")
 RATIOS = ("ramp over projected", "bf16 ramp over projected", "flip part ramp over projected")
 """Asked for: 2 and 1.5; the third is there for the second."""
 
@@ -71,14 +71,14 @@ class Form:
     left: SequenceSums = field(default_factory=SequenceSums)
 
 
-def forms(known: Calibration) -> list[Form]:
+def forms(known: Calibration, extras: Sequence[float], scales: Sequence[float]) -> list[Form]:
     k = max(plan.k for plan in known.plans)
     made = []
-    for extra in EXTRA:
+    for extra in extras:
         for gate in ("projected", "ramp"):
             widths = known.by_budget(k + extra, gate)
             made.append(Form(f"{gate} k+{extra:g}", gate, widths, k + extra))
-    for scale in SCALES:
+    for scale in scales:
         widths = known.by_noise(scale)
         experts = known.experts(widths, "projected")
         made.append(Form(f"noise {scale:g}", "projected", widths, experts))
@@ -135,10 +135,12 @@ def above(kept: SequenceSums, floor: SequenceSums) -> SequenceSums:
     return SequenceSums([torch.cat(kept.sums) - torch.cat(floor.sums)], [torch.cat(kept.counts)])
 
 
-def equal_experts(rows: Sequence[Form], before: Mapping[str, SequenceSums]) -> list[dict[str, Any]]:
+def equal_experts(
+    rows: Sequence[Form], before: Mapping[str, SequenceSums], extras: Sequence[float]
+) -> list[dict[str, Any]]:
     named = {row.name: row for row in rows}
     found = []
-    for extra in EXTRA:
+    for extra in extras:
         projected, ramp = named[f"projected k+{extra:g}"], named[f"ramp k+{extra:g}"]
         values = {
             "moved projected": projected.moved.mean(),
@@ -285,6 +287,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--law-skip", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--extra", default=",".join(map(str, EXTRA)))
     parser.add_argument("--json", default=None)
     return parser.parse_args()
 
@@ -302,11 +305,12 @@ def main() -> None:
         first = options.calibration // length
         known = Calibration(loaded.model, list(batches(words.sequences[:first], 8)), NOISE)
         if "equal" in parts:
-            rows = forms(known)
+            extras = [float(word) for word in options.extra.split(",")]
+            rows = forms(known, extras, SCALES if "spread" in parts else ())
             before = measure(loaded.model, copied, rows, list(batches(words.sequences[first:], 8)))
             found["before"] = {key: asdict(one.mean()) for key, one in before.items()}
-            found["equal experts"] = equal_experts(rows, before)
-            found["spread"] = spread(rows, before)
+            found["equal experts"] = equal_experts(rows, before, extras)
+            found["spread"] = spread(rows, before) if "spread" in parts else []
         if "law" in parts:
             found["law"] = law_rows(loaded, known, text, options)
     if "factor" in parts:
