@@ -323,8 +323,9 @@ def _above_frontier(sums: _Sums, scale: float, sigma: float) -> Estimate:
         return Estimate(whole, None, "ok" if whole is not None else "not answerable: no flips seen")
     parts = [_over_least(kept[:, groups != group].sum(dim=1), sigma) for group in range(count)]
     known = torch.tensor([part for part in parts if part is not None], dtype=torch.float64)
-    error = ((count - 1) * known.var(correction=0)).sqrt().item()
-    return Estimate(whole, error)
+    if len(known) < count:  # without some sequences nothing is left: too few to tell an error
+        return Estimate(whole, None)
+    return Estimate(whole, ((count - 1) * known.var(correction=0)).sqrt().item())
 
 
 def _over_least(sums: Float[Tensor, "3"], sigma: float) -> float | None:

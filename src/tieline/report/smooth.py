@@ -61,7 +61,7 @@ HOW_TO_READ = (
     "flips ÷: how many times lower what flips cost is; least moved: what the law asks of any gate "
     "for that."
 )
-LAW = ("layer", "ε / σ", "inside", "D ÷ predicted", "S ÷ predicted", "flips ÷", "over frontier (×)")
+LAW = ("layer", "ε / σ", "inside", "D ÷ law", "S ÷ law", "flips ÷", "over frontier (×)")
 HOW_LAW = (
     "Each layer by itself: D, how far its output moved, and S, its change under noise of the "
     "choice, over what density, jump and noise of the calibration text predict; over frontier: D "
