@@ -135,3 +135,30 @@ def test_the_page_shows_every_sample_size_and_runs_nothing(study):
     assert "falls like n^-0.50" in repr(study)
     bare = replace(study, series=tuple(replace(one, rate=None) for one in study.series))
     assert "No slope" in repr(bare)
+
+
+@pytest.mark.parametrize(
+    ("fitted", "expert", "words"),
+    [
+        (8, "relu", "half the error takes four times the samples"),
+        (9, "relu", "1 spare expert: predictions still improve like n^(-1/2)"),
+        (9, "relu", "not determined by any number of samples"),
+        (10, "tanh", "2 spare experts"),
+        (10, "tanh", "half their error takes sixteen times the samples"),
+    ],
+)
+def test_the_number_of_experts_is_told_in_practice(study, fitted, expert, words):
+    model = replace(study.model, n_experts=fitted, expert=expert)
+    told = replace(study, model=model, well_specified=True)
+    assert words in " ".join(shown(told).split())
+
+
+def test_a_model_without_the_truth_gets_no_such_advice(study):
+    assert "spare" not in shown(study)
+
+
+def shown(study):
+    """The terminal view as text."""
+    console = Console(file=io.StringIO(), width=120)
+    console.print(terminal(study, 120))
+    return console.file.getvalue()

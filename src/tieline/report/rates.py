@@ -126,6 +126,7 @@ def _row(series: LossSeries, sizes: Sequence[int]) -> tuple[str, ...]:
 def _notes(result: RateStudy) -> list[str]:
     ends = ", ".join(f"{count} {name}" for name, count in result.status.items())
     notes = [f"{result.problems} fits: {ends}; {result.cpu_seconds:.1f} s of CPU time"]
+    notes += _advice(result)
     if result.paper_slope is not None:
         notes.append(f"the paper reports a slope of {result.paper_slope:.2f} for the raw loss")
     if result.failed:
@@ -143,6 +144,32 @@ def _notes(result: RateStudy) -> list[str]:
             f"‖f − q‖ = {significant(result.misfit)}"
         )
     return notes
+
+
+SEPARABLE = ("tanh", "gelu")
+"""Experts of which no two make one of the same kind, so that a spare one can be told apart."""
+
+
+def _advice(result: RateStudy) -> list[str]:
+    """What the number of fitted experts means for predictions and for reading the experts."""
+    spare = result.model.n_experts - result.true_experts
+    if not result.well_specified or spare < 0:
+        return []
+    if spare == 0:
+        return [
+            "as many experts as the truth: predictions and every expert improve like n^(-1/2), so "
+            "half the error takes four times the samples"
+        ]
+    single = "are not determined by any number of samples: two of them can make one"
+    if result.model.expert in SEPARABLE:
+        single = (
+            "improve like n^(-1/4) at best, so half their error takes sixteen times the samples"
+        )
+    return [
+        f"{spare} spare expert{'s' * (spare > 1)}: predictions still improve like n^(-1/2); the "
+        f"single experts {single}. To read them, fit as many as there are: compare numbers of "
+        "experts by a held-out loss"
+    ]
 
 
 def _draw(result: RateStudy) -> "Figure":
