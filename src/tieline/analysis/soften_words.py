@@ -42,11 +42,13 @@ def _best(found: Softening) -> str:
     best = min(found.together, key=lambda level: level.change.value or 0.0)
     last = found.together[-1]
     if direction(best.change) == "help":
+        wider = f"at {last.width:g} times them it is {_signed(last.change)}"
+        beyond = "the widest that was tried" if best is last else wider
         return (
             f"The loss is lowest at {best.width:g} times the first widths "
-            f"({_signed(best.change)} nats per token); at {last.width:g} times them it is "
-            f"{_signed(last.change)}. What to do: train or fine-tune with a soft choice of about "
-            "that width, or smooth the model after training (`tieline smooth`)."
+            f"({_signed(best.change)} nats per token); {beyond}. What to do: train or fine-tune "
+            "with a soft choice of about that width, or smooth the model after training "
+            "(`tieline smooth`)."
         )
     return (
         f"No width lowers the loss for sure; at {last.width:g} times the first widths it changes "
