@@ -1,23 +1,27 @@
 """What three inference engines route, against transformers in float32: the tables of the docs.
 
-    python -m benchmarks.engines --json engines.json            # the demo model in every format
-    python -m benchmarks.engines --family                       # a random qwen3_moe, K-quants too
-    python -m benchmarks.engines --faults                       # planted faults
-    python -m benchmarks.engines --overhead                     # what capture costs in each engine
+    python -m benchmarks.engines formats --json engines.json    # the demo model in every format
+    python -m benchmarks.engines faults                         # planted faults
+    python -m benchmarks.engines formats --model FOLDER         # another OLMoE or Mixtral
+    python -m benchmarks.engines family                         # a random qwen3_moe, K-quants too
+    python -m benchmarks.engines overhead                       # what capture costs in each engine
 
-Needs the engines of `tieline capture --list-engines`; those that are missing are left out. Every
-number comes from `tieline.diff` on 16 documents of 256 tokens.
+Needs the engines of `tieline capture --list-engines`; those that are missing are left out, and
+`--engines` names some. Flips come from `tieline.diff` on 4096 tokens in documents of 256, or of
+the model's context. The overhead is a ratio of processor time within one process that runs the
+same tokens with and without capture in turns.
 """
 
 import argparse
 import json
+import re
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +29,25 @@ import numpy as np
 import torch
 
 import tieline as tl
+from benchmarks.harness import Samples, ratio
 from tieline.analysis.text import tokenise
 from tieline.engines import ENGINES, find_python, installed
 from tieline.engines.process import run_worker
 from tieline.hf.demo import DEMO_FOLDER, demo_text, load_demo_tokenizer
 
 TOKENS, LENGTH = 4096, 256
+TIMED_TOKENS, ROUNDS = 1024, 16
 KINDS = ("f32", "f16", "q8_0", "q4_0")
 KQUANTS = {"q4_k_m": 15, "q6_k": 18, "q8_0": 7, "f16": 1}
 """File types of llama.cpp's own quantisation."""
 
 
+WANTED = set(ENGINES)
+"""Engines that run; `--engines` takes some away."""
+
+
 def has(engine: str) -> bool:
-    return installed(ENGINES[engine]).python is not None
+    return engine in WANTED and installed(ENGINES[engine]).python is not None
 
 
 def python_of(engine: str) -> str:
@@ -84,10 +94,11 @@ def run_in(engine: str, code: str, *words: str) -> None:
         raise SystemExit(f"{engine}: {done.stderr[-800:]}")
 
 
-def compared(a: str, b: str, **options: Any) -> dict[str, Any]:
-    """Flips by layer, tokens, KL, verdict and split of one comparison."""
+def compared(model: Path, b: str, **options: Any) -> dict[str, Any]:
+    """Flips by layer, tokens, KL, verdict and split of one comparison with transformers."""
     started = time.perf_counter()
-    found = tl.diff(a, b, tokens=TOKENS, sequence_length=LENGTH, **options)
+    size: dict[str, Any] = {"tokens": TOKENS, "sequence_length": LENGTH}
+    found = tl.diff(str(model), b, dtype_a="fp32", **size, **options)
     told = found.provenance["b"]
     split = found.dequantised
     assert isinstance(told, dict)
@@ -112,25 +123,26 @@ def compared(a: str, b: str, **options: Any) -> dict[str, Any]:
     }
 
 
-def formats(work: Path) -> list[dict[str, Any]]:
-    """The demo model through every engine and format."""
+def formats(work: Path, model: Path = DEMO_FOLDER, **own: Any) -> list[dict[str, Any]]:
+    """A model through every engine and format."""
     rows = []
     if has("llama.cpp"):
         with_gguf()
         from tools.demo_gguf import write_gguf
 
         for kind in KINDS:
-            write_gguf(work / f"demo-{kind}.gguf", kind)
-            rows.append(shown(compared("demo", f"llama.cpp:{work / f'demo-{kind}.gguf'}")))
-        name = f"llama.cpp:{work / 'demo-f32.gguf'}"
-        rows.append(shown(compared("demo", name, engine_defaults=True)))
+            write_gguf(work / f"{kind}.gguf", kind, model)
+            rows.append(shown(compared(model, f"llama.cpp:{work / f'{kind}.gguf'}", **own)))
+        exact = f"llama.cpp:{work / 'f32.gguf'}"
+        rows.append(shown(compared(model, exact, engine_defaults=True, **own)))
     if has("mlx"):
-        rows.append(shown(compared("demo", "mlx:demo")))
+        rows.append(shown(compared(model, f"mlx:{model}", **own)))
         for bits in (8, 4):
-            quantise_mlx(DEMO_FOLDER, work / f"mlx-{bits}", bits)
-            rows.append(shown(compared("demo", f"mlx:{work / f'mlx-{bits}'}")))
+            quantise_mlx(model, work / f"mlx-{bits}", bits)
+            rows.append(shown(compared(model, f"mlx:{work / f'mlx-{bits}'}", **own)))
     if has("vllm"):
-        rows.extend(shown(compared("demo", "vllm:demo", dtype_b=x)) for x in ("fp32", "bf16"))
+        for dtype in ("fp32", "bf16"):
+            rows.append(shown(compared(model, f"vllm:{model}", dtype_b=dtype, **own)))
     return rows
 
 
@@ -170,85 +182,54 @@ def random_model(work: Path) -> Path:
     return folder
 
 
-def write_qwen3_moe(folder: Path, out: Path) -> None:
-    """A float32 GGUF of the random model."""
-    import gguf  # pyright: ignore[reportMissingImports]
-    from safetensors.numpy import load_file
-
-    config = json.loads((folder / "config.json").read_text())
-    weights, layers = load_file(folder / "model.safetensors"), config["num_hidden_layers"]
-    writer = gguf.GGUFWriter(out, "qwen3moe")
-    writer.add_name("random qwen3_moe")
-    writer.add_block_count(layers)
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(config["head_dim"])
-    writer.add_value_length(config["head_dim"])
-    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_expert_count(config["num_experts"])
-    writer.add_expert_used_count(config["num_experts_per_tok"])
-    writer.add_vocab_size(config["vocab_size"])
-    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
-    from tools.demo_gguf import _add_tokenizer
-
-    _add_tokenizer(writer, json.loads((folder / "tokenizer.json").read_text()))
-    for layer in range(layers):
-        place = f"model.layers.{layer}.mlp.experts."
-        for part in ("gate_proj", "up_proj", "down_proj"):
-            own = [weights.pop(f"{place}{e}.{part}.weight") for e in range(config["num_experts"])]
-            weights[f"{place}{part}.weight"] = np.stack(own)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3MOE, layers)
-    for name, values in weights.items():
-        known = names.get_name(name, try_suffixes=(".weight",))
-        writer.add_tensor(known, np.ascontiguousarray(values.astype(np.float32)))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def family(work: Path) -> list[dict[str, Any]]:
+def family(work: Path, **own: Any) -> list[dict[str, Any]]:
     """A second family through every engine that knows it, with K-quants."""
     folder, rows = random_model(work), []
-    own: dict[str, Any] = {"dtype_a": "fp32"}
     if has("llama.cpp"):
         with_gguf()
+        from tools.demo_gguf import write_gguf
+
         exact = work / "qwen-f32.gguf"
-        write_qwen3_moe(folder, exact)
-        rows.append(shown(compared(str(folder), f"llama.cpp:{exact}", **own)))
+        write_gguf(exact, "f32", folder)
+        rows.append(shown(compared(folder, f"llama.cpp:{exact}", **own)))
         for name, kind in KQUANTS.items():
             out = work / f"qwen-{name}.gguf"
             quantise_gguf(exact, out, kind)
-            rows.append(shown(compared(str(folder), f"llama.cpp:{out}", **own)))
+            rows.append(shown(compared(folder, f"llama.cpp:{out}", **own)))
     if has("mlx"):
-        rows.append(shown(compared(str(folder), f"mlx:{folder}", **own)))
+        rows.append(shown(compared(folder, f"mlx:{folder}", **own)))
         quantise_mlx(folder, work / "qwen-mlx-4", 4)
-        rows.append(shown(compared(str(folder), f"mlx:{work / 'qwen-mlx-4'}", **own)))
+        rows.append(shown(compared(folder, f"mlx:{work / 'qwen-mlx-4'}", **own)))
     if has("vllm"):
         for dtype in ("fp32", "bf16"):
-            rows.append(shown(compared(str(folder), f"vllm:{folder}", dtype_b=dtype, **own)))
+            rows.append(shown(compared(folder, f"vllm:{folder}", dtype_b=dtype, **own)))
     return rows
 
 
-def changed(work: Path, name: str, change: Callable[[dict[str, Any]], object]) -> Path:
-    """A copy of the demo model with another configuration."""
+def changed(
+    work: Path, name: str, change: Callable[[dict[str, Any]], object], model: Path = DEMO_FOLDER
+) -> Path:
+    """A copy of a model with another configuration."""
     folder = work / name
-    shutil.copytree(DEMO_FOLDER, folder, dirs_exist_ok=True)
+    shutil.copytree(model, folder, dirs_exist_ok=True)
     config = json.loads((folder / "config.json").read_text())
     change(config)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     return folder
 
 
-def other_base(config: dict[str, Any]) -> None:
-    """A rope base where transformers 5 looks for it, and nowhere else."""
-    config["rope_parameters"]["rope_theta"] = 500_000.0
+OTHER_BASE = 500_000.0
+
+
+def hidden_base(config: dict[str, Any]) -> None:
+    """Another rope base where transformers 5 looks for it, and nowhere else."""
+    config["rope_parameters"]["rope_theta"] = OTHER_BASE
     config.pop("rope_theta", None)
+
+
+def other_base(config: dict[str, Any]) -> None:
+    """Another rope base wherever an engine may look for it."""
+    config["rope_parameters"]["rope_theta"] = config["rope_theta"] = OTHER_BASE
 
 
 def swapped_experts(folder: Path) -> None:
@@ -257,25 +238,23 @@ def swapped_experts(folder: Path) -> None:
 
     path = folder / "model.safetensors"
     weights = load_file(path)
-    for part in ("gate_proj", "up_proj", "down_proj"):
-        one, other = (f"model.layers.1.mlp.experts.{e}.{part}.weight" for e in (3, 11))
-        weights[one], weights[other] = weights[other], weights[one]
+    for name in [x for x in weights if re.search(r"layers\.1\..*\.experts\.3\.", x)]:
+        other = name.replace(".experts.3.", ".experts.11.")
+        weights[name], weights[other] = weights[other], weights[name]
     save_file(weights, path, metadata={"format": "pt"})
 
 
-def faults(work: Path) -> list[dict[str, Any]]:
+def faults(work: Path, model: Path = DEMO_FOLDER, **own: Any) -> list[dict[str, Any]]:
     """A wrong rope base and exchanged experts in each engine; transformers has them right."""
-    own: dict[str, Any] = {"dtype_a": "fp32"}
-    rope = changed(work, "rope", other_base)
-    experts = changed(work, "experts", lambda _: None)
+    rope = changed(work, "rope", other_base, model)
+    experts = changed(work, "experts", lambda _: None, model)
     swapped_experts(experts)
-    eps = changed(work, "eps", lambda config: config.update(rms_norm_eps=1e-2))
     rows = []
     if has("mlx"):
-        rows.append(shown(compared(str(rope), f"mlx:{rope}", **own)))  # the bug of mlx-lm itself
-        rows.append(shown(compared("demo", f"mlx:{experts}")))
+        rows.append(shown(compared(model, f"mlx:{rope}", **own)))
+        rows.append(shown(compared(model, f"mlx:{experts}", **own)))
         quantise_mlx(experts, work / "experts-mlx-4", 4)
-        rows.append(shown(compared("demo", f"mlx:{work / 'experts-mlx-4'}")))
+        rows.append(shown(compared(model, f"mlx:{work / 'experts-mlx-4'}", **own)))
     if has("llama.cpp"):
         with_gguf()
         from tools.demo_gguf import write_gguf
@@ -284,50 +263,61 @@ def faults(work: Path) -> list[dict[str, Any]]:
             for kind in ("f32", "q8_0"):
                 out = work / f"{name}-{kind}.gguf"
                 write_gguf(out, kind, folder)
-                rows.append(shown(compared("demo", f"llama.cpp:{out}")))
+                rows.append(shown(compared(model, f"llama.cpp:{out}", **own)))
     if has("vllm"):
-        rows.append(shown(compared("demo", f"vllm:{rope}")))
-        rows.append(shown(compared("demo", f"vllm:{experts}")))
-        rows.append(shown(compared(str(eps), f"vllm:{eps}", **own)))  # vLLM assumes 1e-5
-        rows.append(shown(compared("demo", f"vllm:{rope}", dtype_b="bf16")))
-    return rows
+        rows.append(shown(compared(model, f"vllm:{rope}", **own)))
+        rows.append(shown(compared(model, f"vllm:{experts}", **own)))
+        rows.append(shown(compared(model, f"vllm:{rope}", dtype_b="bf16", **own)))
+    return rows + (bugs(work, model) if model == DEMO_FOLDER else [])
 
 
-def overhead(work: Path, rounds: int = 5) -> list[dict[str, Any]]:
-    """Seconds of the documents with and without capture, in one process each, interleaved."""
-    tokenizer = load_demo_tokenizer()
-    ids = [x.numpy() for x in tokenise(tokenizer, demo_text(), TOKENS, LENGTH).sequences]
-    models = {"mlx": str(DEMO_FOLDER), "vllm": str(DEMO_FOLDER)}
-    if has("llama.cpp"):
-        with_gguf()
-        from tools.demo_gguf import write_gguf
-
-        models["llama.cpp"] = str(work / "overhead.gguf")
-        write_gguf(Path(models["llama.cpp"]), "f32")
+def bugs(work: Path, model: Path) -> list[dict[str, Any]]:
+    """What engines themselves get wrong of an OLMoE."""
     rows = []
-    for engine, model in models.items():
-        if not has(engine):
-            continue
-        request = {
-            "job": "time",
-            "model": model,
-            "dtype": "fp32",
-            "defaults": False,
-            "logprobs": False,
-            "threads": 1,
-            "words": [],
-            "rounds": rounds,
-        }
-        with tempfile.TemporaryDirectory() as folder:
-            python = find_python(ENGINES[engine])
-            path = run_worker(ENGINES[engine], python, Path(folder), request, ids)
-            with np.load(path) as stored:
-                plain, captured = stored["plain"].tolist(), stored["captured"].tolist()
-        ratios = [b / a for a, b in zip(plain, captured, strict=True)]
-        rows.append({"engine": engine, "ratio": statistics.median(ratios), "ratios": ratios})
-        rows[-1] |= {"plain": statistics.median(plain), "captured": statistics.median(captured)}
-        print(json.dumps(rows[-1]), flush=True)
+    if has("mlx"):  # mlx-lm does not read `rope_parameters`
+        base = changed(work, "base", hidden_base, model)
+        rows.append(shown(compared(base, f"mlx:{base}")))
+    if has("vllm"):  # vLLM assumes 1e-5
+        eps = changed(work, "eps", lambda config: config.update(rms_norm_eps=1e-2), model)
+        rows.append(shown(compared(eps, f"vllm:{eps}")))
     return rows
+
+
+def overhead(work: Path, model: Path = DEMO_FOLDER) -> list[dict[str, Any]]:
+    """Processor time of the same documents with capture over that without."""
+    tokenizer = load_demo_tokenizer()
+    ids = [x.numpy() for x in tokenise(tokenizer, demo_text(), TIMED_TOKENS, LENGTH).sequences]
+    rows = []
+    for engine in filter(has, ENGINES):
+        place = model
+        if engine == "llama.cpp":
+            with_gguf()
+            from tools.demo_gguf import write_gguf
+
+            place = work / "overhead.gguf"
+            write_gguf(place, "f32", model)
+        rows.append(shown(timed(engine, place, ids)))
+    return rows
+
+
+def timed(engine: str, model: Path, ids: list[Any]) -> dict[str, Any]:
+    """Median processor seconds without capture, and the ratio with its 95 % interval."""
+    request = {
+        "job": "time",
+        "model": str(model),
+        "dtype": "fp32",
+        "defaults": False,
+        "threads": 1,
+        "rounds": ROUNDS,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        python = find_python(ENGINES[engine])
+        path = run_worker(ENGINES[engine], python, Path(folder), request, ids)
+        with np.load(path) as stored:
+            found = {name: Samples(stored[name].tolist(), []) for name in ("plain", "captured")}
+    seconds = float(np.median(found["plain"].cpu))
+    done = asdict(ratio(engine, found["captured"], found["plain"]))
+    return {"tokens": sum(map(len, ids)), "rounds": ROUNDS, "plain": seconds} | done
 
 
 def shown(row: dict[str, Any]) -> dict[str, Any]:
@@ -336,17 +326,23 @@ def shown(row: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
+JOBS = {"formats": formats, "family": family, "faults": faults, "overhead": overhead}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    for name in ("family", "faults", "overhead"):
-        parser.add_argument(f"--{name}", action="store_true")
+    parser.add_argument("job", nargs="?", choices=list(JOBS), default="formats")
+    parser.add_argument("--model", type=Path, help="an OLMoE or Mixtral instead of the demo model")
+    parser.add_argument("--text", type=Path, help="instead of the text in the box")
+    parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=list(ENGINES))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    job = next((x for x in ("family", "faults", "overhead") if getattr(options, x)), "formats")
+    WANTED.intersection_update(options.engines)
+    own = {key: getattr(options, key) for key in ("model", "text") if getattr(options, key)}
     with tempfile.TemporaryDirectory(prefix="engines-") as work:
-        rows = globals()[job](Path(work))
+        rows = JOBS[options.job](Path(work), **own)
     if options.json:
-        options.json.write_text(json.dumps({job: rows}, indent=1) + "\n")
+        options.json.write_text(json.dumps({options.job: rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

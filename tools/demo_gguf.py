@@ -1,6 +1,7 @@
 """Writes the demo model as GGUF, for tests and examples of engines that read that format.
 
-    python -m tools.demo_gguf demo-q8_0.gguf --type q8_0     # or f32, f16, q4_0
+    python -m tools.demo_gguf demo-q8_0.gguf --type q8_0            # or f32, f16, q4_0
+    python -m tools.demo_gguf other.gguf --model runs/smoe/stock    # a small Mixtral or Qwen3-MoE
 
 Needs the package `gguf` (pip install gguf), which nothing else of Tieline does. Matrices are stored
 in the type asked for; vectors and the routers' weights stay in float32, as llama.cpp's converter
@@ -9,6 +10,7 @@ has it. The file is read back and compared with the checkpoint before it gets it
 
 import argparse
 import json
+import re
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -26,14 +28,17 @@ __all__ = ["TYPES", "check_gguf", "write_gguf"]
 TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0", "q4_0": "MOSTLY_Q4_0"}
 """Types of the matrices, with the name that GGUF has for a file of each."""
 
+FAMILIES = {"olmoe": "olmoe", "qwen3_moe": "qwen3moe", "mixtral": "llama"}
+"""Architectures of GGUF by the type of a model."""
+
 ROUTER = "ffn_gate_inp"
-PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+\.weight)")
 
 Array = np.ndarray
 
 
 def write_gguf(path: Path, kind: str, folder: Path = DEMO_FOLDER) -> None:
-    """Write the OLMoE checkpoint in `folder` to one GGUF file, whole and checked or not at all.
+    """Write the checkpoint in `folder` to one GGUF file, whole and checked or not at all.
 
     Args:
         path: the file to write.
@@ -44,8 +49,9 @@ def write_gguf(path: Path, kind: str, folder: Path = DEMO_FOLDER) -> None:
     check_target(path)
     gguf, draft = import_module("gguf"), path.with_name(f".{path.name}.partial")
     try:
-        writer = gguf.GGUFWriter(draft, "olmoe")
-        _describe(writer, _read_json(folder / "config.json"), kind)
+        config = _read_json(folder / "config.json")
+        writer = gguf.GGUFWriter(draft, _architecture(config))
+        _describe(writer, config, kind)
         _add_tokenizer(writer, _read_json(folder / "tokenizer.json"))
         for name, values in _tensors(folder):
             stored = _type_of(name, values, kind)
@@ -84,9 +90,19 @@ def check_gguf(path: Path, kind: str, folder: Path = DEMO_FOLDER) -> float:
     return worst
 
 
+def _architecture(config: dict[str, Any]) -> str:
+    known, found = ", ".join(FAMILIES), config["model_type"]
+    require(found in FAMILIES, f"this tool writes {known}, not {found!r:.40}", TielineError)
+    return FAMILIES[found]
+
+
+def _experts(config: dict[str, Any]) -> int:
+    return config["num_experts"] if "num_experts" in config else config["num_local_experts"]
+
+
 def _describe(writer: Any, config: dict[str, Any], kind: str) -> None:
     gguf = import_module("gguf")
-    writer.add_name("tieline-demo")
+    writer.add_name(f"tieline-{config['model_type']}")
     writer.add_file_type(gguf.LlamaFileType[TYPES[kind]])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_block_count(config["num_hidden_layers"])
@@ -95,14 +111,19 @@ def _describe(writer: Any, config: dict[str, Any], kind: str) -> None:
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_expert_count(config["num_experts"])
+    writer.add_expert_count(_experts(config))
     writer.add_expert_used_count(config["num_experts_per_tok"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    if "moe_intermediate_size" in config:
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if config.get("head_dim"):
+        writer.add_key_length(config["head_dim"])
+        writer.add_value_length(config["head_dim"])
 
 
 def _add_tokenizer(writer: Any, tokenizer: dict[str, Any]) -> None:
-    """The byte-level BPE; its only special token ends a text."""
+    """The byte-level BPE; its only special token, if it has one, ends a text."""
     gguf, model = import_module("gguf"), tokenizer["model"]
     words = sorted(model["vocab"], key=model["vocab"].__getitem__)
     special = {token["id"] for token in tokenizer["added_tokens"]}
@@ -112,25 +133,46 @@ def _add_tokenizer(writer: Any, tokenizer: dict[str, Any]) -> None:
     writer.add_token_list(words)
     writer.add_token_types([kinds[number not in special] for number in range(len(words))])
     writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in model["merges"]])
-    writer.add_eos_token_id(min(special))
+    if special:
+        writer.add_eos_token_id(min(special))
     writer.add_add_bos_token(False)
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, Array]]:
     """Name in GGUF and float32 values of every tensor; the experts of a layer are stacked."""
     gguf, config = import_module("gguf"), _read_json(folder / "config.json")
-    layers, experts = config["num_hidden_layers"], config["num_experts"]
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.OLMOE, layers)
+    architecture = _architecture(config)
+    arches = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(arches[architecture], config["num_hidden_layers"])
     weights = {k: v.float().numpy() for k, v in load_file(folder / "model.safetensors").items()}
-    for layer in range(layers):
-        place = f"model.layers.{layer}.mlp.experts."
-        for projection in PROJECTIONS:
-            parts = [weights.pop(f"{place}{e}.{projection}.weight") for e in range(experts)]
-            weights[f"{place}{projection}.weight"] = np.stack(parts)
-    for name, values in weights.items():
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    for name, values in _stacked(weights).items():
         known = names.get_name(name, try_suffixes=(".weight",))
         require(known is not None, f"GGUF has no name for {name}", TielineError)
-        yield known, np.ascontiguousarray(values)
+        projection = name.split(".")[-2]
+        turned = architecture == "llama" and projection in heads
+        found = _interleaved(values, heads[projection]) if turned else values
+        yield known, np.ascontiguousarray(found)
+
+
+def _stacked(weights: dict[str, Array]) -> dict[str, Array]:
+    """The weights with the matrices of a layer's experts in one tensor each."""
+    parts: dict[str, dict[int, Array]] = {}
+    found = {}
+    for name, values in weights.items():
+        match = EXPERT.fullmatch(name)
+        if match is None:
+            found[name] = values
+        else:
+            parts.setdefault(f"{match[1]}.{match[3]}", {})[int(match[2])] = values
+    stacks = {name: np.stack([own[e] for e in range(len(own))]) for name, own in parts.items()}
+    return found | stacks
+
+
+def _interleaved(weight: Array, heads: int) -> Array:
+    """Rows of a query or key matrix as llama's GGUF has them: the halves of a head in turns."""
+    rows, columns = weight.shape
+    return weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, -1)
 
 
 def _type_of(name: str, values: Array, kind: str) -> Any:
@@ -162,8 +204,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("out", type=Path, help="the GGUF file to write")
     parser.add_argument("--type", dest="kind", choices=sorted(TYPES), default="f32")
+    parser.add_argument("--model", type=Path, default=DEMO_FOLDER, help="folder of a checkpoint")
     options = parser.parse_args()
-    write_gguf(options.out, options.kind)
+    write_gguf(options.out, options.kind, options.model)
 
 
 if __name__ == "__main__":

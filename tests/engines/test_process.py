@@ -65,6 +65,8 @@ def test_an_honest_worker_is_heard(tmp_path, monkeypatch, no_rest):
             "def run(*_): raise ValueError('heads of 24\\n  are not taken')",
             "ValueError: heads of 24",
         ),
+        ("def run(*_): raise ValueError('heads')", "^fake: ValueError: heads$"),
+        ("class EngineError(Exception): 0\ndef run(*_): raise EngineError('Fake is')", "^Fake is$"),
         ("import engine_of_nobody", "no module engine_of_nobody"),
         ("def run(*_): raise SystemExit(0)", "SystemExit"),
         ("import os\ndef run(*_): os._exit(0)", "ended without an answer"),

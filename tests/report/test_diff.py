@@ -48,6 +48,24 @@ def test_what_is_said_and_counted_is_in_the_page_without_any_script(result):
     assert re.findall(r'\b(?:src|href)="([^"]*)"', body) == []
 
 
+def test_a_side_that_an_engine_ran_is_named_by_it(result):
+    told = {"engine": "mlx", "model": "m", "dtype": "fp32", "bits": 4.503_125_001}
+    for name in ("m", "mlx:m"):
+        body = page(replace(result, provenance={"a": told, "b": told | {"model": name}}))
+        assert "<h1>mlx:m (fp32) against mlx:m (fp32)</h1>" in body
+        assert "4.503" in body
+        assert "4.503125" not in body.partition("</main>")[0]
+
+
+def test_names_in_b_are_shown_where_they_differ(result):
+    assert all(layer.name == layer.name_b for layer in result.layers)
+    assert "in B</th>" not in page(result)
+    first = replace(result.layers[0], name_b="elsewhere")
+    body = page(replace(result, layers=(first, *result.layers[1:])))
+    assert "in B</th>" in body
+    assert "elsewhere" in body
+
+
 def test_charts_show_the_numbers_of_the_result(result):
     panels = {panel.key: panel.figure for panel in diff_panels(result)}
     assert panels["diff-rates"]["data"][0]["y"] == [0.0, 0.1, 0.1, 0.0]

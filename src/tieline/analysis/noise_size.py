@@ -156,7 +156,10 @@ def _against(
     if compared:
         loud = [x for x in compared if (x.beyond or 0.0) > BEYOND]
         shown = loud[0] if loud else max(compared, key=lambda x: x.beyond or 0.0)
-        ratio = f"{shown.beyond or 0.0:.2g} times the noise that {said} makes in this model"
+        times = shown.beyond or 0.0
+        ratio = (
+            f"{times:.{1 if times < 10 else 0}f} times the noise that {said} makes in this model"
+        )
         return Answer("no" if loud else "yes", f"layer {shown.name!r} has {ratio}; {text}")
     over = [(i, x) for i, x in known if (x.relative or 0.0) > allowed(expected.name, i)]
     if not over:

@@ -145,7 +145,9 @@ def _what_happened(
             "Python with --engine-python, or install it (tieline capture --list-engines says how)"
         )
     if told.get("error"):
-        return f"{engine.name}: {told['error']}"
+        said = str(told["error"])
+        named = said.casefold().startswith(engine.name.casefold())
+        return said if named else f"{engine.name}: {said}"
     last = next((x.strip() for x in reversed(stderr.splitlines()) if x.strip()), "it said nothing")
     if code < 0:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)

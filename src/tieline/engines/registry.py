@@ -111,7 +111,7 @@ register(
             "ln -sfn libllama.v0.5.0.so $VENV/libllama/libllama.so",
             "ln -sfn libggml.v0.5.0.so $VENV/libllama/libggml.so",
         ),
-        size="140 MB",
+        size="150 MB",
         formats=("fp32",),
         gguf=True,
         environment={"LLAMA_CPP_LIB_PATH": "{venv}/libllama"},

@@ -28,14 +28,13 @@ from tieline.report.tables import (
     Column,
     Grid,
     finite,
-    flat,
     grid,
+    origin_rows,
     percent,
     rich_table,
     short_names,
     significant,
     text_table,
-    timing_rows,
     told,
     told_precision,
     view,
@@ -98,7 +97,7 @@ def page(result: PrecisionAudit) -> str:
         ignore_title=IGNORE_TITLE,
         layers=Grid(LAYER_HEADINGS, _layer_rows(result)),
         unmeasured=unmeasured(panels),
-        provenance=[*flat(result.provenance), *timing_rows(result.timings)],
+        provenance=origin_rows(result.provenance, result.timings),
     )
 
 

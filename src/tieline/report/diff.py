@@ -28,13 +28,12 @@ from tieline.report.tables import (
     Column,
     finding_rows,
     findings_view,
-    flat,
     grid,
+    origin_rows,
     percent,
     rich_table,
     short_names,
     significant,
-    timing_rows,
     told,
     view,
 )
@@ -112,7 +111,7 @@ def page(result: RoutingDiff) -> str:
         table=grid(COLUMNS, _rows(result)),
         alignment=_alignment(result.alignment),
         unmeasured=unmeasured(panels),
-        provenance=[*flat(result.provenance), *timing_rows(result.timings)],
+        provenance=origin_rows(result.provenance, result.timings),
         metrics=[(name, significant(number, 4)) for name, number in sorted(result.metrics.items())],
     )
 
@@ -180,7 +179,9 @@ def _title(result: RoutingDiff) -> str:
 
 
 def _side(provenance: object) -> str:
-    name = told(provenance, "model", "file") or "unnamed run"
+    name, engine = told(provenance, "model", "file") or "unnamed run", told(provenance, "engine")
+    if engine and not name.startswith(f"{engine}:"):  # a trace that an engine wrote
+        name = f"{engine}:{name}"
     emulated = told(provenance, "emulated")
     precision = f"{emulated} emulated" if emulated else told(provenance, "dtype")
     more = list(filter(None, (precision, told(provenance, "experts_implementation"))))
@@ -385,14 +386,18 @@ def _part(share: Callable[[DiffRow], Share | None]) -> Callable[[DiffRow], str]:
     return cell
 
 
+def _other_name(row: DiffRow) -> str:
+    return DASH if row.layer.name_b == row.layer.name else row.layer.name_b
+
+
 COLUMNS: tuple[Column[DiffRow], ...] = (
     Column("layer", "place of the router in A", lambda x: x.label, 0),
-    Column("in B", "name of its partner in B", lambda x: x.layer.name_b),
+    Column("in B", "its name there, where it is another", _other_name),
     Column("flips", "tokens whose set of experts differs", lambda x: f"{x.layer.flip.count:,}", 2),
     Column("flip rate", "their share", lambda x: percent(x.layer.flip.value), 1),
+    Column("95 % interval", "of the share, clustered by document", _interval, 5),
     Column("by format", "of the dequantised weights", _part(lambda x: x.by_format), 2, True),
     Column("by engine", "between those and the engine", _part(lambda x: x.by_engine), 2, True),
-    Column("95 % interval", "of the share, clustered by document", _interval, 5),
     Column("near-ties", "first flips that noise explains", _cause(lambda x: f"{x.explained:,}"), 4),
     Column("unexplained", "first flips wider than that", _cause(lambda x: f"{x.unexplained:,}"), 3),
     Column("later", "flips after an earlier one", _cause(lambda x: f"{x.later:,}"), 9),

@@ -19,6 +19,7 @@ compact        a JSON value with its numbers cut to a few digits, to keep the pa
 short_names    names of layers without the parts that all share
 visible        text with a sign for every control character
 flat           nested provenance as pairs of dotted names and values
+origin_rows    provenance and timings for the end of a page
 told           one entry of a provenance, which anybody may have written
 
 A number that is missing or not finite is written as a dash.
@@ -367,6 +368,14 @@ def told_precision(provenance: object) -> str:
     """What the model computed in and, where it differs, what its weights were stored in."""
     computed, stored = told(provenance, "dtype"), told(provenance, "stored_dtype")
     return f"{computed} (stored in {stored})" if stored not in ("", computed) else computed
+
+
+def origin_rows(
+    provenance: Mapping[str, Any], timings: Mapping[str, float]
+) -> list[tuple[str, object]]:
+    """Where the numbers of a page come from: its provenance, then its timings."""
+    facts = [(n, significant(v, 4) if isinstance(v, float) else v) for n, v in flat(provenance)]
+    return [*facts, *timing_rows(timings)]
 
 
 def timing_rows(timings: Mapping[str, float]) -> list[tuple[str, str]]:

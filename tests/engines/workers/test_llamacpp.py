@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tieline.engines.workers import llamacpp as worker
+from tools import demo_gguf
 
 
 def tensor_of(array, kind=0, strides=None):
@@ -180,6 +181,7 @@ def test_interleaved_rows_come_back_as_halves():
     straight = np.arange(heads * 2 * half * width).reshape(heads * 2 * half, width)
     mixed = straight.reshape(heads, 2, half, width).swapaxes(1, 2).reshape(-1, width)
     assert worker.halves(mixed, heads).tolist() == straight.tolist()
+    assert demo_gguf._interleaved(straight, heads).tolist() == mixed.tolist()
 
 
 def test_the_first_complaint_of_the_log_is_told():

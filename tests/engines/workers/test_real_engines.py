@@ -4,6 +4,7 @@ import json
 import os
 import sys
 
+import numpy as np
 import pytest
 
 import tieline as tl
@@ -51,7 +52,7 @@ def gguf(work):
 
 @pytest.fixture(scope="module")
 def rope(work):
-    return bench.changed(work, "rope", bench.other_base)
+    return bench.changed(work, "rope", bench.hidden_base)
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +137,17 @@ def test_exchanged_experts_are_found(engine, swapped, gguf):
     model = gguf("f32", swapped) if engine == "llama.cpp" else swapped
     found = tl.diff("demo", f"{engine}:{model}", **SHORT)
     assert found.causes.alarm, found.verdict
+
+
+@pytest.mark.parametrize("engine", ["llama.cpp", "mlx", "vllm"])
+def test_the_same_tokens_run_with_and_without_capture(engine, gguf, monkeypatch):
+    needs(engine)
+    monkeypatch.setattr(bench, "ROUNDS", 2)
+    model = gguf("f32") if engine == "llama.cpp" else DEMO_FOLDER
+    found = bench.timed(engine, model, [np.arange(1, 40), np.arange(5)])
+    assert found["tokens"] == 44
+    assert found["plain"] > 0
+    assert 0 < found["low"] <= found["value"] <= found["high"]
 
 
 @pytest.mark.parametrize("engine", ["mlx", "vllm"])

@@ -254,7 +254,6 @@ def complaint(lines: list[str]) -> str:
 def context_of(llama: Any, model: Any, request: dict[str, Any], longest: int, recorder: Any) -> Any:
     """A context for documents of up to so many tokens, and its settings."""
     options = llama.llama_context_default_params()
-    check_defaults(options)
     options.n_ctx = options.n_batch = options.n_ubatch = max(longest, 32)
     options.n_threads = options.n_threads_batch = request["threads"]
     options.no_perf = True
@@ -336,6 +335,7 @@ class Opened:
 
     def __init__(self, request: dict[str, Any]) -> None:
         self.llama, self.base = libraries()
+        check_defaults(self.llama.llama_context_default_params())
         self.kept, lines = quiet(self.llama)
         self.llama.llama_backend_init()
         self.model = open_model(self.llama, request["model"], lines)
@@ -347,15 +347,13 @@ class Opened:
 
 
 def run(request: dict[str, Any], documents: list[Any], tell: Callable[[int], None]) -> Any:
-    """Arrays and facts of the documents; or the weights of the file, or what capture costs."""
+    """Arrays and facts of the documents, or the weights of the file."""
     if request["job"] == "weights":
         return weights(request)
     started = time.perf_counter()
     opened = Opened(request)
     llama, recorder = opened.llama, opened.recorder
     check_ids(documents, opened.vocabulary)
-    if request["job"] == "time":
-        return times(request, opened, documents), {}
     longest = max(map(len, documents))
     context, settings = context_of(llama, opened.model, request, longest, opened.callback)
     loaded, parts = time.perf_counter(), []
@@ -377,26 +375,22 @@ def run(request: dict[str, Any], documents: list[Any], tell: Callable[[int], Non
     }
 
 
-def times(request: dict[str, Any], opened: Opened, documents: list[Any]) -> dict[str, Any]:
-    """Seconds of all documents without and with the callback, in turns."""
-    import numpy as np
+def ways(request: dict[str, Any], documents: list[Any]) -> dict[str, Callable[[], None]]:
+    """Runs over all documents without and with the callback, each in a context of its own."""
+    opened, longest = Opened(request), max(map(len, documents))
 
-    longest, found = max(map(len, documents)), {}
-    makers = {"plain": None, "captured": opened.callback}
-    contexts = {
-        name: context_of(opened.llama, opened.model, request, longest, callback)[0]
-        for name, callback in makers.items()
-    }
-    for turn in range(request["rounds"] + 1):
-        for name, context in contexts.items():
-            started = time.perf_counter()
+    def way(callback: Any) -> Callable[[], None]:
+        context, _ = context_of(opened.llama, opened.model, request, longest, callback)
+
+        def go() -> None:
             for ids in documents:
                 decode(opened.llama, context, ids, opened.vocabulary)
-                if name == "captured":
+                if callback is not None:
                     opened.recorder.take(len(ids))
-            if turn:  # the first warms up
-                found.setdefault(name, []).append(time.perf_counter() - started)
-    return {name: np.array(seconds) for name, seconds in found.items()}
+
+        return go
+
+    return {"plain": way(None), "captured": way(opened.callback)}
 
 
 def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:

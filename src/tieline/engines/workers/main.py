@@ -11,9 +11,9 @@ The folder holds `request.json` and `tokens.npy`; the answer is `answer.npz`, co
 
 WORKER is a file with `run(request, documents, tell)`, which returns arrays and facts. Jobs beside
 "capture" are "weights", the tensors of the model in float32 by the names of a checkpoint, and
-"time", the seconds `plain` and `captured` of a run without and with capture. One line of
-JSON per document, and one for an error, go to the stdout that the parent reads; whatever the
-engine prints goes to stderr. If the parent dies, this process group ends.
+"time", the processor seconds of the runs that the worker's `ways(request, documents)` returns by
+name. One line of JSON per document, and one for an error, go to the stdout that the parent reads;
+whatever the engine prints goes to stderr. If the parent dies, this process group ends.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from typing import Any
 
 FAILED = 3
 """Exit code after an error that was told."""
+MOST_LETTERS = 400
 
 
 class EngineError(Exception):
@@ -54,6 +55,20 @@ def keys_of(documents: list[Any]) -> dict[str, Any]:
     }
 
 
+def timed(ways: dict[str, Callable[[], None]], rounds: int) -> dict[str, Any]:
+    """Processor seconds of each way in every round, in turns; a first round only warms up."""
+    import numpy as np
+
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(rounds + 1):
+        for name in sorted(ways, reverse=bool(turn % 2)):  # no way is always the first
+            started = time.process_time()
+            ways[name]()
+            if turn:
+                found[name].append(time.process_time() - started)
+    return {name: np.array(seconds) for name, seconds in found.items()}
+
+
 def answer(folder: Path, worker: Any, tell: Callable[[dict[str, Any]], None]) -> None:
     """Run the worker on the request in a folder and write its answer there."""
     import numpy as np
@@ -62,7 +77,10 @@ def answer(folder: Path, worker: Any, tell: Callable[[dict[str, Any]], None]) ->
     tokens = np.load(folder / "tokens.npy", allow_pickle=False)
     documents = documents_of(tokens, request["lengths"])
     started = time.perf_counter()
-    arrays, facts = worker.run(request, documents, lambda done: tell({"done": done}))
+    if request["job"] == "time":
+        arrays, facts = timed(worker.ways(request, documents), request["rounds"]), {}
+    else:
+        arrays, facts = worker.run(request, documents, lambda done: tell({"done": done}))
     facts["timings"] = {**facts.get("timings", {}), "worker": time.perf_counter() - started}
     facts["python"] = sys.version.split()[0]
     if request["job"] == "capture":
@@ -84,9 +102,9 @@ def load_worker(path: Path) -> Any:
 
 
 def words_of(problem: BaseException) -> str:
-    """Kind and message of an error, its first lines only."""
+    """Kind and message of an error, its first lines and letters only."""
     lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
-    said = " ".join(lines[:3])
+    said = " ".join(lines[:3])[:MOST_LETTERS]
     return said if type(problem).__name__ == "EngineError" else f"{type(problem).__name__}: {said}"
 
 

@@ -166,7 +166,7 @@ def _arrays(model: Any) -> list[Any]:
 
 
 def run(request: dict[str, Any], documents: list[Any], tell: Callable[[int], None]) -> Any:
-    """Arrays and facts of the documents; or the weights of the model, or what capture costs."""
+    """Arrays and facts of the documents, or the weights of the model."""
     import numpy as np
 
     started = time.perf_counter()
@@ -177,8 +177,6 @@ def run(request: dict[str, Any], documents: list[Any], tell: Callable[[int], Non
     if request["job"] == "weights":
         return weights(core, model, request["names"]), {**found, "dtype": dtype}
     prepared(core, model, request)
-    if request["job"] == "time":
-        return times(request, core, model, documents), {}
     recorder = Recorder(list(model.named_modules()))
     loaded, parts = time.perf_counter(), []
     for place, ids in enumerate(documents):
@@ -217,23 +215,23 @@ def array(core: Any, value: Any) -> Any:
     return np.array(value.astype(wide))
 
 
-def times(request: dict[str, Any], core: Any, plain: Any, documents: list[Any]) -> dict[str, Any]:
-    """Seconds of all documents without and with capture, in turns."""
-    import numpy as np
+def ways(request: dict[str, Any], documents: list[Any]) -> dict[str, Callable[[], None]]:
+    """Runs over all documents without and with capture, each with a model of its own."""
 
-    watched = opened(request)[1]
-    prepared(core, watched, request)
-    recorder, found = Recorder(list(watched.named_modules())), {}
-    for turn in range(request["rounds"] + 1):
-        for name, model in (("plain", plain), ("captured", watched)):
-            started = time.perf_counter()
+    def way(watched: bool) -> Callable[[], None]:
+        core, model, _ = opened(request)
+        prepared(core, model, request)
+        recorder = Recorder(list(model.named_modules())) if watched else None
+
+        def go() -> None:
             for ids in documents:
-                forward(core, model, ids.astype(np.int32))
-                if name == "captured":
+                forward(core, model, ids.astype("int32"))
+                if recorder is not None:
                     recorder.take(len(ids), lambda value: array(core, value))
-            if turn:  # the first warms up
-                found.setdefault(name, []).append(time.perf_counter() - started)
-    return {name: np.array(seconds) for name, seconds in found.items()}
+
+        return go
+
+    return {"plain": way(False), "captured": way(True)}
 
 
 def forward(core: Any, model: Any, ids: Any) -> Any:

@@ -121,8 +121,6 @@ def run(request: dict[str, Any], documents: list[Any], tell: Callable[[int], Non
     llm = engine_of(request, max(map(len, documents)))
     model, recorder = model_of(llm), Recorder()
     watched = routers(model)
-    if request["job"] == "time":
-        return times(request, llm, watched, documents), {}
     for layer, router in watched:
         recorder.watch(layer, router)
     states: list[Any] = []
@@ -149,30 +147,27 @@ def generate(llm: Any, ids: Any) -> None:
     llm.generate([{"prompt_token_ids": ids.tolist()}], sampling, use_tqdm=False)
 
 
-def times(
-    request: dict[str, Any], llm: Any, watched: list[tuple[int, Any]], documents: list[Any]
-) -> dict[str, Any]:
-    """Seconds of all documents without and with capture, in turns."""
-    import numpy as np
-
-    recorder = Recorder()
+def ways(request: dict[str, Any], documents: list[Any]) -> dict[str, Callable[[], None]]:
+    """Runs over all documents without and with capture, the routers exchanged in between."""
+    llm = engine_of(request, max(map(len, documents)))
+    recorder, watched = Recorder(), routers(model_of(llm))
     plain = [router._compute_routing for _, router in watched]
     for layer, router in watched:
         recorder.watch(layer, router)
-    ways = {"plain": plain, "captured": [router._compute_routing for _, router in watched]}
-    found: dict[str, list[float]] = {}
-    for turn in range(request["rounds"] + 1):
-        for name, methods in ways.items():
+    spied = [router._compute_routing for _, router in watched]
+
+    def way(methods: list[Any]) -> Callable[[], None]:
+        def go() -> None:
             for place, (_, router) in enumerate(watched):
                 router._compute_routing = methods[place]
-            started = time.perf_counter()
             for ids in documents:
                 generate(llm, ids)
-                if name == "captured":
+                if methods is spied:
                     recorder.take(len(ids))
-            if turn:  # the first warms up
-                found.setdefault(name, []).append(time.perf_counter() - started)
-    return {name: np.array(seconds) for name, seconds in found.items()}
+
+        return go
+
+    return {"plain": way(plain), "captured": way(spied)}
 
 
 def logprobs(model: Any, states: list[Any], count: int) -> Any:

@@ -71,7 +71,8 @@ function axes(layout) {
 function dressed(figure, width) {
   const { data, layout } = coloured(figure, "");
   const narrow = width < 520;
-  if (narrow && layout.xaxis.type === "category") layout.xaxis.tickangle = -60;
+  const long = data.some((trace) => (trace.x || []).some((label) => String(label).length > 3));
+  if (narrow && long && layout.xaxis.type === "category") layout.xaxis.tickangle = -60;
   for (const trace of data) {
     const bar = trace.colorbar || (trace.marker && trace.marker.colorbar);
     if (bar && narrow) {
