@@ -36,7 +36,7 @@ from tieline.engines.process import run_worker
 from tieline.hf.demo import DEMO_FOLDER, demo_text, load_demo_tokenizer
 
 TOKENS, LENGTH = 4096, 256
-TIMED_TOKENS, ROUNDS = 1024, 16
+TIMED_TOKENS, ROUNDS = 512, 12
 KINDS = ("f32", "f16", "q8_0", "q4_0")
 KQUANTS = {"q4_k_m": 15, "q6_k": 18, "q8_0": 7, "f16": 1}
 """File types of llama.cpp's own quantisation."""

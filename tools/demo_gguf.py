@@ -31,6 +31,9 @@ TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0", "q4_0": "
 FAMILIES = {"olmoe": "olmoe", "qwen3_moe": "qwen3moe", "mixtral": "llama"}
 """Architectures of GGUF by the type of a model."""
 
+NO_MERGE = f"{chr(0x120)} {chr(0x120)}"
+"""llama.cpp takes no list without merges, so a tokenizer of bytes has one that makes no token."""
+
 ROUTER = "ffn_gate_inp"
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+\.weight)")
 
@@ -132,7 +135,8 @@ def _add_tokenizer(writer: Any, tokenizer: dict[str, Any]) -> None:
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(words)
     writer.add_token_types([kinds[number not in special] for number in range(len(words))])
-    writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in model["merges"]])
+    merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
+    writer.add_token_merges(merges or [NO_MERGE])
     if special:
         writer.add_eos_token_id(min(special))
     writer.add_add_bos_token(False)
@@ -189,8 +193,9 @@ def _error_in_steps(values: Array, read: Array, kind: str) -> float:
     if kind == "F16":
         step: Array = np.maximum(np.abs(values) * 2.0**-11, 2.0**-25)
     else:
+        # the scale is in float16; q4_0 stores a weight of 8 steps as 7 of them, each 2**-11 short
         blocks = np.abs(values).reshape(-1, 32).max(axis=1, keepdims=True)
-        scale = blocks / (127 if kind == "Q8_0" else 8) * (1 + 2.0**-9)  # the scale is in float16
+        scale = blocks / 127 * (1 + 2.0**-9) if kind == "Q8_0" else blocks / 8 * (1 + 7 * 2.0**-11)
         step = np.broadcast_to(np.maximum(scale, 2.0**-24), (blocks.size, 32)).reshape(values.shape)
     return float((error / step).max())
 
