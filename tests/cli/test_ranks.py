@@ -13,6 +13,7 @@ import pytest
 from tests.cli.train.test_torchrun import torchrun
 from tieline.cli.ranks import has_the_word, is_first, joined, on_ranks
 from tieline.core.errors import ParameterError
+from tieline.hf.demo import demo_text
 
 STARTED = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
 
@@ -122,12 +123,19 @@ def test_commands_refuse_what_processes_cannot_share_once(tmp_path, words, way, 
     ],
 )
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_killed_process_ends_the_other_with_one_message(tmp_path, words, stage, lost):
+def test_a_killed_process_ends_the_other_with_one_message(
+    tmp_path, tmp_path_factory, words, stage, lost
+):
     log = tmp_path / "log"
     program = Path(sys.executable).with_name("torchrun")
     options = [*words[1:], *([str(tmp_path / "made")] if "-o" in words else [])]
     options += ["--tokens", "60000", "--html", str(tmp_path / "page.html")]
-    options += [] if words[0] == "capture" else ["--batch-size", "1"]
+    if words[0] == "capture":  # nothing but forward passes: more text, so that it is not over soon
+        text = tmp_path_factory.mktemp("text") / "long.txt"
+        text.write_text(10 * demo_text())
+        options += ["--tokens", "600000", "--text", str(text)]
+    else:
+        options += ["--batch-size", "1"]
     command = [str(program), "--nproc-per-node", "2", "-m", "tieline", words[0], *options]
     with log.open("w") as told:
         started = subprocess.Popen(
