@@ -2,12 +2,12 @@
 
     python -m benchmarks.processes equal [--counts 2,4] [--ways data,tp,ep,pp,fsdp] [--tokens 4096]
     python -m benchmarks.processes commands [--counts 2]
-    python -m benchmarks.processes memory [--counts 2,4] [--layers 8] [--folder CHECKPOINT]
+    python -m benchmarks.processes memory [--counts 2,4] [--layers 16] [--folder CHECKPOINT]
 
 `equal` runs `tieline inspect` of the model in the box under torchrun and prints the largest
 differences of metrics and scores, and the choices that flip. `commands` does the same with capture,
 diff, audit and smooth, number by number of their JSON. `memory` makes a random OLMoE and prints
-what a process holds at the peak of loading it, beyond the same load of a model of one small layer,
+what a process holds at the peak of loading it, beyond the same load of a model of small layers,
 over its share of the weights. One thread per process everywhere.
 """
 
@@ -134,8 +134,8 @@ def memory(counts: list[int], layers: int, folder: Path, kept: Path | None) -> N
     """Compare peaks of loading with the share of the weights."""
     large, small = kept or folder / "large", folder / "small"
     if not large.is_dir():
-        _random_model(large, layers, 1024)
-    _random_model(small, 1, 64)
+        _random_model(large, layers, 512)
+    _random_model(small, max(counts), 64)
     size = sum(path.stat().st_size for path in large.glob("*.safetensors"))
     print(f"weights {size / 1e6:,.0f} MB")
     print("| processes | way | share | peaks beyond the small model | over the share |")
@@ -226,7 +226,7 @@ def main() -> None:
     parser.add_argument("--counts", default="2,4")
     parser.add_argument("--ways", default="data,tp,ep,pp,fsdp")
     parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--to", type=Path)
     given = parser.parse_args()
