@@ -1,7 +1,5 @@
 """Which models can be spread how, decided on skeletons, before any weight is read."""
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,10 +8,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import AutoModelForCausalLM, OlmoeConfig, Qwen3MoeConfig
 
 from tests.training.parallel.ranks import Ranks
-from tests.training.parallel.runs import loading_peak
 from tieline.core.errors import ParameterError, UnsupportedModelError
 from tieline.hf import spread
-from tieline.hf.demo import DEMO_FOLDER, load_demo_tokenizer
+from tieline.hf.demo import DEMO_FOLDER
 from tieline.hf.loading import load_model
 from tieline.hf.spread import (
     PARALLEL,
@@ -144,33 +141,3 @@ def test_a_part_is_changed_for_the_whole_tensor_unless_it_is_cut_along_a_scale()
     assert second is True
     assert "cut over processes along the axis that shares a scale" in along
     assert across is True
-
-
-def random_model(folder, **sizes):
-    config = OlmoeConfig(vocab_size=512, num_attention_heads=8, num_experts=16, **sizes)
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
-    load_demo_tokenizer().save_pretrained(folder)
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux to tell peaks")
-@pytest.mark.parametrize("way", ["tp", "ep", "pp", "fsdp"])
-def test_a_process_reads_no_more_than_its_part(tmp_path, way):
-    """Its peak is within a fifth of its share beyond what a small model takes.
-
-    A layer is a sixteenth of the model: putting its experts together takes room for it again.
-    """
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
-    random_model(tmp_path / "small", **sizes)
-    sizes = {"hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 16}
-    whole = random_model(tmp_path / "large", **sizes)
-    group = Ranks(2)
-    try:
-        fixed = group.run(loading_peak, tmp_path / "small", way)
-        peaks = group.run(loading_peak, tmp_path / "large", way)
-    finally:
-        group.close()
-    for peak, least in zip(peaks, fixed, strict=True):
-        assert 0.4 * whole < peak - least < 0.6 * whole

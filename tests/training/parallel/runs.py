@@ -4,7 +4,6 @@ import ctypes
 import gc
 import os
 import signal
-import threading
 from pathlib import Path
 
 import torch
@@ -12,7 +11,6 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from tieline.hf.demo import demo_text, load_demo_model
-from tieline.hf.loading import load_model
 from tieline.training.config import DataConfig, DecoderConfig, OptimConfig, TrainConfig, gate_config
 from tieline.training.parallel.capture import summarise_on_ranks, trace_on_ranks
 from tieline.training.parallel.checkpoint import named_tensors
@@ -105,24 +103,6 @@ def _beyond(work):
     before = _resident("VmRSS")
     work()
     return _resident("VmHWM") - before
-
-
-def loading_peak(folder, way):
-    """Anonymous memory at the peak of loading this rank's part, beyond that before it."""
-    gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
-    before, seen, done = _resident("RssAnon"), [], threading.Event()
-
-    def follow():  # files that are mapped are not memory that a rank must have
-        while not done.wait(0.002):
-            seen.append(_resident("RssAnon"))
-
-    thread = threading.Thread(target=follow)
-    thread.start()
-    kept = load_model(folder, dtype="bf16", parallel=way)
-    done.set()
-    thread.join()
-    return max(*seen, _resident("RssAnon")) - before if kept else 0
 
 
 def _resident(name):
