@@ -69,7 +69,7 @@ def test_notes_tell_noise_missing_experts_and_what_was_left_out(audit):
     assert notes[0].startswith("Noise of σ = 0.00")
     assert "Layer 1: 12 of 16 experts were never hit" in notes[1]
     assert "6, 7, …" in notes[1]
-    assert notes[2] == "Left out for lack of time: 100 of 200 tokens."
+    assert notes[2] == "Left out: 100 of 200 tokens."
     result = replace(result, one_percent=replace(audit.one_percent, model=None))
     assert len(audit_notes(result)) == 2
 

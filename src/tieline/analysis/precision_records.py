@@ -222,7 +222,7 @@ class PrecisionAudit(Result):
         loss: mean loss per token of the clean run.
         one_percent: noise that flips 1 % of tokens.
         never_hit: layers with experts that no token chose.
-        left_out: what was left out for lack of time, in words; empty if all was done.
+        left_out: what was left out (no time, streamed weights), in words; empty if all was done.
         provenance: model, text, versions, seed.
         timings: seconds per stage.
         impossible: perturbations that the routers do not allow, and why; empty if there are none.

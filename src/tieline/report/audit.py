@@ -170,7 +170,7 @@ def audit_notes(result: PrecisionAudit) -> list[str]:
         )
     if result.impossible:
         notes.append(f"Not possible: {result.impossible}.")
-    return notes + [f"Left out for lack of time: {words}." for words in result.left_out]
+    return notes + [f"Left out: {words}." for words in result.left_out]
 
 
 def ignore_rows(result: PrecisionAudit) -> tuple[tuple[str, str], ...]:
