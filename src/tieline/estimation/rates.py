@@ -371,7 +371,7 @@ def fit_block(plan: RatePlan, block: Block) -> list[RateRow]:
     """Simulate, fit and compare the repetitions of a block, on one thread."""
     begun = time.process_time()
     with one_thread():
-        fitted = _fit(plan, block)
+        fitted = fit_repetitions(plan, block)
         how = plan.loss, plan.paper, plan.power
         raw = voronoi_losses(fitted.params, plan.reference, *how)
         quotient = quotient_losses(plan.model, fitted.params, plan.reference, *how)
@@ -402,8 +402,8 @@ def fit_block(plan: RatePlan, block: Block) -> list[RateRow]:
     ]
 
 
-def _fit(plan: RatePlan, block: Block) -> FitResult:
-    """The best start of each repetition."""
+def fit_repetitions(plan: RatePlan, block: Block) -> FitResult:
+    """Simulate and fit the repetitions of a block; the best start of each."""
     seeds = block.seeds(plan)
     samples, noise = plan.drawn(block.n)
     sample = plan.source.simulate(plan.truth, samples, seeds, noise=noise, law=plan.law)

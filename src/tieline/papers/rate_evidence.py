@@ -53,6 +53,7 @@ from tieline.papers.claim import (
 
 __all__ = [
     "SLOW",
+    "WINDOW",
     "Studies",
     "counted",
     "each_falling",

@@ -9,9 +9,10 @@ import pytest
 from tieline.estimation.identifiability import cramer_rao
 from tieline.estimation.rates import RateRow, RateStudy
 from tieline.estimation.solvers import Status
-from tieline.papers.claim import Run, Verdict
+from tieline.papers.claim import Fits, Run, Verdict
 from tieline.papers.paper2 import theorems as paper2
 from tieline.papers.paper4 import theorems as paper4
+from tieline.papers.paper4.best_measures import NearestBest
 from tieline.papers.rate_evidence import small_plan
 from tieline.papers.registry import all_claims
 from tieline.papers.runner import run_claim
@@ -72,8 +73,14 @@ def with_laws(monkeypatch):
         def study(run, model, **options):
             return planted(run, model, laws, status, **options)
 
+        def nearest(run, model):
+            power = laws(model, 1, False)["quotient"]
+            ended = Fits(120 if status is Status.CONVERGED else 0, 120)
+            return NearestBest((10, 100), (1.0, 10**power), power, power, power, ended)
+
         for module in (paper2, paper4):
             monkeypatch.setattr(module, "small_study", study)
+        monkeypatch.setattr(paper4, "nearest_best", nearest)
 
     return plant
 

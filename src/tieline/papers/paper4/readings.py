@@ -90,13 +90,13 @@ READINGS = {
         "an expert error with a slope below -0.15",
     ),
     "p4-thm3-rate": (
-        "the theorem has N > N* and the infimum over best measures; measured is N = N*, raw and "
-        "up to the antisymmetric part of A",
-        "fits with N > N* and the distance to the set of best measures",
+        "the theorem's own: N > N* (one too many), the infimum over measures of the best function, "
+        "a bound in probability; tanh, full score, one truth for all seeds; N = N* beside it",
+        "a slope of the median outside -1/2 ± 0.14, or experts that cannot vanish",
     ),
     "p4-thm5-rate": (
         "as Thm 3, partial score",
-        "fits with N > N* and the distance to the set of best measures",
+        "a slope of the median outside -1/2 ± 0.14, or experts that cannot vanish",
     ),
     "p4-thm4-rate": (
         "over-specified (N = N* + 1), sparse, partial score, L_4 raw and with A symmetric; tanh; "
