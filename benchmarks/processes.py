@@ -98,7 +98,7 @@ def equal(counts: list[int], ways: list[str], tokens: int, folder: Path) -> None
         return json.loads(Path(f"{place}.json").read_bytes())["metrics"], load_trace(place)
 
     metrics, trace = run(1, "alone")
-    print(f"| processes | way | metrics | scores | choices that flip |\n|---|---|---|---|---|")
+    print("| processes | way | metrics | scores | choices that flip |\n|---|---|---|---|---|")
     for count in counts:
         for way in ways:
             try:
@@ -141,7 +141,8 @@ def memory(counts: list[int], layers: int, folder: Path, kept: Path | None) -> N
     _random_model(small, max(counts), 64)
     size = sum(path.stat().st_size for path in large.glob("*.safetensors"))
     print(f"weights {size / 1e6:,.0f} MB")
-    print("| processes | way | share | peaks beyond the small model | over the share (target {TARGET}) |")
+    title = "| processes | way | share | peaks beyond the small model | over the share"
+    print(f"{title} (target {TARGET}) |")
     print("|---|---|---|---|---|")
     for count in [1, *counts]:
         for way in ("data",) if count == 1 else NEEDS_ALL:
