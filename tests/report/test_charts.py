@@ -51,5 +51,5 @@ def test_a_bar_of_colours_replaces_a_long_legend():
 
 
 def test_only_logarithmic_axes_have_ticks_at_powers_of_ten():
-    assert axis("a", type="log")["dtick"] == 1
+    assert axis("a", "log")["dtick"] == 1
     assert "dtick" not in axis("a")
