@@ -222,6 +222,50 @@ def test_blocks_of_fp8_are_scaled_as_in_an_ordinary_load(family, tmp_path):
     assert all(map(torch.equal, wanted, found))
 
 
+def test_what_stands_beside_blocks_of_fp8_is_computed_in_the_precision_asked_for(tmp_path):
+    folder = saved(tmp_path / "model", "deepseek_v3", torch.bfloat16)
+    rewrite(folder, lambda name, tensor: in_blocks_of_fp8(name, tensor.float())
+            if name.endswith("proj.weight") else {name: tensor}, FP8)  # fmt: skip
+    agree(folder)
+    loaded = load_model(folder, dtype="fp32", stream=True)
+    assert {tensor.dtype for tensor in loaded.model.parameters()} == {torch.float32}
+
+
+def in_cut_blocks(side, unpacked):
+    """Blocks of fp8 whose last rows and columns are cut, or the numbers that they stand for."""
+
+    def change(name, tensor):
+        if not name.endswith("proj.weight"):
+            return {name: tensor}
+        rows, columns = tensor.shape
+        whole = torch.nn.functional.pad(tensor, (0, -columns % side, 0, -rows % side))
+        blocks = whole.reshape(whole.shape[0] // side, side, -1, side)
+        scales = blocks.abs().amax(dim=(1, 3)) / 448
+        small = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn)
+        read = (small.float() * scales[:, None, :, None]) if unpacked else small
+        kept = read.reshape(whole.shape)[:rows, :columns].contiguous()
+        return {name: kept} if unpacked else {name: kept, f"{name}_scale_inv": scales}
+
+    return change
+
+
+@pytest.mark.parametrize("side", [5, 24])  # of 32 rows: 7 scales, and 2 as for blocks of 16
+def test_blocks_of_fp8_may_be_cut_off_by_the_end_of_a_matrix(side, tmp_path):
+    stored = FP8 | {"weight_block_size": [side, side]}
+    cut = rewrite(saved(tmp_path / "cut", "deepseek_v3"), in_cut_blocks(side, False), stored)
+    plain = saved(tmp_path / "plain", "deepseek_v3")
+    configuration = (plain / "config.json").read_text()
+    rewrite(plain, in_cut_blocks(side, True), None)
+    (plain / "config.json").write_text(configuration)
+    ready = (load_model(folder, stream=True, dtype="fp32") for folder in (plain, cut))
+    wanted, found = (streamed(loaded)[0] for loaded in ready)
+    for one, other in zip(wanted, found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+    grouped, _ = streamed(in_groups(cut, "deepseek_v3", 3))
+    for one, other in zip(wanted, grouped, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
 def in_mxfp4(name, tensor):
     if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
         return {name: tensor}

@@ -123,9 +123,20 @@ def load_model(
             return LoadedModel(opened.model, tokenizer, str(name), opened)
         model: Any = read(source, **options)
     check_weights(model)
+    model = model.float() if computed is torch.float32 and _is_mixed(model) else model
     model = model if where is None or spread else model.to(where)
     remember_stored(model, stored)
     return LoadedModel(model.eval(), tokenizer, str(name))
+
+
+def _is_mixed(model: nn.Module) -> bool:
+    """Whether a model's floating-point numbers have several precisions.
+
+    transformers unpacks blocks of fp8 to the precision that is asked for, and leaves what the same
+    files have beside them in the precision that it is stored in.
+    """
+    found = {parameter.dtype for parameter in model.parameters()}
+    return len(found) > 1 and found <= {torch.float32, torch.bfloat16, torch.float16}
 
 
 def load_tokenizer(name: str | Path) -> Any:

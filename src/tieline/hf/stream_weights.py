@@ -14,7 +14,7 @@ that `from_pretrained` gives. Memory of a layer is used again for the next one o
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -132,6 +132,42 @@ def own_tensors(module: nn.Module) -> dict[str, Tensor]:
     return {n: p for n, p in module._parameters.items() if p is not None} | buffers
 
 
+class CutBlocks(Fp8Dequantize):
+    """Unpacks blocks of fp8 where the last ones are cut off by the end of the matrix.
+
+    The 576 rows of a key-value projection of DeepSeek-V3 are four and a half blocks of 128, with
+    five scales. transformers takes the block to be rows / scales, which it refuses where that is no
+    whole number, and which is wrong where it is one by chance (192 rows with two scales). Here the
+    block is that of the configuration where the scales fit it.
+    """
+
+    def _dequantize_one(
+        self, quantized: Tensor, scales: Tensor, output_dtype: torch.dtype | None = None
+    ) -> Tensor:
+        rows, columns = quantized.shape[-2:]
+        more = self._missing(quantized, scales)
+        if not any(more):
+            return super()._dequantize_one(quantized, scales, output_dtype)
+        whole = nn.functional.pad(quantized.float(), (0, more[1], 0, more[0]))
+        return super()._dequantize_one(whole, scales, output_dtype)[..., :rows, :columns]
+
+    def _missing(self, quantized: Tensor, scales: Tensor) -> list[int]:
+        """Rows and columns that the last blocks lack; none where the scales are of other blocks."""
+        found = getattr(self.hf_quantizer, "quantization_config", None)
+        block = getattr(found, "weight_block_size", None) or ()
+        sizes = list(zip(quantized.shape[-2:], block, scales.shape[-2:], strict=False))
+        fits = all(-(-size // side) == count for size, side, count in sizes)
+        return [count * side - size for size, side, count in sizes] if fits else []
+
+
+def _let_blocks_be_cut(mapping: Sequence[Any]) -> None:
+    """Unpack by `CutBlocks` in all of a model's converters, which are this load's own."""
+    for entry in mapping:
+        for operation in getattr(entry, "operations", None) or ():
+            if type(operation) is Fp8Dequantize:
+                operation.__class__ = CutBlocks
+
+
 class Weights:
     """Where the weights of each unit are, and how they come into the model.
 
@@ -152,6 +188,7 @@ class Weights:
         whole = set(model._no_split_modules or ())
         self.layers = [n for n, m in self.units.items() if type(m).__name__ in whole]
         mapping = config.weight_mapping or []
+        _let_blocks_be_cut(mapping)
         self._converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
         self._by_pattern = {p: c for c in self._converters for p in c.source_patterns}
         renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
@@ -314,7 +351,9 @@ class Weights:
         if plan.others:
             self._convert(plan.others)
             for source in plan.others:
-                self._put_read(source.target, self.at(source.target), unit)
+                target = source.target
+                # transformers leaves what a quantised file has beside its blocks as it is stored
+                self._put_read(target, self.at(target).to(self.dtype(target)), unit)
 
     def fill(self, stack: Stack, into: Tensor, first: int) -> None:
         """Read the experts from `first` on into a tensor (some experts, rows, columns)."""
@@ -332,8 +371,8 @@ class Weights:
             self.shards.copy(key, into)
             return
         scales, weight = self.shards.read(part.scales[expert]), self.shards.read(key)
-        scaled = Fp8Dequantize(None)._dequantize_one(weight, scales, output_dtype=into.dtype)
-        into.copy_(scaled)
+        unpack = CutBlocks(self._config.hf_quantizer)._dequantize_one
+        into.copy_(unpack(weight, scales, output_dtype=into.dtype))
 
     def _put_read(self, target: str, value: Tensor, unit: str | None) -> None:
         """Put a tensor where it belongs: in its own place, or where it is tied to in `unit`."""
