@@ -45,6 +45,26 @@ def test_ctrl_c_at_any_moment_is_one_word(seconds, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+STOPPED_INSIDE_EXECUTED_TEXT = """
+from tieline.cli.ending import answered
+
+def interrupted():
+    raise KeyboardInterrupt
+
+with answered(to_the_end=True):
+    try:
+        exec("interrupted()")
+    except KeyboardInterrupt:
+        raise SystemExit(130)
+"""
+
+
+def test_ctrl_c_in_the_executed_text_of_a_library_keeps_the_exit_code(tmp_path):
+    (tmp_path / "stopped.py").write_text(STOPPED_INSIDE_EXECUTED_TEXT)
+    done = subprocess.run([sys.executable, "-m", "stopped"], cwd=tmp_path, check=False)
+    assert done.returncode == 130
+
+
 def test_ctrl_c_stops_the_processes_of_a_study_without_a_word_of_theirs(tmp_path):
     rows = tmp_path / "rows"
     words = ["linear", "--link", "softmax", "--expert", "linear", "--sizes", "2000,4000"]

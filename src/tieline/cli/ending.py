@@ -93,6 +93,16 @@ def answered(to_the_end: bool) -> Iterator[None]:
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN if to_the_end else before)
         sys.unraisablehook = hook
+        _forget_interrupts()
+
+
+def _forget_interrupts() -> None:
+    """Let the exit code stand: `python -m` kills itself after a KeyboardInterrupt in `exec(text)`.
+
+    Python notes that one passed through executed text, as libraries have it, even if it is caught
+    afterwards. Only the next executed text clears that note.
+    """
+    exec("")  # noqa: S102
 
 
 @contextmanager
