@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
-from scipy import integrate, special, stats
+from scipy import integrate, special
 from torch import Tensor
 
 from tieline.core.errors import ShapeError, require
@@ -172,6 +172,7 @@ def _time_integral(n: int, b: Real, horizon: Real) -> float:
 
 def _exact(n: int, away: Real, epsilon: Real, horizon: Real, variance: Real) -> float:
     """∫_0^T P(‖N(away, variance t I_n)‖ < ε) dt, in √t, of which the integrand is smooth."""
+    from scipy import stats  # half a second to load, and here alone it is needed
 
     def integrand(root: float) -> float:
         scale = variance * root * root
