@@ -40,6 +40,16 @@ def both_added(real):
     return call
 
 
+def twins(real):
+    """The second atom drawn as the first one again."""
+
+    def call(*args, **kwargs):
+        atoms = real(*args, **kwargs)
+        return atoms.take([0, 0, *range(2, atoms.n_experts)])
+
+    return call
+
+
 PLANTED = {
     "p4-sec2": ("definitions.attention_as_moe", lambda real: lambda *args, **kwargs: (
         real(*args, **kwargs, scale=1.0)
@@ -62,7 +72,7 @@ PLANTED = {
     "p4-def3": ("definitions.split_checks", lambda real: lambda run, family, cases: (
         real(run, lambda expert: family("tanh"), cases)
     )),
-    "p4-prop5": ("definitions.split_scale", heavier),
+    "p4-prop5": ("definitions.drawn", twins),
     "p4-thm5": ("theorems.twisted", both_added),
     "p4-L1": ("definitions.example", swapped),
     "p4-eq11": ("definitions.example", swapped),

@@ -10,11 +10,12 @@ from torch.func import jacrev, vmap
 from tieline.estimation import MoEModel, MoEParameters, quadratic_parameters, voronoi_loss
 from tieline.estimation.derivative_tests import generic_atoms, rank_test, witness_atoms
 from tieline.estimation.model import GateName, LinkName
-from tieline.papers.claim import Evidence, Run, Verdict, at_least, at_most, near
+from tieline.papers.claim import Check, Evidence, Run, Verdict, at_least, at_most, near
 from tieline.papers.mixtures import (
     dependent,
     drawn,
     inputs,
+    largest_gap,
     same_function,
     split_checks,
     split_scale,
@@ -356,6 +357,9 @@ def partial_strong(run: Run) -> Evidence:
     )
 
 
+INDEPENDENT = 1e-3
+"""Singular value above which unit vectors count as independent; dependent ones are at 1e-16."""
+
 CONDITION = (
     "A symmetric, and no two atoms of one row whose experts are multiples of one another: the "
     "definition asks for any distinct parameters"
@@ -400,25 +404,36 @@ def weak(run: Run, gate) -> Evidence:
     return Evidence(checks, paper=0, measured=max(c.measured for c in checks))
 
 
+ONE_MEASURE = (
+    "A symmetric, no zero rows, no two opposite scores q and -q, and experts of which no two are "
+    "multiples of one another, such as tanh"
+)
+
+
 @claim(
     "p4-prop5",
     "identifiability, partially quadratic score",
     statement="The same for the partially quadratic score.",
-    tested="The same three pairs without b.",
-    expected=Verdict.FAILS,
+    tested="The same without b.",
+    expected=Verdict.CONDITION,
+    condition=ONE_MEASURE,
     given={"gate": "partial", "loss": "L4"},
 )
 @claim(
     "p4-prop2",
     "identifiability, fully quadratic score",
     statement="If two mixtures are the same function, they are the same measure.",
-    tested="Three pairs of different measures of one function: A with an antisymmetric part; a "
-    "ReLU expert under a zero row with half the mass and twice the scale; the same split in two.",
-    expected=Verdict.FAILS,
+    tested="Four pairs of different measures of one function: A with an antisymmetric part; a ReLU "
+    "expert under a zero row with half the mass and twice the scale; the same split in two; one "
+    "expert under q and -q against the same under q' and -q', since σ(q) + σ(-q) = 1. Without "
+    "these, the terms of two measures of three tanh experts are linearly independent: 64 drawn "
+    "pairs.",
+    expected=Verdict.CONDITION,
+    condition=ONE_MEASURE,
     given={"gate": "quadratic", "loss": "L1"},
 )
 def same_functions(run: Run, gate, loss: str) -> Evidence:
-    """Different measures of one function: antisymmetric parts, mass against scale, a split."""
+    """Different measures of one function, and how far from that drawn measures are."""
     tanh, relu = family(gate, "tanh", 3), family(gate, "relu", 3)
     truth, flat = drawn(run, tanh), without_row(drawn(run, relu, stream=2))
     bias, experts = flat.bias.clone(), flat.experts.clone()
@@ -429,10 +444,45 @@ def same_functions(run: Run, gate, loss: str) -> Evidence:
         "half the mass, twice the scale": (relu, flat, MoEParameters(flat.router, bias, experts)),
         "ReLU split": (relu, flat, split_scale(relu, flat)),
     }
+    x = inputs(run, 2000, 2)
     return same_function(
         pairs,
-        inputs(run, 2000, 2),
+        x,
         loss,
         4,
-        corrected="up to the antisymmetric part of A and, at zero rows, mass against scale",
+        [*_reflected_pair(tanh, truth, x, loss), _independent_terms(run, gate)],
+        corrected="up to the antisymmetric part of A, the reflection of the sigmoid and, at zero "
+        "rows, mass against scale",
     )
+
+
+def reflected(truth: MoEParameters, row: int) -> MoEParameters:
+    """The first expert twice, under a row and under its opposite: the expert alone, ungated."""
+    sign = torch.tensor([1.0, -1.0], dtype=torch.float64)
+    rows, bias = torch.outer(sign, truth.router[row]), sign * truth.bias[row]
+    return MoEParameters(rows, bias, truth.experts[[0, 0]])
+
+
+def _reflected_pair(model: MoEModel, truth: MoEParameters, x: Tensor, loss: str) -> list[Check]:
+    """σ(q) E + σ(-q) E = E, whatever q is: with symmetric A and experts that tell apart."""
+    one, other = reflected(truth, 0), reflected(truth, 1)
+    gap, apart = largest_gap(model, one, other, x), voronoi_loss(other, one, loss, 4).value
+    return [
+        at_least("opposite scores: functions differ by", gap, 1e-6 * apart),
+        at_most("opposite scores: functions agree to", gap, 1e-12, part="corrected"),
+        at_least("opposite scores: loss of the two", apart, 1e-3, part="corrected"),
+    ]
+
+
+def _independent_terms(run: Run, gate) -> Check:
+    """Least singular value of the terms σ(q_i) E(η_i), each of norm 1, of two measures of three.
+
+    Two measures are one function only if their terms together are linearly dependent.
+    """
+    model, x, least = family(gate, "tanh", 6), 4 * inputs(run, 2000, 2), []
+    for stream in range(100, 164):
+        atoms = drawn(run, model, stream)
+        terms = model.weights(atoms, x) * model.expert_outputs(atoms, x)
+        least.append(float(torch.linalg.svdvals(terms / terms.norm(dim=0))[-1]))
+    name = "least singular value of the terms of two measures"
+    return at_least(name, min(least), INDEPENDENT, part="condition")

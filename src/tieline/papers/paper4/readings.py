@@ -38,11 +38,11 @@ READINGS = {
     ),
     "p4-prop2": (
         "full score, any two measures with one function",
-        "symmetric A, no zero rows, no experts of some degree, no two experts of opposite sign",
+        "two measures of one function under the condition; or the condition in the statement",
     ),
     "p4-prop5": (
         "partial score, any two measures with one function",
-        "symmetric A, no zero rows, no experts of some degree, no two experts of opposite sign",
+        "two measures of one function under the condition; or the condition in the statement",
     ),
     "p4-thm1": (
         "over-specified, sparse, full score, loss L_1. No expert meets Def. 1 (`p4-def1`), so that "
