@@ -390,6 +390,10 @@ class SequenceSums:
         return SequenceSums([torch.stack(parts).sum(dim=0)], [torch.stack(counts).sum(dim=0)])
 
 
+Middle = Literal["mean", "median"]
+"""What stands for the repetitions of one sample size."""
+
+
 @dataclass(frozen=True)
 class PowerLaw:
     """A fitted power law log y = a + b log n, with the 95 % interval of b.
@@ -434,15 +438,18 @@ class SampleSize:
         return f"for error {self.error:g} you need about {numbers}{how}"
 
 
-def fit_rate(sizes: Sequence[int], losses: Sequence[Tensor], seed: int = 0) -> PowerLaw:
-    """Fit a power law to the mean losses, with an interval from resampled repetitions.
+def fit_rate(
+    sizes: Sequence[int], losses: Sequence[Tensor], seed: int = 0, middle: Middle = "mean"
+) -> PowerLaw:
+    """Fit a power law to the middle of the losses, with an interval from resampled repetitions.
 
     Args:
         sizes: n_1 < n_2 < ..., two at least.
         losses: for each n the losses of its repetitions, (R_n,).
         seed: of the resampling.
+        middle: "mean", or "median" for a law in probability, which single repetitions do not move.
     """
-    whole, draws = _lines(sizes, losses, seed)
+    whole, draws = _lines(sizes, losses, seed, middle)
     low, high = np.quantile(draws[:, 1], [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return PowerLaw(float(whole[1]), float(low), float(high), float(whole[0]))
 
@@ -463,7 +470,7 @@ def sample_size(
 
 
 def _lines(
-    sizes: Sequence[int], losses: Sequence[Tensor], seed: int
+    sizes: Sequence[int], losses: Sequence[Tensor], seed: int, middle: Middle = "mean"
 ) -> tuple[np.ndarray, np.ndarray]:
     """(a, b) of the data and of every resample."""
     require(
@@ -474,19 +481,20 @@ def _lines(
     good = all(len(v) > 0 and np.isfinite(v).all() and v.mean() > 0 for v in values)
     require(good, "a slope needs finite losses with a positive mean at every sample size")
     random = np.random.default_rng(seed)
-    means = np.stack([_means(v, random) for v in values])
+    middles = np.stack([_middles(v, random, middle) for v in values])
     with np.errstate(divide="ignore"):
         b, a = np.polyfit(
-            np.log(np.asarray(sizes, dtype=float)), np.log(np.maximum(means, 1e-300)), 1
+            np.log(np.asarray(sizes, dtype=float)), np.log(np.maximum(middles, 1e-300)), 1
         )
     lines = np.stack([a, b], axis=1)
     return lines[0], lines[1:]
 
 
-def _means(values: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    """Mean of the values, then the means of resamples."""
-    drawn = values[random.integers(len(values), size=(RESAMPLES, len(values)))].mean(1)
-    return np.concatenate([[values.mean()], drawn])
+def _middles(values: np.ndarray, random: np.random.Generator, middle: Middle) -> np.ndarray:
+    """Mean or median of the values, then those of resamples."""
+    of = {"mean": np.mean, "median": np.median}[middle]
+    drawn = of(values[random.integers(len(values), size=(RESAMPLES, len(values)))], axis=1)
+    return np.concatenate([[of(values)], drawn])
 
 
 def _crossing(lines: np.ndarray, error: float) -> np.ndarray:

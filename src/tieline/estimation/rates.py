@@ -33,7 +33,14 @@ from tieline.core.errors import TraceError, require
 from tieline.core.numerics import one_thread
 from tieline.core.parallel import run_jobs
 from tieline.core.records import Result, canonical, from_plain, parse_json
-from tieline.core.statistics import PowerLaw, SampleSize, fit_rate, mean_estimate, sample_size
+from tieline.core.statistics import (
+    Middle,
+    PowerLaw,
+    SampleSize,
+    fit_rate,
+    mean_estimate,
+    sample_size,
+)
 from tieline.estimation.distances import expert_distance, regression_distance
 from tieline.estimation.fit import FitResult, FitWarning, fit, near_truth, radius_at, tell_failures
 from tieline.estimation.losses import quotient_losses, voronoi_losses
@@ -236,9 +243,11 @@ class RateStudy(Result):
         first = self.series[0].radius
         return _losses(self.rows, self.sizes, loss, first if radius is None else radius)
 
-    def rate(self, loss: str = "quotient", radius: float | None = None) -> PowerLaw:
+    def rate(
+        self, loss: str = "quotient", radius: float | None = None, middle: Middle = "mean"
+    ) -> PowerLaw:
         """Fit the power law of a loss from one start radius (the first by default)."""
-        return fit_rate(*self._determined(loss, radius), self.seed)
+        return fit_rate(*self._determined(loss, radius), self.seed, middle)
 
     def samples_for(
         self, error: float, loss: str = "quotient", radius: float | None = None

@@ -45,6 +45,21 @@ def test_the_line_goes_through_logarithms_of_means():
     assert rate.slope == pytest.approx((math.log(0.2) - math.log(2)) / math.log(100))
 
 
+def test_one_repetition_moves_a_law_of_means_and_not_one_of_medians():
+    drawn = losses(-0.5)
+    drawn[0][3] *= 1000
+    assert fit_rate(SIZES, drawn).slope < -1
+    rate = fit_rate(SIZES, drawn, middle="median")
+    assert rate.slope == pytest.approx(-0.5, abs=1e-10)
+    assert rate.high - rate.low < 1e-9
+
+
+def test_medians_are_those_of_the_repetitions():
+    drawn = [torch.tensor([1.0, 2.0, 9.0]), torch.tensor([0.2, 0.1, 0.4])]
+    rate = fit_rate([10, 1000], drawn, middle="median")
+    assert rate.slope == pytest.approx((math.log(0.2) - math.log(2)) / math.log(100))
+
+
 def test_the_sample_size_is_where_the_line_crosses_the_error():
     found = sample_size(SIZES, losses(-0.5, 0.2), 0.03)
     assert found.low < found.n < found.high

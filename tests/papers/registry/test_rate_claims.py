@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 
+from tieline.core.statistics import PowerLaw
 from tieline.estimation.identifiability import cramer_rao
 from tieline.estimation.rates import RateRow, RateStudy
 from tieline.estimation.solvers import Status
@@ -76,7 +77,8 @@ def with_laws(monkeypatch):
         def nearest(run, model):
             power = laws(model, 1, False)["quotient"]
             ended = Fits(120 if status is Status.CONVERGED else 0, 120)
-            return NearestBest((10, 100), (1.0, 10**power), power, power, power, ended)
+            law = PowerLaw(power, power, power, 0.0)
+            return NearestBest((10, 100), (1.0, 10**power), law, ended)
 
         for module in (paper2, paper4):
             monkeypatch.setattr(module, "small_study", study)

@@ -80,7 +80,7 @@ def routing_course(
 
     Args:
         config: a run of the task "language".
-        every: steps between two measurements; the last step is measured too.
+        every: steps between two measurements; the first step and the last are measured too.
         windows: number of windows of the text.
         tolerances: ε of `near`.
     """
@@ -97,7 +97,7 @@ def routing_course(
     looks: list[tuple[int, Tensor]] = []
 
     def watch(model: nn.Module, step: int) -> None:
-        if step % every == 0 or step == config.optim.steps:
+        if step == 1 or step % every == 0 or step == config.optim.steps:
             looks.append((step, _look(model, rows, tolerances)))
 
     with tempfile.TemporaryDirectory() as folder:
@@ -141,7 +141,7 @@ NEAR = 0.1
 
 
 def course(run: Run, gate: str) -> "RoutingCourse":
-    """The course of a real run, measured 32 times (64 in full mode)."""
+    """The course of a real run, measured at its start and 32 times (64 in full mode)."""
     for package in ("transformers", "accelerate"):
         require(find_spec(package) is not None, f"needs {package}: pip install 'tieline[train]'")
     from tieline.training.recipes import recipe_config
@@ -186,7 +186,7 @@ def figure_four(run: Run) -> Evidence:
             *_layers("K in the last quarter", found.experts[last], BUDGET, NEAR),
             *_layers("K in the quarter before", found.experts[before], BUDGET, NEAR),
             at_least("ε in the last quarter over its start, least of the layers", growth, 1),
-            at_most("K at the first look", found.experts[0].max().item(), BUDGET - NEAR),
+            at_most("K after the first step", found.experts[0].max().item(), BUDGET - NEAR),
             at_least("least K of all looks", found.experts.min().item(), 2, part="corrected"),
             at_most("last loss over the first", found.losses[-1] / found.losses[0], 0.6),
         ],

@@ -20,6 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tieline.core.numerics import one_thread
+from tieline.core.statistics import PowerLaw, fit_rate
 from tieline.estimation.model import MoEModel
 from tieline.estimation.parameters import MoEParameters
 from tieline.estimation.rate_plan import plan_blocks
@@ -30,8 +31,6 @@ from tieline.papers.rate_evidence import small_plan
 
 __all__ = ["NearestBest", "nearest_best", "nearest_best_losses"]
 
-RESAMPLES = 500
-
 
 @dataclass(frozen=True)
 class NearestBest:
@@ -40,21 +39,14 @@ class NearestBest:
     Attributes:
         sizes: n.
         medians: over the repetitions of each n.
-        slope: of their logarithms against that of n.
-        low: lower end of its 95 % interval, by resampling repetitions.
-        high: upper end.
+        law: their power law.
         fits: the fits, and how many of them converged.
     """
 
     sizes: tuple[int, ...]
     medians: tuple[float, ...]
-    slope: float
-    low: float
-    high: float
+    law: PowerLaw
     fits: Fits
-
-    def __str__(self) -> str:
-        return f"{self.slope:.2f} [{self.low:.2f}, {self.high:.2f}]"
 
 
 def nearest_best(run: Run, model: MoEModel) -> NearestBest:
@@ -76,16 +68,10 @@ def nearest_best(run: Run, model: MoEModel) -> NearestBest:
         found[block.n].append(nearest_best_losses(fitted.params, plan.truth))
         ends = [Status(int(status)).answered for status in fitted.status]
         answered, total = answered + sum(ends), total + len(ends)
-    losses = [torch.cat(found[n]).numpy() for n in plan.sizes]
-    random = np.random.default_rng(run.seed)
-    drawn = [
-        _slope(plan.sizes, [random.choice(part, len(part)) for part in losses])
-        for _ in range(RESAMPLES)
-    ]
-    low, high = np.quantile(drawn, [0.025, 0.975])
+    losses = [torch.cat(found[n]) for n in plan.sizes]
     medians = tuple(float(np.median(part)) for part in losses)
-    slope = _slope(plan.sizes, losses)
-    return NearestBest(plan.sizes, medians, slope, float(low), float(high), Fits(answered, total))
+    law = fit_rate(plan.sizes, losses, run.seed, "median")
+    return NearestBest(plan.sizes, medians, law, Fits(answered, total))
 
 
 def nearest_best_losses(fits: MoEParameters, truth: MoEParameters) -> Float[Tensor, " repetitions"]:
@@ -107,8 +93,3 @@ def symmetric(router: Float[Tensor, "*batch row"]) -> Float[Tensor, "*batch row"
     rows = router.clone()
     rows[..., 1:3] = rows[..., 1:3].mean(dim=-1, keepdim=True)
     return rows
-
-
-def _slope(sizes: tuple[int, ...], losses: list[np.ndarray]) -> float:
-    medians = [float(np.median(part)) for part in losses]
-    return float(np.polyfit(np.log(sizes), np.log(medians), 1)[0])

@@ -54,6 +54,7 @@ from tieline.papers.rate_evidence import (
     counted,
     each_falling,
     each_parametric,
+    law_of,
     printed_slopes,
     rate_evidence,
     regression_rate,
@@ -333,7 +334,7 @@ def dense_regression(run: Run, gate: str) -> Evidence:
         found,
         ("function",),
         paper=-0.5,
-        measured=f"{found[OVER].rate('function')}; {left:.2g} is left for e^{{ηx}}",
+        measured=f"{law_of(found[OVER], 'function')}; {left:.2g} is left for e^{{ηx}}",
         note="f* is in the fitted family, so that f̂ → f* in every regime. The paper expects f̂ to "
         "stay away from f*; where its best functions with more experts are not f*, f̂ stays away "
         "from them.",
@@ -416,16 +417,16 @@ def dense_rate(run: Run, gate: str) -> Evidence:
     found = {name: small_study(run, family(name, gate)) for name in experts}
     exact = counted(found)
     fits = Fits(exact.converged + nearest.fits.converged, exact.total + nearest.fits.total)
-    slope, width = nearest.slope, WINDOW["quotient"]
+    law, width = nearest.law, WINDOW["quotient"]
     told = rate_evidence(
         [
-            estimated(f"{OVER}: slope of the median distance to the nearest best measure", slope,
-                      (nearest.low, nearest.high), least=-0.5 - width, most=-0.5 + width),
+            estimated(f"{OVER}: slope of the median distance to the nearest best measure",
+                      law.slope, (law.low, law.high), least=-0.5 - width, most=-0.5 + width),
             *each_parametric("N = N*: quotient slope", found, "quotient", "corrected"),
         ],
         found,
         paper=-0.5,
-        measured=f"{OVER}: {nearest}; {', '.join(f'{m:.2g}' for m in nearest.medians)}",
+        measured=f"{OVER}: {law}; {', '.join(f'{m:.2g}' for m in nearest.medians)}",
         note="The spare expert ends at zero, under any gate. In the mean a few fits decide: they "
         "end at a measure that is not best, whose function is so to rounding (`p5-reflection`).",
     )  # fmt: skip

@@ -20,10 +20,10 @@ def course():
     return routing_course(tiny("smooth50", steps=5), every=2, windows=6, tolerances=TOLERANCES)
 
 
-def test_looks_are_taken_every_n_steps_and_at_the_end(course):
-    assert course.steps.tolist() == [2, 4, 5]
-    assert course.experts.shape == course.epsilon.shape == (3, 1)
-    assert course.near.shape == (3, 1, 3)
+def test_looks_are_taken_at_the_start_every_n_steps_and_at_the_end(course):
+    assert course.steps.tolist() == [1, 2, 4, 5]
+    assert course.experts.shape == course.epsilon.shape == (4, 1)
+    assert course.near.shape == (4, 1, 3)
     assert course.near.diff(dim=-1).min() >= 0
     assert (course.near[..., -1] == 8).all()
     assert course.experts.min() >= 2
@@ -55,10 +55,10 @@ def test_hard_gates_have_no_width():
 
 
 def test_parts_of_a_course(course):
-    assert course.between(0, 1) == slice(0, 3)
-    assert course.between(0.5, 1) == slice(1, 3)
-    with pytest.raises(TielineError, match=r"no look between 0\.1 and 0\.2 of 5 steps"):
-        course.between(0.1, 0.2)
+    assert course.between(0, 1) == slice(0, 4)
+    assert course.between(0.5, 1) == slice(2, 4)
+    with pytest.raises(TielineError, match=r"no look between 0\.5 and 0\.6 of 5 steps"):
+        course.between(0.5, 0.6)
 
 
 def test_other_tasks_are_refused():
