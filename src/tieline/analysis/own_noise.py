@@ -25,7 +25,8 @@ from tieline.core.numerics import one_thread
 from tieline.core.ranking import stable_topk
 from tieline.core.statistics import Estimate, clustered_error, mean_estimate
 from tieline.geometry.boundary import order_shares, tie_order
-from tieline.geometry.exit_time import face_quantile, score_flip_times
+from tieline.geometry.diffusion import exit_curve, top_k_cell
+from tieline.geometry.exit_time import exit_bounds, face_quantile
 from tieline.geometry.flips import logit_view
 from tieline.geometry.measure_records import Answer
 from tieline.geometry.measures import scored
@@ -235,10 +236,8 @@ def _walker(
     scores: Float[Tensor, " ranks"], k: int, pull: Float[Tensor, "ranks directions"], seed: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Bounds and simulated P(flip by t) of one token at every horizon, and its nearest wall."""
-    options = {"steps": STEPS, "paths": PATHS, "seed": seed}
-    runs = [score_flip_times(scores[None], k, pull, t, **options) for t in HORIZONS]
-    lower, value, upper = (
-        torch.stack([getattr(run, name)[0, -1] for run in runs])
-        for name in ("lower", "value", "upper")
-    )
-    return lower, value, upper, runs[0].nearest[0]
+    cell = top_k_cell(scores, k, pull)  # one for all horizons, each of which has steps of its own
+    bounds = exit_bounds(cell.distances, torch.tensor(HORIZONS, dtype=torch.float64))
+    curves = [exit_curve(cell, t, STEPS, PATHS, seed) for t in HORIZONS]
+    value = torch.stack([curve.value[-1] for curve in curves])
+    return bounds.lower, value, bounds.upper, cell.distances.min()

@@ -201,10 +201,10 @@ def exit_curve(
     total, square, outside = (torch.zeros(steps, dtype=torch.float64) for _ in range(3))
     for batch in batches(paths):
         walk = _survival(start, directions, moves, batch, horizon / steps, steps, generator)
-        for m, (stay, inside) in enumerate(walk):
-            total[m] += stay.sum()
-            square[m] += stay.square().sum()
-            outside[m] += batch - inside.sum()
+        stay, inside = (torch.stack(column) for column in zip(*walk, strict=True))
+        total += stay.sum(dim=1)
+        square += stay.square().sum(dim=1)
+        outside += batch - inside.sum(dim=1)
     mean = total / paths
     spread = (square / paths - mean.square()).clamp(min=0) / max(1, paths - 1)
     times = torch.arange(1, steps + 1, dtype=torch.float64) * (horizon / steps)

@@ -22,7 +22,7 @@ from jaxtyping import Float
 from scipy import special
 from torch import Tensor
 
-from tieline.core.errors import TraceError, require
+from tieline.core.errors import ParameterError, TraceError, require
 from tieline.core.numerics import one_thread
 from tieline.geometry.boundary import Real
 from tieline.geometry.diffusion import exit_curve, top_k_cell
@@ -82,7 +82,8 @@ def face_exit(
 ) -> Float[Tensor, "*all"]:
     """2 Φ̄(r/√t) by the reflection principle; 0 at t = 0."""
     time = torch.as_tensor(t, dtype=torch.float64)
-    require(bool((time >= 0).all()), f"a time is >= 0, got {t}")
+    if not (time >= 0).all():  # to print a tensor takes longer than all the rest
+        raise ParameterError(f"a time is >= 0, got {t}")
     require(bool((r >= 0).all()), "a distance to a face is >= 0: the start must be in the cell")
     return torch.special.erfc(r.double() / (2 * time).sqrt()).where(time > 0, 0.0)
 
