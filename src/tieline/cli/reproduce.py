@@ -28,9 +28,6 @@ from tieline.cli.deliver import Outputs, deliver, progress_bars
 if TYPE_CHECKING:
     from tieline.papers import Claim
 
-WITHOUT_FAST = 3.0
-"""Time of the whole samples over that of the small ones: 400 s and 140 s on two cores."""
-
 
 @app.command()
 @guarded
@@ -98,10 +95,16 @@ def _plan(claims: "Sequence[Claim]", fast: bool, executor: str, jobs: int) -> st
 
     papers = len({claim.paper for claim in claims})
     here = 1 if executor == "serial" else (os.cpu_count() or 1) if jobs == -1 else jobs
-    work = sum(claim.seconds for claim in claims) * (1 if fast else WITHOUT_FAST)
-    longest = max(claim.seconds for claim in claims) * (1 if fast else WITHOUT_FAST)
-    seconds = float(math.ceil(max(work / here, longest)))
     count = f"{len(claims)} claim{'s' * (len(claims) > 1)} of {papers} paper{'s' * (papers > 1)}"
     where = "on a cluster" if executor == "dask" else f"in {here} process{'es' * (here > 1)}"
-    what = f"{count} {where}: about {duration(seconds, 1)}, less where results are stored"
-    return what if fast else f"{what}; --fast takes about {duration(seconds / WITHOUT_FAST, 1)}"
+    about = duration(_seconds(claims, fast, here), 1)
+    what = f"{count} {where}: about {about}, less where results are stored"
+    return (
+        what if fast else f"{what}; --fast takes about {duration(_seconds(claims, True, here), 1)}"
+    )
+
+
+def _seconds(claims: "Sequence[Claim]", fast: bool, processes: int) -> float:
+    """About how long the tests take: what one process has to do, and no less than one test."""
+    each = [claim.duration(fast) for claim in claims]
+    return float(math.ceil(max(sum(each) / processes, *each)))

@@ -231,6 +231,10 @@ class Evidence:
         return "" if self.fits is None or self.fits.enough else f"only {self.fits}"
 
 
+FULL_OVER_FAST = 4.0
+"""Duration of the whole samples over that of the small ones, over all claims that train nothing."""
+
+
 def _no_test(run: Run) -> Evidence:
     raise NotImplementedError("this claim was read from a file, which holds no test")
 
@@ -249,12 +253,14 @@ class Claim:
             loss, bound or equality, theorem or assumption, sizes.
         tested: how it is tested.
         overturned_by: what would change the verdict.
-        expected: the verdict of the ledger; any other one is a change.
+        expected: the verdict of the ledger in full mode; any other one is a change.
         condition: the condition under which it holds, if there is one.
         untestable: why it cannot be tested here and what would test it, if so.
         undecided: why the ledger does not decide it, if so.
+        full_only: why the fast mode does not decide it, if so; it is then undecided there.
         test: computes the evidence.
         seconds: approximate duration of the fast test; the longest tests start first.
+        full_seconds: that of the full test; None for one that is as much longer as most are.
         together: a name shared by claims that rest on one study; one process tests them.
     """
 
@@ -270,11 +276,24 @@ class Claim:
     condition: str = ""
     untestable: str = ""
     undecided: str = ""
+    full_only: str = ""
     test: Callable[[Run], Evidence] = field(
         default=_no_test, repr=False, compare=False, metadata={"json": False}
     )
     seconds: Real = field(default=0.2, repr=False, compare=False, metadata={"json": False})
+    full_seconds: Real | None = field(
+        default=None, repr=False, compare=False, metadata={"json": False}
+    )
     together: str = field(default="", repr=False, compare=False, metadata={"json": False})
+
+    def expects(self, fast: bool) -> Verdict:
+        """Return the verdict of the ledger in a mode."""
+        return Verdict.UNDECIDED if fast and self.full_only else self.expected
+
+    def duration(self, fast: bool) -> float:
+        """Return about how many seconds the test takes in a mode, on one core."""
+        full = FULL_OVER_FAST * self.seconds if self.full_seconds is None else self.full_seconds
+        return float(self.seconds if fast else full)
 
     def judge(self, evidence: Evidence) -> tuple[Verdict, str]:
         """Return the verdict of the checks and, if they decide nothing, the reason."""
@@ -325,7 +344,7 @@ class Outcome:
         verdict, reason = claim.judge(evidence)
         parts = ("corrected", *_unspoken(verdict))
         failed = any(evidence.passed(part) is False for part in parts)
-        changed = verdict != claim.expected or failed
+        changed = verdict != claim.expects(run.fast) or failed
         return cls(claim, verdict, changed, evidence, reason, seconds, run.fast, run.seed)
 
 

@@ -20,7 +20,7 @@ from tieline.core.errors import require
 from tieline.core.statistics import mean_interval
 from tieline.papers.claim import Check, Part, Real, Run, estimated, unmeasured
 
-__all__ = ["PAIRS", "TOGETHER", "changes", "lower_perplexity"]
+__all__ = ["GATE_SECONDS", "NOT_TRAINED", "PAIRS", "TOGETHER", "changes", "lower_perplexity"]
 
 PAIRS = 6
 """Seeds of which every gate is trained with each."""
@@ -31,6 +31,8 @@ ATTACK = 0.025
 WINDOWS = 512
 """Windows of 32 bytes that are scored: the whole of a split."""
 NOT_TRAINED = "the fast mode trains nothing"
+GATE_SECONDS = 50
+"""About how long the runs of one gate take, all seeds, on one core."""
 
 
 @lru_cache(maxsize=64)

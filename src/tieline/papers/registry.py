@@ -57,7 +57,9 @@ def claim(
     condition: str = "",
     untestable: str = "",
     undecided: str = "",
+    full_only: str = "",
     seconds: Real = 0.2,
+    full_seconds: Real | None = None,
     together: str = "",
     given: Mapping[str, Any] | None = None,
 ) -> Callable[[Callable[..., Evidence]], Callable[..., Evidence]]:
@@ -77,9 +79,9 @@ def claim(
         require(same, f"two claims are called {id!r}")
         setting, overturned_by = _reading(id, paper)
         words = (id, paper, number, title, statement, setting, tested, overturned_by)
-        reasons = (untestable, undecided)
+        reasons, times = (untestable, undecided, full_only), (seconds, full_seconds)
         bound = update_wrapper(partial(test, **given), test) if given else test
-        CLAIMS[id] = Claim(*words, expected, condition, *reasons, bound, seconds, together)
+        CLAIMS[id] = Claim(*words, expected, condition, *reasons, bound, *times, together)
         return test
 
     return add

@@ -177,7 +177,7 @@ def _tested(
     todo: Sequence[Claim], run: Run, executor: str, address: str | None, jobs: int
 ) -> Generator[Outcome, None, None]:
     """Yield outcomes in the order in which the tests end; the longest tests start first."""
-    groups = _groups(todo)
+    groups = _groups(todo, run.fast)
     if not groups:
         return
     if executor == "serial" or (executor == "loky" and find_spec("joblib") is None):
@@ -188,12 +188,12 @@ def _tested(
         yield from (from_plain(Outcome, values) for values in found)
 
 
-def _groups(todo: Sequence[Claim]) -> list[list[Claim]]:
+def _groups(todo: Sequence[Claim], fast: bool) -> list[list[Claim]]:
     """Return claims that one process tests, because they share a study; the longest first."""
     groups: dict[str, list[Claim]] = {}
     for claim in todo:
         groups.setdefault(claim.together or claim.id, []).append(claim)
-    return sorted(groups.values(), key=lambda group: -sum(claim.seconds for claim in group))
+    return sorted(groups.values(), key=lambda group: -sum(c.duration(fast) for c in group))
 
 
 def _remote(names: Sequence[str], run: Run) -> list[Any]:

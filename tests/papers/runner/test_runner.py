@@ -46,8 +46,14 @@ def test_claims_that_share_a_study_go_to_one_process_and_the_longest_first():
         make_claim("p0-c", seconds=1),
         make_claim("p0-d", seconds=2, together="study"),
     ]
-    groups = [[claim.id for claim in group] for group in _groups(claims)]
+    groups = [[claim.id for claim in group] for group in _groups(claims, fast=True)]
     assert groups == [["p0-b", "p0-d"], ["p0-a"], ["p0-c"]]
+
+
+def test_the_full_mode_has_an_order_of_its_own():
+    claims = [make_claim("p0-a", seconds=3), make_claim("p0-b", seconds=1, full_seconds=100)]
+    order = [[group[0].id for group in _groups(claims, fast)] for fast in (True, False)]
+    assert order == [["p0-a", "p0-b"], ["p0-b", "p0-a"]]
 
 
 def test_a_test_that_breaks_says_how_and_is_not_kept(tmp_path):

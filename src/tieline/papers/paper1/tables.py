@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from tieline.papers.claim import Check, Evidence, Run, Verdict, at_least, at_most, near, none_of
-from tieline.papers.directions import TOGETHER, lower_perplexity
+from tieline.papers.directions import GATE_SECONDS, TOGETHER, lower_perplexity
 from tieline.papers.registry import claim
 
 
@@ -57,6 +57,7 @@ def small_scale(measured: str, *recipes: str) -> str:
         "wikitext-paper-remoe",
         "wikitext-paper-smooth50",
     ),
+    full_seconds=2 * GATE_SECONDS,
     together=TOGETHER,
 )
 def table_one(run: Run) -> Evidence:
@@ -170,6 +171,7 @@ def table_three(run: Run) -> Evidence:
         "wikitext-paper-annealed",
         "wikitext-paper-smooth50",
     ),
+    full_seconds=GATE_SECONDS,
     together=TOGETHER,
 )
 def table_four(run: Run) -> Evidence:
@@ -255,6 +257,7 @@ def table_six(run: Run) -> Evidence:
         "wikitext-paper-smoe-k5",
         "wikitext-paper-smooth50-k4",
     ),
+    full_seconds=GATE_SECONDS,
     together=TOGETHER,
 )
 def table_eight(run: Run) -> Evidence:
