@@ -32,7 +32,7 @@ class GateConfig:
     Attributes:
         name: short name of the variant, such as "smooth1".
         router: a key of `routing.layer.ROUTERS`.
-        gate: a key of `routing.layer.GATES`.
+        gate: a key of `routing.layer.GATES`, or "soft_moe", which has its own router.
         k: experts per token that are always chosen, or the target of a controller.
         router_options: further arguments of the router.
         gate_options: further arguments of the gate.
@@ -133,6 +133,11 @@ class PatchConfig(ModelConfig):
         require(fits, f"a width of {self.d_model} is no multiple of 8 and of {self.heads} heads")
         require(self.side % 8 == 0, f"a side is a multiple of 8 pixels, got {self.side}")
 
+    @property
+    def tokens(self) -> int:
+        """Patches of an image."""
+        return (self.side // 8) ** 2
+
 
 @dataclass(frozen=True, kw_only=True)
 class VisionTransformerConfig(ModelConfig):
@@ -164,6 +169,11 @@ class VisionTransformerConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         require(1 <= self.routed <= self.layers, f"need 1 <= routed <= layers, got {self.routed}")
+
+    @property
+    def tokens(self) -> int:
+        """Patches of an image and the token of its class."""
+        return (self.side // self.patch) ** 2 + 1
 
 
 @dataclass(frozen=True, kw_only=True)

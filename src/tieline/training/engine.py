@@ -25,6 +25,7 @@ from tieline.core.errors import require
 from tieline.core.files import check_folder, remove_rests, space_on
 from tieline.core.records import Result, from_plain
 from tieline.hf.running import no_bars
+from tieline.routing.baselines import SoftMoE
 from tieline.training.checkpoint import (
     CheckpointError,
     checkpoint_step,
@@ -151,7 +152,8 @@ def run(
     arguments = training_arguments(config, out)
     told = _step_end(model, tell, watch)
     trainer = RoutingTrainer(config, model, arguments, data.train, told)
-    monitor_trainer(trainer, every=config.log_every)
+    if not any(isinstance(module, SoftMoE) for module in model.modules()):  # it chooses nothing
+        monitor_trainer(trainer, every=config.log_every)
     began, worked = time.perf_counter(), time.process_time()
     with no_bars(), space_on(out):
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)

@@ -4,6 +4,8 @@ images     train on a subset of CIFAR-10's training images, score on its test im
 domains    train on all domains but one, score on that one and on held-out images of the others
 """
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from torch.utils.data import Dataset
 
 from tieline.core.errors import ParameterError, require
 from tieline.core.files import whole_folder
+from tieline.routing.baselines import SoftMoE
 from tieline.routing.losses import collect_routing
 from tieline.training.checkpoint import save_weights
 from tieline.training.config import (
@@ -69,6 +72,26 @@ def epochs(images: Images, n_items: int, seed: int, *, mirror: bool = True) -> I
     return ImageItems(images, order[:n_items], mirrored)
 
 
+@contextmanager
+def collect_work(model: nn.Module) -> Iterator[list[float]]:
+    """Collect how many experts each layer evaluates per token.
+
+    It is the mean of #{e: w_te ≠ 0} over tokens t for an `MoE`, and E p / T for a `SoftMoE` with p
+    slots for each of E experts and T tokens in a sequence.
+    """
+    found: list[float] = []
+
+    def slots_per_token(layer: Any, given: tuple[Tensor, ...], _output: Tensor) -> None:
+        found.append(len(layer.phi) / given[0].shape[-2])
+
+    soft = [module for module in model.modules() if isinstance(module, SoftMoE)]
+    with ExitStack() as hooks, collect_routing(model) as records:
+        for module in soft:
+            hooks.callback(module.register_forward_hook(slots_per_token).remove)
+        yield found
+        found.extend(record.routing.active.double().mean().item() for record in records)
+
+
 @torch.no_grad()
 def scored(model: nn.Module, images: Images) -> dict[str, Any]:
     """Return accuracy, loss and experts per token of a model on images.
@@ -78,15 +101,19 @@ def scored(model: nn.Module, images: Images) -> dict[str, Any]:
 
     with binomial standard errors. A constant answer has an accuracy of up to `commonest`, the share
     of the commonest class, but a balanced accuracy of `chance`, 1 / classes.
+
+    Where experts choose among all tokens of a batch, the answer to an image depends on its batch:
+    batches are drawn from all images in an order of their own, as those of training are, since
+    files list the classes one after another.
     """
+    images = images.subset(len(images))
     said, loss, experts = [], 0.0, torch.zeros(())
     for rows in torch.arange(len(images)).split(ROWS):
-        with collect_routing(model) as routing:
+        with collect_work(model) as work:
             output = model(pixels=images.pixels[rows], labels=images.labels[rows])
         said.append(output.logits.argmax(dim=-1))
         loss += output.loss.item() * len(rows)
-        used = torch.stack([layer.routing.active.double().mean() for layer in routing])
-        experts = experts + used * len(rows)
+        experts = experts + torch.tensor(work, dtype=torch.float64) * len(rows)
     n, right = len(images), torch.cat(said) == images.labels
     return {
         **_accuracies(right, images.labels),

@@ -32,6 +32,10 @@ with GATE smoe, smooth50 or smooth1 for CIFAR-10, and for PACS
     cosine       cosine router with a projection and temperature 1/2: GMoE's
     perturbed    the same with τ1 = τ2 = 0.1 (paper 2)
     smooth       cosine router, smooth top-2 with b = 50: SmoothGMoE (paper 1)
+    soft         Soft MoE: ⌈2T/6⌉ slots per expert that mix the T patches of one image
+    expert-choice   cosine router, each expert takes its ⌈2T/6⌉ best patches of the whole batch
+
+The last two do the work of two experts per patch, like the others; paper 1 gives no sizes for them.
 
 Sentences: GLUE with one upcycled network (paper 1, Table 2):
 
@@ -54,6 +58,7 @@ from typing import Any, ClassVar
 
 from tieline.core.errors import require
 from tieline.core.records import Result
+from tieline.routing.gates import capacity
 from tieline.training.config import (
     GATE_NAMES,
     DataConfig,
@@ -226,6 +231,12 @@ DOMAIN_VARIANTS: dict[str, dict[str, Any]] = {
         "gate": "smooth",
         "gate_options": {"b": 50.0},
     },
+    "soft": {"gate": "soft_moe"},
+    "expert-choice": {
+        "router": "cosine",
+        "router_options": PATCH_COSINE,
+        "gate": "expert_choice",
+    },
 }
 DOMAIN_GATES = tuple(DOMAIN_VARIANTS)
 
@@ -261,10 +272,14 @@ def cifar10_paper(gate: str) -> TrainConfig:
     )
 
 
-def domain_gate(name: str, k: int = 2) -> GateConfig:
-    """Return the routing variant of patches by its name."""
+def domain_gate(name: str, shape: PatchConfig | VisionTransformerConfig, k: int = 2) -> GateConfig:
+    """Return the routing variant of patches by its name; soft slots do the work of top-k."""
     require(name in DOMAIN_VARIANTS, f"the gate {name!r} is not one of {list(DOMAIN_GATES)}")
-    return GateConfig(name=name, k=k, **DOMAIN_VARIANTS[name])
+    gate = GateConfig(name=name, k=k, **DOMAIN_VARIANTS[name])
+    if name != "soft":
+        return gate
+    slots = capacity(shape.tokens, shape.n_experts, k)
+    return replace(gate, gate_options={"slots": slots})
 
 
 def pacs_small(gate: str, out: str) -> TrainConfig:
@@ -274,7 +289,7 @@ def pacs_small(gate: str, out: str) -> TrainConfig:
         recipe=f"pacs-small-{gate}-{out}",
         task="domains",
         model=PatchConfig(),
-        gate=domain_gate(gate),
+        gate=domain_gate(gate, PatchConfig()),
         data=DataConfig(name="pacs", options={"out": out}),
         optim=OptimConfig(steps=240, batch=32, rate=2e-3, warmup=20),
         losses=LossConfig(boundary=1.0),
@@ -289,7 +304,7 @@ def pacs_paper(gate: str, out: str) -> TrainConfig:
         recipe=f"pacs-paper-{gate}-{out}",
         task="domains",
         model=VisionTransformerConfig(),
-        gate=domain_gate(gate),
+        gate=domain_gate(gate, VisionTransformerConfig()),
         data=DataConfig(name="pacs", options={"out": out, "file": "pacs224.npz"}),
         optim=OptimConfig(steps=5_000, batch=96, rate=3e-5, weight_decay=0.0, warmup=100),
         losses=LossConfig(boundary=1.0),

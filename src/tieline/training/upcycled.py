@@ -2,12 +2,14 @@
 
     f(x) = W_out φ(W_in x + b_in) + b_out   →   Σ_e w_e f_e(x),   every f_e = f at first
 
-With weights of sum 1 the model's function does not change at first. `hf.upcycle_` does the same
-with transformers' own blocks, for models that are saved and served; this one uses `routing.MoE`,
-whose routers, gates and losses the training engine knows.
+With weights of sum 1 the model's function does not change at first; those of expert choice have
+smaller sums, and Soft MoE mixes tokens before the experts: both change it. `hf.upcycle_` does the
+same with transformers' own blocks, for models that are saved and served; this one uses
+`routing.MoE`, whose routers, gates and losses the training engine knows.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +17,7 @@ from torch import nn
 
 from tieline.core.errors import UnsupportedModelError, require
 from tieline.hf.upcycle import DenseFFN, find_dense_ffns
+from tieline.routing.baselines import SoftMoE, baseline
 from tieline.routing.layer import MoE, moe
 from tieline.training.config import GateConfig
 
@@ -23,17 +26,18 @@ PLAIN = {"gelu": F.gelu, "relu": F.relu}
 
 def routed_layer(
     gate: GateConfig, *, d_model: int, n_experts: int, d_hidden: int, activation: str
-) -> MoE:
+) -> MoE | SoftMoE:
     """Make the layer of a gate's configuration, with biases in its experts."""
+    sizes: dict[str, Any] = {"d_model": d_model, "n_experts": n_experts, "d_hidden": d_hidden}
+    sizes |= {"k": gate.k, "activation": activation, "bias": True}
+    if gate.gate == "soft_moe":
+        soft = baseline("soft_moe", **sizes, options=dict(gate.gate_options))
+        assert isinstance(soft, SoftMoE)
+        return soft
     return moe(
-        d_model=d_model,
-        n_experts=n_experts,
-        k=gate.k,
-        d_hidden=d_hidden,
+        **sizes,
         router=gate.router,
         gate=gate.gate,
-        activation=activation,  # type: ignore[arg-type]
-        bias=True,
         router_options=dict(gate.router_options),
         gate_options=dict(gate.gate_options),
     )
@@ -62,7 +66,7 @@ def route_networks_(
 
 
 @torch.no_grad()
-def _mixture(ffn: DenseFFN, gate: GateConfig, n_experts: int) -> MoE:
+def _mixture(ffn: DenseFFN, gate: GateConfig, n_experts: int) -> MoE | SoftMoE:
     sizes = {"d_model": ffn.dim, "n_experts": n_experts, "d_hidden": ffn.last.in_features}
     layer = routed_layer(gate, activation=_activation(ffn), **sizes)
     experts = layer.experts
