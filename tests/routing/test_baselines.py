@@ -169,6 +169,60 @@ def test_mixing_layers_are_continuous(name):
     assert line.diff(dim=0).abs().max() < 50 * line.std() * 4 / 800
 
 
+def test_a_layer_of_expert_choice_is_its_definition_over_the_whole_batch():
+    """Experts choose among all tokens of a call (Zhou et al.): sequences do compete."""
+    built = layer("expert_choice", bias=True)
+    for parameter in built.experts.parameters():
+        torch.nn.init.normal_(parameter)
+    x = torch.randn(3, 5, 6, dtype=torch.float64)
+    flat = x.flatten(0, 1)
+    weights = expert_choice(built.router(flat).tolist(), 2)
+    expected = mixture(flat, torch.tensor(weights, dtype=torch.float64), built.experts)
+    torch.testing.assert_close(built(x), expected.view_as(x))
+    torch.testing.assert_close(built(flat), expected)
+    assert [sum(row[e] > 0 for row in weights) for e in range(4)] == [8, 8, 8, 8]  # ⌈2 · 15/4⌉
+    assert not torch.allclose(built(x)[0], built(x[:1])[0])
+
+
+MIXING = ("soft_moe", "expert_choice")
+
+
+@pytest.mark.parametrize("name", MIXING)
+@given(seeds, st.permutations(range(5)), st.permutations(range(3)))
+def test_permuted_tokens_and_sequences_get_permuted_outputs(name, seed, tokens, sequences):
+    torch.manual_seed(seed)
+    built, x = layer(name), torch.randn(3, 5, 6, dtype=torch.float64)
+    expected = built(x)[sequences][:, tokens]
+    torch.testing.assert_close(built(x[sequences][:, tokens]), expected)
+
+
+@pytest.mark.parametrize("name", MIXING)
+@given(seeds, st.permutations(range(4)))
+def test_the_order_of_the_experts_does_not_matter(name, seed, order):
+    torch.manual_seed(seed)
+    built, x = layer(name, bias=True), torch.randn(2, 5, 6, dtype=torch.float64)
+    before = built(x)
+    slots = [built.phi] if name == "soft_moe" else list(built.router.parameters())
+    with torch.no_grad():
+        for parameter in (*slots, *built.experts.parameters()):
+            parameter.copy_(parameter[order])
+    torch.testing.assert_close(built(x), before)
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_gradients_are_those_of_differences(name):
+    torch.manual_seed(3)  # no token that an expert takes or leaves within the step
+    built = layer(name, bias=True)
+    values = list(built.parameters())
+    names = [place for place, _ in built.named_parameters()]
+    x = torch.randn(2, 5, 6, dtype=torch.float64, requires_grad=True)
+
+    def output(x, *parameters):
+        return torch.func.functional_call(built, dict(zip(names, parameters, strict=True)), x)
+
+    assert torch.autograd.gradcheck(output, (x, *values), fast_mode=True)
+
+
 @pytest.mark.parametrize("name", BASELINES)
 def test_every_baseline_trains_every_parameter_and_takes_empty_batches(name):
     built = baseline(name, **SIZES, bias=True).double()

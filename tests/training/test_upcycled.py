@@ -12,7 +12,7 @@ from transformers import (
 )
 
 from tieline.core.errors import TielineError, UnsupportedModelError
-from tieline.routing import CosineRouter, MoE, SmoothTopK
+from tieline.routing import CosineRouter, MoE, SmoothTopK, SoftMoE
 from tieline.training.config import GateConfig, gate_config
 from tieline.training.upcycled import route_networks_
 
@@ -66,6 +66,18 @@ def test_the_mixture_is_what_computes_and_its_experts_are_copies():
     assert (model(**batch).logits - before).abs().max() > 1e-3
     model(**batch).logits.sum().backward()
     assert layer.router.weight.grad.abs().sum() > 0
+
+
+def test_soft_slots_take_the_place_of_a_network_and_start_from_its_copies():
+    model, batch = vit()
+    w_in = model.vit.layers[2].mlp.fc1.weight.clone()
+    soft = GateConfig(name="soft", gate="soft_moe", gate_options={"slots": 3})
+    (name,) = route_networks_(model, [2], soft, 4)
+    layer = model.get_submodule(name)
+    assert isinstance(layer, SoftMoE)
+    assert torch.equal(layer.experts.w_in, w_in.expand(4, -1, -1))
+    model(**batch).logits.sum().backward()
+    assert layer.phi.grad.abs().sum() > 0
 
 
 def test_any_router_can_be_asked_for():

@@ -5,10 +5,12 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers.modeling_outputs import ImageClassifierOutput
 
 from tests.training.real_data import shared
 from tieline.core.errors import TielineError
 from tieline.routing import MoE
+from tieline.routing.gates import capacity
 from tieline.training import images as task_images
 from tieline.training.config import (
     DecoderConfig,
@@ -20,7 +22,7 @@ from tieline.training.engine import run
 from tieline.training.fetch import DataError
 from tieline.training.image_data import DomainImages, Images
 from tieline.training.image_models import MixtureClassifier
-from tieline.training.images import DomainTask, image_model, left_out
+from tieline.training.images import DomainTask, collect_work, image_model, left_out, scored
 from tieline.training.recipes import (
     DOMAIN_GATES,
     DOMAINS,
@@ -62,8 +64,8 @@ def test_unknown_domains_shares_gates_data_and_shapes_are_refused():
         left_out(domains(), "attic", 0.2, 0)
     with pytest.raises(TielineError, match=r"in \(0, 1\), got 1"):
         left_out(domains(), "photo", 1.0, 0)
-    with pytest.raises(TielineError, match="'soft' is not one of"):
-        domain_gate("soft")
+    with pytest.raises(TielineError, match="'softer' is not one of"):
+        domain_gate("softer", TINY)
     with pytest.raises(TielineError, match="'attic'"):
         pacs_small("cosine", "attic")
     config = pacs_small("cosine", "photo")
@@ -85,6 +87,60 @@ def test_recipes_state_the_papers_sizes():
     assert perturbed.gate.k == 2
     assert isinstance(perturbed.model, PatchConfig)
     assert perturbed.model.n_experts == 6
+
+
+def test_soft_slots_and_expert_choice_do_the_work_of_two_experts_per_patch():
+    for config, tokens in ((pacs_small, 16), (pacs_paper, 197)):
+        soft, choice = config("soft", "sketch").gate, config("expert-choice", "sketch").gate
+        assert soft.gate_options == {"slots": capacity(tokens, 6, 2)}
+        assert (choice.gate, choice.k, choice.gate_options) == ("expert_choice", 2, {})
+        assert choice.router_options == config("cosine", "sketch").gate.router_options
+    pixels = torch.randint(0, 256, (6, 32, 32, 3), dtype=torch.uint8)
+    work = {}
+    for gate in ("soft", "expert-choice", "cosine"):
+        model = image_model(pacs_small(gate, "sketch"))
+        with collect_work(model) as found:
+            model(pixels)
+        work[gate] = found
+    assert work == {"soft": [2.25, 2.25], "expert-choice": [2.0, 2.0], "cosine": [2.0, 2.0]}
+
+
+def test_soft_slots_never_mix_images_and_expert_choice_does():
+    torch.manual_seed(0)
+    pixels = torch.randint(0, 256, (8, 32, 32, 3), dtype=torch.uint8)
+    alone = {}
+    for gate in ("soft", "expert-choice"):
+        model = image_model(pacs_small(gate, "sketch")).eval()
+        with torch.no_grad():
+            first, all_of_them = model(pixels[:1]).logits, model(pixels).logits[:1]
+        alone[gate] = torch.allclose(first, all_of_them, atol=1e-5)
+    assert alone == {"soft": True, "expert-choice": False}
+
+
+class Batches(torch.nn.Module):
+    """Keeps the labels of the batches that it scores."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def forward(self, pixels, labels):
+        self.seen.append(labels)
+        return ImageClassifierOutput(
+            loss=torch.zeros(()), logits=torch.nn.functional.one_hot(pixels[:, 0, 0, 0].long())
+        )
+
+
+def test_scored_batches_hold_all_classes_though_files_are_sorted_by_class(monkeypatch):
+    monkeypatch.setattr(task_images, "ROWS", 20)
+    labels = torch.arange(7).repeat_interleave(20)
+    pixels = torch.zeros(140, 8, 8, 3, dtype=torch.uint8)
+    pixels[:, 0, 0, 0] = labels
+    model = Batches()
+    found = scored(model, Images(pixels, labels, tuple("abcdefg"), "made"))
+    assert found["accuracy"] == 1  # labels move with their images
+    assert len(model.seen) == 7
+    assert min(len(batch.unique()) for batch in model.seen) >= 5
 
 
 TINY = PatchConfig(layers=1, routed=1, d_model=8, heads=2, d_hidden=8, side=8)
