@@ -187,3 +187,18 @@ def test_interleaved_rows_come_back_as_halves():
 def test_the_first_complaint_of_the_log_is_told():
     lines = ["loading\n", "load: error: unknown arch", "itecture 'x'\n", "failed\n"]
     assert worker.complaint(lines) == "load: error: unknown architecture 'x'"
+
+
+@pytest.mark.parametrize(
+    ("ranked", "gating", "largest", "units"),
+    [
+        (None, 2, 0.5, "logits"),
+        ("ffn_moe_logits", 1, 9.0, "logits"),
+        ("ffn_moe_probs_biased", 2, 0.5, "sigmoid"),
+        ("ffn_moe_probs_masked", 1, 0.5, "softmax"),
+        ("ffn_moe_probs_biased", 0, 1.5, "sigmoid"),
+        ("ffn_moe_probs_biased", 0, 0.5, "softmax"),
+    ],
+)
+def test_units_are_those_that_the_file_states(ranked, gating, largest, units):
+    assert worker.units_of(ranked, gating, np.array([0.1, largest])) == units

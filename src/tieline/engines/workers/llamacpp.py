@@ -67,6 +67,8 @@ Inputs of a product are rounded to the type of the weights and summed in float32
 of mantissa as TensorFloat-32 does, Q8_0 rounds activations to 8 bits too.
 """
 ROUTER = "ffn_gate_inp"
+GATING = {1: "softmax", 2: "sigmoid"}
+"""Units of a router's probabilities by `expert_gating_func` of a GGUF."""
 
 
 class _Missing:
@@ -407,12 +409,9 @@ def facts_of(
     """What the arrays mean."""
     kinds = tensor_kinds(request["model"])
     coarse = kinds["rounding"] == "fp32" and settings["kv"] == "F16"  # keys and values are rounded
-    units = {None: "logits", "ffn_moe_logits": "logits"}.get(first["scores"], "softmax")
-    if units != "logits" and not (first["logits"].max() <= 1.0 + 1e-6).all():
-        units = "sigmoid"
     return {
         "layers": [f"model.layers.{layer}.mlp.gate" for layer in first["layers"]],
-        "units": units,
+        "units": units_of(first["scores"], kinds["gating"], first.get("logits")),
         "dtype": kinds["dtype"],
         "rounding": "fp16" if coarse else kinds["rounding"],
         "rounded": "cache" if coarse else "products",
@@ -426,6 +425,16 @@ def facts_of(
             "ranked": first["scores"],
         },
     }
+
+
+def units_of(ranked: str | None, gating: int, values: Any) -> str:
+    """Units of what a router ranks: as the file says, else by whether a value exceeds 1.
+
+    A bias of the choice is added to sigmoids, which softmax families do not have.
+    """
+    if ranked in (None, "ffn_moe_logits"):
+        return "logits"
+    return GATING.get(gating, "softmax" if values.max() <= 1.0 + 1e-6 else "sigmoid")
 
 
 def tensor_kinds(path: str) -> dict[str, Any]:
@@ -442,13 +451,16 @@ def tensor_kinds(path: str) -> dict[str, Any]:
     dtype, rounding = fits[0] if fits else (most, most)
     routers = {x.tensor_type.name for x in reader.tensors if ROUTER in x.name}
     field = reader.get_field("general.architecture")
+    architecture = str(field.contents()) if field else ""
+    gating = reader.get_field(f"{architecture}.expert_gating_func")
     return {
         "bits": bits,
         "tensors": {name: sizes[name] for name in sorted(sizes)},
         "dtype": dtype,
         "rounding": rounding,
         "router": "fp32" if routers == {"F32"} else rounding,
-        "architecture": str(field.contents()) if field else "",
+        "architecture": architecture,
+        "gating": int(gating.contents()) if gating else 0,
     }
 
 

@@ -40,8 +40,9 @@ class EngineError(Exception):
 
 def documents_of(tokens: Any, lengths: list[int]) -> list[Any]:
     """Cut token ids (T,) into documents of these lengths."""
-    starts = [sum(lengths[:place]) for place in range(len(lengths))]
-    return [tokens[start : start + lengths[place]] for place, start in enumerate(starts)]
+    import numpy as np
+
+    return np.split(tokens, np.cumsum(lengths, dtype=int))[:-1]
 
 
 def keys_of(documents: list[Any]) -> dict[str, Any]:
