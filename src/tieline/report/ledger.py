@@ -184,7 +184,8 @@ def _counts(result: Ledger) -> str:
     counts = [f"{verdict}: {count}" for verdict, count in result.verdicts.items() if count]
     changed = len(result.changed)
     news = f"{changed} verdict{'s' * (changed != 1)} changed" if changed else "None changed"
-    return f"{len(result.claims)} claims. {' · '.join(counts).capitalize()}. {news}."
+    count = "1 claim" if len(result.claims) == 1 else f"{len(result.claims)} claims"
+    return f"{count}. {' · '.join(counts).capitalize()}. {news}."
 
 
 def _of_paper(result: Ledger, paper: PaperTitle) -> list[Outcome]:
