@@ -19,6 +19,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 
 import torch
 from jaxtyping import Float, Int
@@ -36,6 +37,7 @@ from tieline.analysis.swap import (
     BlockRun,
     BlockSample,
     BlockSampler,
+    Rows,
     fitted,
     recorded_choice,
     swapped_choice,
@@ -130,27 +132,39 @@ def _layer_jumps(
         return LayerJumps(layer.name, None, status)
     block, router = sampler.block(layer.name), model.get_submodule(layer.name)
     drawn = [sampler.near(layer.name), sampler.random(layer.name)]
-    ready = [None if one is None else _in_order(layer, one) for one in drawn]
-    runs = [
-        block.prepared(one.rows, choice)
-        for one in ready
-        if one is not None
-        for choice in (
-            recorded_choice(layer, one.tokens),
-            swapped_choice(layer, one.tokens, router),
-        )
-    ]
+    ready = [_in_order(layer, one) for one in drawn if one is not None]
     try:
-        outputs = iter(runner(runs))
         samples = [
-            NO_SAMPLE
-            if one is None
-            else _jump_sample(trace, layer, block, one, next(outputs), next(outputs))
-            for one in ready
+            _jump_sample(trace, layer, block, one, *outputs)
+            for one, outputs in zip(
+                ready, _outputs(layer, block, router, ready, runner), strict=True
+            )
         ]
     except UnsupportedModelError as problem:
         return LayerJumps(layer.name, None, f"not answerable: {problem}")
-    return LayerJumps(layer.name, _measures(layer, block, samples[0], samples[1], settings))
+    near, random = (*samples, NO_SAMPLE)[:2]
+    return LayerJumps(layer.name, _measures(layer, block, near, random, settings))
+
+
+def _outputs(
+    layer: LayerTrace,
+    block: Block,
+    router: nn.Module,
+    samples: Sequence[BlockSample],
+    runner: Runner,
+) -> list[tuple[Tensor, Tensor]]:
+    """Outputs of each sample's tokens as recorded and as swapped, all in one run of the block.
+
+    Few tokens need most of a layer's experts: what a run costs is to read their weights.
+    """
+    tokens = torch.cat([one.tokens for one in samples])
+    choices = recorded_choice(layer, tokens), swapped_choice(layer, tokens, router)
+    rows = reduce(Rows.join, [one.rows for one in samples])
+    both = Choice(*(torch.cat(parts) for parts in zip(*choices, strict=True)))
+    (found,) = runner([block.prepared(rows.join(rows), both)])
+    sizes = [len(one.tokens) for one in samples]
+    plain, swapped = (part.split(sizes) for part in found.chunk(2))
+    return list(zip(plain, swapped, strict=True))
 
 
 def _in_turn(runs: Sequence[BlockRun]) -> list[Tensor]:
