@@ -119,6 +119,7 @@ PLANTED = {
     "p1-table1": ("tables.gain_in_errors", scaled(0.1)),
     # every seed counted twice
     "p1-table8": ("tables.gain_in_errors", with_argument(2, 2)),
+    "p1-table3": ("tables.higher_accuracy", decided),
     "p1-table4": ("tables.lower_perplexity", decided),
     "p1-table6": ("tables.lower_perplexity", decided),
 }  # fmt: skip

@@ -129,7 +129,11 @@ READINGS = {
     ),
     "p1-table1": (DIRECTION, DIRECTION_TOLD),
     "p1-table2": ("arithmetic of the printed table", "runs at the paper's size"),
-    "p1-table3": ("arithmetic of the printed table", "runs at the paper's size"),
+    "p1-table3": (
+        "direction alone, of small models on PACS from random weights, in paired runs; arithmetic "
+        "of the printed table beside it",
+        DIRECTION_TOLD,
+    ),
     "p1-table4": (DIRECTION, DIRECTION_TOLD),
     "p1-table5": ("arithmetic of the printed table", "runs at the paper's size"),
     "p1-table6": (DIRECTION, DIRECTION_TOLD),
