@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import re
 from dataclasses import replace
 
@@ -162,3 +163,13 @@ def test_an_undecided_claim_says_why(ledger):
     markup = page(shown)
     assert "9 of 10 fits converged" in markup
     assert "Why undecided</dt><dd>the interval is too wide" in markup
+
+
+def test_an_undecided_claim_says_what_the_run_could_not_measure(ledger):
+    absent = Check("gain", math.nan, "=", 0.5, 0.0, False, open="the images are not here")
+    wide = Check("slope", -0.4, "=", -0.5, 0.1, False, open="reaches across")
+    made = make_outcome("p0-e", Verdict.UNDECIDED, checks=(absent, absent, wide))
+    told = replace(made, claim=replace(made.claim, undecided="too small a model"))
+    text = " ".join(printed(terminal(replace(ledger, claims=(told,)), 100), 100).split())
+    assert "p0-e: undecided: too small a model. Not measured: the images are not here" in text
+    assert text.count("the images are not here") == 1

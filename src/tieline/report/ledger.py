@@ -218,9 +218,13 @@ def _table(outcomes: Sequence[Outcome], *, wide: bool) -> Table:
 
 
 def _open(outcome: Outcome) -> Text:
-    """A claim that is not decided, with the reason."""
-    reason = outcome.claim.undecided or outcome.reason
-    return Text(f"{outcome.claim.id}: undecided: {reason}", style=STYLES[Verdict.UNDECIDED])
+    """A claim that is not decided, with the reason and what this run could not measure."""
+    claim, checks = outcome.claim, outcome.evidence.checks
+    absent = dict.fromkeys(c.open for c in checks if c.open and math.isnan(c.measured))
+    parts = [claim.undecided or outcome.reason]
+    parts += [f"Not measured: {'; '.join(absent)}"] if claim.undecided and absent else []
+    words = f"{claim.id}: undecided: {'. '.join(parts)}"
+    return Text(words, style=STYLES[Verdict.UNDECIDED])
 
 
 def _news(outcome: Outcome) -> Text:
