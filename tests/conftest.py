@@ -1,5 +1,6 @@
 """Settings of the whole suite."""
 
+import gc
 import os
 import sys
 
@@ -8,7 +9,10 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests import axes
 from tests.shared import shared_root
+
+axes.install("tieline")
 
 if shared_root().is_dir():
     os.environ.setdefault("TIELINE_DATA", str(shared_root()))
@@ -17,8 +21,16 @@ if shared_root().is_dir():
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
+gc.disable()  # until all tests are imported, which leaves hardly any garbage
+
 settings.register_profile("tieline", deadline=None, max_examples=12, derandomize=True)
 settings.load_profile("tieline")
+
+
+def pytest_collection_finish():
+    """Look for garbage among what the tests make, not among a million objects of the imports."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

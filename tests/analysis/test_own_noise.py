@@ -8,11 +8,11 @@ import torch
 
 from tests.analysis.zoo import Letters, words
 from tests.hf.tiny import lively, tiny_model
-from tieline.analysis.own_noise import HORIZONS, PATHS, flip_walk, noise_pull, own_noise
+from tieline.analysis.own_noise import HORIZONS, PATHS, STEPS, flip_walk, noise_pull, own_noise
 from tieline.analysis.text import tokenise
 from tieline.core.numerics import one_thread
 from tieline.geometry.boundary import order_shares, tie_order
-from tieline.geometry.exit_time import face_exit
+from tieline.geometry.exit_time import face_exit, face_quantile, score_flip_times
 from tieline.hf import capture, find_routers
 from tieline.hf.emulate import emulate
 
@@ -25,6 +25,11 @@ def report(model, tokens=240):
 @pytest.fixture(scope="module")
 def mixtral():
     return lively(tiny_model("mixtral"))
+
+
+@pytest.fixture(scope="module")
+def reported(mixtral):
+    return report(mixtral)
 
 
 def by_hand(model, text):
@@ -40,8 +45,8 @@ def by_hand(model, text):
     return found
 
 
-def test_sizes_orders_and_flips_are_those_of_two_runs_by_hand(mixtral):
-    found, text = report(mixtral)
+def test_sizes_orders_and_flips_are_those_of_two_runs_by_hand(mixtral, reported):
+    found, text = reported
     (clean, layer), (rounded, other) = by_hand(mixtral, text)
     top = layer.experts[:, 1:3].long()
     delta = (rounded - clean).gather(1, top).diff(dim=1).abs()
@@ -55,8 +60,8 @@ def test_sizes_orders_and_flips_are_those_of_two_runs_by_hand(mixtral):
     assert noise.flipped.value == flips.double().mean().item()
 
 
-def test_the_pull_has_the_covariance_of_the_changes(mixtral):
-    _, text = report(mixtral)
+def test_the_pull_has_the_covariance_of_the_changes(mixtral, reported):
+    _, text = reported
     (_, clean), (_, rounded) = by_hand(mixtral, text)
     weight = mixtral.get_submodule(clean.name).weight
     pull = noise_pull(clean, rounded, weight)
@@ -79,8 +84,31 @@ def test_a_walk_to_one_wall_has_the_exact_times():
     assert walk.directions == pytest.approx(2)
 
 
-def test_noise_grows_and_walks_lie_between_their_bounds(mixtral):
-    found, _ = report(mixtral)
+def test_a_walk_has_the_flip_times_of_its_tokens():
+    generator = torch.Generator().manual_seed(5)
+    scores, pull = (torch.randn(6, 5, dtype=torch.float64, generator=generator) for _ in range(2))
+    walk = flip_walk(scores[:3], 2, 0.3 * pull[:5], seed=7)
+    options = {"steps": STEPS, "paths": PATHS, "seed": 7}
+    for place, time in enumerate(HORIZONS):
+        by_rank = scores[:3].sort(descending=True)
+        alone = [
+            score_flip_times(z[None], 2, 0.3 * pull[:5][ids], time, **options)
+            for z, ids in zip(*by_rank, strict=True)
+        ]
+        for name, found in (
+            ("lower", walk.lower[place]),
+            ("value", walk.value[place].value),
+            ("upper", walk.upper[place]),
+        ):
+            expected = torch.stack([getattr(one, name)[0, -1] for one in alone]).mean().item()
+            assert found == pytest.approx(expected, abs=1e-12)
+    nearest = torch.stack([one.nearest[0] for one in alone])
+    assert walk.median == pytest.approx(face_quantile(nearest, 0.5).median().item())
+    assert walk.lower[2] < walk.value[2].value < walk.upper[2]
+
+
+def test_noise_grows_and_walks_lie_between_their_bounds(reported):
+    found, _ = reported
     for noise in found.layers:
         walk = noise.walk.value
         assert noise.walk.status == "ok"
@@ -90,7 +118,7 @@ def test_noise_grows_and_walks_lie_between_their_bounds(mixtral):
             assert low - 0.08 <= share <= high + 0.08
 
 
-def test_what_cannot_be_measured_says_why(mixtral):
+def test_what_cannot_be_measured_says_why():
     grouped, _ = report(lively(tiny_model("deepseek_v3")))
     assert "within groups" in grouped.layers[0].walk.status
     half, _ = report(lively(tiny_model("mixtral")).to(torch.bfloat16))

@@ -128,37 +128,53 @@ def test_a_power_of_ten_stays_one():
     assert "1·10⁻³".encode("ascii", "tieline.plain") == b"1-10^-3"
 
 
-def test_names_that_are_no_text_are_printed(tmp_path):
+def test_names_that_are_no_text_are_printed(tieline, tmp_path):
     name = os.fsencode(tmp_path) + b"/\xff\x1b[31m.npy"
-    done = subprocess.run([*TIELINE, "diff", name, name], capture_output=True, check=False)
+    words = [*TIELINE, "merge", name, name, "-o", tmp_path / "whole"]
+    done = subprocess.run(words, capture_output=True, check=False)
     assert done.returncode == 2
-    assert b"no such file" in done.stderr
+    assert b"\\udcff" in done.stderr
     assert b"\x1b" not in done.stderr
+    code, _, err = tieline("diff", os.fsdecode(name), os.fsdecode(name))
+    assert code == 2
+    assert "no such file" in err
+    assert "\x1b" not in err
 
 
-def test_forty_columns_show_whole_numbers():
-    narrow = {**os.environ, "COLUMNS": "40"}
-    wide = run("design", "--preset", "olmoe", env={**os.environ, "COLUMNS": "400"}).stdout
-    done = run("design", "--preset", "olmoe", env=narrow)
-    assert "…" not in done.stdout
-    assert max(map(len, done.stdout.splitlines())) <= 40
+@pytest.fixture
+def design(tieline, monkeypatch):
+    """The table of `tieline design` for a terminal of so many columns."""
+
+    def shown(columns):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        return tieline("design", "--preset", "olmoe")[1]
+
+    return shown
+
+
+def test_forty_columns_show_whole_numbers(design):
+    wide, narrow = design(400), design(40)
+    assert "…" not in narrow
+    assert max(map(len, narrow.splitlines())) <= 40
     table = wide[wide.index("experts N") : wide.index("flips bf16")]
     numbers = [word for word in table.split() if word[0].isdigit()]
     assert len(numbers) > 20
-    assert all(number in done.stdout for number in numbers)
+    assert all(number in narrow for number in numbers)
 
 
-def test_what_is_to_be_tested_is_said_before_and_while_it_goes_on(tmp_path):
+def test_what_is_to_be_tested_is_said_before_and_while_it_goes_on(tieline, tmp_path):
     words = ["p0-lem6.2", "--fast", "--executor", "serial", "--results", tmp_path / "results"]
-    done = run("reproduce", *words)
-    assert "1 claim of 1 paper in 1 process: about" in done.stderr
-    assert done.returncode == 0
+    code, _, err = tieline("reproduce", *words)
+    assert "1 claim of 1 paper in 1 process: about" in err
+    assert code == 0
 
 
-def test_text_comes_from_stdin_and_pages_go_to_stdout(tmp_path):
-    words = ["inspect", "--text", "-", "--tokens", "64", "--html", "-"]
-    done = run(*words, input="Once upon a time there was a router. " * 20)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("<!doctype html>")
-    assert "stdin" in done.stdout
-    assert "wrote" not in done.stderr
+def test_text_comes_from_stdin_and_pages_go_to_stdout(tieline, tmp_path, monkeypatch):
+    (tmp_path / "piped").write_text("Once upon a time there was a router. " * 20)
+    with (tmp_path / "piped").open() as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        code, out, err = tieline("inspect", "--text", "-", "--tokens", "64", "--html", "-")
+    assert code == 0, err
+    assert out.startswith("<!doctype html>")
+    assert "stdin" in out
+    assert "wrote" not in err

@@ -1,9 +1,6 @@
 """The worked examples and the code of the documentation, on few tokens."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,21 +8,17 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def run(name):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, f"examples/{name}.py", "1024"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
+@pytest.fixture
+def run(example):
+    def stdout(name):
+        code, out, err = example(name, "1024")
+        assert code == 0, err
+        return out
+
+    return stdout
 
 
-def test_a_mismatch_of_trainer_and_engine_is_explained_and_engine_bugs_are_named():
+def test_a_mismatch_of_trainer_and_engine_is_explained_and_engine_bugs_are_named(run):
     said = run("rl_mismatch")
     assert "A and B choose other experts in" in said
     lines = {line.split()[0]: line for line in said.splitlines()}
@@ -34,7 +27,7 @@ def test_a_mismatch_of_trainer_and_engine_is_explained_and_engine_bugs_are_named
     assert "experts are numbered differently in 1 of 4 layers" in lines["renumbered"]
 
 
-def test_a_quantised_router_flips_more_the_coarser_its_format():
+def test_a_quantised_router_flips_more_the_coarser_its_format(run):
     rows = [line.split() for line in run("quantised_router").splitlines()[1:]]
     rates = {row[0]: float(row[1]) for row in rows}
     assert rates["bf16"] < rates["int8"] < rates["fp8_e4m3"] < rates["int4"]

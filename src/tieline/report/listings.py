@@ -8,7 +8,6 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from tieline.report.frame import notebook_html
-from tieline.report.ledger import FEW, SIGNS, STYLES, claim_text
 from tieline.report.plain import Section, plain_page
 from tieline.report.tables import Grid, duration, significant, text_table
 from tieline.report.training import indented, pairs
@@ -70,6 +69,9 @@ def _listing(result: Listed) -> _Listing:
 
 
 def _list_catalogue(result: "Catalogue") -> _Listing:
+    # here, because it needs torch, and the other listings do not
+    from tieline.report.ledger import FEW, SIGNS, STYLES, claim_text
+
     head = ("claim", "number", "what", "expected")
     rows = [(c.id, c.number, c.title, f"{SIGNS[c.expected]} {c.expected}") for c in result.claims]
     table = text_table(head, (), len(head), fold=True)

@@ -33,10 +33,11 @@ def test_the_help_groups_all_commands_and_has_a_short_name(tieline):
     assert "..." not in out.partition("Look:")[2]
 
 
-@pytest.mark.parametrize(
-    "words", [["--version"], ["--help"], ["diff", "-h"], ["inspect", "--jsn"], ["nothing"]]
-)
-def test_help_and_refusals_load_nothing_heavy(words):
+LIGHT = ["--version"], ["--help"], ["diff", "-h"], ["inspect", "--jsn"], ["nothing"]
+
+
+@pytest.mark.parametrize("words", [*LIGHT, ["train", "--list"]])
+def test_help_listings_and_refusals_load_nothing_heavy(words):
     out = probe(f"main({words})", "from tieline.cli import main")
     assert "heavy []" in out
 
