@@ -21,16 +21,19 @@ if shared_root().is_dir():
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-gc.disable()  # until all tests are imported, which leaves hardly any garbage
-
 settings.register_profile("tieline", deadline=None, max_examples=12, derandomize=True)
 settings.load_profile("tieline")
 
 
-def pytest_collection_finish():
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection():
     """Look for garbage among what the tests make, not among a million objects of the imports."""
-    gc.freeze()
-    gc.enable()
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(autouse=True)
