@@ -50,10 +50,12 @@ def _perplexities(gate: str, seed: int) -> tuple[float, float]:
     return scores["test"]["perplexity"], scores["test_attacked"]["word_perplexity"]
 
 
-def changes(run: Run, gate: str, reference: str, *, attacked: bool = False) -> list[float]:
+def changes(
+    run: Run, gate: str, reference: str, *, attacked: bool = False, pairs: int = PAIRS
+) -> list[float]:
     """Change of the perplexity against the reference at each seed, in percent."""
     found = []
-    for seed in range(PAIRS * run.seed, PAIRS * (run.seed + 1)):
+    for seed in range(pairs * run.seed, pairs * (run.seed + 1)):
         one, other = (_perplexities(name, seed)[attacked] for name in (gate, reference))
         found.append(100 * math.expm1(math.log(one / other)))
     return found
@@ -66,6 +68,7 @@ def lower_perplexity(
     printed: Real,
     *,
     attacked: bool = False,
+    pairs: int = PAIRS,
     part: Part = "paper",
 ) -> Check:
     """Check that a gate has a lower perplexity than another.
@@ -76,11 +79,12 @@ def lower_perplexity(
         reference: another one.
         printed: the paper's change in percent.
         attacked: judge the attacked split.
+        pairs: seeds of which both are trained with each.
         part: the part of the verdict.
     """
     split = "attacked text" if attacked else "test"
     name = f"{gate} against {reference}, {split}: change of the perplexity in percent"
     if run.fast:
         return unmeasured(name, printed, NOT_TRAINED, part)
-    found = changes(run, gate, reference, attacked=attacked)
+    found = changes(run, gate, reference, attacked=attacked, pairs=pairs)
     return estimated(name, fmean(found), mean_interval(found), most=0, part=part)
