@@ -16,7 +16,10 @@ def run(*words):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
+    """A run in a folder where another was killed before its first file."""
     folder = tmp_path_factory.mktemp("train") / "run"
+    folder.mkdir()
+    (folder / ".config.json.0123456789abcdef.partial").touch()
     done = run("-o", folder, "--json")
     assert done.returncode == 0, done.stderr
     return folder
@@ -42,10 +45,6 @@ def test_a_resumed_run_removes_halves_and_says_nothing_of_libraries(trained, tmp
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
-def test_a_run_killed_before_its_first_file_does_not_block_the_next(tmp_path):
-    folder = tmp_path / "run"
-    folder.mkdir()
-    (folder / ".config.json.0123456789abcdef.partial").touch()
-    done = run("-o", folder, "--json")
-    assert done.returncode == 0, done.stderr
-    assert not [path for path in folder.iterdir() if path.name.startswith(".")]
+def test_a_run_killed_before_its_first_file_does_not_block_the_next(trained):
+    assert (trained / "result.json").exists()
+    assert not [path for path in trained.iterdir() if path.name.startswith(".")]
