@@ -58,7 +58,6 @@ from typing import Any, ClassVar
 
 from tieline.core.errors import require
 from tieline.core.records import Result
-from tieline.routing.gates import capacity
 from tieline.training.config import (
     GATE_NAMES,
     DataConfig,
@@ -278,6 +277,8 @@ def domain_gate(name: str, shape: PatchConfig | VisionTransformerConfig, k: int 
     gate = GateConfig(name=name, k=k, **DOMAIN_VARIANTS[name])
     if name != "soft":
         return gate
+    from tieline.routing.gates import capacity  # loads torch, which the list of recipes need not
+
     slots = capacity(shape.tokens, shape.n_experts, k)
     return replace(gate, gate_options={"slots": slots})
 
