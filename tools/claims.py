@@ -35,7 +35,6 @@ def listing() -> str:
 
 def _row(claim: Claim) -> str:
     verdict = f"{claim.expected}: {claim.condition}" if claim.condition else str(claim.expected)
-    verdict += f"; undecided with `--fast`: {claim.full_only}" if claim.full_only else ""
     name = f"`{claim.id}` {claim.title}"
     return _line((name, claim.statement, claim.setting, verdict, claim.overturned_by))
 

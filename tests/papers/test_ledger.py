@@ -35,5 +35,5 @@ def test_the_catalogue_names_the_papers_of_its_claims(tmp_path):
     assert values["format"] == "tieline-claims"
     assert list(values["claims"][0]) == [
         "id", "paper", "number", "title", "statement", "setting", "tested", "overturned_by",
-        "expected", "condition", "untestable", "undecided", "full_only",
+        "expected", "condition", "untestable", "undecided",
     ]  # fmt: skip

@@ -127,7 +127,8 @@ class Check:
         passed: whether the comparison holds; False if it is open.
         part: the part of the verdict it belongs to.
         open: why it decides nothing; empty if it decides.
-        low: lower end of the 95 % interval of what was measured, if there is one.
+        low: lower end of the 95 % interval of what was measured, if there is one and the name tells
+            no other level.
         high: its upper end.
     """
 
@@ -253,11 +254,10 @@ class Claim:
             loss, bound or equality, theorem or assumption, sizes.
         tested: how it is tested.
         overturned_by: what would change the verdict.
-        expected: the verdict of the ledger in full mode; any other one is a change.
+        expected: the verdict of the ledger; any other one is a change.
         condition: the condition under which it holds, if there is one.
         untestable: why it cannot be tested here and what would test it, if so.
         undecided: why the ledger does not decide it, if so.
-        full_only: why the fast mode does not decide it, if so; it is then undecided there.
         test: computes the evidence.
         seconds: approximate duration of the fast test; the longest tests start first.
         full_seconds: that of the full test; None for one that is as much longer as most are.
@@ -276,7 +276,6 @@ class Claim:
     condition: str = ""
     untestable: str = ""
     undecided: str = ""
-    full_only: str = ""
     test: Callable[[Run], Evidence] = field(
         default=_no_test, repr=False, compare=False, metadata={"json": False}
     )
@@ -285,10 +284,6 @@ class Claim:
         default=None, repr=False, compare=False, metadata={"json": False}
     )
     together: str = field(default="", repr=False, compare=False, metadata={"json": False})
-
-    def expects(self, fast: bool) -> Verdict:
-        """Return the verdict of the ledger in a mode."""
-        return Verdict.UNDECIDED if fast and self.full_only else self.expected
 
     def duration(self, fast: bool) -> float:
         """Return about how many seconds the test takes in a mode, on one core."""
@@ -344,7 +339,7 @@ class Outcome:
         verdict, reason = claim.judge(evidence)
         parts = ("corrected", *_unspoken(verdict))
         failed = any(evidence.passed(part) is False for part in parts)
-        changed = verdict != claim.expects(run.fast) or failed
+        changed = verdict != claim.expected or failed
         return cls(claim, verdict, changed, evidence, reason, seconds, run.fast, run.seed)
 
 

@@ -57,7 +57,6 @@ def claim(
     condition: str = "",
     untestable: str = "",
     undecided: str = "",
-    full_only: str = "",
     seconds: Real = 0.2,
     full_seconds: Real | None = None,
     together: str = "",
@@ -79,7 +78,7 @@ def claim(
         require(same, f"two claims are called {id!r}")
         setting, overturned_by = _reading(id, paper)
         words = (id, paper, number, title, statement, setting, tested, overturned_by)
-        reasons, times = (untestable, undecided, full_only), (seconds, full_seconds)
+        reasons, times = (untestable, undecided), (seconds, full_seconds)
         bound = update_wrapper(partial(test, **given), test) if given else test
         CLAIMS[id] = Claim(*words, expected, condition, *reasons, bound, *times, together)
         return test

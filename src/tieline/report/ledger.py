@@ -127,7 +127,6 @@ def claim_text(claim: Claim) -> RenderableType:
         "setting": claim.setting,
         "tested": claim.tested,
         "condition": claim.condition,
-        "with --fast": f"undecided, since {claim.full_only}" if claim.full_only else "",
         "would change it": claim.overturned_by,
     }
     lines += [Text(f"{name}: {words}") for name, words in told.items() if words]
@@ -152,9 +151,8 @@ def verdict_text(outcome: Outcome) -> str:
         return f"{sign} broken: {outcome.error}"
     if not outcome.changed:
         return f"{sign} {outcome.verdict}"
-    expected = outcome.claim.expects(outcome.fast)
-    if outcome.verdict != expected:
-        return f"{sign} {outcome.verdict} (expected: {expected})"
+    if outcome.verdict != outcome.claim.expected:
+        return f"{sign} {outcome.verdict} (expected: {outcome.claim.expected})"
     return f"{sign} {outcome.verdict} (but a check failed)"
 
 

@@ -80,15 +80,6 @@ def test_a_change_is_another_verdict_or_a_check_of_ours_that_fails(expected, par
     assert Outcome.of(claim, evidence(**parts), Run(), 0.1).changed is changed
 
 
-@pytest.mark.parametrize(
-    ("fast", "paper", "changed"),
-    [(False, True, False), (False, None, True), (True, None, False), (True, True, True)],
-)
-def test_what_the_full_mode_alone_decides_is_undecided_in_the_fast_one(fast, paper, changed):
-    claim = make_claim(full_only="the fast mode trains nothing")
-    assert Outcome.of(claim, evidence(paper=[paper]), Run(fast), 0.1).changed is changed
-
-
 @pytest.mark.parametrize("passed", [True, False])
 def test_what_cannot_be_tested_here_still_has_checks_that_can_fail(passed):
     claim = make_claim(expected=Verdict.UNTESTABLE, untestable="needs a cluster")

@@ -5,7 +5,7 @@ NO_START = "the start radius of the paper's runs, or a loss that does not depend
 DIRECTION = (
     "direction alone, of small models in paired runs; arithmetic of the printed table beside it"
 )
-DIRECTION_TOLD = "an interval of paired runs that reaches to zero; runs at the paper's size"
+DIRECTION_TOLD = "an interval of paired runs on one side of zero; runs at the paper's size"
 
 READINGS = {
     "p2-eq2": ("the model as written, d = 4, 3 ReLU experts", "a value that differs"),
