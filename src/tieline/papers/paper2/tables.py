@@ -12,8 +12,8 @@ LANGUAGE = (
     "Measured: on WikiText-103, 0.7 M parameters, 512,000 tokens, the perturbed router is better "
     "than the plain one at each of three seeds, by 6.7, 4.3 and 4.0 %; on average both are behind "
     "the linear router (docs/training.md). Enwik8 and Text8 were not compared. The paper's 60,000 "
-    "to 80,000 steps need accelerators (it had A100): `tieline train enwik8-paper-cosine`, `tieline "
-    "train enwik8-paper-perturbed`, `tieline train text8-paper-cosine`, `tieline train "
+    "to 80,000 steps need accelerators (it had A100): `tieline train enwik8-paper-cosine`, "
+    "`tieline train enwik8-paper-perturbed`, `tieline train text8-paper-cosine`, `tieline train "
     "text8-paper-perturbed`, `tieline train wikitext-paper-cosine`, `tieline train "
     "wikitext-paper-perturbed`, seeds 0 to 2, at the sizes of paper 1"
 )
