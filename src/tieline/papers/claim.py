@@ -232,7 +232,7 @@ class Evidence:
         return "" if self.fits is None or self.fits.enough else f"only {self.fits}"
 
 
-FULL_OVER_FAST = 4.0
+FULL_OVER_FAST = 2.2
 """Duration of the whole samples over that of the small ones, over all claims that train nothing."""
 
 

@@ -44,7 +44,7 @@ ATTACK = 0.025
 WINDOWS = 512
 """Windows of 32 bytes that are scored: the whole of a split."""
 NOT_TRAINED = "the fast mode trains nothing"
-GATE_SECONDS = 50
+GATE_SECONDS = 45
 """About how long the runs of one gate take, all seeds, on one core."""
 
 
