@@ -15,13 +15,12 @@ the perturbed router lay below zero for two sets of six pairs, and 24 fresh pair
 import math
 import tempfile
 from functools import lru_cache
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 
-from tieline.core.errors import require
 from tieline.core.statistics import mean_interval
 from tieline.papers.claim import Check, Part, Real, Run, estimated, unmeasured
+from tieline.papers.trained import need_training
 
 __all__ = [
     "GATE_SECONDS",
@@ -30,7 +29,9 @@ __all__ = [
     "PAIRS",
     "TOGETHER",
     "changes",
+    "direction",
     "lower_perplexity",
+    "paired_seeds",
 ]
 
 PAIRS = 6
@@ -51,8 +52,7 @@ GATE_SECONDS = 45
 @lru_cache(maxsize=64)
 def _perplexities(gate: str, seed: int) -> tuple[float, float]:
     """Perplexity per byte of the test split, and perplexity per word of its attacked form."""
-    for package in ("transformers", "accelerate"):
-        require(find_spec(package) is not None, f"needs {package}: pip install 'tieline[train]'")
+    need_training()
     from tieline.training.engine import run
     from tieline.training.recipes import recipe_config
 
@@ -63,12 +63,23 @@ def _perplexities(gate: str, seed: int) -> tuple[float, float]:
     return scores["test"]["perplexity"], scores["test_attacked"]["word_perplexity"]
 
 
+def paired_seeds(run: Run, pairs: int) -> range:
+    """Training seeds of a run: those of different runs do not overlap."""
+    return range(pairs * run.seed, pairs * (run.seed + 1))
+
+
+def direction(name: str, found: list[float], part: Part, **limits: Real) -> Check:
+    """Check on which side of a limit the mean of paired differences lies; see `estimated`."""
+    told = f"{name}, {100 * LEVEL:g} % interval"
+    return estimated(told, fmean(found), mean_interval(found, LEVEL), **limits, part=part)
+
+
 def changes(
     run: Run, gate: str, reference: str, *, attacked: bool = False, pairs: int = PAIRS
 ) -> list[float]:
     """Change of the perplexity against the reference at each seed, in percent."""
     found = []
-    for seed in range(pairs * run.seed, pairs * (run.seed + 1)):
+    for seed in paired_seeds(run, pairs):
         one, other = (_perplexities(name, seed)[attacked] for name in (gate, reference))
         found.append(100 * math.expm1(math.log(one / other)))
     return found
@@ -96,10 +107,8 @@ def lower_perplexity(
         part: the part of the verdict.
     """
     split = "attacked text" if attacked else "test"
-    name = (
-        f"{gate} against {reference}, {split}: change of the perplexity in percent, 99.9 % interval"
-    )
+    name = f"{gate} against {reference}, {split}: change of the perplexity in percent"
     if run.fast:
         return unmeasured(name, printed, NOT_TRAINED, part)
     found = changes(run, gate, reference, attacked=attacked, pairs=pairs)
-    return estimated(name, fmean(found), mean_interval(found, LEVEL), most=0, part=part)
+    return direction(name, found, part, most=0)

@@ -16,15 +16,13 @@ import math
 import tempfile
 from dataclasses import replace
 from functools import lru_cache
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from tieline.core.errors import require
-from tieline.core.statistics import mean_interval
-from tieline.papers.claim import Check, Part, Real, Run, estimated, unmeasured
-from tieline.papers.directions import LEVEL, NOT_TRAINED
+from tieline.papers.claim import Check, Part, Real, Run, unmeasured
+from tieline.papers.directions import NOT_TRAINED, direction, paired_seeds
+from tieline.papers.trained import need_training
 
 if TYPE_CHECKING:
     from tieline.papers.comparisons import DomainScore
@@ -45,8 +43,7 @@ NO_DATA = "PACS is not here: put pacs/pacs32.npz into the folder of $TIELINE_DAT
 @lru_cache(maxsize=64)
 def _scores(gate: str, seed: int) -> "tuple[DomainScore, ...]":
     """Train a gate with every domain left out."""
-    for package in ("transformers", "accelerate"):
-        require(find_spec(package) is not None, f"needs {package}: pip install 'tieline[train]'")
+    need_training()
     from tieline.papers.comparisons import leave_one_out
 
     with tempfile.TemporaryDirectory() as folder:
@@ -66,13 +63,9 @@ def _at_chance(gate: str, seed: int) -> bool:
     return excess <= CHANCE_ERRORS * error
 
 
-def _seeds(run: Run) -> range:
-    return range(PAIRS * run.seed, PAIRS * (run.seed + 1))
-
-
 def gains(run: Run, gate: str, reference: str) -> list[float]:
     """Difference of the average accuracies of two gates at each seed, in points."""
-    return [_average(gate, seed) - _average(reference, seed) for seed in _seeds(run)]
+    return [_average(gate, seed) - _average(reference, seed) for seed in paired_seeds(run, PAIRS)]
 
 
 def higher_accuracy(
@@ -87,14 +80,13 @@ def higher_accuracy(
         printed: the paper's gain in points.
         part: the part of the verdict.
     """
-    what = "domains left out: gain of the accuracy in points, 99.9 % interval"
-    name = f"{gate} against {reference}, {what}"
+    name = f"{gate} against {reference}, domains left out: gain of the accuracy in points"
     closed = _why_open(run)
     if closed:
         return unmeasured(name, printed, closed, part)
-    found = gains(run, gate, reference)
-    check = estimated(name, fmean(found), mean_interval(found, LEVEL), least=0, part=part)
-    blind = sum(_at_chance(one, seed) for one in (gate, reference) for seed in _seeds(run))
+    check = direction(name, gains(run, gate, reference), part, least=0)
+    seeds = paired_seeds(run, PAIRS)
+    blind = sum(_at_chance(one, seed) for one in (gate, reference) for seed in seeds)
     if not blind:
         return check
     return replace(check, passed=False, open=f"{blind} of {2 * PAIRS} averages are at chance")

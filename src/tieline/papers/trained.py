@@ -1,6 +1,7 @@
 """What the routers of the trained model in the box see: hidden states, in float32 and in others.
 
     router_states   inputs and weight of every router on the first tokens of the text in the box
+    need_training   refuse to train without the packages that it takes
 
 Claims about real hidden states rest on these; a form is computed once for all of them.
 """
@@ -17,10 +18,16 @@ from torch import Tensor
 
 from tieline.core.errors import require
 
-__all__ = ["RouterStates", "router_states"]
+__all__ = ["RouterStates", "need_training", "router_states"]
 
 WINDOW = 256
 """Tokens of a window: the model's context."""
+
+
+def need_training() -> None:
+    """Raise if a package is missing that training takes."""
+    for package in ("transformers", "accelerate"):
+        require(find_spec(package) is not None, f"needs {package}: pip install 'tieline[train]'")
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,7 +25,6 @@ from tieline.core.errors import require
 from tieline.core.files import check_folder, remove_rests, space_on
 from tieline.core.records import Result, from_plain
 from tieline.hf.running import no_bars
-from tieline.routing.baselines import SoftMoE
 from tieline.training.checkpoint import (
     CheckpointError,
     checkpoint_step,
@@ -36,6 +35,7 @@ from tieline.training.checkpoint import (
 )
 from tieline.training.config import TrainConfig
 from tieline.training.fetch import DataError
+from tieline.training.language import moe_layers
 from tieline.training.parallel.checkpoint import make_whole
 from tieline.training.tasks import Task, TaskData, task_of
 from tieline.training.trainer import RoutingTrainer, training_arguments
@@ -152,7 +152,7 @@ def run(
     arguments = training_arguments(config, out)
     told = _step_end(model, tell, watch)
     trainer = RoutingTrainer(config, model, arguments, data.train, told)
-    if not any(isinstance(module, SoftMoE) for module in model.modules()):  # it chooses nothing
+    if moe_layers(model):  # Soft MoE chooses nothing
         monitor_trainer(trainer, every=config.log_every)
     began, worked = time.perf_counter(), time.process_time()
     with no_bars(), space_on(out):

@@ -38,7 +38,7 @@ from tieline.papers.claim import (
     near,
 )
 from tieline.papers.registry import claim
-from tieline.papers.trained import router_states
+from tieline.papers.trained import need_training, router_states
 from tieline.routing import ReLUGate, SmoothTopK, Softmax, TopK
 from tieline.routing.losses import LayerRouting, collect_routing
 from tieline.training.config import DecoderConfig, TrainConfig
@@ -142,8 +142,7 @@ NEAR = 0.1
 
 def course(run: Run, gate: str) -> "RoutingCourse":
     """The course of a real run, measured at its start and 32 times (64 in full mode)."""
-    for package in ("transformers", "accelerate"):
-        require(find_spec(package) is not None, f"needs {package}: pip install 'tieline[train]'")
+    need_training()
     from tieline.training.recipes import recipe_config
 
     config = recipe_config(f"demo-small-{gate}", run.seed)

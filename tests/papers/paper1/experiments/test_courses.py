@@ -5,6 +5,7 @@ import torch
 
 from tests.papers.registry.test_claims_can_fail import scaled
 from tieline.core.errors import TielineError
+from tieline.papers import trained
 from tieline.papers.claim import Run
 from tieline.papers.paper1 import experiments as courses
 from tieline.papers.paper1.experiments import RoutingCourse
@@ -96,7 +97,7 @@ def test_the_run_is_that_of_the_recipe_and_longer_in_full_mode(monkeypatch, no_a
 
 
 def test_without_what_trains_the_claim_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(courses, "find_spec", lambda name: None)
+    monkeypatch.setattr(trained, "find_spec", lambda name: None)
     with pytest.raises(TielineError, match=r"needs transformers: pip install 'tieline\[train\]'"):
         courses.course(Run(True, 0), "smooth50")
 
