@@ -20,8 +20,8 @@ import torch
 from transformers import OlmoeConfig, OlmoeForCausalLM
 
 from harness import Ratio, Samples, interleave, peak_growth, peak_memory, ratio, report
-from tieline.hf import capture
-from tieline.hf.capture import DEFAULT_EPSILONS, Recorder
+from tieline.models import capture
+from tieline.models.capture import DEFAULT_EPSILONS, Recorder
 from tieline.trace.builder import SummaryBuilder
 
 TIME_TARGET = 1.05

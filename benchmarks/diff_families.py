@@ -17,9 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.planted import SHOWN
 from tieline.analysis.diff import Side, diff_models
 from tieline.analysis.text import tokenise
-from tieline.hf import find_routers
-from tieline.hf.demo import demo_text
-from tieline.hf.loading import load_model, use_experts
+from tieline.models import find_routers
+from tieline.models.demo import demo_text
+from tieline.models.loading import load_model, use_experts
 
 WIDTH, VOCABULARY, LENGTH = 64, 512, 256
 SMALL = {

@@ -33,7 +33,7 @@ from benchmarks.harness import Samples, ratio
 from tieline.analysis.text import tokenise
 from tieline.engines import ENGINES, find_python, installed
 from tieline.engines.process import run_worker
-from tieline.hf.demo import DEMO_FOLDER, demo_text, load_demo_tokenizer
+from tieline.models.demo import DEMO_FOLDER, demo_text, load_demo_tokenizer
 
 TOKENS, LENGTH = 4096, 256
 TIMED_TOKENS, ROUNDS = 512, 12

@@ -24,11 +24,11 @@ from rich.console import Console
 from rich.table import Table
 
 from harness import RESAMPLES, machine
-from tieline.estimation.fit import fit, near_truth
-from tieline.estimation.model import MoEModel
-from tieline.estimation.parameters import MoEParameters
-from tieline.estimation.rate_plan import named_case
-from tieline.estimation.rates import rate_study
+from tieline.lab.estimation.fit import fit, near_truth
+from tieline.lab.estimation.model import MoEModel
+from tieline.lab.estimation.parameters import MoEParameters
+from tieline.lab.estimation.rate_plan import named_case
+from tieline.lab.estimation.rates import rate_study
 
 SMALL, PUBLISHED = "small-perturbed-softmax-tanh", "p2-1a-perturbed"
 SIZES = tuple(round(10 ** (3 + i / 3)) for i in range(7))

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import tieline.hf  # registers the kernel
+import tieline.models  # registers the kernel
 from harness import Ratio, Samples, interleave, ratio, report
 from tieline.core.ranking import stable_topk
 
@@ -26,7 +26,7 @@ SHAPES = [(512, 256, 8, 2, 512), (4096, 256, 64, 8, 128), (512, 1024, 64, 8, 256
 # tokens, width, experts, k, expert width
 Shape = tuple[int, int, int, int, int]
 Choice = tuple[Tensor, Tensor]
-assert tieline.hf.register_kernel
+assert tieline.models.register_kernel
 
 
 def experts_module(shape: Shape) -> Any:

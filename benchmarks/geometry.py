@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 import harness
-from tieline.geometry import distance_to_tie, exit_curve, face_exit, top_k_cell, two_face_exit
+from tieline.lab.geometry import distance_to_tie, exit_curve, face_exit, top_k_cell, two_face_exit
 
 ROUNDS = 15
 BUDGET_SECONDS = 0.1

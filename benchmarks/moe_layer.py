@@ -25,8 +25,8 @@ from torch import Tensor
 from harness import Ratio, Samples, interleave, peak_growth, peak_memory, ratio, report
 from tieline import MoE, ProjectedTopK, SmoothTopK, TopK
 from tieline.core.ranking import ranked_scores
-from tieline.geometry.boundary import epsilon_for_extra
-from tieline.hf.smooth_calibration import budget_epsilon
+from tieline.measure.boundary import epsilon_for_extra
+from tieline.models.smooth_calibration import budget_epsilon
 from tieline.routing import Experts, LinearRouter
 
 SHAPES = [(512, 256, 8, 2, 512), (4096, 256, 64, 8, 128), (512, 1024, 64, 8, 256)]

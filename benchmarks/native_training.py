@@ -1,4 +1,4 @@
-"""Training by transformers' own expert parallelism and FSDP2, beside `tieline.training.parallel`.
+"""Training by transformers' own expert parallelism and FSDP2, beside ours.
 
     python -m benchmarks.native_training [--steps 12]
 
@@ -81,7 +81,7 @@ def native(place: Path, how: str) -> Any:
 
 def own_model() -> nn.Module:
     """The model of Tieline's layers, cut over the processes if there are any."""
-    from tieline.training.parallel import parallelize_, rank_mesh
+    from tieline.lab.training.parallel import parallelize_, rank_mesh
 
     torch.manual_seed(0)
     model = Own()
@@ -97,7 +97,7 @@ def step(model: Any, ids: Tensor, how: str) -> None:
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         (model(input_ids=ids, labels=ids).loss * len(ids) * ranks / ROWS).backward()
         return
-    from tieline.training.parallel import finish_gradients_
+    from tieline.lab.training.parallel import finish_gradients_
 
     logits = model(ids[:, :-1]).flatten(0, 1)
     loss = nn.functional.cross_entropy(logits, ids[:, 1:].flatten(), reduction="sum")

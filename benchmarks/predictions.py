@@ -25,11 +25,11 @@ from torch import Tensor
 from harness import machine
 from tieline.core.numerics import one_thread
 from tieline.core.ranking import topk_mask
-from tieline.geometry.boundary import gap_density
-from tieline.geometry.flips import flip_probability, logit_view, noisy_gap, population_flips
-from tieline.geometry.measures import MeasureSettings, measure_layer
-from tieline.hf import capture
-from tieline.hf.demo import demo_text, load_demo_model, load_demo_tokenizer
+from tieline.measure.boundary import gap_density
+from tieline.measure.flips import flip_probability, logit_view, noisy_gap, population_flips
+from tieline.measure.measures import MeasureSettings, measure_layer
+from tieline.models import capture
+from tieline.models.demo import demo_text, load_demo_model, load_demo_tokenizer
 from tieline.trace import LayerTrace
 
 FRACTIONS = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)

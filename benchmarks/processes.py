@@ -159,7 +159,7 @@ def _random_model(folder: Path, layers: int, width: int) -> None:
     import torch
     from transformers import OlmoeConfig, OlmoeForCausalLM
 
-    from tieline.hf.demo import load_demo_tokenizer
+    from tieline.models.demo import load_demo_tokenizer
 
     config = OlmoeConfig(
         vocab_size=512,
@@ -190,7 +190,7 @@ def load(model: Path, way: str, place: Path) -> None:
     from contextlib import nullcontext
 
     from tieline.core.processes import is_parallel, join_processes
-    from tieline.hf.loading import load_model
+    from tieline.models.loading import load_model
 
     with join_processes() if is_parallel() else nullcontext():
         with _Peak() as peak:

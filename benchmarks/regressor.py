@@ -17,7 +17,7 @@ import numpy as np
 from sklearn.linear_model import LinearRegression
 
 from harness import machine
-from tieline.estimation import MoERegressor
+from tieline.lab.estimation import MoERegressor
 
 ROWS, WIDTH, REGIONS, NOISE = 100_000, 20, 8, 0.5
 TARGET_SECONDS = 30.0

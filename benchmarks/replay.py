@@ -15,8 +15,8 @@ import torch
 
 from capture import olmoe
 from harness import Ratio, interleave, ratio, report
-from tieline.hf.capture import capture
-from tieline.hf.replay import replay
+from tieline.models.capture import capture
+from tieline.models.replay import replay
 from tieline.trace.record import RoutingTrace
 
 TARGET = 1.05

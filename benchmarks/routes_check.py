@@ -24,8 +24,8 @@ import numpy as np
 import torch
 
 import tieline as tl
-from tieline.hf.demo import demo_text, load_demo_model, load_demo_tokenizer
-from tieline.hf.running import forward
+from tieline.models.demo import demo_text, load_demo_model, load_demo_tokenizer
+from tieline.models.running import forward
 
 Routes = np.ndarray
 

@@ -17,9 +17,9 @@ import torch
 
 from harness import Ratio, interleave, ratio, report
 from tieline.analysis.text import tokenise
-from tieline.hf import find_routers, smooth_
-from tieline.hf.demo import demo_text
-from tieline.hf.loading import load_model
+from tieline.models import find_routers, smooth_
+from tieline.models.demo import demo_text
+from tieline.models.loading import load_model
 
 IMPLEMENTATIONS = ("tieline", "grouped_mm", "eager")
 DEFAULT = "grouped_mm"  # of transformers

@@ -34,12 +34,12 @@ from tieline.analysis.inspect import inspect
 from tieline.analysis.perturbations import Perturbation
 from tieline.analysis.precision import audit
 from tieline.cli.app import memory_size
-from tieline.hf.demo import load_demo_tokenizer
-from tieline.hf.emulate import Rooms, format_named, rounded_in_pieces
-from tieline.hf.loading import load_model, read_shape
-from tieline.hf.lockstep import Pass
-from tieline.hf.running import forward, only_running
-from tieline.hf.shards import open_shards
+from tieline.models.demo import load_demo_tokenizer
+from tieline.models.emulate import Rooms, format_named, rounded_in_pieces
+from tieline.models.loading import load_model, read_shape
+from tieline.models.lockstep import Pass
+from tieline.models.running import forward, only_running
+from tieline.models.shards import open_shards
 
 Tensors = Iterator[tuple[str, tuple[int, ...], str]]
 

@@ -34,14 +34,14 @@ from torch import nn
 
 from harness import Ratio, interleave, ratio, report
 from tieline.analysis.repair import RepairRow, repair_table
-from tieline.hf.loading import load_model
-from tieline.papers.comparisons import GateRow, gate_table, read_scores
+from tieline.lab.claims.comparisons import GateRow, gate_table, read_scores
+from tieline.lab.training.config import GATE_NAMES
+from tieline.lab.training.recipes import recipe_config
+from tieline.lab.training.tasks import task_of
+from tieline.lab.training.text_data import Windows, load_streams
+from tieline.lab.training.trainer import RoutingTrainer, training_arguments
+from tieline.models.loading import load_model
 from tieline.routing.losses import collect_routing
-from tieline.training.config import GATE_NAMES
-from tieline.training.recipes import recipe_config
-from tieline.training.tasks import task_of
-from tieline.training.text_data import Windows, load_streams
-from tieline.training.trainer import RoutingTrainer, training_arguments
 
 STEPS, SETTLE, TARGET = 5, 80, 1.25
 HELD = ("smooth50", "smooth1", "annealed")

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from harness import interleave, machine
-from tieline.tropical import cells, count_cells, count_regions, regions
+from tieline.lab.tropical import cells, count_cells, count_regions, regions
 
 Layer = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 DENSE = ((32, 2), (16, 3))  # width and dimension of the networks that relucent is given

@@ -38,10 +38,10 @@ from tieline.core.statistics import (
     kl_divergence,
     next_token_losses,
 )
-from tieline.geometry.flips import logit_view, noise_densities, noise_flips
-from tieline.geometry.rounding import precision_flips
-from tieline.hf.demo import load_demo_model
-from tieline.hf.running import batches, forward, only_running
+from tieline.measure.flips import logit_view, noise_densities, noise_flips
+from tieline.measure.rounding import precision_flips
+from tieline.models.demo import load_demo_model
+from tieline.models.running import batches, forward, only_running
 from tieline.trace import RoutingTrace
 
 LENGTH, SIZES, TARGET = 512, (512, 2048, 16384), 0.05

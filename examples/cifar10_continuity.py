@@ -14,12 +14,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from tieline.papers.continuity import layer_inputs, measure_continuity
-from tieline.report.studies import continuity_figure
+from tieline.lab.claims.continuity import layer_inputs, measure_continuity
+from tieline.lab.report.studies import continuity_figure
+from tieline.lab.training.image_data import load_cifar10
+from tieline.lab.training.images import image_model
+from tieline.lab.training.recipes import CIFAR10_GATES, cifar10_small
 from tieline.routing import MoE
-from tieline.training.image_data import load_cifar10
-from tieline.training.images import image_model
-from tieline.training.recipes import CIFAR10_GATES, cifar10_small
 
 parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -24,7 +24,7 @@ from sklearn.model_selection import RepeatedKFold, cross_val_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-from tieline.estimation import MoERegressor
+from tieline.lab.estimation import MoERegressor
 
 Table = tuple[np.ndarray, np.ndarray]
 

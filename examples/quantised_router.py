@@ -12,8 +12,8 @@ import copy
 
 from tieline.analysis.diff import Side, diff_models
 from tieline.analysis.text import tokenise
-from tieline.hf.demo import demo_text
-from tieline.hf.loading import load_model
+from tieline.models.demo import demo_text
+from tieline.models.loading import load_model
 
 parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -19,8 +19,8 @@ from safetensors.numpy import save_file
 
 from tieline.analysis.diff import Side, diff, diff_models
 from tieline.analysis.text import tokenise
-from tieline.hf.demo import demo_text
-from tieline.hf.loading import load_model
+from tieline.models.demo import demo_text
+from tieline.models.loading import load_model
 from tieline.trace import import_routed_experts
 
 parser = argparse.ArgumentParser(

@@ -11,8 +11,8 @@ import argparse
 
 from tieline.analysis.perturbations import Perturbation
 from tieline.analysis.precision import audit
-from tieline.hf.demo import demo_text
-from tieline.hf.loading import load_model
+from tieline.models.demo import demo_text
+from tieline.models.loading import load_model
 
 parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from tieline.analysis.text import text_loss
-from tieline.hf import find_routers, upcycle_
-from tieline.hf.llama2c import load_llama2c, load_llama2c_tokenizer
+from tieline.models import find_routers, upcycle_
+from tieline.models.llama2c import load_llama2c, load_llama2c_tokenizer
 
 ROWS, LENGTH, RATE, HELD_OUT = 8, 128, 1e-3, 8192
 

@@ -20,40 +20,36 @@ LAYERS = {
     "core": set(),
     "routing": {"core"},
     "trace": {"core"},
-    "geometry": {"core", "trace"},
-    "tropical": {"core", "geometry", "trace"},
-    "limits": {"core", "geometry", "routing"},
-    "estimation": {"core", "geometry", "routing", "trace"},
+    "measure": {"core", "trace"},
     "demo": set(),
-    "hf": {"core", "geometry", "routing", "demo", "trace"},
+    "models": {"core", "measure", "routing", "demo", "trace", "lab"},
     "engines": {"core", "trace"},
 }
 MAY_IMPORT = LAYERS | {
-    "analysis": {*LAYERS},
-    "training": {*LAYERS, "analysis"},
-    "papers": {*LAYERS, "analysis", "training"},
-    "report": {"core"},  # and the types of records, see below
-    "cli": {*LAYERS, "analysis", "training", "papers", "report"},
+    "analysis": {*LAYERS, "lab"},
+    "report": {"core", "lab"},  # and the types of records, see below
+    "cli": {*LAYERS, "analysis", "report", "lab"},
+    "lab": {*LAYERS, "analysis", "report", "cli"},
 }
 FREE = {"__init__", "__main__", "_version"}
 """Files beside the rooms: the front door and the version."""
 
 ONLY_IN = {
-    "transformers": {"hf", "analysis", "training"},
-    "tokenizers": {"hf", "training"},
-    "accelerate": {"training"},
-    "matplotlib": {"report"},
-    "plotly": {"report"},
-    "jinja2": {"report"},
-    "PIL": {"training"},
-    "numba": {"tropical"},
-    "highspy": {"tropical"},
-    "sklearn": {"estimation"},
+    "transformers": {"models", "analysis", "lab"},
+    "tokenizers": {"models", "lab"},
+    "accelerate": {"lab"},
+    "matplotlib": {"report", "lab"},
+    "plotly": {"report", "lab"},
+    "jinja2": {"report", "lab"},
+    "PIL": {"lab"},
+    "numba": {"lab"},
+    "highspy": {"lab"},
+    "sklearn": {"lab"},
     "joblib": {"core"},
     "dask": {"core"},
     "distributed": {"core"},
     "platformdirs": {"core"},
-    "typer": {"cli"},
+    "typer": {"cli", "lab"},
     "pickle": set(),
     "marshal": set(),
     "shelve": set(),
@@ -124,7 +120,9 @@ def test_rooms_import_only_what_the_plan_allows():
         if top in ONLY_IN and here not in ONLY_IN[top] and here not in FREE:
             return f"belongs to {sorted(ONLY_IN[top]) or 'no room'}"
         if top != "tieline" or here in FREE or not rest:
-            return None if top != "tieline" or here in FREE | {"cli"} else "is the front door"
+            return (
+                None if top != "tieline" or here in FREE | {"cli", "lab"} else "is the front door"
+            )
         if rest[0] in MAY_IMPORT[here] | {here, "_version"}:
             return None
         if here == "report" and is_record_type(module, names):
@@ -199,7 +197,7 @@ def test_only_the_command_line_prints():
         f"{place(path)}:{call.lineno}"
         for path in FILES
         for call in calls(path)
-        if getattr(call.func, "id", "") == "print" and room(path) != "cli"
+        if getattr(call.func, "id", "") == "print" and not {"cli", "commands"} & {*path.parts}
     )
 
 
@@ -243,22 +241,26 @@ def test_every_name_that_a_module_promises_is_there():
 
 
 def test_no_module_name_has_two_meanings():
-    stems = Counter(path.stem for path in FILES if path.stem in ONE_MEANING and room(path) != "cli")
-    drawn = {path.stem for path in FILES if room(path) == "report"}
+    stems = Counter(
+        path.stem
+        for path in FILES
+        if path.stem in ONE_MEANING and not {"cli", "commands"} & {*path.parts}
+    )
+    drawn = {path.stem for path in FILES if "report" in path.parts}
     refuse(name for name, count in stems.items() if count - (name in drawn) > 1)
 
 
 def test_tests_mirror_the_sources():
     def is_known(path):
-        room, name = path.relative_to(TESTS).parts
+        *rooms, name = path.relative_to(TESTS).parts
         name = name.removeprefix("test_").removesuffix(".py")
-        own = SOURCE / room
+        own = SOURCE.joinpath(*rooms)
         return (own / f"{name}.py").is_file() or (own / name).is_dir()
 
     entries = [
         path
-        for folder in sorted(TESTS.iterdir())
-        if folder.is_dir() and folder.name not in {*NOT_ABOUT_A_MODULE, "__pycache__"}
+        for folder in sorted([*TESTS.iterdir(), *(TESTS / "lab").iterdir()])
+        if folder.is_dir() and folder.name not in {*NOT_ABOUT_A_MODULE, "__pycache__", "lab"}
         for path in folder.iterdir()
         if path.name.startswith("test_") or (path.is_dir() and any(path.glob("test_*.py")))
     ]

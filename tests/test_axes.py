@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests import axes
 from tieline.core.statistics import mean_estimate
-from tieline.geometry.exit_time import FlipTimes, exit_bounds
+from tieline.lab.geometry.exit_time import FlipTimes, exit_bounds
 
 ORIGINAL = partial(axes._by_jaxtyping, typechecker=beartype.beartype)
 AXES, ROWS = torch.ones(2, 3), torch.ones(3, 4)

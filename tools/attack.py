@@ -25,12 +25,12 @@ import numpy as np
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
-from tieline.estimation.rates import RateStore
-from tieline.hf import load_pretrained
+from tieline.lab.estimation.rates import RateStore
+from tieline.lab.training import language  # noqa: F401, registers the decoder that is trained
+from tieline.lab.training.checkpoint import last_checkpoint
+from tieline.models import load_pretrained
 from tieline.trace import load_trace, save_trace
 from tieline.trace.readers import import_trace
-from tieline.training import language  # noqa: F401, registers the decoder that is trained
-from tieline.training.checkpoint import last_checkpoint
 
 LONGEST = 300
 

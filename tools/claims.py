@@ -8,7 +8,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from tieline.papers import PAPERS, Claim, all_claims
+from tieline.lab.claims import PAPERS, Claim, all_claims
 
 __all__ = ["PAGE", "listing"]
 

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 from tieline.core.errors import TielineError, require
 from tieline.core.files import check_target, write_whole
-from tieline.hf.demo import DEMO_FOLDER
+from tieline.models.demo import DEMO_FOLDER
 
 __all__ = ["TYPES", "check_gguf", "write_gguf"]
 

@@ -34,15 +34,15 @@ import tieline
 from tieline.analysis.sources import as_text
 from tieline.core.errors import TielineError
 from tieline.core.records import read_result
-from tieline.estimation.rates import RateRow, RateStore
-from tieline.hf.demo import load_demo_tokenizer
-from tieline.hf.llama2c import load_llama2c, load_llama2c_tokenizer
-from tieline.hf.loading import load_dense, load_model
+from tieline.lab.estimation.rates import RateRow, RateStore
+from tieline.lab.training.checkpoint import read_json
+from tieline.lab.tropical.advisor import LayerShape, advise
+from tieline.models.demo import load_demo_tokenizer
+from tieline.models.llama2c import load_llama2c, load_llama2c_tokenizer
+from tieline.models.loading import load_dense, load_model
 from tieline.trace import RoutingTrace, save_summary, save_trace, summarise
 from tieline.trace.readers import imatrix_load, import_trace
 from tieline.trace.writers import export
-from tieline.training.checkpoint import read_json
-from tieline.tropical.advisor import LayerShape, advise
 
 LONGEST_MESSAGE, SLOWEST = 2000, 20
 NUMBERS = [b"-1", b"0", b"1e400", b"NaN", b"99999999999999999999", b"2147483648", b"null", b'"x"']

@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from tieline.analysis.diff import diff
     from tieline.analysis.inspect import inspect
     from tieline.analysis.precision import audit
-    from tieline.analysis.reroute import reroute
     from tieline.analysis.smooth import smooth
     from tieline.analysis.sources import load
-    from tieline.analysis.upcycle import upcycle
     from tieline.core.ranking import gap, stable_topk
-    from tieline.hf.capture import capture
-    from tieline.hf.replay import replay
+    from tieline.lab.on_model.reroute import reroute
+    from tieline.lab.on_model.upcycle import upcycle
+    from tieline.models.capture import capture
+    from tieline.models.replay import replay
     from tieline.routing import (
         CosineRouter,
         Experts,
@@ -93,12 +93,12 @@ HOMES = {
     "inspect": "tieline.analysis.inspect",
     "diff": "tieline.analysis.diff",
     "audit": "tieline.analysis.precision",
-    "reroute": "tieline.analysis.reroute",
+    "reroute": "tieline.lab.on_model.reroute",
     "smooth": "tieline.analysis.smooth",
-    "upcycle": "tieline.analysis.upcycle",
+    "upcycle": "tieline.lab.on_model.upcycle",
     "load": "tieline.analysis.sources",
-    "capture": "tieline.hf.capture",
-    "replay": "tieline.hf.replay",
+    "capture": "tieline.models.capture",
+    "replay": "tieline.models.replay",
     "gap": "tieline.core.ranking",
     "stable_topk": "tieline.core.ranking",
     "CosineRouter": "tieline.routing",
@@ -124,16 +124,12 @@ ROOMS = (
     "analysis",
     "core",
     "engines",
-    "estimation",
-    "geometry",
-    "hf",
-    "limits",
-    "papers",
+    "lab",
+    "measure",
+    "models",
     "report",
     "routing",
     "trace",
-    "training",
-    "tropical",
 )
 """Subpackages that can be used after a plain `import tieline`."""
 

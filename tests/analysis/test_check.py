@@ -8,7 +8,7 @@ import torch
 
 import tieline as tl
 from tieline.core.errors import TielineError
-from tieline.hf.demo import load_demo_model
+from tieline.models.demo import load_demo_model
 from tieline.trace import import_trace
 
 ENGINES = Path(__file__).parents[1] / "trace" / "fixtures" / "engines"

@@ -10,7 +10,7 @@ import tieline as tl
 from tests.engines.fakes import fake_engine
 from tieline.analysis.text import tokenise
 from tieline.core.errors import TielineError
-from tieline.hf.demo import DEMO_FOLDER, demo_text, load_demo_model, load_demo_tokenizer
+from tieline.models.demo import DEMO_FOLDER, demo_text, load_demo_model, load_demo_tokenizer
 from tieline.trace import save_trace
 
 TWIN = """

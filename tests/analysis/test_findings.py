@@ -29,7 +29,7 @@ from tieline.analysis.inspection import (
     LossJumps,
 )
 from tieline.core.statistics import Estimate, Quantiles, Share
-from tieline.geometry.measures import MeasureSettings, measure
+from tieline.measure.measures import MeasureSettings, measure
 from tieline.trace import LayerFacts, LayerTrace, RoutingTrace, select_tokens
 
 SETTINGS = MeasureSettings(sigmas=(1e-2, 1e-1), precisions=("bf16", "int8"))
@@ -280,8 +280,8 @@ def test_busy_and_cold_experts_are_told():
 
 
 def test_a_low_precision_product_that_flips_is_a_warning(measures):
-    from tieline.geometry.measure_records import Answer
-    from tieline.geometry.rounding import ProductFlips
+    from tieline.measure.measure_records import Answer
+    from tieline.measure.rounding import ProductFlips
 
     product = ProductFlips("bf16", 0.1, Estimate(0.03), Estimate(0.025))
     layers = (replace(measures.layers[0], product=Answer(product)), *measures.layers[1:])

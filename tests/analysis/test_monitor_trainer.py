@@ -14,7 +14,7 @@ from transformers import (
 )
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
-from tests.hf.tiny import batch, tiny_model
+from tests.models.tiny import batch, tiny_model
 from tieline.analysis.monitor_trainer import RoutingCallback, monitor_trainer
 from tieline.core.errors import TielineError
 

@@ -14,7 +14,7 @@ from tieline.analysis.noise_size import (
     sizes_like,
 )
 from tieline.core.errors import ParameterError
-from tieline.hf.emulate import FORMATS
+from tieline.models.emulate import FORMATS
 
 
 def test_the_table_of_rounding_errors_is_that_of_the_formats():

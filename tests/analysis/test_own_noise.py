@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from tests.analysis.zoo import Letters, words
-from tests.hf.tiny import lively, tiny_model
+from tests.models.tiny import lively, tiny_model
 from tieline.analysis.own_noise import HORIZONS, PATHS, STEPS, flip_walk, noise_pull, own_noise
 from tieline.analysis.text import tokenise
 from tieline.core.numerics import one_thread
-from tieline.geometry.boundary import order_shares, tie_order
-from tieline.geometry.exit_time import face_exit, face_quantile, score_flip_times
-from tieline.hf import capture, find_routers
-from tieline.hf.emulate import emulate
+from tieline.lab.geometry.exit_time import face_exit, face_quantile, score_flip_times
+from tieline.measure.boundary import order_shares, tie_order
+from tieline.models import capture, find_routers
+from tieline.models.emulate import emulate
 
 
 def report(model, tokens=240):

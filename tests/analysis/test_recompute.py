@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from tests.hf.tiny import batch, lively, tiny_model
+from tests.models.tiny import batch, lively, tiny_model
 from tieline import gap, moe
 from tieline.analysis.recompute import recompute_check
 from tieline.core.errors import TielineError
-from tieline.hf import find_routers
+from tieline.models import find_routers
 
 WIDTH, EXPERTS, K = 8, 6, 2
 ALONE = ("recompute",)

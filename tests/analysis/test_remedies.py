@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.analysis.zoo import Letters, words
-from tests.hf.tiny import batch, lively, tiny_model
+from tests.models.tiny import batch, lively, tiny_model
 from tieline.analysis.perturbations import Perturbation, applied, noise_generator
 from tieline.analysis.precision import audit
 from tieline.analysis.precision_records import PrecisionAudit
@@ -17,9 +17,9 @@ from tieline.analysis.remedies import (
     second_run,
 )
 from tieline.core.errors import ParameterError
-from tieline.hf import smooth_
-from tieline.hf.emulate import modular_routers
-from tieline.hf.running import forward, only_running
+from tieline.models import smooth_
+from tieline.models.emulate import modular_routers
+from tieline.models.running import forward, only_running
 
 ROUTER, MODEL = Perturbation("rounding", "int4"), Perturbation("rounding", "int4", "model")
 NOISE = Perturbation("score noise", 0.2)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tieline as tl
-from tests.hf.tiny import batch, lively, tiny_model
+from tests.models.tiny import batch, lively, tiny_model
 from tieline.analysis.diff import Side, diff_models
 from tieline.analysis.replay_split import replay_split
 

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from tests.analysis.on_ranks import audited, captured, compared, inspected, repaired
-from tests.training.parallel.ranks import Ranks
+from tests.lab.training.parallel.ranks import Ranks
 from tieline.analysis import shares
 from tieline.analysis.diff import diff
 from tieline.analysis.engine_runs import capture_engine

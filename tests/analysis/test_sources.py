@@ -5,7 +5,7 @@ import pytest
 from tests.analysis.planted import all_scores, trace_of
 from tieline.analysis.sources import as_text, load, source_kind
 from tieline.core.errors import ParameterError, TraceError
-from tieline.hf.demo import demo_text
+from tieline.models.demo import demo_text
 from tieline.trace import save_summary, save_trace, summarise
 from tieline.trace.record import identical
 

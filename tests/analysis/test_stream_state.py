@@ -10,13 +10,13 @@ import time
 import pytest
 
 from tests.analysis.test_streamed import SMALL
-from tests.hf.test_streaming import FAMILIES, saved
-from tests.hf.tiny_whole import WHOLE
+from tests.models.test_streaming import FAMILIES, saved
+from tests.models.tiny_whole import WHOLE
 from tieline.analysis import stream_state
 from tieline.analysis.inspect import inspect
 from tieline.core.errors import NoSpaceError
-from tieline.hf import stream_resume
-from tieline.hf.loading import load_model
+from tieline.models import stream_resume
+from tieline.models.loading import load_model
 from tieline.trace.record import identical
 
 pytestmark = pytest.mark.usefixtures("single_thread")

@@ -2,13 +2,13 @@
 
 import pytest
 
-from tests.hf.test_streaming import in_groups, saved
+from tests.models.test_streaming import in_groups, saved
 from tieline.analysis.engine_runs import capture_engine
 from tieline.analysis.inspect import inspect
 from tieline.analysis.jump import JumpSettings
 from tieline.core.errors import ParameterError
-from tieline.geometry.measure_records import MeasureSettings
-from tieline.hf.loading import load_model, use_experts
+from tieline.measure.measure_records import MeasureSettings
+from tieline.models.loading import load_model, use_experts
 from tieline.trace.record import identical
 
 pytestmark = pytest.mark.usefixtures("single_thread")

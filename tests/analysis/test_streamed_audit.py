@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from tests.hf.test_streaming import in_groups, saved
+from tests.models.test_streaming import in_groups, saved
 from tieline.analysis.perturbations import Perturbation
 from tieline.analysis.precision import audit
 from tieline.analysis.streamed_audit import check_room
 from tieline.core.errors import ParameterError
-from tieline.hf.loading import load_model, use_experts
+from tieline.models.loading import load_model, use_experts
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from tests.hf.test_streaming import saved
+from tests.models.test_streaming import saved
 from tieline.analysis.diff import diff
 from tieline.core.errors import ParameterError
-from tieline.hf.loading import load_model
+from tieline.models.loading import load_model
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 

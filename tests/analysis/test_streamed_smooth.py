@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from tests.hf.test_streaming import in_groups, saved, some_batches
+from tests.models.test_streaming import in_groups, saved, some_batches
 from tieline.analysis.smooth import smooth
 from tieline.core.errors import ParameterError
-from tieline.hf.loading import load_model, use_experts
-from tieline.hf.running import forward, only_running
+from tieline.models.loading import load_model, use_experts
+from tieline.models.running import forward, only_running
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import torch
 
-from tests.hf.tiny import batch
+from tests.models.tiny import batch
 from tieline.analysis.swap import Block, BlockSampler, Rows, block_of
-from tieline.hf import capture, family_of
-from tieline.hf.capture import Batch, LayerObserver, Settings
-from tieline.hf.router_call import Choice, override_choice
+from tieline.models import capture, family_of
+from tieline.models.capture import Batch, LayerObserver, Settings
+from tieline.models.router_call import Choice, override_choice
 from tieline.trace import LayerTrace
 
 HALVINGS = 40

@@ -4,11 +4,11 @@ from functools import cache
 
 import torch
 
-from tests.hf.tiny import VOCABULARY, lively, tiny_model
+from tests.models.tiny import VOCABULARY, lively, tiny_model
 from tieline.analysis.perturbations import Perturbation
 from tieline.analysis.precision import audit
-from tieline.hf.demo import demo_text
-from tieline.hf.loading import load_model
+from tieline.models.demo import demo_text
+from tieline.models.loading import load_model
 
 FAMILIES = ["mixtral", "olmoe", "qwen3_moe", "gpt_oss", "deepseek_v3"]
 

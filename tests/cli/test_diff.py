@@ -129,7 +129,7 @@ def test_two_models_are_run_on_the_same_text(run):
 
 def test_a_model_beside_an_engine_file_runs_on_the_tokens_of_the_file(run, tmp_path):
     from tieline.analysis.diff import Side, trace_model
-    from tieline.hf.loading import load_model
+    from tieline.models.loading import load_model
 
     loaded = load_model()
     ids = torch.arange(3, 99).reshape(2, 48)

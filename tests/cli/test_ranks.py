@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.train.test_torchrun import torchrun
+from tests.lab.commands.train.test_torchrun import torchrun
 from tieline.cli.ranks import has_the_word, is_first, joined, on_ranks
 from tieline.core.errors import ParameterError
-from tieline.hf.demo import demo_text
+from tieline.models.demo import demo_text
 
 STARTED = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
 

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from tieline.hf import find_routers
-from tieline.hf.loading import load_model
-from tieline.hf.smooth_router import smoothing_of
+from tieline.models import find_routers
+from tieline.models.loading import load_model
+from tieline.models.smooth_router import smoothing_of
 
 FEW = ["--tokens", 512, "--calibration", 512, "--rounds", 2, "--batch-size", 2]
 

@@ -1,6 +1,6 @@
 """The list of all claims in the docs is that of the ledger."""
 
-from tieline.papers import all_claims
+from tieline.lab.claims import all_claims
 from tools.claims import PAGE, listing
 
 

@@ -9,6 +9,7 @@ import pytest
 from tests.report.browser import BROWSERS, find_browser, look_at
 from tests.report.zoo import HOSTILE, make_inspection
 from tieline.core.errors import ParameterError
+from tieline.lab.report.soften import deciding_table, soften_table
 from tieline.report import frame
 from tieline.report.frame import LARGEST_PAGE
 from tieline.report.inspection import (
@@ -20,7 +21,6 @@ from tieline.report.inspection import (
     tokens_text,
 )
 from tieline.report.inspection_charts import inspection_panels
-from tieline.report.inspection_soften import deciding_table, soften_table
 from tieline.report.tables import visible
 
 needs_browser = pytest.mark.skipif(

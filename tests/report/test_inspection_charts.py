@@ -7,7 +7,7 @@ import plotly.graph_objects as go
 import pytest
 
 from tests.report.zoo import make_inspection
-from tieline.geometry.boundary import MassProfile
+from tieline.measure.boundary import MassProfile
 from tieline.report.inspection_charts import (
     MOST_POINTS,
     format_names,

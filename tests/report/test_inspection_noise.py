@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from tieline.analysis.inspection import LayerSlice, SlicePoint
+from tieline.lab.tropical.pictures import slice_router
 from tieline.report import page, terminal
 from tieline.report.inspection_noise import noise_panels, noise_words, slice_words
-from tieline.tropical.pictures import slice_router
 
 TOKENS = ("a$b", "<b>", "\x00")
 

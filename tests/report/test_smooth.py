@@ -9,7 +9,7 @@ from rich.console import Console
 from tests.report.browser import BROWSERS, find_browser, look_at
 from tieline.analysis.repair import Latency, Repair, RepairRow, RepairTable
 from tieline.core.statistics import Estimate
-from tieline.hf.smooth import LayerSmoothing, Smoothing
+from tieline.models.smooth import LayerSmoothing, Smoothing
 from tieline.report.smooth import figures, notebook, page, smooth_facts, summary, terminal
 
 needs_browser = pytest.mark.skipif(

@@ -20,13 +20,13 @@ from tieline.analysis.inspection import (
     TextPiece,
     TextSample,
 )
-from tieline.analysis.soften_records import DecidingToken, Softening, SoftLayer, SoftLevel
-from tieline.analysis.soften_words import soften_words
 from tieline.core.ranking import stable_topk
 from tieline.core.statistics import Estimate, Quantiles, mean_estimate
-from tieline.geometry.boundary import margin_tail
-from tieline.geometry.measure_records import Answer
-from tieline.geometry.measures import measure
+from tieline.lab.on_model.soften_records import DecidingToken, Softening, SoftLayer, SoftLevel
+from tieline.lab.on_model.soften_words import soften_words
+from tieline.measure.boundary import margin_tail
+from tieline.measure.measure_records import Answer
+from tieline.measure.measures import measure
 from tieline.trace.record import LayerFacts, LayerTrace, RoutingTrace
 
 EPSILONS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)

@@ -7,7 +7,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tieline.core.errors import TielineError
-from tieline.hf.demo import DEMO_FOLDER, load_demo_tokenizer
+from tieline.models.demo import DEMO_FOLDER, load_demo_tokenizer
 from tools import demo_gguf
 from tools.demo_gguf import TYPES, check_gguf, write_gguf
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tieline.core.errors import ParameterError
-from tieline.hf.demo import demo_text, demo_training_log
+from tieline.models.demo import demo_text, demo_training_log
 from tools.demo_model import training
 from tools.demo_model.corpus import HELD_OUT, held_out_text, training_documents
 from tools.demo_model.recipe import FAMILIES, Recipe, build_model, train_tokenizer

@@ -16,8 +16,8 @@ import torch
 from tieline.analysis.sources import ModelSource, as_model
 from tieline.core.errors import ParameterError, TraceError, require
 from tieline.core.records import Result
-from tieline.hf.capture import capture
-from tieline.hf.running import forward, only_running
+from tieline.models.capture import capture
+from tieline.models.running import forward, only_running
 from tieline.trace.agreement import compare
 from tieline.trace.readers import ReadOptions, Routes, read_routes, routes_of_trace
 from tieline.trace.readers.formats import token_documents

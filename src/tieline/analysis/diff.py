@@ -47,12 +47,12 @@ from tieline.analysis.token_distances import (
 from tieline.core.errors import TraceError, UnsupportedModelError, require
 from tieline.core.numerics import one_thread
 from tieline.engines.registry import split_side
-from tieline.hf.capture import capture
-from tieline.hf.emulate import FORMATS, Parts, emulate
-from tieline.hf.loading import LoadedModel, use_experts
-from tieline.hf.running import batches, forward, only_running
-from tieline.hf.spread import UNROUNDED, check_parallel, check_rounding
-from tieline.hf.streaming import ModelStream
+from tieline.models.capture import capture
+from tieline.models.emulate import FORMATS, Parts, emulate
+from tieline.models.loading import LoadedModel, use_experts
+from tieline.models.running import batches, forward, only_running
+from tieline.models.spread import UNROUNDED, check_parallel, check_rounding
+from tieline.models.streaming import ModelStream
 from tieline.trace.record import RoutingTrace, concatenate
 
 Progress = Callable[[str, int, int], None]

@@ -41,9 +41,9 @@ from tieline.core.errors import require
 from tieline.core.numerics import one_thread
 from tieline.engines import RunOptions, engine_named, run_engine
 from tieline.engines.registry import find_python, split_side
-from tieline.hf.emulate import FORMATS, Parts
-from tieline.hf.loading import LoadedModel, load_tokenizer
-from tieline.hf.running import batches
+from tieline.models.emulate import FORMATS, Parts
+from tieline.models.loading import LoadedModel, load_tokenizer
+from tieline.models.running import batches
 from tieline.trace.record import RoutingTrace, concatenate
 
 MOST_PREDICTIONS = 1 << 28

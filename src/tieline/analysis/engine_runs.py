@@ -30,9 +30,9 @@ from tieline.core.records import Result
 from tieline.engines import ENGINES, RunOptions, engine_named, installed, run_engine
 from tieline.engines.process import Progress
 from tieline.engines.registry import find_python
-from tieline.hf.demo import DEMO_FOLDER, is_demo
-from tieline.hf.loading import LoadedModel, load_model, load_tokenizer
-from tieline.hf.running import batches
+from tieline.models.demo import DEMO_FOLDER, is_demo
+from tieline.models.loading import LoadedModel, load_model, load_tokenizer
+from tieline.models.running import batches
 from tieline.trace.readers import token_documents
 from tieline.trace.record import RoutingTrace
 

@@ -32,8 +32,8 @@ import torch
 
 from tieline.analysis.inspection import Finding, JumpMeasures, LayerJumps, Severity
 from tieline.core.statistics import Share, clustered_share
-from tieline.geometry.measure_records import MeasureSettings
-from tieline.geometry.measures import LayerMeasures, ModelRate, RoutingMeasures
+from tieline.measure.measure_records import MeasureSettings
+from tieline.measure.measures import LayerMeasures, ModelRate, RoutingMeasures
 
 ROBUST_BELOW, FRAGILE_FROM = 0.002, 0.02
 """Share of tokens flipping in some layer: up to where routing is robust, from where fragile."""

@@ -30,10 +30,6 @@ from tieline.analysis.jump import JumpSettings, measure_jumps, with_losses
 from tieline.analysis.linear import linear_weights
 from tieline.analysis.own_noise import own_noise
 from tieline.analysis.shares import Share
-from tieline.analysis.slice import SliceChoice, model_slice
-from tieline.analysis.soften import SoftenPlan, SoftenSettings, plan_soften
-from tieline.analysis.soften import soften as soften_model
-from tieline.analysis.soften_records import Softening
 from tieline.analysis.sources import (
     DEMO,
     ModelSource,
@@ -51,13 +47,17 @@ from tieline.analysis.text import TokenisedText, text_sample, token_texts, token
 from tieline.core.errors import ParameterError, require
 from tieline.core.numerics import one_thread
 from tieline.core.records import from_plain, to_plain
-from tieline.geometry.measure_records import MeasureSettings
-from tieline.geometry.measures import RoutingMeasures, measure, measure_summary
-from tieline.hf.capture import capture
-from tieline.hf.families import chosen_routers, family_of, find_routers
-from tieline.hf.running import batches, forward, only_running, text_config
-from tieline.hf.spread import SHARES_TEXT
-from tieline.hf.streaming import ModelStream
+from tieline.lab.on_model.slice import SliceChoice, model_slice
+from tieline.lab.on_model.soften import SoftenPlan, SoftenSettings, plan_soften
+from tieline.lab.on_model.soften import soften as soften_model
+from tieline.lab.on_model.soften_records import Softening
+from tieline.measure.measure_records import MeasureSettings
+from tieline.measure.measures import RoutingMeasures, measure, measure_summary
+from tieline.models.capture import capture
+from tieline.models.families import chosen_routers, family_of, find_routers
+from tieline.models.running import batches, forward, only_running, text_config
+from tieline.models.spread import SHARES_TEXT
+from tieline.models.streaming import ModelStream
 from tieline.trace.record import RoutingTrace
 from tieline.trace.summary import RoutingSummary
 

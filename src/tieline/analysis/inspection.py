@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from tieline.analysis.calibration import CalibrationNeed
-from tieline.analysis.soften_records import Softening
 from tieline.core.records import Result
 from tieline.core.statistics import Estimate, Quantiles
-from tieline.geometry.measure_records import Answer
-from tieline.geometry.measures import RoutingMeasures
+from tieline.lab.on_model.soften_records import Softening
+from tieline.lab.tropical.pictures import Slice
+from tieline.measure.measure_records import Answer
+from tieline.measure.measures import RoutingMeasures
 from tieline.trace.record import RoutingTrace
-from tieline.tropical.pictures import Slice
 
 Severity = Literal["warning", "notice", "info"]
 """How severe a finding is: act on it, know it, or plain description."""

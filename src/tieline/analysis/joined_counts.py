@@ -13,7 +13,7 @@ import torch
 from tieline.analysis.precision_runs import FullEffect, LocalRuns
 from tieline.analysis.shares import Share
 from tieline.core.processes import gathered_tensors
-from tieline.hf.spread import SHARES_TEXT
+from tieline.models.spread import SHARES_TEXT
 from tieline.trace.record import LayerTrace
 
 

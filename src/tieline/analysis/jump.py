@@ -44,9 +44,9 @@ from tieline.analysis.swap import (
 )
 from tieline.core.errors import UnsupportedModelError, require
 from tieline.core.statistics import mean_estimate, next_token_losses, quantile_bands, quantiles
-from tieline.geometry.measures import scored
-from tieline.hf.router_call import Choice, RouterOutput, override_choice
-from tieline.hf.running import forward
+from tieline.measure.measures import scored
+from tieline.models.router_call import Choice, RouterOutput, override_choice
+from tieline.models.running import forward
 from tieline.trace.record import LayerTrace, RoutingTrace
 
 PerToken = Float[Tensor, " tokens"]

@@ -8,11 +8,11 @@ linear_choice     why a layer's choice is not the top k of its logits, or "ok"
 import torch
 from torch import Tensor, nn
 
-from tieline.geometry.flips import logit_view
-from tieline.geometry.measures import scored
-from tieline.hf.emulate import logits_matrix
-from tieline.hf.families import find_routers
-from tieline.hf.spread import whole
+from tieline.measure.flips import logit_view
+from tieline.measure.measures import scored
+from tieline.models.emulate import logits_matrix
+from tieline.models.families import find_routers
+from tieline.models.spread import whole
 from tieline.trace.record import LayerTrace, RoutingTrace, take_tokens
 
 PROBES = 64

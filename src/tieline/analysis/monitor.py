@@ -57,12 +57,12 @@ from tieline.core.errors import ParameterError, TielineError, require
 from tieline.core.numerics import grid_step, is_recomputing, one_thread
 from tieline.core.records import to_plain
 from tieline.core.statistics import quantile_bands
-from tieline.geometry.boundary import boundary_mass
-from tieline.geometry.flips import LogitView, logit_view
-from tieline.geometry.load import ExpertLoad, load_from_counts
-from tieline.geometry.measures import check_finite, scored
-from tieline.geometry.rounding import precision_flips
-from tieline.hf.running import text_config
+from tieline.measure.boundary import boundary_mass
+from tieline.measure.flips import LogitView, logit_view
+from tieline.measure.load import ExpertLoad, load_from_counts
+from tieline.measure.measures import check_finite, scored
+from tieline.measure.rounding import precision_flips
+from tieline.models.running import text_config
 from tieline.routing.gates import SelectiveGate
 from tieline.routing.layer import MoE
 from tieline.routing.losses import is_collected

@@ -26,7 +26,7 @@ from typing import NamedTuple
 from tieline.analysis.diff_records import Answer
 from tieline.analysis.noise_shapes import LayerShape
 from tieline.core.errors import require
-from tieline.hf.emulate import OF_ROUTERS
+from tieline.models.emulate import OF_ROUTERS
 
 ROUNDING = {
     "fp32": 5.1e-8,

@@ -24,17 +24,17 @@ from tieline.analysis.text import TokenisedText
 from tieline.core.numerics import one_thread
 from tieline.core.ranking import stable_topk
 from tieline.core.statistics import Estimate, clustered_error, mean_estimate
-from tieline.geometry.boundary import order_shares, tie_order
-from tieline.geometry.diffusion import exit_curve, top_k_cell
-from tieline.geometry.exit_time import exit_bounds, face_quantile
-from tieline.geometry.flips import logit_view
-from tieline.geometry.measure_records import Answer
-from tieline.geometry.measures import scored
-from tieline.hf.capture import capture
-from tieline.hf.emulate import emulate
-from tieline.hf.families import family_of
-from tieline.hf.running import batches, forward, only_running, text_config
-from tieline.hf.smooth_calibration import NORMAL_MEDIAN
+from tieline.lab.geometry.diffusion import exit_curve, top_k_cell
+from tieline.lab.geometry.exit_time import exit_bounds, face_quantile
+from tieline.measure.boundary import order_shares, tie_order
+from tieline.measure.flips import logit_view
+from tieline.measure.measure_records import Answer
+from tieline.measure.measures import scored
+from tieline.models.capture import capture
+from tieline.models.emulate import emulate
+from tieline.models.families import family_of
+from tieline.models.running import batches, forward, only_running, text_config
+from tieline.models.smooth_calibration import NORMAL_MEDIAN
 from tieline.trace.record import LayerTrace, RoutingTrace
 
 PRECISION = "bf16"

@@ -32,9 +32,9 @@ from torch import Tensor, nn
 from tieline.analysis.precision_records import SigmaForFlips
 from tieline.core.errors import require
 from tieline.core.numerics import grid_step, one_thread
-from tieline.geometry.flips import LogitView, flip_limits, group_flip_probability, logit_view
-from tieline.geometry.rounding import product_flips
-from tieline.hf.emulate import (
+from tieline.measure.flips import LogitView, flip_limits, group_flip_probability, logit_view
+from tieline.measure.rounding import product_flips
+from tieline.models.emulate import (
     FORMATS,
     OF_ROUTERS,
     Format,

@@ -52,12 +52,12 @@ from tieline.analysis.streamed_audit import StreamedAudit, check_room
 from tieline.analysis.text import TokenisedText, tokenise
 from tieline.core.errors import UnsupportedModelError, require
 from tieline.core.statistics import Estimate, SequenceSums, mean_limits, next_token_losses
-from tieline.hf.capture import capture
-from tieline.hf.emulate import FORMATS, format_named, makes_one_product, modular_routers
-from tieline.hf.ignore_lists import ignore_lists
-from tieline.hf.running import batches, forward, only_running
-from tieline.hf.spread import check_rounding
-from tieline.hf.streaming import ModelStream
+from tieline.models.capture import capture
+from tieline.models.emulate import FORMATS, format_named, makes_one_product, modular_routers
+from tieline.models.ignore_lists import ignore_lists
+from tieline.models.running import batches, forward, only_running
+from tieline.models.spread import check_rounding
+from tieline.models.streaming import ModelStream
 from tieline.trace.record import LayerTrace
 
 Progress = Callable[[str, int, int], None]

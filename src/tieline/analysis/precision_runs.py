@@ -36,17 +36,17 @@ from tieline.core.errors import TielineError, UnsupportedModelError, require
 from tieline.core.numerics import one_thread
 from tieline.core.ranking import group_scores, sets_differ, topk_mask
 from tieline.core.statistics import SequenceSums, kl_divergence, next_token_losses
-from tieline.hf.capture import Batch, Call, LayerObserver, Settings
-from tieline.hf.families import family_of
-from tieline.hf.router_call import (
+from tieline.models.capture import Batch, Call, LayerObserver, Settings
+from tieline.models.families import family_of
+from tieline.models.router_call import (
     Choice,
     RouterOutput,
     override_choice,
     padded,
     read_output,
 )
-from tieline.hf.running import forward
-from tieline.hf.selection import select
+from tieline.models.running import forward
+from tieline.models.selection import select
 from tieline.trace.record import LayerTrace, take_tokens
 
 RANKS = 16

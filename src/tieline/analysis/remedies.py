@@ -30,22 +30,22 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from tieline.analysis.frontier import NOISE, Calibration
 from tieline.analysis.perturbations import Perturbation, applied, noise_generator
 from tieline.analysis.precision_records import KeepList, Remedy, RemedyEffect, RemedyTable
 from tieline.analysis.precision_runs import model_logits
 from tieline.analysis.shares import Share
 from tieline.core.errors import TielineError, require
 from tieline.core.statistics import Estimate, SequenceSums, kl_divergence
-from tieline.hf.capture import capture
-from tieline.hf.emulate import format_named, modular_routers
-from tieline.hf.families import family_of
-from tieline.hf.kernel import KERNEL
-from tieline.hf.loading import can_use_experts, use_experts
-from tieline.hf.replay import replay
-from tieline.hf.running import forward
-from tieline.hf.smooth import smooth_, unsmooth_
-from tieline.hf.smooth_router import GateName
+from tieline.lab.on_model.frontier import NOISE, Calibration
+from tieline.models.capture import capture
+from tieline.models.emulate import format_named, modular_routers
+from tieline.models.families import family_of
+from tieline.models.kernel import KERNEL
+from tieline.models.loading import can_use_experts, use_experts
+from tieline.models.replay import replay
+from tieline.models.running import forward
+from tieline.models.smooth import smooth_, unsmooth_
+from tieline.models.smooth_router import GateName
 from tieline.trace.record import RoutingTrace
 
 SCALES = (4.0, 16.0, 64.0)

@@ -37,11 +37,11 @@ from tieline.core.statistics import (
     kl_divergence,
     next_token_losses,
 )
-from tieline.hf.emulate import modular_routers
-from tieline.hf.router_call import Choice, RouterOutput, override_choice
-from tieline.hf.running import batches, forward, only_running
-from tieline.hf.smooth import Smoothing
-from tieline.hf.smooth_router import set_widths
+from tieline.models.emulate import modular_routers
+from tieline.models.router_call import Choice, RouterOutput, override_choice
+from tieline.models.running import batches, forward, only_running
+from tieline.models.smooth import Smoothing
+from tieline.models.smooth_router import set_widths
 
 REPAIR_PERTURBATIONS = (
     Perturbation("rounding", "bf16"),

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from tieline.analysis.shares import Share
 from tieline.core.statistics import clustered_error, k3
-from tieline.hf.capture import capture
-from tieline.hf.emulate import emulate
-from tieline.hf.replay import replay
-from tieline.hf.running import forward, only_running
+from tieline.models.capture import capture
+from tieline.models.emulate import emulate
+from tieline.models.replay import replay
+from tieline.models.running import forward, only_running
 from tieline.trace.record import RoutingTrace
 
 ROWS = 128

@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from tieline.core.errors import TielineError
 from tieline.core.numerics import is_recomputing
 from tieline.core.ranking import ranked_choice
-from tieline.hf.capture import Batch, Call, DocumentCounter, LayerObserver, Settings
-from tieline.hf.families import RouterFamily, chosen_routers, family_of
-from tieline.hf.router_call import read_output
-from tieline.hf.selection import GroupLimit, at_least_single, restrict
+from tieline.models.capture import Batch, Call, DocumentCounter, LayerObserver, Settings
+from tieline.models.families import RouterFamily, chosen_routers, family_of
+from tieline.models.router_call import read_output
+from tieline.models.selection import GroupLimit, at_least_single, restrict
 from tieline.routing.gates import Gate, Hard, SelectiveGate, TopK
 from tieline.routing.layer import MoE
 from tieline.routing.smooth import BandGate

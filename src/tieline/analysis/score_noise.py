@@ -27,7 +27,7 @@ from scipy import special
 from torch import Tensor
 
 from tieline.core.numerics import float_step
-from tieline.geometry.flips import logit_view
+from tieline.measure.flips import logit_view
 from tieline.trace.record import LayerTrace
 
 FLOOR = 4.0

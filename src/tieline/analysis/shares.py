@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from tieline.core.errors import require
 from tieline.core.processes import gathered_plain, gathered_tensors
 from tieline.core.statistics import SequenceSums
-from tieline.hf.running import forward, only_running
-from tieline.hf.spread import SHARES_TEXT, check_parallel
+from tieline.models.running import forward, only_running
+from tieline.models.spread import SHARES_TEXT, check_parallel
 from tieline.trace.ranks import merge_layers, merge_traces
 from tieline.trace.record import RoutingTrace
 

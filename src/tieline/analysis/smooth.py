@@ -19,14 +19,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from tieline.analysis.frontier import (
-    NOISE,
-    SCALES,
-    Calibration,
-    chosen_scale,
-)
-from tieline.analysis.frontier import frontier as measure_frontier
-from tieline.analysis.layer_law import layer_laws
 from tieline.analysis.perturbations import Perturbation
 from tieline.analysis.repair import (
     REPAIR_PERTURBATIONS,
@@ -45,14 +37,22 @@ from tieline.analysis.streamed_audit import check_room
 from tieline.analysis.streamed_smooth import StreamedRepair
 from tieline.analysis.text import tokenise
 from tieline.core.errors import UnsupportedModelError, require
-from tieline.hf.kernel import KERNEL
-from tieline.hf.loading import LoadedModel, can_use_experts, use_experts
-from tieline.hf.running import batches, only_running
-from tieline.hf.smooth import Smoothing, apply_smoothing, smooth_, unsmooth_
-from tieline.hf.smooth_router import GateName, plan_layers
-from tieline.hf.spread import check_parallel
-from tieline.hf.stream_smoothing import StreamedModel, stream_scores
-from tieline.hf.streaming import ModelStream
+from tieline.lab.on_model.frontier import (
+    NOISE,
+    SCALES,
+    Calibration,
+    chosen_scale,
+)
+from tieline.lab.on_model.frontier import frontier as measure_frontier
+from tieline.lab.on_model.layer_law import layer_laws
+from tieline.models.kernel import KERNEL
+from tieline.models.loading import LoadedModel, can_use_experts, use_experts
+from tieline.models.running import batches, only_running
+from tieline.models.smooth import Smoothing, apply_smoothing, smooth_, unsmooth_
+from tieline.models.smooth_router import GateName, plan_layers
+from tieline.models.spread import check_parallel
+from tieline.models.stream_smoothing import StreamedModel, stream_scores
+from tieline.models.streaming import ModelStream
 
 Progress = Callable[[str, int, int], None]
 

@@ -18,9 +18,9 @@ from transformers.utils import logging
 from tieline.core.errors import ParameterError, TraceError, require
 from tieline.core.files import whole_folder
 from tieline.core.records import Result, read_result
-from tieline.hf.demo import DEMO, demo_text
-from tieline.hf.loading import LoadedModel, check_weights, load_model
-from tieline.hf.running import text_config
+from tieline.models.demo import DEMO, demo_text
+from tieline.models.loading import LoadedModel, check_weights, load_model
+from tieline.models.running import text_config
 from tieline.trace.readers import SUFFIXES, import_trace, recognise
 from tieline.trace.readers.megatron import FILES as MEGATRON_FILES
 from tieline.trace.record import RoutingTrace

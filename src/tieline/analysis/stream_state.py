@@ -21,10 +21,10 @@ from tieline.analysis.inspection import LayerJumps
 from tieline.core.errors import NoSpaceError
 from tieline.core.files import cache_folder, space_on, whole_folder
 from tieline.core.records import canonical, from_plain, parse_json, to_plain
-from tieline.geometry.measures import LayerMeasures, MeasuredLayer
-from tieline.hf.shards import Shards
-from tieline.hf.stream_resume import Journal, Replay
-from tieline.hf.stream_weights import Weights
+from tieline.measure.measures import LayerMeasures, MeasuredLayer
+from tieline.models.shards import Shards
+from tieline.models.stream_resume import Journal, Replay
+from tieline.models.stream_weights import Weights
 from tieline.trace.record import LayerTrace, RoutingTrace
 from tieline.trace.store import load_trace, save_trace
 

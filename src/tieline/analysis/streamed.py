@@ -18,17 +18,17 @@ from tieline.analysis.jump import JumpSettings, measure_jumps
 from tieline.analysis.stream_state import RunState
 from tieline.analysis.swap import BlockSampler
 from tieline.core.numerics import one_thread
-from tieline.geometry.measure_records import MeasureSettings
-from tieline.geometry.measures import (
+from tieline.measure.measure_records import MeasureSettings
+from tieline.measure.measures import (
     MeasuredLayer,
     RoutingMeasures,
     joined_measures,
     measured_layer,
 )
-from tieline.hf.capture import Recorder, capture
-from tieline.hf.running import forward, only_running
-from tieline.hf.stream_resume import Journal
-from tieline.hf.streaming import ModelStream
+from tieline.models.capture import Recorder, capture
+from tieline.models.running import forward, only_running
+from tieline.models.stream_resume import Journal
+from tieline.models.streaming import ModelStream
 from tieline.trace.record import RoutingTrace
 
 Ids = Int[Tensor, "_ _"]

@@ -30,11 +30,11 @@ from tieline.analysis.precision_runs import (
 )
 from tieline.core.errors import ParameterError, UnsupportedModelError, require
 from tieline.core.statistics import SequenceSums, next_token_losses
-from tieline.hf.lockstep import Lockstep, Scope
-from tieline.hf.running import forward, text_config
-from tieline.hf.stream_loading import free_memory, resident_memory
-from tieline.hf.stream_rounding import StreamRounding, in_memory
-from tieline.hf.streaming import ModelStream
+from tieline.models.lockstep import Lockstep, Scope
+from tieline.models.running import forward, text_config
+from tieline.models.stream_loading import free_memory, resident_memory
+from tieline.models.stream_rounding import StreamRounding, in_memory
+from tieline.models.streaming import ModelStream
 
 Ids = Int[Tensor, "_ _"]
 

@@ -12,10 +12,10 @@ from jaxtyping import Int
 from torch import Tensor
 
 from tieline.core.errors import UnsupportedModelError, require
-from tieline.hf.capture import capture
-from tieline.hf.lockstep import Lockstep
-from tieline.hf.running import forward, only_running
-from tieline.hf.streaming import ModelStream
+from tieline.models.capture import capture
+from tieline.models.lockstep import Lockstep
+from tieline.models.running import forward, only_running
+from tieline.models.streaming import ModelStream
 from tieline.trace.record import RoutingTrace
 
 Take = Callable[[Any, Any, Tensor], None]

@@ -17,12 +17,12 @@ from tieline.analysis.precision_runs import clean_logits, compared_routes, model
 from tieline.analysis.repair import RepairForm, RepairSide, RepairTable, kept_choice
 from tieline.analysis.streamed_audit import rounded_for
 from tieline.core.errors import UnsupportedModelError, require
-from tieline.hf.lockstep import Lockstep, Pass, Scope
-from tieline.hf.router_call import Choice, override_choice
-from tieline.hf.running import forward, only_running
-from tieline.hf.smooth import Smoothing, smoothed_routers
-from tieline.hf.stream_rounding import StreamRounding, in_memory
-from tieline.hf.streaming import ModelStream
+from tieline.models.lockstep import Lockstep, Pass, Scope
+from tieline.models.router_call import Choice, override_choice
+from tieline.models.running import forward, only_running
+from tieline.models.smooth import Smoothing, smoothed_routers
+from tieline.models.stream_rounding import StreamRounding, in_memory
+from tieline.models.streaming import ModelStream
 
 Ids = Int[Tensor, "_ _"]
 

@@ -44,10 +44,10 @@ from torch import Tensor, nn
 
 from tieline.core.errors import TielineError, UnsupportedModelError, require
 from tieline.core.ranking import stable_topk
-from tieline.hf.capture import Recorder
-from tieline.hf.families import RouterFamily, family_of
-from tieline.hf.router_call import Choice, RouterOutput, override_choice
-from tieline.hf.spread import gathered_weights, gathering_unit, whole
+from tieline.models.capture import Recorder
+from tieline.models.families import RouterFamily, family_of
+from tieline.models.router_call import Choice, RouterOutput, override_choice
+from tieline.models.spread import gathered_weights, gathering_unit, whole
 from tieline.trace.record import SPAN, LayerTrace, take_tokens, token_hash
 
 PerToken = Float[Tensor, " tokens"]

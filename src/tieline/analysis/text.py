@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from tieline.analysis.inspection import TextPiece, TextSample
 from tieline.core.errors import ParameterError, require
 from tieline.core.statistics import SequenceSums, next_token_losses
-from tieline.geometry.measures import scored
-from tieline.hf.running import batches, forward, only_running
+from tieline.measure.measures import scored
+from tieline.models.running import batches, forward, only_running
 from tieline.trace.record import LayerTrace, RoutingTrace
 
 CHARACTERS_PER_TOKEN = 8

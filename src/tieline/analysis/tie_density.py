@@ -22,10 +22,10 @@ from tieline.core.errors import ParameterError
 from tieline.core.numerics import PRECISIONS, float_step, grid_step
 from tieline.core.records import to_plain
 from tieline.core.statistics import Estimate, mean_estimate
-from tieline.geometry.boundary import boundary_mass, gap_density
-from tieline.geometry.flips import first_order, logit_view
-from tieline.geometry.measures import check_finite, scored
-from tieline.geometry.rounding import shared_cell
+from tieline.measure.boundary import boundary_mass, gap_density
+from tieline.measure.flips import first_order, logit_view
+from tieline.measure.measures import check_finite, scored
+from tieline.measure.rounding import shared_cell
 from tieline.trace.record import LayerTrace, RoutingTrace
 
 FORMATS = {

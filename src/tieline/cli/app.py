@@ -95,6 +95,11 @@ GROUPS = {
 }
 """The commands as the help groups them; each is a file of this folder."""
 
+HOMES = dict.fromkeys(
+    ("reroute", "upcycle", "train", "design", "rates", "reproduce"), "lab.commands"
+)
+"""Where commands stand that are not files of this folder."""
+
 EXTRAS = {
     "transformers": "hf",
     "plotly": "report",
@@ -262,7 +267,7 @@ def whole_app() -> typer.Typer:
     """The application with all its commands."""
     for commands in GROUPS.values():
         for name in commands:
-            import_module(f"tieline.cli.{name}")
+            import_module(f"tieline.{HOMES.get(name, 'cli')}.{name}")
     return app
 
 

@@ -199,9 +199,9 @@ def _inspected(
     with progress_bars() as progress, joined(parallel, "inspecting") as way:
         from tieline.analysis.findings import metric_names
         from tieline.analysis.inspect import inspect as run
-        from tieline.analysis.slice import SliceChoice
-        from tieline.analysis.soften import sample_of
         from tieline.analysis.sources import load, quiet_transformers, source_kind
+        from tieline.lab.on_model.slice import SliceChoice
+        from tieline.lab.on_model.soften import sample_of
 
         quiet_transformers()
         options |= {"cut": None if wanted is None else SliceChoice(*wanted), "parallel": way}
@@ -247,9 +247,9 @@ OF_ATTENTION = ("text", "tokens", "batch_size", "device", "revision", "trust_rem
 def _attention(source: str, options: Mapping[str, Any], save_trace: Path | None) -> Any:
     """The heads of a model as mixtures; refuses options that are about routers."""
     with progress_bars() as progress:
-        from tieline.analysis.attention import AttentionView, attention_view
         from tieline.analysis.inspect import inspect as run
         from tieline.analysis.sources import load, quiet_transformers, source_kind
+        from tieline.lab.attention.view import AttentionView, attention_view
 
         kind = source_kind(source)
         saved = load(source) if kind == "result" else None

@@ -108,7 +108,7 @@ def smooth(
     with progress_bars() as progress, joined(parallel, "smoothing") as way:
         from tieline.analysis.smooth import smooth as run
         from tieline.analysis.sources import quiet_transformers
-        from tieline.hf.smooth import gate_named
+        from tieline.models.smooth import gate_named
 
         quiet_transformers()
         result = run(

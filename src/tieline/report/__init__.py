@@ -22,25 +22,25 @@ if TYPE_CHECKING:
 __all__ = ["MODULES", "figures", "notebook", "page", "summary", "terminal"]
 
 MODULES = {
-    "tieline-inspection": "inspection",
-    "tieline-diff": "diff",
-    "tieline-audit": "audit",
-    "tieline-smooth": "smooth",
-    "tieline-attention": "attention",
-    "tieline-reroute": "reroute",
-    "tieline-upcycling": "made",
-    "tieline-merge": "made",
-    "tieline-conversion": "made",
-    "tieline-capture": "made",
-    "tieline-engines": "listings",
-    "tieline-check": "check",
-    "tieline-design": "design",
-    "tieline-rates": "rates",
-    "tieline-ledger": "ledger",
-    "tieline-claims": "listings",
-    "tieline-training": "training",
-    "tieline-training-plan": "listings",
-    "tieline-recipes": "listings",
+    "tieline-inspection": "tieline.report.inspection",
+    "tieline-diff": "tieline.report.diff",
+    "tieline-audit": "tieline.report.audit",
+    "tieline-smooth": "tieline.report.smooth",
+    "tieline-attention": "tieline.lab.report.attention",
+    "tieline-reroute": "tieline.lab.report.reroute",
+    "tieline-upcycling": "tieline.report.made",
+    "tieline-merge": "tieline.report.made",
+    "tieline-conversion": "tieline.report.made",
+    "tieline-capture": "tieline.report.made",
+    "tieline-engines": "tieline.report.listings",
+    "tieline-check": "tieline.report.check",
+    "tieline-design": "tieline.lab.report.design",
+    "tieline-rates": "tieline.lab.report.rates",
+    "tieline-ledger": "tieline.lab.report.ledger",
+    "tieline-claims": "tieline.report.listings",
+    "tieline-training": "tieline.lab.report.training",
+    "tieline-training-plan": "tieline.report.listings",
+    "tieline-recipes": "tieline.report.listings",
 }
 
 
@@ -73,4 +73,4 @@ def _module(result: Any) -> Any:
     name = MODULES.get(result.format)
     if name is None:
         raise ParameterError(f"no report draws {result.format!r}, only {', '.join(MODULES)}")
-    return importlib.import_module(f"tieline.report.{name}")
+    return importlib.import_module(name)

@@ -10,15 +10,15 @@ from rich.text import Text
 
 from tieline.analysis.inspection import Inspection, TextPiece, TextSample
 from tieline.core.statistics import Quantiles
-from tieline.geometry.boundary import GapMeasures
-from tieline.geometry.load import ExpertLoad
+from tieline.lab.report.soften import deciding_table, soften_table
+from tieline.measure.boundary import GapMeasures
+from tieline.measure.load import ExpertLoad
 from tieline.report.charts import Panel, unmeasured
 from tieline.report.drawing import inline_image
 from tieline.report.frame import notebook_html, render
 from tieline.report.inspection_charts import LayerRow, inspection_panels, layer_rows
 from tieline.report.inspection_figures import inspection_figures as figures
 from tieline.report.inspection_noise import noise_words, slice_figure_of, slice_words
-from tieline.report.inspection_soften import deciding_table, soften_table
 from tieline.report.tables import (
     DASH,
     MOST_FINDINGS,

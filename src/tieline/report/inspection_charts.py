@@ -10,9 +10,10 @@ from typing import Any
 
 from tieline.analysis.inspection import Inspection, JumpMeasures, JumpSample
 from tieline.core.statistics import Quantiles
-from tieline.geometry.boundary import GapMeasures, MassProfile
-from tieline.geometry.measures import LayerMeasures
-from tieline.geometry.rounding import PrecisionFlips
+from tieline.lab.report.soften import soften_panel
+from tieline.measure.boundary import GapMeasures, MassProfile
+from tieline.measure.measures import LayerMeasures
+from tieline.measure.rounding import PrecisionFlips
 from tieline.report.charts import (
     MOST_NAMED,
     Panel,
@@ -24,7 +25,6 @@ from tieline.report.charts import (
     share_axis,
 )
 from tieline.report.inspection_noise import noise_panels
-from tieline.report.inspection_soften import soften_panel
 from tieline.report.tables import finite, percent, short_names, significant
 
 Span = tuple[str, float, float]

@@ -8,8 +8,8 @@ noise_words      the same in sentences, for terminals
 from typing import TYPE_CHECKING, Any
 
 from tieline.analysis.inspection import FlipWalk, Inspection, LayerSlice, OwnNoise
+from tieline.lab.report.slices import slice_figure
 from tieline.report.charts import MOST_NAMED, Panel, axis, depth_bar, figure, layer_colour
-from tieline.report.slices import slice_figure
 from tieline.report.tables import finite, percent, short_names, significant, visible
 
 if TYPE_CHECKING:

@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from tieline.lab.report.training import indented, pairs
 from tieline.report.frame import notebook_html
 from tieline.report.plain import Section, plain_page
 from tieline.report.tables import Grid, duration, significant, text_table
-from tieline.report.training import indented, pairs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from tieline.analysis.engine_runs import EngineEntry, EngineList
-    from tieline.papers.ledger import Catalogue
-    from tieline.training.engine import TrainingPlan
-    from tieline.training.recipes import RecipeList
+    from tieline.lab.claims.ledger import Catalogue
+    from tieline.lab.training.engine import TrainingPlan
+    from tieline.lab.training.recipes import RecipeList
 
 
 Listed = Any
@@ -70,7 +70,7 @@ def _listing(result: Listed) -> _Listing:
 
 def _list_catalogue(result: "Catalogue") -> _Listing:
     # here, because it needs torch, and the other listings do not
-    from tieline.report.ledger import FEW, SIGNS, STYLES, claim_text
+    from tieline.lab.report.ledger import FEW, SIGNS, STYLES, claim_text
 
     head = ("claim", "number", "what", "expected")
     rows = [(c.id, c.number, c.title, f"{SIGNS[c.expected]} {c.expected}") for c in result.claims]

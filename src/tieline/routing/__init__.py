@@ -4,11 +4,8 @@ routers, gates               tokens → scores → weights
 smooth, projected            gates that are continuous at ties
 experts, dispatch, grouped   the experts of non-zero weight (`buffers`: memory for them)
 layer, losses, baselines     the whole layer, its auxiliary losses, layers to compare with
-attention, attention_moe     softmax and sigmoid attention (`sigmoid_tiles`), as mixtures
 """
 
-from tieline.routing.attention import *  # noqa: F403
-from tieline.routing.attention_moe import *  # noqa: F403
 from tieline.routing.baselines import *  # noqa: F403
 from tieline.routing.dispatch import *  # noqa: F403
 from tieline.routing.experts import *  # noqa: F403

@@ -11,7 +11,7 @@
     GShardTopK     TopK with noisy scores in training and at most C = ⌈c k T/E⌉ tokens per expert
 
 A gate computes in at least float32, since bfloat16 scores tie in 4 % of tokens at E = 64, k = 8. It
-holds parameters only; controllers with running state live in `tieline.training`. A new gate
+holds parameters only; controllers with running state live in `tieline.lab.training`. A new gate
 overrides `weights`.
 
 Gates that choose (`SelectiveGate`) have w_i ∝ score(z_i) · share_i(c): the selection scores c,

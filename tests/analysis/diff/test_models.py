@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from tests.hf.tiny import batch, lively, tiny_model
+from tests.models.tiny import batch, lively, tiny_model
 from tieline.analysis.diff import (
     Side,
     diff,
@@ -15,7 +15,7 @@ from tieline.analysis.diff import (
 )
 from tieline.analysis.token_distances import token_distances
 from tieline.core.errors import ParameterError, TraceError, UnsupportedModelError
-from tieline.hf.loading import use_experts
+from tieline.models.loading import use_experts
 from tieline.trace import select_tokens
 from tieline.trace.record import identical
 

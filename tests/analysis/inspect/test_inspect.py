@@ -5,14 +5,14 @@ import json
 import pytest
 import torch
 
-from tests.hf.tiny import lively, tiny_model
+from tests.models.tiny import lively, tiny_model
 from tieline.analysis.inspect import inspect
 from tieline.analysis.jump import JumpSettings
 from tieline.analysis.sources import load
 from tieline.core.errors import TielineError
-from tieline.geometry.measures import MeasureSettings, measure
-from tieline.hf import capture
-from tieline.hf.demo import load_demo_tokenizer
+from tieline.measure.measures import MeasureSettings, measure
+from tieline.models import capture
+from tieline.models.demo import load_demo_tokenizer
 from tieline.trace import save_summary, save_trace, summarise
 
 TEXT = "def area(width, height):\n    return width * height  # <script>\n" * 12

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from tests.hf.tiny import batch, lively, tiny_model
+from tests.models.tiny import batch, lively, tiny_model
 from tieline.analysis import inspect as weights
 from tieline.analysis.inspect import inputs_fit, linear_weights
-from tieline.hf import capture, find_routers
+from tieline.models import capture, find_routers
 
 
 def traced(model, keep="inputs"):

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.analysis.walls import watched
-from tests.hf.tiny import CHOSEN, EXPERTS, batch, lively, tiny_model
+from tests.models.tiny import CHOSEN, EXPERTS, batch, lively, tiny_model
 from tieline.analysis.inspection import JumpSample
 from tieline.analysis.jump import JumpSettings, gap_jump_table, measure_jumps, relative_change
 from tieline.core.errors import ParameterError
-from tieline.hf import smooth_
+from tieline.models import smooth_
 
 FEW = JumpSettings(near=8, random=8)
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from tests.analysis.walls import watched
-from tests.hf.tiny import CHOSEN, batch, lively, tiny_model
+from tests.models.tiny import CHOSEN, batch, lively, tiny_model
 from tieline.analysis.jump import JumpSettings, loss_changes, measure_jumps, with_losses
 from tieline.core.errors import UnsupportedModelError
-from tieline.hf.router_call import Choice, override_choice
+from tieline.models.router_call import Choice, override_choice
 
 
 def losses_by_hand(model, router, row, ids, swap):

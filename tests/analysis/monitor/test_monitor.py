@@ -9,13 +9,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from tests.hf.tiny import batch, lively, tiny_model
+from tests.models.tiny import batch, lively, tiny_model
 from tieline import SmoothTopK, TopK, moe
 from tieline.analysis.inspect import inspect
 from tieline.analysis.monitor import JsonlWriter, RoutingMonitor, RoutingWarning
 from tieline.core.errors import TielineError, UnsupportedModelError
-from tieline.geometry.measures import MeasureSettings
-from tieline.hf.demo import load_demo_tokenizer
+from tieline.measure.measures import MeasureSettings
+from tieline.models.demo import load_demo_tokenizer
 
 TEXT = "def area(width, height):\n    return width * height  # <script>\n" * 12
 BF16 = MeasureSettings(sigmas=(1e-2,), precisions=("bf16",))

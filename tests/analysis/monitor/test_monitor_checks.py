@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.hf.tiny import batch, tiny_model
+from tests.models.tiny import batch, tiny_model
 from tieline import auxiliary_loss, collect_routing, moe
 from tieline.analysis.monitor import RoutingMonitor, RoutingWarning
 from tieline.routing.routers import LinearRouter

@@ -5,7 +5,7 @@ import torch
 
 from tieline.analysis.perturbations import Perturbation, noise_generator, standard_perturbations
 from tieline.core.errors import ParameterError
-from tieline.hf.emulate import FORMATS, OF_ROUTERS
+from tieline.models.emulate import FORMATS, OF_ROUTERS
 
 
 def test_the_standard_ones_are_every_format_and_noise_of_routers_and_model():

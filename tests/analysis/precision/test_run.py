@@ -13,12 +13,12 @@ from tests.analysis.zoo import (
     some_perturbations,
     words,
 )
-from tests.hf.tiny import batch, lively, tiny_model
+from tests.models.tiny import batch, lively, tiny_model
 from tieline.analysis import precision as run_module
 from tieline.analysis.perturbations import Perturbation
 from tieline.analysis.precision import audit
 from tieline.core.errors import ParameterError
-from tieline.hf.demo import demo_text
+from tieline.models.demo import demo_text
 
 
 def test_every_perturbation_has_a_row_in_order_and_json_of_it():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.analysis.zoo import FAMILIES
-from tests.hf.tiny import batch, lively, tiny_model
+from tests.models.tiny import batch, lively, tiny_model
 from tieline.analysis.perturbations import Perturbation, noise_generator
 from tieline.analysis.precision_runs import (
     FullEffect,
@@ -15,9 +15,9 @@ from tieline.analysis.precision_runs import (
 from tieline.analysis.precision_runs import _rule as rule
 from tieline.core.errors import UnsupportedModelError
 from tieline.core.statistics import SequenceSums
-from tieline.hf.emulate import modular_routers
-from tieline.hf.router_call import Choice, RouterOutput
-from tieline.hf.running import forward, only_running
+from tieline.models.emulate import modular_routers
+from tieline.models.router_call import Choice, RouterOutput
+from tieline.models.running import forward, only_running
 
 
 def runs_of(model, ids):

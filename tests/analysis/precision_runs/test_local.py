@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from tests.analysis.zoo import FAMILIES
-from tests.hf.tiny import batch, lively, tiny_model
+from tests.models.tiny import batch, lively, tiny_model
 from tieline.analysis.perturbations import Perturbation
 from tieline.analysis.precision_runs import LocalRuns, chosen_mask, routed_set
-from tieline.hf.emulate import emulate, modular_routers
-from tieline.hf.families import family_of
-from tieline.hf.router_call import read_output
+from tieline.models.emulate import emulate, modular_routers
+from tieline.models.families import family_of
+from tieline.models.router_call import read_output
 
 INT4 = Perturbation("rounding", "int4")
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from tests.analysis.walls import watched
-from tests.hf.tiny import batch, lively, tiny_model
+from tests.models.tiny import batch, lively, tiny_model
 from tieline.analysis.swap import BlockCall, block_of, recorded_choice
-from tieline.hf.router_call import Choice, override_choice
+from tieline.models.router_call import Choice, override_choice
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.analysis.walls import watched
-from tests.hf.tiny import batch, lively, tiny_model
+from tests.models.tiny import batch, lively, tiny_model
 from tieline.analysis.swap import BlockCall, BlockSampler, Rows, _Pool, block_of
-from tieline.hf import capture
+from tieline.models import capture
 
 
 def offered(keys, lots, cuts, size):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.analysis.walls import walls
-from tests.hf.tiny import SUPPORTED, lively, tiny_model
+from tests.models.tiny import SUPPORTED, lively, tiny_model
 from tieline.analysis.jump import relative_change
 from tieline.analysis.swap import recorded_choice, swapped_choice
 from tieline.core.errors import TraceError

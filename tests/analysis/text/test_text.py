@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tieline.analysis.text import TokenisedText, text_sample, tokenise
 from tieline.core.errors import ParameterError
-from tieline.hf.demo import load_demo_tokenizer
+from tieline.models.demo import load_demo_tokenizer
 from tieline.trace import LayerFacts, LayerTrace, RoutingTrace
 
 TOKENIZER = load_demo_tokenizer()

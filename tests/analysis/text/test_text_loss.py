@@ -5,7 +5,7 @@ import torch
 
 from tieline.analysis.text import text_loss
 from tieline.core.errors import ParameterError
-from tieline.hf.demo import demo_text, load_demo_model, load_demo_tokenizer
+from tieline.models.demo import demo_text, load_demo_model, load_demo_tokenizer
 
 
 def test_it_is_the_models_own_loss():

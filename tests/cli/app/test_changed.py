@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.hf.tiny import lively, tiny_model
-from tieline.hf import reroute_, smooth_, upcycle_
-from tieline.hf.demo import load_demo_tokenizer
+from tests.models.tiny import lively, tiny_model
+from tieline.models import reroute_, smooth_, upcycle_
+from tieline.models.demo import load_demo_tokenizer
 
 WORDS = 512
 FEW = ("--tokens", 128, "--batch-size", 1)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tieline.hf.demo import load_demo_model, load_demo_tokenizer
+from tieline.models.demo import load_demo_model, load_demo_tokenizer
 
 
 @pytest.mark.filterwarnings("default::tieline.core.errors.PrecisionWarning")

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from tests.hf.dense import dense_model
+from tests.models.dense import dense_model
 from tests.trace.zoo import make_trace
 from tieline.trace import save_trace
 

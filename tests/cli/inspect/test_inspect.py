@@ -203,7 +203,7 @@ def test_a_model_without_experts_is_refused_by_name(run, tmp_path):
 
 
 def test_scores_that_are_no_numbers_are_refused_with_their_layer(run, tmp_path):
-    from tieline.hf.demo import load_demo_model, load_demo_tokenizer
+    from tieline.models.demo import load_demo_model, load_demo_tokenizer
 
     model = load_demo_model()
     with torch.no_grad():

@@ -11,7 +11,7 @@ import tieline as tl
 from benchmarks import engines as bench
 from tieline.core.errors import TielineError
 from tieline.engines import ENGINES, EngineError, capture, installed
-from tieline.hf.demo import DEMO_FOLDER
+from tieline.models.demo import DEMO_FOLDER
 
 pytestmark = pytest.mark.skipif(
     not os.environ.get("TIELINE_TEST_ENGINES"),

@@ -1,0 +1,192 @@
+"""Sigmoid attention as an attention function of transformers (paper 4, eq. 2).
+
+    AutoModelForCausalLM.from_config(config, attn_implementation="tieline_sigmoid")
+    attend_(model, "sigmoid")                 # the same on a model, remembered when it is saved
+
+    o_i = Σ_j σ(s q_i·k_j − log N_i) v_j       over the N_i keys that query i sees
+
+Importing `tieline.models` registers it. N_i counts what the query itself sees: neither padding, nor
+later tokens, nor the cut between a prompt and the tokens that are generated from its cache change
+an output. Masks are those that transformers makes for SDPA: causal, padded, windows, chunks and
+packed sequences. What the function cannot honour is refused with the reason.
+
+The name of an attention function is not part of a checkpoint: a model that was trained with
+sigmoid attention and saved after `attend_` is restored with it by `load_pretrained`, and every
+other loader refuses it.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+
+from tieline.core.errors import ParameterError, UnsupportedModelError, require
+from tieline.lab.attention.sigmoid import AttentionKind, sigmoid_attention
+from tieline.models.changes import (
+    Restorer,
+    changes_of,
+    forget_change,
+    record_change,
+    register_restorer,
+)
+
+SIGMOID = "tieline_sigmoid"
+"""The name by which transformers knows it."""
+
+FEATURE = "attention"
+
+NOT_HONOURED = {
+    "softcap": "scores are not capped in sigmoid attention",
+    "s_aux": "a sink is a share of the softmax, and sigmoid weights share nothing",
+    "position_bias": "a bias of positions leaves the number of keys N of -log N undefined",
+    "cache": "its keys lie in pages",
+}
+"""Arguments of an attention function that are refused unless they are None, with the reason."""
+
+
+def register_attention(name: str = SIGMOID) -> None:
+    """Let `attn_implementation=name` compute attention by `sigmoid_attention_forward`.
+
+    Args:
+        name: refused if transformers has another function of that name.
+    """
+    taken = dict(AttentionInterface()).get(name, sigmoid_attention_forward)
+    if name == "eager" or taken is not sigmoid_attention_forward:
+        raise ParameterError(f"transformers has an attention function {name!r} that is not ours")
+    AttentionInterface.register(name, sigmoid_attention_forward)
+    AttentionMaskInterface.register(name, sdpa_mask)
+
+
+def sigmoid_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Σ_j σ(s q_i·k_j − log N_i) v_j with the signature of transformers' attention functions.
+
+    Args:
+        module: the attention module; its `is_causal` counts where none is given.
+        query: (B, H, N, d).
+        key: (B, H / g, M, d), shared by g consecutive heads each.
+        value: (B, H / g, M, d_v).
+        attention_mask: which keys are seen, (B, 1 or H, N, M), boolean, or 0 and the lowest number
+            of a dtype; None for all keys, or those up to the query.
+        dropout: must be 0: no matrix of weights exists that could be thinned.
+        scaling: s, 1/√d if None.
+        is_causal: whether a query sees the keys up to its own place, where there is no mask.
+        options: what else models give; refused if it would change the scores.
+    """
+    _refuse(dropout, options)
+    length = query.shape[2]
+    mask = None if attention_mask is None else _visible(attention_mask, query, key)
+    asked = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = bool(asked) and length > 1 and mask is None
+    if causal and key.shape[2] > length:  # an empty static cache: what follows is not written yet
+        key, value = key[:, :, :length], value[:, :, :length]
+    sight = {"causal": causal, "scale": scaling, "bias": "-log seen"}
+    if length == 1:
+        mixed = _one_query(query, key, value, mask, sight)
+    else:
+        groups = query.shape[1] // key.shape[1]
+        keys, values = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+        mixed = sigmoid_attention(query, keys, values, mask=mask, **sight)
+    return mixed.transpose(1, 2).contiguous(), None
+
+
+def _one_query(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sight: dict[str, Any]
+) -> Tensor:
+    """Attention of a single token: heads that share keys are as many queries of one head."""
+    batch, heads, _, _ = query.shape
+    shared = key.shape[1]
+    grouped = query.view(batch, shared, heads // shared, -1)
+    if mask is not None:
+        mask = mask.expand(batch, heads, 1, -1).reshape(batch, shared, heads // shared, -1)
+    return sigmoid_attention(grouped, key, value, mask=mask, **sight).view(batch, heads, 1, -1)
+
+
+def _refuse(dropout: float, options: dict[str, Any]) -> None:
+    require(
+        dropout == 0,
+        f"sigmoid attention drops no weights: set attention_dropout=0, got {dropout}",
+        UnsupportedModelError,
+    )
+    for name, reason in NOT_HONOURED.items():
+        if options.get(name) is not None:
+            raise UnsupportedModelError(f"sigmoid attention cannot honour {name!r}: {reason}")
+    if options.get("output_attentions"):
+        raise UnsupportedModelError(
+            "sigmoid attention keeps no weights to return: leave out output_attentions"
+        )
+
+
+def _visible(mask: Any, query: Tensor, key: Tensor) -> Tensor:
+    """The boolean form of a mask; refuses other forms and shapes, and additive biases."""
+    wanted = (*query.shape[:3], key.shape[2])
+    shape = tuple(mask.shape) if isinstance(mask, Tensor) else ()
+    fits = len(shape) == 4 and shape[2:] == wanted[2:]
+    require(
+        fits and all(own in (1, size) for own, size in zip(shape[:2], wanted[:2], strict=True)),
+        f"sigmoid attention needs a mask (B or 1, H or 1, N, M) for {wanted}, got "
+        f"{shape or type(mask).__name__}",
+        UnsupportedModelError,
+    )
+    if mask.dtype == torch.bool:
+        return mask
+    require(
+        mask.is_floating_point(),
+        f"a mask is boolean, or 0 and the lowest number of a dtype, got {mask.dtype}",
+        UnsupportedModelError,
+    )
+    hidden = mask <= torch.finfo(mask.dtype).min / 2
+    require(
+        bool((hidden | (mask == 0)).all()),
+        "the mask adds finite numbers to the scores: sigmoid attention only knows keys that are "
+        "seen and keys that are not, because its bias is -log of their number",
+        UnsupportedModelError,
+    )
+    return ~hidden
+
+
+def attend_(model: nn.Module, kind: AttentionKind = "sigmoid") -> None:
+    """Give a model sigmoid attention, remembered when it is saved, or softmax attention again.
+
+    The weights stay: a model that was trained with softmax attention does not predict as before.
+
+    Args:
+        model: a model of transformers that takes attention functions.
+        kind: "sigmoid" or "softmax" (SDPA).
+    """
+    require(kind in ("sigmoid", "softmax"), f"{kind=} is not 'sigmoid' or 'softmax'")
+    setter: Any = getattr(model, "set_attn_implementation", None)
+    require(setter is not None, f"{type(model).__name__} takes no attention function")
+    try:
+        setter(SIGMOID if kind == "sigmoid" else "sdpa")
+    except ValueError as problem:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} takes no attention function of others: {problem}"
+        ) from problem
+    if kind == "sigmoid":
+        record_change(model, FEATURE, {"kind": kind})
+    elif FEATURE in changes_of(getattr(model, "config", None)):
+        forget_change(model, FEATURE)
+
+
+def _check(facts: dict[str, Any]) -> None:
+    known = facts.get("kind") == "sigmoid"
+    require(known, f"the checkpoint's attention is unknown: {facts}", UnsupportedModelError)
+
+
+def _restore(model: nn.Module, facts: dict[str, Any]) -> None:
+    attend_(model, facts["kind"])
+
+
+register_restorer(FEATURE, Restorer(before=_restore, check=_check))

@@ -1,0 +1,228 @@
+"""A model's own attention as mixtures of experts: the keys are the experts of a query (paper 4).
+
+    p_j = softmax_j(s q·k_j)                     weights of a query's N keys
+    effective     exp(−Σ p_j log p_j)            keys that carry the mass
+    for90         keys that hold 90 % of it
+    top           largest weight
+    gap           s_[1] − s_[2]: distance of the two best keys from a tie, in units of scores
+    mass          Σ_j σ(s_j − log N)             what sigmoid weights would sum to
+    change        ‖o_σ − o‖ / ‖o‖                how far sigmoid would move the head's output
+
+Queries are a sample, evenly spaced over each sequence from the `FIRST`-th on. The change of the
+loss is that of the whole model with sigmoid attention in every layer and its weights as they are.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from tieline.analysis.sources import DEMO, ModelSource, Text, as_model, as_text, default_length
+from tieline.analysis.text import tokenise
+from tieline.core.errors import UnsupportedModelError, require
+from tieline.core.records import Result
+from tieline.core.statistics import Estimate, SequenceSums, next_token_losses
+from tieline.lab.attention.in_models import SIGMOID
+from tieline.lab.attention.watch import AttentionCall, watched_attention
+from tieline.models.running import batches, forward, only_running
+
+Progress = Callable[[str, int, int], None]
+
+FIRST = 8
+"""Place of the first query that is looked at: those before see too few keys."""
+
+QUERIES = 32
+"""Queries of a sequence that are looked at."""
+
+NEAR = 0.1
+"""Gap of two scores below which the two best keys nearly tie: their weights differ by 10 %."""
+
+MASS = 0.9
+
+
+@dataclass(frozen=True)
+class HeadView:
+    """One head, means over the sampled queries.
+
+    Attributes:
+        layer: name of the attention layer.
+        head: its number.
+        queries: how many were looked at.
+        seen: keys that a query sees.
+        effective: keys that carry the mass, the exponential of the entropy.
+        for90: keys that hold 90 % of the mass.
+        top: largest weight.
+        gap: median distance of the two best scores.
+        near: share of queries with a gap below 0.1.
+        mass: sum of the weights that sigmoid attention would give.
+        change: distance of sigmoid's output from the head's own, relative.
+    """
+
+    layer: str
+    head: int
+    queries: int
+    seen: float
+    effective: float
+    for90: float
+    top: float
+    gap: float
+    near: float
+    mass: float
+    change: float
+
+
+@dataclass(frozen=True, repr=False)
+class AttentionView(Result):
+    """The heads of a model as mixtures of experts.
+
+    Attributes:
+        model: name of the model.
+        heads: one record per head.
+        loss: mean loss, nats per token.
+        sigmoid_change: what sigmoid attention would add to it, with the weights as they are.
+        tokens: tokens that were run.
+        sequences: sequences that they are in, the clusters of the standard errors.
+        provenance: text and batch size.
+    """
+
+    format: ClassVar[str] = "tieline-attention"
+
+    model: str
+    heads: tuple[HeadView, ...]
+    loss: Estimate
+    sigmoid_change: Estimate
+    tokens: int
+    sequences: int
+    provenance: dict[str, object]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Means over heads by name, "loss" and "sigmoid_loss_change"."""
+        names = ("seen", "effective", "for90", "top", "gap", "near", "mass", "change")
+        count = max(1, len(self.heads))
+        found = {n: sum(getattr(head, n) for head in self.heads) / count for n in names}
+        losses = {"loss": self.loss.value, "sigmoid_loss_change": self.sigmoid_change.value}
+        return found | {name: value for name, value in losses.items() if value is not None}
+
+
+def attention_view(
+    source: ModelSource = DEMO,
+    *,
+    text: Text = None,
+    tokens: int = 4096,
+    batch_size: int = 8,
+    device: str = "cpu",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+) -> AttentionView:
+    """Look at a model's heads as mixtures of experts, and at what sigmoid attention would change.
+
+    Args:
+        source: a hub id, a folder, "demo" for the model in the box, or `(model, tokenizer)`.
+        text: what to run: a str, the Path of a file, or None for the text in the box.
+        tokens: how many tokens of it.
+        batch_size: sequences per forward pass.
+        device: where to load a named model, in float32.
+        revision: its branch, tag or commit on the hub.
+        trust_remote_code: whether code that comes with it may run.
+        progress: called with stage, done and total while the work goes on.
+    """
+    require(batch_size >= 1, f"batch_size must be at least 1, got {batch_size}")
+    words, origin = as_text(text)
+    options = {"device": device, "revision": revision, "trust_remote_code": trust_remote_code}
+    loaded = as_model(source, "attention takes", dtype="fp32", **options)
+    model = loaded.model
+    found = tokenise(loaded.tokenizer, words, tokens, default_length(model)).sequences
+    parts = list(batches([row for row in found if len(row) > FIRST + 1], batch_size))
+    require(bool(parts), f"the text is too short: a sequence needs more than {FIRST + 1} tokens")
+    rows: dict[str, list[Tensor]] = defaultdict(list)
+
+    def sink(name: str, call: AttentionCall) -> None:
+        rows[name].append(head_rows(call).cpu())
+
+    loss, change = _losses(model, parts, sink, progress)
+    return AttentionView(
+        model=loaded.name or type(model).__name__,
+        heads=tuple(view for name, some in rows.items() for view in _views(name, some)),
+        loss=loss,
+        sigmoid_change=change,
+        tokens=sum(ids.numel() for ids in parts),
+        sequences=sum(len(ids) for ids in parts),
+        provenance={"text": origin, "batch_size": batch_size},
+    )
+
+
+def _losses(
+    model: nn.Module,
+    parts: list[Tensor],
+    sink: Callable[[str, AttentionCall], None],
+    progress: Progress | None,
+) -> tuple[Estimate, Estimate]:
+    """Loss of the model, and its change by sigmoid attention."""
+    loss, change = SequenceSums(), SequenceSums()
+    config, setter = (getattr(model, name, None) for name in ("config", "set_attn_implementation"))
+    before = getattr(config, "_attn_implementation", None)
+    known = setter is not None
+    require(known, f"{type(model).__name__} takes no attention function", UnsupportedModelError)
+    require(before != SIGMOID, "the model has sigmoid attention already: nothing to compare with")
+    assert setter is not None
+    with only_running(model):
+        for number, ids in enumerate(parts):
+            with watched_attention(model, sink):
+                own = next_token_losses(forward(model, ids).logits, ids)
+            setter(SIGMOID)
+            try:
+                new = next_token_losses(forward(model, ids).logits, ids)
+            finally:
+                setter(before)
+            loss.add(own)
+            change.add(new - own)
+            if progress is not None:
+                progress("attention", number + 1, len(parts))
+    return loss.mean(), change.mean()
+
+
+@torch.no_grad()
+def head_rows(call: AttentionCall) -> Float[Tensor, "heads queries 8"]:
+    """What a sample of queries of each head sees, in float64.
+
+    In order: keys seen, effective keys, keys for 90 % of the mass, largest weight, gap of the two
+    best scores, whether it is below `NEAR`, mass of sigmoid weights, change of the output.
+    """
+    length, groups = call.query.shape[2], call.query.shape[1] // call.key.shape[1]
+    count = min(QUERIES, length - FIRST)
+    places = torch.linspace(FIRST, length - 1, count).long()
+    query = call.query[:, :, places].double()
+    keys, values = (x.repeat_interleave(groups, dim=1).double() for x in (call.key, call.value))
+    seen = call.seen[:, :, places].expand(*query.shape[:3], -1)
+    scores = (query @ keys.mT * call.scale).masked_fill(~seen, -torch.inf)
+    weights, number = scores.softmax(dim=-1), seen.sum(dim=-1).double()
+    ordered, best = weights.sort(dim=-1, descending=True).values, scores.topk(2).values
+    entropy = -(weights * weights.clamp(min=1e-300).log()).sum(dim=-1)
+    held = (ordered.cumsum(dim=-1) < MASS).sum(dim=-1) + 1.0
+    gap = best[..., 0] - best[..., 1]
+    sigmoid = (scores - number.log().unsqueeze(-1)).sigmoid()
+    own, other = weights @ values, sigmoid @ values
+    moved = (other - own).norm(dim=-1) / own.norm(dim=-1).clamp(min=1e-30)
+    near = (gap < NEAR).double()
+    columns = (number, entropy.exp(), held, ordered[..., 0], gap, near, sigmoid.sum(-1), moved)
+    return torch.stack(columns, dim=-1).transpose(0, 1).flatten(1, 2)
+
+
+def _views(name: str, some: list[Tensor]) -> list[HeadView]:
+    """Means over the queries of each head; the median of the gap."""
+    views = []
+    for head, rows in enumerate(torch.cat(some, dim=1)):
+        usable = rows[rows[:, 0] >= 2]
+        means = dict(zip(_COLUMNS, usable.mean(dim=0).tolist(), strict=True))
+        means["gap"] = usable[:, _COLUMNS.index("gap")].median().item()
+        views.append(HeadView(name, head, len(usable), **means))
+    return views
+
+
+_COLUMNS = [f.name for f in fields(HeadView)][3:]

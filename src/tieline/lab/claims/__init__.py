@@ -1,0 +1,32 @@
+"""The claims ledger: every statement of the papers as a record with a test that can fail.
+
+claim          Claim, Check, Evidence, Verdict, Outcome, and the comparisons that make checks
+registry       the claims of all papers, and how one is added
+runner         tests of many claims, on this machine or on a cluster; results on disk
+ledger         the record of all outcomes, and `reproduce`
+paper0, ...    the claims themselves, one package per paper
+"""
+
+from tieline.lab.claims.claim import Check, Claim, Evidence, Fits, Outcome, Run, Verdict
+from tieline.lab.claims.ledger import Catalogue, Ledger, reproduce
+from tieline.lab.claims.registry import PAPERS, all_claims, select
+from tieline.lab.claims.runner import ResultStore, run_claim, run_claims
+
+__all__ = [
+    "PAPERS",
+    "Catalogue",
+    "Check",
+    "Claim",
+    "Evidence",
+    "Fits",
+    "Ledger",
+    "Outcome",
+    "ResultStore",
+    "Run",
+    "Verdict",
+    "all_claims",
+    "reproduce",
+    "run_claim",
+    "run_claims",
+    "select",
+]

@@ -1,0 +1,209 @@
+"""The price of continuity: a bound for every gate, and what gates have of it."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from tieline.lab.claims.claim import (
+    Evidence,
+    Run,
+    at_least,
+    at_most,
+    chart,
+    line,
+    near,
+)
+from tieline.lab.claims.registry import claim
+from tieline.lab.limits.continuity import (
+    added_cost,
+    continuity_bound,
+    hard_sensitivity,
+    least_moved,
+    projected_cost,
+    ramp_cost,
+)
+from tieline.routing import ProjectedTopK, SmoothTopK, TopK, project
+
+LINEAR = continuity_bound(1.0, 1.0, 1.0)
+"""The bound of D·S in units of f² J⁴ σ²."""
+
+
+def laplace_ramp(reach: float = 12.0, points: int = 4001) -> tuple[Tensor, Tensor]:
+    """½e^s below 0 and 1 - ½e^{-s} above, cut where it is within e^-12 of its ends."""
+    s = torch.linspace(-reach, reach, points, dtype=torch.float64)
+    r = torch.where(s < 0, s.exp() / 2, 1 - (-s).exp() / 2)
+    r[0], r[-1] = 0, 1
+    return s, r
+
+
+def random_ramps(run: Run, count: int) -> list[tuple[Tensor, Tensor]]:
+    """Ramps straight between random points, rising or not, around the tie or beside it."""
+    found = []
+    for number in range(count):
+        points = 3 + number % 6
+        s = run.normal(points, stream=2 * number).sort().values + 1e-3 * torch.arange(points)
+        r = run.normal(points, stream=2 * number + 1).mul(0.5).add(0.5)
+        r = r.sort().values if number % 3 else r
+        r[0], r[-1] = 0, 1
+        found.append((s, r))
+    return found
+
+
+@claim(
+    "p5-law",
+    "moved times sensitivity",
+    number="law",
+    statement="D·S >= f²J⁴σ²/16 for every ramp between two experts, S linearised in σ; the Laplace "
+    "ramp attains it and a straight ramp has 4/3 of it.",
+    tested="Products of random ramps, monotone and not; of the Laplace ramp; of straight ramps.",
+    seconds=1,
+)
+def law(run: Run) -> Evidence:
+    """The least product of many ramps, and those of two special ones."""
+    products = [ramp_cost(*ramp).product for ramp in random_ramps(run, run.size(300, 3000))]
+    straight = ramp_cost(torch.tensor([-0.7, 0.7]).double(), torch.tensor([0.0, 1.0]).double())
+    laplace = ramp_cost(*laplace_ramp())
+    return Evidence(
+        [
+            at_least("least D·S of random ramps over the bound", min(products) / LINEAR, 1),
+            near("D·S of the Laplace ramp over the bound", laplace.product / LINEAR, 1, 1e-3),
+            near("D·S of a straight ramp over the bound", straight.product / LINEAR, 4 / 3, 1e-9),
+        ],
+        paper="bound 1/16",
+        measured=f"at least {min(products) / LINEAR:.3f} of {len(products)} ramps",
+    )
+
+
+@claim(
+    "p5-frontier",
+    "the frontier at finite noise",
+    number="frontier",
+    statement="To make flips R times cheaper a gate must move the model by at least π/32·R times "
+    "their cost for large R, and by the Fourier frontier for every R.",
+    tested="Random ramps under normal noise of several sizes against the frontier; the frontier "
+    "against π/32·R; the least of moved plus remaining.",
+    seconds=6,
+)
+def frontier(run: Run) -> Evidence:
+    """Distance of ramps to the frontier, and its limit."""
+    hard = hard_sensitivity(1.0, 1.0, 1.0)
+    excess = []
+    for place, ramp in enumerate(random_ramps(run, run.size(40, 400))):
+        sigma = (0.1, 0.3, 1.0)[place % 3]
+        cost = ramp_cost(*ramp, sigma)
+        if cost.sensitivity < 0.98 * hard * sigma:
+            least = least_moved(hard * sigma / cost.sensitivity) * hard * sigma
+            excess.append(cost.moved / least)
+    factors = torch.logspace(0.05, 2, 30, dtype=torch.float64)
+    least = torch.tensor([least_moved(r) for r in factors.tolist()], dtype=torch.float64)
+    whole = (least + 1 / factors).min().item()
+    slope = math.pi / 32 * factors
+    return Evidence(
+        [
+            at_least("least D of random ramps over the frontier", min(excess), 1, 5e-3),
+            near("frontier over π/32·R at R = 100", (least[-1] / slope[-1]).item(), 1, 5e-3),
+            at_most("frontier over π/32·R, largest", (least / slope).max().item(), 1),
+            near("least of moved plus remaining", whole, 0.54, 0.01),
+        ],
+        paper="π/32·R",
+        measured=f"{min(excess):.3f} of {len(excess)} ramps; {whole:.3f} moved plus remaining",
+        figure=chart(
+            "times cheaper",
+            "moved, over the cost of flips before",
+            line("least possible", factors, least),
+            line("π/32·R", factors, slope),
+            log="xy",
+        ),
+    )
+
+
+@claim(
+    "p5-gates",
+    "two gates and the bound",
+    number="gates",
+    statement="Projected top-k has 4/3 of the bound, at equal ε half the D and half the S of paper "
+    "1's ramp; that has 16/3 of the bound for b = 1 and more for b = 50.",
+    tested="D and S of layers with orthogonal experts by sampling scores near a tie, against the "
+    "integrals; paper 1's ramp by quadrature.",
+    seconds=2,
+)
+def gates(run: Run) -> Evidence:
+    """D and S of gates with two competitors, sampled and integrated."""
+    epsilon, sigma = 0.4, 0.01
+    sampled = {name: _sampled(run, gate, sigma) for name, gate in _gates(epsilon).items()}
+    predicted = projected_cost(0.5, math.sqrt(2), sigma, epsilon)
+    bound = continuity_bound(0.5, math.sqrt(2), sigma)
+    one, steep = added_cost(), added_cost(1.0, 50.0)
+    moved, sensitivity = sampled["projected"]
+    return Evidence(
+        [
+            near("D of the projection over f J² ε/6", moved / predicted.moved, 1, 0.02),
+            near("S over its prediction", sensitivity / predicted.sensitivity, 1, 0.05),
+            near("D·S over the bound", moved * sensitivity / bound, 4 / 3, 0.1),
+            near("D of the ramp over that", sampled["ramp"][0] / moved, 2, 0.05),
+            near("S of the ramp over that", sampled["ramp"][1] / sensitivity, 2, 0.1),
+            near("D·S of b = 1 over the bound", one.product / LINEAR, 16 / 3, 1e-6),
+            at_least("D·S of b = 50 over the bound", steep.product / LINEAR, 100),
+        ],
+        paper="4/3; 16/3",
+        measured=f"{moved * sensitivity / bound:.3f}; {one.product / LINEAR:.3f}; b = 50: "
+        f"{steep.product / LINEAR:.0f}",
+    )
+
+
+def _gates(epsilon: float) -> dict[str, ProjectedTopK | SmoothTopK]:
+    return {
+        "projected": ProjectedTopK(1, epsilon=epsilon),
+        "ramp": SmoothTopK(1, epsilon=epsilon),
+    }
+
+
+def _sampled(run: Run, gate: ProjectedTopK | SmoothTopK, sigma: float) -> tuple[float, float]:
+    """D and S over margins uniform in (-1, 1), of density ½; outputs are unit vectors."""
+    count = run.size(100_000, 1_000_000)
+    margin = torch.linspace(-1, 1, count, dtype=torch.float64)
+    scores = torch.stack((margin, torch.zeros_like(margin), torch.full_like(margin, -9.0)), dim=1)
+    noise = torch.zeros_like(scores)
+    noise[:, 0] = sigma * run.normal(count, stream=5)
+    clean, hard = gate.share(scores), TopK(1).share(scores)
+    noisy = gate.share(scores + noise)
+    square = (clean - hard).square().sum(dim=1), (noisy - clean).square().sum(dim=1)
+    return square[0].mean().item(), square[1].mean().item()
+
+
+@claim(
+    "p5-lipschitz",
+    "continuity at ties of every order",
+    number="Lipschitz",
+    statement="Projected top-k is Lipschitz with constant 1/ε in ℓ2 at ties of every order, and "
+    "no bound on the experts of a token below the number of tied ones is continuous.",
+    tested="Steps of the shares along random lines through ties of order 1 to 7 of 16 experts; "
+    "the jump of paper 1's ramp with k_max below the number of tied experts.",
+)
+def lipschitz(run: Run) -> Evidence:
+    """Largest slopes through ties, with and without a bound on the experts."""
+    epsilon, steepest, jump = 0.3, 0.0, 0.0
+    step = 1e-6
+    for order in range(1, 8):
+        tie = torch.cat(
+            (torch.tensor([2.0]), torch.zeros(order + 1), -3 - torch.arange(14.0 - order))
+        )
+        lines = run.normal(200, 16, stream=order)
+        ends = tie.double() + step * lines
+        moved = (
+            project(ends, 2, epsilon) - project(tie.double().expand_as(ends), 2, epsilon)
+        ).norm(dim=1)
+        steepest = max(steepest, (moved / (step * lines.norm(dim=1))).max().item() * epsilon)
+        bounded = SmoothTopK(2, epsilon=epsilon, k_max=3).share(ends)
+        if order >= 3:
+            jump = max(jump, (bounded[1:] - bounded[:-1]).norm(dim=1).max().item())
+    return Evidence(
+        [
+            at_most("largest slope times ε", steepest, 1, 1e-6),
+            at_least("the same, attained", steepest, 0.5),
+            at_least("jump with at most 3 experts", jump, 0.5),
+        ],
+        paper="1/ε",
+        measured=f"{steepest:.3f}/ε",
+    )

@@ -1,0 +1,374 @@
+"""Gates compared by training with paired seeds: on text, and on image domains left out.
+
+Runs of one seed begin with the same weights and see the same data, so gates are compared in pairs.
+
+Text (`train_gates`, `gate_table`): does smooth routing cost or gain perplexity? Paper 1, Tables 1,
+4, 6 and 8, and paper 2, Table 2, in the small forms of `training.recipes`:
+
+    perplexity   exp(loss) on the test split; mean and standard deviation over seeds
+    change       100 (PPL_gate / PPL_smoe - 1) at the same seed; mean and 95 % t interval
+    K            mean experts per token on the validation split
+    attack       word perplexity with 2.5 % of words replaced by AAA over that without, less 1
+
+Images (`leave_one_out`, `domain_table`): does the router matter for images of an unseen kind? Paper
+2, Table 3 (linear, cosine, perturbed cosine) and paper 1, Table 3 (cosine against smooth), on PACS:
+
+    accuracy     on the domain left out, of the model of the last step
+    balanced     the same with equal weights of the classes: 1/classes for a constant answer
+    average      over the four domains; mean and standard deviation over seeds
+    gain         average less that of the cosine router at the same seed; mean and standard error
+
+A run is above chance if its balanced accuracy exceeds 1/classes by three of its own standard
+errors; `DomainTable.at_chance` lists the others.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from tieline.core.errors import TielineError, require
+from tieline.core.statistics import mean_interval
+from tieline.lab.training.checkpoint import read_json
+from tieline.lab.training.config import GATE_NAMES
+from tieline.lab.training.recipes import DOMAIN_GATES, DOMAINS, pacs_small, recipe_config
+
+__all__ = [
+    "DomainRow",
+    "DomainScore",
+    "DomainTable",
+    "GateRow",
+    "GateScore",
+    "GateTable",
+    "domain_table",
+    "gate_table",
+    "leave_one_out",
+    "read_scores",
+    "train_gates",
+]
+
+GATE_REFERENCE = "smoe"
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class GateScore:
+    """One run: its gate and seed, its scores, and the use of experts.
+
+    Attributes:
+        gate: name of the variant.
+        seed: seed of the run.
+        perplexity: on the test split, per token.
+        bpc: bits per token on the validation split.
+        word_perplexity: on the test split, per word; None where words are not counted.
+        attacked: the same with words replaced.
+        experts: experts per token on the validation split.
+        budget: k* of the gate at the end; None without one.
+        tokens: tokens trained on.
+    """
+
+    gate: str
+    seed: int
+    perplexity: float
+    bpc: float
+    word_perplexity: float | None
+    attacked: float | None
+    experts: float
+    budget: float | None
+    tokens: int
+
+
+@dataclass(frozen=True)
+class GateRow:
+    """A gate over its seeds.
+
+    Attributes:
+        gate: name of the variant.
+        seeds: seeds that were run.
+        perplexity: mean over seeds.
+        deviation: standard deviation over seeds; 0 for one seed.
+        change: mean change against the reference at the same seed, in percent; None without pairs.
+        low: lower end of its 95 % interval; None with fewer than two pairs.
+        high: upper end.
+        experts: mean experts per token.
+        attack: mean rise of the word perplexity under attack, in percent; None if not measured.
+    """
+
+    gate: str
+    seeds: tuple[int, ...]
+    perplexity: float
+    deviation: float
+    change: float | None
+    low: float | None
+    high: float | None
+    experts: float
+    attack: float | None
+
+
+@dataclass(frozen=True)
+class GateTable:
+    """All gates, in the order of `config.GATE_NAMES`, with their runs."""
+
+    rows: tuple[GateRow, ...]
+    scores: tuple[GateScore, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the record as JSON values."""
+        return asdict(self)
+
+
+def train_gates(
+    form: str,
+    folder: Path,
+    gates: Sequence[str] = GATE_NAMES,
+    seeds: Sequence[int] = (0, 1, 2),
+    progress: Progress | None = None,
+) -> GateTable:
+    """Train every gate with every seed and compare; runs that are done are not repeated.
+
+    Args:
+        form: data and size, such as "wikitext-small".
+        folder: of the runs; one that was killed is resumed.
+        gates: names of variants.
+        seeds: of the runs.
+        progress: called with the current run, the number of runs done and their total.
+    """
+    from tieline.lab.training.engine import run  # loads transformers: only where a model is trained
+
+    jobs = [(gate, seed) for seed in seeds for gate in gates]
+    for done, (gate, seed) in enumerate(jobs):
+        if progress is not None:
+            progress(f"{gate} {seed}", done, len(jobs))
+        config, out = recipe_config(f"{form}-{gate}", seed), folder / f"{form}-{gate}-{seed}"
+        run(config, out, resume=(out / "config.json").is_file())
+    return gate_table(read_scores(folder, form))
+
+
+def read_scores(folder: Path, form: str) -> tuple[GateScore, ...]:
+    """Return the finished runs of a form in a folder, by gate and seed."""
+    found = [_gate_score(read_json(path)) for path in folder.glob(f"{form}-*/result.json")]
+    require(bool(found), f"{folder} holds no finished run of {form!r}", TielineError)
+    return tuple(sorted(found, key=lambda score: (GATE_NAMES.index(score.gate), score.seed)))
+
+
+def _gate_score(result: Mapping[str, Any]) -> GateScore:
+    config, scores = result["config"], result["scores"]
+    test, smoothing = scores["test"], scores.get("smoothing") or {}
+    optim = config["optim"]
+    return GateScore(
+        gate=config["gate"]["name"],
+        seed=config["seed"],
+        perplexity=test["perplexity"],
+        bpc=scores["validation"]["bpc"],
+        word_perplexity=test.get("word_perplexity"),
+        attacked=scores.get("test_attacked", {}).get("word_perplexity"),
+        experts=scores["validation"]["experts_per_token"],
+        budget=smoothing.get("budget"),
+        tokens=optim["steps"] * optim["batch"] * config["model"]["context"],
+    )
+
+
+def gate_table(scores: Iterable[GateScore]) -> GateTable:
+    """Return means, deviations and paired changes of runs."""
+    kept = tuple(scores)
+    gates = dict.fromkeys(score.gate for score in kept)
+    reference = {s.seed: s.perplexity for s in kept if s.gate == GATE_REFERENCE}
+    return GateTable(tuple(_gate_row(gate, kept, reference) for gate in gates), kept)
+
+
+def _gate_row(gate: str, scores: Sequence[GateScore], reference: Mapping[int, float]) -> GateRow:
+    runs = [score for score in scores if score.gate == gate]
+    perplexities = [score.perplexity for score in runs]
+    pairs = [s for s in runs if s.seed in reference and gate != GATE_REFERENCE]
+    changes = [100 * (score.perplexity / reference[score.seed] - 1) for score in pairs]
+    low, high = mean_interval(changes) if len(changes) > 1 else (None, None)
+    attacks = [
+        100 * (s.attacked / s.word_perplexity - 1) for s in runs if s.attacked and s.word_perplexity
+    ]
+    return GateRow(
+        gate=gate,
+        seeds=tuple(score.seed for score in runs),
+        perplexity=fmean(perplexities),
+        deviation=stdev(perplexities) if len(runs) > 1 else 0.0,
+        change=fmean(changes) if changes else None,
+        low=low,
+        high=high,
+        experts=fmean(score.experts for score in runs),
+        attack=fmean(attacks) if attacks else None,
+    )
+
+
+DOMAIN_REFERENCE = "cosine"
+ACCURACIES = ("accuracy", "balanced", "balanced_se", "commonest", "chance")
+ERRORS_ABOVE_CHANCE = 3.0
+
+
+@dataclass(frozen=True)
+class DomainScore:
+    """One run: the gate, the domain left out, the seed, and the accuracies."""
+
+    gate: str
+    out: str
+    seed: int
+    accuracy: float
+    balanced: float
+    balanced_se: float
+    validation: float
+    commonest: float
+    chance: float
+    experts: float
+
+    @property
+    def above_chance(self) -> bool:
+        """Whether the accuracy exceeds that of a constant answer."""
+        return self.balanced - ERRORS_ABOVE_CHANCE * self.balanced_se > self.chance
+
+
+@dataclass(frozen=True)
+class DomainRow:
+    """One gate.
+
+    Attributes:
+        gate: its name.
+        domains: mean accuracy over seeds for each domain.
+        deviations: standard deviation over seeds for each domain.
+        balanced: mean balanced accuracy over seeds for each domain.
+        average: mean over seeds of the average over domains.
+        deviation: standard deviation of that average over seeds.
+        gain: mean difference of the average to the cosine router's at the same seed.
+        gain_se: its standard error.
+        validation: mean accuracy on held-out images of the domains trained on.
+        experts: mean number of experts of a patch.
+    """
+
+    gate: str
+    domains: dict[str, float]
+    deviations: dict[str, float]
+    balanced: dict[str, float]
+    average: float
+    deviation: float
+    gain: float
+    gain_se: float
+    validation: float
+    experts: float
+
+
+@dataclass(frozen=True)
+class DomainTable:
+    """All gates, with the accuracies of a constant answer and of guessing.
+
+    Attributes:
+        rows: one for each gate.
+        seeds: the seeds that all runs have.
+        commonest: share of the commonest class of each domain.
+        chance: 1 / number of classes.
+        at_chance: runs that do not exceed chance, as (gate, domain, seed).
+    """
+
+    rows: tuple[DomainRow, ...]
+    seeds: tuple[int, ...]
+    commonest: dict[str, float]
+    chance: float
+    at_chance: tuple[tuple[str, str, int], ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the record as JSON values."""
+        return asdict(self)
+
+
+def leave_one_out(
+    folder: Path,
+    *,
+    gates: Sequence[str] = DOMAIN_GATES,
+    domains: Sequence[str] = DOMAINS,
+    seeds: Sequence[int] = (0, 1, 2),
+    steps: int | None = None,
+    progress: Progress | None = None,
+) -> list[DomainScore]:
+    """Train every gate on every domain and seed, seed by seed; finished runs are not repeated.
+
+    Args:
+        folder: holds a folder for each run.
+        gates: keys of `recipes.DOMAIN_VARIANTS`.
+        domains: domains to leave out, one after the other.
+        seeds: of weights, batches and splits.
+        steps: of each run, if not those of the recipe; a folder holds runs of one length.
+        progress: called with a stage, the number of runs done and their total.
+    """
+    from tieline.lab.training.engine import run
+
+    plans = [(gate, out, seed) for seed in seeds for out in domains for gate in gates]
+    scores = []
+    for done, (gate, out, seed) in enumerate(plans):
+        if progress is not None:
+            progress("runs", done, len(plans))
+        config = pacs_small(gate, out).replace(seed=seed)
+        if steps is not None:
+            config = config.replace(optim__steps=steps)
+        place = folder / f"{config.recipe}-{seed}"
+        known = (place / "config.json").is_file()
+        result = run(config, place, resume=known)
+        scores.append(_domain_score(gate, out, seed, result.scores))
+    return scores
+
+
+def _domain_score(gate: str, out: str, seed: int, found: dict[str, Any]) -> DomainScore:
+    test = found["out"]
+    same = {name: test[name] for name in ACCURACIES}
+    validation, experts = found["validation"]["accuracy"], fmean(test["experts"])
+    return DomainScore(gate, out, seed, validation=validation, experts=experts, **same)
+
+
+def domain_table(scores: Sequence[DomainScore]) -> DomainTable:
+    """Return the table of runs of every gate on every domain and seed."""
+    gates, domains, seeds = (
+        tuple(dict.fromkeys(getattr(score, name) for score in scores))
+        for name in ("gate", "out", "seed")
+    )
+    known = {(score.gate, score.out, score.seed): score for score in scores}
+    whole = len(known) == len(gates) * len(domains) * len(seeds)
+    require(whole, f"{len(known)} runs of {len(gates)} × {len(domains)} × {len(seeds)}")
+    averages = {
+        gate: [fmean(known[gate, out, seed].accuracy for out in domains) for seed in seeds]
+        for gate in gates
+    }
+    reference = averages.get(DOMAIN_REFERENCE)
+    rows = [
+        _domain_row(
+            gate, [score for score in scores if score.gate == gate], averages[gate], reference
+        )
+        for gate in gates
+    ]
+    at_chance = [(s.gate, s.out, s.seed) for s in scores if not s.above_chance]
+    commonest = {score.out: score.commonest for score in scores}
+    return DomainTable(tuple(rows), seeds, commonest, scores[0].chance, tuple(at_chance))
+
+
+def _domain_row(
+    gate: str,
+    scores: Sequence[DomainScore],
+    averages: Sequence[float],
+    reference: Sequence[float] | None,
+) -> DomainRow:
+    by_domain: dict[str, list[DomainScore]] = {}
+    for score in scores:
+        by_domain.setdefault(score.out, []).append(score)
+    gains = [a - b for a, b in zip(averages, reference or averages, strict=True)]
+    return DomainRow(
+        gate=gate,
+        domains={out: fmean(s.accuracy for s in found) for out, found in by_domain.items()},
+        deviations={out: _deviation([s.accuracy for s in f]) for out, f in by_domain.items()},
+        balanced={out: fmean(s.balanced for s in found) for out, found in by_domain.items()},
+        average=fmean(averages),
+        deviation=_deviation(averages),
+        gain=fmean(gains),
+        gain_se=_deviation(gains) / len(gains) ** 0.5,
+        validation=fmean(score.validation for score in scores),
+        experts=fmean(score.experts for score in scores),
+    )
+
+
+def _deviation(values: Sequence[float]) -> float:
+    """Return the sample standard deviation, NaN for a single value."""
+    return stdev(values) if len(values) > 1 else float("nan")

@@ -1,0 +1,136 @@
+"""The ledger: outcomes of tested claims, the catalogue of all claims, and `reproduce`."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from tieline._version import __version__
+from tieline.core.files import cache_folder
+from tieline.core.records import Result
+from tieline.lab.claims.claim import Claim, Outcome, Run, Verdict
+from tieline.lab.claims.registry import PAPERS, select
+from tieline.lab.claims.runner import ResultStore, run_claims
+
+__all__ = ["Catalogue", "Ledger", "PaperTitle", "Provenance", "reproduce"]
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """The version, mode ("fast" or "full") and seed of a run."""
+
+    tieline: str
+    mode: str
+    seed: int
+
+
+@dataclass(frozen=True)
+class PaperTitle:
+    """Number, short name and title of a paper."""
+
+    paper: int
+    name: str
+    title: str
+
+
+@dataclass(frozen=True, repr=False)
+class Ledger(Result):
+    """Outcomes of claims.
+
+    Attributes:
+        provenance: how the claims were tested.
+        papers: the papers of the claims.
+        verdicts: number of claims by verdict, in the order of `Verdict`.
+        changed: ids of the claims whose verdict changed or whose own check failed.
+        broken: ids of the claims whose test raised an exception.
+        claims: the outcomes, in the order of the papers.
+    """
+
+    format: ClassVar[str] = "tieline-ledger"
+    words: ClassVar[bool] = True
+
+    provenance: Provenance
+    papers: tuple[PaperTitle, ...]
+    verdicts: dict[str, int]
+    changed: tuple[str, ...]
+    broken: tuple[str, ...]
+    claims: tuple[Outcome, ...]
+
+    @classmethod
+    def of(cls, outcomes: Sequence[Outcome], run: Run) -> "Ledger":
+        """Collect outcomes with their papers and a count of the verdicts."""
+        counts = Counter(outcome.verdict for outcome in outcomes)
+        return cls(
+            Provenance(__version__, run.mode, run.seed),
+            _titles([outcome.claim for outcome in outcomes]),
+            {verdict.value: counts[verdict] for verdict in Verdict},
+            tuple(outcome.claim.id for outcome in outcomes if outcome.changed),
+            tuple(outcome.claim.id for outcome in outcomes if outcome.error),
+            tuple(outcomes),
+        )
+
+
+@dataclass(frozen=True, repr=False)
+class Catalogue(Result):
+    """Claims without results.
+
+    Attributes:
+        papers: the papers of the claims.
+        claims: the claims, in the order of the papers.
+    """
+
+    format: ClassVar[str] = "tieline-claims"
+
+    papers: tuple[PaperTitle, ...]
+    claims: tuple[Claim, ...]
+
+    @classmethod
+    def of(cls, claims: Sequence[Claim]) -> "Catalogue":
+        """Collect claims with their papers."""
+        return cls(_titles(claims), tuple(claims))
+
+
+def reproduce(
+    names: Sequence[str] = ("all",),
+    *,
+    fast: bool = False,
+    seed: int = 0,
+    results: Path | None = None,
+    executor: str = "loky",
+    address: str | None = None,
+    jobs: int = -1,
+    progress: Callable[[int, int], None] | None = None,
+) -> Ledger:
+    """Test claims of the papers, except those whose results are stored.
+
+    Args:
+        names: "all", papers by number or name, or ids of claims.
+        fast: use smaller samples.
+        seed: of all random numbers.
+        results: folder where results are kept; by default in the user's cache.
+        executor: "loky" for processes on this machine, "dask" for a cluster, "serial" for none.
+        address: of the Dask scheduler; None starts a cluster on this machine.
+        jobs: processes at once; -1 for one per core.
+        progress: called with the number of claims that are done, and of all.
+    """
+    chosen, run = select(names), Run(fast, seed)
+    store = ResultStore(results or cache_folder("claims"))
+    store.check()
+    tell = progress or (lambda done, total: None)
+    tell(0, len(chosen))
+    outcomes = run_claims(
+        chosen,
+        run,
+        store,
+        executor=executor,
+        address=address,
+        jobs=jobs,
+        progress=lambda _, done, total: tell(done, total),
+    )
+    return Ledger.of(outcomes, run)
+
+
+def _titles(claims: Sequence[Claim]) -> tuple[PaperTitle, ...]:
+    numbers = sorted({claim.paper for claim in claims})
+    return tuple(PaperTitle(n, PAPERS[n].name, PAPERS[n].title) for n in numbers)

@@ -1,0 +1,239 @@
+"""Random models on which papers 2 and 4 are tested, and what data can tell about them.
+
+drawn            parameters of a model
+inputs           uniform on the cube
+largest_gap      max |f - f'| over inputs
+
+Different measures of one function:
+
+split_scale      one expert as two of half the mass, (1 ± s)^{1/p} times as strong
+shift_rows       all rows v(β) moved by one vector
+twisted          A with an antisymmetric part
+without_row      the first router row zero
+
+Tests of identifiability:
+
+dependent        number of linearly dependent derivatives
+split_checks     results of the split test for each expert
+same_function    measures of one function: the loss tells them apart, the quotient loss does not
+least_ratio      least ‖f - f*‖ / quotient loss near a truth
+flat_bound       ‖f - f*‖ >= c·loss along a direction that does not change f, and apart from it
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tieline.lab.claims.claim import Check, Evidence, Run, at_least, at_most
+from tieline.lab.estimation import (
+    MoEModel,
+    MoEParameters,
+    quotient_loss,
+    quotient_losses,
+    regression_distance,
+    voronoi_loss,
+)
+from tieline.lab.estimation.derivative_tests import (
+    SPLIT_THRESHOLD,
+    RankTest,
+    generic_atoms,
+    split_test,
+)
+from tieline.lab.estimation.identifiability import information
+from tieline.lab.estimation.model import router_directions
+
+__all__ = [
+    "FLOOR",
+    "dependent",
+    "drawn",
+    "flat_bound",
+    "inputs",
+    "largest_gap",
+    "least_ratio",
+    "same_function",
+    "shift_rows",
+    "split_checks",
+    "split_scale",
+    "twisted",
+    "without_row",
+]
+
+
+def drawn(run: Run, model: MoEModel, stream: int = 1, router: float = 1.0) -> MoEParameters:
+    """Normal parameters; rows of length about `router`, the last bias 0."""
+    params = model.unflatten(run.normal(model.n_parameters, stream=stream))
+    bias = params.bias - params.bias[-1] if model.link == "softmax" else params.bias
+    return MoEParameters(router * params.router, bias, params.experts)
+
+
+def inputs(run: Run, n: int, d: int, stream: int = 9) -> Tensor:
+    """Uniform on [-1, 1]ᵈ."""
+    return 2 * torch.rand(n, d, dtype=torch.float64, generator=run.generator(stream)) - 1
+
+
+def largest_gap(model: MoEModel, one: MoEParameters, other: MoEParameters, x: Tensor) -> float:
+    """Largest |f - f'|; each may have its own number of experts."""
+    f = [model.with_experts(p.n_experts).regression(p, x) for p in (one, other)]
+    return float((f[0] - f[1]).abs().max())
+
+
+def split_scale(
+    model: MoEModel, truth: MoEParameters, size: float = 0.5, place: int | None = None
+) -> MoEParameters:
+    """The first expert as two: half the mass each, φ times 1 ± size; f is the same.
+
+    Args:
+        model: with experts of some degree p, or two-layer.
+        truth: the parameters; for the sigmoid link the first row must be zero.
+        size: share of the strength that moves.
+        place: coordinate of η that carries the strength; None is the whole row with degree p.
+    """
+    order = [0, *range(truth.n_experts)]
+    router, bias, experts = (
+        truth.router[order],
+        truth.bias[order].clone(),
+        truth.experts[order].clone(),
+    )
+    half = bias[0] - math.log(2) if model.link == "softmax" else torch.logit(bias[0].sigmoid() / 2)
+    bias[:2] = half
+    factors = torch.tensor([1 + size, 1 - size], dtype=torch.float64)
+    if place is None:
+        experts[:2] *= factors.unsqueeze(-1) ** (1 / (model.ridge.degree or 1))
+    else:
+        experts[:2, place] *= factors
+    return MoEParameters(router, bias, experts)
+
+
+def shift_rows(model: MoEModel, truth: MoEParameters, step: Tensor) -> MoEParameters:
+    """Rows whose v(β) = β/(‖β‖ + τ1) are all moved by `step`; the same f by softmax."""
+    tau = model.tau[0]
+    v = router_directions("perturbed", truth.router, tau) + step
+    rows = tau * v / (1 - torch.linalg.vector_norm(v, dim=-1, keepdim=True))
+    return MoEParameters(rows, truth.bias, truth.experts)
+
+
+def twisted(truth: MoEParameters, size: float = 0.3) -> MoEParameters:
+    """Quadratic scores on the plane with `size` added to A_12 and taken from A_21; the same f."""
+    rows = truth.router.clone()
+    rows[:, 1] += size
+    rows[:, 2] -= size
+    return MoEParameters(rows, truth.bias, truth.experts)
+
+
+def without_row(truth: MoEParameters) -> MoEParameters:
+    """The parameters with a zero row for the first expert."""
+    rows = truth.router.clone()
+    rows[0] = 0
+    return MoEParameters(rows, truth.bias, truth.experts)
+
+
+INVISIBLE = 1e-7
+"""Residual of the minimisation for a split that cannot be seen; seen ones are above 5e-6."""
+FLOOR = 1e-5
+"""A ratio ‖f - f*‖ / loss above this counts as bounded away from zero."""
+
+Pair = tuple[MoEModel, MoEParameters, MoEParameters]
+
+
+def dependent(test: RankTest) -> int:
+    """Return the number of functions beyond the rank, zero ones included."""
+    return test.functions - test.rank + len(test.zero)
+
+
+def split_checks(
+    run: Run, family: Callable[[str], MoEModel], cases: Mapping[str, str]
+) -> list[Check]:
+    """Check the results of the split test for each expert, as statements of our own.
+
+    Args:
+        run: mode and seed.
+        family: the model of an expert, on the plane.
+        cases: by expert "identifiable", "up to scale" or "not identifiable".
+    """
+    x, found = inputs(run, 800, 2), []
+    for expert, verdict in cases.items():
+        model = family(expert)
+        tests = [split_test(model, generic_atoms(model, 2, s), x, seed=run.seed) for s in (0, 1)]
+        best, across = (max(getattr(t, f) for t in tests) for f in ("minimum", "up_to_scale"))
+        name = f"{expert}: least visible split"
+        if verdict == "identifiable":
+            found.append(at_least(name, best, SPLIT_THRESHOLD, part="corrected"))
+            continue
+        found.append(at_most(name, best, INVISIBLE, part="corrected"))
+        rule = at_least if verdict == "up to scale" else at_most
+        limit = SPLIT_THRESHOLD if verdict == "up to scale" else INVISIBLE
+        found.append(rule(f"{expert}: the same across its scale", across, limit, part="corrected"))
+    return found
+
+
+def same_function(
+    pairs: Mapping[str, Pair],
+    x: Tensor,
+    kind: str,
+    paper: int,
+    others: Sequence[Check] = (),
+    **told: Any,
+) -> Evidence:
+    """Identifiability refuted: pairs of different measures that are one function.
+
+    Args:
+        pairs: by name a model and two of its parameters.
+        x: inputs on which the functions are compared.
+        kind: the paper's loss.
+        paper: 2 or 4.
+        others: further checks.
+        told: further fields of the evidence.
+    """
+    checks, gaps, loss = [], [], f"L_{kind.removeprefix('L')}"
+    for name, (model, one, other) in pairs.items():
+        gaps.append(largest_gap(model, one, other, x))
+        raw = voronoi_loss(other, one, kind, paper).value
+        left = quotient_loss(model, other, one, kind, paper).value
+        checks += [
+            at_least(f"{name}: functions differ by", gaps[-1], 1e-6 * raw),
+            at_most(f"{name}: functions agree to", gaps[-1], 1e-12, part="corrected"),
+            at_least(f"{name}: {loss} of the two", raw, 1e-3, part="corrected"),
+            at_most(f"{name}: quotient {loss}", left, 1e-9, part="corrected"),
+        ]
+    return Evidence([*checks, *others], paper="G = G*", measured=max(gaps), **told)
+
+
+def least_ratio(run: Run, model: MoEModel, truth: MoEParameters, kind: str, paper: int) -> float:
+    """Least ‖f - f*‖ / quotient loss over random and over the flattest directions of size 1e-3.
+
+    The flattest directions are the eigenvectors of the information matrix, its null space apart.
+    """
+    x = inputs(run, 2000, model.d, stream=21)
+    jacobian = model.jacobian(truth, x)
+    _, vectors = torch.linalg.eigh(jacobian.T @ jacobian / len(x))
+    flat = information(model, truth).nullity
+    random = run.normal(64, model.n_parameters, stream=22)
+    steps = torch.cat((vectors[:, flat:].T, random / random.norm(dim=1, keepdim=True)))
+    fits = model.unflatten(truth.flatten() + 1e-3 * steps)
+    distance = regression_distance(model, fits, model, truth, n=2000).value
+    loss = quotient_losses(model, fits, truth, kind, paper).values
+    return float((distance / loss.clamp_min(1e-300)).min())
+
+
+def flat_bound(gap: float, loss: float, least: float, along: str, apart: str) -> Evidence:
+    """‖f - f*‖ >= c·loss fails along a flat direction, and holds apart from it.
+
+    Args:
+        gap: largest |f - f*| along the direction.
+        loss: the loss there.
+        least: least ratio apart from it.
+        along: the direction in words.
+        apart: what is held fixed, in words.
+    """
+    return Evidence(
+        [
+            at_least(f"ratio along {along}", gap / loss, FLOOR),
+            at_least(f"least ratio, {apart}", least, FLOOR, part="condition"),
+            at_most(f"|f - f*| along {along}", gap, 1e-12, part="corrected"),
+        ],
+        paper="c > 0",
+        measured=f"{gap / loss:.2g} along {along}, {least:.2g} apart from it",
+    )

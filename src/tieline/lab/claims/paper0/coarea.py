@@ -1,0 +1,338 @@
+"""Section 3: the mass of a thin slab around a wall."""
+
+import math
+
+import torch
+from numpy.polynomial.legendre import leggauss
+from scipy import special
+
+from tieline.core.statistics import exponent, mean_estimate
+from tieline.lab.claims.claim import (
+    Check,
+    Evidence,
+    Run,
+    Verdict,
+    at_least,
+    at_most,
+    chart,
+    dots,
+    line,
+    near,
+    within,
+)
+from tieline.lab.claims.problems import GraphRouter, affine_scores, density, drawn_router, pair_mass
+from tieline.lab.claims.registry import claim
+from tieline.lab.geometry import ambiguity_mass, boundary_mass_pair
+from tieline.lab.limits.surface import surface_integral
+from tieline.lab.limits.two_cells import gaussian_boundary_mass, two_cells
+
+KAPPA = math.log(9.0)
+"""κ_ε for ε = 0.1."""
+
+
+@claim(
+    "p0-asm3.4",
+    "regular interfaces, and how to see that they are not",
+    statement="Near every wall the gradient of the score difference is bounded below; mass near "
+    "zero together with tiny gradients shows that it is not.",
+    tested="A curved regular wall and S = x³: P(|S| <= w)/w as w falls, and the smallest gradient "
+    "among the inputs with |S| <= w.",
+    expected=Verdict.CONDITION,
+    condition="the gradient does not vanish on the wall; the diagnosis is its smallest value among "
+    "near-ties, and the growth of P(|S| <= w)/w",
+)
+def regular(run: Run) -> Evidence:
+    """Exponent of the mass in the width, and gradients near the wall."""
+    router, n = GraphRouter(), run.size(200_000, 2_000_000)
+    x = run.normal(n, 3, stream=1)
+    gap, steep = router(x), router.gradient(x).norm(dim=1)
+    first = x[:, 0]
+    cubic, flat = first**3, 3 * first.square()
+    widths = [0.3, 0.1, 0.03, 0.01]
+    good = [(gap.abs() <= w).double().mean().item() / w for w in widths]
+    bad = [(cubic.abs() <= w).double().mean().item() / w for w in widths]
+    near_wall = gap.abs() <= widths[-1]
+    least, least_bad = steep[near_wall].min().item(), flat[cubic.abs() <= widths[-1]].min().item()
+    return Evidence(
+        [
+            at_least("smallest gradient near x³ = 0", least_bad, 0.1),
+            at_least("smallest gradient near the regular wall", least, 1.0, part="condition"),
+            near("exponent of P/w, regular", exponent(widths, good), 0, 0.05, part="condition"),
+            near("exponent of P/w, S = x³", exponent(widths, bad), -2 / 3, 0.05, part="corrected"),
+        ],
+        paper="an assumption",
+        measured=f"gradients >= {least:.3f} against {least_bad:.2g}",
+        figure=chart(
+            "w",
+            "P(|S| ≤ w) / w",
+            dots("regular wall", widths, good),
+            dots("S = x³", widths, bad),
+            log="xy",
+        ),
+        note="S = x³ is smooth and breaks the assumption: its mass grows like w^(1/3).",
+    )
+
+
+@claim(
+    "p0-eq3.8",
+    "level-set profile",
+    statement="F(t), the integral of p/‖∇S‖ over the level set S = t, is finite and continuous at "
+    "0, and is the density of S there.",
+    tested="A sphere under a Gaussian (F is a χ² density), and a curved wall: quadrature of F over "
+    "t against P(|S| <= w).",
+)
+def profile(run: Run) -> Evidence:
+    """F by surface integrals against densities."""
+    radius = 1.3
+    area = 4 * math.pi * radius**2 * math.exp(-(radius**2) / 2) / (2 * math.pi) ** 1.5
+    sphere = area / (2 * radius)
+    router, width = GraphRouter(), 0.5
+    nodes, weights = (torch.from_numpy(a) for a in leggauss(24))
+    inside = width * sum(
+        w * router.profile(width * t) for t, w in zip(nodes.tolist(), weights.tolist(), strict=True)
+    )
+    step = [abs(router.profile(t) - router.profile(0.0)) for t in (1e-2, 1e-4)]
+    levels = [i / 10 for i in range(-20, 21)]
+    checks = [
+        near(
+            "sphere: surface integral and χ² density",
+            sphere,
+            radius * math.exp(-(radius**2) / 2) / (2**1.5 * special.gamma(1.5)),
+            1e-12,
+        ),
+        near("∫F over [-w, w] and P(|S| <= w)", float(inside), router.mass(width), 1e-9),
+        at_most("|F(t) - F(0)| at t = 1e-4", step[1], 1e-4 * max(step[0], 1e-3)),
+    ]
+    figure = chart("t", "F(t)", line("curved wall", levels, [router.profile(t) for t in levels]))
+    return Evidence(checks, paper=router.mass(width), measured=float(inside), figure=figure)
+
+
+@claim(
+    "p0-prop3.5",
+    "coarea expansion for two experts",
+    statement="BM_ε(τ) = C_ε τ + o(τ) with C_ε = 2κ_ε times the surface integral of p/‖∇S‖.",
+    tested="A curved wall: C_ε from points sampled on the surface, BM from counts of the softmax, "
+    "both against quadrature; the error falls like τ³.",
+    seconds=0.5,
+)
+def expansion(run: Run) -> Evidence:
+    """C_ε by sampling the surface, and the order of the remainder."""
+    router = GraphRouter()
+    y = run.normal(run.size(100_000, 1_000_000), 2, stream=1)
+    surface = mean_estimate(router.on_surface(y, 0.0)).times(2 * KAPPA)
+    assert surface.value is not None
+    assert surface.standard_error is not None
+    exact, taus = 2 * KAPPA * router.profile(0.0), [0.2, 0.1, 0.05, 0.025]
+    masses = [router.mass(KAPPA * tau) for tau in taus]
+    left = [mass - exact * tau for mass, tau in zip(masses, taus, strict=True)]
+    gap = router(run.normal(run.size(400_000, 4_000_000), 3, stream=2))
+    counted = ambiguity_mass(torch.stack([gap, torch.zeros_like(gap)], dim=1), 0.1, 0.05)
+    checks = [
+        within("C_ε from the surface", surface.value, surface.standard_error, exact),
+        _any_surface(run, router),
+        within("BM at τ = 0.05 by counting", float(counted), counted.stderr.item(), masses[2]),
+        near("order of the remainder", exponent(taus, left), 3, 0.2),
+        at_most("relative remainder at τ = 0.025", abs(left[-1] / masses[-1]), 0.01),
+    ]
+    figure = chart(
+        "τ",
+        "BM(τ) / τ",
+        line("C_ε", taus, [exact] * 4, dashed=True),
+        dots("quadrature", taus, [m / t for m, t in zip(masses, taus, strict=True)]),
+        log="x",
+    )
+    return Evidence(checks, paper=exact, measured=surface.value, figure=figure)
+
+
+def _any_surface(run: Run, router: GraphRouter) -> Check:
+    """F(0) by lines along every axis, for any smooth surface."""
+    found = surface_integral(router, 3, lines=run.size(4_000, 40_000), seed=run.seed)
+    assert found.value is not None
+    assert found.standard_error is not None
+    words = "F(0) by lines through the surface"
+    return within(words, found.value, found.standard_error, router.profile(0.0))
+
+
+@claim(
+    "p0-lem3.6",
+    "tube formula of one wall",
+    statement="P(|S| <= w) = 2w F(0) + o(w) for any regular wall.",
+    tested="Quadrature on a curved wall: the remainder over w³ tends to F''(0)/3.",
+)
+def tube(run: Run) -> Evidence:
+    """The remainder of the first order, to its own constant."""
+    router, h = GraphRouter(), 0.02
+    zero = router.profile(0.0)
+    bend = (router.profile(h) - 2 * zero + router.profile(-h)) / h**2
+    widths = [0.4, 0.2, 0.1, 0.05]
+    left = [router.mass(w) - 2 * w * zero for w in widths]
+    return Evidence(
+        [
+            near("order of the remainder", exponent(widths, left), 3, 0.1),
+            near("remainder / w³ at w = 0.05", left[-1] / widths[-1] ** 3, bend / 3, 2e-3),
+            near("P / 2w at w = 0.05 over F(0)", router.mass(0.05) / 0.1 / zero, 1, 1e-3),
+        ],
+        paper=zero,
+        corrected=f"2wF(0) + w³F''(0)/3, F'' = {bend:.5f}",
+        measured=router.mass(0.05) / 0.1,
+    )
+
+
+@claim(
+    "p0-eq3.9",
+    "union bound for many experts",
+    statement="BM_pair(κ_ε τ) <= C̃ τ + o(τ), C̃ the sum of the pairs' constants.",
+    tested="Affine routers of 4 and 12 experts under a Gaussian: counts against the exact sum.",
+)
+def union(run: Run) -> Evidence:
+    """Counted mass over the bound."""
+    checks, ratios = [], []
+    for experts in (4, 12):
+        weight, bias = drawn_router(run, experts, 5)
+        scores = affine_scores(run, run.size(200_000, 2_000_000), weight, bias)
+        for tau in (0.1, 0.01):
+            bound = 2 * KAPPA * tau * pair_mass(weight, bias, 0.0)[1].sum().item()
+            mass = boundary_mass_pair(scores, KAPPA * tau)
+            error = mass.stderr.item()
+            ratios.append(float(mass) / bound)
+            checks.append(
+                at_most(f"BM_pair, E = {experts}, τ = {tau}", float(mass), bound, 4 * error)
+            )
+    checks.append(at_least("tightness at E = 4, τ = 0.01", ratios[1], 0.9, part="corrected"))
+    return Evidence(checks, paper="at most 1", measured=f"{min(ratios):.3f} to {max(ratios):.3f}")
+
+
+@claim(
+    "p0-prop3.7",
+    "linear margin tail",
+    statement="P(Δ_min <= δ) <= C_margin δ for δ up to some δ_0; C_margin is the sum over pairs of "
+    "twice the largest F near zero.",
+    tested="An affine router of 8 experts: C_margin in closed form, counts over two decades.",
+)
+def margin(run: Run) -> Evidence:
+    """Largest ratio of the counted mass to the bound."""
+    weight, bias = drawn_router(run, 8, 5)
+    scores = affine_scores(run, run.size(200_000, 2_000_000), weight, bias)
+    widths = [0.001, 0.003, 0.01, 0.03, 0.1]
+    grid = torch.linspace(-widths[-1], widths[-1], 201, dtype=torch.float64)
+    i, j = torch.triu_indices(8, 8, 1)
+    spread, shift = (weight[i] - weight[j]).norm(dim=1), bias[i] - bias[j]
+    highest = density((grid[:, None] - shift) / spread).div(spread).amax(dim=0)
+    constant = 2 * highest.sum().item()
+    masses = boundary_mass_pair(scores, torch.tensor(widths, dtype=torch.float64))
+    excess = (masses.value - 4 * masses.stderr - constant * torch.tensor(widths)).max().item()
+    ratio = (masses.value / (constant * torch.tensor(widths))).tolist()
+    return Evidence(
+        [
+            at_most("largest excess over C_margin δ", excess, 0),
+            at_least("tightness at δ = 0.003", ratio[1], 0.9, part="corrected"),
+        ],
+        paper=constant,
+        measured=masses.value[0].item() / widths[0],
+        figure=chart(
+            "δ",
+            "P(Δ_min ≤ δ) / δ",
+            line("C_margin", widths, [constant] * 5, dashed=True),
+            dots("counted", widths, [r * constant for r in ratio]),
+            log="x",
+        ),
+    )
+
+
+@claim(
+    "p0-ex3.8",
+    "linear router under a Gaussian",
+    number="Example 3.8",
+    statement="P(|S| <= r) = Φ((r-b)/σ) - Φ((-r-b)/σ) = 2r φ(b/σ)/σ + o(r), and the surface "
+    "integral of p/‖v‖ is φ(b/σ)/σ.",
+    tested="Counts in four dimensions with a drawn covariance, the surface integral over the "
+    "hyperplane by quadrature, and the next term of the expansion.",
+)
+def linear(run: Run) -> Evidence:
+    """Exact mass, first order and next order, and the hyperplane's integral."""
+    factor = run.normal(4, 4, stream=1)
+    covariance = factor @ factor.T + 0.5 * torch.eye(4, dtype=torch.float64)
+    normal, offset, radius = run.normal(4, stream=2), 0.7, 0.2
+    router = two_cells(normal=normal, offset=offset, slopes=torch.zeros(2, 4))
+    mass = gaussian_boundary_mass(router, radius, covariance)
+    root = torch.linalg.cholesky(covariance)
+    draws = run.normal(run.size(400_000, 4_000_000), 4, stream=3) @ root.T
+    inside = ((draws @ normal + offset).abs() <= radius).double().mean().item()
+    error = math.sqrt(inside * (1 - inside) / len(draws))
+    square = (normal @ covariance @ normal).item()
+    next_term = 1 + radius**2 * (offset**2 / square**2 - 1 / square) / 6
+    small = gaussian_boundary_mass(router, 0.02, covariance)
+    return Evidence(
+        [
+            within("P(|S| <= r) by counting", inside, error, mass.exact),
+            near("hyperplane integral in the plane", *_hyperplane_integral(2.0, 0.7), 1e-10),
+            near(
+                "next order over first",
+                mass.next_order / mass.first_order,
+                next_term,
+                1e-12,
+                part="corrected",
+            ),
+            at_most(
+                "relative error of the next order at r = 0.02",
+                abs(small.next_order / small.exact - 1),
+                1e-7,
+                part="corrected",
+            ),
+            at_most(
+                "relative error of the first order at r = 0.02",
+                abs(small.first_order / small.exact - 1),
+                1e-3,
+            ),
+        ],
+        paper=mass.first_order,
+        corrected=mass.next_order,
+        measured=inside,
+        note=f"exact by Φ: {mass.exact:.9f}",
+    )
+
+
+def _hyperplane_integral(scale: float, offset: float) -> tuple[float, float]:
+    """∫ p/‖v‖ over {v·x + b = 0} in the plane, v = scale·(0.6, 0.8), and φ(b/σ)/σ."""
+    y = torch.linspace(-12, 12, 4801, dtype=torch.float64)
+    foot = -offset / scale
+    along = (density(y) * density(torch.tensor(foot, dtype=torch.float64))).sum().item() * 0.005
+    target = density(torch.tensor(offset / scale, dtype=torch.float64)).item() / scale
+    return along / scale, target
+
+
+@claim(
+    "p0-lem5.7",
+    "linear scaling of the ambiguity mass",
+    statement="BM(τ; ε) <= C_ε τ for small τ, by the pairs' slabs of width κ_{ε,E} τ.",
+    tested="An affine router of 6 experts: counts against the sum over pairs, τ over two decades.",
+)
+def scaling(run: Run) -> Evidence:
+    """Counted ambiguity over τ against its bound."""
+    weight, bias = drawn_router(run, 6, 4)
+    scores = affine_scores(run, run.size(200_000, 2_000_000), weight, bias)
+    taus, wide = [0.3, 0.1, 0.03, 0.01], KAPPA + math.log(5)
+    mass = [ambiguity_mass(scores, 0.1, tau) for tau in taus]
+    bound = [pair_mass(weight, bias, wide * tau)[0].sum().item() for tau in taus]
+    excess = max(float(m) - b for m, b in zip(mass, bound, strict=True))
+    power = exponent(taus[1:], [float(m) for m in mass[1:]])
+    return Evidence(
+        [
+            at_most("largest excess over the bound", excess, 0),
+            near("exponent of BM in τ", power, 1, 0.08),
+        ],
+        paper=bound[-1] / taus[-1],
+        measured=float(mass[-1]) / taus[-1],
+        figure=chart(
+            "τ",
+            "BM(τ; ε) / τ",
+            line(
+                "sum over pairs",
+                taus,
+                [b / t for b, t in zip(bound, taus, strict=True)],
+                dashed=True,
+            ),
+            dots("counted", taus, [float(m) / t for m, t in zip(mass, taus, strict=True)]),
+            log="x",
+        ),
+    )

@@ -1,0 +1,384 @@
+"""Section 5: the parts of the risk, misrouting, recovery of the teacher, strict saddles."""
+
+import math
+
+import torch
+
+from tieline.lab.claims.claim import (
+    Check,
+    Evidence,
+    Run,
+    Verdict,
+    at_least,
+    at_most,
+    chart,
+    dots,
+    near,
+    none_of,
+    within,
+)
+from tieline.lab.claims.paper0.limit import crossing_pair
+from tieline.lab.claims.problems import mixture, pupil
+from tieline.lab.claims.registry import claim
+from tieline.lab.limits.recovery import (
+    match_experts,
+    misrouting_bound,
+    recovery_errors,
+    specialisation_gap,
+)
+from tieline.lab.limits.risk import (
+    MoESample,
+    cell_control,
+    evaluate,
+    hard_predictions,
+    risk_decomposition,
+)
+from tieline.lab.limits.saddle import CriticalPoint, find_critical_points
+from tieline.lab.limits.shape import sampled_wall_derivative, wall_variation
+from tieline.lab.limits.two_cells import TwoCells, gaussian_inputs, gaussian_risk, two_cells
+
+EPSILON = 0.1
+
+
+@claim(
+    "p0-lem5.5",
+    "risk of the interior and of the boundary layer",
+    statement="L̃ splits into an interior and a boundary part; the latter is at most C(ε, B, "
+    "B_stu) BM(τ; ε).",
+    tested="The two parts on drawn students against the whole, and against the paper's constant "
+    "2B² + 2B_stu² and the sharp (B + B_stu)².",
+)
+def decomposition(run: Run) -> Evidence:
+    """Sum of the parts; boundary part over both bounds."""
+    gap, sharp, paper = 0.0, [], []
+    for tau in (1.0, 0.3, 0.1, 0.03):
+        parts = risk_decomposition(pupil(run, run.size(50_000, 500_000), 0.7).sample, tau, EPSILON)
+        values = [e.value or 0.0 for e in (parts.total, parts.interior, parts.boundary)]
+        gap = max(gap, abs(values[0] - values[1] - values[2]))
+        sharp.append(values[2] / (parts.sharp_bound.value or math.nan))
+        paper.append(values[2] / (parts.paper_bound.value or math.nan))
+    return Evidence(
+        [
+            at_most("whole minus parts", gap, 1e-12),
+            at_most("boundary part over the paper's bound", max(paper), 1),
+            at_most("boundary part over (B + B_stu)² BM", max(sharp), 1, part="corrected"),
+            at_least("boundary part is there", min(paper), 1e-6, part="corrected"),
+        ],
+        paper="at most 1, constant 2B² + 2B_stu²",
+        corrected="constant (B + B_stu)², no ε",
+        measured=max(sharp),
+    )
+
+
+@claim(
+    "p0-prop5.8",
+    "cellwise control on the dominated interior",
+    statement="On Ω*_k ∩ {p_k >= 1-ε} the risk is at least half the squared error of expert k, "
+    "less 4 B_stu² ε² times its mass.",
+    tested="Both sides in every cell of students at four distances from the teacher.",
+)
+def cellwise(run: Run) -> Evidence:
+    """Smallest slack over cells, distances and temperatures."""
+    slacks, masses = [], []
+    for distance in (0.0, 0.2, 0.5, 1.0):
+        student = pupil(run, run.size(30_000, 300_000), distance)
+        for tau in (0.3, 0.05):
+            cells = cell_control(student.sample, student.labels, tau, EPSILON)
+            slacks += [cell.slack.value or 0.0 for cell in cells]
+            masses += [cell.mass.value or 0.0 for cell in cells]
+    checks = [
+        at_least("smallest slack", min(slacks), 0),
+        at_least("largest mass of a dominated cell", max(masses), 0.1, part="corrected"),
+    ]
+    return Evidence(checks, paper="at least 0", measured=min(slacks))
+
+
+@claim(
+    "p0-prop5.10",
+    "shape derivative of the hard risk",
+    statement="Moving a wall changes the hard risk at the rate ∫ [φ₊ D(μ_l) - φ₋ D(μ_k)] p; where "
+    "it vanishes and the second variation is negative, the risk falls.",
+    tested="Two affine experts under a Gaussian: the formula against differences on both sides, at "
+    "a wall of the teacher and off it, and by sampling; the second variation at a wall whose first "
+    "one vanishes.",
+    expected=Verdict.CONDITION,
+    condition="it is the derivative at 0⁺ along the motion; at a wall of the teacher that at 0⁻ "
+    "has the traces exchanged and the other sign",
+    seconds=1,
+)
+def shape(run: Run) -> Evidence:
+    """One-sided derivatives by formula and by differences."""
+    student, teacher = crossing_pair()
+    shift = torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64)
+    off = wall_variation(student, teacher, torch.tensor([0.3, -0.5, 1.0], dtype=torch.float64))
+    on = wall_variation(teacher, teacher, shift)
+    first, second = _wrong_way_round()
+    return Evidence(
+        [
+            near("derivative at 0⁻ is that at 0⁺, on the teacher's wall", on.left, on.right, 1e-6),
+            near(
+                "formula and difference at 0⁺, off",
+                off.right,
+                off.right_difference,
+                1e-5,
+                part="condition",
+            ),
+            near(
+                "formula and difference at 0⁺, on",
+                on.right,
+                on.right_difference,
+                1e-5,
+                part="condition",
+            ),
+            near(
+                "formula and difference at 0⁻, on",
+                on.left,
+                on.left_difference,
+                1e-5,
+                part="corrected",
+            ),
+            at_most("product of the two sides, on", on.left * on.right, 0, part="corrected"),
+            _sampled_check(run),
+            near("first variation, experts exchanged", first, 0, 1e-9, part="condition"),
+            at_most("second variation there", second, -0.1, part="condition"),
+        ],
+        paper=on.right,
+        corrected=f"0⁺: {on.right:.6f}, 0⁻: {on.left:.6f}",
+        measured=f"0⁺: {on.right_difference:.6f}, 0⁻: {on.left_difference:.6f}",
+    )
+
+
+def _sampled_check(run: Run) -> Check:
+    """The derivative of the hard risk of four experts, by the wall's layer and by differences."""
+    sample = mixture(run, run.size(400_000, 4_000_000))
+    change = torch.tensor([1.0, -0.5, 0.0, 0.2], dtype=torch.float64)
+    forth = MoESample(sample.scores + 0.02 * change, sample.outputs, sample.target)
+    back = MoESample(sample.scores - 0.02 * change, sample.outputs, sample.target)
+    rate = sampled_wall_derivative(sample, change.expand_as(sample.scores), 0.05)
+    pair = _hard_losses(forth) - _hard_losses(back)
+    difference, error = pair.mean().item() / 0.04, pair.std().item() / 0.04 / len(pair) ** 0.5
+    both = math.hypot(error, rate.standard_error or 0.0)
+    return within(
+        "sampled derivative of 4 experts",
+        rate.value or math.nan,
+        both,
+        difference,
+        resolution=0.3,
+        bias=0.02 * abs(difference),
+        part="condition",
+    )
+
+
+def _hard_losses(sample: MoESample) -> torch.Tensor:
+    return (sample.target - hard_predictions(sample)).square()
+
+
+def _wrong_way_round() -> tuple[float, float]:
+    """First and second difference of L_0 when a wall turns, its experts on the wrong sides.
+
+    μ = |x_1| and experts ∓x_2/2 on the two sides of x_2 = 0: on the wall both are 0, so nothing is
+    lost to first order, and any turn helps.
+    """
+    teacher = two_cells(normal=[1.0, 0.0], slopes=[[1.0, 0.0], [-1.0, 0.0]])
+    risks = []
+    for angle in (-0.01, 0.0, 0.01):
+        normal = [math.sin(angle), math.cos(angle)]
+        student = two_cells(normal=normal, slopes=[[0.0, -0.5], [0.0, 0.5]])
+        risks.append(gaussian_risk(student, teacher).item())
+    return (risks[2] - risks[0]) / 0.02, (risks[2] - 2 * risks[1] + risks[0]) / 0.01**2
+
+
+TEACHER = two_cells(normal=[1.0, 0.0], slopes=[[0.3, 0.5], [-0.7, -0.4]], intercepts=[1.0, -0.5])
+TAU, CONFIDENT = 0.05, 0.05
+"""Temperature and ε of section 5.4."""
+
+
+@claim(
+    "p0-lem5.16",
+    "confident misrouting costs risk",
+    statement="For every parameter and every permutation π, L̃_int >= γ/4 (P(E_mis(π)) - K(K-1)η).",
+    tested="The student that equals its teacher, under the identity and under a swap of two "
+    "experts; the corrected bound γ/4 P(E_mis ∖ E_gap) on students at four distances.",
+    expected=Verdict.FAILS,
+)
+def misrouting(run: Run) -> Evidence:
+    """Interior risk against the printed and the corrected bound."""
+    gamma, n = 0.05, run.size(50_000, 500_000)
+    teacher = pupil(run, n, 0.0)
+    eta = specialisation_gap(teacher.sample, teacher.labels, [gamma]).etas[0]
+    same, swap = (
+        misrouting_bound(
+            teacher.sample, teacher.labels, TAU, CONFIDENT, gamma=gamma, eta=eta, permutation=p
+        )
+        for p in ((0, 1, 2), (1, 0, 2))
+    )
+    excess = _corrected_excess(run, n, gamma, eta)
+    interior = swap.interior.value or 0.0
+    return Evidence(
+        [
+            at_most(
+                "printed bound less L̃_int, π the identity",
+                same.paper_bound,
+                same.interior.value or 0.0,
+            ),
+            at_most("printed bound less L̃_int, π a swap", swap.paper_bound, interior),
+            at_most("largest excess of the corrected bound", max(excess), 0, part="corrected"),
+            near(
+                "the hypothesis 2ε B_stu <= √γ/2 holds",
+                float(swap.admissible),
+                1,
+                0,
+                part="corrected",
+            ),
+        ],
+        paper=swap.paper_bound,
+        corrected=swap.corrected_bound.value,
+        measured=interior,
+        note="Counterexample: the student is the teacher, π exchanges two experts. The printed "
+        f"bound asks for an interior risk of {swap.paper_bound:.2e}; it is {interior:.2e}.",
+    )
+
+
+def _corrected_excess(run: Run, n: int, gamma: float, eta: float) -> list[float]:
+    """Corrected bound less L̃_int, for students at four distances and three permutations."""
+    excess = []
+    for distance in (0.0, 0.3, 0.7, 1.5):
+        student = pupil(run, n, distance)
+        sample, labels = student.sample, student.labels
+        for p in ((0, 1, 2), (1, 0, 2), (2, 0, 1)):
+            found = misrouting_bound(
+                sample, labels, TAU, CONFIDENT, gamma=gamma, eta=eta, permutation=p
+            )
+            excess.append((found.corrected_bound.value or 0.0) - (found.interior.value or 0.0))
+    return excess
+
+
+@claim(
+    "p0-thm5.17-matching",
+    "matching of student and teacher experts",
+    number="sec. 5.4, after (5.16)",
+    statement="The permutation that minimises confident misrouting matches students to teachers.",
+    tested="A teacher with relabelled experts: the Hungarian assignment of confident agreement "
+    "must find the relabelling, and beat all others on a distant student.",
+)
+def matching(run: Run) -> Evidence:
+    """Wrong matches, and the best of all permutations."""
+    from itertools import permutations
+
+    student, wrong = pupil(run, run.size(20_000, 200_000), 0.1), 0
+    for p in permutations(range(3)):
+        order = list(p)
+        sample = type(student.sample)(
+            student.sample.scores[:, order], student.sample.outputs[:, order], student.sample.target
+        )
+        found = match_experts(sample, student.labels, TAU, CONFIDENT)
+        wrong += tuple(order[j] for j in found.permutation) != (0, 1, 2)
+    far = pupil(run, run.size(20_000, 200_000), 1.5)
+    best = match_experts(far.sample, far.labels, TAU, CONFIDENT)
+    sums = [sum(best.agreement[k, p[k]].item() for k in range(3)) for p in permutations(range(3))]
+    chosen = sum(best.agreement[k, j].item() for k, j in enumerate(best.permutation))
+    checks = [
+        none_of("relabellings not found", wrong),
+        near("agreement of the match is the largest", chosen, max(sums), 1e-12),
+    ]
+    return Evidence(checks, paper="argmin over permutations", measured=f"{wrong} of 6 wrong")
+
+
+def _minimiser(run: Run, tau: float) -> TwoCells:
+    """The critical point of least risk; further starts where the first ones lead nowhere."""
+    points: tuple[CriticalPoint, ...] = ()
+    for attempt in range(5):
+        seed = run.seed + 1_000 * attempt
+        points = points or find_critical_points(TEACHER, tau, starts=run.size(6, 12), seed=seed)
+    return min(points, key=lambda point: point.risk).student
+
+
+@claim(
+    "p0-thm5.17-recovery",
+    "global minimisers recover the teacher",
+    number="Thm 5.17, (5.13), (5.14)",
+    statement="A global minimiser of L_τ has expert error at most C_1 (BM* + BM + η + ε²) and "
+    "partition error at most C_2 (BM* + η + ε²).",
+    tested="The best critical point of a two-expert problem in the plane at three temperatures; "
+    "C_1 and C_2 as measured ratios.",
+    seconds=3,
+)
+def recovery(run: Run) -> Evidence:
+    """Errors and measured constants as τ falls."""
+    taus, experts, partition, first, second = [0.6, 0.45, 0.3], [], [], [], []
+    for tau in taus:
+        best = _minimiser(run, tau)
+        inputs = gaussian_inputs(run.size(100_000, 1_000_000), 2, run.seed)
+        sample = evaluate(best.scores, best.outputs, TEACHER.value, inputs)
+        found = recovery_errors(sample, TEACHER.scores(inputs), tau, CONFIDENT)
+        experts.append(found.experts.value or 0.0)
+        partition.append(found.partition.value or 0.0)
+        first.append(found.expert_ratio)
+        second.append(found.partition_ratio)
+    return Evidence(
+        [
+            at_most("C_1 at every τ", max(first), 1.0),
+            at_most("C_2 at every τ", max(second), 1.0),
+            at_most("expert error falls with τ", experts[2], experts[0]),
+            at_most("partition error in the interior", max(partition), 0.05),
+        ],
+        paper="some C_1, C_2",
+        measured=f"C_1 = {max(first):.3f}, C_2 = {max(second):.4f}",
+        figure=chart(
+            "τ",
+            "error",
+            dots("experts (5.13)", taus, experts),
+            dots("partition (5.14)", taus, partition),
+        ),
+        note="The experts are affine, not bounded; under a Gaussian their moments stand in.",
+    )
+
+
+@claim(
+    "p0-thm5.17-saddles",
+    "other critical points are strict saddles",
+    number="Thm 5.17, last part",
+    statement="Every critical point of L_τ whose hard partition is not the teacher's has a "
+    "negative eigenvalue.",
+    tested="Newton's method on the gradient of L_τ from random walls, two experts in the plane: "
+    "kind of every critical point against how much it misroutes.",
+    expected=Verdict.CONDITION,
+    condition="the partition differs by more than O(τ): the minimiser of L_τ itself has a slightly "
+    "different partition than the teacher",
+    seconds=3,
+)
+def saddles(run: Run) -> Evidence:
+    """Minima by their misrouted mass."""
+    points = find_critical_points(TEACHER, 0.3, starts=run.size(16, 40), seed=run.seed)
+    minima = [p for p in points if p.least_eigenvalue > 0]
+    far = [p for p in points if p.misrouted > 0.1 and p.student.offset.abs() < 3]
+    different = sum(p.misrouted > 1e-4 for p in minima)
+    least = max((p.least_eigenvalue for p in far), default=float("nan"))
+    return Evidence(
+        [
+            none_of("minima with another partition than the teacher's", different),
+            at_least("critical points found far from the teacher", len(far), 1, part="condition"),
+            at_most("their largest least eigenvalue", least, -1e-3, part="condition"),
+            at_most(
+                "their largest drop",
+                max((p.drop for p in far), default=0.0),
+                -1e-4,
+                part="condition",
+            ),
+            at_most(
+                "what the minima misroute", max(p.misrouted for p in minima), 0.05, part="corrected"
+            ),
+        ],
+        paper="all strict saddles",
+        corrected="all beyond O(τ) of the teacher",
+        measured=f"λ_min = {least:.4f}; minima misroute {max(p.misrouted for p in minima):.4f}",
+        figure=chart(
+            "misrouted mass",
+            "least eigenvalue",
+            dots(
+                "critical points",
+                [p.misrouted for p in points],
+                [p.least_eigenvalue for p in points],
+            ),
+        ),
+    )

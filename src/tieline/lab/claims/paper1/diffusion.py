@@ -1,0 +1,483 @@
+"""Sections 5 and A.5: when and where random perturbations leave a cell, and near ties."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from tieline.core.ranking import gap, topk_mask
+from tieline.core.statistics import exponent
+from tieline.lab.claims.claim import (
+    Check,
+    Evidence,
+    Run,
+    at_least,
+    at_most,
+    chart,
+    dots,
+    line,
+    near,
+    none_of,
+    within,
+)
+from tieline.lab.claims.problems import router
+from tieline.lab.claims.registry import claim
+from tieline.lab.geometry import (
+    exit_bounds,
+    exit_curve,
+    face_exit,
+    face_quantile,
+    nearest_tie_point,
+    top_k_cell,
+)
+from tieline.lab.geometry.diffusion import TopKCell, exit_orders, sample_exits
+from tieline.lab.geometry.occupation import flat_occupation, occupation_bounds, sampled_occupation
+from tieline.lab.geometry.ties import tie_flat
+
+
+def one_face() -> TopKCell:
+    """Two experts at distance 1 from their wall, in units of noise."""
+    weight = torch.tensor([[1.0, 0.0], [0.0, 0.0]], dtype=torch.float64)
+    return top_k_cell(torch.tensor([1.0, 0.0], dtype=torch.float64), 1, weight)
+
+
+def drawn_cell(run: Run, experts: int = 8, width: int = 16, k: int = 2) -> TopKCell:
+    """The cell of a drawn input whose gap is not too small."""
+    weight, bias = router(run, experts, width)
+    x = run.normal(50, width, stream=3)
+    scores = x @ weight.T + bias
+    return top_k_cell(scores[gap(scores, k).argmax()], k, weight)
+
+
+@claim(
+    "p1-propA.21",
+    "hitting time of one face",
+    statement="P(τ <= t) = 2(1 - Φ(Y_0/c√t)), and P(τ <= (Y_0/c q_δ)²) = 1 - δ with "
+    "q_δ = Φ⁻¹((1+δ)/2).",
+    tested="Simulation with Brownian bridges, 16 steps, against the law; the quantile put back "
+    "into it; and what 16 steps give without bridges.",
+)
+def hitting(run: Run) -> Evidence:
+    """Law, quantile, and simulation."""
+    found = exit_curve(one_face(), 1.0, 16, run.size(250_000, 1_000_000), run.seed)
+    exact = face_exit(torch.ones(1, dtype=torch.float64), 1.0).item()
+    errors = []
+    for delta in (0.05, 0.5, 0.95):
+        when = face_quantile(torch.tensor(1.7, dtype=torch.float64), 1 - delta)
+        errors.append(
+            abs(face_exit(torch.tensor(1.7, dtype=torch.float64), when).item() - 1 + delta)
+        )
+    return Evidence(
+        [
+            within(
+                "P(τ <= 1) at distance 1", found.value[-1].item(), found.stderr[-1].item(), exact
+            ),
+            at_most("standard error", found.stderr[-1].item(), 0.001),
+            at_most("quantile put back into the law", max(errors), 1e-12),
+            near("without bridges", found.naive[-1].item(), 0.256, 0.01, part="corrected"),
+        ],
+        paper=exact,
+        measured=found.value[-1].item(),
+        note="The law is 2Φ̄(1) = .3173; seen at 16 steps only, a path seems to leave with .256.",
+    )
+
+
+def _between(run: Run, cell: TopKCell, horizon: float) -> Evidence:
+    """Simulated exits between the two bounds."""
+    found = exit_curve(cell, horizon, 64, run.size(40_000, 400_000), run.seed)
+    bounds = exit_bounds(cell.distances, found.times)
+    low = (bounds.lower - found.value - 4 * found.stderr).max().item()
+    high = (found.value - 4 * found.stderr - bounds.upper).max().item()
+    picture = chart(
+        "t",
+        "P(exit by t)",
+        line("lower bound", found.times, bounds.lower, dashed=True),
+        dots("simulated", found.times, found.value, found.stderr),
+        line("union bound", found.times, bounds.upper, dashed=True),
+    )
+    return Evidence(
+        [
+            at_most("lower bound less the simulation", low, 0.002),
+            at_most("simulation less the union bound", high, 0.002, part="corrected"),
+        ],
+        paper=bounds.lower[-1].item(),
+        corrected=f"at most {bounds.upper[-1].item():.4f}",
+        measured=found.value[-1].item(),
+        figure=picture,
+    )
+
+
+@claim(
+    "p1-thmA.22",
+    "lower bound of the exit probability",
+    statement="P(exit by t) >= 2(1 - Φ(r_min/√t)).",
+    tested="A drawn cell of 8 experts in 16 dimensions, 64 steps with bridges; the union bound "
+    "from above beside it.",
+    seconds=2,
+)
+def lower_bound(run: Run) -> Evidence:
+    """Simulation against both bounds."""
+    cell = drawn_cell(run)
+    return _between(run, cell, cell.distances.min().item() ** 2)
+
+
+@claim(
+    "p1-corA.23",
+    "the exit time is finite",
+    statement="P(τ < ∞) = 1.",
+    tested="The lower bound at t = 10⁶ r_min², and a simulation up to 400 r_min²; the mean of τ "
+    "for one face grows with the horizon without end.",
+)
+def finite(run: Run) -> Evidence:
+    """Bound and simulation at late times."""
+    cell = drawn_cell(run)
+    least = cell.distances.min()
+    late = face_exit(least[None], 1e6 * least.item() ** 2).item()
+    found = exit_curve(cell, 400 * least.item() ** 2, 256, run.size(2_000, 20_000), run.seed)
+    t = torch.logspace(0, 8, 9, dtype=torch.float64)
+    means = [_mean_until(horizon.item()) for horizon in t]
+    checks = [
+        at_least("lower bound at 10⁶ r²", late, 0.999),
+        at_least("simulated by 400 r²", found.value[-1].item(), 0.95),
+        near(
+            "exponent of E[min(τ, T)] in T, one face",
+            exponent(t[4:].tolist(), means[4:]),
+            0.5,
+            0.01,
+            part="corrected",
+        ),
+    ]
+    return Evidence(
+        checks, paper=1, corrected="almost surely finite, with infinite mean", measured=late
+    )
+
+
+def _mean_until(horizon: float) -> float:
+    """E[min(τ, T)] of one face at distance 1: the integral of P(τ > t)."""
+    edges = torch.cat([torch.zeros(1), torch.logspace(-3, math.log10(horizon), 20_000)]).double()
+    middle = (edges[1:] + edges[:-1]) / 2
+    return (torch.erf(1 / (2 * middle).sqrt()) * edges.diff()).sum().item()
+
+
+@claim(
+    "p1-lemA.25",
+    "cell boundaries are the ties",
+    statement="Γ is the union of the boundaries of all cells.",
+    tested="Around ties, arbitrarily small steps reach two cells; around other inputs, steps "
+    "shorter than the distance to Γ reach one.",
+)
+def boundaries(run: Run) -> Evidence:
+    """Cells reached near ties and away from them."""
+    weight, bias = router(run, 6, 8)
+    x = run.normal(run.size(100, 1_000), 8, stream=3)
+    tie = nearest_tie_point(x, weight, bias, 2)
+    away = run.normal(len(x), 60, 8, stream=4)
+    away = away / away.norm(dim=2, keepdim=True)
+    on = topk_mask((tie.point[:, None] + 1e-6 * away) @ weight.T + bias, 2)
+    off = topk_mask((x[:, None] + 0.999 * tie.distance[:, None, None] * away) @ weight.T + bias, 2)
+    one = (on == on[:, :1]).all(dim=2).all(dim=1).sum().item()
+    two = (off != off[:, :1]).any(dim=2).any(dim=1).sum().item()
+    checks = [
+        none_of("ties with one cell around", one),
+        none_of("inputs with two cells within their distance", two),
+    ]
+    return Evidence(checks, paper="equal sets", measured=f"{one + two} exceptions")
+
+
+def annulus(run: Run, dim: int, start: float, inner: float, outer: float, n: int) -> float:
+    """Share of Brownian paths that meet the inner sphere before the outer, by walks on spheres."""
+    x = torch.zeros(n, dim, dtype=torch.float64)
+    x[:, 0] = start
+    generator, inside = run.generator(dim), torch.zeros(n, dtype=torch.bool)
+    alive = torch.ones(n, dtype=torch.bool)
+    for _ in range(4_000):
+        reach = x[alive].norm(dim=1)
+        step = torch.minimum(reach - inner, outer - reach)
+        done = step < 1e-4 * inner
+        rows = alive.nonzero().squeeze(1)
+        inside[rows[done]] = reach[done] - inner < outer - reach[done]
+        alive[rows[done]] = False
+        if not alive.any():
+            break
+        go = torch.randn(int(alive.sum()), dim, dtype=torch.float64, generator=generator)
+        x[alive] += step[~done][:, None] * go / go.norm(dim=1, keepdim=True)
+    return inside.double().mean().item()
+
+
+def hits(dim: int, start: float, inner: float, outer: float) -> float:
+    """P(inner sphere before outer): log(R/a)/log(R/r), or the same with powers 2 - d for logs."""
+    if dim == 2:
+        return math.log(outer / start) / math.log(outer / inner)
+    power = 2 - dim
+    return (start**power - outer**power) / (inner**power - outer**power)
+
+
+@claim(
+    "p1-lemA.27",
+    "Brownian motion misses points",
+    statement="In two or more dimensions a Brownian path never meets a given point a ≠ 0.",
+    tested="The chance to meet a small ball before a large one by walks on spheres against the "
+    "harmonic formula; its fall as the ball shrinks.",
+    seconds=1.5,
+)
+def misses(run: Run) -> Evidence:
+    """Formula against simulation; limits."""
+    checks, n = [], run.size(4_000, 100_000)
+    for dim in (2, 3):
+        share = annulus(run, dim, 1.0, 0.1, 4.0, n)
+        exact = hits(dim, 1.0, 0.1, 4.0)
+        error = math.sqrt(exact * (1 - exact) / n)
+        checks.append(
+            within(f"d = {dim}, r = 0.1, R = 4", share, error, exact, bias=1e-3, resolution=0.1)
+        )
+    radii = [10.0**-k for k in range(1, 10)]
+    curve = [hits(2, 1.0, r, 4.0) for r in radii]
+    checks.append(at_most("d = 2, r = 1e-9", curve[-1], 0.07))
+    checks.append(at_most("d = 3, r = 1e-9", hits(3, 1.0, 1e-9, 4.0), 1e-8))
+    line_ = annulus(run, 1, 1.0, 0.1, 4.0, n)
+    checks.append(near("d = 1, r = 0.1", line_, 3 / 3.9, 0.04, part="corrected"))
+    return Evidence(
+        checks,
+        paper=0,
+        measured=curve[-1],
+        figure=chart(
+            "radius of the ball",
+            "chance to meet it",
+            line("d = 2", radii, curve),
+            line("d = 3", radii, [hits(3, 1.0, r, 4.0) for r in radii]),
+            log="xy",
+        ),
+        note="In the plane the chance falls like 1/log(1/r) only: edges are missed, but not by "
+        "far.",
+    )
+
+
+@claim(
+    "p1-corA.28",
+    "a path from a ≠ 0 misses the origin",
+    statement="By translation, a Brownian motion that starts at a ≠ 0 never meets the origin.",
+    tested="Walks from three starts in the plane: the chance to meet the ball of radius r depends "
+    "on the distance alone and falls with r.",
+)
+def origin(run: Run) -> Evidence:
+    """Chances from three starts."""
+    n, checks = run.size(3_000, 100_000), []
+    for start in (0.5, 1.0, 2.0):
+        exact = hits(2, start, 0.05, 4.0)
+        share = annulus(run, 2, start, 0.05, 4.0, n)
+        error = math.sqrt(exact * (1 - exact) / n)
+        checks.append(within(f"start at {start}", share, error, exact, bias=1e-3, resolution=0.1))
+    checks.append(at_most("limit r → 0: r = 1e-300", hits(2, 1.0, 1e-300, 4.0), 0.01))
+    return Evidence(checks, paper=0, measured=checks[-1].measured)
+
+
+@claim(
+    "p1-lemA.29",
+    "linear image of Brownian motion",
+    statement="A B_t is a Brownian motion with covariance AAᵀ; (AAᵀ)^(-½) makes it standard.",
+    tested="Covariance of increments over two disjoint intervals, entry by entry, before and "
+    "after.",
+)
+def linear_image(run: Run) -> Evidence:
+    """Deviations in standard errors."""
+    n, a = run.size(50_000, 500_000), run.normal(2, 5, stream=1)
+    first, second = (run.normal(n, 5, stream=s) * math.sqrt(t) for s, t in ((2, 0.3), (3, 0.7)))
+    one, two = first @ a.T, second @ a.T
+    values, vectors = torch.linalg.eigh(a @ a.T)
+    root = vectors @ torch.diag(values.rsqrt()) @ vectors.T
+    pairs = {
+        "first increment": (one, one, 0.3 * a @ a.T),
+        "second increment": (two, two, 0.7 * a @ a.T),
+        "the two together": (one, two, torch.zeros(2, 2, dtype=torch.float64)),
+        "made standard": (one @ root, one @ root, 0.3 * torch.eye(2, dtype=torch.float64)),
+    }
+    checks = [
+        at_most(f"{name}: standard errors", _deviation(*parts), 4) for name, parts in pairs.items()
+    ]
+    return Evidence(checks, paper="AAᵀ", measured=max(check.measured for check in checks))
+
+
+def _deviation(x: Tensor, y: Tensor, covariance: Tensor) -> float:
+    terms = x[:, :, None] * y[:, None, :]
+    error = terms.std(dim=0) / len(x) ** 0.5
+    return ((terms.mean(dim=0) - covariance) / error).abs().max().item()
+
+
+@claim(
+    "p1-thmA.30",
+    "exits are of order 1",
+    statement="A path leaves its cell through an order-1 tie, and through none of higher order, "
+    "almost surely.",
+    tested="Scores at simulated exits: the share within ε of a tie of order 2 falls like ε.",
+    seconds=1.5,
+)
+def first_order(run: Run) -> Evidence:
+    """Share of higher orders at the exit against ε."""
+    cell = drawn_cell(run)
+    horizon = 9 * cell.distances.min().item() ** 2
+    exits = sample_exits(cell, horizon, 64, run.size(40_000, 400_000), run.seed)
+    widths = [0.2, 0.1, 0.05, 0.025]
+    shares = [(exit_orders(exits, epsilon) >= 2).double().mean().item() for epsilon in widths]
+    exact = (exit_orders(exits, 1e-9) != 1).sum().item()
+    checks = [
+        none_of("exits whose order at ε = 1e-9 is not 1", exact),
+        near("exponent of the share of order 2 and more in ε", exponent(widths, shares), 1, 0.15),
+    ]
+    figure = chart("ε", "share of exits of order ≥ 2", dots("simulated", widths, shares), log="xy")
+    return Evidence(
+        checks,
+        paper=0,
+        corrected="0 at ε = 0, proportional to ε at a tolerance",
+        measured=f"{shares[-1]:.4f} at ε = 0.025",
+        figure=figure,
+    )
+
+
+@claim(
+    "p1-thm5.1",
+    "exit through order-1 ties, with a bound on the time",
+    statement="The exit point is an order-1 tie almost surely, and P(exit by t) >= 2(1 - "
+    "Φ(r_min/√t)), r_min the smallest normalised distance.",
+    tested="Both on a drawn cell under noise that is not isotropic.",
+    seconds=3,
+)
+def exit_theorem(run: Run) -> Evidence:
+    """Bound and orders, with a drawn σ."""
+    weight, bias = router(run, 6, 8)
+    sigma = torch.eye(8, dtype=torch.float64) + 0.3 * run.normal(8, 8, stream=5)
+    scores = run.normal(40, 8, stream=3) @ weight.T + bias
+    cell = top_k_cell(scores[gap(scores, 2).argmax()], 2, weight, sigma)
+    bounds, order = _between(run, cell, cell.distances.min().item() ** 2), first_order(run)
+    return Evidence(
+        [*bounds.checks, *order.checks],
+        paper=bounds.paper,
+        corrected=bounds.corrected,
+        measured=bounds.measured,
+        figure=bounds.figure,
+    )
+
+
+@claim(
+    "p1-propA.31",
+    "time near one flat",
+    statement="E ∫ 1{dist(x_t, S) < ε} dt <= K_n ε^n ∫ t^(-n/2) e^(-b/t) dt, in closed form for "
+    "n = 1, 2 and more.",
+    tested="The expected time by drawing a uniform time and the path at it, against the exact "
+    "value and both bounds, n = 1, 2, 3; and a start within ε, where the bound is infinite.",
+)
+def one_flat(run: Run) -> Evidence:
+    """Sampled, exact and bounded times."""
+    weight, bias = router(run, 5, 7)
+    epsilon, horizon = 0.3, 4.0
+    checks: list[Check] = []
+    values: list[tuple[float, float, float]] = []
+    n_draws = run.size(200_000, 2_000_000)
+    for n in (1, 2, 3):
+        flat = tie_flat(weight, bias, tuple(range(n + 1)))
+        x0 = flat.nearest + 0.8 * flat.basis[:, 0]
+        found = flat_occupation(flat, x0, epsilon=epsilon, horizon=horizon)
+        time = horizon * torch.rand(n_draws, dtype=torch.float64, generator=run.generator(n))
+        x = x0 + time.sqrt()[:, None] * run.normal(n_draws, 7, stream=10 + n)
+        share = (((x - flat.nearest) @ flat.basis).norm(dim=1) < epsilon).double().mean().item()
+        error = horizon * math.sqrt(share * (1 - share) / n_draws)
+        exact = found.exact or math.nan
+        checks += [
+            within(f"sampled and exact, n = {n}", horizon * share, error, exact, resolution=0.1),
+            at_most(f"exact and the paper's bound, n = {n}", exact, float(found.paper)),
+            at_most(
+                f"exact and the finite bound, n = {n}",
+                exact,
+                float(found.bound),
+                1e-9,
+                part="corrected",
+            ),
+        ]
+        values.append((exact, float(found.bound), float(found.paper)))
+    checks += _from_within(weight, bias)
+    return Evidence(
+        checks,
+        paper=values[1][2],
+        corrected=values[1][1],
+        measured=values[1][0],
+        note="For n >= 2 the bound is infinite when the start is within ε of the flat, and says "
+        "nothing; min(T, bound) does.",
+    )
+
+
+def _from_within(weight: Tensor, bias: Tensor) -> list[Check]:
+    """Checks of a start on the flat itself, n = 2, where the paper's bound is infinite."""
+    flat = tie_flat(weight, bias, (0, 1, 2))
+    found = flat_occupation(flat, flat.nearest, epsilon=0.3, horizon=4.0)
+    return [
+        near("the paper's bound from within ε", float(found.paper), math.inf, part="corrected"),
+        at_most("the finite one", float(found.bound), 4.0, part="corrected"),
+    ]
+
+
+def _near_ties(run: Run, order: int, paths: int) -> tuple[list[Check], list[float]]:
+    weight, bias = router(run, 5, 7)
+    x0, checks, row = run.normal(7, stream=3), [], []
+    for epsilon in (0.4, 0.2, 0.1):
+        bounds = occupation_bounds(x0, weight, bias, order=order, epsilon=epsilon, horizon=4.0)
+        found = sampled_occupation(
+            x0,
+            weight,
+            bias,
+            2,
+            order=order,
+            epsilon=epsilon,
+            horizon=4.0,
+            paths=paths,
+            seed=run.seed,
+        )
+        value, error = found.value or 0.0, found.standard_error or 0.0
+        checks.append(
+            at_most(
+                f"time and bound, n = {order}, ε = {epsilon}",
+                value - 4 * error,
+                float(bounds.paper),
+            )
+        )
+        checks.append(
+            at_most(
+                f"time and finite bound, n = {order}, ε = {epsilon}",
+                value - 4 * error,
+                float(bounds.bound),
+                part="corrected",
+            )
+        )
+        row += [value, float(bounds.bound), float(bounds.paper)]
+    return checks, row
+
+
+@claim(
+    "p1-thm5.3",
+    "time near order-n ties",
+    number="Thm 5.3, A.32",
+    statement="The expected time within ε of Γ^(n) is at most the sum over flats of the bounds of "
+    "Prop. A.31: 2ΣKε√T for n = 1, ΣKε²E_1(b/T) for n = 2.",
+    tested="Simulated paths of a drawn router, by exact distance to Γ^(n), n = 1, 2, three widths.",
+    seconds=3,
+)
+def many_flats(run: Run) -> Evidence:
+    """Simulated time under both bounds."""
+    paths = run.size(400, 8_192)
+    (first, ones), (second, twos) = (_near_ties(run, n, paths) for n in (1, 2))
+    widths = [0.4, 0.2, 0.1]
+    share = [two / one for one, two in zip(ones[::3], twos[::3], strict=True)]
+    checks = [
+        *first,
+        *second,
+        at_least("share of order 2 falls with ε", share[0], share[2], part="corrected"),
+    ]
+    figure = chart(
+        "ε",
+        "expected time",
+        line("paper, n = 1", widths, ones[2::3], dashed=True),
+        line("finite bound, n = 1", widths, ones[1::3]),
+        dots("simulated, n = 1", widths, ones[::3]),
+        line("finite bound, n = 2", widths, twos[1::3]),
+        dots("simulated, n = 2", widths, twos[::3]),
+        log="xy",
+    )
+    return Evidence(checks, paper=ones[-1], corrected=ones[-2], measured=ones[-3], figure=figure)

@@ -1,0 +1,429 @@
+"""Sections 3, A.3 and 4: cells, ties and their orders, slice densities, and Euclidean tubes."""
+
+import itertools
+import math
+
+import torch
+from torch import Tensor
+
+from tieline.core.ranking import gap, kth_largest, sets_differ, stable_topk, topk_mask
+from tieline.core.statistics import exponent
+from tieline.lab.claims.claim import (
+    Check,
+    Evidence,
+    Run,
+    Verdict,
+    at_least,
+    at_most,
+    chart,
+    dots,
+    line,
+    near,
+    none_of,
+    within,
+)
+from tieline.lab.claims.problems import BIAS, extrapolated, in_ball, orthonormal, router
+from tieline.lab.claims.registry import claim
+from tieline.lab.geometry import (
+    distance_to_tie,
+    nearest_tie_point,
+    sampled_slice_density,
+    slice_bounds,
+    slice_density,
+    tie_order,
+    tube_ratio,
+)
+from tieline.lab.geometry.ties import tie_flat
+
+
+def lattice(run: Run, n: int, experts: int) -> Tensor:
+    """Scores on a coarse lattice, where ties of all orders are common."""
+    draw = torch.randint(0, 4, (n, experts), generator=run.generator(5))
+    return draw.double() / 4
+
+
+@claim(
+    "p1-def3.1",
+    "order statistics",
+    number="Def. 3.1, A.4",
+    statement="z_[1] >= ... >= z_[E] are the sorted scores; equal ones keep the order of indices.",
+    tested="Values and indices against a plain sort of (−score, index) on a lattice full of ties.",
+)
+def order_statistics(run: Run) -> Evidence:
+    """Rows that differ from the sort of the definition."""
+    scores, wrong = lattice(run, run.size(500, 5_000), 6), 0
+    for k in range(1, 7):
+        ranked = stable_topk(scores, k)
+        for row, found in zip(scores.tolist(), ranked.indices.tolist(), strict=True):
+            wrong += found != sorted(range(6), key=lambda i: (-row[i], i))[:k]
+    return Evidence([none_of("rows that differ", wrong)], paper="a sort", measured=wrong)
+
+
+def _order_by_definition(row: list[float], k: int, exact: bool) -> set[int]:
+    """All n for which the row is an order-n discontinuity by Def. 3.2, or by Def. A.5 (exact)."""
+    ranked = sorted(row, reverse=True)
+    if ranked[k - 1] != ranked[k]:
+        return set()
+    tied = sum(value == ranked[k] for value in row)
+    return {tied - 1} if exact else set(range(1, tied))
+
+
+@claim(
+    "p1-def3.2",
+    "order of a discontinuity",
+    number="Def. 3.2, A.5",
+    statement="x has order n if n+1 scores tie at the threshold between ranks k and k+1.",
+    tested="Both definitions by enumeration on a lattice full of ties, k = 1 included; the order "
+    "of the library against them.",
+    expected=Verdict.CONDITION,
+    condition="the order is the maximal one, and k may be 1: by Def. 3.2 an order-2 point is of "
+    "order 1 as well, by Def. A.5 it is not",
+)
+def orders(run: Run) -> Evidence:
+    """Rows on which the two definitions, or the library and Def. A.5, differ."""
+    scores, differ, wrong = lattice(run, run.size(500, 5_000), 6), 0, 0
+    for k in range(1, 6):
+        found = tie_order(scores, k, 1e-9).tolist()
+        for row, order in zip(scores.tolist(), found, strict=True):
+            loose, strict = (_order_by_definition(row, k, exact) for exact in (False, True))
+            differ += loose != strict
+            wrong += {order} - {0} != strict
+    inside = tie_order(torch.tensor([[2.0, 2.0, 1.0]], dtype=torch.float64), 2, 0.5).item()
+    return Evidence(
+        [
+            none_of("rows on which the two definitions differ", differ),
+            none_of(
+                "rows on which the maximal order is not that of Def. A.5", wrong, part="condition"
+            ),
+            near("order of a tie inside the chosen set", inside, 0, 0, part="condition"),
+        ],
+        paper="one order",
+        corrected="the maximal order",
+        measured=f"definitions differ on {differ} rows",
+    )
+
+
+@claim(
+    "p1-propA.2",
+    "cells are full-dimensional",
+    statement="Every cell C_S is an open set of full dimension (full row rank, E < D).",
+    tested="A point of each of the C(6,3) cells of a drawn router by solving for its scores, with "
+    "a ball around it; and how many cells are left when E > D + 1.",
+)
+def cells(run: Run) -> Evidence:
+    """Radius of a ball in every cell."""
+    weight, bias = router(run, 6, 8)
+    radii = []
+    for chosen in itertools.combinations(range(6), 3):
+        wanted = torch.zeros(6, dtype=torch.float64)
+        wanted[list(chosen)] = 1.0
+        x = torch.linalg.lstsq(weight, (wanted - bias)[:, None]).solution.T
+        same = topk_mask(x @ weight.T + bias, 3)[0].nonzero().flatten().tolist() == list(chosen)
+        radii.append(distance_to_tie(x, weight, bias, 3).item() if same else 0.0)
+    flat, shift = router(run, 6, 1, stream=2)
+    line = torch.linspace(-60, 60, 200_001, dtype=torch.float64)[:, None]
+    few = len(topk_mask(line @ flat.T + shift, 3).unique(dim=0))
+    return Evidence(
+        [
+            near("cells with a ball", sum(r > 0 for r in radii), math.comb(6, 3), 0),
+            at_least("smallest radius", min(radii), 1e-6),
+            at_most("cells of 6 experts on a line", few, 19, part="corrected"),
+        ],
+        paper=math.comb(6, 3),
+        corrected="only if rank [W 1] = E",
+        measured=f"{sum(r > 0 for r in radii)}; {few} on a line",
+    )
+
+
+@claim(
+    "p1-propA.3",
+    "ties have measure zero",
+    statement="The discontinuity set Γ has Lebesgue measure zero.",
+    tested="Exact ties among draws in float64, and the share of inputs within distance ε of Γ, "
+    "which falls like ε.",
+)
+def measure_zero(run: Run) -> Evidence:
+    """Ties among draws, and the exponent of the mass of a tube."""
+    weight, bias = router(run, 8, 12)
+    x = run.normal(run.size(100_000, 1_000_000), 12, stream=3)
+    ties = (gap(x @ weight.T + bias, 2) == 0).sum().item()
+    distance = distance_to_tie(x, weight, bias, 2)
+    widths = [0.1, 0.03, 0.01, 0.003]
+    shares = [(distance < w).double().mean().item() for w in widths]
+    checks = [
+        none_of("exact ties", ties),
+        near("exponent of the mass of the tube", exponent(widths[1:], shares[1:]), 1, 0.07),
+    ]
+    figure = chart("ε", "share within ε of Γ", dots("counted", widths, shares), log="xy")
+    return Evidence(checks, paper=0, measured=ties, figure=figure)
+
+
+@claim(
+    "p1-propA.6",
+    "dimension of order-n sets",
+    statement="A component of order n lies in a flat of codimension n and has dimension D - n.",
+    tested="Rank of the equations of every tie set of 6 experts in D = 8, n = 1, 2, 3, and a "
+    "positive share of directions on each flat; then 6 experts in D = 2.",
+)
+def dimension(run: Run) -> Evidence:
+    """Flats of the wrong codimension, and the smallest slice."""
+    weight, bias = router(run, 6, 8)
+    wrong, least = 0, math.inf
+    for n in (1, 2, 3):
+        for experts in itertools.combinations(range(6), n + 1):
+            wrong += tie_flat(weight, bias, experts).basis.shape[1] != n
+        share = sampled_slice_density(weight, 3, tuple(range(n + 1)), 2_000, seed=run.seed)
+        least = min(least, share.value or 0.0)
+    narrow, _ = router(run, 6, 2, stream=2)
+    rank = torch.linalg.matrix_rank(narrow[1:4] - narrow[0]).item()
+    return Evidence(
+        [
+            none_of("flats of another codimension", wrong),
+            at_least("smallest share of a flat that is a tie", least, 1e-3),
+            near("rank of three equations in D = 2", rank, 2, 0, part="corrected"),
+        ],
+        paper="D - n",
+        corrected="for rows that are linearly independent (the paper's assumption)",
+        measured=f"{wrong} wrong; slices >= {least:.3f}",
+    )
+
+
+@claim(
+    "p1-eqA.7",
+    "order statistic as min of max",
+    number="proof of Prop. A.7",
+    statement="z_[k] = min over sets J of k experts of max over J of z_i.",
+    tested="The formula on drawn scores against z_[k]; and max over J of min over J.",
+    expected=Verdict.FAILS,
+)
+def representation(run: Run) -> Evidence:
+    """Largest error of both formulas."""
+    scores, k = run.normal(run.size(500, 5_000), 6, stream=1), 2
+    sets = list(itertools.combinations(range(6), k))
+    stated = torch.stack([scores[:, list(j)].amax(dim=1) for j in sets]).amin(dim=0)
+    right = torch.stack([scores[:, list(j)].amin(dim=1) for j in sets]).amax(dim=0)
+    true = kth_largest(scores, k).squeeze(1)
+    smallest = scores.sort(dim=1).values[:, k - 1]
+    return Evidence(
+        [
+            near("largest error of min max", (stated - true).abs().max().item(), 0, 1e-12),
+            near(
+                "largest error of max min",
+                (right - true).abs().max().item(),
+                0,
+                1e-12,
+                part="corrected",
+            ),
+            near(
+                "min max and the k-th smallest",
+                (stated - smallest).abs().max().item(),
+                0,
+                1e-12,
+                part="corrected",
+            ),
+        ],
+        paper="min max",
+        corrected="max min",
+        measured=f"off by up to {(stated - true).abs().max().item():.3f}",
+        note="The printed formula is the k-th smallest score. The proof stands with max min, which "
+        "is as continuous.",
+    )
+
+
+@claim(
+    "p1-def4.1",
+    "Euclidean thickening",
+    statement="T_ε(Γ) is the set of inputs nearer than ε to Γ.",
+    tested="The distance of the library: its point lies on Γ at that distance, and no direction "
+    "leaves the cell earlier, for orders 1 and 2.",
+)
+def thickening(run: Run) -> Evidence:
+    """The nearest point is a tie, and the ball inside it is free of others."""
+    weight, bias = router(run, 6, 8)
+    x = run.normal(run.size(60, 400), 8, stream=3)
+    first, second = (nearest_tie_point(x, weight, bias, 2, order) for order in (1, 2))
+    scores = x @ weight.T + bias
+    at_tie = gap(first.point @ weight.T + bias, 2).max().item()
+    length = ((x - first.point).norm(dim=1) - first.distance).abs().max().item()
+    low = (tie_order(second.point @ weight.T + bias, 2, 1e-9) < 2).sum().item()
+    away = run.normal(len(x), 200, 8, stream=4)
+    away = away / away.norm(dim=2, keepdim=True)
+    inside = x[:, None] + 0.999 * first.distance[:, None, None] * away
+    same = topk_mask(inside @ weight.T + bias, 2) == topk_mask(scores, 2)[:, None]
+    out = x + 1.001 * (first.point - x)
+    crossed = sets_differ(topk_mask(out @ weight.T + bias, 2), topk_mask(scores, 2))
+    checks = [
+        at_most("gap at the nearest point", at_tie, 1e-9),
+        at_most("error of its distance", length, 1e-9),
+        none_of("directions that leave earlier", (~same).any(dim=2).sum().item()),
+        none_of("inputs that stay beyond the point", (~crossed).sum().item()),
+        none_of("order-2 points of a lower order", low),
+        none_of("order-2 distances below order-1", (second.distance < first.distance).sum().item()),
+    ]
+    return Evidence(checks, paper="an infimum", measured=at_tie)
+
+
+def _choice_share(weight: Tensor, tied: tuple[int, ...], above: set[int], run: Run) -> float:
+    """Share of directions of S_J on which exactly the experts of `above` are above the tie."""
+    flat = tie_flat(weight, None, tied)
+    x = run.normal(run.size(50_000, 500_000), weight.shape[1], stream=9)
+    x = x - (x @ flat.basis) @ flat.basis.T
+    level = (x @ weight[tied[0]])[:, None]
+    others = [i for i in range(len(weight)) if i not in tied]
+    wanted = torch.tensor([i in above for i in others])
+    return ((x @ weight[others].T > level) == wanted).all(dim=1).double().mean().item()
+
+
+@claim(
+    "p1-lemA.16",
+    "slice density of one polyhedron",
+    statement="A polyhedron in a flat, cut out by inequalities that some direction satisfies "
+    "strictly, has density between ½ I_{4s²(1-s²)}((d-1)/2, ½) and ½.",
+    tested="All choices of experts above a tie in a drawn router, by sampling directions; and a "
+    "flat with no inequality at all, as for E = n + 1.",
+    expected=Verdict.CONDITION,
+    condition="there is at least one inequality; without any the density is 1",
+)
+def one_polyhedron(run: Run) -> Evidence:
+    """Densities of single choices against the two bounds."""
+    weight, _ = router(run, 5, 7)
+    shares = [
+        _choice_share(weight, (0, 1), set(above), run)
+        for size in range(4)
+        for above in itertools.combinations((2, 3, 4), size)
+    ]
+    lower = slice_bounds(weight, 2, (0, 1)).lower
+    whole = sampled_slice_density(weight[:2], 1, (0, 1), 1_000, seed=run.seed).value or 0.0
+    return Evidence(
+        [
+            at_most("density without inequalities, E = 2", whole, 0.5),
+            at_most("largest density of a choice", max(shares), 0.5, part="condition"),
+            at_least(
+                "densities of the admissible choices over the bound",
+                max(shares) / max(lower, 1e-300),
+                1,
+                part="condition",
+            ),
+            at_least("the lower bound is positive", lower, 1e-12, part="condition"),
+            near("the choices share out the flat", sum(shares), 1, 1e-9, part="corrected"),
+        ],
+        paper=f"[{lower:.2e}, 0.5]",
+        measured=f"{min(shares):.4f} to {max(shares):.4f}; {whole:g} without inequalities",
+    )
+
+
+@claim(
+    "p1-lemA.17",
+    "top-k slices have a recession direction",
+    statement="With independent rows, every top-k slice has a direction u with c_j·u < 0 for the "
+    "chosen and d_m·u > 0 for the other experts.",
+    tested="All tie sets and choices of 5 experts in D = 7: directions of both signs by solving "
+    "for the scores; which of them stays in the slice.",
+)
+def recession(run: Run) -> Evidence:
+    """Missing directions, and which sign leads into the slice."""
+    weight, _ = router(run, 5, 7)
+    missing = inward = outward = total = 0
+    for size in (2, 3):
+        for tied in itertools.combinations(range(5), size):
+            others = [i for i in range(5) if i not in tied]
+            for signs in itertools.product((1.0, -1.0), repeat=len(others)):
+                wanted = torch.zeros(5, dtype=torch.float64)
+                wanted[others] = torch.tensor(signs, dtype=torch.float64)
+                u = torch.linalg.lstsq(weight, wanted[:, None]).solution.squeeze(1)
+                found = weight @ u
+                missing += not torch.allclose(found, wanted, atol=1e-9)
+                total += 1
+                inward += bool((found[others].sign() == wanted[others]).all())
+                outward += bool(((weight @ -u)[others].sign() == wanted[others]).all())
+    return Evidence(
+        [
+            none_of("choices without a direction", missing),
+            near("choices whose slice the direction u stays in", inward, total, 0),
+            none_of("choices whose slice -u stays in", outward, part="corrected"),
+        ],
+        paper="a direction",
+        corrected="with the signs of the slice, not their opposites",
+        measured=f"{total - missing} of {total}",
+        note="Step 4 of the proof turns u round; the turned direction leaves the slice. Both "
+        "exist, and by symmetry the bound of Lemma A.16 has the same value.",
+    )
+
+
+@claim(
+    "p1-thm4.4-alpha",
+    "slice densities are at most ½",
+    statement="α_{J,r} lies in [lower bound, ½].",
+    tested="Exact densities for orthonormal rows and sampled ones; E = 4, k = 2, r = 2, where "
+    "every place of the flat is a tie.",
+    expected=Verdict.FAILS,
+)
+def density_bound(run: Run) -> Evidence:
+    """Exact and sampled densities over E, k and r."""
+    checks: list[Check] = [at_most("α at E = 4, k = 2, r = 2", slice_density(4, 2, 2), 0.5)]
+    n = run.size(20_000, 400_000)
+    for experts, k, r in ((4, 2, 2), (4, 2, 1), (8, 2, 1), (8, 3, 3), (16, 4, 2)):
+        exact = slice_density(experts, k, r)
+        found = sampled_slice_density(
+            orthonormal(experts, experts + 1), k, tuple(range(r + 1)), n, seed=run.seed
+        )
+        words = f"sampled α at E = {experts}, k = {k}, r = {r}"
+        checks.append(
+            within(
+                words,
+                found.value or 0,
+                found.standard_error or 0,
+                exact,
+                bias=1e-9,
+                part="corrected",
+            )
+        )
+    bounds = slice_bounds(orthonormal(5, 7), 2, (0, 1))
+    checks.append(
+        at_most(
+            "lower bound and α, E = 5, k = 2, r = 1",
+            bounds.lower,
+            slice_density(5, 2, 1),
+            part="corrected",
+        )
+    )
+    return Evidence(
+        checks,
+        paper="at most 0.5",
+        corrected="at most 1 (the paper's own Thm A.18)",
+        measured=slice_density(4, 2, 2),
+    )
+
+
+def _tube_shares(run: Run, epsilon: float, n: int) -> tuple[Tensor, Tensor]:
+    """Indicators of order-1 and order-2 tubes of E = 4, k = 2 in D = 5 at uniform points."""
+    weight, x = orthonormal(4, 5), in_ball(run, n, 5)
+    return tuple(  # type: ignore[return-value]
+        (distance_to_tie(x, weight, None, 2, order) < epsilon).double() for order in (1, 2)
+    )
+
+
+@claim(
+    "p1-thm4.4",
+    "tubes of different orders",
+    number="Thm 4.4, A.18",
+    statement="U_n/U_m = Σα_n/Σα_m · ω_{D-n}ω_n/(ω_{D-m}ω_m) (ε/R)^(n-m) (1 + O(1/R)).",
+    tested="E = 4, k = 2, orthonormal rows in D = 5: exact distances at uniform points of the "
+    "ball, two widths extrapolated to zero.",
+    seconds=3,
+)
+def tube_orders(run: Run) -> Evidence:
+    """Sampled ratio over ε against the formula."""
+    n, widths = run.size(300_000, 3_000_000), (0.04, 0.08)
+    shares = {epsilon: _tube_shares(run, epsilon, n) for epsilon in widths}
+    value, error = extrapolated(shares)
+    stated = tube_ratio(4, 2, dim=5, orders=(2, 1), epsilon=1.0, radius=1.0).paper
+    raw = [(two.mean() / one.mean()).item() / epsilon for epsilon, (one, two) in shares.items()]
+    checks = [within("U_2/U_1 over ε/R", value, error, stated, bias=BIAS)]
+    figure = chart(
+        "ε/R",
+        "U_2/U_1 over ε/R",
+        line("formula", [0.0, *widths], [stated] * 3, dashed=True),
+        dots("sampled", widths, raw),
+    )
+    return Evidence(checks, paper=stated, measured=value, figure=figure)

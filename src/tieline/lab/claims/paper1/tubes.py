@@ -1,0 +1,431 @@
+"""Sections 4 and A.4: volumes of tubes around flats and ties, and bands measured in scores."""
+
+import itertools
+import math
+
+import torch
+from scipy import integrate, optimize, special
+from torch import Tensor
+
+from tieline.core.ranking import gap
+from tieline.core.statistics import exponent
+from tieline.lab.claims.claim import (
+    Check,
+    Evidence,
+    Run,
+    Verdict,
+    at_least,
+    at_most,
+    chart,
+    dots,
+    line,
+    near,
+    none_of,
+    within,
+)
+from tieline.lab.claims.problems import BIAS, extrapolated, in_ball, router
+from tieline.lab.claims.registry import claim
+from tieline.lab.geometry import (
+    ball_volume,
+    band_ratio,
+    linf_distance,
+    sampled_tube,
+    tie_tube,
+    tube_fraction,
+    tube_leading_term,
+)
+
+
+def slab(dim: int, offset: float, epsilon: float, radius: float) -> float:
+    """The integral of Prop. A.9 over the ball's volume, by an adaptive rule."""
+    low, high = max(-radius, offset - epsilon), min(radius, offset + epsilon)
+    if low >= high:
+        return 0.0
+    found, _ = integrate.quad(
+        lambda u: (radius**2 - u**2) ** ((dim - 1) / 2), low, high, epsabs=0, epsrel=1e-13
+    )
+    return ball_volume(dim - 1) * found / (ball_volume(dim) * radius**dim)
+
+
+@claim(
+    "p1-propA.9",
+    "tube of a hyperplane in a ball",
+    statement="Its volume is the integral of ω_{D-1}(R² - u²)^((D-1)/2) over |u - δ| < ε, |u| < R.",
+    tested="The library's quadrature for any codimension against an adaptive rule, also where the "
+    "tube is cut by the ball or misses it, and against samples.",
+)
+def hyperplane(run: Run) -> Evidence:
+    """Shares by two rules and by sampling."""
+    checks: list[Check] = []
+    for dim, offset, epsilon in ((3, 0.3, 0.1), (8, 0.0, 0.2), (20, 0.9, 0.3), (5, 1.5, 0.2)):
+        stated = slab(dim, offset, epsilon, 1.0)
+        ours = tube_fraction(dim=dim, codim=1, offset=offset, epsilon=epsilon, radius=1.0)
+        checks.append(near(f"D = {dim}, δ = {offset}, ε = {epsilon}", ours, stated, 1e-11))
+    n = run.size(200_000, 2_000_000)
+    found = sampled_tube(
+        dim=8, codim=1, offset=0.3, epsilon=0.1, radius=1.0, samples=n, seed=run.seed
+    )
+    exact = slab(8, 0.3, 0.1, 1.0)
+    checks.append(within("sampled, D = 8", found.value or 0, found.standard_error or 0, exact))
+    return Evidence(checks, paper=exact, measured=found.value)
+
+
+def _printed_beta(dim: int, offset: float, epsilon: float, radius: float) -> float:
+    """Prop. A.11 as printed: no sign before the first incomplete beta function."""
+    a, b = 0.5, (dim + 1) / 2
+    high, low = ((offset + epsilon) / radius) ** 2, ((offset - epsilon) / radius) ** 2
+    full = special.beta(a, b)
+    first, second = (full * special.betainc(a, b, z) for z in (high, low))
+    sign = math.copysign(1.0, offset - epsilon) if offset != epsilon else 0.0
+    return ball_volume(dim - 1) / (2 * ball_volume(dim)) * (first - sign * second)
+
+
+@claim(
+    "p1-propA.11",
+    "hyperplane tube by incomplete beta functions",
+    statement="The share is ω_{D-1}/2ω_D [B_{(δ+ε)²/R²}(½, (D+1)/2) - sgn(δ-ε) B_{(δ-ε)²/R²}], δ "
+    "the signed distance, and 2ω_{D-1}/ω_D ε/R + O(R⁻³).",
+    tested="The printed formula for δ of both signs against quadrature; order of the expansion.",
+    expected=Verdict.CONDITION,
+    condition="δ >= -ε: the proof has sgn(δ+ε) before the first term, the statement has lost it",
+)
+def incomplete_beta(run: Run) -> Evidence:
+    """Printed formula on both sides of the origin."""
+    dim, epsilon = 7, 0.1
+    sides = {
+        d: (_printed_beta(dim, d, epsilon, 1.0), slab(dim, d, epsilon, 1.0))
+        for d in (-0.5, 0.05, 0.5)
+    }
+    radii = [2.0, 4.0, 8.0, 16.0]
+    lead = [tube_leading_term(dim=dim, codim=1, epsilon=epsilon, radius=r) for r in radii]
+    left = [slab(dim, 0.5, epsilon, r) - t for r, t in zip(radii, lead, strict=True)]
+    return Evidence(
+        [
+            near("δ = -0.5", *sides[-0.5], 1e-11),
+            near("δ = 0.05", *sides[0.05], 1e-11, part="condition"),
+            near("δ = 0.5", *sides[0.5], 1e-11, part="condition"),
+            near(
+                "order of the remainder in R",
+                exponent(radii[1:], left[1:]),
+                -3,
+                0.1,
+                part="condition",
+            ),
+        ],
+        paper=sides[-0.5][0],
+        corrected=sides[-0.5][1],
+        measured=tube_fraction(dim=dim, codim=1, offset=0.5, epsilon=epsilon, radius=1.0),
+        note="At δ = -0.5 the printed formula gives the share of the slab between -0.6 and 0.6 in "
+        "part twice; with sgn(δ+ε) restored it is right.",
+    )
+
+
+@claim(
+    "p1-thm4.2",
+    "tube of all order-n ties",
+    statement="The tube of Γ^(n) is at most ω_{D-n}ω_n |J| ε^n R^(D-n) to leading order.",
+    tested="The same at order 2; the leading term is an upper bound for every R, not only a limit.",
+    seconds=1.5,
+    given={"order": 2, "sizes": (100_000, 1_000_000)},
+)
+@claim(
+    "p1-corA.12",
+    "tube of all order-1 ties",
+    statement="The tube of Γ^(1) is at most the sum of its facets' tubes, 2Mω_{D-1}εR^(D-1) to "
+    "leading order.",
+    tested="Samples of the ball by exact distance to Γ against the sum of exact tubes and the "
+    "leading term.",
+    seconds=1,
+    given={"order": 1, "sizes": (20_000, 400_000)},
+)
+def all_ties(run: Run, order: int, sizes: tuple[int, int]) -> Evidence:
+    """Sampled share under both bounds."""
+    weight, bias = router(run, 5, 7)
+    widths = [0.2, 0.1, 0.05]
+    options = {"order": order, "radius": 2.0, "samples": run.size(*sizes), "seed": run.seed}
+    found = [tie_tube(weight, 0.3 * bias, 2, epsilon=width, **options) for width in widths]
+    shares = [tube.sampled.value or 0.0 for tube in found]
+    flats, leads = [tube.flats for tube in found], [tube.leading for tube in found]
+    checks = []
+    for width, share, tube in zip(widths, shares, found, strict=True):
+        error = tube.sampled.standard_error or 0.0
+        name = f"share at ε = {width} and the tubes of all flats"
+        checks.append(at_most(name, share, tube.flats, 4 * error))
+        name = f"tubes of all flats and the leading term, ε = {width}"
+        checks.append(at_most(name, tube.flats, tube.leading, 1e-12))
+    checks.append(near("exponent of the share in ε", exponent(widths, shares), order, 0.35))
+    series = [
+        line("leading term", widths, leads, dashed=True),
+        line("all flats", widths, flats),
+        dots("sampled", widths, shares),
+    ]
+    picture = chart("ε", "share of the ball", *series, log="xy")
+    return Evidence(
+        checks, paper=leads[-1], corrected=flats[-1], measured=shares[-1], figure=picture
+    )
+
+
+@claim(
+    "p1-propA.13",
+    "tube of a flat of any codimension",
+    statement="Its volume is the integral of ω_{D-n}(R² - ‖u‖²)^((D-n)/2) over ‖u - δ‖ < ε, ‖u‖ < "
+    "R.",
+    tested="Codimension 2 by a double integral, codimension 3 by sampling, also where the tube is "
+    "cut by the ball.",
+)
+def any_codimension(run: Run) -> Evidence:
+    """Shares by two rules and by sampling."""
+    checks: list[Check] = []
+    for dim, offset, epsilon in ((6, 0.3, 0.2), (5, 0.9, 0.4)):
+        ours = tube_fraction(dim=dim, codim=2, offset=offset, epsilon=epsilon, radius=1.0)
+        checks.append(
+            near(f"codimension 2, δ = {offset}", ours, _double(dim, offset, epsilon), 1e-8)
+        )
+    n = run.size(400_000, 4_000_000)
+    exact = tube_fraction(dim=7, codim=3, offset=0.2, epsilon=0.3, radius=1.0)
+    found = sampled_tube(
+        dim=7, codim=3, offset=0.2, epsilon=0.3, radius=1.0, samples=n, seed=run.seed
+    )
+    checks.append(
+        within("codimension 3, sampled", found.value or 0, found.standard_error or 0, exact)
+    )
+    return Evidence(checks, paper=exact, measured=found.value)
+
+
+def _double(dim: int, offset: float, epsilon: float) -> float:
+    """Codimension 2 in polar coordinates around δ."""
+    nodes, weights = (torch.from_numpy(a) for a in special.roots_legendre(400))
+    r = (nodes + 1) / 2 * epsilon
+    angle = torch.arange(4_000, dtype=torch.float64) * (2 * math.pi / 4_000)
+    square = r[:, None] ** 2 + offset**2 + 2 * r[:, None] * offset * torch.cos(angle)
+    inner = (1 - square).clamp(min=0) ** ((dim - 2) / 2)
+    total = (
+        (weights[:, None] * r[:, None] * inner).sum().item() * epsilon / 2 * (2 * math.pi / 4_000)
+    )
+    return total * ball_volume(dim - 2) / ball_volume(dim)
+
+
+@claim(
+    "p1-propA.14",
+    "expansion of a flat's tube",
+    statement="The share is ω_{D-n}ω_n/ω_D (ε/R)^n (1 + O(((‖δ‖+ε)/R)²)).",
+    tested="Relative remainder against R for n = 1, 2, 3; its sign: the leading term is an upper "
+    "bound.",
+)
+def flat_expansion(run: Run) -> Evidence:
+    """Order and sign of the remainder."""
+    radii, checks = [4.0, 8.0, 16.0, 32.0], []
+    curves = []
+    for n in (1, 2, 3):
+        exact = [tube_fraction(dim=9, codim=n, offset=0.5, epsilon=0.2, radius=r) for r in radii]
+        lead = [tube_leading_term(dim=9, codim=n, epsilon=0.2, radius=r) for r in radii]
+        left = [1 - e / t for e, t in zip(exact, lead, strict=True)]
+        checks.append(near(f"order of the remainder, n = {n}", exponent(radii, left), -2, 0.05))
+        checks.append(at_least(f"the leading term is above, n = {n}", min(left), 0))
+        curves.append(line(f"n = {n}", radii, left))
+    figure = chart("R", "relative remainder", *curves, log="xy")
+    return Evidence(checks, paper="R⁻²", measured=checks[0].measured, figure=figure)
+
+
+@claim(
+    "p1-propA.15",
+    "ratio of two flats' tubes",
+    statement="I_n/I_m = ω_{D-n}ω_n/(ω_{D-m}ω_m) (ε/R)^(n-m) (1 + O(R⁻²)).",
+    tested="Exact shares for (n, m) = (2, 1), (3, 1), (3, 2): order of the relative error in R.",
+)
+def flat_ratio(run: Run) -> Evidence:
+    """Order of the error of the ratio."""
+    radii, checks = [4.0, 8.0, 16.0, 32.0], []
+    for n, m in ((2, 1), (3, 1), (3, 2)):
+        errors = []
+        for r in radii:
+            share, lead = (
+                [f(dim=9, codim=c, epsilon=0.2, radius=r, **extra) for c in (n, m)]
+                for f, extra in ((tube_fraction, {"offset": 0.5}), (tube_leading_term, {}))
+            )
+            errors.append(share[0] / share[1] / (lead[0] / lead[1]) - 1)
+        checks.append(near(f"order in R, n = {n}, m = {m}", exponent(radii, errors), -2, 0.1))
+        checks.append(at_most(f"error at R = 32, n = {n}, m = {m}", abs(errors[-1]), 5e-3))
+    return Evidence(checks, paper="R⁻²", measured=checks[0].measured)
+
+
+def _linf_by_programmes(scores: list[float], k: int) -> float:
+    """Inf over y ∈ Γ of ‖z(x) - z(y)‖_∞ by linear programmes over all facets."""
+    n, best = len(scores), float("inf")
+    for chosen in itertools.combinations(range(n), k):
+        rest = [j for j in range(n) if j not in chosen]
+        for i, j in itertools.product(chosen, rest):
+            rows, limits = [], []
+            for m in range(n):
+                for sign in (1.0, -1.0):
+                    row = [0.0] * (n + 1)
+                    row[m], row[n] = sign, -1.0
+                    rows.append(row)
+                    limits.append(sign * scores[m])
+                if m in (i, j):
+                    continue
+                row = [0.0] * (n + 1)
+                row[m], row[i] = (-1.0, 1.0) if m in chosen else (1.0, -1.0)
+                rows.append(row)
+                limits.append(0.0)
+            equal = [0.0] * (n + 1)
+            equal[i], equal[j] = 1.0, -1.0
+            done = optimize.linprog(
+                [0.0] * n + [1.0], rows, limits, [equal], [0.0], bounds=[(None, None)] * (n + 1)
+            )
+            best = min(best, done.fun)
+    return best
+
+
+@claim(
+    "p1-def4.6",
+    "distance to a tie in scores",
+    statement="dist_∞(x, Γ) = inf over y in Γ of ‖z(x) - z(y)‖_∞.",
+    tested="Linear programmes over all facets of 4 experts against half of the gap.",
+    seconds=0.6,
+)
+def score_distance(run: Run) -> Evidence:
+    """Distance by programmes, by the library and by half the gap."""
+    scores = run.normal(run.size(6, 60), 4, stream=1)
+    programmes = torch.tensor(
+        [_linf_by_programmes(row, 2) for row in scores.tolist()], dtype=torch.float64
+    )
+    ours, half = linf_distance(scores, 2), gap(scores, 2) / 2
+    return Evidence(
+        [
+            at_most("programmes and the library", (programmes - ours).abs().max().item(), 1e-8),
+            at_most("programmes and half of the gap", (programmes - half).abs().max().item(), 1e-8),
+        ],
+        paper="an infimum",
+        corrected="half of the gap, for W of full row rank",
+        measured=programmes[0].item() / half[0].item() / 2,
+        note="In units of the gap.",
+    )
+
+
+@claim(
+    "p1-propA.20",
+    "band test by the gap",
+    statement="x is in the ℓ∞ band of width ε exactly if some expert outside the top k is less "
+    "than ε below z_[k].",
+    tested="Both sides on draws, with the distance of Def. 4.6; and with 2ε.",
+    expected=Verdict.FAILS,
+)
+def band_test(run: Run) -> Evidence:
+    """Inputs on which the two tests differ."""
+    scores, epsilon = run.normal(run.size(20_000, 200_000), 8, stream=1), 0.1
+    inside = linf_distance(scores, 2) <= epsilon
+    stated, twice = (gap(scores, 2) < width for width in (epsilon, 2 * epsilon))
+    return Evidence(
+        [
+            none_of("inputs on which they differ", (inside != stated).sum().item()),
+            none_of(
+                "inputs on which a gap below 2ε differs",
+                (inside != twice).sum().item(),
+                part="corrected",
+            ),
+        ],
+        paper="gap < ε",
+        corrected="gap <= 2ε; the product uses gap < ε and says so",
+        measured=f"{(inside != stated).double().mean().item():.4f} of the inputs differ",
+    )
+
+
+def _bands(run: Run, epsilon: float, n: int) -> tuple[Tensor, Tensor]:
+    """Indicators of the ℓ∞ bands of Def. 4.6, orders 1 and 2."""
+    scores = in_ball(run, n, 5)[:, :4]
+    return tuple(  # type: ignore[return-value]
+        (linf_distance(scores, 2, order) <= epsilon).double() for order in (1, 2)
+    )
+
+
+def _fibres(run: Run, epsilon: float, n: int, slices: bool) -> tuple[Tensor, Tensor]:
+    """Indicators of {‖A_J x - d_J‖_∞ <= ε}, over slices or over whole flats, orders 1 and 2."""
+    z = in_ball(run, n, 5)[:, :4]
+    found = []
+    for r in (1, 2):
+        hit = torch.zeros(n, dtype=torch.bool)
+        for tied in itertools.combinations(range(4), r + 1):
+            near_ = ((z[:, list(tied[1:])] - z[:, tied[:1]]).abs() <= epsilon).all(dim=1)
+            above = (z > z[:, list(tied)].mean(dim=1, keepdim=True)).double()
+            above[:, list(tied)] = 0
+            count = above.sum(dim=1)
+            valid = (count >= max(0, 2 - r)) & (count <= 1)
+            hit |= near_ & (valid if slices else torch.ones_like(valid))
+        found.append(hit.double())
+    return found[0], found[1]
+
+
+@claim(
+    "p1-thm4.7",
+    "ℓ∞ bands of different orders",
+    statement="U_n/U_m = Σκα_n/Σκα_m · ω_{D-n}/ω_{D-m} (2ε/R)^(n-m) for the bands of Def. 4.6.",
+    tested="E = 4, k = 2, orthonormal rows in D = 5, at uniform points of the ball, two widths "
+    "extrapolated to zero.",
+    expected=Verdict.FAILS,
+    seconds=1.5,
+)
+def band_orders(run: Run) -> Evidence:
+    """Sampled ratio over ε against the printed and the corrected formula."""
+    n = run.size(400_000, 4_000_000)
+    value, error = extrapolated({epsilon: _bands(run, epsilon, n) for epsilon in (0.025, 0.05)})
+    stated = band_ratio(4, 2, dim=5, orders=(2, 1), epsilon=1.0, radius=1.0)
+    return Evidence(
+        [
+            within(
+                "U_2/U_1 over ε/R and the printed formula", value, error, stated.paper, bias=BIAS
+            ),
+            within(
+                "U_2/U_1 over ε/R and (n+1)/(m+1) times as much",
+                value,
+                error,
+                stated.value,
+                bias=BIAS,
+                part="corrected",
+            ),
+        ],
+        paper=stated.paper,
+        corrected=stated.value,
+        measured=value,
+        note="Moving all n+1 scores by at most ε reaches a range of 2ε: the fibre has volume "
+        "(n+1)(2ε)^n, not (2ε)^n.",
+    )
+
+
+@claim(
+    "p1-thmA.19",
+    "ℓ∞ bands measured by A_J",
+    statement="The same ratio for bands {x : inf over y in Γ_J of ‖A_J x - A_J y‖_∞ <= ε}, with "
+    "κ_J.",
+    tested="Both readings at uniform points of the ball: the distance as defined, which does not "
+    "see where on the flat the slice is, and fibres over the slice, as in the proof.",
+    expected=Verdict.CONDITION,
+    condition="the band consists of the fibres over the slice; by the definition as written A_J y "
+    "is d_J for every y, so that the band is that of the whole flat",
+    seconds=2,
+)
+def fibre_orders(run: Run) -> Evidence:
+    """Sampled ratio over ε by both readings."""
+    n = run.size(400_000, 4_000_000)
+    stated = band_ratio(4, 2, dim=5, orders=(2, 1), epsilon=1.0, radius=1.0).paper
+    flats = extrapolated(
+        {epsilon: _fibres(run, epsilon, n, slices=False) for epsilon in (0.025, 0.05)}
+    )
+    slices = extrapolated(
+        {epsilon: _fibres(run, epsilon, n, slices=True) for epsilon in (0.025, 0.05)}
+    )
+    return Evidence(
+        [
+            within("U_2/U_1 over ε/R, the definition as written", *flats, stated, bias=BIAS),
+            within(
+                "U_2/U_1 over ε/R, fibres over the slice",
+                *slices,
+                stated,
+                bias=BIAS,
+                part="condition",
+            ),
+        ],
+        paper=stated,
+        corrected="without α for the definition as written",
+        measured=f"{flats[0]:.3f} as written, {slices[0]:.3f} by fibres",
+    )

@@ -1,0 +1,309 @@
+"""Section 3: linear regions, Zaslavsky's function, tropical polynomials, networks as quotients."""
+
+import itertools
+import math
+
+import numpy as np
+import torch
+
+from tieline.core.ranking import ranked_scores
+from tieline.lab.claims.claim import Evidence, Run, Verdict, at_least, at_most, near, none_of
+from tieline.lab.claims.problems import dense, dense_regions, drawn, layer
+from tieline.lab.claims.registry import claim
+from tieline.lab.tropical import (
+    TropicalPolynomial,
+    elementary_symmetric,
+    rational_form,
+    regions,
+    symmetric_polynomial,
+    zaslavsky,
+)
+from tieline.lab.tropical.affine import chosen
+from tieline.lab.tropical.algebra import ONE, ZERO, plus, power, times
+
+
+def bend(points: np.ndarray, margins: np.ndarray, parts: tuple, softmax: bool) -> float:
+    """Largest relative second difference of the layer's output inside the pieces."""
+    (W, b, V, c, k), out = parts
+    step = np.zeros_like(points)
+    step[:, 0] = 0.5 * margins
+
+    def output(x: np.ndarray) -> np.ndarray:
+        scores = x @ W.T + b
+        gates = chosen(scores, k) * (
+            np.exp(scores - scores.max(axis=1, keepdims=True)) if softmax else 1.0
+        )
+        gates /= gates.sum(axis=1, keepdims=True)
+        hidden = np.maximum(np.einsum("ehd,pd->peh", V, x) + c, 0)
+        return (gates * np.einsum("peh,eh->pe", hidden, out)).sum(axis=1)
+
+    middle = output(points)
+    second = output(points + step) + output(points - step) - 2 * middle
+    return float(np.abs(second / (1 + np.abs(middle))).max())
+
+
+@claim(
+    "p3-def3.1",
+    "linear regions",
+    statement="A linear region is a maximal connected open set on which the network is affine; the "
+    "capacity of an architecture is the largest number of them.",
+    tested="Second differences of a top-2 layer inside every piece (coalition × activation "
+    "pattern), with softmax and with constant gates; two neurons that add up to a line.",
+    expected=Verdict.CONDITION,
+    condition="k = 1 or constant gates, and output weights that do not cancel",
+)
+def linear_regions(run: Run) -> Evidence:
+    """Whether the layer is affine on the counted pieces."""
+    net = layer(drawn(run, 1), 6, 3, 2)
+    out = drawn(run, 2).standard_normal((6, 3))
+    found = regions(*net, 2)
+    soft, constant = (
+        bend(found.witnesses, found.margins, ((*net, 2), out), softmax) for softmax in (True, False)
+    )
+    first = regions(*net, 1)
+    single = bend(first.witnesses, first.margins, ((*net, 1), out), True)
+    line = rational_form(
+        [(np.array([[1.0], [-1.0]]), np.zeros(2)), (np.array([[1.0, -1.0]]), np.zeros(1))]
+    )
+    x = drawn(run, 3).standard_normal((200, 1))
+    folded = float(np.abs(line[0].evaluate(x) - x[:, 0]).max())
+    pieces = dense_regions(np.array([[1.0], [2.0]]), np.array([0.0, 1.0]))
+    return Evidence(
+        [
+            at_most("second difference inside pieces, softmax gates, k = 2", soft, 1e-9),
+            at_most("the same, constant gates", constant, 1e-9, part="condition"),
+            at_most("the same, softmax gates, k = 1", single, 1e-9, part="condition"),
+            at_least("softmax bends the layer", soft, 1e-4, part="corrected"),
+            near("relu(x) - relu(-x) is one line", folded, 0, 1e-12, part="corrected"),
+            near("pieces of two neurons on a line", pieces, 3, 0, part="corrected"),
+        ],
+        paper="affine on each region",
+        corrected="pieces: coalition × activation pattern",
+        measured=f"bends by {soft:.2g} under softmax, {constant:.1g} without",
+        note="Counted are pieces on which the layer is one formula; under softmax gates with k > 1 "
+        "that formula is not affine, and pieces may be fewer than maximal regions would say.",
+    )
+
+
+@claim(
+    "p3-def3.2",
+    "Zaslavsky's function",
+    statement="n hyperplanes in general position cut R^d into Φ(n, d) = Σ_{j<=d} C(n, j) regions, "
+    "about n^d/d! for n much larger than d.",
+    tested="Exact counts and listings of drawn arrangements, d = 1 ... 4; the ratio at n = 3000.",
+)
+def zaslavsky_function(run: Run) -> Evidence:
+    """Counts that differ from the formula."""
+    r, wrong, listed = drawn(run, 1), 0, 0
+    shapes = [(5, 1), (3, 2), (9, 2), (12, 2), (4, 3), (8, 3), (3, 4), (7, 4)]
+    for n, d in shapes:
+        V, c = r.standard_normal((n, d)), r.standard_normal(n)
+        wrong += dense_regions(V, c) != zaslavsky(n, d)
+        listed += len(regions(*dense(V, c), 1)) != zaslavsky(n, d)
+    ratio = zaslavsky(3000, 3) * math.factorial(3) / 3000**3
+    checks = [
+        none_of("counts other than Φ", wrong),
+        none_of("listings other than Φ", listed),
+        near("Φ(3000, 3) 3!/3000³", ratio, 1, 2e-3),
+    ]
+    return Evidence(checks, paper="Φ(n, d)", measured=f"{len(shapes)} arrangements, {wrong} differ")
+
+
+def two_layers(first: tuple, second: tuple) -> int:
+    """Regions of a network with two hidden layers on the plane, counted pattern by pattern."""
+    (A, a), (B, b) = first, second
+    total = 0
+    found = regions(*dense(A, a), 1)
+    for active in found.patterns[:, 0]:
+        V, c = (B * active) @ A, B @ (active * a) + b
+        cuts = np.linalg.norm(V, axis=1) > 0
+        if not cuts.any():
+            total += 1
+            continue
+        both = regions(*dense(np.vstack([A, V[cuts]]), np.append(a, c[cuts])), 1)
+        total += int((both.patterns[:, 0, : len(a)] == active).all(axis=1).sum())
+    return total
+
+
+@claim(
+    "p3-ex3.3",
+    "two layers of three neurons",
+    statement="On the plane one layer of three neurons has 7 regions, two such layers have a "
+    "maximum of 7 · 7 = 49.",
+    tested="Exact counts of drawn two-layer networks; the largest number that the ranks of the "
+    "first layer's activation patterns allow.",
+    expected=Verdict.CONDITION,
+    condition="49 as an upper bound: at most 40 can be reached",
+    seconds=1,
+)
+def two_layer_example(run: Run) -> Evidence:
+    """The most regions that two layers can have, and the most that were found."""
+    r, most, one = drawn(run, 1), 0, set()
+    for _ in range(run.size(80, 3_000)):
+        A, a, B, b = (r.standard_normal(s) for s in ((3, 2), 3, (3, 3), 3))
+        one.add(len(regions(*dense(A, a), 1)))
+        most = max(most, two_layers((A, a), (B, b)))
+    # with m neurons active the second layer sees min(m, 2) dimensions; one pattern of 8 is missing
+    seen = [zaslavsky(3, min(m, 2)) for m in (0, 1, 1, 1, 2, 2, 2, 3)]
+    bound = sum(seen) - min(seen)
+    return Evidence(
+        [
+            near("largest number that the ranks allow", bound, 49, 0),
+            at_most("most regions found, against 49", most, 49, part="condition"),
+            at_most("largest number that the ranks allow, against 49", bound, 49, part="condition"),
+            at_most("most regions found", most, bound, part="corrected"),
+            near("the bound from the ranks", bound, 40, 0, part="corrected"),
+            near("regions of one layer", max(one), 7, 0, part="corrected"),
+            near("regions of one layer, fewest", min(one), 7, 0, part="corrected"),
+        ],
+        paper=49,
+        corrected="at most 40",
+        measured=f"7; at most {most} in drawn networks",
+        note="Where one neuron of the first layer is active the second sees a line (4 regions), "
+        "where none is, a point (1). 49 bounds the number and is never reached.",
+    )
+
+
+@claim(
+    "p3-def3.4",
+    "tropical semiring",
+    statement="R ∪ {-∞} with x ⊕ y = max(x, y), x ⊗ y = x + y is a semiring with neutral elements "
+    "-∞ and 0; x^{⊗k} = kx.",
+    tested="Every law on triples of a dyadic lattice and -∞, exactly.",
+)
+def semiring(run: Run) -> Evidence:
+    """Triples that break a law."""
+    n = run.size(2_000, 20_000)
+    draw = torch.randint(-40, 41, (3, n), generator=run.generator(1)).double() / 8
+    draw[:, : n // 10] = torch.where(draw[:, : n // 10] > 0, draw[:, : n // 10], ZERO)
+    a, b, c = draw
+    zero, one = torch.full_like(a, ZERO), torch.full_like(a, ONE)
+    laws = {
+        "⊕ associates": (plus(plus(a, b), c), plus(a, plus(b, c))),
+        "⊕ commutes": (plus(a, b), plus(b, a)),
+        "⊗ associates": (times(times(a, b), c), times(a, times(b, c))),
+        "⊗ commutes": (times(a, b), times(b, a)),
+        "⊗ distributes over ⊕": (times(a, plus(b, c)), plus(times(a, b), times(a, c))),
+        "-∞ is neutral for ⊕": (plus(a, zero), a),
+        "0 is neutral for ⊗": (times(a, one), a),
+        "-∞ annihilates": (times(a, zero), zero),
+        "x^{⊗3} = x ⊗ x ⊗ x": (power(a, 3), times(a, times(a, a))),
+    }
+    checks = [none_of(name, (x != y).sum().item()) for name, (x, y) in laws.items()]
+    return Evidence(checks, paper="a semiring", measured=f"{len(laws)} laws on {n} triples")
+
+
+@claim(
+    "p3-def3.5",
+    "tropical polynomials",
+    statement="A tropical polynomial is convex and piecewise affine; its hypersurface, where two "
+    "terms attain the maximum, is where it is not differentiable.",
+    tested="Convexity on drawn pairs; along drawn lines the points where the slope jumps against "
+    "the points of the hypersurface; essential terms against slopes that occur.",
+)
+def polynomials(run: Run) -> Evidence:
+    """Violations of convexity, and creases off the hypersurface."""
+    r = drawn(run, 1)
+    P = TropicalPolynomial(r.integers(0, 5, (9, 2)).astype(float), r.standard_normal(9))
+    x, y = r.standard_normal((2, run.size(2_000, 20_000), 2)) * 3
+    convex = P.evaluate((x + y) / 2) - (P.evaluate(x) + P.evaluate(y)) / 2
+    low, high = x, y
+    differ = P.terms_at(low).argmax(1) != P.terms_at(high).argmax(1)
+    low, high = low[differ], high[differ]
+    start = P.terms_at(low).argmax(1)
+    for _ in range(60):
+        middle = (low + high) / 2
+        same = P.terms_at(middle).argmax(1) == start
+        low, high = np.where(same[:, None], middle, low), np.where(same[:, None], high, middle)
+    off = int((~P.on_hypersurface(low, 1e-9)).sum())
+    slopes = {
+        tuple(P.exponents[i]) for i in P.terms_at(30 * r.standard_normal((40_000, 2))).argmax(1)
+    }
+    kept = {tuple(row) for row in P.essential().exponents}
+    return Evidence(
+        [
+            at_most("largest violation of convexity", float(convex.max()), 1e-12),
+            none_of("creases off the hypersurface", off),
+            none_of("drawn points on it", int(P.on_hypersurface(x).sum())),
+            none_of("slopes met that are no essential term", len(slopes - kept)),
+        ],
+        paper="convex, creased on its hypersurface",
+        measured=f"{len(low)} creases, {off} off it",
+        note="The paper's exponents are in N^d; a router's weights are real, and nothing changes.",
+    )
+
+
+@claim(
+    "p3-def3.6",
+    "a network as a tropical quotient",
+    statement="A ReLU network is P - Q with tropical polynomials P and Q (of real exponents); its "
+    "decision boundary, where it changes sign, lies on the hypersurface of P ⊕ Q.",
+    tested="P and Q of a drawn network with two hidden layers against its own evaluation; zeros "
+    "found by bisection against the hypersurface of P ⊕ Q.",
+    seconds=2,
+)
+def quotients(run: Run) -> Evidence:
+    """Largest error of P - Q, and zeros off the hypersurface."""
+    r = drawn(run, 1)
+    sizes = [2, 3, 3, 1]
+    net = [(r.standard_normal((o, i)), r.standard_normal(o)) for i, o in itertools.pairwise(sizes)]
+    net[-1] = (net[-1][0], np.zeros(1))
+
+    def forward(x: np.ndarray) -> np.ndarray:
+        for A, b in net[:-1]:
+            x = np.maximum(x @ A.T + b, 0)
+        return (x @ net[-1][0].T + net[-1][1])[:, 0]
+
+    form = rational_form(net)[0]
+    x = 4 * r.standard_normal((run.size(2_000, 20_000), 2))
+    error = float(np.abs(form.evaluate(x) - forward(x)).max())
+    shift = float(np.median(forward(x)))
+    Q = form.denominator
+    moved = TropicalPolynomial(Q.exponents, Q.coefficients + shift)  # the zeros of F - median
+    low, high = x[forward(x) < shift], x[forward(x) > shift]
+    n = min(len(low), len(high))
+    low, high = low[:n], high[:n]
+    for _ in range(60):
+        middle = (low + high) / 2
+        below = (forward(middle) < shift)[:, None]
+        low, high = np.where(below, middle, low), np.where(below, high, middle)
+    off = int((~form.numerator.plus(moved).on_hypersurface(low, 1e-7)).sum())
+    terms = len(form.numerator.coefficients), len(Q.coefficients)
+    return Evidence(
+        [
+            at_most("largest error of P - Q", error, 1e-9),
+            at_least("zeros found", n, 100),
+            none_of("zeros off the hypersurface of P ⊕ Q", off),
+        ],
+        paper="F = P - Q",
+        measured=f"error {error:.1g}; {terms[0]} and {terms[1]} terms",
+        note="The set of all zeros may be larger: max(0, x) is zero on a half line, and only x = 0 "
+        "lies on the hypersurface.",
+    )
+
+
+@claim(
+    "p3-sec3.5",
+    "top-k score as a symmetric tropical polynomial",
+    number="Sec. 3.5",
+    statement="The score of the chosen coalition is the k-th elementary symmetric tropical "
+    "polynomial of the scores.",
+    tested="The recursion that ranks nothing and the polynomial with C(N, k) terms, both against "
+    "the sum of the k largest scores, for all k.",
+)
+def symmetric(run: Run) -> Evidence:
+    """Largest error over k."""
+    r, worst, recursion = drawn(run, 1), 0.0, 0.0
+    W, b = r.standard_normal((7, 3)), r.standard_normal(7)
+    x = r.standard_normal((run.size(300, 3_000), 3))
+    scores = torch.from_numpy(x @ W.T + b)
+    for k in range(1, 8):
+        best = ranked_scores(scores, 7)[:, :k].sum(dim=1)
+        recursion = max(recursion, (elementary_symmetric(scores, k) - best).abs().max().item())
+        value = torch.from_numpy(symmetric_polynomial(W, b, k).evaluate(x))
+        worst = max(worst, (value - best).abs().max().item())
+    checks = [
+        at_most("error of the recursion", recursion, 1e-12),
+        at_most("error of the polynomial", worst, 1e-12),
+    ]
+    return Evidence(checks, paper="equal", measured=max(worst, recursion))

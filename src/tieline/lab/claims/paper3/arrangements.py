@@ -1,0 +1,381 @@
+"""Section 4.2: general position, and the bounds for dense, top-1 and top-k layers."""
+
+import itertools
+import math
+
+import numpy as np
+from scipy.spatial import ConvexHull
+
+from tieline.core.statistics import exponent
+from tieline.lab.claims.claim import (
+    Evidence,
+    Run,
+    Verdict,
+    at_least,
+    at_most,
+    chart,
+    dots,
+    line,
+    near,
+    none_of,
+    within,
+)
+from tieline.lab.claims.problems import Layer, dense, dense_regions, drawn, layer
+from tieline.lab.claims.registry import claim
+from tieline.lab.tropical import (
+    DegenerateError,
+    capacity_bound,
+    count_regions,
+    count_regions_rational,
+    expected_regions,
+    regions,
+    sharp_bound,
+    zaslavsky,
+    zonotope_counts,
+)
+
+THREE = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+"""Normals of three lines of the plane, no two parallel."""
+
+
+def lines(normals: np.ndarray, offsets: list[float]) -> int:
+    """Regions of lines of the plane by linear programming, in any position."""
+    return len(regions(*dense(normals, np.array(offsets)), 1))
+
+
+def refused(normals: np.ndarray, offsets: list[float]) -> float:
+    """Return 1 if the exact count rejects the lines as degenerate, 0 if it counts them."""
+    try:
+        dense_regions(normals, np.array(offsets))
+    except DegenerateError:
+        return 1.0
+    return 0.0
+
+
+def position_failures(V: np.ndarray, c: np.ndarray) -> int:
+    """Sets of hyperplanes that break general position (Def. 4.8, conditions i to iii)."""
+    n, d = V.shape
+    wrong = 0
+    for size in range(2, d + 1):
+        for some in itertools.combinations(range(n), size):
+            wrong += int(np.linalg.matrix_rank(V[list(some)])) < size
+    rows = np.column_stack([V, c])
+    for some in itertools.combinations(range(n), d + 1):
+        wrong += int(np.linalg.matrix_rank(rows[list(some)])) < d + 1
+    return wrong
+
+
+@claim(
+    "p3-def4.8",
+    "general position",
+    statement="No two hyperplanes are parallel, j <= d of them meet in dimension d - j, d + 1 of "
+    "them nowhere; weights initialised at random have this with probability one.",
+    tested="Ranks of all subsets of drawn neurons, with drawn and with zero biases; the same for "
+    "the walls z_i = z_j of a router.",
+    expected=Verdict.CONDITION,
+    condition="biases drawn from a density as well: with the usual zero biases all hyperplanes "
+    "meet in one point",
+)
+def general_position(run: Run) -> Evidence:
+    """Subsets of drawn hyperplanes that break a condition."""
+    r, wrong = drawn(run, 1), 0
+    for _ in range(run.size(20, 200)):
+        wrong += position_failures(r.standard_normal((7, 3)), r.standard_normal(7))
+    central = position_failures(r.standard_normal((7, 3)), np.zeros(7))
+    W, b = r.standard_normal((4, 3)), r.standard_normal(4)
+    pairs = list(itertools.combinations(range(4), 2))
+    walls = np.array([W[i] - W[j] for i, j in pairs]), np.array([b[i] - b[j] for i, j in pairs])
+    return Evidence(
+        [
+            none_of("sets of drawn neurons with zero biases that break it", central),
+            none_of("sets of neurons with drawn biases that break it", wrong, part="condition"),
+            near("broken sets of the walls of 4 experts in R³", position_failures(*walls), 4 + 15,
+                 0, part="corrected"),
+        ],
+        paper="with probability one",
+        corrected="never for the walls of three experts",
+        measured=f"{wrong} sets of neurons, {central} without biases, "
+        f"{position_failures(*walls)} of walls",
+        note="z_1 = z_2 and z_2 = z_3 give z_1 = z_3: the walls of a router are never in general "
+        "position, as Thm 4.17 asks. Generic scores are enough for all that is counted here.",
+    )  # fmt: skip
+
+
+@claim(
+    "p3-ex4.9",
+    "three lines of the plane",
+    statement="7 regions in general position, 6 if two are parallel, 6 if all meet in a point.",
+    tested="Listings by linear programming; the exact count agrees or refuses with a reason.",
+)
+def three_lines(_run: Run) -> Evidence:
+    """Regions of the three arrangements."""
+    parallel = np.array([[1.0, 0.0], [1.0, 0.0], [1.0, 1.0]])
+    found = (
+        lines(THREE, [0.0, 0.0, -1.0]),
+        lines(parallel, [0.0, -1.0, 0.0]),
+        lines(THREE, [0.0] * 3),
+    )
+    checks = [
+        near("general position", found[0], 7, 0),
+        near("two parallel", found[1], 6, 0),
+        near("one common point", found[2], 6, 0),
+        near("exact count in general position", dense_regions(THREE, np.array([0, 0, -1.0])), 7, 0),
+        near("exact count of cones", dense_regions(THREE, np.zeros(3)), 6, 0),
+        near("exact count refuses parallels", refused(parallel, [0.0, -1.0, 0.0]), 1, 0),
+    ]
+    return Evidence(checks, paper="7, 6, 6", measured=", ".join(str(n) for n in found))
+
+
+@claim(
+    "p3-prop4.10",
+    "bound for dense layers",
+    statement="A dense layer has at most Φ(H, d) = Θ(H^d) regions, with equality exactly in "
+    "general position; the leading term is H^d/d!.",
+    tested="Exact counts of drawn layers; listings of layers with a parallel pair, a common point, "
+    "a repeated neuron; the exponent in H.",
+)
+def dense_bound(run: Run) -> Evidence:
+    """Counts against Φ in and out of general position."""
+    r, wrong = drawn(run, 1), 0
+    widths = [4, 8, 16, 32]
+    counts = [dense_regions(r.standard_normal((h, 3)), r.standard_normal(h)) for h in widths]
+    wrong = sum(n != zaslavsky(h, 3) for n, h in zip(counts, widths, strict=True))
+    below = []
+    for spoil in ("parallel", "point", "twice"):
+        V, c = r.standard_normal((6, 2)), r.standard_normal(6)
+        V[1] = V[0] if spoil in ("parallel", "twice") else V[1]
+        c = np.zeros(6) if spoil == "point" else c
+        c[1] = c[0] if spoil == "twice" else c[1]
+        below.append(len(regions(*dense(V, c), 1)))
+    large = [2**n for n in range(10, 14)]
+    return Evidence(
+        [
+            none_of("counts in general position other than Φ", wrong),
+            at_most("most regions out of it", max(below), zaslavsky(6, 2) - 1),
+            near("exponent of Φ(H, 3)", exponent(large, [zaslavsky(h, 3) for h in large]), 3, 0.01),
+            near("Φ(H, 3) 3!/H³", 6 * zaslavsky(large[-1], 3) / large[-1] ** 3, 1, 1e-3),
+        ],
+        paper=zaslavsky(6, 2),
+        measured=f"{zaslavsky(6, 2)} in general position; {below} parallel, meeting, repeated",
+        figure=chart(
+            "H",
+            "regions, d = 3",
+            dots("counted", widths, counts),
+            line("Φ", widths, [zaslavsky(h, 3) for h in widths]),
+            log="xy",
+        ),
+    )
+
+
+@claim(
+    "p3-rem4.11",
+    "vertices of the zonotope",
+    statement="Regions of a dense layer and vertices of its Newton zonotope in R^{d+1} are not in "
+    "bijection but of the same order Θ(H^d).",
+    tested="Vertices by the identity 2 regions - cones against the convex hull of all 2^H sums; "
+    "their ratio as H grows.",
+)
+def zonotope(run: Run) -> Evidence:
+    """Vertices of the hull against the counts."""
+    V, c = drawn(run, 1).standard_normal((8, 2)), drawn(run, 2).standard_normal(8)
+    counts = zonotope_counts(V, c)
+    signs = np.array(list(itertools.product((0.0, 1.0), repeat=8)))
+    hull = len(ConvexHull(signs @ np.column_stack([V, c])).vertices)
+    closed = 2 * sum(math.comb(7, j) for j in range(3))
+    wide = zonotope_counts(*(drawn(run, 3).standard_normal(s) for s in ((96, 2), 96)))
+    return Evidence(
+        [
+            near("vertices of the hull of 2^8 sums", hull, counts.vertices, 0),
+            near("2 Σ C(H-1, j)", counts.vertices, closed, 0),
+            near("upper vertices are the regions", counts.upper, zaslavsky(8, 2), 0),
+            at_least("not in bijection", counts.vertices - counts.upper, 1),
+            near("vertices per region at H = 96", wide.vertices / wide.upper, 2, 0.05),
+        ],
+        paper="Θ(H^d)",
+        corrected="vertices = 2 regions - regions without biases",
+        measured=f"{hull} vertices, {counts.upper} regions; "
+        f"ratio {wide.vertices / wide.upper:.3f} at H = 96",
+    )
+
+
+@claim(
+    "p3-cor4.12",
+    "the dense bound is reached",
+    statement="Some weights give Φ(H, d) regions.",
+    tested="Drawn layers and neurons on the moment curve, counted exactly.",
+)
+def dense_tight(run: Run) -> Evidence:
+    """Layers with fewer regions than Φ."""
+    r, wrong = drawn(run, 1), 0
+    for h, d in ((10, 2), (9, 3), (8, 4), (7, 5)):
+        wrong += dense_regions(r.standard_normal((h, d)), r.standard_normal(h)) != zaslavsky(h, d)
+    t = np.linspace(-1, 1, 10)
+    moment = dense_regions(np.column_stack([t, t**2]), t**3 - 0.3)
+    checks = [
+        none_of("drawn layers below Φ", wrong),
+        near("neurons on the moment curve", moment, zaslavsky(10, 2), 0),
+    ]
+    return Evidence(checks, paper=zaslavsky(10, 2), measured=moment)
+
+
+INSTANCES = {(1, 4, 3, 2, 1): 16, (4, 8, 4, 2, 3): 161, (5, 6, 2, 3, 2): 74, (7, 8, 8, 3, 2): 1233}
+"""(seed, N, H, d, k) of fully specified layers, with the number of their pieces."""
+
+
+def placed(run: Run, experts: int, width: int, size: float = 1e-2) -> Layer:
+    """A planar top-1 layer: the lines of each expert cross near its site, in its own cell."""
+    angle = 2 * math.pi * np.arange(experts) / experts + 0.1
+    sites = np.column_stack([np.cos(angle), np.sin(angle)])
+    r = drawn(run, 40)
+    direction = (
+        r.uniform(0, math.pi)
+        + math.pi * (np.arange(width) + r.uniform(0.3, 0.7, (experts, width))) / width
+    )
+    V = np.stack([np.cos(direction), np.sin(direction)], axis=2)
+    c = size * r.uniform(-1, 1, (experts, width)) / width - np.einsum("ehd,ed->eh", V, sites)
+    return Layer(sites, np.zeros(experts) + 1e-3 * r.standard_normal(experts), V, c)
+
+
+def counted(run: Run, shape: tuple[int, int, int, int], n: int) -> np.ndarray:
+    """Exact counts of n drawn layers (N, H, d, k)."""
+    experts, width, dim, k = shape
+    return np.array(
+        [int(count_regions(*layer(drawn(run, 300 + s), experts, width, dim), k)) for s in range(n)]
+    )
+
+
+@claim(
+    "p3-thm4.14",
+    "bound for top-1",
+    statement="A top-1 layer has at most N Φ(H, d) = Θ(N H^d) regions.",
+    tested="Exact counts of drawn layers against the bound; their mean against the closed form; "
+    "the expectation per dense layer as H grows.",
+    seconds=1,
+)
+def top_one_bound(run: Run) -> Evidence:
+    """Largest share of the bound, and the mean."""
+    counts = counted(run, (8, 8, 2, 1), run.size(60, 600))
+    error = float(counts.std()) / math.sqrt(len(counts))
+    widths = [4, 16, 64, 256, 1024]
+    gain = [expected_regions(8, 1, h, 2) / zaslavsky(h, 2) for h in widths]
+    return Evidence(
+        [
+            at_most("most pieces", int(counts.max()), capacity_bound(8, 1, 8, 2)),
+            near("bound", capacity_bound(8, 1, 8, 2), 8 * zaslavsky(8, 2), 0),
+            within("mean", float(counts.mean()), error, expected_regions(8, 1, 8, 2),
+                   part="corrected"),
+            near("expected pieces per dense region at H = 1024", gain[-1], 1, 0.02,
+                 part="corrected"),
+        ],
+        paper=capacity_bound(8, 1, 8, 2),
+        corrected=expected_regions(8, 1, 8, 2),
+        measured=float(counts.mean()),
+        figure=chart("H", "pieces / Φ(H, 2), N = 8",
+            line("expected", widths, gain), line("the bound", widths, [8.0] * 5, dashed=True),
+            log="x"),
+        note="The bound stands. For Gaussian weights N C(H, d) P(M = 1) = C(H, d): the factor over "
+        "a dense layer of the same width tends to 1, not to N.",
+    )  # fmt: skip
+
+
+@claim(
+    "p3-rem4.15",
+    "wide experts",
+    statement="Inside a cell there are at most Φ(H + walls, d) regions; for H much larger than N "
+    "the sum of Φ(H, d) over experts is asymptotically exact.",
+    tested="Pieces per cell of drawn layers against both numbers; the share of N Φ(H, d) at H = 4 "
+    "... 64, and for lines that cross inside their own expert's cell.",
+    expected=Verdict.CONDITION,
+    condition="the hyperplanes of each expert cross inside its own cell",
+    seconds=2,
+)
+def wide_experts(run: Run) -> Evidence:
+    """Share of the sum that drawn and placed layers have."""
+    net = layer(drawn(run, 1), 4, 12, 2)
+    listed = regions(*net, 1)
+    most = int(np.bincount(listed.coalitions[:, 0]).max())
+    widths = [4, 16, 64]
+    share = [
+        int(count_regions(*layer(drawn(run, 2), 4, h, 2), 1)) / capacity_bound(4, 1, h, 2)
+        for h in widths
+    ]
+    own = placed(run, 4, 32)
+    full = int(count_regions(*own, 1)) / capacity_bound(4, 1, 32, 2)
+    return Evidence(
+        [
+            at_most("most pieces in a cell", most, zaslavsky(12, 2)),
+            at_least("share of N Φ(H, d) at H = 64", share[-1], 0.9),
+            near("share if lines cross at home", full, 1, 1e-12, part="condition"),
+            at_most("most pieces in a cell, walls counted", most, zaslavsky(12 + 3, 2),
+                    part="condition"),
+            near("limit of the share, drawn", expected_regions(4, 1, 4096, 2)
+                 / capacity_bound(4, 1, 4096, 2), 0.25, 0.01, part="corrected"),
+        ],
+        paper=1,
+        corrected=0.25,
+        measured=share[-1],
+        figure=chart("H", "share of N Φ(H, 2), N = 4",
+            dots("drawn", widths, share),
+            line("expected", widths, [expected_regions(4, 1, h, 2) / capacity_bound(4, 1, h, 2)
+                                      for h in widths]),
+            line("the paper", widths, [1.0] * 3, dashed=True), log="x"),
+    )  # fmt: skip
+
+
+@claim(
+    "p3-cor4.16",
+    "the top-1 bound is reached",
+    statement="Some top-1 layer with wide experts has Ω(N H^d) regions.",
+    tested="N sites on a circle, the lines of each expert crossing near its site: counted exactly.",
+)
+def top_one_tight(run: Run) -> Evidence:
+    """Layers of the construction below the bound."""
+    shapes = [(4, 6), (8, 8), (12, 5)]
+    found = [int(count_regions(*placed(run, n, h), 1)) for n, h in shapes]
+    bound = [capacity_bound(n, 1, h, 2) for n, h in shapes]
+    checks = [
+        near(f"pieces of the construction, N = {n}, H = {h}", a, z, 0)
+        for (n, h), a, z in zip(shapes, found, bound, strict=True)
+    ]
+    return Evidence(checks, paper="N Φ(H, d)", measured=f"{found} of {bound}")
+
+
+@claim(
+    "p3-thm4.17",
+    "bound for top-k",
+    statement="A top-k layer has at most C(N, k) Φ(kH, d) = Θ(C(N, k) (kH)^d) regions.",
+    tested="Exact counts of specified layers by three methods; drawn layers against the bound and "
+    "against B*; their mean against the closed form.",
+    seconds=2,
+)
+def top_k_bound(run: Run) -> Evidence:
+    """Counts of specified layers, and the largest share of the bound."""
+    exact = {s: int(count_regions(*layer(*s[:4]), s[4])) for s in INSTANCES}
+    listed = sum(len(regions(*layer(*s[:4]), s[4])) != n for s, n in INSTANCES.items())
+    first = (1, 4, 3, 2, 1)
+    rational = int(count_regions_rational(*layer(*first[:4]), first[4]))
+    counts = counted(run, (8, 4, 2, 3), run.size(60, 600))
+    error = float(counts.std()) / math.sqrt(len(counts))
+    bound, better = capacity_bound(8, 3, 4, 2), sharp_bound(8, 3, 4, 2)
+    worst = max(
+        sharp_bound(n, k, h, d) / capacity_bound(n, k, h, d)
+        for n in (2, 5, 9, 16) for k in range(1, n + 1) for h in (1, 3, 8) for d in range(1, 7)
+    )  # fmt: skip
+    return Evidence(
+        [
+            at_most("most pieces, N = 8, k = 3, H = 4, d = 2", int(counts.max()), bound),
+            none_of("specified layers with another count",
+                    sum(exact[s] != n for s, n in INSTANCES.items())),
+            none_of("listings with another count", listed),
+            near("in fractions", rational, INSTANCES[first], 0),
+            at_most("most pieces against B*", int(counts.max()), better, part="corrected"),
+            at_most("B* over the bound, all shapes", worst, 1, part="corrected"),
+            within("mean", float(counts.mean()), error, expected_regions(8, 3, 4, 2),
+                   part="corrected"),
+        ],
+        paper=bound,
+        corrected=f"B* = {better}, expected {expected_regions(8, 3, 4, 2):.1f}",
+        measured=float(counts.mean()),
+        note="The assumption that all walls are in general position can never be met (Def. 4.8); "
+        "the bound needs only generic scores.",
+    )  # fmt: skip

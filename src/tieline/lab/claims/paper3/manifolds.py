@@ -1,0 +1,279 @@
+"""Section 4.3: the number of pieces that a manifold of inputs meets."""
+
+import itertools
+import math
+
+import numpy as np
+
+from tieline.core.statistics import exponent
+from tieline.lab.claims.claim import (
+    Evidence,
+    Run,
+    Verdict,
+    at_least,
+    at_most,
+    chart,
+    dots,
+    line,
+    near,
+    none_of,
+    within,
+)
+from tieline.lab.claims.problems import crofton, dense_regions, drawn
+from tieline.lab.claims.registry import claim
+from tieline.lab.tropical import expected_switches, paper_effective_bound, pieces_along, zaslavsky
+
+QUARTER = math.pi / 2
+"""Spherical length of the segment between two orthogonal unit vectors."""
+
+
+def along_segment(run: Run, shape: tuple[int, int, int, int], n: int) -> tuple[float, float]:
+    """Mean pieces (N, k, H, d) of drawn layers without bias between two axes, standard error."""
+    experts, k, width, dim = shape
+    r, ends = drawn(run, 500 + width), np.eye(dim)[:2]
+    found = np.array(
+        [
+            pieces_along(
+                ends, r.standard_normal((experts, dim)), None, k,
+                r.standard_normal((experts, width, dim)),
+            ).pieces
+            for _ in range(n)
+        ]
+    )  # fmt: skip
+    return float(found.mean()), float(found.std()) / math.sqrt(n)
+
+
+def curve(t: np.ndarray) -> np.ndarray:
+    """A closed curve of R³ that lies in no plane."""
+    return np.stack([np.cos(t), np.sin(t), 0.5 * np.sin(2 * t)], axis=-1)
+
+
+def crossings_of(normal: np.ndarray, offset: float) -> tuple[np.ndarray, np.ndarray]:
+    """Parameters at which the curve meets a plane, and the sine of the angle there."""
+    t = np.linspace(0, 2 * math.pi, 4_001)
+    side = curve(t) @ normal + offset
+    low, high = t[:-1][side[:-1] * side[1:] < 0], t[1:][side[:-1] * side[1:] < 0]
+    start = curve(low) @ normal + offset
+    for _ in range(50):
+        middle = (low + high) / 2
+        same = (curve(middle) @ normal + offset) * start > 0
+        low, high = np.where(same, middle, low), np.where(same, high, middle)
+    along = np.stack([-np.sin(low), np.cos(low), np.cos(2 * low)], axis=-1)
+    return low, np.abs(along @ normal) / np.linalg.norm(along, axis=1) / np.linalg.norm(normal)
+
+
+@claim(
+    "p3-asm4.22",
+    "transversality",
+    statement="Hyperplanes with weights drawn from a density meet a manifold transversally with "
+    "probability one: j of them in codimension j, or not at all.",
+    tested="Angles at which drawn planes cross a closed curve of R³; points of the curve on two "
+    "planes; a plane that was chosen to touch.",
+)
+def transversality(run: Run) -> Evidence:
+    """Smallest sine at a crossing, and points on two planes."""
+    r = drawn(run, 1)
+    planes = [(r.standard_normal(3), r.standard_normal()) for _ in range(run.size(100, 1_000))]
+    met = [crossings_of(*plane) for plane in planes]
+    sine = min(float(s.min()) for _, s in met if len(s))
+    places = [t for t, _ in met if len(t)]
+    both = sum(
+        bool((np.abs(a[:, None] - b) < 1e-9).any()) for a, b in itertools.combinations(places, 2)
+    )
+    touching = np.array([1.0, 0.0, 0.0])  # x = 1 touches the curve at t = 0
+    side = curve(np.linspace(-0.1, 0.1, 201)) @ touching - 1
+    return Evidence(
+        [
+            at_least("smallest sine at a crossing", sine, 1e-9),
+            none_of("pairs of planes that meet on the curve", both),
+            none_of("points of the curve beyond a touching plane", int((side > 0).sum()),
+                    part="corrected"),
+        ],
+        paper="with probability one",
+        corrected="of drawn weights; trained ones may touch",
+        measured=f"smallest sine {sine:.2g} of {sum(len(t) for t in places)} crossings",
+    )  # fmt: skip
+
+
+@claim(
+    "p3-prop4.24",
+    "dense regions on a manifold",
+    statement="A smooth manifold of dimension d_eff meets at most Φ(H, d_eff) regions of a dense "
+    "layer.",
+    tested="Activation patterns on a circle cut by H lines near its centre; segments and planes "
+    "cut by drawn hyperplanes.",
+    expected=Verdict.CONDITION,
+    condition="the manifold lies in a flat of dimension d_eff; a circle meets 2H regions",
+)
+def effective_dense(run: Run) -> Evidence:
+    """Patterns on a circle, a segment and a plane."""
+    r, width = drawn(run, 1), 8
+    angle = math.pi * (np.arange(width) + r.uniform(0.2, 0.8, width)) / width
+    V, c = np.stack([np.cos(angle), np.sin(angle)], axis=1), 0.01 * r.standard_normal(width)
+    t = np.linspace(0, 2 * math.pi, 100_001)
+    circle = len(np.unique(np.stack([np.cos(t), np.sin(t)], axis=1) @ V.T + c > 0, axis=0))
+    ends = r.standard_normal((2, 4)) * 50
+    flat = [r.standard_normal((width, 4)), r.standard_normal(width)]
+    way = ends[0] + np.linspace(0, 1, 100_001)[:, None] * (ends[1] - ends[0])
+    segment = len(np.unique(way @ flat[0].T + flat[1] > 0, axis=0))
+    plane = dense_regions(flat[0] @ r.standard_normal((4, 2)), flat[1])
+    return Evidence(
+        [
+            at_most("regions met by a circle, H = 8", circle, zaslavsky(width, 1)),
+            at_most("regions met by a segment in R⁴", segment, zaslavsky(width, 1),
+                    part="condition"),
+            at_most("regions met by a plane in R⁴", plane, zaslavsky(width, 2), part="condition"),
+            near("regions met by the circle", circle, 2 * width, 0, part="corrected"),
+        ],
+        paper=zaslavsky(width, 1),
+        corrected=2 * width,
+        measured=circle,
+        note="A curved manifold meets a hyperplane more than once; Zaslavsky counts flats.",
+    )  # fmt: skip
+
+
+@claim(
+    "p3-rem4.25",
+    "order on a manifold",
+    statement="Drawn dense layers have Θ(H^d_eff) regions on a manifold.",
+    tested="Mean pieces along a segment against 1 + (L/π)H; regions on a plane in R⁵; exponents.",
+)
+def effective_order(run: Run) -> Evidence:
+    """Exponents in H on a segment and on a plane."""
+    widths, n = [8, 32, 128], run.size(100, 1_000)
+    means = [along_segment(run, (1, 1, h, 6), n) for h in widths]
+    r = drawn(run, 1)
+    turn = np.linalg.qr(r.standard_normal((5, 2)))[0]
+    plane = [dense_regions(r.standard_normal((h, 5)) @ turn, r.standard_normal(h)) for h in widths]
+    checks = [
+        near("exponent on a segment", exponent(widths, [m - 1 for m, _ in means]), 1, 0.05),
+        near("exponent on a plane", exponent(widths, plane), 2, 0.1),
+        within("pieces on a segment, H = 128", *means[-1], crofton(1, 1, 128, QUARTER)),
+    ]
+    return Evidence(checks, paper="d_eff", measured=exponent(widths, [m - 1 for m, _ in means]))
+
+
+@claim(
+    "p3-thm4.26",
+    "upper bound on a manifold",
+    statement="The expected pieces of a top-k layer on a manifold are at most C(N, k) Vol(π(M)) / "
+    "Vol(S^{d-1}) Φ(kH, d_eff) + O((kH)^{d_eff - 1}).",
+    tested="Mean pieces of drawn layers (N = 2, k = 1, d = 8) along a quarter circle of directions "
+    "at two widths: what one more neuron adds, which the O(1) does not touch.",
+    expected=Verdict.FAILS,
+    seconds=1,
+)
+def effective_upper(run: Run) -> Evidence:
+    """Pieces per neuron, measured, by Crofton and by the bound."""
+    narrow, wide, n = 16, 128, run.size(200, 2_000)
+    (low, e), (high, f) = (along_segment(run, (2, 1, h, 8), n) for h in (narrow, wide))
+    slope, error = (high - low) / (wide - narrow), math.hypot(e, f) / (wide - narrow)
+    bound = [paper_effective_bound(2, 1, h, 1, 8, QUARTER) for h in (narrow, wide)]
+    stated = (bound[1] - bound[0]) / (wide - narrow)
+    widths = [narrow, 64, wide]
+    return Evidence(
+        [
+            at_most("pieces per neuron", slope, stated, 4 * error),
+            within("pieces per neuron, Crofton", slope, error, 0.5, part="corrected"),
+            within("pieces at H = 128, Crofton", high, f, crofton(2, 1, wide, QUARTER),
+                   part="corrected"),
+        ],
+        paper=stated,
+        corrected=0.5,
+        measured=slope,
+        figure=chart("H", "pieces, N = 2, k = 1, d = 8",
+            dots("drawn layers", [narrow, wide], [low, high], [e, f]),
+            line("1 + (L/π)(kH + ρ)", widths, [crofton(2, 1, h, QUARTER) for h in widths]),
+            line("the bound", widths, [paper_effective_bound(2, 1, h, 1, 8, QUARTER)
+                                       for h in widths], dashed=True)),
+        note="The bound divides a length by a 7-dimensional volume: it has no meaning for "
+        "d_eff < d - 1.",
+    )  # fmt: skip
+
+
+@claim(
+    "p3-thm4.27",
+    "lower bound on a manifold",
+    statement="The expected pieces are at least c C(N, k) Vol(π(M)) / Vol(S^{d-1}) (kH)^d_eff, c "
+    "depending on the manifold alone.",
+    tested="The largest c that the expectation along a quarter circle allows, for N = 8 ... 512; "
+    "the expectation against drawn layers.",
+    expected=Verdict.FAILS,
+    seconds=1,
+)
+def effective_lower(run: Run) -> Evidence:
+    """The remaining constant as N grows."""
+    experts, k, width, dim = [8, 32, 128, 512], 4, 8, 8
+    left = [
+        crofton(n, k, width, QUARTER) / paper_effective_bound(n, k, width, 1, dim, QUARTER)
+        for n in experts
+    ]
+    mean, error = along_segment(run, (32, k, width, dim), run.size(200, 2_000))
+    return Evidence(
+        [
+            at_least("constant at N = 512 over that at N = 8", left[-1] / left[0], 0.1),
+            within("mean pieces, N = 32", mean, error, crofton(32, k, width, QUARTER),
+                   part="corrected"),
+            at_most("switches from N = 128 to 512, ratio",
+                    expected_switches(512, k, 1.0) / expected_switches(128, k, 1.0), 4,
+                    part="corrected"),
+        ],
+        paper="a constant",
+        corrected=crofton(32, k, width, QUARTER),
+        measured=mean,
+        figure=chart("N", "largest c, k = 4", line("c", experts, left),
+                     log="xy"),
+        note="Pieces along a curve grow no faster than N; C(N, k) grows like N^k. Measured: mean "
+        "pieces at N = 32, k = 4, H = 8.",
+    )  # fmt: skip
+
+
+@claim(
+    "p3-cor4.29",
+    "ratio of the bounds",
+    statement="The bounds of Thm 4.26 and Prop. 4.24 are in the ratio O(C(N, k) k^d_eff).",
+    tested="The ratio of the two formulas at large H; the ratio of the expectations along a curve.",
+)
+def resilience(_run: Run) -> Evidence:
+    """Ratio of the bounds, and of the expected pieces."""
+    n, k, width = 16, 4, 100_000
+    ratio = math.comb(n, k) * zaslavsky(k * width, 3) / zaslavsky(width, 3)
+    true = crofton(n, k, width, QUARTER) / crofton(1, 1, width, QUARTER)
+    return Evidence(
+        [
+            near("ratio over C(N, k) k³", ratio / (math.comb(n, k) * k**3), 1, 1e-3),
+            near("ratio of expected pieces on a curve", true, k, 0.01, part="corrected"),
+        ],
+        paper=math.comb(n, k) * k,
+        corrected=k,
+        measured=true,
+        note="The bounds are in this ratio; the pieces on a curve (paper's value 7280) are in the "
+        "ratio k of active neurons.",
+    )
+
+
+@claim(
+    "p3-rem4.30",
+    "rank condition",
+    statement="For kH < d_eff the hyperplanes form no bounded cell and the higher terms vanish.",
+    tested="Bounded regions (all, less those of the neurons without bias) for n = 1 ... 5 in R³.",
+)
+def rank_condition(run: Run) -> Evidence:
+    """Regions and bounded regions of n planes in R³."""
+    r, all_regions, bounded = drawn(run, 1), [], []
+    for n in range(1, 6):
+        V, c = r.standard_normal((n, 3)), r.standard_normal(n)
+        all_regions.append(dense_regions(V, c))
+        bounded.append(all_regions[-1] - dense_regions(V, np.zeros(n)))
+    return Evidence(
+        [
+            none_of("bounded regions of fewer than 3 planes", sum(bounded[:2])),
+            near("regions of 2 planes", all_regions[1], 2**2, 0),
+            near("bounded regions of 3 planes", bounded[2], 0, 0, part="corrected"),
+            near("bounded regions of 4 planes", bounded[3], 1, 0, part="corrected"),
+            near("bounded regions of 5 planes", bounded[4], math.comb(4, 3), 0, part="corrected"),
+        ],
+        paper="none for kH < d_eff",
+        corrected="none for kH <= d_eff",
+        measured=f"{bounded} bounded for n = 1 ... 5 in R³",
+    )

@@ -1,0 +1,488 @@
+"""Attention as a mixture, equations (8), the losses by hand, Definitions 1 to 4, Props 2 and 5."""
+
+import math
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.func import jacrev, vmap
+
+from tieline.lab.attention.moe import attention_as_moe
+from tieline.lab.claims.claim import Check, Evidence, Run, Verdict, at_least, at_most, near
+from tieline.lab.claims.mixtures import (
+    dependent,
+    drawn,
+    inputs,
+    largest_gap,
+    same_function,
+    split_checks,
+    split_scale,
+    twisted,
+    without_row,
+)
+from tieline.lab.claims.registry import claim
+from tieline.lab.estimation import MoEModel, MoEParameters, quadratic_parameters, voronoi_loss
+from tieline.lab.estimation.derivative_tests import generic_atoms, rank_test, witness_atoms
+from tieline.lab.estimation.model import GateName, LinkName
+from tieline.routing import QuadraticRouter, Sigmoid, Softmax
+from tieline.routing.gates import Gate
+
+
+@claim(
+    "p4-sec2",
+    "attention as a mixture of experts",
+    number="section 2, (1)-(3)",
+    statement="Each row of softmax or sigmoid self-attention is a mixture with quadratic scores X "
+    "M Xᵀ and linear experts X P.",
+    tested="All rows of a head over 5 tokens against the matrix formula, both kinds; and the "
+    "mixture of a row evaluated at other sequences.",
+)
+def attention(run: Run) -> Evidence:
+    """Rows by matrices and by mixtures."""
+    tokens, width, inner = 5, 4, 3
+    x, other = (run.normal(tokens, width, stream=s) for s in (1, 2))
+    w_q, w_k, w_v = (run.normal(width, inner, stream=s) for s in (3, 4, 5))
+    worst = []
+    for kind in ("softmax", "sigmoid"):
+        rows = {}
+        for name, sequence in (("own", x), ("other", other)):
+            scores = sequence @ w_q @ (sequence @ w_k).T / math.sqrt(inner)
+            weights = scores.softmax(dim=1) if kind == "softmax" else scores.sigmoid()
+            rows[name] = weights @ (sequence @ w_v)
+        for i in range(tokens):
+            mixture = attention_as_moe(x, w_q, w_k, w_v, row=i, kind=kind)
+            worst.append(float((mixture.output - rows["own"][i]).abs().max()))
+            worst.append(float((mixture(other.flatten()) - rows["other"][i]).abs().max()))
+    return Evidence(
+        [at_most("largest difference", max(worst), 1e-12)], paper=0, measured=max(worst)
+    )
+
+
+@claim(
+    "p4-eq5",
+    "sigmoid gating regression",
+    number="(4), (5), (48)",
+    statement="The regression function is Σ σ(xᵀAx + b·x + c) E(x, η), or without b.",
+    tested="Against the package's quadratic router and gates on 300 inputs: scores and links.",
+)
+def model(run: Run) -> Evidence:
+    """Model against routing core."""
+    worst = []
+    x = inputs(run, 300, 3)
+    scores: list[tuple[GateName, str]] = [("quadratic", "full"), ("partial", "partial")]
+    links: list[tuple[LinkName, Gate]] = [("sigmoid", Sigmoid()), ("softmax", Softmax())]
+    for gate, kind in scores:
+        for link, layer in links:
+            family = MoEModel(gate, link, "relu", 3, 4)
+            params = drawn(run, family)
+            router = core_router(params, kind)
+            a, b = params.experts[:, :-1], params.experts[:, -1]
+            f = (layer(router(x)) * torch.relu(x @ a.T + b)).sum(dim=1)
+            worst.append(float((f - family.regression(params, x)).abs().max()))
+    return Evidence(
+        [at_most("largest difference", max(worst), 1e-12)], paper=0, measured=max(worst)
+    )
+
+
+def core_router(params: MoEParameters, kind) -> QuadraticRouter:
+    """The routing core's quadratic router with these rows."""
+    router = QuadraticRouter(3, params.n_experts, kind=kind).double()
+    state = {"left": params.router[:, :9].reshape(-1, 3, 3), "linear": params.router[:, 9:],
+             "constant": params.bias}  # fmt: skip
+    for name, value in state.items():
+        if isinstance(getattr(router, name, None), nn.Parameter):
+            setattr(router, name, nn.Parameter(value, requires_grad=False))
+    return router
+
+
+def gated(theta: Tensor, x: Tensor) -> Tensor:
+    """F(x; A, b, c, α, β) = σ(xᵀAx + b·x + c)(α·x + β) on the plane, θ of 4 + 2 + 1 + 2 + 1."""
+    score = x @ theta[:4].reshape(2, 2) @ x + theta[4:6] @ x + theta[6]
+    return score.sigmoid() * (theta[7:9] @ x + theta[9])
+
+
+@claim(
+    "p4-eq8",
+    "the equations behind slow polynomial experts",
+    number="(8)",
+    statement="For linear experts ∂²F/∂A∂c = ∂²F/∂b∂bᵀ, ∂²F/∂A∂β = ∂²F/∂b∂α and ∂²F/∂b∂β = "
+    "∂²F/∂c∂α.",
+    tested="Automatic second derivatives at 50 inputs on the plane, for linear experts and for a "
+    "tanh expert.",
+    seconds=0.7,
+)
+def equations(run: Run) -> Evidence:
+    """Residuals of the three equations."""
+    theta, x = run.normal(10, stream=1), inputs(run, 50, 2)
+    second = vmap(jacrev(jacrev(gated)), (None, 0))(theta, x)
+
+    def with_tanh(t: Tensor, point: Tensor) -> Tensor:
+        score = point @ t[:4].reshape(2, 2) @ point + t[4:6] @ point + t[6]
+        return score.sigmoid() * torch.tanh(t[7:9] @ point + t[9])
+
+    other = vmap(jacrev(jacrev(with_tanh)), (None, 0))(theta, x)
+    worst, every = residuals(second), residuals(other)
+    return Evidence(
+        [
+            *(at_most(name, value, 1e-12) for name, value in worst.items()),
+            *(at_most(f"{name}, tanh expert", value, 1e-12, part="corrected")
+              for name, value in every.items()),
+        ],
+        paper=0,
+        measured=max(worst.values()),
+        note="All three hold for every function of the score and of α·x + β, so for every ridge "
+        "expert; the first is one of the gate alone, and it is what makes Theorem 1 fail.",
+    )  # fmt: skip
+
+
+def residuals(second: Tensor) -> dict[str, float]:
+    """Largest residual of each equation of (8)."""
+    A, b, c, alpha, beta = slice(0, 4), slice(4, 6), 6, slice(7, 9), 9
+    pairs = {
+        "∂A∂c = ∂b∂b": second[:, A, c] - second[:, b, b].flatten(1),
+        "∂A∂β = ∂b∂α": second[:, A, beta] - second[:, b, alpha].flatten(1),
+        "∂b∂β = ∂c∂α": second[:, b, beta] - second[:, c, alpha],
+    }
+    return {name: float(value.abs().max()) for name, value in pairs.items()}
+
+
+@claim(
+    "p4-prop3",
+    "a sigmoid that vanishes",
+    statement="Two sigmoids tend to one only if the second has A = 0, b = 0 and c → +∞.",
+    tested="Sup over the cube of |σ(s₁) + σ(s₂) - σ(s₁)| at c = +40 and c = -40, with A = 0 and "
+    "with A ≠ 0.",
+    expected=Verdict.FAILS,
+)
+def vanishing(run: Run) -> Evidence:
+    """The remainder of the second sigmoid."""
+    x = inputs(run, 2000, 2)
+    A = run.normal(2, 2, stream=1)
+    bend = ((x @ A) * x).sum(dim=1)
+
+    def left(sign: float, rows: Tensor) -> float:
+        return float((rows + sign * 40).sigmoid().max())
+
+    up, down, bent = left(1, 0 * bend), left(-1, 0 * bend), left(-1, bend)
+    checks = [
+        at_most("second sigmoid at c = +40", up, 1e-12),
+        at_most("at c = -40", down, 1e-12, part="corrected"),
+        at_most("at c = -40 with A ≠ 0", bent, 1e-12, part="corrected"),
+        at_least("at c = +40 it is", up, 1 - 1e-12, part="corrected"),
+    ]
+    return Evidence(checks, paper="c → +∞", corrected="c → -∞, whatever A and b", measured=up)
+
+
+def sigma(c: float) -> float:
+    """The logistic function."""
+    return 1 / (1 + math.exp(-c))
+
+
+def example(*, full: bool = True) -> tuple[MoEParameters, MoEParameters]:
+    """A fit of three atoms and a truth of two; two atoms fall into the first cell."""
+    truth = quadratic_parameters(
+        [[[0, 0], [0, 0]], [[1, 0], [0, -1]]],
+        [0.3, -0.2],
+        [[1, 0, 0], [0, 1, 0.5]],
+        [[0, 0], [0.5, 0]] if full else None,
+    )
+    fit = quadratic_parameters(
+        [[[0.1, 0], [0, 0.2]], [[0, -0.1], [0, 0]], [[1.1, 0], [0.2, -1]]],
+        [-0.5, -0.7, -0.1],
+        [[1.1, 0, 0.2], [0.9, 0.1, 0], [0, 1, 0.3]],
+        [[0, 0.3], [0.1, 0], [0.5, 0.1]] if full else None,
+    )
+    return fit, truth
+
+
+MASS = abs(sigma(-0.5) + sigma(-0.7) - sigma(0.3))
+ROOT = math.sqrt(0.05)
+
+
+@claim(
+    "p4-eq11",
+    "L_{2,r}",
+    number="(11)",
+    statement="The same with exponent r, α and β apart.",
+    tested="Hand arithmetic on the same example, r = 2.",
+    given={"kind": "L2", "by_hand": MASS + 0.19 + 0.04 + 0.05 + 0.01 + 0.01 + 0.04, "r": 2},
+)
+@claim(
+    "p4-L1",
+    "L_1",
+    number="section 4.1.1",
+    statement="Masses and squares in cells of several atoms, first powers and |Δc| in the others.",
+    tested="Hand arithmetic on a fit of three atoms against a truth of two.",
+    given={"kind": "L1", "by_hand": MASS + 0.19 + 0.04 + ROOT + 0.1 + 0.1 + 0.2},
+)
+def check(run: Run, kind: str, by_hand: float, r: int = 1, *, full: bool = True) -> Evidence:
+    """The loss against the sum of its terms."""
+    fit, truth = example(full=full)
+    value = voronoi_loss(fit, truth, kind, 4, r).value
+    return Evidence([near(kind, value, by_hand, 1e-12)], paper=by_hand, measured=value)
+
+
+@claim(
+    "p4-L3",
+    "L_3 and its index",
+    number="section 4.2",
+    statement="Σ_j Σ_{i ∈ A_j} ‖A_i - Ā_i‖ + …: every atom against the atom of the same number.",
+    tested="A truth with its atoms renumbered: the printed sum against zero; hand arithmetic with "
+    "the index of the cell.",
+    expected=Verdict.CONDITION,
+    condition="the second index is that of the cell, A_i - Ā_j",
+)
+def third(run: Run) -> Evidence:
+    """L_3 with both indices."""
+    fit, truth = example()
+    other = truth.take([1, 0])
+    printed = float(
+        (other.router - truth.router).norm(dim=1).sum()
+        + (other.bias - truth.bias).abs().sum()
+        + (other.experts - truth.experts).norm(dim=1).sum()
+    )
+    weak = (ROOT + 0.3 + 0.8 + ROOT) + (0.1 + 0.1 + 1.0 + math.sqrt(0.02)) + ROOT + 0.1 + 0.1 + 0.2
+    value = voronoi_loss(fit, truth, "L3", 4).value
+    return Evidence(
+        [
+            near("printed loss of a renumbered truth", printed, 0, 1e-12),
+            near("the same by cells", voronoi_loss(other, truth, "L3", 4).value, 0, 1e-12,
+                 part="condition"),
+            near("hand arithmetic by cells", value, weak, 1e-12, part="condition"),
+            at_least("printed sum", printed, 0.1, part="corrected"),
+        ],
+        paper=printed,
+        corrected=0,
+        measured=value,
+    )  # fmt: skip
+
+
+@claim(
+    "p4-eq52",
+    "L_4",
+    number="(52)",
+    statement="L_1 without b.",
+    tested="Hand arithmetic on the same example without b.",
+)
+def fourth(run: Run) -> Evidence:
+    """L_4 by hand."""
+    return check(run, "L4", MASS + 0.10 + 0.03 + ROOT + 0.1 + 0.2, full=False)
+
+
+@claim(
+    "p4-eq53",
+    "L_5",
+    number="(53)",
+    statement="L_3 without b, index of the cell.",
+    tested="Hand arithmetic on the same example without b.",
+)
+def fifth(run: Run) -> Evidence:
+    """L_5 by hand."""
+    terms = (ROOT + 0.8 + ROOT) + (0.1 + 1.0 + math.sqrt(0.02)) + ROOT + 0.1 + 0.2
+    return check(run, "L5", terms, full=False)
+
+
+def family(gate, expert: str, n: int = 2, **changes) -> MoEModel:
+    """A sigmoid model on the plane."""
+    return MoEModel(gate, "sigmoid", expert, 2, n, **changes)
+
+
+def strong_counts(run: Run, gate, experts: dict[str, dict]) -> dict[str, int]:
+    """Dependent derivatives of the strong definition, by expert."""
+    x, counts = inputs(run, 800, 2), {}
+    for name, form in experts.items():
+        model = family(gate, **form)
+        counts[name] = dependent(rank_test(model, generic_atoms(model, 2), "strong", x))
+    return counts
+
+
+LAYERED = {
+    "two-layer ReLU": {"expert": "two_layer", "activation": "relu"},
+    "two-layer GELU": {"expert": "two_layer", "activation": "gelu"},
+}
+
+
+@claim(
+    "p4-def1",
+    "strong identifiability and its examples",
+    statement="The derivatives of F in (A, b, η) of orders one and two at A = b = 0 are "
+    "independent for two-layer ReLU and GELU experts, not for polynomial ones.",
+    tested="Rank of the normalised Gram matrix at two generic experts (d = 2, symmetric A); the "
+    "split test besides.",
+    expected=Verdict.FAILS,
+    seconds=0.3,
+)
+def strong(run: Run) -> Evidence:
+    """Dependent derivatives under the fully quadratic score."""
+    counts = strong_counts(run, "quadratic", LAYERED)
+    return Evidence(
+        [
+            *(near(f"dependent derivatives, {name}", n, 0, 0) for name, n in counts.items()),
+            *(at_least(f"{name}: at least the three of ∂A ~ ∂b∂b", n, 6, part="corrected")
+              for name, n in counts.items()),
+            *split_checks(run, partial(family, "quadratic"),
+                          dict.fromkeys(("tanh", "gelu", "relu"), "not identifiable")),
+        ],
+        paper=0,
+        corrected="no expert: ∂F/∂A_uv is a multiple of ∂²F/∂b_u∂b_v at A = b = 0",
+        measured=f"{counts}",
+    )  # fmt: skip
+
+
+@claim(
+    "p4-def3",
+    "partial-strong identifiability and its examples",
+    statement="Without b the derivatives of orders one and two at A = 0 are independent for "
+    "two-layer ReLU and GELU experts and for uᵖ, linear ones included.",
+    tested="Rank at two generic experts (d = 2); the split test besides.",
+    expected=Verdict.FAILS,
+    seconds=0.7,
+)
+def partial_strong(run: Run) -> Evidence:
+    """Dependent derivatives under the partially quadratic score."""
+    forms = {**LAYERED, "u²": {"expert": "polynomial"}, "linear": {"expert": "linear"}}
+    counts = strong_counts(run, "partial", forms)
+    cases = {"tanh": "identifiable", "gelu": "identifiable", "relu": "up to scale",
+             "polynomial": "up to scale", "linear": "not identifiable"}  # fmt: skip
+    return Evidence(
+        [
+            *(near(f"dependent derivatives, {name}", n, 0, 0) for name, n in counts.items()),
+            *split_checks(run, partial(family, "partial"), cases),
+        ],
+        paper=0,
+        corrected="tanh, GELU pass the split test; ReLU, u² up to scale; linear experts do not",
+        measured=f"{counts}",
+        note="x₁²·x₂² = (x₁x₂)² makes second derivatives in A dependent for every expert; linear "
+        "experts at A = 0 are linear in η, so that any split of η is invisible.",
+    )
+
+
+INDEPENDENT = 1e-3
+"""Singular value above which unit vectors count as independent; dependent ones are at 1e-16."""
+
+CONDITION = (
+    "A symmetric, and no two atoms of one row whose experts are multiples of one another: the "
+    "definition asks for any distinct parameters"
+)
+
+
+@claim(
+    "p4-def4",
+    "partial-weak identifiability and its examples",
+    statement="The same without b.",
+    tested="Rank at two generic atoms (d = 2), and at two atoms with proportional experts.",
+    expected=Verdict.CONDITION,
+    condition=CONDITION,
+    given={"gate": "partial"},
+)
+@claim(
+    "p4-def2",
+    "weak identifiability and its examples",
+    statement="The first derivatives of F in (A, b, c, η) are independent at any distinct "
+    "parameters, for two-layer networks and polynomial experts.",
+    tested="Rank at two generic atoms (d = 2, symmetric A), and at two atoms with proportional "
+    "experts.",
+    expected=Verdict.CONDITION,
+    condition=CONDITION,
+    given={"gate": "quadratic"},
+)
+def weak(run: Run, gate) -> Evidence:
+    """Dependent first derivatives at generic parameters and at proportional experts."""
+    x, checks = inputs(run, 600, 2), []
+    forms: dict[str, dict] = {
+        "two-layer GELU": LAYERED["two-layer GELU"],
+        "u²": {"expert": "polynomial"},
+        "ReLU": {"expert": "relu"},
+        "tanh": {"expert": "tanh"},
+    }
+    for name, form in forms.items():
+        model = family(gate, **form)
+        generic = dependent(rank_test(model, generic_atoms(model, 2), "weak", x))
+        same = dependent(rank_test(model, witness_atoms(model), "weak", x))
+        checks.append(near(f"dependent, {name}", generic, 0, 0, part="condition"))
+        checks.append(near(f"dependent at proportional experts, {name}", same, 0, 0))
+    return Evidence(checks, paper=0, measured=max(c.measured for c in checks))
+
+
+ONE_MEASURE = (
+    "A symmetric, no zero rows, no two opposite scores q and -q, and experts of which no two are "
+    "multiples of one another, such as tanh"
+)
+
+
+@claim(
+    "p4-prop5",
+    "identifiability, partially quadratic score",
+    statement="The same for the partially quadratic score.",
+    tested="The same without b.",
+    expected=Verdict.CONDITION,
+    condition=ONE_MEASURE,
+    given={"gate": "partial", "loss": "L4"},
+)
+@claim(
+    "p4-prop2",
+    "identifiability, fully quadratic score",
+    statement="If two mixtures are the same function, they are the same measure.",
+    tested="Four pairs of different measures of one function: A with an antisymmetric part; a ReLU "
+    "expert under a zero row with half the mass and twice the scale; the same split in two; one "
+    "expert under q and -q against the same under q' and -q', since σ(q) + σ(-q) = 1. Without "
+    "these, the terms of two measures of three tanh experts are linearly independent: 64 drawn "
+    "pairs.",
+    expected=Verdict.CONDITION,
+    condition=ONE_MEASURE,
+    given={"gate": "quadratic", "loss": "L1"},
+)
+def same_functions(run: Run, gate, loss: str) -> Evidence:
+    """Different measures of one function, and how far from that drawn measures are."""
+    tanh, relu = family(gate, "tanh", 3), family(gate, "relu", 3)
+    truth, flat = drawn(run, tanh), without_row(drawn(run, relu, stream=2))
+    bias, experts = flat.bias.clone(), flat.experts.clone()
+    bias[0] = torch.logit(flat.bias[0].sigmoid() / 2)
+    experts[0] *= 2
+    pairs = {
+        "antisymmetric part": (tanh, truth, twisted(truth)),
+        "half the mass, twice the scale": (relu, flat, MoEParameters(flat.router, bias, experts)),
+        "ReLU split": (relu, flat, split_scale(relu, flat)),
+    }
+    x = inputs(run, 2000, 2)
+    return same_function(
+        pairs,
+        x,
+        loss,
+        4,
+        [*_reflected_pair(tanh, truth, x, loss), _independent_terms(run, gate)],
+        corrected="up to the antisymmetric part of A, the reflection of the sigmoid and, at zero "
+        "rows, mass against scale",
+    )
+
+
+def reflected(truth: MoEParameters, row: int) -> MoEParameters:
+    """The first expert twice, under a row and under its opposite: the expert alone, ungated."""
+    sign = torch.tensor([1.0, -1.0], dtype=torch.float64)
+    rows, bias = torch.outer(sign, truth.router[row]), sign * truth.bias[row]
+    return MoEParameters(rows, bias, truth.experts[[0, 0]])
+
+
+def _reflected_pair(model: MoEModel, truth: MoEParameters, x: Tensor, loss: str) -> list[Check]:
+    """σ(q) E + σ(-q) E = E, whatever q is: with symmetric A and experts that tell apart."""
+    one, other = reflected(truth, 0), reflected(truth, 1)
+    gap, apart = largest_gap(model, one, other, x), voronoi_loss(other, one, loss, 4).value
+    return [
+        at_least("opposite scores: functions differ by", gap, 1e-6 * apart),
+        at_most("opposite scores: functions agree to", gap, 1e-12, part="corrected"),
+        at_least("opposite scores: loss of the two", apart, 1e-3, part="corrected"),
+    ]
+
+
+def _independent_terms(run: Run, gate) -> Check:
+    """Least singular value of the terms σ(q_i) E(η_i), each of norm 1, of two measures of three.
+
+    Two measures are one function only if their terms together are linearly dependent.
+    """
+    model, x, least = family(gate, "tanh", 6), 4 * inputs(run, 2000, 2), []
+    for stream in range(100, 164):
+        atoms = drawn(run, model, stream)
+        terms = model.weights(atoms, x) * model.expert_outputs(atoms, x)
+        least.append(float(torch.linalg.svdvals(terms / terms.norm(dim=0))[-1]))
+    name = "least singular value of the terms of two measures"
+    return at_least(name, min(least), INDEPENDENT, part="condition")

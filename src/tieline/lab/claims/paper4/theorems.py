@@ -1,0 +1,629 @@
+"""Theorems 1 to 5 of paper 4: bounds of the losses by ‖f - f*‖, and rates of estimation.
+
+Slopes are measured on small well-conditioned designs (`rate_evidence.small_study`) by their 95 %
+intervals: two experts in the plane with quadratic scores where as many are fitted, one where one is
+too many. In the sparse regime the last expert of the truth has no gate, and it is the one that is
+split. "Slower than any polynomial" is tested as a slope above -0.15.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.optimize import least_squares
+
+from tieline.core.statistics import exponent
+from tieline.lab.claims.claim import (
+    Evidence,
+    Fits,
+    Run,
+    Verdict,
+    at_least,
+    at_most,
+    chart,
+    dots,
+    estimated,
+    line,
+    near,
+    unmeasured,
+)
+from tieline.lab.claims.mixtures import (
+    FLOOR,
+    drawn,
+    flat_bound,
+    inputs,
+    largest_gap,
+    least_ratio,
+    split_scale,
+    twisted,
+    without_row,
+)
+from tieline.lab.claims.paper4.best_measures import nearest_best
+from tieline.lab.claims.rate_evidence import (
+    WINDOW,
+    counted,
+    each_falling,
+    each_parametric,
+    law_of,
+    printed_slopes,
+    rate_evidence,
+    regression_rate,
+    slow,
+    small_study,
+)
+from tieline.lab.claims.registry import claim
+from tieline.lab.estimation import (
+    MoEModel,
+    MoEParameters,
+    quadratic_parameters,
+    quotient_losses,
+    regression_distance,
+    voronoi_loss,
+)
+from tieline.lab.estimation.rates import RateStudy
+
+
+def sparse_truth(run: Run, model: MoEModel) -> MoEParameters:
+    """Parameters whose first router row is zero."""
+    return without_row(drawn(run, model))
+
+
+def split_of_b(truth: MoEParameters, size: float) -> MoEParameters:
+    """The first atom as two with b = ±εv and A = -ε² (1 - 2σ(c′))/2 vvᵀ, σ(c′) = σ(c)/2.
+
+    Σ σ(c′ + s) over s = ±ε v·x + xᵀAx has no term of order ε² then.
+    """
+    order = [0, *range(truth.n_experts)]
+    A, b = (
+        truth.router[order][:, :4].reshape(-1, 2, 2).clone(),
+        truth.router[order][:, 4:].clone(),
+    )
+    bias = truth.bias[order].clone()
+    half = truth.bias[0].sigmoid() / 2
+    v = torch.tensor([0.6, 0.8], dtype=torch.float64)
+    bias[:2] = torch.logit(half)
+    b[0], b[1] = size * v, -size * v
+    A[:2] = -(size**2) * (1 - 2 * half) / 2 * torch.outer(v, v)
+    return quadratic_parameters(A, bias, truth.experts[order], b)
+
+
+@claim(
+    "p4-thm1",
+    "sparse regime, full score: ‖f - f*‖ >= c L_1",
+    statement="For strongly identifiable experts L_1 is bounded by the distance of the functions.",
+    tested="An atom with a zero row as two, b = ±ε and A of order ε²: exponents of the distance "
+    "and of L_1 in ε, for the two-layer GELU and ReLU experts of the paper.",
+    expected=Verdict.FAILS,
+)
+def full_sparse(run: Run) -> Evidence:
+    """Exponents of distance and loss."""
+    x, steps = inputs(run, 2000, 2), [0.1, 0.05, 0.025]
+    checks, shown = [], {}
+    for expert in ("gelu", "relu"):
+        model = MoEModel("quadratic", "sigmoid", "two_layer", 2, 3, activation=expert)
+        truth = sparse_truth(run, model)
+        fits = [split_of_b(truth, step) for step in steps]
+        gaps = [largest_gap(model, fit, truth, x) for fit in fits]
+        losses = [voronoi_loss(fit, truth, "L1", 4).value for fit in fits]
+        ratio = gaps[-1] / losses[-1] / (gaps[0] / losses[0])
+        shown[expert] = (gaps, losses)
+        checks += [
+            at_least(f"{expert}: ratio at ε/4 over ratio at ε", ratio, 0.5),
+            near(f"{expert}: exponent of |f - f*|", exponent(steps, gaps), 4, 0.15,
+                 part="corrected"),
+            near(f"{expert}: exponent of L_1", exponent(steps, losses), 2, 0.15, part="corrected"),
+        ]  # fmt: skip
+    gaps, losses = shown["gelu"]
+    return Evidence(
+        checks,
+        paper="c > 0",
+        corrected="the partially quadratic score, or squares of ‖Δb‖² in L_1",
+        measured=exponent(steps, gaps),
+        figure=chart("ε", "GELU experts",
+            dots("|f - f*|", steps, gaps),
+            dots("L_1", steps, losses),
+            line("ε⁴", steps, [gaps[0] * (s / steps[0]) ** 4 for s in steps], dashed=True),
+            log="xy"),
+        note="By the first equation of (8), which no expert escapes, b can be split against A.",
+    )  # fmt: skip
+
+
+@claim(
+    "p4-thm2",
+    "polynomial experts: the vanishing ratio",
+    number="Thm 2, Lemma 2",
+    statement="‖f_G - f_G*‖ / L_{2,r} has no positive lower bound for experts (α·x + β)ᵖ, any r.",
+    tested="An expert under a zero row split: α and β ± s (p = 1), strengths 1 ± s (p = 2, 3); r = "
+    "1, 2, 3.",
+)
+def polynomial(run: Run) -> Evidence:
+    """Ratios along splits that the function does not see."""
+    x, ratios, gaps = inputs(run, 2000, 2), [], []
+    for power in (1, 2, 3):
+        model = MoEModel("quadratic", "sigmoid", "polynomial", 2, 3, power=power)
+        truth = sparse_truth(run, model)
+        for size in (0.3, 0.1, 0.03):
+            split = split_scale(model, truth, size)
+            gap = largest_gap(model, split, truth, x)
+            gaps.append(gap)
+            ratios += [gap / voronoi_loss(split, truth, "L2", 4, r).value for r in (1, 2, 3)]
+    return Evidence(
+        [
+            at_most("largest ratio", max(ratios), 1e-6),
+            at_most("largest |f - f*|", max(gaps), 1e-11, part="corrected"),
+        ],
+        paper=0,
+        measured=max(ratios),
+        note="The functions are equal; r changes only how small the loss is.",
+    )
+
+
+@claim(
+    "p4-thm5",
+    "dense regime, partial score: ‖f - f̄‖ >= c L_5",
+    statement="The same without b.",
+    tested="The same without b.",
+    expected=Verdict.CONDITION,
+    condition="A symmetric",
+    seconds=1,
+    given={"gate": "partial", "loss": "L5"},
+)
+@claim(
+    "p4-thm3",
+    "dense regime, full score: ‖f - f̄‖ >= c L_3",
+    statement="For weakly identifiable experts L_3 against the nearest mixture of N atoms is "
+    "bounded by the distance of the functions.",
+    tested="Antisymmetric parts of A: distance and L_3; symmetric A over the flattest directions "
+    "of the information matrix (tanh, two experts), near the truth.",
+    expected=Verdict.CONDITION,
+    condition="A symmetric",
+    seconds=1,
+    given={"gate": "quadratic", "loss": "L3"},
+)
+def dense_bound(run: Run, gate, loss: str) -> Evidence:
+    """The ratio along antisymmetric parts, and over the flattest directions without them."""
+    model = MoEModel(gate, "sigmoid", "tanh", 2, 2)
+    truth = drawn(run, model)
+    gap = largest_gap(model, twisted(truth), truth, inputs(run, 2000, 2))
+    raw = voronoi_loss(twisted(truth), truth, loss, 4).value
+    least = least_ratio(run, model, truth, loss, 4)
+    return flat_bound(gap, raw, least, "antisymmetric parts", "A symmetric")
+
+
+@claim(
+    "p4-thm4",
+    "sparse regime, partial score: ‖f - f*‖ >= c L_4",
+    statement="For partial-strongly identifiable experts (two-layer networks, uᵖ by Def. 3) L_4 is "
+    "bounded by the distance of the functions.",
+    tested="An expert under a zero row as two of strengths 1 ± s: distance and L_4, for u², linear "
+    "and two-layer GELU experts; splits of a tanh expert in drawn directions with A symmetric.",
+    expected=Verdict.CONDITION,
+    condition="A symmetric, and experts that cannot be split, such as tanh without an outer scale; "
+    "the paper's own examples can",
+)
+def partial_sparse(run: Run) -> Evidence:
+    """Ratios along splits of strength."""
+    x, checks, gaps = inputs(run, 2000, 2), [], []
+    forms = {"u²": ({"expert": "polynomial"}, None), "linear": ({"expert": "linear"}, None),
+             "two-layer GELU": ({"expert": "two_layer", "activation": "gelu"}, -1)}  # fmt: skip
+    for name, (form, place) in forms.items():
+        model = MoEModel("partial", "sigmoid", d=2, n_experts=3, **form)
+        truth = sparse_truth(run, model)
+        split = split_scale(model, truth, 0.3, place)
+        gaps.append(largest_gap(model, split, truth, x))
+        loss = voronoi_loss(split, truth, "L4", 4).value
+        checks.append(at_least(f"{name}: ratio", gaps[-1] / loss, FLOOR))
+    checks.append(at_most("largest |f - f*|", max(gaps), 1e-12, part="corrected"))
+    least = split_ratio(run)
+    checks.append(at_least("tanh: least ratio, quotient L_4", least, FLOOR, part="condition"))
+    return Evidence(
+        checks,
+        paper="c > 0",
+        corrected="tanh and GELU without outer scale (`p4-def3`), or L_4 up to mass and scale",
+        measured=f"{max(gaps):.2g} for the paper's examples; ratio {least:.2g} for tanh",
+        note="λ is linear in f under a zero row: λ(1 ± s) with half the mass each is the same.",
+    )
+
+
+def split_ratio(run: Run) -> float:
+    """Least ‖f - f*‖ / quotient L_4 over splits of a tanh expert of size 0.05, A symmetric."""
+    model = MoEModel("partial", "sigmoid", "tanh", 2, 3)
+    truth = sparse_truth(run, model)
+    steps = run.normal(200, 7, stream=23)
+    steps[:, 1] = steps[:, 2]
+    steps = 0.05 * steps / steps.norm(dim=1, keepdim=True)
+    pair = truth.take([0, 0, 1, 2]).expand(200)
+    router, bias, experts = pair.router.clone(), pair.bias.clone(), pair.experts.clone()
+    bias[:, :2] = torch.logit(truth.bias[0].sigmoid() / 2)
+    for i, sign in ((0, 1), (1, -1)):
+        router[:, i] += sign * steps[:, :4]
+        experts[:, i] += sign * steps[:, 4:]
+    fits = MoEParameters(router, bias, experts)
+    distance = regression_distance(model.with_experts(4), fits, model, truth, n=2000).value
+    return float((distance / quotient_losses(model, fits, truth, "L4", 4).values).min())
+
+
+def family(expert: str = "tanh", gate: Any = "quadratic", link: Any = "sigmoid") -> MoEModel:
+    """A mixture of two experts in the plane."""
+    return MoEModel(gate, link, expert, 2, 2)
+
+
+def single(expert: str = "tanh", gate: Any = "quadratic") -> MoEModel:
+    """One expert in the plane under a sigmoid gate, for fits with one too many."""
+    return MoEModel(gate, "sigmoid", expert, 2, 1)
+
+
+OVER = "N = N* + 1"
+QUARTIC = {"sizes": (10**6, 10**7, 10**8, 10**9, 10**10), "iterations": 4000}
+"""Sizes of the full score without gate: a valley of fourth order, which fits leave slowly."""
+
+
+def one_too_many(run: Run, gate: str) -> RateStudy:
+    """A tanh expert without gate, fitted by two; the truth is the same for every seed.
+
+    What a drawn expert is near (a constant, a line) decides from which n on its law shows.
+    """
+    grid = QUARTIC if gate == "quadratic" else {}
+    return small_study(run, single("tanh", gate), extra=1, sparse=True, fixed=True, **grid)
+
+
+@claim(
+    "p4-prop4",
+    "regression rate, partially quadratic score, sparse regime",
+    statement="With scores xᵀAx + c, ‖f̂ - f*‖ falls like √(log n / n) in the sparse regime.",
+    tested="Slope of ‖f̂ - f*‖ with one expert too many, tanh experts, n from 1e6 to 1e12.",
+    seconds=10,
+    together="p4-sparse-partial",
+    given={"gate": "partial"},
+)
+@claim(
+    "p4-prop1",
+    "regression rate, sparse regime",
+    statement="With full quadratic scores and split experts without gate, ‖f̂ - f*‖ falls like "
+    "√(log n / n).",
+    tested="Slope of ‖f̂ - f*‖ with one expert too many, tanh experts, n from 1e6 to 1e12.",
+    seconds=9,
+    together="p4-sparse-full",
+    given={"gate": "quadratic"},
+)
+def sparse_regression(run: Run, gate: str) -> Evidence:
+    """Slope of ‖f - f*‖ with one expert too many, no gate at the split expert."""
+    return regression_rate({OVER: one_too_many(run, gate)})
+
+
+CAN_VANISH = (
+    "experts that can be split or can vanish, as all of the paper's examples: then f* is itself "
+    "one of the best functions with more experts"
+)
+
+
+@claim(
+    "p4-cor2",
+    "regression rate, partially quadratic score, dense regime",
+    statement="With scores xᵀAx + c, f̂ approaches the best functions with more experts than the "
+    "truth like √(log n / n).",
+    tested="Slope of ‖f̂ - f*‖ itself, tanh experts, N = N* + 1; and the distance of f* from the "
+    "best function with two experts e^{ηx}, which can neither be split nor vanish.",
+    expected=Verdict.CONDITION,
+    condition=CAN_VANISH,
+    seconds=1.5,
+    given={"gate": "partial"},
+)
+@claim(
+    "p4-cor1",
+    "regression rate, dense regime",
+    statement="In the dense regime f̂ approaches the best functions with more experts than the "
+    "truth like √(log n / n).",
+    tested="Slope of ‖f̂ - f*‖ itself, tanh experts, N = N* + 1; and the distance of f* from the "
+    "best function with two experts e^{ηx}, which can neither be split nor vanish.",
+    expected=Verdict.CONDITION,
+    condition=CAN_VANISH,
+    seconds=5,
+    given={"gate": "quadratic"},
+)
+def dense_regression(run: Run, gate: str) -> Evidence:
+    """‖f - f*‖ falls; where the best functions with more experts are not f*, it keeps off them."""
+    found = {OVER: small_study(run, single("tanh", gate), extra=1)}
+    left = best_of_two(full=gate == "quadratic")
+    return rate_evidence(
+        [
+            at_most("experts e^{ηx}: distance of f* from the best of two", left, 1e-8),
+            *each_parametric("slope of ‖f - f*‖", found, "function", "condition"),
+        ],
+        found,
+        ("function",),
+        paper=-0.5,
+        measured=f"{law_of(found[OVER], 'function')}; {left:.2g} is left for e^{{ηx}}",
+        note="f* is in the fitted family, so that f̂ → f* in every regime. The paper expects f̂ to "
+        "stay away from f*; where its best functions with more experts are not f*, f̂ stays away "
+        "from them.",
+    )
+
+
+def best_of_two(*, full: bool, box: float = 4.0, starts: int = 8) -> float:
+    """Least distance of σ(x + x²) e^{x} on [-1, 1] to Σ σ(a x² + b x + c) e^{ηx} of two experts.
+
+    Parameters are within ± box; by least squares from random starts, b = 0 unless `full`.
+    """
+    x = np.linspace(-1, 1, 101)
+    target = np.exp(x) / (1 + np.exp(-(x * x + (x if full else 0))))
+    free = np.array([1.0, float(full), 1.0, 1.0] * 2)
+
+    def gap(theta: np.ndarray) -> np.ndarray:
+        a, b, c, eta = (free * theta).reshape(2, 4).T[:, :, None]
+        return (np.exp(eta * x) / (1 + np.exp(-(a * x * x + b * x + c)))).sum(0) - target
+
+    random = np.random.default_rng(0)
+    begun = random.uniform(-box / 2, box / 2, size=(starts, 8))
+    ends = [least_squares(gap, theta, bounds=(-box, box)) for theta in begun]
+    return min(float(np.sqrt(2 * end.cost / len(x))) for end in ends)
+
+
+@claim(
+    "p4-thm2-rate",
+    "polynomial experts, sparse regime: what follows",
+    number="Thm 2 (i), (ii)",
+    statement="Linear experts under a full quadratic sigmoid gate are learned more slowly than any "
+    "power of n.",
+    tested="Slope of the experts' distance in the theorem's setting: N = N* + 1, the last expert "
+    "without gate, n from 1e6 to 1e12; the same with N = N* beside it.",
+    seconds=10,
+)
+def polynomial_sparse(run: Run) -> Evidence:
+    """Linear experts with one too many, and exact."""
+    fits = {"radii": (0.3,), "repetitions": run.size(8, 32)}
+    over = small_study(run, family("linear"), extra=1, sparse=True, **fits)
+    found = {OVER: over, "N = N*": small_study(run, family("linear"))}
+    exact = {"N = N*": found["N = N*"]}
+    return rate_evidence(
+        [
+            slow(f"experts, {OVER}", found[OVER]),
+            *each_parametric("experts", exact, "experts", "corrected"),
+        ],
+        found,
+        ("experts",),
+        paper="slower than any power",
+        corrected="with more experts than the truth; n^-1/2 with the right number",
+        note="w₁η₁ + w₂η₂ = wη* leaves f as it is: with one linear expert too many the single "
+        "experts are not determined, and their error is that of the start.",
+    )
+
+
+@claim(
+    "p4-thm5-rate",
+    "weakly identifiable experts, partially quadratic score",
+    statement="L5 to the nearest measure of the best function falls like √(log n / n), in "
+    "probability, for partial-weakly identifiable experts.",
+    tested="As Thm 3 (`p4-thm3-rate`), without b.",
+    seconds=4,
+    given={"gate": "partial"},
+)
+@claim(
+    "p4-thm3-rate",
+    "weakly identifiable experts, dense regime",
+    statement="L3 to the nearest measure of the best function falls like √(log n / n), in "
+    "probability, for weakly identifiable experts.",
+    tested="N = N* + 1, tanh experts, n from 1e6 to 1e12: slope of the median distance to the true "
+    "atom beside one with a zero expert, which is a best measure under any gate. Slopes of L3 with "
+    "N = N*, tanh, ReLU and linear experts, up to the antisymmetric part of A.",
+    seconds=5,
+    given={"gate": "quadratic"},
+)
+def dense_rate(run: Run, gate: str) -> Evidence:
+    """L3 or L5 to the nearest best measure with one expert too many; exact fits beside it."""
+    nearest = nearest_best(run, single("tanh", gate))
+    experts = ("tanh", "relu", "linear")
+    found = {name: small_study(run, family(name, gate)) for name in experts}
+    exact = counted(found)
+    fits = Fits(exact.converged + nearest.fits.converged, exact.total + nearest.fits.total)
+    law, width = nearest.law, WINDOW["quotient"]
+    told = rate_evidence(
+        [
+            estimated(f"{OVER}: slope of the median distance to the nearest best measure",
+                      law.slope, (law.low, law.high), least=-0.5 - width, most=-0.5 + width),
+            *each_parametric("N = N*: quotient slope", found, "quotient", "corrected"),
+        ],
+        found,
+        paper=-0.5,
+        measured=f"{OVER}: {law}; {', '.join(f'{m:.2g}' for m in nearest.medians)}",
+        note="The spare expert ends at zero, under any gate. In the mean a few fits decide: they "
+        "end at a measure that is not best, whose function is so to rounding (`p5-reflection`).",
+    )  # fmt: skip
+    return replace(told, fits=fits)
+
+
+FEW_DECIDE = (
+    "the mean loss is that of a few fits, and its slope that of the seed: {slopes} for seeds 0, 1 "
+    "and 2, with intervals that reach across a limit. One reason: an expert tanh(0) is zero under "
+    "any gate, so that fits with one too many may end at a measure of the same function far away"
+)
+
+
+@claim(
+    "p4-thm4-rate",
+    "partial-strongly identifiable experts, sparse regime: the rate",
+    statement="L4 falls like √(log n / n) for partial-strongly identifiable experts.",
+    tested="Slopes of L4, raw and up to the antisymmetric part of A, with one expert too many, "
+    "tanh experts, partially quadratic score, n from 1e6 to 1e12.",
+    expected=Verdict.UNDECIDED,
+    undecided=FEW_DECIDE.format(slopes="-.52 [-.58, -.43], -.40 [-.48, -.34], -.43 [-.49, -.37]"),
+    together="p4-sparse-partial",
+    given={"gate": "partial"},
+)
+@claim(
+    "p4-thm1-rate",
+    "strongly identifiable experts, sparse regime: the rate",
+    statement="L1 falls like √(log n / n) for strongly identifiable experts.",
+    tested="Slope of L1, up to the antisymmetric part of A, with one expert too many, tanh "
+    "experts, full quadratic score, n from 1e6 to 1e10.",
+    expected=Verdict.UNDECIDED,
+    undecided=FEW_DECIDE.format(slopes="-.26 [-.33, -.20], -.59 [-.71, -.29], -.33 [-.41, -.23]")
+    + ". That the bound behind it fails is `p4-thm1`",
+    together="p4-sparse-full",
+    given={"gate": "quadratic"},
+)
+def sparse_rate(run: Run, gate: str) -> Evidence:
+    """L1 or L4 with one expert too many in the sparse regime: shown, not judged."""
+    found = {OVER: one_too_many(run, gate)}
+    return rate_evidence(
+        [
+            unmeasured("quotient slope", -0.5, "the mean loss is that of a few fits"),
+            *each_parametric("slope of ‖f - f*‖", found, "function", "corrected"),
+        ],
+        found,
+        paper=-0.5,
+        corrected="f itself at n^-1/2; full score: L1 at n^-1/4 at best, for b ± ε with A of order "
+        "ε² moves f by ε⁴ and L1 by ε² (`p4-thm1`, `p5-contact`)",
+    )
+
+
+@claim(
+    "p4-table1",
+    "softmax against sigmoid: samples for an error ε",
+    statement="Linear experts need exp(ε^-1/τ) samples under softmax and ε^-2 under a sigmoid with "
+    "dense gates; ReLU experts ε^-4 against ε^-2.",
+    tested="Both links and both experts twice. N > N*, the paper's setting, dense gates: one "
+    "expert as two under the same gate, and the distance of the functions. N = N*: slopes of the "
+    "experts' distance. Full quadratic score.",
+    expected=Verdict.FAILS,
+    seconds=2,
+)
+def table(run: Run) -> Evidence:
+    """With one expert too many neither link determines the experts; exact, both do at n^-1/2."""
+    links, experts = ("softmax", "sigmoid"), ("linear", "relu")
+    places = [(link, expert) for link in links for expert in experts]
+    over = {place: same_gate_gap(run, family(place[1], link=place[0])) for place in places}
+    found = {
+        f"{link}, {expert}": small_study(run, family(expert, link=link)) for link, expert in places
+    }
+    rates = [study.rate("experts").slope for study in found.values()]
+    return rate_evidence(
+        [
+            *(at_least(f"sigmoid, {expert} at ε^-2, N > N*: |f - f*| of the split",
+                       over["sigmoid", expert], 1e-6) for expert in experts),
+            at_most("softmax, linear is slow, N > N*: |f - f*| of the split",
+                    over["softmax", "linear"], 1e-12),
+            *each_parametric("N = N*: slope of experts", found, "experts", "corrected"),
+        ],
+        found,
+        losses=("experts",),
+        paper="softmax slow and ε^-4, sigmoid ε^-2",
+        corrected="N > N*: not determined, four times; N = N*: ε^-2, four times",
+        measured=f"N > N*: |f - f*| <= {max(over.values()):.1g} for all four; N = N*: "
+        f"{min(rates):.2f} to {max(rates):.2f}",
+        note="In the sparse regime the table itself has both links alike. In the dense one the "
+        "paper's ε^-2 is the distance to the nearest measure with the same function, of which "
+        "there are many; the true experts are not determined under either link. With the right "
+        "number the links differ by a constant: `tieline rates --error`.",
+    )  # fmt: skip
+
+
+def same_gate_gap(run: Run, model: MoEModel) -> float:
+    """Largest |f - f*| of the truth with its first expert as two under its own gate.
+
+    The strengths are 0.7 and 0.3 under a sigmoid, whose gates add, and 1 ± 0.4 with half the mass
+    each under softmax.
+    """
+    truth, x = drawn(run, model), inputs(run, 2000, model.d)
+    if model.link == "softmax":
+        return largest_gap(model, split_scale(model, truth, 0.4), truth, x)
+    pair = truth.take([0, *range(truth.n_experts)])
+    experts = pair.experts.clone()
+    experts[0], experts[1] = 0.7 * experts[0], 0.3 * experts[1]
+    return largest_gap(model, MoEParameters(pair.router, pair.bias, experts), truth, x)
+
+
+RADII = (0.003, 0.1)
+"""Start radii between which the figures are compared."""
+NOT_STATED = (
+    "the figure shows runs of the paper's own, and neither their start nor the number of fitted "
+    "experts is stated; the raw loss that it plots is that of the start in directions that the "
+    "data do not see. `tieline rates p4-2b-relu --radius 0.01,0.1` and its sisters repeat the "
+    "paper's design"
+)
+
+
+@claim(
+    "p4-fig1b",
+    "softmax data, linear experts: softmax against sigmoid",
+    statement="The loss of the softmax model falls like n^-0.07, that of the sigmoid model like "
+    "n^-0.46.",
+    tested="Raw slopes of both from two start radii on a small design, the sigmoid's against its "
+    "population minimiser; slopes of ‖f - f_Ḡ‖.",
+    expected=Verdict.UNDECIDED,
+    undecided=NOT_STATED,
+    seconds=5,
+    given={"expert": "linear", "paper": (-0.07, -0.46)},
+)
+@claim(
+    "p4-fig1a",
+    "softmax data, ReLU experts: softmax against sigmoid",
+    statement="The loss of the softmax model falls like n^-0.24, that of the sigmoid model like "
+    "n^-0.51.",
+    tested="Raw slopes of both from two start radii on a small design, the sigmoid's against its "
+    "population minimiser; slopes of ‖f - f_Ḡ‖.",
+    expected=Verdict.UNDECIDED,
+    undecided=NOT_STATED,
+    seconds=3,
+    given={"expert": "relu", "paper": (-0.24, -0.51)},
+)
+def softmax_data(run: Run, expert: str, paper: tuple[float, float]) -> Evidence:
+    """Figure 1: softmax data, both links fitted; the sigmoid against its population minimiser."""
+    soft = family(expert, link="softmax")
+    found = {
+        "softmax": small_study(run, soft, radii=RADII),
+        "sigmoid": small_study(run, family(expert), source=soft, radii=RADII),
+    }
+    own = {"softmax": found["softmax"]}
+    others = [
+        *each_parametric("quotient slope", own, "quotient", "corrected"),
+        *each_falling("slope of ‖f - f_Ḡ‖", found, "function"),
+    ]
+    return printed_slopes(
+        dict(zip(found, paper, strict=True)),
+        found,
+        RADII,
+        others,
+        corrected="the softmax model is not slow: -1/2 up to what f does not see",
+        note="The softmax model is well specified here, the sigmoid one is not: its reference is "
+        "the population minimiser.",
+    )
+
+
+@claim(
+    "p4-fig2a",
+    "sigmoid data, sparse regime: ReLU against linear experts",
+    statement="The loss of ReLU experts falls like n^-0.54, that of linear experts like n^-0.07.",
+    tested="Raw slopes from two start radii on a small design whose last expert has no gate, "
+    "N = N*; slopes of ‖f - f*‖.",
+    expected=Verdict.UNDECIDED,
+    undecided=NOT_STATED,
+    seconds=2,
+    given={"sparse": True, "paper": (-0.54, -0.07), "judged": "function"},
+)
+@claim(
+    "p4-fig2b",
+    "sigmoid data, dense regime: ReLU against linear experts",
+    statement="The loss of ReLU experts falls like n^-0.53, that of linear experts like n^-0.44.",
+    tested="Raw slopes from two start radii on a small design with N = N*; quotient slopes.",
+    expected=Verdict.UNDECIDED,
+    undecided=NOT_STATED,
+    seconds=2,
+    given={"sparse": False, "paper": (-0.53, -0.44), "judged": "quotient"},
+)
+def sigmoid_data(run: Run, *, sparse: bool, paper: tuple[float, float], judged: str) -> Evidence:
+    """Figure 2: sigmoid data, as many experts as the truth."""
+    found = {
+        name: small_study(run, family(name), sparse=sparse, radii=RADII)
+        for name in ("relu", "linear")
+    }
+    return printed_slopes(
+        dict(zip(found, paper, strict=True)),
+        found,
+        RADII,
+        each_parametric(f"slope of {judged}", found, judged, "corrected"),
+        corrected="both alike up to what f does not see",
+        note="Mass and scale of an expert without gate trade freely; the antisymmetric part of A "
+        "never enters.",
+    )

@@ -1,0 +1,269 @@
+"""Small problems with known truth, on which papers 0, 1 and 3 are tested.
+
+Paper 0:
+
+    GraphRouter      S(x) = x_1 + c x_1³ + sin(x_2) x_3 under N(0, I_3): a curved wall whose level
+                     sets are graphs, so that surface integrals are ordinary ones
+    drawn_router     weight and bias of an affine router
+    affine_scores    scores of an affine router under N(0, I)
+    pair_mass        P(|z_i - z_j| <= w) of an affine router, exactly
+    mixture          a mixture of bounded experts with an affine router, as a sample
+    pupil            a student at some distance from its teacher
+
+Paper 1:
+
+    router           weight and bias of an affine router
+    orthonormal      a router whose rows are the first E axes of D: scores are coordinates
+    in_ball          uniform points of the ball of radius R
+    extrapolated     a ratio of orders at ε = 0
+
+Paper 3, in NumPy:
+
+    drawn            the generator of a stream of random numbers
+    numpy_router     weights and biases of a router
+    layer            router and neurons of a fully specified instance, drawn from one seed
+    dense            neurons of one dense layer, with a router that has nothing to choose
+    crofton          expected pieces along a curve
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.special import ndtr
+
+from tieline.core.ranking import stable_topk
+from tieline.lab.claims.claim import Run
+from tieline.lab.limits.risk import MoESample, evaluate
+from tieline.lab.tropical import count_regions, expected_kinks, expected_switches
+
+__all__ = [
+    "BIAS",
+    "GraphRouter",
+    "Layer",
+    "Pupil",
+    "affine_scores",
+    "crofton",
+    "dense",
+    "dense_regions",
+    "density",
+    "drawn",
+    "drawn_router",
+    "extrapolated",
+    "in_ball",
+    "layer",
+    "mixture",
+    "numpy_router",
+    "orthonormal",
+    "pair_mass",
+    "pupil",
+    "router",
+]
+
+NODES = 64
+"""Gauss-Hermite nodes per axis; fifteen digits for the curved wall."""
+
+
+def density(x: Tensor) -> Tensor:
+    """Return the normal density φ."""
+    return torch.exp(-x.square() / 2) / math.sqrt(2 * math.pi)
+
+
+class GraphRouter:
+    """S = x_1 + c x_1³ + sin(x_2) x_3, strictly increasing in x_1: ∂S/∂x_1 = 1 + 3c x_1² >= 1.
+
+    On the level set S = t the surface integral of p/‖∇S‖ is the integral over y = (x_2, x_3) of
+    p/|∂S/∂x_1|, for dH = ‖∇S‖/|∂S/∂x_1| dy.
+    """
+
+    def __init__(self, curvature: float = 0.3) -> None:
+        self.curvature = curvature
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """S at inputs (n, 3)."""
+        first = x[:, 0]
+        return first + self.curvature * first**3 + torch.sin(x[:, 1]) * x[:, 2]
+
+    def gradient(self, x: Tensor) -> Tensor:
+        """∇S at inputs (n, 3)."""
+        first = 1 + 3 * self.curvature * x[:, 0].square()
+        return torch.stack([first, torch.cos(x[:, 1]) * x[:, 2], torch.sin(x[:, 1])], dim=1)
+
+    def height(self, y: Tensor, level: float) -> Tensor:
+        """x_1 of the point of the level set above y, by the cubic's closed root."""
+        c, q = self.curvature, level - torch.sin(y[:, 0]) * y[:, 1]
+        return 2 / math.sqrt(3 * c) * torch.sinh(torch.asinh(1.5 * q * math.sqrt(3 * c)) / 3)
+
+    def on_surface(self, y: Tensor, level: float) -> Tensor:
+        """φ(x_1)/|∂S/∂x_1| above each y: its mean over y ~ N(0, I_2) is F(t) of eq. 3.8."""
+        x = self.height(y, level)
+        return density(x) / (1 + 3 * self.curvature * x.square())
+
+    def profile(self, level: float) -> float:
+        """F(t), by quadrature."""
+        y, weight = normal_grid()
+        return (weight * self.on_surface(y, level)).sum().item()
+
+    def mass(self, width: float) -> float:
+        """P(|S| <= w), by quadrature."""
+        y, weight = normal_grid()
+        inside = ndtr(self.height(y, width)) - ndtr(self.height(y, -width))
+        return (weight * inside).sum().item()
+
+
+def normal_grid() -> tuple[Tensor, Tensor]:
+    """Nodes (n, 2) and weights of N(0, I_2)."""
+    nodes, weights = np.polynomial.hermite_e.hermegauss(NODES)
+    x, w = torch.from_numpy(nodes), torch.from_numpy(weights / weights.sum())
+    return torch.cartesian_prod(x, x), torch.outer(w, w).flatten()
+
+
+def drawn_router(run: Run, n_experts: int, dim: int) -> tuple[Tensor, Tensor]:
+    """Draw weight and bias of an affine router."""
+    weight = run.normal(n_experts, dim, stream=1)
+    return weight, 0.5 * run.normal(n_experts, stream=2)
+
+
+def affine_scores(run: Run, n: int, weight: Tensor, bias: Tensor) -> Tensor:
+    """Return the scores of inputs drawn from N(0, I)."""
+    return run.normal(n, weight.shape[1], stream=3) @ weight.T + bias
+
+
+def pair_mass(weight: Tensor, bias: Tensor, width: float) -> tuple[Tensor, Tensor]:
+    """P(|z_i - z_j| <= w) and the density of z_i - z_j at 0, for all pairs i < j."""
+    i, j = torch.triu_indices(len(weight), len(weight), 1)
+    spread = (weight[i] - weight[j]).norm(dim=1)
+    shift = bias[i] - bias[j]
+    inside = ndtr((width - shift) / spread) - ndtr((-width - shift) / spread)
+    return inside, density(shift / spread) / spread
+
+
+def mixture(run: Run, n: int, n_experts: int = 4, dim: int = 3) -> MoESample:
+    """Bounded experts 0.9 tanh(u·x) and a bounded target that jumps at x_1 = 0, |Y| <= 1."""
+    weight, bias = drawn_router(run, n_experts, dim)
+    slopes = run.normal(n_experts, dim, stream=4)
+    inputs = run.normal(n, dim, stream=5)
+    return evaluate(
+        lambda x: x @ weight.T + bias,
+        lambda x: 0.9 * torch.tanh(x @ slopes.T),
+        lambda x: torch.where(x[:, 0] > 0, 0.8, -0.4) * torch.cos(x[:, 1]),
+        inputs,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Pupil:
+    """A student of a teacher with bounded experts, seen on one sample.
+
+    Attributes:
+        sample: scores and outputs of the student, the teacher's signal μ as target.
+        labels: teacher cell of each input.
+        teacher_scores: scores of the teacher's router.
+        experts: (n, E) values of the teacher's experts f*_k.
+    """
+
+    sample: MoESample
+    labels: Tensor
+    teacher_scores: Tensor
+    experts: Tensor
+
+
+def pupil(run: Run, n: int, distance: float, n_experts: int = 3, dim: int = 3) -> Pupil:
+    """A student at a distance from its teacher in all parameters; experts 0.9 tanh(u·x + c)."""
+    inputs = run.normal(n, dim, stream=11)
+    columns = torch.cat([inputs, torch.ones(n, 1, dtype=torch.float64)], dim=1)
+    walls, rules = (run.normal(n_experts, dim + 1, stream=s) for s in (12, 13))
+    rules = 0.15 * rules  # experts that are nearly constant and well apart
+    rules[:, -1] += torch.linspace(-1.5, 1.5, n_experts, dtype=torch.float64)
+    shift = [distance * run.normal(n_experts, dim + 1, stream=s) for s in (14, 15)]
+    theirs, scores = 0.9 * torch.tanh(columns @ rules.T), columns @ walls.T
+    labels = stable_topk(scores, 1).indices.squeeze(1)
+    target = theirs.gather(1, labels[:, None]).squeeze(1)
+    ours = 0.9 * torch.tanh(columns @ (rules + shift[1]).T)
+    sample = MoESample(columns @ (walls + shift[0]).T, ours, target)
+    return Pupil(sample, labels, scores, theirs)
+
+
+BIAS = 0.07
+"""Bias that terms of order ε² leave in an extrapolation to ε = 0 (`extrapolated`)."""
+
+
+def router(run: Run, n_experts: int, dim: int, stream: int = 1) -> tuple[Tensor, Tensor]:
+    """Weight (E, D) and bias (E,)."""
+    weight = run.normal(n_experts, dim, stream=1000 + stream)
+    return weight, 0.5 * run.normal(n_experts, stream=2000 + stream)
+
+
+def orthonormal(n_experts: int, dim: int) -> Tensor:
+    """The first E rows of the identity of size D."""
+    return torch.eye(n_experts, dim, dtype=torch.float64)
+
+
+def in_ball(run: Run, n: int, dim: int, radius: float = 1.0, stream: int = 7) -> Tensor:
+    """Independent uniform points of the ball."""
+    x = run.normal(n, dim, stream=stream)
+    u = torch.rand(n, 1, dtype=torch.float64, generator=run.generator(stream + 1))
+    return radius * u ** (1 / dim) * x / x.norm(dim=1, keepdim=True)
+
+
+def extrapolated(shares: dict[float, tuple[Tensor, Tensor]]) -> tuple[float, float]:
+    """U_2/U_1 over ε, extrapolated to ε = 0 from two widths ε and 2ε, with its standard error."""
+    (small, near_), (large, far) = sorted(shares.items())
+    values, variance = [], 0.0
+    for epsilon, (one, two), factor in ((small, near_, 2.0), (large, far, -1.0)):
+        ratio = two.mean() / one.mean() / epsilon
+        values.append(factor * ratio.item())
+        relative = (1 / two.sum() + 1 / one.sum()).item()
+        variance += (factor * ratio.item()) ** 2 * relative
+    return sum(values), variance**0.5
+
+
+class Layer(NamedTuple):
+    """Router W x + b and neurons V[e, h] · x + c[e, h]."""
+
+    W: Float[np.ndarray, "experts dim"]
+    b: Float[np.ndarray, " experts"]
+    V: Float[np.ndarray, "experts hidden dim"]
+    c: Float[np.ndarray, "experts hidden"]
+
+
+def drawn(run: Run, stream: int) -> np.random.Generator:
+    """Return the generator of a stream."""
+    return np.random.default_rng([run.seed, stream])
+
+
+def numpy_router(run: Run, stream: int, n_experts: int, dim: int) -> tuple[np.ndarray, np.ndarray]:
+    """Draw weights and biases."""
+    r = drawn(run, stream)
+    return r.standard_normal((n_experts, dim)), r.standard_normal(n_experts)
+
+
+def layer(seed: int | np.random.Generator, n_experts: int, d_hidden: int, dim: int) -> Layer:
+    """Draw W, b, V, c in this order from `numpy.random.default_rng(seed)`."""
+    r = np.random.default_rng(seed)
+    return Layer(
+        r.standard_normal((n_experts, dim)),
+        r.standard_normal(n_experts),
+        r.standard_normal((n_experts, d_hidden, dim)),
+        r.standard_normal((n_experts, d_hidden)),
+    )
+
+
+def dense(V: np.ndarray, c: np.ndarray) -> Layer:
+    """One expert with neurons V (H, d), c (H,), always chosen."""
+    return Layer(np.zeros((1, V.shape[1])), np.zeros(1), V[None], c[None])
+
+
+def dense_regions(V: np.ndarray, c: np.ndarray) -> int:
+    """Regions of the arrangement of hyperplanes V x + c = 0."""
+    return int(count_regions(*dense(V, c), 1))
+
+
+def crofton(n_experts: int, k: int, d_hidden: int, length: float) -> float:
+    """1 + (L/π)(kH + ρ): expected pieces of a Gaussian layer along a curve of length L."""
+    switches = 0.0 if k == n_experts else expected_switches(n_experts, k, length)
+    return 1 + switches + expected_kinks(k, d_hidden, length)

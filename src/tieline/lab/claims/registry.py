@@ -1,0 +1,122 @@
+"""The papers and their claims, and how claims are selected by name.
+
+The `MODULES` of a paper's package name the files with its claims; a claim is a function under
+`@claim(...)`, which adds a record to `CLAIMS`. Its setting and what would change its verdict are in
+`readings.py` of the package, where all claims of a paper can be read beside the paper.
+`docs/ledger.md` shows how to add one.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial, update_wrapper
+from importlib import import_module
+from typing import Any
+
+from tieline.core.errors import ParameterError, require
+from tieline.lab.claims.claim import Claim, Evidence, Real, Verdict
+
+__all__ = ["CLAIMS", "PAPERS", "Paper", "all_claims", "claim", "select"]
+
+
+@dataclass(frozen=True)
+class Paper:
+    """A paper of the ledger: its short name, title, and the package with its claims."""
+
+    name: str
+    title: str
+    package: str
+
+
+PAPERS: dict[int, Paper] = {
+    0: Paper("boundary-mass", "Boundary mass and the soft-to-hard limit", "paper0"),
+    1: Paper("discontinuities", "Discontinuities of sparse mixtures of experts", "paper1"),
+    2: Paper("perturbed-cosine", "Perturbed cosine routers and their estimation", "paper2"),
+    3: Paper("tropical", "Tropical geometry of mixtures of experts", "paper3"),
+    4: Paper("sigmoid-attention", "Sigmoid against softmax attention as mixtures", "paper4"),
+    5: Paper("beyond", "Beyond the papers", "beyond"),
+}
+
+CLAIMS: dict[str, Claim] = {}
+"""Filled by importing the packages of the papers, which `all_claims` does."""
+
+NUMBERED = {"asm": "Assumption", "cor": "Cor.", "def": "Def.", "eq": "eq.", "ex": "Ex.",
+            "fig": "Figure", "lem": "Lemma", "prop": "Prop.", "rem": "Rem.", "sec": "sec.",
+            "table": "Table", "thm": "Thm"}  # fmt: skip
+"""How the numbered parts of a paper are called, by their names in ids."""
+
+
+def claim(
+    id: str,  # noqa: A002 - the field's name in the record
+    title: str,
+    *,
+    statement: str,
+    tested: str,
+    number: str = "",
+    expected: Verdict = Verdict.HOLDS,
+    condition: str = "",
+    untestable: str = "",
+    undecided: str = "",
+    seconds: Real = 0.2,
+    full_seconds: Real | None = None,
+    together: str = "",
+    given: Mapping[str, Any] | None = None,
+) -> Callable[[Callable[..., Evidence]], Callable[..., Evidence]]:
+    """Register the decorated function as the test of a claim; fields as in `Claim`.
+
+    The number is read from the id ("p3-thm4.5" is Thm 4.5) unless it is given. One function may
+    test several claims, each with the arguments `given`; the lowest of them is registered first.
+    """
+    paper = int(id[1 : id.index("-")])
+    part = re.match(r"p\d+-([a-z]+)([A-Z\d][^-]*)", id)
+    if not number and part is not None and part[1] in NUMBERED:
+        number = f"{NUMBERED[part[1]]} {part[2]}"
+
+    def add(test: Callable[..., Evidence]) -> Callable[..., Evidence]:
+        known = CLAIMS.get(id)
+        same = known is None or known.test.__module__ == test.__module__
+        require(same, f"two claims are called {id!r}")
+        setting, overturned_by = _reading(id, paper)
+        words = (id, paper, number, title, statement, setting, tested, overturned_by)
+        reasons, times = (untestable, undecided), (seconds, full_seconds)
+        bound = update_wrapper(partial(test, **given), test) if given else test
+        CLAIMS[id] = Claim(*words, expected, condition, *reasons, bound, *times, together)
+        return test
+
+    return add
+
+
+def _reading(name: str, paper: int) -> tuple[str, str]:
+    """Return the setting of a claim and what would change its verdict."""
+    package = f"tieline.lab.claims.{PAPERS[paper].package}"
+    readings = import_module(f"{package}.readings").READINGS
+    require(name in readings, f"{name} has no reading: add one to {package}.readings")
+    return readings[name]
+
+
+def all_claims() -> dict[str, Claim]:
+    """Return every claim by its id, in the order of the papers."""
+    for paper in PAPERS.values():
+        package = import_module(f"tieline.lab.claims.{paper.package}")
+        for module in package.MODULES:
+            import_module(f"{package.__name__}.{module}")
+    return CLAIMS
+
+
+def select(words: Sequence[str]) -> list[Claim]:
+    """Return the claims that the words name: "all", papers by number or name, or ids."""
+    claims, chosen = all_claims(), {}
+    for word in words or ["all"]:
+        found = [claim for claim in claims.values() if word in _names(claim)]
+        if not found:
+            papers = ", ".join(f"{number} ({paper.name})" for number, paper in PAPERS.items())
+            raise ParameterError(
+                f"no paper or claim is called {word!r}: papers are {papers}; --list shows claims"
+            )
+        chosen |= {claim.id: claim for claim in found}
+    return list(chosen.values())
+
+
+def _names(claim: Claim) -> set[str]:
+    paper = PAPERS[claim.paper]
+    return {"all", claim.id, str(claim.paper), f"p{claim.paper}", paper.name, paper.package}

@@ -1,0 +1,201 @@
+"""Testing claims in many processes, and keeping their results on disk.
+
+A claim's result is one file, written as soon as its test ends, so that a run that was stopped
+continues where it was. A result is valid as long as nothing changes that could change it: the
+sources of the package (without the rooms that only present results and without the other papers)
+and the versions of the libraries that compute.
+
+`joblib` distributes the tests: over loky processes on this machine, or over the workers of a Dask
+cluster. A worker gets the id of a claim and looks it up. Without joblib the claims are tested one
+after another.
+"""
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from tieline.core.errors import require
+from tieline.core.files import write_whole
+from tieline.core.numerics import one_thread
+from tieline.core.parallel import EXECUTORS, check_executor, run_jobs
+from tieline.core.records import from_plain, to_plain
+from tieline.lab.claims.claim import Claim, Outcome, Run
+from tieline.lab.claims.registry import PAPERS, all_claims
+
+__all__ = ["EXECUTORS", "ResultStore", "fingerprint", "result_key", "run_claim", "run_claims"]
+
+FORMAT, VERSION = "tieline-claim", 1
+PRESENTING = {"cli", "report", "commands"}
+LIBRARIES = ("torch", "numpy", "scipy")
+
+
+@lru_cache
+def fingerprint(paper: int) -> str:
+    """Return sixteen hexadecimal digits of a SHA-256 over sources and versions."""
+    root = Path(__file__).parents[2]
+    package = PAPERS[paper].package
+    digest = hashlib.sha256()
+    for name in LIBRARIES:
+        digest.update(f"{name} {version(name)}\n".encode())
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).parts
+        if _matters(parts, package):
+            digest.update("/".join(parts).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _matters(parts: tuple[str, ...], package: str) -> bool:
+    """Return whether a source file can change the results of a paper."""
+    others = {paper.package for paper in PAPERS.values()} - {package}
+    other_paper = "claims" in parts and bool(others.intersection(parts))
+    return not PRESENTING.intersection(parts) and not other_paper
+
+
+def result_key(claim: Claim, run: Run) -> dict[str, Any]:
+    """Return what a result depends on: the claim, the mode, the seed and the code."""
+    code = fingerprint(claim.paper)
+    return {"claim": claim.id, "mode": run.mode, "seed": run.seed, "code": code}
+
+
+@dataclass(frozen=True)
+class ResultStore:
+    """A folder of results.
+
+    Attributes:
+        folder: created when the first result is saved.
+    """
+
+    folder: Path
+
+    def check(self) -> None:
+        """Raise if the folder cannot be created or written to, before any work."""
+        known = next(p for p in (self.folder, *self.folder.absolute().parents) if p.exists())
+        require(known.is_dir(), f"cannot keep results in {self.folder}: {known} is no folder")
+        require(os.access(known, os.W_OK), f"cannot keep results in {known}: it is read-only")
+
+    def load(self, claim: Claim, run: Run) -> Outcome | None:
+        """Return the result of this claim, mode, seed and code; None if there is none."""
+        try:
+            record = json.loads(self._path(claim, run).read_bytes())
+            if record["key"] != result_key(claim, run) or record["version"] != VERSION:
+                return None
+            return from_plain(Outcome, record["outcome"])
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            return None
+
+    def save(self, claim: Claim, run: Run, outcome: Outcome) -> None:
+        """Write the result, whole or not at all."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        head = {"format": FORMAT, "version": VERSION, "key": result_key(claim, run)}
+        record = head | {"outcome": to_plain(outcome, words=True)}
+        text = json.dumps(record, allow_nan=False, indent=1) + "\n"
+        write_whole(self._path(claim, run), text.encode())
+
+    def _path(self, claim: Claim, run: Run) -> Path:
+        return self.folder / f"{claim.id}.{run.mode}.seed{run.seed}.json"
+
+
+Progress = Callable[[Outcome, int, int], None]
+
+
+def run_claim(claim: Claim, run: Run) -> Outcome:
+    """Test one claim; the outcome of a test that raises an exception holds its message."""
+    begun = time.perf_counter()
+    try:
+        with one_thread():
+            evidence = claim.test(run)
+        return Outcome.of(claim, evidence, run, time.perf_counter() - begun)
+    except Exception as problem:
+        words = f"{type(problem).__name__}: {problem}"
+        took = time.perf_counter() - begun
+        return Outcome(claim, None, True, seconds=took, fast=run.fast, seed=run.seed, error=words)
+
+
+def run_claims(
+    claims: Sequence[Claim],
+    run: Run,
+    store: ResultStore | None = None,
+    *,
+    executor: str = "loky",
+    address: str | None = None,
+    jobs: int = -1,
+    progress: Progress | None = None,
+) -> list[Outcome]:
+    """Test claims, except those whose results are stored, and store the new results.
+
+    Args:
+        claims: from `registry.select`.
+        run: mode and seed.
+        store: where results are kept; None to keep none.
+        executor: "loky" for processes on this machine, "dask" for a cluster, "serial" for none.
+        address: of the Dask scheduler; None starts a cluster on this machine.
+        jobs: processes at once; -1 for one per core.
+        progress: called with each outcome, the number of outcomes so far, and their total.
+    """
+    check_executor(executor, address, jobs)
+    done: dict[str, Outcome] = {}
+    for outcome in _outcomes(claims, run, store, executor, address, jobs):
+        done[outcome.claim.id] = outcome
+        if progress is not None:
+            progress(outcome, len(done), len(claims))
+    return [done[claim.id] for claim in claims]
+
+
+def _outcomes(
+    claims: Sequence[Claim],
+    run: Run,
+    store: ResultStore | None,
+    executor: str,
+    address: str | None,
+    jobs: int,
+) -> Iterator[Outcome]:
+    """Yield stored outcomes, then new ones in the order in which their tests end."""
+    todo = []
+    for claim in claims:
+        known = store.load(claim, run) if store is not None else None
+        if known is None:
+            todo.append(claim)
+        else:
+            yield known
+    with closing(_tested(todo, run, executor, address, jobs)) as tested:
+        for outcome in tested:
+            if store is not None and not outcome.error:
+                store.save(outcome.claim, run, outcome)
+            yield outcome
+
+
+def _tested(
+    todo: Sequence[Claim], run: Run, executor: str, address: str | None, jobs: int
+) -> Generator[Outcome, None, None]:
+    """Yield outcomes in the order in which the tests end; the longest tests start first."""
+    groups = _groups(todo, run.fast)
+    if not groups:
+        return
+    if executor == "serial" or (executor == "loky" and find_spec("joblib") is None):
+        yield from (run_claim(claim, run) for group in groups for claim in group)
+        return
+    named = [(tuple(claim.id for claim in group), run) for group in groups]
+    for found in run_jobs(_remote, named, executor=executor, address=address, jobs=jobs):
+        yield from (from_plain(Outcome, values) for values in found)
+
+
+def _groups(todo: Sequence[Claim], fast: bool) -> list[list[Claim]]:
+    """Return claims that one process tests, because they share a study; the longest first."""
+    groups: dict[str, list[Claim]] = {}
+    for claim in todo:
+        groups.setdefault(claim.together or claim.id, []).append(claim)
+    return sorted(groups.values(), key=lambda group: -sum(c.duration(fast) for c in group))
+
+
+def _remote(names: Sequence[str], run: Run) -> list[Any]:
+    """Test claims in a worker and return plain values."""
+    return [to_plain(run_claim(all_claims()[name], run), words=True) for name in names]

@@ -1,0 +1,90 @@
+"""What the routers of the trained model in the box see: hidden states, in float32 and in others.
+
+    router_states   inputs and weight of every router on the first tokens of the text in the box
+    need_training   refuse to train without the packages that it takes
+
+Claims about real hidden states rest on these; a form is computed once for all of them.
+"""
+
+import os
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tieline.core.errors import require
+
+__all__ = ["RouterStates", "need_training", "router_states"]
+
+WINDOW = 256
+"""Tokens of a window: the model's context."""
+
+
+def need_training() -> None:
+    """Raise if a package is missing that training takes."""
+    for package in ("transformers", "accelerate"):
+        require(find_spec(package) is not None, f"needs {package}: pip install 'tieline[train]'")
+
+
+@dataclass(frozen=True, eq=False)
+class RouterStates:
+    """The tokens of one router.
+
+    Attributes:
+        name: of the router.
+        inputs: hidden states that it scores, (T, D), in float64.
+        weight: its matrix in float32's precision, (E, D), in float64.
+        k: experts per token.
+    """
+
+    name: str
+    inputs: Float[Tensor, "tokens dim"]
+    weight: Float[Tensor, "experts dim"]
+    k: int
+
+    def scores(self) -> Float[Tensor, "tokens experts"]:
+        """Scores in float64."""
+        return self.inputs @ self.weight.T
+
+
+@lru_cache(maxsize=4)
+def router_states(tokens: int, form: str = "") -> tuple[RouterStates, ...]:
+    """What each router of the model in the box sees.
+
+    Args:
+        tokens: of the text in the box, in windows of 256.
+        form: a format of `hf.emulate` in which the whole model runs; float32 by default.
+    """
+    require(find_spec("transformers") is not None, "needs transformers: pip install 'tieline[hf]'")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    from tieline.models.demo import demo_text, load_demo_model, load_demo_tokenizer
+    from tieline.models.emulate import emulate
+    from tieline.models.families import find_routers
+
+    model = load_demo_model().eval()
+    ids = load_demo_tokenizer()(demo_text(), return_tensors="pt")["input_ids"]
+    routers = find_routers(model)
+    weights = [router.get_parameter("weight").detach().double() for router in routers.values()]
+    seen: list[list[Tensor]] = [[] for _ in routers]
+
+    def keep(place: int):
+        def hook(_module, given) -> None:
+            seen[place].append(given[0].detach().flatten(0, -2).double())
+
+        return hook
+
+    hooks = [
+        router.register_forward_pre_hook(keep(at)) for at, router in enumerate(routers.values())
+    ]
+    with torch.no_grad(), emulate(model, form, parts="all") if form else nullcontext():
+        for rows in ids[:, :tokens].reshape(-1, WINDOW).split(4):
+            model(rows)
+    for hook in hooks:
+        hook.remove()
+    k = model.config.num_experts_per_tok
+    found = zip(routers, seen, weights, strict=True)
+    return tuple(RouterStates(name, torch.cat(x), weight, k) for name, x, weight in found)

@@ -1,0 +1,69 @@
+"""Estimation of mixtures of experts by least squares: models, losses, identifiability, rates."""
+
+from typing import TYPE_CHECKING
+
+from tieline.lab.estimation.distances import matched_errors, regression_distance
+from tieline.lab.estimation.fit import FitResult, FitWarning, population_minimiser
+from tieline.lab.estimation.identifiability import (
+    Identifiability,
+    identifiability,
+    identifiability_table,
+)
+from tieline.lab.estimation.losses import (
+    quotient_loss,
+    quotient_losses,
+    voronoi_loss,
+    voronoi_losses,
+)
+from tieline.lab.estimation.model import MoEModel
+from tieline.lab.estimation.parameters import MoEParameters, quadratic_parameters
+from tieline.lab.estimation.rate_plan import RatePlan, case_of, named_case
+from tieline.lab.estimation.rates import RateStudy, rate_study
+from tieline.lab.estimation.settings import SETTINGS, Setting, SmallDesign, setting, small_design
+from tieline.lab.estimation.symmetry import canonical, symmetries
+
+if TYPE_CHECKING:
+    from tieline.lab.estimation.regressor import MoERegressor
+
+__all__ = [
+    "SETTINGS",
+    "FitResult",
+    "FitWarning",
+    "Identifiability",
+    "MoEModel",
+    "MoEParameters",
+    "MoERegressor",
+    "RatePlan",
+    "RateStudy",
+    "Setting",
+    "SmallDesign",
+    "canonical",
+    "case_of",
+    "identifiability",
+    "identifiability_table",
+    "matched_errors",
+    "named_case",
+    "population_minimiser",
+    "quadratic_parameters",
+    "quotient_loss",
+    "quotient_losses",
+    "rate_study",
+    "regression_distance",
+    "setting",
+    "small_design",
+    "symmetries",
+    "voronoi_loss",
+    "voronoi_losses",
+]
+
+
+def __getattr__(name: str) -> object:
+    """`MoERegressor` when it is asked for: it needs scikit-learn, an extra of this package."""
+    if name != "MoERegressor":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        from tieline.lab.estimation.regressor import MoERegressor
+    except ModuleNotFoundError as error:
+        needs = "MoERegressor needs scikit-learn: pip install 'tieline[estimation]'"
+        raise ModuleNotFoundError(needs, name=error.name) from error
+    return MoERegressor

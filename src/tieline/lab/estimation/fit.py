@@ -1,0 +1,371 @@
+"""Least squares for mixtures of experts, over repetitions and starts at once.
+
+    Ĝ = argmin_G Σ_i w_i (y_i - f_G(x_i))² + λ‖G‖²        P2 eq. 3 and 9, P4 eq. 6
+
+    fit                     from given starts, by Levenberg-Marquardt ("lm"), "sgd" or "adam"
+    FitResult               parameters, loss and status of every problem
+    population_minimiser    Ḡ = argmin_G ‖f_G - q‖_{L²(μ)}           P2 section 4, P4 Cor. 1
+
+    near_truth      θ* + r ξ, ξ standard normal: the papers' start, whose r they do not state
+    random_start    coordinates N(0, scale²)
+    kmeans_start    centres of clusters as router rows, a linear fit in each cluster as expert
+    lift            a truth of N* atoms as one of N > N* atoms, some split or switched off
+    radius_at       r, or r √(1000/n) for a start that shrinks as fast as the estimate itself
+
+A problem that did not converge says so in its status, and one warning gives their number. A start
+that shrinks like n^-1/2 makes every loss fall like n^-1/2, fitted or not.
+
+Least squares of a misspecified model converge to Ḡ and not to the truth: against the truth a loss
+of parameters has a floor. Ḡ is found by fitting a large sample without noise from several starts.
+"""
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from tieline.core.errors import ParameterError, ShapeError, require
+from tieline.lab.estimation.model import LawName, MoEModel, draw_inputs
+from tieline.lab.estimation.parameters import MoEParameters
+from tieline.lab.estimation.solvers import (
+    ADAM,
+    SGD,
+    LeastSquares,
+    Minimum,
+    Recipe,
+    Status,
+    descend,
+    levenberg_marquardt,
+)
+
+Method = Literal["lm", "sgd", "adam"]
+METHODS = ("lm", "sgd", "adam")
+LITTLE = 1e-3
+"""Share of the data's sum of squares that unit parameters cost where samples are too few."""
+REFERENCE = 1000  # sample size at which a shrinking start has its radius
+OFF = -6.0  # bias under which a sigmoid gate is off, σ = .0025, and can still be moved
+
+
+class FitWarning(UserWarning):
+    """A fit that did not converge, or that needed a ridge."""
+
+
+@dataclass(frozen=True)
+class ModelRegression:
+    """A model as a function of flat parameter vectors, as the solvers want it."""
+
+    model: MoEModel
+
+    @property
+    def size(self) -> int:
+        """Length of a parameter vector."""
+        return self.model.n_parameters
+
+    def value(self, theta: Tensor, x: Tensor) -> Tensor:
+        """Compute f(x)."""
+        return self.model.regression(self.model.unflatten(theta), x)
+
+    def value_and_jacobian(self, theta: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute f(x) and ∂f/∂θ."""
+        return self.model.value_and_jacobian(self.model.unflatten(theta), x)
+
+
+@dataclass(frozen=True, eq=False)
+class FitResult:
+    """Fits of one data set from S starts, (S,), or of R data sets, (R, S).
+
+    Attributes:
+        params: parameters, with those leading axes.
+        loss: weighted mean of squared residuals (with the ridge's share).
+        status: a `Status` each.
+        iterations: steps tried.
+        ridge: λ that was used.
+    """
+
+    params: MoEParameters
+    loss: Float[Tensor, "*problems"]
+    status: Int[Tensor, "*problems"]
+    iterations: Int[Tensor, "*problems"]
+    ridge: float = 0.0
+
+    @property
+    def converged(self) -> Bool[Tensor, "*problems"]:
+        """Which problems found a minimum."""
+        return (self.status >= Status.CONVERGED) & (self.status <= Status.EXACT)
+
+    def words(self) -> dict[str, int]:
+        """Count the problems by the way they ended."""
+        found = self.status.flatten().tolist()
+        return {s.name.lower(): found.count(s) for s in Status if s in found}
+
+    def best(self) -> "FitResult":
+        """The start of least loss of each data set; a loss that is no number never wins."""
+        at = self.loss.nan_to_num(nan=torch.inf).argmin(-1, keepdim=True)
+        flat = self.params.flatten()
+        chosen = flat.gather(-2, at[..., None].expand(*at.shape, flat.shape[-1]))[..., 0, :]
+        loss, status, steps = (
+            part.gather(-1, at)[..., 0] for part in (self.loss, self.status, self.iterations)
+        )
+        return FitResult(self.params.like(chosen), loss, status, steps, self.ridge)
+
+
+def fit(
+    model: MoEModel,
+    x: Float[Tensor, "*sets n d"],
+    y: Float[Tensor, "*sets n"],
+    starts: MoEParameters,
+    *,
+    method: Method = "lm",
+    weights: Float[Tensor, "*sets n"] | None = None,
+    ridge: float | None = None,
+    seed: int = 0,
+    recipe: Recipe | None = None,
+    quiet: bool = False,
+    **options: Any,
+) -> FitResult:
+    """Fit the model to every data set from every start.
+
+    Args:
+        model: the family.
+        x: inputs of one data set (n, d) or of R of them (R, n, d).
+        y: targets (n,) or (R, n).
+        starts: (S, ...) for one data set, (R, S, ...) for R.
+        method: "lm", "sgd" or "adam".
+        weights: of the samples.
+        ridge: λ; None for zero, or a little where samples are fewer than parameters.
+        seed: of the order of samples, for sgd and adam.
+        recipe: for sgd and adam, instead of the default.
+        quiet: suppress warnings; the statuses tell the same.
+        options: for `levenberg_marquardt`: iterations, tolerance, box.
+    """
+    require(method in METHODS, f"method must be one of {METHODS}, got {method!r}")
+    model.check(starts)
+    sets = tuple(x.shape[:-2])
+    shape = tuple(starts.batch_shape)
+    require(
+        len(sets) <= 1 and len(shape) == len(sets) + 1 and shape[:-1] == sets,
+        f"starts are {(*sets, 'S')} for data sets {sets}, got {shape}",
+        ShapeError,
+    )
+    inputs, targets = _stacked(x, sets), _stacked(y, sets)
+    weight = None if weights is None else _stacked(weights, sets)
+    penalty = _ridge(model, inputs, targets, ridge, quiet)
+    regression = ModelRegression(model)
+    problem = LeastSquares(regression, inputs, targets, weight, penalty, shape[-1])
+    flat = starts.flatten().reshape(-1, model.n_parameters)
+    if method == "lm":
+        found = levenberg_marquardt(problem, flat, **options)
+    else:
+        found = descend(problem, flat, recipe or (SGD if method == "sgd" else ADAM), seed=seed)
+    result = _result(model, problem, found, shape)
+    if not quiet:
+        tell_failures(result.converged)
+    return result
+
+
+def tell_failures(converged: Bool[Tensor, "*problems"]) -> None:
+    """Warn of the problems that did not converge, if there are any."""
+    failed, total = int((~converged).sum()), converged.numel()
+    if failed:
+        words = f"{failed} of {total} problems did not converge; their status says how they ended"
+        warnings.warn(words, FitWarning, stacklevel=3)
+
+
+def _stacked(part: Tensor, sets: tuple[int, ...]) -> Tensor:
+    """The data in float64 with an axis of data sets."""
+    return (part if sets else part[None]).double()
+
+
+def _ridge(model: MoEModel, x: Tensor, y: Tensor, ridge: float | None, quiet: bool) -> float:
+    """The λ asked for, or one for a problem that has fewer samples than parameters."""
+    require(x.ndim == 3 and y.shape == x.shape[:2], f"x {x.shape} and y {y.shape}", ShapeError)
+    if ridge is not None:
+        require(ridge >= 0, f"a ridge is not negative, got {ridge}", ParameterError)
+        return ridge
+    n, p = x.shape[1], model.n_parameters
+    if n >= p:
+        return 0.0
+    chosen = LITTLE * y.square().sum(-1).mean().item() / p
+    if not quiet:
+        words = f"{n} samples for {p} parameters: fitted with a ridge of {chosen:.3g}"
+        warnings.warn(words, FitWarning, stacklevel=3)
+    return chosen
+
+
+def _result(
+    model: MoEModel, problem: LeastSquares, found: Minimum, shape: tuple[int, ...]
+) -> FitResult:
+    total = torch.full((problem.x.shape[0],), float(problem.samples)).double()
+    if problem.weight is not None:
+        total = problem.weight.sum(-1)
+    loss = found.loss / total.repeat_interleave(problem.starts)
+    params = model.unflatten(found.theta.reshape(*shape, model.n_parameters))
+    status, steps = found.status.reshape(shape), found.iterations.reshape(shape)
+    return FitResult(params, loss.reshape(shape), status, steps, problem.ridge)
+
+
+@dataclass(frozen=True, eq=False)
+class Population:
+    """Ḡ and how many starts agree on it."""
+
+    params: MoEParameters  # Ḡ
+    misfit: float  # ‖f_Ḡ - q‖ on the sample; zero where the model contains the truth
+    starts: FitResult  # the end of every start, that of least loss being Ḡ
+    agree: int  # starts whose misfit is within 1 % of the least
+
+
+def population_minimiser(
+    model: MoEModel,
+    target: Callable[[Tensor], Tensor],
+    *,
+    near: MoEParameters | None = None,
+    radius: float = 0.1,
+    n: int = 50_000,
+    starts: int = 8,
+    refine: int = 0,
+    law: LawName = "uniform",
+    seed: int = 0,
+) -> Population:
+    """Ḡ of the model for the regression function `target`.
+
+    Args:
+        model: the family that is fitted.
+        target: q, from inputs (n, d) to (n,).
+        near: parameters near which to start, such as the truth's; random starts without.
+        radius: of the starts near them.
+        n: samples without noise.
+        starts: how many; the first is `near` itself.
+        refine: samples of a second fit, from the best of the first; 0 for none. Ḡ has the sampling
+            error of a fit to so many samples, so they must be more than any study compares.
+        law: of the inputs.
+        seed: of sample and starts.
+    """
+    require(starts >= 1 and n >= model.n_parameters, f"need {starts=} >= 1 and {n=} >= parameters")
+    x = draw_inputs(law, n, model.d, seed)
+    if near is None:
+        begun = random_start(model, [seed], starts)[0]
+    else:
+        flat = near_truth(near, radius, [seed], starts).flatten()[0]
+        flat[0] = near.flatten()
+        begun = near.like(flat)
+    found = fit(model, x, target(x), begun, quiet=True)
+    best = found.best()
+    least = best.loss.clamp_min(0).sqrt()
+    agree = int((found.loss.clamp_min(0).sqrt() <= 1.01 * least + 1e-12).sum())
+    if refine:
+        x = draw_inputs(law, refine, model.d, seed + 1)
+        best = fit(model, x, target(x), best.params.expand(1), quiet=True).best()
+    return Population(best.params, math.sqrt(max(best.loss.item(), 0.0)), found, agree)
+
+
+def radius_at(radius: float, n: int, *, shrink: bool = False) -> float:
+    """Return the start radius at sample size n."""
+    require(radius >= 0, f"a start radius is not negative, got {radius}")
+    return radius * math.sqrt(REFERENCE / n) if shrink else radius
+
+
+def near_truth(
+    truth: MoEParameters, radius: float, seeds: list[int], starts: int = 1
+) -> MoEParameters:
+    """θ* + r ξ for each seed, (seeds, starts, ...); the truth has no leading axes."""
+    centre = truth.flatten()
+    draws = [_normal((starts, len(centre)), seed) for seed in seeds]
+    return truth.like(centre + radius * torch.stack(draws))
+
+
+def random_start(
+    model: MoEModel, seeds: list[int], starts: int = 1, scale: float = 1.0
+) -> MoEParameters:
+    """Every coordinate N(0, scale²), (seeds, starts, ...)."""
+    draws = [_normal((starts, model.n_parameters), seed) for seed in seeds]
+    return model.unflatten(scale * torch.stack(draws))
+
+
+def kmeans_start(
+    model: MoEModel, x: Float[Tensor, "n d"], y: Float[Tensor, " n"], seed: int = 0, starts: int = 1
+) -> MoEParameters:
+    """One start for each draw of the first centres, (starts, ...).
+
+    With κ = 1/(2 mean squared distance to the centre per coordinate), a linear router with rows
+    2κc and bias -κ‖c‖² gives the posterior of spherical clusters; cosine rows are the centres;
+    a matrix A begins at zero.
+    """
+    require(len(x) >= model.n_experts, f"{model.n_experts} experts need as many samples: {len(x)}")
+    begun = [
+        _from_clusters(model, x, y, _clusters(x, model.n_experts, seed + s)) for s in range(starts)
+    ]
+    parts = zip(*((one.router, one.bias, one.experts) for one in begun), strict=True)
+    return MoEParameters(*(torch.stack(part) for part in parts))
+
+
+def lift(model: MoEModel, truth: MoEParameters) -> MoEParameters:
+    """The truth as a measure with the model's number of atoms, the last ones repeated.
+
+    Under softmax, masses exp β_0 are shared equally and f does not change. Under the sigmoid that
+    is so for σ(c) of an atom without gate, which papers put last; one with a gate cannot be split,
+    and its copies are switched off (c = -6).
+    """
+    have, want = truth.n_experts, model.n_experts
+    require(have <= want, f"{have} atoms do not fit into {want}")
+    index = torch.cat([torch.arange(have), have - 1 - torch.arange(want - have) % have])
+    shares = torch.bincount(index, minlength=have)[index].to(truth.bias)
+    lifted = truth.take(index)
+    if model.link == "softmax":
+        return MoEParameters(lifted.router, lifted.bias - shares.log(), lifted.experts)
+    gated, copy = (lifted.router != 0).any(-1), torch.arange(want) >= have
+    split = torch.where(shares > 1, torch.logit(lifted.bias.sigmoid() / shares), lifted.bias)
+    kept = torch.where(copy, OFF, lifted.bias)
+    return MoEParameters(lifted.router, torch.where(gated, kept, split), lifted.experts)
+
+
+def _normal(shape: tuple[int, ...], seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+
+def _clusters(x: Tensor, k: int, seed: int, rounds: int = 25) -> tuple[Tensor, Tensor]:
+    """Centres and labels by Lloyd's rule from k samples drawn far apart (k-means++)."""
+    generator = torch.Generator().manual_seed(seed)
+    centres = x[torch.randint(len(x), (1,), generator=generator)]
+    while len(centres) < k:
+        far = torch.cdist(x, centres).amin(-1).square() + 1e-12
+        centres = torch.cat([centres, x[torch.multinomial(far, 1, generator=generator)]])
+    label = torch.cdist(x, centres).argmin(-1)
+    for _ in range(rounds):
+        sums = torch.zeros_like(centres).index_add_(0, label, x)
+        count = torch.bincount(label, minlength=k).clamp_min(1)
+        centres = torch.where((sums != 0).any(-1, keepdim=True), sums / count[:, None], centres)
+        label = torch.cdist(x, centres).argmin(-1)
+    return centres, label
+
+
+def _from_clusters(
+    model: MoEModel, x: Tensor, y: Tensor, found: tuple[Tensor, Tensor]
+) -> MoEParameters:
+    centres, label = found
+    sharp = 1 / (2 * (x - centres[label]).square().mean().clamp_min(1e-12))
+    rows, bias = (
+        torch.zeros(len(centres), model.router_dim).to(x),
+        torch.zeros(len(centres)).to(x),
+    )
+    if model.gate in ("cosine", "perturbed"):
+        rows[:] = centres
+    elif model.gate != "partial":
+        rows[:, -model.d :] = 2 * sharp * centres
+        bias = -sharp * centres.square().sum(-1)
+    experts = torch.stack([_line(x[label == i], y[label == i]) for i in range(len(centres))])
+    if model.expert == "two_layer":
+        experts = torch.cat([experts, torch.ones(len(centres), 1).to(x)], dim=-1)
+    return MoEParameters(rows, bias - bias.mean(), experts)
+
+
+def _line(x: Tensor, y: Tensor, ridge: float = 1e-3) -> Tensor:
+    """(a, b) of y ≈ a·x + b by ridge regression, zeros without data."""
+    design = torch.cat([x, torch.ones(len(x), 1).to(x)], dim=-1)
+    gram = design.T @ design + ridge * (1 + len(x)) * torch.eye(design.shape[1]).to(x)
+    return torch.linalg.solve(gram, design.T @ y)

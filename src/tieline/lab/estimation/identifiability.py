@@ -1,0 +1,257 @@
+"""Which gates and experts can be learned from data: three tests of a combination, and a table.
+
+    information              spectrum of I = E[∇f(X) ∇f(X)ᵀ], X ~ μ
+    cramer_rao               limits of n · mean squared error of f and of the experts, over noise²
+    identifiability          rank, nullity and split tests of a model
+    identifiability_table    the same for all combinations
+
+    rank       the definitions of the papers, literally (`rank_test`)
+    nullity    flat directions of the information matrix against the symmetries (`information`)
+    split      whether one expert can be mistaken for two (`split_test`)
+
+The flat directions of I are the symmetries of the model. The ratio of its largest eigenvalue to the
+smallest of the others, with every parameter in units of its own information (diagonal 1), is the
+condition number that decides how large n must be before the asymptotic rates show.
+
+The rank tests fail for every ridge expert at some parameters, and the strong ones at all; what an
+estimate suffers from is the split test. Found for d = k = 2: linear experts never pass; tanh and
+GELU pass under linear, perturbed and partially quadratic gates; uᵖ, ReLU and two-layer experts pass
+up to the scale of the expert; nothing passes under the vanilla cosine, where the length of a row is
+free, and nothing under the fully quadratic score, where b may be split against A.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tieline.core.errors import require
+from tieline.core.records import to_plain
+from tieline.lab.estimation.derivative_tests import (
+    RankTest,
+    SplitTest,
+    generic_atoms,
+    rank_test,
+    split_test,
+    witness_atoms,
+)
+from tieline.lab.estimation.model import GATES, LINKS, LawName, MoEModel, draw_inputs
+from tieline.lab.estimation.parameters import MoEParameters
+from tieline.lab.estimation.symmetry import null_dimension
+
+TABLE_EXPERTS: tuple[dict[str, Any], ...] = (
+    {"expert": "linear"},
+    {"expert": "polynomial", "power": 2},
+    {"expert": "relu"},
+    {"expert": "gelu"},
+    {"expert": "tanh"},
+    {"expert": "two_layer", "activation": "tanh"},
+)
+NO_ZERO_ROW = "not applicable: the vanilla cosine has no zero row to split"
+
+
+@dataclass(frozen=True, eq=False)
+class Information:
+    """Spectrum of the information matrix with unit diagonal."""
+
+    eigenvalues: Float[Tensor, " p"]  # in ascending order
+    nullity: int  # eigenvalues below the threshold times the largest, flat parameters included
+    condition: float  # largest over the smallest eigenvalue that is not flat
+    gap: float  # smallest eigenvalue that is not flat over the largest that is; inf if none is flat
+
+
+def information(
+    model: MoEModel,
+    params: MoEParameters,
+    *,
+    pinned: tuple[int, ...] = (),
+    n: int = 4000,
+    seed: int = 0,
+    law: LawName = "uniform",
+    threshold: float = 1e-12,
+) -> Information:
+    """Spectrum of the information matrix of one truth on n inputs.
+
+    Known parameters are `pinned`, by their place in the flat vector; eigenvalues below `threshold`
+    times the largest count as flat.
+    """
+    require(n >= model.n_parameters, f"need n >= p = {model.n_parameters} inputs, got {n}")
+    x = draw_inputs(law, n, model.d, seed)
+    jacobian = model.jacobian(params, x)
+    keep = [i for i in range(model.n_parameters) if i not in pinned]
+    columns = jacobian[:, keep]
+    scale = torch.linalg.vector_norm(columns, dim=0)
+    columns = columns / torch.where(scale > 0, scale, 1.0)
+    values = torch.linalg.svdvals(columns).square().flip(0)
+    flat = int((values < threshold * values[-1]).sum())
+    condition = float(values[-1] / values[flat]) if flat < len(values) else float("inf")
+    below = values[flat - 1].item() if flat else 0.0
+    gap = float(values[flat] / below) if below > 0 and flat < len(values) else float("inf")
+    return Information(values, flat, condition, gap)
+
+
+class CramerRao(NamedTuple):
+    """Limits of n E‖f̂ - f*‖² / noise² and of n E[expert_distance²] / noise²."""
+
+    function: float  # rank of I
+    experts: float  # mean_j trace of (I⁺)_jj E[∂h_j ∂h_jᵀ]; infinite if an expert is not determined
+
+
+def cramer_rao(
+    model: MoEModel,
+    params: MoEParameters,
+    *,
+    n: int = 4000,
+    seed: int = 0,
+    law: LawName = "uniform",
+    threshold: float = 1e-12,
+) -> CramerRao:
+    """Cramér-Rao limits at a truth with as many experts as the model.
+
+    With I = E[∇f ∇fᵀ] the estimate of θ has the covariance noise²/n · I⁺, flat directions apart.
+    The error of f is then the rank of I. That of an expert is finite if no flat direction moves it.
+    """
+    require(n >= model.n_parameters, f"need n >= p = {model.n_parameters} inputs, got {n}")
+    x = draw_inputs(law, n, model.d, seed)
+    jacobian = model.jacobian(params, x) / n**0.5
+    scale = torch.linalg.vector_norm(jacobian, dim=0)
+    scale = torch.where(scale > 0, scale, 1.0)
+    values, vectors = torch.linalg.eigh((jacobian / scale).T @ (jacobian / scale))
+    seen = values > threshold * values[-1]
+    kept, flat = vectors[:, seen] / scale[:, None], vectors[:, ~seen] / scale[:, None]
+    first, q, total = model.n_experts * (model.router_dim + 1), model.expert_dim, 0.0
+    for j, slopes in enumerate(_expert_slopes(model, params, x)):
+        rows = slice(first + j * q, first + (j + 1) * q)
+        moved = (slopes @ flat[rows]).square().mean(dim=0).sum() if flat.numel() else 0.0
+        if moved > FLAT_MOVES * slopes.square().mean():
+            return CramerRao(float(seen.sum()), float("inf"))
+        total += ((slopes @ kept[rows]).square().mean(dim=0) / values[seen]).sum().item()
+    return CramerRao(float(seen.sum()), total / model.n_experts)
+
+
+FLAT_MOVES = 1e-12
+"""Share of an expert's mean square slope by which flat directions may move it, for rounding."""
+
+
+def _expert_slopes(
+    model: MoEModel, params: MoEParameters, x: Float[Tensor, "n d"]
+) -> Iterator[Float[Tensor, "n q"]]:
+    """∂h(x, η_j)/∂η_j of each expert, (n, q)."""
+    for row in params.experts:
+        inner = x @ row[: model.d] + row[model.d]
+        slope = model.ridge.slope(inner)[:, None]
+        columns = torch.cat((slope * x, slope), dim=1)
+        if model.expert == "two_layer":
+            columns = torch.cat((row[-1] * columns, model.ridge.value(inner)[:, None]), dim=1)
+        yield columns
+
+
+@dataclass(frozen=True)
+class Identifiability:
+    """Results of the tests for one combination of gate, link and expert.
+
+    Attributes:
+        gate: of the model.
+        link: of the model.
+        expert: of the model.
+        d: dimension of an input.
+        n_experts: number of experts.
+        strong: the rank test of the strong definition at generic parameters; None where it has no
+            derivatives.
+        weak: the rank test of the weak definition at generic parameters.
+        witness: the weak test at two distinct experts that are multiples of one function.
+        nullity: flat directions of the information matrix with the biases pinned.
+        symmetry: flat directions that the symmetries explain.
+        split: the split test, the most favourable of the draws; None where nothing can be split.
+        verdict: of the split test, in words.
+    """
+
+    gate: str
+    link: str
+    expert: str
+    d: int
+    n_experts: int
+    strong: RankTest | None
+    weak: RankTest
+    witness: RankTest
+    nullity: int
+    symmetry: int
+    split: SplitTest | None
+    verdict: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the record as JSON values."""
+        return to_plain(self)
+
+
+def identifiability(
+    model: MoEModel, *, seed: int = 0, draws: int = 3, n: int = 1200
+) -> Identifiability:
+    """Rank, nullity and split tests at generic parameters, keeping the most visible split drawn."""
+    require(draws >= 1, f"need at least one draw, got {draws}")
+    x = draw_inputs("uniform", n, model.d, seed)
+    k = model.n_experts
+    splittable = not (model.link == "sigmoid" and model.gate == "cosine")
+    atoms = [generic_atoms(model, k, seed * 1009 + draw) for draw in range(draws)]
+    tests = [split_test(model, one, x) for one in atoms] if splittable else []
+    split = max(tests, key=lambda test: (test.minimum, test.up_to_scale)) if tests else None
+    if split is not None and split.verdict != "identifiable":
+        split = max(tests, key=lambda test: test.up_to_scale)
+    return Identifiability(
+        gate=model.gate,
+        link=model.link,
+        expert=expert_name(model),
+        d=model.d,
+        n_experts=k,
+        strong=rank_test(model, atoms[0], "strong", x) if splittable else None,
+        weak=rank_test(model, atoms[0], "weak", x),
+        witness=rank_test(model, witness_atoms(model, seed), "weak", x),
+        nullity=_nullity(model, seed),
+        symmetry=null_dimension(model, bias_pinned=True),
+        split=split,
+        verdict=split.verdict if split else NO_ZERO_ROW,
+    )
+
+
+def identifiability_table(
+    d: int = 2,
+    n_experts: int = 2,
+    *,
+    gates: Sequence[str] = GATES,
+    links: Sequence[str] = LINKS,
+    experts: Sequence[dict[str, Any]] = TABLE_EXPERTS,
+    seed: int = 0,
+    draws: int = 3,
+) -> list[Identifiability]:
+    """`identifiability` of all combinations, gate by gate; each takes about a second."""
+    models = [
+        MoEModel(gate, link, d=d, n_experts=n_experts, **form)  # type: ignore[arg-type]
+        for gate in gates
+        for link in links
+        for form in experts
+    ]
+    return [identifiability(model, seed=seed, draws=draws) for model in models]
+
+
+def expert_name(model: MoEModel) -> str:
+    """Name of the expert with its power or activation."""
+    if model.expert == "polynomial":
+        return f"u^{model.power}"
+    return f"λ {model.activation}" if model.expert == "two_layer" else model.expert
+
+
+def _nullity(model: MoEModel, seed: int) -> int:
+    """Flat directions at the experts of `generic_atoms` with normal full rows, biases pinned."""
+    generator = torch.Generator().manual_seed(seed + 77)
+    atoms = generic_atoms(model, model.n_experts, seed)
+    shape = (model.n_experts, model.router_dim)
+    length = 2 * model.tau[0] if model.gate == "perturbed" else 1.5
+    rows = length * torch.randn(shape, dtype=torch.float64, generator=generator)
+    bias, experts = (torch.stack([getattr(a, part) for a in atoms]) for part in ("bias", "expert"))
+    start = rows.numel()
+    pinned = tuple(range(start, start + model.n_experts)) if model.link == "softmax" else ()
+    size = max(600, 3 * model.n_parameters)
+    return information(model, MoEParameters(rows, bias, experts), pinned=pinned, n=size).nullity

@@ -1,0 +1,400 @@
+"""Mixture-of-experts regression of papers 2 and 4: function, analytic Jacobian, simulation.
+
+    f(x) = Σ_i G_i(x) h(x, η_i)          P2 eq. 2, 8, 12; P4 eq. 5, 48, 83
+    G = softmax(score) or σ(score),   score_i = v(β_i)·z(x) + bias_i
+
+Gates are linear routers on features:
+
+    gate         z(x)                 v(β)                      paper
+    linear       x                    β
+    cosine       x/‖x‖                β/‖β‖                     2, eq. 2
+    perturbed    x/(‖x‖ + τ2)         β/(‖β‖ + τ1)              2, eq. 8
+    quadratic    [vec xxᵀ, x]         [vec A, b]                4, eq. 5 (i)
+    partial      vec xxᵀ              vec A                     4, eq. 5 (ii)
+
+So the perturbed cosine router *is* a linear router, on x/(‖x‖ + τ2) with rows in the unit ball, and
+has the symmetries of one. A zero row or input scores 0 under the vanilla cosine, which has no
+derivative there; its slope is taken to be 0.
+
+Experts h(x, η) are ridge functions of u = a·x + b:
+
+    linear        u                        η = (a, b)
+    polynomial    uᵖ                       η = (a, b)
+    relu          max(u, 0)                η = (a, b)
+    gelu          u Φ(u)                   η = (a, b)
+    tanh          tanh u                   η = (a, b)
+    two_layer     λ φ(u), φ one of the above except polynomial      η = (a, b, λ)
+
+With s_i the slope of f in score i,
+
+    softmax: s_i = G_i (h_i - f)        sigmoid: s_i = G_i (1 - G_i) h_i
+    ∂f/∂bias_i = s_i,   ∂f/∂β_i = s_i ∂score_i/∂β_i,   ∂f/∂η_i = G_i ∂h_i/∂η_i
+
+All functions take parameters with leading axes (repetitions, starts) and inputs (n, d) shared by
+all of them or (*batch, n, d). Arrays are held with the samples last, (..., N, n): for small d a
+sweep over the samples is contiguous and one over d is not. Inputs and noise of a repetition come
+from two streams of its own seed, so a repetition is the same drawn alone or among others.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple, get_args
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tieline.core.errors import ShapeError, require
+from tieline.lab.estimation.parameters import MoEParameters, from_vector
+
+LawName = Literal["uniform", "normal"]
+GateName = Literal["linear", "cosine", "perturbed", "quadratic", "partial"]
+LinkName = Literal["softmax", "sigmoid"]
+LAWS, GATES, LINKS = get_args(LawName), get_args(GateName), get_args(LinkName)
+NORMALISED = ("cosine", "perturbed")
+
+Inputs = Float[Tensor, "*inputs n d"]
+Rows = Float[Tensor, "*batch experts dim"]
+PerExpert = Float[Tensor, "*batch experts n"]
+Features = Float[Tensor, "*inputs dim n"]
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """Data of a regression."""
+
+    x: Float[Tensor, "*repetitions n d"]  # inputs (*repetitions, n, d)
+    y: Float[Tensor, "*repetitions n"]  # responses (*repetitions, n)
+    noise: float  # standard deviation of the noise in y
+
+
+def repetition_seeds(seed: int, n: int, repetitions: int) -> list[int]:
+    """Independent seeds of the repetitions 0, 1, … at sample size n."""
+    return [
+        int(np.random.SeedSequence((seed, n, r)).generate_state(1, np.uint64)[0] >> 1)
+        for r in range(repetitions)
+    ]
+
+
+def draw_inputs(
+    law: LawName, n: int, d: int, seed: int | Sequence[int]
+) -> Float[Tensor, "*repetitions n d"]:
+    """Inputs (n, d) of one seed, or (R, n, d) of R seeds."""
+    require(law in LAWS, f"law must be one of {LAWS}, got {law!r}")
+
+    def one(generator: torch.Generator) -> Tensor:
+        if law == "normal":
+            return torch.randn(n, d, dtype=torch.float64, generator=generator)
+        return 2 * torch.rand(n, d, dtype=torch.float64, generator=generator) - 1
+
+    return _per_seed(one, seed, stream=0)
+
+
+def draw_noise(n: int, seed: int | Sequence[int]) -> Float[Tensor, "*repetitions n"]:
+    """Standard normal noise (n,) of one seed, or (R, n) of R seeds."""
+
+    def one(generator: torch.Generator) -> Tensor:
+        return torch.randn(n, dtype=torch.float64, generator=generator)
+
+    return _per_seed(one, seed, stream=1)
+
+
+def _per_seed(draw, seed: int | Sequence[int], stream: int) -> Tensor:
+    """One draw for a seed, a stack of draws for several."""
+    if isinstance(seed, int):
+        state = np.random.SeedSequence((seed, stream)).generate_state(1, np.uint64)[0]
+        return draw(torch.Generator().manual_seed(int(state >> 1)))
+    require(len(seed) > 0, "several repetitions need at least one seed, got none")
+    return torch.stack([_per_seed(draw, one, stream) for one in seed])
+
+
+@dataclass(frozen=True)
+class Ridge:
+    """A function φ of one variable with its derivatives."""
+
+    value: Callable[[Tensor], Tensor]  # u ↦ φ(u)
+    slope: Callable[[Tensor], Tensor]  # u ↦ φ′(u); the left one at the kink of ReLU
+    curvature: Callable[[Tensor], Tensor]  # u ↦ φ″(u) where it exists
+    degree: int | None = None  # p if φ(tu) = tᵖ φ(u) for t > 0, else None
+
+
+RIDGES = {
+    "linear": Ridge(lambda u: u, torch.ones_like, torch.zeros_like, degree=1),
+    "relu": Ridge(torch.relu, lambda u: (u > 0).to(u.dtype), torch.zeros_like, degree=1),
+    "gelu": Ridge(
+        lambda u: u * torch.special.ndtr(u),
+        lambda u: torch.special.ndtr(u) + u * torch.exp(-0.5 * u * u) / math.sqrt(2 * math.pi),
+        lambda u: (2 - u * u) * torch.exp(-0.5 * u * u) / math.sqrt(2 * math.pi),
+    ),
+    "tanh": Ridge(
+        torch.tanh,
+        lambda u: 1 - torch.tanh(u).square(),
+        lambda u: -2 * torch.tanh(u) * (1 - torch.tanh(u).square()),
+    ),
+}
+EXPERTS = (*RIDGES, "polynomial", "two_layer")
+
+
+def ridge_function(expert: str, power: int = 2, activation: str = "relu") -> Ridge:
+    """The φ of an expert: uᵖ of a polynomial one, the activation of a two-layer one."""
+    require(expert in EXPERTS, f"expert must be one of {EXPERTS}, got {expert!r}")
+    if expert == "polynomial":
+        require(power >= 1, f"a polynomial expert needs a power >= 1, got {power}")
+        second = (
+            torch.zeros_like if power == 1 else lambda u: power * (power - 1) * u ** (power - 2)
+        )
+        return Ridge(lambda u: u**power, lambda u: power * u ** (power - 1), second, degree=power)
+    name = activation if expert == "two_layer" else expert
+    require(name in RIDGES, f"activation must be one of {tuple(RIDGES)}, got {name!r}")
+    return RIDGES[name]
+
+
+def router_dim(gate: str, d: int) -> int:
+    """Numbers in a router row: d, d² + d or d²."""
+    require(gate in GATES, f"gate must be one of {GATES}, got {gate!r}")
+    return {"quadratic": d * d + d, "partial": d * d}.get(gate, d)
+
+
+def input_features(gate: str, x: Float[Tensor, "*inputs n d"], tau2: float) -> Features:
+    """z(x), samples last."""
+    columns = x.mT.contiguous()
+    if gate in NORMALISED:
+        return _normalised(columns, dim=-2, tau=tau2)
+    if gate == "linear":
+        return columns
+    products = (columns.unsqueeze(-2) * columns.unsqueeze(-3)).flatten(-3, -2)
+    return products if gate == "partial" else torch.cat((products, columns), dim=-2)
+
+
+def router_directions(gate: str, router: Rows, tau1: float) -> Rows:
+    """v(β) of every row."""
+    return _normalised(router, dim=-1, tau=tau1) if gate in NORMALISED else router
+
+
+def score_gradient(
+    gate: str, router: Rows, tau1: float, features: Features, scores: PerExpert
+) -> Float[Tensor, "*either _ dim n"]:
+    """∂score_i/∂β_i = (z - û_i v_i·z)/(‖β_i‖ + τ1) for normalised rows, z for the others.
+
+    From the scores v_i·z without bias; the axis of experts has length 1 where all are the same.
+    """
+    if gate not in NORMALISED:
+        return features.unsqueeze(-3)
+    norm = torch.linalg.vector_norm(router, dim=-1, keepdim=True)
+    unit = router * _inverse(norm)
+    radial = unit.unsqueeze(-1) * scores.unsqueeze(-2)
+    return (features.unsqueeze(-3) - radial) * _inverse(norm + tau1).unsqueeze(-1)
+
+
+def gate_weights(link: str, scores: PerExpert) -> PerExpert:
+    """Softmax over experts, or the sigmoid of each score."""
+    return scores.softmax(dim=-2) if link == "softmax" else scores.sigmoid()
+
+
+def _normalised(vectors: Tensor, dim: int, tau: float) -> Tensor:
+    """v/(‖v‖ + τ), 0 for v = 0."""
+    if dim == -2:  # over a short axis that is not the last, `vector_norm` is several times slower
+        norm = vectors.square().sum(dim=dim, keepdim=True).sqrt()
+    else:
+        norm = torch.linalg.vector_norm(vectors, dim=dim, keepdim=True)
+    return vectors * _inverse(norm + tau)
+
+
+def _inverse(length: Tensor) -> Tensor:
+    """1/length, 0 where the length is 0."""
+    return torch.where(length > 0, 1 / length.clamp_min(torch.finfo(length.dtype).tiny), 0.0)
+
+
+class _Pass(NamedTuple):
+    """Intermediate results that value and Jacobian share; samples last."""
+
+    columns: Tensor  # (*inputs, d, n)
+    features: Tensor  # (*inputs, w, n)
+    products: Tensor  # v_i·z (*batch, N, n)
+    weights: Tensor  # G_i (*batch, N, n)
+    inner: Tensor  # a·x + b (*batch, N, n)
+    ridge: Tensor  # φ(inner) (*batch, N, n)
+    outputs: Tensor  # h_i (*batch, N, n)
+
+
+@dataclass(frozen=True)
+class MoEModel:
+    """A family of mixture-of-experts regressions; its parameters are given to each method.
+
+    Attributes:
+        gate: "linear", "cosine", "perturbed", "quadratic" or "partial".
+        link: "softmax" or "sigmoid".
+        expert: "linear", "polynomial", "relu", "gelu", "tanh" or "two_layer".
+        d: dimension of an input.
+        n_experts: number N of experts.
+        tau: (τ1, τ2) of the perturbed cosine; the other gates ignore it.
+        power: p of polynomial experts.
+        activation: φ of two-layer experts.
+    """
+
+    gate: GateName
+    link: LinkName
+    expert: str
+    d: int
+    n_experts: int
+    tau: tuple[float, float] = (0.1, 0.1)
+    power: int = 2
+    activation: str = "relu"
+
+    def __post_init__(self) -> None:
+        require(self.gate in GATES, f"gate must be one of {GATES}, got {self.gate!r}")
+        require(self.link in LINKS, f"link must be one of {LINKS}, got {self.link!r}")
+        require(self.expert in EXPERTS, f"expert must be one of {EXPERTS}, got {self.expert!r}")
+        require(
+            self.d >= 1 and self.n_experts >= 1,
+            f"need d, n_experts >= 1: {self.d=} {self.n_experts=}",
+        )
+        require(
+            len(self.tau) == 2 and min(self.tau) >= 0, f"tau is two numbers >= 0, got {self.tau}"
+        )
+        ridge_function(self.expert, self.power, self.activation)
+
+    @property
+    def router_dim(self) -> int:
+        """Numbers in a router row."""
+        return router_dim(self.gate, self.d)
+
+    @property
+    def expert_dim(self) -> int:
+        """Numbers q in an expert row."""
+        return self.d + 1 + (self.expert == "two_layer")
+
+    @property
+    def n_parameters(self) -> int:
+        """Length p of the flat vector."""
+        return self.n_experts * (self.router_dim + 1 + self.expert_dim)
+
+    @property
+    def ridge(self) -> Ridge:
+        """φ and its slope."""
+        return ridge_function(self.expert, self.power, self.activation)
+
+    def with_experts(self, n_experts: int) -> "MoEModel":
+        """The same family with another number of experts."""
+        return replace(self, n_experts=n_experts)
+
+    def unflatten(self, vector: Float[Tensor, "*batch p"]) -> MoEParameters:
+        """Parameters from vectors [router rows, biases, expert rows]."""
+        return from_vector(vector, self.n_experts, self.router_dim, self.expert_dim)
+
+    def check(self, params: MoEParameters) -> None:
+        """Raise unless the parameters have the shapes of this model."""
+        found = (params.n_experts, params.router.shape[-1], params.experts.shape[-1])
+        wanted = (self.n_experts, self.router_dim, self.expert_dim)
+        require(
+            found == wanted,
+            f"{self.gate} gate, {self.expert} experts, d={self.d}: experts and lengths of "
+            f"router and expert rows must be {wanted}, got {found}",
+            ShapeError,
+        )
+
+    def scores(self, params: MoEParameters, x: Inputs) -> Float[Tensor, "*batch n experts"]:
+        """v(β_i)·z(x) + bias_i."""
+        self.check(params)
+        products = self._products(params, input_features(self.gate, x, self._tau[1]))
+        return (products + params.bias.unsqueeze(-1)).mT
+
+    def weights(self, params: MoEParameters, x: Inputs) -> Float[Tensor, "*batch n experts"]:
+        """G_i(x)."""
+        return gate_weights(self.link, self.scores(params, x).mT).mT
+
+    def expert_outputs(self, params: MoEParameters, x: Inputs) -> Float[Tensor, "*batch n experts"]:
+        """h(x, η_i)."""
+        return self._experts(params, x.mT)[2].mT
+
+    def regression(self, params: MoEParameters, x: Inputs) -> Float[Tensor, "*batch n"]:
+        """f(x) for every problem and input."""
+        run = self._run(params, x)
+        return (run.weights * run.outputs).sum(dim=-2)
+
+    def jacobian(self, params: MoEParameters, x: Inputs) -> Float[Tensor, "*batch n p"]:
+        """∂f(x)/∂parameters in the order of `flatten`, in closed form, samples contiguous."""
+        return self.value_and_jacobian(params, x)[1]
+
+    def value_and_jacobian(
+        self, params: MoEParameters, x: Inputs
+    ) -> tuple[Float[Tensor, "*batch n"], Float[Tensor, "*batch n p"]]:
+        """Value f and its Jacobian from one pass."""
+        run = self._run(params, x)
+        value = (run.weights * run.outputs).sum(dim=-2)
+        n_samples, n, dim = x.shape[-2], self.n_experts, self.router_dim
+        out = run.weights.new_empty((*run.weights.shape[:-2], self.n_parameters, n_samples))
+        router, bias, experts = out.split([n * dim, n, n * self.expert_dim], dim=-2)
+        softmax = self.link == "softmax"
+        rest = run.outputs - value.unsqueeze(-2) if softmax else (1 - run.weights) * run.outputs
+        torch.mul(run.weights, rest, out=bias)  # s_i
+        gradient = score_gradient(
+            self.gate, params.router, self._tau[0], run.features, run.products
+        )
+        torch.mul(bias.unsqueeze(-2), gradient, out=router.unflatten(-2, (n, dim)))
+        self._write_expert_block(params, run, experts.unflatten(-2, (n, self.expert_dim)))
+        return value, out.mT
+
+    def chunks(self, n: int, batch: int, limit: int = 2**22) -> Iterator[slice]:
+        """Slices of n samples on which a Jacobian of `batch` problems has about `limit` entries."""
+        step = max(1, limit // max(1, batch * self.n_parameters))
+        for start in range(0, n, step):
+            yield slice(start, min(start + step, n))
+
+    def simulate(
+        self,
+        params: MoEParameters,
+        n: int,
+        seed: int | Sequence[int],
+        *,
+        noise: float = 0.1,
+        law: LawName = "uniform",
+    ) -> Sample:
+        """Draw n samples y = f(x) + noise · N(0, 1): (n, d) for one seed, (R, n, d) for R seeds.
+
+        A repetition depends on its own seed and on n alone. The papers' variance .01 is a noise of
+        0.1; the law is "uniform" on [-1, 1]ᵈ as in both papers, or "normal".
+        """
+        require(n >= 1 and noise >= 0, f"need n >= 1 and noise >= 0, got {n=}, {noise=}")
+        x = draw_inputs(law, n, self.d, seed)
+        y = self.regression(params, x)
+        return Sample(x, y + noise * draw_noise(n, seed), noise)
+
+    @property
+    def _tau(self) -> tuple[float, float]:
+        return self.tau if self.gate == "perturbed" else (0.0, 0.0)
+
+    def _products(self, params: MoEParameters, features: Tensor) -> Tensor:
+        return router_directions(self.gate, params.router, self._tau[0]) @ features
+
+    def _experts(self, params: MoEParameters, columns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """a·x + b, φ of it, and h."""
+        rows = params.experts
+        inner = rows[..., : self.d] @ columns + rows[..., self.d, None]
+        value = self.ridge.value(inner)
+        scaled = self.expert == "two_layer"
+        return inner, value, value * rows[..., self.d + 1, None] if scaled else value
+
+    def _run(self, params: MoEParameters, x: Inputs) -> _Pass:
+        self.check(params)
+        require(
+            x.shape[-1] == self.d and x.dtype == torch.float64,
+            f"inputs must be float64 (..., n, {self.d}), got {tuple(x.shape)} {x.dtype}",
+            ShapeError,
+        )
+        columns = x.mT.contiguous()
+        features = input_features(self.gate, x, self._tau[1])
+        products = self._products(params, features)
+        weights = gate_weights(self.link, products + params.bias.unsqueeze(-1))
+        return _Pass(columns, features, products, weights, *self._experts(params, columns))
+
+    def _write_expert_block(self, params: MoEParameters, run: _Pass, out: Tensor) -> None:
+        """G_i ∂h_i/∂(a, b[, λ]) into (*batch, N, q, n)."""
+        d = self.d
+        torch.mul(run.weights, self.ridge.slope(run.inner), out=out[..., d, :])
+        if self.expert == "two_layer":
+            out[..., d, :].mul_(params.experts[..., d + 1, None])
+            torch.mul(run.weights, run.ridge, out=out[..., d + 1, :])
+        torch.mul(out[..., d : d + 1, :], run.columns.unsqueeze(-3), out=out[..., :d, :])

@@ -1,0 +1,326 @@
+"""Plans of rate studies: sample sizes, repetitions and starts of one setting, in blocks.
+
+    RatePlan            what is fitted and compared, and on which grid
+    named_case          the plan of a published setting, or of a small design, by its name
+    case_of             the plan of any combination of gate, link and experts
+    describe_settings   the names, each with a few words
+    plan_blocks         the repetitions that are fitted together
+    estimate_seconds    about how long they take
+
+A plan has a key made of everything its results depend on, by which they are found again. A
+repetition is drawn from a seed of its own, so it is the same in whatever block it is fitted.
+"""
+
+import hashlib
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from tieline.core.errors import require
+from tieline.core.records import canonical
+from tieline.lab.estimation.fit import METHODS, Method, ModelRegression, lift, population_minimiser
+from tieline.lab.estimation.model import LawName, MoEModel, repetition_seeds
+from tieline.lab.estimation.parameters import MoEParameters
+from tieline.lab.estimation.settings import SETTINGS, Setting, well_conditioned
+from tieline.lab.estimation.solvers import LeastSquares
+
+SIZES = (1000, 3162, 10_000, 31_623)
+MOST_ENTRIES = 6_400_000  # samples times parameters of a block, so that a killed run loses seconds
+USUAL_STEPS = {"relu": 25, "two_layer": 25}
+OTHER_STEPS = 12  # steps of a fit; kinks double them
+POPULATION, POPULATION_STARTS, REFINED = 10_000, 3, 300_000
+"""Samples without noise, starts, and samples of the last fit for the population minimiser."""
+
+
+@dataclass(frozen=True, eq=False)
+class RatePlan:
+    """A setting with the grid on which it is studied.
+
+    Attributes:
+        name: of the setting.
+        model: the family that is fitted.
+        source: the family that the data come from.
+        truth: the parameters that they come from.
+        reference: what the fits are compared with, in the model's family: the truth, or Ḡ where
+            the model does not contain it.
+        noise: standard deviation.
+        law: of the inputs.
+        loss: name of the Voronoi loss.
+        paper: whose loss it is, 2 or 4.
+        power: r of the losses that have one.
+        sizes: sample sizes.
+        repetitions: data sets for each size.
+        radii: start radii.
+        shrink: whether starts shrink like n^-1/2, from their radius at n = 1000.
+        starts: starts for each data set, of which the best counts.
+        method: of fitting.
+        iterations: steps that Levenberg-Marquardt may try.
+        seed: of everything drawn.
+        samples: if not 0, a sample size n is emulated by so many samples with the noise
+            noise · √(samples/n): what least squares know of a model that contains the truth
+            depends on noise²/n alone, and n may be 1e12.
+    """
+
+    name: str
+    model: MoEModel
+    source: MoEModel
+    truth: MoEParameters
+    reference: MoEParameters
+    noise: float = 0.1
+    law: LawName = "uniform"
+    loss: str = "L3"
+    paper: int = 2
+    power: int = 1
+    sizes: tuple[int, ...] = SIZES
+    repetitions: int = 16
+    radii: tuple[float, ...] = (0.1,)
+    shrink: bool = False
+    starts: int = 1
+    method: Method = "lm"
+    iterations: int = 200
+    seed: int = 0
+    samples: int = 0
+
+    def __post_init__(self) -> None:
+        sizes = list(self.sizes)
+        good = bool(sizes) and sizes == sorted(set(sizes)) and sizes[0] >= 1
+        require(good, f"sample sizes grow from 1 on, got {sizes}")
+        require(self.repetitions >= 2, f"need repetitions >= 2, got {self.repetitions}")
+        require(self.starts >= 1, f"need starts >= 1, got {self.starts}")
+        radii = list(self.radii)
+        right = bool(radii) and min(radii) >= 0 and len(set(radii)) == len(radii)
+        require(right, f"start radii are different and not negative, got {radii}")
+        require(self.method in METHODS, f"method must be one of {METHODS}, got {self.method!r}")
+        few = 0 <= self.samples <= sizes[0]
+        require(few, f"emulate sizes of at least {self.samples} samples, got {sizes[0]}")
+        self.source.check(self.truth)
+
+    @property
+    def centre(self) -> MoEParameters:
+        """The reference with as many atoms as the model has, near which fits start."""
+        return lift(self.model, self.reference)
+
+    def drawn(self, n: int) -> tuple[int, float]:
+        """Samples that are drawn for the sample size n, and the noise in them."""
+        if not self.samples:
+            return n, self.noise
+        return self.samples, self.noise * math.sqrt(self.samples / n)
+
+    @property
+    def key(self) -> str:
+        """Sixteen digits of a SHA-256 over all that a repetition depends on."""
+        named = ("name", "noise", "law", "loss", "paper", "power", "shrink", "starts", "method")
+        facts = {name: getattr(self, name) for name in (*named, "iterations", "seed")}
+        if self.samples:
+            facts["samples"] = self.samples
+        for name in ("model", "source"):
+            facts[name] = asdict(getattr(self, name))
+        for name in ("truth", "reference"):
+            facts[name] = getattr(self, name).flatten().tolist()
+        return hashlib.sha256(canonical(facts).encode()).hexdigest()[:16]
+
+
+class Block(NamedTuple):
+    """Repetitions that are fitted together."""
+
+    n: int
+    radius: float
+    repetitions: tuple[int, ...]
+
+    @property
+    def rows(self) -> int:
+        """Samples."""
+        return self.n * len(self.repetitions)
+
+    def seeds(self, plan: RatePlan) -> list[int]:
+        """The seed of each repetition; starts of all radii see the same data."""
+        every = repetition_seeds(plan.seed, self.n, plan.repetitions)
+        return [every[repetition] for repetition in self.repetitions]
+
+
+def plan_blocks(
+    plan: RatePlan, done: Sequence[tuple[int, float, int]] = (), most: int = MOST_ENTRIES
+) -> list[Block]:
+    """Blocks of what is not done yet, as (n, radius, repetition); the largest first."""
+    known = set(done)
+    blocks = []
+    for n in plan.sizes:
+        for radius in plan.radii:
+            todo = [r for r in range(plan.repetitions) if (n, radius, r) not in known]
+            size = max(1, most // (plan.drawn(n)[0] * plan.model.n_parameters))
+            parts = [todo[at : at + size] for at in range(0, len(todo), size)]
+            blocks += [Block(n, radius, tuple(part)) for part in parts]
+    return sorted(blocks, key=lambda block: -block.rows)
+
+
+def estimate_seconds(plan: RatePlan, blocks: Sequence[Block], jobs: int) -> float:
+    """Estimate the time of the blocks within a factor of three, from one timed pass."""
+    if not blocks:
+        return 0.0
+    n = min(4096, max(plan.drawn(block.n)[0] for block in blocks))
+    sample = plan.source.simulate(plan.truth, n, [plan.seed], noise=plan.noise, law=plan.law)
+    problem = LeastSquares(ModelRegression(plan.model), sample.x, sample.y)
+    theta = plan.centre.flatten()[None]
+    which = torch.zeros(1, dtype=torch.int64)
+    problem.normal(theta, which)
+    begun = time.perf_counter()
+    problem.normal(theta, which)
+    per_row = (time.perf_counter() - begun) / n
+    steps = USUAL_STEPS.get(plan.model.expert, OTHER_STEPS)
+    fits = sum(len(block.repetitions) for block in blocks) * plan.starts
+    solving = 1e-10 * plan.model.n_parameters**3 * steps * fits
+    rows = sum(plan.drawn(b.n)[0] * len(b.repetitions) for b in blocks) * plan.starts
+    return (per_row * rows * steps + solving) / max(1, min(jobs, len(blocks)))
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A plan with the facts of its setting that no fit needs."""
+
+    plan: RatePlan  # what to fit
+    paper_slope: float | None = None  # the printed slope, if a paper printed one
+    misfit: float = 0.0  # ‖f_Ḡ - q‖; zero where the model contains the truth
+    words: str = ""  # the setting in a few words
+    condition: float | None = None  # of the information matrix, if the truth was chosen for it
+
+
+def as_case(setting: Case | RatePlan | Setting | MoEModel | str, **grid: Any) -> Case:
+    """Turn whatever names a study into a case, with the given fields of its plan set."""
+    if isinstance(setting, Case):
+        return replace(setting, plan=replace(setting.plan, **grid))
+    if isinstance(setting, RatePlan):
+        return Case(replace(setting, **grid))
+    if isinstance(setting, MoEModel):
+        return _case_of_model(setting, **grid)
+    return named_case(setting if isinstance(setting, str) else setting.name, **grid)
+
+
+def named_case(name: str, seed: int = 0, **grid: Any) -> Case:
+    """A published setting or a small design `small-GATE-LINK-EXPERT`, by `describe_settings()`.
+
+    `grid` sets fields of `RatePlan`: sizes, repetitions, radii, noise, ...
+    """
+    if name in SETTINGS:
+        return _published(SETTINGS[name], seed, grid)
+    parts = name.split("-")
+    known = f"unknown setting {name!r}: a published one ({', '.join(SETTINGS)}) or a small design"
+    require(len(parts) == 4 and parts[0] == "small", f"{known}, small-GATE-LINK-EXPERT")
+    return case_of(gate=parts[1], link=parts[2], expert=parts[3], name=name, seed=seed, **grid)
+
+
+def case_of(
+    *,
+    gate: Any = "linear",
+    link: Any = "softmax",
+    expert: str = "tanh",
+    d: int | None = None,
+    n_experts: int | None = None,
+    fitted: int | None = None,
+    name: str | None = None,
+    draws: int = 200,
+    seed: int = 0,
+    **grid: Any,
+) -> Case:
+    """Any combination, with a truth that is the best conditioned of many draws.
+
+    By default d and n_experts are those of the small designs, and as many experts are `fitted` as
+    the truth has; `grid` sets fields of `RatePlan`.
+    """
+    small = (2, 3) if gate in ("quadratic", "partial") else (3, 4)
+    model = MoEModel(gate, link, expert, d or small[0], n_experts or small[1])
+    return _case_of_model(model, fitted, name, draws, seed, **grid)
+
+
+def _case_of_model(
+    model: MoEModel,
+    fitted: int | None = None,
+    name: str | None = None,
+    draws: int = 200,
+    seed: int = 0,
+    **grid: Any,
+) -> Case:
+    """A model with the best conditioned of many truths."""
+    wanted = fitted or model.n_experts
+    require(wanted >= model.n_experts, f"fit at least the {model.n_experts} true experts: {wanted}")
+    found = well_conditioned(model, seed=seed, draws=draws)
+    parts = [model.gate, model.link, model.expert, f"d{model.d}", f"k{wanted}"]
+    words = f"{model.gate} gate, {model.link}, {model.expert} experts, d {model.d}"
+    options = {"noise": found.noise, **_loss(model, wanted), **grid}
+    plan = RatePlan(
+        name or "-".join(parts),
+        model.with_experts(wanted),
+        model,
+        found.truth,
+        found.truth,
+        seed=seed,
+        **options,
+    )
+    words += f", condition {found.condition:.0f}"
+    return Case(plan, words=words, condition=found.condition)
+
+
+def describe_settings() -> Mapping[str, str]:
+    """Every name with a few words; the small designs by their pattern."""
+    published = {name: _words(one) for name, one in SETTINGS.items()}
+    pattern = "small-GATE-LINK-EXPERT"
+    return published | {pattern: "about 30 parameters, well specified, noise 0.01"}
+
+
+def _published(setting: Setting, seed: int, grid: Mapping[str, Any]) -> Case:
+    """A paper's setting, on the paper's grid unless `grid` overrides it."""
+    truth = setting.draw_truth(seed)
+    reference, misfit = truth, 0.0
+    if setting.regime == "misspecified":
+        found = population_minimiser(
+            setting.fitted,
+            lambda x: setting.truth.regression(truth, x),
+            near=lift(setting.fitted, truth),
+            n=POPULATION,
+            starts=POPULATION_STARTS,
+            refine=REFINED,
+            seed=seed,
+        )
+        reference, misfit = found.params, found.misfit
+    options = {
+        "noise": setting.noise,
+        "sizes": _spaced(*setting.sample_sizes),
+        "repetitions": setting.repetitions,
+        "loss": setting.loss,
+        "paper": setting.loss_paper,
+        **grid,
+    }
+    plan = RatePlan(
+        setting.name, setting.fitted, setting.truth, truth, reference, seed=seed, **options
+    )
+    return Case(plan, setting.published_slope, misfit, _words(setting))
+
+
+def _words(setting: Setting) -> str:
+    model = setting.fitted
+    return (
+        f"paper {setting.paper}, figure {setting.figure}: {model.gate} {model.link}, "
+        f"{model.expert} experts, {model.n_experts} for {setting.truth.n_experts}, "
+        f"{setting.regime}, slope {setting.published_slope:.2f}"
+    )
+
+
+def _spaced(first: int, last: int, count: int = 7) -> tuple[int, ...]:
+    """Sample sizes at equal ratios."""
+    return tuple(round(first * (last / first) ** (i / (count - 1))) for i in range(count))
+
+
+def _loss(model: MoEModel, fitted: int) -> dict[str, Any]:
+    """The papers' loss for a family: exact or with more experts than needed.
+
+    No paper has a loss for a sigmoid over a linear or cosine score; there the one of paper 2 is
+    taken, whose masses are exp(bias).
+    """
+    over = fitted > model.n_experts
+    if model.link == "softmax" or model.gate not in ("quadratic", "partial"):
+        return {"loss": "L2" if over else "L3", "paper": 2}
+    kinds = ("L1", "L3") if model.gate == "quadratic" else ("L4", "L5")
+    return {"loss": kinds[0] if over else kinds[1], "paper": 4}

@@ -1,0 +1,345 @@
+"""Ties of an affine router z = W x + b: where they are, and the nearest one of a given order.
+
+    tie_sets            the sets J of n + 1 experts that can tie at order n        Paper 1, Def. 3.2
+    tie_flat            S_J = {x : A_J x = d_J}, rows w_j - w_i, entries b_i - b_j Paper 1, sec. 3.2
+    tie_flats           the same for many J at once, without the rows
+    tie_component       which experts tie at a token, and which lie above          Paper 1, Def. A.5
+    distance_to_tie     dist(x, Γ^(n)), Euclidean
+    nearest_tie_point   the same with the point, the unit normal towards x and the experts that tie
+
+J lists its experts in ascending order and compares the others with the first, i. The order is the
+maximal one: n + 1 is the number of all scores that tie.
+
+Order 1 is min over i ∈ S, j ∉ S of (z_i - z_j) / ‖w_i - w_j‖ (Def. 5.2). Order n is the smallest
+distance to a flat {z_J equal}, |J| = n + 1, whose projection of x is a tie *across the threshold*:
+p scores above it with p <= k - 1 and p + n + 1 >= k + 1 (Paper 1, Def. A.5). No quadratic programme
+is needed. Were the nearest point of Γ^(n) on a tie of more experts J', every direction that lets
+one expert of J' go up (or each that lets one go down) would stay in Γ^(n); these directions span
+the space of their scores positively, so x could not be strictly nearer along any: x would be there.
+
+    dist² = δᵀ (A Aᵀ)⁻¹ δ,  δ = A x - d = (z_j - z_i)_j,   z(y) = z - W Aᵀ (A Aᵀ)⁻¹ δ
+
+are functions of the scores alone, so D enters only through x W.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from tieline.core.errors import ShapeError, require
+from tieline.core.ranking import kth_largest
+from tieline.measure.boundary import tie_order
+from tieline.measure.distance import expert_distances, nearest_tie
+
+__all__ = [
+    "TieComponent",
+    "TieFlat",
+    "TieFlats",
+    "TiePoint",
+    "affine_scores",
+    "check_router",
+    "distance_to_tie",
+    "nearest_tie_point",
+    "tie_component",
+    "tie_flat",
+    "tie_flats",
+    "tie_sets",
+]
+
+MOST_SETS = 1 << 20
+"""Largest number of tie sets that one call enumerates."""
+
+SINGULAR = 1e-12
+"""Smallest ratio of extreme eigenvalues at which a Gram matrix is inverted."""
+
+
+ROWS = 512
+"""Inputs converted to float64 at once, so that the copy stays in cache."""
+
+ENTRIES = 1 << 21
+"""Largest number of (token, set, score) entries that a search over tie sets holds at once."""
+
+FIRST_TRY = 8
+"""Number of nearest flats of a token that are tried first."""
+
+
+@dataclass(frozen=True, eq=False)
+class TieFlat:
+    """S_J, the flat of codimension n on which the experts of J score alike.
+
+    Attributes:
+        experts: J, ascending.
+        normals: A_J, (n, D).
+        offsets: d_J, (n,).
+        basis: orthonormal basis of the space of normals, (D, n).
+        nearest: the point of S_J nearest to the origin, A_Jᵀ (A_J A_Jᵀ)⁻¹ d_J (Paper 1, Thm 4.2).
+        distance: its distance ‖δ_J‖ from the origin.
+        kappa: κ_J = det(A_J A_Jᵀ)^(-½) (Paper 1, Thm 4.7).
+    """
+
+    experts: tuple[int, ...]
+    normals: Float[Tensor, "n dim"]
+    offsets: Float[Tensor, " n"]
+    basis: Float[Tensor, "dim n"]
+    nearest: Float[Tensor, " dim"]
+    distance: float
+    kappa: float
+
+
+@dataclass(frozen=True, eq=False)
+class TieFlats:
+    """Many S_J of one order, reduced to what volumes and distances need.
+
+    Attributes:
+        experts: the sets J, (m, n + 1).
+        inverse_grams: (A_J A_Jᵀ)⁻¹, (m, n, n).
+        distances: ‖δ_J‖, distance of each flat from the origin, (m,).
+        kappas: det(A_J A_Jᵀ)^(-½), (m,).
+    """
+
+    experts: Int[Tensor, "sets tied"]
+    inverse_grams: Float[Tensor, "sets n n"]
+    distances: Float[Tensor, " sets"]
+    kappas: Float[Tensor, " sets"]
+
+
+@dataclass(frozen=True, eq=False)
+class TieComponent:
+    """The tie component Γ_J within ε of each token.
+
+    Attributes:
+        order: n, 0 where there is no tie across the threshold.
+        tied: the n + 1 experts of J; none where the order is 0.
+        above: the experts that are chosen on both sides of the tie.
+    """
+
+    order: Int[Tensor, " tokens"]
+    tied: Bool[Tensor, "tokens experts"]
+    above: Bool[Tensor, "tokens experts"]
+
+
+@dataclass(frozen=True, eq=False)
+class TiePoint:
+    """The nearest order-n tie of each token.
+
+    Attributes:
+        distance: ‖x - point‖ in float64; infinite where the router has no such tie.
+        point: the projection of x.
+        normal: unit vector from the point towards x; where x is on the tie, a normal of it.
+        experts: the experts that tie there, (T, n + 1).
+    """
+
+    distance: Float[Tensor, " tokens"]
+    point: Float[Tensor, "tokens dim"]
+    normal: Float[Tensor, "tokens dim"]
+    experts: Int[Tensor, "tokens tied"]
+
+
+def tie_sets(n_experts: int, order: int) -> Int[Tensor, "sets tied"]:
+    """All sets of order + 1 experts, in lexicographic order."""
+    require(1 <= order < n_experts, f"need 1 <= order < E, got {order=}, E={n_experts}")
+    count = math.comb(n_experts, order + 1)
+    require(
+        count <= MOST_SETS,
+        f"order {order} among {n_experts} experts has {count} tie sets, {MOST_SETS} at most",
+    )
+    return torch.combinations(torch.arange(n_experts), order + 1)
+
+
+def tie_flat(
+    weight: Float[Tensor, "experts dim"],
+    bias: Float[Tensor, " experts"] | None,
+    experts: tuple[int, ...],
+) -> TieFlat:
+    """The flat {x : z_i(x) equal for all i in `experts`} of codimension n = |experts| - 1."""
+    rows, shift = check_router(weight, bias, 1)
+    tied = torch.tensor(sorted(experts))
+    require(
+        len(set(experts)) == len(experts) >= 2 and set(experts) <= set(range(len(rows))),
+        f"need two different experts of {len(rows)} or more, got {experts}",
+    )
+    normals = rows[tied[1:]] - rows[tied[0]]
+    offsets = shift[tied[0]] - shift[tied[1:]]
+    left, values, right = torch.linalg.svd(normals, full_matrices=False)
+    missing = len(normals) - len(values)
+    _check_rank(torch.cat([values.square(), values.new_zeros(missing)]), tied[None])
+    coordinates = (left.T @ offsets) / values
+    return TieFlat(
+        tuple(tied.tolist()),
+        normals,
+        offsets,
+        right.T,
+        right.T @ coordinates,
+        coordinates.norm().item(),
+        1 / values.prod().item(),
+    )
+
+
+def tie_flats(
+    weight: Float[Tensor, "experts dim"],
+    bias: Float[Tensor, " experts"] | None,
+    experts: Int[Tensor, "sets tied"],
+) -> TieFlats:
+    """(A_J A_Jᵀ)⁻¹, ‖δ_J‖ and κ_J of many J, from the distances between experts.
+
+    (w_s - w_i)·(w_t - w_i) = (D_si² + D_ti² - D_st²) / 2 needs no (sets, n, D) array.
+    """
+    rows, shift = check_router(weight, bias, 1)
+    square = expert_distances(rows).square()
+    first, rest = experts[:, 0], experts[:, 1:]
+    to_first = square[rest, first[:, None]]
+    among = square[rest[:, :, None], rest[:, None, :]]
+    gram = (to_first[:, :, None] + to_first[:, None, :] - among) / 2
+    values, vectors = torch.linalg.eigh(gram)
+    _check_rank(values, experts)
+    inverse = (vectors / values[:, None, :]) @ vectors.mT
+    offsets = shift[first][:, None] - shift[rest]
+    reach = (offsets[:, None, :] @ inverse @ offsets[:, :, None]).flatten().clamp(min=0).sqrt()
+    return TieFlats(experts, inverse, reach, values.prod(dim=1).rsqrt())
+
+
+def tie_component(scores: Float[Tensor, "tokens experts"], k: int, epsilon: float) -> TieComponent:
+    """J = {i : |z_i - z_[k]| < ε} where z_[k] - z_[k+1] < ε, and the experts above J.
+
+    Args:
+        scores: (T, E).
+        k: number of experts chosen, 1 <= k < E.
+        epsilon: tolerance; for exact ties a little more than the rounding.
+    """
+    order = tie_order(scores, k, epsilon)
+    rise = scores.double() - kth_largest(scores, k).double()
+    crosses = (order > 0)[:, None]
+    tied = (rise.abs() < epsilon) & crosses
+    above = torch.where(crosses, rise >= epsilon, rise >= 0)
+    return TieComponent(order, tied, above)
+
+
+def distance_to_tie(
+    x: Float[Tensor, "*batch dim"],
+    W: Float[Tensor, "experts dim"],
+    b: Float[Tensor, " experts"] | None,
+    k: int,
+    order: int = 1,
+) -> Float[Tensor, "*batch"]:
+    """Euclidean distance from x to the ties of order n or more: dist(x, Γ^(n)), in float64.
+
+    Args:
+        x: inputs of the router.
+        W: its weight, one row per expert.
+        b: its bias, or None.
+        k: number of experts chosen, 1 <= k < E.
+        order: n >= 1; n + 1 experts tie. Beyond 1 any n + 1 rows of W must be affinely independent.
+    """
+    weight, bias = check_router(W, b, k)
+    scores = affine_scores(x.reshape(-1, x.shape[-1]), weight, bias)
+    return _nearest(scores, weight, bias, k, order)[0].reshape(x.shape[:-1])
+
+
+def nearest_tie_point(
+    x: Float[Tensor, "tokens dim"],
+    W: Float[Tensor, "experts dim"],
+    b: Float[Tensor, " experts"] | None,
+    k: int,
+    order: int = 1,
+) -> TiePoint:
+    """`distance_to_tie` with the point where it is attained, the normal and the tied experts."""
+    weight, bias = check_router(W, b, k)
+    inputs, scores = x.detach().double(), affine_scores(x, weight, bias)
+    distance, experts = _nearest(scores, weight, bias, k, order)
+    normals = weight[experts[:, 1:]] - weight[experts[:, :1]]
+    held = scores.gather(1, experts)
+    rise = held[:, 1:] - held[:, :1]
+    # least squares instead of the Gram matrix: the point is on the tie to the last digits
+    step = torch.linalg.lstsq(normals, rise[:, :, None]).solution.squeeze(2)
+    point = inputs - step
+    away = torch.where(distance[:, None] > 0, step, normals[:, 0])
+    return TiePoint(distance, point, away / away.norm(dim=1, keepdim=True), experts)
+
+
+def affine_scores(
+    x: Float[Tensor, "tokens dim"],
+    weight: Float[Tensor, "experts dim"],
+    bias: Float[Tensor, " experts"],
+) -> Float[Tensor, "tokens experts"]:
+    """Scores z = W x + b in float64."""
+    require(x.shape[1] == weight.shape[1], f"{x.shape[1]=}, {weight.shape[1]=}", ShapeError)
+    scores = bias.repeat(len(x), 1)
+    columns = weight.T.contiguous()
+    for rows, part in zip(scores.split(ROWS), x.detach().split(ROWS), strict=True):
+        rows.addmm_(part.double(), columns)
+    return scores
+
+
+def check_router(
+    weight: Float[Tensor, "experts dim"], bias: Float[Tensor, " experts"] | None, k: int
+) -> tuple[Float[Tensor, "experts dim"], Float[Tensor, " experts"]]:
+    """Return weight and bias in float64; raise unless they form a router with 1 <= k < E."""
+    experts = len(weight)
+    require(1 <= k < experts, f"a tie needs 1 <= k < E, got {k=}, E={experts}")
+    shift = weight.new_zeros(experts) if bias is None else bias
+    require(len(shift) == experts, f"{experts} experts, but {len(shift)} biases", ShapeError)
+    finite = bool(weight.isfinite().all()) and bool(shift.isfinite().all())
+    require(finite, "a router's weight and bias must be finite")
+    return weight.detach().double(), shift.detach().double()
+
+
+def _check_rank(eigenvalues: Float[Tensor, "*sets n"], experts: Int[Tensor, "sets tied"]) -> None:
+    """Raise if the rows w_j - w_i of a tie set are linearly dependent."""
+    flat = eigenvalues.reshape(len(experts), -1)
+    low = (flat.amin(dim=1) <= SINGULAR * flat.amax(dim=1)).nonzero().flatten()
+    who = experts[low[0]].tolist() if len(low) else []
+    need = f"{flat.shape[1]} independent differences are needed"
+    require(len(low) == 0, f"the weights of experts {who} are rank-deficient: {need}")
+
+
+def _nearest(
+    scores: Tensor, weight: Tensor, bias: Tensor, k: int, order: int
+) -> tuple[Float[Tensor, " tokens"], Int[Tensor, "tokens tied"]]:
+    if order == 1:
+        found = nearest_tie(scores, k, expert_distances(weight))
+        return found.distance, torch.stack([found.entering, found.leaving], dim=1)
+    flats = tie_flats(weight, bias, tie_sets(len(weight), order))
+    gram = weight @ weight.T
+    rows = max(1, ENTRIES // flats.inverse_grams[:, 0].numel())
+    parts = [_search(part, flats, gram, k) for part in scores.split(rows)]
+    distance, which = (torch.cat(column) for column in zip(*parts, strict=True))
+    return distance, flats.experts[which]
+
+
+def _search(scores: Tensor, flats: TieFlats, gram: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Nearest flat whose projection is a tie across the threshold: distance and index."""
+    held = scores[:, flats.experts]
+    rise = held[:, :, 1:] - held[:, :, :1]
+    multipliers = torch.einsum("tmi,mij->tmj", rise, flats.inverse_grams)
+    square = (rise * multipliers).sum(dim=2).clamp(min=0)
+    distance = scores.new_full((len(scores),), torch.inf)
+    which = torch.zeros(len(scores), dtype=torch.long, device=scores.device)
+    left, take = torch.arange(len(scores), device=scores.device), min(FIRST_TRY, square.shape[1])
+    while len(left):
+        near = square[left].topk(take, dim=1, largest=False, sorted=True)
+        chosen = multipliers[left].gather(1, near.indices[:, :, None].expand(-1, -1, rise.shape[2]))
+        valid = _across(scores[left], flats.experts[near.indices], chosen, gram, k)
+        some, first = valid.max(dim=1)
+        place = first[:, None]
+        distance[left[some]] = near.values.gather(1, place)[some, 0].sqrt()
+        which[left[some]] = near.indices.gather(1, place)[some, 0]
+        left = left[~some] if take < square.shape[1] else left[:0]
+        take = min(4 * take, square.shape[1])
+    return distance, which
+
+
+def _across(scores: Tensor, experts: Tensor, multipliers: Tensor, gram: Tensor, k: int) -> Tensor:
+    """Whether the projection of each token on each of its flats (tokens, c) crosses the threshold.
+
+    Scores equal to the level up to rounding count on either side: the set is closed.
+    """
+    pull = gram[experts[:, :, 1:]] - gram[experts[:, :, :1]]
+    moved = scores[:, None, :] - (multipliers[..., None] * pull).sum(dim=2)
+    rise = moved - moved.gather(2, experts).mean(dim=2, keepdim=True)
+    rise.scatter_(2, experts, -torch.inf)
+    slack = 1e-12 * scores.abs().amax().clamp(min=1e-300)
+    most, least = (rise >= -slack).sum(dim=2), (rise > slack).sum(dim=2)
+    return (least <= k - 1) & (most + experts.shape[2] >= k + 1)

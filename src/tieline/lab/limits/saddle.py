@@ -1,0 +1,450 @@
+"""Derivatives of L_τ and its critical points (paper 0, Assumption 5.13, Lemma 5.15, Theorem 5.17).
+
+    risk_derivatives      gradient and Hessian of L_τ and L_0 where the walls cross
+    derivative_transfer   their distance r(τ) away from the teacher's wall, where it tends to zero
+    offset_curvature      at the teacher's wall, where it does **not** (see below)
+    gaussian_grid         N(0, Σ) in the plane as weighted points, one axis across the wall
+    gaussian_points       independent draws in any dimension
+    population_risk       L̃_τ over weighted points with gradient and Hessian in closed form
+    find_critical_points  Newton's method on the gradient of L_τ from many starts
+    negative_curvature    λ_min and its eigenvector
+    perturbed_curvature   λ_min(H) <= λ_min(H_0) + ‖H - H_0‖                           Lemma 5.15
+
+With the wall on the jump of the target,
+
+    ∂²L_τ/∂b² = E[d·[μ] | S = 0]/2 · p_S(0)/τ + O(1)
+
+grows without bound, so Assumption 5.13 fails at the very point it is made for; L_0 itself has a
+kink there (`lab.limits.shape`). `risk_derivatives` differentiates quadratures whose nodes move
+with the wall. `population_risk` also holds where the walls are parallel and at a router of zero:
+for two affine experts, x̃ = (x, 1), S = φ·x̃, p = σ(S/τ), r = μ - h and d = f_1 - f_2,
+
+    ∂h = (p' d x̃/τ, p x̃, (1 - p) x̃),  Hessian = 2 E[∂h ∂hᵀ] - 2 E[r ∂²h].
+
+Theorem 5.17: if the profiled hard problem has a descent direction at every wall that is not the
+teacher's (`profile_variation`), so has the soft problem. Critical points are those of the soft
+problem in the plane with a normal of length 1: with a free length the infimum is not attained.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from scipy import optimize
+from torch import Tensor
+
+from tieline.core.errors import ShapeError, require
+from tieline.core.numerics import one_thread
+from tieline.lab.limits.risk import check_temperature
+from tieline.lab.limits.two_cells import (
+    Covariance,
+    TwoCells,
+    check_covariance,
+    gaussian_inputs,
+    gaussian_profile,
+    gaussian_risk,
+    graded_rule,
+    normal_density,
+    same_wall,
+    slice_at,
+)
+
+__all__ = [
+    "CriticalPoint",
+    "CurvatureBound",
+    "DerivativeTransfer",
+    "Derivatives",
+    "OffsetCurvature",
+    "Population",
+    "derivative_transfer",
+    "find_critical_points",
+    "gaussian_grid",
+    "gaussian_points",
+    "negative_curvature",
+    "offset_curvature",
+    "perturbed_curvature",
+    "population_gradient",
+    "population_risk",
+    "risk_derivatives",
+]
+
+REACH = 8.5
+"""End of the grid in standard deviations; the normal mass beyond is 2e-17."""
+
+Matrix = Float[Tensor, "parameters parameters"]
+
+
+@dataclass(frozen=True, eq=False)
+class Derivatives:
+    """Value, gradient and Hessian of L̃_τ in (normal, offset, expert 1, expert 2)."""
+
+    value: float
+    gradient: Float[Tensor, " parameters"]
+    hessian: Matrix
+
+
+@dataclass(frozen=True, eq=False)
+class DerivativeTransfer:
+    """How far gradient and Hessian of L_τ are from those of L_0.
+
+    Attributes:
+        taus: temperatures.
+        gradient_gaps: ‖∇L_τ - ∇L_0‖.
+        hessian_gaps: operator norm of the difference of the Hessians.
+        least_eigenvalues: of the Hessian of L_τ.
+        hard: derivatives of L_0.
+    """
+
+    taus: tuple[float, ...]
+    gradient_gaps: tuple[float, ...]
+    hessian_gaps: tuple[float, ...]
+    least_eigenvalues: tuple[float, ...]
+    hard: Derivatives
+
+
+@dataclass(frozen=True)
+class OffsetCurvature:
+    """∂²L_τ/∂b² against τ.
+
+    Attributes:
+        taus: temperatures.
+        curvatures: ∂²L_τ/∂b² at each.
+        rates: τ·∂²L_τ/∂b², which tends to `limit`.
+        limit: E[d·[μ] | S = 0]/2 · p_S(0); zero off the teacher's wall.
+    """
+
+    taus: tuple[float, ...]
+    curvatures: tuple[float, ...]
+    rates: tuple[float, ...]
+    limit: float
+
+
+@dataclass(frozen=True, eq=False)
+class Population:
+    """Weighted inputs with their targets.
+
+    Attributes:
+        inputs: (n, D).
+        target: (n,) μ at each input.
+        weight: (n,) adding up to 1.
+    """
+
+    inputs: Float[Tensor, "n dim"]
+    target: Float[Tensor, " n"]
+    weight: Float[Tensor, " n"]
+
+
+@dataclass(frozen=True, eq=False)
+class CriticalPoint:
+    """A point where the gradient of L_τ vanishes, in (angle, offset, expert 1, expert 2).
+
+    Attributes:
+        student: the mixture there.
+        risk: L̃_τ.
+        gradient_norm: norm of the remaining gradient.
+        least_eigenvalue: of the Hessian in (angle, offset, experts).
+        direction: unit eigenvector of it, the way down at a saddle.
+        drop: risk at the best of a few steps along ±direction, minus `risk`; negative at a saddle.
+        misrouted: P(student cell ≠ teacher cell), for the better of the two labellings.
+        kind: "minimum", "strict saddle" or "degenerate" (eigenvalue within 1e-7 of zero).
+        hessian: (8, 8) of L̃_τ in (angle, offset, expert 1, expert 2).
+    """
+
+    student: TwoCells
+    risk: float
+    gradient_norm: float
+    least_eigenvalue: float
+    direction: Float[Tensor, " coordinates"]
+    drop: float
+    misrouted: float
+    kind: str
+    hessian: Float[Tensor, "coordinates coordinates"]
+
+
+@dataclass(frozen=True)
+class CurvatureBound:
+    """Lemma 5.15: `least` <= `bound`, the least eigenvalue of H_0 plus the distance to H."""
+
+    least: float
+    bound: float
+
+
+def risk_derivatives(
+    student: TwoCells, teacher: TwoCells, covariance: Covariance = None, tau: float = 0.0
+) -> Derivatives:
+    """Derivatives of `gaussian_risk`, at τ = 0 too, where student and teacher walls cross.
+
+    Raises for parallel walls in two dimensions or more: the integral over the score does not
+    contain how the risk changes when one of them turns.
+    """
+    apart = teacher.normal / teacher.normal.norm()
+    apart = apart - student.normal * (apart @ student.normal) / student.normal.square().sum()
+    require(
+        student.dim == 1 or apart.norm().item() > 1e-6,
+        f"walls must cross in dimension {student.dim}, got normals "
+        f"{student.normal.tolist()} and {teacher.normal.tolist()}",
+    )
+
+    def risk(parameters: Tensor) -> Tensor:
+        return gaussian_risk(student.with_flat(parameters), teacher, covariance, tau)
+
+    here = student.flat().detach().requires_grad_()
+    with one_thread():
+        value = risk(here)
+        (gradient,) = torch.autograd.grad(value, here, create_graph=True)
+        rows = [torch.autograd.grad(entry, here, retain_graph=True)[0] for entry in gradient]
+    return Derivatives(value.item(), gradient.detach(), torch.stack(rows))
+
+
+def derivative_transfer(
+    student: TwoCells, teacher: TwoCells, taus: Sequence[float], covariance: Covariance = None
+) -> DerivativeTransfer:
+    """r(τ) of Assumption 5.13, part by part, at a student whose wall is not the teacher's."""
+    check_temperature(*taus)
+    require(
+        same_wall(student, teacher) == 0,
+        "L_0 has no Hessian on the teacher's own wall: see offset_curvature",
+    )
+    hard = risk_derivatives(student, teacher, covariance)
+    soft = [risk_derivatives(student, teacher, covariance, tau) for tau in taus]
+    return DerivativeTransfer(
+        tuple(taus),
+        tuple((s.gradient - hard.gradient).norm().item() for s in soft),
+        tuple(torch.linalg.matrix_norm(s.hessian - hard.hessian, 2).item() for s in soft),
+        tuple(torch.linalg.eigvalsh(s.hessian)[0].item() for s in soft),
+        hard,
+    )
+
+
+def offset_curvature(
+    student: TwoCells, teacher: TwoCells, taus: Sequence[float], covariance: Covariance = None
+) -> OffsetCurvature:
+    """Curvature of L_τ when the wall is shifted, in any dimension and on any wall."""
+    check_temperature(*taus)
+    curvatures = tuple(_offset_curvature(student, teacher, tau, covariance) for tau in taus)
+    facet = slice_at(student, teacher, covariance)
+    d = student.experts[0] - student.experts[1]
+    jump = (teacher.experts[0] - teacher.experts[1]) * same_wall(student, teacher)
+    limit = (facet.weight[0] * (d @ facet.second[0] @ jump) / 2).item()
+    rates = tuple(tau * c for tau, c in zip(taus, curvatures, strict=True))
+    return OffsetCurvature(tuple(taus), curvatures, rates, limit)
+
+
+def gaussian_grid(
+    teacher: TwoCells,
+    covariance: Float[Tensor, "2 2"] | None = None,
+    spacing: float = 0.2,
+    order: int = 10,
+) -> Population:
+    """N(0, Σ) in the plane as a product rule: exact to rounding for layers wider than 0.5.
+
+    Across the teacher's wall Gauss-Legendre panels that end on its jump; along it the trapezoidal
+    rule, whose error falls like exp(-2π² w/spacing) for a layer of width w.
+    """
+    require(teacher.dim == 2, f"a grid needs dimension 2, got {teacher.dim}", ShapeError)
+    require(spacing > 0 and order > 0, f"need spacing, order > 0, got {spacing=}, {order=}")
+    sigma = check_covariance(covariance, 2)
+    forward = sigma @ teacher.normal
+    spread = (teacher.normal @ forward).sqrt()
+    drift = forward / spread
+    along = torch.tensor([-teacher.normal[1], teacher.normal[0]], dtype=torch.float64)
+    along = along * ((torch.linalg.det(sigma)).sqrt() / spread)
+    y, w = graded_rule([(-teacher.offset / spread, 0.0)], -REACH, REACH, order)
+    z = torch.arange(-REACH, REACH + spacing / 2, spacing, dtype=torch.float64)
+    weight = (w * normal_density(y))[:, None] * (spacing * normal_density(z))
+    # X = drift·y + along·z: the second vector has Σ_⊥ = along alongᵀ, since v·along = 0
+    inputs = y[:, None, None] * drift + z[:, None] * along
+    target = teacher.outputs(inputs.flatten(0, 1)).reshape(len(y), len(z), 2)
+    cell = (spread * y + teacher.offset < 0).long()[:, None, None].expand(-1, len(z), 1)
+    values = target.gather(2, cell).flatten()
+    return Population(inputs.flatten(0, 1), values, weight.flatten())
+
+
+def gaussian_points(
+    teacher: TwoCells, n: int, seed: int, covariance: Covariance = None
+) -> Population:
+    """Independent draws of N(0, Σ) with equal weights."""
+    inputs = gaussian_inputs(n, teacher.dim, seed, covariance)
+    return Population(inputs, teacher.value(inputs), torch.full((n,), 1 / n, dtype=torch.float64))
+
+
+def population_gradient(
+    population: Population, parameters: Float[Tensor, " parameters"], tau: float
+) -> tuple[float, Float[Tensor, " parameters"]]:
+    """Value and gradient of L̃_τ at parameters in the order of `TwoCells.flat`."""
+    at, w = _forward(population, parameters, tau), population.weight
+    value = (w * at.residual.square()).sum().item()
+    return value, -2 * at.rows.T @ (w * at.residual)
+
+
+def population_risk(
+    population: Population, parameters: Float[Tensor, " parameters"], tau: float
+) -> Derivatives:
+    """Value, gradient and Hessian of L̃_τ at parameters in the order of `TwoCells.flat`."""
+    at, w = _forward(population, parameters, tau), population.weight
+    value, gradient = population_gradient(population, parameters, tau)
+    pull = w * at.residual * at.turn
+    bend = at.inputs.T @ ((pull * at.balance / tau * at.contrast)[:, None] * at.inputs)
+    mixed = at.inputs.T @ (pull[:, None] * at.inputs)
+    zero = torch.zeros_like(mixed)
+    blocks = ([bend, mixed, -mixed], [mixed, zero, zero], [-mixed, zero, zero])
+    second = torch.cat([torch.cat(row, dim=1) for row in blocks])
+    hessian = 2 * at.rows.T @ (w[:, None] * at.rows) - 2 * second
+    return Derivatives(value, gradient, hessian)
+
+
+def negative_curvature(hessian: Matrix) -> tuple[float, Float[Tensor, " parameters"]]:
+    """Least eigenvalue of a symmetric matrix and its unit eigenvector."""
+    values, vectors = torch.linalg.eigh(hessian)
+    return values[0].item(), vectors[:, 0]
+
+
+def perturbed_curvature(reference: Matrix, hessian: Matrix) -> CurvatureBound:
+    """λ_min(H) beside λ_min(H_0) + ‖H - H_0‖_op."""
+    distance = torch.linalg.matrix_norm(hessian - reference, 2).item()
+    least = negative_curvature(reference)[0]
+    return CurvatureBound(negative_curvature(hessian)[0], least + distance)
+
+
+def find_critical_points(
+    teacher: TwoCells,
+    tau: float,
+    starts: int = 8,
+    seed: int = 0,
+    covariance: Float[Tensor, "2 2"] | None = None,
+    spacing: float = 0.25,
+) -> tuple[CriticalPoint, ...]:
+    """Distinct critical points of L_τ reached from random walls with their best experts.
+
+    Points with a gradient below 1e-9, by increasing risk; both labellings of a mixture count.
+
+    Args:
+        teacher: the target, in the plane.
+        tau: temperature; the grid resolves τ >= 0.3 at the default spacing.
+        starts: walls with random angle and offset.
+        seed: of the starts.
+        covariance: Σ of the inputs; the identity for None.
+        spacing: of the grid (`gaussian_grid`).
+    """
+    require(starts > 0, f"need one start or more, got {starts=}")
+    generator = torch.Generator().manual_seed(seed)
+    points: list[CriticalPoint] = []
+    with one_thread():
+        grid = gaussian_grid(teacher, covariance, spacing, order=8)
+        for _ in range(starts):
+            draw = torch.rand(2, generator=generator, dtype=torch.float64)
+            start = _start(teacher, draw, covariance, tau)
+            found = _newton(grid, start, tau)
+            if found is not None and all(_apart(found, p.student) for p in points):
+                points.append(_describe(grid, teacher, found, tau, covariance))
+    return tuple(sorted(points, key=lambda point: point.risk))
+
+
+def _offset_curvature(
+    student: TwoCells, teacher: TwoCells, tau: float, covariance: Covariance
+) -> float:
+    b = student.offset.detach().clone().requires_grad_()
+    risk = gaussian_risk(TwoCells(student.normal, b, student.experts), teacher, covariance, tau)
+    (first,) = torch.autograd.grad(risk, b, create_graph=True)
+    return torch.autograd.grad(first, b)[0].item()
+
+
+@dataclass(frozen=True, eq=False)
+class _Forward:
+    """Common parts of value, gradient and Hessian: x̃, ∂h by row, residual, p'/τ, 1 - 2p, d."""
+
+    inputs: Tensor
+    rows: Tensor
+    residual: Tensor
+    turn: Tensor
+    balance: Tensor
+    contrast: Tensor
+
+
+def _forward(population: Population, parameters: Tensor, tau: float) -> _Forward:
+    check_temperature(tau)
+    n, dim = population.inputs.shape
+    require(
+        len(parameters) == 3 * (dim + 1),
+        f"need {3 * (dim + 1)} parameters for dimension {dim}, got {len(parameters)}",
+        ShapeError,
+    )
+    x = torch.cat([population.inputs, torch.ones(n, 1, dtype=torch.float64)], dim=1)
+    router, *experts = parameters.double().reshape(3, dim + 1)
+    first, second = (x @ expert for expert in experts)
+    p, d = torch.sigmoid(x @ router / tau), first - second
+    turn = p * (1 - p) / tau
+    rows = torch.cat([(turn * d)[:, None] * x, p[:, None] * x, (1 - p)[:, None] * x], dim=1)
+    return _Forward(x, rows, population.target - second - p * d, turn, 1 - 2 * p, d)
+
+
+def _start(teacher: TwoCells, draw: Tensor, covariance: Tensor | None, tau: float) -> Tensor:
+    angle, offset = 2 * math.pi * draw[0], 2 * draw[1] - 1
+    wall = TwoCells(torch.stack([angle.cos(), angle.sin()]), offset, teacher.experts)
+    experts = gaussian_profile(wall, teacher, covariance, tau).experts
+    return torch.cat([angle[None], offset[None], experts.flatten()])
+
+
+def _student(coordinates: Tensor) -> TwoCells:
+    angle = coordinates[0]
+    return TwoCells(
+        torch.stack([angle.cos(), angle.sin()]), coordinates[1], coordinates[2:].reshape(2, 3)
+    )
+
+
+def _polar(grid: Population, coordinates: Tensor, tau: float) -> Derivatives:
+    """Derivatives in (angle, offset, experts) by the chain rule from those in (normal, …)."""
+    student = _student(coordinates)
+    flat = population_risk(grid, student.flat(), tau)
+    jacobian = torch.zeros(9, 8, dtype=torch.float64)
+    jacobian[0, 0], jacobian[1, 0] = -student.normal[1], student.normal[0]
+    jacobian[2:, 1:] = torch.eye(7, dtype=torch.float64)
+    hessian = jacobian.T @ flat.hessian @ jacobian
+    hessian[0, 0] -= flat.gradient[:2] @ student.normal
+    return Derivatives(flat.value, jacobian.T @ flat.gradient, hessian)
+
+
+def _newton(grid: Population, start: Tensor, tau: float) -> Tensor | None:
+    def residual(q: np.ndarray) -> np.ndarray:
+        return _polar(grid, torch.from_numpy(q), tau).gradient.numpy()
+
+    def jacobian(q: np.ndarray) -> np.ndarray:
+        return _polar(grid, torch.from_numpy(q), tau).hessian.numpy()
+
+    q = optimize.root(
+        residual, start.numpy(), jac=jacobian, options={"xtol": 1e-13, "maxfev": 100}
+    ).x
+    found = torch.from_numpy(q)
+    small = found.abs().max().item() < 50 and np.linalg.norm(residual(q)) < 1e-9
+    return found if small else None
+
+
+def _apart(found: Tensor, other: TwoCells) -> bool:
+    return bool((_student(found).flat() - other.flat()).norm() > 1e-5)
+
+
+def _disagreement(student: TwoCells, teacher: TwoCells, covariance: Tensor | None) -> float:
+    """P(the cells differ): a quarter of the hard risk of experts ±1."""
+    signs = torch.tensor([[0.0, 0.0, 1.0], [0.0, 0.0, -1.0]], dtype=torch.float64)
+    pair = student.with_experts(signs), teacher.with_experts(signs)
+    return gaussian_risk(*pair, covariance).item() / 4
+
+
+def _describe(
+    grid: Population, teacher: TwoCells, q: Tensor, tau: float, covariance: Tensor | None
+) -> CriticalPoint:
+    at = _polar(grid, q, tau)
+    least, direction = negative_curvature(at.hessian)
+    steps = (s * h * direction for s in (1, -1) for h in (0.03, 0.1, 0.3))
+    best = min(_polar(grid, q + step, tau).value for step in steps)
+    student = _student(q)
+    share = _disagreement(student, teacher, covariance)
+    kind = "degenerate" if abs(least) < 1e-7 else "minimum" if least > 0 else "strict saddle"
+    norm = at.gradient.norm().item()
+    drop, misrouted = best - at.value, min(share, 1 - share)
+    return CriticalPoint(
+        student, at.value, norm, least, direction, drop, misrouted, kind, at.hessian
+    )

@@ -1,0 +1,267 @@
+"""How the risk changes when a wall moves (paper 0, Proposition 5.10 and Assumptions 5.12, 5.14).
+
+    wall_derivative            eq. 5.6 for two affine experts under a Gaussian, on either side
+    wall_variation             the same beside finite differences, and the second variation
+    sampled_wall_derivative    E[1{Δ <= w} D ∂S]/2w for any mixture; the mean of the two sides
+    profile_variation          dΨ/dt and d²Ψ/dt² along (normal, offset) + t·direction, and λ_nd
+    velocity_gram              Gram matrix of the normal velocities that a linear router realises
+
+Let S_t = S + t·δS. Expert 1 gains ground where δS > 0, and with D(μ) = (f_1 - μ)² - (f_2 - μ)²
+
+    dL̃_0/dt at 0⁺ = ∫_{S=0} [δS⁺ D(μ_2) - δS⁻ D(μ_1)] p/‖∇S‖,                     eq. 5.6
+
+μ_i the trace of the target from the side of expert i. **It is a one-sided derivative**: at a wall
+of the teacher μ_1 ≠ μ_2, the derivative at 0⁻ has the traces exchanged, and at the teacher itself
+the two differ in sign (a kink, not a critical point). Off the teacher's walls both agree.
+
+Ψ_τ(φ) = min_θ L̃_τ(θ, φ) is the risk with its experts optimised out (`gaussian_profile`). A linear
+router moves its wall by affine functions on the wall: D + 1 parameters, D independent velocities,
+since scaling the router moves nothing.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tieline.core.errors import ShapeError, require
+from tieline.core.ranking import stable_topk
+from tieline.core.statistics import Estimate, mean_estimate
+from tieline.lab.limits.risk import MoESample
+from tieline.lab.limits.two_cells import (
+    Covariance,
+    TwoCells,
+    check_covariance,
+    gaussian_profile,
+    gaussian_risk,
+    normal_density,
+    normal_rule,
+    same_wall,
+    slice_at,
+)
+
+__all__ = [
+    "ProfileVariation",
+    "VelocityGram",
+    "WallVariation",
+    "moved",
+    "profile_variation",
+    "sampled_wall_derivative",
+    "velocity_gram",
+    "wall_derivative",
+    "wall_variation",
+]
+
+Direction = Float[Tensor, " columns"]
+
+
+@dataclass(frozen=True)
+class WallVariation:
+    """One-sided derivatives of L̃_0 along a motion of the wall, by formula and by differences.
+
+    Attributes:
+        right: eq. 5.6 at 0⁺.
+        left: the same at 0⁻.
+        right_difference: (4 L(h/2) - L(h) - 3 L(0))/h, extrapolated.
+        left_difference: the same from below.
+        second: second derivative by central differences; not meaningful at a kink.
+        kink: whether the two sides differ.
+    """
+
+    right: float
+    left: float
+    right_difference: float
+    left_difference: float
+    second: float
+    kink: bool
+
+
+@dataclass(frozen=True, eq=False)
+class VelocityGram:
+    """Inner products of realised velocities.
+
+    Attributes:
+        gram: (D + 1, D + 1) ∫_{S=0} (x̃/‖∇S‖)(x̃/‖∇S‖)ᵀ p dH over changes of (normal, offset).
+        rank: dimension of the space of velocities.
+    """
+
+    gram: Float[Tensor, "columns columns"]
+    rank: int
+
+
+@dataclass(frozen=True)
+class ProfileVariation:
+    """Ψ_τ along a motion of the wall.
+
+    Attributes:
+        value: Ψ_τ(φ).
+        first: dΨ/dt at t = 0.
+        second: d²Ψ/dt².
+        speed: squared norm of the velocity in L²(p dH).
+        descent: λ_nd = -second/speed where `first` vanishes; negative if Ψ curves upwards.
+        curvature: α_fr, the least eigenvalue of the Hessian in the experts.
+    """
+
+    value: float
+    first: float
+    second: float
+    speed: float
+    descent: float
+    curvature: float
+
+
+def moved(student: TwoCells, direction: Direction, step: float | Tensor) -> TwoCells:
+    """The student with (normal, offset) shifted by step·direction; `direction` is (D + 1,)."""
+    require(
+        len(direction) == student.dim + 1,
+        f"a direction needs {student.dim + 1} entries (normal, offset), got {len(direction)}",
+        ShapeError,
+    )
+    change = step * direction
+    return TwoCells(student.normal + change[:-1], student.offset + change[-1], student.experts)
+
+
+def wall_derivative(
+    student: TwoCells,
+    teacher: TwoCells,
+    direction: Direction,
+    covariance: Covariance = None,
+    side: int = 1,
+) -> float:
+    """dL̃_0/dt at 0⁺ (side 1) or 0⁻ (side -1) by eq. 5.6, an integral over the wall itself.
+
+    Args:
+        student: whose wall moves.
+        teacher: the target.
+        direction: (D + 1,) change of (normal, offset) per unit of t.
+        covariance: Σ of the inputs; the identity for None.
+        side: sign of the t that tend to zero.
+    """
+    require(side in (1, -1), f"side is 1 or -1, got {side}")
+    moved(student, direction, 0.0)
+    velocity = side * direction.double()
+    mean, across, density = _facet(student, covariance)
+    orientation = same_wall(student, teacher)
+    if orientation:  # traces differ: split by the sign of the velocity
+        gained, lost = (1, 0) if orientation == 1 else (0, 1)
+        form = velocity
+        target = torch.stack([teacher.experts[gained], teacher.experts[lost]])
+    else:  # one trace on both sides: the teacher's cell at each point of the wall
+        form = torch.cat([teacher.normal, teacher.offset[None]])
+        target = teacher.experts
+    value, weight, centre, rest = _condition(mean, across, form)
+    trace = target[(value < 0).long()]
+    contrast = (student.experts[0] - student.experts[1]).expand_as(trace)
+    residual = student.experts.sum(dim=0) - 2 * trace
+    cubic = _third_moment(velocity.expand_as(trace), contrast, residual, centre, rest)
+    return side * (density * (weight * cubic).sum()).item()
+
+
+def wall_variation(
+    student: TwoCells,
+    teacher: TwoCells,
+    direction: Direction,
+    covariance: Covariance = None,
+    step: float = 1e-4,
+) -> WallVariation:
+    """First variation (5.6) on both sides against finite differences, and the second variation."""
+    require(step > 0, f"need a step > 0, got {step=}")
+
+    def risk(t: float) -> float:
+        return gaussian_risk(moved(student, direction, t), teacher, covariance).item()
+
+    here, h = risk(0.0), step
+    above, below = ((4 * risk(t / 2) - risk(t) - 3 * here) / t for t in (h, -h))
+    wide = 30 * h
+    second = (risk(wide) - 2 * here + risk(-wide)) / wide**2
+    right, left = (wall_derivative(student, teacher, direction, covariance, s) for s in (1, -1))
+    kink = bool(same_wall(student, teacher))
+    return WallVariation(right, left, above, below, second, kink)
+
+
+def sampled_wall_derivative(
+    sample: MoESample, score_change: Float[Tensor, "n experts"], width: float
+) -> Estimate:
+    """E[1{Δ <= w} D ∂S]/2w, the derivative of the hard risk along a change of the scores.
+
+    For any router, experts and target. At a wall where the target jumps it tends to the mean of the
+    two one-sided derivatives, with a bias of order w; elsewhere the bias is of order w².
+
+    Args:
+        sample: the mixture, with the noiseless target.
+        score_change: (n, E) derivative of each score by the parameter.
+        width: w > 0.
+    """
+    require(width > 0, f"need a width > 0, got {width=}")
+    require(
+        score_change.shape == sample.scores.shape,
+        f"score_change must be {tuple(sample.scores.shape)}, got {tuple(score_change.shape)}",
+        ShapeError,
+    )
+    pair = stable_topk(sample.scores, 2).indices
+    speed = -score_change.double().gather(1, pair).diff(dim=1).squeeze(1)
+    loss = (sample.outputs.gather(1, pair) - sample.target[:, None]).square()
+    contrast = loss[:, 0] - loss[:, 1]
+    near = (sample.margin <= width).double()
+    return mean_estimate(near * contrast * speed / (2 * width))
+
+
+def velocity_gram(wall: TwoCells, covariance: Covariance = None) -> VelocityGram:
+    """Gram matrix of the velocities δS/‖∇S‖ in L²(p dH) on the wall, for X ~ N(0, Σ)."""
+    facet = slice_at(wall, wall, covariance)
+    gram = facet.weight[0] * facet.second[0] / wall.normal.norm()
+    return VelocityGram(gram, int(torch.linalg.matrix_rank(gram, rtol=1e-10)))
+
+
+def profile_variation(
+    wall: TwoCells,
+    teacher: TwoCells,
+    direction: Direction,
+    covariance: Covariance = None,
+    tau: float = 0.0,
+) -> ProfileVariation:
+    """First and second variation of Ψ_τ, exact where the walls cross; τ = 0 is the hard problem.
+
+    The experts of `wall` are not used; `direction` must move it. See also `wall_derivative`.
+    """
+    require(wall.dim == teacher.dim, f"dimensions differ: {wall.dim}, {teacher.dim}", ShapeError)
+    move = direction.double()
+    t = torch.zeros((), dtype=torch.float64, requires_grad=True)
+    profile = gaussian_profile(moved(wall, move, t), teacher, covariance, tau)
+    speed = (move @ velocity_gram(wall, covariance).gram @ move).item()
+    require(speed > 0, f"the direction {direction.tolist()} does not move the wall")
+    (first,) = torch.autograd.grad(profile.value, t, create_graph=True)
+    second = torch.autograd.grad(first, t)[0].item()
+    value = profile.value.item()
+    return ProfileVariation(value, first.item(), second, speed, -second / speed, profile.curvature)
+
+
+def _facet(student: TwoCells, covariance: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean and covariance of X given S = 0, and the density of S there."""
+    sigma = check_covariance(covariance, student.dim)
+    forward = sigma @ student.normal
+    spread = (student.normal @ forward).sqrt()
+    z = -student.offset / spread
+    mean = torch.cat([forward * z / spread, torch.ones(1, dtype=torch.float64)])
+    across = sigma - forward[:, None] * forward / spread**2
+    return mean, torch.nn.functional.pad(across, (0, 1, 0, 1)), normal_density(z) / spread
+
+
+def _condition(mean: Tensor, across: Tensor, form: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Nodes of the affine form: its value, weight, mean of x̃ there (n, D + 1), covariance left."""
+    level, spread = form @ mean, (form @ across @ form).clamp(min=0).sqrt()
+    if spread <= 1e-13 * (1 + form.abs().max()):
+        one = torch.ones(1, dtype=torch.float64)
+        return level[None], one, mean[None], across
+    gain = across @ form / spread
+    y, weight = normal_rule([(-level / spread, 0.0)])
+    return level + spread * y, weight, mean + y[:, None] * gain, across - gain[:, None] * gain
+
+
+def _third_moment(a: Tensor, b: Tensor, c: Tensor, mean: Tensor, rest: Tensor) -> Tensor:
+    """E[(a·x̃)(b·x̃)(c·x̃)] of a Gaussian, row by row."""
+    means = [(form * mean).sum(dim=1) for form in (a, b, c)]
+    pairs = [((p @ rest) * q).sum(dim=1) for p, q in ((b, c), (a, c), (a, b))]
+    linear = sum(m * pair for m, pair in zip(means, pairs, strict=True))
+    return means[0] * means[1] * means[2] + linear

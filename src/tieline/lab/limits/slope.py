@@ -1,0 +1,199 @@
+"""The exact first order of L_τ - L_0, and the margin tail that feeds the paper's bounds of it.
+
+    L_τ - L_0 = τ Σ_{k<l} ∫_facet (2 ln2 · d·[μ] - d²) p/‖∇S‖ + o(τ),
+
+d = f_k - f_l and [μ] the jump of the target from the side of l to that of k. A target that is
+continuous at the wall has [μ] = 0: soft routing is then *better* than hard, by first order in τ.
+
+    gaussian_slope             two affine experts under a Gaussian input, closed form
+    sampled_slope              any number of experts and any target, from a sample near the walls
+    router_margin_tail         (C, α) of P(Δ <= t) ~ C t^α near zero              eq. 4.4
+    margin_constant            sup of F(t)/t^α over the sample: C that holds for every t
+    gaussian_margin_constant   the same for a linear router of two experts, exact
+    soft_to_hard_chain         |L_τ - L_0| and each bound of Theorem 4.5's proof, in order
+
+The sampled slope needs no trace of the target: with t and q the first and second expert of an
+input, both sides of a wall contribute 2 ln2 (μ - f_q)(f_t - f_q) - (ln2 + ½)(f_t - f_q)², whose
+mean over {Δ <= w}, divided by w, tends to the slope. The fitted C holds for t → 0; Theorem 4.5
+needs one for every t > 0, which is at least as large.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from scipy import optimize
+from torch import Tensor
+
+from tieline.core.errors import ShapeError, require
+from tieline.core.ranking import gap, stable_topk
+from tieline.core.statistics import Estimate, mean_estimate
+from tieline.lab.geometry.tubes import gaussian_slab
+from tieline.lab.limits.risk import (
+    MoESample,
+    hard_predictions,
+    risk_gap,
+    soft_predictions,
+    soft_to_hard_constant,
+)
+from tieline.lab.limits.two_cells import (
+    Covariance,
+    TwoCells,
+    gaussian_boundary_mass,
+    same_wall,
+    slice_at,
+)
+from tieline.measure.boundary import MarginTail, margin_tail
+
+__all__ = [
+    "Slope",
+    "SoftToHardChain",
+    "gaussian_margin_constant",
+    "gaussian_slope",
+    "margin_constant",
+    "router_margin_tail",
+    "sampled_slope",
+    "soft_to_hard_chain",
+]
+
+
+@dataclass(frozen=True)
+class Slope:
+    """d(L_τ)/dτ at 0⁺ and its two parts.
+
+    Attributes:
+        value: the slope, `jump` + `smooth`.
+        jump: ∫ 2 ln2 · d·[μ] p/‖∇S‖; zero unless the target jumps at the wall.
+        smooth: -∫ d² p/‖∇S‖, never positive.
+    """
+
+    value: float
+    jump: float
+    smooth: float
+
+
+@dataclass(frozen=True)
+class SoftToHardChain:
+    """|L_τ - L_0| and the bounds of Theorem 4.5's proof, each at most the next.
+
+    Attributes:
+        gap: L_τ - L_0, paired.
+        predictions: 2 (B_Y + B_f) E|h_τ - h_0|, eq. 4.6.
+        exponential: 4 B_f (B_Y + B_f)(E - 1) E[e^(-Δ/τ)], eq. 4.8.
+        bound: C_sh τ^α.
+    """
+
+    tau: float
+    gap: Estimate
+    predictions: Estimate
+    exponential: Estimate
+    bound: float
+
+
+def gaussian_slope(student: TwoCells, teacher: TwoCells, covariance: Covariance = None) -> Slope:
+    """Slope of `gaussian_risk` in τ at 0⁺.
+
+    The target jumps at the student's wall only where the teacher's is the same hyperplane.
+    """
+    facet = slice_at(student, teacher, covariance)
+    density, second = facet.weight[0].item(), facet.second[0]
+    d = student.experts[0] - student.experts[1]
+    smooth = -density * (d @ second @ d).item()
+    jump = teacher.experts[0] - teacher.experts[1]
+    side = same_wall(student, teacher)
+    strength = 2 * math.log(2) * density * side * (d @ second @ jump).item()
+    return Slope(strength + smooth, strength, smooth)
+
+
+def sampled_slope(sample: MoESample, width: float) -> Estimate:
+    """Slope of L_τ at 0⁺ from inputs with margin below 2w, with its standard error.
+
+    (4 F(w) - F(2w))/2w, F(w) the mean of the integrand over {Δ <= w}; its bias is of order w².
+    """
+    require(width > 0, f"need a width > 0, got {width=}")
+    first, second = stable_topk(sample.scores, 2).indices.unbind(dim=1)
+    pick = sample.outputs.double().gather
+    best, other = (pick(1, index[:, None]).squeeze(1) for index in (first, second))
+    d, residual = best - other, sample.target - other
+    integrand = 2 * math.log(2) * residual * d - (math.log(2) + 0.5) * d.square()
+    near = 4 * (sample.margin <= width).double() - (sample.margin <= 2 * width).double()
+    return mean_estimate(integrand * near / (2 * width))
+
+
+def router_margin_tail(
+    scores: Float[Tensor, "n experts"], mass: float = 0.05, confidence: float = 0.95
+) -> MarginTail:
+    """(C, α) fitted to the top-two margins below their `mass`-quantile (`geometry.margin_tail`)."""
+    return margin_tail(gap(scores, 1), mass, confidence)
+
+
+def margin_constant(margins: Float[Tensor, " n"], alpha: float, least: int = 100) -> Estimate:
+    """C = sup_t F(t)/t^α over the margins from the `least`-th smallest on.
+
+    Below that rank F is too noisy: its relative error is 1/√rank. The standard error is that of F
+    at the maximising t and ignores that a maximum over noise is a little too large.
+    """
+    require(alpha > 0, f"need alpha > 0, got {alpha=}")
+    n = margins.numel()
+    require(1 <= least <= n, f"need 1 <= least <= {n} margins, got {least=}", ShapeError)
+    ordered, rank = margins.double().sort().values, torch.arange(1, n + 1, dtype=torch.float64)
+    ratio = (rank / n / ordered.pow(alpha))[least - 1 :]
+    at = int(ratio.argmax())
+    share = (at + least) / n
+    value = ratio[at].item()
+    return Estimate(value, value * math.sqrt((1 - share) / (share * n)))
+
+
+def gaussian_margin_constant(student: TwoCells, covariance: Covariance = None) -> float:
+    """C = sup_{t > 0} P(|S| <= t)/t of a linear router, the best constant of eq. 4.4 at α = 1.
+
+    2 φ(b/σ)/σ, the limit t → 0, where |b| <= σ; larger where the wall lies further out, since the
+    density of S then grows away from zero.
+    """
+    at_zero = gaussian_boundary_mass(student, 0.0, covariance)
+    spread, b = at_zero.spread, abs(student.offset.item())
+    if b <= spread:
+        return 2 * at_zero.density
+
+    steepest: Any = optimize.minimize_scalar(
+        lambda t: -gaussian_slab(b, spread, float(t)).exact / t,
+        bounds=(0.0, b + 4 * spread),
+        options={"xatol": 1e-8 * spread},
+    )
+    return -float(steepest.fun)
+
+
+def soft_to_hard_chain(
+    sample: MoESample,
+    tau: float,
+    *,
+    C: float,
+    alpha: float = 1.0,
+    B_f: float | None = None,
+    B_Y: float | None = None,
+) -> SoftToHardChain:
+    """The chain of Theorem 4.5 at one temperature on a sample.
+
+    Args:
+        sample: the mixture and its target.
+        tau: temperature.
+        C: constant of the margin tail, for instance `margin_constant(sample.margin, alpha).value`.
+        alpha: its exponent.
+        B_f: bound of the experts; the largest |output| of the sample for None.
+        B_Y: bound of the target, likewise.
+    """
+    B_f = sample.outputs.abs().max().item() if B_f is None else B_f
+    B_Y = sample.target.abs().max().item() if B_Y is None else B_Y
+    experts = sample.scores.shape[1]
+    moved = mean_estimate((soft_predictions(sample, tau) - hard_predictions(sample)).abs())
+    decay = mean_estimate((-sample.margin / tau).exp())
+    constant = soft_to_hard_constant(B_f=B_f, B_Y=B_Y, n_experts=experts, C=C, alpha=alpha)
+    return SoftToHardChain(
+        tau,
+        risk_gap(sample, tau),
+        moved.times(2 * (B_Y + B_f)),
+        decay.times(4 * B_f * (B_Y + B_f) * (experts - 1)),
+        constant * tau**alpha,
+    )

@@ -1,0 +1,1 @@
+"""A paper's question asked of a user's model."""

@@ -1,0 +1,79 @@
+"""The design of a model measured on its own hidden states, beside the formulas of the advisor."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tieline.analysis.linear import linear_choice, linear_weights, router_offset
+from tieline.analysis.sources import DEMO, ModelSource, Text, as_model, as_text, default_length
+from tieline.analysis.text import tokenise
+from tieline.core.errors import require
+from tieline.lab.tropical.measured import MeasuredLayer, measured_layer
+from tieline.models.capture import capture
+from tieline.models.families import find_routers
+from tieline.models.running import batches, forward, only_running
+from tieline.trace.record import LayerTrace, RoutingTrace
+
+MOST_BYTES = 1 << 30
+"""Largest size of the router inputs that are kept."""
+
+
+def measure_design(
+    source: ModelSource = DEMO,
+    *,
+    text: Text = None,
+    tokens: int = 4096,
+    batch_size: int = 8,
+    seed: int = 0,
+    progress: Callable[[str, int, int], None] | None = None,
+    **loading: Any,
+) -> tuple[MeasuredLayer, ...]:
+    """Coalitions met along real hidden states, saturation and centring, layer by layer.
+
+    Args:
+        source: a hub id, a folder, "demo" for the model in the box, or `(model, tokenizer)`.
+        text: what to run: a str, the Path of a file, or None for the text in the box.
+        tokens: how many tokens of it.
+        batch_size: sequences per forward pass.
+        seed: of the pairs of tokens.
+        progress: called with stage, done and total.
+        loading: `dtype`, `device`, `revision` and `trust_remote_code` of a named model.
+    """
+    words, _ = as_text(text)
+    loaded = as_model(source, "design takes", **loading)
+    require(loaded.stream is None, "measuring a design needs the whole model in memory")
+    model = loaded.model
+    cut = tokenise(loaded.tokenizer, words, tokens, default_length(model))
+    require(cut.tokens >= 3, f"pairs of hidden states need three tokens, the text has {cut.tokens}")
+    names = tuple(find_routers(model))
+    with only_running(model), capture(model, keep="inputs", epsilons=()) as seen:
+        for ids in batches(cut.sequences, batch_size):
+            forward(model, ids)
+            size = 4 * len(names) * cut.tokens * _width(seen.under_way)
+            require(size <= MOST_BYTES, f"the inputs of {cut.tokens:,} tokens exceed 1 GiB")
+            if progress is not None:
+                progress("forward", seen.n_tokens, cut.tokens)
+        trace = seen.trace()
+    weights = linear_weights(model, trace)
+    return tuple(_measured(model, trace, layer, weights, seed) for layer in trace.layers)
+
+
+def _width(layers: Any) -> int:
+    inputs = [layer.inputs for layer in layers.values() if layer.inputs is not None]
+    return inputs[0].shape[1] if inputs else 0
+
+
+def _measured(
+    model: Any, trace: RoutingTrace, layer: LayerTrace, weights: dict[str, Any], seed: int
+) -> MeasuredLayer:
+    status = linear_choice(layer, weights)
+    if status == "ok" and not layer.facts.affine:
+        status = "not answerable: its scores are not affine in its input"
+    if status != "ok":
+        return MeasuredLayer(layer.name, status)
+    bias = torch.zeros(layer.facts.n_experts, dtype=torch.float64)
+    bias = bias + router_offset(model.get_submodule(layer.name), len(bias))
+    bias = bias + (0.0 if layer.bias is None else layer.bias)
+    given = bias if bool(bias.any()) else None
+    return measured_layer(trace, layer, weights[layer.name], given, seed)

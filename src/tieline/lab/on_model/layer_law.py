@@ -1,0 +1,341 @@
+r"""The law of docs/continuity.md in the layers of a model: what it predicts, and what is measured.
+
+    f      half of the density of the gap at 0
+    J²     mean ‖y_swapped - y‖² at a tie, the experts of ranks k and k + 1 swapped
+    a      relative slope of f J² with the gap
+    σ      noise of the gap under a precision
+    D      mean ‖y_ε - y‖²                y the layer's output, y_ε that of projected top-k
+    S      mean ‖y_ε(c + n) - y_ε(c)‖²    n normal noise of the ranked scores, σ/√2 for each
+
+D and S are over all tokens, inputs those of the clean original, and in units of mean ‖y‖². The
+noise acts on the choice alone: weights follow from the clean scores, so that S has no part that a
+gate could not change. Predictions (`projected_cost`, f J² ε/6 (1 + aε/4) for D) come from the
+calibration text, D and S from other text. f J² and its slope are a straight line through the jumps
+of the fifth of the tokens that are nearest to a tie: jumps are heavy-tailed, and the few tokens
+inside a narrow band would say less of it.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from tieline.analysis.perturbations import noise_generator
+from tieline.analysis.repair import LawPoint, LayerLaw
+from tieline.analysis.swap import Block, BlockCall, Rows, block_of
+from tieline.core.statistics import Estimate, SequenceSums
+from tieline.lab.limits.continuity import hard_sensitivity, least_moved, projected_cost
+from tieline.lab.on_model.frontier import SCALES, Calibration
+from tieline.measure.boundary import gap_density
+from tieline.models.router_call import Choice, read_output
+from tieline.models.running import forward
+from tieline.models.selection import at_least_single, select
+from tieline.models.smooth_router import LayerPlan, column_weights, gate_groups
+from tieline.routing.gates import Groups
+from tieline.routing.projected import projected_columns
+
+GROUPS = 16
+"""Groups of sequences that are left out in turn."""
+
+NEAR = 0.2
+"""Share of the tokens, those of the smallest gaps, that f J² and its slope are taken from."""
+
+REACH = 6.0
+"""Standard deviations of noise beyond which none is drawn."""
+
+TINY = 1e-9
+"""ε of top-k, over the spread of the scores."""
+
+Ids = Int[Tensor, "_ _"]
+Progress = Callable[[str, int, int], None]
+Squares = Float[Tensor, " tokens"]
+
+
+class _Seen(NamedTuple):
+    """One call of a layer: inputs of its block, what its router returned and ranked."""
+
+    plan: LayerPlan
+    block: Block
+    rows: Rows
+    logits: Float[Tensor, "tokens experts"]
+    scores: Float[Tensor, "tokens experts"]
+    groups: Groups | None
+
+    def output(self, width: float, noise: Tensor | float = 0.0) -> Float[Tensor, "tokens dim"]:
+        """Output of the layer by projected top-k of this width, the choice disturbed by noise."""
+        scores = self.scores.double() + noise
+        columns = projected_columns(scores, self.plan.k, epsilon=width, groups=self.groups)
+        plan, ids = self.plan, columns.ids
+        weights = column_weights(plan.family, plan.router, self.logits, ids, columns.share)
+        return self.block.run(self.rows, Choice(weights, ids)).double()
+
+    def take(self, tokens: Int[Tensor, " some"]) -> "_Seen":
+        """Some of the tokens."""
+        logits, scores = self.logits[tokens], self.scores[tokens]
+        return self._replace(rows=self.rows.take(tokens), logits=logits, scores=scores)
+
+    @property
+    def hard_width(self) -> float:
+        """An ε of which top-k is not told apart."""
+        return TINY * (self.scores.amax() - self.scores.amin()).item() + 1e-30
+
+    @property
+    def gaps(self) -> Squares:
+        """Gap of each token at which the shares of the last seat begin to be divided."""
+        narrow = projected_columns(
+            self.scores.double(), self.plan.k + 1, epsilon=self.hard_width, groups=self.groups
+        )
+        last = self.scores.double().gather(1, narrow.ids[:, : self.plan.k + 1])
+        return last[:, self.plan.k - 1] - last[:, self.plan.k]
+
+
+def _watched(model: nn.Module, plans: Sequence[LayerPlan], ids: Ids) -> list[_Seen]:
+    """Run a batch and return the calls of its layers."""
+    seen: list[_Seen] = []
+    state: dict[str, Any] = {}
+
+    def routed(
+        plan: LayerPlan, router: nn.Module, args: Any, named: dict[str, Any], output: Any
+    ) -> None:
+        found = read_output(plan.family, router, args, output)
+        chosen = select(plan.family, router, found.logits, (args, named))
+        scores, groups = at_least_single(chosen.scores), gate_groups(chosen.limit)
+        state[plan.name] = found.logits.clone(), scores.clone(), groups
+
+    def blocked(
+        plan: LayerPlan, block: Block, module: nn.Module, args: Any, named: Any, output: Any
+    ) -> None:
+        call = BlockCall(args, named, output)
+        seen.append(_Seen(plan, block, call.rows(torch.arange(call.tokens)), *state[plan.name]))
+
+    with ExitStack() as stack:
+        for plan in plans:
+            block = block_of(model, plan.name)
+            for module, hook in (
+                (plan.router, partial(routed, plan)),
+                (block.module, partial(blocked, plan, block)),
+            ):
+                handle = module.register_forward_hook(hook, with_kwargs=True)
+                stack.callback(handle.remove)
+        forward(model, ids)
+    return seen
+
+
+class _Tie(NamedTuple):
+    """f, J², σ and the slope of f J² in a layer, from the calibration text."""
+
+    density: float
+    jump_square: float
+    sigma: float
+    slope: float
+
+    @property
+    def arguments(self) -> tuple[float, float, float]:
+        """Density, jump and σ, as the functions of `limits.continuity` take them."""
+        return self.density, math.sqrt(self.jump_square), self.sigma
+
+
+def _tie(seen: Sequence[_Seen], sigma: float) -> tuple[_Tie, float]:
+    """What the law needs to know of a layer, and the width that jumps near ties are taken from."""
+    gaps = torch.cat([one.gaps for one in seen])
+    width = gaps.quantile(NEAR).item()
+    lines = torch.cat([_weighted_jumps(one, width) for one in seen]).mean(dim=0)
+    size = torch.cat([one.rows.output.double().square().sum(dim=1) for one in seen]).mean().item()
+    weighted, rise = lines.clamp_min(0.0)[0].item(), lines[1].item()
+    density = (gap_density(gaps).value or 0.0) / 2
+    slope = rise / weighted if weighted > 0 else 0.0
+    return _Tie(density, weighted / size / max(density, 1e-30), sigma, slope), width
+
+
+def _weighted_jumps(one: _Seen, width: float) -> Float[Tensor, "tokens 2"]:
+    """For each token two numbers whose means are f J² at the tie and its slope with the gap."""
+    gaps = one.gaps
+    near = (gaps < width).nonzero().squeeze(1)
+    weighted = line_weights(gaps[near], width) * _jump_squares(one, near).unsqueeze(1)
+    return torch.zeros(len(gaps), 2, dtype=torch.float64).index_copy(0, near, weighted)
+
+
+def line_weights(gaps: Squares, width: float) -> Float[Tensor, "tokens 2"]:
+    """(4 - 6u) / 2w and (12u - 6) / 2w², u = gap/w: weights of gaps below the width w.
+
+    Summed over tokens and divided by the number of all, they give f at the tie and its slope, of
+    the straight line of least squares through the density of the signed margin.
+    """
+    u = gaps / width
+    return torch.stack(((4 - 6 * u) / (2 * width), (12 * u - 6) / (2 * width**2)), dim=1)
+
+
+def _jump_squares(one: _Seen, tokens: Int[Tensor, " near"]) -> Squares:
+    """‖y_swapped - y‖² of some tokens, weights those of the scores as they are."""
+    some = one.take(tokens)
+    k, plan = one.plan.k, one.plan
+    ranked = projected_columns(
+        some.scores.double(), k + 1, epsilon=one.hard_width, groups=one.groups
+    ).ids[:, : k + 1]
+    sides = []
+    for left_out in (k, k - 1):
+        ids = ranked[:, [place for place in range(k + 1) if place != left_out]]
+        share = torch.ones_like(ids, dtype=torch.float64)
+        weights = column_weights(plan.family, plan.router, some.logits, ids, share)
+        sides.append(some.block.run(some.rows, Choice(weights, ids)).double())
+    return (sides[0] - sides[1]).square().sum(dim=1)
+
+
+def _empty() -> dict[float, SequenceSums]:
+    return defaultdict(SequenceSums)
+
+
+@dataclass
+class _Sums:
+    """What is counted of a layer; `width` is that which jumps near ties are taken from."""
+
+    width: float
+    size: SequenceSums = field(default_factory=SequenceSums)
+    jumps: SequenceSums = field(default_factory=SequenceSums)
+    hard: SequenceSums = field(default_factory=SequenceSums)
+    inside: dict[float, SequenceSums] = field(default_factory=_empty)
+    moved: dict[float, SequenceSums] = field(default_factory=_empty)
+    left: dict[float, SequenceSums] = field(default_factory=_empty)
+
+
+def layer_laws(
+    model: nn.Module,
+    known: Calibration,
+    calibration: Sequence[Ids],
+    batches: Sequence[Ids],
+    *,
+    scales: Sequence[float] = SCALES,
+    draws: int = 2,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> tuple[LayerLaw, ...]:
+    """Measure D and S of projected top-k in every layer by itself, beside what the law says.
+
+    Args:
+        model: the original, in evaluation mode and float32.
+        known: its scores and noise.
+        calibration: tokens that f and J are taken from.
+        batches: other tokens, to measure on.
+        scales: c = ε/σ.
+        draws: how often the noise is drawn.
+        seed: seed of the noise.
+        progress: called with stage, done and total.
+    """
+    plans = [plan for plan in known.plans if known.sigmas[plan.name] > 0]
+    first = [_watched(model, plans, ids) for ids in calibration]
+    ties, sums = {}, {}
+    for place, plan in enumerate(plans):
+        tie, width = _tie([calls[place] for calls in first], known.sigmas[plan.name])
+        ties[plan.name], sums[plan.name] = tie, _Sums(width)
+    del first
+    for number, ids in enumerate(batches):
+        for place, one in enumerate(_watched(model, plans, ids)):
+            name, shape = one.plan.name, tuple(ids.shape)
+            source = noise_generator(seed, number, place)
+            _count(one, sums[name], ties[name].sigma, (scales, draws), source, shape)
+        if progress is not None:
+            progress("law", number + 1, len(batches))
+    return tuple(_law(name, ties[name], sums[name], scales) for name in ties)
+
+
+def _count(
+    one: _Seen,
+    sums: _Sums,
+    sigma: float,
+    how: tuple[Sequence[float], int],
+    source: torch.Generator,
+    shape: tuple[int, ...],
+) -> None:
+    """Add the tokens of a batch; those that no noise brings into a band count as zero."""
+    scales, draws = how
+    gaps = one.gaps
+    near = (gaps < (max(scales) + REACH) * sigma).nonzero().squeeze(1)
+    some = one.take(near)
+    hard = some.output(one.hard_width)
+    size = (*some.scores.shape, draws)
+    noises = torch.randn(size, generator=source, dtype=torch.float64) * sigma / math.sqrt(2)
+
+    def add(kept: SequenceSums, squares: Squares) -> None:
+        kept.add(torch.zeros_like(gaps).index_copy(0, near, squares).view(shape))
+
+    sums.size.add(one.rows.output.double().square().sum(dim=1).view(shape))
+    sums.jumps.add(_weighted_jumps(one, sums.width)[:, 0].view(shape))
+    add(sums.hard, _change(some, one.hard_width, hard, noises))
+    for scale in scales:
+        smooth = some.output(scale * sigma)
+        add(sums.moved[scale], (smooth - hard).square().sum(dim=1))
+        add(sums.left[scale], _change(some, scale * sigma, smooth, noises))
+        add(sums.inside[scale], (gaps[near] < scale * sigma).double())
+
+
+def _change(one: _Seen, width: float, clean: Tensor, noises: Tensor) -> Squares:
+    """Mean over draws of ‖y(c + n) - y(c)‖²."""
+    found = [
+        (one.output(width, noise) - clean).square().sum(dim=1) for noise in noises.unbind(dim=-1)
+    ]
+    return torch.stack(found).mean(dim=0)
+
+
+def _law(name: str, tie: _Tie, sums: _Sums, scales: Sequence[float]) -> LayerLaw:
+    size = sums.size.mean().value or 1.0
+    hard = _over(sums.hard.mean(), size)
+    points = tuple(_point(tie, sums, scale, size, hard.value or 0.0) for scale in scales)
+    predicted = hard_sensitivity(*tie.arguments)
+    return LayerLaw(name, *tie.arguments, tie.slope, hard, predicted, points)
+
+
+def _point(tie: _Tie, sums: _Sums, scale: float, size: float, hard: float) -> LawPoint:
+    moved, left = (_over(kept[scale].mean(), size) for kept in (sums.moved, sums.left))
+    width = scale * tie.sigma
+    cost = projected_cost(*tie.arguments, width, tie.slope)
+    return LawPoint(
+        scale,
+        width,
+        sums.inside[scale].mean().value or 0.0,
+        moved,
+        cost.moved,
+        left,
+        cost.sensitivity,
+        hard / left.value if left.value else None,
+        _above_frontier(sums, scale, tie.sigma),
+    )
+
+
+def _above_frontier(sums: _Sums, scale: float, sigma: float) -> Estimate:
+    """D over the least for this S, with a standard error from leaving out groups of sequences.
+
+    S_hard is f J² σ √(2/π) with f J² of the same text: many more tokens tell it than those that
+    flip.
+    """
+    columns = (sums.moved[scale], sums.left[scale], sums.jumps)
+    kept = torch.stack([torch.cat(one.sums) for one in columns])
+    whole = _over_least(kept.sum(dim=1), sigma)
+    groups = torch.arange(kept.shape[1]) % min(GROUPS, kept.shape[1])
+    count = int(groups.max()) + 1
+    if whole is None or count < 2:
+        return Estimate(whole, None, "ok" if whole is not None else "not answerable: no flips seen")
+    parts = [_over_least(kept[:, groups != group].sum(dim=1), sigma) for group in range(count)]
+    known = torch.tensor([part for part in parts if part is not None], dtype=torch.float64)
+    if len(known) < count:  # without some sequences nothing is left: too few to tell an error
+        return Estimate(whole, None)
+    return Estimate(whole, ((count - 1) * known.var(correction=0)).sqrt().item())
+
+
+def _over_least(sums: Float[Tensor, "3"], sigma: float) -> float | None:
+    """D / (least_moved(S_hard / S) S_hard); None where S is not below that of top-k."""
+    moved, left, jumps = sums.tolist()
+    hard = hard_sensitivity(max(jumps, 0.0), 1.0, sigma)
+    if not 0 < left < hard:
+        return None
+    return moved / (least_moved(hard / left) * hard)
+
+
+def _over(estimate: Estimate, size: float) -> Estimate:
+    return estimate.times(1 / size)

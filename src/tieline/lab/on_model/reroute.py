@@ -1,0 +1,401 @@
+"""Rerouting a model: another router in place of its own, fitted to its choices (paper 2).
+
+    done = reroute("org/model", router="perturbed")
+    done.metrics["kept"], done.loss_change
+    done.save("rerouted")
+
+A copy gets the new router in every layer, fitted on the first tokens of the text to what the old
+one chose, and is compared with the original on the tokens that follow:
+
+    kept         share of a token's k experts that both choose, each model with its own inputs
+    loss         of the original, and the change, paired by token, clustered by sequence
+    moved        KL of the new predictions to the old ones
+    flip@bf16    share of tokens that change experts if the scores are rounded, before and after
+    at zero      max |z(δx̂) − z(0)| for δ = 1e-6: how far scores jump at the zero vector
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from tieline.analysis.sources import (
+    DEMO,
+    ModelSource,
+    Text,
+    as_model,
+    as_text,
+    default_length,
+    save_model,
+)
+from tieline.analysis.text import tokenise
+from tieline.core.errors import ParameterError, require
+from tieline.core.numerics import one_thread
+from tieline.core.records import Result
+from tieline.core.statistics import Estimate, SequenceSums, kl_divergence, next_token_losses
+from tieline.lab.on_model.rerouted_model import FEATURE, ROUTER, reroute_
+from tieline.lab.on_model.router_fit import RouterFit, Watched, fit_router, is_softmax, watch
+from tieline.measure.measures import LayerMeasures, measure
+from tieline.models.capture import capture
+from tieline.models.changes import changes_of
+from tieline.models.families import chosen_routers
+from tieline.models.loading import LoadedModel
+from tieline.models.running import batches, forward, only_running
+from tieline.models.smooth_router import LayerPlan, layer_plan
+from tieline.routing.routers import Router
+from tieline.trace.record import RoutingTrace
+
+Progress = Callable[[str, int, int], None]
+
+KINDS: dict[str, str] = {
+    "cosine": "cosine",
+    "perturbed": "cosine",
+    "linear": "linear",
+    "quadratic": "quadratic",
+}
+"""The class of each router, by its key in `routing.layer.ROUTERS`."""
+
+NEAR_ZERO = 1e-6
+"""Norm of the tokens whose scores are compared with those of the zero vector."""
+
+
+@dataclass(frozen=True)
+class ReroutedLayer:
+    """One layer before and after.
+
+    Attributes:
+        name: name of its router.
+        fit: how well the new router follows the old one on the text that it was fitted to.
+        kept: share of a token's experts that both choose.
+        gap_before: median gap of the old scores.
+        gap_after: median gap of the new ones.
+        flips_before: share of tokens that change experts if bf16 rounds the scores; None unknown.
+        flips_after: the same of the new router.
+        at_zero: largest jump of a new score at the zero vector.
+    """
+
+    name: str
+    fit: RouterFit
+    kept: Estimate
+    gap_before: float | None
+    gap_after: float | None
+    flips_before: float | None
+    flips_after: float | None
+    at_zero: float
+
+
+@dataclass(frozen=True, repr=False)
+class Rerouted(Result):
+    """A model with another router, beside the original.
+
+    Attributes:
+        model: name of the model.
+        router: "cosine", "perturbed", "linear" or "quadratic".
+        options: arguments of the new routers that all layers share.
+        layers: one record per router.
+        kept: share of experts that both models choose, over all layers.
+        loss: mean loss of the original, nats per token.
+        loss_change: loss of the rerouted model minus that.
+        moved: KL of the new predictions to the old ones, nats per token.
+        tokens: tokens that were measured.
+        sequences: sequences that they are in, the clusters of the standard errors.
+        fit_tokens: tokens that the routers were fitted to.
+        provenance: texts and seed.
+        rerouted: the model itself; not part of the JSON.
+        tokenizer: its tokenizer; not part of the JSON.
+    """
+
+    format: ClassVar[str] = "tieline-reroute"
+
+    model: str
+    router: str
+    options: dict[str, object]
+    layers: tuple[ReroutedLayer, ...]
+    kept: Estimate
+    loss: Estimate
+    loss_change: Estimate
+    moved: Estimate
+    tokens: int
+    sequences: int
+    fit_tokens: int
+    provenance: dict[str, object]
+    rerouted: Any = field(default=None, metadata={"json": False}, compare=False)
+    tokenizer: Any = field(default=None, metadata={"json": False}, compare=False)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Named numbers: "kept", "loss", "loss_change", "moved", "at_zero", ...."""
+        named = {"kept": self.kept, "loss": self.loss, "loss_change": self.loss_change}
+        found = {name: one.value for name, one in (named | {"moved": self.moved}).items()}
+        found["kept:worst"] = min((one.kept.value or 0.0 for one in self.layers), default=None)
+        found["at_zero"] = max((one.at_zero for one in self.layers), default=None)
+        return {name: value for name, value in found.items() if value is not None}
+
+    def save(self, folder: str | Path) -> None:
+        """Save the rerouted model, its tokenizer and this result in a new folder."""
+        save_model(folder, self.rerouted, self.tokenizer, tieline_reroute=self.to_json())
+
+
+def reroute(
+    source: ModelSource = DEMO,
+    *,
+    router: str = "perturbed",
+    fit: Text = None,
+    text: Text = None,
+    fit_tokens: int = 8192,
+    tokens: int = 8192,
+    steps: int | None = None,
+    temperature: float | None = None,
+    tau: tuple[float, float] | None = None,
+    rank: int | None = None,
+    batch_size: int = 8,
+    seed: int = 0,
+    device: str = "cpu",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+) -> Rerouted:
+    """Make a copy of a model with another router, fitted to the choices of its own.
+
+    Args:
+        source: a hub id, a folder, "demo" for the model in the box, or `(model, tokenizer)`.
+        router: "cosine" (paper 2, eq. 2), "perturbed" (eq. 7), "linear" or "quadratic" (paper 4).
+        fit: text to fit to, a str or the Path of a file; by default the first tokens of `text`.
+        text: text to measure on; by default what follows in `fit`, or the text in the box.
+        fit_tokens: tokens to fit to.
+        tokens: tokens to measure on.
+        steps: steps of the fit; by default as many as are needed to keep the choices.
+        temperature: of cosine routers; by default fitted, layer by layer.
+        tau: (τ1, τ2) of perturbed cosine routers, by default (0.1, 0.1).
+        rank: of the matrices of quadratic routers, by default 8.
+        batch_size: sequences per forward pass.
+        seed: seed of the new routers and of the order of tokens in the fit.
+        device: where to load a named model, in float32.
+        revision: its branch, tag or commit on the hub.
+        trust_remote_code: whether code that comes with it may run.
+        progress: called with stage, done and total while the work goes on.
+    """
+    options = router_options(router, temperature, tau, rank)
+    options_of_model = {"device": device, "revision": revision}
+    loaded = as_model(
+        source,
+        "reroute takes",
+        dtype="fp32",
+        trust_remote_code=trust_remote_code,
+        **options_of_model,
+    )
+    refuse_rerouted(loaded.model)
+    parts = _parts(loaded, fit, text, fit_tokens, tokens)
+    fitted, measured = (list(batches(part, batch_size)) for part in (parts.fit, parts.measured))
+    plans = [layer_plan(name, one) for name, one in chosen_routers(loaded.model, None).items()]
+    changed, fits, seen = _changed(
+        loaded.model, plans, fitted, router, options, (steps, temperature, seed), progress
+    )
+    sides = _compare(loaded.model, changed, measured, progress)
+    return Rerouted(
+        model=loaded.name or type(loaded.model).__name__,
+        router=router,
+        options=options,
+        layers=_layers(plans, fits, seen, changed, sides),
+        kept=sides.kept_overall(),
+        loss=sides.loss.mean(),
+        loss_change=sides.change.mean(),
+        moved=sides.moved.mean(),
+        tokens=sum(ids.numel() for ids in measured),
+        sequences=sum(len(ids) for ids in measured),
+        fit_tokens=sum(ids.numel() for ids in fitted),
+        provenance={"fit": parts.origins[0], "text": parts.origins[1], "seed": seed},
+        rerouted=changed,
+        tokenizer=loaded.tokenizer,
+    )
+
+
+def router_options(
+    router: str,
+    temperature: float | None,
+    tau: tuple[float, float] | None,
+    rank: int | None,
+) -> dict[str, object]:
+    """Arguments that all new routers share; refuses those of a router of another kind."""
+    require(router in KINDS, f"{router=} is not one of {list(KINDS)}")
+    kind = KINDS[router]
+    wrong = {
+        "temperature": temperature is not None and kind != "cosine",
+        "tau": tau is not None and router != "perturbed",
+        "rank": rank is not None and kind != "quadratic",
+    }
+    for name, is_wrong in wrong.items():
+        require(not is_wrong, f"{name} is an option of another router than {router!r}")
+    if router == "perturbed":
+        return {"tau": tau or (0.1, 0.1)}
+    return {"rank": rank or 8} if kind == "quadratic" else {}
+
+
+def refuse_rerouted(model: nn.Module) -> None:
+    """Refuse a model whose routers were replaced already: its own choices are no longer there."""
+    before = changes_of(getattr(model, "config", None)).get(FEATURE)
+    if before is not None:
+        kind = before.get("router") or before.get("gate")
+        raise ParameterError(
+            f"the model was rerouted already (to {kind!r}): reroute the model that it was made of"
+        )
+
+
+class _Parts(NamedTuple):
+    """Sequences to fit to and to measure on, and where they are from."""
+
+    fit: list[Tensor]
+    measured: list[Tensor]
+    origins: tuple[str, str]
+
+
+def _parts(loaded: LoadedModel, fit: Text, text: Text, fit_tokens: int, tokens: int) -> _Parts:
+    length = min(default_length(loaded.model), fit_tokens, tokens)
+    if fit is not None and text is not None:
+        (own, origin), (other, second) = as_text(fit), as_text(text)
+        first = tokenise(loaded.tokenizer, own, fit_tokens, length).sequences
+        rest = tokenise(loaded.tokenizer, other, tokens, length).sequences
+    else:
+        words, origin = as_text(text if fit is None else fit)
+        second, count = origin, -(-fit_tokens // length)
+        found = tokenise(loaded.tokenizer, words, fit_tokens + tokens, length).sequences
+        first, rest = found[:count], found[count:]
+    measured = [one for one in rest if len(one) > 1]
+    require(
+        bool(first) and bool(measured),
+        f"the text is too short to fit to {fit_tokens} of its tokens and to measure on others",
+    )
+    return _Parts(list(first), measured, (origin, second))
+
+
+def _changed(
+    model: nn.Module,
+    plans: list[LayerPlan],
+    fitted: list[Tensor],
+    router: str,
+    options: dict[str, object],
+    how: tuple[int | None, float | None, int],
+    progress: Progress | None,
+) -> tuple[nn.Module, dict[str, RouterFit], dict[str, Watched]]:
+    """A copy with fitted routers, how well they fit, and what they were fitted to."""
+    steps, temperature, seed = how
+    changed = copy.deepcopy(model)
+    seen = watch(model, plans, fitted, progress)
+    record = reroute_(changed, router=KINDS[router], router_options=options, seed=seed)
+    fits = {}
+    for place, plan in enumerate(plans):
+        new: Any = changed.get_submodule(f"{plan.name}.{ROUTER}")
+        softmax = is_softmax(plan)
+        fits[plan.name] = fit_router(
+            new, seen[plan.name], softmax=softmax, steps=steps, seed=seed, temperature=temperature
+        )
+        if progress is not None:
+            progress("fit", place + 1, len(plans))
+    record.remember(changed, _by_layer(fits))
+    return changed, fits, seen
+
+
+def _by_layer(fits: dict[str, RouterFit]) -> dict[str, dict[str, float]]:
+    """Options of single layers: the fitted temperatures."""
+    found = {name: fit.temperature for name, fit in fits.items()}
+    return {name: {"temperature": value} for name, value in found.items() if value is not None}
+
+
+@dataclass
+class _Sides:
+    """Both models on the same tokens."""
+
+    before: RoutingTrace
+    after: RoutingTrace
+    shape: list[tuple[int, int]]
+    loss: SequenceSums
+    change: SequenceSums
+    moved: SequenceSums
+
+    def kept(self, place: int) -> SequenceSums:
+        """Share of experts that both choose, for the tokens of a layer."""
+        old, new = (
+            trace.layers[place].experts[:, : trace.layers[place].facts.k].long()
+            for trace in (self.before, self.after)
+        )
+        same = (old.unsqueeze(2) == new.unsqueeze(1)).any(dim=2).double().mean(dim=1)
+        sums, start = SequenceSums(), 0
+        for rows, length in self.shape:
+            sums.add(same[start : start + rows * length].view(rows, length))
+            start += rows * length
+        return sums
+
+    def kept_overall(self) -> Estimate:
+        """The same over all layers."""
+        first, *others = (self.kept(place) for place in range(len(self.before.layers)))
+        return first.joined(*others).mean()
+
+
+def _compare(
+    model: nn.Module, changed: nn.Module, measured: list[Tensor], progress: Progress | None
+) -> _Sides:
+    sums = [SequenceSums() for _ in range(3)]
+    with (
+        only_running(model),
+        only_running(changed),
+        capture(model) as old,
+        capture(changed) as new,
+    ):
+        for number, ids in enumerate(measured):
+            before, after = (forward(one, ids).logits for one in (model, changed))
+            own = next_token_losses(before, ids)
+            found = (own, next_token_losses(after, ids) - own, kl_divergence(before, after))
+            for one, values in zip(sums, found, strict=True):
+                one.add(values)
+            if progress is not None:
+                progress("compare", number + 1, len(measured))
+    shape = [(ids.shape[0], ids.shape[1]) for ids in measured]
+    return _Sides(old.trace(), new.trace(), shape, *sums)
+
+
+def _layers(
+    plans: list[LayerPlan],
+    fits: dict[str, RouterFit],
+    seen: dict[str, Watched],
+    changed: nn.Module,
+    sides: _Sides,
+) -> tuple[ReroutedLayer, ...]:
+    names = [layer.name for layer in sides.before.layers]
+    with one_thread():
+        measures = [measure(trace).layers for trace in (sides.before, sides.after)]
+    found = []
+    for plan in plans:
+        place = names.index(plan.name)
+        gaps = [trace.layers[place].gap.median().item() for trace in (sides.before, sides.after)]
+        flips = [_flips(layers[place]) for layers in measures]
+        new: Any = changed.get_submodule(f"{plan.name}.{ROUTER}")
+        zero = jump_at_zero(new, seen[plan.name].inputs)
+        kept = sides.kept(place).mean()
+        numbers = (gaps[0], gaps[1], flips[0], flips[1], zero)
+        found.append(ReroutedLayer(plan.name, fits[plan.name], kept, *numbers))
+    return tuple(found)
+
+
+def _flips(layer: LayerMeasures) -> float | None:
+    """Share of tokens that bf16 flips; None where it is not known."""
+    rates = {one.precision: one.flip for one in layer.precision.value or ()}
+    return rates["bf16"].value if "bf16" in rates else None
+
+
+@torch.no_grad()
+def jump_at_zero(router: Router, inputs: Float[Tensor, "tokens width"]) -> float:
+    """Largest |z(δ x̂) − z(0)| over tokens, δ = `NEAR_ZERO`: about 0 if scores are continuous there.
+
+    A plain cosine router keeps the direction of ever smaller tokens and is 0 at the zero vector;
+    with τ2 > 0 its scores are at most δ / (τ2 t) (paper 2, eq. 7).
+    """
+    wide = copy.deepcopy(router).double().cpu()
+    directions = inputs[:1024].double()
+    directions = directions / directions.norm(dim=1, keepdim=True).clamp(min=1e-30)
+    near, at = wide(NEAR_ZERO * directions), wide(torch.zeros_like(directions[:1]))
+    return (near - at).abs().max().item()

@@ -1,0 +1,424 @@
+"""Another router or another gate on the Mixture of Experts of a transformers model, in place.
+
+    record = reroute_(model, router="perturbed_cosine")       # new scores, the family's own choice
+    record = reroute_(model, gate="relu")                     # its own scores, another choice
+    record.undo()                                             # or unreroute_(model)
+
+    scores    from the new router, applied to the tokens of the block; else the router's own
+    choice    by the gate; else by the family's rule (scoring, bias, groups, scale) on those scores
+
+The interface (logits, weights, indices) stays. A gate that uses a varying number of experts returns
+as many columns as the batch needs and skips unused slots. The new modules are children of the
+router, `tieline_router` and `tieline_gate`, so they are trained, moved and saved with it. The
+router's subclass has a name and a family record of its own: without a linear router no distance to
+a tie is computed, and with another gate capture and smoothing refuse by name.
+"""
+
+import functools
+import json
+import weakref
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tieline.core.errors import ParameterError, UnsupportedModelError, require
+from tieline.core.ranking import group_scores, stable_topk, topk_mask
+from tieline.models.changes import (
+    Call,
+    Restorer,
+    forget_change,
+    record_change,
+    refuse_quantised,
+    register_restorer,
+    restore_class,
+)
+from tieline.models.emulate import logits_matrix
+from tieline.models.families import (
+    FAMILIES,
+    HANDLER,
+    RouterFamily,
+    chosen_routers,
+    family_of,
+    find_routers,
+)
+from tieline.models.router_call import (
+    FLAG,
+    Choice,
+    SkipRule,
+    experts_of,
+    handled_class,
+    skip_rule,
+    to_slots,
+    with_choice,
+)
+from tieline.models.selection import at_least_single, select
+from tieline.models.smooth_router import LayerPlan, column_weights, family_scale, layer_plan
+from tieline.routing.gates import Gate, Law, SelectiveGate
+from tieline.routing.layer import GATES, ROUTERS
+from tieline.routing.routers import CosineRouter, LinearRouter, QuadraticRouter, Router
+
+ROUTER, GATE, REROUTER = "tieline_router", "tieline_gate", "tieline_rerouter"
+
+
+@dataclass(frozen=True)
+class Rerouter:
+    """How one router is rerouted.
+
+    Attributes:
+        family: the record of its family.
+        k: experts that the family's rule chooses.
+        skip: how its experts pass over a slot.
+    """
+
+    family: RouterFamily
+    k: int
+    skip: SkipRule
+
+    def __call__(self, router: nn.Module, call: Call, output: Any) -> tuple[Any, ...]:
+        """Return the output with other scores, weights and experts, in its own form and types."""
+        scores = self._scores(router, call, output)
+        shown = scores.softmax(dim=-1) if self.family.probabilities else scores
+        gate = getattr(router, GATE, None)
+        if gate is None:
+            choice = family_choice(self.family, router, shown, call, self.k)
+        else:
+            weights, scale = gate(scores), family_scale(self.family, router)
+            choice = to_slots(weights if scale is None else weights * scale, self.skip)
+        logits = shown.to(output[0]).view_as(output[0])
+        return with_choice("topk", (logits, *output[1:]), choice.weights, choice.ids)
+
+    def _scores(self, router: nn.Module, call: Call, output: Any) -> Tensor:
+        """Scores (T, E); the logarithm of probabilities, which are logits up to a shift."""
+        new = getattr(router, ROUTER, None)
+        if new is None:
+            own = output[0].reshape(-1, output[0].shape[-1])
+            return own.log() if self.family.probabilities else own
+        args, named = call
+        tokens = args[0] if args else named["hidden_states"]
+        return new(tokens.reshape(-1, tokens.shape[-1]))
+
+
+def family_choice(
+    family: RouterFamily, router: nn.Module, scores: Tensor, call: Call, k: int
+) -> Choice:
+    """Return the weights and experts that the family's own rule gives for these scores."""
+    selection = select(family, router, scores, call)
+    ranked, limit = at_least_single(selection.scores).detach(), selection.limit
+    if limit is not None:
+        kept = topk_mask(group_scores(ranked, limit.n_groups, limit.score), limit.k_groups)
+        inside = kept.repeat_interleave(ranked.shape[1] // limit.n_groups, dim=1)
+        ranked = ranked.masked_fill(~inside, limit.fill)
+    ids = stable_topk(ranked, k).indices
+    share = torch.ones(ids.shape, dtype=ranked.dtype, device=ranked.device)
+    return Choice(column_weights(family, router, scores, ids, share), ids)
+
+
+def attach_rerouter(
+    router: nn.Module, how: Rerouter, new: nn.Module | None, gate: nn.Module | None
+) -> None:
+    """Let `router` score by `new` and choose by `gate`; None keeps its own way."""
+    linear = new is None or isinstance(new, LinearRouter)
+    for name, module in ((ROUTER, new), (GATE, gate)):
+        if module is not None:
+            router.add_module(name, module.train(router.training))
+    setattr(router, REROUTER, how)
+    router.__class__ = _rerouted_class(type(router), how.family, new is None, linear, gate is None)
+
+
+def detach_rerouter(router: nn.Module) -> None:
+    """Undo `attach_rerouter`."""
+    restore_class(router)
+    delattr(router, REROUTER)
+    for name in (ROUTER, GATE):
+        if name in router._modules:
+            delattr(router, name)
+
+
+def rerouter_of(module: nn.Module) -> Rerouter | None:
+    """Return how a router is rerouted; None if it is not."""
+    return module.__dict__.get(REROUTER)
+
+
+@functools.cache
+def _rerouted_class(
+    cls: type[nn.Module], family: RouterFamily, own: bool, linear: bool, own_gate: bool
+) -> type[nn.Module]:
+    kind = ("Own" if own else "Linear" if linear else "Other") + ("" if own_gate else "Gated")
+    name = f"{cls.__name__}Rerouted{kind}"
+    matrix = family.weight if own else f"{ROUTER}.weight" if linear else None
+    reason = None if own_gate else "its gate was replaced by one that is no top-k of its scores"
+    FAMILIES[name] = replace(family, routers=(name,), weight=matrix, refused=reason)
+    return handled_class(cls, "forward", REROUTER, name)
+
+
+@torch.no_grad()
+def start_from(new: Router, router: nn.Module) -> None:
+    """Start a new router from the matrix W and bias of the old one, as far as its form allows.
+
+    A linear router, and a quadratic one with A = 0, then score as the old one; a cosine router
+    compares directions with the rows of W.
+    """
+    matrix, bias = logits_matrix(router), getattr(router, "bias", None)
+    if matrix is None or tuple(matrix.shape) != (new.n_experts, new.d_model):
+        return
+    if isinstance(new, LinearRouter):
+        new.weight.copy_(matrix)
+        if new.bias is not None and isinstance(bias, Tensor):
+            new.bias.copy_(bias)
+    elif isinstance(new, QuadraticRouter) and new.linear is not None:
+        new.left.zero_()
+        new.linear.copy_(matrix)
+        if isinstance(bias, Tensor):
+            new.constant.copy_(bias)
+    elif isinstance(new, CosineRouter) and new.projection is None:
+        new.weight.copy_(matrix)
+
+
+def input_dim(router: nn.Module, family: RouterFamily, model: nn.Module) -> int:
+    """Return the dimension of a router's input."""
+    matrix = logits_matrix(router) if family.weight is not None else None
+    if matrix is not None:
+        return matrix.shape[1]
+    config: Any = getattr(model, "config", None)
+    return int(attrgetter("hidden_size")(config.get_text_config()))
+
+
+FEATURE, BEFORE = "reroute", "tieline_flag_before"
+PERTURBED = {"tau": (0.1, 0.1)}
+SHORT = {"perturbed_cosine": ("cosine", PERTURBED)}
+"""Names for a router with settings."""
+
+OWN_FORM = {
+    "inkling": "its weights are divided by a sum with those of the shared experts",
+    "phimoe": "its weights are those of sparsemixer",
+}
+"""Families of the usual layout whose weights do not follow from a gate's weights."""
+
+
+@dataclass(frozen=True)
+class Rerouting:
+    """What `reroute_` did; `undo` takes it back.
+
+    Attributes:
+        layers: names of the routers.
+        router: name of the new router; None for the model's own.
+        gate: name of the new gate; None for the family's own rule.
+        router_options: further arguments of the router.
+        gate_options: further arguments of the gate.
+        layer_options: those of the router that differ between layers, by name of the layer.
+    """
+
+    layers: tuple[str, ...]
+    router: str | None
+    gate: str | None
+    router_options: Mapping[str, Any]
+    gate_options: Mapping[str, Any]
+    layer_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    _model: Any = field(default=None, repr=False, compare=False)
+
+    def undo(self) -> None:
+        """Undo the rerouting."""
+        model = None if self._model is None else self._model()
+        require(model is not None, "the model is gone: there is nothing to undo")
+        assert model is not None
+        unreroute_(model)
+
+    def remember(self, model: nn.Module, by_layer: Mapping[str, Mapping[str, Any]]) -> "Rerouting":
+        """Record options that were found after the routers were made, so that they are saved."""
+        record = replace(self, layer_options=dict(by_layer))
+        record_change(model, FEATURE, record.facts())
+        return record
+
+    def facts(self) -> dict[str, Any]:
+        """Return JSON values for the configuration."""
+        return {
+            "layers": list(self.layers),
+            "router": self.router,
+            "gate": self.gate,
+            "router_options": dict(self.router_options),
+            "gate_options": dict(self.gate_options),
+            "layer_options": {name: dict(one) for name, one in self.layer_options.items()},
+        }
+
+
+def reroute_(
+    model: nn.Module,
+    *,
+    router: str | None = None,
+    gate: str | None = None,
+    layers: Collection[str] | None = None,
+    router_options: Mapping[str, Any] | None = None,
+    gate_options: Mapping[str, Any] | None = None,
+    layer_options: Mapping[str, Mapping[str, Any]] | None = None,
+    keep_start: bool = True,
+    seed: int = 0,
+) -> Rerouting:
+    """Replace the scores or the choice of a model's routers; changes nothing if it raises.
+
+    Args:
+        model: a Mixture-of-Experts model of transformers.
+        router: a key of `routing.layer.ROUTERS`, or "perturbed_cosine" (τ = 0.1, 0.1).
+        gate: a key of `routing.layer.GATES`; those that take k get the model's.
+        layers: names of routers; None for all.
+        router_options: further arguments of the router, such as `{"temperature": 0.07}`.
+        gate_options: further arguments of the gate, such as `{"epsilon": 0.2}`.
+        layer_options: arguments of the router that differ between layers, by name of the layer.
+        keep_start: start from the old router's matrix as far as the form allows, so that a linear
+            or full quadratic router scores as before; otherwise start at random.
+        seed: seed of the new routers.
+    """
+    record = _checked(router, gate, router_options or {}, gate_options or {}, layer_options or {})
+    plans = _plans(model, layers)
+    strange = sorted(set(record.layer_options) - {plan.name for plan in plans})
+    require(not strange, f"options of layers that are not rerouted: {strange}")
+    refuse_quantised(model, FEATURE)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        made = [_modules(model, plan, record) for plan in plans]
+    if keep_start:
+        for plan, (new, _) in zip(plans, made, strict=True):
+            if new is not None:
+                start_from(new, plan.router)
+    record = replace(record, layers=tuple(plan.name for plan in plans))
+    record_change(model, FEATURE, record.facts())
+    for plan, (new, chooser) in zip(plans, made, strict=True):
+        _put_on(model, plan, new, chooser)
+    return replace(record, _model=weakref.ref(model))
+
+
+def unreroute_(model: nn.Module) -> None:
+    """Undo `reroute_` on every router of the model."""
+    names = [name for name, module in model.named_modules() if rerouter_of(module) is not None]
+    require(bool(names), f"{type(model).__name__} is not rerouted: there is nothing to undo")
+    for name in names:
+        router, experts = model.get_submodule(name), experts_of(model, name)
+        require(
+            not hasattr(router, HANDLER),
+            f"layer {name!r} was smoothed after it was rerouted: call `unsmooth_` first",
+        )
+        detach_rerouter(router)
+        if experts is not None and hasattr(experts, BEFORE):
+            setattr(experts, FLAG, getattr(experts, BEFORE))
+            delattr(experts, BEFORE)
+    forget_change(model, FEATURE)
+
+
+def _checked(
+    router: str | None,
+    gate: str | None,
+    for_router: Mapping[str, Any],
+    for_gate: Mapping[str, Any],
+    by_layer: Mapping[str, Mapping[str, Any]],
+) -> Rerouting:
+    known = sorted({*ROUTERS, *SHORT})
+    require(router is None or router in known, f"{router=} is not one of {known}")
+    require(gate is None or gate in GATES, f"{gate=} is not one of {sorted(GATES)}")
+    require(router is not None or gate is not None, "give a router, a gate, or both")
+    given = {**for_router, **by_layer}
+    require(router is not None or not given, f"options without a router: {given}")
+    require(gate is not None or not for_gate, f"options without a gate: {dict(for_gate)}")
+    if router in SHORT:
+        router, settings = SHORT[router]
+        for_router = {**settings, **for_router}
+    for options in (for_router, for_gate, *by_layer.values()):
+        try:
+            json.dumps(dict(options))
+        except TypeError as problem:
+            raise ParameterError(f"options must be plain numbers and words: {problem}") from problem
+    return Rerouting((), router, gate, dict(for_router), dict(for_gate), dict(by_layer))
+
+
+def _plans(model: nn.Module, layers: Collection[str] | None) -> list[LayerPlan]:
+    """The routers to change; refuses those changed already and outputs of other layouts."""
+    plans = []
+    for name, router in chosen_routers(model, layers).items():
+        family = family_of(router)
+        assert family is not None
+        if rerouter_of(router) is not None:
+            raise ParameterError(f"layer {name!r} is rerouted already: call `unreroute_` first")
+        reason = OWN_FORM.get(family.name)
+        if family.layout != "topk":
+            reason = f"its output has the layout {family.layout!r}"
+        if family.skip_class:
+            reason = "one of its classes skips all experts"
+        if reason is not None:
+            raise UnsupportedModelError(
+                f"layer {name!r} of family {family.name!r} cannot be rerouted: {reason}"
+            )
+        plans.append(layer_plan(name, router))
+    return plans
+
+
+def _modules(
+    model: nn.Module, plan: LayerPlan, record: Rerouting
+) -> tuple[Router | None, Gate | None]:
+    """The new router and the new gate of a layer, on its device and in its dtype."""
+    like = next(plan.router.parameters(), None)
+    new = chooser = None
+    try:
+        if record.router is not None:
+            dim = input_dim(plan.router, plan.family, model)
+            new = ROUTERS[record.router](dim, plan.n_experts, **_options(record, plan))
+        if record.gate is not None:
+            kind = GATES[record.gate]
+            takes_k = issubclass(kind, SelectiveGate) or record.gate == "expert_choice"
+            choice = {"k": plan.k} if takes_k else {}
+            chooser = kind(**choice, **record.gate_options)
+    except TypeError as problem:
+        raise ParameterError(f"options that do not fit: {problem}") from problem
+    require(
+        new is not None
+        or not plan.family.probabilities
+        or (chooser is not None and Law.SHIFT_INVARIANT in chooser.laws),
+        f"layer {plan.name!r} of family {plan.family.name!r} tells probabilities, not logits: the "
+        f"gate {record.gate!r} needs a new router as well",
+        UnsupportedModelError,
+    )
+    return _like(new, like), _like(chooser, like)
+
+
+def _options(record: Rerouting, plan: LayerPlan) -> dict[str, Any]:
+    """Arguments of the new router, with a bias if the old one has one; JSON has no tuples."""
+    options = {**record.router_options, **record.layer_options.get(plan.name, {})}
+    given = {key: tuple(v) if isinstance(v, list) else v for key, v in options.items()}
+    biased = isinstance(getattr(plan.router, "bias", None), nn.Parameter)
+    return {"bias": True} | given if record.router == "linear" and biased else given
+
+
+def _like(module: Any, like: nn.Parameter | None) -> Any:
+    if module is None or like is None:
+        return module
+    return module if like.is_meta else module.to(like.device, like.dtype)
+
+
+def _put_on(
+    model: nn.Module, plan: LayerPlan, new: nn.Module | None, gate: nn.Module | None
+) -> None:
+    experts = experts_of(model, plan.name)
+    skip = skip_rule(plan.family.name, experts, plan.n_experts)
+    if experts is not None and hasattr(experts, FLAG):
+        setattr(experts, BEFORE, getattr(experts, FLAG))
+        setattr(experts, FLAG, True)
+    attach_rerouter(plan.router, Rerouter(plan.family, plan.k, skip), new, gate)
+
+
+def _restore(model: nn.Module, facts: dict[str, Any]) -> None:
+    """Put new routers without values on the routers that a checkpoint names."""
+    by_layer = facts.get("layer_options", {})
+    tables = [facts.get("router_options"), facts.get("gate_options"), by_layer]
+    fits = isinstance(facts.get("layers"), list) and all(isinstance(x, dict) for x in tables)
+    fits = fits and all(isinstance(one, dict) for one in by_layer.values())
+    require(fits, f"the checkpoint's rerouting is malformed: {facts}", UnsupportedModelError)
+    options = facts["router_options"], facts["gate_options"], by_layer
+    record = _checked(facts.get("router"), facts.get("gate"), *options)
+    unknown = sorted(set(facts["layers"]) - set(find_routers(model)))
+    require(not unknown, f"the checkpoint reroutes {unknown}, which the model does not have")
+    for plan in _plans(model, facts["layers"]):
+        _put_on(model, plan, *_modules(model, plan, record))
+
+
+register_restorer(FEATURE, Restorer(before=_restore))

@@ -1,0 +1,283 @@
+"""Fitting a new router to the choices of the old one, on the tokens that the model really routes.
+
+    watched = watch(model, plans, batches)          inputs x (T, D) and logits z (T, E) by router
+    fit = fit_router(new, watched[name], ...)       minimise over the new router's parameters
+
+    softmax families     mean KL(softmax(z) ‖ softmax(z'))        z' the new router's scores
+    sigmoid families     mean Σ_e KL of Bernoulli(σ(z_e)) and Bernoulli(σ(z'_e))
+
+Both are lowest where the new weights are the old ones, so that a token keeps its experts and their
+shares. A cosine router starts at an exact form if it can: softmax does not change if one vector c
+is subtracted from all rows of W, and with c the centre of the sphere through these rows all
+‖w_e − c‖ are one radius r; for tokens of one norm
+
+    (w_e − c)·x = r ‖x‖ cos(w_e − c, x),
+
+which is a cosine router of temperature 1/(r ‖x‖) (paper 2, eq. 2). It ranks the experts of every
+token as the old router does, whatever the token's norm; only how even their weights are depends on
+the norm, which a cosine cannot see. Such a sphere exists where E <= D + 1 and the rows are in
+general position; then the temperature alone is fitted. Otherwise the rows are fitted with it.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from tieline.core.errors import ParameterError, require
+from tieline.models.changes import Call
+from tieline.models.emulate import logits_matrix
+from tieline.models.router_call import logits_in
+from tieline.models.selection import at_least_single
+from tieline.models.smooth_calibration import run_watched
+from tieline.models.smooth_router import LayerPlan
+from tieline.routing.routers import CosineRouter, Router
+
+Ids = Int[Tensor, "rows length"]
+Progress = Callable[[str, int, int], None]
+
+MOST_BYTES = 2 << 30
+"""Largest size of the router inputs that are kept for a fit."""
+
+BATCH = 2048
+"""Tokens of a step."""
+
+STEPS, STEPS_ALONE = 400, 60
+"""Steps of Adam for the rows, and for the temperature alone."""
+
+RATE = 0.02
+"""Learning rate of Adam, relative to the size of the parameters that it moves."""
+
+
+@dataclass(frozen=True)
+class Watched:
+    """What a router was given and returned.
+
+    Attributes:
+        inputs: tokens (T, D), float32.
+        logits: (T, E), float32; logarithms where the family returns probabilities.
+    """
+
+    inputs: Float[Tensor, "tokens width"]
+    logits: Float[Tensor, "tokens experts"]
+
+
+@dataclass(frozen=True)
+class RouterFit:
+    """How well a new router follows the old one on the text it was fitted to.
+
+    Attributes:
+        start: the loss before the fit, nats per token.
+        loss: the loss after it.
+        temperature: of a cosine router; None for others.
+        steps: steps of Adam in which the rows moved; 0 if they already ranked as the old ones.
+    """
+
+    start: float
+    loss: float
+    temperature: float | None
+    steps: int
+
+
+class _Watcher:
+    """A handler that keeps inputs and logits of a router and changes nothing."""
+
+    def __init__(self, plan: LayerPlan) -> None:
+        self._plan = plan
+        self._inputs: list[Tensor] = []
+        self._logits: list[Tensor] = []
+
+    def __call__(self, router: nn.Module, call: Call, output: Any) -> Any:
+        args, named = call
+        tokens = args[0] if args else named["hidden_states"]
+        logits = logits_in(self._plan.family.layout, args, output).detach()
+        logits = at_least_single(logits.reshape(-1, logits.shape[-1]))
+        if self._plan.family.probabilities:
+            logits = logits.clamp(min=torch.finfo(logits.dtype).tiny).log()
+        self._inputs.append(tokens.detach().reshape(-1, tokens.shape[-1]).float().cpu().clone())
+        self._logits.append(logits.float().cpu().clone())
+        return output
+
+    @property
+    def watched(self) -> Watched:
+        require(bool(self._inputs), f"layer {self._plan.name!r} did not run on the text")
+        return Watched(torch.cat(self._inputs), torch.cat(self._logits))
+
+
+def watch(
+    model: nn.Module,
+    plans: Sequence[LayerPlan],
+    batches: Sequence[Ids],
+    progress: Progress | None = None,
+    stage: str = "old choices",
+) -> dict[str, Watched]:
+    """Run the tokens once and return what every router was given and returned."""
+    width = max(
+        (m.shape[1] for p in plans if (m := logits_matrix(p.router)) is not None), default=0
+    )
+    size = 4 * len(plans) * width * sum(ids.numel() for ids in batches)
+    require(
+        size <= MOST_BYTES,
+        f"the inputs of {len(plans)} routers take {size / 2**30:.1f} GiB, at most "
+        f"{MOST_BYTES >> 30} are kept: fit on fewer tokens",
+        ParameterError,
+    )
+    kept = {plan.name: _Watcher(plan) for plan in plans}
+    run_watched(model, plans, kept, batches, progress, stage)
+    return {name: watcher.watched for name, watcher in kept.items()}
+
+
+def is_softmax(plan: LayerPlan) -> bool:
+    """Whether only differences of a router's logits count, as in a softmax."""
+    return plan.family.combine.startswith("softmax") and plan.units in ("logits", "softmax")
+
+
+def fit_router(
+    new: Router,
+    watched: Watched,
+    *,
+    softmax: bool = True,
+    steps: int | None = None,
+    seed: int = 0,
+    temperature: float | None = None,
+) -> RouterFit:
+    """Fit a router in place to what another one returned.
+
+    Args:
+        new: the router; a cosine router without a projection starts at the sphere of its rows.
+        watched: inputs and logits of the old router.
+        softmax: whether only differences of logits count; otherwise each expert has its sigmoid.
+        steps: steps of Adam, with a rate that falls to 0; None for `STEPS`, or for none where the
+            start already ranks the experts of all tokens as the old router.
+        seed: seed of the order of tokens.
+        temperature: of a cosine router; None to fit it.
+    """
+    require(steps is None or steps >= 0, f"steps must be at least 0, got {steps}")
+    cosine = new if isinstance(new, CosineRouter) else None
+    if cosine is not None:
+        start_cosine(cosine, watched.inputs, softmax, temperature)
+    before = _whole_loss(new, watched, softmax)
+    if steps is None:
+        steps = 0 if _ranks_alike(new, watched) else STEPS
+    free = cosine is not None and temperature is None
+    scale = nn.Parameter(torch.zeros(()))
+    if steps or free:
+        moved = list(new.parameters()) if steps else []
+        _descend(new, watched, softmax, steps or STEPS_ALONE, seed, moved, scale if free else None)
+    if cosine is not None and free:
+        cosine.temperature = cosine.temperature / math.exp(scale.item())
+    after = _whole_loss(new, watched, softmax)
+    return RouterFit(before, after, None if cosine is None else cosine.temperature, steps)
+
+
+@torch.no_grad()
+def _ranks_alike(new: Router, watched: Watched) -> bool:
+    """Whether all experts rank as before, but for one place in a thousand."""
+    parts = zip(watched.inputs.split(BATCH), watched.logits.split(BATCH), strict=True)
+    same = [(_scores(new, x).argsort(dim=1) == z.argsort(dim=1)).float().mean() for x, z in parts]
+    return torch.stack(same).mean().item() > 1 - 1e-3
+
+
+@torch.no_grad()
+def start_cosine(
+    new: CosineRouter,
+    inputs: Float[Tensor, "tokens width"],
+    softmax: bool,
+    temperature: float | None = None,
+) -> None:
+    """Move the rows of a cosine router to one sphere, and set the temperature that matches.
+
+    Args:
+        new: a router whose rows are those of the old linear one.
+        inputs: tokens, for their norms.
+        softmax: whether one vector may be subtracted from all rows.
+        temperature: kept instead of the one that matches.
+    """
+    if new.projection is None and softmax:
+        new.weight.sub_(sphere_centre(new.weight).to(new.weight))
+    radius = new.weight.norm(dim=1).mean().item() + new.tau[0]
+    embedded = inputs if new.projection is None else F.linear(inputs, new.projection.float())
+    norm = embedded.norm(dim=1).mean().item() + new.tau[1]
+    found = 1 / (radius * norm) if radius * norm > 0 else 1.0
+    new.temperature = found if temperature is None else temperature
+
+
+def sphere_centre(rows: Float[Tensor, "experts width"]) -> Float[Tensor, " width"]:
+    """C with equal ‖w_e − c‖ for all rows, the nearest to their mean; least squares if none exists.
+
+    2 (w_e − w̄)·(c − w̄) = ‖w_e − w̄‖² − const, solved in float64.
+    """
+    rows = rows.double()
+    mean = rows.mean(dim=0)
+    centred = rows - mean
+    squares = centred.square().sum(dim=1)
+    target = (squares - squares.mean()) / 2
+    offset = torch.linalg.lstsq(centred, target.unsqueeze(1), driver="gelsd").solution.squeeze(1)
+    return mean + offset
+
+
+def _loss(scores: Tensor, wanted: Tensor, softmax: bool) -> Tensor:
+    """Mean divergence of the old weights from the new ones, nats per token."""
+    if softmax:
+        old, new = wanted.log_softmax(dim=-1), scores.log_softmax(dim=-1)
+        return (old.exp() * (old - new)).sum(dim=-1).mean()
+    share = wanted.sigmoid()
+    cross = F.binary_cross_entropy_with_logits(scores, share, reduction="none")
+    own = F.binary_cross_entropy_with_logits(wanted, share, reduction="none")
+    return (cross - own).sum(dim=-1).mean()
+
+
+@torch.no_grad()
+def _whole_loss(new: Router, watched: Watched, softmax: bool) -> float:
+    """The loss over all tokens."""
+    total = 0.0
+    for x, z in zip(watched.inputs.split(BATCH), watched.logits.split(BATCH), strict=True):
+        total += _loss(_scores(new, x), z, softmax).item() * len(x)
+    return total / len(watched.inputs)
+
+
+def _scores(new: Router, x: Tensor) -> Tensor:
+    like = next(new.parameters())
+    return new(x.to(like.device, like.dtype)).float().cpu()
+
+
+def _descend(
+    new: Router,
+    watched: Watched,
+    softmax: bool,
+    steps: int,
+    seed: int,
+    moved: Sequence[nn.Parameter],
+    log_scale: nn.Parameter | None,
+) -> None:
+    """Steps of Adam; each parameter moves by a rate relative to its size."""
+    asked = [p.requires_grad for p in moved]
+    groups = [{"params": [p], "lr": RATE * _size(p)} for p in moved]
+    if log_scale is not None:
+        groups.append({"params": [log_scale], "lr": RATE})
+    draw, tokens = torch.Generator().manual_seed(seed), len(watched.inputs)
+    optimiser = torch.optim.Adam(groups)
+    decay = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda n: 1 - n / steps)
+    with torch.enable_grad():
+        for parameter in moved:
+            parameter.requires_grad_(True)
+        for _ in range(steps):
+            rows = torch.randint(tokens, (min(BATCH, tokens),), generator=draw)
+            scores = _scores(new, watched.inputs[rows])
+            scores = scores if log_scale is None else scores * log_scale.exp()
+            optimiser.zero_grad()
+            _loss(scores, watched.logits[rows], softmax).backward()
+            optimiser.step()
+            decay.step()
+    for parameter, before in zip(moved, asked, strict=True):
+        parameter.requires_grad_(before).grad = None
+
+
+def _size(parameter: Tensor) -> float:
+    """Root mean square of the entries; a small number for a parameter that starts at 0."""
+    return max(parameter.detach().float().square().mean().sqrt().item(), 1e-4)

@@ -1,0 +1,209 @@
+"""A slice through the input space of one router of a model, and a check of it against the router.
+
+The plane goes through the hidden states of three tokens (Paper 3, section 3). Cells are exact
+polygons (`tropical.pictures`), one per coalition of experts; the band is where the gap is below the
+noise of the model (`own_noise`). The router itself is then asked at random points of the plane: its
+choice must be the coalition of the cell that holds the point.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from tieline.analysis.inspection import LayerSlice, NoiseReport, SlicePoint
+from tieline.analysis.linear import linear_choice, router_offset
+from tieline.core.errors import TraceError, UnsupportedModelError, require
+from tieline.lab.tropical.pictures import Plane, Slice, plane_through, slice_router
+from tieline.models.families import family_of
+from tieline.models.router_call import read_output
+from tieline.models.running import model_device, only_running
+from tieline.trace.record import LayerTrace, RoutingTrace
+
+POINTS = 2000
+"""Random points of the window at which the router is asked."""
+ROUNDING = 1e-5
+"""Gap, relative to the largest score, below which float32 may decide a tie either way."""
+UNITS = 4
+"""The same for coarser formats, in units of their precision: states and scores are both rounded."""
+
+
+@dataclass(frozen=True)
+class SliceChoice:
+    """Which slice is wanted.
+
+    Attributes:
+        layer: the router, by name or by place in the model; the first with flat walls for None.
+        tokens: places of three tokens in the text; drawn at random for None.
+    """
+
+    layer: str | int | None = None
+    tokens: tuple[int, ...] | None = None
+
+    def check(self, names: Sequence[str], tokens: int, inputs: bool) -> None:
+        """Refuse a slice that the run will not be able to give.
+
+        Args:
+            names: the routers looked at.
+            tokens: tokens of the text.
+            inputs: whether the router inputs of the run are kept.
+        """
+        require(tokens >= 3, f"a slice goes through three tokens, the text has {tokens}")
+        require(inputs, f"the inputs of {tokens:,} tokens cannot be kept: take fewer tokens")
+        if self.tokens is not None:
+            _check_places(self.tokens, tokens)
+        if self.layer is not None:
+            known = self.layer in names if isinstance(self.layer, str) else True
+            known = known and (isinstance(self.layer, str) or 0 <= self.layer < len(names))
+            require(known, f"no layer {self.layer!r} among the {len(names)} that are looked at")
+
+
+def model_slice(
+    model: nn.Module,
+    trace: RoutingTrace,
+    weights: dict[str, Tensor],
+    choice: SliceChoice,
+    noise: NoiseReport,
+    pieces: Sequence[str],
+    seed: int = 0,
+) -> LayerSlice:
+    """The slice that was chosen, with the band of the model's noise where it is known."""
+    name = choice.layer
+    if name is None:
+        flat = [x.name for x in trace.layers if linear_choice(x, weights) == "ok"]
+        name = flat[0] if flat else trace.layers[0].name
+    name = trace.layers[name].name if isinstance(name, int) else name
+    known, units = noise.of(name), trace.layer(name).facts.units
+    epsilon = known.epsilon if known is not None and units == "logits" else 0.0
+    words = f"noise of {known.precision}" if known is not None and epsilon else ""
+    options = {"tokens": choice.tokens, "pieces": pieces, "epsilon": epsilon, "noise": words}
+    return layer_slice(model, trace, name, weights, **options, seed=seed)
+
+
+def slice_tokens(trace: RoutingTrace, layer: LayerTrace, seed: int = 0) -> tuple[int, int, int]:
+    """Three tokens with different coalitions where there are, drawn at random."""
+    require(
+        trace.n_tokens >= 3,
+        f"a slice goes through three tokens, got {trace.n_tokens}: give a longer text",
+        TraceError,
+    )
+    order = torch.randperm(trace.n_tokens, generator=torch.Generator().manual_seed(seed)).tolist()
+    seen: dict[tuple[int, ...], int] = {}
+    for token in order:
+        seen.setdefault(tuple(sorted(layer.experts[token, : layer.facts.k].tolist())), token)
+        if len(seen) == 3:
+            break
+    chosen = [*seen.values(), *(token for token in order if token not in seen.values())]
+    return chosen[0], chosen[1], chosen[2]
+
+
+def layer_slice(
+    model: nn.Module,
+    trace: RoutingTrace,
+    name: str,
+    weights: dict[str, Tensor],
+    *,
+    tokens: Sequence[int] | None = None,
+    pieces: Sequence[str] = (),
+    epsilon: float = 0.0,
+    noise: str = "",
+    seed: int = 0,
+) -> LayerSlice:
+    """Cut a layer by the plane through three of its inputs, and ask its router on that plane.
+
+    Args:
+        model: the model.
+        trace: its routing, with inputs.
+        name: name of the router.
+        weights: matrices of linear routers (`linear_weights`).
+        tokens: places of three tokens in the trace; drawn by `seed` for None.
+        pieces: text of every token of the trace; may be empty.
+        epsilon: the band is where the gap is smaller, in units of the logits.
+        noise: where ε comes from, in words.
+        seed: of tokens and points.
+    """
+    layer = trace.layer(name)
+    status = linear_choice(layer, weights)
+    require(status == "ok", f"layer {name!r} has no slice: {status}", UnsupportedModelError)
+    assert layer.inputs is not None
+    places = tuple(tokens) if tokens is not None else slice_tokens(trace, layer, seed)
+    _check_places(places, trace.n_tokens)
+    router = model.get_submodule(name)
+    bias = torch.zeros(layer.facts.n_experts, dtype=torch.float64)
+    bias = bias + router_offset(router, len(bias)) + (0.0 if layer.bias is None else layer.bias)
+    points, k = layer.inputs[list(places)], layer.facts.k
+    cut = slice_router(points, weights[name], bias, k, epsilon=epsilon)
+    agreed, undecided = _asked(model, router, layer, (cut, plane_through(points)), seed)
+    marks = tuple(_point(trace, layer, place, pieces) for place in places)
+    return LayerSlice(name, marks, noise, cut, POINTS, agreed, undecided)
+
+
+def _check_places(places: Sequence[int], tokens: int) -> None:
+    given = ", ".join(map(str, places))
+    require(
+        len(places) == 3 and len(set(places)) == 3,
+        f"a slice goes through three different tokens, got {given or 'none'}",
+    )
+    inside = all(0 <= place < tokens for place in places)
+    require(inside, f"no tokens {given}: the text has tokens 0 to {tokens - 1}")
+
+
+def _point(trace: RoutingTrace, layer: LayerTrace, place: int, pieces: Sequence[str]) -> SlicePoint:
+    experts = sorted(layer.experts[place, : layer.facts.k].tolist())
+    words = pieces[place] if place < len(pieces) else ""
+    where = int(trace.documents[place]), int(trace.positions[place])
+    return SlicePoint(*where, words, tuple(experts))
+
+
+def _asked(
+    model: nn.Module,
+    router: nn.Module,
+    layer: LayerTrace,
+    drawn: tuple[Slice, Plane],
+    seed: int,
+) -> tuple[int, int]:
+    """Points at which the router's choice is that of the picture, and those too near a tie."""
+    cut, plane = drawn
+    low, high = np.array(cut.window[0]), np.array(cut.window[2])
+    flat = low + (high - low) * np.random.default_rng(seed).random((POINTS, 2))
+    states = torch.from_numpy(plane.origin + flat @ plane.axes)
+    logits, chosen = router_choice(model, router, states)
+    shown = coalition_at(cut, flat)
+    same = (chosen.sort(dim=1).values == shown).all(dim=1)
+    ranked = logits.double().sort(dim=1, descending=True).values
+    gap = ranked[:, layer.facts.k - 1] - ranked[:, layer.facts.k]
+    coarse = UNITS * torch.finfo(_dtype(router)).eps
+    close = gap <= max(ROUNDING, coarse) * logits.abs().amax().double()
+    return int(same.sum()), int((~same & close).sum())
+
+
+def router_choice(
+    model: nn.Module, router: nn.Module, states: Float[Tensor, "points dim"]
+) -> tuple[Tensor, Tensor]:
+    """Logits (or probabilities) and chosen experts of a router, called by itself."""
+    family = family_of(router)
+    if family is None or family.bias_argument is not None:
+        raise UnsupportedModelError(f"{type(router).__name__} cannot be called by itself")
+    with only_running(model):
+        rows = states.to(model_device(model), _dtype(router))
+        output = read_output(family, router, (rows,), router(rows))
+    return output.logits.cpu(), output.ids.cpu().long()
+
+
+def _dtype(router: nn.Module) -> torch.dtype:
+    return next((p.dtype for p in router.parameters()), torch.float32)
+
+
+def coalition_at(cut: Slice, flat: Float[np.ndarray, "points 2"]) -> Tensor:
+    """Experts (points, k) of the cell that holds each point; -1 where none does."""
+    found = torch.full((len(flat), cut.k), -1)
+    for cell in cut.cells:
+        corners = np.array(cell.corners)
+        along = np.roll(corners, -1, axis=0) - corners
+        to = flat[:, None] - corners[None]
+        inside = (along[:, 0] * to[..., 1] - along[:, 1] * to[..., 0] >= 0).all(axis=1)
+        found[torch.from_numpy(inside)] = torch.tensor(sorted(cell.coalition))
+    return found

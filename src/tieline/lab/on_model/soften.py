@@ -1,0 +1,532 @@
+r"""What a soft choice would do to the loss of a model: measured, and predicted from its ties.
+
+The hard choice of a layer is replaced by its soft form of width ε (`hf.soft_choice`; where k = 1 a
+temperature τ) and the loss is measured on a sample of sequences. To first order in the width only
+tokens at a wall matter. There two experts share a seat: the second has the share a(g/ε) at gap g,
+and the output of the layer is y + a Δ, Δ the jump. With ℓ(a) the change of the loss that this
+makes in the layers above,
+
+    dL/dε at 0⁺ = f_gap(0) · E[ ∫ ℓ(a(u)) du | gap = 0 ],
+    ∫ ℓ(a(u)) du = M₁ ℓ'(0) + M₂ (ℓ(a*) - a* ℓ'(0)) / a*²,      M_j = ∫ a(u)^j du,  a* = M₃ / M₂,
+
+exact for ℓ of degree three. ℓ'(0) = ∇L · Δ is the gradient of the loss times the jump, one backward
+pass for all tokens; ℓ(a*) is one forward pass of the token's sequence, for a random part of them.
+
+    softmax      a(u) = 1/(1 + eᵘ)            M = ln 2, ln 2 - ½, ln 2 - ⅝      (Paper 0, section 4)
+    projection   a(u) = (1 - u)₊ / 2          M = ¼, 1/12, 1/32
+
+For the squared loss of one layer this is the slope of `limits.slope` (Paper 0, Theorem 4.5).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from tieline.analysis.sources import default_length
+from tieline.analysis.swap import Block, BlockSampler, block_of, recorded_choice, swapped_choice
+from tieline.analysis.text import TokenisedText, token_texts, tokenise
+from tieline.core.errors import UnsupportedModelError, require
+from tieline.core.statistics import (
+    Estimate,
+    clustered_mean,
+    clustered_ratio,
+    next_token_losses,
+)
+from tieline.lab.on_model.soft_choice import softened
+from tieline.lab.on_model.soften_records import DecidingToken, Softening, SoftLayer, SoftLevel
+from tieline.lab.on_model.soften_walls import (
+    MOMENTS,
+    Walls,
+    change_parts,
+    path_choice,
+    rule_at,
+    shell_constant,
+    slope_parts,
+)
+from tieline.lab.on_model.soften_words import soften_words
+from tieline.measure.boundary import gap_density, margin_tail
+from tieline.measure.measures import scored
+from tieline.models.capture import capture
+from tieline.models.families import family_of
+from tieline.models.router_call import experts_of, override_choice
+from tieline.models.running import batches, forward, only_running
+from tieline.models.smooth_router import plan_layers
+from tieline.trace.record import LayerTrace, RoutingTrace
+
+Progress = Callable[[str, int, int], None]
+FREE = 10.0
+"""Ordinary passes that are run without asking."""
+DECIDING = 5
+"""Tokens that are named per layer."""
+NOTHING = Estimate(None, None, "not predicted")
+
+
+@dataclass(frozen=True)
+class SoftenSettings:
+    """Sizes of the sample and of the widths.
+
+    Attributes:
+        tokens: tokens of the sample.
+        length: tokens per sequence; short ones make the exact part of the prediction cheap.
+        first: share of tokens inside the first band; every further one is twice as wide.
+        levels: number of widths.
+        near: share of tokens that carry the prediction.
+        exact: most tokens per layer whose loss is computed again.
+        seed: of the choice of these.
+    """
+
+    tokens: int = 4096
+    length: int = 128
+    first: float = 0.01
+    levels: int = 5
+    near: float = 0.08
+    exact: int = 64
+    seed: int = 0
+
+
+def sample_of(tokens: int, seed: int = 0) -> SoftenSettings:
+    """Sizes for a sample of this many tokens, with as large a part of them computed again."""
+    usual = SoftenSettings()
+    exact = max(usual.exact, tokens * usual.exact // usual.tokens)
+    return replace(usual, tokens=tokens, exact=exact, seed=seed)
+
+
+class _Sample(NamedTuple):
+    """The clean run: routing, sequences, summed loss and number of predictions of each."""
+
+    trace: RoutingTrace
+    sequences: tuple[Tensor, ...]
+    losses: Float[Tensor, " sequences"]
+    counts: Float[Tensor, " sequences"]
+
+
+def soften_cost(
+    model: nn.Module, names: Sequence[str], tokens: int, settings: SoftenSettings
+) -> float:
+    """Forward passes over `tokens` tokens that softening costs, with dense experts where k = 1."""
+    plans = {plan.name: plan for plan in plan_layers(model, None)[0] if plan.name in names}
+    sizes = {name: _size(experts_of(model, name)) for name in plans}
+    used = {n: sizes[n] * plan.k / plan.n_experts for n, plan in plans.items()}
+    active = max(1.0, _size(model) - sum(sizes.values()) + sum(used.values()))
+    extra = [(sizes[n] - used[n]) / active if plan.k == 1 else 0.0 for n, plan in plans.items()]
+    passes = 4 + settings.levels * (len(plans) + 1 + 2 * sum(extra))  # clean, gradient, levels
+    again = len(plans) * settings.exact * settings.length
+    return (passes * min(settings.tokens, tokens) + again) / tokens
+
+
+def _size(module: nn.Module | None) -> float:
+    return 0.0 if module is None else float(sum(p.numel() for p in module.parameters()))
+
+
+class SoftenPlan(NamedTuple):
+    """A softening whose cost is known and agreed to."""
+
+    text: TokenisedText
+    settings: SoftenSettings
+    cost: float
+
+
+def plan_soften(
+    model: nn.Module,
+    tokenizer: Any,
+    names: Sequence[str],
+    words: str,
+    tokens: int,
+    settings: SoftenSettings,
+    yes: bool = False,
+) -> SoftenPlan:
+    """Cut the sample, estimate the cost, and refuse it above ten ordinary passes without a yes.
+
+    Args:
+        model: the model.
+        tokenizer: its tokenizer.
+        names: the routers looked at.
+        words: the text.
+        tokens: tokens of the ordinary pass.
+        settings: sizes; the sample is at most as long as the ordinary pass.
+        yes: whether a higher cost is agreed to.
+    """
+    length = min(settings.length, default_length(model))
+    settings = replace(settings, tokens=min(settings.tokens, tokens), length=length)
+    cost = soften_cost(model, names, tokens, settings)
+    require(
+        yes or cost <= FREE,
+        f"softening costs about {cost:.0f} times the ordinary pass over {tokens:,} tokens: agree "
+        "with yes=True (--yes), or look at fewer layers",
+    )
+    return SoftenPlan(tokenise(tokenizer, words, settings.tokens, length), settings, cost)
+
+
+def soften(
+    model: nn.Module,
+    names: Sequence[str],
+    text: TokenisedText,
+    settings: SoftenSettings | None = None,
+    *,
+    batch_size: int = 8,
+    cost: float = 0.0,
+    progress: Progress | None = None,
+) -> Softening:
+    """Measure the loss against the width of the soft choice, and predict its slope.
+
+    Args:
+        model: a causal language model of transformers, not smoothed.
+        names: routers to soften; those that cannot be are left out.
+        text: the sample.
+        settings: sizes.
+        batch_size: sequences per forward pass.
+        cost: of all this, as `soften_cost` gave it.
+        progress: called with stage, done and total.
+    """
+    work = _Work(model, text, settings or SoftenSettings(), batch_size, progress)
+    return work.run([n for n in names if n in {p.name for p in plan_layers(model, None)[0]}], cost)
+
+
+class _Work:
+    """One softening under way."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        text: TokenisedText,
+        settings: SoftenSettings,
+        batch_size: int,
+        progress: Progress | None,
+    ) -> None:
+        self._model, self._settings, self._batch_size = model, settings, batch_size
+        self._sequences = tuple(s for s in text.sequences if len(s) > 1)
+        require(len(self._sequences) > 1, "softening needs two sequences of two tokens or more")
+        self._pieces, self._tell = token_texts(text), progress
+        self._done = self._total = 0
+
+    def run(self, names: Sequence[str], cost: float) -> Softening:
+        """Run everything."""
+        self._total = 4 + self._settings.levels * (len(names) + 1) + len(names)
+        sample, sampler = self._clean(names)
+        layers = [x for x in sample.trace.layers if scored(x) == "ok"]
+        require(bool(layers), "no layer has a choice that could be softened")
+        gradients = self._gradients(sample, sampler, layers)
+        done, forecasts = [], []
+        for layer in layers:
+            record, forecast = self._layer(sample, sampler, layer, gradients)
+            done.append(record)
+            forecasts.append(forecast)
+        widths = {record.name: record.levels[0].width for record in done}
+        both = _Forecast.of_all(forecasts, list(widths.values()))
+        together = self._levels(sample, widths, 1.0, both)
+        found = Softening(
+            layers=tuple(done),
+            together=together,
+            predicted=_mean(both.slope, sample),
+            loss=clustered_mean(sample.losses, sample.counts),
+            tokens=sample.trace.n_tokens,
+            sequences=len(sample.sequences),
+            cost=cost,
+            words=(),
+        )
+        return replace(found, words=(*soften_words(found), *self._rounded()))
+
+    def _rounded(self) -> list[str]:
+        """A warning if rounding hides what a soft choice does."""
+        kinds = {p.dtype for p in self._model.parameters()} & {torch.bfloat16, torch.float16}
+        named = " and ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
+        text = f"The model runs in {named}, whose rounding changes losses by as much: --dtype fp32."
+        return [text] if kinds else []
+
+    def _step(self, steps: int = 1) -> None:
+        self._done += steps
+        if self._tell is not None:
+            self._tell("soften", min(self._done, self._total), self._total)
+
+    def _clean(self, names: Sequence[str]) -> tuple[_Sample, BlockSampler]:
+        tokens = sum(map(len, self._sequences))
+        near = max(8, round(self._settings.near * tokens))
+        blocks = {name: block_of(self._model, name) for name in names}
+        sampler = BlockSampler(blocks, near, 1, self._settings.seed)
+        with only_running(self._model), capture(self._model, layers=names, epsilons=()) as seen:
+            with sampler.watching(seen):
+                losses = self._losses()
+            trace = seen.trace()
+        counts = torch.tensor([len(s) - 1.0 for s in self._sequences], dtype=torch.float64)
+        return _Sample(trace, self._sequences, losses, counts), sampler
+
+    def _losses(self) -> Float[Tensor, " sequences"]:
+        """Summed loss of every sequence."""
+        found = []
+        for ids in batches(self._sequences, self._batch_size):
+            found.append(next_token_losses(_logits(forward(self._model, ids), ids), ids).sum(dim=1))
+        self._step()
+        return torch.cat(found)
+
+    def _gradients(
+        self, sample: _Sample, sampler: BlockSampler, layers: Sequence[LayerTrace]
+    ) -> dict[str, Tensor]:
+        """Gradient of the summed loss by the output of every block, at its near tokens."""
+        known = {x.name: sampler.near(x.name) for x in layers}
+        near = {name: s.tokens.sort().values for name, s in known.items() if s is not None}
+        blocks = {name: sampler.block(name) for name in near}
+        found: dict[str, list[Tensor]] = {name: [] for name in near}
+        begin = 0
+        for ids in batches(sample.sequences, self._batch_size):
+            with _probes(self._model, blocks) as probes:
+                logits = _logits(forward(self._model, ids), ids)[:, :-1].flatten(0, 1)
+                targets = ids[:, 1:].flatten().to(logits.device)
+                nn.functional.cross_entropy(logits.float(), targets, reduction="sum").backward()
+            for name, tokens in near.items():
+                mine = tokens[(tokens >= begin) & (tokens < begin + ids.numel())] - begin
+                probe = probes[name]
+                assert probe.grad is not None
+                rows = probe.grad.reshape(-1, probe.shape[-1])
+                found[name].append(rows[mine.to(rows.device)].double().cpu())
+            begin += ids.numel()
+        self._step(3)
+        return {name: torch.cat(parts) for name, parts in found.items()}
+
+    def _layer(
+        self,
+        sample: _Sample,
+        sampler: BlockSampler,
+        layer: LayerTrace,
+        gradients: dict[str, Tensor],
+    ) -> tuple[SoftLayer, "_Forecast"]:
+        """The record of one layer, and what is predicted of it by sequence."""
+        gaps, k = layer.gap, layer.facts.k
+        form = "softmax" if k == 1 else "projection"
+        band = gaps[gaps > 0].quantile(self._settings.first).item()
+        width = band * MOMENTS["projection"][0] / MOMENTS[form][0]
+        status, walls, forecast = self._predictable(layer, sampler), None, _Forecast()
+        if status == "ok":
+            walls = self._walls(sample, sampler, layer, gradients[layer.name], form)
+            forecast = _Forecast.of_layer(sample, walls, form)
+        self._step()
+        levels = self._levels(sample, {layer.name: width}, width, forecast)
+        tail = margin_tail(gaps)
+        record = SoftLayer(
+            name=layer.name,
+            form=form,
+            levels=levels,
+            predicted=_mean(forecast.slope, sample),
+            by_gradient=None,
+            density=gap_density(gaps),
+            tail=tail,
+            constant=None,
+            near=0,
+            exact=0,
+            deciding=(),
+            half=0,
+            status=status,
+        )
+        whole = record if walls is None else self._with_walls(record, sample, layer, walls)
+        return whole, forecast
+
+    def _with_walls(
+        self, record: SoftLayer, sample: _Sample, layer: LayerTrace, walls: Walls
+    ) -> SoftLayer:
+        first, curved = slope_parts(walls, record.form)
+        sizes = (first + curved).abs()
+        order = sizes.sort(descending=True).indices
+        running = sizes[order].cumsum(0)
+        half = int((running < running[-1] / 2).sum()) + 1 if float(running[-1]) > 0 else 0
+        return replace(
+            record,
+            by_gradient=(first.sum() / sample.counts.sum()).item(),
+            constant=shell_constant(record, layer, walls),
+            near=len(walls.tokens),
+            exact=len(walls.exact),
+            deciding=tuple(
+                self._deciding(sample.trace, layer, walls, i, record.form)
+                for i in order[:DECIDING].tolist()
+            ),
+            half=half,
+        )
+
+    def _deciding(
+        self, trace: RoutingTrace, layer: LayerTrace, walls: Walls, place: int, form: str
+    ) -> DecidingToken:
+        token, k = int(walls.tokens[place]), layer.facts.k
+        first, second, _ = MOMENTS[form]
+        effect = first * walls.first[place] + second * walls.bend[place]
+        return DecidingToken(
+            document=int(trace.documents[token]),
+            position=int(trace.positions[token]),
+            text=self._pieces[token] if token < len(self._pieces) else "",
+            layer=layer.name,
+            leaving=int(layer.experts[token, k - 1]),
+            entering=int(layer.experts[token, k]),
+            gap=walls.gaps[place].item(),
+            effect=effect.item(),
+        )
+
+    def _predictable(self, layer: LayerTrace, sampler: BlockSampler) -> str:
+        family = family_of(self._model.get_submodule(layer.name))
+        if layer.facts.n_groups > 1:
+            return "not answerable: ties between groups of experts are not swaps of two"
+        if family is None or family.layout == "sorted":
+            return "not answerable: the block of this family counts the slots of a token"
+        if sampler.near(layer.name) is None:
+            return sampler.status(layer.name)
+        return "ok"
+
+    def _walls(
+        self,
+        sample: _Sample,
+        sampler: BlockSampler,
+        layer: LayerTrace,
+        gradient: Tensor,
+        form: str,
+    ) -> Walls:
+        found = sampler.near(layer.name)
+        assert found is not None
+        router, block = self._model.get_submodule(layer.name), sampler.block(layer.name)
+        # gradients come batch by batch, that is in the order of the tokens
+        order = found.tokens.sort().indices
+        tokens, rows = found.tokens[order], found.rows.take(order)
+        with only_running(self._model):
+            plain = block.run(rows, recorded_choice(layer, tokens)).double().cpu()
+            swapped = block.run(rows, swapped_choice(layer, tokens, router)).double().cpu()
+        jump = swapped - plain
+        slope = (gradient * jump).sum(dim=1)
+        draw = torch.randperm(len(tokens), generator=_source(self._settings.seed))
+        exact = draw[: self._settings.exact].sort().values
+        _, second, third = MOMENTS[form]
+        share = third / second
+        change = self._changes(sample, layer, tokens[exact], share)
+        bend = torch.zeros_like(slope)
+        bend[exact] = (change - share * slope[exact]) / share**2
+        sizes = gradient.norm(dim=1), jump.norm(dim=1)
+        return Walls(tokens, layer.gap[tokens], *sizes, slope, bend, exact)
+
+    def _changes(
+        self, sample: _Sample, layer: LayerTrace, tokens: Int[Tensor, " exact"], share: float
+    ) -> Float[Tensor, " exact"]:
+        """ℓ(a): change of the summed loss when the second expert of a token has the share a."""
+        documents, positions = sample.trace.documents.long(), sample.trace.positions.long()
+        router = self._model.get_submodule(layer.name)
+        lengths = torch.tensor([len(sample.sequences[d]) for d in documents[tokens].tolist()])
+        changes = torch.zeros(len(tokens), dtype=torch.float64)
+        for length in lengths.unique().tolist():
+            same = (lengths == length).nonzero().squeeze(1)
+            for part in same.split(self._batch_size):
+                some = tokens[part]
+                ids = torch.stack([sample.sequences[d] for d in documents[some].tolist()])
+                places = torch.arange(len(some)) * length + positions[some]
+                choice = path_choice(layer, some, router, share)
+                with only_running(self._model), override_choice(router, rule_at(places, choice)):
+                    found = next_token_losses(_logits(forward(self._model, ids), ids), ids)
+                changes[part] = found.sum(dim=1) - sample.losses[documents[some]]
+        return changes
+
+    def _levels(
+        self, sample: _Sample, widths: dict[str, float], unit: float, forecast: "_Forecast"
+    ) -> tuple[SoftLevel, ...]:
+        """Softened runs at doubling widths, each beside what was predicted."""
+        found = []
+        for factor in (2.0**level for level in range(self._settings.levels)):
+            wider = {name: width * factor for name, width in widths.items()}
+            with softened(self._model, wider), only_running(self._model):
+                moved = self._losses() - sample.losses
+            width, change = factor * unit, clustered_mean(moved, sample.counts)
+            missed = expected = ratio = None
+            if forecast.slope is not None:
+                missed = clustered_mean(forecast.slope - moved / width, sample.counts)
+            if forecast.change is not None and (here := forecast.change(width)) is not None:
+                expected = clustered_mean(here / width, sample.counts)
+                ratio = clustered_ratio(moved, here)
+            slope = change.times(1 / width)
+            found.append(SoftLevel(width, change, slope, missed, expected, ratio))
+        return tuple(found)
+
+
+class _Forecast(NamedTuple):
+    """What is predicted of a softening, by sequence: slope at width 0, change at a width."""
+
+    slope: Tensor | None = None
+    change: Callable[[float], Tensor | None] | None = None
+
+    @classmethod
+    def of_layer(cls, sample: _Sample, walls: Walls, form: str) -> "_Forecast":
+        """From the tokens at the walls of one layer."""
+        documents = sample.trace.documents[walls.tokens].long()
+
+        def by_sequence(parts: Tensor) -> Tensor:
+            sums = torch.zeros(len(sample.counts), dtype=torch.float64)
+            return sums.index_add_(0, documents, parts)
+
+        def change(width: float) -> Tensor | None:
+            parts = change_parts(walls, form, width)
+            return None if parts is None else by_sequence(parts)
+
+        linear, curved = slope_parts(walls, form)
+        return cls(by_sequence(linear + curved), change)
+
+    @classmethod
+    def of_all(cls, layers: Sequence["_Forecast"], units: Sequence[float]) -> "_Forecast":
+        """Of all layers at once, to first order their sum; widths in units of the first ones."""
+        pairs = list(zip(layers, units, strict=True))
+        slope = _sum([None if x.slope is None else x.slope * unit for x, unit in pairs])
+        if slope is None:
+            return cls()
+
+        def change(factor: float) -> Tensor | None:
+            return _sum([x.change and x.change(factor * unit) for x, unit in pairs])
+
+        return cls(slope, change)
+
+
+def _sum(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """The sum, or None if a part is not known."""
+    known = [part for part in parts if part is not None]
+    return torch.stack(known).sum(dim=0) if len(known) == len(parts) else None
+
+
+def _mean(sums: Tensor | None, sample: _Sample) -> Estimate:
+    return NOTHING if sums is None else clustered_mean(sums, sample.counts)
+
+
+def _source(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@contextmanager
+def _probes(model: nn.Module, blocks: dict[str, Block]) -> Iterator[dict[str, Tensor]]:
+    """Evaluation mode with gradients by zeros that are added to the outputs of blocks alone."""
+    probes: dict[str, Tensor] = {}
+    handles = []
+    training = [module for module in model.modules() if module.training]
+    graded = [p for p in model.parameters() if p.requires_grad]
+
+    def hook(name: str) -> Callable[..., Any]:
+        def added(module: nn.Module, args: Any, output: Any) -> Any:
+            states = output if isinstance(output, Tensor) else output[0]
+            probes[name] = torch.zeros_like(states, requires_grad=True)
+            moved = states + probes[name]
+            return moved if isinstance(output, Tensor) else (moved, *output[1:])
+
+        return added
+
+    try:
+        model.eval()
+        for parameter in graded:
+            parameter.requires_grad_(False)
+        handles = [b.module.register_forward_hook(hook(name)) for name, b in blocks.items()]
+        with torch.enable_grad():
+            yield probes
+    finally:
+        for handle in handles:
+            handle.remove()
+        for parameter in graded:
+            parameter.requires_grad_(True)
+        for module in training:
+            module.training = True
+
+
+def _logits(output: Any, ids: Tensor) -> Float[Tensor, "rows length words"]:
+    logits = getattr(output, "logits", None)
+    if not isinstance(logits, Tensor) or logits.shape[:2] != ids.shape:
+        raise UnsupportedModelError("the model gives no logits for its tokens, so it has no loss")
+    return logits

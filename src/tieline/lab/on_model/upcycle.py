@@ -1,0 +1,169 @@
+"""Upcycling a dense model: its feed-forward networks become experts, its function stays.
+
+done = upcycle("org/dense", n_experts=8, k=2)
+done.output_change, done.loss_before, done.loss_after
+done.save("mixture")
+"""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+from tieline.analysis.sources import ModelSource, Text, as_text, save_model
+from tieline.analysis.text import TextLoss, text_loss
+from tieline.core.errors import ParameterError, require
+from tieline.core.records import Result
+from tieline.lab.on_model.upcycled_model import upcycle_
+from tieline.models.loading import LoadedModel, load_dense, probe_output
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, repr=False)
+class Upcycled(Result):
+    """A dense model that became a Mixture of Experts.
+
+    Attributes:
+        layers: names of the networks that became mixtures.
+        n_experts: experts of each.
+        k: experts per token.
+        renormalise: whether the weights of a token sum to 1.
+        parameters_before: parameters of the dense model.
+        parameters_after: parameters of the mixture.
+        parameters_per_token: those without the experts that a token does not use.
+        noise: noise on the copies, relative to their size.
+        output_change: largest change of an output over the largest output.
+        loss_before: loss on the text before; None without a text.
+        loss_after: loss on the text after.
+        model: name of the dense model.
+        output: folder that the mixture was saved in; empty if it was not.
+        mixture: the model itself; not part of the JSON.
+        tokenizer: its tokenizer, or None; not part of the JSON.
+    """
+
+    format: ClassVar[str] = "tieline-upcycling"
+
+    layers: tuple[str, ...]
+    n_experts: int
+    k: int
+    renormalise: bool
+    parameters_before: int
+    parameters_after: int
+    parameters_per_token: int
+    noise: float
+    output_change: float
+    loss_before: TextLoss | None
+    loss_after: TextLoss | None
+    model: str
+    output: str = ""
+    mixture: Any = field(default=None, metadata={"json": False}, compare=False)
+    tokenizer: Any = field(default=None, metadata={"json": False}, compare=False)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Named numbers: "output_change", "loss_change", "parameters", "parameters_per_token"."""
+        found = {
+            "output_change": self.output_change,
+            "parameters": float(self.parameters_after),
+            "parameters_per_token": float(self.parameters_per_token),
+        }
+        if self.loss_before is not None and self.loss_after is not None:
+            found["loss_change"] = self.loss_after.value - self.loss_before.value
+        return found
+
+    def save(self, folder: str | Path) -> None:
+        """Save model and tokenizer, replacing a model that is there; whole or not at all."""
+        save_model(folder, self.mixture, self.tokenizer)
+
+
+def upcycle(
+    source: ModelSource,
+    *,
+    n_experts: int = 8,
+    k: int = 2,
+    layers: Collection[str | int] | None = None,
+    router_init: str = "normal",
+    router_scale: float = 0.02,
+    noise: float = 0.0,
+    text: Text = None,
+    tokens: int = 4096,
+    tokenizer: str | Path | None = None,
+    dtype: str = "auto",
+    revision: str | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Upcycled:
+    """Turn a dense model into a Mixture of Experts that computes the same function, to rounding.
+
+    A model that is given as `(model, tokenizer)` is changed in place.
+
+    Args:
+        source: a hub id, a folder, a .bin file of llama2.c, or `(model, tokenizer)`.
+        n_experts: experts per layer.
+        k: experts per token.
+        layers: feed-forward networks, by name or place; all by default.
+        router_init: "normal" or "orthogonal".
+        router_scale: size of the router's entries.
+        noise: noise on the copies, relative to their size.
+        text: text to compare the loss on, a str or the Path of a file; None to compare no loss.
+        tokens: how many tokens of it.
+        tokenizer: tokenizer.bin of llama2.c, for a .bin model.
+        dtype: precision to load a named model in.
+        revision: its branch, tag or commit on the hub.
+        seed: seed of routers and noise.
+        progress: called with stage, done and total while the work goes on.
+    """
+    words = None if text is None else as_text(text)[0]
+    loaded = _loaded(source, tokenizer, revision, dtype)
+    require(
+        words is None or loaded.tokenizer is not None,
+        "the model has no tokenizer, so no loss on a text (a .bin model takes one by tokenizer)",
+    )
+    model: Any = loaded.model
+    before = probe_output(model)
+    loss_before = _loss(loaded, words, tokens, "loss before", progress)
+    done = upcycle_(
+        model,
+        n_experts=n_experts,
+        k=k,
+        layers=layers,
+        router_init=router_init,
+        router_scale=router_scale,
+        noise=noise,
+        seed=seed,
+    )
+    after = probe_output(model)
+    return Upcycled(
+        **vars(done),
+        noise=noise,
+        output_change=((after - before).abs().max() / before.abs().max()).item(),
+        loss_before=loss_before,
+        loss_after=_loss(loaded, words, tokens, "loss after", progress),
+        model=loaded.name or type(model).__name__,
+        mixture=model,
+        tokenizer=loaded.tokenizer,
+    )
+
+
+def _loaded(
+    source: object, tokenizer: str | Path | None, revision: str | None, dtype: str
+) -> LoadedModel:
+    if isinstance(source, str | Path):
+        return load_dense(source, tokenizer=tokenizer, revision=revision, dtype=dtype)
+    if isinstance(source, tuple) and len(source) in (2, 3):
+        return LoadedModel(source[0], source[1], source[2] if len(source) == 3 else "")
+    raise ParameterError(
+        f"upcycle takes a hub id, a folder, a .bin file or (model, tokenizer), got "
+        f"{type(source).__name__}"
+    )
+
+
+def _loss(
+    loaded: LoadedModel, words: str | None, tokens: int, stage: str, progress: Progress | None
+) -> TextLoss | None:
+    if words is None:
+        return None
+    told = partial(progress, stage) if progress else None
+    return text_loss(loaded.model, loaded.tokenizer, words, tokens=tokens, progress=told)

@@ -1,0 +1,513 @@
+"""A dense model becomes a Mixture of Experts whose experts are copies of its feed-forward networks.
+
+    upcycle_(model, n_experts=8, k=2)
+
+    y = Σ_{e ∈ top-k} w_e f_e(x),   w = softmax(Wx) on the k largest, divided by its sum
+
+All experts of a layer are equal at first and their weights sum to 1, so the model's function stays
+the same to rounding. `noise` sets the experts apart by chance, training by data. Router and experts
+have the interface of transformers' own blocks, so capture, audits, smoothing and rerouting work on
+the result.
+
+Feed-forward networks are found by the names and kinds of their parts:
+
+layout   parts                                                          models
+gated    gate_proj, up_proj, down_proj, activation                      Llama, Mistral, Qwen2, Gemma
+fused    gate_up_proj (gate, then up), down_proj, activation            Phi-3, GLM-4
+plain    fc1, activation, fc2                                           ViT, CLIP, SigLIP
+bert     intermediate.dense, its activation; output.dense               BERT, RoBERTa, DeiT-like
+
+Parts do not say what a forward pass does with them, so every network is compared with the model's
+own forward pass and copied before the first one is replaced: all are changed, or none.
+"""
+
+import copy
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from tieline.core.errors import ParameterError, UnsupportedModelError, require
+from tieline.core.ranking import stable_topk
+from tieline.models.changes import Restorer, record_change, refuse_quantised, register_restorer
+from tieline.models.families import RouterFamily, family_of, register_family
+from tieline.models.kernel import experts_forward
+
+ACTIVATION_NAMES = ("act_fn", "activation_fn", "act", "intermediate_act_fn")
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Names of the maps and of the replaced module, below the module of the layout."""
+
+    first: tuple[str, ...]
+    last: str
+    gated: bool
+    place: str = ""
+    holder: str = ""  # of the activation
+
+
+_LAYOUTS = (
+    _Layout(("gate_proj", "up_proj"), "down_proj", gated=True),
+    _Layout(("gate_up_proj",), "down_proj", gated=True),
+    _Layout(("fc1",), "fc2", gated=False),
+    _Layout(("intermediate.dense",), "output.dense", False, "intermediate", "intermediate"),
+)
+
+
+@dataclass(frozen=True)
+class DenseFFN:
+    """One network W_out h(W_in x + b_in) + b_out of a model.
+
+    Attributes:
+        name: qualified name of the module that holds its parts.
+        place: name of the module that the mixture replaces.
+        emptied: name of the map that becomes the identity, if the network spans two modules.
+        gated: whether h(a) = φ(a_1) · a_2.
+        first: the input maps; two where gate and up are apart.
+        last: the output map.
+        activation: φ.
+    """
+
+    name: str
+    place: str
+    emptied: str | None
+    gated: bool
+    first: tuple[nn.Linear, ...]
+    last: nn.Linear
+    activation: nn.Module
+
+    @property
+    def dim(self) -> int:
+        """Dimension D of a token."""
+        return self.first[0].in_features
+
+    @property
+    def w_in(self) -> Float[Tensor, "inner dim"]:
+        """The input maps, the activated branch first."""
+        return torch.cat([linear.weight for linear in self.first])
+
+    @property
+    def b_in(self) -> Float[Tensor, " inner"] | None:
+        """Their biases; None if no map of the network has one."""
+        return torch.cat([_bias(linear) for linear in self.first]) if self.has_bias else None
+
+    @property
+    def b_out(self) -> Float[Tensor, " dim"] | None:
+        """Bias of the output map."""
+        return _bias(self.last) if self.has_bias else None
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether any of the maps has a bias."""
+        return any(linear.bias is not None for linear in (*self.first, self.last))
+
+    def __call__(self, x: Float[Tensor, "tokens dim"]) -> Float[Tensor, "tokens dim"]:
+        """Compute the network from its parts; must equal the model's own forward pass."""
+        inner = torch.cat([linear(x) for linear in self.first], dim=-1)
+        if not self.gated:
+            return self.last(self.activation(inner))
+        gate, up = inner.chunk(2, dim=-1)
+        return self.last(self.activation(gate) * up)
+
+
+def find_dense_ffns(model: nn.Module) -> dict[str, DenseFFN]:
+    """Return the feed-forward networks of a model by name, in order of depth."""
+    found = {}
+    for name, module in model.named_modules():
+        for layout in _LAYOUTS:
+            ffn = _read(name, module, layout)
+            if ffn is not None:
+                found[name] = ffn
+    return found
+
+
+def _read(name: str, module: nn.Module, layout: _Layout) -> DenseFFN | None:
+    first = tuple(_part(module, path) for path in layout.first)
+    last, holder = _part(module, layout.last), _part(module, layout.holder)
+    named = [holder._modules.get(name) for name in ACTIVATION_NAMES] if holder is not None else []
+    activation = next((module for module in named if module is not None), None)
+    if activation is None or not isinstance(last, nn.Linear):
+        return None
+    maps = tuple(linear for linear in first if isinstance(linear, nn.Linear))
+    inner = sum(linear.out_features for linear in maps)
+    fits = inner == (2 if layout.gated else 1) * last.in_features
+    if len(maps) < len(first) or not fits or maps[0].in_features != last.out_features:
+        return None
+    emptied = _join(name, layout.last) if layout.place else None
+    return DenseFFN(name, _join(name, layout.place), emptied, layout.gated, maps, last, activation)
+
+
+def _part(module: nn.Module, path: str) -> nn.Module | None:
+    """The submodule of that path; None if there is none."""
+    for step in filter(None, path.split(".")):
+        child = module._modules.get(step)
+        if child is None:
+            return None
+        module = child
+    return module
+
+
+def _join(name: str, path: str) -> str:
+    return ".".join(filter(None, (name, path)))
+
+
+def _bias(linear: nn.Linear) -> Tensor:
+    if linear.bias is not None:
+        return linear.bias
+    return linear.weight.new_zeros(linear.out_features)
+
+
+Tokens = Float[Tensor, "tokens dim"]
+Chosen = Float[Tensor, "tokens k"]
+
+register_family(
+    RouterFamily(
+        "upcycled",
+        ("UpcycledRouter",),
+        renormalise="norm_topk_prob",
+        note="made by `tieline upcycle` from a dense network",
+    )
+)
+
+
+class UpcycledRouter(nn.Module):
+    """Softmax of a linear map, in at least float32, and its k largest, divided by their sum.
+
+    Args:
+        dim: D.
+        n_experts: E.
+        k: experts per token.
+        renormalise: whether weights sum to 1.
+    """
+
+    def __init__(self, dim: int, n_experts: int, k: int, *, renormalise: bool = True) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(n_experts, dim))
+        self.top_k, self.num_experts, self.norm_topk_prob = k, n_experts, renormalise
+
+    def forward(
+        self, hidden_states: Tokens
+    ) -> tuple[Float[Tensor, "tokens experts"], Chosen, Int[Tensor, "tokens k"]]:
+        """Logits, weights and experts of each token."""
+        wide = torch.promote_types(hidden_states.dtype, torch.float32)
+        logits = F.linear(hidden_states.to(wide), self.weight.to(wide))
+        chosen = stable_topk(logits.detach(), self.top_k).indices
+        weights = logits.softmax(dim=-1).gather(1, chosen)
+        if self.norm_topk_prob:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return logits, weights, chosen
+
+
+class UpcycledExperts(nn.Module):
+    """E networks in stacked tensors of the names and layout that transformers uses.
+
+    Args:
+        n_experts: E.
+        dim: D.
+        hidden: H.
+        activation: φ.
+        gated: whether h(a) = φ(a_1) · a_2.
+        bias: whether both maps have biases.
+    """
+
+    is_transposed, is_concatenated, has_post_expert_norm = False, True, False
+
+    def __init__(
+        self,
+        n_experts: int,
+        dim: int,
+        hidden: int,
+        activation: nn.Module,
+        *,
+        gated: bool,
+        bias: bool,
+    ) -> None:
+        super().__init__()
+        self.num_experts, self.has_gate, self.has_bias = n_experts, gated, bias
+        self.act_fn = activation
+        self.first = "gate_up_proj" if gated else "up_proj"
+        inner = 2 * hidden if gated else hidden
+        self.register_parameter(self.first, nn.Parameter(torch.empty(n_experts, inner, dim)))
+        self.down_proj = nn.Parameter(torch.empty(n_experts, dim, hidden))
+        if bias:
+            self.register_parameter(
+                f"{self.first}_bias", nn.Parameter(torch.empty(n_experts, inner))
+            )
+            self.down_proj_bias = nn.Parameter(torch.empty(n_experts, dim))
+
+    def forward(
+        self, hidden_states: Tokens, top_k_index: Int[Tensor, "tokens k"], top_k_weights: Chosen
+    ) -> Tokens:
+        """Σ_j w_j f_{i_j}(x)."""
+        return experts_forward(self, hidden_states, top_k_index, top_k_weights)
+
+
+class UpcycledFFN(nn.Module):
+    """Router and experts in the place of a dense network."""
+
+    def __init__(self, gate: UpcycledRouter, experts: UpcycledExperts) -> None:
+        super().__init__()
+        self.gate, self.experts = gate, experts
+
+    def forward(self, hidden_states: Float[Tensor, "*batch dim"]) -> Float[Tensor, "*batch dim"]:
+        """The mixture's output."""
+        flat = hidden_states.reshape(-1, hidden_states.shape[-1])
+        _, weights, chosen = self.gate(flat)
+        return self.experts(flat, chosen, weights).view_as(hidden_states)
+
+
+FEATURE = "upcycle"
+PROBES = 8  # tokens on which a network is compared with what its parts say
+
+
+@dataclass(frozen=True)
+class Upcycling:
+    """What `upcycle_` did.
+
+    Attributes:
+        layers: names of the networks that became mixtures.
+        n_experts: experts E of each.
+        k: experts per token.
+        renormalise: whether the weights of a token sum to 1.
+        parameters_before: of the whole dense model.
+        parameters_after: of the whole mixture.
+        parameters_per_token: the same without the experts that a token does not use.
+    """
+
+    layers: tuple[str, ...]
+    n_experts: int
+    k: int
+    renormalise: bool
+    parameters_before: int
+    parameters_after: int
+    parameters_per_token: int
+
+
+def upcycle_(
+    model: nn.Module,
+    *,
+    n_experts: int,
+    k: int,
+    layers: Collection[int | str] | None = None,
+    router_init: str = "normal",
+    router_scale: float = 0.02,
+    noise: float = 0.0,
+    renormalise: bool = True,
+    seed: int = 0,
+) -> Upcycling:
+    """Replace feed-forward networks of a dense model by mixtures of copies of them, in place.
+
+    Args:
+        model: a dense model of transformers: Llama-like, BERT-like, ViT-like.
+        n_experts: experts E >= 2 of each mixture.
+        k: experts per token, 1 <= k <= E.
+        layers: positions of networks, counted from 0, or their names; None for all.
+        router_init: "normal": entries N(0, router_scale²); "orthogonal": orthogonal rows, as far as
+            E <= D allows, of the mean length of normal rows.
+        router_scale: size of the entries; transformers models start from 0.02.
+        noise: adds N(0, (noise · root mean square)²) to every copied tensor; 0 keeps the function.
+        renormalise: weights of sum 1; without it the model's function changes.
+        seed: of the router and the noise.
+    """
+    _check_numbers(n_experts, k, router_init, router_scale, noise)
+    _check_dense(model)
+    refuse_quantised(model, FEATURE)
+    chosen = _chosen(find_dense_ffns(model), layers, type(model).__name__)
+    for ffn in chosen.values():
+        _check_parts(model, ffn)
+    generator = torch.Generator().manual_seed(seed)
+    before = _size(model)
+    with torch.no_grad():
+        made = {
+            name: _filled(ffn, n_experts, k, renormalise, noise, generator)
+            for name, ffn in chosen.items()
+        }
+        for mixture in made.values():
+            _start_router(mixture.gate, router_init, router_scale, generator)
+    done = _describe(model, made, before, renormalise)
+    kept = ("n_experts", "k", "renormalise")
+    facts = {name: getattr(done, name) for name in kept} | {"layers": list(done.layers)}
+    record_change(model, FEATURE, facts)
+    for name, ffn in chosen.items():
+        _replace(model, ffn, made[name].train(model.training))
+    return done
+
+
+def _check_numbers(
+    n_experts: int, k: int, router_init: str, router_scale: float, noise: float
+) -> None:
+    require(n_experts >= 2, f"a mixture needs at least 2 experts, got {n_experts}")
+    require(1 <= k <= n_experts, f"need 1 <= k <= experts, got {k=} of {n_experts} experts")
+    known = ("normal", "orthogonal")
+    require(router_init in known, f"router_init must be one of {known}, got {router_init!r}")
+    require(0 < router_scale < math.inf, f"router_scale must be positive, got {router_scale}")
+    require(0 <= noise < math.inf, f"noise must be >= 0 and finite, got {noise}")
+
+
+def _check_dense(model: nn.Module) -> None:
+    routers = [name for name, module in model.named_modules() if family_of(module) is not None]
+    experts = [name for name, _ in model.named_modules() if name.rpartition(".")[2] == "experts"]
+    found = [*routers, *experts]
+    if found:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is a Mixture of Experts already ({', '.join(found[:1])})"
+        )
+
+
+def _chosen(
+    found: dict[str, DenseFFN], layers: Collection[int | str] | None, kind: str
+) -> dict[str, DenseFFN]:
+    if not found:
+        raise UnsupportedModelError(
+            f"{kind} has no feed-forward network of a known layout (gate_proj/up_proj/down_proj, "
+            "gate_up_proj/down_proj, fc1/fc2 or intermediate/output)"
+        )
+    if layers is None:
+        return found
+    require(len(layers) > 0, "layers must name at least one network, got none")
+    names = list(found)
+    wanted = {_name_of(layer, names) for layer in layers}
+    return {name: ffn for name, ffn in found.items() if name in wanted}
+
+
+def _name_of(layer: int | str, names: list[str]) -> str:
+    if isinstance(layer, int) and 0 <= layer < len(names):
+        return names[layer]
+    require(
+        layer in names,
+        f"no such layer: {layer!r}; the model has {len(names)} networks, 0 to {len(names) - 1}, "
+        f"named {names[0]!r} to {names[-1]!r}",
+        ParameterError,
+    )
+    return str(layer)
+
+
+@torch.no_grad()
+def _check_parts(model: nn.Module, ffn: DenseFFN) -> None:
+    """Refuse a network whose forward pass does more than its parts say, such as scaling."""
+    weight = ffn.last.weight
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(PROBES, ffn.dim, generator=generator).to(weight)
+    module = model.get_submodule(ffn.name)
+    training = module.training
+    module.eval()
+    try:
+        own, parts = _own_output(model, ffn, x)
+    finally:
+        module.train(training)
+    rounding = 64 * torch.finfo(weight.dtype).eps
+    require(
+        own.shape == parts.shape
+        and bool((own - parts).abs().max() <= rounding * parts.abs().max()),
+        f"{ffn.name!r} ({type(module).__name__}) does more than its parts say: it cannot be copied",
+        UnsupportedModelError,
+    )
+
+
+def _own_output(model: nn.Module, ffn: DenseFFN, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The model's output on x, now and with a mixture equal to `ffn` in place."""
+    if ffn.emptied is None:
+        return model.get_submodule(ffn.name)(x), ffn(x)
+    inner = model.get_submodule(ffn.place)
+    path, _, dense = ffn.emptied.rpartition(".")
+    outer = model.get_submodule(path)
+    emptied = copy.deepcopy(outer)
+    setattr(emptied, dense, nn.Identity())
+    return outer(inner(x), x), emptied(ffn(x), x)
+
+
+def empty_mixture(
+    ffn: DenseFFN, n_experts: int, k: int, renormalise: bool, like: Tensor
+) -> UpcycledFFN:
+    """A mixture of the network's shapes, without values, with the device and dtype of `like`."""
+    hidden = ffn.last.in_features
+    with torch.device(like.device):
+        gate = UpcycledRouter(ffn.dim, n_experts, k, renormalise=renormalise)
+        experts = UpcycledExperts(
+            n_experts, ffn.dim, hidden, ffn.activation, gated=ffn.gated, bias=ffn.has_bias
+        )
+    return UpcycledFFN(gate, experts).to(like.dtype)
+
+
+def _filled(
+    ffn: DenseFFN,
+    n_experts: int,
+    k: int,
+    renormalise: bool,
+    noise: float,
+    generator: torch.Generator,
+) -> UpcycledFFN:
+    """A mixture whose experts are copies of the network."""
+    mixture = empty_mixture(ffn, n_experts, k, renormalise, ffn.last.weight)
+    experts = mixture.experts
+    sources = {experts.first: ffn.w_in, "down_proj": ffn.last.weight}
+    sources |= {f"{experts.first}_bias": ffn.b_in, "down_proj_bias": ffn.b_out}
+    for name, parameter in experts.named_parameters():
+        source = sources[name]
+        assert source is not None
+        parameter.copy_(source.expand_as(parameter))
+        if noise:
+            size = noise * source.double().square().mean().sqrt().item()
+            parameter += (size * torch.randn(parameter.shape, generator=generator)).to(parameter)
+    mixture.requires_grad_(ffn.last.weight.requires_grad)
+    return mixture
+
+
+def _start_router(
+    router: UpcycledRouter, how: str, scale: float, generator: torch.Generator
+) -> None:
+    drawn = torch.randn(router.weight.shape, generator=generator)
+    if how == "orthogonal":
+        nn.init.orthogonal_(drawn, gain=math.sqrt(drawn.shape[1]), generator=generator)
+    router.weight.copy_(scale * drawn)
+
+
+def _replace(model: nn.Module, ffn: DenseFFN, mixture: UpcycledFFN) -> None:
+    model.set_submodule(ffn.place, mixture)
+    if ffn.emptied is not None:
+        model.set_submodule(ffn.emptied, nn.Identity())
+
+
+def _size(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _describe(
+    model: nn.Module, made: dict[str, UpcycledFFN], before: int, renormalise: bool
+) -> Upcycling:
+    """The record; `model` is not changed yet."""
+    gates = [mixture.gate for mixture in made.values()]
+    routers = sum(_size(gate) for gate in gates)
+    per_expert = sum(_size(m.experts) // m.experts.num_experts for m in made.values())
+    n_experts, k = gates[0].num_experts, gates[0].top_k
+    return Upcycling(
+        layers=tuple(made),
+        n_experts=n_experts,
+        k=k,
+        renormalise=renormalise,
+        parameters_before=before,
+        parameters_after=before + routers + (n_experts - 1) * per_expert,
+        parameters_per_token=before + routers + (k - 1) * per_expert,
+    )
+
+
+def _restore(model: nn.Module, facts: dict[str, Any]) -> None:
+    """Put mixtures without values in the places that a checkpoint names."""
+    n_experts, k, names = facts.get("n_experts"), facts.get("k"), facts.get("layers")
+    if not (isinstance(n_experts, int) and isinstance(k, int) and isinstance(names, list)):
+        raise UnsupportedModelError(f"the checkpoint's upcycling is malformed: {facts}")
+    _check_numbers(n_experts, k, "normal", 1.0, 0.0)
+    found = find_dense_ffns(model)
+    for name, ffn in _chosen(found, names, type(model).__name__).items():
+        like = found[name].last.weight
+        mixture = empty_mixture(ffn, n_experts, k, bool(facts.get("renormalise", True)), like)
+        _replace(model, ffn, mixture)
+
+
+register_restorer(FEATURE, Restorer(before=_restore))

@@ -1,0 +1,286 @@
+"""The claims ledger as page, figures, terminal view, summary and notebook view.
+
+Verdicts have a sign that needs no colour, and each claim with data has a chart of its own, whose
+figure is named after the claim.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from tieline.lab.claims.claim import Chart, Check, Claim, Outcome, Series, Verdict
+from tieline.lab.claims.ledger import Ledger, PaperTitle
+from tieline.report.charts import Panel, axis, figure, layer_colour
+from tieline.report.drawing import ACCENT, INK, MUTED, NOTICE, WARN, canvas, layer_colours
+from tieline.report.frame import notebook_html, render
+from tieline.report.tables import DASH, Grid, significant, text_table
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+SIGNS = {
+    Verdict.HOLDS: "●",
+    Verdict.CONDITION: "◐",
+    Verdict.FAILS: "○",
+    Verdict.UNDECIDED: "?",
+    Verdict.UNTESTABLE: "·",
+}
+STYLES = {
+    Verdict.HOLDS: "green",
+    Verdict.CONDITION: "yellow",
+    Verdict.FAILS: "red",
+    Verdict.UNDECIDED: "cyan",
+    Verdict.UNTESTABLE: "dim",
+}
+CLASSES = {
+    Verdict.HOLDS: "holds",
+    Verdict.CONDITION: "condition",
+    Verdict.FAILS: "fails",
+    Verdict.UNDECIDED: "undecided",
+    Verdict.UNTESTABLE: "untestable",
+}
+"""CSS class of each verdict."""
+
+PARTS = {"paper": "as stated", "condition": "under the condition", "corrected": "ours"}
+VALUES = ("the paper", "corrected", "measured")
+COLOURS = {"@accent": ACCENT, "@warn": WARN, "@notice": NOTICE, "@ink": INK, "@muted": MUTED}
+"""Colours of up to five series: roles of the page, and the same for matplotlib."""
+NARROW = 100
+"""A terminal with fewer characters shows verdicts without values."""
+FEW = 8
+"""Up to so many claims are told in full on a terminal."""
+
+
+def page(result: Ledger) -> str:
+    """The page: a table of all claims, then each claim with its checks and chart."""
+    panels = {
+        outcome.claim.id: _panel(outcome.claim.id, outcome.claim.title, outcome.evidence.figure)
+        for outcome in result.claims
+        if outcome.evidence.figure is not None
+    }
+    return render(
+        "ledger.html",
+        list(panels.values()),
+        style="ledger.css",
+        kind="reproduction",
+        title="Claims ledger",
+        facts=_facts(result),
+        verdict=_counts(result),
+        papers=[(paper, _of_paper(result, paper)) for paper in result.papers],
+        charts=panels,
+        parts=PARTS,
+        value_text=value_text,
+        verdict_text=verdict_text,
+        verdict_class=_verdict_class,
+        check_text=check_text,
+    )
+
+
+def figures(result: Ledger) -> "dict[str, Callable[[], Figure]]":
+    """One figure per claim that has data, by the id of the claim."""
+    return {
+        outcome.claim.id: partial(_draw, outcome.evidence.figure)
+        for outcome in result.claims
+        if outcome.evidence.figure is not None
+    }
+
+
+def terminal(result: Ledger, width: int) -> RenderableType:
+    """One row per claim, paper by paper, then the claims that changed and the counts."""
+    parts: list[RenderableType] = []
+    for paper in result.papers:
+        heading = Text(f"Paper {paper.paper}: {paper.title}", style="bold")
+        table = _table(_of_paper(result, paper), wide=width >= NARROW)
+        parts += [heading, Padding(table, (0, 0, 1, 0))]
+    if len(result.claims) <= FEW:
+        parts += [claim_text(outcome.claim) for outcome in result.claims]
+    parts += [_open(outcome) for outcome in result.claims if outcome.verdict is Verdict.UNDECIDED]
+    parts += [_news(outcome) for outcome in result.claims if outcome.changed]
+    return Group(*parts, Text(_counts(result)))
+
+
+def summary(result: Ledger) -> str:
+    """Provenance and counts in two lines."""
+    return f"Claims ledger ({_facts(result)})\n{_counts(result)}"
+
+
+def notebook(result: Ledger) -> str:
+    """A table of all claims, without charts; `plot` draws those."""
+    rows = tuple((o.claim.id, o.claim.title, *_values(o), verdict_text(o)) for o in result.claims)
+    table = Grid(("claim", "what", *VALUES, "verdict"), rows)
+    return notebook_html("Claims ledger", _facts(result), _counts(result), table, {})
+
+
+def claim_text(claim: Claim) -> RenderableType:
+    """The paper's sentence, the setting, the test and what would change the verdict."""
+    lines = [Text(f"{claim.id} ({claim.number}): {claim.title}", style="bold")]
+    told = {
+        "the paper": claim.statement,
+        "setting": claim.setting,
+        "tested": claim.tested,
+        "condition": claim.condition,
+        "would change it": claim.overturned_by,
+    }
+    lines += [Text(f"{name}: {words}") for name, words in told.items() if words]
+    return Padding(Group(lines[0], Padding(Group(*lines[1:]), (0, 0, 0, 2))), (0, 0, 1, 0))
+
+
+def value_text(value: float | int | str | None) -> str:
+    """A value of a claim: text as it is, numbers with six digits."""
+    if value is None or value == "":
+        return DASH
+    if isinstance(value, float) and not math.isfinite(value):
+        value = str(value)
+    if isinstance(value, str | bool):
+        return {"inf": "∞", "-inf": "-∞"}.get(str(value), str(value))
+    return f"{value:,}" if isinstance(value, int) else significant(value, 6)
+
+
+def verdict_text(outcome: Outcome) -> str:
+    """Sign and verdict, with the expected one or the error if it changed."""
+    sign = "!" if outcome.verdict is None else SIGNS[outcome.verdict]
+    if outcome.verdict is None:
+        return f"{sign} broken: {outcome.error}"
+    if not outcome.changed:
+        return f"{sign} {outcome.verdict}"
+    if outcome.verdict != outcome.claim.expected:
+        return f"{sign} {outcome.verdict} (expected: {outcome.claim.expected})"
+    return f"{sign} {outcome.verdict} (but a check failed)"
+
+
+def check_text(check: Check) -> str:
+    """A comparison in one line."""
+    mark = "✓" if check.passed else "?" if check.open else "✗"
+    slack = f" ± {value_text(check.tolerance)}" if check.tolerance else ""
+    found = "not measured" if check.open and math.isnan(check.measured) else _found(check)
+    why = f" ({check.open})" if check.open else ""
+    return f"{mark} {check.name}: {found} {check.rule} {value_text(check.reference)}{slack}{why}"
+
+
+def _found(check: Check) -> str:
+    """What was measured, with its interval."""
+    if check.low is None or check.high is None:
+        return value_text(check.measured)
+    return f"{value_text(check.measured)} [{check.low:.3g}, {check.high:.3g}]"
+
+
+def _facts(result: Ledger) -> str:
+    run = result.provenance
+    return f"tieline {run.tieline} · {run.mode} mode · seed {run.seed}"
+
+
+def _counts(result: Ledger) -> str:
+    """The number of claims with each verdict, and whether any changed."""
+    counts = [f"{verdict}: {count}" for verdict, count in result.verdicts.items() if count]
+    changed = len(result.changed)
+    news = f"{changed} verdict{'s' * (changed != 1)} changed" if changed else "None changed"
+    count = "1 claim" if len(result.claims) == 1 else f"{len(result.claims)} claims"
+    return f"{count}. {' · '.join(counts).capitalize()}. {news}."
+
+
+def _of_paper(result: Ledger, paper: PaperTitle) -> list[Outcome]:
+    return [outcome for outcome in result.claims if outcome.claim.paper == paper.paper]
+
+
+def _values(outcome: Outcome) -> list[str]:
+    """Texts of the columns `VALUES`."""
+    found = outcome.evidence
+    return [value_text(value) for value in (found.paper, found.corrected, found.measured)]
+
+
+def _verdict_class(outcome: Outcome) -> str:
+    if outcome.changed or outcome.verdict is None:
+        return "changed"
+    return CLASSES[outcome.verdict]
+
+
+def _table(outcomes: Sequence[Outcome], *, wide: bool) -> Table:
+    table = text_table(("claim", "what", *(VALUES if wide else ()), "verdict"), (), 9, fold=True)
+    table.columns[0].no_wrap = True
+    for outcome in outcomes:
+        claim = outcome.claim
+        style = (
+            "bold red" if outcome.verdict is None or outcome.changed else STYLES[outcome.verdict]
+        )
+        cells = [claim.id, claim.title, *(_values(outcome) if wide else [])]
+        table.add_row(*map(Text, cells), Text(verdict_text(outcome), style=style))
+    return table
+
+
+def _open(outcome: Outcome) -> Text:
+    """A claim that is not decided, with the reason and what this run could not measure."""
+    claim, checks = outcome.claim, outcome.evidence.checks
+    absent = dict.fromkeys(c.open for c in checks if c.open and math.isnan(c.measured))
+    parts = [claim.undecided or outcome.reason]
+    parts += [f"Not measured: {'; '.join(absent)}"] if claim.undecided and absent else []
+    words = f"{claim.id}: undecided: {'. '.join(parts)}"
+    return Text(words, style=STYLES[Verdict.UNDECIDED])
+
+
+def _news(outcome: Outcome) -> Text:
+    """A claim that changed, with the checks that failed."""
+    lines = [f"{outcome.claim.id}: {verdict_text(outcome)[2:]}"]
+    lines += [f"    {check_text(check)}" for check in outcome.evidence.checks if not check.passed]
+    return Text("\n".join(lines), style="bold red")
+
+
+def _panel(name: str, title: str, chart: Chart) -> Panel:
+    """A claim's chart by Plotly."""
+    count = len(chart.series)
+    roles = (
+        list(COLOURS) if count <= len(COLOURS) else [layer_colour(i, count) for i in range(count)]
+    )
+    traces = [_trace(one, role) for one, role in zip(chart.series, roles, strict=False)]
+    x, y = (axis(one.title, scale=one.scale) for one in (chart.x, chart.y))
+    margin = {"t": 12, "r": 16, "b": 60 + 20 * count, "l": 60}
+    drawing = figure(traces, 300 + 20 * count, xaxis=x, yaxis=y, showlegend=True, margin=margin)
+    return Panel(f"figure-{name}", title, "", drawing)
+
+
+def _trace(series: Series, colour: str) -> dict[str, Any]:
+    trace: dict[str, Any] = {
+        "type": "scatter",
+        "name": series.name,
+        "x": series.x,
+        "y": series.y,
+        "mode": "markers" if series.kind == "dots" else "lines",
+        "line": {"color": colour, "dash": "dash" if series.kind == "dashed" else "solid"},
+        "marker": {"color": colour, "size": 7},
+    }
+    if series.errors is not None:
+        trace |= {"error_y": {"type": "data", "array": series.errors, "color": colour}}
+    return trace
+
+
+def _draw(chart: Chart) -> "Figure":
+    """A claim's chart by matplotlib."""
+    count = len(chart.series)
+    colours = list(COLOURS.values()) if count <= len(COLOURS) else layer_colours(count)
+
+    def draw(axes: "Axes") -> None:
+        for series, colour in zip(chart.series, colours, strict=False):
+            style = "none" if series.kind == "dots" else "--" if series.kind == "dashed" else "-"
+            marker = "o" if series.kind == "dots" else ""
+            axes.errorbar(
+                series.x,
+                series.y,
+                series.errors,
+                color=colour,
+                linestyle=style,
+                marker=marker,
+                markersize=3.5,
+                label=series.name,
+            )
+        axes.set(xlabel=chart.x.title, ylabel=chart.y.title)
+        axes.set(xscale=chart.x.scale, yscale=chart.y.scale)
+        axes.legend(fontsize=6.5)
+
+    return canvas(draw, width=4.5, height=3.2)

@@ -1,0 +1,260 @@
+"""A rate study as page, figure, terminal view, summary and notebook view.
+
+The figure shows the loss as the paper defines it, the same without the directions that the data
+cannot determine, and the distance of the functions, against the sample size, one colour per start
+radius. Bars are two standard errors of the mean. Sample sizes below the number of parameters, where
+a ridge picks the fit, are points without a line.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from tieline.lab.estimation.rates import LossSeries, RateStudy
+from tieline.report.drawing import canvas
+from tieline.report.frame import notebook_html
+from tieline.report.plain import Section, plain_page
+from tieline.report.tables import DASH, Grid, one_form, significant, text_table, view
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+MOST_SIZES = 3
+"""Sample sizes that a terminal shows."""
+NAMES = {"raw": "raw", "quotient": "quotient", "function": "‖f − f*‖", "experts": "experts"}
+PANELS = (
+    ("raw", "raw loss"),
+    ("quotient", "quotient loss"),
+    ("function", "$\\|f-f^*\\|$ in $L^2(\\mu)$"),
+)
+MARKERS = "oDsv^P"
+
+
+def page(result: RateStudy) -> str:
+    """The page: figure, slopes with all sample sizes, and notes on the fits."""
+    sections = [
+        Section(
+            "Losses against the sample size",
+            draw=partial(_draw, result),
+            words="Mean losses with fitted power laws, one panel per loss, one colour per start",
+        ),
+        Section("Slopes", _grid(result, result.sizes), notes=_notes(result)),
+    ]
+    return plain_page("rates", result.name, _facts(result), sections, _verdict(result))
+
+
+def figures(result: RateStudy) -> "dict[str, Callable[[], Figure]]":
+    """Return "rates": losses against the sample size with fitted lines."""
+    return {"rates": partial(_draw, result)}
+
+
+def terminal(result: RateStudy, width: int) -> RenderableType:
+    """Slopes with some sample sizes, and notes on the fits."""
+    last = len(result.sizes) - 1
+    places = sorted({round(last * step / (MOST_SIZES - 1)) for step in range(MOST_SIZES)})
+    grid = _grid(result, [result.sizes[place] for place in places])
+    table = text_table(grid.head, grid.rows, left=2, quantities=grid.quantities)
+    notes = Text("\n".join(_notes(result)))
+    return view(result.name, _facts(result), _verdict(result), table, notes)
+
+
+def summary(result: RateStudy) -> str:
+    """Setting, facts and main slope in three lines."""
+    return f"Rates of {result.name}\n{_facts(result)}\n{_verdict(result)}"
+
+
+def notebook(result: RateStudy) -> str:
+    """Slopes and the figure."""
+    grid = _grid(result, result.sizes)
+    return notebook_html(result.name, _facts(result), _verdict(result), grid, figures(result))
+
+
+def _facts(result: RateStudy) -> str:
+    model = result.model
+    fitted, true = model.n_experts, result.true_experts
+    parts = [
+        f"{model.gate} {model.link}, {model.expert} experts",
+        f"d {model.d}",
+        f"{fitted} experts" if fitted == true else f"{fitted} experts for {true}",
+        f"{model.parameters} parameters",
+        f"{result.repetitions} repetitions",
+        f"noise {result.noise:g}",
+        f"loss {result.loss} of paper {result.paper}",
+    ]
+    if result.condition is not None:
+        parts.append(f"condition {result.condition:,.0f}")
+    return " · ".join(parts)
+
+
+def _verdict(result: RateStudy) -> str:
+    """The slope of the quotient loss from the first start, and the sample size asked for."""
+    rated = ((s.start, s.rate) for s in result.series if s.loss == "quotient" and s.rate)
+    start, rate = next(rated, ("", None))
+    words = "No slope: fewer than two sample sizes determine the fit."
+    if rate is not None:
+        words = (
+            f"From starts with {start} the quotient loss falls like n^{rate.slope:.2f} "
+            f"(95 % interval {rate.low:.2f} to {rate.high:.2f}); the parametric rate is n^-0.50."
+        )
+    if result.sample_size is not None:
+        words += f" With this router and these experts, {result.sample_size.words}."
+    return words
+
+
+def _grid(result: RateStudy, sizes: Sequence[int]) -> Grid:
+    """One row per loss and start, with the mean losses at these sample sizes."""
+    head = ("loss", "start", "slope", "95 % interval", *(f"n={n:,}" for n in sizes))
+    rows = tuple(_row(series, sizes) for series in result.series)
+    return Grid(head, rows, quantities="rows")  # the losses are of different sizes
+
+
+def _row(series: LossSeries, sizes: Sequence[int]) -> tuple[str, ...]:
+    means = dict(zip(series.sizes, series.mean, strict=True))
+    cells = one_form([significant(means[n], 2) if n in means else DASH for n in sizes])
+    rate = series.rate
+    slope = DASH if rate is None else f"{rate.slope:.2f}"
+    interval = DASH if rate is None else f"{rate.low:.2f} to {rate.high:.2f}"
+    return NAMES[series.loss], series.start, slope, interval, *cells
+
+
+def _notes(result: RateStudy) -> list[str]:
+    ends = ", ".join(f"{count} {name}" for name, count in result.status.items())
+    notes = [f"{result.problems} fits: {ends}; {result.cpu_seconds:.1f} s of CPU time"]
+    notes += _advice(result)
+    if result.paper_slope is not None:
+        notes.append(f"the paper reports a slope of {result.paper_slope:.2f} for the raw loss")
+    if result.failed:
+        notes.append(f"{result.failed} of {result.problems} fits did not converge")
+    if result.ridge.words:
+        notes.append(f"warning: {result.ridge.words}")
+    if result.empty_cells:
+        notes.append(
+            f"in {result.empty_cells} fits a true expert has an empty cell: it adds only its mass "
+            "to the loss"
+        )
+    if not result.well_specified:
+        notes.append(
+            "the model does not contain the truth: losses are against the population minimiser, "
+            f"‖f − q‖ = {significant(result.misfit)}"
+        )
+    return notes
+
+
+SEPARABLE = ("tanh", "gelu")
+"""Experts of which no two make one of the same kind, so that a spare one can be told apart."""
+
+
+def _advice(result: RateStudy) -> list[str]:
+    """What the number of fitted experts means for predictions and for reading the experts."""
+    spare = result.model.n_experts - result.true_experts
+    if not result.well_specified or spare < 0:
+        return []
+    if spare == 0:
+        return [
+            "as many experts as the truth: predictions and every expert improve like n^(-1/2), so "
+            "half the error takes four times the samples"
+        ]
+    single = "are not determined by any number of samples: two of them can make one"
+    if result.model.expert in SEPARABLE:
+        single = (
+            "improve like n^(-1/4) at best, so half their error takes sixteen times the samples"
+        )
+    return [
+        f"{spare} spare expert{'s' * (spare > 1)}: predictions still improve like n^(-1/2); the "
+        f"single experts {single}. To read them, fit as many as there are: compare numbers of "
+        "experts by a held-out loss"
+    ]
+
+
+def _draw(result: RateStudy) -> "Figure":
+    """Means with bars and fitted lines, log-log."""
+
+    def draw(*panels: "Axes") -> None:
+        for axes, (loss, title) in zip(panels, PANELS, strict=True):
+            _draw_loss(axes, [s for s in result.series if s.loss == loss and s.mean], result)
+            named = title if loss == "function" else f"{title} {result.loss}"
+            axes.set_title(named, fontsize=8)
+
+    figure = canvas(draw, columns=3, height=3.2)
+    figure.suptitle(_headline(result), fontsize=8)
+    # more room below: the layout underestimates that of the legends
+    figure.set_layout_engine("constrained", rect=(0, 0.04, 1, 0.96))
+    return figure
+
+
+def _headline(result: RateStudy) -> str:
+    words = f"{result.name}: {result.repetitions} repetitions, noise {result.noise:g}"
+    words += f", {result.failed} of {result.problems} not converged" if result.failed else ""
+    few = ", ".join(f"{n:,}" for n in result.ridge.sizes)
+    return words + (f", a ridge at n = {few}" if few else "")
+
+
+def _draw_loss(axes: "Axes", series: Sequence[LossSeries], result: RateStudy) -> None:
+    for one, colour, marker in zip(series, _colours(len(series)), MARKERS * 9, strict=False):
+        _draw_series(axes, one, result.ridge.sizes, colour, marker)
+    _draw_guides(axes, series, result.paper_slope)
+    axes.set(xscale="log", yscale="log", xlabel="sample size n")
+    _name_ticks(axes)
+    axes.legend(fontsize=5.8, loc="upper center", bbox_to_anchor=(0.5, -0.24), handlelength=1.4)
+
+
+def _draw_series(
+    axes: "Axes", series: LossSeries, ridge: Sequence[int], colour: Any, marker: str
+) -> None:
+    """Points with bars, and the fitted line over the sample sizes that count."""
+    bars = [2 * error for error in series.stderr]
+    below = [min(bar, 0.9 * mean) for bar, mean in zip(bars, series.mean, strict=True)]
+    style: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 3.5}
+    axes.errorbar(
+        series.sizes,
+        series.mean,
+        [below, bars],
+        capsize=2,
+        linewidth=0.8,
+        linestyle="none",
+        **style,
+    )
+    label, rate, line_style = f"start {series.start}", series.rate, "none"
+    if rate is not None:
+        fair = [n for n in series.sizes if n not in ridge]
+        line = [math.exp(rate.intercept) * n**rate.slope for n in fair]
+        axes.plot(fair, line, color=colour, linewidth=0.9)
+        label += f": {rate}"
+        line_style = "-"
+    axes.plot([], [], label=label.replace("-", "−"), linewidth=0.9, linestyle=line_style, **style)
+
+
+def _draw_guides(axes: "Axes", series: Sequence[LossSeries], paper_slope: float | None) -> None:
+    """The parametric slope, and the slope that the paper reports."""
+    if not series:
+        return
+    n, top = series[0].sizes, max(one.mean[0] for one in series)
+    guides = [("$n^{-1/2}$", -0.5, "--")]
+    if paper_slope is not None and series[0].loss == "raw":
+        guides.append((f"paper: {paper_slope:.2f}".replace("-", "−"), paper_slope, ":"))
+    for label, slope, style in guides:
+        line = [1.5 * top * (x / n[0]) ** slope for x in n]
+        axes.plot(n, line, color="0.45", linestyle=style, linewidth=0.8, label=label)
+
+
+def _name_ticks(axes: "Axes") -> None:
+    """Write losses as decimals at 1, 2 and 5: a panel may span less than a power of ten."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _colours(count: int) -> list[Any]:
+    """One colour per start radius."""
+    from matplotlib import colormaps
+
+    steps = [place / (count - 1) if count > 1 else 0.0 for place in range(count)]
+    return [colormaps.get_cmap("plasma")(0.05 + 0.75 * step) for step in steps]

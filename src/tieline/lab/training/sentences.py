@@ -1,0 +1,371 @@
+"""GLUE: three tasks on sentences or pairs of them, by BERT with one network turned into a mixture.
+
+    task    columns of a line                                 label
+    CoLA    source, label, mark, sentence (no header)         1 acceptable
+    MRPC    label, id, id, sentence, sentence                 1 paraphrase
+    RTE     index, sentence, sentence, label                  1 not_entailment
+
+The test splits of GLUE have no labels and are not read. The files have their own terms of use, so
+Tieline neither ships nor fetches them.
+
+The model is that of paper 1, Table 2: BERT-large, one network of 24 replaced by 16 experts, top 2
+or 4. The small form has the same parts at random weights and only shows that everything runs. The
+scores are those that the paper reports:
+
+    accuracy    share of right answers, beside that of a constant answer (`majority`)
+    f1          of class 1
+    mcc         Matthews correlation, 0 for guessing
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from transformers import BertConfig, BertForSequenceClassification
+
+from tieline.core.errors import require
+from tieline.lab.training.checkpoint import save_weights
+from tieline.lab.training.config import GateConfig, SentenceConfig, TrainConfig
+from tieline.lab.training.fetch import (
+    DataError,
+    DataFile,
+    check_file,
+    data_set,
+    fetch_checkpoint,
+    local_checkpoint,
+)
+from tieline.lab.training.text_data import bpe_tokenizer
+from tieline.lab.training.upcycled import route_networks_
+
+LARGEST_FILE = 1 << 28
+
+
+@dataclass(frozen=True)
+class GlueTask:
+    """The format of a task's files.
+
+    Attributes:
+        columns: number of columns of a line.
+        header: whether the first line names them.
+        texts: columns of the sentences.
+        label: column of the label.
+        labels: its words, in the order of their numbers.
+        metric: the score that the paper reports.
+        files: the known files of the splits.
+    """
+
+    columns: int
+    header: bool
+    texts: tuple[int, ...]
+    label: int
+    labels: tuple[str, ...]
+    metric: str
+    files: dict[str, DataFile]
+
+
+GLUE: dict[str, GlueTask] = {
+    "CoLA": GlueTask(
+        columns=4,
+        header=False,
+        texts=(3,),
+        label=1,
+        labels=("0", "1"),
+        metric="Matthews correlation",
+        files={
+            "train": DataFile(
+                "CoLA/train.tsv",
+                "cb368ebeb9f27d7ad03720d27ddc95687a311bdb100781a2fe59a5f5b1bc0624",
+                428_590,
+            ),
+            "dev": DataFile(
+                "CoLA/dev.tsv",
+                "8c013e21dc39957cac37378d87bebe225b694a0d5fe13eded66c2856628833fd",
+                53_717,
+            ),
+        },
+    ),
+    "MRPC": GlueTask(
+        columns=5,
+        header=True,
+        texts=(3, 4),
+        label=0,
+        labels=("0", "1"),
+        metric="accuracy and F1",
+        files={
+            "train": DataFile(
+                "MRPC/train.tsv",
+                "f178bcc72ab4c2c1c778b480912e0c8e1dba3ead150dc1d490d70682ab888c1e",
+                941_277,
+            ),
+            "dev": DataFile(
+                "MRPC/dev.tsv",
+                "9e8f284788040f7c9ecde2e1b3c07237c756f926bd9ef8548ef5d34b56f69f17",
+                105_616,
+            ),
+        },
+    ),
+    "RTE": GlueTask(
+        columns=4,
+        header=True,
+        texts=(1, 2),
+        label=3,
+        labels=("entailment", "not_entailment"),
+        metric="accuracy",
+        files={
+            "train": DataFile(
+                "RTE/train.tsv",
+                "41e3a9b063433392343fad9e962cf2f58b681c78d8f71592f4186f0837246c5c",
+                846_226,
+            ),
+            "dev": DataFile(
+                "RTE/dev.tsv",
+                "80230dfa1347282e7b532b06a1004a76a710087541189bf874223ddf0e3819fb",
+                90_343,
+            ),
+        },
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Sentences:
+    """Sentences, or pairs of them, with their labels.
+
+    Attributes:
+        texts: one or two sentences for each example.
+        labels: 0 or 1 for each example.
+        source: task and split.
+    """
+
+    texts: tuple[tuple[str, ...], ...]
+    labels: tuple[int, ...]
+    source: str
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def majority(self) -> float:
+        """Share of the larger class: the accuracy of a constant answer."""
+        ones = sum(self.labels) / len(self.labels)
+        return max(ones, 1 - ones)
+
+
+def load_glue(
+    task: str, split: str, folder: Path | None = None, *, known: bool = True
+) -> Sentences:
+    """Load a split of a task.
+
+    Args:
+        task: a key of `GLUE`.
+        split: train or dev.
+        folder: holds CoLA/, MRPC/ and RTE/; by default `glue` in the folder of data sets.
+        known: require the file to have the hash in `GLUE`.
+    """
+    require(task in GLUE, f"the tasks are {', '.join(GLUE)}, got {task!r}")
+    rules = GLUE[task]
+    require(split in rules.files, f"the splits are {', '.join(rules.files)}, got {split!r}")
+    file = rules.files[split]
+    path = (data_set("glue") if folder is None else folder) / file.name
+    require(
+        path.is_file(),
+        f"GLUE is not at {path}: it cannot be fetched; get {task} from gluebenchmark.com and put "
+        "its files there",
+        DataError,
+    )
+    if known:
+        check_file(path, file)
+    return _read(path, rules, f"{task} {split}")
+
+
+def _read(path: Path, rules: GlueTask, source: str) -> Sentences:
+    size = path.stat().st_size
+    require(
+        size <= LARGEST_FILE, f"{path} has {size} bytes, at most {LARGEST_FILE} are read", DataError
+    )
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as problem:
+        raise DataError(f"{path} is no UTF-8 text: {problem}") from problem
+    lines = text.replace("\r\n", "\n").removesuffix("\n").split("\n")
+    rows = [line.split("\t") for line in lines[rules.header :]]
+    require(len(rows) > 0, f"{path} has no example", DataError)
+    for at, row in enumerate(rows, start=1 + rules.header):
+        right = len(row) == rules.columns and row[rules.label] in rules.labels
+        require(right, f"{path}, line {at}: not a line of {source}: {row!r:.80}", DataError)
+    texts = tuple(tuple(row[column] for column in rules.texts) for row in rows)
+    labels = tuple(rules.labels.index(row[rules.label]) for row in rows)
+    return Sentences(texts, labels, source)
+
+
+def sentence_model(shape: SentenceConfig, gate: GateConfig) -> BertForSequenceClassification:
+    """Make the model, from pretrained weights if they are here."""
+    config = BertConfig(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.d_model,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        intermediate_size=shape.d_hidden,
+        max_position_embeddings=max(512, shape.context),
+    )
+    place = None if shape.pretrained is None else local_checkpoint(shape.pretrained)
+    if place is None:
+        model = BertForSequenceClassification(config)
+    else:
+        model = BertForSequenceClassification.from_pretrained(place)
+    route_networks_(model, [shape.routed], gate, shape.n_experts)
+    return model
+
+
+ROWS = 64
+
+
+@dataclass(frozen=True, eq=False)
+class SentenceItems(Dataset[dict[str, Tensor]]):
+    """Examples as tensors of one length, in the order of use."""
+
+    tokens: Tensor
+    segments: Tensor
+    used: Tensor
+    labels: Tensor
+    order: Tensor
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __getitem__(self, at: int) -> dict[str, Tensor]:
+        """Return the model's inputs of one example."""
+        place = self.order[at]
+        return {
+            "input_ids": self.tokens[place],
+            "token_type_ids": self.segments[place],
+            "attention_mask": self.used[place],
+            "labels": self.labels[place],
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class SentenceData:
+    """Examples for training and for scores."""
+
+    train: SentenceItems
+    about: str
+    dev: SentenceItems
+    majority: float
+
+
+class SentenceTask:
+    """The task "sentences"."""
+
+    def data(self, config: TrainConfig) -> SentenceData:
+        """Load a task of GLUE, and fetch the pretrained weights before anything is built."""
+        shape, options = _shape(config), config.data.options
+        folder = options.get("folder")
+        train, dev = (
+            load_glue(options["task"], split, None if folder is None else Path(folder))
+            for split in ("train", "dev")
+        )
+        encode = _encoder(shape, train)
+        n = config.optim.steps * config.optim.batch
+        draw = torch.Generator().manual_seed(config.seed)
+        order = torch.cat(
+            [torch.randperm(len(train), generator=draw) for _ in range(-(-n // len(train)))]
+        )
+        about = f"{train.source}, {len(train)} examples, scored on {len(dev)}"
+        scored_on = _items(dev, encode, torch.arange(len(dev)))
+        return SentenceData(_items(train, encode, order[:n]), about, scored_on, dev.majority)
+
+    def model(self, config: TrainConfig) -> nn.Module:
+        """Make a new model."""
+        return sentence_model(_shape(config), config.gate)
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module, data: SentenceData, config: TrainConfig) -> dict[str, Any]:
+        """Score the development split."""
+        model.eval()
+        said = []
+        for rows in torch.arange(len(data.dev)).split(ROWS):
+            items = [data.dev[int(row)] for row in rows]
+            inputs = {k: torch.stack([item[k] for item in items]) for k in items[0]}
+            said.append(model(**inputs).logits.argmax(dim=-1))
+        scores = answer_scores(torch.cat(said), data.dev.labels[data.dev.order])
+        return {"dev": scores | {"majority": data.majority, "examples": len(data.dev)}}
+
+    def save(self, model: nn.Module, data: SentenceData, folder: Path) -> None:
+        """Write the weights to one file; the configuration of the run has the shape."""
+        save_weights(model, folder)
+
+
+def answer_scores(said: Tensor, truth: Tensor) -> dict[str, float]:
+    """Return accuracy, F1 of class 1 and Matthews correlation (0 for constant answers)."""
+    both, only_said = ((said == 1) & (truth == 1)).sum(), ((said == 1) & (truth == 0)).sum()
+    missed, neither = ((said == 0) & (truth == 1)).sum(), ((said == 0) & (truth == 0)).sum()
+    tp, fp, fn, tn = (float(count) for count in (both, only_said, missed, neither))
+    size = ((tp + fp) * (tp + fn) * (tn + fp) * (tn + fn)) ** 0.5
+    return {
+        "accuracy": (tp + tn) / len(truth),
+        "f1": 2 * tp / max(1.0, 2 * tp + fp + fn),
+        "mcc": 0.0 if size == 0 else (tp * tn - fp * fn) / size,
+    }
+
+
+def _shape(config: TrainConfig) -> SentenceConfig:
+    shape = config.model
+    require(isinstance(shape, SentenceConfig), f"{type(shape).__name__} is no shape for sentences")
+    assert isinstance(shape, SentenceConfig)
+    return shape
+
+
+Encode = Callable[[Sentences], list[tuple[list[int], list[int], list[int]]]]
+
+
+def _encoder(shape: SentenceConfig, train: Sentences) -> Encode:
+    """Return a function from examples to tokens, segments and masks, all of one length."""
+    if shape.pretrained is not None:
+        from transformers import AutoTokenizer
+
+        found = AutoTokenizer.from_pretrained(fetch_checkpoint(shape.pretrained))
+        marks = (found.cls_token_id, found.sep_token_id, found.pad_token_id)
+    else:
+        found = bpe_tokenizer(_flat(train), shape.vocabulary - 3)
+        marks = (shape.vocabulary - 3, shape.vocabulary - 2, shape.vocabulary - 1)
+
+    def encode(sentences: Sentences) -> list[tuple[list[int], list[int], list[int]]]:
+        ids = iter(found(_flat(sentences), add_special_tokens=False)["input_ids"])
+        parts = [[next(ids) for _ in texts] for texts in sentences.texts]
+        return [packed(part, marks, shape.context) for part in parts]
+
+    return encode
+
+
+def _flat(sentences: Sentences) -> list[str]:
+    return [text for texts in sentences.texts for text in texts]
+
+
+def packed(
+    parts: list[list[int]], marks: tuple[int, int, int], length: int
+) -> tuple[list[int], list[int], list[int]]:
+    """Pack [CLS] a [SEP] b [SEP] and padding; the longer sentence is cut first.
+
+    Returns tokens, segment of each token, and 1 for tokens or 0 for padding.
+    """
+    cls, sep, pad = marks
+    kept = [list(part) for part in parts]
+    while sum(map(len, kept)) + 1 + len(kept) > length:
+        max(kept, key=len).pop()
+    tokens, segments = [cls], [0]
+    for number, part in enumerate(kept):
+        tokens += [*part, sep]
+        segments += [number] * (len(part) + 1)
+    rest = length - len(tokens)
+    return tokens + [pad] * rest, segments + [0] * rest, [1] * len(tokens) + [0] * rest
+
+
+def _items(sentences: Sentences, encode: Encode, order: Tensor) -> SentenceItems:
+    columns = zip(*encode(sentences), strict=True)
+    tokens, segments, used = (torch.tensor(column) for column in columns)
+    return SentenceItems(tokens, segments, used, torch.tensor(sentences.labels), order)

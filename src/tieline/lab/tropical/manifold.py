@@ -1,0 +1,334 @@
+"""Pieces that a curve of inputs meets, against what a Gaussian router would show.
+
+    walk                      changes of coalition along straight segments, exact
+    pieces_along              switches and kinks on a polyline, exact               measured
+    pieces_along_curve        the same for a callable, refined until it settles     measured
+    spherical_length          L, length of the curve seen from the origin           Def. 4.26
+    expected_switches         (L/π) ρ, Crofton; with kinks (L/π)(kH + ρ)            corrected
+    paper_effective_bound     C(N, k) Vol(π(M))/Vol(S^{d-1}) Φ(kH, d_eff)           Thm. 4.26
+    token_pairs               pairs of tokens: neighbours in the text, or any two
+    crossings                 switches between the router inputs of token pairs
+
+Along a segment every score is linear, so each pair of experts changes order at most once. The next
+change of the coalition is the first crossing of a chosen expert by a faster one that is not chosen;
+all segments take their next step together.
+
+The paper's bound divides a d_eff-dimensional volume by a (d-1)-dimensional one, which is meaningful
+only for d_eff = d - 1. An m-flat meets C(N, k) P(M <= m+1) cells on average:
+`expected_cells(N, k, m)`. A Gaussian router makes ρ/π switches per radian; a trained one differs as
+its weights and its inputs do.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from scipy import special
+from torch import Tensor
+
+from tieline.core.errors import TraceError, require
+from tieline.core.statistics import Estimate, mean_estimate
+from tieline.lab.tropical.affine import (
+    Neurons,
+    Router,
+    as_neurons,
+    as_points,
+    as_router,
+    captured_inputs,
+    chosen,
+)
+from tieline.lab.tropical.capacity import capacity_bound
+from tieline.lab.tropical.expectation import wall_density
+from tieline.trace.record import LayerTrace, RoutingTrace
+
+CHUNK = 1 << 22  # pairs of experts over all segments that are held at once
+
+
+class Walk(NamedTuple):
+    """Every change of coalition, by segment and in the order of the walk."""
+
+    segment: Int[np.ndarray, " events"]  # which segment it happens on
+    place: Float[np.ndarray, " events"]  # where, as a share of the segment, 0 < place < 1
+    leaving: Int[np.ndarray, " events"]  # the expert that is no longer chosen
+    entering: Int[np.ndarray, " events"]  # the expert that is from there on
+    first: Bool[np.ndarray, "segments experts"]  # experts chosen at the start of each segment
+
+    def per_segment(self) -> Int[np.ndarray, " segments"]:
+        """Number of changes on each segment."""
+        return np.bincount(self.segment, minlength=len(self.first))
+
+
+def walk(
+    starts: Float[np.ndarray, "segments dim"],
+    ends: Float[np.ndarray, "segments dim"],
+    router: Router,
+) -> Walk:
+    """The changes of coalition along the segments from `starts` to `ends`."""
+    experts = len(router.bias)
+    size = max(1, CHUNK // experts**2)
+    parts = [
+        _walk(router.scores(starts[at : at + size]), router.scores(ends[at : at + size]), router.k)
+        for at in range(0, len(starts), size)
+    ]
+    shifted = [part._replace(segment=part.segment + i * size) for i, part in enumerate(parts)]
+    return Walk(*(np.concatenate(columns) for columns in zip(*shifted, strict=True)))
+
+
+def _walk(start: np.ndarray, end: np.ndarray, k: int) -> Walk:
+    first = chosen(start, k)
+    slope = end - start
+    closing = slope[:, None, :] - slope[:, :, None]
+    ahead = start[:, :, None] - start[:, None, :]
+    with np.errstate(divide="ignore", invalid="ignore"):  # when j passes i: (segments, i, j)
+        overtakes = np.where(closing > 0, ahead / closing, np.inf)
+    inside, rows = first.copy(), np.arange(len(start))
+    events: list[tuple[np.ndarray, ...]] = []
+    while len(rows):
+        usable = inside[rows][:, :, None] & ~inside[rows][:, None, :]
+        times = np.where(usable, overtakes[rows], np.inf).reshape(len(rows), -1)
+        best = times.argmin(axis=1)
+        when = times[np.arange(len(rows)), best]
+        going = when < 1
+        rows, best, when = rows[going], best[going], when[going]
+        leaving, entering = np.divmod(best, start.shape[1])
+        inside[rows, leaving], inside[rows, entering] = False, True
+        at_start = when <= 0  # a tie at the very start is settled before the walk begins
+        first[rows[at_start]] = inside[rows[at_start]]
+        events.append(tuple(x[~at_start] for x in (rows, when, leaving, entering)))
+    segment, place, leaving, entering = map(np.concatenate, zip(*events, strict=True))
+    order = np.argsort(segment, kind="stable")  # events of one segment are in order already
+    return Walk(segment[order], place[order], leaving[order], entering[order], first)
+
+
+@dataclass(frozen=True)
+class PathPieces:
+    """Pieces that a curve meets."""
+
+    pieces: int  # 1 + switches + kinks: stretches on which the layer is one formula
+    switches: int  # changes of the chosen coalition
+    kinks: int  # zeros of neurons of chosen experts; 0 where no neurons were given
+    coalitions: int  # different coalitions met
+    length: float  # Euclidean length
+    spherical_length: float  # length on the unit sphere, of (x, lift) where the router has biases
+    expected_switches: float  # of a Gaussian router along that spherical length
+    segments: int  # straight segments walked
+    status: str = "ok"  # "ok", or what to know about the numbers
+
+
+def pieces_along(
+    points: Any, weight: Any, bias: Any, k: int, V: Any = None, c: Any = None
+) -> PathPieces:
+    """Switches, kinks and coalitions along the polyline through (n, d) points, exactly.
+
+    No point may come twice in a row. V (N, H, d) and c (N, H) are the experts' neurons; without
+    them only switches are counted.
+    """
+    router = as_router(weight, bias, k)
+    neurons = as_neurons(V, c, router)
+    path = as_points(points, router.weight.shape[1], 2)
+    steps = np.linalg.norm(np.diff(path, axis=0), axis=1)
+    require(
+        bool((steps > 0).all()),
+        f"points {int(steps.argmin())} and {int(steps.argmin()) + 1} of the curve are equal: "
+        "leave repeated points out",
+    )
+    walked = walk(path[:-1], path[1:], router)
+    angle = spherical_length(path, lift=bias_scale(router))
+    kinks = 0 if neurons is None else _kinks(path, walked, neurons)
+    switches = len(walked.segment)
+    expected = 0.0 if k == len(router.bias) else expected_switches(len(router.bias), k, angle)
+    return PathPieces(
+        pieces=1 + switches + kinks,
+        switches=switches,
+        kinks=kinks,
+        coalitions=len(coalitions_of(walked)),
+        length=float(steps.sum()),
+        spherical_length=angle,
+        expected_switches=expected,
+        segments=len(steps),
+    )
+
+
+def pieces_along_curve(
+    curve: Callable[[float], Any],
+    weight: Any,
+    bias: Any,
+    k: int,
+    V: Any = None,
+    c: Any = None,
+    *,
+    start: int = 64,
+    most: int = 1 << 14,
+) -> PathPieces:
+    """The pieces of the curve t ↦ curve(t), 0 <= t <= 1, on polylines of doubling fineness.
+
+    Ends when two polylines in a row have the same switches and kinks. A curve that touches a wall
+    may not settle before `most` segments; the status then says so.
+    """
+    require(2 <= start <= most, f"need 2 <= start <= most, got {start=}, {most=}")
+    before, segments = None, start
+    while True:
+        places = [curve(i / segments) for i in range(segments + 1)]
+        points = np.stack([np.asarray(x, dtype=np.float64).reshape(-1) for x in places])
+        found = pieces_along(points, weight, bias, k, V, c)
+        counts = found.switches, found.kinks, found.coalitions
+        if counts == before:
+            return found
+        if segments >= most:
+            return replace(found, status=f"not settled: {most} segments still change the count")
+        before, segments = counts, min(2 * segments, most)
+
+
+def spherical_length(points: Any, *, lift: float = 0.0) -> float:
+    """Length of the polyline's image under (x, lift) ↦ (x, lift) / ‖(x, lift)‖ (`bias_scale`)."""
+    path = np.asarray(points, dtype=np.float64)
+    path = np.column_stack([path, np.full(len(path), lift)])
+    norms = np.linalg.norm(path, axis=1, keepdims=True)
+    require(bool((norms > 0).all()), "the curve meets the origin, which has no direction")
+    return float(angles(path[:-1] / norms[:-1], path[1:] / norms[1:]).sum())
+
+
+def angles(a: np.ndarray, b: np.ndarray) -> Float[np.ndarray, " pairs"]:
+    """Angle between unit rows: 2 atan2(‖a - b‖, ‖a + b‖), exact where arccos(a·b) loses half."""
+    return 2 * np.arctan2(np.linalg.norm(a - b, axis=1), np.linalg.norm(a + b, axis=1))
+
+
+def expected_switches(n_experts: int, k: int, length: float) -> float:
+    """(L/π) ρ: switches that a Gaussian router makes along a curve of spherical length L.
+
+    Crofton's formula: each wall piece is met in proportion to length, whatever the curve, and a
+    half-circle meets ρ = √π f_gap(0) walls.
+    """
+    require(length >= 0, f"need a length >= 0, got {length}")
+    return length / math.pi * wall_density(n_experts, k)
+
+
+def expected_kinks(k: int, hidden: int, length: float) -> float:
+    """(L/π) kH: zeros of active Gaussian neurons along a curve of spherical length L."""
+    require(k >= 1 and hidden >= 1, f"need k >= 1 and hidden >= 1, got {k=}, {hidden=}")
+    return length / math.pi * k * hidden
+
+
+def paper_effective_bound(
+    n_experts: int, k: int, hidden: int, d_eff: int, dim: int, volume: float
+) -> float:
+    """C(N, k) Vol(π(M)) / Vol(S^{d-1}) Φ(kH, d_eff), as printed (Thm. 4.26).
+
+    Without its O(...) term and without meaning for d_eff < d - 1: Vol(π(M)) is then no
+    (d-1)-dimensional volume, and shrinking the curve's unit of length changes the ratio.
+    """
+    require(1 <= d_eff <= dim, f"need 1 <= d_eff <= d, got {d_eff=}, d={dim}")
+    sphere = math.log(2) + dim / 2 * math.log(math.pi) - float(special.gammaln(dim / 2))
+    return volume * math.exp(math.log(capacity_bound(n_experts, k, hidden, d_eff)) - sphere)
+
+
+def bias_scale(router: Router) -> float:
+    """sd(bias) / sd(weight), the height at which a router with biases is one without on R^{d+1}."""
+    spread = float(router.bias.std())
+    return 0.0 if spread == 0 else spread / float(router.weight.std())
+
+
+def coalitions_of(walked: Walk) -> set[bytes]:
+    """The different coalitions of a walk, each as packed bits."""
+    found = {np.packbits(row).tobytes() for row in walked.first}
+    now, row = -1, walked.first[0]
+    for segment, leaving, entering in zip(
+        walked.segment, walked.leaving, walked.entering, strict=True
+    ):
+        if segment != now:
+            now, row = segment, walked.first[segment].copy()
+        row[leaving], row[entering] = False, True
+        found.add(np.packbits(row).tobytes())
+    return found
+
+
+def _kinks(path: np.ndarray, walked: Walk, neurons: Neurons) -> int:
+    """Zeros of neurons inside the stretches on which their expert is chosen."""
+    u = np.einsum("ehd,pd->peh", neurons.weight, path) + neurons.bias
+    with np.errstate(divide="ignore", invalid="ignore"):
+        zeros = u[:-1] / (u[:-1] - u[1:])
+    zeros = np.where((zeros > 0) & (zeros < 1), zeros, np.inf)
+    total = 0
+    for segment in range(len(zeros)):
+        mine = walked.segment == segment
+        since = np.where(walked.first[segment], 0.0, np.nan)
+        for at, out, new in zip(
+            walked.place[mine], walked.leaving[mine], walked.entering[mine], strict=True
+        ):
+            total += int(((zeros[segment, out] > since[out]) & (zeros[segment, out] < at)).sum())
+            since[out], since[new] = np.nan, at
+        left = np.flatnonzero(~np.isnan(since))
+        inside = (zeros[segment, left] > since[left, None]) & (zeros[segment, left] < 1)
+        total += int(inside.sum())
+    return total
+
+
+@dataclass(frozen=True)
+class Crossings:
+    """Switches of coalition along straight lines between pairs of router inputs."""
+
+    pairs: int  # lines walked
+    switches: Estimate  # mean number per line
+    needed: float  # mean number of experts that differ between the ends: no walk has fewer switches
+    angle: float  # mean angle between the ends, in radians
+    per_radian: float  # switches over spherical length, all lines together
+    per_length: float  # switches over Euclidean length, all lines together
+    expected_per_radian: float  # ρ/π of a Gaussian router of this shape
+    agreement: float  # share of ends whose choice by the given weight is that of the trace
+
+
+def token_pairs(
+    trace: RoutingTrace, pairs: int, kind: Literal["neighbours", "any"], seed: int = 0
+) -> Int[Tensor, "pairs 2"]:
+    """Pairs of token indices drawn without repetition: next to each other in a text, or any two."""
+    require(pairs >= 1, f"need at least one pair, got {pairs}")
+    draw = torch.Generator().manual_seed(seed)
+    if kind == "any":
+        require(trace.n_tokens >= 2, f"a pair needs two tokens, got {trace.n_tokens}", TraceError)
+        first = torch.randint(trace.n_tokens, (pairs,), generator=draw)
+        other = torch.randint(trace.n_tokens - 1, (pairs,), generator=draw)
+        return torch.stack([first, other + (other >= first).long()], dim=1)
+    follows = (trace.documents[1:] == trace.documents[:-1]) & (trace.positions.diff() == 1)
+    starts = follows.nonzero().squeeze(1)
+    require(len(starts) > 0, "no two tokens of the trace follow each other in a text", TraceError)
+    starts = starts[torch.randperm(len(starts), generator=draw)[:pairs]]
+    return torch.stack([starts, starts + 1], dim=1)
+
+
+def crossings(
+    layer: LayerTrace, weight: Any, pairs: Int[Tensor, "pairs 2"], bias: Any = None
+) -> Crossings:
+    """Coalitions met between the router inputs of token pairs (Thm. 4.26, corrected)."""
+    inputs = captured_inputs(layer)
+    router = as_router(weight, bias, layer.facts.k)
+    data = as_points(inputs, router.weight.shape[1], 2)
+    ends = data[pairs.numpy()]
+    length = np.linalg.norm(ends[:, 1] - ends[:, 0], axis=1)
+    keep = length > 0  # the same input twice, as the first tokens of two texts, is no line
+    require(bool(keep.any()), "every pair has the same input at both ends", TraceError)
+    ends, length = ends[keep], length[keep]
+    counts = walk(ends[:, 0], ends[:, 1], router).per_segment()
+    sets = [chosen(router.scores(ends[:, side]), router.k) for side in (0, 1)]
+    seen = layer.experts[:, : layer.facts.k].long()[pairs[torch.from_numpy(keep)]]
+    lifted = np.concatenate([ends, np.full((*ends.shape[:2], 1), bias_scale(router))], axis=2)
+    unit = lifted / np.linalg.norm(lifted, axis=2, keepdims=True)
+    angle = angles(unit[:, 0], unit[:, 1])
+    return Crossings(
+        pairs=len(counts),
+        switches=mean_estimate(torch.from_numpy(counts).double()),
+        needed=float((sets[0] & ~sets[1]).sum(axis=1).mean()),
+        angle=float(angle.mean()),
+        per_radian=float(counts.sum() / angle.sum()),
+        per_length=float(counts.sum() / length.sum()),
+        expected_per_radian=wall_density(len(router.bias), router.k) / np.pi,
+        agreement=float(np.mean([_agrees(sets[i], seen[:, i]) for i in (0, 1)])),
+    )
+
+
+def _agrees(sets: np.ndarray, seen: Tensor) -> float:
+    traced = torch.zeros(sets.shape, dtype=torch.bool).scatter_(1, seen, True)
+    return float((traced.numpy() == sets).all(axis=1).mean())

@@ -1,0 +1,311 @@
+"""Compiled search for cells and pieces by linear programmes in few variables.
+
+    explore     walls of one coalition's cell, and a point in the cell behind each of them
+    patterns    activation patterns inside one cell, with a point in each
+    maximise    largest c · y in {A y >= r, |y_j| <= 1}: Seidel's incremental method, expected time
+                linear in the rows for a fixed number of variables
+    reach       how far a cone reaches beyond a wall
+    centre      move a point of a cone to the middle of its chords
+
+An affine wall a · x + c = 0 is the plane (a, c) · y = 0 through the origin of y = (x, 1), so an
+open polyhedron is the open cone {A y > 0} with the row y_last > 0. Unbounded pieces are no special
+case, and a wall cuts the cone or it does not, whatever the distance. All rows are unit vectors;
+cones are intersected with the box |y_j| <= 1.
+
+`patterns` adds neurons one by one; one programme decides whether a neuron cuts a piece. A neuron
+that does not is no wall of any smaller piece either. A programme's value is above CUT if a wall
+cuts and below NONE if it does not; between them the input is too near to degenerate to decide, and
+the search gives up (False, or status THIN).
+"""
+
+from typing import no_type_check
+
+import numpy as np
+
+from tieline.lab.tropical.counting import compiled, twice
+
+SLACK = 1e-13
+"""Violation of a unit row that counts as none."""
+CUT, NONE = 1e-10, 1e-12
+DONE, THIN, MANY = 0, 1, 2
+
+
+@compiled
+@no_type_check
+def maximise_one(A, r, c, y):
+    """Largest c y with A y >= r on the segment |y| <= 1; False if there is none."""
+    low, high = -1.0, 1.0
+    for i in range(len(r)):
+        a = A[i, 0]
+        if a > SLACK:
+            low = max(low, r[i] / a)
+        elif a < -SLACK:
+            high = min(high, r[i] / a)
+        elif r[i] > SLACK:
+            return False
+    y[0] = high if c[0] > 0 else low
+    return low <= high + SLACK
+
+
+@compiled
+@no_type_check
+def onto_wall(A, r, c, wall, level, pivot, count):
+    """The programme on {wall · y = level} with variable `pivot` solved for: (A', r', c')."""
+    n = len(wall)
+    lower, rest, cost = np.empty((count + 2, n - 1)), np.empty(count + 2), np.empty(n - 1)
+    for i in range(count + 2):
+        if i < count:
+            factor, rest[i] = A[i, pivot] / wall[pivot], r[i]
+        else:  # the box of the variable that goes
+            factor, rest[i] = (1.0 if i == count else -1.0) / wall[pivot], -1.0
+        rest[i] -= factor * level
+        length, j = 0.0, 0
+        for col in range(n):
+            if col != pivot:
+                lower[i, j] = (A[i, col] if i < count else 0.0) - factor * wall[col]
+                length += lower[i, j] ** 2
+                j += 1
+        length = np.sqrt(length)
+        if length > SLACK:
+            lower[i] /= length
+            rest[i] /= length
+    j = 0
+    for col in range(n):
+        if col != pivot:
+            cost[j] = c[col] - c[pivot] / wall[pivot] * wall[col]
+            j += 1
+    return lower, rest, cost
+
+
+@compiled
+@no_type_check
+def maximise(A, r, c, y):
+    """Write to y a largest c · y with A y >= r, |y_j| <= 1; False if nothing is feasible."""
+    n = len(c)
+    if n == 1:
+        return maximise_one(A, r, c, y)
+    for j in range(n):
+        y[j] = 1.0 if c[j] > 0 else -1.0
+    for i in range(len(r)):
+        value, pivot = -r[i], 0
+        for j in range(n):
+            value += A[i, j] * y[j]
+            if abs(A[i, j]) > abs(A[i, pivot]):
+                pivot = j
+        if value >= -SLACK:
+            continue
+        if abs(A[i, pivot]) <= SLACK:
+            return False
+        lower, rest, cost = onto_wall(A, r, c, A[i], r[i], pivot, i)
+        part = np.empty(n - 1)
+        if not maximise(lower, rest, cost, part):
+            return False
+        y[pivot], j = r[i] / A[i, pivot], 0
+        for col in range(n):
+            if col != pivot:
+                y[col] = part[j]
+                y[pivot] -= A[i, col] / A[i, pivot] * part[j]
+                j += 1
+    return True
+
+
+@compiled
+@no_type_check
+def reach(A, count, c, y):
+    """Largest c · y in the cone of the first `count` rows of A; at least 0, where the apex is.
+
+    Rows are taken in a scrambled order, on which the expected time rests.
+    """
+    n = A.shape[1]
+    rows, level = np.empty((count, n)), np.zeros(count)
+    step = 7 if count % 7 else 11 if count % 11 else 13
+    for i in range(count):
+        rows[i] = A[(i * step + 3) % count] if count % step else A[i]
+    if not maximise(rows, level, c, y):
+        y[:] = 0.0
+    value = 0.0
+    for j in range(n):
+        value += c[j] * y[j]
+    return value
+
+
+@compiled
+@no_type_check
+def centre(A, count, y):
+    """Move y, inside the cone of the first `count` rows, to the middle of its chords by axis."""
+    n = len(y)
+    values = np.empty(count)
+    for _ in range(2):
+        for i in range(count):
+            values[i] = 0.0
+            for j in range(n):
+                values[i] += A[i, j] * y[j]
+        for axis in range(n):
+            low, high = -1.0 - y[axis], 1.0 - y[axis]
+            for i in range(count):
+                slope = A[i, axis]
+                if slope > SLACK:
+                    low = max(low, -values[i] / slope)
+                elif slope < -SLACK:
+                    high = min(high, -values[i] / slope)
+            move = 0.5 * (low + high)
+            y[axis] += move
+            for i in range(count):
+                values[i] += move * A[i, axis]
+
+
+@compiled
+@no_type_check
+def pair_rows(rows, members):
+    """Unit rows of z_i > z_j, i in the coalition and j not, then y_last > 0."""
+    n, m = rows.shape
+    k = members.sum()
+    walls, at = np.zeros((k * (n - k) + 1, m)), 0
+    for i in range(n):
+        for j in range(n):
+            if members[i] and not members[j]:
+                difference = rows[i] - rows[j]
+                walls[at] = difference / np.sqrt((difference * difference).sum())
+                at += 1
+    walls[at, m - 1] = 1.0
+    return walls
+
+
+@compiled
+@no_type_check
+def top_members(scores, k):
+    """The k largest scores as a mask."""
+    members = np.zeros(len(scores), np.bool_)
+    members[np.argsort(-scores)[:k]] = True
+    return members
+
+
+@compiled
+@no_type_check
+def behind(rows, start, stop, wall, k, point):
+    """Write a point just behind `wall` on the way from start to stop; returns its coalition."""
+    before, after = (wall * start).sum(), (wall * stop).sum()
+    crossing = before / (before - after)
+    ahead, tied = 1.0, crossing + 1e-9 * (1.0 - crossing)
+    first, change = rows @ start, rows @ (stop - start)
+    for i in range(len(rows)):
+        for j in range(i):
+            turn = change[i] - change[j]
+            if turn != 0.0:
+                place = (first[j] - first[i]) / turn
+                if tied < place < ahead:
+                    ahead = place
+    point[:] = start + 0.5 * (crossing + ahead) * (stop - start)
+    return top_members(rows @ point, k)
+
+
+@compiled
+@no_type_check
+def explore(rows, members, point, k):
+    """(walls, coalitions behind them, points there, status) of the cell that holds `point`.
+
+    Args:
+        rows: (N, d + 1) router rows (w, b).
+        members: (N,) the coalition.
+        point: (d + 1,) inside its cell; centred in place.
+        k: experts chosen.
+    """
+    walls = pair_rows(rows, members)
+    count, sure = len(walls), True
+    centre(walls, count, point)
+    coalitions, points = np.empty((count, len(rows)), np.bool_), np.empty((count, rows.shape[1]))
+    found, last = 0, count - 1
+    while found < last:  # walls[:found] bound the cell, walls[last] is y_last > 0
+        wall = walls[found].copy()
+        walls[found], stop = walls[last], np.empty(rows.shape[1])
+        value = reach(walls, last, -wall, stop)
+        if NONE < value < CUT:
+            sure = False
+        if value >= CUT:
+            coalitions[found] = behind(rows, point, stop, wall, k, points[found])
+            walls[last] = walls[found]
+            walls[found] = wall
+            found += 1
+        else:
+            walls[found] = walls[last - 1]
+            walls[last - 1] = walls[last]
+            last -= 1
+    return walls[: found + 1].copy(), coalitions[:found].copy(), points[:found].copy(), sure
+
+
+@compiled
+@no_type_check
+def cross(A, count, row, point, other):
+    """Whether the plane `row` cuts the cone; then `other` gets a point on its far side.
+
+    Returns (sign of the row at `point`, 1 cut / 0 not cut / -1 not decided). A point on the plane
+    itself is first moved off it, to a side that exists.
+    """
+    n = len(point)
+    stop = np.empty(n)
+    value = (row * point).sum()
+    if abs(value) < CUT:
+        ahead = reach(A, count, row, stop)
+        if ahead < CUT:
+            ahead = -reach(A, count, -row, stop)
+        point[:] = 0.5 * (point + stop)
+        value = (row * point).sum()
+    sign = 1.0 if value > 0 else -1.0
+    far = reach(A, count, -sign * row, stop)
+    if far < CUT:
+        return sign, 0 if far <= NONE else -1
+    crossing = abs(value) / (abs(value) + far)
+    other[:] = point + 0.5 * (1.0 + crossing) * (stop - point)
+    return sign, 1
+
+
+@compiled
+@no_type_check
+def patterns(base, neurons, start, most):
+    """(patterns, points, status) of all pieces in the cone of `base`.
+
+    Args:
+        base: (q, n) walls of the cell.
+        neurons: (K, n) rows that may cut it.
+        start: (n,) a point inside.
+        most: give up above this number of pieces (status MANY).
+    """
+    q, n = base.shape
+    K = len(neurons)
+    A, signs = np.empty((q + K, n)), np.empty(K)
+    A[:q] = base
+    waiting, points = np.zeros((K + 1, K)), np.empty((K + 1, n))
+    cuts, depths = np.zeros((K + 1, K), np.bool_), np.zeros(K + 1, np.int64)
+    points[0], left = start, 1
+    out, places = np.empty((16, K), np.bool_), np.empty((16, n))
+    total = 0
+    while left > 0:
+        left -= 1
+        point, depth = points[left].copy(), depths[left]
+        signs[:depth], cut = waiting[left, :depth], cuts[left].copy()
+        count = q
+        for t in range(depth):
+            if cut[t]:
+                A[count] = signs[t] * neurons[t]
+                count += 1
+        centre(A, count, point)
+        for t in range(depth, K):
+            sign, state = cross(A, count, neurons[t], point, points[left])
+            if state < 0:
+                return out[:0], places[:0], THIN
+            signs[t] = sign
+            if state == 1:
+                cut[t] = True
+                waiting[left, :t], waiting[left, t] = signs[:t], -sign
+                cuts[left], depths[left] = cut, t + 1
+                left += 1
+                A[count] = sign * neurons[t]
+                count += 1
+        if total == most:
+            return out[:0], places[:0], MANY
+        if total == len(out):
+            out, places = twice(out), twice(places)
+        centre(A, count, point)
+        out[total], places[total] = signs > 0, point
+        total += 1
+    return out[:total], places[:total], DONE

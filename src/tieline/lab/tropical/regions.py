@@ -1,0 +1,424 @@
+"""Pieces of a top-k Mixture of Experts with one-hidden-layer ReLU experts (paper 3, Sec. 4.2).
+
+A piece is an open set with one coalition (set of k chosen experts) and one activation pattern of
+the neurons V[e, h] · x + c[e, h] of the chosen experts. A dense network is N = 1.
+
+    count_regions             the number of pieces, by the flat sum (compiled)
+    regions                   the pieces, each with a point inside, by linear programming
+    count_regions_rational    the number of pieces in fractions, exact for rational weights
+    count_cells_rational      order-k cells of a router, likewise
+
+The search of `regions` crosses every wall from one cell of the router into the next until no new
+coalition appears; inside each cell, neurons are added one by one. It needs no general position:
+walls that coincide, run parallel or meet in one point only leave fewer pieces.
+
+The rational counts use that every piece touches a corner: a point where j neurons vanish and
+d - j + 1 scores tie across the threshold. Corners are solved in fractions and the distinct pieces
+around them counted, without rounding or tolerance; more than d walls through a corner are detected
+exactly.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import combinations, product
+from math import comb
+
+import numpy as np
+from jaxtyping import Bool, Float, Int, Real
+
+from tieline.core.errors import require
+from tieline.lab.tropical.affine import (
+    Array,
+    Count,
+    CountingLayer,
+    DegenerateError,
+    counting_layer,
+    double_array,
+    why_degenerate,
+)
+
+MAX_DIM = 5  # largest input dimension of exact counts and listings of pieces
+MAX_PIECES = 5_000_000  # most pieces that `regions` lists by default
+COUNTED = (
+    "pieces (coalition x activation pattern): open sets where the layer is one analytic formula; "
+    "affine for k = 1 or constant gates, smooth but not affine under softmax gates with k > 1; "
+    "neighbouring pieces are counted apart even if the formula is the same in both"
+)
+THIN_CUT = "a wall cuts a cell too thinly to be told from one that only touches it"
+
+Row = list[Fraction]  # weights and, last, bias of one score or neuron
+Piece = tuple[frozenset[int], frozenset[int]]  # a coalition and its active neurons
+
+
+def count_regions(
+    W: Real[Array, "experts dim"],
+    b: Real[Array, " experts"],
+    V: Real[Array, "experts hidden dim"],
+    c: Real[Array, "experts hidden"],
+    k: int,
+) -> Count:
+    """Number of pieces: Σ_{|S| <= d} #{cells on flat(S) whose coalition holds the owners of S}.
+
+    Exact for d <= 5 and walls in general position, decided in float64 with every gap above 1e-11
+    (relative); anything nearer is refused with `DegenerateError`. Routers without bias, experts
+    without bias and layers without any are no exception: their common point is counted by itself.
+    """
+    layer = counting_layer(W, b, V, c, k)
+    _check_dim(layer)
+    count, safety = _count_flats(layer, k)
+    if safety < 1.0:
+        reason = why_degenerate(layer.router.W, layer.V)
+        raise DegenerateError(
+            f"walls are not in general position: {reason}; `regions` lists the pieces of such a "
+            "layer by linear programming"
+        )
+    return Count(count, COUNTED, "flat sum", safety)
+
+
+def _check_dim(layer: CountingLayer) -> None:
+    """Refuse d > 5, naming what can be computed there."""
+    dim = layer.V.shape[1]
+    require(
+        dim <= MAX_DIM,
+        f"pieces are counted exactly for d <= {MAX_DIM}, got d = {dim}; `expected_regions`, "
+        "`capacity_bound`, `sharp_bound` hold for any d, `count_cells` counts the router's cells",
+    )
+
+
+def _count_flats(layer: CountingLayer, k: int) -> tuple[int, float]:
+    from tieline.lab.tropical.flats import count_flats
+
+    router, experts = layer.router, len(layer.router.b)
+    free = router.linear or k == experts
+    if layer.linear and free:
+        return _count_cones(router.W, layer, k)
+    shape = 2 if layer.linear else int(router.linear and k < experts)
+    count, safety = count_flats(
+        router.W, router.b, layer.V, layer.c, layer.owner, layer.nobody, k, 0.0, shape
+    )
+    if layer.linear:  # all neurons of the coalition chosen at 0 meet there
+        hidden, dim = len(layer.c) // experts, layer.V.shape[1]
+        count, safety = count + comb(k * hidden - 1, dim - 1), min(safety, _gap(router.b, k))
+    return int(count), float(safety)
+
+
+def _gap(scores: Float[np.ndarray, " experts"], k: int) -> float:
+    """Safety of the choice of the k largest of `scores`."""
+    from tieline.lab.tropical.counting import top_side
+
+    return top_side(scores, k, np.zeros(len(scores), np.int8))
+
+
+def _count_cones(
+    W: Float[np.ndarray, "experts dim"], layer: CountingLayer, k: int
+) -> tuple[int, float]:
+    """Pieces of a layer without any bias: cones, met by x_1 = ±1, less those met by x_1 = 0."""
+    from tieline.lab.tropical.flats import count_flats
+
+    V, owner = layer.V, layer.owner
+    total, safety, sign = 0, float("inf"), 1
+    while V.shape[1] > 1:
+        rest = [np.ascontiguousarray(rows[:, 1:]) for rows in (W, V)]
+        norms = np.linalg.norm(rest[1], axis=1)
+        for side in (1.0, -1.0):
+            found, sure = count_flats(
+                rest[0], side * W[:, 0], rest[1] / norms[:, None], side * V[:, 0] / norms,
+                owner, layer.nobody, k, 0.0, 0,
+            )  # fmt: skip
+            total, safety = total + sign * found, min(safety, sure)
+        (W, V), sign = rest, -sign
+    safety = min(safety, _gap(W[:, 0].copy(), k), _gap(-W[:, 0], k))
+    return int(total + sign * 2), float(safety)
+
+
+@dataclass(frozen=True)
+class Regions:
+    """Pieces of a layer, each with a point inside.
+
+    Attributes:
+        coalitions: (P, k) chosen experts, ascending.
+        patterns: (P, k, H) which neurons of these experts are active.
+        witnesses: (P, d) a point inside each piece.
+        margins: (P,) distance from the witness to the nearest wall of its piece.
+        counted: what was counted, in words.
+        method: how.
+    """
+
+    coalitions: Int[np.ndarray, "pieces k"]
+    patterns: Bool[np.ndarray, "pieces k hidden"]
+    witnesses: Float[np.ndarray, "pieces dim"]
+    margins: Float[np.ndarray, " pieces"]
+    counted: str = COUNTED
+    method: str = "linear programming"
+
+    def __len__(self) -> int:
+        return len(self.coalitions)
+
+
+def regions(
+    W: Real[Array, "experts dim"],
+    b: Real[Array, " experts"],
+    V: Real[Array, "experts hidden dim"],
+    c: Real[Array, "experts hidden"],
+    k: int,
+    max_pieces: int = MAX_PIECES,
+) -> Regions:
+    """All pieces, at most `max_pieces`, with a point inside each; d <= 5, any position."""
+    layer = counting_layer(W, b, V, c, k)
+    _check_dim(layer)
+    found, left = [], max_pieces
+    for cell in _router_cells(layer, k):
+        found.append(_pieces_of(layer, *cell, left))
+        left -= len(found[-1][2])
+    coalitions, patterns, points = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    router = layer.router
+    places = router.length * (points[:, :-1] / points[:, -1:]) @ router.rotation.T
+    raw = tuple(
+        double_array(n, a, x) for n, a, x in (("W", W, 2), ("b", b, 1), ("V", V, 3), ("c", c, 2))
+    )
+    margins = _margins(raw, coalitions, patterns, places)
+    require(
+        bool((margins > 0).all()),
+        "a piece is too thin for its point to be told from its walls in float64",
+        DegenerateError,
+    )
+    return Regions(coalitions, patterns, places, margins)
+
+
+def _router_cells(
+    layer: CountingLayer, k: int
+) -> Iterator[
+    tuple[Bool[np.ndarray, " experts"], Float[np.ndarray, "walls d1"], Float[np.ndarray, " d1"]]
+]:
+    """Every coalition with the walls of its cell and a point inside, by crossing walls."""
+    from tieline.lab.tropical.programmes import explore, top_members
+
+    rows = np.column_stack([layer.router.W, layer.router.b])
+    experts, size = rows.shape
+    distinct = len(np.unique(rows, axis=0)) == experts
+    require(
+        k == experts or distinct,
+        "two experts have the same router row: their scores tie everywhere",
+        DegenerateError,
+    )
+    point = np.random.default_rng(size).uniform(0.2, 0.4, size)
+    members = top_members(rows @ point, k)
+    waiting, seen = [(members, point)], {members.tobytes()}
+    while waiting:
+        members, point = waiting.pop()
+        walls, coalitions, points, sure = explore(rows, members, point, k)
+        require(sure, THIN_CUT, DegenerateError)
+        yield members, walls, point
+        for coalition, place in zip(coalitions, points, strict=True):
+            if coalition.tobytes() not in seen:
+                seen.add(coalition.tobytes())
+                waiting.append((coalition, place))
+
+
+def _pieces_of(
+    layer: CountingLayer,
+    members: Bool[np.ndarray, " experts"],
+    walls: Float[np.ndarray, "walls d1"],
+    point: Float[np.ndarray, " d1"],
+    most: int,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(coalitions, patterns, points) of the pieces inside one cell."""
+    from tieline.lab.tropical.programmes import MANY, THIN, patterns
+
+    mine = members[layer.owner]
+    neurons = np.column_stack([layer.V, layer.c])[mine]
+    neurons /= np.linalg.norm(neurons, axis=1, keepdims=True)
+    active, places, status = patterns(walls, neurons, point, most)
+    require(status != THIN, THIN_CUT, DegenerateError)
+    require(status != MANY, "there are more than max_pieces pieces; raise it to list them")
+    experts = np.flatnonzero(members)
+    shape = (len(active), len(experts), -1)
+    return np.tile(experts, (len(active), 1)), active.reshape(shape), places
+
+
+def _margins(
+    raw: tuple[np.ndarray, ...],
+    coalitions: Int[np.ndarray, "pieces k"],
+    patterns: Bool[np.ndarray, "pieces k hidden"],
+    places: Float[np.ndarray, "pieces dim"],
+) -> Float[np.ndarray, " pieces"]:
+    """Distance to the nearest wall, negative where a witness lies in another piece."""
+    W, b, V, c = raw
+    scores = places @ W.T + b
+    values = np.einsum("pkhd,pd->pkh", V[coalitions], places) + c[coalitions]
+    norms = np.linalg.norm(V[coalitions], axis=-1)
+    margin = (np.where(patterns, values, -values) / norms).min(axis=(1, 2))
+    chosen = np.zeros(scores.shape, dtype=bool)
+    np.put_along_axis(chosen, coalitions, True, axis=1)
+    for i in range(W.shape[0]):
+        for j in range(W.shape[0]):
+            across = chosen[:, i] & ~chosen[:, j]
+            wall = np.linalg.norm(W[i] - W[j])
+            rise = (scores[:, i] - scores[:, j]) / (wall or 1.0)
+            margin = np.where(across & ((wall > 0) | (rise <= 0)), np.minimum(margin, rise), margin)
+    return margin
+
+
+def count_cells_rational(
+    W: Real[Array, "experts dim"], b: Real[Array, " experts"], k: int
+) -> Count:
+    """Order-k cells of z = W x + b in exact arithmetic; slow, for small routers."""
+    rows = _rows(double_array("W", W, 2), double_array("b", b, 1))
+    require(0 <= k <= len(rows), f"need 0 <= k <= N = {len(rows)}, got {k=}")
+    return Count(_count_corners(rows, [], [], k), "order-k cells", "corners in fractions")
+
+
+def count_regions_rational(
+    W: Real[Array, "experts dim"],
+    b: Real[Array, " experts"],
+    V: Real[Array, "experts hidden dim"],
+    c: Real[Array, "experts hidden"],
+    k: int,
+) -> Count:
+    """Pieces of the layer in exact arithmetic; arguments as for `count_regions`; small layers."""
+    rows = _rows(double_array("W", W, 2), double_array("b", b, 1))
+    V, c = double_array("V", V, 3), double_array("c", c, 2)
+    require(1 <= k <= len(rows), f"need 1 <= k <= N = {len(rows)}, got {k=}")
+    neurons = _rows(V.reshape(-1, V.shape[2]), c.ravel())
+    owners = [e for e in range(V.shape[0]) for _ in range(V.shape[1])]
+    return Count(_count_corners(rows, neurons, owners, k), COUNTED, "corners in fractions")
+
+
+def _rows(weights: np.ndarray, biases: np.ndarray) -> list[Row]:
+    return [[Fraction(x) for x in (*w, c)] for w, c in zip(weights, biases, strict=True)]
+
+
+def _count_corners(router: list[Row], neurons: list[Row], owners: list[int], k: int) -> int:
+    """Distinct pieces around all corners; 2^walls · C(N, k) in one go where walls have none."""
+    dim, experts = len(router[0]) - 1, len(router)
+    ties = 0 if k in (0, experts) else experts - 1
+    hidden = len(neurons) // experts
+    if ties + k * hidden < dim:  # no corner: add directions along which nothing changes
+        router, neurons = _without_idle(router, neurons, ties + k * hidden)
+        dim = ties + k * hidden
+    if dim == 0:
+        return 1
+    _check_corners(router, neurons, k, dim)
+    pieces: set[Piece] = set()
+    for j in range(min(dim, len(neurons)) + 1):
+        sizes = [0] if j == dim else [dim - j + 1]
+        for tied in (t for s in sizes for t in combinations(range(experts), s)):
+            for vanished in combinations(range(len(neurons)), j):
+                pieces.update(_around(router, neurons, owners, k, tied, vanished))
+    return len(pieces)
+
+
+def _check_corners(router: list[Row], neurons: list[Row], k: int, dim: int) -> None:
+    """Refuse a coalition whose walls span fewer than d directions: its pieces have no corner."""
+    experts, hidden = len(router), len(neurons) // len(router)
+    ties = [] if k in (0, experts) else [_minus(row, router[0])[:-1] for row in router[1:]]
+    for coalition in combinations(range(experts), k):
+        own = [neurons[e * hidden + h][:-1] for e in coalition for h in range(hidden)]
+        if _rank(ties + own) < dim:
+            raise DegenerateError(f"the walls of coalition {coalition} leave a direction free")
+
+
+def _without_idle(router: list[Row], neurons: list[Row], dim: int) -> tuple[list[Row], list[Row]]:
+    """The layer on a generic flat of dimension `dim`, which meets every piece."""
+    full = len(router[0]) - 1
+    r = np.random.default_rng(0).integers(-99, 100, (full, dim + 1))
+    flat = [[Fraction(int(x)) for x in row] for row in r]
+
+    def moved(row: Row) -> Row:
+        columns = [
+            sum((row[i] * flat[i][j] for i in range(full)), Fraction(0)) for j in range(dim + 1)
+        ]
+        return [*columns[:-1], columns[-1] + row[-1]]
+
+    return [moved(row) for row in router], [moved(row) for row in neurons]
+
+
+def _around(
+    router: list[Row],
+    neurons: list[Row],
+    owners: list[int],
+    k: int,
+    tied: Sequence[int],
+    vanished: Sequence[int],
+) -> Iterator[Piece]:
+    """The pieces that touch the corner where `tied` tie and `vanished` vanish, if it is one."""
+    if len({owners[n] for n in vanished}) > k:
+        return  # never active together
+    walls = [neurons[n] for n in vanished]
+    walls += [_minus(router[i], router[tied[0]]) for i in tied[1:]]
+    point = _solve(walls)
+    if point is None:
+        return
+    scores = [_at(row, point) for row in router]
+    level = scores[tied[0]] if tied else sorted(scores, reverse=True)[max(k - 1, 0)]
+    above = frozenset(i for i, z in enumerate(scores) if z > level)
+    equal = tuple(i for i, z in enumerate(scores) if z == level)
+    if tied and not len(above) < k < len(above) + len(equal):
+        return
+    if len(equal) > max(len(tied), 1) and len(above) < k < len(above) + len(equal):
+        raise DegenerateError(
+            f"scores of experts {equal} tie in one point with {len(vanished)} neurons"
+        )
+    chosen = tied or equal
+    for part in combinations(chosen, k - len(above)):
+        coalition = above | frozenset(part)
+        if not coalition.issuperset(owners[n] for n in vanished):
+            continue  # the corners of that coalition's pieces are other sets
+        yield from _patterns(neurons, owners, coalition, point, set(vanished))
+
+
+def _patterns(
+    neurons: list[Row], owners: list[int], coalition: frozenset[int], point: Row, vanished: set[int]
+) -> Iterator[Piece]:
+    """Activation patterns, as sets of active neurons, of one coalition around `point`."""
+    active, free = [], []
+    for n, owner in enumerate(owners):
+        if owner not in coalition:
+            continue
+        value = _at(neurons[n], point)
+        if value == 0 and n not in vanished:
+            raise DegenerateError(f"neuron {n} also vanishes where {sorted(vanished)} do")
+        if n in vanished:
+            free.append(n)
+        elif value > 0:
+            active.append(n)
+    for signs in product((False, True), repeat=len(free)):
+        yield coalition, frozenset(active + [n for n, on in zip(free, signs, strict=True) if on])
+
+
+def _at(row: Row, point: Row) -> Fraction:
+    return sum((w * x for w, x in zip(row, point, strict=False)), row[-1])
+
+
+def _minus(row: Row, other: Row) -> Row:
+    return [x - y for x, y in zip(row, other, strict=True)]
+
+
+def _rank(rows: list[Row]) -> int:
+    rows, rank = [list(row) for row in rows], 0
+    for col in range(len(rows[0]) if rows else 0):
+        pivot = next((r for r in range(rank, len(rows)) if rows[r][col] != 0), None)
+        if pivot is not None:
+            rows[rank], rows[pivot] = rows[pivot], rows[rank]
+            for r in range(rank + 1, len(rows)):
+                factor = rows[r][col] / rows[rank][col]
+                rows[r] = [x - factor * y for x, y in zip(rows[r], rows[rank], strict=True)]
+            rank += 1
+    return rank
+
+
+def _solve(walls: list[Row]) -> Row | None:
+    """The common point of d walls in R^d; None where they are parallel."""
+    rows, dim = [list(wall) for wall in walls], len(walls)
+    for col in range(dim):
+        pivot = next((r for r in range(col, dim) if rows[r][col] != 0), None)
+        if pivot is None:
+            return None
+        rows[col], rows[pivot] = rows[pivot], rows[col]
+        rows[col] = [x / rows[col][col] for x in rows[col]]
+        for r in range(dim):
+            factor = rows[r][col]
+            if r != col and factor != 0:
+                rows[r] = [x - factor * y for x, y in zip(rows[r], rows[col], strict=True)]
+    return [-row[-1] for row in rows]

@@ -1,0 +1,1 @@
+"""What the instrument measures on a trace: gaps, boundary mass, flips, rounding, load."""

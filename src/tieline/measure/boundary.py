@@ -1,0 +1,541 @@
+"""Gaps between scores: the mass near a routing tie, how fast it grows, the experts near it.
+
+    top_gap             Δ = z_[k] - z_[k+1]                             Def. 1.2
+    pair_gap            Δ_min = min_{i != j} |z_i - z_j|                Def. 1.3
+    in_band             Δ < ε                                           Paper 1, Prop. A.20
+    linf_distance       inf over y ∈ Γ^(n) of max_i |z_i(x) - z_i(y)|   Paper 1, Def. 4.6
+    boundary_mass       BM_top(w) = P(Δ <= w) of gaps, binomial bands   Def. 2.1
+    boundary_mass_top   BM_top(w) of scores, with standard error        Def. 2.1
+    boundary_mass_pair  BM_pair(w) = P(Δ_min <= w)                      Def. 2.2
+    ambiguity_mass      BM(τ; ε) = P(max softmax(z / τ) <= 1 - ε)       Def. 2.3
+    gap_density         f_gap(0) from observed gaps, with std. error    Def. 3.2
+    margin_tail         (C, α) of P(Δ <= t) ~ C t^α, by likelihood      Def. 3.3
+    near_counts         K(ε) = #{i : z_i > z_[k] - ε}                   Def. 4.1
+    tie_order           0 if Δ >= ε, else #{i : |z_i - z_[k]| < ε} - 1  Def. 4.2
+    order_from_counts   the same from the first k + 1 ranks and K(ε)    Def. 4.2
+    order_shares        share of tokens of each order                   Def. 4.2
+    epsilon_for_extra   ε at which a token has on average k + ½ experts Def. 4.3
+    gap_section, near_section   all of these for a layer of a trace
+
+Each mass is an empirical probability over tokens; `docs/definitions.md` fixes the notation.
+BM_pair bounds BM_top from above but says little for many experts: their ratio is about 38 at E = 16
+and 6514 at E = 256 for independent normal scores.
+
+Two scores become equal when each moves by half of their difference, so the distance of Def. 4.6 at
+order 1 is *half* of the gap. Tieline calls a token near a tie where the gap itself is below ε.
+
+A density is per unit of score; standard errors assume independent tokens. Counts of near experts
+need the scores of every expert. On the first C ranks they are lower limits, exact for each token
+whose last kept rank lies outside the band (`censored_share` is the share of the others).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from tieline.core.errors import ShapeError, TraceError, require
+from tieline.core.ranking import gap, kth_largest, ranked_scores
+from tieline.core.statistics import (
+    Estimate,
+    Quantiles,
+    binomial_band,
+    empirical_cdf,
+    mean_estimate,
+    normal_quantile,
+    quantiles,
+)
+from tieline.measure.measure_records import MeasureSettings
+from tieline.trace.record import LayerTrace
+
+__all__ = [
+    "Mass",
+    "MassProfile",
+    "Real",
+    "ambiguity_mass",
+    "boundary_mass",
+    "boundary_mass_pair",
+    "boundary_mass_top",
+    "censored_share",
+    "epsilon_for_extra",
+    "in_band",
+    "linf_distance",
+    "mass_profile",
+    "near_counts",
+    "order_from_counts",
+    "order_shares",
+    "pair_gap",
+    "tie_order",
+    "top_gap",
+]
+
+Real = float | int
+"""A number; run-time checks take `float` literally and would refuse a plain 1."""
+
+Scores = Float[Tensor, "tokens experts"]
+
+Gaps = Float[Tensor, " tokens"]
+
+
+@dataclass(frozen=True, eq=False)
+class Mass:
+    """A share of tokens with the standard error √(p (1-p) / T) of independent ones.
+
+    Has the shape of the requested widths; `float(mass)` is the value for a single width.
+
+    Attributes:
+        value: share of tokens, in float64.
+        stderr: its standard error; 0 at shares 0 and 1, where `MassProfile` has a proper band.
+    """
+
+    value: Float[Tensor, "*grid"]
+    stderr: Float[Tensor, "*grid"]
+
+    def __float__(self) -> float:
+        return self.value.item()
+
+
+@dataclass(frozen=True)
+class MassProfile:
+    """A probability as a function of a width, with a Clopper-Pearson band at each width.
+
+    The band is pointwise and assumes independent tokens.
+    """
+
+    widths: tuple[float, ...]
+    mass: tuple[float, ...]
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+    tokens: int
+    confidence: float
+
+
+@dataclass(frozen=True)
+class MarginTail:
+    """The fit P(Δ <= t) ~ C t^α for t <= cutoff (Paper 0, eq. 4.4).
+
+    Attributes:
+        constant: C, for the exponent in `exponent`.
+        exponent: α; exactly 1 where the interval of `fitted` contains 1.
+        fitted: α as fitted, with its standard error.
+        cutoff: t0, the largest gap of the fit.
+        below: number of gaps in the fit.
+        ties: gaps of exactly zero, which no C t^α allows; left out of the fit.
+    """
+
+    constant: Estimate
+    exponent: Estimate
+    fitted: Estimate
+    cutoff: float
+    below: int
+    ties: int
+
+
+@dataclass(frozen=True)
+class GapMeasures:
+    """Distribution of the gap, in units of the selection score.
+
+    Attributes:
+        quantiles: of the gap (Def. 2.4).
+        profile: BM_top, the gap's distribution function, on a logarithmic grid (Def. 2.1).
+        density: f_gap(0) (Def. 3.2).
+        tail: (C, α) of the margin tail (Def. 3.3).
+        ties: tokens whose gap is exactly zero.
+        tokens: number of tokens.
+    """
+
+    quantiles: Quantiles
+    profile: MassProfile
+    density: Estimate
+    tail: MarginTail
+    ties: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class NearMeasures:
+    """Experts near the threshold as a function of ε, in units of the selection score.
+
+    Attributes:
+        epsilons: the grid.
+        experts: mean number K(ε) of experts within it, with standard error (Def. 4.1).
+        orders: for each ε the share of tokens of tie order 0, 1, ...; the last entry includes all
+            higher orders (Def. 4.2).
+        censored: for each ε the share of tokens for which ranks past the last kept one may count.
+        epsilon_half: the ε that gives k + 1/2 experts on average (Def. 4.3).
+    """
+
+    epsilons: tuple[float, ...]
+    experts: tuple[Estimate, ...]
+    orders: tuple[tuple[float, ...], ...]
+    censored: tuple[float, ...]
+    epsilon_half: Estimate
+
+
+def top_gap(scores: Scores, k: int = 1) -> Gaps:
+    """Δ = z_[k] - z_[k+1] in float64: the margin by which each token keeps its top-k set (1.2).
+
+    Zero on a tie. Requires 1 <= k < E.
+    """
+    experts = _checked(scores).shape[1]
+    require(1 <= k < experts, f"a gap needs 1 <= k < E, got {k=}, E={experts}")
+    return gap(scores, k)
+
+
+def pair_gap(scores: Scores) -> Gaps:
+    """Δ_min: smallest |z_i - z_j| over pairs of experts, attained by neighbours (Def. 1.3)."""
+    return -ranked_scores(_checked(scores), scores.shape[1]).diff(dim=-1).amax(dim=-1)
+
+
+def in_band(scores: Scores, k: int, epsilon: Real) -> Bool[Tensor, " tokens"]:
+    """Whether an expert that is not chosen scores within ε of z_[k]: z_[k] - z_[k+1] < ε."""
+    require(epsilon >= 0, f"need epsilon >= 0, got {epsilon=}")
+    return torch.lt(top_gap(scores, k), epsilon)
+
+
+def linf_distance(scores: Scores, k: int, order: int = 1) -> Float[Tensor, " tokens"]:
+    """½ min_a (z_[a] - z_[a+n]) over the windows of ranks a..a+n that hold k and k + 1.
+
+    The n + 1 scores of a window meet in its middle and the others stay. Exact where every vector of
+    scores can be reached, that is for W of full row rank (E <= D); a lower limit otherwise.
+
+    Args:
+        scores: (T, E).
+        k: number of experts chosen, 1 <= k < E.
+        order: n, 1 <= n < E.
+    """
+    experts = scores.shape[1]
+    require(1 <= k < experts, f"a tie needs 1 <= k < E, got {k=}, E={experts}")
+    require(1 <= order < experts, f"need 1 <= order < E, got {order=}, E={experts}")
+    ranked = ranked_scores(scores, experts)
+    first, last = max(0, k - order), min(k - 1, experts - 1 - order)
+    window = ranked[:, first : last + 1] - ranked[:, first + order : last + order + 1]
+    return window.amin(dim=1) / 2
+
+
+def boundary_mass(
+    gaps: Gaps, widths: Float[Tensor, " widths"], confidence: float = 0.95
+) -> MassProfile:
+    """BM_top(w) = P(Δ <= w) at each width (Def. 2.1; Paper 0, sec. 2).
+
+    Args:
+        gaps: z_[k] - z_[k+1] of each token, from `ranking.gap` or `LayerTrace.gap`; infinite where
+            no expert can enter.
+        widths: widths w; a gap equal to a width is counted.
+        confidence: of the binomial band.
+    """
+    require(gaps.numel() > 0, "a boundary mass needs at least one token, got none", ShapeError)
+    bad = int((~(gaps >= 0)).sum())
+    require(bad == 0, f"a gap is >= 0, got {bad} of {gaps.numel()} that are not")
+    count = (empirical_cdf(gaps, widths) * gaps.numel()).round().long()
+    return mass_profile(count, gaps.numel(), widths, confidence)
+
+
+def mass_profile(
+    count: Int[Tensor, " widths"],
+    tokens: int,
+    widths: Float[Tensor, " widths"],
+    confidence: float = 0.95,
+) -> MassProfile:
+    """Profile of a mass from integer counts, such as those of a streaming summary."""
+    low, high = binomial_band(count, tokens, confidence)
+    mass = count.double() / tokens
+    columns = (tuple(column.double().tolist()) for column in (widths, mass, low, high))
+    return MassProfile(*columns, tokens=tokens, confidence=confidence)
+
+
+def boundary_mass_top(scores: Scores, k: int, width: Real | Float[Tensor, "*grid"]) -> Mass:
+    """BM_top(w) = P(Δ <= w) with its standard error (Def. 2.1; Paper 0, sec. 2).
+
+    Args:
+        scores: (T, E) scores of all experts.
+        k: number of experts chosen.
+        width: w >= 0, one or many; a gap equal to a width is counted.
+    """
+    return _mass_below(top_gap(scores, k), width)
+
+
+def boundary_mass_pair(scores: Scores, width: Real | Float[Tensor, "*grid"]) -> Mass:
+    """BM_pair(w) = P(Δ_min <= w), at least BM_top(w) for every k (Def. 2.2).
+
+    Args:
+        scores: the scores of all experts; a truncated list has other neighbours.
+        width: w >= 0, one or many.
+    """
+    return _mass_below(pair_gap(scores), width)
+
+
+def ambiguity_mass(scores: Scores, epsilon: Real, tau: Real = 1.0) -> Mass:
+    """BM(τ; ε): share of tokens whose largest softmax weight is at most 1 - ε (Def. 2.3).
+
+    Decided on log-odds, log Σ_{i > 1} exp((z_[i] - z_[1]) / τ) >= logit ε, since 1 - ε rounds to 1
+    when ε is small. The sandwich of Paper 0, Remark 5.4, with Δ at k = 1,
+
+        BM_top(τ κ) <= BM(τ; ε) <= BM_top(τ (κ + log(E - 1))),  κ = log((1 - ε) / ε),
+
+    holds with equality at E = 2.
+    """
+    require(
+        0 < epsilon < 1 and tau > 0, f"need 0 < epsilon < 1 and tau > 0, got {epsilon=}, {tau=}"
+    )
+    ranked = ranked_scores(_checked(scores), scores.shape[1])
+    log_odds = ((ranked[:, 1:] - ranked[:, :1]) / tau).logsumexp(dim=-1)
+    share = (log_odds >= math.log(epsilon) - math.log1p(-epsilon)).double().mean()
+    return _mass(share, len(scores))
+
+
+def _mass_below(gaps: Gaps, width: Real | Float[Tensor, "*grid"]) -> Mass:
+    at = torch.as_tensor(width, dtype=torch.float64)
+    require(bool((at >= 0).all()), f"a width is >= 0, got {width}")
+    return _mass(empirical_cdf(gaps, at), gaps.numel())
+
+
+def _mass(share: Float[Tensor, "*grid"], tokens: int) -> Mass:
+    return Mass(share, (share * (1 - share) / tokens).sqrt())
+
+
+def _checked(scores: Scores) -> Scores:
+    tokens, experts = scores.shape
+    require(
+        tokens > 0 and experts > 1,
+        f"need a token and 2 experts or more, got {tokens} tokens of {experts} experts",
+        ShapeError,
+    )
+    require(
+        bool(torch.isfinite(scores).all()),
+        "scores must be finite: leave masked experts out before comparing all pairs",
+    )
+    return scores
+
+
+def gap_density(gaps: Gaps, width: float | None = None, mass: float = 0.2) -> Estimate:
+    """f_gap(0) ≈ (4 F(w) - F(2w)) / 2w with its standard error (Def. 3.2).
+
+    One-sided and unbiased by the slope of the density, where F(w) / w is 6 to 12 % low. F counts
+    half of the gaps equal to w, which removes the bias of gaps on a grid (low-precision scores).
+
+    Args:
+        gaps: gap of each token; infinite ones count as tokens far from any tie.
+        width: w; by default half of the `mass`-quantile, so that F(2w) is `mass`.
+        mass: F(2w) of the default width; the bias grows with its square.
+    """
+    w = _default_width(gaps, mass) if width is None else width
+    if w <= 0 or not math.isfinite(w):
+        why = "exactly zero" if w <= 0 else "infinite"
+        return Estimate(None, None, f"not answerable: the {mass:g}-quantile of the gaps is {why}")
+    f_w, f_2w = empirical_cdf(gaps, torch.tensor([w, 2 * w], dtype=torch.float64), "middle")
+    return density_from_masses(f_w.item(), f_2w.item(), w, gaps.numel())
+
+
+def density_from_masses(f_w: float, f_2w: float, width: float, tokens: int) -> Estimate:
+    """Density (4 F(w) - F(2w)) / 2w, s.e. sqrt((8 F(w) + F(2w)) / n) / 2w, from two masses.
+
+    For summaries that keep counts instead of gaps; see `gap_density`.
+    """
+    require(width > 0 and tokens > 0, f"need width > 0 and tokens > 0, got {width=}, {tokens=}")
+    error = math.sqrt((8 * f_w + f_2w) / tokens) / (2 * width)
+    return Estimate((4 * f_w - f_2w) / (2 * width), error)
+
+
+def margin_tail(gaps: Gaps, mass: float = 0.05, confidence: float = 0.95) -> MarginTail:
+    """(C, α) of the margin tail: α = m / Σ log(t0 / Δ_i), C = (m / n) / t0^α (Def. 3.3).
+
+    Over the m gaps in (0, t0], t0 the `mass`-quantile; s.e. of α is α / sqrt(m). α is fixed at 1,
+    the exponent of every continuous density, where its interval of `confidence` contains 1.
+    """
+    n, cutoff = gaps.numel(), 2 * _default_width(gaps, mass)
+    inside = gaps.double()[(gaps > 0) & (gaps <= cutoff)]
+    m, ties = inside.numel(), int((gaps == 0).sum())
+    logs = (cutoff / inside).log().sum().item() if math.isfinite(cutoff) else 0.0
+    if logs <= 0:
+        lost = Estimate(None, None, f"not answerable: {m} gaps between 0 and {cutoff:g}")
+        return MarginTail(lost, lost, lost, cutoff, m, ties)
+    alpha = m / logs
+    fitted = Estimate(alpha, alpha / math.sqrt(m))
+    fixed = abs(alpha - 1) <= normal_quantile(confidence) * alpha / math.sqrt(m)
+    exponent = Estimate(1.0, 0.0, "ok") if fixed else fitted
+    return MarginTail(_constant(exponent, m, n, cutoff), exponent, fitted, cutoff, m, ties)
+
+
+def _constant(exponent: Estimate, m: int, n: int, cutoff: float) -> Estimate:
+    """C = (m / n) / t0^α; log C has variance (1/m - 1/n) + (log t0)² Var α."""
+    assert exponent.value is not None
+    assert exponent.standard_error is not None
+    value = (m / n) / cutoff**exponent.value
+    spread = (1 / m - 1 / n) + (math.log(cutoff) * exponent.standard_error) ** 2
+    return Estimate(value, value * math.sqrt(spread))
+
+
+def _default_width(gaps: Gaps, mass: float) -> float:
+    """Half of the `mass`-quantile of the gaps."""
+    n = gaps.numel()
+    require(n > 0, "a gap density needs at least one token, got none", ShapeError)
+    require(0 < mass <= 1, f"need 0 < mass <= 1, got {mass}")
+    return gaps.double().kthvalue(max(1, math.ceil(mass * n - 1e-9))).values.item() / 2
+
+
+def near_counts(
+    scores: Scores, k: int, epsilons: Sequence[float]
+) -> Int[Tensor, "tokens epsilons"]:
+    """K(ε): number of experts above z_[k] - ε, the chosen ones included (Def. 4.1).
+
+    Args:
+        scores: (T, E) scores, or the first C ranks of them.
+        k: number of experts chosen.
+        epsilons: positive tolerances in units of score.
+    """
+    below = _below_threshold(scores, k)
+    counts = [(below < epsilon).sum(dim=-1) for epsilon in epsilons]
+    return torch.stack(counts, dim=-1) if counts else below.new_zeros(len(below), 0).long()
+
+
+def tie_order(scores: Scores, k: int, epsilon: Real) -> Int[Tensor, " tokens"]:
+    """Largest n for which the token is within ε of an order-n tie (Def. 4.2; Paper 1, Def. 3.2).
+
+    0 if z_[k] - z_[k+1] >= ε: near-ties inside the chosen set alone make no discontinuity.
+    Otherwise the number of scores within ε of z_[k], less one.
+    """
+    experts = scores.shape[1]
+    require(1 <= k < experts, f"a tie needs 1 <= k < number of scores, got {k=}, {experts}")
+    require(epsilon > 0, f"need epsilon > 0, got {epsilon}")
+    within = _below_threshold(scores, k).abs() < epsilon
+    top = ranked_scores(scores, k + 1)
+    crosses = top[:, k - 1] - top[:, k] < epsilon
+    return (within.sum(dim=-1) - 1) * crosses
+
+
+def order_from_counts(
+    ranked: Scores, k: int, epsilon: float, near: Int[Tensor, " tokens"]
+) -> Int[Tensor, " tokens"]:
+    """`tie_order` of all experts from the first k + 1 ranks and K(ε), as a trace keeps them."""
+    top = ranked[:, : k + 1].double()
+    above = (top[:, :k] - top[:, k - 1 : k] < epsilon).sum(dim=-1)
+    crosses = top[:, k - 1] - top[:, k] < epsilon
+    return (near.long() - k + above - 1) * crosses
+
+
+def order_shares(orders: Int[Tensor, " tokens"], most: int) -> Float[Tensor, " orders"]:
+    """Share of tokens of order 0, 1, ..., `most`; the last entry counts all orders from there."""
+    require(most >= 1 and orders.numel() > 0, f"need most >= 1 and a token, got {most=}")
+    return torch.bincount(orders.clamp(max=most), minlength=most + 1).double() / orders.numel()
+
+
+def epsilon_for_extra(ranked: Scores, k: int, extra: float = 0.5) -> Estimate:
+    """inf{ε : mean K(ε) >= k + extra}, with standard error (Def. 4.3).
+
+    The ⌈extra · T⌉-th smallest of all distances z_[k] - z_[j], j > k. Its standard error is half of
+    the change of ε when `extra` varies by one standard error of the mean count either way.
+
+    Args:
+        ranked: scores of the first C ranks, descending.
+        k: number of experts chosen.
+        extra: wanted mean number of experts beyond k.
+    """
+    distances = ranked[:, k - 1 : k].double() - ranked[:, k:].double()
+    below = distances.flatten().sort().values
+    epsilon = _order_statistic(below, extra, len(ranked))
+    if not math.isfinite(epsilon):
+        reach = f"k + {extra:g} = {k + extra:g} of {ranked.shape[1]} kept ranks"
+        return Estimate(None, None, f"not answerable: no ε reaches {reach}")
+    counts = (distances <= epsilon).sum(dim=-1)
+    error = counts.double().std().item() / math.sqrt(len(ranked)) if len(ranked) > 1 else 0.0
+    ends = [_order_statistic(below, extra + sign * error, len(ranked)) for sign in (-1, 1)]
+    return Estimate(epsilon, (ends[1] - ends[0]) / 2)
+
+
+def censored_share(ranked: Scores, k: int, epsilon: float) -> float:
+    """Share of tokens whose last kept rank is within ε: further ranks may be as well."""
+    return (ranked[:, k - 1].double() - ranked[:, -1].double() < epsilon).double().mean().item()
+
+
+def _order_statistic(ordered: Float[Tensor, " n"], per_token: float, tokens: int) -> float:
+    """Entry ⌈per_token · tokens⌉ (from 1) of an ascending list; infinite past its end."""
+    rank = max(1, math.ceil(per_token * tokens - 1e-9))
+    return ordered[rank - 1].item() if rank <= len(ordered) else math.inf
+
+
+def _below_threshold(scores: Scores, k: int) -> Float[Tensor, "tokens experts"]:
+    """z_[k] - z_i in float64: negative for experts ranked above the k-th."""
+    return kth_largest(scores, k).double() - scores.double()
+
+
+def gap_section(gaps: Gaps, settings: MeasureSettings) -> GapMeasures:
+    """Quantiles, boundary mass, density and tail of gaps (Def. 2.1, 2.4, 3.2, 3.3)."""
+    widths = torch.tensor(settings.widths, dtype=torch.float64)
+    return GapMeasures(
+        quantiles=quantiles(gaps, settings.probabilities, settings.confidence),
+        profile=boundary_mass(gaps, widths, settings.confidence),
+        density=gap_density(gaps),
+        tail=margin_tail(gaps, confidence=settings.confidence),
+        ties=int((gaps == 0).sum()),
+        tokens=gaps.numel(),
+    )
+
+
+def near_section(
+    layer: LayerTrace, settings: MeasureSettings, epsilons: tuple[float, ...] = ()
+) -> NearMeasures:
+    """K(ε), tie orders and the ε of k + 1/2 experts (Def. 4.1 - 4.3).
+
+    `epsilons` is the grid of the counts in `layer.near`, which include all experts.
+    """
+    ranked, k = _scores(layer), layer.facts.k
+    exact = layer.near is not None and len(epsilons) > 0
+    grid = epsilons if exact else settings.epsilons
+    counts = layer.near if exact else near_counts(ranked, k, grid)
+    assert counts is not None
+    complete = exact or ranked.shape[1] >= layer.facts.reachable
+    shares = [
+        order_shares(order_from_counts(ranked, k, epsilon, count), settings.most_orders)
+        for epsilon, count in zip(grid, counts.T, strict=True)
+    ]
+    experts = tuple(mean_estimate(count.double()) for count in counts.T)
+    return NearMeasures(
+        epsilons=tuple(grid),
+        experts=experts,
+        orders=tuple(tuple(share.tolist()) for share in shares),
+        censored=tuple(0.0 if complete else censored_share(ranked, k, epsilon) for epsilon in grid),
+        epsilon_half=_epsilon_half(layer, tuple(grid), experts, exact),
+    )
+
+
+def interpolated_epsilon(
+    goal: float, grid: tuple[float, ...], experts: tuple[Estimate, ...], k: int
+) -> Estimate:
+    """ε at which the mean count, interpolated linearly between grid points, reaches the goal."""
+    below, before = 0.0, float(k)
+    for epsilon, count in zip(grid, experts, strict=True):
+        assert count.value is not None
+        if count.value >= goal:
+            slope = (count.value - before) / (epsilon - below)
+            error = (count.standard_error or 0.0) / slope
+            return Estimate(below + (goal - before) / slope, error)
+        below, before = epsilon, count.value
+    return Estimate(None, None, f"not answerable: K(ε) stays below {goal:g} up to ε = {grid[-1]:g}")
+
+
+def _epsilon_half(
+    layer: LayerTrace, grid: tuple[float, ...], experts: tuple[Estimate, ...], exact: bool
+) -> Estimate:
+    """ε of k + 1/2 experts from the ranks where they suffice, else from the exact counts."""
+    ranked, k = _scores(layer), layer.facts.k
+    estimate = epsilon_for_extra(ranked, k)
+    missing = ranked.shape[1] < layer.facts.reachable
+    hidden = censored_share(ranked, k, estimate.value) if missing and estimate.value else 0.0
+    if not missing or (estimate.value is not None and hidden == 0):
+        return estimate
+    if exact:
+        return interpolated_epsilon(k + 0.5, grid, experts, k)
+    if estimate.value is None:
+        return estimate
+    note = f"upper limit: for {hidden:.1%} of tokens all {ranked.shape[1]} kept ranks are within ε"
+    return Estimate(estimate.value, estimate.standard_error, note)
+
+
+def _scores(layer: LayerTrace) -> Float[Tensor, "tokens ranks"]:
+    require(layer.scores is not None, f"layer {layer.name!r} has ids only: no scores", TraceError)
+    assert layer.scores is not None
+    return layer.scores.double()

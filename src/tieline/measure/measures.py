@@ -1,0 +1,535 @@
+"""All measures of a trace or of a streaming summary: one record per layer, one for the model.
+
+    measure_layer      a layer of a trace
+    measure            every layer of a trace, and the model
+    joined_measures    the model, of layers that were measured one by one
+    measure_summary    the same from the streaming summary of a long run
+
+The status of a section says why a trace cannot answer it (ids only, no inputs, no weight). Jumps
+need the experts themselves and are measured in `tieline.analysis`.
+
+A summary counts load, gaps, distances, K(ε) and orders of ties over all tokens; noise, rounding,
+margin tail and smallest gap are measured on its sample, which is drawn by hash and thus random.
+Quantiles of counts are known to one bin of the grid, 1/32 of their value, and their intervals
+include that. The boundary mass is given at grid points, where counts are exact.
+"""
+
+import dataclasses
+import functools
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tieline.core.errors import TraceError, require
+from tieline.core.records import to_plain
+from tieline.core.statistics import (
+    Estimate,
+    Quantiles,
+    Share,
+    clustered_error,
+    clustered_share,
+    mean_estimate,
+    normal_quantile,
+    quantiles,
+)
+from tieline.measure.boundary import (
+    GapMeasures,
+    NearMeasures,
+    density_from_masses,
+    gap_section,
+    interpolated_epsilon,
+    mass_profile,
+    near_section,
+)
+from tieline.measure.distance import (
+    AngularSpread,
+    DistanceMeasures,
+    angular_section,
+    distance_section,
+)
+from tieline.measure.flips import NoiseFlips, logit_view, noise_densities, noise_flips
+from tieline.measure.load import (
+    Coalitions,
+    ExpertLoad,
+    coalitions,
+    expert_load,
+    load_from_counts,
+    log10_possible,
+)
+from tieline.measure.measure_records import Answer, MeasureSettings
+from tieline.measure.rounding import (
+    PrecisionFlips,
+    ProductFlips,
+    precision_flips,
+    product_section,
+)
+from tieline.trace.counts import LogHistogram, grid_points
+from tieline.trace.record import LayerTrace, RoutingTrace
+from tieline.trace.summary import LayerSummary, RoutingSummary
+
+PerToken = Float[Tensor, " tokens"]
+
+OCTAVE = 32
+"""Grid points from w to 2w."""
+
+SOFTMAX_SIZES = "not answerable: softmax scores do not tell the size of the logits that are rounded"
+
+
+@dataclass(frozen=True)
+class LayerMeasures:
+    """All measures of one layer.
+
+    Those of a smoothed router, which has no wall where top-k has one, say how far its tokens are
+    from the tie at which top-k would exchange two experts.
+
+    Attributes:
+        used: mean number of experts in use per token, of a smoothed router; None for top-k, which
+            uses k.
+    """
+
+    name: str
+    tokens: int
+    n_experts: int
+    k: int
+    units: str
+    load: ExpertLoad
+    coalitions: Coalitions
+    gap: Answer[GapMeasures]
+    near: Answer[NearMeasures]
+    distance: Answer[DistanceMeasures]
+    noise: Answer[tuple[NoiseFlips, ...]]
+    precision: Answer[tuple[PrecisionFlips, ...]]
+    product: Answer[ProductFlips]
+    angular: Answer[AngularSpread]
+    used: float | None = None
+
+    def to_dict(self) -> dict[str, object]:
+        """JSON values; numbers that are not finite become None."""
+        return to_plain(self)
+
+
+@dataclass(frozen=True)
+class ModelRate:
+    """A flip rate over the layers that can be measured.
+
+    Attributes:
+        name: the noise, "0.01" for σ or "bf16" for a format.
+        mean: mean over layers.
+        any_layer: share of tokens that flip in at least one layer, each layer with clean inputs.
+        worst_layer: name of the layer with the highest rate.
+        worst: the rate of that layer.
+        layers: number of these layers.
+        any_share: `any_layer` with its interval, clustered by document.
+        worst_share: `worst`, likewise; that it is the largest of many is not in the interval.
+    """
+
+    name: str
+    mean: Estimate
+    any_layer: Estimate
+    worst_layer: str
+    worst: float
+    layers: int
+    any_share: Share | None = None
+    worst_share: Share | None = None
+
+
+@dataclass(frozen=True)
+class ModelMeasures:
+    """Measures of the model as a whole.
+
+    Attributes:
+        gap: distribution of the gaps of all layers together.
+        smallest_gap: quantiles of each token's smallest gap over the layers.
+        noise: flips under noise of each σ.
+        precision: flips by rounding to each format, emulated.
+        dead: number of dead experts over all layers.
+        cold: number of cold experts over all layers.
+        evenness: mean evenness of the load.
+    """
+
+    gap: Answer[GapMeasures]
+    smallest_gap: Answer[Quantiles]
+    noise: tuple[ModelRate, ...]
+    precision: tuple[ModelRate, ...]
+    dead: int
+    cold: int
+    evenness: float
+
+
+@dataclass(frozen=True)
+class RoutingMeasures:
+    """Measures of every layer and of the model."""
+
+    layers: tuple[LayerMeasures, ...]
+    model: ModelMeasures
+    provenance: dict[str, object]
+
+    def to_dict(self) -> dict[str, object]:
+        """JSON values; numbers that are not finite become None."""
+        return to_plain(self)
+
+
+def measure_layer(
+    layer: LayerTrace,
+    settings: MeasureSettings | None = None,
+    epsilons: tuple[float, ...] = (),
+    weight: Float[Tensor, "experts dim"] | None = None,
+) -> LayerMeasures:
+    """All measures of one layer; the status of a section says why it is missing.
+
+    Args:
+        layer: the layer's trace.
+        settings: grids and formats; `MeasureSettings()` by default.
+        epsilons: the ε grid of `layer.near` (`RoutingTrace.epsilons`).
+        weight: weight of a linear router, for the row of the low-precision matrix product.
+    """
+    return measured_layer(layer, settings or MeasureSettings(), epsilons, weight).record
+
+
+def measure(
+    trace: RoutingTrace,
+    settings: MeasureSettings | None = None,
+    weights: Mapping[str, Tensor] | None = None,
+) -> RoutingMeasures:
+    """All measures of every layer and of the model.
+
+    Args:
+        trace: the trace.
+        settings: grids and formats; `MeasureSettings()` by default.
+        weights: (E, D) weight of each linear router by the name of its layer.
+    """
+    chosen = settings or MeasureSettings()
+    weights = weights or {}
+    done = [
+        measured_layer(layer, chosen, trace.epsilons, weights.get(layer.name))
+        for layer in trace.layers
+    ]
+    return joined_measures(done, chosen, trace)
+
+
+def joined_measures(
+    done: Sequence["MeasuredLayer"], settings: MeasureSettings, trace: RoutingTrace
+) -> RoutingMeasures:
+    """The measures of the model, from those of its layers.
+
+    Args:
+        done: every layer of the trace, in order.
+        settings: grids and formats.
+        trace: the trace, for its documents and provenance.
+    """
+    model = _model(list(done), settings, trace.documents.long())
+    return RoutingMeasures(tuple(one.record for one in done), model, dict(trace.provenance))
+
+
+@dataclass(frozen=True)
+class MeasuredLayer:
+    """A layer's record with the values per token from which the model's is made."""
+
+    record: LayerMeasures
+    gaps: PerToken | None
+    noise: dict[str, PerToken] = field(default_factory=dict)
+    precision: dict[str, PerToken] = field(default_factory=dict)
+
+
+def measured_layer(
+    layer: LayerTrace,
+    settings: MeasureSettings,
+    epsilons: tuple[float, ...],
+    weight: Tensor | None,
+) -> MeasuredLayer:
+    """Measure one layer, and keep what the measures of the model are made of."""
+    check_finite(layer)
+    facts, chosen, unknown = layer.facts, layer.experts[:, : layer.facts.k], scored(layer)
+    used = None if layer.used is None else layer.used.double().mean().item()
+    record = LayerMeasures(
+        name=layer.name,
+        tokens=len(chosen),
+        n_experts=facts.n_experts,
+        k=facts.k,
+        units=facts.units,
+        load=expert_load(chosen, facts.n_experts, settings.cold_below),
+        coalitions=coalitions(chosen, facts.n_experts),
+        gap=Answer(None, unknown),
+        near=Answer(None, unknown),
+        distance=distance_section(layer, settings),
+        noise=Answer(None, unknown),
+        precision=Answer(None, unknown),
+        product=Answer(None, unknown),
+        angular=angular_section(layer),
+        used=used,
+    )
+    return (
+        MeasuredLayer(record, None)
+        if unknown != "ok"
+        else _scored(layer, record, settings, epsilons, weight)
+    )
+
+
+def _scored(
+    layer: LayerTrace,
+    record: LayerMeasures,
+    settings: MeasureSettings,
+    epsilons: tuple[float, ...],
+    weight: Tensor | None,
+) -> MeasuredLayer:
+    """Add the sections that need scores on both sides of the threshold."""
+    view = logit_view(layer)
+    density = noise_densities(layer, view)
+    noise = [noise_flips(layer, view, sigma, density) for sigma in settings.sigmas]
+    known = settings.precisions if view.logits is not None else ()
+    rounded = [precision_flips(layer, view, name) for name in known]
+    rows = tuple(row for row, _ in rounded)
+    record = dataclasses.replace(
+        record,
+        gap=Answer(gap_section(layer.gap, settings)),
+        near=Answer(near_section(layer, settings, epsilons)),
+        noise=Answer(tuple(row for row, _ in noise)),
+        precision=Answer(None, SOFTMAX_SIZES) if view.logits is None else Answer(rows),
+        product=product_section(layer, view, weight, settings.product_precision),
+    )
+    return MeasuredLayer(
+        record,
+        layer.gap,
+        {f"{row.sigma:g}": chance for row, chance in noise},
+        {row.precision: flipped for row, flipped in rounded},
+    )
+
+
+def _model(
+    done: list[MeasuredLayer], settings: MeasureSettings, documents: Int[Tensor, " tokens"]
+) -> ModelMeasures:
+    gaps = [one.gaps for one in done if one.gaps is not None]
+    units = {one.record.units for one in done if one.gaps is not None}
+    status = f"not answerable: {len(units)} kinds of score"
+    gap, smallest = Answer(None, status), Answer(None, status)
+    if len(units) == 1:
+        gap = Answer(gap_section(torch.cat(gaps), settings))
+        smallest = Answer(
+            quantiles(torch.stack(gaps).amin(dim=0), settings.probabilities, settings.confidence)
+        )
+    return ModelMeasures(
+        gap=gap,
+        smallest_gap=smallest,
+        noise=_rates([(one.record.name, one.noise) for one in done], documents),
+        precision=_rates([(one.record.name, one.precision) for one in done], documents),
+        **_load_totals([one.record for one in done]),
+    )
+
+
+def _load_totals(layers: Sequence[LayerMeasures]) -> dict[str, Any]:
+    """The load of the model from that of its layers."""
+    loads = [layer.load for layer in layers]
+    return {
+        "dead": sum(len(load.dead) for load in loads),
+        "cold": sum(len(load.cold) for load in loads),
+        "evenness": sum(load.evenness for load in loads) / len(loads),
+    }
+
+
+def _rates(
+    layers: list[tuple[str, dict[str, PerToken]]], documents: Int[Tensor, " tokens"]
+) -> tuple[ModelRate, ...]:
+    """One rate per perturbation, over the layers that have it."""
+    names = list(dict.fromkeys(name for _, chances in layers for name in chances))
+    return tuple(
+        _rate(
+            name,
+            [(layer, chances[name]) for layer, chances in layers if name in chances],
+            documents,
+        )
+        for name in names
+    )
+
+
+def _rate(
+    name: str, layers: list[tuple[str, PerToken]], documents: Int[Tensor, " tokens"]
+) -> ModelRate:
+    chances = torch.stack([chance for _, chance in layers])
+    means = chances.mean(dim=1)
+    worst, somewhere = int(means.argmax()), 1 - (1 - chances).prod(dim=0)
+    return ModelRate(
+        name=name,
+        mean=_clustered(chances.mean(dim=0), documents),
+        any_layer=_clustered(somewhere, documents),
+        worst_layer=layers[worst][0],
+        worst=means[worst].item(),
+        layers=len(layers),
+        any_share=clustered_share(somewhere, documents),
+        worst_share=clustered_share(chances[worst], documents),
+    )
+
+
+def _clustered(values: PerToken, documents: Int[Tensor, " tokens"]) -> Estimate:
+    """Mean with its standard error by documents; by tokens if there is one document."""
+    alone = mean_estimate(values)
+    error = clustered_error(values, documents)
+    return alone if error is None else Estimate(alone.value, error)
+
+
+def measure_summary(
+    summary: RoutingSummary,
+    settings: MeasureSettings | None = None,
+    weights: Mapping[str, Tensor] | None = None,
+) -> RoutingMeasures:
+    """All measures of every layer and of the model, from a streaming summary.
+
+    Arguments as for `measure`; noise, rounding and products are measured on the sample.
+    """
+    for layer in summary.layers:
+        require(
+            layer.nonfinite == 0,
+            f"layer {layer.name!r}: scores of {layer.nonfinite} of {layer.tokens} tokens are NaN "
+            f"or infinite, first at {layer.first_nonfinite}",
+            TraceError,
+        )
+    chosen = settings or MeasureSettings()
+    sampled = measure(summary.sample, chosen, weights)
+    layers = tuple(
+        _counted_layer(whole, part, summary.epsilons, chosen)
+        for whole, part in zip(summary.layers, sampled.layers, strict=True)
+    )
+    histograms = [layer.gaps for layer in summary.layers if layer.gaps is not None]
+    pooled = functools.reduce(operator.add, histograms) if histograms else None
+    model = dataclasses.replace(
+        sampled.model, gap=_counted_gap(pooled, sampled.model.gap, chosen), **_load_totals(layers)
+    )
+    return RoutingMeasures(layers, model, {"sources": list(summary.sources)})
+
+
+def histogram_quantiles(histogram: LogHistogram, settings: MeasureSettings) -> Quantiles:
+    """Quantiles of counts: the middle of their bin, limits by rank and by bin (Def. 2.4)."""
+    n, half = histogram.total, normal_quantile(settings.confidence)
+    rows = []
+    for p in settings.probabilities:
+        reach = half * math.sqrt(p * (1 - p) / n)
+        low, high = histogram.quantile(max(p, 1 / n))
+        first, _ = histogram.quantile(max(p - reach, 1 / n))
+        _, last = histogram.quantile(min(max(p + reach, 1 / n), 1.0))
+        rows.append(((low + high) / 2, first, last))
+    return Quantiles(settings.probabilities, *zip(*rows, strict=True))
+
+
+def histogram_density(histogram: LogHistogram, mass: float = 0.2) -> Estimate:
+    """Density at zero, w the largest grid point with F(2w) <= mass (Def. 3.2)."""
+    n = histogram.total
+    middle = (histogram.below() + histogram.at_most()).double() / (2 * n)
+    wide = middle[OCTAVE:]
+    fitting = int((wide <= mass).sum())
+    if fitting == 0 or fitting == len(wide):
+        where = "exactly zero" if fitting == 0 else "beyond the grid"
+        return Estimate(None, None, f"not answerable: the {mass:g}-quantile is {where}")
+    width = grid_points()[fitting - 1].item()
+    return density_from_masses(middle[fitting - 1].item(), wide[fitting - 1].item(), width, n)
+
+
+def _counted_layer(
+    whole: LayerSummary,
+    part: LayerMeasures,
+    epsilons: tuple[float, ...],
+    settings: MeasureSettings,
+) -> LayerMeasures:
+    """The sample's record with the sections that were counted over all tokens."""
+    counted = whole.coalitions.count()
+    possible = log10_possible(whole.facts.n_experts, whole.facts.k)
+    distance = part.distance
+    if whole.distances is not None:
+        found = histogram_quantiles(whole.distances, settings)
+        distance = Answer(DistanceMeasures(found, histogram_density(whole.distances)))
+    return dataclasses.replace(
+        part,
+        tokens=whole.tokens,
+        load=load_from_counts(whole.load, settings.cold_below),
+        coalitions=Coalitions(round(counted.value), None, possible, whole.tokens),
+        gap=_counted_gap(whole.gaps, part.gap, settings),
+        near=_counted_near(whole, part.near, epsilons, settings),
+        distance=distance,
+    )
+
+
+def _counted_gap(
+    histogram: LogHistogram | None, part: Answer[GapMeasures], settings: MeasureSettings
+) -> Answer[GapMeasures]:
+    if histogram is None or part.value is None:
+        return part
+    points = grid_points()
+    wanted = torch.tensor(settings.widths, dtype=torch.float64)
+    nearest = torch.searchsorted(points, wanted).clamp(max=len(points) - 1).unique()
+    counts, n = histogram.at_most()[nearest], histogram.total
+    return Answer(
+        GapMeasures(
+            quantiles=histogram_quantiles(histogram, settings),
+            profile=mass_profile(counts, n, points[nearest], settings.confidence),
+            density=histogram_density(histogram),
+            tail=part.value.tail,
+            ties=histogram.zeros,
+            tokens=n,
+        )
+    )
+
+
+def _counted_near(
+    whole: LayerSummary,
+    part: Answer[NearMeasures],
+    epsilons: tuple[float, ...],
+    settings: MeasureSettings,
+) -> Answer[NearMeasures]:
+    if whole.near is None or whole.orders is None or part.value is None:
+        return part
+    experts = tuple(_mean_count(row) for row in whole.near)
+    most = settings.most_orders
+    orders = torch.nn.functional.pad(whole.orders, (0, most)).double() / whole.measured
+    tails = orders[:, most:].sum(dim=1, keepdim=True)
+    shares = torch.cat([orders[:, :most], tails], dim=1)
+    return Answer(
+        NearMeasures(
+            epsilons=epsilons,
+            experts=experts,
+            orders=tuple(tuple(row) for row in shares.tolist()),
+            censored=(0.0,) * len(epsilons),
+            epsilon_half=interpolated_epsilon(
+                whole.facts.k + 0.5, epsilons, experts, whole.facts.k
+            ),
+        )
+    )
+
+
+def _mean_count(counts: Int[Tensor, " values"]) -> Estimate:
+    """Mean of a number that was v in `counts[v]` cases."""
+    n, values = int(counts.sum()), torch.arange(len(counts), dtype=torch.float64)
+    share = counts.double() / n
+    mean = (share @ values).item()
+    variance = (share @ (values - mean).square()).item()
+    return Estimate(mean, math.sqrt(variance / max(1, n - 1)))
+
+
+def scored(layer: LayerTrace) -> str:
+    """Return "ok" if scores on both sides of the threshold are available, else the reason."""
+    k, experts = layer.facts.k, layer.facts.n_experts
+    if layer.scores is None:
+        return "not answerable: the trace has expert ids only, no scores"
+    if k == experts:
+        return f"not answerable: all {experts} experts are chosen, so no tie is possible"
+    if layer.scores.shape[1] == k:
+        return f"not answerable: only the {k} chosen scores were kept, not the next one"
+    return "ok"
+
+
+def check_finite(layer: LayerTrace) -> None:
+    """Raise if scores are NaN or infinite, naming the layer, their number and the first token."""
+    if layer.scores is None:
+        return
+    bad = layer.scores.isnan() | layer.scores.isposinf()
+    bad[:, : layer.facts.k] |= layer.scores[:, : layer.facts.k].isneginf()
+    rows = bad.any(dim=1).nonzero()
+    require(
+        len(rows) == 0,
+        f"layer {layer.name!r}: scores of {len(rows)} of {len(bad)} tokens are NaN or infinite, "
+        f"first at token {int(rows[0]) if len(rows) else -1}",
+        TraceError,
+    )

@@ -1,0 +1,698 @@
+"""Record what the routers of a transformers model choose, while it runs as always.
+
+    with capture(model) as recorder:
+        model(**batch)
+    trace = recorder.trace()
+
+While the capture lasts, each router's class is a subclass of itself, so that parameters, state-dict
+keys, hooks, `output_router_logits` and the outputs stay the same; leaving the block, also by an
+exception, restores the classes.
+
+    capture          the context manager
+    Recorder         the records of every forward pass, kept as one trace or handed to a `Sink`
+    LayerObserver    turns each call of one router into a `LayerTrace`
+    DocumentCounter  tells which tokens a forward pass routes
+
+Ranks, counts K(ε) and distances need the scores of all experts, so they are computed here, on the
+device of the scores; only the results go to the CPU.
+
+Rows of a batch are documents, numbered from 0 over all batches. A pass that continues a cache (as
+the steps of `generate` do) continues the documents of the pass before. Padding is left out: tokens
+that the attention mask hides and, in a cached step, padding fed to rows that have ended.
+
+`check_selected` verifies that the scores explain the choice: no chosen score is below z_[k], up to
+
+    tolerance = 8 · eps · max(1, |z_[k]|),    eps = unit roundoff of the router's precision,
+
+since a router may evaluate the same function in another order, or rank probabilities whose logits
+are kept. A larger difference means that the family's record does not describe the router.
+"""
+
+import inspect
+import threading
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from operator import attrgetter
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from tieline._version import __version__
+from tieline.core.errors import TielineError, TraceError, UnsupportedModelError, require
+from tieline.core.numerics import is_recomputing
+from tieline.core.ranking import Ranked, ranked_choice
+from tieline.measure.distance import NEIGHBOURS, expert_distances, nearest_tie
+from tieline.models.changes import Call, swapped_class, wrapped_class
+from tieline.models.families import HANDLER, RouterFamily, chosen_routers, family_of
+from tieline.models.precision import precision_name, stored_in
+from tieline.models.router_call import RouterOutput, read_output
+from tieline.models.selection import Selection, at_least_single, restrict, select
+from tieline.models.spread import class_name
+from tieline.trace.record import (
+    LayerFacts,
+    LayerTrace,
+    RoutingTrace,
+    check_epsilons,
+    concatenate,
+    take_tokens,
+)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Tokens of one forward pass, padding left out.
+
+    Attributes:
+        tokens: token ids, -1 where the model was given embeddings.
+        documents: number of the row that each token belongs to.
+        positions: number of tokens before it in its document.
+        kept: the rows of the routers' inputs that hold these tokens; None if all do.
+        routed: number of rows that every router sees, padding included.
+    """
+
+    tokens: Int[Tensor, " tokens"]
+    documents: Int[Tensor, " tokens"]
+    positions: Int[Tensor, " tokens"]
+    kept: Int[Tensor, " tokens"] | None
+    routed: int
+
+
+class DocumentCounter:
+    """Numbers the rows of successive forward passes."""
+
+    def __init__(self, padding: int | None = None, ends: frozenset[int] = frozenset()) -> None:
+        """Take the padding id that `generate` feeds to ended rows, and the ids that end a row."""
+        self._padding = padding
+        self._ends = ends if padding is None else ends | {padding}
+        self._next = 0
+        self._rows: Tensor | None = None
+        self._last: Tensor | None = None
+
+    def read(self, arguments: Mapping[str, Any]) -> Batch:
+        """Return the tokens of a forward pass with these arguments."""
+        ids = _token_ids(arguments)
+        visible = _attention_mask(arguments, ids.shape)
+        past = _past_length(arguments, ids.shape[1], visible)
+        if visible is None:
+            visible = torch.ones(ids.shape[0], past + ids.shape[1], dtype=torch.bool)
+        rows = self._documents(len(ids), past > 0)
+        positions = (visible.cumsum(dim=1) - 1)[:, -ids.shape[1] :]
+        shown = visible[:, -ids.shape[1] :] & ~self._after_end(ids, past > 0)
+        self._last = ids[:, -1]
+        return _batch(ids, rows, positions, shown)
+
+    def _documents(self, rows: int, continues: bool) -> Tensor:
+        if not continues or self._rows is None or len(self._rows) != rows:
+            self._rows = torch.arange(self._next, self._next + rows)
+            self._next += rows
+        return self._rows
+
+    def _after_end(self, ids: Tensor, continues: bool) -> Tensor:
+        """Mask of the padding in a cached step after an end or other padding."""
+        if self._padding is None or self._last is None or not continues:
+            return torch.zeros_like(ids, dtype=torch.bool)
+        if len(self._last) != len(ids):
+            return torch.zeros_like(ids, dtype=torch.bool)
+        before = torch.cat([self._last[:, None], ids[:, :-1]], dim=1)
+        ended = torch.isin(before, torch.tensor(sorted(self._ends)))
+        return ended & (ids == self._padding)
+
+
+def _batch(ids: Tensor, rows: Tensor, positions: Tensor, shown: Tensor) -> Batch:
+    documents = rows[:, None].expand_as(ids)
+    kept = None if bool(shown.all()) else shown.flatten().nonzero().squeeze(1)
+    tokens, documents, positions = (x[shown] for x in (ids, documents, positions))
+    return Batch(tokens, documents, positions, kept, ids.numel())
+
+
+def _token_ids(arguments: Mapping[str, Any]) -> Int[Tensor, "rows length"]:
+    ids, embeddings = arguments.get("input_ids"), arguments.get("inputs_embeds")
+    if isinstance(ids, Tensor) and ids.ndim == 2:
+        return ids.detach().cpu().long()
+    if isinstance(embeddings, Tensor) and embeddings.ndim == 3:
+        return torch.full(embeddings.shape[:2], -1)
+    raise TielineError(
+        "the model was called without `input_ids` (rows, length) or `inputs_embeds` (rows, length, "
+        "width), so its routers' tokens are unknown"
+    )
+
+
+def _attention_mask(arguments: Mapping[str, Any], shape: torch.Size) -> Tensor | None:
+    """The mask (rows, past + length) as booleans; None for masks of other forms."""
+    mask = arguments.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] >= shape[1]:
+        return mask.detach().cpu().bool()
+    return None
+
+
+def _past_length(arguments: Mapping[str, Any], length: int, visible: Tensor | None) -> int:
+    if visible is not None:
+        return visible.shape[1] - length
+    cache = arguments.get("past_key_values")
+    if cache is None or not hasattr(cache, "get_seq_length"):
+        return 0
+    try:
+        return int(cache.get_seq_length())
+    except ValueError:  # a cache of linear attention alone has no length
+        return 0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a capture keeps of each layer.
+
+    Attributes:
+        ranks: number m of ranks kept beyond k; None keeps all.
+        epsilons: grid of ε at which K(ε) is counted.
+        inputs: whether router inputs are kept.
+        distances: whether Euclidean distances to the nearest tie are computed where exact.
+    """
+
+    ranks: int | None
+    epsilons: tuple[float, ...]
+    inputs: bool
+    distances: bool
+
+
+class _Ranking(NamedTuple):
+    """Scores inside the chosen groups, their ranks, and the ranks to keep."""
+
+    scores: Tensor
+    ranked: Ranked
+    kept: Ranked
+    facts: LayerFacts
+
+
+class LayerObserver:
+    """Turns the calls of one router into records."""
+
+    def __init__(self, name: str, family: RouterFamily, settings: Settings) -> None:
+        """Observe the router called `name`, which is of `family`."""
+        self.name = name
+        self.family = family
+        self._settings = settings
+        self._verified = False
+        self._slots = 0
+        self._matrix: tuple[tuple[int, int], Tensor] | None = None
+
+    @torch.no_grad()
+    def observe(self, router: nn.Module, call: Call, output: Any, batch: Batch) -> LayerTrace:
+        """Return the record of one call: experts, scores and distance to a tie."""
+        reason = self.family.refused_in_training
+        if reason is not None and router.training:
+            raise UnsupportedModelError(f"layer {self.name!r} ({self.family.name}): {reason}")
+        found = self._kept_rows(read_output(self.family, router, call[0], output), batch)
+        smoothed = hasattr(router, HANDLER)  # its own choice is no top-k: the scores alone rank
+        ids = found.ids[:, :0] if smoothed else found.ids
+        selection = select(self.family, router, found.logits, call)
+        check_finite(selection.scores, self.name, batch)
+        scores, group_gap = selection.scores, None
+        if selection.limit is not None:
+            scores, group_gap = restrict(scores, ids, selection.limit)
+        k = int(attrgetter(self.family.k)(router)) if smoothed else ids.shape[1]
+        self._slots = self._slots or (found.ids.shape[1] if smoothed else k)
+        ranking = self._rank(at_least_single(scores), ids, k, selection)
+        weights = _in_order(
+            found, ranking.kept.indices if smoothed else ranking.kept.indices[:, :k]
+        )
+        faded, used = weights[:, k:], (found.weights != 0).sum(dim=1)
+        return LayerTrace(
+            name=self.name,
+            facts=ranking.facts,
+            experts=_to_cpu(ranking.kept.indices, _integers(ranking.facts.n_experts)),
+            scores=_to_cpu(ranking.kept.values, torch.float32),
+            weights=_to_cpu(weights[:, :k], torch.float32),
+            group_gap=None if group_gap is None else group_gap.cpu(),
+            distance=self._distance(router, ranking),
+            near=self._near(ranking),
+            bias=None if selection.bias is None else _to_cpu(selection.bias, torch.float32),
+            inputs=self._inputs(call, batch),
+            faded=_to_cpu(faded, torch.float32) if smoothed else None,
+            used=_to_cpu(used, torch.int32) if smoothed else None,
+        )
+
+    def _kept_rows(self, found: RouterOutput, batch: Batch) -> RouterOutput:
+        require(
+            len(found.logits) == batch.routed,
+            f"layer {self.name!r} routed {len(found.logits)} tokens of a batch of {batch.routed}; "
+            "a trace needs layers that see the same tokens: choose them with `layers`, or capture "
+            "the part of the model that runs them",
+            TielineError,
+        )
+        if batch.kept is None:
+            return found
+        kept = batch.kept.to(found.logits.device)
+        return RouterOutput(*(tensor.index_select(0, kept) for tensor in found))
+
+    def _rank(self, scores: Tensor, ids: Tensor, k: int, selection: Selection) -> _Ranking:
+        """Rank the scores and verify the ranks against the router's own choice `ids`, if any."""
+        experts = scores.shape[1]
+        ranks = self._settings.ranks
+        wanted = experts if ranks is None else max(k + ranks, self._slots)
+        needed = min(max(wanted, k + NEIGHBOURS + 1), experts)
+        if not self._verified:
+            check_distinct(ids, self.name, self.family.name)
+        ranked = ranked_choice(scores, ids, k, needed)
+        if ids.shape[1]:
+            selected, threshold = scores.gather(1, ids), ranked.values[:, k - 1]
+            check_selected(selected, threshold, selection.rounding, self.name, self.family.name)
+        self._verified = True
+        kept = Ranked(ranked.values[:, :wanted], ranked.indices[:, :wanted])
+        return _Ranking(scores, ranked, kept, self._facts(experts, k, selection))
+
+    def _facts(self, experts: int, k: int, selection: Selection) -> LayerFacts:
+        limit, linear = selection.limit, selection.units == "logits"
+        affine = linear and self.family.weight is not None
+        facts = LayerFacts(experts, k, selection.units, affine=affine)
+        if limit is None:
+            return facts
+        groups = {"n_groups": limit.n_groups, "k_groups": limit.k_groups}
+        return replace(facts, **groups, group_score=limit.score)
+
+    def _near(self, ranking: _Ranking) -> Int[Tensor, "tokens epsilons"] | None:
+        """K(ε) on the grid of the settings."""
+        if not self._settings.epsilons:
+            return None
+        threshold = ranking.ranked.values[:, ranking.facts.k - 1]
+        counts = near_counts(ranking.scores, threshold, self._settings.epsilons)
+        return _to_cpu(counts, _integers(ranking.facts.n_experts))
+
+    def _distance(self, router: nn.Module, ranking: _Ranking) -> Float[Tensor, " tokens"] | None:
+        """Distance to the nearest tie; None with groups, whose ties have no closed form."""
+        facts = ranking.facts
+        if not (self._settings.distances and facts.affine and facts.n_groups == 1):
+            return None
+        weight = attrgetter(self.family.weight or "")(router)
+        if weight.is_meta:  # offloaded: its values are elsewhere between two calls
+            return None
+        version = 0 if weight.is_inference() else weight._version  # moves with every training step
+        state = (weight.data_ptr(), version)
+        if self._matrix is None or self._matrix[0] != state:
+            self._matrix = (state, expert_distances(weight))
+        tie = nearest_tie(ranking.scores, facts.k, self._matrix[1], ranking.ranked)
+        return tie.distance.cpu()
+
+    def _inputs(self, call: Call, batch: Batch) -> Float[Tensor, "tokens width"] | None:
+        if not self._settings.inputs:
+            return None
+        args, named = call
+        states = (args[0] if args else named["hidden_states"]).detach()
+        states = states.reshape(-1, states.shape[-1])
+        if batch.kept is not None:
+            states = states.index_select(0, batch.kept.to(states.device))
+        return _to_cpu(states, torch.float32)
+
+
+def _in_order(found: RouterOutput, experts: Int[Tensor, "tokens ranks"]) -> Tensor:
+    """Combine weights of these experts, 0 for one that is not in use."""
+    if torch.equal(experts, found.ids):
+        return found.weights
+    of_all = found.weights.new_zeros(found.logits.shape)
+    return of_all.scatter_add_(1, found.ids, found.weights).gather(1, experts)
+
+
+def near_counts(
+    scores: Float[Tensor, "tokens experts"],
+    threshold: Float[Tensor, " tokens"],
+    epsilons: tuple[float, ...],
+) -> Int[Tensor, "tokens epsilons"]:
+    """Count K(ε) = #{i : z_i > z_[k] - ε}, given z_[k], in the dtype of the scores.
+
+    One comparison and one sum of bytes per ε; a difference rounds by 2^-24 of itself.
+    """
+    below = threshold[:, None] - scores
+    counts = torch.empty(len(scores), len(epsilons), dtype=torch.int32, device=scores.device)
+    for column, epsilon in enumerate(epsilons):
+        within = (below < epsilon).view(torch.int8)
+        torch.sum(within, dim=1, dtype=torch.int32, out=counts[:, column])
+    return counts
+
+
+def _integers(experts: int) -> torch.dtype:
+    """The smallest type that holds ids and counts of this many experts."""
+    return torch.int16 if experts <= torch.iinfo(torch.int16).max else torch.int32
+
+
+def _to_cpu(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy on the CPU, which later changes to the model's own tensors do not reach."""
+    return tensor.detach().to(device="cpu", dtype=dtype, copy=True)
+
+
+@runtime_checkable
+class Sink(Protocol):
+    """Consumer of the layers of each forward pass, such as `SummaryBuilder`."""
+
+    def update(
+        self,
+        layer: int | str,
+        chunk: LayerTrace,
+        documents: Int[Tensor, " tokens"],
+        positions: Int[Tensor, " tokens"],
+        tokens: Int[Tensor, " tokens"],
+    ) -> None:
+        """Take the record of these tokens in one layer, named by its router."""
+        ...
+
+
+class OpenPass(NamedTuple):
+    """A forward pass that has begun: its tokens, the place of the first, its layers so far."""
+
+    batch: Batch
+    offset: int
+    layers: dict[str, LayerTrace]
+
+
+class Recorder:
+    """Collects the routing of every forward pass of a model under capture.
+
+    Layers are in the order in which they run. With a sink, the layers of each pass are handed to it
+    when the pass has ended, and not kept. A pass that raises leaves nothing behind. Passes in
+    several threads are told apart, and are in the trace in the order in which they ended.
+
+    Attributes:
+        n_tokens: number of tokens recorded so far.
+        provenance: model, revision, dtype and versions, as every trace carries them.
+    """
+
+    def __init__(
+        self,
+        counter: DocumentCounter,
+        epsilons: tuple[float, ...],
+        provenance: dict[str, object],
+        sink: Sink | None,
+    ) -> None:
+        """Number documents by `counter`; keep passes, or hand them to `sink`."""
+        self._counter = counter
+        self._epsilons = epsilons
+        self.provenance = provenance
+        self._sink = sink
+        self._open: dict[int, OpenPass] = {}
+        self._paused = False
+        self._layers: tuple[str, ...] | None = None
+        self._passes: list[RoutingTrace] = []
+        self.n_tokens = 0
+
+    @property
+    def under_way(self) -> Mapping[str, LayerTrace]:
+        """The layers that ran so far in this thread's forward pass, by router name."""
+        here = self._open.get(threading.get_ident())
+        return {} if here is None else here.layers
+
+    @property
+    def offset(self) -> int:
+        """Place in the trace of the first token of this thread's forward pass."""
+        here = self._open.get(threading.get_ident())
+        return self.n_tokens if here is None else here.offset
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Record nothing inside the block; passes that are under way go on after it."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    def begin(self, arguments: Mapping[str, Any]) -> None:
+        """Start a forward pass of the model with these arguments."""
+        self._open.pop(threading.get_ident(), None)
+        before = self.n_tokens + sum(len(one.batch.tokens) for one in self._open.values())
+        batch = self._counter.read(arguments)
+        self._open[threading.get_ident()] = OpenPass(batch, before, {})
+
+    def observe(self, observer: LayerObserver, router: nn.Module, call: Call, output: Any) -> None:
+        """Record that a router was called and returned `output`."""
+        here = self._open.get(threading.get_ident())
+        if self._paused:
+            return
+        if here is None:
+            raise TielineError(
+                f"layer {observer.name!r} ran outside the forward pass of the captured model, so "
+                "its tokens are unknown: call the model itself, or capture the part that is called"
+            )
+        if observer.name in here.layers:
+            raise TielineError(f"layer {observer.name!r} ran twice in one forward pass")
+        here.layers[observer.name] = observer.observe(router, call, output, here.batch)
+
+    def finish(self) -> None:
+        """End a forward pass without errors: keep it or hand it to the sink."""
+        here = self._open.pop(threading.get_ident(), None)
+        if here is None or len(here.batch.tokens) == 0:
+            return
+        batch, _, found = here
+        self._check_layers(tuple(found))
+        self.n_tokens += len(batch.tokens)
+        layers = tuple(found.values())
+        if self._sink is None:
+            self._passes.append(self._trace(layers, batch))
+            return
+        for layer in layers:
+            self._sink.update(layer.name, layer, batch.documents, batch.positions, batch.tokens)
+
+    def layer(self, name: str) -> RoutingTrace | None:
+        """Return one layer of the passes that go on side by side; None if it has not run.
+
+        The router inputs are handed over: the passes themselves keep none for this layer.
+        """
+        parts = []
+        for one in self._open.values():
+            if name not in one.layers:
+                return None
+            parts.append(self._trace((one.layers[name],), one.batch))
+            one.layers[name] = replace(one.layers[name], inputs=None)
+        return concatenate(parts) if parts else None
+
+    @property
+    def called(self) -> list[str]:
+        """Layers of the passes that go on side by side, in the order in which they ran."""
+        return list(next(iter(self._open.values())).layers)
+
+    def restore(self, layer: LayerTrace) -> None:
+        """Take a layer that an earlier run recorded, for the passes that are under way."""
+        start = 0
+        for one in self._open.values():
+            stop = start + len(one.batch.tokens)
+            one.layers[layer.name] = take_tokens(layer, slice(start, stop))
+            start = stop
+
+    def trace(self) -> RoutingTrace:
+        """Return the routing of all tokens so far, in the order of the passes."""
+        require(self._sink is None, "the sink has consumed the passes: no trace kept", TraceError)
+        require(bool(self._passes), "no forward pass has been captured yet", TraceError)
+        return concatenate(self._passes)
+
+    def _trace(self, layers: tuple[LayerTrace, ...], batch: Batch) -> RoutingTrace:
+        keys = batch.tokens, batch.documents, batch.positions
+        return RoutingTrace(layers, *keys, self._epsilons, self.provenance)
+
+    def _check_layers(self, names: tuple[str, ...]) -> None:
+        if self._layers is None:
+            require(bool(names), "no router ran in the forward pass", TielineError)
+            self._layers = names
+        if names != self._layers:
+            raise TielineError(
+                f"layers {sorted(set(names) ^ set(self._layers))} ran in some forward passes only"
+            )
+
+
+DEFAULT_EPSILONS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+"""Grid of ε, in units of the selection score, at which K(ε) is counted."""
+
+_CAPTURED = "_tieline_captured"
+
+
+@contextmanager
+def capture(
+    model: nn.Module,
+    *,
+    keep: Literal["scores", "inputs"] = "scores",
+    ranks: int | Literal["all"] = 4,
+    epsilons: tuple[float, ...] = DEFAULT_EPSILONS,
+    layers: Collection[str] | None = None,
+    distances: bool = True,
+    sink: Sink | None = None,
+) -> Iterator[Recorder]:
+    """Record, per MoE layer and token, the selection scores, combine weights and chosen experts.
+
+    Every forward pass of `model` inside the block is recorded: in evaluation and training, under
+    `generate`, with `output_router_logits` or without. A forward pass that activation checkpointing
+    repeats is not counted again. Every pass checks that the captured scores explain the choice.
+
+    Args:
+        model: a model of transformers whose forward takes `input_ids` or `inputs_embeds`.
+        keep: "inputs" also keeps the router inputs (T, D) of each layer.
+        ranks: number m of ranks kept beyond the k chosen ones, or "all".
+        epsilons: grid at which K(ε), the number of experts within ε of the threshold, is counted.
+        layers: names of the router modules to record (`find_routers`); all by default.
+        distances: compute the exact Euclidean distance to the nearest tie for affine routers.
+        sink: takes the layers of each pass instead of keeping them, such as `SummaryBuilder`.
+    """
+    _check_arguments(keep, ranks, epsilons)
+    settings = Settings(None if ranks == "all" else ranks, epsilons, keep == "inputs", distances)
+    routers = chosen_routers(model, layers)
+    observers = [_observer(name, router, settings) for name, router in routers.items()]
+    recorder = Recorder(document_counter(model), epsilons, _provenance(model), sink)
+    with ExitStack() as stack:
+        for observer, router in zip(observers, routers.values(), strict=True):
+            observed = _observed_class(type(router), observer, recorder)
+            stack.enter_context(swapped_class(router, observed))
+        for handle in watch_forward(model, recorder):
+            stack.callback(handle.remove)
+        yield recorder
+
+
+def _observer(name: str, router: nn.Module, settings: Settings) -> LayerObserver:
+    family = family_of(router)
+    assert family is not None
+    require(
+        not (settings.inputs and family.layout == "method"),
+        f"the inputs of the routers of family {family.name!r} cannot be kept: {family.note}",
+    )
+    if hasattr(type(router), _CAPTURED):
+        raise TielineError(f"layer {name!r} is being captured already: leave that block first")
+    return LayerObserver(name, family, settings)
+
+
+def _observed_class(
+    cls: type[nn.Module], observer: LayerObserver, recorder: Recorder
+) -> type[nn.Module]:
+    """A subclass of the router's class that shows each call to the recorder."""
+
+    def observe(router: nn.Module, call: Call, output: Any) -> Any:
+        if not is_recomputing():
+            # an emulated number format is the model's, not that of the record's own arithmetic
+            with torch._C.DisableTorchFunction():
+                recorder.observe(observer, router, call, output)
+        return output
+
+    members: dict[str, Any] = {_CAPTURED: True}
+    return wrapped_class(cls, observer.family.method, observe, **members)
+
+
+@runtime_checkable
+class Watcher(Protocol):
+    """What is told where the forward passes of a model begin and end."""
+
+    def begin(self, arguments: Mapping[str, Any]) -> None:
+        """Take the arguments of a pass that begins."""
+        ...
+
+    def finish(self) -> None:
+        """Take note that the pass has ended without an error."""
+        ...
+
+
+def watch_forward(
+    model: nn.Module, recorder: Watcher
+) -> Iterator[torch.utils.hooks.RemovableHandle]:
+    """Hook the model to tell a watcher where forward passes begin and end."""
+    names = list(inspect.signature(model.forward).parameters)
+
+    def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not is_recomputing():
+            recorder.begin(dict(zip(names, args, strict=False)) | kwargs)
+
+    def finish(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if not is_recomputing():
+            recorder.finish()
+
+    yield model.register_forward_pre_hook(begin, with_kwargs=True)
+    yield model.register_forward_hook(finish)
+
+
+def document_counter(model: nn.Module) -> DocumentCounter:
+    """Document counter that knows the padding fed by `generate` to rows that have ended."""
+    config = getattr(model, "generation_config", None)
+    ends = getattr(config, "eos_token_id", None)
+    ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    padding = getattr(config, "pad_token_id", None)
+    return DocumentCounter((ends or [None])[0] if padding is None else padding, frozenset(ends))
+
+
+def _provenance(model: nn.Module) -> dict[str, object]:
+    config = getattr(model, "config", None)
+    return {
+        "model": getattr(config, "_name_or_path", None) or class_name(model),
+        "architecture": class_name(model),
+        "model_type": getattr(config, "model_type", None),
+        "revision": getattr(config, "_commit_hash", None),
+        "dtype": precision_name(getattr(model, "dtype", None)),
+        "stored_dtype": stored_in(model),
+        "experts_implementation": getattr(config, "_experts_implementation", None),
+        "training": model.training,
+        "tieline": __version__,
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+    }
+
+
+def _check_arguments(keep: str, ranks: int | str, epsilons: tuple[float, ...]) -> None:
+    require(keep in ("scores", "inputs"), f"keep must be 'scores' or 'inputs', got {keep!r}")
+    enough = ranks == "all" or (isinstance(ranks, int) and ranks >= 1)
+    require(enough, f"ranks must be at least 1 (gaps need rank k + 1) or 'all', got {ranks!r}")
+    check_epsilons(epsilons)
+
+
+ROUNDINGS = 8
+"""Units of rounding that an activation, a bias and a sum may add up to."""
+
+
+def check_finite(scores: Float[Tensor, "tokens experts"], layer: str, batch: Batch) -> None:
+    """Refuse NaN and infinite scores, with their layer, count and first token."""
+    if scores.sum().isfinite():  # one pass, no mask; a sum that overflows is looked at closely
+        return
+    wrong = ~scores.isfinite()
+    rows = wrong.any(dim=1).nonzero().squeeze(1)
+    if len(rows):
+        first = int(rows[0])
+        raise TielineError(
+            f"layer {layer!r}: {int(wrong.sum())} selection scores of {len(rows)} tokens are NaN "
+            f"or infinite, first at token {int(batch.positions[first])} of document "
+            f"{int(batch.documents[first])} (token id {int(batch.tokens[first])})"
+        )
+
+
+def check_distinct(ids: Int[Tensor, "tokens k"], layer: str, family: str) -> None:
+    """Refuse a router that chose an expert twice for one token."""
+    ordered = ids.sort(dim=1).values
+    if bool((ordered[:, 1:] == ordered[:, :-1]).any()):
+        raise _refusal(layer, family, "an expert was chosen twice for one token")
+
+
+def check_selected(
+    selected: Float[Tensor, "tokens k"],
+    threshold: Float[Tensor, " tokens"],
+    rounding: float,
+    layer: str,
+    family: str,
+) -> None:
+    """Refuse unless every selected score reaches z_[k], up to the router's rounding.
+
+    Args:
+        selected: captured scores at the router's own indices.
+        threshold: z_[k] of the captured scores.
+        rounding: unit roundoff of the precision in which the router ranks.
+        layer: name of the router module.
+        family: name of its family.
+    """
+    tolerance = ROUNDINGS * rounding * threshold.abs().clamp(min=1)
+    short = threshold - selected.amin(dim=1) > tolerance
+    if bool(short.any()):
+        count, first = int(short.sum()), int(short.nonzero()[0])
+        found = torch.stack([selected[first].amin(), threshold[first]]).tolist()
+        why = (
+            f"{count} of {len(short)} tokens chose an expert that its scores do not rank among "
+            f"the first {selected.shape[1]}; the first has {found[0]:.9g} < {found[1]:.9g}"
+        )
+        raise _refusal(layer, family, why)
+
+
+def _refusal(layer: str, family: str, why: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"layer {layer!r}: the record of family {family!r} does not describe this router under "
+        f"transformers {version('transformers')}: {why}"
+    )

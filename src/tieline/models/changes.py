@@ -1,0 +1,350 @@
+"""Saving and loading models that Tieline changed, so that nobody runs one without the change.
+
+    record_change(model, "upcycle", facts)    before `model.save_pretrained(folder)`
+    model = load_pretrained(folder)           restores it, weights included
+
+    config.json    {"model_type": "<a sentence>", "tieline": {"changes": {...}, "config": {...}}}
+    weights        model.tieline.safetensors, also in shards
+
+The automatic classes of transformers refuse the model type and print the sentence; a class that is
+named outright finds no weights of the usual name. A feature registers how it is restored: on the
+skeleton before weights are read, and on the model after.
+
+Checkpoints of two older forms are read as well: the smoothing under "tieline_smoothing" with the
+weights' variant "tieline-smoothed", other features under "quantization_config".
+
+What one object does is changed by its class: it becomes a subclass of its class, of the same name.
+Assigning `__class__` keeps parameters, state-dict keys, hooks, `isinstance` and every other
+instance of the class. `restore_class` takes the last change back.
+"""
+
+import functools
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import transformers
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from tieline.core.errors import UnsupportedModelError, require
+from tieline.models.sizes import check_sizes
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of a call."""
+
+Facts = dict[str, Any]
+
+KEY, VARIANT = "tieline", "tieline"
+
+OLD_KEY, OLD_VARIANT, OLD_PLACE = "tieline_smoothing", "tieline-smoothed", "quantization_config"
+
+ATTRIBUTE = "tieline_changes"
+"""Attribute of a configuration in memory."""
+
+
+class Restorer(NamedTuple):
+    """How a feature is restored from its facts, which come from a file and may be wrong.
+
+    Attributes:
+        before: called with the skeleton, before weights are read.
+        after: called with the model, once they are.
+        check: called with the facts alone, before anything else; raises if they are malformed.
+    """
+
+    before: Callable[[nn.Module, Facts], Any] = lambda model, facts: None
+    after: Callable[[nn.Module, Facts], Any] = lambda model, facts: None
+    check: Callable[[Facts], Any] = lambda facts: None
+
+
+class Checkpoint(NamedTuple):
+    """What a folder or hub id holds, before its weights are read.
+
+    Attributes:
+        config: the configuration of the model as it was before all changes.
+        changes: facts by feature, in the order in which the features were applied.
+        variant: part of the names of the files with the weights; None for the usual names.
+    """
+
+    config: Any
+    changes: dict[str, Facts]
+    variant: str | None
+
+
+RESTORERS: dict[str, Restorer] = {}
+"""By feature."""
+
+
+def subclass(cls: type, name: str | None = None, **members: Any) -> type:
+    """Make a subclass with these members, under the name of `cls` unless another is given."""
+    same = {"__module__": cls.__module__, "__qualname__": cls.__qualname__} if name is None else {}
+    return type(name or cls.__name__, (cls,), {"__module__": cls.__module__, **same, **members})
+
+
+def wrapped_class(
+    cls: type,
+    method: str,
+    after: Callable[[Any, Call, Any], Any],
+    name: str | None = None,
+    **members: Any,
+) -> type:
+    """Make a subclass whose `method` returns `after(self, call, output)` of the original output.
+
+    Args:
+        cls: the class.
+        method: name of the method; its signature is kept.
+        after: is given the object, its arguments and what the original method returned.
+        name: name of the subclass; by default that of `cls`.
+        members: further members of the subclass.
+    """
+    plain = getattr(cls, method)
+
+    @functools.wraps(plain)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return after(self, (args, kwargs), plain(self, *args, **kwargs))
+
+    return subclass(cls, name, **{method: wrapped}, **members)
+
+
+def restore_class(thing: Any) -> None:
+    """Give an object back the class that it had before its last subclass."""
+    thing.__class__ = type(thing).__mro__[1]
+
+
+@contextmanager
+def swapped_class(thing: Any, cls: type) -> Iterator[None]:
+    """Give an object another class inside the block."""
+    before = type(thing)
+    thing.__class__ = cls
+    try:
+        yield
+    finally:
+        thing.__class__ = before
+
+
+def register_restorer(feature: str, restorer: Restorer) -> None:
+    """Let `load_pretrained` restore a feature."""
+    RESTORERS[feature] = restorer
+
+
+def changes_of(config: Any) -> dict[str, Facts]:
+    """Return the features in force and their facts, in the order in which they were applied."""
+    return dict(getattr(config, ATTRIBUTE, None) or {})
+
+
+def record_change(model: nn.Module, feature: str, facts: Facts) -> None:
+    """Patch `save_pretrained` to store these facts; models without a configuration are left."""
+    config: Any = getattr(model, "config", None)
+    if config is None or not hasattr(model, "save_pretrained"):
+        return
+    changes = changes_of(config)
+    if not changes:
+        config.__class__ = _saving_config(type(config))
+        model.__class__ = _saving_model(type(model))
+    setattr(config, ATTRIBUTE, {**changes, feature: facts})
+
+
+def forget_change(model: nn.Module, feature: str) -> None:
+    """Undo `record_change`."""
+    config: Any = getattr(model, "config", None)
+    changes = changes_of(config)
+    if changes.pop(feature, None) is None:
+        return
+    setattr(config, ATTRIBUTE, changes)
+    if not changes:
+        delattr(config, ATTRIBUTE)
+        restore_class(config)
+        restore_class(model)
+
+
+def refuse_quantised(model: nn.Module, feature: str) -> None:
+    """Refuse a quantised model, whose weights cannot be copied or replaced."""
+    if getattr(getattr(model, "config", None), OLD_PLACE, None) is not None:
+        raise UnsupportedModelError(
+            f"the model is quantised: {feature!r} needs its weights in full precision"
+        )
+
+
+@functools.cache
+def _saving_config(cls: type) -> type:
+    def to_json_string(config: Any, call: Call, text: str) -> str:
+        inner = json.loads(text)
+        inner.pop(ATTRIBUTE, None)
+        changes = changes_of(config)  # in their order, which the text has not
+        kind = inner.get("model_type", config.model_type)
+        sentence = (
+            f"{kind} changed by Tieline ({', '.join(changes)}): it does not run as saved without "
+            "it; load it with tieline.models.load_pretrained"
+        )
+        outer = {"model_type": sentence, KEY: {"changes": changes, "config": inner}}
+        return json.dumps(outer, indent=2) + "\n"
+
+    return wrapped_class(cls, "to_json_string", to_json_string)
+
+
+@functools.cache
+def _saving_model(cls: Any) -> type:
+    @functools.wraps(cls.save_pretrained)
+    def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("variant") is None:
+            kwargs["variant"] = VARIANT
+        return cls.save_pretrained(self, save_directory, *args, **kwargs)
+
+    return subclass(cls, save_pretrained=save_pretrained)
+
+
+def read_checkpoint(source: str | Path, **options: Any) -> Checkpoint:
+    """Read the configuration of a model and what was changed in it; refuses unknown changes.
+
+    Args:
+        source: folder or hub id.
+        options: of `AutoConfig.from_pretrained`, such as `revision`.
+    """
+    found, _ = PreTrainedConfig.get_config_dict(source, **options)
+    check_sizes(found)
+    key = next((key for key in (KEY, OLD_KEY) if key in found), None)
+    if key is None:
+        config, changes, variant = AutoConfig.from_pretrained(source, **options), {}, None
+    else:
+        config, rest = _inner_config(found[key], key)
+        changes = {"smooth": rest} if key == OLD_KEY else _table(rest.get("changes"))
+        variant = OLD_VARIANT if key == OLD_KEY else VARIANT
+    return Checkpoint(config, _checked(_take_old_changes(config) | changes), variant)
+
+
+def _inner_config(stored: Any, key: str) -> tuple[Any, Facts]:
+    """The configuration of the model itself, and what else stands beside it."""
+    inner = stored.get("config") if isinstance(stored, dict) else None
+    if not isinstance(inner, dict):
+        raise UnsupportedModelError(f"the configuration has {key!r} but no 'config' inside")
+    kind = str(inner.get("model_type"))
+    if kind not in CONFIG_MAPPING:
+        raise UnsupportedModelError(
+            f"the changed model is of type {kind!r}, which transformers does not know"
+        )
+    rest = {name: value for name, value in stored.items() if name != "config"}
+    return CONFIG_MAPPING[kind].from_dict(inner), rest
+
+
+def _take_old_changes(config: Any) -> Facts:
+    """Remove the changes that older checkpoints hold in the place of a quantisation."""
+    place = getattr(config, OLD_PLACE, None)
+    if not isinstance(place, dict) or KEY not in place:
+        return {}
+    delattr(config, OLD_PLACE)
+    return _table(place[KEY])
+
+
+def _table(value: Any) -> Facts:
+    if not isinstance(value, dict):
+        raise UnsupportedModelError(f"the changes of the checkpoint are no table: {value!r:.80}")
+    return value
+
+
+def _checked(changes: Facts) -> dict[str, Facts]:
+    unknown = [name for name in changes if name not in RESTORERS]
+    if unknown:
+        raise UnsupportedModelError(
+            f"the checkpoint needs {unknown}, which this version of tieline does not know"
+        )
+    wrong = [name for name, facts in changes.items() if not isinstance(facts, dict)]
+    require(not wrong, f"the facts of {wrong} are no table", UnsupportedModelError)
+    for name, facts in changes.items():
+        RESTORERS[name].check(facts)
+    return changes
+
+
+def load_pretrained(
+    source: str | Path,
+    *,
+    model_class: type | None = None,
+    checkpoint: Checkpoint | None = None,
+    **options: Any,
+) -> PreTrainedModel:
+    """Load a model of transformers with everything that Tieline changed in it.
+
+    Args:
+        source: folder or hub id.
+        model_class: class to build, also an automatic one; None for the one that the configuration
+            names.
+        checkpoint: what `read_checkpoint` returned, if it was called already.
+        options: further arguments of `from_pretrained`, such as `dtype`.
+    """
+    if checkpoint is None:
+        names = ("revision", "local_files_only", "trust_remote_code")
+        checkpoint = read_checkpoint(source, **{n: options[n] for n in names if n in options})
+    config, changes, variant = checkpoint
+    built = _with_structure(model_class or _named_class(config), changes)
+    if variant is not None:
+        options = {"variant": variant} | options
+    model = _read(built, source, {"use_safetensors": True, "config": config} | options)
+    if changes:
+        restore_class(model)
+    for feature, facts in changes.items():
+        RESTORERS[feature].after(model, facts)
+        record_change(model, feature, facts)
+    return model
+
+
+def _named_class(config: Any) -> type[PreTrainedModel]:
+    """The class of transformers that the configuration names, which is text from a file."""
+    names = getattr(config, "architectures", None) or []
+    found = getattr(transformers, str(names[0]), None) if names else None
+    if not isinstance(found, type) or not issubclass(found, PreTrainedModel):
+        raise UnsupportedModelError(f"the checkpoint names no model of transformers: {names}")
+    return found
+
+
+def _with_structure(model_class: type, changes: Mapping[str, Facts]) -> Any:
+    """A class whose instances have the structure of every change as soon as they are made."""
+    if not changes:
+        return model_class
+
+    def build(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
+        model_class.__init__(self, *args, **kwargs)
+        for feature, facts in changes.items():
+            RESTORERS[feature].before(self, facts)
+
+    return subclass(model_class, __init__=build)
+
+
+def _read(build: Any, source: str | Path, options: dict[str, Any]) -> PreTrainedModel:
+    """Read the weights of a checkpoint; refuses one that would leave random numbers."""
+    refusal = f"the checkpoint {str(source)!r} does not fit its configuration: "
+    options = {"ignore_mismatched_sizes": True} | options  # reported, and refused below by name
+    try:
+        model, report = build.from_pretrained(source, output_loading_info=True, **options)
+    except RuntimeError as problem:
+        raise UnsupportedModelError(refusal + first_line(problem)) from problem
+    missing = sorted(report["missing_keys"])
+    lacks = f"it lacks {_counted(missing, 'tensor')}, which would be random numbers"
+    require(not missing, refusal + lacks, UnsupportedModelError)
+    shapes = [
+        f"{name!r} has the shape {tuple(found)} instead of {tuple(wanted)}"
+        for name, found, wanted in sorted(report["mismatched_keys"])
+    ]
+    wrong = f"{'; '.join(shapes[:MOST_NAMED])}{_more(len(shapes))}"
+    hint = "; parts of the experts may be missing" if "experts" in wrong else ""
+    require(not shapes, refusal + wrong + hint, UnsupportedModelError)
+    return model
+
+
+MOST_NAMED = 3
+"""Tensors that a message names one by one."""
+
+
+def _counted(names: list[str], word: str) -> str:
+    """As "2 tensors: 'a', 'b'"; those beyond `MOST_NAMED` are counted."""
+    listed = ", ".join(map(repr, names[:MOST_NAMED])) + _more(len(names))
+    return f"{len(names)} {word}{'s' * (len(names) != 1)} ({listed})"
+
+
+def _more(count: int) -> str:
+    return f" and {count - MOST_NAMED} more" if count > MOST_NAMED else ""
+
+
+def first_line(problem: BaseException) -> str:
+    """Return the first line of an error's message that is not empty."""
+    return next((line.strip() for line in str(problem).splitlines() if line.strip()), repr(problem))

@@ -1,0 +1,681 @@
+"""Run a model in a lower precision or with noise, by rounding and hooks, in float32.
+
+    with emulate(model, "fp8_e4m3", parts="router"):
+        model(input_ids=ids)
+
+emulate       rounds weights once, on entry, and activations where a matrix product takes them in;
+              bf16 and fp16 also round what products, sums and elementwise products return
+              (see the table). Sums inside a product and tables of positions stay in float32.
+score_noise   adds N(0, σ²) to every logit of every router
+state_noise   adds N(0, (ρ · rms(x))²) to every coordinate of a hidden state x: of the routers'
+              inputs alone, or of the output of every routed decoder layer
+
+    parts     what is in the format
+    router    the routers alone: their matrix, their input and, for bf16 and fp16, their logits
+    all       the whole model; formats of 8 and 4 bits spare embeddings, output head and vectors
+    others    the whole model but its routers
+
+A router that makes its logits in float32 whatever the model's precision (DeepSeek-V3) keeps them so
+under "all", as it would natively, but not under "router", where its own precision is the question.
+
+The formats, as a matrix product sees them:
+
+    name          weights                       activations          result of a product
+    bf16, fp16    rounded                       rounded              rounded
+    fp8_e4m3      scaled per output channel     scaled per token     not rounded
+    fp8_e5m2      the same                      the same             not rounded
+    int8          8 bits per output channel     8 bits per token     not rounded
+    int8_group    8 bits per group of inputs    not rounded          not rounded
+    int4          4 bits per output channel     not rounded          not rounded
+    int4_group    4 bits per group of inputs    not rounded          not rounded
+
+Rounding is to nearest, halves to even. A scale maps the largest |x| to the largest number of the
+format, so nothing saturates; unscaled formats saturate at their largest number.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from tieline.core.errors import UnsupportedModelError, require
+from tieline.models.families import family_of, find_routers
+from tieline.models.spread import own_part
+
+GROUP_SIZE = 32
+"""Inputs that share a scale in the formats per group."""
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """Round numbers to a grid.
+
+    Attributes:
+        dtype: floating-point type that the numbers are cast to; None for integers.
+        mantissa: bits of the mantissa that float32 numbers keep, of a format that torch has no
+            type for; None for all others.
+        levels: largest integer of a symmetric integer grid; None for casts.
+        scaled: whether numbers that share a scale are first mapped to the range of the grid.
+        group: how many neighbours along the contracted axis share a scale; None for all of them.
+    """
+
+    dtype: torch.dtype | None = None
+    levels: int | None = None
+    scaled: bool = False
+    group: int | None = None
+    mantissa: int | None = None
+
+    def __call__(self, values: Float[Tensor, "*shape"], axis: int = -1) -> Float[Tensor, "*shape"]:
+        """Return the nearest numbers of the grid, in the type of `values`.
+
+        Args:
+            values: weights or activations.
+            axis: the axis that a product sums over, along which scales are shared.
+        """
+        if not self.scaled:
+            return self._snapped(values)
+        along = values.movedim(axis, -1)
+        dim = along.shape[-1]
+        size = min(self.group or dim, dim)
+        padded = torch.nn.functional.pad(along, (0, -dim % size)).unflatten(-1, (-1, size))
+        scale = padded.abs().amax(dim=-1, keepdim=True) / self._largest
+        scale = scale.where(scale > 0, 1.0)
+        rounded = self._snapped(padded / scale) * scale
+        return rounded.flatten(-2)[..., :dim].movedim(-1, axis)
+
+    @property
+    def _largest(self) -> float:
+        if self.dtype is None:
+            return float(self.levels or 1)
+        return torch.finfo(self.dtype).max
+
+    def _snapped(self, values: Tensor) -> Tensor:
+        if self.mantissa is not None:
+            return _shortened(values.float(), 23 - self.mantissa).to(values.dtype)
+        if self.dtype is None:
+            return values.round()
+        return values.clamp(-self._largest, self._largest).to(self.dtype).to(values.dtype)
+
+
+def _shortened(values: Float[Tensor, "*shape"], dropped: int) -> Float[Tensor, "*shape"]:
+    """Float32 numbers without the last bits of their mantissa, to nearest, ties to even."""
+    bits = values.contiguous().view(torch.int32)
+    last = (bits >> dropped) & 1
+    half = (1 << (dropped - 1)) - 1
+    return ((bits + half + last) & -(1 << dropped)).view(torch.float32)
+
+
+@dataclass(frozen=True)
+class Format:
+    """What a format does to the numbers of a matrix product.
+
+    Attributes:
+        name: its name in `FORMATS`.
+        weights: how weights are rounded.
+        activations: how activations are rounded; None if they are not.
+        results: how results of products and sums are rounded; None if they are not.
+        bits: bits of a stored weight, without its share of the scale (16 bits).
+    """
+
+    name: str
+    weights: Rounding
+    activations: Rounding | None = None
+    results: Rounding | None = None
+    bits: int = 16
+
+    @property
+    def plain(self) -> bool:
+        """Whether the whole computation happens in the format, as for bf16 and fp16."""
+        return self.results is not None
+
+
+def _cast(name: str, dtype: torch.dtype) -> Format:
+    grid = Rounding(dtype)
+    return Format(name, grid, grid, grid, 16)
+
+
+def _float8(name: str, dtype: torch.dtype) -> Format:
+    grid = Rounding(dtype, scaled=True)
+    return Format(name, grid, grid, None, 8)
+
+
+def _integer(name: str, bits: Literal[4, 8], group: int | None, activations: bool) -> Format:
+    levels = (1 << (bits - 1)) - 1
+    grid = Rounding(levels=levels, scaled=True, group=group)
+    tokens = Rounding(levels=levels, scaled=True) if activations else None
+    return Format(name, grid, tokens, None, bits)
+
+
+def _tf32() -> Format:
+    """Products of TensorFloat-32: ten bits of mantissa in, sums and results in float32."""
+    grid = Rounding(mantissa=10)
+    return Format("tf32", grid, grid, None, 32)
+
+
+def _bf16_in() -> Format:
+    """Weights and inputs in bfloat16, results kept in float32, as fused gates do it."""
+    grid = Rounding(torch.bfloat16)
+    return Format("bf16_in", grid, grid, None, 16)
+
+
+FORMATS: dict[str, Format] = {
+    "bf16": _cast("bf16", torch.bfloat16),
+    "fp16": _cast("fp16", torch.float16),
+    "fp8_e4m3": _float8("fp8_e4m3", torch.float8_e4m3fn),
+    "fp8_e5m2": _float8("fp8_e5m2", torch.float8_e5m2),
+    "int8": _integer("int8", 8, None, activations=True),
+    "int8_group": _integer("int8_group", 8, GROUP_SIZE, activations=False),
+    "int4": _integer("int4", 4, None, activations=False),
+    "int4_group": _integer("int4_group", 4, GROUP_SIZE, activations=False),
+    "bf16_in": _bf16_in(),
+    "tf32": _tf32(),
+}
+"""The formats by name."""
+
+OF_ROUTERS = ("bf16_in", "tf32")
+"""Formats in which routers are computed apart from the model."""
+
+
+def format_named(name: str) -> Format:
+    """Return the format of that name."""
+    require(name in FORMATS, f"unknown format {name!r}: one of {', '.join(FORMATS)}")
+    return FORMATS[name]
+
+
+def modular_routers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the routers by name; refuses those that are not modules of their own."""
+    routers = find_routers(model)
+    for name, router in routers.items():
+        family = family_of(router)
+        assert family is not None
+        require(
+            family.refused is None,
+            f"layer {name!r}: its precision cannot be set apart: {family.refused}",
+            UnsupportedModelError,
+        )
+        require(
+            family.layout != "method",
+            f"layer {name!r}: {type(router).__name__} of family {family.name!r} is no module that "
+            f"routes by itself, so its precision cannot be set apart",
+            UnsupportedModelError,
+        )
+    return routers
+
+
+class RouterScope:
+    """Follows which router is running.
+
+    Attributes:
+        running: name of the router at work; None between calls.
+        exact: whether a module that always computes in float32, such as a table of positions, is
+            at work.
+    """
+
+    def __init__(self, routers: dict[str, nn.Module], exact: Collection[nn.Module] = ()) -> None:
+        """Watch these routers, and modules that compute in float32 in any precision."""
+        self._routers, self._exact = routers, exact
+        self.running: str | None = None
+        self.exact = False
+
+    @contextmanager
+    def watching(self) -> Iterator["RouterScope"]:
+        """Follow the calls inside this context."""
+        handles = []
+        for name, router in self._routers.items():
+            handles.append(router.register_forward_pre_hook(self._entering(name)))
+            handles.append(router.register_forward_hook(self._left, always_call=True))
+        for module in self._exact:
+            handles.append(module.register_forward_pre_hook(self._exactly(True)))
+            handles.append(module.register_forward_hook(self._exactly(False), always_call=True))
+        try:
+            yield self
+        finally:
+            for handle in handles:
+                handle.remove()
+            self.running, self.exact = None, False
+
+    def _exactly(self, begins: bool) -> Callable[..., None]:
+        def set_exact(*call: object) -> None:
+            self.exact = begins
+
+        return set_exact
+
+    def _entering(self, name: str) -> Callable[..., None]:
+        def enter(module: nn.Module, args: object) -> None:
+            self.running = name
+
+        return enter
+
+    def _left(self, module: nn.Module, args: object, output: object) -> None:
+        self.running = None
+
+
+def logits_matrix(router: nn.Module) -> Tensor | None:
+    """Return a router's matrix (E, D); None if its logits are not one product with its input."""
+    weight = _only_matrix(router)
+    return None if weight is None or weight.is_meta else weight
+
+
+def makes_one_product(router: nn.Module) -> bool:
+    """Whether a router's logits are one product with its input, wherever its weights are."""
+    return _only_matrix(router) is not None
+
+
+def _only_matrix(router: nn.Module) -> Tensor | None:
+    family = family_of(router)
+    if family is None or family.weight is None:
+        return None
+    try:
+        weight = attrgetter(family.weight)(router)
+    except AttributeError:  # a router with more than one matrix
+        return None
+    return weight if weight.ndim == 2 else None
+
+
+def computes_single(router: nn.Module) -> bool:
+    """Whether a router's logits are float32 even if weights and inputs are bf16.
+
+    Runs a copy in bf16 on one token; False for a router that needs more than its input.
+    """
+    matrix, taken = logits_matrix(router), inspect.signature(router.forward).parameters.values()
+    needed = [x for x in taken if x.default is x.empty and x.kind is x.POSITIONAL_OR_KEYWORD]
+    if matrix is None or len(needed) != 1:
+        return False
+    with torch.inference_mode(False), torch.no_grad():
+        trial = copy.deepcopy(router).to(torch.bfloat16)
+        trial._forward_hooks.clear()
+        trial._forward_pre_hooks.clear()
+        token = torch.zeros(1, matrix.shape[1], dtype=torch.bfloat16, device=matrix.device)
+        family = family_of(router)
+        name = None if family is None else family.bias_argument
+        bias = {} if name is None else {name: torch.zeros(len(matrix), device=matrix.device)}
+        output = trial(token, **bias)
+    return output[0].dtype == torch.float32
+
+
+def position_tables(model: nn.Module) -> list[nn.Module]:
+    """Return modules with numbers but no parameters: rotary tables, float32 in every model."""
+    return [
+        module
+        for module in model.modules()
+        if not any(True for _ in module.parameters())
+        and any(buffer.is_floating_point() for buffer in module.buffers())
+    ]
+
+
+def kept_names(routers: Collection[str], keep: Collection[str]) -> frozenset[str]:
+    """Return the routers to leave alone; refuses unknown names."""
+    unknown = sorted(set(keep) - set(routers))
+    require(not unknown, f"no routers named {unknown} to keep; the model has {list(routers)}")
+    return frozenset(keep)
+
+
+@contextmanager
+def score_noise(model: nn.Module, sigma: float, generator: torch.Generator) -> Iterator[None]:
+    """Inside the block, every router's logits have independent N(0, σ²) noise.
+
+    Args:
+        model: a model whose routers make their logits by one product, or such a router.
+        sigma: standard deviation, in units of the logits.
+        generator: source of the noise, on the CPU.
+    """
+    require(sigma >= 0, f"noise must be >= 0, got sigma={sigma}")
+    routers = modular_routers(model)
+    for name, router in routers.items():
+        if not makes_one_product(router):
+            raise UnsupportedModelError(
+                f"layer {name!r}: the logits of {type(router).__name__} are not one product"
+            )
+    scope = RouterScope(routers)
+    with scope.watching(), _NoisyLogits(scope, sigma, generator):
+        yield
+
+
+@contextmanager
+def state_noise(
+    model: nn.Module,
+    ratio: float,
+    generator: torch.Generator,
+    parts: Literal["router", "all"] = "router",
+) -> Iterator[None]:
+    """Inside the block, hidden states have noise of `ratio` times their root mean square.
+
+    Args:
+        model: a Mixture-of-Experts model, or one of its routers.
+        ratio: ρ.
+        generator: source of the noise, on the CPU.
+        parts: "router" for the routers' inputs alone, "all" for the output of every decoder layer
+            that has a router.
+    """
+    require(ratio >= 0, f"noise must be >= 0, got ratio={ratio}")
+    require(parts in ("router", "all"), f"parts: router or all, got {parts!r}")
+
+    def noisy_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return _noisy(args[0], ratio, generator), *args[1:]
+
+    def noisy_output(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if isinstance(output, Tensor):
+            return _noisy(output, ratio, generator)
+        return _noisy(output[0], ratio, generator), *output[1:]
+
+    handles = []
+    for name, router in modular_routers(model).items():
+        if parts == "router":
+            handles.append(router.register_forward_pre_hook(noisy_input))
+        else:
+            layer = model.get_submodule(name.rpartition(".")[0].rpartition(".")[0])
+            handles.append(layer.register_forward_hook(noisy_output))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _NoisyLogits(TorchFunctionMode):
+    """Adds noise to the product inside a router."""
+
+    def __init__(self, scope: RouterScope, sigma: float, generator: torch.Generator) -> None:
+        super().__init__()
+        self._scope, self._sigma, self._generator = scope, sigma, generator
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.nn.functional.linear and self._scope.running is not None:
+            return result + self._sigma * _normal(result, self._generator)
+        return result
+
+
+def _noisy(states: Tensor, ratio: float, generator: torch.Generator) -> Tensor:
+    size = states.square().mean(dim=-1, keepdim=True).sqrt()
+    return states + ratio * size * _normal(states, generator)
+
+
+def _normal(like: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.randn(like.shape, generator=generator).to(like)
+
+
+Parts = Literal["router", "all", "others"]
+
+_ACTIVATION_FIRST = frozenset(
+    function
+    for function in (
+        torch.nn.functional.linear,
+        getattr(torch, "_grouped_mm", None),
+        getattr(torch.nn.functional, "grouped_mm", None),
+    )
+    if function is not None
+)
+
+_MATMUL = frozenset(
+    {torch.matmul, torch.mm, torch.bmm}
+    | {torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.mm, torch.Tensor.bmm}
+)
+
+_ATTENTION = frozenset({torch.nn.functional.scaled_dot_product_attention})
+
+_ELEMENTWISE = frozenset(
+    {torch.add, torch.mul, torch.Tensor.add, torch.Tensor.mul, torch.Tensor.sub}
+    | {torch.Tensor.__add__, torch.Tensor.__mul__, torch.Tensor.__radd__, torch.Tensor.__rmul__}
+    | {torch.nn.functional.silu, torch.nn.functional.gelu}
+)
+
+
+@contextmanager
+def emulate(
+    model: nn.Module,
+    number_format: Format | str,
+    parts: Parts = "router",
+    keep: Collection[str] = (),
+) -> Iterator[None]:
+    """Inside the block, parts of `model` compute as if they were in the format.
+
+    Args:
+        model: a Mixture-of-Experts model of transformers in float32, or one of its routers.
+        number_format: a `Format` or its name in `FORMATS`.
+        parts: "router", "all" or "others".
+        keep: names of routers that stay in full precision.
+    """
+    wanted = (model, number_format, parts, keep)
+    with rounded_weights(*wanted), rounded_products(*wanted):
+        yield
+
+
+@contextmanager
+def rounded_weights(
+    model: nn.Module,
+    number_format: Format | str,
+    parts: Parts = "router",
+    keep: Collection[str] = (),
+    rooms: "Rooms | None" = None,
+) -> Iterator[None]:
+    """Inside the block, the weights that are in memory are rounded; see `emulate`.
+
+    Args:
+        model: the model, some of whose weights may be on the meta device.
+        number_format: a `Format` or its name.
+        parts: "router", "all" or "others".
+        keep: names of routers that stay in full precision.
+        rooms: memory to round into; by default new memory.
+    """
+    chosen, routers = _format(number_format, parts), modular_routers(model)
+    found = _weights(model, routers, chosen, parts, kept_names(routers, keep))
+    weights = [(own_part(weight, axis), axis) for weight, axis in found]
+    before = [weight.data for weight, _ in weights]
+    with (rooms or Rooms()).lent() as room:
+        try:
+            for weight, axis in weights:
+                with torch.inference_mode(weight.is_inference()), torch.no_grad():
+                    weight.data = rounded_in_pieces(weight.data, chosen.weights, axis, room)
+            yield
+        finally:
+            for (weight, _), data in zip(weights, before, strict=True):
+                weight.data = data
+
+
+@contextmanager
+def rounded_products(
+    model: nn.Module,
+    number_format: Format | str,
+    parts: Parts = "router",
+    keep: Collection[str] = (),
+) -> Iterator[None]:
+    """Inside the block, what products take in and return is rounded; see `emulate`.
+
+    It holds for the thread that enters it.
+    """
+    chosen, routers = _format(number_format, parts), modular_routers(model)
+    kept, scope = kept_names(routers, keep), RouterScope(routers, position_tables(model))
+    single = {
+        name for name, router in routers.items() if parts == "all" and computes_single(router)
+    }
+    storages = frozenset(_storage(weight) for weight in model.parameters() if not weight.is_meta)
+    with scope.watching(), _Products(chosen, parts, kept, single, scope, storages):
+        yield
+
+
+def _format(number_format: Format | str, parts: Parts) -> Format:
+    require(parts in ("router", "all", "others"), f"parts: router, all or others, got {parts!r}")
+    return format_named(number_format) if isinstance(number_format, str) else number_format
+
+
+def weight_axis(module: nn.Module, weight: Tensor) -> int:
+    """Return the axis that a weight's product sums over: the last, except in transposed experts."""
+    return -2 if weight.ndim == 3 and getattr(module, "is_transposed", False) else -1
+
+
+def _weights(
+    model: nn.Module,
+    routers: dict[str, nn.Module],
+    chosen: Format,
+    parts: Parts,
+    kept: frozenset[str],
+) -> list[tuple[Tensor, int]]:
+    """Parameters to round, each with the axis along which scales are shared."""
+    of_routers = {id(p): name for name, r in routers.items() for p in r.parameters()}
+    spared = set() if chosen.plain else {id(p) for p in _ends(model)}
+    found: dict[int, tuple[Tensor, int]] = {}
+    for module in model.modules():
+        for weight in module.parameters(recurse=False):
+            name = of_routers.get(id(weight))
+            inside = name is not None
+            wanted = {"router": inside, "others": not inside, "all": True}[parts]
+            if not wanted or name in kept or id(weight) in spared or weight.is_meta:
+                continue
+            if weight.is_floating_point() and (chosen.plain or weight.ndim >= 2):
+                found[id(weight)] = (weight, weight_axis(module, weight))
+    return list(found.values())
+
+
+def _ends(model: nn.Module) -> Iterator[Tensor]:
+    """Parameters of the embeddings and of the output head."""
+    for name in ("get_input_embeddings", "get_output_embeddings"):
+        module = getattr(model, name, lambda: None)()
+        if module is not None:
+            yield from module.parameters()
+
+
+PIECE = 1 << 18
+"""Numbers that are rounded at a time, so that they stay in the processor's cache."""
+
+POOLED = 16 << 20
+"""Bytes of a weight from which its memory is used again."""
+
+Room = Callable[[Tensor], Tensor]
+"""Gives memory for a tensor of the shape, strides and type of one on the meta device."""
+
+
+class Rooms:
+    """Memory that rounded weights take, used again by the next ones of the same shapes."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._left: dict[Any, list[Tensor]] = {}
+
+    @contextmanager
+    def lent(self) -> Iterator[Room]:
+        """Lend memory until the block ends; what large weights then had no use for is dropped."""
+        taken: dict[Any, list[Tensor]] = {}
+
+        def room(meta: Tensor) -> Tensor:
+            key = (meta.shape, meta.stride(), meta.dtype)
+            left = self._left.get(key)
+            found = left.pop() if left else new_room(meta)
+            if meta.numel() * meta.itemsize >= POOLED:
+                taken.setdefault(key, []).append(found)
+            return found
+
+        yield room
+        self._left = taken or self._left
+
+
+def new_room(meta: Tensor) -> Tensor:
+    """New memory."""
+    return torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype)
+
+
+def rounded_in_pieces(
+    values: Tensor, rounding: Rounding, axis: int = -1, room: Room = new_room
+) -> Tensor:
+    """The numbers that `rounding` gives, piece by piece, in the layout that it gives them.
+
+    Args:
+        values: weights or activations; rows along the first axis are rounded by themselves.
+        rounding: the grid.
+        axis: the axis that a product sums over.
+        room: gives memory for the result; by default new memory.
+    """
+    if values.numel() <= PIECE or values.device.type != "cpu" or values.requires_grad:
+        return rounding(values, axis)
+    found = room(rounding(torch.empty_like(values, device="meta"), axis))
+    source, target = values, found
+    if values.ndim > 2 and axis == -1 and values.is_contiguous():
+        source, target = values.flatten(0, -2), found.view(-1, found.shape[-1])
+    rows = max(1, PIECE * len(source) // source.numel())
+    for part, into in zip(source.split(rows), target.split(rows), strict=True):
+        into.copy_(rounding(part, axis))
+    return found
+
+
+def _storage(tensor: Tensor) -> int:
+    return own_part(tensor).untyped_storage().data_ptr()
+
+
+class _Products(TorchFunctionMode):
+    """Rounds inputs and outputs of matrix products in the chosen parts of the model."""
+
+    def __init__(
+        self,
+        chosen: Format,
+        parts: Parts,
+        kept: frozenset[str],
+        single: set[str],
+        scope: RouterScope,
+        weights: frozenset[int],
+    ) -> None:
+        super().__init__()
+        self._format, self._parts = chosen, parts
+        self._kept, self._single = kept, single
+        self._scope, self._weights = scope, weights
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not self._active():
+            return func(*args, **kwargs)
+        places = self._operands(func, args)
+        if places:
+            operands = list(args)
+            for place in places:
+                operands[place] = self._rounded(operands[place], self._format.activations)
+            return self._result(func(*operands, **kwargs))
+        if func in _ELEMENTWISE and self._format.plain and self._scope.running is None:
+            return self._result(func(*map(self._result, args), **kwargs))
+        return func(*args, **kwargs)
+
+    def _active(self) -> bool:
+        running = self._scope.running
+        if running is None:
+            return self._parts != "router" and not self._scope.exact
+        return self._parts != "others" and running not in self._kept
+
+    def _operands(self, func: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
+        """Positions of the activations in a product's arguments; none for other functions."""
+        if func in _ACTIVATION_FIRST:
+            return (0,)
+        if func in _MATMUL:
+            if self._format.plain:
+                return (0, 1)
+            return (0,) if _storage(args[1]) in self._weights else ()
+        return (0, 1, 2) if func in _ATTENTION and self._format.plain else ()
+
+    def _rounded(self, value: Any, rounding: Any) -> Any:
+        floats = isinstance(value, Tensor) and value.is_floating_point()
+        return rounded_in_pieces(value, rounding) if floats and rounding is not None else value
+
+    def _result(self, value: Any) -> Any:
+        """Round, except single columns, such as the variance in a norm, and float32 logits."""
+        if self._scope.running in self._single:
+            return value
+        if isinstance(value, Tensor) and value.ndim and value.shape[-1] == 1:
+            return value
+        return self._rounded(value, self._format.results)

@@ -1,0 +1,244 @@
+"""The families of transformers, read from their sources at version 5.22: composed of few patterns.
+
+pattern             ranks                              weights
+softmax             softmax(z), which is ranking z     p_i, renormalised or not
+softmax_of_chosen   z                                  softmax over the chosen
+biased_softmax      softmax(z) + bias                  p_i
+sigmoid             sigmoid(z) + bias                  sigmoid(z_i), renormalised or not
+grouped_sigmoid     the same inside the best groups    the same
+"""
+
+from functools import partial
+
+from tieline.models.families import Groups, RouterFamily, register_family
+
+_BIAS = "e_score_correction_bias"
+_FLAG = "norm_topk_prob"
+_SCALE = "routed_scaling_factor"
+_BEST_GROUPS = Groups(score="max", when=("topk_method", "group_limited_greedy"))
+_SOFTMAX_GROUPS = Groups(fill=0.0, ranked="softmax")
+_SCALED = "the block scales the output"
+_JITTER = "the block multiplies the router's input by noise in training"
+_ENCODER_DECODER = "encoder and decoder layers see different tokens, and capacity drops tokens"
+
+softmax = RouterFamily
+softmax_flag = partial(softmax, renormalise=_FLAG)
+softmax_of_chosen = partial(RouterFamily, combine="softmax of chosen", renormalise="never")
+best_softmax = partial(softmax, groups=_BEST_GROUPS, renormalise="never", scale=_SCALE)
+biased_softmax = partial(softmax, ranked="softmax", bias=_BIAS)
+sigmoid = partial(RouterFamily, ranked="sigmoid", combine="sigmoid", bias=_BIAS)
+grouped_sigmoid = partial(sigmoid, groups=Groups(), renormalise=_FLAG, scale=_SCALE)
+own_softmax = partial(
+    softmax, weight=None, probabilities=True, k="config.top_k_experts", scale="per_expert_scale"
+)
+refuse = partial(RouterFamily, layout="dense", weight=None)
+
+TRANSFORMERS_FAMILIES: tuple[RouterFamily, ...] = (
+    sigmoid(
+        "afmoe",
+        ("AfmoeTokenChoiceRouter",),
+        bias=None,
+        bias_argument="expert_bias",
+        scale="route_scale",
+        weight="gate.weight",
+    ),
+    softmax_of_chosen("aria", ("AriaTextTopKRouter",)),
+    grouped_sigmoid("axk1", ("AXK1TopkRouter",)),
+    grouped_sigmoid("axk2", ("AXK2TopkRouter",), groups=Groups(fill=0.0)),
+    grouped_sigmoid("bailing_hybrid", ("BailingHybridTopkRouter",)),
+    grouped_sigmoid("beam", ("BeamTopKRouter",), scale=None, note=_SCALED),
+    softmax_of_chosen(
+        "cohere2_moe",
+        ("Cohere2MoeTopKRouter",),
+        combine="own",
+        note="weights by softmax or sigmoid of the chosen, as configured",
+    ),
+    softmax(
+        "dbrx",
+        ("DbrxFFN",),
+        layout="method",
+        method="route_tokens_to_experts",
+        own_dtype=True,
+        weight="router.layer.weight",
+        combine="own",
+        note="observed in the block, which sees no router inputs; p-norm; jitter in training",
+    ),
+    best_softmax("deepseek_ocr2", ("DeepseekOcr2TextTopkRouter",)),
+    best_softmax("deepseek_v2", ("DeepseekV2TopkRouter",)),
+    grouped_sigmoid("deepseek_v3", ("DeepseekV3TopkRouter",)),
+    grouped_sigmoid("deepseek_v32", ("DeepseekV32TopkRouter",)),
+    RouterFamily(
+        "deepseek_v4",
+        ("DeepseekV4TopKRouter",),
+        ranked="activation",
+        activation="score_fn",
+        own_dtype=True,
+        bias=_BIAS,
+        combine="activation",
+        scale=_SCALE,
+        note="the first layers are hash layers, which are refused: choose `layers` without them",
+    ),
+    refuse(
+        "deepseek_v4",
+        ("DeepseekV4HashRouter",),
+        refused="hash layers look experts up by token id: their choice is no function of scores",
+    ),
+    own_softmax(
+        "diffusion_gemma",
+        ("DiffusionGemmaTextRouter",),
+        note="encoder and decoder see different tokens: capture one of them",
+    ),
+    refuse(
+        "doge",
+        ("DogeCDMoE",),
+        refused="the product-key router inside the block scores a token from the logits of others",
+    ),
+    grouped_sigmoid("dots1", ("Dots1TopkRouter",)),
+    biased_softmax(
+        "ernie4_5_moe", ("Ernie4_5_MoeTopKRouter",), bias="moe_statics.e_score_correction_bias"
+    ),
+    biased_softmax(
+        "ernie4_5_vl_moe",
+        ("Ernie4_5_VLMoeMoeTopKRouter",),
+        bias="moe_statics.e_score_correction_bias",
+        note="text-only input: with images, text and vision routers see different tokens",
+    ),
+    grouped_sigmoid("exaone_moe", ("ExaoneMoeTopkRouter",)),
+    softmax_flag("flex_olmo", ("FlexOlmoTopKRouter",)),
+    sigmoid("flint", ("FlintTopKRouter",), bias=None, renormalise=_FLAG),
+    own_softmax("gemma4", ("Gemma4TextRouter",)),
+    grouped_sigmoid("glm4_moe", ("Glm4MoeTopkRouter",)),
+    grouped_sigmoid("glm4_moe_lite", ("Glm4MoeLiteTopkRouter",)),
+    grouped_sigmoid("glm4v_moe", ("Glm4vMoeTextTopkRouter",)),
+    grouped_sigmoid("glm5_next", ("Glm5NextTextTopkRouter",)),
+    grouped_sigmoid("glm_moe_dsa", ("GlmMoeDsaTopkRouter",)),
+    softmax_of_chosen("gpt_oss", ("GptOssTopKRouter",)),
+    softmax_of_chosen("granitemoe", ("GraniteMoeTopKRouter",)),
+    softmax_of_chosen("granitemoe_swa", ("GraniteMoeSWATopKRouter",)),
+    softmax_of_chosen("granitemoehybrid", ("GraniteMoeHybridTopKRouter",)),
+    softmax_of_chosen("granitemoeshared", ("GraniteMoeSharedTopKRouter",)),
+    softmax("hunyuan_v1_moe", ("HunYuanMoEV1Gate",), weight="wg.weight"),
+    sigmoid(
+        "hy_v3",
+        ("HYV3TopKRouter",),
+        bias=None,
+        bias_argument=_BIAS,
+        scale="router_scaling_factor",
+    ),
+    grouped_sigmoid("hy_v4", ("HYV4TopkRouter",)),
+    sigmoid(
+        "inkling",
+        ("InklingTopkRouter",),
+        own_dtype=True,
+        combine="own",
+        note="weights are normalised together with those of the shared experts",
+    ),
+    softmax("jamba", ("JambaTopKRouter",), renormalise="never"),
+    softmax_of_chosen(
+        "jetmoe",
+        ("JetMoeTopKGating",),
+        layout="sorted",
+        weight="layer.weight",
+        note="attention and feed-forward are both routed: two layers per block",
+    ),
+    grouped_sigmoid("kimi_linear", ("KimiLinearTopkRouter",)),
+    RouterFamily(
+        "kolibri1", ("Kolibri1TopKRouter",), bias=_BIAS, combine="sigmoid", renormalise=_FLAG
+    ),
+    sigmoid(
+        "laguna", ("LagunaTopKRouter",), note=f"the returned logits are soft-capped; {_SCALED}"
+    ),
+    sigmoid(
+        "lfm2_moe",
+        ("Lfm2MoeTopKRouter",),
+        own_dtype=True,
+        bias=None,
+        bias_argument="expert_bias",
+        bias_flag="use_expert_bias",
+        renormalise=_FLAG,
+        scale=_SCALE,
+    ),
+    RouterFamily(
+        "llama4",
+        ("Llama4Router",),
+        layout="dense",
+        combine="sigmoid",
+        renormalise="never",
+        note="the weight multiplies the expert's input",
+    ),
+    biased_softmax(
+        "longcat_flash",
+        ("LongcatFlashTopkRouter",),
+        renormalise="never",
+        scale=_SCALE,
+        weight="classifier.weight",
+        note="the last experts are zero-computation experts",
+    ),
+    softmax_flag("mellum", ("MellumTopKRouter",)),
+    grouped_sigmoid("mimo_v2_flash", ("MiMoV2FlashTopkRouter",)),
+    softmax("minimax", ("MiniMaxTopKRouter",), note=_JITTER),
+    sigmoid("minimax_m2", ("MiniMaxM2TopKRouter",), bias=None, bias_argument=_BIAS, note=_JITTER),
+    sigmoid("minimax_m3_vl", ("MiniMaxM3VLTopKRouter",), note=_SCALED),
+    softmax(
+        "mistral4",
+        ("Mistral4TopkRouter",),
+        own_dtype=True,
+        groups=_SOFTMAX_GROUPS,
+        renormalise=_FLAG,
+        scale=_SCALE,
+    ),
+    softmax(
+        "mistral_large4", ("MistralLarge4TextTopkRouter",), groups=_SOFTMAX_GROUPS, scale=_SCALE
+    ),
+    softmax("mixtral", ("MixtralTopKRouter",), note=_JITTER),
+    sigmoid("muse_spark", ("MuseSparkTopkRouter",), scale=_SCALE, note="logits carry a multiplier"),
+    grouped_sigmoid("nemotron_h", ("NemotronHTopkRouter",)),
+    refuse("nllb_moe", ("NllbMoeTop2Router",), refused=_ENCODER_DECODER),
+    softmax_flag("olmoe", ("OlmoeTopKRouter",)),
+    softmax_of_chosen(
+        "openai_privacy_filter",
+        ("OpenAIPrivacyFilterTopKRouter",),
+        combine="own",
+        note="softmax of the chosen divided by k; the block multiplies by k",
+    ),
+    softmax_of_chosen(
+        "phimoe",
+        ("PhimoeTopKRouter",),
+        combine="own",
+        refused_in_training="sparsemixer samples its experts in training mode",
+        note="sparsemixer weights; in evaluation the choice is the top 2 of the logits",
+    ),
+    softmax_flag("qwen2_moe", ("Qwen2MoeTopKRouter",)),
+    softmax("qwen3_5_moe", ("Qwen3_5MoeTopKRouter",)),
+    softmax_flag("qwen3_moe", ("Qwen3MoeTopKRouter",)),
+    softmax_flag("qwen3_next", ("Qwen3NextTopKRouter",)),
+    softmax_flag(
+        "qwen3_omni_moe",
+        ("Qwen3OmniMoeThinkerTextTopKRouter", "Qwen3OmniMoeTalkerTextTopKRouter"),
+        note="thinker and talker see different tokens: capture one of them",
+    ),
+    softmax("qwen3_omni_moe", ("Qwen3OmniMoeTextTopKRouter",)),
+    softmax("qwen3_vl_moe", ("Qwen3VLMoeTextTopKRouter",)),
+    softmax_flag("qwen4_exp", ("Qwen4ExpTextTopKRouter",)),
+    grouped_sigmoid("solar_open", ("SolarOpenTopkRouter",)),
+    sigmoid("step3p7", ("Step3p7TopKRouter",), note=_SCALED),
+    refuse("switch_transformers", ("SwitchTransformersTop1Router",), refused=_ENCODER_DECODER),
+    best_softmax("unlimited_ocr", ("UnlimitedOcrTextTopkRouter",)),
+    refuse(
+        "vitpose_backbone",
+        ("VitPoseNaiveMoe",),
+        refused="experts are picked by data set, not by a router",
+    ),
+    biased_softmax(
+        "zaya",
+        ("ZayaRouter",),
+        own_dtype=True,
+        bias="balancing_biases",
+        skip_class=True,
+        renormalise="never",
+        note="the last class skips all experts",
+    ),
+)
+
+for _family in TRANSFORMERS_FAMILIES:
+    register_family(_family)

@@ -1,0 +1,151 @@
+"""The package's dispatch as an implementation of the experts of transformers.
+
+    model.set_experts_implementation("tieline")
+
+Importing `tieline.models` registers it; `register_kernel` registers it under another name.
+`dispatch` computes activations that it knows, `grouped_dispatch` the families' own gates, clamps
+and norms. A slot with an index of at least the number of experts, or with weight zero, is not
+computed.
+"""
+
+from collections.abc import Callable
+from operator import attrgetter
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import GELUActivation, SiLUActivation
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from tieline.core.errors import ParameterError, UnsupportedModelError
+from tieline.routing.dispatch import dispatch
+from tieline.routing.grouped import grouped_dispatch
+
+KERNEL = "tieline"
+"""The name by which transformers knows the kernel."""
+
+_GATED = {SiLUActivation: "swiglu", nn.SiLU: "swiglu", GELUActivation: "geglu", nn.GELU: "geglu"}
+_PLAIN = {nn.ReLU: "relu", GELUActivation: "gelu", nn.GELU: "gelu"}
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class _Maps(NamedTuple):
+    """Maps and biases of the experts in the layout of `dispatch`, as views."""
+
+    w_in: Tensor
+    w_out: Tensor
+    b_in: Tensor | None
+    b_out: Tensor | None
+
+
+def register_kernel(name: str = KERNEL) -> None:
+    """Let `set_experts_implementation(name)` run the experts of a model by `experts_forward`.
+
+    Args:
+        name: refused if transformers has another implementation of that name.
+    """
+    taken = dict(ALL_EXPERTS_FUNCTIONS).get(name, experts_forward)
+    if not (name != "eager" and taken is experts_forward):
+        raise ParameterError(
+            f"transformers has an experts implementation {name!r} that is not ours"
+        )
+    ALL_EXPERTS_FUNCTIONS.register(name, experts_forward)
+
+
+def experts_forward(
+    experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Σ_j w_tj f_{i_tj}(x_t) for the experts module of any family that has the interface.
+
+    Args:
+        experts: stacked maps with the flags that transformers' decorator sets.
+        hidden_states: tokens (T, D).
+        top_k_index: experts (T, K); an index from the number of experts on skips the slot.
+        top_k_weights: weights (T, K).
+    """
+    maps = _maps(experts)
+    weights = dense_weights(top_k_index, top_k_weights, len(maps.w_in))
+    activation = _known_activation(experts)
+    if activation is None:
+        y = grouped_dispatch(
+            hidden_states, weights, *maps, hidden=_hidden(experts), finish=_finish(experts)
+        )
+    else:
+        y = dispatch(hidden_states, weights, *maps[:3], activation=activation)
+        y = y if maps.b_out is None else y + weights.to(y) @ maps.b_out.to(y)
+    return y.to(hidden_states.dtype)
+
+
+def dense_weights(indices: Tensor, weights: Tensor, n_experts: int) -> Tensor:
+    """Sum weights (T, K) into a matrix (T, E) by their indices; leaves out indices >= E."""
+    one_more = weights.new_zeros(len(weights), n_experts + 1)
+    places = indices.clamp(max=n_experts)
+    return one_more.scatter_add(1, places, weights)[:, :n_experts]
+
+
+def _maps(experts: nn.Module) -> _Maps:
+    """The stacked tensors, or a refusal that names what is missing."""
+    first = "gate_up_proj" if _flag(experts, "has_gate", True) else "up_proj"
+    biases = [None, None]
+    tensors = [_tensor(experts, first, 3), _tensor(experts, "down_proj", 3)]
+    if _flag(experts, "has_bias", False):
+        biases = [_tensor(experts, f"{name}_bias", 2) for name in (first, "down_proj")]
+    if _flag(experts, "is_transposed", False):
+        tensors = [tensor.mT for tensor in tensors]
+    return _Maps(tensors[0], tensors[1], biases[0], biases[1])
+
+
+def _flag(experts: nn.Module, name: str, default: bool) -> bool:
+    return bool(getattr(experts, name, default))
+
+
+def _tensor(experts: nn.Module, name: str, axes: int) -> Tensor:
+    tensor = getattr(experts, name, None)
+    fits = isinstance(tensor, Tensor) and tensor.ndim == axes and tensor.dtype in _DTYPES
+    found = f"{tuple(tensor.shape)} {tensor.dtype}" if isinstance(tensor, Tensor) else repr(tensor)
+    if not fits:
+        raise UnsupportedModelError(
+            f"{type(experts).__name__}: the experts kernel {KERNEL!r} needs a stacked {name!r} of "
+            f"{axes} axes in float16, bfloat16, float32 or float64, found {found[:80]}"
+        )
+    assert isinstance(tensor, Tensor)
+    return tensor
+
+
+def _known_activation(experts: nn.Module) -> str | None:
+    """The activation's name in `dispatch`; None if it has none."""
+    if _flag(experts, "has_post_expert_norm", False):
+        return None
+    activation = getattr(experts, "act_fn", None)
+    if isinstance(activation, nn.GELU) and activation.approximate != "none":
+        return None
+    if not _flag(experts, "has_gate", True):
+        return _PLAIN.get(type(activation))  # type: ignore[arg-type]
+    usual = _own_gate(experts) is None and _flag(experts, "is_concatenated", True)
+    return _GATED.get(type(activation)) if usual else None  # type: ignore[arg-type]
+
+
+def _own_gate(experts: nn.Module) -> Callable[[Tensor], Tensor] | None:
+    """The gate of a family that does not use φ(a_1) · a_2."""
+    gate = getattr(experts, "_apply_gate", None)
+    return None if getattr(gate, "__qualname__", "") == "_default_apply_gate" else gate
+
+
+def _hidden(experts: nn.Module) -> Callable[[Tensor], Tensor]:
+    """The family's own gate, φ(a_1) · a_2, or φ alone where there is no gate."""
+    activation = getattr(experts, "act_fn", None)
+    own = _own_gate(experts) if _flag(experts, "has_gate", True) else activation
+    if own is not None:
+        return own
+
+    def gated(rows: Tensor) -> Tensor:
+        gate, up = rows.chunk(2, dim=-1)
+        return activation(gate) * up  # type: ignore[misc]
+
+    return gated
+
+
+def _finish(experts: nn.Module) -> Callable[[Tensor], Tensor] | None:
+    """The norm after each expert, if the family has one."""
+    norm = _flag(experts, "has_post_expert_norm", False)
+    return attrgetter("post_expert_norm")(experts) if norm else None

@@ -1,0 +1,453 @@
+"""Let a transformers model take recorded experts: routes of another engine, precision or run.
+
+    with replay(model, trace) as replayed:
+        model(**batch)
+    replayed.changed        tokens whose live router would have chosen otherwise, by layer
+
+A row of the record belongs to the document and position of a token: documents are the rows of all
+batches of the block in order, as `capture` numbers them, and the i-th of them takes the i-th
+document of the record. A token id that differs from the record's is refused with its place. Tokens
+without a record go by the live router.
+
+Only the choice is replaced. With live weights the experts of the record are weighted by the rule of
+the family from the live logits, so that gradients reach router and experts as if the router had
+chosen so itself. Where the live router chose the same set, its output stays untouched, bit by bit.
+With recorded weights those are written instead, in the order of the live choice where it is the
+same set; no gradient reaches the router through them.
+
+Outputs are rewritten inside of the router's `forward`, below the hooks of expert and tensor
+parallelism, which cut them to the experts of a rank afterwards. Activation checkpointing repeats a
+forward pass without the model around it: the rows of the pass are then found by the fingerprint of
+the layer's logits.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor, nn
+
+from tieline.core.errors import (
+    ParameterError,
+    TielineError,
+    TraceError,
+    UnsupportedModelError,
+    require,
+)
+from tieline.core.numerics import is_recomputing
+from tieline.core.ranking import stable_topk
+from tieline.models.capture import Batch, document_counter, watch_forward
+from tieline.models.changes import Call, swapped_class, wrapped_class
+from tieline.models.families import HANDLER, RouterFamily, chosen_routers, family_of
+from tieline.models.router_call import Choice, logits_in, with_choice
+from tieline.models.smooth_router import NOT_SMOOTHED, column_weights, shared_weights
+from tieline.trace.readers import import_trace
+from tieline.trace.record import LayerTrace, RoutingTrace
+from tieline.trace.store import load_trace
+from tieline.trace.writers import layer_places
+
+MOST_PASSES = 64
+"""Forward passes whose rows are remembered for activation checkpointing."""
+
+NEAR = 2**-7
+"""Gap, over the largest score of the layer, below which two roundings to bfloat16 may flip."""
+
+_REPLAYED = "_tieline_replayed"
+
+
+@dataclass
+class Replay:
+    """What a replay did so far.
+
+    Attributes:
+        tokens: tokens of all forward passes, padding left out.
+        recorded: tokens of them that have a record.
+        replayed: choices that were taken from the record, by layer.
+        changed: choices of them that the live router would have made otherwise, by layer.
+        bytes_full: bytes of the ids of all recorded tokens, in the smallest type.
+        bytes_sent: bytes of the ids that this replay needs, with the place of each row if it is
+            partial.
+    """
+
+    tokens: int = 0
+    recorded: int = 0
+    replayed: dict[str, int] = field(default_factory=dict)
+    changed: dict[str, int] = field(default_factory=dict)
+    bytes_full: int = 0
+    bytes_sent: int = 0
+
+    @property
+    def saved(self) -> float:
+        """Share of bytes that a partial replay saves."""
+        return 1 - self.bytes_sent / self.bytes_full if self.bytes_full else 0.0
+
+
+@contextmanager
+def replay(
+    model: nn.Module,
+    routes: RoutingTrace | str | Path | Any,
+    weights: Literal["live", "recorded"] = "live",
+    *,
+    only: Literal["near-ties"] | float | None = None,
+    layers: Collection[str] | None = None,
+) -> Iterator[Replay]:
+    """Let a model take recorded experts inside the block.
+
+    Works in evaluation, in training, under `generate`, with activation checkpointing, and in models
+    that transformers' `DistributedConfig` cuts for tensor or expert parallelism: each rank enters
+    the block with the same routes.
+
+    Args:
+        model: a model of transformers of a family that `capture` supports.
+        routes: a trace, the folder of one, or anything that `tieline.trace.import_trace` reads.
+        weights: "live" weights the recorded experts by the live logits; "recorded" uses the combine
+            weights of the trace.
+        only: replay near ties alone: tokens whose recorded gap is below this threshold, or
+            "near-ties" for 2^-7 of the layer's largest score, what two roundings to bfloat16 may
+            move. Needs a trace with scores.
+        layers: names of the routers to replay; all by default.
+    """
+    trace = _trace(routes)
+    if weights not in ("live", "recorded"):
+        raise ParameterError(f'weights are "live" or "recorded", got {weights!r:.40}')
+    routers = chosen_routers(model, layers)
+    records = _matched(trace, list(routers), whole=layers is None)
+    table = _Rows(trace)
+    state = Replay()
+    session = _Session(model, table, state)
+    with ExitStack() as stack:
+        for name, record in records.items():
+            router = routers[name]
+            layer = _Layer(name, router, record, weights, only, session)
+            layer.count_bytes(state, only is not None)
+            members: dict[str, Any] = {_REPLAYED: True}
+            method = "forward" if layer.family.method == "__call__" else layer.family.method
+            rewritten = wrapped_class(type(router), method, layer, **members)
+            stack.enter_context(swapped_class(router, rewritten))
+        for handle in watch_forward(model, session):
+            stack.callback(handle.remove)
+        yield state
+
+
+def _trace(routes: Any) -> RoutingTrace:
+    if isinstance(routes, RoutingTrace):
+        return routes
+    if isinstance(routes, str | Path) and (Path(routes) / "tieline.json").is_file():
+        return load_trace(routes)
+    return import_trace(routes)
+
+
+def _matched(trace: RoutingTrace, names: list[str], whole: bool) -> dict[str, LayerTrace]:
+    """The record of each router: by its name, by the number in it, or in order of depth.
+
+    Routers without a record, such as those of images where text was recorded, stay live.
+    """
+    known = {layer.name: place for place, layer in enumerate(trace.layers)}
+    if all(name in names for name in known) if whole else all(name in known for name in names):
+        return {name: trace.layers[known[name]] for name in names if name in known}
+    facts = trace.layers[0].facts
+    empty = torch.zeros(1, facts.k, dtype=torch.int64)
+    stand_in = [LayerTrace(name, facts, empty) for name in names]
+    token = torch.zeros(1, dtype=torch.int64)
+    numbers = layer_places(RoutingTrace(stand_in, token, token, token))
+    places = layer_places(trace)
+    fits = set(numbers) == set(places) if whole else set(numbers) <= set(places)
+    if fits and len(set(numbers)) == len(names):
+        return {name: trace.layers[places.index(n)] for name, n in zip(names, numbers, strict=True)}
+    require(
+        whole and len(names) == len(trace.layers),
+        f"the record has layers {[layer.name for layer in trace.layers][:4]}..., the model routers "
+        f"{names[:4]}...: {len(trace.layers)} for {len(names)}, and neither names nor numbers "
+        "match",
+        TraceError,
+    )
+    return dict(zip(names, trace.layers, strict=True))
+
+
+class _Rows:
+    """The row of each document and position; -1 without one."""
+
+    def __init__(self, trace: RoutingTrace) -> None:
+        documents = trace.documents.numpy()
+        numbers, order = np.unique(documents, return_inverse=True)
+        self.tokens = trace.tokens
+        positions = trace.positions.numpy()
+        require(int(positions.min()) >= 0, "positions of a record must not be negative", TraceError)
+        lengths = np.zeros(len(numbers), np.int64)
+        np.maximum.at(lengths, order, positions + 1)
+        self._starts = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]))
+        places = self._starts.numpy()[order] + positions
+        self._rows = torch.full((int(self._starts[-1]) + 1,), -1)
+        self._rows[torch.from_numpy(places)] = torch.arange(len(places))
+        twice = len(np.unique(places)) < len(places)
+        require(not twice, "a document of the record has a position twice", TraceError)
+
+    def of(self, batch: Batch) -> Int[Tensor, " tokens"]:
+        """Return the row of each token of a batch; refuses token ids that differ."""
+        count = len(self._starts) - 1
+        inside = batch.documents < count
+        document = batch.documents.clamp(max=max(count - 1, 0))
+        place = self._starts[document] + batch.positions
+        inside &= place < self._starts[document + 1]
+        rows = torch.where(inside, self._rows[place.clamp(max=len(self._rows) - 1)], -1)
+        own = self.tokens[rows.clamp(min=0)].long()
+        wrong = (rows >= 0) & (own >= 0) & (batch.tokens >= 0) & (own != batch.tokens)
+        if bool(wrong.any()):
+            first = int(wrong.nonzero()[0])
+            raise TraceError(
+                f"the record belongs to other tokens: document {int(batch.documents[first])}, "
+                f"position {int(batch.positions[first])} has token {int(batch.tokens[first])}, the "
+                f"record {int(own[first])} ({int(wrong.sum())} of {len(wrong)} tokens differ)"
+            )
+        return rows
+
+
+@dataclass
+class _Pass:
+    """The rows of one forward pass, for every row of the routers, and its logits' fingerprints."""
+
+    rows: Int[Tensor, " routed"]
+    prints: dict[str, float] = field(default_factory=dict)
+    moved: dict[torch.device, Tensor] = field(default_factory=dict)
+
+    def on(self, device: torch.device) -> Tensor:
+        """The rows on a device."""
+        if device not in self.moved:
+            self.moved[device] = self.rows.to(device)
+        return self.moved[device]
+
+
+class _Session:
+    """Tells each layer which rows of the record belong to the tokens that it routes."""
+
+    def __init__(self, model: nn.Module, table: _Rows, state: Replay) -> None:
+        self._model, self._counter = model, document_counter(model)
+        self._table, self.state = table, state
+        self._passes: list[_Pass] = []
+        self._running = False
+
+    def begin(self, arguments: Mapping[str, Any]) -> None:
+        """Start a forward pass of the model with these arguments."""
+        batch = self._counter.read(arguments)
+        rows = self._table.of(batch)
+        self.state.tokens += len(rows)
+        self.state.recorded += int((rows >= 0).sum())
+        if batch.kept is not None:
+            rows = torch.full((batch.routed,), -1).index_copy(0, batch.kept, rows)
+        self._passes = [*self._passes[1 - MOST_PASSES :], _Pass(rows)]
+        self._running = True
+
+    def finish(self) -> None:
+        """End a forward pass."""
+        self._running = False
+
+    def rows(self, name: str, logits: Tensor) -> Tensor:
+        """Return the record's row of each token of a call, -1 without one."""
+        if is_recomputing():
+            return self._again(name, logits).on(logits.device)
+        if not self._running:
+            raise TielineError(
+                f"layer {name!r} ran outside the forward pass of the model under replay, so its "
+                "tokens are unknown: call the model itself, or replay the part that is called"
+            )
+        now = self._passes[-1]
+        if len(now.rows) != len(logits):
+            raise TielineError(
+                f"layer {name!r} routed {len(logits)} tokens of a batch of {len(now.rows)}"
+            )
+        if torch.is_grad_enabled() or self._model.training:
+            now.prints[name] = _fingerprint(logits)
+        return now.on(logits.device)
+
+    def _again(self, name: str, logits: Tensor) -> _Pass:
+        """The pass that is being repeated: the one whose logits were nearest."""
+        known = [old for old in self._passes if len(old.rows) == len(logits) and name in old.prints]
+        require(bool(known), f"layer {name!r}: the repeated pass is not known", TielineError)
+        value = _fingerprint(logits)
+        return min(reversed(known), key=lambda old: abs(old.prints[name] - value))
+
+
+def _fingerprint(logits: Tensor) -> float:
+    """A number that tells the logits of one pass from those of another."""
+    detached = logits.detach()
+    place = torch.arange(1, len(detached) + 1, device=detached.device).sqrt()
+    return float((detached.float().sum(1) * place).double().sum())
+
+
+class _Layer:
+    """Rewrites the outputs of one router."""
+
+    def __init__(
+        self,
+        name: str,
+        router: nn.Module,
+        record: LayerTrace,
+        weights: str,
+        only: str | float | None,
+        session: _Session,
+    ) -> None:
+        family = family_of(router)
+        assert family is not None
+        if hasattr(type(router), _REPLAYED):
+            raise TielineError(f"layer {name!r} is under replay already: leave that block first")
+        if getattr(router, HANDLER, None) is not None:
+            raise UnsupportedModelError(
+                f"layer {name!r} is smoothed: it uses other numbers of experts than a record has"
+            )
+        self.name, self.family, self.session = name, family, session
+        self.k = int(attrgetter(family.k)(router))
+        k = record.facts.k
+        require(k == self.k, f"layer {name!r} chooses {self.k} experts, the record {k}", TraceError)
+        self.ids = record.experts[:, :k].long()
+        self.sets = self.ids.sort(dim=1).values
+        self.highest = int(self.sets.max())
+        self.n_experts = record.facts.n_experts
+        self.weights: Tensor | None = None
+        if weights == "recorded":
+            require(
+                record.weights is not None,
+                f"layer {name!r}: the record has no combine weights: replay with live ones",
+                TraceError,
+            )
+            self.weights = record.weights
+        self.wanted = _wanted(record, only)
+        session.state.replayed.setdefault(name, 0)
+        session.state.changed.setdefault(name, 0)
+
+    def count_bytes(self, state: Replay, partial: bool) -> None:
+        """Add the bytes of this layer's ids."""
+        size = self.k * (1 if self.n_experts <= 256 else 2)
+        state.bytes_full += len(self.ids) * size
+        state.bytes_sent += int(self.wanted.sum()) * (size + 4 * partial)
+
+    def __call__(self, router: nn.Module, call: Call, output: Any) -> Any:
+        """Return the output with the recorded experts of the tokens that have them."""
+        family = self.family
+        logits = logits_in(family.layout, call[0], output)
+        self._move(logits.device, logits.shape[1])
+        rows = self.session.rows(self.name, logits)
+        live = live_choice(family, output, self.k, logits.shape[1])
+        place = rows.clamp(min=0)
+        has = (rows >= 0) & self.wanted[place]
+        differ = has & (live.ids.sort(dim=1).values != self.sets[place]).any(dim=1)
+        changed = int(differ.sum())
+        if not is_recomputing():
+            self.session.state.replayed[self.name] += int(has.sum())
+            self.session.state.changed[self.name] += changed
+        if self.weights is None and not changed:
+            return output
+        return self._written(router, logits, output, live, place, has, differ)
+
+    def _move(self, device: torch.device, experts: int) -> None:
+        """Bring the record to the device of the layer, once."""
+        if self.highest >= experts:
+            raise TraceError(
+                f"layer {self.name!r} has {experts} experts, the record names {self.highest}"
+            )
+        if self.ids.device != device:
+            self.ids, self.sets, self.wanted = (
+                x.to(device) for x in (self.ids, self.sets, self.wanted)
+            )
+            self.weights = None if self.weights is None else self.weights.to(device)
+
+    def _written(
+        self,
+        router: nn.Module,
+        logits: Tensor,
+        output: Any,
+        live: Choice,
+        place: Tensor,
+        has: Bool[Tensor, " tokens"],
+        differ: Bool[Tensor, " tokens"],
+    ) -> Any:
+        ids = torch.where(differ[:, None], self.ids[place], live.ids)
+        weights = live.weights
+        changed = differ.nonzero().squeeze(1)
+        if len(changed):
+            own, output = self._live_weights(router, logits, output, ids, changed)
+            weights = weights.index_copy(0, changed, own.to(weights))
+        if self.weights is not None:
+            recorded = _in_order(self.ids[place], self.weights[place], ids)
+            weights = torch.where(has[:, None], recorded.to(weights), weights)
+        if self.family.skip_class:
+            skipped = ids == logits.shape[1] - 1
+            weights, ids = weights.masked_fill(skipped, 0), ids.masked_fill(skipped, 0)
+        return with_choice(self.family.layout, output, weights, ids)
+
+    def _live_weights(
+        self, router: nn.Module, logits: Tensor, output: Any, ids: Tensor, changed: Tensor
+    ) -> tuple[Tensor, Any]:
+        """Weights of the changed rows by the family's rule, and an output that fits them."""
+        family = self.family
+        if family.name in NOT_SMOOTHED and self.weights is None:
+            raise UnsupportedModelError(
+                f"layer {self.name!r} of family {family.name!r}: {NOT_SMOOTHED[family.name]}; "
+                'replay with weights="recorded"'
+            )
+        if family.name in NOT_SMOOTHED:
+            return torch.zeros_like(ids[changed], dtype=torch.float32), output
+        ones = torch.ones_like(ids, dtype=torch.float32)
+        if family.name == "inkling":  # weights are divided by a sum with shared experts
+            masses = column_weights(family, router, logits, ids, ones)
+            weights, other = shared_weights(family, router, output, logits, masses)
+            shared = output[3].index_copy(0, changed, other[3][changed])
+            return weights[changed], (*output[:3], shared, *output[4:])
+        part = column_weights(family, router, logits[changed], ids[changed], ones[changed])
+        return part, output
+
+
+def live_choice(family: RouterFamily, output: Any, k: int, experts: int) -> Choice:
+    """Return weights, with their gradient, and experts of a router's own choice.
+
+    A skip class, where the family has one, is its highest expert number.
+    """
+    layout = family.layout
+    if layout == "dense":
+        ids = stable_topk(output[0].detach(), k).indices
+        return Choice(output[0].gather(1, ids), ids)
+    if layout == "sorted":
+        slots, _, gates, sizes, logits = output
+        owner = torch.arange(experts, device=slots.device)
+        owner = owner.repeat_interleave(torch.as_tensor(sizes, device=slots.device))
+        weights = gates.new_zeros(len(logits) * k).index_copy(0, slots, gates)
+        ids = slots.new_zeros(len(logits) * k).index_copy(0, slots, owner)
+        return Choice(weights.view(-1, k), ids.view(-1, k))
+    weights, ids = output[:2] if layout == "method" else output[1:3]
+    weights, ids = weights.reshape(-1, k), ids.reshape(-1, k).long()
+    if family.skip_class:
+        ids = ids.masked_fill(weights.detach() == 0, experts - 1)
+    return Choice(weights, ids)
+
+
+def _in_order(
+    ids: Int[Tensor, "tokens k"], weights: Tensor, wanted: Int[Tensor, "tokens k"]
+) -> Tensor:
+    """The weight of each wanted expert; 0 for one that the record does not have."""
+    same = wanted[:, :, None] == ids[:, None, :]
+    found = weights.gather(1, same.byte().argmax(dim=2))
+    return found.masked_fill(~same.any(dim=2), 0)
+
+
+def _wanted(record: LayerTrace, only: str | float | None) -> Bool[Tensor, " rows"]:
+    """Rows of the record that are replayed."""
+    if only is None:
+        return torch.ones(len(record.experts), dtype=torch.bool)
+    require(
+        record.has_gaps,
+        f"layer {record.name!r} has no scores beside the threshold: near ties cannot be told",
+        TraceError,
+    )
+    if only == "near-ties":
+        assert record.scores is not None
+        finite = record.scores[record.scores.isfinite()]
+        return record.gap < NEAR * float(finite.abs().max())
+    number = isinstance(only, int | float) and not isinstance(only, bool) and only > 0
+    if not number:
+        raise ParameterError(f'only is "near-ties" or a gap above 0, got {only!r:.40}')
+    return record.gap < float(only)

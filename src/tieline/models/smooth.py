@@ -1,0 +1,489 @@
+"""A continuous choice of experts on a model of transformers, in place and undoable.
+
+    record = smooth_(model, budget=2.5, calibration=[ids])
+    model(input_ids=ids)               # continuous in its inputs where ties were
+    model.save_pretrained("smooth")    # `tieline.models.load_pretrained` loads it again
+    record.undo()                      # or unsmooth_(model)
+
+Nothing is retrained. Every router chooses by the projection of `ProjectedTopK`, or by the ramp of
+`SmoothTopK` (paper 1, section 6), in the scoring of its family; ε is given, or follows from a
+budget of experts or from the noise of a precision, layer by layer.
+
+Changed are the class of each smoothed router, `_is_expert_parallel` of the experts beside it (so
+that they skip unused slots), the number of slots that jetmoe's attention counts, and the classes of
+model and configuration (`hf.changes`), so that saving stores the smoothing.
+"""
+
+import math
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from tieline.core.errors import ParameterError, UnsupportedModelError, require
+from tieline.models.changes import Restorer, forget_change, record_change, register_restorer
+from tieline.models.families import family_of, find_routers
+from tieline.models.router_call import FLAG, attach, detach, experts_of, skip_rule
+from tieline.models.smooth_calibration import (
+    Measured,
+    Progress,
+    budget_epsilon,
+    checked_batches,
+    collect_scores,
+    measured_noise,
+    noise_epsilon,
+)
+from tieline.models.smooth_router import (
+    GateName,
+    LayerPlan,
+    RouterSmoothing,
+    default_k_max,
+    layer_plan,
+    plan_layers,
+    refusal,
+    smoothing_of,
+)
+
+FEATURE = "smooth"
+VERSIONS = {"ramp": 1, "projected": 2}
+"""Of the form in which a configuration holds the record, by gate: before 2 there was no other."""
+
+MOST_LAYERS, MOST_EXPERTS = 10_000, 1_000_000
+"""Limits of a record that is read, so that a file cannot claim any amount of memory."""
+
+
+@dataclass(frozen=True)
+class LayerSmoothing:
+    """How one router is smoothed.
+
+    Attributes:
+        name: its qualified name.
+        family: name of its family.
+        k: experts that it chooses.
+        n_experts: experts that it ranks.
+        k_max: most experts per token; all of them for the projection, which cuts none off.
+        epsilon: width of the band; 0 leaves the router as it was.
+        units: what its selection scores, and so ε, are: logits, softmax, sigmoid or sqrtsoftplus.
+    """
+
+    name: str
+    family: str
+    k: int
+    n_experts: int
+    k_max: int
+    epsilon: float
+    units: str
+
+    @property
+    def smoothed(self) -> bool:
+        """Whether the router's choice is changed."""
+        return self.epsilon > 0 and self.k < self.n_experts
+
+
+@dataclass(frozen=True)
+class Smoothing:
+    """How a model is smoothed.
+
+    Attributes:
+        layers: its routers in order, those with ε = 0 included.
+        refused: routers that cannot be smoothed, by name, with the reason.
+        a: exponent at the lower end of the ramp.
+        b: exponent at its upper end.
+        how: how ε was chosen, in words.
+        detach_ramp: whether no gradient goes through the shares.
+        gate: "projected", or "ramp", to which a and b belong.
+    """
+
+    layers: tuple[LayerSmoothing, ...]
+    refused: Mapping[str, str] = field(default_factory=dict)
+    a: float = 1.0
+    b: float = 1.0
+    how: str = "given"
+    detach_ramp: bool = True
+    gate: GateName = "ramp"
+    _model: "weakref.ref[nn.Module] | None" = field(
+        default=None, repr=False, compare=False, metadata={"json": False}
+    )
+
+    @property
+    def epsilons(self) -> dict[str, float]:
+        """ε by router name."""
+        return {layer.name: layer.epsilon for layer in self.layers}
+
+    def undo(self) -> None:
+        """Undo the smoothing."""
+        model = None if self._model is None else self._model()
+        require(model is not None, "the model of this record is gone: nothing to undo")
+        assert model is not None
+        unsmooth_(model)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON values, read again by `read_smoothing`."""
+        layers = [dict(vars(layer)) for layer in self.layers]
+        ramp = {"a": self.a, "b": self.b, "detach_ramp": self.detach_ramp, "gate": self.gate}
+        facts = {"version": VERSIONS[self.gate], "how": self.how, "refused": dict(self.refused)}
+        return {**facts, **ramp, "layers": layers}
+
+
+def read_smoothing(found: Any) -> Smoothing:
+    """Read the record of an untrusted configuration; refuses a malformed one."""
+    try:
+        gate = found.get("gate", "ramp")
+        require(gate in VERSIONS, f"its gate is {gate!r}")
+        require(found["version"] == VERSIONS[gate], f"its version is {found['version']!r}")
+        rows = found["layers"]
+        require(isinstance(rows, list) and len(rows) <= MOST_LAYERS, "its layers are no list")
+        refused = {str(name): str(why) for name, why in dict(found["refused"]).items()}
+        record = Smoothing(
+            tuple(_read_layer(row) for row in rows),
+            refused,
+            float(found["a"]),
+            float(found["b"]),
+            str(found["how"]),
+            bool(found["detach_ramp"]),
+            gate,
+        )
+        positive = 0 < record.a < math.inf and 0 < record.b < math.inf
+        require(positive, f"its ramp is a={record.a}, b={record.b}")
+    except (AttributeError, KeyError, TypeError, ValueError) as problem:
+        raise UnsupportedModelError(
+            f"the configuration holds a smoothing that cannot be read: {problem}"
+        ) from problem
+    return record
+
+
+def _read_layer(row: Any) -> LayerSmoothing:
+    words = {name: row[name] for name in ("name", "family", "units")}
+    counts = {name: row[name] for name in ("k", "n_experts", "k_max")}
+    epsilon = row["epsilon"]
+    require(all(isinstance(word, str) for word in words.values()), f"names that are none: {words}")
+    whole = all(isinstance(n, int) and not isinstance(n, bool) for n in counts.values())
+    k, n_experts, k_max = counts["k"], counts["n_experts"], counts["k_max"]
+    require(whole and 1 <= k <= k_max <= n_experts <= MOST_EXPERTS, f"counts {counts}")
+    number = isinstance(epsilon, float | int) and not isinstance(epsilon, bool)
+    require(number and 0 <= epsilon < math.inf, f"epsilon {epsilon!r}")
+    return LayerSmoothing(**words, **counts, epsilon=float(epsilon))
+
+
+@contextmanager
+def smoothed_routers(model: nn.Module, record: Smoothing, names: Collection[str]) -> Iterator[None]:
+    """Inside the block, these routers of a model are smoothed as the record says.
+
+    Args:
+        model: the model, which is not smoothed itself.
+        record: how.
+        names: of routers; those that the record leaves alone stay as they are.
+    """
+    changed: list[tuple[nn.Module, str, Any]] = []
+    layers = [layer for layer in record.layers if layer.smoothed and layer.name in names]
+    for layer in layers:
+        _smooth_layer(model, layer, record, changed)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            detach(model.get_submodule(layer.name))
+        for module, attribute, value in reversed(changed):
+            setattr(module, attribute, value)
+
+
+CHANGED = "tieline_changed"
+"""Attribute of the model with the values to restore: (module, attribute, value before)."""
+
+
+def apply_smoothing(model: nn.Module, record: Smoothing) -> Smoothing:
+    """Smooth the routers of `model` as the record says; returns the record with its model."""
+    changed: list[tuple[nn.Module, str, Any]] = []
+    for layer in record.layers:
+        if layer.smoothed:
+            _smooth_layer(model, layer, record, changed)
+    setattr(model, CHANGED, changed)
+    record_change(model, FEATURE, record.to_dict())
+    return replace(record, _model=weakref.ref(model))
+
+
+def restore_smoothing(model: nn.Module, facts: dict[str, Any]) -> Smoothing:
+    """Smooth a loaded model as its configuration says; refuses facts that do not fit it."""
+    record = read_smoothing(facts)
+    routers = find_routers(model)
+    for layer in record.layers:
+        router = routers.get(layer.name)
+        family = None if router is None else family_of(router)
+        if router is None or family is None or refusal(family) is not None:
+            raise UnsupportedModelError(
+                f"the configuration does not match the checkpoint: it smooths {layer.name!r}, "
+                f"which is no router that can be smoothed; the model has {list(routers)}"
+            )
+        plan = layer_plan(layer.name, router)
+        found = (plan.family.name, plan.k, plan.n_experts, plan.units)
+        stored = (layer.family, layer.k, layer.n_experts, layer.units)
+        require(
+            found == stored,
+            f"the configuration does not match the checkpoint: layer {layer.name!r} is smoothed as "
+            f"(family, k, experts, units) = {stored}, the model has {found}",
+            UnsupportedModelError,
+        )
+    return apply_smoothing(model, record)
+
+
+def _smooth_layer(
+    model: nn.Module,
+    layer: LayerSmoothing,
+    record: Smoothing,
+    changed: list[tuple[nn.Module, str, Any]],
+) -> None:
+    plan = layer_plan(layer.name, model.get_submodule(layer.name))
+    experts = experts_of(model, layer.name)
+    settings = _settings(model, plan, layer.k_max, experts)
+    for module, attribute, value in settings:
+        changed.append((module, attribute, getattr(module, attribute)))
+        setattr(module, attribute, value)
+    how = RouterSmoothing(
+        layer.name,
+        plan.family,
+        layer.k,
+        layer.k_max,
+        layer.epsilon,
+        record.a,
+        record.b,
+        record.detach_ramp,
+        skip_rule(plan.family.name, experts, layer.n_experts),
+        record.gate,
+        tuple(module for module, attribute, _ in settings if attribute == SLOTS),
+    )
+    attach(plan.router, plan.family, how)
+
+
+SLOTS = "top_k"
+"""Attribute in which the modules around a router count its columns."""
+
+
+def _settings(
+    model: nn.Module, plan: LayerPlan, k_max: int, experts: nn.Module | None
+) -> list[tuple[nn.Module, str, Any]]:
+    """Attributes to set on the modules around a router."""
+    if plan.family.layout == "sorted":  # the experts of attention and the attention count slots
+        block = plan.name.rpartition(".")[0]
+        around = [block, block.rpartition(".")[0]]
+        modules = [model.get_submodule(name) for name in around]
+        counting = [m for m in modules if isinstance(getattr(m, SLOTS, None), int)]
+        return [(module, SLOTS, k_max) for module in counting]
+    if experts is not None and hasattr(experts, FLAG):
+        return [(experts, FLAG, True)]
+    return []
+
+
+DEFAULT_EXTRA = 0.5
+"""Mean number of experts beyond k per token, unless something else is asked for."""
+
+
+def smooth_(
+    model: nn.Module,
+    epsilon: float | Sequence[float] | Mapping[str, float] | None = None,
+    budget: float | None = None,
+    noise: str | float | None = None,
+    *,
+    calibration: Iterable[Int[Tensor, "rows length"]] | None = None,
+    gate: GateName | None = None,
+    a: float = 1.0,
+    b: float = 1.0,
+    k_max: int | None = None,
+    layers: Collection[str] | None = None,
+    detach_ramp: bool = True,
+    how: str | None = None,
+    measured: Measured | None = None,
+    progress: Progress | None = None,
+) -> Smoothing:
+    """Make the choice of the routers of `model` continuous; changes nothing if it raises.
+
+    With none of `epsilon`, `budget` and `noise`, the budget is k + 0.5. With budget and noise, a
+    layer gets the smaller of both widths.
+
+    Args:
+        model: a Mixture-of-Experts model of transformers.
+        epsilon: width of the band in units of the selection scores: one number, one per router in
+            order, or by router name. Where it is 0 the router keeps its original code.
+        budget: mean number of experts per token, k < budget < k_max, or < E for the projection.
+        noise: precision whose noise the ramp covers, such as "bf16", "int8" or "router bf16"; or
+            the standard deviation of the gap itself.
+        calibration: token ids to choose ε on; not needed if `epsilon` is given.
+        gate: "projected": tied experts share a seat (`ProjectedTopK`); "ramp": experts below the
+            threshold are added (`SmoothTopK`), narrowed to k_max of them. By default "projected",
+            but "ramp" where a, b or k_max are given, which belong to it.
+        a: exponent at the lower end of the ramp.
+        b: exponent at its upper end: 1 is a straight ramp, 50 is the paper's.
+        k_max: slots per token of the ramp, k < k_max <= E; by default k + max(2, k/2).
+        layers: names of routers; all that can be smoothed by default.
+        detach_ramp: let no gradient through the shares, as for training.
+        how: how ε was chosen, in words, where it is given.
+        measured: what was measured on the calibration tokens, where they were run already.
+        progress: called with stage, step and number of steps.
+    """
+    require(
+        0 < a < math.inf and 0 < b < math.inf, f"a and b must be positive and finite: {a=}, {b=}"
+    )
+    gate = _gate(gate, a, b, k_max)
+    plans, refused = plan_layers(model, layers)
+    slots = {plan.name: _slots(plan, k_max, gate) for plan in plans}
+    open_plans = [plan for plan in plans if plan.k < plan.n_experts]
+    if epsilon is not None:
+        require(budget is None and noise is None, "give epsilon, or budget and noise, not both")
+        widths, how = _given(epsilon, plans), how or "given"
+    else:
+        if budget is None and noise is None:
+            budget = open_plans[0].k + DEFAULT_EXTRA if open_plans else None
+        ramp = _Ramp(gate, a, b)
+        source = calibration if measured is None else measured
+        widths = _chosen(model, open_plans, slots, (budget, noise), source, ramp, progress)
+        how = " and ".join(
+            f"{word} {value}"
+            for word, value in (("budget", budget), ("noise", noise))
+            if value is not None
+        )
+    records = tuple(
+        LayerSmoothing(
+            plan.name,
+            plan.family.name,
+            plan.k,
+            plan.n_experts,
+            slots[plan.name],
+            float(widths.get(plan.name, 0.0)),
+            plan.units,
+        )
+        for plan in plans
+    )
+    record = Smoothing(records, dict(refused), a, b, how, detach_ramp, gate)
+    return apply_smoothing(model, record)
+
+
+def unsmooth_(model: nn.Module) -> None:
+    """Undo `smooth_`: restores routers, experts and saving; refuses a model not smoothed."""
+    if not hasattr(model, CHANGED):
+        raise ParameterError(f"{type(model).__name__} is not smoothed: there is nothing to undo")
+    for router in [m for m in model.modules() if smoothing_of(m) is not None]:
+        detach(router)
+    for module, attribute, value in reversed(getattr(model, CHANGED)):
+        setattr(module, attribute, value)
+    delattr(model, CHANGED)
+    forget_change(model, FEATURE)
+
+
+class _Ramp(NamedTuple):
+    """The form of the ramp."""
+
+    gate: GateName
+    a: float
+    b: float
+
+
+def gate_named(name: str | None) -> GateName | None:
+    """Return the name of a gate as it is; refuses another word."""
+    known = "projected" if name == "projected" else "ramp" if name == "ramp" else None
+    require(name == known, f"gate is 'projected' or 'ramp', got {name!r}")
+    return known
+
+
+def _gate(name: GateName | None, a: float, b: float, k_max: int | None) -> GateName:
+    of_ramp, gate = (a, b) != (1.0, 1.0) or k_max is not None, gate_named(name)
+    if gate is None:
+        return "ramp" if of_ramp else "projected"
+    require(
+        gate == "ramp" or not of_ramp,
+        f"a, b and k_max belong to the ramp, got {a=:g}, {b=:g}, {k_max=} with gate='projected'",
+    )
+    return gate
+
+
+def _slots(plan: LayerPlan, k_max: int | None, gate: GateName) -> int:
+    if gate == "projected":
+        return plan.n_experts
+    if k_max is None or plan.k == plan.n_experts:
+        return default_k_max(plan.k, plan.n_experts)
+    require(
+        plan.k < k_max <= plan.n_experts,
+        f"k_max must be above k and at most the number of experts, got {k_max} for k={plan.k} of "
+        f"{plan.n_experts} in layer {plan.name!r}",
+    )
+    return k_max
+
+
+def _given(
+    epsilon: float | Sequence[float] | Mapping[str, float], plans: Sequence[LayerPlan]
+) -> dict[str, float]:
+    names = [plan.name for plan in plans]
+    if isinstance(epsilon, Mapping):
+        unknown = sorted(set(epsilon) - set(names))
+        require(not unknown, f"epsilon names {unknown}; routers that can be smoothed: {names}")
+        widths = {name: epsilon.get(name, 0.0) for name in names}
+    elif isinstance(epsilon, Sequence):
+        require(
+            len(epsilon) == len(names), f"{len(epsilon)} epsilons for {len(names)} routers: {names}"
+        )
+        widths = dict(zip(names, epsilon, strict=True))
+    else:
+        widths = dict.fromkeys(names, epsilon)
+    for name, width in widths.items():
+        number = isinstance(width, float | int) and not isinstance(width, bool)
+        if not (number and 0 <= width < math.inf):
+            raise ParameterError(
+                f"epsilon must be finite and not negative, got {width!r} for layer {name!r}"
+            )
+    return {name: float(width) for name, width in widths.items()}
+
+
+def _chosen(
+    model: nn.Module,
+    plans: Sequence[LayerPlan],
+    slots: Mapping[str, int],
+    wanted: tuple[float | None, str | float | None],
+    calibration: Iterable[Tensor] | Measured | None,
+    ramp: _Ramp,
+    progress: Progress | None,
+) -> dict[str, float]:
+    """ε of every router, from the calibration tokens."""
+    budget, noise = wanted
+    for plan in plans if budget is not None else ():
+        require(
+            plan.k < (budget or 0) < slots[plan.name],
+            f"the budget is a mean number of experts between k and k_max, got {budget:g} for "
+            f"k={plan.k}, k_max={slots[plan.name]} in layer {plan.name!r}",
+        )
+    if isinstance(noise, float | int):
+        require(0 < noise < math.inf, f"noise must be positive and finite, got {noise!r}")
+    widths = dict.fromkeys((plan.name for plan in plans), math.inf)
+    clean, sigmas = _measured(model, plans, wanted, calibration, progress)
+    if noise is not None:
+        widths = {
+            name: noise_epsilon(sigma, ramp.a, ramp.b, ramp.gate) for name, sigma in sigmas.items()
+        }
+    for plan in plans if budget is not None else ():
+        kept, of = clean[plan.name], (plan.k, slots[plan.name], budget or 0)
+        most = budget_epsilon(kept.scores, *of, kept.groups, ramp.gate)
+        widths[plan.name] = min(widths[plan.name], most)
+    return widths
+
+
+def _measured(
+    model: nn.Module,
+    plans: Sequence[LayerPlan],
+    wanted: tuple[float | None, str | float | None],
+    calibration: Iterable[Tensor] | Measured | None,
+    progress: Progress | None,
+) -> Measured:
+    """Scores and noise by which ε is chosen, from a run of the calibration tokens where needed."""
+    budget, noise = wanted
+    if isinstance(calibration, Measured):
+        return calibration
+    batches = checked_batches(calibration) if budget or isinstance(noise, str) else []
+    clean = collect_scores(model, plans, batches, progress) if batches else {}
+    if isinstance(noise, str):
+        return Measured(clean, measured_noise(model, plans, batches, clean, noise, progress))
+    sigma = 0.0 if noise is None else float(noise)
+    return Measured(clean, {plan.name: sigma for plan in plans})
+
+
+register_restorer(FEATURE, Restorer(after=restore_smoothing, check=read_smoothing))

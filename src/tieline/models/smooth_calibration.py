@@ -1,0 +1,245 @@
+r"""Choose the width ε of the band, layer by layer, from a text that is run through the model.
+
+    by budget    ε = inf{ε : mean experts per token >= budget}
+    by noise     ε = M·σ / ω,   σ = median |δ| / 0.6745,
+                 δ = change of c_[k] - c_[k+1] under the target precision, for the clean experts
+                 ω = width of the ramp from 10 to 90 % for ε = 1: 0.8 at b = 1, 0.061 at b = 50,
+                 1.6 for the projection, whose ramp is 2ε wide
+
+A token within the ramp changes its weights by σ/ε instead of completely, and ε/σ times as many
+tokens are in it: the mean square change falls by about ε/σ, hence M = 10 widths of the noise.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, Literal, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from tieline.core.errors import ParameterError, require
+from tieline.core.ranking import ranked_scores
+from tieline.measure.boundary import epsilon_for_extra
+from tieline.models.changes import Call
+from tieline.models.emulate import FORMATS, emulate
+from tieline.models.router_call import Handler, attach, detach, logits_in
+from tieline.models.running import forward, only_running
+from tieline.models.selection import at_least_single, select
+from tieline.models.smooth_router import GateName, LayerPlan, gate_groups
+from tieline.routing.gates import Groups
+from tieline.routing.projected import group_projection
+from tieline.routing.smooth import smooth_columns, smoothstep
+
+NOISE_WIDTHS = 10.0
+"""M: width of the ramp in standard deviations of the noise."""
+
+NORMAL_MEDIAN = 0.6745
+"""Median of |N(0, 1)|, which heavy tails of the noise in deep layers do not move."""
+
+PROJECTED_WIDTH = 1.6
+"""ω of `ProjectedTopK`: two experts share a seat along a straight ramp of width 2ε."""
+
+HALVINGS = 40
+
+Ids = Int[Tensor, "rows length"]
+Progress = Callable[[str, int, int], None]
+
+
+class Scores:
+    """A handler that keeps the selection scores of a router and changes nothing.
+
+    Attributes:
+        groups: how the choice is limited to groups; None without.
+    """
+
+    def __init__(self, plan: LayerPlan) -> None:
+        """Watch the router of `plan`."""
+        self._plan = plan
+        self._parts: list[Tensor] = []
+        self.groups: Groups | None = None
+
+    def __call__(self, router: nn.Module, call: Call, output: Any) -> Any:
+        """Keep the scores of this call."""
+        logits = logits_in(self._plan.family.layout, call[0], output)
+        selection = select(self._plan.family, router, logits.detach(), call)
+        self.groups = gate_groups(selection.limit)
+        self._parts.append(at_least_single(selection.scores).cpu().clone())
+        return output
+
+    @property
+    def scores(self) -> Float[Tensor, "tokens experts"]:
+        """Scores of all tokens so far."""
+        name = self._plan.name
+        require(bool(self._parts), f"layer {name!r} did not run on the calibration text")
+        return torch.cat(self._parts)
+
+
+class Measured(NamedTuple):
+    """What ε is chosen by: scores of the clean run, and σ of the gap where noise was asked for."""
+
+    clean: Mapping[str, Scores]
+    sigmas: Mapping[str, float]
+
+
+def run_watched(
+    model: nn.Module,
+    plans: Sequence[LayerPlan],
+    handlers: Mapping[str, Handler],
+    batches: Sequence[Ids],
+    progress: Progress | None,
+    stage: str,
+) -> None:
+    """Run the tokens once while each router's handler, by the router's name, sees its calls."""
+    with ExitStack() as stack, only_running(model):
+        for plan in plans:
+            attach(plan.router, plan.family, handlers[plan.name])
+            stack.callback(detach, plan.router)
+        for number, ids in enumerate(batches):
+            forward(model, ids)
+            if progress is not None:
+                progress(stage, number + 1, len(batches))
+
+
+def collect_scores(
+    model: nn.Module,
+    plans: Sequence[LayerPlan],
+    batches: Sequence[Ids],
+    progress: Progress | None = None,
+    stage: str = "calibration",
+) -> dict[str, Scores]:
+    """Run the tokens once and return the selection scores of every router."""
+    kept = {plan.name: Scores(plan) for plan in plans}
+    run_watched(model, plans, kept, batches, progress, stage)
+    return kept
+
+
+def budget_epsilon(
+    scores: Float[Tensor, "tokens experts"],
+    k: int,
+    k_max: int,
+    budget: float,
+    groups: Groups | None = None,
+    gate: GateName = "ramp",
+) -> float:
+    """Return inf{ε : mean number of experts per token >= budget}, at most k_max per token.
+
+    For the ramp without groups it is an order statistic of the distances to the threshold. With
+    groups, and for the projection, whose bands move with ε, it is found by bisection.
+    """
+    require(
+        k < budget < k_max,
+        f"the budget is a mean number of experts between k and k_max, got {budget:g} for {k=}, "
+        f"{k_max=}",
+    )
+    scores = scores.double()
+    if gate == "projected":
+        return _halved(scores, budget, lambda width: group_projection(scores, k, width, groups))
+    if groups is not None:
+        return _halved(
+            scores,
+            budget,
+            lambda width: (
+                smooth_columns(scores, k, epsilon=width, k_max=k_max, groups=groups).share
+            ),
+        )
+    found = epsilon_for_extra(ranked_scores(scores, k_max), k, budget - k)
+    require(found.value is not None, f"no ε reaches {budget:g} experts: {found.status}")
+    return float(found.value or 0.0)
+
+
+def _halved(scores: Tensor, budget: float, shares: Callable[[float], Tensor]) -> float:
+    def mean_count(epsilon: float) -> float:
+        return (shares(epsilon) > 0).double().sum(dim=1).mean().item()
+
+    span = (scores.amax() - scores.amin()).item()
+    low, high = 1e-9 * max(span, 1e-30), 4 * max(span, 1e-30)
+    reached = mean_count(high)
+    require(
+        reached >= budget, f"no ε reaches {budget:g} experts: all of the range gives {reached:.3g}"
+    )
+    for _ in range(HALVINGS):
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if mean_count(middle) >= budget else (middle, high)
+    return high
+
+
+def measured_noise(
+    model: nn.Module,
+    plans: Sequence[LayerPlan],
+    batches: Sequence[Ids],
+    clean: Mapping[str, Scores],
+    precision: str,
+    progress: Progress | None = None,
+) -> dict[str, float]:
+    """Return σ of every router's gap c_[k] - c_[k+1] under a precision, in units of its scores.
+
+    Args:
+        model: a model in float32.
+        plans: its routers.
+        batches: the tokens of `clean`.
+        clean: selection scores of the clean run.
+        precision: a format of `hf.emulate` for the whole model, or "router bf16" and the like for
+            the routers alone.
+        progress: called with stage, step and number of steps.
+    """
+    with emulate(model, *precision_named(precision)):
+        noisy = collect_scores(model, plans, batches, progress, stage=f"noise of {precision}")
+    return gap_noise(plans, clean, noisy)
+
+
+def precision_named(precision: str) -> tuple[str, Literal["router", "all"]]:
+    """The format and the part of the model that "bf16", "model bf16" or "router bf16" names."""
+    words = precision.split()
+    name = words[-1] if words else ""
+    known = len(words) <= 2 and name in FORMATS and words[:-1] in ([], ["router"], ["model"])
+    require(known, f"unknown precision {precision!r}: one of {', '.join(FORMATS)}, or 'router …'")
+    return name, "router" if words[:1] == ["router"] else "all"
+
+
+def gap_noise(
+    plans: Sequence[LayerPlan], clean: Mapping[str, Scores], noisy: Mapping[str, Scores]
+) -> dict[str, float]:
+    """σ of every router's gap, from its scores in a clean and in a noisy run of the same tokens."""
+    return {
+        plan.name: _gap_noise(clean[plan.name], noisy[plan.name].scores, plan.k) for plan in plans
+    }
+
+
+def _gap_noise(clean: Scores, noisy: Tensor, k: int) -> float:
+    before, after = clean.scores.double(), noisy.double()
+    tiny = 1e-9 * (before.amax() - before.amin()).item() + 1e-30
+    ids = smooth_columns(before, k, epsilon=tiny, k_max=k + 1, groups=clean.groups).ids[:, k - 1 :]
+    change = (after - before).gather(1, ids)
+    return (change[:, 0] - change[:, 1]).abs().median().item() / NORMAL_MEDIAN
+
+
+def noise_epsilon(sigma: float, a: float, b: float, gate: GateName = "ramp") -> float:
+    """Return the ε whose ramp is `NOISE_WIDTHS` times as wide as the noise; 0 without noise."""
+    width = PROJECTED_WIDTH if gate == "projected" else ramp_width(a, b)
+    return NOISE_WIDTHS * sigma / width
+
+
+def ramp_width(a: float, b: float) -> float:
+    """Return u_90 - u_10: the share of the band that the ramp from 10 to 90 % takes."""
+    ends = []
+    for height in (0.1, 0.9):
+        low, high = 0.0, 1.0
+        for _ in range(60):
+            middle = (low + high) / 2
+            share = smoothstep(torch.tensor(middle, dtype=torch.float64), a, b).item()
+            low, high = (middle, high) if share < height else (low, middle)
+        ends.append(high)
+    return ends[1] - ends[0]
+
+
+def checked_batches(batches: Iterable[Ids] | None) -> list[Ids]:
+    """Return the calibration tokens; refuses none at all."""
+    kept = list(batches or ())
+    if not kept or not all(ids.ndim == 2 and ids.numel() for ids in kept):
+        raise ParameterError(
+            "choosing ε by budget or noise needs calibration tokens: a list of tensors (rows, "
+            "length) of token ids"
+        )
+    return kept

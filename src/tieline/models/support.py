@@ -1,0 +1,112 @@
+"""The support table of the documentation, generated from the family records."""
+
+from tieline.models.families import Groups, RouterFamily
+from tieline.models.family_table import TRANSFORMERS_FAMILIES
+from tieline.models.smooth_router import refusal
+
+_INTRODUCTION = """\
+# Supported families
+
+Written by `tieline.models.support_table()` from the records in
+`tieline.models.family_table`; a test keeps this page equal to them and
+captures a small model of every supported family.
+
+*Ranked* is what the router compares: **logits** also stands for softmax probabilities without a
+bias, which rank as their logits do. *Weights* tells how chosen experts are combined. *Distance*
+says whether the Euclidean distance to the nearest tie is exact, which needs scores that are affine
+in the router's input and no groups.
+"""
+
+
+def support_table(families: tuple[RouterFamily, ...] = TRANSFORMERS_FAMILIES) -> str:
+    """Return a Markdown page: how each family routes, and which are refused and why."""
+    captured = [family for family in families if family.refused is None]
+    refused = [family for family in families if family.refused is not None]
+    count = len({family.name for family in captured})
+    return "\n".join(
+        [
+            _INTRODUCTION,
+            f"## Captured: {count} families\n",
+            *_table(["family", "router", "ranked", "groups", "weights", "distance", "note"]),
+            *map(_captured_row, captured),
+            "\n## Refused\n",
+            *_table(["family", "router", "reason"]),
+            *(_row(f.name, _code(f.routers), f.refused or "") for f in refused),
+            "",
+        ]
+    )
+
+
+def smoothing_list(families: tuple[RouterFamily, ...] = TRANSFORMERS_FAMILIES) -> str:
+    """Return Markdown: the families that `smooth_` can smooth, and why it refuses others."""
+    smoothed = sorted({family.name for family in families if refusal(family) is None})
+    refused = [family for family in families if refusal(family) is not None]
+    return "\n".join(
+        [
+            f"Smoothed: {len(smoothed)} families.\n",
+            ", ".join(f"`{name}`" for name in smoothed) + ".\n",
+            f"Refused by name: {len(refused)} kinds of routers.\n",
+            *_table(["family", "router", "reason"]),
+            *(_row(f.name, _code(f.routers), refusal(f) or "") for f in refused),
+            "",
+        ]
+    )
+
+
+def _captured_row(family: RouterFamily) -> str:
+    notes = [
+        family.note,
+        family.refused_in_training and f"refused in training: {family.refused_in_training}",
+    ]
+    return _row(
+        family.name,
+        _code(family.routers),
+        _ranked(family),
+        _groups(family.groups),
+        _weights(family),
+        _distance(family),
+        "; ".join(filter(None, notes)),
+    )
+
+
+def _ranked(family: RouterFamily) -> str:
+    ranked = f"`{family.activation}`" if family.ranked == "activation" else family.ranked
+    bias = family.bias or family.bias_argument
+    return f"{ranked} + bias" if bias else ranked
+
+
+def _distance(family: RouterFamily) -> str:
+    if family.ranked != "logits" or family.weight is None:
+        return "no"
+    return "yes" if family.groups is None else "without groups"
+
+
+def _groups(groups: Groups | None) -> str:
+    if groups is None:
+        return ""
+    rule = {"max": "best expert", "top2sum": "two best experts"}[groups.score]
+    units = f", by {groups.ranked}" if groups.ranked else ""
+    return f"{rule}{units}"
+
+
+def _weights(family: RouterFamily) -> str:
+    if family.combine == "own":
+        return "see note"
+    how = {"always": ", renormalised", "never": ""}.get(
+        family.renormalise, f", renormalised if `{family.renormalise}`"
+    )
+    scaled = f", × `{family.scale}`" if family.scale else ""
+    name = f"`{family.activation}`" if family.combine == "activation" else family.combine
+    return f"{name}{how}{scaled}"
+
+
+def _table(columns: list[str]) -> list[str]:
+    return [_row(*columns), _row(*["---"] * len(columns))]
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _code(names: tuple[str, ...]) -> str:
+    return ", ".join(f"`{name}`" for name in names)

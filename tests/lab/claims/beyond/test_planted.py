@@ -1,0 +1,106 @@
+"""A wrong value planted in what a claim beyond the papers rests on changes its verdict."""
+
+import pytest
+import torch
+
+from tests.lab.claims.registry.test_claims_can_fail import (
+    assert_planted_value_matters,
+    by_cost,
+    scaled,
+    with_argument,
+)
+from tieline.lab.claims.registry import all_claims
+from tieline.lab.estimation import MoEParameters
+
+
+def wider(real):
+    """The projection of scores that are half as far apart."""
+    return lambda scores, k, epsilon: real(scores, k, 0.9 * epsilon)
+
+
+def steeper(real):
+    """A Laplace ramp of another shape."""
+
+    def call():
+        places, shares = real()
+        return places, torch.where(shares < 0.5, shares**2, 1 - (1 - shares) ** 2)
+
+    return call
+
+
+def masses_kept(real):
+    """Doubled atoms that keep their whole mass beside one that was not doubled."""
+
+    def call(*args, **kwargs):
+        made = real(*args, **kwargs)
+        return MoEParameters(
+            made.router, made.bias + 0.1 * torch.arange(len(made.bias)), made.experts
+        )
+
+    return call
+
+
+PLANTED = {
+    # vertices of a polyhedron of one dimension less
+    "p5-levels": ("levels.most_vertices", lambda real: lambda facets, dim: real(facets, dim - 1)),
+    "p5-doubling": ("symmetries.doubled", masses_kept),
+    # the sign of the expert forgotten
+    "p5-reflection": (
+        "symmetries.reflected",
+        lambda real: (
+            lambda truth, spare: MoEParameters(
+                real(truth, spare).router, real(truth, spare).bias, real(truth, spare).experts.abs()
+            )
+        ),
+    ),
+    # A without its correction
+    "p5-contact": (
+        "contact.remainder",
+        lambda real: lambda masses, b, a, size: real(masses, b, 0 * a, size),
+    ),
+    # a coefficient lost from the fourth-order term
+    "p5-corrected-bound": (
+        "contact.fourth_term",
+        lambda real: lambda p, r: real(p, r) + 0.05 * (p * r) ** 2,
+    ),
+    # walls whose deviation forgot a factor
+    "p5-structured": (
+        "structured.whitened",
+        lambda real: lambda weight, law: 3 * real(weight, law),
+    ),
+    "p5-real-noise": (
+        "structured.perturbation_law",
+        lambda real: lambda steps: real(3 * steps),
+    ),
+    "p5-law": ("continuity.laplace_ramp", steeper),
+    "p5-frontier": ("continuity.least_moved", scaled(1.2)),
+    "p5-gates": ("continuity.continuity_bound", scaled(1.2)),
+    "p5-lipschitz": ("continuity.project", wider),
+    "p5-sphere": ("models.centre", scaled(1.1)),
+    # half of what is added to the norm of a token
+    "p5-zero": (
+        "models.cosine_router",
+        lambda real: lambda run, tau: real(run, (tau[0], tau[1] / 2)),
+    ),
+    # the second and third moments of the other form
+    "p5-soft-slope": (
+        "models.moments",
+        lambda real: (
+            lambda form: (
+                real(form)[0],
+                *real({"softmax": "projection", "projection": "softmax"}[form])[1:],
+            )
+        ),
+    ),
+    # the density of the gap taken for that of the signed margin
+    "p5-layers": ("layers.projected_cost", with_argument(0, 2.0)),
+}
+
+
+@pytest.mark.parametrize("name", by_cost(PLANTED))
+def test_a_planted_value_changes_the_verdict(name, monkeypatch):
+    assert_planted_value_matters(name, "beyond", PLANTED, monkeypatch)
+
+
+def test_every_claim_beyond_the_papers_has_one():
+    assert {name for name in all_claims() if name.startswith("p5-")} == set(PLANTED)

@@ -1,0 +1,122 @@
+"""How checks become a verdict, and records JSON."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.lab.claims.zoo import evidence, make_claim
+from tieline.core.errors import TielineError
+from tieline.core.records import from_plain, to_plain
+from tieline.lab.claims.claim import (
+    Chart,
+    Claim,
+    Evidence,
+    Fits,
+    Outcome,
+    Run,
+    Verdict,
+    chart,
+    dots,
+    line,
+)
+
+RESULTS = st.lists(st.sampled_from([True, False, None]), max_size=3)
+
+
+@given(RESULTS, RESULTS, RESULTS)
+def test_the_verdict_is_that_of_the_first_part_that_passes(paper, condition, corrected):
+    found, reason = make_claim().judge(
+        evidence(paper=paper, condition=condition, corrected=corrected)
+    )
+    assert bool(reason) is (found is Verdict.UNDECIDED)
+    if paper and all(paper):
+        assert found is Verdict.HOLDS
+    elif None in paper and False not in paper:
+        assert found is Verdict.UNDECIDED
+    elif condition and all(condition):
+        assert found is Verdict.CONDITION
+    elif None in condition and False not in condition:
+        assert found is Verdict.UNDECIDED
+    else:
+        assert found is Verdict.FAILS
+
+
+@pytest.mark.parametrize(("converged", "decides"), [(17, False), (18, True), (20, True)])
+@pytest.mark.parametrize("paper", [[True], [False]])
+def test_no_verdict_rests_on_fits_that_did_not_converge(converged, decides, paper):
+    found = replace(evidence(paper=paper), fits=Fits(converged, 20))
+    outcome = Outcome.of(make_claim(), found, Run(), 0.1)
+    assert (outcome.verdict is not Verdict.UNDECIDED) is decides
+    assert decides or outcome.reason == "only 17 of 20 fits converged"
+
+
+@pytest.mark.parametrize(
+    ("expected", "parts", "changed"),
+    [
+        (Verdict.HOLDS, {"paper": [True]}, False),
+        (Verdict.HOLDS, {"paper": [False]}, True),
+        (Verdict.HOLDS, {"paper": [True], "corrected": [False]}, True),
+        (Verdict.HOLDS, {"paper": [True], "condition": [False]}, True),
+        (Verdict.CONDITION, {"paper": [False], "condition": [True]}, False),
+        (Verdict.CONDITION, {"paper": [True], "condition": [True]}, True),
+        (Verdict.CONDITION, {"paper": [False], "condition": [False]}, True),
+        (Verdict.FAILS, {"paper": [True, False], "corrected": [True]}, False),
+        (Verdict.FAILS, {"paper": [True], "corrected": [True]}, True),
+        (Verdict.FAILS, {"paper": [False], "corrected": [False]}, True),
+        (Verdict.UNDECIDED, {"paper": [None, True]}, False),
+        (Verdict.UNDECIDED, {"paper": [None], "corrected": [False]}, True),
+        (Verdict.UNDECIDED, {"paper": [True]}, True),
+        (Verdict.HOLDS, {"paper": [None]}, True),
+        (Verdict.HOLDS, {"paper": [True], "corrected": [None]}, True),
+    ],
+)
+def test_a_change_is_another_verdict_or_a_check_of_ours_that_fails(expected, parts, changed):
+    claim = make_claim(expected=expected)
+    assert Outcome.of(claim, evidence(**parts), Run(), 0.1).changed is changed
+
+
+@pytest.mark.parametrize("passed", [True, False])
+def test_what_cannot_be_tested_here_still_has_checks_that_can_fail(passed):
+    claim = make_claim(expected=Verdict.UNTESTABLE, untestable="needs a cluster")
+    outcome = Outcome.of(claim, evidence(paper=[passed]), Run(), 0.1)
+    assert outcome.verdict is Verdict.UNTESTABLE
+    assert outcome.changed is not passed
+
+
+def test_a_test_without_a_check_is_refused():
+    with pytest.raises(TielineError, match="cannot fail"):
+        Outcome.of(make_claim(), Evidence([]), Run(), 0.1)
+
+
+def test_an_outcome_survives_json():
+    outcome = Outcome.of(make_claim(), evidence(paper=[True]), Run(True, 3), 0.5)
+    plain = to_plain(outcome, words=True)
+    again = from_plain(Outcome, json.loads(json.dumps(plain, allow_nan=False)))
+    assert to_plain(again, words=True) == plain
+    assert again.verdict is Verdict.HOLDS
+    assert (again.fast, again.seed, plain["evidence"]["measured"]) == (True, 3, "inf")
+
+
+def test_a_claim_from_a_file_says_that_it_has_no_test():
+    with pytest.raises(NotImplementedError, match="no test"):
+        from_plain(Claim, to_plain(make_claim())).test(Run())
+
+
+def test_a_chart_survives_json():
+    points = dots("found", torch.tensor([1.0, math.nan]), [math.inf, 2], [0.1, 0.2])
+    drawn = chart("x", "y", line("bound", [0, 1], [1, 2], dashed=True), points, log="x")
+    plain = to_plain(drawn, words=True)
+    assert plain["series"][1]["x"] == [1.0, "nan"]
+    assert to_plain(from_plain(Chart, plain), words=True) == plain
+
+
+def test_draws_depend_on_seed_and_stream_alone():
+    assert torch.equal(Run(True, 1).normal(4, stream=2), Run(False, 1).normal(4, stream=2))
+    others = [Run(seed=2).normal(4, stream=2), Run(seed=1).normal(4, stream=3)]
+    assert all(not torch.equal(Run(seed=1).normal(4, stream=2), other) for other in others)
+    assert (Run(True).size(1, 9), Run(False).size(1, 9)) == (1, 9)

@@ -1,0 +1,136 @@
+"""A wrong value planted in what a claim of paper 0 rests on changes its verdict."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.lab.claims.registry.test_claims_can_fail import (
+    assert_planted_value_matters,
+    by_cost,
+    scaled,
+    with_argument,
+    with_field,
+)
+from tieline.lab.claims.problems import density
+
+
+def other_temperature(change):
+    """A function that takes a function of the temperature for the temperature."""
+    return lambda real: lambda scores, epsilon, tau=1.0: real(scores, epsilon, change(tau))
+
+
+def soft_at(change):
+    """A risk at another temperature; the hard risk stays."""
+
+    def wrong(real):
+        def call(student, teacher, tau=None, **kwargs):
+            given = {} if tau is None else {"tau": change(tau)}
+            return real(student, teacher, **given, **kwargs)
+
+        return call
+
+    return wrong
+
+
+def inverse(found):
+    """The permutation read in the other direction."""
+    order = found.permutation
+    return tuple(order.index(place) for place in range(len(order)))
+
+
+PLANTED = {
+    # scores of experts taken for outputs
+    "p0-sec2-gauge": ("model.soft_predictions", lambda real: lambda s, tau: s.scores[:, 0]),
+    "p0-def3.1": ("model.boundary_mass_pair", with_argument(1, 1.1)),
+    # the temperature forgotten
+    "p0-rem3.2": ("model.torch.sigmoid", lambda real: lambda x: real(0.3 * x)),
+    "p0-rem3.3": ("model.ambiguity_mass", other_temperature(lambda tau: 1.0)),
+    "p0-eq5.3": ("model.ambiguity_mass", other_temperature(lambda tau: 1.0)),
+    "p0-rem5.4": ("model.ambiguity_mass", with_argument(2, 5.0)),
+    # the widest gap of all pairs for the smallest
+    "p0-sec2-pair": ("model.pair_gap", lambda real: lambda s: s.amax(1) - s.amin(1)),
+    # ∂S/∂x_1 without the slope of x_1 itself
+    "p0-asm3.4": ("coarea.GraphRouter.gradient", lambda real: lambda self, x: (
+        real(self, x) - torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)
+    )),
+    # the surface integral of p in place of p/‖∇S‖
+    "p0-eq3.8": ("coarea.GraphRouter.on_surface", lambda real: lambda self, y, level: (
+        density(self.height(y, level))
+    )),
+    # log(1/ε) for log((1-ε)/ε)
+    "p0-prop3.5": ("coarea.KAPPA", lambda real: math.log(10)),
+    "p0-lem3.6": ("coarea.GraphRouter.mass", scaled(1.01)),
+    # one side of each wall
+    "p0-eq3.9": ("coarea.pair_mass", lambda real: lambda *args: (
+        real(*args)[0], real(*args)[1] / 2
+    )),
+    "p0-prop3.7": ("coarea.density", scaled(0.5)),
+    "p0-ex3.8": ("coarea.gaussian_boundary_mass", with_argument(1, 1.1)),
+    "p0-lem5.7": ("coarea.ambiguity_mass", other_temperature(lambda tau: tau**2)),
+    "p0-lem4.1": ("limit.top_gap", scaled(1.1)),
+    # squared margins
+    "p0-asm4.2": ("limit.margin_tail", lambda real: lambda gaps: real(gaps.square())),
+    "p0-asm4.3": ("limit.gaussian_risk", soft_at(lambda tau: tau**0.5)),
+    # a layer on both sides of the wall counted twice
+    "p0-cor4.4": ("limit.gaussian_slope", with_field(value=lambda f: 2 * f.value)),
+    "p0-thm4.5": ("limit.gaussian_slope", with_field(value=lambda f: -f.value)),
+    # the root of the risk in place of the risk
+    "p0-thm4.7": ("limit.gamma_convergence", with_field(
+        uniform_gaps=lambda f: tuple(gap**0.5 for gap in f.uniform_gaps)
+    )),
+    "p0-lem5.5": ("landscape.risk_decomposition", with_field(interior=lambda f: f.total)),
+    "p0-prop5.8": ("landscape.cell_control", lambda real: lambda *args: tuple(
+        replace(cell, slack=cell.slack.times(-1.0)) for cell in real(*args)
+    )),
+    # the traces of the two sides exchanged
+    "p0-prop5.10": ("landscape.wall_variation", with_field(
+        left=lambda f: f.right, right=lambda f: f.left
+    )),
+    "p0-lem5.16": ("landscape.misrouting_bound", with_field(paper_bound=lambda f: 0.0)),
+    "p0-thm5.17-matching": ("landscape.match_experts", with_field(permutation=inverse)),
+    # minimisers of the other end of the schedule
+    "p0-thm5.17-recovery": ("landscape._minimiser", lambda real: lambda run, tau: (
+        real(run, 0.9 - tau)
+    )),
+    # curvature of a Gauss-Newton matrix, which is never negative
+    "p0-thm5.17-saddles": ("landscape.find_critical_points", lambda real: lambda *a, **k: tuple(
+        replace(point, least_eigenvalue=abs(point.least_eigenvalue)) for point in real(*a, **k)
+    )),
+    # the right expert counted among the wrong ones
+    "p0-asm5.11": ("assumptions.specialisation_gap", with_field(
+        etas=lambda f: tuple(1.0 for _ in f.etas)
+    )),
+    "p0-asm5.12": ("assumptions.torch.linalg.svdvals", lambda real: lambda x: real(x[:2])),
+    # the Hessian of one temperature for all
+    "p0-asm5.13": ("assumptions.derivative_transfer", with_field(
+        hessian_gaps=lambda f: tuple(f.hessian_gaps[0] for _ in f.hessian_gaps)
+    )),
+    # the gain in place of the risk
+    "p0-asm5.14": ("assumptions.gaussian_profile", with_field(value=lambda f: -f.value)),
+    "p0-lem5.15": ("assumptions.perturbed_curvature", with_field(least=lambda f: 9.0)),
+    # p_1 of the score u·x in place of 2u·x
+    "p0-eq6.2": ("breaking.torch.sigmoid", lambda real: lambda x: real(x / 2)),
+    # inputs without their covariance
+    "p0-eq6.3": ("breaking.draws", lambda real: lambda run, n: run.normal(n, 2, stream=1)),
+    "p0-eq6.4": ("breaking.draws", lambda real: lambda run, n: run.normal(n, 2, stream=1)),
+    # a step downhill
+    "p0-eq6.6": ("breaking.alignment_step", with_argument(2, -1.0)),
+    # E[g(G)G³] without 1/s³
+    "p0-lem6.1": ("breaking.response_constant", lambda real: lambda g, s: s**3 * real(g, s)),
+    "p0-lem6.2": ("breaking.response_constant", scaled(1.001)),
+    "p0-eq6.7": ("breaking.relabelled", lambda real: lambda v, d: (-v, d)),
+    # feedback against the teacher
+    "p0-prop6.3": ("breaking.operator", with_field(rayleigh=lambda f: -f.rayleigh)),
+    # the temperature forgotten
+    "p0-eq6.8": ("breaking.alignment_rate", lambda real: lambda values, step, tau: (
+        real(values, step, 1.0)
+    )),
+    "p0-eq6.10": ("breaking.alignment_rate", with_field(ratio=lambda f: f.ratio**1.1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", by_cost(PLANTED))
+def test_a_planted_value_changes_the_verdict(name, monkeypatch, no_axis_checks):
+    assert_planted_value_matters(name, "paper0", PLANTED, monkeypatch)

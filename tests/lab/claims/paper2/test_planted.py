@@ -1,0 +1,68 @@
+"""A wrong value planted in what a claim of paper 2 rests on changes its verdict."""
+
+import pytest
+
+from tests.lab.claims.registry.test_claims_can_fail import (
+    assert_planted_value_matters,
+    by_cost,
+    decided,
+    scaled,
+)
+from tieline.lab.estimation import MoEParameters
+
+
+def heavier(real):
+    """A split whose halves do not have half the mass."""
+
+    def call(*args):
+        params = real(*args)
+        bias = params.bias.clone()
+        bias[:2] += 0.1
+        return MoEParameters(params.router, bias, params.experts)
+
+    return call
+
+
+def by_rows_alone(real):
+    """Cells of the nearest router row, whatever the experts."""
+
+    def call(fit, truth, *rest):
+        bare = (MoEParameters(p.router, p.bias, 0 * p.experts) for p in (fit, truth))
+        return real(*bare, *rest)
+
+    return call
+
+
+def always_two(real):
+    """The population minimiser of two experts, whatever was asked for."""
+    return lambda model, target, near, **rest: real(
+        model.with_experts(2), target, near=near.take([0, 1]), **rest
+    )
+
+
+PLANTED = {
+    "p2-table2": ("tables.lower_perplexity", decided),
+    "p2-eq2": ("definitions.through_the_layer", scaled(1.001)),
+    "p2-eq8": ("definitions.through_the_layer", scaled(1.001)),
+    "p2-eq4": ("definitions.numerator", lambda real: lambda t: real((t[0] + 0.01, t[1]))),
+    "p2-lem3": ("definitions.numerator", lambda real: lambda t: real((0.01, 0.0))),
+    "p2-L1r": ("definitions.hand", scaled(1 + 1e-9)),
+    "p2-eq11": ("definitions.hand", scaled(1 + 1e-9)),
+    "p2-eq13": ("definitions.hand", scaled(1 + 1e-9)),
+    "p2-eq5": ("definitions.voronoi_loss", by_rows_alone),
+    # a rank that counts rounding as independent
+    "p2-def1": ("definitions.dependent", lambda real: lambda test: 0),
+    "p2-def2": ("definitions.dependent", lambda real: lambda test: 0),
+    "p2-prop1": ("definitions.split_scale", heavier),
+    "p2-thm2": ("theorems.least_ratio", scaled(0.0)),
+    "p2-thm4": ("theorems.split_ratio", scaled(0.0)),
+    # a router that was perturbed
+    "p2-thm5": ("theorems.MoEModel", lambda real: lambda gate, *rest: real("perturbed", *rest)),
+    "p2-sec4": ("theorems.population_minimiser", always_two),
+    "p2-thm6": ("theorems.least_ratio", scaled(0.0)),
+}
+
+
+@pytest.mark.parametrize("name", by_cost(PLANTED))
+def test_a_planted_value_changes_the_verdict(name, monkeypatch, no_axis_checks):
+    assert_planted_value_matters(name, "paper2", PLANTED, monkeypatch)

@@ -1,0 +1,135 @@
+"""A wrong value planted in what a claim of paper 3 rests on changes its verdict."""
+
+from dataclasses import replace
+from math import comb
+
+import numpy as np
+import pytest
+
+from tests.lab.claims.registry.test_claims_can_fail import (
+    assert_planted_value_matters,
+    by_cost,
+    scaled,
+    with_field,
+)
+from tieline.lab.tropical import TropicalPolynomial, capacity_bound
+
+
+def one_more(real):
+    return lambda *args: real(*args) + 1
+
+
+def every_coalition(real):
+    return lambda W, b, k: comb(len(b), k)
+
+
+def mixed_in(real):
+    """A shared expert whose share of the output depends on the routed experts."""
+
+    def call(x, parts, shared):
+        output, mask = real(x, parts, shared)
+        return (output if shared is None else 1.01 * output), mask
+
+    return call
+
+
+def recentring(real):
+    """A shared expert that would centre the input."""
+    return lambda x, parts, shared: real(x if shared is None else x - x.mean(axis=0), parts, shared)
+
+
+def of_one(real):
+    """Coalitions of a single expert."""
+    return lambda scores, k: real(scores, 1)
+
+
+def to_two_digits(real):
+    """Crossings that were rounded."""
+    return lambda *plane: (np.round(real(*plane)[0], 2), real(*plane)[1])
+
+
+def without_last(real):
+    """A hull that forgot a vertex."""
+
+    def call(self):
+        kept = real(self)
+        return TropicalPolynomial(kept.exponents[:-1], kept.coefficients[:-1])
+
+    return call
+
+
+def in_half_precision(real):
+    """Weights that were stored in float16."""
+    return lambda x: real(x).astype(np.float16).astype(x.dtype)
+
+
+PLANTED = {
+    # steps that leave the pieces
+    "p3-def3.1": ("algebra.bend", lambda real: lambda points, margins, *rest: (
+        real(points, 50 * margins, *rest)
+    )),
+    "p3-def3.5": ("algebra.TropicalPolynomial.essential", without_last),
+    "p3-def3.2": ("algebra.zaslavsky", one_more),
+    "p3-ex3.3": ("algebra.zaslavsky", lambda real: lambda n, d: real(n, 2)),
+    "p3-def3.4": ("algebra.plus", lambda real: lambda a, b: a),
+    "p3-def3.6": ("algebra.rational_form", lambda real: lambda net: [
+        replace(form, denominator=form.numerator) for form in real(net)
+    ]),
+    "p3-sec3.5": ("algebra.elementary_symmetric", scaled(1.001)),
+    "p3-prop4.2": ("routing.expected_cells", scaled(1.2)),
+    "p3-thm4.5": ("routing.count_cells", one_more),
+    "p3-thm4.5-cells": ("routing.count_cells", every_coalition),
+    "p3-thm4.5-supports": ("routing.chosen", of_one),
+    "p3-ex4.6": ("routing.chosen", of_one),
+    "p3-rem4.7": ("routing.np.exp", in_half_precision),
+    # offsets that were not looked at
+    "p3-def4.8": ("arrangements.position_failures", lambda real: lambda V, c: (
+        real(V, 1.0 + np.arange(len(c)) ** 2)
+    )),
+    # a term of the sum too few
+    "p3-prop4.10": ("arrangements.zaslavsky", lambda real: lambda n, d: real(n, d - 1)),
+    # one expert in place of N
+    "p3-thm4.14": ("arrangements.capacity_bound", lambda real: lambda n, k, h, d: real(1, 1, h, d)),
+    "p3-rem4.15": ("arrangements.placed", lambda real: lambda run, n, h: real(run, n, h, 40.0)),
+    "p3-lem4.18": ("tightness.count_cells", every_coalition),
+    "p3-ex4.9": ("arrangements.dense", lambda real: lambda V, c: (
+        real(V, c + 0.01 * np.arange(len(c)))
+    )),
+    "p3-rem4.11": ("arrangements.zonotope_counts", lambda real: lambda *args: (
+        real(*args)._replace(vertices=real(*args).upper)
+    )),
+    "p3-cor4.12": ("arrangements.dense_regions", one_more),
+    "p3-cor4.16": ("arrangements.placed", lambda real: lambda run, n, h: real(run, n, h, 40.0)),
+    "p3-thm4.17": ("arrangements.sharp_bound", scaled(0.1)),
+    "p3-thm4.19": ("tightness.sharp_bound", lambda real: capacity_bound),
+    "p3-rem4.20": ("tightness.sharp_bound", lambda real: capacity_bound),
+    # the coalition's neurons forgotten
+    "p3-table1": ("tightness.paper_capacities", lambda real: lambda *args: (
+        real(*args)._replace(top_k=real(*args).normalised)
+    )),
+    "p3-ex4.21": ("tightness.expected_regions", scaled(1.001)),
+    "p3-asm4.22": ("manifolds.crossings_of", to_two_digits),
+    # a half circle for a quarter
+    "p3-rem4.25": ("manifolds.crofton", lambda real: lambda n, k, h, length: (
+        real(n, k, h, 2 * length)
+    )),
+    # a dimension too many
+    "p3-cor4.29": ("manifolds.zaslavsky", lambda real: lambda n, d: real(n, d + 1)),
+    "p3-prop4.24": ("manifolds.zaslavsky", lambda real: lambda n, d: real(n, d + 1)),
+    "p3-thm4.26": ("manifolds.crofton", scaled(1.2)),
+    "p3-thm4.27": ("manifolds.crofton", scaled(1.2)),
+    "p3-rem4.30": ("manifolds.dense_regions", one_more),
+    "p3-thm5.1": ("tightness.law", scaled(1.01)),
+    "p3-cor5.3": ("tightness.zaslavsky", one_more),
+    "p3-def5.5": ("centring.saturation", with_field(smallest=lambda f: 2 * f.smallest)),
+    "p3-prop5.6": ("centring.cap_fraction", scaled(1.05)),
+    "p3-eq3": ("centring.saturation", with_field(smallest=lambda f: f.smallest / 2)),
+    "p3-def5.8": ("centring.mixture", mixed_in),
+    "p3-prop5.9": ("centring.mixture", mixed_in),
+    "p3-rem5.10": ("centring.mixture", recentring),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", by_cost(PLANTED))
+def test_a_planted_value_changes_the_verdict(name, monkeypatch, no_axis_checks):
+    assert_planted_value_matters(name, "paper3", PLANTED, monkeypatch)

@@ -1,0 +1,34 @@
+"""A wrong value planted in the comparison of heads changes its verdict."""
+
+from dataclasses import replace
+
+from tests.lab.claims.registry.test_claims_can_fail import RUN
+from tieline.lab.claims.paper4 import attention
+from tieline.lab.claims.registry import all_claims
+from tieline.lab.claims.runner import run_claim
+
+
+def test_slow_students_change_the_verdict(monkeypatch, no_axis_checks):
+    claim = all_claims()["p4-table1-heads"]
+    found = {}
+
+    def once(*args, **kwargs):
+        key = kwargs["families"]
+        if key not in found:
+            found[key] = real(*args, **kwargs)
+        return found[key]
+
+    real = attention.compare_attention
+    monkeypatch.setattr(attention, "compare_attention", once)
+    honest = run_claim(claim, RUN)
+    assert not honest.changed, (honest.error, honest.evidence)
+    tied = found[("head",)]
+
+    def slow(curve):
+        return replace(curve, experts_rate=replace(curve.experts_rate, slope=-0.07))
+
+    found[("head",)] = replace(tied, curves=tuple(slow(curve) for curve in tied.curves))
+    assert run_claim(claim, RUN).changed
+    wrong = tuple(replace(curve, predicted_function=0.9) for curve in tied.curves)
+    found[("head",)] = replace(tied, curves=wrong)
+    assert run_claim(claim, RUN).changed

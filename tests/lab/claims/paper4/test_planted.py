@@ -1,0 +1,87 @@
+"""A wrong value planted in what a claim of paper 4 rests on changes its verdict."""
+
+import pytest
+
+from tests.lab.claims.paper2.test_planted import heavier
+from tests.lab.claims.registry.test_claims_can_fail import (
+    assert_planted_value_matters,
+    by_cost,
+    scaled,
+    with_field,
+)
+from tieline.lab.estimation import MoEParameters
+
+
+def uncorrected(real):
+    """A split of b without the change of A that hides it."""
+
+    def call(*args):
+        params = real(*args)
+        rows = params.router.clone()
+        rows[:2, :4] = 0
+        return MoEParameters(rows, params.bias, params.experts)
+
+    return call
+
+
+def swapped(real):
+    """Fit and truth exchanged."""
+    return lambda **kwargs: real(**kwargs)[::-1]
+
+
+def both_added(real):
+    """A change of A_12 and A_21 with one sign, which the score sees."""
+
+    def call(truth, size=0.3):
+        rows = truth.router.clone()
+        rows[:, 1:3] += size
+        return MoEParameters(rows, truth.bias, truth.experts)
+
+    return call
+
+
+def twins(real):
+    """The second atom drawn as the first one again."""
+
+    def call(*args, **kwargs):
+        atoms = real(*args, **kwargs)
+        return atoms.take([0, 0, *range(2, atoms.n_experts)])
+
+    return call
+
+
+PLANTED = {
+    "p4-sec2": ("definitions.attention_as_moe", lambda real: lambda *args, **kwargs: (
+        real(*args, **kwargs, scale=1.0)
+    )),
+    "p4-eq5": ("definitions.core_router", lambda real: lambda params, kind: (
+        real(MoEParameters(params.router, params.bias + 0.01, params.experts), kind)
+    )),
+    "p4-eq8": ("definitions.gated", lambda real: lambda t, x: real(t, x) + t[4] * t[5]),
+    "p4-def2": ("definitions.dependent", lambda real: lambda test: 1),
+    "p4-def4": ("definitions.dependent", lambda real: lambda test: 0),
+    "p4-prop2": ("definitions.split_scale", heavier),
+    "p4-thm1": ("theorems.split_of_b", uncorrected),
+    "p4-thm2": ("theorems.split_scale", heavier),
+    "p4-thm3": ("theorems.least_ratio", scaled(0.0)),
+    "p4-thm4": ("theorems.split_scale", heavier),
+    # inputs off the cube
+    "p4-prop3": ("definitions.inputs", lambda real: lambda *args: 10 * real(*args)),
+    # a rank that counts rounding as independent
+    "p4-def1": ("definitions.dependent", lambda real: lambda test: 0),
+    "p4-def3": ("definitions.split_checks", lambda real: lambda run, family, cases: (
+        real(run, lambda expert: family("tanh"), cases)
+    )),
+    "p4-prop5": ("definitions.drawn", twins),
+    "p4-thm5": ("theorems.twisted", both_added),
+    "p4-L1": ("definitions.example", swapped),
+    "p4-eq11": ("definitions.example", swapped),
+    "p4-eq52": ("definitions.example", swapped),
+    "p4-eq53": ("definitions.example", swapped),
+    "p4-L3": ("definitions.voronoi_loss", with_field(value=lambda found: found.value + 0.01)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", by_cost(PLANTED))
+def test_a_planted_value_changes_the_verdict(name, monkeypatch, no_axis_checks):
+    assert_planted_value_matters(name, "paper4", PLANTED, monkeypatch)

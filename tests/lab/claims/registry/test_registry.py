@@ -1,0 +1,83 @@
+"""The list of claims: complete, well formed, and found by name."""
+
+from importlib import import_module
+
+import pytest
+
+from tieline.core.errors import TielineError
+from tieline.lab.claims.claim import Verdict
+from tieline.lab.claims.registry import PAPERS, all_claims, claim, select
+
+STATEMENTS = {
+    0: "sec2-gauge def3.1 rem3.2 rem3.3 asm3.4 eq3.8 prop3.5 lem3.6 eq3.9 prop3.7 ex3.8 lem4.1 "
+    "asm4.2 asm4.3 cor4.4 thm4.5 thm4.7 eq5.3 rem5.4 lem5.5 lem5.7 prop5.8 prop5.10 asm5.11 "
+    "asm5.12 asm5.13 asm5.14 lem5.15 lem5.16 thm5.17-recovery thm5.17-saddles eq6.3 eq6.4 eq6.6 "
+    "lem6.1 lem6.2 prop6.3 eq6.8 eq6.10",
+    1: "def3.1 def3.2 propA.2 propA.3 propA.6 propA.7 def4.1 thm4.2 propA.9 propA.11 corA.12 "
+    "propA.13 propA.14 propA.15 thm4.4 lemA.16 lemA.17 def4.6 propA.20 thm4.7 thmA.19 propA.21 "
+    "thmA.22 corA.23 lemA.25 lemA.27 corA.28 lemA.29 thm5.1 thmA.30 propA.31 thm5.3 "
+    "sec6-smoothstep sec6-gate sec6-loss fig1 fig3 fig4 fig5 fig6-7 table1 table2 table3 table4 "
+    "table5 table6 table8 secB.2",
+    2: "eq2 eq4 eq8 lem3 eq5 L1r eq11 eq13 def1 def2 prop1 thm2 thm4 thm5 thm6 thm1 thm3 thm2-rate "
+    "thm4-rate thm5-rate thm6-rate sec4 table1 table2 table3 table4 table5 fig1a fig1b fig2a fig2b",
+    3: "def3.1 def3.2 ex3.3 def3.4 def3.5 def3.6 sec3.5 prop4.2 thm4.5 thm4.5-cells "
+    "thm4.5-supports ex4.6 rem4.7 def4.8 ex4.9 prop4.10 rem4.11 cor4.12 thm4.14 rem4.15 cor4.16 "
+    "thm4.17 lem4.18 thm4.19 table1 rem4.20 ex4.21 asm4.22 prop4.24 rem4.25 thm4.26 thm4.27 "
+    "cor4.29 rem4.30 thm5.1 cor5.3 def5.5 prop5.6 eq3 def5.8 prop5.9 rem5.10",
+    4: "sec2 eq5 eq8 prop3 def1 def2 def3 def4 prop2 prop5 thm1 thm2 thm3 thm4 thm5 L1 eq11 L3 "
+    "eq52 eq53 prop1 cor1 prop4 cor2 thm1-rate thm2-rate thm3-rate thm4-rate thm5-rate table1 "
+    "fig1a fig1b fig2a fig2b table1-heads",
+}
+"""Every statement of the papers, by the end of its claim's id."""
+
+
+@pytest.mark.parametrize("paper", STATEMENTS)
+def test_every_statement_has_a_claim(paper):
+    wanted = {f"p{paper}-{name}" for name in STATEMENTS[paper].split()}
+    assert wanted <= set(all_claims())
+
+
+def test_claims_are_well_formed():
+    for name, record in all_claims().items():
+        assert record.id == name
+        assert name.startswith(f"p{record.paper}-")
+        assert record.paper in PAPERS
+        assert all((record.number, record.title, record.statement, record.tested))
+        assert len(record.setting) > 10, name
+        assert len(record.overturned_by) > 5, name
+        assert (record.expected is Verdict.CONDITION) == bool(record.condition), name
+        assert (record.expected is Verdict.UNTESTABLE) == bool(record.untestable), name
+        assert (record.expected is Verdict.UNDECIDED) == bool(record.undecided), name
+        assert record.test.__doc__, name
+        assert all(sign.isalnum() or sign in "-." for sign in name)
+
+
+@pytest.mark.parametrize("paper", PAPERS.values(), ids=lambda paper: paper.package)
+def test_every_reading_belongs_to_a_claim(paper):
+    readings = import_module(f"tieline.lab.claims.{paper.package}.readings").READINGS
+    assert set(readings) <= set(all_claims())
+
+
+def test_a_claim_without_a_reading_is_refused():
+    with pytest.raises(TielineError, match=r"p0-thm9\.9 has no reading"):
+        claim("p0-thm9.9", "x", statement="x", tested="x")(lambda run: None)
+
+
+def test_selection_by_word():
+    everything = list(all_claims())
+    assert [c.id for c in select([])] == [c.id for c in select(["all"])] == everything
+    for words in (["0"], ["p0"], ["boundary-mass"], ["paper0"]):
+        assert {c.paper for c in select(words)} == {0}
+    assert len(select(["0"])) + len(select(["1"])) == len(select(["0", "1"]))
+    assert [c.id for c in select(["p1-fig1", "p0-lem6.2", "p1-fig1"])] == ["p1-fig1", "p0-lem6.2"]
+
+
+def test_an_unknown_word_is_refused_with_what_there_is():
+    with pytest.raises(TielineError, match=r"'p9-nothing'.*boundary-mass"):
+        select(["p9-nothing"])
+
+
+def test_two_claims_of_one_name_are_refused():
+    all_claims()
+    with pytest.raises(TielineError, match=r"two claims are called 'p0-lem6\.2'"):
+        claim("p0-lem6.2", "x", statement="x", tested="x")(lambda run: None)

@@ -1,0 +1,83 @@
+"""Results on disk: whole, keyed, and refused where they cannot be kept."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from tests.lab.claims.zoo import evidence, make_claim
+from tieline.core.errors import TielineError
+from tieline.core.records import to_plain
+from tieline.lab.claims import runner
+from tieline.lab.claims.claim import Outcome, Run
+from tieline.lab.claims.runner import ResultStore, fingerprint
+
+RUN = Run(True, 0)
+
+
+@pytest.fixture
+def kept(tmp_path):
+    store, claim = ResultStore(tmp_path / "new" / "results"), make_claim()
+    outcome = Outcome.of(claim, evidence(paper=[True]), RUN, 0.1)
+    store.save(claim, RUN, outcome)
+    return store, claim, outcome
+
+
+def test_a_result_comes_back(kept):
+    store, claim, outcome = kept
+    assert to_plain(store.load(claim, RUN), words=True) == to_plain(outcome, words=True)
+    assert [p.name for p in store.folder.iterdir()] == ["p0-test.fast.seed0.json"]
+
+
+def test_another_mode_seed_claim_or_code_has_no_result(kept, monkeypatch):
+    store, claim, _ = kept
+    assert store.load(claim, Run(False, 0)) is None
+    assert store.load(claim, Run(True, 1)) is None
+    assert store.load(replace(claim, id="p0-other"), RUN) is None
+    monkeypatch.setattr(runner, "fingerprint", lambda paper: "changed")
+    assert store.load(claim, RUN) is None
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"key": 1, "version": 1}'])
+def test_a_broken_file_counts_as_none(kept, text):
+    store, claim, _ = kept
+    (store.folder / "p0-test.fast.seed0.json").write_text(text)
+    assert store.load(claim, RUN) is None
+
+
+def test_a_save_that_is_cut_short_leaves_the_old_file(kept, monkeypatch):
+    store, claim, outcome = kept
+
+    def cut(self, target):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(type(store.folder), "replace", cut)
+    with pytest.raises(OSError, match="no space"):
+        store.save(claim, RUN, replace(outcome, seconds=9.0))
+    assert [p.name for p in store.folder.iterdir()] == ["p0-test.fast.seed0.json"]
+    assert store.load(claim, RUN).seconds == 0.1
+
+
+def test_a_place_that_is_no_folder_is_refused(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(TielineError, match="no folder"):
+        ResultStore(tmp_path / "file" / "results").check()
+    ResultStore(tmp_path / "a" / "b").check()
+    assert not (tmp_path / "a").exists()
+
+
+def test_the_key_names_its_parts(kept):
+    store, _, _ = kept
+    record = json.loads((store.folder / "p0-test.fast.seed0.json").read_text())
+    assert record["key"] == {"claim": "p0-test", "mode": "fast", "seed": 0, "code": fingerprint(0)}
+    assert record["format"] == "tieline-claim"
+
+
+def test_the_fingerprint_sees_what_computes_and_not_what_shows():
+    assert fingerprint(0) != fingerprint(1)
+    assert runner._matters(("geometry", "order.py"), "paper0")
+    assert runner._matters(("papers", "claim.py"), "paper0")
+    assert runner._matters(("papers", "paper0", "model.py"), "paper0")
+    assert not runner._matters(("papers", "paper1", "ties.py"), "paper0")
+    assert not runner._matters(("report", "page.py"), "paper0")
+    assert not runner._matters(("cli", "app.py"), "paper0")

@@ -1,0 +1,82 @@
+"""The command line that the documentation names: `torchrun … -m tieline train RECIPE`.
+
+Every process imports torch and transformers, so these are slow; the same code runs on ranks that
+are forked in tests/lab/training/parallel.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.lab.training.parallel.compare import (
+    assert_same_files,
+    assert_same_losses,
+    assert_same_scores,
+)
+
+RECIPE = "demo-smoke-smooth1"
+LIMIT = 500  # seconds; only a hang takes so long, also on a busy machine
+pytestmark = pytest.mark.slow
+
+
+def torchrun(processes, *words):
+    """Exit code and stderr of `torchrun --nproc-per-node … -m tieline …`; leaves no process."""
+    program = Path(sys.executable).with_name("torchrun")
+    command = [program, "--nproc-per-node", processes, "-m", "tieline", *words]
+    started = subprocess.Popen(
+        [str(word) for word in command],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+    try:
+        _, told = started.communicate(timeout=LIMIT)
+    finally:
+        if started.poll() is None:
+            os.killpg(started.pid, signal.SIGKILL)
+            started.wait()
+    return started.returncode, told
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The recipe in one process."""
+    from tieline.lab.training.engine import run
+    from tieline.lab.training.recipes import recipe_config
+
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    return run(recipe_config(RECIPE), folder).to_dict(), folder
+
+
+@pytest.mark.parametrize(
+    ("processes", "options"),
+    [(2, []), (2, ["--expert-ranks", 1]), (3, ["--expert-ranks", 3])],
+    ids=["as documented", "data over ranks", "8 experts over 3 ranks"],
+)
+def test_a_recipe_under_torchrun_is_the_recipe_in_one_process(alone, tmp_path, processes, options):
+    folder, page = tmp_path / "run", tmp_path / "found.json"
+    code, told = torchrun(processes, "train", RECIPE, "--out", folder, *options, "--json", page)
+    assert code == 0, told
+    found = json.loads(page.read_bytes())
+    assert_same_losses(found, alone[0])
+    assert_same_scores(found, alone[0])
+    assert_same_files(folder, alone[1])
+
+
+def test_expert_ranks_that_do_not_divide_the_processes_are_refused_in_one_message(tmp_path):
+    """The first process to end has exit code 2; torchrun ends the others, reports it, leaves 1."""
+    folder = tmp_path / "run"
+    code, told = torchrun(2, "train", RECIPE, "--out", folder, "--expert-ranks", 3)
+    assert code == 1
+    said = [line for line in told.splitlines() if line.startswith("error")]
+    assert said == ["error: --expert-ranks must divide the number of ranks, 2, got 3"]
+    assert "exitcode  : 2" in told.partition("Root Cause")[2]
+    assert "bug" not in told
+    assert not folder.exists()

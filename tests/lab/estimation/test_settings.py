@@ -1,0 +1,88 @@
+"""The published settings hold the constants of the papers, the small designs their promise."""
+
+import pytest
+import torch
+
+from tieline.core.errors import TielineError
+from tieline.lab.estimation.identifiability import information
+from tieline.lab.estimation.model import MoEModel
+from tieline.lab.estimation.settings import (
+    ENOUGH,
+    SETTINGS,
+    _draw,
+    kinks_inside,
+    setting,
+    small_design,
+    well_conditioned,
+)
+from tieline.lab.estimation.symmetry import null_dimension
+
+
+def test_there_are_sixteen_settings_with_the_printed_slopes():
+    slopes = [one.published_slope for one in SETTINGS.values()]
+    paper2 = [-0.11, -0.5, -0.05, -0.47, -0.1, -0.45, -0.13, -0.47]
+    assert slopes == [*paper2, -0.24, -0.51, -0.07, -0.46, -0.54, -0.07, -0.53, -0.44]
+    assert all(name == one.name for name, one in SETTINGS.items())
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_truths_have_the_laws_of_the_appendices(name):
+    one = setting(name)
+    truth = one.draw_truth(seed=1)
+    one.truth.check(truth)
+    d = one.truth.d
+    assert (d, one.truth.n_experts) == ((32, 8) if one.paper == 2 else (8, 8))
+    live = 8 - one.zero_rows
+    assert not truth.router[live:].any()
+    assert not truth.bias[live:].any()
+    variance = 0.01 / d if one.paper == 2 else 1 / d
+    assert truth.router[:live].square().mean().item() == pytest.approx(variance, rel=0.35)
+    assert truth.experts.square().mean().item() == pytest.approx(1 / d, rel=0.45)
+    assert torch.equal(truth.flatten(), one.draw_truth(seed=1).flatten())
+    assert one.noise**2 == pytest.approx(0.01)
+
+
+def test_regimes_follow_from_truth_and_fit():
+    regimes = {name: one.regime for name, one in SETTINGS.items()}
+    assert regimes["p2-1a-cosine"] == regimes["p2-2b-linear"] == "exact"
+    assert regimes["p2-1b-perturbed"] == regimes["p4-2a-relu"] == regimes["p4-1a-softmax"] == "over"
+    assert regimes["p2-2a-cosine"] == regimes["p4-1b-sigmoid"] == "misspecified"
+    assert regimes["p4-2b-linear"] == "misspecified"
+    assert setting("p2-1b-cosine").fitted.n_experts == 9
+
+
+def test_an_unknown_setting_is_refused_with_the_known_ones():
+    with pytest.raises(TielineError, match="p2-1a-cosine"):
+        setting("p3-1a")
+
+
+@pytest.mark.parametrize(
+    ("paper", "gate", "link"),
+    [(2, "perturbed", None), (2, "cosine", None), (4, "quadratic", "sigmoid")],
+)
+def test_small_designs_are_well_conditioned_and_cut_the_cube(paper, gate, link):
+    design = small_design(paper, gate, link=link, draws=30)
+    found = information(design.model, design.truth, n=4000, seed=5)
+    assert found.nullity == null_dimension(design.model)
+    assert design.condition == pytest.approx(found.condition, rel=0.6)
+    assert kinks_inside(design.model, design.truth).all()
+    first = small_design(paper, gate, link=link, draws=5)
+    assert design.condition <= max(first.condition, ENOUGH)
+    assert 28 <= design.model.n_parameters <= 32
+
+
+def test_a_truth_is_walked_until_its_condition_is_enough_and_no_further():
+    model = MoEModel("perturbed", "sigmoid", "relu", 2, 2)
+    found = well_conditioned(model, seed=0, draws=3)
+    drawn = information(model, _draw(model, 0, found.draw), n=1000)
+    assert found.steps > 0
+    assert found.condition <= ENOUGH < drawn.condition
+    assert found.condition == information(model, found.truth, n=1000).condition
+    assert kinks_inside(model, found.truth).all()
+
+
+def test_a_truth_that_is_well_conditioned_stays_as_it_was_drawn():
+    model = MoEModel("linear", "softmax", "tanh", 2, 2)
+    found = well_conditioned(model, draws=3)
+    assert found.steps == 0
+    assert torch.equal(found.truth.flatten(), _draw(model, 0, found.draw).flatten())

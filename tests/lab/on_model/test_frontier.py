@@ -1,0 +1,102 @@
+"""The frontier of a small model, the choice of a point, and what cannot be reached."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+
+from tests.models.tiny import batch, lively, tiny_model
+from tieline import TielineError
+from tieline.analysis.repair import repair_tables
+from tieline.core.statistics import Estimate
+from tieline.lab.on_model.frontier import (
+    Calibration,
+    chosen_scale,
+    frontier,
+    law_factor,
+    least_kl,
+    noise_perturbation,
+)
+from tieline.models import smooth_
+from tieline.models.smooth_router import smoothing_of
+
+IDS = batch(4, 24)
+COARSE = "router fp8_e5m2"
+
+
+@pytest.fixture(scope="module")
+def pair():
+    model = lively(tiny_model("olmoe"))
+    for name, weight in model.named_parameters():
+        if "experts" in name:
+            weight.mul_(20)
+    known = Calibration(model, [IDS], COARSE)
+    smoothed = copy.deepcopy(model)
+    smooth_(smoothed, epsilon=known.by_noise(1.0))
+    return model, smoothed, known
+
+
+@pytest.fixture(scope="module")
+def found(pair):
+    model, smoothed, known = pair
+    of = {"gate": "projected", "perturbations": [known.noise]}
+    return frontier(model, smoothed, known, list(IDS), scales=(1.0, 8.0), budgets=(2.4,), **of)
+
+
+def test_more_repair_moves_the_model_more(found):
+    narrow, wide = found.of("noise")
+    assert narrow.table.moved.value < wide.table.moved.value
+    assert narrow.table.experts_after.value < wide.table.experts_after.value
+    assert wide.factor > narrow.factor
+    assert found.noise == COARSE
+
+
+def test_widths_follow_the_noise_or_the_budget(pair, found):
+    _, smoothed, known = pair
+    for point in found.of("noise"):
+        assert point.epsilons == {n: point.scale * s for n, s in known.sigmas.items()}
+    (even,) = found.of("budget")
+    assert known.experts(even.epsilons, "projected") == pytest.approx(2.4, abs=0.02)
+    widths = {n: smoothing_of(smoothed.get_submodule(n)).epsilon for n in known.sigmas}
+    assert widths == known.by_noise(1.0)  # as before
+
+
+def test_several_widths_are_measured_as_each_by_itself(pair):
+    model, smoothed, known = pair
+    of = {"perturbations": [known.noise], "batch_size": 3}
+    scales = [known.by_noise(c) for c in (1.0, 4.0)]
+    both = repair_tables(model, smoothed, list(IDS), scales, **of)
+    alone = [repair_tables(model, smoothed, list(IDS), [width], **of)[0] for width in scales]
+    assert list(both) == alone
+
+
+def with_values(table, moved, after):
+    row = replace(table.rows[0], before=Estimate(1.0, 0.1), before_floor=Estimate(0.0, 0.0))
+    row = replace(row, after=Estimate(after, 0.1))
+    return replace(table, rows=(row,), moved=Estimate(moved, 0.1))
+
+
+def test_a_point_is_chosen_by_what_it_moves_or_repairs(found):
+    table = found.points[0].table
+    tables = {c: with_values(table, 0.01 * c, 1 / law_factor(c)) for c in (1.0, 4.0, 16.0)}
+    assert chosen_scale(tables, factor=None, max_moved=0.02) == pytest.approx(2.0)
+    scale = chosen_scale(tables, factor=law_factor(4.0), max_moved=None)
+    assert scale == pytest.approx(4.0)
+    with pytest.raises(TielineError, match=r"--max-moved 5: the largest KL.*is 0.16"):
+        chosen_scale(tables, factor=None, max_moved=5.0)
+    with pytest.raises(TielineError, match=r"--max-moved 0.001: the least KL.*is 0.01"):
+        chosen_scale(tables, factor=None, max_moved=0.001)
+    with pytest.raises(TielineError, match="--factor 900: the largest factor"):
+        chosen_scale(tables, factor=900.0, max_moved=None)
+
+
+def test_the_law_asks_for_nothing_where_nothing_is_repaired(found):
+    row = with_values(found.points[0].table, 0.1, 2.0).rows[0]
+    assert row.flip_factor == 0.5
+    assert least_kl(row) is None
+    assert least_kl(replace(row, after=Estimate(0.1, 0.0))) == pytest.approx(0.955, abs=0.01)
+
+
+def test_noise_is_named_as_for_smooth():
+    assert noise_perturbation("bf16").name == "model bf16"
+    assert noise_perturbation("router int8").name == "router int8"

@@ -1,0 +1,179 @@
+"""Softening: the parts of the prediction by brute force, and the whole against measured losses."""
+
+import math
+
+import pytest
+import torch
+
+from tests.analysis.zoo import Letters, words
+from tests.models.tiny import lively, tiny_model
+from tieline.analysis.inspect import inspect
+from tieline.analysis.text import tokenise
+from tieline.core.errors import TielineError
+from tieline.lab.on_model import soften as module
+from tieline.lab.on_model.soft_choice import soft_share, softened
+from tieline.lab.on_model.soften import SoftenSettings, sample_of, soften, soften_cost
+from tieline.lab.on_model.soften_walls import MOMENTS, Walls, change_parts
+from tieline.models import find_routers
+
+SMALL = SoftenSettings(tokens=960, length=24, first=0.04, levels=3, near=0.2, exact=10_000)
+
+
+def top1():
+    model = lively(tiny_model("olmoe", num_experts_per_tok=1))
+    return louder(model)
+
+
+def louder(model):
+    """Experts whose outputs matter to the loss."""
+    for name, weight in model.named_parameters():
+        if "experts" in name or "lm_head" in name:
+            weight.mul_(4)
+    return model
+
+
+MODELS = {"one": top1, "two": lambda: louder(lively(tiny_model("mixtral")))}
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
+def work(request):
+    model = MODELS[request.param]()
+    text = tokenise(Letters(), words(SMALL.tokens), SMALL.tokens, SMALL.length)
+    made = module._Work(model, text, SMALL, 8, None)
+    sample, sampler = made._clean(tuple(find_routers(model)))
+    return model, made, sample, sampler
+
+
+@pytest.mark.parametrize("form", list(MOMENTS))
+def test_moments_are_those_of_the_share(form):
+    k = 1 if form == "softmax" else 2
+    u = torch.linspace(0, 60, 600_001, dtype=torch.float64)
+    share = soft_share(u, 1.0, k)
+    for power, moment in enumerate(MOMENTS[form], start=1):
+        assert torch.trapezoid(share**power, u).item() == pytest.approx(moment, rel=1e-6)
+
+
+def test_the_gradient_is_the_slope_of_a_single_swap(work):
+    _, made, sample, sampler = work
+    layer = sample.trace.layers[0]
+    form = "softmax" if layer.facts.k == 1 else "projection"
+    gradient = made._gradients(sample, sampler, [layer])[layer.name]
+    walls = made._walls(sample, sampler, layer, gradient, form)
+    some = torch.arange(0, len(walls.tokens), 12)
+    tiny = 0.01
+    seen = made._changes(sample, layer, walls.tokens[some], tiny) / tiny
+    scale = walls.first.abs().median().item()
+    assert torch.isclose(seen, walls.first[some], rtol=0.1, atol=0.1 * scale).double().mean() > 0.8
+
+
+def test_a_softened_run_is_the_sum_of_its_tokens(work):
+    model, made, sample, _ = work
+    layer = sample.trace.layers[-1]
+    k, gaps = layer.facts.k, layer.gap
+    width = gaps.quantile(0.05).item() * (1.0 if k > 1 else 0.1)
+    near = (gaps < width * (1.0 if k > 1 else 12.0)).nonzero().squeeze(1)
+    total = 0.0
+    for token in near:
+        share = soft_share(gaps[token], width, k).item()
+        total += made._changes(sample, layer, token[None], share).item()
+    with softened(model, {layer.name: width}), torch.inference_mode():
+        moved = (made._losses() - sample.losses).sum().item()
+    assert moved == pytest.approx(total, rel=0.1, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_the_predicted_slope_is_that_of_the_smallest_widths(name):
+    model = MODELS[name]()
+    text = tokenise(Letters(), words(SMALL.tokens), SMALL.tokens, SMALL.length)
+    found = soften(model, tuple(find_routers(model)), text, SMALL)
+    for layer in found.layers:
+        assert layer.status == "ok"
+        assert layer.form == ("softmax" if name == "one" else "projection")
+        assert [level.agrees for level in layer.levels] == [True] * 3
+        assert layer.near == layer.exact > 100
+        assert layer.constant >= abs(layer.levels[0].change.value) / layer.levels[0].width
+        assert 1 <= layer.half <= layer.near
+        sizes = [abs(token.effect) for token in layer.deciding]
+        assert len(sizes) == 5
+        first = layer.levels[0].ratio
+        assert abs(first.value - 1) <= max(0.15, 3 * first.standard_error)
+    # no layer above can flip: the same tokens, hard and soft, differ by third order alone
+    for level in found.layers[-1].levels[:2]:
+        assert level.ratio.value == pytest.approx(1, abs=0.15)
+        left = level.ratio.standard_error * abs(level.expected.value)
+        assert left < 0.2 * level.slope.standard_error
+    assert all(level.agrees for level in found.together)
+    total = sum(x.predicted.value * x.levels[0].width for x in found.layers)
+    assert found.predicted.value == pytest.approx(total)
+    assert "oft choice would" in found.words[0]
+
+
+def test_the_change_of_a_width_is_that_of_its_tokens_and_unknown_beyond_the_near_ones():
+    gaps = torch.tensor([0.1, 0.4, 0.9], dtype=torch.float64)
+    first, bend = torch.tensor([2.0, -1.0, 5.0]), torch.tensor([1.0, 3.0, 7.0])
+    near = torch.arange(3)
+    walls = Walls(near, gaps, first, first, first.double(), bend.double(), near)
+    for form, k in (("softmax", 1), ("projection", 2)):
+        width = 0.15 if k == 1 else 0.5
+        share = soft_share(gaps, width, k)
+        expected = share * first + share**2 * bend
+        assert torch.allclose(change_parts(walls, form, width), expected)
+        half = walls._replace(exact=near[:1], bend=torch.tensor([1.0, 0.0, 0.0]).double())
+        assert change_parts(half, form, width)[0] == share[0] * 2 + 3 * share[0] ** 2
+        assert change_parts(walls, form, 1.0) is None
+
+
+def test_a_larger_sample_computes_more_tokens_again():
+    assert sample_of(4096) == SoftenSettings()
+    assert (sample_of(65536, 3).exact, sample_of(65536, 3).seed) == (1024, 3)
+    assert sample_of(512).exact == 64
+
+
+def test_a_model_in_low_precision_is_told_to_run_in_float32():
+    text = tokenise(Letters(), words(240), 240, 24)
+    sizes = SoftenSettings(levels=1, exact=4)
+    for model in (MODELS["two"](), MODELS["two"]().bfloat16()):
+        found = soften(model, tuple(find_routers(model)), text, sizes)
+        assert ("--dtype fp32" in found.words[-1]) == (model.dtype == torch.bfloat16)
+
+
+def test_groups_are_measured_and_not_predicted():
+    model = lively(tiny_model("deepseek_v3"))
+    text = tokenise(Letters(), words(240), 240, 24)
+    found = soften(model, tuple(find_routers(model)), text, SoftenSettings(levels=1))
+    assert all("groups" in layer.status for layer in found.layers)
+    assert all(layer.levels[0].missed is None for layer in found.layers)
+    assert found.predicted.value is None
+
+
+def test_dense_experts_cost_more_and_a_high_cost_is_refused_before_any_run():
+    one, two = top1(), lively(tiny_model("olmoe"))
+    settings = SoftenSettings(tokens=1000, exact=0)
+    costs = [soften_cost(m, tuple(find_routers(m)), 1000, settings) for m in (one, two)]
+    assert costs[1] == pytest.approx(4 + 5 * 3)
+    assert costs[0] > costs[1]
+    with pytest.raises(TielineError, match=r"about \d+ times the ordinary pass .*--yes"):
+        inspect((one, Letters()), text=words(200), tokens=200, soften=True)
+
+
+def test_an_inspection_holds_its_softening():
+    model = MODELS["two"]()
+    sizes = SoftenSettings(tokens=240, length=24, levels=1, exact=8)
+    options = {"tokens": 240, "sequence_length": 24, "jumps": False, "noise": False}
+    told = []
+    found = inspect(
+        (model, Letters()),
+        text=words(240),
+        soften=sizes,
+        yes=True,
+        progress=lambda *step: told.append(step),
+        **options,
+    )
+    again = type(found).from_dict(
+        {k: v for k, v in found.to_dict().items() if k not in ("format", "version")}
+    )
+    assert again.softening == found.softening
+    assert math.isclose(found.softening.tokens, 240)
+    assert any(stage.startswith("soften, about") for stage, *_ in told)
+    assert "Soft or hard" in found.to_html()
+    assert found.softening.words[0] in found.to_html()

@@ -1,0 +1,49 @@
+"""The softening on the page and in words."""
+
+from dataclasses import replace
+
+from tieline.core.statistics import Estimate
+from tieline.lab.on_model.soften_words import direction, soften_words
+from tieline.lab.report.soften import deciding_table, soften_panel, soften_table
+
+
+def test_measured_dots_stand_beside_predicted_lines(result):
+    data = soften_panel(result).figure["data"]
+    assert [x["name"] for x in data if x["mode"] == "markers"] == [
+        *(f"layer {i}" for i in range(3)),
+        "all layers",
+    ]
+    lines = [x for x in data if x["mode"] == "lines"]
+    assert len(lines) == 3  # the last layer has no prediction
+    assert lines[0]["y"][::8] == [-0.012 * 0.01 * 2**i for i in range(3)]
+
+
+def test_the_tables_name_layers_and_tokens(result):
+    table, tokens = soften_table(result.softening), deciding_table(result.softening)
+    assert [row[0] for row in table.rows] == ["0", "1", "2", "all"]
+    assert all(len(row) == len(table.head) for row in table.rows)
+    assert [row[0] for row in tokens.rows] == ["0", "1"]
+
+
+def test_words_follow_the_sign_of_the_slope(result):
+    found = result.softening
+    assert soften_words(found)[0].startswith("A soft choice would help this model")
+    worse = replace(found, predicted=Estimate(1e-4, 4e-5))
+    assert soften_words(worse)[0].startswith("A soft choice would hurt this model")
+    unclear = replace(found, predicted=Estimate(1e-5, 4e-5))
+    assert "cannot be told" in soften_words(unclear)[0]
+    assert "in 12 of 12 cases" in soften_words(found)[-1]
+    assert direction(Estimate(None)) == "tell"
+
+
+def test_the_same_tokens_are_told_where_their_ratio_is_known_well(result):
+    found = result.softening
+    first, *others = found.together
+    for error, told in ((0.05, True), (0.4, False)):
+        level = replace(first, ratio=Estimate(0.97, error))
+        said = soften_words(replace(found, together=(level, *others)))[-1]
+        assert ("0.97 ± 0.05 times what their gradients" in said) == told
+
+
+def test_without_softening_the_page_says_how_to_get_it(ids_only):
+    assert "--soften" in soften_panel(ids_only).reason

@@ -1,0 +1,90 @@
+"""Gloo processes for tests: started quickly, met without a port, never left behind.
+
+They are forked from a server that has imported torch once, meet through a file (no port to lose a
+race for), and are killed by their own handles when they are no longer needed.
+"""
+
+import multiprocessing
+import os
+import pickle
+import shutil
+import tempfile
+import traceback
+from pathlib import Path
+
+import torch
+
+LIMIT = 240.0  # seconds; only a hang takes so long, also on a busy machine
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload([f"tests.lab.training.parallel.{m}" for m in ("tasks", "runs")])
+
+
+class Ranks:
+    """Some processes of one group, that do one task after the other, all of them at once.
+
+    Args:
+        count: how many.
+        patience: seconds after which a message that is not answered is an error.
+    """
+
+    def __init__(self, count, patience=60.0):
+        self.folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+        self.pipes, self.processes = [], []
+        for rank in range(count):
+            here, there = SERVER.Pipe()
+            place = (rank, count, f"file://{self.folder}/meeting", patience)
+            process = SERVER.Process(target=_serve, args=(*place, there), daemon=True)
+            process.start()
+            there.close()
+            self.pipes.append(here)
+            self.processes.append(process)
+
+    def start(self, task, *args):
+        """Have every rank begin `task(*args)`."""
+        for pipe in self.pipes:
+            pipe.send_bytes(pickle.dumps((task, args)))
+
+    def outcome(self, rank):
+        """(whether it went well, result or traceback) of the task of one rank."""
+        if not self.pipes[rank].poll(LIMIT):
+            return False, "no answer"
+        try:
+            # plain bytes: torch's own way of sending shares memory with a process that may be gone
+            return pickle.loads(self.pipes[rank].recv_bytes())
+        except (EOFError, ConnectionError):
+            return False, "died"
+
+    def run(self, task, *args):
+        """What `task(*args)` returned on each rank; an error on any is an error here."""
+        self.start(task, *args)
+        outcomes = [self.outcome(rank) for rank in range(len(self.pipes))]
+        failed = [f"rank {r}:\n{told}" for r, (fine, told) in enumerate(outcomes) if not fine]
+        assert not failed, "\n".join(failed)
+        return [result for _, result in outcomes]
+
+    def close(self):
+        """Kill what still runs."""
+        for process in self.processes:
+            process.kill()
+            process.join()
+        for pipe in self.pipes:
+            pipe.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _serve(rank, count, meeting, patience, pipe):
+    from tieline.core.processes import join_processes
+
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(count), LOCAL_RANK=str(rank))
+    with join_processes(timeout=patience, backend="gloo", init_method=meeting):
+        while True:
+            try:
+                task, args = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                return
+            try:
+                told = (True, task(*args))
+            except Exception:
+                told = (False, traceback.format_exc())
+            pipe.send_bytes(pickle.dumps(told))

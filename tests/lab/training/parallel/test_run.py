@@ -1,0 +1,150 @@
+"""A recipe on two ranks is the recipe in one process: losses, checkpoints, model, scores."""
+
+import shutil
+
+import pytest
+import torch
+
+from tests.lab.training.parallel.compare import (
+    assert_same_files,
+    assert_same_losses,
+    assert_same_scores,
+)
+from tests.lab.training.parallel.runs import config, run_and_lose, run_here
+from tieline.lab.training.checkpoint import last_checkpoint
+from tieline.lab.training.engine import run
+from tieline.lab.training.parallel.checkpoint import is_cut
+from tieline.lab.training.parallel.run import _targets, default_expert_ranks
+from tieline.lab.training.tasks import task_of
+
+PATIENCE = {"timeout": 60.0}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The run in one process, by transformers' Trainer."""
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    return run(config(), folder).to_dict(), folder
+
+
+def test_a_run_on_two_ranks_has_the_losses_and_files_of_one_process(pair, alone, tmp_path):
+    plain, plain_folder = alone
+    found, nothing = pair.run(run_here, config(), tmp_path / "run", PATIENCE)
+    assert nothing is None
+    assert_same_losses(found, plain)
+    assert_same_scores(found, plain)
+    assert_same_files(tmp_path / "run", plain_folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gate", ["remoe", "annealed", "cosine"])
+def test_other_gates_and_their_schedules_too(pair, tmp_path, gate):
+    plain = run(config(gate), tmp_path / "alone").to_dict()
+    found, _ = pair.run(run_here, config(gate), tmp_path / "run", PATIENCE)
+    assert_same_losses(found, plain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{"recompute": True}, {"optim__accumulate": 1}])
+def test_recomputed_and_whole_batches_too(pair, tmp_path, changes):
+    plain = run(config(**changes), tmp_path / "alone").to_dict()
+    found, _ = pair.run(run_here, config(**changes), tmp_path / "run", PATIENCE)
+    assert_same_losses(found, plain)
+
+
+def test_a_killed_rank_leaves_a_checkpoint_and_an_error_and_one_process_goes_on(
+    ranks, alone, tmp_path
+):
+    two, folder = ranks(2), tmp_path / "run"
+    two.start(run_and_lose, config(), folder, PATIENCE, "SIGKILL", 4)
+    fine, told = two.outcome(0)
+    assert not fine
+    assert "LostRankError: rank 0: another rank has died" in told
+    assert "in step 5; start again with --resume" in told
+    two.processes[1].join(60)
+    assert two.processes[1].exitcode == -9
+    assert last_checkpoint(folder).name == "checkpoint-4"
+    result = run(config(), folder, resume=True).to_dict()
+    assert result["resumed_from"] == 4
+    assert_same_losses(result, alone[0])
+
+
+def test_what_one_process_began_two_ranks_end(pair, alone, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(alone[1], folder)
+    (folder / "result.json").unlink()
+    shutil.rmtree(folder / "model")
+    shutil.rmtree(folder / "checkpoint-6")
+    found, _ = pair.run(run_here, config(), folder, {**PATIENCE, "resume": True})
+    assert found["resumed_from"] == 4
+    assert_same_losses(found, alone[0])
+    again, _ = pair.run(run_here, config(), folder, {**PATIENCE, "resume": True})
+    assert again == found
+
+
+@pytest.mark.slow
+def test_what_two_ranks_began_three_end(pair, ranks, alone, tmp_path):
+    """Each of the three reads its own parts of what the two wrote."""
+    folder = tmp_path / "run"
+    pair.run(run_here, config(), folder, PATIENCE)
+    for name in ("model", "checkpoint-6"):
+        shutil.rmtree(folder / name)
+    (folder / "result.json").unlink()
+    assert is_cut(folder / "checkpoint-4")
+    found, *_ = ranks(3).run(run_here, config(), folder, {**PATIENCE, "resume": True})
+    assert found["resumed_from"] == 4
+    assert_same_losses(found, alone[0])
+
+
+@pytest.mark.slow
+def test_a_silent_rank_is_an_error_after_the_timeout(ranks, tmp_path):
+    two = ranks(2, patience=15.0)
+    two.start(run_and_lose, config(), tmp_path / "run", {"timeout": 15.0}, "SIGSTOP", 2)
+    fine, told = two.outcome(0)
+    assert not fine
+    assert "LostRankError: rank 0: another rank has died or does not answer" in told
+
+
+def test_a_folder_in_use_is_refused_on_every_rank(ranks, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "mine.txt").write_text("")
+    two = ranks(2)
+    two.start(run_here, config(), tmp_path / "run", PATIENCE)
+    for rank in range(2):
+        fine, told = two.outcome(rank)
+        assert not fine
+        assert "is not empty: a run begins in a new folder" in told
+
+
+@pytest.mark.parametrize(
+    ("expert_ranks", "changes", "words"),
+    [
+        (3, {}, "expert_ranks must divide the number of ranks, 2, got 3"),
+        (1, {"model__d_hidden": 13}, "16 and 13, are not multiples of the 2 data ranks"),
+        (None, {"optim__batch": 2}, "1 rows of a micro-batch are too few for 2 ranks"),
+    ],
+)
+def test_a_grid_that_cannot_be_is_refused_before_anything_is_written(
+    pair, tmp_path, expert_ranks, changes, words
+):
+    folder = tmp_path / "run"
+    pair.start(run_here, config(**changes), folder, {**PATIENCE, "expert_ranks": expert_ranks})
+    for rank, kind in enumerate(["ParameterError", "FirstRankError: rank 0 failed"]):
+        fine, told = pair.outcome(rank)
+        assert not fine
+        assert kind in told
+        assert words in told
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(("count", "expected"), [(1, 1), (2, 2), (4, 4), (8, 4), (3, 3), (6, 6)])
+def test_experts_are_cut_evenly_where_that_is_possible(count, expected):
+    model = task_of(config()).model(config())  # 4 experts, widths 16 and 12
+    assert default_expert_ranks(model, count) == expected
+
+
+def test_the_terms_of_a_loss_are_the_targets_that_the_model_predicts():
+    """It shifts the labels of a sequence by one and passes over -100; labels of rows are rows."""
+    labels = torch.tensor([[-100, 5, 6, -100], [1, 2, 3, 4]])
+    assert _targets({"labels": labels}).item() == 5
+    assert _targets({"labels": torch.tensor([0, 1, 1])}).item() == 3

@@ -1,0 +1,21 @@
+"""Where the real sets are, if they are."""
+
+import pytest
+
+from tieline.lab.training.fetch import DataError, data_set, find_data
+
+
+def shared(name):
+    """The folder of a set that no registry offers, or a skip that says what is missing."""
+    try:
+        return data_set(name)
+    except DataError as missing:
+        pytest.skip(str(missing))
+
+
+def fetched(name):
+    """A file that was fetched before, or a skip; tests download nothing."""
+    path = find_data(name)
+    if not path.is_file():
+        pytest.skip(f"{path} is not here: a first training run fetches it")
+    return path

@@ -1,0 +1,168 @@
+"""Whole runs: training, checkpoints, going on after a kill, refusals."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.lab.training.tiny import tiny
+from tieline.core.errors import TielineError
+from tieline.lab.training.checkpoint import last_checkpoint
+from tieline.lab.training.config import GATE_NAMES
+from tieline.lab.training.engine import plan, run
+from tieline.models.loading import load_model
+
+ROOT = Path(__file__).parents[3]
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from tests.lab.training.tiny import tiny
+from tieline.lab.training.engine import run
+
+def told(stage, done, of):
+    if stage == "train" and done == int(sys.argv[3]):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+run(tiny(sys.argv[1], steps=6, checkpoint_every=2), Path(sys.argv[2]), progress=told)
+"""
+
+
+def kill_at(step, gate, out):
+    path = os.pathsep.join([str(ROOT), str(ROOT / "src")])
+    words = [sys.executable, "-c", KILLED, gate, str(out), str(step)]
+    done = subprocess.run(words, env={**os.environ, "PYTHONPATH": path}, capture_output=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+
+
+def final(result):
+    return result.scores["validation"]["loss"], result.scores["test"]["loss"]
+
+
+def weights(out):
+    return AutoModelForCausalLM.from_pretrained(out / "model").state_dict()
+
+
+@pytest.mark.parametrize("gate", [pytest.param("annealed", marks=pytest.mark.slow), "remoe"])
+def test_a_killed_run_goes_on_to_the_same_end(gate, tmp_path):
+    config = tiny(gate, steps=6, checkpoint_every=2)
+    whole = run(config, tmp_path / "whole")
+    kill_at(5, gate, tmp_path / "killed")
+    resumed = run(config, tmp_path / "killed", resume=True)
+    assert resumed.resumed_from == 4
+    assert final(resumed) == final(whole)
+    expected = weights(tmp_path / "whole")
+    for name, tensor in weights(tmp_path / "killed").items():
+        assert torch.equal(tensor, expected[name]), name
+    logged = [entry["task_loss"] for entry in whole.history if "task_loss" in entry]
+    assert [e["task_loss"] for e in resumed.history if "task_loss" in e] == logged
+
+
+def test_a_kill_before_the_first_checkpoint_begins_again_and_a_cut_one_is_passed_over(tmp_path):
+    config = tiny("smoe", steps=4, checkpoint_every=2)
+    whole = run(config, tmp_path / "whole")
+    killed = tmp_path / "killed"  # as a kill in the middle of the first checkpoint leaves it
+    (killed / "checkpoint-2").mkdir(parents=True)
+    (killed / "checkpoint-2" / "model.safetensors").write_bytes(b"half")
+    shutil.copy(tmp_path / "whole" / "config.json", killed)
+    assert last_checkpoint(killed) is None
+    resumed = run(config, killed, resume=True)
+    assert resumed.resumed_from == 0
+    assert final(resumed) == final(whole)
+
+
+def test_nothing_is_pickled_and_what_is_kept_is_whole(tmp_path):
+    result = run(tiny("smooth1", checkpoint_every=3), tmp_path)
+    kinds = {path.suffix for path in tmp_path.rglob("*") if path.is_file()}
+    assert kinds <= {".safetensors", ".json"}
+    kept = json.loads((tmp_path / "result.json").read_bytes())
+    assert kept["scores"] == result.scores
+    assert run(tiny("smooth1", checkpoint_every=3), tmp_path, resume=True).scores == result.scores
+    loaded = load_model(str(tmp_path / "stock"))
+    ids = torch.arange(32).view(1, 32)
+    with torch.no_grad():
+        trained = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()(ids).logits
+        torch.testing.assert_close(loaded.model(ids).logits, trained, atol=1e-5, rtol=1e-5)
+    assert loaded.tokenizer("ab")["input_ids"] == [97, 98]
+
+
+@pytest.mark.parametrize("gate", GATE_NAMES)
+def test_every_gate_trains_and_learns(gate, tmp_path):
+    result = run(tiny(gate, steps=12), tmp_path)
+    losses = [entry["task_loss"] for entry in result.history if "task_loss" in entry]
+    assert losses[-1] < losses[0] - 0.3
+    scores = result.scores["validation"]
+    assert 0 < scores["bpc"] < 8
+    if gate in ("smoe", "cosine", "perturbed", "sigmoid", "annealed"):  # scored with hard top-2
+        assert scores["experts_per_token"] == 2
+    if gate == "top3":
+        assert scores["experts_per_token"] == 3
+
+
+def test_the_monitor_speaks_in_the_log_of_the_trainer(tmp_path):
+    result = run(tiny("smooth50"), tmp_path)
+    logged = [entry for entry in result.history if "loss" in entry]
+    assert [entry["step"] for entry in logged] == [2, 4, 6]
+    for entry in logged:
+        assert entry["routing/active"] >= 2
+        assert entry["routing/epsilon"] > 0
+        assert entry["loss"] > entry["task_loss"] - 1
+
+
+def test_recomputed_layers_give_the_losses_of_kept_ones(tmp_path):
+    kept = run(tiny("smooth1"), tmp_path / "kept")
+    again = run(tiny("smooth1", recompute=True), tmp_path / "again")
+    for one, other in zip(kept.history[:3], again.history[:3], strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], abs=1e-5)
+    assert kept.scores["validation"]["loss"] == pytest.approx(
+        again.scores["validation"]["loss"], abs=1e-5
+    )
+
+
+def test_micro_batches_add_up_to_the_batch(tmp_path):
+    one = run(tiny("smoe", losses__balance=0.0, losses__router_z=0.0), tmp_path / "one")
+    two = run(
+        tiny("smoe", losses__balance=0.0, losses__router_z=0.0, optim__accumulate=2),
+        tmp_path / "two",
+    )
+    assert one.scores["validation"]["loss"] == pytest.approx(
+        two.scores["validation"]["loss"], abs=1e-4
+    )
+
+
+def test_a_run_that_was_begun_before_a_field_existed_goes_on(tmp_path):
+    run(tiny(), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_bytes())
+    assert config["model"].pop("attention") == "softmax"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert run(tiny(), tmp_path, resume=True).scores
+    with pytest.raises(TielineError, match=r"another run: \['model'\]"):
+        run(tiny().replace(model__attention="sigmoid"), tmp_path, resume=True)
+
+
+def test_folders_of_other_runs_are_refused_and_left_alone(tmp_path):
+    run(tiny(), tmp_path)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    with pytest.raises(TielineError, match="not empty"):
+        run(tiny(), tmp_path)
+    with pytest.raises(TielineError, match=r"another run: \['gate', 'recipe'\]"):
+        run(tiny("top3"), tmp_path, resume=True)
+    with pytest.raises(TielineError, match=r"another run: .'seed'"):
+        run(tiny().replace(seed=1), tmp_path, resume=True)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+    with pytest.raises(TielineError, match="no run to resume"):
+        run(tiny(), tmp_path / "none", resume=True)
+
+
+def test_a_plan_tells_size_data_and_time_without_training(tmp_path):
+    found = plan(tiny("smoe", steps=10))
+    experts, attention = 8 * 3 * 16 * 32, 4 * 32 * 32
+    assert found.parameters == experts + attention + 8 * 32 + 256 * 32 + 3 * 32
+    assert found.seconds == pytest.approx(10 * found.step_seconds)
+    assert "bytes" in found.data

@@ -1,0 +1,88 @@
+"""The registry of recipes, and records that do not change."""
+
+import dataclasses
+import json
+
+import pytest
+
+from tieline.core.errors import TielineError
+from tieline.lab.training.config import GATE_NAMES, GateConfig, OptimConfig, gate_config
+from tieline.lab.training.recipes import RECIPES, recipe_config, recipe_list
+from tieline.lab.training.tasks import TASKS, task_of
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_every_recipe_is_a_whole_config_under_its_own_name(name):
+    config = recipe_config(name, seed=3)
+    assert config.recipe == name
+    assert config.seed == 3
+    assert config.task in TASKS
+    assert json.loads(json.dumps(config.to_dict())) == config.to_dict()
+
+
+def test_the_papers_form_is_that_of_the_paper():
+    config = recipe_config("wikitext-paper-smooth50")
+    assert (config.model.layers, config.model.d_model, config.model.context) == (6, 352, 1024)
+    assert (config.optim.batch, config.optim.rate, config.optim.warmup) == (48, 7e-4, 4000)
+    assert config.losses.balance == 0.01
+    assert config.gate.gate_options == {"b": 50.0}
+    larger = recipe_config("enwik8-paper-smoe").model
+    assert (larger.layers, larger.d_model, larger.context) == (8, 352, 2048)
+
+
+def test_ten_gates_are_compared():
+    assert len(GATE_NAMES) == 10
+    assert gate_config("top3").k == 3
+    assert gate_config("smooth1", k=4).k == 4
+    with pytest.raises(TielineError, match="'hard' is not one of"):
+        gate_config("hard")
+
+
+def test_no_name_is_taken_twice():
+    language, images, sentences = 10 * (2 + 3 + 3 + 1 + 1 + 3) + 3 + 4, 2 * 3 + 2 * 6 * 4, 3 * 3 * 3
+    assert len(RECIPES) == language + images + sentences
+
+
+def test_every_recipe_says_what_it_is():
+    listed = recipe_list().recipes
+    assert list(listed) == list(RECIPES)
+    assert all(listed.values())
+
+
+def test_the_former_name_of_a_recipe_gives_what_was_stored_under_it():
+    now, before = recipe_config("demo-smoke-smoe", 3), recipe_config("shipped-smoke-smoe", 3)
+    assert (before.recipe, before.data.name) == ("shipped-smoke-smoe", "shipped")
+    assert before.replace(recipe=now.recipe, data=now.data) == now
+
+
+def test_unknown_names_get_a_hint():
+    with pytest.raises(TielineError, match="did you mean enwik8-small-smoe"):
+        recipe_config("enwik8-small-smo")
+    with pytest.raises(TielineError, match="--list` shows all"):
+        recipe_config("zzzz")
+    with pytest.raises(TielineError, match="'nothing' is not one of"):
+        task_of(recipe_config("enwik8-small-smoe").replace(task="nothing"))
+
+
+def test_a_config_changes_only_by_replacement():
+    config = recipe_config("enwik8-small-smoe")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.seed = 4
+    changed = config.replace(seed=5, optim__steps=7, model__layers=3)
+    assert (changed.seed, changed.optim.steps, changed.model.layers) == (5, 7, 3)
+    assert config.optim.steps != 7
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: OptimConfig(steps=0, batch=1), "one step"),
+        (lambda: OptimConfig(steps=1, batch=3, accumulate=2), "does not divide into 2"),
+        (lambda: GateConfig(name="x", k=0), "k >= 1"),
+        (lambda: GateConfig(name="x", anneal=(0.8, 0.5)), "hold <= until"),
+        (lambda: GateConfig(name="x", dense_share=1.0), "dense_share"),
+    ],
+)
+def test_fields_out_of_range_are_refused(make, words):
+    with pytest.raises(TielineError, match=words):
+        make()

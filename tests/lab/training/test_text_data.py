@@ -1,0 +1,184 @@
+"""Text to token ids: windows, tokenizers, the attack, the splits."""
+
+import hashlib
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.lab.training.real_data import shared
+from tieline.core.errors import TielineError
+from tieline.lab.training import fetch
+from tieline.lab.training.config import DataConfig
+from tieline.lab.training.text_data import (
+    LETTERS,
+    Windows,
+    attacked,
+    bpe_tokenizer,
+    byte_tokenizer,
+    cleaned,
+    letter_tokenizer,
+    load_streams,
+    text8_ids,
+)
+
+BYTES = byte_tokenizer()
+STREAM = torch.arange(100, dtype=torch.uint8)
+
+
+def test_windows_are_pieces_of_the_stream_drawn_by_the_seed():
+    one, same, other = (Windows(STREAM, context=5, length=40, seed=s) for s in (1, 1, 2))
+    firsts = []
+    for i in range(40):
+        ids = one[i]["input_ids"]
+        assert ids.tolist() == list(range(int(ids[0]), int(ids[0]) + 5))
+        assert torch.equal(one[i]["labels"], ids)
+        assert torch.equal(ids, same[i]["input_ids"])
+        firsts.append(int(ids[0]))
+    assert firsts != [int(other[i]["input_ids"][0]) for i in range(40)]
+    assert len(set(firsts)) > 20
+
+
+def test_the_last_window_of_a_stream_can_be_drawn():
+    found = {
+        int(Windows(STREAM[:6], context=5, length=64, seed=0)[i]["input_ids"][0]) for i in range(64)
+    }
+    assert found == {0, 1}
+
+
+def test_windows_that_do_not_fit_are_refused():
+    with pytest.raises(TielineError, match="windows of 101 tokens do not fit"):
+        Windows(STREAM, context=101, length=1, seed=0)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.text(max_size=40))
+def test_bytes_are_their_own_ids_and_any_text_comes_back(text):
+    ids = BYTES(text)["input_ids"]
+    assert ids == list(text.encode())
+    assert BYTES.decode(ids) == text
+
+
+def test_a_bpe_has_the_size_that_was_asked_for_and_loses_nothing():
+    text = "the cat sat on the mat\nthe dog – ünïcode – sat on the log\n" * 20
+    tokenizer = bpe_tokenizer(text.split("\n"), 300)
+    assert len(tokenizer) <= 300
+    ids = tokenizer(text)["input_ids"]
+    assert tokenizer.decode(ids) == text
+    assert len(ids) < len(text.encode()) / 2
+
+
+def test_letters():
+    tokenizer = letter_tokenizer(LETTERS)
+    assert tokenizer("ab z")["input_ids"] == [1, 2, 0, 26]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 9))
+def test_the_attack_replaces_words_and_nothing_else(seed):
+    text = " = Title = \n\n word one two three \n" * 50
+    changed = attacked(text, 0.3, seed)
+    assert changed.count("\n") == text.count("\n")
+    before, after = text.split(), changed.split()
+    assert len(before) == len(after)
+    assert all(new in (old, "AAA") for old, new in zip(before, after, strict=True))
+    assert 0.15 < after.count("AAA") / len(after) < 0.45
+    assert attacked(text, 0.0, seed) == text
+    assert attacked(text, 1.0, seed).split() == ["AAA"] * len(before)
+
+
+def test_an_attack_rate_beyond_one_is_refused():
+    with pytest.raises(TielineError, match="rate"):
+        attacked("a", 1.5, 0)
+
+
+ARTICLE = """<page><text xml:space="preserve">'''Ant 9''' is [[the insect|an ant]]
+&lt;ref&gt;x&lt;/ref&gt; {{box|a=1}} of [[Category:Ants]] 1999.</text></page>
+<page><text xml:space="preserve">#REDIRECT [[Bee]]</text></page>"""
+
+
+def test_articles_become_letters_and_single_spaces(tmp_path):
+    file = tmp_path / "raw"
+    file.write_text(ARTICLE)
+    ids = text8_ids(file)
+    assert "".join(LETTERS[i] for i in ids) == "ant nine is an ant x of one nine nine nine"
+    assert cleaned("A  B") == "a b"
+
+
+def test_the_text_in_the_box_is_split_without_overlap():
+    found, before = (load_streams(DataConfig(name=name)) for name in ("demo", "shipped"))
+    assert torch.equal(found.train, before.train)
+    parts = [found.train, found.validation, found.test]
+    total = sum(part.numel() for part in parts)
+    assert parts[1].numel() == parts[2].numel() == total // 10
+    whole = torch.cat(parts)
+    assert found.tokenizer.decode(whole[:200].tolist()) in found.tokenizer.decode(whole.tolist())
+
+
+def test_an_unknown_text_is_refused():
+    with pytest.raises(TielineError, match="'nothing' is not one of the texts"):
+        load_streams(DataConfig(name="nothing"))
+
+
+def test_wikitext_without_its_training_split_says_so():
+    folder = shared("wikitext-103")
+    found = load_streams(DataConfig(name="wikitext"))
+    assert "without its training split" in found.about
+    beginning = found.tokenizer.decode(found.test[:400].tolist())
+    assert (folder / "wiki.test.tokens").read_text(encoding="utf-8").startswith(beginning)
+    assert found.words["test"] == found.words["test_attacked"] == 241_211
+    assert found.attacked["test_attacked"].numel() > found.test.numel()
+
+
+def test_data_that_are_not_here_are_asked_for(monkeypatch, tmp_path):
+    monkeypatch.setenv("TIELINE_DATA", str(tmp_path))
+    with pytest.raises(fetch.DataError, match="put its files into"):
+        fetch.data_set("no-such-set")
+
+
+def test_data_are_found_in_the_named_folder_then_in_the_cache(monkeypatch, tmp_path):
+    cache, named = tmp_path / "cache", tmp_path / "named"
+    monkeypatch.setattr(fetch, "cache_folder", lambda name: cache / name)
+    monkeypatch.delenv("TIELINE_DATA", raising=False)
+    assert fetch.data_folder() == cache / "data"
+    (cache / "data" / "set").mkdir(parents=True)
+    monkeypatch.setenv("TIELINE_DATA", str(named))
+    assert fetch.data_folder() == named
+    assert fetch.data_set("set") == cache / "data" / "set"
+    (named / "set").mkdir(parents=True)
+    assert fetch.data_set("set") == named / "set"
+    assert fetch.find_data("other") == named / "other"
+
+
+def test_what_is_kept_is_checked_by_hash_and_made_once(monkeypatch, tmp_path):
+    monkeypatch.setenv("TIELINE_DATA", str(tmp_path))
+    right = fetch.DataFile("set", hashlib.sha256(b"data").hexdigest(), 4)
+    made = []
+
+    def make():
+        made.append(1)
+        return b"data"
+
+    path = fetch.kept(right, make)
+    assert path.read_bytes() == b"data"
+    assert fetch.kept(right, make) == path
+    assert made == [1]
+    path.write_bytes(b"tampered")
+    assert fetch.kept(right, make).read_bytes() == b"data"
+    with pytest.raises(fetch.DataError, match="SHA-256"):
+        fetch.kept(replace(right, name="other"), lambda: b"wrong")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["set"]
+
+
+def test_only_https_is_fetched(monkeypatch, tmp_path):
+    monkeypatch.setenv("TIELINE_DATA", str(tmp_path))
+    with pytest.raises(fetch.DataError, match="https"):
+        fetch.fetch(fetch.DataFile("hosts", "0" * 64, 1, "file:///etc/hosts"))
+
+
+def test_a_server_that_is_not_there_is_told_with_the_way_round(monkeypatch, tmp_path):
+    monkeypatch.setenv("TIELINE_DATA", str(tmp_path))
+    with pytest.raises(fetch.DataError, match="put the file into"):
+        fetch.fetch(fetch.DataFile("x", "0" * 64, 1, "https://127.0.0.1:9/x"))

@@ -1,0 +1,158 @@
+"""Emulated precision: what is rounded, what is not, and that the native model does the same."""
+
+import copy
+
+import pytest
+import torch
+
+from tests.models.tiny import WIDTH, batch, lively, tiny_model
+from tieline.core.errors import ParameterError
+from tieline.models import find_routers
+from tieline.models.emulate import FORMATS, emulate
+
+FAMILIES = ["mixtral", "olmoe", "qwen3_moe", "gpt_oss", "deepseek_v3"]
+
+
+def first_router(model):
+    return next(iter(find_routers(model).values()))
+
+
+def router_logits(router, x):
+    return router(x)[0]
+
+
+def dyadic(*shape):
+    """Numbers of few bits: their products and sums are exact in float32."""
+    return torch.randint(-64, 65, shape) / 32
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_router_in_bf16_is_what_torch_makes_of_it_in_bf16(family):
+    router = first_router(lively(tiny_model(family)))
+    x = dyadic(50, WIDTH) * 1.0078125  # more bits than bf16 holds
+    native = copy.deepcopy(router).to(torch.bfloat16)
+    logits = native(x.bfloat16())[0]
+    with torch.inference_mode(), emulate(router, "bf16"):
+        found = router(x)[0]
+    # sums in another order may fall on the other side of half a step
+    step = 2.0**-7 * logits.float().abs().clamp(min=2**-6)
+    assert ((found - logits.float()).abs() <= step).all()
+    if logits.dtype == torch.bfloat16:
+        assert (found == logits.float()).double().mean() > 0.95
+        assert torch.equal(found, found.bfloat16().float())
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2", "int8", "int8_group", "int4"])
+def test_a_router_in_few_bits_is_the_product_of_rounded_numbers(name):
+    router = first_router(lively(tiny_model("olmoe")))
+    x, chosen = torch.randn(20, WIDTH), FORMATS[name]
+    with emulate(router, name):
+        found = router_logits(router, x)
+    seen = x if chosen.activations is None else chosen.activations(x)
+    assert torch.allclose(found, seen @ chosen.weights(router.weight).T, atol=1e-6)
+    assert not torch.allclose(found, x @ router.weight.T, atol=1e-4)
+
+
+@pytest.mark.parametrize("parts", ["router", "all", "others"])
+def test_only_the_parts_asked_for_are_in_the_format_and_all_is_restored(parts):
+    model = lively(tiny_model("olmoe"))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    clean = model(input_ids=batch()).logits
+    with emulate(model, "int4", parts):
+        changed = {n for n, v in model.state_dict().items() if not torch.equal(v, before[n])}
+    routers = {n for n in before if ".gate." in n}
+    inner = {n for n, v in before.items() if v.ndim >= 2 and "layers" in n}
+    assert changed == {"router": routers, "all": inner, "others": inner - routers}[parts]
+    after = model.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    assert torch.equal(model(input_ids=batch()).logits, clean)
+
+
+def test_weights_come_back_also_after_an_error():
+    model = lively(tiny_model("olmoe"))
+    clean = model(input_ids=batch()).logits
+    with pytest.raises(KeyError), emulate(model, "int4", "all"):
+        raise KeyError
+    assert torch.equal(model(input_ids=batch()).logits, clean)
+
+
+def test_routers_that_are_kept_are_not_touched():
+    model = lively(tiny_model("olmoe"))
+    names = list(find_routers(model))
+    clean = model(input_ids=batch()).logits
+    with emulate(model, "bf16", "router", keep=names):
+        assert torch.equal(model(input_ids=batch()).logits, clean)
+    with emulate(model, "bf16", "router", keep=names[:1]):
+        some = model(input_ids=batch()).logits
+    with emulate(model, "bf16", "router"):
+        every = model(input_ids=batch()).logits
+    assert not torch.equal(some, clean)
+    assert not torch.equal(some, every)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_whole_model_in_bf16_errs_as_the_native_one_does(family):
+    """By as much, and in good part by the same: two errors at random would be √2 times apart."""
+    model = lively(tiny_model(family))
+    native = copy.deepcopy(model).to(torch.bfloat16)
+    for name, buffer in native.named_buffers():  # transformers keeps this one in float32
+        if name.endswith("e_score_correction_bias"):
+            buffer.data = model.get_buffer(name).clone()
+    ids = batch(4, 24)
+    with torch.inference_mode():
+        exact, low = model(input_ids=ids).logits, native(input_ids=ids).logits.float()
+        with emulate(model, "bf16", "all"):
+            found = model(input_ids=ids).logits
+    pairs = (found, low), (exact, low), (exact, found)
+    apart, native, emulated = ((a - b).norm(dim=-1).median().item() for a, b in pairs)
+    assert 0.85 < emulated / native < 1.15
+    assert apart < 0.9 * native
+
+
+def test_positions_stay_exact_however_long_the_text():
+    """In bf16 positions past 256 would be rounded, which no model does."""
+    model = lively(tiny_model("olmoe", max_position_embeddings=2048))
+    seen = []
+    model.model.rotary_emb.register_forward_hook(lambda module, args, output: seen.append(output))
+    ids = batch(1, 700)
+    with torch.inference_mode():
+        model(input_ids=ids)
+        with emulate(model, "bf16", "all"):
+            model(input_ids=ids)
+    assert all(torch.equal(one, two) for one, two in zip(*seen, strict=True))
+
+
+def test_a_router_that_computes_in_float32_keeps_its_logits_in_the_whole_model_alone():
+    model = lively(tiny_model("deepseek_v3"))
+    router, x = first_router(model), torch.randn(9, WIDTH)
+    with emulate(router, "bf16", "router"):
+        rounded = router_logits(router, x)
+    with emulate(model, "bf16", "all"):
+        single = router_logits(router, x)
+    assert torch.equal(rounded, rounded.bfloat16().float())
+    assert torch.allclose(
+        single, x.bfloat16().float() @ router.weight.bfloat16().float().T, atol=1e-6
+    )
+    assert not torch.equal(single, single.bfloat16().float())
+
+
+def test_transposed_experts_share_scales_along_their_inputs():
+    model = lively(tiny_model("gpt_oss"))
+    experts = model.model.layers[0].mlp.experts
+    before = experts.gate_up_proj.clone()  # (experts, inputs, outputs)
+    with emulate(model, "int4", "all"):
+        after = experts.gate_up_proj.clone()
+    largest = before.abs().amax(dim=1, keepdim=True)
+    steps = after / (largest / 7)
+    assert torch.allclose(steps, steps.round(), atol=1e-4)
+
+
+def test_unknown_formats_parts_and_layers_are_refused():
+    model = tiny_model("olmoe")
+    with pytest.raises(ParameterError, match="unknown format 'fp4'"), emulate(model, "fp4"):
+        pass
+    with (
+        pytest.raises(ParameterError, match="no routers named"),
+        emulate(model, "bf16", keep=["x"]),
+    ):
+        pass

@@ -1,9 +1,0 @@
-"""Runs small enough for a test: seconds, on the text in the box."""
-
-from tieline.training.recipes import recipe_config
-
-
-def tiny(gate="smoe", steps=6, **changes):
-    """The smoke recipe of a gate, made smaller."""
-    small = {"optim__steps": steps, "optim__batch": 4, "evaluate_items": 4, "log_every": 2}
-    return recipe_config(f"demo-smoke-{gate}").replace(**(small | changes))
