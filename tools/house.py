@@ -317,10 +317,14 @@ def undocumented(trees: dict[Path, ast.Module]) -> list[str]:
         classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
         bodies = [tree.body, *(node.body for node in classes if not node.name.startswith("_"))]
         for node in (item for body in bodies for item in body):
-            public = isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
-            if public and not ast.get_docstring(node) and not node.decorator_list:
+            if isinstance(node, ast.FunctionDef) and is_undocumented(node):
                 rows.append(f"{path}:{node.lineno} {node.name}")
     return rows
+
+
+def is_undocumented(node: ast.FunctionDef) -> bool:
+    """Whether a function is public and has no docstring; overloads and properties count not."""
+    return not (node.name.startswith("_") or ast.get_docstring(node) or node.decorator_list)
 
 
 def spread(lengths: list[int]) -> dict[str, float]:
