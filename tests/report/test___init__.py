@@ -10,7 +10,7 @@ from tieline.core.errors import ParameterError
 
 @pytest.mark.parametrize("name", list(report.MODULES.values()))
 def test_every_module_of_the_table_draws_in_five_ways(name):
-    module = importlib.import_module(f"tieline.report.{name}")
+    module = importlib.import_module(name)
     for ability in ("page", "figures", "terminal", "summary", "notebook"):
         assert callable(getattr(module, ability))
 

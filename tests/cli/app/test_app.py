@@ -61,6 +61,6 @@ def test_every_public_name_is_there():
         assert getattr(package, name) is not None
     assert set(package.__all__) <= set(dir(package))
     assert set(package.HOMES) | {"TielineError", "__version__"} == set(package.__all__)
-    assert package.geometry.__name__ == "tieline.lab.geometry"
+    assert package.measure.__name__ == "tieline.measure"
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = package.nothing

@@ -60,17 +60,17 @@ def reproduce(
     outputs = Outputs(html, json_to, kept=results, overwrite=overwrite)
     outputs.check()
     with progress_bars():
-        from tieline import papers
         from tieline.core.parallel import check_executor
+        from tieline.lab import claims as claims_room
 
-        chosen = papers.select(claims or ["all"])
+        chosen = claims_room.select(claims or ["all"])
     if show:
-        deliver(papers.Catalogue.of(chosen), outputs)
+        deliver(claims_room.Catalogue.of(chosen), outputs)
         return
     check_executor(executor, address, jobs)
     say(_plan(chosen, fast, executor, jobs))
     with progress_bars() as progress:
-        ledger = papers.reproduce(
+        ledger = claims_room.reproduce(
             claims or ["all"],
             fast=fast,
             seed=seed,

@@ -55,9 +55,9 @@ def train(
         return
     require(recipe is not None, "name a recipe; `tieline train --list` shows all")
     with progress_bars():
-        from tieline import training
         from tieline.analysis.sources import quiet_transformers
         from tieline.core.processes import FirstRankError
+        from tieline.lab import training
         from tieline.lab.training.engine import plan
         from tieline.lab.training.recipes import recipe_config
     quiet_transformers()

@@ -75,9 +75,9 @@ def test_the_key_names_its_parts(kept):
 
 def test_the_fingerprint_sees_what_computes_and_not_what_shows():
     assert fingerprint(0) != fingerprint(1)
-    assert runner._matters(("geometry", "order.py"), "paper0")
-    assert runner._matters(("papers", "claim.py"), "paper0")
-    assert runner._matters(("papers", "paper0", "model.py"), "paper0")
-    assert not runner._matters(("papers", "paper1", "ties.py"), "paper0")
+    assert runner._matters(("measure", "boundary.py"), "paper0")
+    assert runner._matters(("lab", "claims", "claim.py"), "paper0")
+    assert runner._matters(("lab", "claims", "paper0", "model.py"), "paper0")
+    assert not runner._matters(("lab", "claims", "paper1", "ties.py"), "paper0")
     assert not runner._matters(("report", "page.py"), "paper0")
     assert not runner._matters(("cli", "app.py"), "paper0")

@@ -1,0 +1,5 @@
+"""Results that several tests draw."""
+
+from tests.report.conftest import ids_only, result
+
+__all__ = ["ids_only", "result"]
