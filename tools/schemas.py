@@ -56,7 +56,9 @@ def schema(cls: type[Result]) -> dict[str, Any]:
 
 def _record(cls: Any, bound: Mapping[Any, Any], records: dict[str, Any]) -> dict[str, Any]:
     """The schema of one record; records inside it are added to `records`."""
-    hints, texts = get_type_hints(cls), _field_texts(cls)
+    texts, sentences = _field_texts(cls), getattr(cls, "sentences", ())
+    made_on_demand = {x: get_type_hints(getattr(cls, x).fget)["return"] for x in sentences}
+    hints = get_type_hints(cls) | made_on_demand
     properties = {}
     for name in _fields(cls):
         text = {"description": texts[name]} if name in texts else {}
@@ -72,7 +74,8 @@ def _record(cls: Any, bound: Mapping[Any, Any], records: dict[str, Any]) -> dict
 
 def _fields(cls: Any) -> list[str]:
     if dataclasses.is_dataclass(cls):
-        return [f.name for f in dataclasses.fields(cls) if f.metadata.get("json", True)]
+        fields = [f.name for f in dataclasses.fields(cls) if f.metadata.get("json", True)]
+        return [*getattr(cls, "sentences", ()), *fields]
     return list(cls._fields)
 
 
@@ -82,6 +85,7 @@ def _required(cls: Any) -> list[str]:
         return [name for name in cls._fields if name not in cls._field_defaults]
     absent = dataclasses.MISSING
     bare = {f.name for f in dataclasses.fields(cls) if f.default is f.default_factory is absent}
+    bare |= set(getattr(cls, "sentences", ()))
     return [name for name in _fields(cls) if name in bare]
 
 

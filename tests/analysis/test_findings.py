@@ -1,4 +1,4 @@
-"""Findings, metrics and the verdict: each says the number that it was made from."""
+"""Metrics, judgement and observations follow from the measures."""
 
 from dataclasses import replace
 
@@ -9,17 +9,11 @@ from hypothesis import strategies as st
 
 from tests.report.zoo import make_trace
 from tieline.analysis.findings import (
-    MORE_TOKENS,
-    NO_REPAIR,
-    REPAIR,
-    findings,
-    layer_labels,
+    judge,
     leading_rate,
     metrics,
-    percent,
+    observe,
     possible_states,
-    verdict,
-    with_interval,
 )
 from tieline.analysis.inspection import (
     GapJumpTable,
@@ -104,44 +98,45 @@ def with_share(measures, share, low=None, high=None):
 
 
 @pytest.mark.parametrize(
-    ("share", "jumps", "words"),
+    ("share", "jumps", "kind", "harm", "advice"),
     [
-        (0.0, HIGH, "Routing is robust: 0 % (95 % interval 0 % to 0 %) of tokens"),
-        (0.0, LOW, "Routing is robust: 0 % (95"),
-        (0.01, HIGH, "Routing is mostly stable: 1 % (95 % interval 1 % to 1 %) of tokens"),
-        (0.01, LOW, "Routing is mostly stable, but mostly at harmless ties: 1 % (95"),
-        (0.02, HIGH, "Routing is fragile: 2 % (95"),
-        (0.3, LOW, "Routing is fragile, but mostly at harmless ties: 30 % (95"),
+        (0.0, HIGH, "robust", "dangerous", "nothing"),
+        (0.0, LOW, "robust", "harmless", "nothing"),
+        (0.01, HIGH, "mostly stable", "dangerous", "repair"),
+        (0.01, LOW, "mostly stable", "harmless", "nothing"),
+        (0.02, HIGH, "fragile", "dangerous", "repair"),
+        (0.3, LOW, "fragile", "harmless", "nothing"),
     ],
 )
-def test_the_verdict_follows_the_numbers(measures, share, jumps, words):
-    sentence = verdict(with_share(measures, share), jumps_for(measures, jumps, jumps, jumps))
-    assert sentence.startswith(words)
-    assert "in at least one of 3 layers when the router's logits are rounded to bf16" in sentence
-    height = "40 %" if jumps is HIGH else "2 %"
-    assert f"moves the output of its layer by {height} (median). What to do: " in sentence
-    repaired = "tieline smooth" in sentence
-    assert repaired == (share > 0.002 and jumps is HIGH)
+def test_the_judgement_follows_the_numbers(measures, share, jumps, kind, harm, advice):
+    found = judge(with_share(measures, share), jumps_for(measures, jumps, jumps, jumps))
+    assert (found.kind, found.harm, found.advice) == (kind, harm, advice)
+    assert found.states == (kind,)
+    assert found.cause == "bf16"
+    assert found.share.value == share
+    assert found.jump == (0.4 if jumps is HIGH else 0.02)
 
 
-TOLD = {
-    (0.0, 0.001): "Routing is robust: ",
-    (0.0, 0.002): "Routing is robust or mostly stable, too few tokens to tell which: ",
-    (0.002, 0.019): "Routing is mostly stable: ",
-    (0.01, 0.03): "Routing is mostly stable or fragile, too few tokens to tell which: ",
-    (0.0, 0.9): "Too few tokens to tell how stable routing is: ",
-    (0.02, 0.5): "Routing is fragile: ",
+STATES = {
+    (0.0, 0.001): ("robust",),
+    (0.0, 0.002): ("robust", "mostly stable"),
+    (0.002, 0.019): ("mostly stable",),
+    (0.01, 0.03): ("mostly stable", "fragile"),
+    (0.0, 0.9): ("robust", "mostly stable", "fragile"),
+    (0.02, 0.5): ("fragile",),
 }
 
 
-@pytest.mark.parametrize(("low", "high"), TOLD)
-def test_a_verdict_has_the_words_that_its_interval_allows(measures, low, high):
+@pytest.mark.parametrize(("low", "high"), STATES)
+def test_a_judgement_has_the_states_that_its_interval_allows(measures, low, high):
     jumps = jumps_for(measures, HIGH, HIGH, HIGH)
-    sentence = verdict(with_share(measures, (low + high) / 2, low, high), jumps)
-    assert sentence.startswith(TOLD[low, high])
-    assert f"(95 % interval {percent(low)} to {percent(high)}) of tokens" in sentence
-    wanted = REPAIR if low >= 0.002 else NO_REPAIR if high < 0.002 else MORE_TOKENS
-    assert sentence.endswith(wanted)
+    found = judge(with_share(measures, (low + high) / 2, low, high), jumps)
+    assert found.states == STATES[low, high]
+    assert found.kind == (found.states[0] if len(found.states) == 1 else "undecided")
+    assert (found.share.low, found.share.high) == (low, high)
+    assert found.advice == (
+        "repair" if low >= 0.002 else "nothing" if high < 0.002 else "more tokens"
+    )
 
 
 @given(*[st.tuples(st.floats(0, 0.1), st.floats(0, 0.1)).map(sorted)] * 2)
@@ -154,29 +149,29 @@ def test_two_verdicts_contradict_each_other_only_where_their_intervals_part(one,
 
 def test_few_near_ties_do_not_tell_whether_they_are_harmless(measures):
     few = jumps_for(measures, HIGH[:3], LOW[:3], HIGH[:3])
-    sentence = verdict(with_share(measures, 0.3), few)
-    assert "harmless" not in sentence
-    assert sentence.endswith(MORE_TOKENS)
-    (unclear,) = [f for f in findings(measures, few) if f.kind == "jump"]
-    assert unclear.text.startswith("too few near-ties to tell whether most change the output")
+    found = judge(with_share(measures, 0.3), few)
+    assert (found.harm, found.advice) == ("unclear", "more tokens")
+    (unclear,) = by_kind(observe(measures, few), "jump")
+    assert unclear.case == "jump:unclear"
 
 
 def test_one_token_tells_nothing():
-    trace = make_trace()
-    first = select_tokens(trace, slice(1))
-    assert verdict(measure(first, SETTINGS), ()).startswith("Too few tokens to tell how stable")
+    first = select_tokens(make_trace(), slice(1))
+    assert len(judge(measure(first, SETTINGS), ()).states) == 3
 
 
-def test_the_verdict_without_jumps_or_scores(measures):
-    assert "(median)" not in verdict(measures, ())
+def test_the_judgement_without_jumps_or_scores(measures):
+    assert judge(measures, ()).jump is None
+    assert judge(measures, ()).harm == "unknown"
     bare = measure(make_trace(ids_only=True), SETTINGS)
-    assert "only the load of the experts is known. Inspect the model itself" in verdict(bare, ())
+    assert judge(bare, ()).kind == "no scores"
     assert leading_rate(bare) is None
 
 
 def softmax_trace():
     """Probabilities without the size of their logits."""
-    scores = torch.rand(60, 4).softmax(dim=1).sort(dim=1, descending=True)
+    random = torch.Generator().manual_seed(0)
+    scores = torch.rand(60, 4, generator=random).softmax(dim=1).sort(dim=1, descending=True)
     layer = LayerTrace("h.0.gate", LayerFacts(4, 1, "softmax"), scores.indices, scores.values)
     places = torch.arange(60)
     return RoutingTrace((layer,), places, torch.zeros_like(places), places)
@@ -184,50 +179,39 @@ def softmax_trace():
 
 def test_unknown_logits_are_judged_by_noise():
     found = measure(softmax_trace(), SETTINGS)
-    rate, cause = leading_rate(found)
-    assert (rate.name, cause) == ("0.01", "under noise of 0.01 on the router's logits")
-    texts = [finding.text for finding in findings(found, ()) if finding.kind == "flips"]
-    assert len(texts) == 2
-    assert all("under noise of" in text for text in texts)
+    assert leading_rate(found).name == "0.01"
+    flips = by_kind(observe(found, ()), "flips")
+    assert [fact.source for fact in flips] == ["0.01", "0.1"]
 
 
 def by_kind(found, kind):
-    return [finding for finding in found if finding.kind == kind]
+    return [fact for fact in found if fact.kind == kind]
 
 
-def test_the_gravest_come_first_and_numbers_are_in_the_words(measures):
-    found = findings(measures, jumps_for(measures, HIGH, LOW, (0.3, 0.5, 0.9) * 24))
-    ranks = [["warning", "notice", "info"].index(finding.severity) for finding in found]
+def test_the_gravest_come_first_with_their_numbers(measures):
+    found = observe(measures, jumps_for(measures, HIGH, LOW, (0.3, 0.5, 0.9) * 24))
+    ranks = [["warning", "notice", "info"].index(fact.severity) for fact in found]
     assert ranks == sorted(ranks)
+    names = [layer.name for layer in measures.layers]
     worst = next(rate for rate in measures.model.precision if rate.name == "bf16")
-    flips = by_kind(found, "flips")[0]
-    assert flips.number == worst.worst
-    told = with_interval(worst.worst_share)
-    assert flips.text.startswith(f"{told} of tokens change experts in layer")
+    assert by_kind(found, "flips")[0].number == worst.worst
     other = (0.01, 0.2, 0.3, 0.4) * 24
-    mixed = by_kind(findings(measures, jumps_for(measures, LOW, other, LOW)), "jump")
-    assert [finding.severity for finding in mixed] == ["warning", "info"]
+    mixed = by_kind(observe(measures, jumps_for(measures, LOW, other, LOW)), "jump")
+    assert [fact.severity for fact in mixed] == ["warning", "info"]
     high, low = by_kind(found, "jump")
-    assert (high.number, high.layer, high.severity) == (0.5, measures.layers[2].name, "warning")
-    assert "by 50 % in layer 2 and 40 % in layer 0 (median of 72 near-ties)" in high.text
-    assert (low.severity, low.number) == ("info", 0.02)
-    assert "harmless in layer 1: " in low.text
+    assert (high.case, high.number, high.severity) == ("jump:dangerous", 0.5, "warning")
+    assert high.layers == (names[2], names[0])
+    assert (low.case, low.number, low.layers) == ("jump:harmless", 0.02, (names[1],))
     (dead,) = by_kind(found, "dead")
-    assert dead.text == (
-        "expert 1 of layer 0, expert 1 of layer 1 and expert 1 of layer 2 are never used by these "
-        "200 tokens"
-    )
+    assert (dead.number, dead.layers, dead.layer) == (3, tuple(names), None)
     (ties,) = by_kind(found, "ties")
     shares = [layer.gap.value.ties / 200 for layer in measures.layers]
-    for place, layer in enumerate(measures.layers):
-        count = layer.gap.value.ties
-        assert f"{count} tokens ({percent(count / 200)}) in layer {place}" in ties.text
     assert (ties.number, ties.severity) == (max(shares), "warning")
+    assert set(ties.layers) == set(names)
     epsilons = [layer.near.value.epsilon_half.value for layer in measures.layers]
     (epsilon,) = by_kind(found, "epsilon")
     assert epsilon.number == min(epsilons)
-    assert f"{min(epsilons):.2g} in layer" in epsilon.text
-    assert "2.5 experts per token" in epsilon.text
+    assert epsilon.layers == tuple(names[epsilons.index(f(epsilons))] for f in (min, max))
     assert by_kind(found, "tokens")[0].number == 200
     assert not by_kind(found, "gap")
 
@@ -245,38 +229,37 @@ def test_flips_are_graded_by_their_share(measures, worst, severity):
     graded = replace(measures, model=replace(measures.model, precision=rates))
     found = [
         finding
-        for finding in findings(graded, ())
+        for finding in observe(graded, ())
         if finding.number == worst and finding.kind == "flips"
     ]
     assert [finding.severity for finding in found] == [severity]
 
 
-def test_losses_are_told_with_their_error(measures):
+def test_losses_are_those_of_the_layers_with_swaps(measures):
     record = jump_record(measures.layers[0].name, HIGH, (1.0, None, 3.0))
-    (loss,) = by_kind(findings(measures, (record,)), "loss")
-    assert loss.text == (
-        "one swap changes the loss of its sequence by a median of 0.5 nats in layer 0 (mean +0.25 "
-        "± 0.1)"
-    )
+    (loss,) = by_kind(observe(measures, (record,)), "loss")
+    assert (loss.number, loss.layers) == (0.25, (measures.layers[0].name,))
 
 
-def test_busy_and_cold_experts_are_told():
+def test_busy_and_unused_experts_are_counted():
+    found = observe(measure(busy_trace(), SETTINGS), ())
+    (busy,) = by_kind(found, "load")
+    assert busy.number == pytest.approx(38.8)
+    (dead,) = by_kind(found, "dead")
+    assert dead.number == 36
+    (unanswered,) = by_kind(found, "gap")
+    assert unanswered.number == 1
+    assert unanswered.source.startswith("gaps: not answerable: the trace has expert ids")
+    assert by_kind(found, "cold") == []
+
+
+def busy_trace():
+    """Forty experts of which one gets nearly all tokens."""
     experts = torch.zeros(400, 1, dtype=torch.int64)
     experts[:12, 0] = torch.arange(12) % 3 + 1
     layer = LayerTrace("layers.0.gate", LayerFacts(40, 1), experts)
     places = torch.arange(400)
-    trace = RoutingTrace((layer,), places, torch.zeros_like(places), places)
-    found = findings(measure(trace, SETTINGS), ())
-    (busy,) = by_kind(found, "load")
-    assert busy.text.endswith("than an even load: expert 0 of layer 0 38.8 times")
-    dead = by_kind(found, "dead")[0]
-    assert dead.text.startswith("experts 4, 5, 6, 7, 8, 9 and 30 more of layer 0 are never used")
-    assert dead.number == 36
-    (unanswered,) = by_kind(found, "gap")
-    assert unanswered.text.startswith(
-        "1 of 1 layers: gaps: not answerable: the trace has expert ids"
-    )
-    assert by_kind(found, "cold") == []
+    return RoutingTrace((layer,), places, torch.zeros_like(places), places)
 
 
 def test_a_low_precision_product_that_flips_is_a_warning(measures):
@@ -285,45 +268,14 @@ def test_a_low_precision_product_that_flips_is_a_warning(measures):
 
     product = ProductFlips("bf16", 0.1, Estimate(0.03), Estimate(0.025))
     layers = (replace(measures.layers[0], product=Answer(product)), *measures.layers[1:])
-    found = by_kind(findings(replace(measures, layers=layers), ()), "flips")
-    assert [f.text for f in found if f.number == 0.025] == [
-        "tokens that change experts if a bf16 matrix product computes the logits: 2.5 % in layer 0"
-    ]
+    found = by_kind(observe(replace(measures, layers=layers), ()), "flips")
+    (fact,) = [x for x in found if x.case == "flips:product"]
+    assert (fact.number, fact.severity, fact.source) == (0.025, "warning", "bf16")
+    assert fact.layers == (measures.layers[0].name,)
 
 
-@pytest.mark.parametrize(
-    ("names", "labels"),
-    [
-        (["model.layers.3.mlp.gate"], ["layer 3"]),
-        (
-            ["l.1.attn.router", "l.1.mlp.router"],
-            ["layer 'l.1.attn.router'", "layer 'l.1.mlp.router'"],
-        ),
-        (["gate"], ["layer 'gate'"]),
-    ],
-)
-def test_layers_are_called_by_number_where_that_tells_them_apart(names, labels):
-    assert list(layer_labels(names).values()) == labels
-
-
-@pytest.mark.parametrize(
-    ("share", "words"),
-    [
-        (0.0, "0 %"),
-        (8e-19, "< 0.001 %"),
-        (0.0213, "2.1 %"),
-        (0.31, "31 %"),
-        (1.0, "100 %"),
-        (6.8, "680 %"),
-    ],
-)
-def test_percent(share, words):
-    assert percent(share) == words
-
-
-def test_no_kind_of_finding_is_said_once_per_layer(measures):
-    """A fact about many layers is one sentence."""
-    found = findings(measures, jumps_for(measures, HIGH, HIGH, HIGH))
+def test_no_kind_is_observed_once_per_layer(measures):
+    found = observe(measures, jumps_for(measures, HIGH, HIGH, HIGH))
     for kind in ("jump", "ties", "dead", "cold", "load", "loss"):
         assert len(by_kind(found, kind)) <= 1
     assert len(by_kind(found, "flips")) == 2  # bf16, and all other formats

@@ -10,11 +10,10 @@ from rich.console import Console
 
 from tests.analysis.zoo import small_audit
 from tests.report.browser import BROWSERS, find_browser, look_at
-from tieline.analysis.precision_records import NeverHit
+from tieline.analysis.precision_records import PrecisionJudgement
 from tieline.report.audit import (
     COLUMNS,
     IGNORE_TITLE,
-    audit_notes,
     audit_panels,
     figures,
     keep_rows,
@@ -22,7 +21,7 @@ from tieline.report.audit import (
     page,
     terminal,
 )
-from tieline.report.tables import significant
+from tieline.report.words.numbers import significant
 
 needs_browser = pytest.mark.skipif(
     find_browser() is None, reason=f"no browser: none of {', '.join(BROWSERS)} is in PATH"
@@ -62,18 +61,6 @@ def test_arguments_that_leave_the_routers_alone_are_shown(audit):
     assert IGNORE_TITLE not in page(without)
 
 
-def test_notes_tell_noise_missing_experts_and_what_was_left_out(audit):
-    never = NeverHit(audit.layers[1], tuple(range(12)), 16)
-    result = replace(audit, never_hit=(never,), left_out=("100 of 200 tokens",))
-    notes = audit_notes(result)
-    assert notes[0].startswith("Noise of σ = 0.00")
-    assert "Layer 1: 12 of 16 experts were never hit" in notes[1]
-    assert "6, 7, …" in notes[1]
-    assert notes[2] == "Left out: 100 of 200 tokens."
-    result = replace(result, one_percent=replace(audit.one_percent, model=None))
-    assert len(audit_notes(result)) == 2
-
-
 def test_an_interval_is_shown_where_the_prediction_is_one(audit):
     column = next(c for c in COLUMNS if c.heading == "predicted")
     row = audit.effects[0]
@@ -107,7 +94,7 @@ def test_numbers_are_in_the_page_without_any_script_and_names_are_escaped(audit)
 
 def test_without_rounded_routers_one_line_says_so(audit):
     rows = tuple(row for row in audit.effects if row.kind == "score noise")
-    bare = replace(audit, effects=rows)
+    bare = replace(audit, effects=rows, judgement=PrecisionJudgement("not run"))
     panels = audit_panels(bare)
     assert [panel.figure is None for panel in panels] == [False, False, True]
     made = page(bare)

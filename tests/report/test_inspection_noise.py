@@ -5,7 +5,7 @@ from dataclasses import replace
 from tieline.analysis.inspection import LayerSlice, SlicePoint
 from tieline.lab.tropical.pictures import slice_router
 from tieline.report import page, terminal
-from tieline.report.inspection_noise import noise_panels, noise_words, slice_words
+from tieline.report.inspection_noise import noise_panels, slice_words
 
 TOKENS = ("a$b", "<b>", "\x00")
 
@@ -37,7 +37,6 @@ def test_orders_are_stacked_and_walks_stand_between_their_bounds(result):
 def test_what_was_not_measured_says_why(ids_only):
     assert all(panel.figure is None for panel in noise_panels(ids_only))
     assert "expert ids only" in noise_panels(ids_only)[0].reason
-    assert noise_words(ids_only) == []
 
 
 def test_the_slice_is_on_the_page_with_its_check(result):
@@ -49,8 +48,3 @@ def test_the_slice_is_on_the_page_with_its_check(result):
     assert "A slice through three hidden states" not in page(result)
     assert cut.plot("slice").axes
     assert terminal(cut, 80)
-
-
-def test_words_name_the_layer_that_flips_first(result):
-    (words,) = noise_words(result)
-    assert "within 420 roundings" in words

@@ -2,7 +2,8 @@
 
 from tieline.analysis.precision_records import Remedy, RemedyEffect, RemedyTable
 from tieline.core.statistics import Estimate
-from tieline.report.remedies import WHEN, tables, terminal, words
+from tieline.report.remedies import tables, terminal
+from tieline.report.words.audit import remedy_sentences
 
 
 def kl(value):
@@ -41,19 +42,5 @@ def test_a_row_names_what_remains_what_was_moved_and_the_price():
     assert second.rows[2][-2:] == ("6.0e-4 ± 6.0e-5", "2.10 experts, 1.10 × time")
 
 
-def test_words_say_what_was_best_and_when_each_wins():
-    said = words(TABLE)
-    assert said[0] == (
-        "Under router bf16, nearest to the original: float32 routers (KL 0); two runs of which "
-        "neither follows the other agree best with float32 routers (KL 0, the model not moved)."
-    )
-    assert "nearest to the original: replay (KL 1.0e-5)" in said[1]
-    assert "agree best with smoothed (KL 2.0e-5, the model moved by KL 6.0e-4)" in said[1]
-    assert said[2:5] == list(WHEN)
-    assert said[-1] == "Not possible: replay: no."
-    lower = [sentence for sentence in said if "lower" in sentence]
-    assert all("moved by" in sentence for sentence in lower)
-
-
 def test_the_terminal_fits_eighty_columns():
-    assert len(terminal(TABLE)) == 3 * 2 + len(words(TABLE)) + 1
+    assert len(terminal(TABLE)) == 3 * 2 + len(remedy_sentences(TABLE)) + 1

@@ -6,8 +6,8 @@ from dataclasses import replace
 import torch
 
 from tieline.analysis.calibration import calibration_need
+from tieline.analysis.findings import judge, observe
 from tieline.analysis.inspection import (
-    Finding,
     FlipWalk,
     GapJumpTable,
     Inspection,
@@ -150,14 +150,9 @@ def make_inspection(losses=False, jumps=True, text=True, model="zoo/moe", **trac
         else LayerJumps(layer.name, None, "not measured: no model" if scored else reason)
         for place, layer in enumerate(trace.layers)
     )
-    first, last = trace.layers[0].name, trace.layers[-1].name
     return Inspection(
-        verdict="1.4 % of tokens change an expert in bf16; <b>most</b> such changes are small.",
-        findings=(
-            Finding("warning", "2.6 % of tokens flip in bf16 & more in fp8.", 0.026, last, "flips"),
-            Finding("notice", "Expert 1 was never chosen.", 1.0, first, "dead"),
-            Finding("info", "The load is 84 % even.", 0.84, None, "load"),
-        ),
+        judgement=judge(measures, found),
+        observations=observe(measures, found),
         metrics=make_metrics(measures),
         measures=measures,
         jumps=found,

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from tieline._version import __version__
 from tieline.analysis.calibration import most_first, tokens_needed
-from tieline.analysis.findings import findings, metrics, verdict
+from tieline.analysis.findings import judge, metrics, observe
 from tieline.analysis.inspection import Inspection, LayerJumps, NoiseReport, TextSample
 from tieline.analysis.jump import JumpSettings, measure_jumps, with_losses
 from tieline.analysis.linear import linear_weights
@@ -334,8 +334,8 @@ def _inspection(
         for layer in measures.layers
     )
     return Inspection(
-        verdict=verdict(measures, jumps),
-        findings=findings(measures, jumps),
+        judgement=judge(measures, jumps),
+        observations=observe(measures, jumps),
         metrics=metrics(measures, jumps),
         measures=measures,
         jumps=jumps,

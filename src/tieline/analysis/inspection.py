@@ -1,6 +1,6 @@
 """The result of inspecting a model, as frozen records.
 
-Inspection          everything: measures, jumps, text sample, findings, metrics
+Inspection          everything: measures, jumps, text sample, verdict, findings, metrics
 ├─ measures         `RoutingMeasures` of the geometry, one `LayerMeasures` per layer
 ├─ jumps            one `LayerJumps` per layer, in the order of `measures.layers`
 │  └─ value         `JumpMeasures`: `JumpSample`s, `GapJumpTable`, `LossJumps`
@@ -9,7 +9,8 @@ Inspection          everything: measures, jumps, text sample, findings, metrics
 ├─ slice            `LayerSlice` through three hidden states, where it was asked for
 ├─ softening        `Softening`: loss against the width of a soft choice, where it was asked for
 ├─ sample           `TextSample`: pieces of text with the gaps of their tokens
-└─ findings         `Finding`s, most severe first
+├─ judgement        `RoutingJudgement`: the data of the verdict
+└─ observations     `Observation`s: the data of the findings, most severe first
 """
 
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from typing import ClassVar, Literal
 
 from tieline.analysis.calibration import CalibrationNeed
 from tieline.core.records import Result
-from tieline.core.statistics import Estimate, Quantiles
+from tieline.core.statistics import Estimate, Quantiles, Share
 from tieline.lab.on_model.soften_records import Softening
 from tieline.lab.tropical.pictures import Slice
 from tieline.measure.measure_records import Answer
@@ -272,8 +273,34 @@ class LayerSlice:
 
 
 @dataclass(frozen=True)
+class Observation:
+    """One fact worth knowing about a result, as data; the report writes its sentence.
+
+    Attributes:
+        case: what it is about, with a variant after a colon: "jump:harmless".
+        severity: "warning", "notice" or "info".
+        number: the number that led to it.
+        layer: name of the layer's router; None for the model.
+        layers: names of all layers concerned, in the order of the sentence.
+        source: number format, noise level or reason that it belongs to.
+    """
+
+    case: str
+    severity: Severity
+    number: float
+    layer: str | None = None
+    layers: tuple[str, ...] = ()
+    source: str = ""
+
+    @property
+    def kind(self) -> str:
+        """The case without its variant: "jump"."""
+        return self.case.partition(":")[0]
+
+
+@dataclass(frozen=True)
 class Finding:
-    """One thing worth knowing, in plain words.
+    """An observation as a sentence.
 
     Attributes:
         severity: "warning", "notice" or "info".
@@ -290,13 +317,45 @@ class Finding:
     kind: str = ""
 
 
+Stability = Literal["robust", "mostly stable", "fragile"]
+Harm = Literal["dangerous", "harmless", "unclear", "unknown"]
+
+
+@dataclass(frozen=True)
+class RoutingJudgement:
+    """How stable the routing of a model is, as data; `Inspection.verdict` is its sentence.
+
+    Attributes:
+        kind: "no scores" if gaps are unknown, "smoothed" if routers are smoothed, the one entry of
+            `states` if the interval allows one, else "undecided".
+        states: what the interval of `share` allows; empty without scores.
+        cause: what makes the tokens flip: "bf16", or σ of the noise on the logits.
+        share: tokens that change an expert in at least one layer, with its interval.
+        jump: median relative change of a layer's output at near-ties; None if not measured.
+        harm: whether most near-ties have a large jump.
+        advice: what to do.
+        experts: experts in use per token, mean over layers.
+    """
+
+    kind: Literal["no scores", "smoothed", "robust", "mostly stable", "fragile", "undecided"]
+    states: tuple[Stability, ...] = ()
+    cause: str = ""
+    share: Share | None = None
+    jump: float | None = None
+    harm: Harm = "unknown"
+    advice: Literal["nothing", "repair", "more tokens", "scores"] = "nothing"
+    experts: float | None = None
+
+
 @dataclass(frozen=True, repr=False)
 class Inspection(Result):
     """What the routing of a model looks like on a text.
 
     Attributes:
         verdict: one sentence about the model.
-        findings: most severe first.
+        findings: the observations as sentences, most severe first.
+        judgement: the data of the verdict.
+        observations: the data of the findings, most severe first.
         metrics: named numbers of the model as a whole, for conditions such as `flip@bf16 > 0.02`:
             "flip@P" for each format and each σ of the noise (mean over layers), "flip@P:any" (share
             of tokens that flip in a layer at least), "flip@P:worst" (worst layer), "tie@P", "ties"
@@ -318,9 +377,10 @@ class Inspection(Result):
     """
 
     format: ClassVar[str] = "tieline-inspection"
+    sentences: ClassVar[tuple[str, ...]] = ("verdict", "findings")
 
-    verdict: str
-    findings: tuple[Finding, ...]
+    judgement: RoutingJudgement
+    observations: tuple[Observation, ...]
     metrics: dict[str, float]
     measures: RoutingMeasures
     jumps: tuple[LayerJumps, ...]
@@ -332,3 +392,13 @@ class Inspection(Result):
     slice: LayerSlice | None = None
     softening: Softening | None = None
     trace: RoutingTrace | None = field(default=None, metadata={"json": False}, compare=False)
+
+    @property
+    def verdict(self) -> str:
+        """The judgement as a sentence."""
+        return self.sentence("verdict")
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """The observations as sentences."""
+        return self.sentence("findings")

@@ -11,7 +11,6 @@ them shows whether that holds when errors compound.
 """
 
 import hashlib
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -21,7 +20,6 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-from tieline.analysis.findings import percent
 from tieline.analysis.joined_counts import join_full, join_local
 from tieline.analysis.perturbations import (
     Perturbation,
@@ -35,6 +33,7 @@ from tieline.analysis.precision_records import (
     NeverHit,
     PerturbationEffect,
     PrecisionAudit,
+    PrecisionJudgement,
     RemedyTable,
 )
 from tieline.analysis.precision_runs import (
@@ -354,7 +353,7 @@ class _Work:
             known = recorder.provenance
         tokens = sum(batch.numel() for batch in self._all)
         return PrecisionAudit(
-            verdict=verdict(effects, sum(len(batch) for batch in self._all)),
+            judgement=judge(effects, sum(len(batch) for batch in self._all)),
             effects=effects,
             layers=tuple(self._routers),
             tokens=tokens,
@@ -555,8 +554,8 @@ def tolerated(kl: Estimate, loss: Estimate, sequences: int) -> Tolerance:
     return "yes" if all(high < HARMLESS for _, high in limits) else "unclear"
 
 
-def verdict(rows: Sequence[PerturbationEffect], sequences: int) -> str:
-    """Say which formats the routers tolerate, where damage comes from, and what to do.
+def judge(rows: Sequence[PerturbationEffect], sequences: int) -> PrecisionJudgement:
+    """Judge which formats the routers tolerate, and which run shows where damage comes from.
 
     Args:
         rows: what was run.
@@ -564,95 +563,25 @@ def verdict(rows: Sequence[PerturbationEffect], sequences: int) -> str:
     """
     routers = [row for row in rows if row.kind == "rounding" and row.part == "router"]
     if not routers:
-        return "No rounding of the routers was run: nothing is said about formats."
-    sorted_out = {
-        word: [row for row in routers if tolerated(row.kl, row.loss, sequences) == word]
-        for word in get_args(Tolerance)
+        return PrecisionJudgement("not run")
+    sorted_rows = {
+        tolerance: [row for row in routers if tolerated(row.kl, row.loss, sequences) == tolerance]
+        for tolerance in get_args(Tolerance)
     }
-    parts = (
-        _borne(sorted_out["yes"], sequences),
-        _worst(sorted_out["no"], sequences),
-        _unclear(sorted_out["unclear"], sequences),
-        _whole(rows),
-        _advice(sorted_out),
-    )
-    return " ".join(filter(None, parts))
-
-
-def _advice(routers: Mapping[str, Sequence[PerturbationEffect]]) -> str:
-    """What to do with the routers."""
-    good, unclear = routers["yes"], _named(routers["unclear"])
-    more = f" Run more tokens (--tokens, --text) to tell about {unclear}." if unclear else ""
-    if good and not routers["no"] and not unclear:
-        return "What to do: store the routers in any of these formats."
-    if not good:
-        return f"What to do: keep the routers in float32.{more}"
-    return f"What to do: store the routers in {_named(good)}, or keep them in float32.{more}"
-
-
-def _named(rows: Sequence[PerturbationEffect]) -> str:
-    return " or ".join(", ".join(str(row.level) for row in rows).rsplit(", ", 1))
-
-
-def _borne(good: Sequence[PerturbationEffect], sequences: int) -> str:
-    if not good:
-        return f"No format is shown to cost the routers less than {HARMLESS:g} nats per token."
-    small = min(good, key=lambda row: (FORMATS[str(row.level)].bits, row.kl.value or 0.0))
-    names = ", ".join(str(row.level) for row in good)
-    return (
-        f"The routers tolerate {names} (under {HARMLESS:g} nats per token): of these "
-        f"{small.level} is the smallest, with {percent(small.full.value or 0.0)} of tokens "
-        f"changing experts per layer and a KL of {_nats(small.kl, sequences)}."
-    )
-
-
-def _worst(bad: Sequence[PerturbationEffect], sequences: int) -> str:
-    if not bad:
-        return ""
-    worst = max(bad, key=lambda row: row.kl.value or 0.0)
-    flips, risen = worst.full.value or 0.0, worst.loss.value or 0.0
-    names = ", ".join(str(row.level) for row in bad)
-    return (
-        f"They do not tolerate {names}: under {worst.level}, {percent(flips)} of tokens change "
-        f"experts per layer, for a KL of {_nats(worst.kl, sequences)} and {risen:+.2g} nats of "
-        "loss."
-    )
-
-
-def _unclear(rows: Sequence[PerturbationEffect], sequences: int) -> str:
-    if not rows:
-        return ""
-    costs = ", ".join(f"{row.level} costs a KL of {_nats(row.kl, sequences)}" for row in rows)
-    return f"Too few tokens to tell about {_named(rows)}: {costs}."
-
-
-def _whole(rows: Sequence[PerturbationEffect]) -> str:
-    """The whole model in bf16, or in the first format: flips add up over depth."""
+    good, bad, unclear = (sorted_rows[tolerance] for tolerance in ("yes", "no", "unclear"))
     model = [row for row in rows if row.part == "model" and row.kind == "rounding"]
     model.sort(key=lambda row: row.level != "bf16")
-    if not model or model[0].compounding is None:
-        return ""
-    row, share = model[0], model[0].by_flips
-    flips = f"{percent(row.full.value or 0.0)} of tokens change experts per layer"
-    more = f"{row.compounding:.1f} times what each router does by itself"
-    words = f"With the whole model in {row.level}, {flips}, {more}"
-    if share is None or share < 0.01:
-        return f"{words}."
-    return f"{words}, and flips are behind {percent(min(1.0, share))} of the damage."
-
-
-def _nats(kl: Estimate, sequences: int) -> str:
-    """A KL with its interval."""
-    low, high = mean_limits(kl, sequences, positive=True)
-    value = f"{plain(kl.value or 0.0)} nats"
-    if not math.isfinite(high):
-        return f"{value} (one sequence: no interval)"
-    return f"{value} (95 % interval {plain(low)} to {plain(high)})"
-
-
-def plain(value: float) -> str:
-    """A positive number with two digits, without an exponent."""
-    if value == 0:
-        return "0"
-    digits = max(0, 1 - math.floor(math.log10(abs(value))))
-    return f"{value:.{min(digits, 12)}f}"
+    smallest = min(
+        good, key=lambda row: (FORMATS[str(row.level)].bits, row.kl.value or 0.0), default=None
+    )
+    worst = max(bad, key=lambda row: row.kl.value or 0.0, default=None)
+    return PrecisionJudgement(
+        kind="none" if not good else "some" if bad or unclear else "all",
+        tolerated=tuple(row.name for row in good),
+        refused=tuple(row.name for row in bad),
+        unclear=tuple(row.name for row in unclear),
+        smallest=smallest and smallest.name,
+        worst=worst and worst.name,
+        whole_model=model[0].name if model and model[0].compounding is not None else None,
+        limit=HARMLESS,
+    )

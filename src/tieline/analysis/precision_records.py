@@ -1,6 +1,7 @@
 """The result of an audit, as frozen records.
 
     PrecisionAudit     verdict, rows, what was left out
+    ├─ judgement       `PrecisionJudgement`: the data of the verdict
     ├─ effects         `PerturbationEffect`: one row per perturbation
     │  ├─ layers       `LayerEffect`: the same layer by layer
     │  └─ keep         `KeepList`: layers to leave in float32
@@ -163,7 +164,7 @@ class Remedy:
 
     def effect(self, perturbation: str) -> RemedyEffect | None:
         """What it leaves of the perturbation of that name; None if it does not apply."""
-        return next((one for one in self.effects if one.perturbation == perturbation), None)
+        return next((x for x in self.effects if x.perturbation == perturbation), None)
 
 
 @dataclass(frozen=True)
@@ -209,12 +210,39 @@ class NeverHit:
     n_experts: int
 
 
+@dataclass(frozen=True)
+class PrecisionJudgement:
+    """Which number formats the routers tolerate; `PrecisionAudit.verdict` is its sentence.
+
+    Attributes:
+        kind: "not run" without a rounding of the routers; "all", "some" or "none" of the formats
+            are tolerated.
+        tolerated: perturbations whose KL and rise of the loss are below `limit`.
+        refused: perturbations of which one of the two is not.
+        unclear: perturbations whose intervals contain the limit.
+        smallest: the tolerated perturbation with the fewest bits.
+        worst: the refused perturbation with the largest KL.
+        whole_model: the rounding of the whole model that stands for all: bf16, or the first one.
+        limit: nats per token below which a cost counts as harmless.
+    """
+
+    kind: Literal["not run", "all", "some", "none"]
+    tolerated: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
+    unclear: tuple[str, ...] = ()
+    smallest: str | None = None
+    worst: str | None = None
+    whole_model: str | None = None
+    limit: float = 0.0
+
+
 @dataclass(frozen=True, repr=False)
 class PrecisionAudit(Result):
     """What low precision and noise do to a model on a text.
 
     Attributes:
-        verdict: what to do about it, in plain words.
+        verdict: which formats the routers tolerate and what to do, in a few sentences.
+        judgement: the data of the verdict.
         effects: one row per perturbation.
         layers: names of the routers.
         tokens: tokens that were run.
@@ -232,8 +260,9 @@ class PrecisionAudit(Result):
     """
 
     format: ClassVar[str] = "tieline-audit"
+    sentences: ClassVar[tuple[str, ...]] = ("verdict",)
 
-    verdict: str
+    judgement: PrecisionJudgement
     effects: tuple[PerturbationEffect, ...]
     layers: tuple[str, ...]
     tokens: int
@@ -250,13 +279,18 @@ class PrecisionAudit(Result):
     ignore: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
+    def verdict(self) -> str:
+        """The judgement as sentences."""
+        return self.sentence("verdict")
+
+    @property
     def metrics(self) -> dict[str, float]:
         """Named numbers of each perturbation: "flip@router bf16", "kl@…", "loss@…", "damage@…"."""
-        found = {}
+        numbers = {}
         for row in self.effects:
-            named = {"flip": row.full, "kl": row.kl, "loss": row.loss, "damage": row.damage}
-            found |= {f"{name}@{row.name}": one.value for name, one in named.items()}
-        return {name: value for name, value in found.items() if value is not None}
+            estimates = {"flip": row.full, "kl": row.kl, "loss": row.loss, "damage": row.damage}
+            numbers |= {f"{name}@{row.name}": x.value for name, x in estimates.items()}
+        return {name: value for name, value in numbers.items() if value is not None}
 
     def effect(self, name: str) -> PerturbationEffect:
         """The row of that name."""

@@ -173,7 +173,7 @@ def _check_attributable(limits: dict[str, float | None], result: Any) -> None:
 
 
 def _judge(limits: dict[str, float | None], metrics: dict[str, float]) -> None:
-    from tieline.report.tables import percent
+    from tieline.report.words.numbers import percent
 
     exceeded = {n: most for n, most in limits.items() if most is not None and metrics[n] > most}
     for name, most in exceeded.items() if is_first() else ():

@@ -307,7 +307,7 @@ def _again(saved: Any, *options: str) -> str:
 
 
 def _judge(found: list[tuple[Condition, float]]) -> None:
-    from tieline.report.tables import significant
+    from tieline.report.words.numbers import significant
 
     for condition, value in found if is_first() else ():
         say(f"failed: {condition.text} ({condition.metric} is {significant(value, 4)})")

@@ -2,6 +2,7 @@
 
     Result         what every function of the front door returns: a frozen dataclass with
                    `to_dict`, `to_json`, `to_html`, `plot` and a form for notebooks
+    Worded         base of records whose sentences `tieline.report` writes
     to_plain       records, tuples, enums and tensors as JSON values
     from_plain     the same way back, by the type hints of the record
     read_result    the result in a JSON file
@@ -42,6 +43,7 @@ __all__ = [
     "FORMATS",
     "LONGEST",
     "Result",
+    "Worded",
     "canonical",
     "from_plain",
     "parse_json",
@@ -78,7 +80,22 @@ FORMATS: dict[str, str] = {
 Record = TypeVar("Record")
 
 
-class Result:
+class Worded:
+    """Base of records that hold a verdict as data and whose sentences `tieline.report` writes.
+
+    A subclass names its sentences; each is a property that returns `self.sentence(name)`. JSON
+    holds them beside the fields, and reading ignores them.
+    """
+
+    sentences: ClassVar[tuple[str, ...]] = ()
+    """Names of the properties that hold sentences."""
+
+    def sentence(self, name: str) -> Any:
+        """Write one of the sentences; the report is imported when this is called."""
+        return _report().sentence(self, name)
+
+
+class Result(Worded):
     """Base of the frozen dataclasses that front-door functions return.
 
     Subclasses set `format` and `version` and are decorated with `@dataclass(frozen=True,
@@ -202,9 +219,10 @@ def to_plain(value: object, *, words: bool = False) -> Any:
 
 
 def _saved_fields(value: object) -> Sequence[str] | None:
-    """Names of the fields of a record or named tuple that go into JSON; None for other values."""
+    """Names of the sentences and fields that go into JSON; None for values other than records."""
     if dataclasses.is_dataclass(value):
-        return [f.name for f in dataclasses.fields(value) if f.metadata.get("json", True)]
+        fields = [f.name for f in dataclasses.fields(value) if f.metadata.get("json", True)]
+        return [*value.sentences, *fields] if isinstance(value, Worded) else fields
     return getattr(value, "_fields", None) if isinstance(value, tuple) else None
 
 

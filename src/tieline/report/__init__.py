@@ -5,8 +5,10 @@
     terminal    a Rich renderable
     summary     a few plain lines
     notebook    a piece of HTML with table and figures, without script
+    sentence    a sentence of a record: the verdict of a result, the text of an answer
 
-`MODULES` says which module draws a result, by the name of its format; each defines these five.
+`MODULES` names the module that draws a result, by its format; each defines the first five.
+`SENTENCES` names the function that writes a sentence, by class and property.
 """
 
 import importlib
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.console import RenderableType
 
-__all__ = ["MODULES", "figures", "notebook", "page", "summary", "terminal"]
+__all__ = ["MODULES", "SENTENCES", "figures", "notebook", "page", "sentence", "summary", "terminal"]
 
 MODULES = {
     "tieline-inspection": "tieline.report.inspection",
@@ -43,29 +45,47 @@ MODULES = {
     "tieline-recipes": "tieline.report.listings",
 }
 
+SENTENCES = {
+    "Inspection.verdict": "tieline.report.words.inspection:verdict",
+    "Inspection.findings": "tieline.report.words.inspection:findings",
+    "PrecisionAudit.verdict": "tieline.report.words.audit:verdict",
+}
+"""Class and property of a record to "module:function"."""
+
+
+def sentence(record: Any, name: str) -> Any:
+    """Write a sentence of a record.
+
+    Args:
+        record: a record with sentences.
+        name: the property that holds the sentence.
+    """
+    module, _, function = SENTENCES[f"{type(record).__name__}.{name}"].partition(":")
+    return getattr(importlib.import_module(module), function)(record)
+
 
 def page(result: Any) -> str:
-    """The self-contained HTML page of a result."""
+    """Return the self-contained HTML page of a result."""
     return _module(result).page(result)
 
 
 def figures(result: Any) -> "dict[str, Callable[[], Figure]]":
-    """The matplotlib figures of a result by name, each drawn when called; the main one first."""
+    """Return matplotlib figures by name, each drawn when called; the main one first."""
     return _module(result).figures(result)
 
 
 def terminal(result: Any, width: int) -> "RenderableType":
-    """A result for a terminal of so many characters."""
+    """Return a result for a terminal that is `width` characters wide."""
     return _module(result).terminal(result, width)
 
 
 def summary(result: Any) -> str:
-    """A result in a few plain lines."""
+    """Return a result in a few plain lines."""
     return _module(result).summary(result)
 
 
 def notebook(result: Any) -> str:
-    """A result as a piece of HTML with table and figures, without script."""
+    """Return a piece of HTML with table and figures, without script."""
     return _module(result).notebook(result)
 
 

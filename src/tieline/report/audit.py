@@ -24,21 +24,19 @@ from tieline.report.charts import (
 from tieline.report.drawing import ACCENT, INK, WARN, canvas, percent_axis
 from tieline.report.frame import notebook_html, render
 from tieline.report.tables import (
-    DASH,
     Column,
     Grid,
-    finite,
     grid,
     origin_rows,
-    percent,
     rich_table,
     short_names,
-    significant,
     text_table,
     told,
     told_precision,
     view,
 )
+from tieline.report.words.audit import notes, remedy_sentences
+from tieline.report.words.numbers import DASH, finite, percent, significant
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -89,10 +87,10 @@ def page(result: PrecisionAudit) -> str:
         facts=_facts(result),
         verdict=result.verdict,
         table=grid(COLUMNS, result.effects),
-        notes=audit_notes(result),
+        notes=notes(result, _short(result)),
         keeps=Grid(KEEP_HEADINGS, keep_rows(result)),
         remedies=[] if result.remedies is None else remedies.tables(result.remedies),
-        choices=[] if result.remedies is None else remedies.words(result.remedies),
+        choices=[] if result.remedies is None else remedy_sentences(result.remedies),
         ignore=ignore_rows(result),
         ignore_title=IGNORE_TITLE,
         layers=Grid(LAYER_HEADINGS, _layer_rows(result)),
@@ -114,7 +112,7 @@ def terminal(result: PrecisionAudit, width: int) -> RenderableType:
     if ignored:
         table = text_table(IGNORE_HEADINGS, ignored, left=2, fold=True)
         parts += [Text(IGNORE_TITLE, style="bold"), table, Text()]
-    parts += map(Text, audit_notes(result))
+    parts += map(Text, notes(result, _short(result)))
     return view(_title(result), _facts(result), result.verdict, *parts)
 
 
@@ -146,31 +144,6 @@ def audit_panels(result: PrecisionAudit) -> list[Panel]:
         KL.drawn(_kl_chart(result.effects)),
         LAYERS.drawn(layers) if layers else LAYERS.missing(reason),
     ]
-
-
-def audit_notes(result: PrecisionAudit) -> list[str]:
-    """Sentences below the table: noise of 1 % flips, experts never hit, what was left out."""
-    sigma, short = result.one_percent, _short(result)
-    notes = []
-    if sigma.model is not None:
-        noise, share = significant(sigma.model), percent(sigma.share)
-        does = "flips" if result.experts is None else "exchanges the experts at the threshold of"
-        notes.append(f"Noise of σ = {noise} on the logits {does} {share} of tokens.")
-    for never in result.never_hit:
-        experts, label = never.experts, short.get(never.layer, never.layer)
-        named = ", ".join(map(str, experts[:8])) + (", …" if len(experts) > 8 else "")
-        notes.append(
-            f"Layer {label}: {len(experts)} of {never.n_experts} experts were never hit by the "
-            f"text ({named}), so it says nothing about them."
-        )
-    if result.experts is not None:
-        notes.append(
-            f"The model is smoothed: tokens use {result.experts:.2f} experts on average, a flip is "
-            "a change of the experts with any weight, and no tie predicts it."
-        )
-    if result.impossible:
-        notes.append(f"Not possible: {result.impossible}.")
-    return notes + [f"Left out: {words}." for words in result.left_out]
 
 
 def ignore_rows(result: PrecisionAudit) -> tuple[tuple[str, str], ...]:

@@ -23,20 +23,18 @@ from tieline.report.charts import Panel, axis, figure, unmeasured
 from tieline.report.drawing import ACCENT, MUTED, NOTICE, WARN, percent_axis, small_canvas
 from tieline.report.frame import notebook_html, render
 from tieline.report.tables import (
-    DASH,
     MOST_FINDINGS,
     Column,
     finding_rows,
     findings_view,
     grid,
     origin_rows,
-    percent,
     rich_table,
     short_names,
-    significant,
     told,
     view,
 )
+from tieline.report.words.numbers import DASH, percent, significant
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,6 +1,5 @@
 """An inspection as page, terminal view, summary, notebook view and figures."""
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,26 +17,24 @@ from tieline.report.drawing import inline_image
 from tieline.report.frame import notebook_html, render
 from tieline.report.inspection_charts import LayerRow, inspection_panels, layer_rows
 from tieline.report.inspection_figures import inspection_figures as figures
-from tieline.report.inspection_noise import noise_words, slice_figure_of, slice_words
+from tieline.report.inspection_noise import slice_figure_of, slice_words
 from tieline.report.tables import (
-    DASH,
     MOST_FINDINGS,
     Column,
     Grid,
     finding_rows,
     findings_view,
-    finite,
     grid,
     origin_rows,
-    percent,
     rich_table,
     short_names,
-    significant,
     text_table,
     told,
     told_precision,
     view,
 )
+from tieline.report.words.inspection import calibration_sentence, noise_sentence
+from tieline.report.words.numbers import DASH, finite, percent, significant, tokens_needed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -79,7 +76,7 @@ def page(result: Inspection) -> str:
         shown=MOST_FINDINGS,
         text=_text_rows(result),
         calibration=calibration_grid(result),
-        calibration_words=calibration_words(result),
+        calibration_words=calibration_sentence(result, _short(result)),
         text_title=TEXT.title,
         softening=result.softening,
         soften_table=None if result.softening is None else soften_table(result.softening),
@@ -100,8 +97,12 @@ def terminal(result: Inspection, width: int) -> RenderableType:
     table = rich_table(COLUMNS, layer_rows(result), width)
     names = [layer.name for layer in result.measures.layers]
     findings = findings_view(result.findings, names)
-    words = filter(None, [calibration_words(result), "\n".join(noise_words(result))])
-    parts: list[RenderableType] = [Text(line) for line in words]
+    sentences = [
+        calibration_sentence(result, _short(result)),
+        noise_sentence(result, _short(result)),
+    ]
+    sentences += [] if result.slice is None else slice_words(result.slice)
+    parts: list[RenderableType] = [Text(line) for line in sentences if line]
     if result.softening is not None:
         rows = soften_table(result.softening)
         shown = [(row[0], row[2], row[4], row[5]) for row in (rows.head, *rows.rows)]
@@ -139,24 +140,6 @@ def _facts(result: Inspection) -> str:
     return " · ".join(filter(None, [*parts, told_precision(result.provenance)]))
 
 
-def calibration_words(result: Inspection) -> str:
-    """How many tokens calibration needs, by the layer that needs most; empty where unknown."""
-    if not result.calibration:
-        return ""
-    most, short = result.calibration[0], _short(result)
-    where = f"layer {short.get(most.name, most.name)}, expert {most.expert}, decides"
-    if most.needed is None:
-        return (
-            f"Calibration needs at least {tokens_text(most.low)} tokens of such text until every "
-            f"expert has {most.least:,} ({where}: none of these {most.tokens:,} tokens chose it)."
-        )
-    high = "any number" if most.high is None else tokens_text(most.high)
-    return (
-        f"Calibration needs about {tokens_text(most.needed)} tokens of such text until every "
-        f"expert has {most.least:,} (95 % interval {tokens_text(most.low)} to {high}; {where})."
-    )
-
-
 def calibration_grid(result: Inspection) -> Grid:
     """Layer, expert with the fewest tokens, and tokens needed with their interval."""
     short = _short(result)
@@ -165,22 +148,13 @@ def calibration_grid(result: Inspection) -> Grid:
             short.get(need.name, need.name),
             str(need.expert),
             f"{need.load:,}",
-            tokens_text(need.needed),
-            tokens_text(need.low),
-            tokens_text(need.high),
+            tokens_needed(need.needed),
+            tokens_needed(need.low),
+            tokens_needed(need.high),
         )
         for need in result.calibration
     )
     return Grid(("layer", "rarest expert", "its tokens", "needed", "at least", "at most"), rows)
-
-
-def tokens_text(count: float | None) -> str:
-    """A number of tokens with three digits, rounded upwards; a dash where it is unknown."""
-    known = finite(count)
-    if known is None:
-        return DASH
-    scale = 10 ** max(0, math.floor(math.log10(max(1.0, known))) - 2)
-    return f"{math.ceil(known / scale - 1e-9) * scale:,}"
 
 
 def _short(result: Inspection) -> dict[str, str]:

@@ -25,7 +25,8 @@ from tieline.report.charts import (
     share_axis,
 )
 from tieline.report.inspection_noise import noise_panels
-from tieline.report.tables import finite, percent, short_names, significant
+from tieline.report.tables import short_names
+from tieline.report.words.numbers import finite, percent, significant
 
 Span = tuple[str, float, float]
 """Name of a format, its finest and its coarsest step over the layers."""

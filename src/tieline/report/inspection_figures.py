@@ -38,7 +38,7 @@ from tieline.report.inspection_charts import (
     units_of,
 )
 from tieline.report.inspection_noise import slice_figure_of
-from tieline.report.tables import finite, percent
+from tieline.report.words.numbers import finite, percent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

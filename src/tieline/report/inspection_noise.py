@@ -1,8 +1,7 @@
-"""The model's own noise and the slice of an inspection: charts, figure, sentences.
+"""The model's own noise and the slice of an inspection: charts and figure.
 
 noise_panels     orders of ties at the noise, and the time to the first flip
 slice_figure_of  the slice through three hidden states, with its tokens named
-noise_words      the same in sentences, for terminals
 """
 
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from tieline.analysis.inspection import FlipWalk, Inspection, LayerSlice, OwnNoise
 from tieline.lab.report.slices import slice_figure
 from tieline.report.charts import MOST_NAMED, Panel, axis, depth_bar, figure, layer_colour
-from tieline.report.tables import finite, percent, short_names, significant, visible
+from tieline.report.tables import short_names, visible
+from tieline.report.words.numbers import finite, percent, significant
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -143,19 +143,3 @@ def slice_words(drawn: LayerSlice) -> list[str]:
         f"Asked at {drawn.checked:,} random points of the plane, the router chose the coalition of "
         f"the picture at {drawn.agreed:,} of the {sure:,} that are not ties.",
     ]
-
-
-def noise_words(result: Inspection) -> list[str]:
-    """One sentence about the layer that flips first, and those about the slice."""
-    words = []
-    walks = [(x.name, x.walk.value) for x in result.noise.layers if x.walk.value is not None]
-    if walks:
-        names = [layer.name for layer in result.measures.layers]
-        short = dict(zip(names, short_names(names), strict=True))
-        name, first = min(walks, key=lambda pair: pair[1].median)
-        words.append(
-            f"Under a random walk with the noise of {_precision(result)}, half of the tokens of "
-            f"layer {short[name]}, the first to flip, change an expert within "
-            f"{significant(first.median, 2)} roundings."
-        )
-    return words + (slice_words(result.slice) if result.slice is not None else [])

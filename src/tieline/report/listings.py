@@ -10,7 +10,8 @@ from rich.text import Text
 from tieline.lab.report.training import indented, pairs
 from tieline.report.frame import notebook_html
 from tieline.report.plain import Section, plain_page
-from tieline.report.tables import Grid, duration, significant, text_table
+from tieline.report.tables import Grid, text_table
+from tieline.report.words.numbers import duration, significant
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

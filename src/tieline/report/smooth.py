@@ -17,18 +17,8 @@ from tieline.core.statistics import Estimate
 from tieline.report.charts import Panel, axis, figure
 from tieline.report.drawing import ACCENT, INK, WARN, small_canvas
 from tieline.report.frame import notebook_html, render
-from tieline.report.tables import (
-    DASH,
-    Grid,
-    finite,
-    flat,
-    percent,
-    short_names,
-    significant,
-    text_table,
-    view,
-    with_error,
-)
+from tieline.report.tables import Grid, flat, short_names, text_table, view
+from tieline.report.words.numbers import DASH, finite, percent, significant, with_error
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

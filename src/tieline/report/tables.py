@@ -1,4 +1,4 @@
-"""How numbers, names and tables are written for readers, on pages and terminals alike.
+"""How names and tables are written for readers, on pages and terminals alike.
 
 Column         heading, meaning and text of the cells of one column
 Grid           a table of plain text: what templates draw
@@ -10,19 +10,12 @@ view           title, facts and verdict of a result for a terminal, then its par
 finding_text   a finding as a sentence
 finding_rows   severity and sentence of each finding
 findings_view  findings for a terminal
-finite         a number, or None if it is missing, infinite or NaN
-percent        a share as a percentage
-significant    a number with three significant digits
-duration       seconds in the unit that suits them
-with_error     an estimate with its standard error
 compact        a JSON value with its numbers cut to a few digits, to keep the page small
 short_names    names of layers without the parts that all share
 visible        text with a sign for every control character
 flat           nested provenance as pairs of dotted names and values
 origin_rows    provenance and timings for the end of a page
 told           one entry of a provenance, which anybody may have written
-
-A number that is missing or not finite is written as a dash.
 """
 
 import math
@@ -41,9 +34,10 @@ from rich.table import Column as RichColumn
 from rich.table import Table
 from rich.text import Text
 
+from tieline.report.words.numbers import DASH, short_exponent, significant
+
 if TYPE_CHECKING:  # tables of plain words are drawn without torch
     from tieline.analysis.inspection import Finding
-    from tieline.core.statistics import Estimate
 
 MOST_FINDINGS = 6
 """Findings that are shown at once; a page folds the others away, a terminal counts them."""
@@ -95,13 +89,6 @@ class Grid:
             object.__setattr__(self, "rows", _one_form_per_column(self.rows))
 
 
-DASH = "–"
-
-MINUTE, HOUR = 60, 3600
-
-LEAST_SHARE = 1e-8
-"""Shares below this are not told from it."""
-
 _DIRECTIONS = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
 
@@ -121,11 +108,7 @@ def one_form(cells: Sequence[str]) -> list[str]:
 
 def _with_exponent(match: re.Match[str]) -> str:
     number = Decimal(match[2].replace(",", ""))
-    return match[1] + _short_exponent(f"{number:.{len(number.as_tuple().digits) - 1}e}")
-
-
-def _short_exponent(text: str) -> str:
-    return re.sub(r"e\+?(-?)0*(?=\d)", r"e\1", text)
+    return match[1] + short_exponent(f"{number:.{len(number.as_tuple().digits) - 1}e}")
 
 
 def _one_form_per_column(rows: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
@@ -264,52 +247,6 @@ def _least_width(column: RichColumn) -> int:
 
 def _empty_table() -> Table:
     return _WholeCells(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=False)
-
-
-def finite(number: float | None) -> float | None:
-    """The number, or None if it is missing, infinite or NaN."""
-    return number if number is not None and math.isfinite(number) else None
-
-
-def percent(share: float | None) -> str:
-    """Percentage with two significant digits and no exponent; tiny ones are below a limit."""
-    if finite(share) is None:
-        return DASH
-    assert share is not None
-    if share == 0:
-        return "0 %"
-    if 0 < share < LEAST_SHARE:
-        return f"< {100 * LEAST_SHARE:.6f} %"
-    digits = max(0, 1 - math.floor(math.log10(abs(100 * share))))
-    return f"{100 * share:.{digits}f} %"
-
-
-def significant(number: float | None, digits: int = 3) -> str:
-    """The number with that many significant digits, and one form of exponents: 4.26e18, 2.30e-9."""
-    if finite(number) is None:
-        return DASH
-    assert number is not None
-    if number == 0:
-        return "0"
-    if 1e-3 <= abs(number) < 10**6:
-        places = max(0, digits - 1 - math.floor(math.log10(abs(number))))
-        return f"{number:,.{places}f}"
-    return _short_exponent(f"{number:.{digits - 1}e}")
-
-
-def duration(seconds: float, digits: int = 3) -> str:
-    """Seconds in the unit that suits them, with that many significant digits."""
-    if seconds < 2 * MINUTE:
-        return f"{significant(seconds, digits)} s"
-    if seconds < 2 * HOUR:
-        return f"{significant(seconds / MINUTE, digits)} min"
-    return f"{significant(seconds / HOUR, digits)} h"
-
-
-def with_error(estimate: "Estimate", digits: int = 3) -> str:
-    """The estimate with that many digits, and ± its standard error where that is known."""
-    value, error = significant(estimate.value, digits), finite(estimate.standard_error)
-    return value if error is None else f"{value} ± {significant(error, 2)}"
 
 
 def compact(value: Any, digits: int = 4) -> Any:

@@ -10,7 +10,7 @@ from tests.report.zoo import make_inspection
 from tieline.analysis.inspection import Finding
 from tieline.report.inspection import COLUMNS, terminal
 from tieline.report.inspection_charts import layer_rows
-from tieline.report.tables import Column, finding_text, grid, rich_table, text_table
+from tieline.report.tables import SIGNS, Column, finding_text, grid, rich_table, text_table
 
 
 def shown(result, width):
@@ -22,14 +22,13 @@ def shown(result, width):
 def test_verdict_layers_and_findings_are_shown_as_they_are(result):
     text = shown(result, 160)
     assert "zoo/moe  3 routed layers · 2 of 8 experts · 200 tokens · float32" in text
-    assert "<b>most</b> such changes are small." in text
-    assert "▲ 2.6 % of tokens flip in bf16 & more in fp8 (layer 2)." in text
-    assert "● The load is 84 % even." in text
+    assert result.verdict[:80] in text
+    assert all(finding.text[1:40] in text for finding in result.findings[:6])
 
 
 def test_a_long_list_of_findings_is_cut_and_says_so(result):
-    many = replace(result, findings=result.findings * 4)
-    text = shown(many, 100)
+    chosen = [next(x for x in result.observations if x.severity == s) for s in SIGNS]
+    text = shown(replace(result, observations=tuple(chosen) * 4), 100)
     assert text.count("▲") == text.count("◆") == text.count("●") == 2
     assert "6 more in the page and the JSON" in text
 

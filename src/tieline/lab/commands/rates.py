@@ -89,7 +89,7 @@ def rates(
         from tieline.core.parallel import check_executor
         from tieline.lab.estimation.rate_plan import describe_settings
         from tieline.lab.estimation.rates import rate_study, study_seconds
-        from tieline.report.tables import duration
+        from tieline.report.words.numbers import duration
     if show:
         print("\n".join(f"{name:34} {words}" for name, words in describe_settings().items()))
         return

@@ -91,7 +91,7 @@ def reproduce(
 
 def _plan(claims: "Sequence[Claim]", fast: bool, executor: str, jobs: int) -> str:
     """What is tested and about how long that takes, as a sentence."""
-    from tieline.report.tables import duration
+    from tieline.report.words.numbers import duration
 
     papers = len({claim.paper for claim in claims})
     here = 1 if executor == "serial" else (os.cpu_count() or 1) if jobs == -1 else jobs

@@ -12,7 +12,8 @@ from rich.text import Text
 from tieline.lab.attention.view import AttentionView, HeadView
 from tieline.report.drawing import ACCENT, INK, WARN, name_places, small_canvas
 from tieline.report.frame import notebook_html
-from tieline.report.tables import Grid, percent, short_names, significant, text_table, view
+from tieline.report.tables import Grid, short_names, text_table, view
+from tieline.report.words.numbers import percent, significant
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -15,16 +15,8 @@ from tieline.lab.tropical.measured import MeasuredLayer
 from tieline.report.drawing import ACCENT, NOTICE, WARN, canvas
 from tieline.report.frame import notebook_html
 from tieline.report.plain import Section, plain_page
-from tieline.report.tables import (
-    DASH,
-    Grid,
-    percent,
-    short_names,
-    significant,
-    text_table,
-    view,
-    with_error,
-)
+from tieline.report.tables import Grid, short_names, text_table, view
+from tieline.report.words.numbers import DASH, percent, significant, with_error
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -19,7 +19,8 @@ from tieline.lab.claims.ledger import Ledger, PaperTitle
 from tieline.report.charts import Panel, axis, figure, layer_colour
 from tieline.report.drawing import ACCENT, INK, MUTED, NOTICE, WARN, canvas, layer_colours
 from tieline.report.frame import notebook_html, render
-from tieline.report.tables import DASH, Grid, significant, text_table
+from tieline.report.tables import Grid, text_table
+from tieline.report.words.numbers import DASH, significant
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -18,7 +18,8 @@ from tieline.lab.estimation.rates import LossSeries, RateStudy
 from tieline.report.drawing import canvas
 from tieline.report.frame import notebook_html
 from tieline.report.plain import Section, plain_page
-from tieline.report.tables import DASH, Grid, one_form, significant, text_table, view
+from tieline.report.tables import Grid, one_form, text_table, view
+from tieline.report.words.numbers import DASH, significant
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,16 +12,8 @@ from tieline.core.statistics import Estimate
 from tieline.lab.on_model.reroute import Rerouted, ReroutedLayer
 from tieline.report.drawing import ACCENT, INK, WARN, name_places, percent_axis, small_canvas
 from tieline.report.frame import notebook_html
-from tieline.report.tables import (
-    DASH,
-    Grid,
-    finite,
-    percent,
-    short_names,
-    significant,
-    text_table,
-    view,
-)
+from tieline.report.tables import Grid, short_names, text_table, view
+from tieline.report.words.numbers import DASH, finite, percent, significant
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

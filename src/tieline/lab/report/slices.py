@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from tieline.lab.tropical.pictures import Slice, SliceCell
 from tieline.report.drawing import INK, MUTED, WARN, canvas
 from tieline.report.frame import render
-from tieline.report.tables import Grid, percent
+from tieline.report.tables import Grid
+from tieline.report.words.numbers import percent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

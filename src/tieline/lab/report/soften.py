@@ -6,7 +6,8 @@ from typing import Any
 from tieline.analysis.inspection import Inspection
 from tieline.lab.on_model.soften_records import Softening, SoftLayer, SoftLevel
 from tieline.report.charts import MOST_NAMED, Panel, axis, depth_bar, figure, layer_colour
-from tieline.report.tables import DASH, Grid, finite, short_names, significant, visible, with_error
+from tieline.report.tables import Grid, short_names, visible
+from tieline.report.words.numbers import DASH, finite, significant, with_error
 
 SOFTEN = Panel(
     "soften",

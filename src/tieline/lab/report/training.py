@@ -10,7 +10,8 @@ from rich.text import Text
 from tieline.report.drawing import ACCENT, NOTICE, WARN, canvas, percent_axis
 from tieline.report.frame import notebook_html
 from tieline.report.plain import Section, plain_page
-from tieline.report.tables import Grid, duration, flat, significant
+from tieline.report.tables import Grid, flat
+from tieline.report.words.numbers import duration, significant
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,0 +1,204 @@
+"""Sentences of a precision audit: verdict, notes below the table, and remedies.
+
+verdict             which formats the routers tolerate, and what to do
+notes               noise of 1 % flips, experts never hit, what was left out
+remedy_sentences    what was best under each perturbation, and when each remedy is best
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from tieline.analysis.precision_records import (
+    PerturbationEffect,
+    PrecisionAudit,
+    Remedy,
+    RemedyEffect,
+    RemedyTable,
+)
+from tieline.core.statistics import Estimate, mean_limits
+from tieline.report.words.numbers import decimal, percent, significant
+
+WHEN = (
+    "Routers in float32 win where only the routers' own precision is at fault: the model is not "
+    "moved, for the bytes named.",
+    "Replay wins where one run must follow another: it takes the experts that were recorded, "
+    "weighted live or as recorded, and does not move the model; without a run to follow it does "
+    "nothing.",
+    "Smoothing wins where two independent runs must agree and a model near the original is as good "
+    "as the original: the KL of two runs is lower, and the model is moved by the KL named beside "
+    "it. `tieline smooth --frontier` measures both for more widths.",
+)
+
+
+def verdict(result: PrecisionAudit) -> str:
+    """Write which formats the routers tolerate, where damage comes from, and what to do."""
+    if result.judgement.kind == "not run":
+        return "No rounding of the routers was run: nothing is said about formats."
+    return " ".join(
+        filter(
+            None,
+            (
+                _tolerated(result),
+                _refused(result),
+                _unclear(result),
+                _whole_model(result),
+                _advice(result),
+            ),
+        )
+    )
+
+
+def _formats(result: PrecisionAudit, names: Sequence[str]) -> list[str]:
+    return [str(result.effect(name).level) for name in names]
+
+
+def _either(names: Sequence[str]) -> str:
+    return " or ".join(", ".join(names).rsplit(", ", 1))
+
+
+def _tolerated(result: PrecisionAudit) -> str:
+    judgement = result.judgement
+    if judgement.smallest is None:
+        return (
+            f"No format is shown to cost the routers less than {judgement.limit:g} nats per token."
+        )
+    smallest = result.effect(judgement.smallest)
+    names = ", ".join(_formats(result, judgement.tolerated))
+    return (
+        f"The routers tolerate {names} (under {judgement.limit:g} nats per token): of these "
+        f"{smallest.level} is the smallest, with {_flips(smallest)} of tokens changing experts per "
+        f"layer and a KL of {_nats(smallest.kl, result.sequences)}."
+    )
+
+
+def _refused(result: PrecisionAudit) -> str:
+    if result.judgement.worst is None:
+        return ""
+    worst = result.effect(result.judgement.worst)
+    names = ", ".join(_formats(result, result.judgement.refused))
+    return (
+        f"They do not tolerate {names}: under {worst.level}, {_flips(worst)} of tokens change "
+        f"experts per layer, for a KL of {_nats(worst.kl, result.sequences)} and "
+        f"{worst.loss.value or 0.0:+.2g} nats of loss."
+    )
+
+
+def _unclear(result: PrecisionAudit) -> str:
+    rows = [result.effect(name) for name in result.judgement.unclear]
+    if not rows:
+        return ""
+    costs = ", ".join(f"{x.level} costs a KL of {_nats(x.kl, result.sequences)}" for x in rows)
+    return f"Too few tokens to tell about {_either([str(x.level) for x in rows])}: {costs}."
+
+
+def _whole_model(result: PrecisionAudit) -> str:
+    """Flips of the whole model in one format: they add up over depth."""
+    if result.judgement.whole_model is None:
+        return ""
+    row = result.effect(result.judgement.whole_model)
+    sentence = (
+        f"With the whole model in {row.level}, {_flips(row)} of tokens change experts per layer, "
+        f"{row.compounding or 0.0:.1f} times what each router does by itself"
+    )
+    if row.by_flips is None or row.by_flips < 0.01:
+        return f"{sentence}."
+    share = percent(min(1.0, row.by_flips), trim=True)
+    return f"{sentence}, and flips are behind {share} of the damage."
+
+
+def _advice(result: PrecisionAudit) -> str:
+    judgement = result.judgement
+    if judgement.kind == "all":
+        return "What to do: store the routers in any of these formats."
+    unclear = _either(_formats(result, judgement.unclear))
+    more = f" Run more tokens to tell about {unclear}." if unclear else ""
+    if judgement.kind == "none":
+        return f"What to do: keep the routers in float32.{more}"
+    formats = _either(_formats(result, judgement.tolerated))
+    return f"What to do: store the routers in {formats}, or keep them in float32.{more}"
+
+
+def _flips(row: PerturbationEffect) -> str:
+    return percent(row.full.value or 0.0, trim=True)
+
+
+def _nats(kl: Estimate, sequences: int) -> str:
+    """A KL with its interval."""
+    low, high = mean_limits(kl, sequences, positive=True)
+    value = f"{decimal(kl.value or 0.0)} nats"
+    if not math.isfinite(high):
+        return f"{value} (one sequence: no interval)"
+    return f"{value} (95 % interval {decimal(low)} to {decimal(high)})"
+
+
+def notes(result: PrecisionAudit, short: Mapping[str, str]) -> list[str]:
+    """Write what stands below the table: noise of 1 % flips, experts never hit, what is missing.
+
+    Args:
+        result: the audit.
+        short: short name of each layer.
+    """
+    sigma, lines = result.one_percent, []
+    if sigma.model is not None:
+        noise, share = significant(sigma.model), percent(sigma.share)
+        does = "flips" if result.experts is None else "exchanges the experts at the threshold of"
+        lines.append(f"Noise of σ = {noise} on the logits {does} {share} of tokens.")
+    for never in result.never_hit:
+        experts, label = never.experts, short.get(never.layer, never.layer)
+        first = ", ".join(map(str, experts[:8])) + (", …" if len(experts) > 8 else "")
+        lines.append(
+            f"Layer {label}: {len(experts)} of {never.n_experts} experts were never hit by the "
+            f"text ({first}), so it says nothing about them."
+        )
+    if result.experts is not None:
+        lines.append(
+            f"The model is smoothed: tokens use {result.experts:.2f} experts on average, a flip is "
+            "a change of the experts with any weight, and no tie predicts it."
+        )
+    if result.impossible:
+        lines.append(f"Not possible: {result.impossible}.")
+    return lines + [f"Left out: {reason}." for reason in result.left_out]
+
+
+def remedy_sentences(table: RemedyTable) -> list[str]:
+    """Write what was best under each perturbation, when each remedy wins, and what cannot be."""
+    best = [_best_remedy(table, name) for name in table.perturbations]
+    how = (
+        f"KL in nats per token over {table.tokens:,} tokens; σ is the noise of each layer's gap "
+        f"under {table.noise}. The second of two runs differs by the draw of the noise, or, under "
+        "a rounding, by noise of the size of the format's own errors."
+    )
+    refused = [f"Not possible: {reason}." for reason in table.impossible]
+    return [*filter(None, best), *WHEN, how, *refused]
+
+
+def remedies_of(table: RemedyTable, name: str) -> list[tuple[Remedy, RemedyEffect]]:
+    """Return the remedies that apply to a perturbation, with what they leave of it."""
+    pairs = [(remedy, remedy.effect(name)) for remedy in table.remedies]
+    return [(remedy, effect) for remedy, effect in pairs if effect is not None]
+
+
+def _best_remedy(table: RemedyTable, name: str) -> str:
+    """Which remedy comes nearest to the original, and with which two runs agree best."""
+    pairs = [pair for pair in remedies_of(table, name) if pair[0].kind != "nothing"]
+    if not pairs:
+        return ""
+    near, left = min(pairs, key=lambda pair: _value(pair[1].to_original))
+    sentence = f"Under {name}, nearest to the original: {near.name} ({_kl(left.to_original)})"
+    independent = [pair for pair in pairs if pair[0].kind != "replay"]
+    if not independent:
+        return f"{sentence}."
+    agreeing, between = min(independent, key=lambda pair: _value(pair[1].two_runs))
+    moved = f"moved by {_kl(agreeing.moved)}" if agreeing.moved.value else "not moved"
+    return (
+        f"{sentence}; two independent runs agree best with {agreeing.name} "
+        f"({_kl(between.two_runs)}, the model {moved})."
+    )
+
+
+def _value(kl: Estimate) -> float:
+    return math.inf if kl.value is None else kl.value
+
+
+def _kl(kl: Estimate) -> str:
+    return "KL 0" if kl.value == 0 else f"KL {significant(kl.value, 2)}"

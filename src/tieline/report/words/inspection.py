@@ -1,0 +1,320 @@
+"""Sentences of an inspection: its verdict, its findings, and notes on calibration and noise.
+
+verdict              the judgement
+findings             the observations, one sentence each
+layer_labels         "layer 3" for "model.layers.3.mlp.gate"
+calibration_sentence tokens that calibrating a quantised model needs
+noise_sentence       roundings until tokens change their experts
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from tieline.analysis.inspection import (
+    Finding,
+    Inspection,
+    JumpMeasures,
+    Observation,
+    RoutingJudgement,
+)
+from tieline.measure.measures import LayerMeasures, RoutingMeasures
+from tieline.report.words.numbers import (
+    joined,
+    listed,
+    percent,
+    significant,
+    tokens_needed,
+    with_interval,
+)
+
+ADVICE = {
+    "nothing": "What to do: nothing, unless runs must choose the same experts exactly; then replay "
+    "them.",
+    "repair": "What to do: keep the routers in float32 (`tieline audit` names those that matter), "
+    "or make the routing continuous with `tieline smooth`.",
+    "more tokens": "What to do: route more tokens before you decide.",
+    "scores": "Inspect the model itself, or a trace with scores, to see its ties.",
+}
+
+
+def verdict(result: Inspection) -> str:
+    """Write how stable the routing is and what to do."""
+    judgement, layers = result.judgement, result.measures.layers
+    advice = ADVICE[judgement.advice]
+    if judgement.share is None:
+        return (
+            f"The trace of {len(layers)} layers has no scores: only the load of the experts is "
+            f"known. {advice}"
+        )
+    height = ""
+    if judgement.jump is not None:
+        median = percent(judgement.jump, trim=True)
+        height = f"moves the output of its layer by {median} (median)"
+    cause = f"{_cause(judgement.cause, 'when')}"
+    share = with_interval(judgement.share)
+    if judgement.kind == "smoothed":
+        which = f", which {height}" if height else ""
+        return (
+            f"{_smoothed(layers, judgement.experts or 0.0)} {share} of tokens exchange two experts "
+            f"at the threshold in at least one of {len(layers)} layers {cause}{which}. {advice}"
+        )
+    harmless = judgement.harm == "harmless" and judgement.kind != "robust"
+    change = f", {'yet' if harmless else 'and'} such a change {height}" if height else ""
+    return (
+        f"{_headline(judgement, harmless)}: {share} of tokens change an expert in at least one of "
+        f"{len(layers)} layers {cause}{change}. {advice}"
+    )
+
+
+def _headline(judgement: RoutingJudgement, harmless: bool) -> str:
+    but = ", but mostly at harmless ties" if harmless else ""
+    states = judgement.states
+    if len(states) == 1:
+        return f"Routing is {states[0]}{but}"
+    if len(states) == 3:
+        return f"Too few tokens to tell how stable routing is{but}"
+    return f"Routing is {' or '.join(states)}, too few tokens to tell which{but}"
+
+
+def _smoothed(layers: Sequence[LayerMeasures], experts: float) -> str:
+    smoothed = sum(layer.used is not None for layer in layers)
+    where = "" if smoothed == len(layers) else f" in {smoothed} of {len(layers)} layers"
+    ks = " or ".join(map(str, sorted({layer.k for layer in layers})))
+    return (
+        f"Routing is smoothed{where}: tokens use {experts:.2f} experts on average, where top-k "
+        f"uses {ks}."
+    )
+
+
+def _cause(source: str, conjunction: str) -> str:
+    """What makes tokens flip: the format "bf16", or σ of noise."""
+    if source == "bf16":
+        return f"{conjunction} the router's logits are rounded to bf16"
+    return f"under noise of {source} on the router's logits"
+
+
+class _Layers:
+    """Measures, jumps and labels of the layers of an inspection, by name."""
+
+    def __init__(self, result: Inspection) -> None:
+        self.measures: RoutingMeasures = result.measures
+        self.layer: Mapping[str, LayerMeasures] = {x.name: x for x in result.measures.layers}
+        self.jumps: Mapping[str, JumpMeasures] = {
+            x.name: x.value for x in result.jumps if x.value is not None
+        }
+        self.label = layer_labels([x.name for x in result.measures.layers])
+
+    def by_layer(self, names: Sequence[str], text: Callable[[str], str]) -> str:
+        """A text for each layer, as "58 % in layer 1 and 51 % in layer 2"."""
+        return joined([f"{text(name)} in {self.label[name]}" for name in names])
+
+
+def findings(result: Inspection) -> tuple[Finding, ...]:
+    """Write the observations, in their order."""
+    layers = _Layers(result)
+    return tuple(
+        Finding(x.severity, SENTENCES[x.case](x, layers), x.number, x.layer, x.kind)
+        for x in result.observations
+    )
+
+
+def layer_labels(names: Sequence[str]) -> dict[str, str]:
+    """Label "layer 3" for the name "model.layers.3.mlp.gate", where that tells the layers apart."""
+    numbers = [re.search(r"\d+", name) for name in names]
+    counts = Counter(match.group() for match in numbers if match)
+    return {
+        name: f"layer {match.group()}"
+        if match and counts[match.group()] == 1
+        else f"layer {name!r}"
+        for name, match in zip(names, numbers, strict=True)
+    }
+
+
+def _worst_flips(fact: Observation, layers: _Layers) -> str:
+    model = layers.measures.model
+    rate = next(x for x in (*model.precision, *model.noise) if x.name == fact.source)
+    share = with_interval(rate.worst_share) if rate.worst_share else percent(rate.worst, trim=True)
+    where = layers.label[rate.worst_layer]
+    return f"{share} of tokens change experts in {where}, the worst, {_cause(fact.source, 'if')}"
+
+
+def _format_flips(fact: Observation, layers: _Layers) -> str:
+    shares = ", ".join(
+        f"{rate.name} {percent(rate.any_layer.value or 0.0, trim=True)}"
+        for rate in layers.measures.model.precision
+        if rate.name != "bf16"
+    )
+    return f"tokens that change experts in at least one layer in other formats: {shares}"
+
+
+def _product_flips(fact: Observation, layers: _Layers) -> str:
+    def share(name: str) -> str:
+        product = layers.layer[name].product.value
+        return percent(product.flip_emulated.value if product else None, trim=True)
+
+    return (
+        f"tokens that change experts if a {fact.source} matrix product computes the logits: "
+        f"{layers.by_layer(fact.layers, share)}"
+    )
+
+
+def _height(layers: _Layers, name: str) -> str:
+    ordered = sorted(layers.jumps[name].near.jumps)
+    return percent(ordered[(len(ordered) - 1) // 2], trim=True)
+
+
+def _dangerous(fact: Observation, layers: _Layers) -> str:
+    worst = layers.jumps[fact.layers[0]]
+    return (
+        "swapping the tied experts changes the output by "
+        f"{layers.by_layer(fact.layers, lambda name: _height(layers, name))} (median of "
+        f"{len(worst.near.jumps)} near-ties), and by at least "
+        f"{percent(worst.dangerous_above, trim=True)} for most of them"
+    )
+
+
+def _unclear(fact: Observation, layers: _Layers) -> str:
+    def share(name: str) -> str:
+        return percent(layers.jumps[name].dangerous.value or 0.0, trim=True)
+
+    above = percent(layers.jumps[fact.layers[0]].dangerous_above, trim=True)
+    return (
+        f"too few near-ties to tell whether most change the output by at least {above}: "
+        f"{layers.by_layer(fact.layers, share)} do"
+    )
+
+
+def _harmless(fact: Observation, layers: _Layers) -> str:
+    where = listed([layers.label[name] for name in fact.layers])
+    return (
+        f"ties are mostly harmless in {where}: swapping the tied experts changes the output by "
+        f"{percent(fact.number, trim=True)} at most (median per layer)"
+    )
+
+
+def _losses(fact: Observation, layers: _Layers) -> str:
+    entries = []
+    for name in fact.layers:
+        loss = layers.jumps[name].loss
+        if loss is not None:
+            median = loss.absolute.value[loss.absolute.probabilities.index(0.5)]
+            error = loss.mean.standard_error or math.nan
+            mean = f"mean {loss.mean.value:+.2g} ± {error:.1g}"
+            entries.append(f"{median:.2g} nats in {layers.label[name]} ({mean})")
+    return f"one swap changes the loss of its sequence by a median of {joined(entries)}"
+
+
+def _ties(fact: Observation, layers: _Layers) -> str:
+    def count(name: str) -> str:
+        gaps = layers.layer[name].gap.value
+        assert gaps is not None
+        return f"{gaps.ties} tokens ({percent(gaps.ties / gaps.tokens, trim=True)})"
+
+    return (
+        f"scores tie exactly for {layers.by_layer(fact.layers, count)}: which expert such a token "
+        "gets depends on the order in which a kernel meets equal scores"
+    )
+
+
+def _dead(fact: Observation, layers: _Layers) -> str:
+    entries = []
+    for name in fact.layers:
+        experts = [str(expert) for expert in layers.layer[name].load.dead]
+        plural = "s" if len(experts) > 1 else ""
+        entries.append(f"expert{plural} {listed(experts)} of {layers.label[name]}")
+    tokens, verb = layers.layer[fact.layers[0]].tokens, "are" if fact.number > 1 else "is"
+    return f"{joined(entries)} {verb} never used by these {tokens} tokens"
+
+
+def _cold(fact: Observation, layers: _Layers) -> str:
+    def count(name: str) -> str:
+        return f"{len(layers.layer[name].load.cold)} of {layers.layer[name].n_experts}"
+
+    below = percent(layers.measures.layers[0].load.cold_below, trim=True)
+    where = layers.by_layer(fact.layers, count)
+    return f"experts with less than {below} of an even load: {where}"
+
+
+def _overloaded(fact: Observation, layers: _Layers) -> str:
+    entries = []
+    for name in fact.layers:
+        load = layers.layer[name].load
+        expert = max(range(layers.layer[name].n_experts), key=load.counts.__getitem__)
+        entries.append(f"expert {expert} of {layers.label[name]} {load.busiest:.1f} times")
+    return f"experts that carry far more than an even load: {joined(entries)}"
+
+
+def _epsilon(fact: Observation, layers: _Layers) -> str:
+    def width(name: str) -> str:
+        near = layers.layer[name].near.value
+        return f"{near.epsilon_half.value if near else math.nan:.2g}"
+
+    layer = layers.layer[fact.layers[0]]
+    where = layers.by_layer(fact.layers, width)
+    return f"the ε that would give {layer.k + 0.5:g} experts per token is {where} ({layer.units})"
+
+
+def _unanswered(fact: Observation, layers: _Layers) -> str:
+    return f"{fact.number:.0f} of {len(layers.layer)} layers: {fact.source}"
+
+
+def _few_tokens(fact: Observation, layers: _Layers) -> str:
+    share = percent(3 / fact.number, trim=True)
+    return f"only {fact.number:.0f} tokens were routed: shares below {share} are not resolved"
+
+
+SENTENCES: dict[str, Callable[[Observation, _Layers], str]] = {
+    "flips:worst": _worst_flips,
+    "flips:formats": _format_flips,
+    "flips:product": _product_flips,
+    "jump:dangerous": _dangerous,
+    "jump:unclear": _unclear,
+    "jump:harmless": _harmless,
+    "loss": _losses,
+    "ties": _ties,
+    "dead": _dead,
+    "cold": _cold,
+    "load": _overloaded,
+    "epsilon": _epsilon,
+    "gap": _unanswered,
+    "tokens": _few_tokens,
+}
+"""The sentence of each case."""
+
+
+def calibration_sentence(result: Inspection, short: Mapping[str, str]) -> str:
+    """Write how many tokens calibration needs, by the layer that needs most; empty if unknown.
+
+    Args:
+        result: the inspection.
+        short: short name of each layer.
+    """
+    if not result.calibration:
+        return ""
+    most = result.calibration[0]
+    where = f"layer {short.get(most.name, most.name)}, expert {most.expert}, decides"
+    if most.needed is None:
+        return (
+            f"Calibration needs at least {tokens_needed(most.low)} tokens of such text until every "
+            f"expert has {most.least:,} ({where}: none of these {most.tokens:,} tokens chose it)."
+        )
+    high = "any number" if most.high is None else tokens_needed(most.high)
+    return (
+        f"Calibration needs about {tokens_needed(most.needed)} tokens of such text until every "
+        f"expert has {most.least:,} (95 % interval {tokens_needed(most.low)} to {high}; {where})."
+    )
+
+
+def noise_sentence(result: Inspection, short: Mapping[str, str]) -> str:
+    """Write how soon the first layer flips under a random walk; empty without walks."""
+    walks = [(x.name, x.walk.value) for x in result.noise.layers if x.walk.value is not None]
+    if not walks:
+        return ""
+    name, first = min(walks, key=lambda pair: pair[1].median)
+    return (
+        f"Under a random walk with the noise of {result.noise.layers[0].precision}, half of the "
+        f"tokens of layer {short[name]}, the first to flip, change an expert within "
+        f"{significant(first.median, 2)} roundings."
+    )
