@@ -16,10 +16,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.planted import SHOWN
 from tieline.analysis.diff import Side, diff_models
-from tieline.analysis.text import tokenise
 from tieline.models import find_routers
 from tieline.models.demo import demo_text
 from tieline.models.loading import load_model, use_experts
+from tieline.run.corpus import tokenise
 
 WIDTH, VOCABULARY, LENGTH = 64, 512, 256
 SMALL = {

@@ -30,10 +30,10 @@ import torch
 
 import tieline as tl
 from benchmarks.harness import Samples, ratio
-from tieline.analysis.text import tokenise
 from tieline.engines import ENGINES, find_python, installed
 from tieline.engines.process import run_worker
 from tieline.models.demo import DEMO_FOLDER, demo_text, load_demo_tokenizer
+from tieline.run.corpus import tokenise
 
 TOKENS, LENGTH = 4096, 256
 TIMED_TOKENS, ROUNDS = 512, 12

@@ -18,11 +18,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tieline.analysis.diff import Side, trace_model
-from tieline.analysis.text import tokenise
 from tieline.models import find_routers
 from tieline.models.demo import demo_text
 from tieline.models.emulate import emulate, state_noise
 from tieline.models.loading import load_model, use_experts
+from tieline.run.corpus import tokenise
 from tieline.trace.record import LayerTrace
 
 WIDTH = 64

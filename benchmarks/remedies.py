@@ -37,8 +37,6 @@ from harness import machine
 from tieline.analysis.perturbations import applied, noise_generator
 from tieline.analysis.precision_runs import model_logits
 from tieline.analysis.repair import LayerLaw
-from tieline.analysis.sources import default_length
-from tieline.analysis.text import tokenise
 from tieline.core.statistics import Estimate, SequenceSums, clustered_mean, kl_divergence
 from tieline.lab.on_model.frontier import NOISE, Calibration, noise_perturbation
 from tieline.lab.on_model.layer_law import layer_laws
@@ -47,6 +45,7 @@ from tieline.models.loading import LoadedModel, load_model
 from tieline.models.replay import replay
 from tieline.models.running import batches, forward, only_running
 from tieline.models.smooth import smooth_, unsmooth_
+from tieline.run.corpus import default_length, tokenise
 
 EXTRA = (0.1, 0.2, 0.3, 0.4, 0.5)
 SCALES = (2.0, 4.0, 8.0, 16.0, 32.0)

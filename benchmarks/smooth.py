@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from harness import Ratio, interleave, ratio, report
-from tieline.analysis.text import tokenise
 from tieline.models import find_routers, smooth_
 from tieline.models.demo import demo_text
 from tieline.models.loading import load_model
+from tieline.run.corpus import tokenise
 
 IMPLEMENTATIONS = ("tieline", "grouped_mm", "eager")
 DEFAULT = "grouped_mm"  # of transformers

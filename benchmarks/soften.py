@@ -20,13 +20,13 @@ from rich.console import Console
 from rich.table import Table
 
 from tieline.analysis.sources import as_model
-from tieline.analysis.text import TokenisedText
 from tieline.core.numerics import one_thread
 from tieline.core.records import to_plain
 from tieline.core.statistics import Estimate
 from tieline.lab.on_model.soften import SoftenSettings, soften
 from tieline.lab.on_model.soften_records import Softening, SoftLevel
 from tieline.models import find_routers
+from tieline.run.corpus import TokenisedText
 from tools.demo_model.corpus import training_documents
 from tools.demo_model.recipe import END
 

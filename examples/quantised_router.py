@@ -11,9 +11,9 @@ import argparse
 import copy
 
 from tieline.analysis.diff import Side, diff_models
-from tieline.analysis.text import tokenise
 from tieline.models.demo import demo_text
 from tieline.models.loading import load_model
+from tieline.run.corpus import tokenise
 
 parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

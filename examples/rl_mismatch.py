@@ -18,9 +18,9 @@ import torch
 from safetensors.numpy import save_file
 
 from tieline.analysis.diff import Side, diff, diff_models
-from tieline.analysis.text import tokenise
 from tieline.models.demo import demo_text
 from tieline.models.loading import load_model
+from tieline.run.corpus import tokenise
 from tieline.trace import import_routed_experts
 
 parser = argparse.ArgumentParser(

@@ -23,6 +23,7 @@ LAYERS = {
     "measure": {"core", "trace"},
     "demo": set(),
     "models": {"core", "measure", "routing", "demo", "trace", "lab"},
+    "run": {"core", "trace", "routing", "measure", "models"},
     "engines": {"core", "trace"},
 }
 MAY_IMPORT = LAYERS | {

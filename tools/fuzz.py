@@ -31,7 +31,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 from transformers.utils import logging
 
 import tieline
-from tieline.analysis.sources import as_text
 from tieline.core.errors import TielineError
 from tieline.core.records import read_result
 from tieline.lab.estimation.rates import RateRow, RateStore
@@ -40,6 +39,7 @@ from tieline.lab.tropical.advisor import LayerShape, advise
 from tieline.models.demo import load_demo_tokenizer
 from tieline.models.llama2c import load_llama2c, load_llama2c_tokenizer
 from tieline.models.loading import load_dense, load_model
+from tieline.run.corpus import as_text
 from tieline.trace import RoutingTrace, save_summary, save_trace, summarise
 from tieline.trace.readers import imatrix_load, import_trace
 from tieline.trace.writers import export

@@ -8,9 +8,9 @@ import torch
 
 import tieline as tl
 from tests.engines.fakes import fake_engine
-from tieline.analysis.text import tokenise
 from tieline.core.errors import TielineError
 from tieline.models.demo import DEMO_FOLDER, demo_text, load_demo_model, load_demo_tokenizer
+from tieline.run.corpus import tokenise
 from tieline.trace import save_trace
 
 TWIN = """

@@ -9,12 +9,12 @@ import torch
 from tests.analysis.zoo import Letters, words
 from tests.models.tiny import lively, tiny_model
 from tieline.analysis.own_noise import HORIZONS, PATHS, STEPS, flip_walk, noise_pull, own_noise
-from tieline.analysis.text import tokenise
 from tieline.core.numerics import one_thread
 from tieline.lab.geometry.exit_time import face_exit, face_quantile, score_flip_times
 from tieline.measure.boundary import order_shares, tie_order
 from tieline.models import capture, find_routers
 from tieline.models.emulate import emulate
+from tieline.run.corpus import tokenise
 
 
 def report(model, tokens=240):

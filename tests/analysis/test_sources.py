@@ -3,9 +3,10 @@
 import pytest
 
 from tests.analysis.planted import all_scores, trace_of
-from tieline.analysis.sources import as_text, load, source_kind
+from tieline.analysis.sources import load, source_kind
 from tieline.core.errors import ParameterError, TraceError
 from tieline.models.demo import demo_text
+from tieline.run.corpus import as_text
 from tieline.trace import save_summary, save_trace, summarise
 from tieline.trace.record import identical
 

@@ -26,18 +26,8 @@ from tieline.analysis.diff_records import RoutingDiff
 from tieline.analysis.inspection import Finding
 from tieline.analysis.noise_size import Expected, expected_format, read_format, recorded_format
 from tieline.analysis.replay_split import ReplaySplit, replay_split
-from tieline.analysis.shares import Share
-from tieline.analysis.sources import (
-    ModelSource,
-    Text,
-    as_model,
-    as_text,
-    default_length,
-    read_routes,
-    source_kind,
-)
+from tieline.analysis.sources import ModelSource, as_model, read_routes, source_kind
 from tieline.analysis.streamed_diff import side_by_side
-from tieline.analysis.text import tokenise
 from tieline.analysis.token_distances import (
     TokenDistances,
     all_distances,
@@ -53,6 +43,8 @@ from tieline.models.loading import LoadedModel, use_experts
 from tieline.models.running import batches, forward, only_running
 from tieline.models.spread import UNROUNDED, check_parallel, check_rounding
 from tieline.models.streaming import ModelStream
+from tieline.run.corpus import Text, as_text, default_length, tokenise
+from tieline.run.processes import Ranks
 from tieline.trace.record import RoutingTrace, concatenate
 
 Progress = Callable[[str, int, int], None]
@@ -210,7 +202,7 @@ def _check_parallel(
 
 def _with_names(found: RoutingDiff, sides: "tuple[NamedSide, NamedSide]") -> RoutingDiff:
     """The result with the names of both sides and the processes in its provenance."""
-    processes = Share(sides[0].load["parallel"], ()).facts()
+    processes = Ranks(sides[0].load["parallel"], ()).provenance()
     facts: dict[str, Any] = dict(found.provenance) | processes
     for key, side in zip("ab", sides, strict=True):
         facts[key] = facts[key] | side.told()
@@ -330,7 +322,7 @@ def _two_models(
     found = replace(found, provenance=found.provenance | facts)
     if not replay:
         return found
-    share = Share.of(run.parallel, list(batches(cut[0], run.batch_size)))
+    share = Ranks.of(run.parallel, list(batches(cut[0], run.batch_size)))
     return with_split(found, replay_split(ready[0], ready[1], share.batches, share=share))
 
 
@@ -489,7 +481,7 @@ def diff_models(
     """
     require(a.model is not b.model, "A and B are one model: compare it with a copy (deepcopy)")
     started, sizes = time.perf_counter(), (batch_size, batch_b or batch_size)
-    share = Share.of(parallel, list(batches(sequences, max(sizes))))
+    share = Ranks.of(parallel, list(batches(sequences, max(sizes))))
     distances: list[TokenDistances] | None = []
     parts: tuple[list[RoutingTrace], list[RoutingTrace]] = [], []
     done = 0
@@ -503,9 +495,9 @@ def diff_models(
             distances = with_distances(distances, logits_a, logits_b, ids)
         done += ids.numel()
         if progress is not None:
-            progress("forward", done, share.own_tokens)
+            progress("forward", done, share.rank_tokens)
     share.keep_pace(a.model, b.model)
-    traces = [share.whole_trace(concatenate(part, documents="renumber")) for part in parts]
+    traces = [share.join_trace(concatenate(part, documents="renumber")) for part in parts]
     distances = all_distances(share, distances)
     expected = expected_format(expect, traces[0].provenance, traces[1].provenance)
     reference = None
@@ -537,14 +529,14 @@ def trace_model(
         progress: called with stage, done and total.
         parallel: how processes share the model, which was loaded so.
     """
-    share, done, parts = Share.of(parallel, list(batches(sequences, batch_size))), 0, []
+    share, done, parts = Ranks.of(parallel, list(batches(sequences, batch_size))), 0, []
     for ids in share.batches:
         parts.append(run_batch(side, ids)[0])
         done += ids.numel()
         if progress is not None:
-            progress("forward", done, share.own_tokens)
+            progress("forward", done, share.rank_tokens)
     share.keep_pace(side.model)
-    trace = share.whole_trace(concatenate(parts, documents="renumber"))
+    trace = share.join_trace(concatenate(parts, documents="renumber"))
     if documents is None:
         return trace
     return replace(trace, documents=torch.tensor(documents)[trace.documents.long()])

@@ -35,7 +35,6 @@ from tieline.analysis.diff_words import verdict
 from tieline.analysis.engine_runs import engine_tokens, known_words, model_place
 from tieline.analysis.inspection import Finding
 from tieline.analysis.noise_size import ROUNDING, Expected, read_format, recorded_format
-from tieline.analysis.sources import Text, default_length
 from tieline.analysis.token_distances import TokenDistances, logits_of, token_distances
 from tieline.core.errors import require
 from tieline.core.numerics import one_thread
@@ -44,6 +43,7 @@ from tieline.engines.registry import find_python, split_side
 from tieline.models.emulate import FORMATS, Parts
 from tieline.models.loading import LoadedModel, load_tokenizer
 from tieline.models.running import batches
+from tieline.run.corpus import Text, default_length
 from tieline.trace.record import RoutingTrace, concatenate
 
 MOST_PREDICTIONS = 1 << 28

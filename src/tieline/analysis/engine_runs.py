@@ -21,10 +21,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from tieline.analysis.diff import Side, sequences_of, trace_model
-from tieline.analysis.shares import Share
-from tieline.analysis.sources import Text, as_text, read_routes
+from tieline.analysis.sources import read_routes
 from tieline.analysis.streamed import streamed_trace
-from tieline.analysis.text import tokenise
 from tieline.core.errors import ParameterError, TraceError, require
 from tieline.core.records import Result
 from tieline.engines import ENGINES, RunOptions, engine_named, installed, run_engine
@@ -33,6 +31,8 @@ from tieline.engines.registry import find_python
 from tieline.models.demo import DEMO_FOLDER, is_demo
 from tieline.models.loading import LoadedModel, load_model, load_tokenizer
 from tieline.models.running import batches
+from tieline.run.corpus import Text, as_text, tokenise
+from tieline.run.processes import Ranks
 from tieline.trace.readers import token_documents
 from tieline.trace.record import RoutingTrace
 
@@ -322,7 +322,7 @@ def _in_transformers(
         return streamed_trace(loaded.stream, list(batches(rows, BATCH)), told)
     side = Side(loaded.model)
     trace = trace_model(side, rows, batch_size=BATCH, progress=progress, parallel=parallel)
-    return replace(trace, provenance=trace.provenance | Share(parallel, ()).facts())
+    return replace(trace, provenance=trace.provenance | Ranks(parallel, ()).provenance())
 
 
 def _renumbered(trace: RoutingTrace, found: _Tokens) -> RoutingTrace:

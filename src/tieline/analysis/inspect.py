@@ -29,21 +29,11 @@ from tieline.analysis.inspection import Inspection, LayerJumps, NoiseReport, Tex
 from tieline.analysis.jump import JumpSettings, measure_jumps, with_losses
 from tieline.analysis.linear import linear_weights
 from tieline.analysis.own_noise import own_noise
-from tieline.analysis.shares import Share
-from tieline.analysis.sources import (
-    DEMO,
-    ModelSource,
-    Text,
-    as_model,
-    as_text,
-    default_length,
-    load,
-    source_kind,
-)
+from tieline.analysis.sources import ModelSource, as_model, load, source_kind
 from tieline.analysis.stream_state import RunState
 from tieline.analysis.streamed import StreamedLayers
 from tieline.analysis.swap import BlockSampler, block_of
-from tieline.analysis.text import TokenisedText, text_sample, token_texts, tokenise
+from tieline.analysis.text import text_sample
 from tieline.core.errors import ParameterError, require
 from tieline.core.numerics import one_thread
 from tieline.core.records import from_plain, to_plain
@@ -54,10 +44,13 @@ from tieline.lab.on_model.soften_records import Softening
 from tieline.measure.measure_records import MeasureSettings
 from tieline.measure.measures import RoutingMeasures, measure, measure_summary
 from tieline.models.capture import capture
+from tieline.models.demo import DEMO
 from tieline.models.families import chosen_routers, family_of, find_routers
 from tieline.models.running import batches, forward, only_running, text_config
 from tieline.models.spread import SHARES_TEXT
 from tieline.models.streaming import ModelStream
+from tieline.run.corpus import Text, TokenisedText, as_text, default_length, token_texts, tokenise
+from tieline.run.processes import Ranks
 from tieline.trace.record import RoutingTrace
 from tieline.trace.summary import RoutingSummary
 
@@ -162,11 +155,11 @@ def inspect(
         sizes = soften if isinstance(soften, SoftenSettings) else SoftenSettings(seed=seed)
         told = (loaded.tokenizer, names, words, tokenised.tokens)
         softly = plan_soften(model, *told, sizes, yes)
-    share = Share.of(parallel, list(batches(tokenised.sequences, batch_size)))
+    share = Ranks.of(parallel, list(batches(tokenised.sequences, batch_size)))
     run = _Run(model, names, tokenised, share, tokenised.tokens, batch_size, progress or _silent)
     plan = _plan(jump_settings, seed, loss_jumps)
     sampler = run.sampler(plan) if jumps else None
-    facts = _facts(tokenised, origin, batch_size, seed) | share.facts()
+    facts = _facts(tokenised, origin, batch_size, seed) | share.provenance()
     wanted = _Wanted(noise and parallel in (None, "data"), cut, softly, seed)
     work = _Work(loaded.stream, plan, settings, facts, clock, loss_jumps, wanted, resume)
     ways = _streamed if loaded.stream is not None else _in_memory
@@ -228,7 +221,7 @@ def _in_memory(run: "_Run", sampler: BlockSampler | None, work: "_Work") -> _Fou
     with work.clock("forward"):
         trace = run.trace(sampler)
     trace = replace(trace, provenance={**trace.provenance, **work.facts})
-    weights = run.share.all_layers(linear_weights(run.model, trace))
+    weights = run.share.join_layers(linear_weights(run.model, trace))
     with work.clock("measure"), one_thread():  # many small operations
         measures = measure(trace, work.settings, weights)
     with work.clock("jumps"):
@@ -353,7 +346,7 @@ class _Run(NamedTuple):
     model: nn.Module
     names: tuple[str, ...]
     text: TokenisedText
-    share: Share
+    share: Ranks
     tokens: int
     batch_size: int
     progress: Progress
@@ -371,12 +364,12 @@ class _Run(NamedTuple):
                 with sampler.watching(seen) if sampler else nullcontext():
                     for ids in self.share.batches:
                         forward(self.model, ids)
-                        self.progress("forward", seen.n_tokens, self.share.own_tokens)
+                        self.progress("forward", seen.n_tokens, self.share.rank_tokens)
                 part = seen.trace()
             self.share.keep_pace(self.model)
         if sampler is not None and self.share.parallel in SHARES_TEXT:
-            sampler.join(self.share.all_tokens)
-        return self.share.whole_trace(part)
+            sampler.join(self.share.join_rows)
+        return self.share.join_trace(part)
 
     def jumps(
         self, trace: RoutingTrace, sampler: BlockSampler | None, plan: JumpSettings, losses: bool
@@ -400,7 +393,7 @@ class _Run(NamedTuple):
         """The jumps of all layers, also of those that other processes hold."""
         if self.share.parallel != "pp":
             return own
-        plain = self.share.all_plain([to_plain(jumps) for jumps in own])
+        plain = self.share.join_plain([to_plain(jumps) for jumps in own])
         return tuple(from_plain(LayerJumps, jumps) for jumps in plain)
 
     def _with_losses(

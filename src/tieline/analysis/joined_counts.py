@@ -11,21 +11,23 @@ from dataclasses import replace
 import torch
 
 from tieline.analysis.precision_runs import FullEffect, LocalRuns
-from tieline.analysis.shares import Share
 from tieline.core.processes import gathered_tensors
 from tieline.models.spread import SHARES_TEXT
+from tieline.run.processes import Ranks
 from tieline.trace.record import LayerTrace
 
 
-def join_local(share: Share, runs: LocalRuns) -> None:
+def join_local(share: Ranks, runs: LocalRuns) -> None:
     """Make what was counted of each router by itself that of all batches, in place."""
     if share.parallel not in SHARES_TEXT:
         return
     effects = list(runs.effects.values())
-    share.all_sums([sums for one in effects for sums in (one.flips, one.low, one.high, one.damage)])
+    share.join_sums(
+        [sums for one in effects for sums in (one.flips, one.low, one.high, one.damage)]
+    )
     own = {"counts": torch.tensor([[[one.seen, one.trials] for one in effects]])}
     own |= {f"hits.{name}": hits[None] for name, hits in runs.hits.items()}
-    found = {name: parts.sum(dim=0) for name, parts in share.all_tokens(own).items()}
+    found = {name: parts.sum(dim=0) for name, parts in share.join_rows(own).items()}
     for one, (seen, trials) in zip(effects, found["counts"].tolist(), strict=True):
         one.seen, one.trials = seen, trials
     for name in runs.hits:
@@ -44,10 +46,10 @@ def _all_parts(own: list[LayerTrace]) -> list[LayerTrace]:
     return parts
 
 
-def join_full(share: Share, effects: Iterable[FullEffect]) -> None:
+def join_full(share: Ranks, effects: Iterable[FullEffect]) -> None:
     """Make what was counted of runs of the whole model that of all batches, in place."""
     every = list(effects)
-    share.all_sums(
+    share.join_sums(
         [
             sums
             for one in every
@@ -55,5 +57,5 @@ def join_full(share: Share, effects: Iterable[FullEffect]) -> None:
         ]
     )
     lost = {str(place): torch.cat(one.shares) for place, one in enumerate(every) if one.shares}
-    for place, shares in share.all_tokens(lost).items():
+    for place, shares in share.join_rows(lost).items():
         every[int(place)].shares[:] = [shares]

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from tieline.analysis.inspection import FlipWalk, NoiseReport, OwnNoise
 from tieline.analysis.linear import linear_choice, linear_weights
-from tieline.analysis.text import TokenisedText
 from tieline.core.numerics import one_thread
 from tieline.core.ranking import stable_topk
 from tieline.core.statistics import Estimate, clustered_error, mean_estimate
@@ -35,6 +34,7 @@ from tieline.models.emulate import emulate
 from tieline.models.families import family_of
 from tieline.models.running import batches, forward, only_running, text_config
 from tieline.models.smooth_calibration import NORMAL_MEDIAN
+from tieline.run.corpus import TokenisedText
 from tieline.trace.record import LayerTrace, RoutingTrace
 
 PRECISION = "bf16"

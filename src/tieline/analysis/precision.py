@@ -45,18 +45,19 @@ from tieline.analysis.precision_runs import (
     clean_logits,
 )
 from tieline.analysis.remedies import RemedyRuns, chosen_perturbations
-from tieline.analysis.shares import Share
-from tieline.analysis.sources import DEMO, ModelSource, Text, as_model, as_text, default_length
+from tieline.analysis.sources import ModelSource, as_model
 from tieline.analysis.streamed_audit import StreamedAudit, check_room
-from tieline.analysis.text import TokenisedText, tokenise
 from tieline.core.errors import UnsupportedModelError, require
 from tieline.core.statistics import Estimate, SequenceSums, mean_limits, next_token_losses
 from tieline.models.capture import capture
+from tieline.models.demo import DEMO
 from tieline.models.emulate import FORMATS, format_named, makes_one_product, modular_routers
 from tieline.models.ignore_lists import ignore_lists
 from tieline.models.running import batches, forward, only_running
 from tieline.models.spread import check_rounding
 from tieline.models.streaming import ModelStream
+from tieline.run.corpus import Text, TokenisedText, as_text, default_length, tokenise
+from tieline.run.processes import Ranks
 from tieline.trace.record import LayerTrace
 
 Progress = Callable[[str, int, int], None]
@@ -149,7 +150,7 @@ def audit(
     length = sequence_length or default_length(model)
     tokenised = tokenise(loaded.tokenizer, words, tokens, length)
     parts = list(batches(tokenised.sequences, batch_size))
-    share = Share.of(parallel, parts)
+    share = Ranks.of(parallel, parts)
     with only_running(model):
         work = _Work(model, parts, share, chosen, seed, flips, limit, progress or _silent)
         if loaded.stream is None:
@@ -163,7 +164,8 @@ def audit(
     settings = {"batch_size": batch_size, "sequence_length": length, "seed": seed, "flips": flips}
     named = {"model": name} if name else {}
     return replace(
-        work.result(effects, {**named, "text": facts, **settings, **share.facts()}), remedies=tried
+        work.result(effects, {**named, "text": facts, **settings, **share.provenance()}),
+        remedies=tried,
     )
 
 
@@ -183,7 +185,7 @@ class _Work:
         self,
         model: nn.Module,
         parts: list[Any],
-        share: Share,
+        share: Ranks,
         perturbations: tuple[Perturbation, ...],
         seed: int,
         flips: int,
@@ -234,7 +236,7 @@ class _Work:
             slowest = max(slowest, self._elapsed() - began)
         join_local(self._share, self._local)
         join_full(self._share, self._full.values())
-        self._share.all_sums([self._loss])
+        self._share.join_sums([self._loss])
         self._seconds["runs"] = self._elapsed()
 
     def _run_batch(self, number: int, ids: Any) -> None:
@@ -299,7 +301,7 @@ class _Work:
                 source = self._source(self._perturbations.index(one), number)
                 runs.kept(sums, one, source, lists[one].layers)
             self._progress("kept layers", number + 1, len(self._batches))
-        self._share.all_sums(list(kls.values()))
+        self._share.join_sums(list(kls.values()))
         self._seconds["kept layers"] = self._elapsed() - began
         return tuple(
             replace(row, keep=_with_kl(lists[one], kls.get(one), row)) if one in lists else row

@@ -33,7 +33,6 @@ from torch import Tensor, nn
 from tieline.analysis.perturbations import Perturbation, applied, noise_generator
 from tieline.analysis.precision_records import KeepList, Remedy, RemedyEffect, RemedyTable
 from tieline.analysis.precision_runs import model_logits
-from tieline.analysis.shares import Share
 from tieline.core.errors import TielineError, require
 from tieline.core.statistics import Estimate, SequenceSums, kl_divergence
 from tieline.lab.on_model.frontier import NOISE, Calibration
@@ -46,6 +45,7 @@ from tieline.models.replay import replay
 from tieline.models.running import forward
 from tieline.models.smooth import smooth_, unsmooth_
 from tieline.models.smooth_router import GateName
+from tieline.run.processes import Ranks
 from tieline.trace.record import RoutingTrace
 
 SCALES = (4.0, 16.0, 64.0)
@@ -328,11 +328,11 @@ class RemedyRuns:
         middle = {name: statistics.median(spent[1:]) for name, spent in seconds.items()}
         return {name: value / max(middle[NOTHING], 1e-9) for name, value in middle.items()}
 
-    def join(self, share: Share) -> None:
+    def join(self, share: Ranks) -> None:
         """Make what was counted that of all processes."""
         sums = [one for both in self._sums.values() for one in (both.to_original, both.two_runs)]
-        share.all_sums([*sums, *self._moved.values()])
-        counted = share.all_tokens({"tokens": torch.tensor([self._tokens])})
+        share.join_sums([*sums, *self._moved.values()])
+        counted = share.join_rows({"tokens": torch.tensor([self._tokens])})
         self._tokens = int(counted["tokens"].sum())
 
     def table(self) -> RemedyTable:

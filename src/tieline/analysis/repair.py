@@ -26,7 +26,6 @@ from torch import Tensor, nn
 
 from tieline.analysis.perturbations import Perturbation, noise_generator
 from tieline.analysis.precision_runs import FullRuns, clean_logits
-from tieline.analysis.shares import Share
 from tieline.analysis.sources import save_model
 from tieline.core.errors import ShapeError, require
 from tieline.core.records import Result
@@ -42,6 +41,7 @@ from tieline.models.router_call import Choice, RouterOutput, override_choice
 from tieline.models.running import batches, forward, only_running
 from tieline.models.smooth import Smoothing
 from tieline.models.smooth_router import set_widths
+from tieline.run.processes import Ranks
 
 REPAIR_PERTURBATIONS = (
     Perturbation("rounding", "bf16"),
@@ -493,7 +493,7 @@ def repair_tables(
     short = min((len(sequence) for sequence in sequences), default=0)
     require(short >= 2, f"sequences need two tokens at least, got {short}", ShapeError)
     parts = list(batches(sequences, batch_size))
-    share = Share.of(parallel, parts)
+    share = Ranks.of(parallel, parts)
     before = RepairSide(model, perturbations)
     after = [RepairForm(smoothed, perturbations) for _ in widths]
     ticks = _ticks(progress, len(share.batches) * (1 + len(after)) * (1 + len(perturbations)))
@@ -505,7 +505,7 @@ def repair_tables(
                 set_widths(smoothed, width)
                 new = form.batch(ids, sources, original, ticks)
                 form.compare(original, new, ids)
-    share.all_sums([sums for one in (before, *after) for sums in one.counted()])
+    share.join_sums([sums for one in (before, *after) for sums in one.counted()])
     size = sum(ids.numel() for ids in parts), sum(len(ids) for ids in parts)
     return tuple(form.table(before, perturbations, size) for form in after)
 

@@ -17,12 +17,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tieline.analysis.shares import Share
 from tieline.core.statistics import clustered_error, k3
 from tieline.models.capture import capture
 from tieline.models.emulate import emulate
 from tieline.models.replay import replay
 from tieline.models.running import forward, only_running
+from tieline.run.processes import Ranks
 from tieline.trace.record import RoutingTrace
 
 ROWS = 128
@@ -89,7 +89,7 @@ def replay_split(
     b: Any,
     batches: Iterable[Tensor],
     progress: Callable[[int], None] | None = None,
-    share: Share | None = None,
+    share: Ranks | None = None,
 ) -> ReplaySplit:
     """Measure KL(A ‖ B) live, with A's experts, and with A's experts and weights replayed in B.
 
@@ -100,7 +100,7 @@ def replay_split(
         progress: called with the tokens done after each batch.
         share: what this process has of all batches; by default it has them all.
     """
-    share = share or Share(None, ())
+    share = share or Ranks(None, ())
     columns: dict[str, list[Tensor]] = {"live": [], "ids": [], "both": []}
     documents, first, changed = [], share.documents, 0
     for ids in batches:
@@ -116,7 +116,7 @@ def replay_split(
             progress(ids.numel())
     own = {name: torch.cat(values) for name, values in columns.items()}
     own |= {"documents": torch.cat(documents), "changed": torch.tensor([changed])}
-    found = share.all_tokens(own)
+    found = share.join_rows(own)
     groups, changed = found["documents"], int(found["changed"].sum())
     parts = {name: _part(found[name], groups) for name in columns}
     return ReplaySplit(**parts, tokens=len(groups), changed=changed)

@@ -31,11 +31,9 @@ from tieline.analysis.repair import (
     repair_tables,
     smoothing_latency,
 )
-from tieline.analysis.shares import Share
-from tieline.analysis.sources import DEMO, ModelSource, Text, as_model, as_text, default_length
+from tieline.analysis.sources import ModelSource, as_model
 from tieline.analysis.streamed_audit import check_room
 from tieline.analysis.streamed_smooth import StreamedRepair
-from tieline.analysis.text import tokenise
 from tieline.core.errors import UnsupportedModelError, require
 from tieline.lab.on_model.frontier import (
     NOISE,
@@ -45,6 +43,7 @@ from tieline.lab.on_model.frontier import (
 )
 from tieline.lab.on_model.frontier import frontier as measure_frontier
 from tieline.lab.on_model.layer_law import layer_laws
+from tieline.models.demo import DEMO
 from tieline.models.kernel import KERNEL
 from tieline.models.loading import LoadedModel, can_use_experts, use_experts
 from tieline.models.running import batches, only_running
@@ -53,6 +52,8 @@ from tieline.models.smooth_router import GateName, plan_layers
 from tieline.models.spread import check_parallel
 from tieline.models.stream_smoothing import StreamedModel, stream_scores
 from tieline.models.streaming import ModelStream
+from tieline.run.corpus import Text, as_text, default_length, tokenise
+from tieline.run.processes import Ranks
 
 Progress = Callable[[str, int, int], None]
 
@@ -138,7 +139,7 @@ def smooth(
         return work.streamed(loaded.stream, wish, _Form(gate, a, b, k_max), origin)
     _check_experts(plain, experts_impl)
     form = _Form(gate, a, b, k_max)
-    share = Share.of(parallel, list(batches(parts.measured, batch_size)))
+    share = Ranks.of(parallel, list(batches(parts.measured, batch_size)))
     smoothed, known = copy.deepcopy(plain), None
     if wish.by_law or frontier:
         known = work.calibrate(noise or NOISE)
@@ -151,7 +152,7 @@ def smooth(
         smoothing=record,
         repair=table,
         latency=_latencies(plain, smoothed, ids, rounds, experts_impl),
-        provenance={"text": origin, "seed": seed, "batch_size": batch_size, **share.facts()},
+        provenance={"text": origin, "seed": seed, "batch_size": batch_size, **share.provenance()},
         frontier=wide,
         smoothed=smoothed,
         tokenizer=loaded.tokenizer,

@@ -1,7 +1,6 @@
 """What people have at hand, turned into what the analyses work on.
 
 as_model       a hub id, a folder, "demo" or a pair (model, tokenizer)
-as_text        a text, a file of text, or nothing for the text in the box
 save_model     write a model and its tokenizer, whole or not at all
 source_kind    whether a name stands for a saved result, a trace, a file of routes or a model
 read_routes    the trace in a folder or in a file of an engine
@@ -15,12 +14,11 @@ from typing import Any, Literal
 from torch import nn
 from transformers.utils import logging
 
-from tieline.core.errors import ParameterError, TraceError, require
+from tieline.core.errors import TraceError, require
 from tieline.core.files import whole_folder
 from tieline.core.records import Result, read_result
-from tieline.models.demo import DEMO, demo_text
-from tieline.models.loading import LoadedModel, check_weights, load_model
-from tieline.models.running import text_config
+from tieline.models.loading import LoadedModel
+from tieline.models.model import Model
 from tieline.trace.readers import SUFFIXES, import_trace, recognise
 from tieline.trace.readers.megatron import FILES as MEGATRON_FILES
 from tieline.trace.record import RoutingTrace
@@ -30,17 +28,8 @@ from tieline.trace.summary import RoutingSummary
 ModelSource = str | Path | tuple[nn.Module, Any] | LoadedModel
 """A hub id, a folder, "demo", or a model with its tokenizer."""
 
-Text = str | Path | None
-"""A text itself, a file that holds one, or None for the text in the box."""
-
 ROUTE_FIELDS = (b"routed_experts", b"moe_topk_indices", b"top_indices")
 """Names of fields that tell routes in JSON from a result."""
-
-STDIN, MOST_TEXT = Path("-"), 1 << 30
-"""The name of stdin as a file of text, and the bytes of the longest text that is read."""
-
-LONGEST = 512
-"""Tokens per sequence where nothing else is asked for and the model takes as many."""
 
 
 def as_model(source: object, job: str, **options: Any) -> LoadedModel:
@@ -51,54 +40,8 @@ def as_model(source: object, job: str, **options: Any) -> LoadedModel:
         job: beginning of the error if it is of the wrong kind, such as "audit takes".
         options: of `load_model`, used if the model is loaded here.
     """
-    if isinstance(source, LoadedModel):
-        return source
-    if isinstance(source, str | Path):
-        return load_model(source, **options)
-    if isinstance(source, tuple) and len(source) == 2 and isinstance(source[0], nn.Module):
-        check_weights(source[0])
-        return LoadedModel(source[0], source[1], "")
-    bare = "; a model needs its tokenizer beside it" if isinstance(source, nn.Module) else ""
-    raise ParameterError(
-        f'{job} a hub id, a folder, "demo" or (model, tokenizer), got {type(source).__name__}{bare}'
-    )
-
-
-def as_text(text: Text) -> tuple[str, str]:
-    """The text, and where it is from: "demo", the name of a file, or nothing."""
-    if text is None:
-        return demo_text(), DEMO
-    if isinstance(text, Path):
-        return _read_text(text), "stdin" if text == STDIN else text.name
-    require(isinstance(text, str), f"a text is a str or the Path of a file, got {text!r:.80}")
-    return text, ""
-
-
-def _read_text(path: Path) -> str:
-    """The text in a file, a pipe or, for `Path("-")`, stdin."""
-    if path == STDIN:
-        data = sys.stdin.buffer.read(MOST_TEXT + 1)
-    else:
-        require(path.exists(), f"no such file: {path}")
-        require(not path.is_dir(), f"not a file: {path}")
-        with path.open("rb") as file:
-            data = file.read(MOST_TEXT + 1)
-    require(len(data) <= MOST_TEXT, f"{path} has more than {MOST_TEXT >> 20} MiB: too long a text")
-    require(b"\0" not in data, f"{path} is a binary file, not text")
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as problem:
-        raise ParameterError(
-            f"{path} is not UTF-8 text: byte {data[problem.start]:#04x} at offset {problem.start}"
-        ) from problem
-    require(bool(text.strip()), f"{path} is empty: there is nothing to route")
-    return text
-
-
-def default_length(model: nn.Module, longest: int = LONGEST) -> int:
-    """Tokens per sequence: `longest`, or what the model takes if that is less."""
-    most = getattr(text_config(model), "max_position_embeddings", None)
-    return min(longest, most) if isinstance(most, int) and most > 1 else longest
+    opened = Model.open(source, job, **options)
+    return LoadedModel(opened.module, opened.tokenizer, opened.name, opened.stream)
 
 
 def quiet_transformers() -> None:

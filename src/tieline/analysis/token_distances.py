@@ -18,8 +18,8 @@ from torch import Tensor
 
 from tieline.analysis.comparison import Compared
 from tieline.analysis.diff_records import LogitsDiff
-from tieline.analysis.shares import Share
 from tieline.core.statistics import clustered_error, k3
+from tieline.run.processes import Ranks
 
 ROWS = 128
 """Tokens at a time whose distributions are held in float64."""
@@ -105,12 +105,12 @@ def with_distances(
     return [*distances, token_distances(a, b, ids)]
 
 
-def all_distances(share: Share, own: list[TokenDistances] | None) -> list[TokenDistances] | None:
+def all_distances(share: Ranks, own: list[TokenDistances] | None) -> list[TokenDistances] | None:
     """The distances of all batches, where every process has those of its own."""
     if not own:
         return own
     columns = TokenDistances(*(torch.cat(column) for column in zip(*own, strict=True)))
-    return [TokenDistances(**share.all_tokens(columns._asdict()))]
+    return [TokenDistances(**share.join_rows(columns._asdict()))]
 
 
 def logits_of(found: Compared, distances: list[TokenDistances] | None) -> LogitsDiff | None:

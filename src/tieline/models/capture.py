@@ -535,7 +535,7 @@ def capture(
     settings = Settings(None if ranks == "all" else ranks, epsilons, keep == "inputs", distances)
     routers = chosen_routers(model, layers)
     observers = [_observer(name, router, settings) for name, router in routers.items()]
-    recorder = Recorder(document_counter(model), epsilons, _provenance(model), sink)
+    recorder = Recorder(document_counter(model), epsilons, model_facts(model), sink)
     with ExitStack() as stack:
         for observer, router in zip(observers, routers.values(), strict=True):
             observed = _observed_class(type(router), observer, recorder)
@@ -613,7 +613,8 @@ def document_counter(model: nn.Module) -> DocumentCounter:
     return DocumentCounter((ends or [None])[0] if padding is None else padding, frozenset(ends))
 
 
-def _provenance(model: nn.Module) -> dict[str, object]:
+def model_facts(model: nn.Module) -> dict[str, Any]:
+    """Return name, class, precision and versions, as every trace carries them."""
     config = getattr(model, "config", None)
     return {
         "model": getattr(config, "_name_or_path", None) or class_name(model),

@@ -124,7 +124,7 @@ def replay(
     with ExitStack() as stack:
         for name, record in records.items():
             router = routers[name]
-            layer = _Layer(name, router, record, weights, only, session)
+            layer = LayerReplay(name, router, record, weights, only, session)
             layer.count_bytes(state, only is not None)
             members: dict[str, Any] = {_REPLAYED: True}
             method = "forward" if layer.family.method == "__call__" else layer.family.method
@@ -280,7 +280,7 @@ def _fingerprint(logits: Tensor) -> float:
     return float((detached.float().sum(1) * place).double().sum())
 
 
-class _Layer:
+class LayerReplay:
     """Rewrites the outputs of one router."""
 
     def __init__(
@@ -289,9 +289,19 @@ class _Layer:
         router: nn.Module,
         record: LayerTrace,
         weights: str,
-        only: str | float | None,
-        session: _Session,
+        only: str | float | None = None,
+        session: _Session | None = None,
     ) -> None:
+        """Let a router take the experts of a record.
+
+        Args:
+            name: name of the router.
+            router: the router.
+            record: experts of the tokens that it will route, in order unless there is a session.
+            weights: "live" or "recorded", as for `replay`.
+            only: which tokens, as for `replay`.
+            session: finds the row of the record that belongs to each token.
+        """
         family = family_of(router)
         assert family is not None
         if hasattr(type(router), _REPLAYED):
@@ -317,8 +327,9 @@ class _Layer:
             )
             self.weights = record.weights
         self.wanted = _wanted(record, only)
-        session.state.replayed.setdefault(name, 0)
-        session.state.changed.setdefault(name, 0)
+        if session is not None:
+            session.state.replayed.setdefault(name, 0)
+            session.state.changed.setdefault(name, 0)
 
     def count_bytes(self, state: Replay, partial: bool) -> None:
         """Add the bytes of this layer's ids."""
@@ -331,18 +342,24 @@ class _Layer:
         family = self.family
         logits = logits_in(family.layout, call[0], output)
         self._move(logits.device, logits.shape[1])
-        rows = self.session.rows(self.name, logits)
+        rows = self._rows(logits)
         live = live_choice(family, output, self.k, logits.shape[1])
         place = rows.clamp(min=0)
         has = (rows >= 0) & self.wanted[place]
         differ = has & (live.ids.sort(dim=1).values != self.sets[place]).any(dim=1)
         changed = int(differ.sum())
-        if not is_recomputing():
+        if self.session is not None and not is_recomputing():
             self.session.state.replayed[self.name] += int(has.sum())
             self.session.state.changed[self.name] += changed
         if self.weights is None and not changed:
             return output
         return self._written(router, logits, output, live, place, has, differ)
+
+    def _rows(self, logits: Tensor) -> Tensor:
+        """Row of the record of each token, -1 without one."""
+        if self.session is None:
+            return torch.arange(len(logits), device=logits.device)
+        return self.session.rows(self.name, logits)
 
     def _move(self, device: torch.device, experts: int) -> None:
         """Bring the record to the device of the layer, once."""

@@ -5,9 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tieline.analysis.text import TokenisedText, text_sample, tokenise
+from tieline.analysis.text import text_sample
 from tieline.core.errors import ParameterError
 from tieline.models.demo import load_demo_tokenizer
+from tieline.run.corpus import TokenisedText, tokenise
 from tieline.trace import LayerFacts, LayerTrace, RoutingTrace
 
 TOKENIZER = load_demo_tokenizer()

@@ -7,10 +7,10 @@ import torch
 from tests.analysis.zoo import Letters, words
 from tests.models.tiny import lively, tiny_model
 from tieline.analysis.inspect import inspect
-from tieline.analysis.text import tokenise
 from tieline.core.errors import TielineError
 from tieline.lab.on_model.slice import SliceChoice, coalition_at, router_choice
 from tieline.lab.tropical.pictures import plane_through, slice_router
+from tieline.run.corpus import tokenise
 
 FAMILIES = ["mixtral", "qwen3_moe", "gpt_oss"]
 

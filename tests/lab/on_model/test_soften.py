@@ -8,13 +8,13 @@ import torch
 from tests.analysis.zoo import Letters, words
 from tests.models.tiny import lively, tiny_model
 from tieline.analysis.inspect import inspect
-from tieline.analysis.text import tokenise
 from tieline.core.errors import TielineError
 from tieline.lab.on_model import soften as module
 from tieline.lab.on_model.soft_choice import soft_share, softened
 from tieline.lab.on_model.soften import SoftenSettings, sample_of, soften, soften_cost
 from tieline.lab.on_model.soften_walls import MOMENTS, Walls, change_parts
 from tieline.models import find_routers
+from tieline.run.corpus import tokenise
 
 SMALL = SoftenSettings(tokens=960, length=24, first=0.04, levels=3, near=0.2, exact=10_000)
 

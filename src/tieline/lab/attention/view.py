@@ -21,14 +21,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tieline.analysis.sources import DEMO, ModelSource, Text, as_model, as_text, default_length
-from tieline.analysis.text import tokenise
+from tieline.analysis.sources import ModelSource, as_model
 from tieline.core.errors import UnsupportedModelError, require
 from tieline.core.records import Result
 from tieline.core.statistics import Estimate, SequenceSums, next_token_losses
 from tieline.lab.attention.in_models import SIGMOID
 from tieline.lab.attention.watch import AttentionCall, watched_attention
+from tieline.models.demo import DEMO
 from tieline.models.running import batches, forward, only_running
+from tieline.run.corpus import Text, as_text, default_length, tokenise
 
 Progress = Callable[[str, int, int], None]
 

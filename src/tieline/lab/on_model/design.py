@@ -6,13 +6,14 @@ from typing import Any
 import torch
 
 from tieline.analysis.linear import linear_choice, linear_weights, router_offset
-from tieline.analysis.sources import DEMO, ModelSource, Text, as_model, as_text, default_length
-from tieline.analysis.text import tokenise
+from tieline.analysis.sources import ModelSource, as_model
 from tieline.core.errors import require
 from tieline.lab.tropical.measured import MeasuredLayer, measured_layer
 from tieline.models.capture import capture
+from tieline.models.demo import DEMO
 from tieline.models.families import find_routers
 from tieline.models.running import batches, forward, only_running
+from tieline.run.corpus import Text, as_text, default_length, tokenise
 from tieline.trace.record import LayerTrace, RoutingTrace
 
 MOST_BYTES = 1 << 30

@@ -24,16 +24,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tieline.analysis.sources import (
-    DEMO,
-    ModelSource,
-    Text,
-    as_model,
-    as_text,
-    default_length,
-    save_model,
-)
-from tieline.analysis.text import tokenise
+from tieline.analysis.sources import ModelSource, as_model, save_model
 from tieline.core.errors import ParameterError, require
 from tieline.core.numerics import one_thread
 from tieline.core.records import Result
@@ -43,11 +34,13 @@ from tieline.lab.on_model.router_fit import RouterFit, Watched, fit_router, is_s
 from tieline.measure.measures import LayerMeasures, measure
 from tieline.models.capture import capture
 from tieline.models.changes import changes_of
+from tieline.models.demo import DEMO
 from tieline.models.families import chosen_routers
 from tieline.models.loading import LoadedModel
 from tieline.models.running import batches, forward, only_running
 from tieline.models.smooth_router import LayerPlan, layer_plan
 from tieline.routing.routers import Router
+from tieline.run.corpus import Text, as_text, default_length, tokenise
 from tieline.trace.record import RoutingTrace
 
 Progress = Callable[[str, int, int], None]

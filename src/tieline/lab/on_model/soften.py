@@ -27,9 +27,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from tieline.analysis.sources import default_length
 from tieline.analysis.swap import Block, BlockSampler, block_of, recorded_choice, swapped_choice
-from tieline.analysis.text import TokenisedText, token_texts, tokenise
 from tieline.core.errors import UnsupportedModelError, require
 from tieline.core.statistics import (
     Estimate,
@@ -56,6 +54,7 @@ from tieline.models.families import family_of
 from tieline.models.router_call import experts_of, override_choice
 from tieline.models.running import batches, forward, only_running
 from tieline.models.smooth_router import plan_layers
+from tieline.run.corpus import TokenisedText, default_length, token_texts, tokenise
 from tieline.trace.record import LayerTrace, RoutingTrace
 
 Progress = Callable[[str, int, int], None]

@@ -11,12 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from tieline.analysis.sources import ModelSource, Text, as_text, save_model
+from tieline.analysis.sources import ModelSource, save_model
 from tieline.analysis.text import TextLoss, text_loss
 from tieline.core.errors import ParameterError, require
 from tieline.core.records import Result
 from tieline.lab.on_model.upcycled_model import upcycle_
 from tieline.models.loading import LoadedModel, load_dense, probe_output
+from tieline.run.corpus import Text, as_text
 
 Progress = Callable[[str, int, int], None]
 

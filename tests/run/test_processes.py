@@ -4,16 +4,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.analysis.on_ranks import audited, captured, compared, inspected, repaired
-from tests.lab.training.parallel.ranks import Ranks
-from tieline.analysis import shares
+from tests.lab.training.parallel.ranks import Ranks as Processes
+from tests.run.on_ranks import audited, captured, compared, inspected, repaired
 from tieline.analysis.diff import diff
 from tieline.analysis.engine_runs import capture_engine
 from tieline.analysis.precision import audit
-from tieline.analysis.shares import Share
 from tieline.analysis.smooth import smooth
 from tieline.core.errors import ParameterError
 from tieline.core.statistics import SequenceSums
+from tieline.run import processes
+from tieline.run.processes import Ranks
 
 
 @pytest.fixture
@@ -34,12 +34,12 @@ def test_shares_are_all_batches_in_order(as_rank, count):
     seen, documents, tokens = [], 0, 0
     for rank in range(count):
         as_rank(rank, count)
-        share = Share.of("data", parts)
+        share = Ranks.of("data", parts)
         assert (share.number, share.documents, share.tokens) == (len(seen), documents, tokens)
         assert len(share.batches) <= share.passes
         seen += [int(batch[0, 0]) for batch in share.batches]
         documents += sum(len(batch) for batch in share.batches)
-        tokens += share.own_tokens
+        tokens += share.rank_tokens
     assert seen == [0, 1, 2, 3, 4]
 
 
@@ -47,13 +47,13 @@ def test_shares_are_all_batches_in_order(as_rank, count):
 def test_all_tokens_are_run_where_the_model_is_spread(as_rank, way):
     as_rank(1, 2)
     parts = [torch.ones(1, 3, dtype=torch.int64)] * 3
-    assert len(Share.of(way, parts).batches) == 3
+    assert len(Ranks.of(way, parts).batches) == 3
 
 
 def test_fewer_batches_than_processes_are_refused(as_rank):
     as_rank(0, 3)
     with pytest.raises(ParameterError, match="2 batches are too few for 3 processes: take more"):
-        Share.of("data", [torch.ones(1, 3, dtype=torch.int64)] * 2)
+        Ranks.of("data", [torch.ones(1, 3, dtype=torch.int64)] * 2)
 
 
 def test_sums_of_all_processes_are_those_of_one(as_rank, monkeypatch):
@@ -66,11 +66,11 @@ def test_sums_of_all_processes_are_those_of_one(as_rank, monkeypatch):
     sent = []
     for rank in (0, 1):
         as_rank(rank, 2)
-        monkeypatch.setattr(shares, "gathered_tensors", lambda own: sent.append(own) or [own])
+        monkeypatch.setattr(processes, "gathered_tensors", lambda own: sent.append(own) or [own])
         copy = SequenceSums(list(parts[rank].sums), list(parts[rank].counts))
-        Share("data", ()).all_sums([copy, never])
-    monkeypatch.setattr(shares, "gathered_tensors", lambda own: sent)
-    Share("data", ()).all_sums([parts[0], never])
+        Ranks("data", ()).join_sums([copy, never])
+    monkeypatch.setattr(processes, "gathered_tensors", lambda own: sent)
+    Ranks("data", ()).join_sums([parts[0], never])
     assert parts[0].mean() == one.mean()
     assert never.sums == []
 
@@ -89,7 +89,7 @@ SLOW = [("tp", 2), ("pp", 2), ("fsdp", 2), ("data", 3), ("tp", 4), ("ep", 4), ("
 )
 def test_processes_find_what_one_finds(alone, way, count):
     """Exactly, but where matrices are cut: there sums of products are added in another order."""
-    ranks = Ranks(count)
+    ranks = Processes(count)
     try:
         everywhere = ranks.run(inspected, way)
     finally:
@@ -108,7 +108,7 @@ def test_processes_find_what_one_finds(alone, way, count):
 
 
 def on_ranks(count, task, *args):
-    ranks = Ranks(count)
+    ranks = Processes(count)
     try:
         return ranks.run(task, *args)
     finally:

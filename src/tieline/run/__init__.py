@@ -1,0 +1,1 @@
+"""Running a model: what is run, how, and what looks at it."""

@@ -1,0 +1,137 @@
+"""Which experts a pass takes: its own, or those of a reference pass, forced or replayed.
+
+chosen_output      records a router's choice, compares it with the reference, forces it
+replayed_output    the output with the experts of the reference pass
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tieline.core.ranking import sets_differ
+from tieline.models.capture import Batch, LayerObserver, Settings
+from tieline.models.changes import Call
+from tieline.models.families import HANDLER
+from tieline.models.replay import LayerReplay
+from tieline.models.router_call import Choice, RouterOutput, padded, read_output, write_output
+from tieline.run.observers import Site
+from tieline.run.plan import Ids, Pass
+from tieline.trace.record import LayerTrace
+
+
+@dataclass
+class RunningPass:
+    """A pass under way.
+
+    Attributes:
+        run: the pass.
+        ids: its tokens.
+        generator: source of its noise.
+        choices: by router, its weights and experts, where they are needed later.
+        routes: by router, the same as a trace, where they are replayed later.
+        lost: by router, the routed weight that each token lost against the reference.
+    """
+
+    run: Pass
+    ids: Ids
+    generator: torch.Generator
+    choices: dict[str, Choice] = field(default_factory=dict)
+    routes: dict[str, LayerTrace] = field(default_factory=dict)
+    lost: dict[str, Tensor] = field(default_factory=dict)
+
+
+ROUTE_SETTINGS = Settings(4, (), False, False)
+"""What is recorded of routes that later passes replay."""
+
+
+def chosen_output(
+    state: RunningPass,
+    reference: RunningPass | None,
+    recorded: tuple[bool, bool],
+    site: Site,
+    call: Call,
+    output: Any,
+) -> Any:
+    """Record a router's choice, compare it with the reference, and force that where asked.
+
+    Args:
+        state: the pass.
+        reference: the pass to compare with; None for none.
+        recorded: whether choices, and whether routes, are kept for later passes.
+        site: the router.
+        call: its call.
+        output: what it returned.
+    """
+    if recorded[1]:
+        with torch._C.DisableTorchFunction():
+            state.routes[site.name] = _route(site, call, output)
+    against = None if reference is None else reference.choices.get(site.name)
+    if not recorded[0] and against is None:
+        return output
+    routed = read_output(site.family, site.module, call[0], output)
+    choice = Choice(routed.weights, routed.ids)
+    if recorded[0]:
+        state.choices[site.name] = choice
+    if against is not None:
+        forced = state.run.condition.choice == "forced"
+        lost, choice = compared_choice(against, routed, forced)
+        state.lost[site.name] = lost
+    resize = getattr(getattr(site.module, HANDLER, None), "resize", None)
+    if resize is not None:  # what counts the columns of a smoothed router
+        resize(choice.ids.shape[1])
+    return write_output(site.family, output, routed, choice)
+
+
+def _route(site: Site, call: Call, output: Any) -> LayerTrace:
+    tokens = torch.arange(len(read_output(site.family, site.module, call[0], output).ids))
+    batch = Batch(tokens, torch.zeros_like(tokens), tokens, None, len(tokens))
+    return LayerObserver(site.name, site.family, ROUTE_SETTINGS).observe(
+        site.module, call, output, batch
+    )
+
+
+def replayed_output(
+    reference: RunningPass, weights: str, site: Site, call: Call, output: Any
+) -> Any:
+    """Return a router's output with the experts of the reference pass."""
+    record = reference.routes.get(site.name)
+    if record is None:
+        return output
+    return LayerReplay(site.name, site.module, record, weights)(site.module, call, output)
+
+
+def compared_choice(clean: Choice, routed: RouterOutput, forced: bool) -> tuple[Tensor, Choice]:
+    r"""Compare a router's choice with that of a reference pass.
+
+    Args:
+        clean: weights and experts of the reference.
+        routed: what the router returned.
+        forced: whether tokens whose experts differ take the choice of the reference.
+
+    Returns:
+        The share of routed weight that each token lost, Σ_{e ∈ S \ S'} w_e / Σ_{e ∈ S} w_e, -1
+        where its experts are the same; and the choice to take.
+    """
+    before = routed_set(RouterOutput(routed.logits, clean.weights, clean.ids))
+    after = routed_set(routed)
+    flipped = sets_differ(before, after)
+    missing = ~after.gather(1, clean.ids)
+    size = clean.weights.double().sum(dim=1).clamp(min=1e-30)
+    share = (clean.weights.double() * missing).sum(dim=1) / size
+    lost = torch.where(flipped, share, -1.0).cpu()
+    choice = Choice(routed.weights, routed.ids)
+    if not forced:
+        return lost, choice
+    kept, choice = padded(clean, choice.ids.shape[1]), padded(choice, clean.ids.shape[1])
+    return lost, Choice(
+        torch.where(flipped[:, None], kept.weights, choice.weights),
+        torch.where(flipped[:, None], kept.ids, choice.ids),
+    )
+
+
+def routed_set(routed: RouterOutput) -> Tensor:
+    """Return the chosen experts as a mask (tokens, experts)."""
+    empty = torch.zeros_like(routed.logits, dtype=torch.bool)
+    return empty.scatter_(1, routed.ids, True)

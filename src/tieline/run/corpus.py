@@ -1,0 +1,239 @@
+"""What is routed: a text, cut into sequences of tokens and batches of these.
+
+corpus = Corpus(text, tokens=4096, batch_size=4)
+routed = corpus.tokenised(tokenizer, model)
+routed.sequences, routed.digest, corpus.batches(routed)
+"""
+
+import hashlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from tieline.core.errors import ParameterError, require
+from tieline.models.demo import DEMO, demo_text
+from tieline.models.running import batches, text_config
+
+Text = str | Path | None
+"""A text itself, a file that holds one, or None for the text in the box."""
+
+STDIN, MOST_TEXT = Path("-"), 1 << 30
+"""The name of stdin as a file of text, and the bytes of the longest text that is read."""
+
+LONGEST = 512
+"""Tokens per sequence where nothing else is asked for and the model takes as many."""
+
+CHARACTERS_PER_TOKEN = 8
+"""First guess of how much text the tokens need."""
+
+
+@dataclass(frozen=True)
+class TokenisedText:
+    """Tokens of a text, cut into sequences that all start with the tokenizer's prefix.
+
+    Attributes:
+        sequences: token ids of each sequence, prefix included; the last may be shorter.
+        prefix: ids that the tokenizer puts before a text, such as a beginning of sequence.
+        pieces: part of the text that each token after the prefix stands for, over all sequences.
+        characters: how many characters of the text the tokens cover.
+    """
+
+    sequences: tuple[Int[Tensor, " _"], ...]
+    prefix: tuple[int, ...]
+    pieces: tuple[str, ...]
+    characters: int
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens, prefixes included."""
+        return sum(len(sequence) for sequence in self.sequences)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the text that the tokens cover."""
+        return hashlib.sha256("".join(self.pieces).encode(errors="surrogatepass")).hexdigest()
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What is routed, and in which batches.
+
+    Attributes:
+        text: the text itself, the Path of a file, or None for the text in the box.
+        tokens: how many tokens of it.
+        sequence_length: tokens per sequence; by default 512, or what the model takes if less.
+        batch_size: sequences per forward pass.
+        seed: seed of whatever is drawn on this corpus.
+    """
+
+    text: Text = None
+    tokens: int = 16384
+    sequence_length: int | None = None
+    batch_size: int = 8
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require(self.batch_size >= 1, f"batch_size must be at least 1, got {self.batch_size}")
+
+    @cached_property
+    def _read(self) -> tuple[str, str]:
+        return as_text(self.text)
+
+    @property
+    def origin(self) -> str:
+        """Where the text is from: "demo", the name of a file, or nothing."""
+        return self._read[1]
+
+    def length(self, model: nn.Module) -> int:
+        """Tokens per sequence for a model."""
+        return self.sequence_length or default_length(model)
+
+    def tokenised(self, tokenizer: Any, model: nn.Module) -> TokenisedText:
+        """Cut the text into sequences of tokens."""
+        return tokenise(tokenizer, self._read[0], self.tokens, self.length(model))
+
+    def batches(self, text: TokenisedText) -> list[Int[Tensor, "rows length"]]:
+        """Stack neighbouring sequences of equal length, at most `batch_size` at a time."""
+        return self.stacked(text.sequences)
+
+    def stacked(self, sequences: Sequence[Int[Tensor, " _"]]) -> list[Int[Tensor, "rows length"]]:
+        """Stack some of the sequences."""
+        return list(batches(sequences, self.batch_size))
+
+    def split(
+        self, tokenizer: Any, model: nn.Module, first: int
+    ) -> tuple[list[Int[Tensor, " _"]], list[Int[Tensor, " _"]]]:
+        """Return the sequences of the first tokens, and those of `tokens` tokens that follow.
+
+        Args:
+            tokenizer: the tokenizer.
+            model: the model that they are for.
+            first: tokens before the split; sequences are not longer than that.
+        """
+        length = min(self.length(model), first, self.tokens)
+        text = tokenise(tokenizer, self._read[0], first + self.tokens, length)
+        count = -(-first // length)
+        require(
+            len(text.sequences) > count,
+            f"the text has {text.tokens} tokens: too few to choose ε on {first} of them and to "
+            "measure on others",
+        )
+        return list(text.sequences[:count]), list(text.sequences[count:])
+
+
+def tokenise(tokenizer: Any, text: str, tokens: int, length: int) -> TokenisedText:
+    """Cut the first tokens of a text into sequences of `length`.
+
+    Args:
+        tokenizer: a tokenizer of transformers.
+        text: any text that is not empty.
+        tokens: number of tokens wanted, prefixes included; a short text gives fewer.
+        length: tokens per sequence.
+    """
+    require(tokens >= 1, f"need at least one token, got tokens={tokens}")
+    require(bool(text.strip()), "the text is empty: there is nothing to route")
+    prefix = _prefix(tokenizer)
+    body = length - len(prefix)
+    require(body >= 1, f"sequences need more than the prefix, got length={length}, {prefix=}")
+    ids, pieces = _encode(tokenizer, text, tokens)
+    require(len(ids) > 0, "the tokenizer makes no token of the text")
+    wanted = _without_prefixes(tokens, length, len(prefix))
+    ids, pieces = ids[:wanted], pieces[:wanted]
+    rows = [[*prefix, *ids[start : start + body]] for start in range(0, len(ids), body)]
+    sequences = tuple(torch.tensor(row) for row in rows)
+    return TokenisedText(sequences, prefix, tuple(pieces), sum(map(len, pieces)))
+
+
+def token_texts(text: TokenisedText) -> list[str]:
+    """The part of the text that each token stands for, over all sequences; empty for a prefix."""
+    pieces, start = iter(text.pieces), len(text.prefix)
+    return [
+        next(pieces, "") if place >= start else ""
+        for sequence in text.sequences
+        for place in range(len(sequence))
+    ]
+
+
+def _prefix(tokenizer: Any) -> tuple[int, ...]:
+    """Special tokens that the tokenizer puts before every text."""
+    bare = tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"]
+    full = tokenizer("a", verbose=False)["input_ids"]
+    first = next((place for place, token in enumerate(full) if token == bare[0]), 0)
+    return tuple(full[:first])
+
+
+def _encode(tokenizer: Any, text: str, tokens: int) -> tuple[list[int], list[str]]:
+    """Ids and pieces of at least `tokens` tokens, or of the whole text."""
+    size = CHARACTERS_PER_TOKEN * tokens + 1
+    while True:
+        part = text[:size]
+        ids, pieces = _encode_whole(tokenizer, part)
+        if len(part) == len(text) or len(ids) > tokens + 8:  # a cut may change the last few
+            return ids, pieces
+        size *= 2
+
+
+def _encode_whole(tokenizer: Any, text: str) -> tuple[list[int], list[str]]:
+    quick = bool(getattr(tokenizer, "is_fast", False))
+    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=quick, verbose=False)
+    ids = list(found["input_ids"])
+    if not quick:
+        return ids, [tokenizer.decode([token]) for token in ids]
+    # a character of several tokens belongs to the first, skipped ones to the token that follows
+    ends = list(accumulate((end for _, end in found["offset_mapping"]), max))
+    return ids, [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def _without_prefixes(tokens: int, length: int, prefix: int) -> int:
+    """Number of text tokens in `tokens`, each sequence of `length` spending some on its prefix."""
+    whole, rest = divmod(tokens, length)
+    left = max(0, rest - prefix)
+    found = whole * (length - prefix) + left
+    if found < 1:
+        raise ParameterError(f"{tokens} tokens leave none beside a prefix of {prefix}")
+    return found
+
+
+def as_text(text: Text) -> tuple[str, str]:
+    """The text, and where it is from: "demo", the name of a file, or nothing."""
+    if text is None:
+        return demo_text(), DEMO
+    if isinstance(text, Path):
+        return _read_text(text), "stdin" if text == STDIN else text.name
+    require(isinstance(text, str), f"a text is a str or the Path of a file, got {text!r:.80}")
+    return text, ""
+
+
+def _read_text(path: Path) -> str:
+    """The text in a file, a pipe or, for `Path("-")`, stdin."""
+    if path == STDIN:
+        data = sys.stdin.buffer.read(MOST_TEXT + 1)
+    else:
+        require(path.exists(), f"no such file: {path}")
+        require(not path.is_dir(), f"not a file: {path}")
+        with path.open("rb") as file:
+            data = file.read(MOST_TEXT + 1)
+    require(len(data) <= MOST_TEXT, f"{path} has more than {MOST_TEXT >> 20} MiB: too long a text")
+    require(b"\0" not in data, f"{path} is a binary file, not text")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as problem:
+        raise ParameterError(
+            f"{path} is not UTF-8 text: byte {data[problem.start]:#04x} at offset {problem.start}"
+        ) from problem
+    require(bool(text.strip()), f"{path} is empty: there is nothing to route")
+    return text
+
+
+def default_length(model: nn.Module, longest: int = LONGEST) -> int:
+    """Tokens per sequence: `longest`, or what the model takes if that is less."""
+    most = getattr(text_config(model), "max_position_embeddings", None)
+    return min(longest, most) if isinstance(most, int) and most > 1 else longest

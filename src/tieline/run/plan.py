@@ -1,0 +1,201 @@
+"""What is run: passes of batches under conditions, known before the first of them begins.
+
+    clean = [Pass(number) for number in batches]
+    rounded = [Pass(number, condition, reference=Pass(number)) for number in batches]
+    plan = Plan((Phase("audit", batches, (*clean, *rounded)),))
+    plan.describe()        "258 passes of 16,384 tokens"
+
+A pass may be compared with other passes of the same batch, or take their experts: these come before
+it in the phase. A phase that depends on the results of another one, such as the runs with the
+routers that an audit keeps in float32, is a plan of its own; from disk each phase reads the files
+once.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxtyping import Int
+from torch import Tensor
+
+from tieline.core.errors import require
+from tieline.run.condition import CLEAN, REPLAYS, Condition, Perturbation
+
+Ids = Int[Tensor, "rows length"]
+
+Logits = Literal["required", "optional", "none"]
+"""Whether a phase looks at logits: "none" does not read the output head from disk."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One forward pass.
+
+    Attributes:
+        batch: number of its batch in the phase.
+        condition: how the model runs.
+        reference: the pass of the same batch that it is compared with, and whose experts it takes
+            where its condition says so.
+        others: further passes of the same batch whose logits observers compare with.
+        model: number of the model, where a phase runs several.
+    """
+
+    batch: int
+    condition: Condition = CLEAN
+    reference: "Pass | None" = None
+    others: "tuple[Pass, ...]" = ()
+    model: int = 0
+
+    @property
+    def compared_with(self) -> "tuple[Pass, ...]":
+        """Passes whose logits are shown beside its own."""
+        return self.others if self.reference is None else (self.reference, *self.others)
+
+
+@dataclass(frozen=True, eq=False)
+class Phase:
+    """Passes that are run together.
+
+    Attributes:
+        name: stage of the progress.
+        batches: token ids by number.
+        passes: in order, the reference of each before it.
+        compares_routes: whether observers are told the routed weight that each token lost against
+            the reference (`Outcome.lost`) and the choices of references.
+        logits: whether logits are looked at.
+    """
+
+    name: str
+    batches: Mapping[int, Ids]
+    passes: tuple[Pass, ...]
+    compares_routes: bool = False
+    logits: Logits = "required"
+
+    def __post_init__(self) -> None:
+        earlier: set[Pass] = set()
+        for run in self.passes:
+            late = [other for other in run.compared_with if other not in earlier]
+            require(not late, f"{self.name}: {late} must come before the passes that need them")
+            earlier.add(run)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all batches."""
+        return sum(ids.numel() for ids in self.batches.values())
+
+    @property
+    def references_of_choices(self) -> set[Pass]:
+        """Passes whose choice of experts later ones are compared with or forced to."""
+        return {
+            run.reference
+            for run in self.passes
+            if run.reference is not None
+            and (self.compares_routes or run.condition.choice == "forced")
+        }
+
+    @property
+    def references_of_routes(self) -> set[Pass]:
+        """Passes whose routes later ones replay."""
+        return {
+            run.reference
+            for run in self.passes
+            if run.reference is not None and run.condition.choice in REPLAYS
+        }
+
+    @property
+    def most_kept(self) -> int:
+        """Passes of one batch whose logits are in memory at once beside the current ones."""
+        first = self.passes[0].batch if self.passes else 0
+        runs = [run for run in self.passes if run.batch == first]
+        uses = Counter(other for run in runs for other in run.compared_with)
+        kept, most = 0, 0
+        for run in runs:
+            kept += run in uses
+            most = max(most, kept)
+            for other in run.compared_with:
+                uses[other] -= 1
+                kept -= uses[other] == 0
+        return most
+
+    def windows(self, size: int) -> Iterator[tuple[Pass, ...]]:
+        """Split the passes by consecutive batches, `size` batches at a time."""
+        numbers = list(self.batches)
+        for start in range(0, len(numbers), size):
+            window = {*numbers[start : start + size]}
+            yield tuple(run for run in self.passes if run.batch in window)
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Phases that are run one after the other."""
+
+    phases: tuple[Phase, ...]
+
+    @property
+    def passes(self) -> int:
+        """Number of forward passes."""
+        return sum(len(phase.passes) for phase in self.phases)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that go through the model, each pass counted."""
+        return sum(
+            phase.batches[run.batch].numel() for phase in self.phases for run in phase.passes
+        )
+
+    @property
+    def conditions(self) -> tuple[Condition, ...]:
+        """The conditions in order, without repetition."""
+        return tuple(dict.fromkeys(run.condition for p in self.phases for run in p.passes))
+
+    def describe(self, streamed: bool = False) -> str:
+        """Say how much is run, and how often files are read where weights are streamed."""
+        batches = [ids for phase in self.phases for ids in phase.batches.values()]
+        most = max((ids.numel() for ids in batches), default=0)
+        reads = f", {len(self.phases)} reads of the files" if streamed else ""
+        return f"{self.passes:,} passes of {most:,} tokens{reads}"
+
+
+def estimated_seconds(plan: Plan, tokens: int, seconds: float) -> float:
+    """Time of a plan by a pass of `tokens` tokens that took `seconds`."""
+    return plan.tokens * seconds / max(1, tokens)
+
+
+class Budget:
+    """Time that a run may take.
+
+    Attributes:
+        limit: seconds.
+    """
+
+    def __init__(self, limit: float = float("inf"), start: float | None = None) -> None:
+        """Start the clock, unless it was started before."""
+        self.limit, self._start = limit, time.perf_counter() if start is None else start
+
+    def share(self, part: float) -> "Budget":
+        """The first part of this time, on the same clock."""
+        return Budget(part * self.limit, self._start)
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether there is a limit at all."""
+        return self.limit < float("inf")
+
+    def elapsed(self) -> float:
+        """Seconds since the clock was started."""
+        return time.perf_counter() - self._start
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a run did.
+
+    Attributes:
+        batches: numbers of the batches that were run.
+        dropped: perturbations that were left out when the time was up.
+    """
+
+    batches: tuple[int, ...]
+    dropped: tuple[Perturbation, ...] = ()

@@ -1,0 +1,421 @@
+"""In which order the passes of a phase are run: one after the other, or unit by unit.
+
+ByPass    models in memory. Batches are run in windows, so that the logits which later passes
+need fit in `WINDOW` bytes; neighbouring passes whose weights are rounded alike share
+one rounding.
+ByUnit    models on disk. All passes go through a layer before the next one is read, and through
+the output head batch by batch.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from itertools import groupby
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from tieline.core.errors import ParameterError, UnsupportedModelError, require
+from tieline.models.changes import Call
+from tieline.models.lockstep import Lockstep, Scope
+from tieline.models.lockstep import Pass as Thread
+from tieline.models.model import Model
+from tieline.models.running import forward, text_config
+from tieline.models.stream_loading import free_memory, resident_memory
+from tieline.models.stream_resume import Journal, Replay
+from tieline.models.stream_rounding import StreamRounding, in_memory
+from tieline.models.stream_weights import Weights
+from tieline.models.streaming import ModelStream
+from tieline.run.choices import RunningPass, chosen_output, replayed_output
+from tieline.run.condition import REPLAYS, Rounded
+from tieline.run.observers import Observer, Outcome, Site, Watch, run_blocks, sites_of, watching
+from tieline.run.plan import Budget, Ids, Pass, Phase, Ran
+
+Progress = Callable[[str, int, int], None]
+"""Called with a stage, how much of it is done, and of how much."""
+
+Models = Sequence[Model]
+Observers = Sequence[Observer]
+
+WINDOW = 32 << 20
+"""Bytes of logits that are kept for later passes of a window of batches."""
+
+STATES_KEPT = 2
+"""Hidden states that a pass holds while it waits: what it goes on with, and the embeddings."""
+
+STREAMING = "streaming"
+"""Stage of the progress while weights are read, counted in bytes."""
+
+
+@runtime_checkable
+class Resume(Protocol):
+    """Keeps what a run from disk needs to go on after it was ended."""
+
+    def replay(self, weights: Weights) -> Replay | None:
+        """Return units that an earlier run has left; None if there are none."""
+        ...
+
+    def restore(self, units: list[str]) -> None:
+        """Give observers back what they found in these units."""
+        ...
+
+    def keep(self, unit: str, left: list[str], journal: Journal) -> None:
+        """Keep a unit that all passes have left, after the units in `left`."""
+        ...
+
+
+class Schedule:
+    """What both schedules share: passes under way, and what later passes need of finished ones."""
+
+    reruns = True
+    """Whether blocks can be run again while a pass is inside them."""
+
+    def __init__(
+        self, models: Sequence[Model], phase: Phase, observers: Sequence[Observer]
+    ) -> None:
+        self.models, self.phase, self.observers = models, phase, observers
+        self._sites = [sites_of(model.module) for model in models]
+        self._choices, self._routes = phase.references_of_choices, phase.references_of_routes
+        self._uses = Counter(other for run in phase.passes for other in run.compared_with)
+        self._running: dict[Pass, RunningPass] = {}
+        self._logits: dict[Pass, Tensor] = {}
+
+    def begin(self, run: Pass) -> RunningPass:
+        """Prepare a pass."""
+        ids = self.phase.batches[run.batch]
+        self._running[run] = RunningPass(run, ids, run.condition.generator(run.batch))
+        for observer in self.observers:
+            observer.on_start(run, ids)
+        return self._running[run]
+
+    def module(self, run: Pass) -> nn.Module:
+        """The model of a pass."""
+        return self.models[run.model].module
+
+    def logits(self, state: RunningPass) -> Any:
+        """Run a pass and return its logits; None where the phase looks at none."""
+        output = forward(self.module(state.run), state.ids)
+        if self.phase.logits == "none":
+            return None
+        if self.phase.logits == "optional":
+            return getattr(output, "logits", None)
+        clean = state.run.condition.perturbation is None
+        return (finite_logits if clean else model_logits)(output, state.ids)
+
+    @contextmanager
+    def scope(self, state: RunningPass) -> Iterator[None]:
+        """Context in which a pass computes: its condition, and observers looking at it."""
+        run, sites = state.run, self.sites(state.run)
+        condition, watch = run.condition, Watch(run, self.observers, self.reruns)
+        method = "forward" if condition.choice in REPLAYS else ""
+        with (
+            condition.computation(self.module(run), state.generator, sites),
+            watching(watch, sites, self._rewrite(state), method),
+        ):
+            yield
+
+    def sites(self, run: Pass) -> Mapping[str, Site]:
+        """Routers of the pass's model whose weights are in memory."""
+        return self._sites[run.model]
+
+    def _rewrite(self, state: RunningPass) -> Callable[[Site, Call, Any], Any] | None:
+        """What the routers of a pass return instead of their own output, and what is recorded."""
+        run, kind = state.run, state.run.condition.choice
+        if kind in REPLAYS:
+            assert run.reference is not None
+            return partial(replayed_output, self._running[run.reference], kind)
+        records, traces = run in self._choices, run in self._routes
+        reference = None
+        if run.reference is not None and (kind == "forced" or self.phase.compares_routes):
+            reference = self._running[run.reference]
+        if not (records or traces or reference):
+            return None
+        return partial(chosen_output, state, reference, (records, traces))
+
+    def finish(self, state: RunningPass, logits: Any) -> None:
+        """Show the logits of a pass to the observers, and drop what no pass needs any more."""
+        run = state.run
+        references = {p: self._logits[p] for p in run.compared_with if p in self._logits}
+        outcome = Outcome(state.ids, logits, references, state.lost, state.choices)
+        for observer in self.observers:
+            observer.on_pass_done(run, outcome)
+        if self._uses[run] and logits is not None:
+            self._logits[run] = logits
+        for other in run.compared_with:
+            self._uses[other] -= 1
+            if not self._uses[other]:
+                self._logits.pop(other, None)
+                self._running.pop(other, None)
+        if not self._uses[run]:
+            self._running.pop(run, None)
+
+
+class ByPass(Schedule):
+    """Runs passes one after the other on models in memory."""
+
+    def __init__(
+        self,
+        models: Models,
+        phase: Phase,
+        observers: Observers,
+        budget: Budget | None,
+    ) -> None:
+        super().__init__(models, phase, observers)
+        self._budget = budget or Budget()
+        self._dropped: tuple[Any, ...] = ()
+        self._done = 0
+
+    def run(self, on_progress: Progress | None) -> Ran:
+        """Run the windows of batches, as long as there is time."""
+        budget, slowest, batches = self._budget, 0.0, []
+        for window in self.phase.windows(self._window()):
+            began = budget.elapsed()
+            if batches and began + slowest > budget.limit:
+                break
+            self._run_window(window, first=not batches, on_progress=on_progress)
+            batches += dict.fromkeys(run.batch for run in window)
+            slowest = max(slowest, budget.elapsed() - began)
+        for observer in self.observers:
+            observer.on_unit_done("", run_blocks)
+        return Ran(tuple(batches), self._dropped)
+
+    def _window(self) -> int:
+        """Batches whose logits are kept at once."""
+        if self._budget.is_limited:
+            return 1
+        config = text_config(self.models[0].module)
+        words = getattr(config, "vocab_size", None)
+        largest = max((ids.numel() for ids in self.phase.batches.values()), default=1)
+        size = 4 * largest * (words if isinstance(words, int) else 1 << 17) * self.phase.most_kept
+        return max(1, WINDOW // size) if size else max(1, len(self.phase.batches))
+
+    def _run_window(
+        self, window: Sequence[Pass], first: bool, on_progress: Progress | None
+    ) -> None:
+        total = len(self.phase.passes)
+        for (model, _), group in groupby(window, key=lambda run: (run.model, _weights_of(run))):
+            runs = [run for run in group if run.condition.perturbation not in self._dropped]
+            if first and runs and self._out_of_time(runs[0]):
+                self._drop(runs[0])
+            runs = [run for run in runs if run.condition.perturbation not in self._dropped]
+            if not runs:
+                continue
+            with runs[0].condition.weights(self.models[model].module):
+                for run in runs:
+                    self._run_pass(run)
+                    self._done += 1
+                    if on_progress is not None:
+                        on_progress(self.phase.name, min(self._done, total), total)
+
+    def _run_pass(self, run: Pass) -> None:
+        state = self.begin(run)
+        with self.scope(state):
+            logits = self.logits(state)
+        self.finish(state, logits)
+
+    def _perturbations(self) -> list[Any]:
+        runs = self.phase.passes
+        return [p for p in dict.fromkeys(run.condition.perturbation for run in runs) if p]
+
+    def _out_of_time(self, run: Pass) -> bool:
+        """Whether a perturbation begins, not the first one, and the time is up."""
+        if not self._budget.is_limited or not self._begins(run):
+            return False
+        later = run.condition.perturbation in self._perturbations()[1:]
+        return later and self._budget.elapsed() > self._budget.limit
+
+    def _begins(self, run: Pass) -> bool:
+        same = (p for p in self.phase.passes if p.condition.perturbation)
+        return (
+            next(p for p in same if p.condition.perturbation == run.condition.perturbation) == run
+        )
+
+    def _drop(self, run: Pass) -> None:
+        """Leave out this perturbation and all that follow."""
+        every = self._perturbations()
+        self._dropped = tuple(every[every.index(run.condition.perturbation) :])
+
+
+def _weights_of(run: Pass) -> tuple[Any, Rounded | None]:
+    """What neighbouring passes share: the perturbation, and how weights are rounded."""
+    return run.condition.perturbation, run.condition.rounded
+
+
+class ByUnit(Schedule):
+    """Brings all passes through one unit of the streamed models after the other."""
+
+    reruns = False
+
+    def __init__(
+        self,
+        models: Models,
+        phase: Phase,
+        observers: Observers,
+        memory: int | None = None,
+        resume: Resume | None = None,
+    ) -> None:
+        super().__init__(models, phase, observers)
+        self._streams = [model.stream for model in models if model.stream is not None]
+        self._memory, self._resume = memory, resume
+        self._threads: dict[Pass, Thread] = {}
+        self._roundings = [StreamRounding(stream) for stream in self._streams]
+        self._scopes: dict[tuple[int, Rounded], Scope] = {}
+        self._left: list[str] = []
+        self._journal: Journal | None = None
+
+    def run(self, on_progress: Progress | None) -> Ran:
+        """Read the weights once and run every pass."""
+        if self.phase.logits != "none":
+            for stream in self._streams:
+                kind = type(stream.model).__name__
+                require(
+                    stream.head is not None, f"{kind} has no output head", UnsupportedModelError
+                )
+        self._check_room()
+        for run in self.phase.passes:
+            self.begin(run)
+        self._stream(0, on_progress)
+        return Ran(tuple(self.phase.batches))
+
+    def _check_room(self) -> None:
+        most = max(Counter(run.batch for run in self.phase.passes).values())
+        if most > len(self._streams):
+            check_room(self._streams[0], self.phase.tokens, most, self._memory)
+
+    def _stream(self, number: int, on_progress: Progress | None) -> None:
+        """Bring the passes of a model to its head, and then those of the models after it."""
+        stream = self._streams[number]
+        runs = [run for run in self.phase.passes if run.model == number]
+        replay = None
+        if self._resume is not None:
+            replay = self._resume.replay(stream.weights)
+            self._journal, self._left = Journal(stream.weights), [*replay.left] if replay else []
+        stream.run(
+            [partial(self._job, self._running[run]) for run in runs],
+            scopes=[partial(self.scope, self._running[run]) for run in runs],
+            settings=[self._rounded(run) for run in runs],
+            done=partial(self._unit_done, stream),
+            told=partial(self._told, number, on_progress),
+            head=self.phase.logits != "none",
+            journal=self._journal,
+            replay=replay,
+            begun=self._begun,
+            at_head=partial(self._at_head, number, on_progress),
+        )
+
+    def _job(self, state: RunningPass) -> Any:
+        logits = self.logits(state)
+        if self.phase.logits == "none":
+            self.finish(state, None)
+        return logits
+
+    def sites(self, run: Pass) -> Mapping[str, Site]:
+        """Routers of the pass's model whose weights are in memory."""
+        every = self._sites[run.model]
+        return {name: site for name, site in every.items() if in_memory(site.module)}
+
+    def _rounded(self, run: Pass) -> Scope | None:
+        """What is made ready for a pass in each unit: one object per rounding, to be shared."""
+        rounded = run.condition.rounded
+        if rounded is None:
+            return None
+        key = run.model, rounded
+        if key not in self._scopes:
+            self._scopes[key] = partial(self._roundings[run.model].rounded, *rounded)
+        return self._scopes[key]
+
+    def _begun(self) -> None:
+        if self._resume is not None:
+            self._resume.restore(self._left)
+
+    def _unit_done(self, stream: ModelStream, unit: str) -> None:
+        for observer in self.observers:
+            observer.on_unit_done(unit, partial(stream.run_inside, unit))
+        self._left.append(unit)
+        if self._resume is not None and self._journal is not None:
+            self._resume.keep(unit, self._left, self._journal)
+
+    def _told(self, number: int, on_progress: Progress | None, done: int, total: int) -> None:
+        if on_progress is not None:
+            size = sum(stream.size for stream in self._streams)
+            before = sum(stream.size for stream in self._streams[:number])
+            whole = total if len(self._streams) == 1 else size
+            on_progress(STREAMING, min(before + done, whole), whole)
+
+    def _at_head(
+        self,
+        number: int,
+        on_progress: Progress | None,
+        together: Lockstep,
+    ) -> None:
+        """Wait for the other models, then bring batch after batch through the heads."""
+        runs = [run for run in self.phase.passes if run.model == number]
+        self._threads |= dict(zip(runs, together.passes, strict=True))
+        if number + 1 < len(self._streams):
+            self._stream(number + 1, on_progress)
+            return
+        for batch in self.phase.batches:
+            mine = [run for run in self.phase.passes if run.batch == batch]
+            for _, group in groupby(mine, key=lambda run: (run.model, run.condition.rounded)):
+                same = list(group)
+                with (self._rounded(same[0]) or nullcontext)():
+                    for run in same:
+                        self._end(run)
+
+    def _end(self, run: Pass) -> None:
+        """Let a pass go to its end."""
+        thread = self._threads[run]
+        thread.go()
+        logits, thread.result = thread.result, None  # large
+        self.finish(self._running[run], logits)
+
+
+def check_room(stream: ModelStream, tokens: int, passes: int, memory: int | None) -> None:
+    """Refuse a run whose hidden states do not fit beside the weights, which are there twice.
+
+    Args:
+        stream: the model.
+        tokens: of the text.
+        passes: how often the text goes through the model side by side.
+        memory: bytes that the process may take; None for what is free.
+    """
+    width = getattr(text_config(stream.model), "hidden_size", None)
+    if not isinstance(width, int):
+        return
+    room = free_memory() if memory is None else memory - resident_memory()
+    states = passes * STATES_KEPT * tokens * width * stream.model.dtype.itemsize
+    weights = 2 * max(map(stream.resident, stream.weights.units))
+    require(
+        states + weights <= room,
+        f"the hidden states of {tokens:,} tokens in {passes} passes side by side need "
+        f"{states / 1e9:.2f} GB beside {weights / 1e9:.2f} GB of weights, and "
+        f"{room / 1e9:.2f} GB are there: take fewer --tokens, or perturbations",
+        ParameterError,
+    )
+
+
+def finite_logits(output: object, ids: Ids) -> Tensor:
+    """Return the logits of an unperturbed run; raises if some are not numbers."""
+    logits = model_logits(output, ids)
+    wrong = (~(logits < torch.inf)).flatten(0, 1).any(dim=1)  # minus infinity masks words
+    require(
+        not bool(wrong.any()),
+        f"the model's logits are NaN or infinite for {int(wrong.sum())} of {len(wrong)} tokens "
+        "although its weights are finite: run it in float32",
+        UnsupportedModelError,
+    )
+    return logits
+
+
+def model_logits(output: object, ids: Ids) -> Tensor:
+    """Return the logits (rows, length, words) of a model's output; raises if it has none."""
+    logits = getattr(output, "logits", None)
+    require(
+        isinstance(logits, Tensor) and logits.shape[:2] == ids.shape,
+        "the model gives no logits for its tokens, so damage to its predictions has no measure",
+        UnsupportedModelError,
+    )
+    assert isinstance(logits, Tensor)
+    return logits
