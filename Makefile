@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 RESULTS := benchmarks/results
 
-.PHONY: demo test test-engines lint format docs bench clean
+.PHONY: demo test test-nightly test-engines mutants lint format docs bench clean
 
 # torch is pinned by constraints.txt: an open range resolves to a CUDA build of several gigabytes.
 $(READY): pyproject.toml constraints.txt
@@ -18,7 +18,15 @@ demo: $(READY)
 
 # One process per core with one thread each: small tensors gain nothing from threads.
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal --durations=20
+
+# The same laws on 500 random examples each instead of 12 fixed ones.
+test-nightly: $(READY)
+	HYPOTHESIS_PROFILE=nightly OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal
+
+# Breaks the source in known ways, one after the other; every one must make a test fail.
+mutants: $(READY)
+	$(BIN)/python tools/mutants.py --root . --python $(BIN)/python
 
 # Installs vLLM, MLX and llama.cpp into the cache folder, about 4 GB; says so first.
 test-engines: $(READY)

@@ -22,7 +22,8 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 settings.register_profile("tieline", deadline=None, max_examples=12, derandomize=True)
-settings.load_profile("tieline")
+settings.register_profile("nightly", deadline=None, max_examples=500, derandomize=False)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "tieline"))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
