@@ -47,7 +47,7 @@ WANTED = set(ENGINES)
 
 
 def has(engine: str) -> bool:
-    return engine in WANTED and installed(ENGINES[engine]).python is not None
+    return engine in WANTED and bool(installed(ENGINES[engine]).python)
 
 
 def python_of(engine: str) -> str:

@@ -63,7 +63,7 @@ def test_an_engine_that_is_not_there_says_how_to_get_it(tmp_path, monkeypatch):
         monkeypatch.delenv(engine.variable, raising=False)
         with pytest.raises(ParameterError, match="--list-engines"):
             find_python(engine)
-        assert installed(engine).python is None
+        assert installed(engine).python == ""
 
 
 def test_versions_are_those_of_the_engines_python(tmp_path, monkeypatch):

@@ -32,7 +32,7 @@ from tieline.analysis.diff import (
 )
 from tieline.analysis.diff_records import Answer, DequantisedSplit, Pattern, RoutingDiff
 from tieline.analysis.diff_words import verdict
-from tieline.analysis.engine_runs import engine_tokens, known_words, model_place
+from tieline.analysis.engine_runs import engine_model, engine_tokens, vocabulary_sample
 from tieline.analysis.inspection import Finding
 from tieline.analysis.noise_size import ROUNDING, Expected, read_format, recorded_format
 from tieline.analysis.token_distances import TokenDistances, logits_of, token_distances
@@ -152,7 +152,7 @@ def _job(
 ) -> tuple[_Job, str]:
     """The tokens of the trace, or of the text cut by the tokenizer of a side."""
     tokenizer = _tokenizer(sides, loaded, settings.tokenizer)
-    words = None if tokenizer is None else known_words(tokenizer)
+    words = None if tokenizer is None else vocabulary_sample(tokenizer)
     if traces:
         require(text is None, "a text is for models: an engine beside a trace runs its tokens")
         sequences, documents = sequences_of(next(iter(traces.values())))
@@ -188,7 +188,7 @@ def _contexts(sides: Sequence[NamedSide], loaded: dict[str, tuple[Side, LoadedMo
     found = [default_length(model.model, 1 << 30) for _, model in loaded.values()]
     for named in sides:
         engine = split_side(named.source)
-        path = Path(model_place(engine[1])) / "config.json" if engine else Path()
+        path = Path(engine_model(engine[1])) / "config.json" if engine else Path()
         if path.is_file():
             told = json.loads(path.read_bytes()).get("max_position_embeddings")
             found += [told] if isinstance(told, int) else []
@@ -207,7 +207,7 @@ def _run_side(named: NamedSide, job: _Job) -> _Ran:
         logprobs=job.predictions,
         words=job.words if engine_named(engine).gguf else None,
     )
-    place, rows = model_place(model), [x.numpy() for x in job.sequences]
+    place, rows = engine_model(model), [x.numpy() for x in job.sequences]
     done = run_engine(place, engine, rows, options, job.run.progress)
     logprobs = None if done.logprobs is None else torch.from_numpy(done.logprobs)
     return _Ran(_numbered(done.trace, job), logprobs)
@@ -348,7 +348,7 @@ def _middle(sides: Sequence[NamedSide], a: _Ran, b: _Ran, job: _Job) -> _Middle 
             continue
         if other.side.emulated is not None or not can_dequantise(other.side.model):
             continue
-        place = model_place(found[1])
+        place = engine_model(found[1])
         made = dequantised_model(other.side.model, found[0], place, job.settings.python)
         return _Middle(_run_model(Side(made.model), job), made.bits, named.side, made.strangers)
     return None

@@ -81,17 +81,18 @@ def capture(
     outputs.check(model, text, ids, tokens_from)
     require(list_engines or out is not None, "name the folder of the trace with -o")
     with progress_bars() as progress, joined(parallel, "capturing") as way:
-        from tieline.analysis import engine_runs
+        from tieline.analysis.engine_runs import capture_engine
         from tieline.analysis.sources import quiet_transformers
+        from tieline.engines.registry import list_engines as all_engines
 
         quiet_transformers()
         if list_engines:
-            result = engine_runs.list_engines()
+            result = all_engines()
             outputs = Outputs(html, json_to, overwrite=overwrite)
         else:
-            result = engine_runs.capture_engine(
+            result = capture_engine(
                 model,
-                engine=engine_runs.known_engine(engine),
+                engine=engine,
                 text=text,
                 ids=ids,
                 tokens_from=tokens_from,

@@ -4,33 +4,45 @@ capture         the routing of a model in an engine, as a trace
 run_engine      the same with final log-probabilities and what the worker told
 dequantised     the weights of a quantised model in float32
 ENGINES         the engines by name; `register` adds one
-installed       where an engine is, and its versions
+installed       where an engine is, and its versions; `list_engines` returns all
 """
 
-from tieline.engines.capture import EngineRun, RunOptions, capture, dequantised, run_engine
+from tieline.engines.capture import (
+    EngineCapture,
+    EngineRun,
+    RunOptions,
+    capture,
+    dequantised,
+    run_engine,
+)
 from tieline.engines.process import EngineError
 from tieline.engines.registry import (
     ENGINES,
     Engine,
-    Installed,
+    EngineEntry,
+    EngineList,
     engine_named,
     find_python,
     installed,
+    list_engines,
     register,
 )
 
 __all__ = [
     "ENGINES",
     "Engine",
+    "EngineCapture",
+    "EngineEntry",
     "EngineError",
+    "EngineList",
     "EngineRun",
-    "Installed",
     "RunOptions",
     "capture",
     "dequantised",
     "engine_named",
     "find_python",
     "installed",
+    "list_engines",
     "register",
     "run_engine",
 ]

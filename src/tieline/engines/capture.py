@@ -6,15 +6,16 @@ trace = tieline.engines.capture("model.gguf", engine="llama.cpp", ids=[[5, 17, 3
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from tieline._version import __version__
 from tieline.core.errors import TraceError, require
+from tieline.core.records import Result
 from tieline.engines.answers import check_rows, read_answer, trace_of
 from tieline.engines.process import EngineError, Progress, run_worker
 from tieline.engines.registry import Engine, engine_named, find_python
@@ -23,6 +24,63 @@ from tieline.trace.record import RoutingTrace
 LEAST_VOCABULARY_AGREEMENT = 0.5
 MOST_WORDS = 512
 """Tokens whose text is compared with the tokenizer's."""
+
+
+@dataclass(frozen=True, repr=False)
+class EngineCapture(Result):
+    """What the routers of a model chose in an engine.
+
+    Attributes:
+        engine: name of the engine.
+        model: the model that it ran.
+        output: the folder of the trace; empty if it was not saved.
+        tokens: tokens that were routed.
+        documents: their documents.
+        layers: names of the routed layers.
+        n_experts: experts per layer.
+        k: experts per token.
+        has_scores: whether the trace has scores beside the choice.
+        tied: choices that an exact tie left open to the engine.
+        off_scores: choices that are not the largest scores.
+        dtype: number format of the weights or the arithmetic.
+        bits: bits per weight; None where the engine does not tell.
+        versions: of the engine and what it runs on.
+        settings: how it ran.
+        timings: seconds to load and to run.
+        trace: the routing itself; not part of the JSON.
+    """
+
+    format: ClassVar[str] = "tieline-capture"
+
+    engine: str
+    model: str
+    output: str
+    tokens: int
+    documents: int
+    layers: tuple[str, ...]
+    n_experts: int
+    k: int
+    has_scores: bool
+    tied: int
+    off_scores: int
+    dtype: str
+    bits: float | None
+    versions: dict[str, str]
+    settings: dict[str, object]
+    timings: dict[str, float]
+    trace: RoutingTrace | None = field(default=None, metadata={"json": False}, compare=False)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Named numbers: "tokens", "documents", "layers", "tied", "off_scores", "bits"."""
+        numbers = {
+            "tokens": float(self.tokens),
+            "documents": float(self.documents),
+            "layers": float(len(self.layers)),
+            "tied": float(self.tied),
+            "off_scores": float(self.off_scores),
+        }
+        return numbers if self.bits is None else numbers | {"bits": self.bits}
 
 
 @dataclass(frozen=True)
@@ -205,3 +263,58 @@ def _check_words(engine: Engine, facts: Mapping[str, Any], words: Mapping[int, s
         "than in the tokenizer: it is a GGUF of another model",
         TraceError,
     )
+
+
+def captured(trace: RoutingTrace, model: str, engine: str, output: str = "") -> EngineCapture:
+    """Summarise the trace of an engine as a result.
+
+    Args:
+        trace: the routing, with the provenance of the run.
+        model: the model that the engine ran.
+        engine: name of the engine.
+        output: folder that the trace will be saved in; empty if it will not be saved.
+
+    Raises:
+        TraceError: if scores are to be saved that contradict the choices.
+    """
+    provenance, first = trace.provenance, trace.layers[0]
+    off = sum(_counts(provenance, "off_scores"))
+    if off and first.scores is not None and output:
+        raise TraceError(
+            f"{engine}: {off} choices are not the largest scores, so that the engine ranks "
+            "something else (a bias, groups): save the choice alone with scores=False, or "
+            f"compare directly with tieline diff MODEL {engine}:{model}"
+        )
+    bits = provenance.get("bits")
+    versions = provenance.get("versions")
+    if not isinstance(versions, dict):
+        versions = {key: provenance[key] for key in ("transformers", "torch") if key in provenance}
+    return EngineCapture(
+        engine=engine,
+        model=model,
+        output=output,
+        tokens=trace.n_tokens,
+        documents=len(trace.documents.unique()),
+        layers=tuple(layer.name for layer in trace.layers),
+        n_experts=first.facts.n_experts,
+        k=first.facts.k,
+        has_scores=first.scores is not None,
+        tied=sum(_counts(provenance, "ties")),
+        off_scores=off,
+        dtype=str(provenance.get("dtype", "")),
+        bits=float(bits) if isinstance(bits, int | float) else None,
+        versions={str(key): str(value) for key, value in versions.items()},
+        settings=_mapping(provenance, "settings"),
+        timings={key: float(value) for key, value in _mapping(provenance, "timings").items()},  # pyright: ignore[reportArgumentType]
+        trace=trace,
+    )
+
+
+def _counts(provenance: Mapping[str, object], key: str) -> list[int]:
+    counts = provenance.get(key)
+    return [int(count) for count in counts] if isinstance(counts, list) else []
+
+
+def _mapping(provenance: Mapping[str, object], key: str) -> dict[str, object]:
+    value = provenance.get(key)
+    return dict(value) if isinstance(value, dict) else {}

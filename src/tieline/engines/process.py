@@ -80,7 +80,7 @@ def _started(engine: Engine, python: Path, folder: Path) -> "Iterator[subprocess
             )
         except OSError as problem:
             why = problem.strerror or problem
-            raise EngineError(f"--engine-python: cannot run {python}: {why}") from problem
+            raise EngineError(f"engine_python: cannot run {python}: {why}") from problem
         try:
             yield worker
         finally:
@@ -142,7 +142,7 @@ def _what_happened(
     if told.get("missing"):
         return (
             f"{python} has no module {told['missing']}, which {engine.name} needs: name another "
-            "Python with --engine-python, or install it (tieline capture --list-engines says how)"
+            "Python with engine_python, or install it (tieline capture --list-engines says how)"
         )
     if told.get("error"):
         said = str(told["error"])

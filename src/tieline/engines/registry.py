@@ -5,10 +5,11 @@
     engine_named    the record, or an error that lists all
     split_side      "vllm:MODEL" as engine and model
     find_python     the Python that an engine is installed in
-    installed       every engine with its Python and versions
+    installed       an engine with its Python and versions
+    list_engines    all of them, transformers first
 
 An engine pins other versions of torch and transformers than Tieline does, so it lives in an
-environment of its own. It is looked for in `--engine-python`, the variable
+environment of its own. It is looked for in `engine_python`, the variable
 `TIELINE_<ENGINE>_PYTHON`, the folder `engines/<engine>` of the cache, and this Python.
 """
 
@@ -20,11 +21,16 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
+from typing import ClassVar
 
 from tieline.core.errors import ParameterError, require
 from tieline.core.files import cache_folder
+from tieline.core.records import Result
 
+TRANSFORMERS = "transformers"
+"""The engine that runs in this process."""
 WORKERS = Path(__file__).parent / "workers"
 PROBE_SECONDS = 60
 
@@ -69,18 +75,47 @@ class Engine:
 
 
 @dataclass(frozen=True)
-class Installed:
-    """Where an engine is.
+class EngineEntry:
+    """One engine of the list.
 
     Attributes:
-        engine: its record.
-        python: the interpreter; None if none was found.
-        versions: of its packages there.
+        name: what `--engine` calls it.
+        python: the Python it was found in; empty if it was not found.
+        versions: of its packages.
+        takes: what its models are.
+        folder: where it is looked for first.
+        install: shell commands that install it there, with that folder as `$VENV`.
+        size: what it takes on disk.
     """
 
-    engine: Engine
-    python: Path | None
+    name: str
+    python: str
     versions: dict[str, str]
+    takes: str
+    folder: str
+    install: tuple[str, ...]
+    size: str
+
+
+@dataclass(frozen=True, repr=False)
+class EngineList(Result):
+    """The engines that can be looked into, and how to install those that are not there.
+
+    Attributes:
+        engines: one entry each, transformers first.
+    """
+
+    format: ClassVar[str] = "tieline-engines"
+
+    engines: tuple[EngineEntry, ...]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Named numbers: "engines" and "found"."""
+        return {
+            "engines": float(len(self.engines)),
+            "found": float(sum(bool(entry.python) for entry in self.engines)),
+        }
 
 
 ENGINES: dict[str, Engine] = {}
@@ -156,8 +191,8 @@ register(
 
 def engine_named(name: str) -> Engine:
     """The record of an engine."""
-    known = ", ".join(["transformers", *ENGINES])
-    require(name in ENGINES, f"no engine is called {name!r:.40}; there are {known}")
+    names = ", ".join([TRANSFORMERS, *ENGINES])
+    require(name in ENGINES, f"engine: no engine is called {name!r:.40}; there are {names}")
     return ENGINES[name]
 
 
@@ -175,7 +210,7 @@ def split_side(source: object) -> tuple[str, str] | None:
 def find_python(engine: Engine, asked: str | Path | None = None) -> Path:
     """Return the Python that an engine runs in; raises with how to install it if there is none."""
     if asked is not None:
-        return _checked(Path(asked), engine, "--engine-python")
+        return _checked(Path(asked), engine, "engine_python")
     if named := os.environ.get(engine.variable):
         return _checked(Path(named), engine, engine.variable)
     own = engine.folder / "bin" / "python"
@@ -185,7 +220,7 @@ def find_python(engine: Engine, asked: str | Path | None = None) -> Path:
         return Path(sys.executable)
     raise ParameterError(
         f"{engine.name} is not installed in {engine.folder} nor in this Python: name its Python "
-        f"with --engine-python, or install it (tieline capture --list-engines says how)"
+        f"with engine_python, or install it (tieline capture --list-engines says how)"
     )
 
 
@@ -208,13 +243,32 @@ def environment_of(engine: Engine, python: Path) -> dict[str, str]:
     return present | kept
 
 
-def installed(engine: Engine) -> Installed:
-    """Return where an engine is and the versions of its packages."""
+def installed(engine: Engine) -> EngineEntry:
+    """Return where an engine is installed, with the versions of its packages."""
     try:
         python = find_python(engine)
     except ParameterError:
-        return Installed(engine, None, {})
-    return Installed(engine, python, _versions(engine, python))
+        python, versions = "", {}
+    else:
+        versions = _versions(engine, python)
+    folder = str(engine.folder)
+    return EngineEntry(
+        engine.name, str(python), versions, engine.model, folder, engine.install, engine.size
+    )
+
+
+def list_engines() -> EngineList:
+    """Return every engine with the Python it was found in and how to install it."""
+    here = EngineEntry(
+        TRANSFORMERS,
+        sys.executable,
+        {name: version(name) for name in (TRANSFORMERS, "torch")},
+        "a folder, a hub id or 'demo'",
+        "",
+        ("pip install 'tieline[hf]'",),
+        "",
+    )
+    return EngineList((here, *map(installed, ENGINES.values())))
 
 
 def _versions(engine: Engine, python: Path) -> dict[str, str]:

@@ -16,7 +16,7 @@ from tieline.report.words.numbers import duration, significant
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from tieline.analysis.engine_runs import EngineEntry, EngineList
+    from tieline.engines.registry import EngineEntry, EngineList
     from tieline.lab.claims.ledger import Catalogue
     from tieline.lab.training.engine import TrainingPlan
     from tieline.lab.training.recipes import RecipeList

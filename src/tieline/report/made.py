@@ -7,8 +7,8 @@ from rich.console import Group
 from rich.text import Text
 
 from tieline.analysis.convert import Converted
-from tieline.analysis.engine_runs import EngineCapture
 from tieline.analysis.merge import Merged
+from tieline.engines.capture import EngineCapture
 from tieline.lab.on_model.upcycle import Upcycled
 from tieline.report.frame import notebook_html
 from tieline.report.tables import Grid

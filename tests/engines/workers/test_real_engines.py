@@ -23,7 +23,7 @@ SHORT = {"tokens": 2048, "sequence_length": 256}
 
 def needs(*names):
     for name in names:
-        if installed(ENGINES[name]).python is None:
+        if not installed(ENGINES[name]).python:
             pytest.skip(f"{name} is not installed: python -m tools.install_engines {name}")
 
 
