@@ -45,7 +45,7 @@ def schemas() -> dict[str, str]:
 def schema(cls: type[Result]) -> dict[str, Any]:
     """Return the schema of a result: its head, its fields, and the records that they hold."""
     records: dict[str, Any] = {}
-    body = _record(cls, {float: WORDS} if cls.words else {}, records)
+    body = _record(cls, {float: WORDS} if cls.nonfinite_as_text else {}, records)
     head = {"format": {"const": cls.format}, "version": {"const": cls.version}}
     required = ["format", "version", *body["required"]]
     whole = body | {"properties": head | body["properties"], "required": required}

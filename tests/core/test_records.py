@@ -192,7 +192,7 @@ def test_numbers_that_are_not_finite(number):
     record = {"a": (number, [number]), "b": Pair(number)}
     assert to_plain(record) == {"a": [None, [None]], "b": {"left": None, "right": None}}
     name = str(number)
-    told = to_plain(record, words=True)
+    told = to_plain(record, nonfinite_as_text=True)
     assert told == {"a": [name, [name]], "b": {"left": name, "right": None}}
     assert math.isnan(from_plain(Pair, {"left": None}).left)
     assert str(from_plain(Pair, {"left": name}).left) == name

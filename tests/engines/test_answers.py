@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tieline.core.errors import TraceError
-from tieline.engines.answers import Answer, agreement, check_rows, read_answer, trace_of
+from tieline.engines.answers import WorkerAnswer, agreement, check_rows, read_answer, trace_of
 from tieline.trace.check import check_trace
 
 DOCUMENTS = [np.array([4, 7, 1]), np.array([2, 9])]
@@ -31,7 +31,7 @@ def made(experts=5, k=2, layers=3, seed=0):
 def answer(**changes):
     arrays = {name: x for name, x in (made() | changes).items() if x is not None}
     facts = {"layers": [f"model.layers.{n}.mlp.gate" for n in range(3)], "dtype": "fp32"}
-    return Answer("fake", arrays, facts)
+    return WorkerAnswer("fake", arrays, facts)
 
 
 def test_a_sound_answer_becomes_a_trace_with_ranks_in_order():
@@ -83,7 +83,7 @@ def test_an_answer_that_does_not_fit_is_refused(changes, words):
 
 
 def test_layers_without_names_are_refused():
-    found = Answer("fake", made(), {"layers": ["a"]})
+    found = WorkerAnswer("fake", made(), {"layers": ["a"]})
     with pytest.raises(TraceError, match="3 layers of picks"):
         check_rows(found, DOCUMENTS)
 

@@ -51,9 +51,9 @@ def test_precisions_and_models_of_other_kinds_are_refused(tmp_path, monkeypatch)
 def test_a_file_with_other_words_is_of_another_model(tmp_path, monkeypatch):
     told = HONEST.replace('"dtype": "fp32"', '"dtype": "fp32", "words": ["a", "x", "y"]')
     fake_engine(tmp_path, monkeypatch, told)
-    run_engine("any", "fake", [[1]], RunOptions(words={1: "a", 2: "x", 7: "c"}))
+    run_engine("any", "fake", [[1]], RunOptions(vocabulary={1: "a", 2: "x", 7: "c"}))
     with pytest.raises(TraceError, match=r"2 of 3 tokens have another text.*another model"):
-        run_engine("any", "fake", [[1]], RunOptions(words={1: "a", 2: "b", 7: "c"}))
+        run_engine("any", "fake", [[1]], RunOptions(vocabulary={1: "a", 2: "b", 7: "c"}))
 
 
 def test_weights_that_are_missing_are_named(tmp_path, monkeypatch):

@@ -22,7 +22,7 @@ from tieline.trace.agreement import compare
 from tieline.trace.readers import ReadOptions, Routes, read_routes, routes_of_trace
 from tieline.trace.readers.formats import token_documents
 from tieline.trace.record import RoutingTrace
-from tieline.trace.soundness import Finding, findings, sheet_of
+from tieline.trace.soundness import Finding, findings, route_table
 from tieline.trace.store import load_trace
 
 SAMPLE_TOKENS = 2048
@@ -164,19 +164,19 @@ def _read(source: Any, options: ReadOptions) -> Routes:
 
 
 def _facts(routes: Routes, n_experts: int | None) -> CheckedFile:
-    sheet = sheet_of(routes, n_experts)
+    table = route_table(routes, n_experts)
     rows, layers, k = routes.experts.shape
     return CheckedFile(
         name=routes.name,
         producer=routes.producer,
         rows=rows,
-        documents=len(np.unique(sheet.documents)),
+        documents=len(np.unique(table.documents)),
         layers=layers,
-        routed=len(sheet.layers),
+        routed=len(table.layers),
         k=k,
-        n_experts=sheet.n_experts or int(routes.experts.max()) + 1,
+        n_experts=table.n_experts or int(routes.experts.max()) + 1,
         dtype=str(routes.experts.dtype),
-        said=routes.said,
+        said=routes.notes,
     )
 
 

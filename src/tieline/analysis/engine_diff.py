@@ -205,7 +205,7 @@ def _run_side(named: NamedSide, job: _Job) -> _Ran:
         "fp32" if named.dtype == "auto" else named.dtype,
         job.settings.defaults,
         logprobs=job.predictions,
-        words=job.words if engine_named(engine).gguf else None,
+        vocabulary=job.words if engine_named(engine).gguf else None,
     )
     place, rows = engine_model(model), [x.numpy() for x in job.sequences]
     done = run_engine(place, engine, rows, options, job.run.progress)

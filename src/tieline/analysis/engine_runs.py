@@ -141,7 +141,7 @@ def capture_engine(
             "fp32" if dtype == "auto" else dtype,
             engine_defaults,
             scores=scores,
-            words=documents.vocabulary if engine_named(engine).gguf else None,
+            vocabulary=documents.vocabulary if engine_named(engine).gguf else None,
         )
         trace = run_engine(
             engine_model(model), engine, documents.sequences, options, progress

@@ -102,8 +102,8 @@ class RunState:
             tensors[GAPS] = measured.gaps
         found = {
             "place": place,
-            "record": to_plain(measured.record, words=True),
-            "jumps": None if jumps is None else to_plain(jumps, words=True),
+            "record": to_plain(measured.record, nonfinite_as_text=True),
+            "jumps": None if jumps is None else to_plain(jumps, nonfinite_as_text=True),
         }
         with self._room(), whole_folder(self._place(number), replace=True) as half:
             save_trace(replace(trace, layers=(layer,)), half / "trace")

@@ -17,12 +17,12 @@ LONGEST_MESSAGE = 1500
 """Bytes of a message: room for any sentence of ours, and for a part of what a file says."""
 
 
-def shortened(words: str, most: int = LONGEST_MESSAGE) -> str:
+def shortened(message: str, most: int = LONGEST_MESSAGE) -> str:
     """Return a message that is safe to print: its middle left out if long, no control characters.
 
     Messages quote names and values from files, which anybody may have written.
     """
-    ends = words if len(words) <= 2 * most else words[:most] + words[-most:]
+    ends = message if len(message) <= 2 * most else message[:most] + message[-most:]
     safe = "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in ends)
     data = safe.encode()
     if len(data) <= most:

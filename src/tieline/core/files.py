@@ -81,9 +81,9 @@ def check_target(path: Path) -> None:
 def check_folder(path: Path) -> None:
     """Raise if no folder can be made or replaced at `path`; parents may be missing."""
     target = _real(path)
-    known = next(place for place in (target, *target.parents) if os.path.lexists(place))
-    require(known.is_dir(), f"cannot write to {path}: {known} is not a folder")
-    inside = known if known != target else target.parent
+    existing = next(folder for folder in (target, *target.parents) if os.path.lexists(folder))
+    require(existing.is_dir(), f"cannot write to {path}: {existing} is not a folder")
+    inside = existing if existing != target else target.parent
     writable = os.access(inside, os.W_OK | os.X_OK)
     require(writable, f"cannot write to {path}: {inside} is not writable")
     require(not target.is_mount(), f"cannot replace {path}: it is a mount point; name a new folder")
@@ -178,10 +178,10 @@ def out_of_space(problem: BaseException) -> bool:
     Libraries that write by other means than Python's raise classes of their own, with the words of
     the operating system.
     """
-    seen: set[int] = set()
+    visited: set[int] = set()
     cause: BaseException | None = problem
-    while cause is not None and id(cause) not in seen:
-        seen.add(id(cause))
+    while cause is not None and id(cause) not in visited:
+        visited.add(id(cause))
         if isinstance(cause, OSError) and cause.errno in FULL:
             return True
         quoting = isinstance(cause, TielineError)  # ours may name a file of any name
@@ -226,11 +226,11 @@ def _keep_mode(old: Path, new: Path) -> None:
     """Give the new file or folder the mode and owner of the one that it replaces, if any."""
     if not old.exists():
         return
-    found = old.stat()
+    status = old.stat()
     if hasattr(os, "chown"):
         with suppress(OSError):
-            os.chown(new, found.st_uid, found.st_gid)
-    new.chmod(stat.S_IMODE(found.st_mode))  # after the owner, whose change takes bits away
+            os.chown(new, status.st_uid, status.st_gid)
+    new.chmod(stat.S_IMODE(status.st_mode))  # after the owner, whose change takes bits away
 
 
 def _move_into_place(half: Path, target: Path, replace: bool) -> None:

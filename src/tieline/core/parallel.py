@@ -110,13 +110,13 @@ def _dask(address: str | None, jobs: int) -> Iterator[None]:
         raise ModuleNotFoundError(
             "executor dask needs distributed", name="distributed"
         ) from problem
-    own: dict[str, Any] = {
+    cluster: dict[str, Any] = {
         "n_workers": None if jobs == -1 else jobs,
         "threads_per_worker": 1,
         "processes": True,
     }
     options: dict[str, Any] = (
-        {"address": address} if address else {**own, "dashboard_address": None}
+        {"address": address} if address else {**cluster, "dashboard_address": None}
     )
     try:
         with _interrupts_kept_from_workers():

@@ -39,19 +39,19 @@ def first_rank(action: Callable[[], Any]) -> Any:
     Args:
         action: returns JSON values; called on rank 0 only.
     """
-    told, error = {}, None
+    outcome, error = {}, None
     if is_first():
         try:
-            told = {"result": action()}
+            outcome = {"result": action()}
         except Exception as problem:
-            told, error = {"error": f"{type(problem).__name__}: {problem}"}, problem
+            outcome, error = {"error": f"{type(problem).__name__}: {problem}"}, problem
     if dist.is_initialized():
-        told = json.loads(_broadcast(json.dumps(told).encode()))
+        outcome = json.loads(_broadcast(json.dumps(outcome).encode()))
     if error is not None:
         raise error
-    if "error" in told:
-        raise FirstRankError(f"rank 0 failed: {told['error']}")
-    return told["result"]
+    if "error" in outcome:
+        raise FirstRankError(f"rank 0 failed: {outcome['error']}")
+    return outcome["result"]
 
 
 def gathered(data: bytes) -> list[bytes]:
@@ -72,8 +72,8 @@ def gathered(data: bytes) -> list[bytes]:
 
 def gathered_tensors(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
     """Return the named tensors of every rank, on the CPU; ranks may have other names and shapes."""
-    own = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    return [load(data) for data in gathered(save(own))]
+    local = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    return [load(data) for data in gathered(save(local))]
 
 
 def gathered_plain(value: Any) -> list[Any]:
@@ -85,8 +85,8 @@ def _broadcast(data: bytes) -> bytes:
     """Return the bytes of rank 0."""
     length = torch.tensor([len(data)])
     dist.broadcast(length, src=0)
-    own = bytearray(data) if is_first() else bytearray(int(length))
-    content = torch.frombuffer(own, dtype=torch.uint8)
+    buffer = bytearray(data) if is_first() else bytearray(int(length))
+    content = torch.frombuffer(buffer, dtype=torch.uint8)
     dist.broadcast(content, src=0)
     return bytes(content.numpy().tobytes())
 
@@ -146,8 +146,8 @@ def naming_lost_ranks(doing: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        told = str(error).lower()
-        if not isinstance(error, dist.DistError) and not any(w in told for w in LOSS_WORDS):
+        message = str(error).lower()
+        if not isinstance(error, dist.DistError) and not any(w in message for w in LOSS_WORDS):
             raise
         rank = dist.get_rank() if dist.is_initialized() else "?"
         raise LostRankError(

@@ -105,13 +105,13 @@ class Result(Worded):
 
     format: ClassVar[str]
     version: ClassVar[int] = 1
-    words: ClassVar[bool] = False
+    nonfinite_as_text: ClassVar[bool] = False
     """Whether NaN and infinities are written as "nan" and "inf" instead of null."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return format, version and all fields as JSON values."""
         head = {"format": self.format, "version": self.version}
-        return head | to_plain(self, words=self.words)
+        return head | to_plain(self, nonfinite_as_text=self.nonfinite_as_text)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Result":
@@ -136,8 +136,8 @@ class Result(Worded):
         drawings = _report().figures(self)
         require(bool(drawings), f"{self.format} has no figures")
         chosen = next(iter(drawings)) if name is None else name
-        known = ", ".join(drawings)
-        require(chosen in drawings, f"no figure {chosen!r}; the figures are: {known}")
+        names = ", ".join(drawings)
+        require(chosen in drawings, f"no figure {chosen!r}; the figures are: {names}")
         return drawings[chosen]()
 
     def __repr__(self) -> str:
@@ -165,13 +165,13 @@ def read_result(path: Path | str) -> Result:
             data = file.read(LONGEST_RESULT + 1)
     except OSError as error:
         raise TraceError(f"cannot read {name}: {error.strerror or error}") from error
-    found = parse_json(data, name, LONGEST_RESULT)
-    require(isinstance(found, dict), f"{name}: a result is a JSON object", TraceError)
-    values = cast("dict[str, Any]", found)
+    content = parse_json(data, name, LONGEST_RESULT)
+    require(isinstance(content, dict), f"{name}: a result is a JSON object", TraceError)
+    values = cast("dict[str, Any]", content)
     kind, version = values.get("format"), values.get("version")
-    known = isinstance(kind, str) and kind in FORMATS
+    readable = isinstance(kind, str) and kind in FORMATS
     require(
-        known, f"{name}: unknown format {kind!r:.80}; known are {', '.join(FORMATS)}", TraceError
+        readable, f"{name}: unknown format {kind!r:.80}; known are {', '.join(FORMATS)}", TraceError
     )
     cls = _class_of(cast("str", kind))
     require(
@@ -190,7 +190,7 @@ def _class_of(kind: str) -> type[Result]:
     return getattr(importlib.import_module(module), name)
 
 
-def to_plain(value: object, *, words: bool = False) -> Any:
+def to_plain(value: object, *, nonfinite_as_text: bool = False) -> Any:
     """Return a value as JSON values.
 
     Records and named tuples become objects with their fields as keys, other sequences and tensors
@@ -198,23 +198,29 @@ def to_plain(value: object, *, words: bool = False) -> Any:
 
     Args:
         value: anything made of these.
-        words: write numbers that are not finite as "nan", "inf" and "-inf"; else as None.
+        nonfinite_as_text: write numbers that are not finite as "nan", "inf" and "-inf", else None.
     """
     if isinstance(value, Enum):
-        return to_plain(value.value, words=words)
+        return to_plain(value.value, nonfinite_as_text=nonfinite_as_text)
     if isinstance(value, float) and not math.isfinite(value):
-        return str(float(value)) if words else None
+        return str(float(value)) if nonfinite_as_text else None
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, Mapping):
-        return {str(key): to_plain(item, words=words) for key, item in value.items()}
+        return {
+            str(key): to_plain(item, nonfinite_as_text=nonfinite_as_text)
+            for key, item in value.items()
+        }
     names = _saved_fields(value)
     if names is not None:
-        return {name: to_plain(getattr(value, name), words=words) for name in names}
+        return {
+            name: to_plain(getattr(value, name), nonfinite_as_text=nonfinite_as_text)
+            for name in names
+        }
     if isinstance(value, tuple | list):
-        return [to_plain(item, words=words) for item in value]
+        return [to_plain(item, nonfinite_as_text=nonfinite_as_text) for item in value]
     if hasattr(value, "tolist"):
-        return to_plain(cast("Any", value).tolist(), words=words)
+        return to_plain(cast("Any", value).tolist(), nonfinite_as_text=nonfinite_as_text)
     return str(value) if isinstance(value, Path) else value
 
 
@@ -240,72 +246,70 @@ Bound = Mapping[Any, Any]
 """Types that stand for the type variables of a generic record."""
 
 
-def _read(hint: Any, value: Any, place: str, bound: Bound) -> Any:
+def _read(hint: Any, value: Any, path: str, bound: Bound) -> Any:
     """The value of a type hint; `place` is named in errors."""
     hint = bound.get(hint, hint) if isinstance(hint, TypeVar) else hint
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        return _read_union(args, value, place, bound)
+        return _read_union(args, value, path, bound)
     if origin is Literal:
         fits = any(type(value) is type(option) and value == option for option in args)
-        return value if fits else _misfit(hint, value, place)
+        return value if fits else _misfit(hint, value, path)
     if hint in _SCALARS:
-        return _read_scalar(hint, value, place)
+        return _read_scalar(hint, value, path)
     if isinstance(hint, type) and issubclass(hint, Enum):
         fits = any(value == member.value for member in hint)
-        return hint(value) if fits else _misfit(hint, value, place)
+        return hint(value) if fits else _misfit(hint, value, path)
     owner = origin or hint
     if dataclasses.is_dataclass(owner) or hasattr(owner, "_fields"):
         variables = dict(zip(getattr(owner, "__parameters__", ()), args, strict=False))
-        return _read_record(owner, value, place, {v: bound.get(t, t) for v, t in variables.items()})
+        return _read_record(owner, value, path, {v: bound.get(t, t) for v, t in variables.items()})
     if isinstance(owner, type) and issubclass(owner, Mapping):
-        return _read_mapping(args, value, place, bound)
+        return _read_mapping(args, value, path, bound)
     if isinstance(owner, type) and issubclass(owner, Sequence):
-        return _read_sequence(owner, args, value, place, bound)
-    return value if hint in (Any, object) else _misfit(hint, value, place)
+        return _read_sequence(owner, args, value, path, bound)
+    return value if hint in (Any, object) else _misfit(hint, value, path)
 
 
 _SCALARS = (bool, int, float, str, Path, None, type(None))
 
 
-def _read_scalar(hint: Any, value: Any, place: str) -> Any:
+def _read_scalar(hint: Any, value: Any, path: str) -> Any:
     kind = type(value)
     if hint is float:
         if value is None or value in ("nan", "inf", "-inf"):
             return float(value or "nan")
-        return float(value) if kind in (int, float) else _misfit(hint, value, place)
+        return float(value) if kind in (int, float) else _misfit(hint, value, path)
     if hint is Path:
-        return Path(value) if kind is str else _misfit(hint, value, place)
-    return (
-        value if kind is hint or (hint is None and value is None) else _misfit(hint, value, place)
-    )
+        return Path(value) if kind is str else _misfit(hint, value, path)
+    return value if kind is hint or (hint is None and value is None) else _misfit(hint, value, path)
 
 
-def _read_union(args: tuple[Any, ...], value: Any, place: str, bound: Bound) -> Any:
+def _read_union(args: tuple[Any, ...], value: Any, path: str, bound: Bound) -> Any:
     if value is None and type(None) in args:
         return None
     exact = [hint for hint in args if hint is type(value)]
     problem = None
     for hint in exact or [hint for hint in args if hint is not type(None)]:
         try:
-            return _read(hint, value, place, bound)
+            return _read(hint, value, path, bound)
         except TraceError as error:
             problem = error
-    raise problem or TraceError(f"{place}: no value fits")
+    raise problem or TraceError(f"{path}: no value fits")
 
 
-def _read_record(cls: Any, value: Any, place: str, bound: Bound) -> Any:
+def _read_record(cls: Any, value: Any, path: str, bound: Bound) -> Any:
     if not isinstance(value, Mapping):
-        return _misfit(cls, value, place)
+        return _misfit(cls, value, path)
     hints = get_type_hints(cls)
     saved, required = _fields_to_read(cls)
     missing = [name for name in required if name not in value]
-    require(not missing, f"{place}: without {', '.join(missing)}", TraceError)
-    found = {n: _read(hints[n], value[n], f"{place}.{n}", bound) for n in saved if n in value}
+    require(not missing, f"{path}: without {', '.join(missing)}", TraceError)
+    fields = {n: _read(hints[n], value[n], f"{path}.{n}", bound) for n in saved if n in value}
     try:
-        return cls(**found)
+        return cls(**fields)
     except (ValueError, TypeError) as error:
-        raise TraceError(f"{place}: {error}") from error
+        raise TraceError(f"{path}: {error}") from error
 
 
 def _fields_to_read(cls: Any) -> tuple[list[str], list[str]]:
@@ -318,43 +322,43 @@ def _fields_to_read(cls: Any) -> tuple[list[str], list[str]]:
     return [f.name for f in saved], bare
 
 
-def _read_mapping(args: tuple[Any, ...], value: Any, place: str, bound: Bound) -> dict[Any, Any]:
+def _read_mapping(args: tuple[Any, ...], value: Any, path: str, bound: Bound) -> dict[Any, Any]:
     if not isinstance(value, Mapping):
-        return _misfit(dict, value, place)
+        return _misfit(dict, value, path)
     key, item = args or (str, Any)
     try:
         names = {name: int(name) if key is int else name for name in value}
     except ValueError:
-        return _misfit(dict[int, item], value, place)
-    return {names[n]: _read(item, v, f"{place}[{n!r:.40}]", bound) for n, v in value.items()}
+        return _misfit(dict[int, item], value, path)
+    return {names[n]: _read(item, v, f"{path}[{n!r:.40}]", bound) for n, v in value.items()}
 
 
 def _read_sequence(
-    owner: type, args: tuple[Any, ...], value: Any, place: str, bound: Bound
+    owner: type, args: tuple[Any, ...], value: Any, path: str, bound: Bound
 ) -> Sequence[Any]:
     if not isinstance(value, list | tuple):
-        return _misfit(owner, value, place)
+        return _misfit(owner, value, path)
     repeated = len(args) == 2 and args[1] is ...
-    whole = issubclass(owner, tuple) and bool(args) and not repeated
+    fixed = issubclass(owner, tuple) and bool(args) and not repeated
     require(
-        not whole or len(value) == len(args) or args == ((),),
-        f"{place}: {len(value)} entries, {len(args)} are needed",
+        not fixed or len(value) == len(args) or args == ((),),
+        f"{path}: {len(value)} entries, {len(args)} are needed",
         TraceError,
     )
-    hints = args if whole else (args[0] if args else Any,) * len(value)
+    hints = args if fixed else (args[0] if args else Any,) * len(value)
     pairs = enumerate(zip(hints, value, strict=False))
-    found = [_read(hint, item, f"{place}[{i}]", bound) for i, (hint, item) in pairs]
-    return found if issubclass(owner, list) else tuple(found)
+    items = [_read(hint, item, f"{path}[{i}]", bound) for i, (hint, item) in pairs]
+    return items if issubclass(owner, list) else tuple(items)
 
 
-def _misfit(hint: Any, value: object, place: str) -> NoReturn:
-    wanted = getattr(hint, "__name__", str(hint))
-    raise TraceError(f"{place}: expected {wanted}, got {value!r:.80}")
+def _misfit(hint: Any, value: object, path: str) -> NoReturn:
+    expected = getattr(hint, "__name__", str(hint))
+    raise TraceError(f"{path}: expected {expected}, got {value!r:.80}")
 
 
 def canonical(value: object) -> str:
     """Return the one text of a JSON value: keys sorted, no spaces."""
-    _check(value, "provenance")
+    _check_values(value, "provenance")
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
@@ -374,11 +378,11 @@ def parse_json(data: bytes, name: str, longest: int = LONGEST) -> object:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=_pairs, parse_constant=_constant)
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
         raise TraceError(f"{name}: not valid JSON: {error}") from error
-    _check(value, name)
+    _check_values(value, name)
     return value
 
 
-def _check(value: object, name: str) -> None:
+def _check_values(value: object, name: str) -> None:
     """Check all values without recursion, so that depth cannot exhaust the stack."""
     pending = [(value, 1)]
     while pending:
@@ -387,9 +391,9 @@ def _check(value: object, name: str) -> None:
         if isinstance(item, dict):
             texts = all(isinstance(key, str) for key in item)
             require(texts, f"{name}: keys must be strings, got {list(item)[:5]}", TraceError)
-            pending += [(part, depth + 1) for pair in item.items() for part in pair]
+            pending += [(entry, depth + 1) for pair in item.items() for entry in pair]
         elif isinstance(item, list | tuple):
-            pending += [(part, depth + 1) for part in item]
+            pending += [(entry, depth + 1) for entry in item]
         elif not _is_json_scalar(item):
             raise TraceError(f"{name}: no JSON value: {item!r:.80}")
 

@@ -195,10 +195,10 @@ def binomial_band(count: Int[Tensor, "*shape"], n: int, confidence: float = 0.95
     """
     require(n > 0, f"a binomial band needs n > 0, got {n=}")
     require(0 < confidence < 1, f"need 0 < confidence < 1, got {confidence}")
-    seen, tail = count.cpu().numpy().astype(float), (1 - confidence) / 2
-    low = special.betaincinv(seen.clip(min=0.5), n - seen + 1, tail)
-    high = special.betaincinv(seen + 1, (n - seen).clip(min=0.5), 1 - tail)
-    low, high = low * (seen > 0), high * (seen < n) + (seen == n)
+    counts, tail = count.cpu().numpy().astype(float), (1 - confidence) / 2
+    low = special.betaincinv(counts.clip(min=0.5), n - counts + 1, tail)
+    high = special.betaincinv(counts + 1, (n - counts).clip(min=0.5), 1 - tail)
+    low, high = low * (counts > 0), high * (counts < n) + (counts == n)
     return Band(torch.as_tensor(low).double(), torch.as_tensor(high).double())
 
 
@@ -270,15 +270,15 @@ def clustered_share(
 
 def _clusters(documents: Int[Tensor, " tokens"]) -> tuple[Int[Tensor, " tokens"], str]:
     """The cluster of each token, counted from 0, and a status: documents, or stretches of them."""
-    places = documents.unique(return_inverse=True)[1]
-    if int(places.max()) + 1 >= LEAST_DOCUMENTS:
-        return places, "ok"
-    length = max(SHORTEST, -(-len(places) // STRETCHES))
-    stretches = torch.zeros_like(places)
-    for document in range(int(places.max()) + 1):
-        here = places == document
+    documents = documents.unique(return_inverse=True)[1]
+    if int(documents.max()) + 1 >= LEAST_DOCUMENTS:
+        return documents, "ok"
+    length = max(SHORTEST, -(-len(documents) // STRETCHES))
+    stretches = torch.zeros_like(documents)
+    for document in range(int(documents.max()) + 1):
+        here = documents == document
         stretches[here] = torch.arange(int(here.sum())) // length
-    pairs = torch.stack((places, stretches), dim=1)
+    pairs = torch.stack((documents, stretches), dim=1)
     return pairs.unique(dim=0, return_inverse=True)[1], FEW_DOCUMENTS
 
 
@@ -317,12 +317,12 @@ def clustered_error(
     values: Float[Tensor, " tokens"], documents: Int[Tensor, " tokens"]
 ) -> float | None:
     """Standard error of the mean of `values`, clustered by document; None with one document."""
-    places = documents.unique(return_inverse=True)[1]
-    groups = int(places.max()) + 1 if len(places) else 0
+    clusters = documents.unique(return_inverse=True)[1]
+    groups = int(clusters.max()) + 1 if len(clusters) else 0
     if groups < 2:
         return None
     centred = values.double() - values.double().mean()
-    sums = torch.zeros(groups, dtype=torch.float64).index_add_(0, places, centred)
+    sums = torch.zeros(groups, dtype=torch.float64).index_add_(0, clusters, centred)
     return math.sqrt(groups / (groups - 1) * sums.square().sum().item()) / len(values)
 
 
@@ -351,15 +351,15 @@ def clustered_ratio(
     """
     require(len(sums) == len(others) > 0, f"{len(sums)} sums, {len(others)} counts", ShapeError)
     y, x = sums.double(), others.double()
-    whole = x.sum().item()
-    if whole == 0:
+    total = x.sum().item()
+    if total == 0:
         return Estimate(None, None, "undefined: divided by a sum of zero")
-    ratio = y.sum().item() / whole
+    ratio = y.sum().item() / total
     groups = len(y)
     if groups == 1:
         return Estimate(ratio, None)
     spread = (y - ratio * x).square().sum().item() * groups / (groups - 1)
-    return Estimate(ratio, math.sqrt(spread) / abs(whole))
+    return Estimate(ratio, math.sqrt(spread) / abs(total))
 
 
 @dataclass
@@ -382,12 +382,12 @@ class SequenceSums:
 
     def joined(self, *others: "SequenceSums") -> "SequenceSums":
         """The same sequences with all quantities as further tokens: the mean over layers."""
-        every = [whole for whole in (self, *others) if whole.sums]
-        parts = [torch.cat(whole.sums) for whole in every]
-        counts = [torch.cat(whole.counts) for whole in every]
-        if not parts:
+        every = [quantity for quantity in (self, *others) if quantity.sums]
+        sums = [torch.cat(quantity.sums) for quantity in every]
+        counts = [torch.cat(quantity.counts) for quantity in every]
+        if not sums:
             return SequenceSums()
-        return SequenceSums([torch.stack(parts).sum(dim=0)], [torch.stack(counts).sum(dim=0)])
+        return SequenceSums([torch.stack(sums).sum(dim=0)], [torch.stack(counts).sum(dim=0)])
 
 
 Middle = Literal["mean", "median"]
@@ -449,9 +449,9 @@ def fit_rate(
         seed: of the resampling.
         middle: "mean", or "median" for a law in probability, which single repetitions do not move.
     """
-    whole, draws = _lines(sizes, losses, seed, middle)
+    fitted, draws = _lines(sizes, losses, seed, middle)
     low, high = np.quantile(draws[:, 1], [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return PowerLaw(float(whole[1]), float(low), float(high), float(whole[0]))
+    return PowerLaw(float(fitted[1]), float(low), float(high), float(fitted[0]))
 
 
 def sample_size(
@@ -459,14 +459,14 @@ def sample_size(
 ) -> SampleSize:
     """Sample size at which the mean loss reaches `error`; other arguments as in `fit_rate`."""
     require(error > 0, f"an error to reach is positive, got {error}")
-    whole, draws = _lines(sizes, losses, seed)
-    n = _crossing(whole[None], error)[0]
-    found = _crossing(draws, error)
+    fitted, draws = _lines(sizes, losses, seed)
+    n = _crossing(fitted[None], error)[0]
+    crossings = _crossing(draws, error)
     low, high = (
-        np.quantile(found, q, method="nearest") for q in ((1 - LEVEL) / 2, (1 + LEVEL) / 2)
+        np.quantile(crossings, q, method="nearest") for q in ((1 - LEVEL) / 2, (1 + LEVEL) / 2)
     )
-    seen = bool(min(sizes) <= n <= max(sizes))
-    return SampleSize(error, float(n), float(low), float(high), seen)
+    observed = bool(min(sizes) <= n <= max(sizes))
+    return SampleSize(error, float(n), float(low), float(high), observed)
 
 
 def _lines(
@@ -477,7 +477,7 @@ def _lines(
         len(sizes) == len(losses) >= 2 and len(set(sizes)) == len(sizes),
         f"a slope needs losses at two sample sizes or more, got {list(sizes)}",
     )
-    values = [np.asarray(torch.as_tensor(part).double()) for part in losses]
+    values = [np.asarray(torch.as_tensor(loss).double()) for loss in losses]
     good = all(len(v) > 0 and np.isfinite(v).all() and v.mean() > 0 for v in values)
     require(good, "a slope needs finite losses with a positive mean at every sample size")
     random = np.random.default_rng(seed)
@@ -501,8 +501,8 @@ def _crossing(lines: np.ndarray, error: float) -> np.ndarray:
     """Sample size where the line reaches the error, infinite where it does not fall."""
     a, b = lines[:, 0], lines[:, 1]
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-        found = np.exp((math.log(error) - a) / b)
-    return np.where(b < 0, found, np.inf)
+        sizes = np.exp((math.log(error) - a) / b)
+    return np.where(b < 0, sizes, np.inf)
 
 
 def _count(n: float) -> str:
@@ -532,14 +532,14 @@ def kl_divergence(
     clean: Float[Tensor, "rows length words"], other: Float[Tensor, "rows length words"]
 ) -> Float[Tensor, "rows length"]:
     """KL(clean ‖ other) of each token's prediction, in nats and float64, from logits."""
-    shape, words = clean.shape[:2], clean.shape[2]
-    rows = max(2, CHUNK // words)  # threads would share the sum of a single row
+    shape, vocabulary = clean.shape[:2], clean.shape[2]
+    rows = max(2, CHUNK // vocabulary)  # threads would share the sum of a single row
     pairs = zip(clean.flatten(0, 1).split(rows), other.flatten(0, 1).split(rows), strict=True)
-    parts = []
+    rows_kl = []
     for before, after in pairs:
         p, q = before.double().log_softmax(dim=-1), after.double().log_softmax(dim=-1)
-        parts.append((p.exp() * (p - q)).sum(dim=-1).clamp(min=0).cpu())
-    return torch.cat(parts).view(shape)
+        rows_kl.append((p.exp() * (p - q)).sum(dim=-1).clamp(min=0).cpu())
+    return torch.cat(rows_kl).view(shape)
 
 
 def k3(log_p: Float[Tensor, "*shape"], log_q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:

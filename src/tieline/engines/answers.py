@@ -26,7 +26,7 @@ from tieline.trace.record import LayerFacts, LayerTrace, RoutingTrace
 
 KEYS = ("tokens", "documents", "positions")
 SHAPES = {"picks": 3, "logits": 3, "weights": 3, "logprobs": 2}
-TOLD = (
+PROVENANCE_FACTS = (
     "dtype",
     "rounding",
     "rounded",
@@ -45,7 +45,7 @@ ROUNDING = 8 * float(np.finfo(np.float32).eps)
 
 
 @dataclass(frozen=True)
-class Answer:
+class WorkerAnswer:
     """The arrays and facts of a worker, as they were written.
 
     Attributes:
@@ -59,7 +59,7 @@ class Answer:
     facts: Mapping[str, Any]
 
 
-def read_answer(path: Path, engine: str) -> Answer:
+def read_answer(path: Path, engine: str) -> WorkerAnswer:
     """Read the file of a worker; refuses what cannot be one."""
     try:
         with np.load(path, allow_pickle=False) as stored:
@@ -69,12 +69,12 @@ def read_answer(path: Path, engine: str) -> Answer:
     facts = arrays.pop("facts", None)
     require(facts is not None, f"{engine}: the answer has no facts", TraceError)
     assert facts is not None
-    found = parse_json(facts.tobytes(), f"{engine}: facts")
-    require(isinstance(found, dict), f"{engine}: facts must be a JSON object", TraceError)
-    return Answer(engine, arrays, found)  # pyright: ignore[reportArgumentType]
+    content = parse_json(facts.tobytes(), f"{engine}: facts")
+    require(isinstance(content, dict), f"{engine}: facts must be a JSON object", TraceError)
+    return WorkerAnswer(engine, arrays, content)  # pyright: ignore[reportArgumentType]
 
 
-def check_rows(answer: Answer, documents: Sequence[np.ndarray]) -> None:
+def check_rows(answer: WorkerAnswer, documents: Sequence[np.ndarray]) -> None:
     """Refuse an answer that lacks rows, has other tokens, or arrays of other shapes."""
     name, arrays = answer.engine, answer.arrays
     sent = np.concatenate(list(documents))
@@ -84,40 +84,40 @@ def check_rows(answer: Answer, documents: Sequence[np.ndarray]) -> None:
             _check_array(answer, key, axes, len(sent))
     order = np.concatenate([np.arange(len(x)) for x in documents])
     numbers = np.repeat(np.arange(len(documents)), [len(x) for x in documents])
-    for key, wanted in zip(KEYS, (sent, numbers, order), strict=True):
-        same = key in arrays and np.array_equal(arrays[key], wanted)
+    for key, expected in zip(KEYS, (sent, numbers, order), strict=True):
+        same = key in arrays and np.array_equal(arrays[key], expected)
         require(
             same, f"{name} routed other {key} than were sent: rows are not comparable", TraceError
         )
     layers = answer.facts.get("layers")
     count = arrays["picks"].shape[1]
-    named = isinstance(layers, list) and len(layers) == count
-    require(named, f"{name}: {count} layers of picks, but names {layers!r:.80}", TraceError)
+    fits = isinstance(layers, list) and len(layers) == count
+    require(fits, f"{name}: {count} layers of picks, but names {layers!r:.80}", TraceError)
 
 
-def _check_array(answer: Answer, key: str, axes: int, tokens: int) -> None:
-    found, picks = answer.arrays[key], answer.arrays["picks"]
+def _check_array(answer: WorkerAnswer, key: str, axes: int, tokens: int) -> None:
+    array, picks = answer.arrays[key], answer.arrays["picks"]
     name = answer.engine
-    require(found.ndim == axes, f"{name}: {key} has shape {found.shape}", TraceError)
+    require(array.ndim == axes, f"{name}: {key} has shape {array.shape}", TraceError)
     require(
-        len(found) == tokens,
-        f"{name} returned {len(found)} rows of {key} for {tokens} tokens: rows are missing (cached "
+        len(array) == tokens,
+        f"{name} returned {len(array)} rows of {key} for {tokens} tokens: rows are missing (cached "
         "prefixes, chunked prefill or a last token without a row?)",
         TraceError,
     )
     kind = "iu" if key == "picks" else "f"
-    require(found.dtype.kind in kind, f"{name}: {key} has type {found.dtype}", TraceError)
+    require(array.dtype.kind in kind, f"{name}: {key} has type {array.dtype}", TraceError)
     if axes == 3:
-        fits = found.shape[1] == picks.shape[1]
+        fits = array.shape[1] == picks.shape[1]
         require(
-            fits, f"{name}: {key} has {found.shape[1]} layers, picks {picks.shape[1]}", TraceError
+            fits, f"{name}: {key} has {array.shape[1]} layers, picks {picks.shape[1]}", TraceError
         )
     if key != "picks":
-        require(not np.isnan(found).any(), f"{name}: {key} has NaN", TraceError)
+        require(not np.isnan(array).any(), f"{name}: {key} has NaN", TraceError)
 
 
 @dataclass(frozen=True)
-class Agreement:
+class ScoreAgreement:
     """How the picks of a layer stand to its scores.
 
     Attributes:
@@ -129,20 +129,22 @@ class Agreement:
     off: int
 
 
-def agreement(picks: np.ndarray, scores: np.ndarray) -> Agreement:
+def agreement(picks: np.ndarray, scores: np.ndarray) -> ScoreAgreement:
     """Compare picks (T, k) with scores (T, E); -inf marks experts that cannot be chosen."""
     chosen = np.take_along_axis(scores, picks, 1).astype(np.float64)
     others = scores.astype(np.float64).copy()
     np.put_along_axis(others, picks, -np.inf, 1)
     if picks.shape[1] == scores.shape[1]:
-        return Agreement(0, 0)
+        return ScoreAgreement(0, 0)
     low, high = chosen.min(1), others.max(1)
     room = ROUNDING * np.maximum(1.0, np.abs(high))
     tied = (low <= high) & (low >= high - room)
-    return Agreement(int(tied.sum()), int((low < high - room).sum()))
+    return ScoreAgreement(int(tied.sum()), int((low < high - room).sum()))
 
 
-def trace_of(answer: Answer, provenance: Mapping[str, object], scores: bool = True) -> RoutingTrace:
+def trace_of(
+    answer: WorkerAnswer, provenance: Mapping[str, object], scores: bool = True
+) -> RoutingTrace:
     """The trace of a verified answer.
 
     Args:
@@ -151,42 +153,44 @@ def trace_of(answer: Answer, provenance: Mapping[str, object], scores: bool = Tr
         scores: whether to keep the scores.
     """
     arrays, facts = answer.arrays, answer.facts
-    found = [_layer(answer, place, scores) for place in range(arrays["picks"].shape[1])]
-    counts = [agreed for _, agreed in found if agreed is not None]
-    told: dict[str, object] = dict(provenance)
+    layers = [_layer(answer, place, scores) for place in range(arrays["picks"].shape[1])]
+    counts = [agreed for _, agreed in layers if agreed is not None]
+    recorded: dict[str, object] = dict(provenance)
     if counts:
-        told["ties"] = [one.tied for one in counts]
-        told["off_scores"] = [one.off for one in counts]
-    for key in TOLD:
+        recorded["ties"] = [agreed.tied for agreed in counts]
+        recorded["off_scores"] = [agreed.off for agreed in counts]
+    for key in PROVENANCE_FACTS:
         if facts.get(key) is not None:
-            told[key] = facts[key]
+            recorded[key] = facts[key]
     tokens, documents, positions = (torch.from_numpy(arrays[key].astype(np.int64)) for key in KEYS)
     return RoutingTrace(
-        tuple(layer for layer, _ in found), tokens, documents, positions, provenance=told
+        tuple(layer for layer, _ in layers), tokens, documents, positions, provenance=recorded
     )
 
 
-def _layer(answer: Answer, place: int, keep: bool) -> tuple[LayerTrace, Agreement | None]:
-    arrays, facts, name = answer.arrays, answer.facts, str(answer.facts["layers"][place])
-    picks = np.ascontiguousarray(arrays["picks"][:, place]).astype(np.int64)
-    scores = arrays["logits"][:, place].astype(np.float32) if "logits" in arrays else None
+def _layer(
+    answer: WorkerAnswer, index: int, keep: bool
+) -> tuple[LayerTrace, ScoreAgreement | None]:
+    arrays, facts, name = answer.arrays, answer.facts, str(answer.facts["layers"][index])
+    picks = np.ascontiguousarray(arrays["picks"][:, index]).astype(np.int64)
+    scores = arrays["logits"][:, index].astype(np.float32) if "logits" in arrays else None
     size = _experts(answer, picks) if scores is None else scores.shape[1]
     _check_picks(answer.engine, name, picks, size)
-    weights = arrays["weights"][:, place] if "weights" in arrays else None
-    known = LayerFacts(size, picks.shape[1], facts.get("units", "logits"), affine=False)
+    weights = arrays["weights"][:, index] if "weights" in arrays else None
+    layer_facts = LayerFacts(size, picks.shape[1], facts.get("units", "logits"), affine=False)
     small = torch.int16 if size < 1 << 15 else torch.int32
     if scores is None or not keep:
         held = None if weights is None else torch.from_numpy(weights.astype(np.float32))
-        return LayerTrace(name, known, torch.from_numpy(picks).to(small), weights=held), None
+        return LayerTrace(name, layer_facts, torch.from_numpy(picks).to(small), weights=held), None
     agreed = agreement(picks, scores)
     experts, values = _ranked(picks, scores, agreed)
-    held = None if weights is None else _in_order(weights, picks, experts[:, : known.k])
-    return LayerTrace(name, known, experts.to(small), values, held), agreed
+    held = None if weights is None else _in_order(weights, picks, experts[:, : layer_facts.k])
+    return LayerTrace(name, layer_facts, experts.to(small), values, held), agreed
 
 
-def _experts(answer: Answer, picks: np.ndarray) -> int:
-    told = answer.facts.get("n_experts")
-    return int(told) if isinstance(told, int) else int(picks.max()) + 1
+def _experts(answer: WorkerAnswer, picks: np.ndarray) -> int:
+    stated = answer.facts.get("n_experts")
+    return int(stated) if isinstance(stated, int) else int(picks.max()) + 1
 
 
 def _check_picks(engine: str, layer: str, picks: np.ndarray, size: int) -> None:
@@ -206,22 +210,22 @@ def _check_picks(engine: str, layer: str, picks: np.ndarray, size: int) -> None:
     )
 
 
-def _ranked(picks: np.ndarray, scores: np.ndarray, agreed: Agreement) -> tuple[Any, Any]:
+def _ranked(picks: np.ndarray, scores: np.ndarray, agreed: ScoreAgreement) -> tuple[Any, Any]:
     """Experts and scores of the kept ranks, those that were picked first."""
-    k, wanted = picks.shape[1], min(picks.shape[1] + KEPT_RANKS, scores.shape[1])
+    k, ranks = picks.shape[1], min(picks.shape[1] + KEPT_RANKS, scores.shape[1])
     chosen, values = torch.from_numpy(picks), torch.from_numpy(scores)
     if not agreed.off:
-        ranked = ranked_choice(values, chosen, k, wanted)
+        ranked = ranked_choice(values, chosen, k, ranks)
         return ranked.indices, ranked.values
     # the picks contradict the scores: both are kept as they are, for `diff` to say so
     raised = values.scatter(
         1, chosen, values.gather(1, chosen) + 2 * (values.amax() - values.amin())
     )
-    experts = torch.argsort(raised, dim=1, descending=True, stable=True)[:, :wanted]
+    experts = torch.argsort(raised, dim=1, descending=True, stable=True)[:, :ranks]
     return experts, values.gather(1, experts)
 
 
 def _in_order(weights: np.ndarray, picks: np.ndarray, experts: Any) -> Any:
     """Weights of the picks in the order of the ranks."""
-    place = (torch.from_numpy(picks)[:, None, :] == experts[:, :, None]).long().argmax(2)
-    return torch.from_numpy(weights.astype(np.float32)).gather(1, place)
+    order = (torch.from_numpy(picks)[:, None, :] == experts[:, :, None]).long().argmax(2)
+    return torch.from_numpy(weights.astype(np.float32)).gather(1, order)

@@ -137,7 +137,7 @@ class RunOptions:
         logprobs: whether to return final log-probabilities.
         scores: whether the trace keeps scores.
         threads: threads of the engine.
-        words: texts of tokens by id, to tell a GGUF of another model.
+        vocabulary: texts of tokens by id, to tell a GGUF of another model.
     """
 
     python: str | Path | None = None
@@ -146,7 +146,7 @@ class RunOptions:
     logprobs: bool = False
     scores: bool = True
     threads: int = 0
-    words: Mapping[int, str] | None = None
+    vocabulary: Mapping[int, str] | None = None
 
 
 def run_engine(
@@ -159,9 +159,9 @@ def run_engine(
     """Run an engine; see `capture`. Nothing of it is left on disk or running afterwards."""
     record = engine_named(engine)
     documents = _documents(ids)
-    _check(record, model, options)
+    _check_request(record, model, options)
     python = find_python(record, options.python)
-    words = dict(options.words or {})
+    vocabulary = dict(options.vocabulary or {})
     request = {
         "job": "capture",
         "model": str(model),
@@ -169,13 +169,13 @@ def run_engine(
         "defaults": options.defaults,
         "logprobs": options.logprobs,
         "threads": options.threads or usable_threads(),
-        "words": sorted(words),
+        "words": sorted(vocabulary),
     }
     with tempfile.TemporaryDirectory(prefix="tieline-engine-") as folder:
         path = run_worker(record, python, Path(folder), request, documents, progress)
         answer = read_answer(path, engine)
     check_rows(answer, documents)
-    _check_words(record, answer.facts, words)
+    _check_vocabulary(record, answer.facts, vocabulary)
     provenance = {
         "source": "engine",
         "engine": engine,
@@ -204,10 +204,10 @@ def dequantised(
         python: the engine's Python.
     """
     record = engine_named(engine)
-    found = find_python(record, python)
+    engine_python = find_python(record, python)
     request = {"job": "weights", "model": str(model), "names": list(names)}
     with tempfile.TemporaryDirectory(prefix="tieline-engine-") as folder:
-        path = run_worker(record, found, Path(folder), request, [])
+        path = run_worker(record, engine_python, Path(folder), request, [])
         answer = read_answer(path, engine)
     missing = sorted(set(names) - set(answer.arrays))
     require(not missing, f"{engine} returned no {missing[:3]} of {model}", TraceError)
@@ -216,29 +216,29 @@ def dequantised(
 
 def usable_threads() -> int:
     """Threads for a worker: `OMP_NUM_THREADS` if it is set, else the cores of this process."""
-    told = os.environ.get("OMP_NUM_THREADS", "")
-    if told.isdigit() and int(told) > 0:
-        return int(told)
+    setting = os.environ.get("OMP_NUM_THREADS", "")
+    if setting.isdigit() and int(setting) > 0:
+        return int(setting)
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _documents(ids: Sequence[Any]) -> list[np.ndarray]:
     documents = [np.asarray(row) for row in ids]
     require(len(documents) > 0, "there are no tokens to run: ids is empty")
-    for place, row in enumerate(documents):
-        whole = row.ndim == 1 and len(row) > 0 and row.dtype.kind in "iu" and int(row.min()) >= 0
+    for number, row in enumerate(documents):
+        valid = row.ndim == 1 and len(row) > 0 and row.dtype.kind in "iu" and int(row.min()) >= 0
         require(
-            whole,
-            f"document {place} must be token ids >= 0, got {row.dtype} of shape {row.shape}",
+            valid,
+            f"document {number} must be token ids >= 0, got {row.dtype} of shape {row.shape}",
         )
     return [row.astype(np.int64) for row in documents]
 
 
-def _check(engine: Engine, model: str | Path, options: RunOptions) -> None:
-    known = ", ".join(engine.formats)
+def _check_request(engine: Engine, model: str | Path, options: RunOptions) -> None:
+    formats = ", ".join(engine.formats)
     require(
         options.defaults or options.dtype in engine.formats,
-        f"dtype {options.dtype!r} is not computed by {engine.name} here: {known}",
+        f"dtype {options.dtype!r} is not computed by {engine.name} here: {formats}",
     )
     gguf = str(model).endswith(".gguf")
     require(
@@ -249,18 +249,21 @@ def _check(engine: Engine, model: str | Path, options: RunOptions) -> None:
     )
 
 
-def _check_words(engine: Engine, facts: Mapping[str, Any], words: Mapping[int, str]) -> None:
+def _check_vocabulary(
+    engine: Engine, facts: Mapping[str, Any], vocabulary: Mapping[int, str]
+) -> None:
     """Refuse a file whose vocabulary is not the tokenizer's."""
-    found = facts.get("words")
-    if not words or not isinstance(found, list) or len(found) != len(words):
+    texts = facts.get("words")
+    if not vocabulary or not isinstance(texts, list) or len(texts) != len(vocabulary):
         return
     same = sum(
-        text == str(other) for (_, text), other in zip(sorted(words.items()), found, strict=True)
+        text == str(other)
+        for (_, text), other in zip(sorted(vocabulary.items()), texts, strict=True)
     )
     require(
-        same >= LEAST_VOCABULARY_AGREEMENT * len(words),
-        f"{engine.name}: {len(words) - same} of {len(words)} tokens have another text in this file "
-        "than in the tokenizer: it is a GGUF of another model",
+        same >= LEAST_VOCABULARY_AGREEMENT * len(vocabulary),
+        f"{engine.name}: {len(vocabulary) - same} of {len(vocabulary)} tokens have another text in "
+        "this file than in the tokenizer: it is a GGUF of another model",
         TraceError,
     )
 

@@ -53,24 +53,24 @@ def run_worker(
     (folder / "request.json").write_text(json.dumps({**request, "lengths": lengths}))
     flat = np.concatenate([np.zeros(0, np.int64), *documents]).astype(np.int64)
     np.save(folder / "tokens.npy", flat, allow_pickle=False)
-    told: dict[str, Any] = {}
+    report: dict[str, Any] = {}
     with _started(engine, python, folder) as worker:
-        _listen(worker, told, lengths, progress)
+        _listen(worker, report, lengths, progress)
         code = worker.wait()
     answer = folder / ANSWER
     if code == 0 and answer.is_file():
         return answer
-    raise EngineError(_what_happened(engine, python, code, told, _tail(folder)))
+    raise EngineError(_what_happened(engine, python, code, report, _tail(folder)))
 
 
 @contextmanager
 def _started(engine: Engine, python: Path, folder: Path) -> "Iterator[subprocess.Popen[bytes]]":
     """The worker while the block runs; afterwards nothing of its process group is left."""
-    words = [str(python), str(WORKERS / "main.py"), str(engine.worker), str(folder)]
+    command = [str(python), str(WORKERS / "main.py"), str(engine.worker), str(folder)]
     with (folder / "stderr").open("wb") as stderr:
         try:
             worker = subprocess.Popen(  # noqa: S603
-                words,
+                command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
@@ -100,7 +100,7 @@ def end_group(worker: "subprocess.Popen[bytes]") -> None:
 
 def _listen(
     worker: "subprocess.Popen[bytes]",
-    told: dict[str, Any],
+    report: dict[str, Any],
     lengths: Sequence[int],
     progress: Progress | None,
 ) -> None:
@@ -114,11 +114,11 @@ def _listen(
     waiter.start()
     for line in worker.stdout:
         with suppress(ValueError):
-            said = json.loads(line)
-            if not isinstance(said, dict):
+            message = json.loads(line)
+            if not isinstance(message, dict):
                 continue
-            told.update(said)
-            done = said.get("done")
+            report.update(message)
+            done = message.get("done")
             if progress is not None and isinstance(done, int):
                 progress("engine", sum(lengths[:done]), total)
 
@@ -136,18 +136,18 @@ def _tail(folder: Path) -> str:
 
 
 def _what_happened(
-    engine: Engine, python: Path, code: int, told: Mapping[str, Any], stderr: str
+    engine: Engine, python: Path, code: int, report: Mapping[str, Any], stderr: str
 ) -> str:
     """One sentence about a worker that gave no answer."""
-    if told.get("missing"):
+    if report.get("missing"):
         return (
-            f"{python} has no module {told['missing']}, which {engine.name} needs: name another "
+            f"{python} has no module {report['missing']}, which {engine.name} needs: name another "
             "Python with engine_python, or install it (tieline capture --list-engines says how)"
         )
-    if told.get("error"):
-        said = str(told["error"])
-        named = said.casefold().startswith(engine.name.casefold())
-        return said if named else f"{engine.name}: {said}"
+    if report.get("error"):
+        message = str(report["error"])
+        has_name = message.casefold().startswith(engine.name.casefold())
+        return message if has_name else f"{engine.name}: {message}"
     last = next((x.strip() for x in reversed(stderr.splitlines()) if x.strip()), "it said nothing")
     if code < 0:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)

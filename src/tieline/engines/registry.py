@@ -211,11 +211,11 @@ def find_python(engine: Engine, asked: str | Path | None = None) -> Path:
     """Return the Python that an engine runs in; raises with how to install it if there is none."""
     if asked is not None:
         return _checked(Path(asked), engine, "engine_python")
-    if named := os.environ.get(engine.variable):
-        return _checked(Path(named), engine, engine.variable)
-    own = engine.folder / "bin" / "python"
-    if own.is_file():
-        return own
+    if path := os.environ.get(engine.variable):
+        return _checked(Path(path), engine, engine.variable)
+    python = engine.folder / "bin" / "python"
+    if python.is_file():
+        return python
     if importlib.util.find_spec(engine.package) is not None:
         return Path(sys.executable)
     raise ParameterError(
@@ -238,8 +238,8 @@ def environment_of(engine: Engine, python: Path) -> dict[str, str]:
         key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")
     }
     venv = str(python.parent.parent)
-    own = {key: value.replace("{venv}", venv) for key, value in engine.environment.items()}
-    present = {k: v for k, v in own.items() if not v.startswith(venv) or Path(v).exists()}
+    variables = {key: value.replace("{venv}", venv) for key, value in engine.environment.items()}
+    present = {k: v for k, v in variables.items() if not v.startswith(venv) or Path(v).exists()}
     return present | kept
 
 
@@ -280,10 +280,10 @@ def _versions(engine: Engine, python: Path) -> dict[str, str]:
         "    except PackageNotFoundError: pass\n"
         "print(json.dumps(found))"
     )
-    words = [str(python), "-c", code, *engine.distributions]
+    command = [str(python), "-c", code, *engine.distributions]
     try:
         done = subprocess.run(  # noqa: S603
-            words,
+            command,
             env=environment_of(engine, python),
             capture_output=True,
             timeout=PROBE_SECONDS,

@@ -103,9 +103,9 @@ def nearest_tie(
     near, proved = _among_neighbours(ranked, distances, k)
     rest = (~proved).nonzero().squeeze(1)
     for rows in rest.split(max(1, CHUNK // experts)) if len(rest) else ():
-        found = _among_all(scores[rows].double(), ranked.indices[rows, :k].long(), distances)
-        for whole, part in zip(near, found, strict=True):
-            whole[rows] = part
+        exact = _among_all(scores[rows].double(), ranked.indices[rows, :k].long(), distances)
+        for column, values in zip(near, exact, strict=True):
+            column[rows] = values
     return near
 
 
@@ -141,8 +141,10 @@ def _among_all(
         rise = scores.gather(1, leaving[:, None]) - outside
         ratio, entering = _ratio(rise, distances[leaving]).min(dim=1)
         better = ratio < best.distance
-        found = NearestTie(ratio, leaving, entering)
-        best = NearestTie(*(torch.where(better, a, b) for a, b in zip(found, best, strict=True)))
+        candidate = NearestTie(ratio, leaving, entering)
+        best = NearestTie(
+            *(torch.where(better, a, b) for a, b in zip(candidate, best, strict=True))
+        )
     return best
 
 

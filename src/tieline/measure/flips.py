@@ -112,10 +112,10 @@ def logit_view(layer: LayerTrace) -> LogitView:
         ones = torch.ones_like(selection)
         return LogitView(selection, ones, plain, ones[:, k - 1])
     logits, slope = _INVERSES[units](plain)
-    known = None if units == "softmax" else logits
+    exact = None if units == "softmax" else logits
     if layer.bias is None:
-        return LogitView(logits, torch.ones_like(slope), known, slope[:, k - 1])
-    return LogitView(selection, slope, known, slope[:, k - 1])
+        return LogitView(logits, torch.ones_like(slope), exact, slope[:, k - 1])
+    return LogitView(selection, slope, exact, slope[:, k - 1])
 
 
 def from_logits(logits: Ranks, layer: LayerTrace) -> Ranks:
@@ -212,13 +212,13 @@ def _batches(z: Ranks, sigma: Ranks, low: Tensor, high: Tensor) -> Iterator[tupl
     span = REACH * sigma
     matters = (z + span > low[:, None]) & (z - span < high[:, None])
     least = torch.where(matters, sigma, torch.inf).amin(dim=1)
-    wanted = (2 * (high - low) / least).clamp(FEWEST_STEPS, MOST_STEPS)
-    exponent = wanted.log2().ceil().int()
+    steps = (2 * (high - low) / least).clamp(FEWEST_STEPS, MOST_STEPS)
+    exponent = steps.log2().ceil().int()
     alive = high > low
     for power in exponent[alive].unique().tolist():
         rows = (alive & (exponent == power)).nonzero().squeeze(1)
-        for part in rows.split(max(1, CHUNK // ((1 << power) + 1))):
-            yield part, 1 << power
+        for chunk in rows.split(max(1, CHUNK // ((1 << power) + 1))):
+            yield chunk, 1 << power
 
 
 def _integral(

@@ -43,7 +43,7 @@ def gaussian_gap_density(n_experts: int, k: int) -> float:
 
     P(Δ <= w) = f_gap(0) w + O(w²). Equal for k and E - k.
     """
-    _check(n_experts, k)
+    _check_arguments(n_experts, k)
     t, step = torch.linspace(-14, 14, 28 * 64 + 1, dtype=torch.float64), 1 / 64
     log_phi = -t.square() / 2 - math.log(2 * math.pi) / 2
     log_integrand = 2 * log_phi + (k - 1) * log_ndtr(-t) + (n_experts - k - 1) * log_ndtr(t)
@@ -63,7 +63,7 @@ def gaussian_pair_density(n_experts: int) -> float:
 
 def gaussian_gap_mass(n_experts: int, k: int, width: Real) -> float:
     """BM_top(w) = P(z_[k] - z_[k+1] <= w), exactly."""
-    _check(n_experts, k, width)
+    _check_arguments(n_experts, k, width)
     t, weight = _threshold_law(n_experts, k)
     none_near = (n_experts - k) * (log_ndtr(t - width) - log_ndtr(t))
     return -(weight * torch.expm1(none_near)).sum().item()
@@ -71,7 +71,7 @@ def gaussian_gap_mass(n_experts: int, k: int, width: Real) -> float:
 
 def gaussian_near_ties(n_experts: int, k: int, epsilon: Real) -> float:
     """Mean number of experts beyond k above z_[k] - ε: E[K(ε)] - k (Def. 4.1)."""
-    _check(n_experts, k, epsilon)
+    _check_arguments(n_experts, k, epsilon)
     t, weight = _threshold_law(n_experts, k)
     far = log_ndtr(t - epsilon) - log_ndtr(t)
     return -(n_experts - k) * (weight * torch.expm1(far)).sum().item()
@@ -82,7 +82,7 @@ def gaussian_budget_epsilon(n_experts: int, k: int, extra: Real = 0.5) -> float:
 
     The mean count rises from 0 to E - k, so the root is bracketed and unique.
     """
-    _check(n_experts, k)
+    _check_arguments(n_experts, k)
     require(
         0 < extra < n_experts - k,
         f"need 0 < extra < E - k = {n_experts - k}, got {extra=}: no ε reaches it",
@@ -107,7 +107,7 @@ def gaussian_order_shares(
     above it binomial (k-1, 1 - Φ̄(t+ε)/Φ̄(t)), independently; the order is their sum unless the
     first is zero. `most` is E - 1 by default.
     """
-    _check(n_experts, k, epsilon)
+    _check_arguments(n_experts, k, epsilon)
     most = n_experts - 1 if most is None else most
     require(1 <= most < n_experts, f"need 1 <= most < E, got {most=}, E={n_experts}")
     t, weight = _threshold_law(n_experts, k)
@@ -139,12 +139,12 @@ def _threshold_law(n_experts: int, k: int) -> tuple[Tensor, Tensor]:
 def _binomial_law(n: int, log_far: Float[Tensor, " t"]) -> Float[Tensor, "t counts"]:
     """P(m of n scores are near) where one is far with probability exp(log_far)."""
     count = torch.arange(n + 1, dtype=torch.float64)
-    ways = math.lgamma(n + 1) - torch.lgamma(count + 1) - torch.lgamma(n - count + 1)
+    log_binomial = math.lgamma(n + 1) - torch.lgamma(count + 1) - torch.lgamma(n - count + 1)
     log_near = torch.log(-torch.expm1(log_far))[:, None]
     near = torch.where(count == 0, 0.0, count * log_near)  # 0 · log 0 at ε = 0
-    return (ways + near + (n - count) * log_far[:, None]).exp()
+    return (log_binomial + near + (n - count) * log_far[:, None]).exp()
 
 
-def _check(n_experts: int, k: int, width: Real = 0.0) -> None:
+def _check_arguments(n_experts: int, k: int, width: Real = 0.0) -> None:
     require(1 <= k < n_experts, f"need 1 <= k < E, got {k=}, E={n_experts}")
     require(width >= 0 and math.isfinite(width), f"a width is finite and >= 0, got {width}")

@@ -100,20 +100,20 @@ def coalitions(chosen: Chosen, n_experts: int) -> Coalitions:
 
 def log10_possible(n_experts: int, k: int) -> float:
     """Decimal logarithm of C(E, k), the number of sets that could be chosen."""
-    ways = math.lgamma(n_experts + 1) - math.lgamma(k + 1) - math.lgamma(n_experts - k + 1)
-    return ways / math.log(10)
+    log_binomial = math.lgamma(n_experts + 1) - math.lgamma(k + 1) - math.lgamma(n_experts - k + 1)
+    return log_binomial / math.log(10)
 
 
 def _packed(members: Chosen, n_experts: int) -> Int[Tensor, "tokens words"]:
     """Pack members into as few 62-bit words as possible: fewer columns sort faster."""
     bits = max(1, (n_experts - 1).bit_length())
-    words = []
-    for part in members.split(62 // bits, dim=1):
-        word = torch.zeros_like(part[:, 0])
-        for column in part.unbind(dim=1):
+    packed = []
+    for group in members.split(62 // bits, dim=1):
+        word = torch.zeros_like(group[:, 0])
+        for column in group.unbind(dim=1):
             word = (word << bits) | column
-        words.append(word)
-    return torch.stack(words, dim=1)
+        packed.append(word)
+    return torch.stack(packed, dim=1)
 
 
 def _checked(chosen: Chosen, n_experts: int) -> Chosen:

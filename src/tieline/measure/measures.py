@@ -224,7 +224,7 @@ def joined_measures(
         trace: the trace, for its documents and provenance.
     """
     model = _model(list(done), settings, trace.documents.long())
-    return RoutingMeasures(tuple(one.record for one in done), model, dict(trace.provenance))
+    return RoutingMeasures(tuple(layer.record for layer in done), model, dict(trace.provenance))
 
 
 @dataclass(frozen=True)
@@ -267,11 +267,11 @@ def measured_layer(
     return (
         MeasuredLayer(record, None)
         if unknown != "ok"
-        else _scored(layer, record, settings, epsilons, weight)
+        else _with_scores(layer, record, settings, epsilons, weight)
     )
 
 
-def _scored(
+def _with_scores(
     layer: LayerTrace,
     record: LayerMeasures,
     settings: MeasureSettings,
@@ -282,8 +282,8 @@ def _scored(
     view = logit_view(layer)
     density = noise_densities(layer, view)
     noise = [noise_flips(layer, view, sigma, density) for sigma in settings.sigmas]
-    known = settings.precisions if view.logits is not None else ()
-    rounded = [precision_flips(layer, view, name) for name in known]
+    precisions = settings.precisions if view.logits is not None else ()
+    rounded = [precision_flips(layer, view, name) for name in precisions]
     rows = tuple(row for row, _ in rounded)
     record = dataclasses.replace(
         record,
@@ -304,8 +304,8 @@ def _scored(
 def _model(
     done: list[MeasuredLayer], settings: MeasureSettings, documents: Int[Tensor, " tokens"]
 ) -> ModelMeasures:
-    gaps = [one.gaps for one in done if one.gaps is not None]
-    units = {one.record.units for one in done if one.gaps is not None}
+    gaps = [layer.gaps for layer in done if layer.gaps is not None]
+    units = {layer.record.units for layer in done if layer.gaps is not None}
     status = f"not answerable: {len(units)} kinds of score"
     gap, smallest = Answer(None, status), Answer(None, status)
     if len(units) == 1:
@@ -316,9 +316,9 @@ def _model(
     return ModelMeasures(
         gap=gap,
         smallest_gap=smallest,
-        noise=_rates([(one.record.name, one.noise) for one in done], documents),
-        precision=_rates([(one.record.name, one.precision) for one in done], documents),
-        **_load_totals([one.record for one in done]),
+        noise=_rates([(layer.record.name, layer.noise) for layer in done], documents),
+        precision=_rates([(layer.record.name, layer.precision) for layer in done], documents),
+        **_load_totals([layer.record for layer in done]),
     )
 
 
@@ -391,8 +391,8 @@ def measure_summary(
     chosen = settings or MeasureSettings()
     sampled = measure(summary.sample, chosen, weights)
     layers = tuple(
-        _counted_layer(whole, part, summary.epsilons, chosen)
-        for whole, part in zip(summary.layers, sampled.layers, strict=True)
+        _counted_layer(counted, sampled_layer, summary.epsilons, chosen)
+        for counted, sampled_layer in zip(summary.layers, sampled.layers, strict=True)
     )
     histograms = [layer.gaps for layer in summary.layers if layer.gaps is not None]
     pooled = functools.reduce(operator.add, histograms) if histograms else None
@@ -429,44 +429,46 @@ def histogram_density(histogram: LogHistogram, mass: float = 0.2) -> Estimate:
 
 
 def _counted_layer(
-    whole: LayerSummary,
-    part: LayerMeasures,
+    summary: LayerSummary,
+    sampled: LayerMeasures,
     epsilons: tuple[float, ...],
     settings: MeasureSettings,
 ) -> LayerMeasures:
     """The sample's record with the sections that were counted over all tokens."""
-    counted = whole.coalitions.count()
-    possible = log10_possible(whole.facts.n_experts, whole.facts.k)
-    distance = part.distance
-    if whole.distances is not None:
-        found = histogram_quantiles(whole.distances, settings)
-        distance = Answer(DistanceMeasures(found, histogram_density(whole.distances)))
+    counted = summary.coalitions.count()
+    possible = log10_possible(summary.facts.n_experts, summary.facts.k)
+    distance = sampled.distance
+    if summary.distances is not None:
+        quantiles_of_distance = histogram_quantiles(summary.distances, settings)
+        distance = Answer(
+            DistanceMeasures(quantiles_of_distance, histogram_density(summary.distances))
+        )
     return dataclasses.replace(
-        part,
-        tokens=whole.tokens,
-        load=load_from_counts(whole.load, settings.cold_below),
-        coalitions=Coalitions(round(counted.value), None, possible, whole.tokens),
-        gap=_counted_gap(whole.gaps, part.gap, settings),
-        near=_counted_near(whole, part.near, epsilons, settings),
+        sampled,
+        tokens=summary.tokens,
+        load=load_from_counts(summary.load, settings.cold_below),
+        coalitions=Coalitions(round(counted.value), None, possible, summary.tokens),
+        gap=_counted_gap(summary.gaps, sampled.gap, settings),
+        near=_counted_near(summary, sampled.near, epsilons, settings),
         distance=distance,
     )
 
 
 def _counted_gap(
-    histogram: LogHistogram | None, part: Answer[GapMeasures], settings: MeasureSettings
+    histogram: LogHistogram | None, sampled: Answer[GapMeasures], settings: MeasureSettings
 ) -> Answer[GapMeasures]:
-    if histogram is None or part.value is None:
-        return part
+    if histogram is None or sampled.value is None:
+        return sampled
     points = grid_points()
-    wanted = torch.tensor(settings.widths, dtype=torch.float64)
-    nearest = torch.searchsorted(points, wanted).clamp(max=len(points) - 1).unique()
+    widths = torch.tensor(settings.widths, dtype=torch.float64)
+    nearest = torch.searchsorted(points, widths).clamp(max=len(points) - 1).unique()
     counts, n = histogram.at_most()[nearest], histogram.total
     return Answer(
         GapMeasures(
             quantiles=histogram_quantiles(histogram, settings),
             profile=mass_profile(counts, n, points[nearest], settings.confidence),
             density=histogram_density(histogram),
-            tail=part.value.tail,
+            tail=sampled.value.tail,
             ties=histogram.zeros,
             tokens=n,
         )
@@ -474,16 +476,16 @@ def _counted_gap(
 
 
 def _counted_near(
-    whole: LayerSummary,
-    part: Answer[NearMeasures],
+    summary: LayerSummary,
+    sampled: Answer[NearMeasures],
     epsilons: tuple[float, ...],
     settings: MeasureSettings,
 ) -> Answer[NearMeasures]:
-    if whole.near is None or whole.orders is None or part.value is None:
-        return part
-    experts = tuple(_mean_count(row) for row in whole.near)
+    if summary.near is None or summary.orders is None or sampled.value is None:
+        return sampled
+    experts = tuple(_mean_count(row) for row in summary.near)
     most = settings.most_orders
-    orders = torch.nn.functional.pad(whole.orders, (0, most)).double() / whole.measured
+    orders = torch.nn.functional.pad(summary.orders, (0, most)).double() / summary.measured
     tails = orders[:, most:].sum(dim=1, keepdim=True)
     shares = torch.cat([orders[:, :most], tails], dim=1)
     return Answer(
@@ -493,7 +495,7 @@ def _counted_near(
             orders=tuple(tuple(row) for row in shares.tolist()),
             censored=(0.0,) * len(epsilons),
             epsilon_half=interpolated_epsilon(
-                whole.facts.k + 0.5, epsilons, experts, whole.facts.k
+                summary.facts.k + 0.5, epsilons, experts, summary.facts.k
             ),
         )
     )

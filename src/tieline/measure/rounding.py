@@ -50,7 +50,7 @@ Scores = Float[Tensor, "tokens experts"]
 
 PerToken = Float[Tensor, " tokens"]
 
-PLACES = 32
+OFFSETS = 32
 """Positions of a cell's edge over which the flips of a coarse grid are averaged."""
 
 CHUNK = 1 << 15
@@ -129,25 +129,27 @@ def shared_cell_flips(ranked: Scores, k: int, step: PerToken) -> PerToken:
     tie = shared_cell(z[:, k - 1] - z[:, k], step)
     rows = (tie > 0).nonzero().squeeze(1)
     flips = torch.zeros_like(tie)
-    ways = _ways(z.shape[1])
+    binomials = _binomials(z.shape[1])
     with one_thread():
-        for part in rows.split(max(1, CHUNK // z.shape[1])):
-            flips[part] = tie[part] * _mean_over_places(z[part], k, q[part], ways)
+        for chunk in rows.split(max(1, CHUNK // z.shape[1])):
+            flips[chunk] = tie[chunk] * _mean_over_offsets(z[chunk], k, q[chunk], binomials)
     return flips
 
 
-def _mean_over_places(z: Scores, k: int, q: Float[Tensor, "tokens 1"], ways: Tensor) -> PerToken:
+def _mean_over_offsets(
+    z: Scores, k: int, q: Float[Tensor, "tokens 1"], binomials: Tensor
+) -> PerToken:
     """Mean of 1 - 1/C(a + b, a) over equally spaced cells across the threshold."""
     floor, top = z[:, k - 1 : k] - q, z[:, k : k + 1]
     total = torch.zeros_like(z[:, 0])
-    for place in range(PLACES):
-        edge = floor + (top - floor) * ((place + 0.5) / PLACES)
+    for offset in range(OFFSETS):
+        edge = floor + (top - floor) * ((offset + 0.5) / OFFSETS)
         held = (z >= edge) & (z < edge + q)
-        total += 1 - 1 / ways[held.sum(dim=1), held[:, :k].sum(dim=1)]
-    return total / PLACES
+        total += 1 - 1 / binomials[held.sum(dim=1), held[:, :k].sum(dim=1)]
+    return total / OFFSETS
 
 
-def _ways(most: int) -> Float[Tensor, "n n"]:
+def _binomials(most: int) -> Float[Tensor, "n n"]:
     """Binomial coefficients C(n, a) for n, a <= most; 1 for a > n, which does not occur."""
     n = torch.arange(most + 1, dtype=torch.float64)
     logs = torch.lgamma(n + 1)
@@ -210,13 +212,13 @@ def product_effect(
     w = weight.detach().double()
     w_rounded = round_to(w, precision)
     spread, dw = (w - w.mean(dim=0)).square(), (w_rounded - w).square()
-    parts = []
+    effects = []
     for rows in inputs.split(max(1, INPUT_CHUNK // inputs.shape[1])):
         x = rows.double()
         x_rounded = round_to(x, precision)
         noise = ((x_rounded - x).square() @ spread.T + x.square() @ dw.T).sqrt()
-        parts.append(ProductEffect(noise, x_rounded @ w_rounded.T - x @ w.T))
-    return ProductEffect(*(torch.cat(column) for column in zip(*parts, strict=True)))
+        effects.append(ProductEffect(noise, x_rounded @ w_rounded.T - x @ w.T))
+    return ProductEffect(*(torch.cat(column) for column in zip(*effects, strict=True)))
 
 
 def product_flips(

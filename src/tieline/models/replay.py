@@ -50,7 +50,7 @@ from tieline.models.smooth_router import NOT_SMOOTHED, column_weights, shared_we
 from tieline.trace.readers import import_trace
 from tieline.trace.record import LayerTrace, RoutingTrace
 from tieline.trace.store import load_trace
-from tieline.trace.writers import layer_places
+from tieline.trace.writers import layer_numbers
 
 MOST_PASSES = 64
 """Forward passes whose rows are remembered for activation checkpointing."""
@@ -155,8 +155,8 @@ def _matched(trace: RoutingTrace, names: list[str], whole: bool) -> dict[str, La
     empty = torch.zeros(1, facts.k, dtype=torch.int64)
     stand_in = [LayerTrace(name, facts, empty) for name in names]
     token = torch.zeros(1, dtype=torch.int64)
-    numbers = layer_places(RoutingTrace(stand_in, token, token, token))
-    places = layer_places(trace)
+    numbers = layer_numbers(RoutingTrace(stand_in, token, token, token))
+    places = layer_numbers(trace)
     fits = set(numbers) == set(places) if whole else set(numbers) <= set(places)
     if fits and len(set(numbers)) == len(names):
         return {name: trace.layers[places.index(n)] for name, n in zip(names, numbers, strict=True)}

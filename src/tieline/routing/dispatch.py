@@ -86,8 +86,8 @@ class Slots(NamedTuple):
             return F.embedding_bag(self.index_s[2], rows_s, starts, mode="sum")
         out, run = take_buffer((n_tokens, dim), rows_s), max(1, RUN_ELEMENTS // dim)
         lows = [*starts[::run].tolist(), rows_s.shape[0]]
-        for place, (low, high) in enumerate(pairwise(lows)):
-            tokens = slice(place * run, (place + 1) * run)
+        for block, (low, high) in enumerate(pairwise(lows)):
+            tokens = slice(block * run, (block + 1) * run)
             slots, bags = self.index_s[2, low:high], starts[tokens] - low
             out[tokens] = F.embedding_bag(slots, rows_s, bags, mode="sum")
         return out
@@ -197,7 +197,7 @@ def dispatch(
         b_in: optional biases (E, B·H) of the input maps.
         activation: a key of `ACTIVATIONS`.
     """
-    _check(x, weights, w_in, w_out, b_in, activation)
+    _check_shapes(x, weights, w_in, w_out, b_in, activation)
     dtype = compute_dtype(x)
     x, w_in, w_out = x.to(dtype), w_in.to(dtype), w_out.to(dtype)
     b_in = None if b_in is None else b_in.to(dtype)
@@ -213,7 +213,7 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
-def _check(
+def _check_shapes(
     x: Tensor, weights: Tensor, w_in: Tensor, w_out: Tensor, b_in: Tensor | None, activation: str
 ) -> None:
     require(activation in ACTIVATIONS, f"{activation=} is not one of {sorted(ACTIVATIONS)}")
@@ -310,7 +310,7 @@ def _experts_backward(
     act, slots = ACTIVATIONS[activation], Slots.again(index_s, w_in.shape[0])
     counts, gate_s = slots.counts, slots.gate(weights)
     grads = _Gradients.of(x, gate_s, w_in, w_out, b_in)
-    work = _Scratch.of(max(counts), x.shape[1], w_out.shape[2], act.branches, x)
+    work = _ExpertScratch.of(max(counts), x.shape[1], w_out.shape[2], act.branches, x)
     columns = [c.split(counts) for c in (index_s[1], gate_s, kept_s, grads.gate_s, grads.x_s)]
     biases = grads.b_in if b_in is not None else None
     maps = [_by_expert(w, act.branches, len(counts)) for w in (w_in, grads.w_in, biases)]
@@ -356,7 +356,7 @@ class _Gradients(NamedTuple):
                 per_expert[e].zero_()
 
 
-class _Scratch(NamedTuple):
+class _ExpertScratch(NamedTuple):
     """Buffers of one expert's rows, reused for the next expert."""
 
     x: Tensor
@@ -366,19 +366,19 @@ class _Scratch(NamedTuple):
     grad_pre: Tensor  # (B, n, H), contiguous
 
     @classmethod
-    def of(cls, n: int, dim: int, hidden: int, branches: int, like: Tensor) -> "_Scratch":
+    def of(cls, n: int, dim: int, hidden: int, branches: int, like: Tensor) -> "_ExpertScratch":
         sizes = (dim, dim, hidden, hidden, branches * hidden)
         return cls(*(like.new_empty(n, columns) for columns in sizes))
 
-    def rows(self, n: int) -> "_Scratch":
+    def rows(self, n: int) -> "_ExpertScratch":
         x, grad, hidden, grad_hidden, grad_pre = self
         planes = grad_pre[:n].view(-1, n, hidden.shape[1])
-        return _Scratch(x[:n], grad[:n], hidden[:n], grad_hidden[:n], planes)
+        return _ExpertScratch(x[:n], grad[:n], hidden[:n], grad_hidden[:n], planes)
 
 
 def _output_backward(
     act: Activation,
-    rows: _Scratch,
+    rows: _ExpertScratch,
     kept: Tensor,
     gate: Tensor,
     w_out: Tensor,
@@ -396,7 +396,7 @@ def _output_backward(
 
 
 def _input_backward(
-    rows: _Scratch, w: Tensor, grad_w: Tensor, grad_b: Tensor | None, grad_x: Tensor
+    rows: _ExpertScratch, w: Tensor, grad_w: Tensor, grad_b: Tensor | None, grad_x: Tensor
 ) -> None:
     """Gradients of the input map, its bias and the rows of x from dL/d(pre)."""
     branches = w.shape[0]

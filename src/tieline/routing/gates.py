@@ -404,9 +404,9 @@ class GShardTopK(TopK):
         tokens, experts = scores.shape
         held = capacity(tokens, experts, self.k, self.capacity_factor)
         choices = stable_topk(scores, self.k).indices.T.reshape(-1, 1)  # rank first, then token
-        wanted = torch.zeros(len(choices), experts, dtype=torch.int64, device=scores.device)
-        wanted.scatter_(1, choices, 1)
-        seated = (wanted.cumsum(dim=0) <= held) & (wanted == 1)
+        requested = torch.zeros(len(choices), experts, dtype=torch.int64, device=scores.device)
+        requested.scatter_(1, choices, 1)
+        seated = (requested.cumsum(dim=0) <= held) & (requested == 1)
         return seated.view(self.k, tokens, experts).any(dim=0)
 
     def extra_repr(self) -> str:

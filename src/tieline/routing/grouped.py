@@ -99,8 +99,8 @@ def _linear_backward(
     counts = _counts(expert_s, len(w))
     grad_rows, grad_w = take_buffer(tuple(rows.shape), rows), take_buffer(tuple(w.shape), rows)
     grad_b = rows.new_zeros(w.shape[:2] if bias else 0)
-    parts = [part.split(counts) for part in (grad, rows, grad_rows)]
-    for e, (n, grad_e, x_e, grad_x_e) in enumerate(zip(counts, *parts, strict=True)):
+    slices = [tensor.split(counts) for tensor in (grad, rows, grad_rows)]
+    for e, (n, grad_e, x_e, grad_x_e) in enumerate(zip(counts, *slices, strict=True)):
         if not n:
             grad_w[e].zero_()
             continue

@@ -94,8 +94,8 @@ def boundary_loss(
     widens it otherwise. Plain descent at rate η with ε = softplus(θ) is stable iff
     η K'(ε*) (1 - e^{-ε*})² < 2.
     """
-    own, tokens = Counts.of(weights), _counts(weights, counts).tokens
-    return epsilon * ((own.assigned.sum() - budget * own.tokens) / tokens).to(epsilon)
+    local, tokens = Counts.of(weights), _counts(weights, counts).tokens
+    return epsilon * ((local.assigned.sum() - budget * local.tokens) / tokens).to(epsilon)
 
 
 def sparsity_loss(weights: Weights, counts: Counts | None = None) -> Scalar:

@@ -229,8 +229,8 @@ def _pivot(selection: Tensor, caps: Tensor | None, k: int) -> Float[Tensor, "*ba
         return top_values(selection, k)[..., -1:]
     ranked = stable_topk(selection, selection.shape[-1])
     filled = caps.gather(-1, ranked.indices).cumsum(dim=-1)
-    place = (filled < k).sum(dim=-1, keepdim=True).clamp(max=selection.shape[-1] - 1)
-    return ranked.values.gather(-1, place)
+    index = (filled < k).sum(dim=-1, keepdim=True).clamp(max=selection.shape[-1] - 1)
+    return ranked.values.gather(-1, index)
 
 
 def _clipped(y: Tensor, level: Tensor, caps: Tensor) -> Tensor:
@@ -249,9 +249,9 @@ def _level(y: Tensor, caps: Tensor, k: int) -> Float[Tensor, "*batch 1"]:
     start = torch.minimum(y.clamp(min=0), caps).sum(dim=-1, keepdim=True)
     rise = (slope[..., :-1] * -values.diff(dim=-1)).cumsum(dim=-1)
     height = start + torch.cat((torch.zeros_like(start), rise), dim=-1)
-    place = ((height <= k).sum(dim=-1, keepdim=True) - 1).clamp(min=0)
-    missing = (k - height.gather(-1, place)) / slope.gather(-1, place).clamp(min=1)
-    level = (values.gather(-1, place) - missing).clamp(-1, 0)
+    index = ((height <= k).sum(dim=-1, keepdim=True) - 1).clamp(min=0)
+    missing = (k - height.gather(-1, index)) / slope.gather(-1, index).clamp(min=1)
+    level = (values.gather(-1, index) - missing).clamp(-1, 0)
     share = _clipped(y, level, caps)
     inside = ((share > 0) & (share < caps)).sum(dim=-1, keepdim=True)
     return level + (share.sum(dim=-1, keepdim=True) - k) / inside.clamp(min=1) * (inside > 0)

@@ -22,7 +22,7 @@ import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 from tieline.trace.readers.routes import Routes
-from tieline.trace.soundness import Finding, Sheet, sheet_of
+from tieline.trace.soundness import Finding, RouteTable, route_table
 
 AGREES = 0.5
 MOST_ROWS = 4096
@@ -38,7 +38,7 @@ def compare(routes: Routes, reference: Routes, n_experts: int | None = None) -> 
         reference: routes of the same tokens that are right: of a model, or of another file.
         n_experts: number of experts.
     """
-    ours, theirs = sheet_of(routes, n_experts), sheet_of(reference, n_experts)
+    ours, theirs = route_table(routes, n_experts), route_table(reference, n_experts)
     rows, other = _common_rows(routes, reference)
     mask = _written(ours, rows) & _written(theirs, other)
     rows, other = rows[mask][:MOST_ROWS], other[mask][:MOST_ROWS]
@@ -51,16 +51,16 @@ def compare(routes: Routes, reference: Routes, n_experts: int | None = None) -> 
     return list(_explain(a, b, ours, theirs, reference))
 
 
-def _written(sheet: Sheet, rows: np.ndarray) -> np.ndarray:
-    return np.asarray(sheet.found.mask[rows][:, list(sheet.layers)].all(1))
+def _written(table: RouteTable, rows: np.ndarray) -> np.ndarray:
+    return np.asarray(table.routed.mask[rows][:, list(table.layers)].all(1))
 
 
 def _other_k(routes: Routes, reference: Routes) -> Finding:
-    k, wanted = routes.experts.shape[2], reference.experts.shape[2]
+    k, expected = routes.experts.shape[2], reference.experts.shape[2]
     return Finding(
         "layer-shift",
         "unsound",
-        f"the file has {k} experts per token, the reference {wanted}",
+        f"the file has {k} experts per token, the reference {expected}",
         len(routes.experts),
         len(routes.experts),
         cause="another model, or an array in another shape: is the last axis k?",
@@ -73,11 +73,11 @@ def _common_rows(routes: Routes, reference: Routes) -> tuple[np.ndarray, np.ndar
         count = min(len(routes.experts), len(reference.experts))
         return np.arange(count), np.arange(count)
     keys = []
-    for one in (routes, reference):
-        documents = one.documents
-        documents = np.zeros(len(one.experts), np.int64) if documents is None else documents
-        assert one.positions is not None
-        keys.append(documents.astype(np.int64) << 40 | one.positions.astype(np.int64))
+    for run in (routes, reference):
+        documents = run.documents
+        documents = np.zeros(len(run.experts), np.int64) if documents is None else documents
+        assert run.positions is not None
+        keys.append(documents.astype(np.int64) << 40 | run.positions.astype(np.int64))
     _, ours, theirs = np.intersect1d(keys[0], keys[1], return_indices=True)
     order = np.argsort(ours)
     return ours[order], theirs[order]
@@ -102,14 +102,14 @@ def agreement(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def _explain(
-    a: np.ndarray, b: np.ndarray, ours: Sheet, theirs: Sheet, reference: Routes
+    a: np.ndarray, b: np.ndarray, ours: RouteTable, theirs: RouteTable, reference: Routes
 ) -> Iterator[Finding]:
     table = np.array(
         [[agreement(a[:, i], b[:, j]) for j in range(b.shape[1])] for i in range(a.shape[1])]
     )
     straight = np.diag(table)
     if a.shape[1] == b.shape[1] and float(np.median(straight)) >= AGREES:
-        yield from _places(ours, theirs)
+        yield from _shifted_layers(ours, theirs)
         yield from _odd_layers(table, a, b, ours)
         return
     for explanation in (_layers, _tokens, _renumbered):
@@ -128,10 +128,10 @@ def _explain(
     )
 
 
-def _places(ours: Sheet, theirs: Sheet) -> Iterator[Finding]:
+def _shifted_layers(ours: RouteTable, theirs: RouteTable) -> Iterator[Finding]:
     """Routed layers that agree in order but stand in other places of the layer axis."""
     total = ours.experts.shape[1]
-    numbers = _numbers(theirs)
+    numbers = _layer_numbers(theirs)
     if total == len(ours.layers) or numbers is None or list(ours.layers) == numbers:
         return
     yield Finding(
@@ -145,27 +145,29 @@ def _places(ours: Sheet, theirs: Sheet) -> Iterator[Finding]:
     )
 
 
-def _numbers(sheet: Sheet) -> list[int] | None:
+def _layer_numbers(model_routes: RouteTable) -> list[int] | None:
     """Numbers of the layers in the names of a model's routers."""
-    names = sheet.routes.layer_names
+    names = model_routes.routes.layer_names
     if names is None:
         return None
     digits = [[int(x) for x in name.split(".") if x.isdecimal()] for name in names]
-    if any(len(found) != 1 for found in digits):
+    if any(len(numbers) != 1 for numbers in digits):
         return None
-    return [digits[place][0] for place in sheet.layers]
+    return [digits[layer][0] for layer in model_routes.layers]
 
 
-def _odd_layers(table: np.ndarray, a: np.ndarray, b: np.ndarray, ours: Sheet) -> Iterator[Finding]:
+def _odd_layers(
+    table: np.ndarray, a: np.ndarray, b: np.ndarray, ours: RouteTable
+) -> Iterator[Finding]:
     straight = np.diag(table)
     odd = np.flatnonzero((straight < AGREES / 2) & (float(np.median(straight)) >= AGREES))
     if len(odd) == 0:
         return
-    found = _layers(table, a, b, ours, ours)
-    if found is not None:
-        yield replace(found, count=len(odd))
+    shift = _layers(table, a, b, ours, ours)
+    if shift is not None:
+        yield replace(shift, count=len(odd))
         return
-    names = [ours.routes.names[ours.layers[place]] for place in odd]
+    names = [ours.routes.names[ours.layers[layer]] for layer in odd]
     yield Finding(
         "constant-layer",
         "unsound",
@@ -179,7 +181,7 @@ def _odd_layers(table: np.ndarray, a: np.ndarray, b: np.ndarray, ours: Sheet) ->
 
 
 def _layers(
-    table: np.ndarray, a: np.ndarray, b: np.ndarray, ours: Sheet, theirs: Sheet
+    table: np.ndarray, a: np.ndarray, b: np.ndarray, ours: RouteTable, theirs: RouteTable
 ) -> Finding | None:
     """Layers that agree in another order."""
     left, right = linear_sum_assignment(-table)
@@ -190,18 +192,18 @@ def _layers(
     shifts = {int(j - i) for i, j in zip(left, right, strict=True)}
     pairs = [f"{i}→{j}" for i, j in zip(left, right, strict=True) if i != j]
     if counts[0] != counts[1]:
-        words = f"the file has {counts[0]} routed layers, the reference {counts[1]}"
+        message = f"the file has {counts[0]} routed layers, the reference {counts[1]}"
         cause = "dense layers counted on one side only (verl 5037), or layers that are missing"
     elif len(shifts) == 1:
-        words = f"all layers are moved by {shifts.pop():+d}"
+        message = f"all layers are moved by {shifts.pop():+d}"
         cause = "dense layers shift later ones (verl 5037)"
     else:
-        words = f"{len(pairs)} of {counts[0]} layers stand in other places"
+        message = f"{len(pairs)} of {counts[0]} layers stand in other places"
         cause = "layers in the order of a list or of building, not of depth (miles 2570; verl 7805)"
     return Finding(
         "layer-shift",
         "unsound",
-        f"{words}: with {', '.join(pairs[:6])} they agree ({float(np.median(matched)):.2f})",
+        f"{message}: with {', '.join(pairs[:6])} they agree ({float(np.median(matched)):.2f})",
         len(pairs),
         counts[0],
         cause=cause,
@@ -209,7 +211,7 @@ def _layers(
 
 
 def _tokens(
-    table: np.ndarray, a: np.ndarray, b: np.ndarray, ours: Sheet, theirs: Sheet
+    table: np.ndarray, a: np.ndarray, b: np.ndarray, ours: RouteTable, theirs: RouteTable
 ) -> Finding | None:
     """Rows that fit other rows of the reference."""
     layers, k = min(a.shape[1], b.shape[1]), a.shape[2]
@@ -218,7 +220,7 @@ def _tokens(
     size = int(max(a.max(), b.max())) + 1
     probes = np.unique(np.linspace(0, len(a) - 1, PROBES).astype(int))
     shared = sum(
-        _sets(a[probes, place], size) @ _sets(b[:, place], size).T for place in range(layers)
+        _sets(a[probes, layer], size) @ _sets(b[:, layer], size).T for layer in range(layers)
     )
     best = np.asarray(shared).argmax(1)
     height = np.asarray(shared).max(1) / (layers * k)
@@ -238,27 +240,27 @@ def _tokens(
 
 
 def _renumbered(
-    table: np.ndarray, a: np.ndarray, b: np.ndarray, ours: Sheet, theirs: Sheet
+    table: np.ndarray, a: np.ndarray, b: np.ndarray, ours: RouteTable, theirs: RouteTable
 ) -> Finding | None:
     """Experts that agree under other numbers."""
     if a.shape[1] != b.shape[1]:
         return None
     size = int(max(a.max(), b.max())) + 1
-    found = []
-    for place in range(a.shape[1]):
-        left, right = _sets(a[:, place], size), _sets(b[:, place], size)
+    agreements = []
+    for layer in range(a.shape[1]):
+        left, right = _sets(a[:, layer], size), _sets(b[:, layer], size)
         half = len(left) // 2
         names, numbers = linear_sum_assignment(-(left[:half].T @ right[:half]))
         order = np.zeros(size, np.int64)
         order[names] = numbers
-        found.append(agreement(order[a[half:, place].astype(np.int64)], b[half:, place]))
-    if float(np.median(found)) < AGREES:
+        agreements.append(agreement(order[a[half:, layer].astype(np.int64)], b[half:, layer]))
+    if float(np.median(agreements)) < AGREES:
         return None
     return Finding(
         "out-of-range",
         "unsound",
         f"ids agree with the reference once they are renumbered (agreement "
-        f"{float(np.median(found)):.2f}): they are those of physical experts",
+        f"{float(np.median(agreements)):.2f}): they are those of physical experts",
         a.shape[1],
         a.shape[1],
         cause="expert load balancing (EPLB): map physical ids to logical ones",

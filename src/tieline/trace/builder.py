@@ -219,7 +219,7 @@ class SummaryBuilder:
         """
         chunk, documents, positions = _on_cpu(chunk), documents.cpu(), positions.cpu()
         keys = {"tokens": tokens.cpu(), "documents": documents, "positions": positions}
-        _check(chunk, keys, self._epsilons)
+        _check_chunk(chunk, keys, self._epsilons)
         state = self._layers.get(layer)
         ceiling = SPAN if state is None else state.summary.coalitions.ceiling
         new = summarise_chunk(chunk, documents, positions, self._epsilons, ceiling)
@@ -233,10 +233,10 @@ class SummaryBuilder:
     def summary(self) -> RoutingSummary:
         """Return the summary of all batches so far; more may be added afterwards."""
         require(len(self._layers) > 0, "no batch was summarised: no layer routed", TraceError)
-        places = list(self._layers)
-        if all(isinstance(place, int) for place in places):
-            places = sorted(places)
-        states = [self._layers[place] for place in places]
+        keys = list(self._layers)
+        if all(isinstance(key, int) for key in keys):
+            keys = sorted(keys)
+        states = [self._layers[key] for key in keys]
         layers = tuple(state.summary for state in states)
         rows = [state.sample.rows() for state in states]
         return RoutingSummary(
@@ -261,8 +261,8 @@ def summarise(
 ) -> RoutingSummary:
     """Summarise a trace, read layer by layer."""
     builder = SummaryBuilder(trace.epsilons, sample_size, trace.provenance, keep_inputs)
-    for place, layer in enumerate(trace.layers):
-        builder.update(place, layer, trace.documents, trace.positions, trace.tokens)
+    for index, layer in enumerate(trace.layers):
+        builder.update(index, layer, trace.documents, trace.positions, trace.tokens)
     return builder.summary()
 
 
@@ -276,7 +276,9 @@ def _on_cpu(chunk: LayerTrace) -> LayerTrace:
     return replace(chunk, **moved) if moved else chunk
 
 
-def _check(chunk: LayerTrace, keys: Mapping[str, Tensor], epsilons: tuple[float, ...]) -> None:
+def _check_chunk(
+    chunk: LayerTrace, keys: Mapping[str, Tensor], epsilons: tuple[float, ...]
+) -> None:
     count = len(chunk.experts)
     sizes = {name: tuple(value.shape) for name, value in keys.items()}
     if not all(size == (count,) for size in sizes.values()):

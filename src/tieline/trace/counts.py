@@ -176,7 +176,7 @@ class ExactMoments:
     @classmethod
     def of(cls, scores: Float[Tensor, "tokens ranks"]) -> "ExactMoments":
         """Compute the moments of each column in float32; infinite scores are left out."""
-        first, *rest = (_moments(part) for part in scores.float().split(_EXACT_TOKENS))
+        first, *rest = (_moments(chunk) for chunk in scores.float().split(_EXACT_TOKENS))
         return sum(rest, start=first)
 
     def __add__(self, other: "ExactMoments") -> "ExactMoments":
@@ -195,7 +195,7 @@ class ExactMoments:
         return self._rounded(lambda count, first, second: second / count - (first / count) ** 2)
 
     def _rounded(self, statistic: Callable[[int, Fraction, Fraction], Fraction]) -> Tensor:
-        rows = zip(*(part.tolist() for part in (self.first, self.high, self.low)), strict=True)
+        rows = zip(*(sums.tolist() for sums in (self.first, self.high, self.low)), strict=True)
         values = []
         for count, (first, high, low) in zip(self.count.tolist(), rows, strict=True):
             squares = [(a << LOW_BITS) + b for a, b in zip(high, low, strict=True)]
@@ -220,8 +220,8 @@ def _moments(scores: Float[Tensor, "tokens ranks"]) -> ExactMoments:
     cell = (exponent + np.arange(ranks) * EXPONENTS).ravel()
     value = z.astype(np.float64).ravel()
     leading = np.square((bits & _LEADING).view(np.float32).astype(np.float64)).ravel()
-    parts = (value, leading, np.square(value) - leading)
-    sums = [np.bincount(cell, part, ranks * EXPONENTS).reshape(ranks, -1) for part in parts]
+    terms = (value, leading, np.square(value) - leading)
+    sums = [np.bincount(cell, term, ranks * EXPONENTS).reshape(ranks, -1) for term in terms]
     first, high, low = (
         torch.from_numpy((total * scale).astype(np.int64))
         for total, scale in zip(sums, _SCALES, strict=True)
@@ -234,7 +234,7 @@ def _carried(high: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
     return high + (low >> LOW_BITS), low & ((1 << LOW_BITS) - 1)
 
 
-def _total(parts: list[int], power: int) -> Fraction:
+def _total(sums: list[int], power: int) -> Fraction:
     """Σ_e part_e u_e^power."""
-    total = sum(part << (power * (max(e, 1) - 1)) for e, part in enumerate(parts) if part)
+    total = sum(count << (power * (max(e, 1) - 1)) for e, count in enumerate(sums) if count)
     return Fraction(total, 1 << (power * 149))

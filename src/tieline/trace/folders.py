@@ -35,7 +35,7 @@ def write_folder(
     kind: str,
     version: int,
     contents: Mapping[str, object],
-    parts: Parts,
+    files: Parts,
     overwrite: bool,
 ) -> None:
     """Write a folder, or raise and change nothing.
@@ -45,13 +45,15 @@ def write_folder(
         kind: name of the format.
         version: version of the format.
         contents: JSON values of the index.
-        parts: name and tensors of each file, taken one at a time.
+        files: name and tensors of each file, taken one at a time.
         overwrite: whether a folder of this kind may be replaced; another is only if it is empty.
     """
     target = check_target(directory, kind, overwrite)
     with whole_folder(target, replace=overwrite) as folder:
-        files = {name: _write_tensors(folder / f"{name}{SUFFIX}", part) for name, part in parts}
-        index = {"format": kind, "version": version, "files": files, **contents}
+        written = {
+            name: _write_tensors(folder / f"{name}{SUFFIX}", tensors) for name, tensors in files
+        }
+        index = {"format": kind, "version": version, "files": written, **contents}
         text = canonical(index).encode()
         if len(text) > LONGEST:
             raise TraceError(f"the index has {len(text)} bytes, at most {LONGEST}")
@@ -72,8 +74,8 @@ def check_target(directory: str | Path, kind: str, overwrite: bool) -> Path:
 def _is_ours(target: Path, kind: str) -> bool:
     """Whether a folder holds what `write_folder` writes and nothing else."""
     names = {entry.name for entry in target.iterdir()}
-    known = all(name == INDEX or name.endswith(SUFFIX) for name in names)
-    if not known or INDEX not in names:
+    expected = all(name == INDEX or name.endswith(SUFFIX) for name in names)
+    if not expected or INDEX not in names:
         return False
     with (target / INDEX).open("rb") as file:
         return f'"format":"{kind}"'.encode() in file.read(LONGEST)
@@ -145,9 +147,9 @@ class Folder:
         names, path = self.header(name), self._path(name)
         if name not in self.verified:
             with parsing(path):
-                found = file_digest(path)
+                digest = file_digest(path)
             stated = self._stated(name)["sha256"]
-            require(found == stated, f"{path}: is damaged: its digest is not {stated}", TraceError)
+            require(digest == stated, f"{path}: is damaged: its digest is not {stated}", TraceError)
             self.verified.add(name)
         with parsing(path), safe_open(path, framework="pt") as file:
             return {tensor: file.get_tensor(tensor) for tensor in names}
@@ -179,11 +181,11 @@ def read_index(directory: str | Path) -> dict[str, object]:
 def open_folder(directory: str | Path, kind: str, version: int) -> Folder:
     """Open a folder of this kind and version."""
     index = read_index(directory)
-    found = index.get("format"), index.get("version")
-    if not (found == (kind, version) and type(found[1]) is int):
+    stated = index.get("format"), index.get("version")
+    if not (stated == (kind, version) and type(stated[1]) is int):
         raise TraceError(
-            f"{directory}: must be {kind} version {version}, got {found[0]!r:.80} version "
-            f"{found[1]!r:.80}"
+            f"{directory}: must be {kind} version {version}, got {stated[0]!r:.80} version "
+            f"{stated[1]!r:.80}"
         )
     return Folder(Path(directory), index)
 
@@ -201,10 +203,12 @@ def read_header(path: Path) -> dict[str, TensorHeader]:
     check_header_length(path)
     with parsing(path), safe_open(path, framework="pt") as file:
         names = list(file.keys())
-        parts = {name: file.get_slice(name) for name in names}
-        found = {name: (part.get_dtype(), part.get_shape()) for name, part in parts.items()}
-    for name, (dtype, _) in found.items():
+        slices = {name: file.get_slice(name) for name in names}
+        headers = {
+            name: (tensor.get_dtype(), tensor.get_shape()) for name, tensor in slices.items()
+        }
+    for name, (dtype, _) in headers.items():
         require(dtype in DTYPES, f"{path}: {name!r:.80} has type {dtype}, not read", TraceError)
     return {
-        name: TensorHeader(DTYPES[dtype], tuple(shape)) for name, (dtype, shape) in found.items()
+        name: TensorHeader(DTYPES[dtype], tuple(shape)) for name, (dtype, shape) in headers.items()
     }

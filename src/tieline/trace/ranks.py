@@ -21,45 +21,45 @@ from tieline.trace.store import load_summary, load_trace, save_summary, save_tra
 from tieline.trace.summary import RoutingSummary, merge
 
 
-def merge_traces(part: RoutingTrace | None) -> RoutingTrace:
+def merge_traces(trace: RoutingTrace | None) -> RoutingTrace:
     """Merge the tokens of all ranks, in order of rank; a rank without tokens passes None."""
     with tempfile.TemporaryDirectory() as folder:
-        own = Path(folder) / "own"
-        if part is not None:
-            save_trace(part, own)
-        found = concatenate([load_trace(path) for path in _everywhere(own, Path(folder))])
-        return replace(found, layers=tuple(found.layers))  # read while the files are there
+        local = Path(folder) / "own"
+        if trace is not None:
+            save_trace(trace, local)
+        merged = concatenate([load_trace(path) for path in _everywhere(local, Path(folder))])
+        return replace(merged, layers=tuple(merged.layers))  # read while the files are there
 
 
-def merge_layers(part: RoutingTrace) -> RoutingTrace:
+def merge_layers(trace: RoutingTrace) -> RoutingTrace:
     """Put the layers of all ranks, which saw the same tokens, one after the other."""
     with tempfile.TemporaryDirectory() as folder:
-        own = Path(folder) / "own"
-        save_trace(part, own)
-        parts = [load_trace(path) for path in _everywhere(own, Path(folder))]
-        return replace(parts[0], layers=tuple(layer for one in parts for layer in one.layers))
+        local = Path(folder) / "own"
+        save_trace(trace, local)
+        traces = [load_trace(path) for path in _everywhere(local, Path(folder))]
+        return replace(traces[0], layers=tuple(layer for shard in traces for layer in shard.layers))
 
 
-def merge_summaries(part: RoutingSummary | None) -> RoutingSummary:
+def merge_summaries(summary: RoutingSummary | None) -> RoutingSummary:
     """Merge the summaries of all ranks; a rank without tokens passes None."""
     with tempfile.TemporaryDirectory() as folder:
-        own = Path(folder) / "own"
-        if part is not None:
-            save_summary(part, own)
-        return merge([load_summary(path) for path in _everywhere(own, Path(folder))])
+        local = Path(folder) / "own"
+        if summary is not None:
+            save_summary(summary, local)
+        return merge([load_summary(path) for path in _everywhere(local, Path(folder))])
 
 
-def _everywhere(own: Path, folder: Path) -> list[Path]:
+def _everywhere(local: Path, folder: Path) -> list[Path]:
     """Return folders with the files of each rank that has any, in order of rank."""
     if not dist.is_initialized():
-        return [own]
-    found = []
-    for rank, data in enumerate(gathered(_packed(own))):
+        return [local]
+    folders = []
+    for rank, data in enumerate(gathered(_packed(local))):
         if data:
-            found.append(folder / f"rank-{rank}")
-            _unpack(data, found[-1])
-    require(bool(found), "no rank has captured a token", TraceError)
-    return found
+            folders.append(folder / f"rank-{rank}")
+            _unpack(data, folders[-1])
+    require(bool(folders), "no rank has captured a token", TraceError)
+    return folders
 
 
 def _packed(folder: Path) -> bytes:

@@ -100,8 +100,8 @@ def check_tensor(
         sizes.get(axis, size) == size for axis, size in zip(layout.axes, shape, strict=True)
     )
     if not fits:
-        wanted = ", ".join(f"{axis}={sizes.get(axis, 'any')}" for axis in layout.axes)
-        raise TraceError(f"{name} must have shape ({wanted}), got {shape}")
+        expected = ", ".join(f"{axis}={sizes.get(axis, 'any')}" for axis in layout.axes)
+        raise TraceError(f"{name} must have shape ({expected}), got {shape}")
 
 
 Units = Literal["logits", "softmax", "sigmoid", "sqrtsoftplus"]
@@ -202,8 +202,8 @@ class LayerTrace:
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that were recorded, by name."""
-        found = {name: getattr(self, name) for name in LAYER_TENSORS}
-        return {name: value for name, value in found.items() if value is not None}
+        values = {name: getattr(self, name) for name in LAYER_TENSORS}
+        return {name: value for name, value in values.items() if value is not None}
 
     def rows(self) -> dict[str, Tensor]:
         """The recorded tensors with one row per token: all but the bias."""
@@ -240,8 +240,8 @@ class LayerTrace:
         """Combine weights and experts of all ranks that have weights: k, or more if smoothed."""
         if self.weights is None:
             raise TraceError(f"layer {self.name!r} has no combine weights")
-        parts = [self.weights] if self.faded is None else [self.weights, self.faded]
-        weights = torch.cat(parts, dim=1)
+        columns = [self.weights] if self.faded is None else [self.weights, self.faded]
+        weights = torch.cat(columns, dim=1)
         return weights, self.experts[:, : weights.shape[1]]
 
     @property
@@ -343,7 +343,7 @@ def unanswered(layers: Sequence[LayerTrace]) -> list[str]:
     An ids-only trace answers load, entropy, dead and cold experts, coalitions and agreement.
     """
     missing = [_missing(layer) for layer in layers]
-    return [text for need, text in _NEEDS.items() if all(need in part for part in missing)]
+    return [text for need, text in _NEEDS.items() if all(need in absent for absent in missing)]
 
 
 def _missing(layer: LayerTrace) -> set[str]:
@@ -372,9 +372,9 @@ class LazyLayers(Sequence[LayerTrace]):
         if isinstance(index, slice):
             chosen = range(self._count)[index]
             return LazyLayers(len(chosen), lambda i: self[chosen[i]])
-        place = range(self._count)[index]
-        if self._last is None or self._last[0] != place:
-            self._last = (place, self._make(place))
+        position = range(self._count)[index]
+        if self._last is None or self._last[0] != position:
+            self._last = (position, self._make(position))
         return self._last[1]
 
 
@@ -404,20 +404,20 @@ def token_hash(
 
 def coalition_hash(chosen: Int[np.ndarray, "k tokens"]) -> Int64[np.ndarray, " tokens"]:
     """Return the hash of the set of chosen experts, in [0, 2^63)."""
-    words = _mix(np.arange(1, int(chosen.max(initial=0)) + 2, dtype=np.uint64))
-    return _folded(_mix(words.take(chosen).sum(0)))
+    hashes = _mix(np.arange(1, int(chosen.max(initial=0)) + 2, dtype=np.uint64))
+    return _folded(_mix(hashes.take(chosen).sum(0)))
 
 
-def _folded(words: np.ndarray) -> np.ndarray:
+def _folded(hashes: np.ndarray) -> np.ndarray:
     """The upper 63 bits, as numbers that signed integers can hold."""
-    return (words >> np.uint64(1)).view(np.int64)
+    return (hashes >> np.uint64(1)).view(np.int64)
 
 
-def _mix(words: np.ndarray) -> np.ndarray:
-    words = words + _GOLDEN
-    words = (words ^ (words >> np.uint64(30))) * _FIRST
-    words = (words ^ (words >> np.uint64(27))) * _SECOND
-    return words ^ (words >> np.uint64(31))
+def _mix(bits: np.ndarray) -> np.ndarray:
+    bits = bits + _GOLDEN
+    bits = (bits ^ (bits >> np.uint64(30))) * _FIRST
+    bits = (bits ^ (bits >> np.uint64(27))) * _SECOND
+    return bits ^ (bits >> np.uint64(31))
 
 
 Index = slice | Int[Tensor, " chosen"] | Bool[Tensor, " tokens"]
@@ -445,10 +445,10 @@ def select_tokens(trace: RoutingTrace, index: Index) -> RoutingTrace:
 
 def select_documents(trace: RoutingTrace, documents: Iterable[int]) -> RoutingTrace:
     """Return the tokens of these documents, in the order of the trace."""
-    wanted = torch.tensor(sorted(set(documents)), dtype=torch.int64)
-    missing = wanted[~torch.isin(wanted, trace.documents.long())].tolist()
+    chosen = torch.tensor(sorted(set(documents)), dtype=torch.int64)
+    missing = chosen[~torch.isin(chosen, trace.documents.long())].tolist()
     require(not missing, f"no tokens of documents {missing[:5]} in the trace", TraceError)
-    return select_tokens(trace, torch.isin(trace.documents.long(), wanted))
+    return select_tokens(trace, torch.isin(trace.documents.long(), chosen))
 
 
 def select_layers(trace: RoutingTrace, layers: Sequence[int | str]) -> RoutingTrace:
@@ -456,11 +456,11 @@ def select_layers(trace: RoutingTrace, layers: Sequence[int | str]) -> RoutingTr
     names: list[str] = []
     if any(isinstance(layer, str) for layer in layers):
         names = [layer.name for layer in trace.layers]
-    places = [_place(layer, names, len(trace.layers)) for layer in layers]
+    indices = [_layer_index(layer, names, len(trace.layers)) for layer in layers]
     source = trace.layers
     if isinstance(source, LazyLayers):
-        return replace(trace, layers=LazyLayers(len(places), lambda i: source[places[i]]))
-    return replace(trace, layers=tuple(source[place] for place in places))
+        return replace(trace, layers=LazyLayers(len(indices), lambda i: source[indices[i]]))
+    return replace(trace, layers=tuple(source[index] for index in indices))
 
 
 def concatenate(
@@ -477,29 +477,29 @@ def concatenate(
             two traces hold; or "renumber" each trace's documents to follow the last one.
     """
     require(len(traces) > 0, "nothing to concatenate: got no traces", TraceError)
-    parts = _renumbered(traces) if documents == "renumber" else list(traces)
-    keys = {name: torch.cat([getattr(part, name) for part in parts]) for name in TOKEN_KEYS}
+    pieces = _renumbered(traces) if documents == "renumber" else list(traces)
+    keys = {name: torch.cat([getattr(piece, name) for piece in pieces]) for name in TOKEN_KEYS}
     require(
-        documents == "renumber" or len(parts) == 1 or not _repeats(keys),
+        documents == "renumber" or len(pieces) == 1 or not _repeats(keys),
         "a token (document, position) occurs twice: the traces overlap, or number their documents "
         'alike and need documents="renumber"',
         TraceError,
     )
-    first = parts[0]
-    for part in parts[1:]:
-        _require_same("number of layers", len(first.layers), len(part.layers))
-        _require_same("epsilons", first.epsilons, part.epsilons)
-    layers = _joined_layers([part.layers for part in parts])
-    return replace(first, layers=layers, provenance=_provenance(parts), **keys)
+    first = pieces[0]
+    for piece in pieces[1:]:
+        _require_same("number of layers", len(first.layers), len(piece.layers))
+        _require_same("epsilons", first.epsilons, piece.epsilons)
+    layers = _joined_layers([piece.layers for piece in pieces])
+    return replace(first, layers=layers, provenance=_provenance(pieces), **keys)
 
 
 def _joined_layers(sources: list[Sequence[LayerTrace]]) -> Sequence[LayerTrace]:
-    def join(place: int) -> LayerTrace:
-        return _joined([layers[place] for layers in sources])
+    def join(index: int) -> LayerTrace:
+        return _joined([layers[index] for layers in sources])
 
     if any(isinstance(layers, LazyLayers) for layers in sources):
         return LazyLayers(len(sources[0]), join)
-    return tuple(join(place) for place in range(len(sources[0])))
+    return tuple(join(index) for index in range(len(sources[0])))
 
 
 def _joined(layers: list[LayerTrace]) -> LayerTrace:
@@ -526,14 +526,14 @@ def _require_same(what: str, first: object, other: object) -> None:
 
 def _renumbered(traces: Sequence[RoutingTrace]) -> list[RoutingTrace]:
     """Shift documents so that each trace starts one above the last number of the one before."""
-    parts, start = [], 0
+    renumbered, start = [], 0
     for trace in traces:
         numbers = trace.documents.long()
         if len(numbers):
             numbers = numbers - numbers.min() + start
             start = int(numbers.max()) + 1
-        parts.append(replace(trace, documents=numbers))
-    return parts
+        renumbered.append(replace(trace, documents=numbers))
+    return renumbered
 
 
 def _repeats(keys: dict[str, Tensor]) -> bool:
@@ -546,15 +546,15 @@ def _repeats(keys: dict[str, Tensor]) -> bool:
     return len(torch.unique(pairs, dim=0)) < len(pairs)
 
 
-def _provenance(parts: Sequence[RoutingTrace]) -> dict[str, object]:
-    first = parts[0].provenance
-    same = all(part.provenance == first for part in parts)
-    return first if same else {"parts": [part.provenance for part in parts]}
+def _provenance(traces: Sequence[RoutingTrace]) -> dict[str, object]:
+    first = traces[0].provenance
+    same = all(trace.provenance == first for trace in traces)
+    return first if same else {"parts": [trace.provenance for trace in traces]}
 
 
-def _place(layer: int | str, names: list[str], count: int) -> int:
-    known = layer in names if isinstance(layer, str) else -count <= layer < count
-    require(known, f"no layer {layer!r} in the trace of {count} layers", TraceError)
+def _layer_index(layer: int | str, names: list[str], count: int) -> int:
+    valid = layer in names if isinstance(layer, str) else -count <= layer < count
+    require(valid, f"no layer {layer!r} in the trace of {count} layers", TraceError)
     return names.index(layer) if isinstance(layer, str) else layer % count
 
 
@@ -584,8 +584,8 @@ def identical(first: object, second: object) -> bool:
         return len(first) == len(second) and all(map(identical, first, second))
     if is_dataclass(first) and not isinstance(first, type):
         return type(first) is type(second) and all(
-            identical(getattr(first, part.name), getattr(second, part.name))
-            for part in fields(first)
+            identical(getattr(first, item.name), getattr(second, item.name))
+            for item in fields(first)
         )
     return type(first) is type(second) and first == second
 
@@ -593,5 +593,5 @@ def identical(first: object, second: object) -> bool:
 def _same_tensor(first: Tensor, second: Tensor) -> bool:
     if first.dtype != second.dtype or first.shape != second.shape:
         return False
-    one, other = (value.contiguous().flatten().view(torch.uint8) for value in (first, second))
-    return torch.equal(one, other)
+    left, right = (value.contiguous().flatten().view(torch.uint8) for value in (first, second))
+    return torch.equal(left, right)

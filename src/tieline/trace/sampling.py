@@ -61,12 +61,12 @@ class SampleBuffer:
         return kept
 
 
-def smallest_rows(parts: list[Rows], size: int) -> Rows:
+def smallest_rows(samples: list[Rows], size: int) -> Rows:
     """Return the `size` tokens with the smallest hash, ordered by document and position."""
-    names = {tuple(part) for part in parts}
+    names = {tuple(sample) for sample in samples}
     if len(names) != 1:
         raise TraceError(f"samples must hold the same fields, got {sorted(names)}")
-    joined = {name: _joined(name, [part[name] for part in parts]) for name in names.pop()}
+    joined = {name: _joined(name, [sample[name] for sample in samples]) for name in names.pop()}
     rows = _without_repeats(joined)
     hashes = token_hash(rows["documents"], rows["positions"])
     order = np.lexsort((rows["positions"], rows["documents"], hashes))[:size]
@@ -92,8 +92,10 @@ def _bytes(rows: Rows) -> np.ndarray:
     """Rank of each row, compared byte by byte, token ids first."""
     names = [*TOKEN_KEYS, *(name for name in LAYER_TENSORS if name in rows)]
     columns = [rows[name] if rows[name].ndim == 2 else rows[name][:, None] for name in names]
-    words = torch.cat([part.contiguous().view(torch.uint8) for part in columns], dim=1).numpy()
-    return np.unique(words, axis=0, return_inverse=True)[1].reshape(-1)
+    row_bytes = torch.cat(
+        [column.contiguous().view(torch.uint8) for column in columns], dim=1
+    ).numpy()
+    return np.unique(row_bytes, axis=0, return_inverse=True)[1].reshape(-1)
 
 
 def _row_copy(value: Tensor, chosen: Tensor) -> Tensor:

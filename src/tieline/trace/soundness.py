@@ -85,19 +85,19 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Sheet:
+class RouteTable:
     """Routes with what every test needs.
 
     Attributes:
         routes: the routes.
-        found: where something was routed.
+        routed: where something was routed.
         layers: places of the layers that are not dense.
         documents: document of each row.
         n_experts: number of experts that is known; None if it is not.
     """
 
     routes: Routes
-    found: Routed
+    routed: Routed
     layers: tuple[int, ...]
     documents: np.ndarray
     n_experts: int | None
@@ -107,22 +107,22 @@ class Sheet:
         """Ids (rows, layers, k)."""
         return self.routes.experts
 
-    def column(self, place: int) -> np.ndarray:
+    def column(self, layer: int) -> np.ndarray:
         """Ids (routed rows, k) of a layer."""
-        mask = self.found.mask[:, place]
-        column = self.experts[:, place]
+        mask = self.routed.mask[:, layer]
+        column = self.experts[:, layer]
         return column if mask.all() else column[mask]
 
 
-def sheet_of(routes: Routes, n_experts: int | None = None) -> Sheet:
+def route_table(routes: Routes, n_experts: int | None = None) -> RouteTable:
     """Return routes with the layers and rows in which something was routed."""
     stated = routes.n_experts if n_experts is None else n_experts
-    found = routed(routes.experts, stated)
-    layers = tuple(x for x in range(routes.experts.shape[1]) if x not in found.dense)
+    extent = routed(routes.experts, stated)
+    layers = tuple(x for x in range(routes.experts.shape[1]) if x not in extent.dense)
     documents = routes.documents
     if documents is None:
         documents = np.zeros(len(routes.experts), np.int64)
-    return Sheet(routes, found, layers, documents, stated)
+    return RouteTable(routes, extent, layers, documents, stated)
 
 
 def findings(routes: Routes, n_experts: int | None = None) -> list[Finding]:
@@ -132,8 +132,8 @@ def findings(routes: Routes, n_experts: int | None = None) -> list[Finding]:
         routes: what a reader returned.
         n_experts: number of experts E, if it is known.
     """
-    sheet = sheet_of(routes, n_experts)
-    nothing = list(_all_nothing(sheet))
+    table = route_table(routes, n_experts)
+    nothing = list(_all_nothing(table))
     if nothing:
         return nothing
     tests = (
@@ -147,11 +147,11 @@ def findings(routes: Routes, n_experts: int | None = None) -> list[Finding]:
         _token_shift,
         _dead_experts,
     )
-    return [finding for test in tests for finding in test(sheet)]
+    return [finding for test in tests for finding in test(table)]
 
 
-def _all_nothing(sheet: Sheet) -> Iterator[Finding]:
-    ids, (rows, layers, k) = sheet.experts, sheet.experts.shape
+def _all_nothing(table: RouteTable) -> Iterator[Finding]:
+    ids, (rows, layers, k) = table.experts, table.experts.shape
     if k == 1 and rows * layers < 16:
         return
     for value in (0, -1):
@@ -170,17 +170,17 @@ def _all_nothing(sheet: Sheet) -> Iterator[Finding]:
             return
 
 
-def _row_counts(sheet: Sheet) -> Iterator[Finding]:
-    routes = sheet.routes
+def _row_counts(table: RouteTable) -> Iterator[Finding]:
+    routes = table.routes
     if routes.problems:
         first = routes.problems[0]
         yield Finding(
             "row-count",
             "unsound",
             f"{len(routes.problems)} documents have rows that do not fit their tokens: "
-            f"{first.words}",
+            f"{first.message}",
             len(routes.problems),
-            int(sheet.documents.max()) + 1,
+            int(table.documents.max()) + 1,
             f"document {first.document}: {first.rows} rows, {first.tokens} tokens",
             "rows of a turn where those of the whole request are needed, or of several requests "
             "(strands-sglang 72)",
@@ -191,48 +191,48 @@ def _row_counts(sheet: Sheet) -> Iterator[Finding]:
             "note",
             f"the last token of {routes.ends} documents has no row, as engines write it",
             routes.ends,
-            int(sheet.documents.max()) + 1,
+            int(table.documents.max()) + 1,
         )
 
 
-def _ends(sheet: Sheet) -> tuple[np.ndarray, np.ndarray]:
+def _ends(table: RouteTable) -> tuple[np.ndarray, np.ndarray]:
     """Unwritten rows at the beginning and at the end of their documents."""
-    blank, documents = sheet.found.unwritten, sheet.documents
+    blank, documents = table.routed.unwritten, table.documents
     cuts = np.flatnonzero(np.diff(documents)) + 1
     first, last = np.zeros_like(blank), np.zeros_like(blank)
-    for part in np.split(np.arange(len(blank)), cuts) if blank.any() else ():
-        filled = np.flatnonzero(~blank[part])
-        first[part[: filled[0] if len(filled) else len(part)]] = True
-        last[part[filled[-1] + 1 if len(filled) else len(part) :]] = True
+    for document in np.split(np.arange(len(blank)), cuts) if blank.any() else ():
+        filled = np.flatnonzero(~blank[document])
+        first[document[: filled[0] if len(filled) else len(document)]] = True
+        last[document[filled[-1] + 1 if len(filled) else len(document) :]] = True
     return first & blank, last & blank
 
 
-def _unwritten(sheet: Sheet) -> Iterator[Finding]:
-    blank = sheet.found.unwritten
+def _unwritten(table: RouteTable) -> Iterator[Finding]:
+    blank = table.routed.unwritten
     count, total = int(blank.sum()), len(blank)
     if not count:
         return
-    first, last = _ends(sheet)
-    documents = len(np.unique(sheet.documents))
+    first, last = _ends(table)
+    documents = len(np.unique(table.documents))
     inside = int((blank & ~first & ~last).sum())
-    batch = sheet.routes.producer in ("verl", "slime", "miles")
+    batch = table.routes.producer in ("verl", "slime", "miles")
     where = f"row {int(blank.argmax())}"
     if inside or (first.any() and not batch):
-        severity, words = "unsound", f"{inside} of them between written rows"
+        severity, position = "unsound", f"{inside} of them between written rows"
         cause = (
             "rows that a kernel, a cached prefix or a dropped step did not write; replayed, they "
             "send tokens to expert 0 (verl: placeholders read as expert 0)"
         )
     elif int(last.sum()) <= documents:
-        severity, words = "note", "each the last of its document"
+        severity, position = "note", "each the last of its document"
         cause = "the last token of a request has no route: leave these rows out"
     else:
-        severity, words = ("note" if batch else "suspicious"), "at the ends of documents"
+        severity, position = ("note" if batch else "suspicious"), "at the ends of documents"
         cause = "padding, or steps of generation that returned nothing: pass the tokens to tell"
     yield Finding(
         "all-zero",
         severity,
-        f"{count} of {total} rows are zero in every layer ({words}): nothing was written there",
+        f"{count} of {total} rows are zero in every layer ({position}): nothing was written there",
         count,
         total,
         where,
@@ -242,7 +242,7 @@ def _unwritten(sheet: Sheet) -> Iterator[Finding]:
         yield Finding(
             "duplicate-expert",
             severity,
-            f"read as ids, {count} rows name expert 0 {sheet.experts.shape[2]} times",
+            f"read as ids, {count} rows name expert 0 {table.experts.shape[2]} times",
             count,
             total,
             where,
@@ -250,14 +250,14 @@ def _unwritten(sheet: Sheet) -> Iterator[Finding]:
         )
 
 
-def _dense_layers(sheet: Sheet) -> Iterator[Finding]:
-    dense, names = sheet.found.dense, sheet.routes.names
+def _dense_layers(table: RouteTable) -> Iterator[Finding]:
+    dense, names = table.routed.dense, table.routes.names
     if dense:
-        told = ", ".join(f"{names[place]} ({why})" for place, why in list(dense.items())[:4])
+        reasons = ", ".join(f"{names[layer]} ({why})" for layer, why in list(dense.items())[:4])
         yield Finding(
             "constant-layer",
             "note",
-            f"{len(dense)} of {len(names)} layers are not routed: {told}",
+            f"{len(dense)} of {len(names)} layers are not routed: {reasons}",
             len(dense),
             len(names),
             f"layer {names[next(iter(dense))]}",
@@ -267,8 +267,8 @@ def _dense_layers(sheet: Sheet) -> Iterator[Finding]:
         )
 
 
-def _out_of_range(sheet: Sheet) -> Iterator[Finding]:
-    ids, most = sheet.experts, sheet.n_experts
+def _out_of_range(table: RouteTable) -> Iterator[Finding]:
+    ids, most = table.experts, table.n_experts
     limit = np.iinfo(ids.dtype).max
     if most is not None and most - 1 > limit:
         yield Finding(
@@ -279,19 +279,19 @@ def _out_of_range(sheet: Sheet) -> Iterator[Finding]:
             ids.size,
             cause="the array was written in too small a type",
         )
-    tops = {place: int(sheet.column(place).max(initial=0)) for place in sheet.layers}
-    wrong = _wrong_ids(sheet, most)
+    tops = {layer: int(table.column(layer).max(initial=0)) for layer in table.layers}
+    wrong = _wrong_ids(table, most)
     if wrong:
-        yield _range_finding(sheet, wrong, tops, most)
+        yield _range_finding(table, wrong, tops, most)
     elif most is None and len(tops) >= 3:
-        ordered = sorted(tops, key=lambda place: tops[place])
+        ordered = sorted(tops, key=lambda layer: tops[layer])
         top, second = tops[ordered[-1]], tops[ordered[-2]]
         enough = len(ids) * ids.shape[2] >= 8 * (second + 1)
         if enough and second >= 3 and top + 1 >= 1.5 * (second + 1):
             yield Finding(
                 "out-of-range",
                 "suspicious",
-                f"layer {sheet.routes.names[ordered[-1]]} has ids up to {top}, all others up to "
+                f"layer {table.routes.names[ordered[-1]]} has ids up to {top}, all others up to "
                 f"{second}",
                 1,
                 len(tops),
@@ -300,33 +300,33 @@ def _out_of_range(sheet: Sheet) -> Iterator[Finding]:
             )
 
 
-def _wrong_ids(sheet: Sheet, most: int | None) -> dict[int, tuple[int, int, int]]:
+def _wrong_ids(table: RouteTable, most: int | None) -> dict[int, tuple[int, int, int]]:
     """Tokens with an id that no expert has, by layer: how many, the first row, the id."""
     wrong = {}
-    for place in sheet.layers:
-        column = sheet.column(place)
+    for layer in table.layers:
+        column = table.column(layer)
         signed = column.dtype.kind == "i" and int(column.min(initial=0)) < 0
         if not signed and (most is None or int(column.max(initial=0)) < most):
             continue
         bad = (column < 0) if most is None else (column < 0) | (column >= most)
-        rows = np.flatnonzero(sheet.found.mask[:, place])[np.flatnonzero(bad.any(1))]
+        rows = np.flatnonzero(table.routed.mask[:, layer])[np.flatnonzero(bad.any(1))]
         if len(rows):
-            first = sheet.experts[rows[0], place]
+            first = table.experts[rows[0], layer]
             odd = first[(first < 0) | (first >= (most or np.iinfo(first.dtype).max))]
-            wrong[place] = len(rows), int(rows[0]), int(odd[0])
+            wrong[layer] = len(rows), int(rows[0]), int(odd[0])
     return wrong
 
 
 def _range_finding(
-    sheet: Sheet,
+    table: RouteTable,
     wrong: dict[int, tuple[int, int, int]],
     tops: dict[int, int],
     most: int | None,
 ) -> Finding:
     count = sum(number for number, _, _ in wrong.values())
-    total = len(sheet.experts) * len(sheet.layers)
-    place = next(iter(wrong))
-    several = len(wrong) > max(1, len(sheet.layers) // 2)
+    total = len(table.experts) * len(table.layers)
+    first_layer = next(iter(wrong))
+    several = len(wrong) > max(1, len(table.layers) // 2)
     highest = max(tops[layer] for layer in wrong)
     if any(value < 0 for _, _, value in wrong.values()):
         cause = "some ids of a token are -1 and others are not: rows of two arrays were mixed"
@@ -337,56 +337,56 @@ def _range_finding(
         )
     elif not several:
         cause = (
-            f"{len(wrong)} of {len(sheet.layers)} layers: a draft model, or another head, wrote "
+            f"{len(wrong)} of {len(table.layers)} layers: a draft model, or another head, wrote "
             "into them (vllm 48622, sglang 26980)"
         )
     else:
         cause = "another model's routes, or an array of another type read as this one"
-    _, row, value = wrong[place]
+    _, row, value = wrong[first_layer]
     return Finding(
         "out-of-range",
         "unsound",
         f"{count} choices have an id outside 0 ... {'E' if most is None else most} - 1, in "
-        f"{len(wrong)} of {len(sheet.layers)} layers",
+        f"{len(wrong)} of {len(table.layers)} layers",
         count,
         total,
-        f"row {row}, layer {sheet.routes.names[place]}: {value}",
+        f"row {row}, layer {table.routes.names[first_layer]}: {value}",
         cause,
     )
 
 
-def _duplicates(sheet: Sheet) -> Iterator[Finding]:
-    k = sheet.experts.shape[2]
+def _duplicates(table: RouteTable) -> Iterator[Finding]:
+    k = table.experts.shape[2]
     if k == 1:
         return
-    found, zeros = {}, 0
-    for place in sheet.layers:
-        column = sheet.column(place)
+    repeats, zeros = {}, 0
+    for layer in table.layers:
+        column = table.column(layer)
         ordered = np.sort(column, axis=1)
         twice = ordered[:, 1:] == ordered[:, :-1]
         rows = np.flatnonzero(twice.any(1))
         if len(rows):
-            kept = np.flatnonzero(sheet.found.mask[:, place])[rows[0]]
-            found[place] = len(rows), int(kept), column[rows[0]].tolist()
+            kept = np.flatnonzero(table.routed.mask[:, layer])[rows[0]]
+            repeats[layer] = len(rows), int(kept), column[rows[0]].tolist()
             zeros += int(((ordered[rows] == 0).sum(1) > 1).sum())
-    if not found:
+    if not repeats:
         return
-    count = sum(number for number, _, _ in found.values())
-    place = next(iter(found))
-    _, row, ids = found[place]
+    count = sum(number for number, _, _ in repeats.values())
+    layer = next(iter(repeats))
+    _, row, ids = repeats[layer]
     if zeros == count:
         cause = "zeros that stand for nothing, read as expert 0 (verl: placeholders)"
-    elif len(found) == 1 and len(sheet.layers) > 1:
+    elif len(repeats) == 1 and len(table.layers) > 1:
         cause = "one layer alone: another head or a draft model wrote into it"
     else:
         cause = "rows of two tokens or arrays were mixed, or ids were cast to too small a type"
     yield Finding(
         "duplicate-expert",
         "unsound",
-        f"{count} choices name an expert twice, in {len(found)} of {len(sheet.layers)} layers",
+        f"{count} choices name an expert twice, in {len(repeats)} of {len(table.layers)} layers",
         count,
-        len(sheet.experts) * len(sheet.layers),
-        f"row {row}, layer {sheet.routes.names[place]}: {ids[:8]}",
+        len(table.experts) * len(table.layers),
+        f"row {row}, layer {table.routes.names[layer]}: {ids[:8]}",
         cause,
     )
 
@@ -401,42 +401,42 @@ def codes_of(column: np.ndarray) -> np.ndarray:
     return code
 
 
-def _constant_layers(sheet: Sheet) -> Iterator[Finding]:
+def _constant_layers(table: RouteTable) -> Iterator[Finding]:
     """Layers that one choice fills, and layers that use the first experts alone."""
     distinct, tops, alive = {}, {}, {}
-    for place in sheet.layers:
-        column = sheet.column(place)
+    for layer in table.layers:
+        column = table.column(layer)
         same = bool((column == column[:1]).all())
-        distinct[place] = 1 if same else min(len(np.unique(codes_of(column[:4096]))), 4096)
+        distinct[layer] = 1 if same else min(len(np.unique(codes_of(column[:4096]))), 4096)
         counts = np.bincount(column.ravel()[: 1 << 22].clip(min=0))
-        tops[place], alive[place] = len(counts), int((counts > 0).sum())
+        tops[layer], alive[layer] = len(counts), int((counts > 0).sum())
     others = sorted(distinct.values())
     usual = others[len(others) // 2]
-    names, rows = sheet.routes.names, len(sheet.experts)
-    for place, number in distinct.items():
+    names, rows = table.routes.names, len(table.experts)
+    for layer, number in distinct.items():
         if number == 1 and usual > 1 and rows >= LEAST_CONSTANT // 4:
-            sure = rows >= LEAST_CONSTANT and usual >= 8 and sheet.experts.shape[2] > 1
+            sure = rows >= LEAST_CONSTANT and usual >= 8 and table.experts.shape[2] > 1
             yield Finding(
                 "constant-layer",
                 "unsound" if sure else "suspicious",
-                f"layer {names[place]} has {sheet.column(place)[0].tolist()[:8]} in all of its "
+                f"layer {names[layer]} has {table.column(layer)[0].tolist()[:8]} in all of its "
                 f"{rows} rows; other layers have {usual} choices or more",
                 rows,
                 rows,
-                f"layer {names[place]}",
+                f"layer {names[layer]}",
                 "a buffer that was written once, or a layer that another program filled",
             )
-    yield from _narrow_layers(sheet, tops, {x for x in tops if alive[x] >= 0.9 * tops[x]})
+    yield from _narrow_layers(table, tops, {x for x in tops if alive[x] >= 0.9 * tops[x]})
 
 
-def _narrow_layers(sheet: Sheet, tops: dict[int, int], full: set[int]) -> Iterator[Finding]:
+def _narrow_layers(table: RouteTable, tops: dict[int, int], full: set[int]) -> Iterator[Finding]:
     """Layers that use the first experts alone, all of them, where the others use all."""
-    widest, (rows, _, k) = max(tops.values()), sheet.experts.shape
-    for place, top in tops.items():
-        others = all(tops[x] >= 0.9 * widest for x in tops if x != place)
-        narrow = 1 < top <= widest / 2 and widest - top >= 8 and place in full
+    widest, (rows, _, k) = max(tops.values()), table.experts.shape
+    for layer, top in tops.items():
+        others = all(tops[x] >= 0.9 * widest for x in tops if x != layer)
+        narrow = 1 < top <= widest / 2 and widest - top >= 8 and layer in full
         if len(tops) > 2 and rows * k >= 10 * widest and others and narrow:
-            name = sheet.routes.names[place]
+            name = table.routes.names[layer]
             yield Finding(
                 "constant-layer",
                 "suspicious",
@@ -449,41 +449,41 @@ def _narrow_layers(sheet: Sheet, tops: dict[int, int], full: set[int]) -> Iterat
             )
 
 
-def _row_codes(sheet: Sheet) -> np.ndarray:
+def _row_codes(table: RouteTable) -> np.ndarray:
     """A number for each row over all routed layers."""
-    code = np.zeros(len(sheet.experts), np.uint64)
-    for place in sheet.layers:
-        code = (code * np.uint64(0x9E3779B97F4A7C15)) ^ codes_of(sheet.experts[:, place])
+    code = np.zeros(len(table.experts), np.uint64)
+    for layer in table.layers:
+        code = (code * np.uint64(0x9E3779B97F4A7C15)) ^ codes_of(table.experts[:, layer])
     return code
 
 
-def _first_documents(sheet: Sheet, codes: np.ndarray) -> np.ndarray:
+def _first_documents(table: RouteTable, codes: np.ndarray) -> np.ndarray:
     """Rows of documents that are no copies of an earlier one."""
-    documents = sheet.documents
+    documents = table.documents
     cuts = np.flatnonzero(np.diff(documents)) + 1
-    kept, seen = np.ones(len(codes), bool), set()
+    kept, contents = np.ones(len(codes), bool), set()
     if len(cuts) == 0:
         return kept
-    for part in np.split(np.arange(len(codes)), cuts):
-        key = codes[part].tobytes()
-        kept[part] = key not in seen
-        seen.add(key)
+    for document in np.split(np.arange(len(codes)), cuts):
+        key = codes[document].tobytes()
+        kept[document] = key not in contents
+        contents.add(key)
     return kept
 
 
 def log10_chance(copies: int, rows: int, share: float) -> float:
     """Return log10 of the bound exp(-N·kl(m/N, p)) on the probability of m copies or more."""
-    part = copies / rows
-    if part <= share or share <= 0:
+    observed = copies / rows
+    if observed <= share or share <= 0:
         return 0.0
-    rest = 0.0 if part >= 1 else (1 - part) * math.log((1 - part) / (1 - share))
-    return -rows * (part * math.log(part / share) + rest) / math.log(10)
+    rest = 0.0 if observed >= 1 else (1 - observed) * math.log((1 - observed) / (1 - share))
+    return -rows * (observed * math.log(observed / share) + rest) / math.log(10)
 
 
-def _repeated_rows(sheet: Sheet) -> Iterator[Finding]:
-    codes = _row_codes(sheet)
-    usable = ~sheet.found.unwritten & sheet.found.mask[:, list(sheet.layers)].any(1)
-    usable &= _first_documents(sheet, codes)
+def _repeated_rows(table: RouteTable) -> Iterator[Finding]:
+    codes = _row_codes(table)
+    usable = ~table.routed.unwritten & table.routed.mask[:, list(table.layers)].any(1)
+    usable &= _first_documents(table, codes)
     rows = np.flatnonzero(usable)
     if len(rows) < LEAST_COPIES:
         return
@@ -493,10 +493,10 @@ def _repeated_rows(sheet: Sheet) -> Iterator[Finding]:
     run, begin = _longest_run(codes, rows)
     if run >= LEAST_COPIES and run > len(copies) // 2:
         copies = rows[codes[rows] == codes[begin]]
-    share, chance = len(copies) / len(rows), _chance(sheet, rows, copies)
-    tokens = sheet.routes.tokens
-    known = tokens is not None and bool((tokens[copies] >= 0).all())
-    severity = _severity(len(copies), run, share, chance, _one_token(tokens, copies, known))
+    share, chance = len(copies) / len(rows), _chance(table, rows, copies)
+    tokens = table.routes.tokens
+    has_tokens = tokens is not None and bool((tokens[copies] >= 0).all())
+    severity = _severity(len(copies), run, share, chance, _one_token(tokens, copies, has_tokens))
     if severity is None:
         return
     yield Finding(
@@ -509,23 +509,23 @@ def _repeated_rows(sheet: Sheet) -> Iterator[Finding]:
         len(rows),
         f"row {int(copies[0])}",
         "a stale row in padded or skipped steps (sglang 36404)"
-        + ("" if known else "; or a token that is repeated: pass the tokens to tell"),
+        + ("" if has_tokens else "; or a token that is repeated: pass the tokens to tell"),
     )
 
 
-def _chance(sheet: Sheet, rows: np.ndarray, copies: np.ndarray) -> float:
+def _chance(table: RouteTable, rows: np.ndarray, copies: np.ndarray) -> float:
     """log10 of the chance that as many rows are equal, layers independent."""
     share = 1.0
-    for place in sheet.layers:
-        column = sheet.experts[:, place]
+    for layer in table.layers:
+        column = table.experts[:, layer]
         same = (column == column[copies[0]]).all(1)
         share *= float(same[rows].mean())
     return log10_chance(len(copies), len(rows), share)
 
 
-def _one_token(tokens: np.ndarray | None, copies: np.ndarray, known: bool) -> bool | None:
+def _one_token(tokens: np.ndarray | None, copies: np.ndarray, has_tokens: bool) -> bool | None:
     """Whether nearly all copies belong to one token; None if tokens are not known."""
-    if not known or tokens is None:
+    if not has_tokens or tokens is None:
         return None
     _, counts = np.unique(tokens[copies], return_counts=True)
     return bool(counts.max() >= 0.8 * len(copies))
@@ -553,15 +553,15 @@ def _longest_run(codes: np.ndarray, rows: np.ndarray) -> tuple[int, int]:
     return int(lengths[longest]), int(rows[cuts[longest]])
 
 
-def _token_shift(sheet: Sheet) -> Iterator[Finding]:
+def _token_shift(table: RouteTable) -> Iterator[Finding]:
     """Rows that fit the tokens better at another place: equal tokens choose alike in layer one."""
-    tokens, k = sheet.routes.tokens, sheet.experts.shape[2]
-    if tokens is None or bool((tokens < 0).any()) or not sheet.layers or len(tokens) < 256:
+    tokens, k = table.routes.tokens, table.experts.shape[2]
+    if tokens is None or bool((tokens < 0).any()) or not table.layers or len(tokens) < 256:
         return
-    tokens, documents = tokens[: 1 << 17], sheet.documents[: 1 << 17]
-    column = np.sort(sheet.experts[: 1 << 17, sheet.layers[0]], axis=1)
+    tokens, documents = tokens[: 1 << 17], table.documents[: 1 << 17]
+    column = np.sort(table.experts[: 1 << 17, table.layers[0]], axis=1)
     codes = np.unique(codes_of(column), return_inverse=True)[1]
-    written = sheet.found.mask[: 1 << 17, sheet.layers[0]]
+    written = table.routed.mask[: 1 << 17, table.layers[0]]
     _, shares = np.unique(codes, return_counts=True)
     chance = float(((shares / shares.sum()) ** 2).sum())
     alike = {
@@ -571,8 +571,8 @@ def _token_shift(sheet: Sheet) -> Iterator[Finding]:
     here, pairs = alike[0]
     best = max(alike, key=lambda lag: alike[lag][0])
     error = math.sqrt(max(chance, 1e-3) / max(pairs, 1))
-    gain, own = alike[best][0] - chance, here - chance
-    if best == 0 or pairs < 128 or gain < 8 * error or own > 0.5 * gain:
+    gain, unshifted = alike[best][0] - chance, here - chance
+    if best == 0 or pairs < 128 or gain < 8 * error or unshifted > 0.5 * gain:
         return
     yield Finding(
         "token-shift",
@@ -581,7 +581,7 @@ def _token_shift(sheet: Sheet) -> Iterator[Finding]:
         f"{-best:+d}, in {100 * here:.3g} % as they are ({100 * chance:.3g} % by chance)",
         len(tokens),
         len(tokens),
-        f"layer {sheet.routes.names[sheet.layers[0]]}, k={k}",
+        f"layer {table.routes.names[table.layers[0]]}, k={k}",
         f"row t belongs to token t{best:+d}: rows of the token before or after, or of another "
         "request that begins elsewhere (miles 3277)",
     )
@@ -611,27 +611,27 @@ def _alike(
     return (float(share.sum()) / total if total else 0.0), int(total)
 
 
-def _dead_experts(sheet: Sheet) -> Iterator[Finding]:
+def _dead_experts(table: RouteTable) -> Iterator[Finding]:
     loads = {}
-    for place in sheet.layers:
-        column = sheet.column(place)
+    for layer in table.layers:
+        column = table.column(layer)
         top = int(column.max(initial=0)) + 1
-        size = max(top, sheet.n_experts or 0)
+        size = max(top, table.n_experts or 0)
         if size <= 1 << 17:
-            loads[place] = np.bincount(column.ravel().clip(min=0), minlength=size)
+            loads[layer] = np.bincount(column.ravel().clip(min=0), minlength=size)
     size = max((len(load) for load in loads.values()), default=0)
     dead = {}
-    for place, load in loads.items():
+    for layer, load in loads.items():
         full = np.zeros(size, np.int64)
         full[: len(load)] = load
-        seen = full[full > 0]
-        if 0 < len(seen) < size and int(seen.min()) >= LEAST_SEEN:
-            dead[place] = np.flatnonzero(full == 0)
+        chosen = full[full > 0]
+        if 0 < len(chosen) < size and int(chosen.min()) >= LEAST_SEEN:
+            dead[layer] = np.flatnonzero(full == 0)
     if not dead:
         return
     count = sum(len(ids) for ids in dead.values())
-    place, ids = next(iter(dead.items()))
-    block = _common_block(dead, len(sheet.layers), size)
+    layer, ids = next(iter(dead.items()))
+    block = _common_block(dead, len(table.layers), size)
     yield Finding(
         "dead-experts",
         "suspicious" if block else "note",
@@ -639,8 +639,8 @@ def _dead_experts(sheet: Sheet) -> Iterator[Finding]:
         f"of their layers is by {LEAST_SEEN} or more"
         + (f"; in all layers it is experts {block[0]} ... {block[1]}" if block else ""),
         count,
-        size * len(sheet.layers),
-        f"layer {sheet.routes.names[place]}: {ids.tolist()[:8]}",
+        size * len(table.layers),
+        f"layer {table.routes.names[layer]}: {ids.tolist()[:8]}",
         "choices of one expert-parallel rank are lost"
         if block
         else "experts that training left behind, or a text that does not reach them",
@@ -659,9 +659,9 @@ def _common_block(dead: dict[int, np.ndarray], layers: int, size: int) -> tuple[
     return min(common), max(common)
 
 
-def worst(found: Sequence[Finding]) -> Severity | None:
+def worst(findings: Sequence[Finding]) -> Severity | None:
     """Return the gravest severity among findings; None without any."""
     for severity in ("unsound", "suspicious", "note"):
-        if any(finding.severity == severity for finding in found):
+        if any(finding.severity == severity for finding in findings):
             return severity
     return None

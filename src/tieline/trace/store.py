@@ -73,7 +73,9 @@ def save_trace(trace: RoutingTrace, directory: str | Path, overwrite: bool = Fal
         directory: the folder to make, parents included.
         overwrite: whether an existing trace may be replaced.
     """
-    write_folder(directory, FORMATS["trace"], VERSION, _contents(trace), _parts(trace), overwrite)
+    write_folder(
+        directory, FORMATS["trace"], VERSION, _contents(trace), _tensor_files(trace), overwrite
+    )
 
 
 def save_summary(summary: RoutingSummary, directory: str | Path, overwrite: bool = False) -> None:
@@ -84,8 +86,8 @@ def save_summary(summary: RoutingSummary, directory: str | Path, overwrite: bool
         directory: the folder to make, parents included.
         overwrite: whether an existing summary may be replaced.
     """
-    contents, parts = _contents(summary), _parts(summary)
-    write_folder(directory, FORMATS["summary"], VERSION, contents, parts, overwrite)
+    contents, files = _contents(summary), _tensor_files(summary)
+    write_folder(directory, FORMATS["summary"], VERSION, contents, files, overwrite)
 
 
 def load_trace(directory: str | Path) -> RoutingTrace:
@@ -95,8 +97,8 @@ def load_trace(directory: str | Path) -> RoutingTrace:
     if not isinstance(provenance, dict):
         raise TraceError(f"{directory}: provenance must be a JSON object")
     count = len(stored.heads)
-    for place in range(count):
-        stored.check_header(place)
+    for index in range(count):
+        stored.check_header(index)
     layers = LazyLayers(count, stored.layer)
     return RoutingTrace(layers, epsilons=stored.epsilons, provenance=provenance, **stored.ids)
 
@@ -109,20 +111,20 @@ def load_summary(directory: str | Path) -> RoutingSummary:
         raise TraceError(f"{directory}: sample_size must be an integer and sources a list")
     if not all(isinstance(source, dict) for source in sources):
         raise TraceError(f"{directory}: every source must be a JSON object")
-    rows = tuple(stored.layer(place) for place in range(len(stored.heads)))
+    rows = tuple(stored.layer(index) for index in range(len(stored.heads)))
     tokens, documents, positions = (stored.ids[name] for name in TOKEN_KEYS)
     sample = RoutingTrace(rows, tokens, documents, positions, stored.epsilons)
-    layers = tuple(stored.counts(place, layer) for place, layer in enumerate(rows))
+    layers = tuple(stored.counts(index, layer) for index, layer in enumerate(rows))
     return RoutingSummary(layers, sample, size, stored.epsilons, distinct_sources(sources))
 
 
 def folder_kind(directory: str | Path) -> Kind:
     """Return whether a folder holds a trace or a summary."""
-    found = read_index(directory).get("format")
+    stated = read_index(directory).get("format")
     for kind, name in FORMATS.items():
-        if found == name:
+        if stated == name:
             return kind
-    raise TraceError(f"{directory}: is neither a trace nor a summary: {found!r:.80}")
+    raise TraceError(f"{directory}: is neither a trace nor a summary: {stated!r:.80}")
 
 
 def merge_folders(
@@ -159,8 +161,8 @@ def merge_folders(
     return load_trace(output)
 
 
-def _file(kind: str, place: int) -> str:
-    return f"{kind}-{place:05d}"
+def _file(kind: str, index: int) -> str:
+    return f"{kind}-{index:05d}"
 
 
 def _contents(stored: RoutingTrace | RoutingSummary) -> dict[str, object]:
@@ -191,17 +193,17 @@ def _entry(layer: LayerTrace | LayerSummary) -> dict[str, object]:
     }
 
 
-def _parts(stored: RoutingTrace | RoutingSummary) -> Iterator[tuple[str, dict[str, Tensor]]]:
+def _tensor_files(stored: RoutingTrace | RoutingSummary) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Name and tensors of each file; refuses values that no router can have produced."""
     kind: Kind = "trace" if isinstance(stored, RoutingTrace) else "summary"
     rows = stored if isinstance(stored, RoutingTrace) else stored.sample
     yield TOKEN_FILE, {name: getattr(rows, name) for name in TOKEN_KEYS}
-    for place, layer in enumerate(rows.layers):
+    for index, layer in enumerate(rows.layers):
         check_layer(layer, broken_tokens=kind == "summary")
-        yield _file(_ROW_FILES[kind], place), layer.tensors()
+        yield _file(_ROW_FILES[kind], index), layer.tensors()
     if isinstance(stored, RoutingSummary):
-        for place, layer in enumerate(stored.layers):
-            yield _file("counts", place), _counts(layer)
+        for index, layer in enumerate(stored.layers):
+            yield _file("counts", index), _counts(layer)
 
 
 class _Head(NamedTuple):
@@ -222,10 +224,10 @@ class _Stored:
     epsilons: tuple[float, ...]
     ids: dict[str, Tensor]
 
-    def check_header(self, place: int) -> None:
+    def check_header(self, index: int) -> None:
         """Refuse a file whose tensors do not fit the layer, without reading them."""
-        head = self.heads[place]
-        header = self.folder.header(_file(_ROW_FILES[self.kind], place))
+        head = self.heads[index]
+        header = self.folder.header(_file(_ROW_FILES[self.kind], index))
         unknown = sorted(set(header) - set(LAYER_TENSORS))
         where = f"{self.folder.path}: layer {head.name!r}"
         if unknown or "experts" not in header:
@@ -239,29 +241,29 @@ class _Stored:
                 sizes |= zip(layout.axes, shape, strict=True)
                 sizes["ranks past k"] = sizes["ranks"] - sizes["k"]
 
-    def layer(self, place: int) -> LayerTrace:
+    def layer(self, index: int) -> LayerTrace:
         """Read a layer; its header is checked every time, its values the first time."""
-        file, head = _file(_ROW_FILES[self.kind], place), self.heads[place]
+        file, head = _file(_ROW_FILES[self.kind], index), self.heads[index]
         new = file not in self.folder.verified
-        self.check_header(place)
+        self.check_header(index)
         layer = LayerTrace(head.name, head.facts, **self.folder.tensors(file))
         if new:
             check_layer(layer, broken_tokens=self.kind == "summary")
         return layer
 
-    def counts(self, place: int, sample: LayerTrace) -> LayerSummary:
+    def counts(self, index: int, sample: LayerTrace) -> LayerSummary:
         """Read the counts of a layer; refuses those that cannot belong to its tokens.
 
         Args:
-            place: number of the layer.
+            index: number of the layer.
             sample: its sampled tokens, which say how many ranks and ε there are.
         """
-        head = self.heads[place]
+        head = self.heads[index]
         where, numbers = f"{self.folder.path}: layer {head.name!r}", head.entry
         tokens = _integer(numbers, "tokens", MOST_TOKENS, where)
         nonfinite = _integer(numbers, "nonfinite", tokens, where)
         measured = tokens - nonfinite
-        tensors = _count_tensors(self.folder, _file("counts", place), sample, where)
+        tensors = _count_tensors(self.folder, _file("counts", index), sample, where)
         _check_sums(tensors, tokens * head.facts.k, measured, where)
         changed = numbers.get("bias_changed")
         require(type(changed) is bool, f"{where}: bias_changed must be true or false", TraceError)
@@ -284,8 +286,8 @@ class _Stored:
 
 def _open(directory: str | Path, kind: Kind) -> _Stored:
     folder = open_folder(directory, FORMATS[kind], VERSION)
-    index, path, known = folder.index, folder.path, _FIELDS | _OWN_FIELDS[kind]
-    require(set(index) == known, f"{path}: must have {sorted(known)}", TraceError)
+    index, path, expected = folder.index, folder.path, _FIELDS | _OWN_FIELDS[kind]
+    require(set(index) == expected, f"{path}: must have {sorted(expected)}", TraceError)
     heads, epsilons = _read_heads(index["layers"], path), _read_epsilons(index["epsilons"], path)
     return _Stored(folder, kind, heads, epsilons, _read_token_ids(folder))
 
@@ -305,9 +307,9 @@ def _read_head(entry: object, path: Path) -> _Head:
     name, facts = entry.get("name"), entry.get("facts")
     if not isinstance(name, str) or not 0 < len(name) <= LONGEST_NAME:
         raise TraceError(f"{path}: a layer needs a name of 1 ... {LONGEST_NAME} letters")
-    kinds = {part.name: type(part.default) for part in fields(LayerFacts)}
+    kinds = {field.name: type(field.default) for field in fields(LayerFacts)}
     kinds |= {"n_experts": int, "k": int}
-    fits = isinstance(facts, dict) and {key: type(part) for key, part in facts.items()} == kinds
+    fits = isinstance(facts, dict) and {key: type(field) for key, field in facts.items()} == kinds
     if not isinstance(facts, dict) or not fits:
         raise TraceError(f"{path}: layer {name!r}: facts must be {sorted(kinds)}, each of its type")
     return _Head(name, LayerFacts(**facts), entry)
@@ -368,8 +370,8 @@ def _count_tensors(folder: Folder, file: str, sample: LayerTrace, where: str) ->
     }
     header = folder.header(file)
     for name, (dtype, shape) in header.items():
-        known = shape == shapes.get(name) or (name == "coalitions" and len(shape) == 1)
-        if not (known and dtype == torch.int64):
+        fits = shape == shapes.get(name) or (name == "coalitions" and len(shape) == 1)
+        if not (fits and dtype == torch.int64):
             raise TraceError(
                 f"{where}: no count is called {name!r:.80}, or it is not int64 of the right shape, "
                 f"got {shape}"
@@ -399,15 +401,15 @@ def _sketch(hashes: Tensor, tokens: int, where: str) -> DistinctSketch:
 
 
 def _moments(tensors: Mapping[str, Tensor], measured: int, where: str) -> ExactMoments | None:
-    parts = [tensors.get(f"moments.{name}") for name in _MOMENTS]
-    if all(part is None for part in parts):
+    columns = [tensors.get(f"moments.{name}") for name in _MOMENTS]
+    if all(column is None for column in columns):
         return None
     most = measured << LOW_BITS
     limits = ((0, measured), (-most, most), (0, most), (0, (1 << LOW_BITS) - 1))
-    for part, (low, high) in zip(parts, limits, strict=True):
-        fits = part is not None and bool(((part >= low) & (part <= high)).all())
+    for column, (low, high) in zip(columns, limits, strict=True):
+        fits = column is not None and bool(((column >= low) & (column <= high)).all())
         require(fits, f"{where}: moments are incomplete or too large", TraceError)
-    return ExactMoments(*(part for part in parts if part is not None))
+    return ExactMoments(*(column for column in columns if column is not None))
 
 
 def _first(value: object, nonfinite: int, where: str) -> TokenKey | None:

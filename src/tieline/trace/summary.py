@@ -154,8 +154,8 @@ def merge_layers(first: LayerSummary, second: LayerSummary) -> LayerSummary:
     _require_alike(first, second)
     merged = {name: getattr(first, name) + getattr(second, name) for name in _SUMS}
     for name in _OPTIONAL_SUMS:
-        one, other = getattr(first, name), getattr(second, name)
-        merged[name] = None if one is None else one + other
+        value, other = getattr(first, name), getattr(second, name)
+        merged[name] = None if value is None else value + other
     keys = [s.first_nonfinite for s in (first, second) if s.first_nonfinite is not None]
     if merged["tokens"] > MOST_TOKENS:
         raise TraceError(f"a summary holds at most 2^38 tokens, got {merged['tokens']}")
@@ -172,8 +172,8 @@ def _require_alike(first: LayerSummary, second: LayerSummary) -> None:
             f"{second.name!r} {second.facts}"
         )
     for name in _OPTIONAL_SUMS:
-        one, other = getattr(first, name), getattr(second, name)
-        if not ((one is None) == (other is None) and _shape(one) == _shape(other)):
+        value, other = getattr(first, name), getattr(second, name)
+        if not ((value is None) == (other is None) and _shape(value) == _shape(other)):
             raise TraceError(f"layer {first.name!r}: {name} was recorded differently in two parts")
 
 
@@ -245,12 +245,12 @@ def merge(summaries: Sequence[RoutingSummary]) -> RoutingSummary:
 
 def _merged(first: RoutingSummary, second: RoutingSummary) -> RoutingSummary:
     for what in ("epsilons", "sample_size"):
-        one, other = getattr(first, what), getattr(second, what)
-        require(one == other, f"summaries differ in {what}: {one} is not {other}", TraceError)
+        value, other = getattr(first, what), getattr(second, what)
+        require(value == other, f"summaries differ in {what}: {value} is not {other}", TraceError)
     names = [[layer.name for layer in summary.layers] for summary in (first, second)]
     require(names[0] == names[1], f"summaries of different layers: {names}", TraceError)
     pairs = zip(first.layers, second.layers, strict=True)
-    layers = tuple(merge_layers(one, other) for one, other in pairs)
+    layers = tuple(merge_layers(value, other) for value, other in pairs)
     return RoutingSummary(
         layers=layers,
         sample=sample_trace(layers, _merged_sample(first, second), first.epsilons),
@@ -277,8 +277,8 @@ def sample_trace(
 ) -> RoutingTrace:
     """Return the sampled rows of all layers as one trace; all must have seen the same tokens."""
     keys = {name: rows[0][name] for name in TOKEN_KEYS}
-    for layer, own in zip(layers, rows, strict=True):
-        same = all(torch.equal(keys[name], own[name]) for name in TOKEN_KEYS)
+    for layer, columns in zip(layers, rows, strict=True):
+        same = all(torch.equal(keys[name], columns[name]) for name in TOKEN_KEYS)
         if not same:
             raise TraceError(
                 f"layers {layers[0].name!r} and {layer.name!r} did not see the same tokens"
@@ -288,9 +288,9 @@ def sample_trace(
             name=layer.name,
             facts=layer.facts,
             bias=layer.bias.value,
-            **{name: value for name, value in own.items() if name not in TOKEN_KEYS},
+            **{name: value for name, value in columns.items() if name not in TOKEN_KEYS},
         )
-        for layer, own in zip(layers, rows, strict=True)
+        for layer, columns in zip(layers, rows, strict=True)
     )
     tokens, documents, positions = (keys[name] for name in TOKEN_KEYS)
     return RoutingTrace(records, tokens, documents, positions, epsilons)

@@ -66,7 +66,7 @@ def graph(layers, tokens=3, experts=6, k=2, extra=()):
 
 
 def recorded(nodes):
-    recorder = worker.Recorder(lambda n: nodes[n][0].encode(), lambda n: nodes[n][1])
+    recorder = worker.LlamaRecorder(lambda n: nodes[n][0].encode(), lambda n: nodes[n][1])
     asked = [recorder(n, True, None) for n in range(len(nodes))]
     for n in range(len(nodes)):
         if asked[n]:
@@ -114,7 +114,7 @@ def test_an_error_in_the_callback_comes_out_of_take():
     def read(_):
         raise MemoryError("no room")
 
-    recorder = worker.Recorder(lambda _: b"ffn_moe_topk-0", read)
+    recorder = worker.LlamaRecorder(lambda _: b"ffn_moe_topk-0", read)
     assert recorder(0, True, None)
     assert not recorder(0, False, None)
     with pytest.raises(MemoryError, match="no room"):

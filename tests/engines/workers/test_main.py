@@ -13,7 +13,7 @@ def test_ways_take_turns_and_the_first_round_only_warms_up():
 
 
 def test_an_error_is_one_line_of_a_few_hundred_letters():
-    words = worker.words_of(ValueError("heads of 24\n\n  are not taken\n" + "x" * 1000))
+    words = worker.error_message(ValueError("heads of 24\n\n  are not taken\n" + "x" * 1000))
     assert words.startswith("ValueError: heads of 24 are not taken xxx")
     assert "\n" not in words
     assert len(words) < 450

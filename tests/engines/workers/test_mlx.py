@@ -57,7 +57,7 @@ def test_gates_and_blocks_are_recorded_and_compute_as_before():
     blocks, modules = model(chosen)
     x = np.random.default_rng(1).normal(size=(1, 5, 4))
     before = [block(x) for block in blocks]
-    recorder = worker.Recorder(modules)
+    recorder = worker.MlxRecorder(modules)
     assert [np.array_equal(a, block(x)) for a, block in zip(before, blocks, strict=True)] == [
         True
     ] * 3
@@ -71,16 +71,16 @@ def test_gates_and_blocks_are_recorded_and_compute_as_before():
 
 def test_a_gate_that_chooses_by_itself_gives_ids_only():
     blocks, modules = model({0: ChoosingGate()})
-    recorder = worker.Recorder(modules)
+    recorder = worker.MlxRecorder(modules)
     blocks[0](np.zeros((3, 4)))
     assert "logits" not in recorder.take(3, np.asarray)
 
 
 def test_no_block_and_other_rows_are_errors():
     with pytest.raises(Exception, match="no block of experts"):
-        worker.Recorder([]).take(3, np.asarray)
+        worker.MlxRecorder([]).take(3, np.asarray)
     blocks, modules = model(gates(1))
-    recorder = worker.Recorder(modules)
+    recorder = worker.MlxRecorder(modules)
     blocks[0](np.zeros((1, 5, 4)))
     with pytest.raises(Exception, match="for 4 tokens"):
         recorder.take(4, np.asarray)
@@ -104,7 +104,7 @@ def test_no_block_and_other_rows_are_errors():
     ],
 )
 def test_names_of_a_checkpoint_are_found(name, place):
-    assert worker.place_of(name) == place
+    assert worker.module_of(name) == place
 
 
 def test_a_quantised_model_that_is_not_is_refused_with_its_bits():

@@ -18,7 +18,7 @@ class Router:
 
 
 def test_routers_are_recorded_and_compute_as_before():
-    routers, recorder = {0: Router(), 3: Router()}, worker.Recorder()
+    routers, recorder = {0: Router(), 3: Router()}, worker.VllmRecorder()
     logits = torch.randn(5, 6, dtype=torch.bfloat16)
     before = routers[0]._compute_routing(None, logits)
     for layer, router in routers.items():
@@ -36,14 +36,14 @@ def test_routers_are_recorded_and_compute_as_before():
 
 
 def test_a_bias_is_ranked_and_not_shown_so_only_ids_are_kept():
-    recorder, router = worker.Recorder(), Router(bias=torch.zeros(6))
+    recorder, router = worker.VllmRecorder(), Router(bias=torch.zeros(6))
     recorder.watch(0, router)
     router._compute_routing(None, torch.randn(4, 6))
     assert "logits" not in recorder.take(4)
 
 
 def test_cached_or_chunked_rows_are_an_error():
-    recorder, router = worker.Recorder(), Router()
+    recorder, router = worker.VllmRecorder(), Router()
     recorder.watch(0, router)
     router._compute_routing(None, torch.randn(4, 6))
     with pytest.raises(Exception, match=r"\[4\] rows for a document of 7"):

@@ -13,7 +13,7 @@ from tieline.core.errors import TraceError
 from tieline.trace import load_summary, load_trace, merge, save_summary, select_tokens, summarise
 from tieline.trace.folders import INDEX, write_folder
 from tieline.trace.record import identical
-from tieline.trace.store import FORMATS, _contents, _parts
+from tieline.trace.store import FORMATS, _contents, _tensor_files
 from tieline.trace.summary import SharedBias, TokenKey
 
 pytestmark = pytest.mark.usefixtures("axes_unchecked")
@@ -59,7 +59,7 @@ def tensors(where, summary=SUMMARY, **replaced):
     """A folder with right digests in which tensors of the first layer's counts are replaced."""
 
     def parts():
-        for name, part in _parts(summary):
+        for name, part in _tensor_files(summary):
             if name == "counts-00000":
                 part = {**part, **{key.replace("__", "."): x for key, x in replaced.items()}}
                 part = {key: x for key, x in part.items() if x is not None}

@@ -34,7 +34,7 @@ WEIGHTS = (
 )
 """Names of combine weights, the last step first."""
 PICKS = "ffn_moe_topk"
-WANTED = frozenset((*SCORES, *WEIGHTS, PICKS))
+ROUTER_TENSORS = frozenset((*SCORES, *WEIGHTS, PICKS))
 
 PLAUSIBLE = {
     "n_ctx": range(1 << 20),
@@ -114,9 +114,9 @@ def libraries() -> tuple[Any, Any]:
     base.ggml_backend_tensor_get.argtypes = [ctypes.c_void_p, ctypes.c_void_p] + [
         ctypes.c_size_t
     ] * 2
-    whole = ctypes.CDLL(str(folder / f"libggml{suffix}"))
-    whole.ggml_backend_load_all_from_path.argtypes = [ctypes.c_char_p]
-    whole.ggml_backend_load_all_from_path(str(folder).encode())
+    backends = ctypes.CDLL(str(folder / f"libggml{suffix}"))
+    backends.ggml_backend_load_all_from_path.argtypes = [ctypes.c_char_p]
+    backends.ggml_backend_load_all_from_path(str(folder).encode())
     return llama, base
 
 
@@ -152,11 +152,11 @@ def read_tensor(address: int, fetch: Callable[[int, int, int, int], None]) -> An
     data = np.empty(span, np.uint8)
     if span:
         fetch(address, data.ctypes.data, 0, span)
-    found = np.ndarray(shape, kind, data if span else None, 0, strides if span else None)
-    return found.copy()
+    view = np.ndarray(shape, kind, data if span else None, 0, strides if span else None)
+    return view.copy()
 
 
-class Recorder:
+class LlamaRecorder:
     """Keeps what the callback sees, by name and layer.
 
     Args:
@@ -166,18 +166,18 @@ class Recorder:
 
     def __init__(self, name_of: Callable[[int], bytes], read: Callable[[int], Any]) -> None:
         self._name_of, self._read = name_of, read
-        self.seen: dict[tuple[str, int], Any] = {}
+        self.tensors: dict[tuple[str, int], Any] = {}
         self.problem: BaseException | None = None
 
     def __call__(self, tensor: int, ask: bool, _: Any) -> bool:
         """Say which tensors are wanted, then keep them; an error ends the computation."""
         try:
             base, _, layer = self._name_of(tensor).decode(errors="replace").rpartition("-")
-            wanted = base in WANTED and layer.isdigit()
+            routes = base in ROUTER_TENSORS and layer.isdigit()
             if ask:
-                return wanted
-            if wanted:
-                self.seen[base, int(layer)] = self._read(tensor)
+                return routes
+            if routes:
+                self.tensors[base, int(layer)] = self._read(tensor)
             return True
         except BaseException as problem:  # it would be swallowed by the library
             self.problem = problem
@@ -187,39 +187,39 @@ class Recorder:
         """Arrays (T, L, ...) of one document of T tokens; raises what the callback met."""
         if self.problem is not None:
             raise self.problem
-        seen, self.seen = self.seen, {}
-        return stacked({key: in_rows(key, found, count) for key, found in seen.items()})
+        tensors, self.tensors = self.tensors, {}
+        return stacked({key: in_rows(key, tensor, count) for key, tensor in tensors.items()})
 
 
-def in_rows(key: tuple[str, int], found: Any, count: int) -> Any:
+def in_rows(key: tuple[str, int], tensor: Any, count: int) -> Any:
     """A row per token: tokens are the slowest axis that a router's tensor has."""
-    if found.size == 0 or found.size % count:
-        raise error(f"llama.cpp gave {found.size} numbers of {key[0]}-{key[1]} for {count} tokens")
-    return found.reshape(count, -1)
+    if tensor.size == 0 or tensor.size % count:
+        raise error(f"llama.cpp gave {tensor.size} numbers of {key[0]}-{key[1]} for {count} tokens")
+    return tensor.reshape(count, -1)
 
 
-def stacked(seen: dict[tuple[str, int], Any]) -> dict[str, Any]:
+def stacked(tensors: dict[tuple[str, int], Any]) -> dict[str, Any]:
     """Picks, scores and weights (T, L, ...) with the numbers of the layers and the scores' name."""
     import numpy as np
 
-    layers = sorted({layer for name, layer in seen if name == PICKS})
+    layers = sorted({layer for name, layer in tensors if name == PICKS})
     if not layers:
         raise error("this model has no router that llama.cpp shows: no ffn_moe_topk in its graph")
 
     def last(names: tuple[str, ...]) -> str | None:
-        return next((x for x in names if all((x, layer) in seen for layer in layers)), None)
+        return next((x for x in names if all((x, layer) in tensors for layer in layers)), None)
 
-    found: dict[str, Any] = {"layers": layers, "scores": last(SCORES), "of": last(WEIGHTS)}
-    found["picks"] = np.stack([seen[PICKS, layer] for layer in layers], 1)
-    for key, name in (("logits", found["scores"]), ("weights", found["of"])):
+    arrays: dict[str, Any] = {"layers": layers, "scores": last(SCORES), "of": last(WEIGHTS)}
+    arrays["picks"] = np.stack([tensors[PICKS, layer] for layer in layers], 1)
+    for key, name in (("logits", arrays["scores"]), ("weights", arrays["of"])):
         if name is not None:
-            found[key] = np.stack([seen[name, layer] for layer in layers], 1)
-    return found
+            arrays[key] = np.stack([tensors[name, layer] for layer in layers], 1)
+    return arrays
 
 
-def error(words: str) -> Exception:
+def error(message: str) -> Exception:
     """An error that is told without its kind."""
-    return type("EngineError", (Exception,), {})(words)
+    return type("EngineError", (Exception,), {})(message)
 
 
 def check_defaults(defaults: Any) -> None:
@@ -248,9 +248,9 @@ def quiet(llama: Any) -> tuple[Any, list[str]]:
 
 def complaint(lines: list[str]) -> str:
     """The last line of the library's log that tells of an error."""
-    told = [line.strip() for line in "".join(lines).splitlines()]
-    bad = [line for line in told if "error" in line.lower() or "fail" in line.lower()]
-    return (bad or told or [""])[0][:300]
+    log = [line.strip() for line in "".join(lines).splitlines()]
+    bad = [line for line in log if "error" in line.lower() or "fail" in line.lower()]
+    return (bad or log or [""])[0][:300]
 
 
 def context_of(llama: Any, model: Any, request: dict[str, Any], longest: int, recorder: Any) -> Any:
@@ -284,15 +284,15 @@ def decode(llama: Any, context: Any, ids: Any, vocabulary: int) -> Any:
     count = len(ids)
     batch = llama.llama_batch_init(count, 0, 1)
     batch.n_tokens = count
-    for place, token in enumerate(ids.tolist()):
-        batch.token[place], batch.pos[place], batch.n_seq_id[place] = token, place, 1
-        batch.seq_id[place][0], batch.logits[place] = 0, True
+    for position, token in enumerate(ids.tolist()):
+        batch.token[position], batch.pos[position], batch.n_seq_id[position] = token, position, 1
+        batch.seq_id[position][0], batch.logits[position] = 0, True
     code = llama.llama_decode(context, batch)
     llama.llama_batch_free(batch)
     if code != 0:
         raise RuntimeError(f"llama_decode returned {code}")
-    found = llama.llama_get_logits(context)
-    return np.ctypeslib.as_array(found, (count * vocabulary,)).reshape(count, vocabulary)
+    logits = llama.llama_get_logits(context)
+    return np.ctypeslib.as_array(logits, (count * vocabulary,)).reshape(count, vocabulary)
 
 
 def log_softmax(logits: Any) -> Any:
@@ -326,10 +326,10 @@ def check_ids(documents: list[Any], vocabulary: int) -> None:
         )
 
 
-def words_in(llama: Any, vocab: Any, places: list[int]) -> list[str]:
+def token_texts(llama: Any, vocab: Any, ids: list[int]) -> list[str]:
     """The text of some tokens."""
     get = llama.llama_vocab_get_text
-    return [(get(vocab, place) or b"").decode(errors="replace") for place in places]
+    return [(get(vocab, token) or b"").decode(errors="replace") for token in ids]
 
 
 class Opened:
@@ -344,7 +344,7 @@ class Opened:
         self.vocab = self.llama.llama_model_get_vocab(self.model)
         self.vocabulary = int(self.llama.llama_vocab_n_tokens(self.vocab))
         fetch = self.base.ggml_backend_tensor_get
-        self.recorder = Recorder(self.base.ggml_get_name, lambda x: read_tensor(x, fetch))
+        self.recorder = LlamaRecorder(self.base.ggml_get_name, lambda x: read_tensor(x, fetch))
         self.callback = self.llama.llama_cpp.ggml_backend_sched_eval_callback(self.recorder)
 
 
@@ -358,30 +358,30 @@ def run(request: dict[str, Any], documents: list[Any], tell: Callable[[int], Non
     check_ids(documents, opened.vocabulary)
     longest = max(map(len, documents))
     context, settings = context_of(llama, opened.model, request, longest, opened.callback)
-    loaded, parts = time.perf_counter(), []
-    for place, ids in enumerate(documents):
+    loaded, captures = time.perf_counter(), []
+    for number, ids in enumerate(documents):
         logits = decode(llama, context, ids, opened.vocabulary)
-        part = recorder.take(len(ids))
+        capture = recorder.take(len(ids))
         if request["logprobs"]:
-            part["logprobs"] = log_softmax(logits)
-        parts.append(part)
-        tell(place + 1)
-    told = {"load": loaded - started, "run": time.perf_counter() - loaded}
+            capture["logprobs"] = log_softmax(logits)
+        captures.append(capture)
+        tell(number + 1)
+    timings = {"load": loaded - started, "run": time.perf_counter() - loaded}
     library = str(llama.llama_cpp._lib._name)
-    return joined(parts), {
-        **facts_of(request, parts[0], settings, library),
-        "timings": told,
+    return joined(captures), {
+        **facts_of(request, captures[0], settings, library),
+        "timings": timings,
         "vocabulary": opened.vocabulary,
-        "words": words_in(llama, opened.vocab, request["words"]),
+        "words": token_texts(llama, opened.vocab, request["words"]),
         "versions": {"llama-cpp-python": llama.__version__},
     }
 
 
-def ways(request: dict[str, Any], documents: list[Any]) -> dict[str, Callable[[], None]]:
+def timing_runs(request: dict[str, Any], documents: list[Any]) -> dict[str, Callable[[], None]]:
     """Runs over all documents without and with the callback, each in a context of its own."""
     opened, longest = Opened(request), max(map(len, documents))
 
-    def way(callback: Any) -> Callable[[], None]:
+    def timing_run(callback: Any) -> Callable[[], None]:
         context, _ = context_of(opened.llama, opened.model, request, longest, callback)
 
         def go() -> None:
@@ -392,15 +392,15 @@ def ways(request: dict[str, Any], documents: list[Any]) -> dict[str, Callable[[]
 
         return go
 
-    return {"plain": way(None), "captured": way(opened.callback)}
+    return {"plain": timing_run(None), "captured": timing_run(opened.callback)}
 
 
-def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
+def joined(captures: list[dict[str, Any]]) -> dict[str, Any]:
     """The arrays of all documents, one after the other."""
     import numpy as np
 
-    names = [x for x in ("picks", "logits", "weights", "logprobs") if x in parts[0]]
-    return {name: np.concatenate([part[name] for part in parts]) for name in names}
+    names = [x for x in ("picks", "logits", "weights", "logprobs") if x in captures[0]]
+    return {name: np.concatenate([capture[name] for capture in captures]) for name in names}
 
 
 def facts_of(
@@ -472,7 +472,7 @@ def weights(request: dict[str, Any]) -> Any:
     """The tensors that a checkpoint calls by these names, dequantised to float32."""
     gguf = importlib.import_module("gguf")
     reader = gguf.GGUFReader(request["model"])
-    kinds, found = tensor_kinds(request["model"]), {x.name: x for x in reader.tensors}
+    kinds, tensors = tensor_kinds(request["model"]), {x.name: x for x in reader.tensors}
     architecture = kinds["architecture"]
     arches = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
     blocks = int(reader.get_field(f"{architecture}.block_count").contents())
@@ -486,10 +486,10 @@ def weights(request: dict[str, Any]) -> Any:
     for name in request["names"]:
         stacked_name, expert = unstacked(name)
         stored = names.get_name(stacked_name, try_suffixes=(".weight", ".bias"))
-        if stored not in found:
+        if stored not in tensors:
             raise error(f"{request['model']} has no {name} ({stored}): it is of another model")
         if stored not in cache:
-            tensor = found[stored]
+            tensor = tensors[stored]
             flat = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
             cache = {stored: flat.reshape([int(n) for n in reversed(tensor.shape)])}
         value = cache[stored] if expert is None else cache[stored][expert]

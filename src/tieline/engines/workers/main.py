@@ -11,9 +11,10 @@ The folder holds `request.json` and `tokens.npy`; the answer is `answer.npz`, co
 
 WORKER is a file with `run(request, documents, tell)`, which returns arrays and facts. Jobs beside
 "capture" are "weights", the tensors of the model in float32 by the names of a checkpoint, and
-"time", the processor seconds of the runs that the worker's `ways(request, documents)` returns by
-name. One line of JSON per document, and one for an error, go to the stdout that the parent reads;
-whatever the engine prints goes to stderr. If the parent dies, this process group ends.
+"time", the processor seconds of the runs that the worker's `timing_runs(request, documents)`
+returns by name. One line of JSON per document, and one for an error, go to the stdout that the
+parent reads; whatever the engine prints goes to stderr. If the parent dies, this process group
+ends.
 """
 
 from __future__ import annotations
@@ -30,12 +31,8 @@ from pathlib import Path
 from typing import Any
 
 FAILED = 3
-"""Exit code after an error that was told."""
+"""Exit code after an error that was reported."""
 MOST_LETTERS = 400
-
-
-class EngineError(Exception):
-    """Something that the user can change, told in one line."""
 
 
 def documents_of(tokens: Any, lengths: list[int]) -> list[Any]:
@@ -56,18 +53,18 @@ def keys_of(documents: list[Any]) -> dict[str, Any]:
     }
 
 
-def timed(ways: dict[str, Callable[[], None]], rounds: int) -> dict[str, Any]:
+def timed(runs: dict[str, Callable[[], None]], rounds: int) -> dict[str, Any]:
     """Processor seconds of each way in every round, in turns; a first round only warms up."""
     import numpy as np
 
-    found: dict[str, list[float]] = {name: [] for name in ways}
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(rounds + 1):
-        for name in sorted(ways, reverse=bool(turn % 2)):  # no way is always the first
+        for name in sorted(runs, reverse=bool(turn % 2)):  # no way is always the first
             started = time.process_time()
-            ways[name]()
+            runs[name]()
             if turn:
-                found[name].append(time.process_time() - started)
-    return {name: np.array(seconds) for name, seconds in found.items()}
+                seconds[name].append(time.process_time() - started)
+    return {name: np.array(values) for name, values in seconds.items()}
 
 
 def answer(folder: Path, worker: Any, tell: Callable[[dict[str, Any]], None]) -> None:
@@ -79,16 +76,16 @@ def answer(folder: Path, worker: Any, tell: Callable[[dict[str, Any]], None]) ->
     documents = documents_of(tokens, request["lengths"])
     started = time.perf_counter()
     if request["job"] == "time":
-        arrays, facts = timed(worker.ways(request, documents), request["rounds"]), {}
+        arrays, facts = timed(worker.timing_runs(request, documents), request["rounds"]), {}
     else:
         arrays, facts = worker.run(request, documents, lambda done: tell({"done": done}))
     facts["timings"] = {**facts.get("timings", {}), "worker": time.perf_counter() - started}
     facts["python"] = sys.version.split()[0]
     if request["job"] == "capture":
         arrays = {**keys_of(documents), **arrays}
-    told = np.frombuffer(json.dumps(facts).encode(), dtype=np.uint8)
+    encoded = np.frombuffer(json.dumps(facts).encode(), dtype=np.uint8)
     half = folder / "half.npz"
-    np.savez(half, facts=told, **arrays)
+    np.savez(half, facts=encoded, **arrays)
     half.rename(folder / "answer.npz")
 
 
@@ -102,11 +99,15 @@ def load_worker(path: Path) -> Any:
     return module
 
 
-def words_of(problem: BaseException) -> str:
+def error_message(problem: BaseException) -> str:
     """Kind and message of an error, its first lines and letters only."""
     lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
-    said = " ".join(lines[:3])[:MOST_LETTERS]
-    return said if type(problem).__name__ == "EngineError" else f"{type(problem).__name__}: {said}"
+    message = " ".join(lines[:3])[:MOST_LETTERS]
+    return (
+        message
+        if type(problem).__name__ == "EngineError"
+        else f"{type(problem).__name__}: {message}"
+    )
 
 
 def end_with_parent() -> None:
@@ -123,7 +124,7 @@ def end_with_parent() -> None:
 def main() -> int:
     """Answer the request; the exit code is 0 if there is an answer."""
     here = str(Path(__file__).parent)
-    sys.path[:] = [place for place in sys.path if place != here]
+    sys.path[:] = [entry for entry in sys.path if entry != here]
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     if os.environ.get("TIELINE_WORKER_ALONE") is None:
@@ -137,7 +138,7 @@ def main() -> int:
         answer(Path(sys.argv[2]), load_worker(Path(sys.argv[1])), tell)
     except BaseException as problem:
         missing = isinstance(problem, ModuleNotFoundError) and problem.name
-        tell({"error": words_of(problem), "missing": missing or None})
+        tell({"error": error_message(problem), "missing": missing or None})
         raise
     return 0
 

@@ -21,9 +21,9 @@ EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(\w+)\.weight")
 BLOCKS = ("SwitchGLU", "SwitchMLP")
 
 
-def error(words: str) -> Exception:
+def error(message: str) -> Exception:
     """An error that is told without its kind."""
-    return type("EngineError", (Exception,), {})(words)
+    return type("EngineError", (Exception,), {})(message)
 
 
 def spied(
@@ -32,20 +32,20 @@ def spied(
     after: Callable[[Any], None] | None = None,
 ) -> None:
     """Make a module an instance of a subclass that shows its arguments and its result."""
-    own = type(module)
+    base = type(module)
 
-    def call(self: Any, *args: Any, **named: Any) -> Any:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if before is not None:
-            before(*args, **named)
-        result = own.__call__(self, *args, **named)
+            before(*args, **kwargs)
+        result = base.__call__(self, *args, **kwargs)
         if after is not None:
             after(result)
         return result
 
-    module.__class__ = type(own.__name__, (own,), {"__call__": call})
+    module.__class__ = type(base.__name__, (base,), {"__call__": call})
 
 
-class Recorder:
+class MlxRecorder:
     """Records of the routers of a model, by layer.
 
     Args:
@@ -55,26 +55,26 @@ class Recorder:
     def __init__(self, modules: list[tuple[str, Any]]) -> None:
         self.logits: dict[int, Any] = {}
         self.picks: dict[int, Any] = {}
-        named = dict(modules)
+        modules_by_name = dict(modules)
         for name, module in modules:
             if type(module).__name__ in BLOCKS:
-                self._watch(name, module, named)
+                self._watch(name, module, modules_by_name)
 
-    def _watch(self, name: str, block: Any, named: dict[str, Any]) -> None:
+    def _watch(self, name: str, block: Any, modules_by_name: dict[str, Any]) -> None:
         layer = layer_number(name)
         parent = name.rpartition(".")[0]
-        gates = [named.get(f"{parent}.{gate}") for gate in ("gate", "router")]
+        gates = [modules_by_name.get(f"{parent}.{gate}") for gate in ("gate", "router")]
         spied(block, before=lambda x, indices, *_, **__: self._picks(layer, indices))
         for gate in gates:
             if gate is not None:
-                spied(gate, after=lambda found: self._logits(layer, found))
+                spied(gate, after=lambda logits: self._logits(layer, logits))
 
     def _picks(self, layer: int, indices: Any) -> None:
         self.picks[layer] = indices
 
-    def _logits(self, layer: int, found: Any) -> None:
-        if hasattr(found, "shape"):
-            self.logits[layer] = found
+    def _logits(self, layer: int, output: Any) -> None:
+        if hasattr(output, "shape"):
+            self.logits[layer] = output
 
     def take(self, count: int, array: Callable[[Any], Any]) -> dict[str, Any]:
         """Arrays (T, L, ...) of one document of T tokens."""
@@ -85,23 +85,23 @@ class Recorder:
         layers = sorted(picks)
         if not layers:
             raise error("this model has no block of experts that mlx-lm routes to")
-        found: dict[str, Any] = {"layers": layers}
-        found["picks"] = np.stack([in_rows(array(picks[x]), count) for x in layers], 1)
+        arrays: dict[str, Any] = {"layers": layers}
+        arrays["picks"] = np.stack([in_rows(array(picks[x]), count) for x in layers], 1)
         if all(layer in logits for layer in layers):
-            found["logits"] = np.stack([in_rows(array(logits[x]), count) for x in layers], 1)
-        return found
+            arrays["logits"] = np.stack([in_rows(array(logits[x]), count) for x in layers], 1)
+        return arrays
 
 
-def in_rows(found: Any, count: int) -> Any:
+def in_rows(array: Any, count: int) -> Any:
     """A row per token, without the batch axis."""
-    if found.size == 0 or found.size % count:
-        raise error(f"mlx-lm routed {found.shape} numbers for {count} tokens")
-    return found.reshape(count, -1)
+    if array.size == 0 or array.size % count:
+        raise error(f"mlx-lm routed {array.shape} numbers for {count} tokens")
+    return array.reshape(count, -1)
 
 
 def layer_number(name: str) -> int:
     """The number of the layer in the name of a module."""
-    numbers = [part for part in name.split(".") if part.isdigit()]
+    numbers = [segment for segment in name.split(".") if segment.isdigit()]
     if not numbers:
         raise error(f"no layer number in {name}")
     return int(numbers[0])
@@ -112,14 +112,16 @@ def opened(request: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
     core = importlib.import_module("mlx.core")
     core.set_default_device(core.cpu)
     utils = importlib.import_module("mlx_lm.utils")
-    place = Path(request["model"])
-    if not place.is_dir():
-        found = utils.hf_repo_to_path if hasattr(utils, "hf_repo_to_path") else utils.get_model_path
-        place = Path(found(request["model"]))
+    folder = Path(request["model"])
+    if not folder.is_dir():
+        resolve = (
+            utils.hf_repo_to_path if hasattr(utils, "hf_repo_to_path") else utils.get_model_path
+        )
+        folder = Path(resolve(request["model"]))
     try:
-        model, config = utils.load_model(place)
+        model, config = utils.load_model(folder)
     except ValueError as problem:
-        raise error(f"mlx-lm does not take {place}: {problem}") from problem
+        raise error(f"mlx-lm does not take {folder}: {problem}") from problem
     return core, model, config
 
 
@@ -127,34 +129,34 @@ def achieved(core: Any, model: Any) -> dict[str, float]:
     """Bits per weight, and the share of the weights that are quantised."""
     bits = weights = quantised = 0
     for _, module in model.named_modules():
-        own = {key: value for key, value in module.items() if isinstance(value, core.array)}
-        for key, value in own.items():
+        arrays = {key: value for key, value in module.items() if isinstance(value, core.array)}
+        for key, value in arrays.items():
             count = value.size
             bits += 8 * value.nbytes
-            if key == "weight" and "scales" in own:
+            if key == "weight" and "scales" in arrays:
                 count = value.size * 32 // int(module.bits)
                 quantised += count
-            if key not in ("scales", "biases") or "scales" not in own:
+            if key not in ("scales", "biases") or "scales" not in arrays:
                 weights += count
     return {"bits": bits / weights, "share": quantised / weights}
 
 
-def check_quantised(config: dict[str, Any], found: dict[str, float]) -> None:
+def check_quantised(config: dict[str, Any], sizes: dict[str, float]) -> None:
     """Refuse a model that says it is quantised and is not."""
-    wanted = config.get("quantization") or config.get("quantization_config")
-    if wanted and found["share"] < 0.5:
+    stated = config.get("quantization") or config.get("quantization_config")
+    if stated and sizes["share"] < 0.5:
         raise error(
-            f"this model says it is quantised to {wanted.get('bits', '?')} bits and has "
-            f"{found['bits']:.2f} bits per weight: {found['share']:.0%} of its weights are "
+            f"this model says it is quantised to {stated.get('bits', '?')} bits and has "
+            f"{sizes['bits']:.2f} bits per weight: {sizes['share']:.0%} of its weights are "
             "quantised (is its width a multiple of the group size?)"
         )
 
 
 def dtype_of(config: dict[str, Any], model: Any, share: float) -> str:
     """The number format whose noise the weights and the arithmetic make."""
-    wanted = config.get("quantization") or config.get("quantization_config") or {}
-    if share and int(wanted.get("bits", 0)) in (4, 8):
-        return f"int{wanted['bits']}_group"
+    stated = config.get("quantization") or config.get("quantization_config") or {}
+    if share and int(stated.get("bits", 0)) in (4, 8):
+        return f"int{stated['bits']}_group"
     kinds = {str(x.dtype).rpartition(".")[2] for x in _arrays(model)} - {"uint32"}
     back = {long: short for short, long in FORMATS.items()}
     return back.get(next(iter(kinds)), "fp32") if len(kinds) == 1 else "fp32"
@@ -171,31 +173,31 @@ def run(request: dict[str, Any], documents: list[Any], tell: Callable[[int], Non
 
     started = time.perf_counter()
     core, model, config = opened(request)
-    found = achieved(core, model)
-    check_quantised(config, found)
-    dtype = dtype_of(config, model, found["share"])
+    sizes = achieved(core, model)
+    check_quantised(config, sizes)
+    dtype = dtype_of(config, model, sizes["share"])
     if request["job"] == "weights":
-        return weights(core, model, request["names"]), {**found, "dtype": dtype}
+        return weights(core, model, request["names"]), {**sizes, "dtype": dtype}
     prepared(core, model, request)
-    recorder = Recorder(list(model.named_modules()))
-    loaded, parts = time.perf_counter(), []
-    for place, ids in enumerate(documents):
+    recorder = MlxRecorder(list(model.named_modules()))
+    loaded, captures = time.perf_counter(), []
+    for number, ids in enumerate(documents):
         logits = forward(core, model, ids.astype(np.int32))
-        part = recorder.take(len(ids), lambda value: array(core, value))
+        capture = recorder.take(len(ids), lambda value: array(core, value))
         if request["logprobs"]:
-            part["logprobs"] = log_softmax(array(core, logits)[0])
-        parts.append(part)
-        tell(place + 1)
-    names = [x for x in ("picks", "logits", "logprobs") if x in parts[0]]
-    arrays = {name: np.concatenate([part[name] for part in parts]) for name in names}
+            capture["logprobs"] = log_softmax(array(core, logits)[0])
+        captures.append(capture)
+        tell(number + 1)
+    names = [x for x in ("picks", "logits", "logprobs") if x in captures[0]]
+    arrays = {name: np.concatenate([capture[name] for capture in captures]) for name in names}
     return arrays, {
-        "layers": [f"model.layers.{layer}.mlp.gate" for layer in parts[0]["layers"]],
+        "layers": [f"model.layers.{layer}.mlp.gate" for layer in captures[0]["layers"]],
         "units": "logits",
-        "dtype": dtype_of(config, model, found["share"]),
-        "bits": found["bits"],
+        "dtype": dtype_of(config, model, sizes["share"]),
+        "bits": sizes["bits"],
         "architecture": str(config.get("model_type", "")),
         "versions": versions(),
-        "settings": {"device": "cpu", "weights quantised": found["share"]},
+        "settings": {"device": "cpu", "weights quantised": sizes["share"]},
         "timings": {"load": loaded - started, "run": time.perf_counter() - loaded},
     }
 
@@ -215,13 +217,13 @@ def array(core: Any, value: Any) -> Any:
     return np.array(value.astype(wide))
 
 
-def ways(request: dict[str, Any], documents: list[Any]) -> dict[str, Callable[[], None]]:
+def timing_runs(request: dict[str, Any], documents: list[Any]) -> dict[str, Callable[[], None]]:
     """Runs over all documents without and with capture, each with a model of its own."""
 
-    def way(watched: bool) -> Callable[[], None]:
+    def timing_run(watched: bool) -> Callable[[], None]:
         core, model, _ = opened(request)
         prepared(core, model, request)
-        recorder = Recorder(list(model.named_modules())) if watched else None
+        recorder = MlxRecorder(list(model.named_modules())) if watched else None
 
         def go() -> None:
             for ids in documents:
@@ -231,7 +233,7 @@ def ways(request: dict[str, Any], documents: list[Any]) -> dict[str, Callable[[]
 
         return go
 
-    return {"plain": way(False), "captured": way(True)}
+    return {"plain": timing_run(False), "captured": timing_run(True)}
 
 
 def forward(core: Any, model: Any, ids: Any) -> Any:
@@ -242,8 +244,8 @@ def forward(core: Any, model: Any, ids: Any) -> Any:
     except RuntimeError as problem:
         if "only supports float32" not in str(problem):
             raise
-        words = "mlx routes on a CPU in float32 only: leave --engine-defaults and --dtype away"
-        raise error(f"{words} ({problem})") from problem
+        message = "mlx routes on a CPU in float32 only: leave --engine-defaults and --dtype away"
+        raise error(f"{message} ({problem})") from problem
     return logits
 
 
@@ -262,7 +264,7 @@ def log_softmax(logits: Any) -> Any:
     return (wide - np.log(np.exp(wide).sum(1, keepdims=True))).astype(np.float32)
 
 
-def place_of(name: str) -> tuple[str, str, int | None]:
+def module_of(name: str) -> tuple[str, str, int | None]:
     """Module and parameter of mlx-lm, and the expert's number, for a name in a checkpoint."""
     match = EXPERT.fullmatch(name)
     if match is None:
@@ -278,12 +280,12 @@ def weights(core: Any, model: Any, names: list[str]) -> dict[str, Any]:
 
     modules, cache, arrays = dict(model.named_modules()), {}, {}
     for name in names:
-        place, parameter, expert = place_of(name)
-        if place not in modules or parameter not in modules[place]:
+        module_name, parameter, expert = module_of(name)
+        if module_name not in modules or parameter not in modules[module_name]:
             raise error(f"mlx-lm's model has no {name}: it is of another model")
-        if (place, parameter) not in cache:
-            cache = {(place, parameter): _whole(core, modules[place], parameter)}
-        value = cache[place, parameter]
+        if (module_name, parameter) not in cache:
+            cache = {(module_name, parameter): _dequantised(core, modules[module_name], parameter)}
+        value = cache[module_name, parameter]
         arrays[name] = np.ascontiguousarray(value if expert is None else value[expert])
     return arrays
 
@@ -295,7 +297,7 @@ def wide(core: Any, value: Any) -> Any:
     return value.astype(core.float32)
 
 
-def _whole(core: Any, module: Any, parameter: str) -> Any:
+def _dequantised(core: Any, module: Any, parameter: str) -> Any:
     """One parameter in float32, dequantised if it is quantised."""
     import numpy as np
 

@@ -28,16 +28,16 @@ SETTINGS = {
 """Of the process; one that is set already stays."""
 
 
-def error(words: str) -> Exception:
+def error(message: str) -> Exception:
     """An error that is told without its kind."""
-    return type("EngineError", (Exception,), {})(words)
+    return type("EngineError", (Exception,), {})(message)
 
 
-class Recorder:
+class VllmRecorder:
     """What the routers of a model computed since the last `take`, by layer."""
 
     def __init__(self) -> None:
-        self.seen: dict[int, tuple[Any, Any, Any]] = {}
+        self.calls: dict[int, tuple[Any, Any, Any]] = {}
         self.ranked = True
 
     def watch(self, layer: int, router: Any) -> None:
@@ -46,9 +46,9 @@ class Recorder:
         bias = getattr(router, "e_score_correction_bias", None)
         self.ranked = self.ranked and bias is None
 
-        def spied(hidden: Any, logits: Any, *args: Any, **named: Any) -> Any:
-            weights, ids = compute(hidden, logits, *args, **named)
-            self.seen[layer] = tuple(
+        def spied(hidden: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
+            weights, ids = compute(hidden, logits, *args, **kwargs)
+            self.calls[layer] = tuple(
                 x.detach().float().clone() if x.is_floating_point() else x.detach().clone()
                 for x in (logits, weights, ids)
             )
@@ -60,29 +60,29 @@ class Recorder:
         """Arrays (T, L, ...) of one document of T tokens."""
         import numpy as np
 
-        seen, self.seen = self.seen, {}
-        layers = sorted(seen)
+        calls, self.calls = self.calls, {}
+        layers = sorted(calls)
         if not layers:
             raise error("no router of this model ran: is it a Mixture of Experts?")
-        rows = {len(ids) for _, _, ids in seen.values()}
+        rows = {len(ids) for _, _, ids in calls.values()}
         if rows != {count}:
             raise error(f"vLLM routed {sorted(rows)} rows for a document of {count} tokens")
-        columns = [np.stack([seen[x][place].numpy() for x in layers], 1) for place in range(3)]
-        found = {"layers": layers, "weights": columns[1], "picks": columns[2].astype(np.int32)}
+        columns = [np.stack([calls[x][index].numpy() for x in layers], 1) for index in range(3)]
+        arrays = {"layers": layers, "weights": columns[1], "picks": columns[2].astype(np.int32)}
         if self.ranked:
-            found["logits"] = columns[0]
-        return found
+            arrays["logits"] = columns[0]
+        return arrays
 
 
 def routers(model: Any) -> list[tuple[int, Any]]:
     """Layer and router of every block of experts."""
-    found = []
+    pairs = []
     for name, module in model.named_modules():
         router = getattr(module, "router", None)
         if hasattr(router, "_compute_routing"):
-            numbers = [part for part in name.split(".") if part.isdigit()]
-            found.append((int(numbers[0]), router))
-    return found
+            numbers = [segment for segment in name.split(".") if segment.isdigit()]
+            pairs.append((int(numbers[0]), router))
+    return pairs
 
 
 def engine_of(request: dict[str, Any], longest: int) -> Any:
@@ -119,25 +119,25 @@ def run(request: dict[str, Any], documents: list[Any], tell: Callable[[int], Non
         raise error("the weights that vLLM quantises cannot be read back here")
     started = time.perf_counter()
     llm = engine_of(request, max(map(len, documents)))
-    model, recorder = model_of(llm), Recorder()
+    model, recorder = model_of(llm), VllmRecorder()
     watched = routers(model)
     for layer, router in watched:
         recorder.watch(layer, router)
     states: list[Any] = []
     if request["logprobs"]:
         model.register_forward_hook(lambda _module, _args, out: states.append(out))
-    loaded, parts = time.perf_counter(), []
-    for place, ids in enumerate(documents):
+    loaded, captures = time.perf_counter(), []
+    for number, ids in enumerate(documents):
         generate(llm, ids)
-        part = recorder.take(len(ids))
+        capture = recorder.take(len(ids))
         if request["logprobs"]:
-            part["logprobs"] = logprobs(model, states, len(ids))
-        parts.append(part)
-        tell(place + 1)
-    names = [x for x in ("picks", "logits", "weights", "logprobs") if x in parts[0]]
-    arrays = {name: np.concatenate([part[name] for part in parts]) for name in names}
-    told = {"load": loaded - started, "run": time.perf_counter() - loaded}
-    return arrays, facts_of(llm, watched, parts[0]["layers"]) | {"timings": told}
+            capture["logprobs"] = logprobs(model, states, len(ids))
+        captures.append(capture)
+        tell(number + 1)
+    names = [x for x in ("picks", "logits", "weights", "logprobs") if x in captures[0]]
+    arrays = {name: np.concatenate([capture[name] for capture in captures]) for name in names}
+    timings = {"load": loaded - started, "run": time.perf_counter() - loaded}
+    return arrays, facts_of(llm, watched, captures[0]["layers"]) | {"timings": timings}
 
 
 def generate(llm: Any, ids: Any) -> None:
@@ -147,19 +147,19 @@ def generate(llm: Any, ids: Any) -> None:
     llm.generate([{"prompt_token_ids": ids.tolist()}], sampling, use_tqdm=False)
 
 
-def ways(request: dict[str, Any], documents: list[Any]) -> dict[str, Callable[[], None]]:
+def timing_runs(request: dict[str, Any], documents: list[Any]) -> dict[str, Callable[[], None]]:
     """Runs over all documents without and with capture, the routers exchanged in between."""
     llm = engine_of(request, max(map(len, documents)))
-    recorder, watched = Recorder(), routers(model_of(llm))
+    recorder, watched = VllmRecorder(), routers(model_of(llm))
     plain = [router._compute_routing for _, router in watched]
     for layer, router in watched:
         recorder.watch(layer, router)
     spied = [router._compute_routing for _, router in watched]
 
-    def way(methods: list[Any]) -> Callable[[], None]:
+    def timing_run(methods: list[Any]) -> Callable[[], None]:
         def go() -> None:
-            for place, (_, router) in enumerate(watched):
-                router._compute_routing = methods[place]
+            for index, (_, router) in enumerate(watched):
+                router._compute_routing = methods[index]
             for ids in documents:
                 generate(llm, ids)
                 if methods is spied:
@@ -167,7 +167,7 @@ def ways(request: dict[str, Any], documents: list[Any]) -> dict[str, Callable[[]
 
         return go
 
-    return {"plain": way(plain), "captured": way(spied)}
+    return {"plain": timing_run(plain), "captured": timing_run(spied)}
 
 
 def logprobs(model: Any, states: list[Any], count: int) -> Any:

@@ -48,7 +48,7 @@ class Ledger(Result):
     """
 
     format: ClassVar[str] = "tieline-ledger"
-    words: ClassVar[bool] = True
+    nonfinite_as_text: ClassVar[bool] = True
 
     provenance: Provenance
     papers: tuple[PaperTitle, ...]

@@ -96,7 +96,7 @@ class ResultStore:
         """Write the result, whole or not at all."""
         self.folder.mkdir(parents=True, exist_ok=True)
         head = {"format": FORMAT, "version": VERSION, "key": result_key(claim, run)}
-        record = head | {"outcome": to_plain(outcome, words=True)}
+        record = head | {"outcome": to_plain(outcome, nonfinite_as_text=True)}
         text = json.dumps(record, allow_nan=False, indent=1) + "\n"
         write_whole(self._path(claim, run), text.encode())
 
@@ -198,4 +198,4 @@ def _groups(todo: Sequence[Claim], fast: bool) -> list[list[Claim]]:
 
 def _remote(names: Sequence[str], run: Run) -> list[Any]:
     """Test claims in a worker and return plain values."""
-    return [to_plain(run_claim(all_claims()[name], run), words=True) for name in names]
+    return [to_plain(run_claim(all_claims()[name], run), nonfinite_as_text=True) for name in names]

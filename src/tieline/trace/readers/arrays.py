@@ -71,8 +71,8 @@ def _flat_routes(ids: np.ndarray, arrays: Mapping[str, np.ndarray], name: str) -
     weights, scores = _first(arrays, WEIGHTS), _first(arrays, SCORES)
     for prompt, answer in PROMPTS:
         if prompt in arrays and answer in arrays and "tokens" not in arrays:
-            whole = np.concatenate([arrays[prompt].ravel(), arrays[answer].ravel()])
-            request = Request(ids, whole, weights=weights, scores=scores)
+            sequence = np.concatenate([arrays[prompt].ravel(), arrays[answer].ravel()])
+            request = Request(ids, sequence, weights=weights, scores=scores)
             return replace(assemble([request], "array", name), n_experts=_stated(arrays))
     tokens, documents, positions = (arrays.get(key) for key in TOKEN_KEYS)
     stated = _stated(arrays)
@@ -94,40 +94,40 @@ def _first(arrays: Mapping[str, np.ndarray], names: Sequence[str]) -> np.ndarray
 
 def _samples(arrays: Mapping[str, np.ndarray]) -> list[tuple[np.ndarray, np.ndarray | None]]:
     """Ids and tokens of arrays that are numbered by sample."""
-    found = []
-    while f"{ROLLOUT}_{len(found)}" in arrays:
-        number = len(found)
-        found.append((arrays[f"{ROLLOUT}_{number}"], arrays.get(f"tokens_{number}")))
-    return found
+    samples = []
+    while f"{ROLLOUT}_{len(samples)}" in arrays:
+        number = len(samples)
+        samples.append((arrays[f"{ROLLOUT}_{number}"], arrays.get(f"tokens_{number}")))
+    return samples
 
 
 def _per_layer(arrays: Mapping[str, np.ndarray], name: str) -> np.ndarray | None:
     """Ids (tokens, layers, k) from arrays that are numbered by layer."""
-    parts: list[np.ndarray] = []
-    while f"moe_topk_indices.{len(parts)}" in arrays:
-        parts.append(arrays[f"moe_topk_indices.{len(parts)}"])
-    shapes = {part.shape for part in parts}
-    fits = len(shapes) <= 1 and all(part.ndim == 2 for part in parts)
+    per_layer: list[np.ndarray] = []
+    while f"moe_topk_indices.{len(per_layer)}" in arrays:
+        per_layer.append(arrays[f"moe_topk_indices.{len(per_layer)}"])
+    shapes = {layer.shape for layer in per_layer}
+    fits = len(shapes) <= 1 and all(layer.ndim == 2 for layer in per_layer)
     require(fits, f"{name}: layers must be (tokens, k) alike, got {sorted(shapes)[:4]}", TraceError)
-    return np.stack(parts, 1) if parts else None
+    return np.stack(per_layer, 1) if per_layer else None
 
 
-def _rollout_producer(parts: Sequence[np.ndarray]) -> str:
+def _rollout_producer(arrays: Sequence[np.ndarray]) -> str:
     """The program that pads with -1, or the one that pads with zeros."""
-    return "miles" if any(bool((part == -1).any()) for part in parts) else "slime"
+    return "miles" if any(bool((array == -1).any()) for array in arrays) else "slime"
 
 
 def _array_name(arrays: Mapping[str, np.ndarray], name: str) -> str:
     """The array of experts among those of a file."""
-    for known in NAMES:
-        if known in arrays:
-            return known
+    for candidate in NAMES:
+        if candidate in arrays:
+            return candidate
     others = {*WEIGHTS, *SCORES}
     candidates = [key for key, a in arrays.items() if a.ndim in (3, 4) and key not in others]
-    found = {key[:40]: array.shape for key, array in list(arrays.items())[:5]}
+    shapes = {key[:40]: array.shape for key, array in list(arrays.items())[:5]}
     require(
         len(candidates) == 1,
-        f"{name}: need one array of shape (tokens, layers, k), or one called {ARRAY}; got {found}",
+        f"{name}: need one array of shape (tokens, layers, k), or one called {ARRAY}; got {shapes}",
         TraceError,
     )
     return candidates[0]
@@ -158,8 +158,8 @@ def batch_routes(
     shown = _between_ends(~blank) if mask is None else mask.astype(bool)
     unwritten = _last_shown(shown) & blank
     others = bool((shown & blank & ~unwritten).any())
-    told = ids.shape[3] > 1 or live or (len(ids) >= LEAST_SEQUENCES and not others)
-    if told and bool(unwritten.any(1).all()):  # the last token of every sequence has no row
+    certain = ids.shape[3] > 1 or live or (len(ids) >= LEAST_SEQUENCES and not others)
+    if certain and bool(unwritten.any(1).all()):  # the last token of every sequence has no row
         shown = shown & ~unwritten
     require(bool(shown.any()), f"{name}: no token was routed in any layer", TraceError)
     requests = [
@@ -167,9 +167,11 @@ def batch_routes(
         for row in range(len(ids))
         if shown[row].any()
     ]
-    said = [f"{int((~shown).sum())} of {shown.size} places of the batch are padding or last tokens"]
+    notes = [
+        f"{int((~shown).sum())} of {shown.size} places of the batch are padding or last tokens"
+    ]
     kinds = ("slime", "miles") if rollout else ("verl", "nemo")
-    return assemble(requests, kinds[live], name, said)
+    return assemble(requests, kinds[live], name, notes)
 
 
 def _between_ends(used: np.ndarray) -> np.ndarray:

@@ -26,7 +26,7 @@ class Fields(NamedTuple):
     """Names of the fields of a producer; the first that is there counts.
 
     Attributes:
-        whole: routes of prompt and answer, or of the answer alone beside `prompt`.
+        routes: routes of prompt and answer, or of the answer alone beside `prompt`.
         prompt: routes of the prompt.
         answer: routes of the answer alone.
         prompt_ids: token ids of the prompt.
@@ -34,7 +34,7 @@ class Fields(NamedTuple):
         start: position of the first row.
     """
 
-    whole: tuple[str, ...]
+    routes: tuple[str, ...]
     prompt: tuple[str, ...]
     answer: tuple[str, ...]
     prompt_ids: tuple[str, ...] = ("prompt_token_ids",)
@@ -65,11 +65,13 @@ def completion_routes(
     """
     fields = FIELDS[producer]
     requests = [
-        request for place, answer in answers for request in _requests(answer, fields, place, start)
+        request
+        for origin, answer in answers
+        for request in _requests(answer, fields, origin, start)
     ]
     require(
         bool(requests),
-        f"{name}: no field {' or '.join(fields.whole + fields.prompt)} in any answer: were routes "
+        f"{name}: no field {' or '.join(fields.routes + fields.prompt)} in any answer: were routes "
         "asked for (vLLM: enable_return_routed_experts)?",
         TraceError,
     )
@@ -85,30 +87,34 @@ def field(thing: Any, *names: str) -> Any:
     return None
 
 
-def _requests(answer: Any, fields: Fields, place: str, start: int | None) -> Iterator[Request]:
-    parts = field(answer, "choices", "outputs")
-    parts = [answer] if parts is None else parts
-    require(isinstance(parts, list | tuple), f"{place}: choices must be a list", TraceError)
-    for number, part in enumerate(parts):
-        where = place if part is answer else f"{place}: choices[{number}]"
-        found = _rows(answer, part, fields, where)
-        if found is not None:
-            first = _start(answer, part, fields, where) if start is None else start
-            yield Request(found, _tokens(answer, part, fields, where), first)
+def _requests(answer: Any, fields: Fields, origin: str, start: int | None) -> Iterator[Request]:
+    choices = field(answer, "choices", "outputs")
+    choices = [answer] if choices is None else choices
+    require(isinstance(choices, list | tuple), f"{origin}: choices must be a list", TraceError)
+    for number, choice in enumerate(choices):
+        where = origin if choice is answer else f"{origin}: choices[{number}]"
+        rows = _rows(answer, choice, fields, where)
+        if rows is not None:
+            first = _start(answer, choice, fields, where) if start is None else start
+            yield Request(rows, _tokens(answer, choice, fields, where), first)
 
 
-def _rows(answer: Any, part: Any, fields: Fields, where: str) -> np.ndarray | None:
+def _rows(answer: Any, choice: Any, fields: Fields, where: str) -> np.ndarray | None:
     """The rows of one choice: all of them, or those of the prompt and of the answer joined."""
-    whole = _array(part, fields.whole, where)
-    prompt = _array(part, fields.prompt, where)
+    routes = _array(choice, fields.routes, where)
+    prompt = _array(choice, fields.prompt, where)
     if prompt is None:
         prompt = _array(answer, fields.prompt, where)
-    own = _array(part, fields.answer, where)
-    if whole is not None and (prompt is None or _holds(whole, prompt)):
-        return whole
-    rows = [x for x in (prompt, whole if own is None else own) if x is not None and len(x)]
+    answer_rows = _array(choice, fields.answer, where)
+    if routes is not None and (prompt is None or _holds(routes, prompt)):
+        return routes
+    rows = [
+        x
+        for x in (prompt, routes if answer_rows is None else answer_rows)
+        if x is not None and len(x)
+    ]
     if not rows:
-        return whole
+        return routes
     shapes = {x.shape[1:] for x in rows}
     require(
         len(shapes) == 1 and all(x.ndim == 3 for x in rows),
@@ -118,42 +124,42 @@ def _rows(answer: Any, part: Any, fields: Fields, where: str) -> np.ndarray | No
     return np.concatenate(rows)
 
 
-def _holds(whole: np.ndarray, prompt: np.ndarray) -> bool:
+def _holds(rows: np.ndarray, prompt: np.ndarray) -> bool:
     """Whether the rows of the prompt are the first of the whole already, as Megatron has them."""
-    return len(whole) >= len(prompt) and np.array_equal(whole[: len(prompt)], prompt)
+    return len(rows) >= len(prompt) and np.array_equal(rows[: len(prompt)], prompt)
 
 
 def _array(thing: Any, names: tuple[str, ...], where: str) -> np.ndarray | None:
     value = field(thing, *names)
     if value is None:
         return None
-    place = f"{where}.{next(name for name in names if field(thing, name) is not None)}"
-    found = array_in(value, place)
+    label = f"{where}.{next(name for name in names if field(thing, name) is not None)}"
+    array = array_in(value, label)
     require(
-        found.ndim == 3 and found.dtype.kind in "iu",
-        f"{place}: needs integers of shape (tokens, layers, k), got {found.dtype} of {found.shape}",
+        array.ndim == 3 and array.dtype.kind in "iu",
+        f"{label}: needs integers of shape (tokens, layers, k), got {array.dtype} of {array.shape}",
         TraceError,
     )
-    return found
+    return array
 
 
-def _tokens(answer: Any, part: Any, fields: Fields, where: str) -> np.ndarray | None:
-    prompt = field(part, *fields.prompt_ids)
+def _tokens(answer: Any, choice: Any, fields: Fields, where: str) -> np.ndarray | None:
+    prompt = field(choice, *fields.prompt_ids)
     prompt = field(answer, *fields.prompt_ids) if prompt is None else prompt
-    own = field(part, *fields.answer_ids)
-    if prompt is None or own is None:
+    answer_ids = field(choice, *fields.answer_ids)
+    if prompt is None or answer_ids is None:
         return None
-    both = [array_in(list(ids), f"{where}: token ids") for ids in (prompt, own) if len(ids)]
+    both = [array_in(list(ids), f"{where}: token ids") for ids in (prompt, answer_ids) if len(ids)]
     fits = bool(both) and all(ids.ndim == 1 and ids.dtype.kind in "iu" for ids in both)
     require(fits, f"{where}: token ids must be lists of integers", TraceError)
     return np.concatenate(both).astype(np.int64)
 
 
-def _start(answer: Any, part: Any, fields: Fields, where: str) -> int:
-    value = field(part, *fields.start)
+def _start(answer: Any, choice: Any, fields: Fields, where: str) -> int:
+    value = field(choice, *fields.start)
     value = field(answer, *fields.start) if value is None else value
-    whole = value is None or (type(value) is int and value >= 0)
+    valid = value is None or (type(value) is int and value >= 0)
     require(
-        whole, f"{where}.{fields.start[0]}: needs a whole number, got {value!r:.40}", TraceError
+        valid, f"{where}.{fields.start[0]}: needs a whole number, got {value!r:.40}", TraceError
     )
     return int(value or 0)

@@ -83,8 +83,8 @@ def _read_npz(file: Path) -> dict[str, np.ndarray]:
 def _read_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo, file: Path) -> np.ndarray:
     name = f"{file}: {member.filename!r:.80}"
     stored = member.compress_type == zipfile.ZIP_STORED
-    known = stored or member.compress_type == zipfile.ZIP_DEFLATED
-    require(known, f"{name}: compressed in a way that npz files are not", TraceError)
+    readable = stored or member.compress_type == zipfile.ZIP_DEFLATED
+    require(readable, f"{name}: compressed in a way that npz files are not", TraceError)
     most = member.compress_size * (1 if stored else _DEFLATE_RATIO) + 64
     fits = member.compress_size <= file.stat().st_size and member.file_size <= min(most, MOST_BYTES)
     require(fits, f"{name}: states a size of {member.file_size} bytes", TraceError)
@@ -118,14 +118,16 @@ def _read_safetensors(file: Path) -> dict[str, np.ndarray]:
         require(len(names) <= _MOST_ARRAYS, f"{file}: {len(names)} arrays", TraceError)
         for name in names:
             kind = tensors.get_slice(name).get_dtype()
-            known = kind in _TENSOR_TYPES
-            require(known, f"{file}: {name!r:.80} has type {kind}, not read", TraceError)
+            readable = kind in _TENSOR_TYPES
+            require(readable, f"{file}: {name!r:.80} has type {kind}, not read", TraceError)
         return {name: tensors.get_tensor(name) for name in names}
 
 
-def _same_size(stated: int, found: int, name: object) -> None:
+def _same_size(stated: int, actual: int, name: object) -> None:
     require(
-        stated == found, f"{name}: the header states {stated} bytes, there are {found}", TraceError
+        stated == actual,
+        f"{name}: the header states {stated} bytes, there are {actual}",
+        TraceError,
     )
 
 
@@ -144,8 +146,8 @@ def read_values(path: str | Path) -> list[tuple[str, Any]]:
     require(bool(lines), f"{file}: is empty", TraceError)
     if len(lines) == 1 or not _stands_alone(lines[0][1]):
         return [(str(file), parse_json(data, str(file), MOST_JSON))]
-    places = [(f"{file}: line {number}", line) for number, line in lines]
-    return [(place, parse_json(line, place, MOST_JSON)) for place, line in places]
+    labelled = [(f"{file}: line {number}", line) for number, line in lines]
+    return [(label, parse_json(line, label, MOST_JSON)) for label, line in labelled]
 
 
 def _stands_alone(line: bytes) -> bool:
@@ -157,69 +159,69 @@ def _stands_alone(line: bytes) -> bool:
     return True
 
 
-def decoded(text: str, place: str) -> bytes:
+def decoded(text: str, label: str) -> bytes:
     """Return the bytes of a base64 text."""
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise TraceError(f"{place}: is not base64: {error}") from error
+        raise TraceError(f"{label}: is not base64: {error}") from error
 
 
-def array_in(value: Any, place: str) -> np.ndarray:
+def array_in(value: Any, label: str) -> np.ndarray:
     """Return the integers or real numbers that stand in a JSON value, or in memory.
 
     Args:
         value: nested lists, base64 of the bytes of an .npy file, an object with `data` (base64 of
             the raw bytes), `shape` and `dtype`, or an array or tensor.
-        place: file and field, for errors.
+        label: file and field, for errors.
     """
     if isinstance(value, str):
-        return npy_array(decoded(value, place), place)
+        return npy_array(decoded(value, label), label)
     if isinstance(value, Mapping):
-        return _raw_array(value, place)
+        return _raw_array(value, label)
     if hasattr(value, "detach"):  # a tensor of torch
         value = value.detach().cpu().numpy()
     try:
-        found = np.asarray(value)
+        array = np.asarray(value)
     except ValueError as error:
-        raise TraceError(f"{place}: lists of different lengths where an array is needed") from error
-    plain = found.dtype.kind in "iuf" and found.dtype.itemsize <= 8
-    require(plain, f"{place}: needs numbers, got {value!r:.60}", TraceError)
-    return found
+        raise TraceError(f"{label}: lists of different lengths where an array is needed") from error
+    plain = array.dtype.kind in "iuf" and array.dtype.itemsize <= 8
+    require(plain, f"{label}: needs numbers, got {value!r:.60}", TraceError)
+    return array
 
 
-def npy_array(data: bytes, place: str) -> np.ndarray:
+def npy_array(data: bytes, label: str) -> np.ndarray:
     """Return the array in the bytes of an .npy file."""
     require(
-        data[:6] == NPY_MAGIC, f"{place}: holds no .npy array (its first bytes differ)", TraceError
+        data[:6] == NPY_MAGIC, f"{label}: holds no .npy array (its first bytes differ)", TraceError
     )
-    with parsing(place):
+    with parsing(label):
         stream = io.BytesIO(data)
-        header = _npy_header(stream, place)
-        _same_size(header.bytes, len(data) - stream.tell(), place)
+        header = _npy_header(stream, label)
+        _same_size(header.bytes, len(data) - stream.tell(), label)
         flat = np.frombuffer(data, header.dtype, offset=stream.tell())
         return flat.reshape(header.shape, order="F" if header.fortran else "C")
 
 
-def _raw_array(value: Mapping[str, object], place: str) -> np.ndarray:
+def _raw_array(value: Mapping[str, object], label: str) -> np.ndarray:
     data, shape, dtype = (value.get(name) for name in ("data", "shape", "dtype"))
     sizes = shape if isinstance(shape, list) else []
-    whole = bool(sizes) and all(type(size) is int and size >= 0 for size in sizes)
-    known = isinstance(data, str) and isinstance(dtype, str) and dtype in RAW_TYPES
+    has_shape = bool(sizes) and all(type(size) is int and size >= 0 for size in sizes)
+    has_data = isinstance(data, str) and isinstance(dtype, str) and dtype in RAW_TYPES
     require(
-        whole and known,
-        f"{place}: an array in an object needs data (base64), shape (whole numbers) and dtype "
+        has_shape and has_data,
+        f"{label}: an array in an object needs data (base64), shape (whole numbers) and dtype "
         f"(one of {', '.join(RAW_TYPES)}), got {str(dict(value))[:80]}",
         TraceError,
     )
-    return raw_array(decoded(str(data), place), str(dtype), tuple(sizes), place)
+    return raw_array(decoded(str(data), label), str(dtype), tuple(sizes), label)
 
 
 RAW_TYPES = ("int8", "uint8", "int16", "uint16", "int32", "int64", "float16", "float32", "float64")
 
 
-def raw_array(data: bytes, dtype: str, shape: tuple[int, ...], place: str) -> np.ndarray:
+def raw_array(data: bytes, dtype: str, shape: tuple[int, ...], label: str) -> np.ndarray:
     """Return little-endian numbers of a type and shape that must fill the bytes."""
     kind = np.dtype(dtype).newbyteorder("<")
-    _same_size(math.prod(shape) * kind.itemsize, len(data), place)
+    _same_size(math.prod(shape) * kind.itemsize, len(data), label)
     return np.frombuffer(data, kind).reshape(shape)

@@ -80,78 +80,78 @@ class ReadOptions:
     tokens: tuple[np.ndarray, ...] | None = None
 
     def __post_init__(self) -> None:
-        known = self.format is None or self.format in FORMATS
+        valid = self.format is None or self.format in FORMATS
         message = f"no format is called {self.format!r:.40}; there are {', '.join(FORMATS)}"
-        require(known, message, TraceError)
+        require(valid, message, TraceError)
 
 
 def recognise(path: str | Path) -> str:
     """Return the name of a file's format, by its first bytes and the names of its fields."""
-    place = Path(path)
-    if place.is_dir():
-        found = any(place.glob(FILES))
-        require(found, f"{place}: a folder without {FILES} holds no routes", TraceError)
+    file = Path(path)
+    if file.is_dir():
+        has_traces = any(file.glob(FILES))
+        require(has_traces, f"{file}: a folder without {FILES} holds no routes", TraceError)
         return "megatron-trace"
-    require(place.is_file(), f"{place}: no such file", TraceError)
-    with parsing(place), place.open("rb") as stream:
+    require(file.is_file(), f"{file}: no such file", TraceError)
+    with parsing(file), file.open("rb") as stream:
         head = stream.read(_LOOK)
-    require(bool(head.strip()), f"{place}: is empty; a file of routes was expected", TraceError)
-    _refuse_pickle(place, head)
+    require(bool(head.strip()), f"{file}: is empty; a file of routes was expected", TraceError)
+    _refuse_pickle(file, head)
     if head[:4] == GGUF_MAGIC:
         return "imatrix"
-    if head[:6] == NPY_MAGIC or head[:2] == b"PK" or place.suffix.lower() == ".safetensors":
+    if head[:6] == NPY_MAGIC or head[:2] == b"PK" or file.suffix.lower() == ".safetensors":
         return "array"
-    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < place.stat().st_size:
+    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < file.stat().st_size:
         return "array"  # a safetensors file under another name
-    if place.suffix.lower() in (".npy", ".npz"):
+    if file.suffix.lower() in (".npy", ".npz"):
         return "array"  # which will say what is wrong with it
     first = head.lstrip()[:1]
     if first in (b"{", b"["):
-        return _json_format(place, head)
+        return _json_format(file, head)
     line = head.split(b"\n", 1)[0].strip().decode("utf-8", "replace").split(",")
     digits = len(line) == 2 and all(cell.isdecimal() for cell in line)
     if line == HEADER or digits:
         return "moe-trace"
-    known = place.suffix.lower() in (".csv", ".jsonl")
+    is_table = file.suffix.lower() in (".csv", ".jsonl")
     require(
-        known or "experts" in line,
-        f"{place}: is in none of the formats {', '.join(FORMATS)}; name one with --format",
+        is_table or "experts" in line,
+        f"{file}: is in none of the formats {', '.join(FORMATS)}; name one with --format",
         TraceError,
     )
     return "table"
 
 
-def _refuse_pickle(place: Path, head: bytes) -> None:
+def _refuse_pickle(file: Path, head: bytes) -> None:
     arrays = head[:6] == NPY_MAGIC or head[8:9] == b"{"
-    pickled = place.suffix.lower() in PICKLES and not arrays
+    pickled = file.suffix.lower() in PICKLES and not arrays
     pickled |= head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05")
     if head[:2] == b"PK" and not pickled:
-        with parsing(place), zipfile.ZipFile(place) as archive:
+        with parsing(file), zipfile.ZipFile(file) as archive:
             pickled = any(name.endswith("data.pkl") for name in archive.namelist())
     require(
         not pickled,
-        f"{place}: is a pickle (torch.save, as the expert recorder of SGLang writes it), and "
+        f"{file}: is a pickle (torch.save, as the expert recorder of SGLang writes it), and "
         "reading one runs code that is in the file. Where it was made, save the array instead: "
         "np.savez('routes.npz', routed_experts=array)",
         TraceError,
     )
 
 
-def _json_format(place: Path, head: bytes) -> str:
+def _json_format(file: Path, head: bytes) -> str:
     """The format of JSON, by the fields of its first value."""
     line = head.split(b"\n", 1)[0]
     try:
         first = json.loads(line)
     except (ValueError, RecursionError):
-        first = read_values(place)[0][1]
-    found = _value_format(first)
-    if found is None:
+        first = read_values(file)[0][1]
+    form = _value_format(first)
+    if form is None:
         keys = list(first)[:6] if isinstance(first, Mapping) else type(first).__name__
         raise TraceError(
-            f"{place}: no field of routes was found (routed_experts, moe_topk_indices, "
+            f"{file}: no field of routes was found (routed_experts, moe_topk_indices, "
             f"rollout_routed_experts, top_indices, or layer, token, experts); got {keys}"
         )
-    return found
+    return form
 
 
 def _value_format(value: Any) -> str | None:
@@ -165,13 +165,13 @@ def _value_format(value: Any) -> str | None:
             return "megatron-trace"
     if field(value, ROUTES) is not None:
         return "slime"
-    for part in (value, *_choices(value)):
-        if any(field(field(part, box), "routed_experts") is not None for box in BOXES):
+    for item in (value, *_choices(value)):
+        if any(field(field(item, box), "routed_experts") is not None for box in BOXES):
             return "sglang"
-        if field(part, "moe_topk_indices", "prompt_moe_topk_indices") is not None:
+        if field(item, "moe_topk_indices", "prompt_moe_topk_indices") is not None:
             return "megatron"
-    for part in (*_choices(value), value):
-        routes = field(part, "routed_experts")
+    for item in (*_choices(value), value):
+        routes = field(item, "routed_experts")
         if routes is not None:
             raw = isinstance(routes, str) and not routes.startswith(_NPY_IN_BASE64)
             return "sglang" if raw else "vllm"
@@ -180,8 +180,8 @@ def _value_format(value: Any) -> str | None:
 
 
 def _choices(value: Any) -> list[Any]:
-    parts = field(value, "choices", "outputs")
-    return list(parts) if isinstance(parts, list | tuple) else []
+    choices = field(value, "choices", "outputs")
+    return list(choices) if isinstance(choices, list | tuple) else []
 
 
 DEFAULTS = ReadOptions()
@@ -250,9 +250,9 @@ def _named(routes: Routes, options: ReadOptions) -> Routes:
 
 def _answers(values: list[tuple[str, Any]], name: str, where: str, options: ReadOptions) -> Routes:
     flat = [
-        (place if not isinstance(value, list) else f"{place}: [{number}]", part)
-        for place, value in values
-        for number, part in enumerate(value if isinstance(value, list) else [value])
+        (label if not isinstance(value, list) else f"{label}: [{number}]", item)
+        for label, value in values
+        for number, item in enumerate(value if isinstance(value, list) else [value])
     ]
     if name == "sglang":
         return sglang_routes(flat, where, options.layers, options.k, options.start)
@@ -336,13 +336,17 @@ def read_tokens(path: str | Path) -> tuple[np.ndarray, ...]:
     fits = numbers.shape == ids.shape
     require(fits, f"{file}: documents must be {ids.shape}, got {numbers.shape}", TraceError)
     _, first = np.unique(numbers, return_index=True)
-    return tuple(np.asarray(ids[numbers == numbers[place]]) for place in np.sort(first))
+    return tuple(np.asarray(ids[numbers == numbers[row]]) for row in np.sort(first))
 
 
 def _token_lists(values: list[tuple[str, Any]], file: Path) -> tuple[np.ndarray, ...]:
-    found = [value for _, value in values]
-    whole = found[0] if len(found) == 1 else found
-    rows = whole if isinstance(whole, list) and whole and isinstance(whole[0], list) else [whole]
+    contents = [value for _, value in values]
+    content = contents[0] if len(contents) == 1 else contents
+    rows = (
+        content
+        if isinstance(content, list) and content and isinstance(content[0], list)
+        else [content]
+    )
     arrays = [np.asarray(row) if isinstance(row, list) else np.zeros(0) for row in rows]
     fits = all(a.ndim == 1 and a.size and a.dtype.kind in "iu" for a in arrays)
     require(fits, f"{file}: tokens must be a list of ids, or a list of such lists", TraceError)

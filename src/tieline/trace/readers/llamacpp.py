@@ -46,8 +46,8 @@ def moe_trace_routes(path: str | Path, k: int | None) -> Routes:
             TraceError,
         )
         requests.append(Request(np.stack([batch[layer] for layer in layers], 1)))
-    said = [f"{len(requests)} batches, each a document; tokens are not recorded"]
-    routes = assemble(requests, "moe-trace", str(file), said)
+    notes = [f"{len(requests)} batches, each a document; tokens are not recorded"]
+    routes = assemble(requests, "moe-trace", str(file), notes)
     return replace(routes, tokens=None, layer_names=tuple(f"layers.{layer}" for layer in layers))
 
 
@@ -128,14 +128,14 @@ def imatrix_load(path: str | Path) -> ExpertLoad:
     """Read the counts of experts in an importance matrix of llama.cpp (GGUF)."""
     file = Path(path)
     with parsing(file), file.open("rb") as stream:
-        found = dict(_count_tensors(stream, file))
+        counts = dict(_count_tensors(stream, file))
     require(
-        bool(found),
+        bool(counts),
         f"{file}: has no tensor blk.N.ffn_*_exps.weight.counts: no importance matrix of a "
         "Mixture of Experts",
         TraceError,
     )
-    return ExpertLoad({f"layers.{n}": found[n] for n in sorted(found)}, str(file))
+    return ExpertLoad({f"layers.{n}": counts[n] for n in sorted(counts)}, str(file))
 
 
 def _count_tensors(stream: Any, file: Path) -> Iterator[tuple[int, np.ndarray]]:
@@ -151,17 +151,17 @@ def _count_tensors(stream: Any, file: Path) -> Iterator[tuple[int, np.ndarray]]:
         alignment = value if key == "general.alignment" and value else alignment
     infos = [_info(stream, size) for _ in range(tensors)]
     start = -(-stream.tell() // alignment) * alignment
-    seen = set()
+    layers = set()
     for name, count, kind, offset in infos:
         match = _COUNTS.fullmatch(name)
-        if match and int(match[1]) not in seen and count > 1:
-            seen.add(int(match[1]))
+        if match and int(match[1]) not in layers and count > 1:
+            layers.add(int(match[1]))
             inside = kind == _F32 and count <= MOST_EXPERTS and start + offset + 4 * count <= size
             require(inside, f"{file}: {name} is not float32 inside of the file", TraceError)
             stream.seek(start + offset)
             counts = np.frombuffer(stream.read(4 * count), "<f4")
-            whole = bool(np.isfinite(counts).all() and (counts >= 0).all())
-            require(whole, f"{file}: {name} holds no counts", TraceError)
+            valid = bool(np.isfinite(counts).all() and (counts >= 0).all())
+            require(valid, f"{file}: {name} holds no counts", TraceError)
             yield int(match[1]), counts.astype(np.int64)
 
 

@@ -38,22 +38,22 @@ class _Step(NamedTuple):
 
 def megatron_routes(path: str | Path) -> Routes:
     """Read the traces of all ranks in a folder, or of one rank in a file."""
-    place = Path(path)
-    files = sorted(place.glob(FILES), key=_rank) if place.is_dir() else [place]
-    require(bool(files), f"{place}: has no {FILES}", TraceError)
+    source = Path(path)
+    files = sorted(source.glob(FILES), key=_rank) if source.is_dir() else [source]
+    require(bool(files), f"{source}: has no {FILES}", TraceError)
     steps: dict[tuple[int, int], dict[int, _Step]] = {}
     others = 0
     for file in files:
         others += _read_rank(file, steps)
-    require(bool(steps), f"{place}: has no records of a decoder", TraceError)
-    layers = sorted({layer for found in steps.values() for layer in found})
-    requests = [_request(found, layers, key, place) for key, found in sorted(steps.items())]
-    said = [
+    require(bool(steps), f"{source}: has no records of a decoder", TraceError)
+    layers = sorted({layer for step in steps.values() for layer in step})
+    requests = [_request(step, layers, key, source) for key, step in sorted(steps.items())]
+    notes = [
         f"{len(requests)} steps of {len(files)} ranks, each a document; tokens are not recorded"
     ]
     if others:
-        said.append(f"{others} records of heads that predict further tokens are left out")
-    routes = assemble(requests, "megatron-trace", str(place), said)
+        notes.append(f"{others} records of heads that predict further tokens are left out")
+    routes = assemble(requests, "megatron-trace", str(source), notes)
     return replace(
         routes,
         tokens=None,
@@ -98,9 +98,9 @@ def _add(
     ids = array_in(record["top_indices"], f"{where}: top_indices")
     fits = ids.shape == (count, k) and ids.dtype.kind in "iu"
     require(fits, f"{where}: top_indices must be ({count}, {k}), got {ids.shape}", TraceError)
-    found = steps.setdefault((rank, step), {})
-    require(layer not in found, f"{where}: layer {layer} of step {step} came already", TraceError)
-    found[layer] = _Step(ids, _logits(record, count, rank, where, folder))
+    layers = steps.setdefault((rank, step), {})
+    require(layer not in layers, f"{where}: layer {layer} of step {step} came already", TraceError)
+    layers[layer] = _Step(ids, _logits(record, count, rank, where, folder))
 
 
 def _whole(value: object, name: str, where: str) -> int:
@@ -119,10 +119,10 @@ def _logits(
         _whole(record.get(f"logit_{x}"), f"logit_{x}", where) for x in ("offset", "bytes")
     )
     shape = record.get("logit_shape")
-    whole = isinstance(shape, list) and len(shape) == 2 and all(type(n) is int for n in shape)
+    valid = isinstance(shape, list) and len(shape) == 2 and all(type(n) is int for n in shape)
     if (
         not isinstance(shape, list)
-        or not whole
+        or not valid
         or shape[0] != count
         or shape[1] < 1
         or shape[0] * shape[1] * 2 != size
@@ -141,18 +141,18 @@ def _logits(
 
 
 def _request(
-    found: Mapping[int, _Step], layers: Sequence[int], key: tuple[int, int], place: Path
+    step: Mapping[int, _Step], layers: Sequence[int], key: tuple[int, int], source: Path
 ) -> Request:
-    where = f"{place}: step {key[1]} of rank {key[0]}"
-    missing = [layer for layer in layers if layer not in found]
+    where = f"{source}: step {key[1]} of rank {key[0]}"
+    missing = [layer for layer in layers if layer not in step]
     require(not missing, f"{where}: layers {missing[:5]} are missing", TraceError)
-    shapes = {found[layer].ids.shape for layer in layers}
+    shapes = {step[layer].ids.shape for layer in layers}
     require(len(shapes) == 1, f"{where}: layers of {sorted(shapes)[:4]} tokens and k", TraceError)
-    logits = [found[layer].logits for layer in layers]
-    kept = [part for part in logits if part is not None]
+    logits = [step[layer].logits for layer in layers]
+    kept = [array for array in logits if array is not None]
     scores = np.stack(kept, 1) if len(kept) == len(layers) and _alike(kept) else None
-    return Request(np.stack([found[layer].ids for layer in layers], 1), scores=scores)
+    return Request(np.stack([step[layer].ids for layer in layers], 1), scores=scores)
 
 
-def _alike(parts: Sequence[np.ndarray]) -> bool:
-    return len({part.shape for part in parts}) == 1
+def _alike(arrays: Sequence[np.ndarray]) -> bool:
+    return len({array.shape for array in arrays}) == 1

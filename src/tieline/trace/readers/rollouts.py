@@ -19,35 +19,35 @@ ROUTES = "rollout_routed_experts"
 
 def rollout_routes(samples: list[tuple[str, Any]], name: str) -> Routes:
     """Return the routes of samples; `samples` holds (place, JSON value or object) of each."""
-    requests = [request for place, value in samples for request in _requests(value, place)]
+    requests = [request for label, value in samples for request in _requests(value, label)]
     require(bool(requests), f"{name}: no field {ROUTES} in any sample", TraceError)
     padded = any(bool((request.experts == -1).any()) for request in requests)
     return assemble(requests, "miles" if padded else "slime", name)
 
 
-def _requests(value: Any, place: str) -> Iterator[Request]:
+def _requests(value: Any, label: str) -> Iterator[Request]:
     if isinstance(value, list):
-        for number, part in enumerate(value):
-            yield from _requests(part, f"{place}: [{number}]")
+        for number, item in enumerate(value):
+            yield from _requests(item, f"{label}: [{number}]")
         return
     routes, tokens = field(value, ROUTES), field(value, "tokens")
     if routes is None:
         return
     if _is_batch(routes, tokens):
-        for number, part in enumerate(routes):
-            sample = {ROUTES: part, "tokens": None if tokens is None else tokens[number]}
-            yield from _requests(sample, f"{place}: sample {number}")
+        for number, item in enumerate(routes):
+            sample = {ROUTES: item, "tokens": None if tokens is None else tokens[number]}
+            yield from _requests(sample, f"{label}: sample {number}")
         return
-    found = array_in(routes, f"{place}: {ROUTES}")
+    array = array_in(routes, f"{label}: {ROUTES}")
     require(
-        found.ndim == 3 and found.dtype.kind in "iu",
-        f"{place}: {ROUTES} needs integers (tokens, layers, k), got {found.dtype} of {found.shape}",
+        array.ndim == 3 and array.dtype.kind in "iu",
+        f"{label}: {ROUTES} needs integers (tokens, layers, k), got {array.dtype} of {array.shape}",
         TraceError,
     )
-    ids = None if tokens is None else array_in(list(tokens), f"{place}: tokens").astype(np.int64)
+    ids = None if tokens is None else array_in(list(tokens), f"{label}: tokens").astype(np.int64)
     fits = ids is None or ids.ndim == 1
-    require(fits, f"{place}: tokens must be a list of integers", TraceError)
-    yield Request(*_cut(found, ids))
+    require(fits, f"{label}: tokens must be a list of integers", TraceError)
+    yield Request(*_cut(array, ids))
 
 
 def _is_batch(routes: Any, tokens: Any) -> bool:

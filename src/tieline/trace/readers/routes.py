@@ -52,14 +52,14 @@ class RowProblem:
         rows: its rows.
         tokens: its tokens.
         start: position of its first row.
-        words: what that means and what to pass.
+        message: what that means and what to pass.
     """
 
     document: int
     rows: int
     tokens: int
     start: int
-    words: str
+    message: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +79,7 @@ class Routes:
         n_experts: number of experts that the file states.
         ends: tokens per document that have no row at its end, by document.
         problems: documents whose rows do not fit their tokens.
-        said: what was found and assumed, in plain words.
+        notes: what was found and assumed, in plain words.
     """
 
     experts: np.ndarray
@@ -94,7 +94,7 @@ class Routes:
     n_experts: int | None = None
     ends: int = 0
     problems: tuple[RowProblem, ...] = ()
-    said: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = field(default=())
 
     def __post_init__(self) -> None:
         check_array(self.experts, self.name)
@@ -158,22 +158,22 @@ def check_array(array: np.ndarray, name: str) -> None:
         )
 
 
-def row_words(rows: int, tokens: int, start: int = 0) -> str | None:
+def row_mismatch(rows: int, tokens: int, start: int = 0) -> str | None:
     """Return why `rows` rows do not fit a document of `tokens` tokens; None if they do."""
     if rows in (tokens - start, tokens - start - 1):
         return None
-    wanted = f"{tokens - start - 1} (the last token has no row) or {tokens - start} are needed"
-    told = f"{rows} rows for {tokens} tokens" + (f" from position {start}" if start else "")
+    needed = f"{tokens - start - 1} (the last token has no row) or {tokens - start} are needed"
+    given = f"{rows} rows for {tokens} tokens" + (f" from position {start}" if start else "")
     if rows > tokens - start:
-        return f"{told}: {wanted}; rows of several requests, or padding, without documents?"
+        return f"{given}: {needed}; rows of several requests, or padding, without documents?"
     return (
-        f"{told}: {wanted}; if they are the last ones of the request (a turn's own rows), pass "
+        f"{given}: {needed}; if they are the last ones of the request (a turn's own rows), pass "
         f"start={tokens - 1 - rows}"
     )
 
 
 def assemble(
-    requests: Sequence[Request], producer: str, name: str, said: Iterable[str] = ()
+    requests: Sequence[Request], producer: str, name: str, notes: Iterable[str] = ()
 ) -> Routes:
     """Join the rows of requests, one document each, with the tokens that they belong to."""
     require(bool(requests), f"{name}: holds no routes", TraceError)
@@ -183,14 +183,14 @@ def assemble(
     require(len(shapes) == 1, f"{name}: requests of (layers, k) {sorted(shapes)[:4]}", TraceError)
     problems, tokens, ends = [], [], 0
     for number, request in enumerate(requests):
-        own, problem = _own_tokens(number, request)
-        tokens.append(own)
+        ids, problem = _request_tokens(number, request)
+        tokens.append(ids)
         problems += [] if problem is None else [problem]
         if problem is None and request.tokens is not None:
             ends += len(request.tokens) - request.start - len(request.experts)
-    words = [*said]
+    messages = [*notes]
     if ends:
-        words.append(f"the last token of {ends} of {len(requests)} requests has no row")
+        messages.append(f"the last token of {ends} of {len(requests)} requests has no row")
     lengths = [len(request.experts) for request in requests]
     spans = [np.arange(r.start, r.start + len(r.experts)) for r in requests]
     return Routes(
@@ -204,24 +204,24 @@ def assemble(
         scores=_joined([request.scores for request in requests]),
         ends=ends,
         problems=tuple(problems),
-        said=tuple(words),
+        notes=tuple(messages),
     )
 
 
-def _own_tokens(number: int, request: Request) -> tuple[np.ndarray, RowProblem | None]:
+def _request_tokens(number: int, request: Request) -> tuple[np.ndarray, RowProblem | None]:
     rows, given, start = len(request.experts), request.tokens, request.start
     unknown = np.full(rows, -1)
     if given is None:
         return unknown, None
-    words = row_words(rows, len(given), start)
-    if words is not None:
-        return unknown, RowProblem(number, rows, len(given), start, words)
+    message = row_mismatch(rows, len(given), start)
+    if message is not None:
+        return unknown, RowProblem(number, rows, len(given), start, message)
     return given[start : start + rows].astype(np.int64), None
 
 
-def _joined(parts: Sequence[np.ndarray | None]) -> np.ndarray | None:
-    there = [part for part in parts if part is not None]
-    return np.concatenate(there) if there and len(there) == len(parts) else None
+def _joined(arrays: Sequence[np.ndarray | None]) -> np.ndarray | None:
+    there = [array for array in arrays if array is not None]
+    return np.concatenate(there) if there and len(there) == len(arrays) else None
 
 
 def with_tokens(routes: Routes, documents: Sequence[np.ndarray], start: int = 0) -> Routes:
@@ -242,18 +242,18 @@ def with_tokens(routes: Routes, documents: Sequence[np.ndarray], start: int = 0)
     elif rows in (total, total - len(lengths)):
         cuts = [length - (rows != total) for length in lengths]
     else:
-        words = (
+        message = (
             f"{rows} rows for {len(lengths)} documents of {total} tokens: {total - len(lengths)} "
             f"(the last token of each has no row) or {total} are needed"
         )
-        return replace(routes, problems=(RowProblem(0, rows, total, start, words),))
-    places = np.cumsum([0, *cuts]).tolist()
+        return replace(routes, problems=(RowProblem(0, rows, total, start, message),))
+    bounds = np.cumsum([0, *cuts]).tolist()
     requests = [
         Request(routes.experts[a:b], np.asarray(ids), start, *_parts(routes, a, b))
-        for a, b, ids in zip(places, places[1:], documents, strict=False)
+        for a, b, ids in zip(bounds, bounds[1:], documents, strict=False)
     ]
-    found = assemble(requests, routes.producer, routes.name, routes.said)
-    return replace(found, layer_names=routes.layer_names, n_experts=routes.n_experts)
+    assembled = assemble(requests, routes.producer, routes.name, routes.notes)
+    return replace(assembled, layer_names=routes.layer_names, n_experts=routes.n_experts)
 
 
 def _parts(routes: Routes, first: int, last: int) -> tuple[np.ndarray | None, ...]:
@@ -281,23 +281,23 @@ def routed(array: np.ndarray, n_experts: int | None = None) -> Routed:
     rows, layers, k = array.shape
     mask, zero = np.ones((rows, layers), bool), np.zeros((rows, layers), bool)
     same = np.zeros(layers, bool)
-    for place in range(layers):
-        column = array[:, place]
-        mask[:, place] = ~_nothing(column, k, n_experts)
-        zero[:, place] = (column == 0).all(1)
-        one = (column == column[:, :1]).all(1) if k > 1 else zero[:, place]
-        same[place] = bool((one | ~mask[:, place]).all())
+    for layer in range(layers):
+        column = array[:, layer]
+        mask[:, layer] = ~_nothing(column, k, n_experts)
+        zero[:, layer] = (column == 0).all(1)
+        constant = (column == column[:, :1]).all(1) if k > 1 else zero[:, layer]
+        same[layer] = bool((constant | ~mask[:, layer]).all())
     if k == 1 and (rows < LEAST_ROWS or same.all()):
         same[:] = False
     dense = {}
-    for place in range(layers):
-        if not mask[:, place].any():
-            dense[place] = "no token was routed in it"
-        elif same[place]:
-            first = int(array[int(mask[:, place].argmax()), place, 0])
-            dense[place] = f"every token has {first}" + (f" {k} times" if k > 1 else "")
+    for layer in range(layers):
+        if not mask[:, layer].any():
+            dense[layer] = "no token was routed in it"
+        elif same[layer]:
+            first = int(array[int(mask[:, layer].argmax()), layer, 0])
+            dense[layer] = f"every token has {first}" + (f" {k} times" if k > 1 else "")
     mask[:, list(dense)] = False
-    others = [place for place in range(layers) if place not in dense]
+    others = [layer for layer in range(layers) if layer not in dense]
     unwritten = np.zeros(rows, bool)
     if k > 1 and others:
         unwritten = np.asarray(zero[:, others].all(1))
@@ -333,25 +333,25 @@ def trace_of(
     name, array = routes.name, routes.experts
     for problem in routes.problems:
         where = f"document {problem.document}: " if problem.document else ""
-        raise TraceError(f"{name}: {where}{problem.words}")
+        raise TraceError(f"{name}: {where}{problem.message}")
     names = list(layer_names or routes.names)
     require(len(names) == array.shape[1], f"{name}: {len(names)} names of layers", TraceError)
     given = n_experts or routes.n_experts
-    found = routed(array, n_experts if n_experts is not None else routes.n_experts)
-    layers = [place for place in range(array.shape[1]) if place not in found.dense]
-    require(bool(found.mask.any()), f"{name}: no token was routed in any layer", TraceError)
-    kept = np.flatnonzero(found.mask[:, layers].all(1))
+    extent = routed(array, n_experts if n_experts is not None else routes.n_experts)
+    layers = [layer for layer in range(array.shape[1]) if layer not in extent.dense]
+    require(bool(extent.mask.any()), f"{name}: no token was routed in any layer", TraceError)
+    kept = np.flatnonzero(extent.mask[:, layers].all(1))
     require(len(kept) > 0, f"{name}: no token was routed in all layers with experts", TraceError)
     stated = routes.n_experts if n_experts is None else n_experts
     total = _number_of_experts(routes, layers, kept, stated)
     facts = LayerFacts(total, array.shape[2], affine=False)
-    records, said = _records(routes, layers, kept, facts, names)
+    records, notes = _records(routes, layers, kept, facts, names)
     origin = {
         **(provenance or {}),
         "n_experts": "inferred from the largest id" if given is None else "given",
-        "layers_left_out": [names[place] for place in found.dense],
+        "layers_left_out": [names[layer] for layer in extent.dense],
         "tokens_left_out": len(array) - len(kept),
-        "said": [*routes.said, *_said(found, names), *said],
+        "said": [*routes.notes, *_left_out(extent, names), *notes],
         "cannot_answer": unanswered(records),
     }
     tokens, documents, positions = _keys(routes, kept)
@@ -360,40 +360,40 @@ def trace_of(
     return trace
 
 
-def _said(found: Routed, names: Sequence[str]) -> list[str]:
+def _left_out(extent: Routed, names: Sequence[str]) -> list[str]:
     """What was taken for nothing."""
-    words = [f"layer {names[place]} is left out: {why}" for place, why in found.dense.items()]
-    count = int(found.unwritten.sum())
+    notes = [f"layer {names[layer]} is left out: {why}" for layer, why in extent.dense.items()]
+    count = int(extent.unwritten.sum())
     if count:
-        words.append(f"{count} rows of zeros are left out: nothing was written to them")
-    return words
+        notes.append(f"{count} rows of zeros are left out: nothing was written to them")
+    return notes
 
 
 def _keys(routes: Routes, kept: np.ndarray) -> list[Tensor]:
     """Tokens, documents and positions of what is kept: by default one document, in its order."""
     count = len(routes.experts)
-    whole = (
+    keys = (
         np.full(count, -1) if routes.tokens is None else routes.tokens,
         np.zeros(count, np.int64) if routes.documents is None else routes.documents,
         np.arange(count) if routes.positions is None else routes.positions,
     )
-    return [torch.from_numpy(value[kept].astype(np.int64)) for value in whole]
+    return [torch.from_numpy(value[kept].astype(np.int64)) for value in keys]
 
 
 def _number_of_experts(
     routes: Routes, layers: Sequence[int], kept: np.ndarray, stated: int | None
 ) -> int:
-    array, whole = routes.experts, len(kept) == len(routes.experts)
+    array, complete = routes.experts, len(kept) == len(routes.experts)
     most, high = MOST_EXPERTS if stated is None else stated, 0
-    for place in layers:
-        column = array[:, place] if whole else array[kept, place]
+    for layer in layers:
+        column = array[:, layer] if complete else array[kept, layer]
         low, high = int(column.min()), max(high, int(column.max()))
         if low < 0 or high >= most:
             row, rank = np.argwhere((column < 0) | (column >= most))[0].tolist()
             raise TraceError(
                 f"{routes.name}: experts must lie in 0 ... {most - 1}, or all k of a token be -1; "
                 f"got {int(column[row, rank])} at (token, layer, rank) "
-                f"{(int(kept[row]), place, rank)}"
+                f"{(int(kept[row]), layer, rank)}"
             )
     return max(high + 1, array.shape[2]) if stated is None else stated
 
@@ -405,30 +405,30 @@ def _records(
     facts: LayerFacts,
     names: Sequence[str],
 ) -> tuple[tuple[LayerTrace, ...], list[str]]:
-    made, said = [], []
-    for place in layers:
-        layer, unexplained = _record(routes, place, kept, facts, names[place])
-        made.append(layer)
+    records, notes = [], []
+    for layer in layers:
+        record, unexplained = _record(routes, layer, kept, facts, names[layer])
+        records.append(record)
         if unexplained:
-            said.append(
-                f"scores of layer {names[place]} are left out: {unexplained} tokens chose experts "
+            notes.append(
+                f"scores of layer {names[layer]} are left out: {unexplained} tokens chose experts "
                 "that they do not rank first (a correction bias, or groups?)"
             )
-    return tuple(made), said
+    return tuple(records), notes
 
 
 def _record(
-    routes: Routes, place: int, kept: np.ndarray, facts: LayerFacts, name: str
+    routes: Routes, layer: int, kept: np.ndarray, facts: LayerFacts, name: str
 ) -> tuple[LayerTrace, int]:
     """One layer, and how many tokens its scores do not explain, for which they are left out."""
     small = np.int16 if facts.n_experts <= 1 << 15 else np.int32
-    experts = torch.from_numpy(np.ascontiguousarray(routes.experts[kept, place], dtype=small))
+    experts = torch.from_numpy(np.ascontiguousarray(routes.experts[kept, layer], dtype=small))
     weights = None
     if routes.weights is not None:
-        weights = torch.from_numpy(routes.weights[kept, place].astype(np.float32))
+        weights = torch.from_numpy(routes.weights[kept, layer].astype(np.float32))
     if routes.scores is None:
         return LayerTrace(name, facts, experts, weights=weights), 0
-    scores = torch.from_numpy(routes.scores[kept, place].astype(np.float32))
+    scores = torch.from_numpy(routes.scores[kept, layer].astype(np.float32))
     if scores.shape[1] == facts.k < facts.n_experts:
         order = scores.sort(dim=1, descending=True, stable=True).indices
         chosen = experts.gather(1, order), scores.gather(1, order)

@@ -39,9 +39,9 @@ def sglang_routes(
         start: position of the first row, where the answers do not say it.
     """
     requests = [
-        _request(box, part, place, (layers, k), start)
+        _request(box, answer, label, (layers, k), start)
         for outer, answer in answers
-        for place, part, box in _boxes(answer, outer)
+        for label, answer, box in _boxes(answer, outer)
     ]
     require(
         bool(requests),
@@ -52,29 +52,29 @@ def sglang_routes(
     return assemble(requests, "sglang", name)
 
 
-def _boxes(answer: Any, place: str) -> Iterator[tuple[str, Any, Any]]:
+def _boxes(answer: Any, label: str) -> Iterator[tuple[str, Any, Any]]:
     """Place, answer and the object in it that holds the routes."""
     if isinstance(answer, list):
-        for number, part in enumerate(answer):
-            yield from _boxes(part, f"{place}: [{number}]")
+        for number, item in enumerate(answer):
+            yield from _boxes(item, f"{label}: [{number}]")
         return
     if isinstance(answer, str) or field(answer, "routed_experts") is not None:
-        yield place, answer, answer
+        yield label, answer, answer
         return
     for box in BOXES:
         inner = field(answer, box)
         if inner is not None and field(inner, "routed_experts") is not None:
-            yield f"{place}: {box}", answer, inner
+            yield f"{label}: {box}", answer, inner
             return
     for number, choice in enumerate(field(answer, "choices") or ()):
-        yield from _boxes(choice, f"{place}: choices[{number}]")
+        yield from _boxes(choice, f"{label}: choices[{number}]")
 
 
 def _request(
-    box: Any, answer: Any, place: str, shape: tuple[int | None, int | None], start: int | None
+    box: Any, answer: Any, label: str, shape: tuple[int | None, int | None], start: int | None
 ) -> Request:
     value = box if isinstance(box, str) else field(box, "routed_experts")
-    where = f"{place}.routed_experts"
+    where = f"{label}.routed_experts"
     tokens = None if isinstance(answer, str) else _tokens(answer, where)
     first = _start(box) if start is None else start
     if not isinstance(value, str):
@@ -99,10 +99,10 @@ def _start(box: Any) -> int:
 def _tokens(answer: Any, where: str) -> np.ndarray | None:
     """Token ids of prompt and answer, if the answer has both."""
     prompt = field(answer, "prompt_token_ids", "input_ids", "prompt_ids")
-    own = field(answer, "output_ids", "token_ids", "completion_token_ids")
-    if prompt is None or own is None:
+    answer_ids = field(answer, "output_ids", "token_ids", "completion_token_ids")
+    if prompt is None or answer_ids is None:
         return None
-    both = [array_in(list(ids), f"{where}: token ids") for ids in (prompt, own) if len(ids)]
+    both = [array_in(list(ids), f"{where}: token ids") for ids in (prompt, answer_ids) if len(ids)]
     return np.concatenate(both).astype(np.int64) if both else None
 
 
@@ -127,9 +127,9 @@ def _shaped(
     if layers is None and k is not None and rows and len(ids) % (rows * k) == 0:
         layers = len(ids) // (rows * k)
     if layers is None or k is None:
-        known = f", of {rows} rows" if rows else ""
+        row_count = f", of {rows} rows" if rows else ""
         raise TraceError(
-            f"{where}: {len(ids)} ids without a shape{known}: pass the number of layers and k "
+            f"{where}: {len(ids)} ids without a shape{row_count}: pass the number of layers and k "
             "(--layers, --k); SGLang counts all layers of the model, dense ones too"
         )
     require(

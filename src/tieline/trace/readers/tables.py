@@ -57,8 +57,8 @@ def read_rows(path: str | Path) -> Iterator[TableRow]:
     file = Path(path)
     require(file.is_file(), f"{file}: no such file", TraceError)
     readers = {".csv": _csv_rows, ".jsonl": _jsonl_rows}
-    known = file.suffix.lower() in readers
-    require(known, f"{file}: must end in {' or '.join(readers)}", TraceError)
+    readable = file.suffix.lower() in readers
+    require(readable, f"{file}: must end in {' or '.join(readers)}", TraceError)
     size = file.stat().st_size
     require(size <= MOST_BYTES, f"{file}: {size} bytes, at most {MOST_BYTES} are read", TraceError)
     with parsing(file):
@@ -272,20 +272,20 @@ def _layer(
 
 def _token_ids(table: Table, tokens: list[int], path: str | Path) -> tuple[Tensor, ...]:
     """Documents, positions and ids: by default document 0, the token's number and -1."""
-    found: dict[int, tuple[int | None, ...]] = {}
+    ids_of_token: dict[int, tuple[int | None, ...]] = {}
     for rows in table.values():
         for token, row in rows.items():
-            known = found.setdefault(token, row.ids)
+            first = ids_of_token.setdefault(token, row.ids)
             require(
-                known == row.ids,
+                first == row.ids,
                 f"{path}: line {row.line}: token {token} has {row.ids} as document, position and "
-                f"id, and {known} elsewhere",
+                f"id, and {first} elsewhere",
                 TraceError,
             )
     ids = [
         tuple(
-            own if own is not None else other
-            for own, other in zip(found[token], (0, token, -1), strict=True)
+            given if given is not None else other
+            for given, other in zip(ids_of_token[token], (0, token, -1), strict=True)
         )
         for token in tokens
     ]

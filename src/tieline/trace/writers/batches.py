@@ -13,32 +13,32 @@ import numpy as np
 from tieline.core.errors import TraceError, require
 from tieline.trace.record import MOST_LAYERS, RoutingTrace
 
-MOST_PLACES = 1 << 32
+MOST_IDS = 1 << 32
 """Largest number of ids of a padded batch."""
 
 
-def layer_places(trace: RoutingTrace, layers: int | None = None) -> list[int]:
+def layer_numbers(trace: RoutingTrace, layers: int | None = None) -> list[int]:
     """Return the place of each layer among all layers of the model.
 
     Args:
         trace: the trace.
         layers: number of layers of the model; checked if given.
     """
-    numbers = [re.findall(r"(?:^|\.)(\d{1,4})(?=\.|$)", layer.name) for layer in trace.layers]
-    single = [int(found[0]) for found in numbers if len(found) == 1]
-    places = list(range(len(numbers)))
-    if len(single) == len(numbers) and single == sorted(set(single)):
-        places = single
+    digits = [re.findall(r"(?:^|\.)(\d{1,4})(?=\.|$)", layer.name) for layer in trace.layers]
+    single = [int(matches[0]) for matches in digits if len(matches) == 1]
+    numbers = list(range(len(digits)))
+    if len(single) == len(digits) and single == sorted(set(single)):
+        numbers = single
     most = MOST_LAYERS if layers is None else layers
     require(
-        places[-1] < most,
+        numbers[-1] < most,
         f"layer {trace.layers[-1].name!r} has no place among {most} layers",
         TraceError,
     )
-    return places
+    return numbers
 
 
-def stacked(trace: RoutingTrace, places: Sequence[int], count: int, fill: int) -> np.ndarray:
+def stacked(trace: RoutingTrace, numbers: Sequence[int], count: int, fill: int) -> np.ndarray:
     """Return the chosen experts (tokens, count, k), `fill` in the layers that are not routed."""
     sizes = {layer.facts.k for layer in trace.layers}
     require(
@@ -47,8 +47,8 @@ def stacked(trace: RoutingTrace, places: Sequence[int], count: int, fill: int) -
     k = sizes.pop()
     largest = max(layer.facts.n_experts for layer in trace.layers)
     array = np.full((trace.n_tokens, count, k), fill, _integers(largest, fill))
-    for place, layer in zip(places, trace.layers, strict=True):
-        array[:, place] = layer.experts[:, :k].numpy()
+    for number, layer in zip(numbers, trace.layers, strict=True):
+        array[:, number] = layer.experts[:, :k].numpy()
     return array
 
 
@@ -64,15 +64,15 @@ def document_rows(trace: RoutingTrace) -> list[np.ndarray]:
     documents, positions = trace.documents.numpy(), trace.positions.numpy()
     order = np.lexsort((positions, documents))
     cuts = np.flatnonzero(np.diff(documents[order])) + 1
-    parts = np.split(order, cuts)
-    for part in parts:
-        twice = np.diff(positions[part]) == 0
+    per_document = np.split(order, cuts)
+    for rows in per_document:
+        twice = np.diff(positions[rows]) == 0
         require(
-            not bool(twice.any()) and int(positions[part[0]]) >= 0,
-            f"document {int(documents[part[0]])} has a position twice, or a negative one",
+            not bool(twice.any()) and int(positions[rows[0]]) >= 0,
+            f"document {int(documents[rows[0]])} has a position twice, or a negative one",
             TraceError,
         )
-    return parts
+    return per_document
 
 
 def padded(trace: RoutingTrace, fill: int = 0, layers: int | None = None) -> dict[str, np.ndarray]:
@@ -86,25 +86,25 @@ def padded(trace: RoutingTrace, fill: int = 0, layers: int | None = None) -> dic
         fill: what stands for nothing: 0 in verl, -1 in NeMo-RL.
         layers: number of layers of the model; by default up to the last routed one.
     """
-    places = layer_places(trace, layers)
-    ids = stacked(trace, places, layers or places[-1] + 1, fill)
-    parts, positions = document_rows(trace), trace.positions.numpy()
-    length = max(int(positions[part[-1]]) + 1 for part in parts)
-    size = len(parts) * length * ids[0].size
-    require(size <= MOST_PLACES, f"a padded batch of {size} ids is too large", TraceError)
-    known = bool((trace.tokens >= 0).all())
-    batch = np.full((len(parts), length, *ids.shape[1:]), fill, ids.dtype)
+    numbers = layer_numbers(trace, layers)
+    ids = stacked(trace, numbers, layers or numbers[-1] + 1, fill)
+    documents, positions = document_rows(trace), trace.positions.numpy()
+    length = max(int(positions[document[-1]]) + 1 for document in documents)
+    size = len(documents) * length * ids[0].size
+    require(size <= MOST_IDS, f"a padded batch of {size} ids is too large", TraceError)
+    has_tokens = bool((trace.tokens >= 0).all())
+    batch = np.full((len(documents), length, *ids.shape[1:]), fill, ids.dtype)
     mask, tokens = np.zeros(batch.shape[:2], np.int64), np.zeros(batch.shape[:2], np.int64)
-    for row, part in enumerate(parts):
-        where = positions[part]
+    for row, document in enumerate(documents):
+        where = positions[document]
         require(
             fill < 0 or ids.shape[2] > 1 or len(where) == int(where[-1]) + 1,
             f"document {row} has positions without a record, which zeros cannot say with k = 1: "
             "use the form nemo",
             TraceError,
         )
-        batch[row, where] = ids[part]
+        batch[row, where] = ids[document]
         mask[row, : where[-1] + 1] = 1
-        tokens[row, where] = trace.tokens.numpy()[part]
+        tokens[row, where] = trace.tokens.numpy()[document]
     arrays = {"routed_experts": batch, "attention_mask": mask}
-    return arrays | ({"input_ids": tokens} if known else {})
+    return arrays | ({"input_ids": tokens} if has_tokens else {})

@@ -27,7 +27,7 @@ from tieline.core.errors import ParameterError, TraceError, require
 from tieline.core.files import write_whole
 from tieline.trace.record import TOKEN_KEYS, RoutingTrace
 from tieline.trace.store import save_trace
-from tieline.trace.writers.batches import document_rows, layer_places, padded, stacked
+from tieline.trace.writers.batches import document_rows, layer_numbers, padded, stacked
 
 Form = Literal["vllm", "sglang", "verl", "megatron", "nemo", "npz", "trace"]
 FORMS: tuple[Form, ...] = ("vllm", "sglang", "verl", "megatron", "nemo", "npz", "trace")
@@ -79,8 +79,8 @@ def _arrays(trace: RoutingTrace, form: str, layers: int | None) -> dict[str, np.
     keys = {key: getattr(trace, key).numpy().astype(np.int64) for key in TOKEN_KEYS}
     experts = np.array(max(layer.facts.n_experts for layer in trace.layers))
     if form == "megatron":
-        parts = {f"moe_topk_indices.{i}": x.numpy() for i, x in enumerate(replay_list(trace))}
-        return parts | keys | {"n_experts": experts}
+        per_layer = {f"moe_topk_indices.{i}": x.numpy() for i, x in enumerate(replay_list(trace))}
+        return per_layer | keys | {"n_experts": experts}
     ids = stacked(trace, range(len(trace.layers)), len(trace.layers), 0)
     weights = [layer.weights for layer in trace.layers]
     kept = [x.float().numpy() for x in weights if x is not None]
@@ -102,18 +102,18 @@ def _documents(
     trace: RoutingTrace, layers: int | None
 ) -> Iterator[tuple[np.ndarray, list[int], int]]:
     """Rows, token ids and first position of each document, which must have no holes."""
-    places = layer_places(trace, layers)
-    ids = stacked(trace, places, layers or places[-1] + 1, 0)
+    numbers = layer_numbers(trace, layers)
+    ids = stacked(trace, numbers, layers or numbers[-1] + 1, 0)
     tokens, positions = trace.tokens.numpy(), trace.positions.numpy()
-    for part in document_rows(trace):
-        first, last = int(positions[part[0]]), int(positions[part[-1]])
+    for document in document_rows(trace):
+        first, last = int(positions[document[0]]), int(positions[document[-1]])
         require(
-            last - first + 1 == len(part),
-            f"a document has {len(part)} rows for positions {first} ... {last}: only the forms "
+            last - first + 1 == len(document),
+            f"a document has {len(document)} rows for positions {first} ... {last}: only the forms "
             "verl, nemo, megatron, npz and trace can leave tokens out",
             TraceError,
         )
-        yield ids[part], tokens[part].tolist(), first
+        yield ids[document], tokens[document].tolist(), first
 
 
 def _vllm(trace: RoutingTrace, layers: int | None) -> Iterator[dict[str, Any]]:
@@ -122,9 +122,9 @@ def _vllm(trace: RoutingTrace, layers: int | None) -> Iterator[dict[str, Any]]:
         np.save(stream, np.ascontiguousarray(rows))
         routes = base64.b64encode(stream.getvalue()).decode()
         choice = {"index": 0, "token_ids": [], "routed_experts": routes}
-        known = {"prompt_token_ids": tokens} if start == 0 and min(tokens) >= 0 else {}
+        prompt = {"prompt_token_ids": tokens} if start == 0 and min(tokens) >= 0 else {}
         head = {"id": f"document-{number}", "routed_experts_prompt_start": start}
-        yield head | known | {"choices": [choice]}
+        yield head | prompt | {"choices": [choice]}
 
 
 def _sglang(trace: RoutingTrace, layers: int | None) -> Iterator[dict[str, Any]]:
@@ -135,7 +135,7 @@ def _sglang(trace: RoutingTrace, layers: int | None) -> Iterator[dict[str, Any]]
             "routed_experts_shape": list(rows.shape),
             "routed_experts_start_len": start,
         }
-        known = start == 0 and min(tokens) >= 0
+        has_prompt = start == 0 and min(tokens) >= 0
         yield {"meta_info": meta} | (
-            {"prompt_token_ids": tokens, "output_ids": []} if known else {}
+            {"prompt_token_ids": tokens, "output_ids": []} if has_prompt else {}
         )

@@ -95,9 +95,9 @@ def test_a_test_without_a_check_is_refused():
 
 def test_an_outcome_survives_json():
     outcome = Outcome.of(make_claim(), evidence(paper=[True]), Run(True, 3), 0.5)
-    plain = to_plain(outcome, words=True)
+    plain = to_plain(outcome, nonfinite_as_text=True)
     again = from_plain(Outcome, json.loads(json.dumps(plain, allow_nan=False)))
-    assert to_plain(again, words=True) == plain
+    assert to_plain(again, nonfinite_as_text=True) == plain
     assert again.verdict is Verdict.HOLDS
     assert (again.fast, again.seed, plain["evidence"]["measured"]) == (True, 3, "inf")
 
@@ -110,9 +110,9 @@ def test_a_claim_from_a_file_says_that_it_has_no_test():
 def test_a_chart_survives_json():
     points = dots("found", torch.tensor([1.0, math.nan]), [math.inf, 2], [0.1, 0.2])
     drawn = chart("x", "y", line("bound", [0, 1], [1, 2], dashed=True), points, log="x")
-    plain = to_plain(drawn, words=True)
+    plain = to_plain(drawn, nonfinite_as_text=True)
     assert plain["series"][1]["x"] == [1.0, "nan"]
-    assert to_plain(from_plain(Chart, plain), words=True) == plain
+    assert to_plain(from_plain(Chart, plain), nonfinite_as_text=True) == plain
 
 
 def test_draws_depend_on_seed_and_stream_alone():
