@@ -104,7 +104,7 @@ def main() -> None:
         print("   CheckpointError:", " ".join(str(problem).split())[:140], "...")
 
     print("2. Why:")
-    report = recompute_check(block, x, ways=("recompute",))
+    report = recompute_check(block, x, kinds=("recompute",))
     print(f"   {report.verdict}: {report.explanation}")
     for flip in report.repetitions[0].flips[:3]:
         print(
@@ -123,7 +123,7 @@ def main() -> None:
                 print(f"   {density.message}")
 
     print("4. With a fixed order of summation:")
-    print(f"   {recompute_check(Block(fixed=True), x, ways=('recompute',)).verdict}")
+    print(f"   {recompute_check(Block(fixed=True), x, kinds=('recompute',)).verdict}")
 
 
 if __name__ == "__main__":

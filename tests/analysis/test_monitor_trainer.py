@@ -134,5 +134,5 @@ def test_in_a_real_trainer(model, tmp_path, every):
     assert seen == ([2, 4, 6] if every is None else [3, 6])
     kept = [entry["step"] for entry in trainer.state.log_history if "routing/gap_p1" in entry]
     assert kept == seen
-    assert callback.monitor.told == []
+    assert callback.monitor.warnings == []
     assert not any(m._forward_hooks for m in model.modules())

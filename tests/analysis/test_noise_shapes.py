@@ -8,9 +8,9 @@ import torch
 
 from tests.analysis.planted import layer_of
 from tieline.analysis.noise_shapes import (
-    LayerShape,
+    NoiseShape,
     Outlier,
-    Places,
+    TokenKeys,
     find_patterns,
     flip_lag,
     measure_shape,
@@ -18,7 +18,7 @@ from tieline.analysis.noise_shapes import (
 from tieline.analysis.score_noise import layer_noise
 
 TOKENS, LENGTH, EXPERTS = 4096, 256, 12
-PLACES = Places(np.arange(TOKENS) // LENGTH, np.arange(TOKENS) % LENGTH)
+PLACES = TokenKeys(np.arange(TOKENS) // LENGTH, np.arange(TOKENS) % LENGTH)
 EVERY = np.ones(TOKENS, dtype=bool)
 
 
@@ -40,7 +40,7 @@ def kinds(*shapes):
 
 
 def quiet(name="w", relative=0.05):
-    return LayerShape(name, relative, TOKENS)
+    return NoiseShape(name, relative, TOKENS)
 
 
 def test_sound_noise_has_no_shape():
@@ -124,7 +124,7 @@ def test_a_layer_stands_out_from_those_beside_it(sizes, found):
 
 
 def test_beyond_a_reference_run_less_is_enough():
-    beyond = [LayerShape(str(i), 0.01, TOKENS, beyond=x) for i, x in enumerate([1.0, 2.0, 1.1])]
+    beyond = [NoiseShape(str(i), 0.01, TOKENS, beyond=x) for i, x in enumerate([1.0, 2.0, 1.1])]
     assert [x.kind for x in find_patterns(beyond, referred=True)] == ["layer"]
     assert find_patterns(beyond) == ()
 
@@ -155,6 +155,6 @@ def test_flips_that_have_the_experts_of_a_neighbour_are_a_lag():
     other = scores(9).argsort(dim=1)[:, :3].numpy()
     assert flip_lag(chosen, other, flipped, PLACES)[1] < 0.1
     assert flip_lag(chosen, late, np.zeros(TOKENS, dtype=bool), PLACES) is None
-    late_shape = LayerShape("x", None, 0, lag=(1, 0.9, 500))
+    late_shape = NoiseShape("x", None, 0, lag=(1, 0.9, 500))
     assert kinds(late_shape) == ["lag"]
     assert "the token before it" in find_patterns([late_shape])[0].text

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tieline.analysis.noise_shapes import LayerShape
+from tieline.analysis.noise_shapes import NoiseShape
 from tieline.analysis.noise_size import (
     ROUNDING,
     Expected,
@@ -62,8 +62,8 @@ def test_unknown_formats_are_refused_by_name():
 
 
 def test_noise_within_the_format_is_expected_and_noise_beyond_it_names_the_first_layer():
-    sound = [LayerShape("x", 0.005, 900), LayerShape("y", 0.03, 900)]
-    loud = [LayerShape("x", 0.005, 900), LayerShape("y", 0.3, 900), LayerShape("z", 0.9, 900)]
+    sound = [NoiseShape("x", 0.005, 900), NoiseShape("y", 0.03, 900)]
+    loud = [NoiseShape("x", 0.005, 900), NoiseShape("y", 0.3, 900), NoiseShape("z", 0.9, 900)]
     bf16 = Expected("bf16", "as asked")
     assert judge_size(sound, bf16).answer == "yes"
     found = judge_size(loud, bf16)
@@ -76,7 +76,7 @@ def test_noise_within_the_format_is_expected_and_noise_beyond_it_names_the_first
 
 
 def test_a_reference_run_decides_where_there_is_one():
-    shapes = [LayerShape("x", 0.5, 900, beyond=1.1), LayerShape("y", 0.001, 900, beyond=1.9)]
+    shapes = [NoiseShape("x", 0.5, 900, beyond=1.1), NoiseShape("y", 0.001, 900, beyond=1.9)]
     found = judge_size(shapes, Expected("bf16", "as asked"))
     assert found.answer == "no"
     assert found.text.startswith("layer 'y' has 1.9 times the noise that bf16")
@@ -85,8 +85,8 @@ def test_a_reference_run_decides_where_there_is_one():
 
 def test_what_is_missing_or_silent_is_said():
     bf16 = Expected("bf16", "as asked")
-    assert judge_size([LayerShape("x", None, 0)], bf16).answer == "cannot tell"
-    assert judge_size([LayerShape("x", 0.0, 900)], bf16).answer == "yes"
+    assert judge_size([NoiseShape("x", None, 0)], bf16).answer == "cannot tell"
+    assert judge_size([NoiseShape("x", 0.0, 900)], bf16).answer == "yes"
     assert sizes_like(1e-8) == "float32 rounding"
     assert sizes_like(0.005) == "bf16 to int8 rounding"
     assert sizes_like(5.0) == "more than 4-bit rounding makes"

@@ -52,7 +52,7 @@ def flicker(layer, size):
 def test_a_deterministic_block_is_identical_and_left_as_it_was():
     layer, x = block(), torch.randn(3, 10, WIDTH)
     state = torch.get_rng_state()
-    report = recompute_check(layer, x, ways=ALONE)
+    report = recompute_check(layer, x, kinds=ALONE)
     assert (report.verdict, report.tokens, report.layers) == ("identical", 30, ("",))
     assert torch.equal(torch.get_rng_state(), state)
     assert all(p.grad is None for p in layer.parameters())
@@ -64,7 +64,7 @@ def test_near_tie_flips_are_found_at_the_planted_tokens():
     layer = block()
     rows = torch.tensor([3, 11, 40])
     x = walls(layer, 64, rows, off=1e-7)
-    report = recompute_check(flicker(layer, 1e-5), x, ways=ALONE)
+    report = recompute_check(flicker(layer, 1e-5), x, kinds=ALONE)
     (only,) = report.repetitions
     assert report.verdict == only.verdict == "near-tie flip"
     flipped = {flip.token for flip in only.flips}
@@ -101,7 +101,7 @@ def test_exact_ties_of_a_transformers_router():
 
 def test_large_noise_is_not_blamed_on_routing():
     layer, x = block(), torch.randn(64, WIDTH)
-    report = recompute_check(flicker(layer, 0.5), x, ways=ALONE)
+    report = recompute_check(flicker(layer, 0.5), x, kinds=ALONE)
     assert report.verdict == "differs, but not by routing"
     assert "scores differ beforehand" in report.explanation
 
@@ -117,7 +117,7 @@ def test_another_output_of_the_same_choice_is_not_blamed_on_routing():
         def forward(self, x):
             return self.inner(x) * next(self.signs)
 
-    report = recompute_check(After(), x, ways=ALONE)
+    report = recompute_check(After(), x, kinds=ALONE)
     assert report.verdict == "differs, but not by routing"
     assert report.repetitions[0].flipped == 0
     assert report.repetitions[0].output_change == pytest.approx(2.0)
@@ -125,7 +125,7 @@ def test_another_output_of_the_same_choice_is_not_blamed_on_routing():
 
 def test_dropout_draws_the_same_numbers_again():
     layer = nn.Sequential(nn.Dropout(0.5), block())
-    assert recompute_check(layer, torch.randn(30, WIDTH), ways=ALONE).verdict == "identical"
+    assert recompute_check(layer, torch.randn(30, WIDTH), kinds=ALONE).verdict == "identical"
 
 
 def test_a_choice_that_the_scores_do_not_explain():
@@ -141,7 +141,7 @@ def test_a_choice_that_the_scores_do_not_explain():
         return logits, weights, ids
 
     router.forward = forward
-    report = recompute_check(model, batch(), ways=ALONE)
+    report = recompute_check(model, batch(), kinds=ALONE)
     assert report.verdict == "differs, but not by routing"
 
 
@@ -158,7 +158,7 @@ def test_models_route_alike_in_every_way(family):
 
 def test_compiled_against_eager():
     block = lively(tiny_model("mixtral")).model.layers[0].mlp
-    report = recompute_check(block, torch.randn(2, 6, 32), ways=("compiled",), backend="aot_eager")
+    report = recompute_check(block, torch.randn(2, 6, 32), kinds=("compiled",), backend="aot_eager")
     assert report.repetitions[0].way == "compiled"
     assert report.repetitions[0].flipped == 0
     assert report.repetitions[0].output_change is not None
@@ -173,14 +173,14 @@ def test_a_batch_of_one_row_has_no_parts():
 def test_listed_flips_are_limited_and_counted():
     layer = block()
     x = walls(layer, 64, torch.arange(64))
-    report = recompute_check(flicker(layer, 1e-5), x, ways=ALONE, most_flips=2)
+    report = recompute_check(flicker(layer, 1e-5), x, kinds=ALONE, most_flips=2)
     assert len(report.repetitions[0].flips) == 2 < report.repetitions[0].flipped
 
 
 def test_bad_arguments_are_refused():
     layer, x = block(), torch.randn(4, WIDTH)
-    with pytest.raises(TielineError, match="ways"):
-        recompute_check(layer, x, ways=("again",))
+    with pytest.raises(TielineError, match="kinds"):
+        recompute_check(layer, x, kinds=("again",))
     with pytest.raises(TielineError, match="splits=1"):
         recompute_check(layer, x, splits=1)
     with pytest.raises(TielineError, match="no tensor"):

@@ -17,16 +17,16 @@ import numpy as np
 import torch
 
 from tieline.analysis.correspondences import (
+    CommonTokens,
+    ExpertMatching,
     IdCheck,
-    Matching,
     Pairing,
-    Places,
-    Routed,
-    common_places,
+    RoutedSide,
+    common_tokens,
     equal_ids,
     match_experts,
     pairings,
-    routed_part,
+    routed_side,
     sample_choices,
     search,
 )
@@ -36,62 +36,62 @@ from tieline.trace.check import check_layer
 from tieline.trace.record import LayerTrace, LazyLayers, RoutingTrace, take_tokens
 
 
-def alignment_notes(found: Alignment, against_ids: bool) -> tuple[str, ...]:
+def alignment_notes(alignment: Alignment, against_ids: bool) -> tuple[str, ...]:
     """Return everything that two runs of one program would not show, most severe first.
 
     Args:
-        found: the alignment.
+        alignment: the alignment.
         against_ids: whether the token ids agree at another shift than the choices.
     """
     return tuple(
         note
         for note in (
-            _token_shift(found, against_ids),
-            _layer_shift(found),
-            _experts(found),
-            _k(found),
-            _layers(found),
-            _tokens(found),
-            _unrouted(found),
+            _token_shift(alignment, against_ids),
+            _layer_shift(alignment),
+            _experts(alignment),
+            _k(alignment),
+            _layers(alignment),
+            _tokens(alignment),
+            _unrouted(alignment),
         )
         if note
     )
 
 
-def _token_shift(found: Alignment, against_ids: bool) -> str:
-    if found.token_shift == 0:
+def _token_shift(alignment: Alignment, against_ids: bool) -> str:
+    if alignment.token_shift == 0:
         return "tokens are not shifted, although their ids are" if against_ids else ""
-    where = "after" if found.token_shift > 0 else "before"
+    where = "after" if alignment.token_shift > 0 else "before"
     strange = ", although the token ids agree otherwise" if against_ids else ""
     return (
         f"tokens are shifted: what A has at position p, B has one position {where} it "
-        f"({found.token_shift:+d}){strange}"
+        f"({alignment.token_shift:+d}){strange}"
     )
 
 
-def _layer_shift(found: Alignment) -> str:
-    if found.layer_shift is None:
+def _layer_shift(alignment: Alignment) -> str:
+    if alignment.layer_shift is None:
         return "layers are paired by order: their numbers do not match"
-    if found.layer_shift == 0:
+    if alignment.layer_shift == 0:
         return ""
-    return f"layers are shifted: layer l of A is layer l{found.layer_shift:+d} of B"
+    return f"layers are shifted: layer l of A is layer l{alignment.layer_shift:+d} of B"
 
 
-def _experts(found: Alignment) -> str:
-    moved = found.permuted
+def _experts(alignment: Alignment) -> str:
+    moved = alignment.permuted
     if not moved:
         return ""
     first = moved[0]
     pairs = list(zip(first.moved_experts, first.moved_to, strict=True))
     shown = ", ".join(f"{i} → {j}" for i, j in pairs[:4]) + (", …" if len(pairs) > 4 else "")
     return (
-        f"experts are numbered differently in {len(moved)} of {len(found.pairs)} layers "
+        f"experts are numbered differently in {len(moved)} of {len(alignment.pairs)} layers "
         f"(A → B in {first.name_a!r}: {shown})"
     )
 
 
-def _k(found: Alignment) -> str:
-    different = [pair for pair in found.pairs if pair.k_a != pair.k_b]
+def _k(alignment: Alignment) -> str:
+    different = [pair for pair in alignment.pairs if pair.k_a != pair.k_b]
     if not different:
         return ""
     first = different[0]
@@ -101,16 +101,18 @@ def _k(found: Alignment) -> str:
     )
 
 
-def _layers(found: Alignment) -> str:
-    only = _sides("{} layers are in {side} only ({})", found.only_a, found.only_b)
-    dense = _sides("{} layers of {side} route nothing: dense ({})", found.dense_a, found.dense_b)
+def _layers(alignment: Alignment) -> str:
+    only = _sides("{} layers are in {side} only ({})", alignment.only_a, alignment.only_b)
+    dense = _sides(
+        "{} layers of {side} route nothing: dense ({})", alignment.dense_a, alignment.dense_b
+    )
     return "; ".join([*only, *dense])
 
 
-def _sides(words: str, names_a: Sequence[str], names_b: Sequence[str]) -> list[str]:
+def _sides(template: str, names_a: Sequence[str], names_b: Sequence[str]) -> list[str]:
     """Format `words` for each side that has names, with their number and the first three."""
     return [
-        words.format(
+        template.format(
             len(names), ", ".join(names[:3]) + (", …" if len(names) > 3 else ""), side=side
         )
         for side, names in (("A", names_a), ("B", names_b))
@@ -118,18 +120,18 @@ def _sides(words: str, names_a: Sequence[str], names_b: Sequence[str]) -> list[s
     ]
 
 
-def _tokens(found: Alignment) -> str:
-    return _counts("{} tokens are in {} only", found.tokens_only_a, found.tokens_only_b)
+def _tokens(alignment: Alignment) -> str:
+    return _counts("{} tokens are in {} only", alignment.tokens_only_a, alignment.tokens_only_b)
 
 
-def _unrouted(found: Alignment) -> str:
-    words = "{} tokens of {} were not routed (-1) and are left out"
-    return _counts(words, found.unrouted_a, found.unrouted_b)
+def _unrouted(alignment: Alignment) -> str:
+    template = "{} tokens of {} were not routed (-1) and are left out"
+    return _counts(template, alignment.unrouted_a, alignment.unrouted_b)
 
 
-def _counts(words: str, count_a: int, count_b: int) -> str:
+def _counts(template: str, count_a: int, count_b: int) -> str:
     counts = (("A", count_a), ("B", count_b))
-    return "; ".join(words.format(count, side) for side, count in counts if count)
+    return "; ".join(template.format(count, side) for side, count in counts if count)
 
 
 RELATED = 0.1
@@ -144,11 +146,11 @@ def check_sizes(a: RoutingTrace, b: RoutingTrace, pair: tuple[int, int], partial
     first, second = a.layers[pair[0]], b.layers[pair[1]]
     counts = first.facts.n_experts, second.facts.n_experts
     where = f"layer {first.name!r} of A", f"layer {second.name!r} of B"
-    for own, trace, here in zip(counts, (a, b), where, strict=True):
+    for count, trace, here in zip(counts, (a, b), where, strict=True):
         inferred = str(trace.provenance.get("n_experts", "")).startswith("inferred")
         require(
-            own == max(counts) or inferred,
-            f"number of experts differs: {own} in {here}, {max(counts)} in the other",
+            count == max(counts) or inferred,
+            f"number of experts differs: {count} in {here}, {max(counts)} in the other",
             TraceError,
         )
     k_a, k_b = first.facts.k, second.facts.k
@@ -162,17 +164,17 @@ def check_sizes(a: RoutingTrace, b: RoutingTrace, pair: tuple[int, int], partial
 
 
 def check_ids(
-    a: RoutingTrace, b: RoutingTrace, places: Mapping[int, Places], ids: Mapping[int, IdCheck]
+    a: RoutingTrace, b: RoutingTrace, common: Mapping[int, CommonTokens], ids: Mapping[int, IdCheck]
 ) -> int:
     """Return the shift at which the token ids agree, 0 if unknown; raises on other tokens."""
-    require(any(len(found.in_a) for found in places.values()), _apart(a, b), TraceError)
+    require(any(len(tokens.in_a) for tokens in common.values()), _apart(a, b), TraceError)
     if all(check.known == 0 for check in ids.values()):
-        return 0 if len(places[0].in_a) else next(s for s, x in places.items() if len(x.in_a))
+        return 0 if len(common[0].in_a) else next(s for s, x in common.items() if len(x.in_a))
     agreeing = [s for s, check in ids.items() if check.known > 0 and check.different == 0]
     if agreeing:
         return agreeing[0]
-    check, found = ids[0], places[0]
-    at = found.in_a[check.first or 0], found.in_b[check.first or 0]
+    check, tokens = ids[0], common[0]
+    at = tokens.in_a[check.first or 0], tokens.in_b[check.first or 0]
     raise TraceError(
         f"different tokenisations: {check.different} of {check.known} token ids differ, the first "
         f"at document {int(a.documents[at[0]])}, position {int(a.positions[at[0]])}: "
@@ -191,21 +193,21 @@ def check_layers(a: RoutingTrace, b: RoutingTrace, pairing: Pairing) -> None:
 
 
 def check_tokens(
-    a: RoutingTrace, b: RoutingTrace, found: Places, unrouted: tuple[int, int], partial: bool
+    a: RoutingTrace, b: RoutingTrace, common: CommonTokens, unrouted: tuple[int, int], partial: bool
 ) -> None:
     """Refuse if one side lacks more tokens than one per document and those it did not route."""
-    documents = len(a.documents[found.in_a].unique())
-    for here, there, own, missed in (("A", "B", a, unrouted[1]), ("B", "A", b, unrouted[0])):
-        kept = found.in_a if own is a else found.in_b
-        lacking = own.n_tokens - len(kept)
+    documents = len(a.documents[common.in_a].unique())
+    for here, there, trace, missed in (("A", "B", a, unrouted[1]), ("B", "A", b, unrouted[0])):
+        kept = common.in_a if trace is a else common.in_b
+        lacking = trace.n_tokens - len(kept)
         if partial or lacking <= documents + missed:
             continue
-        held = torch.zeros(own.n_tokens, dtype=torch.bool)
+        held = torch.zeros(trace.n_tokens, dtype=torch.bool)
         held[kept] = True
         first = int((~held).float().argmax())
         raise TraceError(
-            f"{there} lacks {lacking} of the {own.n_tokens} tokens of {here}, the first at "
-            f"document {int(own.documents[first])}, position {int(own.positions[first])}: "
+            f"{there} lacks {lacking} of the {trace.n_tokens} tokens of {here}, the first at "
+            f"document {int(trace.documents[first])}, position {int(trace.positions[first])}: "
             "truncated? partial (--partial) compares what both have"
         )
 
@@ -214,8 +216,8 @@ def check_related(
     pairs: Sequence[LayerPair], beyond: Sequence[float | None], verified: bool
 ) -> None:
     """Refuse runs that agree no more than unrelated ones, unless token ids prove the tokens."""
-    known = [agreement for agreement in beyond if agreement is not None]
-    if verified or not known or sum(known) / len(known) >= RELATED:
+    agreements = [agreement for agreement in beyond if agreement is not None]
+    if verified or not agreements or sum(agreements) / len(agreements) >= RELATED:
         return
     pair = pairs[next(i for i, agreement in enumerate(beyond) if agreement is not None)]
     raise TraceError(
@@ -227,15 +229,15 @@ def check_related(
 
 
 def _apart(a: RoutingTrace, b: RoutingTrace) -> str:
-    return f"A and B have no token in common: {_range('A', a)}; {_range('B', b)}"
+    return f"A and B have no token in common: {_extent('A', a)}; {_extent('B', b)}"
 
 
-def _range(side: str, trace: RoutingTrace) -> str:
+def _extent(side: str, trace: RoutingTrace) -> str:
     if trace.n_tokens == 0:
         return f"{side} is empty"
-    parts = (("documents", trace.documents), ("positions", trace.positions))
-    words = [f"{name} {int(x.min())} to {int(x.max())}" for name, x in parts]
-    return f"{side} has {', '.join(words)}"
+    columns = (("documents", trace.documents), ("positions", trace.positions))
+    ranges = [f"{name} {int(x.min())} to {int(x.max())}" for name, x in columns]
+    return f"{side} has {', '.join(ranges)}"
 
 
 def _names(trace: RoutingTrace) -> str:
@@ -252,7 +254,7 @@ class Aligned(NamedTuple):
     Attributes:
         a: trace of A without what was not routed.
         b: trace of B, likewise.
-        places: the tokens they share.
+        common: the tokens they share.
         pairing: the layers they share.
         numbers: for each pair, the number in A of each expert of B.
         alignment: how they were aligned.
@@ -261,7 +263,7 @@ class Aligned(NamedTuple):
 
     a: RoutingTrace
     b: RoutingTrace
-    places: Places
+    common: CommonTokens
     pairing: Pairing
     numbers: list[np.ndarray]
     alignment: Alignment
@@ -271,8 +273,8 @@ class Aligned(NamedTuple):
         """The layers of a pair: the same tokens, experts numbered as in A, the same k."""
         i, j = self.pairing.pairs[index]
         about = self.alignment.pairs[index]
-        first = _cut(self.a.layers[i], self.places.in_a, about)
-        second = _cut(self.b.layers[j], self.places.in_b, about)
+        first = _cut(self.a.layers[i], self.common.in_a, about)
+        second = _cut(self.b.layers[j], self.common.in_b, about)
         numbers = torch.from_numpy(self.numbers[index])
         bias = None if second.bias is None else second.bias[torch.argsort(numbers)]
         return first, replace(second, experts=numbers[second.experts], bias=bias)
@@ -287,34 +289,34 @@ def align(a: RoutingTrace, b: RoutingTrace, *, partial: bool = False) -> Aligned
         partial: compare what both have where one has fewer tokens or a smaller k, instead of
             refusing.
     """
-    side_a, side_b = routed_part(a, "A"), routed_part(b, "B")
+    side_a, side_b = routed_side(a, "A"), routed_side(b, "B")
     a, b = side_a.trace, side_b.trace
     broken_a, broken_b = _check_values(a, "A"), _check_values(b, "B")
-    places = {shift: common_places(a, b, shift) for shift in SHIFTS}
-    ids = {shift: equal_ids(a, b, found) for shift, found in places.items()}
-    base = check_ids(a, b, places, ids)
-    places = {shift: found for shift, found in places.items() if len(found.in_a)}
-    ways = pairings([x.name for x in a.layers], [x.name for x in b.layers])
-    best = search(sample_choices(a, b, places), ways, base)
+    common = {shift: common_tokens(a, b, shift) for shift in SHIFTS}
+    ids = {shift: equal_ids(a, b, tokens) for shift, tokens in common.items()}
+    base = check_ids(a, b, common, ids)
+    common = {shift: tokens for shift, tokens in common.items() if len(tokens.in_a)}
+    candidates = pairings([x.name for x in a.layers], [x.name for x in b.layers])
+    best = search(sample_choices(a, b, common), candidates, base)
     verified = ids[base].known > 0
-    found = places[best.shift]
+    tokens = common[best.shift]
     check_layers(a, b, best.pairing)
-    check_tokens(a, b, found, (side_a.tokens, side_b.tokens), partial)
+    check_tokens(a, b, tokens, (side_a.tokens, side_b.tokens), partial)
     matches, records = [], []
     for pair in best.pairing.pairs:  # one pair after the other: a file is read once for all three
-        matches.append(_match(a, b, found, pair, check_sizes(a, b, pair, partial)))
+        matches.append(_match(a, b, tokens, pair, check_sizes(a, b, pair, partial)))
         records.append(_pair_record(a, b, pair, matches[-1]))
     pairs = tuple(records)
     check_related(pairs, [match.beyond_chance for match in matches], verified)
-    account = _account((side_a, side_b), found, best.shift, best.pairing, pairs)
+    account = _account((side_a, side_b), tokens, best.shift, best.pairing, pairs)
     account = replace(account, ids_checked=ids[base].known)
     notes = alignment_notes(account, against_ids=verified and best.shift != base)
     numbers = [np.argsort(match.to_b) for match in matches]
     unranked = [(broken_a.get(i, 0), broken_b.get(j, 0)) for i, j in best.pairing.pairs]
-    return Aligned(a, b, found, best.pairing, numbers, replace(account, notes=notes), unranked)
+    return Aligned(a, b, tokens, best.pairing, numbers, replace(account, notes=notes), unranked)
 
 
-def _cut(layer: LayerTrace, places: torch.Tensor, about: LayerPair) -> LayerTrace:
+def _cut(layer: LayerTrace, tokens: torch.Tensor, about: LayerPair) -> LayerTrace:
     """What is compared of a layer: some tokens, the first k experts, scores, weights."""
     facts = replace(layer.facts, k=about.k, n_experts=about.n_experts)
     weights = None if layer.weights is None else layer.weights[:, : about.k]
@@ -323,7 +325,7 @@ def _cut(layer: LayerTrace, places: torch.Tensor, about: LayerPair) -> LayerTrac
     bias = layer.bias if layer.bias is None or len(layer.bias) == about.n_experts else None
     kept = (experts, layer.scores, weights, layer.group_gap)
     lean = LayerTrace(layer.name, facts, *kept, bias=bias, **more)
-    return take_tokens(lean, places)
+    return take_tokens(lean, tokens)
 
 
 def _check_values(trace: RoutingTrace, side: str) -> dict[int, int]:
@@ -335,10 +337,10 @@ def _check_values(trace: RoutingTrace, side: str) -> dict[int, int]:
     if isinstance(trace.layers, LazyLayers):
         return {}
     broken = {}
-    for place, layer in enumerate(trace.layers):
+    for index, layer in enumerate(trace.layers):
         count = _unranked(layer)
         if count:
-            broken[place] = count
+            broken[index] = count
             layer = replace(layer, scores=None)
         check_layer(replace(layer, name=f"{side}: {layer.name}"))
     return broken
@@ -353,16 +355,16 @@ def _unranked(layer: LayerTrace) -> int:
 
 
 def _match(
-    a: RoutingTrace, b: RoutingTrace, found: Places, pair: tuple[int, int], experts: int
-) -> Matching:
+    a: RoutingTrace, b: RoutingTrace, common: CommonTokens, pair: tuple[int, int], experts: int
+) -> ExpertMatching:
     first, second = a.layers[pair[0]], b.layers[pair[1]]
-    chosen_a = first.experts[found.in_a, : first.facts.k].long().numpy()
-    chosen_b = second.experts[found.in_b, : second.facts.k].long().numpy()
+    chosen_a = first.experts[common.in_a, : first.facts.k].long().numpy()
+    chosen_b = second.experts[common.in_b, : second.facts.k].long().numpy()
     return match_experts(chosen_a, chosen_b, experts)
 
 
 def _pair_record(
-    a: RoutingTrace, b: RoutingTrace, pair: tuple[int, int], match: Matching
+    a: RoutingTrace, b: RoutingTrace, pair: tuple[int, int], match: ExpertMatching
 ) -> LayerPair:
     first, second = a.layers[pair[0]], b.layers[pair[1]]
     moved = np.flatnonzero(match.to_b != np.arange(len(match.to_b)))
@@ -381,8 +383,8 @@ def _pair_record(
 
 
 def _account(
-    sides: tuple[Routed, Routed],
-    found: Places,
+    sides: tuple[RoutedSide, RoutedSide],
+    common: CommonTokens,
     shift: int,
     pairing: Pairing,
     pairs: tuple[LayerPair, ...],
@@ -390,15 +392,15 @@ def _account(
     a, b = (side.trace for side in sides)
     paired_a, paired_b = {i for i, _ in pairing.pairs}, {j for _, j in pairing.pairs}
     return Alignment(
-        tokens=len(found.in_a),
-        documents=len(a.documents[found.in_a].unique()),
+        tokens=len(common.in_a),
+        documents=len(a.documents[common.in_a].unique()),
         token_shift=shift,
         layer_shift=pairing.shift,
         pairs=pairs,
         only_a=tuple(a.layers[i].name for i in range(len(a.layers)) if i not in paired_a),
         only_b=tuple(b.layers[j].name for j in range(len(b.layers)) if j not in paired_b),
-        tokens_only_a=a.n_tokens - len(found.in_a),
-        tokens_only_b=b.n_tokens - len(found.in_b),
+        tokens_only_a=a.n_tokens - len(common.in_a),
+        tokens_only_b=b.n_tokens - len(common.in_b),
         unrouted_a=sides[0].tokens,
         unrouted_b=sides[1].tokens,
         dense_a=sides[0].layers,

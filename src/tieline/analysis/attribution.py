@@ -22,7 +22,7 @@ from tieline.analysis.diff_records import (
     LayerDiff,
     Pattern,
 )
-from tieline.analysis.noise_shapes import LayerShape, find_patterns
+from tieline.analysis.noise_shapes import NoiseShape, find_patterns
 from tieline.analysis.noise_size import Expected, judge_size
 
 TOLERATED = 0.005
@@ -34,7 +34,7 @@ def answered(
     alignment: Alignment,
     unranked: Sequence[tuple[int, int]],
     layers: Sequence[LayerDiff],
-    shapes: Sequence[LayerShape],
+    shapes: Sequence[NoiseShape],
     near: Sequence[np.ndarray],
     expected: Expected | None,
 ) -> Causes:
@@ -82,7 +82,7 @@ def _conclude(
     return "explained by ties" if flips.answer == "yes" else "cannot tell"
 
 
-def _referred(shapes: Sequence[LayerShape]) -> bool:
+def _referred(shapes: Sequence[NoiseShape]) -> bool:
     return any(shape.beyond is not None for shape in shapes)
 
 
@@ -110,13 +110,13 @@ def _without(layer: LayerDiff, side: str) -> bool:
 
 
 def _flips(layers: Sequence[LayerDiff], near: Sequence[np.ndarray]) -> Answer:
-    known = [layer.attribution for layer in layers if layer.attribution is not None]
+    attributions = [layer.attribution for layer in layers if layer.attribution is not None]
     blind = next((x for x in layers if x.attribution is None and x.flip.count), None)
     if blind is not None:
         why = blind.attribution_status.removeprefix("not attributable: ")
         return Answer("cannot tell", why + _near_words(near))
-    first = sum(x.explained + x.unexplained for x in known)
-    odd, later = sum(x.unexplained for x in known), sum(x.later for x in known)
+    first = sum(x.explained + x.unexplained for x in attributions)
+    odd, later = sum(x.unexplained for x in attributions), sum(x.later for x in attributions)
     follow = f"; {later:,} later flips are consequences" if later else ""
     if first == 0:
         return Answer("yes", "no token flips")
@@ -140,20 +140,20 @@ def _near_words(near: Sequence[np.ndarray]) -> str:
 
 def _misnumbered(alignment: Alignment) -> list[Pattern]:
     """Shifts and renumberings that the alignment found, although the token ids deny them."""
-    found = []
+    patterns = []
     for note in alignment.notes:
         if AGAINST_IDS in note:
             shift = float(alignment.token_shift)
-            found.append(Pattern("lag", None, shift, 1.0, f"lag of tokens: {note}"))
+            patterns.append(Pattern("lag", None, shift, 1.0, f"lag of tokens: {note}"))
     if alignment.permuted:
         count = float(len(alignment.permuted))
         note = next(note for note in alignment.notes if "numbered differently" in note)
         layer = alignment.permuted[0].name_a
-        found.append(Pattern("permutation", layer, count, 1.0, f"permutation: {note}"))
-    return found
+        patterns.append(Pattern("permutation", layer, count, 1.0, f"permutation: {note}"))
+    return patterns
 
 
-def _shape(shapes: Sequence[LayerShape], patterns: Sequence[Pattern]) -> Answer:
+def _shape(shapes: Sequence[NoiseShape], patterns: Sequence[Pattern]) -> Answer:
     if patterns:
         return Answer("no", "; ".join(pattern.text for pattern in patterns))
     if any(shape.relative is not None for shape in shapes):

@@ -31,7 +31,7 @@ from tieline.analysis.diff_records import (
 )
 from tieline.analysis.diff_words import findings, verdict
 from tieline.analysis.flip_tests import FALSE_DISCOVERIES, FlipTest, discoveries, flip_test
-from tieline.analysis.noise_shapes import LayerShape, Places, flip_lag, measure_shape
+from tieline.analysis.noise_shapes import NoiseShape, TokenKeys, flip_lag, measure_shape
 from tieline.analysis.noise_size import Expected, recorded_format
 from tieline.analysis.score_noise import comparable, layer_noise
 from tieline.core.ranking import n_changed
@@ -128,21 +128,21 @@ def metrics(
 ) -> dict[str, float]:
     """The named numbers of `RoutingDiff.metrics`."""
     rates = [layer.flip.value or 0.0 for layer in layers]
-    named = {"flip": max(rates), "flip:mean": tokens.choices, "flip:any": tokens.anywhere.value}
+    numbers = {"flip": max(rates), "flip:mean": tokens.choices, "flip:any": tokens.anywhere.value}
     causes = [layer.attribution for layer in layers if layer.attribution is not None]
     if len(causes) == len(layers):
         total = max(layers[0].flip.total, 1)
-        named["unexplained"] = max(cause.unexplained for cause in causes) / total
-        named["unexplained:count"] = float(sum(cause.unexplained for cause in causes))
+        numbers["unexplained"] = max(cause.unexplained for cause in causes) / total
+        numbers["unexplained:count"] = float(sum(cause.unexplained for cause in causes))
     noise = [cause.relative for cause in causes if cause.relative]
     if noise:
-        named["noise"] = noise[0]
+        numbers["noise"] = noise[0]
     moved = [layer.weight.mean for layer in layers if layer.weight is not None]
     if moved:
-        named["weight"] = max(moved)
+        numbers["weight"] = max(moved)
     if logits is not None:
-        named |= {"kl": logits.kl, "k3": logits.k3}
-    return {name: float(value) for name, value in named.items() if value is not None}
+        numbers |= {"kl": logits.kl, "k3": logits.k3}
+    return {name: float(value) for name, value in numbers.items() if value is not None}
 
 
 class _Judged(NamedTuple):
@@ -174,23 +174,23 @@ class Compared:
     ) -> None:
         """Compare every pair of layers, one at a time."""
         self.aligned = aligned
-        places = aligned.places.in_a
-        self.documents = aligned.a.documents[places].long()
-        self.positions = aligned.a.positions[places].long()
-        self._places = Places(self.documents.numpy(), self.positions.numpy())
-        self._earlier = np.zeros(len(places), dtype=bool)
+        tokens = aligned.common.in_a
+        self.documents = aligned.a.documents[tokens].long()
+        self.positions = aligned.a.positions[tokens].long()
+        self._keys = TokenKeys(self.documents.numpy(), self.positions.numpy())
+        self._earlier = np.zeros(len(tokens), dtype=bool)
         self._before: tuple[np.ndarray, np.ndarray] | None = None
-        self._reference = None if reference is None else _levels_at(reference, self._places)
+        self._reference = None if reference is None else _levels_at(reference, self._keys)
         self._keep = keep_levels
         self.levels: list[np.ndarray | None] = []
-        self.shapes: list[LayerShape] = []
+        self.shapes: list[NoiseShape] = []
         self.near: list[np.ndarray] = []
         flips, layers, judged = [], [], []
         for index in range(len(aligned.alignment.pairs)):
-            flipped, layer, found = self._layer(index)
+            flipped, layer, judgement = self._layer(index)
             flips.append(flipped)
             layers.append(layer)
-            judged.append(found)
+            judged.append(judgement)
         self.flips = torch.stack(flips)
         self.layers = self._attributed(layers, judged)
         self.tokens = token_diff(self.flips, self.documents, [x.name for x in self.layers])
@@ -224,19 +224,17 @@ class Compared:
     ) -> _Judged | None:
         """Test the first flips of a layer and measure the shape of its noise."""
         chosen_a, chosen_b = (x.experts[:, : x.facts.k].numpy() for x in (a, b))
-        lag = flip_lag(chosen_a, chosen_b, flipped, self._places)
+        lag = flip_lag(chosen_a, chosen_b, flipped, self._keys)
         fresh = ~self._earlier
         if status != "ok":
-            self.shapes.append(LayerShape(a.name, None, 0, lag=lag))
+            self.shapes.append(NoiseShape(a.name, None, 0, lag=lag))
             self.levels.append(None)
             self._before = None
             self.near += _near(a, b, flipped & fresh)
             return None
         noise = layer_noise(a, b)
         expected = None if self._reference is None else self._reference[index]
-        shape = measure_shape(
-            a.name, noise, fresh, self._places, self._before, _bias(a, b), expected
-        )
+        shape = measure_shape(a.name, noise, fresh, self._keys, self._before, _bias(a, b), expected)
         self.shapes.append(shape._replace(lag=lag))
         level = noise.level if expected is None else noise.level - expected
         self._before = (level, chosen_a)
@@ -247,21 +245,21 @@ class Compared:
 
     def _attributed(self, layers: list[LayerDiff], judged: list[_Judged | None]) -> list[LayerDiff]:
         """The layers with their attribution: false discoveries are controlled over all of them."""
-        known = [x.test.p for x in judged if x is not None]
-        found = discoveries(np.concatenate([np.zeros(0), *known]), FALSE_DISCOVERIES)
-        parts = iter(np.split(found, np.cumsum([len(p) for p in known])))
+        p_values = [x.test.p for x in judged if x is not None]
+        rejected = discoveries(np.concatenate([np.zeros(0), *p_values]), FALSE_DISCOVERIES)
+        by_layer = iter(np.split(rejected, np.cumsum([len(p) for p in p_values])))
         return [
-            layer if x is None else replace(layer, attribution=self._attribution(x, next(parts)))
+            layer if x is None else replace(layer, attribution=self._attribution(x, next(by_layer)))
             for layer, x in zip(layers, judged, strict=True)
         ]
 
     def _attribution(self, judged: _Judged, unexplained: np.ndarray) -> Attribution:
         test, count = judged.test, int(unexplained.sum())
-        places, widths = test.tokens[unexplained], test.margins[unexplained]
+        tokens, widths = test.tokens[unexplained], test.margins[unexplained]
         order = np.argsort(-widths, kind="stable")[:MOST_NAMED]
-        keys = (self._places.documents, self._places.positions)
-        named = zip(
-            *(key[places[order]].tolist() for key in keys), widths[order].tolist(), strict=True
+        keys = (self._keys.documents, self._keys.positions)
+        widest_tokens = zip(
+            *(key[tokens[order]].tolist() for key in keys), widths[order].tolist(), strict=True
         )
         explained = len(test.p) - count
         return Attribution(
@@ -271,7 +269,7 @@ class Compared:
             unexplained=count,
             unexplained_first=count,
             widest=float(test.margins.max()) if len(test.p) else None,
-            unexplained_tokens=tuple(named),
+            unexplained_tokens=tuple(widest_tokens),
             explained=explained,
             later=judged.later,
             relative=judged.relative,
@@ -298,20 +296,20 @@ def _near(a: LayerTrace, b: LayerTrace, first: np.ndarray) -> list[np.ndarray]:
 
 def _bias(a: LayerTrace, b: LayerTrace) -> np.ndarray | None:
     """The selection bias by which the two sides may differ: their difference, else A's or B's."""
-    known = [layer.bias.double().numpy() for layer in (a, b) if layer.bias is not None]
-    if not known:
+    biases = [layer.bias.double().numpy() for layer in (a, b) if layer.bias is not None]
+    if not biases:
         return None
-    if len(known) == 1:
-        return known[0]
-    return known[0] if np.array_equal(known[0], known[1]) else known[0] - known[1]
+    if len(biases) == 1:
+        return biases[0]
+    return biases[0] if np.array_equal(biases[0], biases[1]) else biases[0] - biases[1]
 
 
-def _levels_at(reference: Compared, places: Places) -> list[np.ndarray | None]:
+def _levels_at(reference: Compared, keys: TokenKeys) -> list[np.ndarray | None]:
     """Levels of a reference run at these tokens; NaN where it has none."""
-    own = reference._places
-    index = {key: i for i, key in enumerate(zip(*(x.tolist() for x in own), strict=True))}
-    found = [index.get(key, -1) for key in zip(*(x.tolist() for x in places), strict=True)]
-    rows = np.array(found, dtype=int)
+    known_keys = reference._keys
+    index = {key: i for i, key in enumerate(zip(*(x.tolist() for x in known_keys), strict=True))}
+    positions = [index.get(key, -1) for key in zip(*(x.tolist() for x in keys), strict=True)]
+    rows = np.array(positions, dtype=int)
     return [
         None if level is None else np.where(rows >= 0, level[rows], np.nan)
         for level in reference.levels
@@ -334,15 +332,15 @@ def compare(
         reference: the model of the side in float32 once more, in the format that is expected, on
             some of the tokens: its noise is what is measured by.
     """
-    known = None
+    baseline = None
     if reference is not None:
         base = a if recorded_format(a.provenance) == "fp32" else b
-        known = Compared(align(base, reference, partial=True), keep_levels=True)
-    return Compared(align(a, b, partial=partial), reference=known)
+        baseline = Compared(align(base, reference, partial=True), keep_levels=True)
+    return Compared(align(a, b, partial=partial), reference=baseline)
 
 
 def summed_up(
-    found: Compared,
+    compared: Compared,
     logits: LogitsDiff | None,
     timings: dict[str, float],
     expected: Expected | None = None,
@@ -350,21 +348,21 @@ def summed_up(
     """Return the result with its verdict, findings and metrics.
 
     Args:
-        found: the layers compared.
+        compared: the layers compared.
         logits: how far the final distributions are apart, if models were run.
         timings: seconds per stage.
         expected: the format whose noise is to be expected.
     """
-    layers, aligned = tuple(found.layers), found.aligned
+    layers, aligned = tuple(compared.layers), compared.aligned
     alignment = aligned.alignment
-    causes = answered(alignment, aligned.unranked, layers, found.shapes, found.near, expected)
+    causes = answered(alignment, aligned.unranked, layers, compared.shapes, compared.near, expected)
     return RoutingDiff(
-        verdict=verdict(alignment, layers, found.tokens, causes),
-        findings=findings(alignment, layers, found.tokens, logits, causes),
-        metrics=metrics(layers, found.tokens, logits),
+        verdict=verdict(alignment, layers, compared.tokens, causes),
+        findings=findings(alignment, layers, compared.tokens, logits, causes),
+        metrics=metrics(layers, compared.tokens, logits),
         alignment=alignment,
         layers=layers,
-        tokens=found.tokens,
+        tokens=compared.tokens,
         logits=logits,
         provenance={"a": aligned.a.provenance, "b": aligned.b.provenance},
         timings=timings,

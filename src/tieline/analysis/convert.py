@@ -78,7 +78,7 @@ def convert(
         check_target(Path(output))
     trace = _read(source, options)
     export(trace, output, to, layers=model_layers, overwrite=overwrite)
-    said = trace.provenance.get("said", [])
+    notes = trace.provenance.get("said", [])
     return Converted(
         source=str(source),
         producer=str(trace.provenance.get("producer", "trace")),
@@ -88,7 +88,7 @@ def convert(
         documents=len(trace.documents.unique()),
         layers=tuple(layer.name for layer in trace.layers),
         k=trace.layers[0].facts.k,
-        said=tuple(map(str, said)) if isinstance(said, list) else (),
+        said=tuple(map(str, notes)) if isinstance(notes, list) else (),
     )
 
 

@@ -50,26 +50,26 @@ def pairings(names_a: Sequence[str], names_b: Sequence[str]) -> list[Pairing]:
     """Return every distinct way to pair the layers, the plainest first."""
     of_a, of_b = layer_numbers(names_a), layer_numbers(names_b)
     count_a, count_b = len(names_a), len(names_b)
-    found: list[Pairing] = []
+    candidates: list[Pairing] = []
     if of_a is not None and of_b is not None:
-        at = {number: place for place, number in enumerate(of_b)}
+        at = {number: index for index, number in enumerate(of_b)}
         for shift in (0, 1, -1):
             pairs = [(i, at[n + shift]) for i, n in enumerate(of_a) if n + shift in at]
-            found.append(Pairing(shift, tuple(pairs)))
-        found.append(Pairing(None, tuple((i, i) for i in range(min(count_a, count_b)))))
+            candidates.append(Pairing(shift, tuple(pairs)))
+        candidates.append(Pairing(None, tuple((i, i) for i in range(min(count_a, count_b)))))
     else:
         for shift in (0, 1, -1):
             pairs = [(i, i + shift) for i in range(count_a) if 0 <= i + shift < count_b]
-            found.append(Pairing(shift, tuple(pairs)))
-    distinct = {pairing.pairs: pairing for pairing in reversed(found) if pairing.pairs}
-    return [pairing for pairing in found if distinct.get(pairing.pairs) is pairing]
+            candidates.append(Pairing(shift, tuple(pairs)))
+    distinct = {pairing.pairs: pairing for pairing in reversed(candidates) if pairing.pairs}
+    return [pairing for pairing in candidates if distinct.get(pairing.pairs) is pairing]
 
 
 def layer_numbers(names: Sequence[str]) -> list[int] | None:
     """The number of each layer; None if the names do not give different ones."""
-    parts = [name.split(".") for name in names]
-    for place in range(min(map(len, parts), default=0)):
-        column = [part[place] for part in parts]
+    names_split = [name.split(".") for name in names]
+    for depth in range(min(map(len, names_split), default=0)):
+        column = [segments[depth] for segments in names_split]
         if all(word.isascii() and word.isdecimal() and len(word) < 10 for word in column):
             numbers = [int(word) for word in column]
             if len(set(numbers)) == len(numbers):
@@ -77,7 +77,7 @@ def layer_numbers(names: Sequence[str]) -> list[int] | None:
     return None
 
 
-class Routed(NamedTuple):
+class RoutedSide(NamedTuple):
     """A trace in which every token is routed in every layer, and what was left out for that."""
 
     trace: RoutingTrace
@@ -85,7 +85,7 @@ class Routed(NamedTuple):
     layers: tuple[str, ...]
 
 
-class Places(NamedTuple):
+class CommonTokens(NamedTuple):
     """Places in A and in B of the same tokens, in the order of documents and positions."""
 
     in_a: Int[Tensor, " tokens"]
@@ -100,24 +100,26 @@ class IdCheck(NamedTuple):
     first: int | None
 
 
-def routed_part(trace: RoutingTrace, side: str) -> Routed:
+def routed_side(trace: RoutingTrace, side: str) -> RoutedSide:
     """Drop dense layers and unrouted tokens, and count those that an importer dropped before."""
-    told = trace.provenance
-    count, names = told.get("tokens_left_out"), told.get("layers_left_out")
+    provenance = trace.provenance
+    count, names = provenance.get("tokens_left_out"), provenance.get("layers_left_out")
     tokens = count if isinstance(count, int) else 0
     layers = tuple(map(str, names)) if isinstance(names, list) else ()
     if isinstance(trace.layers, LazyLayers):  # a file holds no -1: it is refused when it is read
-        return Routed(trace, tokens, layers)
+        return RoutedSide(trace, tokens, layers)
     routed = [_routed_rows(layer, side) for layer in trace.layers]
-    dense = [place for place, rows in enumerate(routed) if not rows.any()]
-    kept = [place for place in range(len(routed)) if place not in dense]
+    dense = [index for index, rows in enumerate(routed) if not rows.any()]
+    kept = [index for index in range(len(routed)) if index not in dense]
     require(bool(kept), f"{side}: no token was routed in any layer", TraceError)
-    everywhere = torch.stack([routed[place] for place in kept]).all(0)
+    everywhere = torch.stack([routed[index] for index in kept]).all(0)
     require(bool(everywhere.any()), f"{side}: no token was routed in all layers", TraceError)
-    layers += tuple(trace.layers[place].name for place in dense)
+    layers += tuple(trace.layers[index].name for index in dense)
     trace = select_layers(trace, kept) if dense else trace
     missing = int((~everywhere).sum())
-    return Routed(select_tokens(trace, everywhere) if missing else trace, tokens + missing, layers)
+    return RoutedSide(
+        select_tokens(trace, everywhere) if missing else trace, tokens + missing, layers
+    )
 
 
 def _routed_rows(layer: LayerTrace, side: str) -> Tensor:
@@ -133,7 +135,7 @@ def _routed_rows(layer: LayerTrace, side: str) -> Tensor:
     return ~nothing.all(1)
 
 
-def common_places(a: RoutingTrace, b: RoutingTrace, shift: int) -> Places:
+def common_tokens(a: RoutingTrace, b: RoutingTrace, shift: int) -> CommonTokens:
     """Return where tokens have the same document and a position in B `shift` later than in A.
 
     Raises if a trace has a (document, position) twice.
@@ -145,10 +147,10 @@ def common_places(a: RoutingTrace, b: RoutingTrace, shift: int) -> Places:
     span = max((int(x.max()) for x in positions if len(x)), default=0) - low + 1
     keys = codes * span + np.concatenate(positions) - low
     split = len(documents[0])
-    for side, trace, own in (("A", a, keys[:split]), ("B", b, keys[split:])):
-        _check_unique(side, trace, own)
-    found = np.intersect1d(keys[:split], keys[split:], assume_unique=True, return_indices=True)
-    return Places(torch.from_numpy(found[1]), torch.from_numpy(found[2]))
+    for side, trace, side_keys in (("A", a, keys[:split]), ("B", b, keys[split:])):
+        _check_unique(side, trace, side_keys)
+    matched = np.intersect1d(keys[:split], keys[split:], assume_unique=True, return_indices=True)
+    return CommonTokens(torch.from_numpy(matched[1]), torch.from_numpy(matched[2]))
 
 
 def _check_unique(side: str, trace: RoutingTrace, keys: np.ndarray) -> None:
@@ -162,13 +164,13 @@ def _check_unique(side: str, trace: RoutingTrace, keys: np.ndarray) -> None:
         )
 
 
-def equal_ids(a: RoutingTrace, b: RoutingTrace, places: Places) -> IdCheck:
+def equal_ids(a: RoutingTrace, b: RoutingTrace, common: CommonTokens) -> IdCheck:
     """How many of the common tokens have known ids, and how many of these differ."""
-    of_a, of_b = a.tokens[places.in_a].long(), b.tokens[places.in_b].long()
-    known = (of_a >= 0) & (of_b >= 0)
-    different = known & (of_a != of_b)
+    of_a, of_b = a.tokens[common.in_a].long(), b.tokens[common.in_b].long()
+    both = (of_a >= 0) & (of_b >= 0)
+    different = both & (of_a != of_b)
     first = int(different.float().argmax()) if bool(different.any()) else None
-    return IdCheck(int(known.sum()), int(different.sum()), first)
+    return IdCheck(int(both.sum()), int(different.sum()), first)
 
 
 SEEN = 5
@@ -179,7 +181,7 @@ MOST_MATCHED = 2048
 Table = Int[np.ndarray, "experts experts"]
 
 
-class Matching(NamedTuple):
+class ExpertMatching(NamedTuple):
     """Number in B of each expert of A, and how well the choices agree under it.
 
     Attributes:
@@ -212,7 +214,7 @@ def co_occurrence(
 
 def match_experts(
     in_a: Int[np.ndarray, "tokens k_a"], in_b: Int[np.ndarray, "tokens k_b"], experts: int
-) -> Matching:
+) -> ExpertMatching:
     """Estimate the expert permutation from both runs' choices.
 
     Args:
@@ -234,11 +236,11 @@ def match_experts(
 
 def _matching(
     to_b: np.ndarray, common: int, loads: list[np.ndarray], sizes: tuple[int, int], unseen: int
-) -> Matching:
+) -> ExpertMatching:
     """Agreement and chance of a matching; `sizes` are tokens and experts per token."""
     tokens, k = max(sizes[0], 1), sizes[1]
     chance = float(loads[0] @ loads[1][to_b]) / (tokens * tokens * k)
-    return Matching(to_b, common / (tokens * k), min(chance, 1.0), unseen)
+    return ExpertMatching(to_b, common / (tokens * k), min(chance, 1.0), unseen)
 
 
 def _believed(
@@ -268,15 +270,15 @@ def _witness(
 
 def _cycles(permutation: np.ndarray) -> list[list[int]]:
     """Cycles of more than one element."""
-    left, found = set(np.flatnonzero(permutation != np.arange(len(permutation))).tolist()), []
+    left, cycles = set(np.flatnonzero(permutation != np.arange(len(permutation))).tolist()), []
     while left:
         cycle, at = [], min(left)
         while at in left:
             left.discard(at)
             cycle.append(at)
             at = int(permutation[at])
-        found.append(cycle)
-    return found
+        cycles.append(cycle)
+    return cycles
 
 
 SAMPLE = 4096
@@ -301,56 +303,58 @@ class Sampled(NamedTuple):
 
 
 def sample_choices(
-    a: RoutingTrace, b: RoutingTrace, places: dict[int, Places]
+    a: RoutingTrace, b: RoutingTrace, common: dict[int, CommonTokens]
 ) -> dict[int, Sampled]:
     """For each shift, the choices of both sides; every layer is read once."""
-    picked = {shift: _spread(found) for shift, found in places.items()}
-    sampled = {shift: Sampled([], []) for shift in places}
+    picked = {shift: _spread(tokens) for shift, tokens in common.items()}
+    sampled = {shift: Sampled([], []) for shift in common}
     for layer in a.layers:
-        for shift, found in picked.items():
-            sampled[shift].in_a.append(_chosen(layer, found.in_a))
+        for shift, tokens in picked.items():
+            sampled[shift].in_a.append(_chosen(layer, tokens.in_a))
     for layer in b.layers:
-        for shift, found in picked.items():
-            sampled[shift].in_b.append(_chosen(layer, found.in_b))
+        for shift, tokens in picked.items():
+            sampled[shift].in_b.append(_chosen(layer, tokens.in_b))
     return sampled
 
 
-def search(sampled: dict[int, Sampled], ways: Sequence[Pairing], base_shift: int) -> Hypothesis:
+def search(
+    sampled: dict[int, Sampled], candidates: Sequence[Pairing], base_shift: int
+) -> Hypothesis:
     """Choose the best hypothesis.
 
     Args:
         sampled: choices by shift of the tokens.
-        ways: pairings of layers, the plainest first.
+        candidates: pairings of layers, the plainest first.
         base_shift: the shift at which the token ids agree, 0 if they are unknown.
     """
-    plain = _judge(sampled[base_shift], base_shift, ways[0])
+    plain = _judge(sampled[base_shift], base_shift, candidates[0])
     if plain.agreement >= CLEAR:
         return plain
     rivals = [
-        _judge(choices, shift, way)
+        _judge(choices, shift, pairing)
         for shift, choices in sorted(sampled.items(), key=lambda item: abs(item[0] - base_shift))
-        for way in ways
-        if (shift, way) != (base_shift, ways[0]) and len(choices.in_a[0][0])
+        for pairing in candidates
+        if (shift, pairing) != (base_shift, candidates[0]) and len(choices.in_a[0][0])
     ]
     best = max(rivals, key=lambda rival: rival.agreement, default=plain)
     return best if 1 - best.agreement < 0.5 * (1 - plain.agreement) else plain
 
 
-def _judge(choices: Sampled, shift: int, way: Pairing) -> Hypothesis:
+def _judge(choices: Sampled, shift: int, pairing: Pairing) -> Hypothesis:
     """Mean agreement beyond chance over the pairs where it is defined."""
-    sides = [(*choices.in_a[i], *choices.in_b[j]) for i, j in way.pairs]
-    found = [match_experts(a, b, max(e_a, e_b)).beyond_chance for a, e_a, b, e_b in sides]
-    known = [agreement for agreement in found if agreement is not None]
-    return Hypothesis(shift, way, float(np.mean(known)) if known else 1.0)
+    sides = [(*choices.in_a[i], *choices.in_b[j]) for i, j in pairing.pairs]
+    agreements = [match_experts(a, b, max(e_a, e_b)).beyond_chance for a, e_a, b, e_b in sides]
+    defined = [agreement for agreement in agreements if agreement is not None]
+    return Hypothesis(shift, pairing, float(np.mean(defined)) if defined else 1.0)
 
 
-def _spread(places: Places) -> Places:
+def _spread(common: CommonTokens) -> CommonTokens:
     """At most `SAMPLE` of the tokens, evenly spread."""
-    count = len(places.in_a)
+    count = len(common.in_a)
     step = np.unique(np.linspace(0, count - 1, min(count, SAMPLE)).round().astype(int))
-    return Places(places.in_a[step], places.in_b[step])
+    return CommonTokens(common.in_a[step], common.in_b[step])
 
 
-def _chosen(layer: LayerTrace, places: Tensor) -> tuple[np.ndarray, int]:
+def _chosen(layer: LayerTrace, tokens: Tensor) -> tuple[np.ndarray, int]:
     facts = layer.facts
-    return layer.experts[places, : facts.k].long().numpy(), facts.n_experts
+    return layer.experts[tokens, : facts.k].long().numpy(), facts.n_experts

@@ -38,13 +38,13 @@ class Dequantised(NamedTuple):
     Attributes:
         model: the model, in float32.
         bits: bits per weight of the quantised form; None if unknown.
-        strangers: tensors that are not those of the original, with their relative error
+        mismatched: tensors that are not those of the original, with their relative error
             |w' - w| / |w|; it is 1.6 for two exchanged experts of the demo model.
     """
 
     model: nn.Module
     bits: float | None
-    strangers: tuple[tuple[str, float], ...]
+    mismatched: tuple[tuple[str, float], ...]
 
 
 def dequantised_model(
@@ -58,35 +58,37 @@ def dequantised_model(
         quantised: its file or folder.
         python: the engine's Python.
     """
-    own: Any = model
+    original: Any = model
     with tempfile.TemporaryDirectory(prefix="tieline-dequantised-") as name:
         folder = Path(name)
-        own.save_pretrained(folder)
+        original.save_pretrained(folder)
         shapes = _stored_shapes(folder)
-        found, facts = dequantised(quantised, engine, sorted(shapes), python)
-        for key, array in found.items():
+        arrays, facts = dequantised(quantised, engine, sorted(shapes), python)
+        for key, array in arrays.items():
             fits = tuple(array.shape) == shapes[key]
-            words = f"{quantised}: {key} is {tuple(array.shape)}, the model has {shapes[key]}"
-            require(fits, f"{words}: it is of another model", TraceError)
-        strangers = _strangers(folder, found)
+            message = f"{quantised}: {key} is {tuple(array.shape)}, the model has {shapes[key]}"
+            require(fits, f"{message}: it is of another model", TraceError)
+        mismatched = _mismatched(folder, arrays)
         for old in (*folder.glob("*.safetensors"), folder / INDEX):
             old.unlink(missing_ok=True)
-        tensors = {key: torch.from_numpy(array).contiguous() for key, array in found.items()}
+        tensors = {key: torch.from_numpy(array).contiguous() for key, array in arrays.items()}
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        copy = type(own).from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+        copy = type(original).from_pretrained(folder, dtype=torch.float32, local_files_only=True)
     bits = facts.get("bits")
-    known = float(bits) if isinstance(bits, int | float) else None
-    return Dequantised(copy.eval(), known, strangers)
+    bits_per_weight = float(bits) if isinstance(bits, int | float) else None
+    return Dequantised(copy.eval(), bits_per_weight, mismatched)
 
 
-def _strangers(folder: Path, found: Mapping[str, np.ndarray]) -> tuple[tuple[str, float], ...]:
+def _mismatched(folder: Path, arrays: Mapping[str, np.ndarray]) -> tuple[tuple[str, float], ...]:
     """Tensors whose relative error no format explains, the largest error first."""
     errors: dict[str, float] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as stored:
-            for key in set(stored.keys()) & set(found):
-                own = stored.get_tensor(key).double()
-                error = (torch.from_numpy(found[key]).double() - own).norm() / own.norm()
+            for key in set(stored.keys()) & set(arrays):
+                stored_tensor = stored.get_tensor(key).double()
+                error = (
+                    torch.from_numpy(arrays[key]).double() - stored_tensor
+                ).norm() / stored_tensor.norm()
                 errors[key] = float(error)
     odd = {key: error for key, error in errors.items() if not error <= LARGEST_ERROR}
     return tuple(sorted(odd.items(), key=lambda pair: -pair[1]))
@@ -102,8 +104,8 @@ def _stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Shapes of all tensors of a checkpoint by name."""
     files = sorted(folder.glob("*.safetensors"))
     if (folder / INDEX).is_file():
-        named = json.loads((folder / INDEX).read_bytes())["weight_map"].values()
-        files = [folder / name for name in sorted(set(named))]
+        file_names = json.loads((folder / INDEX).read_bytes())["weight_map"].values()
+        files = [folder / name for name in sorted(set(file_names))]
     shapes: dict[str, tuple[int, ...]] = {}
     for path in files:
         with safe_open(path, framework="pt") as stored:

@@ -350,7 +350,7 @@ def _middle(sides: Sequence[NamedSide], a: _Ran, b: _Ran, job: _Job) -> _Middle 
             continue
         place = engine_model(found[1])
         made = dequantised_model(other.side.model, found[0], place, job.settings.python)
-        return _Middle(_run_model(Side(made.model), job), made.bits, named.side, made.strangers)
+        return _Middle(_run_model(Side(made.model), job), made.bits, named.side, made.mismatched)
     return None
 
 

@@ -49,7 +49,7 @@ TAIL = 0.02
 """Share of the reference pairs whose law is a power law."""
 FEWEST_PAIRS = 100
 """Pairs of unflipped tokens without which a layer has no reference."""
-WHOLE = 2 / 3
+LEAST_SHARE = 2 / 3
 """Share of a token's other experts that both sides must have kept: those that noise moved out of
 the kept ranks are missing, and the rest alone would seem too quiet."""
 SILENT = 64.0
@@ -97,18 +97,18 @@ def flip_test(
     prior = _prior(noise, np.flatnonzero(fresh & noise.measured))
     moved = np.zeros(noise.known.shape, dtype=bool)
     moved[rows] = _moved(a, b, rows)
-    own, count = _own_noise(noise, rows, moved[rows], prior)
+    scale, count = _token_noise(noise, rows, moved[rows], prior)
     others = (~moved[rows]).sum(1)
-    able, freedom = count >= np.maximum(2, WHOLE * others), count - 1
+    able, freedom = count >= np.maximum(2, LEAST_SHARE * others), count - 1
     if fresh.all() and noise.size(fresh) == 0:
-        own, able = np.minimum(own, SILENT * noise.floor), np.ones_like(able)
+        scale, able = np.minimum(scale, SILENT * noise.floor), np.ones_like(able)
         freedom = np.full_like(freedom, EXPONENTS[1])
     reference = _reference(noise, fresh, moved, a.facts.k, prior)
     able &= len(reference) >= FEWEST_PAIRS
-    ratio, pairs = margins / np.maximum(own, noise.floor), a.facts.k * _outside(a)
+    ratio, pairs = margins / np.maximum(scale, noise.floor), a.facts.k * _outside(a)
     chance = np.minimum(pairs * _tail(reference, ratio, freedom), 1.0)
     p = np.where(able & (margins > noise.floor), chance, 1.0)
-    return FlipTest(rows, margins, own, p, int(able.sum()))
+    return FlipTest(rows, margins, scale, p, int(able.sum()))
 
 
 def discoveries(p: Float[np.ndarray, " tests"], rate: float) -> Bool[np.ndarray, " tests"]:
@@ -116,10 +116,10 @@ def discoveries(p: Float[np.ndarray, " tests"], rate: float) -> Bool[np.ndarray,
     order = np.argsort(p)
     allowed = rate * np.arange(1, len(p) + 1) / max(len(p), 1)
     below = np.flatnonzero(p[order] <= allowed)
-    found = np.zeros(len(p), dtype=bool)
+    rejected = np.zeros(len(p), dtype=bool)
     if len(below):
-        found[order[: below[-1] + 1]] = True
-    return found
+        rejected[order[: below[-1] + 1]] = True
+    return rejected
 
 
 def flip_margins(
@@ -136,14 +136,14 @@ def flip_margins(
 
 def _margin(scores: Tensor, experts: Tensor, other: Tensor, k: int) -> Tensor:
     """Distance, in the scores of one side, of the experts that changed places."""
-    own = experts[:, :k]
-    leaving = ~(own[:, :, None] == other[:, None, :]).any(2)
-    entering = ~(other[:, :, None] == own[:, None, :]).any(2)
+    chosen = experts[:, :k]
+    leaving = ~(chosen[:, :, None] == other[:, None, :]).any(2)
+    entering = ~(other[:, :, None] == chosen[:, None, :]).any(2)
     highest = scores[:, :k].masked_fill(~leaving, -torch.inf).amax(1)
     kept = other[:, :, None] == experts[:, None, k:]
-    found = (kept * scores[:, None, k:].nan_to_num(neginf=0.0)).sum(2)
-    found = torch.where(kept.any(2), found, scores[:, -1:])
-    return highest - found.masked_fill(~entering, torch.inf).amin(1)
+    entered = (kept * scores[:, None, k:].nan_to_num(neginf=0.0)).sum(2)
+    entered = torch.where(kept.any(2), entered, scores[:, -1:])
+    return highest - entered.masked_fill(~entering, torch.inf).amin(1)
 
 
 def _moved(a: LayerTrace, b: LayerTrace, rows: np.ndarray) -> np.ndarray:
@@ -178,7 +178,7 @@ def _trigamma_inverse(value: float) -> float:
     return float(np.interp(-value, -curve, grid))
 
 
-def _own_noise(
+def _token_noise(
     noise: LayerNoise, rows: np.ndarray, left_out: np.ndarray, prior: tuple[float, float]
 ) -> tuple[np.ndarray, np.ndarray]:
     """S of each of these tokens without some of its experts, and how many are left."""
@@ -204,9 +204,9 @@ def _reference(
     rows = np.flatnonzero(fresh & able & (noise.known.sum(1) > FEWEST_COMMON))
     left_out = moved[rows]
     left_out[:, pair] = True
-    own, _ = _own_noise(noise, rows, left_out, prior)
+    scale, _ = _token_noise(noise, rows, left_out, prior)
     first, second = noise.difference[rows, pair].T
-    return np.sort(np.abs(first - second) / np.maximum(own, noise.floor))
+    return np.sort(np.abs(first - second) / np.maximum(scale, noise.floor))
 
 
 def _tail(reference: np.ndarray, ratio: np.ndarray, freedom: np.ndarray) -> np.ndarray:

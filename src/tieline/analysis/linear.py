@@ -42,7 +42,7 @@ def linear_choice(layer: LayerTrace, weights: dict[str, Tensor]) -> str:
 
 def linear_weights(model: nn.Module, trace: RoutingTrace) -> dict[str, Tensor]:
     """(E, D) matrix of each router whose logits are its product with the inputs, up to a bias."""
-    found = {}
+    weights = {}
     here = find_routers(model)  # a stage of a pipeline has some of them
     for layer in (layer for layer in trace.layers if layer.name in here):
         router = here[layer.name]
@@ -50,8 +50,8 @@ def linear_weights(model: nn.Module, trace: RoutingTrace) -> dict[str, Tensor]:
         if matrix is not None and layer.inputs is not None and scored(layer) == "ok":
             matrix = whole(matrix.detach())[: layer.facts.n_experts].float().cpu()
             if _explains(layer, matrix, router_offset(router, len(matrix))):
-                found[layer.name] = matrix
-    return found
+                weights[layer.name] = matrix
+    return weights
 
 
 def router_offset(router: nn.Module, experts: int) -> Tensor | float:
@@ -69,7 +69,7 @@ def _explains(layer: LayerTrace, matrix: Tensor, offset: Tensor | float) -> bool
     assert some.inputs is not None
     if logits is None or some.inputs.shape[1] != matrix.shape[1]:
         return False
-    made = some.inputs.double() @ matrix.double().T + offset
-    made = made.gather(1, some.experts.long())
-    seen = logits.isfinite()
-    return torch.allclose(made[seen], logits[seen], rtol=0.05, atol=0.05)
+    computed = some.inputs.double() @ matrix.double().T + offset
+    computed = computed.gather(1, some.experts.long())
+    finite = logits.isfinite()
+    return torch.allclose(computed[finite], logits[finite], rtol=0.05, atol=0.05)

@@ -55,13 +55,13 @@ def merge(
         renumber: give documents of traces new numbers, part after part.
     """
     documents = "renumber" if renumber else "keep"
-    whole = merge_folders(folders, output, overwrite=overwrite, documents=documents)
-    is_trace = isinstance(whole, RoutingTrace)
+    merged = merge_folders(folders, output, overwrite=overwrite, documents=documents)
+    is_trace = isinstance(merged, RoutingTrace)
     return Merged(
         kind="trace" if is_trace else "summary",
         folders=tuple(map(str, folders)),
         output=str(output),
-        tokens=whole.n_tokens if is_trace else whole.tokens,
-        sampled=whole.n_tokens if is_trace else whole.sample.n_tokens,
-        layers=tuple(layer.name for layer in whole.layers),
+        tokens=merged.n_tokens if is_trace else merged.tokens,
+        sampled=merged.n_tokens if is_trace else merged.sample.n_tokens,
+        layers=tuple(layer.name for layer in merged.layers),
     )

@@ -122,10 +122,10 @@ class LossCheck:
 
 def transformers_warning(model: nn.Module, output: Any) -> str | None:
     """Return what is wrong with the auxiliary loss in a model's output; None if nothing is."""
-    found = _coefficient(model)
-    if found is None or not hasattr(output, "loss"):
+    coefficient = _coefficient(model)
+    if coefficient is None or not hasattr(output, "loss"):
         return None
-    name, value = found
+    name, value = coefficient
     loss = getattr(output, "aux_loss", None)
     if value > 0 and loss is None:
         return (
@@ -204,10 +204,10 @@ def layer_scalars(calls: Sequence[RouterCall]) -> LayerScalars:
     squares, _, sure, _, _ = (_mean(column, tokens) for column in zip(*sums, strict=True))
     logits = LogitSums(
         squares,
-        max(one.largest for one in sums),
+        max(entry.largest for entry in sums),
         sure,
-        min(one.least for one in sums),
-        max(one.row_error for one in sums),
+        min(entry.least for entry in sums),
+        max(entry.row_error for entry in sums),
     )
     answers = all(scored(call.trace) == "ok" for call in calls)
     used = torch.stack([call.used for call in calls]).sum(dim=0)
@@ -225,26 +225,26 @@ def layer_scalars(calls: Sequence[RouterCall]) -> LayerScalars:
 def model_scalars(layers: Mapping[str, LayerScalars]) -> dict[str, float]:
     """The scalars of all layers together."""
     every = list(layers.values())
-    loads, logits = [one.load for one in every], [one.logits for one in every]
-    found = _gap_scalars(every)
+    loads, logits = [layer.load for layer in every], [layer.logits for layer in every]
+    scalars = _gap_scalars(every)
     for name in ("near_bf16", "tie_bf16", "flip_bf16"):
-        known = [one.rounding[name] for one in every if name in one.rounding]
-        if known:
-            found[name] = sum(known) / len(known)
-    if "near_bf16" in found:
-        found["flips_per_token"] = sum(one.rounding.get("expected", 0.0) for one in every)
+        rates = [layer.rounding[name] for layer in every if name in layer.rounding]
+        if rates:
+            scalars[name] = sum(rates) / len(rates)
+    if "near_bf16" in scalars:
+        scalars["flips_per_token"] = sum(layer.rounding.get("expected", 0.0) for layer in every)
     diversity = [math.exp(load.entropy) / len(load.counts) for load in loads]
-    found |= {
-        "confidence": sum(one.confidence for one in logits) / len(every),
+    scalars |= {
+        "confidence": sum(layer.confidence for layer in logits) / len(every),
         "max_violation": max(load.busiest for load in loads) - 1,
         "dead_share": sum(len(x.dead) for x in loads) / sum(len(x.counts) for x in loads),
         "diversity": sum(diversity) / len(every),
-        "score_rms": math.sqrt(sum(one.mean_square for one in logits) / len(every)),
-        "score_max": max(one.largest for one in logits),
-        "active": sum(one.active for one in every) / len(every),
+        "score_rms": math.sqrt(sum(layer.mean_square for layer in logits) / len(every)),
+        "score_max": max(layer.largest for layer in logits),
+        "active": sum(layer.active for layer in every) / len(every),
     }
-    widths = [one.epsilon for one in every if one.epsilon is not None]
-    return found | ({"epsilon": sum(widths) / len(widths)} if widths else {})
+    widths = [layer.epsilon for layer in every if layer.epsilon is not None]
+    return scalars | ({"epsilon": sum(widths) / len(widths)} if widths else {})
 
 
 def spacing_mass(layer: LayerTrace, view: LogitView) -> float:
@@ -256,8 +256,8 @@ def spacing_mass(layer: LayerTrace, view: LogitView) -> float:
     at = layer.facts.k - 1
     step = grid_step(view.logits[:, at : at + 1], FORMAT)[:, 0] * view.slope[:, at]
     gaps = view.scores[:, at] - view.scores[:, at + 1]
-    one = torch.ones(1, dtype=torch.float64)
-    return boundary_mass(gaps / step.clamp(min=TINY), one).mass[0]
+    unit = torch.ones(1, dtype=torch.float64)
+    return boundary_mass(gaps / step.clamp(min=TINY), unit).mass[0]
 
 
 def _rounding(layer: LayerTrace) -> dict[str, float]:
@@ -269,20 +269,20 @@ def _rounding(layer: LayerTrace) -> dict[str, float]:
     if view.logits is None:
         return {}
     record, _ = precision_flips(layer, view, FORMAT)
-    found = {
+    rates = {
         "near_bf16": spacing_mass(layer, view),
         "tie_bf16": record.tie_emulated.value,
         "flip_bf16": record.flip_emulated.value,
         "expected": record.flip.value,
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in rates.items() if value is not None}
 
 
 def _gap_scalars(every: Sequence[LayerScalars]) -> dict[str, float]:
-    known = [one for one in every if one.gaps is not None]
-    if not known or len({one.units for one in known}) > 1:
+    scored_layers = [layer for layer in every if layer.gaps is not None]
+    if not scored_layers or len({layer.units for layer in scored_layers}) > 1:
         return {}
-    gaps = torch.cat([one.gaps for one in known if one.gaps is not None])
+    gaps = torch.cat([layer.gaps for layer in scored_layers if layer.gaps is not None])
     values = quantile_bands(gaps, tuple(LEVELS.values())).value.tolist()
     ties = (gaps == 0).double().mean().item()
     return {**dict(zip(LEVELS, values, strict=True)), "ties": ties}
@@ -382,7 +382,7 @@ class RoutingMonitor:
 
     Attributes:
         last: scalars of the last logged step.
-        told: the warnings so far.
+        warnings: the warnings so far.
     """
 
     def __init__(
@@ -402,7 +402,7 @@ class RoutingMonitor:
         self.per_layer, self.training_only = per_layer, training_only
         self.check_losses = check_losses
         self.last: dict[str, float] = {}
-        self.told: list[str] = []
+        self.warnings: list[str] = []
         self._kinds: set[str] = set()
         self._model, self._step = model, start
         self._calls: dict[str, list[RouterCall]] = defaultdict(list)
@@ -439,22 +439,22 @@ class RoutingMonitor:
         layers = self._layers(step)
         if not layers:
             return {}
-        found = model_scalars(layers)
+        scalars = model_scalars(layers)
         if self.per_layer:
             for name, layer in layers.items():
-                found |= {f"{name}/{key}": value for key, value in layer.plain().items()}
-        self.last = {self.prefix + name: value for name, value in found.items()}
+                scalars |= {f"{name}/{key}": value for key, value in layer.plain().items()}
+        self.last = {self.prefix + name: value for name, value in scalars.items()}
         for writer in self.writers:
             writer.write(step, self.last)
         return self.last
 
     def step(self) -> dict[str, float]:
         """End a training step; return its scalars, or nothing if it is not a logged one."""
-        found = self.read(self._step) if self._hooks is not None else {}
+        scalars = self.read(self._step) if self._hooks is not None else {}
         self._step += 1
         if self._step % self.every == 0:
             self.arm()
-        return found
+        return scalars
 
     def disarm(self) -> None:
         """Remove all hooks from the model."""
@@ -508,7 +508,7 @@ class RoutingMonitor:
         if message is None or kind in self._kinds:
             return
         self._kinds.add(kind)
-        self.told.append(message)
+        self.warnings.append(message)
         warnings.warn(message, RoutingWarning, stacklevel=4)
 
 

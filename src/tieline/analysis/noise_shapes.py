@@ -75,7 +75,7 @@ class Outlier(NamedTuple):
         return self.excess >= limit and self.excess >= SURE * self.error
 
 
-class LayerShape(NamedTuple):
+class NoiseShape(NamedTuple):
     """Effects of one layer; None where there are too few tokens or groups.
 
     Attributes:
@@ -105,7 +105,7 @@ class LayerShape(NamedTuple):
     beyond: float | None = None
 
 
-class Places(NamedTuple):
+class TokenKeys(NamedTuple):
     """Where the compared tokens stand, in the order of documents and positions."""
 
     documents: Int[np.ndarray, " tokens"]
@@ -116,18 +116,18 @@ def measure_shape(
     name: str,
     noise: LayerNoise,
     fresh: Bool[np.ndarray, " tokens"],
-    places: Places,
+    keys: TokenKeys,
     before: tuple[Float[np.ndarray, " tokens"], Int[np.ndarray, "tokens k"]] | None,
     bias: Float[np.ndarray, " experts"] | None,
     expected: Float[np.ndarray, " tokens"] | None = None,
-) -> LayerShape:
+) -> NoiseShape:
     """Measure the effects of one layer, all but the lag.
 
     Args:
         name: name of the layer in A.
         noise: differences of the scores.
         fresh: tokens without an earlier flip.
-        places: documents and positions.
+        keys: documents and positions.
         before: level of each token in the layer before, and the experts that A chose there.
         bias: selection bias by which the two sides may differ.
         expected: level that a reference run has; what is measured is then the level beyond it.
@@ -135,19 +135,19 @@ def measure_shape(
     relative = noise.relative(fresh)
     level = noise.level if expected is None else noise.level - expected
     rows = np.flatnonzero(fresh & noise.measured & ~np.isnan(level))
-    shape = LayerShape(name, relative, len(rows))
+    shape = NoiseShape(name, relative, len(rows))
     if not relative or len(rows) < FEWEST:
         return shape
     if expected is not None:
         shape = shape._replace(beyond=math.exp(float(np.median(level[rows])) / 2))
     heard = rows[noise.variance[rows] > (3 * noise.floor) ** 2]
-    parts = _Kept(noise, rows)
-    share, means = _offsets(parts)
+    kept = _Kept(noise, rows)
+    share, means = _offsets(kept)
     return shape._replace(
-        rise=_rise(level[heard], places.positions[heard]),
-        document=_document(level[rows], places.documents[rows]),
+        rise=_rise(level[heard], keys.positions[heard]),
+        document=_document(level[rows], keys.documents[rows]),
         expert=None if before is None else _expert(level - before[0], rows, before[1]),
-        row=_row(parts),
+        row=_row(kept),
         offset=share,
         likeness=None if bias is None else _likeness(means, bias),
     )
@@ -158,22 +158,22 @@ def _rise(level: np.ndarray, positions: np.ndarray) -> tuple[float, float] | Non
     octave = np.log2(positions + 1).astype(int)
     level, octave = level[octave > 0], octave[octave > 0]
     count = np.bincount(octave)
-    known = np.flatnonzero(count >= 8)
-    if len(known) < 3:
+    octaves = np.flatnonzero(count >= 8)
+    if len(octaves) < 3:
         return None
     sums = np.bincount(octave, weights=level)
     squares = np.bincount(octave, weights=level**2)
-    mean = sums[known] / count[known]
-    variance = (squares[known] / count[known] - mean**2) / count[known]
-    off = known - known.mean()
-    weight = off / (off**2).sum() * (known[-1] - known[0])
+    mean = sums[octaves] / count[octaves]
+    variance = (squares[octaves] / count[octaves] - mean**2) / count[octaves]
+    off = octaves - octaves.mean()
+    weight = off / (off**2).sum() * (octaves[-1] - octaves[0])
     return float(weight @ mean), math.sqrt(max(float(weight**2 @ variance), 0.0))
 
 
 def _document(level: np.ndarray, documents: np.ndarray) -> Outlier | None:
     numbers, codes = np.unique(documents, return_inverse=True)
-    found = _outlier(codes, level, len(numbers))
-    return None if found is None else found._replace(group=int(numbers[found.group]))
+    outlier = _outlier(codes, level, len(numbers))
+    return None if outlier is None else outlier._replace(group=int(numbers[outlier.group]))
 
 
 def _expert(growth: np.ndarray, rows: np.ndarray, chosen: np.ndarray) -> Outlier | None:
@@ -207,10 +207,10 @@ class _Kept:
     """Centred differences of some tokens, one after the other, and the expert of each."""
 
     def __init__(self, noise: LayerNoise, rows: np.ndarray) -> None:
-        known, values = noise.known[rows], noise.difference[rows]
-        mean = values.sum(1) / np.maximum(known.sum(1), 1)
-        self.values = (values - mean[:, None])[known]
-        self.experts = noise.experts[rows][known]
+        measured, values = noise.known[rows], noise.difference[rows]
+        mean = values.sum(1) / np.maximum(measured.sum(1), 1)
+        self.values = (values - mean[:, None])[measured]
+        self.experts = noise.experts[rows][measured]
         self.squares = self.values * self.values  # a power would take ten times as long
         self.count = np.bincount(self.experts)
 
@@ -219,13 +219,13 @@ class _Kept:
         return np.bincount(self.experts, weights=values)
 
 
-def _row(parts: _Kept) -> Outlier | None:
+def _row(kept: _Kept) -> Outlier | None:
     """The expert whose own scores have the largest mean square of noise, in logarithms."""
-    count = parts.count
+    count = kept.count
     able = np.flatnonzero(count >= FEWEST)
     if len(able) < 4:
         return None
-    sums, fourth = parts.sums(parts.squares), parts.sums(parts.squares * parts.squares)
+    sums, fourth = kept.sums(kept.squares), kept.sums(kept.squares * kept.squares)
     mean = np.maximum(sums[able] / count[able], np.finfo(float).tiny)
     spread = np.sqrt(np.maximum(fourth[able] / count[able] / mean**2 - 1, 0.0) / count[able])
     level = np.log(mean)
@@ -238,11 +238,11 @@ def _row(parts: _Kept) -> Outlier | None:
     )
 
 
-def _offsets(parts: _Kept) -> tuple[float | None, np.ndarray]:
+def _offsets(kept: _Kept) -> tuple[float | None, np.ndarray]:
     """Share of the noise that is one number per expert, and these numbers (NaN if too rare)."""
-    count, able = parts.count, parts.count >= FEWEST
-    means = np.where(able, parts.sums(parts.values) / np.maximum(count, 1), np.nan)
-    total = float(parts.squares.sum())
+    count, able = kept.count, kept.count >= FEWEST
+    means = np.where(able, kept.sums(kept.values) / np.maximum(count, 1), np.nan)
+    total = float(kept.squares.sum())
     if total == 0 or able.sum() < 4:
         return None, means
     return float((count[able] * means[able] ** 2).sum()) / total, means
@@ -250,17 +250,17 @@ def _offsets(parts: _Kept) -> tuple[float | None, np.ndarray]:
 
 def _likeness(means: np.ndarray, bias: np.ndarray) -> float | None:
     """|correlation| of the offsets with the bias, over the experts seen."""
-    seen = np.flatnonzero(~np.isnan(means[: len(bias)]))
-    if len(seen) < 4 or np.ptp(bias[seen]) == 0 or np.ptp(means[seen]) == 0:
+    chosen = np.flatnonzero(~np.isnan(means[: len(bias)]))
+    if len(chosen) < 4 or np.ptp(bias[chosen]) == 0 or np.ptp(means[chosen]) == 0:
         return None
-    return abs(float(np.corrcoef(means[seen], bias[seen])[0, 1]))
+    return abs(float(np.corrcoef(means[chosen], bias[chosen])[0, 1]))
 
 
 def flip_lag(
     chosen_a: Int[np.ndarray, "tokens k"],
     chosen_b: Int[np.ndarray, "tokens k"],
     flipped: Bool[np.ndarray, " tokens"],
-    places: Places,
+    keys: TokenKeys,
 ) -> tuple[int, float, int] | None:
     """Return the lag at which most flips have A's experts of a neighbour: shift, share, number.
 
@@ -270,21 +270,21 @@ def flip_lag(
     rows = np.flatnonzero(flipped)
     if len(rows) < FEWEST:
         return None
-    shares = {lag: _equal_share(chosen_a, chosen_b, rows, places, lag) for lag in (-2, -1, 1, 2)}
+    shares = {lag: _equal_share(chosen_a, chosen_b, rows, keys, lag) for lag in (-2, -1, 1, 2)}
     lag = max((-1, 1), key=lambda x: shares[x][0])
     share, count = shares[lag]
     return (lag, share - shares[2 * lag][0], count) if count >= FEWEST else None
 
 
 def _equal_share(
-    chosen_a: np.ndarray, chosen_b: np.ndarray, rows: np.ndarray, places: Places, lag: int
+    chosen_a: np.ndarray, chosen_b: np.ndarray, rows: np.ndarray, keys: TokenKeys, lag: int
 ) -> tuple[float, int]:
     """Share of these tokens whose experts in B are those of A so many tokens earlier."""
     other = rows - lag
     inside = (other >= 0) & (other < len(chosen_a))
     rows, other = rows[inside], other[inside]
-    same = places.documents[rows] == places.documents[other]
-    same &= places.positions[rows] - places.positions[other] == lag
+    same = keys.documents[rows] == keys.documents[other]
+    same &= keys.positions[rows] - keys.positions[other] == lag
     rows, other = rows[same], other[same]
     if len(rows) == 0:
         return 0.0, 0
@@ -292,7 +292,7 @@ def _equal_share(
     return float(equal.all(1).mean()), len(rows)
 
 
-def find_patterns(shapes: Sequence[LayerShape], referred: bool = False) -> tuple[Pattern, ...]:
+def find_patterns(shapes: Sequence[NoiseShape], referred: bool = False) -> tuple[Pattern, ...]:
     """Return the shapes beyond their limits, the most specific first.
 
     What a more specific pattern brings with it is not repeated: a swapped expert is also a layer
@@ -312,18 +312,18 @@ def find_patterns(shapes: Sequence[LayerShape], referred: bool = False) -> tuple
     positions = _best([x for s in first if (x := _position_pattern(s, limits["positions"]))])
     documents = _best([x for s in first if (x := _document_pattern(s, limits["document"]))])
     layers = _best(_layer_patterns(shapes, referred, limits))
-    for found in (lag[:1], offsets, experts, rows, positions, documents, layers):
-        if found:
-            return tuple(found)
+    for patterns in (lag[:1], offsets, experts, rows, positions, documents, layers):
+        if patterns:
+            return tuple(patterns)
     return ()
 
 
-def _best(found: Sequence[Pattern]) -> list[Pattern]:
+def _best(patterns: Sequence[Pattern]) -> list[Pattern]:
     """The pattern that is furthest beyond its limit."""
-    return sorted(found, key=lambda pattern: -abs(pattern.effect) / pattern.limit)[:1]
+    return sorted(patterns, key=lambda pattern: -abs(pattern.effect) / pattern.limit)[:1]
 
 
-def _lag_pattern(shape: LayerShape, limit: float) -> Pattern | None:
+def _lag_pattern(shape: NoiseShape, limit: float) -> Pattern | None:
     if shape.lag is None or shape.lag[1] < limit:
         return None
     lag, share, count = shape.lag
@@ -336,12 +336,12 @@ def _lag_pattern(shape: LayerShape, limit: float) -> Pattern | None:
 
 
 def _expert_pattern(
-    shape: LayerShape, shapes: Sequence[LayerShape], limit: float
+    shape: NoiseShape, shapes: Sequence[NoiseShape], limit: float
 ) -> Pattern | None:
     if shape.expert is None or not shape.expert.beyond(limit):
         return None
-    place = next(i for i, other in enumerate(shapes) if other.name == shape.name)
-    source = shapes[place - 1].name
+    index = next(i for i, other in enumerate(shapes) if other.name == shape.name)
+    source = shapes[index - 1].name
     text = (
         f"one expert: tokens that chose expert {shape.expert.group} of layer {source!r} have "
         f"{math.exp(shape.expert.excess / 2):.2g} times the noise of others in the next layer: "
@@ -350,7 +350,7 @@ def _expert_pattern(
     return Pattern("expert", source, shape.expert.excess, limit, text)
 
 
-def _row_pattern(shape: LayerShape, limit: float) -> Pattern | None:
+def _row_pattern(shape: NoiseShape, limit: float) -> Pattern | None:
     if shape.row is None or not shape.row.beyond(limit):
         return None
     text = (
@@ -362,7 +362,7 @@ def _row_pattern(shape: LayerShape, limit: float) -> Pattern | None:
 
 
 def _offset_pattern(
-    shape: LayerShape, shapes: Sequence[LayerShape], limit: float
+    shape: NoiseShape, shapes: Sequence[NoiseShape], limit: float
 ) -> Pattern | None:
     share, likeness = shape.offset or 0.0, shape.likeness or 0.0
     like = likeness >= LIKENESS and share >= limit / 2
@@ -370,15 +370,15 @@ def _offset_pattern(
     alone = share >= limit and max(others, default=1.0) < limit / 2
     if not like and not alone:
         return None
-    known = " that are the recorded selection bias" if like else ""
+    recorded = " that are the recorded selection bias" if like else ""
     text = (
         f"offsets of experts: {100 * share:.0f} % of the noise in layer {shape.name!r} is one "
-        f"number per expert{known}: look for a selection bias that was dropped or added"
+        f"number per expert{recorded}: look for a selection bias that was dropped or added"
     )
     return Pattern("offset", shape.name, share, limit / 2 if like else limit, text)
 
 
-def _position_pattern(shape: LayerShape, limit: float) -> Pattern | None:
+def _position_pattern(shape: NoiseShape, limit: float) -> Pattern | None:
     rise, error = shape.rise or (0.0, 0.0)
     if abs(rise) < limit or abs(rise) < SURE * error:
         return None
@@ -386,14 +386,14 @@ def _position_pattern(shape: LayerShape, limit: float) -> Pattern | None:
         return None
     ratio = math.exp(abs(rise) / 2)
     if rise > 0:
-        words = f"grows {ratio:.2g}-fold along positions: look at rotary tables and caches"
+        message = f"grows {ratio:.2g}-fold along positions: look at rotary tables and caches"
     else:
-        words = f"falls {ratio:.2g}-fold along positions: look at attention masks"
-    text = f"positions: the noise of layer {shape.name!r} {words}"
+        message = f"falls {ratio:.2g}-fold along positions: look at attention masks"
+    text = f"positions: the noise of layer {shape.name!r} {message}"
     return Pattern("positions", shape.name, rise, limit, text)
 
 
-def _document_pattern(shape: LayerShape, limit: float) -> Pattern | None:
+def _document_pattern(shape: NoiseShape, limit: float) -> Pattern | None:
     if shape.document is None or not shape.document.beyond(limit):
         return None
     text = (
@@ -405,27 +405,27 @@ def _document_pattern(shape: LayerShape, limit: float) -> Pattern | None:
 
 
 def _layer_patterns(
-    shapes: Sequence[LayerShape], referred: bool, limits: Mapping[str, float]
+    shapes: Sequence[NoiseShape], referred: bool, limits: Mapping[str, float]
 ) -> list[Pattern]:
     """Layers that are much louder than the next one, or than the one before."""
-    found = []
+    patterns = []
     spike, entry = limits["spike"], limits["entry"]
-    sizes = [None, *(_known(shape, referred) for shape in shapes), None]
-    for place, shape in enumerate(shapes):
-        before, size, after = sizes[place : place + 3]
+    sizes = [None, *(_size(shape, referred) for shape in shapes), None]
+    for index, shape in enumerate(shapes):
+        before, size, after = sizes[index : index + 3]
         if size is None:
             continue
         down = None if after is None else size / after
         up = None if before is None else size / before
         if down is not None and down >= spike and (up is None or up >= spike):
             least = down if up is None else min(up, down)
-            found.append(_layer_pattern(shape.name, least, spike, "the layers beside it"))
+            patterns.append(_layer_pattern(shape.name, least, spike, "the layers beside it"))
         elif up is not None and up >= entry:
-            found.append(_layer_pattern(shape.name, up, entry, "the layer before"))
-    return found
+            patterns.append(_layer_pattern(shape.name, up, entry, "the layer before"))
+    return patterns
 
 
-def _known(shape: LayerShape, referred: bool) -> float | None:
+def _size(shape: NoiseShape, referred: bool) -> float | None:
     """Size of the noise of a layer that has some, relative or beyond the reference."""
     size = shape.beyond if referred else shape.relative
     return size if size and shape.relative and shape.tokens >= 5 * FEWEST else None

@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from tieline.analysis.diff_records import Answer
-from tieline.analysis.noise_shapes import LayerShape
+from tieline.analysis.noise_shapes import NoiseShape
 from tieline.core.errors import require
 from tieline.models.emulate import OF_ROUTERS
 
@@ -64,11 +64,11 @@ class Expected(NamedTuple):
 
 def read_format(name: str) -> str:
     """Return the name in `ROUNDING` that is meant; raises on an unknown one."""
-    known = ALIASES.get(name, name).removesuffix("-emulated")
-    known = ALIASES.get(known, known)
+    meant = ALIASES.get(name, name).removesuffix("-emulated")
+    meant = ALIASES.get(meant, meant)
     choices = ", ".join([*ROUNDING, "fp8"])
-    require(known in ROUNDING, f"--expect: no format {name!r}; one of {choices}")
-    return known
+    require(meant in ROUNDING, f"--expect: no format {name!r}; one of {choices}")
+    return meant
 
 
 def expected_format(
@@ -95,8 +95,8 @@ def expected_format(
 
 def recorded_format(side: Mapping[str, object]) -> str | None:
     """Return the format in which a side says that it computed."""
-    told = side.get("emulated", side.get("dtype"))
-    name = str(told).partition(" ")[0]
+    stated = side.get("emulated", side.get("dtype"))
+    name = str(stated).partition(" ")[0]
     name = ALIASES.get(name, name)
     return name if name in ROUNDING else None
 
@@ -122,18 +122,18 @@ def sizes_like(relative: float) -> str:
     return f"{fits[0]} rounding" if len(fits) == 1 else f"{fits[0]} to {fits[-1]} rounding"
 
 
-def judge_size(shapes: Sequence[LayerShape], expected: Expected | None) -> Answer:
+def judge_size(shapes: Sequence[NoiseShape], expected: Expected | None) -> Answer:
     """Return whether the noise has the size that was to be expected.
 
     Args:
         shapes: effects of each layer, in order of depth.
         expected: the format; None if unknown.
     """
-    known = [(i, x) for i, x in enumerate(shapes) if x.relative is not None]
-    if not known:
+    measured = [(i, x) for i, x in enumerate(shapes) if x.relative is not None]
+    if not measured:
         return Answer("cannot tell", "the scores of both sides are needed to measure their noise")
-    loudest = max(known, key=lambda pair: pair[1].relative or 0.0)[1]
-    first = next((x for _, x in known if x.relative), None)
+    loudest = max(measured, key=lambda pair: pair[1].relative or 0.0)[1]
+    first = next((x for _, x in measured if x.relative), None)
     if first is None:
         return Answer("yes", "the scores are equal up to the rounding of float32")
     like = sizes_like(first.relative or 0.0)
@@ -143,33 +143,32 @@ def judge_size(shapes: Sequence[LayerShape], expected: Expected | None) -> Answe
     if expected is None:
         text = f"the scores differ by {size}, the size of {like}; say with --expect what you expect"
         return Answer("cannot tell", text)
-    return _against(known, expected, size, like)
+    return _against(measured, expected, size, like)
 
 
 def _against(
-    known: Sequence[tuple[int, LayerShape]], expected: Expected, size: str, like: str
+    measured: Sequence[tuple[int, NoiseShape]], expected: Expected, size: str, like: str
 ) -> Answer:
     """The answer for a known format: by the reference run where there is one, else by ε."""
-    said = f"{expected.name} ({expected.origin})"
-    compared = [x for _, x in known if x.beyond is not None and x.tokens >= FEWEST]
+    description = f"{expected.name} ({expected.origin})"
+    compared = [x for _, x in measured if x.beyond is not None and x.tokens >= FEWEST]
     text = f"the scores differ by {size}, the size of {like}"
     if compared:
         loud = [x for x in compared if (x.beyond or 0.0) > BEYOND]
         shown = loud[0] if loud else max(compared, key=lambda x: x.beyond or 0.0)
         times = shown.beyond or 0.0
-        ratio = (
-            f"{times:.{1 if times < 10 else 0}f} times the noise that {said} makes in this model"
-        )
+        digits = 1 if times < 10 else 0
+        ratio = f"{times:.{digits}f} times the noise that {description} makes in this model"
         return Answer("no" if loud else "yes", f"layer {shown.name!r} has {ratio}; {text}")
-    over = [(i, x) for i, x in known if (x.relative or 0.0) > allowed(expected.name, i)]
+    over = [(i, x) for i, x in measured if (x.relative or 0.0) > allowed(expected.name, i)]
     if not over:
-        return Answer("yes", f"{text}; {said} explains that")
+        return Answer("yes", f"{text}; {description} explains that")
     depth, shape = over[0]
     most = _percent(allowed(expected.name, depth))
     return Answer(
         "no",
         f"the noise of layer {shape.name!r} is {_percent(shape.relative)} of the spread of its "
-        f"scores, and {said} explains at most {most}; {text}",
+        f"scores, and {description} explains at most {most}; {text}",
     )
 
 

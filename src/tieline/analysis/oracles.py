@@ -60,7 +60,7 @@ def tie_free_scores(
         seed: of the random numbers.
         dtype: of the scores; refused where it cannot hold them apart.
     """
-    _check(tokens, experts, k)
+    _check_sizes(tokens, experts, k)
     draw = torch.Generator().manual_seed(seed)
     levels = _levels(tokens, experts, draw)
     return _planted(levels, gap, k, draw, dtype)
@@ -92,17 +92,17 @@ def tie_heavy_scores(
         seed: of the random numbers.
         dtype: of the scores.
     """
-    _check(tokens, experts, k)
+    _check_sizes(tokens, experts, k)
     require(k < experts, f"a tie across the threshold needs k < experts, got {k=} of {experts}")
     require(0 <= share <= 1, f"need 0 <= share <= 1, got {share}")
     require(1 <= order < experts, f"need 1 <= order < experts, got {order=} of {experts}")
     draw = torch.Generator().manual_seed(seed)
     levels = _levels(tokens, experts, draw)
-    wanted = torch.randperm(tokens, generator=draw)[: round(share * tokens)]
+    tied = torch.randperm(tokens, generator=draw)[: round(share * tokens)]
     low, high = max(0, k - order), min(k, experts - order) - 1  # first equal rank, from 0
-    starts = torch.randint(low, high + 1, (len(wanted),), generator=draw)
+    starts = torch.randint(low, high + 1, (len(tied),), generator=draw)
     ranks = starts[:, None] + torch.arange(order + 1)
-    levels[wanted[:, None], ranks] = levels[wanted, starts][:, None]
+    levels[tied[:, None], ranks] = levels[tied, starts][:, None]
     return _planted(levels, gap, k, draw, dtype)
 
 
@@ -133,7 +133,7 @@ def _planted(
     return PlantedScores(scores.gather(1, order), gaps == 0, gaps)
 
 
-def _check(tokens: int, experts: int, k: int) -> None:
+def _check_sizes(tokens: int, experts: int, k: int) -> None:
     require(
         tokens >= 1 and 1 <= k <= experts,
         f"need a token and 1 <= k <= experts, got {tokens=}, {experts=}, {k=}",
@@ -188,10 +188,10 @@ def assert_routing_close(
             experts that cannot be chosen.
         tol: width of the band, one number or one per token: `tie_band` gives some roundings.
     """
-    found = compare_choices(ids_a, ids_b, scores, tol)
-    if found.wrong:
-        raise AssertionError(found.explanation)
-    return found
+    comparison = compare_choices(ids_a, ids_b, scores, tol)
+    if comparison.wrong:
+        raise AssertionError(comparison.explanation)
+    return comparison
 
 
 def compare_choices(
@@ -209,17 +209,17 @@ def compare_choices(
     broken = {"a": (broken_a, ids_a), "b": (broken_b, ids_b)}
     sets = {"a": set_a, "b": set_b}
     reasons = []
-    for token in _places(wrong):
-        said = []
+    for token in _tokens_of(wrong):
+        reasons_of_token = []
         for name in ("a", "b"):
             if broken[name][0][token]:
-                said.append(_said_broken(name, broken[name][1][token], scores.shape[1]))
+                reasons_of_token.append(_said_broken(name, broken[name][1][token], scores.shape[1]))
             elif beyond[name][token]:
                 row = sets[name][token], scores[token]
-                said.append(_said_regret(name, *row, regrets[name][token], band[token]))
-        reasons.append(f"token {token}: " + "; ".join(said))
+                reasons_of_token.append(_said_regret(name, *row, regrets[name][token], band[token]))
+        reasons.append(f"token {token}: " + "; ".join(reasons_of_token))
     return ChoiceComparison(
-        len(scores), tuple(_places(differ & ~wrong)), tuple(_places(wrong)), tuple(reasons)
+        len(scores), tuple(_tokens_of(differ & ~wrong)), tuple(_tokens_of(wrong)), tuple(reasons)
     )
 
 
@@ -244,8 +244,8 @@ def tie_band(scores: Scores, k: int, dtype: str = "bf16", roundings: float = 2.0
         dtype: "fp32" or one of `PRECISIONS`.
         roundings: number of spacings.
     """
-    known = ("fp32", *PRECISIONS)
-    require(dtype in known, f"unknown dtype {dtype!r}: one of {', '.join(known)}")
+    formats = ("fp32", *PRECISIONS)
+    require(dtype in formats, f"unknown dtype {dtype!r}: one of {', '.join(formats)}")
     threshold = kth_largest(scores.double(), k)
     if dtype == "fp32":
         return roundings * float_step(threshold, 23, -126)[:, 0]
@@ -272,7 +272,7 @@ def _said_broken(name: str, ids: Int[Tensor, " k"], experts: int) -> str:
 def _said_regret(
     name: str, chosen: Bool[Tensor, " e"], z: Float[Tensor, " e"], value: Tensor, band: Tensor
 ) -> str:
-    inside, outside = _places(chosen), _places(~chosen)
+    inside, outside = _tokens_of(chosen), _tokens_of(~chosen)
     worst = min(inside, key=lambda e: z[e].item())
     best = max(outside, key=lambda e: z[e].item())
     return (
@@ -281,7 +281,7 @@ def _said_regret(
     )
 
 
-def _places(mask: Bool[Tensor, " n"]) -> list[int]:
+def _tokens_of(mask: Bool[Tensor, " n"]) -> list[int]:
     return mask.nonzero().squeeze(1).tolist()
 
 

@@ -47,7 +47,7 @@ largest score of the token, differ by rounding: sums of thousands of terms, over
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class RecomputeRun:
     """A forward pass: its output (None if it did not end), the calls of its routers, its rounding.
 
     `error` is what checkpointing said of it.
@@ -124,7 +124,7 @@ class _Difference:
         return sets_differ(self.before, self.after).nonzero().squeeze(1)
 
 
-def compared(way: str, first: Run, again: Run, most_flips: int) -> Repetition:
+def compared(way: str, first: RecomputeRun, again: RecomputeRun, most_flips: int) -> Repetition:
     """What the second run did differently, and why."""
     layers = _differences(first, again)
     flips = _flips(layers)
@@ -143,7 +143,7 @@ def compared(way: str, first: Run, again: Run, most_flips: int) -> Repetition:
 
 def worst(repetitions: Sequence[Repetition]) -> Repetition:
     """The one that speaks for all."""
-    return max(repetitions, key=lambda one: VERDICTS.index(one.verdict))
+    return max(repetitions, key=lambda repetition: VERDICTS.index(repetition.verdict))
 
 
 def _cause(layer: _Difference) -> tuple[str, str]:
@@ -174,28 +174,28 @@ def _without_flips(moved: float, change: float | None) -> str:
     return f"the same experts everywhere; scores moved by up to {moved:.3g}, {output}"
 
 
-def _differences(first: Run, again: Run) -> list[_Difference]:
+def _differences(first: RecomputeRun, again: RecomputeRun) -> list[_Difference]:
     """The layers that both runs have for as many tokens, in order of depth."""
     before, after = _by_layer(first), _by_layer(again)
-    found = []
+    differences = []
     for name, calls in before.items():
         others = after.get(name, [])
         tokens = [sum(call.tokens for call in some) for some in (calls, others)]
         if tokens[0] == tokens[1] and all(c.trace.has_gaps for c in (*calls, *others)):
-            found.append(_difference(name, calls, others, first.rounding))
-    return found
+            differences.append(_difference(name, calls, others, first.rounding))
+    return differences
 
 
 def _difference(
     name: str, calls: list[RouterCall], others: list[RouterCall], rounding: float
 ) -> _Difference:
-    one, two = _dense(calls), _dense(others)
-    moved = (one[0] - two[0]).abs().nan_to_num(nan=0.0, posinf=torch.inf).amax(dim=1)
-    size = one[0].masked_fill(one[0].isinf(), 0.0).abs().amax(dim=1)
+    before, after = _dense(calls), _dense(others)
+    moved = (before[0] - after[0]).abs().nan_to_num(nan=0.0, posinf=torch.inf).amax(dim=1)
+    size = before[0].masked_fill(before[0].isinf(), 0.0).abs().amax(dim=1)
     roundoff = max(rounding, *(call.rounding for call in calls))
     limit = min(ROUNDINGS * roundoff, MOST) * size
     gap = torch.cat([call.trace.gap for call in calls])
-    return _Difference(name, one[1], two[1], gap, moved, limit)
+    return _Difference(name, before[1], after[1], gap, moved, limit)
 
 
 def _dense(calls: list[RouterCall]) -> tuple[Float[Tensor, "t e"], Bool[Tensor, "t e"]]:
@@ -213,24 +213,24 @@ def _dense(calls: list[RouterCall]) -> tuple[Float[Tensor, "t e"], Bool[Tensor, 
 
 
 def _flips(layers: list[_Difference]) -> list[Flip]:
-    found: list[Flip] = []
+    flips: list[Flip] = []
     follows = False
     for layer in layers:
         rows = layer.flipped
         for token in rows[layer.gap[rows].argsort(stable=True)].tolist():
             before, after = layer.before[token], layer.after[token]
-            left, entered = (_places(before & ~after), _places(after & ~before))
+            left, entered = (_experts_of(before & ~after), _experts_of(after & ~before))
             gap, moved = layer.gap[token].item(), layer.moved[token].item()
-            found.append(Flip(layer.name, token, gap, moved, left, entered, follows))
+            flips.append(Flip(layer.name, token, gap, moved, left, entered, follows))
         follows = follows or len(rows) > 0
-    return found
+    return flips
 
 
-def _places(mask: Bool[Tensor, " experts"]) -> tuple[int, ...]:
+def _experts_of(mask: Bool[Tensor, " experts"]) -> tuple[int, ...]:
     return tuple(mask.nonzero().squeeze(1).tolist())
 
 
-def _by_layer(run: Run) -> dict[str, list[RouterCall]]:
+def _by_layer(run: RecomputeRun) -> dict[str, list[RouterCall]]:
     calls: dict[str, list[RouterCall]] = defaultdict(list)
     for call in run.calls:
         calls[call.trace.name].append(call)
@@ -243,8 +243,8 @@ def _output_change(first: Tensor | None, again: Tensor | None) -> float | None:
         return None
     if torch.equal(first, again):
         return 0.0
-    one, two = first.double(), again.double()
-    return ((one - two).abs().max() / one.abs().max().clamp(min=1e-300)).item()
+    before, after = first.double(), again.double()
+    return ((before - after).abs().max() / before.abs().max().clamp(min=1e-300)).item()
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,7 @@ class Inputs:
     """Arguments of a call, which can be cut along the rows of the batch."""
 
     args: tuple[Any, ...]
-    named: dict[str, Any]
+    kwargs: dict[str, Any]
 
     @classmethod
     def of(cls, module: nn.Module, batch: Any) -> "Inputs":
@@ -270,15 +270,15 @@ class Inputs:
     @property
     def rows(self) -> int:
         """Size of the first axis of the first tensor."""
-        for value in (*self.args, *self.named.values()):
+        for value in (*self.args, *self.kwargs.values()):
             if isinstance(value, Tensor) and value.ndim:
                 return len(value)
         raise TielineError("the batch holds no tensor: nothing can be run")
 
-    def parts(self, count: int) -> list["Inputs"]:
+    def pieces(self, count: int) -> list["Inputs"]:
         """The same call in `count` smaller ones; what has no row per row of the batch is shared."""
         rows = self.rows
-        edges = [rows * part // count for part in range(count + 1)]
+        edges = [rows * index // count for index in range(count + 1)]
         spans = itertools.pairwise(edges)
         return [self._cut(slice(start, stop), rows) for start, stop in spans]
 
@@ -289,25 +289,25 @@ class Inputs:
 
         return Inputs(
             tuple(cut(value) for value in self.args),
-            {name: cut(value) for name, value in self.named.items()},
+            {name: cut(value) for name, value in self.kwargs.items()},
         )
 
 
-def plain(module: nn.Module, inputs: Inputs) -> Run:
+def plain(module: nn.Module, inputs: Inputs) -> RecomputeRun:
     """A forward pass without gradients."""
     with torch.no_grad():
-        return _observed(module, lambda: module(*inputs.args, **inputs.named))
+        return _observed(module, lambda: module(*inputs.args, **inputs.kwargs))
 
 
-def split(module: nn.Module, inputs: Inputs, count: int) -> Run:
+def split(module: nn.Module, inputs: Inputs, count: int) -> RecomputeRun:
     """The same in smaller batches, one after the other."""
-    done = [plain(module, part) for part in inputs.parts(count)]
+    done = [plain(module, piece) for piece in inputs.pieces(count)]
     calls = [call for run in done for call in run.calls]
     outputs = [run.output for run in done if run.output is not None]
-    return Run(torch.cat(outputs), tuple(calls), done[0].rounding)
+    return RecomputeRun(torch.cat(outputs), tuple(calls), done[0].rounding)
 
 
-def other_threads(module: nn.Module, inputs: Inputs) -> Run:
+def other_threads(module: nn.Module, inputs: Inputs) -> RecomputeRun:
     """The same on one thread, or on two if torch has one."""
     before = torch.get_num_threads()
     torch.set_num_threads(2 if before == 1 else 1)
@@ -317,14 +317,14 @@ def other_threads(module: nn.Module, inputs: Inputs) -> Run:
         torch.set_num_threads(before)
 
 
-def compiled(module: nn.Module, inputs: Inputs, backend: str) -> Run:
+def compiled(module: nn.Module, inputs: Inputs, backend: str) -> RecomputeRun:
     """The same compiled."""
     fast: Any = torch.compile(module, backend=backend)
     with torch.no_grad():
-        return _observed(module, lambda: fast(*inputs.args, **inputs.named))
+        return _observed(module, lambda: fast(*inputs.args, **inputs.kwargs))
 
 
-def checkpointed(module: nn.Module, inputs: Inputs) -> tuple[Run, Run]:
+def checkpointed(module: nn.Module, inputs: Inputs) -> tuple[RecomputeRun, RecomputeRun]:
     """A pass under checkpointing and its repetition in the backward pass.
 
     Where nothing needs a gradient nothing is repeated, and a second plain pass stands in for it.
@@ -332,15 +332,15 @@ def checkpointed(module: nn.Module, inputs: Inputs) -> tuple[Run, Run]:
     outputs: list[Tensor] = []
     errors: list[str] = []
 
-    def forward(*args: Any, **named: Any) -> Tensor:
-        output = main_tensor(module(*args, **named))
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        output = main_tensor(module(*args, **kwargs))
         outputs.append(output.detach())
         return output
 
     def run() -> Tensor:
         leaves = _leaves(module, inputs)
         with torch.enable_grad(), set_checkpoint_early_stop(False):
-            output = checkpoint(forward, *inputs.args, use_reentrant=False, **inputs.named)
+            output = checkpoint(forward, *inputs.args, use_reentrant=False, **inputs.kwargs)
             assert isinstance(output, Tensor)
             if output.requires_grad and leaves:
                 try:
@@ -349,31 +349,31 @@ def checkpointed(module: nn.Module, inputs: Inputs) -> tuple[Run, Run]:
                     errors.append(str(problem))
         return output
 
-    seen = _observed(module, run)
-    first = [call for call in seen.calls if not call.recomputed]
-    again = [call for call in seen.calls if call.recomputed]
+    observed = _observed(module, run)
+    first = [call for call in observed.calls if not call.recomputed]
+    again = [call for call in observed.calls if call.recomputed]
     if not again and not errors:
-        return Run(outputs[0], tuple(first), seen.rounding), plain(module, inputs)
+        return RecomputeRun(outputs[0], tuple(first), observed.rounding), plain(module, inputs)
     repeated = outputs[1] if len(outputs) > 1 else None
     error = errors[0] if errors else None
     return (
-        Run(outputs[0], tuple(first), seen.rounding),
-        Run(repeated, tuple(again), seen.rounding, error),
+        RecomputeRun(outputs[0], tuple(first), observed.rounding),
+        RecomputeRun(repeated, tuple(again), observed.rounding, error),
     )
 
 
 def main_tensor(output: Any) -> Tensor:
     """The logits or hidden states in what a module returned."""
-    for found in (output, getattr(output, "logits", None)):
-        if isinstance(found, Tensor):
-            return found
+    for candidate in (output, getattr(output, "logits", None)):
+        if isinstance(candidate, Tensor):
+            return candidate
     first = output[0] if isinstance(output, tuple) or hasattr(output, "keys") else None
     require(isinstance(first, Tensor), f"no tensor in an output of type {type(output).__name__}")
     assert isinstance(first, Tensor)
     return first
 
 
-def _observed(module: nn.Module, run: Callable[[], Any]) -> Run:
+def _observed(module: nn.Module, run: Callable[[], Any]) -> RecomputeRun:
     """The run from the random numbers of now, which are as they were afterwards."""
     calls: list[RouterCall] = []
     devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
@@ -382,12 +382,12 @@ def _observed(module: nn.Module, run: Callable[[], Any]) -> Run:
         watch_routing(module, calls.append, ranks=None, repetitions=True),
     ):
         output = main_tensor(run()).detach()
-    return Run(output, tuple(calls), _rounding(module))
+    return RecomputeRun(output, tuple(calls), _rounding(module))
 
 
 def _leaves(module: nn.Module, inputs: Inputs) -> list[Tensor]:
     """What gradients are asked for: parameters, and inputs that want one."""
-    tensors = (*module.parameters(), *inputs.args, *inputs.named.values())
+    tensors = (*module.parameters(), *inputs.args, *inputs.kwargs.values())
     return [t for t in tensors if isinstance(t, Tensor) and t.requires_grad]
 
 
@@ -403,11 +403,11 @@ def _rounding(module: nn.Module) -> float:
 
 def _no_cache(module: nn.Module) -> dict[str, Any]:
     """Models of transformers keep no cache, which would cost memory and serve nothing."""
-    known = "use_cache" in inspect.signature(module.forward).parameters
-    return {"use_cache": False} if known else {}
+    has_cache = "use_cache" in inspect.signature(module.forward).parameters
+    return {"use_cache": False} if has_cache else {}
 
 
-WAYS = ("recompute", "split", "threads", "compiled")
+KINDS = ("recompute", "split", "threads", "compiled")
 DEFAULT = ("recompute", "split", "threads")
 
 
@@ -440,7 +440,7 @@ def recompute_check(
     block_or_model: nn.Module,
     batch: Tensor | Mapping[str, Any] | tuple[Any, ...],
     *,
-    ways: Collection[str] = DEFAULT,
+    kinds: Collection[str] = DEFAULT,
     splits: int = 2,
     backend: str = "inductor",
     most_flips: int = 100,
@@ -454,29 +454,29 @@ def recompute_check(
         block_or_model: a block or model with `MoE` layers or transformers routers in it.
         batch: what it is called with: a tensor (token ids of a transformers model or the input of
             a block), the named arguments as a mapping, or the arguments as a tuple.
-        ways: which of `WAYS`; compiling takes its time and must be asked for.
+        kinds: which of `KINDS`; compiling takes its time and must be asked for.
         splits: number of parts of the batch for "split".
         backend: of `torch.compile`.
         most_flips: flips that are listed per repetition; all of them are counted.
     """
-    unknown = sorted(set(ways) - set(WAYS))
-    require(bool(ways) and not unknown, f"ways must be some of {WAYS}, got {sorted(ways)}")
+    unknown = sorted(set(kinds) - set(KINDS))
+    require(bool(kinds) and not unknown, f"kinds must be some of {KINDS}, got {sorted(kinds)}")
     require(splits >= 2, f"a split has 2 parts or more, got {splits=}")
     module, inputs = block_or_model, Inputs.of(block_or_model, batch)
     rows = inputs.rows
     first = plain(module, inputs)
     require(bool(first.calls), "no router ran: nothing can be compared")
-    runs: dict[str, Callable[[], tuple[Run, Run]]] = {
+    runs: dict[str, Callable[[], tuple[RecomputeRun, RecomputeRun]]] = {
         "recompute": lambda: checkpointed(module, inputs),
         "split": lambda: (first, split(module, inputs, splits)),
         "threads": lambda: (first, other_threads(module, inputs)),
         "compiled": lambda: (first, compiled(module, inputs, backend)),
     }
     left_out = {}
-    if "split" in ways and rows < splits:
+    if "split" in kinds and rows < splits:
         left_out["split"] = f"a batch of {rows} rows has no {splits} parts"
-    asked = [way for way in WAYS if way in ways and way not in left_out]
-    done = [compared(way, *runs[way](), most_flips) for way in asked]
+    asked = [kind for kind in KINDS if kind in kinds and kind not in left_out]
+    done = [compared(kind, *runs[kind](), most_flips) for kind in asked]
     top = worst(done)
     layers = tuple(dict.fromkeys(call.trace.name for call in first.calls))
     tokens = sum(call.tokens for call in first.calls if call.trace.name == layers[0])

@@ -131,7 +131,7 @@ def _own_trace(name: str, gate: Gate, scores: Scores, ranks: int | None) -> Laye
     group_gap = None
     if isinstance(gate, SelectiveGate):
         k, bias, selection = gate.k, gate.selection_bias, gate.selection(scores)
-        facts = _facts(gate, experts, ranks_logits=bias is None and selection is scores)
+        facts = _gate_facts(gate, experts, ranks_logits=bias is None and selection is scores)
         limit = _limit(gate)
         if limit is not None:
             selection, group_gap = restrict(selection, _nobody(tokens, scores.device), limit)
@@ -147,7 +147,7 @@ def _own_trace(name: str, gate: Gate, scores: Scores, ranks: int | None) -> Laye
     )
 
 
-def _facts(gate: SelectiveGate, experts: int, ranks_logits: bool) -> LayerFacts:
+def _gate_facts(gate: SelectiveGate, experts: int, ranks_logits: bool) -> LayerFacts:
     units: Units = "softmax" if gate.scoring == "softmax" else "sigmoid"
     if ranks_logits or gate.order == "after":
         units = "logits"
@@ -178,14 +178,14 @@ def _logit_sums(logits: Scores, probabilities: bool) -> LogitSums | None:
     low = z.amin()
     size = torch.maximum(largest.amax(), -low)
     rows = (z.sum(dim=-1) - 1).abs().amax()
-    found = torch.stack([z.square().mean(), size, sure.mean(), low, rows])
-    return LogitSums(*found.tolist())
+    sums = torch.stack([z.square().mean(), size, sure.mean(), low, rows])
+    return LogitSums(*sums.tolist())
 
 
 def _all_rows(rows: int) -> Batch:
     """Tokens of unknown ids, all visible."""
-    places = torch.arange(rows)
-    return Batch(torch.full((rows,), -1), torch.zeros_like(places), places, None, rows)
+    positions = torch.arange(rows)
+    return Batch(torch.full((rows,), -1), torch.zeros_like(positions), positions, None, rows)
 
 
 Take = Callable[[RouterCall], None]
@@ -214,14 +214,14 @@ def watch_routing(
         failed: called with the error of a call that cannot be read; by default it is raised.
     """
     reader = _Reader(take, repetitions, training_only, failed)
-    own = {name: m for name, m in model.named_modules() if isinstance(m, MoE)}
-    theirs = [m for m in model.modules() if family_of(m) is not None]
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, MoE)}
+    routers = [m for m in model.modules() if family_of(m) is not None]
     with ExitStack() as stack:
-        for name, layer in own.items():
+        for name, layer in layers.items():
             stack.callback(
                 layer.gate.register_forward_hook(reader.of_gate(name, layer, ranks)).remove
             )
-        if theirs or not own:  # the latter refuses a model without routers
+        if routers or not layers:  # the latter refuses a model without routers
             stack.callback(
                 model.register_forward_pre_hook(untraced(reader.begin), with_kwargs=True).remove
             )
@@ -243,14 +243,14 @@ def _watch_router(
     observer = LayerObserver(name, family, Settings(ranks, (), inputs=False, distances=False))
     report = reader.of_router(observer, router, family)
     if family.method == "__call__":
-        hook = untraced(lambda m, args, named, output: report(args, named, output))
+        hook = untraced(lambda m, args, kwargs, output: report(args, kwargs, output))
         stack.callback(router.register_forward_hook(hook, with_kwargs=True).remove)
         return
     plain = getattr(router, family.method)
 
-    def observed(*args: Any, **named: Any) -> Any:
-        output = plain(*args, **named)
-        report(args, named, output)
+    def observed(*args: Any, **kwargs: Any) -> Any:
+        output = plain(*args, **kwargs)
+        report(args, kwargs, output)
         return output
 
     setattr(router, family.method, observed)
@@ -267,11 +267,11 @@ class _Reader:
     failed: Callable[[TielineError], None] | None
     batch: Batch | None = None
 
-    def begin(self, model: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Read which tokens the pass has; inputs that are not tokens are taken as all visible."""
         first = {"input_ids": args[0]} if args else {}
         try:
-            self.batch = DocumentCounter().read(first | named)
+            self.batch = DocumentCounter().read(first | kwargs)
         except (TielineError, RuntimeError, IndexError):
             self.batch = None
 
@@ -288,8 +288,8 @@ class _Reader:
     ) -> Callable[[tuple[Any, ...], dict[str, Any], Any], None]:
         """Report of a transformers router's call."""
 
-        def read(args: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
-            call = (args, named)
+        def read(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            call = (args, kwargs)
             make = lambda: transformers_call(observer, router, call, output, self.batch)  # noqa: E731
             self._report(router, make)
 

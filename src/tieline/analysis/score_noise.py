@@ -100,23 +100,23 @@ def layer_noise(a: LayerTrace, b: LayerTrace) -> LayerNoise:
         b: the same tokens in B, experts numbered as in A.
     """
     of_a, of_b = (scores.double() for scores in plain_scores(a, b))
-    found = torch.full_like(of_a, torch.nan)
+    matched = torch.full_like(of_a, torch.nan)
     for rank in range(of_b.shape[1]):  # a few ranks: faster than a table of all pairs
         same = a.experts == b.experts[:, rank, None]
-        found = torch.where(same, of_b[:, rank, None], found)
-    difference = found - of_a
-    known = difference.isfinite()
-    difference = difference.masked_fill_(~known, 0.0)
-    count = known.sum(1)
+        matched = torch.where(same, of_b[:, rank, None], matched)
+    difference = matched - of_a
+    both = difference.isfinite()
+    difference = difference.masked_fill_(~both, 0.0)
+    count = both.sum(1)
     mean = difference.sum(1) / count.clamp(min=1)
-    centred = torch.where(known, difference - mean[:, None], 0.0)
+    centred = torch.where(both, difference - mean[:, None], 0.0)
     variance = centred.square().sum(1) / (count - 1).clamp(min=1)
     variance[count < FEWEST_COMMON] = torch.nan
     floor = FLOOR * max(_step(a), _step(b))
     level = (variance + floor**2).log()
     return LayerNoise(
         difference.numpy(),
-        known.numpy(),
+        both.numpy(),
         a.experts.numpy(),
         variance.numpy(),
         level.numpy(),
@@ -148,10 +148,10 @@ def _step(layer: LayerTrace) -> float:
 
 def _spread(layer: LayerTrace, scores: Tensor) -> float:
     facts = layer.facts
-    known = scores.isfinite()
-    count = known.sum(1)
-    mean = scores.where(known, 0.0).sum(1) / count.clamp(min=1)
-    off = torch.where(known, scores - mean[:, None], 0.0)
+    finite = scores.isfinite()
+    count = finite.sum(1)
+    mean = scores.where(finite, 0.0).sum(1) / count.clamp(min=1)
+    off = torch.where(finite, scores - mean[:, None], 0.0)
     deviation = (off.square().sum(1) / (count - 1).clamp(min=1)).sqrt()
     if len(deviation) == 0:
         return 0.0

@@ -151,10 +151,10 @@ def _spacing(
 
 
 def _format(dtype: torch.dtype | str) -> str:
-    known = ("fp32", *PRECISIONS)
+    formats = ("fp32", *PRECISIONS)
     name = FORMATS.get(dtype) if isinstance(dtype, torch.dtype) else dtype
-    if name is None or name not in known:
-        raise ParameterError(f"unknown dtype {dtype!r}: one of {', '.join(known)}")
+    if name is None or name not in formats:
+        raise ParameterError(f"unknown dtype {dtype!r}: one of {', '.join(formats)}")
     return name
 
 

@@ -42,11 +42,11 @@ def token_distances(
     """Compute the distances at every token of a batch, row after row."""
     following = torch.cat((ids[:, 1:], torch.zeros_like(ids[:, :1])), dim=1).flatten()
     flat_a, flat_b = logits_a.flatten(0, 1), logits_b.flatten(0, 1)
-    parts = [
+    chunks = [
         _distances(flat_a[rows], flat_b[rows], following[rows])
         for rows in torch.arange(ids.numel()).split(ROWS)
     ]
-    joined = [torch.cat(column) for column in zip(*parts, strict=True)]
+    joined = [torch.cat(column) for column in zip(*chunks, strict=True)]
     last = torch.zeros(ids.shape, dtype=torch.bool)
     last[:, -1] = True
     return TokenDistances(*(column.masked_fill(last.flatten(), torch.nan) for column in joined))
@@ -56,27 +56,27 @@ def _distances(a: Tensor, b: Tensor, target: Tensor) -> tuple[Tensor, ...]:
     log_a, log_b = (logits.double().cpu().log_softmax(1) for logits in (a, b))
     terms = k3(log_a, log_b)
     kl = (log_a.exp() * terms).sum(1)
-    places = target.cpu()[:, None]
-    at_text = (x.gather(1, places).squeeze(1) for x in (terms, -log_a, -log_b))
+    index = target.cpu()[:, None]
+    at_text = (x.gather(1, index).squeeze(1) for x in (terms, -log_a, -log_b))
     of_text, loss_a, loss_b = at_text
     return of_text, kl, loss_a, loss_b
 
 
 def logits_diff(
-    found: TokenDistances, flipped: Bool[Tensor, " tokens"], documents: Int[Tensor, " tokens"]
+    distances: TokenDistances, flipped: Bool[Tensor, " tokens"], documents: Int[Tensor, " tokens"]
 ) -> LogitsDiff | None:
     """Compute means, errors and tails over the tokens with a next token; None if there is none.
 
     Args:
-        found: distances of every token.
+        distances: distances of every token.
         flipped: tokens that flip in at least one layer.
         documents: document of each token.
     """
-    known = ~found.kl.isnan()
-    if not bool(known.any()):
+    predicted = ~distances.kl.isnan()
+    if not bool(predicted.any()):
         return None
-    values = TokenDistances(*(column[known] for column in found))
-    groups, apart = documents[known], flipped[known]
+    values = TokenDistances(*(column[predicted] for column in distances))
+    groups, apart = documents[predicted], flipped[predicted]
     return LogitsDiff(
         k3=values.k3.mean().item(),
         k3_error=clustered_error(values.k3, groups),
@@ -87,7 +87,7 @@ def logits_diff(
         kl_unflipped=_mean(values.kl[~apart]),
         loss_a=values.loss_a.mean().item(),
         loss_b=values.loss_b.mean().item(),
-        tokens=int(known.sum()),
+        tokens=int(predicted.sum()),
     )
 
 
@@ -105,19 +105,19 @@ def with_distances(
     return [*distances, token_distances(a, b, ids)]
 
 
-def all_distances(share: Ranks, own: list[TokenDistances] | None) -> list[TokenDistances] | None:
+def all_distances(share: Ranks, local: list[TokenDistances] | None) -> list[TokenDistances] | None:
     """The distances of all batches, where every process has those of its own."""
-    if not own:
-        return own
-    columns = TokenDistances(*(torch.cat(column) for column in zip(*own, strict=True)))
-    return [TokenDistances(**share.join_rows(columns._asdict()))]
+    if not local:
+        return local
+    columns = TokenDistances(*(torch.cat(column) for column in zip(*local, strict=True)))
+    return [TokenDistances(**share.all_tokens(columns._asdict()))]
 
 
-def logits_of(found: Compared, distances: list[TokenDistances] | None) -> LogitsDiff | None:
+def logits_of(compared: Compared, distances: list[TokenDistances] | None) -> LogitsDiff | None:
     """Sum up the distances of A's tokens, over those that were compared."""
     if not distances:
         return None
     joined = TokenDistances(*(torch.cat(column) for column in zip(*distances, strict=True)))
-    places = found.aligned.places.in_a
-    of_tokens = TokenDistances(*(column[places] for column in joined))
-    return logits_diff(of_tokens, found.flips.any(0), found.documents)
+    tokens = compared.aligned.common.in_a
+    of_tokens = TokenDistances(*(column[tokens] for column in joined))
+    return logits_diff(of_tokens, compared.flips.any(0), compared.documents)

@@ -214,7 +214,7 @@ def test_what_cannot_be_measured_is_told_once_and_training_goes_on():
         assert monitor.step() == {}  # warnings are errors here
         layers(x)
         assert monitor.step()
-        assert len(monitor.told) == 1
+        assert len(monitor.warnings) == 1
 
 
 def test_a_router_that_cannot_be_captured_in_training_is_told():
