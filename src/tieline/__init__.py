@@ -12,6 +12,7 @@ Every job is one function here, and every result one record with `.metrics`, `.p
     upcycle    turn a dense model into a Mixture of Experts that computes the same function
     replay     let a model take recorded experts
     capture    record what the routers of a model choose while it runs
+    register_family    describe a router that Tieline does not know
     load       read a saved trace, summary or result
 
 Names are imported when they are first used, so `import tieline` loads neither torch nor
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from tieline.lab.on_model.reroute import reroute
     from tieline.lab.on_model.upcycle import upcycle
     from tieline.models.capture import capture
+    from tieline.models.families import RouterFamily, register_family
     from tieline.models.replay import replay
     from tieline.routing import (
         CosineRouter,
@@ -65,6 +67,7 @@ __all__ = [
     "ProjectedTopK",
     "QuadraticRouter",
     "ReLUGate",
+    "RouterFamily",
     "Sigmoid",
     "SmoothTopK",
     "Softmax",
@@ -81,6 +84,7 @@ __all__ = [
     "inspect",
     "load",
     "moe",
+    "register_family",
     "replay",
     "reroute",
     "smooth",
@@ -98,7 +102,9 @@ HOMES = {
     "upcycle": "tieline.lab.on_model.upcycle",
     "load": "tieline.analysis.sources",
     "capture": "tieline.models.capture",
+    "register_family": "tieline.models.families",
     "replay": "tieline.models.replay",
+    "RouterFamily": "tieline.models.families",
     "gap": "tieline.core.ranking",
     "stable_topk": "tieline.core.ranking",
     "CosineRouter": "tieline.routing",

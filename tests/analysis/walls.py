@@ -92,7 +92,7 @@ class Walker:
             self.block.module(*args, **named)
         handle.remove()
         call, output = calls[0]
-        if family.layout == "method":
+        if family.in_block:
             call, output = ((seen[0].logits,), {}), (seen[0].weights, seen[0].ids)
         one = torch.zeros(1, dtype=torch.int64)
         observer = LayerObserver(self.name, family, Settings(4, (), False, False))

@@ -1,21 +1,28 @@
 """Capture of a small random model of every family, and what its record says about it."""
 
+from dataclasses import replace
 from operator import attrgetter
 
 import pytest
 import torch
+from torch import nn
 
+import tieline
 from tests.models.tiny import CHOSEN, NO_GROUPED_MM, SUPPORTED, batch, lively, tiny_model
 from tieline.core.errors import ParameterError, UnsupportedModelError
 from tieline.models import (
     FAMILIES,
     TRANSFORMERS_FAMILIES,
     RouterFamily,
+    ScoresLayout,
+    TupleLayout,
     capture,
     family_of,
     find_routers,
     register_family,
+    smooth_,
 )
+from tieline.models.layouts import COLUMNS
 
 REFUSED = sorted({f.name for f in TRANSFORMERS_FAMILIES if f.refused is not None} - {"deepseek_v4"})
 RUNS = [
@@ -68,8 +75,8 @@ def _check_layer(layer, output, router):
     assert (layer.gap >= 0).all()
     assert (layer.near[:, -1] >= layer.near[:, 0]).all()
     assert (layer.near[:, 0] >= k).all()
-    if family.layout != "topk":
-        return  # tests/models/test_outputs.py
+    if family.layout != COLUMNS:
+        return  # tests/models/router_call/test_outputs.py
     logits, weights, ids = (x.flatten(0, -2).double() for x in output[:3])
     logits = logits.log() if family.probabilities else logits
     if family.skip_class:
@@ -86,7 +93,7 @@ def _check_layer(layer, output, router):
     assert (outside.sum(dim=1) == limited).all()
     expected[outside] = layer.scores[outside].double()
     torch.testing.assert_close(layer.scores.double(), expected, rtol=rounding, atol=rounding)
-    if family.combine != "own":
+    if _plain_weights(family):
         combined = _combined(logits, layer.experts[:, :k].long(), family, router)
         torch.testing.assert_close(layer.weights.double(), combined, rtol=0.02, atol=0.005)
 
@@ -99,6 +106,14 @@ def _selection_scores(logits, layer):
         "sqrtsoftplus": torch.nn.functional.softplus(logits).sqrt(),
     }
     return activations[layer.facts.units] + (0.0 if layer.bias is None else layer.bias.double())
+
+
+def _plain_weights(family):
+    """Whether the weights follow from `combine`, `renormalise` and an attribute `scale` alone."""
+    special = (family.norm_order, family.shared_weights, family.refused_weights)
+    return all(fact is None for fact in special) and not (
+        callable(family.combine) or callable(family.scale)
+    )
 
 
 def _combined(logits, chosen, family, router):
@@ -158,41 +173,190 @@ def test_families_with_groups_also_run_without_them(family):
     assert (layer.distance is not None) == (family in ("deepseek_v2", "mistral4"))
 
 
-class _HalfRouter(torch.nn.Linear):
-    """Ranks half of its logits and returns them as a family of transformers would."""
+class Gate(nn.Module):
+    """The router of the page of families: scores, weights and ids by name."""
 
-    top_k = CHOSEN
-
-    def forward(self, hidden_states):
-        logits = super().forward(hidden_states.flatten(0, -2)) / 2
-        weights, ids = logits.topk(self.top_k)
-        return logits, weights.softmax(dim=-1), ids
-
-
-class _OwnModel(torch.nn.Module):
-    def __init__(self):
+    def __init__(self, width, experts, chosen):
         super().__init__()
-        self.embed = torch.nn.Embedding(64, 8)
-        self.gate = _HalfRouter(8, 4)
-        self.experts = torch.nn.Identity()
+        self.proj, self.n_active = nn.Linear(width, experts), chosen
+
+    def forward(self, x):
+        scores = self.proj(x)
+        weights, ids = scores.sigmoid().topk(self.n_active)
+        return {"ids": ids, "weights": weights, "scores": scores}
+
+
+class ScoresGate(Gate):
+    """The same router whose block reads its scores and chooses."""
+
+    def forward(self, x):
+        return self.proj(x)
+
+
+class Mixture(nn.Module):
+    """Eight linear experts behind a gate."""
+
+    def __init__(self, gate):
+        super().__init__()
+        self.gate = gate(16, 8, CHOSEN)
+        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(8))
+
+    def forward(self, x):
+        flat = x.flatten(0, -2)
+        routed = self.gate(flat)
+        if isinstance(routed, torch.Tensor):
+            weights, ids = routed.sigmoid().topk(CHOSEN)
+        else:
+            weights, ids = routed["weights"], routed["ids"]
+        outputs = torch.stack([expert(flat) for expert in self.experts], dim=1)
+        chosen = outputs.gather(1, ids[..., None].expand(-1, -1, 16))
+        return x + (weights[..., None] * chosen).sum(dim=1).view_as(x)
+
+
+class PlainModel(nn.Module):
+    """A language model without transformers: two mixtures between embedding and head."""
+
+    def __init__(self, gate=Gate):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(64, 16), nn.Linear(16, 64)
+        self.layers = nn.ModuleList(Mixture(gate) for _ in range(2))
 
     def forward(self, input_ids):
-        return self.gate(self.embed(input_ids))[0]
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
 
 
-def test_a_family_outside_the_package_is_one_record():
-    with pytest.raises(UnsupportedModelError, match="register_family"), capture(_OwnModel()):
+class Bytes:
+    """A tokenizer of 64 characters."""
+
+    def __call__(self, text, **options):
+        return {"input_ids": [ord(letter) % 64 for letter in text]}
+
+    def decode(self, ids, **options):
+        return "".join(chr(64 + token) for token in ids)
+
+    def __len__(self):
+        return 64
+
+
+RULE = {
+    "combine": "sigmoid",
+    "renormalise": "never",
+    "k": "n_active",
+    "n_experts": "proj.out_features",
+    "weight": "proj.weight",
+}
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    """Register a record for one test."""
+    for name in ("Gate", "ScoresGate"):
+        monkeypatch.setitem(FAMILIES, name, None)
+        del FAMILIES[name]
+    return lambda name, **fields: tieline.register_family(
+        tieline.RouterFamily("mine", (name,), **RULE, **fields)
+    )
+
+
+@pytest.fixture
+def plain(registered):
+    registered("Gate", layout=TupleLayout("scores", "weights", "ids"))
+    return PlainModel().eval()
+
+
+def test_a_router_without_a_record_is_refused_with_the_way_to_write_one():
+    with pytest.raises(UnsupportedModelError, match="register_family"), capture(PlainModel()):
         pass
-    family = register_family(RouterFamily("own", ("_HalfRouter",)))
-    try:
-        with pytest.raises(ParameterError, match="_HalfRouter"):
-            register_family(family)
-        model = _OwnModel()
-        with torch.no_grad(), capture(model) as recorder:
-            logits = model(batch())
-    finally:
-        del FAMILIES["_HalfRouter"]
-    assert torch.equal(recorder.trace().layers[0].scores, logits.sort(descending=True).values)
+
+
+def test_a_class_has_one_record(registered):
+    family = registered("Gate")
+    with pytest.raises(ParameterError, match="Gate"):
+        register_family(family)
+
+
+def test_a_plain_model_is_captured(plain):
+    with torch.no_grad(), tieline.capture(plain, ranks="all") as recorder:
+        logits = plain(batch())
+    trace = recorder.trace()
+    scores = plain.layers[0].gate.proj(plain.embed(batch()).flatten(0, 1))
+    assert torch.equal(trace.layers[0].scores, scores.detach().sort(descending=True).values)
+    assert trace.layers[0].distance is not None
+    with torch.no_grad():
+        assert torch.equal(plain(batch()), logits)
+
+
+def test_a_plain_model_is_inspected_with_what_its_flips_cost(plain):
+    result = tieline.inspect((plain, Bytes()), text="what is routed where " * 40, tokens=256)
+    assert result.metrics["experts"] == CHOSEN
+    assert result.metrics["jump"] > 0
+
+
+def test_a_plain_model_is_smoothed_and_restored(plain):
+    with torch.no_grad():
+        before = plain(batch())
+        record = smooth_(plain, budget=2.5, calibration=[batch()])
+        assert not torch.equal(plain(batch()), before)
+        with capture(plain) as recorder:
+            plain(batch())
+        assert recorder.trace().layers[0].used.float().mean() > CHOSEN
+        record.undo()
+        assert torch.equal(plain(batch()), before)
+
+
+def test_a_plain_model_takes_the_experts_of_a_record(plain):
+    with torch.no_grad(), capture(plain) as recorder:
+        before = plain(batch())
+    trace, last = recorder.trace(), plain.layers[1].gate
+    chosen = trace.layers[1].experts[:, :CHOSEN].long().sort(dim=1).values
+    routed = []
+    last.register_forward_hook(lambda module, args, output: routed.append(output))
+    with torch.no_grad(), tieline.replay(plain, trace):
+        assert torch.equal(plain(batch()), before)
+    with torch.no_grad(), tieline.replay(plain, trace) as replayed:
+        last.proj.weight.neg_()  # whose own choice is another one now
+        plain(batch())
+    assert replayed.changed["layers.1.gate"] > 0
+    assert torch.equal(routed[1]["ids"].sort(dim=1).values, chosen)
+    weights = routed[1]["scores"].gather(1, routed[1]["ids"]).sigmoid()
+    assert torch.allclose(routed[1]["weights"], weights)
+
+
+def test_scores_alone_are_captured_and_the_record_says_what_it_lacks(registered):
+    registered("ScoresGate", layout=ScoresLayout())
+    model = PlainModel(ScoresGate).eval()
+    with torch.no_grad(), capture(model) as recorder:
+        model(batch())
+    trace = recorder.trace()
+    scores = model.layers[0].gate(model.embed(batch()).flatten(0, 1)).detach()
+    assert torch.equal(trace.layers[0].experts[:, :CHOSEN].long(), scores.topk(CHOSEN).indices)
+    assert torch.equal(trace.layers[0].weights, scores.sigmoid().topk(CHOSEN).values)
+    lacks = "not where the router returns weights and expert ids"
+    with pytest.raises(UnsupportedModelError, match=lacks):
+        smooth_(model, epsilon=0.1)
+    with pytest.raises(UnsupportedModelError, match=lacks), tieline.replay(model, trace):
+        pass
+
+
+def test_a_record_that_does_not_fit_is_refused(registered):
+    registered("Gate")  # says that the output is a tuple
+    model = PlainModel()
+    with pytest.raises(UnsupportedModelError, match="did not return"), capture(model):
+        model(batch())
+
+
+def test_weights_that_the_record_does_not_explain_are_not_smoothed(registered):
+    layout = TupleLayout("scores", "weights", "ids")
+    family = registered("Gate", layout=layout)
+    FAMILIES["Gate"] = replace(family, renormalise="always")
+    model = PlainModel().eval()
+    smooth_(model, epsilon=0.1)
+    with pytest.raises(UnsupportedModelError, match="does not explain the weights of Gate"):
+        model(batch())
 
 
 def test_incomplete_records_are_refused():

@@ -1,4 +1,4 @@
-"""Selection scores: activations, biases, precision and groups."""
+"""Selection scores (activations, biases, precision, groups) and combine weights of shares."""
 
 import math
 
@@ -8,10 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.models.tiny import tiny_model
 from tests.strategies import score_matrices
 from tieline.core.errors import UnsupportedModelError
-from tieline.models import Groups, RouterFamily
-from tieline.models.selection import GroupLimit, at_least_single, group_limit, restrict, select
+from tieline.models import GroupRule, RouterFamily, family_of, find_routers
+from tieline.models.selection import (
+    GroupLimit,
+    at_least_single,
+    column_weights,
+    group_limit,
+    restrict,
+    select,
+)
 
 
 class _Router(nn.Module):
@@ -90,12 +98,12 @@ def test_activations_are_known_by_their_class():
     ],
 )
 def test_groups_count_only_where_they_limit(values, expected):
-    assert group_limit(Groups(), _Router(**values)) == expected
+    assert group_limit(GroupRule(), _Router(**values)) == expected
     assert group_limit(None, _Router(**values)) is None
 
 
 def test_groups_may_wait_for_a_method_and_change_what_is_ranked():
-    groups = Groups(when=("method", "grouped"), ranked="softmax")
+    groups = GroupRule(when=("method", "grouped"), ranked="softmax")
     for method, units in (("grouped", "softmax"), ("greedy", "logits")):
         router = _Router(num_group=3, topk_group=1, method=method)
         assert _select(router, groups=groups).units == units
@@ -136,3 +144,41 @@ def test_of_groups_that_tie_those_with_chosen_experts_were_chosen():
 def test_short_floats_are_widened_exactly_and_long_ones_kept():
     assert at_least_single(torch.tensor([1.5], dtype=torch.bfloat16)).dtype == torch.float32
     assert at_least_single(torch.tensor([1.5], dtype=torch.float64)).dtype == torch.float64
+
+
+IDS = torch.tensor([[4, 1, 6]])
+SHARE = torch.tensor([[1.0, 0.5, 0.0]])
+SMALL = torch.full((1, 8), -14.0)  # so small a sigmoid that what is added to a sum matters
+MASS = torch.sigmoid(torch.tensor(-14.0)).item()
+
+
+def column_weights_of(family, logits, **settings):
+    router = next(iter(find_routers(tiny_model(family)).values()))
+    for name, value in settings.items():
+        setattr(router, name, value)
+    return column_weights(family_of(router), router, logits, IDS, SHARE)[0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("family", "added"), [("lfm2_moe", 1e-6), ("muse_spark", 1e-15), ("deepseek_v3", 1e-20)]
+)
+def test_sigmoids_are_divided_by_their_sum_and_what_the_family_adds(family, added):
+    scale = {"routed_scaling_factor": 1.0}
+    found = column_weights_of(family, SMALL, norm_topk_prob=True, **scale)
+    expected = [MASS / (1.5 * MASS + added), 0.5 * MASS / (1.5 * MASS + added), 0.0]
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("family", ["ernie4_5_moe", "ernie4_5_vl_moe"])
+def test_a_sum_below_the_least_is_not_divided_by(family):
+    """Softmax of equal logits: 1/8 each, 3/16 in all."""
+    assert column_weights_of(family, SMALL, norm_min=0.5) == pytest.approx([0.25, 0.125, 0.0])
+    assert column_weights_of(family, SMALL, norm_min=0.1) == pytest.approx([2 / 3, 1 / 3, 0.0])
+
+
+def test_a_norm_of_any_order_divides():
+    for order, size in ((1, 1.5), (2, 1.25**0.5)):
+        found = column_weights_of("dbrx", SMALL, moe_normalize_expert_weights=order)
+        assert found == pytest.approx([1 / size, 0.5 / size, 0.0])
+    found = column_weights_of("dbrx", SMALL, moe_normalize_expert_weights=None)
+    assert found == pytest.approx([0.125, 0.0625, 0.0])

@@ -1,5 +1,7 @@
 """Which models can be spread how, decided on skeletons, before any weight is read."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +11,7 @@ from transformers import AutoModelForCausalLM, OlmoeConfig, Qwen3MoeConfig
 
 from tests.lab.training.parallel.ranks import Ranks
 from tieline.core.errors import ParameterError, UnsupportedModelError
-from tieline.models import spread
+from tieline.models import FAMILIES
 from tieline.models.demo import DEMO_FOLDER
 from tieline.models.loading import load_model
 from tieline.models.spread import (
@@ -92,7 +94,8 @@ def test_a_stage_without_a_router_is_refused(ranks):
 def test_a_family_without_a_plan_is_refused(ranks, monkeypatch, way):
     ranks(2)
     model = skeleton()
-    monkeypatch.setattr(spread, "STAGES_CHECKED", ())
+    olmoe = replace(FAMILIES["OlmoeTopKRouter"], pipeline_checked=False)
+    monkeypatch.setitem(FAMILIES, "OlmoeTopKRouter", olmoe)
     for name in ("_tp_plan", "_ep_plan", "_pp_plan", "_fsdp_plan"):
         setattr(model, name, {})
     with pytest.raises(UnsupportedModelError, match=f"'{way}': transformers has no such plan"):

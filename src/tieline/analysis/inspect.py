@@ -489,7 +489,7 @@ def _silent(stage: str, done: int, total: int) -> None:
 def inputs_fit(model: nn.Module, names: Collection[str], tokens: int) -> bool:
     """Whether the router inputs can be captured and fit the memory limit."""
     families = [family_of(model.get_submodule(name)) for name in names]
-    if any(family is None or family.layout == "method" for family in families):
+    if any(family is None or family.in_block for family in families):
         return False
     dim = getattr(text_config(model), "hidden_size", None)
     return isinstance(dim, int) and 4 * len(names) * tokens * dim <= MOST_BYTES

@@ -103,7 +103,7 @@ def _possible(model: nn.Module, names: Sequence[str]) -> str:
     if sum(p.numel() * p.element_size() for p in parameters) > MOST_WEIGHTS:
         return f"not measured: a second copy of the weights exceeds {MOST_WEIGHTS >> 30} GiB"
     families = [family_of(model.get_submodule(name)) for name in names]
-    if any(family is None or family.layout == "method" for family in families):
+    if any(family is None or family.in_block for family in families):
         return "not measured: a router that is no module of its own cannot be rounded"
     return "ok"
 

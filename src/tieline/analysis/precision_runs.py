@@ -189,7 +189,7 @@ class LocalWatch:
         runs, tokens = self._runs, math.prod(self._shape)
         observer = runs.observers[name]
         layer = observer.observe(router, call, output, _batch(tokens))
-        found = read_output(observer.family, router, call[0], output)
+        found = read_output(observer.family, router, call, output)
         self.clean[name] = Choice(found.weights, found.ids)
         chosen = routed_set(found)
         runs.hits[name] = chosen.sum(dim=0).cpu() + runs.hits.get(name, torch.tensor(0))
@@ -198,7 +198,7 @@ class LocalWatch:
         for place, perturbation in enumerate(runs.perturbations):
             source = noise_generator(runs.seed, place, self._batch, len(self.clean))
             with applied(router, perturbation, source):
-                other = read_output(observer.family, router, call[0], router(*call[0], **call[1]))
+                other = read_output(observer.family, router, call, router(*call[0], **call[1]))
             flipped = sets_differ(routed_set(other), chosen)
             effect = runs.effects[perturbation, name]
             self._count(effect, (layer, router, call), (perturbation, source), found, flipped)

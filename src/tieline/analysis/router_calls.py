@@ -88,7 +88,7 @@ def transformers_call(
     observer: LayerObserver, router: nn.Module, call: Call, output: Any, batch: Batch | None
 ) -> RouterCall:
     """Return the call of a transformers router; its tokens are those of `batch` if counts match."""
-    logits = read_output(observer.family, router, call[0], output).logits
+    logits = read_output(observer.family, router, call, output).logits
     rounding = torch.finfo(logits.dtype).eps
     if batch is None or batch.routed != len(logits):
         batch = _all_rows(len(logits))

@@ -35,7 +35,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -47,6 +46,7 @@ from tieline.core.ranking import stable_topk
 from tieline.models.capture import Recorder
 from tieline.models.families import RouterFamily, family_of
 from tieline.models.router_call import Choice, RouterOutput, override_choice
+from tieline.models.selection import combine_rule, family_scale, renormalises
 from tieline.models.spread import gathered_weights, gathering_unit, whole
 from tieline.trace.record import SPAN, LayerTrace, take_tokens, token_hash
 
@@ -93,7 +93,7 @@ class Block:
             return lambda: _states(self.module(states, ids, weights), states), gathered
         args, named = rows.call()
         family = family_of(self.router)
-        counted = family is not None and family.layout == "sorted"  # its block counts the slots
+        counted = family is not None and family.counts_columns
 
         def rule(found: RouterOutput) -> Choice:
             return fitted(choice, found.ids.shape[1]) if counted else choice
@@ -178,7 +178,7 @@ def block_of(model: nn.Module, router_name: str) -> Block:
     """The block that calls a router: its parent, or the experts beside it on a decoder layer."""
     router = model.get_submodule(router_name)
     family = family_of(router)
-    if family is not None and family.layout == "method":
+    if family is not None and family.in_block:
         return Block(router_name, router, router, gathering_unit(model, router_name))
     name = router_name.rpartition(".")[0]
     parent = model.get_submodule(name)
@@ -231,7 +231,7 @@ def swapped_choice(layer: LayerTrace, tokens: Int[Tensor, " chosen"], router: nn
         ids[:, k] = some.experts[:, k - 1].long()
         weights[:, k] *= weights[:, k - 1] / entering.clamp(min=TINY)
     weights[:, k - 1] = entering
-    if layer.bias is not None and _renormalises(family, router):
+    if layer.bias is not None and renormalises(family, router):
         weights *= before / weights.sum(dim=1, keepdim=True).clamp(min=TINY)
     return Choice(weights, ids)
 
@@ -242,12 +242,12 @@ def _entering_weight(some: LayerTrace, family: RouterFamily, router: nn.Module) 
     assert some.weights is not None
     leaving, entering = some.experts[:, k - 1].long(), some.experts[:, k].long()
     if family.skip_class:  # to skip has no weight of its own to hand over
-        return _raw_weight(some, family, entering)
+        return _raw_weight(some, family, router, entering)
     ratio = torch.ones(len(leaving))
     if some.bias is not None:
-        raw = [_raw_weight(some, family, experts) for experts in (entering, leaving)]
+        raw = [_raw_weight(some, family, router, experts) for experts in (entering, leaving)]
         ratio = raw[0] / raw[1].clamp(min=TINY)
-    scale = attrgetter(family.scale)(router) if family.scale else None
+    scale = family_scale(family, router)
     if isinstance(scale, Tensor) and scale.numel() > 1:
         factor = whole(scale.detach()).float().cpu()
         ratio = ratio * factor[entering] / factor[leaving]
@@ -255,21 +255,15 @@ def _entering_weight(some: LayerTrace, family: RouterFamily, router: nn.Module) 
 
 
 def _raw_weight(
-    some: LayerTrace, family: RouterFamily, experts: Int[Tensor, " tokens"]
+    some: LayerTrace, family: RouterFamily, router: nn.Module, experts: Int[Tensor, " tokens"]
 ) -> PerToken:
     """s(z_[k] - b_e): the weight of an expert whose selection score is at the threshold."""
     assert some.scores is not None
     bias = 0.0 if some.bias is None else some.bias[experts]
     score = some.scores[:, some.facts.k - 1] - bias
-    if some.facts.units == "logits" and family.combine == "sigmoid":
+    if some.facts.units == "logits" and combine_rule(family, router) == "sigmoid":
         return score.sigmoid()
     return score.clamp(min=0)
-
-
-def _renormalises(family: RouterFamily, router: nn.Module) -> bool:
-    if family.renormalise in ("always", "never"):
-        return family.renormalise == "always"
-    return bool(attrgetter(family.renormalise)(router))
 
 
 @dataclass(frozen=True)

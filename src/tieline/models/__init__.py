@@ -11,7 +11,7 @@ from tieline.models.capture import Recorder, capture
 from tieline.models.changes import load_pretrained
 from tieline.models.families import (
     FAMILIES,
-    Groups,
+    GroupRule,
     RouterFamily,
     family_of,
     find_routers,
@@ -19,6 +19,7 @@ from tieline.models.families import (
 )
 from tieline.models.family_table import TRANSFORMERS_FAMILIES
 from tieline.models.kernel import register_kernel
+from tieline.models.layouts import DenseLayout, Layout, ScoresLayout, SortedLayout, TupleLayout
 from tieline.models.loading import load_smoothed
 from tieline.models.smooth import LayerSmoothing, Smoothing, smooth_, unsmooth_
 from tieline.models.support import support_table
@@ -26,12 +27,17 @@ from tieline.models.support import support_table
 __all__ = [
     "FAMILIES",
     "TRANSFORMERS_FAMILIES",
-    "Groups",
+    "DenseLayout",
+    "GroupRule",
     "LayerSmoothing",
+    "Layout",
     "Recorder",
     "Rerouting",
     "RouterFamily",
+    "ScoresLayout",
     "Smoothing",
+    "SortedLayout",
+    "TupleLayout",
     "Upcycling",
     "attend_",
     "capture",

@@ -205,7 +205,7 @@ class LayerObserver:
         reason = self.family.refused_in_training
         if reason is not None and router.training:
             raise UnsupportedModelError(f"layer {self.name!r} ({self.family.name}): {reason}")
-        found = self._kept_rows(read_output(self.family, router, call[0], output), batch)
+        found = self._kept_rows(read_output(self.family, router, call, output), batch)
         smoothed = hasattr(router, HANDLER)  # its own choice is no top-k: the scores alone rank
         ids = found.ids[:, :0] if smoothed else found.ids
         selection = select(self.family, router, found.logits, call)
@@ -549,7 +549,7 @@ def _observer(name: str, router: nn.Module, settings: Settings) -> LayerObserver
     family = family_of(router)
     assert family is not None
     require(
-        not (settings.inputs and family.layout == "method"),
+        not (settings.inputs and family.in_block),
         f"the inputs of the routers of family {family.name!r} cannot be kept: {family.note}",
     )
     if hasattr(type(router), _CAPTURED):

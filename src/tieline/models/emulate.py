@@ -202,7 +202,7 @@ def modular_routers(model: nn.Module) -> dict[str, nn.Module]:
             UnsupportedModelError,
         )
         require(
-            family.layout != "method",
+            not family.in_block,
             f"layer {name!r}: {type(router).__name__} of family {family.name!r} is no module that "
             f"routes by itself, so its precision cannot be set apart",
             UnsupportedModelError,
@@ -281,24 +281,26 @@ def _only_matrix(router: nn.Module) -> Tensor | None:
 
 
 def computes_single(router: nn.Module) -> bool:
-    """Whether a router's logits are float32 even if weights and inputs are bf16.
+    """Whether a router's logits are computed in float32 even if weights and inputs are bf16.
 
-    Runs a copy in bf16 on one token; False for a router that needs more than its input.
+    Runs a copy in bf16 on one random token; False for a router that needs more than its input, and
+    for one that rounds its logits to bf16 before it converts them to float32.
     """
-    matrix, taken = logits_matrix(router), inspect.signature(router.forward).parameters.values()
-    needed = [x for x in taken if x.default is x.empty and x.kind is x.POSITIONAL_OR_KEYWORD]
-    if matrix is None or len(needed) != 1:
+    family, matrix = family_of(router), logits_matrix(router)
+    arguments = inspect.signature(router.forward).parameters.values()
+    needed = [x for x in arguments if x.default is x.empty and x.kind is x.POSITIONAL_OR_KEYWORD]
+    if family is None or matrix is None or len(needed) != 1:
         return False
     with torch.inference_mode(False), torch.no_grad():
         trial = copy.deepcopy(router).to(torch.bfloat16)
         trial._forward_hooks.clear()
         trial._forward_pre_hooks.clear()
-        token = torch.zeros(1, matrix.shape[1], dtype=torch.bfloat16, device=matrix.device)
-        family = family_of(router)
-        name = None if family is None else family.bias_argument
+        token = torch.randn(1, matrix.shape[1], generator=torch.Generator().manual_seed(0))
+        token = token.to(matrix.device, torch.bfloat16)
+        name = family.bias_argument
         bias = {} if name is None else {name: torch.zeros(len(matrix), device=matrix.device)}
-        output = trial(token, **bias)
-    return output[0].dtype == torch.float32
+        logits = family.layout.logits((token,), trial(token, **bias))
+    return logits.dtype == torch.float32 and not torch.equal(logits.bfloat16().float(), logits)
 
 
 def position_tables(model: nn.Module) -> list[nn.Module]:

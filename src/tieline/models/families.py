@@ -1,28 +1,56 @@
-"""How each family of transformers routers chooses its experts: one declarative record per family.
+"""How each family of routers chooses its experts: one declarative record per family.
 
-A record says how the *selection scores* follow from what a router returns and holds. Routers are
-found by class (any class of the method resolution order), never by module path, so a subclass, a
-wrapped model or a renamed attribute changes nothing. Another family is one more record:
-`register_family(RouterFamily("mine", ("MyRouter",)))`.
+A record says how selection scores and combine weights follow from what a router returns and holds.
+Routers are found by class name (any class of the method resolution order), never by module path,
+so a subclass, a wrapped model or a renamed attribute changes nothing. All other code reads the
+record and never compares the name of a family.
+
+A router that is not part of transformers is one more record. For a module
+
+    class Gate(nn.Module):                      # logits W x + b of 8 experts, 2 chosen
+        def forward(self, x):
+            scores = self.proj(x)               # (tokens, experts)
+            weights, ids = scores.sigmoid().topk(self.n_active)
+            return {"ids": ids, "weights": weights, "scores": scores}
+
+it says the class, the rule, and where the scores and the choice are:
+
+    tieline.register_family(
+        tieline.RouterFamily(
+            "mine",
+            ("Gate",),
+            combine="sigmoid",                  # weight of a chosen expert: sigmoid(z_i) ...
+            renormalise="never",                # ... not divided by their sum
+            k="n_active",                       # attributes of the module
+            n_experts="proj.out_features",
+            weight="proj.weight",
+            layout=TupleLayout("scores", "weights", "ids"),
+        )
+    )
+
+`capture` verifies on every call that the record explains the module's choice, `smooth_` that it
+explains its weights. A gate that returns scores alone has `layout=ScoresLayout()`: it can be
+captured, and what replaces its choice is refused with this reason.
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 
 from tieline.core.errors import ParameterError, UnsupportedModelError, require
+from tieline.models.layouts import COLUMNS, Layout
 
-Layout = Literal["topk", "dense", "sorted", "method"]
 Ranked = Literal["logits", "softmax", "sigmoid", "activation"]
-Combine = Literal["softmax", "softmax of chosen", "sigmoid", "activation", "own"]
+Combine = Literal["softmax", "softmax of chosen", "sigmoid", "activation"]
+EagerSkip = Literal["never", "with interface", "always"]
 
 
 @dataclass(frozen=True)
-class Groups:
+class GroupRule:
     """Group-limited choice: the best groups first, then experts inside of them.
 
     Attributes:
@@ -55,20 +83,39 @@ class RouterFamily:
         bias: attribute with the correction bias that is added to what is ranked.
         bias_argument: argument of `forward` that brings this bias instead.
         bias_flag: attribute that must be true for the bias to count.
+        activation: attribute with the callable that maps logits to scores.
         groups: how groups limit the choice.
         k: attribute with the number of experts chosen.
+        n_experts: attribute with the number of experts ranked; by default the rows of `weight` if
+            the router has no such attribute.
         weight: attribute with the matrix (E, D), if logits are affine in the router's input.
-        probabilities: output 0 is softmax probabilities; their logarithms rank as the logits do.
+        probabilities: the logits' entry holds softmax probabilities; their logarithms rank as the
+            logits do.
         skip_class: the last class means "no expert", returned as expert 0 with weight 0.
-        layout: where logits, weights and ids stand in the output:
-            "topk" (logits, weights (T, k), ids (T, k), ...), "dense" (weights (T, E), logits),
-            "sorted" (slots sorted by expert), "method" (weights, ids) of a method given logits.
+        layout: where logits, weights and ids are in the output.
         method: what to observe; a method that is not the call itself takes the logits.
-        combine: how a chosen expert's weight follows from the logits, before any scaling.
-        renormalise: whether chosen weights are divided by their sum: always, never or by a flag.
-        scale: attribute whose value multiplies the weights.
+        combine: how a chosen expert's weight follows from the logits, before any scaling; a
+            function of the router where that depends on its settings.
+        renormalise: whether chosen weights are divided by their sum: "always", "never", or the
+            attribute with a flag. Weights by "softmax of chosen" always are.
+        sum_offset: number added to the sum of sigmoid or activation weights before dividing by it.
+        least_sum: attribute with the smallest sum that softmax weights are divided by.
+        norm_order: attribute with the order p of the norm that softmax weights are divided by
+            instead of their sum; None there means no division.
+        shared_weights: entry of the output with the weights of shared experts, which are divided by
+            one sum together with the chosen ones.
+        scale: attribute whose value multiplies the weights, or a function of the router.
+        eager_skip: when the experts, run eagerly, leave out a slot whose index is the number of
+            experts: "never", "with interface" of transformers' experts alone, or "always".
+        identity_experts: attributes of the experts module with the number of experts that compute
+            the identity, and the index of the first of them.
+        counts_columns: whether the two modules around the router count the columns of its output in
+            an attribute `top_k`.
+        pipeline_checked: whether pipeline stages are tested here though transformers has no plan.
         refused: why these routers cannot be captured at all.
         refused_in_training: why they cannot be captured in training mode.
+        refused_weights: why the weights of another choice cannot be computed, so that the choice
+            can neither be smoothed nor replayed with live weights.
         note: what a user of the family should know.
     """
 
@@ -80,38 +127,66 @@ class RouterFamily:
     bias_argument: str | None = None
     bias_flag: str | None = None
     activation: str | None = None
-    groups: Groups | None = None
+    groups: GroupRule | None = None
     k: str = "top_k"
+    n_experts: str = "num_experts"
     weight: str | None = "weight"
     probabilities: bool = False
     skip_class: bool = False
-    layout: Layout = "topk"
+    layout: Layout = COLUMNS
     method: str = "__call__"
-    combine: Combine = "softmax"
+    combine: Combine | Callable[[nn.Module], Combine] = "softmax"
     renormalise: str = "always"
-    scale: str | None = None
+    sum_offset: float = 1e-20
+    least_sum: str | None = None
+    norm_order: str | None = None
+    shared_weights: int | str | None = None
+    scale: str | Callable[[nn.Module], Any] | None = None
+    eager_skip: EagerSkip = "never"
+    identity_experts: tuple[str, str] | None = None
+    counts_columns: bool = False
+    pipeline_checked: bool = False
     refused: str | None = None
     refused_in_training: str | None = None
+    refused_weights: str | None = None
     note: str = ""
 
     def __post_init__(self) -> None:
         require(bool(self.name and self.routers), "a family needs a name and router class names")
-        where = "the attribute `activation` must be named"
-        require((self.ranked == "activation") == (self.activation is not None), where)
+        rule = "the attribute `activation` must be named"
+        require((self.ranked == "activation") == (self.activation is not None), rule)
         require(not (self.bias and self.bias_argument), "a bias is an attribute or an argument")
+        require(
+            isinstance(self.layout, Layout),
+            f"layout must be a Layout such as TupleLayout(), got {self.layout!r:.60}",
+        )
+
+    @property
+    def in_block(self) -> bool:
+        """Whether a method of the block routes, so that the router is no module of its own."""
+        return self.method != "__call__"
 
 
 FAMILIES: dict[str, RouterFamily] = {}
 """The record of each router class name."""
 
 HANDLER = "tieline_handler"
-"""Attribute of a router whose outputs are rewritten, as `hf.smooth` does it."""
+"""Attribute of a router whose outputs are rewritten, as by `smooth_`."""
 
 
 def register_family(family: RouterFamily) -> RouterFamily:
-    """Register a family; refuses router classes that are registered already."""
-    known = [name for name in family.routers if name in FAMILIES]
-    require(not known, f"router classes {known} belong to a registered family", ParameterError)
+    """Register a family, so that everything that works on routers finds those of its classes.
+
+    Args:
+        family: the record; router classes that are registered already are refused.
+
+    Returns:
+        the record.
+    """
+    registered = [name for name in family.routers if name in FAMILIES]
+    require(
+        not registered, f"router classes {registered} belong to a registered family", ParameterError
+    )
     FAMILIES.update(dict.fromkeys(family.routers, family))
     return family
 
@@ -126,9 +201,9 @@ def family_of(module: nn.Module) -> RouterFamily | None:
 
 def find_routers(model: nn.Module) -> dict[str, nn.Module]:
     """Return the routers of a model by qualified name, in order; refuses a model without any."""
-    found = {name: m for name, m in model.named_modules() if family_of(m) is not None}
-    if found:
-        return found
+    routers = {name: m for name, m in model.named_modules() if family_of(m) is not None}
+    if routers:
+        return routers
     kind = type(model).__name__
     if any("expert" in name.lower() for name, _ in model.named_modules()):
         raise UnsupportedModelError(
@@ -148,11 +223,12 @@ def chosen_routers(model: nn.Module, layers: Collection[str] | None) -> dict[str
     require(bool(layers), "layers must name at least one router, got none")
     chosen = {name: router for name, router in routers.items() if name in layers}
     for name, router in chosen.items():
-        _refuse(name, router)
+        _refuse_uncapturable(name, router)
     return chosen
 
 
-def _refuse(name: str, router: nn.Module) -> None:
+def _refuse_uncapturable(name: str, router: nn.Module) -> None:
+    """Raise for a router whose family cannot be captured."""
     family = family_of(router)
     if family is not None and family.refused is not None:
         raise UnsupportedModelError(

@@ -9,29 +9,55 @@ grouped_sigmoid     the same inside the best groups    the same
 """
 
 from functools import partial
+from operator import attrgetter
+from typing import Any
 
-from tieline.models.families import Groups, RouterFamily, register_family
+from torch import nn
+
+from tieline.models.families import Combine, GroupRule, RouterFamily, register_family
+from tieline.models.layouts import DenseLayout, SortedLayout, TupleLayout
 
 _BIAS = "e_score_correction_bias"
+_ERNIE_BIAS = "moe_statics.e_score_correction_bias"
 _FLAG = "norm_topk_prob"
 _SCALE = "routed_scaling_factor"
-_BEST_GROUPS = Groups(score="max", when=("topk_method", "group_limited_greedy"))
-_SOFTMAX_GROUPS = Groups(fill=0.0, ranked="softmax")
+_BEST_GROUPS = GroupRule(score="max", when=("topk_method", "group_limited_greedy"))
+_SOFTMAX_GROUPS = GroupRule(fill=0.0, ranked="softmax")
 _SCALED = "the block scales the output"
 _JITTER = "the block multiplies the router's input by noise in training"
 _ENCODER_DECODER = "encoder and decoder layers see different tokens, and capacity drops tokens"
 
-softmax = RouterFamily
+softmax = partial(RouterFamily, eager_skip="with interface")
 softmax_flag = partial(softmax, renormalise=_FLAG)
-softmax_of_chosen = partial(RouterFamily, combine="softmax of chosen", renormalise="never")
+softmax_of_chosen = partial(softmax, combine="softmax of chosen", renormalise="never")
 best_softmax = partial(softmax, groups=_BEST_GROUPS, renormalise="never", scale=_SCALE)
 biased_softmax = partial(softmax, ranked="softmax", bias=_BIAS)
-sigmoid = partial(RouterFamily, ranked="sigmoid", combine="sigmoid", bias=_BIAS)
-grouped_sigmoid = partial(sigmoid, groups=Groups(), renormalise=_FLAG, scale=_SCALE)
-own_softmax = partial(
-    softmax, weight=None, probabilities=True, k="config.top_k_experts", scale="per_expert_scale"
+sigmoid = partial(softmax, ranked="sigmoid", combine="sigmoid", bias=_BIAS)
+grouped_sigmoid = partial(sigmoid, groups=GroupRule(), renormalise=_FLAG, scale=_SCALE)
+gemma_softmax = partial(
+    softmax,
+    weight=None,
+    probabilities=True,
+    k="config.top_k_experts",
+    n_experts="proj.out_features",
+    scale="per_expert_scale",
 )
-refuse = partial(RouterFamily, layout="dense", weight=None)
+refuse = partial(softmax, layout=DenseLayout(), weight=None)
+
+
+def _configured_combine(router: nn.Module) -> Combine:
+    """The function of the chosen logits that the configuration of Cohere 2 names."""
+    named = attrgetter("expert_selection_fn")(router)
+    return "softmax of chosen" if named == "softmax" else "sigmoid"
+
+
+def _route_scale(router: nn.Module) -> Any:
+    return attrgetter("route_scale")(router) * attrgetter("global_scale")(router)
+
+
+def _one_over_k(router: nn.Module) -> float:
+    return 1 / int(attrgetter("top_k")(router))
+
 
 TRANSFORMERS_FAMILIES: tuple[RouterFamily, ...] = (
     sigmoid(
@@ -44,30 +70,32 @@ TRANSFORMERS_FAMILIES: tuple[RouterFamily, ...] = (
     ),
     softmax_of_chosen("aria", ("AriaTextTopKRouter",)),
     grouped_sigmoid("axk1", ("AXK1TopkRouter",)),
-    grouped_sigmoid("axk2", ("AXK2TopkRouter",), groups=Groups(fill=0.0)),
+    grouped_sigmoid("axk2", ("AXK2TopkRouter",), groups=GroupRule(fill=0.0)),
     grouped_sigmoid("bailing_hybrid", ("BailingHybridTopkRouter",)),
     grouped_sigmoid("beam", ("BeamTopKRouter",), scale=None, note=_SCALED),
     softmax_of_chosen(
         "cohere2_moe",
         ("Cohere2MoeTopKRouter",),
-        combine="own",
+        combine=_configured_combine,
+        renormalise=_FLAG,
         note="weights by softmax or sigmoid of the chosen, as configured",
     ),
     softmax(
         "dbrx",
         ("DbrxFFN",),
-        layout="method",
+        layout=TupleLayout(None, 0, 1),
         method="route_tokens_to_experts",
         own_dtype=True,
         weight="router.layer.weight",
-        combine="own",
+        n_experts="experts.num_experts",
+        norm_order="moe_normalize_expert_weights",
         note="observed in the block, which sees no router inputs; p-norm; jitter in training",
     ),
     best_softmax("deepseek_ocr2", ("DeepseekOcr2TextTopkRouter",)),
     best_softmax("deepseek_v2", ("DeepseekV2TopkRouter",)),
     grouped_sigmoid("deepseek_v3", ("DeepseekV3TopkRouter",)),
     grouped_sigmoid("deepseek_v32", ("DeepseekV32TopkRouter",)),
-    RouterFamily(
+    softmax(
         "deepseek_v4",
         ("DeepseekV4TopKRouter",),
         ranked="activation",
@@ -83,7 +111,7 @@ TRANSFORMERS_FAMILIES: tuple[RouterFamily, ...] = (
         ("DeepseekV4HashRouter",),
         refused="hash layers look experts up by token id: their choice is no function of scores",
     ),
-    own_softmax(
+    gemma_softmax(
         "diffusion_gemma",
         ("DiffusionGemmaTextRouter",),
         note="encoder and decoder see different tokens: capture one of them",
@@ -95,24 +123,25 @@ TRANSFORMERS_FAMILIES: tuple[RouterFamily, ...] = (
     ),
     grouped_sigmoid("dots1", ("Dots1TopkRouter",)),
     biased_softmax(
-        "ernie4_5_moe", ("Ernie4_5_MoeTopKRouter",), bias="moe_statics.e_score_correction_bias"
+        "ernie4_5_moe", ("Ernie4_5_MoeTopKRouter",), bias=_ERNIE_BIAS, least_sum="norm_min"
     ),
     biased_softmax(
         "ernie4_5_vl_moe",
         ("Ernie4_5_VLMoeMoeTopKRouter",),
-        bias="moe_statics.e_score_correction_bias",
+        bias=_ERNIE_BIAS,
+        least_sum="norm_min",
         note="text-only input: with images, text and vision routers see different tokens",
     ),
     grouped_sigmoid("exaone_moe", ("ExaoneMoeTopkRouter",)),
     softmax_flag("flex_olmo", ("FlexOlmoTopKRouter",)),
     sigmoid("flint", ("FlintTopKRouter",), bias=None, renormalise=_FLAG),
-    own_softmax("gemma4", ("Gemma4TextRouter",)),
+    gemma_softmax("gemma4", ("Gemma4TextRouter",)),
     grouped_sigmoid("glm4_moe", ("Glm4MoeTopkRouter",)),
     grouped_sigmoid("glm4_moe_lite", ("Glm4MoeLiteTopkRouter",)),
     grouped_sigmoid("glm4v_moe", ("Glm4vMoeTextTopkRouter",)),
     grouped_sigmoid("glm5_next", ("Glm5NextTextTopkRouter",)),
     grouped_sigmoid("glm_moe_dsa", ("GlmMoeDsaTopkRouter",)),
-    softmax_of_chosen("gpt_oss", ("GptOssTopKRouter",)),
+    softmax_of_chosen("gpt_oss", ("GptOssTopKRouter",), eager_skip="never"),
     softmax_of_chosen("granitemoe", ("GraniteMoeTopKRouter",)),
     softmax_of_chosen("granitemoe_swa", ("GraniteMoeSWATopKRouter",)),
     softmax_of_chosen("granitemoehybrid", ("GraniteMoeHybridTopKRouter",)),
@@ -130,21 +159,21 @@ TRANSFORMERS_FAMILIES: tuple[RouterFamily, ...] = (
         "inkling",
         ("InklingTopkRouter",),
         own_dtype=True,
-        combine="own",
+        scale=_route_scale,
+        shared_weights=3,
         note="weights are normalised together with those of the shared experts",
     ),
     softmax("jamba", ("JambaTopKRouter",), renormalise="never"),
     softmax_of_chosen(
         "jetmoe",
         ("JetMoeTopKGating",),
-        layout="sorted",
+        layout=SortedLayout(),
+        counts_columns=True,
         weight="layer.weight",
         note="attention and feed-forward are both routed: two layers per block",
     ),
     grouped_sigmoid("kimi_linear", ("KimiLinearTopkRouter",)),
-    RouterFamily(
-        "kolibri1", ("Kolibri1TopKRouter",), bias=_BIAS, combine="sigmoid", renormalise=_FLAG
-    ),
+    softmax("kolibri1", ("Kolibri1TopKRouter",), bias=_BIAS, combine="sigmoid", renormalise=_FLAG),
     sigmoid(
         "laguna", ("LagunaTopKRouter",), note=f"the returned logits are soft-capped; {_SCALED}"
     ),
@@ -156,12 +185,13 @@ TRANSFORMERS_FAMILIES: tuple[RouterFamily, ...] = (
         bias_argument="expert_bias",
         bias_flag="use_expert_bias",
         renormalise=_FLAG,
+        sum_offset=1e-6,
         scale=_SCALE,
     ),
-    RouterFamily(
+    softmax(
         "llama4",
         ("Llama4Router",),
-        layout="dense",
+        layout=DenseLayout(),
         combine="sigmoid",
         renormalise="never",
         note="the weight multiplies the expert's input",
@@ -172,6 +202,8 @@ TRANSFORMERS_FAMILIES: tuple[RouterFamily, ...] = (
         renormalise="never",
         scale=_SCALE,
         weight="classifier.weight",
+        n_experts="n_routed_experts",
+        identity_experts=("zero_expert_num", "num_routed_experts"),
         note="the last experts are zero-computation experts",
     ),
     softmax_flag("mellum", ("MellumTopKRouter",)),
@@ -191,20 +223,28 @@ TRANSFORMERS_FAMILIES: tuple[RouterFamily, ...] = (
         "mistral_large4", ("MistralLarge4TextTopkRouter",), groups=_SOFTMAX_GROUPS, scale=_SCALE
     ),
     softmax("mixtral", ("MixtralTopKRouter",), note=_JITTER),
-    sigmoid("muse_spark", ("MuseSparkTopkRouter",), scale=_SCALE, note="logits carry a multiplier"),
-    grouped_sigmoid("nemotron_h", ("NemotronHTopkRouter",)),
+    sigmoid(
+        "muse_spark",
+        ("MuseSparkTopkRouter",),
+        sum_offset=1e-15,
+        scale=_SCALE,
+        note="logits carry a multiplier",
+    ),
+    grouped_sigmoid("nemotron_h", ("NemotronHTopkRouter",), eager_skip="never"),
     refuse("nllb_moe", ("NllbMoeTop2Router",), refused=_ENCODER_DECODER),
-    softmax_flag("olmoe", ("OlmoeTopKRouter",)),
+    softmax_flag("olmoe", ("OlmoeTopKRouter",), pipeline_checked=True),
     softmax_of_chosen(
         "openai_privacy_filter",
         ("OpenAIPrivacyFilterTopKRouter",),
-        combine="own",
+        scale=_one_over_k,
+        eager_skip="never",
         note="softmax of the chosen divided by k; the block multiplies by k",
     ),
     softmax_of_chosen(
         "phimoe",
         ("PhimoeTopKRouter",),
-        combine="own",
+        refused_weights="the weights of sparsemixer are taken over the experts inside a jitter "
+        "band of their own, which jump however the choice is smoothed",
         refused_in_training="sparsemixer samples its experts in training mode",
         note="sparsemixer weights; in evaluation the choice is the top 2 of the logits",
     ),
@@ -221,7 +261,7 @@ TRANSFORMERS_FAMILIES: tuple[RouterFamily, ...] = (
     softmax("qwen3_vl_moe", ("Qwen3VLMoeTextTopKRouter",)),
     softmax_flag("qwen4_exp", ("Qwen4ExpTextTopKRouter",)),
     grouped_sigmoid("solar_open", ("SolarOpenTopkRouter",)),
-    sigmoid("step3p7", ("Step3p7TopKRouter",), note=_SCALED),
+    sigmoid("step3p7", ("Step3p7TopKRouter",), eager_skip="always", note=_SCALED),
     refuse("switch_transformers", ("SwitchTransformersTop1Router",), refused=_ENCODER_DECODER),
     best_softmax("unlimited_ocr", ("UnlimitedOcrTextTopkRouter",)),
     refuse(

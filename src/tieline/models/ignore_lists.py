@@ -46,7 +46,7 @@ def router_weights(model: nn.Module) -> list[str]:
     found = []
     for name, router in find_routers(model).items():
         family = family_of(router)
-        if family is not None and family.layout == "method" and family.weight:
+        if family is not None and family.in_block and family.weight:
             found.append(f"{name}.{family.weight.rpartition('.')[0]}")
             continue
         inner = [path for path, module in router.named_modules() if isinstance(module, nn.Linear)]

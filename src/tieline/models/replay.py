@@ -41,12 +41,12 @@ from tieline.core.errors import (
     require,
 )
 from tieline.core.numerics import is_recomputing
-from tieline.core.ranking import stable_topk
 from tieline.models.capture import Batch, document_counter, watch_forward
 from tieline.models.changes import Call, swapped_class, wrapped_class
 from tieline.models.families import HANDLER, RouterFamily, chosen_routers, family_of
-from tieline.models.router_call import Choice, logits_in, with_choice
-from tieline.models.smooth_router import NOT_SMOOTHED, column_weights, shared_weights
+from tieline.models.layouts import NO_CHOICE, Choice
+from tieline.models.router_call import with_experts
+from tieline.models.selection import weights_and_output
 from tieline.trace.readers import import_trace
 from tieline.trace.record import LayerTrace, RoutingTrace
 from tieline.trace.store import load_trace
@@ -310,6 +310,11 @@ class LayerReplay:
             raise UnsupportedModelError(
                 f"layer {name!r} is smoothed: it uses other numbers of experts than a record has"
             )
+        require(
+            family.layout.has_choice,
+            f"layer {name!r} of family {family.name!r} cannot be replayed: {NO_CHOICE}",
+            UnsupportedModelError,
+        )
         self.name, self.family, self.session = name, family, session
         self.k = int(attrgetter(family.k)(router))
         k = record.facts.k
@@ -340,7 +345,7 @@ class LayerReplay:
     def __call__(self, router: nn.Module, call: Call, output: Any) -> Any:
         """Return the output with the recorded experts of the tokens that have them."""
         family = self.family
-        logits = logits_in(family.layout, call[0], output)
+        logits = family.layout.logits(call[0], output)
         self._move(logits.device, logits.shape[1])
         rows = self._rows(logits)
         live = live_choice(family, output, self.k, logits.shape[1])
@@ -392,31 +397,22 @@ class LayerReplay:
         if self.weights is not None:
             recorded = _in_order(self.ids[place], self.weights[place], ids)
             weights = torch.where(has[:, None], recorded.to(weights), weights)
-        if self.family.skip_class:
-            skipped = ids == logits.shape[1] - 1
-            weights, ids = weights.masked_fill(skipped, 0), ids.masked_fill(skipped, 0)
-        return with_choice(self.family.layout, output, weights, ids)
+        return with_experts(self.family, output, Choice(weights, ids), logits.shape[1])
 
     def _live_weights(
         self, router: nn.Module, logits: Tensor, output: Any, ids: Tensor, changed: Tensor
     ) -> tuple[Tensor, Any]:
         """Weights of the changed rows by the family's rule, and an output that fits them."""
-        family = self.family
-        if family.name in NOT_SMOOTHED and self.weights is None:
+        family, rows = self.family, ids[changed]
+        if family.refused_weights is None:
+            shares = Choice(torch.ones_like(rows, dtype=torch.float32), rows)
+            return weights_and_output(family, router, logits, output, shares, changed)
+        if self.weights is None:
             raise UnsupportedModelError(
-                f"layer {self.name!r} of family {family.name!r}: {NOT_SMOOTHED[family.name]}; "
+                f"layer {self.name!r} of family {family.name!r}: {family.refused_weights}; "
                 'replay with weights="recorded"'
             )
-        if family.name in NOT_SMOOTHED:
-            return torch.zeros_like(ids[changed], dtype=torch.float32), output
-        ones = torch.ones_like(ids, dtype=torch.float32)
-        if family.name == "inkling":  # weights are divided by a sum with shared experts
-            masses = column_weights(family, router, logits, ids, ones)
-            weights, other = shared_weights(family, router, output, logits, masses)
-            shared = output[3].index_copy(0, changed, other[3][changed])
-            return weights[changed], (*output[:3], shared, *output[4:])
-        part = column_weights(family, router, logits[changed], ids[changed], ones[changed])
-        return part, output
+        return torch.zeros_like(rows, dtype=torch.float32), output
 
 
 def live_choice(family: RouterFamily, output: Any, k: int, experts: int) -> Choice:
@@ -424,22 +420,10 @@ def live_choice(family: RouterFamily, output: Any, k: int, experts: int) -> Choi
 
     A skip class, where the family has one, is its highest expert number.
     """
-    layout = family.layout
-    if layout == "dense":
-        ids = stable_topk(output[0].detach(), k).indices
-        return Choice(output[0].gather(1, ids), ids)
-    if layout == "sorted":
-        slots, _, gates, sizes, logits = output
-        owner = torch.arange(experts, device=slots.device)
-        owner = owner.repeat_interleave(torch.as_tensor(sizes, device=slots.device))
-        weights = gates.new_zeros(len(logits) * k).index_copy(0, slots, gates)
-        ids = slots.new_zeros(len(logits) * k).index_copy(0, slots, owner)
-        return Choice(weights.view(-1, k), ids.view(-1, k))
-    weights, ids = output[:2] if layout == "method" else output[1:3]
-    weights, ids = weights.reshape(-1, k), ids.reshape(-1, k).long()
+    weights, ids = family.layout.choice(output, k)
     if family.skip_class:
         ids = ids.masked_fill(weights.detach() == 0, experts - 1)
-    return Choice(weights, ids)
+    return Choice(weights, ids.long())
 
 
 def _in_order(

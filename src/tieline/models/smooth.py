@@ -251,7 +251,7 @@ def _smooth_layer(
         record.a,
         record.b,
         record.detach_ramp,
-        skip_rule(plan.family.name, experts, layer.n_experts),
+        skip_rule(plan.family, experts, layer.n_experts),
         record.gate,
         tuple(module for module, attribute, _ in settings if attribute == SLOTS),
     )
@@ -266,7 +266,7 @@ def _settings(
     model: nn.Module, plan: LayerPlan, k_max: int, experts: nn.Module | None
 ) -> list[tuple[nn.Module, str, Any]]:
     """Attributes to set on the modules around a router."""
-    if plan.family.layout == "sorted":  # the experts of attention and the attention count slots
+    if plan.family.counts_columns:
         block = plan.name.rpartition(".")[0]
         around = [block, block.rpartition(".")[0]]
         modules = [model.get_submodule(name) for name in around]

@@ -24,7 +24,7 @@ from tieline.core.ranking import ranked_scores
 from tieline.measure.boundary import epsilon_for_extra
 from tieline.models.changes import Call
 from tieline.models.emulate import FORMATS, emulate
-from tieline.models.router_call import Handler, attach, detach, logits_in
+from tieline.models.router_call import Handler, attach, detach
 from tieline.models.running import forward, only_running
 from tieline.models.selection import at_least_single, select
 from tieline.models.smooth_router import GateName, LayerPlan, gate_groups
@@ -62,7 +62,7 @@ class Scores:
 
     def __call__(self, router: nn.Module, call: Call, output: Any) -> Any:
         """Keep the scores of this call."""
-        logits = logits_in(self._plan.family.layout, call[0], output)
+        logits = self._plan.family.layout.logits(call[0], output)
         selection = select(self._plan.family, router, logits.detach(), call)
         self.groups = gate_groups(selection.limit)
         self._parts.append(at_least_single(selection.scores).cpu().clone())

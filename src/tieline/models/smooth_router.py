@@ -1,17 +1,10 @@
 """One router whose choice is continuous at ties, in the scoring of its own family.
 
 The router runs as always. Its logits are ranked again, each expert gets a share s in [0, 1] of its
-weight, and the output is rewritten with more columns (`hf.router_call.attach`): as many as some
-token of the batch needs for the shares of `ProjectedTopK`, k_max for those of `SmoothTopK`.
-
-    softmax, not renormalised   w_i = p_i s_i
-    softmax, renormalised       w_i = e^{z_i} s_i / Σ_j e^{z_j} s_j      "of chosen" is the same
-    ernie4_5                    w_i = p_i s_i / max(Σ_j p_j s_j, least)
-    dbrx                        w_i = p_i s_i / ‖p s‖_p
-    sigmoid, activation         w_i = f(z_i) s_i, over Σ_j f(z_j) s_j + tiny where renormalised
-
-times the family's scale, a number or one per expert. With s = 1 on the chosen experts these are the
-router's own weights; the first call verifies that before anything is replaced.
+weight (`models.selection`), and the output is rewritten with more columns (`router_call.attach`):
+as many as some token of the batch needs for the shares of `ProjectedTopK`, k_max for those of
+`SmoothTopK`. With s = 1 on the chosen experts the weights are the router's own; the first call
+verifies that before anything is replaced.
 
     RouterSmoothing    the handler of a smoothed router
     LayerPlan          k, number of experts and units of a router that can be smoothed
@@ -24,7 +17,6 @@ from operator import attrgetter
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from tieline.core.errors import ParameterError, UnsupportedModelError, require
@@ -33,7 +25,8 @@ from tieline.models.capture import ROUNDINGS, check_selected
 from tieline.models.changes import Call
 from tieline.models.emulate import logits_matrix
 from tieline.models.families import HANDLER, RouterFamily, family_of, find_routers
-from tieline.models.router_call import SkipRule, choice_in, logits_in, with_choice
+from tieline.models.layouts import NO_CHOICE, Choice, NewChoice
+from tieline.models.router_call import SkipRule
 from tieline.models.selection import (
     GroupLimit,
     Selection,
@@ -42,6 +35,7 @@ from tieline.models.selection import (
     restrict,
     select,
     units_of,
+    weights_and_output,
 )
 from tieline.routing.gates import Groups
 from tieline.routing.projected import projected_columns
@@ -49,114 +43,6 @@ from tieline.routing.smooth import Columns, smooth_columns
 
 GateName = Literal["projected", "ramp"]
 """The shares of `routing.ProjectedTopK`, or those of `routing.SmoothTopK`."""
-
-TINY = {"lfm2_moe": 1e-6, "muse_spark": 1e-15}
-"""Number that a family adds to a sum before dividing by it; 1e-20 in all others."""
-
-LEAST_SUM = {"ernie4_5_moe": "norm_min", "ernie4_5_vl_moe": "norm_min"}
-"""Attribute of the smallest sum that a family divides by."""
-
-ORDER_OF_NORM = {"dbrx": "moe_normalize_expert_weights"}
-"""Attribute of the order p of the norm that a family divides by; None there means no division."""
-
-Ids = Int[Tensor, "tokens columns"]
-Shares = Float[Tensor, "tokens columns"]
-
-
-def column_weights(
-    family: RouterFamily,
-    router: nn.Module,
-    logits: Float[Tensor, "tokens experts"],
-    ids: Ids,
-    share: Shares,
-) -> Shares:
-    """Return the combine weights of the experts `ids` by the family's rule; 0 for a share of 0.
-
-    Args:
-        family: the record of the router's family.
-        router: the router, for its settings.
-        logits: what it returned, or probabilities where the family returns those.
-        ids: experts of each token.
-        share: the share of each expert.
-    """
-    logits = at_least_single(logits)
-    if family.probabilities:
-        logits = logits.clamp(min=torch.finfo(logits.dtype).tiny).log()
-    share = share.to(logits)
-    mass = _mass(family, router, logits, ids, share)
-    scale = family_scale(family, router)
-    if scale is None:
-        return mass
-    if isinstance(scale, Tensor) and scale.numel() > 1:
-        return mass * scale.to(mass)[ids]
-    return mass * scale
-
-
-def family_scale(family: RouterFamily, router: nn.Module) -> Any:
-    """Return the factor of the weights: a number, a number per expert, or None."""
-    if family.name == "openai_privacy_filter":
-        return 1 / int(attrgetter(family.k)(router))
-    if family.name == "inkling":
-        return attrgetter("route_scale")(router) * attrgetter("global_scale")(router)
-    return None if family.scale is None else attrgetter(family.scale)(router)
-
-
-def renormalises(family: RouterFamily, router: nn.Module) -> bool:
-    """Whether the chosen weights are divided by their sum before they are scaled."""
-    if family.name == "inkling":  # divided with the shared experts in `shared_weights`
-        return False
-    if family.name in ORDER_OF_NORM:
-        return attrgetter(ORDER_OF_NORM[family.name])(router) is not None
-    if _score(family, router) == "softmax of chosen":
-        return True
-    if family.name == "cohere2_moe":
-        return bool(attrgetter("norm_topk_prob")(router))
-    named = {"always": True, "never": False}
-    if family.renormalise in named:
-        return named[family.renormalise]
-    return bool(attrgetter(family.renormalise)(router))
-
-
-def _score(family: RouterFamily, router: nn.Module) -> str:
-    """How a weight follows from a logit, also for families whose record says "own"."""
-    if family.combine != "own":
-        return family.combine
-    if family.name == "cohere2_moe":
-        by = attrgetter("expert_selection_fn")(router)
-        return "softmax of chosen" if by == "softmax" else "sigmoid"
-    return {"dbrx": "softmax", "inkling": "sigmoid"}.get(family.name, "softmax of chosen")
-
-
-def _mass(
-    family: RouterFamily, router: nn.Module, logits: Tensor, ids: Tensor, share: Tensor
-) -> Tensor:
-    score, chosen = _score(family, router), logits.gather(1, ids)
-    divided = renormalises(family, router)
-    if score.startswith("softmax"):
-        special = family.name in LEAST_SUM or family.name in ORDER_OF_NORM
-        if divided and not special:  # relative to the largest in use, so that no sum is empty
-            mass = chosen.masked_fill(share == 0, -torch.inf).softmax(dim=-1) * share
-            return mass / mass.sum(dim=-1, keepdim=True)
-        mass = (chosen - logits.logsumexp(dim=-1, keepdim=True)).exp() * share
-        return mass / _divisor(family, router, mass) if divided else mass
-    mass = _activated(family, router, chosen) * share
-    if not divided:
-        return mass
-    return mass / (mass.sum(dim=-1, keepdim=True) + TINY.get(family.name, 1e-20))
-
-
-def _divisor(family: RouterFamily, router: nn.Module, mass: Tensor) -> Tensor:
-    if family.name in LEAST_SUM:
-        least = attrgetter(LEAST_SUM[family.name])(router)
-        return mass.sum(dim=-1, keepdim=True).clamp(min=least)
-    order = attrgetter(ORDER_OF_NORM[family.name])(router)
-    return torch.linalg.vector_norm(mass, ord=order, dim=-1, keepdim=True)
-
-
-def _activated(family: RouterFamily, router: nn.Module, chosen: Tensor) -> Tensor:
-    if family.combine == "activation":
-        return attrgetter(family.activation or "")(router)(chosen)
-    return chosen.sigmoid()
 
 
 def smoothing_of(router: nn.Module) -> "RouterSmoothing | None":
@@ -199,20 +85,18 @@ class RouterSmoothing:
 
     def __call__(self, router: nn.Module, call: Call, output: Any) -> Any:
         """Return the output with smooth weights."""
-        logits = logits_in(self.family.layout, call[0], output)
+        layout = self.family.layout
+        logits = layout.logits(call[0], output)
         selection = select(self.family, router, logits, call)
         if len(logits) and not self.checked:  # nothing is learned from no tokens
-            self._check(router, logits, selection, output)
+            self._verify(router, logits, selection, output)
             self.checked = True
         columns = self.columns(selection)
         self.resize(columns.ids.shape[1])
-        weights = column_weights(self.family, router, logits, columns.ids, columns.share)
-        if self.family.name == "inkling":
-            weights, output = shared_weights(self.family, router, output, logits, weights)
+        shares = Choice(columns.share, columns.ids)
+        weights, output = weights_and_output(self.family, router, logits, output, shares)
         ids = self.skip.applied(columns.ids, columns.share)
-        used = columns.share > 0
-        layout = self.family.layout
-        return with_choice(layout, output, weights, columns.ids, ids=ids, used=used)
+        return layout.with_choice(output, NewChoice(weights, columns.ids, ids, columns.share > 0))
 
     def resize(self, columns: int) -> None:
         """Let everything that counts the columns of an output know their number."""
@@ -238,9 +122,9 @@ class RouterSmoothing:
         )
 
     @torch.no_grad()
-    def _check(self, router: nn.Module, logits: Tensor, selection: Selection, output: Any) -> None:
+    def _verify(self, router: nn.Module, logits: Tensor, selection: Selection, output: Any) -> None:
         """Refuse a record that does not give the router's own experts and weights."""
-        weights, ids = choice_in(self.family.layout, output, self.k)
+        weights, ids = self.family.layout.choice(output, self.k)
         scores = selection.scores
         if selection.limit is not None:
             scores, _ = restrict(scores, ids, selection.limit)
@@ -248,9 +132,8 @@ class RouterSmoothing:
         threshold = kth_largest(scores, self.k).squeeze(1)
         chosen = scores.gather(1, ids)
         check_selected(chosen, threshold, selection.rounding, self.name, self.family.name)
-        ours = column_weights(self.family, router, logits, ids, torch.ones_like(chosen))
-        if self.family.name == "inkling":
-            ours = ours / _joint_divisor(ours, weights)
+        shares = Choice(torch.ones_like(chosen), ids)
+        ours, _ = weights_and_output(self.family, router, logits, output, shares)
         single = torch.finfo(torch.float32).eps  # in which many compute whatever the model's dtype
         rounding = max(selection.rounding, torch.finfo(weights.dtype).eps, single)
         size = weights.abs().amax(dim=-1, keepdim=True).to(ours)
@@ -273,37 +156,6 @@ def gate_groups(limit: GroupLimit | None) -> Groups | None:
     """The groups of a router in the form that gates take."""
     return None if limit is None else Groups(limit.n_groups, limit.k_groups, limit.score)
 
-
-def _joint_divisor(masses: Tensor, weights: Tensor) -> Tensor:
-    """The sum over chosen and shared experts that inkling divides by."""
-    return masses.sum(dim=-1, keepdim=True) / weights.sum(dim=-1, keepdim=True).to(masses)
-
-
-def shared_weights(
-    family: RouterFamily, router: nn.Module, output: Any, logits: Tensor, masses: Tensor
-) -> tuple[Tensor, tuple[Any, ...]]:
-    """Divide by the sum with the shared experts, whose weights change by the same factor."""
-    scale = family_scale(family, router)
-    own = logits.gather(1, output[2]).sigmoid() * scale
-    before = _joint_divisor(own, output[1])  # scale · (Σ chosen + Σ shared) / scale
-    divisor = before + (masses.sum(dim=-1, keepdim=True) - own.sum(dim=-1, keepdim=True)) / scale
-    shared = output[3] * (before / divisor).to(output[3])
-    return masses / divisor, (*output[:3], shared, *output[4:])
-
-
-EXPERTS = {
-    "dbrx": "experts.num_experts",
-    "diffusion_gemma": "proj.out_features",
-    "gemma4": "proj.out_features",
-    "longcat_flash": "n_routed_experts",
-}
-"""Attribute with the number of ranked experts, if not `num_experts`."""
-
-NOT_SMOOTHED = {
-    "phimoe": "the weights of sparsemixer are taken over the experts inside a jitter band of their "
-    "own, which jump however the choice is smoothed",
-}
-"""Families whose choice is known but cannot be replaced, with the reason."""
 
 SKIP_CLASS = "one of its classes skips all experts: which share of a token is skipped has no weight"
 
@@ -335,7 +187,7 @@ def refusal(family: RouterFamily) -> str | None:
         return family.refused
     if family.skip_class:
         return SKIP_CLASS
-    return NOT_SMOOTHED.get(family.name)
+    return family.refused_weights if family.layout.has_choice else NO_CHOICE
 
 
 def default_k_max(k: int, n_experts: int) -> int:
@@ -388,14 +240,15 @@ def plan_layers(
 
 
 def _experts(family: RouterFamily, router: nn.Module) -> int:
-    place = EXPERTS.get(family.name, "num_experts")
+    """The number of experts that a router ranks: an attribute, or the rows of its matrix."""
     try:
-        return int(attrgetter(place)(router))
+        return int(attrgetter(family.n_experts)(router))
     except AttributeError:
         matrix = logits_matrix(router)
     if matrix is None:
         raise UnsupportedModelError(
-            f"{type(router).__name__} of family {family.name!r} does not tell how many experts it "
-            "ranks: give it an attribute `num_experts`"
+            f"{type(router).__name__} of family {family.name!r} has neither the attribute "
+            f"{family.n_experts!r} of its record (`n_experts`) nor a matrix (`weight`), so the "
+            "number of its experts is unknown"
         )
     return len(matrix)

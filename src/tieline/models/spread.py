@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from tieline.core.errors import UnsupportedModelError, require
-from tieline.models.families import find_routers
+from tieline.models.families import family_of, find_routers
 from tieline.models.sizes import EXPERTS
 
 Parallel = Literal["data", "tp", "ep", "pp", "fsdp"]
@@ -33,9 +33,6 @@ PARALLEL: tuple[Parallel, ...] = ("data", "tp", "ep", "pp", "fsdp")
 
 SHARES_TEXT = ("data", "fsdp")
 """Ways in which every process runs another part of the text."""
-
-STAGES_CHECKED = ("olmoe",)
-"""Families without a pipeline plan of their layers in transformers whose stages are tested here."""
 
 
 def check_parallel(parallel: str | None) -> int:
@@ -159,14 +156,17 @@ def _check_ep(one: _Skeleton, ranks: int) -> None:
 
 
 def _check_pp(one: _Skeleton, ranks: int) -> None:
+    routers = find_routers(one.model)
+    families = [family_of(router) for router in routers.values()]
     planned = any("layers" in key for key in one.model.pp_plan or ())
-    one.must_have(planned or one.family in STAGES_CHECKED, "pp")
+    checked = all(family is not None and family.pipeline_checked for family in families)
+    one.must_have(planned or checked, "pp")
     base = getattr(one.model, one.model.base_model_prefix, None)
     layers = getattr(base, "layers", None)
     one.must_have(isinstance(layers, nn.ModuleList) and hasattr(one.model, "lm_head"), "pp")
     assert isinstance(layers, nn.ModuleList)
     share = len(layers) // ranks
-    stages = {_stage(name, share, ranks) for name in find_routers(one.model)} if share else set()
+    stages = {_stage(name, share, ranks) for name in routers} if share else set()
     require(
         len(stages) == ranks,
         f"{len(layers)} layers of {one.family!r} in {ranks} stages leave one without a router: "

@@ -1,31 +1,17 @@
 """The support table of the documentation, generated from the family records."""
 
-from tieline.models.families import Groups, RouterFamily
+from tieline.models.families import GroupRule, RouterFamily
 from tieline.models.family_table import TRANSFORMERS_FAMILIES
 from tieline.models.smooth_router import refusal
 
-_INTRODUCTION = """\
-# Supported families
-
-Written by `tieline.models.support_table()` from the records in
-`tieline.models.family_table`; a test keeps this page equal to them and
-captures a small model of every supported family.
-
-*Ranked* is what the router compares: **logits** also stands for softmax probabilities without a
-bias, which rank as their logits do. *Weights* tells how chosen experts are combined. *Distance*
-says whether the Euclidean distance to the nearest tie is exact, which needs scores that are affine
-in the router's input and no groups.
-"""
-
 
 def support_table(families: tuple[RouterFamily, ...] = TRANSFORMERS_FAMILIES) -> str:
-    """Return a Markdown page: how each family routes, and which are refused and why."""
+    """Return Markdown tables: how each family routes, and which are refused and why."""
     captured = [family for family in families if family.refused is None]
     refused = [family for family in families if family.refused is not None]
     count = len({family.name for family in captured})
     return "\n".join(
         [
-            _INTRODUCTION,
             f"## Captured: {count} families\n",
             *_table(["family", "router", "ranked", "groups", "weights", "distance", "note"]),
             *map(_captured_row, captured),
@@ -81,7 +67,7 @@ def _distance(family: RouterFamily) -> str:
     return "yes" if family.groups is None else "without groups"
 
 
-def _groups(groups: Groups | None) -> str:
+def _groups(groups: GroupRule | None) -> str:
     if groups is None:
         return ""
     rule = {"max": "best expert", "top2sum": "two best experts"}[groups.score]
@@ -90,7 +76,9 @@ def _groups(groups: Groups | None) -> str:
 
 
 def _weights(family: RouterFamily) -> str:
-    if family.combine == "own":
+    special = family.norm_order is not None or family.shared_weights is not None
+    special |= callable(family.combine) or callable(family.scale)
+    if special or family.refused_weights is not None:
         return "see note"
     how = {"always": ", renormalised", "never": ""}.get(
         family.renormalise, f", renormalised if `{family.renormalise}`"

@@ -70,7 +70,7 @@ def chosen_output(
     against = None if reference is None else reference.choices.get(site.name)
     if not recorded[0] and against is None:
         return output
-    routed = read_output(site.family, site.module, call[0], output)
+    routed = read_output(site.family, site.module, call, output)
     choice = Choice(routed.weights, routed.ids)
     if recorded[0]:
         state.choices[site.name] = choice
@@ -85,7 +85,7 @@ def chosen_output(
 
 
 def _route(site: Site, call: Call, output: Any) -> LayerTrace:
-    tokens = torch.arange(len(read_output(site.family, site.module, call[0], output).ids))
+    tokens = torch.arange(len(read_output(site.family, site.module, call, output).ids))
     batch = Batch(tokens, torch.zeros_like(tokens), tokens, None, len(tokens))
     return LayerObserver(site.name, site.family, ROUTE_SETTINGS).observe(
         site.module, call, output, batch

@@ -18,7 +18,7 @@ INT4 = Perturbation("rounding", "int4")
 def test_the_rule_of_the_family_finds_what_the_router_chooses(family):
     router = next(iter(modular_routers(lively(tiny_model(family))).values()))
     x = torch.randn(200, 32)
-    found = read_output(family_of(router), router, (x,), router(x))
+    found = read_output(family_of(router), router, ((x,), {}), router(x))
     assert torch.equal(chosen_mask(router, found.logits, ((x,), {})), routed_set(found))
 
 

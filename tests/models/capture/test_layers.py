@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tieline.models import Groups, RouterFamily
+from tieline.models import GroupRule, RouterFamily
 from tieline.models.capture import DocumentCounter, LayerObserver, Settings, near_counts
 
 LOGITS = torch.tensor([[4.0, 1.0, 3.0, 3.5], [0.5, 2.0, 1.0, 0.25]])
@@ -79,7 +79,7 @@ def test_groups_leave_the_ranks_inside_them_and_no_distance():
     router = _Router()
     router.num_group, router.topk_group = 2, 1
     ids = torch.tensor([[3, 2], [1, 0]])
-    layer = _observe((LOGITS, WEIGHTS, ids), router, groups=Groups())
+    layer = _observe((LOGITS, WEIGHTS, ids), router, groups=GroupRule())
     assert layer.experts[:, :2].tolist() == ids.tolist()
     assert layer.scores[:, 2].tolist() == [-torch.inf] * 2  # no further expert in the group
     assert layer.group_gap.tolist() == layer.gap.tolist() == [1.5, 1.25]

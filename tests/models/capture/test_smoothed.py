@@ -20,7 +20,7 @@ def _seen(model, ids):
     for name, router in find_routers(model).items():
 
         def note(module, args, output, name=name):
-            seen[name] = read_output(family_of(module), module, args, output)
+            seen[name] = read_output(family_of(module), module, (args, {}), output)
 
         handles.append(router.register_forward_hook(note))
     with torch.no_grad():

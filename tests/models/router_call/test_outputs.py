@@ -7,6 +7,7 @@ from torch import nn
 from tests.models.tiny import batch, lively, tiny_model
 from tieline.core.errors import UnsupportedModelError
 from tieline.models import FAMILIES, RouterFamily, capture
+from tieline.models.layouts import DenseLayout, SortedLayout, TupleLayout
 from tieline.models.router_call import read_output
 
 
@@ -15,7 +16,7 @@ class _Router(nn.Module):
 
 
 def _read(output, args=(), **facts):
-    return read_output(RouterFamily("own", ("_Router",), **facts), _Router(), args, output)
+    return read_output(RouterFamily("own", ("_Router",), **facts), _Router(), (args, {}), output)
 
 
 LOGITS = torch.tensor([[0.0, 3.0, 1.0, 2.0], [5.0, 4.0, 7.0, 6.0]])
@@ -36,17 +37,19 @@ def test_the_usual_layout_may_carry_further_outputs_and_batch_axes():
 
 def test_dense_weights_are_zero_where_an_expert_is_not_chosen():
     dense = torch.zeros_like(LOGITS).scatter(1, IDS, WEIGHTS)
-    _same(_read((dense, LOGITS), layout="dense"))
+    _same(_read((dense, LOGITS), layout=DenseLayout()))
 
 
 def test_slots_sorted_by_expert_are_put_back_to_their_tokens():
     slots = IDS.flatten().sort(stable=True).indices
     sizes = torch.bincount(IDS.flatten(), minlength=4).tolist()
-    _same(_read((slots, slots // 2, WEIGHTS.flatten()[slots], sizes, LOGITS), layout="sorted"))
+    _same(
+        _read((slots, slots // 2, WEIGHTS.flatten()[slots], sizes, LOGITS), layout=SortedLayout())
+    )
 
 
 def test_a_method_is_given_the_logits_and_returns_the_rest():
-    _same(_read((WEIGHTS, IDS), args=(LOGITS,), layout="method"))
+    _same(_read((WEIGHTS, IDS), args=(LOGITS,), layout=TupleLayout(None, 0, 1)))
 
 
 def test_the_skip_class_is_the_last_one_whatever_index_it_is_returned_as():

@@ -78,13 +78,13 @@ def test_what_is_written_is_read_again(family):
         model(input_ids=batch())
     router.__class__ = plain
     args, output = seen[0]
-    found = read_output(facts, router, args, output)
+    found = read_output(facts, router, (args, {}), output)
     # expert 1 or 2 first, so that no skip class is named; weights are distinct numbers
     first = 1 + torch.arange(len(found.ids)) % 2
     ids = (first[:, None] + 2 * torch.arange(found.ids.shape[1])).to(found.ids)
     weights = torch.linspace(0.25, 0.75, ids.numel()).view(ids.shape).flip(1)
     written = write_output(facts, output, found, Choice(weights, ids))
-    again = read_output(facts, router, args, written)
+    again = read_output(facts, router, (args, {}), written)
     order = again.ids.sort(dim=1).indices  # a dense output is read in order of weight
     assert torch.equal(again.ids.gather(1, order), ids)
     assert torch.allclose(again.weights.gather(1, order), weights.to(again.weights))

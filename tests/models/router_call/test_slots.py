@@ -7,6 +7,7 @@ from hypothesis import given
 from tests.models.test_kernel import experts_of, routing
 from tests.strategies import seeds
 from tieline.core.errors import ShapeError
+from tieline.models.family_table import TRANSFORMERS_FAMILIES
 from tieline.models.kernel import KERNEL, dense_weights
 from tieline.models.router_call import SkipRule, skip_rule, to_slots
 
@@ -60,7 +61,8 @@ def test_every_implementation_passes_over_skipped_slots(family, name, monkeypatc
     with torch.no_grad():
         expected = experts(x, indices, weights)
         experts.config._experts_implementation = name
-        skip = skip_rule(family, experts, 8)
+        record = next(f for f in TRANSFORMERS_FAMILIES if f.name == family)
+        skip = skip_rule(record, experts, 8)
         choice = to_slots(dense_weights(indices, weights, 8), skip, 8)
         got = experts(x, choice.ids, choice.weights)
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)

@@ -36,8 +36,8 @@ from tieline.lab.on_model.frontier import SCALES, Calibration
 from tieline.measure.boundary import gap_density
 from tieline.models.router_call import Choice, read_output
 from tieline.models.running import forward
-from tieline.models.selection import at_least_single, select
-from tieline.models.smooth_router import LayerPlan, column_weights, gate_groups
+from tieline.models.selection import at_least_single, column_weights, select
+from tieline.models.smooth_router import LayerPlan, gate_groups
 from tieline.routing.gates import Groups
 from tieline.routing.projected import projected_columns
 
@@ -104,7 +104,7 @@ def _watched(model: nn.Module, plans: Sequence[LayerPlan], ids: Ids) -> list[_Se
     def routed(
         plan: LayerPlan, router: nn.Module, args: Any, named: dict[str, Any], output: Any
     ) -> None:
-        found = read_output(plan.family, router, args, output)
+        found = read_output(plan.family, router, (args, named), output)
         chosen = select(plan.family, router, found.logits, (args, named))
         scores, groups = at_least_single(chosen.scores), gate_groups(chosen.limit)
         state[plan.name] = found.logits.clone(), scores.clone(), groups

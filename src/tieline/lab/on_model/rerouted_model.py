@@ -26,7 +26,6 @@ import torch
 from torch import Tensor, nn
 
 from tieline.core.errors import ParameterError, UnsupportedModelError, require
-from tieline.core.ranking import group_scores, stable_topk, topk_mask
 from tieline.models.changes import (
     Call,
     Restorer,
@@ -45,18 +44,17 @@ from tieline.models.families import (
     family_of,
     find_routers,
 )
+from tieline.models.layouts import COLUMNS, NewChoice
 from tieline.models.router_call import (
     FLAG,
-    Choice,
     SkipRule,
     experts_of,
     handled_class,
     skip_rule,
     to_slots,
-    with_choice,
 )
-from tieline.models.selection import at_least_single, select
-from tieline.models.smooth_router import LayerPlan, column_weights, family_scale, layer_plan
+from tieline.models.selection import family_choice, family_scale
+from tieline.models.smooth_router import LayerPlan, layer_plan
 from tieline.routing.gates import Gate, Law, SelectiveGate
 from tieline.routing.layer import GATES, ROUTERS
 from tieline.routing.routers import CosineRouter, LinearRouter, QuadraticRouter, Router
@@ -89,7 +87,7 @@ class Rerouter:
             weights, scale = gate(scores), family_scale(self.family, router)
             choice = to_slots(weights if scale is None else weights * scale, self.skip)
         logits = shown.to(output[0]).view_as(output[0])
-        return with_choice("topk", (logits, *output[1:]), choice.weights, choice.ids)
+        return self.family.layout.with_choice((logits, *output[1:]), NewChoice(*choice))
 
     def _scores(self, router: nn.Module, call: Call, output: Any) -> Tensor:
         """Scores (T, E); the logarithm of probabilities, which are logits up to a shift."""
@@ -100,21 +98,6 @@ class Rerouter:
         args, named = call
         tokens = args[0] if args else named["hidden_states"]
         return new(tokens.reshape(-1, tokens.shape[-1]))
-
-
-def family_choice(
-    family: RouterFamily, router: nn.Module, scores: Tensor, call: Call, k: int
-) -> Choice:
-    """Return the weights and experts that the family's own rule gives for these scores."""
-    selection = select(family, router, scores, call)
-    ranked, limit = at_least_single(selection.scores).detach(), selection.limit
-    if limit is not None:
-        kept = topk_mask(group_scores(ranked, limit.n_groups, limit.score), limit.k_groups)
-        inside = kept.repeat_interleave(ranked.shape[1] // limit.n_groups, dim=1)
-        ranked = ranked.masked_fill(~inside, limit.fill)
-    ids = stable_topk(ranked, k).indices
-    share = torch.ones(ids.shape, dtype=ranked.dtype, device=ranked.device)
-    return Choice(column_weights(family, router, scores, ids, share), ids)
 
 
 def attach_rerouter(
@@ -191,12 +174,6 @@ FEATURE, BEFORE = "reroute", "tieline_flag_before"
 PERTURBED = {"tau": (0.1, 0.1)}
 SHORT = {"perturbed_cosine": ("cosine", PERTURBED)}
 """Names for a router with settings."""
-
-OWN_FORM = {
-    "inkling": "its weights are divided by a sum with those of the shared experts",
-    "phimoe": "its weights are those of sparsemixer",
-}
-"""Families of the usual layout whose weights do not follow from a gate's weights."""
 
 
 @dataclass(frozen=True)
@@ -340,8 +317,10 @@ def _plans(model: nn.Module, layers: Collection[str] | None) -> list[LayerPlan]:
         assert family is not None
         if rerouter_of(router) is not None:
             raise ParameterError(f"layer {name!r} is rerouted already: call `unreroute_` first")
-        reason = OWN_FORM.get(family.name)
-        if family.layout != "topk":
+        reason = family.refused_weights
+        if family.shared_weights is not None:
+            reason = "its weights are divided by a sum with those of the shared experts"
+        if family.layout != COLUMNS:
             reason = f"its output has the layout {family.layout!r}"
         if family.skip_class:
             reason = "one of its classes skips all experts"
@@ -399,7 +378,7 @@ def _put_on(
     model: nn.Module, plan: LayerPlan, new: nn.Module | None, gate: nn.Module | None
 ) -> None:
     experts = experts_of(model, plan.name)
-    skip = skip_rule(plan.family.name, experts, plan.n_experts)
+    skip = skip_rule(plan.family, experts, plan.n_experts)
     if experts is not None and hasattr(experts, FLAG):
         setattr(experts, BEFORE, getattr(experts, FLAG))
         setattr(experts, FLAG, True)

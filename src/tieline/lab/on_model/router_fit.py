@@ -32,8 +32,7 @@ from torch import Tensor, nn
 from tieline.core.errors import ParameterError, require
 from tieline.models.changes import Call
 from tieline.models.emulate import logits_matrix
-from tieline.models.router_call import logits_in
-from tieline.models.selection import at_least_single
+from tieline.models.selection import at_least_single, combine_rule, true_logits
 from tieline.models.smooth_calibration import run_watched
 from tieline.models.smooth_router import LayerPlan
 from tieline.routing.routers import CosineRouter, Router
@@ -95,10 +94,8 @@ class _Watcher:
     def __call__(self, router: nn.Module, call: Call, output: Any) -> Any:
         args, named = call
         tokens = args[0] if args else named["hidden_states"]
-        logits = logits_in(self._plan.family.layout, args, output).detach()
-        logits = at_least_single(logits.reshape(-1, logits.shape[-1]))
-        if self._plan.family.probabilities:
-            logits = logits.clamp(min=torch.finfo(logits.dtype).tiny).log()
+        logits = self._plan.family.layout.logits(args, output).detach()
+        logits = true_logits(self._plan.family, at_least_single(logits))
         self._inputs.append(tokens.detach().reshape(-1, tokens.shape[-1]).float().cpu().clone())
         self._logits.append(logits.float().cpu().clone())
         return output
@@ -134,7 +131,10 @@ def watch(
 
 def is_softmax(plan: LayerPlan) -> bool:
     """Whether only differences of a router's logits count, as in a softmax."""
-    return plan.family.combine.startswith("softmax") and plan.units in ("logits", "softmax")
+    return combine_rule(plan.family, plan.router).startswith("softmax") and plan.units in (
+        "logits",
+        "softmax",
+    )
 
 
 def fit_router(

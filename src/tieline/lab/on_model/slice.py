@@ -189,7 +189,7 @@ def router_choice(
         raise UnsupportedModelError(f"{type(router).__name__} cannot be called by itself")
     with only_running(model):
         rows = states.to(model_device(model), _dtype(router))
-        output = read_output(family, router, (rows,), router(rows))
+        output = read_output(family, router, ((rows,), {}), router(rows))
     return output.logits.cpu(), output.ids.cpu().long()
 
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from tieline.core.errors import require
 from tieline.core.ranking import stable_topk
 from tieline.models.families import HANDLER
-from tieline.models.selection import Selection, at_least_single
+from tieline.models.selection import Selection, at_least_single, combine_rule, renormalises
 from tieline.models.smooth import smooth_, unsmooth_
-from tieline.models.smooth_router import RouterSmoothing, renormalises, smoothing_of
+from tieline.models.smooth_router import RouterSmoothing, smoothing_of
 from tieline.routing.smooth import Columns
 
 NEGLIGIBLE = 1e-9
@@ -66,7 +66,8 @@ def softened(model: nn.Module, widths: Mapping[str, float]) -> Iterator[None]:
 
 def _tempered(handler: RouterSmoothing, router: nn.Module) -> Tempered:
     known = {f.name: getattr(handler, f.name) for f in fields(handler)}
-    divided = renormalises(handler.family, router) and handler.family.combine.startswith("softmax")
+    softmax = combine_rule(handler.family, router).startswith("softmax")
+    divided = renormalises(handler.family, router) and softmax
     return Tempered(**known, divided=divided)
 
 

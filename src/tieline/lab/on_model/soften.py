@@ -365,7 +365,7 @@ class _Work:
         family = family_of(self._model.get_submodule(layer.name))
         if layer.facts.n_groups > 1:
             return "not answerable: ties between groups of experts are not swaps of two"
-        if family is None or family.layout == "sorted":
+        if family is None or family.counts_columns:
             return "not answerable: the block of this family counts the slots of a token"
         if sampler.near(layer.name) is None:
             return sampler.status(layer.name)
