@@ -263,11 +263,11 @@ def busy_trace():
 
 
 def test_a_low_precision_product_that_flips_is_a_warning(measures):
-    from tieline.measure.measure_records import Answer
+    from tieline.measure.measure_records import Measurement
     from tieline.measure.rounding import ProductFlips
 
     product = ProductFlips("bf16", 0.1, Estimate(0.03), Estimate(0.025))
-    layers = (replace(measures.layers[0], product=Answer(product)), *measures.layers[1:])
+    layers = (replace(measures.layers[0], product=Measurement(product)), *measures.layers[1:])
     found = by_kind(observe(replace(measures, layers=layers), ()), "flips")
     (fact,) = [x for x in found if x.case == "flips:product"]
     assert (fact.number, fact.severity, fact.source) == (0.025, "warning", "bf16")

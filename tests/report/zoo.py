@@ -25,7 +25,7 @@ from tieline.core.statistics import Estimate, Quantiles, mean_estimate
 from tieline.lab.on_model.soften_records import DecidingToken, Softening, SoftLayer, SoftLevel
 from tieline.lab.on_model.soften_words import soften_words
 from tieline.measure.boundary import margin_tail
-from tieline.measure.measure_records import Answer
+from tieline.measure.measure_records import Measurement
 from tieline.measure.measures import measure
 from tieline.trace.record import LayerFacts, LayerTrace, RoutingTrace
 
@@ -210,7 +210,7 @@ def make_noise(trace):
         tokens=48,
         directions=3.5,
     )
-    curved = Answer(None, "not answerable: experts are chosen within groups")
+    curved = Measurement(None, "not answerable: experts are chosen within groups")
     layers = tuple(
         OwnNoise(
             name=layer.name,
@@ -219,7 +219,7 @@ def make_noise(trace):
             epsilon=0.01 * (place + 1),
             flipped=Estimate(0.02, 0.004),
             orders=(0.95, 0.03, 0.015, 0.005),
-            walk=curved if place + 1 == len(trace.layers) else Answer(walk),
+            walk=curved if place + 1 == len(trace.layers) else Measurement(walk),
         )
         for place, layer in enumerate(trace.layers)
     )

@@ -22,7 +22,7 @@ from tieline.trace.agreement import compare
 from tieline.trace.readers import ReadOptions, Routes, read_routes, routes_of_trace
 from tieline.trace.readers.formats import token_documents
 from tieline.trace.record import RoutingTrace
-from tieline.trace.soundness import Finding, findings, route_table
+from tieline.trace.soundness import RouteFinding, findings, route_table
 from tieline.trace.store import load_trace
 
 SAMPLE_TOKENS = 2048
@@ -75,7 +75,7 @@ class RouteCheck(Result):
 
     sound: bool
     files: tuple[CheckedFile, ...]
-    findings: tuple[Finding, ...]
+    findings: tuple[RouteFinding, ...]
     model: str | None = None
     reference: str | None = None
     compared: int = 0
@@ -180,7 +180,9 @@ def _facts(routes: Routes, n_experts: int | None) -> CheckedFile:
     )
 
 
-def _against_model(routes: Routes, own: Sequence[Finding], model: Any) -> tuple[list[Finding], int]:
+def _against_model(
+    routes: Routes, own: Sequence[RouteFinding], model: Any
+) -> tuple[list[RouteFinding], int]:
     """Findings with those of a comparison with the model's own routes, and the tokens compared."""
     if any(f.kind == "all-zero" and f.count == f.total for f in own) or routes.problems:
         return list(own), 0  # there is nothing to compare

@@ -38,8 +38,6 @@ from tieline.core.ranking import n_changed
 from tieline.core.statistics import clustered_share
 from tieline.trace.record import LayerTrace, RoutingTrace
 
-BAND = 6.0
-"""Width of the retired tie band over the noise."""
 MOST_NAMED = 20
 """Unexplained flips that are listed one by one."""
 
@@ -264,10 +262,7 @@ class Compared:
         explained = len(test.p) - count
         return Attribution(
             noise=judged.noise,
-            band=BAND * judged.noise,
-            inside=explained + judged.later,
             unexplained=count,
-            unexplained_first=count,
             widest=float(test.margins.max()) if len(test.p) else None,
             unexplained_tokens=tuple(widest_tokens),
             explained=explained,

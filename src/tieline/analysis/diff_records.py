@@ -129,10 +129,7 @@ class Attribution:
     Attributes:
         noise: median deviation of the differences of a token's scores between A and B, over tokens
             without an earlier flip; what all scores of a token have in common is left out.
-        band: retired: six times the noise. Flips are judged by the noise of their own token.
-        inside: retired: all flips but the unexplained ones.
         unexplained: first flips that the noise of their own token does not explain.
-        unexplained_first: retired: the same number, since later flips are consequences.
         widest: widest margin of a first flip; None if there is none.
         unexplained_tokens: (document, position, margin) of up to 20 of them in A, widest first.
         explained: first flips that the noise of their own token explains.
@@ -142,16 +139,13 @@ class Attribution:
     """
 
     noise: float
-    band: float
-    inside: int
     unexplained: int
-    unexplained_first: int
     widest: float | None
-    unexplained_tokens: tuple[tuple[int, int, float], ...] = ()
-    explained: int = 0
-    later: int = 0
-    relative: float | None = None
-    smallest_p: float | None = None
+    unexplained_tokens: tuple[tuple[int, int, float], ...]
+    explained: int
+    later: int
+    relative: float | None
+    smallest_p: float | None
 
 
 PatternKind = Literal[

@@ -21,7 +21,7 @@ from tieline.core.records import Result
 from tieline.core.statistics import Estimate, Quantiles, Share
 from tieline.lab.on_model.soften_records import Softening
 from tieline.lab.tropical.pictures import Slice
-from tieline.measure.measure_records import Answer
+from tieline.measure.measure_records import Measurement
 from tieline.measure.measures import RoutingMeasures
 from tieline.trace.record import RoutingTrace
 
@@ -219,7 +219,7 @@ class OwnNoise:
     epsilon: float
     flipped: Estimate
     orders: tuple[float, ...]
-    walk: Answer[FlipWalk]
+    walk: Measurement[FlipWalk]
 
 
 @dataclass(frozen=True)

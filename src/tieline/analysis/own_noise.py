@@ -27,7 +27,7 @@ from tieline.lab.geometry.diffusion import exit_curve, top_k_cell
 from tieline.lab.geometry.exit_time import exit_bounds, face_quantile
 from tieline.measure.boundary import order_shares, tie_order
 from tieline.measure.flips import logit_view
-from tieline.measure.measure_records import Answer
+from tieline.measure.measure_records import Measurement
 from tieline.measure.measures import scored
 from tieline.models.capture import capture
 from tieline.models.emulate import emulate
@@ -177,18 +177,18 @@ def by_expert(layer: LayerTrace) -> Float[Tensor, "tokens experts"]:
 
 def _walk(
     clean: LayerTrace, rounded: LayerTrace, weights: dict[str, Tensor], seed: int
-) -> Answer[FlipWalk]:
+) -> Measurement[FlipWalk]:
     status = linear_choice(clean, weights)
     if status != "ok":
-        return Answer(None, status)
+        return Measurement(None, status)
     pull = noise_pull(clean, rounded, weights[clean.name])
     places = (clean.inner_gap > 0).nonzero().squeeze(1)
     if not len(places) or float(pull.abs().max()) == 0:
-        return Answer(None, "not answerable: rounding does not move the router's inputs")
+        return Measurement(None, "not answerable: rounding does not move the router's inputs")
     view = logit_view(clean)  # a monotone score without a bias ranks as its logits do
     scores = torch.zeros_like(view.scores).scatter_(1, clean.experts.long(), view.scores)
     some = places[:: max(1, len(places) // WALKERS)][:WALKERS]
-    return Answer(flip_walk(scores[some], clean.facts.k, pull, seed))
+    return Measurement(flip_walk(scores[some], clean.facts.k, pull, seed))
 
 
 def noise_pull(

@@ -22,8 +22,7 @@ from tieline.engines.registry import Engine, engine_named, find_python
 from tieline.trace.record import RoutingTrace
 
 LEAST_VOCABULARY_AGREEMENT = 0.5
-MOST_WORDS = 512
-"""Tokens whose text is compared with the tokenizer's."""
+"""Share of tokens whose text must be the tokenizer's."""
 
 
 @dataclass(frozen=True, repr=False)

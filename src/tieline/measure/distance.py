@@ -29,7 +29,7 @@ from tieline.core.ranking import Ranked, stable_topk
 from tieline.core.statistics import Estimate, Quantiles, quantiles
 from tieline.measure.boundary import gap_density
 from tieline.measure.gaussian import gaussian_gap_density
-from tieline.measure.measure_records import Answer, MeasureSettings
+from tieline.measure.measure_records import Measurement, MeasureSettings
 from tieline.trace.record import LayerTrace
 
 NEIGHBOURS = 4
@@ -235,23 +235,23 @@ def _expected_ties(radius: float, mean_norm: float, dim: int, n_experts: int, k:
     return rho * float(special.betainc(0.5, (dim - 1) / 2, s**2))
 
 
-def distance_section(layer: LayerTrace, settings: MeasureSettings) -> Answer[DistanceMeasures]:
+def distance_section(layer: LayerTrace, settings: MeasureSettings) -> Measurement[DistanceMeasures]:
     """Distances to the nearest tie that were computed while capturing (Def. 5.2)."""
     if layer.distance is None:
         why = "no distances were kept" if layer.facts.affine else "the scores are not affine"
-        return Answer(None, f"not answerable: {why}")
+        return Measurement(None, f"not answerable: {why}")
     values = layer.distance.double()
-    return Answer(
+    return Measurement(
         DistanceMeasures(
             quantiles(values, settings.probabilities, settings.confidence), gap_density(values)
         )
     )
 
 
-def angular_section(layer: LayerTrace) -> Answer[AngularSpread]:
+def angular_section(layer: LayerTrace) -> Measurement[AngularSpread]:
     """Directions of the router's inputs (Def. 9.1 - 9.3)."""
     if layer.inputs is None:
-        return Answer(None, "not answerable: router inputs were not kept")
+        return Measurement(None, "not answerable: router inputs were not kept")
     if layer.inputs.shape[-1] < 2:
-        return Answer(None, "not answerable: inputs of one dimension have no direction")
-    return Answer(angular_spread(layer.inputs, layer.facts.n_experts, layer.facts.k))
+        return Measurement(None, "not answerable: inputs of one dimension have no direction")
+    return Measurement(angular_spread(layer.inputs, layer.facts.n_experts, layer.facts.k))

@@ -1,7 +1,7 @@
-"""The settings of the measures of a trace, and the form of an answer.
+"""The settings of the measures of a trace, and the form of a section.
 
-Each section is an `Answer`: the record, or None with the reason why the trace does not contain it.
-Standard errors assume independent tokens.
+Each section is a `Measurement`: the record, or None with the reason why the trace does not contain
+it. Standard errors assume independent tokens.
 """
 
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ class MeasureSettings:
 
 
 @dataclass(frozen=True)
-class Answer(Generic[Value]):
+class Measurement(Generic[Value]):
     """A section of the results; `status` is "ok" or "not answerable: ..." with the reason."""
 
     value: Value | None

@@ -62,7 +62,7 @@ from tieline.measure.load import (
     load_from_counts,
     log10_possible,
 )
-from tieline.measure.measure_records import Answer, MeasureSettings
+from tieline.measure.measure_records import Measurement, MeasureSettings
 from tieline.measure.rounding import (
     PrecisionFlips,
     ProductFlips,
@@ -100,13 +100,13 @@ class LayerMeasures:
     units: str
     load: ExpertLoad
     coalitions: Coalitions
-    gap: Answer[GapMeasures]
-    near: Answer[NearMeasures]
-    distance: Answer[DistanceMeasures]
-    noise: Answer[tuple[NoiseFlips, ...]]
-    precision: Answer[tuple[PrecisionFlips, ...]]
-    product: Answer[ProductFlips]
-    angular: Answer[AngularSpread]
+    gap: Measurement[GapMeasures]
+    near: Measurement[NearMeasures]
+    distance: Measurement[DistanceMeasures]
+    noise: Measurement[tuple[NoiseFlips, ...]]
+    precision: Measurement[tuple[PrecisionFlips, ...]]
+    product: Measurement[ProductFlips]
+    angular: Measurement[AngularSpread]
     used: float | None = None
 
     def to_dict(self) -> dict[str, object]:
@@ -153,8 +153,8 @@ class ModelMeasures:
         evenness: mean evenness of the load.
     """
 
-    gap: Answer[GapMeasures]
-    smallest_gap: Answer[Quantiles]
+    gap: Measurement[GapMeasures]
+    smallest_gap: Measurement[Quantiles]
     noise: tuple[ModelRate, ...]
     precision: tuple[ModelRate, ...]
     dead: int
@@ -255,12 +255,12 @@ def measured_layer(
         units=facts.units,
         load=expert_load(chosen, facts.n_experts, settings.cold_below),
         coalitions=coalitions(chosen, facts.n_experts),
-        gap=Answer(None, unknown),
-        near=Answer(None, unknown),
+        gap=Measurement(None, unknown),
+        near=Measurement(None, unknown),
         distance=distance_section(layer, settings),
-        noise=Answer(None, unknown),
-        precision=Answer(None, unknown),
-        product=Answer(None, unknown),
+        noise=Measurement(None, unknown),
+        precision=Measurement(None, unknown),
+        product=Measurement(None, unknown),
         angular=angular_section(layer),
         used=used,
     )
@@ -287,10 +287,10 @@ def _with_scores(
     rows = tuple(row for row, _ in rounded)
     record = dataclasses.replace(
         record,
-        gap=Answer(gap_section(layer.gap, settings)),
-        near=Answer(near_section(layer, settings, epsilons)),
-        noise=Answer(tuple(row for row, _ in noise)),
-        precision=Answer(None, SOFTMAX_SIZES) if view.logits is None else Answer(rows),
+        gap=Measurement(gap_section(layer.gap, settings)),
+        near=Measurement(near_section(layer, settings, epsilons)),
+        noise=Measurement(tuple(row for row, _ in noise)),
+        precision=Measurement(None, SOFTMAX_SIZES) if view.logits is None else Measurement(rows),
         product=product_section(layer, view, weight, settings.product_precision),
     )
     return MeasuredLayer(
@@ -307,10 +307,10 @@ def _model(
     gaps = [layer.gaps for layer in done if layer.gaps is not None]
     units = {layer.record.units for layer in done if layer.gaps is not None}
     status = f"not answerable: {len(units)} kinds of score"
-    gap, smallest = Answer(None, status), Answer(None, status)
+    gap, smallest = Measurement(None, status), Measurement(None, status)
     if len(units) == 1:
-        gap = Answer(gap_section(torch.cat(gaps), settings))
-        smallest = Answer(
+        gap = Measurement(gap_section(torch.cat(gaps), settings))
+        smallest = Measurement(
             quantiles(torch.stack(gaps).amin(dim=0), settings.probabilities, settings.confidence)
         )
     return ModelMeasures(
@@ -440,7 +440,7 @@ def _counted_layer(
     distance = sampled.distance
     if summary.distances is not None:
         quantiles_of_distance = histogram_quantiles(summary.distances, settings)
-        distance = Answer(
+        distance = Measurement(
             DistanceMeasures(quantiles_of_distance, histogram_density(summary.distances))
         )
     return dataclasses.replace(
@@ -455,15 +455,15 @@ def _counted_layer(
 
 
 def _counted_gap(
-    histogram: LogHistogram | None, sampled: Answer[GapMeasures], settings: MeasureSettings
-) -> Answer[GapMeasures]:
+    histogram: LogHistogram | None, sampled: Measurement[GapMeasures], settings: MeasureSettings
+) -> Measurement[GapMeasures]:
     if histogram is None or sampled.value is None:
         return sampled
     points = grid_points()
     widths = torch.tensor(settings.widths, dtype=torch.float64)
     nearest = torch.searchsorted(points, widths).clamp(max=len(points) - 1).unique()
     counts, n = histogram.at_most()[nearest], histogram.total
-    return Answer(
+    return Measurement(
         GapMeasures(
             quantiles=histogram_quantiles(histogram, settings),
             profile=mass_profile(counts, n, points[nearest], settings.confidence),
@@ -477,10 +477,10 @@ def _counted_gap(
 
 def _counted_near(
     summary: LayerSummary,
-    sampled: Answer[NearMeasures],
+    sampled: Measurement[NearMeasures],
     epsilons: tuple[float, ...],
     settings: MeasureSettings,
-) -> Answer[NearMeasures]:
+) -> Measurement[NearMeasures]:
     if summary.near is None or summary.orders is None or sampled.value is None:
         return sampled
     experts = tuple(_mean_count(row) for row in summary.near)
@@ -488,7 +488,7 @@ def _counted_near(
     orders = torch.nn.functional.pad(summary.orders, (0, most)).double() / summary.measured
     tails = orders[:, most:].sum(dim=1, keepdim=True)
     shares = torch.cat([orders[:, :most], tails], dim=1)
-    return Answer(
+    return Measurement(
         NearMeasures(
             epsilons=epsilons,
             experts=experts,

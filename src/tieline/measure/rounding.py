@@ -43,7 +43,7 @@ from tieline.measure.flips import (
     group_flips,
     noisy_gap,
 )
-from tieline.measure.measure_records import Answer
+from tieline.measure.measure_records import Measurement
 from tieline.trace.record import LayerTrace
 
 Scores = Float[Tensor, "tokens experts"]
@@ -290,14 +290,14 @@ def precision_flips(
 
 def product_section(
     layer: LayerTrace, view: LogitView, weight: Tensor | None, precision: str
-) -> Answer[ProductFlips]:
+) -> Measurement[ProductFlips]:
     """Flips by a low-precision matrix product (Def. 7.5).
 
     `weight` (E, D) maps the inputs of the layer to its logits; `precision` is a floating format.
     """
     if layer.inputs is None or weight is None:
         lacking = "router inputs were not kept" if layer.inputs is None else "no weight was given"
-        return Answer(None, f"not answerable: {lacking}")
+        return Measurement(None, f"not answerable: {lacking}")
     k, ids = layer.facts.k, layer.experts.long()
     effect = product_effect(layer.inputs, weight, precision)
     noise, error = effect.noise.gather(1, ids), effect.error.gather(1, ids)
@@ -306,7 +306,7 @@ def product_section(
         logits = (layer.inputs.double() @ weight.detach().double().T).gather(1, ids)
     step = grid_step(logits, precision)[:, k - 1] * view.slope[:, k - 1]
     chance = product_flips(view.scores, k, noise * view.slope, step, same_grid=layer.bias is None)
-    return Answer(
+    return Measurement(
         ProductFlips(
             precision=precision,
             noise=noise[:, k - 1].mean().item(),

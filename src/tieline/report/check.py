@@ -10,7 +10,7 @@ from rich.text import Text
 from tieline.analysis.check import CheckedFile, RouteCheck
 from tieline.report.frame import notebook_html
 from tieline.report.tables import Grid, text_table, view
-from tieline.trace.soundness import Finding
+from tieline.trace.soundness import RouteFinding
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -81,7 +81,7 @@ def _facts(result: RouteCheck) -> str:
     return " · ".join(parts)
 
 
-def _told(finding: Finding, several: bool) -> Text:
+def _told(finding: RouteFinding, several: bool) -> Text:
     where = f" [{finding.where}]" if finding.where else ""
     file = f"{finding.file}: " if several else ""
     text = Text.assemble(

@@ -22,14 +22,14 @@ import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 from tieline.trace.readers.routes import Routes
-from tieline.trace.soundness import Finding, RouteTable, route_table
+from tieline.trace.soundness import RouteFinding, RouteTable, route_table
 
 AGREES = 0.5
 MOST_ROWS = 4096
 PROBES = 64
 
 
-def compare(routes: Routes, reference: Routes, n_experts: int | None = None) -> list[Finding]:
+def compare(routes: Routes, reference: Routes, n_experts: int | None = None) -> list[RouteFinding]:
     """Return what explains that routes disagree with a reference of the same tokens.
 
     Args:
@@ -55,9 +55,9 @@ def _written(table: RouteTable, rows: np.ndarray) -> np.ndarray:
     return np.asarray(table.routed.mask[rows][:, list(table.layers)].all(1))
 
 
-def _other_k(routes: Routes, reference: Routes) -> Finding:
+def _other_k(routes: Routes, reference: Routes) -> RouteFinding:
     k, expected = routes.experts.shape[2], reference.experts.shape[2]
-    return Finding(
+    return RouteFinding(
         "layer-shift",
         "unsound",
         f"the file has {k} experts per token, the reference {expected}",
@@ -103,7 +103,7 @@ def agreement(a: np.ndarray, b: np.ndarray) -> float:
 
 def _explain(
     a: np.ndarray, b: np.ndarray, ours: RouteTable, theirs: RouteTable, reference: Routes
-) -> Iterator[Finding]:
+) -> Iterator[RouteFinding]:
     table = np.array(
         [[agreement(a[:, i], b[:, j]) for j in range(b.shape[1])] for i in range(a.shape[1])]
     )
@@ -117,7 +117,7 @@ def _explain(
         if finding is not None:
             yield finding
             return
-    yield Finding(
+    yield RouteFinding(
         "token-shift",
         "unsound",
         f"choices agree no more than by chance (agreement {float(np.median(straight)):.2f}), and "
@@ -128,13 +128,13 @@ def _explain(
     )
 
 
-def _shifted_layers(ours: RouteTable, theirs: RouteTable) -> Iterator[Finding]:
+def _shifted_layers(ours: RouteTable, theirs: RouteTable) -> Iterator[RouteFinding]:
     """Routed layers that agree in order but stand in other places of the layer axis."""
     total = ours.experts.shape[1]
     numbers = _layer_numbers(theirs)
     if total == len(ours.layers) or numbers is None or list(ours.layers) == numbers:
         return
-    yield Finding(
+    yield RouteFinding(
         "layer-shift",
         "unsound",
         f"routed layers stand at places {list(ours.layers)[:6]} of {total}, the model routes in "
@@ -158,7 +158,7 @@ def _layer_numbers(model_routes: RouteTable) -> list[int] | None:
 
 def _odd_layers(
     table: np.ndarray, a: np.ndarray, b: np.ndarray, ours: RouteTable
-) -> Iterator[Finding]:
+) -> Iterator[RouteFinding]:
     straight = np.diag(table)
     odd = np.flatnonzero((straight < AGREES / 2) & (float(np.median(straight)) >= AGREES))
     if len(odd) == 0:
@@ -168,7 +168,7 @@ def _odd_layers(
         yield replace(shift, count=len(odd))
         return
     names = [ours.routes.names[ours.layers[layer]] for layer in odd]
-    yield Finding(
+    yield RouteFinding(
         "constant-layer",
         "unsound",
         f"layers {names[:4]} do not agree with the reference (agreement "
@@ -182,7 +182,7 @@ def _odd_layers(
 
 def _layers(
     table: np.ndarray, a: np.ndarray, b: np.ndarray, ours: RouteTable, theirs: RouteTable
-) -> Finding | None:
+) -> RouteFinding | None:
     """Layers that agree in another order."""
     left, right = linear_sum_assignment(-table)
     matched = table[left, right]
@@ -200,7 +200,7 @@ def _layers(
     else:
         message = f"{len(pairs)} of {counts[0]} layers stand in other places"
         cause = "layers in the order of a list or of building, not of depth (miles 2570; verl 7805)"
-    return Finding(
+    return RouteFinding(
         "layer-shift",
         "unsound",
         f"{message}: with {', '.join(pairs[:6])} they agree ({float(np.median(matched)):.2f})",
@@ -212,7 +212,7 @@ def _layers(
 
 def _tokens(
     table: np.ndarray, a: np.ndarray, b: np.ndarray, ours: RouteTable, theirs: RouteTable
-) -> Finding | None:
+) -> RouteFinding | None:
     """Rows that fit other rows of the reference."""
     layers, k = min(a.shape[1], b.shape[1]), a.shape[2]
     if layers != max(a.shape[1], b.shape[1]):
@@ -228,7 +228,7 @@ def _tokens(
     move, share = int(moves[counts.argmax()]), counts.max() / len(probes)
     if share < 0.3 or float(np.median(height)) < AGREES or move == 0:
         return None
-    return Finding(
+    return RouteFinding(
         "token-shift",
         "unsound",
         f"{100 * share:.0f} % of sampled rows are those of the token {move:+d} places on",
@@ -241,7 +241,7 @@ def _tokens(
 
 def _renumbered(
     table: np.ndarray, a: np.ndarray, b: np.ndarray, ours: RouteTable, theirs: RouteTable
-) -> Finding | None:
+) -> RouteFinding | None:
     """Experts that agree under other numbers."""
     if a.shape[1] != b.shape[1]:
         return None
@@ -256,7 +256,7 @@ def _renumbered(
         agreements.append(agreement(order[a[half:, layer].astype(np.int64)], b[half:, layer]))
     if float(np.median(agreements)) < AGREES:
         return None
-    return Finding(
+    return RouteFinding(
         "out-of-range",
         "unsound",
         f"ids agree with the reference once they are renumbered (agreement "

@@ -60,7 +60,7 @@ IMPROBABLE = -9.0
 
 
 @dataclass(frozen=True)
-class Finding:
+class RouteFinding:
     """Something that was found in a file of routes.
 
     Attributes:
@@ -125,7 +125,7 @@ def route_table(routes: Routes, n_experts: int | None = None) -> RouteTable:
     return RouteTable(routes, extent, layers, documents, stated)
 
 
-def findings(routes: Routes, n_experts: int | None = None) -> list[Finding]:
+def findings(routes: Routes, n_experts: int | None = None) -> list[RouteFinding]:
     """Return what is wrong with routes, by themselves and by the tokens that they name.
 
     Args:
@@ -150,7 +150,7 @@ def findings(routes: Routes, n_experts: int | None = None) -> list[Finding]:
     return [finding for test in tests for finding in test(table)]
 
 
-def _all_nothing(table: RouteTable) -> Iterator[Finding]:
+def _all_nothing(table: RouteTable) -> Iterator[RouteFinding]:
     ids, (rows, layers, k) = table.experts, table.experts.shape
     if k == 1 and rows * layers < 16:
         return
@@ -158,7 +158,7 @@ def _all_nothing(table: RouteTable) -> Iterator[Finding]:
         if ids.dtype.kind == "u" and value < 0:
             continue
         if int(ids.min()) == value == int(ids.max()):
-            yield Finding(
+            yield RouteFinding(
                 "all-zero",
                 "unsound",
                 f"all {ids.size} ids are {value}: no routes were written",
@@ -170,11 +170,11 @@ def _all_nothing(table: RouteTable) -> Iterator[Finding]:
             return
 
 
-def _row_counts(table: RouteTable) -> Iterator[Finding]:
+def _row_counts(table: RouteTable) -> Iterator[RouteFinding]:
     routes = table.routes
     if routes.problems:
         first = routes.problems[0]
-        yield Finding(
+        yield RouteFinding(
             "row-count",
             "unsound",
             f"{len(routes.problems)} documents have rows that do not fit their tokens: "
@@ -186,7 +186,7 @@ def _row_counts(table: RouteTable) -> Iterator[Finding]:
             "(strands-sglang 72)",
         )
     if routes.ends:
-        yield Finding(
+        yield RouteFinding(
             "row-count",
             "note",
             f"the last token of {routes.ends} documents has no row, as engines write it",
@@ -207,7 +207,7 @@ def _ends(table: RouteTable) -> tuple[np.ndarray, np.ndarray]:
     return first & blank, last & blank
 
 
-def _unwritten(table: RouteTable) -> Iterator[Finding]:
+def _unwritten(table: RouteTable) -> Iterator[RouteFinding]:
     blank = table.routed.unwritten
     count, total = int(blank.sum()), len(blank)
     if not count:
@@ -229,7 +229,7 @@ def _unwritten(table: RouteTable) -> Iterator[Finding]:
     else:
         severity, position = ("note" if batch else "suspicious"), "at the ends of documents"
         cause = "padding, or steps of generation that returned nothing: pass the tokens to tell"
-    yield Finding(
+    yield RouteFinding(
         "all-zero",
         severity,
         f"{count} of {total} rows are zero in every layer ({position}): nothing was written there",
@@ -239,7 +239,7 @@ def _unwritten(table: RouteTable) -> Iterator[Finding]:
         cause,
     )
     if severity != "note":
-        yield Finding(
+        yield RouteFinding(
             "duplicate-expert",
             severity,
             f"read as ids, {count} rows name expert 0 {table.experts.shape[2]} times",
@@ -250,11 +250,11 @@ def _unwritten(table: RouteTable) -> Iterator[Finding]:
         )
 
 
-def _dense_layers(table: RouteTable) -> Iterator[Finding]:
+def _dense_layers(table: RouteTable) -> Iterator[RouteFinding]:
     dense, names = table.routed.dense, table.routes.names
     if dense:
         reasons = ", ".join(f"{names[layer]} ({why})" for layer, why in list(dense.items())[:4])
-        yield Finding(
+        yield RouteFinding(
             "constant-layer",
             "note",
             f"{len(dense)} of {len(names)} layers are not routed: {reasons}",
@@ -267,11 +267,11 @@ def _dense_layers(table: RouteTable) -> Iterator[Finding]:
         )
 
 
-def _out_of_range(table: RouteTable) -> Iterator[Finding]:
+def _out_of_range(table: RouteTable) -> Iterator[RouteFinding]:
     ids, most = table.experts, table.n_experts
     limit = np.iinfo(ids.dtype).max
     if most is not None and most - 1 > limit:
-        yield Finding(
+        yield RouteFinding(
             "out-of-range",
             "unsound",
             f"{ids.dtype} holds ids up to {limit}, the model has {most} experts: ids wrapped round",
@@ -288,7 +288,7 @@ def _out_of_range(table: RouteTable) -> Iterator[Finding]:
         top, second = tops[ordered[-1]], tops[ordered[-2]]
         enough = len(ids) * ids.shape[2] >= 8 * (second + 1)
         if enough and second >= 3 and top + 1 >= 1.5 * (second + 1):
-            yield Finding(
+            yield RouteFinding(
                 "out-of-range",
                 "suspicious",
                 f"layer {table.routes.names[ordered[-1]]} has ids up to {top}, all others up to "
@@ -322,7 +322,7 @@ def _range_finding(
     wrong: dict[int, tuple[int, int, int]],
     tops: dict[int, int],
     most: int | None,
-) -> Finding:
+) -> RouteFinding:
     count = sum(number for number, _, _ in wrong.values())
     total = len(table.experts) * len(table.layers)
     first_layer = next(iter(wrong))
@@ -343,7 +343,7 @@ def _range_finding(
     else:
         cause = "another model's routes, or an array of another type read as this one"
     _, row, value = wrong[first_layer]
-    return Finding(
+    return RouteFinding(
         "out-of-range",
         "unsound",
         f"{count} choices have an id outside 0 ... {'E' if most is None else most} - 1, in "
@@ -355,7 +355,7 @@ def _range_finding(
     )
 
 
-def _duplicates(table: RouteTable) -> Iterator[Finding]:
+def _duplicates(table: RouteTable) -> Iterator[RouteFinding]:
     k = table.experts.shape[2]
     if k == 1:
         return
@@ -380,7 +380,7 @@ def _duplicates(table: RouteTable) -> Iterator[Finding]:
         cause = "one layer alone: another head or a draft model wrote into it"
     else:
         cause = "rows of two tokens or arrays were mixed, or ids were cast to too small a type"
-    yield Finding(
+    yield RouteFinding(
         "duplicate-expert",
         "unsound",
         f"{count} choices name an expert twice, in {len(repeats)} of {len(table.layers)} layers",
@@ -401,7 +401,7 @@ def codes_of(column: np.ndarray) -> np.ndarray:
     return code
 
 
-def _constant_layers(table: RouteTable) -> Iterator[Finding]:
+def _constant_layers(table: RouteTable) -> Iterator[RouteFinding]:
     """Layers that one choice fills, and layers that use the first experts alone."""
     distinct, tops, alive = {}, {}, {}
     for layer in table.layers:
@@ -416,7 +416,7 @@ def _constant_layers(table: RouteTable) -> Iterator[Finding]:
     for layer, number in distinct.items():
         if number == 1 and usual > 1 and rows >= LEAST_CONSTANT // 4:
             sure = rows >= LEAST_CONSTANT and usual >= 8 and table.experts.shape[2] > 1
-            yield Finding(
+            yield RouteFinding(
                 "constant-layer",
                 "unsound" if sure else "suspicious",
                 f"layer {names[layer]} has {table.column(layer)[0].tolist()[:8]} in all of its "
@@ -429,7 +429,9 @@ def _constant_layers(table: RouteTable) -> Iterator[Finding]:
     yield from _narrow_layers(table, tops, {x for x in tops if alive[x] >= 0.9 * tops[x]})
 
 
-def _narrow_layers(table: RouteTable, tops: dict[int, int], full: set[int]) -> Iterator[Finding]:
+def _narrow_layers(
+    table: RouteTable, tops: dict[int, int], full: set[int]
+) -> Iterator[RouteFinding]:
     """Layers that use the first experts alone, all of them, where the others use all."""
     widest, (rows, _, k) = max(tops.values()), table.experts.shape
     for layer, top in tops.items():
@@ -437,7 +439,7 @@ def _narrow_layers(table: RouteTable, tops: dict[int, int], full: set[int]) -> I
         narrow = 1 < top <= widest / 2 and widest - top >= 8 and layer in full
         if len(tops) > 2 and rows * k >= 10 * widest and others and narrow:
             name = table.routes.names[layer]
-            yield Finding(
+            yield RouteFinding(
                 "constant-layer",
                 "suspicious",
                 f"layer {name} uses experts 0 ... {top - 1} alone, all other layers up to "
@@ -480,7 +482,7 @@ def log10_chance(copies: int, rows: int, share: float) -> float:
     return -rows * (observed * math.log(observed / share) + rest) / math.log(10)
 
 
-def _repeated_rows(table: RouteTable) -> Iterator[Finding]:
+def _repeated_rows(table: RouteTable) -> Iterator[RouteFinding]:
     codes = _row_codes(table)
     usable = ~table.routed.unwritten & table.routed.mask[:, list(table.layers)].any(1)
     usable &= _first_documents(table, codes)
@@ -499,7 +501,7 @@ def _repeated_rows(table: RouteTable) -> Iterator[Finding]:
     severity = _severity(len(copies), run, share, chance, _one_token(tokens, copies, has_tokens))
     if severity is None:
         return
-    yield Finding(
+    yield RouteFinding(
         "repeated-rows",
         severity,
         f"one row stands {len(copies)} times among {len(rows)} ({100 * share:.3g} %), "
@@ -553,7 +555,7 @@ def _longest_run(codes: np.ndarray, rows: np.ndarray) -> tuple[int, int]:
     return int(lengths[longest]), int(rows[cuts[longest]])
 
 
-def _token_shift(table: RouteTable) -> Iterator[Finding]:
+def _token_shift(table: RouteTable) -> Iterator[RouteFinding]:
     """Rows that fit the tokens better at another place: equal tokens choose alike in layer one."""
     tokens, k = table.routes.tokens, table.experts.shape[2]
     if tokens is None or bool((tokens < 0).any()) or not table.layers or len(tokens) < 256:
@@ -574,7 +576,7 @@ def _token_shift(table: RouteTable) -> Iterator[Finding]:
     gain, unshifted = alike[best][0] - chance, here - chance
     if best == 0 or pairs < 128 or gain < 8 * error or unshifted > 0.5 * gain:
         return
-    yield Finding(
+    yield RouteFinding(
         "token-shift",
         "unsound",
         f"equal tokens choose alike in {100 * alike[best][0]:.3g} % of pairs if rows are moved by "
@@ -611,7 +613,7 @@ def _alike(
     return (float(share.sum()) / total if total else 0.0), int(total)
 
 
-def _dead_experts(table: RouteTable) -> Iterator[Finding]:
+def _dead_experts(table: RouteTable) -> Iterator[RouteFinding]:
     loads = {}
     for layer in table.layers:
         column = table.column(layer)
@@ -632,7 +634,7 @@ def _dead_experts(table: RouteTable) -> Iterator[Finding]:
     count = sum(len(ids) for ids in dead.values())
     layer, ids = next(iter(dead.items()))
     block = _common_block(dead, len(table.layers), size)
-    yield Finding(
+    yield RouteFinding(
         "dead-experts",
         "suspicious" if block else "note",
         f"{count} experts of {len(dead)} layers are chosen by no token, while every other expert "
@@ -659,7 +661,7 @@ def _common_block(dead: dict[int, np.ndarray], layers: int, size: int) -> tuple[
     return min(common), max(common)
 
 
-def worst(findings: Sequence[Finding]) -> Severity | None:
+def worst(findings: Sequence[RouteFinding]) -> Severity | None:
     """Return the gravest severity among findings; None without any."""
     for severity in ("unsound", "suspicious", "note"):
         if any(finding.severity == severity for finding in findings):

@@ -206,7 +206,7 @@ def _tensor_files(stored: RoutingTrace | RoutingSummary) -> Iterator[tuple[str, 
             yield _file("counts", index), _counts(layer)
 
 
-class _Head(NamedTuple):
+class _LayerEntry(NamedTuple):
     """A layer before its tensors are read; `entry` is its part of the index."""
 
     name: str
@@ -220,7 +220,7 @@ class _Stored:
 
     folder: Folder
     kind: Kind
-    heads: list[_Head]
+    heads: list[_LayerEntry]
     epsilons: tuple[float, ...]
     ids: dict[str, Tensor]
 
@@ -292,7 +292,7 @@ def _open(directory: str | Path, kind: Kind) -> _Stored:
     return _Stored(folder, kind, heads, epsilons, _read_token_ids(folder))
 
 
-def _read_heads(value: object, path: Path) -> list[_Head]:
+def _read_heads(value: object, path: Path) -> list[_LayerEntry]:
     if not isinstance(value, list) or not 1 <= len(value) <= MOST_LAYERS:
         raise TraceError(f"{path}: must list 1 ... {MOST_LAYERS} layers")
     heads = [_read_head(entry, path) for entry in value]
@@ -301,7 +301,7 @@ def _read_heads(value: object, path: Path) -> list[_Head]:
     return heads
 
 
-def _read_head(entry: object, path: Path) -> _Head:
+def _read_head(entry: object, path: Path) -> _LayerEntry:
     if not isinstance(entry, dict):
         raise TraceError(f"{path}: a layer must be a JSON object")
     name, facts = entry.get("name"), entry.get("facts")
@@ -312,7 +312,7 @@ def _read_head(entry: object, path: Path) -> _Head:
     fits = isinstance(facts, dict) and {key: type(field) for key, field in facts.items()} == kinds
     if not isinstance(facts, dict) or not fits:
         raise TraceError(f"{path}: layer {name!r}: facts must be {sorted(kinds)}, each of its type")
-    return _Head(name, LayerFacts(**facts), entry)
+    return _LayerEntry(name, LayerFacts(**facts), entry)
 
 
 def _read_epsilons(value: object, path: Path) -> tuple[float, ...]:

@@ -26,7 +26,7 @@ from tieline.trace.readers.formats import (
     routes_of_trace,
     token_documents,
 )
-from tieline.trace.readers.llamacpp import ExpertLoad, imatrix_load
+from tieline.trace.readers.llamacpp import ImatrixLoad, imatrix_load
 from tieline.trace.readers.routes import Routes, trace_of
 from tieline.trace.readers.tables import import_table
 from tieline.trace.record import RoutingTrace
@@ -34,7 +34,7 @@ from tieline.trace.record import RoutingTrace
 __all__ = [
     "FORMATS",
     "SUFFIXES",
-    "ExpertLoad",
+    "ImatrixLoad",
     "ReadOptions",
     "Routes",
     "imatrix_load",

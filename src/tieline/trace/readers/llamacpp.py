@@ -99,7 +99,7 @@ def _lines(file: Path) -> Iterator[tuple[int, int]]:
 
 
 @dataclass(frozen=True, eq=False)
-class ExpertLoad:
+class ImatrixLoad:
     """How many tokens each expert had, without the tokens themselves.
 
     Attributes:
@@ -124,7 +124,7 @@ _STRING, _LIST, _F32 = 8, 9, 0
 _MOST_ENTRIES = 1 << 20
 
 
-def imatrix_load(path: str | Path) -> ExpertLoad:
+def imatrix_load(path: str | Path) -> ImatrixLoad:
     """Read the counts of experts in an importance matrix of llama.cpp (GGUF)."""
     file = Path(path)
     with parsing(file), file.open("rb") as stream:
@@ -135,7 +135,7 @@ def imatrix_load(path: str | Path) -> ExpertLoad:
         "Mixture of Experts",
         TraceError,
     )
-    return ExpertLoad({f"layers.{n}": counts[n] for n in sorted(counts)}, str(file))
+    return ImatrixLoad({f"layers.{n}": counts[n] for n in sorted(counts)}, str(file))
 
 
 def _count_tensors(stream: Any, file: Path) -> Iterator[tuple[int, np.ndarray]]:
