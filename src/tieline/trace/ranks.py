@@ -2,7 +2,6 @@
 
     merge_traces      tokens of all ranks, in order of rank
     merge_layers      layers of all ranks, in order of rank, of the same tokens
-    merge_summaries   summaries of all ranks
 
 Records travel as their own files: safetensors and JSON, no pickle.
 """
@@ -17,8 +16,7 @@ import torch.distributed as dist
 from tieline.core.errors import TraceError, require
 from tieline.core.processes import gathered
 from tieline.trace.record import RoutingTrace, concatenate
-from tieline.trace.store import load_summary, load_trace, save_summary, save_trace
-from tieline.trace.summary import RoutingSummary, merge
+from tieline.trace.store import load_trace, save_trace
 
 
 def merge_traces(trace: RoutingTrace | None) -> RoutingTrace:
@@ -38,15 +36,6 @@ def merge_layers(trace: RoutingTrace) -> RoutingTrace:
         save_trace(trace, local)
         traces = [load_trace(path) for path in _everywhere(local, Path(folder))]
         return replace(traces[0], layers=tuple(layer for shard in traces for layer in shard.layers))
-
-
-def merge_summaries(summary: RoutingSummary | None) -> RoutingSummary:
-    """Merge the summaries of all ranks; a rank without tokens passes None."""
-    with tempfile.TemporaryDirectory() as folder:
-        local = Path(folder) / "own"
-        if summary is not None:
-            save_summary(summary, local)
-        return merge([load_summary(path) for path in _everywhere(local, Path(folder))])
 
 
 def _everywhere(local: Path, folder: Path) -> list[Path]:

@@ -136,16 +136,6 @@ def test_micro_batches_add_up_to_the_batch(tmp_path):
     )
 
 
-def test_a_run_that_was_begun_before_a_field_existed_goes_on(tmp_path):
-    run(tiny(), tmp_path)
-    config = json.loads((tmp_path / "config.json").read_bytes())
-    assert config["model"].pop("attention") == "softmax"
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert run(tiny(), tmp_path, resume=True).scores
-    with pytest.raises(TielineError, match=r"another run: \['model'\]"):
-        run(tiny().replace(model__attention="sigmoid"), tmp_path, resume=True)
-
-
 def test_folders_of_other_runs_are_refused_and_left_alone(tmp_path):
     run(tiny(), tmp_path)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}

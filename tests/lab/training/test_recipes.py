@@ -49,12 +49,6 @@ def test_every_recipe_says_what_it_is():
     assert all(listed.values())
 
 
-def test_the_former_name_of_a_recipe_gives_what_was_stored_under_it():
-    now, before = recipe_config("demo-smoke-smoe", 3), recipe_config("shipped-smoke-smoe", 3)
-    assert (before.recipe, before.data.name) == ("shipped-smoke-smoe", "shipped")
-    assert before.replace(recipe=now.recipe, data=now.data) == now
-
-
 def test_unknown_names_get_a_hint():
     with pytest.raises(TielineError, match="did you mean enwik8-small-smoe"):
         recipe_config("enwik8-small-smo")

@@ -108,8 +108,7 @@ def test_articles_become_letters_and_single_spaces(tmp_path):
 
 
 def test_the_text_in_the_box_is_split_without_overlap():
-    found, before = (load_streams(DataConfig(name=name)) for name in ("demo", "shipped"))
-    assert torch.equal(found.train, before.train)
+    found = load_streams(DataConfig(name="demo"))
     parts = [found.train, found.validation, found.test]
     total = sum(part.numel() for part in parts)
     assert parts[1].numel() == parts[2].numel() == total // 10
@@ -128,7 +127,7 @@ def test_wikitext_without_its_training_split_says_so():
     assert "without its training split" in found.about
     beginning = found.tokenizer.decode(found.test[:400].tolist())
     assert (folder / "wiki.test.tokens").read_text(encoding="utf-8").startswith(beginning)
-    assert found.words["test"] == found.words["test_attacked"] == 241_211
+    assert found.word_counts["test"] == found.word_counts["test_attacked"] == 241_211
     assert found.attacked["test_attacked"].numel() > found.test.numel()
 
 

@@ -91,18 +91,18 @@ def sigmoid_attention_forward(
     causal = bool(asked) and length > 1 and mask is None
     if causal and key.shape[2] > length:  # an empty static cache: what follows is not written yet
         key, value = key[:, :, :length], value[:, :, :length]
-    sight = {"causal": causal, "scale": scaling, "bias": "-log seen"}
+    settings = {"causal": causal, "scale": scaling, "bias": "-log seen"}
     if length == 1:
-        mixed = _one_query(query, key, value, mask, sight)
+        mixed = _one_query(query, key, value, mask, settings)
     else:
         groups = query.shape[1] // key.shape[1]
         keys, values = (x.repeat_interleave(groups, dim=1) for x in (key, value))
-        mixed = sigmoid_attention(query, keys, values, mask=mask, **sight)
+        mixed = sigmoid_attention(query, keys, values, mask=mask, **settings)
     return mixed.transpose(1, 2).contiguous(), None
 
 
 def _one_query(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sight: dict[str, Any]
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, settings: dict[str, Any]
 ) -> Tensor:
     """Attention of a single token: heads that share keys are as many queries of one head."""
     batch, heads, _, _ = query.shape
@@ -110,7 +110,7 @@ def _one_query(
     grouped = query.view(batch, shared, heads // shared, -1)
     if mask is not None:
         mask = mask.expand(batch, heads, 1, -1).reshape(batch, shared, heads // shared, -1)
-    return sigmoid_attention(grouped, key, value, mask=mask, **sight).view(batch, heads, 1, -1)
+    return sigmoid_attention(grouped, key, value, mask=mask, **settings).view(batch, heads, 1, -1)
 
 
 def _refuse(dropout: float, options: dict[str, Any]) -> None:
@@ -130,12 +130,13 @@ def _refuse(dropout: float, options: dict[str, Any]) -> None:
 
 def _visible(mask: Any, query: Tensor, key: Tensor) -> Tensor:
     """The boolean form of a mask; refuses other forms and shapes, and additive biases."""
-    wanted = (*query.shape[:3], key.shape[2])
+    expected = (*query.shape[:3], key.shape[2])
     shape = tuple(mask.shape) if isinstance(mask, Tensor) else ()
-    fits = len(shape) == 4 and shape[2:] == wanted[2:]
+    fits = len(shape) == 4 and shape[2:] == expected[2:]
     require(
-        fits and all(own in (1, size) for own, size in zip(shape[:2], wanted[:2], strict=True)),
-        f"sigmoid attention needs a mask (B or 1, H or 1, N, M) for {wanted}, got "
+        fits
+        and all(given in (1, size) for given, size in zip(shape[:2], expected[:2], strict=True)),
+        f"sigmoid attention needs a mask (B or 1, H or 1, N, M) for {expected}, got "
         f"{shape or type(mask).__name__}",
         UnsupportedModelError,
     )
@@ -180,13 +181,13 @@ def attend_(model: nn.Module, kind: AttentionKind = "sigmoid") -> None:
         forget_change(model, FEATURE)
 
 
-def _check(facts: dict[str, Any]) -> None:
-    known = facts.get("kind") == "sigmoid"
-    require(known, f"the checkpoint's attention is unknown: {facts}", UnsupportedModelError)
+def _check_kind(facts: dict[str, Any]) -> None:
+    sigmoid = facts.get("kind") == "sigmoid"
+    require(sigmoid, f"the checkpoint's attention is unknown: {facts}", UnsupportedModelError)
 
 
 def _restore(model: nn.Module, facts: dict[str, Any]) -> None:
     attend_(model, facts["kind"])
 
 
-register_restorer(FEATURE, Restorer(before=_restore, check=_check))
+register_restorer(FEATURE, Restorer(before=_restore, check=_check_kind))

@@ -115,7 +115,7 @@ def attention_as_moe(
         b_v: optional bias of the values.
     """
     check_kind(kind, bias)
-    head = _Head.of(x, (w_q, w_k, w_v), (b_q, b_k, b_v))
+    head = _HeadMaps.of(x, (w_q, w_k, w_v), (b_q, b_k, b_v))
     n_tokens = len(x)
     require(0 <= row < n_tokens, f"need 0 <= row < {n_tokens} tokens, got {row=}", ShapeError)
     factor = score_scale(scale, w_q.shape[1])
@@ -132,7 +132,7 @@ def attention_as_moe(
     return AttentionMoE(router, gate, experts, sequence, scores, weights, output)
 
 
-class _Head(NamedTuple):
+class _HeadMaps(NamedTuple):
     """Maps and biases of one head, without gradients; an absent bias is zero."""
 
     w_q: Tensor
@@ -143,7 +143,9 @@ class _Head(NamedTuple):
     b_v: Tensor
 
     @classmethod
-    def of(cls, x: Tensor, maps: tuple[Tensor, ...], biases: tuple[Tensor | None, ...]) -> "_Head":
+    def of(
+        cls, x: Tensor, maps: tuple[Tensor, ...], biases: tuple[Tensor | None, ...]
+    ) -> "_HeadMaps":
         got = f"x {tuple(x.shape)}, maps {[tuple(w.shape) for w in maps]}"
         fit = x.ndim == 2 and all(w.ndim == 2 and len(w) == x.shape[1] for w in maps)
         require(fit, f"x must be (N, D) and every map have D rows, got {got}", ShapeError)
@@ -170,7 +172,7 @@ class _Head(NamedTuple):
 
 
 def _router(
-    head: _Head, query_cut: Tensor, key_cuts: Tensor, scale: float, bias: float
+    head: _HeadMaps, query_cut: Tensor, key_cuts: Tensor, scale: float, bias: float
 ) -> QuadraticRouter:
     """Scores scale · (x_i W_Q + b_q)·(x_j W_K + b_k) + bias, multiplied out in X."""
     n_experts, sequence, dim = key_cuts.shape

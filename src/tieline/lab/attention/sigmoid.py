@@ -105,34 +105,34 @@ def _biases(
     if bias != "-log seen" or (mask is None and not causal):
         return score_bias(bias, k.shape[-2]), None
     if mask is None:
-        seen = torch.arange(1, q.shape[-2] + 1, device=q.device).unsqueeze(0)
+        counts = torch.arange(1, q.shape[-2] + 1, device=q.device).unsqueeze(0)
     else:
-        seen = mask.sum(dim=-1).clamp(min=1)
-    return 0.0, -seen.to(torch.promote_types(q.dtype, torch.float32)).log()
+        counts = mask.sum(dim=-1).clamp(min=1)
+    return 0.0, -counts.to(torch.promote_types(q.dtype, torch.float32)).log()
 
 
 def _per_sequence(mask: Visible, q: Tensor) -> Bool[Tensor, "sequences seeing seen"]:
     """The mask (S, N, M) of S runs of consecutive heads, as few as the leading axes allow."""
     lead = q.shape[:-2]
     given = (1,) * (len(lead) + 2 - mask.ndim) + tuple(mask.shape[:-2])
-    own = max((place + 1 for place, size in enumerate(given) if size > 1), default=0)
-    runs = lead[:own]
-    small = mask.reshape(*given[:own], *mask.shape[-2:]).expand(*runs, *mask.shape[-2:])
+    axes = max((axis + 1 for axis, size in enumerate(given) if size > 1), default=0)
+    runs = lead[:axes]
+    small = mask.reshape(*given[:axes], *mask.shape[-2:]).expand(*runs, *mask.shape[-2:])
     return small.reshape(math.prod(runs), *mask.shape[-2:])
 
 
 def _check_mask(mask: Tensor, q: Tensor, k: Tensor) -> None:
-    wanted = (*q.shape[:-1], k.shape[-2])
+    expected = (*q.shape[:-1], k.shape[-2])
     sizes = zip(reversed(mask.shape[:-2]), reversed(q.shape[:-2]), strict=False)
     fits = (
         mask.dtype == torch.bool
         and 2 <= mask.ndim <= q.ndim
-        and mask.shape[-2:] == wanted[-2:]
-        and all(own in (1, size) for own, size in sizes)
+        and mask.shape[-2:] == expected[-2:]
+        and all(given in (1, size) for given, size in sizes)
     )
     require(
         fits,
-        f"a mask is boolean {wanted}, 1 for leading axes it does not tell apart, got "
+        f"a mask is boolean {expected}, 1 for leading axes it does not tell apart, got "
         f"{tuple(mask.shape)} {mask.dtype}",
         ShapeError,
     )
@@ -143,8 +143,8 @@ def score_bias(bias: ScoreBias, n_keys: int) -> float:
     if bias is None:
         return 0.0
     if isinstance(bias, str):
-        known = bias in ("-log n", "-log seen")
-        require(known, f"bias must be a number, None, '-log n' or '-log seen', got {bias!r}")
+        by_count = bias in ("-log n", "-log seen")
+        require(by_count, f"bias must be a number, None, '-log n' or '-log seen', got {bias!r}")
         return -math.log(max(n_keys, 1))
     require(math.isfinite(bias), f"bias must be finite, got {bias=}")
     return float(bias)

@@ -65,28 +65,28 @@ def sigmoid_tiles(
     """
     shape, dtype = (*q.shape[:-1], v.shape[-1]), q.dtype
     q, k, v = _prepared(q) * scale, _prepared(k), _prepared(v)
-    sight = _sight(q, k, bias, causal, rows, mask)
+    masking = _masking(q, k, bias, causal, rows, mask)
     out = take_buffer((*q.shape[:2], v.shape[2]), q)
     _over_heads(
-        q, k, lambda some: _forward(q[some], k[some], v[some], out[some], sight.of_heads(some))
+        q, k, lambda some: _forward(q[some], k[some], v[some], out[some], masking.of_heads(some))
     )
     return out.to(dtype).view(shape)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, sight: "_Sight") -> None:
+def _forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, masking: "_Masking") -> None:
     """Write the output of some heads."""
     tile, total = _Reused(q), _Reused(q)
     for heads in _head_groups(q, k):
-        seen = sight.of_heads(heads)
+        group = masking.of_heads(heads)
         keys, values = k[heads].split(TILE, 1), v[heads].split(TILE, 1)
         blocks = zip(q[heads].split(TILE, 1), out[heads].split(TILE, 1), strict=True)
         for row, (queries, result) in enumerate(blocks):
             sums = total.shaped(*result.shape)
-            for place, column in enumerate(seen.tiles[row]):
+            for number, column in enumerate(group.tiles[row]):
                 weights = tile.shaped(*queries.shape[:2], keys[column].shape[1])
-                _weigh_(weights, queries, keys[column], seen, row, column)
-                _add_product_(sums, weights, values[column], first=place == 0)
-            result.copy_(sums) if seen.tiles[row] else result.zero_()
+                _weigh_(weights, queries, keys[column], group, row, column)
+                _add_product_(sums, weights, values[column], first=number == 0)
+            result.copy_(sums) if group.tiles[row] else result.zero_()
 
 
 @sigmoid_tiles.register_fake
@@ -109,42 +109,42 @@ def _sigmoid_tiles_backward(
     """Gradients in q, k and v."""
     shapes, dtype = (q.shape, k.shape, v.shape), q.dtype
     grad, q, k, v = _prepared(grad), _prepared(q) * scale, _prepared(k), _prepared(v)
-    sight = _sight(q, k, bias, causal, rows, mask)
+    masking = _masking(q, k, bias, causal, rows, mask)
     grads = [take_buffer(tuple(t.shape), t) for t in (q, k, v)]
     tensors = (grad, q, k, v, *grads)
-    _over_heads(q, k, lambda some: _backward([t[some] for t in tensors], sight.of_heads(some)))
+    _over_heads(q, k, lambda some: _backward([t[some] for t in tensors], masking.of_heads(some)))
     grads[0].mul_(scale)
     dq, dk, dv = (g.to(dtype).view(shape) for g, shape in zip(grads, shapes, strict=True))
     return dq, dk, dv
 
 
-def _backward(tensors: list[Tensor], sight: "_Sight") -> None:
+def _backward(tensors: list[Tensor], masking: "_Masking") -> None:
     """Write the gradients of some heads; `tensors` are the fields of `_Blocks`, uncut."""
     _, q, k, *_ = tensors
-    scratch = _Scratch(_Reused(q), _Reused(q), _Reused(q))
+    scratch = _BackwardScratch(_Reused(q), _Reused(q), _Reused(q))
     for heads in _head_groups(q, k):
         blocks = _Blocks(*(t[heads].split(TILE, 1) for t in tensors))
-        _group_backward(blocks, scratch, sight.of_heads(heads))
+        _group_backward(blocks, scratch, masking.of_heads(heads))
 
 
-def _group_backward(x: "_Blocks", scratch: "_Scratch", seen: "_Sight") -> None:
+def _group_backward(x: "_Blocks", scratch: "_BackwardScratch", masking: "_Masking") -> None:
     """Write dq, dk and dv of one group of heads."""
     dk_sums, dv_sums = ([b.new_empty(b.mT.shape) for b in blocks] for blocks in (x.dk, x.dv))
     begun: set[int] = set()
     for row, (grad, q) in enumerate(zip(x.grad, x.q, strict=True)):
         dq_sums = scratch.total.shaped(*q.shape)
-        for place, column in enumerate(seen.tiles[row]):
+        for number, column in enumerate(masking.tiles[row]):
             k, first = x.k[column], column not in begun
             shape = (*q.shape[:2], k.shape[1])
             weights, d_scores = scratch.weights.shaped(*shape), scratch.d_scores.shaped(*shape)
-            _weigh_(weights, q, k, seen, row, column)
+            _weigh_(weights, q, k, masking, row, column)
             _add_product_(dv_sums[column], grad.mT, weights, first)
             torch.bmm(grad, x.v[column].mT, out=d_scores)
             torch.ops.aten.sigmoid_backward.grad_input(d_scores, weights, grad_input=d_scores)
-            _add_product_(dq_sums, d_scores, k, first=place == 0)
+            _add_product_(dq_sums, d_scores, k, first=number == 0)
             _add_product_(dk_sums[column], q.mT, d_scores, first)
-        x.dq[row].copy_(dq_sums) if seen.tiles[row] else x.dq[row].zero_()
-        begun.update(seen.tiles[row])
+        x.dq[row].copy_(dq_sums) if masking.tiles[row] else x.dq[row].zero_()
+        begun.update(masking.tiles[row])
     for blocks, sums in ((x.dk, dk_sums), (x.dv, dv_sums)):
         for column, block in enumerate(blocks):
             block.copy_(sums[column].mT) if column in begun else block.zero_()
@@ -170,7 +170,7 @@ def _chain(ctx, grad):
 sigmoid_tiles.register_autograd(_chain, setup_context=_save)
 
 
-class _Sight(NamedTuple):
+class _Masking(NamedTuple):
     """What is added to the scores of some heads, and which keys they see."""
 
     bias: float
@@ -181,22 +181,22 @@ class _Sight(NamedTuple):
     """For each head, its place in `rows` and `mask`."""
     tiles: Tiles
 
-    def of_heads(self, heads: slice) -> "_Sight":
+    def of_heads(self, heads: slice) -> "_Masking":
         return self._replace(sequence=self.sequence[heads])
 
     def add_bias_(self, scores: Tensor, row: int) -> None:
         if self.bias:
             scores.add_(self.bias)
         if self.rows is not None:
-            part = self.rows[:, row * TILE : (row + 1) * TILE]
-            scores.add_(_of_sequences(part, self.sequence).unsqueeze(-1))
+            bias = self.rows[:, row * TILE : (row + 1) * TILE]
+            scores.add_(_of_sequences(bias, self.sequence).unsqueeze(-1))
 
     def hide_(self, weights: Tensor, row: int, column: int) -> None:
         if self.causal and row == column:
             weights.tril_()
         if self.mask is not None:
-            part = _cut(self.mask, row, column)
-            weights.masked_fill_(_of_sequences(part, self.sequence).logical_not(), 0)
+            tile = _cut(self.mask, row, column)
+            weights.masked_fill_(_of_sequences(tile, self.sequence).logical_not(), 0)
 
 
 def _of_sequences(x: Tensor, sequence: Tensor) -> Tensor:
@@ -209,34 +209,34 @@ def _cut(mask: Tensor, row: int, column: int) -> Tensor:
     return mask[:, row * TILE : (row + 1) * TILE, columns]
 
 
-def _sight(
+def _masking(
     q: Tensor, k: Tensor, bias: float, causal: bool, rows: Tensor | None, mask: Tensor | None
-) -> _Sight:
+) -> _Masking:
     shared = max((len(x) for x in (rows, mask) if x is not None), default=1)
     each = max(1, len(q) // max(1, shared))
     sequence = torch.arange(len(q), device=q.device) // each
     wide = None if rows is None else rows.to(q.dtype)
-    return _Sight(bias, causal, wide, mask, sequence, _tiles(q, k, causal, mask))
+    return _Masking(bias, causal, wide, mask, sequence, _tiles(q, k, causal, mask))
 
 
 def _tiles(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None) -> Tiles:
     """The tiles in which some key is visible."""
     n_rows, n_columns = (max(1, -(-x.shape[1] // TILE)) for x in (q, k))
-    places = [range(row + 1 if causal else n_columns) for row in range(n_rows)]
+    columns_by_row = [range(row + 1 if causal else n_columns) for row in range(n_rows)]
     if mask is None:
-        return tuple(map(tuple, places))
+        return tuple(map(tuple, columns_by_row))
     return tuple(
         tuple(column for column in columns if bool(_cut(mask, row, column).any()))
-        for row, columns in enumerate(places)
+        for row, columns in enumerate(columns_by_row)
     )
 
 
-def _weigh_(tile: Tensor, q: Tensor, k: Tensor, seen: _Sight, row: int, column: int) -> None:
+def _weigh_(tile: Tensor, q: Tensor, k: Tensor, masking: _Masking, row: int, column: int) -> None:
     """Tile = σ(q kᵀ + bias), 0 for the keys that a query does not see."""
     torch.bmm(q, k.mT, out=tile)
-    seen.add_bias_(tile, row)
+    masking.add_bias_(tile, row)
     tile.sigmoid_()
-    seen.hide_(tile, row, column)
+    masking.hide_(tile, row, column)
 
 
 def _add_product_(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
@@ -275,7 +275,7 @@ class _Reused:
         return self._views[shape]
 
 
-class _Scratch(NamedTuple):
+class _BackwardScratch(NamedTuple):
     """Scratch memory of one tile of the backward pass."""
 
     weights: _Reused

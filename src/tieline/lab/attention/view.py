@@ -105,9 +105,9 @@ class AttentionView(Result):
         """Means over heads by name, "loss" and "sigmoid_loss_change"."""
         names = ("seen", "effective", "for90", "top", "gap", "near", "mass", "change")
         count = max(1, len(self.heads))
-        found = {n: sum(getattr(head, n) for head in self.heads) / count for n in names}
+        means = {n: sum(getattr(head, n) for head in self.heads) / count for n in names}
         losses = {"loss": self.loss.value, "sigmoid_loss_change": self.sigmoid_change.value}
-        return found | {name: value for name, value in losses.items() if value is not None}
+        return means | {name: value for name, value in losses.items() if value is not None}
 
 
 def attention_view(
@@ -134,33 +134,35 @@ def attention_view(
         progress: called with stage, done and total while the work goes on.
     """
     require(batch_size >= 1, f"batch_size must be at least 1, got {batch_size}")
-    words, origin = as_text(text)
+    content, origin = as_text(text)
     options = {"device": device, "revision": revision, "trust_remote_code": trust_remote_code}
     loaded = as_model(source, "attention takes", dtype="fp32", **options)
     model = loaded.model
-    found = tokenise(loaded.tokenizer, words, tokens, default_length(model)).sequences
-    parts = list(batches([row for row in found if len(row) > FIRST + 1], batch_size))
-    require(bool(parts), f"the text is too short: a sequence needs more than {FIRST + 1} tokens")
+    sequences = tokenise(loaded.tokenizer, content, tokens, default_length(model)).sequences
+    id_batches = list(batches([row for row in sequences if len(row) > FIRST + 1], batch_size))
+    require(
+        bool(id_batches), f"the text is too short: a sequence needs more than {FIRST + 1} tokens"
+    )
     rows: dict[str, list[Tensor]] = defaultdict(list)
 
     def sink(name: str, call: AttentionCall) -> None:
         rows[name].append(head_rows(call).cpu())
 
-    loss, change = _losses(model, parts, sink, progress)
+    loss, change = _losses(model, id_batches, sink, progress)
     return AttentionView(
         model=loaded.name or type(model).__name__,
         heads=tuple(view for name, some in rows.items() for view in _views(name, some)),
         loss=loss,
         sigmoid_change=change,
-        tokens=sum(ids.numel() for ids in parts),
-        sequences=sum(len(ids) for ids in parts),
+        tokens=sum(ids.numel() for ids in id_batches),
+        sequences=sum(len(ids) for ids in id_batches),
         provenance={"text": origin, "batch_size": batch_size},
     )
 
 
 def _losses(
     model: nn.Module,
-    parts: list[Tensor],
+    id_batches: list[Tensor],
     sink: Callable[[str, AttentionCall], None],
     progress: Progress | None,
 ) -> tuple[Estimate, Estimate]:
@@ -168,23 +170,23 @@ def _losses(
     loss, change = SequenceSums(), SequenceSums()
     config, setter = (getattr(model, name, None) for name in ("config", "set_attn_implementation"))
     before = getattr(config, "_attn_implementation", None)
-    known = setter is not None
-    require(known, f"{type(model).__name__} takes no attention function", UnsupportedModelError)
+    settable = setter is not None
+    require(settable, f"{type(model).__name__} takes no attention function", UnsupportedModelError)
     require(before != SIGMOID, "the model has sigmoid attention already: nothing to compare with")
     assert setter is not None
     with only_running(model):
-        for number, ids in enumerate(parts):
+        for number, ids in enumerate(id_batches):
             with watched_attention(model, sink):
-                own = next_token_losses(forward(model, ids).logits, ids)
+                softmax_loss = next_token_losses(forward(model, ids).logits, ids)
             setter(SIGMOID)
             try:
                 new = next_token_losses(forward(model, ids).logits, ids)
             finally:
                 setter(before)
-            loss.add(own)
-            change.add(new - own)
+            loss.add(softmax_loss)
+            change.add(new - softmax_loss)
             if progress is not None:
-                progress("attention", number + 1, len(parts))
+                progress("attention", number + 1, len(id_batches))
     return loss.mean(), change.mean()
 
 
@@ -197,19 +199,19 @@ def head_rows(call: AttentionCall) -> Float[Tensor, "heads queries 8"]:
     """
     length, groups = call.query.shape[2], call.query.shape[1] // call.key.shape[1]
     count = min(QUERIES, length - FIRST)
-    places = torch.linspace(FIRST, length - 1, count).long()
-    query = call.query[:, :, places].double()
+    positions = torch.linspace(FIRST, length - 1, count).long()
+    query = call.query[:, :, positions].double()
     keys, values = (x.repeat_interleave(groups, dim=1).double() for x in (call.key, call.value))
-    seen = call.seen[:, :, places].expand(*query.shape[:3], -1)
-    scores = (query @ keys.mT * call.scale).masked_fill(~seen, -torch.inf)
-    weights, number = scores.softmax(dim=-1), seen.sum(dim=-1).double()
+    visible = call.visible[:, :, positions].expand(*query.shape[:3], -1)
+    scores = (query @ keys.mT * call.scale).masked_fill(~visible, -torch.inf)
+    weights, number = scores.softmax(dim=-1), visible.sum(dim=-1).double()
     ordered, best = weights.sort(dim=-1, descending=True).values, scores.topk(2).values
     entropy = -(weights * weights.clamp(min=1e-300).log()).sum(dim=-1)
     held = (ordered.cumsum(dim=-1) < MASS).sum(dim=-1) + 1.0
     gap = best[..., 0] - best[..., 1]
     sigmoid = (scores - number.log().unsqueeze(-1)).sigmoid()
-    own, other = weights @ values, sigmoid @ values
-    moved = (other - own).norm(dim=-1) / own.norm(dim=-1).clamp(min=1e-30)
+    softmax_output, other = weights @ values, sigmoid @ values
+    moved = (other - softmax_output).norm(dim=-1) / softmax_output.norm(dim=-1).clamp(min=1e-30)
     near = (gap < NEAR).double()
     columns = (number, entropy.exp(), held, ordered[..., 0], gap, near, sigmoid.sum(-1), moved)
     return torch.stack(columns, dim=-1).transpose(0, 1).flatten(1, 2)

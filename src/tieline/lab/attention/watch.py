@@ -34,14 +34,14 @@ class AttentionCall(NamedTuple):
         query: (B, H, N, d).
         key: (B, H / g, M, d).
         value: (B, H / g, M, d_v).
-        seen: which keys each query sees, (B or 1, 1 or H, N, M).
+        visible: which keys each query sees, (B or 1, 1 or H, N, M).
         scale: factor of the scores.
     """
 
     query: Tensor
     key: Tensor
     value: Tensor
-    seen: Tensor
+    visible: Tensor
     scale: float
 
 
@@ -64,13 +64,13 @@ def _watched_forward(
     sink = module.__dict__.get(SINK)
     if sink is not None:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        sink(AttentionCall(query, key, value, _seen(query, key, attention_mask), scale))
+        sink(AttentionCall(query, key, value, _visible_keys(query, key, attention_mask), scale))
     return sdpa_attention_forward(
         module, query, key, value, attention_mask, scaling=scaling, **options
     )
 
 
-def _seen(query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
+def _visible_keys(query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
     """The boolean mask; without one, the keys up to the query."""
     if mask is not None:
         return mask if mask.dtype == torch.bool else mask == 0
@@ -98,7 +98,7 @@ def watched_attention(model: nn.Module, sink: Sink) -> Iterator[list[str]]:
             f"{type(model).__name__} takes no attention function of others: {problem}"
         ) from problem
     for name, module in layers.items():
-        module.__dict__[SINK] = _named(sink, name)
+        module.__dict__[SINK] = _with_name(sink, name)
     try:
         yield list(layers)
     finally:
@@ -107,7 +107,7 @@ def watched_attention(model: nn.Module, sink: Sink) -> Iterator[list[str]]:
         setter(before)
 
 
-def _named(sink: Sink, name: str) -> Callable[[AttentionCall], None]:
+def _with_name(sink: Sink, name: str) -> Callable[[AttentionCall], None]:
     return lambda call: sink(name, call)
 
 

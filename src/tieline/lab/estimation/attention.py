@@ -100,7 +100,7 @@ class AttentionHead:
             slopes = weights * (values - total[..., None])
         else:
             slopes = weights * (1 - weights) * values
-        moved, mixed = ((part[..., None] * tokens).sum(dim=-2) for part in (slopes, weights))
+        moved, mixed = ((factors[..., None] * tokens).sum(dim=-2) for factors in (slopes, weights))
         outer = tokens[..., self.row, :, None] * moved[..., None, :]
         return total, torch.cat([outer.flatten(-2), mixed], dim=-1)
 
@@ -113,12 +113,12 @@ class AttentionHead:
         bilinear, value = self.split(theta)
         x = theta.new_zeros(self.tokens, self.dim)
         eye = torch.eye(self.dim, dtype=theta.dtype)
-        seen = attention_as_moe(
+        mixture = attention_as_moe(
             x, bilinear, eye, value[:, None], row=self.row, kind=self.kind, scale=1.0
         )
-        rows = seen.experts.maps[..., 0]
+        rows = mixture.experts.maps[..., 0]
         experts = torch.cat([rows, torch.zeros_like(rows[:, :1])], dim=1)
-        return quadratic_parameters(seen.router.matrices, seen.router.constant, experts)
+        return quadratic_parameters(mixture.router.matrices, mixture.router.constant, experts)
 
     def _run(self, theta: Theta, x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
         """Weights and values (problems, n, N), and the tokens."""
@@ -262,9 +262,9 @@ def _student(teacher: _Teacher, family: Family, kind: AttentionKind) -> _Student
     if kind == teacher.head.kind:
         return student
     problem = LeastSquares(student.regression, *teacher.population(0))
-    found = levenberg_marquardt(problem, student.reference[None], iterations=400)
-    misfit = math.sqrt(found.loss.item() / POPULATION)
-    return replace(student, reference=found.theta[0], misfit=misfit)
+    minimum = levenberg_marquardt(problem, student.reference[None], iterations=400)
+    misfit = math.sqrt(minimum.loss.item() / POPULATION)
+    return replace(student, reference=minimum.theta[0], misfit=misfit)
 
 
 def _curve(
@@ -297,14 +297,14 @@ def _errors(
     generator = torch.Generator().manual_seed(teacher.seed + x.shape[1])
     kick = torch.randn(len(x), len(student.reference), dtype=x.dtype, generator=generator)
     problem = LeastSquares(student.regression, x, y)
-    found = levenberg_marquardt(problem, student.reference + RADIUS * kick)
-    fresh, wanted = teacher.population(1)
+    minimum = levenberg_marquardt(problem, student.reference + RADIUS * kick)
+    fresh, targets = teacher.population(1)
     away = [
-        (student.regression.value(one[None], fresh) - wanted).square().mean().sqrt()
-        for one in found.theta
+        (student.regression.value(theta[None], fresh) - targets).square().mean().sqrt()
+        for theta in minimum.theta
     ]
-    experts = (found.theta - student.reference)[:, student.experts].norm(dim=1)
-    return torch.stack(away), experts, int((~found.answered).sum())
+    experts = (minimum.theta - student.reference)[:, student.experts].norm(dim=1)
+    return torch.stack(away), experts, int((~minimum.answered).sum())
 
 
 def _constants(teacher: _Teacher, student: _Student) -> tuple[float, float, float]:
@@ -314,7 +314,7 @@ def _constants(teacher: _Teacher, student: _Student) -> tuple[float, float, floa
     information = problem.normal(student.reference[None], first).gram[0] / POPULATION
     roots, vectors = torch.linalg.eigh(information)
     kept = roots > SEEN * roots[-1]
-    seen = vectors[student.experts][:, kept]
-    trace = (seen.square() / roots[kept]).sum().item()
+    directions = vectors[student.experts][:, kept]
+    trace = (directions.square() / roots[kept]).sum().item()
     rank, condition = int(kept.sum()), (roots[-1] / roots[kept][0]).item()
     return teacher.noise * math.sqrt(rank), teacher.noise * math.sqrt(trace), condition

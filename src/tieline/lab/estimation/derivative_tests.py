@@ -204,10 +204,10 @@ def _expert(model: MoEModel, atom: Atom, x: Tensor) -> tuple[Tensor, Tensor, Ten
     if model.expert != "two_layer":
         return phi.squeeze(1), first, second
     scale = eta[d + 1]
-    whole = torch.zeros(len(x), d + 2, d + 2, dtype=x.dtype)
-    whole[:, :-1, :-1] = scale * second
-    whole[:, -1, :-1] = whole[:, :-1, -1] = first
-    return scale * phi.squeeze(1), torch.cat((scale * first, phi), dim=1), whole
+    second_derivatives = torch.zeros(len(x), d + 2, d + 2, dtype=x.dtype)
+    second_derivatives[:, :-1, :-1] = scale * second
+    second_derivatives[:, -1, :-1] = second_derivatives[:, :-1, -1] = first
+    return scale * phi.squeeze(1), torch.cat((scale * first, phi), dim=1), second_derivatives
 
 
 @dataclass(frozen=True)
@@ -234,9 +234,9 @@ def rank_test(
     sigmoid = model.link == "sigmoid"
     if sigmoid and strength == "strong":
         atoms = [Atom(torch.zeros_like(a.row), a.bias, a.expert) for a in atoms]
-    parts = [_functions(model, atom_jet(model, atom, x), strength) for atom in atoms]
-    columns = torch.cat([part[0] for part in parts], dim=1)
-    return rank_of(columns, parts[0][1], definition(model, strength))
+    columns_and_labels = [_functions(model, atom_jet(model, atom, x), strength) for atom in atoms]
+    columns = torch.cat([pair[0] for pair in columns_and_labels], dim=1)
+    return rank_of(columns, columns_and_labels[0][1], definition(model, strength))
 
 
 def definition(model: MoEModel, strength: Strength) -> str:
@@ -245,11 +245,11 @@ def definition(model: MoEModel, strength: Strength) -> str:
         number = "1" if strength == "strong" else "2"
         return f"P2 Def. {number}" + ("" if model.gate == "perturbed" else f", {model.gate} router")
     number = {"strong": (1, 3), "weak": (2, 4)}[strength][model.gate == "partial"]
-    named = model.gate in ("quadratic", "partial")
-    return f"P4 Def. {number}" + ("" if named else f", {model.gate} score")
+    quadratic = model.gate in ("quadratic", "partial")
+    return f"P4 Def. {number}" + ("" if quadratic else f", {model.gate} score")
 
 
-def rank_of(columns: Float[Tensor, "n m"], labels: Sequence[str], words: str) -> RankTest:
+def rank_of(columns: Float[Tensor, "n m"], labels: Sequence[str], definition_name: str) -> RankTest:
     """Rank of functions given by their values, one column each."""
     length = torch.linalg.vector_norm(columns, dim=0)
     alive = length > 1e-12 * length.max()
@@ -258,7 +258,7 @@ def rank_of(columns: Float[Tensor, "n m"], labels: Sequence[str], words: str) ->
     values = torch.linalg.svdvals(normal).square()
     require(len(columns) >= normal.shape[1], "need at least as many inputs as functions")
     rank = int((values > THRESHOLD).sum())
-    return RankTest(words, normal.shape[1], rank, float(values.min()), zero)
+    return RankTest(definition_name, normal.shape[1], rank, float(values.min()), zero)
 
 
 def generic_atoms(model: MoEModel, k: int, seed: int = 0) -> list[Atom]:
@@ -282,13 +282,13 @@ def generic_atoms(model: MoEModel, k: int, seed: int = 0) -> list[Atom]:
 def witness_atoms(model: MoEModel, seed: int = 0) -> list[Atom]:
     """Two atoms of one router row whose experts are distinct and proportional."""
     first = generic_atoms(model, 1, seed)[0]
-    one, two = first.expert.clone(), first.expert.clone()
+    first_row, two = first.expert.clone(), first.expert.clone()
     if model.expert == "two_layer":
-        two[-1] = 2 * one[-1]
+        two[-1] = 2 * first_row[-1]
     else:
-        one[: model.d], two[: model.d] = 0, 0
-        one[model.d], two[model.d] = 0.5, 1.0
-    return [Atom(first.row, first.bias, eta) for eta in (one, two)]
+        first_row[: model.d], two[: model.d] = 0, 0
+        first_row[model.d], two[model.d] = 0.5, 1.0
+    return [Atom(first.row, first.bias, eta) for eta in (first_row, two)]
 
 
 def _functions(model: MoEModel, jet: Jet, strength: Strength) -> tuple[Tensor, list[str]]:
@@ -299,12 +299,12 @@ def _functions(model: MoEModel, jet: Jet, strength: Strength) -> tuple[Tensor, l
         return jet.first, [f"∂{name}" for name in label]
     keep = [i for i in range(len(label)) if i != w]  # all but the bias
     columns = [jet.first[:, keep]] if sigmoid else [jet.value[:, None], jet.first[:, keep]]
-    found = ([] if sigmoid else ["H"]) + [f"∂{label[i]}" for i in keep]
+    labels = ([] if sigmoid else ["H"]) + [f"∂{label[i]}" for i in keep]
     if strength == "strong":
         pairs = [(i, j) for i in keep for j in keep if i <= j]
         columns.append(torch.stack([jet.second[:, i, j] for i, j in pairs], dim=1))
-        found += [f"∂{label[i]}∂{label[j]}" for i, j in pairs]
-    return torch.cat(columns, dim=1), found
+        labels += [f"∂{label[i]}∂{label[j]}" for i, j in pairs]
+    return torch.cat(columns, dim=1), labels
 
 
 @dataclass(frozen=True)

@@ -57,8 +57,8 @@ def regression_distance(
     x = draw_inputs(law, n, fitted.d, seed)
     total, squares = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
     batch = max(1, fit.bias.numel() // fit.n_experts)
-    for part in fitted.chunks(n, batch):
-        gap = fitted.regression(fit, x[part]) - truth_model.regression(truth, x[part])
+    for rows in fitted.chunks(n, batch):
+        gap = fitted.regression(fit, x[rows]) - truth_model.regression(truth, x[rows])
         square = gap.square()
         total, squares = total + square.sum(dim=-1), squares + square.square().sum(dim=-1)
     mean = total / n
@@ -82,9 +82,9 @@ def expert_distance(
     experts than the truth.
     """
     x = draw_inputs(law, n, model.d, seed)
-    found = model.with_experts(fit.n_experts).expert_outputs(fit, x)
+    fitted = model.with_experts(fit.n_experts).expert_outputs(fit, x)
     true = model.with_experts(truth.n_experts).expert_outputs(truth, x)
-    gap = found.unsqueeze(-1) - true.unsqueeze(-2)
+    gap = fitted.unsqueeze(-1) - true.unsqueeze(-2)
     return gap.square().mean(dim=-3).amin(dim=-2).mean(dim=-1).sqrt()
 
 
@@ -98,7 +98,7 @@ def matched_errors(fit: MoEParameters, truth: MoEParameters) -> MatchedErrors:
     rows, references = (torch.cat((p.router, p.experts), dim=-1) for p in (fit, truth))
     cost = norms(pair_differences(rows, references)).detach()
     flat = cost.reshape(-1, *cost.shape[-2:]).mT
-    partners = [linear_sum_assignment(one.numpy())[1].tolist() for one in flat]
+    partners = [linear_sum_assignment(costs.numpy())[1].tolist() for costs in flat]
     partner = torch.tensor(partners).reshape(*cost.shape[:-2], cost.shape[-1])
     pairs = (
         norms(pair_differences(fit.router, truth.router)),

@@ -98,10 +98,10 @@ class FitResult:
         """Which problems found a minimum."""
         return (self.status >= Status.CONVERGED) & (self.status <= Status.EXACT)
 
-    def words(self) -> dict[str, int]:
+    def endings(self) -> dict[str, int]:
         """Count the problems by the way they ended."""
-        found = self.status.flatten().tolist()
-        return {s.name.lower(): found.count(s) for s in Status if s in found}
+        statuses = self.status.flatten().tolist()
+        return {s.name.lower(): statuses.count(s) for s in Status if s in statuses}
 
     def best(self) -> "FitResult":
         """The start of least loss of each data set; a loss that is no number never wins."""
@@ -109,7 +109,7 @@ class FitResult:
         flat = self.params.flatten()
         chosen = flat.gather(-2, at[..., None].expand(*at.shape, flat.shape[-1]))[..., 0, :]
         loss, status, steps = (
-            part.gather(-1, at)[..., 0] for part in (self.loss, self.status, self.iterations)
+            values.gather(-1, at)[..., 0] for values in (self.loss, self.status, self.iterations)
         )
         return FitResult(self.params.like(chosen), loss, status, steps, self.ridge)
 
@@ -159,10 +159,10 @@ def fit(
     problem = LeastSquares(regression, inputs, targets, weight, penalty, shape[-1])
     flat = starts.flatten().reshape(-1, model.n_parameters)
     if method == "lm":
-        found = levenberg_marquardt(problem, flat, **options)
+        minimum = levenberg_marquardt(problem, flat, **options)
     else:
-        found = descend(problem, flat, recipe or (SGD if method == "sgd" else ADAM), seed=seed)
-    result = _result(model, problem, found, shape)
+        minimum = descend(problem, flat, recipe or (SGD if method == "sgd" else ADAM), seed=seed)
+    result = _result(model, problem, minimum, shape)
     if not quiet:
         tell_failures(result.converged)
     return result
@@ -172,13 +172,13 @@ def tell_failures(converged: Bool[Tensor, "*problems"]) -> None:
     """Warn of the problems that did not converge, if there are any."""
     failed, total = int((~converged).sum()), converged.numel()
     if failed:
-        words = f"{failed} of {total} problems did not converge; their status says how they ended"
-        warnings.warn(words, FitWarning, stacklevel=3)
+        message = f"{failed} of {total} problems did not converge; their status says how they ended"
+        warnings.warn(message, FitWarning, stacklevel=3)
 
 
-def _stacked(part: Tensor, sets: tuple[int, ...]) -> Tensor:
+def _stacked(data: Tensor, sets: tuple[int, ...]) -> Tensor:
     """The data in float64 with an axis of data sets."""
-    return (part if sets else part[None]).double()
+    return (data if sets else data[None]).double()
 
 
 def _ridge(model: MoEModel, x: Tensor, y: Tensor, ridge: float | None, quiet: bool) -> float:
@@ -192,25 +192,25 @@ def _ridge(model: MoEModel, x: Tensor, y: Tensor, ridge: float | None, quiet: bo
         return 0.0
     chosen = LITTLE * y.square().sum(-1).mean().item() / p
     if not quiet:
-        words = f"{n} samples for {p} parameters: fitted with a ridge of {chosen:.3g}"
-        warnings.warn(words, FitWarning, stacklevel=3)
+        message = f"{n} samples for {p} parameters: fitted with a ridge of {chosen:.3g}"
+        warnings.warn(message, FitWarning, stacklevel=3)
     return chosen
 
 
 def _result(
-    model: MoEModel, problem: LeastSquares, found: Minimum, shape: tuple[int, ...]
+    model: MoEModel, problem: LeastSquares, minimum: Minimum, shape: tuple[int, ...]
 ) -> FitResult:
     total = torch.full((problem.x.shape[0],), float(problem.samples)).double()
     if problem.weight is not None:
         total = problem.weight.sum(-1)
-    loss = found.loss / total.repeat_interleave(problem.starts)
-    params = model.unflatten(found.theta.reshape(*shape, model.n_parameters))
-    status, steps = found.status.reshape(shape), found.iterations.reshape(shape)
+    loss = minimum.loss / total.repeat_interleave(problem.starts)
+    params = model.unflatten(minimum.theta.reshape(*shape, model.n_parameters))
+    status, steps = minimum.status.reshape(shape), minimum.iterations.reshape(shape)
     return FitResult(params, loss.reshape(shape), status, steps, problem.ridge)
 
 
 @dataclass(frozen=True, eq=False)
-class Population:
+class PopulationFit:
     """Ḡ and how many starts agree on it."""
 
     params: MoEParameters  # Ḡ
@@ -230,7 +230,7 @@ def population_minimiser(
     refine: int = 0,
     law: LawName = "uniform",
     seed: int = 0,
-) -> Population:
+) -> PopulationFit:
     """Ḡ of the model for the regression function `target`.
 
     Args:
@@ -253,14 +253,14 @@ def population_minimiser(
         flat = near_truth(near, radius, [seed], starts).flatten()[0]
         flat[0] = near.flatten()
         begun = near.like(flat)
-    found = fit(model, x, target(x), begun, quiet=True)
-    best = found.best()
+    fits = fit(model, x, target(x), begun, quiet=True)
+    best = fits.best()
     least = best.loss.clamp_min(0).sqrt()
-    agree = int((found.loss.clamp_min(0).sqrt() <= 1.01 * least + 1e-12).sum())
+    agree = int((fits.loss.clamp_min(0).sqrt() <= 1.01 * least + 1e-12).sum())
     if refine:
         x = draw_inputs(law, refine, model.d, seed + 1)
         best = fit(model, x, target(x), best.params.expand(1), quiet=True).best()
-    return Population(best.params, math.sqrt(max(best.loss.item(), 0.0)), found, agree)
+    return PopulationFit(best.params, math.sqrt(max(best.loss.item(), 0.0)), fits, agree)
 
 
 def radius_at(radius: float, n: int, *, shrink: bool = False) -> float:
@@ -289,18 +289,27 @@ def random_start(
 def kmeans_start(
     model: MoEModel, x: Float[Tensor, "n d"], y: Float[Tensor, " n"], seed: int = 0, starts: int = 1
 ) -> MoEParameters:
-    """One start for each draw of the first centres, (starts, ...).
+    """One start per run of k-means, (starts, ...); needs scikit-learn.
 
     With κ = 1/(2 mean squared distance to the centre per coordinate), a linear router with rows
     2κc and bias -κ‖c‖² gives the posterior of spherical clusters; cosine rows are the centres;
     a matrix A begins at zero.
     """
     require(len(x) >= model.n_experts, f"{model.n_experts} experts need as many samples: {len(x)}")
-    begun = [
-        _from_clusters(model, x, y, _clusters(x, model.n_experts, seed + s)) for s in range(starts)
-    ]
-    parts = zip(*((one.router, one.bias, one.experts) for one in begun), strict=True)
-    return MoEParameters(*(torch.stack(part) for part in parts))
+    from sklearn.cluster import KMeans
+    from sklearn.exceptions import ConvergenceWarning
+
+    drawn = []
+    for start in range(starts):
+        once: Any = 1  # scikit-learn's annotation of `n_init` allows "auto" only
+        kmeans = KMeans(model.n_experts, n_init=once, random_state=seed + start)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)  # fewer distinct samples: allowed
+            clusters = kmeans.fit(x.numpy())
+        centres = torch.from_numpy(clusters.cluster_centers_)
+        label = torch.from_numpy(clusters.labels_).long()
+        drawn.append(_from_clusters(model, x, y, centres, label).flatten())
+    return model.unflatten(torch.stack(drawn))
 
 
 def lift(model: MoEModel, truth: MoEParameters) -> MoEParameters:
@@ -328,26 +337,10 @@ def _normal(shape: tuple[int, ...], seed: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=generator)
 
 
-def _clusters(x: Tensor, k: int, seed: int, rounds: int = 25) -> tuple[Tensor, Tensor]:
-    """Centres and labels by Lloyd's rule from k samples drawn far apart (k-means++)."""
-    generator = torch.Generator().manual_seed(seed)
-    centres = x[torch.randint(len(x), (1,), generator=generator)]
-    while len(centres) < k:
-        far = torch.cdist(x, centres).amin(-1).square() + 1e-12
-        centres = torch.cat([centres, x[torch.multinomial(far, 1, generator=generator)]])
-    label = torch.cdist(x, centres).argmin(-1)
-    for _ in range(rounds):
-        sums = torch.zeros_like(centres).index_add_(0, label, x)
-        count = torch.bincount(label, minlength=k).clamp_min(1)
-        centres = torch.where((sums != 0).any(-1, keepdim=True), sums / count[:, None], centres)
-        label = torch.cdist(x, centres).argmin(-1)
-    return centres, label
-
-
 def _from_clusters(
-    model: MoEModel, x: Tensor, y: Tensor, found: tuple[Tensor, Tensor]
+    model: MoEModel, x: Tensor, y: Tensor, centres: Tensor, label: Tensor
 ) -> MoEParameters:
-    centres, label = found
+    """Router rows and biases from the centres, experts from a ridge regression per cluster."""
     sharp = 1 / (2 * (x - centres[label]).square().mean().clamp_min(1e-12))
     rows, bias = (
         torch.zeros(len(centres), model.router_dim).to(x),

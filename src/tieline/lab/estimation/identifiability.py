@@ -120,16 +120,16 @@ def cramer_rao(
     scale = torch.linalg.vector_norm(jacobian, dim=0)
     scale = torch.where(scale > 0, scale, 1.0)
     values, vectors = torch.linalg.eigh((jacobian / scale).T @ (jacobian / scale))
-    seen = values > threshold * values[-1]
-    kept, flat = vectors[:, seen] / scale[:, None], vectors[:, ~seen] / scale[:, None]
+    informative = values > threshold * values[-1]
+    kept, flat = vectors[:, informative] / scale[:, None], vectors[:, ~informative] / scale[:, None]
     first, q, total = model.n_experts * (model.router_dim + 1), model.expert_dim, 0.0
     for j, slopes in enumerate(_expert_slopes(model, params, x)):
         rows = slice(first + j * q, first + (j + 1) * q)
         moved = (slopes @ flat[rows]).square().mean(dim=0).sum() if flat.numel() else 0.0
         if moved > FLAT_MOVES * slopes.square().mean():
-            return CramerRao(float(seen.sum()), float("inf"))
-        total += ((slopes @ kept[rows]).square().mean(dim=0) / values[seen]).sum().item()
-    return CramerRao(float(seen.sum()), total / model.n_experts)
+            return CramerRao(float(informative.sum()), float("inf"))
+        total += ((slopes @ kept[rows]).square().mean(dim=0) / values[informative]).sum().item()
+    return CramerRao(float(informative.sum()), total / model.n_experts)
 
 
 FLAT_MOVES = 1e-12
@@ -196,7 +196,7 @@ def identifiability(
     k = model.n_experts
     splittable = not (model.link == "sigmoid" and model.gate == "cosine")
     atoms = [generic_atoms(model, k, seed * 1009 + draw) for draw in range(draws)]
-    tests = [split_test(model, one, x) for one in atoms] if splittable else []
+    tests = [split_test(model, drawn, x) for drawn in atoms] if splittable else []
     split = max(tests, key=lambda test: (test.minimum, test.up_to_scale)) if tests else None
     if split is not None and split.verdict != "identifiable":
         split = max(tests, key=lambda test: test.up_to_scale)
@@ -250,7 +250,9 @@ def _nullity(model: MoEModel, seed: int) -> int:
     shape = (model.n_experts, model.router_dim)
     length = 2 * model.tau[0] if model.gate == "perturbed" else 1.5
     rows = length * torch.randn(shape, dtype=torch.float64, generator=generator)
-    bias, experts = (torch.stack([getattr(a, part) for a in atoms]) for part in ("bias", "expert"))
+    bias, experts = (
+        torch.stack([getattr(a, field) for a in atoms]) for field in ("bias", "expert")
+    )
     start = rows.numel()
     pinned = tuple(range(start, start + model.n_experts)) if model.link == "softmax" else ()
     size = max(600, 3 * model.n_parameters)

@@ -301,10 +301,10 @@ def _nearest_signs(fit: MoEParameters, truth: MoEParameters) -> MoEParameters:
 
 def _powers(cells: Assignment, kind: str, paper: int, r: float | int) -> Charges:
     """Exponent of the parameter errors of each cell."""
-    one = torch.ones(cells.size.shape, dtype=torch.float64)
+    ones = torch.ones(cells.size.shape, dtype=torch.float64)
     if (paper, kind) in WITH_R:
-        return r * one
-    return torch.where(cells.size > 1, 2.0, one) if (paper, kind) in SQUARED else one
+        return r * ones
+    return torch.where(cells.size > 1, 2.0, ones) if (paper, kind) in SQUARED else ones
 
 
 def _cone_charges(

@@ -45,7 +45,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tieline.core.errors import ShapeError, require
-from tieline.lab.estimation.mixture_starts import Rows, SharedGate, least_residual, mixture_starts
+from tieline.lab.estimation.mixture_starts import (
+    SharedGate,
+    WeightedRows,
+    least_residual,
+    mixture_starts,
+)
 from tieline.lab.estimation.model import MoEModel
 from tieline.lab.estimation.solvers import LeastSquares, Status, levenberg_marquardt
 
@@ -85,7 +90,7 @@ class FitSettings:
     ridge: float | None = None
     seed: int = 0
 
-    def penalty(self, regression: SharedGate, rows: Rows) -> float:
+    def penalty(self, regression: SharedGate, rows: WeightedRows) -> float:
         """λ for these rows."""
         if self.ridge is not None:
             return self.ridge
@@ -107,7 +112,7 @@ class MixtureFit:
         """Starts that did not converge."""
         return sum(word not in ANSWERS for word in self.starts)
 
-    def words(self) -> str:
+    def failures(self) -> str:
         """Describe the starts that did not converge, as "2 unfinished, 1 stalled"."""
         ends = Counter(word for word in self.starts if word not in ANSWERS)
         return ", ".join(f"{count} {word}" for word, count in ends.items())
@@ -122,26 +127,26 @@ class _Refined:
     status: tuple[str, ...]
     iterations: tuple[int, ...]
 
-    def one(self, place: int) -> "_Refined":
-        """One of the starts."""
-        at = slice(place, place + 1)
+    def only(self, index: int) -> "_Refined":
+        """Keep the start with this index."""
+        at = slice(index, index + 1)
         return _Refined(self.theta[at], self.loss[at], self.status[at], self.iterations[at])
 
 
-def fit_mixture(regression: SharedGate, rows: Rows, settings: FitSettings) -> MixtureFit:
+def fit_mixture(regression: SharedGate, rows: WeightedRows, settings: FitSettings) -> MixtureFit:
     """The best of several fits to standardised rows."""
     generator = torch.Generator().manual_seed(settings.seed)
     order = torch.randperm(len(rows.x), generator=generator)
     few = _sample(rows, order, FIRST)
-    whole = len(few.x) == len(rows.x)
+    all_rows = len(few.x) == len(rows.x)
     starts = mixture_starts(regression, few, settings.starts, generator)
-    first = settings if whole else replace(settings, max_iter=min(SCREEN, settings.max_iter))
-    found = _refine(regression, few, starts, first)
-    best = int(found.loss.nan_to_num(nan=torch.inf).argmin())
-    kept = found.one(best)
-    if not whole:
+    first = settings if all_rows else replace(settings, max_iter=min(SCREEN, settings.max_iter))
+    refined = _refine(regression, few, starts, first)
+    best = int(refined.loss.nan_to_num(nan=torch.inf).argmin())
+    kept = refined.only(best)
+    if not all_rows:
         kept = _grown(regression, rows, order, kept, settings)
-    others = found.status if whole else ("set aside",) * len(starts)
+    others = refined.status if all_rows else ("set aside",) * len(starts)
     ends = (*others[:best], kept.status[0], *others[best + 1 :])
     problem, which = _problem(regression, rows, 0.0, 1), torch.zeros(1, dtype=torch.long)
     error = problem.loss(kept.theta, which).item() / rows.y.numel()
@@ -149,7 +154,7 @@ def fit_mixture(regression: SharedGate, rows: Rows, settings: FitSettings) -> Mi
 
 
 def _grown(
-    regression: SharedGate, rows: Rows, order: Tensor, kept: _Refined, settings: FitSettings
+    regression: SharedGate, rows: WeightedRows, order: Tensor, kept: _Refined, settings: FitSettings
 ) -> _Refined:
     """The start that was kept, refined on samples of growing size and then on all rows."""
     coarse = replace(settings, tol=max(settings.tol, COARSE))
@@ -160,13 +165,16 @@ def _grown(
     return kept
 
 
-def _sample(rows: Rows, order: Tensor, size: int) -> Rows:
+def _sample(rows: WeightedRows, order: Tensor, size: int) -> WeightedRows:
     """The first rows of the order, or all."""
     return rows if size >= len(order) else rows.take(order[:size])
 
 
 def _refine(
-    regression: SharedGate, rows: Rows, theta: Float[Tensor, "starts p"], settings: FitSettings
+    regression: SharedGate,
+    rows: WeightedRows,
+    theta: Float[Tensor, "starts p"],
+    settings: FitSettings,
 ) -> _Refined:
     """Rounds of the solver until every start has ended."""
     penalty, running = settings.penalty(regression, rows), list(range(len(theta)))
@@ -175,21 +183,21 @@ def _refine(
     loss = _problem(regression, rows, penalty, len(theta)).loss(theta, torch.tensor(running))
     while running:
         problem = _problem(regression, rows, penalty, len(running))
-        left = settings.max_iter - max(steps[place] for place in running)
-        found = levenberg_marquardt(problem, theta[running], iterations=min(ROUND, left), box=BOX)
-        for at, place in enumerate(tuple(running)):
-            gain = loss[place] - found.loss[at]
-            theta[place], loss[place] = found.theta[at], found.loss[at]
-            steps[place] += int(found.iterations[at])
-            ended = Status(int(found.status[at]))
-            done = ended.answered or gain <= settings.tol * found.loss[at]
-            status[place] = "converged" if done else ended.name.lower()
-            if status[place] != "unfinished" or steps[place] >= settings.max_iter:
-                running.remove(place)
+        left = settings.max_iter - max(steps[start] for start in running)
+        minimum = levenberg_marquardt(problem, theta[running], iterations=min(ROUND, left), box=BOX)
+        for at, start in enumerate(tuple(running)):
+            gain = loss[start] - minimum.loss[at]
+            theta[start], loss[start] = minimum.theta[at], minimum.loss[at]
+            steps[start] += int(minimum.iterations[at])
+            ended = Status(int(minimum.status[at]))
+            done = ended.answered or gain <= settings.tol * minimum.loss[at]
+            status[start] = "converged" if done else ended.name.lower()
+            if status[start] != "unfinished" or steps[start] >= settings.max_iter:
+                running.remove(start)
     return _Refined(theta, loss / len(rows.x), tuple(status), tuple(steps))
 
 
-def _problem(regression: SharedGate, rows: Rows, ridge: float, starts: int) -> LeastSquares:
+def _problem(regression: SharedGate, rows: WeightedRows, ridge: float, starts: int) -> LeastSquares:
     penalty = ridge * len(rows.x)
     return LeastSquares(
         regression, rows.x[None], rows.y[None], rows.weight[None], ridge=penalty, starts=starts
@@ -206,7 +214,7 @@ class ExpertCurve:
     chosen: int  # the smallest number within one standard error of the least error
 
 
-def some_rows(rows: Rows, seed: int) -> Rows:
+def some_rows(rows: WeightedRows, seed: int) -> WeightedRows:
     """Draw at most `MOST_ROWS` rows."""
     if len(rows.x) <= MOST_ROWS:
         return rows
@@ -215,7 +223,7 @@ def some_rows(rows: Rows, seed: int) -> Rows:
 
 
 def by_cross_validation(
-    model: MoEModel, rows: Rows, most: int, folds: Iterable[Fold], settings: FitSettings
+    model: MoEModel, rows: WeightedRows, most: int, folds: Iterable[Fold], settings: FitSettings
 ) -> ExpertCurve:
     """The curve of errors for 1, ..., `most` experts, over folds (rows to fit, rows to judge by).
 
@@ -234,28 +242,30 @@ def by_cross_validation(
     return ExpertCurve(tuple(range(1, most + 1)), tuple(means), tuple(spreads), chosen + 1)
 
 
-def by_dendrogram(model: MoEModel, rows: Rows, most: int, settings: FitSettings) -> "Dendrogram":
+def by_dendrogram(
+    model: MoEModel, rows: WeightedRows, most: int, settings: FitSettings
+) -> "Dendrogram":
     """The dendrogram of a fit with `most` experts."""
     regression = SharedGate(model.with_experts(most), rows.y.shape[1])
-    found = fit_mixture(regression, rows, settings)
-    parameters = regression.parameters(found.theta[None])[0]
+    fit = fit_mixture(regression, rows, settings)
+    parameters = regression.parameters(fit.theta[None])[0]
     gates = regression.model.weights(parameters, rows.x)[0]
-    one = torch.ones_like(rows.x[:, :1])
+    ones = torch.ones_like(rows.x[:, :1])
     if model.expert == "linear":
-        features = torch.cat([rows.x, one], dim=1)
+        features = torch.cat([rows.x, ones], dim=1)
     else:  # merged experts are combinations of those that were fitted
         outputs = regression.model.expert_outputs(parameters, rows.x)
-        features = torch.cat([outputs.transpose(0, 1).flatten(1), one], dim=1)
+        features = torch.cat([outputs.transpose(0, 1).flatten(1), ones], dim=1)
     size = model.router_dim + 1 + rows.y.shape[1] * model.expert_dim
     return expert_dendrogram(gates, features, rows.y, rows.weight, size)
 
 
-def _held_out(model: MoEModel, rows: Rows, fold: Fold, settings: FitSettings) -> float:
+def _held_out(model: MoEModel, rows: WeightedRows, fold: Fold, settings: FitSettings) -> float:
     """Weighted mean squared error on the rows that were not fitted."""
     train, test = rows.take(fold[0]), rows.take(fold[1])
     regression = SharedGate(model, rows.y.shape[1])
-    found = fit_mixture(regression, train, settings)
-    residual = test.y - regression.value(found.theta[None], test.x[None])[0]
+    fit = fit_mixture(regression, train, settings)
+    residual = test.y - regression.value(fit.theta[None], test.x[None])[0]
     return (test.weight[:, None] * residual.square()).mean().item()
 
 
@@ -304,7 +314,7 @@ def expert_dendrogram(
     levels = tuple(range(count, 0, -1))
     logs = [math.log(max(error, LEAST)) for error in errors]
     rises = [high - low for low, high in itertools.pairwise(logs)]
-    tallest = max(range(len(rises)), key=lambda place: (rises[place], place))
+    tallest = max(range(len(rises)), key=lambda level: (rises[level], level))
     worth = rises[tallest] >= parameters * math.log(len(y)) / len(y)
     chosen = levels[tallest] if worth else 1
     return Dendrogram(levels, tuple(errors), heights, tuple(merged), chosen)
@@ -317,7 +327,7 @@ def _merged_error(moments: Moments, outputs: int) -> float:
 
 def _merged(moments: Moments, dim: int, first: int, second: int) -> Float[Tensor, "left left"]:
     """Moments with the columns of expert `second` added to those of `first`."""
-    at, gone = (slice(place * dim, (place + 1) * dim) for place in (first, second))
+    at, gone = (slice(expert * dim, (expert + 1) * dim) for expert in (first, second))
     rows = moments.clone()
     rows[at] += moments[gone]
     rows[:, at] += rows[:, gone]

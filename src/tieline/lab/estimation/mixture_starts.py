@@ -55,17 +55,17 @@ Inputs = Float[Tensor, "problems n d"]
 Weights = Float[Tensor, " rows"]
 
 
-class Rows(NamedTuple):
+class WeightedRows(NamedTuple):
     """Standardised rows with weights of mean 1: inputs (n, D), targets (n, C), weights (n)."""
 
     x: Float[Tensor, "rows dim"]
     y: Float[Tensor, "rows outputs"]
     weight: Float[Tensor, " rows"]
 
-    def take(self, index: Tensor) -> "Rows":
+    def take(self, index: Tensor) -> "WeightedRows":
         """The rows of an index or mask, with weights of mean 1 again."""
         weight = self.weight[index]
-        return Rows(self.x[index], self.y[index], weight / weight.mean())
+        return WeightedRows(self.x[index], self.y[index], weight / weight.mean())
 
 
 @dataclass(frozen=True)
@@ -107,13 +107,15 @@ class SharedGate:
         value, jacobian = self.model.value_and_jacobian(self.parameters(theta), self._repeated(x))
         if self.outputs == 1:
             return value.mT, jacobian.transpose(1, 2)
-        whole = theta.new_zeros(len(theta), x.shape[1], self.outputs, self.size)
+        full_jacobian = theta.new_zeros(len(theta), x.shape[1], self.outputs, self.size)
         each = (self.size - self.gate_size) // self.outputs
-        for place in range(self.outputs):
-            first = self.gate_size + place * each
-            whole[:, :, place, : self.gate_size] = jacobian[:, place, :, : self.gate_size]
-            whole[:, :, place, first : first + each] = jacobian[:, place, :, self.gate_size :]
-        return value.mT, whole
+        for output in range(self.outputs):
+            first = self.gate_size + output * each
+            full_jacobian[:, :, output, : self.gate_size] = jacobian[:, output, :, : self.gate_size]
+            full_jacobian[:, :, output, first : first + each] = jacobian[
+                :, output, :, self.gate_size :
+            ]
+        return value.mT, full_jacobian
 
     def _repeated(self, x: Inputs) -> Float[Tensor, "problems outputs n d"]:
         """The inputs once for every output."""
@@ -130,33 +132,33 @@ class Responsibilities(NamedTuple):
 
 
 def mixture_starts(
-    regression: SharedGate, rows: Rows, starts: int, generator: torch.Generator
+    regression: SharedGate, rows: WeightedRows, starts: int, generator: torch.Generator
 ) -> Float[Tensor, "starts p"]:
     """Return parameter vectors to start from; the first is the same for every generator."""
-    found, model = [], regression.model
-    for place in range(starts):
-        shares = _shares(model, rows, place, generator)
+    vectors, model = [], regression.model
+    for number in range(starts):
+        shares = _shares(model, rows, number, generator)
         gate = _start_gate(model, rows, shares.share)
         experts = _start_experts(model, rows, shares)
-        found.append(torch.cat([gate.router.flatten(), gate.bias, experts.flatten()]))
-    return torch.stack(found)
+        vectors.append(torch.cat([gate.router.flatten(), gate.bias, experts.flatten()]))
+    return torch.stack(vectors)
 
 
 def _shares(
-    model: MoEModel, rows: Rows, place: int, generator: torch.Generator
+    model: MoEModel, rows: WeightedRows, number: int, generator: torch.Generator
 ) -> Responsibilities:
     """Shares of the rows, from a tree for the first start and random directions for the others."""
     x, y, weight = rows
     experts = model.n_experts
     directions = torch.randn(x.shape[1] + 1, experts, dtype=x.dtype, generator=generator)
-    if place == 0 and x.shape[1] <= WIDEST_TREE:
+    if number == 0 and x.shape[1] <= WIDEST_TREE:
         start = one_hot(linear_tree(x, y, weight, experts), experts).to(x)
     else:
         start = (x @ directions[:-1] + directions[-1]).softmax(dim=1)
     return responsibilities(x, y, weight, start)
 
 
-def _start_gate(model: MoEModel, rows: Rows, share: Tensor) -> MoEParameters:
+def _start_gate(model: MoEModel, rows: WeightedRows, share: Tensor) -> MoEParameters:
     """The gate whose weights are nearest to the shares in cross entropy."""
     n, dim, q = model.n_experts, model.router_dim, model.expert_dim
     none = share.new_zeros(n, q)
@@ -175,17 +177,17 @@ def _start_gate(model: MoEModel, rows: Rows, share: Tensor) -> MoEParameters:
         )
         return total / len(mass)
 
-    found = _minimum(away, begin)
-    return MoEParameters(found[: n * dim].unflatten(0, (n, dim)), found[n * dim :], none)
+    solution = _minimum(away, begin)
+    return MoEParameters(solution[: n * dim].unflatten(0, (n, dim)), solution[n * dim :], none)
 
 
-def _start_experts(model: MoEModel, rows: Rows, shares: Responsibilities) -> Tensor:
+def _start_experts(model: MoEModel, rows: WeightedRows, shares: Responsibilities) -> Tensor:
     """Expert rows (C, N, q) by least squares with the shares as weights."""
     linear = shares.experts.permute(2, 0, 1)
     if model.expert == "linear":
         return linear
-    one = torch.ones_like(linear[..., :1])
-    begin = torch.cat([linear, one], dim=2) if model.expert == "two_layer" else linear
+    ones = torch.ones_like(linear[..., :1])
+    begin = torch.cat([linear, ones], dim=2) if model.expert == "two_layer" else linear
     shape = begin.shape
     mass = rows.weight[:, None] * shares.share
 
@@ -208,10 +210,10 @@ def _minimum(loss: Callable[[Tensor], Tensor], begin: Tensor) -> Tensor:
         return value.item(), gradient.numpy()
 
     options = {"maxiter": STEPS}
-    found = minimize(
+    solution = minimize(
         value_and_gradient, begin.numpy(), jac=True, method="L-BFGS-B", options=options
     )
-    end = torch.tensor(found.x, dtype=torch.float64)
+    end = torch.tensor(solution.x, dtype=torch.float64)
     return end if bool(end.isfinite().all()) else begin
 
 
@@ -282,17 +284,19 @@ def linear_tree(
     rows = torch.cat([x, torch.ones_like(x[:, :1]), y], dim=1)
     least = (x.shape[1] + 1) * weight.sum() / len(weight)
     leaf = torch.zeros(len(x), dtype=torch.long)
-    found = [_best_split(rows, weight, y.shape[1], least, cuts, ridge)]
-    while len(found) < leaves:
-        widest = max(range(len(found)), key=lambda place: found[place].gain)
-        split = found[widest]
+    splits = [_best_split(rows, weight, y.shape[1], least, cuts, ridge)]
+    while len(splits) < leaves:
+        widest = max(range(len(splits)), key=lambda number: splits[number].gain)
+        split = splits[widest]
         if split.feature < 0:
             break
-        leaf[(leaf == widest) & (x[:, split.feature] > split.threshold)] = len(found)
-        found.append(_Split())
-        for place in (widest, len(found) - 1):
-            inside = leaf == place
-            found[place] = _best_split(rows[inside], weight[inside], y.shape[1], least, cuts, ridge)
+        leaf[(leaf == widest) & (x[:, split.feature] > split.threshold)] = len(splits)
+        splits.append(_Split())
+        for number in (widest, len(splits) - 1):
+            inside = leaf == number
+            splits[number] = _best_split(
+                rows[inside], weight[inside], y.shape[1], least, cuts, ridge
+            )
     return leaf
 
 
@@ -339,8 +343,12 @@ def _moments_below(
     ends = torch.searchsorted(bins, torch.arange(len(thresholds)), right=True)
     sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
     last = int(ends[-1])
-    parts = zip(rows[order][:last].split(sizes), weight[order][:last].split(sizes), strict=True)
-    moments, masses = zip(*(((z * w[:, None]).mT @ z, w.sum()) for z, w in parts), strict=True)
+    bins_of_rows = zip(
+        rows[order][:last].split(sizes), weight[order][:last].split(sizes), strict=True
+    )
+    moments, masses = zip(
+        *(((z * w[:, None]).mT @ z, w.sum()) for z, w in bins_of_rows), strict=True
+    )
     return torch.stack(moments).cumsum(dim=0), torch.stack(masses).cumsum(dim=0)
 
 

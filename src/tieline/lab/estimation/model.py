@@ -84,21 +84,21 @@ def draw_inputs(
     """Inputs (n, d) of one seed, or (R, n, d) of R seeds."""
     require(law in LAWS, f"law must be one of {LAWS}, got {law!r}")
 
-    def one(generator: torch.Generator) -> Tensor:
+    def draw(generator: torch.Generator) -> Tensor:
         if law == "normal":
             return torch.randn(n, d, dtype=torch.float64, generator=generator)
         return 2 * torch.rand(n, d, dtype=torch.float64, generator=generator) - 1
 
-    return _per_seed(one, seed, stream=0)
+    return _per_seed(draw, seed, stream=0)
 
 
 def draw_noise(n: int, seed: int | Sequence[int]) -> Float[Tensor, "*repetitions n"]:
     """Standard normal noise (n,) of one seed, or (R, n) of R seeds."""
 
-    def one(generator: torch.Generator) -> Tensor:
+    def draw(generator: torch.Generator) -> Tensor:
         return torch.randn(n, dtype=torch.float64, generator=generator)
 
-    return _per_seed(one, seed, stream=1)
+    return _per_seed(draw, seed, stream=1)
 
 
 def _per_seed(draw, seed: int | Sequence[int], stream: int) -> Tensor:
@@ -107,7 +107,7 @@ def _per_seed(draw, seed: int | Sequence[int], stream: int) -> Tensor:
         state = np.random.SeedSequence((seed, stream)).generate_state(1, np.uint64)[0]
         return draw(torch.Generator().manual_seed(int(state >> 1)))
     require(len(seed) > 0, "several repetitions need at least one seed, got none")
-    return torch.stack([_per_seed(draw, one, stream) for one in seed])
+    return torch.stack([_per_seed(draw, each, stream) for each in seed])
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ def _inverse(length: Tensor) -> Tensor:
     return torch.where(length > 0, 1 / length.clamp_min(torch.finfo(length.dtype).tiny), 0.0)
 
 
-class _Pass(NamedTuple):
+class _Evaluation(NamedTuple):
     """Intermediate results that value and Jacobian share; samples last."""
 
     columns: Tensor  # (*inputs, d, n)
@@ -286,12 +286,12 @@ class MoEModel:
 
     def check(self, params: MoEParameters) -> None:
         """Raise unless the parameters have the shapes of this model."""
-        found = (params.n_experts, params.router.shape[-1], params.experts.shape[-1])
-        wanted = (self.n_experts, self.router_dim, self.expert_dim)
+        sizes = (params.n_experts, params.router.shape[-1], params.experts.shape[-1])
+        expected = (self.n_experts, self.router_dim, self.expert_dim)
         require(
-            found == wanted,
+            sizes == expected,
             f"{self.gate} gate, {self.expert} experts, d={self.d}: experts and lengths of "
-            f"router and expert rows must be {wanted}, got {found}",
+            f"router and expert rows must be {expected}, got {sizes}",
             ShapeError,
         )
 
@@ -377,7 +377,7 @@ class MoEModel:
         scaled = self.expert == "two_layer"
         return inner, value, value * rows[..., self.d + 1, None] if scaled else value
 
-    def _run(self, params: MoEParameters, x: Inputs) -> _Pass:
+    def _run(self, params: MoEParameters, x: Inputs) -> _Evaluation:
         self.check(params)
         require(
             x.shape[-1] == self.d and x.dtype == torch.float64,
@@ -388,9 +388,9 @@ class MoEModel:
         features = input_features(self.gate, x, self._tau[1])
         products = self._products(params, features)
         weights = gate_weights(self.link, products + params.bias.unsqueeze(-1))
-        return _Pass(columns, features, products, weights, *self._experts(params, columns))
+        return _Evaluation(columns, features, products, weights, *self._experts(params, columns))
 
-    def _write_expert_block(self, params: MoEParameters, run: _Pass, out: Tensor) -> None:
+    def _write_expert_block(self, params: MoEParameters, run: _Evaluation, out: Tensor) -> None:
         """G_i ∂h_i/∂(a, b[, λ]) into (*batch, N, q, n)."""
         d = self.d
         torch.mul(run.weights, self.ridge.slope(run.inner), out=out[..., d, :])

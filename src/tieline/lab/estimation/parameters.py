@@ -93,8 +93,8 @@ class MoEParameters:
 
     def flatten(self) -> Float[Tensor, "*batch p"]:
         """One vector per problem: all router rows, then all biases, then all expert rows."""
-        parts = (self.router.flatten(-2), self.bias, self.experts.flatten(-2))
-        return torch.cat(parts, dim=-1)
+        blocks = (self.router.flatten(-2), self.bias, self.experts.flatten(-2))
+        return torch.cat(blocks, dim=-1)
 
     def like(self, vector: Float[Tensor, "*batch p"]) -> "MoEParameters":
         """Parameters of this shape from vectors: the inverse of `flatten`."""

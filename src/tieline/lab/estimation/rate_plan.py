@@ -3,7 +3,7 @@
     RatePlan            what is fitted and compared, and on which grid
     named_case          the plan of a published setting, or of a small design, by its name
     case_of             the plan of any combination of gate, link and experts
-    describe_settings   the names, each with a few words
+    describe_settings   the names with one line each
     plan_blocks         the repetitions that are fitted together
     estimate_seconds    about how long they take
 
@@ -113,8 +113,8 @@ class RatePlan:
     @property
     def key(self) -> str:
         """Sixteen digits of a SHA-256 over all that a repetition depends on."""
-        named = ("name", "noise", "law", "loss", "paper", "power", "shrink", "starts", "method")
-        facts = {name: getattr(self, name) for name in (*named, "iterations", "seed")}
+        fields = ("name", "noise", "law", "loss", "paper", "power", "shrink", "starts", "method")
+        facts = {name: getattr(self, name) for name in (*fields, "iterations", "seed")}
         if self.samples:
             facts["samples"] = self.samples
         for name in ("model", "source"):
@@ -124,7 +124,7 @@ class RatePlan:
         return hashlib.sha256(canonical(facts).encode()).hexdigest()[:16]
 
 
-class Block(NamedTuple):
+class RepetitionBlock(NamedTuple):
     """Repetitions that are fitted together."""
 
     n: int
@@ -144,20 +144,20 @@ class Block(NamedTuple):
 
 def plan_blocks(
     plan: RatePlan, done: Sequence[tuple[int, float, int]] = (), most: int = MOST_ENTRIES
-) -> list[Block]:
+) -> list[RepetitionBlock]:
     """Blocks of what is not done yet, as (n, radius, repetition); the largest first."""
-    known = set(done)
+    finished = set(done)
     blocks = []
     for n in plan.sizes:
         for radius in plan.radii:
-            todo = [r for r in range(plan.repetitions) if (n, radius, r) not in known]
+            todo = [r for r in range(plan.repetitions) if (n, radius, r) not in finished]
             size = max(1, most // (plan.drawn(n)[0] * plan.model.n_parameters))
-            parts = [todo[at : at + size] for at in range(0, len(todo), size)]
-            blocks += [Block(n, radius, tuple(part)) for part in parts]
+            groups = [todo[at : at + size] for at in range(0, len(todo), size)]
+            blocks += [RepetitionBlock(n, radius, tuple(group)) for group in groups]
     return sorted(blocks, key=lambda block: -block.rows)
 
 
-def estimate_seconds(plan: RatePlan, blocks: Sequence[Block], jobs: int) -> float:
+def estimate_seconds(plan: RatePlan, blocks: Sequence[RepetitionBlock], jobs: int) -> float:
     """Estimate the time of the blocks within a factor of three, from one timed pass."""
     if not blocks:
         return 0.0
@@ -184,7 +184,6 @@ class Case:
     plan: RatePlan  # what to fit
     paper_slope: float | None = None  # the printed slope, if a paper printed one
     misfit: float = 0.0  # ‖f_Ḡ - q‖; zero where the model contains the truth
-    words: str = ""  # the setting in a few words
     condition: float | None = None  # of the information matrix, if the truth was chosen for it
 
 
@@ -206,10 +205,10 @@ def named_case(name: str, seed: int = 0, **grid: Any) -> Case:
     """
     if name in SETTINGS:
         return _published(SETTINGS[name], seed, grid)
-    parts = name.split("-")
-    known = f"unknown setting {name!r}: a published one ({', '.join(SETTINGS)}) or a small design"
-    require(len(parts) == 4 and parts[0] == "small", f"{known}, small-GATE-LINK-EXPERT")
-    return case_of(gate=parts[1], link=parts[2], expert=parts[3], name=name, seed=seed, **grid)
+    fields = name.split("-")
+    message = f"unknown setting {name!r}: a published one ({', '.join(SETTINGS)}) or a small design"
+    require(len(fields) == 4 and fields[0] == "small", f"{message}, small-GATE-LINK-EXPERT")
+    return case_of(gate=fields[1], link=fields[2], expert=fields[3], name=name, seed=seed, **grid)
 
 
 def case_of(
@@ -244,28 +243,28 @@ def _case_of_model(
     **grid: Any,
 ) -> Case:
     """A model with the best conditioned of many truths."""
-    wanted = fitted or model.n_experts
-    require(wanted >= model.n_experts, f"fit at least the {model.n_experts} true experts: {wanted}")
-    found = well_conditioned(model, seed=seed, draws=draws)
-    parts = [model.gate, model.link, model.expert, f"d{model.d}", f"k{wanted}"]
-    words = f"{model.gate} gate, {model.link}, {model.expert} experts, d {model.d}"
-    options = {"noise": found.noise, **_loss(model, wanted), **grid}
+    n_fitted = fitted or model.n_experts
+    require(
+        n_fitted >= model.n_experts, f"fit at least the {model.n_experts} true experts: {n_fitted}"
+    )
+    design = well_conditioned(model, seed=seed, draws=draws)
+    fields = [model.gate, model.link, model.expert, f"d{model.d}", f"k{n_fitted}"]
+    options = {"noise": design.noise, **_loss(model, n_fitted), **grid}
     plan = RatePlan(
-        name or "-".join(parts),
-        model.with_experts(wanted),
+        name or "-".join(fields),
+        model.with_experts(n_fitted),
         model,
-        found.truth,
-        found.truth,
+        design.truth,
+        design.truth,
         seed=seed,
         **options,
     )
-    words += f", condition {found.condition:.0f}"
-    return Case(plan, words=words, condition=found.condition)
+    return Case(plan, condition=design.condition)
 
 
 def describe_settings() -> Mapping[str, str]:
-    """Every name with a few words; the small designs by their pattern."""
-    published = {name: _words(one) for name, one in SETTINGS.items()}
+    """Return every name with one line; the small designs by their pattern."""
+    published = {name: _description(setting) for name, setting in SETTINGS.items()}
     pattern = "small-GATE-LINK-EXPERT"
     return published | {pattern: "about 30 parameters, well specified, noise 0.01"}
 
@@ -275,7 +274,7 @@ def _published(setting: Setting, seed: int, grid: Mapping[str, Any]) -> Case:
     truth = setting.draw_truth(seed)
     reference, misfit = truth, 0.0
     if setting.regime == "misspecified":
-        found = population_minimiser(
+        minimiser = population_minimiser(
             setting.fitted,
             lambda x: setting.truth.regression(truth, x),
             near=lift(setting.fitted, truth),
@@ -284,7 +283,7 @@ def _published(setting: Setting, seed: int, grid: Mapping[str, Any]) -> Case:
             refine=REFINED,
             seed=seed,
         )
-        reference, misfit = found.params, found.misfit
+        reference, misfit = minimiser.params, minimiser.misfit
     options = {
         "noise": setting.noise,
         "sizes": _spaced(*setting.sample_sizes),
@@ -296,10 +295,11 @@ def _published(setting: Setting, seed: int, grid: Mapping[str, Any]) -> Case:
     plan = RatePlan(
         setting.name, setting.fitted, setting.truth, truth, reference, seed=seed, **options
     )
-    return Case(plan, setting.published_slope, misfit, _words(setting))
+    return Case(plan, setting.published_slope, misfit)
 
 
-def _words(setting: Setting) -> str:
+def _description(setting: Setting) -> str:
+    """One line for the list of settings."""
     model = setting.fitted
     return (
         f"paper {setting.paper}, figure {setting.figure}: {model.gate} {model.link}, "

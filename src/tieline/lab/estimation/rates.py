@@ -53,9 +53,9 @@ from tieline.lab.estimation.fit import (
 from tieline.lab.estimation.losses import quotient_losses, voronoi_losses
 from tieline.lab.estimation.model import MoEModel
 from tieline.lab.estimation.rate_plan import (
-    Block,
     Case,
     RatePlan,
+    RepetitionBlock,
     as_case,
     estimate_seconds,
     plan_blocks,
@@ -95,7 +95,7 @@ class RateRow:
         require(min(counts) >= 0, f"counts are not negative, got {counts}")
 
     @property
-    def place(self) -> tuple[int, float, int]:
+    def grid_point(self) -> tuple[int, float, int]:
         """Where the row lies on the plan's grid."""
         return self.n, self.radius, self.repetition
 
@@ -214,7 +214,7 @@ class RateStudy(Result):
         case = study if isinstance(study, Case) else Case(study)
         plan, model = case.plan, case.plan.model
         counts = {s.name.lower(): sum(row.status == s for row in rows) for s in Status}
-        found = cls(
+        result = cls(
             name=plan.name,
             model=StudiedModel(
                 model.gate, model.link, model.expert, model.d, model.n_experts, model.n_parameters
@@ -242,7 +242,7 @@ class RateStudy(Result):
             samples=plan.samples,
             rows=tuple(rows),
         )
-        return found if error is None else replace(found, sample_size=_needed(found, error))
+        return result if error is None else replace(result, sample_size=_needed(result, error))
 
     def losses(self, loss: str, radius: float | None = None) -> list[Float[Tensor, " _"]]:
         """Return the finite losses at each sample size, from the first start radius by default."""
@@ -288,36 +288,38 @@ def _losses(
 
 def _series(plan: RatePlan, rows: Sequence[RateRow], loss: str, radius: float) -> LossSeries:
     losses = zip(plan.sizes, _losses(rows, plan.sizes, loss, radius), strict=True)
-    known = [(n, part) for n, part in losses if len(part)]
-    errors = [mean_estimate(part).standard_error or 0.0 for _, part in known]
-    fair = [(n, part) for n, part in known if n >= plan.model.n_parameters]
-    falls = len(fair) >= 2 and all(part.mean() > 0 for _, part in fair)
+    sampled = [(n, values) for n, values in losses if len(values)]
+    errors = [mean_estimate(values).standard_error or 0.0 for _, values in sampled]
+    fair = [(n, values) for n, values in sampled if n >= plan.model.n_parameters]
+    falls = len(fair) >= 2 and all(values.mean() > 0 for _, values in fair)
     return LossSeries(
         loss,
         radius,
         f"r = {radius:g}" + (" √(1000/n)" if plan.shrink else ""),
-        tuple(n for n, _ in known),
-        tuple(part.mean().item() for _, part in known),
+        tuple(n for n, _ in sampled),
+        tuple(values.mean().item() for _, values in sampled),
         tuple(errors),
-        fit_rate([n for n, _ in fair], [part for _, part in fair]) if falls else None,
+        fit_rate([n for n, _ in fair], [values for _, values in fair]) if falls else None,
     )
 
 
 def _ridge(plan: RatePlan) -> RidgeSizes:
     p = plan.model.n_parameters
     few = tuple(n for n in plan.sizes if n < p)
-    words = (
+    warning = (
         f"n = {', '.join(f'{n:,}' for n in few)}: fewer samples than the {p} parameters, so a "
         "ridge picks one of the many fits that the data allow; these losses depend on the ridge "
         "and no slope counts them"
     )
-    return RidgeSizes(few, words if few else "")
+    return RidgeSizes(few, warning if few else "")
 
 
 def _needed(study: RateStudy, error: float) -> SamplesNeeded:
-    found = study.samples_for(error)
-    n, low, high = (x if math.isfinite(x) else None for x in (found.n, found.low, found.high))
-    return SamplesNeeded(n, low, high, error, found.seen, str(found))
+    estimate = study.samples_for(error)
+    n, low, high = (
+        x if math.isfinite(x) else None for x in (estimate.n, estimate.low, estimate.high)
+    )
+    return SamplesNeeded(n, low, high, error, estimate.seen, str(estimate))
 
 
 def rate_study(
@@ -357,11 +359,11 @@ def rate_study(
     for fresh in run_jobs(fit_block, arguments, executor=executor, address=address, jobs=jobs):
         if store is not None:
             store.add(fresh)
-        rows |= {row.place: row for row in fresh}
+        rows |= {row.grid_point: row for row in fresh}
         done += sum(row.n for row in fresh)
         if progress is not None:
             progress(done, total)
-    study = RateStudy.of(case, [rows[place] for place in sorted(rows)], error)
+    study = RateStudy.of(case, [rows[point] for point in sorted(rows)], error)
     if not quiet:
         tell_failures(torch.tensor([Status(row.status).answered for row in study.rows]))
         if study.ridge.words:
@@ -377,13 +379,13 @@ def study_seconds(plan: RatePlan, results: Path | None = None, jobs: int = -1) -
 
 
 def _known(plan: RatePlan, store: "RateStore | None") -> dict[tuple[int, float, int], RateRow]:
-    """Rows of the store that lie on the plan's grid, by their place."""
+    """Rows of the store that lie on the plan's grid, by their grid point."""
     rows = [] if store is None else store.load(plan.key)
     grid = {(n, r, i) for n in plan.sizes for r in plan.radii for i in range(plan.repetitions)}
-    return {row.place: row for row in rows if row.place in grid}
+    return {row.grid_point: row for row in rows if row.grid_point in grid}
 
 
-def fit_block(plan: RatePlan, block: Block) -> list[RateRow]:
+def fit_block(plan: RatePlan, block: RepetitionBlock) -> list[RateRow]:
     """Simulate, fit and compare the repetitions of a block, on one thread."""
     begun = time.process_time()
     with one_thread():
@@ -418,7 +420,7 @@ def fit_block(plan: RatePlan, block: Block) -> list[RateRow]:
     ]
 
 
-def fit_repetitions(plan: RatePlan, block: Block) -> FitResult:
+def fit_repetitions(plan: RatePlan, block: RepetitionBlock) -> FitResult:
     """Simulate and fit the repetitions of a block; the best start of each."""
     seeds = block.seeds(plan)
     samples, noise = plan.drawn(block.n)
@@ -426,13 +428,13 @@ def fit_repetitions(plan: RatePlan, block: Block) -> FitResult:
     radius = radius_at(block.radius, block.n, shrink=plan.shrink)
     starts = near_truth(plan.centre, radius, [seed ^ 1 for seed in seeds], plan.starts)
     steps: dict[str, Any] = {"iterations": plan.iterations} if plan.method == "lm" else {}
-    found = fit(plan.model, sample.x, sample.y, starts, method=plan.method, quiet=True, **steps)
-    return found.best()
+    fits = fit(plan.model, sample.x, sample.y, starts, method=plan.method, quiet=True, **steps)
+    return fits.best()
 
 
 def _finite(value: Tensor) -> float | None:
-    found = value.item()
-    return found if math.isfinite(found) else None
+    number = value.item()
+    return number if math.isfinite(number) else None
 
 
 @dataclass(frozen=True)
@@ -451,8 +453,8 @@ class RateStore:
         folder = self.path.absolute().parent
         require(folder.is_dir(), f"cannot keep results in {self.path}: there is no {folder}")
         require(not self.path.is_dir(), f"cannot keep results in {self.path}: it is a folder")
-        place = self.path if self.path.exists() else folder
-        require(os.access(place, os.W_OK), f"cannot keep results in {place}: it is read-only")
+        target = self.path if self.path.exists() else folder
+        require(os.access(target, os.W_OK), f"cannot keep results in {target}: it is read-only")
 
     def load(self, study: str) -> list[RateRow]:
         """Read the rows of a study; a broken last line is left out, any other is refused."""
@@ -469,10 +471,10 @@ class RateStore:
     def add(self, rows: Iterable[RateRow]) -> None:
         """Append rows, after cutting off an unfinished last line."""
         text = "".join(canonical(asdict(row)) + "\n" for row in rows).encode()
-        whole = self._whole_length()
+        end = self._whole_length()
         with self.path.open("r+b" if self.path.exists() else "xb") as file:
-            file.truncate(whole)
-            file.seek(whole)
+            file.truncate(end)
+            file.seek(end)
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -49,7 +49,7 @@ from tieline.lab.estimation.mixture_fit import (
     fit_mixture,
     some_rows,
 )
-from tieline.lab.estimation.mixture_starts import Rows, SharedGate
+from tieline.lab.estimation.mixture_starts import SharedGate, WeightedRows
 from tieline.lab.estimation.model import EXPERTS, GATES, LINKS, RIDGES, MoEModel
 from tieline.lab.estimation.parameters import MoEParameters
 from tieline.measure.distance import expert_distances, nearest_tie
@@ -212,7 +212,7 @@ class MoERegressor(RegressorMixin, MultiOutputMixin, BaseEstimator):
         ridge = None if self.ridge == "auto" else float(self.ridge)
         return FitSettings(int(self.n_init), int(self.max_iter), float(self.tol), ridge, seed)
 
-    def _count(self, family: MoEModel, rows: Rows, settings: FitSettings) -> int:
+    def _count(self, family: MoEModel, rows: WeightedRows, settings: FitSettings) -> int:
         """The number of experts, chosen from the data for "auto"."""
         self.selection_ = None
         if self.n_experts != "auto":
@@ -231,14 +231,14 @@ class MoERegressor(RegressorMixin, MultiOutputMixin, BaseEstimator):
             self.selection_ = by_cross_validation(family, few, most, folds, settings)
         return self.selection_.chosen
 
-    def _keep(self, regression: SharedGate, rows: Rows, found: MixtureFit) -> None:
-        self._regression, self.fit_ = regression, found
+    def _keep(self, regression: SharedGate, rows: WeightedRows, fit: MixtureFit) -> None:
+        self._regression, self.fit_ = regression, fit
         self._remembered = rows.x[:: max(1, -(-len(rows.x) // REMEMBERED))]
         self.gating_ = self._parameters[0]
         experts = self._parameters.experts.numpy()
         self.experts_ = experts[0] if self._flat else experts
-        self.loss_, self.status_ = found.error, found.status
-        self.n_iter_ = max(1, found.iterations)
+        self.loss_, self.status_ = fit.error, fit.status
+        self.n_iter_ = max(1, fit.iterations)
 
     @property
     def _parameters(self) -> MoEParameters:
@@ -250,7 +250,7 @@ class MoERegressor(RegressorMixin, MultiOutputMixin, BaseEstimator):
         array = validate_data(self, X, reset=False, dtype=np.float64)
         return self.scales_.inputs(torch.tensor(array))
 
-    def _warn(self, regression: SharedGate, rows: Rows) -> None:
+    def _warn(self, regression: SharedGate, rows: WeightedRows) -> None:
         targets = rows.y.numel()
         if targets < regression.size and self.ridge == "auto":
             warnings.warn(
@@ -260,12 +260,12 @@ class MoERegressor(RegressorMixin, MultiOutputMixin, BaseEstimator):
                 UserWarning,
                 stacklevel=3,
             )
-        found = self.fit_
-        if found.failed:
-            kept = "was" if found.status == "converged" else "was not"
+        fit = self.fit_
+        if fit.failed:
+            kept = "was" if fit.status == "converged" else "was not"
             warnings.warn(
-                f"{found.failed} of {len(found.starts)} starts did not converge "
-                f"({found.words()}); the one that is kept {kept} among those that did. "
+                f"{fit.failed} of {len(fit.starts)} starts did not converge "
+                f"({fit.failures()}); the one that is kept {kept} among those that did. "
                 f"max_iter={self.max_iter} and tol={self.tol} decide",
                 ConvergenceWarning,
                 stacklevel=3,
@@ -276,8 +276,8 @@ def check_settings(estimator: Any) -> None:
     """Raise for a setting out of range, naming its value and its rule."""
     for name, allowed in CHOICES.items():
         value = getattr(estimator, name)
-        words = ", ".join(repr(word) for word in allowed)
-        _need(isinstance(value, str) and value in allowed, estimator, name, f"among {{{words}}}")
+        choices = ", ".join(repr(word) for word in allowed)
+        _need(isinstance(value, str) and value in allowed, estimator, name, f"among {{{choices}}}")
     for name in COUNTS:
         _need(_is_count(getattr(estimator, name)), estimator, name, "an int >= 1")
     count = estimator.n_experts
@@ -341,12 +341,12 @@ def distinct_rows(x: Array, y: Array, weight: Array) -> tuple[Array, Array, Arra
     return table[first, : x.shape[1]], table[first, x.shape[1] :], np.add.reduceat(mass, first)
 
 
-def standardised(x: Array, y: Array, weight: Array, model: MoEModel) -> tuple[Rows, Scales]:
+def standardised(x: Array, y: Array, weight: Array, model: MoEModel) -> tuple[WeightedRows, Scales]:
     """Rows with weights of mean 1 in standard units, and the units, which the experts decide."""
-    inputs, targets, mass = (torch.tensor(part, dtype=torch.float64) for part in (x, y, weight))
+    inputs, targets, mass = (torch.tensor(array, dtype=torch.float64) for array in (x, y, weight))
     mass = mass / mass.mean()
     scales = Scales(*_moments(inputs, mass), *_reach(targets, mass, model))
-    return Rows(scales.inputs(inputs), scales.targets(targets), mass), scales
+    return WeightedRows(scales.inputs(inputs), scales.targets(targets), mass), scales
 
 
 def _moments(values: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:

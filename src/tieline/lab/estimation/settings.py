@@ -174,8 +174,8 @@ def _softmax_data(link: str, expert: str, loss: str) -> dict:
 
 
 SETTINGS = {
-    one.name: one
-    for one in (
+    published.name: published
+    for published in (
         _paper2("1a", "cosine", -0.11),
         _paper2("1a", "perturbed", -0.50),
         _paper2("1b", "cosine", -0.05, extra=1),
@@ -252,22 +252,22 @@ def well_conditioned(model: MoEModel, *, seed: int = 0, draws: int = 200) -> Sma
     require(draws >= 1, f"need at least one draw, got {draws}")
     scores = [_score(model, _draw(model, seed, draw)) for draw in range(draws)]
     draw = min(range(draws), key=scores.__getitem__)
-    known = scores[draw] < float("inf")
-    require(known, f"none of {draws} draws is well conditioned: try another seed")
+    finite = scores[draw] < float("inf")
+    require(finite, f"none of {draws} draws is well conditioned: try another seed")
     return _walk(SmallDesign(model, _draw(model, seed, draw), scores[draw], draw), seed)
 
 
-def _walk(found: SmallDesign, seed: int) -> SmallDesign:
+def _walk(design: SmallDesign, seed: int) -> SmallDesign:
     """Small steps from a truth, kept if they lower its condition number, until it is enough."""
-    model, generator = found.model, torch.Generator().manual_seed(seed)
-    while found.condition > ENOUGH and found.steps < MOST_STEPS:
+    model, generator = design.model, torch.Generator().manual_seed(seed)
+    while design.condition > ENOUGH and design.steps < MOST_STEPS:
         step = _normal(model, generator).flatten()
-        truth = found.truth.like(found.truth.flatten() + STEP * step)
-        condition, steps = _score(model, truth), found.steps + 1
-        better = condition < found.condition
+        truth = design.truth.like(design.truth.flatten() + STEP * step)
+        condition, steps = _score(model, truth), design.steps + 1
+        better = condition < design.condition
         kept = {"truth": truth, "condition": condition} if better else {}
-        found = replace(found, steps=steps, **kept)
-    return found
+        design = replace(design, steps=steps, **kept)
+    return design
 
 
 def _draw(model: MoEModel, seed: int, draw: int) -> MoEParameters:
@@ -297,8 +297,8 @@ def _score(model: MoEModel, truth: MoEParameters) -> float:
     relu = "relu" in (model.expert, model.activation if model.expert == "two_layer" else "")
     if relu and not bool(kinks_inside(model, truth).all()):
         return float("inf")
-    found = information(model, truth, n=1000)
-    return found.condition if found.nullity == null_dimension(model) else float("inf")
+    spectrum = information(model, truth, n=1000)
+    return spectrum.condition if spectrum.nullity == null_dimension(model) else float("inf")
 
 
 def kinks_inside(model: MoEModel, params: MoEParameters) -> Float[Tensor, " experts"]:

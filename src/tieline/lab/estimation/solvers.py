@@ -105,8 +105,12 @@ class LeastSquares:
         require(finite, "x and y must be finite, got NaN or an infinity")
         require(self.ridge >= 0, f"a ridge is not negative, got {self.ridge}")
         if self.weight is not None:
-            shape, found = tuple(self.x.shape[:2]), tuple(self.weight.shape)
-            require(found == shape, f"a weight for each sample: {shape}, got {found}", ShapeError)
+            shape, weight_shape = tuple(self.x.shape[:2]), tuple(self.weight.shape)
+            require(
+                weight_shape == shape,
+                f"a weight for each sample: {shape}, got {weight_shape}",
+                ShapeError,
+            )
             good = bool((self.weight.isfinite() & (self.weight >= 0)).all())
             good = good and bool((self.weight.sum(-1) > 0).all())
             require(good, "weights must be finite, not negative, and not all zero", ParameterError)
@@ -231,7 +235,7 @@ class _Batch:
     refused: Int[Tensor, " problems"]
 
     def keep(self, left: Bool[Tensor, " problems"]) -> "_Batch":
-        normal = Normal(*(part[left] for part in self.normal))
+        normal = Normal(*(field[left] for field in self.normal))
         counts = self.damping[left], self.slow[left], self.refused[left]
         return _Batch(self.which[left], self.theta[left], normal, *counts)
 
@@ -246,8 +250,8 @@ def levenberg_marquardt(
 ) -> Minimum:
     """Minimise every problem from its start, to a tolerance of the relative offset, |θ| <= box."""
     size = problem.regression.size
-    wanted, found = (problem.problems, size), tuple(starts.shape)
-    require(found == wanted, f"a start for each problem: {wanted}, got {found}", ShapeError)
+    expected, shape = (problem.problems, size), tuple(starts.shape)
+    require(shape == expected, f"a start for each problem: {expected}, got {shape}", ShapeError)
     require(starts.dtype == torch.float64, f"starts are float64, got {starts.dtype}", ShapeError)
     require(bool(starts.isfinite().all()), "starts must be finite, got NaN or an infinity")
     batch = _begin(problem, starts.clamp(-box, box))

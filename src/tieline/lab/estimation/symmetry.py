@@ -49,25 +49,25 @@ def symmetries(model: MoEModel) -> tuple[Symmetry, ...]:
     """The symmetry group of a combination of gate, link and experts, as data."""
     d, n, degree = model.d, model.n_experts, model.ridge.degree
     half = d * (d + 1) // 2
-    found = [Symmetry("order", "atoms", "permute", 0)]
+    groups = [Symmetry("order", "atoms", "permute", 0)]
     if model.link == "softmax":
         free = {"quadratic": half + d, "partial": half, "cosine": max(0, d - n)}.get(model.gate, d)
-        found.append(Symmetry("bias shift", "bias", "shift", 1))
-        found.append(Symmetry("row shift", "router", "shift", free))
+        groups.append(Symmetry("bias shift", "bias", "shift", 1))
+        groups.append(Symmetry("row shift", "router", "shift", free))
     if model.gate == "cosine":
-        found.append(Symmetry("row scale", "router", "scale", n))
+        groups.append(Symmetry("row scale", "router", "scale", n))
     if model.gate in QUADRATIC:
-        found.append(Symmetry("matrix part", "router", "drop", n * d * (d - 1) // 2))
+        groups.append(Symmetry("matrix part", "router", "drop", n * d * (d - 1) // 2))
     if model.expert == "two_layer" and degree is not None:
-        found.append(Symmetry("hidden scale", "experts", "scale", n))
+        groups.append(Symmetry("hidden scale", "experts", "scale", n))
     if has_signs(model):
-        found.append(Symmetry("sign", "experts", "flip", 0))
+        groups.append(Symmetry("sign", "experts", "flip", 0))
     if degree is not None or model.expert == "two_layer":
-        words = "sigmoid link, zero router row"
+        condition = "sigmoid link, zero router row"
         if model.link == "softmax":
-            words = "several atoms with one router row and one direction of the expert"
-        found.append(Symmetry("mass and scale", "bias and experts", "scale", n, words))
-    return tuple(found)
+            condition = "several atoms with one router row and one direction of the expert"
+        groups.append(Symmetry("mass and scale", "bias and experts", "scale", n, condition))
+    return tuple(groups)
 
 
 def null_dimension(model: MoEModel, *, bias_pinned: bool = False) -> int:

@@ -8,7 +8,7 @@ import torch
 from tieline.analysis.linear import linear_choice, linear_weights, router_offset
 from tieline.analysis.sources import ModelSource, as_model
 from tieline.core.errors import require
-from tieline.lab.tropical.measured import MeasuredLayer, measured_layer
+from tieline.lab.tropical.measured import RouterMeasurement, measured_layer
 from tieline.models.capture import capture
 from tieline.models.demo import DEMO
 from tieline.models.families import find_routers
@@ -29,7 +29,7 @@ def measure_design(
     seed: int = 0,
     progress: Callable[[str, int, int], None] | None = None,
     **loading: Any,
-) -> tuple[MeasuredLayer, ...]:
+) -> tuple[RouterMeasurement, ...]:
     """Coalitions met along real hidden states, saturation and centring, layer by layer.
 
     Args:
@@ -67,12 +67,12 @@ def _width(layers: Any) -> int:
 
 def _measured(
     model: Any, trace: RoutingTrace, layer: LayerTrace, weights: dict[str, Any], seed: int
-) -> MeasuredLayer:
+) -> RouterMeasurement:
     status = linear_choice(layer, weights)
     if status == "ok" and not layer.facts.affine:
         status = "not answerable: its scores are not affine in its input"
     if status != "ok":
-        return MeasuredLayer(layer.name, status)
+        return RouterMeasurement(layer.name, status)
     bias = torch.zeros(layer.facts.n_experts, dtype=torch.float64)
     bias = bias + router_offset(model.get_submodule(layer.name), len(bias))
     bias = bias + (0.0 if layer.bias is None else layer.bias)

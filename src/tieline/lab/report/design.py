@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tieline.lab.tropical.advisor import Advice, Entry
-from tieline.lab.tropical.measured import MeasuredLayer
+from tieline.lab.tropical.measured import RouterMeasurement
 from tieline.report.drawing import ACCENT, NOTICE, WARN, canvas
 from tieline.report.frame import notebook_html
 from tieline.report.plain import Section, plain_page
@@ -130,7 +130,7 @@ def measured_grid(result: Advice) -> Grid:
     return Grid(MEASURED_HEAD, tuple(map(_measured_row, labels, result.measured)))
 
 
-def _measured_row(label: str, layer: MeasuredLayer) -> tuple[str, ...]:
+def _measured_row(label: str, layer: RouterMeasurement) -> tuple[str, ...]:
     near, far, centred = layer.neighbours, layer.any_two, layer.centring
     if near is None or far is None or centred is None:
         return (label, *[DASH] * (len(MEASURED_HEAD) - 2), layer.status)

@@ -45,18 +45,18 @@ def read_json(path: Path) -> Any:
 
 def last_checkpoint(folder: Path) -> Path | None:
     """Return the newest complete checkpoint of a run, None if there is none."""
-    found = []
+    complete = []
     for path in folder.glob("checkpoint-*"):
-        named = FOLDER.fullmatch(path.name)
-        if named and (path / COMPLETE).is_file():
-            found.append((int(named[1]), path))
-    return max(found)[1] if found else None
+        match = FOLDER.fullmatch(path.name)
+        if match and (path / COMPLETE).is_file():
+            complete.append((int(match[1]), path))
+    return max(complete)[1] if complete else None
 
 
 def incomplete_checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints of a run that were not written to their end."""
-    found = [path for path in folder.glob("checkpoint-*") if FOLDER.fullmatch(path.name)]
-    return [path for path in found if not (path / COMPLETE).is_file()]
+    folders = [path for path in folder.glob("checkpoint-*") if FOLDER.fullmatch(path.name)]
+    return [path for path in folders if not (path / COMPLETE).is_file()]
 
 
 def checkpoint_step(checkpoint: Path | None) -> int:
@@ -72,10 +72,10 @@ def mark_complete(folder: Path, step: int) -> None:
 def save_weights(model: torch.nn.Module, folder: Path) -> None:
     """Write the weights of a model to one file, tied ones once."""
     folder.mkdir(parents=True, exist_ok=True)
-    seen: dict[int, str] = {}
+    names: dict[int, str] = {}
     weights: dict[str, torch.Tensor] = {}
     for name, value in model.state_dict().items():
-        if seen.setdefault(value.data_ptr(), name) == name:
+        if names.setdefault(value.data_ptr(), name) == name:
             weights[name] = value.contiguous()
     save_file(weights, folder / WEIGHTS, {"format": "pt"})
 
@@ -104,8 +104,8 @@ def load_groups(folder: Path, optimizer: Any, scheduler: Any) -> dict[str, float
     rest = read_json(folder / STATE)
     _check_groups(folder, optimizer, rest, {})
     groups = [group | {"betas": tuple(group["betas"])} for group in rest["groups"]]
-    for own, kept in zip(optimizer.param_groups, groups, strict=True):
-        own.update({name: value for name, value in kept.items() if name != "params"})
+    for group, kept in zip(optimizer.param_groups, groups, strict=True):
+        group.update({name: value for name, value in kept.items() if name != "params"})
     scheduler.load_state_dict(rest["scheduler"])
     return rest["gates"]
 

@@ -300,14 +300,14 @@ class TrainConfig:
 
     def replace(self, **changes: Any) -> "TrainConfig":
         """Return the run with changed fields; `optim__steps=3` changes a field of a part."""
-        parts: dict[str, dict[str, Any]] = {}
+        by_owner: dict[str, dict[str, Any]] = {}
         for name, value in changes.items():
             owner, _, inner = name.partition("__")
-            parts.setdefault(owner if inner else "", {})[inner or name] = value
-        whole = parts.pop("", {})
-        for owner, inner in parts.items():
-            whole[owner] = dataclasses.replace(getattr(self, owner), **inner)
-        return dataclasses.replace(self, **whole)
+            by_owner.setdefault(owner if inner else "", {})[inner or name] = value
+        fields = by_owner.pop("", {})
+        for owner, inner in by_owner.items():
+            fields[owner] = dataclasses.replace(getattr(self, owner), **inner)
+        return dataclasses.replace(self, **fields)
 
 
 COSINE = {"d_proj": 8, "temperature": 0.1}

@@ -35,7 +35,7 @@ from tieline.lab.training.checkpoint import (
 from tieline.lab.training.config import TrainConfig
 from tieline.lab.training.fetch import DataError
 from tieline.lab.training.language import moe_layers
-from tieline.lab.training.parallel.checkpoint import make_whole
+from tieline.lab.training.parallel.checkpoint import consolidate
 from tieline.lab.training.tasks import Task, TaskData, task_of
 from tieline.lab.training.trainer import RoutingTrainer, training_arguments
 from tieline.models.running import no_bars
@@ -136,29 +136,29 @@ def run(
         progress: called at each stage.
         watch: called after every step; it must not change weights or random generators.
     """
-    tell = progress or (lambda stage, done, of: None)
+    on_stage = progress or (lambda stage, done, of: None)
     check_folder(out / "model")
     checkpoint = prepare_folder(config, out, resume)
-    if resume and (known := finished(out)) is not None:
-        return known
-    make_whole(checkpoint)
+    if resume and (result := finished(out)) is not None:
+        return result
+    consolidate(checkpoint)
     task = task_of(config)
-    tell("data", 0, 1)
+    on_stage("data", 0, 1)
     data = task.data(config)
     set_seed(config.seed)
     model = task.model(config)
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / "config.json", config.to_dict())
     arguments = training_arguments(config, out)
-    told = _step_end(model, tell, watch)
-    trainer = RoutingTrainer(config, model, arguments, data.train, told)
+    on_step = _step_end(model, on_stage, watch)
+    trainer = RoutingTrainer(config, model, arguments, data.train, on_step)
     if moe_layers(model):  # Soft MoE chooses nothing
         monitor_trainer(trainer, every=config.log_every)
     began, worked = time.perf_counter(), time.process_time()
     with no_bars(), space_on(out):
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     times = time.perf_counter() - began, time.process_time() - worked
-    tell("score", 0, 1)
+    on_stage("score", 0, 1)
     start = checkpoint_step(checkpoint)
     return finish(config, out, (task, data, model), times, start, trainer.state.log_history)
 
@@ -207,9 +207,11 @@ def finished(out: Path) -> TrainingResult | None:
     return replace(from_plain(TrainingResult, read_json(path)), folder=str(out))
 
 
-def _step_end(model: nn.Module, tell: Report, watch: Watch | None) -> Callable[[int, int], None]:
+def _step_end(
+    model: nn.Module, on_stage: Report, watch: Watch | None
+) -> Callable[[int, int], None]:
     def ended(done: int, of: int) -> None:
-        tell("train", done, of)
+        on_stage("train", done, of)
         if watch is not None:
             watch(model, done)
 
@@ -218,8 +220,8 @@ def _step_end(model: nn.Module, tell: Report, watch: Watch | None) -> Callable[[
 
 def plan(config: TrainConfig, progress: Report | None = None) -> TrainingPlan:
     """Return size, data and estimated time of a run; the time is measured on a few steps."""
-    tell = progress or (lambda stage, done, of: None)
-    tell("data", 0, 1)
+    on_stage = progress or (lambda stage, done, of: None)
+    on_stage("data", 0, 1)
     task = task_of(config)
     set_seed(config.seed)
     model = task.model(config)
@@ -228,7 +230,7 @@ def plan(config: TrainConfig, progress: Report | None = None) -> TrainingPlan:
         data = task.data(config)
     except DataError as problem:
         return TrainingPlan(*size, f"absent: {problem}", None, None)
-    tell("time", 0, 1)
+    on_stage("time", 0, 1)
     step = _step_seconds(model, data.train, config.optim.batch)
     return TrainingPlan(*size, data.about, step, step * config.optim.steps)
 
@@ -238,13 +240,13 @@ def _step_seconds(model: nn.Module, data: Any, batch: int) -> float:
     micro = min(batch, 4)
     items = [data[i] for i in range(micro)]
     inputs = {key: torch.stack([item[key] for item in items]) for key in items[0]}
-    found = []
+    seconds = []
     for _ in range(TIMED):
         began = time.perf_counter()
         model.train()(**inputs).loss.backward()
-        found.append(time.perf_counter() - began)
+        seconds.append(time.perf_counter() - began)
         model.zero_grad()
-    return min(found) * batch / micro
+    return min(seconds) * batch / micro
 
 
 def prepare_folder(config: TrainConfig, out: Path, resume: bool) -> Path | None:
@@ -264,28 +266,16 @@ def prepare_folder(config: TrainConfig, out: Path, resume: bool) -> Path | None:
     require(
         path.is_file(), f"{out} holds no run to resume: config.json is missing", CheckpointError
     )
-    kept, wanted = _with_later_fields(read_json(path)), config.to_dict()
-    differing = sorted(key for key in wanted if kept.get(key) != wanted[key])
+    kept, fields = read_json(path), config.to_dict()
+    differing = sorted(key for key in fields if kept.get(key) != fields[key])
     require(
-        kept == wanted,
+        kept == fields,
         f"{out} holds another run: {differing or 'its fields'} differ from the recipe's",
         CheckpointError,
     )
     for half in incomplete_checkpoints(out):
         shutil.rmtree(half, ignore_errors=True)
     return last_checkpoint(out)
-
-
-LATER = {"language": {"attention": "softmax"}}
-"""Fields of a task's model that came after its first runs, with what those runs had."""
-
-
-def _with_later_fields(kept: Any) -> Any:
-    """The record of a run, which may have been begun before some fields existed."""
-    if not isinstance(kept, dict) or not isinstance(kept.get("model"), dict):
-        return kept
-    later = LATER.get(str(kept.get("task")), {})
-    return kept | {"model": later | kept["model"]}
 
 
 def parameter_count(model: nn.Module) -> int:

@@ -28,7 +28,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from tieline.core.errors import TielineError, require
 from tieline.core.files import cache_folder, file_digest, write_whole
 
-Told = Callable[[int, int], None]
+OnProgress = Callable[[int, int], None]
 """Called with the number of bytes received, and their total."""
 
 BLOCK = 1 << 20
@@ -57,14 +57,14 @@ class DataFile:
 
 def data_folder() -> Path:
     """Return the folder for fetched data: `$TIELINE_DATA`, else the user's cache."""
-    named = os.environ.get("TIELINE_DATA")
-    return Path(named) if named else cache_folder("data")
+    folder = os.environ.get("TIELINE_DATA")
+    return Path(folder) if folder else cache_folder("data")
 
 
 def find_data(name: str) -> Path:
     """Return the path of a file or folder in the data folder or, if absent there, in the cache."""
-    places = [data_folder() / name, cache_folder("data") / name]
-    return next((place for place in places if place.exists()), places[0])
+    candidates = [data_folder() / name, cache_folder("data") / name]
+    return next((path for path in candidates if path.exists()), candidates[0])
 
 
 def data_set(name: str) -> Path:
@@ -75,11 +75,11 @@ def data_set(name: str) -> Path:
     return folder
 
 
-def fetch(file: DataFile, told: Told | None = None) -> Path:
+def fetch(file: DataFile, on_progress: OnProgress | None = None) -> Path:
     """Return the path of a file, which is fetched unless it is here; raises on another hash."""
     https = file.url.startswith("https://")
     require(https, f"data are fetched by https, got {file.url!r}", DataError)
-    return kept(file, lambda: _download(file, told or (lambda done, of: None)))
+    return kept(file, lambda: _download(file, on_progress or (lambda done, of: None)))
 
 
 def kept(file: DataFile, make: Callable[[], bytes]) -> Path:
@@ -92,25 +92,25 @@ def kept(file: DataFile, make: Callable[[], bytes]) -> Path:
     path = find_data(file.name)
     if path.is_file() and file_digest(path) == file.sha256:
         return path
-    made = make()
-    found = hashlib.sha256(made).hexdigest()
-    wrong = f"{file.name} has SHA-256 {found}, expected {file.sha256}"
-    require(found == file.sha256, wrong, DataError)
+    contents = make()
+    digest = hashlib.sha256(contents).hexdigest()
+    wrong = f"{file.name} has SHA-256 {digest}, expected {file.sha256}"
+    require(digest == file.sha256, wrong, DataError)
     path = data_folder() / file.name
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, made)
+    write_whole(path, contents)
     return path
 
 
-def _download(file: DataFile, told: Told) -> bytes:
-    parts: list[bytes] = []
+def _download(file: DataFile, on_progress: OnProgress) -> bytes:
+    blocks: list[bytes] = []
     done = 0
     try:
         with urllib.request.urlopen(file.url, timeout=60) as answer:  # noqa: S310, https required
             while done <= file.size and (block := answer.read(BLOCK)):
-                parts.append(block)
+                blocks.append(block)
                 done += len(block)
-                told(done, file.size)
+                on_progress(done, file.size)
     except (urllib.error.URLError, OSError) as problem:
         raise DataError(
             f"cannot fetch {file.url}: {problem}; with a connection elsewhere, put the file into "
@@ -118,27 +118,27 @@ def _download(file: DataFile, told: Told) -> bytes:
         ) from problem
     size = f"{file.url} gave {done} bytes or more, expected {file.size}"
     require(done == file.size, size, DataError)
-    return b"".join(parts)
+    return b"".join(blocks)
 
 
-def tar_members(path: Path, wanted: Mapping[str, int]) -> dict[str, bytes]:
+def tar_members(path: Path, members: Mapping[str, int]) -> dict[str, bytes]:
     """Return the contents of members of a .tar.gz, in the order of the archive.
 
     Args:
         path: the archive.
-        wanted: exact name of each member and its largest allowed size.
+        members: exact name of each member and its largest allowed size.
     """
-    found: dict[str, bytes] = {}
+    contents: dict[str, bytes] = {}
     try:
         with tarfile.open(path, "r|gz") as archive:
             for member in archive:
-                if member.name in wanted and member.isreg():
-                    found[member.name] = _contents(archive, member, wanted[member.name])
+                if member.name in members and member.isreg():
+                    contents[member.name] = _contents(archive, member, members[member.name])
     except (tarfile.TarError, EOFError, zlib.error, OSError) as problem:
         raise DataError(f"{path} is no readable .tar.gz: {problem}") from problem
-    missing = sorted(set(wanted) - set(found))
+    missing = sorted(set(members) - set(contents))
     require(not missing, f"{path} lacks {', '.join(missing)}", DataError)
-    return found
+    return contents
 
 
 def check_file(path: Path, file: DataFile) -> Path:
@@ -146,8 +146,10 @@ def check_file(path: Path, file: DataFile) -> Path:
     require(path.is_file(), f"no such file: {path}", DataError)
     size = path.stat().st_size
     require(size == file.size, f"{path} has {size} bytes, expected {file.size}", DataError)
-    found = file_digest(path)
-    require(found == file.sha256, f"{path} has SHA-256 {found}, expected {file.sha256}", DataError)
+    digest = file_digest(path)
+    require(
+        digest == file.sha256, f"{path} has SHA-256 {digest}, expected {file.sha256}", DataError
+    )
     return path
 
 
@@ -166,17 +168,17 @@ def local_checkpoint(name: str) -> Path | None:
     if Path(name).is_dir():
         return Path(name)
     try:
-        found = snapshot_download(name, allow_patterns=WANTED, local_files_only=True)
+        folder = snapshot_download(name, allow_patterns=WANTED, local_files_only=True)
     except (LocalEntryNotFoundError, OSError, ValueError):
         return None
-    return Path(found) if (Path(found) / "config.json").is_file() else None
+    return Path(folder) if (Path(folder) / "config.json").is_file() else None
 
 
 def fetch_checkpoint(name: str) -> Path:
     """Return the folder of a model, which is fetched if it is not here."""
-    found = local_checkpoint(name)
-    if found is not None:
-        return found
+    folder = local_checkpoint(name)
+    if folder is not None:
+        return folder
     try:
         return Path(snapshot_download(name, allow_patterns=WANTED))
     except (HfHubHTTPError, OSError, ValueError) as problem:

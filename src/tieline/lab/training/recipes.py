@@ -404,14 +404,7 @@ RECIPES: dict[str, Recipe] = {
 
 
 def recipe_config(name: str, seed: int = 0) -> TrainConfig:
-    """Return the configuration of a recipe with a seed.
-
-    The recipes demo-... were called shipped-...: an old name still gives the configuration that was
-    stored under it, so that an old run can be resumed.
-    """
-    if name.startswith("shipped-"):
-        renamed = recipe_config(name.replace("shipped", "demo", 1), seed)
-        return renamed.replace(recipe=name, data__name="shipped")
+    """Return the configuration of a recipe with a seed."""
     close = get_close_matches(name, RECIPES, n=4)
     hint = f"did you mean {', '.join(close)}?" if close else "`tieline train --list` shows all"
     require(name in RECIPES, f"no recipe {name!r}; {hint}")
@@ -429,5 +422,5 @@ class RecipeList(Result):
 
 def recipe_list() -> RecipeList:
     """Return all recipes with the docstrings of their functions."""
-    made = {name: getattr(make, "func", make) for name, make in RECIPES.items()}
-    return RecipeList({name: (make.__doc__ or "").strip() for name, make in made.items()})
+    functions = {name: getattr(make, "func", make) for name, make in RECIPES.items()}
+    return RecipeList({name: (make.__doc__ or "").strip() for name, make in functions.items()})

@@ -156,7 +156,7 @@ class Sentences:
 
 
 def load_glue(
-    task: str, split: str, folder: Path | None = None, *, known: bool = True
+    task: str, split: str, folder: Path | None = None, *, check_hash: bool = True
 ) -> Sentences:
     """Load a split of a task.
 
@@ -164,7 +164,7 @@ def load_glue(
         task: a key of `GLUE`.
         split: train or dev.
         folder: holds CoLA/, MRPC/ and RTE/; by default `glue` in the folder of data sets.
-        known: require the file to have the hash in `GLUE`.
+        check_hash: require the file to have the hash in `GLUE`.
     """
     require(task in GLUE, f"the tasks are {', '.join(GLUE)}, got {task!r}")
     rules = GLUE[task]
@@ -177,7 +177,7 @@ def load_glue(
         "its files there",
         DataError,
     )
-    if known:
+    if check_hash:
         check_file(path, file)
     return _read(path, rules, f"{task} {split}")
 
@@ -212,11 +212,11 @@ def sentence_model(shape: SentenceConfig, gate: GateConfig) -> BertForSequenceCl
         intermediate_size=shape.d_hidden,
         max_position_embeddings=max(512, shape.context),
     )
-    place = None if shape.pretrained is None else local_checkpoint(shape.pretrained)
-    if place is None:
+    folder = None if shape.pretrained is None else local_checkpoint(shape.pretrained)
+    if folder is None:
         model = BertForSequenceClassification(config)
     else:
-        model = BertForSequenceClassification.from_pretrained(place)
+        model = BertForSequenceClassification.from_pretrained(folder)
     route_networks_(model, [shape.routed], gate, shape.n_experts)
     return model
 
@@ -239,12 +239,12 @@ class SentenceItems(Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, at: int) -> dict[str, Tensor]:
         """Return the model's inputs of one example."""
-        place = self.order[at]
+        index = self.order[at]
         return {
-            "input_ids": self.tokens[place],
-            "token_type_ids": self.segments[place],
-            "attention_mask": self.used[place],
-            "labels": self.labels[place],
+            "input_ids": self.tokens[index],
+            "token_type_ids": self.segments[index],
+            "attention_mask": self.used[index],
+            "labels": self.labels[index],
         }
 
 
@@ -287,12 +287,12 @@ class SentenceTask:
     def evaluate(self, model: nn.Module, data: SentenceData, config: TrainConfig) -> dict[str, Any]:
         """Score the development split."""
         model.eval()
-        said = []
+        answers = []
         for rows in torch.arange(len(data.dev)).split(ROWS):
             items = [data.dev[int(row)] for row in rows]
             inputs = {k: torch.stack([item[k] for item in items]) for k in items[0]}
-            said.append(model(**inputs).logits.argmax(dim=-1))
-        scores = answer_scores(torch.cat(said), data.dev.labels[data.dev.order])
+            answers.append(model(**inputs).logits.argmax(dim=-1))
+        scores = answer_scores(torch.cat(answers), data.dev.labels[data.dev.order])
         return {"dev": scores | {"majority": data.majority, "examples": len(data.dev)}}
 
     def save(self, model: nn.Module, data: SentenceData, folder: Path) -> None:
@@ -300,10 +300,10 @@ class SentenceTask:
         save_weights(model, folder)
 
 
-def answer_scores(said: Tensor, truth: Tensor) -> dict[str, float]:
+def answer_scores(answers: Tensor, truth: Tensor) -> dict[str, float]:
     """Return accuracy, F1 of class 1 and Matthews correlation (0 for constant answers)."""
-    both, only_said = ((said == 1) & (truth == 1)).sum(), ((said == 1) & (truth == 0)).sum()
-    missed, neither = ((said == 0) & (truth == 1)).sum(), ((said == 0) & (truth == 0)).sum()
+    both, only_said = ((answers == 1) & (truth == 1)).sum(), ((answers == 1) & (truth == 0)).sum()
+    missed, neither = ((answers == 0) & (truth == 1)).sum(), ((answers == 0) & (truth == 0)).sum()
     tp, fp, fn, tn = (float(count) for count in (both, only_said, missed, neither))
     size = ((tp + fp) * (tp + fn) * (tn + fp) * (tn + fn)) ** 0.5
     return {
@@ -328,16 +328,16 @@ def _encoder(shape: SentenceConfig, train: Sentences) -> Encode:
     if shape.pretrained is not None:
         from transformers import AutoTokenizer
 
-        found = AutoTokenizer.from_pretrained(fetch_checkpoint(shape.pretrained))
-        marks = (found.cls_token_id, found.sep_token_id, found.pad_token_id)
+        tokenizer = AutoTokenizer.from_pretrained(fetch_checkpoint(shape.pretrained))
+        marks = (tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.pad_token_id)
     else:
-        found = bpe_tokenizer(_flat(train), shape.vocabulary - 3)
+        tokenizer = bpe_tokenizer(_flat(train), shape.vocabulary - 3)
         marks = (shape.vocabulary - 3, shape.vocabulary - 2, shape.vocabulary - 1)
 
     def encode(sentences: Sentences) -> list[tuple[list[int], list[int], list[int]]]:
-        ids = iter(found(_flat(sentences), add_special_tokens=False)["input_ids"])
-        parts = [[next(ids) for _ in texts] for texts in sentences.texts]
-        return [packed(part, marks, shape.context) for part in parts]
+        ids = iter(tokenizer(_flat(sentences), add_special_tokens=False)["input_ids"])
+        token_ids = [[next(ids) for _ in texts] for texts in sentences.texts]
+        return [packed(ids_of_example, marks, shape.context) for ids_of_example in token_ids]
 
     return encode
 
@@ -347,20 +347,20 @@ def _flat(sentences: Sentences) -> list[str]:
 
 
 def packed(
-    parts: list[list[int]], marks: tuple[int, int, int], length: int
+    sentences: list[list[int]], marks: tuple[int, int, int], length: int
 ) -> tuple[list[int], list[int], list[int]]:
     """Pack [CLS] a [SEP] b [SEP] and padding; the longer sentence is cut first.
 
     Returns tokens, segment of each token, and 1 for tokens or 0 for padding.
     """
     cls, sep, pad = marks
-    kept = [list(part) for part in parts]
+    kept = [list(sentence) for sentence in sentences]
     while sum(map(len, kept)) + 1 + len(kept) > length:
         max(kept, key=len).pop()
     tokens, segments = [cls], [0]
-    for number, part in enumerate(kept):
-        tokens += [*part, sep]
-        segments += [number] * (len(part) + 1)
+    for number, sentence in enumerate(kept):
+        tokens += [*sentence, sep]
+        segments += [number] * (len(sentence) + 1)
     rest = length - len(tokens)
     return tokens + [pad] * rest, segments + [0] * rest, [1] * len(tokens) + [0] * rest
 

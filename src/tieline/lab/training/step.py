@@ -56,10 +56,10 @@ def is_epsilon(name: str) -> bool:
 
 def parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any]]:
     """Group matrices with decay, vectors without, and the θ of smooth gates with their own rate."""
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    epsilon = [p for name, p in named if is_epsilon(name)]
-    matrices = [p for name, p in named if p.ndim > 1]
-    vectors = [p for name, p in named if p.ndim <= 1 and not is_epsilon(name)]
+    parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    epsilon = [p for name, p in parameters if is_epsilon(name)]
+    matrices = [p for name, p in parameters if p.ndim > 1]
+    vectors = [p for name, p in parameters if p.ndim <= 1 and not is_epsilon(name)]
     groups = [
         {"params": matrices, "weight_decay": optim.weight_decay, "lr": optim.rate},
         {"params": vectors, "weight_decay": 0.0, "lr": optim.rate},
@@ -117,9 +117,9 @@ class GateSchedule:
             counts: their routing in all processes; by default this process is the only one.
         """
         if self.sparsity is not None and step >= self.dense_until:
-            found = counts or [Counts.of(record.routing.weights) for record in records]
-            assigned = sum(count.assigned.sum().item() for count in found)
-            self.sparsity.move(assigned / sum(count.tokens.item() for count in found))
+            layer_counts = counts or [Counts.of(record.routing.weights) for record in records]
+            assigned = sum(count.assigned.sum().item() for count in layer_counts)
+            self.sparsity.move(assigned / sum(count.tokens.item() for count in layer_counts))
 
     def state(self) -> dict[str, float]:
         """Return the state for a checkpoint."""
@@ -152,7 +152,7 @@ def routing_loss(
         step: counted from 0.
         counts: assignments and tokens of all processes; by default this process is the only one.
     """
-    found = auxiliary_loss(
+    loss = auxiliary_loss(
         records,
         balance=losses.balance,
         router_z=losses.router_z,
@@ -161,7 +161,7 @@ def routing_loss(
         counts=counts,
     )
     schedule.end(step, records, counts)
-    return found
+    return loss
 
 
 def check_finite(loss: Tensor) -> None:

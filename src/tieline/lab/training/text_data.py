@@ -44,43 +44,53 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from tieline.core.errors import require
 from tieline.lab.training.config import DataConfig
-from tieline.lab.training.fetch import DataError, DataFile, Told, data_set, fetch, kept, tar_members
+from tieline.lab.training.fetch import (
+    DataError,
+    DataFile,
+    OnProgress,
+    data_set,
+    fetch,
+    kept,
+    tar_members,
+)
 from tieline.models.demo import demo_text
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """Make the tokenizer whose ids are the bytes of UTF-8."""
-    found = Tokenizer(models.BPE(vocab={c: b for b, c in bytes_to_unicode().items()}, merges=[]))
-    return _byte_level(found)
+    tokenizer = Tokenizer(
+        models.BPE(vocab={c: b for b, c in bytes_to_unicode().items()}, merges=[])
+    )
+    return _byte_level(tokenizer)
 
 
 def bpe_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenizerFast:
     """Learn a lossless byte-level BPE of `vocabulary` tokens from `texts`."""
-    found = Tokenizer(models.BPE())
-    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     learner = trainers.BpeTrainer(
         vocab_size=vocabulary, initial_alphabet=alphabet, show_progress=False
     )
-    found.train_from_iterator(texts, learner)
-    found.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-    return PreTrainedTokenizerFast(tokenizer_object=found)
+    tokenizer.train_from_iterator(texts, learner)
+    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
 def letter_tokenizer(letters: str) -> PreTrainedTokenizerFast:
     """Make a tokenizer with one token per letter; other characters are unknown."""
     vocabulary = {letter: number for number, letter in enumerate(letters)}
-    found = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=letters[0]))
-    found.decoder = decoders.Fuse()  # type: ignore[assignment]
-    return PreTrainedTokenizerFast(tokenizer_object=found)
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=letters[0]))
+    tokenizer.decoder = decoders.Fuse()  # type: ignore[assignment]
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
-def _byte_level(found: Tokenizer) -> PreTrainedTokenizerFast:
-    found.pre_tokenizer = pre_tokenizers.ByteLevel(  # type: ignore[assignment]
+def _byte_level(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(  # type: ignore[assignment]
         add_prefix_space=False, use_regex=False
     )
-    found.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-    return PreTrainedTokenizerFast(tokenizer_object=found)
+    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
 ENWIK8 = DataFile(
@@ -95,12 +105,12 @@ MINGRU = DataFile(
 )
 
 
-def enwik8_file(told: Told | None = None) -> Path:
+def enwik8_file(on_progress: OnProgress | None = None) -> Path:
     """Return the path of enwik8, from the cache or from the registry, checked by hash."""
 
     def unpacked() -> bytes:
         member = "mingru_pytorch-0.2.1/data/enwik8.gz"
-        packed = tar_members(fetch(MINGRU, told), {member: MINGRU.size})[member]
+        packed = tar_members(fetch(MINGRU, on_progress), {member: MINGRU.size})[member]
         with gzip.open(io.BytesIO(packed)) as file:
             return file.read(ENWIK8.size + 1)
 
@@ -141,7 +151,7 @@ def text8_ids(enwik8: Path, limit: int | None = None) -> np.ndarray:
     with enwik8.open("rb") as file:
         raw = file.read() if limit is None else file.read(limit)
     text = raw.decode(errors="ignore")
-    articles = (found.group(1) for found in ARTICLES.finditer(text))
+    articles = (match.group(1) for match in ARTICLES.finditer(text))
     kept = " ".join(cleaned(a) for a in articles if not a.lstrip().lower().startswith("#redirect"))
     codes = np.frombuffer(kept.encode("ascii"), dtype=np.uint8)
     return np.where(codes == ord(" "), 0, codes - (ord("a") - 1)).astype(np.uint8)
@@ -156,10 +166,10 @@ def attacked(text: str, rate: float, seed: int) -> str:
     drawn = np.random.default_rng(seed)
     lines = []
     for line in text.split("\n"):
-        words = line.split(" ")
-        hit = drawn.random(len(words)) < rate
+        words_of_line = line.split(" ")
+        hit = drawn.random(len(words_of_line)) < rate
         lines.append(
-            " ".join(REPLACEMENT if h and w else w for w, h in zip(words, hit, strict=True))
+            " ".join(REPLACEMENT if h and w else w for w, h in zip(words_of_line, hit, strict=True))
         )
     return "\n".join(lines)
 
@@ -190,7 +200,7 @@ def wikitext_streams(vocabulary: int, rate: float, seed: int) -> dict[str, Any]:
         **{name: ids(text) for name, text in texts.items()},
         "tokenizer": tokenizer,
         "about": about,
-        "words": {name: len(text.split()) for name, text in (texts | changed).items()},
+        "word_counts": {name: len(text.split()) for name, text in (texts | changed).items()},
         "attacked": {name: ids(text) for name, text in changed.items()},
     }
 
@@ -227,7 +237,7 @@ class TextStreams:
         test: held out, for reporting.
         tokenizer: maps text to these ids and back.
         about: where the text comes from and how it is split.
-        words: number of words of held-out splits whose perplexity is per word.
+        word_counts: number of words of held-out splits whose perplexity is per word.
         attacked: held-out splits with words replaced, by name.
     """
 
@@ -236,7 +246,7 @@ class TextStreams:
     test: Stream
     tokenizer: PreTrainedTokenizerFast
     about: str
-    words: dict[str, int] = field(default_factory=dict)
+    word_counts: dict[str, int] = field(default_factory=dict)
     attacked: dict[str, Stream] = field(default_factory=dict)
 
 
@@ -300,7 +310,7 @@ def _demo(rate: float = 0.0, seed: int = 0) -> TextStreams:
     changed = {f"{name}_attacked": attacked(text, rate, seed) for name, text in texts.items()}
     return replace(
         plain,
-        words={name: len(text.split()) for name, text in (texts | changed).items()},
+        word_counts={name: len(text.split()) for name, text in (texts | changed).items()},
         attacked={name: _bytes(text) for name, text in changed.items()},
     )
 
@@ -327,7 +337,6 @@ def _split(ids: Stream, train: int, held: int) -> tuple[Stream, Stream, Stream]:
 
 STREAMS: dict[str, Callable[..., TextStreams]] = {
     "demo": _demo,
-    "shipped": _demo,  # its name in configurations written before
     "enwik8": _enwik8,
     "text8": _text8,
     "wikitext": _wikitext,

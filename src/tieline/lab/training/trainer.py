@@ -33,7 +33,7 @@ from tieline.lab.training.step import (
 )
 from tieline.routing.losses import collect_routing
 
-Told = Callable[[int, int], None]
+OnStep = Callable[[int, int], None]
 
 
 def training_arguments(config: TrainConfig, out: Path, processes: int = 1) -> TrainingArguments:
@@ -82,7 +82,7 @@ class RoutingTrainer(Trainer):
         model: nn.Module,
         args: TrainingArguments,
         data: Any,
-        told: Told | None = None,
+        on_step: OnStep | None = None,
     ) -> None:
         super().__init__(model=model, args=args, train_dataset=data)
         self.config = config
@@ -90,7 +90,7 @@ class RoutingTrainer(Trainer):
         self.model_accepts_loss_kwargs = False  # the mean over a micro-batch, then over them
         self._task_losses: list[Tensor] = []
         self.remove_callback(PrinterCallback)
-        self.add_callback(_Steps(self.schedule, told))
+        self.add_callback(_Steps(self.schedule, on_step))
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Make the optimiser of the run."""
@@ -174,8 +174,8 @@ class RoutingTrainer(Trainer):
 class _Steps(TrainerCallback):
     """Moves the gate schedule and reports progress."""
 
-    def __init__(self, schedule: GateSchedule, told: Told | None) -> None:
-        self.schedule, self.told = schedule, told
+    def __init__(self, schedule: GateSchedule, on_step: OnStep | None) -> None:
+        self.schedule, self.on_step = schedule, on_step
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Set the gates for this step."""
@@ -183,5 +183,5 @@ class _Steps(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Report progress."""
-        if self.told is not None:
-            self.told(state.global_step, state.max_steps)
+        if self.on_step is not None:
+            self.on_step(state.global_step, state.max_steps)

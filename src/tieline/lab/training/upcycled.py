@@ -44,20 +44,20 @@ def routed_layer(
 
 
 def route_networks_(
-    model: nn.Module, places: Sequence[int], gate: GateConfig, n_experts: int
+    model: nn.Module, indices: Sequence[int], gate: GateConfig, n_experts: int
 ) -> list[str]:
     """Replace feed-forward networks of a model by mixtures of their copies; returns their names.
 
     Args:
         model: a dense model of transformers with plain networks: BERT-like or ViT-like.
-        places: indices of the networks, counted from the last if negative.
+        indices: indices of the networks, counted from the last if negative.
         gate: how the mixtures route.
         n_experts: experts of each.
     """
-    found = list(find_dense_ffns(model).values())
-    fits = all(-len(found) <= place < len(found) for place in places)
-    require(fits, f"the model has {len(found)} networks, got places {list(places)}")
-    chosen = [found[place] for place in places]
+    networks = list(find_dense_ffns(model).values())
+    fits = all(-len(networks) <= index < len(networks) for index in indices)
+    require(fits, f"the model has {len(networks)} networks, got places {list(indices)}")
+    chosen = [networks[index] for index in indices]
     for ffn, layer in [(ffn, _mixture(ffn, gate, n_experts)) for ffn in chosen]:
         model.set_submodule(ffn.place, layer)
         if ffn.emptied is not None:
@@ -80,8 +80,8 @@ def _mixture(ffn: DenseFFN, gate: GateConfig, n_experts: int) -> MoE | SoftMoE:
 def _activation(ffn: DenseFFN) -> str:
     """Return the name of the activation, found by its values."""
     x = torch.linspace(-4, 4, 33)
-    for name, known in PLAIN.items():
-        if not ffn.gated and torch.allclose(ffn.activation(x), known(x), atol=1e-6):
+    for name, function in PLAIN.items():
+        if not ffn.gated and torch.allclose(ffn.activation(x), function(x), atol=1e-6):
             return name
     kind = f"{'gated ' if ffn.gated else ''}{type(ffn.activation).__name__}"
     raise UnsupportedModelError(f"{ffn.name}: {kind} is not one of {sorted(PLAIN)}, ungated")

@@ -36,7 +36,7 @@ from tieline.lab.tropical.expectation import (
     log_expected_regions,
     wall_density,
 )
-from tieline.lab.tropical.measured import MeasuredLayer
+from tieline.lab.tropical.measured import RouterMeasurement
 
 MOST_EXPERTS, MOST_WIDTH = 1 << 16, 1 << 40
 """Beyond them exact counts, with as many binary digits as there are experts, take minutes."""
@@ -285,7 +285,7 @@ class Advice(Result):
     notes: tuple[str, ...]
     quantities: dict[str, Quantity]
     rows: tuple[Granularity, ...]
-    measured: tuple[MeasuredLayer, ...] = ()
+    measured: tuple[RouterMeasurement, ...] = ()
 
 
 def advise(
@@ -314,11 +314,11 @@ def advise(
 
 def _entries(base: LayerShape, d_eff: int, m: int) -> dict[str, Entry]:
     shape = base.split(m)
-    found = _costs(shape) | _counts(shape, d_eff) | _ties(shape) | _gains(base, d_eff, m)
+    entries = _costs(shape) | _counts(shape, d_eff) | _ties(shape) | _gains(base, d_eff, m)
     narrow = "" if shape.width >= d_eff else f"H/m = {shape.width} < d_eff: the law is void here"
-    found["m_max"] = _entry(base.width // d_eff, narrow)
-    assert list(found) == list(QUANTITIES)
-    return found
+    entries["m_max"] = _entry(base.width // d_eff, narrow)
+    assert list(entries) == list(QUANTITIES)
+    return entries
 
 
 def _costs(shape: LayerShape) -> dict[str, Entry]:
@@ -421,8 +421,8 @@ def gaussian_rounding_flips(
         not precision.startswith("int"), f"{precision} has no step of its own: scaled per token"
     )
     t = (np.arange(-12 * PER_UNIT, 12 * PER_UNIT) + 0.5) / PER_UNIT
-    ways = special.gammaln([n_experts + 1, k, n_experts - k]) @ np.array([1.0, -1.0, -1.0])
+    log_count = special.gammaln([n_experts + 1, k, n_experts - k]) @ np.array([1.0, -1.0, -1.0])
     below, above = special.log_ndtr(t), special.log_ndtr(-t)
-    log_g = ways - t**2 - math.log(2 * math.pi) + (k - 1) * above + (n_experts - k - 1) * below
+    log_g = log_count - t**2 - math.log(2 * math.pi) + (k - 1) * above + (n_experts - k - 1) * below
     step = grid_step(torch.from_numpy(spread * t)[None], precision)[0].numpy() / spread
     return float((np.exp(log_g) * step).sum() / PER_UNIT / 4)

@@ -1,6 +1,6 @@
 """Routers and layers as checked float64 arrays, from NumPy or torch.
 
-    Router, Neurons                 scores z = W x + b with k, and pre-activations of the experts
+    AffineRouter, Neurons           scores z = W x + b with k, and pre-activations of the experts
     as_router, as_neurons           the same from arrays of any kind
     CountingRouter, CountingLayer   in coordinates fit for exact counts
     counting_router, counting_layer
@@ -55,7 +55,7 @@ class Count(int):
         return count
 
 
-class Router(NamedTuple):
+class AffineRouter(NamedTuple):
     """Scores z(x) = weight x + bias of N experts, of which the largest k are chosen."""
 
     weight: Float[np.ndarray, "experts dim"]
@@ -87,16 +87,16 @@ def double_array(name: str, value: Any, axes: int) -> Float[np.ndarray, "..."]:
     return array
 
 
-def as_router(weight: Any, bias: Any, k: int) -> Router:
+def as_router(weight: Any, bias: Any, k: int) -> AffineRouter:
     """Build a router from arrays (N, d) and (N,); a bias of None is zero."""
     w = double_array("router weight", weight, 2)
     b = np.zeros(len(w)) if bias is None else double_array("router bias", bias, 1)
     require(len(b) == len(w), f"{len(w)} rows of weight, {len(b)} biases", ShapeError)
     require(1 <= k <= len(w), f"need 1 <= k <= N, got {k=}, N={len(w)}")
-    return Router(w, b, k)
+    return AffineRouter(w, b, k)
 
 
-def as_neurons(weight: Any, bias: Any, router: Router) -> Neurons | None:
+def as_neurons(weight: Any, bias: Any, router: AffineRouter) -> Neurons | None:
     """Build neurons from arrays (N, H, d) and (N, H); None without a weight."""
     if weight is None:
         require(bias is None, "neurons have a bias but no weight", ShapeError)
@@ -109,13 +109,13 @@ def as_neurons(weight: Any, bias: Any, router: Router) -> Neurons | None:
 
 def as_points(points: Any, dim: int, least: int) -> Float[np.ndarray, "points dim"]:
     """Validate an (n, dim) array with n >= least."""
-    found = double_array("points", points, 2)
+    array = double_array("points", points, 2)
     require(
-        found.shape[0] >= least and found.shape[1] == dim,
-        f"need at least {least} points of R^{dim}, got an array of shape {found.shape}",
+        array.shape[0] >= least and array.shape[1] == dim,
+        f"need at least {least} points of R^{dim}, got an array of shape {array.shape}",
         ShapeError,
     )
-    return found
+    return array
 
 
 def captured_inputs(layer: LayerTrace) -> Tensor:

@@ -190,8 +190,8 @@ def _wins(lifted: Float[np.ndarray, "n d1"], term: int) -> bool:
     cost = np.zeros(rows.shape[1])
     cost[-1] = -1.0
     bounds = [(-1.0, 1.0)] * (lifted.shape[1] - 1) + [(0.0, 1.0), (0.0, 1.0)]
-    found = linprog(cost, A_ub=rows, b_ub=np.zeros(len(rows)), bounds=bounds)
-    return bool(found.success and found.x[-1] > 1e-9)
+    solution = linprog(cost, A_ub=rows, b_ub=np.zeros(len(rows)), bounds=bounds)
+    return bool(solution.success and solution.x[-1] > 1e-9)
 
 
 @dataclass(frozen=True)

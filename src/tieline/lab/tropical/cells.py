@@ -153,11 +153,11 @@ def _whole_space(router: CountingRouter, k: int) -> Cells:
 
 def _cones(router: CountingRouter, k: int) -> Diagram:
     """Cones, all of which, with all their facets, meet x_1 = 1 or x_1 = -1."""
-    parts = [_slice(router, k, side) for side in (1.0, -1.0)]
-    offset = len(parts[0][0])
-    moved = parts[1][1] + np.array([offset, 0, 0, offset])
-    masks, points = (np.concatenate([part[i] for part in parts]) for i in (0, 2))
-    return masks, np.concatenate([parts[0][1], moved]), points
+    halves = [_slice(router, k, side) for side in (1.0, -1.0)]
+    offset = len(halves[0][0])
+    moved = halves[1][1] + np.array([offset, 0, 0, offset])
+    masks, points = (np.concatenate([half[i] for half in halves]) for i in (0, 2))
+    return masks, np.concatenate([halves[0][1], moved]), points
 
 
 def _slice(router: CountingRouter, k: int, side: float) -> Diagram:
@@ -183,29 +183,36 @@ def _diagram(
 
     *arrays, safety = corners(W, b, k)
     check_safety(router, safety)
-    ties, above, places = cast("tuple[np.ndarray, np.ndarray, np.ndarray]", arrays)
+    ties, above, corner_points = cast("tuple[np.ndarray, np.ndarray, np.ndarray]", arrays)
     size = W.shape[1] + 1
     masks, facets, chosen, at, first = [], [], [], [], 0
     for up in range(1, size):
         here = np.flatnonzero(above.sum(axis=1) == k - up)
-        parts = list(combinations(range(size), up))
-        rows = {part: first + i * len(here) + np.arange(len(here)) for i, part in enumerate(parts)}
-        first += len(parts) * len(here)
-        for part in parts:
+        raised_sets = list(combinations(range(size), up))
+        rows = {
+            raised: first + i * len(here) + np.arange(len(here))
+            for i, raised in enumerate(raised_sets)
+        }
+        first += len(raised_sets) * len(here)
+        for raised in raised_sets:
             mask = above[here]
-            np.put_along_axis(mask, ties[here][:, list(part)], True, axis=1)
+            np.put_along_axis(mask, ties[here][:, list(raised)], True, axis=1)
             masks.append(mask)
             at.append(here)
-            chosen.append(np.tile(np.isin(np.arange(size), part), (len(here), 1)))
-            for i, j in ((i, j) for i in part for j in range(size) if j not in part):
-                behind = rows[tuple(sorted({*part} - {i} | {j}))]
-                facets.append(np.stack([rows[part], ties[here, i], ties[here, j], behind], axis=1))
+            chosen.append(np.tile(np.isin(np.arange(size), raised), (len(here), 1)))
+            for i, j in ((i, j) for i in raised for j in range(size) if j not in raised):
+                behind = rows[tuple(sorted({*raised} - {i} | {j}))]
+                facets.append(
+                    np.stack([rows[raised], ties[here, i], ties[here, j], behind], axis=1)
+                )
     masks, at, chosen = np.concatenate(masks), np.concatenate(at), np.concatenate(chosen)
-    one, cell = _distinct(masks)
-    inside = _step_inside(W, b, ties[at[one]], chosen[one], masks[one], places[at[one]])
-    middle = np.stack([np.bincount(cell, x) for x in places[at].T], axis=1)
+    first_row, cell = _distinct(masks)
+    inside = _step_inside(
+        W, b, ties[at[first_row]], chosen[first_row], masks[first_row], corner_points[at[first_row]]
+    )
+    middle = np.stack([np.bincount(cell, x) for x in corner_points[at].T], axis=1)
     points = 0.5 * (inside + middle / np.bincount(cell)[:, None])
-    return masks[one], _renamed(np.concatenate(facets), cell, len(W)), points
+    return masks[first_row], _renamed(np.concatenate(facets), cell, len(W)), points
 
 
 def _distinct(
@@ -213,10 +220,10 @@ def _distinct(
 ) -> tuple[Int[np.ndarray, " cells"], Int[np.ndarray, " rows"]]:
     """(a row of each distinct mask, which distinct mask each row is)."""
     bits = np.packbits(masks, axis=1)
-    words = np.zeros((len(bits), -(-bits.shape[1] // 8) * 8), np.uint8)
-    words[:, : bits.shape[1]] = bits
-    names = words.view(np.uint64)
-    names = names[:, 0] if names.shape[1] == 1 else words.view(f"V{words.shape[1]}")[:, 0]
+    padded = np.zeros((len(bits), -(-bits.shape[1] // 8) * 8), np.uint8)
+    padded[:, : bits.shape[1]] = bits
+    names = padded.view(np.uint64)
+    names = names[:, 0] if names.shape[1] == 1 else padded.view(f"V{padded.shape[1]}")[:, 0]
     _, first, index = np.unique(names, return_index=True, return_inverse=True)
     return first, index.ravel()
 
@@ -237,7 +244,7 @@ def _step_inside(
     tied: Int[np.ndarray, "corners d1"],
     chosen: Bool[np.ndarray, "corners d1"],
     mask: Bool[np.ndarray, "corners experts"],
-    place: Float[np.ndarray, "corners dim"],
+    corner: Float[np.ndarray, "corners dim"],
 ) -> Float[np.ndarray, "corners dim"]:
     """From each corner, half way to the next wall along the direction that parts the tie evenly.
 
@@ -247,25 +254,27 @@ def _step_inside(
     lifted = np.concatenate([W[tied], np.full((*tied.shape, 1), -1.0)], axis=2)
     step = np.linalg.solve(lifted, goal)[..., 0]
     step /= np.abs(step[:, :-1]).max(axis=1, keepdims=True)
-    score, change = place @ W.T + b, step[:, :-1] @ W.T
+    score, change = corner @ W.T + b, step[:, :-1] @ W.T
     level = np.take_along_axis(score, tied[:, :1], axis=1)
     rise = np.where(mask, 1.0, -1.0) * (score - level)
     speed = np.where(mask, 1.0, -1.0) * (change - step[:, -1:])
     np.put_along_axis(speed, tied, 0.0, axis=1)
     with np.errstate(divide="ignore", invalid="ignore"):
         until = np.where(speed < 0, -rise / speed, np.inf).min(axis=1)
-    return place + np.minimum(0.5 * until, 1.0 + np.abs(place).max(axis=1))[:, None] * step[:, :-1]
+    return (
+        corner + np.minimum(0.5 * until, 1.0 + np.abs(corner).max(axis=1))[:, None] * step[:, :-1]
+    )
 
 
 def _assemble(router: CountingRouter, k: int, diagram: Diagram, method: str) -> Cells:
     """The record of a diagram: cells in the order of their coalitions, each once."""
     masks, facets, points = diagram
-    one, cell = _distinct(masks)
-    coalitions = np.nonzero(masks[one])[1].reshape(len(one), k)
+    first_row, cell = _distinct(masks)
+    coalitions = np.nonzero(masks[first_row])[1].reshape(len(first_row), k)
     order = np.lexsort(coalitions.T[::-1])
     rank = np.empty_like(order)
     rank[order] = np.arange(len(order))
-    kept = one[order]
+    kept = first_row[order]
     scores, chosen = points[kept] @ router.W.T + router.b, masks[kept]
     gaps = np.where(chosen, scores, np.inf).min(axis=1)
     gaps = gaps - np.where(chosen, -np.inf, scores).max(axis=1)
@@ -281,7 +290,7 @@ def from_search(router: CountingRouter, k: int, max_cells: int) -> Cells:
     start = np.random.default_rng(k).standard_normal(router.W.shape[1])
     order = np.argsort(-(router.W @ start + router.b), kind="stable")
     waiting = [frozenset(int(e) for e in order[:k])]
-    seen, facets, points = {waiting[0]: 0}, [], []
+    numbers, facets, points = {waiting[0]: 0}, [], []
     done: list[frozenset[int]] = []
     while waiting:
         coalition = waiting.pop(0)
@@ -290,14 +299,14 @@ def from_search(router: CountingRouter, k: int, max_cells: int) -> Cells:
         points.append(y[:-1] / y[-1])
         for leaving, entering in search.facets(coalition):
             behind = coalition - {leaving} | {entering}
-            if behind not in seen:
+            if behind not in numbers:
                 require(
-                    len(seen) < max_cells,
+                    len(numbers) < max_cells,
                     f"more than {max_cells} cells; raise max_cells, or use `expected_cells`",
                 )
-                seen[behind] = len(seen)
+                numbers[behind] = len(numbers)
                 waiting.append(behind)
-            facets.append((seen[coalition], leaving, entering, seen[behind]))
+            facets.append((numbers[coalition], leaving, entering, numbers[behind]))
     masks = np.array([[e in c for e in range(len(router.b))] for c in done])
     diagram = masks, np.array(facets, dtype=np.int64).reshape(-1, 4), np.array(points)
     return _assemble(router, k, diagram, "linear programming")
@@ -427,5 +436,5 @@ def _refuse_circles(sites: np.ndarray) -> None:
             normal = np.cross(edges[j], edges[j + 1 :])
             volume = normal @ edges[j + 1 :].T
             upper = np.triu(np.ones_like(volume, dtype=bool), 1)
-            found = (np.abs(volume) <= RELATIVE) & upper
-            require(not found.any(), f"four points with {i} and {i + 1 + j} lie on one circle")
+            coplanar = (np.abs(volume) <= RELATIVE) & upper
+            require(not coplanar.any(), f"four points with {i} and {i + 1 + j} lie on one circle")

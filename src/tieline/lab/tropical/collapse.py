@@ -22,7 +22,7 @@ import torch
 from scipy import special
 
 from tieline.core.errors import require
-from tieline.lab.tropical.affine import Router, as_points, as_router, captured_inputs, chosen
+from tieline.lab.tropical.affine import AffineRouter, as_points, as_router, captured_inputs, chosen
 from tieline.lab.tropical.expectation import wall_density
 from tieline.measure.distance import expert_distances, nearest_tie
 from tieline.trace.record import LayerTrace
@@ -54,13 +54,13 @@ class Centring:
 
 def cap_fraction(dim: int, sine: float) -> float:
     """½ I_{sin²θ}((d-1)/2, ½): share of S^{d-1} in the directions of a ball, sin θ = R/‖μ‖."""
-    _check(dim, sine)
+    _check_ball(dim, sine)
     return 0.5 * float(special.betainc((dim - 1) / 2, 0.5, sine**2))
 
 
 def cap_constant(dim: int) -> float:
     """C(d) = 1 / ((d-1) B((d-1)/2, ½)), so that the cap has about C(d) (R/‖μ‖)^{d-1} of S^{d-1}."""
-    _check(dim, 0.0)
+    _check_ball(dim, 0.0)
     log_beta = float(special.betaln((dim - 1) / 2, 0.5))
     return math.exp(-log_beta) / (dim - 1)
 
@@ -71,7 +71,7 @@ def walls_in_ball(n_experts: int, k: int, dim: int, sine: float) -> float:
     Of a Gaussian router without bias, d >= 2, 0 <= s = `sine` <= 1. It falls like s, whatever d,
     where the paper has s^{d-1}.
     """
-    _check(dim, sine)
+    _check_ball(dim, sine)
     return wall_density(n_experts, k) * float(special.betainc(0.5, (dim - 1) / 2, sine**2))
 
 
@@ -113,7 +113,7 @@ def centring_of_layer(layer: LayerTrace, weight: Any, bias: Any = None) -> Centr
     return centring(captured_inputs(layer), weight, bias, layer.facts.k)
 
 
-def _saturation(data: np.ndarray, router: Router) -> Saturation:
+def _saturation(data: np.ndarray, router: AffineRouter) -> Saturation:
     scores = router.scores(data)
     apart = expert_distances(torch.from_numpy(router.weight))
     distance = nearest_tie(torch.from_numpy(scores), router.k, apart).distance.numpy()
@@ -133,6 +133,6 @@ def _saturation(data: np.ndarray, router: Router) -> Saturation:
     )
 
 
-def _check(dim: int, sine: float) -> None:
+def _check_ball(dim: int, sine: float) -> None:
     require(dim >= 2, f"need a dimension d >= 2, got {dim}")
     require(0 <= sine <= 1, f"need 0 <= R/‖μ‖ <= 1, got {sine}")

@@ -86,10 +86,10 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def next_subset(subset, n):
     """Advance `subset` of 0 ... n-1 to the next in lexicographic order; False after the last."""
     size = len(subset)
-    for place in range(size - 1, -1, -1):
-        if subset[place] < n - size + place:
-            subset[place] += 1
-            for later in range(place + 1, size):
+    for position in range(size - 1, -1, -1):
+        if subset[position] < n - size + position:
+            subset[position] += 1
+            for later in range(position + 1, size):
                 subset[later] = subset[later - 1] + 1
             return True
     return False
@@ -158,11 +158,11 @@ def place_experts(W, b, k, must, tied, point, level, condition, side):
     """
     n, m = W.shape
     tolerance = max(TOLERANCE, ROUNDING * condition)
-    above, unclear, safety, place, spare = 0, 0, np.inf, 0, n - m - 1 - (k - m)
+    above, unclear, safety, next_tied, spare = 0, 0, np.inf, 0, n - m - 1 - (k - m)
     for expert in range(n):
-        if place <= m and tied[place] == expert:
+        if next_tied <= m and tied[next_tied] == expert:
             side[expert] = 0
-            place += 1
+            next_tied += 1
             continue
         score, scale = b[expert], 1.0 + abs(level)
         for j in range(m):
@@ -265,8 +265,8 @@ def count_affine(W, b, k, must):
         skipped = m - stage
         here = np.ascontiguousarray(W[:, skipped:])
         bias = b.copy() if skipped == 0 else -W[:, skipped - 1].copy()
-        found, sure = count_vertices(here, bias, k, must)
-        count += found
+        vertices, sure = count_vertices(here, bias, k, must)
+        count += vertices
         safety = min(safety, sure)
     return count, safety
 
@@ -283,8 +283,8 @@ def count_linear(W, k, must):
         bias = W[:, m - 1 - dim].copy()
         rest = np.ascontiguousarray(W[:, m - dim :])
         for direction in (1.0, -1.0):
-            found, sure = count_affine(rest, direction * bias, k, must)
-            count += sign * found
+            cells, sure = count_affine(rest, direction * bias, k, must)
+            count += sign * cells
             safety = min(safety, sure)
         sign = -sign
     return count, safety

@@ -107,9 +107,9 @@ def pooled_block(n_experts: int, k: int, largest: int) -> Float[np.ndarray, " si
         a = np.arange(max(1, m - rest), min(k, m - 1) + 1)
         b = m - a
         if len(a):
-            ways = _log_binomials(k, a) + _log_binomials(rest, b)
+            log_choices = _log_binomials(k, a) + _log_binomials(rest, b)
             pools = np.array([log_pools(int(i), m - int(i)) for i in a])
-            terms = ways + pools + _log_split(m, k - a, rest - b)
+            terms = log_choices + pools + _log_split(m, k - a, rest - b)
             log_p[m - 1] = np.logaddexp.reduce(terms)
     log_p.flags.writeable = False
     return log_p

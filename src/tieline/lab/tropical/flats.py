@@ -72,11 +72,11 @@ def next_swap(slope, height, side, here, tolerance):
                 return here, -1, -1, here
             if turn < 0:
                 continue
-            place = (height[i] - height[j]) / turn
-            if place < first:
-                first, second, leaving, entering = place, first, i, j
-            elif place < second:
-                second = place
+            crossing = (height[i] - height[j]) / turn
+            if crossing < first:
+                first, second, leaving, entering = crossing, first, i, j
+            elif crossing < second:
+                second = crossing
     return first, leaving, entering, second
 
 
@@ -98,14 +98,16 @@ def walk(slope, height, k, tolerance, ends, members):
     for step in range(len(ends)):
         if safety < 1.0:
             return step, safety
-        place, leaving, entering, second = next_swap(slope, height, members[step], here, tolerance)
-        ends[step] = place
+        crossing, leaving, entering, second = next_swap(
+            slope, height, members[step], here, tolerance
+        )
+        ends[step] = crossing
         if leaving < 0:
-            return step + 1, safety if np.isinf(place) else 0.0
-        safety = min(safety, apart(place, second, tolerance), apart(place, here, tolerance))
+            return step + 1, safety if np.isinf(crossing) else 0.0
+        safety = min(safety, apart(crossing, second, tolerance), apart(crossing, here, tolerance))
         members[step + 1] = members[step]
         members[step + 1, leaving], members[step + 1, entering] = -1, 1
-        here = place
+        here = crossing
     return 0, 0.0
 
 
@@ -151,12 +153,12 @@ def useful(members, must):
 
 @compiled
 @no_type_check
-def interval_of(ends, place):
-    """Index of the interval that holds `place`."""
+def interval_of(ends, point):
+    """Index of the interval that holds `point`."""
     low, high = 0, len(ends) - 1
     while low < high:
         middle = (low + high) // 2
-        if ends[middle] < place:
+        if ends[middle] < point:
             low = middle + 1
         else:
             high = middle
@@ -167,7 +169,7 @@ def interval_of(ends, place):
 @no_type_check
 def count_points(V, c, owner, ends, members, tolerance):
     """Neurons that vanish on the line inside an interval where they count, and the safety."""
-    places, safety, found = np.empty(len(c)), np.inf, 0
+    points, safety, count = np.empty(len(c)), np.inf, 0
     last = len(ends) - 1
     for n in range(len(c)):
         expert = owner[n]
@@ -175,26 +177,26 @@ def count_points(V, c, owner, ends, members, tolerance):
             if (members[:, expert] == 1).any():
                 return 0, 0.0
             continue
-        place = -c[n] / V[n, 0]
-        i = interval_of(ends, place)
+        point = -c[n] / V[n, 0]
+        i = interval_of(ends, point)
         counts = members[i, expert] == 1
         if counts or (i > 0 and members[i - 1, expert] == 1):
-            safety = min(safety, apart(place, ends[i - 1], tolerance) if i > 0 else np.inf)
+            safety = min(safety, apart(point, ends[i - 1], tolerance) if i > 0 else np.inf)
         if counts or (i < last and members[i + 1, expert] == 1):
-            safety = min(safety, apart(place, ends[i], tolerance))
+            safety = min(safety, apart(point, ends[i], tolerance))
         if counts:
-            places[found] = place
-            found += 1
-    return found, min(safety, spacing(np.sort(places[:found]), tolerance))
+            points[count] = point
+            count += 1
+    return count, min(safety, spacing(np.sort(points[:count]), tolerance))
 
 
 @compiled
 @no_type_check
-def spacing(places, tolerance):
+def spacing(points, tolerance):
     """Smallest distance of neighbours among sorted places, in tolerances."""
     safety = np.inf
-    for i in range(1, len(places)):
-        safety = min(safety, apart(places[i], places[i - 1], tolerance))
+    for i in range(1, len(points)):
+        safety = min(safety, apart(points[i], points[i - 1], tolerance))
     return safety
 
 
@@ -212,8 +214,8 @@ def count_line(R, a, V, c, owner, must, k, blur, shape):
             if abs(V[n, 0]) <= tolerance and (members[:, owner[n]] == 1).any():
                 return 0, 0.0
     elif total > 0:
-        found, sure = count_points(V, c, owner, ends, members, tolerance)
-        return total + found, min(safety, sure)
+        points, sure = count_points(V, c, owner, ends, members, tolerance)
+        return total + points, min(safety, sure)
     return total, safety
 
 
@@ -256,12 +258,12 @@ def count_flats(R, a, V, c, owner, must, k, blur, shape):
         lower, shifted = restrict(R, a, normal, foot, r)
         neurons, biases = restrict(V[n + 1 :], c[n + 1 :], normal, foot, r)
         must[expert] = True
-        found, sure = count_flats(
+        deeper, sure = count_flats(
             lower, shifted, neurons, biases, owner[n + 1 :], must, k,
             max(blur, ROUNDING) / length, 2 if shape == 2 else 0,
         )  # fmt: skip
         must[expert] = not added
-        total += found
+        total += deeper
         safety = min(safety, sure)
         if safety < 1.0:
             return 0, safety

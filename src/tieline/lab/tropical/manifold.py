@@ -33,8 +33,8 @@ from torch import Tensor
 from tieline.core.errors import TraceError, require
 from tieline.core.statistics import Estimate, mean_estimate
 from tieline.lab.tropical.affine import (
+    AffineRouter,
     Neurons,
-    Router,
     as_neurons,
     as_points,
     as_router,
@@ -48,11 +48,11 @@ from tieline.trace.record import LayerTrace, RoutingTrace
 CHUNK = 1 << 22  # pairs of experts over all segments that are held at once
 
 
-class Walk(NamedTuple):
+class CoalitionWalk(NamedTuple):
     """Every change of coalition, by segment and in the order of the walk."""
 
     segment: Int[np.ndarray, " events"]  # which segment it happens on
-    place: Float[np.ndarray, " events"]  # where, as a share of the segment, 0 < place < 1
+    share: Float[np.ndarray, " events"]  # where: share of the segment before it, in (0, 1)
     leaving: Int[np.ndarray, " events"]  # the expert that is no longer chosen
     entering: Int[np.ndarray, " events"]  # the expert that is from there on
     first: Bool[np.ndarray, "segments experts"]  # experts chosen at the start of each segment
@@ -65,20 +65,20 @@ class Walk(NamedTuple):
 def walk(
     starts: Float[np.ndarray, "segments dim"],
     ends: Float[np.ndarray, "segments dim"],
-    router: Router,
-) -> Walk:
+    router: AffineRouter,
+) -> CoalitionWalk:
     """The changes of coalition along the segments from `starts` to `ends`."""
     experts = len(router.bias)
     size = max(1, CHUNK // experts**2)
-    parts = [
+    chunks = [
         _walk(router.scores(starts[at : at + size]), router.scores(ends[at : at + size]), router.k)
         for at in range(0, len(starts), size)
     ]
-    shifted = [part._replace(segment=part.segment + i * size) for i, part in enumerate(parts)]
-    return Walk(*(np.concatenate(columns) for columns in zip(*shifted, strict=True)))
+    shifted = [chunk._replace(segment=chunk.segment + i * size) for i, chunk in enumerate(chunks)]
+    return CoalitionWalk(*(np.concatenate(columns) for columns in zip(*shifted, strict=True)))
 
 
-def _walk(start: np.ndarray, end: np.ndarray, k: int) -> Walk:
+def _walk(start: np.ndarray, end: np.ndarray, k: int) -> CoalitionWalk:
     first = chosen(start, k)
     slope = end - start
     closing = slope[:, None, :] - slope[:, :, None]
@@ -99,9 +99,9 @@ def _walk(start: np.ndarray, end: np.ndarray, k: int) -> Walk:
         at_start = when <= 0  # a tie at the very start is settled before the walk begins
         first[rows[at_start]] = inside[rows[at_start]]
         events.append(tuple(x[~at_start] for x in (rows, when, leaving, entering)))
-    segment, place, leaving, entering = map(np.concatenate, zip(*events, strict=True))
+    segment, share, leaving, entering = map(np.concatenate, zip(*events, strict=True))
     order = np.argsort(segment, kind="stable")  # events of one segment are in order already
-    return Walk(segment[order], place[order], leaving[order], entering[order], first)
+    return CoalitionWalk(segment[order], share[order], leaving[order], entering[order], first)
 
 
 @dataclass(frozen=True)
@@ -172,14 +172,14 @@ def pieces_along_curve(
     require(2 <= start <= most, f"need 2 <= start <= most, got {start=}, {most=}")
     before, segments = None, start
     while True:
-        places = [curve(i / segments) for i in range(segments + 1)]
-        points = np.stack([np.asarray(x, dtype=np.float64).reshape(-1) for x in places])
-        found = pieces_along(points, weight, bias, k, V, c)
-        counts = found.switches, found.kinks, found.coalitions
+        samples = [curve(i / segments) for i in range(segments + 1)]
+        points = np.stack([np.asarray(x, dtype=np.float64).reshape(-1) for x in samples])
+        pieces = pieces_along(points, weight, bias, k, V, c)
+        counts = pieces.switches, pieces.kinks, pieces.coalitions
         if counts == before:
-            return found
+            return pieces
         if segments >= most:
-            return replace(found, status=f"not settled: {most} segments still change the count")
+            return replace(pieces, status=f"not settled: {most} segments still change the count")
         before, segments = counts, min(2 * segments, most)
 
 
@@ -226,15 +226,15 @@ def paper_effective_bound(
     return volume * math.exp(math.log(capacity_bound(n_experts, k, hidden, d_eff)) - sphere)
 
 
-def bias_scale(router: Router) -> float:
+def bias_scale(router: AffineRouter) -> float:
     """sd(bias) / sd(weight), the height at which a router with biases is one without on R^{d+1}."""
     spread = float(router.bias.std())
     return 0.0 if spread == 0 else spread / float(router.weight.std())
 
 
-def coalitions_of(walked: Walk) -> set[bytes]:
+def coalitions_of(walked: CoalitionWalk) -> set[bytes]:
     """The different coalitions of a walk, each as packed bits."""
-    found = {np.packbits(row).tobytes() for row in walked.first}
+    coalitions = {np.packbits(row).tobytes() for row in walked.first}
     now, row = -1, walked.first[0]
     for segment, leaving, entering in zip(
         walked.segment, walked.leaving, walked.entering, strict=True
@@ -242,11 +242,11 @@ def coalitions_of(walked: Walk) -> set[bytes]:
         if segment != now:
             now, row = segment, walked.first[segment].copy()
         row[leaving], row[entering] = False, True
-        found.add(np.packbits(row).tobytes())
-    return found
+        coalitions.add(np.packbits(row).tobytes())
+    return coalitions
 
 
-def _kinks(path: np.ndarray, walked: Walk, neurons: Neurons) -> int:
+def _kinks(path: np.ndarray, walked: CoalitionWalk, neurons: Neurons) -> int:
     """Zeros of neurons inside the stretches on which their expert is chosen."""
     u = np.einsum("ehd,pd->peh", neurons.weight, path) + neurons.bias
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -257,7 +257,7 @@ def _kinks(path: np.ndarray, walked: Walk, neurons: Neurons) -> int:
         mine = walked.segment == segment
         since = np.where(walked.first[segment], 0.0, np.nan)
         for at, out, new in zip(
-            walked.place[mine], walked.leaving[mine], walked.entering[mine], strict=True
+            walked.share[mine], walked.leaving[mine], walked.entering[mine], strict=True
         ):
             total += int(((zeros[segment, out] > since[out]) & (zeros[segment, out] < at)).sum())
             since[out], since[new] = np.nan, at
@@ -313,7 +313,7 @@ def crossings(
     ends, length = ends[keep], length[keep]
     counts = walk(ends[:, 0], ends[:, 1], router).per_segment()
     sets = [chosen(router.scores(ends[:, side]), router.k) for side in (0, 1)]
-    seen = layer.experts[:, : layer.facts.k].long()[pairs[torch.from_numpy(keep)]]
+    traced = layer.experts[:, : layer.facts.k].long()[pairs[torch.from_numpy(keep)]]
     lifted = np.concatenate([ends, np.full((*ends.shape[:2], 1), bias_scale(router))], axis=2)
     unit = lifted / np.linalg.norm(lifted, axis=2, keepdims=True)
     angle = angles(unit[:, 0], unit[:, 1])
@@ -325,10 +325,10 @@ def crossings(
         per_radian=float(counts.sum() / angle.sum()),
         per_length=float(counts.sum() / length.sum()),
         expected_per_radian=wall_density(len(router.bias), router.k) / np.pi,
-        agreement=float(np.mean([_agrees(sets[i], seen[:, i]) for i in (0, 1)])),
+        agreement=float(np.mean([_agrees(sets[i], traced[:, i]) for i in (0, 1)])),
     )
 
 
-def _agrees(sets: np.ndarray, seen: Tensor) -> float:
-    traced = torch.zeros(sets.shape, dtype=torch.bool).scatter_(1, seen, True)
+def _agrees(sets: np.ndarray, experts: Tensor) -> float:
+    traced = torch.zeros(sets.shape, dtype=torch.bool).scatter_(1, experts, True)
     return float((traced.numpy() == sets).all(axis=1).mean())

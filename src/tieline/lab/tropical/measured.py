@@ -22,7 +22,7 @@ PAIRS = 512
 
 
 @dataclass(frozen=True)
-class MeasuredLayer:
+class RouterMeasurement:
     """One router of a model on its own inputs.
 
     Attributes:
@@ -46,7 +46,7 @@ class MeasuredLayer:
 
 def measured_layer(
     trace: RoutingTrace, layer: LayerTrace, weight: Any, bias: Any = None, seed: int = 0
-) -> MeasuredLayer:
+) -> RouterMeasurement:
     """Measure one layer with affine scores, captured with keep="inputs".
 
     Args:
@@ -64,7 +64,7 @@ def measured_layer(
     size = float(np.linalg.norm(mean))
     sine = min(1.0, spread / size) if size > 0 else 1.0
     facts = layer.facts
-    return MeasuredLayer(
+    return RouterMeasurement(
         name=layer.name,
         neighbours=crossings(layer, weight, near, bias),
         any_two=crossings(layer, weight, far, bias),

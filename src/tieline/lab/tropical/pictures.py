@@ -26,8 +26,8 @@ from scipy.spatial import ConvexHull
 from tieline.core.errors import TielineError, require
 from tieline.core.records import to_plain
 from tieline.lab.tropical.affine import (
+    AffineRouter,
     Neurons,
-    Router,
     as_neurons,
     as_points,
     as_router,
@@ -70,52 +70,52 @@ def clip(polygon: Polygon, normal: np.ndarray, offset: float, label: Label) -> P
     if (side >= 0).all():
         return polygon
     kept: list[np.ndarray] = []
-    named: list[Label] = []
+    kept_labels: list[Label] = []
     for i in range(len(corners)):
         j = (i + 1) % len(corners)
         if side[i] >= 0:
             kept.append(corners[i])
-            named.append(labels[i])
+            kept_labels.append(labels[i])
         if (side[i] >= 0) != (side[j] >= 0):
             share = side[i] / (side[i] - side[j])
             kept.append(corners[i] + share * (corners[j] - corners[i]))
-            named.append(label if side[i] >= 0 else labels[i])
-    return Polygon(np.array(kept).reshape(-1, 2), named)
+            kept_labels.append(label if side[i] >= 0 else labels[i])
+    return Polygon(np.array(kept).reshape(-1, 2), kept_labels)
 
 
-def cells_within(corners: Float[np.ndarray, "corners 2"], router: Router) -> list[PlanarCell]:
+def cells_within(corners: Float[np.ndarray, "corners 2"], router: AffineRouter) -> list[PlanarCell]:
     """Every coalition that a planar router chooses inside a convex polygon, with its cell."""
-    whole = Polygon(corners, [None] * len(corners))
+    outline = Polygon(corners, [None] * len(corners))
     least = area(corners) * ROUNDING
     require(least > 0, "the polygon has no area")
     # off the centre: pictures put their points there, and a router without bias ties at the origin
     start = corners.mean(axis=0) + 0.0137 * (corners[0] - corners.mean(axis=0))
     first = np.flatnonzero(chosen(router.scores(start[None]), router.k)[0])
-    queue, seen = deque([tuple(first.tolist())]), {tuple(first.tolist())}
+    queue, visited = deque([tuple(first.tolist())]), {tuple(first.tolist())}
     cells = []
     while queue:
         coalition = queue.popleft()
-        polygon = cell_polygon(whole, router, coalition)
+        polygon = cell_polygon(outline, router, coalition)
         if area(polygon.corners) <= least:
             continue
         cells.append(PlanarCell(coalition, polygon))
         require(len(cells) <= MOST_CELLS, f"more than {MOST_CELLS} cells: take a smaller window")
         for i, j in {label for label in polygon.labels if label is not None}:
             neighbour = tuple(sorted(set(coalition) - {i} | {j}))
-            if neighbour not in seen:
-                seen.add(neighbour)
+            if neighbour not in visited:
+                visited.add(neighbour)
                 queue.append(neighbour)
     _check_area(cells, corners)
     return cells
 
 
 def cell_polygon(
-    whole: Polygon, router: Router, coalition: tuple[int, ...], band: float = 0.0
+    outline: Polygon, router: AffineRouter, coalition: tuple[int, ...], band: float = 0.0
 ) -> Polygon:
-    """Clip `whole` to where the coalition's experts lead all others by at least `band`."""
+    """Clip `outline` to where the coalition's experts lead all others by at least `band`."""
     inside = np.zeros(len(router.bias), dtype=bool)
     inside[list(coalition)] = True
-    polygon, scale = whole, float(np.abs(router.scores(whole.corners)).max()) or 1.0
+    polygon, scale = outline, float(np.abs(router.scores(outline.corners)).max()) or 1.0
     for _ in range(len(inside) ** 2):  # each pair of experts cuts once
         if not len(polygon.corners) or inside.all():
             return polygon
@@ -141,24 +141,24 @@ def split_by_lines(
     least = area(corners) * ROUNDING
     pieces = [(np.zeros(len(offsets), dtype=bool), Polygon(corners, [None] * len(corners)))]
     for line, (normal, offset) in enumerate(zip(normals, offsets, strict=True)):
-        parts = []
+        halves = []
         for signs, polygon in pieces:
             for positive in (True, False):
                 way = 1.0 if positive else -1.0
-                part = clip(polygon, way * normal, way * float(offset), None)
-                if area(part.corners) > least:
+                half = clip(polygon, way * normal, way * float(offset), None)
+                if area(half.corners) > least:
                     marked = signs.copy()
                     marked[line] = positive
-                    parts.append((marked, part))
-        pieces = parts
+                    halves.append((marked, half))
+        pieces = halves
     return [(np.packbits(signs).tobytes(), polygon.corners) for signs, polygon in pieces]
 
 
 def _check_area(cells: list[PlanarCell], corners: np.ndarray) -> None:
-    covered, whole = sum(area(cell.polygon.corners) for cell in cells), area(corners)
-    if abs(covered - whole) > 1e-8 * whole:
+    covered, total = sum(area(cell.polygon.corners) for cell in cells), area(corners)
+    if abs(covered - total) > 1e-8 * total:
         raise TielineError(
-            f"the cells cover {covered / whole:.6f} of the polygon: the router is degenerate there "
+            f"the cells cover {covered / total:.6f} of the polygon: the router is degenerate there "
             "(three experts tie along a line, or two are equal); move the points or the router a "
             "little"
         )
@@ -305,18 +305,18 @@ def slice_layer(
 
 
 def _on_plane(
-    router: Router, neurons: Neurons | None, plane: Plane
-) -> tuple[Router, Neurons | None]:
+    router: AffineRouter, neurons: Neurons | None, plane: Plane
+) -> tuple[AffineRouter, Neurons | None]:
     """Router and neurons as functions of (u, v)."""
     (weight, bias, k), origin, axes = router, plane.origin, plane.axes
-    flat = Router(weight @ axes.T, weight @ origin + bias, k)
+    flat = AffineRouter(weight @ axes.T, weight @ origin + bias, k)
     if neurons is None:
         return flat, None
     return flat, Neurons(neurons.weight @ axes.T, neurons.weight @ origin + neurons.bias)
 
 
 def _slice_cell(
-    cell: PlanarCell, router: Router, epsilon: float, lines: Neurons | None
+    cell: PlanarCell, router: AffineRouter, epsilon: float, lines: Neurons | None
 ) -> SliceCell:
     corners = cell.polygon.corners
     core = cell_polygon(Polygon(corners, [None] * len(corners)), router, cell.coalition, epsilon)
@@ -345,7 +345,7 @@ def _kinks(cell: PlanarCell, lines: Neurons) -> list[Corners]:
     """Segments of the lines of active neurons inside the cell."""
     active, corners = list(cell.coalition), cell.polygon.corners
     normals, offsets = lines.weight[active].reshape(-1, 2), lines.bias[active].reshape(-1)
-    found = []
+    segments = []
     for normal, offset in zip(normals, offsets, strict=True):
         side = corners @ normal + offset
         ahead = np.roll(side, -1)
@@ -353,8 +353,8 @@ def _kinks(cell: PlanarCell, lines: Neurons) -> list[Corners]:
         if len(crossed) == 2:
             share = (side[crossed] / (side[crossed] - ahead[crossed]))[:, None]
             after = np.roll(corners, -1, axis=0)[crossed]
-            found.append((corners[crossed] + share * (after - corners[crossed])).tolist())
-    return found
+            segments.append((corners[crossed] + share * (after - corners[crossed])).tolist())
+    return segments
 
 
 @dataclass(frozen=True)
@@ -403,9 +403,9 @@ def grid_of(
 
 
 def _triangles(grid: np.ndarray) -> list[np.ndarray]:
-    found = []
+    triangles = []
     for i in range(grid.shape[0] - 1):
         for j in range(grid.shape[1] - 1):
             a, b, c, d = grid[i, j], grid[i, j + 1], grid[i + 1, j], grid[i + 1, j + 1]
-            found += [np.stack([a, b, c]), np.stack([b, d, c])]
-    return found
+            triangles += [np.stack([a, b, c]), np.stack([b, d, c])]
+    return triangles

@@ -97,14 +97,14 @@ def maximise(A, r, c, y):
         if abs(A[i, pivot]) <= SLACK:
             return False
         lower, rest, cost = onto_wall(A, r, c, A[i], r[i], pivot, i)
-        part = np.empty(n - 1)
-        if not maximise(lower, rest, cost, part):
+        solution = np.empty(n - 1)
+        if not maximise(lower, rest, cost, solution):
             return False
         y[pivot], j = r[i] / A[i, pivot], 0
         for col in range(n):
             if col != pivot:
-                y[col] = part[j]
-                y[pivot] -= A[i, col] / A[i, pivot] * part[j]
+                y[col] = solution[j]
+                y[pivot] -= A[i, col] / A[i, pivot] * solution[j]
                 j += 1
     return True
 
@@ -192,9 +192,9 @@ def behind(rows, start, stop, wall, k, point):
         for j in range(i):
             turn = change[i] - change[j]
             if turn != 0.0:
-                place = (first[j] - first[i]) / turn
-                if tied < place < ahead:
-                    ahead = place
+                tie = (first[j] - first[i]) / turn
+                if tied < tie < ahead:
+                    ahead = tie
     point[:] = start + 0.5 * (crossing + ahead) * (stop - start)
     return top_members(rows @ point, k)
 
@@ -214,23 +214,28 @@ def explore(rows, members, point, k):
     count, sure = len(walls), True
     centre(walls, count, point)
     coalitions, points = np.empty((count, len(rows)), np.bool_), np.empty((count, rows.shape[1]))
-    found, last = 0, count - 1
-    while found < last:  # walls[:found] bound the cell, walls[last] is y_last > 0
-        wall = walls[found].copy()
-        walls[found], stop = walls[last], np.empty(rows.shape[1])
+    bounding, last = 0, count - 1
+    while bounding < last:  # walls[:bounding] bound the cell, walls[last] is y_last > 0
+        wall = walls[bounding].copy()
+        walls[bounding], stop = walls[last], np.empty(rows.shape[1])
         value = reach(walls, last, -wall, stop)
         if NONE < value < CUT:
             sure = False
         if value >= CUT:
-            coalitions[found] = behind(rows, point, stop, wall, k, points[found])
-            walls[last] = walls[found]
-            walls[found] = wall
-            found += 1
+            coalitions[bounding] = behind(rows, point, stop, wall, k, points[bounding])
+            walls[last] = walls[bounding]
+            walls[bounding] = wall
+            bounding += 1
         else:
-            walls[found] = walls[last - 1]
+            walls[bounding] = walls[last - 1]
             walls[last - 1] = walls[last]
             last -= 1
-    return walls[: found + 1].copy(), coalitions[:found].copy(), points[:found].copy(), sure
+    return (
+        walls[: bounding + 1].copy(),
+        coalitions[:bounding].copy(),
+        points[:bounding].copy(),
+        sure,
+    )
 
 
 @compiled
@@ -277,7 +282,7 @@ def patterns(base, neurons, start, most):
     waiting, points = np.zeros((K + 1, K)), np.empty((K + 1, n))
     cuts, depths = np.zeros((K + 1, K), np.bool_), np.zeros(K + 1, np.int64)
     points[0], left = start, 1
-    out, places = np.empty((16, K), np.bool_), np.empty((16, n))
+    out, interior = np.empty((16, K), np.bool_), np.empty((16, n))
     total = 0
     while left > 0:
         left -= 1
@@ -292,7 +297,7 @@ def patterns(base, neurons, start, most):
         for t in range(depth, K):
             sign, state = cross(A, count, neurons[t], point, points[left])
             if state < 0:
-                return out[:0], places[:0], THIN
+                return out[:0], interior[:0], THIN
             signs[t] = sign
             if state == 1:
                 cut[t] = True
@@ -302,10 +307,10 @@ def patterns(base, neurons, start, most):
                 A[count] = sign * neurons[t]
                 count += 1
         if total == most:
-            return out[:0], places[:0], MANY
+            return out[:0], interior[:0], MANY
         if total == len(out):
-            out, places = twice(out), twice(places)
+            out, interior = twice(out), twice(interior)
         centre(A, count, point)
-        out[total], places[total] = signs > 0, point
+        out[total], interior[total] = signs > 0, point
         total += 1
-    return out[:total], places[:total], DONE
+    return out[:total], interior[:total], DONE

@@ -122,11 +122,11 @@ def _count_cones(
         rest = [np.ascontiguousarray(rows[:, 1:]) for rows in (W, V)]
         norms = np.linalg.norm(rest[1], axis=1)
         for side in (1.0, -1.0):
-            found, sure = count_flats(
+            count, sure = count_flats(
                 rest[0], side * W[:, 0], rest[1] / norms[:, None], side * V[:, 0] / norms,
                 owner, layer.nobody, k, 0.0, 0,
             )  # fmt: skip
-            total, safety = total + sign * found, min(safety, sure)
+            total, safety = total + sign * count, min(safety, sure)
         (W, V), sign = rest, -sign
     safety = min(safety, _gap(W[:, 0].copy(), k), _gap(-W[:, 0], k))
     return int(total + sign * 2), float(safety)
@@ -167,23 +167,25 @@ def regions(
     """All pieces, at most `max_pieces`, with a point inside each; d <= 5, any position."""
     layer = counting_layer(W, b, V, c, k)
     _check_dim(layer)
-    found, left = [], max_pieces
+    pieces, left = [], max_pieces
     for cell in _router_cells(layer, k):
-        found.append(_pieces_of(layer, *cell, left))
-        left -= len(found[-1][2])
-    coalitions, patterns, points = (np.concatenate(parts) for parts in zip(*found, strict=True))
+        pieces.append(_pieces_of(layer, *cell, left))
+        left -= len(pieces[-1][2])
+    coalitions, patterns, points = (
+        np.concatenate(columns) for columns in zip(*pieces, strict=True)
+    )
     router = layer.router
-    places = router.length * (points[:, :-1] / points[:, -1:]) @ router.rotation.T
+    witnesses = router.length * (points[:, :-1] / points[:, -1:]) @ router.rotation.T
     raw = tuple(
         double_array(n, a, x) for n, a, x in (("W", W, 2), ("b", b, 1), ("V", V, 3), ("c", c, 2))
     )
-    margins = _margins(raw, coalitions, patterns, places)
+    margins = _margins(raw, coalitions, patterns, witnesses)
     require(
         bool((margins > 0).all()),
         "a piece is too thin for its point to be told from its walls in float64",
         DegenerateError,
     )
-    return Regions(coalitions, patterns, places, margins)
+    return Regions(coalitions, patterns, witnesses, margins)
 
 
 def _router_cells(
@@ -204,16 +206,16 @@ def _router_cells(
     )
     point = np.random.default_rng(size).uniform(0.2, 0.4, size)
     members = top_members(rows @ point, k)
-    waiting, seen = [(members, point)], {members.tobytes()}
+    waiting, visited = [(members, point)], {members.tobytes()}
     while waiting:
         members, point = waiting.pop()
         walls, coalitions, points, sure = explore(rows, members, point, k)
         require(sure, THIN_CUT, DegenerateError)
         yield members, walls, point
-        for coalition, place in zip(coalitions, points, strict=True):
-            if coalition.tobytes() not in seen:
-                seen.add(coalition.tobytes())
-                waiting.append((coalition, place))
+        for coalition, inside in zip(coalitions, points, strict=True):
+            if coalition.tobytes() not in visited:
+                visited.add(coalition.tobytes())
+                waiting.append((coalition, inside))
 
 
 def _pieces_of(
@@ -229,24 +231,24 @@ def _pieces_of(
     mine = members[layer.owner]
     neurons = np.column_stack([layer.V, layer.c])[mine]
     neurons /= np.linalg.norm(neurons, axis=1, keepdims=True)
-    active, places, status = patterns(walls, neurons, point, most)
+    active, points, status = patterns(walls, neurons, point, most)
     require(status != THIN, THIN_CUT, DegenerateError)
     require(status != MANY, "there are more than max_pieces pieces; raise it to list them")
     experts = np.flatnonzero(members)
     shape = (len(active), len(experts), -1)
-    return np.tile(experts, (len(active), 1)), active.reshape(shape), places
+    return np.tile(experts, (len(active), 1)), active.reshape(shape), points
 
 
 def _margins(
     raw: tuple[np.ndarray, ...],
     coalitions: Int[np.ndarray, "pieces k"],
     patterns: Bool[np.ndarray, "pieces k hidden"],
-    places: Float[np.ndarray, "pieces dim"],
+    witnesses: Float[np.ndarray, "pieces dim"],
 ) -> Float[np.ndarray, " pieces"]:
     """Distance to the nearest wall, negative where a witness lies in another piece."""
     W, b, V, c = raw
-    scores = places @ W.T + b
-    values = np.einsum("pkhd,pd->pkh", V[coalitions], places) + c[coalitions]
+    scores = witnesses @ W.T + b
+    values = np.einsum("pkhd,pd->pkh", V[coalitions], witnesses) + c[coalitions]
     norms = np.linalg.norm(V[coalitions], axis=-1)
     margin = (np.where(patterns, values, -values) / norms).min(axis=(1, 2))
     chosen = np.zeros(scores.shape, dtype=bool)
@@ -314,8 +316,8 @@ def _check_corners(router: list[Row], neurons: list[Row], k: int, dim: int) -> N
     experts, hidden = len(router), len(neurons) // len(router)
     ties = [] if k in (0, experts) else [_minus(row, router[0])[:-1] for row in router[1:]]
     for coalition in combinations(range(experts), k):
-        own = [neurons[e * hidden + h][:-1] for e in coalition for h in range(hidden)]
-        if _rank(ties + own) < dim:
+        normals = [neurons[e * hidden + h][:-1] for e in coalition for h in range(hidden)]
+        if _rank(ties + normals) < dim:
             raise DegenerateError(f"the walls of coalition {coalition} leave a direction free")
 
 
@@ -361,8 +363,8 @@ def _around(
             f"scores of experts {equal} tie in one point with {len(vanished)} neurons"
         )
     chosen = tied or equal
-    for part in combinations(chosen, k - len(above)):
-        coalition = above | frozenset(part)
+    for subset in combinations(chosen, k - len(above)):
+        coalition = above | frozenset(subset)
         if not coalition.issuperset(owners[n] for n in vanished):
             continue  # the corners of that coalition's pieces are other sets
         yield from _patterns(neurons, owners, coalition, point, set(vanished))

@@ -84,7 +84,7 @@ def test_failures_are_counted_in_one_warning():
     starts = near_truth(TRUTH, 2.0, [1, 2, 3], 2)
     with pytest.warns(FitWarning, match="6 of 6 problems did not converge"):
         result = fit(MODEL, sample.x, sample.y, starts, iterations=1)
-    assert result.words() == {"unfinished": 6}
+    assert result.endings() == {"unfinished": 6}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fit(MODEL, sample.x, sample.y, starts, iterations=1, quiet=True)

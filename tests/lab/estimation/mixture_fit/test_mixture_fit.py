@@ -78,7 +78,7 @@ def test_too_few_steps_are_a_status():
     regression, rows, _ = problem(n=300)
     found = fit_mixture(regression, rows, FitSettings(starts=3, max_iter=1, tol=0.0))
     assert found.starts == ("unfinished",) * 3
-    assert found.words() == "3 unfinished"
+    assert found.failures() == "3 unfinished"
     assert found.failed == 3
     assert found.iterations == 1
 

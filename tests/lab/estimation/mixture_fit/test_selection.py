@@ -12,7 +12,7 @@ from tieline.lab.estimation.mixture_fit import (
     by_dendrogram,
     some_rows,
 )
-from tieline.lab.estimation.mixture_starts import Rows
+from tieline.lab.estimation.mixture_starts import WeightedRows
 from tieline.lab.estimation.model import MoEModel
 from tieline.lab.estimation.regressor import standardised
 
@@ -56,7 +56,9 @@ def test_the_dendrogram_finds_how_many_there_are(regions):
 
 def test_many_rows_are_sampled():
     n = MOST_ROWS + 10
-    rows = Rows(torch.rand(n, 1).double(), torch.rand(n, 1).double(), torch.rand(n).double())
+    rows = WeightedRows(
+        torch.rand(n, 1).double(), torch.rand(n, 1).double(), torch.rand(n).double()
+    )
     few = some_rows(rows, 0)
     assert len(few.x) == MOST_ROWS
     assert few.weight.mean() == pytest.approx(1)

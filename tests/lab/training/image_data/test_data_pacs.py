@@ -27,7 +27,7 @@ def saved(folder, **changes):
 
 
 def test_arrays_become_images_with_domains(tmp_path):
-    found = load_pacs(saved(tmp_path), known=False)
+    found = load_pacs(saved(tmp_path), check_hash=False)
     assert found.images.pixels.shape == (5, 4, 4, 3)
     assert found.images.labels.tolist() == [0, 1, 0, 1, 1]
     assert found.domain.tolist() == [0, 0, 1, 1, 2]
@@ -51,7 +51,7 @@ def test_arrays_become_images_with_domains(tmp_path):
 )
 def test_other_arrays_are_refused(tmp_path, changes, words):
     with pytest.raises(DataError, match=words):
-        load_pacs(saved(tmp_path, **changes), known=False)
+        load_pacs(saved(tmp_path, **changes), check_hash=False)
 
 
 def test_unknown_files_absent_ones_and_no_archives_are_refused(tmp_path, monkeypatch):
@@ -64,7 +64,7 @@ def test_unknown_files_absent_ones_and_no_archives_are_refused(tmp_path, monkeyp
     other = tmp_path / "other.npz"
     other.write_bytes(b"no archive")
     with pytest.raises(DataError, match="no readable"):
-        load_pacs(other, known=False)
+        load_pacs(other, check_hash=False)
 
 
 def test_the_real_set_has_the_sizes_of_the_paper():

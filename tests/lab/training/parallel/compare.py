@@ -6,7 +6,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tieline.lab.training.checkpoint import last_checkpoint
-from tieline.lab.training.parallel.checkpoint import make_whole
+from tieline.lab.training.parallel.checkpoint import consolidate
 
 CLOSE = 1e-5
 
@@ -37,13 +37,13 @@ def assert_same_scores(found, plain):
 
 
 def assert_same_files(found, plain):
-    """The newest checkpoints, made whole, and the trained models of two folders."""
+    """The newest checkpoints, consolidated, and the trained models of two folders."""
     mine, theirs = last_checkpoint(found), last_checkpoint(plain)
-    make_whole(mine)
+    consolidate(mine)
     assert mine.name == theirs.name
     kept = [{p.name for p in f.glob("checkpoint-*")} for f in (found, plain)]
     assert kept[0] == kept[1]
-    assert {p.name for p in mine.iterdir()} - {"parts"} == {p.name for p in theirs.iterdir()}
+    assert {p.name for p in mine.iterdir()} - {"shards"} == {p.name for p in theirs.iterdir()}
     for name in ("model.safetensors", "optimizer.safetensors"):
         assert_same_tensors(mine / name, theirs / name)
     for name in ("config.json", "complete.json"):

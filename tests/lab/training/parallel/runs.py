@@ -17,14 +17,16 @@ from tieline.lab.training.config import (
     TrainConfig,
     gate_config,
 )
-from tieline.lab.training.parallel.capture import summarise_on_ranks, trace_on_ranks
-from tieline.lab.training.parallel.checkpoint import named_tensors
-from tieline.lab.training.parallel.experts import parallelize_
-from tieline.lab.training.parallel.grid import rank_mesh
-from tieline.lab.training.parallel.parts import read_parts, write_parts
-from tieline.lab.training.parallel.run import run_on_ranks
+from tieline.lab.training.parallel.checkpoint import (
+    named_moments,
+    named_weights,
+    read_shards,
+    write_shards,
+)
+from tieline.lab.training.parallel.experts import parallelize_, rank_mesh
+from tieline.lab.training.parallel.run import run_parallel
 from tieline.lab.training.text_data import STREAMS, TextStreams, Windows, byte_tokenizer
-from tieline.models.demo import demo_text, load_demo_model
+from tieline.models.demo import demo_text
 
 BYTES = 2000
 
@@ -42,7 +44,7 @@ def config(gate="smooth1", **changes):
     shape = DecoderConfig(
         layers=2, d_model=16, d_hidden=12, heads=2, vocabulary=256, context=12, n_experts=4
     )
-    whole = TrainConfig(
+    run = TrainConfig(
         recipe="test",
         task="language",
         model=shape,
@@ -53,12 +55,12 @@ def config(gate="smooth1", **changes):
         checkpoint_every=2,
         evaluate_items=4,
     )
-    return whole.replace(**changes)
+    return run.replace(**changes)
 
 
 def run_here(configuration, folder, options):
-    """`run_on_ranks` as a task; the record of rank 0."""
-    result = run_on_ranks(configuration, folder, **options)
+    """`run_parallel` as a task; the record of rank 0."""
+    result = run_parallel(configuration, folder, **options)
     return None if result is None else result.to_dict()
 
 
@@ -77,16 +79,8 @@ def run_and_lose(configuration, folder, options, how, step):
     return run_here(configuration, folder, options)
 
 
-def captured(sequences, what):
-    """Trace or summary of the demo model, from all ranks."""
-    torch.set_num_threads(1)
-    make = {"trace": trace_on_ranks, "summary": summarise_on_ranks}[what]
-    # one sequence at a time: the products of a larger batch may round otherwise
-    return make(load_demo_model(), sequences, batch_size=1)
-
-
 def peaks(folder):
-    """Bytes of this rank's state, and what writing and reading its parts took beyond them."""
+    """Bytes of this rank's state, and what writing and reading its shards took beyond them."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.ModuleList(torch.nn.Linear(1024, 1024) for _ in range(24)))
     parallelize_(model, rank_mesh())
@@ -95,10 +89,12 @@ def peaks(folder):
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
-    tensors = named_tensors(model, optimizer)
-    own = sum(t.to_local().nbytes if isinstance(t, DTensor) else t.nbytes for t in tensors.values())
-    written = _beyond(lambda: write_parts(folder, tensors))
-    return own, written, _beyond(lambda: read_parts(folder, tensors))
+    tensors = named_weights(model) | named_moments(optimizer)
+    held = sum(
+        t.to_local().nbytes if isinstance(t, DTensor) else t.nbytes for t in tensors.values()
+    )
+    written = _beyond(lambda: write_shards(folder, tensors))
+    return held, written, _beyond(lambda: read_shards(folder, tensors))
 
 
 def _beyond(work):

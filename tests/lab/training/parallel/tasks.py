@@ -8,7 +8,12 @@ from torch.distributed.tensor import DTensor
 
 from tieline import auxiliary_loss, collect_routing, moe
 from tieline.core.errors import TielineError
-from tieline.lab.training.parallel.experts import SpreadExperts, parallelize_
+from tieline.lab.training.parallel.experts import (
+    EXPERT,
+    SpreadExperts,
+    parallelize_,
+    rank_mesh,
+)
 from tieline.lab.training.parallel.gradients import (
     batch_counts,
     clip_gradients_,
@@ -16,7 +21,6 @@ from tieline.lab.training.parallel.gradients import (
     gradient_norm,
     summed,
 )
-from tieline.lab.training.parallel.grid import EXPERT, rank_mesh
 from tieline.routing import Experts
 
 LOSSES = {"balance": 0.1, "router_z": 0.01, "boundary": 0.5, "sparsity": 0.01}

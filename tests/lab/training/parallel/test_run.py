@@ -13,7 +13,7 @@ from tests.lab.training.parallel.compare import (
 from tests.lab.training.parallel.runs import config, run_and_lose, run_here
 from tieline.lab.training.checkpoint import last_checkpoint
 from tieline.lab.training.engine import run
-from tieline.lab.training.parallel.checkpoint import is_cut
+from tieline.lab.training.parallel.checkpoint import is_sharded
 from tieline.lab.training.parallel.run import _targets, default_expert_ranks
 from tieline.lab.training.tasks import task_of
 
@@ -84,13 +84,13 @@ def test_what_one_process_began_two_ranks_end(pair, alone, tmp_path):
 
 @pytest.mark.slow
 def test_what_two_ranks_began_three_end(pair, ranks, alone, tmp_path):
-    """Each of the three reads its own parts of what the two wrote."""
+    """Each of the three reads its own shards of what the two wrote."""
     folder = tmp_path / "run"
     pair.run(run_here, config(), folder, PATIENCE)
     for name in ("model", "checkpoint-6"):
         shutil.rmtree(folder / name)
     (folder / "result.json").unlink()
-    assert is_cut(folder / "checkpoint-4")
+    assert is_sharded(folder / "checkpoint-4")
     found, *_ = ranks(3).run(run_here, config(), folder, {**PATIENCE, "resume": True})
     assert found["resumed_from"] == 4
     assert_same_losses(found, alone[0])

@@ -27,7 +27,7 @@ def put(folder, task, text):
 
 @pytest.mark.parametrize("task", GLUE)
 def test_lines_become_sentences_and_labels(tmp_path, task):
-    found = load_glue(task, "dev", put(tmp_path, task, LINES[task]), known=False)
+    found = load_glue(task, "dev", put(tmp_path, task, LINES[task]), check_hash=False)
     assert (found.texts, found.labels) == READ[task]
     assert found.source == f"{task} dev"
     assert found.majority == (0.5 if task == "CoLA" else 1.0)
@@ -44,7 +44,7 @@ def test_lines_become_sentences_and_labels(tmp_path, task):
 )
 def test_other_lines_are_refused_with_their_number(tmp_path, task, text, words):
     with pytest.raises(DataError, match=words):
-        load_glue(task, "dev", put(tmp_path, task, text), known=False)
+        load_glue(task, "dev", put(tmp_path, task, text), check_hash=False)
 
 
 def test_unknown_tasks_splits_files_and_bytes_are_refused(tmp_path, monkeypatch):
@@ -60,7 +60,7 @@ def test_unknown_tasks_splits_files_and_bytes_are_refused(tmp_path, monkeypatch)
         load_glue("RTE", "dev", put(tmp_path, "RTE", LINES["RTE"]))
     (tmp_path / "RTE" / "dev.tsv").write_bytes(b"\xff\xfe")
     with pytest.raises(DataError, match="no UTF-8"):
-        load_glue("RTE", "dev", tmp_path, known=False)
+        load_glue("RTE", "dev", tmp_path, check_hash=False)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from tieline.lab.tropical import (
     spherical_length,
     wall_density,
 )
-from tieline.lab.tropical.affine import Router
+from tieline.lab.tropical.affine import AffineRouter
 from tieline.lab.tropical.manifold import walk
 
 
@@ -71,7 +71,7 @@ def test_a_segment_meets_what_trying_every_crossing_finds(seed, k):
 @settings(max_examples=30, deadline=None)
 def test_walks_end_at_the_choice_of_their_end(seed, k):
     r = np.random.default_rng(seed)
-    router = Router(r.standard_normal((6, 4)), r.standard_normal(6), k)
+    router = AffineRouter(r.standard_normal((6, 4)), r.standard_normal(6), k)
     a, b = r.standard_normal((2, 20, 4))
     walked = walk(a, b, router)
     now = walked.first.copy()
@@ -81,15 +81,15 @@ def test_walks_end_at_the_choice_of_their_end(seed, k):
         now[segment, out], now[segment, new] = False, True
     assert (now == topk_mask(torch.from_numpy(router.scores(b)), k).numpy()).all()
     for segment in range(20):
-        places = walked.place[walked.segment == segment]
+        places = walked.share[walked.segment == segment]
         assert (np.diff(places) >= 0).all()
         assert ((places > 0) & (places < 1)).all()
-    assert walked.per_segment().sum() == len(walked.place)
+    assert walked.per_segment().sum() == len(walked.share)
 
 
 def test_walks_in_chunks_are_the_walk(monkeypatch):
     r = np.random.default_rng(0)
-    router = Router(r.standard_normal((6, 3)), r.standard_normal(6), 2)
+    router = AffineRouter(r.standard_normal((6, 3)), r.standard_normal(6), 2)
     a, b = r.standard_normal((2, 11, 3))
     whole = walk(a, b, router)
     monkeypatch.setattr("tieline.lab.tropical.manifold.CHUNK", 36 * 4)

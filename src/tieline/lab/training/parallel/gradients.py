@@ -33,8 +33,8 @@ def batch_counts(records: Sequence[LayerRouting]) -> list[Counts]:
 
     With `auxiliary_loss(records, ..., counts=...)` they give this rank's part of the loss.
     """
-    own = [Counts.of(record.routing.weights) for record in records]
-    flat = [torch.cat([c.assigned, c.tokens.view(1)]) for c in own]
+    local = [Counts.of(record.routing.weights) for record in records]
+    flat = [torch.cat([c.assigned, c.tokens.view(1)]) for c in local]
     if not flat:
         return []
     everywhere = summed(torch.cat(flat)).split([len(c) for c in flat])
@@ -67,8 +67,8 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Float[Tensor, ""]:
     device = grads[0].device if grads else torch.device("cpu")
     square = torch.zeros((), dtype=torch.float64, device=device)
     for grad in grads:
-        own = grad.to_local() if isinstance(grad, DTensor) else grad
-        square += own.double().square().sum() / _copies(grad)
+        local = grad.to_local() if isinstance(grad, DTensor) else grad
+        square += local.double().square().sum() / _copies(grad)
     return summed(square).sqrt()
 
 
@@ -94,7 +94,7 @@ def _copies(grad: Tensor) -> int:
         return 1
     if not isinstance(grad, DTensor):
         return dist.get_world_size()
-    mesh, parts = grad.device_mesh, 1
+    mesh, shards = grad.device_mesh, 1
     for dim, placement in enumerate(grad.placements):
-        parts *= mesh.size(dim) if placement.is_shard() else 1
-    return dist.get_world_size() // parts
+        shards *= mesh.size(dim) if placement.is_shard() else 1
+    return dist.get_world_size() // shards

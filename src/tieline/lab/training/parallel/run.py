@@ -1,6 +1,6 @@
 """Run a recipe on several processes: `torchrun --nproc-per-node 2 -m tieline train RECIPE`.
 
-Rank r takes the r-th part of the rows of every micro-batch and differentiates its part of the loss
+Rank r takes the r-th share of the rows of every micro-batch and differentiates its share of
 
     L = (Σ over all ranks of the loss of their targets) / targets + auxiliary losses of all tokens
 
@@ -14,7 +14,7 @@ stopped on one kind and resumed on the other.
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,31 +27,32 @@ from tieline.core.errors import require
 from tieline.core.processes import first_rank, is_first, join_processes, naming_lost_ranks
 from tieline.lab.training.checkpoint import (
     checkpoint_step,
+    last_checkpoint,
     load_generators,
     load_groups,
-    load_optimizer,
     read_json,
     write_json,
 )
 from tieline.lab.training.config import TrainConfig
 from tieline.lab.training.engine import Report, TrainingResult, finish, finished, prepare_folder
 from tieline.lab.training.parallel.checkpoint import (
-    RunState,
-    WholeOptimizer,
-    is_cut,
-    load_cut,
-    load_weights,
+    TrainingState,
+    load_checkpoint,
     save_checkpoint,
     whole_model,
 )
-from tieline.lab.training.parallel.experts import check_grid, parallelize_
+from tieline.lab.training.parallel.experts import (
+    check_columns,
+    check_grid,
+    parallelize_,
+    rank_mesh,
+)
 from tieline.lab.training.parallel.gradients import (
     batch_counts,
     clip_gradients_,
     finish_gradients_,
     summed,
 )
-from tieline.lab.training.parallel.grid import check_columns, rank_mesh
 from tieline.lab.training.step import (
     GateSchedule,
     adamw,
@@ -121,9 +122,6 @@ class RankRun:
         set_seed(config.seed)
         self.model = self.fresh()
         self.schedule = GateSchedule(self.model, config.gate, config.optim.steps)
-        cut = self.checkpoint is not None and is_cut(self.checkpoint)
-        if self.checkpoint is not None and not cut:
-            load_weights(self.model, self.checkpoint)
         if config.recompute:
             options = {"use_reentrant": False}
             self.model.gradient_checkpointing_enable(options)  # type: ignore[operator]
@@ -133,24 +131,18 @@ class RankRun:
         self.optimizer = adamw(self.model, config.optim, foreach=False)
         self.scheduler = rate_scheduler(self.optimizer, config.optim)
         if self.checkpoint is not None:
-            self.schedule.load(self._restored(self.checkpoint, cut))
+            load_checkpoint(self.checkpoint, self.model, self.optimizer)
+            self.schedule.load(load_groups(self.checkpoint, self.optimizer, self.scheduler))
             self.history = read_json(self.checkpoint / "trainer_state.json")["log_history"]
             load_generators(self.checkpoint, 0)
-
-    def _restored(self, checkpoint: Path, cut: bool) -> dict[str, float]:
-        """Restore optimiser and scheduler; returns the state of the gate schedule."""
-        if not cut:
-            return load_optimizer(checkpoint, WholeOptimizer(self.optimizer), self.scheduler)
-        load_cut(checkpoint, self.model, self.optimizer)
-        return load_groups(checkpoint, self.optimizer, self.scheduler)
 
     def step(self, step: int) -> None:
         """Do one optimiser step on all ranks; log and checkpoint as the configuration says."""
         config, optim = self.config, self.config.optim
         self.schedule.begin(step)
         losses = torch.zeros(2, dtype=torch.float64)
-        for place in range(optim.accumulate):
-            losses += self._backward(step, place) / optim.accumulate
+        for micro_batch in range(optim.accumulate):
+            losses += self._backward(step, micro_batch) / optim.accumulate
         finish_gradients_(self.model)
         norm = clip_gradients_(self.model.parameters(), optim.clip)
         self.optimizer.step()
@@ -160,39 +152,40 @@ class RankRun:
         self._log(step + 1, losses, norm.item(), rate)
         if (step + 1) % config.checkpoint_every == 0 or step + 1 == optim.steps:
             gates = self.schedule.state()
-            state = RunState(self.model, self.optimizer, self.scheduler, gates, self.history)
+            state = TrainingState(self.model, self.optimizer, self.scheduler, gates, self.history)
             save_checkpoint(self.out, step + 1, config, state)
 
-    def _backward(self, step: int, place: int) -> Tensor:
+    def _backward(self, step: int, micro_batch: int) -> Tensor:
         """Compute gradients of one micro-batch; returns loss and task loss (2,) of all ranks."""
-        inputs, config = self._share(step * self.config.optim.accumulate + place), self.config
+        config = self.config
+        inputs = self._rows_of_rank(step * config.optim.accumulate + micro_batch)
         with collect_routing(self.model) as records:
             outputs = self.model(**inputs)
         targets, task = _targets(inputs), task_loss(outputs)
         task = task * (targets / summed(targets)).to(task)
-        part, counts = task, batch_counts(records)
+        loss, counts = task, batch_counts(records)
         if records:
-            part = task + routing_loss(records, config.losses, self.schedule, step, counts)
-        found = summed(torch.stack([part.detach(), task.detach()]).double().cpu())
-        check_finite(found)
-        (part / config.optim.accumulate).backward()
-        return found
+            loss = task + routing_loss(records, config.losses, self.schedule, step, counts)
+        losses = summed(torch.stack([loss.detach(), task.detach()]).double().cpu())
+        check_finite(losses)
+        (loss / config.optim.accumulate).backward()
+        return losses
 
-    def _share(self, number: int) -> dict[str, Any]:
+    def _rows_of_rank(self, number: int) -> dict[str, Any]:
         """Return this rank's rows of a micro-batch, numbered over the whole run."""
         size = self.config.optim.batch // self.config.optim.accumulate
         rows = torch.arange(number * size, (number + 1) * size)
-        own = rows.tensor_split(dist.get_world_size())[dist.get_rank()]
+        rows = rows.tensor_split(dist.get_world_size())[dist.get_rank()]
         device = next(self.model.parameters()).device
-        items = default_data_collator([self.data.train[i] for i in own.tolist()])
+        items = default_data_collator([self.data.train[i] for i in rows.tolist()])
         return {name: value.to(device) for name, value in items.items()}
 
     def _log(self, step: int, losses: Tensor, norm: float, rate: float) -> None:
         self.sums.append((losses[0].item(), losses[1].item()))
         if step % self.config.log_every == 0:
-            loss, task = (sum(values) / len(values) for values in zip(*self.sums, strict=True))
-            told = {"loss": loss, "task_loss": task, "grad_norm": norm, "learning_rate": rate}
-            self.history.append({**told, "epoch": step / self.config.optim.steps, "step": step})
+            loss, task = (sum(column) / len(column) for column in zip(*self.sums, strict=True))
+            values = {"loss": loss, "task_loss": task, "grad_norm": norm, "learning_rate": rate}
+            self.history.append({**values, "epoch": step / self.config.optim.steps, "step": step})
             self.sums = []
 
 
@@ -219,7 +212,7 @@ def run_parallel(
     """Run `engine.run` on the processes that torchrun started; only rank 0 returns the result.
 
     Args:
-        config: a whole run, from a recipe.
+        config: a complete run, from a recipe.
         out: a new folder that all processes see; with `resume`, that of the same run on any number
             of processes.
         resume: continue from the newest complete checkpoint, from the start if there is none.
@@ -227,48 +220,35 @@ def run_parallel(
         expert_ranks: ranks that share the experts of a layer; see `default_expert_ranks`.
         timeout: seconds after which a rank that does not answer is lost.
     """
-    with join_processes(timeout=timeout):
-        return run_on_ranks(
-            config,
-            out,
-            resume=resume,
-            progress=progress,
-            expert_ranks=expert_ranks,
-            timeout=timeout,
-        )
+    joined = nullcontext() if dist.is_initialized() else join_processes(timeout=timeout)
+    with joined:
+        on_stage = progress if progress is not None and is_first() else lambda stage, done, of: None
+        with naming_lost_ranks(RESUME):
+            start = first_rank(lambda: _prepared(config, out, resume, expert_ranks))
+            if start["done"]:
+                return finished(out) if is_first() else None
+            run = RankRun(config, out, Path(start["checkpoint"]) if start["checkpoint"] else None)
+            on_stage("data", 0, 1)
+            run.prepare(expert_ranks, timeout)
+        return _trained(run, on_stage)
 
 
-def run_on_ranks(
-    config: TrainConfig,
-    out: Path,
-    *,
-    resume: bool = False,
-    progress: Report | None = None,
-    expert_ranks: int | None = None,
-    timeout: float = 600.0,
-) -> TrainingResult | None:
-    """Run `run_parallel` in processes that have joined already."""
-    tell = progress if progress is not None and is_first() else lambda stage, done, of: None
-    with naming_lost_ranks(RESUME):
-        found = first_rank(lambda: _prepared(config, out, resume, expert_ranks))
-        if found["done"]:
-            return finished(out) if is_first() else None
-        run = RankRun(config, out, Path(found["checkpoint"]) if found["checkpoint"] else None)
-        tell("data", 0, 1)
-        run.prepare(expert_ranks, timeout)
-    began, worked = time.perf_counter(), time.process_time()
+def _trained(run: RankRun, on_stage: Report) -> TrainingResult | None:
+    """Run all steps; then rank 0 reads the weights of the last checkpoint and scores the model."""
+    steps, began, worked = run.config.optim.steps, time.perf_counter(), time.process_time()
     with _quiet_views():
-        for step in range(run.start, config.optim.steps):
+        for step in range(run.start, steps):
             with naming_lost_ranks(f"in step {step + 1}; {RESUME}"):
                 run.step(step)
-            tell("train", step + 1, config.optim.steps)
-        with naming_lost_ranks("while gathering the trained model"):
-            model = whole_model(run.model, run.fresh)
-    times = time.perf_counter() - began, time.process_time() - worked
-    tell("score", 0, 1)
-    if model is None:  # only rank 0 scores; waiting for it could exceed the timeout
+            on_stage("train", step + 1, steps)
+    if not is_first():  # only rank 0 scores; waiting for it could exceed the timeout
         return None
-    return finish(config, out, (run.task, run.data, model), times, run.start, run.history)
+    times = time.perf_counter() - began, time.process_time() - worked
+    on_stage("score", 0, 1)
+    checkpoint = last_checkpoint(run.out)
+    assert checkpoint is not None  # every run ends with one
+    trained = run.task, run.data, whole_model(checkpoint, run.fresh)
+    return finish(run.config, run.out, trained, times, run.start, run.history)
 
 
 def _prepared(
