@@ -27,12 +27,12 @@ def page(result: AttentionView) -> str:
     """The page: verdict, figure and one row per head."""
     from tieline.report.plain import Section, plain_page
 
-    words = "Keys that carry the mass, and the mass of sigmoid weights, head by head."
+    caption = "Keys that carry the mass, and the mass of sigmoid weights, head by head."
     sections = [
-        Section("Heads as mixtures", draw=partial(_heads_figure, result), words=words),
+        Section("Heads as mixtures", draw=partial(_heads_figure, result), words=caption),
         Section("All heads", _grid(result), notes=attention_facts(result)),
     ]
-    return plain_page("attention", result.model, _facts(result), sections, _verdict(result))
+    return plain_page("attention", result.model, _facts_line(result), sections, _verdict(result))
 
 
 def terminal(result: AttentionView, width: int) -> RenderableType:
@@ -40,17 +40,17 @@ def terminal(result: AttentionView, width: int) -> RenderableType:
     grid = _grid(result)
     table = Padding(text_table(grid.head, grid.rows), (0, 0, 1, 0))
     sentences = map(Text, attention_facts(result))
-    return view(result.model, _facts(result), _verdict(result), table, *sentences)
+    return view(result.model, _facts_line(result), _verdict(result), table, *sentences)
 
 
 def summary(result: AttentionView) -> str:
     """Name and verdict in plain lines."""
-    return f"Attention of {result.model}\n{_facts(result)}\n{_verdict(result)}"
+    return f"Attention of {result.model}\n{_facts_line(result)}\n{_verdict(result)}"
 
 
 def notebook(result: AttentionView) -> str:
     """Verdict, table and figure as a piece of HTML."""
-    facts, verdict = _facts(result), _verdict(result)
+    facts, verdict = _facts_line(result), _verdict(result)
     return notebook_html(result.model, facts, verdict, _grid(result), figures(result))
 
 
@@ -81,7 +81,7 @@ def attention_facts(result: AttentionView) -> list[str]:
 
 def _verdict(result: AttentionView) -> str:
     heads = result.heads
-    seen, carry, near = (fmean(column) for column in zip(*map(_shares, heads), strict=True))
+    keys, carry, near = (fmean(column) for column in zip(*map(_shares, heads), strict=True))
     few = sum(head.effective < FEW_KEYS for head in heads)
     fits = sum(abs(head.mass - 1) < NEAR_MASS for head in heads)
     change = result.sigmoid_change.value or 0.0
@@ -91,7 +91,7 @@ def _verdict(result: AttentionView) -> str:
         else "What to do: keep softmax on these weights; sigmoid attention has to be trained in."
     )
     return (
-        f"Of a query's {significant(seen)} keys {significant(carry)} carry the mass; {few} of "
+        f"Of a query's {significant(keys)} keys {significant(carry)} carry the mass; {few} of "
         f"{len(heads)} heads use fewer than 4. The two best keys nearly tie in {percent(near)} of "
         f"the rows. Sigmoid weights would sum to about 1 in {fits} of {len(heads)} heads. {advice}"
     )
@@ -101,7 +101,7 @@ def _shares(head: HeadView) -> tuple[float, float, float]:
     return head.seen, head.effective, head.near
 
 
-def _facts(result: AttentionView) -> str:
+def _facts_line(result: AttentionView) -> str:
     layers = len({head.layer for head in result.heads})
     sample = f"{result.tokens:,} tokens in {result.sequences} sequences"
     return f"{layers} layers, {len(result.heads)} heads · {sample}"
@@ -132,8 +132,8 @@ def _layers(heads: Sequence[HeadView]) -> list[str]:
 
 def _draw(heads: Sequence[HeadView], axes: "Axes") -> None:
     layers = _layers(heads)
-    places = [layers.index(head.layer) for head in heads]
-    left, right = [x - 0.12 for x in places], [x + 0.12 for x in places]
+    positions = [layers.index(head.layer) for head in heads]
+    left, right = [x - 0.12 for x in positions], [x + 0.12 for x in positions]
     effective = [head.effective for head in heads]
     mass = [head.mass for head in heads]
     axes.plot(left, effective, "o", color=ACCENT, markersize=4, label="keys that carry the mass")

@@ -86,7 +86,7 @@ def page(result: Advice) -> str:
     if result.measured:
         measured = Section("Measured on the model's own hidden states", measured_grid(result))
         sections.insert(1, replace(measured, notes=MEASURED))
-    return plain_page("design", f"Design of {result.source}", _facts(result), sections)
+    return plain_page("design", f"Design of {result.source}", _facts_line(result), sections)
 
 
 def figures(result: Advice) -> "dict[str, Callable[[], Figure]]":
@@ -102,26 +102,26 @@ def terminal(result: Advice, width: int) -> RenderableType:
     meanings = Table.grid(padding=(0, 2))
     meanings.add_column(no_wrap=True)
     for quantity in result.quantities.values():
-        words = Text.assemble(quantity.meaning, "\n", (f"holds: {quantity.valid}", "dim"))
-        meanings.add_row(Text(quantity.heading), words)
+        sentence = Text.assemble(quantity.meaning, "\n", (f"holds: {quantity.valid}", "dim"))
+        meanings.add_row(Text(quantity.heading), sentence)
     notes = Text("\n".join(_notes(result)) + "\n")
-    own: list[RenderableType] = []
+    measured: list[RenderableType] = []
     if result.measured:
         rows = measured_grid(result)
-        own = [text_table(rows.head, rows.rows, left=1), Text("\n".join(MEASURED) + "\n")]
-    return view(result.source, _facts(result), "", table, notes, *own, meanings)
+        measured = [text_table(rows.head, rows.rows, left=1), Text("\n".join(MEASURED) + "\n")]
+    return view(result.source, _facts_line(result), "", table, notes, *measured, meanings)
 
 
 def summary(result: Advice) -> str:
     """Source, shape and splits in two lines."""
     splits = ", ".join(str(row.split) for row in result.rows)
-    return f"Design of {result.source}, splits {splits}\n{_facts(result)}"
+    return f"Design of {result.source}, splits {splits}\n{_facts_line(result)}"
 
 
 def notebook(result: Advice) -> str:
     """Numbers by split, and the figure."""
     title = f"Design of {result.source}"
-    return notebook_html(title, _facts(result), "", _grid(result), figures(result))
+    return notebook_html(title, _facts_line(result), "", _grid(result), figures(result))
 
 
 def measured_grid(result: Advice) -> Grid:
@@ -161,19 +161,19 @@ def cell_text(name: str, entry: Entry) -> str:
     return significant(float(entry.value))
 
 
-def _facts(result: Advice) -> str:
+def _facts_line(result: Advice) -> str:
     """The shape in one line."""
     first = result.rows[0]
     shape = first.shape
-    parts = [
+    facts = [
         f"{shape.k} of {shape.n_experts} experts",
         f"width {shape.width}",
         f"model width {shape.hidden}",
         f"d_eff {result.d_eff}",
     ]
-    parts += [f"{shape.shared} shared"] if shape.shared else []
-    parts += [f"{shape.k_groups} of {shape.n_groups} groups"] if shape.n_groups > 1 else []
-    return " · ".join(parts if first.split == 1 else [*parts, f"at split {first.split}"])
+    facts += [f"{shape.shared} shared"] if shape.shared else []
+    facts += [f"{shape.k_groups} of {shape.n_groups} groups"] if shape.n_groups > 1 else []
+    return " · ".join(facts if first.split == 1 else [*facts, f"at split {first.split}"])
 
 
 def _grid(result: Advice) -> Grid:
@@ -202,7 +202,9 @@ def _notes(result: Advice) -> list[str]:
                 about.setdefault(entry.note, {}).setdefault(heading, []).append(row.split)
     marks = []
     for note, headings in about.items():
-        splits = sorted({split for found in headings.values() for split in found})
+        splits = sorted(
+            {split for splits_of_heading in headings.values() for split in splits_of_heading}
+        )
         where = f"{', '.join(headings)} at m = {', '.join(map(str, splits))}"
         marks.append(f"* {where}: {note}")
     return [*marks, *result.notes]
@@ -221,13 +223,13 @@ def _draw(result: Advice) -> "Figure":
 
 
 def _draw_curves(axes: "Axes", result: Advice, curves: Sequence[Curve]) -> None:
-    places = range(len(result.rows))
+    positions = range(len(result.rows))
     for name, label, colour, line, marker in curves:
         logs = [row.entries[name].log10 for row in result.rows]
         heights = [math.nan if log10 is None else log10 for log10 in logs]
         style = {"color": colour, "linestyle": line, "marker": marker, "markersize": 4}
-        axes.plot(places, heights, label=label, **style)
-    axes.set_xticks(list(places), labels=[str(row.split) for row in result.rows])
+        axes.plot(positions, heights, label=label, **style)
+    axes.set_xticks(list(positions), labels=[str(row.split) for row in result.rows])
     axes.set_xlabel("split m  (mN experts, mk chosen, width H/m)")
     axes.margins(x=0.08, y=0.08)
     axes.legend(fontsize=6.5, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=1)

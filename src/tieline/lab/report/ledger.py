@@ -73,7 +73,7 @@ def page(result: Ledger) -> str:
         style="ledger.css",
         kind="reproduction",
         title="Claims ledger",
-        facts=_facts(result),
+        facts=_facts_line(result),
         verdict=_counts(result),
         papers=[(paper, _of_paper(result, paper)) for paper in result.papers],
         charts=panels,
@@ -96,41 +96,41 @@ def figures(result: Ledger) -> "dict[str, Callable[[], Figure]]":
 
 def terminal(result: Ledger, width: int) -> RenderableType:
     """One row per claim, paper by paper, then the claims that changed and the counts."""
-    parts: list[RenderableType] = []
+    blocks: list[RenderableType] = []
     for paper in result.papers:
         heading = Text(f"Paper {paper.paper}: {paper.title}", style="bold")
         table = _table(_of_paper(result, paper), wide=width >= NARROW)
-        parts += [heading, Padding(table, (0, 0, 1, 0))]
+        blocks += [heading, Padding(table, (0, 0, 1, 0))]
     if len(result.claims) <= FEW:
-        parts += [claim_text(outcome.claim) for outcome in result.claims]
-    parts += [_open(outcome) for outcome in result.claims if outcome.verdict is Verdict.UNDECIDED]
-    parts += [_news(outcome) for outcome in result.claims if outcome.changed]
-    return Group(*parts, Text(_counts(result)))
+        blocks += [claim_text(outcome.claim) for outcome in result.claims]
+    blocks += [_open(outcome) for outcome in result.claims if outcome.verdict is Verdict.UNDECIDED]
+    blocks += [_news(outcome) for outcome in result.claims if outcome.changed]
+    return Group(*blocks, Text(_counts(result)))
 
 
 def summary(result: Ledger) -> str:
     """Provenance and counts in two lines."""
-    return f"Claims ledger ({_facts(result)})\n{_counts(result)}"
+    return f"Claims ledger ({_facts_line(result)})\n{_counts(result)}"
 
 
 def notebook(result: Ledger) -> str:
     """A table of all claims, without charts; `plot` draws those."""
     rows = tuple((o.claim.id, o.claim.title, *_values(o), verdict_text(o)) for o in result.claims)
     table = Grid(("claim", "what", *VALUES, "verdict"), rows)
-    return notebook_html("Claims ledger", _facts(result), _counts(result), table, {})
+    return notebook_html("Claims ledger", _facts_line(result), _counts(result), table, {})
 
 
 def claim_text(claim: Claim) -> RenderableType:
     """The paper's sentence, the setting, the test and what would change the verdict."""
     lines = [Text(f"{claim.id} ({claim.number}): {claim.title}", style="bold")]
-    told = {
+    texts = {
         "the paper": claim.statement,
         "setting": claim.setting,
         "tested": claim.tested,
         "condition": claim.condition,
         "would change it": claim.overturned_by,
     }
-    lines += [Text(f"{name}: {words}") for name, words in told.items() if words]
+    lines += [Text(f"{name}: {text}") for name, text in texts.items() if text]
     return Padding(Group(lines[0], Padding(Group(*lines[1:]), (0, 0, 0, 2))), (0, 0, 1, 0))
 
 
@@ -161,19 +161,21 @@ def check_text(check: Check) -> str:
     """A comparison in one line."""
     mark = "✓" if check.passed else "?" if check.open else "✗"
     slack = f" ± {value_text(check.tolerance)}" if check.tolerance else ""
-    found = "not measured" if check.open and math.isnan(check.measured) else _found(check)
+    measured = (
+        "not measured" if check.open and math.isnan(check.measured) else _measured_text(check)
+    )
     why = f" ({check.open})" if check.open else ""
-    return f"{mark} {check.name}: {found} {check.rule} {value_text(check.reference)}{slack}{why}"
+    return f"{mark} {check.name}: {measured} {check.rule} {value_text(check.reference)}{slack}{why}"
 
 
-def _found(check: Check) -> str:
+def _measured_text(check: Check) -> str:
     """What was measured, with its interval."""
     if check.low is None or check.high is None:
         return value_text(check.measured)
     return f"{value_text(check.measured)} [{check.low:.3g}, {check.high:.3g}]"
 
 
-def _facts(result: Ledger) -> str:
+def _facts_line(result: Ledger) -> str:
     run = result.provenance
     return f"tieline {run.tieline} · {run.mode} mode · seed {run.seed}"
 
@@ -193,8 +195,8 @@ def _of_paper(result: Ledger, paper: PaperTitle) -> list[Outcome]:
 
 def _values(outcome: Outcome) -> list[str]:
     """Texts of the columns `VALUES`."""
-    found = outcome.evidence
-    return [value_text(value) for value in (found.paper, found.corrected, found.measured)]
+    evidence = outcome.evidence
+    return [value_text(value) for value in (evidence.paper, evidence.corrected, evidence.measured)]
 
 
 def _verdict_class(outcome: Outcome) -> str:
@@ -220,10 +222,10 @@ def _open(outcome: Outcome) -> Text:
     """A claim that is not decided, with the reason and what this run could not measure."""
     claim, checks = outcome.claim, outcome.evidence.checks
     absent = dict.fromkeys(c.open for c in checks if c.open and math.isnan(c.measured))
-    parts = [claim.undecided or outcome.reason]
-    parts += [f"Not measured: {'; '.join(absent)}"] if claim.undecided and absent else []
-    words = f"{claim.id}: undecided: {'. '.join(parts)}"
-    return Text(words, style=STYLES[Verdict.UNDECIDED])
+    reasons = [claim.undecided or outcome.reason]
+    reasons += [f"Not measured: {'; '.join(absent)}"] if claim.undecided and absent else []
+    sentence = f"{claim.id}: undecided: {'. '.join(reasons)}"
+    return Text(sentence, style=STYLES[Verdict.UNDECIDED])
 
 
 def _news(outcome: Outcome) -> Text:
@@ -239,8 +241,8 @@ def _panel(name: str, title: str, chart: Chart) -> Panel:
     roles = (
         list(COLOURS) if count <= len(COLOURS) else [layer_colour(i, count) for i in range(count)]
     )
-    traces = [_trace(one, role) for one, role in zip(chart.series, roles, strict=False)]
-    x, y = (axis(one.title, scale=one.scale) for one in (chart.x, chart.y))
+    traces = [_trace(series, role) for series, role in zip(chart.series, roles, strict=False)]
+    x, y = (axis(chart_axis.title, scale=chart_axis.scale) for chart_axis in (chart.x, chart.y))
     margin = {"t": 12, "r": 16, "b": 60 + 20 * count, "l": 60}
     drawing = figure(traces, 300 + 20 * count, xaxis=x, yaxis=y, showlegend=True, margin=margin)
     return Panel(f"figure-{name}", title, "", drawing)

@@ -47,7 +47,7 @@ def page(result: RateStudy) -> str:
         ),
         Section("Slopes", _grid(result, result.sizes), notes=_notes(result)),
     ]
-    return plain_page("rates", result.name, _facts(result), sections, _verdict(result))
+    return plain_page("rates", result.name, _facts_line(result), sections, _verdict(result))
 
 
 def figures(result: RateStudy) -> "dict[str, Callable[[], Figure]]":
@@ -58,28 +58,28 @@ def figures(result: RateStudy) -> "dict[str, Callable[[], Figure]]":
 def terminal(result: RateStudy, width: int) -> RenderableType:
     """Slopes with some sample sizes, and notes on the fits."""
     last = len(result.sizes) - 1
-    places = sorted({round(last * step / (MOST_SIZES - 1)) for step in range(MOST_SIZES)})
-    grid = _grid(result, [result.sizes[place] for place in places])
+    indices = sorted({round(last * step / (MOST_SIZES - 1)) for step in range(MOST_SIZES)})
+    grid = _grid(result, [result.sizes[index] for index in indices])
     table = text_table(grid.head, grid.rows, left=2, quantities=grid.quantities)
     notes = Text("\n".join(_notes(result)))
-    return view(result.name, _facts(result), _verdict(result), table, notes)
+    return view(result.name, _facts_line(result), _verdict(result), table, notes)
 
 
 def summary(result: RateStudy) -> str:
     """Setting, facts and main slope in three lines."""
-    return f"Rates of {result.name}\n{_facts(result)}\n{_verdict(result)}"
+    return f"Rates of {result.name}\n{_facts_line(result)}\n{_verdict(result)}"
 
 
 def notebook(result: RateStudy) -> str:
     """Slopes and the figure."""
     grid = _grid(result, result.sizes)
-    return notebook_html(result.name, _facts(result), _verdict(result), grid, figures(result))
+    return notebook_html(result.name, _facts_line(result), _verdict(result), grid, figures(result))
 
 
-def _facts(result: RateStudy) -> str:
+def _facts_line(result: RateStudy) -> str:
     model = result.model
     fitted, true = model.n_experts, result.true_experts
-    parts = [
+    facts = [
         f"{model.gate} {model.link}, {model.expert} experts",
         f"d {model.d}",
         f"{fitted} experts" if fitted == true else f"{fitted} experts for {true}",
@@ -89,23 +89,23 @@ def _facts(result: RateStudy) -> str:
         f"loss {result.loss} of paper {result.paper}",
     ]
     if result.condition is not None:
-        parts.append(f"condition {result.condition:,.0f}")
-    return " · ".join(parts)
+        facts.append(f"condition {result.condition:,.0f}")
+    return " · ".join(facts)
 
 
 def _verdict(result: RateStudy) -> str:
     """The slope of the quotient loss from the first start, and the sample size asked for."""
     rated = ((s.start, s.rate) for s in result.series if s.loss == "quotient" and s.rate)
     start, rate = next(rated, ("", None))
-    words = "No slope: fewer than two sample sizes determine the fit."
+    verdict = "No slope: fewer than two sample sizes determine the fit."
     if rate is not None:
-        words = (
+        verdict = (
             f"From starts with {start} the quotient loss falls like n^{rate.slope:.2f} "
             f"(95 % interval {rate.low:.2f} to {rate.high:.2f}); the parametric rate is n^-0.50."
         )
     if result.sample_size is not None:
-        words += f" With this router and these experts, {result.sample_size.words}."
-    return words
+        verdict += f" With this router and these experts, {result.sample_size.words}."
+    return verdict
 
 
 def _grid(result: RateStudy, sizes: Sequence[int]) -> Grid:
@@ -179,8 +179,8 @@ def _draw(result: RateStudy) -> "Figure":
     def draw(*panels: "Axes") -> None:
         for axes, (loss, title) in zip(panels, PANELS, strict=True):
             _draw_loss(axes, [s for s in result.series if s.loss == loss and s.mean], result)
-            named = title if loss == "function" else f"{title} {result.loss}"
-            axes.set_title(named, fontsize=8)
+            heading = title if loss == "function" else f"{title} {result.loss}"
+            axes.set_title(heading, fontsize=8)
 
     figure = canvas(draw, columns=3, height=3.2)
     figure.suptitle(_headline(result), fontsize=8)
@@ -190,15 +190,15 @@ def _draw(result: RateStudy) -> "Figure":
 
 
 def _headline(result: RateStudy) -> str:
-    words = f"{result.name}: {result.repetitions} repetitions, noise {result.noise:g}"
-    words += f", {result.failed} of {result.problems} not converged" if result.failed else ""
+    headline = f"{result.name}: {result.repetitions} repetitions, noise {result.noise:g}"
+    headline += f", {result.failed} of {result.problems} not converged" if result.failed else ""
     few = ", ".join(f"{n:,}" for n in result.ridge.sizes)
-    return words + (f", a ridge at n = {few}" if few else "")
+    return headline + (f", a ridge at n = {few}" if few else "")
 
 
 def _draw_loss(axes: "Axes", series: Sequence[LossSeries], result: RateStudy) -> None:
-    for one, colour, marker in zip(series, _colours(len(series)), MARKERS * 9, strict=False):
-        _draw_series(axes, one, result.ridge.sizes, colour, marker)
+    for curve, colour, marker in zip(series, _colours(len(series)), MARKERS * 9, strict=False):
+        _draw_series(axes, curve, result.ridge.sizes, colour, marker)
     _draw_guides(axes, series, result.paper_slope)
     axes.set(xscale="log", yscale="log", xlabel="sample size n")
     _name_ticks(axes)
@@ -235,7 +235,7 @@ def _draw_guides(axes: "Axes", series: Sequence[LossSeries], paper_slope: float 
     """The parametric slope, and the slope that the paper reports."""
     if not series:
         return
-    n, top = series[0].sizes, max(one.mean[0] for one in series)
+    n, top = series[0].sizes, max(curve.mean[0] for curve in series)
     guides = [("$n^{-1/2}$", -0.5, "--")]
     if paper_slope is not None and series[0].loss == "raw":
         guides.append((f"paper: {paper_slope:.2f}".replace("-", "−"), paper_slope, ":"))
@@ -257,5 +257,5 @@ def _colours(count: int) -> list[Any]:
     """One colour per start radius."""
     from matplotlib import colormaps
 
-    steps = [place / (count - 1) if count > 1 else 0.0 for place in range(count)]
+    steps = [index / (count - 1) if count > 1 else 0.0 for index in range(count)]
     return [colormaps.get_cmap("plasma")(0.05 + 0.75 * step) for step in steps]

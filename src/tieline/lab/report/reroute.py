@@ -35,12 +35,12 @@ def page(result: Rerouted) -> str:
     """The page: what was kept and paid, layer by layer."""
     from tieline.report.plain import Section, plain_page
 
-    words = "Share of experts kept in each layer, and tokens that bf16 flips before and after."
+    caption = "Share of experts kept in each layer, and tokens that bf16 flips before and after."
     sections = [
         Section("Layers", _layers(result), notes=reroute_facts(result)),
-        Section("Choices kept and bf16 flips", draw=partial(_layers_figure, result), words=words),
+        Section("Choices kept and bf16 flips", draw=partial(_layers_figure, result), words=caption),
     ]
-    return plain_page("rerouting", result.model, _facts(result), sections, _verdict(result))
+    return plain_page("rerouting", result.model, _facts_line(result), sections, _verdict(result))
 
 
 def terminal(result: Rerouted, width: int) -> RenderableType:
@@ -48,18 +48,18 @@ def terminal(result: Rerouted, width: int) -> RenderableType:
     grid = _layers(result)
     table = Padding(text_table(grid.head, grid.rows), (0, 0, 1, 0))
     sentences = map(Text, reroute_facts(result))
-    return view(result.model, _facts(result), _verdict(result), table, *sentences)
+    return view(result.model, _facts_line(result), _verdict(result), table, *sentences)
 
 
 def summary(result: Rerouted) -> str:
     """Name, router and verdict in plain lines."""
-    return f"Rerouting of {result.model}\n{_facts(result)}\n{_verdict(result)}"
+    return f"Rerouting of {result.model}\n{_facts_line(result)}\n{_verdict(result)}"
 
 
 def notebook(result: Rerouted) -> str:
     """Verdict, table and figure as a piece of HTML."""
     return notebook_html(
-        result.model, _facts(result), _verdict(result), _layers(result), figures(result)
+        result.model, _facts_line(result), _verdict(result), _layers(result), figures(result)
     )
 
 
@@ -111,9 +111,11 @@ def _verdict(result: Rerouted) -> str:
     return f"{start} nats. {advice}"
 
 
-def _facts(result: Rerouted) -> str:
-    told = ", ".join(f"{name} {value}" for name, value in result.options.items())
-    return f"{NAMES[result.router]}{f' ({told})' if told else ''}, {len(result.layers)} layers"
+def _facts_line(result: Rerouted) -> str:
+    options = ", ".join(f"{name} {value}" for name, value in result.options.items())
+    return (
+        f"{NAMES[result.router]}{f' ({options})' if options else ''}, {len(result.layers)} layers"
+    )
 
 
 def _layers(result: Rerouted) -> Grid:
@@ -146,15 +148,15 @@ def _signed(estimate: Estimate) -> str:
 
 
 def _draw(layers: Sequence[ReroutedLayer], axes: "Axes") -> None:
-    places = range(len(layers))
+    positions = range(len(layers))
     series = (
-        ("choices lost", [1 - (one.kept.value or 0.0) for one in layers], INK, "s"),
-        ("bf16 flips before", [one.flips_before for one in layers], WARN, "o"),
-        ("bf16 flips after", [one.flips_after for one in layers], ACCENT, "D"),
+        ("choices lost", [1 - (layer.kept.value or 0.0) for layer in layers], INK, "s"),
+        ("bf16 flips before", [layer.flips_before for layer in layers], WARN, "o"),
+        ("bf16 flips after", [layer.flips_after for layer in layers], ACCENT, "D"),
     )
     for name, values, colour, marker in series:
-        known = [(x, y) for x, y in zip(places, values, strict=True) if y is not None]
-        xs, ys = [x for x, _ in known], [y for _, y in known]
+        points = [(x, y) for x, y in zip(positions, values, strict=True) if y is not None]
+        xs, ys = [x for x, _ in points], [y for _, y in points]
         axes.plot(xs, ys, marker, color=colour, markersize=4, label=name, clip_on=False)
     name_places(axes, short_names([layer.name for layer in layers]))
     axes.set_ylabel("share of tokens")

@@ -93,46 +93,46 @@ def cell_colours(cut: Slice) -> list[str]:
     """
     cells = [frozenset(cell.coalition) for cell in cut.cells]
     taken: list[int] = []
-    for place, cell in enumerate(cells):
-        near = {taken[i] for i in range(place) if len(cells[i] - cell) == 1}
+    for index, cell in enumerate(cells):
+        near = {taken[i] for i in range(index) if len(cells[i] - cell) == 1}
         free = [hue for hue in range(HUES) if hue not in near]
-        start = place % HUES
+        start = index % HUES
         taken.append(min(free, key=lambda hue: (hue - start) % HUES) if free else start)
     return [_hex(hue) for hue in taken]
 
 
 def _hex(hue: int) -> str:
     light = 0.72 + 0.1 * (hue % 3 - 1)
-    parts = colorsys.hls_to_rgb((hue * GOLDEN) % 1.0, light, 0.62)
-    return "#" + "".join(f"{round(255 * part):02x}" for part in parts)
+    channels = colorsys.hls_to_rgb((hue * GOLDEN) % 1.0, light, 0.62)
+    return "#" + "".join(f"{round(255 * channel):02x}" for channel in channels)
 
 
 def _counts(cut: Slice) -> str:
-    words = f"{len(cut.cells)} coalitions, {sum(cell.pieces for cell in cut.cells)} pieces"
+    sentence = f"{len(cut.cells)} coalitions, {sum(cell.pieces for cell in cut.cells)} pieces"
     if cut.epsilon > 0:
-        words += f", gap < {cut.epsilon:.3g} on {percent(cut.band_share)}"
+        sentence += f", gap < {cut.epsilon:.3g} on {percent(cut.band_share)}"
     if cut.support is not None:
-        words += f", expert {cut.support.expert} fills {percent(cut.support.fill)} of its hull"
-    return words
+        sentence += f", expert {cut.support.expert} fills {percent(cut.support.fill)} of its hull"
+    return sentence
 
 
 def _legend(cut: Slice) -> str:
-    words = ["Colours: coalitions. Black lines: two experts tie. White dots: the three inputs."]
+    sentences = ["Colours: coalitions. Black lines: two experts tie. White dots: the three inputs."]
     if cut.epsilon > 0:
-        words.append(f"Dark bands: gap below {cut.epsilon:.3g}.")
+        sentences.append(f"Dark bands: gap below {cut.epsilon:.3g}.")
     if any(cell.kinks for cell in cut.cells):
-        words.append("Thin grey lines: a neuron of a chosen expert is zero.")
+        sentences.append("Thin grey lines: a neuron of a chosen expert is zero.")
     if cut.support is not None:
         expert = cut.support.expert
-        words.append(f"Strong colours inside the orange outline: expert {expert} is chosen.")
-    return " ".join(words)
+        sentences.append(f"Strong colours inside the orange outline: expert {expert} is chosen.")
+    return " ".join(sentences)
 
 
 def _coloured(cut: Slice) -> Iterator[tuple[SliceCell, str, bool]]:
     """Each cell with its colour, and whether it fades because it is not in the support."""
     mine = None if cut.support is None else set(cut.support.cells)
-    for place, (cell, colour) in enumerate(zip(cut.cells, cell_colours(cut), strict=True)):
-        yield cell, colour, mine is not None and place not in mine
+    for index, (cell, colour) in enumerate(zip(cut.cells, cell_colours(cut), strict=True)):
+        yield cell, colour, mine is not None and index not in mine
 
 
 def _walls(cut: Slice) -> list[Points]:

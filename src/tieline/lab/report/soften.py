@@ -41,22 +41,22 @@ TOKENS = ("layer", "token", "where", "out", "in", "gap", "effect (nats)")
 
 def soften_panel(result: Inspection) -> Panel:
     """The chart, or the reason why there is none."""
-    found = result.softening
-    return SOFTEN.missing([NOT_ASKED]) if found is None else SOFTEN.drawn(_chart(found))
+    softening = result.softening
+    return SOFTEN.missing([NOT_ASKED]) if softening is None else SOFTEN.drawn(_chart(softening))
 
 
-def _chart(found: Softening) -> dict[str, Any]:
-    labels = short_names([layer.name for layer in found.layers])
-    count, data = len(found.layers), []
-    for place, (label, layer) in enumerate(zip(labels, found.layers, strict=True)):
+def _chart(softening: Softening) -> dict[str, Any]:
+    labels = short_names([layer.name for layer in softening.layers])
+    count, data = len(softening.layers), []
+    for index, (label, layer) in enumerate(zip(labels, softening.layers, strict=True)):
         slope = finite(layer.predicted.value)
         first = layer.levels[0].width
         line = None if slope is None else slope * first
-        aside = 1.02 ** (place - count)  # points of one width stand side by side
-        how = (layer_colour(place, count), count, aside)
+        aside = 1.02 ** (index - count)  # points of one width stand side by side
+        how = (layer_colour(index, count), count, aside)
         data += _curve(f"layer {label}", layer.levels, line, *how)
-    data += _curve("all layers", found.together, finite(found.predicted.value), "@ink", 1)
-    ticks = [2.0**place for place in range(len(found.together))]
+    data += _curve("all layers", softening.together, finite(softening.predicted.value), "@ink", 1)
+    ticks = [2.0**level for level in range(len(softening.together))]
     layout = {
         "xaxis": axis("width of the soft choice / its first width", scale="log")
         | {"tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks], "dtick": None},
@@ -74,7 +74,7 @@ def _curve(
     aside: float = 1.0,
 ) -> list[dict[str, Any]]:
     """Dots with errors, and the line of the prediction per first width."""
-    x = [2.0**place for place in range(len(levels))]
+    x = [2.0**level for level in range(len(levels))]
     spread = [2 * (finite(level.change.standard_error) or 0.0) for level in levels]
     dots = {
         "type": "scatter",
@@ -91,18 +91,18 @@ def _curve(
     if slope is None:
         return [dots]
     line = {"color": colour, "width": 1.5, "dash": "dash"}
-    fine = [2.0 ** (place / FINE) for place in range(FINE * (len(levels) - 1) + 1)]
+    fine = [2.0 ** (step / FINE) for step in range(FINE * (len(levels) - 1) + 1)]
     straight = {"type": "scatter", "mode": "lines", "x": fine, "y": [slope * at for at in fine]}
     return [dots, straight | {"line": line, "showlegend": False, "hoverinfo": "skip"}]
 
 
-def soften_table(found: Softening) -> Grid:
+def soften_table(softening: Softening) -> Grid:
     """One row per layer, and one for all together."""
-    labels = short_names([layer.name for layer in found.layers])
-    rows = [_row(label, layer) for label, layer in zip(labels, found.layers, strict=True)]
-    first = found.together[0]
+    labels = short_names([layer.name for layer in softening.layers])
+    rows = [_row(label, layer) for label, layer in zip(labels, softening.layers, strict=True)]
+    first = softening.together[0]
     ends = ("all", "", "×1", with_error(first.change, 2), with_error(first.slope, 2))
-    ends = (*ends, with_error(found.predicted, 2), _ratio(first))
+    ends = (*ends, with_error(softening.predicted, 2), _ratio(first))
     rows.append((*ends, *[""] * (len(HEAD) - len(ends))))
     return Grid(HEAD, tuple(rows))
 
@@ -130,9 +130,9 @@ def _ratio(level: SoftLevel) -> str:
     return DASH if level.ratio is None else with_error(level.ratio, 2)
 
 
-def deciding_table(found: Softening) -> Grid:
+def deciding_table(softening: Softening) -> Grid:
     """The tokens that decide, layer by layer."""
-    labels = short_names([layer.name for layer in found.layers])
+    labels = short_names([layer.name for layer in softening.layers])
     rows = (
         (
             label,
@@ -143,7 +143,7 @@ def deciding_table(found: Softening) -> Grid:
             significant(token.gap),
             f"{token.effect:+.2g}",
         )
-        for label, layer in zip(labels, found.layers, strict=True)
+        for label, layer in zip(labels, softening.layers, strict=True)
         for token in layer.deciding
     )
     return Grid(TOKENS, tuple(rows))

@@ -126,5 +126,5 @@ def _draw_square(axes: "Axes", x: int, y: int, row: Identifiability) -> None:
 
 def _power(value: float) -> str:
     """The power of ten, with a minus sign instead of a hyphen."""
-    words = f"≤ {math.log10(FLOOR):.0f}" if value <= FLOOR else f"{math.log10(value):.1f}"
-    return words.replace("-", "−")
+    text = f"≤ {math.log10(FLOOR):.0f}" if value <= FLOOR else f"{math.log10(value):.1f}"
+    return text.replace("-", "−")

@@ -44,7 +44,7 @@ def page(result: "TrainingResult") -> str:
         ),
         Section("Configuration", pairs("setting", result.config), prose=True),
     ]
-    return plain_page("training", result.recipe, _facts(result), sections)
+    return plain_page("training", result.recipe, _facts_line(result), sections)
 
 
 def figures(result: "TrainingResult") -> "dict[str, Callable[[], Figure]]":
@@ -54,8 +54,8 @@ def figures(result: "TrainingResult") -> "dict[str, Callable[[], Figure]]":
     draw = {"loss": _draw_losses, "routing": _draw_routing}
     return {
         name: partial(draw[name], result)
-        for name, wanted in curves.items()
-        if logged & {one for one, _, _ in wanted}
+        for name, drawn_curves in curves.items()
+        if logged & {field for field, _, _ in drawn_curves}
     }
 
 
@@ -68,13 +68,13 @@ def terminal(result: "TrainingResult", width: int) -> RenderableType:
 
 def summary(result: "TrainingResult") -> str:
     """Recipe, size, time and data in a line."""
-    return f"Training of {result.recipe}, {_facts(result)}"
+    return f"Training of {result.recipe}, {_facts_line(result)}"
 
 
 def notebook(result: "TrainingResult") -> str:
     """Scores and curves."""
     scores = pairs("score", result.scores)
-    return notebook_html(result.recipe, _facts(result), "", scores, figures(result))
+    return notebook_html(result.recipe, _facts_line(result), "", scores, figures(result))
 
 
 def indented(record: Mapping[str, Any], indent: str = "") -> Iterator[str]:
@@ -93,7 +93,7 @@ def pairs(heading: str, record: Mapping[str, Any]) -> Grid:
     return Grid((heading, "value"), tuple(rows))
 
 
-def _facts(result: "TrainingResult") -> str:
+def _facts_line(result: "TrainingResult") -> str:
     return f"{_size(result)} · {result.data}"
 
 
@@ -139,8 +139,8 @@ def _draw_curves(
     axes: "Axes", result: "TrainingResult", curves: tuple[tuple[str, str, str], ...]
 ) -> None:
     for name, label, colour in curves:
-        if known := result.curve(name):
-            steps, values = zip(*known, strict=True)
+        if points := result.curve(name):
+            steps, values = zip(*points, strict=True)
             axes.plot(steps, values, color=colour, marker="o", markersize=2.5, label=label)
     if axes.lines:
         axes.legend(fontsize=6.5)
