@@ -1,6 +1,6 @@
 """Print the tables of docs/scaling.md: `python -m benchmarks.scaling`."""
 
-from tieline.models.cost import LAPTOP, LAYOUTS, NODE, Machine, cost, errors
+from benchmarks.cost import LAPTOP, LAYOUTS, NODE, Machine, cost, errors
 
 HEAD = "| model | read | operations | one layer | memory of a device | sent, ep | sent, tp | time |"
 

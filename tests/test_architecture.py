@@ -64,6 +64,7 @@ ONE_MEANING = {"records", "rates", "slices", "files", "statistics", "errors"}
 """Names of modules that once stood in several rooms and meant something else in each."""
 
 NOT_ABOUT_A_MODULE = {
+    "benchmarks": "scripts that measure",
     "docs": "blocks of the documentation",
     "examples": "scripts that show the package",
     "tools": "scripts beside the package",

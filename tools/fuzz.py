@@ -37,7 +37,6 @@ from tieline.lab.estimation.rates import RateRow, RateStore
 from tieline.lab.training.checkpoint import read_json
 from tieline.lab.tropical.advisor import LayerShape, advise
 from tieline.models.demo import load_demo_tokenizer
-from tieline.models.llama2c import load_llama2c, load_llama2c_tokenizer
 from tieline.models.loading import load_dense, load_model
 from tieline.run.corpus import as_text
 from tieline.trace import RoutingTrace, save_summary, save_trace, summarise
@@ -224,15 +223,7 @@ def _models(folder: Path) -> list[Target]:
     MixtralForCausalLM(MixtralConfig(**sizes)).save_pretrained(folder / "moe")
     load_demo_tokenizer().save_pretrained(folder / "moe")
     LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder / "dense")
-    header = np.array([8, 8, 1, 2, 2, 270, 16], dtype="<i4").tobytes()
-    count = 2 * 270 * 8 + 8 * 3 + 4 * 64 + 3 * 64 + 2 * 16 * 2 - 270 * 8
-    (folder / "model.bin").write_bytes(header + np.zeros(count, "<f4").tobytes())
-    pieces = [b"<unk>", b"<s>", b"</s>"] + [f"<0x{i:02X}>".encode() for i in range(256)]
-    pieces += [chr(97 + i).encode() for i in range(11)]
-    body = b"".join(np.float32(0).tobytes() + np.int32(len(p)).tobytes() + p for p in pieces)
-    (folder / "tokenizer.bin").write_bytes(np.int32(8).tobytes() + body)
     config, weights = folder / "moe" / "config.json", folder / "dense" / "model.safetensors"
-    words = folder / "tokenizer.bin"
     return [
         Target("config.json", config, lambda: load_model(folder / "moe"), 2.0),
         Target("weights", weights, lambda: load_dense(folder / "dense"), 0.5),
@@ -242,8 +233,6 @@ def _models(folder: Path) -> list[Target]:
             lambda: load_dense(folder / "dense"),
             0.5,
         ),
-        Target("llama2.c", folder / "model.bin", lambda: load_llama2c(folder / "model.bin"), 1.0),
-        Target("llama2.c words", words, lambda: load_llama2c_tokenizer(words, 270), 2.0),
     ]
 
 

@@ -23,7 +23,6 @@ def test_every_kind_of_file_is_there(tmp_path):
         ".npz",
         ".csv",
         ".jsonl",
-        ".bin",
         ".txt",
         ".gguf",
     }

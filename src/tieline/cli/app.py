@@ -226,9 +226,6 @@ RENAMED = {
 TAKES_MODEL = ("inspect", "diff", "audit", "smooth", "reroute", "upcycle", "capture")
 """Commands whose arguments are models and files."""
 
-BOXED = ("shipped", "demo")
-"""Names of the model in the box."""
-
 LIBRARY_NAMES = {
     "upcycle": {"k": "--topk"},
     "design": {"k": "--topk", "N": "--n-experts", "width": "--expert-width"},
@@ -382,7 +379,7 @@ def with_json_target(words: Sequence[str]) -> list[str]:
 
 def _looks_like_file(word: str, command: str) -> bool:
     """Whether a word after --json is a file to write rather than an argument of the command."""
-    if Path(word).exists() or word in BOXED:
+    if Path(word).exists() or word == "demo":
         return False
     if command in TAKES_MODEL and "/" not in word:  # hub ids are ORGANISATION/NAME
         return True

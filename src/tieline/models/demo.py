@@ -23,11 +23,8 @@ DEMO_FOLDER = Path(__file__).parents[1] / "demo"
 
 
 def is_demo(name: str | Path) -> bool:
-    """Whether a name means the model in the box: "demo", or "shipped" as it was called before.
-
-    A checkpoint in a folder of that name in the working directory comes first.
-    """
-    return str(name) in (DEMO, "shipped") and not (Path(name) / "config.json").is_file()
+    """Whether a name means the model in the box, unless a checkpoint in a folder is called so."""
+    return str(name) == DEMO and not (Path(name) / "config.json").is_file()
 
 
 def load_demo_model(dtype: torch.dtype = torch.float32, **options: Any) -> OlmoeForCausalLM:

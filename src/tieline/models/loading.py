@@ -2,7 +2,7 @@
 
     load_model       a Mixture of Experts with its tokenizer, from a folder or the hub
     load_smoothed    a model that was saved smoothed, without a tokenizer
-    load_dense       a dense model: folder, hub id, or a .bin file of llama2.c
+    load_dense       a dense model: folder or hub id
     read_shape       the shape of a model's routed layers, from its configuration alone
     use_experts      choose transformers' implementation of the experts
 
@@ -38,7 +38,6 @@ from tieline.models.changes import (
 )
 from tieline.models.demo import DEMO, DEMO_FOLDER, is_demo, load_demo_model, load_demo_tokenizer
 from tieline.models.families import chosen_routers, family_of, find_routers
-from tieline.models.llama2c import load_llama2c, load_llama2c_tokenizer
 from tieline.models.precision import DTYPES, computed_dtype, remember_stored, stored_dtype
 from tieline.models.sizes import CHOSEN, EXPERTS
 from tieline.models.smooth import FEATURE as SMOOTH
@@ -366,22 +365,17 @@ def load_smoothed(
 def load_dense(
     name: str | Path,
     *,
-    tokenizer: str | Path | None = None,
     revision: str | None = None,
     dtype: str = "auto",
 ) -> LoadedModel:
     """Load a model of any kind, in evaluation mode, with its tokenizer or None.
 
     Args:
-        name: folder, hub id, or model.bin of llama2.c.
-        tokenizer: tokenizer.bin of llama2.c, only with its model.
+        name: folder or hub id.
         revision: branch, tag or commit on the hub.
         dtype: a name in `DTYPES`.
     """
     require(dtype in DTYPES, f"dtype must be one of {sorted(DTYPES)}, got {dtype!r}")
-    if Path(name).suffix == ".bin":
-        return _load_bin(Path(name), tokenizer, DTYPES[dtype])
-    require(tokenizer is None, f"{str(name)!r} brings its own tokenizer, got {str(tokenizer)!r}")
     source = _source(name)
     options: dict[str, Any] = {"revision": revision}
     if isinstance(source, Path):
@@ -392,17 +386,6 @@ def load_dense(
         model = load_pretrained(source, checkpoint=checkpoint, dtype=DTYPES[dtype], **options)
     check_weights(model)
     return LoadedModel(model.eval(), _tokenizer(source, options), str(name))
-
-
-def _load_bin(path: Path, tokenizer: str | Path | None, dtype: str | torch.dtype) -> LoadedModel:
-    require(path.is_file(), f"no such file: {path}")
-    model: Any = load_llama2c(path)
-    words = None
-    if tokenizer is not None:
-        require(Path(tokenizer).is_file(), f"no such file: {tokenizer}")
-        words = load_llama2c_tokenizer(tokenizer, model.config.vocab_size)
-    model = model.to(dtype) if isinstance(dtype, torch.dtype) else model
-    return LoadedModel(model, words, str(path))
 
 
 def _tokenizer(source: str | Path, options: dict[str, Any]) -> Any:

@@ -9,8 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.models.tiny import batch, tiny_model
 from tieline.core.errors import TielineError
-from tieline.models import demo, loading
-from tieline.models import shipped as former
+from tieline.models import loading
 from tieline.models.demo import load_demo_tokenizer
 from tieline.models.loading import load_model, read_shape
 
@@ -50,21 +49,14 @@ def test_nothing_named_is_the_demo_model():
     assert load_model().model.dtype == torch.float32
 
 
-@pytest.mark.parametrize("name", ["demo", "shipped"])
-def test_the_demo_model_goes_by_two_names_unless_a_checkpoint_has_them(name, monkeypatch, tmp_path):
+def test_demo_is_the_model_in_the_box_unless_a_checkpoint_is_called_so(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    Path(name).mkdir()  # a folder of something else
-    assert load_model(name).name == "demo"
-    assert read_shape(name).n_experts == 16
-    (Path(name) / "config.json").write_text("{")
-    with pytest.raises(TielineError, match=f"configuration of {name!r}"):
-        load_model(name)
-
-
-def test_the_former_names_of_the_demo_model_are_the_same_functions():
-    for name in former.__all__:
-        now = name.replace("SHIPPED", "DEMO").replace("shipped", "demo")
-        assert getattr(former, name) is getattr(demo, now)
+    Path("demo").mkdir()  # a folder of something else
+    assert load_model("demo").name == "demo"
+    assert read_shape("demo").n_experts == 16
+    (Path("demo") / "config.json").write_text("{")
+    with pytest.raises(TielineError, match="configuration of 'demo'"):
+        load_model("demo")
 
 
 def test_a_missing_demo_model_is_told(monkeypatch, tmp_path):

@@ -13,9 +13,7 @@ from tieline.cli.deliver import Outputs, deliver, progress_bars
 @app.command()
 @guarded
 def upcycle(
-    model: Annotated[
-        str, typer.Argument(help="Folder or hub id, or a .bin file of llama2.c.", metavar="MODEL")
-    ],
+    model: Annotated[str, typer.Argument(help="Folder or hub id.", metavar="MODEL")],
     out: Annotated[Path, typer.Option("--out", "-o", help="New folder for the mixture.")],
     n_experts: Annotated[int, typer.Option(help="Experts per layer.")] = 8,
     topk: Annotated[int, typer.Option(help="Experts per token.")] = 2,
@@ -29,9 +27,6 @@ def upcycle(
     ] = 0.0,
     text: Annotated[Path | None, typer.Option(help="Text to compare the loss on, UTF-8.")] = None,
     tokens: Annotated[int, typer.Option(help="How many tokens of the text.", min=2)] = 4096,
-    tokenizer: Annotated[
-        Path | None, typer.Option(help="tokenizer.bin of llama2.c, for a .bin model.")
-    ] = None,
     dtype: Annotated[str, typer.Option(help="auto, fp32, bf16 or fp16.")] = "auto",
     revision: Revision = None,
     overwrite: Overwrite = False,
@@ -41,7 +36,7 @@ def upcycle(
 ) -> None:
     """Copy a dense model's feed-forward networks into experts; the function stays, to rounding."""
     outputs = Outputs(json=json_to, made=out, overwrite=overwrite)
-    outputs.check(model, text, tokenizer)
+    outputs.check(model, text)
     chosen = layer_choice(layers)
     with progress_bars() as progress:
         from tieline.analysis.sources import quiet_transformers
@@ -58,7 +53,6 @@ def upcycle(
             noise=noise,
             text=text,
             tokens=tokens,
-            tokenizer=tokenizer,
             dtype=dtype,
             revision=revision,
             seed=seed,

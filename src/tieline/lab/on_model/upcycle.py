@@ -90,7 +90,6 @@ def upcycle(
     noise: float = 0.0,
     text: Text = None,
     tokens: int = 4096,
-    tokenizer: str | Path | None = None,
     dtype: str = "auto",
     revision: str | None = None,
     seed: int = 0,
@@ -101,7 +100,7 @@ def upcycle(
     A model that is given as `(model, tokenizer)` is changed in place.
 
     Args:
-        source: a hub id, a folder, a .bin file of llama2.c, or `(model, tokenizer)`.
+        source: a hub id, a folder, or `(model, tokenizer)`.
         n_experts: experts per layer.
         k: experts per token.
         layers: feed-forward networks, by name or place; all by default.
@@ -110,17 +109,16 @@ def upcycle(
         noise: noise on the copies, relative to their size.
         text: text to compare the loss on, a str or the Path of a file; None to compare no loss.
         tokens: how many tokens of it.
-        tokenizer: tokenizer.bin of llama2.c, for a .bin model.
         dtype: precision to load a named model in.
         revision: its branch, tag or commit on the hub.
         seed: seed of routers and noise.
         progress: called with stage, done and total while the work goes on.
     """
     words = None if text is None else as_text(text)[0]
-    loaded = _loaded(source, tokenizer, revision, dtype)
+    loaded = _loaded(source, revision, dtype)
     require(
         words is None or loaded.tokenizer is not None,
-        "the model has no tokenizer, so no loss on a text (a .bin model takes one by tokenizer)",
+        "the model has no tokenizer, so no loss on a text",
     )
     model: Any = loaded.model
     before = probe_output(model)
@@ -148,16 +146,13 @@ def upcycle(
     )
 
 
-def _loaded(
-    source: object, tokenizer: str | Path | None, revision: str | None, dtype: str
-) -> LoadedModel:
+def _loaded(source: object, revision: str | None, dtype: str) -> LoadedModel:
     if isinstance(source, str | Path):
-        return load_dense(source, tokenizer=tokenizer, revision=revision, dtype=dtype)
+        return load_dense(source, revision=revision, dtype=dtype)
     if isinstance(source, tuple) and len(source) in (2, 3):
         return LoadedModel(source[0], source[1], source[2] if len(source) == 3 else "")
     raise ParameterError(
-        f"upcycle takes a hub id, a folder, a .bin file or (model, tokenizer), got "
-        f"{type(source).__name__}"
+        f"upcycle takes a hub id, a folder or (model, tokenizer), got {type(source).__name__}"
     )
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config, MixtralConfig, Qwen3MoeConfig
 
-from tieline.models.cost import (
+from benchmarks.cost import (
     LAPTOP,
     LAYOUTS,
     NODE,
