@@ -37,7 +37,7 @@ from tieline.trace.record import LayerTrace, LazyLayers, RoutingTrace, take_toke
 
 
 def alignment_notes(alignment: Alignment, against_ids: bool) -> tuple[str, ...]:
-    """Return everything that two runs of one program would not show, most severe first.
+    """Describe every difference in tokens, layers, experts and k, most severe first.
 
     Args:
         alignment: the alignment.
@@ -110,7 +110,7 @@ def _layers(alignment: Alignment) -> str:
 
 
 def _sides(template: str, names_a: Sequence[str], names_b: Sequence[str]) -> list[str]:
-    """Format `words` for each side that has names, with their number and the first three."""
+    """Format the template for each side that has names, with their number and the first three."""
     return [
         template.format(
             len(names), ", ".join(names[:3]) + (", …" if len(names) > 3 else ""), side=side
@@ -281,7 +281,7 @@ class Aligned(NamedTuple):
 
 
 def align(a: RoutingTrace, b: RoutingTrace, *, partial: bool = False) -> Aligned:
-    """Lay B on A.
+    """Align B with A: shift of tokens, pairing of layers and numbering of experts.
 
     Args:
         a: the run that is compared with; names and numbers of the result are its own.
@@ -317,7 +317,7 @@ def align(a: RoutingTrace, b: RoutingTrace, *, partial: bool = False) -> Aligned
 
 
 def _cut(layer: LayerTrace, tokens: torch.Tensor, about: LayerPair) -> LayerTrace:
-    """What is compared of a layer: some tokens, the first k experts, scores, weights."""
+    """Select the compared tokens, the first k experts, scores and weights of a layer."""
     facts = replace(layer.facts, k=about.k, n_experts=about.n_experts)
     weights = None if layer.weights is None else layer.weights[:, : about.k]
     more = {} if about.k < layer.facts.k else {"faded": layer.faded, "used": layer.used}

@@ -144,7 +144,7 @@ def metrics(
 
 
 class _Judged(NamedTuple):
-    """What one layer gives to the attribution of all."""
+    """The tested flips and the noise of one layer."""
 
     test: FlipTest
     noise: float

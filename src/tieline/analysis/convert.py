@@ -16,7 +16,7 @@ from tieline.trace.writers import FORMS, export
 
 @dataclass(frozen=True, repr=False)
 class Converted(Result):
-    """Routes that were written in another form.
+    """Result of writing routes in another form.
 
     Attributes:
         source: where they were read.
@@ -58,7 +58,7 @@ def convert(
     model_layers: int | None = None,
     **options: Any,
 ) -> Converted:
-    """Read routes and write them in another form, whole or not at all.
+    """Read routes and write them in another form; never leaves a partial output.
 
     Args:
         source: a file of routes of any producer, or the folder of a trace.

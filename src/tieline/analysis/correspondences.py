@@ -34,7 +34,7 @@ from tieline.trace.record import LayerTrace, LazyLayers, RoutingTrace, select_la
 
 
 class Pairing(NamedTuple):
-    """One way to lay the layers on each other.
+    """A pairing of the layers of A and B.
 
     Attributes:
         shift: number in B minus number in A, or place where names have no number; None if layers
@@ -47,7 +47,7 @@ class Pairing(NamedTuple):
 
 
 def pairings(names_a: Sequence[str], names_b: Sequence[str]) -> list[Pairing]:
-    """Return every distinct way to pair the layers, the plainest first."""
+    """Return all distinct pairings of the layers, the simplest first."""
     of_a, of_b = layer_numbers(names_a), layer_numbers(names_b)
     count_a, count_b = len(names_a), len(names_b)
     candidates: list[Pairing] = []
@@ -78,7 +78,7 @@ def layer_numbers(names: Sequence[str]) -> list[int] | None:
 
 
 class RoutedSide(NamedTuple):
-    """A trace in which every token is routed in every layer, and what was left out for that."""
+    """A trace in which every token is routed in every layer, with counts of what was left out."""
 
     trace: RoutingTrace
     tokens: int
@@ -86,14 +86,14 @@ class RoutedSide(NamedTuple):
 
 
 class CommonTokens(NamedTuple):
-    """Places in A and in B of the same tokens, in the order of documents and positions."""
+    """Indices in A and in B of the common tokens, ordered by document and position."""
 
     in_a: Int[Tensor, " tokens"]
     in_b: Int[Tensor, " tokens"]
 
 
 class IdCheck(NamedTuple):
-    """Tokens whose ids are known on both sides, and the place of the first that differs."""
+    """Tokens whose ids are known on both sides, and the index of the first difference."""
 
     known: int
     different: int
@@ -165,7 +165,7 @@ def _check_unique(side: str, trace: RoutingTrace, keys: np.ndarray) -> None:
 
 
 def equal_ids(a: RoutingTrace, b: RoutingTrace, common: CommonTokens) -> IdCheck:
-    """How many of the common tokens have known ids, and how many of these differ."""
+    """Count the common tokens with known ids, and those whose ids differ."""
     of_a, of_b = a.tokens[common.in_a].long(), b.tokens[common.in_b].long()
     both = (of_a >= 0) & (of_b >= 0)
     different = both & (of_a != of_b)
@@ -230,7 +230,7 @@ def match_experts(
     table = co_occurrence(in_a, in_b, experts)
     bonus = table * (experts + 1) + np.eye(experts, dtype=np.int64)  # of equals, the identity
     best = linear_sum_assignment(bonus, maximize=True)[1]
-    to_b, unseen = _believed(best, table, loads, len(in_a))
+    to_b, unseen = _supported_cycles(best, table, loads, len(in_a))
     return _matching(to_b, int(table[identity, to_b].sum()), loads, sizes, unseen)
 
 
@@ -243,13 +243,13 @@ def _matching(
     return ExpertMatching(to_b, common / (tokens * k), min(chance, 1.0), unseen)
 
 
-def _believed(
+def _supported_cycles(
     best: np.ndarray, table: np.ndarray, loads: list[np.ndarray], tokens: int
 ) -> tuple[np.ndarray, int]:
     """Keep the cycles of `best` that all evidence supports; also count experts without evidence."""
     to_b, unseen = np.arange(len(best)), 0
     for cycle in _cycles(best):
-        witness = [_witness(i, int(best[i]), table, loads, tokens) for i in cycle]
+        witness = [_has_evidence(i, int(best[i]), table, loads, tokens) for i in cycle]
         heard = [agrees for agrees in witness if agrees is not None]
         if heard and all(heard):
             to_b[cycle] = best[cycle]
@@ -257,7 +257,7 @@ def _believed(
     return to_b, unseen
 
 
-def _witness(
+def _has_evidence(
     i: int, j: int, table: np.ndarray, loads: list[np.ndarray], tokens: int
 ) -> bool | None:
     """Whether κ > 1/2; None if the expert is too rare on one side."""

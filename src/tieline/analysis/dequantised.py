@@ -95,7 +95,7 @@ def _mismatched(folder: Path, arrays: Mapping[str, np.ndarray]) -> tuple[tuple[s
 
 
 def can_dequantise(model: nn.Module) -> bool:
-    """Whether a model is small enough to be built anew and can be saved."""
+    """Whether a model can be saved and is small enough to be rebuilt."""
     count = sum(parameter.numel() for parameter in model.parameters())
     return count <= MOST_PARAMETERS and hasattr(model, "save_pretrained")
 

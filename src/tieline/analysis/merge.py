@@ -12,7 +12,7 @@ from tieline.trace.store import merge_folders
 
 @dataclass(frozen=True, repr=False)
 class Merged(Result):
-    """The whole that several folders became.
+    """Result of merging several folders.
 
     Attributes:
         kind: "trace" or "summary".

@@ -76,7 +76,7 @@ Tell = Callable[[str | None, str], None]
 
 
 class RoutingWarning(UserWarning):
-    """Something about the routing of a model in training needs a look."""
+    """Warning about the routing of a model in training."""
 
 
 def probability_warning(layer: str, logits: LogitSums) -> str | None:
@@ -181,7 +181,7 @@ TINY = 1e-300
 
 @dataclass(frozen=True, eq=False)
 class LayerScalars:
-    """A layer's part of the scalars; gaps of equal `units` may be pooled."""
+    """Scalars of one layer; gaps of equal `units` may be pooled."""
 
     gaps: Float[Tensor, " tokens"] | None
     units: str
@@ -296,7 +296,7 @@ def _mean(values: Sequence[float], tokens: Float[Tensor, " calls"]) -> float:
 
 @runtime_checkable
 class Writer(Protocol):
-    """Takes the scalars of logged steps."""
+    """Interface of what stores the scalars of logged steps."""
 
     def write(self, step: int, scalars: dict[str, float]) -> None:
         """Take the scalars of a step."""

@@ -49,7 +49,7 @@ class RoutingCallback(TrainerCallback):
             self.monitor.arm()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Measure what was seen and have the Trainer log."""
+        """Compute the scalars and make the Trainer log them."""
         if self.monitor is not None and state.global_step % self.monitor.every == 0:
             self._ready = dict(self.monitor.read(state.global_step))
             control.should_log = control.should_log or bool(self._ready)

@@ -106,7 +106,7 @@ class NoiseShape(NamedTuple):
 
 
 class TokenKeys(NamedTuple):
-    """Where the compared tokens stand, in the order of documents and positions."""
+    """Documents and positions of the compared tokens, in this order."""
 
     documents: Int[np.ndarray, " tokens"]
     positions: Int[np.ndarray, " tokens"]
@@ -249,7 +249,7 @@ def _offsets(kept: _Kept) -> tuple[float | None, np.ndarray]:
 
 
 def _likeness(means: np.ndarray, bias: np.ndarray) -> float | None:
-    """|correlation| of the offsets with the bias, over the experts seen."""
+    """|correlation| of the offsets with the bias, over the experts with offsets."""
     chosen = np.flatnonzero(~np.isnan(means[: len(bias)]))
     if len(chosen) < 4 or np.ptp(bias[chosen]) == 0 or np.ptp(means[chosen]) == 0:
         return None
@@ -279,7 +279,7 @@ def flip_lag(
 def _equal_share(
     chosen_a: np.ndarray, chosen_b: np.ndarray, rows: np.ndarray, keys: TokenKeys, lag: int
 ) -> tuple[float, int]:
-    """Share of these tokens whose experts in B are those of A so many tokens earlier."""
+    """Share of these tokens whose experts in B are those of A `lag` tokens earlier."""
     other = rows - lag
     inside = (other >= 0) & (other < len(chosen_a))
     rows, other = rows[inside], other[inside]

@@ -56,7 +56,7 @@ FEWEST = 20
 
 
 class Expected(NamedTuple):
-    """A format whose noise is expected, and who says so."""
+    """A format whose noise is expected, and the source of that expectation."""
 
     name: str
     origin: str
@@ -74,7 +74,7 @@ def read_format(name: str) -> str:
 def expected_format(
     asked: str | None, a: Mapping[str, object], b: Mapping[str, object]
 ) -> Expected | None:
-    """Return the format whose noise is to be expected; None if nobody says it.
+    """Return the format whose noise is expected; None if it is not stated.
 
     Args:
         asked: what the caller expects.
@@ -94,7 +94,7 @@ def expected_format(
 
 
 def recorded_format(side: Mapping[str, object]) -> str | None:
-    """Return the format in which a side says that it computed."""
+    """Return the number format recorded by a side."""
     stated = side.get("emulated", side.get("dtype"))
     name = str(stated).partition(" ")[0]
     name = ALIASES.get(name, name)
@@ -102,7 +102,7 @@ def recorded_format(side: Mapping[str, object]) -> str | None:
 
 
 def allowed(name: str, depth: int) -> float:
-    """Largest relative noise that a format explains so many layers after the first routed one."""
+    """Largest relative noise that a format explains `depth` layers after the first routed one."""
     error = ROUNDING[name] * (SUMS if name == "fp32" else 1.0)
     return LARGEST * error * min(GROWTH**depth, MOST_GROWTH)
 

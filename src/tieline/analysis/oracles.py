@@ -26,7 +26,7 @@ from tieline.core.ranking import kth_largest, sets_differ
 
 
 class PlantedScores(NamedTuple):
-    """Scores and what is true of them.
+    """Scores with known ties.
 
     Attributes:
         scores: (T, E), experts in random order.
@@ -166,7 +166,7 @@ class ChoiceComparison:
 
     @property
     def explanation(self) -> str:
-        """All of it in words."""
+        """The differences in one sentence."""
         differ = len(self.ties) + len(self.wrong)
         lines = [f"{differ} of {self.tokens} tokens chose other experts: {len(self.ties)} at ties"]
         lines[0] += f", {len(self.wrong)} not"
@@ -213,10 +213,14 @@ def compare_choices(
         reasons_of_token = []
         for name in ("a", "b"):
             if broken[name][0][token]:
-                reasons_of_token.append(_said_broken(name, broken[name][1][token], scores.shape[1]))
+                reasons_of_token.append(
+                    _broken_reason(name, broken[name][1][token], scores.shape[1])
+                )
             elif beyond[name][token]:
                 row = sets[name][token], scores[token]
-                reasons_of_token.append(_said_regret(name, *row, regrets[name][token], band[token]))
+                reasons_of_token.append(
+                    _regret_reason(name, *row, regrets[name][token], band[token])
+                )
         reasons.append(f"token {token}: " + "; ".join(reasons_of_token))
     return ChoiceComparison(
         len(scores), tuple(_tokens_of(differ & ~wrong)), tuple(_tokens_of(wrong)), tuple(reasons)
@@ -265,11 +269,11 @@ def _broken(ids: Ids, scores: Scores) -> Bool[Tensor, " tokens"]:
     return outside | (_members(ids, scores).sum(dim=1) < ids.shape[1])
 
 
-def _said_broken(name: str, ids: Int[Tensor, " k"], experts: int) -> str:
+def _broken_reason(name: str, ids: Int[Tensor, " k"], experts: int) -> str:
     return f"{name} chose {ids.tolist()}, which are not {len(ids)} experts of 0..{experts - 1}"
 
 
-def _said_regret(
+def _regret_reason(
     name: str, chosen: Bool[Tensor, " e"], z: Float[Tensor, " e"], value: Tensor, band: Tensor
 ) -> str:
     inside, outside = _tokens_of(chosen), _tokens_of(~chosen)

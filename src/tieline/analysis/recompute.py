@@ -125,7 +125,7 @@ class _Difference:
 
 
 def compared(way: str, first: RecomputeRun, again: RecomputeRun, most_flips: int) -> Repetition:
-    """What the second run did differently, and why."""
+    """Compare two runs: which tokens flipped, and the cause."""
     layers = _differences(first, again)
     flips = _flips(layers)
     change = _output_change(first.output, again.output)
@@ -142,7 +142,7 @@ def compared(way: str, first: RecomputeRun, again: RecomputeRun, most_flips: int
 
 
 def worst(repetitions: Sequence[Repetition]) -> Repetition:
-    """The one that speaks for all."""
+    """Return the repetition with the most severe verdict."""
     return max(repetitions, key=lambda repetition: VERDICTS.index(repetition.verdict))
 
 
@@ -175,7 +175,7 @@ def _without_flips(moved: float, change: float | None) -> str:
 
 
 def _differences(first: RecomputeRun, again: RecomputeRun) -> list[_Difference]:
-    """The layers that both runs have for as many tokens, in order of depth."""
+    """Compare the layers that both runs have with equal token counts, in order of depth."""
     before, after = _by_layer(first), _by_layer(again)
     differences = []
     for name, calls in before.items():
@@ -249,7 +249,7 @@ def _output_change(first: Tensor | None, again: Tensor | None) -> float | None:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Arguments of a call, which can be cut along the rows of the batch."""
+    """Arguments of a call, which can be split along the batch axis."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -276,7 +276,7 @@ class Inputs:
         raise TielineError("the batch holds no tensor: nothing can be run")
 
     def pieces(self, count: int) -> list["Inputs"]:
-        """The same call in `count` smaller ones; what has no row per row of the batch is shared."""
+        """Split the call into `count` smaller ones; arguments without a batch axis are shared."""
         rows = self.rows
         edges = [rows * index // count for index in range(count + 1)]
         spans = itertools.pairwise(edges)
@@ -300,7 +300,7 @@ def plain(module: nn.Module, inputs: Inputs) -> RecomputeRun:
 
 
 def split(module: nn.Module, inputs: Inputs, count: int) -> RecomputeRun:
-    """The same in smaller batches, one after the other."""
+    """Run the batch in `count` smaller batches, one after the other."""
     done = [plain(module, piece) for piece in inputs.pieces(count)]
     calls = [call for run in done for call in run.calls]
     outputs = [run.output for run in done if run.output is not None]
@@ -308,7 +308,7 @@ def split(module: nn.Module, inputs: Inputs, count: int) -> RecomputeRun:
 
 
 def other_threads(module: nn.Module, inputs: Inputs) -> RecomputeRun:
-    """The same on one thread, or on two if torch has one."""
+    """Run on one thread, or on two if torch uses one."""
     before = torch.get_num_threads()
     torch.set_num_threads(2 if before == 1 else 1)
     try:
@@ -318,7 +318,7 @@ def other_threads(module: nn.Module, inputs: Inputs) -> RecomputeRun:
 
 
 def compiled(module: nn.Module, inputs: Inputs, backend: str) -> RecomputeRun:
-    """The same compiled."""
+    """Run the compiled module."""
     fast: Any = torch.compile(module, backend=backend)
     with torch.no_grad():
         return _observed(module, lambda: fast(*inputs.args, **inputs.kwargs))
@@ -374,7 +374,7 @@ def main_tensor(output: Any) -> Tensor:
 
 
 def _observed(module: nn.Module, run: Callable[[], Any]) -> RecomputeRun:
-    """The run from the random numbers of now, which are as they were afterwards."""
+    """Run and record the routers; restores the random state."""
     calls: list[RouterCall] = []
     devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
     with (
@@ -386,7 +386,7 @@ def _observed(module: nn.Module, run: Callable[[], Any]) -> RecomputeRun:
 
 
 def _leaves(module: nn.Module, inputs: Inputs) -> list[Tensor]:
-    """What gradients are asked for: parameters, and inputs that want one."""
+    """Parameters and inputs that require gradients."""
     tensors = (*module.parameters(), *inputs.args, *inputs.kwargs.values())
     return [t for t in tensors if isinstance(t, Tensor) and t.requires_grad]
 
@@ -402,7 +402,7 @@ def _rounding(module: nn.Module) -> float:
 
 
 def _no_cache(module: nn.Module) -> dict[str, Any]:
-    """Models of transformers keep no cache, which would cost memory and serve nothing."""
+    """Arguments that turn off the key-value cache of a transformers model."""
     has_cache = "use_cache" in inspect.signature(module.forward).parameters
     return {"use_cache": False} if has_cache else {}
 
@@ -413,7 +413,7 @@ DEFAULT = ("recompute", "split", "threads")
 
 @dataclass(frozen=True)
 class RecomputeReport:
-    """What the repetitions of a forward pass came to.
+    """The verdicts of all repetitions of a forward pass.
 
     Attributes:
         verdict: the worst of all repetitions: a flip before a tie before another output.

@@ -38,7 +38,7 @@ Scores = Float[Tensor, "tokens experts"]
 
 
 class LogitSums(NamedTuple):
-    """What is kept of all logits of a call.
+    """Statistics of all logits of a call.
 
     Attributes:
         mean_square: mean of z².
@@ -57,7 +57,7 @@ class LogitSums(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class RouterCall:
-    """What one call of a router did.
+    """One call of a router.
 
     Attributes:
         trace: scores and experts of its tokens, on the CPU.
@@ -91,7 +91,7 @@ def transformers_call(
     logits = read_output(observer.family, router, call, output).logits
     rounding = torch.finfo(logits.dtype).eps
     if batch is None or batch.routed != len(logits):
-        batch = _all_rows(len(logits))
+        batch = _unmasked_batch(len(logits))
     trace = observer.observe(router, call, output, batch)
     if batch.kept is not None:
         logits = logits.index_select(0, batch.kept.to(logits.device))
@@ -134,9 +134,9 @@ def _own_trace(name: str, gate: Gate, scores: Scores, ranks: int | None) -> Laye
         facts = _gate_facts(gate, experts, ranks_logits=bias is None and selection is scores)
         limit = _limit(gate)
         if limit is not None:
-            selection, group_gap = restrict(selection, _nobody(tokens, scores.device), limit)
+            selection, group_gap = restrict(selection, _empty_choice(tokens, scores.device), limit)
     kept = experts if ranks is None else min(experts, k + ranks)
-    ranked = ranked_choice(selection, _nobody(tokens, scores.device), k, kept)
+    ranked = ranked_choice(selection, _empty_choice(tokens, scores.device), k, kept)
     return LayerTrace(
         name,
         facts,
@@ -164,8 +164,8 @@ def _limit(gate: SelectiveGate) -> GroupLimit | None:
     return GroupLimit(groups.count, groups.chosen, groups.score, -torch.inf)
 
 
-def _nobody(tokens: int, device: torch.device) -> Int[Tensor, "tokens none"]:
-    """An empty choice: the tie rule alone decides."""
+def _empty_choice(tokens: int, device: torch.device) -> Int[Tensor, "tokens none"]:
+    """An empty choice, so that the tie rule alone decides."""
     return torch.empty(tokens, 0, dtype=torch.int64, device=device)
 
 
@@ -182,7 +182,7 @@ def _logit_sums(logits: Scores, probabilities: bool) -> LogitSums | None:
     return LogitSums(*sums.tolist())
 
 
-def _all_rows(rows: int) -> Batch:
+def _unmasked_batch(rows: int) -> Batch:
     """Tokens of unknown ids, all visible."""
     positions = torch.arange(rows)
     return Batch(torch.full((rows,), -1), torch.zeros_like(positions), positions, None, rows)

@@ -161,7 +161,7 @@ def _spread(layer: LayerTrace, scores: Tensor) -> float:
 
 @lru_cache(maxsize=64)
 def top_deviation(experts: int, ranks: int) -> float:
-    """Standard deviation of the expected first ranks of so many independent N(0, 1) scores."""
+    """Standard deviation of the expected first ranks of `experts` independent N(0, 1) scores."""
     if ranks < 2:
         return 1.0
     rank = np.arange(1, ranks + 1)

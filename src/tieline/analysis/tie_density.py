@@ -84,7 +84,7 @@ class TieDensity:
     message: str | None
 
     def expected(self, tokens: int) -> float:
-        """Ties to expect in a step of so many tokens."""
+        """Expected ties in a step of `tokens` tokens."""
         return self.per_token * tokens
 
     def to_dict(self) -> dict[str, object]:

@@ -26,7 +26,7 @@ ROWS = 128
 
 
 class TokenDistances(NamedTuple):
-    """Per token: k3 and KL of what it predicts, and both losses; NaN where nothing follows."""
+    """Per token: k3 and KL of the predictions and both losses; NaN at the last token."""
 
     k3: Float[Tensor, " tokens"]
     kl: Float[Tensor, " tokens"]
@@ -106,7 +106,7 @@ def with_distances(
 
 
 def all_distances(share: Ranks, local: list[TokenDistances] | None) -> list[TokenDistances] | None:
-    """The distances of all batches, where every process has those of its own."""
+    """Gather the distances of all batches from all processes."""
     if not local:
         return local
     columns = TokenDistances(*(torch.cat(column) for column in zip(*local, strict=True)))

@@ -90,7 +90,7 @@ def check_folder(path: Path) -> None:
 
 
 def same_place(output: Path, given: Path) -> bool:
-    """Whether writing `output` would replace the file or folder `given`, or a part of it."""
+    """Whether writing `output` would replace the file or folder `given`, or a file in it."""
     out, source = _real(output), _real(given)
     with suppress(OSError):
         if os.path.samefile(out, source):

@@ -70,7 +70,7 @@ def _backend(executor: str, address: str | None, jobs: int) -> AbstractContextMa
 
 @contextmanager
 def _interrupts_kept_from_workers() -> Iterator[None]:
-    """Start processes that never see Ctrl-C, which a terminal sends to all: this one ends them.
+    """Start worker processes that ignore Ctrl-C; the parent process ends them.
 
     A blocked signal is inherited by threads and processes that start in the block.
     """
@@ -86,7 +86,7 @@ def _interrupts_kept_from_workers() -> Iterator[None]:
 
 @contextmanager
 def _loky() -> Iterator[None]:
-    """Processes of one thread each; that one is replaced when it has grown is no news."""
+    """Use single-threaded loky workers and silence worker-restart warnings."""
     from multiprocessing import resource_tracker as multiprocessing_tracker
 
     from joblib import parallel_config

@@ -80,7 +80,7 @@ def top_values(scores: Float[Tensor, "*batch experts"], n: int) -> Float[Tensor,
 
 
 def ranked_scores(scores: Float[Tensor, "*batch experts"], n: int) -> Float[Tensor, "*batch n"]:
-    """z_[1], ..., z_[n] of each row in float64, lest differences of bfloat16 scores round."""
+    """z_[1], ..., z_[n] of each row in float64, so that differences are exact."""
     _check_k(scores, n)
     return scores.double().topk(n, dim=-1, sorted=True).values
 

@@ -247,7 +247,7 @@ Bound = Mapping[Any, Any]
 
 
 def _read(hint: Any, value: Any, path: str, bound: Bound) -> Any:
-    """The value of a type hint; `place` is named in errors."""
+    """Read a value by its type hint; `path` is named in errors."""
     hint = bound.get(hint, hint) if isinstance(hint, TypeVar) else hint
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):

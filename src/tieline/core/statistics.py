@@ -188,7 +188,7 @@ def normal_quantile(confidence: float) -> float:
 
 
 def binomial_band(count: Int[Tensor, "*shape"], n: int, confidence: float = 0.95) -> Band:
-    """Clopper-Pearson interval of a probability of which `count` out of `n` were seen.
+    """Clopper-Pearson interval of a probability from `count` hits out of `n`.
 
     Its coverage is at least `confidence` for every probability and every n, at counts 0 and n too,
     where the normal interval has no width.
@@ -491,7 +491,7 @@ def _lines(
 
 
 def _middles(values: np.ndarray, random: np.random.Generator, middle: Middle) -> np.ndarray:
-    """Mean or median of the values, then those of resamples."""
+    """Mean or median of the values and of every resample."""
     of = {"mean": np.mean, "median": np.median}[middle]
     drawn = of(values[random.integers(len(values), size=(RESAMPLES, len(values)))], axis=1)
     return np.concatenate([[of(values)], drawn])

@@ -60,7 +60,7 @@ class WorkerAnswer:
 
 
 def read_answer(path: Path, engine: str) -> WorkerAnswer:
-    """Read the file of a worker; refuses what cannot be one."""
+    """Read the answer file of a worker; raises if it is malformed."""
     try:
         with np.load(path, allow_pickle=False) as stored:
             arrays = {name: stored[name] for name in stored.files}
@@ -118,7 +118,7 @@ def _check_array(answer: WorkerAnswer, key: str, axes: int, tokens: int) -> None
 
 @dataclass(frozen=True)
 class ScoreAgreement:
-    """How the picks of a layer stand to its scores.
+    """Ties and contradictions between the picks of a layer and its scores.
 
     Attributes:
         tied: tokens whose choice a tie leaves open.
@@ -145,7 +145,7 @@ def agreement(picks: np.ndarray, scores: np.ndarray) -> ScoreAgreement:
 def trace_of(
     answer: WorkerAnswer, provenance: Mapping[str, object], scores: bool = True
 ) -> RoutingTrace:
-    """The trace of a verified answer.
+    """Return the trace of a verified answer.
 
     Args:
         answer: what `check_rows` accepted.

@@ -155,7 +155,7 @@ def run_engine(
     options: RunOptions = RunOptions(),  # noqa: B008
     progress: Progress | None = None,
 ) -> EngineRun:
-    """Run an engine; see `capture`. Nothing of it is left on disk or running afterwards."""
+    """Run an engine; see `capture`. Its files are removed and its process has ended on return."""
     record = engine_named(engine)
     documents = _documents(ids)
     _check_request(record, model, options)
@@ -194,7 +194,7 @@ def dequantised(
     names: Sequence[str],
     python: str | Path | None = None,
 ) -> tuple[dict[str, np.ndarray], Mapping[str, Any]]:
-    """The weights of a quantised model as the engine stores them, in float32, and its facts.
+    """Return the weights that an engine stores for a quantised model, in float32, and facts.
 
     Args:
         model: the quantised model.

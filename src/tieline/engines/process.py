@@ -28,7 +28,7 @@ TAIL = 4000
 
 
 class EngineError(TielineError):
-    """An engine that is not there, does not take a model, or did not finish."""
+    """An engine is not installed, rejects a model, or did not finish."""
 
 
 def run_worker(
@@ -60,12 +60,12 @@ def run_worker(
     answer = folder / ANSWER
     if code == 0 and answer.is_file():
         return answer
-    raise EngineError(_what_happened(engine, python, code, report, _tail(folder)))
+    raise EngineError(_failure_message(engine, python, code, report, _tail(folder)))
 
 
 @contextmanager
 def _started(engine: Engine, python: Path, folder: Path) -> "Iterator[subprocess.Popen[bytes]]":
-    """The worker while the block runs; afterwards nothing of its process group is left."""
+    """Start a worker; its process group is killed when the block ends."""
     command = [str(python), str(WORKERS / "main.py"), str(engine.worker), str(folder)]
     with (folder / "stderr").open("wb") as stderr:
         try:
@@ -110,7 +110,7 @@ def _listen(
     if progress is not None:
         progress("engine", 0, total)
     # a child of the worker may hold the pipe open after it is gone
-    waiter = threading.Thread(target=_close_after, args=(worker,), daemon=True)
+    waiter = threading.Thread(target=_kill_group_after, args=(worker,), daemon=True)
     waiter.start()
     for line in worker.stdout:
         with suppress(ValueError):
@@ -123,8 +123,8 @@ def _listen(
                 progress("engine", sum(lengths[:done]), total)
 
 
-def _close_after(worker: "subprocess.Popen[bytes]") -> None:
-    """End what a worker left behind as soon as it is gone, so that nobody waits for it."""
+def _kill_group_after(worker: "subprocess.Popen[bytes]") -> None:
+    """Kill the worker's process group once the worker has ended, so that pipes close."""
     worker.wait()
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(worker.pid, signal.SIGKILL)
@@ -135,10 +135,10 @@ def _tail(folder: Path) -> str:
     return data.decode(errors="replace")
 
 
-def _what_happened(
+def _failure_message(
     engine: Engine, python: Path, code: int, report: Mapping[str, Any], stderr: str
 ) -> str:
-    """One sentence about a worker that gave no answer."""
+    """Describe why a worker gave no answer."""
     if report.get("missing"):
         return (
             f"{python} has no module {report['missing']}, which {engine.name} needs: name another "

@@ -76,7 +76,7 @@ class Engine:
 
 @dataclass(frozen=True)
 class EngineEntry:
-    """One engine of the list.
+    """An engine and where it is installed.
 
     Attributes:
         name: what `--engine` calls it.
@@ -190,7 +190,7 @@ register(
 
 
 def engine_named(name: str) -> Engine:
-    """The record of an engine."""
+    """Return the record of an engine."""
     names = ", ".join([TRANSFORMERS, *ENGINES])
     require(name in ENGINES, f"engine: no engine is called {name!r:.40}; there are {names}")
     return ENGINES[name]
@@ -210,9 +210,9 @@ def split_side(source: object) -> tuple[str, str] | None:
 def find_python(engine: Engine, asked: str | Path | None = None) -> Path:
     """Return the Python that an engine runs in; raises with how to install it if there is none."""
     if asked is not None:
-        return _checked(Path(asked), engine, "engine_python")
+        return _check_python(Path(asked), engine, "engine_python")
     if path := os.environ.get(engine.variable):
-        return _checked(Path(path), engine, engine.variable)
+        return _check_python(Path(path), engine, engine.variable)
     python = engine.folder / "bin" / "python"
     if python.is_file():
         return python
@@ -224,8 +224,8 @@ def find_python(engine: Engine, asked: str | Path | None = None) -> Path:
     )
 
 
-def _checked(python: Path, engine: Engine, origin: str) -> Path:
-    """Refuse what is no Python before anything else is done."""
+def _check_python(python: Path, engine: Engine, origin: str) -> Path:
+    """Raise unless `python` is an executable file."""
     require(python.exists(), f"{origin}: no such file: {python}")
     runs = python.is_file() and os.access(python, os.X_OK)
     require(runs, f"{origin}: {python} is not a program; {engine.name} needs the path of a Python")
@@ -233,7 +233,7 @@ def _checked(python: Path, engine: Engine, origin: str) -> Path:
 
 
 def environment_of(engine: Engine, python: Path) -> dict[str, str]:
-    """Variables for a worker: those of this process without our module path, and the engine's."""
+    """Environment of a worker: that of this process without `PYTHONPATH`, plus the engine's."""
     kept = {
         key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")
     }

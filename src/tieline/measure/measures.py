@@ -216,7 +216,7 @@ def measure(
 def joined_measures(
     done: Sequence["MeasuredLayer"], settings: MeasureSettings, trace: RoutingTrace
 ) -> RoutingMeasures:
-    """The measures of the model, from those of its layers.
+    """Compute the measures of the model from the measured layers.
 
     Args:
         done: every layer of the trace, in order.

@@ -386,7 +386,7 @@ class GShardTopK(TopK):
 
     @property
     def laws(self) -> frozenset[Law]:  # type: ignore[override]
-        """Those of `TopK`, but a token that lost an expert sums to less than 1."""
+        """The laws of `TopK`; weights of a token that lost an expert sum to less than 1."""
         return super().laws - {Law.SUMS_TO_ONE}
 
     def weights(self, scores: Scores) -> Weights:
@@ -399,7 +399,7 @@ class GShardTopK(TopK):
         return weights * self._seated(scores.detach()).view_as(weights)
 
     def _seated(self, scores: Scores) -> Tensor:
-        """Whether each expert has room for each token (T, E), among the k the token wants."""
+        """Whether each of the k requested experts has room for the token (T, E)."""
         scores = scores.reshape(-1, scores.shape[-1])
         tokens, experts = scores.shape
         held = capacity(tokens, experts, self.k, self.capacity_factor)

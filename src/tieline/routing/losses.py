@@ -105,7 +105,7 @@ def sparsity_loss(weights: Weights, counts: Counts | None = None) -> Scalar:
 
 
 def _counts(values: Tensor, counts: Counts | None) -> Counts:
-    """The given counts, or those of the values, which need at least one token."""
+    """Return the given counts, or count the values; raises without tokens."""
     require(bool(torch.is_floating_point(values)), f"expected floating values, got {values.dtype}")
     if counts is not None:
         return counts

@@ -98,7 +98,7 @@ class BandGate(SelectiveGate):
 
     @property
     def laws(self) -> frozenset[Law]:  # type: ignore[override]
-        """Those of `TopK` and continuity; symmetry without bias and groups."""
+        """The laws of `TopK` and continuity; symmetry without bias and groups."""
         laws = laws_of_choice(self) | {Law.CONTINUOUS}
         return laws | {Law.SYMMETRIC} if Law.EQUIVARIANT in laws else laws
 
@@ -169,7 +169,7 @@ class SmoothTopK(BandGate):
 
     @property
     def laws(self) -> frozenset[Law]:  # type: ignore[override]
-        """Those of the band; `k_max` breaks symmetry."""
+        """The laws of `BandGate`; `k_max` breaks symmetry."""
         return super().laws if self.k_max is None else super().laws - {Law.SYMMETRIC}
 
     def share(self, selection: Scores) -> Share:

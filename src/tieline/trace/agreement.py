@@ -129,7 +129,7 @@ def _explain(
 
 
 def _shifted_layers(ours: RouteTable, theirs: RouteTable) -> Iterator[RouteFinding]:
-    """Routed layers that agree in order but stand in other places of the layer axis."""
+    """Report routed layers that agree in order but have other indices on the layer axis."""
     total = ours.experts.shape[1]
     numbers = _layer_numbers(theirs)
     if total == len(ours.layers) or numbers is None or list(ours.layers) == numbers:
@@ -183,7 +183,7 @@ def _odd_layers(
 def _layers(
     table: np.ndarray, a: np.ndarray, b: np.ndarray, ours: RouteTable, theirs: RouteTable
 ) -> RouteFinding | None:
-    """Layers that agree in another order."""
+    """Report layers that agree in another order."""
     left, right = linear_sum_assignment(-table)
     matched = table[left, right]
     counts = table.shape
@@ -213,7 +213,7 @@ def _layers(
 def _tokens(
     table: np.ndarray, a: np.ndarray, b: np.ndarray, ours: RouteTable, theirs: RouteTable
 ) -> RouteFinding | None:
-    """Rows that fit other rows of the reference."""
+    """Report rows that match other rows of the reference."""
     layers, k = min(a.shape[1], b.shape[1]), a.shape[2]
     if layers != max(a.shape[1], b.shape[1]):
         return None
@@ -242,7 +242,7 @@ def _tokens(
 def _renumbered(
     table: np.ndarray, a: np.ndarray, b: np.ndarray, ours: RouteTable, theirs: RouteTable
 ) -> RouteFinding | None:
-    """Experts that agree under other numbers."""
+    """Report experts that agree under another numbering."""
     if a.shape[1] != b.shape[1]:
         return None
     size = int(max(a.max(), b.max())) + 1

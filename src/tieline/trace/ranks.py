@@ -25,7 +25,7 @@ def merge_traces(trace: RoutingTrace | None) -> RoutingTrace:
         local = Path(folder) / "own"
         if trace is not None:
             save_trace(trace, local)
-        merged = concatenate([load_trace(path) for path in _everywhere(local, Path(folder))])
+        merged = concatenate([load_trace(path) for path in _rank_folders(local, Path(folder))])
         return replace(merged, layers=tuple(merged.layers))  # read while the files are there
 
 
@@ -34,11 +34,11 @@ def merge_layers(trace: RoutingTrace) -> RoutingTrace:
     with tempfile.TemporaryDirectory() as folder:
         local = Path(folder) / "own"
         save_trace(trace, local)
-        traces = [load_trace(path) for path in _everywhere(local, Path(folder))]
+        traces = [load_trace(path) for path in _rank_folders(local, Path(folder))]
         return replace(traces[0], layers=tuple(layer for shard in traces for layer in shard.layers))
 
 
-def _everywhere(local: Path, folder: Path) -> list[Path]:
+def _rank_folders(local: Path, folder: Path) -> list[Path]:
     """Return folders with the files of each rank that has any, in order of rank."""
     if not dist.is_initialized():
         return [local]

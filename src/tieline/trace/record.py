@@ -452,7 +452,7 @@ def select_documents(trace: RoutingTrace, documents: Iterable[int]) -> RoutingTr
 
 
 def select_layers(trace: RoutingTrace, layers: Sequence[int | str]) -> RoutingTrace:
-    """Return some layers, each by its place (negative from the end) or router name."""
+    """Return some layers, each by its index (negative from the end) or router name."""
     names: list[str] = []
     if any(isinstance(layer, str) for layer in layers):
         names = [layer.name for layer in trace.layers]

@@ -115,7 +115,7 @@ CAPACITY = 4096
 
 
 class DistinctCount(NamedTuple):
-    """A number of different things: the count itself, or an estimate and what is certain.
+    """Number of distinct elements: exact, or an estimate with a certain lower bound.
 
     Attributes:
         value: the count, or its estimate.
@@ -171,7 +171,7 @@ class DistinctSketch:
 
 
 def distinct_count(hashes: Int64[np.ndarray, " kept"], capacity: int) -> DistinctCount:
-    """Return the number of different things whose `capacity` smallest hashes these are."""
+    """Estimate the number of distinct elements from their `capacity` smallest hashes."""
     kept = len(hashes)
     if kept < capacity:
         return DistinctCount(kept, kept, 0.0)

@@ -61,7 +61,7 @@ IMPROBABLE = -9.0
 
 @dataclass(frozen=True)
 class RouteFinding:
-    """Something that was found in a file of routes.
+    """A fault or a remark about a file of routes.
 
     Attributes:
         kind: what it is.
@@ -86,7 +86,7 @@ class RouteFinding:
 
 @dataclass(frozen=True)
 class RouteTable:
-    """Routes with what every test needs.
+    """Routes and the quantities that every check needs.
 
     Attributes:
         routes: the routes.
@@ -126,7 +126,7 @@ def route_table(routes: Routes, n_experts: int | None = None) -> RouteTable:
 
 
 def findings(routes: Routes, n_experts: int | None = None) -> list[RouteFinding]:
-    """Return what is wrong with routes, by themselves and by the tokens that they name.
+    """Check routes, and the tokens they name, for known faults.
 
     Args:
         routes: what a reader returned.
@@ -516,7 +516,7 @@ def _repeated_rows(table: RouteTable) -> Iterator[RouteFinding]:
 
 
 def _chance(table: RouteTable, rows: np.ndarray, copies: np.ndarray) -> float:
-    """log10 of the chance that as many rows are equal, layers independent."""
+    """log10 of the probability that this many rows are equal, for independent layers."""
     share = 1.0
     for layer in table.layers:
         column = table.experts[:, layer]
@@ -556,7 +556,7 @@ def _longest_run(codes: np.ndarray, rows: np.ndarray) -> tuple[int, int]:
 
 
 def _token_shift(table: RouteTable) -> Iterator[RouteFinding]:
-    """Rows that fit the tokens better at another place: equal tokens choose alike in layer one."""
+    """Report rows that match the tokens better at another lag; equal tokens choose alike."""
     tokens, k = table.routes.tokens, table.experts.shape[2]
     if tokens is None or bool((tokens < 0).any()) or not table.layers or len(tokens) < 256:
         return

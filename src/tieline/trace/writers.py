@@ -148,7 +148,7 @@ def _sglang(trace: RoutingTrace, layers: int | None) -> Iterator[dict[str, Any]]
 
 
 def layer_numbers(trace: RoutingTrace, layers: int | None = None) -> list[int]:
-    """Return the place of each layer among all layers of the model.
+    """Return the index of each layer among all layers of the model.
 
     Args:
         trace: the trace.
@@ -183,7 +183,7 @@ def stacked(trace: RoutingTrace, numbers: Sequence[int], count: int, fill: int) 
 
 
 def _integers(experts: int, fill: int) -> type:
-    """The smallest type of ids that vLLM would use, or one with a sign."""
+    """The integer type vLLM would use for these ids, signed if `fill` is negative."""
     if fill < 0:
         return np.int16 if experts <= 1 << 15 else np.int32
     return np.uint8 if experts <= 1 << 8 else np.uint16

@@ -157,7 +157,7 @@ def read_tensor(address: int, fetch: Callable[[int, int, int, int], None]) -> An
 
 
 class LlamaRecorder:
-    """Keeps what the callback sees, by name and layer.
+    """Copies of the routers' tensors, by name and layer.
 
     Args:
         name_of: the name of a tensor by its address.
@@ -170,7 +170,7 @@ class LlamaRecorder:
         self.problem: BaseException | None = None
 
     def __call__(self, tensor: int, ask: bool, _: Any) -> bool:
-        """Say which tensors are wanted, then keep them; an error ends the computation."""
+        """Select the tensors of routers and copy them; an error ends the computation."""
         try:
             base, _, layer = self._name_of(tensor).decode(errors="replace").rpartition("-")
             routes = base in ROUTER_TENSORS and layer.isdigit()
@@ -218,7 +218,7 @@ def stacked(tensors: dict[tuple[str, int], Any]) -> dict[str, Any]:
 
 
 def error(message: str) -> Exception:
-    """An error that is told without its kind."""
+    """Return an error that is reported without its type."""
     return type("EngineError", (Exception,), {})(message)
 
 
@@ -247,14 +247,14 @@ def quiet(llama: Any) -> tuple[Any, list[str]]:
 
 
 def complaint(lines: list[str]) -> str:
-    """The last line of the library's log that tells of an error."""
+    """Return the first line of the library's log that reports an error."""
     log = [line.strip() for line in "".join(lines).splitlines()]
     bad = [line for line in log if "error" in line.lower() or "fail" in line.lower()]
     return (bad or log or [""])[0][:300]
 
 
 def context_of(llama: Any, model: Any, request: dict[str, Any], longest: int, recorder: Any) -> Any:
-    """A context for documents of up to so many tokens, and its settings."""
+    """Create a context for documents of up to `longest` tokens; return it and its settings."""
     options = llama.llama_context_default_params()
     options.n_ctx = options.n_batch = options.n_ubatch = max(longest, 32)
     options.n_threads = options.n_threads_batch = request["threads"]

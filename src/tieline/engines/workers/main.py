@@ -54,7 +54,7 @@ def keys_of(documents: list[Any]) -> dict[str, Any]:
 
 
 def timed(runs: dict[str, Callable[[], None]], rounds: int) -> dict[str, Any]:
-    """Processor seconds of each way in every round, in turns; a first round only warms up."""
+    """Measure the processor seconds of each run in alternating rounds, after one warm-up."""
     import numpy as np
 
     seconds: dict[str, list[float]] = {name: [] for name in runs}
@@ -100,7 +100,7 @@ def load_worker(path: Path) -> Any:
 
 
 def error_message(problem: BaseException) -> str:
-    """Kind and message of an error, its first lines and letters only."""
+    """Return the type and the first lines of an error."""
     lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
     message = " ".join(lines[:3])[:MOST_LETTERS]
     return (

@@ -22,7 +22,7 @@ BLOCKS = ("SwitchGLU", "SwitchMLP")
 
 
 def error(message: str) -> Exception:
-    """An error that is told without its kind."""
+    """Return an error that is reported without its type."""
     return type("EngineError", (Exception,), {})(message)
 
 

@@ -29,7 +29,7 @@ SETTINGS = {
 
 
 def error(message: str) -> Exception:
-    """An error that is told without its kind."""
+    """Return an error that is reported without its type."""
     return type("EngineError", (Exception,), {})(message)
 
 

@@ -118,7 +118,7 @@ def _rollout_producer(arrays: Sequence[np.ndarray]) -> str:
 
 
 def _array_name(arrays: Mapping[str, np.ndarray], name: str) -> str:
-    """The array of experts among those of a file."""
+    """Name of the array that holds the experts."""
     for candidate in NAMES:
         if candidate in arrays:
             return candidate
@@ -175,14 +175,14 @@ def batch_routes(
 
 
 def _between_ends(used: np.ndarray) -> np.ndarray:
-    """The places of each row from the first used one to the last."""
+    """Mask of each row from its first used position to its last."""
     after = np.maximum.accumulate(used, axis=1)
     before = np.maximum.accumulate(used[:, ::-1], axis=1)[:, ::-1]
     return after & before
 
 
 def _last_shown(shown: np.ndarray) -> np.ndarray:
-    """The last place of each row that is shown."""
+    """Mask of the last shown position of each row."""
     after = shown[:, ::-1].cumsum(1)[:, ::-1]
     return shown & (after == 1)
 

@@ -125,7 +125,7 @@ def _rows(answer: Any, choice: Any, fields: Fields, where: str) -> np.ndarray | 
 
 
 def _holds(rows: np.ndarray, prompt: np.ndarray) -> bool:
-    """Whether the rows of the prompt are the first of the whole already, as Megatron has them."""
+    """Whether the first rows are those of the prompt already, as Megatron writes them."""
     return len(rows) >= len(prompt) and np.array_equal(rows[: len(prompt)], prompt)
 
 

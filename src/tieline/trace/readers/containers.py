@@ -132,7 +132,7 @@ def _same_size(stated: int, actual: int, name: object) -> None:
 
 
 def read_values(path: str | Path) -> list[tuple[str, Any]]:
-    """Return (place, value) of a JSON file, or of each line of a file of JSON lines.
+    """Return (label, value) of a JSON file, or of each line of a JSON Lines file.
 
     The place names the file and, where there is more than one value, its line.
     """
@@ -151,7 +151,7 @@ def read_values(path: str | Path) -> list[tuple[str, Any]]:
 
 
 def _stands_alone(line: bytes) -> bool:
-    """Whether the first line is a whole JSON value: then every line is one."""
+    """Whether the first line is a complete JSON value, as in a JSON Lines file."""
     try:
         parse_json(line, "", MOST_JSON)
     except TraceError:
@@ -168,7 +168,7 @@ def decoded(text: str, label: str) -> bytes:
 
 
 def array_in(value: Any, label: str) -> np.ndarray:
-    """Return the integers or real numbers that stand in a JSON value, or in memory.
+    """Return the integers or real numbers of a JSON value or an array in memory.
 
     Args:
         value: nested lists, base64 of the bytes of an .npy file, an object with `data` (base64 of

@@ -100,7 +100,7 @@ def _lines(file: Path) -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True, eq=False)
 class ImatrixLoad:
-    """How many tokens each expert had, without the tokens themselves.
+    """Number of tokens per expert in each layer.
 
     Attributes:
         layers: counts (E,) by name of the layer.

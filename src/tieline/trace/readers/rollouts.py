@@ -18,7 +18,7 @@ ROUTES = "rollout_routed_experts"
 
 
 def rollout_routes(samples: list[tuple[str, Any]], name: str) -> Routes:
-    """Return the routes of samples; `samples` holds (place, JSON value or object) of each."""
+    """Return the routes of samples; `samples` holds (label, JSON value or object) pairs."""
     requests = [request for label, value in samples for request in _requests(value, label)]
     require(bool(requests), f"{name}: no field {ROUTES} in any sample", TraceError)
     padded = any(bool((request.experts == -1).any()) for request in requests)

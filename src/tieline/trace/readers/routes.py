@@ -225,7 +225,7 @@ def _joined(arrays: Sequence[np.ndarray | None]) -> np.ndarray | None:
 
 
 def with_tokens(routes: Routes, documents: Sequence[np.ndarray], start: int = 0) -> Routes:
-    """Say which tokens the rows belong to.
+    """Assign the tokens of documents to the rows.
 
     Rows are those of all documents in order: one per token, or one per token but the last of each.
 
@@ -277,7 +277,7 @@ class Routed:
 
 
 def routed(array: np.ndarray, n_experts: int | None = None) -> Routed:
-    """Tell "nothing" from experts by the rules above; layer by layer, lest memory grow."""
+    """Find the rows and layers in which tokens were routed, by the rules above."""
     rows, layers, k = array.shape
     mask, zero = np.ones((rows, layers), bool), np.zeros((rows, layers), bool)
     same = np.zeros(layers, bool)
@@ -306,7 +306,7 @@ def routed(array: np.ndarray, n_experts: int | None = None) -> Routed:
 
 
 def _nothing(column: np.ndarray, k: int, n_experts: int | None) -> np.ndarray:
-    """Whether all k ids of a token say that nothing was routed."""
+    """Return whether all k ids of a token mark it as not routed."""
     if column.dtype.kind == "i":
         return (column == -1).all(1)
     largest = np.iinfo(column.dtype).max
@@ -361,7 +361,7 @@ def trace_of(
 
 
 def _left_out(extent: Routed, names: Sequence[str]) -> list[str]:
-    """What was taken for nothing."""
+    """Describe the layers and rows that were left out."""
     notes = [f"layer {names[layer]} is left out: {why}" for layer, why in extent.dense.items()]
     count = int(extent.unwritten.sum())
     if count:
@@ -420,7 +420,7 @@ def _records(
 def _record(
     routes: Routes, layer: int, kept: np.ndarray, facts: LayerFacts, name: str
 ) -> tuple[LayerTrace, int]:
-    """One layer, and how many tokens its scores do not explain, for which they are left out."""
+    """Return one layer and the number of tokens whose choice its scores do not explain."""
     small = np.int16 if facts.n_experts <= 1 << 15 else np.int32
     experts = torch.from_numpy(np.ascontiguousarray(routes.experts[kept, layer], dtype=small))
     weights = None

@@ -53,7 +53,7 @@ def sglang_routes(
 
 
 def _boxes(answer: Any, label: str) -> Iterator[tuple[str, Any, Any]]:
-    """Place, answer and the object in it that holds the routes."""
+    """Yield the label, the answer and the object in it that holds the routes."""
     if isinstance(answer, list):
         for number, item in enumerate(answer):
             yield from _boxes(item, f"{label}: [{number}]")
