@@ -115,16 +115,6 @@ class LogHistogram:
         """Return the counts at all grid points."""
         return GridCdf(grid_points(), self.below(), self.at_most(), self.total)
 
-    def count_at_most(self, width: float) -> tuple[int, int]:
-        """Return bounds on the number of values <= width; equal at a grid point and at 0."""
-        require(width >= 0, f"need a width >= 0, got {width}")
-        if width == math.inf:
-            return self.total, self.total
-        lower, _ = _bounds()
-        index = int(torch.searchsorted(lower, width, right=True)) - 1  # an open bin
-        low = int(self.counts[:index].sum())
-        return low, low + (0 if width == lower[index] else int(self.counts[index]))
-
     def quantile(self, probability: float) -> tuple[float, float]:
         """Return the ends of the bin with inf{w : F(w) >= probability}; equal if it is exact."""
         require(
