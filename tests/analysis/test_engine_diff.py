@@ -111,10 +111,9 @@ def test_a_quantised_side_is_split_by_its_dequantised_weights(tmp_path, monkeypa
     assert [x.count for x in split.format_flips] == flips
     assert split.engine_any.count == 0
     assert split.engine_kl < 1e-9 < split.format_kl
-    assert "the engine adds 0 tokens" in split.words
     assert found.metrics["flip:engine"] == 0
     assert not found.causes.alarm
-    assert any(finding.kind == "dequantised" for finding in found.findings)
+    assert any(fact.kind == "dequantised" for fact in found.observations)
     turned = tl.diff("twin:demo", "demo", **SIZE)
     assert turned.dequantised.side == "A"
     assert turned.dequantised.format_any == split.format_any
@@ -138,7 +137,9 @@ def test_weights_that_are_not_those_of_the_original_are_named(tmp_path, monkeypa
     assert found.causes.alarm
     assert found.causes.patterns[0].kind == "weights"
     assert found.causes.patterns[0].layer in (one, other)
-    assert "2 tensors of B are not those of the original" in found.verdict
+    (pattern,) = [x for x in found.causes.patterns if x.kind == "weights"]
+    assert (pattern.number, pattern.detail) == (2, "B")
+    assert found.observations[0].case == "weights:pattern"
 
 
 def test_an_engine_runs_the_tokens_of_a_trace(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""The size of noise: formats by name, what is expected, and what is said of it."""
+"""The size of noise: formats by name, what is expected, and how it is judged."""
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ def test_what_is_expected_is_what_both_sides_recorded(a, b, expected):
 
 def test_unknown_formats_are_refused_by_name():
     assert read_format("bf16-emulated") == read_format("bfloat16") == "bf16"
-    with pytest.raises(ParameterError, match="--expect: no format 'int3'"):
+    with pytest.raises(ParameterError, match="expect: no format 'int3'"):
         read_format("int3")
 
 
@@ -68,18 +68,19 @@ def test_noise_within_the_format_is_expected_and_noise_beyond_it_names_the_first
     assert judge_size(sound, bf16).answer == "yes"
     found = judge_size(loud, bf16)
     assert found.answer == "no"
-    assert found.text.startswith("the noise of layer 'y' is 30 %")
+    assert (found.judged, found.noise) == ("y", 0.3)
+    assert found.allowed == allowed("bf16", 1)
     assert judge_size(sound, Expected("fp32", "as asked")).answer == "no"
     unknown = judge_size(loud, None)
     assert unknown.answer == "cannot tell"
-    assert "--expect" in unknown.text
+    assert unknown.kind == "not stated"
 
 
 def test_a_reference_run_decides_where_there_is_one():
     shapes = [NoiseShape("x", 0.5, 900, beyond=1.1), NoiseShape("y", 0.001, 900, beyond=1.9)]
     found = judge_size(shapes, Expected("bf16", "as asked"))
     assert found.answer == "no"
-    assert found.text.startswith("layer 'y' has 1.9 times the noise that bf16")
+    assert (found.kind, found.judged, found.ratio) == ("reference", "y", 1.9)
     assert judge_size(shapes[:1], Expected("bf16", "as asked")).answer == "yes"
 
 
@@ -87,8 +88,8 @@ def test_what_is_missing_or_silent_is_said():
     bf16 = Expected("bf16", "as asked")
     assert judge_size([NoiseShape("x", None, 0)], bf16).answer == "cannot tell"
     assert judge_size([NoiseShape("x", 0.0, 900)], bf16).answer == "yes"
-    assert sizes_like(1e-8) == "float32 rounding"
-    assert sizes_like(0.005) == "bf16 to int8 rounding"
-    assert sizes_like(5.0) == "more than 4-bit rounding makes"
-    assert sizes_like(5e-5) == "less than 16-bit rounding makes"
+    assert sizes_like(1e-8) == ("fp32",)
+    assert sizes_like(0.005) == ("bf16", "int8")
+    assert sizes_like(5.0) == ("more",)
+    assert sizes_like(5e-5) == ("less",)
     assert allowed("bf16", 9) == 16 * allowed("bf16", 0)

@@ -30,7 +30,6 @@ def test_what_routers_alone_do_is_undone_by_replay(model):
     assert split.live.kl > split.ids.kl > 10 * abs(split.both.kl)
     assert split.by_both == pytest.approx(1, abs=1e-6)
     assert split.live.error is not None
-    assert "instead of" in split.words
 
 
 def test_what_experts_do_stays(model):
@@ -48,7 +47,7 @@ def test_diff_splits_its_kl_on_request():
     assert result.replay is not None
     assert result.replay.live.kl == pytest.approx(result.metrics["kl"], rel=1e-6)
     assert result.metrics["kl:ids replayed"] == result.replay.ids.kl
-    assert result.findings[-1].text == result.replay.words
+    assert result.observations[-1].case == "replay"
     with pytest.raises(tl.TielineError, match="replay is for two models"):
         tl.diff(result.traces[0], result.traces[1], replay=True)
 

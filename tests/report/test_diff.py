@@ -11,6 +11,7 @@ from tests.analysis.planted import all_scores, renumbered, trace_of, without_sco
 from tests.report.browser import BROWSERS, find_browser, look_at
 from tieline.analysis.diff import diff
 from tieline.core.errors import TraceError
+from tieline.core.records import read_result
 from tieline.report.diff import diff_panels, figures, notebook, page, terminal
 
 needs_browser = pytest.mark.skipif(
@@ -95,6 +96,14 @@ def test_what_ids_cannot_tell_is_said():
     assert panels["diff-causes"].figure is None
     assert "not attributable: A has expert ids only" in panels["diff-causes"].reason
     assert panels["diff-rates"].figure is not None
+
+
+def test_sentences_are_made_from_the_data_also_after_reading(result, tmp_path):
+    result.to_json(tmp_path / "diff.json")
+    read = read_result(tmp_path / "diff.json")
+    assert read.causes == result.causes
+    assert read.observations == result.observations
+    assert (read.verdict, read.findings) == (result.verdict, result.findings)
 
 
 def test_what_is_the_same_on_both_sides_is_not_listed(result):

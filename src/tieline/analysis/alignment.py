@@ -1,11 +1,10 @@
 """Aligning two runs: by document and position, layer by layer, expert by expert.
 
 Engines number things differently: tokens and layers one apart, experts permuted, dense layers
-counted or not, rows of -1, another k. `align` finds such differences and reports them as notes;
+counted or not, rows of -1, another k. `align` finds such differences and records them;
 what cannot be aligned raises an error that names what does not match and where.
 
 align              the two traces on each other
-alignment_notes    what two runs of one program would not show, in words
 check_*            refusals
 """
 
@@ -34,105 +33,6 @@ from tieline.analysis.diff_records import Alignment, LayerPair
 from tieline.core.errors import TraceError, require
 from tieline.trace.check import check_layer
 from tieline.trace.record import LayerTrace, LazyLayers, RoutingTrace, take_tokens
-
-
-def alignment_notes(alignment: Alignment, against_ids: bool) -> tuple[str, ...]:
-    """Describe every difference in tokens, layers, experts and k, most severe first.
-
-    Args:
-        alignment: the alignment.
-        against_ids: whether the token ids agree at another shift than the choices.
-    """
-    return tuple(
-        note
-        for note in (
-            _token_shift(alignment, against_ids),
-            _layer_shift(alignment),
-            _experts(alignment),
-            _k(alignment),
-            _layers(alignment),
-            _tokens(alignment),
-            _unrouted(alignment),
-        )
-        if note
-    )
-
-
-def _token_shift(alignment: Alignment, against_ids: bool) -> str:
-    if alignment.token_shift == 0:
-        return "tokens are not shifted, although their ids are" if against_ids else ""
-    where = "after" if alignment.token_shift > 0 else "before"
-    strange = ", although the token ids agree otherwise" if against_ids else ""
-    return (
-        f"tokens are shifted: what A has at position p, B has one position {where} it "
-        f"({alignment.token_shift:+d}){strange}"
-    )
-
-
-def _layer_shift(alignment: Alignment) -> str:
-    if alignment.layer_shift is None:
-        return "layers are paired by order: their numbers do not match"
-    if alignment.layer_shift == 0:
-        return ""
-    return f"layers are shifted: layer l of A is layer l{alignment.layer_shift:+d} of B"
-
-
-def _experts(alignment: Alignment) -> str:
-    moved = alignment.permuted
-    if not moved:
-        return ""
-    first = moved[0]
-    pairs = list(zip(first.moved_experts, first.moved_to, strict=True))
-    shown = ", ".join(f"{i} → {j}" for i, j in pairs[:4]) + (", …" if len(pairs) > 4 else "")
-    return (
-        f"experts are numbered differently in {len(moved)} of {len(alignment.pairs)} layers "
-        f"(A → B in {first.name_a!r}: {shown})"
-    )
-
-
-def _k(alignment: Alignment) -> str:
-    different = [pair for pair in alignment.pairs if pair.k_a != pair.k_b]
-    if not different:
-        return ""
-    first = different[0]
-    return (
-        f"different k in {len(different)} layers: A chooses {first.k_a} experts, B {first.k_b}; "
-        f"the first {first.k} of both are compared"
-    )
-
-
-def _layers(alignment: Alignment) -> str:
-    only = _sides("{} layers are in {side} only ({})", alignment.only_a, alignment.only_b)
-    dense = _sides(
-        "{} layers of {side} route nothing: dense ({})", alignment.dense_a, alignment.dense_b
-    )
-    return "; ".join([*only, *dense])
-
-
-def _sides(template: str, names_a: Sequence[str], names_b: Sequence[str]) -> list[str]:
-    """Format the template for each side that has names, with their number and the first three."""
-    return [
-        template.format(
-            len(names), ", ".join(names[:3]) + (", …" if len(names) > 3 else ""), side=side
-        )
-        for side, names in (("A", names_a), ("B", names_b))
-        if names
-    ]
-
-
-def _tokens(alignment: Alignment) -> str:
-    return _counts("{} tokens are in {} only", alignment.tokens_only_a, alignment.tokens_only_b)
-
-
-def _unrouted(alignment: Alignment) -> str:
-    template = "{} tokens of {} were not routed (-1) and are left out"
-    return _counts(template, alignment.unrouted_a, alignment.unrouted_b)
-
-
-def _counts(template: str, count_a: int, count_b: int) -> str:
-    counts = (("A", count_a), ("B", count_b))
-    return "; ".join(template.format(count, side) for side, count in counts if count)
-
 
 RELATED = 0.1
 """Agreement beyond chance below which runs without known token ids count as unrelated."""
@@ -309,11 +209,11 @@ def align(a: RoutingTrace, b: RoutingTrace, *, partial: bool = False) -> Aligned
     pairs = tuple(records)
     check_related(pairs, [match.beyond_chance for match in matches], verified)
     account = _account((side_a, side_b), tokens, best.shift, best.pairing, pairs)
-    account = replace(account, ids_checked=ids[base].known)
-    notes = alignment_notes(account, against_ids=verified and best.shift != base)
+    denied = verified and best.shift != base
+    account = replace(account, ids_checked=ids[base].known, against_ids=denied)
     numbers = [np.argsort(match.to_b) for match in matches]
     unranked = [(broken_a.get(i, 0), broken_b.get(j, 0)) for i, j in best.pairing.pairs]
-    return Aligned(a, b, tokens, best.pairing, numbers, replace(account, notes=notes), unranked)
+    return Aligned(a, b, tokens, best.pairing, numbers, account, unranked)
 
 
 def _cut(layer: LayerTrace, tokens: torch.Tensor, about: LayerPair) -> LayerTrace:

@@ -16,18 +16,22 @@ import numpy as np
 
 from tieline.analysis.diff_records import (
     Alignment,
-    Answer,
     Causes,
+    ChoiceAnswer,
     Conclusion,
+    FlipAnswer,
     LayerDiff,
     Pattern,
+    ShapeAnswer,
+    YesNo,
 )
 from tieline.analysis.noise_shapes import NoiseShape, find_patterns
 from tieline.analysis.noise_size import Expected, judge_size
 
 TOLERATED = 0.005
-"""Share of the first flips that may be unexplained without a word of alarm."""
-AGAINST_IDS = "although the token ids agree otherwise"
+"""Share of the first flips that may be unexplained without an alarm."""
+MOST_MOVES = 5
+"""Renumbered experts that a pattern names."""
 
 
 def answered(
@@ -56,7 +60,7 @@ def answered(
     shape = _shape(shapes, patterns)
     flipped = any(layer.flip.count for layer in layers)
     return Causes(
-        conclusion=_conclude(flipped, choice, flips, size, patterns),
+        conclusion=_conclude(flipped, choice.answer, flips.answer, size.answer, patterns),
         choice=choice,
         flips=flips,
         size=size,
@@ -67,40 +71,32 @@ def answered(
 
 
 def _conclude(
-    flipped: bool, choice: Answer, flips: Answer, size: Answer, patterns: Sequence[Pattern]
+    flipped: bool, choice: YesNo, flips: YesNo, size: YesNo, patterns: Sequence[Pattern]
 ) -> Conclusion:
-    if choice.answer == "no":
+    if choice == "no":
         return "choice against scores"
     if patterns:
         return "pattern"
-    if size.answer == "no":
+    if size == "no":
         return "noise larger than expected"
-    if flips.answer == "no":
+    if flips == "no":
         return "flips wider than their noise"
     if not flipped:
         return "no flips"
-    return "explained by ties" if flips.answer == "yes" else "cannot tell"
+    return "explained by ties" if flips == "yes" else "cannot tell"
 
 
 def _referred(shapes: Sequence[NoiseShape]) -> bool:
     return any(shape.beyond is not None for shape in shapes)
 
 
-def _choice(layers: Sequence[LayerDiff], unranked: Sequence[tuple[int, int]]) -> Answer:
+def _choice(layers: Sequence[LayerDiff], unranked: Sequence[tuple[int, int]]) -> ChoiceAnswer:
     for layer, counts in zip(layers, unranked, strict=True):
         for side, count in zip("AB", counts, strict=True):
             if count:
-                return Answer(
-                    "no",
-                    f"{count:,} tokens of {side} in layer {layer.name!r} chose an expert of a "
-                    "lower score than one they left out: look for another k, a bias, groups, or "
-                    "routes of another layer or step",
-                )
-    missing = [side for side in "AB" if any(_without(layer, side) for layer in layers)]
-    if missing:
-        sides = " and ".join(missing)
-        return Answer("cannot tell", f"{sides} has no scores beyond those of the chosen experts")
-    return Answer("yes", "every token chose the largest of its own scores")
+                return ChoiceAnswer("no", layer.name, side, count)
+    missing = tuple(side for side in "AB" if any(_without(layer, side) for layer in layers))
+    return ChoiceAnswer("cannot tell" if missing else "yes", missing=missing)
 
 
 def _without(layer: LayerDiff, side: str) -> bool:
@@ -109,53 +105,44 @@ def _without(layer: LayerDiff, side: str) -> bool:
     return f"{side} has expert ids only" in status or f"{side} has the scores of chosen" in status
 
 
-def _flips(layers: Sequence[LayerDiff], near: Sequence[np.ndarray]) -> Answer:
+def _flips(layers: Sequence[LayerDiff], near: Sequence[np.ndarray]) -> FlipAnswer:
     attributions = [layer.attribution for layer in layers if layer.attribution is not None]
     blind = next((x for x in layers if x.attribution is None and x.flip.count), None)
-    if blind is not None:
-        why = blind.attribution_status.removeprefix("not attributable: ")
-        return Answer("cannot tell", why + _near_words(near))
     first = sum(x.explained + x.unexplained for x in attributions)
-    odd, later = sum(x.unexplained for x in attributions), sum(x.later for x in attributions)
-    follow = f"; {later:,} later flips are consequences" if later else ""
-    if first == 0:
-        return Answer("yes", "no token flips")
-    if odd == 0:
-        return Answer("yes", f"all {first:,} first flips follow the noise of their token{follow}")
-    text = f"{odd:,} of {first:,} first flips are wider than the noise of their own token{follow}"
-    return Answer("no" if odd > TOLERATED * first else "yes", text)
-
-
-def _near_words(near: Sequence[np.ndarray]) -> str:
-    """Where the first flips stand among the gaps of the side that has scores."""
-    shares = np.concatenate([np.zeros(0), *near])
-    if len(shares) == 0:
-        return ""
-    middle = float(np.median(shares))
-    return (
-        f"; half of the {len(shares):,} first flips are among the {100 * middle:.2g} % of tokens "
-        "with the smallest gaps (ties put them near 0 %, unrelated choices at 50 %)"
-    )
+    odd, later = (sum(getattr(x, n) for x in attributions) for n in ("unexplained", "later"))
+    if blind is not None:
+        shares = np.concatenate([np.zeros(0), *near])
+        return FlipAnswer(
+            "cannot tell",
+            obstacle=blind.attribution_status.removeprefix("not attributable: "),
+            near=len(shares),
+            near_share=float(np.median(shares)) if len(shares) else None,
+        )
+    return FlipAnswer("no" if odd > TOLERATED * first else "yes", first, odd, later)
 
 
 def _misnumbered(alignment: Alignment) -> list[Pattern]:
-    """Shifts and renumberings that the alignment found, although the token ids deny them."""
-    patterns = []
-    for note in alignment.notes:
-        if AGAINST_IDS in note:
-            shift = float(alignment.token_shift)
-            patterns.append(Pattern("lag", None, shift, 1.0, f"lag of tokens: {note}"))
-    if alignment.permuted:
-        count = float(len(alignment.permuted))
-        note = next(note for note in alignment.notes if "numbered differently" in note)
-        layer = alignment.permuted[0].name_a
-        patterns.append(Pattern("permutation", layer, count, 1.0, f"permutation: {note}"))
+    """Shifts that the token ids deny, and renumberings of experts."""
+    patterns, moved = [], alignment.permuted
+    if alignment.against_ids and alignment.token_shift:
+        patterns.append(Pattern("lag", None, float(alignment.token_shift), 1.0))
+    if moved:
+        pairs = zip(moved[0].moved_experts, moved[0].moved_to, strict=True)
+        patterns.append(
+            Pattern(
+                "permutation",
+                moved[0].name_a,
+                float(len(moved)),
+                1.0,
+                number=len(alignment.pairs),
+                moves=tuple(pairs)[:MOST_MOVES],
+            )
+        )
     return patterns
 
 
-def _shape(shapes: Sequence[NoiseShape], patterns: Sequence[Pattern]) -> Answer:
+def _shape(shapes: Sequence[NoiseShape], patterns: tuple[Pattern, ...]) -> ShapeAnswer:
     if patterns:
-        return Answer("no", "; ".join(pattern.text for pattern in patterns))
-    if any(shape.relative is not None for shape in shapes):
-        return Answer("yes", "no pattern over positions, documents, layers or experts")
-    return Answer("cannot tell", "the scores of both sides are needed to measure their noise")
+        return ShapeAnswer("no", patterns)
+    measured = any(shape.relative is not None for shape in shapes)
+    return ShapeAnswer("yes" if measured else "cannot tell")

@@ -6,7 +6,7 @@ flips (`flip_tests`) and the shape of its noise (`noise_shapes`).
 
 compare      align B with A and compare them layer by layer
 token_diff   flips over all layers: first divergent layer, compounding
-summed_up    the `RoutingDiff` with its verdict, findings and metrics
+summed_up    the `RoutingDiff` with its causes, observations and metrics
 """
 
 from collections.abc import Sequence
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tieline.analysis.alignment import Aligned, align
 from tieline.analysis.attribution import answered
+from tieline.analysis.diff_findings import observe
 from tieline.analysis.diff_records import (
     Attribution,
     DepthStep,
@@ -29,7 +30,6 @@ from tieline.analysis.diff_records import (
     TokenDiff,
     WeightMoved,
 )
-from tieline.analysis.diff_words import findings, verdict
 from tieline.analysis.flip_tests import FALSE_DISCOVERIES, FlipTest, discoveries, flip_test
 from tieline.analysis.noise_shapes import NoiseShape, TokenKeys, flip_lag, measure_shape
 from tieline.analysis.noise_size import Expected, recorded_format
@@ -340,7 +340,7 @@ def summed_up(
     timings: dict[str, float],
     expected: Expected | None = None,
 ) -> RoutingDiff:
-    """Return the result with its verdict, findings and metrics.
+    """Return the result with its causes, observations and metrics.
 
     Args:
         compared: the layers compared.
@@ -352,8 +352,7 @@ def summed_up(
     alignment = aligned.alignment
     causes = answered(alignment, aligned.unranked, layers, compared.shapes, compared.near, expected)
     return RoutingDiff(
-        verdict=verdict(alignment, layers, compared.tokens, causes),
-        findings=findings(alignment, layers, compared.tokens, logits, causes),
+        observations=observe(alignment, layers, compared.tokens, logits, causes),
         metrics=metrics(layers, compared.tokens, logits),
         alignment=alignment,
         layers=layers,

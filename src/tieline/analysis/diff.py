@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from tieline.analysis.comparison import compare, summed_up
 from tieline.analysis.diff_records import RoutingDiff
-from tieline.analysis.inspection import Finding
+from tieline.analysis.inspection import Observation
 from tieline.analysis.noise_size import Expected, expected_format, read_format, recorded_format
 from tieline.analysis.replay_split import ReplaySplit, replay_split
 from tieline.analysis.sources import ModelSource, as_model, read_routes, source_kind
@@ -361,12 +361,12 @@ def _diff_streams(
 def with_split(found: RoutingDiff, split: ReplaySplit) -> RoutingDiff:
     """Return a result that says how much of the KL replaying A's routes removes."""
     named = {"kl:ids replayed": split.ids.kl, "kl:ids and weights replayed": split.both.kl}
-    finding = Finding("info", split.words, split.by_ids, None, "replay")
+    observation = Observation("replay", "info", split.by_ids)
     return replace(
         found,
         replay=split,
         metrics=found.metrics | named,
-        findings=(*found.findings, finding),
+        observations=(*found.observations, observation),
     )
 
 

@@ -9,7 +9,7 @@
     ├─ tokens          `TokenDiff`: tokens over all layers, first divergent layer, compounding
     ├─ logits          `LogitsDiff` where two models were run
     ├─ dequantised     `DequantisedSplit` where an engine ran a quantised model
-    └─ findings        `Finding`s, most severe first
+    └─ observations    `Observation`s: the data of the findings, most severe first
 
 A section that the inputs cannot give is None, and its `status` says why.
 """
@@ -17,9 +17,9 @@ A section that the inputs cannot give is None, and its `status` says why.
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from tieline.analysis.inspection import Finding
+from tieline.analysis.inspection import Finding, Observation
 from tieline.analysis.replay_split import ReplaySplit
-from tieline.core.records import Result
+from tieline.core.records import Result, Worded
 from tieline.core.statistics import Share
 from tieline.trace.record import RoutingTrace
 
@@ -58,8 +58,11 @@ class LayerPair:
         return min(self.k_a, self.k_b)
 
 
+Difference = Literal["token shift", "layer shift", "experts", "k", "layers", "tokens", "unrouted"]
+
+
 @dataclass(frozen=True)
-class Alignment:
+class Alignment(Worded):
     """How B was aligned with A.
 
     Attributes:
@@ -77,7 +80,8 @@ class Alignment:
         dense_a: layers of A that route no token: dense ones.
         dense_b: layers of B, likewise.
         ids_checked: tokens whose ids are known on both sides; they are equal.
-        notes: everything above that two runs of one model would not show, in words.
+        notes: one sentence for each of the `differences`.
+        against_ids: whether the token ids agree at another shift than the choices.
         smoothed: the sides, "A" and "B", whose routers are smoothed. Compared are the k experts
             that top-k would choose; an exchange of two of them does not make the weights jump.
     """
@@ -96,8 +100,29 @@ class Alignment:
     dense_a: tuple[str, ...]
     dense_b: tuple[str, ...]
     ids_checked: int
-    notes: tuple[str, ...] = ()
+    against_ids: bool = False
     smoothed: tuple[str, ...] = ()
+
+    sentences: ClassVar[tuple[str, ...]] = ("notes",)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The differences as sentences."""
+        return self.sentence("notes")
+
+    @property
+    def differences(self) -> tuple[Difference, ...]:
+        """What two runs of one program would not show, most severe first."""
+        there: dict[Difference, bool] = {
+            "token shift": self.token_shift != 0 or self.against_ids,
+            "layer shift": self.layer_shift != 0,
+            "experts": bool(self.permuted),
+            "k": any(pair.k_a != pair.k_b for pair in self.pairs),
+            "layers": any((self.only_a, self.only_b, self.dense_a, self.dense_b)),
+            "tokens": bool(self.tokens_only_a or self.tokens_only_b),
+            "unrouted": bool(self.unrouted_a or self.unrouted_b),
+        }
+        return tuple(name for name, is_there in there.items() if is_there)
 
     @property
     def permuted(self) -> tuple[LayerPair, ...]:
@@ -162,35 +187,162 @@ PatternKind = Literal[
 
 
 @dataclass(frozen=True)
-class Pattern:
+class Pattern(Worded):
     """A shape of the differences that rounding does not make.
 
     Attributes:
+        text: what differs and where to look.
         kind: what it is about.
-        layer: name of the layer in A; None for all of them.
+        layer: name of the layer in A, or of the tensor ("weights"); None for all of them.
         effect: how strong it is: a difference of log variances, a share or a ratio.
-        limit: from where on it counts.
-        text: what was seen and where to look.
+        limit: effect from which on it counts.
+        number: the expert or document; the shift of a lag; the layers compared ("permutation");
+            the tensors that differ ("weights").
+        flips: flips that a lag was found in.
+        detail: "bias" if offsets are the recorded selection bias; "beside" or "before" for the
+            layers that a loud one is compared with; the side of the weights.
+        moves: numbers of experts in A and in B that a permutation exchanges, the first few.
     """
+
+    sentences: ClassVar[tuple[str, ...]] = ("text",)
 
     kind: PatternKind
     layer: str | None
     effect: float
     limit: float
-    text: str
+    number: int | None = None
+    flips: int = 0
+    detail: str = ""
+    moves: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The pattern as a sentence."""
+        return self.sentence("text")
+
+
+YesNo = Literal["yes", "no", "cannot tell"]
 
 
 @dataclass(frozen=True)
-class Answer:
-    """The answer to one question.
+class ChoiceAnswer(Worded):
+    """Whether each router chooses the largest of its own scores.
 
     Attributes:
-        answer: "yes", "no" or "cannot tell".
         text: the evidence, or what is missing.
+        answer: "yes", "no" or "cannot tell".
+        layer: the first layer in which it does not.
+        side: the side that does not, "A" or "B".
+        tokens: tokens of that layer whose choice is not the largest of their scores.
+        missing: sides without the scores that tell.
     """
 
-    answer: Literal["yes", "no", "cannot tell"]
-    text: str
+    sentences: ClassVar[tuple[str, ...]] = ("text",)
+
+    answer: YesNo
+    layer: str = ""
+    side: str = ""
+    tokens: int = 0
+    missing: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The answer as a sentence."""
+        return self.sentence("text")
+
+
+@dataclass(frozen=True)
+class FlipAnswer(Worded):
+    """Whether first flips are as wide as the noise of their own token.
+
+    Attributes:
+        text: the evidence, or what is missing.
+        answer: "yes", "no" or "cannot tell".
+        first: flips of tokens without an earlier flip.
+        unexplained: those among them that are wider than their noise.
+        later: flips of tokens with an earlier flip.
+        obstacle: why flips cannot be judged.
+        near: first flips whose gap is known on one side.
+        near_share: median over these of the share of tokens with a smaller gap.
+    """
+
+    sentences: ClassVar[tuple[str, ...]] = ("text",)
+
+    answer: YesNo
+    first: int = 0
+    unexplained: int = 0
+    later: int = 0
+    obstacle: str = ""
+    near: int = 0
+    near_share: float | None = None
+
+    @property
+    def text(self) -> str:
+        """The answer as a sentence."""
+        return self.sentence("text")
+
+
+@dataclass(frozen=True)
+class SizeAnswer(Worded):
+    """Whether the noise of the scores is of the size that was to be expected.
+
+    Attributes:
+        text: the evidence, or what is missing.
+        answer: "yes", "no" or "cannot tell".
+        kind: "no scores" or "equal" scores; "not stated" without an expected format; compared with
+            a "reference" run, or with the rounding error of the "format".
+        layer: first layer with noise.
+        relative: its noise over the spread of its scores.
+        largest: the largest relative noise, if another layer has it.
+        like: formats whose rounding has this size, finest and coarsest; "less" or "more" if none.
+        expected: the expected format.
+        origin: who expects it.
+        judged: the layer that decides.
+        ratio: its noise over that of the reference run.
+        noise: its relative noise, where the format does not explain it.
+        allowed: the largest relative noise that the format explains there.
+    """
+
+    sentences: ClassVar[tuple[str, ...]] = ("text",)
+
+    answer: YesNo
+    kind: Literal["no scores", "equal", "not stated", "reference", "format"]
+    layer: str = ""
+    relative: float | None = None
+    largest: float | None = None
+    like: tuple[str, ...] = ()
+    expected: str | None = None
+    origin: str = ""
+    judged: str = ""
+    ratio: float | None = None
+    noise: float | None = None
+    allowed: float | None = None
+
+    @property
+    def text(self) -> str:
+        """The answer as a sentence."""
+        return self.sentence("text")
+
+
+@dataclass(frozen=True)
+class ShapeAnswer(Worded):
+    """Whether the noise lacks any pattern that rounding does not make.
+
+    Attributes:
+        text: the evidence, or what is missing.
+        answer: "yes", "no" or "cannot tell".
+        patterns: the patterns.
+    """
+
+    sentences: ClassVar[tuple[str, ...]] = ("text",)
+
+    answer: YesNo
+    patterns: tuple[Pattern, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The answer as a sentence."""
+        return self.sentence("text")
 
 
 Conclusion = Literal[
@@ -206,10 +358,10 @@ Conclusion = Literal[
 
 @dataclass(frozen=True)
 class Causes:
-    """Whether ties explain the differences of two runs, in three questions.
+    """Whether ties explain the differences of two runs: the data of the verdict.
 
     Attributes:
-        conclusion: the verdict in a word.
+        conclusion: the verdict in a few words.
         choice: whether each router chooses the largest of its own scores.
         flips: whether first flips follow the noise of their own token.
         size: whether the noise is of the size that was to be expected.
@@ -219,10 +371,10 @@ class Causes:
     """
 
     conclusion: Conclusion
-    choice: Answer
-    flips: Answer
-    size: Answer
-    shape: Answer
+    choice: ChoiceAnswer
+    flips: FlipAnswer
+    size: SizeAnswer
+    shape: ShapeAnswer
     patterns: tuple[Pattern, ...] = ()
     expected: str | None = None
 
@@ -300,6 +452,18 @@ class TokenDiff:
     mean_flips: float
     depth: tuple[DepthStep, ...]
 
+    @property
+    def later_rates(self) -> tuple[float, float]:
+        """Flip rate over all layers but the first, of tokens without and with an earlier flip."""
+        fresh, after = (
+            [getattr(step, name) for step in self.depth[1:]] for name in ("fresh", "after")
+        )
+        rates = [
+            sum(rate.count for rate in shares) / max(sum(rate.total for rate in shares), 1)
+            for shares in (fresh, after)
+        ]
+        return rates[0], rates[1]
+
 
 @dataclass(frozen=True)
 class LogitsDiff:
@@ -358,31 +522,15 @@ class DequantisedSplit:
     format_kl: float | None
     engine_kl: float | None
 
-    @property
-    def words(self) -> str:
-        """The split in one sentence."""
-        weights = "" if self.bits is None else f" ({self.bits:.3g} bits per weight)"
-        parts = [
-            f"{share.count:,} tokens ({100 * (share.value or 0.0):.2g} %)"
-            + ("" if kl is None else f" and {kl:.2g} nats")
-            for share, kl in (
-                (self.format_any, self.format_kl),
-                (self.engine_any, self.engine_kl),
-            )
-        ]
-        return (
-            f"{self.side} is quantised{weights}: its weights, dequantised and run by transformers, "
-            f"already flip {parts[0]}; the engine adds {parts[1]}"
-        )
-
 
 @dataclass(frozen=True, repr=False)
 class RoutingDiff(Result):
     """How two runs route the same tokens.
 
     Attributes:
-        verdict: a sentence or two in plain words.
-        findings: most severe first.
+        verdict: how the two differ, whether ties explain it, and what to do.
+        findings: the observations as sentences, most severe first.
+        observations: the data of the findings, most severe first.
         metrics: named numbers: "flip" (worst layer), "flip:mean", "flip:any", "unexplained" (first
             flips that noise does not explain: worst layer, share of its tokens),
             "unexplained:count", "weight" (worst layer's mean), "noise" (first layer with noise,
@@ -393,7 +541,7 @@ class RoutingDiff(Result):
         logits: final distributions; None unless two models were run.
         provenance: where "a" and "b" come from, as JSON values.
         timings: seconds per stage.
-        causes: whether ties explain the differences; None in files of earlier releases.
+        causes: whether ties explain the differences: the data of the verdict.
         replay: the KL with A's routes replayed in B; None unless it was asked for.
         dequantised: what the format of a quantised side costs and what its engine adds; None
             unless an engine ran a quantised model beside the original.
@@ -401,9 +549,9 @@ class RoutingDiff(Result):
     """
 
     format: ClassVar[str] = "tieline-diff"
+    sentences: ClassVar[tuple[str, ...]] = ("verdict", "findings")
 
-    verdict: str
-    findings: tuple[Finding, ...]
+    observations: tuple[Observation, ...]
     metrics: dict[str, float]
     alignment: Alignment
     layers: tuple[LayerDiff, ...]
@@ -417,3 +565,13 @@ class RoutingDiff(Result):
     traces: tuple[RoutingTrace, RoutingTrace] | None = field(
         default=None, metadata={"json": False}, compare=False
     )
+
+    @property
+    def verdict(self) -> str:
+        """The comparison in a few sentences."""
+        return self.sentence("verdict")
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """The observations as sentences."""
+        return self.sentence("findings")

@@ -30,10 +30,9 @@ from tieline.analysis.diff import (
     run_batch,
     sequences_of,
 )
-from tieline.analysis.diff_records import Answer, DequantisedSplit, Pattern, RoutingDiff
-from tieline.analysis.diff_words import verdict
+from tieline.analysis.diff_records import DequantisedSplit, Pattern, RoutingDiff, ShapeAnswer
 from tieline.analysis.engine_runs import engine_model, engine_tokens, vocabulary_sample
-from tieline.analysis.inspection import Finding
+from tieline.analysis.inspection import Observation
 from tieline.analysis.noise_size import ROUNDING, Expected, read_format, recorded_format
 from tieline.analysis.token_distances import TokenDistances, logits_of, token_distances
 from tieline.core.errors import require
@@ -251,20 +250,16 @@ def _with_strangers(result: RoutingDiff, middle: "_Middle") -> RoutingDiff:
     if not middle.strangers or result.causes is None:
         return result
     name, error = middle.strangers[0]
-    text = (
-        f"weights: {len(middle.strangers)} tensors of {middle.side} are not those of the original, "
-        f"{name!r} first (relative error {error:.2g}): exchanged, stale or of another checkpoint"
-    )
-    pattern = Pattern("weights", name, error, LARGEST_ERROR, text)
+    count = len(middle.strangers)
+    pattern = Pattern("weights", name, error, LARGEST_ERROR, number=count, detail=middle.side)
     causes = replace(
         result.causes,
         conclusion="pattern",
-        shape=Answer("no", text),
+        shape=ShapeAnswer("no", (pattern,)),
         patterns=(pattern, *result.causes.patterns),
     )
-    said = verdict(result.alignment, result.layers, result.tokens, causes)
-    finding = Finding("warning", f"{text[0].upper()}{text[1:]}.", error, None, "weights")
-    return replace(result, causes=causes, verdict=said, findings=(finding, *result.findings))
+    observation = Observation("weights:pattern", "warning", error)
+    return replace(result, causes=causes, observations=(observation, *result.observations))
 
 
 def _noise(
@@ -389,12 +384,12 @@ def _with_middle(
         for key, value in (("kl:format", kls[0]), ("kl:engine", kls[1]))
         if value is not None
     }
-    finding = Finding("info", split.words, engine_share, None, "dequantised")
+    observation = Observation("dequantised", "info", engine_share)
     return replace(
         result,
         dequantised=split,
         metrics=result.metrics | named,
-        findings=(*result.findings, finding),
+        observations=(*result.observations, observation),
     )
 
 

@@ -327,12 +327,7 @@ def _lag_pattern(shape: NoiseShape, limit: float) -> Pattern | None:
     if shape.lag is None or shape.lag[1] < limit:
         return None
     lag, share, count = shape.lag
-    where = "before" if lag > 0 else "after"
-    text = (
-        f"lag of tokens: {100 * share:.0f} % of {count:,} flips in layer {shape.name!r} have in B "
-        f"the experts that A gave to the token {where} it"
-    )
-    return Pattern("lag", shape.name, share, limit, text)
+    return Pattern("lag", shape.name, share, limit, number=lag, flips=count)
 
 
 def _expert_pattern(
@@ -341,24 +336,14 @@ def _expert_pattern(
     if shape.expert is None or not shape.expert.beyond(limit):
         return None
     index = next(i for i, other in enumerate(shapes) if other.name == shape.name)
-    source = shapes[index - 1].name
-    text = (
-        f"one expert: tokens that chose expert {shape.expert.group} of layer {source!r} have "
-        f"{math.exp(shape.expert.excess / 2):.2g} times the noise of others in the next layer: "
-        "compare the weights of that expert (swapped, stale, or quantised otherwise)"
-    )
-    return Pattern("expert", source, shape.expert.excess, limit, text)
+    outlier = shape.expert
+    return Pattern("expert", shapes[index - 1].name, outlier.excess, limit, number=outlier.group)
 
 
 def _row_pattern(shape: NoiseShape, limit: float) -> Pattern | None:
     if shape.row is None or not shape.row.beyond(limit):
         return None
-    text = (
-        f"one expert: the scores of expert {shape.row.group} in layer {shape.name!r} differ "
-        f"{math.exp(shape.row.excess / 2):.2g} times as much as those of others: compare its row "
-        "of the router"
-    )
-    return Pattern("row", shape.name, shape.row.excess, limit, text)
+    return Pattern("row", shape.name, shape.row.excess, limit, number=shape.row.group)
 
 
 def _offset_pattern(
@@ -370,12 +355,9 @@ def _offset_pattern(
     alone = share >= limit and max(others, default=1.0) < limit / 2
     if not like and not alone:
         return None
-    recorded = " that are the recorded selection bias" if like else ""
-    text = (
-        f"offsets of experts: {100 * share:.0f} % of the noise in layer {shape.name!r} is one "
-        f"number per expert{recorded}: look for a selection bias that was dropped or added"
+    return Pattern(
+        "offset", shape.name, share, limit / 2 if like else limit, detail="bias" if like else ""
     )
-    return Pattern("offset", shape.name, share, limit / 2 if like else limit, text)
 
 
 def _position_pattern(shape: NoiseShape, limit: float) -> Pattern | None:
@@ -384,24 +366,14 @@ def _position_pattern(shape: NoiseShape, limit: float) -> Pattern | None:
         return None
     if rise > 0 and (shape.relative or 0.0) < ATTENTION:
         return None
-    ratio = math.exp(abs(rise) / 2)
-    if rise > 0:
-        message = f"grows {ratio:.2g}-fold along positions: look at rotary tables and caches"
-    else:
-        message = f"falls {ratio:.2g}-fold along positions: look at attention masks"
-    text = f"positions: the noise of layer {shape.name!r} {message}"
-    return Pattern("positions", shape.name, rise, limit, text)
+    return Pattern("positions", shape.name, rise, limit)
 
 
 def _document_pattern(shape: NoiseShape, limit: float) -> Pattern | None:
     if shape.document is None or not shape.document.beyond(limit):
         return None
-    text = (
-        f"one document: document {shape.document.group} has "
-        f"{math.exp(shape.document.excess / 2):.2g} times the noise of others in layer "
-        f"{shape.name!r}: compare its tokens, positions and cache"
-    )
-    return Pattern("document", shape.name, shape.document.excess, limit, text)
+    outlier = shape.document
+    return Pattern("document", shape.name, outlier.excess, limit, number=outlier.group)
 
 
 def _layer_patterns(
@@ -410,7 +382,7 @@ def _layer_patterns(
     """Layers that are much louder than the next one, or than the one before."""
     patterns = []
     spike, entry = limits["spike"], limits["entry"]
-    sizes = [None, *(_size(shape, referred) for shape in shapes), None]
+    sizes = [None, *(_noise_size(shape, referred) for shape in shapes), None]
     for index, shape in enumerate(shapes):
         before, size, after = sizes[index : index + 3]
         if size is None:
@@ -419,21 +391,13 @@ def _layer_patterns(
         up = None if before is None else size / before
         if down is not None and down >= spike and (up is None or up >= spike):
             least = down if up is None else min(up, down)
-            patterns.append(_layer_pattern(shape.name, least, spike, "the layers beside it"))
+            patterns.append(Pattern("layer", shape.name, least, spike, detail="beside"))
         elif up is not None and up >= entry:
-            patterns.append(_layer_pattern(shape.name, up, entry, "the layer before"))
+            patterns.append(Pattern("layer", shape.name, up, entry, detail="before"))
     return patterns
 
 
-def _size(shape: NoiseShape, referred: bool) -> float | None:
+def _noise_size(shape: NoiseShape, referred: bool) -> float | None:
     """Size of the noise of a layer that has some, relative or beyond the reference."""
     size = shape.beyond if referred else shape.relative
     return size if size and shape.relative and shape.tokens >= 5 * FEWEST else None
-
-
-def _layer_pattern(name: str, ratio: float, limit: float, beside: str) -> Pattern:
-    text = (
-        f"one layer: the scores of layer {name!r} differ {ratio:.2g} times as much as those of "
-        f"{beside}: compare its weights and the precision of its router"
-    )
-    return Pattern("layer", name, ratio, limit, text)

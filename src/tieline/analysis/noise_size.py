@@ -15,15 +15,15 @@ Where a model is at hand, what the format does to the same scores is known bette
 once more with its numbers rounded, and the noise may exceed what that shows 1.6-fold.
 
 expected_format    what was to be expected: what the caller says, else what both sides recorded
-judge_size         whether the noise is larger, in words
+judge_size         whether the noise is larger
 sizes_like         the formats whose noise has this size
 """
 
-import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
-from tieline.analysis.diff_records import Answer
+from tieline.analysis.diff_records import SizeAnswer, YesNo
 from tieline.analysis.noise_shapes import NoiseShape
 from tieline.core.errors import require
 from tieline.models.emulate import OF_ROUTERS
@@ -64,11 +64,11 @@ class Expected(NamedTuple):
 
 def read_format(name: str) -> str:
     """Return the name in `ROUNDING` that is meant; raises on an unknown one."""
-    meant = ALIASES.get(name, name).removesuffix("-emulated")
-    meant = ALIASES.get(meant, meant)
+    format_name = ALIASES.get(name, name).removesuffix("-emulated")
+    format_name = ALIASES.get(format_name, format_name)
     choices = ", ".join([*ROUNDING, "fp8"])
-    require(meant in ROUNDING, f"--expect: no format {name!r}; one of {choices}")
-    return meant
+    require(format_name in ROUNDING, f"expect: no format {name!r}; one of {choices}")
+    return format_name
 
 
 def expected_format(
@@ -94,9 +94,8 @@ def expected_format(
 
 
 def recorded_format(side: Mapping[str, object]) -> str | None:
-    """Return the number format recorded by a side."""
-    stated = side.get("emulated", side.get("dtype"))
-    name = str(stated).partition(" ")[0]
+    """Return the format in which a side says that it computed."""
+    name = str(side.get("emulated", side.get("dtype"))).partition(" ")[0]
     name = ALIASES.get(name, name)
     return name if name in ROUNDING else None
 
@@ -107,22 +106,24 @@ def allowed(name: str, depth: int) -> float:
     return LARGEST * error * min(GROWTH**depth, MOST_GROWTH)
 
 
-def sizes_like(relative: float) -> str:
-    """The formats of whole models whose noise has this size in a first routed layer, in words."""
+def sizes_like(relative: float) -> tuple[str, ...]:
+    """Return the formats of whole models whose noise has this size in a first routed layer.
+
+    The finest and the coarsest of them, or one; ("less",) or ("more",) if no format fits.
+    """
     if relative <= allowed("fp32", 0):
-        return "float32 rounding"
+        return ("fp32",)
     fits = [
         name
         for name, error in ROUNDING.items()
         if name not in ("fp32", *OF_ROUTERS) and SMALLEST * error <= relative <= LARGEST * error
     ]
     if not fits:
-        worst = relative > LARGEST * ROUNDING["int4"]
-        return "more than 4-bit rounding makes" if worst else "less than 16-bit rounding makes"
-    return f"{fits[0]} rounding" if len(fits) == 1 else f"{fits[0]} to {fits[-1]} rounding"
+        return ("more",) if relative > LARGEST * ROUNDING["int4"] else ("less",)
+    return (fits[0],) if len(fits) == 1 else (fits[0], fits[-1])
 
 
-def judge_size(shapes: Sequence[NoiseShape], expected: Expected | None) -> Answer:
+def judge_size(shapes: Sequence[NoiseShape], expected: Expected | None) -> SizeAnswer:
     """Return whether the noise has the size that was to be expected.
 
     Args:
@@ -131,49 +132,45 @@ def judge_size(shapes: Sequence[NoiseShape], expected: Expected | None) -> Answe
     """
     measured = [(i, x) for i, x in enumerate(shapes) if x.relative is not None]
     if not measured:
-        return Answer("cannot tell", "the scores of both sides are needed to measure their noise")
+        return SizeAnswer("cannot tell", "no scores")
     loudest = max(measured, key=lambda pair: pair[1].relative or 0.0)[1]
     first = next((x for _, x in measured if x.relative), None)
     if first is None:
-        return Answer("yes", "the scores are equal up to the rounding of float32")
-    like = sizes_like(first.relative or 0.0)
-    size = f"{_percent(first.relative)} of the spread of the scores in layer {first.name!r}"
-    if loudest is not first:
-        size += f", up to {_percent(loudest.relative)} later"
-    if expected is None:
-        text = f"the scores differ by {size}, the size of {like}; say with --expect what you expect"
-        return Answer("cannot tell", text)
-    return _against(measured, expected, size, like)
+        return SizeAnswer("yes", "equal")
+    noise = SizeAnswer(
+        "cannot tell",
+        "not stated",
+        layer=first.name,
+        relative=first.relative,
+        largest=None if loudest is first else loudest.relative,
+        like=sizes_like(first.relative or 0.0),
+    )
+    return noise if expected is None else _against(noise, measured, expected)
 
 
 def _against(
-    measured: Sequence[tuple[int, NoiseShape]], expected: Expected, size: str, like: str
-) -> Answer:
+    noise: SizeAnswer, measured: Sequence[tuple[int, NoiseShape]], expected: Expected
+) -> SizeAnswer:
     """The answer for a known format: by the reference run where there is one, else by ε."""
-    description = f"{expected.name} ({expected.origin})"
+    noise = replace(noise, expected=expected.name, origin=expected.origin)
     compared = [x for _, x in measured if x.beyond is not None and x.tokens >= FEWEST]
-    text = f"the scores differ by {size}, the size of {like}"
     if compared:
         loud = [x for x in compared if (x.beyond or 0.0) > BEYOND]
-        shown = loud[0] if loud else max(compared, key=lambda x: x.beyond or 0.0)
-        times = shown.beyond or 0.0
-        digits = 1 if times < 10 else 0
-        ratio = f"{times:.{digits}f} times the noise that {description} makes in this model"
-        return Answer("no" if loud else "yes", f"layer {shown.name!r} has {ratio}; {text}")
+        judged = loud[0] if loud else max(compared, key=lambda x: x.beyond or 0.0)
+        answer: YesNo = "no" if loud else "yes"
+        return replace(
+            noise, answer=answer, kind="reference", judged=judged.name, ratio=judged.beyond
+        )
     over = [(i, x) for i, x in measured if (x.relative or 0.0) > allowed(expected.name, i)]
     if not over:
-        return Answer("yes", f"{text}; {description} explains that")
-    depth, shape = over[0]
-    most = _percent(allowed(expected.name, depth))
-    return Answer(
-        "no",
-        f"the noise of layer {shape.name!r} is {_percent(shape.relative)} of the spread of its "
-        f"scores, and {description} explains at most {most}; {text}",
+        return replace(noise, answer="yes", kind="format")
+    depth, judged = over[0]
+    most = allowed(expected.name, depth)
+    return replace(
+        noise,
+        answer="no",
+        kind="format",
+        judged=judged.name,
+        noise=judged.relative,
+        allowed=most,
     )
-
-
-def _percent(share: float | None) -> str:
-    if not share:
-        return "0 %"
-    digits = max(0, 1 - math.floor(math.log10(100 * share)))
-    return f"{100 * share:.2g} %" if digits < 6 else f"{100 * share:.1e} %"

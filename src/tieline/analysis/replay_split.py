@@ -74,15 +74,6 @@ class ReplaySplit:
         """Share of the KL that replaying experts and weights removes."""
         return 1 - self.both.kl / self.live.kl if self.live.kl else 0.0
 
-    @property
-    def words(self) -> str:
-        """The split in one sentence."""
-        return (
-            f"with A's experts replayed in B the KL is {self.ids.kl:.3g} instead of "
-            f"{self.live.kl:.3g} nats ({100 * self.by_ids:.3g} % less), with A's weights too "
-            f"{self.both.kl:.3g} ({100 * self.by_both:.3g} % less)"
-        )
-
 
 def replay_split(
     a: Any,

@@ -48,6 +48,14 @@ MODULES = {
 SENTENCES = {
     "Inspection.verdict": "tieline.report.words.inspection:verdict",
     "Inspection.findings": "tieline.report.words.inspection:findings",
+    "RoutingDiff.verdict": "tieline.report.words.diff:verdict",
+    "RoutingDiff.findings": "tieline.report.words.diff:findings",
+    "Alignment.notes": "tieline.report.words.diff:notes",
+    "Pattern.text": "tieline.report.words.causes:pattern",
+    "ChoiceAnswer.text": "tieline.report.words.causes:choice",
+    "FlipAnswer.text": "tieline.report.words.causes:flips",
+    "SizeAnswer.text": "tieline.report.words.causes:size",
+    "ShapeAnswer.text": "tieline.report.words.causes:shape",
     "PrecisionAudit.verdict": "tieline.report.words.audit:verdict",
 }
 """Class and property of a record to "module:function"."""

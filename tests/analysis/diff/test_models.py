@@ -46,7 +46,7 @@ def test_eager_and_grouped_mm_differ_by_rounding_alone(family):
 def test_emulated_bf16_flips_near_ties(family):
     a, b = two(family)
     found = diff_models(Side(a), Side(b, "bf16"), list(batch(6, 32)), batch_size=4)
-    assert found.alignment.notes == ()
+    assert found.alignment.differences == ()
     assert found.alignment.tokens == found.alignment.ids_checked == 192
     assert all(1e-5 < layer.attribution.noise < 0.1 for layer in found.layers)
     assert found.metrics["flip"] < 0.2

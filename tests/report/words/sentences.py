@@ -2,10 +2,18 @@
 
 from dataclasses import replace
 
+import torch
+
+from tests.analysis import test_attribution as runs
+from tests.analysis.planted import renumbered, without_scores
 from tests.analysis.test_findings import HIGH, LOW, busy_trace, jump_record, softmax_trace
 from tests.report.test_remedies import TABLE
 from tests.report.zoo import make_inspection, make_trace
+from tieline.analysis.diff import diff as diff_of
+from tieline.analysis.diff_records import Alignment, DequantisedSplit, LayerPair, Pattern
 from tieline.analysis.findings import judge, observe
+from tieline.analysis.noise_shapes import NoiseShape
+from tieline.analysis.noise_size import Expected, judge_size
 from tieline.analysis.precision import judge as judge_precision
 from tieline.analysis.precision_records import (
     NeverHit,
@@ -13,11 +21,13 @@ from tieline.analysis.precision_records import (
     PrecisionAudit,
     SigmaForFlips,
 )
+from tieline.analysis.replay_split import ReplaySplit, SplitPart
 from tieline.core.statistics import Estimate, Share
 from tieline.measure.measure_records import Measurement, MeasureSettings
 from tieline.measure.measures import measure
 from tieline.measure.rounding import ProductFlips
 from tieline.report.words.audit import notes, remedy_sentences
+from tieline.report.words.diff import dequantised_sentence, replay_sentence
 from tieline.report.words.inspection import calibration_sentence, noise_sentence
 
 SETTINGS = MeasureSettings(sigmas=(1e-2, 1e-1), precisions=("bf16", "int8"))
@@ -82,6 +92,68 @@ def inspection():
             noise_sentence(full, short),
         ],
     }
+
+
+def compared(other, a=None, **options):
+    """A comparison of fixed scores with others."""
+    return lines(diff_of(runs.run(runs.A) if a is None else a, other, **options))
+
+
+def diff():
+    """Verdicts of all conclusions, all patterns, and a sentence of every case."""
+    a, noisy = runs.run(runs.A), runs.run(runs.noisy(runs.A))
+    swapped, _ = renumbered(noisy, {1}, 3)
+    odd = replace(noisy.layers[1], **shuffled(noisy.layers[1]))
+    against = replace(noisy, layers=(noisy.layers[0], odd, noisy.layers[2]))
+    quiet = runs.noisy(runs.A, 0.0005)
+    order, rows = runs.A[1].argsort(dim=1, descending=True), torch.arange(0, runs.TOKENS, 50)
+    i, j = order[rows, 0], order[rows, 4]
+    quiet[1][rows, i], quiet[1][rows, j] = runs.A[1][rows, j], runs.A[1][rows, i]
+    planted = {
+        f"planted {kind}": compared(runs.run(scores), runs.run(runs.A[: len(scores)]))
+        for kind, scores in runs.planted_shapes().items()
+    }
+    patterns = (
+        Pattern("row", "x", 4.5, 4.0, number=3),
+        Pattern("document", "x", 3.0, 2.5, number=7),
+        Pattern("positions", "x", -4.0, 3.0),
+        Pattern("offset", "x", 0.5, 0.35, detail="bias"),
+        Pattern("layer", "x", 9.0, 8.0, detail="before"),
+        Pattern("lag", None, 1.0, 1.0),
+        Pattern("weights", "x.weight", 0.9, 0.5, number=2, detail="B"),
+    )
+    bf16 = Expected("bf16", "as asked")
+    shapes = [NoiseShape("x", 0.005, 900, beyond=1.1), NoiseShape("y", 0.1, 900, beyond=12.3)]
+    sizes = [judge_size([NoiseShape("x", s, 900)], bf16) for s in (0.0, 5e-8, 0.005, 0.3, 5.0)]
+    pairs = LayerPair("l.0", "l.1", 8, 2, 4, 0.9, 0.3), LayerPair("l.1", "l.2", 8, 2, 2, 0.9, 0.3)
+    aligned = Alignment(
+        9, 1, 1, None, pairs, ("l.9",), (), 2, 0, 0, 3, (), ("l.3", "l.4"), 5, True, ("A",)
+    )
+    part, share = SplitPart, Share(0.02, 0.01, 0.03, 20, 1000)
+    return {
+        "near-ties": compared(noisy),
+        "near-ties, format expected": compared(noisy, expect="bf16"),
+        "noise too large": compared(noisy, expect="fp32"),
+        "equal": compared(a, expect="fp32"),
+        "choice against scores": compared(against),
+        "wide flips": compared(runs.run(quiet)),
+        "renumbered": compared(swapped),
+        "ids only": compared(without_scores(noisy)),
+        **planted,
+        "other patterns": [x.text for x in patterns],
+        "sizes": [x.text for x in (*sizes, judge_size(shapes, bf16), judge_size(shapes[:1], bf16))],
+        "alignment": [*aligned.notes, *replace(aligned, token_shift=0, layer_shift=1).notes[:2]],
+        "splits": [
+            replay_sentence(ReplaySplit(part(0.02, 0.1), part(0.01, 0.1), part(0.002, 0.1), 9, 9)),
+            dequantised_sentence(DequantisedSplit("B", 4.5, (), (), share, share, 0.01, None)),
+        ],
+    }
+
+
+def shuffled(layer):
+    """Experts and scores of a layer with rank 6 in place of rank 3."""
+    order = torch.tensor([0, 1, 5, 2, 3, 4, 6])
+    return {"experts": layer.experts[:, order], "scores": layer.scores[:, order]}
 
 
 def effect(name, kl, loss=0.0, error=0.0, **changes):

@@ -15,6 +15,7 @@ from tests.report.words import sentences
 FOLDER = Path(__file__).parents[1] / "snapshots"
 RESULTS: dict[str, Callable[[], dict[str, list[str]]]] = {
     "inspection": sentences.inspection,
+    "diff": sentences.diff,
     "audit": sentences.audit,
 }
 """Name of a snapshot to the sentences of its cases."""

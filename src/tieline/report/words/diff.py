@@ -1,0 +1,263 @@
+"""Sentences of a comparison: its verdict, its findings and the notes of its alignment."""
+
+from collections.abc import Callable, Sequence
+
+from tieline.analysis.diff_records import Alignment, Causes, DequantisedSplit, RoutingDiff
+from tieline.analysis.inspection import Finding, Observation
+from tieline.analysis.replay_split import ReplaySplit
+from tieline.report.words.causes import later_flips, renumbering, token_shift
+from tieline.report.words.numbers import percent
+
+REPLAY = (
+    "What to do: replay the routes of A in B where they must agree; `tieline audit` compares the "
+    "remedies."
+)
+CAPTURE = "What to do: capture both runs with scores and compare them again."
+
+
+def verdict(result: RoutingDiff) -> str:
+    """Write whether the two route alike and, if not, whether ties explain it."""
+    layers, tokens = result.layers, result.alignment.tokens
+    flips = sum(layer.flip.count for layer in layers)
+    size = f"{tokens:,} tokens in {len(layers)} layers"
+    aligned = " once aligned" if result.alignment.differences else ""
+    if flips == 0:
+        first = f"A and B choose the same experts for all {size}{aligned}."
+    else:
+        worst = max(layer.flip.value or 0.0 for layer in layers)
+        first = (
+            f"A and B choose other experts in {_share(flips / (tokens * len(layers)))} of the "
+            f"choices of {size}{aligned} (worst layer: {_share(worst)}); "
+            f"{_share(result.tokens.anywhere.value)} of the tokens differ somewhere."
+        )
+    causes = result.causes
+    return first if causes is None else f"{first} {CONCLUSIONS[causes.conclusion](causes)}"
+
+
+def _explained(causes: Causes) -> str:
+    answer = causes.flips
+    near = answer.first - answer.unexplained
+    which = f"All {near:,}" if near == answer.first else f"{near:,} of {answer.first:,}"
+    known = causes.expected is not None
+    size = f", as large as {causes.expected} rounding explains" if known else ""
+    doubt = "" if known else f" {_capital(causes.size.text)}."
+    return (
+        f"{which} first flips are near-ties{size}{later_flips(answer)}. No sign of a bug."
+        f"{doubt} {REPLAY}"
+    )
+
+
+CONCLUSIONS: dict[str, Callable[[Causes], str]] = {
+    "no flips": lambda causes: "What to do: nothing.",
+    "explained by ties": _explained,
+    "cannot tell": lambda causes: (
+        f"Cannot tell whether ties explain that: {causes.flips.text}. {CAPTURE}"
+    ),
+    "choice against scores": lambda causes: (
+        f"A router does not follow its scores: {causes.choice.text}."
+    ),
+    "pattern": lambda causes: f"Not ties alone, a pattern in the differences: {causes.shape.text}.",
+    "noise larger than expected": lambda causes: (
+        f"Noise larger than {causes.expected} explains: {causes.size.text}. What to do: look for "
+        "another precision, other weights or a bug, in the first layer named below."
+    ),
+    "flips wider than their noise": lambda causes: (
+        f"Not ties alone: {causes.flips.text}. What to do: look for a bug in the layers and tokens "
+        "named below."
+    ),
+}
+"""The sentence of each conclusion."""
+
+
+def findings(result: RoutingDiff) -> tuple[Finding, ...]:
+    """Write the observations, in their order."""
+    return tuple(
+        Finding(x.severity, _sentence(x, result), x.number, x.layer, x.kind)
+        for x in result.observations
+    )
+
+
+def _sentence(fact: Observation, result: RoutingDiff) -> str:
+    if fact.case.endswith(":pattern"):
+        assert result.causes is not None
+        return next(x.text for x in result.causes.patterns if x.kind == fact.kind)
+    return SENTENCES[fact.case](fact, result)
+
+
+def _cause(name: str) -> Callable[[Observation, RoutingDiff], str]:
+    """The text of an answer of the causes."""
+    return lambda fact, result: getattr(result.causes, name).text
+
+
+def _unexplained(fact: Observation, result: RoutingDiff) -> str:
+    attribution = next(x.attribution for x in result.layers if x.name == fact.layer)
+    assert attribution is not None
+    document, position, margin = attribution.unexplained_tokens[0]
+    return (
+        f"{fact.number:,.0f} first flips in {len(fact.layers)} layers are wider than the noise of "
+        f"their own token: the widest, at document {document}, position {position}, crosses "
+        f"{margin:.3g} where the noise of the layer is {attribution.noise:.2g}"
+    )
+
+
+def _unrelated(fact: Observation, result: RoutingDiff) -> str:
+    pair = next(x for x in result.alignment.pairs if x.name_a == fact.layer)
+    return (
+        f"the two share {_share(pair.agreement)} of the chosen experts, and unrelated routers "
+        f"would share {_share(pair.chance)}"
+    )
+
+
+def _compounding(fact: Observation, result: RoutingDiff) -> str:
+    fresh, after = result.tokens.later_rates
+    return (
+        f"flips compound: a token that has flipped before flips in {_share(after)} of the layers "
+        f"that follow, others in {_share(fresh)}"
+    )
+
+
+def _smoothed(fact: Observation, result: RoutingDiff) -> str:
+    smoothed = result.alignment.smoothed
+    sides = "A and B are" if len(smoothed) == 2 else f"{smoothed[0]} is"
+    return (
+        f"{sides} smoothed: compared are the k experts that top-k would choose, and where two of "
+        "them change places the weights do not jump"
+    )
+
+
+def _replay(fact: Observation, result: RoutingDiff) -> str:
+    assert result.replay is not None
+    return replay_sentence(result.replay)
+
+
+def replay_sentence(split: ReplaySplit) -> str:
+    """Write how much of the KL goes with A's routes."""
+    ids, both = (percent(x, 3, trim=True, least=0.0) for x in (split.by_ids, split.by_both))
+    return (
+        f"with A's experts replayed in B the KL is {split.ids.kl:.3g} instead of "
+        f"{split.live.kl:.3g} nats ({ids} less), with A's weights too {split.both.kl:.3g} "
+        f"({both} less)"
+    )
+
+
+def _dequantised(fact: Observation, result: RoutingDiff) -> str:
+    assert result.dequantised is not None
+    return dequantised_sentence(result.dequantised)
+
+
+def dequantised_sentence(split: DequantisedSplit) -> str:
+    """Write what the format of a quantised side costs and what its engine adds."""
+    weights = "" if split.bits is None else f" ({split.bits:.3g} bits per weight)"
+    by_format, by_engine = (
+        f"{share.count:,} tokens ({_share(share.value or 0.0)})"
+        + ("" if kl is None else f" and {kl:.2g} nats")
+        for share, kl in (
+            (split.format_any, split.format_kl),
+            (split.engine_any, split.engine_kl),
+        )
+    )
+    return (
+        f"{split.side} is quantised{weights}: its weights, dequantised and run by transformers, "
+        f"already flip {by_format}; the engine adds {by_engine}"
+    )
+
+
+SENTENCES: dict[str, Callable[[Observation, RoutingDiff], str]] = {
+    "alignment": lambda fact, result: NOTES[fact.source](result.alignment),
+    "choice": _cause("choice"),
+    "noise": _cause("size"),
+    "unexplained": _unexplained,
+    "attribution": lambda fact, result: f"{fact.number:,.0f} flips are {fact.source}",
+    "unrelated": _unrelated,
+    "compounding": _compounding,
+    "kl": lambda fact, result: (
+        f"the final distributions are {fact.number:.3g} nats apart per token (KL of A and B)"
+    ),
+    "kl:flipped": lambda fact, result: (
+        f"tokens that flip somewhere are {fact.number:.2g} times as far apart as the others"
+    ),
+    "smoothed": _smoothed,
+    "interval": lambda fact, result: (
+        "there are fewer than 4 documents: intervals are clustered by stretches of text"
+    ),
+    "replay": _replay,
+    "dequantised": _dequantised,
+}
+"""The sentence of each case."""
+
+
+def notes(alignment: Alignment) -> tuple[str, ...]:
+    """Write what two runs of one program would not show, most severe first."""
+    return tuple(NOTES[difference](alignment) for difference in alignment.differences)
+
+
+def _token_shift(alignment: Alignment) -> str:
+    if alignment.token_shift == 0:
+        return "tokens are not shifted, although their ids are"
+    return token_shift(alignment.token_shift, alignment.against_ids)
+
+
+def _layer_shift(alignment: Alignment) -> str:
+    if alignment.layer_shift is None:
+        return "layers are paired by order: their numbers do not match"
+    return f"layers are shifted: layer l of A is layer l{alignment.layer_shift:+d} of B"
+
+
+def _experts(alignment: Alignment) -> str:
+    moved = alignment.permuted
+    first = moved[0]
+    moves = tuple(zip(first.moved_experts, first.moved_to, strict=True))
+    return renumbering(len(moved), len(alignment.pairs), first.name_a, moves)
+
+
+def _different_k(alignment: Alignment) -> str:
+    different = [pair for pair in alignment.pairs if pair.k_a != pair.k_b]
+    first = different[0]
+    return (
+        f"different k in {len(different)} layers: A chooses {first.k_a} experts, B {first.k_b}; "
+        f"the first {first.k} of both are compared"
+    )
+
+
+def _layers(alignment: Alignment) -> str:
+    only = _names("{} layers are in {side} only ({})", alignment.only_a, alignment.only_b)
+    dense = "{} layers of {side} route nothing: dense ({})"
+    return "; ".join([*only, *_names(dense, alignment.dense_a, alignment.dense_b)])
+
+
+def _names(template: str, names_a: Sequence[str], names_b: Sequence[str]) -> list[str]:
+    """Fill the template for each side that has names, with their number and the first three."""
+    return [
+        template.format(
+            len(names), ", ".join(names[:3]) + (", …" if len(names) > 3 else ""), side=side
+        )
+        for side, names in (("A", names_a), ("B", names_b))
+        if names
+    ]
+
+
+def _counts(template: str, count_a: int, count_b: int) -> str:
+    counts = (("A", count_a), ("B", count_b))
+    return "; ".join(template.format(count, side) for side, count in counts if count)
+
+
+NOTES: dict[str, Callable[[Alignment], str]] = {
+    "token shift": _token_shift,
+    "layer shift": _layer_shift,
+    "experts": _experts,
+    "k": _different_k,
+    "layers": _layers,
+    "tokens": lambda x: _counts("{} tokens are in {} only", x.tokens_only_a, x.tokens_only_b),
+    "unrouted": lambda x: _counts(
+        "{} tokens of {} were not routed (-1) and are left out", x.unrouted_a, x.unrouted_b
+    ),
+}
+"""The sentence of each difference between two runs."""
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _share(share: float | None) -> str:
+    return "none" if share is None else percent(share, trim=True, least=0.0)
