@@ -71,8 +71,8 @@ def test_the_json_names_its_format_and_where_it_is_from(done):
         (["--remedies", "router int3"], "router int3 is none of router bf16"),
         (["--budget-minutes", "-1"], "--budget-minutes must be positive"),
         (["--text", "/nowhere.txt"], "no such file"),
-        (["--out", "/nowhere/audit.html"], "there is no folder"),
-        (["--out", "a.json", "--json", "a.json"], "one file for two outputs"),
+        (["--html", "/nowhere/audit.html"], "there is no folder"),
+        (["--html", "a.json", "--json", "a.json"], "one file for two outputs"),
         (["/nowhere/model"], "nowhere"),
     ],
 )

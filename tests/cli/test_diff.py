@@ -108,7 +108,7 @@ def test_files_that_cannot_be_aligned_write_nothing(traces, run):
         ("cut.npy", "cut.npy"),
         ("none.npy", "no such file"),
     ):
-        code, _, err = run(folder / "a.npy", folder / name, "--out", page)
+        code, _, err = run(folder / "a.npy", folder / name, "--html", page)
         assert (code, words in err) == (2, True), err
         assert not page.exists()
     code, _, err = run(folder / "a.npy", folder / "few.npy", "--partial")

@@ -20,7 +20,7 @@ def drawn(terminal, *steps):
 def test_every_stage_and_the_silent_one_after_it_is_shown():
     steps = [("forward", 1, 2), ("forward", 2, 2), ("jumps", 1, 4), ("jumps", 4, 4)]
     text = drawn(True, *steps)
-    for stage in ("start", "forward", "measure", "jumps", "report"):
+    for stage in ("loading the model", "forward", "measure", "jumps", "report"):
         assert stage in text
 
 
@@ -42,7 +42,7 @@ def test_a_file_gets_lines_also_while_nothing_is_reported(capsys, monkeypatch):
     monkeypatch.setattr(progress, "PATIENCE", 0.01)
     monkeypatch.setattr(progress, "LONGEST_PAUSE", 0.01)
     with progress_bars(Console(file=io.StringIO(), force_terminal=False)) as report:
-        assert waited(capsys, "\n").startswith("start, 0 s\n")
+        assert waited(capsys, "\n").startswith("loading the model, 0 s\n")
         report("forward", 1, 1200)
         assert "forward 1 of 1,200, 0 s\n" in waited(capsys, "forward")
     capsys.readouterr()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.lab.commands.train.test_torchrun import torchrun
-from tieline.cli.ranks import has_the_word, is_first, joined, on_ranks
+from tieline.cli.ranks import claims_error_report, is_first, joined, on_ranks
 from tieline.core.errors import ParameterError
 from tieline.models.demo import demo_text
 
@@ -25,12 +25,12 @@ def started_as(monkeypatch, rank):
     monkeypatch.setattr("tieline.cli.ranks.GRACE", 0.0)
 
 
-def test_one_process_is_first_and_has_the_word(monkeypatch):
+def test_one_process_is_first_and_reports_errors(monkeypatch):
     for name in ("RANK", *STARTED):
         monkeypatch.delenv(name, raising=False)
     assert not on_ranks()
     assert is_first()
-    assert has_the_word()
+    assert claims_error_report()
     with joined(None, "testing") as way:
         assert way is None
 
@@ -50,7 +50,7 @@ def test_rank_0_writes_and_speaks_where_torchrun_keeps_no_store(monkeypatch, ran
     started_as(monkeypatch, rank)
     assert on_ranks()
     assert is_first() == (rank == 0)
-    assert has_the_word() == (rank == 0)
+    assert claims_error_report() == (rank == 0)
 
 
 def said(told):

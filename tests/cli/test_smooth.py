@@ -77,7 +77,7 @@ def test_a_frontier_stands_beside_the_chosen_point(tieline, tmp_path):
         (["--max-moved", 100], "the largest KL to the original is"),
         (["--noise", "bf17"], "unknown precision"),
         (["--tokens", 10**7, "--calibration", 10**7], "too few"),
-        (["--experts", "nothing"], "nothing"),
+        (["--experts-impl", "nothing"], "nothing"),
     ],
 )
 def test_bad_wishes_are_refused_in_one_line(tieline, words, message):

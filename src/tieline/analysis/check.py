@@ -8,14 +8,16 @@ fault explains the disagreement. Tests and their reasons are in `trace.soundness
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import numpy as np
 import torch
 
-from tieline.analysis.sources import ModelSource, as_model
+from tieline.analysis.settings import CheckOptions, CheckSettings
+from tieline.analysis.sources import as_model
 from tieline.core.errors import ParameterError, TraceError, require
 from tieline.core.records import Result
+from tieline.core.settings import SettingError, takes_settings
 from tieline.models.capture import capture
 from tieline.models.running import forward, only_running
 from tieline.trace.agreement import compare
@@ -93,42 +95,30 @@ class RouteCheck(Result):
         return sum(finding.severity == severity for finding in self.findings)
 
 
+@takes_settings(CheckSettings)
 def check(
-    routes: Any,
-    *,
-    n_experts: int | None = None,
-    model: ModelSource | None = None,
-    tokens: Any = None,
-    against: Any = None,
-    format: str | None = None,  # noqa: A002
-    k: int | None = None,
-    layers: int | None = None,
-    start: int | None = None,
-    device: str = "cpu",
+    routes: Any, *, settings: CheckSettings | None = None, **options: Unpack[CheckOptions]
 ) -> RouteCheck:
     """Check whether files of routes are sound.
 
     Args:
         routes: a file, a folder of a trace or of Megatron, an array (tokens, layers, k), an answer
             of an engine, or a list of paths.
-        n_experts: number of experts E; by default the model's, or what the file says.
-        model: a model of which a sample is routed and compared; needs token ids, in the file or by
-            `tokens`.
-        tokens: token ids: a file, an array (tokens,) or (documents, length), or a list of arrays.
-        against: another file of routes of the same tokens, which is right.
-        format: name of the format; by default it is recognised by content.
-        k: experts per token, for formats that do not say it.
-        layers: layers of the array, for SGLang.
-        start: position of the first row.
-        device: device of the model, if it is loaded here.
+        settings: the options; keyword arguments change single ones. `model` may also be
+            `(model, tokenizer)`; a sample is routed by it and compared, which needs token ids, in
+            the file or by `tokens`. `tokens` may also be an array (tokens,) or
+            (documents, length), or a list of arrays.
     """
+    settings = CheckSettings.of(settings, options)
+    n_experts, model, against = settings.n_experts, settings.model, settings.against
     several = isinstance(routes, list | tuple) and all(isinstance(x, str | Path) for x in routes)
     sources = list(routes) if several else [routes]
     require(bool(sources), "check takes at least one file, got none")
-    options = ReadOptions(format, n_experts, k, layers, start, token_documents(tokens))
-    read = [_read(source, options) for source in sources]
-    other = None if against is None else _read(against, options)
-    loaded = None if model is None else as_model(model, "check takes", device=device)
+    tokens = token_documents(settings.tokens)
+    reading = ReadOptions(**{**settings.reading, "tokens": tokens})
+    read = [_read(source, reading) for source in sources]
+    other = None if against is None else _read(against, reading)
+    loaded = None if model is None else as_model(model, "check takes", device=settings.device)
     found, compared = [], 0
     for one in read:
         own = findings(one, n_experts)
@@ -205,8 +195,9 @@ def model_routes(routes: Routes, model: Any, most: int = SAMPLE_TOKENS) -> Route
     """
     tokens = routes.tokens
     if tokens is None or bool((tokens < 0).any()):
-        raise ParameterError(
-            f"{routes.name}: a model needs the token ids of the rows: pass tokens (--tokens FILE)"
+        raise SettingError(
+            "{routes}: a model needs the token ids of the rows: give them by {tokens}",
+            routes=routes.name,
         )
     documents = routes.documents if routes.documents is not None else np.zeros(len(tokens), int)
     positions = routes.positions if routes.positions is not None else np.arange(len(tokens))

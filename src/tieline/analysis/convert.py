@@ -3,11 +3,13 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
-from tieline.core.errors import ParameterError, TraceError, require
+from tieline.analysis.settings import ConvertOptions, ConvertSettings
+from tieline.core.errors import TraceError, require
 from tieline.core.files import check_target
 from tieline.core.records import Result
+from tieline.core.settings import require_setting, takes_settings
 from tieline.trace.readers import import_trace
 from tieline.trace.record import RoutingTrace
 from tieline.trace.store import folder_kind, load_trace
@@ -49,41 +51,46 @@ class Converted(Result):
         return dict(zip(("tokens", "documents", "layers", "k"), map(float, counts), strict=True))
 
 
+@takes_settings(ConvertSettings)
 def convert(
     source: str | Path,
     output: str | Path,
     *,
-    to: str,
-    overwrite: bool = False,
-    model_layers: int | None = None,
-    **options: Any,
+    settings: ConvertSettings | None = None,
+    **options: Unpack[ConvertOptions],
 ) -> Converted:
     """Read routes and write them in another form; never leaves a partial output.
 
     Args:
         source: a file of routes of any producer, or the folder of a trace.
         output: the file or folder to make; never the source.
-        to: the form: vllm, sglang, verl, megatron, nemo, npz or trace.
-        overwrite: whether `output` may be replaced.
-        model_layers: layers of the model, for forms that count dense layers.
-        options: of `tieline.trace.import_trace`: format, tokens, n_experts, k, layers, start.
+        settings: the options; keyword arguments change single ones.
     """
-    if to not in FORMS:
-        raise ParameterError(f"--to: no form is called {to!r:.40}; there are {', '.join(FORMS)}")
+    settings = ConvertSettings.of(settings, options)
+    form = settings.to
+    require_setting(
+        form in FORMS,
+        "{to}: no form is called {form}; there are {forms}",
+        form=f"{form!r:.40}",
+        forms=", ".join(FORMS),
+    )
     same = os.path.realpath(source) == os.path.realpath(output)
     require(not same, f"{output} is the input: it is not written over")
-    there = os.path.lexists(output)
-    require(overwrite or not there, f"{output} exists: choose another name or add --overwrite")
-    if to != "trace":
+    require_setting(
+        settings.overwrite or not os.path.lexists(output),
+        "{output} exists: choose another name or add {overwrite}",
+        output=output,
+    )
+    if form != "trace":
         check_target(Path(output))
-    trace = _read(source, options)
-    export(trace, output, to, layers=model_layers, overwrite=overwrite)
+    trace = _read(source, settings.reading)
+    export(trace, output, form, layers=settings.model_layers, overwrite=settings.overwrite)
     notes = trace.provenance.get("said", [])
     return Converted(
         source=str(source),
         producer=str(trace.provenance.get("producer", "trace")),
         output=str(output),
-        form=to,
+        form=form,
         tokens=trace.n_tokens,
         documents=len(trace.documents.unique()),
         layers=tuple(layer.name for layer in trace.layers),
@@ -93,6 +100,7 @@ def convert(
 
 
 def _read(source: str | Path, options: dict[str, Any]) -> RoutingTrace:
+    """Read a trace from its folder, or from a file of routes."""
     require(Path(source).exists(), f"no such file or folder: {source}", TraceError)
     if not (Path(source) / "tieline.json").is_file():
         return import_trace(source, **options)

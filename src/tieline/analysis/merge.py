@@ -1,11 +1,13 @@
-"""Merging parts of a run into the whole, exactly: traces token by token, summaries by counts."""
+"""Merge the pieces of a run exactly: traces token by token, summaries by counts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Unpack
 
+from tieline.analysis.settings import MergeOptions, MergeSettings
 from tieline.core.records import Result
+from tieline.core.settings import takes_settings
 from tieline.trace.record import RoutingTrace
 from tieline.trace.store import merge_folders
 
@@ -16,8 +18,8 @@ class Merged(Result):
 
     Attributes:
         kind: "trace" or "summary".
-        folders: the parts.
-        output: the folder of the whole.
+        folders: the folders that were merged.
+        output: the folder that was made.
         tokens: its tokens.
         sampled: tokens that are kept one by one: all of a trace, a sample of a summary.
         layers: names of its layers.
@@ -39,23 +41,24 @@ class Merged(Result):
         return {name: float(count) for name, count in counts.items()}
 
 
+@takes_settings(MergeSettings)
 def merge(
     folders: Sequence[str | Path],
     output: str | Path,
     *,
-    overwrite: bool = False,
-    renumber: bool = False,
+    settings: MergeSettings | None = None,
+    **options: Unpack[MergeOptions],
 ) -> Merged:
     """Merge folders of traces, or of streaming summaries, into one.
 
     Args:
-        folders: the parts, all of one kind.
+        folders: the inputs, all of one kind.
         output: the folder to make.
-        overwrite: replace a folder of the same kind.
-        renumber: give documents of traces new numbers, part after part.
+        settings: the options; keyword arguments change single ones.
     """
-    documents = "renumber" if renumber else "keep"
-    merged = merge_folders(folders, output, overwrite=overwrite, documents=documents)
+    settings = MergeSettings.of(settings, options)
+    documents = "renumber" if settings.renumber else "keep"
+    merged = merge_folders(folders, output, overwrite=settings.overwrite, documents=documents)
     is_trace = isinstance(merged, RoutingTrace)
     return Merged(
         kind="trace" if is_trace else "summary",

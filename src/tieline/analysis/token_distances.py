@@ -110,7 +110,7 @@ def all_distances(share: Ranks, local: list[TokenDistances] | None) -> list[Toke
     if not local:
         return local
     columns = TokenDistances(*(torch.cat(column) for column in zip(*local, strict=True)))
-    return [TokenDistances(**share.all_tokens(columns._asdict()))]
+    return [TokenDistances(**share.join_rows(columns._asdict()))]
 
 
 def logits_of(compared: Compared, distances: list[TokenDistances] | None) -> LogitsDiff | None:

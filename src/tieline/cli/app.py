@@ -1,6 +1,5 @@
 """What every command shares: the application, its options, what users type, what errors say.
 
-with_new_names     options by their old names become those of today
 with_json_target   a bare --json means --json -
 in_options         a message of the library, with the names of the command's options
 layer_choice       "0,2,5-7" or names of routers
@@ -12,6 +11,7 @@ share              0.01 or 1%
 """
 
 import functools
+import inspect
 import math
 import re
 import sys
@@ -33,13 +33,14 @@ from tieline.cli.ending import (
     INTERRUPTED,
     OUR_BUG,
     closed_pipe_ignored,
-    gently,
+    handle_interrupts,
     mute_stdout,
-    notes_said,
+    notes,
     say,
     was_stopped,
 )
-from tieline.cli.ranks import has_the_word
+from tieline.cli.options import Debug, option_names, with_settings
+from tieline.cli.ranks import claims_error_report
 from tieline.core.errors import (
     ParameterError,
     PrecisionWarning,
@@ -49,6 +50,7 @@ from tieline.core.errors import (
     shortened,
 )
 from tieline.core.files import out_of_space
+from tieline.core.settings import SettingError
 
 __all__ = [
     "BAD_INPUT",
@@ -84,7 +86,6 @@ __all__ = [
     "share",
     "whole_app",
     "with_json_target",
-    "with_new_names",
 ]
 
 GROUPS = {
@@ -194,34 +195,12 @@ Keep = Annotated[
     bool,
     typer.Option("--keep/--no-keep", help="Keep files fetched from the hub to be streamed."),
 ]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of a bug.")]
 Executor = Annotated[
     str, typer.Option("--executor", help="loky (processes here), dask (a cluster) or serial.")
 ]
 Address = Annotated[str | None, typer.Option(help="Of the Dask scheduler, tcp://host:8786.")]
 Jobs = Annotated[int, typer.Option(help="Processes at once; -1 for one per core.")]
 
-
-RENAMED = {
-    "inspect": {"--out": "--html"},
-    "diff": {
-        "--out": "--html",
-        "--experts-a": "--experts-impl-a",
-        "--experts-b": "--experts-impl-b",
-    },
-    "audit": {"--out": "--html"},
-    "smooth": {"--experts": "--experts-impl"},
-    "upcycle": {"--experts": "--n-experts"},
-    "design": {"--out": "--html", "--experts": "--n-experts"},
-    "rates": {
-        "--engine": "--executor",
-        "--experts": "--n-experts",
-        "--out": "--figure",
-        "--width": "--dim",
-    },
-    "reproduce": {"--engine": "--executor", "--out": "--html"},
-}
-"""Old names of options by command; they keep working and are not shown in the help."""
 
 TAKES_MODEL = ("inspect", "diff", "audit", "smooth", "reroute", "upcycle", "capture")
 """Commands whose arguments are models and files."""
@@ -244,8 +223,8 @@ _PLACES = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?", re.ASCII)
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
     try:
-        words = with_new_names(sys.argv[1:] if arguments is None else arguments)
-        whole_app()(with_json_target(words), prog_name="tieline")
+        typed = sys.argv[1:] if arguments is None else arguments
+        whole_app()(with_json_target(typed), prog_name="tieline")
         code = FINE
     except SystemExit as left:
         code = left.code if isinstance(left.code, int) else FINE
@@ -286,30 +265,46 @@ def _unwritten(problem: OSError) -> int:
 
 def guarded(command: Callable[..., None]) -> Callable[..., None]:
     """Turn every way a command can end into an exit code and one message."""
+    run_command = with_settings(command)
+    takes_debug = "debug" in inspect.signature(command).parameters
 
-    @functools.wraps(command)
-    def run(*args: Any, **kwargs: Any) -> None:
+    @functools.wraps(run_command)
+    def run(debug: bool = False, **values: Any) -> None:
         try:
-            with gently(), closed_pipe_ignored(), notes_said(PrecisionWarning, StreamingWarning):
-                command(*args, **kwargs)
+            with (
+                handle_interrupts(),
+                closed_pipe_ignored(),
+                notes(PrecisionWarning, StreamingWarning),
+            ):
+                run_command(**values, **({"debug": debug} if takes_debug else {}))
         except (typer.Exit, SystemExit):
             raise
         except BaseException as problem:
-            if kwargs["debug"]:
+            if debug:
                 traceback.print_exception(problem)
-            code, words = _last_words(problem, command)
+            code, message = exit_message(problem, run_command)
             hint = "; --debug shows where it happened" if code == OUR_BUG else ""
-            if has_the_word():
-                say(shortened(words) + ("" if kwargs["debug"] else hint))
+            if claims_error_report():
+                say(shortened(message) + ("" if debug else hint))
             raise typer.Exit(code) from problem
 
+    if takes_debug:
+        return run
+    signature = inspect.signature(run_command)
+    debug = inspect.Parameter(
+        "debug", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Debug
+    )
+    run.__signature__ = signature.replace(parameters=[*signature.parameters.values(), debug])  # pyright: ignore[reportAttributeAccessIssue]
+    run.__annotations__ = {**run_command.__annotations__, "debug": Debug}
     return run
 
 
-def _last_words(problem: BaseException, command: Callable[..., None]) -> tuple[int, str]:
-    """Exit code and message for whatever a command raised."""
+def exit_message(problem: BaseException, command: Callable[..., None]) -> tuple[int, str]:
+    """Return the exit code and the message for whatever a command raised."""
     if isinstance(problem, KeyboardInterrupt | typer.Abort) or was_stopped():
         return INTERRUPTED, "stopped"
+    if isinstance(problem, SettingError):
+        return BAD_INPUT, f"error: {problem.naming(option_names(command))}"
     if isinstance(problem, TielineError):
         return BAD_INPUT, f"error: {in_options(str(problem), command)}"
     if out_of_space(problem):
@@ -348,13 +343,6 @@ def _root(
     ] = None,
 ) -> None:
     """Options of `tieline` itself."""
-
-
-def with_new_names(words: Sequence[str]) -> list[str]:
-    """Replace old names of options, `--out x` and `--out=x`, by those of today."""
-    names = RENAMED.get(words[0], {}) if words else {}
-    split = [word.partition("=") for word in words]
-    return [names.get(head, head) + equals + rest for head, equals, rest in split]
 
 
 def with_json_target(words: Sequence[str]) -> list[str]:

@@ -54,8 +54,8 @@ def say(words: str) -> None:
 
 
 @contextmanager
-def notes_said(*kinds: type[Warning]) -> Iterator[None]:
-    """Say warnings of these kinds as one line each; others show as ever."""
+def notes(*kinds: type[Warning]) -> Iterator[None]:
+    """Print warnings of these kinds to stderr as one line each; others are shown as usual."""
     with warnings.catch_warnings():
         shown = warnings.showwarning
 
@@ -106,7 +106,7 @@ def _forget_interrupts() -> None:
 
 
 @contextmanager
-def gently() -> Iterator[None]:
+def handle_interrupts() -> Iterator[None]:
     """Let the first Ctrl-C raise KeyboardInterrupt while the block runs, so that it can tidy up."""
     before, _Stop.gentle = _Stop.gentle, True
     try:

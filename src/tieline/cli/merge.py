@@ -5,36 +5,31 @@ from typing import Annotated
 
 import typer
 
-from tieline.cli.app import Debug, Json, Overwrite, Seed, app, guarded
+from tieline.analysis.settings import MergeSettings
+from tieline.cli.app import app, guarded
 from tieline.cli.deliver import Outputs, deliver, progress_bars
+from tieline.cli.options import Json
 from tieline.core.files import check_folder
 
 
 @app.command()
 @guarded
 def merge(
+    *,
     folders: Annotated[
         list[Path],
         typer.Argument(help="Folders of traces, or of streaming summaries.", metavar="A B ..."),
     ],
-    out: Annotated[Path, typer.Option("--out", "-o", help="New folder for the whole.")],
-    overwrite: Overwrite = False,
-    renumber: Annotated[
-        bool, typer.Option("--renumber", help="Give documents of traces new numbers.")
-    ] = False,
-    seed: Seed = 0,
+    out: Annotated[Path, typer.Option("--out", "-o", help="New folder for the result.")],
+    settings: MergeSettings,
     json_to: Json = None,
-    debug: Debug = False,
 ) -> None:
-    """Merge parts of a run into the whole, exactly: traces token by token, summaries by counts.
-
-    Nothing is drawn at random: --seed is accepted, as by every command, and changes nothing.
-    """
-    outputs = Outputs(json=json_to, kept=out, overwrite=overwrite)
+    """Merge the pieces of a run exactly: traces token by token, summaries by counts."""
+    outputs = Outputs(json=json_to, kept=out, overwrite=settings.overwrite)
     outputs.check(*folders)
     check_folder(out)
-    with progress_bars(first="merge"):
+    with progress_bars(first="reading the folders"):
         from tieline.analysis.merge import merge as run
 
-        result = run(folders, out, overwrite=overwrite, renumber=renumber)
+        result = run(folders, out, settings=settings)
     deliver(result, outputs)

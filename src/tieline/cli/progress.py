@@ -32,8 +32,8 @@ FOLLOWED_BY = {"forward": "measure", "streaming": "report", "jumps": "report", "
 BYTES = ("streaming",)
 """Stages whose progress is counted in bytes that were read."""
 
-FIRST = "start"
-"""The stage before anything is reported: imports, and reading what was asked for."""
+FIRST = "loading the model"
+"""The stage before anything is reported."""
 
 PATIENCE, LONGEST_PAUSE = 2.0, 30.0
 """Seconds before the first line in a file, and between later ones, which come ever more rarely."""

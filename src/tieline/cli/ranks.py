@@ -3,9 +3,9 @@
 with joined(parallel, "inspecting") as way:      # all processes of the run, or this one alone
     result = run(source, parallel=way)
 
-Only rank 0 shows progress, writes files and prints. Whatever ends the run is said by one process:
-the first that asks torchrun's store for the word (`has_the_word`). The others wait a moment, since
-torchrun ends all processes as soon as one has ended.
+Only rank 0 shows progress, writes files and prints. An error is reported by one process, the first
+that claims it in torchrun's store (`claims_error_report`). The others wait a moment, since torchrun
+ends all processes as soon as one has ended.
 """
 
 import os
@@ -93,7 +93,7 @@ def _told_when_ended() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def has_the_word() -> bool:
+def claims_error_report() -> bool:
     """Whether this process says how the run ended: the first that asks; others wait a moment."""
     if not on_ranks():
         return True

@@ -16,6 +16,7 @@ import torch
 from tieline._version import __version__
 from tieline.core.errors import TraceError, require
 from tieline.core.records import Result
+from tieline.core.settings import SettingError
 from tieline.engines.answers import check_rows, read_answer, trace_of
 from tieline.engines.process import EngineError, Progress, run_worker
 from tieline.engines.registry import Engine, engine_named, find_python
@@ -277,15 +278,18 @@ def captured(trace: RoutingTrace, model: str, engine: str, output: str = "") -> 
         output: folder that the trace will be saved in; empty if it will not be saved.
 
     Raises:
-        TraceError: if scores are to be saved that contradict the choices.
+        SettingError: if scores are to be saved that contradict the choices.
     """
     provenance, first = trace.provenance, trace.layers[0]
     off = sum(_counts(provenance, "off_scores"))
     if off and first.scores is not None and output:
-        raise TraceError(
-            f"{engine}: {off} choices are not the largest scores, so that the engine ranks "
-            "something else (a bias, groups): save the choice alone with scores=False, or "
-            f"compare directly with tieline diff MODEL {engine}:{model}"
+        raise SettingError(
+            "{name}: {count} choices are not the largest scores, so that the engine ranks "
+            "something else (a bias, groups): save the choice alone ({scores}), or compare "
+            "directly with tieline diff MODEL {name}:{model}",
+            name=engine,
+            count=off,
+            model=model,
         )
     bits = provenance.get("bits")
     versions = provenance.get("versions")

@@ -28,6 +28,7 @@ from typing import ClassVar
 from tieline.core.errors import ParameterError, require
 from tieline.core.files import cache_folder
 from tieline.core.records import Result
+from tieline.core.settings import SettingError, require_setting
 
 TRANSFORMERS = "transformers"
 """The engine that runs in this process."""
@@ -191,8 +192,12 @@ register(
 
 def engine_named(name: str) -> Engine:
     """Return the record of an engine."""
-    names = ", ".join([TRANSFORMERS, *ENGINES])
-    require(name in ENGINES, f"engine: no engine is called {name!r:.40}; there are {names}")
+    require_setting(
+        name in ENGINES,
+        "{engine}: no engine is called {name}; there are {names}",
+        name=f"{name!r:.40}",
+        names=", ".join([TRANSFORMERS, *ENGINES]),
+    )
     return ENGINES[name]
 
 
@@ -210,7 +215,7 @@ def split_side(source: object) -> tuple[str, str] | None:
 def find_python(engine: Engine, asked: str | Path | None = None) -> Path:
     """Return the Python that an engine runs in; raises with how to install it if there is none."""
     if asked is not None:
-        return _check_python(Path(asked), engine, "engine_python")
+        return _check_python(Path(asked), engine, "{engine_python}")
     if path := os.environ.get(engine.variable):
         return _check_python(Path(path), engine, engine.variable)
     python = engine.folder / "bin" / "python"
@@ -218,17 +223,20 @@ def find_python(engine: Engine, asked: str | Path | None = None) -> Path:
         return python
     if importlib.util.find_spec(engine.package) is not None:
         return Path(sys.executable)
-    raise ParameterError(
-        f"{engine.name} is not installed in {engine.folder} nor in this Python: name its Python "
-        f"with engine_python, or install it (tieline capture --list-engines says how)"
+    raise SettingError(
+        "{name} is not installed in {folder} nor in this Python: name its Python with "
+        "{engine_python}, or install it (tieline capture --list-engines says how)",
+        name=engine.name,
+        folder=engine.folder,
     )
 
 
 def _check_python(python: Path, engine: Engine, origin: str) -> Path:
     """Raise unless `python` is an executable file."""
-    require(python.exists(), f"{origin}: no such file: {python}")
+    require_setting(python.exists(), origin + ": no such file: {python}", python=python)
     runs = python.is_file() and os.access(python, os.X_OK)
-    require(runs, f"{origin}: {python} is not a program; {engine.name} needs the path of a Python")
+    sentence = ": {python} is not a program; {name} needs the path of a Python"
+    require_setting(runs, origin + sentence, python=python, name=engine.name)
     return python.absolute()  # a venv is known by its link, so links are kept
 
 

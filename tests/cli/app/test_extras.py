@@ -35,7 +35,7 @@ def test_every_optional_package_has_its_extra():
 
 
 def failing(name, missing):
-    def command(debug=False):
+    def command():
         raise ModuleNotFoundError(f"No module named {missing!r}", name=missing)
 
     command.__name__ = name

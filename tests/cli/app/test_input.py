@@ -8,7 +8,7 @@ import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tieline.cli.app import in_options, layer_choice, share, with_json_target, with_new_names
+from tieline.cli.app import in_options, layer_choice, share, with_json_target
 from tieline.core.errors import ParameterError
 
 
@@ -97,26 +97,6 @@ def test_ranges_and_names_of_layers():
 def test_layers_that_make_no_sense_are_refused(words):
     with pytest.raises(ParameterError, match="--layers"):
         layer_choice(words)
-
-
-@pytest.mark.parametrize(
-    ("typed", "read"),
-    [
-        (["inspect", "--out", "r.html"], ["inspect", "--html", "r.html"]),
-        (["diff", "a", "b", "--out=d.html"], ["diff", "a", "b", "--html=d.html"]),
-        (["diff", "--experts-a", "eager"], ["diff", "--experts-impl-a", "eager"]),
-        (
-            ["smooth", "--out", "m", "--experts", "x"],
-            ["smooth", "--out", "m", "--experts-impl", "x"],
-        ),
-        (["upcycle", "--experts", "8"], ["upcycle", "--n-experts", "8"]),
-        (["rates", "--engine", "dask"], ["rates", "--executor", "dask"]),
-        (["--version"], ["--version"]),
-        ([], []),
-    ],
-)
-def test_old_names_of_options_keep_working(typed, read):
-    assert with_new_names(typed) == read
 
 
 @pytest.mark.parametrize(

@@ -41,13 +41,6 @@ def test_json_goes_to_stdout_alone_and_the_seed_changes_nothing(run):
     assert first == run(*GIVEN, "--json", "--seed", 7)
 
 
-def test_old_names_of_options_still_work(run, tmp_path):
-    words = ["--experts" if word == "--n-experts" else word for word in GIVEN]
-    code, out, _ = run(*words, "--out", tmp_path / "a.html")
-    assert (code, out) == (0, run(*GIVEN)[1])
-    assert "Granularities" in (tmp_path / "a.html").read_text()
-
-
 def test_presets_are_listed_and_used(run):
     code, out, _ = run("--preset", "list")
     assert code == 0

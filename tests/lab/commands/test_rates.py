@@ -51,16 +51,6 @@ def test_every_output_is_written_and_a_second_run_fits_nothing(run, tmp_path):
     assert json.loads((tmp_path / "a.json").read_text()) == first
 
 
-def test_old_names_of_options_still_work(run, tmp_path):
-    old = {"--dim": "--width", "--n-experts": "--experts", "--executor": "--engine"}
-    words = [old.get(word, word) for word in [*QUICK, *GRID]]
-    code, out, _ = run(*words, "--out", tmp_path / "a.svg", "--json")
-    assert code == 0
-    now = json.loads(run(*QUICK, *GRID, "--json")[1])
-    assert json.loads(out)["series"] == now["series"]
-    assert (tmp_path / "a.svg").read_bytes().startswith(b"<?xml")
-
-
 def test_json_on_stdout_is_json_alone_and_the_seed_matters(run):
     first = json.loads(run(*QUICK, *GRID, "--json")[1])
     again = json.loads(run(*QUICK, *GRID, "--json", "--seed", 1)[1])
@@ -111,7 +101,7 @@ def test_the_list_names_the_published_settings(run):
         ([*QUICK, "--sizes", "800,200"], "sample sizes grow"),
         ([*QUICK, "--radius", "inf"], "finite numbers"),
         ([*QUICK, "--radius", "-1"], "not negative"),
-        ([*QUICK, "--repetitions", 1], "repetitions >= 2"),
+        ([*QUICK, "--repetitions", 1], "--repetitions must be at least 2, got 1"),
         ([*QUICK, "--fitted", 1], "at least the 2 true experts"),
         ([*QUICK, "--executor", "warp"], "executor must be one of"),
         ([*QUICK, "--figure", "a.gif"], "a figure is"),

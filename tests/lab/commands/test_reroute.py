@@ -28,7 +28,7 @@ def test_the_model_is_saved_with_its_table_and_inspected(tieline, tmp_path):
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["--router", "spherical"], "is not one of"),
+        (["--router", "spherical"], "--router must be one of"),
         (["--router", "linear", "--temperature", 0.1], "--temperature is an option of another"),
         (["--router", "cosine", "--tau", "0.1,0.1"], "--tau is an option of another"),
         (["--tau", "0.1"], "two numbers"),

@@ -3,15 +3,16 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Unpack
 
 from tieline._version import __version__
 from tieline.core.files import cache_folder
 from tieline.core.records import Result
+from tieline.core.settings import takes_settings
 from tieline.lab.claims.claim import Claim, Outcome, Run, Verdict
 from tieline.lab.claims.registry import PAPERS, select
 from tieline.lab.claims.runner import ResultStore, run_claims
+from tieline.lab.settings import ReproduceOptions, ReproduceSettings
 
 __all__ = ["Catalogue", "Ledger", "PaperTitle", "Provenance", "reproduce"]
 
@@ -91,42 +92,36 @@ class Catalogue(Result):
         return cls(_titles(claims), tuple(claims))
 
 
+@takes_settings(ReproduceSettings)
 def reproduce(
     names: Sequence[str] = ("all",),
     *,
-    fast: bool = False,
-    seed: int = 0,
-    results: Path | None = None,
-    executor: str = "loky",
-    address: str | None = None,
-    jobs: int = -1,
+    settings: ReproduceSettings | None = None,
     progress: Callable[[int, int], None] | None = None,
+    **options: Unpack[ReproduceOptions],
 ) -> Ledger:
     """Test claims of the papers, except those whose results are stored.
 
     Args:
         names: "all", papers by number or name, or ids of claims.
-        fast: use smaller samples.
-        seed: of all random numbers.
-        results: folder where results are kept; by default in the user's cache.
-        executor: "loky" for processes on this machine, "dask" for a cluster, "serial" for none.
-        address: of the Dask scheduler; None starts a cluster on this machine.
-        jobs: processes at once; -1 for one per core.
+        settings: the options; keyword arguments change single ones. Results are kept in the
+            user's cache by default.
         progress: called with the number of claims that are done, and of all.
     """
-    chosen, run = select(names), Run(fast, seed)
-    store = ResultStore(results or cache_folder("claims"))
+    settings = ReproduceSettings.of(settings, options)
+    chosen, run = select(names), Run(settings.fast, settings.seed)
+    store = ResultStore(settings.results or cache_folder("claims"))
     store.check()
-    tell = progress or (lambda done, total: None)
-    tell(0, len(chosen))
+    on_progress = progress or (lambda done, total: None)
+    on_progress(0, len(chosen))
     outcomes = run_claims(
         chosen,
         run,
         store,
-        executor=executor,
-        address=address,
-        jobs=jobs,
-        progress=lambda _, done, total: tell(done, total),
+        executor=settings.executor,
+        address=settings.address,
+        jobs=settings.jobs,
+        progress=lambda _, done, total: on_progress(done, total),
     )
     return Ledger.of(outcomes, run)
 

@@ -3,27 +3,14 @@
 import math
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tieline.cli.app import (
-    CONDITION_HELD,
-    OUR_BUG,
-    Address,
-    Debug,
-    Executor,
-    Html,
-    Jobs,
-    Json,
-    Overwrite,
-    Seed,
-    app,
-    guarded,
-    say,
-)
+from tieline.cli.app import CONDITION_HELD, OUR_BUG, app, guarded, say
 from tieline.cli.deliver import Outputs, deliver, progress_bars
+from tieline.cli.options import Html, Json, Overwrite
+from tieline.lab.settings import ReproduceSettings
 
 if TYPE_CHECKING:
     from tieline.lab.claims import Claim
@@ -32,52 +19,37 @@ if TYPE_CHECKING:
 @app.command()
 @guarded
 def reproduce(
+    *,
     claims: Annotated[
         list[str] | None,
         typer.Argument(help="all, papers (0, boundary-mass, ...) or claims.", metavar="CLAIM ..."),
     ] = None,
-    fast: Annotated[
-        bool, typer.Option("--fast", help="Use smaller samples: minutes for everything.")
-    ] = False,
     show: Annotated[bool, typer.Option("--list", help="Show the claims, test none.")] = False,
-    executor: Executor = "loky",
-    address: Address = None,
-    jobs: Jobs = -1,
-    results: Annotated[
-        Path | None, typer.Option(help="Folder that keeps results between runs, one per claim.")
-    ] = None,
+    settings: ReproduceSettings,
     html: Html = None,
-    seed: Seed = 0,
     json_to: Json = None,
     overwrite: Overwrite = False,
-    debug: Debug = False,
 ) -> None:
     """Test statements of the papers; exit with 1 if a verdict differs from the ledger's.
 
     Results are stored as they come, so a stopped run continues where it was. They are valid as long
     as the code does not change.
     """
-    outputs = Outputs(html, json_to, kept=results, overwrite=overwrite)
+    outputs = Outputs(html, json_to, kept=settings.results, overwrite=overwrite)
     outputs.check()
-    with progress_bars():
-        from tieline.core.parallel import check_executor
-        from tieline.lab import claims as claims_room
+    names = claims or ["all"]
+    with progress_bars(first="loading the claims"):
+        from tieline.lab import claims as ledgers
 
-        chosen = claims_room.select(claims or ["all"])
+        chosen = ledgers.select(names)
     if show:
-        deliver(claims_room.Catalogue.of(chosen), outputs)
+        deliver(ledgers.Catalogue.of(chosen), outputs)
         return
-    check_executor(executor, address, jobs)
-    say(_plan(chosen, fast, executor, jobs))
-    with progress_bars() as progress:
-        ledger = claims_room.reproduce(
-            claims or ["all"],
-            fast=fast,
-            seed=seed,
-            results=results,
-            executor=executor,
-            address=address,
-            jobs=jobs,
+    say(_plan(chosen, settings))
+    with progress_bars(first="claims") as progress:
+        ledger = ledgers.reproduce(
+            names,
+            settings=settings,
             progress=lambda done, total: progress("claims", done, total),
         )
     deliver(ledger, outputs)
@@ -89,22 +61,24 @@ def reproduce(
         raise typer.Exit(CONDITION_HELD)
 
 
-def _plan(claims: "Sequence[Claim]", fast: bool, executor: str, jobs: int) -> str:
-    """What is tested and about how long that takes, as a sentence."""
+def _plan(claims: "Sequence[Claim]", settings: ReproduceSettings) -> str:
+    """Return a sentence on what is tested and about how long that takes."""
     from tieline.report.words.numbers import duration
 
     papers = len({claim.paper for claim in claims})
-    here = 1 if executor == "serial" else (os.cpu_count() or 1) if jobs == -1 else jobs
+    jobs = (os.cpu_count() or 1) if settings.jobs == -1 else settings.jobs
+    processes = 1 if settings.executor == "serial" else jobs
     count = f"{len(claims)} claim{'s' * (len(claims) > 1)} of {papers} paper{'s' * (papers > 1)}"
-    where = "on a cluster" if executor == "dask" else f"in {here} process{'es' * (here > 1)}"
-    about = duration(_seconds(claims, fast, here), 1)
-    what = f"{count} {where}: about {about}, less where results are stored"
-    return (
-        what if fast else f"{what}; --fast takes about {duration(_seconds(claims, True, here), 1)}"
-    )
+    here = f"in {processes} process{'es' * (processes > 1)}"
+    where = "on a cluster" if settings.executor == "dask" else here
+    about = duration(_seconds(claims, settings.fast, processes), 1)
+    sentence = f"{count} {where}: about {about}, less where results are stored"
+    if settings.fast:
+        return sentence
+    return f"{sentence}; --fast takes about {duration(_seconds(claims, True, processes), 1)}"
 
 
 def _seconds(claims: "Sequence[Claim]", fast: bool, processes: int) -> float:
-    """About how long the tests take: what one process has to do, and no less than one test."""
+    """Estimate the time of the tests: the share of one process, and no less than one test."""
     each = [claim.duration(fast) for claim in claims]
     return float(math.ceil(max(sum(each) / processes, *each)))

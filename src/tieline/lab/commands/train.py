@@ -6,9 +6,11 @@ from typing import Annotated
 
 import typer
 
-from tieline.cli.app import BAD_INPUT, Debug, Html, Json, Overwrite, Seed, app, guarded
+from tieline.cli.app import BAD_INPUT, app, guarded
 from tieline.cli.deliver import Outputs, deliver, progress_bars
+from tieline.cli.options import Html, Json, Overwrite
 from tieline.core.errors import require
+from tieline.lab.settings import TrainSettings
 
 GRACE = 2.0
 """Seconds for rank 0 to print its error: torchrun ends all processes when one has ended."""
@@ -17,6 +19,7 @@ GRACE = 2.0
 @app.command()
 @guarded
 def train(
+    *,
     recipe: Annotated[
         str | None, typer.Argument(help="Name of a recipe; --list shows all.", metavar="RECIPE")
     ] = None,
@@ -24,22 +27,14 @@ def train(
         Path | None,
         typer.Option("--out", "-o", help="Folder of the run; by default runs/RECIPE-SEED."),
     ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue from the newest checkpoint of the folder.")
-    ] = False,
+    settings: TrainSettings,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show size, data and time of the run, train nothing.")
     ] = False,
-    expert_ranks: Annotated[
-        int | None,
-        typer.Option(help="Under torchrun: processes that share the experts of a layer.", min=1),
-    ] = None,
     list_recipes: Annotated[bool, typer.Option("--list", help="Show the recipes.")] = False,
-    seed: Seed = 0,
     html: Html = None,
     json_to: Json = None,
     overwrite: Overwrite = False,
-    debug: Debug = False,
 ) -> None:
     """Train a model by a recipe: language, images or sentence pairs, with any of the gates.
 
@@ -54,21 +49,20 @@ def train(
         deliver(recipe_list(), outputs)
         return
     require(recipe is not None, "name a recipe; `tieline train --list` shows all")
-    with progress_bars():
+    with progress_bars(first="loading the libraries"):
         from tieline.analysis.sources import quiet_transformers
         from tieline.core.processes import FirstRankError
         from tieline.lab import training
         from tieline.lab.training.engine import plan
         from tieline.lab.training.recipes import recipe_config
     quiet_transformers()
-    config = recipe_config(str(recipe), seed)
-    options = {"resume": resume, "expert_ranks": expert_ranks}
-    with progress_bars() as progress:
+    config = recipe_config(str(recipe), settings.seed)
+    with progress_bars(first="loading the data") as progress:
         try:
             if dry_run:
                 result = plan(config, progress)
             else:
-                result = training.train(config, out, **options, progress=progress)
+                result = training.train(config, out, settings=settings, progress=progress)
         except FirstRankError:
             time.sleep(GRACE)
             raise typer.Exit(BAD_INPUT) from None  # one message is enough: rank 0 prints it

@@ -1,23 +1,80 @@
 """The design of a model measured on its own hidden states, beside the formulas of the advisor."""
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Any, Unpack
 
 import torch
 
 from tieline.analysis.linear import linear_choice, linear_weights, router_offset
 from tieline.analysis.sources import ModelSource, as_model
 from tieline.core.errors import require
+from tieline.core.settings import takes_settings
+from tieline.lab.settings import HIDDEN, DesignOptions, DesignSettings
+from tieline.lab.tropical.advisor import PRESETS, Advice, LayerShape, advise
 from tieline.lab.tropical.measured import RouterMeasurement, measured_layer
 from tieline.models.capture import capture
 from tieline.models.demo import DEMO
 from tieline.models.families import find_routers
+from tieline.models.loading import read_shape
 from tieline.models.running import batches, forward, only_running
 from tieline.run.corpus import Text, as_text, default_length, tokenise
 from tieline.trace.record import LayerTrace, RoutingTrace
 
 MOST_BYTES = 1 << 30
 """Largest size of the router inputs that are kept."""
+
+
+@takes_settings(DesignSettings)
+def design(
+    *,
+    settings: DesignSettings | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+    **options: Unpack[DesignOptions],
+) -> Advice:
+    """Compare a layer at several granularities, and measure the layers of a model if asked to.
+
+    Args:
+        settings: the options; keyword arguments change single ones.
+        progress: called with stage, done and total.
+    """
+    settings = DesignSettings.of(settings, options)
+    shape, source = _described_layer(settings)
+    changes = {"hidden": settings.hidden, "shared": settings.shared}
+    shape = replace(shape, **{name: new for name, new in changes.items() if new is not None})
+    advice = advise(shape, settings.d_eff, tuple(settings.split), source, progress)
+    if not settings.measure:
+        return advice
+    names = ("text", "tokens", "batch_size", "seed", "device", "revision", "trust_remote_code")
+    chosen = {name: getattr(settings, name) for name in names}
+    layers = measure_design(settings.model, progress=progress, **chosen)
+    return replace(advice, measured=layers)
+
+
+def _described_layer(settings: DesignSettings) -> tuple[LayerShape, str]:
+    """The shape of the layer that the settings describe, and where it is from."""
+    preset, model, matrices = settings.preset, settings.model, settings.matrices
+    if preset:
+        require(preset in PRESETS, f"no preset {preset!r}: one of {', '.join(PRESETS)}")
+        return PRESETS[preset], preset
+    if model is not None:
+        trusted = settings.trust_remote_code
+        shape = read_shape(model, revision=settings.revision, trust_remote_code=trusted)
+        return LayerShape(**shape._asdict(), matrices=matrices), str(model)
+    n_experts, k, width = settings.n_experts, settings.k, settings.expert_width
+    assert n_experts is not None
+    assert k is not None
+    assert width is not None
+    return LayerShape(n_experts, k, width, HIDDEN, matrices=matrices), "the given layer"
+
+
+def list_presets() -> list[str]:
+    """Return a line for each published shape."""
+    return [
+        f"{name:16} {shape.k} of {shape.n_experts} experts, width {shape.width}, model width "
+        f"{shape.hidden}"
+        for name, shape in PRESETS.items()
+    ]
 
 
 def measure_design(

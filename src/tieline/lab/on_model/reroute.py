@@ -18,7 +18,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Unpack
 
 import torch
 from jaxtyping import Float
@@ -28,9 +28,11 @@ from tieline.analysis.sources import ModelSource, as_model, save_model
 from tieline.core.errors import ParameterError, require
 from tieline.core.numerics import one_thread
 from tieline.core.records import Result
+from tieline.core.settings import takes_settings
 from tieline.core.statistics import Estimate, SequenceSums, kl_divergence, next_token_losses
 from tieline.lab.on_model.rerouted_model import FEATURE, ROUTER, reroute_
 from tieline.lab.on_model.router_fit import RouterFit, Watched, fit_router, is_softmax, watch
+from tieline.lab.settings import ROUTER_KINDS, RerouteOptions, RerouteSettings
 from tieline.measure.measures import LayerMeasures, measure
 from tieline.models.capture import capture
 from tieline.models.changes import changes_of
@@ -40,18 +42,10 @@ from tieline.models.loading import LoadedModel
 from tieline.models.running import batches, forward, only_running
 from tieline.models.smooth_router import LayerPlan, layer_plan
 from tieline.routing.routers import Router
-from tieline.run.corpus import Text, as_text, default_length, tokenise
+from tieline.run.corpus import as_text, default_length, tokenise
 from tieline.trace.record import RoutingTrace
 
 Progress = Callable[[str, int, int], None]
-
-KINDS: dict[str, str] = {
-    "cosine": "cosine",
-    "perturbed": "cosine",
-    "linear": "linear",
-    "quadratic": "quadratic",
-}
-"""The class of each router, by its key in `routing.layer.ROUTERS`."""
 
 NEAR_ZERO = 1e-6
 """Norm of the tokens whose scores are compared with those of the zero vector."""
@@ -134,66 +128,44 @@ class Rerouted(Result):
         save_model(folder, self.rerouted, self.tokenizer, tieline_reroute=self.to_json())
 
 
+@takes_settings(RerouteSettings)
 def reroute(
     source: ModelSource = DEMO,
     *,
-    router: str = "perturbed",
-    fit: Text = None,
-    text: Text = None,
-    fit_tokens: int = 8192,
-    tokens: int = 8192,
-    steps: int | None = None,
-    temperature: float | None = None,
-    tau: tuple[float, float] | None = None,
-    rank: int | None = None,
-    batch_size: int = 8,
-    seed: int = 0,
-    device: str = "cpu",
-    revision: str | None = None,
-    trust_remote_code: bool = False,
+    settings: RerouteSettings | None = None,
     progress: Progress | None = None,
+    **options: Unpack[RerouteOptions],
 ) -> Rerouted:
     """Make a copy of a model with another router, fitted to the choices of its own.
 
     Args:
         source: a hub id, a folder, "demo" for the model in the box, or `(model, tokenizer)`.
-        router: "cosine" (paper 2, eq. 2), "perturbed" (eq. 7), "linear" or "quadratic" (paper 4).
-        fit: text to fit to, a str or the Path of a file; by default the first tokens of `text`.
-        text: text to measure on; by default what follows in `fit`, or the text in the box.
-        fit_tokens: tokens to fit to.
-        tokens: tokens to measure on.
-        steps: steps of the fit; by default as many as are needed to keep the choices.
-        temperature: of cosine routers; by default fitted, layer by layer.
-        tau: (τ1, τ2) of perturbed cosine routers, by default (0.1, 0.1).
-        rank: of the matrices of quadratic routers, by default 8.
-        batch_size: sequences per forward pass.
-        seed: seed of the new routers and of the order of tokens in the fit.
-        device: where to load a named model, in float32.
-        revision: its branch, tag or commit on the hub.
-        trust_remote_code: whether code that comes with it may run.
+        settings: the options; keyword arguments change single ones. `fit` and `text` may also be
+            the texts themselves. `text` is by default what follows in `fit`, or the text in the
+            box. A named model is loaded in float32.
         progress: called with stage, done and total while the work goes on.
     """
-    options = router_options(router, temperature, tau, rank)
-    options_of_model = {"device": device, "revision": revision}
+    settings = RerouteSettings.of(settings, options)
     loaded = as_model(
         source,
         "reroute takes",
         dtype="fp32",
-        trust_remote_code=trust_remote_code,
-        **options_of_model,
+        trust_remote_code=settings.trust_remote_code,
+        device=settings.device,
+        revision=settings.revision,
     )
     refuse_rerouted(loaded.model)
-    parts = _parts(loaded, fit, text, fit_tokens, tokens)
-    fitted, measured = (list(batches(part, batch_size)) for part in (parts.fit, parts.measured))
-    plans = [layer_plan(name, one) for name, one in chosen_routers(loaded.model, None).items()]
-    changed, fits, seen = _changed(
-        loaded.model, plans, fitted, router, options, (steps, temperature, seed), progress
-    )
+    texts = _split(loaded, settings)
+    size = settings.batch_size
+    fitted, measured = (list(batches(rows, size)) for rows in (texts.fit, texts.measured))
+    routers = chosen_routers(loaded.model, None)
+    plans = [layer_plan(name, router) for name, router in routers.items()]
+    changed, fits, seen = _changed(loaded.model, plans, fitted, settings, progress)
     sides = _compare(loaded.model, changed, measured, progress)
     return Rerouted(
         model=loaded.name or type(loaded.model).__name__,
-        router=router,
-        options=options,
+        router=settings.router,
+        options=settings.router_options,
         layers=_layers(plans, fits, seen, changed, sides),
         kept=sides.kept_overall(),
         loss=sides.loss.mean(),
@@ -202,31 +174,14 @@ def reroute(
         tokens=sum(ids.numel() for ids in measured),
         sequences=sum(len(ids) for ids in measured),
         fit_tokens=sum(ids.numel() for ids in fitted),
-        provenance={"fit": parts.origins[0], "text": parts.origins[1], "seed": seed},
+        provenance={
+            "fit": texts.origins[0],
+            "text": texts.origins[1],
+            "seed": settings.seed,
+        },
         rerouted=changed,
         tokenizer=loaded.tokenizer,
     )
-
-
-def router_options(
-    router: str,
-    temperature: float | None,
-    tau: tuple[float, float] | None,
-    rank: int | None,
-) -> dict[str, object]:
-    """Arguments that all new routers share; refuses those of a router of another kind."""
-    require(router in KINDS, f"{router=} is not one of {list(KINDS)}")
-    kind = KINDS[router]
-    wrong = {
-        "temperature": temperature is not None and kind != "cosine",
-        "tau": tau is not None and router != "perturbed",
-        "rank": rank is not None and kind != "quadratic",
-    }
-    for name, is_wrong in wrong.items():
-        require(not is_wrong, f"{name} is an option of another router than {router!r}")
-    if router == "perturbed":
-        return {"tau": tau or (0.1, 0.1)}
-    return {"rank": rank or 8} if kind == "quadratic" else {}
 
 
 def refuse_rerouted(model: nn.Module) -> None:
@@ -239,7 +194,7 @@ def refuse_rerouted(model: nn.Module) -> None:
         )
 
 
-class _Parts(NamedTuple):
+class _Texts(NamedTuple):
     """Sequences to fit to and to measure on, and where they are from."""
 
     fit: list[Tensor]
@@ -247,45 +202,52 @@ class _Parts(NamedTuple):
     origins: tuple[str, str]
 
 
-def _parts(loaded: LoadedModel, fit: Text, text: Text, fit_tokens: int, tokens: int) -> _Parts:
+def _split(loaded: LoadedModel, settings: RerouteSettings) -> _Texts:
+    """Cut one text, or two, into sequences to fit to and others to measure on."""
+    fit, text = settings.fit, settings.text
+    fit_tokens, tokens = settings.fit_tokens, settings.tokens
     length = min(default_length(loaded.model), fit_tokens, tokens)
     if fit is not None and text is not None:
-        (own, origin), (other, second) = as_text(fit), as_text(text)
-        first = tokenise(loaded.tokenizer, own, fit_tokens, length).sequences
-        rest = tokenise(loaded.tokenizer, other, tokens, length).sequences
+        (fit_text, origin), (other_text, second) = as_text(fit), as_text(text)
+        first = tokenise(loaded.tokenizer, fit_text, fit_tokens, length).sequences
+        rest = tokenise(loaded.tokenizer, other_text, tokens, length).sequences
     else:
-        words, origin = as_text(text if fit is None else fit)
+        only_text, origin = as_text(text if fit is None else fit)
         second, count = origin, -(-fit_tokens // length)
-        found = tokenise(loaded.tokenizer, words, fit_tokens + tokens, length).sequences
-        first, rest = found[:count], found[count:]
-    measured = [one for one in rest if len(one) > 1]
+        sequences = tokenise(loaded.tokenizer, only_text, fit_tokens + tokens, length).sequences
+        first, rest = sequences[:count], sequences[count:]
+    measured = [sequence for sequence in rest if len(sequence) > 1]
     require(
         bool(first) and bool(measured),
         f"the text is too short to fit to {fit_tokens} of its tokens and to measure on others",
     )
-    return _Parts(list(first), measured, (origin, second))
+    return _Texts(list(first), measured, (origin, second))
 
 
 def _changed(
     model: nn.Module,
     plans: list[LayerPlan],
     fitted: list[Tensor],
-    router: str,
-    options: dict[str, object],
-    how: tuple[int | None, float | None, int],
+    settings: RerouteSettings,
     progress: Progress | None,
 ) -> tuple[nn.Module, dict[str, RouterFit], dict[str, Watched]]:
-    """A copy with fitted routers, how well they fit, and what they were fitted to."""
-    steps, temperature, seed = how
+    """Return a copy with fitted routers, how well they fit, and what they were fitted to."""
+    kind, seed = ROUTER_KINDS[settings.router], settings.seed
+    options = dict(settings.router_options)
     changed = copy.deepcopy(model)
     seen = watch(model, plans, fitted, progress)
-    record = reroute_(changed, router=KINDS[router], router_options=options, seed=seed)
+    record = reroute_(changed, router=kind, router_options=options, seed=seed)
     fits = {}
     for place, plan in enumerate(plans):
         new: Any = changed.get_submodule(f"{plan.name}.{ROUTER}")
         softmax = is_softmax(plan)
         fits[plan.name] = fit_router(
-            new, seen[plan.name], softmax=softmax, steps=steps, seed=seed, temperature=temperature
+            new,
+            seen[plan.name],
+            softmax=softmax,
+            steps=settings.steps,
+            seed=seed,
+            temperature=settings.temperature,
         )
         if progress is not None:
             progress("fit", place + 1, len(plans))

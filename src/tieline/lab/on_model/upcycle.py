@@ -5,19 +5,21 @@ done.output_change, done.loss_before, done.loss_after
 done.save("mixture")
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 from tieline.analysis.sources import ModelSource, save_model
 from tieline.analysis.text import TextLoss, text_loss
 from tieline.core.errors import ParameterError, require
 from tieline.core.records import Result
+from tieline.core.settings import takes_settings
 from tieline.lab.on_model.upcycled_model import upcycle_
+from tieline.lab.settings import UpcycleOptions, UpcycleSettings
 from tieline.models.loading import LoadedModel, load_dense, probe_output
-from tieline.run.corpus import Text, as_text
+from tieline.run.corpus import as_text
 
 Progress = Callable[[str, int, int], None]
 
@@ -79,21 +81,13 @@ class Upcycled(Result):
         save_model(folder, self.mixture, self.tokenizer)
 
 
+@takes_settings(UpcycleSettings)
 def upcycle(
     source: ModelSource,
     *,
-    n_experts: int = 8,
-    k: int = 2,
-    layers: Collection[str | int] | None = None,
-    router_init: str = "normal",
-    router_scale: float = 0.02,
-    noise: float = 0.0,
-    text: Text = None,
-    tokens: int = 4096,
-    dtype: str = "auto",
-    revision: str | None = None,
-    seed: int = 0,
+    settings: UpcycleSettings | None = None,
     progress: Progress | None = None,
+    **options: Unpack[UpcycleOptions],
 ) -> Upcycled:
     """Turn a dense model into a Mixture of Experts that computes the same function, to rounding.
 
@@ -101,45 +95,28 @@ def upcycle(
 
     Args:
         source: a hub id, a folder, or `(model, tokenizer)`.
-        n_experts: experts per layer.
-        k: experts per token.
-        layers: feed-forward networks, by name or place; all by default.
-        router_init: "normal" or "orthogonal".
-        router_scale: size of the router's entries.
-        noise: noise on the copies, relative to their size.
-        text: text to compare the loss on, a str or the Path of a file; None to compare no loss.
-        tokens: how many tokens of it.
-        dtype: precision to load a named model in.
-        revision: its branch, tag or commit on the hub.
-        seed: seed of routers and noise.
+        settings: the options; keyword arguments change single ones. `text` may also be the text
+            itself; without one, no loss is compared.
         progress: called with stage, done and total while the work goes on.
     """
-    words = None if text is None else as_text(text)[0]
-    loaded = _loaded(source, revision, dtype)
+    settings = UpcycleSettings.of(settings, options)
+    text = None if settings.text is None else as_text(settings.text)[0]
+    loaded = _loaded(source, settings.revision, settings.dtype)
     require(
-        words is None or loaded.tokenizer is not None,
+        text is None or loaded.tokenizer is not None,
         "the model has no tokenizer, so no loss on a text",
     )
     model: Any = loaded.model
     before = probe_output(model)
-    loss_before = _loss(loaded, words, tokens, "loss before", progress)
-    done = upcycle_(
-        model,
-        n_experts=n_experts,
-        k=k,
-        layers=layers,
-        router_init=router_init,
-        router_scale=router_scale,
-        noise=noise,
-        seed=seed,
-    )
+    loss_before = _loss(loaded, text, settings.tokens, "loss before", progress)
+    done = upcycle_(model, **settings.layout)
     after = probe_output(model)
     return Upcycled(
         **vars(done),
-        noise=noise,
+        noise=settings.noise,
         output_change=((after - before).abs().max() / before.abs().max()).item(),
         loss_before=loss_before,
-        loss_after=_loss(loaded, words, tokens, "loss after", progress),
+        loss_after=_loss(loaded, text, settings.tokens, "loss after", progress),
         model=loaded.name or type(model).__name__,
         mixture=model,
         tokenizer=loaded.tokenizer,

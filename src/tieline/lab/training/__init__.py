@@ -1,9 +1,10 @@
 """Training of routed models: recipes, tasks, data, the engine and its parallel form."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
-from tieline.core.errors import require
+from tieline.core.settings import require_setting, takes_settings
+from tieline.lab.settings import TrainOptions, TrainSettings
 
 if TYPE_CHECKING:
     from tieline.lab.training.config import TrainConfig
@@ -12,23 +13,21 @@ if TYPE_CHECKING:
 __all__ = ["train"]
 
 
+@takes_settings(TrainSettings)
 def train(
     recipe: "str | TrainConfig",
     out: Path | None = None,
     *,
-    seed: int = 0,
-    resume: bool = False,
-    expert_ranks: int | None = None,
+    settings: TrainSettings | None = None,
     progress: "Report | None" = None,
+    **options: Unpack[TrainOptions],
 ) -> "TrainingResult | None":
     """Train a model by a recipe and score it; under torchrun, on all its processes together.
 
     Args:
-        recipe: name of a recipe, or a whole configuration.
+        recipe: name of a recipe, or a complete configuration, which has its own seed.
         out: folder of the run; by default runs/RECIPE-SEED.
-        seed: of a recipe that is given by name.
-        resume: continue from the newest checkpoint of the folder.
-        expert_ranks: processes that share the experts of a layer; only under torchrun.
+        settings: the options; keyword arguments change single ones.
         progress: called with each stage, how much of it is done, and of how much.
 
     Returns:
@@ -39,12 +38,14 @@ def train(
     from tieline.lab.training.parallel.run import run_parallel
     from tieline.lab.training.recipes import recipe_config
 
-    config = recipe_config(recipe, seed) if isinstance(recipe, str) else recipe
+    settings = TrainSettings.of(settings, options)
+    resume, expert_ranks = settings.resume, settings.expert_ranks
+    config = recipe_config(recipe, settings.seed) if isinstance(recipe, str) else recipe
     folder = out or Path("runs") / f"{config.recipe}-{config.seed}"
     if is_parallel():
         return run_parallel(
             config, folder, expert_ranks=expert_ranks, resume=resume, progress=progress
         )
     alone = expert_ranks in (None, 1)
-    require(alone, "--expert-ranks needs processes: start with torchrun")
+    require_setting(alone, "{expert_ranks} needs processes: start with torchrun")
     return run(config, folder, resume=resume, progress=progress)

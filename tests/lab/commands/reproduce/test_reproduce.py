@@ -81,8 +81,8 @@ def test_the_list_tests_nothing(run, tmp_path):
     [
         (["p7"], "no paper or claim is called 'p7'"),
         (["p0-lem6.2", "--executor", "warp"], "executor must be one of"),
-        (["p0-lem6.2", "--address", "tcp://x:1"], "address is for executor dask"),
-        (["p0-lem6.2", "--jobs", "0"], "jobs >= 1"),
+        (["p0-lem6.2", "--address", "tcp://x:1"], "--address is for --executor dask, not"),
+        (["p0-lem6.2", "--jobs", "0"], "--jobs must be at least 1, or -1"),
         (["p0-lem6.2", "--html", "/nowhere/a.html"], "there is no folder"),
     ],
 )
@@ -99,7 +99,7 @@ def test_one_file_for_two_outputs_is_refused(run, tmp_path):
 
 def test_results_go_to_the_user_s_cache_by_default(tieline, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    code, _, _ = tieline("reproduce", "p0-lem6.2", "--fast", "--engine", "serial")
+    code, _, _ = tieline("reproduce", "p0-lem6.2", "--fast", "--executor", "serial")
     assert code == 0
     assert len(list((tmp_path / "tieline" / "claims").iterdir())) == 1
 

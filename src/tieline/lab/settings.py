@@ -1,0 +1,363 @@
+"""Settings of the jobs of the laboratory: one class per job, one field per option.
+
+See `tieline.analysis.settings`, which has the groups of options that jobs share. Nothing large is
+imported here: the command line makes its options from these classes.
+"""
+
+import math
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any, TypedDict
+
+from tieline.analysis.settings import DTYPES, HubSettings, SeedSettings, Text, TextSettings
+from tieline.core.settings import (
+    above,
+    at_least,
+    one_of,
+    read_layers,
+    read_numbers,
+    read_whole_numbers,
+    require_setting,
+    setting,
+)
+
+__all__ = [
+    "DesignOptions",
+    "DesignSettings",
+    "JobSettings",
+    "RatesSettings",
+    "ReproduceOptions",
+    "ReproduceSettings",
+    "RerouteOptions",
+    "RerouteSettings",
+    "TrainOptions",
+    "TrainSettings",
+    "UpcycleOptions",
+    "UpcycleSettings",
+]
+
+HIDDEN = 2048
+"""Width of a model that is not stated otherwise."""
+
+ROUTER_KINDS = {
+    "cosine": "cosine",
+    "perturbed": "cosine",
+    "linear": "linear",
+    "quadratic": "quadratic",
+}
+"""The kind of router (`tieline.routing.ROUTERS`) behind each name of `reroute`."""
+
+
+class TrainSettings(SeedSettings):
+    """Options of `train` and `tieline train`."""
+
+    resume: bool = setting(False, help="Continue from the newest checkpoint of the folder.")
+    expert_ranks: int | None = setting(
+        None,
+        check=at_least(1),
+        help="Under torchrun: processes that share the experts of a layer.",
+    )
+
+
+class TrainOptions(TypedDict, total=False):
+    """Keyword arguments of `train`."""
+
+    seed: int
+    resume: bool
+    expert_ranks: int | None
+
+
+class DesignSettings(HubSettings, SeedSettings, TextSettings):
+    """Options of `design` and `tieline design`."""
+
+    n_experts: int | None = setting(None, help="Number of routed experts N.")
+    k: int | None = setting(None, option="--topk", help="Experts chosen per token, k.")
+    expert_width: int | None = setting(None, help="Hidden neurons H of one expert.")
+    d_eff: int = setting(
+        16, check=at_least(1), help="Effective dimension of the inputs, usually 10 to 20."
+    )
+    split: Sequence[int] = setting(
+        (1, 2, 4, 8),
+        read=read_whole_numbers,
+        help="Granularities m: mN experts, mk chosen, width H/m.",
+    )
+    preset: str | None = setting(None, help="A published shape, such as olmoe; 'list' shows all.")
+    model: Any = setting(
+        None, kind=str, help="Read the shape from the configuration of a folder or hub id."
+    )
+    hidden: int | None = setting(None, help=f"Width of the model; {HIDDEN} if not known otherwise.")
+    shared: int | None = setting(
+        None, check=at_least(0), help="Shared experts that every token uses."
+    )
+    matrices: int = setting(3, help="Weight matrices of an expert: 3 with a gate, 2 without.")
+    measure: bool = setting(False, help="Also run the model on a text and measure its layers.")
+    tokens: int = setting(4096, check=at_least(3), help="Tokens of the text to run.")
+
+    def check(self) -> None:
+        """Refuse a layer that is described twice, or not at all."""
+        require_setting(
+            not self.measure or self.model is not None,
+            "{measure} runs a model: name it with {model}",
+        )
+        fine = [isinstance(m, int) and m >= 1 for m in self.split]
+        require_setting(
+            bool(fine) and all(fine), "{split} takes numbers from 1 on, got {m}", m=self.split
+        )
+        sizes = {"n_experts": self.n_experts, "k": self.k, "expert_width": self.expert_width}
+        given = [name for name, size in sizes.items() if size is not None]
+        require_setting(
+            bool(given) + bool(self.preset) + (self.model is not None) == 1,
+            "say which layer: {n_experts}, {k} and {expert_width}, or {preset}, or {model}",
+        )
+        missing = ", ".join(f"{{{name}}}" for name in sizes if given and name not in given)
+        require_setting(not missing, f"also give {missing}")
+
+
+class DesignOptions(TypedDict, total=False):
+    """Keyword arguments of `design`."""
+
+    text: Text
+    tokens: int
+    batch_size: int
+    seed: int
+    device: str
+    revision: str | None
+    trust_remote_code: bool
+    n_experts: int | None
+    k: int | None
+    expert_width: int | None
+    d_eff: int
+    split: Sequence[int] | str
+    preset: str | None
+    model: Any
+    hidden: int | None
+    shared: int | None
+    matrices: int
+    measure: bool
+
+
+class JobSettings(SeedSettings):
+    """Where many independent fits or tests run."""
+
+    executor: str = setting(
+        "loky",
+        check=one_of("loky", "dask", "serial"),
+        help="loky (processes here), dask (a cluster) or serial.",
+    )
+    address: str | None = setting(None, help="Of the Dask scheduler, tcp://host:8786.")
+    jobs: int = setting(-1, help="Processes at once; -1 for one per core.")
+
+    def check(self) -> None:
+        """Refuse an address without dask, and a number of processes below 1."""
+        require_setting(
+            self.address is None or self.executor == "dask",
+            "{address} is for {executor} dask, not {name}",
+            name=self.executor,
+        )
+        require_setting(
+            self.jobs == -1 or self.jobs >= 1,
+            "{jobs} must be at least 1, or -1 for one per core, got {count}",
+            count=self.jobs,
+        )
+
+
+class RatesSettings(JobSettings):
+    """Options of `tieline rates`."""
+
+    gate: str | None = setting(None, help="linear, cosine, perturbed, quadratic or partial.")
+    link: str | None = setting(None, help="softmax or sigmoid.")
+    expert: str | None = setting(None, help="linear, polynomial, relu, gelu, tanh or two_layer.")
+    d: int | None = setting(
+        None, check=at_least(1), option="--dim", help="Dimension d of the inputs."
+    )
+    n_experts: int | None = setting(None, check=at_least(1), help="Experts of the truth.")
+    fitted: int | None = setting(None, help="Experts to fit, if more than the truth has.")
+    noise: float | None = setting(None, help="Standard deviation of the noise.")
+    sizes: Sequence[int] | None = setting(
+        None, read=read_whole_numbers, help="Sample sizes, such as 1000,3000,10000."
+    )
+    repetitions: int | None = setting(None, check=at_least(2), help="Data sets for each size.")
+    radii: Sequence[float] | None = setting(
+        None, read=read_numbers, option="--radius", help="Start radii, such as 0.05,0.2,0.5."
+    )
+    shrink: bool = setting(False, help="Shrink the start radii like n^-1/2.")
+    starts: int = setting(1, check=at_least(1), help="Starts for each data set.")
+    method: str = setting(
+        "lm", check=one_of("lm", "sgd", "adam"), help="lm, sgd (the papers' recipe) or adam."
+    )
+    error: float | None = setting(None, help="Estimate the sample size for this quotient loss.")
+    results: Path | None = setting(None, help="File of JSON lines that keeps results between runs.")
+
+    @property
+    def family(self) -> dict[str, Any]:
+        """Fields of a setting that is not named, those that were given."""
+        return self._given("gate", "link", "expert", "d", "n_experts", "fitted")
+
+    @property
+    def grid(self) -> dict[str, Any]:
+        """Fields of `RatePlan`."""
+        fixed = {"shrink": self.shrink, "starts": self.starts, "method": self.method}
+        return self._given("sizes", "radii", "repetitions", "noise") | fixed | {"seed": self.seed}
+
+    def _given(self, *names: str) -> dict[str, Any]:
+        values = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def check_setting(self, setting: str | None) -> None:
+        """Refuse options of a family beside a named setting, and neither of them."""
+        extra = ", ".join(f"{{{name}}}" for name in self.family)
+        require_setting(
+            setting is None or not extra,
+            f"{{setting}} is a complete setting: leave out {extra}",
+            setting=setting,
+        )
+        require_setting(
+            setting is not None or bool(set(self.family) - {"fitted"}),
+            "say which setting: its name, or {gate}, {link} and {expert}; see --list",
+        )
+
+
+class ReproduceSettings(JobSettings):
+    """Options of `reproduce` and `tieline reproduce`."""
+
+    fast: bool = setting(False, help="Use smaller samples: minutes for everything.")
+    results: Path | None = setting(
+        None, help="Folder that keeps results between runs, one per claim."
+    )
+
+
+class ReproduceOptions(TypedDict, total=False):
+    """Keyword arguments of `reproduce`."""
+
+    seed: int
+    executor: str
+    address: str | None
+    jobs: int
+    fast: bool
+    results: Path | None
+
+
+class RerouteSettings(HubSettings, SeedSettings, TextSettings):
+    """Options of `reroute` and `tieline reroute`."""
+
+    router: str = setting(
+        "perturbed",
+        check=one_of(*ROUTER_KINDS),
+        help="cosine (paper 2, eq. 2), perturbed (eq. 7), linear or quadratic (paper 4).",
+    )
+    fit: Text = setting(
+        None, kind=Path, help="Text to fit to, UTF-8; by default the first tokens of the text."
+    )
+    fit_tokens: int = setting(8192, check=at_least(64), help="Tokens to fit to.")
+    tokens: int = setting(8192, check=at_least(64), help="Tokens to measure on.")
+    steps: int | None = setting(
+        None,
+        check=at_least(0),
+        help="Steps of the fit; by default as many as keep the choices.",
+    )
+    temperature: float | None = setting(None, help="Of cosine routers; fitted by default.")
+    tau: Sequence[float] | None = setting(
+        None, read=read_numbers, help="τ1,τ2 of perturbed cosine routers; 0.1,0.1 by default."
+    )
+    rank: int | None = setting(
+        None, check=at_least(1), help="Of the matrices of quadratic routers; 8 by default."
+    )
+
+    def check(self) -> None:
+        """Refuse options of a router of another kind."""
+        require_setting(
+            self.tau is None or len(self.tau) == 2,
+            "{tau} takes two numbers such as 0.1,0.1, got {value}",
+            value=self.tau,
+        )
+        kind = ROUTER_KINDS[self.router]
+        foreign = {
+            "temperature": self.temperature is not None and kind != "cosine",
+            "tau": self.tau is not None and self.router != "perturbed",
+            "rank": self.rank is not None and kind != "quadratic",
+        }
+        for name, is_foreign in foreign.items():
+            message = f"{{{name}}} is an option of another router than {{chosen}}"
+            require_setting(not is_foreign, message, chosen=repr(self.router))
+
+    @property
+    def router_options(self) -> dict[str, object]:
+        """Arguments that all new routers share."""
+        if self.router == "perturbed":
+            return {"tau": tuple(self.tau or (0.1, 0.1))}
+        return {"rank": self.rank or 8} if self.router == "quadratic" else {}
+
+
+class RerouteOptions(TypedDict, total=False):
+    """Keyword arguments of `reroute`."""
+
+    text: Text
+    tokens: int
+    batch_size: int
+    seed: int
+    device: str
+    revision: str | None
+    trust_remote_code: bool
+    router: str
+    fit: Text
+    fit_tokens: int
+    steps: int | None
+    temperature: float | None
+    tau: Sequence[float] | str | None
+    rank: int | None
+
+
+def _not_negative(value: float) -> str:
+    return "" if 0 <= value < math.inf else "must be at least 0 and finite"
+
+
+class UpcycleSettings(SeedSettings):
+    """Options of `upcycle` and `tieline upcycle`."""
+
+    n_experts: int = setting(8, check=at_least(2), help="Experts per layer.")
+    k: int = setting(2, check=at_least(1), option="--topk", help="Experts per token.")
+    layers: Collection[str | int] | None = setting(
+        None, read=read_layers, help="Feed-forward networks, such as 0,2,5-7; all by default."
+    )
+    router_init: str = setting(
+        "normal", check=one_of("normal", "orthogonal"), help="normal or orthogonal."
+    )
+    router_scale: float = setting(0.02, check=above(0.0), help="Size of the router's entries.")
+    noise: float = setting(
+        0.0, check=_not_negative, help="Noise on the copies, relative to their size; 0 for none."
+    )
+    text: Text = setting(None, kind=Path, help="Text to compare the loss on, UTF-8.")
+    tokens: int = setting(4096, check=at_least(2), help="How many tokens of the text.")
+    dtype: str = setting("auto", check=one_of(*DTYPES), help="auto, fp32, bf16 or fp16.")
+    revision: str | None = setting(None, help="Branch, tag or commit on the hub.")
+
+    def check(self) -> None:
+        """Refuse more experts per token than there are."""
+        require_setting(
+            self.k <= self.n_experts,
+            "{k} {count} of {experts} experts: it must be at most {n_experts}",
+            count=self.k,
+            experts=self.n_experts,
+        )
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """Arguments of `upcycle_`."""
+        names = ("n_experts", "k", "layers", "router_init", "router_scale", "noise", "seed")
+        return {name: getattr(self, name) for name in names}
+
+
+class UpcycleOptions(TypedDict, total=False):
+    """Keyword arguments of `upcycle`."""
+
+    seed: int
+    n_experts: int
+    k: int
+    layers: Collection[str | int] | str | None
+    router_init: str
+    router_scale: float
+    noise: float
+    text: Text
+    tokens: int
+    dtype: str
+    revision: str | None

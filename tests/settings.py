@@ -1,0 +1,122 @@
+"""The settings classes of all jobs, their functions, and the rules between their fields."""
+
+from tieline.analysis.settings import (
+    CaptureSettings,
+    CheckSettings,
+    ConvertSettings,
+    MergeSettings,
+)
+from tieline.lab.settings import (
+    DesignSettings,
+    RatesSettings,
+    ReproduceSettings,
+    RerouteSettings,
+    TrainSettings,
+    UpcycleSettings,
+)
+
+JOBS = {
+    CaptureSettings: ("tieline.analysis.engine_runs", "capture_engine"),
+    CheckSettings: ("tieline.analysis.check", "check"),
+    ConvertSettings: ("tieline.analysis.convert", "convert"),
+    MergeSettings: ("tieline.analysis.merge", "merge"),
+    DesignSettings: ("tieline.lab.on_model.design", "design"),
+    ReproduceSettings: ("tieline.lab.claims", "reproduce"),
+    RerouteSettings: ("tieline.lab.on_model.reroute", "reroute"),
+    TrainSettings: ("tieline.lab.training", "train"),
+    UpcycleSettings: ("tieline.lab.on_model.upcycle", "upcycle"),
+}
+"""The function that takes each settings class."""
+
+SETTINGS = (*JOBS, RatesSettings)
+"""All of them; a rate study is called with the plan that its settings describe."""
+
+EXAMPLES = {ConvertSettings: {"to": "npz"}, DesignSettings: {"preset": "olmoe"}}
+"""Fields that have no default, or of which one must be given."""
+
+OUT = ["-o", "/nowhere/out"]
+
+RULES = [
+    (
+        CaptureSettings,
+        {"text": "a", "ids": "b"},
+        ["--text", "a", "--ids", "b", *OUT],
+        "--text, --ids and --tokens-from exclude each other",
+    ),
+    (
+        CaptureSettings,
+        {"engine_defaults": True},
+        ["--engine-defaults", *OUT],
+        "--engine-defaults is for other engines than transformers",
+    ),
+    (
+        CaptureSettings,
+        {"engine": "vllm", "stream": True},
+        ["--engine", "vllm", "--stream", *OUT],
+        "--stream is for transformers",
+    ),
+    (
+        CaptureSettings,
+        {"memory": "much"},
+        ["--memory", "much", *OUT],
+        "--memory is a size such as 8G or 800M, got 'much'",
+    ),
+    (
+        CaptureSettings,
+        {"parallel": "xx"},
+        ["--parallel", "xx", *OUT],
+        "--parallel must be one of data, tp, ep, pp, fsdp, got 'xx'",
+    ),
+    (CheckSettings, {"k": 0}, ["a.npy", "-k", "0"], "--k must be at least 1, got 0"),
+    (
+        ConvertSettings,
+        {"start": -1},
+        ["a", "b", "--to", "npz", "--start", "-1"],
+        "--start must be at least 0, got -1",
+    ),
+    (
+        DesignSettings,
+        {"n_experts": 4},
+        ["--preset", "olmoe", "--n-experts", "4"],
+        "say which layer: --n-experts, --topk and --expert-width, or --preset, or --model",
+    ),
+    (
+        DesignSettings,
+        {"measure": True},
+        ["--preset", "olmoe", "--measure"],
+        "--measure runs a model: name it with --model",
+    ),
+    (DesignSettings, {"split": "0"}, ["--preset", "olmoe", "--split", "0"], "--split takes"),
+    (
+        RatesSettings,
+        {"address": "tcp://x:1"},
+        ["p2-1a-cosine", "--address", "tcp://x:1"],
+        "--address is for --executor dask, not loky",
+    ),
+    (
+        ReproduceSettings,
+        {"jobs": 0},
+        ["--jobs", "0"],
+        "--jobs must be at least 1, or -1 for one per core, got 0",
+    ),
+    (
+        RerouteSettings,
+        {"rank": 4},
+        ["--rank", "4"],
+        "--rank is an option of another router than 'perturbed'",
+    ),
+    (RerouteSettings, {"tau": "0.1"}, ["--tau", "0.1"], "--tau takes two numbers"),
+    (
+        TrainSettings,
+        {"expert_ranks": 0},
+        ["demo", "--expert-ranks", "0"],
+        "--expert-ranks must be at least 1, got 0",
+    ),
+    (
+        UpcycleSettings,
+        {"k": 9},
+        ["m", *OUT, "--topk", "9"],
+        "--topk 9 of 8 experts: it must be at most --n-experts",
+    ),
+]
+"""A class, values that break a rule, what one types for them, and the message on the terminal."""
