@@ -35,7 +35,7 @@ def test_the_variance_is_that_of_the_experts_that_both_kept(seed, ranks):
         else:
             expected = np.var((b - a)[token, common].numpy(), ddof=1)
             assert noise.variance[token] == pytest.approx(expected, rel=1e-9)
-        assert noise.known[token].tolist() == [e in common for e in in_a]
+        assert noise.common[token].tolist() == [e in common for e in in_a]
 
 
 def test_what_all_scores_of_a_token_share_is_no_noise():

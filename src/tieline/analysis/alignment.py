@@ -68,16 +68,16 @@ def check_ids(
 ) -> int:
     """Return the shift at which the token ids agree, 0 if unknown; raises on other tokens."""
     require(any(len(tokens.in_a) for tokens in common.values()), _apart(a, b), TraceError)
-    if all(check.known == 0 for check in ids.values()):
+    if all(check.checked == 0 for check in ids.values()):
         return 0 if len(common[0].in_a) else next(s for s, x in common.items() if len(x.in_a))
-    agreeing = [s for s, check in ids.items() if check.known > 0 and check.different == 0]
+    agreeing = [s for s, check in ids.items() if check.checked > 0 and check.different == 0]
     if agreeing:
         return agreeing[0]
     check, tokens = ids[0], common[0]
     at = tokens.in_a[check.first or 0], tokens.in_b[check.first or 0]
     raise TraceError(
-        f"different tokenisations: {check.different} of {check.known} token ids differ, the first "
-        f"at document {int(a.documents[at[0]])}, position {int(a.positions[at[0]])}: "
+        f"different tokenisations: {check.different} of {check.checked} token ids differ, the "
+        f"first at document {int(a.documents[at[0]])}, position {int(a.positions[at[0]])}: "
         f"{int(a.tokens[at[0]])} in A, {int(b.tokens[at[1]])} in B"
     )
 
@@ -198,7 +198,7 @@ def align(a: RoutingTrace, b: RoutingTrace, *, partial: bool = False) -> Aligned
     common = {shift: tokens for shift, tokens in common.items() if len(tokens.in_a)}
     candidates = pairings([x.name for x in a.layers], [x.name for x in b.layers])
     best = search(sample_choices(a, b, common), candidates, base)
-    verified = ids[base].known > 0
+    verified = ids[base].checked > 0
     tokens = common[best.shift]
     check_layers(a, b, best.pairing)
     check_tokens(a, b, tokens, (side_a.tokens, side_b.tokens), partial)
@@ -210,7 +210,7 @@ def align(a: RoutingTrace, b: RoutingTrace, *, partial: bool = False) -> Aligned
     check_related(pairs, [match.beyond_chance for match in matches], verified)
     account = _account((side_a, side_b), tokens, best.shift, best.pairing, pairs)
     denied = verified and best.shift != base
-    account = replace(account, ids_checked=ids[base].known, against_ids=denied)
+    account = replace(account, ids_checked=ids[base].checked, against_ids=denied)
     numbers = [np.argsort(match.to_b) for match in matches]
     unranked = [(broken_a.get(i, 0), broken_b.get(j, 0)) for i, j in best.pairing.pairs]
     return Aligned(a, b, tokens, best.pairing, numbers, account, unranked)

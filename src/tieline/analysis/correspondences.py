@@ -95,7 +95,7 @@ class CommonTokens(NamedTuple):
 class IdCheck(NamedTuple):
     """Tokens whose ids are known on both sides, and the index of the first difference."""
 
-    known: int
+    checked: int
     different: int
     first: int | None
 

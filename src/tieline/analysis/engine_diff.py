@@ -67,7 +67,7 @@ class EngineSettings:
 
 
 @dataclass(frozen=True)
-class _Ran:
+class _SideRun:
     """One side after its run: routing, log-probabilities (T, V) if it has any, the model if any."""
 
     trace: RoutingTrace
@@ -81,7 +81,7 @@ class _Job:
 
     sequences: list[Tensor]
     documents: list[int]
-    words: dict[int, str] | None
+    vocabulary: dict[int, str] | None
     predictions: bool
     run: Running
     settings: EngineSettings
@@ -110,33 +110,36 @@ def diff_engines(
         shape: number of experts and k, for files that do not tell.
     """
     started = time.perf_counter()
-    _check(sides, settings)
+    _check_engines(sides, settings)
     traces = {x.side: x.trace(*shape) for x in sides if x.kind not in ("engine", "model")}
     loaded = {x.side: x.model() for x in sides if x.kind == "model"}
     job, origin = _job(sides, traces, loaded, text, (tokens, length), run, settings)
     ran = []
-    for named in sides:
-        if named.side in traces:
-            ran.append(_Ran(traces[named.side]))
-        elif named.side in loaded:
-            ran.append(_run_model(loaded[named.side][0], job))
+    for side in sides:
+        if side.side in traces:
+            ran.append(_SideRun(traces[side.side]))
+        elif side.side in loaded:
+            ran.append(_run_model(loaded[side.side][0], job))
         else:
-            ran.append(_run_side(named, job))
+            ran.append(_run_side(side, job))
     before = time.perf_counter()
-    found = _compared(sides, ran[0], ran[1], job, partial)
+    compared = _compared(sides, ran[0], ran[1], job, partial)
     timings = {"run": before - started, "compare": time.perf_counter() - before}
-    facts = found.provenance | {"text": origin, "tokens": sum(map(len, job.sequences))}
-    return replace(found, timings=timings, provenance=facts)
+    facts = compared.provenance | {"text": origin, "tokens": sum(map(len, job.sequences))}
+    return replace(compared, timings=timings, provenance=facts)
 
 
-def _check(sides: Sequence[NamedSide], settings: EngineSettings) -> None:
+def _check_engines(sides: Sequence[NamedSide], settings: EngineSettings) -> None:
     """Find every engine before anything is loaded."""
     engines = [split_side(x.source) for x in sides]
-    known = [x for x in engines if x is not None]
-    one = len({engine for engine, _ in known}) == 1
-    words = "--engine-python is for one engine: name others by their variables (--list-engines)"
-    require(settings.python is None or one, words)
-    for engine, _ in known:
+    named_engines = [x for x in engines if x is not None]
+    single = len({engine for engine, _ in named_engines}) == 1
+    require(
+        settings.python is None or single,
+        "engine_python is for one engine: name the others by their environment variables "
+        "(tieline capture --list-engines)",
+    )
+    for engine, _ in named_engines:
         find_python(engine_named(engine), settings.python)
 
 
@@ -151,11 +154,11 @@ def _job(
 ) -> tuple[_Job, str]:
     """The tokens of the trace, or of the text cut by the tokenizer of a side."""
     tokenizer = _tokenizer(sides, loaded, settings.tokenizer)
-    words = None if tokenizer is None else vocabulary_sample(tokenizer)
+    vocabulary = None if tokenizer is None else vocabulary_sample(tokenizer)
     if traces:
         require(text is None, "a text is for models: an engine beside a trace runs its tokens")
         sequences, documents = sequences_of(next(iter(traces.values())))
-        return _Job(sequences, documents, words, False, run, settings), "a trace"
+        return _Job(sequences, documents, vocabulary, False, run, settings), "a trace"
     require(
         tokenizer is not None,
         "no side has a tokenizer of transformers: name a model that has it with --tokenizer",
@@ -165,7 +168,7 @@ def _job(
     sequences, origin = engine_tokens(tokenizer, text, size[0], most)
     count = sum(map(len, sequences)) * len(tokenizer)
     numbers = list(range(len(sequences)))
-    return _Job(sequences, numbers, words, count <= MOST_PREDICTIONS, run, settings), origin
+    return _Job(sequences, numbers, vocabulary, count <= MOST_PREDICTIONS, run, settings), origin
 
 
 def _tokenizer(
@@ -175,56 +178,56 @@ def _tokenizer(
         return load_tokenizer(asked)
     for _, model in loaded.values():
         return model.tokenizer
-    for named in sides:
-        found = split_side(named.source)
-        if found is not None and not engine_named(found[0]).gguf:
-            return load_tokenizer(found[1])
+    for side in sides:
+        engine_side = split_side(side.source)
+        if engine_side is not None and not engine_named(engine_side[0]).gguf:
+            return load_tokenizer(engine_side[1])
     return None
 
 
 def _contexts(sides: Sequence[NamedSide], loaded: dict[str, tuple[Side, LoadedModel]]) -> list[int]:
     """Longest documents that the models take, as far as they tell."""
-    found = [default_length(model.model, 1 << 30) for _, model in loaded.values()]
-    for named in sides:
-        engine = split_side(named.source)
+    lengths = [default_length(model.model, 1 << 30) for _, model in loaded.values()]
+    for side in sides:
+        engine = split_side(side.source)
         path = Path(engine_model(engine[1])) / "config.json" if engine else Path()
         if path.is_file():
-            told = json.loads(path.read_bytes()).get("max_position_embeddings")
-            found += [told] if isinstance(told, int) else []
-    return found
+            longest = json.loads(path.read_bytes()).get("max_position_embeddings")
+            lengths += [longest] if isinstance(longest, int) else []
+    return lengths
 
 
-def _run_side(named: NamedSide, job: _Job) -> _Ran:
+def _run_side(side: NamedSide, job: _Job) -> _SideRun:
     """Run an engine."""
-    found = split_side(named.source)
-    assert found is not None
-    engine, model = found
+    engine_side = split_side(side.source)
+    assert engine_side is not None
+    engine, model = engine_side
     options = RunOptions(
         job.settings.python,
-        "fp32" if named.dtype == "auto" else named.dtype,
+        "fp32" if side.dtype == "auto" else side.dtype,
         job.settings.defaults,
         logprobs=job.predictions,
-        vocabulary=job.words if engine_named(engine).gguf else None,
+        vocabulary=job.vocabulary if engine_named(engine).gguf else None,
     )
-    place, rows = engine_model(model), [x.numpy() for x in job.sequences]
-    done = run_engine(place, engine, rows, options, job.run.progress)
+    source, rows = engine_model(model), [x.numpy() for x in job.sequences]
+    done = run_engine(source, engine, rows, options, job.run.progress)
     logprobs = None if done.logprobs is None else torch.from_numpy(done.logprobs)
-    return _Ran(_numbered(done.trace, job), logprobs)
+    return _SideRun(_numbered(done.trace, job), logprobs)
 
 
-def _run_model(side: Side, job: _Job) -> _Ran:
+def _run_model(side: Side, job: _Job) -> _SideRun:
     """Run a model of transformers and keep its log-probabilities, if they are wanted."""
-    parts, rows, done = [], [], 0
+    traces, rows, done = [], [], 0
     for ids in batches(job.sequences, job.run.batch_size):
         trace, logits = run_batch(side, ids)
-        parts.append(trace)
+        traces.append(trace)
         if job.predictions and isinstance(logits, Tensor):
             rows.append(logits.flatten(0, 1).double().log_softmax(1).float().cpu())
         done += ids.numel()
         if job.run.progress is not None:
             job.run.progress("forward", done, sum(map(len, job.sequences)))
-    trace = _numbered(concatenate(parts, documents="renumber"), job)
-    return _Ran(trace, torch.cat(rows) if rows else None, side)
+    trace = _numbered(concatenate(traces, documents="renumber"), job)
+    return _SideRun(trace, torch.cat(rows) if rows else None, side)
 
 
 def _numbered(trace: RoutingTrace, job: _Job) -> RoutingTrace:
@@ -232,26 +235,26 @@ def _numbered(trace: RoutingTrace, job: _Job) -> RoutingTrace:
 
 
 def _compared(
-    sides: Sequence[NamedSide], a: _Ran, b: _Ran, job: _Job, partial: bool
+    sides: Sequence[NamedSide], a: _SideRun, b: _SideRun, job: _Job, partial: bool
 ) -> RoutingDiff:
     expected = _expected(job.run.expect, a.trace, b.trace)
-    middle = _middle(sides, a, b, job)
-    reference = _noise(a, b, middle, expected, job)
+    dequantised = _dequantised_run(sides, a, b, job)
+    reference = _noise(a, b, dequantised, expected, job)
     with one_thread():
-        found = compare(a.trace, b.trace, partial=partial, reference=reference)
-    result = summed_up(found, logits_of(found, _distances(a, b, job)), {}, expected)
-    if middle is None:
+        compared = compare(a.trace, b.trace, partial=partial, reference=reference)
+    result = summed_up(compared, logits_of(compared, _distances(a, b, job)), {}, expected)
+    if dequantised is None:
         return result
-    return _with_strangers(_with_middle(result, a, b, middle, job), middle)
+    return _with_mismatched(_with_split(result, a, b, dequantised, job), dequantised)
 
 
-def _with_strangers(result: RoutingDiff, middle: "_Middle") -> RoutingDiff:
+def _with_mismatched(result: RoutingDiff, dequantised: "_DequantisedRun") -> RoutingDiff:
     """The result with an alarm if the quantised file holds other weights than the original."""
-    if not middle.strangers or result.causes is None:
+    if not dequantised.mismatched or result.causes is None:
         return result
-    name, error = middle.strangers[0]
-    count = len(middle.strangers)
-    pattern = Pattern("weights", name, error, LARGEST_ERROR, number=count, detail=middle.side)
+    name, error = dequantised.mismatched[0]
+    count = len(dequantised.mismatched)
+    pattern = Pattern("weights", name, error, LARGEST_ERROR, number=count, detail=dequantised.side)
     causes = replace(
         result.causes,
         conclusion="pattern",
@@ -263,7 +266,11 @@ def _with_strangers(result: RoutingDiff, middle: "_Middle") -> RoutingDiff:
 
 
 def _noise(
-    a: _Ran, b: _Ran, middle: "_Middle | None", expected: Expected | None, job: _Job
+    a: _SideRun,
+    b: _SideRun,
+    dequantised: "_DequantisedRun | None",
+    expected: Expected | None,
+    job: _Job,
 ) -> RoutingTrace | None:
     """A run whose noise is what the expected format makes of this model; None without one.
 
@@ -275,25 +282,25 @@ def _noise(
     if not exact or any(x.trace.provenance.get("rounded") == "cache" for x in (a, b)):
         return None  # nothing emulates a cache alone in another format
     rounded = expected is not None and expected.name in FORMATS
-    if middle is not None and not (
+    if dequantised is not None and not (
         rounded and expected is not None and FORMATS[expected.name].activations is not None
     ):
-        return middle.ran.trace
-    own = tuple(x.side for x in models if x.side is not None)
+        return dequantised.ran.trace
+    sides = tuple(x.side for x in models if x.side is not None)
     traces = tuple(x.trace for x in models)
-    size, parts = job.run.batch_size, _parts(a, b, expected)
-    found = reference_run(own, traces, job.sequences, expected, size, parts)
-    return None if found is None else _numbered(found, job)
+    size, emulated = job.run.batch_size, _emulated_parts(a, b, expected)
+    reference = reference_run(sides, traces, job.sequences, expected, size, emulated)
+    return None if reference is None else _numbered(reference, job)
 
 
 @dataclass(frozen=True)
-class _Middle:
+class _DequantisedRun:
     """Dequantised weights in transformers, their bits, the quantised side, and strange tensors."""
 
-    ran: _Ran
+    ran: _SideRun
     bits: float | None
     side: str
-    strangers: tuple[tuple[str, float], ...] = ()
+    mismatched: tuple[tuple[str, float], ...] = ()
 
 
 def _expected(asked: str | None, a: RoutingTrace, b: RoutingTrace) -> Expected | None:
@@ -301,63 +308,76 @@ def _expected(asked: str | None, a: RoutingTrace, b: RoutingTrace) -> Expected |
     if asked is not None:
         return Expected(read_format(asked), "as asked")
     formats = [_rounding(x) for x in (a, b)]
-    known = [x for x in formats if x is not None]
-    if len(known) < 2:
+    recorded = [x for x in formats if x is not None]
+    if len(recorded) < 2:
         return None
-    return Expected(max(known, key=list(ROUNDING).index), "as both sides recorded")
+    return Expected(max(recorded, key=list(ROUNDING).index), "as both sides recorded")
 
 
 def _rounding(trace: RoutingTrace) -> str | None:
     """The format whose noise the products of a side make; an engine may store another."""
-    told = trace.provenance.get("rounding")
-    return told if isinstance(told, str) and told in ROUNDING else recorded_format(trace.provenance)
+    stated = trace.provenance.get("rounding")
+    return (
+        stated
+        if isinstance(stated, str) and stated in ROUNDING
+        else recorded_format(trace.provenance)
+    )
 
 
-def _parts(a: _Ran, b: _Ran, expected: Expected | None) -> Parts | None:
+def _emulated_parts(a: _SideRun, b: _SideRun, expected: Expected | None) -> Parts | None:
     """Whether the side in the expected format leaves its routers in float32."""
-    for one in (a, b):
-        same = expected is not None and _rounding(one.trace) == expected.name
-        if same and one.trace.provenance.get("router") == "fp32":
+    for run in (a, b):
+        same = expected is not None and _rounding(run.trace) == expected.name
+        if same and run.trace.provenance.get("router") == "fp32":
             return "others"
     return None
 
 
-def _distances(a: _Ran, b: _Ran, job: _Job) -> list[TokenDistances] | None:
+def _distances(a: _SideRun, b: _SideRun, job: _Job) -> list[TokenDistances] | None:
     """Distances of the predictions, document by document; None where a side has none."""
     if a.logprobs is None or b.logprobs is None or a.logprobs.shape != b.logprobs.shape:
         return None
-    found, start = [], 0
+    distances, start = [], 0
     for ids in job.sequences:
         rows = slice(start, start + len(ids))
-        found.append(token_distances(a.logprobs[rows][None], b.logprobs[rows][None], ids[None]))
+        distances.append(token_distances(a.logprobs[rows][None], b.logprobs[rows][None], ids[None]))
         start += len(ids)
-    return found
+    return distances
 
 
-def _middle(sides: Sequence[NamedSide], a: _Ran, b: _Ran, job: _Job) -> _Middle | None:
+def _dequantised_run(
+    sides: Sequence[NamedSide], a: _SideRun, b: _SideRun, job: _Job
+) -> _DequantisedRun | None:
     """The dequantised weights in transformers; None if no side is quantised or none is a model."""
-    for named, own, other in ((sides[0], a, b), (sides[1], b, a)):
-        found = split_side(named.source)
-        quantised = str(recorded_format(own.trace.provenance)).startswith("int")
-        if found is None or not quantised or other.side is None or not job.settings.dequantise:
+    for side, run, other in ((sides[0], a, b), (sides[1], b, a)):
+        engine_side = split_side(side.source)
+        quantised = str(recorded_format(run.trace.provenance)).startswith("int")
+        if (
+            engine_side is None
+            or not quantised
+            or other.side is None
+            or not job.settings.dequantise
+        ):
             continue
         if other.side.emulated is not None or not can_dequantise(other.side.model):
             continue
-        place = engine_model(found[1])
-        made = dequantised_model(other.side.model, found[0], place, job.settings.python)
-        return _Middle(_run_model(Side(made.model), job), made.bits, named.side, made.mismatched)
+        source = engine_model(engine_side[1])
+        rebuilt = dequantised_model(other.side.model, engine_side[0], source, job.settings.python)
+        return _DequantisedRun(
+            _run_model(Side(rebuilt.model), job), rebuilt.bits, side.side, rebuilt.mismatched
+        )
     return None
 
 
-def _with_middle(
+def _with_split(
     result: RoutingDiff,
-    a: _Ran,
-    b: _Ran,
-    middle: _Middle,
+    a: _SideRun,
+    b: _SideRun,
+    dequantised: _DequantisedRun,
     job: _Job,
 ) -> RoutingDiff:
     """The result with what the format costs and what the engine adds."""
-    ran, side = middle.ran, middle.side
+    ran, side = dequantised.ran, dequantised.side
     original, engine = (b, a) if side == "A" else (a, b)
     with one_thread():
         by_format = compare(original.trace, ran.trace)
@@ -369,7 +389,7 @@ def _with_middle(
     kls = [None if x is None else x.kl for x in logits]
     split = DequantisedSplit(
         side=side,
-        bits=middle.bits,
+        bits=dequantised.bits,
         format_flips=_flips(by_format),
         engine_flips=_flips(by_engine),
         format_any=by_format.tokens.anywhere,
@@ -378,8 +398,8 @@ def _with_middle(
         engine_kl=kls[1],
     )
     format_share, engine_share = (x.value or 0.0 for x in (split.format_any, split.engine_any))
-    named = {"flip:format": format_share, "flip:engine": engine_share}
-    named |= {
+    numbers = {"flip:format": format_share, "flip:engine": engine_share}
+    numbers |= {
         key: value
         for key, value in (("kl:format", kls[0]), ("kl:engine", kls[1]))
         if value is not None
@@ -388,10 +408,10 @@ def _with_middle(
     return replace(
         result,
         dequantised=split,
-        metrics=result.metrics | named,
+        metrics=result.metrics | numbers,
         observations=(*result.observations, observation),
     )
 
 
-def _flips(found: Compared) -> tuple[Any, ...]:
-    return tuple(layer.flip for layer in found.layers)
+def _flips(compared: Compared) -> tuple[Any, ...]:
+    return tuple(layer.flip for layer in compared.layers)

@@ -95,7 +95,7 @@ def flip_test(
     if len(rows) == 0:
         return FlipTest(rows, margins, np.zeros(0), np.zeros(0), 0)
     prior = _prior(noise, np.flatnonzero(fresh & noise.measured))
-    moved = np.zeros(noise.known.shape, dtype=bool)
+    moved = np.zeros(noise.common.shape, dtype=bool)
     moved[rows] = _moved(a, b, rows)
     scale, count = _token_noise(noise, rows, moved[rows], prior)
     others = (~moved[rows]).sum(1)
@@ -166,7 +166,7 @@ def _prior(noise: LayerNoise, tokens: np.ndarray) -> tuple[float, float]:
         return PRIOR[0], float(np.median(variance)) if len(variance) else noise.floor**2
     logs = np.log(variance)
     low, middle, high = np.quantile(logs, [0.25, 0.5, 0.75])
-    freedom = max(float(np.median(noise.known[tokens].sum(1))) - 1, 1.0)
+    freedom = max(float(np.median(noise.common[tokens].sum(1))) - 1, 1.0)
     excess = ((high - low) / 1.349) ** 2 - float(special.polygamma(1, freedom / 2))
     return _trigamma_inverse(excess), float(np.exp(middle))
 
@@ -182,7 +182,7 @@ def _token_noise(
     noise: LayerNoise, rows: np.ndarray, left_out: np.ndarray, prior: tuple[float, float]
 ) -> tuple[np.ndarray, np.ndarray]:
     """S of each of these tokens without some of its experts, and how many are left."""
-    kept = noise.known[rows] & ~left_out
+    kept = noise.common[rows] & ~left_out
     count = kept.sum(1)
     values = np.where(kept, noise.difference[rows], 0.0)
     mean = values.sum(1) / np.maximum(count, 1)
@@ -196,12 +196,12 @@ def _reference(
     noise: LayerNoise, fresh: np.ndarray, moved: np.ndarray, k: int, prior: tuple[float, float]
 ) -> np.ndarray:
     """|Δ_i - Δ_j| / s, ascending, of two ranks beside the threshold that did not change places."""
-    ranks = noise.known.shape[1]
+    ranks = noise.common.shape[1]
     pair = slice(k, k + 2) if k + 1 < ranks else slice(k - 2, k)
     if pair.start < 0:
         return np.zeros(0)
-    able = noise.known[:, pair].all(1) & ~moved[:, pair].any(1)
-    rows = np.flatnonzero(fresh & able & (noise.known.sum(1) > FEWEST_COMMON))
+    able = noise.common[:, pair].all(1) & ~moved[:, pair].any(1)
+    rows = np.flatnonzero(fresh & able & (noise.common.sum(1) > FEWEST_COMMON))
     left_out = moved[rows]
     left_out[:, pair] = True
     scale, _ = _token_noise(noise, rows, left_out, prior)

@@ -207,7 +207,7 @@ class _Kept:
     """Centred differences of some tokens, one after the other, and the expert of each."""
 
     def __init__(self, noise: LayerNoise, rows: np.ndarray) -> None:
-        measured, values = noise.known[rows], noise.difference[rows]
+        measured, values = noise.common[rows], noise.difference[rows]
         mean = values.sum(1) / np.maximum(measured.sum(1), 1)
         self.values = (values - mean[:, None])[measured]
         self.experts = noise.experts[rows][measured]

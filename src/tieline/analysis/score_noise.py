@@ -41,7 +41,7 @@ class LayerNoise(NamedTuple):
 
     Attributes:
         difference: Δ for the experts that A kept, in its order; zero where B did not keep one.
-        known: which of them both sides kept.
+        common: which of them both sides kept.
         experts: the experts that A kept.
         variance: v of each token; NaN where fewer than three experts are common.
         level: log(v + floor²).
@@ -50,7 +50,7 @@ class LayerNoise(NamedTuple):
     """
 
     difference: Float[np.ndarray, "tokens ranks"]
-    known: Bool[np.ndarray, "tokens ranks"]
+    common: Bool[np.ndarray, "tokens ranks"]
     experts: Int[np.ndarray, "tokens ranks"]
     variance: Float[np.ndarray, " tokens"]
     level: Float[np.ndarray, " tokens"]

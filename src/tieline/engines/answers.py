@@ -153,7 +153,7 @@ def trace_of(
         scores: whether to keep the scores.
     """
     arrays, facts = answer.arrays, answer.facts
-    layers = [_layer(answer, place, scores) for place in range(arrays["picks"].shape[1])]
+    layers = [_layer(answer, index, scores) for index in range(arrays["picks"].shape[1])]
     counts = [agreed for _, agreed in layers if agreed is not None]
     recorded: dict[str, object] = dict(provenance)
     if counts:

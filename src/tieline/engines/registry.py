@@ -297,7 +297,7 @@ def _versions(engine: Engine, python: Path) -> dict[str, str]:
             timeout=PROBE_SECONDS,
             check=True,
         )
-        found = json.loads(done.stdout)
+        versions = json.loads(done.stdout)
     except (OSError, ValueError, subprocess.SubprocessError):
         return {}
-    return {str(name): str(value) for name, value in found.items()}
+    return {str(name): str(value) for name, value in versions.items()}
