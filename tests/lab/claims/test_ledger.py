@@ -2,9 +2,9 @@
 
 from tests.lab.claims.zoo import evidence, make_claim
 from tieline.core.records import read_result
-from tieline.lab.claims import Catalogue, Ledger, Outcome, Run, Verdict
+from tieline.lab.claims import Catalogue, ClaimRun, Ledger, Outcome, Verdict
 
-RUN = Run(True, 3)
+RUN = ClaimRun(True, 3)
 
 
 def test_the_ledger_counts_verdicts_and_names_what_changed(tmp_path):

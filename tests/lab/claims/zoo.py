@@ -2,19 +2,24 @@
 
 from dataclasses import replace
 
-from tieline.lab.claims.claim import Claim, Evidence, Verdict, near, unmeasured
+from tieline.lab.claims.checks import near, unmeasured
+from tieline.lab.claims.claim import Claim, Evidence, Verdict
 
 
 def evidence(**parts):
-    """Evidence whose checks pass, fail or are open as told: paper=[True, False, None], ..."""
+    """Evidence whose checks pass, fail or are open: paper=[True, False, None], ..."""
     checks = [
-        unmeasured(f"{part} {place}", 0.0, "not run", part=part)
-        if passed is None
-        else near(f"{part} {place}", 0.0 if passed else 1.0, 0.0, part=part)
+        replace(_check(f"{part} {index}", passed), part=part)
         for part, results in parts.items()
-        for place, passed in enumerate(results)
+        for index, passed in enumerate(results)
     ]
     return Evidence(checks, paper=1.5, measured=float("inf"))
+
+
+def _check(name, passed):
+    if passed is None:
+        return unmeasured(name, 0.0, "not run")
+    return near(name, 0.0 if passed else 1.0, 0.0)
 
 
 def make_claim(name="p0-test", expected=Verdict.HOLDS, **fields):

@@ -7,7 +7,7 @@ ledger         the record of all outcomes, and `reproduce`
 paper0, ...    the claims themselves, one package per paper
 """
 
-from tieline.lab.claims.claim import Check, Claim, Evidence, Fits, Outcome, Run, Verdict
+from tieline.lab.claims.claim import Check, Claim, ClaimRun, Evidence, Fits, Outcome, Verdict
 from tieline.lab.claims.ledger import Catalogue, Ledger, reproduce
 from tieline.lab.claims.registry import PAPERS, all_claims, select
 from tieline.lab.claims.runner import ResultStore, run_claim, run_claims
@@ -17,12 +17,12 @@ __all__ = [
     "Catalogue",
     "Check",
     "Claim",
+    "ClaimRun",
     "Evidence",
     "Fits",
     "Ledger",
     "Outcome",
     "ResultStore",
-    "Run",
     "Verdict",
     "all_claims",
     "reproduce",

@@ -1,6 +1,6 @@
 """A claim of a paper, its test's evidence, and the verdict that the evidence gives.
 
-A test compares numbers. Each comparison (`Check`) belongs to one of three parts:
+A test compares numbers (`claims.checks`). Each comparison (`Check`) belongs to one of three parts:
 
     paper        the statement as the paper makes it, in all its generality
     condition    the statement under a condition that the paper does not state
@@ -14,25 +14,16 @@ A test compares numbers. Each comparison (`Check`) belongs to one of three parts
     else                                      does not hold
 
 A check is open if it decides nothing: its interval reaches across a limit, its standard error is
-too large, or what it asks for was not measured. A part is open if one of its checks is and no other
-one fails.
+too large, or what it asks for was not measured. A part is open if one of its checks is open and
+none fails.
 
 A claim that cannot be tested here states the reason, and the verdict says so; its checks then cover
 what can be checked, such as the arithmetic of a table. Checks of `corrected` do not decide the
 verdict, but they are our own statements: one that fails or is open marks the claim as changed.
 
-near        |measured - reference| <= tolerance
-within      |measured - reference| <= 4 standard errors, if these are small enough to be informative
-estimated   a 95 % interval lies inside a range; open if it reaches across an end
-unmeasured  a value of the paper that nothing here was measured against: always open
-at_most     measured <= reference + tolerance
-at_least    measured >= reference - tolerance
-none_of     a count of violations is zero
-
-A comparison with NaN never passes. `chart`, `line` and `dots` make the data of a claim's figure.
+`chart`, `line` and `dots` make the data of a claim's figure.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -44,29 +35,22 @@ from torch import Tensor
 from tieline.core.errors import require
 
 __all__ = [
-    "STANDARD_ERRORS",
     "Axis",
     "Chart",
     "Check",
     "Claim",
+    "ClaimRun",
     "Evidence",
     "Fits",
     "Outcome",
     "Part",
     "Real",
-    "Run",
     "Series",
+    "Value",
     "Verdict",
-    "at_least",
-    "at_most",
     "chart",
     "dots",
-    "estimated",
     "line",
-    "near",
-    "none_of",
-    "unmeasured",
-    "within",
 ]
 
 Part = Literal["paper", "condition", "corrected"]
@@ -85,7 +69,7 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True)
-class Run:
+class ClaimRun:
     """Sample sizes and random numbers of a test.
 
     Attributes:
@@ -236,7 +220,7 @@ FULL_OVER_FAST = 2.2
 """Duration of the whole samples over that of the small ones, over all claims that train nothing."""
 
 
-def _no_test(run: Run) -> Evidence:
+def _no_test(run: ClaimRun) -> Evidence:
     raise NotImplementedError("this claim was read from a file, which holds no test")
 
 
@@ -276,7 +260,7 @@ class Claim:
     condition: str = ""
     untestable: str = ""
     undecided: str = ""
-    test: Callable[[Run], Evidence] = field(
+    test: Callable[[ClaimRun], Evidence] = field(
         default=_no_test, repr=False, compare=False, metadata={"json": False}
     )
     seconds: Real = field(default=0.2, repr=False, compare=False, metadata={"json": False})
@@ -333,7 +317,7 @@ class Outcome:
     error: str = ""
 
     @classmethod
-    def of(cls, claim: Claim, evidence: Evidence, run: Run, seconds: float) -> "Outcome":
+    def of(cls, claim: Claim, evidence: Evidence, run: ClaimRun, seconds: float) -> "Outcome":
         """Judge the evidence."""
         require(bool(evidence.checks), f"{claim.id}: a test without a check cannot fail")
         verdict, reason = claim.judge(evidence)
@@ -348,98 +332,6 @@ def _unspoken(verdict: Verdict) -> tuple[Part, ...]:
     if verdict is Verdict.UNTESTABLE:
         return ("paper", "condition")
     return ("condition",) if verdict is Verdict.HOLDS else ()
-
-
-STANDARD_ERRORS = 4.0
-"""Standard errors that an estimate may be off; more happens once in 16,000 checks."""
-
-
-def near(
-    name: str, measured: Real, reference: Real, tolerance: Real = 1e-9, part: Part = "paper"
-) -> Check:
-    """Compare two numbers to an absolute tolerance."""
-    measured, reference = float(measured), float(reference)
-    passed = measured == reference or abs(measured - reference) <= tolerance
-    return Check(name, measured, "=", reference, float(tolerance), passed, part)
-
-
-def within(
-    name: str,
-    measured: Real,
-    stderr: Real,
-    reference: Real,
-    *,
-    resolution: Real = 0.05,
-    bias: Real = 0.0,
-    part: Part = "paper",
-) -> Check:
-    """Compare an estimate with a reference to four standard errors.
-
-    Args:
-        name: what is compared.
-        measured: the estimate.
-        stderr: its standard error.
-        reference: the expected value.
-        resolution: largest ratio of standard error to reference; a less precise estimate is open.
-        bias: known bias of the estimate or of the reference, added to the tolerance.
-        part: the part of the verdict.
-    """
-    measured, reference = float(measured), float(reference)
-    tolerance = float(STANDARD_ERRORS * stderr + bias)
-    sharp = math.isfinite(stderr) and stderr <= resolution * max(abs(reference), abs(measured))
-    passed = sharp and abs(measured - reference) <= tolerance
-    vague = "" if sharp else f"the standard error of {float(stderr):.2g} is too large"
-    return Check(name, measured, "=", reference, tolerance, passed, part, vague)
-
-
-def estimated(
-    name: str,
-    measured: Real,
-    interval: tuple[Real, Real],
-    *,
-    least: Real = -math.inf,
-    most: Real = math.inf,
-    part: Part = "paper",
-) -> Check:
-    """Check that an estimate lies in a range, by its 95 % interval.
-
-    Passes if the whole interval lies in [least, most], fails if all of it lies outside, and is open
-    if it reaches across an end: then the data do not tell.
-    """
-    low, high = float(interval[0]), float(interval[1])
-    inside, outside = least <= low and high <= most, high < least or low > most
-    across = "" if inside or outside else f"the interval {low:.2f} to {high:.2f} reaches across"
-    rule, reference, tolerance = "=", (least + most) / 2, (most - least) / 2
-    if not math.isfinite(tolerance):
-        rule, reference, tolerance = (">=", least, 0.0) if most == math.inf else ("<=", most, 0.0)
-    limits = rule, float(reference), float(tolerance)
-    return Check(name, float(measured), *limits, inside, part, across, low, high)
-
-
-def unmeasured(name: str, reference: Real, reason: str, part: Part = "paper") -> Check:
-    """State a value of the paper against which nothing was measured, and why: always open."""
-    return Check(name, math.nan, "=", float(reference), 0.0, False, part, reason)
-
-
-def at_most(
-    name: str, measured: Real, reference: Real, tolerance: Real = 0.0, part: Part = "paper"
-) -> Check:
-    """Check an upper bound."""
-    passed = float(measured) <= float(reference) + tolerance
-    return Check(name, float(measured), "<=", float(reference), float(tolerance), passed, part)
-
-
-def at_least(
-    name: str, measured: Real, reference: Real, tolerance: Real = 0.0, part: Part = "paper"
-) -> Check:
-    """Check a lower bound."""
-    passed = float(measured) >= float(reference) - tolerance
-    return Check(name, float(measured), ">=", float(reference), float(tolerance), passed, part)
-
-
-def none_of(name: str, violations: Real, part: Part = "paper") -> Check:
-    """Check that nothing violates a rule."""
-    return near(name, float(violations), 0.0, 0.0, part)
 
 
 Numbers = Sequence[Real] | Tensor

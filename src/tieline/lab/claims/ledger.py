@@ -9,7 +9,7 @@ from tieline._version import __version__
 from tieline.core.files import cache_folder
 from tieline.core.records import Result
 from tieline.core.settings import takes_settings
-from tieline.lab.claims.claim import Claim, Outcome, Run, Verdict
+from tieline.lab.claims.claim import Claim, ClaimRun, Outcome, Verdict
 from tieline.lab.claims.registry import PAPERS, select
 from tieline.lab.claims.runner import ResultStore, run_claims
 from tieline.lab.settings import ReproduceOptions, ReproduceSettings
@@ -59,7 +59,7 @@ class Ledger(Result):
     claims: tuple[Outcome, ...]
 
     @classmethod
-    def of(cls, outcomes: Sequence[Outcome], run: Run) -> "Ledger":
+    def of(cls, outcomes: Sequence[Outcome], run: ClaimRun) -> "Ledger":
         """Collect outcomes with their papers and a count of the verdicts."""
         counts = Counter(outcome.verdict for outcome in outcomes)
         return cls(
@@ -109,7 +109,7 @@ def reproduce(
         progress: called with the number of claims that are done, and of all.
     """
     settings = ReproduceSettings.of(settings, options)
-    chosen, run = select(names), Run(settings.fast, settings.seed)
+    chosen, run = select(names), ClaimRun(settings.fast, settings.seed)
     store = ResultStore(settings.results or cache_folder("claims"))
     store.check()
     on_progress = progress or (lambda done, total: None)

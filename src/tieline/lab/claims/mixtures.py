@@ -27,7 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tieline.lab.claims.claim import Check, Evidence, Run, at_least, at_most
+from tieline.lab.claims.checks import at_least, at_most, corrected, under_condition
+from tieline.lab.claims.claim import Check, ClaimRun, Evidence
 from tieline.lab.estimation import (
     MoEModel,
     MoEParameters,
@@ -62,14 +63,14 @@ __all__ = [
 ]
 
 
-def drawn(run: Run, model: MoEModel, stream: int = 1, router: float = 1.0) -> MoEParameters:
+def drawn(run: ClaimRun, model: MoEModel, stream: int = 1, router: float = 1.0) -> MoEParameters:
     """Normal parameters; rows of length about `router`, the last bias 0."""
     params = model.unflatten(run.normal(model.n_parameters, stream=stream))
     bias = params.bias - params.bias[-1] if model.link == "softmax" else params.bias
     return MoEParameters(router * params.router, bias, params.experts)
 
 
-def inputs(run: Run, n: int, d: int, stream: int = 9) -> Tensor:
+def inputs(run: ClaimRun, n: int, d: int, stream: int = 9) -> Tensor:
     """Uniform on [-1, 1]ᵈ."""
     return 2 * torch.rand(n, d, dtype=torch.float64, generator=run.generator(stream)) - 1
 
@@ -144,7 +145,7 @@ def dependent(test: RankTest) -> int:
 
 
 def split_checks(
-    run: Run, family: Callable[[str], MoEModel], cases: Mapping[str, str]
+    run: ClaimRun, family: Callable[[str], MoEModel], cases: Mapping[str, str]
 ) -> list[Check]:
     """Check the results of the split test for each expert, as statements of our own.
 
@@ -160,12 +161,12 @@ def split_checks(
         best, across = (max(getattr(t, f) for t in tests) for f in ("minimum", "up_to_scale"))
         name = f"{expert}: least visible split"
         if verdict == "identifiable":
-            found.append(at_least(name, best, SPLIT_THRESHOLD, part="corrected"))
+            found += corrected(at_least(name, best, SPLIT_THRESHOLD))
             continue
-        found.append(at_most(name, best, INVISIBLE, part="corrected"))
+        found += corrected(at_most(name, best, INVISIBLE))
         rule = at_least if verdict == "up to scale" else at_most
         limit = SPLIT_THRESHOLD if verdict == "up to scale" else INVISIBLE
-        found.append(rule(f"{expert}: the same across its scale", across, limit, part="corrected"))
+        found += corrected(rule(f"{expert}: the same across its scale", across, limit))
     return found
 
 
@@ -194,14 +195,18 @@ def same_function(
         left = quotient_loss(model, other, one, kind, paper).value
         checks += [
             at_least(f"{name}: functions differ by", gaps[-1], 1e-6 * raw),
-            at_most(f"{name}: functions agree to", gaps[-1], 1e-12, part="corrected"),
-            at_least(f"{name}: {loss} of the two", raw, 1e-3, part="corrected"),
-            at_most(f"{name}: quotient {loss}", left, 1e-9, part="corrected"),
+            *corrected(
+                at_most(f"{name}: functions agree to", gaps[-1], 1e-12),
+                at_least(f"{name}: {loss} of the two", raw, 1e-3),
+                at_most(f"{name}: quotient {loss}", left, 1e-9),
+            ),
         ]
     return Evidence([*checks, *others], paper="G = G*", measured=max(gaps), **told)
 
 
-def least_ratio(run: Run, model: MoEModel, truth: MoEParameters, kind: str, paper: int) -> float:
+def least_ratio(
+    run: ClaimRun, model: MoEModel, truth: MoEParameters, kind: str, paper: int
+) -> float:
     """Least ‖f - f*‖ / quotient loss over random and over the flattest directions of size 1e-3.
 
     The flattest directions are the eigenvectors of the information matrix, its null space apart.
@@ -231,8 +236,8 @@ def flat_bound(gap: float, loss: float, least: float, along: str, apart: str) ->
     return Evidence(
         [
             at_least(f"ratio along {along}", gap / loss, FLOOR),
-            at_least(f"least ratio, {apart}", least, FLOOR, part="condition"),
-            at_most(f"|f - f*| along {along}", gap, 1e-12, part="corrected"),
+            *under_condition(at_least(f"least ratio, {apart}", least, FLOOR)),
+            *corrected(at_most(f"|f - f*| along {along}", gap, 1e-12)),
         ],
         paper="c > 0",
         measured=f"{gap / loss:.2g} along {along}, {least:.2g} apart from it",

@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.special import ndtr
 
 from tieline.core.ranking import stable_topk
-from tieline.lab.claims.claim import Run
+from tieline.lab.claims.claim import ClaimRun
 from tieline.lab.limits.risk import MoESample, evaluate
 from tieline.lab.tropical import count_regions, expected_kinks, expected_switches
 
@@ -122,13 +122,13 @@ def normal_grid() -> tuple[Tensor, Tensor]:
     return torch.cartesian_prod(x, x), torch.outer(w, w).flatten()
 
 
-def drawn_router(run: Run, n_experts: int, dim: int) -> tuple[Tensor, Tensor]:
+def drawn_router(run: ClaimRun, n_experts: int, dim: int) -> tuple[Tensor, Tensor]:
     """Draw weight and bias of an affine router."""
     weight = run.normal(n_experts, dim, stream=1)
     return weight, 0.5 * run.normal(n_experts, stream=2)
 
 
-def affine_scores(run: Run, n: int, weight: Tensor, bias: Tensor) -> Tensor:
+def affine_scores(run: ClaimRun, n: int, weight: Tensor, bias: Tensor) -> Tensor:
     """Return the scores of inputs drawn from N(0, I)."""
     return run.normal(n, weight.shape[1], stream=3) @ weight.T + bias
 
@@ -142,7 +142,7 @@ def pair_mass(weight: Tensor, bias: Tensor, width: float) -> tuple[Tensor, Tenso
     return inside, density(shift / spread) / spread
 
 
-def mixture(run: Run, n: int, n_experts: int = 4, dim: int = 3) -> MoESample:
+def mixture(run: ClaimRun, n: int, n_experts: int = 4, dim: int = 3) -> MoESample:
     """Bounded experts 0.9 tanh(u·x) and a bounded target that jumps at x_1 = 0, |Y| <= 1."""
     weight, bias = drawn_router(run, n_experts, dim)
     slopes = run.normal(n_experts, dim, stream=4)
@@ -172,7 +172,7 @@ class Pupil:
     experts: Tensor
 
 
-def pupil(run: Run, n: int, distance: float, n_experts: int = 3, dim: int = 3) -> Pupil:
+def pupil(run: ClaimRun, n: int, distance: float, n_experts: int = 3, dim: int = 3) -> Pupil:
     """A student at a distance from its teacher in all parameters; experts 0.9 tanh(u·x + c)."""
     inputs = run.normal(n, dim, stream=11)
     columns = torch.cat([inputs, torch.ones(n, 1, dtype=torch.float64)], dim=1)
@@ -192,7 +192,7 @@ BIAS = 0.07
 """Bias that terms of order ε² leave in an extrapolation to ε = 0 (`extrapolated`)."""
 
 
-def router(run: Run, n_experts: int, dim: int, stream: int = 1) -> tuple[Tensor, Tensor]:
+def router(run: ClaimRun, n_experts: int, dim: int, stream: int = 1) -> tuple[Tensor, Tensor]:
     """Weight (E, D) and bias (E,)."""
     weight = run.normal(n_experts, dim, stream=1000 + stream)
     return weight, 0.5 * run.normal(n_experts, stream=2000 + stream)
@@ -203,7 +203,7 @@ def orthonormal(n_experts: int, dim: int) -> Tensor:
     return torch.eye(n_experts, dim, dtype=torch.float64)
 
 
-def in_ball(run: Run, n: int, dim: int, radius: float = 1.0, stream: int = 7) -> Tensor:
+def in_ball(run: ClaimRun, n: int, dim: int, radius: float = 1.0, stream: int = 7) -> Tensor:
     """Independent uniform points of the ball."""
     x = run.normal(n, dim, stream=stream)
     u = torch.rand(n, 1, dtype=torch.float64, generator=run.generator(stream + 1))
@@ -231,12 +231,14 @@ class Layer(NamedTuple):
     c: Float[np.ndarray, "experts hidden"]
 
 
-def drawn(run: Run, stream: int) -> np.random.Generator:
+def drawn(run: ClaimRun, stream: int) -> np.random.Generator:
     """Return the generator of a stream."""
     return np.random.default_rng([run.seed, stream])
 
 
-def numpy_router(run: Run, stream: int, n_experts: int, dim: int) -> tuple[np.ndarray, np.ndarray]:
+def numpy_router(
+    run: ClaimRun, stream: int, n_experts: int, dim: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Draw weights and biases."""
     r = drawn(run, stream)
     return r.standard_normal((n_experts, dim)), r.standard_normal(n_experts)

@@ -15,9 +15,9 @@ small_study        a study of a small model
 law_of             the power law of a loss in a study
 each_parametric    every study's loss falls like n^-1/2
 each_falling       every study's loss falls like a power
-slow               a study's loss falls more slowly than any power that could be told
+slow               a study's experts are found more slowly than any power that could be resolved
 efficient          n · mean squared error against the Cramér-Rao limit
-rate_evidence      checks with the slopes in words, the fits and the figure
+rate_evidence      checks with the slopes, the fits and the figure
 regression_rate    the claim that ‖f - f*‖ falls like n^-1/2
 up_to_symmetry     the claim that a loss does, unseen directions being left out
 printed_slopes     a figure of the paper's own runs, which states no start
@@ -31,21 +31,15 @@ from typing import Any
 import torch
 
 from tieline.core.statistics import PowerLaw
-from tieline.lab.claims.claim import (
-    Chart,
-    Check,
-    Evidence,
-    Fits,
-    Part,
-    Run,
-    Value,
+from tieline.lab.claims.checks import (
     at_least,
-    chart,
-    dots,
+    corrected,
     estimated,
+    under_condition,
     unmeasured,
     within,
 )
+from tieline.lab.claims.claim import Chart, Check, ClaimRun, Evidence, Fits, chart, dots
 from tieline.lab.estimation.fit import lift, population_minimiser
 from tieline.lab.estimation.identifiability import cramer_rao
 from tieline.lab.estimation.model import MoEModel
@@ -67,11 +61,11 @@ __all__ = [
     "rate_chart",
     "rate_evidence",
     "regression_rate",
+    "slopes_text",
     "slow",
     "small_plan",
     "small_study",
     "up_to_symmetry",
-    "words",
 ]
 
 DRAWS = 60
@@ -92,7 +86,7 @@ SLOW = -0.15
 
 
 def small_plan(
-    run: Run,
+    run: ClaimRun,
     model: MoEModel,
     *,
     extra: int = 0,
@@ -121,7 +115,7 @@ def small_plan(
     return plan if source is None else replace(plan, reference=_population(run, plan))
 
 
-def _grid(run: Run, extra: int, *, outside: bool) -> dict[str, Any]:
+def _grid(run: ClaimRun, extra: int, *, outside: bool) -> dict[str, Any]:
     """Sizes, repetitions and fits of a study."""
     if outside:
         return {"sizes": DRAWN, "repetitions": run.size(20, 64), "iterations": 200}
@@ -132,13 +126,13 @@ def _grid(run: Run, extra: int, *, outside: bool) -> dict[str, Any]:
     return {"sizes": OVER, "samples": OVER_SAMPLES, **fits}
 
 
-def small_study(run: Run, model: MoEModel, **options: Any) -> RateStudy:
+def small_study(run: ClaimRun, model: MoEModel, **options: Any) -> RateStudy:
     """Run the study of `small_plan` in this process, once for all claims that ask for it."""
     return _study(run, model, tuple(sorted(options.items())))
 
 
 @lru_cache(maxsize=64)
-def _study(run: Run, model: MoEModel, options: tuple[tuple[str, Any], ...]) -> RateStudy:
+def _study(run: ClaimRun, model: MoEModel, options: tuple[tuple[str, Any], ...]) -> RateStudy:
     return rate_study(small_plan(run, model, **dict(options)), executor="serial", quiet=True)
 
 
@@ -152,28 +146,26 @@ def law_of(study: RateStudy, loss: str, radius: float | None = None) -> PowerLaw
     return study.rate(loss, radius, "median" if loss == "function" else "mean")
 
 
-def parametric(
-    name: str, study: RateStudy, loss: str, part: Part = "paper", radius: float | None = None
-) -> Check:
+def parametric(name: str, study: RateStudy, loss: str, radius: float | None = None) -> Check:
     """Check that a loss falls like n^-1/2, on both sides."""
-    found, width = law_of(study, loss, radius), WINDOW[loss]
+    law, width = law_of(study, loss, radius), WINDOW[loss]
     limits = {"least": -0.5 - width, "most": -0.5 + width}
-    return estimated(name, found.slope, (found.low, found.high), **limits, part=part)
+    return estimated(name, law.slope, (law.low, law.high), **limits)
 
 
-def words(study: RateStudy, radius: float | None = None) -> str:
-    """Return the slopes with their intervals."""
+def slopes_text(study: RateStudy, radius: float | None = None) -> str:
+    """Return the slopes of all losses with their intervals."""
     return ", ".join(f"{loss} {law_of(study, loss, radius)}" for loss in LOSSES)
 
 
 def rate_chart(studies: "Studies", losses: tuple[str, ...]) -> Chart:
     """Draw mean losses against n, a series for each study and loss."""
-    series = []
-    for name, study in studies.items():
-        for one in study.series:
-            if one.loss in losses:
-                title = f"{name}, {one.loss}, {one.start}"
-                series.append(dots(title, one.sizes, one.mean, one.stderr))
+    series = [
+        dots(f"{name}, {curve.loss}, {curve.start}", curve.sizes, curve.mean, curve.stderr)
+        for name, study in studies.items()
+        for curve in study.series
+        if curve.loss in losses
+    ]
     return chart("n", "mean loss", *series, log="xy")
 
 
@@ -184,9 +176,9 @@ def _without_gate(truth: MoEParameters) -> MoEParameters:
     return MoEParameters(router, bias, truth.experts)
 
 
-def _population(run: Run, plan: RatePlan) -> MoEParameters:
+def _population(run: ClaimRun, plan: RatePlan) -> MoEParameters:
     """Return Ḡ of the fitted family for the plan's truth."""
-    found = population_minimiser(
+    return population_minimiser(
         plan.model,
         lambda x: plan.source.regression(plan.truth, x),
         near=lift(plan.model, plan.truth),
@@ -194,8 +186,7 @@ def _population(run: Run, plan: RatePlan) -> MoEParameters:
         starts=3,
         refine=run.size(60_000, 1_000_000),
         seed=run.seed,
-    )
-    return found.params
+    ).params
 
 
 def _loss(model: MoEModel, extra: int) -> str:
@@ -209,36 +200,29 @@ def _loss(model: MoEModel, extra: int) -> str:
 Studies = Mapping[str, RateStudy]
 
 
-def each_parametric(what: str, studies: Studies, loss: str, part: Part = "paper") -> list[Check]:
+def each_parametric(what: str, studies: Studies, loss: str) -> list[Check]:
     """A check for each study that its loss falls like n^-1/2."""
-    return [parametric(f"{what}, {name}", one, loss, part) for name, one in studies.items()]
+    return [parametric(f"{what}, {name}", study, loss) for name, study in studies.items()]
 
 
-def each_falling(
-    what: str,
-    studies: Studies,
-    loss: str = "quotient",
-    limit: float = SLOW,
-    part: Part = "corrected",
-) -> list[Check]:
-    """A check for each study that the slope of its loss is below `limit`, by its interval."""
-    checks = []
-    for name, one in studies.items():
-        found = one.rate(loss)
-        ends = (found.low, found.high)
-        checks.append(estimated(f"{what}, {name}", found.slope, ends, most=limit, part=part))
-    return checks
+def each_falling(what: str, studies: Studies, loss: str) -> list[Check]:
+    """A check of ours for each study that the slope of its loss is below `SLOW`."""
+    laws = {name: study.rate(loss) for name, study in studies.items()}
+    return corrected(
+        *(
+            estimated(f"{what}, {name}", law.slope, (law.low, law.high), most=SLOW)
+            for name, law in laws.items()
+        )
+    )
 
 
-def slow(name: str, study: RateStudy, loss: str = "experts", part: Part = "paper") -> Check:
-    """Check that a loss falls more slowly than any power that could be told."""
-    found = study.rate(loss)
-    return estimated(name, found.slope, (found.low, found.high), least=SLOW, part=part)
+def slow(name: str, study: RateStudy) -> Check:
+    """Check that the experts' distance falls more slowly than any power that could be resolved."""
+    law = study.rate("experts")
+    return estimated(name, law.slope, (law.low, law.high), least=SLOW)
 
 
-def efficient(
-    name: str, study: RateStudy, model: MoEModel, truth: MoEParameters, part: Part = "corrected"
-) -> list[Check]:
+def efficient(name: str, study: RateStudy, model: MoEModel, truth: MoEParameters) -> list[Check]:
     """Compare n · mean squared error of f and of the experts with the Cramér-Rao limits.
 
     A rate that were slower than n^-1/2 would let the ratios, taken over all sizes, grow with n.
@@ -246,57 +230,50 @@ def efficient(
     limits = cramer_rao(model, truth)
     checks = []
     for loss, limit in (("function", limits.function), ("experts", limits.experts)):
-        ratios = [
-            n * found.square() / (study.noise**2 * limit)
-            for n, found in zip(study.sizes, study.losses(loss), strict=True)
-        ]
-        every = torch.cat(ratios)
-        told, mean = f"{name}: n·MSE of {loss} over Cramér-Rao", every.mean().item()
-        error = every.std().item() / len(every) ** 0.5
-        checks.append(within(told, mean, error, 1, resolution=0.15, bias=0.1, part=part))
-    return checks
+        ratios = torch.cat(
+            [
+                n * errors.square() / (study.noise**2 * limit)
+                for n, errors in zip(study.sizes, study.losses(loss), strict=True)
+            ]
+        )
+        error = ratios.std().item() / len(ratios) ** 0.5
+        title = f"{name}: n·MSE of {loss} over Cramér-Rao"
+        checks.append(within(title, ratios.mean().item(), error, 1, resolution=0.15, bias=0.1))
+    return corrected(*checks)
 
 
 def rate_evidence(
     checks: Sequence[Check],
     studies: Studies,
     losses: tuple[str, ...] = ("raw", "quotient"),
-    **told: Any,
+    **fields: Any,
 ) -> Evidence:
-    """Checks with every slope in words, the fits and a figure; `told` are further fields."""
-    measured = "; ".join(f"{name}: {words(one)}" for name, one in studies.items())
-    fields = {"measured": measured, "figure": rate_chart(studies, losses)}
-    return Evidence(checks, **(fields | told), fits=counted(studies))
+    """Checks with the slopes of all studies, the fits and a figure; `fields` of the evidence."""
+    measured = "; ".join(f"{name}: {slopes_text(study)}" for name, study in studies.items())
+    defaults = {"measured": measured, "figure": rate_chart(studies, losses)}
+    return Evidence(checks, **(defaults | fields), fits=counted(studies))
 
 
 def counted(studies: Studies) -> Fits:
     """Fits of all studies, and how many converged."""
-    total = sum(one.problems for one in studies.values())
-    return Fits(total - sum(one.failed for one in studies.values()), total)
+    total = sum(study.problems for study in studies.values())
+    return Fits(total - sum(study.failed for study in studies.values()), total)
 
 
-def regression_rate(
-    studies: Studies, others: Sequence[Check] = (), note: str = "", **told: Any
-) -> Evidence:
+def regression_rate(studies: Studies, others: Sequence[Check] = ()) -> Evidence:
     """‖f - f*‖ falls like n^-1/2 in every study."""
-    fields = {
-        "paper": -0.5,
-        "measured": "; ".join(
-            f"{name}: {law_of(one, 'function')}" for name, one in studies.items()
-        ),
-        "note": note,
-    }
+    laws = (f"{name}: {law_of(study, 'function')}" for name, study in studies.items())
     checks = [*each_parametric("slope of ‖f - f*‖", studies, "function"), *others]
-    return rate_evidence(checks, studies, ("function",), **(fields | told))
+    return rate_evidence(checks, studies, ("function",), paper=-0.5, measured="; ".join(laws))
 
 
-def up_to_symmetry(studies: Studies, paper: Value = -0.5, **told: Any) -> Evidence:
+def up_to_symmetry(studies: Studies, note: str = "") -> Evidence:
     """The raw loss falls like n^-1/2, under the condition that unseen directions are left out."""
     checks = [
         *each_parametric("raw slope", studies, "raw"),
-        *each_parametric("quotient slope", studies, "quotient", "condition"),
+        *under_condition(*each_parametric("quotient slope", studies, "quotient")),
     ]
-    return rate_evidence(checks, studies, paper=paper, **told)
+    return rate_evidence(checks, studies, paper=-0.5, note=note)
 
 
 NO_START = "the paper's runs state no start radius, and the loss that they plot depends on it"
@@ -307,7 +284,7 @@ def printed_slopes(
     studies: Studies,
     radii: tuple[float, float],
     others: Sequence[Check],
-    **told: Any,
+    **fields: Any,
 ) -> Evidence:
     """A figure of the paper's own runs: open, with what the start does to the loss that it plots.
 
@@ -315,17 +292,17 @@ def printed_slopes(
         printed: the slope of each study in the paper.
         studies: by the same names, each from the two start radii.
         radii: a small one and a large one.
-        others: further checks.
-        told: fields of the evidence.
+        others: further checks of ours.
+        fields: of the evidence.
     """
     checks = [unmeasured(f"raw slope, {name}", slope, NO_START) for name, slope in printed.items()]
-    rises, parts = [], []
+    rises, slopes = [], []
     for name in printed:
-        near_, far = (studies[name].rate("raw", radius) for radius in radii)
-        rises.append(far.slope - near_.slope)
-        parts.append(f"{name}: raw {near_} from r = {radii[0]:g}, {far} from r = {radii[1]:g}")
-    told_as = "largest rise of a raw slope with the start radius"
-    checks.append(at_least(told_as, max(rises), 0.1, part="corrected"))
+        small, large = (studies[name].rate("raw", radius) for radius in radii)
+        rises.append(large.slope - small.slope)
+        slopes.append(f"{name}: raw {small} from r = {radii[0]:g}, {large} from r = {radii[1]:g}")
+    rise = at_least("largest rise of a raw slope with the start radius", max(rises), 0.1)
     paper = ", ".join(f"{name} {slope}" for name, slope in printed.items())
-    fields: dict[str, Any] = {"paper": paper, "measured": "; ".join(parts)} | told
-    return rate_evidence([*checks, *others], studies, **fields)
+    defaults: dict[str, Any] = {"paper": paper, "measured": "; ".join(slopes)}
+    checks += corrected(rise, *others)
+    return rate_evidence(checks, studies, **(defaults | fields))

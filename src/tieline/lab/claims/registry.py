@@ -1,9 +1,7 @@
 """The papers and their claims, and how claims are selected by name.
 
 The `MODULES` of a paper's package name the files with its claims; a claim is a function under
-`@claim(...)`, which adds a record to `CLAIMS`. Its setting and what would change its verdict are in
-`readings.py` of the package, where all claims of a paper can be read beside the paper.
-`docs/ledger.md` shows how to add one.
+`@claim(...)`, which adds a record to `CLAIMS`. `docs/ledger.md` shows how to add one.
 """
 
 import re
@@ -51,6 +49,8 @@ def claim(
     title: str,
     *,
     statement: str,
+    setting: str,
+    overturned_by: str,
     tested: str,
     number: str = "",
     expected: Verdict = Verdict.HOLDS,
@@ -76,7 +76,6 @@ def claim(
         known = CLAIMS.get(id)
         same = known is None or known.test.__module__ == test.__module__
         require(same, f"two claims are called {id!r}")
-        setting, overturned_by = _reading(id, paper)
         words = (id, paper, number, title, statement, setting, tested, overturned_by)
         reasons, times = (untestable, undecided), (seconds, full_seconds)
         bound = update_wrapper(partial(test, **given), test) if given else test
@@ -84,14 +83,6 @@ def claim(
         return test
 
     return add
-
-
-def _reading(name: str, paper: int) -> tuple[str, str]:
-    """Return the setting of a claim and what would change its verdict."""
-    package = f"tieline.lab.claims.{PAPERS[paper].package}"
-    readings = import_module(f"{package}.readings").READINGS
-    require(name in readings, f"{name} has no reading: add one to {package}.readings")
-    return readings[name]
 
 
 def all_claims() -> dict[str, Claim]:

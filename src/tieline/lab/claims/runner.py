@@ -28,7 +28,7 @@ from tieline.core.files import write_whole
 from tieline.core.numerics import one_thread
 from tieline.core.parallel import EXECUTORS, check_executor, run_jobs
 from tieline.core.records import from_plain, to_plain
-from tieline.lab.claims.claim import Claim, Outcome, Run
+from tieline.lab.claims.claim import Claim, ClaimRun, Outcome
 from tieline.lab.claims.registry import PAPERS, all_claims
 
 __all__ = ["EXECUTORS", "ResultStore", "fingerprint", "result_key", "run_claim", "run_claims"]
@@ -60,7 +60,7 @@ def _matters(parts: tuple[str, ...], package: str) -> bool:
     return not PRESENTING.intersection(parts) and not other_paper
 
 
-def result_key(claim: Claim, run: Run) -> dict[str, Any]:
+def result_key(claim: Claim, run: ClaimRun) -> dict[str, Any]:
     """Return what a result depends on: the claim, the mode, the seed and the code."""
     code = fingerprint(claim.paper)
     return {"claim": claim.id, "mode": run.mode, "seed": run.seed, "code": code}
@@ -82,7 +82,7 @@ class ResultStore:
         require(known.is_dir(), f"cannot keep results in {self.folder}: {known} is no folder")
         require(os.access(known, os.W_OK), f"cannot keep results in {known}: it is read-only")
 
-    def load(self, claim: Claim, run: Run) -> Outcome | None:
+    def load(self, claim: Claim, run: ClaimRun) -> Outcome | None:
         """Return the result of this claim, mode, seed and code; None if there is none."""
         try:
             record = json.loads(self._path(claim, run).read_bytes())
@@ -92,7 +92,7 @@ class ResultStore:
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return None
 
-    def save(self, claim: Claim, run: Run, outcome: Outcome) -> None:
+    def save(self, claim: Claim, run: ClaimRun, outcome: Outcome) -> None:
         """Write the result, whole or not at all."""
         self.folder.mkdir(parents=True, exist_ok=True)
         head = {"format": FORMAT, "version": VERSION, "key": result_key(claim, run)}
@@ -100,14 +100,14 @@ class ResultStore:
         text = json.dumps(record, allow_nan=False, indent=1) + "\n"
         write_whole(self._path(claim, run), text.encode())
 
-    def _path(self, claim: Claim, run: Run) -> Path:
+    def _path(self, claim: Claim, run: ClaimRun) -> Path:
         return self.folder / f"{claim.id}.{run.mode}.seed{run.seed}.json"
 
 
 Progress = Callable[[Outcome, int, int], None]
 
 
-def run_claim(claim: Claim, run: Run) -> Outcome:
+def run_claim(claim: Claim, run: ClaimRun) -> Outcome:
     """Test one claim; the outcome of a test that raises an exception holds its message."""
     begun = time.perf_counter()
     try:
@@ -122,7 +122,7 @@ def run_claim(claim: Claim, run: Run) -> Outcome:
 
 def run_claims(
     claims: Sequence[Claim],
-    run: Run,
+    run: ClaimRun,
     store: ResultStore | None = None,
     *,
     executor: str = "loky",
@@ -152,7 +152,7 @@ def run_claims(
 
 def _outcomes(
     claims: Sequence[Claim],
-    run: Run,
+    run: ClaimRun,
     store: ResultStore | None,
     executor: str,
     address: str | None,
@@ -174,7 +174,7 @@ def _outcomes(
 
 
 def _tested(
-    todo: Sequence[Claim], run: Run, executor: str, address: str | None, jobs: int
+    todo: Sequence[Claim], run: ClaimRun, executor: str, address: str | None, jobs: int
 ) -> Generator[Outcome, None, None]:
     """Yield outcomes in the order in which the tests end; the longest tests start first."""
     groups = _groups(todo, run.fast)
@@ -196,6 +196,6 @@ def _groups(todo: Sequence[Claim], fast: bool) -> list[list[Claim]]:
     return sorted(groups.values(), key=lambda group: -sum(c.duration(fast) for c in group))
 
 
-def _remote(names: Sequence[str], run: Run) -> list[Any]:
+def _remote(names: Sequence[str], run: ClaimRun) -> list[Any]:
     """Test claims in a worker and return plain values."""
     return [to_plain(run_claim(all_claims()[name], run), nonfinite_as_text=True) for name in names]

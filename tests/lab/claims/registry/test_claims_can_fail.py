@@ -10,11 +10,11 @@ from types import ModuleType
 
 import pytest
 
-from tieline.lab.claims.claim import Run
+from tieline.lab.claims.claim import ClaimRun
 from tieline.lab.claims.registry import all_claims
 from tieline.lab.claims.runner import run_claim
 
-RUN = Run(True, 0)
+RUN = ClaimRun(True, 0)
 
 
 def at(place):

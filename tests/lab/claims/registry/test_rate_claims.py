@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from tieline.core.statistics import PowerLaw
-from tieline.lab.claims.claim import Fits, Run, Verdict
+from tieline.lab.claims.claim import ClaimRun, Fits, Verdict
 from tieline.lab.claims.paper2 import theorems as paper2
 from tieline.lab.claims.paper4 import theorems as paper4
 from tieline.lab.claims.paper4.best_measures import NearestBest
@@ -18,7 +18,7 @@ from tieline.lab.estimation.identifiability import cramer_rao
 from tieline.lab.estimation.rates import RateRow, RateStudy
 from tieline.lab.estimation.solvers import Status
 
-RUN = Run(True, 0)
+RUN = ClaimRun(True, 0)
 EXACT = {"raw": -0.05, "quotient": -0.5, "function": -0.5, "experts": -0.5}
 OVER = EXACT | {"experts": -0.25}
 """What is measured: raw losses keep the start, the others fall."""

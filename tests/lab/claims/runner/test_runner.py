@@ -11,11 +11,11 @@ import torch
 
 from tests.lab.claims.zoo import make_claim
 from tieline.core.errors import TielineError
-from tieline.lab.claims.claim import Run, Verdict
+from tieline.lab.claims.claim import ClaimRun, Verdict
 from tieline.lab.claims.registry import select
 from tieline.lab.claims.runner import ResultStore, _groups, run_claim, run_claims
 
-RUN = Run(True, 0)
+RUN = ClaimRun(True, 0)
 QUICK = ["p0-lem6.2", "p1-table6", "p1-eqA.7", "p1-table1"]
 
 needs_joblib = pytest.mark.skipif(find_spec("joblib") is None, reason="joblib is not installed")
@@ -115,12 +115,12 @@ def test_long_claims_begin_first():
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from tieline.lab.claims import ResultStore, Run, run_claims, select
+from tieline.lab.claims import ResultStore, ClaimRun, run_claims, select
 def stop(outcome, done, total):
     if done == 3:
         os.kill(os.getpid(), signal.SIGKILL)
-run_claims(select(sys.argv[2:]), Run(True, 0), ResultStore(Path(sys.argv[1])), executor="serial",
-           progress=stop)
+run_claims(select(sys.argv[2:]), ClaimRun(True, 0), ResultStore(Path(sys.argv[1])),
+           executor="serial", progress=stop)
 """
 
 

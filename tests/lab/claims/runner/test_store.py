@@ -9,10 +9,10 @@ from tests.lab.claims.zoo import evidence, make_claim
 from tieline.core.errors import TielineError
 from tieline.core.records import to_plain
 from tieline.lab.claims import runner
-from tieline.lab.claims.claim import Outcome, Run
+from tieline.lab.claims.claim import ClaimRun, Outcome
 from tieline.lab.claims.runner import ResultStore, fingerprint
 
-RUN = Run(True, 0)
+RUN = ClaimRun(True, 0)
 
 
 @pytest.fixture
@@ -31,8 +31,8 @@ def test_a_result_comes_back(kept):
 
 def test_another_mode_seed_claim_or_code_has_no_result(kept, monkeypatch):
     store, claim, _ = kept
-    assert store.load(claim, Run(False, 0)) is None
-    assert store.load(claim, Run(True, 1)) is None
+    assert store.load(claim, ClaimRun(False, 0)) is None
+    assert store.load(claim, ClaimRun(True, 1)) is None
     assert store.load(replace(claim, id="p0-other"), RUN) is None
     monkeypatch.setattr(runner, "fingerprint", lambda paper: "changed")
     assert store.load(claim, RUN) is None

@@ -13,7 +13,8 @@ import numpy as np
 from scipy.optimize import brentq, least_squares
 
 from tieline.core.statistics import exponent
-from tieline.lab.claims.claim import Evidence, Run, at_least, at_most, chart, line, near
+from tieline.lab.claims.checks import at_least, at_most, near
+from tieline.lab.claims.claim import ClaimRun, Evidence, chart, line
 from tieline.lab.claims.registry import claim
 
 
@@ -52,10 +53,12 @@ SPECIAL = 1 - 1 / math.sqrt(3)
     "pq(q-p)(6pq-1)/6 (εt)⁴ to leading order, which vanishes at σ(c*) = 2p = 1 - 1/√3; above that "
     "mass two gates of unequal masses differ by O(ε⁵). So ‖f - f*‖ >= c L of paper 4's Thm 1 needs "
     "‖Δb‖⁴ in place of ‖Δb‖² below it and ‖Δb‖⁵ above.",
+    setting="sigmoid gates with full score, sparse, two atoms in a cell, any expert",
+    overturned_by="a split of two atoms with contact beyond the stated order",
     tested="Exponents of the largest difference in ε at σ(c*) = 0.3, 1 - 1/√3 and 0.6; the leading "
     "coefficient against its formula; roots of the fourth term over the masses.",
 )
-def contact(_run: Run) -> Evidence:
+def contact(_run: ClaimRun) -> Evidence:
     """Orders of contact on both sides of the special mass."""
     sizes = [0.4, 0.2, 0.1]
     found = {}
@@ -176,12 +179,15 @@ def least_ratios(whole: float, radius: float, shares: np.ndarray) -> dict[int, f
     statement="With N = N* + 1, full score, a tanh expert without gate of mass σ(c*) < 1 - 1/√3 "
     "and A symmetric, ‖f - f*‖ >= c L with ‖Δb‖⁴ in place of ‖Δb‖² in L_1; from 1 - 1/√3 on that "
     "fails as well.",
+    setting="sigmoid gates with full score, sparse, one expert too many, tanh; masses bounded away "
+    "from 0; one input here, any number in the proof",
+    overturned_by="a pair of atoms along which the ratio falls with the radius",
     tested="Least ‖f - f*‖ / L over pairs of atoms, by search at radii .4, .2, .1: exponent of the "
     "least ratio in the radius for ‖Δb‖⁴ and ‖Δb‖² at σ(c*) = .3; the fourth-order term over all "
     "masses by its polynomial, and at .6 its root.",
     seconds=2,
 )
-def corrected_bound(run: Run) -> Evidence:
+def corrected_bound(run: ClaimRun) -> Evidence:
     """Least ratios at falling radii, and the sign of the fourth-order term."""
     radii, shares = [0.4, 0.2, 0.1], np.linspace(0.1, 0.48, run.size(3, 24))
     least_by_radius = [least_ratios(0.3, radius, shares) for radius in radii]

@@ -5,15 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from tieline.lab.claims.claim import (
-    Evidence,
-    Run,
-    at_least,
-    at_most,
-    chart,
-    line,
-    near,
-)
+from tieline.lab.claims.checks import at_least, at_most, near
+from tieline.lab.claims.claim import ClaimRun, Evidence, chart, line
 from tieline.lab.claims.registry import claim
 from tieline.lab.limits.continuity import (
     added_cost,
@@ -37,7 +30,7 @@ def laplace_ramp(reach: float = 12.0, points: int = 4001) -> tuple[Tensor, Tenso
     return s, r
 
 
-def random_ramps(run: Run, count: int) -> list[tuple[Tensor, Tensor]]:
+def random_ramps(run: ClaimRun, count: int) -> list[tuple[Tensor, Tensor]]:
     """Ramps straight between random points, rising or not, around the tie or beside it."""
     found = []
     for number in range(count):
@@ -56,10 +49,12 @@ def random_ramps(run: Run, count: int) -> list[tuple[Tensor, Tensor]]:
     number="law",
     statement="D·S >= f²J⁴σ²/16 for every ramp between two experts, S linearised in σ; the Laplace "
     "ramp attains it and a straight ramp has 4/3 of it.",
+    setting="two experts, a score density that is flat over the ramp, noise small against it",
+    overturned_by="a ramp below the bound",
     tested="Products of random ramps, monotone and not; of the Laplace ramp; of straight ramps.",
     seconds=1,
 )
-def law(run: Run) -> Evidence:
+def law(run: ClaimRun) -> Evidence:
     """The least product of many ramps, and those of two special ones."""
     products = [ramp_cost(*ramp).product for ramp in random_ramps(run, run.size(300, 3000))]
     straight = ramp_cost(torch.tensor([-0.7, 0.7]).double(), torch.tensor([0.0, 1.0]).double())
@@ -81,11 +76,13 @@ def law(run: Run) -> Evidence:
     number="frontier",
     statement="To make flips R times cheaper a gate must move the model by at least π/32·R times "
     "their cost for large R, and by the Fourier frontier for every R.",
+    setting="two experts, a flat density, normal noise of any size",
+    overturned_by="a ramp below the frontier",
     tested="Random ramps under normal noise of several sizes against the frontier; the frontier "
     "against π/32·R; the least of moved plus remaining.",
     seconds=6,
 )
-def frontier(run: Run) -> Evidence:
+def frontier(run: ClaimRun) -> Evidence:
     """Distance of ramps to the frontier, and its limit."""
     hard = hard_sensitivity(1.0, 1.0, 1.0)
     excess = []
@@ -124,11 +121,13 @@ def frontier(run: Run) -> Evidence:
     number="gates",
     statement="Projected top-k has 4/3 of the bound, at equal ε half the D and half the S of paper "
     "1's ramp; that has 16/3 of the bound for b = 1 and more for b = 50.",
+    setting="orthogonal experts of equal size, k = 1, a flat density",
+    overturned_by="a product outside the stated share of the bound",
     tested="D and S of layers with orthogonal experts by sampling scores near a tie, against the "
     "integrals; paper 1's ramp by quadrature.",
     seconds=2,
 )
-def gates(run: Run) -> Evidence:
+def gates(run: ClaimRun) -> Evidence:
     """D and S of gates with two competitors, sampled and integrated."""
     epsilon, sigma = 0.4, 0.01
     sampled = {name: _sampled(run, gate, sigma) for name, gate in _gates(epsilon).items()}
@@ -153,13 +152,10 @@ def gates(run: Run) -> Evidence:
 
 
 def _gates(epsilon: float) -> dict[str, ProjectedTopK | SmoothTopK]:
-    return {
-        "projected": ProjectedTopK(1, epsilon=epsilon),
-        "ramp": SmoothTopK(1, epsilon=epsilon),
-    }
+    return {"projected": ProjectedTopK(1, epsilon=epsilon), "ramp": SmoothTopK(1, epsilon=epsilon)}
 
 
-def _sampled(run: Run, gate: ProjectedTopK | SmoothTopK, sigma: float) -> tuple[float, float]:
+def _sampled(run: ClaimRun, gate: ProjectedTopK | SmoothTopK, sigma: float) -> tuple[float, float]:
     """D and S over margins uniform in (-1, 1), of density ½; outputs are unit vectors."""
     count = run.size(100_000, 1_000_000)
     margin = torch.linspace(-1, 1, count, dtype=torch.float64)
@@ -178,10 +174,12 @@ def _sampled(run: Run, gate: ProjectedTopK | SmoothTopK, sigma: float) -> tuple[
     number="Lipschitz",
     statement="Projected top-k is Lipschitz with constant 1/ε in ℓ2 at ties of every order, and "
     "no bound on the experts of a token below the number of tied ones is continuous.",
+    setting="16 experts, k = 2, ties of order 1 to 7",
+    overturned_by="a slope above 1/ε",
     tested="Steps of the shares along random lines through ties of order 1 to 7 of 16 experts; "
     "the jump of paper 1's ramp with k_max below the number of tied experts.",
 )
-def lipschitz(run: Run) -> Evidence:
+def lipschitz(run: ClaimRun) -> Evidence:
     """Largest slopes through ties, with and without a bound on the experts."""
     epsilon, steepest, jump = 0.3, 0.0, 0.0
     step = 1e-6

@@ -14,7 +14,8 @@ import math
 import numpy as np
 
 from tieline.core.statistics import exponent
-from tieline.lab.claims.claim import Evidence, Run, at_least, at_most, chart, line, near, none_of
+from tieline.lab.claims.checks import at_least, at_most, near, none_of
+from tieline.lab.claims.claim import ClaimRun, Evidence, chart, line
 from tieline.lab.claims.problems import numpy_router
 from tieline.lab.claims.registry import claim
 from tieline.lab.tropical import count_cells, sharp_bound, zaslavsky
@@ -67,11 +68,13 @@ MANY, HUGE = [2**p for p in (10, 12, 14, 16, 18)], [2**p for p in (24, 26, 28, 3
     "share of C(N, k), so that Thm 4.19 of paper 3 fails for each such k and not only for k > d + "
     "1; for k <= (d+1)/2 routers on the moment curve have all C(N, k) cells. Pieces are at most "
     "cells times Φ(kH, d), which is sharper than B*.",
+    setting="affine routers, every position; N grows with d and k fixed",
+    overturned_by="a router with more cells than the bound",
     tested="The bound with its constants: exponent in N for d = 1 ... 5 and k = ⌊(d+1)/2⌋ + 1; "
     "exact counts of drawn routers, d = 1, 2, 3, all k, and of moment curves against it.",
     seconds=1,
 )
-def levels(run: Run) -> Evidence:
+def levels(run: ClaimRun) -> Evidence:
     """Exponents of the bound, and exact counts under it."""
     powers = {}
     for dim in range(1, 6):
@@ -85,10 +88,14 @@ def levels(run: Run) -> Evidence:
     share = [level_bound(n, 4, 2) / math.comb(n, 4) for n in MANY]
     pieces = level_bound(4096, 4, 2) * zaslavsky(32, 2)
     checks = [
-        near(f"exponent of the bound, d = {dim}, k = {(dim + 1) // 2 + 1}", power,
-             (dim + 1) // 2, 0.02)
+        near(
+            f"exponent of the bound, d = {dim}, k = {(dim + 1) // 2 + 1}",
+            power,
+            (dim + 1) // 2,
+            0.02,
+        )
         for dim, power in powers.items()
-    ]  # fmt: skip
+    ]
     return Evidence(
         [
             *checks,
@@ -96,11 +103,14 @@ def levels(run: Run) -> Evidence:
             near("moment curve, d = 3, k = 2, N = 9", neighbourly(9, 2, 3), math.comb(9, 2), 0),
             near("moment curve, d = 5, k = 3, N = 8", neighbourly(8, 3, 5), math.comb(8, 3), 0),
             at_most("share of C(N, 4), d = 2, N = 2¹⁸", share[-1], 1e-9),
-            at_least("B* over the new bound, N = 4096, k = 4, H = 8, d = 2",
-                     sharp_bound(4096, 4, 8, 2) / pieces, 100),
+            at_least(
+                "B* over the new bound, N = 4096, k = 4, H = 8, d = 2",
+                sharp_bound(4096, 4, 8, 2) / pieces,
+                100,
+            ),
         ],
         paper="k > d + 1",
         corrected="k > (d+1)/2",
         measured=f"B* {sharp_bound(4096, 4, 8, 2):.3g} against {pieces:.3g} pieces",
         figure=chart("N", "bound / C(N, 4), d = 2", line("cells", MANY, share), log="xy"),
-    )  # fmt: skip
+    )

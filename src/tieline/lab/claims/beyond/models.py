@@ -14,7 +14,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tieline.lab.claims.claim import Evidence, Run, at_least, at_most, none_of
+from tieline.lab.claims.checks import at_least, at_most, none_of
+from tieline.lab.claims.claim import ClaimRun, Evidence
 from tieline.lab.claims.registry import claim
 from tieline.routing import CosineRouter
 
@@ -29,7 +30,7 @@ def centre(rows: Tensor) -> Tensor:
     return sphere_centre(rows)
 
 
-def other_ranks(run: Run, n_experts: int, tokens: int) -> tuple[float, float]:
+def other_ranks(run: ClaimRun, n_experts: int, tokens: int) -> tuple[float, float]:
     """Spread of the radii, and share of tokens whose experts a cosine ranks in another order."""
     rows = run.normal(n_experts, DIM, stream=n_experts)
     lengths = run.normal(tokens, 1, stream=2).mul(2).exp()
@@ -48,10 +49,13 @@ def other_ranks(run: Run, n_experts: int, tokens: int) -> tuple[float, float]:
     statement="For E <= D + 1 rows in general position there is c with equal ‖w_e - c‖, and the "
     "cosine router of the rows w_e - c ranks the experts of every token as the linear one, "
     "whatever the token's norm. For more experts there is none in general.",
+    setting="softmax scores, where a vector may be subtracted from all rows; rows in general "
+    "position",
+    overturned_by="a token whose experts are ranked in another order",
     tested="Ranks of all experts for drawn tokens of norms over two decades, E = 2 ... D + 1 rows; "
     "and with twice as many experts as dimensions.",
 )
-def sphere(run: Run) -> Evidence:
+def sphere(run: ClaimRun) -> Evidence:
     """Ranks by both routers."""
     tokens = run.size(500, 5000)
     found = [other_ranks(run, n, tokens) for n in range(2, DIM + 2)]
@@ -68,14 +72,14 @@ def sphere(run: Run) -> Evidence:
     )
 
 
-def cosine_router(run: Run, tau: tuple[float, float]) -> CosineRouter:
+def cosine_router(run: ClaimRun, tau: tuple[float, float]) -> CosineRouter:
     """A router of drawn rows."""
     router = CosineRouter(DIM, 6, temperature=TEMPERATURE, tau=tau).double().requires_grad_(False)
     router.weight.copy_(run.normal(6, DIM, stream=3))
     return router
 
 
-def steepness(run: Run, router: CosineRouter, size: float) -> float:
+def steepness(run: ClaimRun, router: CosineRouter, size: float) -> float:
     """Largest change of a score over the bound of the law, for pairs of tokens of this size."""
     x, step = (size * run.normal(run.size(300, 3000), DIM, stream=s) for s in (4, 5))
     pairs = [(x, x + step), (x, x * 1e-3), (size * router.weight, 0 * router.weight)]
@@ -95,9 +99,11 @@ def steepness(run: Run, router: CosineRouter, size: float) -> float:
     statement="The score of the perturbed cosine router has the Lipschitz constant ‖w‖/((‖w‖ + τ1) "
     "τ2 t), attained at the zero vector, where it is 0. The plain cosine jumps there by 2/t "
     "between opposite tokens, however small.",
+    setting="the scores alone, without projection; every pair of tokens",
+    overturned_by="a pair of tokens above the bound",
     tested="Pairs of tokens of sizes 1e-9 to 10, and the rows themselves against zero.",
 )
-def zero(run: Run) -> Evidence:
+def zero(run: ClaimRun) -> Evidence:
     """Changes of the scores over their bound, near zero and far from it."""
     router, plain = cosine_router(run, TAU), cosine_router(run, (0.0, 0.0))
     sizes = [10.0**p for p in range(-9, 2)]
@@ -187,11 +193,14 @@ def predicted_slope(form: str, loss: Callable[[Tensor], Tensor]) -> tuple[float,
     statement="For any loss L of a layer's output the soft choice of width ε changes the loss by "
     "ε f_gap(0) E[∫ L(y + a(u)Δ) - L(y) du | gap = 0] + o(ε), a the share of the second expert; a "
     "gradient and one more value per token give it exactly for L of degree three.",
+    setting="one wall, a density and experts that are continuous beside it, L smooth; layers above "
+    "that choose themselves add their own walls",
+    overturned_by="a loss of degree three whose slope differs",
     tested="Two experts on the line, softmax and projection, a cubic L and two layers with a "
     "logistic loss; slopes by quadrature at two widths.",
     seconds=0.2,
 )
-def soft_slope(run: Run) -> Evidence:
+def soft_slope(run: ClaimRun) -> Evidence:
     """Slopes by quadrature and from the wall."""
     errors, without = {}, []
     for form in SHARES:

@@ -9,17 +9,8 @@ import torch
 from torch import Tensor
 
 from tieline.core.ranking import topk_mask
-from tieline.lab.claims.claim import (
-    Check,
-    Evidence,
-    Run,
-    at_least,
-    chart,
-    dots,
-    line,
-    none_of,
-    within,
-)
+from tieline.lab.claims.checks import at_least, none_of, within
+from tieline.lab.claims.claim import Check, ClaimRun, Evidence, chart, dots, line
 from tieline.lab.claims.registry import claim
 from tieline.lab.claims.trained import RouterStates, router_states
 from tieline.lab.geometry.diffusion import exit_curve, top_k_cell
@@ -38,7 +29,7 @@ FORM = "fp8_e4m3"
 """The perturbation that is judged: the whole model in eight bits, which flips some of a hundred."""
 
 
-def moved(run: Run) -> list[tuple[RouterStates, Tensor]]:
+def moved(run: ClaimRun) -> list[tuple[RouterStates, Tensor]]:
     """Every router of the model in the box, and how far its inputs move in eight bits."""
     tokens = run.size(2_048, 16_384)
     pairs = zip(router_states(tokens), router_states(tokens, FORM), strict=True)
@@ -54,13 +45,16 @@ def moved(run: Run) -> list[tuple[RouterStates, Tensor]]:
     "√((w_i - w_j)ᵀΣ(w_i - w_j)); the exit time lies between the likeliest wall and their sum; and "
     "min (z_i - z_j)/s_ij is the exact length, in the metric of Σ, of the smallest step that "
     "changes the set.",
+    setting="affine routers, top k, any drift and any covariance; the trained model in the box, "
+    "its first router, with m and Σ of fp8",
+    overturned_by="a path law outside the bounds, or a shorter step that changes the set",
     tested="The model in the box, m and Σ of the perturbations that its router inputs have in "
     "fp8: simulated paths of its tokens against the bounds and, for two experts, the law; steps "
     "of the stated length in the stated direction, and shorter ones in drawn directions.",
     seconds=3,
     together="trained-states",
 )
-def structured_exit(run: Run) -> Evidence:
+def structured_exit(run: ClaimRun) -> Evidence:
     """Bounds, law and worst step with the mean and covariance of real perturbations."""
     states, steps = moved(run)[0]
     law = perturbation_law(steps)
@@ -77,7 +71,7 @@ def structured_exit(run: Run) -> Evidence:
     )
 
 
-def _outside(run: Run, states: RouterStates, law: PerturbationLaw, tokens: Tensor) -> int:
+def _outside(run: ClaimRun, states: RouterStates, law: PerturbationLaw, tokens: Tensor) -> int:
     """Tokens whose simulated exit probability is outside the bounds by four standard errors.
 
     Time is in units in which the typical token is one deviation away from its nearest wall.
@@ -99,7 +93,7 @@ def _outside(run: Run, states: RouterStates, law: PerturbationLaw, tokens: Tenso
     return outside
 
 
-def _one_wall(run: Run) -> list[Check]:
+def _one_wall(run: ClaimRun) -> list[Check]:
     """Simulated paths with a drift against the law of one wall."""
     weight = torch.tensor([[1.0, 0.0], [0.0, 0.0]], dtype=torch.float64)
     cell = top_k_cell(torch.tensor([1.0, 0.0]).double(), 1, weight)
@@ -113,7 +107,7 @@ def _one_wall(run: Run) -> list[Check]:
     return checks
 
 
-def _worst(run: Run, states: RouterStates, law: PerturbationLaw) -> list[Check]:
+def _worst(run: ClaimRun, states: RouterStates, law: PerturbationLaw) -> list[Check]:
     """The stated step reaches a tie, and no shorter one of those drawn does."""
     some = slice(0, run.size(200, 2_000))
     x, scores = states.inputs[some], states.scores()[some]
@@ -143,12 +137,16 @@ def _worst(run: Run, states: RouterStates, law: PerturbationLaw) -> list[Check]:
     statement="Flips of a trained router under the perturbations of low precision are those of "
     "N(m, Σ), m and Σ measured on other tokens; isotropic noise of the same power flips the first "
     "router too rarely.",
+    setting="the trained model in the box, the whole of it in fp8 (e4m3), perturbations of each "
+    "router's input; tokens of the law and of the test apart",
+    overturned_by="a router whose flips differ from those of N(m, Σ) by more than a tenth and four "
+    "standard errors",
     tested="The model in the box in fp8, router by router: m and Σ from every other token, share "
     "of flips of the tokens between them, measured and drawn; isotropic noise of the same power.",
     seconds=2,
     together="trained-states",
 )
-def real_noise(run: Run) -> Evidence:
+def real_noise(run: ClaimRun) -> Evidence:
     """Measured flips against those of a normal law and of an isotropic one."""
     rows = [_flip_shares(run, states, steps) for states, steps in moved(run)]
     checks = [
@@ -184,7 +182,7 @@ def real_noise(run: Run) -> Evidence:
     )
 
 
-def _flip_shares(run: Run, states: RouterStates, steps: Tensor) -> dict[str, float]:
+def _flip_shares(run: ClaimRun, states: RouterStates, steps: Tensor) -> dict[str, float]:
     """Share of odd tokens that flip, and that a law of the even tokens' steps makes flip."""
     law, scores = perturbation_law(steps[::2]), states.scores()[1::2]
     after = scores + steps[1::2] @ states.weight.T

@@ -11,7 +11,8 @@ import math
 import torch
 from torch import Tensor
 
-from tieline.lab.claims.claim import Evidence, Run, at_least, at_most, chart, line, near
+from tieline.lab.claims.checks import at_least, at_most, near
+from tieline.lab.claims.claim import ClaimRun, Evidence, chart, line
 from tieline.lab.claims.mixtures import FLOOR, drawn, inputs, largest_gap
 from tieline.lab.claims.registry import claim
 from tieline.lab.estimation import (
@@ -44,10 +45,12 @@ def doubled(model: MoEModel, truth: MoEParameters, step: Tensor, keep: int = 0) 
     statement="f of G and of Q·G, Q = Σ q_j e^{u_j·z}, are the same for every softmax router that "
     "is linear in some z(x) and every expert; with tanh experts no other measure with "
     "nonnegative masses has the same function. So ‖f - f*‖ >= c L_2 needs k < 2k*.",
+    setting="softmax routers linear in z(x), any number of atoms; perturbed cosine and tanh here",
+    overturned_by="a vanishing ratio at k = 2k* - 1 with the rows centred",
     tested="Perturbed cosine, three tanh experts: all atoms doubled (k = 2k*), all but one "
     "(k = 2k* - 1): distance and quotient L_2.",
 )
-def doubling(run: Run) -> Evidence:
+def doubling(run: ClaimRun) -> Evidence:
     """Distance over loss when all atoms are doubled, and when all but one are."""
     model = MoEModel("perturbed", "softmax", "tanh", 2, 3)
     truth, x = drawn(run, model, stream=3, router=0.2), inputs(run, 2000, 2)
@@ -97,10 +100,13 @@ def with_open_gate(truth: MoEParameters, constant: float) -> MoEParameters:
     "σ(-s)(-h) for every t: with N >= N* + 2 the best measures of paper 4's Thm 3 and Cor. 1 "
     "include ones without any gate of the truth, on every parameter set. With N = N* + 1 and gates "
     "of |c| <= C the reflection is σ(-C) sup|h| away: the constant of Thm 3 is at most that small.",
+    setting="sigmoid gates, odd experts, N > N*, dense or sparse; on every parameter set that "
+    "holds the reflected atoms",
+    overturned_by="experts of one sign, or a parameter set without negatives",
     tested="Full quadratic scores, two tanh experts in the plane: largest |f - f*|, L_3 to the "
     "truth, distance of gates and of experts; with one spare expert the distance at C = 5 to 30.",
 )
-def reflection(run: Run) -> Evidence:
+def reflection(run: ClaimRun) -> Evidence:
     """Exact reflections with two spare experts, near ones with one."""
     model = MoEModel("quadratic", "sigmoid", "tanh", 2, 2)
     truth, x = drawn(run, model), inputs(run, 2000, 2)
@@ -125,8 +131,12 @@ def reflection(run: Run) -> Evidence:
         ],
         paper="exact with two spare experts",
         measured=f"{gap:.1g} with two, {gaps[1]:.1g} with one at C = 10",
-        figure=chart("C", "|f - f*|, one spare expert", line("reflected", constants, gaps),
-                     line("e^-C", constants, [math.exp(-c) for c in constants], dashed=True),
-                     log="y"),
+        figure=chart(
+            "C",
+            "|f - f*|, one spare expert",
+            line("reflected", constants, gaps),
+            line("e^-C", constants, [math.exp(-c) for c in constants], dashed=True),
+            log="y",
+        ),
         note="Experts are found all the same, for h is among the atoms; the gates are not.",
-    )  # fmt: skip
+    )

@@ -6,18 +6,8 @@ from typing import Any
 import torch
 
 from tieline.core.statistics import exponent
-from tieline.lab.claims.claim import (
-    Evidence,
-    Run,
-    Verdict,
-    at_least,
-    at_most,
-    chart,
-    dots,
-    line,
-    near,
-    none_of,
-)
+from tieline.lab.claims.checks import at_least, at_most, corrected, near, none_of, under_condition
+from tieline.lab.claims.claim import ClaimRun, Evidence, Verdict, chart, dots, line
 from tieline.lab.claims.paper0.limit import crossing_pair
 from tieline.lab.claims.problems import pupil
 from tieline.lab.claims.registry import claim
@@ -38,13 +28,15 @@ def turned(angle: float, offset: float = 0.0) -> TwoCells:
     "specialisation gap",
     statement="Whatever its parameters, a wrong expert is within √γ of the right one on mass η "
     "of a cell at most.",
+    setting="an assumption on all student parameters; bounded experts of one family",
+    overturned_by="a family that gives every expert its own range of functions",
     tested="η(γ) at the teacher's own experts; and with the wrong expert free to take the right "
     "one's parameters, which every family shared by the experts allows.",
     expected=Verdict.CONDITION,
     condition="experts are confined to neighbourhoods; if they share one family the supremum is "
     "the mass of the cell",
 )
-def gap(run: Run) -> Evidence:
+def gap(run: ClaimRun) -> Evidence:
     """η(γ) at given experts and at the worst ones."""
     teacher = pupil(run, run.size(50_000, 500_000), 0.0)
     gammas = [1e-4, 1e-3, 1e-2, 1e-1]
@@ -53,8 +45,10 @@ def gap(run: Run) -> Evidence:
     return Evidence(
         [
             at_most("η(0.001) with free parameters", cells.max().item(), 0.1),
-            at_most("η(0.001) at the teacher's experts", found.etas[1], 0.1, part="condition"),
-            at_most("η falls with γ", found.etas[0], found.etas[3], part="condition"),
+            *under_condition(
+                at_most("η(0.001) at the teacher's experts", found.etas[1], 0.1),
+                at_most("η falls with γ", found.etas[0], found.etas[3]),
+            ),
         ],
         paper="an assumption",
         measured=f"η(0.001) = {found.etas[1]:.4f}; free: {cells.max().item():.3f}",
@@ -73,10 +67,12 @@ def gap(run: Run) -> Evidence:
     "velocities that a router can realise",
     statement="A linear router moves its wall by a finite-dimensional space of normal velocities, "
     "the affine functions of the input on it, and by no others.",
+    setting="an assumption with the linear router as its example, D = 4",
+    overturned_by="a realised velocity that is not affine on the wall",
     tested="Rank of the velocities over points of a wall in D = 4, and what is left of a quadratic "
     "one.",
 )
-def velocities(run: Run) -> Evidence:
+def velocities(run: ClaimRun) -> Evidence:
     """Rank of the space of velocities on the wall."""
     width, n = 4, run.size(500, 5_000)
     normal, offset = run.normal(width, stream=1), 0.4
@@ -114,6 +110,8 @@ def velocities(run: Run) -> Evidence:
     "p0-asm5.13",
     "gradient and Hessian transfer",
     statement="∇L_τ and ∇²L_τ tend to those of L_0 near every critical point.",
+    setting="an assumption near critical points; two affine experts under a Gaussian",
+    overturned_by="a bounded Hessian of L_τ at the teacher as τ falls",
     tested="Derivatives of two affine experts under a Gaussian by quadrature, off the teacher's "
     "wall and at the teacher, τ over two decades.",
     expected=Verdict.CONDITION,
@@ -121,7 +119,7 @@ def velocities(run: Run) -> Evidence:
     "E[d·[μ] | S = 0]/2 · p_S(0)/τ",
     seconds=1,
 )
-def transfer(run: Run) -> Evidence:
+def transfer(run: ClaimRun) -> Evidence:
     """Distance of the Hessians off the wall; their growth on it."""
     student, teacher = crossing_pair()
     taus = [0.1, 0.03, 0.01, 0.003]
@@ -131,21 +129,15 @@ def transfer(run: Run) -> Evidence:
     return Evidence(
         [
             at_most("∂²L_τ/∂b² at the teacher, τ = 0.003", on[-1], 10.0),
-            at_least(
-                "exponent of ‖∇L_τ - ∇L_0‖, off",
-                exponent(taus, list(off.gradient_gaps)),
-                0.9,
-                part="condition",
+            *under_condition(
+                at_least(
+                    "exponent of ‖∇L_τ - ∇L_0‖, off", exponent(taus, list(off.gradient_gaps)), 0.9
+                ),
+                at_least(
+                    "exponent of ‖∇²L_τ - ∇²L_0‖, off", exponent(taus, list(off.hessian_gaps)), 0.9
+                ),
             ),
-            at_least(
-                "exponent of ‖∇²L_τ - ∇²L_0‖, off",
-                exponent(taus, list(off.hessian_gaps)),
-                0.9,
-                part="condition",
-            ),
-            near(
-                "τ ∂²L_τ/∂b² at the teacher", taus[-1] * on[-1] / limit, 1, 0.02, part="corrected"
-            ),
+            *corrected(near("τ ∂²L_τ/∂b² at the teacher", taus[-1] * on[-1] / limit, 1, 0.02)),
         ],
         paper="r(τ) → 0",
         corrected=f"{limit:.6f}/τ at the teacher",
@@ -176,6 +168,8 @@ def _shift_curvature(teacher: TwoCells, tau: float) -> float:
     "geometry of the profiled hard problem",
     statement="For every wall the experts have one minimiser with curvature at least α_fr; at "
     "every wall but the teacher's some motion has zero first and negative second variation.",
+    setting="an assumption on every wall that is not the teacher's; all walls through the origin",
+    overturned_by="a neutral motion with negative second variation at every wall",
     tested="Ψ_0 over all walls through the origin by quadrature: α_fr, and the curvature along the "
     "motion (turn and shift) whose first variation vanishes; then the same at critical walls.",
     expected=Verdict.CONDITION,
@@ -183,7 +177,7 @@ def _shift_curvature(teacher: TwoCells, tau: float) -> float:
     "well have positive second variation",
     seconds=0.7,
 )
-def profiled(run: Run) -> Evidence:
+def profiled(run: ClaimRun) -> Evidence:
     """Curvature along the neutral motion, and the negative one at the critical wall."""
     teacher = two_cells(normal=[1.0, 0.0], slopes=[[1.0, 0.5], [-0.7, 0.4]], intercepts=[0.2, 0.1])
     angles = [math.pi * (i + 0.5) / run.size(18, 90) for i in range(run.size(18, 90))]
@@ -196,9 +190,11 @@ def profiled(run: Run) -> Evidence:
     return Evidence(
         [
             at_most("largest second variation along a neutral motion", worst, 0),
-            at_least("α_fr over all walls", fixed, 0.1, part="condition"),
-            near("gradient of Ψ_0 at the critical wall", gradient, 0, 1e-3, part="condition"),
-            at_most("least eigenvalue there", least, -0.1, part="condition"),
+            *under_condition(
+                at_least("α_fr over all walls", fixed, 0.1),
+                near("gradient of Ψ_0 at the critical wall", gradient, 0, 1e-3),
+                at_most("least eigenvalue there", least, -0.1),
+            ),
         ],
         paper="λ_nd > 0 at every wall",
         corrected=f"at the critical wall: {-least:.3f}",
@@ -248,9 +244,11 @@ def _refine(teacher: TwoCells, angle: float) -> float:
     "negative curvature persists",
     statement="λ_min(H) <= λ_min(H_0) + ‖H - H_0‖; with λ_min(H_0) <= -λ and a change of λ/2 at "
     "most, λ_min(H) <= -λ/2.",
+    setting="symmetric matrices, any size; 6 × 6 drawn and the extreme case",
+    overturned_by="one eigenvalue above the bound",
     tested="Drawn symmetric matrices, and the extreme case H = H_0 + η vvᵀ with v the eigenvector.",
 )
-def curvature(run: Run) -> Evidence:
+def curvature(run: ClaimRun) -> Evidence:
     """Violations, and equality in the extreme case."""
     violations = 0
     for i in range(run.size(100, 2_000)):

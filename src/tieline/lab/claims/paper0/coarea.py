@@ -7,19 +7,8 @@ from numpy.polynomial.legendre import leggauss
 from scipy import special
 
 from tieline.core.statistics import exponent, mean_estimate
-from tieline.lab.claims.claim import (
-    Check,
-    Evidence,
-    Run,
-    Verdict,
-    at_least,
-    at_most,
-    chart,
-    dots,
-    line,
-    near,
-    within,
-)
+from tieline.lab.claims.checks import at_least, at_most, corrected, near, under_condition, within
+from tieline.lab.claims.claim import Check, ClaimRun, Evidence, Verdict, chart, dots, line
 from tieline.lab.claims.problems import GraphRouter, affine_scores, density, drawn_router, pair_mass
 from tieline.lab.claims.registry import claim
 from tieline.lab.geometry import ambiguity_mass, boundary_mass_pair
@@ -35,13 +24,16 @@ KAPPA = math.log(9.0)
     "regular interfaces, and how to see that they are not",
     statement="Near every wall the gradient of the score difference is bounded below; mass near "
     "zero together with tiny gradients shows that it is not.",
+    setting="an assumption, not a theorem: what decides it is measured, on a router that meets it "
+    "and on a smooth one that does not",
+    overturned_by="a proof that smooth routers cannot have a vanishing gradient on a wall",
     tested="A curved regular wall and S = x³: P(|S| <= w)/w as w falls, and the smallest gradient "
     "among the inputs with |S| <= w.",
     expected=Verdict.CONDITION,
     condition="the gradient does not vanish on the wall; the diagnosis is its smallest value among "
     "near-ties, and the growth of P(|S| <= w)/w",
 )
-def regular(run: Run) -> Evidence:
+def regular(run: ClaimRun) -> Evidence:
     """Exponent of the mass in the width, and gradients near the wall."""
     router, n = GraphRouter(), run.size(200_000, 2_000_000)
     x = run.normal(n, 3, stream=1)
@@ -56,9 +48,11 @@ def regular(run: Run) -> Evidence:
     return Evidence(
         [
             at_least("smallest gradient near x³ = 0", least_bad, 0.1),
-            at_least("smallest gradient near the regular wall", least, 1.0, part="condition"),
-            near("exponent of P/w, regular", exponent(widths, good), 0, 0.05, part="condition"),
-            near("exponent of P/w, S = x³", exponent(widths, bad), -2 / 3, 0.05, part="corrected"),
+            *under_condition(
+                at_least("smallest gradient near the regular wall", least, 1.0),
+                near("exponent of P/w, regular", exponent(widths, good), 0, 0.05),
+            ),
+            *corrected(near("exponent of P/w, S = x³", exponent(widths, bad), -2 / 3, 0.05)),
         ],
         paper="an assumption",
         measured=f"gradients >= {least:.3f} against {least_bad:.2g}",
@@ -78,10 +72,12 @@ def regular(run: Run) -> Evidence:
     "level-set profile",
     statement="F(t), the integral of p/‖∇S‖ over the level set S = t, is finite and continuous at "
     "0, and is the density of S there.",
+    setting="under Assumption 3.4: a sphere and a curved wall under a Gaussian",
+    overturned_by="a level-set integral that is not the density of S",
     tested="A sphere under a Gaussian (F is a χ² density), and a curved wall: quadrature of F over "
     "t against P(|S| <= w).",
 )
-def profile(run: Run) -> Evidence:
+def profile(run: ClaimRun) -> Evidence:
     """F by surface integrals against densities."""
     radius = 1.3
     area = 4 * math.pi * radius**2 * math.exp(-(radius**2) / 2) / (2 * math.pi) ** 1.5
@@ -111,11 +107,13 @@ def profile(run: Run) -> Evidence:
     "p0-prop3.5",
     "coarea expansion for two experts",
     statement="BM_ε(τ) = C_ε τ + o(τ) with C_ε = 2κ_ε times the surface integral of p/‖∇S‖.",
+    setting="two experts, under Assumption 3.4, a curved wall; an equality to first order",
+    overturned_by="a constant that the surface integral does not give, or a remainder of order τ",
     tested="A curved wall: C_ε from points sampled on the surface, BM from counts of the softmax, "
     "both against quadrature; the error falls like τ³.",
     seconds=0.5,
 )
-def expansion(run: Run) -> Evidence:
+def expansion(run: ClaimRun) -> Evidence:
     """C_ε by sampling the surface, and the order of the remainder."""
     router = GraphRouter()
     y = run.normal(run.size(100_000, 1_000_000), 2, stream=1)
@@ -144,7 +142,7 @@ def expansion(run: Run) -> Evidence:
     return Evidence(checks, paper=exact, measured=surface.value, figure=figure)
 
 
-def _any_surface(run: Run, router: GraphRouter) -> Check:
+def _any_surface(run: ClaimRun, router: GraphRouter) -> Check:
     """F(0) by lines along every axis, for any smooth surface."""
     found = surface_integral(router, 3, lines=run.size(4_000, 40_000), seed=run.seed)
     assert found.value is not None
@@ -157,9 +155,11 @@ def _any_surface(run: Run, router: GraphRouter) -> Check:
     "p0-lem3.6",
     "tube formula of one wall",
     statement="P(|S| <= w) = 2w F(0) + o(w) for any regular wall.",
+    setting="one pair under Assumption 3.4, a curved wall; an equality to first order",
+    overturned_by="a remainder that is not o(w)",
     tested="Quadrature on a curved wall: the remainder over w³ tends to F''(0)/3.",
 )
-def tube(run: Run) -> Evidence:
+def tube(run: ClaimRun) -> Evidence:
     """The remainder of the first order, to its own constant."""
     router, h = GraphRouter(), 0.02
     zero = router.profile(0.0)
@@ -182,9 +182,11 @@ def tube(run: Run) -> Evidence:
     "p0-eq3.9",
     "union bound for many experts",
     statement="BM_pair(κ_ε τ) <= C̃ τ + o(τ), C̃ the sum of the pairs' constants.",
+    setting="any number of experts, an upper bound; affine routers under a Gaussian, E = 4 and 12",
+    overturned_by="a mass above the sum of the pairs' constants by more than o(τ)",
     tested="Affine routers of 4 and 12 experts under a Gaussian: counts against the exact sum.",
 )
-def union(run: Run) -> Evidence:
+def union(run: ClaimRun) -> Evidence:
     """Counted mass over the bound."""
     checks, ratios = [], []
     for experts in (4, 12):
@@ -198,7 +200,7 @@ def union(run: Run) -> Evidence:
             checks.append(
                 at_most(f"BM_pair, E = {experts}, τ = {tau}", float(mass), bound, 4 * error)
             )
-    checks.append(at_least("tightness at E = 4, τ = 0.01", ratios[1], 0.9, part="corrected"))
+    checks += corrected(at_least("tightness at E = 4, τ = 0.01", ratios[1], 0.9))
     return Evidence(checks, paper="at most 1", measured=f"{min(ratios):.3f} to {max(ratios):.3f}")
 
 
@@ -207,9 +209,11 @@ def union(run: Run) -> Evidence:
     "linear margin tail",
     statement="P(Δ_min <= δ) <= C_margin δ for δ up to some δ_0; C_margin is the sum over pairs of "
     "twice the largest F near zero.",
+    setting="under Assumption 3.4, an upper bound with some constant; 8 experts, δ up to 0.1",
+    overturned_by="a mass above C_margin δ with C_margin as in the proof",
     tested="An affine router of 8 experts: C_margin in closed form, counts over two decades.",
 )
-def margin(run: Run) -> Evidence:
+def margin(run: ClaimRun) -> Evidence:
     """Largest ratio of the counted mass to the bound."""
     weight, bias = drawn_router(run, 8, 5)
     scores = affine_scores(run, run.size(200_000, 2_000_000), weight, bias)
@@ -225,7 +229,7 @@ def margin(run: Run) -> Evidence:
     return Evidence(
         [
             at_most("largest excess over C_margin δ", excess, 0),
-            at_least("tightness at δ = 0.003", ratio[1], 0.9, part="corrected"),
+            *corrected(at_least("tightness at δ = 0.003", ratio[1], 0.9)),
         ],
         paper=constant,
         measured=masses.value[0].item() / widths[0],
@@ -245,10 +249,12 @@ def margin(run: Run) -> Evidence:
     number="Example 3.8",
     statement="P(|S| <= r) = Φ((r-b)/σ) - Φ((-r-b)/σ) = 2r φ(b/σ)/σ + o(r), and the surface "
     "integral of p/‖v‖ is φ(b/σ)/σ.",
+    setting="the example's own setting: a linear router, N(0, Σ) with a drawn Σ in R⁴",
+    overturned_by="a count outside four standard errors of (3.11)",
     tested="Counts in four dimensions with a drawn covariance, the surface integral over the "
     "hyperplane by quadrature, and the next term of the expansion.",
 )
-def linear(run: Run) -> Evidence:
+def linear(run: ClaimRun) -> Evidence:
     """Exact mass, first order and next order, and the hyperplane's integral."""
     factor = run.normal(4, 4, stream=1)
     covariance = factor @ factor.T + 0.5 * torch.eye(4, dtype=torch.float64)
@@ -266,18 +272,13 @@ def linear(run: Run) -> Evidence:
         [
             within("P(|S| <= r) by counting", inside, error, mass.exact),
             near("hyperplane integral in the plane", *_hyperplane_integral(2.0, 0.7), 1e-10),
-            near(
-                "next order over first",
-                mass.next_order / mass.first_order,
-                next_term,
-                1e-12,
-                part="corrected",
-            ),
-            at_most(
-                "relative error of the next order at r = 0.02",
-                abs(small.next_order / small.exact - 1),
-                1e-7,
-                part="corrected",
+            *corrected(
+                near("next order over first", mass.next_order / mass.first_order, next_term, 1e-12),
+                at_most(
+                    "relative error of the next order at r = 0.02",
+                    abs(small.next_order / small.exact - 1),
+                    1e-7,
+                ),
             ),
             at_most(
                 "relative error of the first order at r = 0.02",
@@ -305,9 +306,11 @@ def _hyperplane_integral(scale: float, offset: float) -> tuple[float, float]:
     "p0-lem5.7",
     "linear scaling of the ambiguity mass",
     statement="BM(τ; ε) <= C_ε τ for small τ, by the pairs' slabs of width κ_{ε,E} τ.",
+    setting="a fixed router under Assumption 3.4, an upper bound for small τ; 6 experts",
+    overturned_by="a mass above the pairs' slabs, or an exponent other than 1",
     tested="An affine router of 6 experts: counts against the sum over pairs, τ over two decades.",
 )
-def scaling(run: Run) -> Evidence:
+def scaling(run: ClaimRun) -> Evidence:
     """Counted ambiguity over τ against its bound."""
     weight, bias = drawn_router(run, 6, 4)
     scores = affine_scores(run, run.size(200_000, 2_000_000), weight, bias)

@@ -4,19 +4,16 @@ import math
 
 import torch
 
-from tieline.lab.claims.claim import (
-    Check,
-    Evidence,
-    Run,
-    Verdict,
+from tieline.lab.claims.checks import (
     at_least,
     at_most,
-    chart,
-    dots,
+    corrected,
     near,
     none_of,
+    under_condition,
     within,
 )
+from tieline.lab.claims.claim import Check, ClaimRun, Evidence, Verdict, chart, dots
 from tieline.lab.claims.paper0.limit import crossing_pair
 from tieline.lab.claims.problems import mixture, pupil
 from tieline.lab.claims.registry import claim
@@ -45,10 +42,12 @@ EPSILON = 0.1
     "risk of the interior and of the boundary layer",
     statement="L̃ splits into an interior and a boundary part; the latter is at most C(ε, B, "
     "B_stu) BM(τ; ε).",
+    setting="bounded students and teachers, any ε; students at one distance, four temperatures",
+    overturned_by="a boundary part above C · BM",
     tested="The two parts on drawn students against the whole, and against the paper's constant "
     "2B² + 2B_stu² and the sharp (B + B_stu)².",
 )
-def decomposition(run: Run) -> Evidence:
+def decomposition(run: ClaimRun) -> Evidence:
     """Sum of the parts; boundary part over both bounds."""
     gap, sharp, paper = 0.0, [], []
     for tau in (1.0, 0.3, 0.1, 0.03):
@@ -61,8 +60,10 @@ def decomposition(run: Run) -> Evidence:
         [
             at_most("whole minus parts", gap, 1e-12),
             at_most("boundary part over the paper's bound", max(paper), 1),
-            at_most("boundary part over (B + B_stu)² BM", max(sharp), 1, part="corrected"),
-            at_least("boundary part is there", min(paper), 1e-6, part="corrected"),
+            *corrected(
+                at_most("boundary part over (B + B_stu)² BM", max(sharp), 1),
+                at_least("boundary part is there", min(paper), 1e-6),
+            ),
         ],
         paper="at most 1, constant 2B² + 2B_stu²",
         corrected="constant (B + B_stu)², no ε",
@@ -75,9 +76,11 @@ def decomposition(run: Run) -> Evidence:
     "cellwise control on the dominated interior",
     statement="On Ω*_k ∩ {p_k >= 1-ε} the risk is at least half the squared error of expert k, "
     "less 4 B_stu² ε² times its mass.",
+    setting="bounded students, every cell; students at four distances, two temperatures",
+    overturned_by="a cell with negative slack",
     tested="Both sides in every cell of students at four distances from the teacher.",
 )
-def cellwise(run: Run) -> Evidence:
+def cellwise(run: ClaimRun) -> Evidence:
     """Smallest slack over cells, distances and temperatures."""
     slacks, masses = [], []
     for distance in (0.0, 0.2, 0.5, 1.0):
@@ -88,7 +91,7 @@ def cellwise(run: Run) -> Evidence:
             masses += [cell.mass.value or 0.0 for cell in cells]
     checks = [
         at_least("smallest slack", min(slacks), 0),
-        at_least("largest mass of a dominated cell", max(masses), 0.1, part="corrected"),
+        *corrected(at_least("largest mass of a dominated cell", max(masses), 0.1)),
     ]
     return Evidence(checks, paper="at least 0", measured=min(slacks))
 
@@ -98,6 +101,10 @@ def cellwise(run: Run) -> Evidence:
     "shape derivative of the hard risk",
     statement="Moving a wall changes the hard risk at the rate ∫ [φ₊ D(μ_l) - φ₋ D(μ_k)] p; where "
     "it vanishes and the second variation is negative, the risk falls.",
+    setting="a wall away from junctions, one-sided traces of μ; the paper writes d/dε at 0, which "
+    "has two sides",
+    overturned_by="a formula for the derivative at 0⁻ as well, or the words 'at 0⁺' in the "
+    "statement",
     tested="Two affine experts under a Gaussian: the formula against differences on both sides, at "
     "a wall of the teacher and off it, and by sampling; the second variation at a wall whose first "
     "one vanishes.",
@@ -106,7 +113,7 @@ def cellwise(run: Run) -> Evidence:
     "has the traces exchanged and the other sign",
     seconds=1,
 )
-def shape(run: Run) -> Evidence:
+def shape(run: ClaimRun) -> Evidence:
     """One-sided derivatives by formula and by differences."""
     student, teacher = crossing_pair()
     shift = torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64)
@@ -116,31 +123,19 @@ def shape(run: Run) -> Evidence:
     return Evidence(
         [
             near("derivative at 0⁻ is that at 0⁺, on the teacher's wall", on.left, on.right, 1e-6),
-            near(
-                "formula and difference at 0⁺, off",
-                off.right,
-                off.right_difference,
-                1e-5,
-                part="condition",
+            *under_condition(
+                near("formula and difference at 0⁺, off", off.right, off.right_difference, 1e-5),
+                near("formula and difference at 0⁺, on", on.right, on.right_difference, 1e-5),
             ),
-            near(
-                "formula and difference at 0⁺, on",
-                on.right,
-                on.right_difference,
-                1e-5,
-                part="condition",
+            *corrected(
+                near("formula and difference at 0⁻, on", on.left, on.left_difference, 1e-5),
+                at_most("product of the two sides, on", on.left * on.right, 0),
             ),
-            near(
-                "formula and difference at 0⁻, on",
-                on.left,
-                on.left_difference,
-                1e-5,
-                part="corrected",
+            *under_condition(
+                _sampled_derivative(run),
+                near("first variation, experts exchanged", first, 0, 1e-9),
+                at_most("second variation there", second, -0.1),
             ),
-            at_most("product of the two sides, on", on.left * on.right, 0, part="corrected"),
-            _sampled_check(run),
-            near("first variation, experts exchanged", first, 0, 1e-9, part="condition"),
-            at_most("second variation there", second, -0.1, part="condition"),
         ],
         paper=on.right,
         corrected=f"0⁺: {on.right:.6f}, 0⁻: {on.left:.6f}",
@@ -148,7 +143,7 @@ def shape(run: Run) -> Evidence:
     )
 
 
-def _sampled_check(run: Run) -> Check:
+def _sampled_derivative(run: ClaimRun) -> Check:
     """The derivative of the hard risk of four experts, by the wall's layer and by differences."""
     sample = mixture(run, run.size(400_000, 4_000_000))
     change = torch.tensor([1.0, -0.5, 0.0, 0.2], dtype=torch.float64)
@@ -165,7 +160,6 @@ def _sampled_check(run: Run) -> Check:
         difference,
         resolution=0.3,
         bias=0.02 * abs(difference),
-        part="condition",
     )
 
 
@@ -197,11 +191,14 @@ TAU, CONFIDENT = 0.05, 0.05
     "p0-lem5.16",
     "confident misrouting costs risk",
     statement="For every parameter and every permutation π, L̃_int >= γ/4 (P(E_mis(π)) - K(K-1)η).",
+    setting="its hypotheses are met: bounded, specialised experts, 2ε B_stu <= √γ/2; every "
+    "parameter and every permutation, as printed",
+    overturned_by="a statement for the best permutation only, or E_gap at the actual θ",
     tested="The student that equals its teacher, under the identity and under a swap of two "
     "experts; the corrected bound γ/4 P(E_mis ∖ E_gap) on students at four distances.",
     expected=Verdict.FAILS,
 )
-def misrouting(run: Run) -> Evidence:
+def misrouting(run: ClaimRun) -> Evidence:
     """Interior risk against the printed and the corrected bound."""
     gamma, n = 0.05, run.size(50_000, 500_000)
     teacher = pupil(run, n, 0.0)
@@ -222,13 +219,9 @@ def misrouting(run: Run) -> Evidence:
                 same.interior.value or 0.0,
             ),
             at_most("printed bound less L̃_int, π a swap", swap.paper_bound, interior),
-            at_most("largest excess of the corrected bound", max(excess), 0, part="corrected"),
-            near(
-                "the hypothesis 2ε B_stu <= √γ/2 holds",
-                float(swap.admissible),
-                1,
-                0,
-                part="corrected",
+            *corrected(
+                at_most("largest excess of the corrected bound", max(excess), 0),
+                near("the hypothesis 2ε B_stu <= √γ/2 holds", float(swap.admissible), 1, 0),
             ),
         ],
         paper=swap.paper_bound,
@@ -239,7 +232,7 @@ def misrouting(run: Run) -> Evidence:
     )
 
 
-def _corrected_excess(run: Run, n: int, gamma: float, eta: float) -> list[float]:
+def _corrected_excess(run: ClaimRun, n: int, gamma: float, eta: float) -> list[float]:
     """Corrected bound less L̃_int, for students at four distances and three permutations."""
     excess = []
     for distance in (0.0, 0.3, 0.7, 1.5):
@@ -258,10 +251,12 @@ def _corrected_excess(run: Run, n: int, gamma: float, eta: float) -> list[float]
     "matching of student and teacher experts",
     number="sec. 5.4, after (5.16)",
     statement="The permutation that minimises confident misrouting matches students to teachers.",
+    setting="the definition of π in the proof; 3 experts, all relabellings",
+    overturned_by="a relabelling that the assignment does not find",
     tested="A teacher with relabelled experts: the Hungarian assignment of confident agreement "
     "must find the relabelling, and beat all others on a distant student.",
 )
-def matching(run: Run) -> Evidence:
+def matching(run: ClaimRun) -> Evidence:
     """Wrong matches, and the best of all permutations."""
     from itertools import permutations
 
@@ -284,7 +279,7 @@ def matching(run: Run) -> Evidence:
     return Evidence(checks, paper="argmin over permutations", measured=f"{wrong} of 6 wrong")
 
 
-def _minimiser(run: Run, tau: float) -> TwoCells:
+def _minimiser(run: ClaimRun, tau: float) -> TwoCells:
     """The critical point of least risk; further starts where the first ones lead nowhere."""
     points: tuple[CriticalPoint, ...] = ()
     for attempt in range(5):
@@ -299,11 +294,14 @@ def _minimiser(run: Run, tau: float) -> TwoCells:
     number="Thm 5.17, (5.13), (5.14)",
     statement="A global minimiser of L_τ has expert error at most C_1 (BM* + BM + η + ε²) and "
     "partition error at most C_2 (BM* + η + ε²).",
+    setting="global minimisers, small τ; two affine experts in the plane (moments stand for "
+    "bounds), best of several critical points, some C_1 and C_2",
+    overturned_by="errors that grow as τ falls, or ratios without a bound",
     tested="The best critical point of a two-expert problem in the plane at three temperatures; "
     "C_1 and C_2 as measured ratios.",
     seconds=3,
 )
-def recovery(run: Run) -> Evidence:
+def recovery(run: ClaimRun) -> Evidence:
     """Errors and measured constants as τ falls."""
     taus, experts, partition, first, second = [0.6, 0.45, 0.3], [], [], [], []
     for tau in taus:
@@ -340,6 +338,10 @@ def recovery(run: Run) -> Evidence:
     number="Thm 5.17, last part",
     statement="Every critical point of L_τ whose hard partition is not the teacher's has a "
     "negative eigenvalue.",
+    setting="all critical points with another partition than the teacher's, however slightly; two "
+    "experts in the plane at τ = 0.3",
+    overturned_by="the words 'further than O(τ) from the teacher' in the statement, or a minimum "
+    "far from it",
     tested="Newton's method on the gradient of L_τ from random walls, two experts in the plane: "
     "kind of every critical point against how much it misroutes.",
     expected=Verdict.CONDITION,
@@ -347,7 +349,7 @@ def recovery(run: Run) -> Evidence:
     "different partition than the teacher",
     seconds=3,
 )
-def saddles(run: Run) -> Evidence:
+def saddles(run: ClaimRun) -> Evidence:
     """Minima by their misrouted mass."""
     points = find_critical_points(TEACHER, 0.3, starts=run.size(16, 40), seed=run.seed)
     minima = [p for p in points if p.least_eigenvalue > 0]
@@ -357,17 +359,12 @@ def saddles(run: Run) -> Evidence:
     return Evidence(
         [
             none_of("minima with another partition than the teacher's", different),
-            at_least("critical points found far from the teacher", len(far), 1, part="condition"),
-            at_most("their largest least eigenvalue", least, -1e-3, part="condition"),
-            at_most(
-                "their largest drop",
-                max((p.drop for p in far), default=0.0),
-                -1e-4,
-                part="condition",
+            *under_condition(
+                at_least("critical points found far from the teacher", len(far), 1),
+                at_most("their largest least eigenvalue", least, -1e-3),
+                at_most("their largest drop", max((p.drop for p in far), default=0.0), -1e-4),
             ),
-            at_most(
-                "what the minima misroute", max(p.misrouted for p in minima), 0.05, part="corrected"
-            ),
+            *corrected(at_most("what the minima misroute", max(p.misrouted for p in minima), 0.05)),
         ],
         paper="all strict saddles",
         corrected="all beyond O(τ) of the teacher",

@@ -6,20 +6,16 @@ import math
 import torch
 
 from tieline.core.statistics import exponent
-from tieline.lab.claims.claim import (
-    Check,
-    Evidence,
-    Run,
-    Verdict,
+from tieline.lab.claims.checks import (
     at_least,
     at_most,
-    chart,
-    dots,
-    line,
+    corrected,
     near,
     none_of,
+    under_condition,
     within,
 )
+from tieline.lab.claims.claim import Check, ClaimRun, Evidence, Verdict, chart, dots, line
 from tieline.lab.claims.problems import density, drawn_router, mixture, pair_mass
 from tieline.lab.claims.registry import claim
 from tieline.lab.geometry import top_gap
@@ -53,9 +49,11 @@ def crossing_pair() -> tuple[TwoCells, TwoCells]:
     "tail of the softmax",
     statement="The j-th largest weight is at most exp(-(z_(1) - z_(j))/τ); those after the first "
     "add up to at most (E-1) exp(-Δ/τ).",
+    setting="every score vector; 2 to 64 experts, three temperatures",
+    overturned_by="one weight above its bound",
     tested="Violations over drawn scores of 2 to 64 experts; how near the bound is reached.",
 )
-def softmax_tail(run: Run) -> Evidence:
+def softmax_tail(run: ClaimRun) -> Evidence:
     """Violations, and the largest ratio to the bound."""
     violations, tightest = 0, 0.0
     for experts in (2, 8, 64):
@@ -70,7 +68,7 @@ def softmax_tail(run: Run) -> Evidence:
             tightest = max(tightest, (rest / bound).max().item())
     checks = [
         none_of("violations", violations),
-        at_least("largest ratio to the bound", tightest, 0.99, part="corrected"),
+        *corrected(at_least("largest ratio to the bound", tightest, 0.99)),
     ]
     return Evidence(checks, paper="at most 1", measured=tightest)
 
@@ -79,12 +77,14 @@ def softmax_tail(run: Run) -> Evidence:
     "p0-asm4.2",
     "margin tail P(Δ <= t) <= C t^α",
     statement="One C and α bound the chance of a small margin for every admissible router.",
+    setting="an assumption: one C and α for all admissible routers; judged by fitted (C, α)",
+    overturned_by="a class of routers for which twins cannot occur; then it holds as it stands",
     tested="The fit of (C, α) on normal scores, on S = x|x| (α = ½), and on a router with two "
     "experts alike, whose margin is 0 with positive probability.",
     expected=Verdict.CONDITION,
     condition="no two experts score alike on a set of positive mass; (C, α) is fitted from margins",
 )
-def tail(run: Run) -> Evidence:
+def tail(run: ClaimRun) -> Evidence:
     """Fitted exponents, and the ties of twins."""
     n = run.size(200_000, 2_000_000)
     scores = run.normal(n, 8, stream=1)
@@ -100,23 +100,23 @@ def tail(run: Run) -> Evidence:
     return Evidence(
         [
             none_of("chance of Δ = 0 with twin experts", tied),
-            within(
-                "α of normal scores",
-                regular.fitted.value,
-                regular.fitted.standard_error,
-                1.0,
-                bias=0.06,
-                part="condition",
+            *under_condition(
+                within(
+                    "α of normal scores",
+                    regular.fitted.value,
+                    regular.fitted.standard_error,
+                    1.0,
+                    bias=0.06,
+                ),
+                within(
+                    "α of S = x|x|",
+                    rooted.fitted.value,
+                    rooted.fitted.standard_error,
+                    0.5,
+                    bias=0.01,
+                ),
             ),
-            within(
-                "α of S = x|x|",
-                rooted.fitted.value,
-                rooted.fitted.standard_error,
-                0.5,
-                bias=0.01,
-                part="condition",
-            ),
-            near("chance that a twin wins", tied, 1 / 7, 0.01, part="corrected"),
+            *corrected(near("chance that a twin wins", tied, 1 / 7, 0.01)),
         ],
         paper="an assumption",
         measured=f"α = {regular.fitted.value:.3f}, {rooted.fitted.value:.3f}; twins: {tied:.3f}",
@@ -127,12 +127,14 @@ def tail(run: Run) -> Evidence:
     "p0-asm4.3",
     "bounded outputs",
     statement="|Y| and |f_k| are bounded.",
+    setting="an assumption of convenience, as the paper says; tanh against affine experts",
+    overturned_by="a rate that is lost without the bound, for affine experts under a Gaussian",
     tested="Largest output of tanh and of affine experts as the sample grows; and whether the "
     "linear rate survives without the bound, by quadrature for affine experts.",
     expected=Verdict.CONDITION,
     condition="the experts' range is bounded; for Gaussian inputs finite moments are enough",
 )
-def bounded(run: Run) -> Evidence:
+def bounded(run: ClaimRun) -> Evidence:
     """Growth of the largest output; the rate of affine experts."""
     n = run.size(200_000, 2_000_000)
     linear = run.normal(n, stream=1)
@@ -144,15 +146,11 @@ def bounded(run: Run) -> Evidence:
     return Evidence(
         [
             at_most("growth of the largest affine output, n/1000 to n", many / few, 1.2),
-            at_most(
-                "largest tanh output", torch.tanh(linear).abs().max().item(), 1.0, part="condition"
+            *under_condition(
+                at_most("largest tanh output", torch.tanh(linear).abs().max().item(), 1.0)
             ),
-            near(
-                "exponent of L_τ - L_0, affine experts",
-                exponent(taus, gaps),
-                1,
-                0.05,
-                part="corrected",
+            *corrected(
+                near("exponent of L_τ - L_0, affine experts", exponent(taus, gaps), 1, 0.05)
             ),
         ],
         paper="an assumption",
@@ -165,11 +163,13 @@ def bounded(run: Run) -> Evidence:
     "p0-cor4.4",
     "soft-to-hard gap of one router is O(τ)",
     statement="|L_τ - L_0| <= C_co τ for τ <= τ_0, C_co = 4 B_f (B_Y + B_f)(E-1)(C_margin + 1).",
+    setting="one fixed router under Assumptions 3.4 and 4.3, an upper bound; 4 bounded experts",
+    overturned_by="a gap above C_co τ at a small τ",
     tested="A mixture of 4 bounded experts by sampling against the bound; the exact first order "
     "beside it, by sampling and, for two affine experts, by quadrature.",
     seconds=1,
 )
-def coarea_rate(run: Run) -> Evidence:
+def coarea_rate(run: ClaimRun) -> Evidence:
     """Measured slope, exact slope and bound."""
     sample = mixture(run, run.size(400_000, 4_000_000))
     weight, bias = drawn_router(run, 4, 3)
@@ -185,14 +185,15 @@ def coarea_rate(run: Run) -> Evidence:
     return Evidence(
         [
             at_most("|L_τ - L_0|/τ over C_co", max(map(abs, slopes)) / bound, 1),
-            within(
-                "L_τ - L_0 over τ at τ = 0.003 and the exact first order",
-                slopes[-1],
-                error,
-                exact.value,
-                resolution=0.3,
-                bias=0.02 * abs(exact.value),
-                part="corrected",
+            *corrected(
+                within(
+                    "L_τ - L_0 over τ at τ = 0.003 and the exact first order",
+                    slopes[-1],
+                    error,
+                    exact.value,
+                    resolution=0.3,
+                    bias=0.02 * abs(exact.value),
+                )
             ),
             *_quadrature_checks(),
         ],
@@ -214,9 +215,9 @@ def _quadrature_checks() -> list[Check]:
         measured = (gaussian_risk(pupil, teacher, tau=tau).item() - hard) / tau
         exact = gaussian_slope(pupil, teacher).value
         words = f"slope {name} the teacher's wall, quadrature"
-        checks.append(near(words, measured, exact, 1e-4, part="corrected"))
+        checks += corrected(near(words, measured, exact, 1e-4))
         sign = at_most if name == "off" else at_least
-        checks.append(sign(f"sign of the slope {name} the wall", exact, 0, part="corrected"))
+        checks += corrected(sign(f"sign of the slope {name} the wall", exact, 0))
     return checks
 
 
@@ -225,11 +226,13 @@ def _quadrature_checks() -> list[Check]:
     "uniform soft-to-hard bound",
     statement="|L_τ - L_0| <= C_sh τ^α for all τ in (0, 1] and all parameters, "
     "C_sh = 4 B_f (B_Y + B_f)(E-1) C Γ(α+1).",
+    setting="all parameters under (4.4) and Assumption 4.3, an upper bound for τ in (0, 1]",
+    overturned_by="a gap above C_sh τ^α, or a step of the proof that fails on a sample",
     tested="The chain of the proof on drawn mixtures; the exponent ½ on S = x|x|; the exact first "
     "order by quadrature beside the bound.",
     seconds=1.5,
 )
-def uniform(run: Run) -> Evidence:
+def uniform(run: ClaimRun) -> Evidence:
     """Violations of the chain, and the share of the bound that is used."""
     ratios, violations = _chains(run)
     rooted = [_rooted_gap(tau) for tau in TAUS]
@@ -241,12 +244,13 @@ def uniform(run: Run) -> Evidence:
             none_of("violations of the chain of the proof", violations),
             at_most("largest |L_τ - L_0| over the bound", max(ratios), 1),
             near("exponent where α = ½", exponent(TAUS, rooted), 0.5, 0.02),
-            near(
-                "(L_τ - L_0)/τ at τ = 0.003 over the exact slope",
-                gaps[-1] / TAUS[-1] / exact,
-                1,
-                0.02,
-                part="corrected",
+            *corrected(
+                near(
+                    "(L_τ - L_0)/τ at τ = 0.003 over the exact slope",
+                    gaps[-1] / TAUS[-1] / exact,
+                    1,
+                    0.02,
+                )
             ),
         ],
         paper="C_sh τ",
@@ -263,11 +267,11 @@ def uniform(run: Run) -> Evidence:
     )
 
 
-def _chains(run: Run) -> tuple[list[float], int]:
+def _chains(run: ClaimRun) -> tuple[list[float], int]:
     """|L_τ - L_0| over the bound, and violations of the steps of the proof, on drawn mixtures."""
     ratios, violations = [], 0
     for seed in range(4):
-        sample = mixture(Run(run.fast, 100 * run.seed + seed), run.size(50_000, 500_000))
+        sample = mixture(ClaimRun(run.fast, 100 * run.seed + seed), run.size(50_000, 500_000))
         constant = margin_constant(sample.margin, 1.0).value or math.nan
         for tau in (1.0, 0.3, 0.1, 0.03, 0.01):
             chain = soft_to_hard_chain(sample, tau, C=constant, B_f=0.9, B_Y=0.8)
@@ -291,11 +295,14 @@ def _rooted_gap(tau: float) -> float:
     "Γ-convergence of the soft risks",
     statement="L_τ Γ-converges to L_0 on compact parameter spaces whose routers share one margin "
     "tail: infima and almost minimisers converge.",
+    setting="the theorem's own: compact parameters and one margin tail (4.4) for all of them, met "
+    "by unit normals; a free router scale is not compact and breaks (4.4)",
+    overturned_by="a compact set with (4.4) on which infima or minimisers do not converge",
     tested="Profiled risks of two affine experts by quadrature over all unit normals; and what a "
     "free router scale does, which the hypotheses exclude.",
     seconds=3,
 )
-def gamma_limit(run: Run) -> Evidence:
+def gamma_limit(run: ClaimRun) -> Evidence:
     """Infima and minimisers, with and without the scale."""
     _, teacher = crossing_pair()
     wall = two_cells(normal=[1.0, 0.3], slopes=[[0.0, 0.0], [0.0, 0.0]])
@@ -311,7 +318,7 @@ def gamma_limit(run: Run) -> Evidence:
                 "|inf Ψ_τ - inf Ψ_0| at τ = 0.01", abs(done.infima[-2] - done.infima[-1]), 0.05
             ),
             at_most("distance of the minimisers at τ = 0.003", done.distances[-1], 0.1),
-            at_most("spread of inf L_τ over τ, free scale", spread, 1e-6, part="corrected"),
+            *corrected(at_most("spread of inf L_τ over τ, free scale", spread, 1e-6)),
         ],
         paper="inf L_τ → inf L_0",
         corrected="with a free scale L_τ(φ) = L_1(φ/τ): inf L_τ does not depend on τ at all",

@@ -5,18 +5,8 @@ import math
 
 import torch
 
-from tieline.lab.claims.claim import (
-    Evidence,
-    Run,
-    at_least,
-    at_most,
-    chart,
-    dots,
-    line,
-    near,
-    none_of,
-    within,
-)
+from tieline.lab.claims.checks import at_least, at_most, corrected, near, none_of, within
+from tieline.lab.claims.claim import ClaimRun, Evidence, chart, dots, line
 from tieline.lab.claims.problems import affine_scores, drawn_router, mixture
 from tieline.lab.claims.registry import claim
 from tieline.lab.geometry import (
@@ -39,9 +29,11 @@ KAPPA = math.log((1 - EPSILON) / EPSILON)
     "gauge and permutation symmetry",
     statement="Adding c(x) to all scores changes no weight; relabelling experts together with "
     "their scores changes no prediction, so a minimiser has E! copies.",
+    setting="any mixture; here 4 experts at τ = 0.3, one shift of all scores and all relabellings",
+    overturned_by="a prediction that changes by more than rounding",
     tested="All 24 relabellings and a drawn shift of a mixture of 4 experts.",
 )
-def gauge(run: Run) -> Evidence:
+def gauge(run: ClaimRun) -> Evidence:
     """Largest change of a prediction under shift and relabelling."""
     sample = mixture(run, run.size(2_000, 20_000))
     before = soft_predictions(sample, TAU)
@@ -59,7 +51,7 @@ def gauge(run: Run) -> Evidence:
         at_most("change under a shift of all scores", shifted, 1e-12),
         at_most("change under 24 relabellings", max(changes), 1e-12),
         near("distinct relabellings", len(copies), math.factorial(4), 0),
-        at_least("change when scores alone are relabelled", broken, 0.1, part="corrected"),
+        *corrected(at_least("change when scores alone are relabelled", broken, 0.1)),
     ]
     return Evidence(checks, paper="no change", measured=max(*changes, shifted))
 
@@ -69,9 +61,11 @@ def gauge(run: Run) -> Evidence:
     "pairwise boundary mass and ambiguity events",
     statement="The chance that some pair's own softmax weight lies in [ε, 1-ε] at temperature τ is "
     "BM_pair(κ_ε τ), κ_ε = log((1-ε)/ε).",
+    setting="the definition and identity (3.6) as written, Gaussian inputs, ε = 0.1, τ = 0.3",
+    overturned_by="a token that one side counts and the other does not",
     tested="Both sides counted on the same draws, 6 experts, and the weight formed as written.",
 )
-def pair_events(run: Run) -> Evidence:
+def pair_events(run: ClaimRun) -> Evidence:
     """Share of tokens with an ambiguous pair against the mass of the slab."""
     scores = affine_scores(run, run.size(20_000, 400_000), *drawn_router(run, 6, 4))
     i, j = torch.triu_indices(6, 6, 1)
@@ -87,10 +81,12 @@ def pair_events(run: Run) -> Evidence:
     "ambiguity is a slab",
     number="Remark 3.2",
     statement="A pair is ambiguous exactly where its score difference is at most κ_ε τ.",
+    setting="every pair and every ε in (0, 1/2), in exact arithmetic; float64 for ε >= 1e-6",
+    overturned_by="a pair for which weight and slab disagree at an ε that float64 resolves",
     tested="Membership pair by pair, for ε from 0.4 to 1e-6; then for ε = 1e-17, where 1 - ε "
     "rounds to 1 and the weight as written accepts everything.",
 )
-def slab(run: Run) -> Evidence:
+def slab(run: ClaimRun) -> Evidence:
     """Pairs on which the two memberships differ."""
     gap = 30 * run.normal(run.size(100_000, 2_000_000), stream=1)
     differ = 0
@@ -105,11 +101,8 @@ def slab(run: Run) -> Evidence:
     return Evidence(
         [
             none_of("pairs that differ", differ),
-            at_least(
-                "excess of the weight as written at ε = 1e-17",
-                naive - slab_mass,
-                0.05,
-                part="corrected",
+            *corrected(
+                at_least("excess of the weight as written at ε = 1e-17", naive - slab_mass, 0.05)
             ),
         ],
         paper="equal",
@@ -125,10 +118,12 @@ def slab(run: Run) -> Evidence:
     number="Remark 3.3",
     statement="For two experts the ambiguous inputs are those with score difference in "
     "[τ log(ε/(1-ε)), τ log((1-ε)/ε)].",
+    setting="two experts, a curved router, ε = 0.1",
+    overturned_by="a mass that quadrature and counts do not share",
     tested="Counted on a curved router with two experts, by K-way softmax and by the slab, and "
     "against the quadrature of the slab.",
 )
-def binary(run: Run) -> Evidence:
+def binary(run: ClaimRun) -> Evidence:
     """Mass of the slab three ways."""
     from tieline.lab.claims.problems import GraphRouter
 
@@ -151,10 +146,13 @@ def binary(run: Run) -> Evidence:
     "p0-sec2-pair",
     "BM_pair as a proxy of BM_top",
     statement="BM_pair bounds BM_top from above and is technically convenient in its place.",
+    setting="an inequality for every router; its size for independent normal scores, 2 to 256 "
+    "experts",
+    overturned_by="an input whose top gap is smaller than its smallest pair gap",
     tested="Inclusion on draws; the ratio of the two at small widths by quadrature for independent "
     "normal scores, for 2 to 256 experts.",
 )
-def pair_proxy(run: Run) -> Evidence:
+def pair_proxy(run: ClaimRun) -> Evidence:
     """Ratio of the densities at zero."""
     scores = run.normal(run.size(20_000, 200_000), 16, stream=1)
     outside = (pair_gap(scores) > top_gap(scores)).sum().item()
@@ -166,15 +164,10 @@ def pair_proxy(run: Run) -> Evidence:
     return Evidence(
         [
             none_of("tokens with a smaller top gap than pair gap", outside),
-            near("ratio at E = 16", ratio[3], 38.337, 1e-3, part="corrected"),
-            near("ratio at E = 256", ratio[-1], 6514, 1, part="corrected"),
-            within(
-                "pair density over its formula at E = 16",
-                measured,
-                error,
-                1.0,
-                bias=0.05,
-                part="corrected",
+            *corrected(
+                near("ratio at E = 16", ratio[3], 38.337, 1e-3),
+                near("ratio at E = 256", ratio[-1], 6514, 1),
+                within("pair density over its formula at E = 16", measured, error, 1.0, bias=0.05),
             ),
         ],
         paper="an upper bound",
@@ -191,10 +184,12 @@ def pair_proxy(run: Run) -> Evidence:
     number="eq. 5.3, 5.4",
     statement="U_ε is the set of inputs whose largest softmax weight is at most 1 - ε, BM(τ; ε) "
     "its mass; outside it one expert has weight at least 1 - ε.",
+    setting="definition of the K-way region, 8 experts, ε = 0.1",
+    overturned_by="a weight above 1 - ε inside the region, or below outside",
     tested="The library's mass, decided on log-odds, against the weights as written; and at "
     "ε = 1e-17, where only log-odds still tell.",
 )
-def ambiguity(run: Run) -> Evidence:
+def ambiguity(run: ClaimRun) -> Evidence:
     """Mass of U by weights and by log-odds."""
     scores = affine_scores(run, run.size(50_000, 500_000), *drawn_router(run, 8, 5))
     weight = torch.softmax(scores / TAU, dim=1).amax(dim=1)
@@ -205,7 +200,7 @@ def ambiguity(run: Run) -> Evidence:
     rounded = (torch.softmax(sure, dim=1).amax(dim=1) <= 1 - 1e-17).double().mean().item()
     checks = [
         near("mass by weights and by log-odds", odds, written, 1e-12),
-        near("a gap of 45 is called ambiguous at ε = 1e-17", rounded - tiny, 1, 0, "corrected"),
+        *corrected(near("a gap of 45 is called ambiguous at ε = 1e-17", rounded - tiny, 1, 0)),
     ]
     return Evidence(checks, paper=written, measured=odds)
 
@@ -216,9 +211,11 @@ def ambiguity(run: Run) -> Evidence:
     number="Remark 5.4",
     statement="BM_top(κ_ε τ) <= BM(τ; ε) <= BM_top(κ_{ε,E} τ) <= BM_pair(κ_{ε,E} τ), with "
     "equality of the first two for two experts.",
+    setting="every router; normal scores of 2 to 64 experts, five temperatures",
+    overturned_by="one violation of the chain",
     tested="The chain on draws for E = 2, 4, 16, 64 and τ over two decades.",
 )
-def sandwich(run: Run) -> Evidence:
+def sandwich(run: ClaimRun) -> Evidence:
     """Violations of the chain; equality for two experts."""
     violations, n, taus = 0, run.size(10_000, 100_000), [0.03, 0.1, 0.3, 1.0, 3.0]
     curves: dict[str, list[float]] = {"lower": [], "mass": [], "upper": []}

@@ -7,19 +7,8 @@ from torch import Tensor
 
 from tieline.core.ranking import gap, topk_mask
 from tieline.core.statistics import exponent
-from tieline.lab.claims.claim import (
-    Check,
-    Evidence,
-    Run,
-    at_least,
-    at_most,
-    chart,
-    dots,
-    line,
-    near,
-    none_of,
-    within,
-)
+from tieline.lab.claims.checks import at_least, at_most, corrected, near, none_of, within
+from tieline.lab.claims.claim import Check, ClaimRun, Evidence, chart, dots, line
 from tieline.lab.claims.problems import router
 from tieline.lab.claims.registry import claim
 from tieline.lab.geometry import (
@@ -41,7 +30,7 @@ def one_face() -> TopKCell:
     return top_k_cell(torch.tensor([1.0, 0.0], dtype=torch.float64), 1, weight)
 
 
-def drawn_cell(run: Run, experts: int = 8, width: int = 16, k: int = 2) -> TopKCell:
+def drawn_cell(run: ClaimRun, experts: int = 8, width: int = 16, k: int = 2) -> TopKCell:
     """The cell of a drawn input whose gap is not too small."""
     weight, bias = router(run, experts, width)
     x = run.normal(50, width, stream=3)
@@ -54,10 +43,12 @@ def drawn_cell(run: Run, experts: int = 8, width: int = 16, k: int = 2) -> TopKC
     "hitting time of one face",
     statement="P(τ <= t) = 2(1 - Φ(Y_0/c√t)), and P(τ <= (Y_0/c q_δ)²) = 1 - δ with "
     "q_δ = Φ⁻¹((1+δ)/2).",
+    setting="one face, every σ; distance 1, t = 1",
+    overturned_by="a law other than the reflected one",
     tested="Simulation with Brownian bridges, 16 steps, against the law; the quantile put back "
     "into it; and what 16 steps give without bridges.",
 )
-def hitting(run: Run) -> Evidence:
+def hitting(run: ClaimRun) -> Evidence:
     """Law, quantile, and simulation."""
     found = exit_curve(one_face(), 1.0, 16, run.size(250_000, 1_000_000), run.seed)
     exact = face_exit(torch.ones(1, dtype=torch.float64), 1.0).item()
@@ -74,7 +65,7 @@ def hitting(run: Run) -> Evidence:
             ),
             at_most("standard error", found.stderr[-1].item(), 0.001),
             at_most("quantile put back into the law", max(errors), 1e-12),
-            near("without bridges", found.naive[-1].item(), 0.256, 0.01, part="corrected"),
+            *corrected(near("without bridges", found.naive[-1].item(), 0.256, 0.01)),
         ],
         paper=exact,
         measured=found.value[-1].item(),
@@ -82,7 +73,7 @@ def hitting(run: Run) -> Evidence:
     )
 
 
-def _between(run: Run, cell: TopKCell, horizon: float) -> Evidence:
+def _between(run: ClaimRun, cell: TopKCell, horizon: float) -> Evidence:
     """Simulated exits between the two bounds."""
     found = exit_curve(cell, horizon, 64, run.size(40_000, 400_000), run.seed)
     bounds = exit_bounds(cell.distances, found.times)
@@ -98,7 +89,7 @@ def _between(run: Run, cell: TopKCell, horizon: float) -> Evidence:
     return Evidence(
         [
             at_most("lower bound less the simulation", low, 0.002),
-            at_most("simulation less the union bound", high, 0.002, part="corrected"),
+            *corrected(at_most("simulation less the union bound", high, 0.002)),
         ],
         paper=bounds.lower[-1].item(),
         corrected=f"at most {bounds.upper[-1].item():.4f}",
@@ -111,11 +102,13 @@ def _between(run: Run, cell: TopKCell, horizon: float) -> Evidence:
     "p1-thmA.22",
     "lower bound of the exit probability",
     statement="P(exit by t) >= 2(1 - Φ(r_min/√t)).",
+    setting="a lower bound for every cell and time; 8 experts in R¹⁶, isotropic noise",
+    overturned_by="an exit probability below the bound",
     tested="A drawn cell of 8 experts in 16 dimensions, 64 steps with bridges; the union bound "
     "from above beside it.",
     seconds=2,
 )
-def lower_bound(run: Run) -> Evidence:
+def lower_bound(run: ClaimRun) -> Evidence:
     """Simulation against both bounds."""
     cell = drawn_cell(run)
     return _between(run, cell, cell.distances.min().item() ** 2)
@@ -125,10 +118,12 @@ def lower_bound(run: Run) -> Evidence:
     "p1-corA.23",
     "the exit time is finite",
     statement="P(τ < ∞) = 1.",
+    setting="every cell and start; 8 experts in R¹⁶",
+    overturned_by="a cell that keeps a path with positive probability",
     tested="The lower bound at t = 10⁶ r_min², and a simulation up to 400 r_min²; the mean of τ "
     "for one face grows with the horizon without end.",
 )
-def finite(run: Run) -> Evidence:
+def finite(run: ClaimRun) -> Evidence:
     """Bound and simulation at late times."""
     cell = drawn_cell(run)
     least = cell.distances.min()
@@ -139,12 +134,13 @@ def finite(run: Run) -> Evidence:
     checks = [
         at_least("lower bound at 10⁶ r²", late, 0.999),
         at_least("simulated by 400 r²", found.value[-1].item(), 0.95),
-        near(
-            "exponent of E[min(τ, T)] in T, one face",
-            exponent(t[4:].tolist(), means[4:]),
-            0.5,
-            0.01,
-            part="corrected",
+        *corrected(
+            near(
+                "exponent of E[min(τ, T)] in T, one face",
+                exponent(t[4:].tolist(), means[4:]),
+                0.5,
+                0.01,
+            )
         ),
     ]
     return Evidence(
@@ -163,10 +159,12 @@ def _mean_until(horizon: float) -> float:
     "p1-lemA.25",
     "cell boundaries are the ties",
     statement="Γ is the union of the boundaries of all cells.",
+    setting="affine scores with linearly independent rows, the paper's assumption, 6 experts in R⁸",
+    overturned_by="a tie inside a cell, or a boundary without tie",
     tested="Around ties, arbitrarily small steps reach two cells; around other inputs, steps "
     "shorter than the distance to Γ reach one.",
 )
-def boundaries(run: Run) -> Evidence:
+def boundaries(run: ClaimRun) -> Evidence:
     """Cells reached near ties and away from them."""
     weight, bias = router(run, 6, 8)
     x = run.normal(run.size(100, 1_000), 8, stream=3)
@@ -184,7 +182,7 @@ def boundaries(run: Run) -> Evidence:
     return Evidence(checks, paper="equal sets", measured=f"{one + two} exceptions")
 
 
-def annulus(run: Run, dim: int, start: float, inner: float, outer: float, n: int) -> float:
+def annulus(run: ClaimRun, dim: int, start: float, inner: float, outer: float, n: int) -> float:
     """Share of Brownian paths that meet the inner sphere before the outer, by walks on spheres."""
     x = torch.zeros(n, dim, dtype=torch.float64)
     x[:, 0] = start
@@ -216,11 +214,13 @@ def hits(dim: int, start: float, inner: float, outer: float) -> float:
     "p1-lemA.27",
     "Brownian motion misses points",
     statement="In two or more dimensions a Brownian path never meets a given point a ≠ 0.",
+    setting="two and three dimensions",
+    overturned_by="a chance that does not vanish with the ball",
     tested="The chance to meet a small ball before a large one by walks on spheres against the "
     "harmonic formula; its fall as the ball shrinks.",
     seconds=1.5,
 )
-def misses(run: Run) -> Evidence:
+def misses(run: ClaimRun) -> Evidence:
     """Formula against simulation; limits."""
     checks, n = [], run.size(4_000, 100_000)
     for dim in (2, 3):
@@ -235,7 +235,7 @@ def misses(run: Run) -> Evidence:
     checks.append(at_most("d = 2, r = 1e-9", curve[-1], 0.07))
     checks.append(at_most("d = 3, r = 1e-9", hits(3, 1.0, 1e-9, 4.0), 1e-8))
     line_ = annulus(run, 1, 1.0, 0.1, 4.0, n)
-    checks.append(near("d = 1, r = 0.1", line_, 3 / 3.9, 0.04, part="corrected"))
+    checks += corrected(near("d = 1, r = 0.1", line_, 3 / 3.9, 0.04))
     return Evidence(
         checks,
         paper=0,
@@ -256,10 +256,12 @@ def misses(run: Run) -> Evidence:
     "p1-corA.28",
     "a path from a ≠ 0 misses the origin",
     statement="By translation, a Brownian motion that starts at a ≠ 0 never meets the origin.",
+    setting="the plane, three starts",
+    overturned_by="a chance that depends on the direction",
     tested="Walks from three starts in the plane: the chance to meet the ball of radius r depends "
     "on the distance alone and falls with r.",
 )
-def origin(run: Run) -> Evidence:
+def origin(run: ClaimRun) -> Evidence:
     """Chances from three starts."""
     n, checks = run.size(3_000, 100_000), []
     for start in (0.5, 1.0, 2.0):
@@ -275,10 +277,12 @@ def origin(run: Run) -> Evidence:
     "p1-lemA.29",
     "linear image of Brownian motion",
     statement="A B_t is a Brownian motion with covariance AAᵀ; (AAᵀ)^(-½) makes it standard.",
+    setting="a drawn 2 × 5 matrix",
+    overturned_by="a covariance outside four standard errors",
     tested="Covariance of increments over two disjoint intervals, entry by entry, before and "
     "after.",
 )
-def linear_image(run: Run) -> Evidence:
+def linear_image(run: ClaimRun) -> Evidence:
     """Deviations in standard errors."""
     n, a = run.size(50_000, 500_000), run.normal(2, 5, stream=1)
     first, second = (run.normal(n, 5, stream=s) * math.sqrt(t) for s, t in ((2, 0.3), (3, 0.7)))
@@ -308,10 +312,12 @@ def _deviation(x: Tensor, y: Tensor, covariance: Tensor) -> float:
     "exits are of order 1",
     statement="A path leaves its cell through an order-1 tie, and through none of higher order, "
     "almost surely.",
+    setting="every cell, almost surely; 8 experts in R¹⁶, isotropic noise, tolerance 1e-9",
+    overturned_by="exits at ties of order 2 whose share does not fall with the tolerance",
     tested="Scores at simulated exits: the share within ε of a tie of order 2 falls like ε.",
     seconds=1.5,
 )
-def first_order(run: Run) -> Evidence:
+def first_order(run: ClaimRun) -> Evidence:
     """Share of higher orders at the exit against ε."""
     cell = drawn_cell(run)
     horizon = 9 * cell.distances.min().item() ** 2
@@ -338,10 +344,12 @@ def first_order(run: Run) -> Evidence:
     "exit through order-1 ties, with a bound on the time",
     statement="The exit point is an order-1 tie almost surely, and P(exit by t) >= 2(1 - "
     "Φ(r_min/√t)), r_min the smallest normalised distance.",
+    setting="a constant invertible σ, as the theorem says; 6 experts in R⁸, σ not isotropic",
+    overturned_by="an exit probability below the bound, or an exit of order 2",
     tested="Both on a drawn cell under noise that is not isotropic.",
     seconds=3,
 )
-def exit_theorem(run: Run) -> Evidence:
+def exit_theorem(run: ClaimRun) -> Evidence:
     """Bound and orders, with a drawn σ."""
     weight, bias = router(run, 6, 8)
     sigma = torch.eye(8, dtype=torch.float64) + 0.3 * run.normal(8, 8, stream=5)
@@ -362,10 +370,12 @@ def exit_theorem(run: Run) -> Evidence:
     "time near one flat",
     statement="E ∫ 1{dist(x_t, S) < ε} dt <= K_n ε^n ∫ t^(-n/2) e^(-b/t) dt, in closed form for "
     "n = 1, 2 and more.",
+    setting="upper bounds, n = 1, 2, 3; 5 experts in R⁷",
+    overturned_by="a time above the bound",
     tested="The expected time by drawing a uniform time and the path at it, against the exact "
     "value and both bounds, n = 1, 2, 3; and a start within ε, where the bound is infinite.",
 )
-def one_flat(run: Run) -> Evidence:
+def one_flat(run: ClaimRun) -> Evidence:
     """Sampled, exact and bounded times."""
     weight, bias = router(run, 5, 7)
     epsilon, horizon = 0.3, 4.0
@@ -384,12 +394,8 @@ def one_flat(run: Run) -> Evidence:
         checks += [
             within(f"sampled and exact, n = {n}", horizon * share, error, exact, resolution=0.1),
             at_most(f"exact and the paper's bound, n = {n}", exact, float(found.paper)),
-            at_most(
-                f"exact and the finite bound, n = {n}",
-                exact,
-                float(found.bound),
-                1e-9,
-                part="corrected",
+            *corrected(
+                at_most(f"exact and the finite bound, n = {n}", exact, float(found.bound), 1e-9)
             ),
         ]
         values.append((exact, float(found.bound), float(found.paper)))
@@ -409,12 +415,14 @@ def _from_within(weight: Tensor, bias: Tensor) -> list[Check]:
     flat = tie_flat(weight, bias, (0, 1, 2))
     found = flat_occupation(flat, flat.nearest, epsilon=0.3, horizon=4.0)
     return [
-        near("the paper's bound from within ε", float(found.paper), math.inf, part="corrected"),
-        at_most("the finite one", float(found.bound), 4.0, part="corrected"),
+        *corrected(
+            near("the paper's bound from within ε", float(found.paper), math.inf),
+            at_most("the finite one", float(found.bound), 4.0),
+        )
     ]
 
 
-def _near_ties(run: Run, order: int, paths: int) -> tuple[list[Check], list[float]]:
+def _near_ties(run: ClaimRun, order: int, paths: int) -> tuple[list[Check], list[float]]:
     weight, bias = router(run, 5, 7)
     x0, checks, row = run.normal(7, stream=3), [], []
     for epsilon in (0.4, 0.2, 0.1):
@@ -438,12 +446,11 @@ def _near_ties(run: Run, order: int, paths: int) -> tuple[list[Check], list[floa
                 float(bounds.paper),
             )
         )
-        checks.append(
+        checks += corrected(
             at_most(
                 f"time and finite bound, n = {order}, ε = {epsilon}",
                 value - 4 * error,
                 float(bounds.bound),
-                part="corrected",
             )
         )
         row += [value, float(bounds.bound), float(bounds.paper)]
@@ -456,10 +463,12 @@ def _near_ties(run: Run, order: int, paths: int) -> tuple[list[Check], list[floa
     number="Thm 5.3, A.32",
     statement="The expected time within ε of Γ^(n) is at most the sum over flats of the bounds of "
     "Prop. A.31: 2ΣKε√T for n = 1, ΣKε²E_1(b/T) for n = 2.",
+    setting="upper bounds, n = 1, 2; 5 experts in R⁷, three widths",
+    overturned_by="a time above the sum over flats",
     tested="Simulated paths of a drawn router, by exact distance to Γ^(n), n = 1, 2, three widths.",
     seconds=3,
 )
-def many_flats(run: Run) -> Evidence:
+def many_flats(run: ClaimRun) -> Evidence:
     """Simulated time under both bounds."""
     paths = run.size(400, 8_192)
     (first, ones), (second, twos) = (_near_ties(run, n, paths) for n in (1, 2))
@@ -468,7 +477,7 @@ def many_flats(run: Run) -> Evidence:
     checks = [
         *first,
         *second,
-        at_least("share of order 2 falls with ε", share[0], share[2], part="corrected"),
+        *corrected(at_least("share of order 2 falls with ε", share[0], share[2])),
     ]
     figure = chart(
         "ε",

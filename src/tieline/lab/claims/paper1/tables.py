@@ -1,20 +1,28 @@
 """Tables 1 to 8: what can be checked here, what was measured at small scale, what runs the rest.
 
-Of tables of language modelling the direction is judged, at the size of `papers.directions`, and of
-DomainBed at that of `papers.image_directions`; the reason says what larger runs gave and which
-commands run the paper's own. The others need accelerators. Every command runs as it stands, also
-with `--dry-run`.
+Of tables of language modelling and of DomainBed the direction is judged, at the sizes of
+`claims.directions`; the reason says what larger runs gave and which commands run the paper's own.
+The others need accelerators. Every command runs as it stands, also with `--dry-run`.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
-from tieline.lab.claims.claim import Check, Evidence, Run, Verdict, at_least, at_most, near, none_of
-from tieline.lab.claims.directions import GATE_SECONDS, TOGETHER, lower_perplexity
-from tieline.lab.claims.image_directions import TOGETHER as IMAGES
-from tieline.lab.claims.image_directions import higher_accuracy
+from tieline.lab.claims.checks import at_least, at_most, corrected, near, none_of
+from tieline.lab.claims.claim import Check, ClaimRun, Evidence, Verdict
+from tieline.lab.claims.directions import (
+    GATE_SECONDS,
+    IMAGE_GROUP,
+    TEXT_GROUP,
+    higher_accuracy,
+    lower_perplexity,
+)
 from tieline.lab.claims.registry import claim
+
+DIRECTION = (
+    "direction alone, of small models in paired runs; arithmetic of the printed table beside it"
+)
+DECIDED_BY = "an interval of paired runs on one side of zero; runs at the paper's size"
 
 
 def mean_checks(rows: Mapping[str, tuple[Sequence[float], float]], digits: float) -> list[Check]:
@@ -49,6 +57,8 @@ def small_scale(measured: str, *recipes: str) -> str:
     "perplexity on WikiText-103",
     statement="SmoothSMoE lowers perplexity from 33.79/35.52 to 32.72/34.35, and on attacked text "
     "from 42.21/44.18 to 40.99/42.85.",
+    setting=DIRECTION,
+    overturned_by=DECIDED_BY,
     tested="Direction, in full mode: `demo-small-smooth50` and `-smoe`, six paired seeds, test "
     "split and the split attacked by AAA for 2.5 % of words. The differences that the text states, "
     "from the table; their size in its own standard errors over three seeds.",
@@ -62,18 +72,20 @@ def small_scale(measured: str, *recipes: str) -> str:
         "wikitext-paper-smooth50",
     ),
     full_seconds=2 * GATE_SECONDS,
-    together=TOGETHER,
+    together=TEXT_GROUP,
 )
-def table_one(run: Run) -> Evidence:
+def table_one(run: ClaimRun) -> Evidence:
     """Arithmetic of the table."""
     gain = gain_in_errors((34.35, 0.22), (35.52, 0.13), 3)
     return Evidence(
         [
             lower_perplexity(run, "smooth50", "smoe", -3.29),
             lower_perplexity(run, "smooth50", "smoe", -3.01, attacked=True),
-            near("gain on validation", 33.79 - 32.72, 1.07, 1e-9, part="corrected"),
-            near("gain on test", 35.52 - 34.35, 1.17, 1e-9, part="corrected"),
-            at_least("gain on test in standard errors", gain, 3, part="corrected"),
+            *corrected(
+                near("gain on validation", 33.79 - 32.72, 1.07, 1e-9),
+                near("gain on test", 35.52 - 34.35, 1.17, 1e-9),
+                at_least("gain on test in standard errors", gain, 3),
+            ),
         ],
         paper="-3.3 % in test perplexity",
         measured=f"{gain:.1f} of its own standard errors",
@@ -85,6 +97,8 @@ def table_one(run: Run) -> Evidence:
     "GLUE",
     statement="SmoothSMoE is best on average on five GLUE tasks, by 0.47 (k = 2) and 0.57 (k = 4) "
     "over the next.",
+    setting="arithmetic of the printed table",
+    overturned_by="runs at the paper's size",
     tested="Averages and gains recomputed from the printed rows; the spread of the tasks beside "
     "them.",
     expected=Verdict.UNTESTABLE,
@@ -94,7 +108,7 @@ def table_one(run: Run) -> Evidence:
     "no loader. `tieline train glue-smoke-cola-smoe` shows that all of it runs; from random "
     "weights it ends at guessing (docs/vision.md)",
 )
-def table_two(run: Run) -> Evidence:
+def table_two(run: ClaimRun) -> Evidence:
     """Arithmetic of the table."""
     rows = {
         "SMoE, k = 2": ((73.28, 89.17, 64.25, 92.56, 86.60), 81.17),
@@ -108,12 +122,8 @@ def table_two(run: Run) -> Evidence:
     return Evidence(
         [
             *mean_checks(rows, 0.0051),
-            near(
-                "average of ReMoE, k = 2, printed as 81.18",
-                sum(remoe) / 5,
-                81.164,
-                1e-9,
-                part="corrected",
+            *corrected(
+                near("average of ReMoE, k = 2, printed as 81.18", sum(remoe) / 5, 81.164, 1e-9)
             ),
             near("gain, k = 2", 81.65 - 81.18, 0.47, 1e-9),
             near("gain, k = 4", 81.73 - 81.16, 0.57, 1e-9),
@@ -129,6 +139,9 @@ def table_two(run: Run) -> Evidence:
     "DomainBed",
     statement="SmoothGMoE is best on average: 0.56 above GMoE (2.1 on TerraInc), and above Soft "
     "MoE and expert choice.",
+    setting="direction alone, of small models on PACS from random weights, in paired runs; "
+    "arithmetic of the printed table beside it",
+    overturned_by=DECIDED_BY,
     tested="Direction, in full mode and with PACS at hand: `pacs-small-smooth` against `-cosine`, "
     "`-soft` and `-expert-choice`, 80 steps from random weights, the average over four left-out "
     "domains, four paired seeds. Averages recomputed from the printed rows: SmoothGMoE's is "
@@ -142,9 +155,9 @@ def table_two(run: Run) -> Evidence:
     "`tieline train pacs-paper-soft-sketch`, `tieline train pacs-paper-expert-choice-sketch`, "
     "every domain, five seeds each; the other four sets have no loader",
     full_seconds=300,
-    together=IMAGES,
+    together=IMAGE_GROUP,
 )
-def table_three(run: Run) -> Evidence:
+def table_three(run: ClaimRun) -> Evidence:
     """Arithmetic of the table."""
     rows = {
         "GMoE": ((87.7, 79.6, 73.1, 45.4, 48.4), 66.84),
@@ -157,9 +170,11 @@ def table_three(run: Run) -> Evidence:
             higher_accuracy(run, "smooth", "cosine", 0.56),
             higher_accuracy(run, "smooth", "soft", 1.74),
             higher_accuracy(run, "smooth", "expert-choice", 0.66),
-            *(replace(check, part="corrected") for check in mean_checks(rows, 0.0051)),
-            near("average of SmoothGMoE, one digit cut off", smooth, 67.4, 0.06, part="corrected"),
-            near("gain on TerraInc", 47.5 - 45.4, 2.1, 1e-9, part="corrected"),
+            *corrected(*mean_checks(rows, 0.0051)),
+            *corrected(
+                near("average of SmoothGMoE, one digit cut off", smooth, 67.4, 0.06),
+                near("gain on TerraInc", 47.5 - 45.4, 2.1, 1e-9),
+            ),
         ],
         paper=67.4,
         corrected=smooth,
@@ -172,6 +187,8 @@ def table_three(run: Run) -> Evidence:
     "annealed smoothing",
     statement="Annealed to hard top-2, the model reaches 34.59 (text) on the test set, between "
     "SMoE and SmoothSMoE.",
+    setting=DIRECTION,
+    overturned_by=DECIDED_BY,
     tested="Direction, in full mode: `demo-small-annealed` scored with hard top-2 against "
     "`-smoe`, and `-smooth50` against it, six paired seeds. Order of the printed rows; the number "
     "of the text against the table, which has 34.62.",
@@ -185,9 +202,9 @@ def table_three(run: Run) -> Evidence:
         "wikitext-paper-smooth50",
     ),
     full_seconds=GATE_SECONDS,
-    together=TOGETHER,
+    together=TEXT_GROUP,
 )
-def table_four(run: Run) -> Evidence:
+def table_four(run: ClaimRun) -> Evidence:
     """Order of the rows, text against table."""
     rows = (
         (33.79, 33.17, 32.72),
@@ -198,8 +215,10 @@ def table_four(run: Run) -> Evidence:
     checks = [
         lower_perplexity(run, "annealed", "smoe", -2.53),
         lower_perplexity(run, "smooth50", "annealed", -0.78),
-        none_of("columns out of order", sum(not a > b > c for a, b, c in rows), part="corrected"),
-        near("text and table", 34.59, 34.62, 0.031, part="corrected"),
+        *corrected(
+            none_of("columns out of order", sum(not a > b > c for a, b, c in rows)),
+            near("text and table", 34.59, 34.62, 0.031),
+        ),
     ]
     return Evidence(
         checks, paper="34.59", corrected="34.62 in the table", measured="differs by 0.03"
@@ -211,13 +230,15 @@ def table_four(run: Run) -> Evidence:
     "vision-language model",
     statement="On a 5.6B model SmoothSMoE averages 55.07 and its annealed form 54.98, against "
     "54.53.",
+    setting="arithmetic of the printed table",
+    overturned_by="runs at the paper's size",
     tested="Averages recomputed from the printed rows, and on how many benchmarks each wins.",
     expected=Verdict.UNTESTABLE,
     untestable="needs accelerators, a vision-language model of 5.6B and LLaVA-665K: `tieline "
     "upcycle BACKBONE --out MIXTURE --n-experts 4 --topk 2` makes the mixture, `tieline smooth "
     "MIXTURE --out SMOOTH` its smooth form; the fine-tuning and the benchmarks have no recipe",
 )
-def table_five(run: Run) -> Evidence:
+def table_five(run: ClaimRun) -> Evidence:
     """Arithmetic of the table."""
     hard = (65.48, 60.41, 70.96, 40.18, 67.78, 42.67, 40.95, 32.7, 84.42, 39.78)
     smooth = (66.06, 60.33, 69.42, 40.85, 70.93, 42.11, 41.98, 33.0, 84.92, 41.08)
@@ -232,6 +253,8 @@ def table_five(run: Run) -> Evidence:
     "p1-table6",
     "bits per character on EnWiki-8",
     statement="SmoothSMoE reaches 1.122 bits per character against 1.153.",
+    setting=DIRECTION,
+    overturned_by=DECIDED_BY,
     tested="Direction, in full mode: `demo-small-smooth50` against `-smoe`, bytes, six paired "
     "seeds. The relative gain from the table, which prints no deviation.",
     expected=Verdict.UNDECIDED,
@@ -243,13 +266,13 @@ def table_five(run: Run) -> Evidence:
         "enwik8-paper-smoe",
         "enwik8-paper-smooth50",
     ),
-    together=TOGETHER,
+    together=TEXT_GROUP,
 )
-def table_six(run: Run) -> Evidence:
+def table_six(run: ClaimRun) -> Evidence:
     """Relative gain."""
     checks = [
         lower_perplexity(run, "smooth50", "smoe", -2.13),
-        near("relative gain", 1 - 1.122 / 1.153, 0.0269, 1e-4, part="corrected"),
+        *corrected(near("relative gain", 1 - 1.122 / 1.153, 0.0269, 1e-4)),
     ]
     return Evidence(checks, paper="-2.7 %", measured="no standard error is printed")
 
@@ -258,6 +281,8 @@ def table_six(run: Run) -> Evidence:
     "p1-table8",
     "is it only the extra expert?",
     statement="SmoothSMoE with k = 4.5 has lower perplexity than hard top-4 and top-5.",
+    setting=DIRECTION,
+    overturned_by=DECIDED_BY,
     tested="Direction, in full mode: `demo-small-smooth50` with k* = 2.5 against top-2 and top-3, "
     "six paired seeds. Order of the printed rows, and the gain over top-5 in the table's own "
     "standard errors.",
@@ -271,9 +296,9 @@ def table_six(run: Run) -> Evidence:
         "wikitext-paper-smooth50-k4",
     ),
     full_seconds=GATE_SECONDS,
-    together=TOGETHER,
+    together=TEXT_GROUP,
 )
-def table_eight(run: Run) -> Evidence:
+def table_eight(run: ClaimRun) -> Evidence:
     """Order of the rows, and how sure it is."""
     valid = gain_in_errors((31.97, 0.13), (32.35, 0.16), 3)
     test = gain_in_errors((33.30, 0.07), (33.41, 0.09), 3)
@@ -281,9 +306,11 @@ def table_eight(run: Run) -> Evidence:
         [
             lower_perplexity(run, "smooth50", "smoe", -2.4),
             lower_perplexity(run, "smooth50", "top3", -0.33),
-            at_least("gain over top-5 on validation", 32.35 - 31.97, 0, part="corrected"),
-            at_least("gain over top-5 on test", 33.41 - 33.30, 0, part="corrected"),
-            at_most("gain over top-5 on test in standard errors", test, 2, part="corrected"),
+            *corrected(
+                at_least("gain over top-5 on validation", 32.35 - 31.97, 0),
+                at_least("gain over top-5 on test", 33.41 - 33.30, 0),
+                at_most("gain over top-5 on test in standard errors", test, 2),
+            ),
         ],
         paper="lower than both",
         corrected="on the test set not beyond two standard errors",

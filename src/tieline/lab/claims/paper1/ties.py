@@ -8,20 +8,16 @@ from torch import Tensor
 
 from tieline.core.ranking import gap, kth_largest, sets_differ, stable_topk, topk_mask
 from tieline.core.statistics import exponent
-from tieline.lab.claims.claim import (
-    Check,
-    Evidence,
-    Run,
-    Verdict,
+from tieline.lab.claims.checks import (
     at_least,
     at_most,
-    chart,
-    dots,
-    line,
+    corrected,
     near,
     none_of,
+    under_condition,
     within,
 )
+from tieline.lab.claims.claim import Check, ClaimRun, Evidence, Verdict, chart, dots, line
 from tieline.lab.claims.problems import BIAS, extrapolated, in_ball, orthonormal, router
 from tieline.lab.claims.registry import claim
 from tieline.lab.geometry import (
@@ -36,7 +32,7 @@ from tieline.lab.geometry import (
 from tieline.lab.geometry.ties import tie_flat
 
 
-def lattice(run: Run, n: int, experts: int) -> Tensor:
+def lattice(run: ClaimRun, n: int, experts: int) -> Tensor:
     """Scores on a coarse lattice, where ties of all orders are common."""
     draw = torch.randint(0, 4, (n, experts), generator=run.generator(5))
     return draw.double() / 4
@@ -47,9 +43,11 @@ def lattice(run: Run, n: int, experts: int) -> Tensor:
     "order statistics",
     number="Def. 3.1, A.4",
     statement="z_[1] >= ... >= z_[E] are the sorted scores; equal ones keep the order of indices.",
+    setting="all scores, ties included",
+    overturned_by="an order of tied scores that is not by index",
     tested="Values and indices against a plain sort of (−score, index) on a lattice full of ties.",
 )
-def order_statistics(run: Run) -> Evidence:
+def order_statistics(run: ClaimRun) -> Evidence:
     """Rows that differ from the sort of the definition."""
     scores, wrong = lattice(run, run.size(500, 5_000), 6), 0
     for k in range(1, 7):
@@ -73,13 +71,15 @@ def _order_by_definition(row: list[float], k: int, exact: bool) -> set[int]:
     "order of a discontinuity",
     number="Def. 3.2, A.5",
     statement="x has order n if n+1 scores tie at the threshold between ranks k and k+1.",
+    setting="Def. 3.2 and Def. A.5, which the paper calls equivalent, on scores full of ties",
+    overturned_by="one of the two definitions in place of both",
     tested="Both definitions by enumeration on a lattice full of ties, k = 1 included; the order "
     "of the library against them.",
     expected=Verdict.CONDITION,
     condition="the order is the maximal one, and k may be 1: by Def. 3.2 an order-2 point is of "
     "order 1 as well, by Def. A.5 it is not",
 )
-def orders(run: Run) -> Evidence:
+def orders(run: ClaimRun) -> Evidence:
     """Rows on which the two definitions, or the library and Def. A.5, differ."""
     scores, differ, wrong = lattice(run, run.size(500, 5_000), 6), 0, 0
     for k in range(1, 6):
@@ -92,10 +92,10 @@ def orders(run: Run) -> Evidence:
     return Evidence(
         [
             none_of("rows on which the two definitions differ", differ),
-            none_of(
-                "rows on which the maximal order is not that of Def. A.5", wrong, part="condition"
+            *under_condition(
+                none_of("rows on which the maximal order is not that of Def. A.5", wrong),
+                near("order of a tie inside the chosen set", inside, 0, 0),
             ),
-            near("order of a tie inside the chosen set", inside, 0, 0, part="condition"),
         ],
         paper="one order",
         corrected="the maximal order",
@@ -107,10 +107,12 @@ def orders(run: Run) -> Evidence:
     "p1-propA.2",
     "cells are full-dimensional",
     statement="Every cell C_S is an open set of full dimension (full row rank, E < D).",
+    setting="affine scores with linearly independent rows, the paper's assumption, 6 experts in R⁸",
+    overturned_by="a coalition without a ball",
     tested="A point of each of the C(6,3) cells of a drawn router by solving for its scores, with "
     "a ball around it; and how many cells are left when E > D + 1.",
 )
-def cells(run: Run) -> Evidence:
+def cells(run: ClaimRun) -> Evidence:
     """Radius of a ball in every cell."""
     weight, bias = router(run, 6, 8)
     radii = []
@@ -127,7 +129,7 @@ def cells(run: Run) -> Evidence:
         [
             near("cells with a ball", sum(r > 0 for r in radii), math.comb(6, 3), 0),
             at_least("smallest radius", min(radii), 1e-6),
-            at_most("cells of 6 experts on a line", few, 19, part="corrected"),
+            *corrected(at_most("cells of 6 experts on a line", few, 19)),
         ],
         paper=math.comb(6, 3),
         corrected="only if rank [W 1] = E",
@@ -139,10 +141,13 @@ def cells(run: Run) -> Evidence:
     "p1-propA.3",
     "ties have measure zero",
     statement="The discontinuity set Γ has Lebesgue measure zero.",
+    setting="affine scores with linearly independent rows, the paper's assumption, 8 experts in "
+    "R¹²",
+    overturned_by="a tube whose mass does not fall with ε",
     tested="Exact ties among draws in float64, and the share of inputs within distance ε of Γ, "
     "which falls like ε.",
 )
-def measure_zero(run: Run) -> Evidence:
+def measure_zero(run: ClaimRun) -> Evidence:
     """Ties among draws, and the exponent of the mass of a tube."""
     weight, bias = router(run, 8, 12)
     x = run.normal(run.size(100_000, 1_000_000), 12, stream=3)
@@ -162,10 +167,13 @@ def measure_zero(run: Run) -> Evidence:
     "p1-propA.6",
     "dimension of order-n sets",
     statement="A component of order n lies in a flat of codimension n and has dimension D - n.",
+    setting="affine scores with linearly independent rows, the paper's assumption, orders 1 to 3 "
+    "of 6 experts in R⁸",
+    overturned_by="a flat of another codimension",
     tested="Rank of the equations of every tie set of 6 experts in D = 8, n = 1, 2, 3, and a "
     "positive share of directions on each flat; then 6 experts in D = 2.",
 )
-def dimension(run: Run) -> Evidence:
+def dimension(run: ClaimRun) -> Evidence:
     """Flats of the wrong codimension, and the smallest slice."""
     weight, bias = router(run, 6, 8)
     wrong, least = 0, math.inf
@@ -180,7 +188,7 @@ def dimension(run: Run) -> Evidence:
         [
             none_of("flats of another codimension", wrong),
             at_least("smallest share of a flat that is a tie", least, 1e-3),
-            near("rank of three equations in D = 2", rank, 2, 0, part="corrected"),
+            *corrected(near("rank of three equations in D = 2", rank, 2, 0)),
         ],
         paper="D - n",
         corrected="for rows that are linearly independent (the paper's assumption)",
@@ -193,10 +201,12 @@ def dimension(run: Run) -> Evidence:
     "order statistic as min of max",
     number="proof of Prop. A.7",
     statement="z_[k] = min over sets J of k experts of max over J of z_i.",
+    setting="the displayed identity inside the proof, as printed; drawn scores, k = 2",
+    overturned_by="nothing: it is the k-th smallest score. The proposition itself stands",
     tested="The formula on drawn scores against z_[k]; and max over J of min over J.",
     expected=Verdict.FAILS,
 )
-def representation(run: Run) -> Evidence:
+def representation(run: ClaimRun) -> Evidence:
     """Largest error of both formulas."""
     scores, k = run.normal(run.size(500, 5_000), 6, stream=1), 2
     sets = list(itertools.combinations(range(6), k))
@@ -207,19 +217,14 @@ def representation(run: Run) -> Evidence:
     return Evidence(
         [
             near("largest error of min max", (stated - true).abs().max().item(), 0, 1e-12),
-            near(
-                "largest error of max min",
-                (right - true).abs().max().item(),
-                0,
-                1e-12,
-                part="corrected",
-            ),
-            near(
-                "min max and the k-th smallest",
-                (stated - smallest).abs().max().item(),
-                0,
-                1e-12,
-                part="corrected",
+            *corrected(
+                near("largest error of max min", (right - true).abs().max().item(), 0, 1e-12),
+                near(
+                    "min max and the k-th smallest",
+                    (stated - smallest).abs().max().item(),
+                    0,
+                    1e-12,
+                ),
             ),
         ],
         paper="min max",
@@ -234,10 +239,12 @@ def representation(run: Run) -> Evidence:
     "p1-def4.1",
     "Euclidean thickening",
     statement="T_ε(Γ) is the set of inputs nearer than ε to Γ.",
+    setting="exact distances to ties of orders 1 and 2, 6 experts in R⁸",
+    overturned_by="a shorter way to a tie",
     tested="The distance of the library: its point lies on Γ at that distance, and no direction "
     "leaves the cell earlier, for orders 1 and 2.",
 )
-def thickening(run: Run) -> Evidence:
+def thickening(run: ClaimRun) -> Evidence:
     """The nearest point is a tie, and the ball inside it is free of others."""
     weight, bias = router(run, 6, 8)
     x = run.normal(run.size(60, 400), 8, stream=3)
@@ -263,7 +270,7 @@ def thickening(run: Run) -> Evidence:
     return Evidence(checks, paper="an infimum", measured=at_tie)
 
 
-def _choice_share(weight: Tensor, tied: tuple[int, ...], above: set[int], run: Run) -> float:
+def _choice_share(weight: Tensor, tied: tuple[int, ...], above: set[int], run: ClaimRun) -> float:
     """Share of directions of S_J on which exactly the experts of `above` are above the tie."""
     flat = tie_flat(weight, None, tied)
     x = run.normal(run.size(50_000, 500_000), weight.shape[1], stream=9)
@@ -279,12 +286,14 @@ def _choice_share(weight: Tensor, tied: tuple[int, ...], above: set[int], run: R
     "slice density of one polyhedron",
     statement="A polyhedron in a flat, cut out by inequalities that some direction satisfies "
     "strictly, has density between ½ I_{4s²(1-s²)}((d-1)/2, ½) and ½.",
+    setting="polyhedra of a drawn router, and the case without inequalities that the lemma allows",
+    overturned_by="the words 'at least one inequality' in the lemma",
     tested="All choices of experts above a tie in a drawn router, by sampling directions; and a "
     "flat with no inequality at all, as for E = n + 1.",
     expected=Verdict.CONDITION,
     condition="there is at least one inequality; without any the density is 1",
 )
-def one_polyhedron(run: Run) -> Evidence:
+def one_polyhedron(run: ClaimRun) -> Evidence:
     """Densities of single choices against the two bounds."""
     weight, _ = router(run, 5, 7)
     shares = [
@@ -297,15 +306,16 @@ def one_polyhedron(run: Run) -> Evidence:
     return Evidence(
         [
             at_most("density without inequalities, E = 2", whole, 0.5),
-            at_most("largest density of a choice", max(shares), 0.5, part="condition"),
-            at_least(
-                "densities of the admissible choices over the bound",
-                max(shares) / max(lower, 1e-300),
-                1,
-                part="condition",
+            *under_condition(
+                at_most("largest density of a choice", max(shares), 0.5),
+                at_least(
+                    "densities of the admissible choices over the bound",
+                    max(shares) / max(lower, 1e-300),
+                    1,
+                ),
+                at_least("the lower bound is positive", lower, 1e-12),
             ),
-            at_least("the lower bound is positive", lower, 1e-12, part="condition"),
-            near("the choices share out the flat", sum(shares), 1, 1e-9, part="corrected"),
+            *corrected(near("the choices share out the flat", sum(shares), 1, 1e-9)),
         ],
         paper=f"[{lower:.2e}, 0.5]",
         measured=f"{min(shares):.4f} to {max(shares):.4f}; {whole:g} without inequalities",
@@ -317,10 +327,13 @@ def one_polyhedron(run: Run) -> Evidence:
     "top-k slices have a recession direction",
     statement="With independent rows, every top-k slice has a direction u with c_j·u < 0 for the "
     "chosen and d_m·u > 0 for the other experts.",
+    setting="affine scores with linearly independent rows, the paper's assumption, all ties and "
+    "choices of 5 experts in R⁷",
+    overturned_by="a slice without one",
     tested="All tie sets and choices of 5 experts in D = 7: directions of both signs by solving "
     "for the scores; which of them stays in the slice.",
 )
-def recession(run: Run) -> Evidence:
+def recession(run: ClaimRun) -> Evidence:
     """Missing directions, and which sign leads into the slice."""
     weight, _ = router(run, 5, 7)
     missing = inward = outward = total = 0
@@ -340,7 +353,7 @@ def recession(run: Run) -> Evidence:
         [
             none_of("choices without a direction", missing),
             near("choices whose slice the direction u stays in", inward, total, 0),
-            none_of("choices whose slice -u stays in", outward, part="corrected"),
+            *corrected(none_of("choices whose slice -u stays in", outward)),
         ],
         paper="a direction",
         corrected="with the signs of the slice, not their opposites",
@@ -354,11 +367,13 @@ def recession(run: Run) -> Evidence:
     "p1-thm4.4-alpha",
     "slice densities are at most ½",
     statement="α_{J,r} lies in [lower bound, ½].",
+    setting="the bounds that Thm 4.4 states for α, inside its hypotheses: E = 4, k = 2, r = 2",
+    overturned_by="the upper end 1, as in the paper's own Thm A.18",
     tested="Exact densities for orthonormal rows and sampled ones; E = 4, k = 2, r = 2, where "
     "every place of the flat is a tie.",
     expected=Verdict.FAILS,
 )
-def density_bound(run: Run) -> Evidence:
+def density_bound(run: ClaimRun) -> Evidence:
     """Exact and sampled densities over E, k and r."""
     checks: list[Check] = [at_most("α at E = 4, k = 2, r = 2", slice_density(4, 2, 2), 0.5)]
     n = run.size(20_000, 400_000)
@@ -368,24 +383,12 @@ def density_bound(run: Run) -> Evidence:
             orthonormal(experts, experts + 1), k, tuple(range(r + 1)), n, seed=run.seed
         )
         words = f"sampled α at E = {experts}, k = {k}, r = {r}"
-        checks.append(
-            within(
-                words,
-                found.value or 0,
-                found.standard_error or 0,
-                exact,
-                bias=1e-9,
-                part="corrected",
-            )
+        checks += corrected(
+            within(words, found.value or 0, found.standard_error or 0, exact, bias=1e-9)
         )
     bounds = slice_bounds(orthonormal(5, 7), 2, (0, 1))
-    checks.append(
-        at_most(
-            "lower bound and α, E = 5, k = 2, r = 1",
-            bounds.lower,
-            slice_density(5, 2, 1),
-            part="corrected",
-        )
+    checks += corrected(
+        at_most("lower bound and α, E = 5, k = 2, r = 1", bounds.lower, slice_density(5, 2, 1))
     )
     return Evidence(
         checks,
@@ -395,7 +398,7 @@ def density_bound(run: Run) -> Evidence:
     )
 
 
-def _tube_shares(run: Run, epsilon: float, n: int) -> tuple[Tensor, Tensor]:
+def _tube_shares(run: ClaimRun, epsilon: float, n: int) -> tuple[Tensor, Tensor]:
     """Indicators of order-1 and order-2 tubes of E = 4, k = 2 in D = 5 at uniform points."""
     weight, x = orthonormal(4, 5), in_ball(run, n, 5)
     return tuple(  # type: ignore[return-value]
@@ -408,11 +411,13 @@ def _tube_shares(run: Run, epsilon: float, n: int) -> tuple[Tensor, Tensor]:
     "tubes of different orders",
     number="Thm 4.4, A.18",
     statement="U_n/U_m = Σα_n/Σα_m · ω_{D-n}ω_n/(ω_{D-m}ω_m) (ε/R)^(n-m) (1 + O(1/R)).",
+    setting="orthonormal rows, E = 4, k = 2 in R⁵, orders 2 and 1; a limit ε/R → 0",
+    overturned_by="a ratio outside four standard errors and the stated bias",
     tested="E = 4, k = 2, orthonormal rows in D = 5: exact distances at uniform points of the "
     "ball, two widths extrapolated to zero.",
     seconds=3,
 )
-def tube_orders(run: Run) -> Evidence:
+def tube_orders(run: ClaimRun) -> Evidence:
     """Sampled ratio over ε against the formula."""
     n, widths = run.size(300_000, 3_000_000), (0.04, 0.08)
     shares = {epsilon: _tube_shares(run, epsilon, n) for epsilon in widths}

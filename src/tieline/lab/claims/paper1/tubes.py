@@ -9,20 +9,16 @@ from torch import Tensor
 
 from tieline.core.ranking import gap
 from tieline.core.statistics import exponent
-from tieline.lab.claims.claim import (
-    Check,
-    Evidence,
-    Run,
-    Verdict,
+from tieline.lab.claims.checks import (
     at_least,
     at_most,
-    chart,
-    dots,
-    line,
+    corrected,
     near,
     none_of,
+    under_condition,
     within,
 )
+from tieline.lab.claims.claim import Check, ClaimRun, Evidence, Verdict, chart, dots, line
 from tieline.lab.claims.problems import BIAS, extrapolated, in_ball, router
 from tieline.lab.claims.registry import claim
 from tieline.lab.geometry import (
@@ -51,10 +47,12 @@ def slab(dim: int, offset: float, epsilon: float, radius: float) -> float:
     "p1-propA.9",
     "tube of a hyperplane in a ball",
     statement="Its volume is the integral of ω_{D-1}(R² - u²)^((D-1)/2) over |u - δ| < ε, |u| < R.",
+    setting="every D, δ, ε; four cases and one by sampling",
+    overturned_by="a share that differs",
     tested="The library's quadrature for any codimension against an adaptive rule, also where the "
     "tube is cut by the ball or misses it, and against samples.",
 )
-def hyperplane(run: Run) -> Evidence:
+def hyperplane(run: ClaimRun) -> Evidence:
     """Shares by two rules and by sampling."""
     checks: list[Check] = []
     for dim, offset, epsilon in ((3, 0.3, 0.1), (8, 0.0, 0.2), (20, 0.9, 0.3), (5, 1.5, 0.2)):
@@ -85,11 +83,13 @@ def _printed_beta(dim: int, offset: float, epsilon: float, radius: float) -> flo
     "hyperplane tube by incomplete beta functions",
     statement="The share is ω_{D-1}/2ω_D [B_{(δ+ε)²/R²}(½, (D+1)/2) - sgn(δ-ε) B_{(δ-ε)²/R²}], δ "
     "the signed distance, and 2ω_{D-1}/ω_D ε/R + O(R⁻³).",
+    setting="δ is the signed distance, as the proposition says; both signs",
+    overturned_by="sgn(δ + ε) before the first term, as in its proof",
     tested="The printed formula for δ of both signs against quadrature; order of the expansion.",
     expected=Verdict.CONDITION,
     condition="δ >= -ε: the proof has sgn(δ+ε) before the first term, the statement has lost it",
 )
-def incomplete_beta(run: Run) -> Evidence:
+def incomplete_beta(run: ClaimRun) -> Evidence:
     """Printed formula on both sides of the origin."""
     dim, epsilon = 7, 0.1
     sides = {
@@ -102,14 +102,10 @@ def incomplete_beta(run: Run) -> Evidence:
     return Evidence(
         [
             near("δ = -0.5", *sides[-0.5], 1e-11),
-            near("δ = 0.05", *sides[0.05], 1e-11, part="condition"),
-            near("δ = 0.5", *sides[0.5], 1e-11, part="condition"),
-            near(
-                "order of the remainder in R",
-                exponent(radii[1:], left[1:]),
-                -3,
-                0.1,
-                part="condition",
+            *under_condition(
+                near("δ = 0.05", *sides[0.05], 1e-11),
+                near("δ = 0.5", *sides[0.5], 1e-11),
+                near("order of the remainder in R", exponent(radii[1:], left[1:]), -3, 0.1),
             ),
         ],
         paper=sides[-0.5][0],
@@ -124,6 +120,8 @@ def incomplete_beta(run: Run) -> Evidence:
     "p1-thm4.2",
     "tube of all order-n ties",
     statement="The tube of Γ^(n) is at most ω_{D-n}ω_n |J| ε^n R^(D-n) to leading order.",
+    setting="an upper bound to leading order, R > ‖δ‖ + ε; order 2 of 5 experts in R⁷",
+    overturned_by="a share above the sum of the flats' tubes",
     tested="The same at order 2; the leading term is an upper bound for every R, not only a limit.",
     seconds=1.5,
     given={"order": 2, "sizes": (100_000, 1_000_000)},
@@ -133,12 +131,14 @@ def incomplete_beta(run: Run) -> Evidence:
     "tube of all order-1 ties",
     statement="The tube of Γ^(1) is at most the sum of its facets' tubes, 2Mω_{D-1}εR^(D-1) to "
     "leading order.",
+    setting="an upper bound, which the paper calls not tight; order 1 of 5 experts in R⁷",
+    overturned_by="a share above the sum of the facets' tubes",
     tested="Samples of the ball by exact distance to Γ against the sum of exact tubes and the "
     "leading term.",
     seconds=1,
     given={"order": 1, "sizes": (20_000, 400_000)},
 )
-def all_ties(run: Run, order: int, sizes: tuple[int, int]) -> Evidence:
+def all_ties(run: ClaimRun, order: int, sizes: tuple[int, int]) -> Evidence:
     """Sampled share under both bounds."""
     weight, bias = router(run, 5, 7)
     widths = [0.2, 0.1, 0.05]
@@ -170,10 +170,12 @@ def all_ties(run: Run, order: int, sizes: tuple[int, int]) -> Evidence:
     "tube of a flat of any codimension",
     statement="Its volume is the integral of ω_{D-n}(R² - ‖u‖²)^((D-n)/2) over ‖u - δ‖ < ε, ‖u‖ < "
     "R.",
+    setting="codimensions 2 and 3, also cut by the ball",
+    overturned_by="a share that differs",
     tested="Codimension 2 by a double integral, codimension 3 by sampling, also where the tube is "
     "cut by the ball.",
 )
-def any_codimension(run: Run) -> Evidence:
+def any_codimension(run: ClaimRun) -> Evidence:
     """Shares by two rules and by sampling."""
     checks: list[Check] = []
     for dim, offset, epsilon in ((6, 0.3, 0.2), (5, 0.9, 0.4)):
@@ -209,10 +211,12 @@ def _double(dim: int, offset: float, epsilon: float) -> float:
     "p1-propA.14",
     "expansion of a flat's tube",
     statement="The share is ω_{D-n}ω_n/ω_D (ε/R)^n (1 + O(((‖δ‖+ε)/R)²)).",
+    setting="codimensions 1 to 3, R from 4 to 32",
+    overturned_by="a remainder of another order than R⁻²",
     tested="Relative remainder against R for n = 1, 2, 3; its sign: the leading term is an upper "
     "bound.",
 )
-def flat_expansion(run: Run) -> Evidence:
+def flat_expansion(run: ClaimRun) -> Evidence:
     """Order and sign of the remainder."""
     radii, checks = [4.0, 8.0, 16.0, 32.0], []
     curves = []
@@ -231,9 +235,11 @@ def flat_expansion(run: Run) -> Evidence:
     "p1-propA.15",
     "ratio of two flats' tubes",
     statement="I_n/I_m = ω_{D-n}ω_n/(ω_{D-m}ω_m) (ε/R)^(n-m) (1 + O(R⁻²)).",
+    setting="orders (2, 1), (3, 1), (3, 2)",
+    overturned_by="an error of another order than R⁻²",
     tested="Exact shares for (n, m) = (2, 1), (3, 1), (3, 2): order of the relative error in R.",
 )
-def flat_ratio(run: Run) -> Evidence:
+def flat_ratio(run: ClaimRun) -> Evidence:
     """Order of the error of the ratio."""
     radii, checks = [4.0, 8.0, 16.0, 32.0], []
     for n, m in ((2, 1), (3, 1), (3, 2)):
@@ -281,10 +287,12 @@ def _linf_by_programmes(scores: list[float], k: int) -> float:
     "p1-def4.6",
     "distance to a tie in scores",
     statement="dist_∞(x, Γ) = inf over y in Γ of ‖z(x) - z(y)‖_∞.",
+    setting="the definition as printed, W of full row rank; 4 experts, k = 2",
+    overturned_by="an infimum that is not half of the gap",
     tested="Linear programmes over all facets of 4 experts against half of the gap.",
     seconds=0.6,
 )
-def score_distance(run: Run) -> Evidence:
+def score_distance(run: ClaimRun) -> Evidence:
     """Distance by programmes, by the library and by half the gap."""
     scores = run.normal(run.size(6, 60), 4, stream=1)
     programmes = torch.tensor(
@@ -308,10 +316,12 @@ def score_distance(run: Run) -> Evidence:
     "band test by the gap",
     statement="x is in the ℓ∞ band of width ε exactly if some expert outside the top k is less "
     "than ε below z_[k].",
+    setting="the characterisation as printed against Def. 4.6 as printed, W of full row rank",
+    overturned_by="a distance in Def. 4.6 that is the gap; the method itself uses the gap",
     tested="Both sides on draws, with the distance of Def. 4.6; and with 2ε.",
     expected=Verdict.FAILS,
 )
-def band_test(run: Run) -> Evidence:
+def band_test(run: ClaimRun) -> Evidence:
     """Inputs on which the two tests differ."""
     scores, epsilon = run.normal(run.size(20_000, 200_000), 8, stream=1), 0.1
     inside = linf_distance(scores, 2) <= epsilon
@@ -319,10 +329,8 @@ def band_test(run: Run) -> Evidence:
     return Evidence(
         [
             none_of("inputs on which they differ", (inside != stated).sum().item()),
-            none_of(
-                "inputs on which a gap below 2ε differs",
-                (inside != twice).sum().item(),
-                part="corrected",
+            *corrected(
+                none_of("inputs on which a gap below 2ε differs", (inside != twice).sum().item())
             ),
         ],
         paper="gap < ε",
@@ -331,7 +339,7 @@ def band_test(run: Run) -> Evidence:
     )
 
 
-def _bands(run: Run, epsilon: float, n: int) -> tuple[Tensor, Tensor]:
+def _bands(run: ClaimRun, epsilon: float, n: int) -> tuple[Tensor, Tensor]:
     """Indicators of the ℓ∞ bands of Def. 4.6, orders 1 and 2."""
     scores = in_ball(run, n, 5)[:, :4]
     return tuple(  # type: ignore[return-value]
@@ -339,7 +347,7 @@ def _bands(run: Run, epsilon: float, n: int) -> tuple[Tensor, Tensor]:
     )
 
 
-def _fibres(run: Run, epsilon: float, n: int, slices: bool) -> tuple[Tensor, Tensor]:
+def _fibres(run: ClaimRun, epsilon: float, n: int, slices: bool) -> tuple[Tensor, Tensor]:
     """Indicators of {‖A_J x - d_J‖_∞ <= ε}, over slices or over whole flats, orders 1 and 2."""
     z = in_ball(run, n, 5)[:, :4]
     found = []
@@ -360,12 +368,14 @@ def _fibres(run: Run, epsilon: float, n: int, slices: bool) -> tuple[Tensor, Ten
     "p1-thm4.7",
     "ℓ∞ bands of different orders",
     statement="U_n/U_m = Σκα_n/Σκα_m · ω_{D-n}/ω_{D-m} (2ε/R)^(n-m) for the bands of Def. 4.6.",
+    setting="the bands of Def. 4.6 as printed; orthonormal rows, E = 4, k = 2, R⁵, orders 2 and 1",
+    overturned_by="bands measured by A_J (Thm A.19), for which the formula holds on fibres",
     tested="E = 4, k = 2, orthonormal rows in D = 5, at uniform points of the ball, two widths "
     "extrapolated to zero.",
     expected=Verdict.FAILS,
     seconds=1.5,
 )
-def band_orders(run: Run) -> Evidence:
+def band_orders(run: ClaimRun) -> Evidence:
     """Sampled ratio over ε against the printed and the corrected formula."""
     n = run.size(400_000, 4_000_000)
     value, error = extrapolated({epsilon: _bands(run, epsilon, n) for epsilon in (0.025, 0.05)})
@@ -375,13 +385,14 @@ def band_orders(run: Run) -> Evidence:
             within(
                 "U_2/U_1 over ε/R and the printed formula", value, error, stated.paper, bias=BIAS
             ),
-            within(
-                "U_2/U_1 over ε/R and (n+1)/(m+1) times as much",
-                value,
-                error,
-                stated.value,
-                bias=BIAS,
-                part="corrected",
+            *corrected(
+                within(
+                    "U_2/U_1 over ε/R and (n+1)/(m+1) times as much",
+                    value,
+                    error,
+                    stated.value,
+                    bias=BIAS,
+                )
             ),
         ],
         paper=stated.paper,
@@ -397,6 +408,8 @@ def band_orders(run: Run) -> Evidence:
     "ℓ∞ bands measured by A_J",
     statement="The same ratio for bands {x : inf over y in Γ_J of ‖A_J x - A_J y‖_∞ <= ε}, with "
     "κ_J.",
+    setting="the band of the appendix by its definition and by the fibres of its proof",
+    overturned_by="a definition whose infimum is over the slice and sees it",
     tested="Both readings at uniform points of the ball: the distance as defined, which does not "
     "see where on the flat the slice is, and fibres over the slice, as in the proof.",
     expected=Verdict.CONDITION,
@@ -404,7 +417,7 @@ def band_orders(run: Run) -> Evidence:
     "is d_J for every y, so that the band is that of the whole flat",
     seconds=2,
 )
-def fibre_orders(run: Run) -> Evidence:
+def fibre_orders(run: ClaimRun) -> Evidence:
     """Sampled ratio over ε by both readings."""
     n = run.size(400_000, 4_000_000)
     stated = band_ratio(4, 2, dim=5, orders=(2, 1), epsilon=1.0, radius=1.0).paper
@@ -417,12 +430,8 @@ def fibre_orders(run: Run) -> Evidence:
     return Evidence(
         [
             within("U_2/U_1 over ε/R, the definition as written", *flats, stated, bias=BIAS),
-            within(
-                "U_2/U_1 over ε/R, fibres over the slice",
-                *slices,
-                stated,
-                bias=BIAS,
-                part="condition",
+            *under_condition(
+                within("U_2/U_1 over ε/R, fibres over the slice", *slices, stated, bias=BIAS)
             ),
         ],
         paper=stated,

@@ -7,7 +7,8 @@ import numpy as np
 import torch
 
 from tieline.core.ranking import ranked_scores
-from tieline.lab.claims.claim import Evidence, Run, Verdict, at_least, at_most, near, none_of
+from tieline.lab.claims.checks import at_least, at_most, corrected, near, none_of, under_condition
+from tieline.lab.claims.claim import ClaimRun, Evidence, Verdict
 from tieline.lab.claims.problems import dense, dense_regions, drawn, layer
 from tieline.lab.claims.registry import claim
 from tieline.lab.tropical import (
@@ -47,12 +48,14 @@ def bend(points: np.ndarray, margins: np.ndarray, parts: tuple, softmax: bool) -
     "linear regions",
     statement="A linear region is a maximal connected open set on which the network is affine; the "
     "capacity of an architecture is the largest number of them.",
+    setting="the definition for the paper's own layers: top-k with softmax gates (2), ReLU experts",
+    overturned_by="constant gates in (2), or pieces in place of affine regions",
     tested="Second differences of a top-2 layer inside every piece (coalition × activation "
     "pattern), with softmax and with constant gates; two neurons that add up to a line.",
     expected=Verdict.CONDITION,
     condition="k = 1 or constant gates, and output weights that do not cancel",
 )
-def linear_regions(run: Run) -> Evidence:
+def linear_regions(run: ClaimRun) -> Evidence:
     """Whether the layer is affine on the counted pieces."""
     net = layer(drawn(run, 1), 6, 3, 2)
     out = drawn(run, 2).standard_normal((6, 3))
@@ -71,11 +74,15 @@ def linear_regions(run: Run) -> Evidence:
     return Evidence(
         [
             at_most("second difference inside pieces, softmax gates, k = 2", soft, 1e-9),
-            at_most("the same, constant gates", constant, 1e-9, part="condition"),
-            at_most("the same, softmax gates, k = 1", single, 1e-9, part="condition"),
-            at_least("softmax bends the layer", soft, 1e-4, part="corrected"),
-            near("relu(x) - relu(-x) is one line", folded, 0, 1e-12, part="corrected"),
-            near("pieces of two neurons on a line", pieces, 3, 0, part="corrected"),
+            *under_condition(
+                at_most("the same, constant gates", constant, 1e-9),
+                at_most("the same, softmax gates, k = 1", single, 1e-9),
+            ),
+            *corrected(
+                at_least("softmax bends the layer", soft, 1e-4),
+                near("relu(x) - relu(-x) is one line", folded, 0, 1e-12),
+                near("pieces of two neurons on a line", pieces, 3, 0),
+            ),
         ],
         paper="affine on each region",
         corrected="pieces: coalition × activation pattern",
@@ -90,9 +97,11 @@ def linear_regions(run: Run) -> Evidence:
     "Zaslavsky's function",
     statement="n hyperplanes in general position cut R^d into Φ(n, d) = Σ_{j<=d} C(n, j) regions, "
     "about n^d/d! for n much larger than d.",
+    setting="general position, d up to 4",
+    overturned_by="a count other than Φ",
     tested="Exact counts and listings of drawn arrangements, d = 1 ... 4; the ratio at n = 3000.",
 )
-def zaslavsky_function(run: Run) -> Evidence:
+def zaslavsky_function(run: ClaimRun) -> Evidence:
     """Counts that differ from the formula."""
     r, wrong, listed = drawn(run, 1), 0, 0
     shapes = [(5, 1), (3, 2), (9, 2), (12, 2), (4, 3), (8, 3), (3, 4), (7, 4)]
@@ -130,13 +139,15 @@ def two_layers(first: tuple, second: tuple) -> int:
     "two layers of three neurons",
     statement="On the plane one layer of three neurons has 7 regions, two such layers have a "
     "maximum of 7 · 7 = 49.",
+    setting="the example's 'maximum of 49 regions' for two layers of three neurons on the plane",
+    overturned_by="a network with 49, or the words 'at most'",
     tested="Exact counts of drawn two-layer networks; the largest number that the ranks of the "
     "first layer's activation patterns allow.",
     expected=Verdict.CONDITION,
     condition="49 as an upper bound: at most 40 can be reached",
     seconds=1,
 )
-def two_layer_example(run: Run) -> Evidence:
+def two_layer_example(run: ClaimRun) -> Evidence:
     """The most regions that two layers can have, and the most that were found."""
     r, most, one = drawn(run, 1), 0, set()
     for _ in range(run.size(80, 3_000)):
@@ -149,12 +160,16 @@ def two_layer_example(run: Run) -> Evidence:
     return Evidence(
         [
             near("largest number that the ranks allow", bound, 49, 0),
-            at_most("most regions found, against 49", most, 49, part="condition"),
-            at_most("largest number that the ranks allow, against 49", bound, 49, part="condition"),
-            at_most("most regions found", most, bound, part="corrected"),
-            near("the bound from the ranks", bound, 40, 0, part="corrected"),
-            near("regions of one layer", max(one), 7, 0, part="corrected"),
-            near("regions of one layer, fewest", min(one), 7, 0, part="corrected"),
+            *under_condition(
+                at_most("most regions found, against 49", most, 49),
+                at_most("largest number that the ranks allow, against 49", bound, 49),
+            ),
+            *corrected(
+                at_most("most regions found", most, bound),
+                near("the bound from the ranks", bound, 40, 0),
+                near("regions of one layer", max(one), 7, 0),
+                near("regions of one layer, fewest", min(one), 7, 0),
+            ),
         ],
         paper=49,
         corrected="at most 40",
@@ -169,9 +184,11 @@ def two_layer_example(run: Run) -> Evidence:
     "tropical semiring",
     statement="R ∪ {-∞} with x ⊕ y = max(x, y), x ⊗ y = x + y is a semiring with neutral elements "
     "-∞ and 0; x^{⊗k} = kx.",
+    setting="all triples of a lattice with -∞, exactly",
+    overturned_by="a law that fails",
     tested="Every law on triples of a dyadic lattice and -∞, exactly.",
 )
-def semiring(run: Run) -> Evidence:
+def semiring(run: ClaimRun) -> Evidence:
     """Triples that break a law."""
     n = run.size(2_000, 20_000)
     draw = torch.randint(-40, 41, (3, n), generator=run.generator(1)).double() / 8
@@ -198,10 +215,12 @@ def semiring(run: Run) -> Evidence:
     "tropical polynomials",
     statement="A tropical polynomial is convex and piecewise affine; its hypersurface, where two "
     "terms attain the maximum, is where it is not differentiable.",
+    setting="real exponents; nine terms on the plane",
+    overturned_by="a crease off the hypersurface",
     tested="Convexity on drawn pairs; along drawn lines the points where the slope jumps against "
     "the points of the hypersurface; essential terms against slopes that occur.",
 )
-def polynomials(run: Run) -> Evidence:
+def polynomials(run: ClaimRun) -> Evidence:
     """Violations of convexity, and creases off the hypersurface."""
     r = drawn(run, 1)
     P = TropicalPolynomial(r.integers(0, 5, (9, 2)).astype(float), r.standard_normal(9))
@@ -238,11 +257,13 @@ def polynomials(run: Run) -> Evidence:
     "a network as a tropical quotient",
     statement="A ReLU network is P - Q with tropical polynomials P and Q (of real exponents); its "
     "decision boundary, where it changes sign, lies on the hypersurface of P ⊕ Q.",
+    setting="a drawn ReLU network with two hidden layers",
+    overturned_by="a sign change off P ⊕ Q",
     tested="P and Q of a drawn network with two hidden layers against its own evaluation; zeros "
     "found by bisection against the hypersurface of P ⊕ Q.",
     seconds=2,
 )
-def quotients(run: Run) -> Evidence:
+def quotients(run: ClaimRun) -> Evidence:
     """Largest error of P - Q, and zeros off the hypersurface."""
     r = drawn(run, 1)
     sizes = [2, 3, 3, 1]
@@ -288,10 +309,12 @@ def quotients(run: Run) -> Evidence:
     number="Sec. 3.5",
     statement="The score of the chosen coalition is the k-th elementary symmetric tropical "
     "polynomial of the scores.",
+    setting="seven experts, all k",
+    overturned_by="a score other than the sum of the k largest",
     tested="The recursion that ranks nothing and the polynomial with C(N, k) terms, both against "
     "the sum of the k largest scores, for all k.",
 )
-def symmetric(run: Run) -> Evidence:
+def symmetric(run: ClaimRun) -> Evidence:
     """Largest error over k."""
     r, worst, recursion = drawn(run, 1), 0.0, 0.0
     W, b = r.standard_normal((7, 3)), r.standard_normal(7)

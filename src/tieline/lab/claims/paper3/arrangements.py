@@ -7,19 +7,16 @@ import numpy as np
 from scipy.spatial import ConvexHull
 
 from tieline.core.statistics import exponent
-from tieline.lab.claims.claim import (
-    Evidence,
-    Run,
-    Verdict,
+from tieline.lab.claims.checks import (
     at_least,
     at_most,
-    chart,
-    dots,
-    line,
+    corrected,
     near,
     none_of,
+    under_condition,
     within,
 )
+from tieline.lab.claims.claim import ClaimRun, Evidence, Verdict, chart, dots, line
 from tieline.lab.claims.problems import Layer, dense, dense_regions, drawn, layer
 from tieline.lab.claims.registry import claim
 from tieline.lab.tropical import (
@@ -70,13 +67,15 @@ def position_failures(V: np.ndarray, c: np.ndarray) -> int:
     "general position",
     statement="No two hyperplanes are parallel, j <= d of them meet in dimension d - j, d + 1 of "
     "them nowhere; weights initialised at random have this with probability one.",
+    setting="'under random initialisation', biases drawn or zero, which is the usual start",
+    overturned_by="biases with a density among the hypotheses",
     tested="Ranks of all subsets of drawn neurons, with drawn and with zero biases; the same for "
     "the walls z_i = z_j of a router.",
     expected=Verdict.CONDITION,
     condition="biases drawn from a density as well: with the usual zero biases all hyperplanes "
     "meet in one point",
 )
-def general_position(run: Run) -> Evidence:
+def general_position(run: ClaimRun) -> Evidence:
     """Subsets of drawn hyperplanes that break a condition."""
     r, wrong = drawn(run, 1), 0
     for _ in range(run.size(20, 200)):
@@ -88,9 +87,15 @@ def general_position(run: Run) -> Evidence:
     return Evidence(
         [
             none_of("sets of drawn neurons with zero biases that break it", central),
-            none_of("sets of neurons with drawn biases that break it", wrong, part="condition"),
-            near("broken sets of the walls of 4 experts in R³", position_failures(*walls), 4 + 15,
-                 0, part="corrected"),
+            *under_condition(none_of("sets of neurons with drawn biases that break it", wrong)),
+            *corrected(
+                near(
+                    "broken sets of the walls of 4 experts in R³",
+                    position_failures(*walls),
+                    4 + 15,
+                    0,
+                )
+            ),
         ],
         paper="with probability one",
         corrected="never for the walls of three experts",
@@ -98,16 +103,18 @@ def general_position(run: Run) -> Evidence:
         f"{position_failures(*walls)} of walls",
         note="z_1 = z_2 and z_2 = z_3 give z_1 = z_3: the walls of a router are never in general "
         "position, as Thm 4.17 asks. Generic scores are enough for all that is counted here.",
-    )  # fmt: skip
+    )
 
 
 @claim(
     "p3-ex4.9",
     "three lines of the plane",
     statement="7 regions in general position, 6 if two are parallel, 6 if all meet in a point.",
+    setting="the three drawings",
+    overturned_by="another count",
     tested="Listings by linear programming; the exact count agrees or refuses with a reason.",
 )
-def three_lines(_run: Run) -> Evidence:
+def three_lines(_run: ClaimRun) -> Evidence:
     """Regions of the three arrangements."""
     parallel = np.array([[1.0, 0.0], [1.0, 0.0], [1.0, 1.0]])
     found = (
@@ -131,10 +138,12 @@ def three_lines(_run: Run) -> Evidence:
     "bound for dense layers",
     statement="A dense layer has at most Φ(H, d) = Θ(H^d) regions, with equality exactly in "
     "general position; the leading term is H^d/d!.",
+    setting="one dense layer, upper bound with equality in general position",
+    overturned_by="a count",
     tested="Exact counts of drawn layers; listings of layers with a parallel pair, a common point, "
     "a repeated neuron; the exponent in H.",
 )
-def dense_bound(run: Run) -> Evidence:
+def dense_bound(run: ClaimRun) -> Evidence:
     """Counts against Φ in and out of general position."""
     r, wrong = drawn(run, 1), 0
     widths = [4, 8, 16, 32]
@@ -172,10 +181,12 @@ def dense_bound(run: Run) -> Evidence:
     "vertices of the zonotope",
     statement="Regions of a dense layer and vertices of its Newton zonotope in R^{d+1} are not in "
     "bijection but of the same order Θ(H^d).",
+    setting="generic neurons, H = 8 and 96 on the plane",
+    overturned_by="an order other than H^d",
     tested="Vertices by the identity 2 regions - cones against the convex hull of all 2^H sums; "
     "their ratio as H grows.",
 )
-def zonotope(run: Run) -> Evidence:
+def zonotope(run: ClaimRun) -> Evidence:
     """Vertices of the hull against the counts."""
     V, c = drawn(run, 1).standard_normal((8, 2)), drawn(run, 2).standard_normal(8)
     counts = zonotope_counts(V, c)
@@ -202,9 +213,11 @@ def zonotope(run: Run) -> Evidence:
     "p3-cor4.12",
     "the dense bound is reached",
     statement="Some weights give Φ(H, d) regions.",
+    setting="existence; drawn neurons and the moment curve",
+    overturned_by="fewer regions than Φ",
     tested="Drawn layers and neurons on the moment curve, counted exactly.",
 )
-def dense_tight(run: Run) -> Evidence:
+def dense_tight(run: ClaimRun) -> Evidence:
     """Layers with fewer regions than Φ."""
     r, wrong = drawn(run, 1), 0
     for h, d in ((10, 2), (9, 3), (8, 4), (7, 5)):
@@ -222,7 +235,7 @@ INSTANCES = {(1, 4, 3, 2, 1): 16, (4, 8, 4, 2, 3): 161, (5, 6, 2, 3, 2): 74, (7,
 """(seed, N, H, d, k) of fully specified layers, with the number of their pieces."""
 
 
-def placed(run: Run, experts: int, width: int, size: float = 1e-2) -> Layer:
+def placed(run: ClaimRun, experts: int, width: int, size: float = 1e-2) -> Layer:
     """A planar top-1 layer: the lines of each expert cross near its site, in its own cell."""
     angle = 2 * math.pi * np.arange(experts) / experts + 0.1
     sites = np.column_stack([np.cos(angle), np.sin(angle)])
@@ -236,7 +249,7 @@ def placed(run: Run, experts: int, width: int, size: float = 1e-2) -> Layer:
     return Layer(sites, np.zeros(experts) + 1e-3 * r.standard_normal(experts), V, c)
 
 
-def counted(run: Run, shape: tuple[int, int, int, int], n: int) -> np.ndarray:
+def counted(run: ClaimRun, shape: tuple[int, int, int, int], n: int) -> np.ndarray:
     """Exact counts of n drawn layers (N, H, d, k)."""
     experts, width, dim, k = shape
     return np.array(
@@ -248,11 +261,13 @@ def counted(run: Run, shape: tuple[int, int, int, int], n: int) -> np.ndarray:
     "p3-thm4.14",
     "bound for top-1",
     statement="A top-1 layer has at most N Φ(H, d) = Θ(N H^d) regions.",
+    setting="an upper bound for top-1; drawn layers",
+    overturned_by="a layer above N Φ(H, d)",
     tested="Exact counts of drawn layers against the bound; their mean against the closed form; "
     "the expectation per dense layer as H grows.",
     seconds=1,
 )
-def top_one_bound(run: Run) -> Evidence:
+def top_one_bound(run: ClaimRun) -> Evidence:
     """Largest share of the bound, and the mean."""
     counts = counted(run, (8, 8, 2, 1), run.size(60, 600))
     error = float(counts.std()) / math.sqrt(len(counts))
@@ -262,20 +277,24 @@ def top_one_bound(run: Run) -> Evidence:
         [
             at_most("most pieces", int(counts.max()), capacity_bound(8, 1, 8, 2)),
             near("bound", capacity_bound(8, 1, 8, 2), 8 * zaslavsky(8, 2), 0),
-            within("mean", float(counts.mean()), error, expected_regions(8, 1, 8, 2),
-                   part="corrected"),
-            near("expected pieces per dense region at H = 1024", gain[-1], 1, 0.02,
-                 part="corrected"),
+            *corrected(
+                within("mean", float(counts.mean()), error, expected_regions(8, 1, 8, 2)),
+                near("expected pieces per dense region at H = 1024", gain[-1], 1, 0.02),
+            ),
         ],
         paper=capacity_bound(8, 1, 8, 2),
         corrected=expected_regions(8, 1, 8, 2),
         measured=float(counts.mean()),
-        figure=chart("H", "pieces / Φ(H, 2), N = 8",
-            line("expected", widths, gain), line("the bound", widths, [8.0] * 5, dashed=True),
-            log="x"),
+        figure=chart(
+            "H",
+            "pieces / Φ(H, 2), N = 8",
+            line("expected", widths, gain),
+            line("the bound", widths, [8.0] * 5, dashed=True),
+            log="x",
+        ),
         note="The bound stands. For Gaussian weights N C(H, d) P(M = 1) = C(H, d): the factor over "
         "a dense layer of the same width tends to 1, not to N.",
-    )  # fmt: skip
+    )
 
 
 @claim(
@@ -283,13 +302,15 @@ def top_one_bound(run: Run) -> Evidence:
     "wide experts",
     statement="Inside a cell there are at most Φ(H + walls, d) regions; for H much larger than N "
     "the sum of Φ(H, d) over experts is asymptotically exact.",
+    setting="'asymptotically exact' for H much larger than N: drawn layers and placed ones, N = 4",
+    overturned_by="a limit of the share at 1 for drawn layers",
     tested="Pieces per cell of drawn layers against both numbers; the share of N Φ(H, d) at H = 4 "
     "... 64, and for lines that cross inside their own expert's cell.",
     expected=Verdict.CONDITION,
     condition="the hyperplanes of each expert cross inside its own cell",
     seconds=2,
 )
-def wide_experts(run: Run) -> Evidence:
+def wide_experts(run: ClaimRun) -> Evidence:
     """Share of the sum that drawn and placed layers have."""
     net = layer(drawn(run, 1), 4, 12, 2)
     listed = regions(*net, 1)
@@ -305,30 +326,46 @@ def wide_experts(run: Run) -> Evidence:
         [
             at_most("most pieces in a cell", most, zaslavsky(12, 2)),
             at_least("share of N Φ(H, d) at H = 64", share[-1], 0.9),
-            near("share if lines cross at home", full, 1, 1e-12, part="condition"),
-            at_most("most pieces in a cell, walls counted", most, zaslavsky(12 + 3, 2),
-                    part="condition"),
-            near("limit of the share, drawn", expected_regions(4, 1, 4096, 2)
-                 / capacity_bound(4, 1, 4096, 2), 0.25, 0.01, part="corrected"),
+            *under_condition(
+                near("share if lines cross at home", full, 1, 1e-12),
+                at_most("most pieces in a cell, walls counted", most, zaslavsky(12 + 3, 2)),
+            ),
+            *corrected(
+                near(
+                    "limit of the share, drawn",
+                    expected_regions(4, 1, 4096, 2) / capacity_bound(4, 1, 4096, 2),
+                    0.25,
+                    0.01,
+                )
+            ),
         ],
         paper=1,
         corrected=0.25,
         measured=share[-1],
-        figure=chart("H", "share of N Φ(H, 2), N = 4",
+        figure=chart(
+            "H",
+            "share of N Φ(H, 2), N = 4",
             dots("drawn", widths, share),
-            line("expected", widths, [expected_regions(4, 1, h, 2) / capacity_bound(4, 1, h, 2)
-                                      for h in widths]),
-            line("the paper", widths, [1.0] * 3, dashed=True), log="x"),
-    )  # fmt: skip
+            line(
+                "expected",
+                widths,
+                [expected_regions(4, 1, h, 2) / capacity_bound(4, 1, h, 2) for h in widths],
+            ),
+            line("the paper", widths, [1.0] * 3, dashed=True),
+            log="x",
+        ),
+    )
 
 
 @claim(
     "p3-cor4.16",
     "the top-1 bound is reached",
     statement="Some top-1 layer with wide experts has Ω(N H^d) regions.",
+    setting="existence, wide experts; sites on a circle",
+    overturned_by="a construction below the bound",
     tested="N sites on a circle, the lines of each expert crossing near its site: counted exactly.",
 )
-def top_one_tight(run: Run) -> Evidence:
+def top_one_tight(run: ClaimRun) -> Evidence:
     """Layers of the construction below the bound."""
     shapes = [(4, 6), (8, 8), (12, 5)]
     found = [int(count_regions(*placed(run, n, h), 1)) for n, h in shapes]
@@ -344,11 +381,14 @@ def top_one_tight(run: Run) -> Evidence:
     "p3-thm4.17",
     "bound for top-k",
     statement="A top-k layer has at most C(N, k) Φ(kH, d) = Θ(C(N, k) (kH)^d) regions.",
+    setting="an upper bound for top-k; its general position can never be met, generic scores "
+    "suffice",
+    overturned_by="a layer above C(N, k) Φ(kH, d)",
     tested="Exact counts of specified layers by three methods; drawn layers against the bound and "
     "against B*; their mean against the closed form.",
     seconds=2,
 )
-def top_k_bound(run: Run) -> Evidence:
+def top_k_bound(run: ClaimRun) -> Evidence:
     """Counts of specified layers, and the largest share of the bound."""
     exact = {s: int(count_regions(*layer(*s[:4]), s[4])) for s in INSTANCES}
     listed = sum(len(regions(*layer(*s[:4]), s[4])) != n for s, n in INSTANCES.items())
@@ -359,23 +399,29 @@ def top_k_bound(run: Run) -> Evidence:
     bound, better = capacity_bound(8, 3, 4, 2), sharp_bound(8, 3, 4, 2)
     worst = max(
         sharp_bound(n, k, h, d) / capacity_bound(n, k, h, d)
-        for n in (2, 5, 9, 16) for k in range(1, n + 1) for h in (1, 3, 8) for d in range(1, 7)
-    )  # fmt: skip
+        for n in (2, 5, 9, 16)
+        for k in range(1, n + 1)
+        for h in (1, 3, 8)
+        for d in range(1, 7)
+    )
     return Evidence(
         [
             at_most("most pieces, N = 8, k = 3, H = 4, d = 2", int(counts.max()), bound),
-            none_of("specified layers with another count",
-                    sum(exact[s] != n for s, n in INSTANCES.items())),
+            none_of(
+                "specified layers with another count",
+                sum(exact[s] != n for s, n in INSTANCES.items()),
+            ),
             none_of("listings with another count", listed),
             near("in fractions", rational, INSTANCES[first], 0),
-            at_most("most pieces against B*", int(counts.max()), better, part="corrected"),
-            at_most("B* over the bound, all shapes", worst, 1, part="corrected"),
-            within("mean", float(counts.mean()), error, expected_regions(8, 3, 4, 2),
-                   part="corrected"),
+            *corrected(
+                at_most("most pieces against B*", int(counts.max()), better),
+                at_most("B* over the bound, all shapes", worst, 1),
+                within("mean", float(counts.mean()), error, expected_regions(8, 3, 4, 2)),
+            ),
         ],
         paper=bound,
         corrected=f"B* = {better}, expected {expected_regions(8, 3, 4, 2):.1f}",
         measured=float(counts.mean()),
         note="The assumption that all walls are in general position can never be met (Def. 4.8); "
         "the bound needs only generic scores.",
-    )  # fmt: skip
+    )

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tieline.core.ranking import topk_mask
-from tieline.lab.claims.claim import Run
+from tieline.lab.claims.claim import ClaimRun
 
 __all__ = ["CARRIERS", "coalitions_by_carrier"]
 
@@ -26,7 +26,7 @@ MEAN, SLOPE = 10.0, 3.0
 
 
 def coalitions_by_carrier(
-    run: Run, mixtures: int = 6, tokens: int = 192
+    run: ClaimRun, mixtures: int = 6, tokens: int = 192
 ) -> dict[str, Float[Tensor, " mixtures"]]:
     """Coalitions in use after training, by kind of shared expert, for paired starts.
 
@@ -44,13 +44,9 @@ def coalitions_by_carrier(
     return {kind: _trained_coalitions(run, x, y, kind, steps) for kind in CARRIERS}
 
 
-def _start(run: Run, mixtures: int) -> dict[str, Tensor]:
+def _start(run: ClaimRun, mixtures: int) -> dict[str, Tensor]:
     """The start of every kind: normal weights, no shared expert."""
-    shapes = {
-        "router": (EXPERTS, DIM),
-        "inner": (EXPERTS, DIM, HIDDEN),
-        "outer": (EXPERTS, HIDDEN),
-    }
+    shapes = {"router": (EXPERTS, DIM), "inner": (EXPERTS, DIM, HIDDEN), "outer": (EXPERTS, HIDDEN)}
     scale = {"router": DIM, "inner": DIM, "outer": HIDDEN}
     drawn = {
         name: run.normal(mixtures, *shape, stream=70 + place).float() / math.sqrt(scale[name])
@@ -61,7 +57,7 @@ def _start(run: Run, mixtures: int) -> dict[str, Tensor]:
 
 
 def _trained_coalitions(
-    run: Run, x: Tensor, y: Tensor, kind: str, steps: int, rate: float = 0.03
+    run: ClaimRun, x: Tensor, y: Tensor, kind: str, steps: int, rate: float = 0.03
 ) -> Float[Tensor, " mixtures"]:
     wide = torch.cat((x, torch.ones_like(x[..., :1])), dim=-1)
     start = _start(run, len(x))

@@ -7,20 +7,17 @@ import numpy as np
 from scipy import special
 
 from tieline.core.statistics import exponent, mean_interval
-from tieline.lab.claims.claim import (
-    Evidence,
-    Run,
-    Verdict,
+from tieline.lab.claims.checks import (
     at_least,
     at_most,
-    chart,
-    dots,
+    corrected,
     estimated,
-    line,
     near,
     none_of,
+    under_condition,
     within,
 )
+from tieline.lab.claims.claim import ClaimRun, Evidence, Verdict, chart, dots, line
 from tieline.lab.claims.paper3.carrier import CARRIERS, coalitions_by_carrier
 from tieline.lab.claims.problems import drawn
 from tieline.lab.claims.registry import claim
@@ -46,10 +43,12 @@ def in_ball(r: np.random.Generator, n: int, dim: int) -> np.ndarray:
     "tropical saturation",
     statement="A router is ε-saturated on a data set whose distance to the hypersurface exceeds ε; "
     "its choices are then locally constant.",
+    setting="the definition; 200 points, 8 experts in R³",
+    overturned_by="a change within the distance",
     tested="Steps of a little less than the smallest distance in all directions, and the step of "
     "that length to the nearest tie.",
 )
-def saturated(run: Run) -> Evidence:
+def saturated(run: ClaimRun) -> Evidence:
     """Changes of coalition within and just beyond the smallest distance."""
     r = drawn(run, 1)
     W, b, x = r.standard_normal((8, 3)), r.standard_normal(8), r.standard_normal((200, 3))
@@ -73,10 +72,12 @@ def saturated(run: Run) -> Evidence:
     "angular collapse",
     statement="The directions of a ball of radius R around μ fill a share C(d) (R/‖μ‖)^{d-1} (1 + "
     "o(1)) of the sphere, with C(d) = Γ(d/2) / (√π (d-1) Γ((d-1)/2)).",
+    setting="fixed d, R/‖μ‖ → 0, an equality to first order",
+    overturned_by="another constant or order",
     tested="Directions of drawn points of the ball against the cap; drawn directions inside the "
     "cap; the closed form over its leading term at R/‖μ‖ = 10⁻³.",
 )
-def angular_collapse(run: Run) -> Evidence:
+def angular_collapse(run: ClaimRun) -> Evidence:
     """The cap by sampling, and its leading term."""
     r, n, checks = drawn(run, 1), run.size(200_000, 2_000_000), []
     for dim, sine in ((3, 0.5), (5, 0.8)):
@@ -88,10 +89,15 @@ def angular_collapse(run: Run) -> Evidence:
     angle = np.arccos(ball[:, 0] / np.linalg.norm(ball, axis=1))
     ratios = [cap_fraction(d, 1e-3) / (cap_constant(d) * 1e-3 ** (d - 1)) for d in (2, 3, 8, 20)]
     printed = max(
-        abs(cap_constant(d) / math.exp(special.gammaln(d / 2) - special.gammaln((d - 1) / 2))
-            * math.sqrt(math.pi) * (d - 1) - 1)
+        abs(
+            cap_constant(d)
+            / math.exp(special.gammaln(d / 2) - special.gammaln((d - 1) / 2))
+            * math.sqrt(math.pi)
+            * (d - 1)
+            - 1
+        )
         for d in (2, 3, 8, 64)
-    )  # fmt: skip
+    )
     sines = [0.3, 0.1, 0.03, 0.01]
     return Evidence(
         [
@@ -103,11 +109,14 @@ def angular_collapse(run: Run) -> Evidence:
         ],
         paper="C(d) s^{d-1}",
         measured=max(ratios),
-        figure=chart("R/‖μ‖", "share of the sphere, d = 3",
+        figure=chart(
+            "R/‖μ‖",
+            "share of the sphere, d = 3",
             line("cap", sines, [cap_fraction(3, s) for s in sines]),
             line("leading term", sines, [cap_constant(3) * s**2 for s in sines], dashed=True),
-            log="xy"),
-    )  # fmt: skip
+            log="xy",
+        ),
+    )
 
 
 @claim(
@@ -115,12 +124,14 @@ def angular_collapse(run: Run) -> Evidence:
     "coalitions left by the collapse",
     number="(3), Rem. 5.7",
     statement="The expected number of coalitions that the data reach is O(‖μ‖^{-(d-1)}).",
+    setting="isotropic routers, a ball at distance ‖μ‖; coalitions that the data reach, d = 8",
+    overturned_by="a count of coalitions weighted by the cap they fill",
     tested="How often the ball reaches a tie of drawn routers (N = 16, k = 4, d = 8): the exponent "
     "in R/‖μ‖ against d - 1 and 1; the chance against the closed form.",
     expected=Verdict.FAILS,
     seconds=2,
 )
-def coalitions_left(run: Run) -> Evidence:
+def coalitions_left(run: ClaimRun) -> Evidence:
     """Exponent of the chance to meet a tie."""
     dim, n, r = 8, run.size(2_000, 20_000), drawn(run, 1)
     mean = np.eye(dim)[:1]
@@ -135,23 +146,31 @@ def coalitions_left(run: Run) -> Evidence:
     return Evidence(
         [
             near("exponent", found, dim - 1, 0.5),
-            near("exponent against 1", found, 1, 0.15, part="corrected"),
-            near("exponent of the closed form", exponent(sines[1:], walls[1:]), 1, 0.01,
-                 part="corrected"),
-            near("chance at s = 0.01", chance[-1], ball_meets_tie(16, 4, dim, 0.01),
-                 4 * error + 0.01, part="corrected"),
+            *corrected(
+                near("exponent against 1", found, 1, 0.15),
+                near("exponent of the closed form", exponent(sines[1:], walls[1:]), 1, 0.01),
+                near(
+                    "chance at s = 0.01",
+                    chance[-1],
+                    ball_meets_tie(16, 4, dim, 0.01),
+                    4 * error + 0.01,
+                ),
+            ),
         ],
         paper=dim - 1,
         corrected=1,
         measured=found,
-        figure=chart("R/‖μ‖", "chance to meet a tie, d = 8",
+        figure=chart(
+            "R/‖μ‖",
+            "chance to meet a tie, d = 8",
             dots("drawn routers", sines, chance),
             line("1 - exp(-walls)", sines, [ball_meets_tie(16, 4, dim, s) for s in sines]),
             line("the paper's order", sines, [s ** (dim - 1) for s in sines], dashed=True),
-            log="xy"),
+            log="xy",
+        ),
         note="One coalition is always left; a second one is behind a wall, and walls are met in "
         "proportion to R/‖μ‖ in any dimension.",
-    )  # fmt: skip
+    )
 
 
 def mixture(x: np.ndarray, parts: tuple, shared: tuple | None) -> tuple[np.ndarray, np.ndarray]:
@@ -165,7 +184,7 @@ def mixture(x: np.ndarray, parts: tuple, shared: tuple | None) -> tuple[np.ndarr
     return (routed if shared is None else routed + x @ shared[0] + shared[1]), mask
 
 
-def far_data(run: Run, n: int) -> tuple[np.ndarray, tuple, tuple]:
+def far_data(run: ClaimRun, n: int) -> tuple[np.ndarray, tuple, tuple]:
     """Inputs around a mean of length 30, a layer of 16 experts, a shared expert."""
     r = drawn(run, 1)
     mean = 30 * np.eye(8)[0]
@@ -181,9 +200,11 @@ def far_data(run: Run, n: int) -> tuple[np.ndarray, tuple, tuple]:
     "p3-def5.8",
     "shared expert",
     statement="A shared expert runs on every input with weight one, apart from the router.",
+    setting="the definition; affine experts",
+    overturned_by="a weight other than one",
     tested="Outputs with and without it; coalitions with and without it.",
 )
-def shared_expert(run: Run) -> Evidence:
+def shared_expert(run: ClaimRun) -> Evidence:
     """The output of the shared expert, and whether choices change."""
     x, parts, shared = far_data(run, 500)
     (plain, before), (both, after) = mixture(x, parts, None), mixture(x, parts, shared)
@@ -200,10 +221,12 @@ def shared_expert(run: Run) -> Evidence:
     "affine carrier and residual",
     statement="With an affine shared expert the layer is a global affine part plus a routed "
     "residual, the first independent of the routing.",
+    setting="an affine shared expert, two routers",
+    overturned_by="a carrier that depends on the router",
     tested="The difference of outputs under two routers with one shared expert; second differences "
     "of the carrier.",
 )
-def carrier(run: Run) -> Evidence:
+def carrier(run: ClaimRun) -> Evidence:
     """Whether the carrier depends on the router."""
     x, (W, experts, k), shared = far_data(run, 500)
     carriers = []
@@ -230,6 +253,11 @@ def carrier(run: Run) -> Evidence:
     "does a shared expert centre the router?",
     statement="Isolating the carrier, the large mean of the target, in a shared expert centres the "
     "data with respect to the router's cones, so that its boundaries cut the data.",
+    setting="a given router with and without a shared expert; mixtures of 8 experts, top 2, "
+    "trained on centred inputs and a target whose mean is ten times its residual, as the paper's "
+    "section has it, paired starts",
+    overturned_by="trained routers that use no more coalitions with a carrier, or as many more "
+    "with one that starts at zero",
     tested="Of given routers: coalitions in use on data around a mean of length 30, as they are, "
     "with a shared expert, with the router bias -Wμ, with centred input. Of trained routers: "
     "mixtures trained on centred inputs and a target with a large mean, coalitions in use without "
@@ -240,7 +268,7 @@ def carrier(run: Run) -> Evidence:
     "zero changes little",
     seconds=2.5,
 )
-def does_it_centre(run: Run) -> Evidence:
+def does_it_centre(run: ClaimRun) -> Evidence:
     """Coalitions in use, four ways for given routers, three ways for trained ones."""
     x, parts, shared = far_data(run, run.size(4_000, 40_000))
     used = [len(np.unique(mixture(x, parts, s)[1], axis=0)) for s in (None, shared)]
@@ -252,17 +280,32 @@ def does_it_centre(run: Run) -> Evidence:
     return Evidence(
         [
             at_least("given router: coalitions with a shared expert", used[1], 0.5 * middle),
-            near("given router: with and without it", used[1], used[0], 0, part="corrected"),
-            near("given router: with a router bias and centred", found.router_bias.coalitions,
-                 middle, 0.02 * middle, part="corrected"),
-            at_least("given router: centring multiplies them by", middle / used[0], 10,
-                     part="corrected"),
-            estimated("trained router: log of the gain by a fitted shared expert",
-                      fmean(gains["fitted"]), mean_interval(gains["fitted"]), least=0,
-                      part="condition"),
-            estimated("trained router: log of the gain by one from zero",
-                      fmean(gains["from zero"]), mean_interval(gains["from zero"]), most=0.25,
-                      part="corrected"),
+            *corrected(
+                near("given router: with and without it", used[1], used[0], 0),
+                near(
+                    "given router: with a router bias and centred",
+                    found.router_bias.coalitions,
+                    middle,
+                    0.02 * middle,
+                ),
+                at_least("given router: centring multiplies them by", middle / used[0], 10),
+            ),
+            *under_condition(
+                estimated(
+                    "trained router: log of the gain by a fitted shared expert",
+                    fmean(gains["fitted"]),
+                    mean_interval(gains["fitted"]),
+                    least=0,
+                )
+            ),
+            *corrected(
+                estimated(
+                    "trained router: log of the gain by one from zero",
+                    fmean(gains["from zero"]),
+                    mean_interval(gains["from zero"]),
+                    most=0.25,
+                )
+            ),
         ],
         paper="as many as centred data",
         corrected="of a given router by a bias or centred input; of a trained one by a carrier "
@@ -271,4 +314,4 @@ def does_it_centre(run: Run) -> Evidence:
         f"{told['none']} without, {told['from zero']} from zero, {told['fitted']} fitted first",
         note="A shared expert adds to the output and not to the scores: every wall stays. What it "
         "changes is what the routed experts have to learn, and by that the router.",
-    )  # fmt: skip
+    )

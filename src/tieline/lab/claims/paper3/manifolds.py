@@ -6,19 +6,16 @@ import math
 import numpy as np
 
 from tieline.core.statistics import exponent
-from tieline.lab.claims.claim import (
-    Evidence,
-    Run,
-    Verdict,
+from tieline.lab.claims.checks import (
     at_least,
     at_most,
-    chart,
-    dots,
-    line,
+    corrected,
     near,
     none_of,
+    under_condition,
     within,
 )
+from tieline.lab.claims.claim import ClaimRun, Evidence, Verdict, chart, dots, line
 from tieline.lab.claims.problems import crofton, dense_regions, drawn
 from tieline.lab.claims.registry import claim
 from tieline.lab.tropical import expected_switches, paper_effective_bound, pieces_along, zaslavsky
@@ -27,19 +24,22 @@ QUARTER = math.pi / 2
 """Spherical length of the segment between two orthogonal unit vectors."""
 
 
-def along_segment(run: Run, shape: tuple[int, int, int, int], n: int) -> tuple[float, float]:
+def along_segment(run: ClaimRun, shape: tuple[int, int, int, int], n: int) -> tuple[float, float]:
     """Mean pieces (N, k, H, d) of drawn layers without bias between two axes, standard error."""
     experts, k, width, dim = shape
     r, ends = drawn(run, 500 + width), np.eye(dim)[:2]
     found = np.array(
         [
             pieces_along(
-                ends, r.standard_normal((experts, dim)), None, k,
+                ends,
+                r.standard_normal((experts, dim)),
+                None,
+                k,
                 r.standard_normal((experts, width, dim)),
             ).pieces
             for _ in range(n)
         ]
-    )  # fmt: skip
+    )
     return float(found.mean()), float(found.std()) / math.sqrt(n)
 
 
@@ -67,10 +67,12 @@ def crossings_of(normal: np.ndarray, offset: float) -> tuple[np.ndarray, np.ndar
     "transversality",
     statement="Hyperplanes with weights drawn from a density meet a manifold transversally with "
     "probability one: j of them in codimension j, or not at all.",
+    setting="an assumption on drawn weights; a closed curve of R³",
+    overturned_by="a drawn plane that touches the curve",
     tested="Angles at which drawn planes cross a closed curve of R³; points of the curve on two "
     "planes; a plane that was chosen to touch.",
 )
-def transversality(run: Run) -> Evidence:
+def transversality(run: ClaimRun) -> Evidence:
     """Smallest sine at a crossing, and points on two planes."""
     r = drawn(run, 1)
     planes = [(r.standard_normal(3), r.standard_normal()) for _ in range(run.size(100, 1_000))]
@@ -86,13 +88,14 @@ def transversality(run: Run) -> Evidence:
         [
             at_least("smallest sine at a crossing", sine, 1e-9),
             none_of("pairs of planes that meet on the curve", both),
-            none_of("points of the curve beyond a touching plane", int((side > 0).sum()),
-                    part="corrected"),
+            *corrected(
+                none_of("points of the curve beyond a touching plane", int((side > 0).sum()))
+            ),
         ],
         paper="with probability one",
         corrected="of drawn weights; trained ones may touch",
         measured=f"smallest sine {sine:.2g} of {sum(len(t) for t in places)} crossings",
-    )  # fmt: skip
+    )
 
 
 @claim(
@@ -100,12 +103,14 @@ def transversality(run: Run) -> Evidence:
     "dense regions on a manifold",
     statement="A smooth manifold of dimension d_eff meets at most Φ(H, d_eff) regions of a dense "
     "layer.",
+    setting="any smooth submanifold, as printed: a circle; then flats",
+    overturned_by="a manifold inside a flat of its own dimension among the hypotheses",
     tested="Activation patterns on a circle cut by H lines near its centre; segments and planes "
     "cut by drawn hyperplanes.",
     expected=Verdict.CONDITION,
     condition="the manifold lies in a flat of dimension d_eff; a circle meets 2H regions",
 )
-def effective_dense(run: Run) -> Evidence:
+def effective_dense(run: ClaimRun) -> Evidence:
     """Patterns on a circle, a segment and a plane."""
     r, width = drawn(run, 1), 8
     angle = math.pi * (np.arange(width) + r.uniform(0.2, 0.8, width)) / width
@@ -120,25 +125,28 @@ def effective_dense(run: Run) -> Evidence:
     return Evidence(
         [
             at_most("regions met by a circle, H = 8", circle, zaslavsky(width, 1)),
-            at_most("regions met by a segment in R⁴", segment, zaslavsky(width, 1),
-                    part="condition"),
-            at_most("regions met by a plane in R⁴", plane, zaslavsky(width, 2), part="condition"),
-            near("regions met by the circle", circle, 2 * width, 0, part="corrected"),
+            *under_condition(
+                at_most("regions met by a segment in R⁴", segment, zaslavsky(width, 1)),
+                at_most("regions met by a plane in R⁴", plane, zaslavsky(width, 2)),
+            ),
+            *corrected(near("regions met by the circle", circle, 2 * width, 0)),
         ],
         paper=zaslavsky(width, 1),
         corrected=2 * width,
         measured=circle,
         note="A curved manifold meets a hyperplane more than once; Zaslavsky counts flats.",
-    )  # fmt: skip
+    )
 
 
 @claim(
     "p3-rem4.25",
     "order on a manifold",
     statement="Drawn dense layers have Θ(H^d_eff) regions on a manifold.",
+    setting="segments and planes, drawn neurons; an order",
+    overturned_by="an exponent other than d_eff",
     tested="Mean pieces along a segment against 1 + (L/π)H; regions on a plane in R⁵; exponents.",
 )
-def effective_order(run: Run) -> Evidence:
+def effective_order(run: ClaimRun) -> Evidence:
     """Exponents in H on a segment and on a plane."""
     widths, n = [8, 32, 128], run.size(100, 1_000)
     means = [along_segment(run, (1, 1, h, 6), n) for h in widths]
@@ -158,12 +166,15 @@ def effective_order(run: Run) -> Evidence:
     "upper bound on a manifold",
     statement="The expected pieces of a top-k layer on a manifold are at most C(N, k) Vol(π(M)) / "
     "Vol(S^{d-1}) Φ(kH, d_eff) + O((kH)^{d_eff - 1}).",
+    setting="isotropic routers, a curve in R⁸ (d_eff = 1 < d - 1, as the manifold hypothesis has "
+    "it), length read as its volume; with the (d-1)-volume the bound is 0",
+    overturned_by="d_eff = d - 1, or Crofton's constant in place of the ratio of volumes",
     tested="Mean pieces of drawn layers (N = 2, k = 1, d = 8) along a quarter circle of directions "
     "at two widths: what one more neuron adds, which the O(1) does not touch.",
     expected=Verdict.FAILS,
     seconds=1,
 )
-def effective_upper(run: Run) -> Evidence:
+def effective_upper(run: ClaimRun) -> Evidence:
     """Pieces per neuron, measured, by Crofton and by the bound."""
     narrow, wide, n = 16, 128, run.size(200, 2_000)
     (low, e), (high, f) = (along_segment(run, (2, 1, h, 8), n) for h in (narrow, wide))
@@ -174,21 +185,29 @@ def effective_upper(run: Run) -> Evidence:
     return Evidence(
         [
             at_most("pieces per neuron", slope, stated, 4 * error),
-            within("pieces per neuron, Crofton", slope, error, 0.5, part="corrected"),
-            within("pieces at H = 128, Crofton", high, f, crofton(2, 1, wide, QUARTER),
-                   part="corrected"),
+            *corrected(
+                within("pieces per neuron, Crofton", slope, error, 0.5),
+                within("pieces at H = 128, Crofton", high, f, crofton(2, 1, wide, QUARTER)),
+            ),
         ],
         paper=stated,
         corrected=0.5,
         measured=slope,
-        figure=chart("H", "pieces, N = 2, k = 1, d = 8",
+        figure=chart(
+            "H",
+            "pieces, N = 2, k = 1, d = 8",
             dots("drawn layers", [narrow, wide], [low, high], [e, f]),
             line("1 + (L/π)(kH + ρ)", widths, [crofton(2, 1, h, QUARTER) for h in widths]),
-            line("the bound", widths, [paper_effective_bound(2, 1, h, 1, 8, QUARTER)
-                                       for h in widths], dashed=True)),
+            line(
+                "the bound",
+                widths,
+                [paper_effective_bound(2, 1, h, 1, 8, QUARTER) for h in widths],
+                dashed=True,
+            ),
+        ),
         note="The bound divides a length by a 7-dimensional volume: it has no meaning for "
         "d_eff < d - 1.",
-    )  # fmt: skip
+    )
 
 
 @claim(
@@ -196,12 +215,14 @@ def effective_upper(run: Run) -> Evidence:
     "lower bound on a manifold",
     statement="The expected pieces are at least c C(N, k) Vol(π(M)) / Vol(S^{d-1}) (kH)^d_eff, c "
     "depending on the manifold alone.",
+    setting="isotropic routers, a curve in R⁸, c free of N as printed",
+    overturned_by="a constant that may depend on N",
     tested="The largest c that the expectation along a quarter circle allows, for N = 8 ... 512; "
     "the expectation against drawn layers.",
     expected=Verdict.FAILS,
     seconds=1,
 )
-def effective_lower(run: Run) -> Evidence:
+def effective_lower(run: ClaimRun) -> Evidence:
     """The remaining constant as N grows."""
     experts, k, width, dim = [8, 32, 128, 512], 4, 8, 8
     left = [
@@ -212,29 +233,33 @@ def effective_lower(run: Run) -> Evidence:
     return Evidence(
         [
             at_least("constant at N = 512 over that at N = 8", left[-1] / left[0], 0.1),
-            within("mean pieces, N = 32", mean, error, crofton(32, k, width, QUARTER),
-                   part="corrected"),
-            at_most("switches from N = 128 to 512, ratio",
-                    expected_switches(512, k, 1.0) / expected_switches(128, k, 1.0), 4,
-                    part="corrected"),
+            *corrected(
+                within("mean pieces, N = 32", mean, error, crofton(32, k, width, QUARTER)),
+                at_most(
+                    "switches from N = 128 to 512, ratio",
+                    expected_switches(512, k, 1.0) / expected_switches(128, k, 1.0),
+                    4,
+                ),
+            ),
         ],
         paper="a constant",
         corrected=crofton(32, k, width, QUARTER),
         measured=mean,
-        figure=chart("N", "largest c, k = 4", line("c", experts, left),
-                     log="xy"),
+        figure=chart("N", "largest c, k = 4", line("c", experts, left), log="xy"),
         note="Pieces along a curve grow no faster than N; C(N, k) grows like N^k. Measured: mean "
         "pieces at N = 32, k = 4, H = 8.",
-    )  # fmt: skip
+    )
 
 
 @claim(
     "p3-cor4.29",
     "ratio of the bounds",
     statement="The bounds of Thm 4.26 and Prop. 4.24 are in the ratio O(C(N, k) k^d_eff).",
+    setting="a ratio of two formulas, not of pieces, as its title says",
+    overturned_by="a ratio other than C(N, k) k^d_eff",
     tested="The ratio of the two formulas at large H; the ratio of the expectations along a curve.",
 )
-def resilience(_run: Run) -> Evidence:
+def resilience(_run: ClaimRun) -> Evidence:
     """Ratio of the bounds, and of the expected pieces."""
     n, k, width = 16, 4, 100_000
     ratio = math.comb(n, k) * zaslavsky(k * width, 3) / zaslavsky(width, 3)
@@ -242,7 +267,7 @@ def resilience(_run: Run) -> Evidence:
     return Evidence(
         [
             near("ratio over C(N, k) k³", ratio / (math.comb(n, k) * k**3), 1, 1e-3),
-            near("ratio of expected pieces on a curve", true, k, 0.01, part="corrected"),
+            *corrected(near("ratio of expected pieces on a curve", true, k, 0.01)),
         ],
         paper=math.comb(n, k) * k,
         corrected=k,
@@ -256,9 +281,11 @@ def resilience(_run: Run) -> Evidence:
     "p3-rem4.30",
     "rank condition",
     statement="For kH < d_eff the hyperplanes form no bounded cell and the higher terms vanish.",
+    setting="hyperplanes in R³",
+    overturned_by="a bounded cell of fewer than d_eff hyperplanes",
     tested="Bounded regions (all, less those of the neurons without bias) for n = 1 ... 5 in R³.",
 )
-def rank_condition(run: Run) -> Evidence:
+def rank_condition(run: ClaimRun) -> Evidence:
     """Regions and bounded regions of n planes in R³."""
     r, all_regions, bounded = drawn(run, 1), [], []
     for n in range(1, 6):
@@ -269,9 +296,11 @@ def rank_condition(run: Run) -> Evidence:
         [
             none_of("bounded regions of fewer than 3 planes", sum(bounded[:2])),
             near("regions of 2 planes", all_regions[1], 2**2, 0),
-            near("bounded regions of 3 planes", bounded[2], 0, 0, part="corrected"),
-            near("bounded regions of 4 planes", bounded[3], 1, 0, part="corrected"),
-            near("bounded regions of 5 planes", bounded[4], math.comb(4, 3), 0, part="corrected"),
+            *corrected(
+                near("bounded regions of 3 planes", bounded[2], 0, 0),
+                near("bounded regions of 4 planes", bounded[3], 1, 0),
+                near("bounded regions of 5 planes", bounded[4], math.comb(4, 3), 0),
+            ),
         ],
         paper="none for kH < d_eff",
         corrected="none for kH <= d_eff",

@@ -4,18 +4,8 @@ import math
 
 import numpy as np
 
-from tieline.lab.claims.claim import (
-    Evidence,
-    Run,
-    Verdict,
-    at_least,
-    chart,
-    dots,
-    line,
-    near,
-    none_of,
-    within,
-)
+from tieline.lab.claims.checks import at_least, corrected, near, none_of, under_condition, within
+from tieline.lab.claims.claim import ClaimRun, Evidence, Verdict, chart, dots, line
 from tieline.lab.claims.problems import drawn, numpy_router
 from tieline.lab.claims.registry import claim
 from tieline.lab.tropical import cells, count_cells, expected_cells, symmetric_polynomial, zaslavsky
@@ -27,12 +17,14 @@ from tieline.lab.tropical.affine import chosen
     "top-1 cells",
     statement="The boundaries of a top-1 router are the hypersurface of max z_i, those of a power "
     "diagram, and part R^d into N convex cells.",
+    setting="every affine top-1 router, as printed: N cells; N = 16 on the plane and N = 5 in R⁴",
+    overturned_by="the words 'at most N', or rank [W 1] = N among the hypotheses",
     tested="Cells of drawn routers with N - 1 >= d and with d >= N - 1; power distances against "
     "scores.",
     expected=Verdict.CONDITION,
     condition="rank [W 1] = N; in fewer dimensions a drawn router leaves experts without a cell",
 )
-def top_one(run: Run) -> Evidence:
+def top_one(run: ClaimRun) -> Evidence:
     """Cells against N, and the power diagram."""
     W, b = numpy_router(run, 1, 16, 2)
     planar = [
@@ -46,9 +38,11 @@ def top_one(run: Run) -> Evidence:
     exact = expected_cells(16, 1, 2)
     checks = [
         near("fewest cells of 16 experts on the plane", min(planar), 16, 0),
-        near("fewest cells of 5 experts in R⁴", min(full), 5, 0, part="condition"),
-        none_of("inputs nearer in power to another expert", wrong, part="condition"),
-        within("mean on the plane", mean, error, exact, part="corrected"),
+        *under_condition(
+            near("fewest cells of 5 experts in R⁴", min(full), 5, 0),
+            none_of("inputs nearer in power to another expert", wrong),
+        ),
+        *corrected(within("mean on the plane", mean, error, exact)),
     ]
     return Evidence(checks, paper="N = 16", corrected=exact, measured=mean)
 
@@ -58,11 +52,13 @@ def top_one(run: Run) -> Evidence:
     "an order-k diagram",
     statement="The cells of a top-k router are convex, part where the k-th symmetric polynomial is "
     "creased, and neighbours differ by one swap, as on the hypersimplex.",
+    setting="a drawn router, N = 8, k = 3 on the plane; shape of cells, not their number",
+    overturned_by="a cell that is not convex, or neighbours more than a swap apart",
     tested="Essential terms of the polynomial against listed cells; convexity on pairs of inputs "
     "with one coalition; the neighbours of each cell.",
     seconds=1,
 )
-def order_k(run: Run) -> Evidence:
+def order_k(run: ClaimRun) -> Evidence:
     """Cells that differ from terms, pairs that break convexity, neighbours two swaps away."""
     W, b = numpy_router(run, 1, 8, 2)
     listed = cells(W, b, 3)
@@ -94,13 +90,15 @@ def order_k(run: Run) -> Evidence:
     "number of cells",
     number="Thm 4.5, App. D",
     statement="The router has exactly C(N, k) cells, the vertices of the hypersimplex.",
+    setting="every affine router, as the text and App. D use it: C(N, k) cells; N = 8, d = 1 to 7",
+    overturned_by="rank [W 1] = N among the hypotheses",
     tested="Exact counts for N = 8, all k, d = 1 ... 7; sums over k against Φ(N, d+1); means over "
     "drawn routers against the closed form.",
     expected=Verdict.CONDITION,
     condition="rank [W 1] = N, generic for d >= N - 1",
     seconds=2,
 )
-def number_of_cells(run: Run) -> Evidence:
+def number_of_cells(run: ClaimRun) -> Evidence:
     """Counts against C(N, k), Φ and the expectation."""
     counts = {
         d: [int(count_cells(*numpy_router(run, d, 8, d), k)) for k in range(9)] for d in range(1, 8)
@@ -118,22 +116,31 @@ def number_of_cells(run: Run) -> Evidence:
     return Evidence(
         [
             none_of("coalitions of 8 experts without a cell, d = 2", missing[2]),
-            none_of("the same, d = 7", missing[7], part="condition"),
-            none_of("sums over k other than Φ(8, d+1)", sums, part="corrected"),
-            within("mean, N = 16, k = 4, d = 2", float(drawn_counts.mean()), error,
-                   expected_cells(16, 4, 2), part="corrected"),
-            near("expectation, d = 2", expected_cells(16, 4, 2), 47.74, 0.01, part="corrected"),
-            near("expectation, d = 8", expected_cells(16, 4, 8), 1654.76, 0.01, part="corrected"),
+            *under_condition(none_of("the same, d = 7", missing[7])),
+            *corrected(
+                none_of("sums over k other than Φ(8, d+1)", sums),
+                within(
+                    "mean, N = 16, k = 4, d = 2",
+                    float(drawn_counts.mean()),
+                    error,
+                    expected_cells(16, 4, 2),
+                ),
+                near("expectation, d = 2", expected_cells(16, 4, 2), 47.74, 0.01),
+                near("expectation, d = 8", expected_cells(16, 4, 8), 1654.76, 0.01),
+            ),
         ],
         paper=1820,
         corrected=expected_cells(16, 4, 2),
         measured=float(drawn_counts.mean()),
-        figure=chart("d", "cells of N = 8, k = 4",
+        figure=chart(
+            "d",
+            "cells of N = 8, k = 4",
             dots("counted", dims, [counts[d][4] for d in dims]),
             line("expected", dims, [expected_cells(8, 4, d) for d in dims]),
-            line("C(N, k)", dims, [70.0] * 7, dashed=True)),
+            line("C(N, k)", dims, [70.0] * 7, dashed=True),
+        ),
         note="Measured: mean cells of drawn routers with N = 16, k = 4 on the plane.",
-    )  # fmt: skip
+    )
 
 
 def bent_supports(W: np.ndarray, b: np.ndarray) -> int:
@@ -156,12 +163,14 @@ def bent_supports(W: np.ndarray, b: np.ndarray) -> int:
     "p3-thm4.5-supports",
     "supports of single experts",
     statement="The region that a single expert serves is not convex, 1 < k < N.",
+    setting="every expert of every router with 1 < k < N, as printed",
+    overturned_by="'may be non-convex' in place of 'is', or rank [W 1] = N",
     tested="Pairs of inputs in an expert's support with their midpoint outside, for each expert of "
     "a router in R^{N-1}; the scores x, -x, -10 on a line, whose first support is a half-line.",
     expected=Verdict.CONDITION,
     condition="rank [W 1] = N",
 )
-def supports(run: Run) -> Evidence:
+def supports(run: ClaimRun) -> Evidence:
     """Experts whose support is seen not to be convex."""
     bent = bent_supports(*numpy_router(run, 2, 5, 4))
     ramp = np.linspace(-40, 40, 4_001)[:, None]
@@ -170,8 +179,8 @@ def supports(run: Run) -> Evidence:
     return Evidence(
         [
             at_least("fewest ends of a support on the line", min(ends), 2),
-            near("bent supports of 5 experts in R⁴", bent, 5, 0, part="condition"),
-            near("ends of the first expert's half-line", ends[0], 1, 0, part="corrected"),
+            *under_condition(near("bent supports of 5 experts in R⁴", bent, 5, 0)),
+            *corrected(near("ends of the first expert's half-line", ends[0], 1, 0)),
         ],
         paper="never convex",
         corrected="convex half-lines for two of three experts",
@@ -184,9 +193,11 @@ def supports(run: Run) -> Evidence:
     "top-2 of three experts",
     statement="Three cells, each the meeting of two half-spaces; an expert serves two adjacent "
     "cells whose union is not convex.",
+    setting="the example: three experts, k = 2, generic planar routers",
+    overturned_by="another number",
     tested="Cells of drawn planar routers, with and without bias; walls of each; midpoints.",
 )
-def three_experts(run: Run) -> Evidence:
+def three_experts(run: ClaimRun) -> Evidence:
     """Cells, walls per cell, bent supports."""
     counts, walls, bent = set(), set(), set()
     for stream in range(10, 20):
@@ -212,9 +223,11 @@ def three_experts(run: Run) -> Evidence:
     "p3-rem4.7",
     "softmax keeps the cells",
     statement="Softmax is increasing, so that the boundaries of the router are the same with it.",
+    setting="exact arithmetic; float64 on the draws",
+    overturned_by="a coalition that softmax changes",
     tested="Coalitions of the logits and of their softmax in float64; logits 40 apart in float32.",
 )
-def softmax_keeps(run: Run) -> Evidence:
+def softmax_keeps(run: ClaimRun) -> Evidence:
     """Inputs whose coalition changes."""
     scores = drawn(run, 1).standard_normal((run.size(20_000, 200_000), 16))
     soft = np.exp(scores - scores.max(axis=1, keepdims=True))
@@ -224,6 +237,6 @@ def softmax_keeps(run: Run) -> Evidence:
     ties = float(np.exp(far)[0, 1] == np.exp(far)[0, 2])
     checks = [
         none_of("inputs with another coalition", wrong),
-        near("logits 110 down tie after softmax in float32", ties, 1, 0, part="corrected"),
+        *corrected(near("logits 110 down tie after softmax in float32", ties, 1, 0)),
     ]
     return Evidence(checks, paper="the same", measured=wrong)

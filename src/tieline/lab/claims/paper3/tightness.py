@@ -6,7 +6,8 @@ import math
 import numpy as np
 
 from tieline.core.statistics import exponent
-from tieline.lab.claims.claim import Evidence, Run, Verdict, at_least, at_most, chart, line, near
+from tieline.lab.claims.checks import at_least, at_most, corrected, near, under_condition
+from tieline.lab.claims.claim import ClaimRun, Evidence, Verdict, chart, line
 from tieline.lab.claims.problems import drawn, layer, numpy_router
 from tieline.lab.claims.registry import claim
 from tieline.lab.tropical import (
@@ -30,10 +31,13 @@ MANY = [64, 256, 1024, 4096]
     "lower bound for top-k",
     statement="Some weights give Ω(C(N, k) H^d) regions; by (6) every one of C(N, k) cells holds "
     "Φ(kH, d) of them.",
+    setting="existence with one constant for all N, as Ω says; d and k fixed, N growing. With N "
+    "fixed and H growing the order H^d is right",
+    overturned_by="weights with more than B*, or k <= (d+1)/2 among the hypotheses",
     tested="B*, which no weights exceed, over C(N, k) H^d as N grows; B* against the sum of (6).",
     expected=Verdict.FAILS,
 )
-def lower_bound(_run: Run) -> Evidence:
+def lower_bound(_run: ClaimRun) -> Evidence:
     """The largest constant that the lower bound could have."""
     share = [sharp_bound(n, 4, 8, 2) / (math.comb(n, 4) * 8**2) for n in MANY]
     summed, best = capacity_bound(16, 4, 5, 5), sharp_bound(16, 4, 5, 5)
@@ -43,29 +47,33 @@ def lower_bound(_run: Run) -> Evidence:
         [
             at_least("B* / (C(N, 4) H²) at N = 4096, H = 8", share[-1], 0.01),
             at_least("B* against the sum of (6), N = 16, k = 4, H = 5, d = 5", best, summed),
-            near("exponent of the share in N", exponent(MANY, share), -1, 0.25, part="corrected"),
-            near("exponent of expected pieces in H, N fixed", exponent(widths, means), 2, 0.05,
-                 part="corrected"),
+            *corrected(
+                near("exponent of the share in N", exponent(MANY, share), -1, 0.25),
+                near("exponent of expected pieces in H, N fixed", exponent(widths, means), 2, 0.05),
+            ),
         ],
         paper="a constant",
         corrected="0 as N grows, for every k > (d+1)/2 (`p5-levels`)",
         measured=f"{share[0]:.3g} at N = 64, {share[-1]:.2g} at 4096",
-        figure=chart("N", "B* / (C(N, 4) H²), H = 8, d = 2", line("upper bound", MANY, share),
-                     log="xy"),
+        figure=chart(
+            "N", "B* / (C(N, 4) H²), H = 8, d = 2", line("upper bound", MANY, share), log="xy"
+        ),
         note="A corner of d neurons is one point and lies in one cell, so it cannot be counted in "
         "C(N, k) of them; and the cells themselves number at most Φ(N, d+1). With N fixed the "
         "order H^d is right.",
-    )  # fmt: skip
+    )
 
 
 @claim(
     "p3-rem4.20",
     "tightness",
     statement="The capacity of top-k layers is Θ(C(N, k) (kH)^d).",
+    setting="Θ in N and H, as printed",
+    overturned_by="an upper bound only",
     tested="B* over C(N, k) Φ(kH, d) for growing N, and for growing H at fixed N.",
     expected=Verdict.FAILS,
 )
-def tight_order(_run: Run) -> Evidence:
+def tight_order(_run: ClaimRun) -> Evidence:
     """The largest share of the bound that any weights have."""
     experts = [sharp_bound(n, 4, 5, 5) / capacity_bound(n, 4, 5, 5) for n in MANY]
     many = [sharp_bound(n, 8, 5, 5) / capacity_bound(n, 8, 5, 5) for n in MANY]
@@ -75,16 +83,22 @@ def tight_order(_run: Run) -> Evidence:
         [
             at_least("largest share, k = 8, d = 5, N = 4096", many[-1], 0.01),
             at_least("largest share, N = 16, k = 4, d = 2, H = 4096", wide[-1], 0.5),
-            near("the same against N^d / (C(N, k) k^d)", wide[-1], limit, 0.1 * limit,
-                 part="corrected"),
-            at_most("share falls with N, k = 8", many[-1] / many[0], 0.1, part="corrected"),
+            *corrected(
+                near("the same against N^d / (C(N, k) k^d)", wide[-1], limit, 0.1 * limit),
+                at_most("share falls with N, k = 8", many[-1] / many[0], 0.1),
+            ),
         ],
         paper="Θ",
         corrected=f"at most {limit:.4f} of the bound for wide experts, N = 16, k = 4, d = 2",
         measured=wide[-1],
-        figure=chart("N", "B* / bound, H = 5, d = 5",
-            line("k = 4", MANY, experts), line("k = 8", MANY, many), log="xy"),
-    )  # fmt: skip
+        figure=chart(
+            "N",
+            "B* / bound, H = 5, d = 5",
+            line("k = 4", MANY, experts),
+            line("k = 8", MANY, many),
+            log="xy",
+        ),
+    )
 
 
 @claim(
@@ -92,11 +106,13 @@ def tight_order(_run: Run) -> Evidence:
     "capacities and costs",
     statement="Active and total parameters, and the exact capacity (tight bound) Φ(H, d), N Φ(H, "
     "d), C(N, k) Φ(kH, d), C(N, k) Φ(H, d).",
+    setting="the row 'Exact capacity (tight bound)', N = 16, k = 4, H = 5, d = 5",
+    overturned_by="the words 'upper bound'",
     tested="The formulas against sums written out; the bounds against B*.",
     expected=Verdict.CONDITION,
     condition="read as upper bounds: for top-k they are not reached",
 )
-def table(_run: Run) -> Evidence:
+def table(_run: ClaimRun) -> Evidence:
     """Differences from the formulas, and whether the top-k column is reached."""
     n, k, h, d = 16, 4, 5, 5
     found = paper_capacities(n, k, h, d)
@@ -105,12 +121,14 @@ def table(_run: Run) -> Evidence:
     return Evidence(
         [
             at_least("B* against the top-k column", best, found.top_k),
-            near("dense", found.dense, active, 0, part="condition"),
-            near("top-1", found.top_1, n * active, 0, part="condition"),
-            near("top-k", found.top_k, math.comb(n, k) * active, 0, part="condition"),
-            near("normalised", found.normalised, math.comb(n, k) * 2**5, 0, part="condition"),
-            near("B* for dense", sharp_bound(1, 1, 20, d), found.dense, 0, part="condition"),
-            near("B* for top-1", sharp_bound(n, 1, 20, d), found.top_1, 0, part="condition"),
+            *under_condition(
+                near("dense", found.dense, active, 0),
+                near("top-1", found.top_1, n * active, 0),
+                near("top-k", found.top_k, math.comb(n, k) * active, 0),
+                near("normalised", found.normalised, math.comb(n, k) * 2**5, 0),
+                near("B* for dense", sharp_bound(1, 1, 20, d), found.dense, 0),
+                near("B* for top-1", sharp_bound(n, 1, 20, d), found.top_1, 0),
+            ),
         ],
         paper=found.top_k,
         corrected=best,
@@ -123,13 +141,15 @@ def table(_run: Run) -> Evidence:
     "equal active compute",
     statement="With 20 active neurons in R⁵ a dense layer has 21,700 regions, top-1 of 16 has "
     "347,200, top-4 of 16 has 39,494,000: 1820 times the dense layer.",
+    setting="'maximal number of linear regions' of the example's three layers",
+    overturned_by="the words 'at most'",
     tested="The arithmetic; exact counts of the dense layer and of top-4 (the whole example in "
     "full mode, experts of width 2 in fast mode); B* and the expectation.",
     expected=Verdict.CONDITION,
     condition="as upper bounds",
     seconds=6,
 )
-def equal_compute(run: Run) -> Evidence:
+def equal_compute(run: ClaimRun) -> Evidence:
     """Bounds, B*, expectation and counts."""
     found, best = paper_capacities(16, 4, 5, 5), sharp_bound(16, 4, 5, 5)
     mean = expected_regions(16, 4, 5, 5)
@@ -140,19 +160,24 @@ def equal_compute(run: Run) -> Evidence:
     checks = [
         at_least("expected pieces of top-4", mean, found.top_k),
         at_least("B* against 39,494,000", best, found.top_k),
-        near("dense", found.dense, 21_700, 0, part="condition"),
-        near("top-1", found.top_1, 347_200, 0, part="condition"),
-        near("top-4", found.top_k, 39_494_000, 0, part="condition"),
-        at_most("pieces against the bound", exact, found.top_k, part="condition"),
-        near("dense layer, counted", dense_count, 21_700, 0, part="condition"),
-        near("B*", best, 21_640_016, 0, part="corrected"),
-        near("expected pieces", mean, 154_641, 0.5, part="corrected"),
-        near("expected top-4 per dense", mean / found.dense, 7.1, 0.05, part="corrected"),
-        near(f"exact count, seed 0, H = {width}, over its expectation", exact / expected, 1, 0.15,
-             part="corrected"),
-    ]  # fmt: skip
+        *under_condition(
+            near("dense", found.dense, 21_700, 0),
+            near("top-1", found.top_1, 347_200, 0),
+            near("top-4", found.top_k, 39_494_000, 0),
+            at_most("pieces against the bound", exact, found.top_k),
+            near("dense layer, counted", dense_count, 21_700, 0),
+        ),
+        *corrected(
+            near("B*", best, 21_640_016, 0),
+            near("expected pieces", mean, 154_641, 0.5),
+            near("expected top-4 per dense", mean / found.dense, 7.1, 0.05),
+            near(
+                f"exact count, seed 0, H = {width}, over its expectation", exact / expected, 1, 0.15
+            ),
+        ),
+    ]
     if not run.fast:
-        checks.append(near("exact count, seed 0", exact, 161_208, 0, part="corrected"))
+        checks += corrected(near("exact count, seed 0", exact, 161_208, 0))
     return Evidence(
         checks,
         paper=found.top_k,
@@ -167,6 +192,8 @@ def equal_compute(run: Run) -> Evidence:
     "p3-lem4.18",
     "every coalition reached",
     statement="Some router chooses every set of k experts on a set of positive measure.",
+    setting="existence of a router in the given d_in for every N and k, as printed",
+    overturned_by="d_in >= N - 1, or 2k - 1 <= d_in, among the hypotheses",
     tested="The construction W x = 1_S where rank W = N; weights on the moment curve; drawn "
     "routers with 8 experts, k = 4, on the plane, where Radon's theorem forbids it.",
     expected=Verdict.CONDITION,
@@ -174,7 +201,7 @@ def equal_compute(run: Run) -> Evidence:
     "N - k >= d + 2",
     seconds=1,
 )
-def reachability(run: Run) -> Evidence:
+def reachability(run: ClaimRun) -> Evidence:
     """Cells by construction, on the moment curve, and the most found where some must be absent."""
     W, reached = drawn(run, 1).standard_normal((6, 6)), 0
     for coalition in itertools.combinations(range(6), 3):
@@ -190,16 +217,19 @@ def reachability(run: Run) -> Evidence:
     return Evidence(
         [
             at_least("most cells of 8 experts, k = 4, on the plane", most, 70),
-            near("coalitions reached by construction, N = d = 6", reached, 20, 0, part="condition"),
-            near("cells on the moment curve, N = 9, k = 2, d = 3", moment, 36, 0, part="condition"),
-            near("70 cells cannot be had", float(attainability(8, 4, 2) == "by none"), 1, 0,
-                 part="corrected"),
-            at_most("the most that Φ leaves", most, zaslavsky(8, 3) - 8, part="corrected"),
+            *under_condition(
+                near("coalitions reached by construction, N = d = 6", reached, 20, 0),
+                near("cells on the moment curve, N = 9, k = 2, d = 3", moment, 36, 0),
+            ),
+            *corrected(
+                near("70 cells cannot be had", float(attainability(8, 4, 2) == "by none"), 1, 0),
+                at_most("the most that Φ leaves", most, zaslavsky(8, 3) - 8),
+            ),
         ],
         paper=70,
         corrected="fewer than 70",
         measured=most,
-    )  # fmt: skip
+    )
 
 
 def law(n: int, k: int, m: int, d_eff: int) -> float:
@@ -212,11 +242,13 @@ def law(n: int, k: int, m: int, d_eff: int) -> float:
     "gain of splitting",
     statement="Splitting every expert in m multiplies the bound by (Ne/k)^{(m-1)k} m^{-d_eff-1/2} "
     "(1 + o(1)) as N grows, k and m fixed.",
+    setting="the formula for N → ∞ with k and m fixed, in exact integers",
+    overturned_by="k → ∞ as well, for which Stirling's constant tends to 1",
     tested="The ratio of C(N, k) H^d_eff after and before in integers, N up to 10⁸, over the law; "
     "the ratio of Thm 4.26's own bound, which has (kH)^d_eff; the ratio of expected pieces.",
     expected=Verdict.FAILS,
 )
-def splitting(_run: Run) -> Evidence:
+def splitting(_run: ClaimRun) -> Evidence:
     """Exact ratio over the law, and its limit."""
     k, m, d = 2, 2, 3
     sizes = [10**p for p in range(2, 9)]
@@ -234,22 +266,27 @@ def splitting(_run: Run) -> Evidence:
     return Evidence(
         [
             near("ratio over the law at N = 10⁸, k = m = 2", over[-1], 1, 1e-3),
-            near("the same against its limit", over[-1], constant, 1e-6, part="corrected"),
-            near("width factor of Thm 4.26 after and before", split / kept, 1, 0, part="corrected"),
-            near("law for k = 200, over the exact ratio", _large_k(200, m), 1, 2e-3,
-                 part="corrected"),
-            at_most("gain of expected pieces, 32 experts", gain, 3, part="corrected"),
+            *corrected(
+                near("the same against its limit", over[-1], constant, 1e-6),
+                near("width factor of Thm 4.26 after and before", split / kept, 1, 0),
+                near("law for k = 200, over the exact ratio", _large_k(200, m), 1, 2e-3),
+                at_most("gain of expected pieces, 32 experts", gain, 3),
+            ),
         ],
         paper=printed,
         corrected=gain,
         measured=f"limit {constant:.4f} of the law at k = m = 2; expected pieces ×{gain:.2f}",
-        figure=chart("N", "exact ratio / law, k = m = 2",
-            line("exact", sizes, over), line("the paper", sizes, [1.0] * len(sizes), dashed=True),
-            log="x"),
+        figure=chart(
+            "N",
+            "exact ratio / law, k = m = 2",
+            line("exact", sizes, over),
+            line("the paper", sizes, [1.0] * len(sizes), dashed=True),
+            log="x",
+        ),
         note="Stirling is used at fixed k, where it is off by a constant; and H^d_eff should be "
         "(kH)^d_eff, which splitting leaves alone, so that there is no width penalty. Of the law's "
         f"{printed:.3g} for 32 experts, k = 4, split in two, the expected pieces show {gain:.2f}.",
-    )  # fmt: skip
+    )
 
 
 def _large_k(k: int, m: int) -> float:
@@ -263,11 +300,13 @@ def _large_k(k: int, m: int) -> float:
     "granularity limit",
     statement="Splitting must stop at m_max = ⌊H/d_eff⌋: with fewer neurons per expert than "
     "dimensions the leading term can no longer be reached.",
+    setting="H/m < d_eff, full active set and top-k layers in R³",
+    overturned_by="the condition kH >= d_eff, which splitting keeps",
     tested="Layers that run all their experts, with 8 neurons in R³ as 1 × 8, 2 × 4, 4 × 2 and 8 × "
     "1; top-k layers on both sides of the limit against their expectation.",
     expected=Verdict.FAILS,
 )
-def granularity_limit(run: Run) -> Evidence:
+def granularity_limit(run: ClaimRun) -> Evidence:
     """Pieces as experts are split past the limit."""
     splits = [1, 2, 4, 8]
     found = [int(count_regions(*layer(drawn(run, m), m, 8 // m, 3), m)) for m in splits]
@@ -282,14 +321,20 @@ def granularity_limit(run: Run) -> Evidence:
     return Evidence(
         [
             at_most("pieces at m = 4 and 8, past m_max = 2", max(found[2:]), zaslavsky(8, 3) - 1),
-            near("pieces at m = 8", found[3], zaslavsky(8, 3), 0, part="corrected"),
-            near("pieces at m = 1", found[0], zaslavsky(8, 3), 0, part="corrected"),
-            near("splits that lower the expected pieces of top-k", drops, 0, 0, part="corrected"),
-            near("mean pieces at m = 4, over the expectation", float(beyond.mean()) / routed[2], 1,
-                 0.1, part="corrected"),
+            *corrected(
+                near("pieces at m = 8", found[3], zaslavsky(8, 3), 0),
+                near("pieces at m = 1", found[0], zaslavsky(8, 3), 0),
+                near("splits that lower the expected pieces of top-k", drops, 0, 0),
+                near(
+                    "mean pieces at m = 4, over the expectation",
+                    float(beyond.mean()) / routed[2],
+                    1,
+                    0.1,
+                ),
+            ),
         ],
         paper="m <= 2",
         corrected="kH >= d_eff, which splitting keeps",
         measured=f"{found} pieces at m = {splits}; expected top-k {[round(x) for x in routed]}",
         note="A cell is cut by the coalition's kH hyperplanes together, not by one expert's.",
-    )  # fmt: skip
+    )

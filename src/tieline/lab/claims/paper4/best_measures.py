@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tieline.core.numerics import one_thread
 from tieline.core.statistics import PowerLaw, fit_rate
-from tieline.lab.claims.claim import Fits, Run
+from tieline.lab.claims.claim import ClaimRun, Fits
 from tieline.lab.claims.rate_evidence import small_plan
 from tieline.lab.estimation.model import MoEModel
 from tieline.lab.estimation.parameters import MoEParameters
@@ -49,7 +49,7 @@ class NearestBest:
     fits: Fits
 
 
-def nearest_best(run: Run, model: MoEModel) -> NearestBest:
+def nearest_best(run: ClaimRun, model: MoEModel) -> NearestBest:
     """Fit one expert too many and measure the distance to the nearest best measure.
 
     The truth is the same for every seed: what a drawn expert is near decides from which n on its

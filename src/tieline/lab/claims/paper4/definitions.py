@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.func import jacrev, vmap
 
 from tieline.lab.attention.moe import attention_as_moe
-from tieline.lab.claims.claim import Check, Evidence, Run, Verdict, at_least, at_most, near
+from tieline.lab.claims.checks import at_least, at_most, corrected, near, under_condition
+from tieline.lab.claims.claim import Check, ClaimRun, Evidence, Verdict
 from tieline.lab.claims.mixtures import (
     dependent,
     drawn,
@@ -34,10 +35,12 @@ from tieline.routing.gates import Gate
     number="section 2, (1)-(3)",
     statement="Each row of softmax or sigmoid self-attention is a mixture with quadratic scores X "
     "M Xᵀ and linear experts X P.",
+    setting="one head, 5 tokens, both kinds",
+    overturned_by="a row that differs",
     tested="All rows of a head over 5 tokens against the matrix formula, both kinds; and the "
     "mixture of a row evaluated at other sequences.",
 )
-def attention(run: Run) -> Evidence:
+def attention(run: ClaimRun) -> Evidence:
     """Rows by matrices and by mixtures."""
     tokens, width, inner = 5, 4, 3
     x, other = (run.normal(tokens, width, stream=s) for s in (1, 2))
@@ -63,9 +66,11 @@ def attention(run: Run) -> Evidence:
     "sigmoid gating regression",
     number="(4), (5), (48)",
     statement="The regression function is Σ σ(xᵀAx + b·x + c) E(x, η), or without b.",
+    setting="full and partial score, sigmoid and softmax, d = 3",
+    overturned_by="a value that differs",
     tested="Against the package's quadratic router and gates on 300 inputs: scores and links.",
 )
-def model(run: Run) -> Evidence:
+def model(run: ClaimRun) -> Evidence:
     """Model against routing core."""
     worst = []
     x = inputs(run, 300, 3)
@@ -87,8 +92,11 @@ def model(run: Run) -> Evidence:
 def core_router(params: MoEParameters, kind) -> QuadraticRouter:
     """The routing core's quadratic router with these rows."""
     router = QuadraticRouter(3, params.n_experts, kind=kind).double()
-    state = {"left": params.router[:, :9].reshape(-1, 3, 3), "linear": params.router[:, 9:],
-             "constant": params.bias}  # fmt: skip
+    state = {
+        "left": params.router[:, :9].reshape(-1, 3, 3),
+        "linear": params.router[:, 9:],
+        "constant": params.bias,
+    }
     for name, value in state.items():
         if isinstance(getattr(router, name, None), nn.Parameter):
             setattr(router, name, nn.Parameter(value, requires_grad=False))
@@ -107,11 +115,13 @@ def gated(theta: Tensor, x: Tensor) -> Tensor:
     number="(8)",
     statement="For linear experts ∂²F/∂A∂c = ∂²F/∂b∂bᵀ, ∂²F/∂A∂β = ∂²F/∂b∂α and ∂²F/∂b∂β = "
     "∂²F/∂c∂α.",
+    setting="linear experts, d = 2",
+    overturned_by="a residual beyond rounding",
     tested="Automatic second derivatives at 50 inputs on the plane, for linear experts and for a "
     "tanh expert.",
     seconds=0.7,
 )
-def equations(run: Run) -> Evidence:
+def equations(run: ClaimRun) -> Evidence:
     """Residuals of the three equations."""
     theta, x = run.normal(10, stream=1), inputs(run, 50, 2)
     second = vmap(jacrev(jacrev(gated)), (None, 0))(theta, x)
@@ -125,14 +135,15 @@ def equations(run: Run) -> Evidence:
     return Evidence(
         [
             *(at_most(name, value, 1e-12) for name, value in worst.items()),
-            *(at_most(f"{name}, tanh expert", value, 1e-12, part="corrected")
-              for name, value in every.items()),
+            *corrected(
+                *(at_most(f"{name}, tanh expert", value, 1e-12) for name, value in every.items())
+            ),
         ],
         paper=0,
         measured=max(worst.values()),
         note="All three hold for every function of the score and of α·x + β, so for every ridge "
         "expert; the first is one of the gate alone, and it is what makes Theorem 1 fail.",
-    )  # fmt: skip
+    )
 
 
 def residuals(second: Tensor) -> dict[str, float]:
@@ -150,11 +161,13 @@ def residuals(second: Tensor) -> dict[str, float]:
     "p4-prop3",
     "a sigmoid that vanishes",
     statement="Two sigmoids tend to one only if the second has A = 0, b = 0 and c → +∞.",
+    setting="the proposition as printed: c_2 = +∞; bounded inputs",
+    overturned_by="nothing: σ(+∞) = 1. With c_2 = -∞ it is right",
     tested="Sup over the cube of |σ(s₁) + σ(s₂) - σ(s₁)| at c = +40 and c = -40, with A = 0 and "
     "with A ≠ 0.",
     expected=Verdict.FAILS,
 )
-def vanishing(run: Run) -> Evidence:
+def vanishing(run: ClaimRun) -> Evidence:
     """The remainder of the second sigmoid."""
     x = inputs(run, 2000, 2)
     A = run.normal(2, 2, stream=1)
@@ -166,9 +179,11 @@ def vanishing(run: Run) -> Evidence:
     up, down, bent = left(1, 0 * bend), left(-1, 0 * bend), left(-1, bend)
     checks = [
         at_most("second sigmoid at c = +40", up, 1e-12),
-        at_most("at c = -40", down, 1e-12, part="corrected"),
-        at_most("at c = -40 with A ≠ 0", bent, 1e-12, part="corrected"),
-        at_least("at c = +40 it is", up, 1 - 1e-12, part="corrected"),
+        *corrected(
+            at_most("at c = -40", down, 1e-12),
+            at_most("at c = -40 with A ≠ 0", bent, 1e-12),
+            at_least("at c = +40 it is", up, 1 - 1e-12),
+        ),
     ]
     return Evidence(checks, paper="c → +∞", corrected="c → -∞, whatever A and b", measured=up)
 
@@ -204,6 +219,8 @@ ROOT = math.sqrt(0.05)
     "L_{2,r}",
     number="(11)",
     statement="The same with exponent r, α and β apart.",
+    setting="the definition, r = 2",
+    overturned_by="a digit that differs",
     tested="Hand arithmetic on the same example, r = 2.",
     given={"kind": "L2", "by_hand": MASS + 0.19 + 0.04 + 0.05 + 0.01 + 0.01 + 0.04, "r": 2},
 )
@@ -212,10 +229,12 @@ ROOT = math.sqrt(0.05)
     "L_1",
     number="section 4.1.1",
     statement="Masses and squares in cells of several atoms, first powers and |Δc| in the others.",
+    setting="the definition, over-specified and sparse",
+    overturned_by="a digit that differs",
     tested="Hand arithmetic on a fit of three atoms against a truth of two.",
     given={"kind": "L1", "by_hand": MASS + 0.19 + 0.04 + ROOT + 0.1 + 0.1 + 0.2},
 )
-def check(run: Run, kind: str, by_hand: float, r: int = 1, *, full: bool = True) -> Evidence:
+def check(run: ClaimRun, kind: str, by_hand: float, r: int = 1, *, full: bool = True) -> Evidence:
     """The loss against the sum of its terms."""
     fit, truth = example(full=full)
     value = voronoi_loss(fit, truth, kind, 4, r).value
@@ -227,12 +246,14 @@ def check(run: Run, kind: str, by_hand: float, r: int = 1, *, full: bool = True)
     "L_3 and its index",
     number="section 4.2",
     statement="Σ_j Σ_{i ∈ A_j} ‖A_i - Ā_i‖ + …: every atom against the atom of the same number.",
+    setting="the definition as printed, with the index i on both sides",
+    overturned_by="the index j of the cell on the right",
     tested="A truth with its atoms renumbered: the printed sum against zero; hand arithmetic with "
     "the index of the cell.",
     expected=Verdict.CONDITION,
     condition="the second index is that of the cell, A_i - Ā_j",
 )
-def third(run: Run) -> Evidence:
+def third(run: ClaimRun) -> Evidence:
     """L_3 with both indices."""
     fit, truth = example()
     other = truth.take([1, 0])
@@ -246,15 +267,16 @@ def third(run: Run) -> Evidence:
     return Evidence(
         [
             near("printed loss of a renumbered truth", printed, 0, 1e-12),
-            near("the same by cells", voronoi_loss(other, truth, "L3", 4).value, 0, 1e-12,
-                 part="condition"),
-            near("hand arithmetic by cells", value, weak, 1e-12, part="condition"),
-            at_least("printed sum", printed, 0.1, part="corrected"),
+            *under_condition(
+                near("the same by cells", voronoi_loss(other, truth, "L3", 4).value, 0, 1e-12),
+                near("hand arithmetic by cells", value, weak, 1e-12),
+            ),
+            *corrected(at_least("printed sum", printed, 0.1)),
         ],
         paper=printed,
         corrected=0,
         measured=value,
-    )  # fmt: skip
+    )
 
 
 @claim(
@@ -262,9 +284,11 @@ def third(run: Run) -> Evidence:
     "L_4",
     number="(52)",
     statement="L_1 without b.",
+    setting="the definition, partial score",
+    overturned_by="a digit that differs",
     tested="Hand arithmetic on the same example without b.",
 )
-def fourth(run: Run) -> Evidence:
+def fourth(run: ClaimRun) -> Evidence:
     """L_4 by hand."""
     return check(run, "L4", MASS + 0.10 + 0.03 + ROOT + 0.1 + 0.2, full=False)
 
@@ -274,9 +298,11 @@ def fourth(run: Run) -> Evidence:
     "L_5",
     number="(53)",
     statement="L_3 without b, index of the cell.",
+    setting="the definition, partial score, index of the cell",
+    overturned_by="a digit that differs",
     tested="Hand arithmetic on the same example without b.",
 )
-def fifth(run: Run) -> Evidence:
+def fifth(run: ClaimRun) -> Evidence:
     """L_5 by hand."""
     terms = (ROOT + 0.8 + ROOT) + (0.1 + 1.0 + math.sqrt(0.02)) + ROOT + 0.1 + 0.2
     return check(run, "L5", terms, full=False)
@@ -287,7 +313,7 @@ def family(gate, expert: str, n: int = 2, **changes) -> MoEModel:
     return MoEModel(gate, "sigmoid", expert, 2, n, **changes)
 
 
-def strong_counts(run: Run, gate, experts: dict[str, dict]) -> dict[str, int]:
+def strong_counts(run: ClaimRun, gate, experts: dict[str, dict]) -> dict[str, int]:
     """Dependent derivatives of the strong definition, by expert."""
     x, counts = inputs(run, 800, 2), {}
     for name, form in experts.items():
@@ -307,26 +333,36 @@ LAYERED = {
     "strong identifiability and its examples",
     statement="The derivatives of F in (A, b, η) of orders one and two at A = b = 0 are "
     "independent for two-layer ReLU and GELU experts, not for polynomial ones.",
+    setting="the definition as written, at A = b = 0 and distinct parameters; the paper's "
+    "examples, two-layer ReLU and GELU, A counted symmetric",
+    overturned_by="a definition modulo ∂F/∂A ~ ∂²F/∂b∂b, which no expert escapes",
     tested="Rank of the normalised Gram matrix at two generic experts (d = 2, symmetric A); the "
     "split test besides.",
     expected=Verdict.FAILS,
     seconds=0.3,
 )
-def strong(run: Run) -> Evidence:
+def strong(run: ClaimRun) -> Evidence:
     """Dependent derivatives under the fully quadratic score."""
     counts = strong_counts(run, "quadratic", LAYERED)
     return Evidence(
         [
             *(near(f"dependent derivatives, {name}", n, 0, 0) for name, n in counts.items()),
-            *(at_least(f"{name}: at least the three of ∂A ~ ∂b∂b", n, 6, part="corrected")
-              for name, n in counts.items()),
-            *split_checks(run, partial(family, "quadratic"),
-                          dict.fromkeys(("tanh", "gelu", "relu"), "not identifiable")),
+            *corrected(
+                *(
+                    at_least(f"{name}: at least the three of ∂A ~ ∂b∂b", n, 6)
+                    for name, n in counts.items()
+                )
+            ),
+            *split_checks(
+                run,
+                partial(family, "quadratic"),
+                dict.fromkeys(("tanh", "gelu", "relu"), "not identifiable"),
+            ),
         ],
         paper=0,
         corrected="no expert: ∂F/∂A_uv is a multiple of ∂²F/∂b_u∂b_v at A = b = 0",
         measured=f"{counts}",
-    )  # fmt: skip
+    )
 
 
 @claim(
@@ -334,16 +370,24 @@ def strong(run: Run) -> Evidence:
     "partial-strong identifiability and its examples",
     statement="Without b the derivatives of orders one and two at A = 0 are independent for "
     "two-layer ReLU and GELU experts and for uᵖ, linear ones included.",
+    setting="the definition as written, A = 0, d = 2; the paper's examples, two-layer networks "
+    "(whose ∂²/∂λ² is 0) and powers",
+    overturned_by="a definition modulo x₁²·x₂² = (x₁x₂)², and experts without outer scale",
     tested="Rank at two generic experts (d = 2); the split test besides.",
     expected=Verdict.FAILS,
     seconds=0.7,
 )
-def partial_strong(run: Run) -> Evidence:
+def partial_strong(run: ClaimRun) -> Evidence:
     """Dependent derivatives under the partially quadratic score."""
     forms = {**LAYERED, "u²": {"expert": "polynomial"}, "linear": {"expert": "linear"}}
     counts = strong_counts(run, "partial", forms)
-    cases = {"tanh": "identifiable", "gelu": "identifiable", "relu": "up to scale",
-             "polynomial": "up to scale", "linear": "not identifiable"}  # fmt: skip
+    cases = {
+        "tanh": "identifiable",
+        "gelu": "identifiable",
+        "relu": "up to scale",
+        "polynomial": "up to scale",
+        "linear": "not identifiable",
+    }
     return Evidence(
         [
             *(near(f"dependent derivatives, {name}", n, 0, 0) for name, n in counts.items()),
@@ -370,6 +414,8 @@ CONDITION = (
     "p4-def4",
     "partial-weak identifiability and its examples",
     statement="The same without b.",
+    setting="the definition as written: any distinct parameters; the paper's examples, d = 2",
+    overturned_by="generic parameters and symmetric A among the hypotheses",
     tested="Rank at two generic atoms (d = 2), and at two atoms with proportional experts.",
     expected=Verdict.CONDITION,
     condition=CONDITION,
@@ -380,13 +426,15 @@ CONDITION = (
     "weak identifiability and its examples",
     statement="The first derivatives of F in (A, b, c, η) are independent at any distinct "
     "parameters, for two-layer networks and polynomial experts.",
+    setting="the definition as written: any distinct parameters; the paper's examples, d = 2",
+    overturned_by="generic parameters and symmetric A among the hypotheses",
     tested="Rank at two generic atoms (d = 2, symmetric A), and at two atoms with proportional "
     "experts.",
     expected=Verdict.CONDITION,
     condition=CONDITION,
     given={"gate": "quadratic"},
 )
-def weak(run: Run, gate) -> Evidence:
+def weak(run: ClaimRun, gate) -> Evidence:
     """Dependent first derivatives at generic parameters and at proportional experts."""
     x, checks = inputs(run, 600, 2), []
     forms: dict[str, dict] = {
@@ -399,7 +447,7 @@ def weak(run: Run, gate) -> Evidence:
         model = family(gate, **form)
         generic = dependent(rank_test(model, generic_atoms(model, 2), "weak", x))
         same = dependent(rank_test(model, witness_atoms(model), "weak", x))
-        checks.append(near(f"dependent, {name}", generic, 0, 0, part="condition"))
+        checks += under_condition(near(f"dependent, {name}", generic, 0, 0))
         checks.append(near(f"dependent at proportional experts, {name}", same, 0, 0))
     return Evidence(checks, paper=0, measured=max(c.measured for c in checks))
 
@@ -414,6 +462,9 @@ ONE_MEASURE = (
     "p4-prop5",
     "identifiability, partially quadratic score",
     statement="The same for the partially quadratic score.",
+    setting="partial score, any two measures with one function",
+    overturned_by="two measures of one function under the condition; or the condition in the "
+    "statement",
     tested="The same without b.",
     expected=Verdict.CONDITION,
     condition=ONE_MEASURE,
@@ -423,6 +474,9 @@ ONE_MEASURE = (
     "p4-prop2",
     "identifiability, fully quadratic score",
     statement="If two mixtures are the same function, they are the same measure.",
+    setting="full score, any two measures with one function",
+    overturned_by="two measures of one function under the condition; or the condition in the "
+    "statement",
     tested="Four pairs of different measures of one function: A with an antisymmetric part; a ReLU "
     "expert under a zero row with half the mass and twice the scale; the same split in two; one "
     "expert under q and -q against the same under q' and -q', since σ(q) + σ(-q) = 1. Without "
@@ -432,7 +486,7 @@ ONE_MEASURE = (
     condition=ONE_MEASURE,
     given={"gate": "quadratic", "loss": "L1"},
 )
-def same_functions(run: Run, gate, loss: str) -> Evidence:
+def same_functions(run: ClaimRun, gate, loss: str) -> Evidence:
     """Different measures of one function, and how far from that drawn measures are."""
     tanh, relu = family(gate, "tanh", 3), family(gate, "relu", 3)
     truth, flat = drawn(run, tanh), without_row(drawn(run, relu, stream=2))
@@ -450,7 +504,7 @@ def same_functions(run: Run, gate, loss: str) -> Evidence:
         x,
         loss,
         4,
-        [*_reflected_pair(tanh, truth, x, loss), _independent_terms(run, gate)],
+        [*_reflected_pair(tanh, truth, x, loss), *under_condition(_independent_terms(run, gate))],
         corrected="up to the antisymmetric part of A, the reflection of the sigmoid and, at zero "
         "rows, mass against scale",
     )
@@ -469,12 +523,14 @@ def _reflected_pair(model: MoEModel, truth: MoEParameters, x: Tensor, loss: str)
     gap, apart = largest_gap(model, one, other, x), voronoi_loss(other, one, loss, 4).value
     return [
         at_least("opposite scores: functions differ by", gap, 1e-6 * apart),
-        at_most("opposite scores: functions agree to", gap, 1e-12, part="corrected"),
-        at_least("opposite scores: loss of the two", apart, 1e-3, part="corrected"),
+        *corrected(
+            at_most("opposite scores: functions agree to", gap, 1e-12),
+            at_least("opposite scores: loss of the two", apart, 1e-3),
+        ),
     ]
 
 
-def _independent_terms(run: Run, gate) -> Check:
+def _independent_terms(run: ClaimRun, gate) -> Check:
     """Least singular value of the terms σ(q_i) E(η_i), each of norm 1, of two measures of three.
 
     Two measures are one function only if their terms together are linearly dependent.
@@ -485,4 +541,4 @@ def _independent_terms(run: Run, gate) -> Check:
         terms = model.weights(atoms, x) * model.expert_outputs(atoms, x)
         least.append(float(torch.linalg.svdvals(terms / terms.norm(dim=0))[-1]))
     name = "least singular value of the terms of two measures"
-    return at_least(name, min(least), INDEPENDENT, part="condition")
+    return at_least(name, min(least), INDEPENDENT)

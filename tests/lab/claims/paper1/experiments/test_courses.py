@@ -6,7 +6,7 @@ import torch
 from tests.lab.claims.registry.test_claims_can_fail import scaled
 from tieline.core.errors import TielineError
 from tieline.lab.claims import trained
-from tieline.lab.claims.claim import Run
+from tieline.lab.claims.claim import ClaimRun
 from tieline.lab.claims.paper1 import experiments as courses
 from tieline.lab.claims.paper1.experiments import RoutingCourse
 from tieline.lab.claims.registry import all_claims
@@ -64,7 +64,7 @@ WRONG = {
 
 def told(monkeypatch, name, course):
     monkeypatch.setattr(courses, "course", lambda run, gate: course)
-    return run_claim(all_claims()[name], Run(True, 0))
+    return run_claim(all_claims()[name], ClaimRun(True, 0))
 
 
 @pytest.mark.parametrize("name", RIGHT)
@@ -87,8 +87,8 @@ def test_the_run_is_that_of_the_recipe_and_longer_in_full_mode(monkeypatch, no_a
 
     seen = []
     monkeypatch.setattr(module, "routing_course", lambda config, **how: seen.append((config, how)))
-    courses.course(Run(True, 3), "annealed")
-    courses.course(Run(False, 0), "smooth50")
+    courses.course(ClaimRun(True, 3), "annealed")
+    courses.course(ClaimRun(False, 0), "smooth50")
     (fast, how), (full, _) = seen
     assert (fast.recipe, fast.seed, fast.model.layers) == ("demo-small-annealed", 3, 2)
     assert how == {"every": fast.optim.steps // 32, "windows": 64}
@@ -99,7 +99,7 @@ def test_the_run_is_that_of_the_recipe_and_longer_in_full_mode(monkeypatch, no_a
 def test_without_what_trains_the_claim_says_what_to_install(monkeypatch):
     monkeypatch.setattr(trained, "find_spec", lambda name: None)
     with pytest.raises(TielineError, match=r"needs transformers: pip install 'tieline\[train\]'"):
-        courses.course(Run(True, 0), "smooth50")
+        courses.course(ClaimRun(True, 0), "smooth50")
 
 
 @pytest.mark.slow
@@ -108,6 +108,6 @@ def test_a_boundary_loss_of_the_wrong_sign_changes_the_verdict_of_a_real_run(
     name, monkeypatch, no_axis_checks
 ):
     monkeypatch.setattr(collect, "boundary_loss", scaled(-1)(collect.boundary_loss))
-    outcome = run_claim(all_claims()[name], Run(True, 0))
+    outcome = run_claim(all_claims()[name], ClaimRun(True, 0))
     assert outcome.error == ""
     assert outcome.changed

@@ -15,10 +15,10 @@ from tieline.core.records import from_plain, to_plain
 from tieline.lab.claims.claim import (
     Chart,
     Claim,
+    ClaimRun,
     Evidence,
     Fits,
     Outcome,
-    Run,
     Verdict,
     chart,
     dots,
@@ -50,7 +50,7 @@ def test_the_verdict_is_that_of_the_first_part_that_passes(paper, condition, cor
 @pytest.mark.parametrize("paper", [[True], [False]])
 def test_no_verdict_rests_on_fits_that_did_not_converge(converged, decides, paper):
     found = replace(evidence(paper=paper), fits=Fits(converged, 20))
-    outcome = Outcome.of(make_claim(), found, Run(), 0.1)
+    outcome = Outcome.of(make_claim(), found, ClaimRun(), 0.1)
     assert (outcome.verdict is not Verdict.UNDECIDED) is decides
     assert decides or outcome.reason == "only 17 of 20 fits converged"
 
@@ -77,24 +77,24 @@ def test_no_verdict_rests_on_fits_that_did_not_converge(converged, decides, pape
 )
 def test_a_change_is_another_verdict_or_a_check_of_ours_that_fails(expected, parts, changed):
     claim = make_claim(expected=expected)
-    assert Outcome.of(claim, evidence(**parts), Run(), 0.1).changed is changed
+    assert Outcome.of(claim, evidence(**parts), ClaimRun(), 0.1).changed is changed
 
 
 @pytest.mark.parametrize("passed", [True, False])
 def test_what_cannot_be_tested_here_still_has_checks_that_can_fail(passed):
     claim = make_claim(expected=Verdict.UNTESTABLE, untestable="needs a cluster")
-    outcome = Outcome.of(claim, evidence(paper=[passed]), Run(), 0.1)
+    outcome = Outcome.of(claim, evidence(paper=[passed]), ClaimRun(), 0.1)
     assert outcome.verdict is Verdict.UNTESTABLE
     assert outcome.changed is not passed
 
 
 def test_a_test_without_a_check_is_refused():
     with pytest.raises(TielineError, match="cannot fail"):
-        Outcome.of(make_claim(), Evidence([]), Run(), 0.1)
+        Outcome.of(make_claim(), Evidence([]), ClaimRun(), 0.1)
 
 
 def test_an_outcome_survives_json():
-    outcome = Outcome.of(make_claim(), evidence(paper=[True]), Run(True, 3), 0.5)
+    outcome = Outcome.of(make_claim(), evidence(paper=[True]), ClaimRun(True, 3), 0.5)
     plain = to_plain(outcome, nonfinite_as_text=True)
     again = from_plain(Outcome, json.loads(json.dumps(plain, allow_nan=False)))
     assert to_plain(again, nonfinite_as_text=True) == plain
@@ -104,7 +104,7 @@ def test_an_outcome_survives_json():
 
 def test_a_claim_from_a_file_says_that_it_has_no_test():
     with pytest.raises(NotImplementedError, match="no test"):
-        from_plain(Claim, to_plain(make_claim())).test(Run())
+        from_plain(Claim, to_plain(make_claim())).test(ClaimRun())
 
 
 def test_a_chart_survives_json():
@@ -116,7 +116,9 @@ def test_a_chart_survives_json():
 
 
 def test_draws_depend_on_seed_and_stream_alone():
-    assert torch.equal(Run(True, 1).normal(4, stream=2), Run(False, 1).normal(4, stream=2))
-    others = [Run(seed=2).normal(4, stream=2), Run(seed=1).normal(4, stream=3)]
-    assert all(not torch.equal(Run(seed=1).normal(4, stream=2), other) for other in others)
-    assert (Run(True).size(1, 9), Run(False).size(1, 9)) == (1, 9)
+    assert torch.equal(
+        ClaimRun(True, 1).normal(4, stream=2), ClaimRun(False, 1).normal(4, stream=2)
+    )
+    others = [ClaimRun(seed=2).normal(4, stream=2), ClaimRun(seed=1).normal(4, stream=3)]
+    assert all(not torch.equal(ClaimRun(seed=1).normal(4, stream=2), other) for other in others)
+    assert (ClaimRun(True).size(1, 9), ClaimRun(False).size(1, 9)) == (1, 9)

@@ -4,12 +4,16 @@ import math
 
 import pytest
 
-from tieline.lab.claims.claim import (
+from tieline.core.statistics import Estimate
+from tieline.lab.claims.checks import (
     at_least,
     at_most,
+    corrected,
     estimated,
     near,
     none_of,
+    sampled,
+    under_condition,
     unmeasured,
     within,
 )
@@ -72,3 +76,19 @@ def test_an_interval_decides_only_on_one_side_of_a_limit(interval, limits, passe
 def test_what_was_not_measured_is_open():
     check = unmeasured("slope", -0.5, "the start is not stated")
     assert (check.passed, check.open) == (False, "the start is not stated")
+
+
+def test_an_estimate_is_compared_by_its_standard_error():
+    assert sampled("", Estimate(1.0, 0.01), 1.039) == within("", 1.0, 0.01, 1.039)
+    assert sampled("", Estimate(1.0, 0.2), 1.0, resolution=0.3).passed
+    for unknown in (Estimate(None), Estimate(1.0)):
+        check = sampled("", unknown, 1.0)
+        assert (check.passed, bool(check.open)) == (False, True)
+
+
+def test_checks_belong_to_the_paper_unless_they_are_grouped():
+    checks = near("a", 0, 0), unmeasured("b", 1.0, "not run")
+    assert [check.part for check in checks] == ["paper", "paper"]
+    assert [check.part for check in under_condition(*checks)] == ["condition", "condition"]
+    assert [check.part for check in corrected(*checks)] == ["corrected", "corrected"]
+    assert [check.open for check in corrected(*checks)] == ["", "not run"]
