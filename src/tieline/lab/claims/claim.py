@@ -82,7 +82,7 @@ class ClaimRun:
 
     @property
     def mode(self) -> str:
-        """The name of the mode: "fast" or "full"."""
+        """Name of the mode: "fast" or "full"."""
         return "fast" if self.fast else "full"
 
     def size(self, fast: int, full: int) -> int:
@@ -104,15 +104,15 @@ class Check:
 
     Attributes:
         name: what is compared.
-        measured: the number that was found.
+        measured: the measured number.
         rule: "=", "<=", ">=".
         reference: the number it is compared with.
         tolerance: the largest allowed deviation.
         passed: whether the comparison holds; False if it is open.
         part: the part of the verdict it belongs to.
         open: why it decides nothing; empty if it decides.
-        low: lower end of the 95 % interval of what was measured, if there is one and the name tells
-            no other level.
+        low: lower end of the 95 % interval of what was measured, if there is one; the name says so
+            if the level is another.
         high: its upper end.
     """
 
@@ -200,15 +200,14 @@ class Evidence:
 
     def passed(self, part: Part) -> bool | None:
         """Return whether all checks of a part passed, None if there are none."""
-        found = [check.passed for check in self.checks if check.part == part]
-        return all(found) if found else None
+        results = [check.passed for check in self.checks if check.part == part]
+        return all(results) if results else None
 
     def open(self, part: Part) -> str:
         """Return why a part decides nothing; empty if it passes, fails or has no checks."""
-        found = [check for check in self.checks if check.part == part and not check.passed]
-        whole = all(check.open for check in found)
-        reasons = dict.fromkeys(f"{check.name}: {check.open}" for check in found)
-        return "; ".join(reasons) if whole else ""
+        failed = [check for check in self.checks if check.part == part and not check.passed]
+        reasons = dict.fromkeys(f"{check.name}: {check.open}" for check in failed)
+        return "; ".join(reasons) if all(check.open for check in failed) else ""
 
     @property
     def unfinished(self) -> str:
@@ -217,7 +216,7 @@ class Evidence:
 
 
 FULL_OVER_FAST = 2.2
-"""Duration of the whole samples over that of the small ones, over all claims that train nothing."""
+"""Duration of the full mode over that of the fast one, over all claims that train nothing."""
 
 
 def _no_test(run: ClaimRun) -> Evidence:
@@ -244,7 +243,7 @@ class Claim:
         undecided: why the ledger does not decide it, if so.
         test: computes the evidence.
         seconds: approximate duration of the fast test; the longest tests start first.
-        full_seconds: that of the full test; None for one that is as much longer as most are.
+        full_seconds: that of the full test; None for `FULL_OVER_FAST` times `seconds`.
         together: a name shared by claims that rest on one study; one process tests them.
     """
 
@@ -280,9 +279,9 @@ class Claim:
             return Verdict.UNTESTABLE, ""
         if evidence.unfinished:
             return Verdict.UNDECIDED, evidence.unfinished
-        parts: tuple[tuple[Part, Verdict], ...]
-        parts = (("paper", Verdict.HOLDS), ("condition", Verdict.CONDITION))
-        for part, verdict in parts:
+        verdicts: dict[Part, Verdict]
+        verdicts = {"paper": Verdict.HOLDS, "condition": Verdict.CONDITION}
+        for part, verdict in verdicts.items():
             if evidence.passed(part):
                 return verdict, ""
             if evidence.open(part):
@@ -321,14 +320,14 @@ class Outcome:
         """Judge the evidence."""
         require(bool(evidence.checks), f"{claim.id}: a test without a check cannot fail")
         verdict, reason = claim.judge(evidence)
-        parts = ("corrected", *_unspoken(verdict))
-        failed = any(evidence.passed(part) is False for part in parts)
+        silent: tuple[Part, ...] = ("corrected", *_silent_parts(verdict))
+        failed = any(evidence.passed(part) is False for part in silent)
         changed = verdict != claim.expected or failed
         return cls(claim, verdict, changed, evidence, reason, seconds, run.fast, run.seed)
 
 
-def _unspoken(verdict: Verdict) -> tuple[Part, ...]:
-    """Return the parts that the verdict does not speak of and that must not fail."""
+def _silent_parts(verdict: Verdict) -> tuple[Part, ...]:
+    """Return the parts that do not decide the verdict and must not fail."""
     if verdict is Verdict.UNTESTABLE:
         return ("paper", "condition")
     return ("condition",) if verdict is Verdict.HOLDS else ()

@@ -147,9 +147,9 @@ def train_gates(
 
 def read_scores(folder: Path, form: str) -> tuple[GateScore, ...]:
     """Return the finished runs of a form in a folder, by gate and seed."""
-    found = [_gate_score(read_json(path)) for path in folder.glob(f"{form}-*/result.json")]
-    require(bool(found), f"{folder} holds no finished run of {form!r}", TielineError)
-    return tuple(sorted(found, key=lambda score: (GATE_NAMES.index(score.gate), score.seed)))
+    scores = [_gate_score(read_json(path)) for path in folder.glob(f"{form}-*/result.json")]
+    require(bool(scores), f"{folder} holds no finished run of {form!r}", TielineError)
+    return tuple(sorted(scores, key=lambda score: (GATE_NAMES.index(score.gate), score.seed)))
 
 
 def _gate_score(result: Mapping[str, Any]) -> GateScore:
@@ -306,17 +306,17 @@ def leave_one_out(
         config = pacs_small(gate, out).replace(seed=seed)
         if steps is not None:
             config = config.replace(optim__steps=steps)
-        place = folder / f"{config.recipe}-{seed}"
-        known = (place / "config.json").is_file()
-        result = run(config, place, resume=known)
+        run_folder = folder / f"{config.recipe}-{seed}"
+        started = (run_folder / "config.json").is_file()
+        result = run(config, run_folder, resume=started)
         scores.append(_domain_score(gate, out, seed, result.scores))
     return scores
 
 
-def _domain_score(gate: str, out: str, seed: int, found: dict[str, Any]) -> DomainScore:
-    test = found["out"]
+def _domain_score(gate: str, out: str, seed: int, scores: dict[str, Any]) -> DomainScore:
+    test = scores["out"]
     same = {name: test[name] for name in ACCURACIES}
-    validation, experts = found["validation"]["accuracy"], fmean(test["experts"])
+    validation, experts = scores["validation"]["accuracy"], fmean(test["experts"])
     return DomainScore(gate, out, seed, validation=validation, experts=experts, **same)
 
 
@@ -326,11 +326,11 @@ def domain_table(scores: Sequence[DomainScore]) -> DomainTable:
         tuple(dict.fromkeys(getattr(score, name) for score in scores))
         for name in ("gate", "out", "seed")
     )
-    known = {(score.gate, score.out, score.seed): score for score in scores}
-    whole = len(known) == len(gates) * len(domains) * len(seeds)
-    require(whole, f"{len(known)} runs of {len(gates)} × {len(domains)} × {len(seeds)}")
+    by_run = {(score.gate, score.out, score.seed): score for score in scores}
+    complete = len(by_run) == len(gates) * len(domains) * len(seeds)
+    require(complete, f"{len(by_run)} runs of {len(gates)} × {len(domains)} × {len(seeds)}")
     averages = {
-        gate: [fmean(known[gate, out, seed].accuracy for out in domains) for seed in seeds]
+        gate: [fmean(by_run[gate, out, seed].accuracy for out in domains) for seed in seeds]
         for gate in gates
     }
     reference = averages.get(DOMAIN_REFERENCE)
@@ -357,9 +357,9 @@ def _domain_row(
     gains = [a - b for a, b in zip(averages, reference or averages, strict=True)]
     return DomainRow(
         gate=gate,
-        domains={out: fmean(s.accuracy for s in found) for out, found in by_domain.items()},
+        domains={out: fmean(s.accuracy for s in runs) for out, runs in by_domain.items()},
         deviations={out: _deviation([s.accuracy for s in f]) for out, f in by_domain.items()},
-        balanced={out: fmean(s.balanced for s in found) for out, found in by_domain.items()},
+        balanced={out: fmean(s.balanced for s in runs) for out, runs in by_domain.items()},
         average=fmean(averages),
         deviation=_deviation(averages),
         gain=fmean(gains),

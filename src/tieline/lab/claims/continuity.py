@@ -86,8 +86,8 @@ def event_offsets(
     first, second = torch.triu_indices(len(scores), len(scores), 1)
     apart, slope = scores[second] - scores[first], rates[first] - rates[second]
     shifts = (0.0,) if epsilon == 0 else (0.0, epsilon, -epsilon)
-    found = torch.cat([(apart + shift) / slope for shift in shifts])
-    return found[found.abs() <= reach].sort().values  # parallel scores give no finite offset
+    offsets = torch.cat([(apart + shift) / slope for shift in shifts])
+    return offsets[offsets.abs() <= reach].sort().values  # parallel scores give no finite offset
 
 
 def largest_jump(
@@ -107,17 +107,17 @@ def largest_jump(
         step: h.
     """
     best = LineJumps(len(events), 0.0, 0.0, torch.nan, step)
-    for part in events.split(ROWS) if len(events) else ():
+    for offsets in events.split(ROWS) if len(events) else ():
         with torch.no_grad():
             ahead, behind = (
-                layer(point + (part[:, None] + side * step / 2) * normal) for side in (1, -1)
+                layer(point + (offsets[:, None] + side * step / 2) * normal) for side in (1, -1)
             )
         change = (ahead - behind).norm(dim=1)
         at = int(change.argmax())
         if change[at] > best.largest:
             size = behind[at].norm().item()
             largest = change[at].item()
-            best = LineJumps(len(events), largest, largest / size, part[at].item(), step)
+            best = LineJumps(len(events), largest, largest / size, offsets[at].item(), step)
     return best
 
 
@@ -179,11 +179,11 @@ class LayerContinuity:
 
 def layer_inputs(model: nn.Module, **batch: Tensor) -> dict[str, Float[Tensor, "tokens dim"]]:
     """Return the inputs of every `MoE` of a model in one forward pass, by its name."""
-    found: dict[str, Tensor] = {}
+    inputs_by_name: dict[str, Tensor] = {}
 
     def keep(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            found[name] = inputs[0].detach().flatten(0, -2)
+            inputs_by_name[name] = inputs[0].detach().flatten(0, -2)
 
         return hook
 
@@ -198,7 +198,7 @@ def layer_inputs(model: nn.Module, **batch: Tensor) -> dict[str, Float[Tensor, "
     finally:
         for handle in handles:
             handle.remove()
-    return found
+    return inputs_by_name
 
 
 def measure_continuity(
@@ -218,22 +218,22 @@ def measure_continuity(
         ties: number of inputs that are moved to their nearest tie.
         extra: mean number of experts beyond k that the band lets in.
     """
-    router, k = _known(layer, name)
+    router, k = _linear_top_k(layer, name)
     double = deepcopy(layer).double()
     scores = double.router(inputs.double()).detach()
     epsilon = epsilon_for_extra(ranked_scores(scores, scores.shape[1]), k, extra).value
     require(epsilon is not None and epsilon > 0, f"{name}: no ε lets {extra} experts in")
     assert epsilon is not None
     bias = None if router.bias is None else router.bias.detach()
-    found = nearest_tie_point(inputs[:ties], router.weight.detach(), bias, k)
-    walls = _Walls(double, found.point, found.normal, found.distance, epsilon)
+    nearest = nearest_tie_point(inputs[:ties], router.weight.detach(), bias, k)
+    walls = _Walls(double, nearest.point, nearest.normal, nearest.distance, epsilon)
     gates = [TopK(k), SmoothTopK(k, epsilon=epsilon, b=50.0), SmoothTopK(k, epsilon=epsilon)]
     line = walls.line(_layer(double, gates[0]))
     return LayerContinuity(
         name=name,
         epsilon=epsilon,
-        ties=len(found.point),
-        distance=found.distance.median().item(),
+        ties=len(nearest.point),
+        distance=nearest.distance.median().item(),
         gates={
             label: walls.measure(chosen, scores, line)
             for label, chosen in zip(GATES, gates, strict=True)
@@ -303,7 +303,7 @@ class _Walls:
         return ahead, behind
 
 
-def _known(layer: MoE, name: str) -> tuple[LinearRouter, int]:
+def _linear_top_k(layer: MoE, name: str) -> tuple[LinearRouter, int]:
     """Return the linear router and k of a layer, or raise."""
     if isinstance(layer.router, LinearRouter) and isinstance(layer.gate, TopK | SmoothTopK):
         return layer.router, layer.gate.k

@@ -75,14 +75,14 @@ def inputs(run: ClaimRun, n: int, d: int, stream: int = 9) -> Tensor:
     return 2 * torch.rand(n, d, dtype=torch.float64, generator=run.generator(stream)) - 1
 
 
-def largest_gap(model: MoEModel, one: MoEParameters, other: MoEParameters, x: Tensor) -> float:
+def largest_gap(model: MoEModel, first: MoEParameters, other: MoEParameters, x: Tensor) -> float:
     """Largest |f - f'|; each may have its own number of experts."""
-    f = [model.with_experts(p.n_experts).regression(p, x) for p in (one, other)]
+    f = [model.with_experts(p.n_experts).regression(p, x) for p in (first, other)]
     return float((f[0] - f[1]).abs().max())
 
 
 def split_scale(
-    model: MoEModel, truth: MoEParameters, size: float = 0.5, place: int | None = None
+    model: MoEModel, truth: MoEParameters, size: float = 0.5, coordinate: int | None = None
 ) -> MoEParameters:
     """The first expert as two: half the mass each, φ times 1 ± size; f is the same.
 
@@ -90,7 +90,7 @@ def split_scale(
         model: with experts of some degree p, or two-layer.
         truth: the parameters; for the sigmoid link the first row must be zero.
         size: share of the strength that moves.
-        place: coordinate of η that carries the strength; None is the whole row with degree p.
+        coordinate: of η, which carries the strength; None for the row as a whole, of degree p.
     """
     order = [0, *range(truth.n_experts)]
     router, bias, experts = (
@@ -101,10 +101,10 @@ def split_scale(
     half = bias[0] - math.log(2) if model.link == "softmax" else torch.logit(bias[0].sigmoid() / 2)
     bias[:2] = half
     factors = torch.tensor([1 + size, 1 - size], dtype=torch.float64)
-    if place is None:
+    if coordinate is None:
         experts[:2] *= factors.unsqueeze(-1) ** (1 / (model.ridge.degree or 1))
     else:
-        experts[:2, place] *= factors
+        experts[:2, coordinate] *= factors
     return MoEParameters(router, bias, experts)
 
 
@@ -154,20 +154,20 @@ def split_checks(
         family: the model of an expert, on the plane.
         cases: by expert "identifiable", "up to scale" or "not identifiable".
     """
-    x, found = inputs(run, 800, 2), []
+    x, checks = inputs(run, 800, 2), []
     for expert, verdict in cases.items():
         model = family(expert)
         tests = [split_test(model, generic_atoms(model, 2, s), x, seed=run.seed) for s in (0, 1)]
         best, across = (max(getattr(t, f) for t in tests) for f in ("minimum", "up_to_scale"))
         name = f"{expert}: least visible split"
         if verdict == "identifiable":
-            found += corrected(at_least(name, best, SPLIT_THRESHOLD))
+            checks += corrected(at_least(name, best, SPLIT_THRESHOLD))
             continue
-        found += corrected(at_most(name, best, INVISIBLE))
+        checks += corrected(at_most(name, best, INVISIBLE))
         rule = at_least if verdict == "up to scale" else at_most
         limit = SPLIT_THRESHOLD if verdict == "up to scale" else INVISIBLE
-        found += corrected(rule(f"{expert}: the same across its scale", across, limit))
-    return found
+        checks += corrected(rule(f"{expert}: the same across its scale", across, limit))
+    return checks
 
 
 def same_function(
@@ -176,7 +176,7 @@ def same_function(
     kind: str,
     paper: int,
     others: Sequence[Check] = (),
-    **told: Any,
+    **fields: Any,
 ) -> Evidence:
     """Identifiability refuted: pairs of different measures that are one function.
 
@@ -186,13 +186,13 @@ def same_function(
         kind: the paper's loss.
         paper: 2 or 4.
         others: further checks.
-        told: further fields of the evidence.
+        fields: further fields of the evidence.
     """
     checks, gaps, loss = [], [], f"L_{kind.removeprefix('L')}"
-    for name, (model, one, other) in pairs.items():
-        gaps.append(largest_gap(model, one, other, x))
-        raw = voronoi_loss(other, one, kind, paper).value
-        left = quotient_loss(model, other, one, kind, paper).value
+    for name, (model, first, other) in pairs.items():
+        gaps.append(largest_gap(model, first, other, x))
+        raw = voronoi_loss(other, first, kind, paper).value
+        left = quotient_loss(model, other, first, kind, paper).value
         checks += [
             at_least(f"{name}: functions differ by", gaps[-1], 1e-6 * raw),
             *corrected(
@@ -201,7 +201,7 @@ def same_function(
                 at_most(f"{name}: quotient {loss}", left, 1e-9),
             ),
         ]
-    return Evidence([*checks, *others], paper="G = G*", measured=max(gaps), **told)
+    return Evidence([*checks, *others], paper="G = G*", measured=max(gaps), **fields)
 
 
 def least_ratio(
@@ -230,8 +230,8 @@ def flat_bound(gap: float, loss: float, least: float, along: str, apart: str) ->
         gap: largest |f - f*| along the direction.
         loss: the loss there.
         least: least ratio apart from it.
-        along: the direction in words.
-        apart: what is held fixed, in words.
+        along: name of the direction.
+        apart: what is held fixed.
     """
     return Evidence(
         [

@@ -214,10 +214,10 @@ def extrapolated(shares: dict[float, tuple[Tensor, Tensor]]) -> tuple[float, flo
     """U_2/U_1 over ε, extrapolated to ε = 0 from two widths ε and 2ε, with its standard error."""
     (small, near_), (large, far) = sorted(shares.items())
     values, variance = [], 0.0
-    for epsilon, (one, two), factor in ((small, near_, 2.0), (large, far, -1.0)):
-        ratio = two.mean() / one.mean() / epsilon
+    for epsilon, (first, second), factor in ((small, near_, 2.0), (large, far, -1.0)):
+        ratio = second.mean() / first.mean() / epsilon
         values.append(factor * ratio.item())
-        relative = (1 / two.sum() + 1 / one.sum()).item()
+        relative = (1 / second.sum() + 1 / first.sum()).item()
         variance += (factor * ratio.item()) ** 2 * relative
     return sum(values), variance**0.5
 

@@ -41,7 +41,7 @@ CLAIMS: dict[str, Claim] = {}
 NUMBERED = {"asm": "Assumption", "cor": "Cor.", "def": "Def.", "eq": "eq.", "ex": "Ex.",
             "fig": "Figure", "lem": "Lemma", "prop": "Prop.", "rem": "Rem.", "sec": "sec.",
             "table": "Table", "thm": "Thm"}  # fmt: skip
-"""How the numbered parts of a paper are called, by their names in ids."""
+"""Titles of the numbered statements of a paper, by their names in ids."""
 
 
 def claim(
@@ -68,18 +68,18 @@ def claim(
     test several claims, each with the arguments `given`; the lowest of them is registered first.
     """
     paper = int(id[1 : id.index("-")])
-    part = re.match(r"p\d+-([a-z]+)([A-Z\d][^-]*)", id)
-    if not number and part is not None and part[1] in NUMBERED:
-        number = f"{NUMBERED[part[1]]} {part[2]}"
+    numbered = re.match(r"p\d+-([a-z]+)([A-Z\d][^-]*)", id)
+    if not number and numbered is not None and numbered[1] in NUMBERED:
+        number = f"{NUMBERED[numbered[1]]} {numbered[2]}"
 
     def add(test: Callable[..., Evidence]) -> Callable[..., Evidence]:
-        known = CLAIMS.get(id)
-        same = known is None or known.test.__module__ == test.__module__
+        previous = CLAIMS.get(id)
+        same = previous is None or previous.test.__module__ == test.__module__
         require(same, f"two claims are called {id!r}")
-        words = (id, paper, number, title, statement, setting, tested, overturned_by)
+        texts = (id, paper, number, title, statement, setting, tested, overturned_by)
         reasons, times = (untestable, undecided), (seconds, full_seconds)
         bound = update_wrapper(partial(test, **given), test) if given else test
-        CLAIMS[id] = Claim(*words, expected, condition, *reasons, bound, *times, together)
+        CLAIMS[id] = Claim(*texts, expected, condition, *reasons, bound, *times, together)
         return test
 
     return add
@@ -94,17 +94,17 @@ def all_claims() -> dict[str, Claim]:
     return CLAIMS
 
 
-def select(words: Sequence[str]) -> list[Claim]:
-    """Return the claims that the words name: "all", papers by number or name, or ids."""
+def select(names: Sequence[str]) -> list[Claim]:
+    """Return the claims with these names: "all", papers by number or name, or ids."""
     claims, chosen = all_claims(), {}
-    for word in words or ["all"]:
-        found = [claim for claim in claims.values() if word in _names(claim)]
-        if not found:
+    for name in names or ["all"]:
+        matches = [claim for claim in claims.values() if name in _names(claim)]
+        if not matches:
             papers = ", ".join(f"{number} ({paper.name})" for number, paper in PAPERS.items())
             raise ParameterError(
-                f"no paper or claim is called {word!r}: papers are {papers}; --list shows claims"
+                f"no paper or claim is called {name!r}: papers are {papers}; --list shows claims"
             )
-        chosen |= {claim.id: claim for claim in found}
+        chosen |= {claim.id: claim for claim in matches}
     return list(chosen.values())
 
 

@@ -47,17 +47,17 @@ def fingerprint(paper: int) -> str:
     for name in LIBRARIES:
         digest.update(f"{name} {version(name)}\n".encode())
     for path in sorted(root.rglob("*.py")):
-        parts = path.relative_to(root).parts
-        if _matters(parts, package):
-            digest.update("/".join(parts).encode() + b"\0" + path.read_bytes())
+        names = path.relative_to(root).parts
+        if _matters(names, package):
+            digest.update("/".join(names).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
-def _matters(parts: tuple[str, ...], package: str) -> bool:
+def _matters(names: tuple[str, ...], package: str) -> bool:
     """Return whether a source file can change the results of a paper."""
     others = {paper.package for paper in PAPERS.values()} - {package}
-    other_paper = "claims" in parts and bool(others.intersection(parts))
-    return not PRESENTING.intersection(parts) and not other_paper
+    other_paper = "claims" in names and bool(others.intersection(names))
+    return not PRESENTING.intersection(names) and not other_paper
 
 
 def result_key(claim: Claim, run: ClaimRun) -> dict[str, Any]:
@@ -78,9 +78,9 @@ class ResultStore:
 
     def check(self) -> None:
         """Raise if the folder cannot be created or written to, before any work."""
-        known = next(p for p in (self.folder, *self.folder.absolute().parents) if p.exists())
-        require(known.is_dir(), f"cannot keep results in {self.folder}: {known} is no folder")
-        require(os.access(known, os.W_OK), f"cannot keep results in {known}: it is read-only")
+        existing = next(p for p in (self.folder, *self.folder.absolute().parents) if p.exists())
+        require(existing.is_dir(), f"cannot keep results in {self.folder}: {existing} is no folder")
+        require(os.access(existing, os.W_OK), f"cannot keep results in {existing}: it is read-only")
 
     def load(self, claim: Claim, run: ClaimRun) -> Outcome | None:
         """Return the result of this claim, mode, seed and code; None if there is none."""
@@ -115,9 +115,9 @@ def run_claim(claim: Claim, run: ClaimRun) -> Outcome:
             evidence = claim.test(run)
         return Outcome.of(claim, evidence, run, time.perf_counter() - begun)
     except Exception as problem:
-        words = f"{type(problem).__name__}: {problem}"
+        message = f"{type(problem).__name__}: {problem}"
         took = time.perf_counter() - begun
-        return Outcome(claim, None, True, seconds=took, fast=run.fast, seed=run.seed, error=words)
+        return Outcome(claim, None, True, seconds=took, fast=run.fast, seed=run.seed, error=message)
 
 
 def run_claims(
@@ -161,11 +161,11 @@ def _outcomes(
     """Yield stored outcomes, then new ones in the order in which their tests end."""
     todo = []
     for claim in claims:
-        known = store.load(claim, run) if store is not None else None
-        if known is None:
+        stored = store.load(claim, run) if store is not None else None
+        if stored is None:
             todo.append(claim)
         else:
-            yield known
+            yield stored
     with closing(_tested(todo, run, executor, address, jobs)) as tested:
         for outcome in tested:
             if store is not None and not outcome.error:
@@ -183,9 +183,9 @@ def _tested(
     if executor == "serial" or (executor == "loky" and find_spec("joblib") is None):
         yield from (run_claim(claim, run) for group in groups for claim in group)
         return
-    named = [(tuple(claim.id for claim in group), run) for group in groups]
-    for found in run_jobs(_remote, named, executor=executor, address=address, jobs=jobs):
-        yield from (from_plain(Outcome, values) for values in found)
+    arguments = [(tuple(claim.id for claim in group), run) for group in groups]
+    for outcomes in run_jobs(_remote, arguments, executor=executor, address=address, jobs=jobs):
+        yield from (from_plain(Outcome, values) for values in outcomes)
 
 
 def _groups(todo: Sequence[Claim], fast: bool) -> list[list[Claim]]:

@@ -69,11 +69,11 @@ def router_states(tokens: int, form: str = "") -> tuple[RouterStates, ...]:
     ids = load_demo_tokenizer()(demo_text(), return_tensors="pt")["input_ids"]
     routers = find_routers(model)
     weights = [router.get_parameter("weight").detach().double() for router in routers.values()]
-    seen: list[list[Tensor]] = [[] for _ in routers]
+    inputs: list[list[Tensor]] = [[] for _ in routers]
 
-    def keep(place: int):
+    def keep(index: int):
         def hook(_module, given) -> None:
-            seen[place].append(given[0].detach().flatten(0, -2).double())
+            inputs[index].append(given[0].detach().flatten(0, -2).double())
 
         return hook
 
@@ -86,5 +86,5 @@ def router_states(tokens: int, form: str = "") -> tuple[RouterStates, ...]:
     for hook in hooks:
         hook.remove()
     k = model.config.num_experts_per_tok
-    found = zip(routers, seen, weights, strict=True)
-    return tuple(RouterStates(name, torch.cat(x), weight, k) for name, x, weight in found)
+    collected = zip(routers, inputs, weights, strict=True)
+    return tuple(RouterStates(name, torch.cat(x), weight, k) for name, x, weight in collected)

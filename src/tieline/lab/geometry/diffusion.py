@@ -221,9 +221,11 @@ def sample_exits(
     """
     check_run(horizon, steps, paths)
     generator = torch.Generator().manual_seed(seed)
-    parts = [_one_batch(cell, horizon, steps, batch, generator) for batch in batches(paths)]
-    time, face, place = (torch.cat(column) for column in zip(*parts, strict=True))
-    return Exits(time, face, cell.scores + place @ cell.pull.T, horizon, cell)
+    simulated = [
+        _simulate_batch(cell, horizon, steps, batch, generator) for batch in batches(paths)
+    ]
+    time, face, position = (torch.cat(column) for column in zip(*simulated, strict=True))
+    return Exits(time, face, cell.scores + position @ cell.pull.T, horizon, cell)
 
 
 def exit_orders(exits: Exits, epsilon: Real) -> Int[Tensor, " left"]:
@@ -299,14 +301,14 @@ def _survival(
         yield stay, inside
 
 
-def _one_batch(
+def _simulate_batch(
     cell: TopKCell, horizon: Real, steps: int, paths: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Time, face and place of the first exit of each path."""
+    """Time, face and noise coordinates of the first exit of each path."""
     dt, dim = horizon / steps, cell.pull.shape[1]
     time = torch.full((paths,), torch.inf, dtype=torch.float64)
     face = torch.full((paths,), -1)
-    place = torch.full((paths, dim), torch.nan, dtype=torch.float64)
+    position = torch.full((paths, dim), torch.nan, dtype=torch.float64)
     alive, here = torch.arange(paths), torch.zeros(paths, dim, dtype=torch.float64)
     for m in range(steps):
         step = torch.randn(len(alive), dim, generator=generator, dtype=torch.float64)
@@ -315,11 +317,11 @@ def _one_batch(
         out = when < torch.inf
         rows = alive[out]
         time[rows], face[rows] = m * dt + when[out], which[out]
-        place[rows] = _at_the_face(
+        position[rows] = _at_the_face(
             cell, here[out], there[out], when[out] / dt, which[out], dt, generator
         )
         alive, here = alive[~out], there[~out]
-    return time, face, place
+    return time, face, position
 
 
 def _first_hit(

@@ -72,7 +72,7 @@ def flat_occupation(
         horizon: T > 0.
         sigma: invertible matrix or number other than 0.
     """
-    _check(epsilon, horizon)
+    _check_tube(epsilon, horizon)
     noise = flat.basis.T @ check_noise(sigma, flat.normals)
     covariance = noise @ noise.T
     values, vectors = torch.linalg.eigh(covariance)
@@ -85,7 +85,7 @@ def flat_occupation(
     paper = 2 * scale * math.sqrt(horizon) if n == 1 else sharp
     exact = None
     if bool(values[-1] - values[0] <= 1e-12 * values[-1]):
-        exact = _exact(n, away.norm().item(), epsilon, horizon, values.mean().item())
+        exact = _isotropic_time(n, away.norm().item(), epsilon, horizon, values.mean().item())
     return Occupation(paper, min(horizon, sharp), exact, horizon, 1)
 
 
@@ -104,7 +104,7 @@ def occupation_bounds(
     From x0 with router weight W and bias b; other arguments as for `flat_occupation`.
     """
     weight, bias = check_router(W, b, 1)
-    parts = [
+    occupations = [
         flat_occupation(
             tie_flat(weight, bias, tuple(experts)),
             x0,
@@ -114,9 +114,9 @@ def occupation_bounds(
         )
         for experts in tie_sets(len(weight), order).tolist()
     ]
-    paper, total = math.fsum(p.paper for p in parts), math.fsum(p.bound for p in parts)
-    exact = parts[0].exact if len(parts) == 1 else None
-    return Occupation(paper, min(horizon, total), exact, horizon, len(parts))
+    paper, total = math.fsum(p.paper for p in occupations), math.fsum(p.bound for p in occupations)
+    exact = occupations[0].exact if len(occupations) == 1 else None
+    return Occupation(paper, min(horizon, total), exact, horizon, len(occupations))
 
 
 def sampled_occupation(
@@ -139,7 +139,7 @@ def sampled_occupation(
     interval: the share of observations within ε times T is unbiased for any number of steps.
     """
     weight, bias = check_router(W, b, k)
-    _check(epsilon, horizon)
+    _check_tube(epsilon, horizon)
     check_run(horizon, steps, paths)
     spread, dt = check_noise(sigma, weight), horizon / steps
     require(len(x0) == weight.shape[1], f"{len(x0)=}, {weight.shape[1]=}", ShapeError)
@@ -170,9 +170,9 @@ def _time_integral(n: int, b: Real, horizon: Real) -> float:
     return float(b**-half * special.gamma(half) * special.gammaincc(half, b / horizon))
 
 
-def _exact(n: int, away: Real, epsilon: Real, horizon: Real, variance: Real) -> float:
+def _isotropic_time(n: int, away: Real, epsilon: Real, horizon: Real, variance: Real) -> float:
     """∫_0^T P(‖N(away, variance t I_n)‖ < ε) dt, in √t, of which the integrand is smooth."""
-    from scipy import stats  # half a second to load, and here alone it is needed
+    from scipy import stats  # takes half a second to load
 
     def integrand(root: float) -> float:
         scale = variance * root * root
@@ -190,6 +190,6 @@ def _exact(n: int, away: Real, epsilon: Real, horizon: Real, variance: Real) -> 
     )
 
 
-def _check(epsilon: Real, horizon: Real) -> None:
+def _check_tube(epsilon: Real, horizon: Real) -> None:
     require(epsilon > 0, f"need epsilon > 0, got {epsilon=}")
     require(horizon > 0 and math.isfinite(horizon), f"need a finite horizon > 0, got {horizon=}")

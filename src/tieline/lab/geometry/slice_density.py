@@ -90,8 +90,10 @@ def slice_density(n_experts: int, k: int, order: int) -> float:
     )
     total = torch.zeros_like(t)
     for above in _admissible(others, k, order):
-        ways = math.lgamma(others + 1) - math.lgamma(above + 1) - math.lgamma(others - above + 1)
-        law = ways + above * log_ndtr(-t) + (others - above) * log_ndtr(t)
+        log_choices = (
+            math.lgamma(others + 1) - math.lgamma(above + 1) - math.lgamma(others - above + 1)
+        )
+        law = log_choices + above * log_ndtr(-t) + (others - above) * log_ndtr(t)
         total += (log_weight + law).exp()
     return total.sum().item()
 

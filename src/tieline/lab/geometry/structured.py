@@ -102,9 +102,9 @@ def perturbation_law(steps: Float[Tensor, "samples dim"]) -> PerturbationLaw:
         f"need two samples, got {tuple(steps.shape)}",
         ShapeError,
     )
-    found = steps.detach().double()
-    mean = found.mean(dim=0)
-    return PerturbationLaw(mean, (found - mean).T @ (found - mean) / (len(found) - 1))
+    samples = steps.detach().double()
+    mean = samples.mean(dim=0)
+    return PerturbationLaw(mean, (samples - mean).T @ (samples - mean) / (len(samples) - 1))
 
 
 def whitened(
@@ -242,5 +242,5 @@ def _pairs(scores: Tensor, k: int, W: Tensor, law: PerturbationLaw) -> _Pairs:
     first, second = ranked.indices[:, :k, None], ranked.indices[:, None, k:]
     gap = ranked.values[:, :k, None] - ranked.values[:, None, k:]
     experts = torch.stack(torch.broadcast_tensors(first, second), dim=-1)
-    found = (gap, apart[first, second], push[first, second], experts)
-    return _Pairs(*(part.flatten(1, 2) for part in found))
+    fields = (gap, apart[first, second], push[first, second], experts)
+    return _Pairs(*(values.flatten(1, 2) for values in fields))

@@ -268,8 +268,8 @@ def affine_scores(
     require(x.shape[1] == weight.shape[1], f"{x.shape[1]=}, {weight.shape[1]=}", ShapeError)
     scores = bias.repeat(len(x), 1)
     columns = weight.T.contiguous()
-    for rows, part in zip(scores.split(ROWS), x.detach().split(ROWS), strict=True):
-        rows.addmm_(part.double(), columns)
+    for rows, inputs in zip(scores.split(ROWS), x.detach().split(ROWS), strict=True):
+        rows.addmm_(inputs.double(), columns)
     return scores
 
 
@@ -299,13 +299,13 @@ def _nearest(
     scores: Tensor, weight: Tensor, bias: Tensor, k: int, order: int
 ) -> tuple[Float[Tensor, " tokens"], Int[Tensor, "tokens tied"]]:
     if order == 1:
-        found = nearest_tie(scores, k, expert_distances(weight))
-        return found.distance, torch.stack([found.entering, found.leaving], dim=1)
+        tie = nearest_tie(scores, k, expert_distances(weight))
+        return tie.distance, torch.stack([tie.entering, tie.leaving], dim=1)
     flats = tie_flats(weight, bias, tie_sets(len(weight), order))
     gram = weight @ weight.T
     rows = max(1, ENTRIES // flats.inverse_grams[:, 0].numel())
-    parts = [_search(part, flats, gram, k) for part in scores.split(rows)]
-    distance, which = (torch.cat(column) for column in zip(*parts, strict=True))
+    nearest = [_search(block, flats, gram, k) for block in scores.split(rows)]
+    distance, which = (torch.cat(column) for column in zip(*nearest, strict=True))
     return distance, flats.experts[which]
 
 
@@ -323,9 +323,9 @@ def _search(scores: Tensor, flats: TieFlats, gram: Tensor, k: int) -> tuple[Tens
         chosen = multipliers[left].gather(1, near.indices[:, :, None].expand(-1, -1, rise.shape[2]))
         valid = _across(scores[left], flats.experts[near.indices], chosen, gram, k)
         some, first = valid.max(dim=1)
-        place = first[:, None]
-        distance[left[some]] = near.values.gather(1, place)[some, 0].sqrt()
-        which[left[some]] = near.indices.gather(1, place)[some, 0]
+        index = first[:, None]
+        distance[left[some]] = near.values.gather(1, index)[some, 0].sqrt()
+        which[left[some]] = near.indices.gather(1, index)[some, 0]
         left = left[~some] if take < square.shape[1] else left[:0]
         take = min(4 * take, square.shape[1])
     return distance, which

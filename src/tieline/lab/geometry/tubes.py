@@ -125,12 +125,12 @@ def tube_fraction(*, dim: int, codim: int, offset: Real, epsilon: Real, radius: 
         epsilon: ε >= 0.
         radius: R > 0.
     """
-    _check(dim, codim, offset, epsilon, radius)
+    _check_tube(dim, codim, offset, epsilon, radius)
     delta, width = offset / radius, epsilon / radius
     if width - delta >= 1:
         return 1.0
-    whole = max(0.0, width - delta) ** 2
-    inside = float(special.betainc(codim / 2, (dim - codim) / 2 + 1, whole))
+    inner = max(0.0, width - delta) ** 2
+    inside = float(special.betainc(codim / 2, (dim - codim) / 2 + 1, inner))
     low, high = abs(delta - width), min(1.0, delta + width)
     if delta == 0 or high <= low:
         return inside
@@ -139,7 +139,7 @@ def tube_fraction(*, dim: int, codim: int, offset: Real, epsilon: Real, radius: 
 
 def tube_leading_term(*, dim: int, codim: int, epsilon: Real, radius: Real) -> float:
     """ω_{D-n} ω_n / ω_D · (ε/R)^n: the tube of a flat through the centre to first order."""
-    _check(dim, codim, 0.0, epsilon, radius)
+    _check_tube(dim, codim, 0.0, epsilon, radius)
     if epsilon == 0:
         return 0.0
     log_ways = math.lgamma(dim / 2 + 1) - math.lgamma(codim / 2 + 1)
@@ -151,7 +151,7 @@ def sampled_tube(
     *, dim: int, codim: int, offset: Real, epsilon: Real, radius: Real, samples: int, seed: int = 0
 ) -> Estimate:
     """`tube_fraction` by `samples` points of the ball, with its standard error."""
-    _check(dim, codim, offset, epsilon, radius)
+    _check_tube(dim, codim, offset, epsilon, radius)
     x = uniform_ball(samples, dim, radius, seed)[:, :codim]
     x[:, 0] -= offset
     return share_estimate(x.norm(dim=1) < epsilon)
@@ -174,7 +174,7 @@ def tie_tube(
     """
     weight, bias = check_router(W, b, k)
     dim = weight.shape[1]
-    _check(dim, order, 0.0, epsilon, radius)
+    _check_tube(dim, order, 0.0, epsilon, radius)
     flats = tie_flats(weight, bias, tie_sets(len(weight), order))
     exact = [
         tube_fraction(dim=dim, codim=order, offset=offset, epsilon=epsilon, radius=radius)
@@ -225,8 +225,8 @@ def _partial_spheres(
 def _cuts(dim: int, codim: int, low: Real, high: Real) -> list[float]:
     """Limits of the pieces of the integral, around the mode of ρ, a narrow peak for large D."""
     mode, spread = math.sqrt((codim - 1) / max(1, dim - 1)), 1 / math.sqrt(dim)
-    places = [low, *(mode + s * spread for s in (-6, -1, 0, 1, 6)), high]
-    shares = {min(1.0, max(0.0, (place - low) / (high - low))) for place in places}
+    points = [low, *(mode + s * spread for s in (-6, -1, 0, 1, 6)), high]
+    shares = {min(1.0, max(0.0, (point - low) / (high - low))) for point in points}
     return sorted(math.acos(1 - 2 * share) for share in shares)
 
 
@@ -241,7 +241,7 @@ def _cap_share(codim: int, rho: Real, delta: Real, width: Real) -> float:
     return float(special.betainc((codim - 1) / 2, (codim - 1) / 2, np.clip(square, 0.0, 1.0)))
 
 
-def _check(dim: int, codim: int, offset: Real, epsilon: Real, radius: Real) -> None:
+def _check_tube(dim: int, codim: int, offset: Real, epsilon: Real, radius: Real) -> None:
     require(1 <= codim <= dim, f"need 1 <= codim <= dim, got {codim=}, {dim=}")
     require(offset >= 0, f"an offset is a distance >= 0, got {offset=}")
     require(epsilon >= 0, f"need epsilon >= 0, got {epsilon=}")

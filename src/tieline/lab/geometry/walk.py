@@ -20,13 +20,13 @@ from tieline.core.numerics import log_grid
 from tieline.core.statistics import exponent
 from tieline.measure.boundary import Real
 
-__all__ = ["StepDifferences", "Walk", "difference_by_step", "step_exponent", "walk_across"]
+__all__ = ["LineWalk", "StepDifferences", "difference_by_step", "step_exponent", "walk_across"]
 
 Layer = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class Walk:
+class LineWalk:
     """Output of a layer along a line.
 
     Attributes:
@@ -63,7 +63,7 @@ def walk_across(
     normal: Float[Tensor, " dim"],
     reach: Real = 1.0,
     steps: int = 400,
-) -> Walk:
+) -> LineWalk:
     """f(p + s n) for `steps` values of s from -reach to reach.
 
     Args:
@@ -80,7 +80,7 @@ def walk_across(
     rise = outputs.diff(dim=0).norm(dim=1)
     at = int(rise.argmax())
     middle = (offsets[at] + offsets[at + 1]).item() / 2
-    return Walk(offsets, outputs, rise[at].item(), middle)
+    return LineWalk(offsets, outputs, rise[at].item(), middle)
 
 
 def difference_by_step(
@@ -108,11 +108,11 @@ def difference_by_step(
     return StepDifferences(grid, differences.amax(dim=1), differences.median(dim=1).values)
 
 
-def step_exponent(found: StepDifferences) -> float:
+def step_exponent(differences: StepDifferences) -> float:
     """Slope of log(largest) against log(h) over the lower half of the steps.
 
     0 for a jump, 1 for a Lipschitz map, NaN where the output does not change at all.
     """
-    half = max(2, len(found.steps) // 2)
-    largest = found.largest[:half].tolist()
-    return exponent(found.steps[:half].tolist(), largest) if min(largest) > 0 else math.nan
+    half = max(2, len(differences.steps) // 2)
+    largest = differences.largest[:half].tolist()
+    return exponent(differences.steps[:half].tolist(), largest) if min(largest) > 0 else math.nan

@@ -48,7 +48,7 @@ __all__ = [
 MEAN_ABSOLUTE = math.sqrt(2 / math.pi)
 """E|n| of standard normal noise."""
 
-NODES, PLACES, REACH, END = 64, 4096, 8.0, 12.0
+NODES, POINTS, REACH, END = 64, 4096, 8.0, 12.0
 """Noise levels, points, standard deviations and largest frequency of quadratures."""
 
 
@@ -77,13 +77,13 @@ def continuity_bound(density: float, jump: float, sigma: float) -> float:
         jump: J, root mean square over tokens at the tie.
         sigma: standard deviation of the noise of the margin, √2 times that of independent scores.
     """
-    _check(density, jump, sigma)
+    _check_tie(density, jump, sigma)
     return density**2 * jump**4 * sigma**2 / 16
 
 
 def hard_sensitivity(density: float, jump: float, sigma: float) -> float:
     """F J² σ √(2/π): what the flips of top-k cost; arguments as for `continuity_bound`."""
-    _check(density, jump, sigma)
+    _check_tie(density, jump, sigma)
     return density * jump**2 * sigma * MEAN_ABSOLUTE
 
 
@@ -103,7 +103,7 @@ def projected_cost(
         epsilon: ε of the gate.
         slope: a, the relative slope of f J² beside the tie.
     """
-    _check(density, jump, sigma)
+    _check_tie(density, jump, sigma)
     require(0 <= epsilon < math.inf, f"epsilon must be finite and not negative, got {epsilon}")
     require(math.isfinite(slope), f"slope must be finite, got {slope}")
     unit, width = density * jump**2, 2 * epsilon
@@ -114,9 +114,9 @@ def projected_cost(
         return change * MEAN_ABSOLUTE * math.exp(-x * x / 2)
 
     knee = min(REACH, width / sigma) if sigma > 0 else 0.0
-    parts = [quad(weighted, low, high)[0] for low, high in ((0, knee), (knee, REACH))]
+    integrals = [quad(weighted, low, high)[0] for low, high in ((0, knee), (knee, REACH))]
     moved = unit * epsilon / 6 * (1 + slope * epsilon / 4)
-    return ContinuityCost(max(0.0, moved), max(0.0, unit * sum(parts)))
+    return ContinuityCost(max(0.0, moved), max(0.0, unit * sum(integrals)))
 
 
 def _straight_change(noise: float, width: float) -> float:
@@ -147,22 +147,22 @@ def _straight_moment(noise: float, width: float) -> float:
 
 
 def ramp_cost(
-    places: Float[Tensor, " points"], shares: Float[Tensor, " points"], sigma: float | None = None
+    margins: Float[Tensor, " points"], shares: Float[Tensor, " points"], sigma: float | None = None
 ) -> ContinuityCost:
-    """D/(f J²) and S/(f J²) of the ramp that is straight between (place, share) points.
+    """D/(f J²) and S/(f J²) of the ramp that is straight between points (margin, share).
 
     Without `sigma`, S is ∫ r'² ds, to be multiplied by σ²; both are exact. With it, S is the
     expectation over normal noise, by quadrature.
 
     Args:
-        places: margins in ascending order; the share is 0 below the first and 1 above the last.
+        margins: in ascending order; the share is 0 below the first and 1 above the last.
         shares: r at these margins, from 0 to 1.
         sigma: standard deviation of the noise of the margin.
     """
-    s, r = places.double().numpy(), shares.double().numpy()
+    s, r = margins.double().numpy(), shares.double().numpy()
     rising = s.ndim == 1 and len(s) >= 2 and bool((np.diff(s) > 0).all())
     require(
-        rising and r.shape == s.shape, "places must be ascending, one share for each", ShapeError
+        rising and r.shape == s.shape, "margins must be ascending, one share for each", ShapeError
     )
     require(bool(r[0] == 0 and r[-1] == 1), f"a ramp goes from 0 to 1, got {r[0]:g} and {r[-1]:g}")
     middle = np.union1d(s, [0.0])
@@ -173,9 +173,9 @@ def ramp_cost(
     return ContinuityCost(below + above, _noisy(s, r, sigma))
 
 
-def _square(places: np.ndarray, values: np.ndarray, inside: np.ndarray) -> float:
+def _square(points: np.ndarray, values: np.ndarray, inside: np.ndarray) -> float:
     """∫ of the square of a function that is straight between the points inside."""
-    x, y = places[inside], values[inside]
+    x, y = points[inside], values[inside]
     if len(x) < 2:
         return 0.0
     return float((np.diff(x) * (y[:-1] ** 2 + y[:-1] * y[1:] + y[1:] ** 2) / 3).sum())
@@ -184,9 +184,9 @@ def _square(places: np.ndarray, values: np.ndarray, inside: np.ndarray) -> float
 def _noisy(s: np.ndarray, r: np.ndarray, sigma: float) -> float:
     nodes, weights = np.polynomial.hermite_e.hermegauss(NODES)
     reach = REACH * sigma
-    grid = np.linspace(s[0] - reach, s[-1] + reach, PLACES)
-    own = np.interp(grid, s, r)
-    moved = [np.trapezoid((np.interp(grid + sigma * n, s, r) - own) ** 2, grid) for n in nodes]
+    grid = np.linspace(s[0] - reach, s[-1] + reach, POINTS)
+    clean = np.interp(grid, s, r)
+    moved = [np.trapezoid((np.interp(grid + sigma * n, s, r) - clean) ** 2, grid) for n in nodes]
     return float(np.dot(weights, moved) / weights.sum())
 
 
@@ -224,8 +224,8 @@ def least_moved(factor: float) -> float:
     def excess(log_price: float) -> float:
         return math.log(MEAN_ABSOLUTE / _on_frontier(math.exp(log_price)).sensitivity / factor)
 
-    found: Any = brentq(excess, -30.0, 4 * math.log(factor) + 10, xtol=1e-12)
-    return _on_frontier(math.exp(found)).moved / MEAN_ABSOLUTE
+    price: Any = brentq(excess, -30.0, 4 * math.log(factor) + 10, xtol=1e-12)
+    return _on_frontier(math.exp(price)).moved / MEAN_ABSOLUTE
 
 
 def _on_frontier(price: float) -> ContinuityCost:
@@ -234,15 +234,16 @@ def _on_frontier(price: float) -> ContinuityCost:
     With x = σω both integrands are smooth in log x; beyond x = 12, m is 2 to all digits.
     """
     start = 1e-5 * min(1.0, 1 / math.sqrt(price))
-    x = np.geomspace(start, END, PLACES + 1)
+    x = np.geomspace(start, END, POINTS + 1)
     m = -2 * np.expm1(-x * x / 2)
     kept = 1 / (1 + price * m)
-    parts = (price * m * kept) ** 2, m * kept**2
-    moved, sensitivity = (simpson(part / x, x=np.log(x)) + part[-1] / END for part in parts)
+    integrands = (price * m * kept) ** 2, m * kept**2
+    moved, sensitivity = (
+        simpson(integrand / x, x=np.log(x)) + integrand[-1] / END for integrand in integrands
+    )
     return ContinuityCost(float(moved) / math.pi, float(sensitivity + start) / math.pi)
 
 
-def _check(density: float, jump: float, sigma: float) -> None:
-    known = {"density": density, "jump": jump, "sigma": sigma}
-    for name, value in known.items():
+def _check_tie(density: float, jump: float, sigma: float) -> None:
+    for name, value in {"density": density, "jump": jump, "sigma": sigma}.items():
         require(0 <= value < math.inf, f"{name} must be finite and not negative, got {value!r}")

@@ -37,7 +37,7 @@ from tieline.lab.limits.risk import (
 )
 
 __all__ = [
-    "Matching",
+    "ExpertMatching",
     "Misrouting",
     "Recovery",
     "SpecialisationGap",
@@ -49,7 +49,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, eq=False)
-class Matching:
+class ExpertMatching:
     """The best relabelling of a student.
 
     Attributes:
@@ -117,7 +117,7 @@ class Recovery:
         partition_ratio: measured C_2, partition / (BM_φ* + η + ε²).
     """
 
-    matching: Matching
+    matching: ExpertMatching
     experts: Estimate
     partition: Estimate
     student_mass: Estimate
@@ -128,7 +128,7 @@ class Recovery:
 
 def match_experts(
     sample: MoESample, labels: Int[Tensor, " n"], tau: float, epsilon: float
-) -> Matching:
+) -> ExpertMatching:
     """Hungarian matching of student experts to teacher cells by confident agreement.
 
     Args:
@@ -146,7 +146,7 @@ def match_experts(
     _, columns = linear_sum_assignment(counts.numpy(), maximize=True)
     permutation = tuple(int(j) for j in columns)
     wrong = _misrouted(leader, labels, permutation)
-    return Matching(permutation, counts / n, mean_estimate(wrong.double()))
+    return ExpertMatching(permutation, counts / n, mean_estimate(wrong.double()))
 
 
 def misrouting_bound(
@@ -247,10 +247,10 @@ def recovery_errors(
     labels = teacher.winner
     matching = match_experts(sample, labels, tau, epsilon)
     order = torch.tensor(matching.permutation)
-    own = sample.outputs.gather(1, order[labels][:, None]).squeeze(1)
+    matched = sample.outputs.gather(1, order[labels][:, None]).squeeze(1)
     unsure = ambiguous(sample, tau, epsilon)
     apart = (sample.winner != order[labels]) & ~unsure
-    experts = mean_estimate((own - sample.target).square())
+    experts = mean_estimate((matched - sample.target).square())
     # a point in the wrong cell lies in two symmetric differences
     partition = mean_estimate(2.0 * apart.double())
     masses = (

@@ -58,7 +58,7 @@ __all__ = [
     "DerivativeTransfer",
     "Derivatives",
     "OffsetCurvature",
-    "Population",
+    "WeightedInputs",
     "derivative_transfer",
     "find_critical_points",
     "gaussian_grid",
@@ -123,7 +123,7 @@ class OffsetCurvature:
 
 
 @dataclass(frozen=True, eq=False)
-class Population:
+class WeightedInputs:
     """Weighted inputs with their targets.
 
     Attributes:
@@ -238,7 +238,7 @@ def gaussian_grid(
     covariance: Float[Tensor, "2 2"] | None = None,
     spacing: float = 0.2,
     order: int = 10,
-) -> Population:
+) -> WeightedInputs:
     """N(0, Σ) in the plane as a product rule: exact to rounding for layers wider than 0.5.
 
     Across the teacher's wall Gauss-Legendre panels that end on its jump; along it the trapezoidal
@@ -260,19 +260,21 @@ def gaussian_grid(
     target = teacher.outputs(inputs.flatten(0, 1)).reshape(len(y), len(z), 2)
     cell = (spread * y + teacher.offset < 0).long()[:, None, None].expand(-1, len(z), 1)
     values = target.gather(2, cell).flatten()
-    return Population(inputs.flatten(0, 1), values, weight.flatten())
+    return WeightedInputs(inputs.flatten(0, 1), values, weight.flatten())
 
 
 def gaussian_points(
     teacher: TwoCells, n: int, seed: int, covariance: Covariance = None
-) -> Population:
+) -> WeightedInputs:
     """Independent draws of N(0, Σ) with equal weights."""
     inputs = gaussian_inputs(n, teacher.dim, seed, covariance)
-    return Population(inputs, teacher.value(inputs), torch.full((n,), 1 / n, dtype=torch.float64))
+    return WeightedInputs(
+        inputs, teacher.value(inputs), torch.full((n,), 1 / n, dtype=torch.float64)
+    )
 
 
 def population_gradient(
-    population: Population, parameters: Float[Tensor, " parameters"], tau: float
+    population: WeightedInputs, parameters: Float[Tensor, " parameters"], tau: float
 ) -> tuple[float, Float[Tensor, " parameters"]]:
     """Value and gradient of L̃_τ at parameters in the order of `TwoCells.flat`."""
     at, w = _forward(population, parameters, tau), population.weight
@@ -281,7 +283,7 @@ def population_gradient(
 
 
 def population_risk(
-    population: Population, parameters: Float[Tensor, " parameters"], tau: float
+    population: WeightedInputs, parameters: Float[Tensor, " parameters"], tau: float
 ) -> Derivatives:
     """Value, gradient and Hessian of L̃_τ at parameters in the order of `TwoCells.flat`."""
     at, w = _forward(population, parameters, tau), population.weight
@@ -337,9 +339,9 @@ def find_critical_points(
         for _ in range(starts):
             draw = torch.rand(2, generator=generator, dtype=torch.float64)
             start = _start(teacher, draw, covariance, tau)
-            found = _newton(grid, start, tau)
-            if found is not None and all(_apart(found, p.student) for p in points):
-                points.append(_describe(grid, teacher, found, tau, covariance))
+            root = _newton(grid, start, tau)
+            if root is not None and all(_apart(root, p.student) for p in points):
+                points.append(_describe(grid, teacher, root, tau, covariance))
     return tuple(sorted(points, key=lambda point: point.risk))
 
 
@@ -364,7 +366,7 @@ class _Forward:
     contrast: Tensor
 
 
-def _forward(population: Population, parameters: Tensor, tau: float) -> _Forward:
+def _forward(population: WeightedInputs, parameters: Tensor, tau: float) -> _Forward:
     check_temperature(tau)
     n, dim = population.inputs.shape
     require(
@@ -395,7 +397,7 @@ def _student(coordinates: Tensor) -> TwoCells:
     )
 
 
-def _polar(grid: Population, coordinates: Tensor, tau: float) -> Derivatives:
+def _polar(grid: WeightedInputs, coordinates: Tensor, tau: float) -> Derivatives:
     """Derivatives in (angle, offset, experts) by the chain rule from those in (normal, …)."""
     student = _student(coordinates)
     flat = population_risk(grid, student.flat(), tau)
@@ -407,7 +409,7 @@ def _polar(grid: Population, coordinates: Tensor, tau: float) -> Derivatives:
     return Derivatives(flat.value, jacobian.T @ flat.gradient, hessian)
 
 
-def _newton(grid: Population, start: Tensor, tau: float) -> Tensor | None:
+def _newton(grid: WeightedInputs, start: Tensor, tau: float) -> Tensor | None:
     def residual(q: np.ndarray) -> np.ndarray:
         return _polar(grid, torch.from_numpy(q), tau).gradient.numpy()
 
@@ -417,13 +419,13 @@ def _newton(grid: Population, start: Tensor, tau: float) -> Tensor | None:
     q = optimize.root(
         residual, start.numpy(), jac=jacobian, options={"xtol": 1e-13, "maxfev": 100}
     ).x
-    found = torch.from_numpy(q)
-    small = found.abs().max().item() < 50 and np.linalg.norm(residual(q)) < 1e-9
-    return found if small else None
+    point = torch.from_numpy(q)
+    small = point.abs().max().item() < 50 and np.linalg.norm(residual(q)) < 1e-9
+    return point if small else None
 
 
-def _apart(found: Tensor, other: TwoCells) -> bool:
-    return bool((_student(found).flat() - other.flat()).norm() > 1e-5)
+def _apart(coordinates: Tensor, other: TwoCells) -> bool:
+    return bool((_student(coordinates).flat() - other.flat()).norm() > 1e-5)
 
 
 def _disagreement(student: TwoCells, teacher: TwoCells, covariance: Tensor | None) -> float:
@@ -434,7 +436,7 @@ def _disagreement(student: TwoCells, teacher: TwoCells, covariance: Tensor | Non
 
 
 def _describe(
-    grid: Population, teacher: TwoCells, q: Tensor, tau: float, covariance: Tensor | None
+    grid: WeightedInputs, teacher: TwoCells, q: Tensor, tau: float, covariance: Tensor | None
 ) -> CriticalPoint:
     at = _polar(grid, q, tau)
     least, direction = negative_curvature(at.hessian)

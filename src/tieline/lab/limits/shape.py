@@ -252,8 +252,8 @@ def _condition(mean: Tensor, across: Tensor, form: Tensor) -> tuple[Tensor, Tens
     """Nodes of the affine form: its value, weight, mean of x̃ there (n, D + 1), covariance left."""
     level, spread = form @ mean, (form @ across @ form).clamp(min=0).sqrt()
     if spread <= 1e-13 * (1 + form.abs().max()):
-        one = torch.ones(1, dtype=torch.float64)
-        return level[None], one, mean[None], across
+        unit = torch.ones(1, dtype=torch.float64)
+        return level[None], unit, mean[None], across
     gain = across @ form / spread
     y, weight = normal_rule([(-level / spread, 0.0)])
     return level + spread * y, weight, mean + y[:, None] * gain, across - gain[:, None] * gain

@@ -41,7 +41,7 @@ from tieline.core.errors import ShapeError, require
 from tieline.core.numerics import one_thread
 from tieline.core.statistics import Estimate, mean_estimate
 from tieline.lab.limits.risk import check_temperature
-from tieline.lab.limits.saddle import Population, gaussian_grid, population_gradient
+from tieline.lab.limits.saddle import WeightedInputs, gaussian_grid, population_gradient
 from tieline.lab.limits.two_cells import (
     Covariance,
     TwoCells,
@@ -294,8 +294,8 @@ def coupled_modes(
     paper = operator(v, d, sigma)
     forward = sigma @ v.double()
     s = (v.double() @ forward).sqrt().item()
-    own = (d.double() @ forward).item() / s * Response().moment(1, 1.0) / 2
-    e = own if intercept is None else intercept
+    optimum = (d.double() @ forward).item() / s * Response().moment(1, 1.0) / 2
+    e = optimum if intercept is None else intercept
     matrix = paper.matrix - 2 * e * sigma
     values, vectors = torch.linalg.eigh(matrix)
     fastest = int(values.abs().argmax())
@@ -370,7 +370,7 @@ def _parameters(u: Tensor, delta: Tensor, intercept: float) -> Tensor:
 
 
 def _descend(
-    grid: Population, parameters: Tensor, tau: float, step_size: float, steps: int
+    grid: WeightedInputs, parameters: Tensor, tau: float, step_size: float, steps: int
 ) -> tuple[Tensor, Tensor]:
     """Path of u and of the risk; the router has no offset, and ∇_u = 2 ∇_normal."""
     # stepping u by η ∇_u moves the normal 2u by 4 η ∇_normal

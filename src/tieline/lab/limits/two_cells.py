@@ -349,13 +349,13 @@ class _Conditional:
 
     def moments(self, z: Tensor, weight: Tensor) -> Slices:
         """A, B, C at S = offset + spread·z."""
-        one = torch.ones_like(z)[:, None]
-        mean = torch.cat([z[:, None] * self.drift, one], dim=1)
+        ones = torch.ones_like(z)[:, None]
+        mean = torch.cat([z[:, None] * self.drift, ones], dim=1)
         pad = torch.nn.functional.pad
         second = mean[:, :, None] * mean[:, None, :] + pad(self.across, (0, 1, 0, 1))
         first = self._upper(z, mean, second)
-        parts = torch.stack([first, second - first], dim=1)
-        cross = torch.einsum("nkij,kj->nki", parts, self.teacher.experts)
+        halves = torch.stack([first, second - first], dim=1)
+        cross = torch.einsum("nkij,kj->nki", halves, self.teacher.experts)
         square = torch.einsum("nki,ki->n", cross, self.teacher.experts)
         score = self.student.offset + self.spread * z
         return Slices(score, weight, second, cross.sum(dim=1), square)

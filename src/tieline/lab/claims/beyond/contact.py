@@ -24,9 +24,9 @@ def slopes_of_sigmoid(p: float) -> tuple[float, float, float, float]:
     return p * q, p * q * (q - p), p * q * (1 - 6 * p * q), p * q * (q - p) * (1 - 12 * p * q)
 
 
-def unequal(p: float, whole: float) -> tuple[np.ndarray, np.ndarray, float]:
+def unequal(p: float, total: float) -> tuple[np.ndarray, np.ndarray, float]:
     """B and a of two gates of masses p and S - p without terms of order 1 to 3; the fourth term."""
-    d = np.array([slopes_of_sigmoid(mass) for mass in (p, whole - p)]).T
+    d = np.array([slopes_of_sigmoid(mass) for mass in (p, total - p)]).T
     b = np.array([-d[0, 1] / d[0, 0], 1.0])
     rows = np.stack((d[0], d[1] * b))
     a = np.linalg.solve(rows, [-(d[1] * b**2).sum() / 2, -(d[2] * b**3).sum() / 6])
@@ -61,12 +61,12 @@ SPECIAL = 1 - 1 / math.sqrt(3)
 def contact(_run: ClaimRun) -> Evidence:
     """Orders of contact on both sides of the special mass."""
     sizes = [0.4, 0.2, 0.1]
-    found = {}
-    for name, whole in (("below", 0.3), ("special", SPECIAL), ("above", 0.6)):
-        p = whole / 2
+    remainders = {}
+    for name, total in (("below", 0.3), ("special", SPECIAL), ("above", 0.6)):
+        p = total / 2
         bend = -(1 - 2 * p) / 2
         halves, even = np.array([p, p]), np.array([bend, bend])
-        found[name] = [remainder(halves, np.array([1.0, -1.0]), even, s) for s in sizes]
+        remainders[name] = [remainder(halves, np.array([1.0, -1.0]), even, s) for s in sizes]
     p = 0.15
     leading = abs(2 * p * (1 - p) * (1 - 2 * p) * (6 * p * (1 - p) - 1) / 12)
     root = cast("float", brentq(lambda mass: unequal(mass, 0.6)[2], 0.1, 0.25))
@@ -76,8 +76,8 @@ def contact(_run: ClaimRun) -> Evidence:
     small = remainder(np.array([p, p]), np.array([1.0, -1.0]), np.array([-0.35, -0.35]), 0.05)
     return Evidence(
         [
-            near("order, σ(c*) = 0.3, equal", exponent(sizes, found["below"]), 4, 0.15),
-            near("order, σ(c*) = 1 - 1/√3, equal", exponent(sizes, found["special"]), 6, 0.15),
+            near("order, σ(c*) = 0.3, equal", exponent(sizes, remainders["below"]), 4, 0.15),
+            near("order, σ(c*) = 1 - 1/√3, equal", exponent(sizes, remainders["special"]), 6, 0.15),
             near("order, σ(c*) = 0.6, unequal", exponent(sizes, uneven), 5, 0.3),
             near("leading coefficient over its formula", small / 0.05**4 / leading, 1, 0.05),
             at_most("σ(c*) = 0.3: largest fourth term, unequal", max(signs), 0),
@@ -122,11 +122,11 @@ def split_gap(point: np.ndarray, masses: np.ndarray) -> np.ndarray:
         point: b_1, b_2, A_1, A_2, Δη of both atoms, and what the masses have too much together.
         masses: σ(c_1), σ(c_2) before that.
     """
-    b, a, eta, whole = point[:2], point[2:4], point[4:8].reshape(2, 2), masses.sum()
-    own = masses * (1 + point[8] / whole)
-    logits = np.log(own / (1 - own)) + np.outer(GRID, b) + np.outer(GRID**2, a)
+    b, a, eta, total = point[:2], point[2:4], point[4:8].reshape(2, 2), masses.sum()
+    gate_masses = masses * (1 + point[8] / total)
+    logits = np.log(gate_masses / (1 - gate_masses)) + np.outer(GRID, b) + np.outer(GRID**2, a)
     experts = np.tanh(GRID[:, None] * (EXPERT[0] + eta[:, 0]) + EXPERT[1] + eta[:, 1])
-    return (experts / (1 + np.exp(-logits))).sum(axis=1) - whole * np.tanh(
+    return (experts / (1 + np.exp(-logits))).sum(axis=1) - total * np.tanh(
         GRID * EXPERT[0] + EXPERT[1]
     )
 
@@ -159,17 +159,17 @@ def least_split(masses: np.ndarray, radius: float, pinned: int) -> np.ndarray:
     return placed(least_squares(gap, begun, bounds=(-8, 8), xtol=1e-12, ftol=1e-12).x)
 
 
-def least_ratios(whole: float, radius: float, shares: np.ndarray) -> dict[int, float]:
+def least_ratios(total: float, radius: float, shares: np.ndarray) -> dict[int, float]:
     """Least ‖f - f*‖ / L over shares of the first mass and the coordinate held, by power of ‖b‖."""
     ratios: dict[int, list[float]] = {4: [], 2: []}
     for share in shares:
-        masses = whole * np.array([share, 1 - share])
+        masses = total * np.array([share, 1 - share])
         for pinned in PINNED.values():
             point = least_split(masses, radius, pinned)
             gap = math.sqrt(float((split_gap(point, masses) ** 2).mean()))
-            for power, found in ratios.items():
-                found.append(gap / split_loss(point, power))
-    return {power: min(found) for power, found in ratios.items()}
+            for power, by_split in ratios.items():
+                by_split.append(gap / split_loss(point, power))
+    return {power: min(by_split) for power, by_split in ratios.items()}
 
 
 @claim(
@@ -191,7 +191,7 @@ def corrected_bound(run: ClaimRun) -> Evidence:
     """Least ratios at falling radii, and the sign of the fourth-order term."""
     radii, shares = [0.4, 0.2, 0.1], np.linspace(0.1, 0.48, run.size(3, 24))
     least_by_radius = [least_ratios(0.3, radius, shares) for radius in radii]
-    found = {power: [least[power] for least in least_by_radius] for power in (4, 2)}
+    least_by_power = {power: [least[power] for least in least_by_radius] for power in (4, 2)}
     sums = np.linspace(0.01, SPECIAL - 1e-3, 60)
     least = min(
         fourth_term(s * share, s - s * share) / s**4
@@ -201,23 +201,26 @@ def corrected_bound(run: ClaimRun) -> Evidence:
     above = [fourth_term(0.5 * s, 0.5 * s) for s in np.linspace(SPECIAL + 1e-3, 0.99, 60)]
     root = cast("float", brentq(lambda p: fourth_term(p, 0.6 - p), 0.1, 0.25))
     direct = cast("float", brentq(lambda p: unequal(p, 0.6)[2], 0.1, 0.25))
-    rate = exponent(radii, found[4])
+    rate = exponent(radii, least_by_power[4])
+    listed = {
+        power: ", ".join(f"{ratio:.2g}" for ratio in ratios)
+        for power, ratios in least_by_power.items()
+    }
     return Evidence(
         [
             near("exponent of the least ratio, ‖Δb‖⁴", rate, 0, 0.35),
-            at_least("exponent of the least ratio, ‖Δb‖²", exponent(radii, found[2]), 1.5),
+            at_least("exponent of the least ratio, ‖Δb‖²", exponent(radii, least_by_power[2]), 1.5),
             at_least("σ(c*) < 1 - 1/√3: least fourth term", least, 1e-9),
             at_most("σ(c*) > 1 - 1/√3: largest fourth term of halves", max(above), 0),
             near("σ(c*) = 0.6: its root, polynomial and direct", root, direct, 1e-9),
         ],
         paper="‖Δb‖²",
         corrected="‖Δb‖⁴ for σ(c*) < 1 - 1/√3",
-        measured=f"least ratios {', '.join(f'{ratio:.2g}' for ratio in found[4])} with ‖Δb‖⁴, "
-        f"{', '.join(f'{ratio:.2g}' for ratio in found[2])} with ‖Δb‖²",
+        measured=f"least ratios {listed[4]} with ‖Δb‖⁴, {listed[2]} with ‖Δb‖²",
         figure=chart(
             "radius",
             "least ‖f - f*‖ / L",
-            *(line(f"‖Δb‖^{power}", radii, ratios) for power, ratios in found.items()),
+            *(line(f"‖Δb‖^{power}", radii, ratios) for power, ratios in least_by_power.items()),
             log="xy",
         ),
     )

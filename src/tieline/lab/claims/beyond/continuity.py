@@ -32,15 +32,15 @@ def laplace_ramp(reach: float = 12.0, points: int = 4001) -> tuple[Tensor, Tenso
 
 def random_ramps(run: ClaimRun, count: int) -> list[tuple[Tensor, Tensor]]:
     """Ramps straight between random points, rising or not, around the tie or beside it."""
-    found = []
+    ramps = []
     for number in range(count):
         points = 3 + number % 6
         s = run.normal(points, stream=2 * number).sort().values + 1e-3 * torch.arange(points)
         r = run.normal(points, stream=2 * number + 1).mul(0.5).add(0.5)
         r = r.sort().values if number % 3 else r
         r[0], r[-1] = 0, 1
-        found.append((s, r))
-    return found
+        ramps.append((s, r))
+    return ramps
 
 
 @claim(
@@ -86,25 +86,25 @@ def frontier(run: ClaimRun) -> Evidence:
     """Distance of ramps to the frontier, and its limit."""
     hard = hard_sensitivity(1.0, 1.0, 1.0)
     excess = []
-    for place, ramp in enumerate(random_ramps(run, run.size(40, 400))):
-        sigma = (0.1, 0.3, 1.0)[place % 3]
+    for number, ramp in enumerate(random_ramps(run, run.size(40, 400))):
+        sigma = (0.1, 0.3, 1.0)[number % 3]
         cost = ramp_cost(*ramp, sigma)
         if cost.sensitivity < 0.98 * hard * sigma:
             least = least_moved(hard * sigma / cost.sensitivity) * hard * sigma
             excess.append(cost.moved / least)
     factors = torch.logspace(0.05, 2, 30, dtype=torch.float64)
     least = torch.tensor([least_moved(r) for r in factors.tolist()], dtype=torch.float64)
-    whole = (least + 1 / factors).min().item()
+    cheapest = (least + 1 / factors).min().item()
     slope = math.pi / 32 * factors
     return Evidence(
         [
             at_least("least D of random ramps over the frontier", min(excess), 1, 5e-3),
             near("frontier over π/32·R at R = 100", (least[-1] / slope[-1]).item(), 1, 5e-3),
             at_most("frontier over π/32·R, largest", (least / slope).max().item(), 1),
-            near("least of moved plus remaining", whole, 0.54, 0.01),
+            near("least of moved plus remaining", cheapest, 0.54, 0.01),
         ],
         paper="π/32·R",
-        measured=f"{min(excess):.3f} of {len(excess)} ramps; {whole:.3f} moved plus remaining",
+        measured=f"{min(excess):.3f} of {len(excess)} ramps; {cheapest:.3f} moved plus remaining",
         figure=chart(
             "times cheaper",
             "moved, over the cost of flips before",
@@ -133,7 +133,7 @@ def gates(run: ClaimRun) -> Evidence:
     sampled = {name: _sampled(run, gate, sigma) for name, gate in _gates(epsilon).items()}
     predicted = projected_cost(0.5, math.sqrt(2), sigma, epsilon)
     bound = continuity_bound(0.5, math.sqrt(2), sigma)
-    one, steep = added_cost(), added_cost(1.0, 50.0)
+    linear, steep = added_cost(), added_cost(1.0, 50.0)
     moved, sensitivity = sampled["projected"]
     return Evidence(
         [
@@ -142,11 +142,11 @@ def gates(run: ClaimRun) -> Evidence:
             near("D·S over the bound", moved * sensitivity / bound, 4 / 3, 0.1),
             near("D of the ramp over that", sampled["ramp"][0] / moved, 2, 0.05),
             near("S of the ramp over that", sampled["ramp"][1] / sensitivity, 2, 0.1),
-            near("D·S of b = 1 over the bound", one.product / LINEAR, 16 / 3, 1e-6),
+            near("D·S of b = 1 over the bound", linear.product / LINEAR, 16 / 3, 1e-6),
             at_least("D·S of b = 50 over the bound", steep.product / LINEAR, 100),
         ],
         paper="4/3; 16/3",
-        measured=f"{moved * sensitivity / bound:.3f}; {one.product / LINEAR:.3f}; b = 50: "
+        measured=f"{moved * sensitivity / bound:.3f}; {linear.product / LINEAR:.3f}; b = 50: "
         f"{steep.product / LINEAR:.0f}",
     )
 

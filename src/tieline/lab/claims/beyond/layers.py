@@ -27,11 +27,11 @@ def measured_laws(run: ClaimRun) -> tuple[LayerLaw, ...]:
     count = min(run.size(48, 120), len(ids) // LENGTH)
     sequences = list(ids[: count * LENGTH].view(count, LENGTH))
     first = sequences[run.seed % TURNS :: TURNS]
-    others = [one for place, one in enumerate(sequences) if (place - run.seed) % TURNS]
+    others = [sequence for number, sequence in enumerate(sequences) if (number - run.seed) % TURNS]
     with only_running(model):
-        parts = [list(batches(some, 8)) for some in (first, others)]
-        known = Calibration(model, parts[0], NOISE)
-        return layer_laws(model, known, *parts, scales=SCALES, seed=run.seed)
+        halves = [list(batches(some, 8)) for some in (first, others)]
+        calibration = Calibration(model, halves[0], NOISE)
+        return layer_laws(model, calibration, *halves, scales=SCALES, seed=run.seed)
 
 
 def predicted_over_measured(law: LayerLaw, point: LawPoint) -> tuple[float, float]:
@@ -63,7 +63,7 @@ def layers(run: ClaimRun) -> Evidence:
     ratios = [predicted_over_measured(*row) for row in rows]
     over = [point.over.value or math.nan for _, point in rows]
     checks = [
-        near(f"{name} predicted over measured, mean", _middle(values), 1, ERROR)
+        near(f"{name} predicted over measured, mean", _geometric_mean(values), 1, ERROR)
         for name, values in zip("DS", zip(*ratios, strict=True), strict=True)
     ]
     checks += [
@@ -72,7 +72,9 @@ def layers(run: ClaimRun) -> Evidence:
     ]
     if not run.fast:
         checks += [
-            check for row, pair in zip(rows, ratios, strict=True) for check in _own(row, pair)
+            check
+            for row, pair in zip(rows, ratios, strict=True)
+            for check in _layer_checks(row, pair)
         ]
     least, most = min(map(min, ratios)), max(map(max, ratios))
     return Evidence(
@@ -83,7 +85,7 @@ def layers(run: ClaimRun) -> Evidence:
     )
 
 
-def _own(row: tuple[LayerLaw, LawPoint], pair: tuple[float, float]) -> list[Check]:
+def _layer_checks(row: tuple[LayerLaw, LawPoint], pair: tuple[float, float]) -> list[Check]:
     """The checks of one layer at one width."""
     law, point = row
     where = f"layer {law.name.split('.')[2]}, ε = {point.scale:g} σ"
@@ -92,6 +94,6 @@ def _own(row: tuple[LayerLaw, LawPoint], pair: tuple[float, float]) -> list[Chec
     ]
 
 
-def _middle(values: tuple[float, ...]) -> float:
+def _geometric_mean(values: tuple[float, ...]) -> float:
     """The geometric mean of ratios."""
     return math.exp(fmean(map(math.log, values)))

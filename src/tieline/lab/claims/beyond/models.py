@@ -58,12 +58,12 @@ def other_ranks(run: ClaimRun, n_experts: int, tokens: int) -> tuple[float, floa
 def sphere(run: ClaimRun) -> Evidence:
     """Ranks by both routers."""
     tokens = run.size(500, 5000)
-    found = [other_ranks(run, n, tokens) for n in range(2, DIM + 2)]
+    results = [other_ranks(run, n, tokens) for n in range(2, DIM + 2)]
     beyond = other_ranks(run, 2 * DIM, tokens)[1]
     return Evidence(
         [
-            at_most("radii differ by", max(spread for spread, _ in found), 1e-9),
-            none_of("share of tokens with another order, E <= D + 1", max(s for _, s in found)),
+            at_most("radii differ by", max(spread for spread, _ in results), 1e-9),
+            none_of("share of tokens with another order, E <= D + 1", max(s for _, s in results)),
             at_least("the same with E = 2D", beyond, 0.5),
         ],
         paper="two routers",
@@ -166,14 +166,14 @@ def soft_change(form: str, loss: Callable[[Tensor], Tensor], width: float) -> fl
 
 def measured_slope(form: str, loss: Callable[[Tensor], Tensor], width: float = 5e-4) -> float:
     """Slope at width 0, from two widths."""
-    half, whole = (soft_change(form, loss, w) / w for w in (width / 2, width))
-    return 2 * half - whole
+    half, full = (soft_change(form, loss, w) / w for w in (width / 2, width))
+    return 2 * half - full
 
 
 def predicted_slope(form: str, loss: Callable[[Tensor], Tensor]) -> tuple[float, float]:
     """Slope from the wall alone, and its part by the gradient."""
     first, second, third = moments(form)
-    share, parts = third / second, []
+    share, slopes = third / second, []
     for side in (-1.0, 1.0):
         mine, other = experts(torch.tensor(side * 1e-12, dtype=torch.float64))
         y = mine.clone().requires_grad_()
@@ -181,9 +181,9 @@ def predicted_slope(form: str, loss: Callable[[Tensor], Tensor]) -> tuple[float,
         linear = gradient * (other - mine)
         change = loss(mine + share * (other - mine)) - loss(mine)
         bend = second * (change - share * linear) / share**2
-        parts.append(((first * linear + bend).item(), (first * linear).item()))
-    whole, linear = (sum(column) / math.sqrt(2 * math.pi) for column in zip(*parts, strict=True))
-    return whole, linear
+        slopes.append(((first * linear + bend).item(), (first * linear).item()))
+    total, linear = (sum(column) / math.sqrt(2 * math.pi) for column in zip(*slopes, strict=True))
+    return total, linear
 
 
 @claim(
@@ -205,9 +205,9 @@ def soft_slope(run: ClaimRun) -> Evidence:
     errors, without = {}, []
     for form in SHARES:
         for name, loss in LOSSES.items():
-            seen, (whole, linear) = measured_slope(form, loss), predicted_slope(form, loss)
-            errors[form, name] = abs(whole / seen - 1)
-            without.append(abs(linear / seen - 1))
+            measured, (predicted, linear) = measured_slope(form, loss), predicted_slope(form, loss)
+            errors[form, name] = abs(predicted / measured - 1)
+            without.append(abs(linear / measured - 1))
     checks = [
         at_most(f"{form}, {name}: off by", error, 1e-4 if name == "cubic" else 0.05)
         for (form, name), error in errors.items()

@@ -82,13 +82,13 @@ def _outside(run: ClaimRun, states: RouterStates, law: PerturbationLaw, tokens: 
     bounds = structured_bounds(scores, states.k, states.weight, law, times)
     deviation, drift = pair_noise(states.weight, law)
     rows, outside = whitened(states.weight, law), 0
-    for place, token in enumerate(scores):
+    for index, token in enumerate(scores):
         cell = top_k_cell(token, states.k, rows)
         pair = cell.faces[:, 0], cell.faces[:, 1]
         speed = drift[pair] / deviation[pair]
         curve = exit_curve(cell, horizon, 16, run.size(1_000, 20_000), run.seed, drift=speed)
         slack = 4 * curve.stderr[-1] + 2e-3  # of the bridges of walls that are nearly parallel
-        low, high = bounds.lower[place, 0] - slack, bounds.upper[place, 0] + slack
+        low, high = bounds.lower[index, 0] - slack, bounds.upper[index, 0] + slack
         outside += not bool(low <= curve.value[-1] <= high)
     return outside
 
@@ -97,13 +97,13 @@ def _one_wall(run: ClaimRun) -> list[Check]:
     """Simulated paths with a drift against the law of one wall."""
     weight = torch.tensor([[1.0, 0.0], [0.0, 0.0]], dtype=torch.float64)
     cell = top_k_cell(torch.tensor([1.0, 0.0]).double(), 1, weight)
-    one, checks = torch.ones(1, dtype=torch.float64), []
+    unit, checks = torch.ones(1, dtype=torch.float64), []
     for speed in (-0.8, 0.8):
-        drift = speed * one
+        drift = speed * unit
         curve = exit_curve(cell, 1.0, 4, run.size(20_000, 400_000), run.seed, drift=drift)
-        found, error = curve.value[-1].item(), curve.stderr[-1].item()
-        law = drifting_exit(one, one, drift).item()
-        checks.append(within(f"one wall, drift {speed:+g}", found, error, law))
+        share, error = curve.value[-1].item(), curve.stderr[-1].item()
+        law = drifting_exit(unit, unit, drift).item()
+        checks.append(within(f"one wall, drift {speed:+g}", share, error, law))
     return checks
 
 
@@ -111,7 +111,7 @@ def _worst(run: ClaimRun, states: RouterStates, law: PerturbationLaw) -> list[Ch
     """The stated step reaches a tie, and no shorter one of those drawn does."""
     some = slice(0, run.size(200, 2_000))
     x, scores = states.inputs[some], states.scores()[some]
-    found = worst_step(scores, states.k, states.weight, law)
+    worst = worst_step(scores, states.k, states.weight, law)
     before = topk_mask(scores, states.k)
 
     def changed(steps: Tensor) -> Tensor:
@@ -120,9 +120,9 @@ def _worst(run: ClaimRun, states: RouterStates, law: PerturbationLaw) -> list[Ch
     root, shorter = law.root(), 0
     for stream in range(20):
         drawn = run.normal(len(x), root.shape[1], stream=50 + stream)
-        drawn *= 0.999 * found.length[:, None] / drawn.norm(dim=1, keepdim=True)
+        drawn *= 0.999 * worst.length[:, None] / drawn.norm(dim=1, keepdim=True)
         shorter += int(changed(drawn @ root.T).sum())
-    beyond, before_it = changed(1.000001 * found.step), changed(0.999999 * found.step)
+    beyond, before_it = changed(1.000001 * worst.step), changed(0.999999 * worst.step)
     return [
         none_of("tokens kept by 1.000001 of the stated step", int((~beyond).sum())),
         none_of("tokens changed by 0.999999 of it", int(before_it.sum())),
@@ -151,18 +151,18 @@ def real_noise(run: ClaimRun) -> Evidence:
     rows = [_flip_shares(run, states, steps) for states, steps in moved(run)]
     checks = [
         within(
-            f"router {place}: share of flips against N(m, Σ)",
+            f"router {index}: share of flips against N(m, Σ)",
             row["measured"],
             row["error"],
             row["N(m, Σ)"],
             resolution=0.25,
             bias=0.1 * row["N(m, Σ)"],
         )
-        for place, row in enumerate(rows)
+        for index, row in enumerate(rows)
     ]
     low = rows[0]["N(m, Σ)"] / rows[0]["isotropic"]
     checks.append(at_least("router 0: flips of N(m, Σ) over isotropic ones", low, 1.25))
-    places = [float(place) for place in range(len(rows))]
+    indices = [float(index) for index in range(len(rows))]
     shares = {name: [row[name] for row in rows] for name in rows[0]}
     laws = ("N(m, Σ)", "isotropic")
     return Evidence(
@@ -176,8 +176,8 @@ def real_noise(run: ClaimRun) -> Evidence:
         figure=chart(
             "router",
             "share of tokens that change experts in fp8",
-            dots("measured", places, shares["measured"], shares["error"]),
-            *(line(name, places, shares[name], dashed=name == laws[1]) for name in laws),
+            dots("measured", indices, shares["measured"], shares["error"]),
+            *(line(name, indices, shares[name], dashed=name == laws[1]) for name in laws),
         ),
     )
 
@@ -188,8 +188,8 @@ def _flip_shares(run: ClaimRun, states: RouterStates, steps: Tensor) -> dict[str
     after = scores + steps[1::2] @ states.weight.T
     flips = (topk_mask(after, states.k) != topk_mask(scores, states.k)).any(dim=1).double()
     error = flips.std().item() / math.sqrt(len(flips))
-    found = {"measured": flips.mean().item(), "error": error}
-    for name, one in (("N(m, Σ)", law), ("isotropic", law.isotropic())):
-        rate = flip_rate(scores, states.k, states.weight, one, 8, run.seed)
-        found[name] = rate.value if rate.value is not None else math.nan
-    return found
+    shares = {"measured": flips.mean().item(), "error": error}
+    for name, noise in (("N(m, Σ)", law), ("isotropic", law.isotropic())):
+        rate = flip_rate(scores, states.k, states.weight, noise, 8, run.seed)
+        shares[name] = rate.value if rate.value is not None else math.nan
+    return shares

@@ -54,15 +54,15 @@ def doubling(run: ClaimRun) -> Evidence:
     """Distance over loss when all atoms are doubled, and when all but one are."""
     model = MoEModel("perturbed", "softmax", "tanh", 2, 3)
     truth, x = drawn(run, model, stream=3, router=0.2), inputs(run, 2000, 2)
-    whole = doubled(model, truth, torch.tensor([0.1, -0.05]).double())
-    gap = largest_gap(model, whole, truth, x)
-    loss = quotient_losses(model, whole.expand(1), truth, "L2", 2).values.item()
+    all_doubled = doubled(model, truth, torch.tensor([0.1, -0.05]).double())
+    gap = largest_gap(model, all_doubled, truth, x)
+    loss = quotient_losses(model, all_doubled.expand(1), truth, "L2", 2).values.item()
     ratios = []
     for angle in torch.linspace(0, math.pi, 24, dtype=torch.float64):
         step = 0.05 * torch.stack((angle.cos(), angle.sin()))
-        part = doubled(model, truth, step, keep=1).expand(1)
-        away = regression_distance(model.with_experts(5), part, model, truth, n=2000).value
-        ratios.append((away / quotient_losses(model, part, truth, "L2", 2).values).item())
+        all_but_one = doubled(model, truth, step, keep=1).expand(1)
+        away = regression_distance(model.with_experts(5), all_but_one, model, truth, n=2000).value
+        ratios.append((away / quotient_losses(model, all_but_one, truth, "L2", 2).values).item())
     return Evidence(
         [
             at_most("k = 2k*: |f - f*|", gap, 1e-12),
@@ -79,8 +79,8 @@ def reflected(truth: MoEParameters, spare: Tensor) -> MoEParameters:
     router = torch.stack((spare[:-1], -spare[:-1], -truth.router[0]))
     bias = torch.stack((spare[-1], -spare[-1], -truth.bias[0]))
     experts = torch.stack((truth.experts[0], truth.experts[0], -truth.experts[0]))
-    parts = zip((router, bias, experts), (truth.router, truth.bias, truth.experts), strict=True)
-    return MoEParameters(*(torch.cat((new, old[1:])) for new, old in parts))
+    pairs = zip((router, bias, experts), (truth.router, truth.bias, truth.experts), strict=True)
+    return MoEParameters(*(torch.cat((new, old[1:])) for new, old in pairs))
 
 
 def with_open_gate(truth: MoEParameters, constant: float) -> MoEParameters:
@@ -88,8 +88,8 @@ def with_open_gate(truth: MoEParameters, constant: float) -> MoEParameters:
     router = torch.stack((0 * truth.router[0], -truth.router[0]))
     bias = torch.stack((torch.tensor(constant).double(), -truth.bias[0]))
     experts = torch.stack((truth.experts[0], -truth.experts[0]))
-    parts = zip((router, bias, experts), (truth.router, truth.bias, truth.experts), strict=True)
-    return MoEParameters(*(torch.cat((new, old[1:])) for new, old in parts))
+    pairs = zip((router, bias, experts), (truth.router, truth.bias, truth.experts), strict=True)
+    return MoEParameters(*(torch.cat((new, old[1:])) for new, old in pairs))
 
 
 @claim(
@@ -113,8 +113,8 @@ def reflection(run: ClaimRun) -> Evidence:
     exact = reflected(truth, run.normal(7, stream=31))
     gap = largest_gap(model, exact, truth, x)
     rows = torch.cat((exact.router, exact.bias[:, None]), dim=1)
-    own = torch.cat((truth.router[0], truth.bias[:1]))
-    gates = (rows - own).norm(dim=1).min().item()
+    gate = torch.cat((truth.router[0], truth.bias[:1]))
+    gates = (rows - gate).norm(dim=1).min().item()
     experts = (exact.experts - truth.experts[0]).norm(dim=1).min().item()
     constants = [5.0, 10.0, 20.0, 30.0]
     gaps = [largest_gap(model, with_open_gate(truth, c), truth, x) for c in constants]

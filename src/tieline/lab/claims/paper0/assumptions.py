@@ -40,22 +40,22 @@ def gap(run: ClaimRun) -> Evidence:
     """η(γ) at given experts and at the worst ones."""
     teacher = pupil(run, run.size(50_000, 500_000), 0.0)
     gammas = [1e-4, 1e-3, 1e-2, 1e-1]
-    found = specialisation_gap(teacher.sample, teacher.labels, gammas)
+    specialised = specialisation_gap(teacher.sample, teacher.labels, gammas)
     cells = torch.bincount(teacher.labels, minlength=3).double() / len(teacher.labels)
     return Evidence(
         [
             at_most("η(0.001) with free parameters", cells.max().item(), 0.1),
             *under_condition(
-                at_most("η(0.001) at the teacher's experts", found.etas[1], 0.1),
-                at_most("η falls with γ", found.etas[0], found.etas[3]),
+                at_most("η(0.001) at the teacher's experts", specialised.etas[1], 0.1),
+                at_most("η falls with γ", specialised.etas[0], specialised.etas[3]),
             ),
         ],
         paper="an assumption",
-        measured=f"η(0.001) = {found.etas[1]:.4f}; free: {cells.max().item():.3f}",
+        measured=f"η(0.001) = {specialised.etas[1]:.4f}; free: {cells.max().item():.3f}",
         figure=chart(
             "γ",
             "η",
-            dots("at the teacher's experts", gammas, found.etas),
+            dots("at the teacher's experts", gammas, specialised.etas),
             line("free parameters", gammas, [cells.max().item()] * 4, dashed=True),
             log="xy",
         ),
@@ -230,13 +230,13 @@ def _refine(teacher: TwoCells, angle: float) -> float:
     """The nearby angle of largest Ψ_0 among walls through the origin."""
     from scipy.optimize import minimize_scalar
 
-    found: Any = minimize_scalar(
+    maximum: Any = minimize_scalar(
         lambda a: -gaussian_profile(turned(a), teacher).value.item(),
         bounds=(angle - 0.3, angle + 0.3),
         method="bounded",
         options={"xatol": 1e-8},
     )
-    return float(found.x)
+    return float(maximum.x)
 
 
 @claim(

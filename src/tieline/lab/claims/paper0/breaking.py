@@ -154,9 +154,9 @@ def linearisation(run: ClaimRun) -> Evidence:
         terms = (g(x @ V) * (x @ D))[:, None, None] * x[:, :, None] * x[:, None, :]
         mean, error = terms.mean(dim=0), terms.std(dim=0) / len(x) ** 0.5
         worst = ((mean - closed) / error).abs().max().item()
-        told = f"largest deviation in standard errors, {g.kind}"
+        name = f"largest deviation in standard errors, {g.kind}"
         skew = (closed - closed.T).abs().max().item()
-        checks += under_condition(at_most(told, worst, 4))
+        checks += under_condition(at_most(name, worst, 4))
         checks += under_condition(near(f"asymmetry, {g.kind}", skew, 0, 0))
     tau, g = 0.5, Response("tanh", 2.0)
     exact = -(operator(V, D, SIGMA, g).matrix @ V) / tau
@@ -164,9 +164,9 @@ def linearisation(run: ClaimRun) -> Evidence:
     for jump, step in ((False, 1e-4), (True, 1e-2)):
         sampled = _response_gradient(x, step * V, tau, g, jump=jump) / step
         spread[jump] = (sampled - exact).norm().item() / exact.norm().item()
-    told = "relative error of -Mv/τ as a derivative"
-    checks += under_condition(at_most(f"{told}, dominated response", spread[False], 0.02))
-    checks.append(at_most(f"{told}, a jump in a thin slab", spread[True], 0.02))
+    name = "relative error of -Mv/τ as a derivative"
+    checks += under_condition(at_most(f"{name}, dominated response", spread[False], 0.02))
+    checks.append(at_most(f"{name}, a jump in a thin slab", spread[True], 0.02))
     return Evidence(
         checks,
         paper="M",
@@ -293,12 +293,12 @@ def generality(run: ClaimRun) -> Evidence:
 )
 def update(run: ClaimRun) -> Evidence:
     """Distance of the iterated update from its closed form."""
-    found = operator(V, D, SIGMA)
+    spectrum = operator(V, D, SIGMA)
     u, push = torch.tensor([0.3, -0.7], dtype=torch.float64), 0.05
-    parts = found.eigenvectors.T @ u
+    components = spectrum.eigenvectors.T @ u
     for _ in range(50):
-        u = alignment_step(u, found.matrix, push)
-    closed = found.eigenvectors @ ((1 + push * found.eigenvalues) ** 50 * parts)
+        u = alignment_step(u, spectrum.matrix, push)
+    closed = spectrum.eigenvectors @ ((1 + push * spectrum.eigenvalues) ** 50 * components)
     distance = ((u - closed).norm() / closed.norm()).item()
     return Evidence(
         [at_most("relative distance", distance, 1e-12)], paper="equal", measured=distance
@@ -324,16 +324,18 @@ def instability(run: ClaimRun) -> Evidence:
     for i in range(run.size(100, 1_000)):
         v, d = run.normal(3, stream=2 * i), run.normal(3, stream=2 * i + 1)
         v = v / v.norm()
-        found = operator(v, d)
+        spectrum = operator(v, d)
         positive = (d @ v).item() > 0
-        stable += not positive and found.rayleigh < 0
-        unstable += positive and found.rayleigh <= 0
+        stable += not positive and spectrum.rayleigh < 0
+        unstable += positive and spectrum.rayleigh <= 0
         if positive:
-            worst = min(worst, found.eigenvalues[0].item())
-            growing = found.overlap[found.eigenvalues > 0]
+            worst = min(worst, spectrum.eigenvalues[0].item())
+            growing = spectrum.overlap[spectrum.eigenvalues > 0]
             least = min(least, growing.max().item())
-    found = operator(V, D, SIGMA)
-    slow, quick = (alignment_rate(found.eigenvalues, 0.1, tau).amplification for tau in (1.0, 0.1))
+    spectrum = operator(V, D, SIGMA)
+    slow, quick = (
+        alignment_rate(spectrum.eigenvalues, 0.1, tau).amplification for tau in (1.0, 0.1)
+    )
     return Evidence(
         [
             none_of("teachers with vᵀMv < 0", stable),
@@ -342,7 +344,10 @@ def instability(run: ClaimRun) -> Evidence:
                 at_least("smallest leading eigenvalue, d·Σv > 0", worst, 1e-6),
                 at_least("smallest overlap with v", least, 1e-6),
                 near(
-                    "growth per step at τ = 1", slow, 1 + 0.1 * found.eigenvalues[0].item(), 1e-12
+                    "growth per step at τ = 1",
+                    slow,
+                    1 + 0.1 * spectrum.eigenvalues[0].item(),
+                    1e-12,
                 ),
                 at_least("growth at τ = 0.1 over that at τ = 1", quick, slow),
             ),
@@ -364,23 +369,25 @@ def instability(run: ClaimRun) -> Evidence:
 )
 def alignment(run: ClaimRun) -> Evidence:
     """Ratio of the components after twenty steps."""
-    found = operator(V, D, SIGMA)
-    rate = alignment_rate(found.eigenvalues, 0.1, 0.5)
+    spectrum = operator(V, D, SIGMA)
+    rate = alignment_rate(spectrum.eigenvalues, 0.1, 0.5)
     u = torch.tensor([0.1, -0.9], dtype=torch.float64)
-    start = found.eigenvectors.T @ u
-    angles, steps, parts = [], 15, start
+    start = spectrum.eigenvectors.T @ u
+    angles, steps, components = [], 15, start
     for _ in range(steps):
-        u = alignment_step(u, found.matrix, 0.2)
-        parts = found.eigenvectors.T @ u
-        angles.append((parts[0].abs() / u.norm()).item())
+        u = alignment_step(u, spectrum.matrix, 0.2)
+        components = spectrum.eigenvectors.T @ u
+        angles.append((components[0].abs() / u.norm()).item())
     stated = (rate.ratio**steps * start[1] / start[0]).item()
     checks = [
-        near("ratio of components", (parts[1] / parts[0]).item() / stated, 1, 1e-9),
+        near("ratio of components", (components[1] / components[0]).item() / stated, 1, 1e-9),
         at_least("cosine with the leading eigenvector", angles[-1], 0.999),
         near("the sign condition holds", float(rate.sign_stable), 1, 0),
     ]
     figure = chart("step", "|cos(u, w_1)|", line("reduced model", range(1, steps + 1), angles))
-    return Evidence(checks, paper=stated, measured=(parts[1] / parts[0]).item(), figure=figure)
+    return Evidence(
+        checks, paper=stated, measured=(components[1] / components[0]).item(), figure=figure
+    )
 
 
 @claim(

@@ -144,11 +144,11 @@ def expansion(run: ClaimRun) -> Evidence:
 
 def _any_surface(run: ClaimRun, router: GraphRouter) -> Check:
     """F(0) by lines along every axis, for any smooth surface."""
-    found = surface_integral(router, 3, lines=run.size(4_000, 40_000), seed=run.seed)
-    assert found.value is not None
-    assert found.standard_error is not None
-    words = "F(0) by lines through the surface"
-    return within(words, found.value, found.standard_error, router.profile(0.0))
+    surface = surface_integral(router, 3, lines=run.size(4_000, 40_000), seed=run.seed)
+    assert surface.value is not None
+    assert surface.standard_error is not None
+    name = "F(0) by lines through the surface"
+    return within(name, surface.value, surface.standard_error, router.profile(0.0))
 
 
 @claim(

@@ -51,11 +51,11 @@ def decomposition(run: ClaimRun) -> Evidence:
     """Sum of the parts; boundary part over both bounds."""
     gap, sharp, paper = 0.0, [], []
     for tau in (1.0, 0.3, 0.1, 0.03):
-        parts = risk_decomposition(pupil(run, run.size(50_000, 500_000), 0.7).sample, tau, EPSILON)
-        values = [e.value or 0.0 for e in (parts.total, parts.interior, parts.boundary)]
+        split = risk_decomposition(pupil(run, run.size(50_000, 500_000), 0.7).sample, tau, EPSILON)
+        values = [e.value or 0.0 for e in (split.total, split.interior, split.boundary)]
         gap = max(gap, abs(values[0] - values[1] - values[2]))
-        sharp.append(values[2] / (parts.sharp_bound.value or math.nan))
-        paper.append(values[2] / (parts.paper_bound.value or math.nan))
+        sharp.append(values[2] / (split.sharp_bound.value or math.nan))
+        paper.append(values[2] / (split.paper_bound.value or math.nan))
     return Evidence(
         [
             at_most("whole minus parts", gap, 1e-12),
@@ -239,10 +239,10 @@ def _corrected_excess(run: ClaimRun, n: int, gamma: float, eta: float) -> list[f
         student = pupil(run, n, distance)
         sample, labels = student.sample, student.labels
         for p in ((0, 1, 2), (1, 0, 2), (2, 0, 1)):
-            found = misrouting_bound(
+            bound = misrouting_bound(
                 sample, labels, TAU, CONFIDENT, gamma=gamma, eta=eta, permutation=p
             )
-            excess.append((found.corrected_bound.value or 0.0) - (found.interior.value or 0.0))
+            excess.append((bound.corrected_bound.value or 0.0) - (bound.interior.value or 0.0))
     return excess
 
 
@@ -266,8 +266,8 @@ def matching(run: ClaimRun) -> Evidence:
         sample = type(student.sample)(
             student.sample.scores[:, order], student.sample.outputs[:, order], student.sample.target
         )
-        found = match_experts(sample, student.labels, TAU, CONFIDENT)
-        wrong += tuple(order[j] for j in found.permutation) != (0, 1, 2)
+        match = match_experts(sample, student.labels, TAU, CONFIDENT)
+        wrong += tuple(order[j] for j in match.permutation) != (0, 1, 2)
     far = pupil(run, run.size(20_000, 200_000), 1.5)
     best = match_experts(far.sample, far.labels, TAU, CONFIDENT)
     sums = [sum(best.agreement[k, p[k]].item() for k in range(3)) for p in permutations(range(3))]
@@ -308,11 +308,11 @@ def recovery(run: ClaimRun) -> Evidence:
         best = _minimiser(run, tau)
         inputs = gaussian_inputs(run.size(100_000, 1_000_000), 2, run.seed)
         sample = evaluate(best.scores, best.outputs, TEACHER.value, inputs)
-        found = recovery_errors(sample, TEACHER.scores(inputs), tau, CONFIDENT)
-        experts.append(found.experts.value or 0.0)
-        partition.append(found.partition.value or 0.0)
-        first.append(found.expert_ratio)
-        second.append(found.partition_ratio)
+        errors = recovery_errors(sample, TEACHER.scores(inputs), tau, CONFIDENT)
+        experts.append(errors.experts.value or 0.0)
+        partition.append(errors.partition.value or 0.0)
+        first.append(errors.expert_ratio)
+        second.append(errors.partition_ratio)
     return Evidence(
         [
             at_most("C_1 at every τ", max(first), 1.0),

@@ -214,8 +214,8 @@ def _quadrature_checks() -> list[Check]:
         tau = 1e-5
         measured = (gaussian_risk(pupil, teacher, tau=tau).item() - hard) / tau
         exact = gaussian_slope(pupil, teacher).value
-        words = f"slope {name} the teacher's wall, quadrature"
-        checks += corrected(near(words, measured, exact, 1e-4))
+        title = f"slope {name} the teacher's wall, quadrature"
+        checks += corrected(near(title, measured, exact, 1e-4))
         sign = at_most if name == "off" else at_least
         checks += corrected(sign(f"sign of the slope {name} the wall", exact, 0))
     return checks
@@ -275,8 +275,8 @@ def _chains(run: ClaimRun) -> tuple[list[float], int]:
         constant = margin_constant(sample.margin, 1.0).value or math.nan
         for tau in (1.0, 0.3, 0.1, 0.03, 0.01):
             chain = soft_to_hard_chain(sample, tau, C=constant, B_f=0.9, B_Y=0.8)
-            parts = (chain.gap.value, chain.predictions.value, chain.exponential.value)
-            steps = [*(abs(part or 0.0) for part in parts), chain.bound]
+            estimates = (chain.gap.value, chain.predictions.value, chain.exponential.value)
+            steps = [*(abs(estimate or 0.0) for estimate in estimates), chain.bound]
             violations += any(a > b for a, b in itertools.pairwise(steps))
             ratios.append(steps[0] / chain.bound)
     return ratios, violations

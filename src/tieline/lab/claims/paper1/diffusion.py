@@ -50,7 +50,7 @@ def drawn_cell(run: ClaimRun, experts: int = 8, width: int = 16, k: int = 2) -> 
 )
 def hitting(run: ClaimRun) -> Evidence:
     """Law, quantile, and simulation."""
-    found = exit_curve(one_face(), 1.0, 16, run.size(250_000, 1_000_000), run.seed)
+    curve = exit_curve(one_face(), 1.0, 16, run.size(250_000, 1_000_000), run.seed)
     exact = face_exit(torch.ones(1, dtype=torch.float64), 1.0).item()
     errors = []
     for delta in (0.05, 0.5, 0.95):
@@ -61,30 +61,30 @@ def hitting(run: ClaimRun) -> Evidence:
     return Evidence(
         [
             within(
-                "P(τ <= 1) at distance 1", found.value[-1].item(), found.stderr[-1].item(), exact
+                "P(τ <= 1) at distance 1", curve.value[-1].item(), curve.stderr[-1].item(), exact
             ),
-            at_most("standard error", found.stderr[-1].item(), 0.001),
+            at_most("standard error", curve.stderr[-1].item(), 0.001),
             at_most("quantile put back into the law", max(errors), 1e-12),
-            *corrected(near("without bridges", found.naive[-1].item(), 0.256, 0.01)),
+            *corrected(near("without bridges", curve.naive[-1].item(), 0.256, 0.01)),
         ],
         paper=exact,
-        measured=found.value[-1].item(),
+        measured=curve.value[-1].item(),
         note="The law is 2Φ̄(1) = .3173; seen at 16 steps only, a path seems to leave with .256.",
     )
 
 
 def _between(run: ClaimRun, cell: TopKCell, horizon: float) -> Evidence:
     """Simulated exits between the two bounds."""
-    found = exit_curve(cell, horizon, 64, run.size(40_000, 400_000), run.seed)
-    bounds = exit_bounds(cell.distances, found.times)
-    low = (bounds.lower - found.value - 4 * found.stderr).max().item()
-    high = (found.value - 4 * found.stderr - bounds.upper).max().item()
+    curve = exit_curve(cell, horizon, 64, run.size(40_000, 400_000), run.seed)
+    bounds = exit_bounds(cell.distances, curve.times)
+    low = (bounds.lower - curve.value - 4 * curve.stderr).max().item()
+    high = (curve.value - 4 * curve.stderr - bounds.upper).max().item()
     picture = chart(
         "t",
         "P(exit by t)",
-        line("lower bound", found.times, bounds.lower, dashed=True),
-        dots("simulated", found.times, found.value, found.stderr),
-        line("union bound", found.times, bounds.upper, dashed=True),
+        line("lower bound", curve.times, bounds.lower, dashed=True),
+        dots("simulated", curve.times, curve.value, curve.stderr),
+        line("union bound", curve.times, bounds.upper, dashed=True),
     )
     return Evidence(
         [
@@ -93,7 +93,7 @@ def _between(run: ClaimRun, cell: TopKCell, horizon: float) -> Evidence:
         ],
         paper=bounds.lower[-1].item(),
         corrected=f"at most {bounds.upper[-1].item():.4f}",
-        measured=found.value[-1].item(),
+        measured=curve.value[-1].item(),
         figure=picture,
     )
 
@@ -128,12 +128,12 @@ def finite(run: ClaimRun) -> Evidence:
     cell = drawn_cell(run)
     least = cell.distances.min()
     late = face_exit(least[None], 1e6 * least.item() ** 2).item()
-    found = exit_curve(cell, 400 * least.item() ** 2, 256, run.size(2_000, 20_000), run.seed)
+    curve = exit_curve(cell, 400 * least.item() ** 2, 256, run.size(2_000, 20_000), run.seed)
     t = torch.logspace(0, 8, 9, dtype=torch.float64)
     means = [_mean_until(horizon.item()) for horizon in t]
     checks = [
         at_least("lower bound at 10⁶ r²", late, 0.999),
-        at_least("simulated by 400 r²", found.value[-1].item(), 0.95),
+        at_least("simulated by 400 r²", curve.value[-1].item(), 0.95),
         *corrected(
             near(
                 "exponent of E[min(τ, T)] in T, one face",
@@ -173,13 +173,13 @@ def boundaries(run: ClaimRun) -> Evidence:
     away = away / away.norm(dim=2, keepdim=True)
     on = topk_mask((tie.point[:, None] + 1e-6 * away) @ weight.T + bias, 2)
     off = topk_mask((x[:, None] + 0.999 * tie.distance[:, None, None] * away) @ weight.T + bias, 2)
-    one = (on == on[:, :1]).all(dim=2).all(dim=1).sum().item()
-    two = (off != off[:, :1]).any(dim=2).any(dim=1).sum().item()
+    alone = (on == on[:, :1]).all(dim=2).all(dim=1).sum().item()
+    crossed = (off != off[:, :1]).any(dim=2).any(dim=1).sum().item()
     checks = [
-        none_of("ties with one cell around", one),
-        none_of("inputs with two cells within their distance", two),
+        none_of("ties with one cell around", alone),
+        none_of("inputs with two cells within their distance", crossed),
     ]
-    return Evidence(checks, paper="equal sets", measured=f"{one + two} exceptions")
+    return Evidence(checks, paper="equal sets", measured=f"{alone + crossed} exceptions")
 
 
 def annulus(run: ClaimRun, dim: int, start: float, inner: float, outer: float, n: int) -> float:
@@ -286,17 +286,17 @@ def linear_image(run: ClaimRun) -> Evidence:
     """Deviations in standard errors."""
     n, a = run.size(50_000, 500_000), run.normal(2, 5, stream=1)
     first, second = (run.normal(n, 5, stream=s) * math.sqrt(t) for s, t in ((2, 0.3), (3, 0.7)))
-    one, two = first @ a.T, second @ a.T
+    early, late = first @ a.T, second @ a.T
     values, vectors = torch.linalg.eigh(a @ a.T)
     root = vectors @ torch.diag(values.rsqrt()) @ vectors.T
     pairs = {
-        "first increment": (one, one, 0.3 * a @ a.T),
-        "second increment": (two, two, 0.7 * a @ a.T),
-        "the two together": (one, two, torch.zeros(2, 2, dtype=torch.float64)),
-        "made standard": (one @ root, one @ root, 0.3 * torch.eye(2, dtype=torch.float64)),
+        "first increment": (early, early, 0.3 * a @ a.T),
+        "second increment": (late, late, 0.7 * a @ a.T),
+        "the two together": (early, late, torch.zeros(2, 2, dtype=torch.float64)),
+        "made standard": (early @ root, early @ root, 0.3 * torch.eye(2, dtype=torch.float64)),
     }
     checks = [
-        at_most(f"{name}: standard errors", _deviation(*parts), 4) for name, parts in pairs.items()
+        at_most(f"{name}: standard errors", _deviation(*pair), 4) for name, pair in pairs.items()
     ]
     return Evidence(checks, paper="AAᵀ", measured=max(check.measured for check in checks))
 
@@ -385,20 +385,22 @@ def one_flat(run: ClaimRun) -> Evidence:
     for n in (1, 2, 3):
         flat = tie_flat(weight, bias, tuple(range(n + 1)))
         x0 = flat.nearest + 0.8 * flat.basis[:, 0]
-        found = flat_occupation(flat, x0, epsilon=epsilon, horizon=horizon)
+        occupation = flat_occupation(flat, x0, epsilon=epsilon, horizon=horizon)
         time = horizon * torch.rand(n_draws, dtype=torch.float64, generator=run.generator(n))
         x = x0 + time.sqrt()[:, None] * run.normal(n_draws, 7, stream=10 + n)
         share = (((x - flat.nearest) @ flat.basis).norm(dim=1) < epsilon).double().mean().item()
         error = horizon * math.sqrt(share * (1 - share) / n_draws)
-        exact = found.exact or math.nan
+        exact = occupation.exact or math.nan
         checks += [
             within(f"sampled and exact, n = {n}", horizon * share, error, exact, resolution=0.1),
-            at_most(f"exact and the paper's bound, n = {n}", exact, float(found.paper)),
+            at_most(f"exact and the paper's bound, n = {n}", exact, float(occupation.paper)),
             *corrected(
-                at_most(f"exact and the finite bound, n = {n}", exact, float(found.bound), 1e-9)
+                at_most(
+                    f"exact and the finite bound, n = {n}", exact, float(occupation.bound), 1e-9
+                )
             ),
         ]
-        values.append((exact, float(found.bound), float(found.paper)))
+        values.append((exact, float(occupation.bound), float(occupation.paper)))
     checks += _from_within(weight, bias)
     return Evidence(
         checks,
@@ -413,11 +415,11 @@ def one_flat(run: ClaimRun) -> Evidence:
 def _from_within(weight: Tensor, bias: Tensor) -> list[Check]:
     """Checks of a start on the flat itself, n = 2, where the paper's bound is infinite."""
     flat = tie_flat(weight, bias, (0, 1, 2))
-    found = flat_occupation(flat, flat.nearest, epsilon=0.3, horizon=4.0)
+    occupation = flat_occupation(flat, flat.nearest, epsilon=0.3, horizon=4.0)
     return [
         *corrected(
-            near("the paper's bound from within ε", float(found.paper), math.inf),
-            at_most("the finite one", float(found.bound), 4.0),
+            near("the paper's bound from within ε", float(occupation.paper), math.inf),
+            at_most("the finite one", float(occupation.bound), 4.0),
         )
     ]
 
@@ -427,7 +429,7 @@ def _near_ties(run: ClaimRun, order: int, paths: int) -> tuple[list[Check], list
     x0, checks, row = run.normal(7, stream=3), [], []
     for epsilon in (0.4, 0.2, 0.1):
         bounds = occupation_bounds(x0, weight, bias, order=order, epsilon=epsilon, horizon=4.0)
-        found = sampled_occupation(
+        time = sampled_occupation(
             x0,
             weight,
             bias,
@@ -438,7 +440,7 @@ def _near_ties(run: ClaimRun, order: int, paths: int) -> tuple[list[Check], list
             paths=paths,
             seed=run.seed,
         )
-        value, error = found.value or 0.0, found.standard_error or 0.0
+        value, error = time.value or 0.0, time.standard_error or 0.0
         checks.append(
             at_most(
                 f"time and bound, n = {order}, ε = {epsilon}",
@@ -471,12 +473,12 @@ def _near_ties(run: ClaimRun, order: int, paths: int) -> tuple[list[Check], list
 def many_flats(run: ClaimRun) -> Evidence:
     """Simulated time under both bounds."""
     paths = run.size(400, 8_192)
-    (first, ones), (second, twos) = (_near_ties(run, n, paths) for n in (1, 2))
+    (order_one, ones), (order_two, twos) = (_near_ties(run, n, paths) for n in (1, 2))
     widths = [0.4, 0.2, 0.1]
-    share = [two / one for one, two in zip(ones[::3], twos[::3], strict=True)]
+    share = [second / first for first, second in zip(ones[::3], twos[::3], strict=True)]
     checks = [
-        *first,
-        *second,
+        *order_one,
+        *order_two,
         *corrected(at_least("share of order 2 falls with ε", share[0], share[2])),
     ]
     figure = chart(

@@ -82,8 +82,8 @@ def routing_course(
     require(language and isinstance(config.model, DecoderConfig), "needs a decoder")
     assert isinstance(config.model, DecoderConfig)
     context, text = config.model.context, load_streams(config.data).train
-    whole = text[: len(text) // context * context].view(-1, context)
-    rows = whole[:: max(1, len(whole) // windows)][:windows].long()
+    all_rows = text[: len(text) // context * context].view(-1, context)
+    rows = all_rows[:: max(1, len(all_rows) // windows)][:windows].long()
     looks: list[tuple[int, Tensor]] = []
 
     def watch(model: nn.Module, step: int) -> None:
@@ -92,8 +92,8 @@ def routing_course(
 
     with tempfile.TemporaryDirectory() as folder:
         done = run(config, Path(folder) / "run", watch=watch)
-    steps, found = zip(*looks, strict=True)
-    table = torch.stack(found)
+    steps, tables = zip(*looks, strict=True)
+    table = torch.stack(tables)
     return RoutingCourse(
         steps=torch.tensor(steps),
         experts=table[..., 0],
@@ -112,10 +112,10 @@ def _look(model: nn.Module, rows: Tensor, tolerances: Sequence[float]) -> Tensor
     with collect_routing(model) as records:
         model(input_ids=rows)
     model.train(training)
-    return torch.stack([_numbers(record, tolerances) for record in records])
+    return torch.stack([_layer_numbers(record, tolerances) for record in records])
 
 
-def _numbers(record: LayerRouting, tolerances: Sequence[float]) -> Tensor:
+def _layer_numbers(record: LayerRouting, tolerances: Sequence[float]) -> Tensor:
     gate, scores = record.layer.gate, record.routing.scores.flatten(0, -2)
     used = record.routing.active.double().mean()
     width = gate.epsilon.double() if isinstance(gate, SmoothTopK) else torch.tensor(math.nan)
@@ -142,15 +142,15 @@ def course(run: ClaimRun, gate: str) -> "RoutingCourse":
     return routing_course(config, every=config.optim.steps // looks, windows=run.size(64, 128))
 
 
-def _layers(name: str, values: Tensor, target: float, tolerance: float) -> list[Check]:
+def _layer_means(name: str, values: Tensor, target: float, tolerance: float) -> list[Check]:
     """The mean of each layer over some measurements against a target."""
     means = values.mean(dim=0).tolist()
     return [near(f"{name}, layer {at}", mean, target, tolerance) for at, mean in enumerate(means)]
 
 
-def _lines(found: "RoutingCourse") -> list[Series]:
-    steps = found.steps.double()
-    return [line(f"layer {at}", steps, column) for at, column in enumerate(found.experts.T)]
+def _lines(course: "RoutingCourse") -> list[Series]:
+    steps = course.steps.double()
+    return [line(f"layer {at}", steps, column) for at, column in enumerate(course.experts.T)]
 
 
 @claim(
@@ -169,23 +169,23 @@ def _lines(found: "RoutingCourse") -> list[Series]:
 )
 def figure_four(run: ClaimRun) -> Evidence:
     """K in the last quarter of a run and the one before it; ε at its start and its end."""
-    found = course(run, "smooth50")
-    last, before = found.between(0.75, 1), found.between(0.5, 0.75)
-    growth = (found.epsilon[last].mean(dim=0) / 0.05).min().item()
-    k = found.experts[last].mean().item()
+    routed = course(run, "smooth50")
+    last, before = routed.between(0.75, 1), routed.between(0.5, 0.75)
+    growth = (routed.epsilon[last].mean(dim=0) / 0.05).min().item()
+    k = routed.experts[last].mean().item()
     return Evidence(
         [
-            *_layers("K in the last quarter", found.experts[last], BUDGET, NEAR),
-            *_layers("K in the quarter before", found.experts[before], BUDGET, NEAR),
+            *_layer_means("K in the last quarter", routed.experts[last], BUDGET, NEAR),
+            *_layer_means("K in the quarter before", routed.experts[before], BUDGET, NEAR),
             at_least("ε in the last quarter over its start, least of the layers", growth, 1),
-            at_most("K after the first step", found.experts[0].max().item(), BUDGET - NEAR),
-            *corrected(at_least("least K of all looks", found.experts.min().item(), 2)),
-            at_most("last loss over the first", found.losses[-1] / found.losses[0], 0.6),
+            at_most("K after the first step", routed.experts[0].max().item(), BUDGET - NEAR),
+            *corrected(at_least("least K of all looks", routed.experts.min().item(), 2)),
+            at_most("last loss over the first", routed.losses[-1] / routed.losses[0], 0.6),
         ],
         paper=BUDGET,
         corrected="K begins at 2, not near 0: the top 2 are always in",
-        measured=f"{k:.3f} on text of the run, {found.held_out:.3f} on held-out text",
-        figure=chart("step", "K", *_lines(found)),
+        measured=f"{k:.3f} on text of the run, {routed.held_out:.3f} on held-out text",
+        figure=chart("step", "K", *_lines(routed)),
         note="ε first overshoots and comes back: the scores of a fresh model lie close together",
     )
 
@@ -203,27 +203,34 @@ def figure_four(run: ClaimRun) -> Evidence:
 )
 def figure_five(run: ClaimRun) -> Evidence:
     """K in each of the three stages, and ε at the end."""
-    found = course(run, "annealed")
-    first, middle, end = found.between(0.375, 0.5), found.between(0.5, 0.75), found.between(0.9, 1)
-    width = found.epsilon[first].mean(dim=0)
-    schedule = BudgetSchedule(
-        BUDGET, HARD, int(found.steps[-1]) // 2, int(found.steps[-1]) * 3 // 4
+    routed = course(run, "annealed")
+    first, middle, end = (
+        routed.between(0.375, 0.5),
+        routed.between(0.5, 0.75),
+        routed.between(0.9, 1),
     )
-    budgets = [schedule(int(step)) for step in found.steps]
-    dead = (found.epsilon[-1] / width).max().item()
-    k = found.experts[end].mean().item()
+    width = routed.epsilon[first].mean(dim=0)
+    schedule = BudgetSchedule(
+        BUDGET, HARD, int(routed.steps[-1]) // 2, int(routed.steps[-1]) * 3 // 4
+    )
+    budgets = [schedule(int(step)) for step in routed.steps]
+    dead = (routed.epsilon[-1] / width).max().item()
+    k = routed.experts[end].mean().item()
     return Evidence(
         [
-            *_layers("K at the end of the first stage", found.experts[first], BUDGET, NEAR),
-            *_layers("K over the second stage", found.experts[middle], 2.25, NEAR),
-            *_layers("K at the end of the third", found.experts[end], HARD, 0.06),
+            *_layer_means("K at the end of the first stage", routed.experts[first], BUDGET, NEAR),
+            *_layer_means("K over the second stage", routed.experts[middle], 2.25, NEAR),
+            *_layer_means("K at the end of the third", routed.experts[end], HARD, 0.06),
             at_most("ε at the end over that at 2.5, most of the layers", dead, 0.25),
         ],
         paper=HARD,
         corrected="ε tends to 0 and K to 2 without getting there: the pull K - k dies with ε",
         measured=f"{k:.3f}, ε down to {100 * dead:.0f} %",
         figure=chart(
-            "step", "K", *_lines(found), line("budget", found.steps.double(), budgets, dashed=True)
+            "step",
+            "K",
+            *_lines(routed),
+            line("budget", routed.steps.double(), budgets, dashed=True),
         ),
     )
 
@@ -255,12 +262,12 @@ def near_experts(run: ClaimRun) -> Evidence:
     layers, k, source = trained_scores(run)
     grid = [0.001, 0.01, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 4.0]
     checks, series = [], []
-    for place, scores in enumerate(layers):
+    for layer, scores in enumerate(layers):
         mean = near_counts(scores, k, grid).double().mean(dim=0)
-        checks.append(near(f"layer {place}: K at 0.001", mean[0].item(), k, 0.05))
-        checks.append(at_least(f"layer {place}: smallest rise", mean.diff().min().item(), 0))
-        checks.append(at_most(f"layer {place}: K at 4", mean[-1].item(), scores.shape[1]))
-        series.append(line(f"layer {place}", grid, mean))
+        checks.append(near(f"layer {layer}: K at 0.001", mean[0].item(), k, 0.05))
+        checks.append(at_least(f"layer {layer}: smallest rise", mean.diff().min().item(), 0))
+        checks.append(at_most(f"layer {layer}: K at 4", mean[-1].item(), scores.shape[1]))
+        series.append(line(f"layer {layer}", grid, mean))
     half = next(e for e, m in zip(grid, series[0].y, strict=True) if m >= k + 0.5)
     figure = chart("ε", "mean number of experts K(ε)", *series, log="x")
     return Evidence(

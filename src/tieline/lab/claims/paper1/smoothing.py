@@ -141,8 +141,8 @@ def layer_pair(run: ClaimRun, layer: int, experts: int = 32, k: int = 4, width: 
 
 
 def _ties(run: ClaimRun, weight: Tensor, k: int, n: int) -> tuple[Tensor, Tensor]:
-    found = nearest_tie_point(run.normal(n, weight.shape[1], stream=8), weight, None, k)
-    return found.point, found.normal
+    nearest = nearest_tie_point(run.normal(n, weight.shape[1], stream=8), weight, None, k)
+    return nearest.point, nearest.normal
 
 
 @claim(
@@ -204,8 +204,10 @@ def figure_one(run: ClaimRun) -> Evidence:
     """Differences at the smallest step, relative to those at 1."""
     layer = layer_pair(run, 1)
     points, normals = _ties(run, layer["weight"], 4, run.size(50, 500))
-    found = {name: difference_by_step(layer[name], points, normals) for name in ("hard", "smooth")}
-    rest = {name: (d.largest[0] / d.largest[-1]).item() for name, d in found.items()}
+    differences = {
+        name: difference_by_step(layer[name], points, normals) for name in ("hard", "smooth")
+    }
+    rest = {name: (d.largest[0] / d.largest[-1]).item() for name, d in differences.items()}
     return Evidence(
         [
             at_least("hard: difference at 1e-9 over that at 1", rest["hard"], 0.01),
@@ -216,8 +218,8 @@ def figure_one(run: ClaimRun) -> Evidence:
         figure=chart(
             "step",
             "largest difference of outputs",
-            line("hard top-k", found["hard"].steps, found["hard"].largest),
-            line("smooth top-k", found["smooth"].steps, found["smooth"].largest),
+            line("hard top-k", differences["hard"].steps, differences["hard"].largest),
+            line("smooth top-k", differences["smooth"].steps, differences["smooth"].largest),
             log="xy",
         ),
     )
@@ -236,12 +238,12 @@ def figure_one(run: ClaimRun) -> Evidence:
 def figure_three(run: ClaimRun) -> Evidence:
     """Exponents of hard and smooth layers."""
     checks = []
-    for place in range(1, 5):
-        layer = layer_pair(run, place)
+    for number in range(1, 5):
+        layer = layer_pair(run, number)
         points, normals = _ties(run, layer["weight"], 4, run.size(20, 200))
         for name, stated in (("hard", 0.0), ("smooth", 1.0)):
             power = step_exponent(difference_by_step(layer[name], points, normals))
-            checks.append(near(f"layer {place}, {name}", power, stated, 0.1))
+            checks.append(near(f"layer {number}, {name}", power, stated, 0.1))
     return Evidence(
         checks, paper="0 and 1", measured=f"{checks[0].measured:.3f} and {checks[1].measured:.3f}"
     )

@@ -52,8 +52,8 @@ def order_statistics(run: ClaimRun) -> Evidence:
     scores, wrong = lattice(run, run.size(500, 5_000), 6), 0
     for k in range(1, 7):
         ranked = stable_topk(scores, k)
-        for row, found in zip(scores.tolist(), ranked.indices.tolist(), strict=True):
-            wrong += found != sorted(range(6), key=lambda i: (-row[i], i))[:k]
+        for row, indices in zip(scores.tolist(), ranked.indices.tolist(), strict=True):
+            wrong += indices != sorted(range(6), key=lambda i: (-row[i], i))[:k]
     return Evidence([none_of("rows that differ", wrong)], paper="a sort", measured=wrong)
 
 
@@ -83,8 +83,8 @@ def orders(run: ClaimRun) -> Evidence:
     """Rows on which the two definitions, or the library and Def. A.5, differ."""
     scores, differ, wrong = lattice(run, run.size(500, 5_000), 6), 0, 0
     for k in range(1, 6):
-        found = tie_order(scores, k, 1e-9).tolist()
-        for row, order in zip(scores.tolist(), found, strict=True):
+        tie_orders = tie_order(scores, k, 1e-9).tolist()
+        for row, order in zip(scores.tolist(), tie_orders, strict=True):
             loose, strict = (_order_by_definition(row, k, exact) for exact in (False, True))
             differ += loose != strict
             wrong += {order} - {0} != strict
@@ -117,9 +117,9 @@ def cells(run: ClaimRun) -> Evidence:
     weight, bias = router(run, 6, 8)
     radii = []
     for chosen in itertools.combinations(range(6), 3):
-        wanted = torch.zeros(6, dtype=torch.float64)
-        wanted[list(chosen)] = 1.0
-        x = torch.linalg.lstsq(weight, (wanted - bias)[:, None]).solution.T
+        target = torch.zeros(6, dtype=torch.float64)
+        target[list(chosen)] = 1.0
+        x = torch.linalg.lstsq(weight, (target - bias)[:, None]).solution.T
         same = topk_mask(x @ weight.T + bias, 3)[0].nonzero().flatten().tolist() == list(chosen)
         radii.append(distance_to_tie(x, weight, bias, 3).item() if same else 0.0)
     flat, shift = router(run, 6, 1, stream=2)
@@ -277,8 +277,8 @@ def _choice_share(weight: Tensor, tied: tuple[int, ...], above: set[int], run: C
     x = x - (x @ flat.basis) @ flat.basis.T
     level = (x @ weight[tied[0]])[:, None]
     others = [i for i in range(len(weight)) if i not in tied]
-    wanted = torch.tensor([i in above for i in others])
-    return ((x @ weight[others].T > level) == wanted).all(dim=1).double().mean().item()
+    signs = torch.tensor([i in above for i in others])
+    return ((x @ weight[others].T > level) == signs).all(dim=1).double().mean().item()
 
 
 @claim(
@@ -302,10 +302,10 @@ def one_polyhedron(run: ClaimRun) -> Evidence:
         for above in itertools.combinations((2, 3, 4), size)
     ]
     lower = slice_bounds(weight, 2, (0, 1)).lower
-    whole = sampled_slice_density(weight[:2], 1, (0, 1), 1_000, seed=run.seed).value or 0.0
+    unbounded = sampled_slice_density(weight[:2], 1, (0, 1), 1_000, seed=run.seed).value or 0.0
     return Evidence(
         [
-            at_most("density without inequalities, E = 2", whole, 0.5),
+            at_most("density without inequalities, E = 2", unbounded, 0.5),
             *under_condition(
                 at_most("largest density of a choice", max(shares), 0.5),
                 at_least(
@@ -318,7 +318,7 @@ def one_polyhedron(run: ClaimRun) -> Evidence:
             *corrected(near("the choices share out the flat", sum(shares), 1, 1e-9)),
         ],
         paper=f"[{lower:.2e}, 0.5]",
-        measured=f"{min(shares):.4f} to {max(shares):.4f}; {whole:g} without inequalities",
+        measured=f"{min(shares):.4f} to {max(shares):.4f}; {unbounded:g} without inequalities",
     )
 
 
@@ -341,14 +341,14 @@ def recession(run: ClaimRun) -> Evidence:
         for tied in itertools.combinations(range(5), size):
             others = [i for i in range(5) if i not in tied]
             for signs in itertools.product((1.0, -1.0), repeat=len(others)):
-                wanted = torch.zeros(5, dtype=torch.float64)
-                wanted[others] = torch.tensor(signs, dtype=torch.float64)
-                u = torch.linalg.lstsq(weight, wanted[:, None]).solution.squeeze(1)
-                found = weight @ u
-                missing += not torch.allclose(found, wanted, atol=1e-9)
+                target = torch.zeros(5, dtype=torch.float64)
+                target[others] = torch.tensor(signs, dtype=torch.float64)
+                u = torch.linalg.lstsq(weight, target[:, None]).solution.squeeze(1)
+                products = weight @ u
+                missing += not torch.allclose(products, target, atol=1e-9)
                 total += 1
-                inward += bool((found[others].sign() == wanted[others]).all())
-                outward += bool(((weight @ -u)[others].sign() == wanted[others]).all())
+                inward += bool((products[others].sign() == target[others]).all())
+                outward += bool(((weight @ -u)[others].sign() == target[others]).all())
     return Evidence(
         [
             none_of("choices without a direction", missing),
@@ -379,12 +379,12 @@ def density_bound(run: ClaimRun) -> Evidence:
     n = run.size(20_000, 400_000)
     for experts, k, r in ((4, 2, 2), (4, 2, 1), (8, 2, 1), (8, 3, 3), (16, 4, 2)):
         exact = slice_density(experts, k, r)
-        found = sampled_slice_density(
+        estimate = sampled_slice_density(
             orthonormal(experts, experts + 1), k, tuple(range(r + 1)), n, seed=run.seed
         )
-        words = f"sampled α at E = {experts}, k = {k}, r = {r}"
+        name = f"sampled α at E = {experts}, k = {k}, r = {r}"
         checks += corrected(
-            within(words, found.value or 0, found.standard_error or 0, exact, bias=1e-9)
+            within(name, estimate.value or 0, estimate.standard_error or 0, exact, bias=1e-9)
         )
     bounds = slice_bounds(orthonormal(5, 7), 2, (0, 1))
     checks += corrected(
@@ -423,7 +423,7 @@ def tube_orders(run: ClaimRun) -> Evidence:
     shares = {epsilon: _tube_shares(run, epsilon, n) for epsilon in widths}
     value, error = extrapolated(shares)
     stated = tube_ratio(4, 2, dim=5, orders=(2, 1), epsilon=1.0, radius=1.0).paper
-    raw = [(two.mean() / one.mean()).item() / epsilon for epsilon, (one, two) in shares.items()]
+    raw = [(b.mean() / a.mean()).item() / epsilon for epsilon, (a, b) in shares.items()]
     checks = [within("U_2/U_1 over ε/R", value, error, stated, bias=BIAS)]
     figure = chart(
         "ε/R",

@@ -37,10 +37,10 @@ def slab(dim: int, offset: float, epsilon: float, radius: float) -> float:
     low, high = max(-radius, offset - epsilon), min(radius, offset + epsilon)
     if low >= high:
         return 0.0
-    found, _ = integrate.quad(
+    integral, _ = integrate.quad(
         lambda u: (radius**2 - u**2) ** ((dim - 1) / 2), low, high, epsabs=0, epsrel=1e-13
     )
-    return ball_volume(dim - 1) * found / (ball_volume(dim) * radius**dim)
+    return ball_volume(dim - 1) * integral / (ball_volume(dim) * radius**dim)
 
 
 @claim(
@@ -60,12 +60,14 @@ def hyperplane(run: ClaimRun) -> Evidence:
         ours = tube_fraction(dim=dim, codim=1, offset=offset, epsilon=epsilon, radius=1.0)
         checks.append(near(f"D = {dim}, δ = {offset}, ε = {epsilon}", ours, stated, 1e-11))
     n = run.size(200_000, 2_000_000)
-    found = sampled_tube(
+    estimate = sampled_tube(
         dim=8, codim=1, offset=0.3, epsilon=0.1, radius=1.0, samples=n, seed=run.seed
     )
     exact = slab(8, 0.3, 0.1, 1.0)
-    checks.append(within("sampled, D = 8", found.value or 0, found.standard_error or 0, exact))
-    return Evidence(checks, paper=exact, measured=found.value)
+    checks.append(
+        within("sampled, D = 8", estimate.value or 0, estimate.standard_error or 0, exact)
+    )
+    return Evidence(checks, paper=exact, measured=estimate.value)
 
 
 def _printed_beta(dim: int, offset: float, epsilon: float, radius: float) -> float:
@@ -143,11 +145,11 @@ def all_ties(run: ClaimRun, order: int, sizes: tuple[int, int]) -> Evidence:
     weight, bias = router(run, 5, 7)
     widths = [0.2, 0.1, 0.05]
     options = {"order": order, "radius": 2.0, "samples": run.size(*sizes), "seed": run.seed}
-    found = [tie_tube(weight, 0.3 * bias, 2, epsilon=width, **options) for width in widths]
-    shares = [tube.sampled.value or 0.0 for tube in found]
-    flats, leads = [tube.flats for tube in found], [tube.leading for tube in found]
+    tubes = [tie_tube(weight, 0.3 * bias, 2, epsilon=width, **options) for width in widths]
+    shares = [tube.sampled.value or 0.0 for tube in tubes]
+    flats, leads = [tube.flats for tube in tubes], [tube.leading for tube in tubes]
     checks = []
-    for width, share, tube in zip(widths, shares, found, strict=True):
+    for width, share, tube in zip(widths, shares, tubes, strict=True):
         error = tube.sampled.standard_error or 0.0
         name = f"share at ε = {width} and the tubes of all flats"
         checks.append(at_most(name, share, tube.flats, 4 * error))
@@ -185,13 +187,13 @@ def any_codimension(run: ClaimRun) -> Evidence:
         )
     n = run.size(400_000, 4_000_000)
     exact = tube_fraction(dim=7, codim=3, offset=0.2, epsilon=0.3, radius=1.0)
-    found = sampled_tube(
+    estimate = sampled_tube(
         dim=7, codim=3, offset=0.2, epsilon=0.3, radius=1.0, samples=n, seed=run.seed
     )
     checks.append(
-        within("codimension 3, sampled", found.value or 0, found.standard_error or 0, exact)
+        within("codimension 3, sampled", estimate.value or 0, estimate.standard_error or 0, exact)
     )
-    return Evidence(checks, paper=exact, measured=found.value)
+    return Evidence(checks, paper=exact, measured=estimate.value)
 
 
 def _double(dim: int, offset: float, epsilon: float) -> float:
@@ -350,7 +352,7 @@ def _bands(run: ClaimRun, epsilon: float, n: int) -> tuple[Tensor, Tensor]:
 def _fibres(run: ClaimRun, epsilon: float, n: int, slices: bool) -> tuple[Tensor, Tensor]:
     """Indicators of {‖A_J x - d_J‖_∞ <= ε}, over slices or over whole flats, orders 1 and 2."""
     z = in_ball(run, n, 5)[:, :4]
-    found = []
+    indicators = []
     for r in (1, 2):
         hit = torch.zeros(n, dtype=torch.bool)
         for tied in itertools.combinations(range(4), r + 1):
@@ -360,8 +362,8 @@ def _fibres(run: ClaimRun, epsilon: float, n: int, slices: bool) -> tuple[Tensor
             count = above.sum(dim=1)
             valid = (count >= max(0, 2 - r)) & (count <= 1)
             hit |= near_ & (valid if slices else torch.ones_like(valid))
-        found.append(hit.double())
-    return found[0], found[1]
+        indicators.append(hit.double())
+    return indicators[0], indicators[1]
 
 
 @claim(

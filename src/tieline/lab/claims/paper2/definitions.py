@@ -202,13 +202,13 @@ def cells(run: ClaimRun) -> Evidence:
     model = MoEModel("linear", "softmax", "tanh", 3, 5)
     truth = drawn(run, model)
     fit = drawn(run, model.with_experts(1000), stream=2)
-    found = voronoi_loss(fit, truth, "L3", 2).cells
-    rows, own = (torch.cat((p.router, p.experts), dim=1) for p in (fit, truth))
-    nearest = torch.cdist(rows, own, compute_mode="donot_use_mm_for_euclid_dist").argmin(dim=1)
-    wrong = sum(int(nearest[i] != j) for j, members in enumerate(found) for i in members)
+    members_of = voronoi_loss(fit, truth, "L3", 2).cells
+    rows, atoms = (torch.cat((p.router, p.experts), dim=1) for p in (fit, truth))
+    nearest = torch.cdist(rows, atoms, compute_mode="donot_use_mm_for_euclid_dist").argmin(dim=1)
+    wrong = sum(int(nearest[i] != j) for j, members in enumerate(members_of) for i in members)
     checks = [
         none_of("atoms in another cell", wrong),
-        near("atoms in all cells", sum(map(len, found)), 1000, 0),
+        near("atoms in all cells", sum(map(len, members_of)), 1000, 0),
     ]
     return Evidence(checks, paper=0, measured=wrong)
 

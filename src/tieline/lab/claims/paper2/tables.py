@@ -113,7 +113,7 @@ def table_four(run: ClaimRun) -> Evidence:
         "OfficeHome, perturbed": ((74.64, 57.85, 79.59, 84.27), 74.09),
     }
     pairs = zip(cosine.values(), perturbed.values(), strict=True)
-    better = sum(b >= a for one, two in pairs for a, b in zip(one[0], two[0], strict=True))
+    better = sum(b >= a for old, new in pairs for a, b in zip(old[0], new[0], strict=True))
     checks = [
         *mean_checks(cosine | perturbed, 0.011),
         at_least("domains of twelve where perturbed is at least as good", better, 11),

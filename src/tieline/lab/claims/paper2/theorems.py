@@ -138,9 +138,9 @@ def perturbed_over(run: ClaimRun) -> Evidence:
     ]
     for expert in ("relu", "polynomial"):
         other = MoEModel("perturbed", "softmax", expert, 2, 3)
-        whole = drawn(run, other, stream=2)
-        split = split_scale(other, whole, 0.4)
-        left = largest_gap(other, split, whole, x)
+        unsplit = drawn(run, other, stream=2)
+        split = split_scale(other, unsplit, 0.4)
+        left = largest_gap(other, split, unsplit, x)
         checks += corrected(at_most(f"{expert} split: |g - g*|", left, 1e-12))
     ratio = split_ratio(run)
     checks += under_condition(at_least("tanh: least ratio, quotient L_2", ratio, FLOOR))
@@ -240,8 +240,8 @@ def at_the_limit(run: ClaimRun, name: str, model: MoEModel, study: RateStudy) ->
 def exact_and_over(run: ClaimRun, gate: str) -> Evidence:
     """Slopes of ‖f - f*‖ with as many experts as the truth and with one more."""
     cases = {EXACT: 0, OVER: 1}
-    found = {n: small_study(run, family(gate), extra=k) for n, k in cases.items()}
-    return regression_rate(found, at_the_limit(run, EXACT, family(gate), found[EXACT]))
+    studies = {n: small_study(run, family(gate), extra=k) for n, k in cases.items()}
+    return regression_rate(studies, at_the_limit(run, EXACT, family(gate), studies[EXACT]))
 
 
 @claim(
@@ -262,14 +262,14 @@ def exact_and_over(run: ClaimRun, gate: str) -> Evidence:
 )
 def cosine_over(run: ClaimRun) -> Evidence:
     """Experts fall like n^-1/4 and the quotient loss, which has their squares, like n^-1/2."""
-    found = {OVER: small_study(run, family("cosine"), extra=1)}
+    studies = {OVER: small_study(run, family("cosine"), extra=1)}
     return rate_evidence(
         [
-            slow(f"experts, {OVER}", found[OVER]),
-            *corrected(*each_parametric("quotient slope", found, "quotient")),
-            *each_falling("experts", found, "experts"),
+            slow(f"experts, {OVER}", studies[OVER]),
+            *corrected(*each_parametric("quotient slope", studies, "quotient")),
+            *each_falling("experts", studies, "experts"),
         ],
-        found,
+        studies,
         ("quotient", "experts"),
         paper="slower than any power",
         corrected="n^-1/4 for experts, n^-1/2 for their squares",
@@ -381,16 +381,16 @@ QUARTER = (("linear", "relu"), ("perturbed", "polynomial"), ("perturbed", "relu"
 )
 def table(run: ClaimRun) -> Evidence:
     """Over-specified, none of the nine experts is determined; exact, all are learned at n^-1/2."""
-    places = [(gate, expert) for gate in GATES for expert in EXPERTS]
-    over = {place: split_gap(run, family(*place)) for place in places}
+    entries = [(gate, expert) for gate in GATES for expert in EXPERTS]
+    over = {entry: split_gap(run, family(*entry)) for entry in entries}
     # the direction of a short cosine row is lost at a start radius of its length
     more = {"cosine": {"starts": 6}}
-    found = {
+    studies = {
         f"{gate}, {expert}": small_study(run, family(gate, expert), **more.get(gate, {}))
-        for gate, expert in places
+        for gate, expert in entries
     }
-    slowest = max(gap for place, gap in over.items() if place not in QUARTER)
-    rates = [study.rate("experts").slope for study in found.values()]
+    slowest = max(gap for entry, gap in over.items() if entry not in QUARTER)
+    rates = [study.rate("experts").slope for study in studies.values()]
     return rate_evidence(
         [
             at_most("six slow entries, k = k* + 1: |f - f*| of the split", slowest, 1e-12),
@@ -402,9 +402,9 @@ def table(run: ClaimRun) -> Evidence:
                 )
                 for gate, expert in QUARTER
             ),
-            *corrected(*each_parametric("k = k*: slope of experts", found, "experts")),
+            *corrected(*each_parametric("k = k*: slope of experts", studies, "experts")),
         ],
-        found,
+        studies,
         ("experts",),
         paper="1/log^τ n six times, n^-1/4 three times",
         corrected="k = k* + 1: not determined, nine times; k = k*: n^-1/2, nine times",
@@ -501,15 +501,15 @@ NOT_STATED = (
 )
 def figure_one(run: ClaimRun, expert: str, extra: int, paper: tuple[float, float]) -> Evidence:
     """Raw slopes of both routers move with the start; quotient slopes are alike."""
-    found = {
+    studies = {
         gate: small_study(run, family(gate, expert), extra=extra, radii=RADII[extra])
         for gate in ("cosine", "perturbed")
     }
     return printed_slopes(
-        dict(zip(found, paper, strict=True)),
-        found,
+        dict(zip(studies, paper, strict=True)),
+        studies,
         RADII[extra],
-        each_parametric("quotient slope", found, "quotient"),
+        each_parametric("quotient slope", studies, "quotient"),
         corrected="both -1/2 up to what f does not see",
         note="A start that shrinks like n^-1/2 makes both raw losses fall like n^-1/2; a fixed one "
         "flattens both. Neither tells the routers apart.",
@@ -549,7 +549,7 @@ def outside(
 ) -> Evidence:
     """Figure 2: data of a linear router, two other routers fitted, losses against Ḡ."""
     source = family("linear", expert)
-    found = {
+    studies = {
         g: small_study(
             run, family(g, expert), radii=RADII[0], **({} if g == "linear" else {"source": source})
         )
@@ -557,9 +557,9 @@ def outside(
     }
     return printed_slopes(
         dict(zip(gates, paper, strict=True)),
-        found,
+        studies,
         RADII[0],
-        each_falling("slope of ‖f - f_Ḡ‖", found, "function"),
+        each_falling("slope of ‖f - f_Ḡ‖", studies, "function"),
         corrected="‖f - f_Ḡ‖ falls like a power of n for both",
         note="Against the truth, which the model does not contain, every loss has a floor.",
     )

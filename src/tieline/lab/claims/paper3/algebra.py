@@ -23,9 +23,9 @@ from tieline.lab.tropical.affine import chosen
 from tieline.lab.tropical.algebra import ONE, ZERO, plus, power, times
 
 
-def bend(points: np.ndarray, margins: np.ndarray, parts: tuple, softmax: bool) -> float:
+def bend(points: np.ndarray, margins: np.ndarray, net: tuple, softmax: bool) -> float:
     """Largest relative second difference of the layer's output inside the pieces."""
-    (W, b, V, c, k), out = parts
+    (W, b, V, c, k), out = net
     step = np.zeros_like(points)
     step[:, 0] = 0.5 * margins
 
@@ -59,9 +59,10 @@ def linear_regions(run: ClaimRun) -> Evidence:
     """Whether the layer is affine on the counted pieces."""
     net = layer(drawn(run, 1), 6, 3, 2)
     out = drawn(run, 2).standard_normal((6, 3))
-    found = regions(*net, 2)
+    pieces = regions(*net, 2)
     soft, constant = (
-        bend(found.witnesses, found.margins, ((*net, 2), out), softmax) for softmax in (True, False)
+        bend(pieces.witnesses, pieces.margins, ((*net, 2), out), softmax)
+        for softmax in (True, False)
     )
     first = regions(*net, 1)
     single = bend(first.witnesses, first.margins, ((*net, 1), out), True)
@@ -70,7 +71,7 @@ def linear_regions(run: ClaimRun) -> Evidence:
     )
     x = drawn(run, 3).standard_normal((200, 1))
     folded = float(np.abs(line[0].evaluate(x) - x[:, 0]).max())
-    pieces = dense_regions(np.array([[1.0], [2.0]]), np.array([0.0, 1.0]))
+    neurons = dense_regions(np.array([[1.0], [2.0]]), np.array([0.0, 1.0]))
     return Evidence(
         [
             at_most("second difference inside pieces, softmax gates, k = 2", soft, 1e-9),
@@ -81,7 +82,7 @@ def linear_regions(run: ClaimRun) -> Evidence:
             *corrected(
                 at_least("softmax bends the layer", soft, 1e-4),
                 near("relu(x) - relu(-x) is one line", folded, 0, 1e-12),
-                near("pieces of two neurons on a line", pieces, 3, 0),
+                near("pieces of two neurons on a line", neurons, 3, 0),
             ),
         ],
         paper="affine on each region",
@@ -122,8 +123,8 @@ def two_layers(first: tuple, second: tuple) -> int:
     """Regions of a network with two hidden layers on the plane, counted pattern by pattern."""
     (A, a), (B, b) = first, second
     total = 0
-    found = regions(*dense(A, a), 1)
-    for active in found.patterns[:, 0]:
+    first_pieces = regions(*dense(A, a), 1)
+    for active in first_pieces.patterns[:, 0]:
         V, c = (B * active) @ A, B @ (active * a) + b
         cuts = np.linalg.norm(V, axis=1) > 0
         if not cuts.any():
@@ -149,14 +150,14 @@ def two_layers(first: tuple, second: tuple) -> int:
 )
 def two_layer_example(run: ClaimRun) -> Evidence:
     """The most regions that two layers can have, and the most that were found."""
-    r, most, one = drawn(run, 1), 0, set()
+    r, most, counts = drawn(run, 1), 0, set()
     for _ in range(run.size(80, 3_000)):
         A, a, B, b = (r.standard_normal(s) for s in ((3, 2), 3, (3, 3), 3))
-        one.add(len(regions(*dense(A, a), 1)))
+        counts.add(len(regions(*dense(A, a), 1)))
         most = max(most, two_layers((A, a), (B, b)))
     # with m neurons active the second layer sees min(m, 2) dimensions; one pattern of 8 is missing
-    seen = [zaslavsky(3, min(m, 2)) for m in (0, 1, 1, 1, 2, 2, 2, 3)]
-    bound = sum(seen) - min(seen)
+    bounds = [zaslavsky(3, min(m, 2)) for m in (0, 1, 1, 1, 2, 2, 2, 3)]
+    bound = sum(bounds) - min(bounds)
     return Evidence(
         [
             near("largest number that the ranks allow", bound, 49, 0),
@@ -167,8 +168,8 @@ def two_layer_example(run: ClaimRun) -> Evidence:
             *corrected(
                 at_most("most regions found", most, bound),
                 near("the bound from the ranks", bound, 40, 0),
-                near("regions of one layer", max(one), 7, 0),
-                near("regions of one layer, fewest", min(one), 7, 0),
+                near("regions of one layer", max(counts), 7, 0),
+                near("regions of one layer, fewest", min(counts), 7, 0),
             ),
         ],
         paper=49,
@@ -194,7 +195,7 @@ def semiring(run: ClaimRun) -> Evidence:
     draw = torch.randint(-40, 41, (3, n), generator=run.generator(1)).double() / 8
     draw[:, : n // 10] = torch.where(draw[:, : n // 10] > 0, draw[:, : n // 10], ZERO)
     a, b, c = draw
-    zero, one = torch.full_like(a, ZERO), torch.full_like(a, ONE)
+    zero, unit = torch.full_like(a, ZERO), torch.full_like(a, ONE)
     laws = {
         "⊕ associates": (plus(plus(a, b), c), plus(a, plus(b, c))),
         "⊕ commutes": (plus(a, b), plus(b, a)),
@@ -202,7 +203,7 @@ def semiring(run: ClaimRun) -> Evidence:
         "⊗ commutes": (times(a, b), times(b, a)),
         "⊗ distributes over ⊕": (times(a, plus(b, c)), plus(times(a, b), times(a, c))),
         "-∞ is neutral for ⊕": (plus(a, zero), a),
-        "0 is neutral for ⊗": (times(a, one), a),
+        "0 is neutral for ⊗": (times(a, unit), a),
         "-∞ annihilates": (times(a, zero), zero),
         "x^{⊗3} = x ⊗ x ⊗ x": (power(a, 3), times(a, times(a, a))),
     }

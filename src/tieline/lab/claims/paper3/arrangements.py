@@ -117,20 +117,20 @@ def general_position(run: ClaimRun) -> Evidence:
 def three_lines(_run: ClaimRun) -> Evidence:
     """Regions of the three arrangements."""
     parallel = np.array([[1.0, 0.0], [1.0, 0.0], [1.0, 1.0]])
-    found = (
+    counts = (
         lines(THREE, [0.0, 0.0, -1.0]),
         lines(parallel, [0.0, -1.0, 0.0]),
         lines(THREE, [0.0] * 3),
     )
     checks = [
-        near("general position", found[0], 7, 0),
-        near("two parallel", found[1], 6, 0),
-        near("one common point", found[2], 6, 0),
+        near("general position", counts[0], 7, 0),
+        near("two parallel", counts[1], 6, 0),
+        near("one common point", counts[2], 6, 0),
         near("exact count in general position", dense_regions(THREE, np.array([0, 0, -1.0])), 7, 0),
         near("exact count of cones", dense_regions(THREE, np.zeros(3)), 6, 0),
         near("exact count refuses parallels", refused(parallel, [0.0, -1.0, 0.0]), 1, 0),
     ]
-    return Evidence(checks, paper="7, 6, 6", measured=", ".join(str(n) for n in found))
+    return Evidence(checks, paper="7, 6, 6", measured=", ".join(str(n) for n in counts))
 
 
 @claim(
@@ -312,16 +312,12 @@ def top_one_bound(run: ClaimRun) -> Evidence:
 )
 def wide_experts(run: ClaimRun) -> Evidence:
     """Share of the sum that drawn and placed layers have."""
-    net = layer(drawn(run, 1), 4, 12, 2)
-    listed = regions(*net, 1)
+    listed = regions(*layer(drawn(run, 1), 4, 12, 2), 1)
     most = int(np.bincount(listed.coalitions[:, 0]).max())
-    widths = [4, 16, 64]
-    share = [
-        int(count_regions(*layer(drawn(run, 2), 4, h, 2), 1)) / capacity_bound(4, 1, h, 2)
-        for h in widths
-    ]
-    own = placed(run, 4, 32)
-    full = int(count_regions(*own, 1)) / capacity_bound(4, 1, 32, 2)
+    widths, bounds = [4, 16, 64], {h: capacity_bound(4, 1, h, 2) for h in (4, 16, 32, 64, 4096)}
+    share = [int(count_regions(*layer(drawn(run, 2), 4, h, 2), 1)) / bounds[h] for h in widths]
+    expected = {h: expected_regions(4, 1, h, 2) / bounds[h] for h in bounds}
+    full = int(count_regions(*placed(run, 4, 32), 1)) / bounds[32]
     return Evidence(
         [
             at_most("most pieces in a cell", most, zaslavsky(12, 2)),
@@ -330,14 +326,7 @@ def wide_experts(run: ClaimRun) -> Evidence:
                 near("share if lines cross at home", full, 1, 1e-12),
                 at_most("most pieces in a cell, walls counted", most, zaslavsky(12 + 3, 2)),
             ),
-            *corrected(
-                near(
-                    "limit of the share, drawn",
-                    expected_regions(4, 1, 4096, 2) / capacity_bound(4, 1, 4096, 2),
-                    0.25,
-                    0.01,
-                )
-            ),
+            *corrected(near("limit of the share, drawn", expected[4096], 0.25, 0.01)),
         ],
         paper=1,
         corrected=0.25,
@@ -346,11 +335,7 @@ def wide_experts(run: ClaimRun) -> Evidence:
             "H",
             "share of N Φ(H, 2), N = 4",
             dots("drawn", widths, share),
-            line(
-                "expected",
-                widths,
-                [expected_regions(4, 1, h, 2) / capacity_bound(4, 1, h, 2) for h in widths],
-            ),
+            line("expected", widths, [expected[h] for h in widths]),
             line("the paper", widths, [1.0] * 3, dashed=True),
             log="x",
         ),
@@ -368,13 +353,13 @@ def wide_experts(run: ClaimRun) -> Evidence:
 def top_one_tight(run: ClaimRun) -> Evidence:
     """Layers of the construction below the bound."""
     shapes = [(4, 6), (8, 8), (12, 5)]
-    found = [int(count_regions(*placed(run, n, h), 1)) for n, h in shapes]
+    counts = [int(count_regions(*placed(run, n, h), 1)) for n, h in shapes]
     bound = [capacity_bound(n, 1, h, 2) for n, h in shapes]
     checks = [
         near(f"pieces of the construction, N = {n}, H = {h}", a, z, 0)
-        for (n, h), a, z in zip(shapes, found, bound, strict=True)
+        for (n, h), a, z in zip(shapes, counts, bound, strict=True)
     ]
-    return Evidence(checks, paper="N Φ(H, d)", measured=f"{found} of {bound}")
+    return Evidence(checks, paper="N Φ(H, d)", measured=f"{counts} of {bound}")
 
 
 @claim(

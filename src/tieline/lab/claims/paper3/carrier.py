@@ -49,8 +49,8 @@ def _start(run: ClaimRun, mixtures: int) -> dict[str, Tensor]:
     shapes = {"router": (EXPERTS, DIM), "inner": (EXPERTS, DIM, HIDDEN), "outer": (EXPERTS, HIDDEN)}
     scale = {"router": DIM, "inner": DIM, "outer": HIDDEN}
     drawn = {
-        name: run.normal(mixtures, *shape, stream=70 + place).float() / math.sqrt(scale[name])
-        for place, (name, shape) in enumerate(shapes.items())
+        name: run.normal(mixtures, *shape, stream=70 + number).float() / math.sqrt(scale[name])
+        for number, (name, shape) in enumerate(shapes.items())
     }
     zeros = {"bend": (EXPERTS, HIDDEN), "lift": (EXPERTS,), "shared": (DIM + 1, 1)}
     return drawn | {name: torch.zeros(mixtures, *shape) for name, shape in zeros.items()}
@@ -91,8 +91,8 @@ def _output(parameters: dict[str, Tensor], x: Tensor, wide: Tensor) -> Tensor:
 def _effective(chosen: Tensor) -> Float[Tensor, " mixtures"]:
     """Exp of the entropy of the coalitions of each mixture."""
     codes = (chosen.long() << torch.arange(chosen.shape[-1])).sum(dim=-1)
-    found = []
+    numbers = []
     for row in codes:
         share = torch.unique(row, return_counts=True)[1].double() / len(row)
-        found.append(torch.exp(-(share * share.log()).sum()))
-    return torch.stack(found)
+        numbers.append(torch.exp(-(share * share.log()).sum()))
+    return torch.stack(numbers)

@@ -17,7 +17,16 @@ from tieline.lab.claims.checks import (
     under_condition,
     within,
 )
-from tieline.lab.claims.claim import ClaimRun, Evidence, Verdict, chart, dots, line
+from tieline.lab.claims.claim import (
+    Check,
+    ClaimRun,
+    Evidence,
+    Real,
+    Verdict,
+    chart,
+    dots,
+    line,
+)
 from tieline.lab.claims.paper3.carrier import CARRIERS, coalitions_by_carrier
 from tieline.lab.claims.problems import drawn
 from tieline.lab.claims.registry import claim
@@ -52,19 +61,19 @@ def saturated(run: ClaimRun) -> Evidence:
     """Changes of coalition within and just beyond the smallest distance."""
     r = drawn(run, 1)
     W, b, x = r.standard_normal((8, 3)), r.standard_normal(8), r.standard_normal((200, 3))
-    found = saturation(x, W, b, 2)
-    own = chosen(x @ W.T + b, 2)
+    distances = saturation(x, W, b, 2)
+    before = chosen(x @ W.T + b, 2)
     steps = r.standard_normal((run.size(300, 3_000), 1, 3))
-    steps *= found.smallest / np.linalg.norm(steps, axis=2, keepdims=True)
+    steps *= distances.smallest / np.linalg.norm(steps, axis=2, keepdims=True)
     inside, out = ((x + f * steps) @ W.T + b for f in (0.999, 1.2))
-    moved = int((chosen(inside.reshape(-1, 8), 2).reshape(-1, 200, 8) != own).any(axis=2).sum())
-    beyond = int((chosen(out.reshape(-1, 8), 2).reshape(-1, 200, 8) != own).any(axis=2).sum())
+    moved = int((chosen(inside.reshape(-1, 8), 2).reshape(-1, 200, 8) != before).any(axis=2).sum())
+    beyond = int((chosen(out.reshape(-1, 8), 2).reshape(-1, 200, 8) != before).any(axis=2).sum())
     checks = [
         none_of("inputs moved by less than ε that change", moved),
         at_least("inputs moved by 1.2 ε that change", beyond, 1),
-        at_least("smallest distance", found.smallest, 1e-9),
+        at_least("smallest distance", distances.smallest, 1e-9),
     ]
-    return Evidence(checks, paper="locally constant", measured=f"ε = {found.smallest:.3g}")
+    return Evidence(checks, paper="locally constant", measured=f"ε = {distances.smallest:.3g}")
 
 
 @claim(
@@ -142,12 +151,12 @@ def coalitions_left(run: ClaimRun) -> Evidence:
     chance = [float((reach < s).mean()) for s in sines]
     error = math.sqrt(chance[-1] * (1 - chance[-1]) / n)
     walls = [walls_in_ball(16, 4, dim, s) for s in sines]
-    found = exponent(sines[1:], [-math.log1p(-p) for p in chance[1:]])
+    power = exponent(sines[1:], [-math.log1p(-p) for p in chance[1:]])
     return Evidence(
         [
-            near("exponent", found, dim - 1, 0.5),
+            near("exponent", power, dim - 1, 0.5),
             *corrected(
-                near("exponent against 1", found, 1, 0.15),
+                near("exponent against 1", power, 1, 0.15),
                 near("exponent of the closed form", exponent(sines[1:], walls[1:]), 1, 0.01),
                 near(
                     "chance at s = 0.01",
@@ -159,7 +168,7 @@ def coalitions_left(run: ClaimRun) -> Evidence:
         ],
         paper=dim - 1,
         corrected=1,
-        measured=found,
+        measured=power,
         figure=chart(
             "R/‖μ‖",
             "chance to meet a tie, d = 8",
@@ -173,9 +182,9 @@ def coalitions_left(run: ClaimRun) -> Evidence:
     )
 
 
-def mixture(x: np.ndarray, parts: tuple, shared: tuple | None) -> tuple[np.ndarray, np.ndarray]:
+def mixture(x: np.ndarray, layer: tuple, shared: tuple | None) -> tuple[np.ndarray, np.ndarray]:
     """Output and coalition of a top-k layer with affine experts, and a shared expert if given."""
-    W, experts, k = parts
+    W, experts, k = layer
     scores = x @ W.T
     mask = chosen(scores, k)
     gates = mask * np.exp(scores - scores.max(axis=1, keepdims=True))
@@ -188,10 +197,10 @@ def far_data(run: ClaimRun, n: int) -> tuple[np.ndarray, tuple, tuple]:
     """Inputs around a mean of length 30, a layer of 16 experts, a shared expert."""
     r = drawn(run, 1)
     mean = 30 * np.eye(8)[0]
-    parts = r.standard_normal((16, 8)), r.standard_normal((16, 8, 4)), 4
+    layer = r.standard_normal((16, 8)), r.standard_normal((16, 8, 4)), 4
     return (
         mean + r.standard_normal((n, 8)),
-        parts,
+        layer,
         (r.standard_normal((8, 4)), r.standard_normal(4)),
     )
 
@@ -206,8 +215,8 @@ def far_data(run: ClaimRun, n: int) -> tuple[np.ndarray, tuple, tuple]:
 )
 def shared_expert(run: ClaimRun) -> Evidence:
     """The output of the shared expert, and whether choices change."""
-    x, parts, shared = far_data(run, 500)
-    (plain, before), (both, after) = mixture(x, parts, None), mixture(x, parts, shared)
+    x, layer, shared = far_data(run, 500)
+    (plain, before), (both, after) = mixture(x, layer, None), mixture(x, layer, shared)
     error = float(np.abs(both - plain - x @ shared[0] - shared[1]).max())
     checks = [
         at_most("what is added, less the expert", error, 1e-9),
@@ -231,8 +240,8 @@ def carrier(run: ClaimRun) -> Evidence:
     x, (W, experts, k), shared = far_data(run, 500)
     carriers = []
     for router in (W, np.roll(W, 1, axis=0)):
-        whole = mixture(x, (router, experts, k), shared)[0]
-        carriers.append(whole - mixture(x, (router, experts, k), None)[0])
+        output = mixture(x, (router, experts, k), shared)[0]
+        carriers.append(output - mixture(x, (router, experts, k), None)[0])
     apart = float(np.abs(carriers[0] - carriers[1]).max())
     fitted = np.column_stack([x, np.ones(len(x))])
     left = carriers[0] - fitted @ np.linalg.lstsq(fitted, carriers[0], rcond=None)[0]
@@ -270,48 +279,35 @@ def carrier(run: ClaimRun) -> Evidence:
 )
 def does_it_centre(run: ClaimRun) -> Evidence:
     """Coalitions in use, four ways for given routers, three ways for trained ones."""
-    x, parts, shared = far_data(run, run.size(4_000, 40_000))
-    used = [len(np.unique(mixture(x, parts, s)[1], axis=0)) for s in (None, shared)]
-    found = centring(x, parts[0], None, parts[2])
-    middle = len(np.unique(mixture(x - x.mean(axis=0), parts, shared)[1], axis=0))
+    x, layer, shared = far_data(run, run.size(4_000, 40_000))
+    used = [len(np.unique(mixture(x, layer, s)[1], axis=0)) for s in (None, shared)]
+    biased = centring(x, layer[0], None, layer[2]).router_bias.coalitions
+    middle = len(np.unique(mixture(x - x.mean(axis=0), layer, shared)[1], axis=0))
     trained = coalitions_by_carrier(run)
     gains = {kind: (trained[kind] / trained["none"]).log().tolist() for kind in CARRIERS[1:]}
-    told = {kind: f"{trained[kind].mean().item():.1f}" for kind in CARRIERS}
+    means = {kind: f"{trained[kind].mean().item():.1f}" for kind in CARRIERS}
     return Evidence(
         [
             at_least("given router: coalitions with a shared expert", used[1], 0.5 * middle),
             *corrected(
                 near("given router: with and without it", used[1], used[0], 0),
-                near(
-                    "given router: with a router bias and centred",
-                    found.router_bias.coalitions,
-                    middle,
-                    0.02 * middle,
-                ),
+                near("given router: with a router bias and centred", biased, middle, 0.02 * middle),
                 at_least("given router: centring multiplies them by", middle / used[0], 10),
             ),
-            *under_condition(
-                estimated(
-                    "trained router: log of the gain by a fitted shared expert",
-                    fmean(gains["fitted"]),
-                    mean_interval(gains["fitted"]),
-                    least=0,
-                )
-            ),
-            *corrected(
-                estimated(
-                    "trained router: log of the gain by one from zero",
-                    fmean(gains["from zero"]),
-                    mean_interval(gains["from zero"]),
-                    most=0.25,
-                )
-            ),
+            *under_condition(_gain("a fitted shared expert", gains["fitted"], least=0)),
+            *corrected(_gain("one from zero", gains["from zero"], most=0.25)),
         ],
         paper="as many as centred data",
         corrected="of a given router by a bias or centred input; of a trained one by a carrier "
         "that is there first",
         measured=f"given: {used[0]} without, {used[1]} with, {middle} centred; trained: "
-        f"{told['none']} without, {told['from zero']} from zero, {told['fitted']} fitted first",
+        f"{means['none']} without, {means['from zero']} from zero, {means['fitted']} fitted first",
         note="A shared expert adds to the output and not to the scores: every wall stays. What it "
         "changes is what the routed experts have to learn, and by that the router.",
     )
+
+
+def _gain(carrier: str, gains: list[float], **limits: Real) -> Check:
+    """Check the mean of the logarithms of the gains in coalitions by a shared expert."""
+    name = f"trained router: log of the gain by {carrier}"
+    return estimated(name, fmean(gains), mean_interval(gains), **limits)

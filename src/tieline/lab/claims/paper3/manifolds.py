@@ -28,7 +28,7 @@ def along_segment(run: ClaimRun, shape: tuple[int, int, int, int], n: int) -> tu
     """Mean pieces (N, k, H, d) of drawn layers without bias between two axes, standard error."""
     experts, k, width, dim = shape
     r, ends = drawn(run, 500 + width), np.eye(dim)[:2]
-    found = np.array(
+    counts = np.array(
         [
             pieces_along(
                 ends,
@@ -40,7 +40,7 @@ def along_segment(run: ClaimRun, shape: tuple[int, int, int, int], n: int) -> tu
             for _ in range(n)
         ]
     )
-    return float(found.mean()), float(found.std()) / math.sqrt(n)
+    return float(counts.mean()), float(counts.std()) / math.sqrt(n)
 
 
 def curve(t: np.ndarray) -> np.ndarray:
@@ -78,9 +78,9 @@ def transversality(run: ClaimRun) -> Evidence:
     planes = [(r.standard_normal(3), r.standard_normal()) for _ in range(run.size(100, 1_000))]
     met = [crossings_of(*plane) for plane in planes]
     sine = min(float(s.min()) for _, s in met if len(s))
-    places = [t for t, _ in met if len(t)]
+    crossings = [t for t, _ in met if len(t)]
     both = sum(
-        bool((np.abs(a[:, None] - b) < 1e-9).any()) for a, b in itertools.combinations(places, 2)
+        bool((np.abs(a[:, None] - b) < 1e-9).any()) for a, b in itertools.combinations(crossings, 2)
     )
     touching = np.array([1.0, 0.0, 0.0])  # x = 1 touches the curve at t = 0
     side = curve(np.linspace(-0.1, 0.1, 201)) @ touching - 1
@@ -94,7 +94,7 @@ def transversality(run: ClaimRun) -> Evidence:
         ],
         paper="with probability one",
         corrected="of drawn weights; trained ones may touch",
-        measured=f"smallest sine {sine:.2g} of {sum(len(t) for t in places)} crossings",
+        measured=f"smallest sine {sine:.2g} of {sum(len(t) for t in crossings)} crossings",
     )
 
 

@@ -69,9 +69,9 @@ def order_k(run: ClaimRun) -> Evidence:
         swaps += expected != set(listed.coalitions[other])
     x = 2 * drawn(run, 2).standard_normal((run.size(3_000, 30_000), 2))
     y = x + 0.7 * drawn(run, 3).standard_normal(x.shape)
-    own, other, middle = (chosen(p @ W.T + b, 3) for p in (x, y, (x + y) / 2))
-    same = (own == other).all(axis=1)
-    broken = int((middle != own).any(axis=1)[same].sum())
+    first, other, middle = (chosen(p @ W.T + b, 3) for p in (x, y, (x + y) / 2))
+    same = (first == other).all(axis=1)
+    broken = int((middle != first).any(axis=1)[same].sum())
     return Evidence(
         [
             near("essential terms and cells", terms, len(listed), 0),
@@ -103,35 +103,26 @@ def number_of_cells(run: ClaimRun) -> Evidence:
     counts = {
         d: [int(count_cells(*numpy_router(run, d, 8, d), k)) for k in range(9)] for d in range(1, 8)
     }
-    missing = {d: 256 - sum(found) for d, found in counts.items()}
-    sums = sum(sum(found) != zaslavsky(8, d + 1) for d, found in counts.items())
-    drawn_counts = np.array(
-        [
-            int(count_cells(*numpy_router(run, 50 + s, 16, 2), 4))
-            for s in range(run.size(100, 1_000))
-        ]
-    )
-    error = float(drawn_counts.std()) / math.sqrt(len(drawn_counts))
-    dims = list(counts)
+    missing = {d: 256 - sum(by_k) for d, by_k in counts.items()}
+    sums = sum(sum(by_k) != zaslavsky(8, d + 1) for d, by_k in counts.items())
+    routers = [numpy_router(run, 50 + s, 16, 2) for s in range(run.size(100, 1_000))]
+    cells_drawn = np.array([int(count_cells(*router, 4)) for router in routers])
+    mean, error = float(cells_drawn.mean()), float(cells_drawn.std()) / math.sqrt(len(routers))
+    dims, exact = list(counts), expected_cells(16, 4, 2)
     return Evidence(
         [
             none_of("coalitions of 8 experts without a cell, d = 2", missing[2]),
             *under_condition(none_of("the same, d = 7", missing[7])),
             *corrected(
                 none_of("sums over k other than Φ(8, d+1)", sums),
-                within(
-                    "mean, N = 16, k = 4, d = 2",
-                    float(drawn_counts.mean()),
-                    error,
-                    expected_cells(16, 4, 2),
-                ),
-                near("expectation, d = 2", expected_cells(16, 4, 2), 47.74, 0.01),
+                within("mean, N = 16, k = 4, d = 2", mean, error, exact),
+                near("expectation, d = 2", exact, 47.74, 0.01),
                 near("expectation, d = 8", expected_cells(16, 4, 8), 1654.76, 0.01),
             ),
         ],
         paper=1820,
-        corrected=expected_cells(16, 4, 2),
-        measured=float(drawn_counts.mean()),
+        corrected=exact,
+        measured=mean,
         figure=chart(
             "d",
             "cells of N = 8, k = 4",
@@ -202,9 +193,9 @@ def three_experts(run: ClaimRun) -> Evidence:
     counts, walls, bent = set(), set(), set()
     for stream in range(10, 20):
         W, b = numpy_router(run, stream, 3, 2)
-        found = cells(W, b, 2)
-        counts |= {len(found), int(count_cells(W, np.zeros(3), 2))}
-        walls |= {len(found.neighbours(cell)) for cell in range(len(found))}
+        listed = cells(W, b, 2)
+        counts |= {len(listed), int(count_cells(W, np.zeros(3), 2))}
+        walls |= {len(listed.neighbours(cell)) for cell in range(len(listed))}
         bent.add(bent_supports(W, b))
     return Evidence(
         [

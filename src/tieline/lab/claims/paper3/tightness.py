@@ -115,24 +115,24 @@ def tight_order(_run: ClaimRun) -> Evidence:
 def table(_run: ClaimRun) -> Evidence:
     """Differences from the formulas, and whether the top-k column is reached."""
     n, k, h, d = 16, 4, 5, 5
-    found = paper_capacities(n, k, h, d)
+    capacities = paper_capacities(n, k, h, d)
     active = sum(math.comb(20, j) for j in range(6))
     best = sharp_bound(n, k, h, d)
     return Evidence(
         [
-            at_least("B* against the top-k column", best, found.top_k),
+            at_least("B* against the top-k column", best, capacities.top_k),
             *under_condition(
-                near("dense", found.dense, active, 0),
-                near("top-1", found.top_1, n * active, 0),
-                near("top-k", found.top_k, math.comb(n, k) * active, 0),
-                near("normalised", found.normalised, math.comb(n, k) * 2**5, 0),
-                near("B* for dense", sharp_bound(1, 1, 20, d), found.dense, 0),
-                near("B* for top-1", sharp_bound(n, 1, 20, d), found.top_1, 0),
+                near("dense", capacities.dense, active, 0),
+                near("top-1", capacities.top_1, n * active, 0),
+                near("top-k", capacities.top_k, math.comb(n, k) * active, 0),
+                near("normalised", capacities.normalised, math.comb(n, k) * 2**5, 0),
+                near("B* for dense", sharp_bound(1, 1, 20, d), capacities.dense, 0),
+                near("B* for top-1", sharp_bound(n, 1, 20, d), capacities.top_1, 0),
             ),
         ],
-        paper=found.top_k,
+        paper=capacities.top_k,
         corrected=best,
-        measured=f"{best / found.top_k:.3f} of the top-k column at most",
+        measured=f"{best / capacities.top_k:.3f} of the top-k column at most",
     )
 
 
@@ -151,26 +151,26 @@ def table(_run: ClaimRun) -> Evidence:
 )
 def equal_compute(run: ClaimRun) -> Evidence:
     """Bounds, B*, expectation and counts."""
-    found, best = paper_capacities(16, 4, 5, 5), sharp_bound(16, 4, 5, 5)
+    capacities, best = paper_capacities(16, 4, 5, 5), sharp_bound(16, 4, 5, 5)
     mean = expected_regions(16, 4, 5, 5)
     dense_count = int(count_regions(*layer(0, 1, 20, 5), 1))
     width = 2 if run.fast else 5
     exact = int(count_regions(*layer(0, 16, width, 5), 4))
     expected = expected_regions(16, 4, width, 5)
     checks = [
-        at_least("expected pieces of top-4", mean, found.top_k),
-        at_least("B* against 39,494,000", best, found.top_k),
+        at_least("expected pieces of top-4", mean, capacities.top_k),
+        at_least("B* against 39,494,000", best, capacities.top_k),
         *under_condition(
-            near("dense", found.dense, 21_700, 0),
-            near("top-1", found.top_1, 347_200, 0),
-            near("top-4", found.top_k, 39_494_000, 0),
-            at_most("pieces against the bound", exact, found.top_k),
+            near("dense", capacities.dense, 21_700, 0),
+            near("top-1", capacities.top_1, 347_200, 0),
+            near("top-4", capacities.top_k, 39_494_000, 0),
+            at_most("pieces against the bound", exact, capacities.top_k),
             near("dense layer, counted", dense_count, 21_700, 0),
         ),
         *corrected(
             near("B*", best, 21_640_016, 0),
             near("expected pieces", mean, 154_641, 0.5),
-            near("expected top-4 per dense", mean / found.dense, 7.1, 0.05),
+            near("expected top-4 per dense", mean / capacities.dense, 7.1, 0.05),
             near(
                 f"exact count, seed 0, H = {width}, over its expectation", exact / expected, 1, 0.15
             ),
@@ -180,7 +180,7 @@ def equal_compute(run: ClaimRun) -> Evidence:
         checks += corrected(near("exact count, seed 0", exact, 161_208, 0))
     return Evidence(
         checks,
-        paper=found.top_k,
+        paper=capacities.top_k,
         corrected=f"B* {best}, expected {mean:.0f}",
         measured=f"{exact} exactly at H = {width} (expected {expected:.0f})",
         note="Top-1 of 16 expects "
@@ -205,9 +205,9 @@ def reachability(run: ClaimRun) -> Evidence:
     """Cells by construction, on the moment curve, and the most found where some must be absent."""
     W, reached = drawn(run, 1).standard_normal((6, 6)), 0
     for coalition in itertools.combinations(range(6), 3):
-        wanted = np.isin(np.arange(6), coalition).astype(float)
-        mask = chosen((W @ np.linalg.solve(W, wanted))[None], 3)[0]
-        reached += bool((mask == wanted.astype(bool)).all())
+        target = np.isin(np.arange(6), coalition).astype(float)
+        mask = chosen((W @ np.linalg.solve(W, target))[None], 3)[0]
+        reached += bool((mask == target.astype(bool)).all())
     t = np.linspace(-1, 1, 9)
     curve = np.column_stack([t, t**2, t**3])
     moment = int(count_cells(curve, -(t**4), 2))
@@ -309,7 +309,7 @@ def _large_k(k: int, m: int) -> float:
 def granularity_limit(run: ClaimRun) -> Evidence:
     """Pieces as experts are split past the limit."""
     splits = [1, 2, 4, 8]
-    found = [int(count_regions(*layer(drawn(run, m), m, 8 // m, 3), m)) for m in splits]
+    counts = [int(count_regions(*layer(drawn(run, m), m, 8 // m, 3), m)) for m in splits]
     routed = [expected_regions(4 * m, m, 8 // m, 3) for m in splits]
     drops = sum(b < a for a, b in itertools.pairwise(routed))
     beyond = np.array(
@@ -320,10 +320,10 @@ def granularity_limit(run: ClaimRun) -> Evidence:
     )
     return Evidence(
         [
-            at_most("pieces at m = 4 and 8, past m_max = 2", max(found[2:]), zaslavsky(8, 3) - 1),
+            at_most("pieces at m = 4 and 8, past m_max = 2", max(counts[2:]), zaslavsky(8, 3) - 1),
             *corrected(
-                near("pieces at m = 8", found[3], zaslavsky(8, 3), 0),
-                near("pieces at m = 1", found[0], zaslavsky(8, 3), 0),
+                near("pieces at m = 8", counts[3], zaslavsky(8, 3), 0),
+                near("pieces at m = 1", counts[0], zaslavsky(8, 3), 0),
                 near("splits that lower the expected pieces of top-k", drops, 0, 0),
                 near(
                     "mean pieces at m = 4, over the expectation",
@@ -335,6 +335,6 @@ def granularity_limit(run: ClaimRun) -> Evidence:
         ],
         paper="m <= 2",
         corrected="kH >= d_eff, which splitting keeps",
-        measured=f"{found} pieces at m = {splits}; expected top-k {[round(x) for x in routed]}",
+        measured=f"{counts} pieces at m = {splits}; expected top-k {[round(x) for x in routed]}",
         note="A cell is cut by the coalition's kH hyperplanes together, not by one expert's.",
     )

@@ -24,23 +24,20 @@ HALF = (-0.62, -0.40)
 )
 def heads(run: ClaimRun) -> Evidence:
     """Slopes and constants of both kinds, tied and untied."""
+    options = {"others": False, "seed": run.seed}
     tied = compare_attention(
-        (400, 1600, 6400),
-        repetitions=run.size(48, 200),
-        families=("head",),
-        others=False,
-        seed=run.seed,
+        (400, 1600, 6400), repetitions=run.size(48, 200), families=("head",), **options
     )
     untied = compare_attention(
         (2000, 8000),
         repetitions=run.size(6, 48),
         tokens=run.size(2, 3),
         families=("mixture",),
-        others=False,
-        seed=run.seed,
+        **options,
     )
     soft, sigmoid = (tied.curve("head", kind, kind) for kind in ("softmax", "sigmoid"))
     ratios = tied.sample_ratio("head"), untied.sample_ratio("mixture")
+    constants = _constant(soft) / _constant(sigmoid)
     return Evidence(
         [
             at_least("slope of the values of a softmax head", soft.experts_rate.slope, -0.25),
@@ -49,12 +46,7 @@ def heads(run: ClaimRun) -> Evidence:
             *(check for curve in untied.curves for check in _as_predicted(curve)),
             *corrected(
                 none_of("fits that did not converge", soft.failed + sigmoid.failed),
-                near(
-                    "function: softmax over sigmoid constant, tied",
-                    _constant(soft) / _constant(sigmoid),
-                    1,
-                    1e-9,
-                ),
+                near("function: softmax over sigmoid constant, tied", constants, 1, 1e-9),
             ),
         ],
         paper="exp(ε^{-1/τ}) against ε⁻²",
@@ -85,9 +77,9 @@ def _as_half(curve: StudentCurve) -> list[Check]:
 
 def _as_predicted(curve: StudentCurve) -> list[Check]:
     """‖f̂ - f*‖ √n at the largest n over √(ν rank I)."""
-    found = curve.function[-1] * curve.sizes[-1] ** 0.5 / _constant(curve)
+    ratio = curve.function[-1] * curve.sizes[-1] ** 0.5 / _constant(curve)
     name = f"{curve.family} {curve.student}: error of f over its constant"
-    return [*corrected(near(name, found, 1, 0.25))]
+    return [*corrected(near(name, ratio, 1, 0.25))]
 
 
 def _constant(curve: StudentCurve) -> float:
@@ -95,10 +87,10 @@ def _constant(curve: StudentCurve) -> float:
     return curve.predicted_function
 
 
-def _figure(found: AttentionComparison) -> Chart:
+def _figure(comparison: AttentionComparison) -> Chart:
     series = []
     for kind in ("softmax", "sigmoid"):
-        curve = found.curve("head", kind, kind)
+        curve = comparison.curve("head", kind, kind)
         assert curve.predicted_experts is not None
         foretold = [curve.predicted_experts / n**0.5 for n in curve.sizes]
         series += [

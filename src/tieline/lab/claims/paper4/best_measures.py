@@ -60,28 +60,28 @@ def nearest_best(run: ClaimRun, model: MoEModel) -> NearestBest:
         model: a sigmoid mixture of one tanh expert in the plane, with quadratic scores.
     """
     plan = small_plan(run, model, extra=1, fixed=True, repetitions=run.size(24, 64))
-    found: dict[int, list[Tensor]] = {n: [] for n in plan.sizes}
+    losses_by_size: dict[int, list[Tensor]] = {n: [] for n in plan.sizes}
     answered = total = 0
     for block in plan_blocks(plan, []):
         with one_thread():
             fitted = fit_repetitions(plan, block)
-        found[block.n].append(nearest_best_losses(fitted.params, plan.truth))
+        losses_by_size[block.n].append(nearest_best_losses(fitted.params, plan.truth))
         ends = [Status(int(status)).answered for status in fitted.status]
         answered, total = answered + sum(ends), total + len(ends)
-    losses = [torch.cat(found[n]) for n in plan.sizes]
-    medians = tuple(float(np.median(part)) for part in losses)
+    losses = [torch.cat(losses_by_size[n]) for n in plan.sizes]
+    medians = tuple(float(np.median(repeated)) for repeated in losses)
     law = fit_rate(plan.sizes, losses, run.seed, "median")
     return NearestBest(plan.sizes, medians, law, Fits(answered, total))
 
 
 def nearest_best_losses(fits: MoEParameters, truth: MoEParameters) -> Float[Tensor, " repetitions"]:
     """Loss of fits of two atoms to the true atom beside one with a zero expert."""
-    rows, own = symmetric(fits.router), symmetric(truth.router)[0]
-    wide = own.shape[-1] > 4
-    parts = [(slice(0, 4), True), (slice(4, 6), wide)]
+    rows, true_row = symmetric(fits.router), symmetric(truth.router)[0]
+    wide = true_row.shape[-1] > 4
+    blocks = [(slice(0, 4), True), (slice(4, 6), wide)]
     losses = []
     for atom in (0, 1):
-        gate = sum((rows[:, atom, at] - own[at]).norm(dim=1) for at, there in parts if there)
+        gate = sum((rows[:, atom, at] - true_row[at]).norm(dim=1) for at, there in blocks if there)
         bias = (fits.bias[:, atom] - truth.bias[0]).abs()
         expert = (fits.experts[:, atom] - truth.experts[0]).norm(dim=1)
         losses.append(gate + bias + expert + fits.experts[:, 1 - atom].norm(dim=1))

@@ -519,8 +519,8 @@ def reflected(truth: MoEParameters, row: int) -> MoEParameters:
 
 def _reflected_pair(model: MoEModel, truth: MoEParameters, x: Tensor, loss: str) -> list[Check]:
     """σ(q) E + σ(-q) E = E, whatever q is: with symmetric A and experts that tell apart."""
-    one, other = reflected(truth, 0), reflected(truth, 1)
-    gap, apart = largest_gap(model, one, other, x), voronoi_loss(other, one, loss, 4).value
+    first, other = reflected(truth, 0), reflected(truth, 1)
+    gap, apart = largest_gap(model, first, other, x), voronoi_loss(other, first, loss, 4).value
     return [
         at_least("opposite scores: functions differ by", gap, 1e-6 * apart),
         *corrected(

@@ -224,10 +224,10 @@ def partial_sparse(run: ClaimRun) -> Evidence:
         "linear": ({"expert": "linear"}, None),
         "two-layer GELU": ({"expert": "two_layer", "activation": "gelu"}, -1),
     }
-    for name, (form, place) in forms.items():
+    for name, (form, coordinate) in forms.items():
         model = MoEModel("partial", "sigmoid", d=2, n_experts=3, **form)
         truth = sparse_truth(run, model)
-        split = split_scale(model, truth, 0.3, place)
+        split = split_scale(model, truth, 0.3, coordinate)
         gaps.append(largest_gap(model, split, truth, x))
         loss = voronoi_loss(split, truth, "L4", 4).value
         checks.append(at_least(f"{name}: ratio", gaps[-1] / loss, FLOOR))
@@ -350,17 +350,17 @@ CAN_VANISH = (
 )
 def dense_regression(run: ClaimRun, gate: str) -> Evidence:
     """‖f - f*‖ falls; where the best functions with more experts are not f*, it keeps off them."""
-    found = {OVER: small_study(run, single("tanh", gate), extra=1)}
+    studies = {OVER: small_study(run, single("tanh", gate), extra=1)}
     left = best_of_two(full=gate == "quadratic")
     return rate_evidence(
         [
             at_most("experts e^{ηx}: distance of f* from the best of two", left, 1e-8),
-            *under_condition(*each_parametric("slope of ‖f - f*‖", found, "function")),
+            *under_condition(*each_parametric("slope of ‖f - f*‖", studies, "function")),
         ],
-        found,
+        studies,
         ("function",),
         paper=-0.5,
-        measured=f"{law_of(found[OVER], 'function')}; {left:.2g} is left for e^{{ηx}}",
+        measured=f"{law_of(studies[OVER], 'function')}; {left:.2g} is left for e^{{ηx}}",
         note="f* is in the fitted family, so that f̂ → f* in every regime. The paper expects f̂ to "
         "stay away from f*; where its best functions with more experts are not f*, f̂ stays away "
         "from them.",
@@ -402,14 +402,14 @@ def polynomial_sparse(run: ClaimRun) -> Evidence:
     """Linear experts with one too many, and exact."""
     fits = {"radii": (0.3,), "repetitions": run.size(8, 32)}
     over = small_study(run, family("linear"), extra=1, sparse=True, **fits)
-    found = {OVER: over, "N = N*": small_study(run, family("linear"))}
-    exact = {"N = N*": found["N = N*"]}
+    studies = {OVER: over, "N = N*": small_study(run, family("linear"))}
+    exact = {"N = N*": studies["N = N*"]}
     return rate_evidence(
         [
-            slow(f"experts, {OVER}", found[OVER]),
+            slow(f"experts, {OVER}", studies[OVER]),
             *corrected(*each_parametric("experts", exact, "experts")),
         ],
-        found,
+        studies,
         ("experts",),
         paper="slower than any power",
         corrected="with more experts than the truth; n^-1/2 with the right number",
@@ -447,11 +447,11 @@ def dense_rate(run: ClaimRun, gate: str) -> Evidence:
     """L3 or L5 to the nearest best measure with one expert too many; exact fits beside it."""
     nearest = nearest_best(run, single("tanh", gate))
     experts = ("tanh", "relu", "linear")
-    found = {name: small_study(run, family(name, gate)) for name in experts}
-    exact = counted(found)
+    studies = {name: small_study(run, family(name, gate)) for name in experts}
+    exact = counted(studies)
     fits = Fits(exact.converged + nearest.fits.converged, exact.total + nearest.fits.total)
     law, width = nearest.law, WINDOW["quotient"]
-    told = rate_evidence(
+    evidence = rate_evidence(
         [
             estimated(
                 f"{OVER}: slope of the median distance to the nearest best measure",
@@ -460,15 +460,15 @@ def dense_rate(run: ClaimRun, gate: str) -> Evidence:
                 least=-0.5 - width,
                 most=-0.5 + width,
             ),
-            *corrected(*each_parametric("N = N*: quotient slope", found, "quotient")),
+            *corrected(*each_parametric("N = N*: quotient slope", studies, "quotient")),
         ],
-        found,
+        studies,
         paper=-0.5,
         measured=f"{OVER}: {law}; {', '.join(f'{m:.2g}' for m in nearest.medians)}",
         note="The spare expert ends at zero, under any gate. In the mean a few fits decide: they "
         "end at a measure that is not best, whose function is so to rounding (`p5-reflection`).",
     )
-    return replace(told, fits=fits)
+    return replace(evidence, fits=fits)
 
 
 FEW_DECIDE = (
@@ -510,13 +510,13 @@ FEW_DECIDE = (
 )
 def sparse_rate(run: ClaimRun, gate: str) -> Evidence:
     """L1 or L4 with one expert too many in the sparse regime: shown, not judged."""
-    found = {OVER: one_too_many(run, gate)}
+    studies = {OVER: one_too_many(run, gate)}
     return rate_evidence(
         [
             unmeasured("quotient slope", -0.5, "the mean loss is that of a few fits"),
-            *corrected(*each_parametric("slope of ‖f - f*‖", found, "function")),
+            *corrected(*each_parametric("slope of ‖f - f*‖", studies, "function")),
         ],
-        found,
+        studies,
         paper=-0.5,
         corrected="f itself at n^-1/2; full score: L1 at n^-1/4 at best, for b ± ε with A of order "
         "ε² moves f by ε⁴ and L1 by ε² (`p4-thm1`, `p5-contact`)",
@@ -540,12 +540,12 @@ def sparse_rate(run: ClaimRun, gate: str) -> Evidence:
 def table(run: ClaimRun) -> Evidence:
     """With one expert too many neither link determines the experts; exact, both do at n^-1/2."""
     links, experts = ("softmax", "sigmoid"), ("linear", "relu")
-    places = [(link, expert) for link in links for expert in experts]
-    over = {place: same_gate_gap(run, family(place[1], link=place[0])) for place in places}
-    found = {
-        f"{link}, {expert}": small_study(run, family(expert, link=link)) for link, expert in places
+    entries = [(link, expert) for link in links for expert in experts]
+    over = {entry: same_gate_gap(run, family(entry[1], link=entry[0])) for entry in entries}
+    studies = {
+        f"{link}, {expert}": small_study(run, family(expert, link=link)) for link, expert in entries
     }
-    rates = [study.rate("experts").slope for study in found.values()]
+    rates = [study.rate("experts").slope for study in studies.values()]
     return rate_evidence(
         [
             *(
@@ -561,9 +561,9 @@ def table(run: ClaimRun) -> Evidence:
                 over["softmax", "linear"],
                 1e-12,
             ),
-            *corrected(*each_parametric("N = N*: slope of experts", found, "experts")),
+            *corrected(*each_parametric("N = N*: slope of experts", studies, "experts")),
         ],
-        found,
+        studies,
         losses=("experts",),
         paper="softmax slow and ε^-4, sigmoid ε^-2",
         corrected="N > N*: not determined, four times; N = N*: ε^-2, four times",
@@ -633,18 +633,18 @@ NOT_STATED = (
 def softmax_data(run: ClaimRun, expert: str, paper: tuple[float, float]) -> Evidence:
     """Figure 1: softmax data, both links fitted; the sigmoid against its population minimiser."""
     soft = family(expert, link="softmax")
-    found = {
+    studies = {
         "softmax": small_study(run, soft, radii=RADII),
         "sigmoid": small_study(run, family(expert), source=soft, radii=RADII),
     }
-    own = {"softmax": found["softmax"]}
+    specified = {"softmax": studies["softmax"]}
     others = [
-        *each_parametric("quotient slope", own, "quotient"),
-        *each_falling("slope of ‖f - f_Ḡ‖", found, "function"),
+        *each_parametric("quotient slope", specified, "quotient"),
+        *each_falling("slope of ‖f - f_Ḡ‖", studies, "function"),
     ]
     return printed_slopes(
-        dict(zip(found, paper, strict=True)),
-        found,
+        dict(zip(studies, paper, strict=True)),
+        studies,
         RADII,
         others,
         corrected="the softmax model is not slow: -1/2 up to what f does not see",
@@ -682,15 +682,15 @@ def sigmoid_data(
     run: ClaimRun, *, sparse: bool, paper: tuple[float, float], judged: str
 ) -> Evidence:
     """Figure 2: sigmoid data, as many experts as the truth."""
-    found = {
+    studies = {
         name: small_study(run, family(name), sparse=sparse, radii=RADII)
         for name in ("relu", "linear")
     }
     return printed_slopes(
-        dict(zip(found, paper, strict=True)),
-        found,
+        dict(zip(studies, paper, strict=True)),
+        studies,
         RADII,
-        each_parametric(f"slope of {judged}", found, judged),
+        each_parametric(f"slope of {judged}", studies, judged),
         corrected="both alike up to what f does not see",
         note="Mass and scale of an expert without gate trade freely; the antisymmetric part of A "
         "never enters.",
