@@ -25,7 +25,9 @@ def kept(tmp_path):
 
 def test_a_result_comes_back(kept):
     store, claim, outcome = kept
-    assert to_plain(store.load(claim, RUN), words=True) == to_plain(outcome, nonfinite_as_text=True)
+    assert to_plain(store.load(claim, RUN), nonfinite_as_text=True) == to_plain(
+        outcome, nonfinite_as_text=True
+    )
     assert [p.name for p in store.folder.iterdir()] == ["p0-test.fast.seed0.json"]
 
 
