@@ -46,12 +46,12 @@ def test_ctrl_c_at_any_moment_is_one_word(seconds, tmp_path):
 
 
 STOPPED_INSIDE_EXECUTED_TEXT = """
-from tieline.cli.ending import answered
+from tieline.cli.ending import terminal_session
 
 def interrupted():
     raise KeyboardInterrupt
 
-with answered(to_the_end=True):
+with terminal_session(ends_process=True):
     try:
         exec("interrupted()")
     except KeyboardInterrupt:

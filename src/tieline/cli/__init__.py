@@ -18,14 +18,14 @@ Lab     tieline train RECIPE           train a model with any of the gates, and 
 from collections.abc import Sequence
 from typing import NoReturn
 
-from tieline.cli.ending import answered
+from tieline.cli.ending import terminal_session
 
 __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run a command and exit with its code."""
-    with answered(to_the_end=arguments is None):  # before anything else is imported
+    with terminal_session(ends_process=arguments is None):  # before anything else is imported
         from tieline.cli.app import run
 
         raise SystemExit(run(arguments))

@@ -30,27 +30,27 @@ SHOW_CURSOR = "\x1b[?25h"
 PLAIN = {"·": "-", "–": "-", "—": "-", "−": "-", "…": "...", "×": "x", "≥": ">=", "≤": "<="}
 PLAIN |= {"±": "+-", "→": "->", "←": "<-", "≈": "~", "∞": "inf", "√": "sqrt", "∈": "in", "∂": "d"}
 PLAIN |= {"▲": "!", "◆": "*", "●": "-", "⌊": "floor(", "⌋": ")", "‖": "|", "Σ": "sum", "ε": "eps"}
-"""What a terminal without Unicode shows in place of the signs of reports."""
+"""Replacements for characters that a terminal without Unicode cannot show."""
 
 _RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+")
 
 
 class _Stop:
-    """What Ctrl-C does: at first a KeyboardInterrupt, so that half-written files go; then an exit.
+    """State of Ctrl-C: the first press raises KeyboardInterrupt, the next exits at once.
 
     Attributes:
-        gentle: whether there is something to tidy up.
-        pressed: whether it was pressed.
+        handled: whether a block runs that cleans up after KeyboardInterrupt.
+        pressed: whether Ctrl-C was pressed.
     """
 
-    gentle = False
+    handled = False
     pressed = False
 
 
-def say(words: str) -> None:
-    """Print a message to stderr, if there is one."""
+def say(message: str) -> None:
+    """Print a message to stderr, if stderr is open."""
     with suppress(OSError, ValueError):
-        print(words, file=sys.stderr, flush=True)
+        print(message, file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -59,23 +59,23 @@ def notes(*kinds: type[Warning]) -> Iterator[None]:
     with warnings.catch_warnings():
         shown = warnings.showwarning
 
-        def show(message: Any, category: type[Warning], *place: Any, **more: Any) -> None:
+        def show(message: Any, category: type[Warning], *origin: Any, **options: Any) -> None:
             if issubclass(category, kinds):
                 say(f"note: {message}")
             else:
-                shown(message, category, *place, **more)
+                shown(message, category, *origin, **options)
 
         warnings.showwarning = show
         yield
 
 
 @contextmanager
-def answered(to_the_end: bool) -> Iterator[None]:
-    """Answer Ctrl-C with one word, and print any text to any terminal, while the block runs.
+def terminal_session(ends_process: bool) -> Iterator[None]:
+    """Handle Ctrl-C and characters that the terminal lacks while the block runs.
 
     Args:
-        to_the_end: whether the process ends with the block. Then all is written and said, and
-            Ctrl-C does nothing in the second that large libraries take to go.
+        ends_process: whether the process ends with the block. Ctrl-C is then ignored while large
+            libraries shut down.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -84,14 +84,14 @@ def answered(to_the_end: bool) -> Iterator[None]:
         yield
         return
     before, hook = signal.getsignal(signal.SIGINT), sys.unraisablehook
-    _Stop.pressed = _Stop.gentle = False
+    _Stop.pressed = _Stop.handled = False
     if before is not signal.SIG_IGN:  # as under nohup, or in the background of a script
         signal.signal(signal.SIGINT, _on_interrupt)
-    sys.unraisablehook = _swallowed
+    sys.unraisablehook = _exit_on_interrupt
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN if to_the_end else before)
+        signal.signal(signal.SIGINT, signal.SIG_IGN if ends_process else before)
         sys.unraisablehook = hook
         _forget_interrupts()
 
@@ -107,44 +107,44 @@ def _forget_interrupts() -> None:
 
 @contextmanager
 def handle_interrupts() -> Iterator[None]:
-    """Let the first Ctrl-C raise KeyboardInterrupt while the block runs, so that it can tidy up."""
-    before, _Stop.gentle = _Stop.gentle, True
+    """Let the first Ctrl-C raise KeyboardInterrupt in the block, so that it can clean up."""
+    before, _Stop.handled = _Stop.handled, True
     try:
         yield
     finally:
-        _Stop.gentle = before
+        _Stop.handled = before
 
 
 def was_stopped() -> bool:
-    """Whether Ctrl-C was pressed: whatever is raised afterwards comes from that."""
+    """Return whether Ctrl-C was pressed; errors raised afterwards are consequences of it."""
     return _Stop.pressed
 
 
 def _on_interrupt(number: int, frame: FrameType | None) -> None:
-    if _Stop.pressed or not _Stop.gentle:
-        _leave_at_once()
+    if _Stop.pressed or not _Stop.handled:
+        _exit_at_once()
     _Stop.pressed = True
     raise KeyboardInterrupt
 
 
-def _leave_at_once() -> NoReturn:
-    """Leave from anywhere: imports and destructors of libraries do not survive an exception."""
+def _exit_at_once() -> NoReturn:
+    """Exit from anywhere; imports and destructors of libraries do not survive an exception."""
     if sys.stderr is not None and sys.stderr.isatty():
         say(SHOW_CURSOR)
     say("stopped")
     os._exit(INTERRUPTED)
 
 
-def _swallowed(problem: Any) -> None:
-    """A KeyboardInterrupt where Python cannot raise one, such as a destructor, ends the run too."""
+def _exit_on_interrupt(problem: Any) -> None:
+    """Exit on a KeyboardInterrupt that Python cannot raise, such as in a destructor."""
     if issubclass(problem.exc_type, KeyboardInterrupt):
-        _leave_at_once()
+        _exit_at_once()
     sys.__unraisablehook__(problem)
 
 
 @contextmanager
 def closed_pipe_ignored() -> Iterator[None]:
-    """Go on quietly if whoever read stdout has seen enough, as in `tieline train --list | head`."""
+    """Ignore that stdout was closed by its reader, as in `tieline train --list | head`."""
     try:
         yield
         sys.stdout.flush()
@@ -153,7 +153,7 @@ def closed_pipe_ignored() -> Iterator[None]:
 
 
 def mute_stdout() -> None:
-    """Send what is still to be printed nowhere."""
+    """Discard everything printed to stdout from now on."""
     with suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
@@ -161,11 +161,11 @@ def mute_stdout() -> None:
 
 
 def _plain(problem: UnicodeError) -> tuple[str, int]:
-    """Letters that a terminal has, for those that it lacks."""
+    """Replace characters that the terminal's encoding lacks, as a codec error handler."""
     if not isinstance(problem, UnicodeEncodeError):
         raise problem
     text = problem.object[problem.start : problem.end]
-    raised = _RAISED.sub(lambda found: "^" + unicodedata.normalize("NFKD", found[0]), text)
+    raised = _RAISED.sub(lambda match: "^" + unicodedata.normalize("NFKD", match[0]), text)
     return "".join(map(_spelled, raised)), problem.end
 
 

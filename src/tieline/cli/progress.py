@@ -41,7 +41,7 @@ PATIENCE, LONGEST_PAUSE = 2.0, 30.0
 
 @contextmanager
 def progress_bars(console: Console | None = None, first: str = FIRST) -> Iterator[Report]:
-    """Show what goes on while the block runs.
+    """Show the progress of the block.
 
     Args:
         console: where to; by default stderr.
@@ -56,24 +56,24 @@ def progress_bars(console: Console | None = None, first: str = FIRST) -> Iterato
             yield lines
         return
     spinner = SpinnerColumn("dots" if console.encoding.startswith("utf") else "line")
-    words = TextColumn("{task.description}{task.fields[part]}")
-    columns = (spinner, words, BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    description = TextColumn("{task.description}{task.fields[done]}")
+    columns = (spinner, description, BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as bars:
         yield _Stages(bars, first)
 
 
 @contextmanager
 def _lines(first: str) -> Iterator["_Lines"]:
-    """Lines by a thread of their own, because one step of a stage may take minutes."""
+    """Print lines from a thread, because one step of a stage may take minutes."""
     lines, ended = _Lines(first), threading.Event()
 
-    def tell() -> None:
+    def print_lines() -> None:
         pause = PATIENCE
         while not ended.wait(pause):
-            lines.tell()
+            lines.print_line()
             pause = min(2 * pause, LONGEST_PAUSE)
 
-    thread = threading.Thread(target=tell, daemon=True)
+    thread = threading.Thread(target=print_lines, daemon=True)
     thread.start()
     try:
         yield lines
@@ -83,7 +83,7 @@ def _lines(first: str) -> Iterator["_Lines"]:
 
 
 class _Lines:
-    """What a line says: the stage, how much of it is done, and since when the run goes on."""
+    """Prints a line with the stage, how much of it is done, and the time since the start."""
 
     def __init__(self, first: str) -> None:
         self._began = time.monotonic()
@@ -92,20 +92,22 @@ class _Lines:
     def __call__(self, stage: str, done: int, total: int) -> None:
         self._latest = (stage, done, total)
 
-    def tell(self) -> None:
+    def print_line(self) -> None:
+        """Print the latest state to stderr."""
         stage, done, total = self._latest
         seconds = time.monotonic() - self._began
-        say(f"{stage}{_part(stage, done, total)}, {seconds:.0f} s{self._left(seconds)}")
+        say(f"{stage}{_amount(stage, done, total)}, {seconds:.0f} s{self._left(seconds)}")
 
     def _left(self, seconds: float) -> str:
-        """How long a stage that counts bytes will take, by what it took so far."""
+        """Return the estimated time left of a stage that counts bytes."""
         stage, done, total = self._latest
         if stage not in BYTES or not 0 < done < total:
             return ""
         return f", about {seconds * (total - done) / done:.0f} s left"
 
 
-def _part(stage: str, done: int, total: int) -> str:
+def _amount(stage: str, done: int, total: int) -> str:
+    """Return how much of a stage is done, as text."""
     if stage in BYTES:
         return f" {done / 1e9:.1f} of {total / 1e9:.1f} GB"
     return f" {done:,} of {total:,}" if total > 1 else ""
@@ -122,8 +124,8 @@ class _Stages:
     def __call__(self, stage: str, done: int, total: int) -> None:
         if stage not in self._tasks:
             self._begin(stage, total)
-        part = _part(stage, done, total) if stage in BYTES else ""
-        self._bars.update(self._tasks[stage], completed=done, total=total, part=part)
+        amount = _amount(stage, done, total) if stage in BYTES else ""
+        self._bars.update(self._tasks[stage], completed=done, total=total, done=amount)
         if done >= total and stage in FOLLOWED_BY:
             self._begin(FOLLOWED_BY[stage], None)
 
@@ -132,4 +134,4 @@ class _Stages:
             self._bars.update(task, completed=1, total=1)
             self._bars.stop_task(task)
         if stage not in self._tasks:
-            self._tasks[stage] = self._bars.add_task(stage, total=total, part="")
+            self._tasks[stage] = self._bars.add_task(stage, total=total, done="")

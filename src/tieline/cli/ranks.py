@@ -31,32 +31,32 @@ Parallel = Annotated[
 ]
 
 GRACE = 2.0
-"""Seconds for the process that has the word: torchrun ends all when one has ended."""
+"""Seconds for the process that reports an error: torchrun ends all when one has ended."""
 
-WORD = "tieline/last word"
+REPORT = "tieline/error report"
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def on_ranks() -> bool:
-    """Whether torchrun started this process as one of several."""
-    known = all(name in os.environ for name in _TORCHRUN)
-    return known and int(os.environ["WORLD_SIZE"]) > 1
+    """Return whether torchrun started this process as one of several."""
+    started = all(name in os.environ for name in _TORCHRUN)
+    return started and int(os.environ["WORLD_SIZE"]) > 1
 
 
 def is_first() -> bool:
-    """Whether this process is the one that shows and writes: rank 0, or the only one."""
+    """Return whether this process shows progress and writes: rank 0, or the only one."""
     return not on_ranks() or os.environ["RANK"] == "0"
 
 
 @contextmanager
 def joined(parallel: str | None, doing: str) -> Iterator[str | None]:
-    """Join the processes of torchrun; yields how they share the work, None for one process.
+    """Join the processes of torchrun; yields how they share the work, or None for one process.
 
     The block ends on all processes or on none, so that what follows it may write.
 
     Args:
-        parallel: what was asked for by --parallel.
-        doing: what goes on in the block, for the message about a lost process.
+        parallel: the value of --parallel.
+        doing: what the block does ("inspecting"), for the message about a lost process.
     """
     if not on_ranks():
         require(
@@ -71,13 +71,13 @@ def joined(parallel: str | None, doing: str) -> Iterator[str | None]:
     from tieline.core.processes import join_processes, naming_lost_ranks
 
     lost = naming_lost_ranks(f"while {doing}; nothing was written")
-    with _told_when_ended(), lost, join_processes():
+    with _error_when_ended(), lost, join_processes():
         yield parallel or "data"
         dist.barrier()
 
 
 @contextmanager
-def _told_when_ended() -> Iterator[None]:
+def _error_when_ended() -> Iterator[None]:
     """Turn the signal by which torchrun ends processes, after one has died, into an error."""
 
     def ended(number: int, frame: FrameType | None) -> None:
@@ -94,25 +94,25 @@ def _told_when_ended() -> Iterator[None]:
 
 
 def claims_error_report() -> bool:
-    """Whether this process says how the run ended: the first that asks; others wait a moment."""
+    """Return whether this process reports an error: the first that asks; others wait a moment."""
     if not on_ranks():
         return True
-    first = _asks_first()
+    first = _claims_first()
     if not first:
         time.sleep(GRACE)
     return first
 
 
-def _asks_first() -> bool:
-    """Whether nobody asked before, in torchrun's own store; rank 0 is first where there is none."""
+def _claims_first() -> bool:
+    """Claim the report in torchrun's own store; rank 0 is first where there is none."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return is_first()
     import torch.distributed as dist
 
-    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     turn = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
-        store = dist.TCPStore(*place, is_master=False, timeout=timedelta(seconds=10))  # pyright: ignore[reportPrivateImportUsage]
-        return store.add(f"{WORD} {turn}", 1) == 1
+        store = dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=10))  # pyright: ignore[reportPrivateImportUsage]
+        return store.add(f"{REPORT} {turn}", 1) == 1
     except (RuntimeError, OSError):  # torchrun itself is gone
         return is_first()
