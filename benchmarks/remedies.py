@@ -36,9 +36,9 @@ import tieline as tl
 from harness import machine
 from tieline.analysis.perturbations import applied, noise_generator
 from tieline.analysis.precision_runs import model_logits
-from tieline.analysis.repair import LayerLaw
+from tieline.analysis.smooth_width import NOISE, Calibration, noise_perturbation
 from tieline.core.statistics import Estimate, SequenceSums, clustered_mean, kl_divergence
-from tieline.lab.on_model.frontier import NOISE, Calibration, noise_perturbation
+from tieline.lab.on_model.frontier_records import LayerLaw
 from tieline.lab.on_model.layer_law import layer_laws
 from tieline.models.demo import demo_text
 from tieline.models.loading import LoadedModel, load_model

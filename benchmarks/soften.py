@@ -23,8 +23,9 @@ from tieline.analysis.sources import as_model
 from tieline.core.numerics import one_thread
 from tieline.core.records import to_plain
 from tieline.core.statistics import Estimate
-from tieline.lab.on_model.soften import SoftenSettings, soften
+from tieline.lab.on_model.soften import SoftenSettings, soften_sample
 from tieline.lab.on_model.soften_records import Softening, SoftLevel
+from tieline.lab.on_model.subject import Subject
 from tieline.models import find_routers
 from tieline.run.corpus import TokenisedText
 from tools.demo_model.corpus import training_documents
@@ -89,7 +90,8 @@ def main() -> None:
     began = time.process_time()
     with one_thread():
         names = tuple(find_routers(loaded.model))
-        found = soften(loaded.model, names, text, sizes, batch_size=BATCH // options.length)
+        subject = Subject(loaded.model, loaded.tokenizer, loaded.name, names, text, {})
+        found = soften_sample(subject, sizes, batch_size=BATCH // options.length)
     console = Console()
     console.print(report(found))
     console.print(f"{time.process_time() - began:.0f} s of CPU")

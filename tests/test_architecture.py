@@ -22,14 +22,14 @@ LAYERS = {
     "trace": {"core"},
     "measure": {"core", "trace"},
     "demo": set(),
-    "models": {"core", "measure", "routing", "demo", "trace", "lab"},
+    "models": {"core", "measure", "routing", "demo", "trace"},
     "run": {"core", "trace", "routing", "measure", "models"},
     "engines": {"core", "trace"},
 }
 MAY_IMPORT = LAYERS | {
-    "analysis": {*LAYERS, "lab"},
-    "report": {"core", "lab"},  # and the types of records, see below
-    "cli": {*LAYERS, "analysis", "report", "lab"},
+    "analysis": {*LAYERS},
+    "report": {"core"},  # and the types of records, see below
+    "cli": {*LAYERS, "analysis", "report"},
     "lab": {*LAYERS, "analysis", "report", "cli"},
 }
 FREE = {"__init__", "__main__", "_version"}

@@ -9,7 +9,6 @@ those of the records' docstrings.
 
 import argparse
 import dataclasses
-import importlib
 import inspect
 import json
 import re
@@ -20,7 +19,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from tieline.core.records import FORMATS, Result
+from tieline.core.plugins import result_formats
+from tieline.core.records import Result, result_class
 
 __all__ = ["schema", "schemas"]
 
@@ -34,9 +34,8 @@ SCALARS = {bool: "boolean", int: "integer", str: "string", Path: "string", type(
 def schemas() -> dict[str, str]:
     """Return the text of each schema by the name of its file."""
     made = {}
-    for place in FORMATS.values():
-        module, _, name = place.partition(":")
-        cls = getattr(importlib.import_module(module), name)
+    for name in result_formats():
+        cls = result_class(name)
         text = json.dumps(schema(cls), indent=1, ensure_ascii=False) + "\n"
         made[f"{cls.format}.v{cls.version}.json"] = text
     return made

@@ -73,5 +73,5 @@ def test_a_budget_and_a_ramp(tmp_path):
 
 def test_what_a_streamed_smoothing_cannot_do_is_refused(tmp_path):
     folder = made(tmp_path / "model", "olmoe")
-    with pytest.raises(ParameterError, match="factor and frontier needs the whole model"):
-        smooth(folder, stream=True, factor=2.0, frontier=True, **SMALL)
+    with pytest.raises(ParameterError, match="factor needs the whole model"):
+        smooth(folder, stream=True, factor=2.0, **SMALL)

@@ -17,15 +17,16 @@ from hypothesis import strategies as st
 
 from tieline.core import records
 from tieline.core.errors import ParameterError, TraceError
+from tieline.core.plugins import ResultFormat, result_formats
 from tieline.core.records import (
     DEEPEST,
-    FORMATS,
     LONGEST,
     Result,
     canonical,
     from_plain,
     parse_json,
     read_result,
+    result_class,
     to_plain,
 )
 
@@ -163,11 +164,14 @@ def test_records_survive_json(tree):
     assert equal(from_plain(Tree, json.loads(text)), tree)
 
 
+TREE_FORMATS = {**result_formats(), "tieline-tree": ResultFormat(f"{__name__}:Tree", "")}
+
+
 @given(trees)
 def test_results_survive_their_files(tmp_path_factory, tree):
     path = tmp_path_factory.mktemp("results") / "r.json"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(FORMATS, "tieline-tree", f"{__name__}:Tree")
+        patch.setattr(records, "result_formats", lambda: TREE_FORMATS)
         text = tree.to_json(path)
         assert path.read_text() == text
         assert equal(read_result(path), tree)
@@ -287,7 +291,7 @@ def test_errors_of_a_constructor_name_the_place():
     ],
 )
 def test_other_files_are_refused(tmp_path, monkeypatch, text, message):
-    monkeypatch.setitem(FORMATS, "tieline-tree", f"{__name__}:Tree")
+    monkeypatch.setattr(records, "result_formats", lambda: TREE_FORMATS)
     path = tmp_path / "r.json"
     path.write_text(text)
     with pytest.raises(TraceError, match=message):
@@ -303,10 +307,9 @@ def test_absent_and_long_files_are_refused(tmp_path, monkeypatch):
         read_result(tmp_path / "long.json")
 
 
-def test_every_format_names_a_class():
-    for kind, place in FORMATS.items():
-        module, name = place.split(":")
-        assert isinstance(getattr(__import__(module, fromlist=[name]), name), type), kind
+def test_every_format_names_a_class_of_that_format():
+    for name in result_formats():
+        assert result_class(name).format == name
 
 
 class _Report:

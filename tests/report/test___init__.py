@@ -6,9 +6,10 @@ import pytest
 
 from tieline import report
 from tieline.core.errors import ParameterError
+from tieline.core.plugins import result_formats
 
 
-@pytest.mark.parametrize("name", list(report.MODULES.values()))
+@pytest.mark.parametrize("name", sorted({entry.drawing for entry in result_formats().values()}))
 def test_every_module_of_the_table_draws_in_five_ways(name):
     module = importlib.import_module(name)
     for ability in ("page", "figures", "terminal", "summary", "notebook"):

@@ -113,7 +113,6 @@ def page(panels):
         repairs=Grid((), ()),
         sentences=[],
         layers=Grid((), ()),
-        frontier=None,
         provenance=[],
     )
 
@@ -157,7 +156,6 @@ def test_advice_stands_apart_and_commands_are_code():
         repairs=Grid((), ()),
         sentences=[],
         layers=Grid((), ()),
-        frontier=None,
         provenance=[],
     )
     assert '<p class="verdict">2\u00a0% flip.</p>' in made

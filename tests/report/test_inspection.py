@@ -9,7 +9,6 @@ import pytest
 from tests.report.browser import BROWSERS, find_browser, look_at
 from tests.report.zoo import HOSTILE, make_inspection
 from tieline.core.errors import ParameterError
-from tieline.lab.report.soften import deciding_table, soften_table
 from tieline.report import frame
 from tieline.report.frame import LARGEST_PAGE
 from tieline.report.inspection import (
@@ -111,8 +110,7 @@ def test_numbers_findings_and_provenance_are_in_the_page_without_any_script(rend
         assert f"<dt>{name}</dt>" in body
     assert "<dt>text.name</dt><dd>a.txt</dd>" in body
     by_layer = 1 + len(result.measures.layers)  # also calibration
-    softened = [make(result.softening) for make in (soften_table, deciding_table)]
-    assert body.count("<tr>") == 2 * by_layer + sum(1 + len(grid.rows) for grid in softened)
+    assert body.count("<tr>") == 2 * by_layer
 
 
 def test_noise_stands_in_for_bf16_where_rounding_is_unknown(result):

@@ -25,8 +25,6 @@ KEYS = [
     "jump-loss",
     "near-threshold",
     "tie-orders",
-    "flip-times",
-    "soften",
     "load",
 ]
 ROLES = (
@@ -84,7 +82,7 @@ def test_a_figure_is_valid_has_axis_titles_and_is_explained(result, key):
     assert all(colour[1:].startswith(ROLES) for colour in colours(drawn.figure))
 
 
-@pytest.mark.parametrize("key", [key for key in KEYS if key not in ("load", "soften")])
+@pytest.mark.parametrize("key", [key for key in KEYS if key != "load"])
 def test_a_trace_of_ids_gives_the_reason_in_place_of_a_chart(ids_only, key):
     drawn = panel(ids_only, key)
     assert drawn.figure is None
@@ -222,3 +220,11 @@ def test_many_layers_are_told_by_a_bar_of_colours():
         assert bars[0]["marker"]["colorbar"]["ticktext"] == ["0", "5", "11"]
         named = [trace["name"] for trace in data if trace.get("showlegend")]
         assert named in ([], ["all"])
+
+
+def test_orders_of_ties_are_stacked(result):
+    orders = panel(result, "tie-orders")
+    assert "bf16" in orders.title
+    bars = orders.figure["data"]
+    assert [bar["name"] for bar in bars] == ["order 1", "order 2", "order 3 or more"]
+    assert [bar["y"] for bar in bars] == [[0.03] * 3, [0.015] * 3, [0.005] * 3]

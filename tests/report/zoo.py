@@ -1,14 +1,12 @@
 """Results to draw: a routed model of random scores, its jumps, and text that tries to break out."""
 
 import math
-from dataclasses import replace
 
 import torch
 
 from tieline.analysis.calibration import calibration_need
 from tieline.analysis.findings import judge, observe
 from tieline.analysis.inspection import (
-    FlipWalk,
     GapJumpTable,
     Inspection,
     JumpMeasures,
@@ -22,10 +20,6 @@ from tieline.analysis.inspection import (
 )
 from tieline.core.ranking import stable_topk
 from tieline.core.statistics import Estimate, Quantiles, mean_estimate
-from tieline.lab.on_model.soften_records import DecidingToken, Softening, SoftLayer, SoftLevel
-from tieline.lab.on_model.soften_words import soften_words
-from tieline.measure.boundary import margin_tail
-from tieline.measure.measure_records import Measurement
 from tieline.measure.measures import measure
 from tieline.trace.record import LayerFacts, LayerTrace, RoutingTrace
 
@@ -160,57 +154,12 @@ def make_inspection(losses=False, jumps=True, text=True, model="zoo/moe", **trac
         provenance={"model": model, "dtype": "float32", "text": {"name": "a.txt", "seed": 0}},
         timings={"total": 1.25, "tokens_per_second": math.pi * 1000},
         calibration=calibration_need(trace, 128),
-        softening=make_softening(trace) if scored else None,
         noise=make_noise(trace) if scored else NoiseReport((), reason),
     )
 
 
-def make_softening(trace):
-    """Every layer with a prediction but the last."""
-    levels = tuple(
-        SoftLevel(
-            0.01 * 2**i, Estimate(-1e-4 * 2**i, 5e-5), Estimate(-0.01, 5e-3), Estimate(0.001, 2e-3)
-        )
-        for i in range(3)
-    )
-    layers = []
-    for place, layer in enumerate(trace.layers):
-        last = place + 1 == len(trace.layers)
-        token = DecidingToken(0, place, HOSTILE[place], layer.name, 1, 2, 0.003, -0.4)
-        layers.append(
-            SoftLayer(
-                name=layer.name,
-                form="projection",
-                levels=levels,
-                predicted=Estimate(None) if last else Estimate(-0.012, 4e-3),
-                by_gradient=None if last else -0.02,
-                density=Estimate(2.0, 0.1),
-                tail=margin_tail(layer.gap),
-                constant=None if last else 12.0,
-                near=0 if last else 40,
-                exact=0 if last else 20,
-                deciding=() if last else (token,),
-                half=0 if last else 5,
-                status="not answerable: groups" if last else "ok",
-            )
-        )
-    loss = Estimate(2.5, 0.1)
-    made = Softening(tuple(layers), levels, Estimate(-1e-4, 4e-5), loss, 200, 10, 7.0, ())
-    return replace(made, words=soften_words(made))
-
-
 def make_noise(trace):
-    """Orders and walks of every layer but the last, whose walls are not flat."""
-    walk = FlipWalk(
-        times=(1.0, 16.0, 256.0),
-        lower=(0.01, 0.1, 0.3),
-        value=tuple(Estimate(share, 0.01) for share in (0.02, 0.12, 0.4)),
-        upper=(0.03, 0.2, 0.7),
-        median=420.0,
-        tokens=48,
-        directions=3.5,
-    )
-    curved = Measurement(None, "not answerable: experts are chosen within groups")
+    """Orders of ties of every layer."""
     layers = tuple(
         OwnNoise(
             name=layer.name,
@@ -219,7 +168,6 @@ def make_noise(trace):
             epsilon=0.01 * (place + 1),
             flipped=Estimate(0.02, 0.004),
             orders=(0.95, 0.03, 0.015, 0.005),
-            walk=curved if place + 1 == len(trace.layers) else Measurement(walk),
         )
         for place, layer in enumerate(trace.layers)
     )

@@ -16,11 +16,11 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 
 from tieline._version import __version__
 from tieline.analysis.calibration import most_first, tokens_needed
@@ -37,10 +37,6 @@ from tieline.analysis.text import text_sample
 from tieline.core.errors import ParameterError, require
 from tieline.core.numerics import one_thread
 from tieline.core.records import from_plain, to_plain
-from tieline.lab.on_model.slice import SliceChoice, model_slice
-from tieline.lab.on_model.soften import SoftenPlan, SoftenSettings, plan_soften
-from tieline.lab.on_model.soften import soften as soften_model
-from tieline.lab.on_model.soften_records import Softening
 from tieline.measure.measure_records import MeasureSettings
 from tieline.measure.measures import RoutingMeasures, measure, measure_summary
 from tieline.models.capture import capture
@@ -49,7 +45,7 @@ from tieline.models.families import chosen_routers, family_of, find_routers
 from tieline.models.running import batches, forward, only_running, text_config
 from tieline.models.spread import SHARES_TEXT
 from tieline.models.streaming import ModelStream
-from tieline.run.corpus import Text, TokenisedText, as_text, default_length, token_texts, tokenise
+from tieline.run.corpus import Text, TokenisedText, as_text, default_length, tokenise
 from tieline.run.processes import Ranks
 from tieline.trace.record import RoutingTrace
 from tieline.trace.summary import RoutingSummary
@@ -78,9 +74,6 @@ def inspect(
     loss_jumps: bool = False,
     expert_tokens: int = 128,
     noise: bool = True,
-    cut: SliceChoice | None = None,
-    soften: SoftenSettings | bool = False,
-    yes: bool = False,
     dtype: str = "auto",
     device: str = "cpu",
     revision: str | None = None,
@@ -112,9 +105,6 @@ def inspect(
             the result says how many tokens of such a text that takes.
         noise: whether to measure what rounding the whole model does to its routers: two forward
             passes of 2,048 tokens at most.
-        cut: the slice through three tokens' hidden states that is wanted, if any.
-        soften: whether to measure what a soft choice does to the loss, and with which sizes.
-        yes: whether softening may cost more than ten times the ordinary pass.
         dtype: precision to load a named model in: "auto", "fp32", "bf16" or "fp16".
         device: where to load it: "cpu", "cuda", "cuda:1", ... or "auto".
         revision: its branch, tag or commit on the hub.
@@ -142,69 +132,33 @@ def inspect(
     _check_stages(parallel, layers, loss_jumps)
     loaded = as_model(source, "inspect takes a trace or summary, or", dtype=dtype, **options)
     model, clock = loaded.model, _Clock()
-    names = _chosen_names(model, layers)
+    names = router_names(model, layers)
     with clock("tokenise"):
         length = sequence_length or default_length(model)
         tokenised = tokenise(loaded.tokenizer, words, tokens, length)
-    _check_wanted(cut, soften, loaded.stream)
-    _check_whole(parallel, cut, soften)
-    if cut is not None:
-        cut.check(names, tokenised.tokens, inputs_fit(model, names, tokenised.tokens))
-    softly = None
-    if soften:
-        sizes = soften if isinstance(soften, SoftenSettings) else SoftenSettings(seed=seed)
-        told = (loaded.tokenizer, names, words, tokenised.tokens)
-        softly = plan_soften(model, *told, sizes, yes)
     share = Ranks.of(parallel, list(batches(tokenised.sequences, batch_size)))
     run = _Run(model, names, tokenised, share, tokenised.tokens, batch_size, progress or _silent)
     plan = _plan(jump_settings, seed, loss_jumps)
     sampler = run.sampler(plan) if jumps else None
     facts = _facts(tokenised, origin, batch_size, seed) | share.provenance()
-    wanted = _Wanted(noise and parallel in (None, "data"), cut, softly, seed)
-    work = _Work(loaded.stream, plan, settings, facts, clock, loss_jumps, wanted, resume)
+    rounds = noise and parallel in (None, "data")
+    work = _Work(loaded.stream, plan, settings, facts, clock, loss_jumps, rounds, resume)
     ways = _streamed if loaded.stream is not None else _in_memory
-    trace, measures, found, extra = ways(run, sampler, work)
+    trace, measures, found, noise_found = ways(run, sampler, work)
     facts = dict(trace.provenance) | ({"model": loaded.name} if loaded.name else {})
     sample, timings = text_sample(trace, tokenised), clock.timings(trace.n_tokens)
     told = _inspection(measures, found, sample, facts, timings, trace, expert_tokens)
-    return replace(told, **extra)
+    return replace(told, noise=noise_found)
 
 
-class _Wanted(NamedTuple):
-    """What else is wanted of a model in memory."""
-
-    noise: bool
-    cut: SliceChoice | None
-    softly: SoftenPlan | None
-    seed: int
-
-
-def _extra(
-    run: "_Run", trace: RoutingTrace, weights: dict[str, Tensor], work: "_Work"
-) -> dict[str, Any]:
-    """The noise of the model, and the slice and the softening that were asked for."""
-    noise, cut, softly, seed = work.wanted
-    found, drawn, softened = NoiseReport((), NO_NOISE), None, None
+def _noise(run: "_Run", work: "_Work") -> NoiseReport:
+    """The noise of the model in memory."""
+    if not work.noise:
+        return NoiseReport((), NO_NOISE)
     with work.clock("noise"):
-        if noise:
-            found = own_noise(run.model, run.names, run.text, run.batch_size, seed)
-            run.progress("noise", 1, 1)
-        if cut is not None:
-            drawn = model_slice(run.model, trace, weights, cut, found, token_texts(run.text), seed)
-    if softly is not None:
-        with work.clock("soften"):
-            softened = run.softened(softly)
-    return {"noise": found, "slice": drawn, "softening": softened}
-
-
-def _check_wanted(cut: SliceChoice | None, soften: object, stream: ModelStream | None) -> None:
-    """Refuse what needs the whole model in memory, of a model that is read layer by layer."""
-    asked = {"a slice (--slice)": cut is not None, "softening (--soften)": bool(soften)}
-    named = " and ".join(name for name, wanted in asked.items() if wanted)
-    require(
-        stream is None or not named,
-        f"{named} needs the whole model in memory, and its weights are streamed (--no-stream)",
-    )
+        report = own_noise(run.model, run.names, run.text, run.batch_size)
+        run.progress("noise", 1, 1)
+    return report
 
 
 class _Found(NamedTuple):
@@ -213,7 +167,7 @@ class _Found(NamedTuple):
     trace: RoutingTrace
     measures: RoutingMeasures
     jumps: tuple[LayerJumps, ...]
-    extra: dict[str, Any]
+    noise: NoiseReport
 
 
 def _in_memory(run: "_Run", sampler: BlockSampler | None, work: "_Work") -> _Found:
@@ -226,9 +180,9 @@ def _in_memory(run: "_Run", sampler: BlockSampler | None, work: "_Work") -> _Fou
         measures = measure(trace, work.settings, weights)
     with work.clock("jumps"):
         found = run.jumps(trace, sampler, work.plan, work.losses)
-    extra = _extra(run, trace, weights, work)
+    noise = _noise(run, work)
     trace = replace(trace, layers=tuple(replace(layer, inputs=None) for layer in trace.layers))
-    return _Found(trace, measures, found, extra)
+    return _Found(trace, measures, found, noise)
 
 
 def _streamed(run: "_Run", sampler: BlockSampler | None, work: "_Work") -> _Found:
@@ -253,7 +207,7 @@ def _streamed(run: "_Run", sampler: BlockSampler | None, work: "_Work") -> _Foun
     none = LayerJumps("", None, NO_JUMPS)
     jumps = [layers.jumps.get(one.name, replace(none, name=one.name)) for one in trace.layers]
     noise = NoiseReport((), "not measured: weights that are streamed cannot be rounded")
-    return _Found(trace, layers.measures(trace), tuple(jumps), {"noise": noise})
+    return _Found(trace, layers.measures(trace), tuple(jumps), noise)
 
 
 def _state(run: "_Run", work: "_Work", keep: str, jumps: bool) -> RunState:
@@ -277,7 +231,7 @@ class _Work(NamedTuple):
     facts: dict[str, object]
     clock: "_Clock"
     losses: bool
-    wanted: _Wanted
+    noise: bool
     resume: bool = False
 
 
@@ -404,12 +358,6 @@ class _Run(NamedTuple):
         arguments = (trace, trace.layer(name), jumps.value, plan.loss_swaps, self.batch_size)
         return replace(jumps, value=with_losses(self.model, *arguments))
 
-    def softened(self, plan: SoftenPlan) -> Softening:
-        """What a soft choice does to the loss."""
-        options = {"batch_size": self.batch_size, "cost": plan.cost, "progress": self.progress}
-        self.progress(f"soften, about {plan.cost:.0f} passes", 0, 1)
-        return soften_model(self.model, self.names, plan.text, plan.settings, **options)
-
     def _told(self, stage: str) -> Callable[[int, int], None]:
         return lambda done, total: self.progress(stage, done, total)
 
@@ -435,14 +383,6 @@ class _Clock:
         return found
 
 
-def _check_whole(parallel: str | None, cut: SliceChoice | None, soften: object) -> None:
-    """Refuse what needs the whole model in every process, of a model that is spread."""
-    require(
-        parallel in (None, "data") or (cut is None and not soften),
-        f"a slice and softening need the whole model in a process, not parallel {parallel!r}",
-    )
-
-
 def _check_stages(
     parallel: str | None, layers: Collection[str | int] | None, loss_jumps: bool
 ) -> None:
@@ -452,7 +392,7 @@ def _check_stages(
         require(not loss_jumps, "loss_jumps need all layers: take parallel 'tp' or 'ep' with them")
 
 
-def _chosen_names(model: nn.Module, layers: Collection[str | int] | None) -> tuple[str, ...]:
+def router_names(model: nn.Module, layers: Collection[str | int] | None) -> tuple[str, ...]:
     """Names of the routers, in the order of the model; places are counted from 0."""
     known = list(find_routers(model))
     if layers is None:

@@ -5,9 +5,7 @@ Inspection          everything: measures, jumps, text sample, verdict, findings,
 ├─ jumps            one `LayerJumps` per layer, in the order of `measures.layers`
 │  └─ value         `JumpMeasures`: `JumpSample`s, `GapJumpTable`, `LossJumps`
 ├─ calibration      one `CalibrationNeed` per layer
-├─ noise            `NoiseReport`: orders of ties and times to a flip at the model's own noise
-├─ slice            `LayerSlice` through three hidden states, where it was asked for
-├─ softening        `Softening`: loss against the width of a soft choice, where it was asked for
+├─ noise            `NoiseReport`: size of the model's own noise, and orders of ties at it
 ├─ sample           `TextSample`: pieces of text with the gaps of their tokens
 ├─ judgement        `RoutingJudgement`: the data of the verdict
 └─ observations     `Observation`s: the data of the findings, most severe first
@@ -19,9 +17,6 @@ from typing import ClassVar, Literal
 from tieline.analysis.calibration import CalibrationNeed
 from tieline.core.records import Result
 from tieline.core.statistics import Estimate, Quantiles, Share
-from tieline.lab.on_model.soften_records import Softening
-from tieline.lab.tropical.pictures import Slice
-from tieline.measure.measure_records import Measurement
 from tieline.measure.measures import RoutingMeasures
 from tieline.trace.record import RoutingTrace
 
@@ -175,31 +170,6 @@ class TextSample:
 
 
 @dataclass(frozen=True)
-class FlipWalk:
-    """When the tokens of a layer first change their experts under a random walk of their state.
-
-    Attributes:
-        times: t, in roundings.
-        lower: mean over tokens of the lower bound of P(flip by t), from the nearest wall.
-        value: mean of P(flip by t), simulated, with its standard error over tokens.
-        upper: mean of the upper bound, the sum over all walls.
-        median: median over tokens of the time by which they have flipped with probability ½ or
-            more, from the nearest wall.
-        tokens: tokens that walked.
-        directions: effective number of directions of the noise, (tr C)² / tr C² with C = W Σ Wᵀ
-            without the common shift; at most E - 1.
-    """
-
-    times: tuple[float, ...]
-    lower: tuple[float, ...]
-    value: tuple[Estimate, ...]
-    upper: tuple[float, ...]
-    median: float
-    tokens: int
-    directions: float
-
-
-@dataclass(frozen=True)
 class OwnNoise:
     """What rounding the whole model does to one router.
 
@@ -210,7 +180,6 @@ class OwnNoise:
         epsilon: size of the noise of the gap, in units of the selection score.
         flipped: share of tokens whose experts changed in that run.
         orders: share of tokens of tie order 0, 1, ... at ε; the last entry counts all from there.
-        walk: time to the first flip, for routers with flat walls.
     """
 
     name: str
@@ -219,7 +188,6 @@ class OwnNoise:
     epsilon: float
     flipped: Estimate
     orders: tuple[float, ...]
-    walk: Measurement[FlipWalk]
 
 
 @dataclass(frozen=True)
@@ -237,39 +205,6 @@ class NoiseReport:
     def of(self, name: str) -> OwnNoise | None:
         """The record of a layer, None if it has none."""
         return next((layer for layer in self.layers if layer.name == name), None)
-
-
-@dataclass(frozen=True)
-class SlicePoint:
-    """One of the three tokens: its place in the text, its text and its experts."""
-
-    document: int
-    position: int
-    text: str
-    experts: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class LayerSlice:
-    """A slice of one router through three tokens' hidden states.
-
-    Attributes:
-        layer: name of the router.
-        points: the three tokens.
-        noise: where the width of the band comes from, in words; empty without a band.
-        cut: the cells.
-        checked: random points at which the router itself was asked.
-        agreed: those at which it chose the coalition of the cell.
-        undecided: the others whose gap float32 cannot tell from a tie.
-    """
-
-    layer: str
-    points: tuple[SlicePoint, ...]
-    noise: str
-    cut: Slice
-    checked: int
-    agreed: int
-    undecided: int
 
 
 @dataclass(frozen=True)
@@ -366,13 +301,11 @@ class Inspection(Result):
         jumps: jump size per layer, in the order of `measures.layers`.
         sample: a stretch of text with its gaps; None where no text is known.
         provenance: model, revision, dtype, text, tokens, seed and versions, as JSON values.
-        timings: seconds per stage ("tokenise", "forward", "measure", "jumps", "noise", "soften",
-            "total") and "tokens_per_second" of the forward passes.
+        timings: seconds per stage ("tokenise", "forward", "measure", "jumps", "noise", "total")
+            and "tokens_per_second" of the forward passes.
         calibration: tokens of such a text until every expert has enough of them to calibrate a
             quantised model, layer by layer, the most demanding first.
         noise: what rounding the whole model does near the ties of each layer.
-        slice: the slice through three tokens' hidden states, where it was asked for.
-        softening: what a soft choice does to the loss, where it was asked for.
         trace: the routing that was measured; not part of the JSON.
     """
 
@@ -389,8 +322,6 @@ class Inspection(Result):
     timings: dict[str, float]
     calibration: tuple[CalibrationNeed, ...] = ()
     noise: NoiseReport = NoiseReport((), "not measured: this needs the model")
-    slice: LayerSlice | None = None
-    softening: Softening | None = None
     trace: RoutingTrace | None = field(default=None, metadata={"json": False}, compare=False)
 
     @property

@@ -33,9 +33,9 @@ from torch import Tensor, nn
 from tieline.analysis.perturbations import Perturbation, applied, noise_generator
 from tieline.analysis.precision_records import KeepList, Remedy, RemedyEffect, RemedyTable
 from tieline.analysis.precision_runs import model_logits
+from tieline.analysis.smooth_width import NOISE, Calibration
 from tieline.core.errors import TielineError, require
 from tieline.core.statistics import Estimate, SequenceSums, kl_divergence
-from tieline.lab.on_model.frontier import NOISE, Calibration
 from tieline.models.capture import capture
 from tieline.models.emulate import format_named, modular_routers
 from tieline.models.families import family_of

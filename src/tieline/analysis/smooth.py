@@ -13,7 +13,6 @@ import copy
 import math
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,31 +21,22 @@ from torch import Tensor, nn
 from tieline.analysis.perturbations import Perturbation
 from tieline.analysis.repair import (
     REPAIR_PERTURBATIONS,
-    Frontier,
     Latency,
-    LayerLaw,
     Repair,
     RepairTable,
     repair_table,
     repair_tables,
     smoothing_latency,
 )
+from tieline.analysis.smooth_width import NOISE, SCALES, Calibration, chosen_scale
 from tieline.analysis.sources import ModelSource, as_model
 from tieline.analysis.streamed_audit import check_room
 from tieline.analysis.streamed_smooth import StreamedRepair
 from tieline.core.errors import UnsupportedModelError, require
-from tieline.lab.on_model.frontier import (
-    NOISE,
-    SCALES,
-    Calibration,
-    chosen_scale,
-)
-from tieline.lab.on_model.frontier import frontier as measure_frontier
-from tieline.lab.on_model.layer_law import layer_laws
 from tieline.models.demo import DEMO
 from tieline.models.kernel import KERNEL
 from tieline.models.loading import LoadedModel, can_use_experts, use_experts
-from tieline.models.running import batches, only_running
+from tieline.models.running import batches
 from tieline.models.smooth import Smoothing, apply_smoothing, smooth_, unsmooth_
 from tieline.models.smooth_router import GateName, plan_layers
 from tieline.models.spread import check_parallel
@@ -66,7 +56,6 @@ def smooth(
     epsilon: float | None = None,
     factor: float | None = None,
     max_moved: float | None = None,
-    frontier: bool = False,
     gate: GateName | None = None,
     a: float = 1.0,
     b: float = 1.0,
@@ -93,11 +82,10 @@ def smooth(
         source: a hub id, a folder, "demo" for the model in the box, or `(model, tokenizer)`.
         budget: mean experts per token, above k; by default k + 0.5.
         noise: make the ramp wide against this precision instead: "bf16", "int8", "router bf16".
-            With `factor`, `max_moved` or `frontier`: the one to repair, by default "router bf16".
+            With `factor` or `max_moved`: the one to repair, by default "router bf16".
         epsilon: width of the band in units of the scores, for all layers, instead of both.
         factor: make the part of the KL that flips cause under `noise` this many times lower.
         max_moved: stay within this KL of the original, nats per token.
-        frontier: also measure other widths, from little repair to much.
         gate: "projected": tied experts share a seat; "ramp": experts below the threshold are
             added. By default "projected", but "ramp" where a, b or k_max are given.
         a: exponent at the lower end of the ramp.
@@ -131,21 +119,20 @@ def smooth(
     options |= {"stream": stream, "memory": memory, "keep": keep, "copies": 2}
     options |= {"parallel": parallel}
     loaded = as_model(source, "smooth takes", dtype="fp32", **options)
-    plain, parts = loaded.model, _split(loaded, words, tokens, calibration)
+    plain, parts = loaded.model, split_text(loaded, words, tokens, calibration)
     work = _Work(loaded, parts, batch_size, seed, parallel, progress)
     if loaded.stream is not None:
-        _check_streamed(wish, frontier, experts_impl)
+        _check_streamed(wish, experts_impl)
         check_room(loaded.stream, tokens, 2 * (1 + 2 * len(REPAIR_PERTURBATIONS)), memory)
         return work.streamed(loaded.stream, wish, _Form(gate, a, b, k_max), origin)
     _check_experts(plain, experts_impl)
     form = _Form(gate, a, b, k_max)
     share = Ranks.of(parallel, list(batches(parts.measured, batch_size)))
     smoothed, known = copy.deepcopy(plain), None
-    if wish.by_law or frontier:
+    if wish.by_law:
         known = work.calibrate(noise or NOISE)
     record = work.smooth(smoothed, wish, form, known)
     table = work.table(smoothed, known)
-    wide = work.frontier(smoothed, known, record.gate) if frontier and known is not None else None
     ids = next(batches(work.parts.measured, batch_size))
     return Repair(
         model=loaded.name or type(plain).__name__,
@@ -153,7 +140,6 @@ def smooth(
         repair=table,
         latency=_latencies(plain, smoothed, ids, rounds, experts_impl),
         provenance={"text": origin, "seed": seed, "batch_size": batch_size, **share.provenance()},
-        frontier=wide,
         smoothed=smoothed,
         tokenizer=loaded.tokenizer,
     )
@@ -214,7 +200,7 @@ class _Work(NamedTuple):
     """A model, its text, and how both are run."""
 
     loaded: LoadedModel
-    parts: "_Parts"
+    parts: "TextSplit"
     batch_size: int
     seed: int
     parallel: str | None
@@ -298,34 +284,6 @@ class _Work(NamedTuple):
             self.loaded.model, smoothed, sequences, perturbations=precisions, **self._shared
         )
 
-    def frontier(self, smoothed: nn.Module, known: Calibration, gate: GateName) -> Frontier:
-        """Other widths, on held-out text: by noise, and by budget with as many experts."""
-        wide = [known.experts(known.by_noise(scale), gate) for scale in COMPARED]
-        least = max(plan.k for plan in known.plans) + 0.01
-        found = measure_frontier(
-            self.loaded.model,
-            smoothed,
-            known,
-            self.parts.measured,
-            gate=gate,
-            perturbations=_precisions(known),
-            budgets=[count for count in wide if count > least],
-            **self._shared,
-        )
-        return replace(found, layers=self._laws(known))
-
-    def _laws(self, known: Calibration) -> tuple[LayerLaw, ...]:
-        """The law in every layer; none where a layer cannot be run by itself."""
-        model = self.loaded.model
-        parts = [list(batches(part, self.batch_size)) for part in self.parts]
-        with only_running(model), suppress(UnsupportedModelError):
-            return layer_laws(model, known, *parts, seed=self.seed, progress=self.progress)
-        return ()
-
-
-COMPARED = (2.0, 8.0, 32.0)
-"""c = ε/σ beside which an equal number of experts in every layer is measured."""
-
 
 def _precisions(known: Calibration | None) -> list[Perturbation]:
     """Those of every table, and the one that is repaired."""
@@ -337,11 +295,10 @@ def _silent(stage: str, done: int, total: int) -> None:
     """Ignore progress."""
 
 
-def _check_streamed(wish: _Wish, frontier: bool, experts_impl: str | None) -> None:
+def _check_streamed(wish: _Wish, experts_impl: str | None) -> None:
     """Refuse what needs the whole model in memory, of a model that is read layer by layer."""
     asked = {"factor": wish.factor, "max_moved": wish.max_moved, "experts_impl": experts_impl}
     named = [name for name, value in asked.items() if value is not None]
-    named += ["frontier"] if frontier else []
     require(
         not named,
         f"{' and '.join(named)} needs the whole model in memory, and its weights are streamed",
@@ -355,14 +312,22 @@ def _check_experts(model: nn.Module, experts_impl: str | None) -> None:
     use_experts(model, before if experts_impl else None)
 
 
-class _Parts(NamedTuple):
-    """Sequences to choose ε on, and those to measure on."""
+class TextSplit(NamedTuple):
+    """Sequences of a text to choose ε on, and those to measure on."""
 
     calibration: list[Tensor]
     measured: list[Tensor]
 
 
-def _split(loaded: LoadedModel, words: str, tokens: int, calibration: int) -> _Parts:
+def split_text(loaded: LoadedModel, words: str, tokens: int, calibration: int) -> TextSplit:
+    """Cut a text into sequences to choose ε on and others to measure on.
+
+    Args:
+        loaded: the model with its tokenizer.
+        words: the text.
+        tokens: tokens to measure on.
+        calibration: tokens before those, rounded up to whole sequences.
+    """
     length = min(default_length(loaded.model), calibration, tokens)
     found = tokenise(loaded.tokenizer, words, calibration + tokens, length)
     first = -(-calibration // length)
@@ -372,7 +337,7 @@ def _split(loaded: LoadedModel, words: str, tokens: int, calibration: int) -> _P
         "measure on others",
     )
     measured = [sequence for sequence in found.sequences[first:] if len(sequence) > 1]
-    return _Parts(list(found.sequences[:first]), measured)
+    return TextSplit(list(found.sequences[:first]), measured)
 
 
 def _latencies(

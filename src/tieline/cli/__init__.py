@@ -1,18 +1,16 @@
-"""The command line, the only room that prints: one file per command.
+"""The command line, one file per command of the instrument.
 
 Look    tieline inspect [MODEL]        how near a model's tokens are to a routing tie
         tieline diff A B               whether two runs route alike and, if not, why
         tieline audit [MODEL]          what low precision and noise do to a model's routing
         tieline check ROUTES ...       whether files of routes are sound
 Repair  tieline smooth [MODEL] -o OUT  make routing continuous at ties
-        tieline upcycle MODEL -o OUT   turn a dense model into a Mixture of Experts
 Files   tieline capture [MODEL] -o TRACE   what an inference engine routes
         tieline convert IN OUT --to FORM   routes in the form of another program
         tieline merge A B ... -o C     join traces, or streaming summaries
-Lab     tieline train RECIPE           train a model with any of the gates, and score it
-        tieline design                 what a number of experts, active experts and width buys
-        tieline rates SETTING          how fast a router and its experts are learned
-        tieline reproduce [CLAIM ...]  which statements of the papers hold, with numbers
+
+Commands of the laboratory (train, design, rates, reproduce, reroute, upcycle, soften, slice, walks,
+attention, frontier) and of other packages are added as plug-ins (`tieline.core.plugins`).
 """
 
 from collections.abc import Sequence

@@ -17,7 +17,6 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
@@ -50,12 +49,12 @@ from tieline.core.errors import (
     shortened,
 )
 from tieline.core.files import out_of_space
+from tieline.core.plugins import command_groups, import_command
 from tieline.core.settings import SettingError
 
 __all__ = [
     "BAD_INPUT",
     "CONDITION_HELD",
-    "GROUPS",
     "OUR_BUG",
     "Address",
     "BatchSize",
@@ -88,19 +87,6 @@ __all__ = [
     "with_json_target",
 ]
 
-GROUPS = {
-    "Look": ("inspect", "diff", "audit", "check"),
-    "Repair": ("smooth", "reroute", "upcycle"),
-    "Files": ("capture", "convert", "merge"),
-    "Lab": ("train", "design", "rates", "reproduce"),
-}
-"""The commands as the help groups them; each is a file of this folder."""
-
-HOMES = dict.fromkeys(
-    ("reroute", "upcycle", "train", "design", "rates", "reproduce"), "lab.commands"
-)
-"""Where commands stand that are not files of this folder."""
-
 EXTRAS = {
     "transformers": "hf",
     "plotly": "report",
@@ -122,15 +108,19 @@ NO_MEMORY = "can't allocate memory"
 
 
 class _Grouped(TyperGroup):
-    """Lists the commands under the headings of `GROUPS`."""
+    """Lists the commands under the headings that the plug-ins name."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return [name for names in GROUPS.values() for name in names]
+        return [command.name for group in command_groups().values() for command in group]
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        for heading, names in GROUPS.items():
-            found = [(name, self.get_command(ctx, name)) for name in names]
-            rows = [(name, one.get_short_help_str(200)) for name, one in found if one is not None]
+        for heading, group in command_groups().items():
+            commands = [(entry.name, self.get_command(ctx, entry.name)) for entry in group]
+            rows = [
+                (name, command.get_short_help_str(200))
+                for name, command in commands
+                if command is not None
+            ]
             with formatter.section(heading):
                 formatter.write_dl(rows)
 
@@ -202,7 +192,10 @@ Address = Annotated[str | None, typer.Option(help="Of the Dask scheduler, tcp://
 Jobs = Annotated[int, typer.Option(help="Processes at once; -1 for one per core.")]
 
 
-TAKES_MODEL = ("inspect", "diff", "audit", "smooth", "reroute", "upcycle", "capture")
+TAKES_MODEL = (
+    *("inspect", "diff", "audit", "smooth", "capture", "reroute", "upcycle"),
+    *("soften", "slice", "walks", "attention", "frontier"),
+)
 """Commands whose arguments are models and files."""
 
 LIBRARY_NAMES = {
@@ -241,9 +234,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 def whole_app() -> typer.Typer:
     """The application with all its commands."""
-    for commands in GROUPS.values():
-        for name in commands:
-            import_module(f"tieline.{HOMES.get(name, 'cli')}.{name}")
+    for group in command_groups().values():
+        for command in group:
+            import_command(command)
     return app
 
 

@@ -8,7 +8,7 @@ deliver(result, outputs)    # nothing is written before every file was made in m
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,6 @@ class Outputs:
         html: file of the page, or "-" for stdout.
         json: file of the JSON, or "-" for stdout.
         figure: file of the main figure: .pdf, .png or .svg.
-        slice: file of the slice, likewise.
         trace: folder for the routing itself.
         made: folder for the model that the command makes.
         kept: file or folder that the command adds results to itself.
@@ -50,7 +49,6 @@ class Outputs:
     json: str | None = None
     figure: Path | None = None
     trace: Path | None = None
-    slice: Path | None = field(default=None, kw_only=True)
     made: Path | None = None
     kept: Path | None = None
     overwrite: bool = False
@@ -65,7 +63,7 @@ class Outputs:
     def files(self) -> list[Path]:
         """Every file that is written, each of which is made in memory before."""
         data = None if self.json is None else Path(self.json)
-        every = (self.html, data, self.figure, self.slice)
+        every = (self.html, data, self.figure)
         return [path for path in every if path not in (None, STDOUT)]
 
     @property
@@ -88,12 +86,11 @@ class Outputs:
         self._check_names()
         for path in self.files:
             check_target(path)
-        drawn = [(path, "matplotlib") for path in (self.figure, self.slice)]
-        for path in (path for path, _ in drawn if path is not None):
+        if self.figure is not None:
             from tieline.report.drawing import check_figure_path
 
-            check_figure_path(path)
-        for path, package in ((self.html, self.page_package), *drawn):
+            check_figure_path(self.figure)
+        for path, package in ((self.html, self.page_package), (self.figure, "matplotlib")):
             if path is not None and find_spec(package) is None:
                 raise ModuleNotFoundError(f"{path} needs {package}", name=package)
         given = [Path(one) for one in inputs if isinstance(one, str | Path) and Path(one).exists()]
@@ -192,12 +189,11 @@ def _made(result: Result, outputs: Outputs) -> dict[Path, bytes]:
     from tieline import report
     from tieline.report.drawing import drawn_bytes
 
-    figure, drawn = outputs.figure, outputs.slice
+    figure = outputs.figure
     makers: list[tuple[Path | None, Callable[[], bytes]]] = [
         (outputs.html, lambda: report.page(result).encode()),
         (None if outputs.json is None else Path(outputs.json), lambda: result.to_json().encode()),
         (figure, lambda: drawn_bytes(result.plot, figure) if figure else b""),
-        (drawn, lambda: drawn_bytes(lambda: result.plot("slice"), drawn) if drawn else b""),
     ]
     return {path: make() for path, make in makers if path is not None}
 

@@ -41,7 +41,6 @@ from tieline.cli.app import (
     guarded,
     layer_choice,
     memory_size,
-    numbers,
     say,
 )
 from tieline.cli.deliver import Outputs, deliver, progress_bars
@@ -54,8 +53,6 @@ COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     "<": operator.lt,
     "<=": operator.le,
 }
-OPTIONS = {"cut": "slice"}
-"""Options whose names differ from the arguments of the function."""
 _NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 _METRIC = r"[a-z][a-z_]*(?:@[A-Za-z0-9_.+-]+)?(?::[a-z]+)?"
 _CONDITION = re.compile(rf"\s*({_METRIC})\s*(>=|<=|>|<)\s*({_NUMBER})\s*(%?)\s*", re.ASCII)
@@ -115,10 +112,6 @@ def inspect(
     loss_jumps: Annotated[
         bool, typer.Option("--loss-jumps", help="Also measure what flips do to the loss.")
     ] = False,
-    attention: Annotated[
-        bool,
-        typer.Option("--attention", help="Look at attention heads as mixtures of keys instead."),
-    ] = False,
     stream: Stream = None,
     memory: Memory = None,
     keep: Keep = True,
@@ -126,26 +119,6 @@ def inspect(
         int,
         typer.Option(help="Tokens that calibration shall give each expert.", min=1),
     ] = 128,
-    slice_to: Annotated[
-        Path | None,
-        typer.Option("--slice", help="Draw the plane through three tokens' states: .png or .pdf."),
-    ] = None,
-    slice_layer: Annotated[
-        str | None, typer.Option(help="Layer of the slice, by place or name.")
-    ] = None,
-    slice_tokens: Annotated[
-        str | None, typer.Option(help="Three tokens of the text by place, such as 7,80,300.")
-    ] = None,
-    soften: Annotated[
-        bool, typer.Option("--soften", help="Also measure what a soft choice does to the loss.")
-    ] = False,
-    soften_tokens: Annotated[
-        int | None,
-        typer.Option(help="Tokens of the sample of --soften; 4,096 by default.", min=256),
-    ] = None,
-    yes: Annotated[
-        bool, typer.Option("--yes", help="Agree to more than ten times the ordinary pass.")
-    ] = False,
     resume: Resume = False,
     trust_remote_code: TrustRemoteCode = False,
     parallel: Parallel = None,
@@ -156,9 +129,8 @@ def inspect(
     A saved trace or summary is measured without its model; a saved result is shown again.
     """
     conditions = [parse_condition(words) for words in fail_if or []]
-    outputs = Outputs(html, json_to, figure, save_trace, overwrite=overwrite, slice=slice_to)
+    outputs = Outputs(html, json_to, figure, save_trace, overwrite=overwrite)
     outputs.check(source, text)
-    wanted = _slice_wanted(slice_to, slice_layer, slice_tokens, tokens)
     options = {
         "text": text,
         "tokens": tokens,
@@ -169,55 +141,33 @@ def inspect(
         "revision": revision,
         "seed": seed,
         "loss_jumps": loss_jumps,
-        "soften": soften,
-        "yes": yes,
         "trust_remote_code": trust_remote_code,
     }
     options |= {"stream": stream, "memory": memory_size(memory), "keep": keep, "resume": resume}
-    if attention:
-        require(parallel is None, "--parallel is about routers: leave it out with --attention")
-        require(wanted is None, "--slice is about routers: leave it out with --attention")
-        _finish(_attention(source, options, save_trace), conditions, outputs)
-        return
-    options["parallel"] = parallel
-    require(soften or soften_tokens is None, "--soften-tokens belongs to --soften")
-    sizes = (expert_tokens, soften_tokens)
-    result = _inspected(source, options, conditions, (wanted, save_trace), sizes)
-    _finish(result, conditions, outputs)
+    options |= {"parallel": parallel, "expert_tokens": expert_tokens}
+    _finish(_inspected(source, options, conditions, save_trace), conditions, outputs)
 
 
 def _inspected(
-    source: str,
-    options: dict[str, Any],
-    conditions: list[Condition],
-    files: tuple[Any, Path | None],
-    sizes: tuple[int, int | None],
+    source: str, options: dict[str, Any], conditions: list[Condition], save_trace: Path | None
 ) -> Any:
     """The inspection of a model, a trace or a summary, or a saved result."""
-    (wanted, save_trace), (expert_tokens, soften_tokens) = files, sizes
     parallel = options.pop("parallel")
     with progress_bars() as progress, joined(parallel, "inspecting") as way:
         from tieline.analysis.findings import metric_names
         from tieline.analysis.inspect import inspect as run
         from tieline.analysis.sources import load, quiet_transformers, source_kind
-        from tieline.lab.on_model.slice import SliceChoice
-        from tieline.lab.on_model.soften import sample_of
 
         quiet_transformers()
-        options |= {"cut": None if wanted is None else SliceChoice(*wanted), "parallel": way}
-        if soften_tokens is not None:
-            options["soften"] = sample_of(soften_tokens, options["seed"])
+        options |= {"parallel": way}
         kind = source_kind(source)
-        known = load(source) if kind == "result" else None
+        saved = load(source) if kind == "result" else None
         if kind != "model":
-            asked = {name: options[name] for name in options if not _holds(known, name, options)}
-            _check_saved(source, asked, run, save_trace, known)
-        if known is not None:
-            usual = signature(run).parameters["expert_tokens"].default
-            require(expert_tokens == usual, f"--expert-tokens: {source} is a result already")
-            return known
+            _check_saved(source, options, run, save_trace, saved)
+        if saved is not None:
+            return saved
         check_names(conditions, metric_names(options["loss_jumps"]))
-        return run(source, **options, expert_tokens=expert_tokens, progress=progress)
+        return run(source, **options, progress=progress)
 
 
 def _finish(result: Any, conditions: list[Condition], outputs: Outputs) -> None:
@@ -227,57 +177,6 @@ def _finish(result: Any, conditions: list[Condition], outputs: Outputs) -> None:
     _judge(found)
 
 
-def _slice_wanted(
-    file: Path | None, layer: str | None, places: str | None, tokens: int
-) -> tuple[str | int | None, tuple[int, ...] | None] | None:
-    """Layer and tokens of the slice, each None where it is left to us; None without a slice."""
-    chosen, three = layer_choice(layer), numbers("--slice-tokens", places, int)
-    if file is None:
-        require(not chosen and three is None, "--slice-layer and --slice-tokens belong to --slice")
-        return None
-    require(tokens >= 3, f"--slice needs three tokens, got --tokens {tokens}")
-    require(not chosen or len(chosen) == 1, f"--slice-layer takes one layer, got {layer!r}")
-    return chosen[0] if chosen else None, three
-
-
-OF_ATTENTION = ("text", "tokens", "batch_size", "device", "revision", "trust_remote_code")
-"""Options that `--attention` takes."""
-
-
-def _attention(source: str, options: Mapping[str, Any], save_trace: Path | None) -> Any:
-    """The heads of a model as mixtures; refuses options that are about routers."""
-    with progress_bars() as progress:
-        from tieline.analysis.inspect import inspect as run
-        from tieline.analysis.sources import load, quiet_transformers, source_kind
-        from tieline.lab.attention.view import AttentionView, attention_view
-
-        kind = source_kind(source)
-        saved = load(source) if kind == "result" else None
-        if isinstance(saved, AttentionView):
-            _check_saved(source, options, run, save_trace, saved)
-            return saved
-        needs = f"--attention needs a model, and {source} is saved"
-        require(kind == "model", f"{needs}: {_again(saved, '--attention')}")
-        known = signature(run).parameters
-        others = [name for name in options if name not in OF_ATTENTION]
-        changed = [name for name in others if options[name] != known[name].default]
-        given = ", ".join(f"--{name.replace('_', '-')}" for name in changed)
-        require(not given, f"{given} is about routers: leave it out with --attention")
-        require(save_trace is None, "--save-trace is about routers: leave it out with --attention")
-        quiet_transformers()
-        taken = {name: options[name] for name in OF_ATTENTION}
-        return attention_view(source, **taken, progress=progress)
-
-
-def _holds(saved: Any, name: str, options: Mapping[str, Any]) -> bool:
-    """Whether a saved result already has what an option asks for."""
-    if name == "soften":
-        return options[name] is True and getattr(saved, "softening", None) is not None
-    if name == "cut" and options[name] is not None:
-        return options[name] == type(options[name])() and getattr(saved, "slice", None) is not None
-    return False
-
-
 def _check_saved(
     source: str,
     options: Mapping[str, Any],
@@ -285,14 +184,18 @@ def _check_saved(
     save_trace: Path | None,
     saved: Any,
 ) -> None:
-    """Refuse options of models, where they are not the defaults of `run`, for a saved run."""
-    known = signature(run).parameters
-    changed = [name for name, value in options.items() if value != known[name].default]
-    given = [f"--{OPTIONS.get(name, name).replace('_', '-')}" for name in changed]
+    """Refuse options of models, where they are not the defaults of `run`, for a saved run.
+
+    Of a trace or summary `expert_tokens` still counts; a saved result is shown as it is.
+    """
+    usual = signature(run).parameters
+    changed = [name for name, value in options.items() if value != usual[name].default]
+    if saved is None:
+        changed = [name for name in changed if name != "expert_tokens"]
+    given = [f"--{name.replace('_', '-')}" for name in changed]
     needs = f"{', '.join(given)} is for models, and {source} is saved"
-    words = {"cut": " FILE.png", "soften": ""}
     asked = [
-        option + words.get(name, "" if isinstance(options[name], bool) else " ...")
+        option + ("" if isinstance(options[name], bool) else " ...")
         for name, option in zip(changed, given, strict=True)
     ]
     require(not given, f"{needs}: {_again(saved, *asked)}")

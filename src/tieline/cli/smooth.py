@@ -44,7 +44,7 @@ def smooth(
         str | None,
         typer.Option(
             help="Make the ramp wide against a precision: bf16, int8, 'router bf16', ...; with "
-            "--factor, --max-moved or --frontier the precision to repair ('router bf16')."
+            "--factor or --max-moved the precision to repair ('router bf16')."
         ),
     ] = None,
     epsilon: Annotated[
@@ -58,9 +58,6 @@ def smooth(
         float | None,
         typer.Option(help="Stay within this KL of the original, nats per token."),
     ] = None,
-    frontier: Annotated[
-        bool, typer.Option("--frontier", help="Also measure other widths, from little to much.")
-    ] = False,
     gate: Annotated[
         str | None,
         typer.Option(
@@ -118,7 +115,6 @@ def smooth(
             epsilon=epsilon,
             factor=factor,
             max_moved=max_moved,
-            frontier=frontier,
             gate=gate_named(gate),
             a=a,
             b=b,

@@ -6,7 +6,6 @@
     to_plain       records, tuples, enums and tensors as JSON values
     from_plain     the same way back, by the type hints of the record
     read_result    the result in a JSON file
-    FORMATS        the class behind the "format" of each file
     parse_json     JSON from a file that anybody may have written
     canonical      the one text of a JSON value
 
@@ -37,10 +36,10 @@ from typing import (
 
 from tieline.core.errors import TraceError, require
 from tieline.core.files import write_whole
+from tieline.core.plugins import result_formats
 
 __all__ = [
     "DEEPEST",
-    "FORMATS",
     "LONGEST",
     "Result",
     "Worded",
@@ -48,34 +47,12 @@ __all__ = [
     "from_plain",
     "parse_json",
     "read_result",
+    "result_class",
     "to_plain",
 ]
 
 LONGEST, LONGEST_RESULT = 16 << 20, 256 << 20
 DEEPEST = 32
-
-FORMATS: dict[str, str] = {
-    "tieline-inspection": "tieline.analysis.inspection:Inspection",
-    "tieline-diff": "tieline.analysis.diff_records:RoutingDiff",
-    "tieline-audit": "tieline.analysis.precision_records:PrecisionAudit",
-    "tieline-smooth": "tieline.analysis.repair:Repair",
-    "tieline-attention": "tieline.lab.attention.view:AttentionView",
-    "tieline-reroute": "tieline.lab.on_model.reroute:Rerouted",
-    "tieline-upcycling": "tieline.lab.on_model.upcycle:Upcycled",
-    "tieline-merge": "tieline.analysis.merge:Merged",
-    "tieline-conversion": "tieline.analysis.convert:Converted",
-    "tieline-capture": "tieline.engines.capture:EngineCapture",
-    "tieline-engines": "tieline.engines.registry:EngineList",
-    "tieline-check": "tieline.analysis.check:RouteCheck",
-    "tieline-design": "tieline.lab.tropical.advisor:Advice",
-    "tieline-rates": "tieline.lab.estimation.rates:RateStudy",
-    "tieline-ledger": "tieline.lab.claims.ledger:Ledger",
-    "tieline-claims": "tieline.lab.claims.ledger:Catalogue",
-    "tieline-training": "tieline.lab.training.engine:TrainingResult",
-    "tieline-training-plan": "tieline.lab.training.engine:TrainingPlan",
-    "tieline-recipes": "tieline.lab.training.recipes:RecipeList",
-}
-"""Format name to "module:class"; the module is imported when such a file is read."""
 
 Record = TypeVar("Record")
 
@@ -169,11 +146,13 @@ def read_result(path: Path | str) -> Result:
     require(isinstance(content, dict), f"{name}: a result is a JSON object", TraceError)
     values = cast("dict[str, Any]", content)
     kind, version = values.get("format"), values.get("version")
-    readable = isinstance(kind, str) and kind in FORMATS
+    formats = result_formats()
     require(
-        readable, f"{name}: unknown format {kind!r:.80}; known are {', '.join(FORMATS)}", TraceError
+        isinstance(kind, str) and kind in formats,
+        f"{name}: unknown format {kind!r:.80}; known are {', '.join(formats)}",
+        TraceError,
     )
-    cls = _class_of(cast("str", kind))
+    cls = result_class(cast("str", kind))
     require(
         type(version) is int and 1 <= version <= cls.version,
         f"{name}: version {version!r:.40} of {kind}; versions 1 to {cls.version} can be read",
@@ -185,8 +164,9 @@ def read_result(path: Path | str) -> Result:
         raise TraceError(f"{name}: {error}") from error
 
 
-def _class_of(kind: str) -> type[Result]:
-    module, _, name = FORMATS[kind].partition(":")
+def result_class(name: str) -> type[Result]:
+    """Import the record of a format."""
+    module, _, name = result_formats()[name].record.partition(":")
     return getattr(importlib.import_module(module), name)
 
 

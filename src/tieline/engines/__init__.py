@@ -7,6 +7,7 @@ ENGINES         the engines by name; `register` adds one
 installed       where an engine is, and its versions; `list_engines` returns all
 """
 
+from tieline.core.plugins import import_added
 from tieline.engines.capture import (
     EngineCapture,
     EngineRun,
@@ -46,3 +47,5 @@ __all__ = [
     "register",
     "run_engine",
 ]
+
+import_added("engines")

@@ -1,12 +1,8 @@
-"""Hugging Face models: family facts, capture, smooth routing, upcycling, a kernel for the experts.
+"""Hugging Face models: family facts, capture, smooth routing, a kernel for the experts.
 
-Importing this registers the experts implementation "tieline" and the attention function
-"tieline_sigmoid" with transformers.
+Importing this registers the experts implementation "tieline" with transformers.
 """
 
-from tieline.lab.attention.in_models import attend_, register_attention
-from tieline.lab.on_model.rerouted_model import Rerouting, reroute_, unreroute_
-from tieline.lab.on_model.upcycled_model import Upcycling, upcycle_
 from tieline.models.capture import Recorder, capture
 from tieline.models.changes import load_pretrained
 from tieline.models.families import (
@@ -32,29 +28,21 @@ __all__ = [
     "LayerSmoothing",
     "Layout",
     "Recorder",
-    "Rerouting",
     "RouterFamily",
     "ScoresLayout",
     "Smoothing",
     "SortedLayout",
     "TupleLayout",
-    "Upcycling",
-    "attend_",
     "capture",
     "family_of",
     "find_routers",
     "load_pretrained",
     "load_smoothed",
-    "register_attention",
     "register_family",
     "register_kernel",
-    "reroute_",
     "smooth_",
     "support_table",
-    "unreroute_",
     "unsmooth_",
-    "upcycle_",
 ]
 
-register_attention()
 register_kernel()

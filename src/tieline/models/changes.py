@@ -22,6 +22,7 @@ import functools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from tieline.core.errors import UnsupportedModelError, require
+from tieline.core.plugins import restorer_module
 from tieline.models.sizes import check_sizes
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -74,7 +76,7 @@ class Checkpoint(NamedTuple):
 
 
 RESTORERS: dict[str, Restorer] = {}
-"""By feature."""
+"""By feature; those of features that were not asked for yet are missing (`restorer_of`)."""
 
 
 def subclass(cls: type, name: str | None = None, **members: Any) -> type:
@@ -127,6 +129,21 @@ def swapped_class(thing: Any, cls: type) -> Iterator[None]:
 def register_restorer(feature: str, restorer: Restorer) -> None:
     """Let `load_pretrained` restore a feature."""
     RESTORERS[feature] = restorer
+
+
+def restorer_of(feature: str) -> Restorer | None:
+    """How a feature is restored; imports the plug-in's module that registers it if need be."""
+    if feature not in RESTORERS:
+        module = restorer_module(feature)
+        if module is not None:
+            import_module(module)
+    return RESTORERS.get(feature)
+
+
+def _restorer(feature: str) -> Restorer:
+    restorer = restorer_of(feature)
+    assert restorer is not None  # `read_checkpoint` refuses features without one
+    return restorer
 
 
 def changes_of(config: Any) -> dict[str, Facts]:
@@ -244,7 +261,7 @@ def _table(value: Any) -> Facts:
 
 
 def _checked(changes: Facts) -> dict[str, Facts]:
-    unknown = [name for name in changes if name not in RESTORERS]
+    unknown = [name for name in changes if restorer_of(name) is None]
     if unknown:
         raise UnsupportedModelError(
             f"the checkpoint needs {unknown}, which this version of tieline does not know"
@@ -252,7 +269,7 @@ def _checked(changes: Facts) -> dict[str, Facts]:
     wrong = [name for name, facts in changes.items() if not isinstance(facts, dict)]
     require(not wrong, f"the facts of {wrong} are no table", UnsupportedModelError)
     for name, facts in changes.items():
-        RESTORERS[name].check(facts)
+        _restorer(name).check(facts)
     return changes
 
 
@@ -283,7 +300,7 @@ def load_pretrained(
     if changes:
         restore_class(model)
     for feature, facts in changes.items():
-        RESTORERS[feature].after(model, facts)
+        _restorer(feature).after(model, facts)
         record_change(model, feature, facts)
     return model
 
@@ -305,7 +322,7 @@ def _with_structure(model_class: type, changes: Mapping[str, Facts]) -> Any:
     def build(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
         model_class.__init__(self, *args, **kwargs)
         for feature, facts in changes.items():
-            RESTORERS[feature].before(self, facts)
+            _restorer(feature).before(self, facts)
 
     return subclass(model_class, __init__=build)
 

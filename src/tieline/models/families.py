@@ -42,6 +42,7 @@ from typing import Any, Literal
 from torch import nn
 
 from tieline.core.errors import ParameterError, UnsupportedModelError, require
+from tieline.core.plugins import import_added
 from tieline.models.layouts import COLUMNS, Layout
 
 Ranked = Literal["logits", "softmax", "sigmoid", "activation"]
@@ -201,6 +202,7 @@ def family_of(module: nn.Module) -> RouterFamily | None:
 
 def find_routers(model: nn.Module) -> dict[str, nn.Module]:
     """Return the routers of a model by qualified name, in order; refuses a model without any."""
+    import_added("families")
     routers = {name: m for name, m in model.named_modules() if family_of(m) is not None}
     if routers:
         return routers

@@ -10,7 +10,7 @@ Only safetensors are read. Whether a model is a Mixture of Experts of a known fa
 skeleton without weights before any weight is read or downloaded.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +28,6 @@ from transformers import (
 )
 
 from tieline.core.errors import ParameterError, TielineError, UnsupportedModelError, require
-from tieline.lab.on_model.upcycled_model import FEATURE as UPCYCLE
 from tieline.models.changes import (
     Checkpoint,
     changes_of,
@@ -474,21 +473,24 @@ def read_shape(
     options |= {"local_files_only": True} if isinstance(source, Path) else {"revision": revision}
     with _explained(source, "configuration"):
         checkpoint = read_checkpoint(source, **options)
-    return shape_of(checkpoint.config, checkpoint.changes.get(UPCYCLE))
+    return shape_of(checkpoint.config, checkpoint.changes)
 
 
-def shape_of(config: Any, upcycled: dict[str, Any] | None = None) -> RoutedShape:
+def shape_of(config: Any, changes: Mapping[str, Mapping[str, Any]] | None = None) -> RoutedShape:
     """Return the shape that a configuration, or its text part, describes.
 
     Refuses a configuration without experts, and one whose experts per token is a list.
 
     Args:
         config: of the model.
-        upcycled: what the record of an upcycled model says about its experts.
+        changes: facts of the changes of the model, by feature; those of one that gave the model its
+            experts name "n_experts" and "k".
     """
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    known = {name: (upcycled or {}).get(name) for name in ("n_experts", "k")}
-    sizes = {field: known.get(field) or _number(config, field) for field in NAMES}
+    sizes_of_experts = {"n_experts", "k"}
+    changed = [facts for facts in (changes or {}).values() if sizes_of_experts <= facts.keys()]
+    stated = {name: changed[-1][name] for name in sizes_of_experts} if changed else {}
+    sizes = {field: stated.get(field) or _number(config, field) for field in NAMES}
     groups = getattr(config, "n_group", None) or 1
     limited = (getattr(config, "topk_group", None) or 1) if groups > 1 else 1
     shared = getattr(config, "n_shared_experts", None) or 0

@@ -7,8 +7,8 @@
     notebook    a piece of HTML with table and figures, without script
     sentence    a sentence of a record: the verdict of a result, the text of an answer
 
-`MODULES` names the module that draws a result, by its format; each defines the first five.
-`SENTENCES` names the function that writes a sentence, by class and property.
+`tieline.core.plugins` says which module draws a result, by the name of its format; each defines
+the first five. `SENTENCES` names the function that writes a sentence, by class and property.
 """
 
 import importlib
@@ -16,34 +16,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from tieline.core.errors import ParameterError
+from tieline.core.plugins import result_formats
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.console import RenderableType
 
-__all__ = ["MODULES", "SENTENCES", "figures", "notebook", "page", "sentence", "summary", "terminal"]
-
-MODULES = {
-    "tieline-inspection": "tieline.report.inspection",
-    "tieline-diff": "tieline.report.diff",
-    "tieline-audit": "tieline.report.audit",
-    "tieline-smooth": "tieline.report.smooth",
-    "tieline-attention": "tieline.lab.report.attention",
-    "tieline-reroute": "tieline.lab.report.reroute",
-    "tieline-upcycling": "tieline.report.made",
-    "tieline-merge": "tieline.report.made",
-    "tieline-conversion": "tieline.report.made",
-    "tieline-capture": "tieline.report.made",
-    "tieline-engines": "tieline.report.listings",
-    "tieline-check": "tieline.report.check",
-    "tieline-design": "tieline.lab.report.design",
-    "tieline-rates": "tieline.lab.report.rates",
-    "tieline-ledger": "tieline.lab.report.ledger",
-    "tieline-claims": "tieline.report.listings",
-    "tieline-training": "tieline.lab.report.training",
-    "tieline-training-plan": "tieline.report.listings",
-    "tieline-recipes": "tieline.report.listings",
-}
+__all__ = ["SENTENCES", "figures", "notebook", "page", "sentence", "summary", "terminal"]
 
 SENTENCES = {
     "Inspection.verdict": "tieline.report.words.inspection:verdict",
@@ -98,7 +77,7 @@ def notebook(result: Any) -> str:
 
 
 def _module(result: Any) -> Any:
-    name = MODULES.get(result.format)
-    if name is None:
-        raise ParameterError(f"no report draws {result.format!r}, only {', '.join(MODULES)}")
-    return importlib.import_module(name)
+    formats = result_formats()
+    if result.format not in formats:
+        raise ParameterError(f"no report draws {result.format!r}, only {', '.join(formats)}")
+    return importlib.import_module(formats[result.format].drawing)

@@ -1,7 +1,6 @@
 """An inspection as page, terminal view, summary, notebook view and figures."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rich.console import RenderableType
@@ -9,15 +8,12 @@ from rich.text import Text
 
 from tieline.analysis.inspection import Inspection, TextPiece, TextSample
 from tieline.core.statistics import Quantiles
-from tieline.lab.report.soften import deciding_table, soften_table
 from tieline.measure.boundary import GapMeasures
 from tieline.measure.load import ExpertLoad
 from tieline.report.charts import Panel, unmeasured
-from tieline.report.drawing import inline_image
 from tieline.report.frame import notebook_html, render
 from tieline.report.inspection_charts import LayerRow, inspection_panels, layer_rows
 from tieline.report.inspection_figures import inspection_figures as figures
-from tieline.report.inspection_noise import slice_figure_of, slice_words
 from tieline.report.tables import (
     MOST_FINDINGS,
     Column,
@@ -28,12 +24,11 @@ from tieline.report.tables import (
     origin_rows,
     rich_table,
     short_names,
-    text_table,
     told,
     told_precision,
     view,
 )
-from tieline.report.words.inspection import calibration_sentence, noise_sentence
+from tieline.report.words.inspection import calibration_sentence
 from tieline.report.words.numbers import DASH, finite, percent, significant, tokens_needed
 
 if TYPE_CHECKING:
@@ -78,13 +73,6 @@ def page(result: Inspection) -> str:
         calibration=calibration_grid(result),
         calibration_words=calibration_sentence(result, _short(result)),
         text_title=TEXT.title,
-        softening=result.softening,
-        soften_table=None if result.softening is None else soften_table(result.softening),
-        deciding=None if result.softening is None else deciding_table(result.softening),
-        drawing=""
-        if result.slice is None
-        else inline_image(partial(slice_figure_of, result.slice)),
-        drawing_words=[] if result.slice is None else slice_words(result.slice),
         table=grid(_page_columns(result), layer_rows(result)),
         unmeasured=unmeasured([*panels, *_missing_text(result)]),
         provenance=origin_rows(result.provenance, result.timings),
@@ -97,18 +85,9 @@ def terminal(result: Inspection, width: int) -> RenderableType:
     table = rich_table(COLUMNS, layer_rows(result), width)
     names = [layer.name for layer in result.measures.layers]
     findings = findings_view(result.findings, names)
-    sentences = [
-        calibration_sentence(result, _short(result)),
-        noise_sentence(result, _short(result)),
-    ]
-    sentences += [] if result.slice is None else slice_words(result.slice)
-    parts: list[RenderableType] = [Text(line) for line in sentences if line]
-    if result.softening is not None:
-        rows = soften_table(result.softening)
-        shown = [(row[0], row[2], row[4], row[5]) for row in (rows.head, *rows.rows)]
-        parts += [text_table(shown[0], shown[1:])]
-        parts += [Text("\n".join(result.softening.words))]
-    return view(_title(result), _facts(result), result.verdict, table, findings, *parts)
+    sentence = calibration_sentence(result, _short(result))
+    below = [Text(sentence)] if sentence else []
+    return view(_title(result), _facts(result), result.verdict, table, findings, *below)
 
 
 def summary(result: Inspection) -> str:

@@ -8,9 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tieline.analysis.inspection import Inspection, JumpMeasures, JumpSample
+from tieline.analysis.inspection import Inspection, JumpMeasures, JumpSample, OwnNoise
 from tieline.core.statistics import Quantiles
-from tieline.lab.report.soften import soften_panel
 from tieline.measure.boundary import GapMeasures, MassProfile
 from tieline.measure.measures import LayerMeasures
 from tieline.measure.rounding import PrecisionFlips
@@ -24,7 +23,6 @@ from tieline.report.charts import (
     note_at,
     share_axis,
 )
-from tieline.report.inspection_noise import noise_panels
 from tieline.report.tables import short_names
 from tieline.report.words.numbers import finite, percent, significant
 
@@ -87,6 +85,15 @@ NEAR = Panel(
     "starts at k; its height above k is the price in extra experts of smoothing the choice over a "
     "band of width ε. A diamond marks the ε that costs half an expert.",
 )
+ORDERS = Panel(
+    "tie-orders",
+    "How many experts the noise of {} can mix",
+    "A token has tie order n at tolerance ε if n + 1 experts score within ε of the threshold, on "
+    "both sides of it. Here ε is the noise of the layer’s own gap when the whole model is rounded. "
+    "Order 1 is a plain tie of two experts; higher orders are left to chance among more.",
+)
+ORDER_COLOURS = ("@accent", "@warn", "@ink")
+"""Orders 1, 2, and from 3 on."""
 LOAD = Panel(
     "load",
     "Load of every expert",
@@ -146,8 +153,44 @@ def inspection_panels(result: Inspection) -> list[Panel]:
         replace(p, how=p.how + (WITH_LINES if has_steps else WITHOUT_LINES))
         if p.key == CDF.key
         else p
-        for p in [*panels[:-1], *noise_panels(result), soften_panel(result), panels[-1]]
+        for p in [*panels[:-1], orders_panel(result), panels[-1]]
     ]
+
+
+def orders_panel(result: Inspection) -> Panel:
+    """Orders of ties at the model's own noise, or the reason why they cannot be drawn."""
+    labels = {row.measures.name: row.label for row in layer_rows(result)}
+    layers = [(labels[x.name], x) for x in result.noise.layers if x.name in labels]
+    precision = layers[0][1].precision if layers else "rounding"
+    panel = replace(ORDERS, title=ORDERS.title.format(precision))
+    return panel.drawn(_orders(layers)) if layers else panel.missing([result.noise.status])
+
+
+def _orders(layers: list[tuple[str, OwnNoise]]) -> dict[str, Any]:
+    """Stacked shares of orders 1, 2, ..., by layer."""
+    most = max(len(layer.orders) for _, layer in layers)
+    bars = []
+    for order in range(1, most):
+        shares = [layer.orders[order] for _, layer in layers]
+        if any(shares):
+            bars.append(
+                {
+                    "type": "bar",
+                    "name": f"order {order}" + (" or more" if order == most - 1 else ""),
+                    "x": [label for label, _ in layers],
+                    "y": shares,
+                    "customdata": [significant(layer.epsilon) for _, layer in layers],
+                    "marker": {"color": ORDER_COLOURS[min(order, len(ORDER_COLOURS)) - 1]},
+                    "hovertemplate": f"layer %{{x}}: %{{y:.2~p}} of tokens have order {order} at "
+                    "ε = %{customdata}<extra></extra>",
+                }
+            )
+    layout = {
+        "barmode": "stack",
+        "xaxis": axis("layer", scale="category"),
+        "yaxis": axis("share of tokens", tickformat=".2~p", rangemode="tozero"),
+    }
+    return figure(bars, 400, **layout)
 
 
 def format_steps(layers: Iterable[LayerMeasures]) -> list[Span]:

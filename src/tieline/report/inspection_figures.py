@@ -6,7 +6,6 @@ near      experts within ε of the threshold, per layer
 flips     share of tokens that change an expert, by number format
 jumps     gap against jump at near-ties
 load      load of every expert
-slice     the slice through three hidden states, where it was asked for
 """
 
 import math
@@ -37,7 +36,6 @@ from tieline.report.inspection_charts import (
     relative_load,
     units_of,
 )
-from tieline.report.inspection_noise import slice_figure_of
 from tieline.report.words.numbers import finite, percent
 
 if TYPE_CHECKING:
@@ -47,7 +45,6 @@ if TYPE_CHECKING:
 
 def inspection_figures(result: Inspection) -> "dict[str, Callable[[], Figure]]":
     """Every figure by name; one that the result cannot give raises `TraceError` when drawn."""
-    cut = {} if result.slice is None else {"slice": partial(slice_figure_of, result.slice)}
     return {
         "routing": lambda: canvas(partial(_draw_routing, result), columns=2),
         "gaps": lambda: small_canvas(partial(_draw_gaps, _known_gaps(result))),
@@ -57,7 +54,6 @@ def inspection_figures(result: Inspection) -> "dict[str, Callable[[], Figure]]":
         "load": lambda: canvas(
             partial(_draw_load, result), height=min(9.0, 1.2 + 0.2 * len(result.measures.layers))
         ),
-        **cut,
     }
 
 

@@ -1,7 +1,7 @@
-"""What `upcycle`, `merge`, `convert` and `capture` made: a few lines and one table, no figures."""
+"""What `merge`, `convert` and `capture` made: a few lines and one table, no figures."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
 from rich.text import Text
@@ -9,7 +9,6 @@ from rich.text import Text
 from tieline.analysis.convert import Converted
 from tieline.analysis.merge import Merged
 from tieline.engines.capture import EngineCapture
-from tieline.lab.on_model.upcycle import Upcycled
 from tieline.report.frame import notebook_html
 from tieline.report.tables import Grid
 
@@ -17,41 +16,47 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-Made = Upcycled | Merged | Converted | EngineCapture
+Made = Merged | Converted | EngineCapture
 
 
-def page(result: Made) -> str:
-    """The page: the lines of the summary and a table of the named numbers."""
-    from tieline.report.plain import Section, plain_page
+class MadeViews:
+    """The five views of a result that is a few lines and a table of its named numbers.
 
-    first, *others = _lines(result)
-    sections = [Section("Numbers", _numbers(result), notes=others)]
-    title = result.output or first.partition(":")[0]
-    return plain_page(result.format.removeprefix("tieline-"), title, first, sections)
+    Args:
+        lines: gives the lines of a result.
+    """
+
+    def __init__(self, lines: Callable[[Any], list[str]]) -> None:
+        self._lines = lines
+
+    def page(self, result: Any) -> str:
+        """The page: the lines of the summary and a table of the named numbers."""
+        from tieline.report.plain import Section, plain_page
+
+        first, *others = self._lines(result)
+        sections = [Section("Numbers", _numbers(result), notes=others)]
+        title = result.output or first.partition(":")[0]
+        return plain_page(result.format.removeprefix("tieline-"), title, first, sections)
+
+    def figures(self, result: Any) -> "dict[str, Callable[[], Figure]]":
+        """No figures."""
+        return {}
+
+    def terminal(self, result: Any, width: int) -> Group:
+        """The lines of the summary."""
+        return Group(*map(Text, self._lines(result)))
+
+    def summary(self, result: Any) -> str:
+        """What was made, from what, and how large it is."""
+        return "\n".join(self._lines(result))
+
+    def notebook(self, result: Any) -> str:
+        """The summary and a table of the named numbers."""
+        first, *others = self._lines(result)
+        return notebook_html(first, " · ".join(others), "", _numbers(result), {})
 
 
-def figures(result: Made) -> "dict[str, Callable[[], Figure]]":
-    """No figures."""
-    return {}
-
-
-def terminal(result: Made, width: int) -> Group:
-    """The lines of the summary."""
-    return Group(*map(Text, _lines(result)))
-
-
-def summary(result: Made) -> str:
-    """What was made, from what, and how large it is."""
-    return "\n".join(_lines(result))
-
-
-def notebook(result: Made) -> str:
-    """The summary and a table of the named numbers."""
-    first, *others = _lines(result)
-    return notebook_html(first, " · ".join(others), "", _numbers(result), {})
-
-
-def _numbers(result: Made) -> Grid:
+def _numbers(result: Any) -> Grid:
     rows = [(name, f"{value:,.6g}") for name, value in result.metrics.items()]
     return Grid(("number", "value"), tuple(rows))
 
@@ -87,22 +92,11 @@ def _lines(result: Made) -> list[str]:
             f"{result.output}: {size}, {shape}, {result.producer} → {result.form}",
             *result.said,
         ]
-    if isinstance(result, Merged):
-        several = "summaries" if result.kind == "summary" else "traces"
-        counts = f"{result.tokens:,} tokens of {len(result.folders)} {several}"
-        return [f"{result.output}: {counts}, {len(result.layers)} layers"]
-    found = [
-        f"{len(result.layers)} networks became mixtures of {result.n_experts} experts, "
-        f"top-{result.k}",
-        f"parameters: {result.parameters_before:,} before, {result.parameters_after:,} after, "
-        f"{result.parameters_per_token:,} per token",
-        f"largest change of an output, relative: {result.output_change:.1e}",
-    ]
-    before, after = result.loss_before, result.loss_after
-    if before is not None and after is not None:
-        error = "" if before.error is None else f" (± {before.error:.4f} over sequences)"
-        found.append(
-            f"loss on {before.tokens:,} tokens: {before.value:.6f} before, {after.value:.6f} after"
-            f"{error}"
-        )
-    return found
+    several = "summaries" if result.kind == "summary" else "traces"
+    counts = f"{result.tokens:,} tokens of {len(result.folders)} {several}"
+    return [f"{result.output}: {counts}, {len(result.layers)} layers"]
+
+
+_VIEWS = MadeViews(_lines)
+page, figures, terminal = _VIEWS.page, _VIEWS.figures, _VIEWS.terminal
+summary, notebook = _VIEWS.summary, _VIEWS.notebook

@@ -12,7 +12,7 @@ from rich.console import RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from tieline.analysis.repair import Frontier, Latency, Repair, RepairRow
+from tieline.analysis.repair import Latency, Repair, RepairRow
 from tieline.core.statistics import Estimate
 from tieline.report.charts import Panel, axis, figure
 from tieline.report.drawing import ACCENT, INK, WARN, small_canvas
@@ -27,35 +27,12 @@ if TYPE_CHECKING:
 
 LAYERS = ("layer", "ε", "in units of", "k", "slots", "experts per token")
 REPAIRS = ("precision", "KL before", "floor", "KL after", "floor", "lower by (×)")
-TENTH = 0.1
-"""Share of tokens inside the band up to which the law of pairs is held against a layer."""
-
 KL = Panel(
     "smooth-kl",
     "What low precision does to the predictions, before and after",
     "KL of each model to itself in float32, with two standard errors. Dashes are the floor: the KL "
     "that remains with clean routes forced, which flips cannot explain.",
     wide=True,
-)
-POINTS = ("width", "experts", "moved (KL)", "flips ÷", "least moved", "over it (×)")
-FRONTIER = Panel(
-    "smooth-frontier",
-    "How much repair, at which price",
-    "One point per width of the band, from little to much: how many times cheaper flips are, and "
-    "the KL to the original. The line is what every continuous gate must move the model by; the "
-    "dashed level is what flips cost before.",
-    wide=True,
-)
-HOW_TO_READ = (
-    "width: ε over the noise of each layer's gap, or an equal number of experts in each layer; "
-    "flips ÷: how many times lower what flips cost is; least moved: what the law asks of any gate "
-    "for that."
-)
-LAW = ("layer", "ε / σ", "inside", "D ÷ law", "S ÷ law", "flips ÷", "over frontier (×)")
-HOW_LAW = (
-    "Each layer by itself: D, how far its output moved, and S, its change under noise of the "
-    "choice, over what density, jump and noise of the calibration text predict; over frontier: D "
-    "over the least that any continuous gate needs for that S."
 )
 SERIES: tuple[tuple[str, str, str, str], ...] = (
     ("before", "@warn", WARN, "o"),
@@ -75,9 +52,6 @@ def page(result: Repair) -> str:
         repairs=_repairs(result),
         sentences=smooth_facts(result),
         layers=_layers(result),
-        frontier=None if result.frontier is None else _points(result.frontier),
-        law=None if result.frontier is None else _laws(result.frontier),
-        how_law=HOW_LAW,
         provenance=flat(result.provenance),
     )
 
@@ -86,16 +60,9 @@ def terminal(result: Repair, width: int) -> RenderableType:
     """Facts, one row per layer and one row per precision."""
     layers, repairs = _layers(result), _repairs(result)
     below = Padding(text_table(repairs.head, repairs.rows), (0, 0, 1, 0))
-    shown = [table for table in (result.frontier,) if table is not None]
-    wide = [Padding(text_table(POINTS, _points(one).rows), (0, 0, 1, 0)) for one in shown]
     sentences = map(Text, smooth_facts(result))
-    if shown:
-        wide.append(Padding(Text(HOW_TO_READ), (0, 0, 1, 0)))
-    if shown and shown[0].layers:
-        wide.append(Padding(text_table(LAW, _laws(shown[0]).rows), (0, 0, 1, 0)))
-        wide.append(Padding(Text(HOW_LAW), (0, 0, 1, 0)))
     table = text_table(layers.head, layers.rows)
-    return view(result.model, result.smoothing.how, "", table, below, *wide, *sentences)
+    return view(result.model, result.smoothing.how, "", table, below, *sentences)
 
 
 def summary(result: Repair) -> str:
@@ -116,84 +83,7 @@ def figures(result: Repair) -> "dict[str, Callable[[], Figure]]":
 
 
 def _panels(result: Repair) -> list[Panel]:
-    panels = [KL.drawn(_kl_chart(result.repair.rows))]
-    if result.frontier is not None:
-        panels.append(FRONTIER.drawn(_frontier_chart(result.frontier)))
-    return panels
-
-
-def _points(frontier: Frontier) -> Grid:
-    """One row per width: by the noise of each layer, and by an equal budget in all layers."""
-    words = {"noise": "ε = {:.3g} σ", "budget": "{:.3g} each"}
-    rows = (
-        (
-            words[point.spread].format(point.scale),
-            significant(point.table.experts_after.value),
-            with_error(point.table.moved, 2),
-            significant(point.factor),
-            significant(point.least, 2),
-            significant(point.over, 2),
-        )
-        for point in frontier.points
-    )
-    return Grid(POINTS, tuple(rows))
-
-
-def _laws(frontier: Frontier) -> Grid:
-    """One row per layer and width of which at most a tenth of the tokens is inside the band."""
-    labels = short_names([law.name for law in frontier.layers])
-    rows = (
-        (
-            label,
-            significant(point.scale),
-            percent(point.inside),
-            significant(_ratio(point.moved.value, point.predicted_moved), 2),
-            significant(_ratio(point.sensitivity.value, point.predicted_sensitivity), 2),
-            significant(point.factor, 2),
-            with_error(point.over, 2),
-        )
-        for label, law in zip(labels, frontier.layers, strict=True)
-        for point in law.points
-        if point.inside <= TENTH
-    )
-    return Grid(LAW, tuple(rows))
-
-
-def _ratio(above: float | None, below: float) -> float | None:
-    return above / below if above is not None and below > 0 else None
-
-
-def _frontier_chart(frontier: Frontier) -> dict[str, Any]:
-    marks = []
-    names = {"noise": "ε in proportion to the noise", "budget": "equal experts in all layers"}
-    for spread, role in (("noise", "@accent"), ("budget", "@warn")):
-        points = [point for point in frontier.of(spread) if finite(point.factor)]
-        marks.append(
-            {
-                "type": "scatter",
-                "mode": "lines+markers" if spread == "noise" else "markers",
-                "name": names[spread],
-                "x": [point.factor for point in points],
-                "y": [point.table.moved.value for point in points],
-                "marker": {"size": 9, "color": role},
-                "line": {"color": role},
-                "hovertemplate": "%{x:.3~g} times cheaper, moved %{y:.3~g}<extra></extra>",
-            }
-        )
-    law = sorted((p.factor, p.least) for p in frontier.points if p.factor and p.least)
-    bound = {
-        "type": "scatter",
-        "mode": "lines",
-        "name": "least possible",
-        "line": {"color": "@ink"},
-    }
-    marks.append(bound | {"x": [x for x, _ in law], "y": [y for _, y in law]})
-    level = {"type": "line", "xref": "paper", "x0": 0, "x1": 1}
-    level |= {"y0": frontier.by_flips, "y1": frontier.by_flips}
-    level |= {"line": {"color": "@muted", "dash": "dash", "width": 1}}
-    x = axis(f"times cheaper flips under {frontier.noise}", scale="log")
-    y = axis("KL to the original (nats per token)", scale="log")
-    return figure(marks, 420, xaxis=x, yaxis=y, shapes=[level])
+    return [KL.drawn(_kl_chart(result.repair.rows))]
 
 
 def smooth_facts(result: Repair) -> list[str]:

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import tieline as package
-from tieline.cli.app import GROUPS
+from tieline.core.plugins import command_groups
 
 PROBE = """
 import sys
@@ -28,8 +28,8 @@ def probe(code, first="", **more):
 def test_the_help_groups_all_commands_and_has_a_short_name(tieline):
     code, out, _ = tieline("-h")
     assert (code, out) == tieline("--help")[:2]
-    for heading, names in GROUPS.items():
-        assert out.index(f"\n{heading}:") < min(out.index(f"\n  {name} ") for name in names)
+    for heading, commands in command_groups().items():
+        assert out.index(f"\n{heading}:") < min(out.index(f"\n  {c.name} ") for c in commands)
     assert "..." not in out.partition("Look:")[2]
 
 

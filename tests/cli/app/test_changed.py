@@ -7,7 +7,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.models.tiny import lively, tiny_model
-from tieline.models import reroute_, smooth_, upcycle_
+from tieline.lab.on_model.rerouted_model import reroute_
+from tieline.lab.on_model.upcycled_model import upcycle_
+from tieline.models import smooth_
 from tieline.models.demo import load_demo_tokenizer
 
 WORDS = 512

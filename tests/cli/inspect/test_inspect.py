@@ -30,7 +30,6 @@ def done(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     words = ["inspect", "--tokens", TOKENS, "--html", folder / "report.html"]
     words += ["--json", folder / "a.json", "--figure", folder / "a.pdf"]
-    words += ["--slice", folder / "cut.png", "--slice-layer", 2, "--slice-tokens", "3,70,300"]
     words += ["--save-trace", folder / "trace", "--seed", 3, "--fail-if", "evenness<2"]
     words += ["--fail-if", "dead>1e6", "--layers", "1,2-3", "--text", folder / "words.md"]
     (folder / "words.md").write_text("for x in range(10):\n    print(x)\n" * 200)
@@ -45,7 +44,7 @@ def done(tmp_path_factory):
 
 def test_a_run_writes_everything_and_says_so(done):
     folder, ended = done
-    names = {"report.html", "a.json", "a.pdf", "cut.png", "trace"}
+    names = {"report.html", "a.json", "a.pdf", "trace"}
     assert {path.name for path in folder.iterdir()} == {*names, "words.md"}, ended.stderr
     assert all(f"wrote {folder / name}" in ended.stderr for name in names)
     assert "Traceback" not in ended.stderr
@@ -244,50 +243,12 @@ def test_every_end_has_its_code_and_a_traceback_only_on_request(
     assert ("Traceback" in err) == debug
 
 
-def test_the_slice_is_drawn_checked_and_told(done):
-    folder, ended = done
-    told = json.loads((folder / "a.json").read_text())["slice"]
-    assert (folder / "cut.png").read_bytes().startswith(b"\x89PNG")
-    assert told["layer"] == "model.layers.3.mlp.gate"
-    assert told["checked"] >= 1000
-    assert told["agreed"] + told["undecided"] == told["checked"]
-    assert f"chose the coalition of the\npicture at {told['agreed']:,}" in ended.stdout
-    assert "A slice through three hidden states" in (folder / "report.html").read_text()
-
-
-def test_a_saved_slice_is_drawn_again_and_what_was_not_saved_names_the_command(done, run, tmp_path):
+def test_what_was_not_saved_names_the_command_that_measures_it(done, run):
     folder, _ = done
-    drawn = tmp_path / "again.png"
-    code, _, said = run("inspect", folder / "a.json", "--slice", drawn)
-    assert (code, drawn.read_bytes()[:4]) == (0, b"\x89PNG"), said
-    for words, command in (
-        (["--slice", tmp_path / "b.png", "--slice-layer", 0], "tieline inspect demo --slice FILE"),
-        (["--soften"], "run tieline inspect demo --soften\n"),
-        (["--soften", "--soften-tokens", 512], "run tieline inspect demo --soften\n"),
-        (["--attention"], "run tieline inspect demo --attention\n"),
-    ):
-        code, _, said = run("inspect", folder / "a.json", *words)
-        assert (code, command in said) == (2, True), said
-    code, _, said = run("inspect", folder / "trace", "--soften")
-    assert (code, "run tieline inspect MODEL --soften" in said) == (2, True), said
-
-
-def test_a_sample_belongs_to_a_softening(run):
-    code, _, said = run("inspect", "--soften-tokens", 512)
-    assert (code, "--soften-tokens belongs to --soften" in said) == (2, True)
-
-
-@pytest.mark.parametrize(
-    ("words", "why"),
-    [
-        (["--slice", "a.gif"], "a figure is .pdf, .png, .svg"),
-        (["--slice", "a.png", "--tokens", "2"], "--slice needs three tokens, got --tokens 2"),
-        (["--slice", "a.png", "--slice-layer", "1-2"], "--slice-layer takes one layer"),
-        (["--slice-tokens", "1,2,3"], "--slice-layer and --slice-tokens belong to --slice"),
-        (["--slice", "a.png", "--slice-tokens", "1,2.5,3"], "--slice-tokens takes whole numbers"),
-    ],
-)
-def test_a_slice_that_cannot_be_drawn_is_refused_before_any_work(run, tmp_path, words, why):
-    code, _, said = run("inspect", *(tmp_path / w if "a." in w else w for w in words))
-    assert code == 2
-    assert why in said
+    code, _, said = run("inspect", folder / "a.json", "--loss-jumps")
+    assert (code, "run tieline inspect demo --loss-jumps\n" in said) == (2, True), said
+    code, _, said = run("inspect", folder / "a.json", "--expert-tokens", 7)
+    assert (code, "--expert-tokens is for models" in said) == (2, True), said
+    code, _, said = run("inspect", folder / "trace", "--loss-jumps")
+    assert (code, "run tieline inspect MODEL --loss-jumps" in said) == (2, True), said
+    assert run("inspect", folder / "trace", "--expert-tokens", 7)[0] == 0

@@ -14,8 +14,13 @@ from transformers.masking_utils import sdpa_mask
 
 from tests.models.tiny import VOCABULARY, tiny_model
 from tieline.core.errors import ParameterError, TielineError, UnsupportedModelError
-from tieline.lab.attention.in_models import SIGMOID, sigmoid_attention_forward
-from tieline.models import attend_, load_pretrained, register_attention
+from tieline.lab.attention.in_models import (
+    SIGMOID,
+    attend_,
+    register_attention,
+    sigmoid_attention_forward,
+)
+from tieline.models import load_pretrained
 
 REFERENCE = "reference_sigmoid"
 FAMILIES = ["mixtral", "qwen3_moe", "olmoe", "llama"]

@@ -1,4 +1,4 @@
-"""The frontier of a small model, the choice of a point, and what cannot be reached."""
+"""The frontier of a small model."""
 
 import copy
 from dataclasses import replace
@@ -6,17 +6,10 @@ from dataclasses import replace
 import pytest
 
 from tests.models.tiny import batch, lively, tiny_model
-from tieline import TielineError
 from tieline.analysis.repair import repair_tables
+from tieline.analysis.smooth_width import Calibration
 from tieline.core.statistics import Estimate
-from tieline.lab.on_model.frontier import (
-    Calibration,
-    chosen_scale,
-    frontier,
-    law_factor,
-    least_kl,
-    noise_perturbation,
-)
+from tieline.lab.on_model.frontier import FrontierSettings, least_kl, measure_points
 from tieline.models import smooth_
 from tieline.models.smooth_router import smoothing_of
 
@@ -39,8 +32,8 @@ def pair():
 @pytest.fixture(scope="module")
 def found(pair):
     model, smoothed, known = pair
-    of = {"gate": "projected", "perturbations": [known.noise]}
-    return frontier(model, smoothed, known, list(IDS), scales=(1.0, 8.0), budgets=(2.4,), **of)
+    settings = FrontierSettings(scales=(1.0, 8.0))
+    return measure_points((model, smoothed), known, list(IDS), settings, budgets=(2.4,))
 
 
 def test_more_repair_moves_the_model_more(found):
@@ -71,32 +64,13 @@ def test_several_widths_are_measured_as_each_by_itself(pair):
 
 
 def with_values(table, moved, after):
-    row = replace(table.rows[0], before=Estimate(1.0, 0.1), before_floor=Estimate(0.0, 0.0))
+    row = replace(table.row(COARSE), before=Estimate(1.0, 0.1), before_floor=Estimate(0.0, 0.0))
     row = replace(row, after=Estimate(after, 0.1))
     return replace(table, rows=(row,), moved=Estimate(moved, 0.1))
 
 
-def test_a_point_is_chosen_by_what_it_moves_or_repairs(found):
-    table = found.points[0].table
-    tables = {c: with_values(table, 0.01 * c, 1 / law_factor(c)) for c in (1.0, 4.0, 16.0)}
-    assert chosen_scale(tables, factor=None, max_moved=0.02) == pytest.approx(2.0)
-    scale = chosen_scale(tables, factor=law_factor(4.0), max_moved=None)
-    assert scale == pytest.approx(4.0)
-    with pytest.raises(TielineError, match=r"--max-moved 5: the largest KL.*is 0.16"):
-        chosen_scale(tables, factor=None, max_moved=5.0)
-    with pytest.raises(TielineError, match=r"--max-moved 0.001: the least KL.*is 0.01"):
-        chosen_scale(tables, factor=None, max_moved=0.001)
-    with pytest.raises(TielineError, match="--factor 900: the largest factor"):
-        chosen_scale(tables, factor=900.0, max_moved=None)
-
-
 def test_the_law_asks_for_nothing_where_nothing_is_repaired(found):
-    row = with_values(found.points[0].table, 0.1, 2.0).rows[0]
+    row = with_values(found.points[0].table, 0.1, 2.0).row(COARSE)
     assert row.flip_factor == 0.5
     assert least_kl(row) is None
     assert least_kl(replace(row, after=Estimate(0.1, 0.0))) == pytest.approx(0.955, abs=0.01)
-
-
-def test_noise_is_named_as_for_smooth():
-    assert noise_perturbation("bf16").name == "model bf16"
-    assert noise_perturbation("router int8").name == "router int8"

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.models.tiny import batch, lively, tiny_model
+from tieline.analysis.smooth_width import Calibration
 from tieline.lab.limits import hard_sensitivity, projected_cost
-from tieline.lab.on_model.frontier import Calibration
 from tieline.lab.on_model.layer_law import layer_laws, line_weights
 from tieline.models import smooth_, unsmooth_
 from tieline.models.running import forward, only_running

@@ -6,10 +6,12 @@ import torch
 
 from tests.analysis.zoo import Letters, words
 from tests.models.tiny import lively, tiny_model
-from tieline.analysis.inspect import inspect
+from tieline.analysis.own_noise import own_noise
 from tieline.core.errors import TielineError
-from tieline.lab.on_model.slice import SliceChoice, coalition_at, router_choice
+from tieline.lab.on_model.slice import SliceChoice, coalition_at, router_choice, slice_model
+from tieline.lab.on_model.subject import SubjectOptions
 from tieline.lab.tropical.pictures import plane_through, slice_router
+from tieline.models import capture, find_routers
 from tieline.run.corpus import tokenise
 
 FAMILIES = ["mixtral", "qwen3_moe", "gpt_oss"]
@@ -17,15 +19,18 @@ FAMILIES = ["mixtral", "qwen3_moe", "gpt_oss"]
 
 def cut_model(family, choice, tokens=120):
     model = lively(tiny_model(family))
-    options = {"tokens": tokens, "sequence_length": 40, "jumps": False, "cut": choice}
-    return model, inspect((model, Letters()), text=words(tokens), **options)
+    return model, slice_of(model, choice, tokens)
+
+
+def slice_of(model, choice, tokens=120):
+    options = SubjectOptions(text=words(tokens), tokens=tokens, sequence_length=40)
+    return slice_model((model, Letters()), choice, options)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_router_chooses_the_coalitions_of_the_picture(family):
-    _, found = cut_model(family, SliceChoice(1))
-    drawn = found.slice
-    assert drawn.layer == found.measures.layers[1].name
+    model, drawn = cut_model(family, SliceChoice(1))
+    assert drawn.layer == list(find_routers(model))[1]
     assert drawn.checked >= 1000
     assert drawn.agreed + drawn.undecided == drawn.checked
     assert drawn.undecided <= 5
@@ -34,15 +39,14 @@ def test_the_router_chooses_the_coalitions_of_the_picture(family):
 
 def test_a_router_in_bfloat16_is_judged_by_its_own_precision():
     model = lively(tiny_model("mixtral")).bfloat16()
-    options = {"tokens": 120, "sequence_length": 40, "jumps": False, "cut": SliceChoice(1)}
-    drawn = inspect((model, Letters()), text=words(120), **options).slice
+    drawn = slice_of(model, SliceChoice(1))
     assert drawn.agreed + drawn.undecided == drawn.checked
     assert drawn.undecided <= 0.05 * drawn.checked
 
 
 def test_a_wrong_picture_is_found_out():
-    model, found = cut_model("mixtral", SliceChoice(0, (1, 50, 90)))
-    router = model.get_submodule(found.slice.layer)
+    model, drawn = cut_model("mixtral", SliceChoice(0, (1, 50, 90)))
+    router = model.get_submodule(drawn.layer)
     points = torch.randn(3, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     turned = slice_router(points, router.weight.flip(0), None, 2)
     right = slice_router(points, router.weight, None, 2)
@@ -56,15 +60,17 @@ def test_a_wrong_picture_is_found_out():
 
 
 def test_the_three_tokens_are_named_and_the_band_is_the_noise():
-    _, found = cut_model("mixtral", SliceChoice(0, (1, 50, 90)))
-    drawn = found.slice
+    model, drawn = cut_model("mixtral", SliceChoice(0, (1, 50, 90)))
+    text = tokenise(Letters(), words(120), 120, 40)
     assert [(p.document, p.position) for p in drawn.points] == [(0, 1), (1, 10), (2, 10)]
-    pieces = tokenise(Letters(), words(120), 120, 40).pieces
-    assert [p.text for p in drawn.points] == [pieces[i] for i in (1, 50, 90)]
-    for point, place in zip(drawn.points, (1, 50, 90), strict=True):
-        seen = found.trace.layers[0].experts[place, :2].sort().values
-        assert point.experts == tuple(seen.tolist())
-    assert drawn.cut.epsilon == found.noise.layers[0].epsilon > 0
+    assert [p.text for p in drawn.points] == [text.pieces[i] for i in (1, 50, 90)]
+    with torch.inference_mode(), capture(model) as recorder:
+        model(input_ids=torch.stack(text.sequences))
+    for point, token in zip(drawn.points, (1, 50, 90), strict=True):
+        chosen = recorder.trace().layers[0].experts[token, :2].sort().values
+        assert point.experts == tuple(chosen.tolist())
+    noise = own_noise(model, tuple(find_routers(model)), text, 8)
+    assert drawn.cut.epsilon == noise.layers[0].epsilon > 0
     assert 0 < drawn.cut.band_share < 1
 
 

@@ -7,14 +7,27 @@ import torch
 
 from tests.analysis.zoo import Letters, words
 from tests.models.tiny import lively, tiny_model
-from tieline.analysis.inspect import inspect
 from tieline.core.errors import TielineError
 from tieline.lab.on_model import soften as module
 from tieline.lab.on_model.soft_choice import soft_share, softened
-from tieline.lab.on_model.soften import SoftenSettings, sample_of, soften, soften_cost
+from tieline.lab.on_model.soften import (
+    ORDINARY,
+    SoftenSettings,
+    sample_of,
+    soften,
+    soften_cost,
+    soften_sample,
+)
 from tieline.lab.on_model.soften_walls import MOMENTS, Walls, change_parts
+from tieline.lab.on_model.subject import Subject, SubjectOptions
 from tieline.models import find_routers
 from tieline.run.corpus import tokenise
+
+
+def subject(model, tokens, length):
+    text = tokenise(Letters(), words(tokens), tokens, length)
+    return Subject(model, Letters(), "tiny", tuple(find_routers(model)), text, {})
+
 
 SMALL = SoftenSettings(tokens=960, length=24, first=0.04, levels=3, near=0.2, exact=10_000)
 
@@ -38,8 +51,7 @@ MODELS = {"one": top1, "two": lambda: louder(lively(tiny_model("mixtral")))}
 @pytest.fixture(scope="module", params=list(MODELS))
 def work(request):
     model = MODELS[request.param]()
-    text = tokenise(Letters(), words(SMALL.tokens), SMALL.tokens, SMALL.length)
-    made = module._Work(model, text, SMALL, 8, None)
+    made = module._Work(subject(model, SMALL.tokens, SMALL.length), SMALL, 8, None)
     sample, sampler = made._clean(tuple(find_routers(model)))
     return model, made, sample, sampler
 
@@ -84,8 +96,7 @@ def test_a_softened_run_is_the_sum_of_its_tokens(work):
 @pytest.mark.parametrize("name", list(MODELS))
 def test_the_predicted_slope_is_that_of_the_smallest_widths(name):
     model = MODELS[name]()
-    text = tokenise(Letters(), words(SMALL.tokens), SMALL.tokens, SMALL.length)
-    found = soften(model, tuple(find_routers(model)), text, SMALL)
+    found = soften_sample(subject(model, SMALL.tokens, SMALL.length), SMALL)
     for layer in found.layers:
         assert layer.status == "ok"
         assert layer.form == ("softmax" if name == "one" else "projection")
@@ -105,7 +116,7 @@ def test_the_predicted_slope_is_that_of_the_smallest_widths(name):
     assert all(level.agrees for level in found.together)
     total = sum(x.predicted.value * x.levels[0].width for x in found.layers)
     assert found.predicted.value == pytest.approx(total)
-    assert "oft choice would" in found.words[0]
+    assert "oft choice would" in found.conclusions[0]
 
 
 def test_the_change_of_a_width_is_that_of_its_tokens_and_unknown_beyond_the_near_ones():
@@ -125,22 +136,20 @@ def test_the_change_of_a_width_is_that_of_its_tokens_and_unknown_beyond_the_near
 
 def test_a_larger_sample_computes_more_tokens_again():
     assert sample_of(4096) == SoftenSettings()
-    assert (sample_of(65536, 3).exact, sample_of(65536, 3).seed) == (1024, 3)
+    assert sample_of(65536).exact == 1024
     assert sample_of(512).exact == 64
 
 
 def test_a_model_in_low_precision_is_told_to_run_in_float32():
-    text = tokenise(Letters(), words(240), 240, 24)
     sizes = SoftenSettings(levels=1, exact=4)
     for model in (MODELS["two"](), MODELS["two"]().bfloat16()):
-        found = soften(model, tuple(find_routers(model)), text, sizes)
-        assert ("--dtype fp32" in found.words[-1]) == (model.dtype == torch.bfloat16)
+        found = soften_sample(subject(model, 240, 24), sizes)
+        assert ("--dtype fp32" in found.conclusions[-1]) == (model.dtype == torch.bfloat16)
 
 
 def test_groups_are_measured_and_not_predicted():
     model = lively(tiny_model("deepseek_v3"))
-    text = tokenise(Letters(), words(240), 240, 24)
-    found = soften(model, tuple(find_routers(model)), text, SoftenSettings(levels=1))
+    found = soften_sample(subject(model, 240, 24), SoftenSettings(levels=1))
     assert all("groups" in layer.status for layer in found.layers)
     assert all(layer.levels[0].missed is None for layer in found.layers)
     assert found.predicted.value is None
@@ -149,31 +158,26 @@ def test_groups_are_measured_and_not_predicted():
 def test_dense_experts_cost_more_and_a_high_cost_is_refused_before_any_run():
     one, two = top1(), lively(tiny_model("olmoe"))
     settings = SoftenSettings(tokens=1000, exact=0)
-    costs = [soften_cost(m, tuple(find_routers(m)), 1000, settings) for m in (one, two)]
-    assert costs[1] == pytest.approx(4 + 5 * 3)
+    costs = [soften_cost(m, tuple(find_routers(m)), settings) for m in (one, two)]
+    assert costs[1] == pytest.approx((4 + 5 * 3) * 1000 / ORDINARY)
     assert costs[0] > costs[1]
-    with pytest.raises(TielineError, match=r"about \d+ times the ordinary pass .*--yes"):
-        inspect((one, Letters()), text=words(200), tokens=200, soften=True)
+    with pytest.raises(TielineError, match=r"about \d+ times a forward pass .*max_cost = 0.01"):
+        soften((one, Letters()), SubjectOptions(text=words(400)), settings, max_cost=0.01)
 
 
-def test_an_inspection_holds_its_softening():
-    model = MODELS["two"]()
+def test_a_softening_of_a_model_is_a_result():
     sizes = SoftenSettings(tokens=240, length=24, levels=1, exact=8)
-    options = {"tokens": 240, "sequence_length": 24, "jumps": False, "noise": False}
-    told = []
-    found = inspect(
-        (model, Letters()),
-        text=words(240),
-        soften=sizes,
-        yes=True,
-        progress=lambda *step: told.append(step),
-        **options,
+    steps = []
+    options = SubjectOptions(text=words(240))
+    found = soften(
+        (MODELS["two"](), Letters()), options, sizes, progress=lambda *step: steps.append(step)
     )
     again = type(found).from_dict(
         {k: v for k, v in found.to_dict().items() if k not in ("format", "version")}
     )
-    assert again.softening == found.softening
-    assert math.isclose(found.softening.tokens, 240)
-    assert any(stage.startswith("soften, about") for stage, *_ in told)
+    assert again == found
+    assert math.isclose(found.tokens, 240)
+    assert any(stage.startswith("soften, about") for stage, *_ in steps)
     assert "Soft or hard" in found.to_html()
-    assert found.softening.words[0] in found.to_html()
+    assert found.conclusions[0] in found.to_html()
+    assert found.metrics["loss"] == found.loss.value

@@ -22,8 +22,8 @@ from tieline.lab.claims.claim import (
     Verdict,
 )
 from tieline.lab.claims.ledger import Catalogue, Ledger, PaperTitle, Provenance
+from tieline.lab.report import listings
 from tieline.lab.report.ledger import check_text, page, terminal, value_text, verdict_text
-from tieline.report import listings
 
 HOSTILE = '<script>alert(1)</script> & "quotes" [bold]not markup[/bold]'
 CHECK = Check(HOSTILE, 1.5, "<=", 2.0, 0.1, True)

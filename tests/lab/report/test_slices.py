@@ -7,9 +7,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.lab.report.zoo import make_slice
 from tests.report.browser import find_browser, look_at
 from tieline.core.errors import TielineError
-from tieline.lab.report.slices import cell_colours, slice_figure, slice_page
+from tieline.lab.report.slices import (
+    cell_colours,
+    notebook,
+    page,
+    slice_figure,
+    slice_page,
+    slice_words,
+    summary,
+    terminal,
+)
 from tieline.lab.tropical.pictures import slice_router
 from tieline.report.drawing import drawn_bytes
 
@@ -82,3 +92,15 @@ def test_a_browser_shows_the_page_without_complaint(cut, tmp_path):
     seen = look_at(tmp_path / "page.html")
     assert (seen.console, seen.requests) == ([], [])
     assert "The plane through three inputs" in seen.text
+
+
+def test_the_slice_of_a_model_is_shown_with_its_check():
+    result = make_slice()
+    assert "at 998 of the 998 that are not ties" in page(result)
+    assert "<b>" not in "".join(slice_words(result)).replace("“<b>”", "")
+    assert "<b>" not in page(result)
+    assert result.plot("slice").axes
+    assert terminal(result, 80)
+    assert "998" in summary(result)
+    assert notebook(result).count("<img") == 1
+    assert result.metrics["agreed"] == 1

@@ -1,14 +1,37 @@
 """The softening on the page and in words."""
 
+import json
+import re
 from dataclasses import replace
 
+import pytest
+
+from tests.lab.report.zoo import make_softening
 from tieline.core.statistics import Estimate
 from tieline.lab.on_model.soften_words import direction, soften_words
-from tieline.lab.report.soften import deciding_table, soften_panel, soften_table
+from tieline.lab.report.soften import (
+    deciding_table,
+    figures,
+    notebook,
+    page,
+    soften_table,
+    summary,
+    terminal,
+)
+
+
+@pytest.fixture(scope="module")
+def result():
+    return make_softening()
+
+
+def chart(result):
+    text = re.search(r'id="report-data">(.*?)</script>', page(result), flags=re.DOTALL)[1]
+    return json.loads(text)["figures"]["soften"]["data"]
 
 
 def test_measured_dots_stand_beside_predicted_lines(result):
-    data = soften_panel(result).figure["data"]
+    data = chart(result)
     assert [x["name"] for x in data if x["mode"] == "markers"] == [
         *(f"layer {i}" for i in range(3)),
         "all layers",
@@ -19,14 +42,14 @@ def test_measured_dots_stand_beside_predicted_lines(result):
 
 
 def test_the_tables_name_layers_and_tokens(result):
-    table, tokens = soften_table(result.softening), deciding_table(result.softening)
+    table, tokens = soften_table(result), deciding_table(result)
     assert [row[0] for row in table.rows] == ["0", "1", "2", "all"]
     assert all(len(row) == len(table.head) for row in table.rows)
     assert [row[0] for row in tokens.rows] == ["0", "1"]
 
 
 def test_words_follow_the_sign_of_the_slope(result):
-    found = result.softening
+    found = result
     assert soften_words(found)[0].startswith("A soft choice would help this model")
     worse = replace(found, predicted=Estimate(1e-4, 4e-5))
     assert soften_words(worse)[0].startswith("A soft choice would hurt this model")
@@ -37,7 +60,7 @@ def test_words_follow_the_sign_of_the_slope(result):
 
 
 def test_the_same_tokens_are_told_where_their_ratio_is_known_well(result):
-    found = result.softening
+    found = result
     first, *others = found.together
     for error, told in ((0.05, True), (0.4, False)):
         level = replace(first, ratio=Estimate(0.97, error))
@@ -45,5 +68,10 @@ def test_the_same_tokens_are_told_where_their_ratio_is_known_well(result):
         assert ("0.97 ± 0.05 times what their gradients" in said) == told
 
 
-def test_without_softening_the_page_says_how_to_get_it(ids_only):
-    assert "--soften" in soften_panel(ids_only).reason
+def test_every_view_tells_the_verdict(result):
+    assert result.conclusions[0] in summary(result)
+    assert result.conclusions[0] in notebook(result)
+    assert terminal(result, 80)
+    (axes,) = figures(result)["soften"]().axes
+    assert len(axes.containers) == 4
+    assert "&lt;script&gt;" in page(result)

@@ -5,10 +5,9 @@ import io
 import pytest
 from rich.console import Console
 
-from tieline.lab.report import training
+from tieline.lab.report import listings, training
 from tieline.lab.training.engine import TrainingPlan, TrainingResult
 from tieline.lab.training.recipes import RecipeList
-from tieline.report import listings
 
 CONFIG = {
     "recipe": "a-<b>recipe</b>",

@@ -28,7 +28,7 @@ from tieline.measure.measures import measure
 from tieline.measure.rounding import ProductFlips
 from tieline.report.words.audit import notes, remedy_sentences
 from tieline.report.words.diff import dequantised_sentence, replay_sentence
-from tieline.report.words.inspection import calibration_sentence, noise_sentence
+from tieline.report.words.inspection import calibration_sentence
 
 SETTINGS = MeasureSettings(sigmas=(1e-2, 1e-1), precisions=("bf16", "int8"))
 
@@ -89,7 +89,6 @@ def inspection():
         "calibration and noise": [
             calibration_sentence(full, short),
             calibration_sentence(replace(full, calibration=(unreached,)), short),
-            noise_sentence(full, short),
         ],
     }
 

@@ -5,7 +5,7 @@
 
     o_i = Σ_j σ(s q_i·k_j − log N_i) v_j       over the N_i keys that query i sees
 
-Importing `tieline.models` registers it. N_i counts what the query itself sees: neither padding, nor
+Importing this module registers it. N_i counts what the query itself sees: neither padding, nor
 later tokens, nor the cut between a prompt and the tokens that are generated from its cache change
 an output. Masks are those that transformers makes for SDPA: causal, padded, windows, chunks and
 packed sequences. What the function cannot honour is refused with the reason.
@@ -191,3 +191,4 @@ def _restore(model: nn.Module, facts: dict[str, Any]) -> None:
 
 
 register_restorer(FEATURE, Restorer(before=_restore, check=_check_kind))
+register_attention()

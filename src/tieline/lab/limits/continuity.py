@@ -34,6 +34,7 @@ from scipy.optimize import brentq
 from torch import Tensor
 
 from tieline.core.errors import ShapeError, require
+from tieline.measure.ramp import MEAN_ABSOLUTE, REACH, straight_change
 
 __all__ = [
     "ContinuityCost",
@@ -45,11 +46,8 @@ __all__ = [
     "ramp_cost",
 ]
 
-MEAN_ABSOLUTE = math.sqrt(2 / math.pi)
-"""E|n| of standard normal noise."""
-
-NODES, POINTS, REACH, END = 64, 4096, 8.0, 12.0
-"""Noise levels, points, standard deviations and largest frequency of quadratures."""
+NODES, POINTS, END = 64, 4096, 12.0
+"""Noise levels, points and largest frequency of quadratures."""
 
 
 class ContinuityCost(NamedTuple):
@@ -110,20 +108,13 @@ def projected_cost(
 
     def weighted(x: float) -> float:
         noise = sigma * x
-        change = _straight_change(noise, width) + slope * _straight_moment(noise, width)
+        change = straight_change(noise, width) + slope * _straight_moment(noise, width)
         return change * MEAN_ABSOLUTE * math.exp(-x * x / 2)
 
     knee = min(REACH, width / sigma) if sigma > 0 else 0.0
     integrals = [quad(weighted, low, high)[0] for low, high in ((0, knee), (knee, REACH))]
     moved = unit * epsilon / 6 * (1 + slope * epsilon / 4)
     return ContinuityCost(max(0.0, moved), max(0.0, unit * sum(integrals)))
-
-
-def _straight_change(noise: float, width: float) -> float:
-    """∫ (r(s + n) - r(s))² ds of the straight ramp of a width, n > 0."""
-    if noise <= width:
-        return noise**2 * (width - noise / 3) / width**2 if width > 0 else 0.0
-    return noise - width / 3
 
 
 def _straight_moment(noise: float, width: float) -> float:

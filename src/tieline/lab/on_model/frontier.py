@@ -1,4 +1,4 @@
-r"""How much repair, at which price: smoothed models of many widths, and the choice among them.
+r"""How much repair, at which price: smoothed models of many widths, and the law in every layer.
 
     moved       KL of the smoothed model to the original, both in float32
     factor      flip part of the KL before / after, flip part = KL - the original's floor with
@@ -14,165 +14,103 @@ to be repaired: at the optimum D_l/S_l is equal in all layers, which for straigh
 σ_l. Beside them are widths with equal numbers of experts in all layers.
 """
 
-import itertools
-import math
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from tieline.analysis.perturbations import Perturbation
-from tieline.analysis.repair import (
-    Frontier,
-    FrontierPoint,
-    RepairRow,
-    RepairTable,
-    repair_tables,
-)
-from tieline.core.errors import ParameterError, require
-from tieline.lab.limits.continuity import hard_sensitivity, least_moved, projected_cost
-from tieline.models.smooth_calibration import (
-    Scores,
-    budget_epsilon,
-    collect_scores,
-    measured_noise,
-)
-from tieline.models.smooth_router import (
-    GateName,
-    LayerPlan,
-    default_k_max,
-    plan_layers,
-    set_widths,
-    smoothing_of,
-)
-from tieline.routing.projected import group_projection
-from tieline.routing.smooth import smooth_columns
+from tieline.analysis.repair import REPAIR_PERTURBATIONS, RepairRow, RepairTable, repair_tables
+from tieline.analysis.smooth import TextSplit, split_text
+from tieline.analysis.smooth_width import NOISE, SCALES, Calibration
+from tieline.analysis.sources import ModelSource, as_model
+from tieline.core.errors import UnsupportedModelError, require
+from tieline.lab.limits.continuity import least_moved
+from tieline.lab.on_model.frontier_records import Frontier, FrontierPoint, LayerLaw
+from tieline.lab.on_model.layer_law import layer_laws
+from tieline.lab.on_model.subject import Progress, SubjectOptions
+from tieline.models.demo import DEMO
+from tieline.models.running import batches, only_running
+from tieline.models.smooth import smooth_
+from tieline.models.smooth_router import GateName, set_widths, smoothing_of
+from tieline.run.corpus import as_text
 
-SCALES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-"""c = ε/σ of the points of a frontier."""
-
-NOISE = "router bf16"
-"""The precision that is repaired unless another is named."""
-
-Progress = Callable[[str, int, int], None]
-Widths = Mapping[str, float]
+COMPARED = (2.0, 8.0, 32.0)
+"""c = ε/σ beside which an equal number of experts in every layer is measured."""
 
 
-def noise_perturbation(name: str) -> Perturbation:
-    """The perturbation that "bf16", "model bf16" or "router bf16" names."""
-    *part, level = name.split() or [""]
-    return Perturbation("rounding", level, "router" if part == ["router"] else "model")
+@dataclass(frozen=True)
+class FrontierSettings:
+    """What a frontier is measured of.
+
+    Attributes:
+        noise: the precision to repair: "bf16", "int8", "router bf16", ...
+        gate: of the smoothed forms: "projected" or "ramp".
+        calibration: tokens before the measured ones, to learn the noise on.
+        scales: c of the widths by noise.
+    """
+
+    noise: str = NOISE
+    gate: GateName = "projected"
+    calibration: int = 4096
+    scales: tuple[float, ...] = SCALES
 
 
-class Calibration:
-    """What is known of a model from its calibration text: scores and noise, layer by layer.
+def frontier(
+    source: ModelSource = DEMO,
+    options: SubjectOptions | None = None,
+    settings: FrontierSettings | None = None,
+    progress: Progress | None = None,
+) -> Frontier:
+    """Measure smoothed forms of a model of many widths, and hold the law against its layers.
 
     Args:
-        model: the original, in float32.
-        batches: tokens to run.
-        noise: the precision to repair.
+        source: a hub id, a folder, "demo" for the model in the box, or `(model, tokenizer)`.
+        options: how it is loaded, in float32, and what it is run on; all layers are smoothed.
+        settings: noise, gate and widths.
         progress: called with stage, done and total.
     """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        batches: Sequence[Int[Tensor, "rows length"]],
-        noise: str,
-        progress: Progress | None = None,
-    ) -> None:
-        plans, _ = plan_layers(model, None)
-        self.plans: list[LayerPlan] = [plan for plan in plans if plan.k < plan.n_experts]
-        self.noise = noise_perturbation(noise)
-        self.clean: dict[str, Scores] = collect_scores(model, self.plans, batches, progress)
-        self.sigmas = measured_noise(model, self.plans, batches, self.clean, noise, progress)
-        positive = any(sigma > 0 for sigma in self.sigmas.values())
-        require(positive, f"{noise} does not change the scores of any router: nothing to repair")
-
-    def by_noise(self, scale: float) -> dict[str, float]:
-        """ε_l = c σ_l."""
-        return {name: scale * sigma for name, sigma in self.sigmas.items()}
-
-    def experts(self, widths: Widths, gate: GateName) -> float:
-        """Mean experts per token and layer at these widths, on the calibration text."""
-        counts = []
-        for plan in self.plans:
-            kept, width = self.clean[plan.name], widths[plan.name]
-            scores, k, groups = kept.scores.double(), plan.k, kept.groups
-            if width <= 0:
-                counts.append(float(k))
-            elif gate == "projected":
-                counts.append(_mean_used(group_projection(scores, k, width, groups)))
-            else:
-                of = {"epsilon": width, "k_max": default_k_max(k, plan.n_experts)}
-                counts.append(_mean_used(smooth_columns(scores, k, groups=groups, **of).share))
-        return sum(counts) / len(counts)
-
-    def by_budget(self, budget: float, gate: GateName) -> dict[str, float]:
-        """The ε of each layer that gives it this mean number of experts."""
-        widths = {}
-        for plan in self.plans:
-            kept = self.clean[plan.name]
-            of = kept.scores, plan.k, plan.n_experts, budget, kept.groups, gate
-            widths[plan.name] = budget_epsilon(*of)
-        return widths
+    options, settings = options or SubjectOptions(), settings or FrontierSettings()
+    require(options.layers is None, "a frontier is of all layers: leave out layers")
+    words, origin = as_text(options.text)
+    where = {"device": options.device, "revision": options.revision, "dtype": "fp32"}
+    loaded = as_model(
+        source, "frontier takes", **where, trust_remote_code=options.trust_remote_code
+    )
+    model = loaded.model
+    split = split_text(loaded, words, options.tokens, settings.calibration)
+    ids = list(batches(split.calibration, options.batch_size))
+    known = Calibration(model, ids, settings.noise, progress)
+    smoothed = copy.deepcopy(model)
+    smooth_(smoothed, epsilon=known.by_noise(1.0), gate=settings.gate)
+    widths = [known.experts(known.by_noise(scale), settings.gate) for scale in COMPARED]
+    least = max(plan.k for plan in known.plans) + 0.01
+    budgets = [count for count in widths if count > least]
+    points = measure_points(
+        (model, smoothed), known, split.measured, settings, budgets, options, progress
+    )
+    laws = _laws(model, known, split, options, progress)
+    provenance = {"text": origin, "seed": options.seed, "batch_size": options.batch_size}
+    return replace(
+        points, model=loaded.name or type(model).__name__, layers=laws, provenance=provenance
+    )
 
 
-def _mean_used(share: Tensor) -> float:
-    return (share > 0).double().sum(dim=-1).mean().item()
-
-
-def chosen_scale(
-    points: Mapping[float, RepairTable], *, factor: float | None, max_moved: float | None
-) -> float:
-    """The c with this factor, or with this KL to the original, on a line between logarithms.
-
-    The KL of a text is heavy-tailed, so the factor is that of the law, times the median over all
-    points of what was measured over it.
-
-    Args:
-        points: tables of the calibration text by c, with one row, that of the noise.
-        factor: how many times lower the flip part of the KL shall be.
-        max_moved: KL to the original, nats per token.
-    """
-    if max_moved is not None:
-        moved = {c: table.moved.value or 0.0 for c, table in points.items()}
-        return _crossing(moved, max_moved, "--max-moved", "KL to the original")
-    assert factor is not None
-    found = {c: table.rows[0].flip_factor for c, table in points.items()}
-    ratios = sorted(value / law_factor(c) for c, value in found.items() if value and c >= 1)
-    require(bool(ratios), "no flips are left to be seen at any width: give --max-moved instead")
-    middle = ratios[len(ratios) // 2]
-    return _crossing({c: middle * law_factor(c) for c in found}, factor, "--factor", "factor")
-
-
-def law_factor(scale: float) -> float:
-    """How many times cheaper the law expects flips to be for ε = c σ: S_hard / S."""
-    cost = projected_cost(1.0, 1.0, 1.0, scale)
-    return hard_sensitivity(1.0, 1.0, 1.0) / cost.sensitivity
-
-
-def _crossing(values: Mapping[float, float], target: float, option: str, what: str) -> float:
-    """Where increasing values reach the target first."""
-    require(0 < target < math.inf, f"{option} must be positive and finite, got {target:g}")
-    scales = sorted(values)
-    first, best = values[scales[0]], max(values.values())
-    if target < first or target > best:
-        side = "least" if target < first else "largest"
-        end = first if target < first else best
-        raise ParameterError(
-            f"no ε between {scales[0]:g} and {scales[-1]:g} times the noise reaches {option} "
-            f"{target:g}: the {side} {what} is {end:.3g}"
-        )
-    for low, high in itertools.pairwise(scales):
-        below, above = values[low], values[high]
-        if below <= target <= above:
-            if not (0 < below < above < math.inf):
-                return high
-            share = math.log(target / below) / math.log(above / below)
-            return low * (high / low) ** share
-    return scales[0]
+def _laws(
+    model: nn.Module,
+    known: Calibration,
+    split: TextSplit,
+    options: SubjectOptions,
+    progress: Progress | None,
+) -> tuple[LayerLaw, ...]:
+    """The law in every layer; none where a layer cannot be run by itself."""
+    runs = [list(batches(sequences, options.batch_size)) for sequences in split]
+    with only_running(model), suppress(UnsupportedModelError):
+        return layer_laws(model, known, *runs, seed=options.seed, progress=progress)
+    return ()
 
 
 class _Mark(NamedTuple):
@@ -183,57 +121,47 @@ class _Mark(NamedTuple):
     widths: dict[str, float]
 
 
-def frontier(
-    model: nn.Module,
-    smoothed: nn.Module,
+def measure_points(
+    models: tuple[nn.Module, nn.Module],
     known: Calibration,
     sequences: Sequence[Int[Tensor, " _"]],
-    *,
-    gate: GateName,
-    perturbations: Sequence[Perturbation],
-    scales: Sequence[float] = SCALES,
+    settings: FrontierSettings,
     budgets: Sequence[float] = (),
-    batch_size: int = 8,
-    seed: int = 0,
-    parallel: str | None = None,
+    options: SubjectOptions | None = None,
     progress: Progress | None = None,
 ) -> Frontier:
     """Measure smoothed forms of a model of many widths.
 
     Args:
-        model: the original.
-        smoothed: a smoothed copy; it has its widths again afterwards.
+        models: the original and a smoothed copy, which has its widths again afterwards.
         known: from the calibration text.
         sequences: held-out token ids.
-        gate: of the smoothed copy.
-        perturbations: precisions, that of the noise among them.
-        scales: c of the widths by noise.
+        settings: gate and widths by noise.
         budgets: mean experts per token of the widths by budget.
-        batch_size: sequences per forward pass.
-        seed: seed of all noise.
-        parallel: how processes share the batches: None or "data".
+        options: batch size and seed.
         progress: called with stage, done and total.
     """
-    marks = [_Mark("noise", c, known.by_noise(c)) for c in scales]
+    (model, smoothed), options = models, options or SubjectOptions()
+    gate, noise = settings.gate, known.noise
+    marks = [_Mark("noise", c, known.by_noise(c)) for c in settings.scales]
     marks += [_Mark("budget", n, known.by_budget(n, gate)) for n in budgets]
-    own = {plan.name: _width(smoothed, plan.name) for plan in known.plans}
+    widths = {plan.name: _width(smoothed, plan.name) for plan in known.plans}
     tables = repair_tables(
         model,
         smoothed,
         sequences,
         [mark.widths for mark in marks],
-        perturbations=perturbations,
-        batch_size=batch_size,
-        seed=seed,
-        parallel=parallel,
+        perturbations=list(dict.fromkeys([*REPAIR_PERTURBATIONS, noise])),
+        batch_size=options.batch_size,
+        seed=options.seed,
         progress=progress,
     )
-    set_widths(smoothed, own)
+    set_widths(smoothed, widths)
     points = tuple(
-        _point(mark, table, known.noise.name) for mark, table in zip(marks, tables, strict=True)
+        _point(mark, table, noise.name) for mark, table in zip(marks, tables, strict=True)
     )
-    by_flips = tables[0].row(known.noise.name).by_flips
-    return Frontier(known.noise.name, gate, by_flips, known.sigmas, points)
+    by_flips = tables[0].row(noise.name).by_flips
+    return Frontier("", noise.name, gate, by_flips, known.sigmas, points, (), {})
 
 
 def _width(model: nn.Module, name: str) -> float:

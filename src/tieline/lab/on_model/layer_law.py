@@ -28,11 +28,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from tieline.analysis.perturbations import noise_generator
-from tieline.analysis.repair import LawPoint, LayerLaw
+from tieline.analysis.smooth_width import SCALES, Calibration
 from tieline.analysis.swap import Block, BlockCall, Rows, block_of
 from tieline.core.statistics import Estimate, SequenceSums
 from tieline.lab.limits.continuity import hard_sensitivity, least_moved, projected_cost
-from tieline.lab.on_model.frontier import SCALES, Calibration
+from tieline.lab.on_model.frontier_records import LawPoint, LayerLaw
 from tieline.measure.boundary import gap_density
 from tieline.models.router_call import Choice, read_output
 from tieline.models.running import forward

@@ -8,19 +8,28 @@ choice must be the coalition of the cell that holds the point.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tieline.analysis.inspection import LayerSlice, NoiseReport, SlicePoint
-from tieline.analysis.linear import linear_choice, router_offset
+from tieline.analysis.inspect import inputs_fit
+from tieline.analysis.inspection import NoiseReport
+from tieline.analysis.linear import linear_choice, linear_weights, router_offset
+from tieline.analysis.own_noise import own_noise
+from tieline.analysis.sources import ModelSource
 from tieline.core.errors import TraceError, UnsupportedModelError, require
+from tieline.core.records import Result
+from tieline.lab.on_model.subject import Progress, Subject, SubjectOptions
 from tieline.lab.tropical.pictures import Plane, Slice, plane_through, slice_router
+from tieline.models.capture import capture
+from tieline.models.demo import DEMO
 from tieline.models.families import family_of
 from tieline.models.router_call import read_output
-from tieline.models.running import model_device, only_running
+from tieline.models.running import batches, forward, model_device, only_running
+from tieline.run.corpus import token_texts
 from tieline.trace.record import LayerTrace, RoutingTrace
 
 POINTS = 2000
@@ -32,8 +41,54 @@ UNITS = 4
 
 
 @dataclass(frozen=True)
+class SlicePoint:
+    """One of the three tokens: its place in the text, its text and its experts."""
+
+    document: int
+    position: int
+    text: str
+    experts: tuple[int, ...]
+
+
+@dataclass(frozen=True, repr=False)
+class RouterSlice(Result):
+    """A slice of one router through three tokens' hidden states.
+
+    Attributes:
+        model: name of the model.
+        layer: name of the router.
+        points: the three tokens.
+        noise: where the width of the band comes from, in words; empty without a band.
+        cut: the cells.
+        checked: random points at which the router itself was asked.
+        agreed: those at which it chose the coalition of the cell.
+        undecided: the others whose gap float32 cannot tell from a tie.
+        provenance: text, tokens, batch size and seed.
+    """
+
+    format: ClassVar[str] = "tieline-slice"
+
+    model: str
+    layer: str
+    points: tuple[SlicePoint, ...]
+    noise: str
+    cut: Slice
+    checked: int
+    agreed: int
+    undecided: int
+    provenance: dict[str, object]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Named numbers: "coalitions", "band" (its share of the window), "agreed" (a share)."""
+        asked = max(1, self.checked - self.undecided)
+        sizes = {"coalitions": float(len(self.cut.cells)), "band": self.cut.band_share}
+        return sizes | {"agreed": self.agreed / asked}
+
+
+@dataclass(frozen=True)
 class SliceChoice:
-    """Which slice is wanted.
+    """Which slice is drawn.
 
     Attributes:
         layer: the router, by name or by place in the model; the first with flat walls for None.
@@ -54,33 +109,61 @@ class SliceChoice:
         require(tokens >= 3, f"a slice goes through three tokens, the text has {tokens}")
         require(inputs, f"the inputs of {tokens:,} tokens cannot be kept: take fewer tokens")
         if self.tokens is not None:
-            _check_places(self.tokens, tokens)
+            _check_tokens(self.tokens, tokens)
         if self.layer is not None:
             known = self.layer in names if isinstance(self.layer, str) else True
             known = known and (isinstance(self.layer, str) or 0 <= self.layer < len(names))
             require(known, f"no layer {self.layer!r} among the {len(names)} that are looked at")
 
 
-def model_slice(
-    model: nn.Module,
-    trace: RoutingTrace,
-    weights: dict[str, Tensor],
-    choice: SliceChoice,
-    noise: NoiseReport,
-    pieces: Sequence[str],
-    seed: int = 0,
-) -> LayerSlice:
+def slice_model(
+    source: ModelSource = DEMO,
+    choice: SliceChoice | None = None,
+    options: SubjectOptions | None = None,
+    progress: Progress | None = None,
+) -> RouterSlice:
+    """Draw the plane through three tokens' hidden states at one router of a model.
+
+    Args:
+        source: a hub id, a folder, "demo" for the model in the box, or `(model, tokenizer)`.
+        choice: the layer and the tokens.
+        options: how the model is loaded and what it is run on.
+        progress: called with stage, done and total.
+    """
+    choice, options = choice or SliceChoice(), options or SubjectOptions()
+    subject = options.open(source, "slice takes")
+    model, routers, tokens = subject.model, subject.routers, subject.text.tokens
+    choice.check(routers, tokens, inputs_fit(model, routers, tokens))
+    trace = _routed(subject, options.batch_size, progress)
+    noise = own_noise(model, routers, subject.text, options.batch_size)
+    return chosen_slice(subject, trace, choice, noise, options.seed)
+
+
+def _routed(subject: Subject, batch_size: int, progress: Progress | None) -> RoutingTrace:
+    """The routing of the text, with the inputs of the routers."""
+    model = subject.model
+    with only_running(model), capture(model, keep="inputs", layers=subject.routers) as recorder:
+        for ids in batches(subject.text.sequences, batch_size):
+            forward(model, ids)
+            if progress is not None:
+                progress("forward", recorder.n_tokens, subject.text.tokens)
+        return recorder.trace()
+
+
+def chosen_slice(
+    subject: Subject, trace: RoutingTrace, choice: SliceChoice, noise: NoiseReport, seed: int = 0
+) -> RouterSlice:
     """The slice that was chosen, with the band of the model's noise where it is known."""
+    weights = linear_weights(subject.model, trace)
     name = choice.layer
     if name is None:
         flat = [x.name for x in trace.layers if linear_choice(x, weights) == "ok"]
         name = flat[0] if flat else trace.layers[0].name
     name = trace.layers[name].name if isinstance(name, int) else name
-    known, units = noise.of(name), trace.layer(name).facts.units
-    epsilon = known.epsilon if known is not None and units == "logits" else 0.0
-    words = f"noise of {known.precision}" if known is not None and epsilon else ""
-    options = {"tokens": choice.tokens, "pieces": pieces, "epsilon": epsilon, "noise": words}
-    return layer_slice(model, trace, name, weights, **options, seed=seed)
+    layer_noise, units = noise.of(name), trace.layer(name).facts.units
+    epsilon = layer_noise.epsilon if layer_noise is not None and units == "logits" else 0.0
+    origin = f"noise of {layer_noise.precision}" if layer_noise is not None and epsilon else ""
+    return _layer_slice(subject, trace, name, weights, choice.tokens, (epsilon, origin), seed)
 
 
 def slice_tokens(trace: RoutingTrace, layer: LayerTrace, seed: int = 0) -> tuple[int, int, int]:
@@ -100,62 +183,59 @@ def slice_tokens(trace: RoutingTrace, layer: LayerTrace, seed: int = 0) -> tuple
     return chosen[0], chosen[1], chosen[2]
 
 
-def layer_slice(
-    model: nn.Module,
+def _layer_slice(
+    subject: Subject,
     trace: RoutingTrace,
     name: str,
     weights: dict[str, Tensor],
-    *,
-    tokens: Sequence[int] | None = None,
-    pieces: Sequence[str] = (),
-    epsilon: float = 0.0,
-    noise: str = "",
-    seed: int = 0,
-) -> LayerSlice:
+    tokens: Sequence[int] | None,
+    band: tuple[float, str],
+    seed: int,
+) -> RouterSlice:
     """Cut a layer by the plane through three of its inputs, and ask its router on that plane.
 
     Args:
-        model: the model.
+        subject: the model and its text.
         trace: its routing, with inputs.
         name: name of the router.
         weights: matrices of linear routers (`linear_weights`).
         tokens: places of three tokens in the trace; drawn by `seed` for None.
-        pieces: text of every token of the trace; may be empty.
-        epsilon: the band is where the gap is smaller, in units of the logits.
-        noise: where ε comes from, in words.
+        band: ε, the gap below which the band lies, in units of the logits, and its origin in words.
         seed: of tokens and points.
     """
     layer = trace.layer(name)
     status = linear_choice(layer, weights)
     require(status == "ok", f"layer {name!r} has no slice: {status}", UnsupportedModelError)
     assert layer.inputs is not None
-    places = tuple(tokens) if tokens is not None else slice_tokens(trace, layer, seed)
-    _check_places(places, trace.n_tokens)
-    router = model.get_submodule(name)
+    three = tuple(tokens) if tokens is not None else slice_tokens(trace, layer, seed)
+    _check_tokens(three, trace.n_tokens)
+    router = subject.model.get_submodule(name)
     bias = torch.zeros(layer.facts.n_experts, dtype=torch.float64)
     bias = bias + router_offset(router, len(bias)) + (0.0 if layer.bias is None else layer.bias)
-    points, k = layer.inputs[list(places)], layer.facts.k
-    cut = slice_router(points, weights[name], bias, k, epsilon=epsilon)
-    agreed, undecided = _asked(model, router, layer, (cut, plane_through(points)), seed)
-    marks = tuple(_point(trace, layer, place, pieces) for place in places)
-    return LayerSlice(name, marks, noise, cut, POINTS, agreed, undecided)
+    points, k = layer.inputs[list(three)], layer.facts.k
+    cut = slice_router(points, weights[name], bias, k, epsilon=band[0])
+    agreed, undecided = _asked(subject.model, router, layer, (cut, plane_through(points)), seed)
+    pieces = token_texts(subject.text)
+    marks = tuple(_point(trace, layer, token, pieces) for token in three)
+    counts = (POINTS, agreed, undecided)
+    return RouterSlice(subject.name, name, marks, band[1], cut, *counts, subject.provenance)
 
 
-def _check_places(places: Sequence[int], tokens: int) -> None:
-    given = ", ".join(map(str, places))
+def _check_tokens(chosen: Sequence[int], tokens: int) -> None:
+    given = ", ".join(map(str, chosen))
     require(
-        len(places) == 3 and len(set(places)) == 3,
+        len(chosen) == 3 and len(set(chosen)) == 3,
         f"a slice goes through three different tokens, got {given or 'none'}",
     )
-    inside = all(0 <= place < tokens for place in places)
+    inside = all(0 <= token < tokens for token in chosen)
     require(inside, f"no tokens {given}: the text has tokens 0 to {tokens - 1}")
 
 
-def _point(trace: RoutingTrace, layer: LayerTrace, place: int, pieces: Sequence[str]) -> SlicePoint:
-    experts = sorted(layer.experts[place, : layer.facts.k].tolist())
-    words = pieces[place] if place < len(pieces) else ""
-    where = int(trace.documents[place]), int(trace.positions[place])
-    return SlicePoint(*where, words, tuple(experts))
+def _point(trace: RoutingTrace, layer: LayerTrace, token: int, pieces: Sequence[str]) -> SlicePoint:
+    experts = sorted(layer.experts[token, : layer.facts.k].tolist())
+    text = pieces[token] if token < len(pieces) else ""
+    document, position = int(trace.documents[token]), int(trace.positions[token])
+    return SlicePoint(document, position, text, tuple(experts))
 
 
 def _asked(

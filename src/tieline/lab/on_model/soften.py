@@ -27,6 +27,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from tieline.analysis.sources import ModelSource
 from tieline.analysis.swap import Block, BlockSampler, block_of, recorded_choice, swapped_choice
 from tieline.core.errors import UnsupportedModelError, require
 from tieline.core.statistics import (
@@ -47,19 +48,22 @@ from tieline.lab.on_model.soften_walls import (
     slope_parts,
 )
 from tieline.lab.on_model.soften_words import soften_words
+from tieline.lab.on_model.subject import Progress, Subject, SubjectOptions
 from tieline.measure.boundary import gap_density, margin_tail
 from tieline.measure.measures import scored
 from tieline.models.capture import capture
+from tieline.models.demo import DEMO
 from tieline.models.families import family_of
 from tieline.models.router_call import experts_of, override_choice
 from tieline.models.running import batches, forward, only_running
 from tieline.models.smooth_router import plan_layers
-from tieline.run.corpus import TokenisedText, default_length, token_texts, tokenise
+from tieline.run.corpus import token_texts
 from tieline.trace.record import LayerTrace, RoutingTrace
 
-Progress = Callable[[str, int, int], None]
+ORDINARY = 16384
+"""Tokens of the forward pass that costs are counted in: what `tieline inspect` runs."""
 FREE = 10.0
-"""Ordinary passes that are run without asking."""
+"""Such passes that are run unless more are allowed."""
 DECIDING = 5
 """Tokens that are named per layer."""
 NOTHING = Estimate(None, None, "not predicted")
@@ -88,11 +92,11 @@ class SoftenSettings:
     seed: int = 0
 
 
-def sample_of(tokens: int, seed: int = 0) -> SoftenSettings:
+def sample_of(tokens: int) -> SoftenSettings:
     """Sizes for a sample of this many tokens, with as large a part of them computed again."""
     usual = SoftenSettings()
     exact = max(usual.exact, tokens * usual.exact // usual.tokens)
-    return replace(usual, tokens=tokens, exact=exact, seed=seed)
+    return replace(usual, tokens=tokens, exact=exact)
 
 
 class _Sample(NamedTuple):
@@ -104,10 +108,8 @@ class _Sample(NamedTuple):
     counts: Float[Tensor, " sequences"]
 
 
-def soften_cost(
-    model: nn.Module, names: Sequence[str], tokens: int, settings: SoftenSettings
-) -> float:
-    """Forward passes over `tokens` tokens that softening costs, with dense experts where k = 1."""
+def soften_cost(model: nn.Module, names: Sequence[str], settings: SoftenSettings) -> float:
+    """Forward passes over 16,384 tokens that softening costs, with dense experts where k = 1."""
     plans = {plan.name: plan for plan in plan_layers(model, None)[0] if plan.name in names}
     sizes = {name: _size(experts_of(model, name)) for name in plans}
     used = {n: sizes[n] * plan.k / plan.n_experts for n, plan in plans.items()}
@@ -115,75 +117,67 @@ def soften_cost(
     extra = [(sizes[n] - used[n]) / active if plan.k == 1 else 0.0 for n, plan in plans.items()]
     passes = 4 + settings.levels * (len(plans) + 1 + 2 * sum(extra))  # clean, gradient, levels
     again = len(plans) * settings.exact * settings.length
-    return (passes * min(settings.tokens, tokens) + again) / tokens
+    return (passes * settings.tokens + again) / ORDINARY
 
 
 def _size(module: nn.Module | None) -> float:
     return 0.0 if module is None else float(sum(p.numel() for p in module.parameters()))
 
 
-class SoftenPlan(NamedTuple):
-    """A softening whose cost is known and agreed to."""
-
-    text: TokenisedText
-    settings: SoftenSettings
-    cost: float
-
-
-def plan_soften(
-    model: nn.Module,
-    tokenizer: Any,
-    names: Sequence[str],
-    words: str,
-    tokens: int,
-    settings: SoftenSettings,
-    yes: bool = False,
-) -> SoftenPlan:
-    """Cut the sample, estimate the cost, and refuse it above ten ordinary passes without a yes.
-
-    Args:
-        model: the model.
-        tokenizer: its tokenizer.
-        names: the routers looked at.
-        words: the text.
-        tokens: tokens of the ordinary pass.
-        settings: sizes; the sample is at most as long as the ordinary pass.
-        yes: whether a higher cost is agreed to.
-    """
-    length = min(settings.length, default_length(model))
-    settings = replace(settings, tokens=min(settings.tokens, tokens), length=length)
-    cost = soften_cost(model, names, tokens, settings)
-    require(
-        yes or cost <= FREE,
-        f"softening costs about {cost:.0f} times the ordinary pass over {tokens:,} tokens: agree "
-        "with yes=True (--yes), or look at fewer layers",
-    )
-    return SoftenPlan(tokenise(tokenizer, words, settings.tokens, length), settings, cost)
-
-
 def soften(
-    model: nn.Module,
-    names: Sequence[str],
-    text: TokenisedText,
+    source: ModelSource = DEMO,
+    options: SubjectOptions | None = None,
     settings: SoftenSettings | None = None,
     *,
+    max_cost: float = FREE,
+    progress: Progress | None = None,
+) -> Softening:
+    """Measure the loss of a model against the width of a soft choice, and predict its slope.
+
+    Args:
+        source: a causal language model, not smoothed: a hub id, a folder, "demo" for the model in
+            the box, or `(model, tokenizer)`.
+        options: how it is loaded and what it is run on; the sample has `settings.tokens` tokens.
+        settings: sizes; its seed is replaced by that of `options`.
+        max_cost: most cost, in ordinary forward passes over 16,384 tokens; more is refused before
+            any run.
+        progress: called with stage, done and total.
+    """
+    options, settings = options or SubjectOptions(), settings or SoftenSettings()
+    options = replace(options, tokens=settings.tokens)
+    subject = options.open(source, "soften takes", longest=settings.length)
+    length = len(subject.text.sequences[0])
+    settings = replace(settings, tokens=subject.text.tokens, length=length, seed=options.seed)
+    cost = soften_cost(subject.model, subject.routers, settings)
+    require(
+        cost <= max_cost,
+        f"softening costs about {cost:.0f} times a forward pass over {ORDINARY:,} tokens, more "
+        f"than max_cost = {max_cost:g}: raise it, or look at fewer layers",
+    )
+    if progress is not None:
+        progress(f"soften, about {cost:.0f} passes", 0, 1)
+    return soften_sample(subject, settings, options.batch_size, cost, progress)
+
+
+def soften_sample(
+    subject: Subject,
+    settings: SoftenSettings,
     batch_size: int = 8,
     cost: float = 0.0,
     progress: Progress | None = None,
 ) -> Softening:
-    """Measure the loss against the width of the soft choice, and predict its slope.
+    """Soften the routers of a model that is open; those that cannot be are left out.
 
     Args:
-        model: a causal language model of transformers, not smoothed.
-        names: routers to soften; those that cannot be are left out.
-        text: the sample.
+        subject: the model and the sample.
         settings: sizes.
         batch_size: sequences per forward pass.
         cost: of all this, as `soften_cost` gave it.
         progress: called with stage, done and total.
     """
-    work = _Work(model, text, settings or SoftenSettings(), batch_size, progress)
-    return work.run([n for n in names if n in {p.name for p in plan_layers(model, None)[0]}], cost)
+    work = _Work(subject, settings, batch_size, progress)
+    softenable = {plan.name for plan in plan_layers(subject.model, None)[0]}
+    return work.run([name for name in subject.routers if name in softenable], cost)
 
 
 class _Work:
@@ -191,16 +185,16 @@ class _Work:
 
     def __init__(
         self,
-        model: nn.Module,
-        text: TokenisedText,
+        subject: Subject,
         settings: SoftenSettings,
         batch_size: int,
         progress: Progress | None,
     ) -> None:
-        self._model, self._settings, self._batch_size = model, settings, batch_size
-        self._sequences = tuple(s for s in text.sequences if len(s) > 1)
+        self._subject, self._model = subject, subject.model
+        self._settings, self._batch_size = settings, batch_size
+        self._sequences = tuple(s for s in subject.text.sequences if len(s) > 1)
         require(len(self._sequences) > 1, "softening needs two sequences of two tokens or more")
-        self._pieces, self._tell = token_texts(text), progress
+        self._pieces, self._progress = token_texts(subject.text), progress
         self._done = self._total = 0
 
     def run(self, names: Sequence[str], cost: float) -> Softening:
@@ -218,7 +212,8 @@ class _Work:
         widths = {record.name: record.levels[0].width for record in done}
         both = _Forecast.of_all(forecasts, list(widths.values()))
         together = self._levels(sample, widths, 1.0, both)
-        found = Softening(
+        softening = Softening(
+            model=self._subject.name,
             layers=tuple(done),
             together=together,
             predicted=_mean(both.slope, sample),
@@ -226,9 +221,10 @@ class _Work:
             tokens=sample.trace.n_tokens,
             sequences=len(sample.sequences),
             cost=cost,
-            words=(),
+            conclusions=(),
+            provenance=self._subject.provenance,
         )
-        return replace(found, words=(*soften_words(found), *self._rounded()))
+        return replace(softening, conclusions=(*soften_words(softening), *self._rounded()))
 
     def _rounded(self) -> list[str]:
         """A warning if rounding hides what a soft choice does."""
@@ -239,8 +235,8 @@ class _Work:
 
     def _step(self, steps: int = 1) -> None:
         self._done += steps
-        if self._tell is not None:
-            self._tell("soften", min(self._done, self._total), self._total)
+        if self._progress is not None:
+            self._progress("soften", min(self._done, self._total), self._total)
 
     def _clean(self, names: Sequence[str]) -> tuple[_Sample, BlockSampler]:
         tokens = sum(map(len, self._sequences))

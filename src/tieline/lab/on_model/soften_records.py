@@ -1,7 +1,9 @@
 """What softening the choice of a model does to its loss, as frozen records."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
+from tieline.core.records import Result
 from tieline.core.statistics import Estimate
 from tieline.measure.boundary import MarginTail
 
@@ -99,21 +101,26 @@ class SoftLayer:
     status: str = "ok"
 
 
-@dataclass(frozen=True)
-class Softening:
+@dataclass(frozen=True, repr=False)
+class Softening(Result):
     """Loss against the width of the soft choice, layer by layer and for all layers at once.
 
     Attributes:
+        model: name of the model.
         layers: one record per router.
         together: all routers at once, widths in units of their first ones.
         predicted: sum of the predicted slopes times those first widths.
         loss: of the hard model, in nats per token.
         tokens: tokens of the sample.
         sequences: its sequences.
-        cost: forward passes over the text of the inspection that all of this cost, estimated.
-        words: what it comes to, in sentences.
+        cost: what all of this cost, in forward passes over 16,384 tokens, estimated.
+        conclusions: what it comes to, in sentences.
+        provenance: text, tokens, batch size and seed.
     """
 
+    format: ClassVar[str] = "tieline-softening"
+
+    model: str
     layers: tuple[SoftLayer, ...]
     together: tuple[SoftLevel, ...]
     predicted: Estimate
@@ -121,4 +128,12 @@ class Softening:
     tokens: int
     sequences: int
     cost: float
-    words: tuple[str, ...]
+    conclusions: tuple[str, ...]
+    provenance: dict[str, object]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Named numbers of all layers together: "loss", "predicted", and "change@F" at F widths."""
+        named = {"loss": self.loss, "predicted": self.predicted}
+        named |= {f"change@{level.width:g}": level.change for level in self.together}
+        return {name: x.value for name, x in named.items() if x.value is not None}

@@ -2,18 +2,26 @@
 
 slice_figure    by matplotlib, for papers
 slice_page      one page without script; the experts of a cell show under the pointer
+slice_words     what the slice of a model shows, and how it was checked, in sentences
 cell_colours    one colour per cell, different from those of its neighbours
+
+`page`, `figures`, `terminal`, `summary` and `notebook` are those of a model's `RouterSlice`.
 """
 
 import colorsys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
+from rich.console import RenderableType
+from rich.text import Text
+
+from tieline.lab.on_model.slice import RouterSlice
 from tieline.lab.tropical.pictures import Slice, SliceCell
 from tieline.report.drawing import INK, MUTED, WARN, canvas
-from tieline.report.frame import render
-from tieline.report.tables import Grid
-from tieline.report.words.numbers import percent
+from tieline.report.frame import notebook_html, render
+from tieline.report.tables import Grid, text_table, view, visible
+from tieline.report.words.numbers import percent, significant
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -52,13 +60,116 @@ def slice_figure(cut: Slice, names: Sequence[str] = ()) -> "Figure":
     return canvas(draw, width=4.2, height=4.6)
 
 
-def slice_page(cut: Slice, title: str = "Slice of a router") -> str:
+def page(result: RouterSlice) -> str:
+    """The page: the plane with its cells, how it was checked, the largest cells."""
+    sentences = slice_words(result)
+    return slice_page(result.cut, result.model, _facts(result), sentences[1], sentences)
+
+
+def terminal(result: RouterSlice, width: int) -> RenderableType:
+    """The three tokens, and what the slice shows."""
+    head = ("token", "document", "position", "experts")
+    rows = [
+        (visible(p.text) or "◦", str(p.document), str(p.position), ", ".join(map(str, p.experts)))
+        for p in result.points
+    ]
+    sentences = slice_words(result)
+    table = text_table(head, rows)
+    return view(result.model, _facts(result), sentences[1], table, *map(Text, sentences[2:]))
+
+
+def summary(result: RouterSlice) -> str:
+    """Name and sentences in plain lines."""
+    return "\n".join([f"Slice of {result.model}", *slice_words(result)])
+
+
+def notebook(result: RouterSlice) -> str:
+    """Sentences, the largest cells and the figure as a piece of HTML."""
+    verdict = " ".join(slice_words(result)[1:])
+    return notebook_html(
+        result.model, _facts(result), verdict, _largest_cells(result.cut), figures(result)
+    )
+
+
+def figures(result: RouterSlice) -> "dict[str, Callable[[], Figure]]":
+    """Figures by name: the slice with its three tokens named."""
+    return {"slice": partial(_named_figure, result)}
+
+
+def _facts(result: RouterSlice) -> str:
+    return f"layer {result.layer} · {result.cut.k} of {result.cut.n_experts} experts"
+
+
+def _named_figure(drawn: RouterSlice) -> "Figure":
+    """The slice with its three tokens named."""
+    return slice_figure(drawn.cut, [_quoted(point.text) for point in drawn.points])
+
+
+def _quoted(text: str) -> str:
+    """The text of a token for a picture, whose font has Latin letters and reads $ as a formula."""
+    shown = "".join(sign if sign.isprintable() and ord(sign) < 0x250 else "·" for sign in text)
+    return f"“{shown or '·'}”".replace("$", "\\$")
+
+
+def slice_words(drawn: RouterSlice) -> list[str]:
+    """What the slice shows, and how it was checked, in sentences."""
+    tokens = ", ".join(
+        f"“{visible(point.text) or '◦'}” ({point.document}:{point.position}, experts "
+        f"{', '.join(map(str, point.experts))})"
+        for point in drawn.points
+    )
+    cut = drawn.cut
+    band = (
+        f"the band of gap below {significant(cut.epsilon)} ({drawn.noise}) covers "
+        f"{percent(cut.band_share)} of it"
+        if cut.epsilon > 0
+        else "the noise of this layer is not known, so no band is drawn"
+    )
+    sure = drawn.checked - drawn.undecided
+    return [
+        f"Slice of layer {drawn.layer} through the tokens {tokens} (document:position).",
+        f"It holds {len(cut.cells)} coalitions; {band}.",
+        f"Asked at {drawn.checked:,} random points of the plane, the router chose the coalition of "
+        f"the picture at {drawn.agreed:,} of the {sure:,} that are not ties.",
+    ]
+
+
+def slice_page(
+    cut: Slice,
+    title: str = "Slice of a router",
+    facts: str = "",
+    verdict: str = "",
+    sentences: Sequence[str] = (),
+) -> str:
     """One HTML page without script.
 
     Args:
         cut: the slice.
         title: heading of the page.
+        facts: one line below it; by default the numbers of experts and coalitions.
+        verdict: the main result in a sentence; may be empty.
+        sentences: below the drawing.
     """
+    return render(
+        "slice.html",
+        style="sections.css",
+        kind="slice",
+        title=title,
+        facts=facts or f"{cut.k} of {cut.n_experts} experts · {_counts(cut)}",
+        verdict=verdict,
+        side=SIDE,
+        cells=list(_svg_cells(cut)),
+        lines=list(_svg_lines(cut)),
+        marks=[_place(mark, cut) for mark in cut.marks],
+        legend=_legend(cut),
+        sentences=sentences,
+        heading=f"Largest cells ({min(MOST_LISTED, len(cut.cells))} of {len(cut.cells)})",
+        table=_largest_cells(cut),
+    )
+
+
+def _largest_cells(cut: Slice) -> Grid:
+    """One row per cell, the largest first."""
     largest = sorted(cut.cells, key=lambda cell: -_area(cell.corners))[:MOST_LISTED]
     rows = [
         (
@@ -68,21 +179,7 @@ def slice_page(cut: Slice, title: str = "Slice of a router") -> str:
         )
         for cell in largest
     ]
-    return render(
-        "slice.html",
-        style="sections.css",
-        kind="slice",
-        title=title,
-        facts=f"{cut.k} of {cut.n_experts} experts · {_counts(cut)}",
-        verdict="",
-        side=SIDE,
-        cells=list(_svg_cells(cut)),
-        lines=list(_svg_lines(cut)),
-        marks=[_place(mark, cut) for mark in cut.marks],
-        legend=_legend(cut),
-        heading=f"Largest cells ({len(rows)} of {len(cut.cells)})",
-        table=Grid(("experts", "share of the window", "pieces"), tuple(rows)),
-    )
+    return Grid(("experts", "share of the window", "pieces"), tuple(rows))
 
 
 def cell_colours(cut: Slice) -> list[str]:

@@ -1,13 +1,22 @@
-"""The softening of an inspection: chart, tables and sentences."""
+"""What a soft choice does to the loss: page, terminal view, summary, notebook view, figure."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from tieline.analysis.inspection import Inspection
+from rich.console import RenderableType
+from rich.text import Text
+
 from tieline.lab.on_model.soften_records import Softening, SoftLayer, SoftLevel
 from tieline.report.charts import MOST_NAMED, Panel, axis, depth_bar, figure, layer_colour
-from tieline.report.tables import Grid, short_names, visible
+from tieline.report.drawing import INK, layer_colours, name_layers, small_canvas
+from tieline.report.frame import notebook_html, render
+from tieline.report.tables import Grid, flat, short_names, text_table, view, visible
 from tieline.report.words.numbers import DASH, finite, significant, with_error
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 SOFTEN = Panel(
     "soften",
@@ -20,7 +29,6 @@ SOFTEN = Panel(
 )
 FINE = 8
 """Points of a line per doubling: on a logarithmic axis it is bent."""
-NOT_ASKED = "not measured: the option --soften asks for it"
 HEAD = (
     "layer",
     "form",
@@ -39,10 +47,74 @@ HEAD = (
 TOKENS = ("layer", "token", "where", "out", "in", "gap", "effect (nats)")
 
 
-def soften_panel(result: Inspection) -> Panel:
-    """The chart, or the reason why there is none."""
-    softening = result.softening
-    return SOFTEN.missing([NOT_ASKED]) if softening is None else SOFTEN.drawn(_chart(softening))
+def page(result: Softening) -> str:
+    """The page: the chart, slopes layer by layer, the tokens that decide."""
+    return render(
+        "soften.html",
+        [SOFTEN.drawn(_chart(result))],
+        kind="softening report",
+        title=result.model,
+        facts=_facts(result),
+        verdict=result.conclusions[0],
+        sentences=result.conclusions[1:],
+        table=soften_table(result),
+        deciding=deciding_table(result),
+        provenance=flat(result.provenance),
+    )
+
+
+def terminal(result: Softening, width: int) -> RenderableType:
+    """Slopes layer by layer, and what they come to."""
+    rows = soften_table(result)
+    head, *shown = [(row[0], row[2], row[4], row[5]) for row in (rows.head, *rows.rows)]
+    table = text_table(head, shown)
+    return view(
+        result.model,
+        _facts(result),
+        result.conclusions[0],
+        table,
+        *map(Text, result.conclusions[1:]),
+    )
+
+
+def summary(result: Softening) -> str:
+    """Name and sentences in plain lines."""
+    return "\n".join([f"Softening of {result.model}", _facts(result), *result.conclusions])
+
+
+def notebook(result: Softening) -> str:
+    """Verdict, table and figure as a piece of HTML."""
+    facts, verdict = _facts(result), " ".join(result.conclusions)
+    return notebook_html(result.model, facts, verdict, soften_table(result), figures(result))
+
+
+def figures(result: Softening) -> "dict[str, Callable[[], Figure]]":
+    """Figures by name: change of the loss against the width of the soft choice."""
+    return {"soften": lambda: small_canvas(partial(_draw, result))}
+
+
+def _facts(result: Softening) -> str:
+    sample = f"{result.tokens:,} tokens in {result.sequences} sequences"
+    return f"{len(result.layers)} routed layers · {sample} · loss {significant(result.loss.value)}"
+
+
+def _draw(result: Softening, axes: "Axes") -> None:
+    labels = short_names([layer.name for layer in result.layers])
+    colours = layer_colours(len(labels))
+    rows = [
+        (label, layer.levels, colour)
+        for label, layer, colour in zip(labels, result.layers, colours, strict=True)
+    ]
+    for label, levels, colour in [*rows, ("all", result.together, INK)]:
+        x = [2.0**step for step in range(len(levels))]
+        y = [level.change.value or 0.0 for level in levels]
+        errors = [2 * (finite(level.change.standard_error) or 0.0) for level in levels]
+        style = {"fmt": "o-", "color": colour, "markersize": 3, "capsize": 2}
+        axes.errorbar(x, y, yerr=errors, label=f"layer {label}", **style)
+    axes.axhline(0, color=INK, linewidth=0.6)
+    axes.set(xscale="log", xlabel="width of the soft choice / its first width")
+    axes.set_ylabel("change of the loss (nats per token)")
+    name_layers(axes, labels)
 
 
 def _chart(softening: Softening) -> dict[str, Any]:

@@ -26,7 +26,7 @@ WHEN = (
     "nothing.",
     "Smoothing wins where two independent runs must agree and a model near the original is as good "
     "as the original: the KL of two runs is lower, and the model is moved by the KL named beside "
-    "it. `tieline smooth --frontier` measures both for more widths.",
+    "it. `tieline frontier` measures both for more widths.",
 )
 
 

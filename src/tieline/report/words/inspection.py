@@ -4,7 +4,6 @@ verdict              the judgement
 findings             the observations, one sentence each
 layer_labels         "layer 3" for "model.layers.3.mlp.gate"
 calibration_sentence tokens that calibrating a quantised model needs
-noise_sentence       roundings until tokens change their experts
 """
 
 import math
@@ -24,7 +23,6 @@ from tieline.report.words.numbers import (
     joined,
     listed,
     percent,
-    significant,
     tokens_needed,
     with_interval,
 )
@@ -304,17 +302,4 @@ def calibration_sentence(result: Inspection, short: Mapping[str, str]) -> str:
     return (
         f"Calibration needs about {tokens_needed(most.needed)} tokens of such text until every "
         f"expert has {most.least:,} (95 % interval {tokens_needed(most.low)} to {high}; {where})."
-    )
-
-
-def noise_sentence(result: Inspection, short: Mapping[str, str]) -> str:
-    """Write how soon the first layer flips under a random walk; empty without walks."""
-    walks = [(x.name, x.walk.value) for x in result.noise.layers if x.walk.value is not None]
-    if not walks:
-        return ""
-    name, first = min(walks, key=lambda pair: pair[1].median)
-    return (
-        f"Under a random walk with the noise of {result.noise.layers[0].precision}, half of the "
-        f"tokens of layer {short[name]}, the first to flip, change an expert within "
-        f"{significant(first.median, 2)} roundings."
     )

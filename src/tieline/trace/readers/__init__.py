@@ -7,6 +7,7 @@
     import_table             CSV and JSONL of (layer, token, experts[, scores])
     imatrix_load             the load of experts in an importance matrix of llama.cpp
     recognise                the name of a file's format
+    register_reader          add a format
 
 `docs/trace-format.md` describes the formats. Files are not trusted: every problem is a `TraceError`
 that says where.
@@ -23,6 +24,7 @@ from tieline.trace.readers.formats import (
     read_routes,
     read_tokens,
     recognise,
+    register_reader,
     routes_of_trace,
     token_documents,
 )
@@ -44,6 +46,7 @@ __all__ = [
     "read_routes",
     "read_tokens",
     "recognise",
+    "register_reader",
     "routed_experts_trace",
     "routes_of_trace",
     "token_documents",

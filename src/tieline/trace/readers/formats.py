@@ -17,7 +17,7 @@ Pickles are refused by name: reading one runs code that is in the file.
 
 import json
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from tieline.core.errors import TraceError, require
+from tieline.core.plugins import import_added
 from tieline.trace.folders import parsing
 from tieline.trace.readers.arrays import array_routes, read_array_file
 from tieline.trace.readers.completions import completion_routes, field
@@ -59,6 +60,21 @@ _NPY_IN_BASE64 = "k05VTVBZ"
 _LOOK = 1 << 20
 
 
+READERS: "dict[str, Callable[[Path, ReadOptions], Routes]]" = {}
+"""Readers that were added to those of `FORMATS`, by the name of their format."""
+
+
+def register_reader(name: str, read: "Callable[[Path, ReadOptions], Routes]") -> None:
+    """Add a format of files: one that is named is read by `read`; a name that is taken is refused.
+
+    Args:
+        name: what `--format` and `import_trace(format=...)` call it.
+        read: gives the routes in a file; raises `TraceError` for a malformed one.
+    """
+    require(name not in (*FORMATS, *READERS), f"there is a format {name!r} already")
+    READERS[name] = read
+
+
 @dataclass(frozen=True)
 class ReadOptions:
     """What a file of routes may not say itself.
@@ -80,9 +96,12 @@ class ReadOptions:
     tokens: tuple[np.ndarray, ...] | None = None
 
     def __post_init__(self) -> None:
-        valid = self.format is None or self.format in FORMATS
-        message = f"no format is called {self.format!r:.40}; there are {', '.join(FORMATS)}"
-        require(valid, message, TraceError)
+        if self.format is None or self.format in FORMATS:
+            return
+        import_added("readers")
+        formats = (*FORMATS, *READERS)
+        message = f"no format is called {self.format!r:.40}; there are {', '.join(formats)}"
+        require(self.format in formats, message, TraceError)
 
 
 def recognise(path: str | Path) -> str:
@@ -214,6 +233,8 @@ def _from_file(path: Path, options: ReadOptions) -> Routes:
         require(path.is_file(), f"{path}: no such file", TraceError)
         with path.open("rb") as stream:
             _refuse_pickle(path, stream.read(16))
+    if name in READERS:
+        return READERS[name](path, options)
     if name in ARRAY_FORMATS and _is_text(path):
         return rollout_routes(read_values(path), str(path))
     if name in ARRAY_FORMATS:

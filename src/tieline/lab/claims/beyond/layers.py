@@ -3,12 +3,12 @@
 import math
 from statistics import fmean
 
-from tieline.analysis.repair import LawPoint, LayerLaw
+from tieline.analysis.smooth_width import NOISE, Calibration
 from tieline.lab.claims.checks import at_least, at_most, near
 from tieline.lab.claims.claim import Check, ClaimRun, Evidence
 from tieline.lab.claims.registry import claim
 from tieline.lab.limits.continuity import projected_cost
-from tieline.lab.on_model.frontier import NOISE, Calibration
+from tieline.lab.on_model.frontier_records import LawPoint, LayerLaw
 from tieline.lab.on_model.layer_law import layer_laws
 from tieline.models.demo import demo_text, load_demo_model, load_demo_tokenizer
 from tieline.models.running import batches, only_running

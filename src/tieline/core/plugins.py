@@ -1,0 +1,193 @@
+"""Plug-ins: what a package adds to Tieline, declared as data and imported when it is used.
+
+A plug-in is a module with a record `PLUGIN`, named by an entry point of the group
+"tieline.plugins" in the metadata of an installed package:
+
+    [project.entry-points."tieline.plugins"]
+    lab = "tieline.lab.plugin"
+
+The tables of the instrument are the first plug-in, the laboratory is the second. A plug-in that
+does not import is left out with one line on stderr; everything else keeps working.
+
+    plugins          every plug-in by name, the instrument first
+    command_groups   commands by heading of the help and by name
+    result_formats   record and drawing module of every result, by its format
+    restorer_module  the module that restores a change of a model
+    import_added     import the families, readers or engines that plug-ins add
+"""
+
+import functools
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.metadata import entry_points
+from types import ModuleType
+from typing import Literal, NamedTuple
+
+__all__ = [
+    "GROUP",
+    "INSTRUMENT",
+    "Command",
+    "Plugin",
+    "ResultFormat",
+    "command_groups",
+    "commands_in",
+    "import_added",
+    "import_command",
+    "plugins",
+    "restorer_module",
+    "result_formats",
+]
+
+GROUP = "tieline.plugins"
+"""The group of entry points that plug-ins are found by."""
+
+Added = Literal["families", "readers", "engines"]
+
+
+class ResultFormat(NamedTuple):
+    """Where a result comes from and how it is shown.
+
+    Attributes:
+        record: "module:Class" of the record.
+        drawing: module with `page`, `figures`, `terminal`, `summary` and `notebook`.
+    """
+
+    record: str
+    drawing: str
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """What one package adds. Every value names modules, so that reading it imports none of them.
+
+    Attributes:
+        commands: modules by heading of the help and name of the command. Importing the module adds
+            the command to `tieline.cli.app.app`.
+        results: formats of the results in JSON files, by name.
+        restorers: modules by name of a change; importing the module calls
+            `tieline.models.changes.register_restorer`.
+        families: modules whose import calls `tieline.models.register_family`.
+        readers: modules whose import calls `tieline.trace.readers.register_reader`.
+        engines: modules whose import calls `tieline.engines.registry.register`.
+    """
+
+    commands: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    results: Mapping[str, ResultFormat] = field(default_factory=dict)
+    restorers: Mapping[str, str] = field(default_factory=dict)
+    families: tuple[str, ...] = ()
+    readers: tuple[str, ...] = ()
+    engines: tuple[str, ...] = ()
+
+
+class Command(NamedTuple):
+    """A command: its name, the module that adds it, and the plug-in that names the module."""
+
+    name: str
+    module: str
+    plugin: str
+
+
+def commands_in(package: str, *names: str) -> dict[str, str]:
+    """Modules of commands that are files of one package, named as the commands are."""
+    return {name: f"{package}.{name}" for name in names}
+
+
+INSTRUMENT = Plugin(
+    commands={
+        "Look": commands_in("tieline.cli", "inspect", "diff", "audit", "check"),
+        "Repair": commands_in("tieline.cli", "smooth"),
+        "Files": commands_in("tieline.cli", "capture", "convert", "merge"),
+    },
+    results={
+        "tieline-inspection": ResultFormat(
+            "tieline.analysis.inspection:Inspection", "tieline.report.inspection"
+        ),
+        "tieline-diff": ResultFormat(
+            "tieline.analysis.diff_records:RoutingDiff", "tieline.report.diff"
+        ),
+        "tieline-audit": ResultFormat(
+            "tieline.analysis.precision_records:PrecisionAudit", "tieline.report.audit"
+        ),
+        "tieline-smooth": ResultFormat("tieline.analysis.repair:Repair", "tieline.report.smooth"),
+        "tieline-merge": ResultFormat("tieline.analysis.merge:Merged", "tieline.report.made"),
+        "tieline-conversion": ResultFormat(
+            "tieline.analysis.convert:Converted", "tieline.report.made"
+        ),
+        "tieline-capture": ResultFormat(
+            "tieline.engines.capture:EngineCapture", "tieline.report.made"
+        ),
+        "tieline-engines": ResultFormat(
+            "tieline.engines.registry:EngineList", "tieline.report.listings"
+        ),
+        "tieline-check": ResultFormat("tieline.analysis.check:RouteCheck", "tieline.report.check"),
+    },
+    restorers={"smooth": "tieline.models.smooth"},
+)
+"""What Tieline itself has."""
+
+
+@functools.cache
+def plugins() -> dict[str, Plugin]:
+    """Every plug-in by the name of its entry point; the instrument comes first."""
+    loaded = {"tieline": INSTRUMENT}
+    for point in sorted(entry_points(group=GROUP)):
+        try:
+            plugin = import_module(point.value).PLUGIN
+        except Exception as problem:
+            _leave_out(f"plug-in {point.name!r} ({point.value})", problem)
+            continue
+        loaded[point.name] = plugin
+    return loaded
+
+
+def command_groups() -> dict[str, list[Command]]:
+    """Commands by heading of the help, in the order in which plug-ins name them."""
+    groups: dict[str, list[Command]] = {}
+    for owner, plugin in plugins().items():
+        for heading, commands in plugin.commands.items():
+            added = [Command(name, module, owner) for name, module in commands.items()]
+            groups.setdefault(heading, []).extend(added)
+    return groups
+
+
+def import_command(command: Command) -> None:
+    """Add a command to the application; one of a plug-in that does not import is left out."""
+    if command.plugin == "tieline":
+        import_module(command.module)
+    else:
+        _import(command.module, f"command {command.name!r} of plug-in {command.plugin!r}")
+
+
+def result_formats() -> dict[str, ResultFormat]:
+    """Record and drawing module of every result by the name of its format."""
+    return {name: entry for plugin in plugins().values() for name, entry in plugin.results.items()}
+
+
+def restorer_module(change: str) -> str | None:
+    """The module that registers how a change of a model is restored; None for an unknown one."""
+    modules = (plugin.restorers.get(change) for plugin in plugins().values())
+    return next((module for module in modules if module is not None), None)
+
+
+@functools.cache
+def import_added(kind: Added) -> None:
+    """Import the modules by which plug-ins add families, readers or engines, once."""
+    for owner, plugin in plugins().items():
+        for module in getattr(plugin, kind):
+            _import(module, f"{module} of plug-in {owner!r}")
+
+
+def _import(module: str, what: str) -> ModuleType | None:
+    try:
+        return import_module(module)
+    except Exception as problem:
+        _leave_out(what, problem)
+        return None
+
+
+def _leave_out(what: str, problem: Exception) -> None:
+    """Say on stderr that a part of a plug-in is left out, and why."""
+    reason = f"{type(problem).__name__}: {problem}".splitlines()[0]
+    sys.stderr.write(f"tieline: {what} does not import and is left out: {reason}\n")

@@ -1,0 +1,209 @@
+"""When the tokens of a model first change their experts under a random walk of their states.
+
+The model runs a piece of text clean and with every number rounded (`analysis.own_noise`), which
+gives, layer by layer,
+
+    Σ      E[Δx Δxᵀ], Δx the change of the router's input: not a multiple of the identity
+
+A hidden state that collects such changes as a random walk, dx = Σ^½ dB with one unit of time per
+rounding, first changes its experts at the exit time of its top-k cell (Paper 1, Thm. 5.1). Only
+W Σ Wᵀ matters to it, so walks are simulated in the space of the scores (`geometry.exit_time`).
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tieline.analysis.linear import linear_choice, linear_weights
+from tieline.analysis.own_noise import PRECISION, rounded_runs
+from tieline.analysis.sources import ModelSource
+from tieline.core.numerics import one_thread
+from tieline.core.ranking import stable_topk
+from tieline.core.records import Result
+from tieline.core.statistics import Estimate, mean_estimate
+from tieline.lab.geometry.diffusion import exit_curve, top_k_cell
+from tieline.lab.geometry.exit_time import exit_bounds, face_quantile
+from tieline.lab.on_model.subject import Progress, SubjectOptions
+from tieline.measure.flips import logit_view
+from tieline.measure.measure_records import Measurement
+from tieline.models.demo import DEMO
+from tieline.trace.record import LayerTrace
+
+HORIZONS = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0)
+"""Times at which the walks are looked at, in roundings."""
+WALKERS, PATHS, STEPS = 48, 64, 8
+"""Tokens, paths of each and steps up to a horizon."""
+RANKS = 8
+"""Ranks beyond k that may enter a walker's choice; the walls of the others are farther away."""
+
+
+@dataclass(frozen=True)
+class FlipWalk:
+    """When the tokens of a layer first change their experts under a random walk of their state.
+
+    Attributes:
+        times: t, in roundings.
+        lower: mean over tokens of the lower bound of P(flip by t), from the nearest wall.
+        value: mean of P(flip by t), simulated, with its standard error over tokens.
+        upper: mean of the upper bound, the sum over all walls.
+        median: median over tokens of the time by which they have flipped with probability ½ or
+            more, from the nearest wall.
+        tokens: tokens that walked.
+        directions: effective number of directions of the noise, (tr C)² / tr C² with C = W Σ Wᵀ
+            without the common shift; at most E - 1.
+    """
+
+    times: tuple[float, ...]
+    lower: tuple[float, ...]
+    value: tuple[Estimate, ...]
+    upper: tuple[float, ...]
+    median: float
+    tokens: int
+    directions: float
+
+
+@dataclass(frozen=True)
+class LayerWalk:
+    """The walk of one layer.
+
+    Attributes:
+        name: name of the layer's router.
+        walk: times to the first flip, or the reason why they cannot be told.
+    """
+
+    name: str
+    walk: Measurement[FlipWalk]
+
+
+@dataclass(frozen=True, repr=False)
+class FlipWalks(Result):
+    """When the tokens of each layer first change their experts, as their noise collects.
+
+    Attributes:
+        model: name of the model.
+        precision: the format whose noise drives the walks.
+        layers: one record per layer, in order.
+        status: "ok", or why nothing was measured.
+        provenance: text, tokens, batch size and seed.
+    """
+
+    format: ClassVar[str] = "tieline-walks"
+
+    model: str
+    precision: str
+    layers: tuple[LayerWalk, ...]
+    status: str
+    provenance: dict[str, object]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Median roundings to the first flip by layer, "median:NAME"."""
+        known = ((layer.name, layer.walk.value) for layer in self.layers)
+        return {f"median:{name}": walk.median for name, walk in known if walk is not None}
+
+
+def walks(
+    source: ModelSource = DEMO,
+    options: SubjectOptions | None = None,
+    progress: Progress | None = None,
+) -> FlipWalks:
+    """Simulate how long the tokens of a model keep their experts under its own rounding.
+
+    Args:
+        source: a hub id, a folder, "demo" for the model in the box, or `(model, tokenizer)`.
+        options: how it is loaded and what it is run on; at most 2,048 tokens are.
+        progress: called with stage, done and total.
+    """
+    options = options or SubjectOptions()
+    subject = options.open(source, "walks takes")
+    runs = rounded_runs(subject.model, subject.routers, subject.text, options.batch_size)
+    layers: list[LayerWalk] = []
+    if runs.clean is not None and runs.rounded is not None:
+        weights = linear_weights(subject.model, runs.clean)
+        with one_thread():  # many small operations
+            for clean, rounded in zip(runs.clean.layers, runs.rounded.layers, strict=True):
+                walk = layer_walk(clean, rounded, weights, options.seed)
+                layers.append(LayerWalk(clean.name, walk))
+                if progress is not None:
+                    progress("walks", len(layers), len(runs.clean.layers))
+    provenance = subject.provenance
+    return FlipWalks(subject.name, PRECISION, tuple(layers), runs.status, provenance)
+
+
+def layer_walk(
+    clean: LayerTrace, rounded: LayerTrace, weights: dict[str, Tensor], seed: int
+) -> Measurement[FlipWalk]:
+    """The walk of one layer, or why it cannot be told.
+
+    Args:
+        clean: the layer in the clean run, with scores and inputs.
+        rounded: the same in the rounded run.
+        weights: matrices of linear routers by name (`linear_weights`).
+        seed: of the paths.
+    """
+    status = linear_choice(clean, weights)
+    if status != "ok":
+        return Measurement(None, status)
+    pull = noise_pull(clean, rounded, weights[clean.name])
+    untied = (clean.inner_gap > 0).nonzero().squeeze(1)
+    if not len(untied) or float(pull.abs().max()) == 0:
+        return Measurement(None, "not answerable: rounding does not move the router's inputs")
+    view = logit_view(clean)  # a monotone score without a bias ranks as its logits do
+    scores = torch.zeros_like(view.scores).scatter_(1, clean.experts.long(), view.scores)
+    walkers = untied[:: max(1, len(untied) // WALKERS)][:WALKERS]
+    return Measurement(flip_walk(scores[walkers], clean.facts.k, pull, seed))
+
+
+def noise_pull(
+    clean: LayerTrace, rounded: LayerTrace, weight: Float[Tensor, "experts dim"]
+) -> Float[Tensor, "experts directions"]:
+    """L with L Lᵀ = W Σ Wᵀ without the common shift, Σ = E[Δx Δxᵀ] over the tokens."""
+    assert clean.inputs is not None
+    assert rounded.inputs is not None
+    moved = (rounded.inputs.double() - clean.inputs.double()) @ weight.double().T
+    moved = moved - moved.mean(dim=1, keepdim=True)
+    values, vectors = torch.linalg.eigh(moved.T @ moved / len(moved))
+    return vectors * values.clamp(min=0).sqrt()
+
+
+def flip_walk(
+    scores: Float[Tensor, "tokens experts"],
+    k: int,
+    pull: Float[Tensor, "experts directions"],
+    seed: int = 0,
+) -> FlipWalk:
+    """The distribution of the first flip over tokens with these scores (`geometry.exit_time`).
+
+    Args:
+        scores: scores that are affine in the state, none of them a tie.
+        k: experts chosen.
+        pull: change of the scores per unit of each independent noise and √t.
+        seed: of the paths.
+    """
+    ranked = stable_topk(scores, min(scores.shape[1], k + RANKS))
+    walkers = [_walker(z, k, pull[ids], seed) for z, ids in zip(*ranked, strict=True)]
+    lower, value, upper, nearest = (torch.stack(x) for x in zip(*walkers, strict=True))
+    spread = pull @ pull.T
+    return FlipWalk(
+        times=HORIZONS,
+        lower=tuple(lower.mean(dim=0).tolist()),
+        value=tuple(mean_estimate(column) for column in value.T),
+        upper=tuple(upper.mean(dim=0).tolist()),
+        median=face_quantile(nearest, 0.5).median().item(),
+        tokens=len(scores),
+        directions=(spread.trace() ** 2 / spread.square().sum()).item(),
+    )
+
+
+def _walker(
+    scores: Float[Tensor, " ranks"], k: int, pull: Float[Tensor, "ranks directions"], seed: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Bounds and simulated P(flip by t) of one token at every horizon, and its nearest wall."""
+    cell = top_k_cell(scores, k, pull)  # one for all horizons, each of which has steps of its own
+    bounds = exit_bounds(cell.distances, torch.tensor(HORIZONS, dtype=torch.float64))
+    curves = [exit_curve(cell, t, STEPS, PATHS, seed) for t in HORIZONS]
+    value = torch.stack([curve.value[-1] for curve in curves])
+    return bounds.lower, value, bounds.upper, cell.distances.min()

@@ -1,0 +1,76 @@
+"""What the laboratory adds to Tieline: its commands, results and changes of models.
+
+The entry point "lab" of the group "tieline.plugins" names this module (`tieline.core.plugins`).
+"""
+
+from tieline.core.plugins import Plugin, ResultFormat, commands_in
+
+COMMANDS = "tieline.lab.commands"
+
+PLUGIN = Plugin(
+    commands={
+        "Lab": commands_in(
+            COMMANDS,
+            "soften",
+            "slice",
+            "walks",
+            "attention",
+            "frontier",
+            "train",
+            "design",
+            "rates",
+            "reproduce",
+            "reroute",
+            "upcycle",
+        ),
+    },
+    results={
+        "tieline-softening": ResultFormat(
+            "tieline.lab.on_model.soften_records:Softening", "tieline.lab.report.soften"
+        ),
+        "tieline-slice": ResultFormat(
+            "tieline.lab.on_model.slice:RouterSlice", "tieline.lab.report.slices"
+        ),
+        "tieline-walks": ResultFormat(
+            "tieline.lab.on_model.walks:FlipWalks", "tieline.lab.report.walks"
+        ),
+        "tieline-attention": ResultFormat(
+            "tieline.lab.attention.view:AttentionView", "tieline.lab.report.attention"
+        ),
+        "tieline-frontier": ResultFormat(
+            "tieline.lab.on_model.frontier_records:Frontier", "tieline.lab.report.frontier"
+        ),
+        "tieline-reroute": ResultFormat(
+            "tieline.lab.on_model.reroute:Rerouted", "tieline.lab.report.reroute"
+        ),
+        "tieline-upcycling": ResultFormat(
+            "tieline.lab.on_model.upcycle:Upcycled", "tieline.lab.report.upcycle"
+        ),
+        "tieline-design": ResultFormat(
+            "tieline.lab.tropical.advisor:Advice", "tieline.lab.report.design"
+        ),
+        "tieline-rates": ResultFormat(
+            "tieline.lab.estimation.rates:RateStudy", "tieline.lab.report.rates"
+        ),
+        "tieline-ledger": ResultFormat(
+            "tieline.lab.claims.ledger:Ledger", "tieline.lab.report.ledger"
+        ),
+        "tieline-claims": ResultFormat(
+            "tieline.lab.claims.ledger:Catalogue", "tieline.lab.report.listings"
+        ),
+        "tieline-training": ResultFormat(
+            "tieline.lab.training.engine:TrainingResult", "tieline.lab.report.training"
+        ),
+        "tieline-training-plan": ResultFormat(
+            "tieline.lab.training.engine:TrainingPlan", "tieline.lab.report.listings"
+        ),
+        "tieline-recipes": ResultFormat(
+            "tieline.lab.training.recipes:RecipeList", "tieline.lab.report.listings"
+        ),
+    },
+    restorers={
+        "attention": "tieline.lab.attention.in_models",
+        "reroute": "tieline.lab.on_model.rerouted_model",
+        "upcycle": "tieline.lab.on_model.upcycled_model",
+    },
+)

@@ -1,0 +1,15 @@
+"""`tieline attention`."""
+
+import json
+
+
+def test_heads_are_shown_and_written(tieline, tmp_path):
+    page, told = tmp_path / "a.html", tmp_path / "a.json"
+    code, shown, _ = tieline("attention", "--tokens", 128, "--html", page, "--json", told)
+    assert code == 0
+    assert "near tie" in shown
+    assert json.loads(told.read_text())["format"] == "tieline-attention"
+    assert "Heads as mixtures" in page.read_text()
+    code, shown, _ = tieline("inspect", told)
+    assert code == 0
+    assert "What to do" in shown

@@ -1,0 +1,36 @@
+"""`tieline frontier`."""
+
+import json
+
+import pytest
+
+FEW = ["--tokens", 512, "--calibration", 512, "--batch-size", 2]
+
+
+def test_widths_from_little_to_much_are_shown_and_written(tieline, tmp_path):
+    page, told, drawn = (tmp_path / name for name in ("a.html", "a.json", "a.png"))
+    code, shown, said = tieline("frontier", *FEW, "--json", told, "--html", page, "--figure", drawn)
+    assert code == 0, said
+    result = json.loads(told.read_text())
+    assert result["format"] == "tieline-frontier"
+    spreads = [point["spread"] for point in result["points"]]
+    assert spreads.count("noise") == 7
+    assert "budget" in spreads
+    assert len(result["layers"]) == 4
+    assert "over frontier" in shown
+    assert "How much repair, at which price" in page.read_text()
+    assert drawn.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--gate", "laplace"], "'projected' or 'ramp', got 'laplace'"),
+        (["--noise", "bf17"], "unknown format"),
+        (["--tokens", 10**7, "--calibration", 10**7], "too few"),
+    ],
+)
+def test_bad_wishes_are_refused_in_one_line(tieline, words, message):
+    code, shown, said = tieline("frontier", *FEW, *words)
+    assert (code, shown) == (2, "")
+    assert message in said
