@@ -24,7 +24,7 @@ LAYERS = {
     "demo": set(),
     "models": {"core", "measure", "routing", "demo", "trace"},
     "run": {"core", "trace", "routing", "measure", "models"},
-    "engines": {"core", "trace"},
+    "engines": {"core", "trace", "models", "run"},
 }
 MAY_IMPORT = LAYERS | {
     "analysis": {*LAYERS},

@@ -63,5 +63,5 @@ def test_a_streamed_capture_is_the_trace_of_the_model_in_memory(family, tmp_path
 
 
 def test_only_transformers_streams(tmp_path):
-    with pytest.raises(ParameterError, match="--stream is for transformers"):
+    with pytest.raises(ParameterError, match="stream is for transformers"):
         capture_engine(tmp_path, engine="vllm", stream=True)

@@ -45,7 +45,7 @@ from tieline.models.spread import UNROUNDED, check_parallel, check_rounding
 from tieline.models.streaming import ModelStream
 from tieline.run.corpus import Text, as_text, default_length, tokenise
 from tieline.run.processes import Ranks
-from tieline.trace.record import RoutingTrace, concatenate
+from tieline.trace.record import RoutingTrace, concatenate, token_sequences
 
 Progress = Callable[[str, int, int], None]
 Source = ModelSource | RoutingTrace
@@ -380,7 +380,7 @@ def _beside(
 ) -> RoutingDiff:
     """Compare a model, at this place, with a trace: the model runs on the tokens of the trace."""
     trace = sides[1 - place].trace(n_experts, k)
-    sequences, documents = sequences_of(trace)
+    sequences, documents = token_sequences(trace)
     side, _ = sides[place].model()
     own = trace_model(
         side,
@@ -540,34 +540,6 @@ def trace_model(
     if documents is None:
         return trace
     return replace(trace, documents=torch.tensor(documents)[trace.documents.long()])
-
-
-def sequences_of(trace: RoutingTrace) -> tuple[list[Int[Tensor, " _"]], list[int]]:
-    """Return the token ids of each document of a trace, and the documents' numbers.
-
-    Raises if ids are unknown or documents have holes: no model can be run on the rest.
-    """
-    require(
-        trace.n_tokens > 0 and bool((trace.tokens >= 0).all()),
-        "the trace does not know its token ids, so that no model can be run on them: save them "
-        "with it under `tokens`",
-        TraceError,
-    )
-    sequences, numbers = [], []
-    for number in trace.documents.unique().tolist():
-        places = (trace.documents == number).nonzero().squeeze(1)
-        places = places[trace.positions[places].argsort()]
-        positions = trace.positions[places].long()
-        gap = (positions != torch.arange(len(positions))).nonzero()
-        require(
-            len(gap) == 0,
-            f"document {number} of the trace has no token at position "
-            f"{int(gap[0]) if len(gap) else 0}: no model can be run on it",
-            TraceError,
-        )
-        sequences.append(trace.tokens[places].long())
-        numbers.append(int(number))
-    return sequences, numbers
 
 
 def run_in_passes(side: Side, ids: Tensor, size: int) -> tuple[RoutingTrace, Any]:

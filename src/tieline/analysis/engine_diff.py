@@ -22,23 +22,21 @@ from torch import Tensor
 
 from tieline.analysis.comparison import Compared, compare, summed_up
 from tieline.analysis.dequantised import LARGEST_ERROR, can_dequantise, dequantised_model
-from tieline.analysis.diff import (
-    NamedSide,
-    Running,
-    Side,
-    reference_run,
-    run_batch,
-    sequences_of,
-)
+from tieline.analysis.diff import NamedSide, Running, Side, reference_run, run_batch
 from tieline.analysis.diff_records import DequantisedSplit, Pattern, RoutingDiff, ShapeAnswer
-from tieline.analysis.engine_runs import engine_model, engine_tokens, vocabulary_sample
 from tieline.analysis.inspection import Observation
 from tieline.analysis.noise_size import ROUNDING, Expected, read_format, recorded_format
 from tieline.analysis.token_distances import TokenDistances, logits_of, token_distances
 from tieline.core.errors import require
 from tieline.core.numerics import one_thread
-from tieline.engines import RunOptions, engine_named, run_engine
+from tieline.engines import RunOptions, engine_named
 from tieline.engines.registry import find_python, split_side
+from tieline.engines.sources import (
+    EngineSource,
+    TokenDocuments,
+    engine_model,
+    vocabulary_sample,
+)
 from tieline.models.emulate import FORMATS, Parts
 from tieline.models.loading import LoadedModel, load_tokenizer
 from tieline.models.running import batches
@@ -79,9 +77,7 @@ class _SideRun:
 class _Job:
     """What both sides run, and how."""
 
-    sequences: list[Tensor]
-    documents: list[int]
-    vocabulary: dict[int, str] | None
+    documents: TokenDocuments
     predictions: bool
     run: Running
     settings: EngineSettings
@@ -113,7 +109,7 @@ def diff_engines(
     _check_engines(sides, settings)
     traces = {x.side: x.trace(*shape) for x in sides if x.kind not in ("engine", "model")}
     loaded = {x.side: x.model() for x in sides if x.kind == "model"}
-    job, origin = _job(sides, traces, loaded, text, (tokens, length), run, settings)
+    job = _job(sides, traces, loaded, text, (tokens, length), run, settings)
     ran = []
     for side in sides:
         if side.side in traces:
@@ -125,8 +121,8 @@ def diff_engines(
     before = time.perf_counter()
     compared = _compared(sides, ran[0], ran[1], job, partial)
     timings = {"run": before - started, "compare": time.perf_counter() - before}
-    facts = compared.provenance | {"text": origin, "tokens": sum(map(len, job.sequences))}
-    return replace(compared, timings=timings, provenance=facts)
+    facts = {"text": job.documents.origin, "tokens": job.documents.tokens}
+    return replace(compared, timings=timings, provenance=compared.provenance | facts)
 
 
 def _check_engines(sides: Sequence[NamedSide], settings: EngineSettings) -> None:
@@ -151,24 +147,22 @@ def _job(
     size: tuple[int, int],
     run: Running,
     settings: EngineSettings,
-) -> tuple[_Job, str]:
+) -> _Job:
     """The tokens of the trace, or of the text cut by the tokenizer of a side."""
     tokenizer = _tokenizer(sides, loaded, settings.tokenizer)
-    vocabulary = None if tokenizer is None else vocabulary_sample(tokenizer)
     if traces:
         require(text is None, "a text is for models: an engine beside a trace runs its tokens")
-        sequences, documents = sequences_of(next(iter(traces.values())))
-        return _Job(sequences, documents, vocabulary, False, run, settings), "a trace"
+        vocabulary = None if tokenizer is None else vocabulary_sample(tokenizer)
+        documents = TokenDocuments.of_trace(next(iter(traces.values())), vocabulary)
+        return _Job(documents, False, run, settings)
     require(
         tokenizer is not None,
         "no side has a tokenizer of transformers: name a model that has it with --tokenizer",
     )
     assert tokenizer is not None
     most = min([size[1], *_contexts(sides, loaded)])
-    sequences, origin = engine_tokens(tokenizer, text, size[0], most)
-    count = sum(map(len, sequences)) * len(tokenizer)
-    numbers = list(range(len(sequences)))
-    return _Job(sequences, numbers, vocabulary, count <= MOST_PREDICTIONS, run, settings), origin
+    documents = TokenDocuments.of_text(tokenizer, text, size[0], most)
+    return _Job(documents, documents.tokens * len(tokenizer) <= MOST_PREDICTIONS, run, settings)
 
 
 def _tokenizer(
@@ -207,31 +201,25 @@ def _run_side(side: NamedSide, job: _Job) -> _SideRun:
         "fp32" if side.dtype == "auto" else side.dtype,
         job.settings.defaults,
         logprobs=job.predictions,
-        vocabulary=job.vocabulary if engine_named(engine).gguf else None,
     )
-    source, rows = engine_model(model), [x.numpy() for x in job.sequences]
-    done = run_engine(source, engine, rows, options, job.run.progress)
+    done = EngineSource(model, engine, options).run(job.documents, job.run.progress)
     logprobs = None if done.logprobs is None else torch.from_numpy(done.logprobs)
-    return _SideRun(_numbered(done.trace, job), logprobs)
+    return _SideRun(done.trace, logprobs)
 
 
 def _run_model(side: Side, job: _Job) -> _SideRun:
     """Run a model of transformers and keep its log-probabilities, if they are wanted."""
     traces, rows, done = [], [], 0
-    for ids in batches(job.sequences, job.run.batch_size):
+    for ids in batches(job.documents.sequences, job.run.batch_size):
         trace, logits = run_batch(side, ids)
         traces.append(trace)
         if job.predictions and isinstance(logits, Tensor):
             rows.append(logits.flatten(0, 1).double().log_softmax(1).float().cpu())
         done += ids.numel()
         if job.run.progress is not None:
-            job.run.progress("forward", done, sum(map(len, job.sequences)))
-    trace = _numbered(concatenate(traces, documents="renumber"), job)
+            job.run.progress("forward", done, job.documents.tokens)
+    trace = job.documents.numbered(concatenate(traces, documents="renumber"))
     return _SideRun(trace, torch.cat(rows) if rows else None, side)
-
-
-def _numbered(trace: RoutingTrace, job: _Job) -> RoutingTrace:
-    return replace(trace, documents=torch.tensor(job.documents)[trace.documents.long()])
 
 
 def _compared(
@@ -289,8 +277,9 @@ def _noise(
     sides = tuple(x.side for x in models if x.side is not None)
     traces = tuple(x.trace for x in models)
     size, emulated = job.run.batch_size, _emulated_parts(a, b, expected)
-    reference = reference_run(sides, traces, job.sequences, expected, size, emulated)
-    return None if reference is None else _numbered(reference, job)
+    sequences = job.documents.sequences
+    reference = reference_run(sides, traces, sequences, expected, size, emulated)
+    return None if reference is None else job.documents.numbered(reference)
 
 
 @dataclass(frozen=True)
@@ -338,7 +327,7 @@ def _distances(a: _SideRun, b: _SideRun, job: _Job) -> list[TokenDistances] | No
     if a.logprobs is None or b.logprobs is None or a.logprobs.shape != b.logprobs.shape:
         return None
     distances, start = [], 0
-    for ids in job.sequences:
+    for ids in job.documents.sequences:
         rows = slice(start, start + len(ids))
         distances.append(token_distances(a.logprobs[rows][None], b.logprobs[rows][None], ids[None]))
         start += len(ids)

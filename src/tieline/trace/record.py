@@ -23,6 +23,7 @@ Functions that select, join and compare traces:
     select_documents    the tokens of some documents
     select_layers       some layers, by place or name
     concatenate         the tokens of several traces of the same routers
+    token_sequences     token ids of each document
     identical           whether two records hold the same values, bit by bit
     token_hash          of document and position, the same on every machine and in every version
     coalition_hash      of a set of experts, the same for every order of its members
@@ -564,6 +565,34 @@ def _check_index(index: Tensor, tokens: int) -> None:
     else:
         fits = not len(index) or (int(index.min()) >= 0 and int(index.max()) < tokens)
     require(fits, f"need indices in 0 ... {tokens - 1} or a mask of {tokens} tokens", TraceError)
+
+
+def token_sequences(trace: RoutingTrace) -> tuple[list[Int[Tensor, " _"]], list[int]]:
+    """Return the token ids of each document of a trace, and the documents' numbers.
+
+    Raises if ids are unknown or documents have holes: no model can be run on the rest.
+    """
+    require(
+        trace.n_tokens > 0 and bool((trace.tokens >= 0).all()),
+        "the trace does not know its token ids, so that no model can be run on them: save them "
+        "with it under `tokens`",
+        TraceError,
+    )
+    sequences, numbers = [], []
+    for number in trace.documents.unique().tolist():
+        rows = (trace.documents == number).nonzero().squeeze(1)
+        rows = rows[trace.positions[rows].argsort()]
+        positions = trace.positions[rows].long()
+        gap = (positions != torch.arange(len(positions))).nonzero()
+        require(
+            len(gap) == 0,
+            f"document {number} of the trace has no token at position "
+            f"{int(gap[0]) if len(gap) else 0}: no model can be run on it",
+            TraceError,
+        )
+        sequences.append(trace.tokens[rows].long())
+        numbers.append(int(number))
+    return sequences, numbers
 
 
 def identical(first: object, second: object) -> bool:

@@ -10,14 +10,13 @@ from tieline.analysis.diff import (
     Side,
     diff,
     diff_models,
-    sequences_of,
     trace_model,
 )
 from tieline.analysis.token_distances import token_distances
 from tieline.core.errors import ParameterError, TraceError, UnsupportedModelError
 from tieline.models.loading import use_experts
 from tieline.trace import select_tokens
-from tieline.trace.record import identical
+from tieline.trace.record import identical, token_sequences
 
 FAMILIES = ("mixtral", "olmoe", "qwen3_moe", "gpt_oss", "deepseek_v3")
 
@@ -97,13 +96,13 @@ def test_a_trace_gives_its_sequences_back_and_its_numbers_to_the_model():
     a, _ = two("olmoe")
     sequences = list(batch(3, 10))
     trace = trace_model(Side(a), sequences, documents=[7, 4, 9])
-    back, numbers = sequences_of(trace)
+    back, numbers = token_sequences(trace)
     assert numbers == [4, 7, 9]
     assert [x.tolist() for x in back] == [sequences[i].tolist() for i in (1, 0, 2)]
     again = trace_model(Side(a), back, documents=numbers)
     assert diff(trace, again).tokens.anywhere.count == 0
     with pytest.raises(TraceError, match="document 7 of the trace has no token at position 3"):
-        sequences_of(select_tokens(trace, torch.arange(trace.n_tokens) != 3))
+        token_sequences(select_tokens(trace, torch.arange(trace.n_tokens) != 3))
 
 
 def test_one_model_cannot_be_both_sides_and_unknown_experts_are_refused():
