@@ -4,6 +4,7 @@ from tieline.analysis.settings import (
     CaptureSettings,
     CheckSettings,
     ConvertSettings,
+    DiffSettings,
     MergeSettings,
 )
 from tieline.lab.settings import (
@@ -19,6 +20,7 @@ JOBS = {
     CaptureSettings: ("tieline.analysis.engine_runs", "capture_engine"),
     CheckSettings: ("tieline.analysis.check", "check"),
     ConvertSettings: ("tieline.analysis.convert", "convert"),
+    DiffSettings: ("tieline.analysis.diff", "diff"),
     MergeSettings: ("tieline.analysis.merge", "merge"),
     DesignSettings: ("tieline.lab.on_model.design", "design"),
     ReproduceSettings: ("tieline.lab.claims", "reproduce"),
@@ -73,6 +75,18 @@ RULES = [
         {"start": -1},
         ["a", "b", "--to", "npz", "--start", "-1"],
         "--start must be at least 0, got -1",
+    ),
+    (
+        DiffSettings,
+        {"parallel": "pp", "replay": True},
+        ["a", "b", "--parallel", "pp", "--replay"],
+        "--replay needs all layers in every process: take --parallel data, tp or ep, not pp",
+    ),
+    (
+        DiffSettings,
+        {"parallel": "fsdp", "batch_b": 2},
+        ["a", "b", "--parallel", "fsdp", "--batch-b", "2"],
+        "--batch-b: processes that gather weights by fsdp run equally many passes",
     ),
     (
         DesignSettings,

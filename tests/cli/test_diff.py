@@ -56,7 +56,7 @@ def test_two_traces_give_a_table_a_page_and_json(traces, run):
         (["--max-flip", "1%", "--max-unexplained", "0.01"], 0, ""),
         (["--max-flip", "0.009"], 1, "failed: --max-flip 0.90 % (the worst layer has 1.0 %)"),
         (["--max-unexplained", "0"], 1, "failed: --max-unexplained 0 %"),
-        (["--max-flip", "often"], 2, "--max-flip: write a share such as 0.01 or 1%"),
+        (["--max-flip", "often"], 2, "--max-flip is a share such as 0.01 or 1%, got 'often'"),
         (["--max-flip", "2"], 2, "between 0 and 1"),
         (["--expect", "int3"], 2, "--expect: no format 'int3'"),
         (["--expect", "bf16"], 0, ""),

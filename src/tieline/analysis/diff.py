@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from tieline.analysis.diff_records import RoutingDiff
 from tieline.analysis.inspection import Observation
 from tieline.analysis.noise_size import Expected, expected_format, read_format, recorded_format
 from tieline.analysis.replay_split import ReplaySplit, replay_split
+from tieline.analysis.settings import DiffOptions, DiffSettings
 from tieline.analysis.sources import ModelSource, as_model, read_routes, source_kind
 from tieline.analysis.streamed_diff import side_by_side
 from tieline.analysis.token_distances import (
@@ -36,6 +37,7 @@ from tieline.analysis.token_distances import (
 )
 from tieline.core.errors import TraceError, UnsupportedModelError, require
 from tieline.core.numerics import one_thread
+from tieline.core.settings import require_setting, takes_settings
 from tieline.engines.registry import split_side
 from tieline.models.capture import capture
 from tieline.models.emulate import FORMATS, Parts, emulate
@@ -54,132 +56,121 @@ Source = ModelSource | RoutingTrace
 EMULATED = "-emulated"
 
 
+@takes_settings(DiffSettings)
 def diff(
     a: Source,
     b: Source,
     *,
-    text: Text = None,
-    tokens: int = 16384,
-    sequence_length: int = 512,
-    batch_size: int = 8,
-    batch_b: int | None = None,
-    replay: bool = False,
-    dtype_a: str = "auto",
-    dtype_b: str = "auto",
-    experts_impl_a: str | None = None,
-    experts_impl_b: str | None = None,
-    revision_a: str | None = None,
-    revision_b: str | None = None,
-    device: str = "cpu",
-    trust_remote_code: bool = False,
-    stream: bool = False,
-    n_experts: int | None = None,
-    k: int | None = None,
-    partial: bool = False,
-    expect: str | None = None,
-    tokenizer: str | None = None,
-    engine_python: str | Path | None = None,
-    engine_defaults: bool = False,
-    dequantise: bool = True,
-    parallel: str | None = None,
+    settings: DiffSettings | None = None,
     progress: Progress | None = None,
+    **options: Unpack[DiffOptions],
 ) -> RoutingDiff:
     """Compare how two runs route the same tokens, and whether near-ties explain the differences.
 
-    Two models run on `text`; a model beside a trace runs on the tokens of the trace.
+    Two models run on `text`; a model beside a trace runs on the tokens of the trace. Where an
+    engine ran a quantised model beside the original, its dequantised weights also run in
+    transformers: what the format costs, and what the engine adds. Where a model in float32 is at
+    hand, it runs once more in the expected format on up to 4,096 tokens, to see what the format
+    does to these scores.
 
     Args:
         a: the reference: a hub id, a folder, "demo", `(model, tokenizer)`, a trace, the folder
             of a trace, a file of routes, or a model in an engine: "vllm:MODEL", "mlx:MODEL",
             "llama.cpp:FILE.gguf". Names and numbers of the result are its own.
         b: the other run, likewise.
-        text: what two models run on: a str, the Path of a file, or None for the text in the box.
-        tokens: how many tokens of it.
-        sequence_length: tokens per sequence, at most what the models take.
-        batch_size: sequences per forward pass.
-        batch_b: sequences per forward pass of B, by default as many: batch invariance.
-        replay: also measure the KL of two models with A's experts, and with A's experts and
-            combine weights, replayed in B.
-        dtype_a: precision of A: "auto", "fp32", "bf16", "fp16", or a number format emulated in
-            float32 such as "bf16-emulated" or "int8-emulated".
-        dtype_b: the same for B.
-        experts_impl_a: expert implementation of A: "eager", "grouped_mm", ...
-        experts_impl_b: the same for B.
-        revision_a: branch, tag or commit of A on the hub.
-        revision_b: the same for B.
-        device: where to load named models.
-        trust_remote_code: whether code that comes with models may run.
-        stream: whether the weights of both models are read layer by layer, each byte once.
-        n_experts: number of experts, for files of routes that do not state it.
-        k: how many experts of each line of a table were chosen.
-        partial: compare what both have where one has fewer tokens or a smaller k, instead of
-            raising.
-        expect: number format whose noise is to be expected between the two: "fp32", "bf16",
-            "fp16", "fp8", "int8", "int4" or another name of `hf.emulate.FORMATS`; by default what
-            both sides recorded. Where a model in float32 is at hand, it runs once more in that
-            format on up to 4,096 tokens, to see what the format does to these scores.
-        tokenizer: model whose tokenizer cuts the text where no side has one (GGUF files).
-        engine_python: the Python that the engine is installed in.
-        engine_defaults: leave all settings of engines as they have them.
-        dequantise: where an engine ran a quantised model beside the original, also run its
-            dequantised weights in transformers: what the format costs, and what the engine adds.
-        parallel: how the processes of torchrun share the models: "data", "tp", "ep", "pp" or "fsdp"
-            (`hf.spread`); all must call, and all get the result.
+        settings: the options; keyword arguments change single ones. `text` may also be the text
+            itself. With `parallel`, all processes must call, and all get the result.
         progress: called with stage, done and total while the work goes on.
     """
-    load = {"device": device, "trust_remote_code": trust_remote_code, "stream": stream}
-    load |= {"parallel": parallel}
-    sides = (
-        NamedSide("A", a, dtype_a, experts_impl_a, revision_a, load),
-        NamedSide("B", b, dtype_b, experts_impl_b, revision_b, load),
-    )
+    settings = DiffSettings.of(settings, options)
+    sides = (_named_side("A", a, settings), _named_side("B", b, settings))
     kinds = [side.checked_kind() for side in sides]
-    models = [kind == "model" for kind in kinds]
-    _check_parallel(parallel, kinds, sides, replay, batch_b)
-    _check_engines(kinds, replay, batch_b)
-    if expect is not None:
-        read_format(expect)
+    _check_parallel(settings.parallel, kinds, sides)
+    if settings.expect is not None:
+        read_format(settings.expect)
     if "engine" in kinds:
-        from tieline.analysis.engine_diff import EngineSettings, diff_engines
+        comparison = _beside_engine(sides, settings, progress)
+    else:
+        comparison = _in_this_process(sides, kinds, settings, progress)
+    return _with_names(comparison, sides)
 
-        settings = EngineSettings(tokenizer, engine_python, engine_defaults, dequantise)
-        run = Running(batch_size, expect, progress)
-        place = (text, tokens, sequence_length, run, settings)
-        found = diff_engines(sides, *place, partial=partial, shape=(n_experts, k))
-        return _with_names(found, sides)
-    words = "tokenizer, engine_python and engine_defaults are for sides such as vllm:MODEL"
-    require((tokenizer, engine_python, engine_defaults) == (None, None, False), words)
+
+def _named_side(name: str, source: Source, settings: DiffSettings) -> "NamedSide":
+    """One of the two runs, with the settings that are its own."""
+    load = {name: getattr(settings, name) for name in ("device", "trust_remote_code", "stream")}
+    load["parallel"] = settings.parallel
+    dtype, experts_impl, revision = (
+        getattr(settings, f"{field}_{name.lower()}")
+        for field in ("dtype", "experts_impl", "revision")
+    )
+    return NamedSide(name, source, dtype, experts_impl, revision, load)
+
+
+def _beside_engine(
+    sides: "tuple[NamedSide, NamedSide]", settings: DiffSettings, progress: Progress | None
+) -> RoutingDiff:
+    """Compare two runs of which an engine makes one or both."""
+    from tieline.analysis.engine_diff import EngineSettings, diff_engines
+
+    require_setting(
+        not settings.replay, "{replay} is for two models: an engine's routes are not replayed"
+    )
+    require_setting(
+        settings.batch_b is None, "{batch_b} is for two models: engines run documents one by one"
+    )
+    engine = EngineSettings(
+        settings.tokenizer, settings.engine_python, settings.engine_defaults, settings.dequantise
+    )
+    return diff_engines(
+        sides,
+        settings.text,
+        settings.tokens,
+        settings.sequence_length,
+        Running(settings.batch_size, settings.expect, progress),
+        engine,
+        partial=settings.partial,
+        shape=(settings.n_experts, settings.k),
+    )
+
+
+def _in_this_process(
+    sides: "tuple[NamedSide, NamedSide]",
+    kinds: Sequence[str],
+    settings: DiffSettings,
+    progress: Progress | None,
+) -> RoutingDiff:
+    """Compare two models, a model and a saved run, or two saved runs."""
+    models = [kind == "model" for kind in kinds]
+    of_engines = (settings.tokenizer, settings.engine_python, settings.engine_defaults)
+    require_setting(
+        of_engines == (None, None, False),
+        "{tokenizer}, {engine_python} and {engine_defaults} are for sides such as vllm:MODEL",
+    )
     require(
-        text is None or all(models),
+        settings.text is None or all(models),
         "a text is for two models: a model beside a trace runs on the tokens of the trace",
     )
-    require(all(models) or not replay, "replay is for two models: a trace cannot be run")
-    require(all(models) or batch_b is None, "batch_b is for two models: a trace has no batches")
+    require_setting(
+        all(models) or not settings.replay, "{replay} is for two models: a trace cannot be run"
+    )
+    require_setting(
+        all(models) or settings.batch_b is None,
+        "{batch_b} is for two models: a trace has no batches",
+    )
+    size, expect, shape = settings.batch_size, settings.expect, (settings.n_experts, settings.k)
     if all(models):
-        run = Running(batch_size, expect, progress, batch_b, parallel)
-        found = _two_models(sides, text, tokens, sequence_length, run, replay)
-    elif any(models):
-        run = Running(batch_size, expect, progress, parallel=parallel)
-        found = _beside(sides, models.index(True), n_experts, k, partial, run)
-    else:
-        first, second = (side.trace(n_experts, k) for side in sides)
-        found = _diff_traces(first, second, partial, expect)
-    return _with_names(found, sides)
-
-
-def _check_engines(kinds: Sequence[str], replay: bool, batch_b: int | None) -> None:
-    """Refuse what needs both models in this process, of a side in an engine."""
-    if "engine" in kinds:
-        require(not replay, "replay is for two models: an engine's routes are not replayed")
-        require(batch_b is None, "batch_b is for two models: engines run documents one by one")
+        run = Running(size, expect, progress, settings.batch_b, settings.parallel)
+        text = (settings.text, settings.tokens, settings.sequence_length)
+        return _two_models(sides, *text, run, settings.replay)
+    if any(models):
+        run = Running(size, expect, progress, parallel=settings.parallel)
+        return _beside(sides, models.index(True), *shape, settings.partial, run)
+    first, second = (side.trace(*shape) for side in sides)
+    return _diff_traces(first, second, settings.partial, expect)
 
 
 def _check_parallel(
-    parallel: str | None,
-    kinds: Sequence[str],
-    sides: "Sequence[NamedSide]",
-    replay: bool,
-    batch_b: int | None,
+    parallel: str | None, kinds: Sequence[str], sides: "Sequence[NamedSide]"
 ) -> None:
     """Refuse what processes cannot share: engines, saved runs, and rounding of what is cut."""
     if parallel is None:
@@ -190,14 +181,6 @@ def _check_parallel(
     for side in sides:
         if read_dtype(side.dtype)[1] is not None:
             check_rounding(parallel, f"the dtype {side.dtype!r} of {side.side}")
-    require(
-        not replay or parallel in ("data", "tp", "ep"),
-        f"replay needs all layers in every process: take data, tp or ep, not {parallel!r}",
-    )
-    require(
-        batch_b is None or parallel != "fsdp",
-        "batch_b: processes that gather weights by 'fsdp' run equally many passes: take data",
-    )
 
 
 def _with_names(found: RoutingDiff, sides: "tuple[NamedSide, NamedSide]") -> RoutingDiff:
@@ -335,12 +318,15 @@ def _diff_streams(
 ) -> RoutingDiff:
     """Compare two models that are read layer by layer."""
     a, b = streams
-    require(a is not None and b is not None, "both models are streamed, or none (--stream)")
+    both = a is not None and b is not None
+    require_setting(both, "both models are streamed, or none ({stream})")
     assert a is not None
     assert b is not None
     plain = all(side.emulated is None for side in sides) and not replay and run.batch_b is None
-    words = "emulated formats, replay and batch_b need the models in memory: leave out --stream"
-    require(plain, words)
+    require_setting(
+        plain,
+        "emulated formats, {replay} and {batch_b} need the models in memory: leave out {stream}",
+    )
     started, told = time.perf_counter(), run.progress
     distances: list[TokenDistances] | None = []
 

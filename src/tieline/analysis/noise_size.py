@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from tieline.analysis.diff_records import SizeAnswer, YesNo
 from tieline.analysis.noise_shapes import NoiseShape
-from tieline.core.errors import require
+from tieline.core.settings import require_setting
 from tieline.models.emulate import OF_ROUTERS
 
 ROUNDING = {
@@ -67,7 +67,12 @@ def read_format(name: str) -> str:
     format_name = ALIASES.get(name, name).removesuffix("-emulated")
     format_name = ALIASES.get(format_name, format_name)
     choices = ", ".join([*ROUNDING, "fp8"])
-    require(format_name in ROUNDING, f"expect: no format {name!r}; one of {choices}")
+    require_setting(
+        format_name in ROUNDING,
+        "{expect}: no format {name}; one of {choices}",
+        name=repr(name),
+        choices=choices,
+    )
     return format_name
 
 
