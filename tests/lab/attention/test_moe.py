@@ -10,7 +10,12 @@ from hypothesis import strategies as st
 from tests.strategies import seeds
 from tieline.core.errors import ParameterError, ShapeError
 from tieline.lab.attention.moe import attention_as_moe
-from tieline.lab.attention.sigmoid import SelfAttention, sigmoid_attention, softmax_attention
+from tieline.lab.attention.sigmoid import (
+    HeadWeights,
+    SelfAttention,
+    sigmoid_attention,
+    softmax_attention,
+)
 from tieline.routing import Sigmoid, Softmax
 
 EXACT = {"rtol": 0, "atol": 1e-10}
@@ -47,9 +52,7 @@ def heads(draw):
 
 
 def mixture(x, maps, biases, options):
-    return attention_as_moe(
-        x, *maps, **dict(zip(("b_q", "b_k", "b_v"), biases, strict=True)), **options
-    )
+    return attention_as_moe(x, HeadWeights(*maps, *biases), **options)
 
 
 @given(heads())
@@ -82,7 +85,7 @@ def test_scores_are_quadratic_and_experts_linear_in_the_sequence(head):
 
 def test_matrices_are_those_of_the_paper():
     x, w_q, w_k, w_v = drawn(0, (3, 2), (2, 4), (2, 4), (2, 5))
-    moe = attention_as_moe(x, w_q, w_k, w_v, row=1, kind="sigmoid", bias=0.25)
+    moe = attention_as_moe(x, HeadWeights(w_q, w_k, w_v), row=1, kind="sigmoid", bias=0.25)
     B = w_q @ w_k.T / math.sqrt(4)
     for j in range(3):
         M, P = torch.zeros(6, 6, dtype=torch.float64), torch.zeros(6, 5, dtype=torch.float64)
@@ -98,7 +101,7 @@ def test_gates_are_those_of_the_layer():
     x, w_q, w_k, w_v = drawn(0, (3, 2), (2, 4), (2, 4), (2, 5))
     gates = {"softmax": Softmax, "sigmoid": Sigmoid}
     for kind, gate in gates.items():
-        moe = attention_as_moe(x, w_q, w_k, w_v, row=0, kind=kind)
+        moe = attention_as_moe(x, HeadWeights(w_q, w_k, w_v), row=0, kind=kind)
         assert type(moe.gate) is gate
         assert torch.equal(moe.weights, moe.gate(moe.scores))
     assert torch.equal(moe.sequence, x.flatten())
@@ -110,7 +113,7 @@ def test_the_heads_of_a_layer_add_up_to_its_row(kind):
     layer = SelfAttention(6, 2, kind=kind, causal=True, bias=bias, projection_bias=True).double()
     x = torch.randn(5, 6, dtype=torch.float64)
     rows = [
-        attention_as_moe(x, **layer.head(h), row=3, kind=kind, causal=True, bias=bias).output
+        attention_as_moe(x, layer.head(h), row=3, kind=kind, causal=True, bias=bias).output
         for h in range(2)
     ]
     torch.testing.assert_close(layer.out(torch.cat(rows)), layer(x)[3], **EXACT)
@@ -120,7 +123,7 @@ def test_a_view_draws_no_random_numbers_and_carries_no_gradient():
     layer = SelfAttention(4, 2)
     x = torch.randn(3, 4)
     state = torch.get_rng_state()
-    moe = attention_as_moe(x, **layer.head(0), row=0, kind="softmax")
+    moe = attention_as_moe(x, layer.head(0), row=0, kind="softmax")
     assert torch.equal(torch.get_rng_state(), state)
     assert not moe.output.requires_grad
     assert moe.output.dtype == torch.float32
@@ -131,8 +134,9 @@ SHAPES = [(3, 2), (2, 4), (2, 4), (2, 5)]
 
 @pytest.mark.parametrize("row", [-1, 3])
 def test_a_row_that_is_not_there_is_refused(row):
+    x, *maps = drawn(0, *SHAPES)
     with pytest.raises(ShapeError, match=f"0 <= row < 3 tokens, got row={row}"):
-        attention_as_moe(*drawn(0, *SHAPES), row=row, kind="softmax")
+        attention_as_moe(x, HeadWeights(*maps), row=row, kind="softmax")
 
 
 @pytest.mark.parametrize(
@@ -145,17 +149,19 @@ def test_a_row_that_is_not_there_is_refused(row):
     ],
 )
 def test_maps_that_do_not_fit_are_refused(shapes, rule):
+    x, *maps = drawn(0, *shapes)
     with pytest.raises(ShapeError, match=rule):
-        attention_as_moe(*drawn(0, *shapes), row=0, kind="softmax")
+        attention_as_moe(x, HeadWeights(*maps), row=0, kind="softmax")
 
 
 def test_other_misfits_are_refused():
     x, *maps = drawn(0, *SHAPES)
+    head, wide = HeadWeights(*maps), torch.zeros(3, dtype=torch.float64)
     with pytest.raises(ShapeError, match="as wide as its map"):
-        attention_as_moe(x, *maps, row=0, kind="softmax", b_q=torch.zeros(3, dtype=torch.float64))
+        attention_as_moe(x, head._replace(b_q=wide), row=0, kind="softmax")
     with pytest.raises(ShapeError, match="one floating dtype"):
-        attention_as_moe(x.float(), *maps, row=0, kind="softmax")
+        attention_as_moe(x.float(), head, row=0, kind="softmax")
     with pytest.raises(ParameterError, match="scale must be finite"):
-        attention_as_moe(x, *maps, row=0, kind="softmax", scale=math.nan)
+        attention_as_moe(x, head, row=0, kind="softmax", scale=math.nan)
     with pytest.raises(ParameterError, match="do not depend on a bias"):
-        attention_as_moe(x, *maps, row=0, kind="softmax", bias="-log n")
+        attention_as_moe(x, head, row=0, kind="softmax", bias="-log n")

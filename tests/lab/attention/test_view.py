@@ -9,8 +9,14 @@ from tests.analysis.zoo import Letters, demo, words
 from tests.models.tiny import lively, tiny_model
 from tieline.core.errors import TielineError
 from tieline.lab.attention.in_models import attend_
-from tieline.lab.attention.view import FIRST, QUERIES, AttentionView, attention_view, head_rows
-from tieline.lab.attention.watch import AttentionCall
+from tieline.lab.attention.view import (
+    FIRST,
+    QUERIES,
+    AttentionCall,
+    AttentionView,
+    attention_view,
+    head_rows,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -3,7 +3,7 @@
 sigmoid, tiles    the two attentions; the sigmoid one in tiles of bounded memory
 moe               a head as a mixture whose experts are the tokens
 in_models         sigmoid attention in a model of transformers
-view, watch       the heads of a user's model seen as mixtures of keys
+view              the heads of a user's model seen as mixtures of keys
 """
 
 from tieline.lab.attention.moe import *  # noqa: F403

@@ -15,7 +15,6 @@ need memory proportional to N²D²: this is for study, not for computing attenti
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -24,6 +23,7 @@ from torch import Tensor
 from tieline.core.errors import ShapeError, require
 from tieline.lab.attention.sigmoid import (
     AttentionKind,
+    HeadWeights,
     ScoreBias,
     check_kind,
     score_bias,
@@ -85,45 +85,36 @@ class AttentionMoE:
 
 def attention_as_moe(
     x: Float[Tensor, "tokens dim"],
-    w_q: Float[Tensor, "width_q d_query"],
-    w_k: Float[Tensor, "width_k d_key"],
-    w_v: Float[Tensor, "width_v d_value"],
+    head: HeadWeights,
     *,
     row: int,
     kind: AttentionKind,
     causal: bool = False,
     scale: float | None = None,
     bias: ScoreBias = None,
-    b_q: Float[Tensor, " b_query"] | None = None,
-    b_k: Float[Tensor, " b_key"] | None = None,
-    b_v: Float[Tensor, " b_value"] | None = None,
 ) -> AttentionMoE:
     """Row `row` of one attention head over x as router, gate and experts (paper 4, section 2).
 
     Args:
         x: tokens (N, D).
-        w_q: query map (D, d_k), applied as x W_Q; `SelfAttention.head` gives all maps of a head.
-        w_k: key map (D, d_k).
-        w_v: value map (D, d_v).
+        head: maps of queries, keys (D, d_k) and values (D, d_v), applied as x W, and their biases;
+            `SelfAttention.head` returns those of a layer.
         row: position i of the query, 0 <= i < N.
         kind: "softmax" or "sigmoid".
         causal: whether the tokens after the row are left out; E is then i + 1.
         scale: factor s of the scores, 1/√d_k if None.
         bias: bias of sigmoid scores, see `sigmoid_attention`.
-        b_q: optional bias of the queries, likewise `b_k` and `b_v`.
-        b_k: optional bias of the keys.
-        b_v: optional bias of the values.
     """
     check_kind(kind, bias)
-    head = _HeadMaps.of(x, (w_q, w_k, w_v), (b_q, b_k, b_v))
+    maps, biases = _checked_head(x, head)
     n_tokens = len(x)
     require(0 <= row < n_tokens, f"need 0 <= row < {n_tokens} tokens, got {row=}", ShapeError)
-    factor = score_scale(scale, w_q.shape[1])
+    factor = score_scale(scale, maps[0].shape[1])
     cuts = _cuts(x)
     chosen = cuts[: row + 1] if causal else cuts
     keys = len(chosen) if bias == "-log seen" else n_tokens
-    router = _router(head, cuts[row], chosen, factor, score_bias(bias, keys))
-    experts = TokenExperts(chosen @ head.w_v, head.b_v)
+    router = _router(maps, biases, (cuts[row], chosen), factor, score_bias(bias, keys))
+    experts = TokenExperts(chosen @ maps[2], biases[2])
     gate = Softmax() if kind == "softmax" else Sigmoid()
     sequence = x.detach().flatten()
     scores = router(sequence)
@@ -132,57 +123,49 @@ def attention_as_moe(
     return AttentionMoE(router, gate, experts, sequence, scores, weights, output)
 
 
-class _HeadMaps(NamedTuple):
-    """Maps and biases of one head, without gradients; an absent bias is zero."""
-
-    w_q: Tensor
-    w_k: Tensor
-    w_v: Tensor
-    b_q: Tensor
-    b_k: Tensor
-    b_v: Tensor
-
-    @classmethod
-    def of(
-        cls, x: Tensor, maps: tuple[Tensor, ...], biases: tuple[Tensor | None, ...]
-    ) -> "_HeadMaps":
-        got = f"x {tuple(x.shape)}, maps {[tuple(w.shape) for w in maps]}"
-        fit = x.ndim == 2 and all(w.ndim == 2 and len(w) == x.shape[1] for w in maps)
-        require(fit, f"x must be (N, D) and every map have D rows, got {got}", ShapeError)
-        require(
-            maps[0].shape == maps[1].shape and maps[0].shape[1] >= 1,
-            f"queries and keys must have one dimension >= 1, got {got}",
-            ShapeError,
-        )
-        tensors = (x, *maps, *(b for b in biases if b is not None))
-        require(
-            x.is_floating_point() and all(t.dtype == x.dtype for t in tensors),
-            f"x, maps and biases must have one floating dtype, got {[t.dtype for t in tensors]}",
-            ShapeError,
-        )
-        filled = [
-            w.new_zeros(w.shape[1]) if b is None else b for w, b in zip(maps, biases, strict=True)
-        ]
-        require(
-            all(b.shape == w.shape[1:] for w, b in zip(maps, filled, strict=True)),
-            f"a bias is as wide as its map, got {[tuple(b.shape) for b in filled]} for {got}",
-            ShapeError,
-        )
-        return cls(*(t.detach() for t in (*maps, *filled)))
+def _checked_head(x: Tensor, head: HeadWeights) -> tuple[list[Tensor], list[Tensor]]:
+    """Return maps and biases without gradients, zeros for absent biases; raises if they misfit."""
+    maps, given = head[:3], head[3:]
+    got = f"x {tuple(x.shape)}, maps {[tuple(w.shape) for w in maps]}"
+    fit = x.ndim == 2 and all(w.ndim == 2 and len(w) == x.shape[1] for w in maps)
+    require(fit, f"x must be (N, D) and every map have D rows, got {got}", ShapeError)
+    require(
+        maps[0].shape == maps[1].shape and maps[0].shape[1] >= 1,
+        f"queries and keys must have one dimension >= 1, got {got}",
+        ShapeError,
+    )
+    biases = [w.new_zeros(w.shape[1]) if b is None else b for w, b in zip(maps, given, strict=True)]
+    dtypes = [tensor.dtype for tensor in (x, *maps, *biases)]
+    require(
+        x.is_floating_point() and set(dtypes) == {x.dtype},
+        f"x, maps and biases must have one floating dtype, got {dtypes}",
+        ShapeError,
+    )
+    require(
+        all(b.shape == w.shape[1:] for w, b in zip(maps, biases, strict=True)),
+        f"a bias is as wide as its map, got {[tuple(b.shape) for b in biases]} for {got}",
+        ShapeError,
+    )
+    return [w.detach() for w in maps], [b.detach() for b in biases]
 
 
 def _router(
-    head: _HeadMaps, query_cut: Tensor, key_cuts: Tensor, scale: float, bias: float
+    maps: list[Tensor],
+    biases: list[Tensor],
+    cuts: tuple[Tensor, Tensor],
+    scale: float,
+    bias: float,
 ) -> QuadraticRouter:
     """Scores scale · (x_i W_Q + b_q)·(x_j W_K + b_k) + bias, multiplied out in X."""
+    (w_q, w_k, _), (b_q, b_k, _), (query_cut, key_cuts) = maps, biases, cuts
     n_experts, sequence, dim = key_cuts.shape
-    left = query_cut @ (scale * head.w_q @ head.w_k.T)
-    linear = query_cut @ (scale * head.w_q @ head.b_k) + key_cuts @ (scale * head.w_k @ head.b_q)
+    left = query_cut @ (scale * w_q @ w_k.T)
+    linear = query_cut @ (scale * w_q @ b_k) + key_cuts @ (scale * w_k @ b_q)
     parameters = {
         "left": left.repeat(n_experts, 1, 1),
         "right": key_cuts.clone(),
         "linear": linear,
-        "constant": (scale * head.b_q @ head.b_k + bias).repeat(n_experts),
+        "constant": (scale * b_q @ b_k + bias).repeat(n_experts),
     }
     with torch.device("meta"):  # draws no random numbers for parameters that are given
         router = QuadraticRouter(sequence, n_experts, kind="full", rank=dim)

@@ -10,7 +10,7 @@ all queries by all keys.
 """
 
 import math
-from typing import Literal, TypedDict, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -189,15 +189,15 @@ def check_kind(kind: str, bias: ScoreBias) -> None:
     score_bias(bias, 1)
 
 
-class HeadWeights(TypedDict):
-    """Maps (D, d) of one head, applied as x w, and their biases (d)."""
+class HeadWeights(NamedTuple):
+    """Maps (D, d) of one head, applied as x w, and their biases (d); None is a zero bias."""
 
     w_q: Tensor
     w_k: Tensor
     w_v: Tensor
-    b_q: Tensor | None
-    b_k: Tensor | None
-    b_v: Tensor | None
+    b_q: Tensor | None = None
+    b_k: Tensor | None = None
+    b_v: Tensor | None = None
 
 
 class SelfAttention(nn.Module):
@@ -262,9 +262,9 @@ class SelfAttention(nn.Module):
         dim = self.d_model // self.n_heads
         rows = slice(index * dim, (index + 1) * dim)
         layers = (self.query, self.key, self.value)
-        w_q, w_k, w_v = (layer.weight[rows].T for layer in layers)
-        b_q, b_k, b_v = (None if m.bias is None else m.bias[rows] for m in layers)
-        return {"w_q": w_q, "w_k": w_k, "w_v": w_v, "b_q": b_q, "b_k": b_k, "b_v": b_v}
+        maps = (layer.weight[rows].T for layer in layers)
+        biases = (None if layer.bias is None else layer.bias[rows] for layer in layers)
+        return HeadWeights(*maps, *biases)
 
     def extra_repr(self) -> str:
         """Dimensions and kind."""

@@ -60,7 +60,7 @@ def sigmoid_tiles(
 ) -> Tensor:
     """σ(scale q kᵀ + bias + rows) v (..., N, d_v) for checked arguments; see `sigmoid_attention`.
 
-    `rows` (S, N) is a further bias of each query and `mask` (S, N, M) tells which keys it sees,
+    `rows` (S, N) is a further bias of each query and `mask` (S, N, M) says which keys it sees,
     both for S equal runs of consecutive heads.
     """
     shape, dtype = (*q.shape[:-1], v.shape[-1]), q.dtype

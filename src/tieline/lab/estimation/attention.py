@@ -37,7 +37,7 @@ from torch import Tensor
 from tieline.core.errors import ShapeError, require
 from tieline.core.statistics import PowerLaw, fit_rate
 from tieline.lab.attention.moe import attention_as_moe
-from tieline.lab.attention.sigmoid import AttentionKind, check_kind
+from tieline.lab.attention.sigmoid import AttentionKind, HeadWeights, check_kind
 from tieline.lab.estimation.fit import ModelRegression
 from tieline.lab.estimation.model import MoEModel, draw_inputs, draw_noise, repetition_seeds
 from tieline.lab.estimation.parameters import MoEParameters, quadratic_parameters
@@ -113,9 +113,8 @@ class AttentionHead:
         bilinear, value = self.split(theta)
         x = theta.new_zeros(self.tokens, self.dim)
         eye = torch.eye(self.dim, dtype=theta.dtype)
-        mixture = attention_as_moe(
-            x, bilinear, eye, value[:, None], row=self.row, kind=self.kind, scale=1.0
-        )
+        head = HeadWeights(bilinear, eye, value[:, None])
+        mixture = attention_as_moe(x, head, row=self.row, kind=self.kind, scale=1.0)
         rows = mixture.experts.maps[..., 0]
         experts = torch.cat([rows, torch.zeros_like(rows[:, :1])], dim=1)
         return quadratic_parameters(mixture.router.matrices, mixture.router.constant, experts)

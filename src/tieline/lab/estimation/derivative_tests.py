@@ -5,7 +5,7 @@
 
     atom_jet      first and second derivatives in closed form
     rank_test     the definitions of the papers, literally: are these derivatives independent?
-    split_test    can an expert be split in two that the data do not tell from one?
+    split_test    can an expert be split in two without a change that the data show?
 
 With ζ the derivative of the score and g its gate function, D²(g h) = (g″ζζᵀ + g′D²score) h +
 g′(ζ Dhᵀ + Dh ζᵀ) + g D²h. Quadratic rows are taken in the coordinates that score: the products
@@ -29,7 +29,7 @@ router's features are themselves made of x: ∂²/∂β_u∂a_v = ∂²/∂β_v�
 ∂²/∂A_uu∂A_vv = ∂²/∂A_uv² for matrices. The papers ask for *any* distinct parameters, and
 `witness_atoms` gives some that no ridge expert survives: two experts with a = 0 are two multiples
 of one function, and so are two two-layer experts that differ in λ only. So the literal definitions
-hold for no expert; at generic parameters the test tells experts apart.
+hold for no expert; at generic parameters the test distinguishes experts.
 
 The split test replaces the first atom θ by two of half its mass at θ ± εδ. Odd orders cancel, so
 
@@ -68,7 +68,7 @@ from tieline.lab.estimation.model import MoEModel, input_features
 THRESHOLD = 1e-10  # eigenvalue of a normalised Gram matrix below which functions are dependent
 SPLIT_THRESHOLD = 5e-6  # norm below which a split is invisible
 STARTS, TOLERANCE = 36, 1e-14  # of the minimisation over splits
-VANISHED = 1e-12  # a norm below which no further start can tell more
+VANISHED = 1e-12  # norm at which the search for a smaller one stops
 
 Strength = Literal["strong", "weak"]
 

@@ -104,7 +104,7 @@ class FitResult:
         return {s.name.lower(): statuses.count(s) for s in Status if s in statuses}
 
     def best(self) -> "FitResult":
-        """The start of least loss of each data set; a loss that is no number never wins."""
+        """The start of least loss of each data set; NaN counts as infinite."""
         at = self.loss.nan_to_num(nan=torch.inf).argmin(-1, keepdim=True)
         flat = self.params.flatten()
         chosen = flat.gather(-2, at[..., None].expand(*at.shape, flat.shape[-1]))[..., 0, :]
@@ -120,11 +120,9 @@ def fit(
     y: Float[Tensor, "*sets n"],
     starts: MoEParameters,
     *,
-    method: Method = "lm",
+    method: Method | Recipe = "lm",
     weights: Float[Tensor, "*sets n"] | None = None,
     ridge: float | None = None,
-    seed: int = 0,
-    recipe: Recipe | None = None,
     quiet: bool = False,
     **options: Any,
 ) -> FitResult:
@@ -135,15 +133,14 @@ def fit(
         x: inputs of one data set (n, d) or of R of them (R, n, d).
         y: targets (n,) or (R, n).
         starts: (S, ...) for one data set, (R, S, ...) for R.
-        method: "lm", "sgd" or "adam".
+        method: "lm", "sgd" or "adam", or the recipe of a stochastic descent.
         weights: of the samples.
         ridge: λ; None for zero, or a little where samples are fewer than parameters.
-        seed: of the order of samples, for sgd and adam.
-        recipe: for sgd and adam, instead of the default.
-        quiet: suppress warnings; the statuses tell the same.
+        quiet: suppress the warnings, which only count statuses.
         options: for `levenberg_marquardt`: iterations, tolerance, box.
     """
-    require(method in METHODS, f"method must be one of {METHODS}, got {method!r}")
+    if not isinstance(method, Recipe):
+        require(method in METHODS, f"method must be one of {METHODS}, got {method!r}")
     model.check(starts)
     sets = tuple(x.shape[:-2])
     shape = tuple(starts.batch_shape)
@@ -161,14 +158,15 @@ def fit(
     if method == "lm":
         minimum = levenberg_marquardt(problem, flat, **options)
     else:
-        minimum = descend(problem, flat, recipe or (SGD if method == "sgd" else ADAM), seed=seed)
+        recipe = method if isinstance(method, Recipe) else {"sgd": SGD, "adam": ADAM}[method]
+        minimum = descend(problem, flat, recipe)
     result = _result(model, problem, minimum, shape)
     if not quiet:
-        tell_failures(result.converged)
+        warn_unconverged(result.converged)
     return result
 
 
-def tell_failures(converged: Bool[Tensor, "*problems"]) -> None:
+def warn_unconverged(converged: Bool[Tensor, "*problems"]) -> None:
     """Warn of the problems that did not converge, if there are any."""
     failed, total = int((~converged).sum()), converged.numel()
     if failed:
@@ -241,7 +239,7 @@ def population_minimiser(
         n: samples without noise.
         starts: how many; the first is `near` itself.
         refine: samples of a second fit, from the best of the first; 0 for none. Ḡ has the sampling
-            error of a fit to so many samples, so they must be more than any study compares.
+            error of a fit to that many samples, which must exceed the samples of any study.
         law: of the inputs.
         seed: of sample and starts.
     """

@@ -7,7 +7,7 @@
 
 A start is made in three steps. Shares of rows come from a tree of linear models (the first start)
 or random directions (the others), followed by steps of expectation-maximisation. The gate is fitted
-to the shares by cross entropy, whatever the gate. The experts come from least squares with the
+to the shares by cross entropy for every kind of gate. The experts come from least squares with the
 shares as weights; those that are not linear begin at the linear ones. Gate and nonlinear experts
 are found by L-BFGS on a penalised loss. The fit that follows minimises the squared error of the
 mixture and may undo any of this.
@@ -19,8 +19,8 @@ Expectation-maximisation is that of a Gaussian mixture with linear experts B_e, 
     M    B_e by least squares with weights w_t r_te;  s² the mean squared residual;
          the gates by steps up the lower bound that the curvature Σ w φφᵀ / 2 gives the likelihood
 
-Experts are told apart by what they predict and not by where their rows are, so it finds regions
-that no clustering of the inputs would find.
+Rows are assigned by the predictions of the experts and not by their position, so the regions need
+not be clusters of the inputs.
 
 The tree is grown greedily: of all leaves, features and thresholds it makes the split that most
 lowers

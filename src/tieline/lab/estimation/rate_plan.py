@@ -8,7 +8,7 @@
     estimate_seconds    about how long they take
 
 A plan has a key made of everything its results depend on, by which they are found again. A
-repetition is drawn from a seed of its own, so it is the same in whatever block it is fitted.
+repetition is drawn from a seed of its own, so it does not depend on the block it is fitted in.
 """
 
 import hashlib
@@ -60,7 +60,7 @@ class RatePlan:
         method: of fitting.
         iterations: steps that Levenberg-Marquardt may try.
         seed: of everything drawn.
-        samples: if not 0, a sample size n is emulated by so many samples with the noise
+        samples: if not 0, a sample size n is emulated by this many samples with the noise
             noise · √(samples/n): what least squares know of a model that contains the truth
             depends on noise²/n alone, and n may be 1e12.
     """
@@ -188,7 +188,7 @@ class Case:
 
 
 def as_case(setting: Case | RatePlan | Setting | MoEModel | str, **grid: Any) -> Case:
-    """Turn whatever names a study into a case, with the given fields of its plan set."""
+    """Return the case of a setting, model, plan or name, with these fields of its plan replaced."""
     if isinstance(setting, Case):
         return replace(setting, plan=replace(setting.plan, **grid))
     if isinstance(setting, RatePlan):
@@ -208,7 +208,8 @@ def named_case(name: str, seed: int = 0, **grid: Any) -> Case:
     fields = name.split("-")
     message = f"unknown setting {name!r}: a published one ({', '.join(SETTINGS)}) or a small design"
     require(len(fields) == 4 and fields[0] == "small", f"{message}, small-GATE-LINK-EXPERT")
-    return case_of(gate=fields[1], link=fields[2], expert=fields[3], name=name, seed=seed, **grid)
+    model = _small_model(*fields[1:])
+    return _case_of_model(model, name=name, seed=seed, **grid)
 
 
 def case_of(
@@ -219,7 +220,6 @@ def case_of(
     d: int | None = None,
     n_experts: int | None = None,
     fitted: int | None = None,
-    name: str | None = None,
     draws: int = 200,
     seed: int = 0,
     **grid: Any,
@@ -229,9 +229,14 @@ def case_of(
     By default d and n_experts are those of the small designs, and as many experts are `fitted` as
     the truth has; `grid` sets fields of `RatePlan`.
     """
-    small = (2, 3) if gate in ("quadratic", "partial") else (3, 4)
-    model = MoEModel(gate, link, expert, d or small[0], n_experts or small[1])
-    return _case_of_model(model, fitted, name, draws, seed, **grid)
+    model = _small_model(gate, link, expert)
+    model = replace(model, d=d or model.d, n_experts=n_experts or model.n_experts)
+    return _case_of_model(model, fitted, draws=draws, seed=seed, **grid)
+
+
+def _small_model(gate: Any, link: Any, expert: str) -> MoEModel:
+    """Return the model of a small design."""
+    return MoEModel(gate, link, expert, *((2, 3) if gate in ("quadratic", "partial") else (3, 4)))
 
 
 def _case_of_model(

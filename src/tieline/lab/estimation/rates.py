@@ -48,7 +48,7 @@ from tieline.lab.estimation.fit import (
     fit,
     near_truth,
     radius_at,
-    tell_failures,
+    warn_unconverged,
 )
 from tieline.lab.estimation.losses import quotient_losses, voronoi_losses
 from tieline.lab.estimation.model import MoEModel
@@ -365,7 +365,7 @@ def rate_study(
             progress(done, total)
     study = RateStudy.of(case, [rows[point] for point in sorted(rows)], error)
     if not quiet:
-        tell_failures(torch.tensor([Status(row.status).answered for row in study.rows]))
+        warn_unconverged(torch.tensor([Status(row.status).answered for row in study.rows]))
         if study.ridge.words:
             warnings.warn(study.ridge.words, FitWarning, stacklevel=2)
     return study
@@ -442,7 +442,7 @@ class RateStore:
     """A file of fitted repetitions, one line of JSON each.
 
     Lines are appended and synced to disk when their block is done. A killed run loses the block in
-    progress and at most leaves half a line at the end, which the next run cuts off. A line belongs
+    progress and may leave an incomplete line at the end, which the next run removes. A line belongs
     to the plan whose key is its `study`.
     """
 

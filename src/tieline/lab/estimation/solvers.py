@@ -1,4 +1,4 @@
-"""Solvers of many least-squares problems at once, whatever the regression function is.
+"""Solvers of many least-squares problems at once, for any regression function.
 
     S_b(θ) = Σ_i w_i (y_i - f(θ, x_i))² + λ‖θ‖²,   b = 1, ..., B
 
@@ -359,6 +359,7 @@ class Recipe:
     rate: float = 0.1  # step size
     batch: int = 64  # samples in a minibatch
     decay: tuple[float, float] = (0.9, 0.999)  # Adam's two factors of forgetting
+    seed: int = 0  # of the order of samples
 
     def __post_init__(self) -> None:
         require(self.rule in ("sgd", "adam"), f"rule must be sgd or adam, got {self.rule!r}")
@@ -375,7 +376,6 @@ def descend(
     starts: Theta,
     recipe: Recipe = SGD,
     *,
-    seed: int = 0,
     tolerance: float = 0.05,
     box: float = BOX,
 ) -> Minimum:
@@ -385,7 +385,7 @@ def descend(
     counts as converged.
     """
     theta, which = starts.clamp(-box, box), torch.arange(len(starts))
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(recipe.seed)
     memory = torch.zeros_like(theta), torch.zeros_like(theta)
     steps = 0
     for _ in range(recipe.epochs):

@@ -57,7 +57,7 @@ COLOURS = {"@accent": ACCENT, "@warn": WARN, "@notice": NOTICE, "@ink": INK, "@m
 NARROW = 100
 """A terminal with fewer characters shows verdicts without values."""
 FEW = 8
-"""Up to so many claims are told in full on a terminal."""
+"""Up to this number of claims, a terminal shows every claim in full."""
 
 
 def page(result: Ledger) -> str:

@@ -148,7 +148,7 @@ def _notes(result: RateStudy) -> list[str]:
 
 
 SEPARABLE = ("tanh", "gelu")
-"""Experts of which no two make one of the same kind, so that a spare one can be told apart."""
+"""Experts whose sums are not of the same kind, so that a spare expert can be identified."""
 
 
 def _advice(result: RateStudy) -> list[str]:

@@ -93,7 +93,7 @@ def save_optimizer(folder: Path, optimizer: Any, scheduler: Any, gates: dict[str
 
 
 def save_groups(folder: Path, optimizer: Any, scheduler: Any, gates: dict[str, float]) -> None:
-    """Write what of that state is no tensor."""
+    """Write the state that is not held in tensors: groups, scheduler, gate schedule."""
     groups = optimizer.state_dict()["param_groups"]
     rest = {"groups": groups, "scheduler": scheduler.state_dict(), "gates": gates}
     write_json(folder / STATE, rest)

@@ -252,7 +252,7 @@ def _step_seconds(model: nn.Module, data: Any, batch: int) -> float:
 def prepare_folder(config: TrainConfig, out: Path, resume: bool) -> Path | None:
     """Return the checkpoint to start from; raises if the folder holds another run.
 
-    What a killed run left half-written is removed: it is of use to nobody.
+    Removes the incomplete checkpoints of a killed run.
     """
     if out.is_dir():
         remove_rests(out / "config.json")

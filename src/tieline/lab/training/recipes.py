@@ -43,7 +43,7 @@ Sentences: GLUE with one upcycled network (paper 1, Table 2):
     glue-paper-TASK-GATE-kK     BERT-large, 16 experts in one block, 10 epochs: accelerators
 
 TASK is cola, mrpc or rte; GATE smoe, remoe or smooth50; K 2 or 4. The smoke run starts from random
-weights and learns to give one constant answer: its scores are no result. The baseline `smoe` is
+weights and learns to give one constant answer: its scores mean nothing. The baseline `smoe` is
 GShard's top-k with the paper's gate noise of 1.0 and capacity factor of 1.5 (C.3.2): an expert has
 at most ⌈1.5 kT/E⌉ of the T tokens of a batch, padding included, and scores are noisy in training.
 ReMoE and smooth top-k have no fixed number of experts per token and run without a capacity, which

@@ -73,7 +73,7 @@ class RoutingTrainer(Trainer):
         model: the model to train.
         args: from `training_arguments`.
         data: items in training order.
-        told: called with the number of steps done and their total.
+        on_step: called with the number of steps done and their total.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class RoutingTrainer(Trainer):
             if self.args.should_save:
                 mark_complete(folder, step)
         except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)  # half a checkpoint is of use to nobody
+            shutil.rmtree(folder, ignore_errors=True)  # it is incomplete
             raise
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

@@ -58,7 +58,7 @@ def unit_reflector(normal):
 def next_swap(slope, height, side, here, tolerance):
     """Next change of the coalition on a line after `here`: (place, leaving, entering, runner-up).
 
-    Slopes that cannot be told apart give the runner-up the place itself: no safety.
+    Slopes that differ by less than the tolerance return `here` as runner-up, which gives safety 0.
     """
     first, second, leaving, entering = np.inf, np.inf, -1, -1
     for i in range(len(side)):

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.func import jacrev, vmap
 
 from tieline.lab.attention.moe import attention_as_moe
+from tieline.lab.attention.sigmoid import HeadWeights
 from tieline.lab.claims.checks import at_least, at_most, corrected, near, under_condition
 from tieline.lab.claims.claim import Check, ClaimRun, Evidence, Verdict
 from tieline.lab.claims.mixtures import (
@@ -53,7 +54,7 @@ def attention(run: ClaimRun) -> Evidence:
             weights = scores.softmax(dim=1) if kind == "softmax" else scores.sigmoid()
             rows[name] = weights @ (sequence @ w_v)
         for i in range(tokens):
-            mixture = attention_as_moe(x, w_q, w_k, w_v, row=i, kind=kind)
+            mixture = attention_as_moe(x, HeadWeights(w_q, w_k, w_v), row=i, kind=kind)
             worst.append(float((mixture.output - rows["own"][i]).abs().max()))
             worst.append(float((mixture(other.flatten()) - rows["other"][i]).abs().max()))
     return Evidence(

@@ -150,7 +150,7 @@ def consolidate(checkpoint: Path | None) -> None:
     }
     read_shards(checkpoint / SHARDS, tensors, alone=True)
     moments = {name for name in tensors if name.partition(".")[0].isdigit()}
-    # weights last: their file tells that the checkpoint is consolidated
+    # weights last: `is_sharded` looks for their file
     for file, names in ((OPTIMIZER, moments), (WEIGHTS, tensors.keys() - moments)):
         partial = checkpoint / f".{file}.partial"
         save_file({name: tensors[name] for name in sorted(names)}, partial, {"format": "pt"})
