@@ -351,7 +351,7 @@ def rate_study(
     plan, store = case.plan, None if results is None else RateStore(results)
     if store is not None:
         store.check()
-    rows = _known(plan, store)
+    rows = _stored_rows(plan, store)
     blocks = plan_blocks(plan, list(rows))
     total = sum(plan.sizes) * len(plan.radii) * plan.repetitions
     done = total - sum(block.rows for block in blocks)
@@ -374,11 +374,13 @@ def rate_study(
 def study_seconds(plan: RatePlan, results: Path | None = None, jobs: int = -1) -> float:
     """Estimate how long the study takes, without what `results` holds already."""
     store = None if results is None else RateStore(results)
-    blocks = plan_blocks(plan, list(_known(plan, store)))
+    blocks = plan_blocks(plan, list(_stored_rows(plan, store)))
     return estimate_seconds(plan, blocks, (os.cpu_count() or 1) if jobs == -1 else jobs)
 
 
-def _known(plan: RatePlan, store: "RateStore | None") -> dict[tuple[int, float, int], RateRow]:
+def _stored_rows(
+    plan: RatePlan, store: "RateStore | None"
+) -> dict[tuple[int, float, int], RateRow]:
     """Rows of the store that lie on the plan's grid, by their grid point."""
     rows = [] if store is None else store.load(plan.key)
     grid = {(n, r, i) for n in plan.sizes for r in plan.radii for i in range(plan.repetitions)}

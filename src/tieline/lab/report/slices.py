@@ -160,7 +160,7 @@ def slice_page(
         side=SIDE,
         cells=list(_svg_cells(cut)),
         lines=list(_svg_lines(cut)),
-        marks=[_place(mark, cut) for mark in cut.marks],
+        marks=[_pixel(mark, cut) for mark in cut.marks],
         legend=_legend(cut),
         sentences=sentences,
         heading=f"Largest cells ({min(MOST_LISTED, len(cut.cells))} of {len(cut.cells)})",
@@ -280,18 +280,18 @@ def _svg_lines(cut: Slice) -> Iterator[tuple[tuple[float, float], tuple[float, f
     drawn += [(wall, "#000", 1.1) for wall in _walls(cut)]
     drawn += [(edge, WARN, 3.0) for edge in (cut.support.outline if cut.support else [])]
     for (first, second), colour, width in drawn:
-        yield _place(first, cut), _place(second, cut), colour, width
+        yield _pixel(first, cut), _pixel(second, cut), colour, width
 
 
 def _corners(corners: Points, cut: Slice) -> str:
-    return " ".join(f"{x:.1f},{y:.1f}" for x, y in (_place(corner, cut) for corner in corners))
+    return " ".join(f"{x:.1f},{y:.1f}" for x, y in (_pixel(corner, cut) for corner in corners))
 
 
 def _ring(corners: Points, cut: Slice) -> str:
     return "" if not corners else f"M{_corners(corners, cut).replace(' ', 'L')}Z"
 
 
-def _place(corner: Sequence[float], cut: Slice) -> tuple[float, float]:
+def _pixel(corner: Sequence[float], cut: Slice) -> tuple[float, float]:
     """A point of the plane in pixels of the page."""
     (left, low), (right, high) = cut.window[0], cut.window[2]
     return SIDE * (corner[0] - left) / (right - left), SIDE * (high - corner[1]) / (high - low)
