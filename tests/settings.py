@@ -1,7 +1,6 @@
 """The settings classes of all jobs, their functions, and the rules between their fields."""
 
 from tieline.analysis.settings import (
-    CaptureSettings,
     CheckSettings,
     ConvertSettings,
     DiffSettings,
@@ -15,9 +14,10 @@ from tieline.lab.settings import (
     TrainSettings,
     UpcycleSettings,
 )
+from tieline.run.settings import CaptureSettings
 
 JOBS = {
-    CaptureSettings: ("tieline.analysis.engine_runs", "capture_engine"),
+    CaptureSettings: ("tieline.engines.sources", "capture_engine"),
     CheckSettings: ("tieline.analysis.check", "check"),
     ConvertSettings: ("tieline.analysis.convert", "convert"),
     DiffSettings: ("tieline.analysis.diff", "diff"),

@@ -3,10 +3,10 @@
 import pytest
 
 from tests.models.test_streaming import in_groups, saved
-from tieline.analysis.engine_runs import capture_engine
 from tieline.analysis.inspect import inspect
 from tieline.analysis.jump import JumpSettings
 from tieline.core.errors import ParameterError
+from tieline.engines.sources import capture_engine
 from tieline.measure.measure_records import MeasureSettings
 from tieline.models.loading import load_model, use_experts
 from tieline.trace.record import identical

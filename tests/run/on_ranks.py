@@ -5,10 +5,10 @@ import json
 import torch
 
 from tieline.analysis.diff import diff
-from tieline.analysis.engine_runs import capture_engine
 from tieline.analysis.inspect import inspect
 from tieline.analysis.precision import audit
 from tieline.analysis.smooth import smooth
+from tieline.engines.sources import capture_engine
 
 
 def inspected(parallel, tokens=1536):

@@ -7,11 +7,11 @@ import torch.distributed as dist
 from tests.lab.training.parallel.ranks import Ranks as Processes
 from tests.run.on_ranks import audited, captured, compared, inspected, repaired
 from tieline.analysis.diff import diff
-from tieline.analysis.engine_runs import capture_engine
 from tieline.analysis.precision import audit
 from tieline.analysis.smooth import smooth
 from tieline.core.errors import ParameterError
 from tieline.core.statistics import SequenceSums
+from tieline.engines.sources import capture_engine
 from tieline.run import processes
 from tieline.run.processes import Ranks
 

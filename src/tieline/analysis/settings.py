@@ -17,132 +17,38 @@ from tieline.core.settings import (
     at_least,
     one_of,
     read_layers,
-    read_memory,
     read_names,
     require_setting,
     setting,
+)
+from tieline.run.settings import (
+    DTYPES,
+    PARALLEL,
+    ModelOptions,
+    ModelSettings,
+    SeedSettings,
+    SequenceSettings,
+    Text,
+    TextSettings,
 )
 
 __all__ = [
     "AuditOptions",
     "AuditSettings",
-    "CaptureOptions",
-    "CaptureSettings",
     "CheckOptions",
     "CheckSettings",
     "ConvertOptions",
     "ConvertSettings",
     "DiffOptions",
     "DiffSettings",
-    "HubSettings",
     "InspectOptions",
     "InspectSettings",
     "MergeOptions",
     "MergeSettings",
-    "ModelOptions",
-    "ModelSettings",
     "RouteFileSettings",
-    "SeedSettings",
-    "SequenceSettings",
     "SmoothOptions",
     "SmoothSettings",
-    "StreamSettings",
-    "TextSettings",
 ]
-
-Text = str | Path | None
-"""A text, the path of a file, or None for the text in the box."""
-
-DTYPES = ("auto", "fp32", "bf16", "fp16")
-PARALLEL = ("data", "tp", "ep", "pp", "fsdp")
-TRANSFORMERS = "transformers"
-
-
-class TextSettings(Settings):
-    """What is routed."""
-
-    text: Text = setting(
-        None, kind=Path, help="Text to run, UTF-8, or - for stdin; by default the one in the box."
-    )
-    tokens: int = setting(16384, check=at_least(1), help="How many tokens of the text.")
-    batch_size: int = setting(8, check=at_least(1), help="Sequences per forward pass.")
-
-
-class SequenceSettings(TextSettings):
-    """What is routed, cut into sequences of a chosen length."""
-
-    sequence_length: int | None = setting(
-        None,
-        check=at_least(2),
-        help="Tokens per sequence; by default 512, or what the model takes if less.",
-    )
-
-
-class SeedSettings(Settings):
-    """The seed of jobs that draw random numbers."""
-
-    seed: int = setting(0, check=at_least(0), help="Seed of all random numbers.")
-
-
-class HubSettings(Settings):
-    """Where a model is from, and where it runs."""
-
-    device: str = setting("cpu", help="cpu, cuda, cuda:1, ... or auto.")
-    revision: str | None = setting(None, help="Branch, tag or commit on the hub.")
-    trust_remote_code: bool = setting(False, help="Allow code that comes with MODEL to run.")
-
-
-class StreamSettings(Settings):
-    """How a model larger than memory, or shared by processes, is run."""
-
-    stream: bool | None = setting(
-        None,
-        option="--stream/--no-stream",
-        show_default=False,
-        help="Read the weights layer by layer; by default where they exceed the free memory.",
-    )
-    memory: int | None = setting(
-        None,
-        read=read_memory,
-        check=above(0.0),
-        metavar="8G",
-        help="Memory that a streamed model may take; by default all free.",
-    )
-    keep_downloads: bool = setting(
-        True, option="--keep/--no-keep", help="Keep files fetched from the hub to be streamed."
-    )
-    parallel: str | None = setting(
-        None,
-        check=one_of(*PARALLEL),
-        metavar="|".join(PARALLEL),
-        help="Under torchrun: how processes share the work; by default the text (data).",
-    )
-
-
-class ModelSettings(StreamSettings, HubSettings):
-    """How a model is opened."""
-
-    @property
-    def loading(self) -> dict[str, Any]:
-        """Arguments of `Model.open`."""
-        names = ("device", "revision", "trust_remote_code", "stream", "memory", "parallel")
-        return {name: getattr(self, name) for name in names} | {"keep": self.keep_downloads}
-
-
-class ModelOptions(TypedDict, total=False):
-    """Keyword arguments of jobs that open a model and run a text."""
-
-    text: Text
-    tokens: int
-    batch_size: int
-    seed: int
-    device: str
-    revision: str | None
-    trust_remote_code: bool
-    stream: bool | None
-    memory: int | str | None
-    keep_downloads: bool
-    parallel: str | None
 
 
 class InspectSettings(ModelSettings, SeedSettings, SequenceSettings):
@@ -446,73 +352,6 @@ class SmoothOptions(ModelOptions, total=False):
     calibration: int
     rounds: int
     experts_impl: str | None
-
-
-class CaptureSettings(StreamSettings, SequenceSettings):
-    """Options of `capture_engine` and `tieline capture`."""
-
-    engine: str = setting(TRANSFORMERS, help="transformers, vllm, mlx or llama.cpp.")
-    ids: str | Path | Sequence[Any] | None = setting(
-        None, kind=Path, help="Token ids to run: .npy, .npz, .safetensors or JSON."
-    )
-    tokens_from: Any = setting(
-        None, kind=Path, help="Run the tokens of this trace or file of routes."
-    )
-    tokenizer: str | Path | None = setting(
-        None, kind=str, help="Model whose tokenizer cuts the text, for a GGUF."
-    )
-    tokens: int = setting(4096, check=at_least(1), help="How many tokens of the text.")
-    sequence_length: int = setting(256, check=at_least(2), help="Tokens per document.")
-    dtype: str = setting(
-        "auto", help="fp32 (which auto means here), bf16 or fp16, where it can choose."
-    )
-    engine_python: str | Path | None = setting(
-        None, kind=Path, help="Python that the engine is installed in."
-    )
-    engine_defaults: bool = setting(False, help="All settings as the engine has them by default.")
-    scores: bool = setting(
-        True, option="--no-scores", help="Keep the choice alone, without scores."
-    )
-
-    def check(self) -> None:
-        """Refuse two sources of tokens, and options of another engine."""
-        sources = (self.text, self.ids, self.tokens_from)
-        several = sum(source is not None for source in sources) > 1
-        require_setting(not several, "{text}, {ids} and {tokens_from} exclude each other: name one")
-        if self.engine == TRANSFORMERS:
-            other = "{%s} is for other engines than transformers"
-            require_setting(self.engine_python is None, other % "engine_python")
-            require_setting(not self.engine_defaults, other % "engine_defaults")
-        else:
-            require_setting(
-                not self.stream, "{stream} is for transformers: other engines load the whole model"
-            )
-            require_setting(
-                self.parallel is None,
-                "{engine} {name} runs by itself: capture with it in one process, without torchrun",
-                name=self.engine,
-            )
-
-
-class CaptureOptions(TypedDict, total=False):
-    """Keyword arguments of `capture_engine`."""
-
-    text: Text
-    tokens: int
-    batch_size: int
-    sequence_length: int
-    stream: bool | None
-    memory: int | str | None
-    keep_downloads: bool
-    parallel: str | None
-    engine: str
-    ids: str | Path | Sequence[Any] | None
-    tokens_from: Any
-    tokenizer: str | Path | None
-    dtype: str
-    engine_python: str | Path | None
-    engine_defaults: bool
-    scores: bool
 
 
 class RouteFileSettings(Settings):

@@ -5,12 +5,12 @@ from typing import Annotated
 
 import typer
 
-from tieline.analysis.settings import CaptureSettings
 from tieline.cli.app import app, guarded
 from tieline.cli.deliver import Outputs, deliver, progress_bars
 from tieline.cli.options import Html, Json, ModelName, Overwrite
 from tieline.cli.ranks import joined
 from tieline.core.errors import require
+from tieline.run.settings import CaptureSettings
 
 
 @app.command()
@@ -35,9 +35,9 @@ def capture(
     outputs.check(model, settings.text, settings.ids, settings.tokens_from)
     require(list_engines or out is not None, "name the folder of the trace with -o")
     with progress_bars() as progress, joined(settings.parallel, "capturing") as parallel:
-        from tieline.analysis.engine_runs import capture_engine
         from tieline.analysis.sources import quiet_transformers
         from tieline.engines.registry import list_engines as all_engines
+        from tieline.engines.sources import capture_engine
 
         quiet_transformers()
         if list_engines:

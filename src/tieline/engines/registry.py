@@ -29,9 +29,8 @@ from tieline.core.errors import ParameterError, require
 from tieline.core.files import cache_folder
 from tieline.core.records import Result
 from tieline.core.settings import SettingError, require_setting
+from tieline.run.settings import TRANSFORMERS
 
-TRANSFORMERS = "transformers"
-"""The engine that runs in this process."""
 WORKERS = Path(__file__).parent / "workers"
 PROBE_SECONDS = 60
 

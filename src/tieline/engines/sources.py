@@ -4,6 +4,8 @@
     EngineSource("model.gguf", "llama.cpp").trace(documents)
     TransformersSource(Model.open("demo")).trace(documents)
 
+    capture_engine(model, engine="vllm")       both steps in one, as `tieline capture` does
+
 The tokens come from a tokenizer of transformers, never from the engine, so that every source traces
 the same.
 """
@@ -11,7 +13,7 @@ the same.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, Unpack, runtime_checkable
 
 import numpy as np
 import torch
@@ -19,18 +21,24 @@ from jaxtyping import Int
 from torch import Tensor
 
 from tieline.core.errors import require
-from tieline.engines.capture import EngineRun, RunOptions, run_engine
+from tieline.core.settings import require_setting, takes_settings
+from tieline.engines.capture import EngineCapture, EngineRun, RunOptions, captured, run_engine
 from tieline.engines.process import Progress
-from tieline.engines.registry import engine_named
+from tieline.engines.registry import TRANSFORMERS, engine_named, find_python
 from tieline.models.capture import capture
 from tieline.models.demo import DEMO_FOLDER, is_demo
+from tieline.models.loading import load_tokenizer
 from tieline.models.model import Model
 from tieline.models.running import batches
 from tieline.run.corpus import Text, as_text, tokenise
 from tieline.run.plan import Pass, Phase, Plan
 from tieline.run.processes import Ranks
 from tieline.run.runner import Runner
+from tieline.run.settings import CaptureOptions, CaptureSettings
+from tieline.trace.folders import INDEX
+from tieline.trace.readers import import_trace, token_documents
 from tieline.trace.record import RoutingTrace, select_tokens, token_sequences
+from tieline.trace.store import load_trace
 
 MOST_TEXTS = 512
 """Tokens whose text is compared with that in a GGUF."""
@@ -167,3 +175,74 @@ class TransformersSource:
         trace = ranks.join_trace(trace)
         provenance = trace.provenance | ranks.provenance()
         return documents.numbered(replace(trace, provenance=provenance))
+
+
+@takes_settings(CaptureSettings)
+def capture_engine(
+    model: str | Path = "demo",
+    *,
+    output: str | Path | None = None,
+    settings: CaptureSettings | None = None,
+    progress: Progress | None = None,
+    **options: Unpack[CaptureOptions],
+) -> EngineCapture:
+    """Run a model in an engine and record what its routers choose.
+
+    Args:
+        model: a folder, a hub id or "demo"; for llama.cpp a GGUF file.
+        output: name of the folder that the trace will be saved in, for the record.
+        settings: the options; keyword arguments change single ones. `text` may also be the text
+            itself, `ids` lists of ids, `tokens_from` a trace. With `parallel`, all processes must
+            call, and all get the result.
+        progress: called with stage, done and total.
+    """
+    settings = CaptureSettings.of(settings, options)
+    if settings.engine != TRANSFORMERS:  # before anything is loaded
+        find_python(engine_named(settings.engine), settings.engine_python)
+    documents = _documents(model, settings)
+    trace = _source(model, settings).trace(documents, progress)
+    trace = replace(trace, provenance=trace.provenance | {"text": documents.origin})
+    return captured(trace, str(model), settings.engine, str(output or ""))
+
+
+def _source(model: str | Path, settings: CaptureSettings) -> TraceSource:
+    """The engine, or the model of transformers, that routes the tokens."""
+    if settings.engine != TRANSFORMERS:
+        dtype = "fp32" if settings.dtype == "auto" else settings.dtype
+        python, defaults = settings.engine_python, settings.engine_defaults
+        run_options = RunOptions(python, dtype, defaults, scores=settings.scores)
+        return EngineSource(model, settings.engine, run_options)
+    loaded = Model.open(
+        model,
+        dtype=settings.dtype,
+        parallel=settings.parallel,
+        stream=settings.stream,
+        memory=settings.memory,
+        keep=settings.keep_downloads,
+    )
+    return TransformersSource(loaded, settings.batch_size, settings.parallel, settings.memory)
+
+
+def _documents(model: str | Path, settings: CaptureSettings) -> TokenDocuments:
+    """The documents that were given, those of a trace, or those of a text."""
+    tokenizer, source = settings.tokenizer, settings.tokens_from
+    vocabulary = None if tokenizer is None else vocabulary_sample(load_tokenizer(tokenizer))
+    if settings.ids is not None:
+        return TokenDocuments.of_ids(list(token_documents(settings.ids) or ()), vocabulary)
+    if source is not None:
+        return TokenDocuments.of_trace(_read_trace(source), vocabulary)
+    tokenizer_model = model if tokenizer is None else tokenizer
+    require_setting(
+        not str(tokenizer_model).endswith(".gguf"),
+        "a GGUF has no tokenizer of transformers: name a model that has the same with {tokenizer}, "
+        "or the tokens with {ids} or {tokens_from}",
+    )
+    loaded = load_tokenizer(tokenizer_model)
+    return TokenDocuments.of_text(loaded, settings.text, settings.tokens, settings.sequence_length)
+
+
+def _read_trace(source: str | Path | RoutingTrace) -> RoutingTrace:
+    """A trace, the folder of one, or a file of routes."""
+    if isinstance(source, RoutingTrace):
+        return source
+    return load_trace(source) if (Path(source) / INDEX).is_file() else import_trace(source)

@@ -1,6 +1,6 @@
 """Settings of the jobs of the laboratory: one class per job, one field per option.
 
-See `tieline.analysis.settings`, which has the groups of options that jobs share. Nothing large is
+See `tieline.run.settings`, which has the groups of options that jobs share. Nothing large is
 imported here: the command line makes its options from these classes.
 """
 
@@ -9,7 +9,6 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
-from tieline.analysis.settings import DTYPES, HubSettings, SeedSettings, Text, TextSettings
 from tieline.core.settings import (
     above,
     at_least,
@@ -20,6 +19,7 @@ from tieline.core.settings import (
     require_setting,
     setting,
 )
+from tieline.run.settings import DTYPES, HubSettings, SeedSettings, Text, TextSettings
 
 __all__ = [
     "DesignOptions",
