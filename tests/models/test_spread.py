@@ -19,7 +19,7 @@ from tieline.models.spread import (
     check_parallel,
     check_rounding,
     distributed_config,
-    own_part,
+    local_shard,
 )
 
 
@@ -126,7 +126,7 @@ def _parts():
     for place, axis in ((Shard(0), -1), (Replicate(), -1), (Shard(2), -1), (Shard(2), 1)):
         tensor = DTensor.from_local(whole.clone(), mesh, [place])
         try:
-            own_part(tensor, axis).data = -whole
+            local_shard(tensor, axis).data = -whole
             told.append(tensor.to_local().equal(-whole))
         except UnsupportedModelError as problem:
             told.append(str(problem))
@@ -134,7 +134,7 @@ def _parts():
 
 
 def test_a_part_is_changed_for_the_whole_tensor_unless_it_is_cut_along_a_scale():
-    assert own_part(torch.ones(3)).tolist() == [1, 1, 1]
+    assert local_shard(torch.ones(3)).tolist() == [1, 1, 1]
     group = Ranks(1)
     try:
         ((first, second, along, across),) = group.run(_parts)

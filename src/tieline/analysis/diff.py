@@ -40,7 +40,7 @@ from tieline.core.numerics import one_thread
 from tieline.core.settings import require_setting, takes_settings
 from tieline.engines.registry import split_side
 from tieline.models.capture import capture
-from tieline.models.emulate import FORMATS, Parts, emulate
+from tieline.models.emulate import FORMATS, Region, emulate
 from tieline.models.loading import LoadedModel, use_experts
 from tieline.models.running import batches, forward, only_running
 from tieline.models.spread import UNROUNDED, check_parallel, check_rounding
@@ -398,7 +398,7 @@ def reference_run(
     sequences: Sequence[Int[Tensor, " _"]],
     expected: Expected | None,
     batch_size: int,
-    parts: Parts | None = None,
+    parts: Region | None = None,
 ) -> RoutingTrace | None:
     """A run of a model in the expected format, next to its own run in float32.
 
@@ -417,7 +417,7 @@ def reference_run(
     ]
     if expected is None or expected.name not in FORMATS or not exact:
         return None
-    told: list[Parts] = [side.parts for side in sides if side.emulated == expected.name]
+    told: list[Region] = [side.parts for side in sides if side.emulated == expected.name]
     side = Side(sides[exact[0]].model, expected.name, parts or (told[0] if told else "all"))
     lengths = np.cumsum([len(sequence) for sequence in sequences])
     count = max(1, int(np.searchsorted(lengths, REFERENCE_TOKENS, side="right")))
@@ -439,7 +439,7 @@ class Side(NamedTuple):
 
     model: nn.Module
     emulated: str | None = None
-    parts: Parts = "all"
+    parts: Region = "all"
 
 
 def diff_models(

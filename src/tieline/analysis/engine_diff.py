@@ -37,7 +37,7 @@ from tieline.engines.sources import (
     engine_model,
     vocabulary_sample,
 )
-from tieline.models.emulate import FORMATS, Parts
+from tieline.models.emulate import FORMATS, Region
 from tieline.models.loading import LoadedModel, load_tokenizer
 from tieline.models.running import batches
 from tieline.run.corpus import Text, default_length
@@ -313,7 +313,7 @@ def _rounding(trace: RoutingTrace) -> str | None:
     )
 
 
-def _emulated_parts(a: _SideRun, b: _SideRun, expected: Expected | None) -> Parts | None:
+def _emulated_parts(a: _SideRun, b: _SideRun, expected: Expected | None) -> Region | None:
     """Whether the side in the expected format leaves its routers in float32."""
     for run in (a, b):
         same = expected is not None and _rounding(run.trace) == expected.name

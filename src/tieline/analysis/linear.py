@@ -12,7 +12,7 @@ from tieline.measure.flips import logit_view
 from tieline.measure.measures import scored
 from tieline.models.emulate import logits_matrix
 from tieline.models.families import find_routers
-from tieline.models.spread import whole
+from tieline.models.spread import full_tensor
 from tieline.trace.record import LayerTrace, RoutingTrace, take_tokens
 
 PROBES = 64
@@ -48,7 +48,7 @@ def linear_weights(model: nn.Module, trace: RoutingTrace) -> dict[str, Tensor]:
         router = here[layer.name]
         matrix = logits_matrix(router)
         if matrix is not None and layer.inputs is not None and scored(layer) == "ok":
-            matrix = whole(matrix.detach())[: layer.facts.n_experts].float().cpu()
+            matrix = full_tensor(matrix.detach())[: layer.facts.n_experts].float().cpu()
             if _explains(layer, matrix, router_offset(router, len(matrix))):
                 weights[layer.name] = matrix
     return weights
@@ -59,7 +59,7 @@ def router_offset(router: nn.Module, experts: int) -> Tensor | float:
     bias = getattr(router, "bias", None)
     if not isinstance(bias, Tensor) or bias.shape != (experts,) or bias.is_meta:
         return 0.0
-    return whole(bias.detach()).double().cpu()
+    return full_tensor(bias.detach()).double().cpu()
 
 
 def _explains(layer: LayerTrace, matrix: Tensor, offset: Tensor | float) -> bool:

@@ -47,7 +47,7 @@ from tieline.models.capture import Recorder
 from tieline.models.families import RouterFamily, family_of
 from tieline.models.router_call import Choice, RouterOutput, override_choice
 from tieline.models.selection import combine_rule, family_scale, renormalises
-from tieline.models.spread import gathered_weights, gathering_unit, whole
+from tieline.models.spread import full_tensor, gathered_weights, gathering_unit
 from tieline.trace.record import SPAN, LayerTrace, take_tokens, token_hash
 
 PerToken = Float[Tensor, " tokens"]
@@ -249,7 +249,7 @@ def _entering_weight(some: LayerTrace, family: RouterFamily, router: nn.Module) 
         ratio = raw[0] / raw[1].clamp(min=TINY)
     scale = family_scale(family, router)
     if isinstance(scale, Tensor) and scale.numel() > 1:
-        factor = whole(scale.detach()).float().cpu()
+        factor = full_tensor(scale.detach()).float().cpu()
         ratio = ratio * factor[entering] / factor[leaving]
     return some.weights[:, k - 1] * ratio
 

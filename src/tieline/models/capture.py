@@ -205,21 +205,21 @@ class LayerObserver:
         reason = self.family.refused_in_training
         if reason is not None and router.training:
             raise UnsupportedModelError(f"layer {self.name!r} ({self.family.name}): {reason}")
-        found = self._kept_rows(read_output(self.family, router, call, output), batch)
+        routed = self._kept_rows(read_output(self.family, router, call, output), batch)
         smoothed = hasattr(router, HANDLER)  # its own choice is no top-k: the scores alone rank
-        ids = found.ids[:, :0] if smoothed else found.ids
-        selection = select(self.family, router, found.logits, call)
+        ids = routed.ids[:, :0] if smoothed else routed.ids
+        selection = select(self.family, router, routed.logits, call)
         check_finite(selection.scores, self.name, batch)
         scores, group_gap = selection.scores, None
         if selection.limit is not None:
             scores, group_gap = restrict(scores, ids, selection.limit)
         k = int(attrgetter(self.family.k)(router)) if smoothed else ids.shape[1]
-        self._slots = self._slots or (found.ids.shape[1] if smoothed else k)
+        self._slots = self._slots or (routed.ids.shape[1] if smoothed else k)
         ranking = self._rank(at_least_single(scores), ids, k, selection)
         weights = _in_order(
-            found, ranking.kept.indices if smoothed else ranking.kept.indices[:, :k]
+            routed, ranking.kept.indices if smoothed else ranking.kept.indices[:, :k]
         )
-        faded, used = weights[:, k:], (found.weights != 0).sum(dim=1)
+        faded, used = weights[:, k:], (routed.weights != 0).sum(dim=1)
         return LayerTrace(
             name=self.name,
             facts=ranking.facts,
@@ -235,25 +235,25 @@ class LayerObserver:
             used=_to_cpu(used, torch.int32) if smoothed else None,
         )
 
-    def _kept_rows(self, found: RouterOutput, batch: Batch) -> RouterOutput:
+    def _kept_rows(self, routed: RouterOutput, batch: Batch) -> RouterOutput:
         require(
-            len(found.logits) == batch.routed,
-            f"layer {self.name!r} routed {len(found.logits)} tokens of a batch of {batch.routed}; "
+            len(routed.logits) == batch.routed,
+            f"layer {self.name!r} routed {len(routed.logits)} tokens of a batch of {batch.routed}; "
             "a trace needs layers that see the same tokens: choose them with `layers`, or capture "
             "the part of the model that runs them",
             TielineError,
         )
         if batch.kept is None:
-            return found
-        kept = batch.kept.to(found.logits.device)
-        return RouterOutput(*(tensor.index_select(0, kept) for tensor in found))
+            return routed
+        kept = batch.kept.to(routed.logits.device)
+        return RouterOutput(*(tensor.index_select(0, kept) for tensor in routed))
 
     def _rank(self, scores: Tensor, ids: Tensor, k: int, selection: Selection) -> _Ranking:
         """Rank the scores and verify the ranks against the router's own choice `ids`, if any."""
         experts = scores.shape[1]
         ranks = self._settings.ranks
-        wanted = experts if ranks is None else max(k + ranks, self._slots)
-        needed = min(max(wanted, k + NEIGHBOURS + 1), experts)
+        kept_ranks = experts if ranks is None else max(k + ranks, self._slots)
+        needed = min(max(kept_ranks, k + NEIGHBOURS + 1), experts)
         if not self._verified:
             check_distinct(ids, self.name, self.family.name)
         ranked = ranked_choice(scores, ids, k, needed)
@@ -261,7 +261,7 @@ class LayerObserver:
             selected, threshold = scores.gather(1, ids), ranked.values[:, k - 1]
             check_selected(selected, threshold, selection.rounding, self.name, self.family.name)
         self._verified = True
-        kept = Ranked(ranked.values[:, :wanted], ranked.indices[:, :wanted])
+        kept = Ranked(ranked.values[:, :kept_ranks], ranked.indices[:, :kept_ranks])
         return _Ranking(scores, ranked, kept, self._facts(experts, k, selection))
 
     def _facts(self, experts: int, k: int, selection: Selection) -> LayerFacts:
@@ -307,12 +307,12 @@ class LayerObserver:
         return _to_cpu(states, torch.float32)
 
 
-def _in_order(found: RouterOutput, experts: Int[Tensor, "tokens ranks"]) -> Tensor:
+def _in_order(routed: RouterOutput, experts: Int[Tensor, "tokens ranks"]) -> Tensor:
     """Combine weights of these experts, 0 for one that is not in use."""
-    if torch.equal(experts, found.ids):
-        return found.weights
-    of_all = found.weights.new_zeros(found.logits.shape)
-    return of_all.scatter_add_(1, found.ids, found.weights).gather(1, experts)
+    if torch.equal(experts, routed.ids):
+        return routed.weights
+    of_all = routed.weights.new_zeros(routed.logits.shape)
+    return of_all.scatter_add_(1, routed.ids, routed.weights).gather(1, experts)
 
 
 def near_counts(
@@ -420,7 +420,7 @@ class Recorder:
     def begin(self, arguments: Mapping[str, Any]) -> None:
         """Start a forward pass of the model with these arguments."""
         self._open.pop(threading.get_ident(), None)
-        before = self.n_tokens + sum(len(one.batch.tokens) for one in self._open.values())
+        before = self.n_tokens + sum(len(running.batch.tokens) for running in self._open.values())
         batch = self._counter.read(arguments)
         self._open[threading.get_ident()] = OpenPass(batch, before, {})
 
@@ -443,10 +443,10 @@ class Recorder:
         here = self._open.pop(threading.get_ident(), None)
         if here is None or len(here.batch.tokens) == 0:
             return
-        batch, _, found = here
-        self._check_layers(tuple(found))
+        batch, _, records = here
+        self._check_layers(tuple(records))
         self.n_tokens += len(batch.tokens)
-        layers = tuple(found.values())
+        layers = tuple(records.values())
         if self._sink is None:
             self._passes.append(self._trace(layers, batch))
             return
@@ -458,13 +458,13 @@ class Recorder:
 
         The router inputs are handed over: the passes themselves keep none for this layer.
         """
-        parts = []
-        for one in self._open.values():
-            if name not in one.layers:
+        traces = []
+        for running in self._open.values():
+            if name not in running.layers:
                 return None
-            parts.append(self._trace((one.layers[name],), one.batch))
-            one.layers[name] = replace(one.layers[name], inputs=None)
-        return concatenate(parts) if parts else None
+            traces.append(self._trace((running.layers[name],), running.batch))
+            running.layers[name] = replace(running.layers[name], inputs=None)
+        return concatenate(traces) if traces else None
 
     @property
     def called(self) -> list[str]:
@@ -474,9 +474,9 @@ class Recorder:
     def restore(self, layer: LayerTrace) -> None:
         """Take a layer that an earlier run recorded, for the passes that are under way."""
         start = 0
-        for one in self._open.values():
-            stop = start + len(one.batch.tokens)
-            one.layers[layer.name] = take_tokens(layer, slice(start, stop))
+        for running in self._open.values():
+            stop = start + len(running.batch.tokens)
+            running.layers[layer.name] = take_tokens(layer, slice(start, stop))
             start = stop
 
     def trace(self) -> RoutingTrace:
@@ -684,10 +684,10 @@ def check_selected(
     short = threshold - selected.amin(dim=1) > tolerance
     if bool(short.any()):
         count, first = int(short.sum()), int(short.nonzero()[0])
-        found = torch.stack([selected[first].amin(), threshold[first]]).tolist()
+        lowest, needed = torch.stack([selected[first].amin(), threshold[first]]).tolist()
         why = (
             f"{count} of {len(short)} tokens chose an expert that its scores do not rank among "
-            f"the first {selected.shape[1]}; the first has {found[0]:.9g} < {found[1]:.9g}"
+            f"the first {selected.shape[1]}; the first has {lowest:.9g} < {needed:.9g}"
         )
         raise _refusal(layer, family, why)
 

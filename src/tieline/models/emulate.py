@@ -1,6 +1,6 @@
 """Run a model in a lower precision or with noise, by rounding and hooks, in float32.
 
-    with emulate(model, "fp8_e4m3", parts="router"):
+    with emulate(model, "fp8_e4m3", region="router"):
         model(input_ids=ids)
 
 emulate       rounds weights once, on entry, and activations where a matrix product takes them in;
@@ -10,7 +10,7 @@ score_noise   adds N(0, σ²) to every logit of every router
 state_noise   adds N(0, (ρ · rms(x))²) to every coordinate of a hidden state x: of the routers'
               inputs alone, or of the output of every routed decoder layer
 
-    parts     what is in the format
+    region    what is in the format
     router    the routers alone: their matrix, their input and, for bf16 and fp16, their logits
     all       the whole model; formats of 8 and 4 bits spare embeddings, output head and vectors
     others    the whole model but its routers
@@ -48,7 +48,7 @@ from torch.overrides import TorchFunctionMode
 
 from tieline.core.errors import UnsupportedModelError, require
 from tieline.models.families import family_of, find_routers
-from tieline.models.spread import own_part
+from tieline.models.spread import local_shard
 
 GROUP_SIZE = 32
 """Inputs that share a scale in the formats per group."""
@@ -346,7 +346,7 @@ def state_noise(
     model: nn.Module,
     ratio: float,
     generator: torch.Generator,
-    parts: Literal["router", "all"] = "router",
+    region: Literal["router", "all"] = "router",
 ) -> Iterator[None]:
     """Inside the block, hidden states have noise of `ratio` times their root mean square.
 
@@ -354,11 +354,11 @@ def state_noise(
         model: a Mixture-of-Experts model, or one of its routers.
         ratio: ρ.
         generator: source of the noise, on the CPU.
-        parts: "router" for the routers' inputs alone, "all" for the output of every decoder layer
+        region: "router" for the routers' inputs alone, "all" for the output of every decoder layer
             that has a router.
     """
     require(ratio >= 0, f"noise must be >= 0, got ratio={ratio}")
-    require(parts in ("router", "all"), f"parts: router or all, got {parts!r}")
+    require(region in ("router", "all"), f"region: router or all, got {region!r}")
 
     def noisy_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return _noisy(args[0], ratio, generator), *args[1:]
@@ -370,7 +370,7 @@ def state_noise(
 
     handles = []
     for name, router in modular_routers(model).items():
-        if parts == "router":
+        if region == "router":
             handles.append(router.register_forward_pre_hook(noisy_input))
         else:
             layer = model.get_submodule(name.rpartition(".")[0].rpartition(".")[0])
@@ -411,7 +411,7 @@ def _normal(like: Tensor, generator: torch.Generator) -> Tensor:
     return torch.randn(like.shape, generator=generator).to(like)
 
 
-Parts = Literal["router", "all", "others"]
+Region = Literal["router", "all", "others"]
 
 _ACTIVATION_FIRST = frozenset(
     function
@@ -441,7 +441,7 @@ _ELEMENTWISE = frozenset(
 def emulate(
     model: nn.Module,
     number_format: Format | str,
-    parts: Parts = "router",
+    region: Region = "router",
     keep: Collection[str] = (),
 ) -> Iterator[None]:
     """Inside the block, parts of `model` compute as if they were in the format.
@@ -449,11 +449,11 @@ def emulate(
     Args:
         model: a Mixture-of-Experts model of transformers in float32, or one of its routers.
         number_format: a `Format` or its name in `FORMATS`.
-        parts: "router", "all" or "others".
+        region: "router", "all" or "others".
         keep: names of routers that stay in full precision.
     """
-    wanted = (model, number_format, parts, keep)
-    with rounded_weights(*wanted), rounded_products(*wanted):
+    arguments = (model, number_format, region, keep)
+    with rounded_weights(*arguments), rounded_products(*arguments):
         yield
 
 
@@ -461,28 +461,30 @@ def emulate(
 def rounded_weights(
     model: nn.Module,
     number_format: Format | str,
-    parts: Parts = "router",
+    region: Region = "router",
     keep: Collection[str] = (),
-    rooms: "Rooms | None" = None,
+    buffers: "BufferPool | None" = None,
 ) -> Iterator[None]:
     """Inside the block, the weights that are in memory are rounded; see `emulate`.
 
     Args:
         model: the model, some of whose weights may be on the meta device.
         number_format: a `Format` or its name.
-        parts: "router", "all" or "others".
+        region: "router", "all" or "others".
         keep: names of routers that stay in full precision.
-        rooms: memory to round into; by default new memory.
+        buffers: memory to round into; by default new memory.
     """
-    chosen, routers = _format(number_format, parts), modular_routers(model)
-    found = _weights(model, routers, chosen, parts, kept_names(routers, keep))
-    weights = [(own_part(weight, axis), axis) for weight, axis in found]
+    chosen, routers = _format(number_format, region), modular_routers(model)
+    rounded = _weights(model, routers, chosen, region, kept_names(routers, keep))
+    weights = [(local_shard(weight, axis), axis) for weight, axis in rounded]
     before = [weight.data for weight, _ in weights]
-    with (rooms or Rooms()).lent() as room:
+    with (buffers or BufferPool()).borrow() as allocate_like:
         try:
             for weight, axis in weights:
                 with torch.inference_mode(weight.is_inference()), torch.no_grad():
-                    weight.data = rounded_in_pieces(weight.data, chosen.weights, axis, room)
+                    weight.data = rounded_in_pieces(
+                        weight.data, chosen.weights, axis, allocate_like
+                    )
             yield
         finally:
             for (weight, _), data in zip(weights, before, strict=True):
@@ -493,25 +495,25 @@ def rounded_weights(
 def rounded_products(
     model: nn.Module,
     number_format: Format | str,
-    parts: Parts = "router",
+    region: Region = "router",
     keep: Collection[str] = (),
 ) -> Iterator[None]:
     """Inside the block, what products take in and return is rounded; see `emulate`.
 
     It holds for the thread that enters it.
     """
-    chosen, routers = _format(number_format, parts), modular_routers(model)
+    chosen, routers = _format(number_format, region), modular_routers(model)
     kept, scope = kept_names(routers, keep), RouterScope(routers, position_tables(model))
     single = {
-        name for name, router in routers.items() if parts == "all" and computes_single(router)
+        name for name, router in routers.items() if region == "all" and computes_single(router)
     }
     storages = frozenset(_storage(weight) for weight in model.parameters() if not weight.is_meta)
-    with scope.watching(), _Products(chosen, parts, kept, single, scope, storages):
+    with scope.watching(), _Products(chosen, region, kept, single, scope, storages):
         yield
 
 
-def _format(number_format: Format | str, parts: Parts) -> Format:
-    require(parts in ("router", "all", "others"), f"parts: router, all or others, got {parts!r}")
+def _format(number_format: Format | str, region: Region) -> Format:
+    require(region in ("router", "all", "others"), f"region: router, all or others, got {region!r}")
     return format_named(number_format) if isinstance(number_format, str) else number_format
 
 
@@ -524,23 +526,23 @@ def _weights(
     model: nn.Module,
     routers: dict[str, nn.Module],
     chosen: Format,
-    parts: Parts,
+    region: Region,
     kept: frozenset[str],
 ) -> list[tuple[Tensor, int]]:
     """Parameters to round, each with the axis along which scales are shared."""
     of_routers = {id(p): name for name, r in routers.items() for p in r.parameters()}
     spared = set() if chosen.plain else {id(p) for p in _ends(model)}
-    found: dict[int, tuple[Tensor, int]] = {}
+    weights: dict[int, tuple[Tensor, int]] = {}
     for module in model.modules():
         for weight in module.parameters(recurse=False):
             name = of_routers.get(id(weight))
-            inside = name is not None
-            wanted = {"router": inside, "others": not inside, "all": True}[parts]
-            if not wanted or name in kept or id(weight) in spared or weight.is_meta:
+            in_router = name is not None
+            in_region = {"router": in_router, "others": not in_router, "all": True}[region]
+            if not in_region or name in kept or id(weight) in spared or weight.is_meta:
                 continue
             if weight.is_floating_point() and (chosen.plain or weight.ndim >= 2):
-                found[id(weight)] = (weight, weight_axis(module, weight))
-    return list(found.values())
+                weights[id(weight)] = (weight, weight_axis(module, weight))
+    return list(weights.values())
 
 
 def _ends(model: nn.Module) -> Iterator[Tensor]:
@@ -557,64 +559,64 @@ PIECE = 1 << 18
 POOLED = 16 << 20
 """Bytes of a weight from which its memory is used again."""
 
-Room = Callable[[Tensor], Tensor]
-"""Gives memory for a tensor of the shape, strides and type of one on the meta device."""
+Allocate = Callable[[Tensor], Tensor]
+"""Returns memory for a tensor of the shape, strides and type of one on the meta device."""
 
 
-class Rooms:
-    """Memory that rounded weights take, used again by the next ones of the same shapes."""
+class BufferPool:
+    """Reuses the memory of rounded weights for later ones of the same shape."""
 
     def __init__(self) -> None:
-        """Begin with none."""
-        self._left: dict[Any, list[Tensor]] = {}
+        """Start without memory."""
+        self._free: dict[Any, list[Tensor]] = {}
 
     @contextmanager
-    def lent(self) -> Iterator[Room]:
-        """Lend memory until the block ends; what large weights then had no use for is dropped."""
-        taken: dict[Any, list[Tensor]] = {}
+    def borrow(self) -> Iterator[Allocate]:
+        """Lend memory until the block ends, and drop what no large weight used meanwhile."""
+        lent: dict[Any, list[Tensor]] = {}
 
-        def room(meta: Tensor) -> Tensor:
+        def allocate_like(meta: Tensor) -> Tensor:
             key = (meta.shape, meta.stride(), meta.dtype)
-            left = self._left.get(key)
-            found = left.pop() if left else new_room(meta)
+            free = self._free.get(key)
+            buffer = free.pop() if free else allocate(meta)
             if meta.numel() * meta.itemsize >= POOLED:
-                taken.setdefault(key, []).append(found)
-            return found
+                lent.setdefault(key, []).append(buffer)
+            return buffer
 
-        yield room
-        self._left = taken or self._left
+        yield allocate_like
+        self._free = lent or self._free
 
 
-def new_room(meta: Tensor) -> Tensor:
-    """New memory."""
+def allocate(meta: Tensor) -> Tensor:
+    """Return new memory of the shape, strides and type of `meta`."""
     return torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype)
 
 
 def rounded_in_pieces(
-    values: Tensor, rounding: Rounding, axis: int = -1, room: Room = new_room
+    values: Tensor, rounding: Rounding, axis: int = -1, allocate_like: Allocate = allocate
 ) -> Tensor:
-    """The numbers that `rounding` gives, piece by piece, in the layout that it gives them.
+    """Round piece by piece; the result has the strides that `rounding` itself returns.
 
     Args:
         values: weights or activations; rows along the first axis are rounded by themselves.
         rounding: the grid.
         axis: the axis that a product sums over.
-        room: gives memory for the result; by default new memory.
+        allocate_like: gives memory for the result; by default new memory.
     """
     if values.numel() <= PIECE or values.device.type != "cpu" or values.requires_grad:
         return rounding(values, axis)
-    found = room(rounding(torch.empty_like(values, device="meta"), axis))
-    source, target = values, found
+    result = allocate_like(rounding(torch.empty_like(values, device="meta"), axis))
+    source, target = values, result
     if values.ndim > 2 and axis == -1 and values.is_contiguous():
-        source, target = values.flatten(0, -2), found.view(-1, found.shape[-1])
+        source, target = values.flatten(0, -2), result.view(-1, result.shape[-1])
     rows = max(1, PIECE * len(source) // source.numel())
-    for part, into in zip(source.split(rows), target.split(rows), strict=True):
-        into.copy_(rounding(part, axis))
-    return found
+    for piece, into in zip(source.split(rows), target.split(rows), strict=True):
+        into.copy_(rounding(piece, axis))
+    return result
 
 
 def _storage(tensor: Tensor) -> int:
-    return own_part(tensor).untyped_storage().data_ptr()
+    return local_shard(tensor).untyped_storage().data_ptr()
 
 
 class _Products(TorchFunctionMode):
@@ -623,14 +625,14 @@ class _Products(TorchFunctionMode):
     def __init__(
         self,
         chosen: Format,
-        parts: Parts,
+        region: Region,
         kept: frozenset[str],
         single: set[str],
         scope: RouterScope,
         weights: frozenset[int],
     ) -> None:
         super().__init__()
-        self._format, self._parts = chosen, parts
+        self._format, self._region = chosen, region
         self._kept, self._single = kept, single
         self._scope, self._weights = scope, weights
 
@@ -644,11 +646,11 @@ class _Products(TorchFunctionMode):
         kwargs = kwargs or {}
         if not self._active():
             return func(*args, **kwargs)
-        places = self._operands(func, args)
-        if places:
+        positions = self._operands(func, args)
+        if positions:
             operands = list(args)
-            for place in places:
-                operands[place] = self._rounded(operands[place], self._format.activations)
+            for position in positions:
+                operands[position] = self._rounded(operands[position], self._format.activations)
             return self._result(func(*operands, **kwargs))
         if func in _ELEMENTWISE and self._format.plain and self._scope.running is None:
             return self._result(func(*map(self._result, args), **kwargs))
@@ -657,8 +659,8 @@ class _Products(TorchFunctionMode):
     def _active(self) -> bool:
         running = self._scope.running
         if running is None:
-            return self._parts != "router" and not self._scope.exact
-        return self._parts != "others" and running not in self._kept
+            return self._region != "router" and not self._scope.exact
+        return self._region != "others" and running not in self._kept
 
     def _operands(self, func: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
         """Positions of the activations in a product's arguments; none for other functions."""

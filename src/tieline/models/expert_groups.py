@@ -38,15 +38,15 @@ class GroupPlace(NamedTuple):
 
 
 class LazyExperts:
-    """Stands in the place of a parameter (experts, rows, columns), and is indexed by one expert."""
+    """Stands for a parameter (experts, rows, columns) that is indexed by one expert."""
 
-    def __init__(self, groups: "ExpertGroups", meta: Tensor, place: int) -> None:
-        """Stand for the parameter `meta`, the stack number `place` of `groups`."""
-        self._groups, self._meta, self._place = groups, meta, place
+    def __init__(self, groups: "ExpertGroups", meta: Tensor, number: int) -> None:
+        """Stand for the parameter `meta`, stack `number` of `groups`."""
+        self._groups, self._meta, self._number = groups, meta, number
 
     def __getitem__(self, expert: Tensor | int) -> Tensor:
         """The weights of one expert, once they are there."""
-        return self._groups.weights_of(int(expert), self._place)
+        return self._groups.weights_of(int(expert), self._number)
 
     def __getattr__(self, name: str) -> object:
         """Shape, type and so on are those of the parameter."""
@@ -77,17 +77,17 @@ class ExpertGroups:
     def left_out(self) -> int:
         """Bytes of experts that are not in memory at the same time."""
         experts = len(self._weights.meta[self.stacks[0].target])
-        whole = sum(_bytes(self._weights, stack) for stack in self.stacks)
-        return whole - whole * min(self.count, experts) // experts
+        total = sum(_bytes(self._weights, stack) for stack in self.stacks)
+        return total - total * min(self.count, experts) // experts
 
     def install(self) -> None:
-        """Put stand-ins in the places of the parameters."""
-        for place, stack in enumerate(self.stacks):
+        """Replace the parameters by stand-ins."""
+        for number, stack in enumerate(self.stacks):
             module, leaf = self._module(stack)
-            module.__dict__[leaf] = LazyExperts(self, self._weights.meta[stack.target], place)
+            module.__dict__[leaf] = LazyExperts(self, self._weights.meta[stack.target], number)
 
     def remove(self) -> None:
-        """Take the stand-ins and all memory away."""
+        """Remove the stand-ins and free their memory."""
         for stack in self.stacks:
             module, leaf = self._module(stack)
             module.__dict__.pop(leaf, None)
@@ -97,15 +97,15 @@ class ExpertGroups:
         path, _, leaf = stack.target.rpartition(".")
         return self._weights.model.get_submodule(path), leaf
 
-    def weights_of(self, expert: int, place: int) -> Tensor:
-        """The weights of an expert in one stack; a pass waits for them, others read them."""
+    def weights_of(self, expert: int, stack: int) -> Tensor:
+        """Return an expert's weights in one stack; a pass waits for them, others read them."""
         group, waiting = expert // self.count, current_pass()
         while group != self._here:
             if waiting is None:
                 self.read(group)
             else:
                 waiting.park(GroupPlace(self._unit, group))
-        return (self._changed or self._rooms)[place][expert - group * self.count]
+        return (self._changed or self._rooms)[stack][expert - group * self.count]
 
     @contextmanager
     def changed(self, change: Change) -> Iterator[None]:
@@ -120,7 +120,7 @@ class ExpertGroups:
             self._changed = []
 
     def read(self, group: int) -> None:
-        """Have a group in memory in the place of the one before."""
+        """Read a group into the memory of the one before."""
         first, total = group * self.count, len(self._weights.meta[self.stacks[0].target])
         if not self._rooms:
             self._rooms = [self._room(stack) for stack in self.stacks]
@@ -150,8 +150,8 @@ class ExpertGroups:
             together.go_all(first)
 
     def _waiting(self, together: Lockstep) -> list[GroupPlace]:
-        places = [place for place in together.places if isinstance(place, GroupPlace)]
-        return [place for place in places if place.unit == self._unit]
+        waiting = [stop for stop in together.places if isinstance(stop, GroupPlace)]
+        return [stop for stop in waiting if stop.unit == self._unit]
 
 
 def can_group(weights: Weights, stack: Stack) -> bool:
@@ -172,16 +172,16 @@ def plan_groups(
         taken: bytes that it takes already.
         copies: how often the weights in memory are there at once.
     """
-    room, found, least = (USED * memory - taken) / copies, {}, [("", 0)]
+    room, grouped, least = (USED * memory - taken) / copies, {}, [("", 0)]
     for unit in weights.units:
         stacks = [s for s in weights.plans[unit].stacks if can_group(weights, s)]
-        whole, in_stacks = weights.size(unit), sum(_bytes(weights, s) for s in stacks)
+        total, in_stacks = weights.size(unit), sum(_bytes(weights, s) for s in stacks)
         experts = len(weights.meta[stacks[0].target]) if stacks else 1
-        rest, each = whole - in_stacks, in_stacks // experts
+        rest, each = total - in_stacks, in_stacks // experts
         least.append((unit, rest + each))
-        if whole > room and stacks:
+        if total > room and stacks:
             count = int((room - rest) // max(1, each))
-            found[unit] = ExpertGroups(weights, unit, max(1, min(count, experts)))
+            grouped[unit] = ExpertGroups(weights, unit, max(1, min(count, experts)))
     unit, size = max(least, key=lambda pair: pair[1])
     needed = (copies * size + taken) / USED
     require(
@@ -191,9 +191,9 @@ def plan_groups(
         f"computed; give at least {needed / 1e9 + 0.05:.1f}G",
         ParameterError,
     )
-    if found:
+    if grouped:
         model.set_experts_implementation("eager")
-    return found
+    return grouped
 
 
 def _bytes(weights: Weights, stack: Stack) -> int:

@@ -43,15 +43,15 @@ def router_weights(model: nn.Module) -> list[str]:
     These are the linear layers of a router, or the router itself where its matrix is a parameter
     of its own. Where the block routes, only the module of its routing matrix is meant.
     """
-    found = []
+    names = []
     for name, router in find_routers(model).items():
         family = family_of(router)
         if family is not None and family.in_block and family.weight:
-            found.append(f"{name}.{family.weight.rpartition('.')[0]}")
+            names.append(f"{name}.{family.weight.rpartition('.')[0]}")
             continue
         inner = [path for path, module in router.named_modules() if isinstance(module, nn.Linear)]
-        found += [".".join(filter(None, (name, path))) for path in inner or [""]]
-    return found
+        names += [".".join(filter(None, (name, path))) for path in inner or [""]]
+    return names
 
 
 def _head_names(model: nn.Module) -> list[str]:
@@ -61,9 +61,9 @@ def _head_names(model: nn.Module) -> list[str]:
 
 def _patterns(names: Collection[str], modules: Mapping[str, object]) -> list[str]:
     """One pattern for names that differ in numbers alone, if it fits none of the other modules."""
-    found: dict[str, None] = {}
+    patterns: dict[str, None] = {}
     for name in names:
         pattern = re.sub(r"(?<=\.)\d+(?=\\\.|$)", r"\\d+", re.escape(name))
         fits = {other for other in modules if re.fullmatch(pattern, other)}
-        found[pattern if fits <= set(names) else re.escape(name)] = None
-    return list(found)
+        patterns[pattern if fits <= set(names) else re.escape(name)] = None
+    return list(patterns)

@@ -79,8 +79,7 @@ def experts_forward(
 def dense_weights(indices: Tensor, weights: Tensor, n_experts: int) -> Tensor:
     """Sum weights (T, K) into a matrix (T, E) by their indices; leaves out indices >= E."""
     one_more = weights.new_zeros(len(weights), n_experts + 1)
-    places = indices.clamp(max=n_experts)
-    return one_more.scatter_add(1, places, weights)[:, :n_experts]
+    return one_more.scatter_add(1, indices.clamp(max=n_experts), weights)[:, :n_experts]
 
 
 def _maps(experts: nn.Module) -> _Maps:
@@ -102,11 +101,11 @@ def _flag(experts: nn.Module, name: str, default: bool) -> bool:
 def _tensor(experts: nn.Module, name: str, axes: int) -> Tensor:
     tensor = getattr(experts, name, None)
     fits = isinstance(tensor, Tensor) and tensor.ndim == axes and tensor.dtype in _DTYPES
-    found = f"{tuple(tensor.shape)} {tensor.dtype}" if isinstance(tensor, Tensor) else repr(tensor)
+    actual = f"{tuple(tensor.shape)} {tensor.dtype}" if isinstance(tensor, Tensor) else repr(tensor)
     if not fits:
         raise UnsupportedModelError(
             f"{type(experts).__name__}: the experts kernel {KERNEL!r} needs a stacked {name!r} of "
-            f"{axes} axes in float16, bfloat16, float32 or float64, found {found[:80]}"
+            f"{axes} axes in float16, bfloat16, float32 or float64, found {actual[:80]}"
         )
     assert isinstance(tensor, Tensor)
     return tensor
@@ -134,9 +133,9 @@ def _own_gate(experts: nn.Module) -> Callable[[Tensor], Tensor] | None:
 def _hidden(experts: nn.Module) -> Callable[[Tensor], Tensor]:
     """The family's own gate, φ(a_1) · a_2, or φ alone where there is no gate."""
     activation = getattr(experts, "act_fn", None)
-    own = _own_gate(experts) if _flag(experts, "has_gate", True) else activation
-    if own is not None:
-        return own
+    hidden = _own_gate(experts) if _flag(experts, "has_gate", True) else activation
+    if hidden is not None:
+        return hidden
 
     def gated(rows: Tensor) -> Tensor:
         gate, up = rows.chunk(2, dim=-1)

@@ -41,8 +41,8 @@ def stored_dtype(config: Any) -> torch.dtype | None:
     """
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     named = getattr(config, "dtype", None) or getattr(text, "dtype", None)
-    found = getattr(torch, named.removeprefix("torch."), None) if isinstance(named, str) else named
-    return found if isinstance(found, torch.dtype) else None
+    dtype = getattr(torch, named.removeprefix("torch."), None) if isinstance(named, str) else named
+    return dtype if isinstance(dtype, torch.dtype) else None
 
 
 def computed_dtype(

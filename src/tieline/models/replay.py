@@ -117,7 +117,7 @@ def replay(
     if weights not in ("live", "recorded"):
         raise ParameterError(f'weights are "live" or "recorded", got {weights!r:.40}')
     routers = chosen_routers(model, layers)
-    records = _matched(trace, list(routers), whole=layers is None)
+    records = _matched(trace, list(routers), every=layers is None)
     table = _Rows(trace)
     state = Replay()
     session = _Session(model, table, state)
@@ -143,25 +143,25 @@ def _trace(routes: Any) -> RoutingTrace:
     return import_trace(routes)
 
 
-def _matched(trace: RoutingTrace, names: list[str], whole: bool) -> dict[str, LayerTrace]:
+def _matched(trace: RoutingTrace, names: list[str], every: bool) -> dict[str, LayerTrace]:
     """The record of each router: by its name, by the number in it, or in order of depth.
 
     Routers without a record, such as those of images where text was recorded, stay live.
     """
-    known = {layer.name: place for place, layer in enumerate(trace.layers)}
-    if all(name in names for name in known) if whole else all(name in known for name in names):
-        return {name: trace.layers[known[name]] for name in names if name in known}
+    by_name = {layer.name: index for index, layer in enumerate(trace.layers)}
+    if all(name in names for name in by_name) if every else all(name in by_name for name in names):
+        return {name: trace.layers[by_name[name]] for name in names if name in by_name}
     facts = trace.layers[0].facts
     empty = torch.zeros(1, facts.k, dtype=torch.int64)
     stand_in = [LayerTrace(name, facts, empty) for name in names]
     token = torch.zeros(1, dtype=torch.int64)
     numbers = layer_numbers(RoutingTrace(stand_in, token, token, token))
-    places = layer_numbers(trace)
-    fits = set(numbers) == set(places) if whole else set(numbers) <= set(places)
+    depths = layer_numbers(trace)
+    fits = set(numbers) == set(depths) if every else set(numbers) <= set(depths)
     if fits and len(set(numbers)) == len(names):
-        return {name: trace.layers[places.index(n)] for name, n in zip(names, numbers, strict=True)}
+        return {name: trace.layers[depths.index(n)] for name, n in zip(names, numbers, strict=True)}
     require(
-        whole and len(names) == len(trace.layers),
+        every and len(names) == len(trace.layers),
         f"the record has layers {[layer.name for layer in trace.layers][:4]}..., the model routers "
         f"{names[:4]}...: {len(trace.layers)} for {len(names)}, and neither names nor numbers "
         "match",
@@ -182,10 +182,10 @@ class _Rows:
         lengths = np.zeros(len(numbers), np.int64)
         np.maximum.at(lengths, order, positions + 1)
         self._starts = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]))
-        places = self._starts.numpy()[order] + positions
+        cells = self._starts.numpy()[order] + positions
         self._rows = torch.full((int(self._starts[-1]) + 1,), -1)
-        self._rows[torch.from_numpy(places)] = torch.arange(len(places))
-        twice = len(np.unique(places)) < len(places)
+        self._rows[torch.from_numpy(cells)] = torch.arange(len(cells))
+        twice = len(np.unique(cells)) < len(cells)
         require(not twice, "a document of the record has a position twice", TraceError)
 
     def of(self, batch: Batch) -> Int[Tensor, " tokens"]:
@@ -193,17 +193,17 @@ class _Rows:
         count = len(self._starts) - 1
         inside = batch.documents < count
         document = batch.documents.clamp(max=max(count - 1, 0))
-        place = self._starts[document] + batch.positions
-        inside &= place < self._starts[document + 1]
-        rows = torch.where(inside, self._rows[place.clamp(max=len(self._rows) - 1)], -1)
-        own = self.tokens[rows.clamp(min=0)].long()
-        wrong = (rows >= 0) & (own >= 0) & (batch.tokens >= 0) & (own != batch.tokens)
+        cell = self._starts[document] + batch.positions
+        inside &= cell < self._starts[document + 1]
+        rows = torch.where(inside, self._rows[cell.clamp(max=len(self._rows) - 1)], -1)
+        recorded = self.tokens[rows.clamp(min=0)].long()
+        wrong = (rows >= 0) & (recorded >= 0) & (batch.tokens >= 0) & (recorded != batch.tokens)
         if bool(wrong.any()):
             first = int(wrong.nonzero()[0])
             raise TraceError(
                 f"the record belongs to other tokens: document {int(batch.documents[first])}, "
                 f"position {int(batch.positions[first])} has token {int(batch.tokens[first])}, the "
-                f"record {int(own[first])} ({int(wrong.sum())} of {len(wrong)} tokens differ)"
+                f"record {int(recorded[first])} ({int(wrong.sum())} of {len(wrong)} tokens differ)"
             )
         return rows
 
@@ -267,17 +267,19 @@ class _Session:
 
     def _again(self, name: str, logits: Tensor) -> _Pass:
         """The pass that is being repeated: the one whose logits were nearest."""
-        known = [old for old in self._passes if len(old.rows) == len(logits) and name in old.prints]
-        require(bool(known), f"layer {name!r}: the repeated pass is not known", TielineError)
+        passes = [
+            old for old in self._passes if len(old.rows) == len(logits) and name in old.prints
+        ]
+        require(bool(passes), f"layer {name!r}: the repeated pass is not known", TielineError)
         value = _fingerprint(logits)
-        return min(reversed(known), key=lambda old: abs(old.prints[name] - value))
+        return min(reversed(passes), key=lambda old: abs(old.prints[name] - value))
 
 
 def _fingerprint(logits: Tensor) -> float:
     """A number that tells the logits of one pass from those of another."""
     detached = logits.detach()
-    place = torch.arange(1, len(detached) + 1, device=detached.device).sqrt()
-    return float((detached.float().sum(1) * place).double().sum())
+    factors = torch.arange(1, len(detached) + 1, device=detached.device).sqrt()
+    return float((detached.float().sum(1) * factors).double().sum())
 
 
 class LayerReplay:
@@ -331,7 +333,7 @@ class LayerReplay:
                 TraceError,
             )
             self.weights = record.weights
-        self.wanted = _wanted(record, only)
+        self.selected = _selected_rows(record, only)
         if session is not None:
             session.state.replayed.setdefault(name, 0)
             session.state.changed.setdefault(name, 0)
@@ -340,7 +342,7 @@ class LayerReplay:
         """Add the bytes of this layer's ids."""
         size = self.k * (1 if self.n_experts <= 256 else 2)
         state.bytes_full += len(self.ids) * size
-        state.bytes_sent += int(self.wanted.sum()) * (size + 4 * partial)
+        state.bytes_sent += int(self.selected.sum()) * (size + 4 * partial)
 
     def __call__(self, router: nn.Module, call: Call, output: Any) -> Any:
         """Return the output with the recorded experts of the tokens that have them."""
@@ -349,16 +351,16 @@ class LayerReplay:
         self._move(logits.device, logits.shape[1])
         rows = self._rows(logits)
         live = live_choice(family, output, self.k, logits.shape[1])
-        place = rows.clamp(min=0)
-        has = (rows >= 0) & self.wanted[place]
-        differ = has & (live.ids.sort(dim=1).values != self.sets[place]).any(dim=1)
+        recorded_rows = rows.clamp(min=0)
+        has = (rows >= 0) & self.selected[recorded_rows]
+        differ = has & (live.ids.sort(dim=1).values != self.sets[recorded_rows]).any(dim=1)
         changed = int(differ.sum())
         if self.session is not None and not is_recomputing():
             self.session.state.replayed[self.name] += int(has.sum())
             self.session.state.changed[self.name] += changed
         if self.weights is None and not changed:
             return output
-        return self._written(router, logits, output, live, place, has, differ)
+        return self._written(router, logits, output, live, recorded_rows, has, differ)
 
     def _rows(self, logits: Tensor) -> Tensor:
         """Row of the record of each token, -1 without one."""
@@ -373,8 +375,8 @@ class LayerReplay:
                 f"layer {self.name!r} has {experts} experts, the record names {self.highest}"
             )
         if self.ids.device != device:
-            self.ids, self.sets, self.wanted = (
-                x.to(device) for x in (self.ids, self.sets, self.wanted)
+            self.ids, self.sets, self.selected = (
+                x.to(device) for x in (self.ids, self.sets, self.selected)
             )
             self.weights = None if self.weights is None else self.weights.to(device)
 
@@ -384,18 +386,18 @@ class LayerReplay:
         logits: Tensor,
         output: Any,
         live: Choice,
-        place: Tensor,
+        recorded_rows: Tensor,
         has: Bool[Tensor, " tokens"],
         differ: Bool[Tensor, " tokens"],
     ) -> Any:
-        ids = torch.where(differ[:, None], self.ids[place], live.ids)
+        ids = torch.where(differ[:, None], self.ids[recorded_rows], live.ids)
         weights = live.weights
         changed = differ.nonzero().squeeze(1)
         if len(changed):
-            own, output = self._live_weights(router, logits, output, ids, changed)
-            weights = weights.index_copy(0, changed, own.to(weights))
+            live_weights, output = self._live_weights(router, logits, output, ids, changed)
+            weights = weights.index_copy(0, changed, live_weights.to(weights))
         if self.weights is not None:
-            recorded = _in_order(self.ids[place], self.weights[place], ids)
+            recorded = _in_order(self.ids[recorded_rows], self.weights[recorded_rows], ids)
             weights = torch.where(has[:, None], recorded.to(weights), weights)
         return with_experts(self.family, output, Choice(weights, ids), logits.shape[1])
 
@@ -427,15 +429,15 @@ def live_choice(family: RouterFamily, output: Any, k: int, experts: int) -> Choi
 
 
 def _in_order(
-    ids: Int[Tensor, "tokens k"], weights: Tensor, wanted: Int[Tensor, "tokens k"]
+    ids: Int[Tensor, "tokens k"], weights: Tensor, experts: Int[Tensor, "tokens k"]
 ) -> Tensor:
-    """The weight of each wanted expert; 0 for one that the record does not have."""
-    same = wanted[:, :, None] == ids[:, None, :]
-    found = weights.gather(1, same.byte().argmax(dim=2))
-    return found.masked_fill(~same.any(dim=2), 0)
+    """Return the recorded weight of each expert; 0 for one that the record does not have."""
+    same = experts[:, :, None] == ids[:, None, :]
+    ordered = weights.gather(1, same.byte().argmax(dim=2))
+    return ordered.masked_fill(~same.any(dim=2), 0)
 
 
-def _wanted(record: LayerTrace, only: str | float | None) -> Bool[Tensor, " rows"]:
+def _selected_rows(record: LayerTrace, only: str | float | None) -> Bool[Tensor, " rows"]:
     """Rows of the record that are replayed."""
     if only is None:
         return torch.ones(len(record.experts), dtype=torch.bool)

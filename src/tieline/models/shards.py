@@ -179,14 +179,14 @@ class Shards:
 
     def _spans(self, names: Iterable[str]) -> dict[str, list[tuple[int, int]]]:
         """Parts of files that hold these tensors, neighbours joined."""
-        found: dict[str, list[tuple[int, int]]] = {}
+        by_file: dict[str, list[tuple[int, int]]] = {}
         for stored in sorted(self.tensors[name] for name in names):
-            spans = found.setdefault(stored.file, [])
+            spans = by_file.setdefault(stored.file, [])
             if spans and spans[-1][1] >= stored.start:
                 spans[-1] = (spans[-1][0], max(spans[-1][1], stored.stop))
             else:
                 spans.append((stored.start, stored.stop))
-        return {file: sorted(spans) for file, spans in found.items()}
+        return {file: sorted(spans) for file, spans in by_file.items()}
 
     def _some(self, name: str, rows: slice | None) -> Stored:
         stored = self.tensors[name]
@@ -255,8 +255,11 @@ def open_shards(folder: Path, files: Iterable[str] | None = None) -> Shards:
     index = folder / INDEX
     if files is None and index.is_file():
         lacking = sorted(set(weight_map(index)) - set(shards.tensors))
-        words = f"{INDEX} names {len(lacking)} tensors that no file has, such as {lacking[:1]}"
-        require(not lacking, words, UnsupportedModelError)
+        require(
+            not lacking,
+            f"{INDEX} names {len(lacking)} tensors that no file has, such as {lacking[:1]}",
+            UnsupportedModelError,
+        )
     return shards
 
 
@@ -272,8 +275,8 @@ def shard_names(folder: Path) -> list[str]:
 def weight_map(index: Path) -> dict[str, str]:
     """The file of each tensor, as an index says; refuses names that lead out of the folder."""
     try:
-        found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        pairs = {str(tensor): str(file) for tensor, file in found.items()}
+        entries = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        pairs = {str(tensor): str(file) for tensor, file in entries.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
         raise UnsupportedModelError(f"{index.name} cannot be read: {problem!r:.200}") from problem
     for file in pairs.values():
@@ -311,7 +314,7 @@ def parse_header(
         header: type, shape and offsets by tensor, as safetensors writes them.
         base: bytes of the file before the first tensor.
     """
-    found = {}
+    tensors = {}
     for name, facts in header.items():
         if name == "__metadata__":
             continue
@@ -322,8 +325,8 @@ def parse_header(
         )
         right = stop - start == math.prod(shape) * DTYPES[kind].itemsize
         require(right, f"{file}: {name!r} has not the bytes of its shape", UnsupportedModelError)
-        found[name] = Stored(file, kind, shape, base + start, base + stop)
-    return found
+        tensors[name] = Stored(file, kind, shape, base + start, base + stop)
+    return tensors
 
 
 Fetch = Callable[[str], Path]
@@ -361,11 +364,11 @@ class FetchedShards(Shards):
                     raise
                 why = f"cannot fetch {file!r}: {first_line(problem)}"
                 raise UnsupportedModelError(why) from problem
-            found = read_header(path)
+            header = read_header(path)
             promised = {n: s[1:3] for n, s in self.tensors.items() if s.file == file}
-            same = {name: stored[1:3] for name, stored in found.items()} == promised
+            same = {name: stored[1:3] for name, stored in header.items()} == promised
             require(same, f"{file!r} is not the file that was promised", UnsupportedModelError)
-            self.tensors |= {name: s._replace(file=file) for name, s in found.items()}
+            self.tensors |= {name: s._replace(file=file) for name, s in header.items()}
             self._here[file] = path
         return self._here[file]
 

@@ -32,12 +32,12 @@ def check_sizes(config: Mapping[str, Any]) -> None:
     Layers, experts and all other numbers are bounded; 1 <= k <= E experts are chosen, from
     1 <= g <= G groups of equal size.
     """
-    for part in _parts(config, DEEPEST):
-        for name, value in part.items():
+    for table in _tables(config, DEEPEST):
+        for name, value in table.items():
             if type(value) is int:
                 _refuse_unless(abs(value) <= _most(name), name, value, f"at most {_most(name):,}")
-        experts, chosen = _first(part, EXPERTS), _first(part, CHOSEN)
-        groups, taken = _first(part, ("n_group",)), _first(part, ("topk_group",))
+        experts, chosen = _first(table, EXPERTS), _first(table, CHOSEN)
+        groups, taken = _first(table, ("n_group",)), _first(table, ("topk_group",))
         if experts is not None and experts[1] >= 1 and chosen is not None:
             rule = f"1 <= {chosen[0]} <= {experts[0]}={experts[1]}"
             _refuse_unless(1 <= chosen[1] <= experts[1], *chosen, rule)
@@ -57,13 +57,13 @@ def _refuse_unless(holds: bool, name: str, value: int, rule: str) -> None:
         raise UnsupportedModelError(f"the configuration says {name}={value}: need {rule}")
 
 
-def _first(part: Mapping[str, Any], names: tuple[str, ...]) -> tuple[str, int] | None:
-    return next(((name, part[name]) for name in names if type(part.get(name)) is int), None)
+def _first(table: Mapping[str, Any], names: tuple[str, ...]) -> tuple[str, int] | None:
+    return next(((name, table[name]) for name in names if type(table.get(name)) is int), None)
 
 
-def _parts(value: Any, depth: int) -> Iterator[Mapping[str, Any]]:
+def _tables(value: Any, depth: int) -> Iterator[Mapping[str, Any]]:
     """Every table of a configuration: that of a text model may be inside another."""
     if isinstance(value, Mapping) and depth > 0:
         yield value
         for inner in value.values():
-            yield from _parts(inner, depth - 1)
+            yield from _tables(inner, depth - 1)

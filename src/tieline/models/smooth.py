@@ -10,8 +10,8 @@ Nothing is retrained. Every router chooses by the projection of `ProjectedTopK`,
 budget of experts or from the noise of a precision, layer by layer.
 
 Changed are the class of each smoothed router, `_is_expert_parallel` of the experts beside it (so
-that they skip unused slots), the number of slots that jetmoe's attention counts, and the classes of
-model and configuration (`hf.changes`), so that saving stores the smoothing.
+that they skip unused slots), the number of columns that modules around the router count, and the
+classes of model and configuration (`models.changes`), so that saving stores the smoothing.
 """
 
 import math
@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 from jaxtyping import Int
 from torch import Tensor, nn
@@ -129,22 +129,22 @@ class Smoothing:
         return {**facts, **ramp, "layers": layers}
 
 
-def read_smoothing(found: Any) -> Smoothing:
+def read_smoothing(facts: Any) -> Smoothing:
     """Read the record of an untrusted configuration; refuses a malformed one."""
     try:
-        gate = found.get("gate", "ramp")
+        gate = facts.get("gate", "ramp")
         require(gate in VERSIONS, f"its gate is {gate!r}")
-        require(found["version"] == VERSIONS[gate], f"its version is {found['version']!r}")
-        rows = found["layers"]
+        require(facts["version"] == VERSIONS[gate], f"its version is {facts['version']!r}")
+        rows = facts["layers"]
         require(isinstance(rows, list) and len(rows) <= MOST_LAYERS, "its layers are no list")
-        refused = {str(name): str(why) for name, why in dict(found["refused"]).items()}
+        refused = {str(name): str(why) for name, why in dict(facts["refused"]).items()}
         record = Smoothing(
             tuple(_read_layer(row) for row in rows),
             refused,
-            float(found["a"]),
-            float(found["b"]),
-            str(found["how"]),
-            bool(found["detach_ramp"]),
+            float(facts["a"]),
+            float(facts["b"]),
+            str(facts["how"]),
+            bool(facts["detach_ramp"]),
             gate,
         )
         positive = 0 < record.a < math.inf and 0 < record.b < math.inf
@@ -157,16 +157,16 @@ def read_smoothing(found: Any) -> Smoothing:
 
 
 def _read_layer(row: Any) -> LayerSmoothing:
-    words = {name: row[name] for name in ("name", "family", "units")}
+    names = {field: row[field] for field in ("name", "family", "units")}
     counts = {name: row[name] for name in ("k", "n_experts", "k_max")}
     epsilon = row["epsilon"]
-    require(all(isinstance(word, str) for word in words.values()), f"names that are none: {words}")
-    whole = all(isinstance(n, int) and not isinstance(n, bool) for n in counts.values())
+    require(all(isinstance(name, str) for name in names.values()), f"names that are none: {names}")
+    integers = all(isinstance(n, int) and not isinstance(n, bool) for n in counts.values())
     k, n_experts, k_max = counts["k"], counts["n_experts"], counts["k_max"]
-    require(whole and 1 <= k <= k_max <= n_experts <= MOST_EXPERTS, f"counts {counts}")
+    require(integers and 1 <= k <= k_max <= n_experts <= MOST_EXPERTS, f"counts {counts}")
     number = isinstance(epsilon, float | int) and not isinstance(epsilon, bool)
     require(number and 0 <= epsilon < math.inf, f"epsilon {epsilon!r}")
-    return LayerSmoothing(**words, **counts, epsilon=float(epsilon))
+    return LayerSmoothing(**names, **counts, epsilon=float(epsilon))
 
 
 @contextmanager
@@ -219,12 +219,12 @@ def restore_smoothing(model: nn.Module, facts: dict[str, Any]) -> Smoothing:
                 f"which is no router that can be smoothed; the model has {list(routers)}"
             )
         plan = layer_plan(layer.name, router)
-        found = (plan.family.name, plan.k, plan.n_experts, plan.units)
+        actual = (plan.family.name, plan.k, plan.n_experts, plan.units)
         stored = (layer.family, layer.k, layer.n_experts, layer.units)
         require(
-            found == stored,
+            actual == stored,
             f"the configuration does not match the checkpoint: layer {layer.name!r} is smoothed as "
-            f"(family, k, experts, units) = {stored}, the model has {found}",
+            f"(family, k, experts, units) = {stored}, the model has {actual}",
             UnsupportedModelError,
         )
     return apply_smoothing(model, record)
@@ -281,6 +281,26 @@ DEFAULT_EXTRA = 0.5
 """Mean number of experts beyond k per token, unless something else is asked for."""
 
 
+class GateOptions(TypedDict, total=False):
+    """How smoothed experts share their seats.
+
+    Attributes:
+        gate: "projected": tied experts share a seat (`ProjectedTopK`); "ramp": experts below the
+            threshold are added (`SmoothTopK`), narrowed to k_max of them. By default "projected",
+            but "ramp" where a, b or k_max are given, which belong to it.
+        a: exponent at the lower end of the ramp.
+        b: exponent at its upper end: 1 is a straight ramp, 50 is the paper's.
+        k_max: slots per token of the ramp, k < k_max <= E; by default k + max(2, k/2).
+        detach_ramp: let no gradient through the shares, as for training; true by default.
+    """
+
+    gate: GateName | None
+    a: float
+    b: float
+    k_max: int | None
+    detach_ramp: bool
+
+
 def smooth_(
     model: nn.Module,
     epsilon: float | Sequence[float] | Mapping[str, float] | None = None,
@@ -288,15 +308,11 @@ def smooth_(
     noise: str | float | None = None,
     *,
     calibration: Iterable[Int[Tensor, "rows length"]] | None = None,
-    gate: GateName | None = None,
-    a: float = 1.0,
-    b: float = 1.0,
-    k_max: int | None = None,
     layers: Collection[str] | None = None,
-    detach_ramp: bool = True,
     how: str | None = None,
     measured: Measured | None = None,
     progress: Progress | None = None,
+    **form: Unpack[GateOptions],
 ) -> Smoothing:
     """Make the choice of the routers of `model` continuous; changes nothing if it raises.
 
@@ -311,24 +327,15 @@ def smooth_(
         noise: precision whose noise the ramp covers, such as "bf16", "int8" or "router bf16"; or
             the standard deviation of the gap itself.
         calibration: token ids to choose ε on; not needed if `epsilon` is given.
-        gate: "projected": tied experts share a seat (`ProjectedTopK`); "ramp": experts below the
-            threshold are added (`SmoothTopK`), narrowed to k_max of them. By default "projected",
-            but "ramp" where a, b or k_max are given, which belong to it.
-        a: exponent at the lower end of the ramp.
-        b: exponent at its upper end: 1 is a straight ramp, 50 is the paper's.
-        k_max: slots per token of the ramp, k < k_max <= E; by default k + max(2, k/2).
         layers: names of routers; all that can be smoothed by default.
-        detach_ramp: let no gradient through the shares, as for training.
         how: how ε was chosen, in words, where it is given.
         measured: what was measured on the calibration tokens, where they were run already.
         progress: called with stage, step and number of steps.
+        form: `gate`, `a`, `b`, `k_max` and `detach_ramp`, as `GateOptions` describes them.
     """
-    require(
-        0 < a < math.inf and 0 < b < math.inf, f"a and b must be positive and finite: {a=}, {b=}"
-    )
-    gate = _gate(gate, a, b, k_max)
+    ramp, k_max = _checked_ramp(form), form.get("k_max")
     plans, refused = plan_layers(model, layers)
-    slots = {plan.name: _slots(plan, k_max, gate) for plan in plans}
+    slots = {plan.name: _slots(plan, k_max, ramp.gate) for plan in plans}
     open_plans = [plan for plan in plans if plan.k < plan.n_experts]
     if epsilon is not None:
         require(budget is None and noise is None, "give epsilon, or budget and noise, not both")
@@ -336,7 +343,6 @@ def smooth_(
     else:
         if budget is None and noise is None:
             budget = open_plans[0].k + DEFAULT_EXTRA if open_plans else None
-        ramp = _Ramp(gate, a, b)
         source = calibration if measured is None else measured
         widths = _chosen(model, open_plans, slots, (budget, noise), source, ramp, progress)
         how = " and ".join(
@@ -356,7 +362,8 @@ def smooth_(
         )
         for plan in plans
     )
-    record = Smoothing(records, dict(refused), a, b, how, detach_ramp, gate)
+    detach_ramp = form.get("detach_ramp", True)
+    record = Smoothing(records, dict(refused), ramp.a, ramp.b, how, detach_ramp, ramp.gate)
     return apply_smoothing(model, record)
 
 
@@ -381,21 +388,26 @@ class _Ramp(NamedTuple):
 
 
 def gate_named(name: str | None) -> GateName | None:
-    """Return the name of a gate as it is; refuses another word."""
-    known = "projected" if name == "projected" else "ramp" if name == "ramp" else None
-    require(name == known, f"gate is 'projected' or 'ramp', got {name!r}")
-    return known
+    """Return a gate's name; raises if there is no gate of that name."""
+    gate: GateName | None = (
+        "projected" if name == "projected" else "ramp" if name == "ramp" else None
+    )
+    require(name == gate, f"gate is 'projected' or 'ramp', got {name!r}")
+    return gate
 
 
-def _gate(name: GateName | None, a: float, b: float, k_max: int | None) -> GateName:
-    of_ramp, gate = (a, b) != (1.0, 1.0) or k_max is not None, gate_named(name)
-    if gate is None:
-        return "ramp" if of_ramp else "projected"
+def _checked_ramp(form: GateOptions) -> _Ramp:
+    """The gate and its exponents; raises if options of the ramp are given with the projection."""
+    a, b, k_max = form.get("a", 1.0), form.get("b", 1.0), form.get("k_max")
     require(
-        gate == "ramp" or not of_ramp,
+        0 < a < math.inf and 0 < b < math.inf, f"a and b must be positive and finite: {a=}, {b=}"
+    )
+    of_ramp, gate = (a, b) != (1.0, 1.0) or k_max is not None, gate_named(form.get("gate"))
+    require(
+        gate != "projected" or not of_ramp,
         f"a, b and k_max belong to the ramp, got {a=:g}, {b=:g}, {k_max=} with gate='projected'",
     )
-    return gate
+    return _Ramp(gate or ("ramp" if of_ramp else "projected"), a, b)
 
 
 def _slots(plan: LayerPlan, k_max: int | None, gate: GateName) -> int:
@@ -439,13 +451,13 @@ def _chosen(
     model: nn.Module,
     plans: Sequence[LayerPlan],
     slots: Mapping[str, int],
-    wanted: tuple[float | None, str | float | None],
+    target: tuple[float | None, str | float | None],
     calibration: Iterable[Tensor] | Measured | None,
     ramp: _Ramp,
     progress: Progress | None,
 ) -> dict[str, float]:
     """ε of every router, from the calibration tokens."""
-    budget, noise = wanted
+    budget, noise = target
     for plan in plans if budget is not None else ():
         require(
             plan.k < (budget or 0) < slots[plan.name],
@@ -455,7 +467,7 @@ def _chosen(
     if isinstance(noise, float | int):
         require(0 < noise < math.inf, f"noise must be positive and finite, got {noise!r}")
     widths = dict.fromkeys((plan.name for plan in plans), math.inf)
-    clean, sigmas = _measured(model, plans, wanted, calibration, progress)
+    clean, sigmas = _measured(model, plans, target, calibration, progress)
     if noise is not None:
         widths = {
             name: noise_epsilon(sigma, ramp.a, ramp.b, ramp.gate) for name, sigma in sigmas.items()
@@ -470,12 +482,12 @@ def _chosen(
 def _measured(
     model: nn.Module,
     plans: Sequence[LayerPlan],
-    wanted: tuple[float | None, str | float | None],
+    target: tuple[float | None, str | float | None],
     calibration: Iterable[Tensor] | Measured | None,
     progress: Progress | None,
 ) -> Measured:
     """Scores and noise by which ε is chosen, from a run of the calibration tokens where needed."""
-    budget, noise = wanted
+    budget, noise = target
     if isinstance(calibration, Measured):
         return calibration
     batches = checked_batches(calibration) if budget or isinstance(noise, str) else []

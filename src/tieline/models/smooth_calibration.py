@@ -57,7 +57,7 @@ class Scores:
     def __init__(self, plan: LayerPlan) -> None:
         """Watch the router of `plan`."""
         self._plan = plan
-        self._parts: list[Tensor] = []
+        self._calls: list[Tensor] = []
         self.groups: Groups | None = None
 
     def __call__(self, router: nn.Module, call: Call, output: Any) -> Any:
@@ -65,15 +65,15 @@ class Scores:
         logits = self._plan.family.layout.logits(call[0], output)
         selection = select(self._plan.family, router, logits.detach(), call)
         self.groups = gate_groups(selection.limit)
-        self._parts.append(at_least_single(selection.scores).cpu().clone())
+        self._calls.append(at_least_single(selection.scores).cpu().clone())
         return output
 
     @property
     def scores(self) -> Float[Tensor, "tokens experts"]:
         """Scores of all tokens so far."""
         name = self._plan.name
-        require(bool(self._parts), f"layer {name!r} did not run on the calibration text")
-        return torch.cat(self._parts)
+        require(bool(self._calls), f"layer {name!r} did not run on the calibration text")
+        return torch.cat(self._calls)
 
 
 class Measured(NamedTuple):
@@ -144,9 +144,9 @@ def budget_epsilon(
                 smooth_columns(scores, k, epsilon=width, k_max=k_max, groups=groups).share
             ),
         )
-    found = epsilon_for_extra(ranked_scores(scores, k_max), k, budget - k)
-    require(found.value is not None, f"no ε reaches {budget:g} experts: {found.status}")
-    return float(found.value or 0.0)
+    solution = epsilon_for_extra(ranked_scores(scores, k_max), k, budget - k)
+    require(solution.value is not None, f"no ε reaches {budget:g} experts: {solution.status}")
+    return float(solution.value or 0.0)
 
 
 def _halved(scores: Tensor, budget: float, shares: Callable[[float], Tensor]) -> float:
@@ -180,8 +180,8 @@ def measured_noise(
         plans: its routers.
         batches: the tokens of `clean`.
         clean: selection scores of the clean run.
-        precision: a format of `hf.emulate` for the whole model, or "router bf16" and the like for
-            the routers alone.
+        precision: a format of `models.emulate` for the whole model, or "router bf16" and the like
+            for the routers alone.
         progress: called with stage, step and number of steps.
     """
     with emulate(model, *precision_named(precision)):
@@ -190,12 +190,13 @@ def measured_noise(
 
 
 def precision_named(precision: str) -> tuple[str, Literal["router", "all"]]:
-    """The format and the part of the model that "bf16", "model bf16" or "router bf16" names."""
-    words = precision.split()
-    name = words[-1] if words else ""
-    known = len(words) <= 2 and name in FORMATS and words[:-1] in ([], ["router"], ["model"])
-    require(known, f"unknown precision {precision!r}: one of {', '.join(FORMATS)}, or 'router …'")
-    return name, "router" if words[:1] == ["router"] else "all"
+    """Return the format and the region that "bf16", "model bf16" or "router bf16" names."""
+    *regions, name = precision.split() or [""]
+    require(
+        name in FORMATS and regions in ([], ["router"], ["model"]),
+        f"unknown precision {precision!r}: one of {', '.join(FORMATS)}, or 'router …'",
+    )
+    return name, "router" if regions == ["router"] else "all"
 
 
 def gap_noise(

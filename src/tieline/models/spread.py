@@ -43,8 +43,8 @@ def check_parallel(parallel: str | None) -> int:
     """
     if parallel is None:
         return 1
-    ways = ", ".join(PARALLEL)
-    require(parallel in PARALLEL, f"parallel must be one of {ways}, got {parallel!r}")
+    names = ", ".join(PARALLEL)
+    require(parallel in PARALLEL, f"parallel must be one of {names}, got {parallel!r}")
     require(
         dist.is_initialized(),
         f"parallel {parallel!r} needs several processes: start with torchrun --nproc-per-node N "
@@ -128,49 +128,51 @@ class _Skeleton(NamedTuple):
         )
 
 
-def _check_tp(one: _Skeleton, ranks: int) -> None:
-    plan = one.model.tp_plan
-    one.must_have(plan, "tp")
+def _check_tp(skeleton: _Skeleton, ranks: int) -> None:
+    plan = skeleton.model.tp_plan
+    skeleton.must_have(plan, "tp")
     for part, names in (
         ("q_proj", ("num_attention_heads",)),
         ("k_proj", ("num_key_value_heads",)),
     ):
         if any(key.endswith(part) and style == "colwise" for key, style in plan.items()):
-            one.must_divide(one.number(*names), ranks, names[0].removeprefix("num_"))
+            skeleton.must_divide(skeleton.number(*names), ranks, names[0].removeprefix("num_"))
     cut = any("experts" in key and "wise" in style for key, style in plan.items())
     if cut:
-        width = one.number("moe_intermediate_size", "intermediate_size")
-        one.must_divide(width, ranks, "intermediate features of an expert")
+        width = skeleton.number("moe_intermediate_size", "intermediate_size")
+        skeleton.must_divide(width, ranks, "intermediate features of an expert")
 
 
-def _check_ep(one: _Skeleton, ranks: int) -> None:
-    styles = set(one.model.ep_plan.values())
-    one.must_have(styles, "ep")
+def _check_ep(skeleton: _Skeleton, ranks: int) -> None:
+    styles = set(skeleton.model.ep_plan.values())
+    skeleton.must_have(styles, "ep")
     require(
         "ep_dispatch_experts" in styles,
-        f"parallel 'ep': the plan of {one.family!r} renumbers the router's choice on every process "
-        "('ep_router'), so that it cannot be seen: take tp",
+        f"parallel 'ep': the plan of {skeleton.family!r} renumbers the router's choice on every "
+        "process ('ep_router'), so that it cannot be seen: take tp",
         UnsupportedModelError,
     )
-    one.must_divide(one.number(*EXPERTS), ranks, "experts")
+    skeleton.must_divide(skeleton.number(*EXPERTS), ranks, "experts")
 
 
-def _check_pp(one: _Skeleton, ranks: int) -> None:
-    routers = find_routers(one.model)
+def _check_pp(skeleton: _Skeleton, ranks: int) -> None:
+    routers = find_routers(skeleton.model)
     families = [family_of(router) for router in routers.values()]
-    planned = any("layers" in key for key in one.model.pp_plan or ())
+    planned = any("layers" in key for key in skeleton.model.pp_plan or ())
     checked = all(family is not None and family.pipeline_checked for family in families)
-    one.must_have(planned or checked, "pp")
-    base = getattr(one.model, one.model.base_model_prefix, None)
+    skeleton.must_have(planned or checked, "pp")
+    base = getattr(skeleton.model, skeleton.model.base_model_prefix, None)
     layers = getattr(base, "layers", None)
-    one.must_have(isinstance(layers, nn.ModuleList) and hasattr(one.model, "lm_head"), "pp")
+    skeleton.must_have(
+        isinstance(layers, nn.ModuleList) and hasattr(skeleton.model, "lm_head"), "pp"
+    )
     assert isinstance(layers, nn.ModuleList)
     share = len(layers) // ranks
     stages = {_stage(name, share, ranks) for name in routers} if share else set()
     require(
         len(stages) == ranks,
-        f"{len(layers)} layers of {one.family!r} in {ranks} stages leave one without a router: "
-        "take fewer processes",
+        f"{len(layers)} layers of {skeleton.family!r} in {ranks} stages leave one without a "
+        "router: take fewer processes",
         UnsupportedModelError,
     )
 
@@ -181,8 +183,8 @@ def _stage(name: str, share: int, ranks: int) -> int:
     return min(number // share, ranks - 1)
 
 
-def _check_fsdp(one: _Skeleton, ranks: int) -> None:
-    one.must_have(getattr(one.model, "fsdp_plan", None), "fsdp")
+def _check_fsdp(skeleton: _Skeleton, ranks: int) -> None:
+    skeleton.must_have(getattr(skeleton.model, "fsdp_plan", None), "fsdp")
 
 
 _CHECKS = {"tp": _check_tp, "ep": _check_ep, "pp": _check_pp, "fsdp": _check_fsdp}
@@ -194,18 +196,18 @@ def class_name(model: nn.Module) -> str:
     return name.removeprefix("FSDP") if isinstance(model, FSDPModule) else name
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """Return a tensor whose parts may be on many processes; all of them must call."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Gather a tensor that is cut over processes; every process must call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def is_cut(module: nn.Module) -> bool:
-    """Return whether this process holds parts of some of a module's parameters."""
+    """Return whether some of a module's parameters are cut over processes."""
     return any(isinstance(parameter, DTensor) for parameter in module.parameters())
 
 
-def own_part(tensor: Tensor, axis: int | None = None) -> Tensor:
-    """Return what this process holds of a tensor; the tensor itself where it is whole.
+def local_shard(tensor: Tensor, axis: int | None = None) -> Tensor:
+    """Return what this process holds of a tensor; the tensor itself if it is not cut.
 
     Args:
         tensor: a weight.
@@ -213,7 +215,7 @@ def own_part(tensor: Tensor, axis: int | None = None) -> Tensor:
     """
     if not isinstance(tensor, DTensor):
         return tensor
-    cut = {place.dim for place in tensor.placements if isinstance(place, Shard)}
+    cut = {shard.dim for shard in tensor.placements if isinstance(shard, Shard)}
     require(
         axis is None or axis % tensor.ndim not in cut,
         "weights are cut over processes along the axis that shares a scale: they cannot be rounded",
@@ -224,9 +226,9 @@ def own_part(tensor: Tensor, axis: int | None = None) -> Tensor:
 
 def gathering_unit(model: nn.Module, name: str) -> Any:
     """Return the innermost module around this one that FSDP gathers as a unit; None if none."""
-    parts = name.split(".")
-    for end in range(len(parts), -1, -1):
-        module = model.get_submodule(".".join(parts[:end]))
+    path = name.split(".")
+    for end in range(len(path), -1, -1):
+        module = model.get_submodule(".".join(path[:end]))
         if isinstance(module, FSDPModule):
             return module
     return None

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from tieline.models.emulate import (
-    Parts,
-    Rooms,
+    BufferPool,
+    Region,
     format_named,
     rounded_in_pieces,
     rounded_weights,
@@ -22,11 +22,11 @@ class StreamRounding:
     def __init__(self, stream: ModelStream) -> None:
         """Round weights of this model."""
         self._stream = stream
-        self._rooms, self._expert_rooms = Rooms(), Rooms()
+        self._rooms, self._expert_rooms = BufferPool(), BufferPool()
 
     @contextmanager
     def rounded(
-        self, number_format: str, parts: Parts, keep: Collection[str] = ()
+        self, number_format: str, parts: Region, keep: Collection[str] = ()
     ) -> Iterator[None]:
         """Inside the block, the weights in memory are rounded, experts in groups too.
 
@@ -40,7 +40,7 @@ class StreamRounding:
             if parts == "router":
                 yield
                 return
-            with self._expert_rooms.lent() as room:
+            with self._expert_rooms.borrow() as room:
 
                 def change(module: nn.Module, experts: Tensor) -> Tensor:
                     return rounded_in_pieces(experts, grid, weight_axis(module, experts), room)

@@ -387,7 +387,7 @@ def test_the_size_of_the_noise_is_a_standard_deviation(model, monkeypatch):
     def noisy(*_, **__):
         for kept in clean.values():
             scores = kept.scores
-            kept._parts = [scores + 0.01 * torch.randn(scores.shape, generator=generator)]
+            kept._calls = [scores + 0.01 * torch.randn(scores.shape, generator=generator)]
         return clean
 
     monkeypatch.setattr("tieline.models.smooth_calibration.collect_scores", noisy)

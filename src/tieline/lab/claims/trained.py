@@ -80,7 +80,7 @@ def router_states(tokens: int, form: str = "") -> tuple[RouterStates, ...]:
     hooks = [
         router.register_forward_pre_hook(keep(at)) for at, router in enumerate(routers.values())
     ]
-    with torch.no_grad(), emulate(model, form, parts="all") if form else nullcontext():
+    with torch.no_grad(), emulate(model, form, region="all") if form else nullcontext():
         for rows in ids[:, :tokens].reshape(-1, WINDOW).split(4):
             model(rows)
     for hook in hooks:
