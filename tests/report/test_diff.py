@@ -127,6 +127,10 @@ def test_figures_show_the_numbers_of_the_result(result):
     assert sum(bar.get_height() for bar in axes.patches) == sum(
         layer.flip.count for layer in result.layers
     )
+    (axes,) = drawn["layers"]().axes
+    (bars,) = axes.containers[0].lines[2]
+    ends = [segment[:, 1].tolist() for segment in bars.get_segments()]
+    assert ends == [pytest.approx([x.flip.low, x.flip.high]) for x in result.layers]
     assert notebook(result).count("<img") == 3
 
 

@@ -1,9 +1,8 @@
 """A precision audit as page, terminal view, summary, notebook view and figures."""
 
-import math
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -12,16 +11,16 @@ from tieline.analysis.precision_records import KeepList, PerturbationEffect, Pre
 from tieline.core.statistics import Estimate
 from tieline.report import remedies
 from tieline.report.charts import (
-    MOST_NAMED,
+    Axis,
+    Chart,
     Panel,
-    axis,
-    depth_bar,
-    figure,
+    Series,
+    Symbol,
+    above_zero,
     layer_colour,
-    share_axis,
     unmeasured,
 )
-from tieline.report.drawing import ACCENT, INK, WARN, canvas, percent_axis
+from tieline.report.drawing import chart_figure
 from tieline.report.frame import notebook_html, render
 from tieline.report.tables import (
     Column,
@@ -39,7 +38,6 @@ from tieline.report.words.audit import notes, remedy_sentences
 from tieline.report.words.numbers import DASH, finite, percent, significant
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
@@ -130,8 +128,8 @@ def notebook(result: PrecisionAudit) -> str:
 def figures(result: PrecisionAudit) -> "dict[str, Callable[[], Figure]]":
     """Figures by name: flips beside their prediction, and KL beside its floor."""
     return {
-        "flips": lambda: canvas(partial(_draw_flips, result.effects), height=3.4),
-        "kl": lambda: canvas(partial(_draw_kl, result.effects), height=3.4),
+        "flips": lambda: chart_figure(_flips_chart(result.effects), 6.75, 3.4),
+        "kl": lambda: chart_figure(_kl_chart(result.effects), 6.75, 3.4),
     }
 
 
@@ -208,124 +206,67 @@ def _short(result: PrecisionAudit) -> dict[str, str]:
     return dict(zip(result.layers, short_names(result.layers), strict=True))
 
 
-def _flips_chart(rows: Sequence[PerturbationEffect]) -> dict[str, Any]:
-    dash = _marks(rows, "local, predicted", lambda row: row.predicted, "line-ew", "@ink")
-    marks = [
-        _uncertain(rows, "local, counted", lambda row: row.local, "circle", "@accent"),
-        dash,
-        _uncertain(rows, "full run", lambda row: row.full, "diamond-open", "@warn"),
-    ]
-    return _by_row(marks, share_axis("share of tokens, mean over layers"))
+def _flips_chart(rows: Sequence[PerturbationEffect]) -> Chart:
+    series = (
+        _estimates(rows, "local, counted", lambda row: row.local, "circle", "@accent"),
+        _values(rows, "local, predicted", lambda row: row.predicted, "dash", "@ink"),
+        _estimates(rows, "full run", lambda row: row.full, "diamond-open", "@warn"),
+    )
+    shares = Axis("tokens that change experts, mean over layers", "log", percent=True)
+    return Chart(Axis("", "category", angle=-40), shares, series, height=520)
 
 
-def _kl_chart(rows: Sequence[PerturbationEffect]) -> dict[str, Any]:
-    marks = [
-        _uncertain(rows, "KL", lambda row: row.kl, "circle", "@warn"),
-        _marks(rows, "floor", lambda row: row.kl_floor.value, "line-ew", "@ink"),
-    ]
-    return _by_row(marks, axis("nats per token", scale="log"))
+def _kl_chart(rows: Sequence[PerturbationEffect]) -> Chart:
+    series = (
+        _estimates(rows, "KL", lambda row: row.kl, "circle", "@warn"),
+        _values(rows, "floor", lambda row: row.kl_floor.value, "dash", "@ink"),
+    )
+    nats = Axis("nats per token", "log")
+    return Chart(Axis("", "category", angle=-40), nats, series, height=520)
 
 
-def _layers_chart(result: PrecisionAudit) -> dict[str, Any] | None:
+def _layers_chart(result: PrecisionAudit) -> Chart | None:
     rows, labels = [row for row in result.effects if row.keep], short_names(result.layers)
     if not rows:
         return None
-    marks = [
-        {
-            "type": "scatter",
-            "mode": "markers",
-            "name": f"layer {label}",
-            "x": [str(row.level) for row in rows],
-            "y": [finite(row.layers[place].damage.value) or None for row in rows],
-            "marker": {"size": 9, "color": layer_colour(place, len(labels))},
-            "showlegend": len(labels) <= MOST_NAMED,
-            "hovertemplate": "%{x}: %{y:.3~p}<extra>%{fullData.name}</extra>",
-        }
-        for place, label in enumerate(labels)
-    ]
-    layout = {
-        "xaxis": axis("format of the routers", scale="category"),
-        "yaxis": share_axis("change of the layer’s output"),
-    }
-    return figure([*marks, *depth_bar(labels)], 400, **layout)
+    series = tuple(
+        Series(
+            [str(row.level) for row in rows],
+            above_zero(row.layers[index].damage.value for row in rows),
+            f"layer {label}",
+            layer_colour(index, len(labels)),
+            size=9,
+            hover="%{x}: %{y:.3~p}<extra>%{fullData.name}</extra>",
+        )
+        for index, label in enumerate(labels)
+    )
+    damage = Axis("change of the layer’s output", "log", percent=True)
+    formats = Axis("format of the routers", "category")
+    return Chart(formats, damage, series, layers=tuple(labels))
 
 
-def _marks(
-    rows: Sequence[PerturbationEffect], name: str, value: Value, symbol: str, colour: str
-) -> dict[str, Any]:
-    """One mark per row; numbers of zero have no place on a logarithmic axis and are left out."""
-    size = 16 if symbol == "line-ew" else 9
-    line = {"color": colour, "width": 2}
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "name": name,
-        "x": [row.name for row in rows],
-        "y": [finite(value(row)) or None for row in rows],
-        "marker": {"symbol": symbol, "size": size, "color": colour, "line": line},
-        "hovertemplate": f"%{{x}}: %{{y:.3~g}} {name}<extra></extra>",
-    }
-
-
-def _uncertain(
-    rows: Sequence[PerturbationEffect], name: str, estimate: Uncertain, symbol: str, colour: str
-) -> dict[str, Any]:
-    """The same with bars of two standard errors."""
-    spread = [2 * (finite(estimate(row).standard_error) or 0.0) for row in rows]
-    errors = {"type": "data", "array": spread, "color": colour, "width": 3}
-    return _marks(rows, name, lambda row: estimate(row).value, symbol, colour) | {"error_y": errors}
-
-
-def _by_row(marks: list[dict[str, Any]], y: dict[str, Any]) -> dict[str, Any]:
-    x = axis("", scale="category", tickangle=-40)
-    margin = {"t": 12, "r": 16, "b": 150, "l": 70}
-    return figure(marks, 520, xaxis=x, yaxis=y, margin=margin)
-
-
-def _draw_flips(rows: Sequence[PerturbationEffect], axes: "Axes") -> None:
-    _draw_estimates(axes, rows, lambda row: row.local, "local, counted", ACCENT, "o")
-    _draw_dashes(axes, rows, lambda row: row.predicted, "local, predicted")
-    _draw_estimates(axes, rows, lambda row: row.full, "full run", WARN, "D")
-    axes.set(yscale="log", ylabel="tokens that change experts")
-    percent_axis(axes)
-    _name_rows(axes, rows)
-
-
-def _draw_kl(rows: Sequence[PerturbationEffect], axes: "Axes") -> None:
-    _draw_estimates(axes, rows, lambda row: row.kl, "KL to the clean run", WARN, "o")
-    _draw_dashes(axes, rows, lambda row: row.kl_floor.value, "floor: clean routes forced")
-    axes.set(yscale="log", ylabel="nats per token")
-    _name_rows(axes, rows)
-
-
-def _draw_estimates(
-    axes: "Axes",
-    rows: Sequence[PerturbationEffect],
-    estimate: Uncertain,
-    label: str,
-    colour: str,
-    marker: str,
-) -> None:
-    values = [estimate(row).value or math.nan for row in rows]
-    errors = [2 * (finite(estimate(row).standard_error) or 0.0) for row in rows]
-    filled = colour if marker == "o" else "none"
-    style = {"markersize": 4, "capsize": 2, "markerfacecolor": filled, "elinewidth": 0.8}
-    axes.errorbar(
-        range(len(rows)), values, yerr=errors, fmt=marker, color=colour, label=label, **style
+def _values(
+    rows: Sequence[PerturbationEffect], name: str, value: Value, symbol: Symbol, colour: str
+) -> Series:
+    """One point per row; zero has no place on a logarithmic axis."""
+    return Series(
+        [row.name for row in rows],
+        above_zero(map(value, rows)),
+        name,
+        colour,
+        symbol=symbol,
+        size=16 if symbol == "dash" else 9,
+        hover=f"%{{x}}: %{{y:.3~g}} {name}<extra></extra>",
     )
 
 
-def _draw_dashes(
-    axes: "Axes", rows: Sequence[PerturbationEffect], value: Value, label: str
-) -> None:
-    heights = [value(row) or math.nan for row in rows]
-    axes.plot(range(len(rows)), heights, "_", color=INK, markersize=8, label=label)
-
-
-def _name_rows(axes: "Axes", rows: Sequence[PerturbationEffect]) -> None:
-    names = [row.name for row in rows]
-    axes.set_xticks(range(len(rows)), labels=names, rotation=50, ha="right", fontsize=6.5)
-    axes.legend(fontsize=6.5, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
+def _estimates(
+    rows: Sequence[PerturbationEffect], name: str, estimate: Uncertain, symbol: Symbol, colour: str
+) -> Series:
+    """The same with bars of two standard errors."""
+    spread = [2 * (finite(estimate(row).standard_error) or 0.0) for row in rows]
+    series = _values(rows, name, lambda row: estimate(row).value, symbol, colour)
+    return replace(series, errors=(spread, spread))
 
 
 def _predicted(row: PerturbationEffect) -> str:
@@ -345,8 +286,8 @@ def _loss(row: PerturbationEffect) -> str:
         return DASH
     error = row.loss.standard_error
     sign = "+" if row.loss.value >= 0 else ""
-    said = f"{sign}{significant(row.loss.value, 2)}"
-    return said if error is None else f"{said} ± {significant(error, 1)}"
+    change = f"{sign}{significant(row.loss.value, 2)}"
+    return change if error is None else f"{change} ± {significant(error, 1)}"
 
 
 def _share(estimate: Uncertain) -> Callable[[PerturbationEffect], str]:

@@ -1,10 +1,8 @@
 """A comparison of two runs as page, terminal view, summary, notebook view and figures."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 
@@ -17,10 +15,10 @@ from tieline.analysis.diff_records import (
     RoutingDiff,
     WeightMoved,
 )
-from tieline.core.errors import TraceError, require
+from tieline.core.errors import TraceError
 from tieline.core.statistics import Share
-from tieline.report.charts import Panel, axis, figure, unmeasured
-from tieline.report.drawing import ACCENT, MUTED, NOTICE, WARN, percent_axis, small_canvas
+from tieline.report.charts import Axis, Chart, Panel, Series, unmeasured
+from tieline.report.drawing import chart_figure
 from tieline.report.frame import notebook_html, render
 from tieline.report.tables import (
     MOST_FINDINGS,
@@ -37,7 +35,6 @@ from tieline.report.tables import (
 from tieline.report.words.numbers import DASH, percent, significant
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
@@ -134,10 +131,17 @@ def notebook(result: RoutingDiff) -> str:
 
 def figures(result: RoutingDiff) -> "dict[str, Callable[[], Figure]]":
     """Figures by name: flip rates by layer, their causes, and their growth with depth."""
+
+    def causes() -> "Figure":
+        chart, status = _causes_chart(result), result.layers[0].attribution_status
+        if chart is None:
+            raise TraceError(f"no figure of the causes: {status}")
+        return chart_figure(chart)
+
     return {
-        "layers": lambda: small_canvas(partial(_draw_layers, result)),
-        "causes": lambda: small_canvas(partial(_draw_causes, result)),
-        "depth": lambda: small_canvas(partial(_draw_depth, result)),
+        "layers": lambda: chart_figure(_rates_chart(result)),
+        "causes": causes,
+        "depth": lambda: chart_figure(_depth_chart(result)),
     }
 
 
@@ -151,7 +155,7 @@ def diff_panels(result: RoutingDiff) -> list[Panel]:
         (AFTER, _after_chart(result), ["no token flips before the last layer"]),
         (WEIGHT, _weight_chart(result), [layer.weight_status for layer in layers]),
     )
-    return [p.drawn(made) if made else p.missing(statuses) for p, made, statuses in drawn]
+    return [p.drawn(chart) if chart else p.missing(statuses) for p, chart, statuses in drawn]
 
 
 def _names(result: RoutingDiff) -> list[str]:
@@ -163,13 +167,15 @@ def _labels(result: RoutingDiff) -> list[str]:
 
 
 def _rows(result: RoutingDiff) -> list[DiffRow]:
-    parts = zip(_labels(result), result.layers, result.tokens.depth, strict=True)
-    rows = [DiffRow(label, layer, step) for label, layer, step in parts]
+    rows = [
+        DiffRow(*row)
+        for row in zip(_labels(result), result.layers, result.tokens.depth, strict=True)
+    ]
     split = result.dequantised
     if split is None or len(split.format_flips) != len(rows):
         return rows
     flips = zip(rows, split.format_flips, split.engine_flips, strict=True)
-    return [replace(row, by_format=own, by_engine=added) for row, own, added in flips]
+    return [replace(row, by_format=by_format, by_engine=added) for row, by_format, added in flips]
 
 
 def _title(result: RoutingDiff) -> str:
@@ -187,28 +193,28 @@ def _side(provenance: object) -> str:
 
 
 def _facts(result: RoutingDiff) -> str:
-    found, layers = result.alignment, result.layers
+    alignment, layers = result.alignment, result.layers
     routing = dict.fromkeys(f"{layer.k} of {layer.n_experts} experts" for layer in layers)
-    tokens = f"{found.tokens:,} tokens of {found.documents:,} documents"
+    tokens = f"{alignment.tokens:,} tokens of {alignment.documents:,} documents"
     return " · ".join([tokens, f"{len(layers)} routed layers", " or ".join(routing)])
 
 
-def _alignment(found: Alignment) -> list[tuple[str, str]]:
-    """How B was laid on A; what is empty on both sides is left out."""
-    shift = found.layer_shift
+def _alignment(alignment: Alignment) -> list[tuple[str, str]]:
+    """How B was aligned with A; what is empty on both sides is left out."""
+    shift = alignment.layer_shift
     rows = {
-        "tokens compared": f"{found.tokens:,}, of which {found.ids_checked:,} by equal ids",
-        "tokens in A only, in B only": _both(found.tokens_only_a, found.tokens_only_b),
-        "tokens not routed (-1) in A, in B": _both(found.unrouted_a, found.unrouted_b),
-        "shift of tokens": f"{found.token_shift:+d}" if found.token_shift else "",
+        "tokens compared": f"{alignment.tokens:,}, of which {alignment.ids_checked:,} by equal ids",
+        "tokens in A only, in B only": _both(alignment.tokens_only_a, alignment.tokens_only_b),
+        "tokens not routed (-1) in A, in B": _both(alignment.unrouted_a, alignment.unrouted_b),
+        "shift of tokens": f"{alignment.token_shift:+d}" if alignment.token_shift else "",
         "shift of layers": "paired by order" if shift is None else f"{shift:+d}" if shift else "",
-        "layers in A only": ", ".join(found.only_a),
-        "layers in B only": ", ".join(found.only_b),
-        "dense layers of A": ", ".join(found.dense_a),
-        "dense layers of B": ", ".join(found.dense_b),
-        "experts numbered otherwise": "; ".join(map(_renumbered, found.permuted)),
+        "layers in A only": ", ".join(alignment.only_a),
+        "layers in B only": ", ".join(alignment.only_b),
+        "dense layers of A": ", ".join(alignment.dense_a),
+        "dense layers of B": ", ".join(alignment.dense_b),
+        "experts numbered otherwise": "; ".join(map(_renumbered, alignment.permuted)),
     }
-    return [(name, words) for name, words in rows.items() if words]
+    return [(name, text) for name, text in rows.items() if text]
 
 
 def _both(a: int, b: int) -> str:
@@ -220,146 +226,81 @@ def _renumbered(pair: LayerPair) -> str:
     return f"{pair.name_a}: " + ", ".join(f"{i} → {j}" for i, j in both)
 
 
-def _rates_chart(result: RoutingDiff) -> dict[str, Any]:
+LAYER = Axis("layer of A", "category")
+
+
+def _share_axis(title: str) -> Axis:
+    return Axis(title, percent=True, from_zero=True)
+
+
+def _rates_chart(result: RoutingDiff) -> Chart:
     rates = [layer.flip for layer in result.layers]
-    above, below = _errors(rates)
-    errors = {"type": "data", "symmetric": False, "array": above, "arrayminus": below}
-    dots = _points(result, "flip rate", rates, "@accent")
-    dots |= {"error_y": errors | {"thickness": 1.5, "color": "@accent"}, "showlegend": False}
-    return figure([dots], 380, **_layout("share of tokens"))
-
-
-def _errors(rates: Sequence[Share]) -> tuple[list[float], list[float]]:
-    """Lengths of the intervals above and below the values; zero where one is not known."""
     above = [(rate.high or 0.0) - (rate.value or 0.0) for rate in rates]
     below = [(rate.value or 0.0) - (rate.low or 0.0) for rate in rates]
-    return above, below
+    dots = _points(result, "flip rate", rates, "@accent")
+    dots = replace(dots, errors=(above, below), named=False)
+    return Chart(LAYER, _share_axis("tokens that choose other experts"), (dots,), height=380)
 
 
-def _causes_chart(result: RoutingDiff) -> dict[str, Any] | None:
+def _causes_chart(result: RoutingDiff) -> Chart | None:
     causes = [layer.attribution for layer in result.layers]
     if not any(causes):
         return None
-    bars = [
-        {
-            "type": "bar",
-            "name": name,
-            "x": _labels(result),
-            "y": [None if cause is None else count(cause) for cause in causes],
-            "marker": {"color": colour},
-            "hovertemplate": f"layer %{{x}}: %{{y:,}} flips {name}<extra></extra>",
-        }
+    bars = tuple(
+        Series(
+            _labels(result),
+            [None if cause is None else count(cause) for cause in causes],
+            name,
+            colour,
+            "bar",
+            hover=f"layer %{{x}}: %{{y:,}} flips {name}<extra></extra>",
+        )
         for name, count, colour in CAUSE_KINDS
-    ]
-    layout = {"xaxis": _layer_axis(), "yaxis": axis("flips", rangemode="tozero")}
-    return figure(bars, 400, **layout, barmode="stack")
+    )
+    return Chart(LAYER, Axis("flips", from_zero=True), bars, stacked=True)
 
 
-def _depth_chart(result: RoutingDiff) -> dict[str, Any]:
+def _depth_chart(result: RoutingDiff) -> Chart:
     steps, labels = result.tokens.depth, _labels(result)
-    dashed = {"line": {"color": "@muted", "width": 1.75, "dash": "dash"}}
-    lines = [
-        _line(labels, [step.cumulative for step in steps], "flipped so far", "@accent"),
-        _line(labels, [step.independent for step in steps], "if layers were independent", "@muted")
-        | dashed,
-    ]
-    return figure(lines, 400, **_layout("share of tokens"))
+    so_far = _line(labels, [step.cumulative for step in steps], "flipped so far", "@accent")
+    independent = [step.independent for step in steps]
+    alone = _line(labels, independent, "if layers were independent", "@muted")
+    return Chart(LAYER, _share_axis("share of tokens"), (so_far, replace(alone, dash="dash")))
 
 
-def _after_chart(result: RoutingDiff) -> dict[str, Any] | None:
+def _after_chart(result: RoutingDiff) -> Chart | None:
     steps = result.tokens.depth
     if not any(step.after.total for step in steps):
         return None
-    dots = [
-        _points(result, "without an earlier flip", [step.fresh for step in steps], "@accent"),
-        _points(result, "after an earlier flip", [step.after for step in steps], "@warn")
-        | {"marker": {"symbol": "diamond", "size": 9, "color": "@warn"}},
-    ]
-    return figure(dots, 400, **_layout("flip rate"))
+    fresh = _points(result, "without an earlier flip", [step.fresh for step in steps], "@accent")
+    after = _points(result, "after an earlier flip", [step.after for step in steps], "@warn")
+    dots = (fresh, replace(after, symbol="diamond", size=9))
+    return Chart(LAYER, _share_axis("flip rate"), dots)
 
 
-def _weight_chart(result: RoutingDiff) -> dict[str, Any] | None:
+def _weight_chart(result: RoutingDiff) -> Chart | None:
     weights, labels = [layer.weight for layer in result.layers], _labels(result)
     if not any(weights):
         return None
-    means, worst = ([x and x.mean for x in weights], [x and x.p99 for x in weights])
-    lines = [
-        _line(labels, means, "mean over tokens", "@accent"),
-        _line(labels, worst, "99th percentile", "@warn"),
-    ]
-    return figure(lines, 380, **_layout("share of the weight"))
+    mean = _line(labels, [x and x.mean for x in weights], "mean over tokens", "@accent")
+    worst = _line(labels, [x and x.p99 for x in weights], "99th percentile", "@warn")
+    return Chart(LAYER, _share_axis("share of the weight"), (mean, worst), height=380)
 
 
-def _points(result: RoutingDiff, name: str, rates: Sequence[Share], colour: str) -> dict[str, Any]:
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "name": name,
-        "x": _labels(result),
-        "y": [rate.value for rate in rates],
-        "customdata": [f"{rate.count:,} of {rate.total:,}" for rate in rates],
-        "marker": {"size": 8, "color": colour},
-        "hovertemplate": f"layer %{{x}}: %{{y:.3~p}}, %{{customdata}}, {name}<extra></extra>",
-    }
+def _points(result: RoutingDiff, name: str, rates: Sequence[Share], colour: str) -> Series:
+    return Series(
+        _labels(result),
+        [rate.value for rate in rates],
+        name,
+        colour,
+        details=[f"{rate.count:,} of {rate.total:,}" for rate in rates],
+        hover=f"layer %{{x}}: %{{y:.3~p}}, %{{customdata}}, {name}<extra></extra>",
+    )
 
 
-def _line(
-    labels: list[str], values: Sequence[float | None], name: str, colour: str
-) -> dict[str, Any]:
-    return {
-        "type": "scatter",
-        "mode": "lines+markers",
-        "name": name,
-        "x": labels,
-        "y": list(values),
-        "line": {"color": colour, "width": 1.75},
-        "marker": {"size": 6, "color": colour},
-        "hovertemplate": f"layer %{{x}}: %{{y:.3~p}} {name}<extra></extra>",
-    }
-
-
-def _layer_axis() -> dict[str, Any]:
-    return axis("layer of A", scale="category")
-
-
-def _layout(title: str) -> dict[str, Any]:
-    return {"xaxis": _layer_axis(), "yaxis": axis(title, tickformat=".2~p", rangemode="tozero")}
-
-
-def _draw_layers(result: RoutingDiff, axes: "Axes") -> None:
-    rates = [layer.flip for layer in result.layers]
-    values = [math.nan if rate.value is None else rate.value for rate in rates]
-    style = {"fmt": "o", "color": ACCENT, "markersize": 4, "capsize": 2}
-    axes.errorbar(_labels(result), values, yerr=_errors(rates), **style)
-    axes.set(xlabel="layer of A", ylabel="tokens that choose other experts (95 %)")
-    axes.set_ylim(bottom=0)
-    percent_axis(axes)
-
-
-def _draw_causes(result: RoutingDiff, axes: "Axes") -> None:
-    causes = [layer.attribution for layer in result.layers]
-    status = result.layers[0].attribution_status
-    require(any(causes), f"no figure of the causes: {status}", TraceError)
-    bottom, labels = [0] * len(causes), _labels(result)
-    colours = (ACCENT, NOTICE, WARN)
-    for (name, count, _), colour in zip(CAUSE_KINDS, colours, strict=True):
-        heights = [0 if cause is None else count(cause) for cause in causes]
-        axes.bar(labels, heights, bottom=bottom, color=colour, label=name)
-        bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
-    axes.set(xlabel="layer of A", ylabel="flips")
-    axes.margins(y=0.3)
-    axes.legend(fontsize=6.5, loc="upper left")
-
-
-def _draw_depth(result: RoutingDiff, axes: "Axes") -> None:
-    steps, labels = result.tokens.depth, _labels(result)
-    axes.plot(labels, [s.cumulative for s in steps], "o-", color=ACCENT, label="flipped so far")
-    independent = [step.independent for step in steps]
-    axes.plot(labels, independent, "--", color=MUTED, label="if layers were independent")
-    axes.set(xlabel="layer of A", ylabel="share of tokens")
-    axes.set_ylim(bottom=0)
-    percent_axis(axes)
-    axes.legend(fontsize=6.5)
+def _line(labels: list[str], values: Sequence[float | None], name: str, colour: str) -> Series:
+    hover = f"layer %{{x}}: %{{y:.3~p}} {name}<extra></extra>"
+    return Series(labels, values, name, colour, "line+points", size=6, hover=hover)
 
 
 def _interval(row: DiffRow) -> str:
@@ -368,7 +309,7 @@ def _interval(row: DiffRow) -> str:
 
 
 def _cause(count: Callable[[Attribution], str]) -> Callable[[DiffRow], str]:
-    """Cell of what an attribution tells; a dash where there is none."""
+    """A cell of the attribution; a dash where there is none."""
     return lambda row: DASH if row.layer.attribution is None else count(row.layer.attribution)
 
 
@@ -376,10 +317,10 @@ def _weight(number: Callable[[WeightMoved], float]) -> Callable[[DiffRow], str]:
     return lambda row: percent(row.layer.weight and number(row.layer.weight))
 
 
-def _part(share: Callable[[DiffRow], Share | None]) -> Callable[[DiffRow], str]:
+def _count(share: Callable[[DiffRow], Share | None]) -> Callable[[DiffRow], str]:
     def cell(row: DiffRow) -> str:
-        found = share(row)
-        return DASH if found is None else f"{found.count:,}"
+        flips = share(row)
+        return DASH if flips is None else f"{flips.count:,}"
 
     return cell
 
@@ -394,8 +335,8 @@ COLUMNS: tuple[Column[DiffRow], ...] = (
     Column("flips", "tokens whose set of experts differs", lambda x: f"{x.layer.flip.count:,}", 2),
     Column("flip rate", "their share", lambda x: percent(x.layer.flip.value), 1),
     Column("95 % interval", "of the share, clustered by document", _interval, 5),
-    Column("by format", "of the dequantised weights", _part(lambda x: x.by_format), 2, True),
-    Column("by engine", "between those and the engine", _part(lambda x: x.by_engine), 2, True),
+    Column("by format", "of the dequantised weights", _count(lambda x: x.by_format), 2, True),
+    Column("by engine", "between those and the engine", _count(lambda x: x.by_engine), 2, True),
     Column("near-ties", "first flips that noise explains", _cause(lambda x: f"{x.explained:,}"), 4),
     Column("unexplained", "first flips wider than that", _cause(lambda x: f"{x.unexplained:,}"), 3),
     Column("later", "flips after an earlier one", _cause(lambda x: f"{x.later:,}"), 9),

@@ -3,6 +3,7 @@
 The format of a file follows its name: .pdf, .svg or .png. Text in PDF stays text (fonttype 42), and
 the same figure gives the same bytes.
 
+    draw_chart       a `Chart` on axes; chart_figure as a figure of its own
     canvas           a figure of the project's style with its axes; small_canvas for a single one
     layer_colours    colours by depth, whose lightness grows and survives a grey printer
     name_layers      a legend for a few layers, a bar of colours for many
@@ -13,11 +14,13 @@ the same figure gives the same bytes.
 
 import base64
 import io
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tieline.core.errors import require
+from tieline.report.charts import Axis, Chart, Guide, Heat, Series
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,8 +30,22 @@ if TYPE_CHECKING:
 ACCENT, WARN, NOTICE, INK, MUTED = "#0b5394", "#b3400a", "#7a5c00", "#1d2127", "#5d6570"
 """The colours of the roles of a page's charts, in its light scheme."""
 
-DEPTH, LOAD = "viridis", "RdBu_r"
-"""Colour maps by meaning: depth of a layer, load of an expert."""
+ROLES = {"@accent": ACCENT, "@warn": WARN, "@notice": NOTICE, "@ink": INK, "@muted": MUTED}
+DEPTH = "viridis"
+"""Colour map of the depth of a layer."""
+MAPS = {"gap": "viridis_r", "load": "RdBu_r"}
+"""Colour maps by meaning: nearness to a tie, load of an expert."""
+MARKERS = {
+    "circle": "o",
+    "square-open": "s",
+    "diamond": "D",
+    "diamond-open": "D",
+    "dash": "_",
+    "cross": "x",
+}
+DASHES = {"": "-", "dash": "--", "dot": ":"}
+PAPER = 0.55
+"""Points of paper for a pixel of a page."""
 
 FIGURE_SUFFIXES = (".pdf", ".png", ".svg")
 STYLE: dict[Any, Any] = {
@@ -48,7 +65,7 @@ MOST_NAMED = 8
 def canvas(
     draw: "Callable[..., None]", columns: int = 1, width: float = 6.75, height: float = 2.6
 ) -> "Figure":
-    """A figure of so many axes side by side, drawn upon in the project's style.
+    """Return a figure with axes side by side, drawn upon in the project's style.
 
     Args:
         draw: called with the axes, one argument each.
@@ -60,26 +77,143 @@ def canvas(
     from matplotlib.figure import Figure
 
     with rc_context(STYLE):
-        made = Figure(figsize=(width, height), layout="constrained")
-        draw(*made.subplots(1, columns, squeeze=False)[0])
-    return made
+        figure = Figure(figsize=(width, height), layout="constrained")
+        draw(*figure.subplots(1, columns, squeeze=False)[0])
+    return figure
 
 
 def small_canvas(draw: "Callable[[Axes], None]") -> "Figure":
-    """A figure of one axes for a slide or a notebook."""
+    """Return a figure of one axes for a slide or a notebook."""
     return canvas(draw, width=4.5, height=3.0)
 
 
-def layer_colours(count: int) -> list[Any]:
-    """One colour per layer, by depth."""
+def chart_figure(chart: Chart, width: float = 4.5, height: float = 3.0) -> "Figure":
+    """Return a chart as a figure, by default for a slide or a notebook."""
+    return canvas(lambda axes: draw_chart(chart, axes), width=width, height=height)
+
+
+def draw_chart(chart: Chart, axes: "Axes", named: bool = True) -> None:
+    """Draw a chart on axes.
+
+    Args:
+        chart: what to draw.
+        axes: where.
+        named: whether to add a legend.
+    """
+    for guide in chart.guides:
+        _draw_guide(guide, axes)
+    if chart.heat is not None:
+        _draw_heat(chart.heat, axes)
+    bottom: dict[Any, float] = {}
+    for series in chart.series:
+        _draw_series(series, axes, chart, bottom if chart.stacked else {})
+    _set_axis(axes, "x", chart.x)
+    _set_axis(axes, "y", chart.y)
+    if named and chart.layers:
+        name_layers(axes, chart.layers)
+    elif named and sum(series.named for series in chart.series) > 1:
+        axes.legend(fontsize=6.5, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
+
+
+def _colour(role: str) -> Any:
+    """The colour of a role on paper."""
+    if not role.startswith("@ramp:"):
+        return ROLES.get(role, INK)
     from matplotlib import colormaps
 
-    steps = [place / (count - 1) if count > 1 else 0.5 for place in range(count)]
+    return colormaps[DEPTH](0.8 * float(role.removeprefix("@ramp:")))
+
+
+def _draw_series(series: Series, axes: "Axes", chart: Chart, bottom: dict[Any, float]) -> None:
+    colour, label = _colour(series.colour), series.name if series.named else None
+    x = list(series.x)
+    if chart.heat is not None:
+        rows = {name: index for index, name in enumerate(chart.heat.y)}
+        axes.scatter(x, [rows[name] for name in series.y], marker="x", color=INK, s=12)
+        return
+    y = [math.nan if value is None else value for value in series.y]
+    if series.kind == "bar":
+        below = [bottom.get(name, 0.0) for name in x]
+        heights = [0.0 if math.isnan(value) else value for value in y]
+        axes.bar(x, heights, bottom=below, color=colour, label=label)
+        bottom |= {n: a + b for n, a, b in zip(x, below, heights, strict=True)}
+        return
+    filled = "none" if series.symbol.endswith("-open") else colour
+    size = series.size * PAPER
+    if series.opacity < 1 and series.kind == "points":
+        look = {"facecolors": filled, "edgecolors": [colour], "linewidths": 0.5}
+        marker = MARKERS[series.symbol]
+        axes.scatter(x, y, s=6, marker=marker, alpha=series.opacity, label=label, **look)
+        return
+    style: dict[str, Any] = {"color": colour, "label": label, "alpha": series.opacity}
+    style["linestyle"] = "" if series.kind == "points" else DASHES[series.dash]
+    if series.kind != "line":
+        style |= {"marker": MARKERS[series.symbol], "markersize": size, "markerfacecolor": filled}
+    if series.errors is None:
+        axes.plot(x, y, **style)
+    else:
+        above, below = series.errors
+        axes.errorbar(x, y, yerr=(below, above), capsize=2, elinewidth=0.8, **style)
+
+
+def _draw_heat(heat: Heat, axes: "Axes") -> None:
+    cells = [[math.nan if value is None else value for value in row] for row in heat.values]
+    low, high = heat.limits or (None, None)
+    image = axes.imshow(cells, MAPS[heat.colours], aspect="auto", vmin=low, vmax=high)
+    step = max(1, math.ceil(len(heat.y) / 32))
+    rows = range(0, len(heat.y), step)
+    axes.set_yticks(list(rows), labels=[heat.y[row] for row in rows])
+    if any(isinstance(name, str) for name in heat.x):
+        axes.set_xticks(range(len(heat.x)), labels=list(heat.x))
+    bar = axes.figure.colorbar(image, ax=axes, label=heat.title)
+    ends = image.get_clim()
+    ticks = {value: name for value, name in heat.ticks.items() if ends[0] <= value <= ends[1]}
+    bar.set_ticks(list(ticks), labels=list(ticks.values()))
+
+
+def _draw_guide(guide: Guide, axes: "Axes") -> None:
+    colour, line = _colour(guide.colour), {"linestyle": DASHES[guide.dash], "linewidth": 0.8}
+    if guide.axis == "y":
+        axes.axhline(guide.at, color=colour, **line)
+        ground = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
+        style = {"ha": "right", "va": "bottom", "color": colour, "fontsize": 6.5, "bbox": ground}
+        where = ("axes fraction", "data")
+        axes.annotate(guide.name, (0.99, guide.at), xycoords=where, **style)
+        return
+    axes.axvline(guide.at, color="0.6", **line)
+    style = {"rotation": 90, "fontsize": 5.5, "ha": "right", "va": "bottom", "color": "0.3"}
+    where = ("data", "axes fraction")
+    axes.annotate(guide.name, (guide.at, 0.03 + guide.lift), xycoords=where, **style)
+
+
+def _set_axis(axes: "Axes", letter: str, spec: Axis) -> None:
+    """Title, scale, limits and ticks of one axis."""
+    options: dict[str, Any] = {f"{letter}label": spec.title}
+    if spec.scale == "log":
+        options[f"{letter}scale"] = "log"
+    if spec.limits is not None:
+        options[f"{letter}lim"] = spec.limits
+    axes.set(**options)
+    if spec.from_zero:
+        axes.set_ylim(bottom=0)
+    if spec.percent:
+        percent_axis(axes.xaxis if letter == "x" else axes.yaxis)
+    if spec.angle:
+        axes.tick_params(axis="x", labelrotation=-spec.angle, labelsize=6.5)
+        for label in axes.get_xticklabels():
+            label.set(ha="right", rotation_mode="anchor")
+
+
+def layer_colours(count: int) -> list[Any]:
+    """Return one colour per layer, by depth."""
+    from matplotlib import colormaps
+
+    steps = [index / (count - 1) if count > 1 else 0.5 for index in range(count)]
     return [colormaps[DEPTH](0.8 * step) for step in steps]
 
 
 def name_layers(axes: "Axes", labels: Sequence[str]) -> None:
-    """A legend of what is labelled in the axes for a few layers, a bar of colours for many."""
+    """Add a legend of what is labelled for a few layers, a bar of colours for many."""
     if len(labels) <= MOST_NAMED:
         axes.legend(fontsize=6.5)
         return
@@ -91,27 +225,27 @@ def name_layers(axes: "Axes", labels: Sequence[str]) -> None:
     figure = axes.figure
     assert isinstance(figure, Figure)
     bar = figure.colorbar(ScalarMappable(Normalize(0, last), ramp), ax=axes, label="layer")
-    places = sorted({0, last // 2, last})
-    bar.set_ticks(places, labels=[labels[place] for place in places])
+    indices = sorted({0, last // 2, last})
+    bar.set_ticks(indices, labels=[labels[index] for index in indices])
 
 
 def name_places(axes: "Axes", labels: Sequence[str]) -> None:
-    """Name the places 0, 1, … of the level axis by layers: all of a few, some of many."""
+    """Name 0, 1, … of the horizontal axis by layers: all of a few, some of many."""
     step = -(-len(labels) // MOST_NAMED)
-    places = range(0, len(labels), max(1, step))
-    axes.set_xticks(list(places), labels=[labels[place] for place in places])
+    indices = range(0, len(labels), max(1, step))
+    axes.set_xticks(list(indices), labels=[labels[index] for index in indices])
     axes.set_xlabel("layer")
 
 
-def percent_axis(axes: "Axes") -> None:
-    """Write the ticks of the upright axis as percentages."""
+def percent_axis(axis: Any) -> None:
+    """Write the ticks of an axis (`axes.xaxis` or `axes.yaxis`) as percentages."""
     from matplotlib.ticker import FuncFormatter
 
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:g} %"))
+    axis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:g} %"))
 
 
 def drawn_bytes(draw: "Callable[[], Figure]", path: Path, dpi: int = 300) -> bytes:
-    """What `draw` draws as a file of the path's format, without a date.
+    """Return what `draw` draws as a file of the path's format, without a date.
 
     Args:
         draw: makes the figure.
@@ -129,12 +263,12 @@ def drawn_bytes(draw: "Callable[[], Figure]", path: Path, dpi: int = 300) -> byt
 
 
 def inline_image(draw: "Callable[[], Figure]", kind: str = "svg") -> str:
-    """What `draw` draws as a `data:` address of an image, "svg" or "png"."""
+    """Return what `draw` draws as a `data:` address of an image, "svg" or "png"."""
     code = base64.b64encode(drawn_bytes(draw, Path(f"drawing.{kind}"), dpi=144)).decode()
     return f"data:image/{kind.replace('svg', 'svg+xml')};base64,{code}"
 
 
 def check_figure_path(path: Path) -> None:
     """Refuse a suffix that names no format."""
-    known = path.suffix.lower() in FIGURE_SUFFIXES
-    require(known, f"a figure is {', '.join(FIGURE_SUFFIXES)}, got {path.name!r}")
+    supported = path.suffix.lower() in FIGURE_SUFFIXES
+    require(supported, f"a figure is {', '.join(FIGURE_SUFFIXES)}, got {path.name!r}")

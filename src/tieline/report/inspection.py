@@ -12,8 +12,12 @@ from tieline.measure.boundary import GapMeasures
 from tieline.measure.load import ExpertLoad
 from tieline.report.charts import Panel, unmeasured
 from tieline.report.frame import notebook_html, render
-from tieline.report.inspection_charts import LayerRow, inspection_panels, layer_rows
-from tieline.report.inspection_figures import inspection_figures as figures
+from tieline.report.inspection_charts import (
+    LayerRow,
+    inspection_panels,
+    layer_rows,
+)
+from tieline.report.inspection_charts import inspection_figures as figures
 from tieline.report.tables import (
     MOST_FINDINGS,
     Column,

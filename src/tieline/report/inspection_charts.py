@@ -1,30 +1,38 @@
-"""The charts of an inspection's page: gaps, flips, jumps, experts near the threshold, load.
+"""The charts of an inspection: gaps, flips, jumps, experts near the threshold, load.
 
-Each panel shows numbers of the records as they are, or gives the reason why it cannot.
+inspection_panels     every chart on the page, or the reason why it cannot be drawn
+inspection_figures    the same charts by matplotlib, by name
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from tieline.analysis.inspection import Inspection, JumpMeasures, JumpSample, OwnNoise
+from tieline.core.errors import TraceError
 from tieline.core.statistics import Quantiles
 from tieline.measure.boundary import GapMeasures, MassProfile
 from tieline.measure.measures import LayerMeasures
 from tieline.measure.rounding import PrecisionFlips
 from tieline.report.charts import (
-    MOST_NAMED,
+    Axis,
+    Chart,
+    Guide,
+    Heat,
     Panel,
-    axis,
-    depth_bar,
-    figure,
+    Series,
+    Symbol,
+    above_zero,
     layer_colour,
-    note_at,
-    share_axis,
 )
+from tieline.report.drawing import canvas, chart_figure, draw_chart
 from tieline.report.tables import short_names
 from tieline.report.words.numbers import finite, percent, significant
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 Span = tuple[str, float, float]
 """Name of a format, its finest and its coarsest step over the layers."""
@@ -103,7 +111,15 @@ LOAD = Panel(
 )
 FARTHEST = 3.0
 """Loads beyond 2^±3 of an even one share the colours at the ends."""
-TICKS = {-3: "⅛ or less", -2: "¼", -1: "½", 0: "1 (even)", 1: "2", 2: "4", 3: "8 or more"}
+TICKS: dict[float, str] = {
+    -3.0: "⅛ or less",
+    -2.0: "¼",
+    -1.0: "½",
+    0.0: "1 (even)",
+    1.0: "2",
+    2.0: "4",
+    3.0: "8 or more",
+}
 MOST_POINTS = 3000
 """Points of all layers together; more make the page slow."""
 MOST_CELLS = 24
@@ -128,8 +144,8 @@ def layer_rows(result: Inspection) -> list[LayerRow]:
     """Every layer in order of depth."""
     layers = result.measures.layers
     labels = short_names([layer.name for layer in layers])
-    parts = zip(labels, layers, result.jumps, strict=True)
-    return [LayerRow(label, layer, jumps.value) for label, layer, jumps in parts]
+    rows = zip(labels, layers, result.jumps, strict=True)
+    return [LayerRow(label, layer, jumps.value) for label, layer, jumps in rows]
 
 
 def inspection_panels(result: Inspection) -> list[Panel]:
@@ -147,7 +163,7 @@ def inspection_panels(result: Inspection) -> list[Panel]:
         (NEAR, _near_curves(result), [layer.near.status for layer in layers]),
         (LOAD, _load_map(result), []),
     )
-    panels = [p.drawn(made) if made else p.missing(statuses) for p, made, statuses in drawn]
+    panels = [p.drawn(chart) if chart else p.missing(statuses) for p, chart, statuses in drawn]
     has_steps = bool(format_steps(layers))
     return [
         replace(p, how=p.how + (WITH_LINES if has_steps else WITHOUT_LINES))
@@ -166,31 +182,25 @@ def orders_panel(result: Inspection) -> Panel:
     return panel.drawn(_orders(layers)) if layers else panel.missing([result.noise.status])
 
 
-def _orders(layers: list[tuple[str, OwnNoise]]) -> dict[str, Any]:
+def _orders(layers: list[tuple[str, OwnNoise]]) -> Chart:
     """Stacked shares of orders 1, 2, ..., by layer."""
     most = max(len(layer.orders) for _, layer in layers)
-    bars = []
-    for order in range(1, most):
-        shares = [layer.orders[order] for _, layer in layers]
-        if any(shares):
-            bars.append(
-                {
-                    "type": "bar",
-                    "name": f"order {order}" + (" or more" if order == most - 1 else ""),
-                    "x": [label for label, _ in layers],
-                    "y": shares,
-                    "customdata": [significant(layer.epsilon) for _, layer in layers],
-                    "marker": {"color": ORDER_COLOURS[min(order, len(ORDER_COLOURS)) - 1]},
-                    "hovertemplate": f"layer %{{x}}: %{{y:.2~p}} of tokens have order {order} at "
-                    "ε = %{customdata}<extra></extra>",
-                }
-            )
-    layout = {
-        "barmode": "stack",
-        "xaxis": axis("layer", scale="category"),
-        "yaxis": axis("share of tokens", tickformat=".2~p", rangemode="tozero"),
-    }
-    return figure(bars, 400, **layout)
+    bars = tuple(
+        Series(
+            [label for label, _ in layers],
+            [layer.orders[order] for _, layer in layers],
+            f"order {order}" + (" or more" if order == most - 1 else ""),
+            ORDER_COLOURS[min(order, len(ORDER_COLOURS)) - 1],
+            "bar",
+            details=[significant(layer.epsilon) for _, layer in layers],
+            hover=f"layer %{{x}}: %{{y:.2~p}} of tokens have order {order} at ε = %{{customdata}}"
+            "<extra></extra>",
+        )
+        for order in range(1, most)
+        if any(layer.orders[order] for _, layer in layers)
+    )
+    shares = Axis("share of tokens", percent=True, from_zero=True)
+    return Chart(Axis("layer", "category"), shares, bars, stacked=True)
 
 
 def format_steps(layers: Iterable[LayerMeasures]) -> list[Span]:
@@ -201,29 +211,29 @@ def format_steps(layers: Iterable[LayerMeasures]) -> list[Span]:
         for row in rows:
             if finite(row.step):
                 steps.setdefault(row.precision, []).append(row.step)
-    return [(name, min(found), max(found)) for name, found in steps.items()]
+    return [(name, min(sizes), max(sizes)) for name, sizes in steps.items()]
 
 
 def format_names(spans: Sequence[Span], low: float, high: float) -> list[tuple[str, float, float]]:
-    """Name, logarithm of the place and height of each format's label; close ones are stacked."""
+    """Name, logarithm of the step and height of each format's label; close ones are stacked."""
     names, last, lift = [], -math.inf, 0.0
     for name, first, end in sorted(spans, key=lambda span: span[1] * span[2]):
-        place = math.log10(first * end) / 2
-        lift = (lift + 0.2) % 0.6 if place - last < (high - low) / 20 else 0.0
-        last = place
-        names.append((name.replace("_", " "), place, lift))
+        step = math.log10(first * end) / 2
+        lift = (lift + 0.2) % 0.6 if step - last < (high - low) / 20 else 0.0
+        last = step
+        names.append((name.replace("_", " "), step, lift))
     return names
 
 
 def log_range(profiles: Iterable[MassProfile], spans: Sequence[Span]) -> tuple[float, float]:
     """Logarithms of the least and the largest gap that the axis must show."""
-    seen = [
+    inner = [
         gap
         for profile in profiles
         for gap, mass in zip(profile.widths, profile.mass, strict=True)
         if 0 < mass < 1
     ]
-    ends = [*seen, *(step for span in spans for step in span[1:])] or [1e-3, 1.0]
+    ends = [*inner, *(step for span in spans for step in span[1:])] or [1e-3, 1.0]
     return math.log10(min(ends) / 1.6), math.log10(max(ends) * 1.6)
 
 
@@ -244,36 +254,33 @@ def relative_load(layer: LayerMeasures) -> list[float]:
     ]
 
 
-def _quantiles(result: Inspection) -> dict[str, Any] | None:
+def _quantiles(result: Inspection) -> Chart | None:
     """Heat map of gap quantiles: layers down, probabilities across, colour the logarithm."""
-    known = [(row.label, row.gaps.quantiles) for row in layer_rows(result) if row.gaps]
-    if not known:
+    rows = [(row.label, row.gaps.quantiles) for row in layer_rows(result) if row.gaps]
+    if not rows:
         return None
-    values = [[finite(value) for value in quantiles.value] for _, quantiles in known]
+    values = [[finite(value) for value in quantiles.value] for _, quantiles in rows]
     floor = min((math.log10(v) for row in values for v in row if v), default=0.0) - 0.5
     logs = [[None if v is None else math.log10(v) if v > 0 else floor for v in r] for r in values]
-    few = len(known) <= MOST_CELLS
-    heat = {
-        "type": "heatmap",
-        "x": [f"{100 * p:g} %" for p in known[0][1].probabilities],
-        "y": [label for label, _ in known],
-        "z": logs,
-        "customdata": [_intervals(quantiles) for _, quantiles in known],
-        "text": [[significant(value, 2) for value in row] for row in values] if few else None,
-        "texttemplate": "%{text}" if few else None,
-        "textfont": {"size": 10},
-        "hovertemplate": "layer %{y}<br>%{x} of tokens have a gap below %{customdata}"
-        "<extra></extra>",
-        "colorscale": "@scale:gap",
-        "xgap": 1,
-        "ygap": 1 if few else 0,
-        "colorbar": _decades(logs, f"gap ({units_of(result.measures.layers)})"),
-    }
-    layout = {
-        "xaxis": axis("share of tokens with a smaller gap", scale="category"),
-        "yaxis": axis("layer", scale="category", autorange="reversed"),
-    }
-    return figure([heat], max(430, 110 + 20 * len(known)), **layout)
+    few = len(rows) <= MOST_CELLS
+    heat = Heat(
+        x=[f"{100 * p:g} %" for p in rows[0][1].probabilities],
+        y=[label for label, _ in rows],
+        values=logs,
+        colours="gap",
+        title=f"gap ({units_of(result.measures.layers)})",
+        ticks=_decades(logs),
+        texts=[[significant(value, 2) for value in row] for row in values] if few else (),
+        details=[_intervals(quantiles) for _, quantiles in rows],
+        hover="layer %{y}<br>%{x} of tokens have a gap below %{customdata}<extra></extra>",
+        spaces=(1, 1 if few else 0),
+    )
+    return Chart(
+        Axis("share of tokens with a smaller gap", "category"),
+        Axis("layer", "category", reverse=True),
+        heat=heat,
+        height=max(430, 110 + 20 * len(rows)),
+    )
 
 
 def _intervals(quantiles: Quantiles) -> list[str]:
@@ -281,291 +288,290 @@ def _intervals(quantiles: Quantiles) -> list[str]:
     return [f"{significant(v)} ({significant(a)} to {significant(b)})" for v, a, b in rows]
 
 
-def _decades(rows: Sequence[Sequence[float | None]], title: str) -> dict[str, Any]:
-    known = [value for row in rows for value in row if value is not None] or [0.0]
-    ticks = list(range(math.floor(min(known)), math.ceil(max(known)) + 1))
-    text = [f"10<sup>{tick}</sup>" if tick else "1" for tick in ticks]
-    where = {"title": {"text": title, "side": "right"}, "thickness": 12, "outlinewidth": 0}
-    return {**where, "tickvals": ticks, "ticktext": text}
+def _decades(rows: Sequence[Sequence[float | None]]) -> dict[float, str]:
+    """Ticks at powers of ten for values that are logarithms."""
+    logs = [value for row in rows for value in row if value is not None] or [0.0]
+    ticks = range(math.floor(min(logs)), math.ceil(max(logs)) + 1)
+    return {float(tick): f"10<sup>{tick}</sup>" if tick else "1" for tick in ticks}
 
 
-def _distribution(result: Inspection) -> dict[str, Any] | None:
+def _distribution(result: Inspection) -> Chart | None:
     """BM_top of every layer on logarithmic axes, with the step of each format."""
     rows = [row for row in layer_rows(result) if row.gaps]
     profiles = [row.gaps.profile for row in rows if row.gaps]
     if not rows:
         return None
-    said = "gap up to %{x:.3g}: %{y:.3~p} of tokens"
-    lines = [
-        _curve(row.label, (place, len(rows)), p.widths, _logarithmic(p.mass), said)
-        for place, (row, p) in enumerate(zip(rows, profiles, strict=True))
+    hover = "gap up to %{x:.3g}: %{y:.3~p} of tokens<extra>%{fullData.name}</extra>"
+    series = [
+        _curve(row.label, (i, len(rows)), p.widths, above_zero(p.mass), hover)
+        for i, (row, p) in enumerate(zip(rows, profiles, strict=True))
     ]
     pooled = result.measures.model.gap.value
     if pooled is not None and len(rows) > 1:
-        whole = _curve(
-            "all", (0, 1), pooled.profile.widths, _logarithmic(pooled.profile.mass), said
-        )
-        lines.append(whole | {"name": "all", "line": {"color": "@ink", "width": 3, "dash": "dot"}})
+        mass = above_zero(pooled.profile.mass)
+        look = {"width": 3.0, "dash": "dot", "hover": hover}
+        series.append(Series(pooled.profile.widths, mass, "all", "@ink", "line", **look))
     spans = format_steps(row.measures for row in rows)
     low, high = log_range(profiles, spans)
     least = 0.5 / max(row.measures.tokens for row in rows)
-    layout = {
-        "xaxis": axis(
-            f"gap ({units_of(r.measures for r in rows)})", scale="log", range=[low, high]
-        ),
-        "yaxis": share_axis("share of tokens") | {"range": [math.log10(least), 0.05]},
-        "shapes": [shape for _, *ends in spans for shape in _span(*ends)],
-        "annotations": [_span_name(*name) for name in format_names(spans, low, high)],
-    }
-    return figure([*lines, *depth_bar([row.label for row in rows])], 460, **layout)
+    ends = {name.replace("_", " "): (first, last) for name, first, last in spans}
+    guides = tuple(
+        Guide("x", 10**step, name, span=ends[name], lift=lift)
+        for name, step, lift in format_names(spans, low, high)
+    )
+    units = units_of(row.measures for row in rows)
+    return Chart(
+        Axis(f"gap ({units})", "log", limits=(10**low, 10**high)),
+        Axis("share of tokens with a smaller gap", "log", percent=True, limits=(least, 10**0.05)),
+        tuple(series),
+        guides=guides,
+        layers=_labels(rows),
+        height=460,
+    )
 
 
-def _span(low: float, high: float) -> list[dict[str, Any]]:
-    """A pale bar from the finest layer to the coarsest, and a line in its middle."""
-    middle = math.sqrt(low * high)
-    place = {"xref": "x", "y0": 0, "y1": 1, "yref": "paper", "layer": "below"}
-    line = {"color": "@muted", "width": 1, "dash": "dot"}
-    bar = {"type": "rect", "x0": low, "x1": high, "fillcolor": "@band", "line": {"width": 0}}
-    return [place | bar, place | {"type": "line", "x0": middle, "x1": middle, "line": line}]
-
-
-def _span_name(name: str, place: float, lift: float) -> dict[str, Any]:
-    style = {"yref": "paper", "textangle": -90, "xanchor": "right", "yanchor": "bottom"}
-    return note_at(place, 0.02 + lift, name, **style)
-
-
-def _format_flips(result: Inspection) -> dict[str, Any] | None:
+def _format_flips(result: Inspection) -> Chart | None:
     """Counted and predicted flip rate of every layer, by format."""
-    rows = layer_rows(result)
-    known = [(r.label, r.measures.precision.value) for r in rows if r.measures.precision.value]
-    if not known:
+    rows = [(r, r.measures.precision.value) for r in layer_rows(result)]
+    flips = [(row, formats) for row, formats in rows if formats]
+    if not flips:
         return None
-    order = [row.precision for row in sorted(known[0][1], key=lambda row: finite(row.step) or 0)]
+    order = [row.precision for row in sorted(flips[0][1], key=lambda row: finite(row.step) or 0)]
     dots, dashes = [], []
-    for place, (label, found) in enumerate(known):
-        by_name = {row.precision: row for row in found}
+    for index, (row, formats) in enumerate(flips):
+        by_name = {x.precision: x for x in formats}
         chosen = [by_name[name] for name in order if name in by_name]
-        marks, colour = _marks(label, (place, len(known))), layer_colour(place, len(known))
-        dash = {"symbol": "line-ew", "size": 14, "color": colour}
-        dash |= {"line": {"color": colour, "width": 2}}
-        counted = _rates(chosen, (row.flip_emulated.value for row in chosen), "counted")
-        predicted = _rates(chosen, (row.flip.value for row in chosen), "predicted")
-        dots.append(marks | counted)
-        dashes.append(marks | predicted | {"marker": dash, "showlegend": False})
-    layout = {
-        "xaxis": axis("number format, fine to coarse", scale="category"),
-        "yaxis": share_axis("share of tokens"),
-    }
-    return figure([*dots, *dashes, *depth_bar([label for label, _ in known])], 400, **layout)
+        depth = (index, len(flips))
+        counted = _format_rates(chosen, [x.flip_emulated.value for x in chosen], "counted")
+        predicted = _format_rates(chosen, [x.flip.value for x in chosen], "predicted")
+        dots.append(_in_layer(counted, row.label, depth))
+        dashes.append(replace(_in_layer(predicted, row.label, depth, "dash", 14), named=False))
+    return Chart(
+        Axis("number format (dots counted, dashes predicted)", "category"),
+        Axis("share of tokens that change an expert", "log", percent=True),
+        (*dots, *dashes),
+        layers=_labels([row for row, _ in flips]),
+    )
 
 
-def _rates(
-    rows: Sequence[PrecisionFlips], values: Iterable[float | None], how: str
-) -> dict[str, Any]:
-    return {
-        "x": [row.precision.replace("_", " ") for row in rows],
-        "y": _logarithmic(values),
-        "customdata": [f"step {significant(row.step)}" for row in rows],
-        "hovertemplate": f"%{{x}} (%{{customdata}}): %{{y:.3~p}} {how}"
-        "<extra>%{fullData.name}</extra>",
-    }
+def _format_rates(
+    rows: Sequence[PrecisionFlips], rates: Sequence[float | None], how: str
+) -> Series:
+    return Series(
+        [row.precision.replace("_", " ") for row in rows],
+        above_zero(rates),
+        details=[f"step {significant(row.step)}" for row in rows],
+        hover=f"%{{x}} (%{{customdata}}): %{{y:.3~p}} {how}<extra>%{{fullData.name}}</extra>",
+    )
 
 
-def _noise_flips(result: Inspection) -> dict[str, Any] | None:
+def _noise_flips(result: Inspection) -> Chart | None:
     """Exact flip probability of these tokens against σ, layer by layer."""
-    rows = [(r.label, r.measures.noise.value) for r in layer_rows(result)]
-    known = [(label, found) for label, found in rows if found]
-    if not known:
+    rows = [(row, row.measures.noise.value) for row in layer_rows(result)]
+    noisy = [(row, levels) for row, levels in rows if levels]
+    if not noisy:
         return None
-    dotted = {"mode": "lines+markers", "marker": {"size": 5}}
-    said = "σ = %{x:.3g}: %{y:.3~p} flip"
+    hover = "σ = %{x:.3g}: %{y:.3~p} flip<extra>%{fullData.name}</extra>"
     lines = []
-    for place, (label, found) in enumerate(known):
-        sigmas, rates = [row.sigma for row in found], _logarithmic(row.flip.value for row in found)
-        lines.append(_curve(label, (place, len(known)), sigmas, rates, said) | dotted)
-    layout = {
-        "xaxis": axis("σ of the noise (logits)", scale="log"),
-        "yaxis": share_axis("share of tokens"),
-    }
-    return figure([*lines, *depth_bar([label for label, _ in known])], 400, **layout)
+    for index, (row, levels) in enumerate(noisy):
+        rates = above_zero(level.flip.value for level in levels)
+        sigmas = [level.sigma for level in levels]
+        line = _curve(row.label, (index, len(noisy)), sigmas, rates, hover)
+        lines.append(replace(line, kind="line+points", size=5))
+    return Chart(
+        Axis("σ of the noise (logits)", "log"),
+        Axis("share of tokens", "log", percent=True),
+        tuple(lines),
+        layers=_labels([row for row, _ in noisy]),
+    )
 
 
-def _jump_points(result: Inspection) -> dict[str, Any] | None:
+def _jump_points(result: Inspection) -> Chart | None:
     """Scatter of gap and jump, by layer, with the line from which a tie counts as dangerous."""
-    known = [(row.label, row.jumps) for row in layer_rows(result) if row.jumps]
-    if not known:
+    rows = [(row, row.jumps) for row in layer_rows(result) if row.jumps]
+    if not rows:
         return None
-    gaps = [g for _, jumps in known for part in (jumps.near, jumps.random) for g in part.gaps]
+    gaps = [gap for _, x in rows for sample in (x.near, x.random) for gap in sample.gaps]
     floor = min((gap for gap in gaps if gap), default=1e-3) / 2
-    most = max(1, MOST_POINTS // len(known) // 2)
-    data = []
-    for place, (label, jumps) in enumerate(known):
-        depth = (place, len(known))
-        others = _marks(label, depth, "square-open", 6) | {"showlegend": False}
-        data.append(others | _points(jumps.random, floor, most))
-        data.append(_marks(label, depth, "circle", 6) | _points(jumps.near, floor, most))
-    layout = _limit(known[0][1].dangerous_above) | {
-        "xaxis": axis("gap (units of the selection score)", scale="log"),
-        "yaxis": share_axis("relative change of the layer’s output"),
-    }
-    return figure([*data, *depth_bar([label for label, _ in known])], 440, **layout)
+    most = max(1, MOST_POINTS // len(rows) // 2)
+    series = []
+    for index, (row, jumps) in enumerate(rows):
+        depth = (index, len(rows))
+        others, near = (_jump_sample(x, floor, most) for x in (jumps.random, jumps.near))
+        others = _in_layer(others, row.label, depth, "square-open", 6)
+        series += [replace(others, named=False), _in_layer(near, row.label, depth, "circle", 6)]
+    limit = rows[0][1].dangerous_above
+    name = f"dangerous from {percent(limit)}"
+    return Chart(
+        Axis("gap (filled: nearest to a tie; open: others)", "log"),
+        Axis("relative change of the layer’s output", "log", percent=True),
+        tuple(series),
+        guides=(Guide("y", limit, name, colour="@warn", dash="dash"),),
+        layers=_labels([row for row, _ in rows]),
+        height=440,
+    )
 
 
-def _points(sample: JumpSample, floor: float, most: int) -> dict[str, Any]:
+def _jump_sample(sample: JumpSample, floor: float, most: int) -> Series:
     """At most so many tokens, evenly spread; exact ties at the floor, jumps of zero left out."""
-    facts = (sample.gaps, sample.documents, sample.positions, sample.leaving, sample.entering)
+    details = (sample.gaps, sample.documents, sample.positions, sample.leaving, sample.entering)
     step = max(1, math.ceil(len(sample.gaps) / most))
-    return {
-        "x": [gap or floor for gap in sample.gaps[::step]],
-        "y": _logarithmic(sample.jumps[::step]),
-        "customdata": [list(told) for told in zip(*facts, strict=True)][::step],
-        "hovertemplate": "gap %{customdata[0]:.3~g}, output moves by %{y:.2~p}<br>expert "
-        "%{customdata[3]} out, %{customdata[4]} in<br>document %{customdata[1]}, position "
-        "%{customdata[2]}<extra>%{fullData.name}</extra>",
-    }
+    return Series(
+        [gap or floor for gap in sample.gaps[::step]],
+        above_zero(sample.jumps[::step]),
+        opacity=0.6,
+        details=[list(row) for row in zip(*details, strict=True)][::step],
+        hover="gap %{customdata[0]:.3~g}, output moves by %{y:.2~p}<br>expert %{customdata[3]} "
+        "out, %{customdata[4]} in<br>document %{customdata[1]}, position %{customdata[2]}"
+        "<extra>%{fullData.name}</extra>",
+    )
 
 
-def _limit(jump: float) -> dict[str, Any]:
-    """A line where jumps begin to be dangerous, and its name."""
-    place = {"x0": 0, "x1": 1, "xref": "paper", "y0": jump, "y1": jump, "yref": "y"}
-    line = {"type": "line", **place, "line": {"color": "@warn", "width": 1.5, "dash": "dash"}}
-    where = {"xref": "paper", "xanchor": "right", "yanchor": "bottom", "bgcolor": "@card"}
-    font = {"font": {"size": 11, "color": "@warn"}}
-    name = note_at(1.0, math.log10(jump), f"dangerous from {percent(jump)}", **where) | font
-    return {"shapes": [line], "annotations": [name]}
-
-
-def _loss_points(result: Inspection) -> dict[str, Any] | None:
+def _loss_points(result: Inspection) -> Chart | None:
     """Scatter of jump and change of the loss, where that was asked for."""
-    samples = [(row.label, row.jumps.near) for row in layer_rows(result) if row.jumps]
-    known = [(n, near) for n, near in samples if any(x is not None for x in near.losses or ())]
-    if not known:
-        return None
-    data = [
-        _marks(label, (place, len(known)), "circle", 6)
-        | {"x": list(near.jumps), "y": list(near.losses or ())}
-        | {
-            "hovertemplate": "output moved %{x:.2p}, loss %{y:+.3g} nats"
-            "<extra>%{fullData.name}</extra>"
-        }
-        for place, (label, near) in enumerate(known)
+    rows = [
+        (row, row.jumps.near)
+        for row in layer_rows(result)
+        if row.jumps and any(loss is not None for loss in row.jumps.near.losses or ())
     ]
-    layout = {
-        "xaxis": axis("relative change of the layer’s output", tickformat=".0%"),
-        "yaxis": axis("change of the sequence’s loss (nats)"),
-    }
-    return figure([*data, *depth_bar([label for label, _ in known])], 400, **layout)
-
-
-def _near_curves(result: Inspection) -> dict[str, Any] | None:
-    """K(ε) of every layer, with the ε of k + 1/2 experts."""
-    known = [(r, r.measures.near.value) for r in layer_rows(result) if r.measures.near.value]
-    if not known:
+    if not rows:
         return None
-    data = []
-    for place, (row, near) in enumerate(known):
+    hover = "output moved %{x:.2p}, loss %{y:+.3g} nats<extra>%{fullData.name}</extra>"
+    points = tuple(
+        _in_layer(
+            Series(near.jumps, near.losses or (), opacity=0.6, hover=hover),
+            row.label,
+            (index, len(rows)),
+            "circle",
+            6,
+        )
+        for index, (row, near) in enumerate(rows)
+    )
+    return Chart(
+        Axis("relative change of the layer’s output", percent=True),
+        Axis("change of the sequence’s loss (nats)"),
+        points,
+        layers=_labels([row for row, _ in rows]),
+    )
+
+
+def _near_curves(result: Inspection) -> Chart | None:
+    """K(ε) of every layer, with the ε of k + 1/2 experts."""
+    rows = [(r, r.measures.near.value) for r in layer_rows(result) if r.measures.near.value]
+    if not rows:
+        return None
+    series = []
+    for index, (row, near) in enumerate(rows):
         experts = [finite(count.value) for count in near.experts]
-        said = "%{y:.4~g} experts within %{x:.3g}"
-        data.append(_curve(row.label, (place, len(known)), near.epsilons, experts, said))
+        hover = "%{y:.4~g} experts within %{x:.3g}<extra>%{fullData.name}</extra>"
+        series.append(_curve(row.label, (index, len(rows)), near.epsilons, experts, hover))
         half = finite(near.epsilon_half.value)
         if half:
-            data.append(_half_mark(half, row.measures.k, layer_colour(place, len(known))))
-    layout = {
-        "xaxis": axis("ε (units of the selection score)", scale="log"),
-        "yaxis": axis("experts per token", rangemode="normal"),
-    }
-    return figure([*data, *depth_bar([row.label for row, _ in known])], 400, **layout)
+            mark = Series([half], [row.measures.k + 0.5], symbol="diamond", size=9, named=False)
+            hover = "ε = %{x:.3g} costs half an expert<extra></extra>"
+            series.append(replace(mark, colour=layer_colour(index, len(rows)), hover=hover))
+    return Chart(
+        Axis("ε (units of the selection score)", "log"),
+        Axis("experts within ε of the threshold"),
+        tuple(series),
+        layers=_labels([row for row, _ in rows]),
+    )
 
 
-def _half_mark(epsilon: float, k: int, colour: str) -> dict[str, Any]:
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "x": [epsilon],
-        "y": [k + 0.5],
-        "marker": {"symbol": "diamond", "size": 9, "color": colour},
-        "showlegend": False,
-        "hovertemplate": "ε = %{x:.3g} costs half an expert<extra></extra>",
-    }
-
-
-def _load_map(result: Inspection) -> dict[str, Any]:
+def _load_map(result: Inspection) -> Chart:
     """Heat map of relative load: layers down, experts across, colour its logarithm to base 2."""
     rows = layer_rows(result)
     widest = max(row.measures.n_experts for row in rows)
     loads = [relative_load(row.measures) for row in rows]
-    heat = {
-        "type": "heatmap",
-        "x": list(range(widest)),
-        "y": [row.label for row in rows],
-        "z": [[*load, *[None] * (widest - len(load))] for load in loads],
-        "hovertemplate": "layer %{y}, expert %{x}: 2<sup>%{z:.2f}</sup> of an even load"
-        "<extra></extra>",
-        "hoverongaps": False,
-        "colorscale": "@scale:load",
-        "zmin": -FARTHEST,
-        "zmax": FARTHEST,
-        "xgap": 1 if widest <= 128 else 0,
-        "ygap": 1,
-        "colorbar": {
-            "title": {"text": "load / even load", "side": "right"},
-            "thickness": 12,
-            "outlinewidth": 0,
-            "tickvals": list(TICKS),
-            "ticktext": list(TICKS.values()),
-        },
-    }
-    layout = {
-        "xaxis": axis("expert", range=[-0.5, widest - 0.5]),
-        "yaxis": axis("layer", scale="category", autorange="reversed"),
-    }
-    return figure([heat, _crosses(rows)], max(260, 110 + 20 * len(rows)), **layout)
-
-
-def _crosses(rows: Sequence[LayerRow]) -> dict[str, Any]:
+    heat = Heat(
+        x=range(widest),
+        y=[row.label for row in rows],
+        values=[[*load, *[None] * (widest - len(load))] for load in loads],
+        colours="load",
+        title="load / even load",
+        ticks=TICKS,
+        limits=(-FARTHEST, FARTHEST),
+        hover="layer %{y}, expert %{x}: 2<sup>%{z:.2f}</sup> of an even load<extra></extra>",
+        spaces=(1 if widest <= 128 else 0, 1),
+    )
     dead = [(expert, row.label) for row in rows for expert in row.measures.load.dead]
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "x": [expert for expert, _ in dead],
-        "y": [label for _, label in dead],
-        "marker": {"symbol": "x-thin", "size": 8, "line": {"width": 2, "color": "@on-load"}},
-        "hoverinfo": "skip",
-        "showlegend": False,
-    }
+    crosses = Series(
+        [expert for expert, _ in dead],
+        [label for _, label in dead],
+        colour="@on-load",
+        symbol="cross",
+        named=False,
+    )
+    return Chart(
+        Axis("expert (crosses: never chosen)", limits=(-0.5, widest - 0.5)),
+        Axis("layer", "category", reverse=True),
+        (crosses,),
+        heat,
+        height=max(260, 110 + 20 * len(rows)),
+    )
+
+
+def _labels(rows: Sequence[LayerRow]) -> tuple[str, ...]:
+    return tuple(row.label for row in rows)
 
 
 def _curve(
-    label: str, depth: tuple[int, int], x: Sequence[float], y: Sequence[float | None], said: str
-) -> dict[str, Any]:
-    """The line of one layer; `depth` is its place among how many."""
+    label: str,
+    depth: tuple[int, int],
+    x: Sequence[float],
+    y: Sequence[float | None],
+    hover: str,
+) -> Series:
+    """The line of one layer; `depth` is its index and the number of layers."""
+    return Series(x, y, f"layer {label}", layer_colour(*depth), "line", hover=hover)
+
+
+def _in_layer(
+    points: Series,
+    label: str,
+    depth: tuple[int, int],
+    symbol: Symbol = "circle",
+    size: int = 8,
+) -> Series:
+    """Points with the name and the colour of their layer."""
+    return replace(
+        points, name=f"layer {label}", colour=layer_colour(*depth), symbol=symbol, size=size
+    )
+
+
+def inspection_figures(result: Inspection) -> "dict[str, Callable[[], Figure]]":
+    """Return every figure by name; one that the result cannot give raises `TraceError` if drawn.
+
+    "routing" shows "gaps" and "near" side by side, for papers.
+    """
+    layers = result.measures.layers
+
+    def charted(
+        make: Callable[[Inspection], Chart | None], needed: str, status: str
+    ) -> Callable[[], Chart]:
+        def chart() -> Chart:
+            drawn = make(result)
+            if drawn is None:
+                raise TraceError(f"no figure without {needed}: {status}")
+            return drawn
+
+        return chart
+
+    gaps = charted(_distribution, "gaps", layers[0].gap.status)
+    near = charted(_near_curves, "gaps", layers[0].gap.status)
+    flips = charted(_format_flips, "flips by format", layers[0].precision.status)
+    jumps = charted(_jump_points, "jumps", result.jumps[0].status)
+
+    def routing(left: "Axes", right: "Axes") -> None:
+        draw_chart(gaps(), left, named=False)
+        draw_chart(near(), right)
+
+    height = min(9.0, 1.2 + 0.2 * len(layers))
     return {
-        "type": "scatter",
-        "mode": "lines",
-        "name": f"layer {label}",
-        "x": list(x),
-        "y": list(y),
-        "line": {"color": layer_colour(*depth), "width": 1.75},
-        "showlegend": depth[1] <= MOST_NAMED,
-        "hovertemplate": f"{said}<extra>%{{fullData.name}}</extra>",
+        "routing": lambda: canvas(routing, columns=2),
+        "gaps": lambda: chart_figure(gaps()),
+        "near": lambda: chart_figure(near()),
+        "flips": lambda: chart_figure(flips()),
+        "jumps": lambda: chart_figure(jumps()),
+        "load": lambda: chart_figure(_load_map(result), 6.75, height),
     }
-
-
-def _marks(
-    label: str, depth: tuple[int, int], symbol: str = "circle", size: int = 8
-) -> dict[str, Any]:
-    """The style of one layer's points; `depth` is its place among how many."""
-    marker = {"symbol": symbol, "size": size, "color": layer_colour(*depth)}
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "name": f"layer {label}",
-        "legendgroup": label,
-        "showlegend": depth[1] <= MOST_NAMED,
-        "marker": marker | ({"opacity": 0.6} if size < 8 else {}),
-    }
-
-
-def _logarithmic(values: Iterable[float | None]) -> list[float | None]:
-    """Values for a logarithmic axis, on which zero has no place."""
-    return [finite(value) or None for value in values]

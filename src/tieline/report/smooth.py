@@ -3,10 +3,9 @@
 Shows ε by layer, then what smoothing repairs under low precision and what it costs.
 """
 
-import math
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 from rich.padding import Padding
@@ -14,14 +13,13 @@ from rich.text import Text
 
 from tieline.analysis.repair import Latency, Repair, RepairRow
 from tieline.core.statistics import Estimate
-from tieline.report.charts import Panel, axis, figure
-from tieline.report.drawing import ACCENT, INK, WARN, small_canvas
+from tieline.report.charts import Axis, Chart, Panel, Series, Symbol, above_zero
+from tieline.report.drawing import chart_figure
 from tieline.report.frame import notebook_html, render
 from tieline.report.tables import Grid, flat, short_names, text_table, view
 from tieline.report.words.numbers import DASH, finite, percent, significant, with_error
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
@@ -34,10 +32,11 @@ KL = Panel(
     "that remains with clean routes forced, which flips cannot explain.",
     wide=True,
 )
-SERIES: tuple[tuple[str, str, str, str], ...] = (
-    ("before", "@warn", WARN, "o"),
-    ("after", "@accent", ACCENT, "D"),
+SIDES: tuple[tuple[int, str, str, Symbol], ...] = (
+    (0, "before", "@warn", "circle"),
+    (1, "after", "@accent", "diamond"),
 )
+"""Index, name, colour and symbol of both sides of a repair."""
 
 
 def page(result: Repair) -> str:
@@ -79,7 +78,7 @@ def notebook(result: Repair) -> str:
 def figures(result: Repair) -> "dict[str, Callable[[], Figure]]":
     """Figures by name: KL before and after, by precision."""
     rows = result.repair.rows
-    return {"repair": lambda: small_canvas(partial(_draw_repair, rows))}
+    return {"repair": lambda: chart_figure(_kl_chart(rows))}
 
 
 def _panels(result: Repair) -> list[Panel]:
@@ -186,48 +185,16 @@ def _sides(row: RepairRow) -> tuple[tuple[Estimate, Estimate], tuple[Estimate, E
     return (row.before, row.before_floor), (row.after, row.after_floor)
 
 
-def _kl_chart(rows: Sequence[RepairRow]) -> dict[str, Any]:
-    marks = []
-    for place, (name, role, _, _) in enumerate(SERIES):
-        both = [_sides(row)[place] for row in rows]
+def _kl_chart(rows: Sequence[RepairRow]) -> Chart:
+    names, series = [row.name for row in rows], []
+    for side, name, colour, symbol in SIDES:
+        both = [_sides(row)[side] for row in rows]
         spread = [2 * (finite(kl.standard_error) or 0.0) for kl, _ in both]
-        errors = {"type": "data", "array": spread, "color": role, "width": 3}
-        dots = _marks(rows, f"KL {name}", [kl.value for kl, _ in both], role, "circle")
-        dots |= {"error_y": errors}
-        floors = [floor.value for _, floor in both]
-        marks += [dots, _marks(rows, f"floor {name}", floors, role, "line-ew")]
-    x, y = axis("precision", scale="category"), axis("nats per token", scale="log")
-    return figure(marks, 420, xaxis=x, yaxis=y)
-
-
-def _marks(
-    rows: Sequence[RepairRow], name: str, values: Sequence[float | None], role: str, symbol: str
-) -> dict[str, Any]:
-    size = 20 if symbol == "line-ew" else 9
-    line = {"color": role, "width": 2}
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "name": name,
-        "x": [row.name for row in rows],
-        "y": [finite(value) or None for value in values],
-        "marker": {"symbol": symbol, "size": size, "color": role, "line": line},
-        "hovertemplate": f"%{{x}}: %{{y:.3~g}} {name}<extra></extra>",
-    }
-
-
-def _draw_repair(rows: Sequence[RepairRow], axes: "Axes") -> None:
-    for place, (name, _, colour, marker) in enumerate(SERIES):
-        places = [x + 0.2 * place - 0.1 for x in range(len(rows))]
-        both = [_sides(row)[place] for row in rows]
-        errors = [2 * (finite(kl.standard_error) or 0.0) for kl, _ in both]
-        style = {"fmt": marker, "color": colour, "markersize": 4, "capsize": 2}
-        heights = [math.nan if kl.value is None else kl.value for kl, _ in both]
-        floors = [math.nan if floor.value is None else floor.value for _, floor in both]
-        axes.errorbar(places, heights, yerr=errors, label=name, **style)
-        axes.plot(places, floors, "_", color=colour, markersize=10)
-    axes.plot([], [], "_", color=INK, markersize=10, label="floor: clean routes forced")
-    axes.set_xticks(range(len(rows)), labels=[row.name for row in rows])
-    axes.set(yscale="log", ylabel="KL to itself in float32 (nats per token)")
-    axes.margins(x=0.2)
-    axes.legend(fontsize=6.5, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
+        hover = "%{x}: %{y:.3~g} %{fullData.name}<extra></extra>"
+        dots = Series(names, above_zero(kl.value for kl, _ in both), f"KL {name}", colour)
+        dots = replace(dots, symbol=symbol, size=9, errors=(spread, spread))
+        floors = above_zero(floor.value for _, floor in both)
+        dashes = Series(names, floors, f"floor {name}", colour, symbol="dash", size=20)
+        series += [replace(dots, hover=hover), replace(dashes, hover=hover)]
+    nats = Axis("KL to itself in float32 (nats per token)", "log")
+    return Chart(Axis("precision", "category"), nats, tuple(series), height=420)

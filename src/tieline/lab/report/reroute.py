@@ -161,5 +161,5 @@ def _draw(layers: Sequence[ReroutedLayer], axes: "Axes") -> None:
     name_places(axes, short_names([layer.name for layer in layers]))
     axes.set_ylabel("share of tokens")
     axes.set_ylim(bottom=0)
-    percent_axis(axes)
+    percent_axis(axes.yaxis)
     axes.legend(fontsize=6.5, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)

@@ -130,7 +130,7 @@ def _draw_routing(result: "TrainingResult") -> "Figure":
         left.set(xlabel="step", ylabel="quantile of the gap", yscale="log")
         _draw_curves(right, result, FLIPS)
         right.set(xlabel="step", ylabel="share of tokens")
-        percent_axis(right)
+        percent_axis(right.yaxis)
 
     return canvas(draw, columns=2)
 
