@@ -126,7 +126,7 @@ def _draw(walks: Walks, axes: "Axes") -> None:
             axes.plot(walk.times, bound, ":", color=colour, linewidth=0.8)
     axes.set(xscale="log", ylim=(0, 1), xlabel="roundings of the whole model")
     axes.set_ylabel("share of tokens that changed an expert")
-    percent_axis(axes)
+    percent_axis(axes.yaxis)
     name_layers(axes, [label for label, _ in walks])
 
 
