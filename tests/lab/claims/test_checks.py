@@ -12,8 +12,8 @@ from tieline.lab.claims.checks import (
     estimated,
     near,
     none_of,
+    qualified,
     sampled,
-    under_condition,
     unmeasured,
     within,
 )
@@ -89,6 +89,6 @@ def test_an_estimate_is_compared_by_its_standard_error():
 def test_checks_belong_to_the_paper_unless_they_are_grouped():
     checks = near("a", 0, 0), unmeasured("b", 1.0, "not run")
     assert [check.part for check in checks] == ["paper", "paper"]
-    assert [check.part for check in under_condition(*checks)] == ["condition", "condition"]
+    assert [check.part for check in qualified(*checks)] == ["condition", "condition"]
     assert [check.part for check in corrected(*checks)] == ["corrected", "corrected"]
     assert [check.open for check in corrected(*checks)] == ["", "not run"]

@@ -8,7 +8,7 @@ unmeasured      a value of the paper that nothing here was measured against: alw
 at_most         measured <= reference + tolerance
 at_least        measured >= reference - tolerance
 none_of         a count of violations is zero
-under_condition the checks of the statement under a condition that the paper does not state
+qualified       the checks of the statement under a condition that the paper does not state
 corrected       the checks of what is true instead, or in addition
 
 A comparison with NaN never passes.
@@ -28,8 +28,8 @@ __all__ = [
     "estimated",
     "near",
     "none_of",
+    "qualified",
     "sampled",
-    "under_condition",
     "unmeasured",
     "within",
 ]
@@ -124,7 +124,7 @@ def none_of(name: str, violations: Real) -> Check:
     return near(name, float(violations), 0.0, 0.0)
 
 
-def under_condition(*checks: Check) -> list[Check]:
+def qualified(*checks: Check) -> list[Check]:
     """Make the checks part of the statement under a condition that the paper does not state."""
     return [replace(check, part="condition") for check in checks]
 

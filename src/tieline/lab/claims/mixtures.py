@@ -17,6 +17,7 @@ dependent        number of linearly dependent derivatives
 split_checks     results of the split test for each expert
 same_function    measures of one function: the loss tells them apart, the quotient loss does not
 least_ratio      least ‖f - f*‖ / quotient loss near a truth
+split_ratio      the same over splits of one expert
 flat_bound       ‖f - f*‖ >= c·loss along a direction that does not change f, and apart from it
 """
 
@@ -27,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tieline.lab.claims.checks import at_least, at_most, corrected, under_condition
+from tieline.lab.claims.checks import at_least, at_most, corrected, qualified
 from tieline.lab.claims.claim import Check, ClaimRun, Evidence
 from tieline.lab.estimation import (
     MoEModel,
@@ -57,6 +58,7 @@ __all__ = [
     "same_function",
     "shift_rows",
     "split_checks",
+    "split_ratio",
     "split_scale",
     "twisted",
     "without_row",
@@ -98,14 +100,18 @@ def split_scale(
         truth.bias[order].clone(),
         truth.experts[order].clone(),
     )
-    half = bias[0] - math.log(2) if model.link == "softmax" else torch.logit(bias[0].sigmoid() / 2)
-    bias[:2] = half
+    bias[:2] = half_mass(model, bias[0])
     factors = torch.tensor([1 + size, 1 - size], dtype=torch.float64)
     if coordinate is None:
         experts[:2] *= factors.unsqueeze(-1) ** (1 / (model.ridge.degree or 1))
     else:
         experts[:2, coordinate] *= factors
     return MoEParameters(router, bias, experts)
+
+
+def half_mass(model: MoEModel, bias: Tensor) -> Tensor:
+    """Bias of an expert with half the mass, given its bias."""
+    return bias - math.log(2) if model.link == "softmax" else torch.logit(bias.sigmoid() / 2)
 
 
 def shift_rows(model: MoEModel, truth: MoEParameters, step: Tensor) -> MoEParameters:
@@ -223,6 +229,27 @@ def least_ratio(
     return float((distance / loss.clamp_min(1e-300)).min())
 
 
+def split_ratio(
+    model: MoEModel, truth: MoEParameters, steps: Tensor, kind: str, paper: int
+) -> float:
+    """Least ‖f - f*‖ / quotient loss over splits of the first expert into two of half its mass.
+
+    The rows of `steps` are changes of (router row, expert), of which a split has length 0.05: added
+    to one of the two experts and subtracted from the other.
+    """
+    steps = 0.05 * steps / steps.norm(dim=1, keepdim=True)
+    pair = truth.take([0, *range(truth.n_experts)]).expand(len(steps))
+    router, bias, experts = pair.router.clone(), pair.bias.clone(), pair.experts.clone()
+    bias[:, :2] = half_mass(model, truth.bias[0])
+    width = router.shape[-1]
+    for i, sign in ((0, 1), (1, -1)):
+        router[:, i] += sign * steps[:, :width]
+        experts[:, i] += sign * steps[:, width:]
+    fits, wider = MoEParameters(router, bias, experts), model.with_experts(truth.n_experts + 1)
+    distance = regression_distance(wider, fits, model, truth, n=2000).value
+    return float((distance / quotient_losses(model, fits, truth, kind, paper).values).min())
+
+
 def flat_bound(gap: float, loss: float, least: float, along: str, apart: str) -> Evidence:
     """‖f - f*‖ >= c·loss fails along a flat direction, and holds apart from it.
 
@@ -236,7 +263,7 @@ def flat_bound(gap: float, loss: float, least: float, along: str, apart: str) ->
     return Evidence(
         [
             at_least(f"ratio along {along}", gap / loss, FLOOR),
-            *under_condition(at_least(f"least ratio, {apart}", least, FLOOR)),
+            *qualified(at_least(f"least ratio, {apart}", least, FLOOR)),
             *corrected(at_most(f"|f - f*| along {along}", gap, 1e-12)),
         ],
         paper="c > 0",

@@ -23,10 +23,12 @@ Paper 3, in NumPy:
     numpy_router     weights and biases of a router
     layer            router and neurons of a fully specified instance, drawn from one seed
     dense            neurons of one dense layer, with a router that has nothing to choose
+    bisect           where a function changes sides, on many segments at once
     crofton          expected pieces along a curve
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -47,6 +49,7 @@ __all__ = [
     "Layer",
     "Pupil",
     "affine_scores",
+    "bisect",
     "crofton",
     "dense",
     "dense_regions",
@@ -263,6 +266,20 @@ def dense(V: np.ndarray, c: np.ndarray) -> Layer:
 def dense_regions(V: np.ndarray, c: np.ndarray) -> int:
     """Regions of the arrangement of hyperplanes V x + c = 0."""
     return int(count_regions(*dense(V, c), 1))
+
+
+def bisect(
+    on_low_side: Callable[[np.ndarray], np.ndarray],
+    low: np.ndarray,
+    high: np.ndarray,
+    halvings: int = 60,
+) -> np.ndarray:
+    """Points between `low` and `high` where the side changes, for all segments at once."""
+    for _ in range(halvings):
+        middle = (low + high) / 2
+        same = on_low_side(middle)
+        low, high = np.where(same, middle, low), np.where(same, high, middle)
+    return low
 
 
 def crofton(n_experts: int, k: int, d_hidden: int, length: float) -> float:

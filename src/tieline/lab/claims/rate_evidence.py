@@ -31,14 +31,7 @@ from typing import Any
 import torch
 
 from tieline.core.statistics import PowerLaw
-from tieline.lab.claims.checks import (
-    at_least,
-    corrected,
-    estimated,
-    under_condition,
-    unmeasured,
-    within,
-)
+from tieline.lab.claims.checks import at_least, corrected, estimated, qualified, unmeasured, within
 from tieline.lab.claims.claim import Chart, Check, ClaimRun, Evidence, Fits, chart, dots
 from tieline.lab.estimation.fit import lift, population_minimiser
 from tieline.lab.estimation.identifiability import cramer_rao
@@ -271,7 +264,7 @@ def up_to_symmetry(studies: Studies, note: str = "") -> Evidence:
     """The raw loss falls like n^-1/2, under the condition that unseen directions are left out."""
     checks = [
         *each_parametric("raw slope", studies, "raw"),
-        *under_condition(*each_parametric("quotient slope", studies, "quotient")),
+        *qualified(*each_parametric("quotient slope", studies, "quotient")),
     ]
     return rate_evidence(checks, studies, paper=-0.5, note=note)
 

@@ -43,10 +43,10 @@ def masses_kept(real):
 PLANTED = {
     # vertices of a polyhedron of one dimension less
     "p5-levels": ("levels.most_vertices", lambda real: lambda facets, dim: real(facets, dim - 1)),
-    "p5-doubling": ("symmetries.doubled", masses_kept),
+    "p5-doubling": ("estimation.doubled", masses_kept),
     # the sign of the expert forgotten
     "p5-reflection": (
-        "symmetries.reflected",
+        "estimation.reflected",
         lambda real: (
             lambda truth, spare: MoEParameters(
                 real(truth, spare).router, real(truth, spare).bias, real(truth, spare).experts.abs()
@@ -55,12 +55,12 @@ PLANTED = {
     ),
     # A without its correction
     "p5-contact": (
-        "contact.remainder",
+        "estimation.remainder",
         lambda real: lambda masses, b, a, size: real(masses, b, 0 * a, size),
     ),
     # a coefficient lost from the fourth-order term
     "p5-corrected-bound": (
-        "contact.fourth_term",
+        "estimation.fourth_term",
         lambda real: lambda p, r: real(p, r) + 0.05 * (p * r) ** 2,
     ),
     # walls whose deviation forgot a factor
@@ -93,7 +93,7 @@ PLANTED = {
         ),
     ),
     # the density of the gap taken for that of the signed margin
-    "p5-layers": ("layers.projected_cost", with_argument(0, 2.0)),
+    "p5-layers": ("continuity.projected_cost", with_argument(0, 2.0)),
 }
 
 

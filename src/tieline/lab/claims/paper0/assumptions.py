@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from tieline.core.statistics import exponent
-from tieline.lab.claims.checks import at_least, at_most, corrected, near, none_of, under_condition
+from tieline.lab.claims.checks import at_least, at_most, corrected, near, none_of, qualified
 from tieline.lab.claims.claim import ClaimRun, Evidence, Verdict, chart, dots, line
 from tieline.lab.claims.paper0.limit import crossing_pair
 from tieline.lab.claims.problems import pupil
@@ -45,7 +45,7 @@ def gap(run: ClaimRun) -> Evidence:
     return Evidence(
         [
             at_most("η(0.001) with free parameters", cells.max().item(), 0.1),
-            *under_condition(
+            *qualified(
                 at_most("η(0.001) at the teacher's experts", specialised.etas[1], 0.1),
                 at_most("η falls with γ", specialised.etas[0], specialised.etas[3]),
             ),
@@ -129,7 +129,7 @@ def transfer(run: ClaimRun) -> Evidence:
     return Evidence(
         [
             at_most("∂²L_τ/∂b² at the teacher, τ = 0.003", on[-1], 10.0),
-            *under_condition(
+            *qualified(
                 at_least(
                     "exponent of ‖∇L_τ - ∇L_0‖, off", exponent(taus, list(off.gradient_gaps)), 0.9
                 ),
@@ -190,7 +190,7 @@ def profiled(run: ClaimRun) -> Evidence:
     return Evidence(
         [
             at_most("largest second variation along a neutral motion", worst, 0),
-            *under_condition(
+            *qualified(
                 at_least("α_fr over all walls", fixed, 0.1),
                 near("gradient of Ψ_0 at the critical wall", gradient, 0, 1e-3),
                 at_most("least eigenvalue there", least, -0.1),

@@ -4,15 +4,7 @@ import math
 
 import torch
 
-from tieline.lab.claims.checks import (
-    at_least,
-    at_most,
-    corrected,
-    near,
-    none_of,
-    under_condition,
-    within,
-)
+from tieline.lab.claims.checks import at_least, at_most, corrected, near, none_of, qualified, within
 from tieline.lab.claims.claim import Check, ClaimRun, Evidence, Verdict, chart, dots
 from tieline.lab.claims.paper0.limit import crossing_pair
 from tieline.lab.claims.problems import mixture, pupil
@@ -123,7 +115,7 @@ def shape(run: ClaimRun) -> Evidence:
     return Evidence(
         [
             near("derivative at 0⁻ is that at 0⁺, on the teacher's wall", on.left, on.right, 1e-6),
-            *under_condition(
+            *qualified(
                 near("formula and difference at 0⁺, off", off.right, off.right_difference, 1e-5),
                 near("formula and difference at 0⁺, on", on.right, on.right_difference, 1e-5),
             ),
@@ -131,7 +123,7 @@ def shape(run: ClaimRun) -> Evidence:
                 near("formula and difference at 0⁻, on", on.left, on.left_difference, 1e-5),
                 at_most("product of the two sides, on", on.left * on.right, 0),
             ),
-            *under_condition(
+            *qualified(
                 _sampled_derivative(run),
                 near("first variation, experts exchanged", first, 0, 1e-9),
                 at_most("second variation there", second, -0.1),
@@ -359,7 +351,7 @@ def saddles(run: ClaimRun) -> Evidence:
     return Evidence(
         [
             none_of("minima with another partition than the teacher's", different),
-            *under_condition(
+            *qualified(
                 at_least("critical points found far from the teacher", len(far), 1),
                 at_most("their largest least eigenvalue", least, -1e-3),
                 at_most("their largest drop", max((p.drop for p in far), default=0.0), -1e-4),

@@ -12,7 +12,8 @@ from tieline.lab.claims.checks import (
     corrected,
     near,
     none_of,
-    under_condition,
+    qualified,
+    sampled,
     within,
 )
 from tieline.lab.claims.claim import Check, ClaimRun, Evidence, Verdict, chart, dots, line
@@ -88,38 +89,22 @@ def tail(run: ClaimRun) -> Evidence:
     """Fitted exponents, and the ties of twins."""
     n = run.size(200_000, 2_000_000)
     scores = run.normal(n, 8, stream=1)
-    regular = margin_tail(top_gap(scores))
+    regular = margin_tail(top_gap(scores)).fitted
     x = run.normal(n, stream=2)
-    rooted = margin_tail((x * x.abs()).abs())
+    rooted = margin_tail((x * x.abs()).abs()).fitted
     twins = torch.cat([scores[:, :7], scores[:, :1]], dim=1)
     tied = (top_gap(twins) == 0).double().mean().item()
-    assert regular.fitted.value is not None
-    assert regular.fitted.standard_error is not None
-    assert rooted.fitted.value is not None
-    assert rooted.fitted.standard_error is not None
     return Evidence(
         [
             none_of("chance of Δ = 0 with twin experts", tied),
-            *under_condition(
-                within(
-                    "α of normal scores",
-                    regular.fitted.value,
-                    regular.fitted.standard_error,
-                    1.0,
-                    bias=0.06,
-                ),
-                within(
-                    "α of S = x|x|",
-                    rooted.fitted.value,
-                    rooted.fitted.standard_error,
-                    0.5,
-                    bias=0.01,
-                ),
+            *qualified(
+                sampled("α of normal scores", regular, 1.0, bias=0.06),
+                sampled("α of S = x|x|", rooted, 0.5, bias=0.01),
             ),
             *corrected(near("chance that a twin wins", tied, 1 / 7, 0.01)),
         ],
         paper="an assumption",
-        measured=f"α = {regular.fitted.value:.3f}, {rooted.fitted.value:.3f}; twins: {tied:.3f}",
+        measured=f"α = {regular.value:.3f}, {rooted.value:.3f}; twins: {tied:.3f}",
     )
 
 
@@ -146,9 +131,7 @@ def bounded(run: ClaimRun) -> Evidence:
     return Evidence(
         [
             at_most("growth of the largest affine output, n/1000 to n", many / few, 1.2),
-            *under_condition(
-                at_most("largest tanh output", torch.tanh(linear).abs().max().item(), 1.0)
-            ),
+            *qualified(at_most("largest tanh output", torch.tanh(linear).abs().max().item(), 1.0)),
             *corrected(
                 near("exponent of L_τ - L_0, affine experts", exponent(taus, gaps), 1, 0.05)
             ),

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from tieline.lab.claims.checks import at_least, at_most, corrected, near, none_of, under_condition
+from tieline.lab.claims.checks import at_least, at_most, corrected, near, none_of, qualified
 from tieline.lab.claims.claim import ClaimRun, Evidence, Verdict, chart, line
 from tieline.lab.claims.registry import claim
 from tieline.lab.geometry import (
@@ -51,7 +51,7 @@ def log_smoothstep(run: ClaimRun) -> Evidence:
     return Evidence(
         [
             at_least("h at u = 0", log_form.item(), -1e300),
-            *under_condition(
+            *qualified(
                 near(
                     "s(0.05)",
                     smoothstep(torch.tensor(0.05, dtype=torch.float64), A, B).item(),

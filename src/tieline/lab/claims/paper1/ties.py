@@ -14,7 +14,8 @@ from tieline.lab.claims.checks import (
     corrected,
     near,
     none_of,
-    under_condition,
+    qualified,
+    sampled,
     within,
 )
 from tieline.lab.claims.claim import Check, ClaimRun, Evidence, Verdict, chart, dots, line
@@ -92,7 +93,7 @@ def orders(run: ClaimRun) -> Evidence:
     return Evidence(
         [
             none_of("rows on which the two definitions differ", differ),
-            *under_condition(
+            *qualified(
                 none_of("rows on which the maximal order is not that of Def. A.5", wrong),
                 near("order of a tie inside the chosen set", inside, 0, 0),
             ),
@@ -306,7 +307,7 @@ def one_polyhedron(run: ClaimRun) -> Evidence:
     return Evidence(
         [
             at_most("density without inequalities, E = 2", unbounded, 0.5),
-            *under_condition(
+            *qualified(
                 at_most("largest density of a choice", max(shares), 0.5),
                 at_least(
                     "densities of the admissible choices over the bound",
@@ -383,9 +384,7 @@ def density_bound(run: ClaimRun) -> Evidence:
             orthonormal(experts, experts + 1), k, tuple(range(r + 1)), n, seed=run.seed
         )
         name = f"sampled α at E = {experts}, k = {k}, r = {r}"
-        checks += corrected(
-            within(name, estimate.value or 0, estimate.standard_error or 0, exact, bias=1e-9)
-        )
+        checks += corrected(sampled(name, estimate, exact, bias=1e-9))
     bounds = slice_bounds(orthonormal(5, 7), 2, (0, 1))
     checks += corrected(
         at_most("lower bound and α, E = 5, k = 2, r = 1", bounds.lower, slice_density(5, 2, 1))

@@ -15,7 +15,8 @@ from tieline.lab.claims.checks import (
     corrected,
     near,
     none_of,
-    under_condition,
+    qualified,
+    sampled,
     within,
 )
 from tieline.lab.claims.claim import Check, ClaimRun, Evidence, Verdict, chart, dots, line
@@ -64,9 +65,7 @@ def hyperplane(run: ClaimRun) -> Evidence:
         dim=8, codim=1, offset=0.3, epsilon=0.1, radius=1.0, samples=n, seed=run.seed
     )
     exact = slab(8, 0.3, 0.1, 1.0)
-    checks.append(
-        within("sampled, D = 8", estimate.value or 0, estimate.standard_error or 0, exact)
-    )
+    checks.append(sampled("sampled, D = 8", estimate, exact))
     return Evidence(checks, paper=exact, measured=estimate.value)
 
 
@@ -104,7 +103,7 @@ def incomplete_beta(run: ClaimRun) -> Evidence:
     return Evidence(
         [
             near("δ = -0.5", *sides[-0.5], 1e-11),
-            *under_condition(
+            *qualified(
                 near("δ = 0.05", *sides[0.05], 1e-11),
                 near("δ = 0.5", *sides[0.5], 1e-11),
                 near("order of the remainder in R", exponent(radii[1:], left[1:]), -3, 0.1),
@@ -190,9 +189,7 @@ def any_codimension(run: ClaimRun) -> Evidence:
     estimate = sampled_tube(
         dim=7, codim=3, offset=0.2, epsilon=0.3, radius=1.0, samples=n, seed=run.seed
     )
-    checks.append(
-        within("codimension 3, sampled", estimate.value or 0, estimate.standard_error or 0, exact)
-    )
+    checks.append(sampled("codimension 3, sampled", estimate, exact))
     return Evidence(checks, paper=exact, measured=estimate.value)
 
 
@@ -432,7 +429,7 @@ def fibre_orders(run: ClaimRun) -> Evidence:
     return Evidence(
         [
             within("U_2/U_1 over ε/R, the definition as written", *flats, stated, bias=BIAS),
-            *under_condition(
+            *qualified(
                 within("U_2/U_1 over ε/R, fibres over the slice", *slices, stated, bias=BIAS)
             ),
         ],

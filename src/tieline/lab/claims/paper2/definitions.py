@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import jacrev, vmap
 
-from tieline.lab.claims.checks import at_least, at_most, corrected, near, none_of, under_condition
+from tieline.lab.claims.checks import at_least, at_most, corrected, near, none_of, qualified
 from tieline.lab.claims.claim import ClaimRun, Evidence, Real, Verdict
 from tieline.lab.claims.mixtures import (
     dependent,
@@ -346,7 +346,7 @@ def weak(run: ClaimRun) -> Evidence:
         same = dependent(rank_test(model, witness_atoms(model), "weak", x))
         smooth = expert in ("tanh", "gelu")
         independent = near(f"dependent, {expert}", generic, 0, 0)
-        checks += under_condition(independent) if smooth else [independent]
+        checks += qualified(independent) if smooth else [independent]
         checks.append(near(f"dependent at a = 0, {expert}", same, 0, 0))
         if not smooth:
             checks += corrected(near(f"one equation per atom, {expert}", generic, 2, 0))
@@ -388,7 +388,7 @@ def measures(run: ClaimRun) -> Evidence:
         x,
         "L2",
         2,
-        under_condition(unseen),
+        qualified(unseen),
         corrected="G = G* up to a common shift of rows and, for φ of a degree, mass against scale",
         note="The proof takes the independence of h(·, η_i) from distinct η_i, which a homogeneous "
         "φ does not give, and β_1i = β*_1i from equal softmax weights, which only gives v_i - v_j.",

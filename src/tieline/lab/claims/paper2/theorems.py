@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tieline.lab.claims.checks import at_least, at_most, corrected, under_condition
+from tieline.lab.claims.checks import at_least, at_most, corrected, qualified
 from tieline.lab.claims.claim import Check, ClaimRun, Evidence, Verdict
 from tieline.lab.claims.mixtures import (
     FLOOR,
@@ -20,6 +20,7 @@ from tieline.lab.claims.mixtures import (
     largest_gap,
     least_ratio,
     shift_rows,
+    split_ratio,
     split_scale,
 )
 from tieline.lab.claims.rate_evidence import (
@@ -39,13 +40,7 @@ from tieline.lab.claims.rate_evidence import (
     up_to_symmetry,
 )
 from tieline.lab.claims.registry import claim
-from tieline.lab.estimation import (
-    MoEModel,
-    MoEParameters,
-    quotient_losses,
-    regression_distance,
-    voronoi_loss,
-)
+from tieline.lab.estimation import MoEModel, MoEParameters, voronoi_loss
 from tieline.lab.estimation.fit import lift, population_minimiser
 from tieline.lab.estimation.rates import RateStudy
 
@@ -142,8 +137,10 @@ def perturbed_over(run: ClaimRun) -> Evidence:
         split = split_scale(other, unsplit, 0.4)
         left = largest_gap(other, split, unsplit, x)
         checks += corrected(at_most(f"{expert} split: |g - g*|", left, 1e-12))
-    ratio = split_ratio(run)
-    checks += under_condition(at_least("tanh: least ratio, quotient L_2", ratio, FLOOR))
+    ratio = split_ratio(
+        model, drawn(run, model, stream=3, router=0.2), run.normal(200, 5, stream=23), "L2", 2
+    )
+    checks += qualified(at_least("tanh: least ratio, quotient L_2", ratio, FLOOR))
     both = [(model.scores(p, x)).softmax(dim=-1) for p in (truth, moved)]
     apart = float((both[0] - both[1]).abs().max())
     checks += corrected(at_most("weights of the moved rows differ by", apart, 1e-12))
@@ -157,23 +154,6 @@ def perturbed_over(run: ClaimRun) -> Evidence:
         "besides be split into a weaker and a stronger expert for nothing; they do not meet Def. "
         "1, though the paper says so. From k = 2k* on all atoms can be doubled (`p5-doubling`).",
     )
-
-
-def split_ratio(run: ClaimRun) -> float:
-    """Least ‖g - g*‖ / quotient L_2 over drawn splits of a tanh expert of size 0.05."""
-    model = MoEModel("perturbed", "softmax", "tanh", 2, 3)
-    truth = drawn(run, model, stream=3, router=0.2)
-    steps = run.normal(200, 5, stream=23)
-    steps = 0.05 * steps / steps.norm(dim=1, keepdim=True)
-    pair = truth.take([0, 0, 1, 2]).expand(200)
-    router, bias, experts = pair.router.clone(), pair.bias.clone(), pair.experts.clone()
-    bias[:, :2] -= math.log(2)
-    for i, sign in ((0, 1), (1, -1)):
-        router[:, i] += sign * steps[:, :2]
-        experts[:, i] += sign * steps[:, 2:]
-    fits = MoEParameters(router, bias, experts)
-    distance = regression_distance(model.with_experts(4), fits, model, truth, n=2000).value
-    return float((distance / quotient_losses(model, fits, truth, "L2", 2).values).min())
 
 
 @claim(

@@ -7,9 +7,9 @@ import numpy as np
 import torch
 
 from tieline.core.ranking import ranked_scores
-from tieline.lab.claims.checks import at_least, at_most, corrected, near, none_of, under_condition
+from tieline.lab.claims.checks import at_least, at_most, corrected, near, none_of, qualified
 from tieline.lab.claims.claim import ClaimRun, Evidence, Verdict
-from tieline.lab.claims.problems import dense, dense_regions, drawn, layer
+from tieline.lab.claims.problems import bisect, dense, dense_regions, drawn, layer
 from tieline.lab.claims.registry import claim
 from tieline.lab.tropical import (
     TropicalPolynomial,
@@ -75,7 +75,7 @@ def linear_regions(run: ClaimRun) -> Evidence:
     return Evidence(
         [
             at_most("second difference inside pieces, softmax gates, k = 2", soft, 1e-9),
-            *under_condition(
+            *qualified(
                 at_most("the same, constant gates", constant, 1e-9),
                 at_most("the same, softmax gates, k = 1", single, 1e-9),
             ),
@@ -161,7 +161,7 @@ def two_layer_example(run: ClaimRun) -> Evidence:
     return Evidence(
         [
             near("largest number that the ranks allow", bound, 49, 0),
-            *under_condition(
+            *qualified(
                 at_most("most regions found, against 49", most, 49),
                 at_most("largest number that the ranks allow, against 49", bound, 49),
             ),
@@ -231,10 +231,7 @@ def polynomials(run: ClaimRun) -> Evidence:
     differ = P.terms_at(low).argmax(1) != P.terms_at(high).argmax(1)
     low, high = low[differ], high[differ]
     start = P.terms_at(low).argmax(1)
-    for _ in range(60):
-        middle = (low + high) / 2
-        same = P.terms_at(middle).argmax(1) == start
-        low, high = np.where(same[:, None], middle, low), np.where(same[:, None], high, middle)
+    low = bisect(lambda x: (P.terms_at(x).argmax(1) == start)[:, None], low, high)
     off = int((~P.on_hypersurface(low, 1e-9)).sum())
     slopes = {
         tuple(P.exponents[i]) for i in P.terms_at(30 * r.standard_normal((40_000, 2))).argmax(1)
@@ -285,10 +282,7 @@ def quotients(run: ClaimRun) -> Evidence:
     low, high = x[forward(x) < shift], x[forward(x) > shift]
     n = min(len(low), len(high))
     low, high = low[:n], high[:n]
-    for _ in range(60):
-        middle = (low + high) / 2
-        below = (forward(middle) < shift)[:, None]
-        low, high = np.where(below, middle, low), np.where(below, high, middle)
+    low = bisect(lambda x: (forward(x) < shift)[:, None], low, high)
     off = int((~form.numerator.plus(moved).on_hypersurface(low, 1e-7)).sum())
     terms = len(form.numerator.coefficients), len(Q.coefficients)
     return Evidence(

@@ -7,15 +7,7 @@ import numpy as np
 from scipy.spatial import ConvexHull
 
 from tieline.core.statistics import exponent
-from tieline.lab.claims.checks import (
-    at_least,
-    at_most,
-    corrected,
-    near,
-    none_of,
-    under_condition,
-    within,
-)
+from tieline.lab.claims.checks import at_least, at_most, corrected, near, none_of, qualified, within
 from tieline.lab.claims.claim import ClaimRun, Evidence, Verdict, chart, dots, line
 from tieline.lab.claims.problems import Layer, dense, dense_regions, drawn, layer
 from tieline.lab.claims.registry import claim
@@ -87,7 +79,7 @@ def general_position(run: ClaimRun) -> Evidence:
     return Evidence(
         [
             none_of("sets of drawn neurons with zero biases that break it", central),
-            *under_condition(none_of("sets of neurons with drawn biases that break it", wrong)),
+            *qualified(none_of("sets of neurons with drawn biases that break it", wrong)),
             *corrected(
                 near(
                     "broken sets of the walls of 4 experts in R³",
@@ -322,7 +314,7 @@ def wide_experts(run: ClaimRun) -> Evidence:
         [
             at_most("most pieces in a cell", most, zaslavsky(12, 2)),
             at_least("share of N Φ(H, d) at H = 64", share[-1], 0.9),
-            *under_condition(
+            *qualified(
                 near("share if lines cross at home", full, 1, 1e-12),
                 at_most("most pieces in a cell, walls counted", most, zaslavsky(12 + 3, 2)),
             ),

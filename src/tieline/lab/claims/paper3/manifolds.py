@@ -6,17 +6,9 @@ import math
 import numpy as np
 
 from tieline.core.statistics import exponent
-from tieline.lab.claims.checks import (
-    at_least,
-    at_most,
-    corrected,
-    near,
-    none_of,
-    under_condition,
-    within,
-)
+from tieline.lab.claims.checks import at_least, at_most, corrected, near, none_of, qualified, within
 from tieline.lab.claims.claim import ClaimRun, Evidence, Verdict, chart, dots, line
-from tieline.lab.claims.problems import crofton, dense_regions, drawn
+from tieline.lab.claims.problems import bisect, crofton, dense_regions, drawn
 from tieline.lab.claims.registry import claim
 from tieline.lab.tropical import expected_switches, paper_effective_bound, pieces_along, zaslavsky
 
@@ -54,10 +46,7 @@ def crossings_of(normal: np.ndarray, offset: float) -> tuple[np.ndarray, np.ndar
     side = curve(t) @ normal + offset
     low, high = t[:-1][side[:-1] * side[1:] < 0], t[1:][side[:-1] * side[1:] < 0]
     start = curve(low) @ normal + offset
-    for _ in range(50):
-        middle = (low + high) / 2
-        same = (curve(middle) @ normal + offset) * start > 0
-        low, high = np.where(same, middle, low), np.where(same, high, middle)
+    low = bisect(lambda t: (curve(t) @ normal + offset) * start > 0, low, high, 50)
     along = np.stack([-np.sin(low), np.cos(low), np.cos(2 * low)], axis=-1)
     return low, np.abs(along @ normal) / np.linalg.norm(along, axis=1) / np.linalg.norm(normal)
 
@@ -125,7 +114,7 @@ def effective_dense(run: ClaimRun) -> Evidence:
     return Evidence(
         [
             at_most("regions met by a circle, H = 8", circle, zaslavsky(width, 1)),
-            *under_condition(
+            *qualified(
                 at_most("regions met by a segment in R⁴", segment, zaslavsky(width, 1)),
                 at_most("regions met by a plane in R⁴", plane, zaslavsky(width, 2)),
             ),

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from tieline.lab.claims.checks import at_least, corrected, near, none_of, under_condition, within
+from tieline.lab.claims.checks import at_least, corrected, near, none_of, qualified, within
 from tieline.lab.claims.claim import ClaimRun, Evidence, Verdict, chart, dots, line
 from tieline.lab.claims.problems import drawn, numpy_router
 from tieline.lab.claims.registry import claim
@@ -38,7 +38,7 @@ def top_one(run: ClaimRun) -> Evidence:
     exact = expected_cells(16, 1, 2)
     checks = [
         near("fewest cells of 16 experts on the plane", min(planar), 16, 0),
-        *under_condition(
+        *qualified(
             near("fewest cells of 5 experts in R⁴", min(full), 5, 0),
             none_of("inputs nearer in power to another expert", wrong),
         ),
@@ -112,7 +112,7 @@ def number_of_cells(run: ClaimRun) -> Evidence:
     return Evidence(
         [
             none_of("coalitions of 8 experts without a cell, d = 2", missing[2]),
-            *under_condition(none_of("the same, d = 7", missing[7])),
+            *qualified(none_of("the same, d = 7", missing[7])),
             *corrected(
                 none_of("sums over k other than Φ(8, d+1)", sums),
                 within("mean, N = 16, k = 4, d = 2", mean, error, exact),
@@ -170,7 +170,7 @@ def supports(run: ClaimRun) -> Evidence:
     return Evidence(
         [
             at_least("fewest ends of a support on the line", min(ends), 2),
-            *under_condition(near("bent supports of 5 experts in R⁴", bent, 5, 0)),
+            *qualified(near("bent supports of 5 experts in R⁴", bent, 5, 0)),
             *corrected(near("ends of the first expert's half-line", ends[0], 1, 0)),
         ],
         paper="never convex",

@@ -6,7 +6,7 @@ import math
 import numpy as np
 
 from tieline.core.statistics import exponent
-from tieline.lab.claims.checks import at_least, at_most, corrected, near, under_condition
+from tieline.lab.claims.checks import at_least, at_most, corrected, near, qualified
 from tieline.lab.claims.claim import ClaimRun, Evidence, Verdict, chart, line
 from tieline.lab.claims.problems import drawn, layer, numpy_router
 from tieline.lab.claims.registry import claim
@@ -121,7 +121,7 @@ def table(_run: ClaimRun) -> Evidence:
     return Evidence(
         [
             at_least("B* against the top-k column", best, capacities.top_k),
-            *under_condition(
+            *qualified(
                 near("dense", capacities.dense, active, 0),
                 near("top-1", capacities.top_1, n * active, 0),
                 near("top-k", capacities.top_k, math.comb(n, k) * active, 0),
@@ -160,7 +160,7 @@ def equal_compute(run: ClaimRun) -> Evidence:
     checks = [
         at_least("expected pieces of top-4", mean, capacities.top_k),
         at_least("B* against 39,494,000", best, capacities.top_k),
-        *under_condition(
+        *qualified(
             near("dense", capacities.dense, 21_700, 0),
             near("top-1", capacities.top_1, 347_200, 0),
             near("top-4", capacities.top_k, 39_494_000, 0),
@@ -217,7 +217,7 @@ def reachability(run: ClaimRun) -> Evidence:
     return Evidence(
         [
             at_least("most cells of 8 experts, k = 4, on the plane", most, 70),
-            *under_condition(
+            *qualified(
                 near("coalitions reached by construction, N = d = 6", reached, 20, 0),
                 near("cells on the moment curve, N = 9, k = 2, d = 3", moment, 36, 0),
             ),

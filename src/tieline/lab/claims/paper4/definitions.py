@@ -9,7 +9,7 @@ from torch.func import jacrev, vmap
 
 from tieline.lab.attention.moe import attention_as_moe
 from tieline.lab.attention.sigmoid import HeadWeights
-from tieline.lab.claims.checks import at_least, at_most, corrected, near, under_condition
+from tieline.lab.claims.checks import at_least, at_most, corrected, near, qualified
 from tieline.lab.claims.claim import Check, ClaimRun, Evidence, Verdict
 from tieline.lab.claims.mixtures import (
     dependent,
@@ -268,7 +268,7 @@ def third(run: ClaimRun) -> Evidence:
     return Evidence(
         [
             near("printed loss of a renumbered truth", printed, 0, 1e-12),
-            *under_condition(
+            *qualified(
                 near("the same by cells", voronoi_loss(other, truth, "L3", 4).value, 0, 1e-12),
                 near("hand arithmetic by cells", value, weak, 1e-12),
             ),
@@ -448,7 +448,7 @@ def weak(run: ClaimRun, gate) -> Evidence:
         model = family(gate, **form)
         generic = dependent(rank_test(model, generic_atoms(model, 2), "weak", x))
         same = dependent(rank_test(model, witness_atoms(model), "weak", x))
-        checks += under_condition(near(f"dependent, {name}", generic, 0, 0))
+        checks += qualified(near(f"dependent, {name}", generic, 0, 0))
         checks.append(near(f"dependent at proportional experts, {name}", same, 0, 0))
     return Evidence(checks, paper=0, measured=max(c.measured for c in checks))
 
@@ -505,7 +505,7 @@ def same_functions(run: ClaimRun, gate, loss: str) -> Evidence:
         x,
         loss,
         4,
-        [*_reflected_pair(tanh, truth, x, loss), *under_condition(_independent_terms(run, gate))],
+        [*_reflected_pair(tanh, truth, x, loss), *qualified(_independent_terms(run, gate))],
         corrected="up to the antisymmetric part of A, the reflection of the sigmoid and, at zero "
         "rows, mass against scale",
     )
