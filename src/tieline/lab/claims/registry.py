@@ -86,12 +86,15 @@ def claim(
 
 
 def all_claims() -> dict[str, Claim]:
-    """Return every claim by its id, in the order of the papers."""
+    """Return every claim by its id, in the order of the papers and of their files."""
+    modules = []
     for paper in PAPERS.values():
         package = import_module(f"tieline.lab.claims.{paper.package}")
-        for module in package.MODULES:
-            import_module(f"{package.__name__}.{module}")
-    return CLAIMS
+        modules += [f"{package.__name__}.{module}" for module in package.MODULES]
+    for module in modules:
+        import_module(module)
+    # a module may have been imported, and its claims registered, before those of earlier papers
+    return dict(sorted(CLAIMS.items(), key=lambda item: modules.index(item[1].test.__module__)))
 
 
 def select(names: Sequence[str]) -> list[Claim]:
