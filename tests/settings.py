@@ -4,6 +4,7 @@ from tieline.analysis.settings import (
     CheckSettings,
     ConvertSettings,
     DiffSettings,
+    InspectSettings,
     MergeSettings,
 )
 from tieline.lab.settings import (
@@ -21,6 +22,7 @@ JOBS = {
     CheckSettings: ("tieline.analysis.check", "check"),
     ConvertSettings: ("tieline.analysis.convert", "convert"),
     DiffSettings: ("tieline.analysis.diff", "diff"),
+    InspectSettings: ("tieline.analysis.inspect", "inspect"),
     MergeSettings: ("tieline.analysis.merge", "merge"),
     DesignSettings: ("tieline.lab.on_model.design", "design"),
     ReproduceSettings: ("tieline.lab.claims", "reproduce"),
@@ -39,6 +41,24 @@ EXAMPLES = {ConvertSettings: {"to": "npz"}, DesignSettings: {"preset": "olmoe"}}
 OUT = ["-o", "/nowhere/out"]
 
 RULES = [
+    (
+        InspectSettings,
+        {"layers": "3-1"},
+        ["--layers", "3-1"],
+        "--layers has ranges from a lower layer to a higher one, not '3-1', got '3-1'",
+    ),
+    (
+        InspectSettings,
+        {"parallel": "pp", "loss_jumps": True},
+        ["--parallel", "pp", "--loss-jumps"],
+        "--loss-jumps needs all layers: take --parallel tp or ep with it",
+    ),
+    (
+        InspectSettings,
+        {"dtype": "fp7"},
+        ["--dtype", "fp7"],
+        "--dtype must be one of auto, fp32, bf16, fp16, got 'fp7'",
+    ),
     (
         CaptureSettings,
         {"text": "a", "ids": "b"},

@@ -20,7 +20,7 @@ SMALL = {
     "batch_size": 2,
     "sequence_length": 16,
     "noise": False,
-    "settings": MeasureSettings(sigmas=(1e-2,), precisions=("bf16",)),
+    "measure_settings": MeasureSettings(sigmas=(1e-2,), precisions=("bf16",)),
     "jump_settings": JumpSettings(near=8, random=8),
 }
 

@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 import transformers
@@ -29,6 +29,7 @@ from tieline.analysis.inspection import Inspection, LayerJumps, NoiseReport, Tex
 from tieline.analysis.jump import JumpSettings, measure_jumps, with_losses
 from tieline.analysis.linear import linear_weights
 from tieline.analysis.own_noise import own_noise
+from tieline.analysis.settings import InspectOptions, InspectSettings
 from tieline.analysis.sources import ModelSource, as_model, load, source_kind
 from tieline.analysis.stream_state import RunState
 from tieline.analysis.streamed import StreamedLayers
@@ -37,6 +38,7 @@ from tieline.analysis.text import text_sample
 from tieline.core.errors import ParameterError, require
 from tieline.core.numerics import one_thread
 from tieline.core.records import from_plain, to_plain
+from tieline.core.settings import takes_settings
 from tieline.measure.measure_records import MeasureSettings
 from tieline.measure.measures import RoutingMeasures, measure, measure_summary
 from tieline.models.capture import capture
@@ -45,7 +47,7 @@ from tieline.models.families import chosen_routers, family_of, find_routers
 from tieline.models.running import batches, forward, only_running, text_config
 from tieline.models.spread import SHARES_TEXT
 from tieline.models.streaming import ModelStream
-from tieline.run.corpus import Text, TokenisedText, as_text, default_length, tokenise
+from tieline.run.corpus import TokenisedText, as_text, default_length, tokenise
 from tieline.run.processes import Ranks
 from tieline.trace.record import RoutingTrace
 from tieline.trace.summary import RoutingSummary
@@ -61,88 +63,52 @@ NO_MODEL = "not measured: jumps need the model"
 NO_NOISE = "not measured: the noise of the model was not asked for"
 
 
+@takes_settings(InspectSettings)
 def inspect(
     source: ModelSource | RoutingTrace | RoutingSummary = DEMO,
     *,
-    text: Text = None,
-    tokens: int = 16384,
-    batch_size: int = 8,
-    sequence_length: int | None = None,
-    layers: Collection[str | int] | None = None,
-    seed: int = 0,
-    jumps: bool = True,
-    loss_jumps: bool = False,
-    expert_tokens: int = 128,
-    noise: bool = True,
-    dtype: str = "auto",
-    device: str = "cpu",
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    stream: bool | None = None,
-    memory: int | None = None,
-    keep: bool = True,
-    resume: bool = False,
-    parallel: str | None = None,
-    settings: MeasureSettings | None = None,
-    jump_settings: JumpSettings | None = None,
+    settings: InspectSettings | None = None,
     progress: Progress | None = None,
+    **options: Unpack[InspectOptions],
 ) -> Inspection:
     """Measure how near a model's tokens are to a routing tie, in which layers, and what flips cost.
 
     Args:
         source: a hub id, a folder, "demo" for the model in the box, `(model, tokenizer)`; or a
-            trace, a summary or the folder of one, for which `settings` and `expert_tokens` count.
-        text: what to route: a str, the Path of a file, or None for the text in the box.
-        tokens: how many tokens of it; a short text gives fewer.
-        batch_size: sequences per forward pass.
-        sequence_length: tokens per sequence; by default 512, or what the model takes if less.
-        layers: routers to look at, by name or by place in the model; all by default.
-        seed: seed of the random sample of tokens.
-        jumps: whether to measure jumps.
-        loss_jumps: whether to measure also what swaps do to the loss: 2 forward passes of a
-            sequence for each of `jump_settings.loss_swaps` (by default 32) tokens per layer.
-        expert_tokens: tokens that each expert shall have for the calibration of a quantised model;
-            the result says how many tokens of such a text that takes.
-        noise: whether to measure what rounding the whole model does to its routers: two forward
-            passes of 2,048 tokens at most.
-        dtype: precision to load a named model in: "auto", "fp32", "bf16" or "fp16".
-        device: where to load it: "cpu", "cuda", "cuda:1", ... or "auto".
-        revision: its branch, tag or commit on the hub.
-        trust_remote_code: whether code that comes with it may run.
-        stream: whether its weights are read layer by layer, each byte once, instead of loaded; by
-            default where they exceed the free memory.
-        memory: bytes of memory that a streamed model may take, by default what is free.
-        keep: whether files that are fetched from the hub for a streamed model stay.
-        resume: whether a streamed run goes on where a killed one with the same settings was.
-        parallel: how the processes of torchrun share the work: "data", "tp", "ep", "pp" or "fsdp"
-            (`hf.spread`); all must call, and all get the result.
-        settings: grids and formats of the measures.
-        jump_settings: sizes of the samples and levels; its seed is replaced by `seed`.
+            trace, a summary or the folder of one, of which `measure_settings` and `expert_tokens`
+            count.
+        settings: the options; keyword arguments change single ones. `text` may also be the text
+            itself. Losses take 2 forward passes of a sequence for each of
+            `jump_settings.loss_swaps` (by default 32) tokens per layer, noise two passes of 2,048
+            tokens at most. With `parallel`, all processes must call, and all get the result.
         progress: called with stage, done and total while the work goes on.
     """
-    require(expert_tokens >= 1, f"expert_tokens must be at least 1, got {expert_tokens}")
+    settings = InspectSettings.of(settings, options)
+    expert_tokens, measuring = settings.expert_tokens, settings.measure_settings
     routed = _saved_routing(source)
     if routed is not None:
-        return _inspect_saved(routed, settings, expert_tokens)
-    require(batch_size >= 1, f"batch_size must be at least 1, got {batch_size}")
-    words, origin = as_text(text)
-    options = {"device": device, "revision": revision, "trust_remote_code": trust_remote_code}
-    options |= {"stream": stream, "memory": memory, "keep": keep}
-    options |= {"parallel": parallel}
-    _check_stages(parallel, layers, loss_jumps)
-    loaded = as_model(source, "inspect takes a trace or summary, or", dtype=dtype, **options)
+        return _inspect_saved(routed, measuring, expert_tokens)
+    text, origin = as_text(settings.text)
+    batch_size, seed, parallel = settings.batch_size, settings.seed, settings.parallel
+    loaded = as_model(
+        source,
+        "inspect takes a trace or summary, or",
+        dtype=settings.dtype,
+        **settings.loading,
+    )
     model, clock = loaded.model, _Clock()
-    names = router_names(model, layers)
+    names = router_names(model, settings.layers)
     with clock("tokenise"):
-        length = sequence_length or default_length(model)
-        tokenised = tokenise(loaded.tokenizer, words, tokens, length)
+        length = settings.sequence_length or default_length(model)
+        tokenised = tokenise(loaded.tokenizer, text, settings.tokens, length)
     share = Ranks.of(parallel, list(batches(tokenised.sequences, batch_size)))
     run = _Run(model, names, tokenised, share, tokenised.tokens, batch_size, progress or _silent)
-    plan = _plan(jump_settings, seed, loss_jumps)
-    sampler = run.sampler(plan) if jumps else None
+    plan = _plan(settings.jump_settings, seed, settings.loss_jumps)
+    sampler = run.sampler(plan) if settings.jumps else None
     facts = _facts(tokenised, origin, batch_size, seed) | share.provenance()
-    rounds = noise and parallel in (None, "data")
-    work = _Work(loaded.stream, plan, settings, facts, clock, loss_jumps, rounds, resume)
+    rounds = settings.noise and parallel in (None, "data")
+    losses, resume = settings.loss_jumps, settings.resume
+    work = _Work(loaded.stream, plan, measuring, facts, clock, losses, rounds, resume)
     ways = _streamed if loaded.stream is not None else _in_memory
     trace, measures, found, noise_found = ways(run, sampler, work)
     facts = dict(trace.provenance) | ({"model": loaded.name} if loaded.name else {})
@@ -381,15 +347,6 @@ class _Clock:
         if "forward" in found:
             found["tokens_per_second"] = tokens / max(found["forward"], 1e-9)
         return found
-
-
-def _check_stages(
-    parallel: str | None, layers: Collection[str | int] | None, loss_jumps: bool
-) -> None:
-    """Refuse what the stages of a pipeline cannot do, each of which has some of the layers."""
-    if parallel == "pp":
-        require(layers is None, "layers cannot be chosen with parallel 'pp': leave them out")
-        require(not loss_jumps, "loss_jumps need all layers: take parallel 'tp' or 'ep' with them")
 
 
 def router_names(model: nn.Module, layers: Collection[str | int] | None) -> tuple[str, ...]:

@@ -15,37 +15,18 @@ import re
 import shlex
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from inspect import signature
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from tieline.cli.app import (
-    CONDITION_HELD,
-    BatchSize,
-    Debug,
-    Device,
-    Html,
-    Json,
-    Keep,
-    Memory,
-    Overwrite,
-    Resume,
-    Revision,
-    Seed,
-    Stream,
-    TextFile,
-    TrustRemoteCode,
-    app,
-    guarded,
-    layer_choice,
-    memory_size,
-    say,
-)
+from tieline.analysis.settings import InspectSettings
+from tieline.cli.app import CONDITION_HELD, app, guarded, say
 from tieline.cli.deliver import Outputs, deliver, progress_bars
-from tieline.cli.ranks import Parallel, is_first, joined
+from tieline.cli.options import Html, Json, Overwrite
+from tieline.cli.ranks import is_first, joined
 from tieline.core.errors import require
+from tieline.core.settings import require_setting
 
 COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     ">": operator.gt,
@@ -75,6 +56,7 @@ class Condition:
 @app.command()
 @guarded
 def inspect(
+    *,
     source: Annotated[
         str,
         typer.Argument(
@@ -84,18 +66,11 @@ def inspect(
             show_default=False,
         ),
     ] = "demo",
-    text: TextFile = None,
-    tokens: Annotated[int, typer.Option(help="How many tokens of the text.", min=1)] = 16384,
-    batch_size: BatchSize = 8,
-    dtype: Annotated[
-        str, typer.Option(help="Precision the model runs in: auto, fp32, bf16 or fp16.")
-    ] = "auto",
-    device: Device = "cpu",
-    layers: Annotated[
-        str | None, typer.Option(help="Routed layers, such as 0,2,5-7, or names of routers.")
+    settings: InspectSettings,
+    fail_if: Annotated[
+        list[str] | None,
+        typer.Option(help="Exit with 1 if this holds, 'flip@bf16>0.02'; can be repeated."),
     ] = None,
-    revision: Revision = None,
-    seed: Seed = 0,
     html: Html = None,
     json_to: Json = None,
     overwrite: Overwrite = False,
@@ -105,116 +80,78 @@ def inspect(
     save_trace: Annotated[
         Path | None, typer.Option(help="Save the routing itself in a new folder.")
     ] = None,
-    fail_if: Annotated[
-        list[str] | None,
-        typer.Option(help="Exit with 1 if this holds, 'flip@bf16>0.02'; can be repeated."),
-    ] = None,
-    loss_jumps: Annotated[
-        bool, typer.Option("--loss-jumps", help="Also measure what flips do to the loss.")
-    ] = False,
-    stream: Stream = None,
-    memory: Memory = None,
-    keep: Keep = True,
-    expert_tokens: Annotated[
-        int,
-        typer.Option(help="Tokens that calibration shall give each expert.", min=1),
-    ] = 128,
-    resume: Resume = False,
-    trust_remote_code: TrustRemoteCode = False,
-    parallel: Parallel = None,
-    debug: Debug = False,
 ) -> None:
     """Measure how near a model's tokens are to a routing tie, and what a flip costs.
 
     A saved trace or summary is measured without its model; a saved result is shown again.
     """
-    conditions = [parse_condition(words) for words in fail_if or []]
+    conditions = [parse_condition(text) for text in fail_if or []]
     outputs = Outputs(html, json_to, figure, save_trace, overwrite=overwrite)
-    outputs.check(source, text)
-    options = {
-        "text": text,
-        "tokens": tokens,
-        "batch_size": batch_size,
-        "dtype": dtype,
-        "device": device,
-        "layers": layer_choice(layers),
-        "revision": revision,
-        "seed": seed,
-        "loss_jumps": loss_jumps,
-        "trust_remote_code": trust_remote_code,
-    }
-    options |= {"stream": stream, "memory": memory_size(memory), "keep": keep, "resume": resume}
-    options |= {"parallel": parallel, "expert_tokens": expert_tokens}
-    _finish(_inspected(source, options, conditions, save_trace), conditions, outputs)
+    outputs.check(source, settings.text)
+    result = _inspected(source, settings, conditions, save_trace)
+    fulfilled = held(conditions, result.metrics)
+    deliver(result, outputs, "add --html report.html for the page with charts")
+    _judge(fulfilled)
 
 
 def _inspected(
-    source: str, options: dict[str, Any], conditions: list[Condition], save_trace: Path | None
+    source: str, settings: InspectSettings, conditions: list[Condition], save_trace: Path | None
 ) -> Any:
     """The inspection of a model, a trace or a summary, or a saved result."""
-    parallel = options.pop("parallel")
-    with progress_bars() as progress, joined(parallel, "inspecting") as way:
+    with progress_bars() as progress, joined(settings.parallel, "inspecting") as parallel:
         from tieline.analysis.findings import metric_names
         from tieline.analysis.inspect import inspect as run
         from tieline.analysis.sources import load, quiet_transformers, source_kind
 
         quiet_transformers()
-        options |= {"parallel": way}
         kind = source_kind(source)
         saved = load(source) if kind == "result" else None
         if kind != "model":
-            _check_saved(source, options, run, save_trace, saved)
+            _check_saved(source, settings, save_trace, saved)
         if saved is not None:
             return saved
-        check_names(conditions, metric_names(options["loss_jumps"]))
-        return run(source, **options, progress=progress)
-
-
-def _finish(result: Any, conditions: list[Condition], outputs: Outputs) -> None:
-    """Deliver a result, and leave with 1 if a condition holds."""
-    found = held(conditions, result.metrics)
-    deliver(result, outputs, "add --html report.html for the page with charts")
-    _judge(found)
+        check_names(conditions, metric_names(settings.loss_jumps))
+        return run(source, settings=settings, parallel=parallel, progress=progress)
 
 
 def _check_saved(
-    source: str,
-    options: Mapping[str, Any],
-    run: Callable[..., Any],
-    save_trace: Path | None,
-    saved: Any,
+    source: str, settings: InspectSettings, save_trace: Path | None, saved: Any
 ) -> None:
-    """Refuse options of models, where they are not the defaults of `run`, for a saved run.
+    """Refuse options of models for a saved run.
 
     Of a trace or summary `expert_tokens` still counts; a saved result is shown as it is.
     """
-    usual = signature(run).parameters
-    changed = [name for name, value in options.items() if value != usual[name].default]
+    changed = settings.changed()
     if saved is None:
-        changed = [name for name in changed if name != "expert_tokens"]
-    given = [f"--{name.replace('_', '-')}" for name in changed]
-    needs = f"{', '.join(given)} is for models, and {source} is saved"
-    asked = [
-        option + ("" if isinstance(options[name], bool) else " ...")
-        for name, option in zip(changed, given, strict=True)
+        changed.pop("expert_tokens", None)
+    options = [f"{{{name}}}" for name in changed]
+    repeated = [
+        f"{{{name}}}" if isinstance(value, bool) else f"{{{name}}} ..."
+        for name, value in changed.items()
     ]
-    require(not given, f"{needs}: {_again(saved, *asked)}")
+    require_setting(
+        not changed,
+        f"{', '.join(options)} is for models, and {{source}} is saved: "
+        f"run tieline inspect {{model}} {' '.join(repeated)}",
+        source=source,
+        model=_model_of(saved),
+    )
     require(save_trace is None, f"--save-trace: {source} is saved already")
 
 
-def _again(saved: Any, *options: str) -> str:
-    """The command that has the model of a saved result do what was asked."""
+def _model_of(saved: Any) -> str:
+    """The name of the model that a saved result is about, as one types it."""
     model = getattr(saved, "model", getattr(saved, "provenance", {}).get("model"))
-    named = shlex.quote(model) if isinstance(model, str) else "MODEL"
-    return f"run tieline inspect {named} {' '.join(options)}"
+    return shlex.quote(model) if isinstance(model, str) else "MODEL"
 
 
-def _judge(found: list[tuple[Condition, float]]) -> None:
+def _judge(fulfilled: list[tuple[Condition, float]]) -> None:
+    """Exit with 1 if a condition is fulfilled."""
     from tieline.report.words.numbers import significant
 
-    for condition, value in found if is_first() else ():
+    for condition, value in fulfilled if is_first() else ():
         say(f"failed: {condition.text} ({condition.metric} is {significant(value, 4)})")
-    if found:
+    if fulfilled:
         raise typer.Exit(CONDITION_HELD)
 
 
@@ -231,13 +168,13 @@ def parse_condition(text: str) -> Condition:
     return Condition(text.strip(), metric, comparison, float(number) / (100 if sign else 1))
 
 
-def check_names(conditions: Collection[Condition], known: Collection[str]) -> None:
+def check_names(conditions: Collection[Condition], metrics: Collection[str]) -> None:
     """Refuse conditions on metrics that are not among the known ones, listing these."""
     for condition in conditions:
         require(
-            condition.metric in known,
+            condition.metric in metrics,
             f"{condition.text!r}: no metric {condition.metric!r} here; known: "
-            f"{', '.join(sorted(known))}",
+            f"{', '.join(sorted(metrics))}",
         )
 
 

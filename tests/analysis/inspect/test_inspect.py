@@ -17,7 +17,7 @@ from tieline.trace import save_summary, save_trace, summarise
 
 TEXT = "def area(width, height):\n    return width * height  # <script>\n" * 12
 QUICK = MeasureSettings(sigmas=(1e-2,), precisions=("bf16",))
-SMALL = {"settings": QUICK, "jump_settings": JumpSettings(near=16, random=16)}
+SMALL = {"measure_settings": QUICK, "jump_settings": JumpSettings(near=16, random=16)}
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +133,12 @@ def test_some_layers_without_jumps(model, tokenizer):
     name = "model.layers.1.mlp.gate"
     for layers in ([1], [name]):
         found = inspect(
-            (model, tokenizer), text=TEXT, tokens=64, layers=layers, jumps=False, settings=QUICK
+            (model, tokenizer),
+            text=TEXT,
+            tokens=64,
+            layers=layers,
+            jumps=False,
+            measure_settings=QUICK,
         )
         (jumps,) = found.jumps
         assert (jumps.name, jumps.value) == (name, None)
@@ -145,14 +150,14 @@ def test_a_saved_trace_is_measured_without_the_model(result, tmp_path):
     save_trace(result.trace, tmp_path / "trace")
     save_summary(summarise(result.trace), tmp_path / "summary")
     for source in (tmp_path / "trace", str(tmp_path / "trace"), load(tmp_path / "trace")):
-        found = inspect(source, settings=QUICK)
+        found = inspect(source, measure_settings=QUICK)
         assert torch.equal(found.trace.tokens, result.trace.tokens)
         assert found.measures == measure(result.trace, QUICK)
         assert found.provenance == result.trace.provenance
         assert {jumps.status for jumps in found.jumps} == {"not measured: jumps need the model"}
         assert found.metrics["flip@bf16"] == result.metrics["flip@bf16"]
         assert "jump" not in found.metrics
-    counted = inspect(tmp_path / "summary", settings=QUICK)
+    counted = inspect(tmp_path / "summary", measure_settings=QUICK)
     assert counted.metrics["dead"] == result.metrics["dead"]
 
 
@@ -171,7 +176,7 @@ def test_the_wrong_kind_of_source_is_refused_with_what_is_taken(model, tmp_path)
 def test_a_short_text_and_the_models_own_length(model, tokenizer):
     found = inspect((model, tokenizer), text="two words", tokens=64, **SMALL)
     assert found.trace.n_tokens == len(tokenizer("two words")["input_ids"])
-    found = inspect((model, tokenizer), text=TEXT, tokens=300, jumps=False, settings=QUICK)
+    found = inspect((model, tokenizer), text=TEXT, tokens=300, jumps=False, measure_settings=QUICK)
     assert found.provenance["sequence_length"] == 128
 
 
@@ -188,7 +193,7 @@ def test_the_model_is_left_as_it_was(tokenizer):
     ("changes", "message"),
     [
         ({"text": " \n"}, "text is empty"),
-        ({"tokens": 0}, "at least one token"),
+        ({"tokens": 0}, "tokens must be at least 1, got 0"),
         ({"batch_size": 0}, "batch_size must be at least 1"),
         ({"layers": [7]}, "no layers"),
         ({"layers": ["nowhere"]}, "no routers named"),

@@ -55,7 +55,12 @@ def test_scalars_equal_those_of_inspect_on_the_same_tokens(family):
     model = lively(tiny_model(family, vocab_size=512))
     tokenizer = load_demo_tokenizer()
     inspected = inspect(
-        (model, tokenizer), text=TEXT, tokens=192, sequence_length=32, settings=BF16, jumps=False
+        (model, tokenizer),
+        text=TEXT,
+        tokens=192,
+        sequence_length=32,
+        measure_settings=BF16,
+        jumps=False,
     )
     metrics, layers = inspected.metrics, inspected.measures.layers
     monitor = quiet(model, training_only=False)

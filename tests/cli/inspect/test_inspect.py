@@ -13,6 +13,7 @@ from tests.report.zoo import make_inspection
 from tieline import __version__
 from tieline.analysis import inspect as analysis
 from tieline.analysis.findings import metric_names
+from tieline.analysis.settings import InspectSettings
 from tieline.core.errors import TielineError
 from tieline.trace import load_trace
 
@@ -124,8 +125,7 @@ def test_stdout_is_the_json_alone_where_it_is_asked_for(run, monkeypatch):
     code, out, err = run("inspect", "--json", "a/model", "--tokens", "64", "--fail-if", "dead>2")
     assert (code, err) == (1, "failed: dead>2 (dead is 3.000)\n")
     assert json.loads(out)["metrics"] == {"dead": 3.0}
-    assert (asked["source"], asked["dtype"], asked["device"]) == ("a/model", "auto", "cpu")
-    assert (asked["tokens"], asked["text"], asked["layers"]) == (64, None, None)
+    assert (asked["source"], asked["settings"]) == ("a/model", InspectSettings(tokens=64))
 
 
 def test_version_and_help_need_no_model(run):
@@ -154,7 +154,7 @@ def test_version_and_help_need_no_model(run):
         (["--fail-if", "print(1)"], "cannot read the condition 'print(1)'"),
         (["--layers", "3-1"], "--layers"),
         (["--layers", "99"], "no layers [99]"),
-        (["--dtype", "fp7"], "dtype must be one of"),
+        (["--dtype", "fp7"], "--dtype must be one of"),
         (["--device", "abacus"], "device 'abacus' cannot be used"),
         (["@/missing"], "missing"),
         (["@/full"], "no config.json in the folder"),
