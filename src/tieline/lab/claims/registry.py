@@ -38,6 +38,9 @@ PAPERS: dict[int, Paper] = {
 CLAIMS: dict[str, Claim] = {}
 """Filled by importing the packages of the papers, which `all_claims` does."""
 
+_FILES: dict[str, str] = {}
+"""The module that registered each claim."""
+
 NUMBERED = {"asm": "Assumption", "cor": "Cor.", "def": "Def.", "eq": "eq.", "ex": "Ex.",
             "fig": "Figure", "lem": "Lemma", "prop": "Prop.", "rem": "Rem.", "sec": "sec.",
             "table": "Table", "thm": "Thm"}  # fmt: skip
@@ -73,9 +76,8 @@ def claim(
         number = f"{NUMBERED[numbered[1]]} {numbered[2]}"
 
     def add(test: Callable[..., Evidence]) -> Callable[..., Evidence]:
-        previous = CLAIMS.get(id)
-        same = previous is None or previous.test.__module__ == test.__module__
-        require(same, f"two claims are called {id!r}")
+        module = _FILES.setdefault(id, test.__module__)
+        require(module == test.__module__, f"two claims are called {id!r}")
         texts = (id, paper, number, title, statement, setting, tested, overturned_by)
         reasons, times = (untestable, undecided), (seconds, full_seconds)
         bound = update_wrapper(partial(test, **given), test) if given else test
@@ -94,7 +96,9 @@ def all_claims() -> dict[str, Claim]:
     for module in modules:
         import_module(module)
     # a module may have been imported, and its claims registered, before those of earlier papers
-    return dict(sorted(CLAIMS.items(), key=lambda item: modules.index(item[1].test.__module__)))
+    return {
+        name: CLAIMS[name] for name in sorted(CLAIMS, key=lambda name: modules.index(_FILES[name]))
+    }
 
 
 def select(names: Sequence[str]) -> list[Claim]:
