@@ -18,7 +18,6 @@ from tieline.models.kernel import register_kernel
 from tieline.models.layouts import DenseLayout, Layout, ScoresLayout, SortedLayout, TupleLayout
 from tieline.models.loading import load_smoothed
 from tieline.models.smooth import LayerSmoothing, Smoothing, smooth_, unsmooth_
-from tieline.models.support import support_table
 
 __all__ = [
     "FAMILIES",
@@ -41,7 +40,6 @@ __all__ = [
     "register_family",
     "register_kernel",
     "smooth_",
-    "support_table",
     "unsmooth_",
 ]
 

@@ -19,6 +19,14 @@ Outputs are rewritten inside of the router's `forward`, below the hooks of exper
 parallelism, which cut them to the experts of a rank afterwards. Activation checkpointing repeats a
 forward pass without the model around it: the rows of the pass are then found by the fingerprint of
 the layer's logits.
+
+Without a record, a repeated pass can keep the choice of the first: `saved_choice_contexts` lets
+selective checkpointing save what ranks the scores (topk, sort) and repeat the rest, at k indices
+and scores per token:
+
+    model.gradient_checkpointing_enable(
+        {"use_reentrant": False, "context_fn": saved_choice_contexts}
+    )
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -32,6 +40,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from tieline.core.errors import (
     ParameterError,
@@ -454,3 +463,24 @@ def _selected_rows(record: LayerTrace, only: str | float | None) -> Bool[Tensor,
     if not number:
         raise ParameterError(f'only is "near-ties" or a gap above 0, got {only!r:.40}')
     return record.gap < float(only)
+
+
+RANKING = ("topk", "sort", "argsort", "kthvalue", "max", "argmax", "one_hot", "nonzero")
+"""Operations whose outputs a choice is read from."""
+
+
+def choice_policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Save what ranks scores; prefer to repeat everything else."""
+    packet = getattr(operation, "overloadpacket", operation)
+    saved = any(packet is getattr(torch.ops.aten, name, None) for name in RANKING)
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def saved_choice_contexts() -> tuple[Any, Any]:
+    """Return the contexts of `torch.utils.checkpoint.checkpoint(..., context_fn=...)`.
+
+    A checkpointed layer runs its router twice. If the second run flips a token, by another kernel
+    or by state that moved in between, experts get other numbers of tokens, and PyTorch raises a
+    `CheckpointError` or gradients belong to another choice. These contexts save the choice.
+    """
+    return create_selective_checkpoint_contexts(choice_policy)

@@ -7,7 +7,7 @@ from torch.utils.checkpoint import CheckpointError
 from tests.models.tiny import batch, lively, tiny_model
 from tieline.core.numerics import is_recomputing
 from tieline.models import family_of
-from tieline.models.choice_checkpoint import saved_choice_contexts
+from tieline.models.replay import saved_choice_contexts
 
 
 def drifting(model):

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from tests.models.tiny import SUPPORTED
-from tieline.models import TRANSFORMERS_FAMILIES, GroupRule, RouterFamily, support_table
-from tieline.models.support import smoothing_list
+from tieline.models import TRANSFORMERS_FAMILIES, GroupRule, RouterFamily
+from tools.family_tables import smoothing_list, support_table
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 SMOOTH_PAGE = PAGE.with_name("smooth.md")

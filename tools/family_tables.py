@@ -1,8 +1,18 @@
-"""The support table of the documentation, generated from the family records."""
+"""Write the tables of families in the documentation from the records.
+
+    python -m tools.family_tables
+
+The end of `docs/families.md` is `support_table()`; `docs/smooth.md` contains `smoothing_list()`.
+"""
+
+import re
+from pathlib import Path
 
 from tieline.models.families import GroupRule, RouterFamily
 from tieline.models.family_table import TRANSFORMERS_FAMILIES
 from tieline.models.smooth_router import refusal
+
+DOCS = Path(__file__).parents[1] / "docs"
 
 
 def support_table(families: tuple[RouterFamily, ...] = TRANSFORMERS_FAMILIES) -> str:
@@ -98,3 +108,20 @@ def _row(*cells: str) -> str:
 
 def _code(names: tuple[str, ...]) -> str:
     return ", ".join(f"`{name}`" for name in names)
+
+
+def main() -> None:
+    """Replace both tables in the pages."""
+    pages = {
+        "families.md": (r"## Captured: .*\Z", support_table()),
+        "smooth.md": (r"Smoothed: \d+ families\.\n.*?(?<=\|\n)(?=\n|\Z)", smoothing_list()),
+    }
+    for name, (pattern, table) in pages.items():
+        page = DOCS / name
+        text = page.read_text(encoding="utf-8")
+        written = table.join(re.split(pattern, text, flags=re.DOTALL))
+        page.write_text(written, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

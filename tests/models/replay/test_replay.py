@@ -296,7 +296,7 @@ def test_forced_experts_are_those_of_an_override():
     assert tl.replay is replay
 
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 LIMIT = 400.0  # seconds; only a hang takes so long
 
 
