@@ -36,4 +36,4 @@ def test_page_and_lines_tell_the_verdict_and_escape_names():
 def test_a_file_without_findings_says_so():
     page = tl.check(made()).to_html()
     assert "Nothing was found." in page
-    assert "Sound: nothing was found" in page
+    assert "No problems found." in page

@@ -1,7 +1,6 @@
 """What `tieline smooth` says is what its result holds."""
 
 import io
-from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -10,7 +9,7 @@ from tests.report.browser import BROWSERS, find_browser, look_at
 from tieline.analysis.repair import Latency, Repair, RepairRow, RepairTable
 from tieline.core.statistics import Estimate
 from tieline.models.smooth import LayerSmoothing, Smoothing
-from tieline.report.smooth import figures, notebook, page, smooth_facts, summary, terminal
+from tieline.report.smooth import figures, notebook, page, terminal
 
 needs_browser = pytest.mark.skipif(
     find_browser() is None, reason=f"no browser: none of {', '.join(BROWSERS)} is in PATH"
@@ -63,25 +62,6 @@ def test_every_number_of_the_result_is_shown_in_eighty_columns():
     ):
         assert words in shown
     assert max(map(len, shown.splitlines())) <= 80
-
-
-def test_the_sentences_tell_cost_and_refusals():
-    words = " ".join(smooth_facts(result()))
-    assert "2.00 before, 2.50 after" in words
-    assert "-0.00100 ± 0.00050 nats" in words
-    assert "pass: 1.70 times the original (1.60 to 1.80, eager experts)" in words
-    assert "; 1.20 times the original (1.10 to 1.30, tieline experts, eager before)." in words
-    assert "router bf16 2.0 % before, 4.0 % after" in words
-    assert "Not smoothed: a.2.gate: hashes." in words
-
-
-def test_the_verdict_follows_the_best_repair():
-    found = result()
-    assert "KL under router bf16 is 4.50 times lower" in summary(found)
-    assert "What to do: use the smoothed model" in summary(found)
-    (row,) = found.repair.rows
-    none = replace(found.repair, rows=(replace(row, factor=estimate(0.9)),))
-    assert "What to do: keep the original." in summary(replace(found, repair=none))
 
 
 def test_the_page_has_every_table_and_names_are_text():

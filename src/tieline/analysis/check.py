@@ -65,6 +65,7 @@ class RouteCheck(Result):
     """Whether files of routes are sound, and what was found in them.
 
     Attributes:
+        verdict: whether the files are sound, in a sentence.
         sound: whether nothing was found that no router of a sound run writes.
         files: the files.
         findings: what was found, the gravest first.
@@ -74,6 +75,7 @@ class RouteCheck(Result):
     """
 
     format: ClassVar[str] = "tieline-check"
+    sentences: ClassVar[tuple[str, ...]] = ("verdict",)
 
     sound: bool
     files: tuple[CheckedFile, ...]
@@ -81,6 +83,11 @@ class RouteCheck(Result):
     model: str | None = None
     reference: str | None = None
     compared: int = 0
+
+    @property
+    def verdict(self) -> str:
+        """Whether the files are sound, in a sentence."""
+        return self.sentence("verdict")
 
     @property
     def metrics(self) -> dict[str, float]:

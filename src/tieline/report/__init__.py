@@ -36,6 +36,7 @@ SENTENCES = {
     "SizeAnswer.text": "tieline.report.words.causes:size",
     "ShapeAnswer.text": "tieline.report.words.causes:shape",
     "PrecisionAudit.verdict": "tieline.report.words.audit:verdict",
+    "RouteCheck.verdict": "tieline.report.words.check:verdict",
 }
 """Class and property of a record to "module:function"."""
 

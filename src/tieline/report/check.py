@@ -28,7 +28,7 @@ def page(result: RouteCheck) -> str:
         Section("Files", _files(result), notes=_said(result)),
     ]
     title = result.files[0].name if len(result.files) == 1 else f"{len(result.files)} files"
-    return plain_page("check", title, _facts(result), sections, _verdict(result))
+    return plain_page("check", title, _facts(result), sections, result.verdict)
 
 
 def figures(result: RouteCheck) -> "dict[str, Callable[[], Figure]]":
@@ -42,34 +42,25 @@ def terminal(result: RouteCheck, width: int) -> RenderableType:
     files = text_table(head, [(Path(name).name, *rest) for name, *rest in rows], left=2)
     parts = [_told(finding, len(result.files) > 1) for finding in result.findings]
     title = result.files[0].name if len(result.files) == 1 else f"{len(result.files)} files"
-    return view(title, _facts(result), _verdict(result), files, *parts)
+    return view(title, _facts(result), result.verdict, files, *parts)
 
 
 def summary(result: RouteCheck) -> str:
     """Verdict and findings in plain lines."""
     lines = [f"{finding.severity} {finding.kind}: {finding.message}" for finding in result.findings]
-    return "\n".join([_verdict(result), *lines])
+    return "\n".join([result.verdict, *lines])
 
 
 def notebook(result: RouteCheck) -> str:
     """Verdict and the table of findings."""
     table = _findings(result) if result.findings else _files(result)
-    return notebook_html("check", _facts(result), _verdict(result), table, {})
+    return notebook_html("check", _facts(result), result.verdict, table, {})
 
 
 def _nothing() -> Any:
     from tieline.report.plain import Section
 
     return Section("Findings", notes=["Nothing was found."])
-
-
-def _verdict(result: RouteCheck) -> str:
-    if not result.sound:
-        count = result.count("unsound")
-        return f"Unsound: {count} finding{'s' * (count != 1)} that no router of a sound run writes."
-    if suspicious := result.count("suspicious"):
-        return f"Sound as far as it can be told; {suspicious} suspicious."
-    return "Sound: nothing was found that a router would not write."
 
 
 def _facts(result: RouteCheck) -> str:

@@ -11,13 +11,14 @@ from rich.console import RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from tieline.analysis.repair import Latency, Repair, RepairRow
+from tieline.analysis.repair import Repair, RepairRow
 from tieline.core.statistics import Estimate
 from tieline.report.charts import Axis, Chart, Panel, Series, Symbol, above_zero
 from tieline.report.drawing import chart_figure
 from tieline.report.frame import notebook_html, render
 from tieline.report.tables import Grid, flat, short_names, text_table, view
-from tieline.report.words.numbers import DASH, finite, percent, significant, with_error
+from tieline.report.words.numbers import finite, significant, with_error
+from tieline.report.words.smooth import facts, verdict
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -47,9 +48,9 @@ def page(result: Repair) -> str:
         kind="smoothing report",
         title=result.model,
         facts=result.smoothing.how,
-        verdict=_verdict(result),
+        verdict=verdict(result),
         repairs=_repairs(result),
-        sentences=smooth_facts(result),
+        sentences=facts(result),
         layers=_layers(result),
         provenance=flat(result.provenance),
     )
@@ -59,20 +60,20 @@ def terminal(result: Repair, width: int) -> RenderableType:
     """Facts, one row per layer and one row per precision."""
     layers, repairs = _layers(result), _repairs(result)
     below = Padding(text_table(repairs.head, repairs.rows), (0, 0, 1, 0))
-    sentences = map(Text, smooth_facts(result))
+    sentences = map(Text, facts(result))
     table = text_table(layers.head, layers.rows)
     return view(result.model, result.smoothing.how, "", table, below, *sentences)
 
 
 def summary(result: Repair) -> str:
     """Name, choice of ε and verdict in plain lines."""
-    return f"Smoothing of {result.model}\n{result.smoothing.how}\n{_verdict(result)}"
+    return f"Smoothing of {result.model}\n{result.smoothing.how}\n{verdict(result)}"
 
 
 def notebook(result: Repair) -> str:
     """Verdict, table and figure as a piece of HTML."""
-    how, verdict = result.smoothing.how, _verdict(result)
-    return notebook_html(result.model, how, verdict, _repairs(result), figures(result))
+    how, outcome = result.smoothing.how, verdict(result)
+    return notebook_html(result.model, how, outcome, _repairs(result), figures(result))
 
 
 def figures(result: Repair) -> "dict[str, Callable[[], Figure]]":
@@ -83,69 +84,6 @@ def figures(result: Repair) -> "dict[str, Callable[[], Figure]]":
 
 def _panels(result: Repair) -> list[Panel]:
     return [KL.drawn(_kl_chart(result.repair.rows))]
-
-
-def smooth_facts(result: Repair) -> list[str]:
-    """Sentences: experts, loss, distance, flips, time, and what was refused."""
-    repair = result.repair
-    before, after = repair.experts_before.value, repair.experts_after.value
-    words = [
-        f"Experts per token: {significant(before)} before, {significant(after)} after.",
-        f"Loss: {significant(repair.loss.value, 5)} before, changed by "
-        f"{_signed(repair.loss_change)} nats per token.",
-        f"Smoothing itself moves the predictions by KL {significant(repair.moved.value)}.",
-        *map(_price, repair.rows[:1]),
-        f"Tokens whose experts change in some layer: {'; '.join(map(_flips, repair.rows))}.",
-        f"Time of a forward pass: {'; '.join(map(_time, result.latency)) or 'not measured'}.",
-        f"KL in nats per token of each model to itself in float32, {repair.tokens:,} tokens in "
-        f"{repair.sequences} sequences; ± is the standard error, clustered by sequence.",
-    ]
-    refused = result.smoothing.refused
-    return words + [f"Not smoothed: {name}: {why}." for name, why in refused.items()]
-
-
-def _verdict(result: Repair) -> str:
-    """What was gained and paid, and what to do with it."""
-    rows = [row for row in result.repair.rows if finite(row.factor.value) is not None]
-    if not rows:
-        return ""
-    best = max(rows, key=lambda row: row.factor.value or 0.0)
-    lowered = f"KL under {best.name} is {significant(best.factor.value)} times lower"
-    moved = significant(result.repair.moved.value)
-    cost = f"the model moved by KL {moved} (loss {_signed(result.repair.loss_change)} nats)"
-    if (best.factor.value or 0.0) <= 1:
-        return (
-            f"Smoothing repairs nothing here: at best the {lowered}. What to do: keep the original."
-        )
-    advice = "What to do: use the smoothed model where that change and its time are acceptable."
-    return f"The {lowered}; for that {cost}. {advice}"
-
-
-def _price(row: RepairRow) -> str:
-    factor = row.flip_factor
-    lower = "too low to be seen" if factor is None else f"{significant(factor)} times lower"
-    return (
-        f"What flips cost under {row.name}, KL minus its floor: {significant(row.by_flips)} "
-        f"before, {lower} after."
-    )
-
-
-def _time(latency: Latency) -> str:
-    ran, before = latency.implementation, latency.original
-    how = f"{ran} experts" if ran == before else f"{ran} experts, {before} before"
-    interval = f"{latency.low:.2f} to {latency.high:.2f}"
-    return f"{latency.ratio:.2f} times the original ({interval}, {how})"
-
-
-def _flips(row: RepairRow) -> str:
-    before, after = percent(row.flips_before.value), percent(row.flips_after.value)
-    return f"{row.name} {before} before, {after} after"
-
-
-def _signed(estimate: Estimate) -> str:
-    text = DASH if finite(estimate.value) is None else f"{estimate.value:+.5f}"
-    error = finite(estimate.standard_error)
-    return text if error is None else f"{text} ± {error:.5f}"
 
 
 def _layers(result: Repair) -> Grid:

@@ -8,6 +8,7 @@ from tests.analysis import test_attribution as runs
 from tests.analysis.planted import renumbered, without_scores
 from tests.analysis.test_findings import HIGH, LOW, busy_trace, jump_record, softmax_trace
 from tests.report.test_remedies import TABLE
+from tests.report.test_smooth import result as smoothed_model
 from tests.report.zoo import make_inspection, make_trace
 from tieline.analysis.diff import diff as diff_of
 from tieline.analysis.diff_records import Alignment, DequantisedSplit, LayerPair, Pattern
@@ -29,6 +30,8 @@ from tieline.measure.rounding import ProductFlips
 from tieline.report.words.audit import notes, remedy_sentences
 from tieline.report.words.diff import dequantised_sentence, replay_sentence
 from tieline.report.words.inspection import calibration_sentence
+from tieline.report.words.smooth import facts as smooth_facts
+from tieline.report.words.smooth import verdict as smooth_verdict
 
 SETTINGS = MeasureSettings(sigmas=(1e-2, 1e-1), precisions=("bf16", "int8"))
 
@@ -206,4 +209,19 @@ def audit():
         "one sequence": [audited(effect("router bf16", 1e-9, error=None), sequences=1).verdict],
         "notes": notes(noted, {"b": "1"}),
         "remedies": remedy_sentences(TABLE),
+    }
+
+
+def smooth():
+    """Verdicts and facts of a smoothed model."""
+    made = smoothed_model()
+    (row,) = made.repair.rows
+    useless = replace(made.repair, rows=(replace(row, factor=Estimate(0.9, 0.1)),))
+    return {
+        "verdicts": [
+            smooth_verdict(made),
+            smooth_verdict(replace(made, repair=useless)),
+            smooth_verdict(replace(made, repair=replace(made.repair, rows=()))),
+        ],
+        "facts": smooth_facts(made),
     }

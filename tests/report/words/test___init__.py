@@ -17,6 +17,7 @@ RESULTS: dict[str, Callable[[], dict[str, list[str]]]] = {
     "inspection": sentences.inspection,
     "diff": sentences.diff,
     "audit": sentences.audit,
+    "smooth": sentences.smooth,
 }
 """Name of a snapshot to the sentences of its cases."""
 
