@@ -17,7 +17,7 @@ import torch
 
 from tieline.analysis.correspondences import (
     CommonTokens,
-    ExpertMatching,
+    ExpertPermutation,
     IdCheck,
     Pairing,
     RoutedSide,
@@ -256,7 +256,7 @@ def _unranked(layer: LayerTrace) -> int:
 
 def _match(
     a: RoutingTrace, b: RoutingTrace, common: CommonTokens, pair: tuple[int, int], experts: int
-) -> ExpertMatching:
+) -> ExpertPermutation:
     first, second = a.layers[pair[0]], b.layers[pair[1]]
     chosen_a = first.experts[common.in_a, : first.facts.k].long().numpy()
     chosen_b = second.experts[common.in_b, : second.facts.k].long().numpy()
@@ -264,7 +264,7 @@ def _match(
 
 
 def _pair_record(
-    a: RoutingTrace, b: RoutingTrace, pair: tuple[int, int], match: ExpertMatching
+    a: RoutingTrace, b: RoutingTrace, pair: tuple[int, int], match: ExpertPermutation
 ) -> LayerPair:
     first, second = a.layers[pair[0]], b.layers[pair[1]]
     moved = np.flatnonzero(match.to_b != np.arange(len(match.to_b)))

@@ -94,8 +94,8 @@ class RouteCheck(Result):
         """Named numbers: "sound", the number of findings of each severity, files and rows."""
         counts = {name: self.count(name) for name in ("unsound", "suspicious", "note")}
         rows = sum(file.rows for file in self.files)
-        named = {"sound": int(self.sound)} | counts | {"files": len(self.files), "rows": rows}
-        return {name: float(value) for name, value in named.items()}
+        numbers = {"sound": int(self.sound)} | counts | {"files": len(self.files), "rows": rows}
+        return {name: float(value) for name, value in numbers.items()}
 
     def count(self, severity: str) -> int:
         """Findings that are "unsound", "suspicious" or a "note"."""
@@ -126,21 +126,21 @@ def check(
     read = [_read(source, reading) for source in sources]
     other = None if against is None else _read(against, reading)
     loaded = None if model is None else as_model(model, "check takes", device=settings.device)
-    found, compared = [], 0
-    for one in read:
-        own = findings(one, n_experts)
+    all_findings, compared = [], 0
+    for source_routes in read:
+        own_findings = findings(source_routes, n_experts)
         if other is not None:
-            own += compare(one, other, n_experts)
+            own_findings += compare(source_routes, other, n_experts)
         if loaded is not None:
-            own, count = _against_model(one, own, loaded.model)
+            own_findings, count = _against_model(source_routes, own_findings, loaded.model)
             compared += count
-        found += [replace(finding, file=one.name) for finding in own]
+        all_findings += [replace(finding, file=source_routes.name) for finding in own_findings]
     order = ("unsound", "suspicious", "note")
-    found.sort(key=lambda finding: order.index(finding.severity))
+    all_findings.sort(key=lambda finding: order.index(finding.severity))
     return RouteCheck(
-        sound=all(finding.severity != "unsound" for finding in found),
-        files=tuple(_facts(one, n_experts) for one in read),
-        findings=tuple(found),
+        sound=all(finding.severity != "unsound" for finding in all_findings),
+        files=tuple(_checked_file(source_routes, n_experts) for source_routes in read),
+        findings=tuple(all_findings),
         model=None if loaded is None else loaded.name or type(loaded.model).__name__,
         reference=None if other is None else other.name,
         compared=compared,
@@ -155,12 +155,12 @@ def _read(source: Any, options: ReadOptions) -> Routes:
         require(Path(source).exists(), f"no such file or folder: {source}", TraceError)
     elif not isinstance(source, RoutingTrace | Routes | dict | list | np.ndarray | torch.Tensor):
         kind = type(source).__name__
-        known = any(hasattr(source, name) for name in ("outputs", "choices", "routed_experts"))
-        require(known, f"check takes a path, an array or an answer of an engine, got {kind}")
+        readable = any(hasattr(source, name) for name in ("outputs", "choices", "routed_experts"))
+        require(readable, f"check takes a path, an array or an answer of an engine, got {kind}")
     return read_routes(source, options)
 
 
-def _facts(routes: Routes, n_experts: int | None) -> CheckedFile:
+def _checked_file(routes: Routes, n_experts: int | None) -> CheckedFile:
     table = route_table(routes, n_experts)
     rows, layers, k = routes.experts.shape
     return CheckedFile(
@@ -178,14 +178,14 @@ def _facts(routes: Routes, n_experts: int | None) -> CheckedFile:
 
 
 def _against_model(
-    routes: Routes, own: Sequence[RouteFinding], model: Any
+    routes: Routes, own_findings: Sequence[RouteFinding], model: Any
 ) -> tuple[list[RouteFinding], int]:
     """Findings with those of a comparison with the model's own routes, and the tokens compared."""
-    if any(f.kind == "all-zero" and f.count == f.total for f in own) or routes.problems:
-        return list(own), 0  # there is nothing to compare
+    if any(f.kind == "all-zero" and f.count == f.total for f in own_findings) or routes.problems:
+        return list(own_findings), 0  # there is nothing to compare
     reference = model_routes(routes, model)
     experts = reference.n_experts
-    again = findings(routes, experts) if routes.n_experts is None else list(own)
+    again = findings(routes, experts) if routes.n_experts is None else list(own_findings)
     return again + compare(routes, reference, experts), len(reference.experts)
 
 
@@ -212,8 +212,8 @@ def model_routes(routes: Routes, model: Any, most: int = SAMPLE_TOKENS) -> Route
     for number in np.unique(documents):
         rows = np.flatnonzero(documents == number)
         rows = rows[np.argsort(positions[rows], kind="stable")][: max(most - used, 0)]
-        whole = len(rows) > 0 and np.array_equal(positions[rows], np.arange(len(rows)))
-        if len(rows) and not whole:
+        complete = len(rows) > 0 and np.array_equal(positions[rows], np.arange(len(rows)))
+        if len(rows) and not complete:
             raise ParameterError(
                 f"{routes.name}: document {number} does not begin at position 0, or has holes: a "
                 "model needs all tokens before a row"
@@ -223,9 +223,9 @@ def model_routes(routes: Routes, model: Any, most: int = SAMPLE_TOKENS) -> Route
             kept.append(tokens[rows])
             used += len(rows)
     trace = _run(model, kept)
-    found = routes_of_trace(trace, "the model")
-    assert found.documents is not None
-    return replace(found, documents=np.array(numbers)[found.documents])
+    reference = routes_of_trace(trace, "the model")
+    assert reference.documents is not None
+    return replace(reference, documents=np.array(numbers)[reference.documents])
 
 
 def _run(model: Any, documents: Sequence[np.ndarray]) -> RoutingTrace:

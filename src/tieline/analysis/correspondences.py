@@ -181,7 +181,7 @@ MOST_MATCHED = 2048
 Table = Int[np.ndarray, "experts experts"]
 
 
-class ExpertMatching(NamedTuple):
+class ExpertPermutation(NamedTuple):
     """Number in B of each expert of A, and how well the choices agree under it.
 
     Attributes:
@@ -214,7 +214,7 @@ def co_occurrence(
 
 def match_experts(
     in_a: Int[np.ndarray, "tokens k_a"], in_b: Int[np.ndarray, "tokens k_b"], experts: int
-) -> ExpertMatching:
+) -> ExpertPermutation:
     """Estimate the expert permutation from both runs' choices.
 
     Args:
@@ -236,11 +236,11 @@ def match_experts(
 
 def _matching(
     to_b: np.ndarray, common: int, loads: list[np.ndarray], sizes: tuple[int, int], unseen: int
-) -> ExpertMatching:
+) -> ExpertPermutation:
     """Agreement and chance of a matching; `sizes` are tokens and experts per token."""
     tokens, k = max(sizes[0], 1), sizes[1]
     chance = float(loads[0] @ loads[1][to_b]) / (tokens * tokens * k)
-    return ExpertMatching(to_b, common / (tokens * k), min(chance, 1.0), unseen)
+    return ExpertPermutation(to_b, common / (tokens * k), min(chance, 1.0), unseen)
 
 
 def _supported_cycles(

@@ -132,11 +132,11 @@ def _layer_jumps(
         return LayerJumps(layer.name, None, status)
     block, router = sampler.block(layer.name), model.get_submodule(layer.name)
     drawn = [sampler.near(layer.name), sampler.random(layer.name)]
-    ready = [_in_order(layer, one) for one in drawn if one is not None]
+    ready = [_in_order(layer, sample) for sample in drawn if sample is not None]
     try:
         samples = [
-            _jump_sample(trace, layer, block, one, *outputs)
-            for one, outputs in zip(
+            _jump_sample(trace, layer, block, sample, *outputs)
+            for sample, outputs in zip(
                 ready, _outputs(layer, block, router, ready, runner), strict=True
             )
         ]
@@ -157,23 +157,23 @@ def _outputs(
 
     Few tokens need most of a layer's experts: what a run costs is to read their weights.
     """
-    tokens = torch.cat([one.tokens for one in samples])
+    tokens = torch.cat([sample.tokens for sample in samples])
     choices = recorded_choice(layer, tokens), swapped_choice(layer, tokens, router)
-    rows = reduce(Rows.join, [one.rows for one in samples])
-    both = Choice(*(torch.cat(parts) for parts in zip(*choices, strict=True)))
-    (found,) = runner([block.prepared(rows.join(rows), both)])
-    sizes = [len(one.tokens) for one in samples]
-    plain, swapped = (part.split(sizes) for part in found.chunk(2))
+    rows = reduce(Rows.join, [sample.rows for sample in samples])
+    both = Choice(*(torch.cat(columns) for columns in zip(*choices, strict=True)))
+    (output,) = runner([block.prepared(rows.join(rows), both)])
+    sizes = [len(sample.tokens) for sample in samples]
+    plain, swapped = (half.split(sizes) for half in output.chunk(2))
     return list(zip(plain, swapped, strict=True))
 
 
 def _in_turn(runs: Sequence[BlockRun]) -> list[Tensor]:
     """Run blocks one after the other."""
-    found = []
+    outputs = []
     for job, scope in runs:
         with scope():
-            found.append(job())
-    return found
+            outputs.append(job())
+    return outputs
 
 
 def _in_order(layer: LayerTrace, sample: BlockSample) -> BlockSample:
@@ -227,10 +227,10 @@ def relative_change(
 
 
 def _check_same(
-    found: Float[Tensor, "tokens dim"], recorded: Float[Tensor, "tokens dim"], block: str
+    output: Float[Tensor, "tokens dim"], recorded: Float[Tensor, "tokens dim"], block: str
 ) -> None:
     """Raise if a block does not reproduce its output on some of its tokens."""
-    off = (found.double() - recorded.double()).norm() / recorded.double().norm().clamp(min=1e-30)
+    off = (output.double() - recorded.double()).norm() / recorded.double().norm().clamp(min=1e-30)
     allowed = max(SAME_OUTPUT, 8 * torch.finfo(recorded.dtype).eps)
     require(
         bool(off <= allowed),
@@ -315,11 +315,11 @@ def with_losses(
     if not able:
         return jumps
     picked = [able[i * len(able) // min(swaps, len(able))] for i in range(min(swaps, len(able)))]
-    tokens = torch.tensor([near.tokens[place] for place in picked])
+    tokens = torch.tensor([near.tokens[index] for index in picked])
     changes = loss_changes(model, trace, layer, tokens, batch_size)
     losses: list[float | None] = [None] * len(near.tokens)
-    for place, change in zip(picked, changes.tolist(), strict=True):
-        losses[place] = change
+    for index, change in zip(picked, changes.tolist(), strict=True):
+        losses[index] = change
     sizes = quantiles(changes.abs(), jumps.near_quantiles.probabilities)
     loss = LossJumps(mean_estimate(changes), sizes, len(picked))
     return replace(jumps, near=replace(near, losses=tuple(losses)), loss=loss)
@@ -343,13 +343,13 @@ def loss_changes(
     """
     by_length: dict[int, list[int]] = defaultdict(list)
     sequences = [trace.tokens[trace.documents == trace.documents[t]].long() for t in tokens]
-    for place, sequence in enumerate(sequences):
-        by_length[len(sequence)].append(place)
+    for index, sequence in enumerate(sequences):
+        by_length[len(sequence)].append(index)
     changes = torch.zeros(len(tokens), dtype=torch.float64)
-    for places in by_length.values():
-        for part in torch.tensor(places).split(batch_size):
-            ids = torch.stack([sequences[place] for place in part.tolist()])
-            changes[part] = _changes(model, trace, layer, tokens[part], ids)
+    for indices in by_length.values():
+        for chunk in torch.tensor(indices).split(batch_size):
+            ids = torch.stack([sequences[index] for index in chunk.tolist()])
+            changes[chunk] = _changes(model, trace, layer, tokens[chunk], ids)
     return changes
 
 
@@ -357,19 +357,19 @@ def _changes(
     model: nn.Module, trace: RoutingTrace, layer: LayerTrace, tokens: Tensor, ids: Tensor
 ) -> Float[Tensor, " rows"]:
     router, positions = model.get_submodule(layer.name), trace.positions[tokens].long()
-    places = torch.arange(len(ids)) * ids.shape[1] + positions
+    rows = torch.arange(len(ids)) * ids.shape[1] + positions
     losses = []
     for choice in (recorded_choice(layer, tokens), swapped_choice(layer, tokens, router)):
-        with override_choice(router, lambda found, c=choice: _replaced(found, places, c)):
+        with override_choice(router, lambda output, c=choice: _replaced(output, rows, c)):
             losses.append(_losses(forward(model, ids), ids, positions))
     return losses[1] - losses[0]
 
 
-def _replaced(found: RouterOutput, places: Int[Tensor, " rows"], choice: Choice) -> Choice:
+def _replaced(output: RouterOutput, rows: Int[Tensor, " rows"], choice: Choice) -> Choice:
     """The router's own choice, except at these places."""
-    at, choice = places.to(found.ids.device), fitted(choice, found.ids.shape[1])
-    weights = found.weights.index_copy(0, at, choice.weights.to(found.weights))
-    return Choice(weights, found.ids.index_copy(0, at, choice.ids.to(found.ids)))
+    at, choice = rows.to(output.ids.device), fitted(choice, output.ids.shape[1])
+    weights = output.weights.index_copy(0, at, choice.weights.to(output.weights))
+    return Choice(weights, output.ids.index_copy(0, at, choice.ids.to(output.ids)))
 
 
 def _losses(
@@ -385,7 +385,7 @@ def _losses(
     assert isinstance(logits, Tensor)
     losses = next_token_losses(logits, ids)
     return torch.stack(
-        [row[place:].sum() for row, place in zip(losses, positions.tolist(), strict=True)]
+        [row[position:].sum() for row, position in zip(losses, positions.tolist(), strict=True)]
     )
 
 

@@ -106,17 +106,18 @@ def load_model(
     with _explained(name, "configuration"):
         checkpoint = read_checkpoint(source, **options)
     # a changed model is not what its configuration alone describes, so it has no skeleton to check
-    known = None if checkpoint.changes else _model_class(checkpoint.config, name, trust_remote_code)
-    tokenizer = _loaded_tokenizer(source, name, config=checkpoint.config, **options)
+    config, plain = checkpoint.config, not checkpoint.changes
+    model_class = _model_class(config, name, trust_remote_code) if plain else None
+    tokenizer = _loaded_tokenizer(source, name, config=config, **options)
+    spread = _spread(parallel, model_class, checkpoint, trust_remote_code)
     placed: dict[str, Any] = {"device_map": "auto"} if where is None else {}
-    spread = _spread(parallel, known, checkpoint, trust_remote_code)
     placed = {"distributed_config": spread} if spread else placed
-    stored = stored_dtype(checkpoint.config)
+    stored = stored_dtype(config)
     computed = computed_dtype(dtype, stored, where)
 
-    def read(place: str | Path, **more: Any) -> Any:
-        chosen = {"model_class": known, "checkpoint": checkpoint, "dtype": computed}
-        return load_pretrained(place, **chosen, **placed, **more)
+    def read(origin: str | Path, **more: Any) -> Any:
+        chosen = {"model_class": model_class, "checkpoint": checkpoint, "dtype": computed}
+        return load_pretrained(origin, **chosen, **placed, **more)
 
     with _explained(name, "weights (safetensors only: pickled weights are never loaded)"):
         if stream or (stream is None and too_large(source, computed)):
@@ -139,8 +140,8 @@ def _is_mixed(model: nn.Module) -> bool:
     transformers unpacks blocks of fp8 to the precision that is asked for, and leaves what the same
     files have beside them in the precision that it is stored in.
     """
-    found = {parameter.dtype for parameter in model.parameters()}
-    return len(found) > 1 and found <= {torch.float32, torch.bfloat16, torch.float16}
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    return len(dtypes) > 1 and dtypes <= {torch.float32, torch.bfloat16, torch.float16}
 
 
 def load_tokenizer(name: str | Path) -> Any:
@@ -239,8 +240,8 @@ def _demo(dtype: str, device: torch.device | None, parallel: str | None = None) 
     if parallel not in (None, "data"):
         checkpoint = read_checkpoint(DEMO_FOLDER, local_files_only=True)
         spread = _spread(parallel, AutoModelForCausalLM, checkpoint, False)
-        parts: Any = load_demo_model(asked, distributed_config=spread)
-        return LoadedModel(parts, load_demo_tokenizer(), DEMO)
+        sharded: Any = load_demo_model(asked, distributed_config=spread)
+        return LoadedModel(sharded, load_demo_tokenizer(), DEMO)
     model: Any = load_demo_model(asked)
     return LoadedModel(model.to(device or "cpu"), load_demo_tokenizer(), DEMO)
 
@@ -252,8 +253,13 @@ def _source(name: str | Path) -> str | Path:
         require((folder / "config.json").is_file(), f"no config.json in the folder {str(name)!r}")
         _refuse_run(folder)
         return folder
-    parts = str(name).split("/")
-    is_id = isinstance(name, str) and len(parts) <= 2 and all(parts) and parts[0] not in (".", "..")
+    segments = str(name).split("/")
+    is_id = (
+        isinstance(name, str)
+        and len(segments) <= 2
+        and all(segments)
+        and segments[0] not in (".", "..")
+    )
     require(is_id, f"no such folder, and no hub id either: {str(name)!r}")
     return str(name)
 

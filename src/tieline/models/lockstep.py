@@ -127,27 +127,27 @@ class Lockstep:
 
         Those that have not begun need nothing made ready: they stop where they need weights.
         """
-        ready = [one for one in self.passes if one.at == place and not one.ended]
+        ready = [parked for parked in self.passes if parked.at == place and not parked.ended]
         for setting, group in groupby(ready, key=self.setting):
             with setting() if place is not None else nullcontext():
-                for one in group:
-                    one.go()
+                for parked in group:
+                    parked.go()
 
-    def setting(self, one: Pass) -> Scope:
+    def setting(self, waiting: Pass) -> Scope:
         """What is made ready before a pass goes on."""
-        return self._settings[one.number]
+        return self._settings[waiting.number]
 
     @property
     def places(self) -> list[Hashable]:
         """Where passes are parked, without repetition, in the order of the passes."""
-        return list(dict.fromkeys(one.at for one in self.passes if not one.ended))
+        return list(dict.fromkeys(waiting.at for waiting in self.passes if not waiting.ended))
 
     @property
     def results(self) -> list[Any]:
         """What the passes returned."""
-        return [one.result for one in self.passes]
+        return [finished.result for finished in self.passes]
 
     def close(self) -> None:
         """Give up what has not ended."""
-        for one in self.passes:
-            one.give_up()
+        for unfinished in self.passes:
+            unfinished.give_up()

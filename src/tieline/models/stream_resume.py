@@ -52,19 +52,19 @@ class Journal:
             yield
 
     def _given(self, unit: str) -> Any:
-        def hook(module: nn.Module, args: Any, named: Any) -> None:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             here = current_pass()
             if here is None:
                 return
-            leaves, _ = tree_flatten((args, named))
-            known = self._first.get(here.number)
-            if known is None and unit in self._weights.layers:
-                self._first[here.number] = known = leaves
-            same = known if known is not None and len(known) == len(leaves) else None
+            leaves, _ = tree_flatten((args, kwargs))
+            first = self._first.get(here.number)
+            if first is None and unit in self._weights.layers:
+                self._first[here.number] = first = leaves
+            same = first if first is not None and len(first) == len(leaves) else None
             self._changed[here.number] = {
-                place: leaf
-                for place, leaf in enumerate(leaves)
-                if isinstance(leaf, Tensor) and not (same and same[place] is leaf)
+                index: leaf
+                for index, leaf in enumerate(leaves)
+                if isinstance(leaf, Tensor) and not (same and same[index] is leaf)
             }
             self.next = unit
 
@@ -95,13 +95,13 @@ class Journal:
         for unit, by_pass in self._outputs.items():
             shapes[unit] = [_shape(by_pass[number]) for number in sorted(by_pass)]
             for number, output in by_pass.items():
-                parts = output if isinstance(output, tuple | list) else (output,)
-                for place, part in enumerate(parts):
+                leaves_of = output if isinstance(output, tuple | list) else (output,)
+                for index, part in enumerate(leaves_of):
                     if isinstance(part, Tensor):
-                        tensors[f"{unit}|{number}|{place}"] = part.detach().clone().contiguous()
+                        tensors[f"{unit}|{number}|{index}"] = part.detach().clone().contiguous()
         for number, leaves in self._changed.items():
-            for place, leaf in leaves.items():
-                tensors[f"|{number}|{place}"] = leaf.detach().clone().contiguous()
+            for index, leaf in leaves.items():
+                tensors[f"|{number}|{index}"] = leaf.detach().clone().contiguous()
         save_file(tensors, folder / TENSORS)
         (folder / INDEX).write_text(
             json.dumps({"left": left, "next": self.next, "outputs": shapes})
@@ -113,7 +113,7 @@ def _shape(output: Any) -> Any:
     if isinstance(output, Tensor):
         return "tensor"
     if type(output) in (tuple, list) and all(x is None or isinstance(x, Tensor) for x in output):
-        return [int(part is not None) for part in output]
+        return [int(leaf is not None) for leaf in output]
     return None
 
 
@@ -141,8 +141,8 @@ class Replay:
             for name in self.left:
                 source = last[0] if name in self._weights.layers else name
                 module = self._weights.units[name]
-                known = subclass(type(module), forward=self._returning(source))
-                stack.enter_context(swapped_class(module, known))
+                returning = subclass(type(module), forward=self._returning(source))
+                stack.enter_context(swapped_class(module, returning))
                 stack.enter_context(self._stand_ins(name))
             unit, giving = self._weights.units[self._next], self._giving(set())
             handle = unit.register_forward_pre_hook(giving, prepend=True, with_kwargs=True)
@@ -163,30 +163,30 @@ class Replay:
                 self._weights.put(name, self._weights.meta[name])
 
     def _returning(self, unit: str) -> Any:
-        def forward(module: nn.Module, *args: Any, **named: Any) -> Any:
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             here = current_pass()
             assert here is not None
             shape = self._shapes[unit][here.number]
             if shape == "tensor":
                 return self._tensors[f"{unit}|{here.number}|0"]
             return tuple(
-                self._tensors[f"{unit}|{here.number}|{place}"] if there else None
-                for place, there in enumerate(shape)
+                self._tensors[f"{unit}|{here.number}|{index}"] if there else None
+                for index, there in enumerate(shape)
             )
 
         return forward
 
     def _giving(self, done: set[int]) -> Any:
-        def hook(module: nn.Module, args: Any, named: Any) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
             here = current_pass()
             if here is None or here.number in done:
                 return None
             done.add(here.number)
-            leaves, spec = tree_flatten((args, named))
+            leaves, spec = tree_flatten((args, kwargs))
             for key, tensor in self._tensors.items():
-                unit, number, place = key.split("|")
+                unit, number, index = key.split("|")
                 if not unit and int(number) == here.number:
-                    leaves[int(place)] = tensor
+                    leaves[int(index)] = tensor
             return tree_unflatten(leaves, spec)
 
         return hook

@@ -107,20 +107,20 @@ class StreamedModel:
         if model.can_generate() and model.generation_config is not None:
             model.generation_config.save_pretrained(folder)
         files = sorted({stored.file for stored in shards.tensors.values()})
-        names = {file: _name(place, len(files)) for place, file in enumerate(files, 1)}
+        names = {file: _name(number, len(files)) for number, file in enumerate(files, 1)}
         for file, name in names.items():
             _link(shards.path(file).resolve(), Path(folder) / name)
         if len(files) > 1:
-            places = {tensor: names[stored.file] for tensor, stored in shards.tensors.items()}
-            index = {"metadata": {"total_size": shards.size}, "weight_map": places}
+            weight_map = {tensor: names[stored.file] for tensor, stored in shards.tensors.items()}
+            index = {"metadata": {"total_size": shards.size}, "weight_map": weight_map}
             text = json.dumps(index, indent=2, sort_keys=True) + "\n"
             (Path(folder) / f"model.safetensors.index.{VARIANT}.json").write_text(text)
 
 
-def _name(place: int, count: int) -> str:
+def _name(number: int, count: int) -> str:
     if count == 1:
         return f"model.{VARIANT}.safetensors"
-    return f"model.{VARIANT}-{place:05d}-of-{count:05d}.safetensors"
+    return f"model.{VARIANT}-{number:05d}-of-{count:05d}.safetensors"
 
 
 def _link(source: Path, target: Path) -> None:

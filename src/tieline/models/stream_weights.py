@@ -100,23 +100,23 @@ class Plan(NamedTuple):
     @property
     def targets(self) -> list[str]:
         """Names of the first parameters that each tensor goes into."""
-        named = [source.target for source in (*self.plain, *self.others)]
-        return [*dict.fromkeys(named), *(stack.target for stack in self.stacks)]
+        names = [source.target for source in (*self.plain, *self.others)]
+        return [*dict.fromkeys(names), *(stack.target for stack in self.stacks)]
 
 
 def find_units(model: PreTrainedModel) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
     """Units by name, in the order of the model, and containers whose own parameters stay."""
-    whole = set(model._no_split_modules or ())
+    unsplit = set(model._no_split_modules or ())
     units: dict[str, nn.Module] = {}
     containers: dict[str, nn.Module] = {}
 
     def walk(name: str, module: nn.Module) -> None:
-        own = sum(t.numel() * t.element_size() for t in own_tensors(module).values())
+        size = sum(t.numel() * t.element_size() for t in own_tensors(module).values())
         children = dict(module.named_children())
-        if type(module).__name__ in whole or (own and not children) or own > RESIDENT:
+        if type(module).__name__ in unsplit or (size and not children) or size > RESIDENT:
             units[name] = module
             return
-        if own:
+        if size:
             containers[name] = module
         for child, inner in children.items():
             walk(f"{name}.{child}".lstrip("."), inner)
@@ -148,13 +148,13 @@ class CutBlocks(Fp8Dequantize):
         more = self._missing(quantized, scales)
         if not any(more):
             return super()._dequantize_one(quantized, scales, output_dtype)
-        whole = nn.functional.pad(quantized.float(), (0, more[1], 0, more[0]))
-        return super()._dequantize_one(whole, scales, output_dtype)[..., :rows, :columns]
+        padded = nn.functional.pad(quantized.float(), (0, more[1], 0, more[0]))
+        return super()._dequantize_one(padded, scales, output_dtype)[..., :rows, :columns]
 
     def _missing(self, quantized: Tensor, scales: Tensor) -> list[int]:
         """Rows and columns that the last blocks lack; none where the scales are of other blocks."""
-        found = getattr(self.hf_quantizer, "quantization_config", None)
-        block = getattr(found, "weight_block_size", None) or ()
+        config = getattr(self.hf_quantizer, "quantization_config", None)
+        block = getattr(config, "weight_block_size", None) or ()
         sizes = list(zip(quantized.shape[-2:], block, scales.shape[-2:], strict=False))
         fits = all(-(-size // side) == count for size, side, count in sizes)
         return [count * side - size for size, side, count in sizes] if fits else []
@@ -185,8 +185,8 @@ class Weights:
         self.model, self.shards, self._config = model, shards, config
         self.meta: dict[str, Tensor] = dict(model.state_dict())
         self.units, self._containers = find_units(model)
-        whole = set(model._no_split_modules or ())
-        self.layers = [n for n, m in self.units.items() if type(m).__name__ in whole]
+        unsplit = set(model._no_split_modules or ())
+        self.layers = [n for n, m in self.units.items() if type(m).__name__ in unsplit]
         mapping = config.weight_mapping or []
         _let_blocks_be_cut(mapping)
         self._converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
@@ -212,13 +212,13 @@ class Weights:
 
     def _found(self) -> set[str]:
         """Parameters that the checkpoint has; a converter may make more than one of a tensor."""
-        found = set()
+        targets = set()
         for source in self._sources:
-            found.add(source.target)
+            targets.add(source.target)
             if source.pattern is not None:
                 names = self._by_pattern[source.pattern].target_patterns
-                found.update(source.target.replace(names[0], name) for name in names)
-        return found
+                targets.update(source.target.replace(names[0], name) for name in names)
+        return targets
 
     def arrange(self) -> None:
         """Say how each unit is read, once ties between weights are known; resident ones are."""
@@ -275,9 +275,9 @@ class Weights:
         operations = self._by_pattern[pattern].operations
         scaled = bool(operations) and isinstance(operations[0], Fp8Dequantize)
         rest = operations[1:] if scaled else operations
-        named = [(type(one).__name__, getattr(one, "dim", None)) for one in rest]
+        kinds = [(type(operation).__name__, getattr(operation, "dim", None)) for operation in rest]
         quantised = self._config.hf_quantizer is not None
-        return named in (STACK, SIDE_BY_SIDE) and (scaled or not quantised)
+        return kinds in (STACK, SIDE_BY_SIDE) and (scaled or not quantised)
 
     def _stack(self, target: str, group: list[Source]) -> Stack | None:
         """The parts of a stack; None if they do not make up the parameter."""
@@ -285,18 +285,18 @@ class Weights:
         by_pattern: dict[str, list[str]] = {}
         for source in sorted(group, key=lambda s: dot_natural_key(s.key)):
             by_pattern.setdefault(source.pattern or "", []).append(source.key)
-        named = [
+        present = [
             p for p in patterns if p in by_pattern and not p.endswith((SCALE, "activation_scale"))
         ]
-        parts = [Part(by_pattern[p], by_pattern.get(p + SCALE, [])) for p in named]
-        shapes = [self.shards.tensors[part.keys[0]].shape for part in parts]
+        pieces = [Part(by_pattern[p], by_pattern.get(p + SCALE, [])) for p in present]
+        shapes = [self.shards.tensors[piece.keys[0]].shape for piece in pieces]
         meta = self.meta[target]
-        whole = meta.ndim == 3 and all(
-            len(part.keys) == len(meta) and len(part.scales) in (0, len(meta)) for part in parts
+        complete = meta.ndim == 3 and all(
+            len(piece.keys) == len(meta) and len(piece.scales) in (0, len(meta)) for piece in pieces
         )
         rows = sum(shape[0] for shape in shapes)
-        fits = whole and rows == meta.shape[1] and all(s[1:] == meta.shape[2:] for s in shapes)
-        return Stack(target, parts) if fits else None
+        fits = complete and rows == meta.shape[1] and all(s[1:] == meta.shape[2:] for s in shapes)
+        return Stack(target, pieces) if fits else None
 
     def wrong_shapes(self) -> set[tuple[str, torch.Size, torch.Size]]:
         """Tensors without a converter that have another shape than the model's."""
@@ -357,12 +357,12 @@ class Weights:
 
     def fill(self, stack: Stack, into: Tensor, first: int) -> None:
         """Read the experts from `first` on into a tensor (some experts, rows, columns)."""
-        for place in range(len(into)):
+        for index in range(len(into)):
             start = 0
             for part in stack.parts:
-                rows = self.shards.tensors[part.keys[first + place]].shape[0]
-                row = into[place, start : start + rows]
-                self._fill_part(part, first + place, row)
+                rows = self.shards.tensors[part.keys[first + index]].shape[0]
+                row = into[index, start : start + rows]
+                self._fill_part(part, first + index, row)
                 start += rows
 
     def _fill_part(self, part: Part, expert: int, into: Tensor) -> None:
@@ -414,10 +414,10 @@ class Weights:
     def at(self, name: str) -> Tensor:
         """The tensor that stands at a name."""
         module, leaf = self._place(name)
-        found = module._parameters.get(leaf)
-        found = module._buffers[leaf] if found is None else found
-        assert found is not None
-        return found
+        tensor = module._parameters.get(leaf)
+        tensor = module._buffers[leaf] if tensor is None else tensor
+        assert tensor is not None
+        return tensor
 
     def put(self, name: str, value: Tensor) -> None:
         """Let a tensor stand at a name."""

@@ -69,8 +69,8 @@ class ModelStream:
     def resident(self, unit: str) -> int:
         """Bytes of memory that the weights of a unit take while they are there."""
         groups = self.groups.get(unit)
-        whole = self.weights.size(unit)
-        return whole if groups is None else whole - groups.left_out
+        size = self.weights.size(unit)
+        return size if groups is None else size - groups.left_out
 
     def run(
         self,
@@ -130,14 +130,14 @@ class ModelStream:
 
     def _lead(self, together: Lockstep, led: "_Led") -> None:
         """Bring all passes through the unit where they are parked."""
-        places = together.places
+        stops = together.places
         require(
-            len(places) == 1,
-            f"the batches take different ways through the model, to {places}: it cannot be "
+            len(stops) == 1,
+            f"the batches take different ways through the model, to {stops}: it cannot be "
             "streamed; batches of one length may go the same way",
             UnsupportedModelError,
         )
-        unit = str(places[0])
+        unit = str(stops[0])
         led.enter(unit)
         together.go_all(unit)
         if unit in self.groups:
@@ -197,7 +197,7 @@ class ModelStream:
             yield
             return
 
-        def first_column(self: nn.Module, states: Any, *args: Any, **named: Any) -> Any:
+        def first_column(self: nn.Module, states: Any, *args: Any, **kwargs: Any) -> Any:
             return states[..., :1]
 
         with swapped_class(head, subclass(type(head), forward=first_column)):

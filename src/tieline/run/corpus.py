@@ -145,8 +145,8 @@ def tokenise(tokenizer: Any, text: str, tokens: int, length: int) -> TokenisedTe
     require(body >= 1, f"sequences need more than the prefix, got length={length}, {prefix=}")
     ids, pieces = _encode(tokenizer, text, tokens)
     require(len(ids) > 0, "the tokenizer makes no token of the text")
-    wanted = _without_prefixes(tokens, length, len(prefix))
-    ids, pieces = ids[:wanted], pieces[:wanted]
+    kept = _without_prefixes(tokens, length, len(prefix))
+    ids, pieces = ids[:kept], pieces[:kept]
     rows = [[*prefix, *ids[start : start + body]] for start in range(0, len(ids), body)]
     sequences = tuple(torch.tensor(row) for row in rows)
     return TokenisedText(sequences, prefix, tuple(pieces), sum(map(len, pieces)))
@@ -156,9 +156,9 @@ def token_texts(text: TokenisedText) -> list[str]:
     """The part of the text that each token stands for, over all sequences; empty for a prefix."""
     pieces, start = iter(text.pieces), len(text.prefix)
     return [
-        next(pieces, "") if place >= start else ""
+        next(pieces, "") if position >= start else ""
         for sequence in text.sequences
-        for place in range(len(sequence))
+        for position in range(len(sequence))
     ]
 
 
@@ -166,7 +166,7 @@ def _prefix(tokenizer: Any) -> tuple[int, ...]:
     """Special tokens that the tokenizer puts before every text."""
     bare = tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"]
     full = tokenizer("a", verbose=False)["input_ids"]
-    first = next((place for place, token in enumerate(full) if token == bare[0]), 0)
+    first = next((position for position, token in enumerate(full) if token == bare[0]), 0)
     return tuple(full[:first])
 
 
@@ -174,32 +174,34 @@ def _encode(tokenizer: Any, text: str, tokens: int) -> tuple[list[int], list[str
     """Ids and pieces of at least `tokens` tokens, or of the whole text."""
     size = CHARACTERS_PER_TOKEN * tokens + 1
     while True:
-        part = text[:size]
-        ids, pieces = _encode_whole(tokenizer, part)
-        if len(part) == len(text) or len(ids) > tokens + 8:  # a cut may change the last few
+        beginning = text[:size]
+        ids, pieces = _encode_whole(tokenizer, beginning)
+        if len(beginning) == len(text) or len(ids) > tokens + 8:  # a cut may change the last few
             return ids, pieces
         size *= 2
 
 
 def _encode_whole(tokenizer: Any, text: str) -> tuple[list[int], list[str]]:
     quick = bool(getattr(tokenizer, "is_fast", False))
-    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=quick, verbose=False)
-    ids = list(found["input_ids"])
+    encoding = tokenizer(
+        text, add_special_tokens=False, return_offsets_mapping=quick, verbose=False
+    )
+    ids = list(encoding["input_ids"])
     if not quick:
         return ids, [tokenizer.decode([token]) for token in ids]
     # a character of several tokens belongs to the first, skipped ones to the token that follows
-    ends = list(accumulate((end for _, end in found["offset_mapping"]), max))
+    ends = list(accumulate((end for _, end in encoding["offset_mapping"]), max))
     return ids, [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def _without_prefixes(tokens: int, length: int, prefix: int) -> int:
     """Number of text tokens in `tokens`, each sequence of `length` spending some on its prefix."""
-    whole, rest = divmod(tokens, length)
+    full, rest = divmod(tokens, length)
     left = max(0, rest - prefix)
-    found = whole * (length - prefix) + left
-    if found < 1:
+    left_over = full * (length - prefix) + left
+    if left_over < 1:
         raise ParameterError(f"{tokens} tokens leave none beside a prefix of {prefix}")
-    return found
+    return left_over
 
 
 def as_text(text: Text) -> tuple[str, str]:

@@ -98,21 +98,21 @@ def measure_design(
         progress: called with stage, done and total.
         loading: `dtype`, `device`, `revision` and `trust_remote_code` of a named model.
     """
-    words, _ = as_text(text)
+    content, _ = as_text(text)
     loaded = as_model(source, "design takes", **loading)
     require(loaded.stream is None, "measuring a design needs the whole model in memory")
     model = loaded.model
-    cut = tokenise(loaded.tokenizer, words, tokens, default_length(model))
+    cut = tokenise(loaded.tokenizer, content, tokens, default_length(model))
     require(cut.tokens >= 3, f"pairs of hidden states need three tokens, the text has {cut.tokens}")
     names = tuple(find_routers(model))
-    with only_running(model), capture(model, keep="inputs", epsilons=()) as seen:
+    with only_running(model), capture(model, keep="inputs", epsilons=()) as recorder:
         for ids in batches(cut.sequences, batch_size):
             forward(model, ids)
-            size = 4 * len(names) * cut.tokens * _width(seen.under_way)
+            size = 4 * len(names) * cut.tokens * _width(recorder.under_way)
             require(size <= MOST_BYTES, f"the inputs of {cut.tokens:,} tokens exceed 1 GiB")
             if progress is not None:
-                progress("forward", seen.n_tokens, cut.tokens)
-        trace = seen.trace()
+                progress("forward", recorder.n_tokens, cut.tokens)
+        trace = recorder.trace()
     weights = linear_weights(model, trace)
     return tuple(_measured(model, trace, layer, weights, seed) for layer in trace.layers)
 

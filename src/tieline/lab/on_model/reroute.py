@@ -117,11 +117,11 @@ class Rerouted(Result):
     @property
     def metrics(self) -> dict[str, float]:
         """Named numbers: "kept", "loss", "loss_change", "moved", "at_zero", ...."""
-        named = {"kept": self.kept, "loss": self.loss, "loss_change": self.loss_change}
-        found = {name: one.value for name, one in (named | {"moved": self.moved}).items()}
-        found["kept:worst"] = min((one.kept.value or 0.0 for one in self.layers), default=None)
-        found["at_zero"] = max((one.at_zero for one in self.layers), default=None)
-        return {name: value for name, value in found.items() if value is not None}
+        estimates = {"kept": self.kept, "loss": self.loss, "loss_change": self.loss_change}
+        numbers = {name: item.value for name, item in (estimates | {"moved": self.moved}).items()}
+        numbers["kept:worst"] = min((item.kept.value or 0.0 for item in self.layers), default=None)
+        numbers["at_zero"] = max((item.at_zero for item in self.layers), default=None)
+        return {name: value for name, value in numbers.items() if value is not None}
 
     def save(self, folder: str | Path) -> None:
         """Save the rerouted model, its tokenizer and this result in a new folder."""
@@ -160,13 +160,13 @@ def reroute(
     fitted, measured = (list(batches(rows, size)) for rows in (texts.fit, texts.measured))
     routers = chosen_routers(loaded.model, None)
     plans = [layer_plan(name, router) for name, router in routers.items()]
-    changed, fits, seen = _changed(loaded.model, plans, fitted, settings, progress)
+    changed, fits, watched = _changed(loaded.model, plans, fitted, settings, progress)
     sides = _compare(loaded.model, changed, measured, progress)
     return Rerouted(
         model=loaded.name or type(loaded.model).__name__,
         router=settings.router,
         options=settings.router_options,
-        layers=_layers(plans, fits, seen, changed, sides),
+        layers=_layers(plans, fits, watched, changed, sides),
         kept=sides.kept_overall(),
         loss=sides.loss.mean(),
         loss_change=sides.change.mean(),
@@ -235,30 +235,32 @@ def _changed(
     kind, seed = ROUTER_KINDS[settings.router], settings.seed
     options = dict(settings.router_options)
     changed = copy.deepcopy(model)
-    seen = watch(model, plans, fitted, progress)
+    watched = watch(model, plans, fitted, progress)
     record = reroute_(changed, router=kind, router_options=options, seed=seed)
     fits = {}
-    for place, plan in enumerate(plans):
+    for index, plan in enumerate(plans):
         new: Any = changed.get_submodule(f"{plan.name}.{ROUTER}")
         softmax = is_softmax(plan)
         fits[plan.name] = fit_router(
             new,
-            seen[plan.name],
+            watched[plan.name],
             softmax=softmax,
             steps=settings.steps,
             seed=seed,
             temperature=settings.temperature,
         )
         if progress is not None:
-            progress("fit", place + 1, len(plans))
+            progress("fit", index + 1, len(plans))
     record.remember(changed, _by_layer(fits))
-    return changed, fits, seen
+    return changed, fits, watched
 
 
 def _by_layer(fits: dict[str, RouterFit]) -> dict[str, dict[str, float]]:
     """Options of single layers: the fitted temperatures."""
-    found = {name: fit.temperature for name, fit in fits.items()}
-    return {name: {"temperature": value} for name, value in found.items() if value is not None}
+    temperatures = {name: fit.temperature for name, fit in fits.items()}
+    return {
+        name: {"temperature": value} for name, value in temperatures.items() if value is not None
+    }
 
 
 @dataclass
@@ -272,10 +274,10 @@ class _Sides:
     change: SequenceSums
     moved: SequenceSums
 
-    def kept(self, place: int) -> SequenceSums:
+    def kept(self, index: int) -> SequenceSums:
         """Share of experts that both choose, for the tokens of a layer."""
         old, new = (
-            trace.layers[place].experts[:, : trace.layers[place].facts.k].long()
+            trace.layers[index].experts[:, : trace.layers[index].facts.k].long()
             for trace in (self.before, self.after)
         )
         same = (old.unsqueeze(2) == new.unsqueeze(1)).any(dim=2).double().mean(dim=1)
@@ -287,7 +289,7 @@ class _Sides:
 
     def kept_overall(self) -> Estimate:
         """The same over all layers."""
-        first, *others = (self.kept(place) for place in range(len(self.before.layers)))
+        first, *others = (self.kept(index) for index in range(len(self.before.layers)))
         return first.joined(*others).mean()
 
 
@@ -302,11 +304,15 @@ def _compare(
         capture(changed) as new,
     ):
         for number, ids in enumerate(measured):
-            before, after = (forward(one, ids).logits for one in (model, changed))
-            own = next_token_losses(before, ids)
-            found = (own, next_token_losses(after, ids) - own, kl_divergence(before, after))
-            for one, values in zip(sums, found, strict=True):
-                one.add(values)
+            before, after = (forward(side, ids).logits for side in (model, changed))
+            clean = next_token_losses(before, ids)
+            quantities = (
+                clean,
+                next_token_losses(after, ids) - clean,
+                kl_divergence(before, after),
+            )
+            for item, values in zip(sums, quantities, strict=True):
+                item.add(values)
             if progress is not None:
                 progress("compare", number + 1, len(measured))
     shape = [(ids.shape[0], ids.shape[1]) for ids in measured]
@@ -316,29 +322,29 @@ def _compare(
 def _layers(
     plans: list[LayerPlan],
     fits: dict[str, RouterFit],
-    seen: dict[str, Watched],
+    watched: dict[str, Watched],
     changed: nn.Module,
     sides: _Sides,
 ) -> tuple[ReroutedLayer, ...]:
     names = [layer.name for layer in sides.before.layers]
     with one_thread():
         measures = [measure(trace).layers for trace in (sides.before, sides.after)]
-    found = []
+    records = []
     for plan in plans:
-        place = names.index(plan.name)
-        gaps = [trace.layers[place].gap.median().item() for trace in (sides.before, sides.after)]
-        flips = [_flips(layers[place]) for layers in measures]
+        index = names.index(plan.name)
+        gaps = [trace.layers[index].gap.median().item() for trace in (sides.before, sides.after)]
+        flips = [_flips(layers[index]) for layers in measures]
         new: Any = changed.get_submodule(f"{plan.name}.{ROUTER}")
-        zero = jump_at_zero(new, seen[plan.name].inputs)
-        kept = sides.kept(place).mean()
+        zero = jump_at_zero(new, watched[plan.name].inputs)
+        kept = sides.kept(index).mean()
         numbers = (gaps[0], gaps[1], flips[0], flips[1], zero)
-        found.append(ReroutedLayer(plan.name, fits[plan.name], kept, *numbers))
-    return tuple(found)
+        records.append(ReroutedLayer(plan.name, fits[plan.name], kept, *numbers))
+    return tuple(records)
 
 
 def _flips(layer: LayerMeasures) -> float | None:
     """Share of tokens that bf16 flips; None where it is not known."""
-    rates = {one.precision: one.flip for one in layer.precision.value or ()}
+    rates = {row.precision: row.flip for row in layer.precision.value or ()}
     return rates["bf16"].value if "bf16" in rates else None
 
 

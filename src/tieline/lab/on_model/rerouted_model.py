@@ -93,10 +93,10 @@ class Rerouter:
         """Scores (T, E); the logarithm of probabilities, which are logits up to a shift."""
         new = getattr(router, ROUTER, None)
         if new is None:
-            own = output[0].reshape(-1, output[0].shape[-1])
-            return own.log() if self.family.probabilities else own
-        args, named = call
-        tokens = args[0] if args else named["hidden_states"]
+            logits = output[0].reshape(-1, output[0].shape[-1])
+            return logits.log() if self.family.probabilities else logits
+        args, kwargs = call
+        tokens = args[0] if args else kwargs["hidden_states"]
         return new(tokens.reshape(-1, tokens.shape[-1]))
 
 
@@ -128,11 +128,13 @@ def rerouter_of(module: nn.Module) -> Rerouter | None:
 
 @functools.cache
 def _rerouted_class(
-    cls: type[nn.Module], family: RouterFamily, own: bool, linear: bool, own_gate: bool
+    cls: type[nn.Module], family: RouterFamily, same_scores: bool, linear: bool, own_gate: bool
 ) -> type[nn.Module]:
-    kind = ("Own" if own else "Linear" if linear else "Other") + ("" if own_gate else "Gated")
+    kind = ("Own" if same_scores else "Linear" if linear else "Other") + (
+        "" if own_gate else "Gated"
+    )
     name = f"{cls.__name__}Rerouted{kind}"
-    matrix = family.weight if own else f"{ROUTER}.weight" if linear else None
+    matrix = family.weight if same_scores else f"{ROUTER}.weight" if linear else None
     reason = None if own_gate else "its gate was replaced by one that is no top-k of its scores"
     FAMILIES[name] = replace(family, routers=(name,), weight=matrix, refused=reason)
     return handled_class(cls, "forward", REROUTER, name)
@@ -218,7 +220,7 @@ class Rerouting:
             "gate": self.gate,
             "router_options": dict(self.router_options),
             "gate_options": dict(self.gate_options),
-            "layer_options": {name: dict(one) for name, one in self.layer_options.items()},
+            "layer_options": {name: dict(options) for name, options in self.layer_options.items()},
         }
 
 
@@ -255,14 +257,14 @@ def reroute_(
     refuse_quantised(model, FEATURE)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
-        made = [_modules(model, plan, record) for plan in plans]
+        modules = [_modules(model, plan, record) for plan in plans]
     if keep_start:
-        for plan, (new, _) in zip(plans, made, strict=True):
+        for plan, (new, _) in zip(plans, modules, strict=True):
             if new is not None:
                 start_from(new, plan.router)
     record = replace(record, layers=tuple(plan.name for plan in plans))
     record_change(model, FEATURE, record.facts())
-    for plan, (new, chooser) in zip(plans, made, strict=True):
+    for plan, (new, chooser) in zip(plans, modules, strict=True):
         _put_on(model, plan, new, chooser)
     return replace(record, _model=weakref.ref(model))
 
@@ -291,8 +293,8 @@ def _checked(
     for_gate: Mapping[str, Any],
     by_layer: Mapping[str, Mapping[str, Any]],
 ) -> Rerouting:
-    known = sorted({*ROUTERS, *SHORT})
-    require(router is None or router in known, f"{router=} is not one of {known}")
+    names = sorted({*ROUTERS, *SHORT})
+    require(router is None or router in names, f"{router=} is not one of {names}")
     require(gate is None or gate in GATES, f"{gate=} is not one of {sorted(GATES)}")
     require(router is not None or gate is not None, "give a router, a gate, or both")
     given = {**for_router, **by_layer}
@@ -390,7 +392,9 @@ def _restore(model: nn.Module, facts: dict[str, Any]) -> None:
     by_layer = facts.get("layer_options", {})
     tables = [facts.get("router_options"), facts.get("gate_options"), by_layer]
     fits = isinstance(facts.get("layers"), list) and all(isinstance(x, dict) for x in tables)
-    fits = fits and all(isinstance(one, dict) for one in by_layer.values())
+    fits = fits and all(
+        isinstance(options_of_layer, dict) for options_of_layer in by_layer.values()
+    )
     require(fits, f"the checkpoint's rerouting is malformed: {facts}", UnsupportedModelError)
     options = facts["router_options"], facts["gate_options"], by_layer
     record = _checked(facts.get("router"), facts.get("gate"), *options)

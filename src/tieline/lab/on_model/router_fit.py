@@ -92,8 +92,8 @@ class _Watcher:
         self._logits: list[Tensor] = []
 
     def __call__(self, router: nn.Module, call: Call, output: Any) -> Any:
-        args, named = call
-        tokens = args[0] if args else named["hidden_states"]
+        args, kwargs = call
+        tokens = args[0] if args else kwargs["hidden_states"]
         logits = self._plan.family.layout.logits(args, output).detach()
         logits = true_logits(self._plan.family, at_least_single(logits))
         self._inputs.append(tokens.detach().reshape(-1, tokens.shape[-1]).float().cpu().clone())
@@ -178,8 +178,8 @@ def fit_router(
 @torch.no_grad()
 def _ranks_alike(new: Router, watched: Watched) -> bool:
     """Whether all experts rank as before, but for one place in a thousand."""
-    parts = zip(watched.inputs.split(BATCH), watched.logits.split(BATCH), strict=True)
-    same = [(_scores(new, x).argsort(dim=1) == z.argsort(dim=1)).float().mean() for x, z in parts]
+    chunks = zip(watched.inputs.split(BATCH), watched.logits.split(BATCH), strict=True)
+    same = [(_scores(new, x).argsort(dim=1) == z.argsort(dim=1)).float().mean() for x, z in chunks]
     return torch.stack(same).mean().item() > 1 - 1e-3
 
 
@@ -203,8 +203,8 @@ def start_cosine(
     radius = new.weight.norm(dim=1).mean().item() + new.tau[0]
     embedded = inputs if new.projection is None else F.linear(inputs, new.projection.float())
     norm = embedded.norm(dim=1).mean().item() + new.tau[1]
-    found = 1 / (radius * norm) if radius * norm > 0 else 1.0
-    new.temperature = found if temperature is None else temperature
+    matching = 1 / (radius * norm) if radius * norm > 0 else 1.0
+    new.temperature = matching if temperature is None else temperature
 
 
 def sphere_centre(rows: Float[Tensor, "experts width"]) -> Float[Tensor, " width"]:
@@ -221,15 +221,15 @@ def sphere_centre(rows: Float[Tensor, "experts width"]) -> Float[Tensor, " width
     return mean + offset
 
 
-def _loss(scores: Tensor, wanted: Tensor, softmax: bool) -> Tensor:
+def _loss(scores: Tensor, old_logits: Tensor, softmax: bool) -> Tensor:
     """Mean divergence of the old weights from the new ones, nats per token."""
     if softmax:
-        old, new = wanted.log_softmax(dim=-1), scores.log_softmax(dim=-1)
+        old, new = old_logits.log_softmax(dim=-1), scores.log_softmax(dim=-1)
         return (old.exp() * (old - new)).sum(dim=-1).mean()
-    share = wanted.sigmoid()
+    share = old_logits.sigmoid()
     cross = F.binary_cross_entropy_with_logits(scores, share, reduction="none")
-    own = F.binary_cross_entropy_with_logits(wanted, share, reduction="none")
-    return (cross - own).sum(dim=-1).mean()
+    entropy = F.binary_cross_entropy_with_logits(old_logits, share, reduction="none")
+    return (cross - entropy).sum(dim=-1).mean()
 
 
 @torch.no_grad()

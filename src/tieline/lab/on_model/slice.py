@@ -111,9 +111,9 @@ class SliceChoice:
         if self.tokens is not None:
             _check_tokens(self.tokens, tokens)
         if self.layer is not None:
-            known = self.layer in names if isinstance(self.layer, str) else True
-            known = known and (isinstance(self.layer, str) or 0 <= self.layer < len(names))
-            require(known, f"no layer {self.layer!r} among the {len(names)} that are looked at")
+            exists = self.layer in names if isinstance(self.layer, str) else True
+            exists = exists and (isinstance(self.layer, str) or 0 <= self.layer < len(names))
+            require(exists, f"no layer {self.layer!r} among the {len(names)} that are looked at")
 
 
 def slice_model(
@@ -174,12 +174,12 @@ def slice_tokens(trace: RoutingTrace, layer: LayerTrace, seed: int = 0) -> tuple
         TraceError,
     )
     order = torch.randperm(trace.n_tokens, generator=torch.Generator().manual_seed(seed)).tolist()
-    seen: dict[tuple[int, ...], int] = {}
+    tokens_of: dict[tuple[int, ...], int] = {}
     for token in order:
-        seen.setdefault(tuple(sorted(layer.experts[token, : layer.facts.k].tolist())), token)
-        if len(seen) == 3:
+        tokens_of.setdefault(tuple(sorted(layer.experts[token, : layer.facts.k].tolist())), token)
+        if len(tokens_of) == 3:
             break
-    chosen = [*seen.values(), *(token for token in order if token not in seen.values())]
+    chosen = [*tokens_of.values(), *(token for token in order if token not in tokens_of.values())]
     return chosen[0], chosen[1], chosen[2]
 
 
@@ -279,11 +279,11 @@ def _dtype(router: nn.Module) -> torch.dtype:
 
 def coalition_at(cut: Slice, flat: Float[np.ndarray, "points 2"]) -> Tensor:
     """Experts (points, k) of the cell that holds each point; -1 where none does."""
-    found = torch.full((len(flat), cut.k), -1)
+    experts = torch.full((len(flat), cut.k), -1)
     for cell in cut.cells:
         corners = np.array(cell.corners)
         along = np.roll(corners, -1, axis=0) - corners
         to = flat[:, None] - corners[None]
         inside = (along[:, 0] * to[..., 1] - along[:, 1] * to[..., 0] >= 0).all(axis=1)
-        found[torch.from_numpy(inside)] = torch.tensor(sorted(cell.coalition))
-    return found
+        experts[torch.from_numpy(inside)] = torch.tensor(sorted(cell.coalition))
+    return experts

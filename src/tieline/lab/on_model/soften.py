@@ -229,8 +229,10 @@ class _Work:
     def _rounded(self) -> list[str]:
         """A warning if rounding hides what a soft choice does."""
         kinds = {p.dtype for p in self._model.parameters()} & {torch.bfloat16, torch.float16}
-        named = " and ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
-        text = f"The model runs in {named}, whose rounding changes losses by as much: --dtype fp32."
+        formats = " and ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
+        text = (
+            f"The model runs in {formats}, whose rounding changes losses by as much: --dtype fp32."
+        )
         return [text] if kinds else []
 
     def _step(self, steps: int = 1) -> None:
@@ -243,29 +245,31 @@ class _Work:
         near = max(8, round(self._settings.near * tokens))
         blocks = {name: block_of(self._model, name) for name in names}
         sampler = BlockSampler(blocks, near, 1, self._settings.seed)
-        with only_running(self._model), capture(self._model, layers=names, epsilons=()) as seen:
-            with sampler.watching(seen):
+        with only_running(self._model), capture(self._model, layers=names, epsilons=()) as recorder:
+            with sampler.watching(recorder):
                 losses = self._losses()
-            trace = seen.trace()
+            trace = recorder.trace()
         counts = torch.tensor([len(s) - 1.0 for s in self._sequences], dtype=torch.float64)
         return _Sample(trace, self._sequences, losses, counts), sampler
 
     def _losses(self) -> Float[Tensor, " sequences"]:
         """Summed loss of every sequence."""
-        found = []
+        losses = []
         for ids in batches(self._sequences, self._batch_size):
-            found.append(next_token_losses(_logits(forward(self._model, ids), ids), ids).sum(dim=1))
+            losses.append(
+                next_token_losses(_logits(forward(self._model, ids), ids), ids).sum(dim=1)
+            )
         self._step()
-        return torch.cat(found)
+        return torch.cat(losses)
 
     def _gradients(
         self, sample: _Sample, sampler: BlockSampler, layers: Sequence[LayerTrace]
     ) -> dict[str, Tensor]:
         """Gradient of the summed loss by the output of every block, at its near tokens."""
-        known = {x.name: sampler.near(x.name) for x in layers}
-        near = {name: s.tokens.sort().values for name, s in known.items() if s is not None}
+        samples = {x.name: sampler.near(x.name) for x in layers}
+        near = {name: s.tokens.sort().values for name, s in samples.items() if s is not None}
         blocks = {name: sampler.block(name) for name in near}
-        found: dict[str, list[Tensor]] = {name: [] for name in near}
+        gradients: dict[str, list[Tensor]] = {name: [] for name in near}
         begin = 0
         for ids in batches(sample.sequences, self._batch_size):
             with _probes(self._model, blocks) as probes:
@@ -277,10 +281,10 @@ class _Work:
                 probe = probes[name]
                 assert probe.grad is not None
                 rows = probe.grad.reshape(-1, probe.shape[-1])
-                found[name].append(rows[mine.to(rows.device)].double().cpu())
+                gradients[name].append(rows[mine.to(rows.device)].double().cpu())
             begin += ids.numel()
         self._step(3)
-        return {name: torch.cat(parts) for name, parts in found.items()}
+        return {name: torch.cat(chunks) for name, chunks in gradients.items()}
 
     def _layer(
         self,
@@ -316,8 +320,8 @@ class _Work:
             half=0,
             status=status,
         )
-        whole = record if walls is None else self._with_walls(record, sample, layer, walls)
-        return whole, forecast
+        complete = record if walls is None else self._with_walls(record, sample, layer, walls)
+        return complete, forecast
 
     def _with_walls(
         self, record: SoftLayer, sample: _Sample, layer: LayerTrace, walls: Walls
@@ -341,11 +345,11 @@ class _Work:
         )
 
     def _deciding(
-        self, trace: RoutingTrace, layer: LayerTrace, walls: Walls, place: int, form: str
+        self, trace: RoutingTrace, layer: LayerTrace, walls: Walls, index: int, form: str
     ) -> DecidingToken:
-        token, k = int(walls.tokens[place]), layer.facts.k
+        token, k = int(walls.tokens[index]), layer.facts.k
         first, second, _ = MOMENTS[form]
-        effect = first * walls.first[place] + second * walls.bend[place]
+        effect = first * walls.first[index] + second * walls.bend[index]
         return DecidingToken(
             document=int(trace.documents[token]),
             position=int(trace.positions[token]),
@@ -353,7 +357,7 @@ class _Work:
             layer=layer.name,
             leaving=int(layer.experts[token, k - 1]),
             entering=int(layer.experts[token, k]),
-            gap=walls.gaps[place].item(),
+            gap=walls.gaps[index].item(),
             effect=effect.item(),
         )
 
@@ -375,12 +379,12 @@ class _Work:
         gradient: Tensor,
         form: str,
     ) -> Walls:
-        found = sampler.near(layer.name)
-        assert found is not None
+        near = sampler.near(layer.name)
+        assert near is not None
         router, block = self._model.get_submodule(layer.name), sampler.block(layer.name)
         # gradients come batch by batch, that is in the order of the tokens
-        order = found.tokens.sort().indices
-        tokens, rows = found.tokens[order], found.rows.take(order)
+        order = near.tokens.sort().indices
+        tokens, rows = near.tokens[order], near.rows.take(order)
         with only_running(self._model):
             plain = block.run(rows, recorded_choice(layer, tokens)).double().cpu()
             swapped = block.run(rows, swapped_choice(layer, tokens, router)).double().cpu()
@@ -406,21 +410,21 @@ class _Work:
         changes = torch.zeros(len(tokens), dtype=torch.float64)
         for length in lengths.unique().tolist():
             same = (lengths == length).nonzero().squeeze(1)
-            for part in same.split(self._batch_size):
-                some = tokens[part]
+            for chunk in same.split(self._batch_size):
+                some = tokens[chunk]
                 ids = torch.stack([sample.sequences[d] for d in documents[some].tolist()])
-                places = torch.arange(len(some)) * length + positions[some]
+                rows = torch.arange(len(some)) * length + positions[some]
                 choice = path_choice(layer, some, router, share)
-                with only_running(self._model), override_choice(router, rule_at(places, choice)):
-                    found = next_token_losses(_logits(forward(self._model, ids), ids), ids)
-                changes[part] = found.sum(dim=1) - sample.losses[documents[some]]
+                with only_running(self._model), override_choice(router, rule_at(rows, choice)):
+                    losses = next_token_losses(_logits(forward(self._model, ids), ids), ids)
+                changes[chunk] = losses.sum(dim=1) - sample.losses[documents[some]]
         return changes
 
     def _levels(
         self, sample: _Sample, widths: dict[str, float], unit: float, forecast: "_Forecast"
     ) -> tuple[SoftLevel, ...]:
         """Softened runs at doubling widths, each beside what was predicted."""
-        found = []
+        levels = []
         for factor in (2.0**level for level in range(self._settings.levels)):
             wider = {name: width * factor for name, width in widths.items()}
             with softened(self._model, wider), only_running(self._model):
@@ -433,8 +437,8 @@ class _Work:
                 expected = clustered_mean(here / width, sample.counts)
                 ratio = clustered_ratio(moved, here)
             slope = change.times(1 / width)
-            found.append(SoftLevel(width, change, slope, missed, expected, ratio))
-        return tuple(found)
+            levels.append(SoftLevel(width, change, slope, missed, expected, ratio))
+        return tuple(levels)
 
 
 class _Forecast(NamedTuple):
@@ -448,13 +452,13 @@ class _Forecast(NamedTuple):
         """From the tokens at the walls of one layer."""
         documents = sample.trace.documents[walls.tokens].long()
 
-        def by_sequence(parts: Tensor) -> Tensor:
+        def by_sequence(terms: Tensor) -> Tensor:
             sums = torch.zeros(len(sample.counts), dtype=torch.float64)
-            return sums.index_add_(0, documents, parts)
+            return sums.index_add_(0, documents, terms)
 
         def change(width: float) -> Tensor | None:
-            parts = change_parts(walls, form, width)
-            return None if parts is None else by_sequence(parts)
+            terms = change_parts(walls, form, width)
+            return None if terms is None else by_sequence(terms)
 
         linear, curved = slope_parts(walls, form)
         return cls(by_sequence(linear + curved), change)
@@ -473,10 +477,10 @@ class _Forecast(NamedTuple):
         return cls(slope, change)
 
 
-def _sum(parts: Sequence[Tensor | None]) -> Tensor | None:
+def _sum(terms: Sequence[Tensor | None]) -> Tensor | None:
     """The sum, or None if a part is not known."""
-    known = [part for part in parts if part is not None]
-    return torch.stack(known).sum(dim=0) if len(known) == len(parts) else None
+    defined = [term for term in terms if term is not None]
+    return torch.stack(defined).sum(dim=0) if len(defined) == len(terms) else None
 
 
 def _mean(sums: Tensor | None, sample: _Sample) -> Estimate:

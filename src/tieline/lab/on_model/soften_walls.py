@@ -91,12 +91,12 @@ def path_choice(
     return Choice(torch.cat([kept, *pair], dim=1), ids)
 
 
-def rule_at(places: Int[Tensor, " rows"], choice: Choice) -> Callable[[RouterOutput], Choice]:
+def rule_at(rows: Int[Tensor, " rows"], choice: Choice) -> Callable[[RouterOutput], Choice]:
     """The router's own choice, except at these places."""
 
-    def rule(found: RouterOutput) -> Choice:
-        weights, ids = padded(Choice(found.weights, found.ids), choice.ids.shape[1])
-        at = places.to(ids.device)
+    def rule(output: RouterOutput) -> Choice:
+        weights, ids = padded(Choice(output.weights, output.ids), choice.ids.shape[1])
+        at = rows.to(ids.device)
         return Choice(
             weights.index_copy(0, at, choice.weights.to(weights)),
             ids.index_copy(0, at, choice.ids.to(ids)),

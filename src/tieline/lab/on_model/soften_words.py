@@ -7,14 +7,14 @@ TELLING = 0.2
 """Largest error of a ratio that is worth a sentence."""
 
 
-def soften_words(found: Softening) -> tuple[str, ...]:
+def soften_words(softening: Softening) -> tuple[str, ...]:
     """Whether softening would help or hurt, by how much, and which tokens decide it."""
-    words = [_verdict(found), _best(found)]
-    known = [layer for layer in found.layers if layer.deciding]
-    if known:
-        words.append(_tokens(known))
-        words.append(_check(found))
-    return tuple(words)
+    sentences = [_verdict(softening), _best(softening)]
+    decided = [layer for layer in softening.layers if layer.deciding]
+    if decided:
+        sentences.append(_tokens(decided))
+        sentences.append(_agreement(softening))
+    return tuple(sentences)
 
 
 def direction(slope: Estimate) -> str:
@@ -25,22 +25,22 @@ def direction(slope: Estimate) -> str:
     return "help" if value < 0 else "hurt"
 
 
-def _verdict(found: Softening) -> str:
-    first = found.together[0]
-    slope = found.predicted if found.predicted.value is not None else first.slope
-    said = {
+def _verdict(softening: Softening) -> str:
+    first = softening.together[0]
+    slope = softening.predicted if softening.predicted.value is not None else first.slope
+    sentence = {
         "help": "A soft choice would help this model",
         "hurt": "A soft choice would hurt this model",
         "tell": "Whether a soft choice would help or hurt cannot be told from this sample",
     }[direction(slope)]
     change = f"{_signed(first.change)} nats per token at the first width"
-    predicted = f", predicted {_signed(slope)}" if found.predicted.value is not None else ""
-    return f"{said}: all layers together change the loss by {change}{predicted}."
+    predicted = f", predicted {_signed(slope)}" if softening.predicted.value is not None else ""
+    return f"{sentence}: all layers together change the loss by {change}{predicted}."
 
 
-def _best(found: Softening) -> str:
-    best = min(found.together, key=lambda level: level.change.value or 0.0)
-    last = found.together[-1]
+def _best(softening: Softening) -> str:
+    best = min(softening.together, key=lambda level: level.change.value or 0.0)
+    last = softening.together[-1]
     if direction(best.change) == "help":
         wider = f"at {last.width:g} times them it is {_signed(last.change)}"
         beyond = "the widest that was tried" if best is last else wider
@@ -70,14 +70,14 @@ def _tokens(layers: list[SoftLayer]) -> str:
     )
 
 
-def _check(found: Softening) -> str:
-    rows = [*(layer.levels for layer in found.layers), found.together]
+def _agreement(softening: Softening) -> str:
+    rows = [*(layer.levels for layer in softening.layers), softening.together]
     judged = [level.agrees for levels in rows for level in levels[:3] if level.missed is not None]
-    said = (
+    sentence = (
         f"The slope predicted from the walls is within 15 % or 3 standard errors of the measured "
         f"one in {sum(map(bool, judged))} of {len(judged)} cases at the three smallest widths."
     )
-    return " ".join([said, *_paired(found.together[0])])
+    return " ".join([sentence, *_paired(softening.together[0])])
 
 
 def _paired(first: SoftLevel) -> list[str]:

@@ -67,14 +67,14 @@ class Upcycled(Result):
     @property
     def metrics(self) -> dict[str, float]:
         """Named numbers: "output_change", "loss_change", "parameters", "parameters_per_token"."""
-        found = {
+        numbers = {
             "output_change": self.output_change,
             "parameters": float(self.parameters_after),
             "parameters_per_token": float(self.parameters_per_token),
         }
         if self.loss_before is not None and self.loss_after is not None:
-            found["loss_change"] = self.loss_after.value - self.loss_before.value
-        return found
+            numbers["loss_change"] = self.loss_after.value - self.loss_before.value
+        return numbers
 
     def save(self, folder: str | Path) -> None:
         """Save model and tokenizer, replacing a model that is there; whole or not at all."""
@@ -134,9 +134,9 @@ def _loaded(source: object, revision: str | None, dtype: str) -> LoadedModel:
 
 
 def _loss(
-    loaded: LoadedModel, words: str | None, tokens: int, stage: str, progress: Progress | None
+    loaded: LoadedModel, text: str | None, tokens: int, stage: str, progress: Progress | None
 ) -> TextLoss | None:
-    if words is None:
+    if text is None:
         return None
-    told = partial(progress, stage) if progress else None
-    return text_loss(loaded.model, loaded.tokenizer, words, tokens=tokens, progress=told)
+    on_progress = partial(progress, stage) if progress else None
+    return text_loss(loaded.model, loaded.tokenizer, text, tokens=tokens, progress=on_progress)

@@ -118,20 +118,22 @@ class DenseFFN:
 
 def find_dense_ffns(model: nn.Module) -> dict[str, DenseFFN]:
     """Return the feed-forward networks of a model by name, in order of depth."""
-    found = {}
+    networks = {}
     for name, module in model.named_modules():
         for layout in _LAYOUTS:
             ffn = _read(name, module, layout)
             if ffn is not None:
-                found[name] = ffn
-    return found
+                networks[name] = ffn
+    return networks
 
 
 def _read(name: str, module: nn.Module, layout: _Layout) -> DenseFFN | None:
     first = tuple(_part(module, path) for path in layout.first)
     last, holder = _part(module, layout.last), _part(module, layout.holder)
-    named = [holder._modules.get(name) for name in ACTIVATION_NAMES] if holder is not None else []
-    activation = next((module for module in named if module is not None), None)
+    candidates = (
+        [holder._modules.get(name) for name in ACTIVATION_NAMES] if holder is not None else []
+    )
+    activation = next((module for module in candidates if module is not None), None)
     if activation is None or not isinstance(last, nn.Linear):
         return None
     maps = tuple(linear for linear in first if isinstance(linear, nn.Linear))
@@ -324,18 +326,18 @@ def upcycle_(
     generator = torch.Generator().manual_seed(seed)
     before = _size(model)
     with torch.no_grad():
-        made = {
+        mixtures = {
             name: _filled(ffn, n_experts, k, renormalise, noise, generator)
             for name, ffn in chosen.items()
         }
-        for mixture in made.values():
+        for mixture in mixtures.values():
             _start_router(mixture.gate, router_init, router_scale, generator)
-    done = _describe(model, made, before, renormalise)
+    done = _describe(model, mixtures, before, renormalise)
     kept = ("n_experts", "k", "renormalise")
     facts = {name: getattr(done, name) for name in kept} | {"layers": list(done.layers)}
     record_change(model, FEATURE, facts)
     for name, ffn in chosen.items():
-        _replace(model, ffn, made[name].train(model.training))
+        _replace(model, ffn, mixtures[name].train(model.training))
     return done
 
 
@@ -344,8 +346,8 @@ def _check_numbers(
 ) -> None:
     require(n_experts >= 2, f"a mixture needs at least 2 experts, got {n_experts}")
     require(1 <= k <= n_experts, f"need 1 <= k <= experts, got {k=} of {n_experts} experts")
-    known = ("normal", "orthogonal")
-    require(router_init in known, f"router_init must be one of {known}, got {router_init!r}")
+    kinds = ("normal", "orthogonal")
+    require(router_init in kinds, f"router_init must be one of {kinds}, got {router_init!r}")
     require(0 < router_scale < math.inf, f"router_scale must be positive, got {router_scale}")
     require(0 <= noise < math.inf, f"noise must be >= 0 and finite, got {noise}")
 
@@ -353,27 +355,27 @@ def _check_numbers(
 def _check_dense(model: nn.Module) -> None:
     routers = [name for name, module in model.named_modules() if family_of(module) is not None]
     experts = [name for name, _ in model.named_modules() if name.rpartition(".")[2] == "experts"]
-    found = [*routers, *experts]
-    if found:
+    routed = [*routers, *experts]
+    if routed:
         raise UnsupportedModelError(
-            f"{type(model).__name__} is a Mixture of Experts already ({', '.join(found[:1])})"
+            f"{type(model).__name__} is a Mixture of Experts already ({', '.join(routed[:1])})"
         )
 
 
 def _chosen(
-    found: dict[str, DenseFFN], layers: Collection[int | str] | None, kind: str
+    networks: dict[str, DenseFFN], layers: Collection[int | str] | None, kind: str
 ) -> dict[str, DenseFFN]:
-    if not found:
+    if not networks:
         raise UnsupportedModelError(
             f"{kind} has no feed-forward network of a known layout (gate_proj/up_proj/down_proj, "
             "gate_up_proj/down_proj, fc1/fc2 or intermediate/output)"
         )
     if layers is None:
-        return found
+        return networks
     require(len(layers) > 0, "layers must name at least one network, got none")
-    names = list(found)
-    wanted = {_name_of(layer, names) for layer in layers}
-    return {name: ffn for name, ffn in found.items() if name in wanted}
+    names = list(networks)
+    chosen = {_name_of(layer, names) for layer in layers}
+    return {name: ffn for name, ffn in networks.items() if name in chosen}
 
 
 def _name_of(layer: int | str, names: list[str]) -> str:
@@ -398,13 +400,13 @@ def _check_parts(model: nn.Module, ffn: DenseFFN) -> None:
     training = module.training
     module.eval()
     try:
-        own, parts = _own_output(model, ffn, x)
+        output, copied = _own_output(model, ffn, x)
     finally:
         module.train(training)
     rounding = 64 * torch.finfo(weight.dtype).eps
     require(
-        own.shape == parts.shape
-        and bool((own - parts).abs().max() <= rounding * parts.abs().max()),
+        output.shape == copied.shape
+        and bool((output - copied).abs().max() <= rounding * copied.abs().max()),
         f"{ffn.name!r} ({type(module).__name__}) does more than its parts say: it cannot be copied",
         UnsupportedModelError,
     )
@@ -479,15 +481,15 @@ def _size(model: nn.Module) -> int:
 
 
 def _describe(
-    model: nn.Module, made: dict[str, UpcycledFFN], before: int, renormalise: bool
+    model: nn.Module, mixtures: dict[str, UpcycledFFN], before: int, renormalise: bool
 ) -> Upcycling:
     """The record; `model` is not changed yet."""
-    gates = [mixture.gate for mixture in made.values()]
+    gates = [mixture.gate for mixture in mixtures.values()]
     routers = sum(_size(gate) for gate in gates)
-    per_expert = sum(_size(m.experts) // m.experts.num_experts for m in made.values())
+    per_expert = sum(_size(m.experts) // m.experts.num_experts for m in mixtures.values())
     n_experts, k = gates[0].num_experts, gates[0].top_k
     return Upcycling(
-        layers=tuple(made),
+        layers=tuple(mixtures),
         n_experts=n_experts,
         k=k,
         renormalise=renormalise,
@@ -503,9 +505,9 @@ def _restore(model: nn.Module, facts: dict[str, Any]) -> None:
     if not (isinstance(n_experts, int) and isinstance(k, int) and isinstance(names, list)):
         raise UnsupportedModelError(f"the checkpoint's upcycling is malformed: {facts}")
     _check_numbers(n_experts, k, "normal", 1.0, 0.0)
-    found = find_dense_ffns(model)
-    for name, ffn in _chosen(found, names, type(model).__name__).items():
-        like = found[name].last.weight
+    networks = find_dense_ffns(model)
+    for name, ffn in _chosen(networks, names, type(model).__name__).items():
+        like = networks[name].last.weight
         mixture = empty_mixture(ffn, n_experts, k, bool(facts.get("renormalise", True)), like)
         _replace(model, ffn, mixture)
 
