@@ -54,7 +54,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class GateScore:
-    """One run: its gate and seed, its scores, and the use of experts.
+    """One run: its gate and seed, its scores, and its use of experts.
 
     Attributes:
         gate: name of the variant.

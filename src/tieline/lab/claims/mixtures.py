@@ -1,4 +1,4 @@
-"""Random models on which papers 2 and 4 are tested, and what data can tell about them.
+"""Random models on which papers 2 and 4 are tested, and tests of what their data identify.
 
 drawn            parameters of a model
 inputs           uniform on the cube

@@ -22,7 +22,7 @@ Paper 3, in NumPy:
     drawn            the generator of a stream of random numbers
     numpy_router     weights and biases of a router
     layer            router and neurons of a fully specified instance, drawn from one seed
-    dense            neurons of one dense layer, with a router that has nothing to choose
+    dense            neurons of one dense layer, as the only expert of a router
     bisect           where a function changes sides, on many segments at once
     crofton          expected pieces along a curve
 """
@@ -160,7 +160,7 @@ def mixture(run: ClaimRun, n: int, n_experts: int = 4, dim: int = 3) -> MoESampl
 
 @dataclass(frozen=True, eq=False)
 class Pupil:
-    """A student of a teacher with bounded experts, seen on one sample.
+    """A student of a teacher with bounded experts, evaluated on one sample.
 
     Attributes:
         sample: scores and outputs of the student, the teacher's signal μ as target.

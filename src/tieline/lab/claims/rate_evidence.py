@@ -7,9 +7,9 @@ the same at this size. Losses are the papers' own (`raw`), the same up to what t
 one (`experts`).
 
 Where the model contains the truth, sample sizes are emulated by the noise level (`RatePlan`): five
-sizes over three decades when as many experts are fitted as the truth has, 1e6 to 1e12 with more,
-whose laws show late. A slope counts by its 95 % interval: it decides if it lies inside or outside a
-range, and leaves the claim open if it reaches across.
+sizes over three decades when as many experts are fitted as the truth has, and 1e6 to 1e12 with
+more, whose laws appear only at large n. A slope counts by its 95 % interval: it decides if it lies
+inside or outside a range, and leaves the claim open if it reaches across.
 
 small_study        a study of a small model
 law_of             the power law of a loss in a study

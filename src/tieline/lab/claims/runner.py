@@ -93,7 +93,7 @@ class ResultStore:
             return None
 
     def save(self, claim: Claim, run: ClaimRun, outcome: Outcome) -> None:
-        """Write the result, whole or not at all."""
+        """Write the result atomically."""
         self.folder.mkdir(parents=True, exist_ok=True)
         head = {"format": FORMAT, "version": VERSION, "key": result_key(claim, run)}
         record = head | {"outcome": to_plain(outcome, nonfinite_as_text=True)}

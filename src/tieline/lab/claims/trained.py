@@ -1,9 +1,9 @@
-"""What the routers of the trained model in the box see: hidden states, in float32 and in others.
+"""Router inputs of the trained model in the box, in float32 or in an emulated format.
 
     router_states   inputs and weight of every router on the first tokens of the text in the box
-    need_training   refuse to train without the packages that it takes
+    need_training   raise if a package that training needs is missing
 
-Claims about real hidden states rest on these; a form is computed once for all of them.
+Claims about real hidden states use these; each format is computed once per process.
 """
 
 import os
@@ -25,7 +25,7 @@ WINDOW = 256
 
 
 def need_training() -> None:
-    """Raise if a package is missing that training takes."""
+    """Raise if a package that training needs is missing."""
     for package in ("transformers", "accelerate"):
         require(find_spec(package) is not None, f"needs {package}: pip install 'tieline[train]'")
 
@@ -53,11 +53,11 @@ class RouterStates:
 
 @lru_cache(maxsize=4)
 def router_states(tokens: int, form: str = "") -> tuple[RouterStates, ...]:
-    """What each router of the model in the box sees.
+    """Return the inputs and the weight of each router of the model in the box.
 
     Args:
         tokens: of the text in the box, in windows of 256.
-        form: a format of `hf.emulate` in which the whole model runs; float32 by default.
+        form: a format of `models.emulate` in which the model runs; float32 by default.
     """
     require(find_spec("transformers") is not None, "needs transformers: pip install 'tieline[hf]'")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

@@ -195,7 +195,7 @@ def exit_curve(
     )
     nearest = cell.distances + horizon * speed.clamp(max=0)
     near = nearest <= OUT_OF_REACH * math.sqrt(horizon)
-    start, directions = cell.distances[near], _thin(cell.normals[near])
+    start, directions = cell.distances[near], _in_span(cell.normals[near])
     moves = speed[near] * (horizon / steps)
     generator = torch.Generator().manual_seed(seed)
     total, square, outside = (torch.zeros(steps, dtype=torch.float64) for _ in range(3))
@@ -268,7 +268,7 @@ def check_run(horizon: Real, steps: int, paths: int) -> None:
     require(steps >= 1 and paths >= 2, f"need steps >= 1 and paths >= 2, got {steps=}, {paths=}")
 
 
-def _thin(normals: Float[Tensor, "faces q"]) -> Float[Tensor, "faces thin"]:
+def _in_span(normals: Float[Tensor, "faces q"]) -> Float[Tensor, "faces thin"]:
     """The normals in coordinates of the space they span, so that a step draws min(F, q) numbers."""
     if normals.shape[0] >= normals.shape[1]:
         return normals

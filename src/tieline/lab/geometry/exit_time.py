@@ -82,7 +82,7 @@ def face_exit(
 ) -> Float[Tensor, "*all"]:
     """2 Φ̄(r/√t) by the reflection principle; 0 at t = 0."""
     time = torch.as_tensor(t, dtype=torch.float64)
-    if not (time >= 0).all():  # to print a tensor takes longer than all the rest
+    if not (time >= 0).all():  # formatting a tensor would take longer than the check
         raise ParameterError(f"a time is >= 0, got {t}")
     require(bool((r >= 0).all()), "a distance to a face is >= 0: the start must be in the cell")
     return torch.special.erfc(r.double() / (2 * time).sqrt()).where(time > 0, 0.0)

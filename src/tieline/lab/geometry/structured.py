@@ -168,7 +168,7 @@ def structured_bounds(
         law: drift and covariance per unit of time.
         times: t.
     """
-    pairs = _pairs(scores, k, W, law)
+    pairs = _swap_pairs(scores, k, W, law)
     hit = torch.stack([drifting_exit(*pairs[:3], t=t) for t in times.double().tolist()], dim=1)
     return ExitBounds(hit.amax(dim=-1), hit.sum(dim=-1).clamp(max=1))
 
@@ -184,7 +184,7 @@ def step_bounds(
     Half of `structured_bounds` at t = 1 without a mean: a path that met a wall is beyond it at the
     end half of the time.
     """
-    gap, deviation, drift, _ = _pairs(scores, k, W, law)
+    gap, deviation, drift, _ = _swap_pairs(scores, k, W, law)
     noisy = deviation > 0
     change = torch.special.ndtr(-(gap + drift) / torch.where(noisy, deviation, 1.0))
     change = torch.where(noisy, change, (gap + drift < 0).double())
@@ -222,7 +222,7 @@ def worst_step(
     δ = -(z_i - z_j)/s_ij² Σ (w_i - w_j). No step of smaller length changes the chosen set; the mean
     of the law plays no part.
     """
-    pairs = _pairs(scores, k, W, law)
+    pairs = _swap_pairs(scores, k, W, law)
     reach = torch.where(pairs.deviation > 0, pairs.gap / pairs.deviation, torch.inf)
     length, at = reach.min(dim=1)
     pair = pairs.experts[torch.arange(len(at)), at]
@@ -233,7 +233,7 @@ def worst_step(
     return WorstStep(length, torch.where(length[:, None] < torch.inf, step, torch.nan), pair)
 
 
-def _pairs(scores: Tensor, k: int, W: Tensor, law: PerturbationLaw) -> _Pairs:
+def _swap_pairs(scores: Tensor, k: int, W: Tensor, law: PerturbationLaw) -> _Pairs:
     """The pairs whose exchange changes the chosen set."""
     check_router(W, None, k)
     require(scores.shape[1] == len(W), f"{scores.shape[1]} scores, {len(W)} experts", ShapeError)

@@ -235,7 +235,7 @@ def distance_to_tie(
     """
     weight, bias = check_router(W, b, k)
     scores = affine_scores(x.reshape(-1, x.shape[-1]), weight, bias)
-    return _nearest(scores, weight, bias, k, order)[0].reshape(x.shape[:-1])
+    return _nearest_flat(scores, weight, bias, k, order)[0].reshape(x.shape[:-1])
 
 
 def nearest_tie_point(
@@ -248,7 +248,7 @@ def nearest_tie_point(
     """`distance_to_tie` with the point where it is attained, the normal and the tied experts."""
     weight, bias = check_router(W, b, k)
     inputs, scores = x.detach().double(), affine_scores(x, weight, bias)
-    distance, experts = _nearest(scores, weight, bias, k, order)
+    distance, experts = _nearest_flat(scores, weight, bias, k, order)
     normals = weight[experts[:, 1:]] - weight[experts[:, :1]]
     held = scores.gather(1, experts)
     rise = held[:, 1:] - held[:, :1]
@@ -295,7 +295,7 @@ def _check_rank(eigenvalues: Float[Tensor, "*sets n"], experts: Int[Tensor, "set
     require(len(low) == 0, f"the weights of experts {who} are rank-deficient: {need}")
 
 
-def _nearest(
+def _nearest_flat(
     scores: Tensor, weight: Tensor, bias: Tensor, k: int, order: int
 ) -> tuple[Float[Tensor, " tokens"], Int[Tensor, "tokens tied"]]:
     if order == 1:
@@ -304,12 +304,12 @@ def _nearest(
     flats = tie_flats(weight, bias, tie_sets(len(weight), order))
     gram = weight @ weight.T
     rows = max(1, ENTRIES // flats.inverse_grams[:, 0].numel())
-    nearest = [_search(block, flats, gram, k) for block in scores.split(rows)]
+    nearest = [_search_flats(block, flats, gram, k) for block in scores.split(rows)]
     distance, which = (torch.cat(column) for column in zip(*nearest, strict=True))
     return distance, flats.experts[which]
 
 
-def _search(scores: Tensor, flats: TieFlats, gram: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def _search_flats(scores: Tensor, flats: TieFlats, gram: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Nearest flat whose projection is a tie across the threshold: distance and index."""
     held = scores[:, flats.experts]
     rise = held[:, :, 1:] - held[:, :, :1]
@@ -321,7 +321,7 @@ def _search(scores: Tensor, flats: TieFlats, gram: Tensor, k: int) -> tuple[Tens
     while len(left):
         near = square[left].topk(take, dim=1, largest=False, sorted=True)
         chosen = multipliers[left].gather(1, near.indices[:, :, None].expand(-1, -1, rise.shape[2]))
-        valid = _across(scores[left], flats.experts[near.indices], chosen, gram, k)
+        valid = _crosses_threshold(scores[left], flats.experts[near.indices], chosen, gram, k)
         some, first = valid.max(dim=1)
         index = first[:, None]
         distance[left[some]] = near.values.gather(1, index)[some, 0].sqrt()
@@ -331,7 +331,9 @@ def _search(scores: Tensor, flats: TieFlats, gram: Tensor, k: int) -> tuple[Tens
     return distance, which
 
 
-def _across(scores: Tensor, experts: Tensor, multipliers: Tensor, gram: Tensor, k: int) -> Tensor:
+def _crosses_threshold(
+    scores: Tensor, experts: Tensor, multipliers: Tensor, gram: Tensor, k: int
+) -> Tensor:
     """Whether the projection of each token on each of its flats (tokens, c) crosses the threshold.
 
     Scores equal to the level up to rounding count on either side: the set is closed.

@@ -215,14 +215,14 @@ def _partial_spheres(
         cap = _cap_share(codim, rho, delta, width)
         return math.exp(log_density) * cap * (high - low) / 2 * math.sin(turn)
 
-    cuts = _cuts(dim, codim, low, high)
+    cuts = _integration_points(dim, codim, low, high)
     return math.fsum(
         integrate.quad(integrand, a, z, epsabs=0, epsrel=1e-12, limit=200, full_output=1)[0]
         for a, z in itertools.pairwise(cuts)
     )
 
 
-def _cuts(dim: int, codim: int, low: Real, high: Real) -> list[float]:
+def _integration_points(dim: int, codim: int, low: Real, high: Real) -> list[float]:
     """Limits of the pieces of the integral, around the mode of ρ, a narrow peak for large D."""
     mode, spread = math.sqrt((codim - 1) / max(1, dim - 1)), 1 / math.sqrt(dim)
     points = [low, *(mode + s * spread for s in (-6, -1, 0, 1, 6)), high]

@@ -340,7 +340,7 @@ def find_critical_points(
             draw = torch.rand(2, generator=generator, dtype=torch.float64)
             start = _start(teacher, draw, covariance, tau)
             root = _newton(grid, start, tau)
-            if root is not None and all(_apart(root, p.student) for p in points):
+            if root is not None and all(_differs(root, p.student) for p in points):
                 points.append(_describe(grid, teacher, root, tau, covariance))
     return tuple(sorted(points, key=lambda point: point.risk))
 
@@ -424,7 +424,7 @@ def _newton(grid: WeightedInputs, start: Tensor, tau: float) -> Tensor | None:
     return point if small else None
 
 
-def _apart(coordinates: Tensor, other: TwoCells) -> bool:
+def _differs(coordinates: Tensor, other: TwoCells) -> bool:
     return bool((_student(coordinates).flat() - other.flat()).norm() > 1e-5)
 
 

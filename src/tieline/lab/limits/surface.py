@@ -176,10 +176,10 @@ def _line_sums(
 ) -> Tensor:
     """Σ over the roots on each line of n_i² φ g/|∂_i S|."""
     grid = torch.linspace(-REACH, REACH, cells + 1, dtype=torch.float64)
-    values = torch.stack([score(_placed(others, axis, t)) - level for t in grid], dim=1)
+    values = torch.stack([score(_with_coordinate(others, axis, t)) - level for t in grid], dim=1)
     line, cell = ((values[:, 1:] > 0) != (values[:, :-1] > 0)).nonzero(as_tuple=True)
     roots = _bisect(score, others[line], axis, level, grid[cell], grid[cell + 1])
-    points = _placed(others[line], axis, roots).detach().requires_grad_()
+    points = _with_coordinate(others[line], axis, roots).detach().requires_grad_()
     (slope,) = torch.autograd.grad(score(points).sum(), points)
     share = slope[:, axis].abs() / slope.square().sum(dim=1)  # n_i²/|∂_i S|
     g = 1.0 if integrand is None else integrand(points.detach())
@@ -188,7 +188,7 @@ def _line_sums(
     )
 
 
-def _placed(others: Tensor, axis: int, value: Tensor) -> Tensor:
+def _with_coordinate(others: Tensor, axis: int, value: Tensor) -> Tensor:
     """The inputs with coordinate `axis` set."""
     points = others.clone()
     points[:, axis] = value
@@ -199,9 +199,9 @@ def _bisect(
     score: Score, others: Tensor, axis: int, level: float, low: Tensor, high: Tensor
 ) -> Tensor:
     """Roots on all lines at once, between ends of different sign, to floating-point precision."""
-    below = score(_placed(others, axis, low)) - level > 0
+    below = score(_with_coordinate(others, axis, low)) - level > 0
     for _ in range(50):
         middle = (low + high) / 2
-        same = (score(_placed(others, axis, middle)) - level > 0) == below
+        same = (score(_with_coordinate(others, axis, middle)) - level > 0) == below
         low, high = torch.where(same, middle, low), torch.where(same, high, middle)
     return (low + high) / 2

@@ -212,7 +212,7 @@ def operator(
         covariance: Σ of the inputs; the identity for None.
         response: g; the sign for None.
     """
-    v, d, sigma = _checked(v, d, covariance)
+    v, d, sigma = _check_teacher(v, d, covariance)
     g = Response() if response is None else response
     forward = sigma @ v
     s = (v @ forward).sqrt().item()
@@ -238,7 +238,7 @@ def sampled_rayleigh(
     seed: int = 0,
 ) -> Estimate:
     """E[g(v·X)(d·X)(v·X)²] = vᵀMv from its definition, by sampling."""
-    v, d, sigma = _checked(v, d, covariance)
+    v, d, sigma = _check_teacher(v, d, covariance)
     x = gaussian_inputs(n, len(v), seed, sigma)
     side = x @ v
     return mean_estimate((response or Response())(side) * (x @ d) * side.square())
@@ -349,7 +349,9 @@ def symmetry_breaking(
     )
 
 
-def _checked(v: Tensor, d: Tensor, covariance: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _check_teacher(
+    v: Tensor, d: Tensor, covariance: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     v, d = v.double(), d.double()
     require(
         v.shape == d.shape,

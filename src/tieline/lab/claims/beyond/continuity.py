@@ -136,7 +136,9 @@ def frontier(run: ClaimRun) -> Evidence:
 def gates(run: ClaimRun) -> Evidence:
     """D and S of gates with two competitors, sampled and integrated."""
     epsilon, sigma = 0.4, 0.01
-    sampled = {name: _sampled(run, gate, sigma) for name, gate in _gates(epsilon).items()}
+    sampled = {
+        name: _sampled_cost(run, gate, sigma) for name, gate in _competing_gates(epsilon).items()
+    }
     predicted = projected_cost(0.5, math.sqrt(2), sigma, epsilon)
     bound = continuity_bound(0.5, math.sqrt(2), sigma)
     linear, steep = added_cost(), added_cost(1.0, 50.0)
@@ -157,11 +159,13 @@ def gates(run: ClaimRun) -> Evidence:
     )
 
 
-def _gates(epsilon: float) -> dict[str, ProjectedTopK | SmoothTopK]:
+def _competing_gates(epsilon: float) -> dict[str, ProjectedTopK | SmoothTopK]:
     return {"projected": ProjectedTopK(1, epsilon=epsilon), "ramp": SmoothTopK(1, epsilon=epsilon)}
 
 
-def _sampled(run: ClaimRun, gate: ProjectedTopK | SmoothTopK, sigma: float) -> tuple[float, float]:
+def _sampled_cost(
+    run: ClaimRun, gate: ProjectedTopK | SmoothTopK, sigma: float
+) -> tuple[float, float]:
     """D and S over margins uniform in (-1, 1), of density ½; outputs are unit vectors."""
     count = run.size(100_000, 1_000_000)
     margin = torch.linspace(-1, 1, count, dtype=torch.float64)

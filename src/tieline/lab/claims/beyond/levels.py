@@ -22,7 +22,7 @@ from tieline.lab.tropical import count_cells, sharp_bound, zaslavsky
 
 
 def most_vertices(facets: int, dim: int) -> int:
-    """Most vertices of a polyhedron with so many facets, more than `dim`."""
+    """Most vertices of a polyhedron with the given number of facets, more than `dim`."""
     low, high = dim // 2, (dim + 1) // 2
     return math.comb(facets - high, low) + math.comb(facets - low - 1, high - 1)
 

@@ -1,4 +1,4 @@
-"""What the commands for a user's own model rest on: another router, and a soft choice.
+"""Statements behind `reroute` and `soften`: another router, and a soft choice.
 
     sphere   (w_e - c)·x = r ‖x‖ cos(w_e - c, x) with ‖w_e - c‖ = r for all e
     zero     ‖x/(‖x‖ + τ) - y/(‖y‖ + τ)‖ <= ‖x - y‖/τ
@@ -24,7 +24,7 @@ TEMPERATURE, TAU = 0.1, (0.3, 0.2)
 
 
 def centre(rows: Tensor) -> Tensor:
-    """The centre of the sphere through the rows of a router, as fitting takes it."""
+    """The centre of the sphere through the rows of a router, as `reroute` fits it."""
     from tieline.lab.on_model.router_fit import sphere_centre
 
     return sphere_centre(rows)
@@ -125,7 +125,7 @@ def zero(run: ClaimRun) -> Evidence:
 
 
 def moments(form: str) -> tuple[float, float, float]:
-    """M₁, M₂, M₃ as the command takes them."""
+    """M₁, M₂, M₃ of a form, as `soften` uses them."""
     from tieline.lab.on_model.soften_walls import MOMENTS
 
     return MOMENTS[form]
@@ -148,7 +148,7 @@ LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
     "cubic": lambda y: 0.3 * y**3 - y**2 + 0.7 * y,
     "layers": lambda y: torch.log1p(torch.exp(-2 * torch.tanh(3 * y - 4))),
 }
-"""What is made of an output: a polynomial, and two layers with a logistic loss."""
+"""Losses of an output: a polynomial, and two layers with a logistic loss."""
 
 
 def soft_change(form: str, loss: Callable[[Tensor], Tensor], width: float) -> float:

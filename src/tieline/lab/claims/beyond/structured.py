@@ -26,7 +26,7 @@ from tieline.lab.geometry.structured import (
 )
 
 FORM = "fp8_e4m3"
-"""The perturbation that is judged: the whole model in eight bits, which flips some of a hundred."""
+"""The perturbation: the model in eight bits, which changes the experts of a few tokens in 100."""
 
 
 def moved(run: ClaimRun) -> list[tuple[RouterStates, Tensor]]:
@@ -60,8 +60,12 @@ def structured_exit(run: ClaimRun) -> Evidence:
     law = perturbation_law(steps)
     scores = states.scores()
     every = torch.arange(0, len(scores), len(scores) // run.size(12, 60))
-    checks = [none_of("simulated paths outside the bounds", _outside(run, states, law, every))]
-    checks += [*_one_wall(run), *_worst(run, states, law)]
+    checks = [
+        none_of(
+            "simulated paths outside the bounds", _tokens_outside_bounds(run, states, law, every)
+        )
+    ]
+    checks += [*_one_wall_checks(run), *_worst_step_checks(run, states, law)]
     return Evidence(
         checks,
         paper="m = 0, Σ invertible",
@@ -71,7 +75,9 @@ def structured_exit(run: ClaimRun) -> Evidence:
     )
 
 
-def _outside(run: ClaimRun, states: RouterStates, law: PerturbationLaw, tokens: Tensor) -> int:
+def _tokens_outside_bounds(
+    run: ClaimRun, states: RouterStates, law: PerturbationLaw, tokens: Tensor
+) -> int:
     """Tokens whose simulated exit probability is outside the bounds by four standard errors.
 
     Time is in units in which the typical token is one deviation away from its nearest wall.
@@ -93,7 +99,7 @@ def _outside(run: ClaimRun, states: RouterStates, law: PerturbationLaw, tokens: 
     return outside
 
 
-def _one_wall(run: ClaimRun) -> list[Check]:
+def _one_wall_checks(run: ClaimRun) -> list[Check]:
     """Simulated paths with a drift against the law of one wall."""
     weight = torch.tensor([[1.0, 0.0], [0.0, 0.0]], dtype=torch.float64)
     cell = top_k_cell(torch.tensor([1.0, 0.0]).double(), 1, weight)
@@ -107,7 +113,7 @@ def _one_wall(run: ClaimRun) -> list[Check]:
     return checks
 
 
-def _worst(run: ClaimRun, states: RouterStates, law: PerturbationLaw) -> list[Check]:
+def _worst_step_checks(run: ClaimRun, states: RouterStates, law: PerturbationLaw) -> list[Check]:
     """The stated step reaches a tie, and no shorter one of those drawn does."""
     some = slice(0, run.size(200, 2_000))
     x, scores = states.inputs[some], states.scores()[some]

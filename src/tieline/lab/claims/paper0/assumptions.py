@@ -184,7 +184,7 @@ def profiled(run: ClaimRun) -> Evidence:
     values = [_variation(teacher, angle) for angle in angles]
     worst = max(neutral for _, _, neutral, _ in values)
     top = max(range(len(angles)), key=lambda i: gaussian_profile(turned(angles[i]), teacher).value)
-    critical = _refine(teacher, angles[top])
+    critical = _nearby_maximum(teacher, angles[top])
     gradient, least, _, _ = _variation(teacher, critical)
     fixed = min(curvature for *_, curvature in values)
     return Evidence(
@@ -226,7 +226,7 @@ def _variation(teacher: TwoCells, angle: float) -> tuple[float, float, float, fl
     return gradient.norm().item(), least, along, grid[1][1].curvature
 
 
-def _refine(teacher: TwoCells, angle: float) -> float:
+def _nearby_maximum(teacher: TwoCells, angle: float) -> float:
     """The nearby angle of largest Ψ_0 among walls through the origin."""
     from scipy.optimize import minimize_scalar
 

@@ -111,7 +111,7 @@ def shape(run: ClaimRun) -> Evidence:
     shift = torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64)
     off = wall_variation(student, teacher, torch.tensor([0.3, -0.5, 1.0], dtype=torch.float64))
     on = wall_variation(teacher, teacher, shift)
-    first, second = _wrong_way_round()
+    first, second = _swapped_experts_variation()
     return Evidence(
         [
             near("derivative at 0⁻ is that at 0⁺, on the teacher's wall", on.left, on.right, 1e-6),
@@ -159,7 +159,7 @@ def _hard_losses(sample: MoESample) -> torch.Tensor:
     return (sample.target - hard_predictions(sample)).square()
 
 
-def _wrong_way_round() -> tuple[float, float]:
+def _swapped_experts_variation() -> tuple[float, float]:
     """First and second difference of L_0 when a wall turns, its experts on the wrong sides.
 
     μ = |x_1| and experts ∓x_2/2 on the two sides of x_2 = 0: on the wall both are 0, so nothing is

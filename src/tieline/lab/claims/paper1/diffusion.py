@@ -73,7 +73,7 @@ def hitting(run: ClaimRun) -> Evidence:
     )
 
 
-def _between(run: ClaimRun, cell: TopKCell, horizon: float) -> Evidence:
+def _exits_between_bounds(run: ClaimRun, cell: TopKCell, horizon: float) -> Evidence:
     """Simulated exits between the two bounds."""
     curve = exit_curve(cell, horizon, 64, run.size(40_000, 400_000), run.seed)
     bounds = exit_bounds(cell.distances, curve.times)
@@ -111,7 +111,7 @@ def _between(run: ClaimRun, cell: TopKCell, horizon: float) -> Evidence:
 def lower_bound(run: ClaimRun) -> Evidence:
     """Simulation against both bounds."""
     cell = drawn_cell(run)
-    return _between(run, cell, cell.distances.min().item() ** 2)
+    return _exits_between_bounds(run, cell, cell.distances.min().item() ** 2)
 
 
 @claim(
@@ -355,7 +355,10 @@ def exit_theorem(run: ClaimRun) -> Evidence:
     sigma = torch.eye(8, dtype=torch.float64) + 0.3 * run.normal(8, 8, stream=5)
     scores = run.normal(40, 8, stream=3) @ weight.T + bias
     cell = top_k_cell(scores[gap(scores, 2).argmax()], 2, weight, sigma)
-    bounds, order = _between(run, cell, cell.distances.min().item() ** 2), first_order(run)
+    bounds, order = (
+        _exits_between_bounds(run, cell, cell.distances.min().item() ** 2),
+        first_order(run),
+    )
     return Evidence(
         [*bounds.checks, *order.checks],
         paper=bounds.paper,
@@ -401,7 +404,7 @@ def one_flat(run: ClaimRun) -> Evidence:
             ),
         ]
         values.append((exact, float(occupation.bound), float(occupation.paper)))
-    checks += _from_within(weight, bias)
+    checks += _start_on_flat_checks(weight, bias)
     return Evidence(
         checks,
         paper=values[1][2],
@@ -412,7 +415,7 @@ def one_flat(run: ClaimRun) -> Evidence:
     )
 
 
-def _from_within(weight: Tensor, bias: Tensor) -> list[Check]:
+def _start_on_flat_checks(weight: Tensor, bias: Tensor) -> list[Check]:
     """Checks of a start on the flat itself, n = 2, where the paper's bound is infinite."""
     flat = tie_flat(weight, bias, (0, 1, 2))
     occupation = flat_occupation(flat, flat.nearest, epsilon=0.3, horizon=4.0)
@@ -424,7 +427,7 @@ def _from_within(weight: Tensor, bias: Tensor) -> list[Check]:
     ]
 
 
-def _near_ties(run: ClaimRun, order: int, paths: int) -> tuple[list[Check], list[float]]:
+def _time_near_ties(run: ClaimRun, order: int, paths: int) -> tuple[list[Check], list[float]]:
     weight, bias = router(run, 5, 7)
     x0, checks, row = run.normal(7, stream=3), [], []
     for epsilon in (0.4, 0.2, 0.1):
@@ -473,7 +476,7 @@ def _near_ties(run: ClaimRun, order: int, paths: int) -> tuple[list[Check], list
 def many_flats(run: ClaimRun) -> Evidence:
     """Simulated time under both bounds."""
     paths = run.size(400, 8_192)
-    (order_one, ones), (order_two, twos) = (_near_ties(run, n, paths) for n in (1, 2))
+    (order_one, ones), (order_two, twos) = (_time_near_ties(run, n, paths) for n in (1, 2))
     widths = [0.4, 0.2, 0.1]
     share = [second / first for first, second in zip(ones[::3], twos[::3], strict=True)]
     checks = [

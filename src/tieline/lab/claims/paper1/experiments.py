@@ -88,7 +88,7 @@ def routing_course(
 
     def watch(model: nn.Module, step: int) -> None:
         if step == 1 or step % every == 0 or step == config.optim.steps:
-            looks.append((step, _look(model, rows, tolerances)))
+            looks.append((step, _measure_layers(model, rows, tolerances)))
 
     with tempfile.TemporaryDirectory() as folder:
         done = run(config, Path(folder) / "run", watch=watch)
@@ -105,7 +105,7 @@ def routing_course(
 
 
 @torch.no_grad()
-def _look(model: nn.Module, rows: Tensor, tolerances: Sequence[float]) -> Tensor:
+def _measure_layers(model: nn.Module, rows: Tensor, tolerances: Sequence[float]) -> Tensor:
     """K, ε and the numbers of near experts of every layer, as rows."""
     training = model.training
     model.eval()
@@ -148,7 +148,7 @@ def _layer_means(name: str, values: Tensor, target: float, tolerance: float) -> 
     return [near(f"{name}, layer {at}", mean, target, tolerance) for at, mean in enumerate(means)]
 
 
-def _lines(course: "RoutingCourse") -> list[Series]:
+def _layer_curves(course: "RoutingCourse") -> list[Series]:
     steps = course.steps.double()
     return [line(f"layer {at}", steps, column) for at, column in enumerate(course.experts.T)]
 
@@ -185,7 +185,7 @@ def figure_four(run: ClaimRun) -> Evidence:
         paper=BUDGET,
         corrected="K begins at 2, not near 0: the top 2 are always in",
         measured=f"{k:.3f} on text of the run, {routed.held_out:.3f} on held-out text",
-        figure=chart("step", "K", *_lines(routed)),
+        figure=chart("step", "K", *_layer_curves(routed)),
         note="ε first overshoots and comes back: the scores of a fresh model lie close together",
     )
 
@@ -229,7 +229,7 @@ def figure_five(run: ClaimRun) -> Evidence:
         figure=chart(
             "step",
             "K",
-            *_lines(routed),
+            *_layer_curves(routed),
             line("budget", routed.steps.double(), budgets, dashed=True),
         ),
     )

@@ -140,7 +140,7 @@ def layer_pair(run: ClaimRun, layer: int, experts: int = 32, k: int = 4, width: 
     return {"weight": weight, **{name: outputs(gate) for name, gate in gates.items()}}
 
 
-def _ties(run: ClaimRun, weight: Tensor, k: int, n: int) -> tuple[Tensor, Tensor]:
+def _tie_points(run: ClaimRun, weight: Tensor, k: int, n: int) -> tuple[Tensor, Tensor]:
     nearest = nearest_tie_point(run.normal(n, weight.shape[1], stream=8), weight, None, k)
     return nearest.point, nearest.normal
 
@@ -158,7 +158,7 @@ def _ties(run: ClaimRun, weight: Tensor, k: int, n: int) -> tuple[Tensor, Tensor
 def continuity(run: ClaimRun) -> Evidence:
     """Exponent at ties, and largest slope along lines through them."""
     layer = layer_pair(run, 1)
-    points, normals = _ties(run, layer["weight"], 4, run.size(30, 300))
+    points, normals = _tie_points(run, layer["weight"], 4, run.size(30, 300))
     exponents = {
         name: step_exponent(difference_by_step(layer[name], points, normals))
         for name in ("hard", "smooth")
@@ -203,7 +203,7 @@ def continuity(run: ClaimRun) -> Evidence:
 def figure_one(run: ClaimRun) -> Evidence:
     """Differences at the smallest step, relative to those at 1."""
     layer = layer_pair(run, 1)
-    points, normals = _ties(run, layer["weight"], 4, run.size(50, 500))
+    points, normals = _tie_points(run, layer["weight"], 4, run.size(50, 500))
     differences = {
         name: difference_by_step(layer[name], points, normals) for name in ("hard", "smooth")
     }
@@ -240,7 +240,7 @@ def figure_three(run: ClaimRun) -> Evidence:
     checks = []
     for number in range(1, 5):
         layer = layer_pair(run, number)
-        points, normals = _ties(run, layer["weight"], 4, run.size(20, 200))
+        points, normals = _tie_points(run, layer["weight"], 4, run.size(20, 200))
         for name, stated in (("hard", 0.0), ("smooth", 1.0)):
             power = step_exponent(difference_by_step(layer[name], points, normals))
             checks.append(near(f"layer {number}, {name}", power, stated, 0.1))

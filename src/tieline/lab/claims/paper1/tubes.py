@@ -182,7 +182,12 @@ def any_codimension(run: ClaimRun) -> Evidence:
     for dim, offset, epsilon in ((6, 0.3, 0.2), (5, 0.9, 0.4)):
         ours = tube_fraction(dim=dim, codim=2, offset=offset, epsilon=epsilon, radius=1.0)
         checks.append(
-            near(f"codimension 2, δ = {offset}", ours, _double(dim, offset, epsilon), 1e-8)
+            near(
+                f"codimension 2, δ = {offset}",
+                ours,
+                _share_of_codimension_two(dim, offset, epsilon),
+                1e-8,
+            )
         )
     n = run.size(400_000, 4_000_000)
     exact = tube_fraction(dim=7, codim=3, offset=0.2, epsilon=0.3, radius=1.0)
@@ -193,7 +198,7 @@ def any_codimension(run: ClaimRun) -> Evidence:
     return Evidence(checks, paper=exact, measured=estimate.value)
 
 
-def _double(dim: int, offset: float, epsilon: float) -> float:
+def _share_of_codimension_two(dim: int, offset: float, epsilon: float) -> float:
     """Codimension 2 in polar coordinates around δ."""
     nodes, weights = (torch.from_numpy(a) for a in special.roots_legendre(400))
     r = (nodes + 1) / 2 * epsilon
@@ -338,7 +343,7 @@ def band_test(run: ClaimRun) -> Evidence:
     )
 
 
-def _bands(run: ClaimRun, epsilon: float, n: int) -> tuple[Tensor, Tensor]:
+def _band_indicators(run: ClaimRun, epsilon: float, n: int) -> tuple[Tensor, Tensor]:
     """Indicators of the ℓ∞ bands of Def. 4.6, orders 1 and 2."""
     scores = in_ball(run, n, 5)[:, :4]
     return tuple(  # type: ignore[return-value]
@@ -346,7 +351,7 @@ def _bands(run: ClaimRun, epsilon: float, n: int) -> tuple[Tensor, Tensor]:
     )
 
 
-def _fibres(run: ClaimRun, epsilon: float, n: int, slices: bool) -> tuple[Tensor, Tensor]:
+def _fibre_indicators(run: ClaimRun, epsilon: float, n: int, slices: bool) -> tuple[Tensor, Tensor]:
     """Indicators of {‖A_J x - d_J‖_∞ <= ε}, over slices or over whole flats, orders 1 and 2."""
     z = in_ball(run, n, 5)[:, :4]
     indicators = []
@@ -377,7 +382,9 @@ def _fibres(run: ClaimRun, epsilon: float, n: int, slices: bool) -> tuple[Tensor
 def band_orders(run: ClaimRun) -> Evidence:
     """Sampled ratio over ε against the printed and the corrected formula."""
     n = run.size(400_000, 4_000_000)
-    value, error = extrapolated({epsilon: _bands(run, epsilon, n) for epsilon in (0.025, 0.05)})
+    value, error = extrapolated(
+        {epsilon: _band_indicators(run, epsilon, n) for epsilon in (0.025, 0.05)}
+    )
     stated = band_ratio(4, 2, dim=5, orders=(2, 1), epsilon=1.0, radius=1.0)
     return Evidence(
         [
@@ -421,10 +428,10 @@ def fibre_orders(run: ClaimRun) -> Evidence:
     n = run.size(400_000, 4_000_000)
     stated = band_ratio(4, 2, dim=5, orders=(2, 1), epsilon=1.0, radius=1.0).paper
     flats = extrapolated(
-        {epsilon: _fibres(run, epsilon, n, slices=False) for epsilon in (0.025, 0.05)}
+        {epsilon: _fibre_indicators(run, epsilon, n, slices=False) for epsilon in (0.025, 0.05)}
     )
     slices = extrapolated(
-        {epsilon: _fibres(run, epsilon, n, slices=True) for epsilon in (0.025, 0.05)}
+        {epsilon: _fibre_indicators(run, epsilon, n, slices=True) for epsilon in (0.025, 0.05)}
     )
     return Evidence(
         [

@@ -269,7 +269,7 @@ def splitting(_run: ClaimRun) -> Evidence:
             *corrected(
                 near("the same against its limit", over[-1], constant, 1e-6),
                 near("width factor of Thm 4.26 after and before", split / kept, 1, 0),
-                near("law for k = 200, over the exact ratio", _large_k(200, m), 1, 2e-3),
+                near("law for k = 200, over the exact ratio", _limit_for_large_k(200, m), 1, 2e-3),
                 at_most("gain of expected pieces, 32 experts", gain, 3),
             ),
         ],
@@ -289,7 +289,7 @@ def splitting(_run: ClaimRun) -> Evidence:
     )
 
 
-def _large_k(k: int, m: int) -> float:
+def _limit_for_large_k(k: int, m: int) -> float:
     """Limit of the exact ratio over the law as N grows, for large k."""
     log = math.lgamma(k + 1) - math.lgamma(m * k + 1) + (m * k + 0.5) * math.log(m)
     return math.exp(log + (m - 1) * k * (math.log(k) - 1))

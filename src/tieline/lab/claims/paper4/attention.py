@@ -53,7 +53,7 @@ def heads(run: ClaimRun) -> Evidence:
         corrected=f"ε⁻² for both; softmax needs {ratios[0]:.2f} (tied) and {ratios[1]:.2f} "
         "(untied) samples for one of sigmoid",
         measured=f"slopes {soft.experts_rate} softmax, {sigmoid.experts_rate} sigmoid",
-        figure=_figure(tied),
+        figure=_error_chart(tied),
         note="A head has one expert for each token, neither more nor fewer than its teacher, and "
         "then both kinds are regular least-squares problems. Which kind needs more samples is a "
         "matter of constants, and changes with the family. Students of the other kind do not reach "
@@ -87,14 +87,14 @@ def _constant(curve: StudentCurve) -> float:
     return curve.predicted_function
 
 
-def _figure(comparison: AttentionComparison) -> Chart:
+def _error_chart(comparison: AttentionComparison) -> Chart:
     series = []
     for kind in ("softmax", "sigmoid"):
         curve = comparison.curve("head", kind, kind)
         assert curve.predicted_experts is not None
-        foretold = [curve.predicted_experts / n**0.5 for n in curve.sizes]
+        limits = [curve.predicted_experts / n**0.5 for n in curve.sizes]
         series += [
             dots(f"{kind} head", curve.sizes, curve.experts),
-            line(f"{kind}, from the information", curve.sizes, foretold, dashed=True),
+            line(f"{kind}, from the information", curve.sizes, limits, dashed=True),
         ]
     return chart("samples n", "error of v", *series, log="xy")
