@@ -23,7 +23,7 @@ from tieline.analysis.sources import as_model
 from tieline.core.numerics import one_thread
 from tieline.core.records import to_plain
 from tieline.core.statistics import Estimate
-from tieline.lab.on_model.soften import SoftenSettings, soften_sample
+from tieline.lab.on_model.soften import SoftenSizes, soften_sample
 from tieline.lab.on_model.soften_records import Softening, SoftLevel
 from tieline.lab.on_model.subject import Subject
 from tieline.models import find_routers
@@ -86,7 +86,7 @@ def main() -> None:
     options = parser.parse_args()
     loaded = as_model(options.model, "this benchmark takes", dtype="fp32")
     text = sample(loaded.tokenizer, options.tokens, options.length)
-    sizes = SoftenSettings(options.tokens, options.length, levels=3, exact=options.tokens)
+    sizes = SoftenSizes(options.tokens, options.length, levels=3, exact=options.tokens)
     began = time.process_time()
     with one_thread():
         names = tuple(find_routers(loaded.model))

@@ -8,12 +8,16 @@ from tieline.analysis.settings import (
     MergeSettings,
 )
 from tieline.lab.settings import (
+    AttentionSettings,
     DesignSettings,
     RatesSettings,
     ReproduceSettings,
     RerouteSettings,
+    SliceSettings,
+    SoftenSettings,
     TrainSettings,
     UpcycleSettings,
+    WalksSettings,
 )
 from tieline.run.settings import CaptureSettings
 
@@ -27,6 +31,10 @@ JOBS = {
     DesignSettings: ("tieline.lab.on_model.design", "design"),
     ReproduceSettings: ("tieline.lab.claims", "reproduce"),
     RerouteSettings: ("tieline.lab.on_model.reroute", "reroute"),
+    AttentionSettings: ("tieline.lab.attention.view", "attention_view"),
+    SliceSettings: ("tieline.lab.on_model.slice", "slice_model"),
+    SoftenSettings: ("tieline.lab.on_model.soften", "soften"),
+    WalksSettings: ("tieline.lab.on_model.walks", "walks"),
     TrainSettings: ("tieline.lab.training", "train"),
     UpcycleSettings: ("tieline.lab.on_model.upcycle", "upcycle"),
 }
@@ -41,6 +49,14 @@ EXAMPLES = {ConvertSettings: {"to": "npz"}, DesignSettings: {"preset": "olmoe"}}
 OUT = ["-o", "/nowhere/out"]
 
 RULES = [
+    (SliceSettings, {"layer": "1-2"}, ["--layer", "1-2"], "--layer takes one layer, got '1-2'"),
+    (
+        SliceSettings,
+        {"places": "1,2.5,3"},
+        ["--places", "1,2.5,3"],
+        "--places takes whole numbers, got '1,2.5,3'",
+    ),
+    (SoftenSettings, {"tokens": 64}, ["--tokens", "64"], "--tokens must be at least 256, got 64"),
     (
         InspectSettings,
         {"layers": "3-1"},

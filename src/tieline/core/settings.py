@@ -165,7 +165,7 @@ def setting(
     return dataclasses.field(default=default, metadata={"setting": described})
 
 
-@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(setting,))
+@dataclass_transform(frozen_default=True, kw_only_default=True)
 class Settings:
     """The options of a job; every subclass is a frozen, keyword-only dataclass."""
 

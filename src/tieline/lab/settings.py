@@ -19,9 +19,18 @@ from tieline.core.settings import (
     require_setting,
     setting,
 )
-from tieline.run.settings import DTYPES, HubSettings, SeedSettings, Text, TextSettings
+from tieline.run.settings import (
+    DTYPES,
+    HubSettings,
+    SeedSettings,
+    SequenceSettings,
+    Text,
+    TextSettings,
+)
 
 __all__ = [
+    "AttentionOptions",
+    "AttentionSettings",
     "DesignOptions",
     "DesignSettings",
     "JobSettings",
@@ -30,10 +39,18 @@ __all__ = [
     "ReproduceSettings",
     "RerouteOptions",
     "RerouteSettings",
+    "SliceOptions",
+    "SliceSettings",
+    "SoftenOptions",
+    "SoftenSettings",
+    "SubjectOptions",
+    "SubjectSettings",
     "TrainOptions",
     "TrainSettings",
     "UpcycleOptions",
     "UpcycleSettings",
+    "WalksOptions",
+    "WalksSettings",
 ]
 
 HIDDEN = 2048
@@ -235,6 +252,116 @@ class ReproduceOptions(TypedDict, total=False):
     jobs: int
     fast: bool
     results: Path | None
+
+
+class SubjectSettings(HubSettings, SeedSettings, SequenceSettings):
+    """The model and the text that a paper's question is asked of."""
+
+    tokens: int = setting(4096, check=at_least(1), help="How many tokens of the text.")
+    dtype: str = setting(
+        "auto",
+        check=one_of(*DTYPES),
+        help="Precision the model runs in: auto, fp32, bf16 or fp16.",
+    )
+    layers: Collection[str | int] | None = setting(
+        None, read=read_layers, help="Routed layers, such as 0,2,5-7, or names of routers."
+    )
+
+
+class SubjectOptions(TypedDict, total=False):
+    """Keyword arguments of the jobs that ask a paper's question of a model."""
+
+    text: Text
+    tokens: int
+    batch_size: int
+    sequence_length: int | None
+    seed: int
+    device: str
+    revision: str | None
+    trust_remote_code: bool
+    dtype: str
+    layers: Collection[str | int] | str | None
+
+
+class SoftenSettings(SubjectSettings):
+    """Options of `soften` and `tieline soften`."""
+
+    max_cost: float = setting(
+        10.0,
+        check=above(0.0),
+        help="Most cost, in forward passes over 16,384 tokens; more is refused.",
+    )
+    tokens: int = setting(4096, check=at_least(256), help="Tokens of the sample.")
+
+
+class SoftenOptions(SubjectOptions, total=False):
+    """Keyword arguments of `soften`."""
+
+    max_cost: float
+
+
+def _read_layer(text: str) -> str | int:
+    layers = read_layers(text)
+    if len(layers) != 1:
+        raise ValueError("takes one layer")
+    return layers[0]
+
+
+class SliceSettings(SubjectSettings):
+    """Options of `slice_model` and `tieline slice`."""
+
+    layer: str | int | None = setting(
+        None,
+        read=_read_layer,
+        help="Layer, by position or name; by default the first with flat walls.",
+    )
+    places: Sequence[int] | None = setting(
+        None,
+        read=read_whole_numbers,
+        help="Three tokens of the text by position, such as 7,80,300; by default drawn.",
+    )
+    tokens: int = setting(4096, check=at_least(3), help="How many tokens of the text.")
+
+
+class SliceOptions(SubjectOptions, total=False):
+    """Keyword arguments of `slice_model`."""
+
+    layer: str | int | None
+    places: Sequence[int] | str | None
+
+
+class WalksSettings(SubjectSettings):
+    """Options of `walks` and `tieline walks`."""
+
+    tokens: int = setting(
+        4096, check=at_least(1), help="How many tokens of the text; at most 2,048 are run."
+    )
+    dtype: str = setting(
+        "fp32",
+        check=one_of(*DTYPES),
+        help="Precision the model runs in: auto, fp32, bf16 or fp16.",
+    )
+
+
+class WalksOptions(SubjectOptions, total=False):
+    """Keyword arguments of `walks`."""
+
+
+class AttentionSettings(HubSettings, TextSettings):
+    """Options of `attention_view` and `tieline attention`."""
+
+    tokens: int = setting(4096, check=at_least(1), help="How many tokens of the text.")
+
+
+class AttentionOptions(TypedDict, total=False):
+    """Keyword arguments of `attention_view`."""
+
+    text: Text
+    tokens: int
+    batch_size: int
+    device: str
+    revision: str | None
+    trust_remote_code: bool
 
 
 class RerouteSettings(HubSettings, SeedSettings, TextSettings):

@@ -9,7 +9,6 @@ from tests.models.tiny import lively, tiny_model
 from tieline.analysis.own_noise import own_noise
 from tieline.core.errors import TielineError
 from tieline.lab.on_model.slice import SliceChoice, coalition_at, router_choice, slice_model
-from tieline.lab.on_model.subject import SubjectOptions
 from tieline.lab.tropical.pictures import plane_through, slice_router
 from tieline.models import capture, find_routers
 from tieline.run.corpus import tokenise
@@ -23,8 +22,8 @@ def cut_model(family, choice, tokens=120):
 
 
 def slice_of(model, choice, tokens=120):
-    options = SubjectOptions(text=words(tokens), tokens=tokens, sequence_length=40)
-    return slice_model((model, Letters()), choice, options)
+    options = {"text": words(tokens), "tokens": tokens, "sequence_length": 40}
+    return slice_model((model, Letters()), layer=choice.layer, places=choice.tokens, **options)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -77,7 +76,7 @@ def test_the_three_tokens_are_named_and_the_band_is_the_noise():
 @pytest.mark.parametrize(
     ("choice", "tokens", "why"),
     [
-        (SliceChoice(), 2, "three tokens, the text has 2"),
+        (SliceChoice(), 2, "tokens must be at least 3, got 2"),
         (SliceChoice(0, (1, 1, 2)), 40, "three different tokens, got 1, 1, 2"),
         (SliceChoice(0, (1, 2)), 40, "three different tokens, got 1, 2"),
         (SliceChoice(0, (1, 2, 40)), 40, "no tokens 1, 2, 40: the text has tokens 0 to 39"),

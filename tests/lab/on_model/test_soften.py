@@ -12,14 +12,14 @@ from tieline.lab.on_model import soften as module
 from tieline.lab.on_model.soft_choice import soft_share, softened
 from tieline.lab.on_model.soften import (
     ORDINARY,
-    SoftenSettings,
+    SoftenSizes,
     sample_of,
     soften,
     soften_cost,
     soften_sample,
 )
 from tieline.lab.on_model.soften_walls import MOMENTS, Walls, change_parts
-from tieline.lab.on_model.subject import Subject, SubjectOptions
+from tieline.lab.on_model.subject import Subject
 from tieline.models import find_routers
 from tieline.run.corpus import tokenise
 
@@ -29,7 +29,7 @@ def subject(model, tokens, length):
     return Subject(model, Letters(), "tiny", tuple(find_routers(model)), text, {})
 
 
-SMALL = SoftenSettings(tokens=960, length=24, first=0.04, levels=3, near=0.2, exact=10_000)
+SMALL = SoftenSizes(tokens=960, length=24, first=0.04, levels=3, near=0.2, exact=10_000)
 
 
 def top1():
@@ -135,13 +135,13 @@ def test_the_change_of_a_width_is_that_of_its_tokens_and_unknown_beyond_the_near
 
 
 def test_a_larger_sample_computes_more_tokens_again():
-    assert sample_of(4096) == SoftenSettings()
+    assert sample_of(4096) == SoftenSizes()
     assert sample_of(65536).exact == 1024
     assert sample_of(512).exact == 64
 
 
 def test_a_model_in_low_precision_is_told_to_run_in_float32():
-    sizes = SoftenSettings(levels=1, exact=4)
+    sizes = SoftenSizes(levels=1, exact=4)
     for model in (MODELS["two"](), MODELS["two"]().bfloat16()):
         found = soften_sample(subject(model, 240, 24), sizes)
         assert ("--dtype fp32" in found.conclusions[-1]) == (model.dtype == torch.bfloat16)
@@ -149,7 +149,7 @@ def test_a_model_in_low_precision_is_told_to_run_in_float32():
 
 def test_groups_are_measured_and_not_predicted():
     model = lively(tiny_model("deepseek_v3"))
-    found = soften_sample(subject(model, 240, 24), SoftenSettings(levels=1))
+    found = soften_sample(subject(model, 240, 24), SoftenSizes(levels=1))
     assert all("groups" in layer.status for layer in found.layers)
     assert all(layer.levels[0].missed is None for layer in found.layers)
     assert found.predicted.value is None
@@ -157,20 +157,22 @@ def test_groups_are_measured_and_not_predicted():
 
 def test_dense_experts_cost_more_and_a_high_cost_is_refused_before_any_run():
     one, two = top1(), lively(tiny_model("olmoe"))
-    settings = SoftenSettings(tokens=1000, exact=0)
+    settings = SoftenSizes(tokens=1000, exact=0)
     costs = [soften_cost(m, tuple(find_routers(m)), settings) for m in (one, two)]
     assert costs[1] == pytest.approx((4 + 5 * 3) * 1000 / ORDINARY)
     assert costs[0] > costs[1]
-    with pytest.raises(TielineError, match=r"about \d+ times a forward pass .*max_cost = 0.01"):
-        soften((one, Letters()), SubjectOptions(text=words(400)), settings, max_cost=0.01)
+    with pytest.raises(TielineError, match=r"about \d+ times a forward pass .*max_cost 0.01"):
+        soften((one, Letters()), text=words(400), sizes=settings, max_cost=0.01)
 
 
 def test_a_softening_of_a_model_is_a_result():
-    sizes = SoftenSettings(tokens=240, length=24, levels=1, exact=8)
+    sizes = SoftenSizes(tokens=240, length=24, levels=1, exact=8)
     steps = []
-    options = SubjectOptions(text=words(240))
     found = soften(
-        (MODELS["two"](), Letters()), options, sizes, progress=lambda *step: steps.append(step)
+        (MODELS["two"](), Letters()),
+        text=words(240),
+        sizes=sizes,
+        progress=lambda *step: steps.append(step),
     )
     again = type(found).from_dict(
         {k: v for k, v in found.to_dict().items() if k not in ("format", "version")}

@@ -10,11 +10,11 @@ from tests.analysis.zoo import Letters, words
 from tests.models.tiny import lively, tiny_model
 from tieline.core.numerics import one_thread
 from tieline.lab.geometry.exit_time import face_exit, face_quantile, score_flip_times
-from tieline.lab.on_model.subject import SubjectOptions
 from tieline.lab.on_model.walks import HORIZONS, PATHS, STEPS, flip_walk, noise_pull, walks
+from tieline.lab.settings import WalksSettings
 from tieline.run.corpus import tokenise
 
-OPTIONS = SubjectOptions(text=words(240), tokens=240, batch_size=3, sequence_length=40)
+SETTINGS = WalksSettings(text=words(240), tokens=240, batch_size=3, sequence_length=40)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,9 @@ def test_a_walk_has_the_flip_times_of_its_tokens():
 
 def test_flips_grow_and_walks_lie_between_their_bounds(mixtral):
     steps = []
-    result = walks((mixtral, Letters()), OPTIONS, lambda *step: steps.append(step))
+    result = walks(
+        (mixtral, Letters()), settings=SETTINGS, progress=lambda *step: steps.append(step)
+    )
     assert steps[-1] == ("walks", len(result.layers), len(result.layers))
     for layer in result.layers:
         walk = layer.walk.value
@@ -84,8 +86,8 @@ def test_flips_grow_and_walks_lie_between_their_bounds(mixtral):
 
 
 def test_what_cannot_be_measured_says_why():
-    grouped = walks((lively(tiny_model("deepseek_v3")), Letters()), OPTIONS)
+    grouped = walks((lively(tiny_model("deepseek_v3")), Letters()), settings=SETTINGS)
     assert "within groups" in grouped.layers[0].walk.status
-    half = walks((lively(tiny_model("mixtral")).to(torch.bfloat16), Letters()), OPTIONS)
+    half = walks((lively(tiny_model("mixtral")).to(torch.bfloat16), Letters()), settings=SETTINGS)
     assert not half.layers
     assert "runs in bfloat16" in half.status

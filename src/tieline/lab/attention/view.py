@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Unpack
 
 import torch
 from jaxtyping import Float
@@ -33,11 +33,13 @@ from transformers.masking_utils import sdpa_mask
 from tieline.analysis.sources import ModelSource, as_model
 from tieline.core.errors import UnsupportedModelError, require
 from tieline.core.records import Result
+from tieline.core.settings import takes_settings
 from tieline.core.statistics import Estimate, SequenceSums, next_token_losses
 from tieline.lab.attention.in_models import NOT_HONOURED, SIGMOID
+from tieline.lab.settings import AttentionOptions, AttentionSettings
 from tieline.models.demo import DEMO
 from tieline.models.running import batches, forward, only_running
-from tieline.run.corpus import Text, as_text, default_length, tokenise
+from tieline.run.corpus import as_text, default_length, tokenise
 
 Progress = Callable[[str, int, int], None]
 
@@ -208,35 +210,31 @@ class AttentionView(Result):
         return means | {name: value for name, value in losses.items() if value is not None}
 
 
+@takes_settings(AttentionSettings)
 def attention_view(
     source: ModelSource = DEMO,
     *,
-    text: Text = None,
-    tokens: int = 4096,
-    batch_size: int = 8,
-    device: str = "cpu",
-    revision: str | None = None,
-    trust_remote_code: bool = False,
+    settings: AttentionSettings | None = None,
     progress: Progress | None = None,
+    **options: Unpack[AttentionOptions],
 ) -> AttentionView:
     """Look at a model's heads as mixtures of experts, and at what sigmoid attention would change.
 
     Args:
         source: a hub id, a folder, "demo" for the model in the box, or `(model, tokenizer)`.
-        text: what to run: a str, the Path of a file, or None for the text in the box.
-        tokens: how many tokens of it.
-        batch_size: sequences per forward pass.
-        device: where to load a named model, in float32.
-        revision: its branch, tag or commit on the hub.
-        trust_remote_code: whether code that comes with it may run.
+        settings: the options; keyword arguments change single ones. `text` may also be the text
+            itself. A named model is loaded in float32.
         progress: called with stage, done and total while the work goes on.
     """
-    require(batch_size >= 1, f"batch_size must be at least 1, got {batch_size}")
-    content, origin = as_text(text)
-    options = {"device": device, "revision": revision, "trust_remote_code": trust_remote_code}
-    loaded = as_model(source, "attention takes", dtype="fp32", **options)
+    settings = AttentionSettings.of(settings, options)
+    content, origin = as_text(settings.text)
+    names, batch_size = ("device", "revision", "trust_remote_code"), settings.batch_size
+    loading = {name: getattr(settings, name) for name in names}
+    loaded = as_model(source, "attention takes", dtype="fp32", **loading)
     model = loaded.model
-    sequences = tokenise(loaded.tokenizer, content, tokens, default_length(model)).sequences
+    sequences = tokenise(
+        loaded.tokenizer, content, settings.tokens, default_length(model)
+    ).sequences
     id_batches = list(batches([row for row in sequences if len(row) > FIRST + 1], batch_size))
     require(
         bool(id_batches), f"the text is too short: a sequence needs more than {FIRST + 1} tokens"

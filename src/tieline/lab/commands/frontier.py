@@ -21,6 +21,7 @@ from tieline.cli.app import (
     guarded,
 )
 from tieline.cli.deliver import Outputs, deliver, progress_bars
+from tieline.lab.settings import SubjectSettings
 
 
 @app.command()
@@ -59,11 +60,10 @@ def frontier(
         from tieline.analysis.sources import quiet_transformers
         from tieline.lab.on_model.frontier import FrontierSettings
         from tieline.lab.on_model.frontier import frontier as run
-        from tieline.lab.on_model.subject import SubjectOptions
         from tieline.models.smooth import gate_named
 
         quiet_transformers()
-        options = SubjectOptions(
+        options = SubjectSettings(
             text=text,
             tokens=tokens,
             batch_size=batch_size,

@@ -31,7 +31,8 @@ from tieline.core.errors import UnsupportedModelError, require
 from tieline.lab.limits.continuity import least_moved
 from tieline.lab.on_model.frontier_records import Frontier, FrontierPoint, LayerLaw
 from tieline.lab.on_model.layer_law import layer_laws
-from tieline.lab.on_model.subject import Progress, SubjectOptions
+from tieline.lab.on_model.subject import Progress
+from tieline.lab.settings import SubjectSettings
 from tieline.models.demo import DEMO
 from tieline.models.running import batches, only_running
 from tieline.models.smooth import smooth_
@@ -61,7 +62,7 @@ class FrontierSettings:
 
 def frontier(
     source: ModelSource = DEMO,
-    options: SubjectOptions | None = None,
+    options: SubjectSettings | None = None,
     settings: FrontierSettings | None = None,
     progress: Progress | None = None,
 ) -> Frontier:
@@ -73,7 +74,7 @@ def frontier(
         settings: noise, gate and widths.
         progress: called with stage, done and total.
     """
-    options, settings = options or SubjectOptions(), settings or FrontierSettings()
+    options, settings = options or SubjectSettings(), settings or FrontierSettings()
     require(options.layers is None, "a frontier is of all layers: leave out layers")
     words, origin = as_text(options.text)
     where = {"device": options.device, "revision": options.revision, "dtype": "fp32"}
@@ -103,7 +104,7 @@ def _laws(
     model: nn.Module,
     known: Calibration,
     split: TextSplit,
-    options: SubjectOptions,
+    options: SubjectSettings,
     progress: Progress | None,
 ) -> tuple[LayerLaw, ...]:
     """The law in every layer; none where a layer cannot be run by itself."""
@@ -127,7 +128,7 @@ def measure_points(
     sequences: Sequence[Int[Tensor, " _"]],
     settings: FrontierSettings,
     budgets: Sequence[float] = (),
-    options: SubjectOptions | None = None,
+    options: SubjectSettings | None = None,
     progress: Progress | None = None,
 ) -> Frontier:
     """Measure smoothed forms of a model of many widths.
@@ -141,7 +142,7 @@ def measure_points(
         options: batch size and seed.
         progress: called with stage, done and total.
     """
-    (model, smoothed), options = models, options or SubjectOptions()
+    (model, smoothed), options = models, options or SubjectSettings()
     gate, noise = settings.gate, known.noise
     marks = [_Mark("noise", c, known.by_noise(c)) for c in settings.scales]
     marks += [_Mark("budget", n, known.by_budget(n, gate)) for n in budgets]

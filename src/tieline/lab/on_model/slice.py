@@ -8,7 +8,7 @@ choice must be the coalition of the cell that holds the point.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Unpack
 
 import numpy as np
 import torch
@@ -22,7 +22,9 @@ from tieline.analysis.own_noise import own_noise
 from tieline.analysis.sources import ModelSource
 from tieline.core.errors import TraceError, UnsupportedModelError, require
 from tieline.core.records import Result
-from tieline.lab.on_model.subject import Progress, Subject, SubjectOptions
+from tieline.core.settings import takes_settings
+from tieline.lab.on_model.subject import Progress, Subject, open_subject
+from tieline.lab.settings import SliceOptions, SliceSettings
 from tieline.lab.tropical.pictures import Plane, Slice, plane_through, slice_router
 from tieline.models.capture import capture
 from tieline.models.demo import DEMO
@@ -116,27 +118,30 @@ class SliceChoice:
             require(exists, f"no layer {self.layer!r} among the {len(names)} that are looked at")
 
 
+@takes_settings(SliceSettings)
 def slice_model(
     source: ModelSource = DEMO,
-    choice: SliceChoice | None = None,
-    options: SubjectOptions | None = None,
+    *,
+    settings: SliceSettings | None = None,
     progress: Progress | None = None,
+    **options: Unpack[SliceOptions],
 ) -> RouterSlice:
     """Draw the plane through three tokens' hidden states at one router of a model.
 
     Args:
         source: a hub id, a folder, "demo" for the model in the box, or `(model, tokenizer)`.
-        choice: the layer and the tokens.
-        options: how the model is loaded and what it is run on.
+        settings: the options; keyword arguments change single ones.
         progress: called with stage, done and total.
     """
-    choice, options = choice or SliceChoice(), options or SubjectOptions()
-    subject = options.open(source, "slice takes")
+    settings = SliceSettings.of(settings, options)
+    places = None if settings.places is None else tuple(settings.places)
+    choice = SliceChoice(settings.layer, places)
+    subject = open_subject(source, settings, "slice takes")
     model, routers, tokens = subject.model, subject.routers, subject.text.tokens
     choice.check(routers, tokens, inputs_fit(model, routers, tokens))
-    trace = _routed(subject, options.batch_size, progress)
-    noise = own_noise(model, routers, subject.text, options.batch_size)
-    return chosen_slice(subject, trace, choice, noise, options.seed)
+    trace = _routed(subject, settings.batch_size, progress)
+    noise = own_noise(model, routers, subject.text, settings.batch_size)
+    return chosen_slice(subject, trace, choice, noise, settings.seed)
 
 
 def _routed(subject: Subject, batch_size: int, progress: Progress | None) -> RoutingTrace:

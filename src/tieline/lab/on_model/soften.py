@@ -21,7 +21,7 @@ For the squared loss of one layer this is the slope of `limits.slope` (Paper 0, 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from jaxtyping import Float, Int
@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from tieline.analysis.sources import ModelSource
 from tieline.analysis.swap import Block, BlockSampler, block_of, recorded_choice, swapped_choice
 from tieline.core.errors import UnsupportedModelError, require
+from tieline.core.settings import require_setting, takes_settings
 from tieline.core.statistics import (
     Estimate,
     clustered_mean,
@@ -48,7 +49,8 @@ from tieline.lab.on_model.soften_walls import (
     slope_parts,
 )
 from tieline.lab.on_model.soften_words import soften_words
-from tieline.lab.on_model.subject import Progress, Subject, SubjectOptions
+from tieline.lab.on_model.subject import Progress, Subject, open_subject
+from tieline.lab.settings import SoftenOptions, SoftenSettings
 from tieline.measure.boundary import gap_density, margin_tail
 from tieline.measure.measures import scored
 from tieline.models.capture import capture
@@ -70,7 +72,7 @@ NOTHING = Estimate(None, None, "not predicted")
 
 
 @dataclass(frozen=True)
-class SoftenSettings:
+class SoftenSizes:
     """Sizes of the sample and of the widths.
 
     Attributes:
@@ -92,9 +94,9 @@ class SoftenSettings:
     seed: int = 0
 
 
-def sample_of(tokens: int) -> SoftenSettings:
+def sample_of(tokens: int) -> SoftenSizes:
     """Sizes for a sample of this many tokens, with as large a part of them computed again."""
-    usual = SoftenSettings()
+    usual = SoftenSizes()
     exact = max(usual.exact, tokens * usual.exact // usual.tokens)
     return replace(usual, tokens=tokens, exact=exact)
 
@@ -108,7 +110,7 @@ class _Sample(NamedTuple):
     counts: Float[Tensor, " sequences"]
 
 
-def soften_cost(model: nn.Module, names: Sequence[str], settings: SoftenSettings) -> float:
+def soften_cost(model: nn.Module, names: Sequence[str], settings: SoftenSizes) -> float:
     """Forward passes over 16,384 tokens that softening costs, with dense experts where k = 1."""
     plans = {plan.name: plan for plan in plan_layers(model, None)[0] if plan.name in names}
     sizes = {name: _size(experts_of(model, name)) for name in plans}
@@ -124,44 +126,48 @@ def _size(module: nn.Module | None) -> float:
     return 0.0 if module is None else float(sum(p.numel() for p in module.parameters()))
 
 
+@takes_settings(SoftenSettings)
 def soften(
     source: ModelSource = DEMO,
-    options: SubjectOptions | None = None,
-    settings: SoftenSettings | None = None,
     *,
-    max_cost: float = FREE,
+    sizes: SoftenSizes | None = None,
+    settings: SoftenSettings | None = None,
     progress: Progress | None = None,
+    **options: Unpack[SoftenOptions],
 ) -> Softening:
     """Measure the loss of a model against the width of a soft choice, and predict its slope.
 
     Args:
         source: a causal language model, not smoothed: a hub id, a folder, "demo" for the model in
             the box, or `(model, tokenizer)`.
-        options: how it is loaded and what it is run on; the sample has `settings.tokens` tokens.
-        settings: sizes; its seed is replaced by that of `options`.
-        max_cost: most cost, in ordinary forward passes over 16,384 tokens; more is refused before
-            any run.
+        sizes: of the sample and of the widths, by default `sample_of(tokens)`; its tokens are
+            those of the sample, its seed is replaced by that of the settings.
+        settings: the options; keyword arguments change single ones. A run that costs more than
+            `max_cost` is refused before it begins.
         progress: called with stage, done and total.
     """
-    options, settings = options or SubjectOptions(), settings or SoftenSettings()
-    options = replace(options, tokens=settings.tokens)
-    subject = options.open(source, "soften takes", longest=settings.length)
+    settings = SoftenSettings.of(settings, options)
+    sizes = sizes or sample_of(settings.tokens)
+    subject = open_subject(source, settings, "soften takes", sizes.length, sizes.tokens)
     length = len(subject.text.sequences[0])
-    settings = replace(settings, tokens=subject.text.tokens, length=length, seed=options.seed)
-    cost = soften_cost(subject.model, subject.routers, settings)
-    require(
-        cost <= max_cost,
-        f"softening costs about {cost:.0f} times a forward pass over {ORDINARY:,} tokens, more "
-        f"than max_cost = {max_cost:g}: raise it, or look at fewer layers",
+    sizes = replace(sizes, tokens=subject.text.tokens, length=length, seed=settings.seed)
+    cost = soften_cost(subject.model, subject.routers, sizes)
+    require_setting(
+        cost <= settings.max_cost,
+        "softening costs about {cost} times a forward pass over {ordinary} tokens, more than "
+        "{max_cost} {most}: raise it, or look at fewer {layers}",
+        cost=f"{cost:.0f}",
+        ordinary=f"{ORDINARY:,}",
+        most=f"{settings.max_cost:g}",
     )
     if progress is not None:
         progress(f"soften, about {cost:.0f} passes", 0, 1)
-    return soften_sample(subject, settings, options.batch_size, cost, progress)
+    return soften_sample(subject, sizes, settings.batch_size, cost, progress)
 
 
 def soften_sample(
     subject: Subject,
-    settings: SoftenSettings,
+    settings: SoftenSizes,
     batch_size: int = 8,
     cost: float = 0.0,
     progress: Progress | None = None,
@@ -186,7 +192,7 @@ class _Work:
     def __init__(
         self,
         subject: Subject,
-        settings: SoftenSettings,
+        settings: SoftenSizes,
         batch_size: int,
         progress: Progress | None,
     ) -> None:

@@ -11,7 +11,7 @@ W Σ Wᵀ matters to it, so walks are simulated in the space of the scores (`geo
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Unpack
 
 import torch
 from jaxtyping import Float
@@ -23,10 +23,12 @@ from tieline.analysis.sources import ModelSource
 from tieline.core.numerics import one_thread
 from tieline.core.ranking import stable_topk
 from tieline.core.records import Result
+from tieline.core.settings import takes_settings
 from tieline.core.statistics import Estimate, mean_estimate
 from tieline.lab.geometry.diffusion import exit_curve, top_k_cell
 from tieline.lab.geometry.exit_time import exit_bounds, face_quantile
-from tieline.lab.on_model.subject import Progress, SubjectOptions
+from tieline.lab.on_model.subject import Progress, open_subject
+from tieline.lab.settings import WalksOptions, WalksSettings
 from tieline.measure.flips import logit_view
 from tieline.measure.measure_records import Measurement
 from tieline.models.demo import DEMO
@@ -105,27 +107,30 @@ class FlipWalks(Result):
         return {f"median:{name}": walk.median for name, walk in known if walk is not None}
 
 
+@takes_settings(WalksSettings)
 def walks(
     source: ModelSource = DEMO,
-    options: SubjectOptions | None = None,
+    *,
+    settings: WalksSettings | None = None,
     progress: Progress | None = None,
+    **options: Unpack[WalksOptions],
 ) -> FlipWalks:
     """Simulate how long the tokens of a model keep their experts under its own rounding.
 
     Args:
         source: a hub id, a folder, "demo" for the model in the box, or `(model, tokenizer)`.
-        options: how it is loaded and what it is run on; at most 2,048 tokens are.
+        settings: the options; keyword arguments change single ones.
         progress: called with stage, done and total.
     """
-    options = options or SubjectOptions()
-    subject = options.open(source, "walks takes")
-    runs = rounded_runs(subject.model, subject.routers, subject.text, options.batch_size)
+    settings = WalksSettings.of(settings, options)
+    subject = open_subject(source, settings, "walks takes")
+    runs = rounded_runs(subject.model, subject.routers, subject.text, settings.batch_size)
     layers: list[LayerWalk] = []
     if runs.clean is not None and runs.rounded is not None:
         weights = linear_weights(subject.model, runs.clean)
         with one_thread():  # many small operations
             for clean, rounded in zip(runs.clean.layers, runs.rounded.layers, strict=True):
-                walk = layer_walk(clean, rounded, weights, options.seed)
+                walk = layer_walk(clean, rounded, weights, settings.seed)
                 layers.append(LayerWalk(clean.name, walk))
                 if progress is not None:
                     progress("walks", len(layers), len(runs.clean.layers))
