@@ -35,7 +35,7 @@ from tieline.analysis.perturbations import Perturbation
 from tieline.analysis.precision import audit
 from tieline.cli.app import memory_size
 from tieline.models.demo import load_demo_tokenizer
-from tieline.models.emulate import BufferPool, format_named, rounded_in_pieces
+from tieline.models.emulate import RoundingBuffers, format_named, rounded_in_pieces
 from tieline.models.loading import load_model, read_shape
 from tieline.models.lockstep import Pass
 from tieline.models.running import forward, only_running
@@ -305,7 +305,7 @@ EIGHT = (
 
 def rounding_speed(name: str, rows: int, columns: int) -> float:
     """Numbers per second of rounding the weights of 16 experts in a format."""
-    weight, rooms, times = torch.randn(16, rows, columns), BufferPool(), []
+    weight, rooms, times = torch.randn(16, rows, columns), RoundingBuffers(), []
     for _ in range(4):
         with rooms.borrow() as room:
             began = time.perf_counter()

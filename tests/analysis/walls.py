@@ -12,7 +12,7 @@ import torch
 from tests.models.tiny import batch
 from tieline.analysis.swap import Block, BlockSampler, Rows, block_of
 from tieline.models import capture, family_of
-from tieline.models.capture import Batch, LayerObserver, Settings
+from tieline.models.capture import Batch, LayerObserver, ObserverSettings
 from tieline.models.router_call import Choice, override_choice
 from tieline.trace import LayerTrace
 
@@ -95,7 +95,7 @@ class Walker:
         if family.in_block:
             call, output = ((seen[0].logits,), {}), (seen[0].weights, seen[0].ids)
         one = torch.zeros(1, dtype=torch.int64)
-        observer = LayerObserver(self.name, family, Settings(4, (), False, False))
+        observer = LayerObserver(self.name, family, ObserverSettings(4, (), False, False))
         return observer.observe(self.block.router, call, output, Batch(one, one, one, None, 1))
 
 

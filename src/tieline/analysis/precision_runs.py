@@ -36,7 +36,7 @@ from tieline.core.errors import TielineError, UnsupportedModelError, require
 from tieline.core.numerics import one_thread
 from tieline.core.ranking import group_scores, sets_differ, topk_mask
 from tieline.core.statistics import SequenceSums, kl_divergence, next_token_losses
-from tieline.models.capture import Batch, Call, LayerObserver, Settings
+from tieline.models.capture import Batch, Call, LayerObserver, ObserverSettings
 from tieline.models.families import family_of
 from tieline.models.router_call import (
     Choice,
@@ -121,7 +121,7 @@ class LocalRuns:
         """
         self.routers, self.perturbations = routers, tuple(dict.fromkeys(perturbations))
         self.blocks = {name: block_of(model, name) for name in routers}
-        settings = Settings(RANKS, (), False, False)
+        settings = ObserverSettings(RANKS, (), False, False)
         self.observers = {name: _observer(name, r, settings) for name, r in routers.items()}
         self.seed, self.flips_per_call, self.keep_every = seed, flips_per_call, keep_every
         self.effects: dict[tuple[Perturbation, str], LocalEffect] = defaultdict(LocalEffect)
@@ -320,7 +320,7 @@ def _repeated(
     return flips / repeats
 
 
-def _observer(name: str, router: nn.Module, settings: Settings) -> LayerObserver:
+def _observer(name: str, router: nn.Module, settings: ObserverSettings) -> LayerObserver:
     family = family_of(router)
     assert family is not None
     return LayerObserver(name, family, settings)

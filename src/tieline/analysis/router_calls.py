@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from tieline.core.errors import TielineError
 from tieline.core.numerics import is_recomputing
 from tieline.core.ranking import ranked_choice
-from tieline.models.capture import Batch, Call, DocumentCounter, LayerObserver, Settings
+from tieline.models.capture import Batch, Call, DocumentCounter, LayerObserver, ObserverSettings
 from tieline.models.families import RouterFamily, chosen_routers, family_of
 from tieline.models.router_call import read_output
 from tieline.models.selection import GroupLimit, at_least_single, restrict
@@ -240,7 +240,9 @@ def _watch_router(
 ) -> None:
     family = family_of(router)
     assert family is not None
-    observer = LayerObserver(name, family, Settings(ranks, (), inputs=False, distances=False))
+    observer = LayerObserver(
+        name, family, ObserverSettings(ranks, (), inputs=False, distances=False)
+    )
     report = reader.of_router(observer, router, family)
     if family.method == "__call__":
         hook = untraced(lambda m, args, kwargs, output: report(args, kwargs, output))

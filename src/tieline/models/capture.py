@@ -162,7 +162,7 @@ def _past_length(arguments: Mapping[str, Any], length: int, visible: Tensor | No
 
 
 @dataclass(frozen=True)
-class Settings:
+class ObserverSettings:
     """What a capture keeps of each layer.
 
     Attributes:
@@ -190,7 +190,7 @@ class _Ranking(NamedTuple):
 class LayerObserver:
     """Turns the calls of one router into records."""
 
-    def __init__(self, name: str, family: RouterFamily, settings: Settings) -> None:
+    def __init__(self, name: str, family: RouterFamily, settings: ObserverSettings) -> None:
         """Observe the router called `name`, which is of `family`."""
         self.name = name
         self.family = family
@@ -532,7 +532,9 @@ def capture(
         sink: takes the layers of each pass instead of keeping them, such as `SummaryBuilder`.
     """
     _check_arguments(keep, ranks, epsilons)
-    settings = Settings(None if ranks == "all" else ranks, epsilons, keep == "inputs", distances)
+    settings = ObserverSettings(
+        None if ranks == "all" else ranks, epsilons, keep == "inputs", distances
+    )
     routers = chosen_routers(model, layers)
     observers = [_observer(name, router, settings) for name, router in routers.items()]
     recorder = Recorder(document_counter(model), epsilons, model_facts(model), sink)
@@ -545,7 +547,7 @@ def capture(
         yield recorder
 
 
-def _observer(name: str, router: nn.Module, settings: Settings) -> LayerObserver:
+def _observer(name: str, router: nn.Module, settings: ObserverSettings) -> LayerObserver:
     family = family_of(router)
     assert family is not None
     require(

@@ -463,7 +463,7 @@ def rounded_weights(
     number_format: Format | str,
     region: Region = "router",
     keep: Collection[str] = (),
-    buffers: "BufferPool | None" = None,
+    buffers: "RoundingBuffers | None" = None,
 ) -> Iterator[None]:
     """Inside the block, the weights that are in memory are rounded; see `emulate`.
 
@@ -478,7 +478,7 @@ def rounded_weights(
     rounded = _weights(model, routers, chosen, region, kept_names(routers, keep))
     weights = [(local_shard(weight, axis), axis) for weight, axis in rounded]
     before = [weight.data for weight, _ in weights]
-    with (buffers or BufferPool()).borrow() as allocate_like:
+    with (buffers or RoundingBuffers()).borrow() as allocate_like:
         try:
             for weight, axis in weights:
                 with torch.inference_mode(weight.is_inference()), torch.no_grad():
@@ -563,7 +563,7 @@ Allocate = Callable[[Tensor], Tensor]
 """Returns memory for a tensor of the shape, strides and type of one on the meta device."""
 
 
-class BufferPool:
+class RoundingBuffers:
     """Reuses the memory of rounded weights for later ones of the same shape."""
 
     def __init__(self) -> None:

@@ -71,7 +71,7 @@ _REPLAYED = "_tieline_replayed"
 
 
 @dataclass
-class Replay:
+class ReplayCounts:
     """What a replay did so far.
 
     Attributes:
@@ -105,7 +105,7 @@ def replay(
     *,
     only: Literal["near-ties"] | float | None = None,
     layers: Collection[str] | None = None,
-) -> Iterator[Replay]:
+) -> Iterator[ReplayCounts]:
     """Let a model take recorded experts inside the block.
 
     Works in evaluation, in training, under `generate`, with activation checkpointing, and in models
@@ -128,7 +128,7 @@ def replay(
     routers = chosen_routers(model, layers)
     records = _matched(trace, list(routers), every=layers is None)
     table = _Rows(trace)
-    state = Replay()
+    state = ReplayCounts()
     session = _Session(model, table, state)
     with ExitStack() as stack:
         for name, record in records.items():
@@ -235,7 +235,7 @@ class _Pass:
 class _Session:
     """Tells each layer which rows of the record belong to the tokens that it routes."""
 
-    def __init__(self, model: nn.Module, table: _Rows, state: Replay) -> None:
+    def __init__(self, model: nn.Module, table: _Rows, state: ReplayCounts) -> None:
         self._model, self._counter = model, document_counter(model)
         self._table, self.state = table, state
         self._passes: list[_Pass] = []
@@ -347,7 +347,7 @@ class LayerReplay:
             session.state.replayed.setdefault(name, 0)
             session.state.changed.setdefault(name, 0)
 
-    def count_bytes(self, state: Replay, partial: bool) -> None:
+    def count_bytes(self, state: ReplayCounts, partial: bool) -> None:
         """Add the bytes of this layer's ids."""
         size = self.k * (1 if self.n_experts <= 256 else 2)
         state.bytes_full += len(self.ids) * size

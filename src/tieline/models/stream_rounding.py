@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from tieline.models.emulate import (
-    BufferPool,
     Region,
+    RoundingBuffers,
     format_named,
     rounded_in_pieces,
     rounded_weights,
@@ -22,7 +22,7 @@ class StreamRounding:
     def __init__(self, stream: ModelStream) -> None:
         """Round weights of this model."""
         self._stream = stream
-        self._rooms, self._expert_rooms = BufferPool(), BufferPool()
+        self._rooms, self._expert_rooms = RoundingBuffers(), RoundingBuffers()
 
     @contextmanager
     def rounded(

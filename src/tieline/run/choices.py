@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tieline.core.ranking import sets_differ
-from tieline.models.capture import Batch, LayerObserver, Settings
+from tieline.models.capture import Batch, LayerObserver, ObserverSettings
 from tieline.models.changes import Call
 from tieline.models.families import HANDLER
 from tieline.models.replay import LayerReplay
@@ -42,7 +42,7 @@ class RunningPass:
     lost: dict[str, Tensor] = field(default_factory=dict)
 
 
-ROUTE_SETTINGS = Settings(4, (), False, False)
+ROUTE_SETTINGS = ObserverSettings(4, (), False, False)
 """What is recorded of routes that later passes replay."""
 
 

@@ -80,7 +80,7 @@ def test_pieces_are_the_whole_in_numbers_and_layout(name, shape, axis, monkeypat
     monkeypatch.setattr(emulate, "PIECE", 300)
     monkeypatch.setattr(emulate, "POOLED", 1)
     values = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    rounding, rooms, places = FORMATS[name].weights, emulate.BufferPool(), []
+    rounding, rooms, places = FORMATS[name].weights, emulate.RoundingBuffers(), []
     for scale in (1.0, 3.0):  # the second time into the memory of the first
         with rooms.borrow() as room:
             found = emulate.rounded_in_pieces(scale * values, rounding, axis, room)
