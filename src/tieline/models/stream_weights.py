@@ -78,7 +78,7 @@ class Stack(NamedTuple):
     parts: list[Part]
 
 
-class Plan(NamedTuple):
+class ReadPlan(NamedTuple):
     """How the weights of one unit are read.
 
     Attributes:
@@ -197,7 +197,7 @@ class Weights:
         self._pool: dict[int, list[Tensor]] = {}
         self._pooled: dict[str, list[Tensor]] = {}
         self.tied: dict[str, str] = {}
-        self.plans: dict[str, Plan] = {}
+        self.plans: dict[str, ReadPlan] = {}
         self._names: dict[str, list[str]] = {}
         plan = config.dtype_plan or {}
         self._special = (*build_glob_alternation(list(plan))[:2], plan) if plan else None
@@ -250,8 +250,8 @@ class Weights:
             path = path.rpartition(".")[0]
         return path if path in self.units else None
 
-    def _plan(self, sources: list[Source]) -> Plan:
-        plan, stacked = Plan([], [], []), {}
+    def _plan(self, sources: list[Source]) -> ReadPlan:
+        plan, stacked = ReadPlan([], [], []), {}
         for source in sources:
             if source.pattern is None and self._is_plain(source):
                 plan.plain.append(source)
@@ -338,7 +338,7 @@ class Weights:
         self._read(kept, reuse=unit in self.layers, unit=unit)
         self._pool.clear()  # what this unit had no use for
 
-    def _read(self, plan: Plan, reuse: bool, unit: str | None = None) -> None:
+    def _read(self, plan: ReadPlan, reuse: bool, unit: str | None = None) -> None:
         """Read what a plan says; `unit` is where tied weights go."""
         for source in plan.plain:
             into = self._room(source.target, reuse, source.key)

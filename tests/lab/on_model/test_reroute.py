@@ -8,8 +8,9 @@ import torch
 from tests.analysis.zoo import Letters, demo, words
 from tests.models.tiny import lively, tiny_model
 from tieline.core.errors import TielineError
-from tieline.lab.on_model.reroute import NEAR_ZERO, Rerouted, jump_at_zero, reroute, router_options
+from tieline.lab.on_model.reroute import NEAR_ZERO, Rerouted, jump_at_zero, reroute
 from tieline.lab.on_model.rerouted_model import ROUTER
+from tieline.lab.settings import RerouteSettings
 from tieline.models.changes import load_pretrained
 from tieline.models.demo import demo_text
 from tieline.models.loading import load_model
@@ -150,12 +151,12 @@ def test_the_result_reads_back_and_is_drawn(made, tmp_path):
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        (("spherical", None, None, None), "not one of"),
-        (("linear", 0.1, None, None), "temperature is an option of another router"),
-        (("cosine", None, (0.1, 0.1), None), "tau is an option of another router"),
-        (("perturbed", None, None, 4), "rank is an option of another router"),
+        ({"router": "spherical"}, "spherical"),
+        ({"router": "linear", "temperature": 0.1}, "temperature is an option of another router"),
+        ({"router": "cosine", "tau": (0.1, 0.1)}, "tau is an option of another router"),
+        ({"router": "perturbed", "rank": 4}, "rank is an option of another router"),
     ],
 )
 def test_options_of_another_router_are_refused(given, reason):
     with pytest.raises(TielineError, match=reason):
-        router_options(*given)
+        RerouteSettings(**given)
