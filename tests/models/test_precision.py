@@ -18,7 +18,7 @@ from tieline.models.precision import (
     stored_dtype,
     stored_in,
 )
-from tieline.report.tables import told_precision
+from tieline.report.tables import precision_text
 
 CPU, HALVES = torch.device("cpu"), (torch.bfloat16, torch.float16)
 
@@ -109,9 +109,9 @@ def test_the_demo_model_in_bf16_is_that_of_its_folder():
 
 def test_a_model_that_was_not_loaded_here_tells_no_stored_precision():
     assert stored_in(tiny_model("olmoe")) is None
-    assert told_precision({"dtype": "float32"}) == "float32"
-    assert told_precision({"dtype": "float32", "stored_dtype": "float32"}) == "float32"
-    assert told_precision({}) == ""
+    assert precision_text({"dtype": "float32"}) == "float32"
+    assert precision_text({"dtype": "float32", "stored_dtype": "float32"}) == "float32"
+    assert precision_text({}) == ""
 
 
 def _stored_demo():

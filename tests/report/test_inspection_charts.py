@@ -97,7 +97,7 @@ def test_jumps_and_losses_that_were_not_measured_say_so():
     assert panel(result, "jump-loss").reason == "not measured: no model"
     result = make_inspection(tokens=60)
     assert panel(result, "gap-jump").figure is not None
-    assert "--loss-jumps" in panel(result, "jump-loss").reason
+    assert "loss_jumps" in panel(result, "jump-loss").reason
 
 
 def test_the_quantile_map_holds_the_quantiles_of_each_layer(result):

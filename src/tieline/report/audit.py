@@ -27,11 +27,11 @@ from tieline.report.tables import (
     Grid,
     grid,
     origin_rows,
+    precision_text,
+    provenance_text,
     rich_table,
     short_names,
     text_table,
-    told,
-    told_precision,
     view,
 )
 from tieline.report.words.audit import notes, remedy_sentences
@@ -99,19 +99,19 @@ def page(result: PrecisionAudit) -> str:
 
 def terminal(result: PrecisionAudit, width: int) -> RenderableType:
     """Verdict, one row per perturbation, what to keep and what was left out."""
-    parts: list[RenderableType] = [rich_table(COLUMNS, result.effects, width, left=1)]
+    views: list[RenderableType] = [rich_table(COLUMNS, result.effects, width, left=1)]
     keeps = keep_rows(result)
     if keeps:
         table = text_table(KEEP_HEADINGS, keeps, left=2, fold=True)
-        parts += [Text("Routers to keep in float32", style="bold"), table, Text()]
+        views += [Text("Routers to keep in float32", style="bold"), table, Text()]
     if result.remedies is not None:
-        parts += remedies.terminal(result.remedies)
+        views += remedies.terminal(result.remedies)
     ignored = ignore_rows(result)
     if ignored:
         table = text_table(IGNORE_HEADINGS, ignored, left=2, fold=True)
-        parts += [Text(IGNORE_TITLE, style="bold"), table, Text()]
-    parts += map(Text, notes(result, _short(result)))
-    return view(_title(result), _facts(result), result.verdict, *parts)
+        views += [Text(IGNORE_TITLE, style="bold"), table, Text()]
+    views += map(Text, notes(result, _short(result)))
+    return view(_title(result), _facts(result), result.verdict, *views)
 
 
 def summary(result: PrecisionAudit) -> str:
@@ -189,17 +189,17 @@ def _layer_rows(result: PrecisionAudit) -> tuple[tuple[str, ...], ...]:
 
 
 def _title(result: PrecisionAudit) -> str:
-    return told(result.provenance, "model") or "unnamed model"
+    return provenance_text(result.provenance, "model") or "unnamed model"
 
 
 def _facts(result: PrecisionAudit) -> str:
-    words = [
+    facts = [
         f"{len(result.layers)} routed layers",
         f"{result.tokens:,} tokens in {result.sequences} sequences",
         f"{len(result.effects)} perturbations",
-        told_precision(result.provenance),
+        precision_text(result.provenance),
     ]
-    return " · ".join(filter(None, words))
+    return " · ".join(filter(None, facts))
 
 
 def _short(result: PrecisionAudit) -> dict[str, str]:

@@ -70,7 +70,7 @@ class Series:
         dash: "" for a solid line, "dash" or "dot".
         opacity: 1 for opaque.
         errors: lengths of error bars above and below the values.
-        named: whether the legend names it.
+        in_legend: whether the legend names it.
         hover: text shown on a page at a value, in Plotly's template language.
         details: further values for the hover text.
     """
@@ -86,7 +86,7 @@ class Series:
     dash: Literal["", "dash", "dot"] = ""
     opacity: float = 1.0
     errors: tuple[Sequence[float], Sequence[float]] | None = None
-    named: bool = True
+    in_legend: bool = True
     hover: str = ""
     details: Sequence[Any] = ()
 
@@ -258,7 +258,7 @@ def _axis(spec: Axis) -> dict[str, Any]:
 def _series(series: Series, many: bool) -> dict[str, Any]:
     trace: dict[str, Any] = {"name": series.name, "x": list(series.x), "y": list(series.y)}
     trace |= {"hovertemplate": series.hover} if series.hover else {"hoverinfo": "skip"}
-    trace["showlegend"] = series.named and not (many and series.colour.startswith("@ramp"))
+    trace["showlegend"] = series.in_legend and not (many and series.colour.startswith("@ramp"))
     if series.details:
         trace["customdata"] = list(series.details)
     if series.kind == "bar":

@@ -25,7 +25,7 @@ def page(result: RouteCheck) -> str:
 
     sections = [
         Section("Findings", _findings(result), prose=True) if result.findings else _nothing(),
-        Section("Files", _files(result), notes=_said(result)),
+        Section("Files", _files(result), notes=_reader_notes(result)),
     ]
     title = result.files[0].name if len(result.files) == 1 else f"{len(result.files)} files"
     return plain_page("check", title, _facts(result), sections, result.verdict)
@@ -40,9 +40,9 @@ def terminal(result: RouteCheck, width: int) -> RenderableType:
     """Facts, the findings one by one, and the verdict."""
     head, rows = _table(result)
     files = text_table(head, [(Path(name).name, *rest) for name, *rest in rows], left=2)
-    parts = [_told(finding, len(result.files) > 1) for finding in result.findings]
+    lines = [_finding_line(x, len(result.files) > 1) for x in result.findings]
     title = result.files[0].name if len(result.files) == 1 else f"{len(result.files)} files"
-    return view(title, _facts(result), result.verdict, files, *parts)
+    return view(title, _facts(result), result.verdict, files, *lines)
 
 
 def summary(result: RouteCheck) -> str:
@@ -64,15 +64,15 @@ def _nothing() -> Any:
 
 
 def _facts(result: RouteCheck) -> str:
-    parts = [f"{sum(file.rows for file in result.files):,} rows"]
+    facts = [f"{sum(file.rows for file in result.files):,} rows"]
     if result.model is not None:
-        parts.append(f"{result.compared:,} tokens routed by {result.model}")
+        facts.append(f"{result.compared:,} tokens routed by {result.model}")
     if result.reference is not None:
-        parts.append(f"compared with {result.reference}")
-    return " · ".join(parts)
+        facts.append(f"compared with {result.reference}")
+    return " · ".join(facts)
 
 
-def _told(finding: RouteFinding, several: bool) -> Text:
+def _finding_line(finding: RouteFinding, several: bool) -> Text:
     where = f" [{finding.where}]" if finding.where else ""
     file = f"{finding.file}: " if several else ""
     text = Text.assemble(
@@ -106,10 +106,10 @@ def _files(result: RouteCheck) -> Grid:
     return Grid(head, tuple(rows))
 
 
-def _said(result: RouteCheck) -> list[str]:
+def _reader_notes(result: RouteCheck) -> list[str]:
     several = len(result.files) > 1
     return [
-        f"{file.name}: {words}." if several else f"{words[:1].upper()}{words[1:]}."
+        f"{file.name}: {note}." if several else f"{note[:1].upper()}{note[1:]}."
         for file in result.files
-        for words in file.said
+        for note in file.said
     ]

@@ -27,9 +27,9 @@ from tieline.report.tables import (
     findings_view,
     grid,
     origin_rows,
+    provenance_text,
     rich_table,
     short_names,
-    told,
     view,
 )
 from tieline.report.words.numbers import DASH, percent, significant
@@ -183,12 +183,15 @@ def _title(result: RoutingDiff) -> str:
 
 
 def _side(provenance: object) -> str:
-    name, engine = told(provenance, "model", "file") or "unnamed run", told(provenance, "engine")
+    name, engine = (
+        provenance_text(provenance, "model", "file") or "unnamed run",
+        provenance_text(provenance, "engine"),
+    )
     if engine and not name.startswith(f"{engine}:"):  # a trace that an engine wrote
         name = f"{engine}:{name}"
-    emulated = told(provenance, "emulated")
-    precision = f"{emulated} emulated" if emulated else told(provenance, "dtype")
-    more = list(filter(None, (precision, told(provenance, "experts_implementation"))))
+    emulated = provenance_text(provenance, "emulated")
+    precision = f"{emulated} emulated" if emulated else provenance_text(provenance, "dtype")
+    more = list(filter(None, (precision, provenance_text(provenance, "experts_implementation"))))
     return f"{name} ({', '.join(more)})" if more else name
 
 
@@ -238,7 +241,7 @@ def _rates_chart(result: RoutingDiff) -> Chart:
     above = [(rate.high or 0.0) - (rate.value or 0.0) for rate in rates]
     below = [(rate.value or 0.0) - (rate.low or 0.0) for rate in rates]
     dots = _points(result, "flip rate", rates, "@accent")
-    dots = replace(dots, errors=(above, below), named=False)
+    dots = replace(dots, errors=(above, below), in_legend=False)
     return Chart(LAYER, _share_axis("tokens that choose other experts"), (dots,), height=380)
 
 

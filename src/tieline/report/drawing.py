@@ -92,13 +92,13 @@ def chart_figure(chart: Chart, width: float = 4.5, height: float = 3.0) -> "Figu
     return canvas(lambda axes: draw_chart(chart, axes), width=width, height=height)
 
 
-def draw_chart(chart: Chart, axes: "Axes", named: bool = True) -> None:
+def draw_chart(chart: Chart, axes: "Axes", legend: bool = True) -> None:
     """Draw a chart on axes.
 
     Args:
         chart: what to draw.
         axes: where.
-        named: whether to add a legend.
+        legend: whether to add a legend.
     """
     for guide in chart.guides:
         _draw_guide(guide, axes)
@@ -109,9 +109,9 @@ def draw_chart(chart: Chart, axes: "Axes", named: bool = True) -> None:
         _draw_series(series, axes, chart, bottom if chart.stacked else {})
     _set_axis(axes, "x", chart.x)
     _set_axis(axes, "y", chart.y)
-    if named and chart.layers:
+    if legend and chart.layers:
         name_layers(axes, chart.layers)
-    elif named and sum(series.named for series in chart.series) > 1:
+    elif legend and sum(series.in_legend for series in chart.series) > 1:
         axes.legend(fontsize=6.5, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
 
 
@@ -125,7 +125,7 @@ def _colour(role: str) -> Any:
 
 
 def _draw_series(series: Series, axes: "Axes", chart: Chart, bottom: dict[Any, float]) -> None:
-    colour, label = _colour(series.colour), series.name if series.named else None
+    colour, label = _colour(series.colour), series.name if series.in_legend else None
     x = list(series.x)
     if chart.heat is not None:
         rows = {name: index for index, name in enumerate(chart.heat.y)}

@@ -41,7 +41,7 @@ def render(
     panels: Sequence[Panel] = (),
     data: Mapping[str, Any] | None = None,
     style: str = "",
-    **parts: Any,
+    **content: Any,
 ) -> str:
     """Render a template as a page that needs nothing else; text is escaped.
 
@@ -51,7 +51,7 @@ def render(
         data: JSON values for `page.js` beside the figures; scripts are left out of a page that
             has neither.
         style: file of `templates/` with more style.
-        parts: what the template shows: `kind`, `title`, `facts` and `verdict` of the frame, and
+        content: what the template shows: `kind`, `title`, `facts` and `verdict` of the frame, and
             its own names.
     """
     figures = {panel.key: panel.figure for panel in panels if panel.figure is not None}
@@ -66,7 +66,7 @@ def render(
             scripts=scripts,
             policy=_policy(list(scripts.values())) if scripts else PLAIN_POLICY,
             data=embed_json(compact({"figures": figures, **(data or {})})),
-            **parts,
+            **content,
         )
     )
     size = len(page.encode())
@@ -94,8 +94,8 @@ def notebook_html(
     for name, draw in drawings.items():
         with suppress(TraceError):
             images.append((name, inline_image(draw, "png")))
-    parts = {"title": title, "facts": facts, "verdict": verdict, "table": table, "images": images}
-    return environment().get_template("notebook.html").render(parts)
+    content = {"title": title, "facts": facts, "verdict": verdict, "table": table}
+    return environment().get_template("notebook.html").render(content, images=images)
 
 
 def embed_json(value: object) -> str:
@@ -113,16 +113,19 @@ def script_hash(source: str) -> str:
 @functools.cache
 def environment() -> Environment:
     """The templates: everything is escaped, and a name that is not given is an error."""
-    made = Environment(
+    templates = Environment(
         loader=PackageLoader("tieline.report"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters |= {"unbroken": lambda text: text.replace(" %", "\u00a0%"), "visible": visible}
-    made.globals["zip"] = zip
-    return made
+    templates.filters |= {
+        "unbroken": lambda text: text.replace(" %", "\u00a0%"),
+        "visible": visible,
+    }
+    templates.globals["zip"] = zip
+    return templates
 
 
 def _source(name: str) -> str:
@@ -148,11 +151,11 @@ def _policy(scripts: Sequence[str]) -> str:
 
 def arranged(panels: Sequence[Panel]) -> list[Panel]:
     """The panels that have a chart; one that would stand alone in its row takes the whole width."""
-    found = [panel for panel in panels if panel.figure is not None]
+    drawn = [panel for panel in panels if panel.figure is not None]
     beside = 0
-    for place, panel in enumerate(found):
+    for index, panel in enumerate(drawn):
         beside = 0 if panel.wide else beside + 1
-        last = place + 1 == len(found) or found[place + 1].wide
+        last = index + 1 == len(drawn) or drawn[index + 1].wide
         if last and beside % 2:
-            found[place] = replace(panel, wide=True)
-    return found
+            drawn[index] = replace(panel, wide=True)
+    return drawn

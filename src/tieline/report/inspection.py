@@ -26,10 +26,10 @@ from tieline.report.tables import (
     findings_view,
     grid,
     origin_rows,
+    precision_text,
+    provenance_text,
     rich_table,
     short_names,
-    told,
-    told_precision,
     view,
 )
 from tieline.report.words.inspection import calibration_sentence
@@ -109,7 +109,7 @@ def notebook(result: Inspection) -> str:
 
 
 def _title(result: Inspection) -> str:
-    return told(result.provenance, "model") or "unnamed model"
+    return provenance_text(result.provenance, "model") or "unnamed model"
 
 
 def _facts(result: Inspection) -> str:
@@ -119,8 +119,8 @@ def _facts(result: Inspection) -> str:
         for layer in layers
     )
     tokens = max(layer.tokens for layer in layers)
-    parts = [f"{len(layers)} routed layers", " or ".join(routing), f"{tokens:,} tokens"]
-    return " · ".join(filter(None, [*parts, told_precision(result.provenance)]))
+    facts = [f"{len(layers)} routed layers", " or ".join(routing), f"{tokens:,} tokens"]
+    return " · ".join(filter(None, [*facts, precision_text(result.provenance)]))
 
 
 def calibration_grid(result: Inspection) -> Grid:
@@ -155,8 +155,8 @@ def _key_numbers(result: Inspection) -> list[tuple[str, str]]:
     """Up to five numbers with their meanings."""
     tiles = []
     for choices, show in KEY_NUMBERS:
-        found = [(name, words) for name, words in choices if name in result.metrics]
-        tiles += [(show(result.metrics[name]), words) for name, words in found[:1]]
+        measured = [(name, meaning) for name, meaning in choices if name in result.metrics]
+        tiles += [(show(result.metrics[name]), meaning) for name, meaning in measured[:1]]
     return tiles
 
 
@@ -165,8 +165,8 @@ def _missing_text(result: Inspection) -> list[Panel]:
     sample = result.sample
     if sample is None:
         return [TEXT.missing([NO_TEXT])]
-    known = any(piece.gap is not None for piece in sample.pieces)
-    return [] if known else [TEXT.missing([result.measures.layers[0].gap.status])]
+    has_gaps = any(piece.gap is not None for piece in sample.pieces)
+    return [] if has_gaps else [TEXT.missing([result.measures.layers[0].gap.status])]
 
 
 def _text_rows(result: Inspection) -> dict[str, Any] | None:
@@ -250,8 +250,8 @@ def _load(number: Callable[[ExpertLoad], str]) -> Callable[[LayerRow], str]:
     return lambda row: number(row.measures.load)
 
 
-def _of_gaps(words: Callable[[GapMeasures], str]) -> Callable[[LayerRow], str]:
-    return lambda row: words(row.gaps) if row.gaps else DASH
+def _of_gaps(text: Callable[[GapMeasures], str]) -> Callable[[LayerRow], str]:
+    return lambda row: text(row.gaps) if row.gaps else DASH
 
 
 def _density(gaps: GapMeasures) -> str:

@@ -85,7 +85,7 @@ LOSS = Panel(
     "Each point is one swap at a near-tie in one layer: how far the layer’s output moved, and by "
     "how much the loss of the whole sequence changed. Points above zero made the model worse.",
 )
-NOT_ASKED = "not measured: the option --loss-jumps asks for it"
+NOT_ASKED = "not measured: loss_jumps asks for it"
 NEAR = Panel(
     "near-threshold",
     "Experts within ε of the threshold",
@@ -345,7 +345,7 @@ def _format_flips(result: Inspection) -> Chart | None:
         counted = _format_rates(chosen, [x.flip_emulated.value for x in chosen], "counted")
         predicted = _format_rates(chosen, [x.flip.value for x in chosen], "predicted")
         dots.append(_in_layer(counted, row.label, depth))
-        dashes.append(replace(_in_layer(predicted, row.label, depth, "dash", 14), named=False))
+        dashes.append(replace(_in_layer(predicted, row.label, depth, "dash", 14), in_legend=False))
     return Chart(
         Axis("number format (dots counted, dashes predicted)", "category"),
         Axis("share of tokens that change an expert", "log", percent=True),
@@ -399,7 +399,7 @@ def _jump_points(result: Inspection) -> Chart | None:
         depth = (index, len(rows))
         others, near = (_jump_sample(x, floor, most) for x in (jumps.random, jumps.near))
         others = _in_layer(others, row.label, depth, "square-open", 6)
-        series += [replace(others, named=False), _in_layer(near, row.label, depth, "circle", 6)]
+        series += [replace(others, in_legend=False), _in_layer(near, row.label, depth, "circle", 6)]
     limit = rows[0][1].dangerous_above
     name = f"dangerous from {percent(limit)}"
     return Chart(
@@ -467,7 +467,7 @@ def _near_curves(result: Inspection) -> Chart | None:
         series.append(_curve(row.label, (index, len(rows)), near.epsilons, experts, hover))
         half = finite(near.epsilon_half.value)
         if half:
-            mark = Series([half], [row.measures.k + 0.5], symbol="diamond", size=9, named=False)
+            mark = Series([half], [row.measures.k + 0.5], symbol="diamond", size=9, in_legend=False)
             hover = "ε = %{x:.3g} costs half an expert<extra></extra>"
             series.append(replace(mark, colour=layer_colour(index, len(rows)), hover=hover))
     return Chart(
@@ -500,7 +500,7 @@ def _load_map(result: Inspection) -> Chart:
         [label for _, label in dead],
         colour="@on-load",
         symbol="cross",
-        named=False,
+        in_legend=False,
     )
     return Chart(
         Axis("expert (crosses: never chosen)", limits=(-0.5, widest - 0.5)),
@@ -563,7 +563,7 @@ def inspection_figures(result: Inspection) -> "dict[str, Callable[[], Figure]]":
     jumps = charted(_jump_points, "jumps", result.jumps[0].status)
 
     def routing(left: "Axes", right: "Axes") -> None:
-        draw_chart(gaps(), left, named=False)
+        draw_chart(gaps(), left, legend=False)
         draw_chart(near(), right)
 
     height = min(9.0, 1.2 + 0.2 * len(layers))

@@ -74,29 +74,29 @@ def _list_engines(result: "EngineList") -> Listing:
     head = ("engine", "takes", "found in", "versions")
     rows = [
         (
-            one.name,
-            one.takes,
-            one.python or "not found",
-            ", ".join(f"{name} {value}" for name, value in one.versions.items()),
+            engine.name,
+            engine.takes,
+            engine.python or "not found",
+            ", ".join(f"{name} {value}" for name, value in engine.versions.items()),
         )
-        for one in result.engines
+        for engine in result.engines
     ]
     table = text_table(head, rows, len(head), fold=True)
     table.columns[0].no_wrap = True
-    steps = [line for one in result.engines if one.folder for line in _install(one)]
-    found = sum(bool(one.python) for one in result.engines)
-    facts = f"{found} of {len(rows)} found"
+    steps = [line for engine in result.engines if engine.folder for line in _install(engine)]
+    installed = sum(bool(engine.python) for engine in result.engines)
+    facts = f"{installed} of {len(rows)} found"
     shown = Group(table, Text("\n".join(steps), no_wrap=True, overflow="ignore"))
-    whole = tuple(
-        (*row, "; ".join(one.install)) for row, one in zip(rows, result.engines, strict=True)
+    full_rows = tuple(
+        (*row, "; ".join(engine.install)) for row, engine in zip(rows, result.engines, strict=True)
     )
-    grid = Grid((*head, "to install"), whole)
+    grid = Grid((*head, "to install"), full_rows)
     return Listing("engines", "Inference engines", facts, grid, shown)
 
 
-def _install(one: "EngineEntry") -> list[str]:
+def _install(engine: "EngineEntry") -> list[str]:
     """The commands that install an engine, for a shell."""
-    return ["", f"# {one.name}, {one.size}", f"VENV={one.folder}", *one.install]
+    return ["", f"# {engine.name}, {engine.size}", f"VENV={engine.folder}", *engine.install]
 
 
 _VIEWS = Listings({"tieline-engines": _list_engines})

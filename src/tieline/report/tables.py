@@ -15,7 +15,7 @@ short_names    names of layers without the parts that all share
 visible        text with a sign for every control character
 flat           nested provenance as pairs of dotted names and values
 origin_rows    provenance and timings for the end of a page
-told           one entry of a provenance, which anybody may have written
+provenance_text  one entry of a provenance, which anybody may have written
 """
 
 import math
@@ -117,12 +117,12 @@ def _one_form_per_column(rows: Sequence[Sequence[str]]) -> tuple[tuple[str, ...]
 
 def grid(columns: Sequence[Column[Row]], rows: Sequence[Row]) -> Grid:
     """The table of some columns and rows, without the columns that no row can fill."""
-    made = [(column, [column.cell(row) for row in rows]) for column in columns]
-    known = [(c, cells) for c, cells in made if any(cell != DASH for cell in cells)]
+    filled = [(column, [column.cell(row) for row in rows]) for column in columns]
+    filled = [(c, cells) for c, cells in filled if any(cell != DASH for cell in cells)]
     return Grid(
-        head=tuple(column.heading for column, _ in known),
-        rows=tuple(zip(*(cells for _, cells in known), strict=True)),
-        meanings=tuple(column.meaning for column, _ in known),
+        head=tuple(column.heading for column, _ in filled),
+        rows=tuple(zip(*(cells for _, cells in filled), strict=True)),
+        meanings=tuple(column.meaning for column, _ in filled),
     )
 
 
@@ -137,9 +137,9 @@ def rich_table(
         width: characters of the terminal.
         left: number of columns, from the first, whose text is at the left of its cell.
     """
-    made = [(column, one_form([column.cell(row) for row in rows])) for column in columns]
-    made = [(c, cells) for c, cells in made if not c.optional or any(x != DASH for x in cells)]
-    shown = _fitting(made, width)
+    filled = [(column, one_form([column.cell(row) for row in rows])) for column in columns]
+    filled = [(c, cells) for c, cells in filled if not c.optional or any(x != DASH for x in cells)]
+    shown = _fitting(filled, width)
     table = _empty_table()
     for column, _ in shown:
         justify = "left" if column in columns[:left] else "right"
@@ -158,18 +158,18 @@ def text_table(
 ) -> Table:
     """A table of these texts; long cells are folded where asked for."""
     table = _empty_table()
-    for place, heading in enumerate(head):
-        justify = "left" if place < left else "right"
+    for index, heading in enumerate(head):
+        justify = "left" if index < left else "right"
         table.add_column(heading, justify=justify, no_wrap=not fold, overflow="fold")
     for row in rows if quantities == "rows" else _one_form_per_column(rows):
         table.add_row(*map(Text, row))
     return table
 
 
-def view(title: str, facts: str, verdict: str, *parts: RenderableType) -> RenderableType:
+def view(title: str, facts: str, verdict: str, *views: RenderableType) -> RenderableType:
     """Title, facts and verdict for a terminal, then a result's own parts; the first is a table."""
     head = Text.assemble((title, "bold"), ("  " + facts, "dim"), *(["\n", verdict] * bool(verdict)))
-    first, *rest = parts
+    first, *rest = views
     return Group(head, Padding(first, (1, 0)), *rest)
 
 
@@ -241,8 +241,8 @@ class _WholeCells(Table):
 def _least_width(column: RichColumn) -> int:
     """Letters that a column needs: its longest cell, or word where cells may be folded."""
     texts = [str(cell) for cell in (column.header, *column.cells)]
-    parts = texts if column.no_wrap else [word for text in texts for word in text.split()]
-    return max(map(cell_len, parts), default=0) + 3
+    pieces = texts if column.no_wrap else [word for text in texts for word in text.split()]
+    return max(map(cell_len, pieces), default=0) + 3
 
 
 def _empty_table() -> Table:
@@ -265,13 +265,13 @@ def short_names(names: Sequence[str]) -> list[str]:
 
     `model.layers.3.mlp.gate` becomes `3` beside its likes; a single name stays as it is.
     """
-    parts = [name.split(".") for name in names]
-    shortest = min((len(part) for part in parts), default=0)
-    front = _shared(parts, range(shortest))
-    back = _shared(parts, range(-1, -shortest - 1, -1))
+    paths = [name.split(".") for name in names]
+    shortest = min((len(path) for path in paths), default=0)
+    front = _shared(paths, range(shortest))
+    back = _shared(paths, range(-1, -shortest - 1, -1))
     if len(set(names)) < 2 or front + back >= shortest:
         return list(names)
-    return [".".join(part[front : len(part) - back]) for part in parts]
+    return [".".join(path[front : len(path) - back]) for path in paths]
 
 
 def visible(text: str) -> str:
@@ -295,15 +295,18 @@ def flat(value: Mapping[str, Any], above: str = "") -> list[tuple[str, object]]:
     return rows
 
 
-def told(provenance: object, *names: str) -> str:
+def provenance_text(provenance: object, *names: str) -> str:
     """The first of these entries that a provenance has, as text; empty if it has none."""
-    known = provenance if isinstance(provenance, Mapping) else {}
-    return next((str(known[name]) for name in names if known.get(name)), "")
+    entries = provenance if isinstance(provenance, Mapping) else {}
+    return next((str(entries[name]) for name in names if entries.get(name)), "")
 
 
-def told_precision(provenance: object) -> str:
+def precision_text(provenance: object) -> str:
     """What the model computed in and, where it differs, what its weights were stored in."""
-    computed, stored = told(provenance, "dtype"), told(provenance, "stored_dtype")
+    computed, stored = (
+        provenance_text(provenance, "dtype"),
+        provenance_text(provenance, "stored_dtype"),
+    )
     return f"{computed} (stored in {stored})" if stored not in ("", computed) else computed
 
 
@@ -322,10 +325,11 @@ def timing_rows(timings: Mapping[str, float]) -> list[tuple[str, str]]:
     return stages + [(name.replace("_", " "), significant(v)) for name, v in rates.items()]
 
 
-def _shared(parts: list[list[str]], places: range) -> int:
+def _shared(paths: list[list[str]], indices: range) -> int:
+    """Number of leading indices at which all paths agree."""
     count = 0
-    for place in places:
-        if len({part[place] for part in parts}) > 1:
+    for index in indices:
+        if len({path[index] for path in paths}) > 1:
             break
         count += 1
     return count
