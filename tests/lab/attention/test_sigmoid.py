@@ -259,8 +259,8 @@ def test_nothing_but_the_inputs_is_saved_for_backward():
 
 def test_a_causal_call_leaves_out_the_tiles_above_the_diagonal(monkeypatch):
     monkeypatch.setattr(tiles, "TILE", 4)
-    count, weigh = [], tiles._weigh_
-    monkeypatch.setattr(tiles, "_weigh_", lambda *a: count.append(1) or weigh(*a))
+    count, weigh = [], tiles._write_weights_
+    monkeypatch.setattr(tiles, "_write_weights_", lambda *a: count.append(1) or weigh(*a))
     sigmoid_attention(*leaves(16, 16), causal=True)
     assert len(count) == 4 * 5 / 2
 

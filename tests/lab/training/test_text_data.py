@@ -18,7 +18,7 @@ from tieline.lab.training.text_data import (
     attacked,
     bpe_tokenizer,
     byte_tokenizer,
-    cleaned,
+    clean_article,
     letter_tokenizer,
     load_streams,
     text8_ids,
@@ -104,7 +104,7 @@ def test_articles_become_letters_and_single_spaces(tmp_path):
     file.write_text(ARTICLE)
     ids = text8_ids(file)
     assert "".join(LETTERS[i] for i in ids) == "ant nine is an ant x of one nine nine nine"
-    assert cleaned("A  B") == "a b"
+    assert clean_article("A  B") == "a b"
 
 
 def test_the_text_in_the_box_is_split_without_overlap():

@@ -84,9 +84,9 @@ def sigmoid_attention_forward(
         is_causal: whether a query sees the keys up to its own place, where there is no mask.
         options: what else models give; refused if it would change the scores.
     """
-    _refuse(dropout, options)
+    _check_supported(dropout, options)
     length = query.shape[2]
-    mask = None if attention_mask is None else _visible(attention_mask, query, key)
+    mask = None if attention_mask is None else _boolean_mask(attention_mask, query, key)
     asked = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = bool(asked) and length > 1 and mask is None
     if causal and key.shape[2] > length:  # an empty static cache: what follows is not written yet
@@ -113,7 +113,7 @@ def _one_query(
     return sigmoid_attention(grouped, key, value, mask=mask, **settings).view(batch, heads, 1, -1)
 
 
-def _refuse(dropout: float, options: dict[str, Any]) -> None:
+def _check_supported(dropout: float, options: dict[str, Any]) -> None:
     require(
         dropout == 0,
         f"sigmoid attention drops no weights: set attention_dropout=0, got {dropout}",
@@ -128,7 +128,7 @@ def _refuse(dropout: float, options: dict[str, Any]) -> None:
         )
 
 
-def _visible(mask: Any, query: Tensor, key: Tensor) -> Tensor:
+def _boolean_mask(mask: Any, query: Tensor, key: Tensor) -> Tensor:
     """The boolean form of a mask; refuses other forms and shapes, and additive biases."""
     expected = (*query.shape[:3], key.shape[2])
     shape = tuple(mask.shape) if isinstance(mask, Tensor) else ()

@@ -64,7 +64,7 @@ def sigmoid_tiles(
     both for S equal runs of consecutive heads.
     """
     shape, dtype = (*q.shape[:-1], v.shape[-1]), q.dtype
-    q, k, v = _prepared(q) * scale, _prepared(k), _prepared(v)
+    q, k, v = _heads_first(q) * scale, _heads_first(k), _heads_first(v)
     masking = _masking(q, k, bias, causal, rows, mask)
     out = take_buffer((*q.shape[:2], v.shape[2]), q)
     _over_heads(
@@ -84,7 +84,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, masking: "_Masking") 
             sums = total.shaped(*result.shape)
             for number, column in enumerate(group.tiles[row]):
                 weights = tile.shaped(*queries.shape[:2], keys[column].shape[1])
-                _weigh_(weights, queries, keys[column], group, row, column)
+                _write_weights_(weights, queries, keys[column], group, row, column)
                 _add_product_(sums, weights, values[column], first=number == 0)
             result.copy_(sums) if group.tiles[row] else result.zero_()
 
@@ -108,7 +108,7 @@ def _sigmoid_tiles_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients in q, k and v."""
     shapes, dtype = (q.shape, k.shape, v.shape), q.dtype
-    grad, q, k, v = _prepared(grad), _prepared(q) * scale, _prepared(k), _prepared(v)
+    grad, q, k, v = _heads_first(grad), _heads_first(q) * scale, _heads_first(k), _heads_first(v)
     masking = _masking(q, k, bias, causal, rows, mask)
     grads = [take_buffer(tuple(t.shape), t) for t in (q, k, v)]
     tensors = (grad, q, k, v, *grads)
@@ -137,7 +137,7 @@ def _group_backward(x: "_Blocks", scratch: "_BackwardScratch", masking: "_Maskin
             k, first = x.k[column], column not in begun
             shape = (*q.shape[:2], k.shape[1])
             weights, d_scores = scratch.weights.shaped(*shape), scratch.d_scores.shaped(*shape)
-            _weigh_(weights, q, k, masking, row, column)
+            _write_weights_(weights, q, k, masking, row, column)
             _add_product_(dv_sums[column], grad.mT, weights, first)
             torch.bmm(grad, x.v[column].mT, out=d_scores)
             torch.ops.aten.sigmoid_backward.grad_input(d_scores, weights, grad_input=d_scores)
@@ -155,19 +155,19 @@ def _sigmoid_tiles_backward_fake(grad, q, k, v, scale, bias, causal, rows=None, 
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _save(ctx, inputs, output):
+def _save_for_backward(ctx, inputs, output):
     *tensors, ctx.scale, ctx.bias, ctx.causal, rows, mask = inputs
     ctx.save_for_backward(*tensors, rows, mask)
 
 
-def _chain(ctx, grad):
+def _backward_of_op(ctx, grad):
     *tensors, rows, mask = ctx.saved_tensors
     numbers = ctx.scale, ctx.bias, ctx.causal
     grads = _sigmoid_tiles_backward(grad, *tensors, *numbers, rows, mask)
     return (*grads, None, None, None, None, None)
 
 
-sigmoid_tiles.register_autograd(_chain, setup_context=_save)
+sigmoid_tiles.register_autograd(_backward_of_op, setup_context=_save_for_backward)
 
 
 class _Masking(NamedTuple):
@@ -195,7 +195,7 @@ class _Masking(NamedTuple):
         if self.causal and row == column:
             weights.tril_()
         if self.mask is not None:
-            tile = _cut(self.mask, row, column)
+            tile = _tile_of_mask(self.mask, row, column)
             weights.masked_fill_(_of_sequences(tile, self.sequence).logical_not(), 0)
 
 
@@ -204,7 +204,7 @@ def _of_sequences(x: Tensor, sequence: Tensor) -> Tensor:
     return x if len(x) == 1 else x.index_select(0, sequence)
 
 
-def _cut(mask: Tensor, row: int, column: int) -> Tensor:
+def _tile_of_mask(mask: Tensor, row: int, column: int) -> Tensor:
     columns = slice(column * TILE, (column + 1) * TILE)
     return mask[:, row * TILE : (row + 1) * TILE, columns]
 
@@ -226,12 +226,14 @@ def _tiles(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None) -> Tiles:
     if mask is None:
         return tuple(map(tuple, columns_by_row))
     return tuple(
-        tuple(column for column in columns if bool(_cut(mask, row, column).any()))
+        tuple(column for column in columns if bool(_tile_of_mask(mask, row, column).any()))
         for row, columns in enumerate(columns_by_row)
     )
 
 
-def _weigh_(tile: Tensor, q: Tensor, k: Tensor, masking: _Masking, row: int, column: int) -> None:
+def _write_weights_(
+    tile: Tensor, q: Tensor, k: Tensor, masking: _Masking, row: int, column: int
+) -> None:
     """Tile = σ(q kᵀ + bias), 0 for the keys that a query does not see."""
     torch.bmm(q, k.mT, out=tile)
     masking.add_bias_(tile, row)
@@ -301,7 +303,7 @@ def _over_heads(q: Tensor, k: Tensor, work: Callable[[slice], None]) -> None:
         work(slice(0, heads))
 
 
-def _prepared(x: Tensor) -> Tensor:
+def _heads_first(x: Tensor) -> Tensor:
     """All heads in one axis, contiguous, in at least float32."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return wide.reshape(math.prod(x.shape[:-2]), *x.shape[-2:]).contiguous()
@@ -341,11 +343,11 @@ def _workers(n: int) -> ThreadPoolExecutor:
     global _pool
     with _lock:
         if _pool is None or _pool[:2] != (os.getpid(), n):
-            _pool = os.getpid(), n, _start(n)
+            _pool = os.getpid(), n, _start_threads(n)
         return _pool[2]
 
 
-def _start(n: int) -> ThreadPoolExecutor:
+def _start_threads(n: int) -> ThreadPoolExecutor:
     """Start `n` threads whose operators use one core each.
 
     Setting the number of cores of a thread also sets the default of new threads; a temporary thread

@@ -100,7 +100,7 @@ def row_size(model: MoEModel) -> int:
     return {"quadratic": half + model.d, "partial": half}.get(model.gate, model.d)
 
 
-def names(model: MoEModel) -> list[str]:
+def parameter_names(model: MoEModel) -> list[str]:
     """Names of the parameters of an atom."""
     d = range(1, model.d + 1)
     matrix = [f"A{u}{v}" for u in d for v in d if u <= v]
@@ -236,10 +236,10 @@ def rank_test(
         atoms = [Atom(torch.zeros_like(a.row), a.bias, a.expert) for a in atoms]
     columns_and_labels = [_functions(model, atom_jet(model, atom, x), strength) for atom in atoms]
     columns = torch.cat([pair[0] for pair in columns_and_labels], dim=1)
-    return rank_of(columns, columns_and_labels[0][1], definition(model, strength))
+    return rank_of(columns, columns_and_labels[0][1], definition_label(model, strength))
 
 
-def definition(model: MoEModel, strength: Strength) -> str:
+def definition_label(model: MoEModel, strength: Strength) -> str:
     """The definition that a test belongs to."""
     if model.link == "softmax":
         number = "1" if strength == "strong" else "2"
@@ -293,7 +293,7 @@ def witness_atoms(model: MoEModel, seed: int = 0) -> list[Atom]:
 
 def _functions(model: MoEModel, jet: Jet, strength: Strength) -> tuple[Tensor, list[str]]:
     """Columns and labels of the functions of one atom."""
-    w, label = row_size(model), names(model)
+    w, label = row_size(model), parameter_names(model)
     sigmoid = model.link == "sigmoid"
     if sigmoid and strength == "weak":
         return jet.first, [f"∂{name}" for name in label]
@@ -342,10 +342,10 @@ def split_test(
     free = _directions(model, atoms[0])
     residual = _projected(tangent, bends)
     scale = _scale_directions(model, atoms[0])
-    across = _without(free, scale)
+    across = _orthogonal_part(free, scale)
     partial, delta = _minimum(residual, across, seed)
     best = partial if scale.shape[1] == 0 else _minimum(residual, free, seed)[0]
-    keep = [name for i, name in enumerate(names(model)) if i != row_size(model)]
+    keep = [name for i, name in enumerate(parameter_names(model)) if i != row_size(model)]
     return SplitTest(best, partial, dict(zip(keep, delta.tolist(), strict=True)))
 
 
@@ -354,17 +354,17 @@ def _expansion(model: MoEModel, jets: Sequence[Jet]) -> tuple[Tensor, Tensor]:
     w = row_size(model)
     first = jets[0]
     if model.link == "sigmoid":
-        return torch.cat([jet.first for jet in jets], dim=1), _drop(first.second, w)
+        return torch.cat([jet.first for jet in jets], dim=1), _drop_bias(first.second, w)
     total = torch.stack([jet.gate for jet in jets]).sum(dim=0)
     f = torch.stack([jet.value for jet in jets]).sum(dim=0) / total
     tangent = torch.cat(
         [(jet.first - f[:, None] * jet.gate_first) / total[:, None] for jet in jets], dim=1
     )
     second = (first.second - f[:, None, None] * first.gate_second) / (2 * total[:, None, None])
-    return tangent, _drop(second, w)
+    return tangent, _drop_bias(second, w)
 
 
-def _drop(second: Tensor, index: int) -> Tensor:
+def _drop_bias(second: Tensor, index: int) -> Tensor:
     """Without the bias: a split of the mass is a choice, not a direction."""
     keep = [i for i in range(second.shape[-1]) if i != index]
     return second[:, keep][:, :, keep]
@@ -395,7 +395,7 @@ def _scale_directions(model: MoEModel, atom: Atom) -> np.ndarray:
     return np.array(columns).T.reshape(w + q, len(columns))
 
 
-def _without(basis: np.ndarray, scale: np.ndarray) -> np.ndarray:
+def _orthogonal_part(basis: np.ndarray, scale: np.ndarray) -> np.ndarray:
     """The part of a subspace that is orthogonal to another."""
     if scale.shape[1] == 0:
         return basis

@@ -149,8 +149,8 @@ def fit(
         f"starts are {(*sets, 'S')} for data sets {sets}, got {shape}",
         ShapeError,
     )
-    inputs, targets = _stacked(x, sets), _stacked(y, sets)
-    weight = None if weights is None else _stacked(weights, sets)
+    inputs, targets = _with_set_axis(x, sets), _with_set_axis(y, sets)
+    weight = None if weights is None else _with_set_axis(weights, sets)
     penalty = _ridge(model, inputs, targets, ridge, quiet)
     regression = ModelRegression(model)
     problem = LeastSquares(regression, inputs, targets, weight, penalty, shape[-1])
@@ -174,7 +174,7 @@ def warn_unconverged(converged: Bool[Tensor, "*problems"]) -> None:
         warnings.warn(message, FitWarning, stacklevel=3)
 
 
-def _stacked(data: Tensor, sets: tuple[int, ...]) -> Tensor:
+def _with_set_axis(data: Tensor, sets: tuple[int, ...]) -> Tensor:
     """The data in float64 with an axis of data sets."""
     return (data if sets else data[None]).double()
 
@@ -349,13 +349,15 @@ def _from_clusters(
     elif model.gate != "partial":
         rows[:, -model.d :] = 2 * sharp * centres
         bias = -sharp * centres.square().sum(-1)
-    experts = torch.stack([_line(x[label == i], y[label == i]) for i in range(len(centres))])
+    experts = torch.stack(
+        [_ridge_regression(x[label == i], y[label == i]) for i in range(len(centres))]
+    )
     if model.expert == "two_layer":
         experts = torch.cat([experts, torch.ones(len(centres), 1).to(x)], dim=-1)
     return MoEParameters(rows, bias - bias.mean(), experts)
 
 
-def _line(x: Tensor, y: Tensor, ridge: float = 1e-3) -> Tensor:
+def _ridge_regression(x: Tensor, y: Tensor, ridge: float = 1e-3) -> Tensor:
     """(a, b) of y ≈ a·x + b by ridge regression, zeros without data."""
     design = torch.cat([x, torch.ones(len(x), 1).to(x)], dim=-1)
     gram = design.T @ design + ridge * (1 + len(x)) * torch.eye(design.shape[1]).to(x)

@@ -140,7 +140,7 @@ def _paper4(
     if kind in ("L3", "L5"):
         return cells.total(sum(rows, bias + norms(experts)))
     if kind != "L2":
-        return _mixed(fit, truth, cells, [*rows, norms(experts)], bias, (2.0, 1.0))
+        return _mixed_powers(fit, truth, cells, [*rows, norms(experts)], bias, (2.0, 1.0))
     require(
         fit.experts.shape[-1] == d + 1,
         f"L2 of paper 4 is for polynomial experts (α, β) of d + 1 = {d + 1} numbers, "
@@ -148,10 +148,10 @@ def _paper4(
         ShapeError,
     )
     errors = [*rows, norms(experts[..., :d]), experts[..., d].abs()]
-    return _mixed(fit, truth, cells, errors, bias, (r, r))
+    return _mixed_powers(fit, truth, cells, errors, bias, (r, r))
 
 
-def _mixed(
+def _mixed_powers(
     fit: MoEParameters,
     truth: MoEParameters,
     cells: Assignment,
@@ -220,7 +220,9 @@ def voronoi_loss(
         f"{tuple(truth.batch_shape)}: use voronoi_losses",
         ShapeError,
     )
-    return _single(voronoi_losses(fit, truth, kind, paper, r), truth.n_experts, kind, paper, r)
+    return _without_batch_axis(
+        voronoi_losses(fit, truth, kind, paper, r), truth.n_experts, kind, paper, r
+    )
 
 
 def voronoi_losses(
@@ -232,7 +234,7 @@ def voronoi_losses(
     return VoronoiLosses(charges.sum(dim=-1), cells.cell, cells.empty_count)
 
 
-def _single(
+def _without_batch_axis(
     batch: VoronoiLosses, n_true: int, kind: str, paper: int, r: float | int
 ) -> VoronoiLoss:
     """Remove the batch axis of a single fit."""
@@ -254,7 +256,7 @@ def quotient_loss(
 ) -> VoronoiLoss:
     """`voronoi_loss` of one fit up to the symmetries of the model."""
     batch = quotient_losses(model, fit, truth, kind, paper, r, cone=cone)
-    return _single(batch, truth.n_experts, kind, paper, r)
+    return _without_batch_axis(batch, truth.n_experts, kind, paper, r)
 
 
 def quotient_losses(
@@ -278,7 +280,7 @@ def quotient_losses(
     cells = assign(mine, reference)
     charges = _charges(mine, reference, cells, kind, paper, r)
     if cone and (model.ridge.degree is not None or model.expert == "two_layer"):
-        power = _powers(cells, kind, paper, r)
+        power = _exponents(cells, kind, paper, r)
         free = _cone_charges(model, mine, reference, cells, power)
         tradable = cells.size > 1
         if model.link == "sigmoid":
@@ -299,7 +301,7 @@ def _nearest_signs(fit: MoEParameters, truth: MoEParameters) -> MoEParameters:
     return MoEParameters(fit.router, fit.bias, torch.where(flip, -fit.experts, fit.experts))
 
 
-def _powers(cells: Assignment, kind: str, paper: int, r: float | int) -> Charges:
+def _exponents(cells: Assignment, kind: str, paper: int, r: float | int) -> Charges:
     """Exponent of the parameter errors of each cell."""
     ones = torch.ones(cells.size.shape, dtype=torch.float64)
     if (paper, kind) in WITH_R:
@@ -312,7 +314,10 @@ def _cone_charges(
 ) -> Charges:
     """Errors of Σ m, Σ m s and of row and direction, in every cell."""
     shape = cells.member.shape
-    (unit, strength), (unit_true, strength_true) = _polar(model, fit), _polar(model, truth)
+    (unit, strength), (unit_true, strength_true) = (
+        _direction_and_strength(model, fit),
+        _direction_and_strength(model, truth),
+    )
     softmax = model.link == "softmax"
     mass, mass_true = (p.bias.exp() if softmax else p.bias.sigmoid() for p in (fit, truth))
     moment = cells.total((mass * strength).unsqueeze(-1).expand(shape)) - mass_true * strength_true
@@ -326,7 +331,7 @@ def _cone_charges(
     return balance + moment.abs() + cells.total(weights * (rows + turns))
 
 
-def _polar(model: MoEModel, params: MoEParameters) -> tuple[Tensor, Tensor]:
+def _direction_and_strength(model: MoEModel, params: MoEParameters) -> tuple[Tensor, Tensor]:
     """Direction and strength of every expert: η/‖η‖, ‖η‖ᵖ; or (a, b) and λ of a two-layer one."""
     if model.expert == "two_layer":
         return params.experts[..., :-1], params.experts[..., -1]

@@ -127,7 +127,7 @@ class _Refined:
     status: tuple[str, ...]
     iterations: tuple[int, ...]
 
-    def only(self, index: int) -> "_Refined":
+    def select(self, index: int) -> "_Refined":
         """Keep the start with this index."""
         at = slice(index, index + 1)
         return _Refined(self.theta[at], self.loss[at], self.status[at], self.iterations[at])
@@ -143,9 +143,9 @@ def fit_mixture(regression: SharedGate, rows: WeightedRows, settings: FitSetting
     first = settings if all_rows else replace(settings, max_iter=min(SCREEN, settings.max_iter))
     refined = _refine(regression, few, starts, first)
     best = int(refined.loss.nan_to_num(nan=torch.inf).argmin())
-    kept = refined.only(best)
+    kept = refined.select(best)
     if not all_rows:
-        kept = _grown(regression, rows, order, kept, settings)
+        kept = _refine_on_more_rows(regression, rows, order, kept, settings)
     others = refined.status if all_rows else ("set aside",) * len(starts)
     ends = (*others[:best], kept.status[0], *others[best + 1 :])
     problem, which = _problem(regression, rows, 0.0, 1), torch.zeros(1, dtype=torch.long)
@@ -153,7 +153,7 @@ def fit_mixture(regression: SharedGate, rows: WeightedRows, settings: FitSetting
     return MixtureFit(kept.theta[0], error, kept.status[0], ends, kept.iterations[0])
 
 
-def _grown(
+def _refine_on_more_rows(
     regression: SharedGate, rows: WeightedRows, order: Tensor, kept: _Refined, settings: FitSettings
 ) -> _Refined:
     """The start that was kept, refined on samples of growing size and then on all rows."""

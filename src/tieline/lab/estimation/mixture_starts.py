@@ -98,13 +98,15 @@ class SharedGate:
 
     def value(self, theta: Theta, x: Inputs) -> Float[Tensor, "problems n outputs"]:
         """Compute f of every problem, input and output."""
-        return self.model.regression(self.parameters(theta), self._repeated(x)).mT
+        return self.model.regression(self.parameters(theta), self._once_per_output(x)).mT
 
     def value_and_jacobian(
         self, theta: Theta, x: Inputs
     ) -> tuple[Float[Tensor, "problems n outputs"], Float[Tensor, "problems n outputs p"]]:
         """Compute f and its Jacobian; an output does not depend on the experts of the others."""
-        value, jacobian = self.model.value_and_jacobian(self.parameters(theta), self._repeated(x))
+        value, jacobian = self.model.value_and_jacobian(
+            self.parameters(theta), self._once_per_output(x)
+        )
         if self.outputs == 1:
             return value.mT, jacobian.transpose(1, 2)
         full_jacobian = theta.new_zeros(len(theta), x.shape[1], self.outputs, self.size)
@@ -117,7 +119,7 @@ class SharedGate:
             ]
         return value.mT, full_jacobian
 
-    def _repeated(self, x: Inputs) -> Float[Tensor, "problems outputs n d"]:
+    def _once_per_output(self, x: Inputs) -> Float[Tensor, "problems outputs n d"]:
         """The inputs once for every output."""
         return x.unsqueeze(1).expand(-1, self.outputs, -1, -1)
 
@@ -137,14 +139,14 @@ def mixture_starts(
     """Return parameter vectors to start from; the first is the same for every generator."""
     vectors, model = [], regression.model
     for number in range(starts):
-        shares = _shares(model, rows, number, generator)
+        shares = _start_shares(model, rows, number, generator)
         gate = _start_gate(model, rows, shares.share)
         experts = _start_experts(model, rows, shares)
         vectors.append(torch.cat([gate.router.flatten(), gate.bias, experts.flatten()]))
     return torch.stack(vectors)
 
 
-def _shares(
+def _start_shares(
     model: MoEModel, rows: WeightedRows, number: int, generator: torch.Generator
 ) -> Responsibilities:
     """Shares of the rows, from a tree for the first start and random directions for the others."""
@@ -167,7 +169,7 @@ def _start_gate(model: MoEModel, rows: WeightedRows, share: Tensor) -> MoEParame
     spread = 0.1 + 0.9 * torch.rand(n, dim, dtype=share.dtype, generator=fixed)
     begin = torch.cat([(spread - spread.mean(dim=0)).flatten(), mass.mean(dim=0).log().clamp(-9)])
 
-    def away(vector: Tensor) -> Tensor:
+    def loss_of(vector: Tensor) -> Tensor:
         router, bias = vector[: n * dim].unflatten(0, (n, dim)), vector[n * dim :]
         scores = model.scores(MoEParameters(router, bias, none), rows.x)
         if model.link == "softmax":
@@ -177,7 +179,7 @@ def _start_gate(model: MoEModel, rows: WeightedRows, share: Tensor) -> MoEParame
         )
         return total / len(mass)
 
-    solution = _minimum(away, begin)
+    solution = _minimise(loss_of, begin)
     return MoEParameters(solution[: n * dim].unflatten(0, (n, dim)), solution[n * dim :], none)
 
 
@@ -191,16 +193,16 @@ def _start_experts(model: MoEModel, rows: WeightedRows, shares: Responsibilities
     shape = begin.shape
     mass = rows.weight[:, None] * shares.share
 
-    def away(vector: Tensor) -> Tensor:
+    def loss_of(vector: Tensor) -> Tensor:
         experts = vector.unflatten(0, shape)
         gate = MoEParameters(torch.zeros_like(experts), torch.zeros_like(experts[..., 0]), experts)
         outputs = model.expert_outputs(gate, rows.x)  # (C, n, N)
         return (mass * (rows.y.mT[:, :, None] - outputs).square()).sum() / len(mass)
 
-    return _minimum(away, begin.flatten()).unflatten(0, shape)
+    return _minimise(loss_of, begin.flatten()).unflatten(0, shape)
 
 
-def _minimum(loss: Callable[[Tensor], Tensor], begin: Tensor) -> Tensor:
+def _minimise(loss: Callable[[Tensor], Tensor], begin: Tensor) -> Tensor:
     """Minimise the penalised loss by L-BFGS; return `begin` if the end is not finite."""
 
     def value_and_gradient(array):

@@ -231,7 +231,7 @@ class RateStudy(Result):
             problems=len(rows),
             failed=sum(not Status(row.status).answered for row in rows),
             status={name: count for name, count in counts.items() if count},
-            ridge=_ridge(plan),
+            ridge=_ridge_sizes(plan),
             empty_cells=sum(row.empty > 0 for row in rows),
             cpu_seconds=sum((row.seconds for row in rows), 0.0),
             paper_slope=case.paper_slope,
@@ -242,7 +242,9 @@ class RateStudy(Result):
             samples=plan.samples,
             rows=tuple(rows),
         )
-        return result if error is None else replace(result, sample_size=_needed(result, error))
+        return (
+            result if error is None else replace(result, sample_size=_samples_needed(result, error))
+        )
 
     def losses(self, loss: str, radius: float | None = None) -> list[Float[Tensor, " _"]]:
         """Return the finite losses at each sample size, from the first start radius by default."""
@@ -254,15 +256,15 @@ class RateStudy(Result):
         self, loss: str = "quotient", radius: float | None = None, middle: Middle = "mean"
     ) -> PowerLaw:
         """Fit the power law of a loss from one start radius (the first by default)."""
-        return fit_rate(*self._determined(loss, radius), self.seed, middle)
+        return fit_rate(*self._determined_losses(loss, radius), self.seed, middle)
 
     def samples_for(
         self, error: float, loss: str = "quotient", radius: float | None = None
     ) -> SampleSize:
         """Estimate how many samples bring the mean loss to `error`."""
-        return sample_size(*self._determined(loss, radius), error, self.seed)
+        return sample_size(*self._determined_losses(loss, radius), error, self.seed)
 
-    def _determined(self, loss: str, radius: float | None) -> tuple[list[int], list[Tensor]]:
+    def _determined_losses(self, loss: str, radius: float | None) -> tuple[list[int], list[Tensor]]:
         """Sample sizes of at least the number of parameters, and their losses."""
         left, p = len(self.ridge.sizes), self.model.parameters
         require(
@@ -303,7 +305,7 @@ def _series(plan: RatePlan, rows: Sequence[RateRow], loss: str, radius: float) -
     )
 
 
-def _ridge(plan: RatePlan) -> RidgeSizes:
+def _ridge_sizes(plan: RatePlan) -> RidgeSizes:
     p = plan.model.n_parameters
     few = tuple(n for n in plan.sizes if n < p)
     warning = (
@@ -314,7 +316,7 @@ def _ridge(plan: RatePlan) -> RidgeSizes:
     return RidgeSizes(few, warning if few else "")
 
 
-def _needed(study: RateStudy, error: float) -> SamplesNeeded:
+def _samples_needed(study: RateStudy, error: float) -> SamplesNeeded:
     estimate = study.samples_for(error)
     n, low, high = (
         x if math.isfinite(x) else None for x in (estimate.n, estimate.low, estimate.high)
@@ -410,13 +412,13 @@ def fit_block(plan: RatePlan, block: RepetitionBlock) -> list[RateRow]:
             repetition=repetition,
             status=int(fitted.status[at]),
             iterations=int(fitted.iterations[at]),
-            loss=_finite(fitted.loss[at]),
-            raw=_finite(raw.values[at]),
-            quotient=_finite(quotient.values[at]),
-            function=_finite(distance.value[at]),
+            loss=_finite_or_none(fitted.loss[at]),
+            raw=_finite_or_none(raw.values[at]),
+            quotient=_finite_or_none(quotient.values[at]),
+            function=_finite_or_none(distance.value[at]),
             empty=int(quotient.empty[at]),
             seconds=seconds,
-            experts=_finite(experts[at]),
+            experts=_finite_or_none(experts[at]),
         )
         for at, repetition in enumerate(block.repetitions)
     ]
@@ -434,7 +436,7 @@ def fit_repetitions(plan: RatePlan, block: RepetitionBlock) -> FitResult:
     return fits.best()
 
 
-def _finite(value: Tensor) -> float | None:
+def _finite_or_none(value: Tensor) -> float | None:
     number = value.item()
     return number if math.isfinite(number) else None
 

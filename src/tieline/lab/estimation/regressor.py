@@ -167,10 +167,10 @@ class MoERegressor(RegressorMixin, MultiOutputMixin, BaseEstimator):
         family = self._family(count)
         rows, self.scales_ = standardised(*table, family)
         settings = self._settings(seed)
-        self.n_experts_ = self._count(family, rows, settings)
+        self.n_experts_ = self._choose_count(family, rows, settings)
         regression = SharedGate(family.with_experts(self.n_experts_), rows.y.shape[1])
-        self._keep(regression, rows, fit_mixture(regression, rows, settings))
-        self._warn(regression, rows)
+        self._store_fit(regression, rows, fit_mixture(regression, rows, settings))
+        self._warn_about_fit(regression, rows)
         return self
 
     def predict(self, X: Any) -> Array:
@@ -212,7 +212,7 @@ class MoERegressor(RegressorMixin, MultiOutputMixin, BaseEstimator):
         ridge = None if self.ridge == "auto" else float(self.ridge)
         return FitSettings(int(self.n_init), int(self.max_iter), float(self.tol), ridge, seed)
 
-    def _count(self, family: MoEModel, rows: WeightedRows, settings: FitSettings) -> int:
+    def _choose_count(self, family: MoEModel, rows: WeightedRows, settings: FitSettings) -> int:
         """The number of experts, chosen from the data for "auto"."""
         self.selection_ = None
         if self.n_experts != "auto":
@@ -231,7 +231,7 @@ class MoERegressor(RegressorMixin, MultiOutputMixin, BaseEstimator):
             self.selection_ = by_cross_validation(family, few, most, folds, settings)
         return self.selection_.chosen
 
-    def _keep(self, regression: SharedGate, rows: WeightedRows, fit: MixtureFit) -> None:
+    def _store_fit(self, regression: SharedGate, rows: WeightedRows, fit: MixtureFit) -> None:
         self._regression, self.fit_ = regression, fit
         self._remembered = rows.x[:: max(1, -(-len(rows.x) // REMEMBERED))]
         self.gating_ = self._parameters[0]
@@ -250,7 +250,7 @@ class MoERegressor(RegressorMixin, MultiOutputMixin, BaseEstimator):
         array = validate_data(self, X, reset=False, dtype=np.float64)
         return self.scales_.inputs(torch.tensor(array))
 
-    def _warn(self, regression: SharedGate, rows: WeightedRows) -> None:
+    def _warn_about_fit(self, regression: SharedGate, rows: WeightedRows) -> None:
         targets = rows.y.numel()
         if targets < regression.size and self.ridge == "auto":
             warnings.warn(
@@ -277,18 +277,22 @@ def check_settings(estimator: Any) -> None:
     for name, allowed in CHOICES.items():
         value = getattr(estimator, name)
         choices = ", ".join(repr(word) for word in allowed)
-        _need(isinstance(value, str) and value in allowed, estimator, name, f"among {{{choices}}}")
+        _require_setting(
+            isinstance(value, str) and value in allowed, estimator, name, f"among {{{choices}}}"
+        )
     for name in COUNTS:
-        _need(_is_count(getattr(estimator, name)), estimator, name, "an int >= 1")
+        _require_setting(_is_count(getattr(estimator, name)), estimator, name, "an int >= 1")
     count = estimator.n_experts
-    _need(_is_count(count) or count == "auto", estimator, "n_experts", "an int >= 1 or 'auto'")
-    _need(_is_real(estimator.tol), estimator, "tol", "a finite number >= 0")
+    _require_setting(
+        _is_count(count) or count == "auto", estimator, "n_experts", "an int >= 1 or 'auto'"
+    )
+    _require_setting(_is_real(estimator.tol), estimator, "tol", "a finite number >= 0")
     ridge = estimator.ridge
     fine = ridge == "auto" if isinstance(ridge, str) else _is_real(ridge)
-    _need(fine, estimator, "ridge", "a finite number >= 0 or 'auto'")
+    _require_setting(fine, estimator, "ridge", "a finite number >= 0 or 'auto'")
     tau = estimator.tau
     pair = isinstance(tau, tuple | list) and len(tau) == 2 and all(_is_real(t) for t in tau)
-    _need(pair, estimator, "tau", "two finite numbers >= 0")
+    _require_setting(pair, estimator, "tau", "two finite numbers >= 0")
 
 
 def _is_count(value: Any) -> bool:
@@ -300,7 +304,7 @@ def _is_real(value: Any) -> bool:
     return number and 0 <= float(value) < math.inf
 
 
-def _need(fine: bool, estimator: Any, name: str, rule: str) -> None:
+def _require_setting(fine: bool, estimator: Any, name: str, rule: str) -> None:
     if not fine:
         raise ValueError(
             f"The {name!r} parameter of {type(estimator).__name__} must be {rule}. "
@@ -345,7 +349,7 @@ def standardised(x: Array, y: Array, weight: Array, model: MoEModel) -> tuple[We
     """Rows with weights of mean 1 in standard units, and the units, which the experts decide."""
     inputs, targets, mass = (torch.tensor(array, dtype=torch.float64) for array in (x, y, weight))
     mass = mass / mass.mean()
-    scales = Scales(*_moments(inputs, mass), *_reach(targets, mass, model))
+    scales = Scales(*_moments(inputs, mass), *_target_units(targets, mass, model))
     return WeightedRows(scales.inputs(inputs), scales.targets(targets), mass), scales
 
 
@@ -358,7 +362,7 @@ def _moments(values: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
     return mean, torch.where(deviation > rounding, deviation, 1.0)
 
 
-def _reach(targets: Tensor, mass: Tensor, model: MoEModel) -> tuple[Tensor, Tensor]:
+def _target_units(targets: Tensor, mass: Tensor, model: MoEModel) -> tuple[Tensor, Tensor]:
     """Offset and scale by the table above."""
     mean, deviation = _moments(targets, mass)
     low, high = targets.amin(dim=0), targets.amax(dim=0)

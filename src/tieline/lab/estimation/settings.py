@@ -250,20 +250,22 @@ def small_design(
 def well_conditioned(model: MoEModel, *, seed: int = 0, draws: int = 200) -> SmallDesign:
     """The best conditioned of `draws` random truths of a model of any size, walked if need be."""
     require(draws >= 1, f"need at least one draw, got {draws}")
-    scores = [_score(model, _draw(model, seed, draw)) for draw in range(draws)]
+    scores = [_condition(model, _draw(model, seed, draw)) for draw in range(draws)]
     draw = min(range(draws), key=scores.__getitem__)
     finite = scores[draw] < float("inf")
     require(finite, f"none of {draws} draws is well conditioned: try another seed")
-    return _walk(SmallDesign(model, _draw(model, seed, draw), scores[draw], draw), seed)
+    return _improve_condition(
+        SmallDesign(model, _draw(model, seed, draw), scores[draw], draw), seed
+    )
 
 
-def _walk(design: SmallDesign, seed: int) -> SmallDesign:
+def _improve_condition(design: SmallDesign, seed: int) -> SmallDesign:
     """Small steps from a truth, kept if they lower its condition number, until it is enough."""
     model, generator = design.model, torch.Generator().manual_seed(seed)
     while design.condition > ENOUGH and design.steps < MOST_STEPS:
         step = _normal(model, generator).flatten()
         truth = design.truth.like(design.truth.flatten() + STEP * step)
-        condition, steps = _score(model, truth), design.steps + 1
+        condition, steps = _condition(model, truth), design.steps + 1
         better = condition < design.condition
         kept = {"truth": truth, "condition": condition} if better else {}
         design = replace(design, steps=steps, **kept)
@@ -292,7 +294,7 @@ def _normal(model: MoEModel, generator: torch.Generator) -> MoEParameters:
     )
 
 
-def _score(model: MoEModel, truth: MoEParameters) -> float:
+def _condition(model: MoEModel, truth: MoEParameters) -> float:
     """Condition number of a truth; infinite if a kink misses the cube or too much is flat."""
     relu = "relu" in (model.expert, model.activation if model.expert == "two_layer" else "")
     if relu and not bool(kinks_inside(model, truth).all()):

@@ -254,14 +254,14 @@ def levenberg_marquardt(
     require(shape == expected, f"a start for each problem: {expected}, got {shape}", ShapeError)
     require(starts.dtype == torch.float64, f"starts are float64, got {starts.dtype}", ShapeError)
     require(bool(starts.isfinite().all()), "starts must be finite, got NaN or an infinity")
-    batch = _begin(problem, starts.clamp(-box, box))
+    batch = _start_batch(problem, starts.clamp(-box, box))
     theta, loss = batch.theta.clone(), batch.normal.loss.clone()
     status = torch.full_like(batch.which, Status.UNFINISHED)
     tried = torch.full_like(batch.which, iterations)
     zero, share = EXACT * problem.scale, size / problem.samples
     for turn in range(iterations + 1):
-        step, left = _step(batch, box)
-        ended = _ended(batch, left / (share * batch.normal.loss), zero, tolerance)
+        step, left = _damped_step(batch, box)
+        ended = _end_statuses(batch, left / (share * batch.normal.loss), zero, tolerance)
         gone = ended != Status.RUNNING
         if turn == iterations or gone.any():
             at = batch.which
@@ -270,7 +270,7 @@ def levenberg_marquardt(
             batch, step = batch.keep(~gone), step[~gone]
         if turn == iterations or not len(batch.which):
             break
-        _try(problem, batch, step, box)
+        _take_steps(problem, batch, step, box)
     return Minimum(theta, loss, status, tried)
 
 
@@ -278,18 +278,20 @@ def relative_offset(
     problem: LeastSquares, theta: Theta, box: float = BOX
 ) -> tuple[Float[Tensor, " problems"], Float[Tensor, " problems"]]:
     """√(gᵀ(A + 1e-9 D)⁻¹g / p s²), how far θ is from its minimum in standard errors; and S."""
-    batch = _begin(problem, theta)
-    left, loss = _step(batch, box)[1], batch.normal.loss
+    batch = _start_batch(problem, theta)
+    left, loss = _damped_step(batch, box)[1], batch.normal.loss
     return (left / (theta.shape[1] / problem.samples * loss)).sqrt(), loss
 
 
-def _begin(problem: LeastSquares, theta: Theta) -> _Batch:
+def _start_batch(problem: LeastSquares, theta: Theta) -> _Batch:
     which = torch.arange(len(theta))
     damping, none = theta.new_full((len(theta),), FIRST_DAMPING), torch.zeros_like(which)
     return _Batch(which, theta, problem.normal(theta, which), damping, none, none.clone())
 
 
-def _ended(batch: _Batch, left: Tensor, zero: Tensor, tolerance: float) -> Int[Tensor, " problems"]:
+def _end_statuses(
+    batch: _Batch, left: Tensor, zero: Tensor, tolerance: float
+) -> Int[Tensor, " problems"]:
     """The status of each running problem, `left` being what it may gain in units of p s²."""
     loss = batch.normal.loss
     ended = torch.full_like(batch.which, Status.RUNNING)
@@ -303,7 +305,7 @@ def _ended(batch: _Batch, left: Tensor, zero: Tensor, tolerance: float) -> Int[T
     return ended
 
 
-def _step(batch: _Batch, box: float) -> tuple[Theta, Float[Tensor, " problems"]]:
+def _damped_step(batch: _Batch, box: float) -> tuple[Theta, Float[Tensor, " problems"]]:
     """The damped step δ, and gᵀ(A + 1e-9 D)⁻¹g, what is left to gain."""
     _, pull, gram = batch.normal
     pressed = (batch.theta.abs() >= box) & (pull * batch.theta > 0)
@@ -330,7 +332,7 @@ def _solve(matrix: Tensor, damping: Tensor, goal: Tensor) -> Tensor:
     return torch.cholesky_solve(goal[..., None], factor)[..., 0]
 
 
-def _try(problem: LeastSquares, batch: _Batch, step: Theta, box: float) -> None:
+def _take_steps(problem: LeastSquares, batch: _Batch, step: Theta, box: float) -> None:
     """Take the steps that lower the loss; set damping by how well the model predicted it."""
     trial = (batch.theta + step).clamp(-box, box)
     moved = trial - batch.theta
@@ -393,7 +395,7 @@ def descend(
         for rows in order.split(recipe.batch):
             steps += 1
             slope = -2 * problem.pull(theta, which, rows)
-            theta = (theta - _move(slope, memory, steps, recipe)).clamp(-box, box)
+            theta = (theta - _rule_step(slope, memory, steps, recipe)).clamp(-box, box)
     offset, loss = relative_offset(problem, theta.nan_to_num(nan=box), box)
     status = torch.full((len(theta),), int(Status.UNFINISHED))
     status[offset <= tolerance] = Status.CONVERGED
@@ -401,7 +403,7 @@ def descend(
     return Minimum(theta, loss, status, torch.full_like(status, steps))
 
 
-def _move(slope: Tensor, memory: tuple[Tensor, Tensor], steps: int, recipe: Recipe) -> Tensor:
+def _rule_step(slope: Tensor, memory: tuple[Tensor, Tensor], steps: int, recipe: Recipe) -> Tensor:
     """The step that the rule takes for a gradient."""
     if recipe.rule == "sgd":
         return recipe.rate * slope

@@ -103,8 +103,12 @@ def terminal(result: Ledger, width: int) -> RenderableType:
         blocks += [heading, Padding(table, (0, 0, 1, 0))]
     if len(result.claims) <= FEW:
         blocks += [claim_text(outcome.claim) for outcome in result.claims]
-    blocks += [_open(outcome) for outcome in result.claims if outcome.verdict is Verdict.UNDECIDED]
-    blocks += [_news(outcome) for outcome in result.claims if outcome.changed]
+    blocks += [
+        _undecided_text(outcome)
+        for outcome in result.claims
+        if outcome.verdict is Verdict.UNDECIDED
+    ]
+    blocks += [_changed_text(outcome) for outcome in result.claims if outcome.changed]
     return Group(*blocks, Text(_counts(result)))
 
 
@@ -218,7 +222,7 @@ def _table(outcomes: Sequence[Outcome], *, wide: bool) -> Table:
     return table
 
 
-def _open(outcome: Outcome) -> Text:
+def _undecided_text(outcome: Outcome) -> Text:
     """A claim that is not decided, with the reason and what this run could not measure."""
     claim, checks = outcome.claim, outcome.evidence.checks
     absent = dict.fromkeys(c.open for c in checks if c.open and math.isnan(c.measured))
@@ -228,7 +232,7 @@ def _open(outcome: Outcome) -> Text:
     return Text(sentence, style=STYLES[Verdict.UNDECIDED])
 
 
-def _news(outcome: Outcome) -> Text:
+def _changed_text(outcome: Outcome) -> Text:
     """A claim that changed, with the checks that failed."""
     lines = [f"{outcome.claim.id}: {verdict_text(outcome)[2:]}"]
     lines += [f"    {check_text(check)}" for check in outcome.evidence.checks if not check.passed]

@@ -86,7 +86,7 @@ def reroute_facts(result: Rerouted) -> list[str]:
     rest = len(moved) < len(result.layers)
     return [
         f"Loss: {significant(result.loss.value, 5)} before, changed by "
-        f"{_signed(result.loss_change)} nats per token.",
+        f"{_signed_text(result.loss_change)} nats per token.",
         f"The predictions moved by KL {significant(result.moved.value)}.",
         jump,
         f"Rows were fitted in {len(moved)} of {len(result.layers)} layers"
@@ -99,8 +99,8 @@ def reroute_facts(result: Rerouted) -> list[str]:
 
 
 def _verdict(result: Rerouted) -> str:
-    kept = _share(result.kept.value)
-    change = _signed(result.loss_change)
+    kept = _share_text(result.kept.value)
+    change = _signed_text(result.loss_change)
     start = f"The {NAMES[result.router]} keeps {kept} of the choices; the loss changes by {change}"
     small = abs(result.loss_change.value or 0.0) < 0.01
     advice = (
@@ -123,7 +123,7 @@ def _layers(result: Rerouted) -> Grid:
     rows = (
         (
             label,
-            _share(layer.kept.value),
+            _share_text(layer.kept.value),
             significant(layer.fit.loss, 2),
             significant(layer.fit.temperature),
             significant(layer.gap_before),
@@ -136,12 +136,12 @@ def _layers(result: Rerouted) -> Grid:
     return Grid(HEAD, tuple(rows))
 
 
-def _share(share: float | None) -> str:
+def _share_text(share: float | None) -> str:
     """A share near 1, whose distance to 1 counts."""
     return DASH if finite(share) is None else f"{share:.2%}".replace("%", " %")
 
 
-def _signed(estimate: Estimate) -> str:
+def _signed_text(estimate: Estimate) -> str:
     text = DASH if finite(estimate.value) is None else f"{estimate.value:+.5f}"
     error = finite(estimate.standard_error)
     return text if error is None else f"{text} ± {error:.5f}"

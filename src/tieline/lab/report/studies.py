@@ -119,12 +119,12 @@ def _draw_square(axes: "Axes", x: int, y: int, row: Identifiability) -> None:
 
     colour = COLOURS.get(row.verdict, EMPTY)
     axes.add_patch(Rectangle((x - 0.48, y - 0.46), 0.96, 0.92, color=colour, linewidth=0))
-    text = "–" if row.split is None else _power(row.split.up_to_scale)
+    text = "–" if row.split is None else _power_text(row.split.up_to_scale)
     ink = "white" if row.verdict == "identifiable" else "black"
     axes.text(x, y, text, ha="center", va="center", fontsize=6.5, color=ink)
 
 
-def _power(value: float) -> str:
+def _power_text(value: float) -> str:
     """The power of ten, with a minus sign instead of a hyphen."""
     text = f"≤ {math.log10(FLOOR):.0f}" if value <= FLOOR else f"{math.log10(value):.1f}"
     return text.replace("-", "−")

@@ -61,7 +61,7 @@ def figures(result: "TrainingResult") -> "dict[str, Callable[[], Figure]]":
 
 def terminal(result: "TrainingResult", width: int) -> RenderableType:
     """Size, time, data, scores and folder, a line each."""
-    head = [f"{result.recipe}, {_size(result)}", f"data  {result.data}"]
+    head = [f"{result.recipe}, {_size_text(result)}", f"data  {result.data}"]
     where = [f"in    {result.folder}"] if result.folder else []
     return Text("\n".join([*head, *indented(result.scores), *where]))
 
@@ -83,28 +83,28 @@ def indented(record: Mapping[str, Any], indent: str = "") -> Iterator[str]:
         if isinstance(value, Mapping):
             yield f"{indent}{name}"
             yield from indented(value, indent + "  ")
-        elif not _empty(value):
+        elif not _is_empty(value):
             yield f"{indent}{name}  {_text(value)}"
 
 
 def pairs(heading: str, record: Mapping[str, Any]) -> Grid:
     """Nested fields as a table of dotted names and values; empty fields are left out."""
-    rows = [(name, _text(value)) for name, value in flat(record) if not _empty(value)]
+    rows = [(name, _text(value)) for name, value in flat(record) if not _is_empty(value)]
     return Grid((heading, "value"), tuple(rows))
 
 
 def _facts_line(result: "TrainingResult") -> str:
-    return f"{_size(result)} · {result.data}"
+    return f"{_size_text(result)} · {result.data}"
 
 
-def _size(result: "TrainingResult") -> str:
+def _size_text(result: "TrainingResult") -> str:
     return (
         f"seed {result.seed}: {result.parameters:,} parameters, {result.steps} steps in "
         f"{duration(result.seconds)}"
     )
 
 
-def _empty(value: Any) -> bool:
+def _is_empty(value: Any) -> bool:
     return value is None or value in ("", [], ())
 
 

@@ -114,7 +114,7 @@ def load_optimizer(folder: Path, optimizer: Any, scheduler: Any) -> dict[str, fl
     """Restore the state of `save_optimizer`; returns that of the gate schedule."""
     rest = read_json(folder / STATE)
     tensors: dict[int, dict[str, torch.Tensor]] = {}
-    for key, value in _read(folder / OPTIMIZER)[0].items():
+    for key, value in _read_safetensors(folder / OPTIMIZER)[0].items():
         number, _, name = key.partition(".")
         require(number.isdigit(), f"{folder / OPTIMIZER}: unknown entry {key!r}", CheckpointError)
         tensors.setdefault(int(number), {})[name] = value
@@ -159,7 +159,7 @@ def save_generators(folder: Path, rank: int) -> None:
 
 def load_generators(folder: Path, rank: int) -> None:
     """Restore the state of `save_generators`."""
-    tensors, plain = _read(folder / f"rng-{rank}.safetensors")
+    tensors, plain = _read_safetensors(folder / f"rng-{rank}.safetensors")
     version, internal, gauss = json.loads(plain["python"])
     random.setstate((version, tuple(internal), gauss))
     kind, keys, *rest = json.loads(plain["numpy"])
@@ -169,7 +169,7 @@ def load_generators(folder: Path, rank: int) -> None:
         torch.cuda.set_rng_state_all([tensors[f"cuda{i}"] for i in range(len(tensors))])
 
 
-def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def _read_safetensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     try:
         with safe_open(path, "pt") as file:
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118

@@ -139,7 +139,7 @@ def run(
     on_stage = progress or (lambda stage, done, of: None)
     check_folder(out / "model")
     checkpoint = prepare_folder(config, out, resume)
-    if resume and (result := finished(out)) is not None:
+    if resume and (result := stored_result(out)) is not None:
         return result
     consolidate(checkpoint)
     task = task_of(config)
@@ -160,10 +160,10 @@ def run(
     times = time.perf_counter() - began, time.process_time() - worked
     on_stage("score", 0, 1)
     start = checkpoint_step(checkpoint)
-    return finish(config, out, (task, data, model), times, start, trainer.state.log_history)
+    return save_result(config, out, (task, data, model), times, start, trainer.state.log_history)
 
 
-def finish(
+def save_result(
     config: TrainConfig,
     out: Path,
     trained: tuple[Task, TaskData, nn.Module],
@@ -199,7 +199,7 @@ def finish(
     return result
 
 
-def finished(out: Path) -> TrainingResult | None:
+def stored_result(out: Path) -> TrainingResult | None:
     """Return the result of a run that has ended, None if it has not."""
     path = out / "result.json"
     if not path.is_file():
@@ -210,12 +210,12 @@ def finished(out: Path) -> TrainingResult | None:
 def _step_end(
     model: nn.Module, on_stage: Report, watch: Watch | None
 ) -> Callable[[int, int], None]:
-    def ended(done: int, of: int) -> None:
+    def after_step(done: int, of: int) -> None:
         on_stage("train", done, of)
         if watch is not None:
             watch(model, done)
 
-    return ended
+    return after_step
 
 
 def plan(config: TrainConfig, progress: Report | None = None) -> TrainingPlan:

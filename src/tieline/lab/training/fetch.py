@@ -79,10 +79,10 @@ def fetch(file: DataFile, on_progress: OnProgress | None = None) -> Path:
     """Return the path of a file, which is fetched unless it is here; raises on another hash."""
     https = file.url.startswith("https://")
     require(https, f"data are fetched by https, got {file.url!r}", DataError)
-    return kept(file, lambda: _download(file, on_progress or (lambda done, of: None)))
+    return cached_file(file, lambda: _download(file, on_progress or (lambda done, of: None)))
 
 
-def kept(file: DataFile, make: Callable[[], bytes]) -> Path:
+def cached_file(file: DataFile, make: Callable[[], bytes]) -> Path:
     """Return the path of a file, whose contents are made unless it is here; raises on another hash.
 
     Args:

@@ -93,7 +93,7 @@ def collect_work(model: nn.Module) -> Iterator[list[float]]:
 
 
 @torch.no_grad()
-def scored(model: nn.Module, images: Images) -> dict[str, Any]:
+def score_images(model: nn.Module, images: Images) -> dict[str, Any]:
     """Return accuracy, loss and experts per token of a model on images.
 
         accuracy     right answers / images
@@ -171,7 +171,7 @@ class ImageTask:
     def evaluate(self, model: nn.Module, data: ImageData, config: TrainConfig) -> dict[str, Any]:
         """Score each set of images."""
         model.eval()
-        return {name: scored(model, images) for name, images in data.scored_on.items()}
+        return {name: score_images(model, images) for name, images in data.scored_on.items()}
 
     def save(self, model: nn.Module, data: ImageData, folder: Path) -> None:
         """Write the weights to one file; the configuration of the run has the shape."""

@@ -112,7 +112,7 @@ def extended_form(gate: str) -> TrainConfig:
     return long.replace(recipe=f"enwik8-extended-{gate}", optim__steps=4000, evaluate_items=1024)
 
 
-def smoke(gate: str) -> TrainConfig:
+def demo_smoke(gate: str) -> TrainConfig:
     """One layer of width 32 on the text in the box, 20 steps: tests that everything runs."""
     return TrainConfig(
         recipe=f"demo-smoke-{gate}",
@@ -372,7 +372,7 @@ def glue_paper(task: str, gate: str, k: int) -> TrainConfig:
 Recipe = Callable[[], TrainConfig]
 
 RECIPES: dict[str, Recipe] = {
-    **{f"demo-smoke-{gate}": partial(smoke, gate) for gate in GATE_NAMES},
+    **{f"demo-smoke-{gate}": partial(demo_smoke, gate) for gate in GATE_NAMES},
     **{f"demo-small-{gate}": partial(demo_small, gate) for gate in GATE_NAMES},
     **{
         f"{d}-small-{gate}": partial(small_form, d, gate) for d in VOCABULARY for gate in GATE_NAMES

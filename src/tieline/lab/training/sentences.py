@@ -179,10 +179,10 @@ def load_glue(
     )
     if check_hash:
         check_file(path, file)
-    return _read(path, rules, f"{task} {split}")
+    return _read_split(path, rules, f"{task} {split}")
 
 
-def _read(path: Path, rules: GlueTask, source: str) -> Sentences:
+def _read_split(path: Path, rules: GlueTask, source: str) -> Sentences:
     size = path.stat().st_size
     require(
         size <= LARGEST_FILE, f"{path} has {size} bytes, at most {LARGEST_FILE} are read", DataError
@@ -331,22 +331,24 @@ def _encoder(shape: SentenceConfig, train: Sentences) -> Encode:
         tokenizer = AutoTokenizer.from_pretrained(fetch_checkpoint(shape.pretrained))
         marks = (tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.pad_token_id)
     else:
-        tokenizer = bpe_tokenizer(_flat(train), shape.vocabulary - 3)
+        tokenizer = bpe_tokenizer(_all_texts(train), shape.vocabulary - 3)
         marks = (shape.vocabulary - 3, shape.vocabulary - 2, shape.vocabulary - 1)
 
     def encode(sentences: Sentences) -> list[tuple[list[int], list[int], list[int]]]:
-        ids = iter(tokenizer(_flat(sentences), add_special_tokens=False)["input_ids"])
+        ids = iter(tokenizer(_all_texts(sentences), add_special_tokens=False)["input_ids"])
         token_ids = [[next(ids) for _ in texts] for texts in sentences.texts]
-        return [packed(ids_of_example, marks, shape.context) for ids_of_example in token_ids]
+        return [
+            pack_sentences(ids_of_example, marks, shape.context) for ids_of_example in token_ids
+        ]
 
     return encode
 
 
-def _flat(sentences: Sentences) -> list[str]:
+def _all_texts(sentences: Sentences) -> list[str]:
     return [text for texts in sentences.texts for text in texts]
 
 
-def packed(
+def pack_sentences(
     sentences: list[list[int]], marks: tuple[int, int, int], length: int
 ) -> tuple[list[int], list[int], list[int]]:
     """Pack [CLS] a [SEP] b [SEP] and padding; the longer sentence is cut first.

@@ -48,9 +48,9 @@ from tieline.lab.training.fetch import (
     DataError,
     DataFile,
     OnProgress,
+    cached_file,
     data_set,
     fetch,
-    kept,
     tar_members,
 )
 from tieline.models.demo import demo_text
@@ -108,13 +108,13 @@ MINGRU = DataFile(
 def enwik8_file(on_progress: OnProgress | None = None) -> Path:
     """Return the path of enwik8, from the cache or from the registry, checked by hash."""
 
-    def unpacked() -> bytes:
+    def unpack() -> bytes:
         member = "mingru_pytorch-0.2.1/data/enwik8.gz"
         packed = tar_members(fetch(MINGRU, on_progress), {member: MINGRU.size})[member]
         with gzip.open(io.BytesIO(packed)) as file:
             return file.read(ENWIK8.size + 1)
 
-    return kept(ENWIK8, unpacked)
+    return cached_file(ENWIK8, unpack)
 
 
 LETTERS = " abcdefghijklmnopqrstuvwxyz"
@@ -131,7 +131,7 @@ RULES = [
 ARTICLES = re.compile(r"<text[^>]*>(.*?)</text>", re.DOTALL)
 
 
-def cleaned(article: str) -> str:
+def clean_article(article: str) -> str:
     """Reduce an article with wiki markup to letters a-z and single spaces."""
     text = article.lower()
     for rule, instead in RULES:
@@ -152,8 +152,10 @@ def text8_ids(enwik8: Path, limit: int | None = None) -> np.ndarray:
         raw = file.read() if limit is None else file.read(limit)
     text = raw.decode(errors="ignore")
     articles = (match.group(1) for match in ARTICLES.finditer(text))
-    kept = " ".join(cleaned(a) for a in articles if not a.lstrip().lower().startswith("#redirect"))
-    codes = np.frombuffer(kept.encode("ascii"), dtype=np.uint8)
+    letters = " ".join(
+        clean_article(a) for a in articles if not a.lstrip().lower().startswith("#redirect")
+    )
+    codes = np.frombuffer(letters.encode("ascii"), dtype=np.uint8)
     return np.where(codes == ord(" "), 0, codes - (ord("a") - 1)).astype(np.uint8)
 
 
@@ -184,8 +186,8 @@ def wikitext_streams(vocabulary: int, rate: float, seed: int) -> dict[str, Any]:
     """
     require(vocabulary >= 256, f"a byte-level BPE has 256 tokens or more, got {vocabulary}")
     folder = data_set("wikitext-103")
-    train, validation, about = _splits(folder)
-    test = _read(folder / "wiki.test.tokens")
+    train, validation, about = _wikitext_splits(folder)
+    test = _read_text(folder / "wiki.test.tokens")
     tokenizer = bpe_tokenizer(train.split("\n"), vocabulary)
     texts = {"train": train, "validation": validation, "test": test}
     changed = {
@@ -205,11 +207,11 @@ def wikitext_streams(vocabulary: int, rate: float, seed: int) -> dict[str, Any]:
     }
 
 
-def _splits(folder: Path) -> tuple[str, str, str]:
+def _wikitext_splits(folder: Path) -> tuple[str, str, str]:
     """Return training and validation text, and a description of the split."""
-    held = _read(folder / "wiki.valid.tokens")
+    held = _read_text(folder / "wiki.valid.tokens")
     if (folder / "wiki.train.tokens").is_file():
-        return _read(folder / "wiki.train.tokens"), held, "WikiText-103, its three splits"
+        return _read_text(folder / "wiki.train.tokens"), held, "WikiText-103, its three splits"
     lines = held.splitlines(keepends=True)
     cut = len(lines) * 9 // 10
     about = (
@@ -219,7 +221,7 @@ def _splits(folder: Path) -> tuple[str, str, str]:
     return "".join(lines[:cut]), "".join(lines[cut:]), about
 
 
-def _read(path: Path) -> str:
+def _read_text(path: Path) -> str:
     require(path.is_file(), f"{path} is not here", DataError)
     return path.read_text(encoding="utf-8")
 

@@ -153,7 +153,7 @@ class CountingLayer:
     linear: bool  # whether no neuron has a bias
 
     @property
-    def nobody(self) -> Bool[np.ndarray, " experts"]:
+    def no_experts(self) -> Bool[np.ndarray, " experts"]:
         """The empty set of experts."""
         return np.zeros(len(self.router.b), dtype=np.bool_)
 

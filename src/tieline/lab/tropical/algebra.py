@@ -120,7 +120,7 @@ class TropicalPolynomial:
         _, first = np.unique(self.exponents[order], axis=0, return_index=True)
         best = np.sort(order[first])  # of equal exponents only the largest coefficient can win
         lifted = np.column_stack([self.exponents[best], self.coefficients[best]])
-        winners = [i for i in _hull_vertices(lifted).tolist() if _wins(lifted, i)]
+        winners = [i for i in _hull_vertices(lifted).tolist() if _is_essential(lifted, i)]
         kept = best[np.array(winners, dtype=np.int64)]
         return TropicalPolynomial(self.exponents[kept], self.coefficients[kept])
 
@@ -179,7 +179,7 @@ def _hull_vertices(points: Float[np.ndarray, "n dim"]) -> Int[np.ndarray, " vert
         raise ParameterError(f"no convex hull of {len(kept)} exponents: {error}") from error
 
 
-def _wins(lifted: Float[np.ndarray, "n d1"], term: int) -> bool:
+def _is_essential(lifted: Float[np.ndarray, "n d1"], term: int) -> bool:
     """Whether one term beats all others by a margin at some x = y / y_0, y_0 > 0 (or near 0)."""
     others = np.delete(lifted, term, axis=0)
     if len(others) == 0:

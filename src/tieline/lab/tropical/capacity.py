@@ -67,7 +67,7 @@ def sharp_bound(n_experts: int, k: int, hidden: int, dim: int) -> int:
     for j in range(dim + 1):
         cells = cell_bound(n_experts, k, dim - j)
         for a in range(min(j, k) + 1):
-            owners = comb(n_experts, a) * _touching(a, hidden, j)
+            owners = comb(n_experts, a) * _choices_touching_all(a, hidden, j)
             total += owners * min(comb(n_experts - a, k - a), cells)
     return total
 
@@ -111,7 +111,9 @@ def group_coalitions(n_experts: int, k: int, n_groups: int, k_groups: int) -> in
         f"for {n_experts} experts",
     )
     size = n_experts // n_groups
-    return sum(comb(n_groups, a) * _touching(a, size, k) for a in range(min(k, k_groups) + 1))
+    return sum(
+        comb(n_groups, a) * _choices_touching_all(a, size, k) for a in range(min(k, k_groups) + 1)
+    )
 
 
 def check_shape(n_experts: int, k: int, dim: int, hidden: int = 1) -> None:
@@ -123,7 +125,7 @@ def check_shape(n_experts: int, k: int, dim: int, hidden: int = 1) -> None:
     require(hidden >= 1, f"need experts of width H >= 1, got {hidden}")
 
 
-def _touching(blocks: int, size: int, chosen: int) -> int:
+def _choices_touching_all(blocks: int, size: int, chosen: int) -> int:
     """Ways to choose from `blocks` blocks of `size` so that no block is left out."""
     return sum(
         (-1) ** i * comb(blocks, i) * comb((blocks - i) * size, chosen) for i in range(blocks + 1)

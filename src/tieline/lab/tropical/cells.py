@@ -95,16 +95,16 @@ def count_cells(W: Real[Array, "experts dim"], b: Real[Array, " experts"], k: in
 
     router = essential(counting_router(W, b, k))
     experts, dim = router.W.shape
-    nobody = np.zeros(experts, dtype=np.bool_)
+    no_experts = np.zeros(experts, dtype=np.bool_)
     require(
         comb(experts, dim + 1) <= MAX_SUBSETS,
         f"N = {experts}, d = {dim} has {comb(experts, dim + 1):.3g} tied sets, more than "
         f"{MAX_SUBSETS:.0e}; `cells` searches cell by cell, `expected_cells` gives the mean",
     )
     if router.linear:
-        count, safety = count_linear(router.W, k, nobody)
+        count, safety = count_linear(router.W, k, no_experts)
     else:
-        count, safety = count_affine(router.W, router.b, k, nobody)
+        count, safety = count_affine(router.W, router.b, k, no_experts)
     check_safety(router, safety)
     return Count(int(count), "order-k cells", "tied sets", float(safety))
 
@@ -119,7 +119,7 @@ def cells(
         return _whole_space(router, k)
     if comb(experts, dim + 1) > FEW_SUBSETS:
         return from_search(router, k, max_cells)
-    diagram = _cones(router, k) if router.linear else _diagram(router.W, router.b, k, router)
+    diagram = _cone_diagram(router, k) if router.linear else _diagram(router.W, router.b, k, router)
     return _assemble(router, k, diagram, "tied sets")
 
 
@@ -151,16 +151,16 @@ def _whole_space(router: CountingRouter, k: int) -> Cells:
     return Cells(chosen, np.zeros((1, dim)), np.array([np.inf]), nowhere, "tied sets")
 
 
-def _cones(router: CountingRouter, k: int) -> Diagram:
+def _cone_diagram(router: CountingRouter, k: int) -> Diagram:
     """Cones, all of which, with all their facets, meet x_1 = 1 or x_1 = -1."""
-    halves = [_slice(router, k, side) for side in (1.0, -1.0)]
+    halves = [_half_diagram(router, k, side) for side in (1.0, -1.0)]
     offset = len(halves[0][0])
     moved = halves[1][1] + np.array([offset, 0, 0, offset])
     masks, points = (np.concatenate([half[i] for half in halves]) for i in (0, 2))
     return masks, np.concatenate([halves[0][1], moved]), points
 
 
-def _slice(router: CountingRouter, k: int, side: float) -> Diagram:
+def _half_diagram(router: CountingRouter, k: int, side: float) -> Diagram:
     """The diagram of a router without bias on x_1 = side."""
     bias = side * router.W[:, 0]
     if router.W.shape[1] == 1:
@@ -206,16 +206,16 @@ def _diagram(
                     np.stack([rows[raised], ties[here, i], ties[here, j], behind], axis=1)
                 )
     masks, at, chosen = np.concatenate(masks), np.concatenate(at), np.concatenate(chosen)
-    first_row, cell = _distinct(masks)
+    first_row, cell = _distinct_masks(masks)
     inside = _step_inside(
         W, b, ties[at[first_row]], chosen[first_row], masks[first_row], corner_points[at[first_row]]
     )
     middle = np.stack([np.bincount(cell, x) for x in corner_points[at].T], axis=1)
     points = 0.5 * (inside + middle / np.bincount(cell)[:, None])
-    return masks[first_row], _renamed(np.concatenate(facets), cell, len(W)), points
+    return masks[first_row], _distinct_facets(np.concatenate(facets), cell, len(W)), points
 
 
-def _distinct(
+def _distinct_masks(
     masks: Bool[np.ndarray, "rows experts"],
 ) -> tuple[Int[np.ndarray, " cells"], Int[np.ndarray, " rows"]]:
     """(a row of each distinct mask, which distinct mask each row is)."""
@@ -228,7 +228,7 @@ def _distinct(
     return first, index.ravel()
 
 
-def _renamed(
+def _distinct_facets(
     facets: Int[np.ndarray, "sides 4"], name: Int[np.ndarray, " rows"], experts: int
 ) -> Facets:
     """Facets with their cells renamed, each once, in order."""
@@ -269,7 +269,7 @@ def _step_inside(
 def _assemble(router: CountingRouter, k: int, diagram: Diagram, method: str) -> Cells:
     """The record of a diagram: cells in the order of their coalitions, each once."""
     masks, facets, points = diagram
-    first_row, cell = _distinct(masks)
+    first_row, cell = _distinct_masks(masks)
     coalitions = np.nonzero(masks[first_row])[1].reshape(len(first_row), k)
     order = np.lexsort(coalitions.T[::-1])
     rank = np.empty_like(order)
@@ -280,7 +280,7 @@ def _assemble(router: CountingRouter, k: int, diagram: Diagram, method: str) -> 
     gaps = gaps - np.where(chosen, -np.inf, scores).max(axis=1)
     require(bool((gaps > 0).all()), "a cell is too thin for float64", DegenerateError)
     witnesses = router.length * points[kept] @ router.rotation.T
-    facets = _renamed(facets, rank[cell], len(router.b))
+    facets = _distinct_facets(facets, rank[cell], len(router.b))
     return Cells(coalitions[order], witnesses, gaps, facets, method)
 
 

@@ -34,7 +34,15 @@ import numpy as np
 
 from tieline.core.files import cache_folder
 
-__all__ = ["ROUNDING", "TOLERANCE", "compiled", "corners", "count_affine", "count_linear", "twice"]
+__all__ = [
+    "ROUNDING",
+    "TOLERANCE",
+    "compiled",
+    "corners",
+    "count_affine",
+    "count_linear",
+    "with_double_room",
+]
 
 try:
     from numba import config, njit
@@ -185,7 +193,7 @@ def place_experts(W, b, k, must, tied, point, level, condition, side):
 
 @compiled
 @no_type_check
-def raised(inverse, m, tied, side):
+def raise_tied(inverse, m, tied, side):
     """Set side = +1 / -1 in the tie by the sign of λ; returns (#raised, smallest |λ| / largest)."""
     last, smallest, largest, count = 0.0, np.inf, 0.0, 0
     for col in range(m + 1):
@@ -216,7 +224,7 @@ def count_vertices(W, b, k, must):
         if unclear and above < k < above + unclear + m + 1:
             return 0, sure
         if above < k <= above + m:
-            up, tilt = raised(inverse, m, tied, side)
+            up, tilt = raise_tied(inverse, m, tied, side)
             if above + up == k:
                 count += holds(side, must)
             if tilt < ROUNDING * condition:
@@ -295,7 +303,7 @@ def count_linear(W, k, must):
 def corners(W, b, k):
     """(ties, above, points, safety): T as rows, its experts above as masks, where it is."""
     n, m = W.shape
-    tied, side, nobody = np.arange(m + 1), np.zeros(n, np.int8), np.zeros(n, np.bool_)
+    tied, side, no_experts = np.arange(m + 1), np.zeros(n, np.int8), np.zeros(n, np.bool_)
     matrix, inverse, point = np.empty((m, m)), np.empty((m, m)), np.empty(m)
     ties, above = np.empty((64, m + 1), np.int64), np.empty((64, n), np.bool_)
     points, total, safety, more = np.empty((64, m)), 0, np.inf, True
@@ -303,13 +311,15 @@ def corners(W, b, k):
         level, condition = solve_tie(W, b, tied, matrix, inverse, point)
         if ROUNDING * condition >= 1.0 or condition * TOLERANCE >= 1.0:
             return ties[:0], above[:0], points[:0], 0.0
-        count, unclear, sure = place_experts(W, b, k, nobody, tied, point, level, condition, side)
+        count, unclear, sure = place_experts(
+            W, b, k, no_experts, tied, point, level, condition, side
+        )
         if unclear and count < k < count + unclear + m + 1:
             return ties[:0], above[:0], points[:0], sure
         if count < k <= count + m:
             if total == len(ties):
-                ties, above = twice(ties), twice(above)
-                points = twice(points)
+                ties, above = with_double_room(ties), with_double_room(above)
+                points = with_double_room(points)
             ties[total], above[total], points[total] = tied, side == 1, point
             total += 1
             safety = min(safety, sure)
@@ -319,7 +329,7 @@ def corners(W, b, k):
 
 @compiled
 @no_type_check
-def twice(array):
+def with_double_room(array):
     """A copy with room for twice the rows."""
     larger = np.empty((2 * len(array), array.shape[1]), array.dtype)
     larger[: len(array)] = array

@@ -36,7 +36,7 @@ def expected_cells(n_experts: int, k: int, dim: int, *, bias: bool = True) -> fl
     other variance of weights or biases gives the same, and so does any flat of dimension `dim` in a
     larger space. N = 16, k = 4: 47.7, 158.8, 725, 1655 at d = 2, 3, 5, 8.
     """
-    return _exp(log_expected_cells(n_experts, k, dim, bias=bias))
+    return _checked_exp(log_expected_cells(n_experts, k, dim, bias=bias))
 
 
 def expected_regions(n_experts: int, k: int, hidden: int, dim: int) -> float:
@@ -46,7 +46,7 @@ def expected_regions(n_experts: int, k: int, hidden: int, dim: int) -> float:
     flat among them. Pieces are (coalition, activation pattern) pairs; the layer is affine on each
     under constant gates or k = 1, and one analytic formula under softmax gates.
     """
-    return _exp(log_expected_regions(n_experts, k, hidden, dim))
+    return _checked_exp(log_expected_regions(n_experts, k, hidden, dim))
 
 
 def log_expected_cells(n_experts: int, k: int, dim: int, *, bias: bool = True) -> float:
@@ -82,7 +82,7 @@ def wall_density(n_experts: int, k: int) -> float:
     Equal to √π f_gap(0) of independent standard normal scores, and near √π N φ(Φ⁻¹(1 - k/N)).
     """
     require(1 <= k < n_experts, f"need 1 <= k < N: else nothing switches, got {k=}, N={n_experts}")
-    return _exp(log_binomial(n_experts, k) + float(pooled_block(n_experts, k, 2)[1]))
+    return _checked_exp(log_binomial(n_experts, k) + float(pooled_block(n_experts, k, 2)[1]))
 
 
 @lru_cache(maxsize=64)
@@ -140,9 +140,12 @@ def log_pools(a: int, b: int) -> float:
     """
     m = a + b
     end, step = 2.0 * math.sqrt(m) + 2, 1e-3
-    saddle = cast("float", optimize.brentq(lambda x: a * _slope(x) - b * _slope(-x), -end, end))
-    rise = a * (_slope(saddle + step) - _slope(saddle - step))
-    rise = rise + b * (_slope(-saddle + step) - _slope(-saddle - step))
+    saddle = cast(
+        "float",
+        optimize.brentq(lambda x: a * _log_mgf_slope(x) - b * _log_mgf_slope(-x), -end, end),
+    )
+    rise = a * (_log_mgf_slope(saddle + step) - _log_mgf_slope(saddle - step))
+    rise = rise + b * (_log_mgf_slope(-saddle + step) - _log_mgf_slope(-saddle - step))
     scale = 1 / math.sqrt(rise / (2 * step))  # by the second derivative of a log M(θ) + b log M(-θ)
     v = np.arange(0, 5 + 40 / (m - 1), 1 / 64)
     u = scale * np.sinh(v)
@@ -175,7 +178,7 @@ def _log_mgf(theta: np.ndarray) -> np.ndarray:
     return np.where(right & ~lost, reflected, np.log(np.where(right, -mirrored, mirrored)))
 
 
-def _slope(theta: float) -> float:
+def _log_mgf_slope(theta: float) -> float:
     """(log M)'(θ) = θ + φ(θ)/Φ(θ), the mean of |Z| under the tilt; stable on both sides."""
     mills = math.sqrt(2 / math.pi) / float(special.erfcx(-theta / math.sqrt(2)))
     return theta + mills
@@ -192,6 +195,6 @@ def _log_binomials(n: int, k: np.ndarray) -> np.ndarray:
     return special.gammaln(n + 1) - special.gammaln(k + 1) - special.gammaln(n - k + 1)
 
 
-def _exp(log_value: float) -> float:
+def _checked_exp(log_value: float) -> float:
     require(log_value < 709, f"the number is e^{log_value:.0f}: ask for its logarithm")
     return math.exp(log_value)

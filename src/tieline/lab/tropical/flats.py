@@ -82,7 +82,7 @@ def next_swap(slope, height, side, here, tolerance):
 
 @compiled
 @no_type_check
-def apart(a, b, tolerance):
+def distance_in_tolerances(a, b, tolerance):
     """Distance of two places on a line, in tolerances."""
     if np.isinf(a) or np.isinf(b):
         return np.inf
@@ -104,7 +104,11 @@ def walk(slope, height, k, tolerance, ends, members):
         ends[step] = crossing
         if leaving < 0:
             return step + 1, safety if np.isinf(crossing) else 0.0
-        safety = min(safety, apart(crossing, second, tolerance), apart(crossing, here, tolerance))
+        safety = min(
+            safety,
+            distance_in_tolerances(crossing, second, tolerance),
+            distance_in_tolerances(crossing, here, tolerance),
+        )
         members[step + 1] = members[step]
         members[step + 1, leaving], members[step + 1, entering] = -1, 1
         here = crossing
@@ -138,7 +142,7 @@ def walk_line(slope, height, k, tolerance, linear):
 
 @compiled
 @no_type_check
-def useful(members, must):
+def count_useful(members, must):
     """Intervals and experts that count: the coalition holds `must` and the expert."""
     total = 0
     for i in range(len(members)):
@@ -181,22 +185,24 @@ def count_points(V, c, owner, ends, members, tolerance):
         i = interval_of(ends, point)
         counts = members[i, expert] == 1
         if counts or (i > 0 and members[i - 1, expert] == 1):
-            safety = min(safety, apart(point, ends[i - 1], tolerance) if i > 0 else np.inf)
+            safety = min(
+                safety, distance_in_tolerances(point, ends[i - 1], tolerance) if i > 0 else np.inf
+            )
         if counts or (i < last and members[i + 1, expert] == 1):
-            safety = min(safety, apart(point, ends[i], tolerance))
+            safety = min(safety, distance_in_tolerances(point, ends[i], tolerance))
         if counts:
             points[count] = point
             count += 1
-    return count, min(safety, spacing(np.sort(points[:count]), tolerance))
+    return count, min(safety, smallest_spacing(np.sort(points[:count]), tolerance))
 
 
 @compiled
 @no_type_check
-def spacing(points, tolerance):
+def smallest_spacing(points, tolerance):
     """Smallest distance of neighbours among sorted places, in tolerances."""
     safety = np.inf
     for i in range(1, len(points)):
-        safety = min(safety, apart(points[i], points[i - 1], tolerance))
+        safety = min(safety, distance_in_tolerances(points[i], points[i - 1], tolerance))
     return safety
 
 
@@ -208,7 +214,7 @@ def count_line(R, a, V, c, owner, must, k, blur, shape):
     ends, members, safety = walk_line(R[:, 0].copy(), a, k, tolerance, shape == 1)
     if safety < 1.0:
         return 0, safety
-    total = useful(members, must)
+    total = count_useful(members, must)
     if total > 0 and shape == 2:
         for n in range(len(c)):  # a neuron that vanishes on the whole line repeats a wall
             if abs(V[n, 0]) <= tolerance and (members[:, owner[n]] == 1).any():

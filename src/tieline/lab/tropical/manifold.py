@@ -138,7 +138,7 @@ def pieces_along(
     )
     walked = walk(path[:-1], path[1:], router)
     angle = spherical_length(path, lift=bias_scale(router))
-    kinks = 0 if neurons is None else _kinks(path, walked, neurons)
+    kinks = 0 if neurons is None else _count_kinks(path, walked, neurons)
     switches = len(walked.segment)
     expected = 0.0 if k == len(router.bias) else expected_switches(len(router.bias), k, angle)
     return PathPieces(
@@ -246,7 +246,7 @@ def coalitions_of(walked: CoalitionWalk) -> set[bytes]:
     return coalitions
 
 
-def _kinks(path: np.ndarray, walked: CoalitionWalk, neurons: Neurons) -> int:
+def _count_kinks(path: np.ndarray, walked: CoalitionWalk, neurons: Neurons) -> int:
     """Zeros of neurons inside the stretches on which their expert is chosen."""
     u = np.einsum("ehd,pd->peh", neurons.weight, path) + neurons.bias
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -325,10 +325,10 @@ def crossings(
         per_radian=float(counts.sum() / angle.sum()),
         per_length=float(counts.sum() / length.sum()),
         expected_per_radian=wall_density(len(router.bias), router.k) / np.pi,
-        agreement=float(np.mean([_agrees(sets[i], traced[:, i]) for i in (0, 1)])),
+        agreement=float(np.mean([_agreement(sets[i], traced[:, i]) for i in (0, 1)])),
     )
 
 
-def _agrees(sets: np.ndarray, experts: Tensor) -> float:
+def _agreement(sets: np.ndarray, experts: Tensor) -> float:
     traced = torch.zeros(sets.shape, dtype=torch.bool).scatter_(1, experts, True)
     return float((traced.numpy() == sets).all(axis=1).mean())

@@ -22,7 +22,7 @@ from typing import no_type_check
 
 import numpy as np
 
-from tieline.lab.tropical.counting import compiled, twice
+from tieline.lab.tropical.counting import compiled, with_double_room
 
 SLACK = 1e-13
 """Violation of a unit row that counts as none."""
@@ -309,7 +309,7 @@ def patterns(base, neurons, start, most):
         if total == most:
             return out[:0], interior[:0], MANY
         if total == len(out):
-            out, interior = twice(out), twice(interior)
+            out, interior = with_double_room(out), with_double_room(interior)
         centre(A, count, point)
         out[total], interior[total] = signs > 0, point
         total += 1

@@ -95,15 +95,18 @@ def _count_flats(layer: CountingLayer, k: int) -> tuple[int, float]:
         return _count_cones(router.W, layer, k)
     shape = 2 if layer.linear else int(router.linear and k < experts)
     count, safety = count_flats(
-        router.W, router.b, layer.V, layer.c, layer.owner, layer.nobody, k, 0.0, shape
+        router.W, router.b, layer.V, layer.c, layer.owner, layer.no_experts, k, 0.0, shape
     )
     if layer.linear:  # all neurons of the coalition chosen at 0 meet there
         hidden, dim = len(layer.c) // experts, layer.V.shape[1]
-        count, safety = count + comb(k * hidden - 1, dim - 1), min(safety, _gap(router.b, k))
+        count, safety = (
+            count + comb(k * hidden - 1, dim - 1),
+            min(safety, _choice_safety(router.b, k)),
+        )
     return int(count), float(safety)
 
 
-def _gap(scores: Float[np.ndarray, " experts"], k: int) -> float:
+def _choice_safety(scores: Float[np.ndarray, " experts"], k: int) -> float:
     """Safety of the choice of the k largest of `scores`."""
     from tieline.lab.tropical.counting import top_side
 
@@ -124,11 +127,11 @@ def _count_cones(
         for side in (1.0, -1.0):
             count, sure = count_flats(
                 rest[0], side * W[:, 0], rest[1] / norms[:, None], side * V[:, 0] / norms,
-                owner, layer.nobody, k, 0.0, 0,
+                owner, layer.no_experts, k, 0.0, 0,
             )  # fmt: skip
             total, safety = total + sign * count, min(safety, sure)
         (W, V), sign = rest, -sign
-    safety = min(safety, _gap(W[:, 0].copy(), k), _gap(-W[:, 0], k))
+    safety = min(safety, _choice_safety(W[:, 0].copy(), k), _choice_safety(-W[:, 0], k))
     return int(total + sign * 2), float(safety)
 
 
@@ -266,7 +269,7 @@ def count_cells_rational(
     W: Real[Array, "experts dim"], b: Real[Array, " experts"], k: int
 ) -> Count:
     """Order-k cells of z = W x + b in exact arithmetic; slow, for small routers."""
-    rows = _rows(double_array("W", W, 2), double_array("b", b, 1))
+    rows = _as_fractions(double_array("W", W, 2), double_array("b", b, 1))
     require(0 <= k <= len(rows), f"need 0 <= k <= N = {len(rows)}, got {k=}")
     return Count(_count_corners(rows, [], [], k), "order-k cells", "corners in fractions")
 
@@ -279,15 +282,15 @@ def count_regions_rational(
     k: int,
 ) -> Count:
     """Pieces of the layer in exact arithmetic; arguments as for `count_regions`; small layers."""
-    rows = _rows(double_array("W", W, 2), double_array("b", b, 1))
+    rows = _as_fractions(double_array("W", W, 2), double_array("b", b, 1))
     V, c = double_array("V", V, 3), double_array("c", c, 2)
     require(1 <= k <= len(rows), f"need 1 <= k <= N = {len(rows)}, got {k=}")
-    neurons = _rows(V.reshape(-1, V.shape[2]), c.ravel())
+    neurons = _as_fractions(V.reshape(-1, V.shape[2]), c.ravel())
     owners = [e for e in range(V.shape[0]) for _ in range(V.shape[1])]
     return Count(_count_corners(rows, neurons, owners, k), COUNTED, "corners in fractions")
 
 
-def _rows(weights: np.ndarray, biases: np.ndarray) -> list[Row]:
+def _as_fractions(weights: np.ndarray, biases: np.ndarray) -> list[Row]:
     return [[Fraction(x) for x in (*w, c)] for w, c in zip(weights, biases, strict=True)]
 
 
@@ -307,14 +310,14 @@ def _count_corners(router: list[Row], neurons: list[Row], owners: list[int], k: 
         sizes = [0] if j == dim else [dim - j + 1]
         for tied in (t for s in sizes for t in combinations(range(experts), s)):
             for vanished in combinations(range(len(neurons)), j):
-                pieces.update(_around(router, neurons, owners, k, tied, vanished))
+                pieces.update(_pieces_around(router, neurons, owners, k, tied, vanished))
     return len(pieces)
 
 
 def _check_corners(router: list[Row], neurons: list[Row], k: int, dim: int) -> None:
     """Refuse a coalition whose walls span fewer than d directions: its pieces have no corner."""
     experts, hidden = len(router), len(neurons) // len(router)
-    ties = [] if k in (0, experts) else [_minus(row, router[0])[:-1] for row in router[1:]]
+    ties = [] if k in (0, experts) else [_difference(row, router[0])[:-1] for row in router[1:]]
     for coalition in combinations(range(experts), k):
         normals = [neurons[e * hidden + h][:-1] for e in coalition for h in range(hidden)]
         if _rank(ties + normals) < dim:
@@ -336,7 +339,7 @@ def _without_idle(router: list[Row], neurons: list[Row], dim: int) -> tuple[list
     return [moved(row) for row in router], [moved(row) for row in neurons]
 
 
-def _around(
+def _pieces_around(
     router: list[Row],
     neurons: list[Row],
     owners: list[int],
@@ -348,11 +351,11 @@ def _around(
     if len({owners[n] for n in vanished}) > k:
         return  # never active together
     walls = [neurons[n] for n in vanished]
-    walls += [_minus(router[i], router[tied[0]]) for i in tied[1:]]
+    walls += [_difference(router[i], router[tied[0]]) for i in tied[1:]]
     point = _solve(walls)
     if point is None:
         return
-    scores = [_at(row, point) for row in router]
+    scores = [_value_at(row, point) for row in router]
     level = scores[tied[0]] if tied else sorted(scores, reverse=True)[max(k - 1, 0)]
     above = frozenset(i for i, z in enumerate(scores) if z > level)
     equal = tuple(i for i, z in enumerate(scores) if z == level)
@@ -378,7 +381,7 @@ def _patterns(
     for n, owner in enumerate(owners):
         if owner not in coalition:
             continue
-        value = _at(neurons[n], point)
+        value = _value_at(neurons[n], point)
         if value == 0 and n not in vanished:
             raise DegenerateError(f"neuron {n} also vanishes where {sorted(vanished)} do")
         if n in vanished:
@@ -389,11 +392,11 @@ def _patterns(
         yield coalition, frozenset(active + [n for n, on in zip(free, signs, strict=True) if on])
 
 
-def _at(row: Row, point: Row) -> Fraction:
+def _value_at(row: Row, point: Row) -> Fraction:
     return sum((w * x for w, x in zip(row, point, strict=False)), row[-1])
 
 
-def _minus(row: Row, other: Row) -> Row:
+def _difference(row: Row, other: Row) -> Row:
     return [x - y for x, y in zip(row, other, strict=True)]
 
 

@@ -6,7 +6,7 @@ from transformers.modeling_outputs import ImageClassifierOutput
 
 from tieline.core.errors import TielineError
 from tieline.lab.training.image_data import Images
-from tieline.lab.training.images import _accuracies, epochs, scored
+from tieline.lab.training.images import _accuracies, epochs, score_images
 from tieline.routing import moe
 
 
@@ -59,7 +59,7 @@ class Guess(torch.nn.Module):
 
 def test_scores_of_a_model_whose_answers_are_known(monkeypatch):
     monkeypatch.setattr("tieline.lab.training.images.ROWS", 3)  # batches of unequal size
-    found = scored(Guess(), images())
+    found = score_images(Guess(), images())
     assert found["accuracy"] == 5 / 8
     assert found["accuracy_se"] == pytest.approx((5 / 8 * 3 / 8 / 8) ** 0.5)
     assert (found["chance"], found["commonest"], found["images"]) == (0.25, 0.25, 8)

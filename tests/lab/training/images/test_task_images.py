@@ -20,7 +20,13 @@ from tieline.lab.training.engine import run
 from tieline.lab.training.fetch import DataError
 from tieline.lab.training.image_data import DomainImages, Images
 from tieline.lab.training.image_models import MixtureClassifier
-from tieline.lab.training.images import DomainTask, collect_work, image_model, left_out, scored
+from tieline.lab.training.images import (
+    DomainTask,
+    collect_work,
+    image_model,
+    left_out,
+    score_images,
+)
 from tieline.lab.training.recipes import (
     DOMAIN_GATES,
     DOMAINS,
@@ -137,7 +143,7 @@ def test_scored_batches_hold_all_classes_though_files_are_sorted_by_class(monkey
     pixels = torch.zeros(140, 8, 8, 3, dtype=torch.uint8)
     pixels[:, 0, 0, 0] = labels
     model = Batches()
-    found = scored(model, Images(pixels, labels, tuple("abcdefg"), "made"))
+    found = score_images(model, Images(pixels, labels, tuple("abcdefg"), "made"))
     assert found["accuracy"] == 1  # labels move with their images
     assert len(model.seen) == 7
     assert min(len(batch.unique()) for batch in model.seen) >= 5

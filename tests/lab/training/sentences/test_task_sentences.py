@@ -13,7 +13,7 @@ from tieline.lab.training.engine import run
 from tieline.lab.training.fetch import DataError
 from tieline.lab.training.language import moe_layers
 from tieline.lab.training.recipes import GLUE_GATES, glue_gate, glue_paper, glue_smoke, pacs_small
-from tieline.lab.training.sentences import Sentences, SentenceTask, answer_scores, packed
+from tieline.lab.training.sentences import Sentences, SentenceTask, answer_scores, pack_sentences
 from tieline.routing import GShardTopK
 from tieline.routing.gates import capacity
 
@@ -23,7 +23,7 @@ tokens = st.lists(st.integers(0, 9), max_size=12)
 
 @given(st.lists(tokens, min_size=1, max_size=2), st.integers(6, 20))
 def test_packing_keeps_order_marks_segments_and_length(parts, length):
-    ids, segments, used = packed(parts, MARKS, length)
+    ids, segments, used = pack_sentences(parts, MARKS, length)
     assert len(ids) == len(segments) == len(used) == length
     n = sum(used)
     assert used == [1] * n + [0] * (length - n)
@@ -40,7 +40,7 @@ def test_packing_keeps_order_marks_segments_and_length(parts, length):
 
 
 def test_the_longer_sentence_is_cut_first():
-    ids, _, _ = packed([[1, 1], [2] * 9], MARKS, 8)
+    ids, _, _ = pack_sentences([[1, 1], [2] * 9], MARKS, 8)
     assert ids == [97, 1, 1, 98, 2, 2, 2, 98]
 
 

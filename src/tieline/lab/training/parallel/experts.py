@@ -129,15 +129,15 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, sent, received, group):  # type: ignore[override]
         ctx.back = (received, sent, group)
-        return _exchanged(rows, sent, received, group)
+        return _exchange(rows, sent, received, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):  # type: ignore[override]
-        return _exchanged(grad, *ctx.back), None, None, None
+        return _exchange(grad, *ctx.back), None, None, None
 
 
-def _exchanged(
+def _exchange(
     rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
 ) -> Tensor:
     out = rows.new_empty(sum(received), *rows.shape[1:])
@@ -161,7 +161,7 @@ class SpreadExperts(Experts):
         self.n_experts, self.d_model = experts.n_experts, experts.d_model
         self.d_hidden, self.activation = experts.d_hidden, experts.activation
         for name in STACKS:
-            setattr(self, name, _spread(getattr(experts, name), mesh))
+            setattr(self, name, _shard_experts(getattr(experts, name), mesh))
 
     def forward(
         self, x: Float[Tensor, "tokens dim"], weights: Float[Tensor, "tokens experts"]
@@ -189,7 +189,7 @@ class SpreadExperts(Experts):
         return dispatch(x, weights[:, : len(w_in)], w_in, w_out, b_in, activation=self.activation)
 
 
-def _spread(stack: nn.Parameter | None, mesh: DeviceMesh) -> nn.Parameter | None:
+def _shard_experts(stack: nn.Parameter | None, mesh: DeviceMesh) -> nn.Parameter | None:
     if stack is None:
         return None
     # every rank has the whole stack already, so nothing needs to be sent

@@ -34,7 +34,13 @@ from tieline.lab.training.checkpoint import (
     write_json,
 )
 from tieline.lab.training.config import TrainConfig
-from tieline.lab.training.engine import Report, TrainingResult, finish, finished, prepare_folder
+from tieline.lab.training.engine import (
+    Report,
+    TrainingResult,
+    prepare_folder,
+    save_result,
+    stored_result,
+)
 from tieline.lab.training.parallel.checkpoint import (
     TrainingState,
     load_checkpoint,
@@ -111,7 +117,7 @@ class RankRun:
         self.history: list[dict[str, float]] = []
         self.sums: list[tuple[float, float]] = []  # loss and task loss of the steps since a log
 
-    def fresh(self) -> nn.Module:
+    def new_model(self) -> nn.Module:
         """Make a model that is not spread."""
         return self.task.model(self.config)
 
@@ -120,7 +126,7 @@ class RankRun:
         config = self.config
         self.data = self.task.data(config)
         set_seed(config.seed)
-        self.model = self.fresh()
+        self.model = self.new_model()
         self.schedule = GateSchedule(self.model, config.gate, config.optim.steps)
         if config.recompute:
             options = {"use_reentrant": False}
@@ -224,16 +230,16 @@ def run_parallel(
     with joined:
         on_stage = progress if progress is not None and is_first() else lambda stage, done, of: None
         with naming_lost_ranks(RESUME):
-            start = first_rank(lambda: _prepared(config, out, resume, expert_ranks))
+            start = first_rank(lambda: _prepare_run(config, out, resume, expert_ranks))
             if start["done"]:
-                return finished(out) if is_first() else None
+                return stored_result(out) if is_first() else None
             run = RankRun(config, out, Path(start["checkpoint"]) if start["checkpoint"] else None)
             on_stage("data", 0, 1)
             run.prepare(expert_ranks, timeout)
-        return _trained(run, on_stage)
+        return _train_and_score(run, on_stage)
 
 
-def _trained(run: RankRun, on_stage: Report) -> TrainingResult | None:
+def _train_and_score(run: RankRun, on_stage: Report) -> TrainingResult | None:
     """Run all steps; then rank 0 reads the weights of the last checkpoint and scores the model."""
     steps, began, worked = run.config.optim.steps, time.perf_counter(), time.process_time()
     with _quiet_views():
@@ -247,16 +253,16 @@ def _trained(run: RankRun, on_stage: Report) -> TrainingResult | None:
     on_stage("score", 0, 1)
     checkpoint = last_checkpoint(run.out)
     assert checkpoint is not None  # every run ends with one
-    trained = run.task, run.data, whole_model(checkpoint, run.fresh)
-    return finish(run.config, run.out, trained, times, run.start, run.history)
+    trained = run.task, run.data, whole_model(checkpoint, run.new_model)
+    return save_result(run.config, run.out, trained, times, run.start, run.history)
 
 
-def _prepared(
+def _prepare_run(
     config: TrainConfig, out: Path, resume: bool, expert_ranks: int | None
 ) -> dict[str, Any]:
     """Check everything, then fetch the data and make the folder for the other ranks."""
     checkpoint = prepare_folder(config, out, resume)
-    done = resume and finished(out) is not None
+    done = resume and stored_result(out) is not None
     if not done:
         task = task_of(config)
         grid_columns(config, task.model(config), expert_ranks)
