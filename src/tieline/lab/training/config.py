@@ -1,4 +1,4 @@
-"""The configuration of a run as one frozen record, and the nine ways to route.
+"""The configuration of a run as one frozen record, and the ten routing variants.
 
 A recipe is a named function that returns a `TrainConfig`. The record is written beside the
 checkpoints, and a run can be resumed only with the same record.

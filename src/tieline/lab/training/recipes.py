@@ -1,6 +1,6 @@
 """Recipes: named functions that return whole frozen configurations.
 
-Language (paper 1, Tables 1, 4, 5, 7 and 8); GATE is one of the nine of `config.VARIANTS`:
+Language (paper 1, Tables 1, 4, 5, 7 and 8); GATE is one of the ten of `config.VARIANTS`:
 
     demo-smoke-GATE       1 layer, D = 32, 20 steps on the text in the box: seconds, no download
     demo-small-GATE       2 layers, D = 32, 16 experts, 320 steps on it: until the budget is met

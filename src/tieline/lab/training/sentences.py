@@ -67,6 +67,14 @@ class GlueTask:
     files: dict[str, DataFile]
 
 
+def _split_files(task: str, **splits: tuple[str, int]) -> dict[str, DataFile]:
+    """Return the file of each split of a task, from its hash and size."""
+    return {
+        split: DataFile(f"{task}/{split}.tsv", *hash_and_size)
+        for split, hash_and_size in splits.items()
+    }
+
+
 GLUE: dict[str, GlueTask] = {
     "CoLA": GlueTask(
         columns=4,
@@ -75,18 +83,11 @@ GLUE: dict[str, GlueTask] = {
         label=1,
         labels=("0", "1"),
         metric="Matthews correlation",
-        files={
-            "train": DataFile(
-                "CoLA/train.tsv",
-                "cb368ebeb9f27d7ad03720d27ddc95687a311bdb100781a2fe59a5f5b1bc0624",
-                428_590,
-            ),
-            "dev": DataFile(
-                "CoLA/dev.tsv",
-                "8c013e21dc39957cac37378d87bebe225b694a0d5fe13eded66c2856628833fd",
-                53_717,
-            ),
-        },
+        files=_split_files(
+            "CoLA",
+            train=("cb368ebeb9f27d7ad03720d27ddc95687a311bdb100781a2fe59a5f5b1bc0624", 428_590),
+            dev=("8c013e21dc39957cac37378d87bebe225b694a0d5fe13eded66c2856628833fd", 53_717),
+        ),
     ),
     "MRPC": GlueTask(
         columns=5,
@@ -95,18 +96,11 @@ GLUE: dict[str, GlueTask] = {
         label=0,
         labels=("0", "1"),
         metric="accuracy and F1",
-        files={
-            "train": DataFile(
-                "MRPC/train.tsv",
-                "f178bcc72ab4c2c1c778b480912e0c8e1dba3ead150dc1d490d70682ab888c1e",
-                941_277,
-            ),
-            "dev": DataFile(
-                "MRPC/dev.tsv",
-                "9e8f284788040f7c9ecde2e1b3c07237c756f926bd9ef8548ef5d34b56f69f17",
-                105_616,
-            ),
-        },
+        files=_split_files(
+            "MRPC",
+            train=("f178bcc72ab4c2c1c778b480912e0c8e1dba3ead150dc1d490d70682ab888c1e", 941_277),
+            dev=("9e8f284788040f7c9ecde2e1b3c07237c756f926bd9ef8548ef5d34b56f69f17", 105_616),
+        ),
     ),
     "RTE": GlueTask(
         columns=4,
@@ -115,18 +109,11 @@ GLUE: dict[str, GlueTask] = {
         label=3,
         labels=("entailment", "not_entailment"),
         metric="accuracy",
-        files={
-            "train": DataFile(
-                "RTE/train.tsv",
-                "41e3a9b063433392343fad9e962cf2f58b681c78d8f71592f4186f0837246c5c",
-                846_226,
-            ),
-            "dev": DataFile(
-                "RTE/dev.tsv",
-                "80230dfa1347282e7b532b06a1004a76a710087541189bf874223ddf0e3819fb",
-                90_343,
-            ),
-        },
+        files=_split_files(
+            "RTE",
+            train=("41e3a9b063433392343fad9e962cf2f58b681c78d8f71592f4186f0837246c5c", 846_226),
+            dev=("80230dfa1347282e7b532b06a1004a76a710087541189bf874223ddf0e3819fb", 90_343),
+        ),
     ),
 }
 

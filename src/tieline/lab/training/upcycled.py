@@ -3,7 +3,7 @@
     f(x) = W_out φ(W_in x + b_in) + b_out   →   Σ_e w_e f_e(x),   every f_e = f at first
 
 With weights of sum 1 the model's function does not change at first; those of expert choice have
-smaller sums, and Soft MoE mixes tokens before the experts: both change it. `hf.upcycle_` does the
+smaller sums, and Soft MoE mixes tokens before the experts: both change it. `upcycle_` does the
 same with transformers' own blocks, for models that are saved and served; this one uses
 `routing.MoE`, whose routers, gates and losses the training engine knows.
 """
