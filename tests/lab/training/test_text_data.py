@@ -160,14 +160,14 @@ def test_what_is_kept_is_checked_by_hash_and_made_once(monkeypatch, tmp_path):
         made.append(1)
         return b"data"
 
-    path = fetch.kept(right, make)
+    path = fetch.cached_file(right, make)
     assert path.read_bytes() == b"data"
-    assert fetch.kept(right, make) == path
+    assert fetch.cached_file(right, make) == path
     assert made == [1]
     path.write_bytes(b"tampered")
-    assert fetch.kept(right, make).read_bytes() == b"data"
+    assert fetch.cached_file(right, make).read_bytes() == b"data"
     with pytest.raises(fetch.DataError, match="SHA-256"):
-        fetch.kept(replace(right, name="other"), lambda: b"wrong")
+        fetch.cached_file(replace(right, name="other"), lambda: b"wrong")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["set"]
 
 
