@@ -291,8 +291,8 @@ def test_the_layer_is_its_heads_side_by_side(kind, causal, projection_bias):
     heads = [
         formula(
             *(
-                x @ head[f"w_{n}"] + (0 if head[f"b_{n}"] is None else head[f"b_{n}"])
-                for n in ("q", "k", "v")
+                x @ weight + (0 if bias is None else bias)
+                for weight, bias in zip(head[:3], head[3:], strict=True)
             ),
             kind=kind,
             causal=causal,
