@@ -216,9 +216,7 @@ class LayerObserver:
         k = int(attrgetter(self.family.k)(router)) if smoothed else ids.shape[1]
         self._slots = self._slots or (routed.ids.shape[1] if smoothed else k)
         ranking = self._rank(at_least_single(scores), ids, k, selection)
-        weights = _in_order(
-            routed, ranking.kept.indices if smoothed else ranking.kept.indices[:, :k]
-        )
+        weights = _in_order(routed, ranking.kept.indices[:, : None if smoothed else k])
         faded, used = weights[:, k:], (routed.weights != 0).sum(dim=1)
         return LayerTrace(
             name=self.name,
@@ -270,8 +268,8 @@ class LayerObserver:
         facts = LayerFacts(experts, k, selection.units, affine=affine)
         if limit is None:
             return facts
-        groups = {"n_groups": limit.n_groups, "k_groups": limit.k_groups}
-        return replace(facts, **groups, group_score=limit.score)
+        counts = {"n_groups": limit.n_groups, "k_groups": limit.k_groups}
+        return replace(facts, **counts, group_score=limit.score)
 
     def _near(self, ranking: _Ranking) -> Int[Tensor, "tokens epsilons"] | None:
         """K(ε) on the grid of the settings."""
@@ -532,9 +530,8 @@ def capture(
         sink: takes the layers of each pass instead of keeping them, such as `SummaryBuilder`.
     """
     _check_arguments(keep, ranks, epsilons)
-    settings = ObserverSettings(
-        None if ranks == "all" else ranks, epsilons, keep == "inputs", distances
-    )
+    beyond = None if ranks == "all" else ranks
+    settings = ObserverSettings(beyond, epsilons, keep == "inputs", distances)
     routers = chosen_routers(model, layers)
     observers = [_observer(name, router, settings) for name, router in routers.items()]
     recorder = Recorder(document_counter(model), epsilons, model_facts(model), sink)
