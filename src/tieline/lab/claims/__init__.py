@@ -1,6 +1,7 @@
 """The claims ledger: every statement of the papers as a record with a test that can fail.
 
-claim          Claim, Check, Evidence, Verdict, Outcome, and the comparisons that make checks
+claim          Claim, Check, Evidence, Verdict, Outcome
+checks         the comparisons that make checks
 registry       the claims of all papers, and how one is added
 runner         tests of many claims, on this machine or on a cluster; results on disk
 ledger         the record of all outcomes, and `reproduce`
