@@ -268,7 +268,7 @@ def plain(registered):
     return PlainModel().eval()
 
 
-def test_a_router_without_a_record_is_refused_with_the_way_to_write_one():
+def test_a_router_without_a_record_is_refused_with_the_way_to_write_one(registered):
     with pytest.raises(UnsupportedModelError, match="register_family"), capture(PlainModel()):
         pass
 
