@@ -82,7 +82,7 @@ def page(result: PrecisionAudit) -> str:
         panels,
         kind="precision audit",
         title=_title(result),
-        facts=_facts(result),
+        facts=_subtitle(result),
         verdict=result.verdict,
         table=grid(COLUMNS, result.effects),
         notes=notes(result, _short(result)),
@@ -111,18 +111,18 @@ def terminal(result: PrecisionAudit, width: int) -> RenderableType:
         table = text_table(IGNORE_HEADINGS, ignored, left=2, fold=True)
         views += [Text(IGNORE_TITLE, style="bold"), table, Text()]
     views += map(Text, notes(result, _short(result)))
-    return view(_title(result), _facts(result), result.verdict, *views)
+    return view(_title(result), _subtitle(result), result.verdict, *views)
 
 
 def summary(result: PrecisionAudit) -> str:
     """Name, facts and verdict in plain lines."""
-    return f"Precision audit of {_title(result)}\n{_facts(result)}\n{result.verdict}"
+    return f"Precision audit of {_title(result)}\n{_subtitle(result)}\n{result.verdict}"
 
 
 def notebook(result: PrecisionAudit) -> str:
     """Verdict, table and figures as a piece of HTML."""
     table = grid([column for column in COLUMNS if (column.rank or 0) < 7], result.effects)
-    return notebook_html(_title(result), _facts(result), result.verdict, table, figures(result))
+    return notebook_html(_title(result), _subtitle(result), result.verdict, table, figures(result))
 
 
 def figures(result: PrecisionAudit) -> "dict[str, Callable[[], Figure]]":
@@ -192,7 +192,7 @@ def _title(result: PrecisionAudit) -> str:
     return provenance_text(result.provenance, "model") or "unnamed model"
 
 
-def _facts(result: PrecisionAudit) -> str:
+def _subtitle(result: PrecisionAudit) -> str:
     facts = [
         f"{len(result.layers)} routed layers",
         f"{result.tokens:,} tokens in {result.sequences} sequences",
@@ -221,7 +221,7 @@ def _kl_chart(rows: Sequence[PerturbationEffect]) -> Chart:
         _estimates(rows, "KL", lambda row: row.kl, "circle", "@warn"),
         _values(rows, "floor", lambda row: row.kl_floor.value, "dash", "@ink"),
     )
-    nats = Axis("nats per token", "log")
+    nats = Axis("KL to the clean run (nats per token)", "log")
     return Chart(Axis("", "category", angle=-40), nats, series, height=520)
 
 

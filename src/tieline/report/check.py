@@ -28,7 +28,7 @@ def page(result: RouteCheck) -> str:
         Section("Files", _files(result), notes=_reader_notes(result)),
     ]
     title = result.files[0].name if len(result.files) == 1 else f"{len(result.files)} files"
-    return plain_page("check", title, _facts(result), sections, result.verdict)
+    return plain_page("check", title, _subtitle(result), sections, result.verdict)
 
 
 def figures(result: RouteCheck) -> "dict[str, Callable[[], Figure]]":
@@ -42,7 +42,7 @@ def terminal(result: RouteCheck, width: int) -> RenderableType:
     files = text_table(head, [(Path(name).name, *rest) for name, *rest in rows], left=2)
     lines = [_finding_line(x, len(result.files) > 1) for x in result.findings]
     title = result.files[0].name if len(result.files) == 1 else f"{len(result.files)} files"
-    return view(title, _facts(result), result.verdict, files, *lines)
+    return view(title, _subtitle(result), result.verdict, files, *lines)
 
 
 def summary(result: RouteCheck) -> str:
@@ -54,7 +54,7 @@ def summary(result: RouteCheck) -> str:
 def notebook(result: RouteCheck) -> str:
     """Verdict and the table of findings."""
     table = _findings(result) if result.findings else _files(result)
-    return notebook_html("check", _facts(result), result.verdict, table, {})
+    return notebook_html("check", _subtitle(result), result.verdict, table, {})
 
 
 def _nothing() -> Any:
@@ -63,7 +63,7 @@ def _nothing() -> Any:
     return Section("Findings", notes=["Nothing was found."])
 
 
-def _facts(result: RouteCheck) -> str:
+def _subtitle(result: RouteCheck) -> str:
     facts = [f"{sum(file.rows for file in result.files):,} rows"]
     if result.model is not None:
         facts.append(f"{result.compared:,} tokens routed by {result.model}")

@@ -99,7 +99,7 @@ def page(result: RoutingDiff) -> str:
         panels,
         kind="routing comparison",
         title=_title(result),
-        facts=_facts(result),
+        facts=_subtitle(result),
         verdict=result.verdict,
         findings=finding_rows(result.findings, _names(result)),
         shown=MOST_FINDINGS,
@@ -115,18 +115,18 @@ def terminal(result: RoutingDiff, width: int) -> RenderableType:
     """Verdict, one row per layer and findings for a terminal of so many characters."""
     table = rich_table(COLUMNS, _rows(result), width)
     findings = findings_view(result.findings, _names(result))
-    return view(_title(result), _facts(result), result.verdict, table, findings)
+    return view(_title(result), _subtitle(result), result.verdict, table, findings)
 
 
 def summary(result: RoutingDiff) -> str:
     """Names, facts and verdict in plain lines."""
-    return f"Comparison of {_title(result)}\n{_facts(result)}\n{result.verdict}"
+    return f"Comparison of {_title(result)}\n{_subtitle(result)}\n{result.verdict}"
 
 
 def notebook(result: RoutingDiff) -> str:
     """Verdict, table and figures as a piece of HTML."""
     table = grid([column for column in COLUMNS if column.rank is not None], _rows(result))
-    return notebook_html(_title(result), _facts(result), result.verdict, table, figures(result))
+    return notebook_html(_title(result), _subtitle(result), result.verdict, table, figures(result))
 
 
 def figures(result: RoutingDiff) -> "dict[str, Callable[[], Figure]]":
@@ -195,7 +195,7 @@ def _side(provenance: object) -> str:
     return f"{name} ({', '.join(more)})" if more else name
 
 
-def _facts(result: RoutingDiff) -> str:
+def _subtitle(result: RoutingDiff) -> str:
     alignment, layers = result.alignment, result.layers
     routing = dict.fromkeys(f"{layer.k} of {layer.n_experts} experts" for layer in layers)
     tokens = f"{alignment.tokens:,} tokens of {alignment.documents:,} documents"

@@ -68,7 +68,7 @@ def page(result: Inspection) -> str:
         {"text": _text_data(result.sample)},
         kind="routing report",
         title=_title(result),
-        facts=_facts(result),
+        facts=_subtitle(result),
         verdict=result.verdict,
         numbers=_key_numbers(result),
         findings=finding_rows(result.findings, names),
@@ -91,12 +91,12 @@ def terminal(result: Inspection, width: int) -> RenderableType:
     findings = findings_view(result.findings, names)
     sentence = calibration_sentence(result, _short(result))
     below = [Text(sentence)] if sentence else []
-    return view(_title(result), _facts(result), result.verdict, table, findings, *below)
+    return view(_title(result), _subtitle(result), result.verdict, table, findings, *below)
 
 
 def summary(result: Inspection) -> str:
     """Name, facts and verdict in plain lines."""
-    return f"Inspection of {_title(result)}\n{_facts(result)}\n{result.verdict}"
+    return f"Inspection of {_title(result)}\n{_subtitle(result)}\n{result.verdict}"
 
 
 def notebook(result: Inspection) -> str:
@@ -105,14 +105,14 @@ def notebook(result: Inspection) -> str:
     rows = grid(columns, layer_rows(result))
     drawings: dict[str, Callable[[], Figure]] = figures(result)
     shown = {name: drawings[name] for name in ("routing", "flips", "jumps")}
-    return notebook_html(_title(result), _facts(result), result.verdict, rows, shown)
+    return notebook_html(_title(result), _subtitle(result), result.verdict, rows, shown)
 
 
 def _title(result: Inspection) -> str:
     return provenance_text(result.provenance, "model") or "unnamed model"
 
 
-def _facts(result: Inspection) -> str:
+def _subtitle(result: Inspection) -> str:
     layers = result.measures.layers
     routing = dict.fromkeys(
         f"{layer.k} of {layer.n_experts} experts" + (", smoothed" if layer.used else "")
