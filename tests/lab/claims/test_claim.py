@@ -13,12 +13,12 @@ from tests.lab.claims.zoo import evidence, make_claim
 from tieline.core.errors import TielineError
 from tieline.core.records import from_plain, to_plain
 from tieline.lab.claims.claim import (
-    Chart,
     Claim,
+    ClaimOutcome,
     ClaimRun,
     Evidence,
+    FigureData,
     Fits,
-    Outcome,
     Verdict,
     chart,
     dots,
@@ -50,7 +50,7 @@ def test_the_verdict_is_that_of_the_first_part_that_passes(paper, condition, cor
 @pytest.mark.parametrize("paper", [[True], [False]])
 def test_no_verdict_rests_on_fits_that_did_not_converge(converged, decides, paper):
     found = replace(evidence(paper=paper), fits=Fits(converged, 20))
-    outcome = Outcome.of(make_claim(), found, ClaimRun(), 0.1)
+    outcome = ClaimOutcome.of(make_claim(), found, ClaimRun(), 0.1)
     assert (outcome.verdict is not Verdict.UNDECIDED) is decides
     assert decides or outcome.reason == "only 17 of 20 fits converged"
 
@@ -77,26 +77,26 @@ def test_no_verdict_rests_on_fits_that_did_not_converge(converged, decides, pape
 )
 def test_a_change_is_another_verdict_or_a_check_of_ours_that_fails(expected, parts, changed):
     claim = make_claim(expected=expected)
-    assert Outcome.of(claim, evidence(**parts), ClaimRun(), 0.1).changed is changed
+    assert ClaimOutcome.of(claim, evidence(**parts), ClaimRun(), 0.1).changed is changed
 
 
 @pytest.mark.parametrize("passed", [True, False])
 def test_what_cannot_be_tested_here_still_has_checks_that_can_fail(passed):
     claim = make_claim(expected=Verdict.UNTESTABLE, untestable="needs a cluster")
-    outcome = Outcome.of(claim, evidence(paper=[passed]), ClaimRun(), 0.1)
+    outcome = ClaimOutcome.of(claim, evidence(paper=[passed]), ClaimRun(), 0.1)
     assert outcome.verdict is Verdict.UNTESTABLE
     assert outcome.changed is not passed
 
 
 def test_a_test_without_a_check_is_refused():
     with pytest.raises(TielineError, match="cannot fail"):
-        Outcome.of(make_claim(), Evidence([]), ClaimRun(), 0.1)
+        ClaimOutcome.of(make_claim(), Evidence([]), ClaimRun(), 0.1)
 
 
 def test_an_outcome_survives_json():
-    outcome = Outcome.of(make_claim(), evidence(paper=[True]), ClaimRun(True, 3), 0.5)
+    outcome = ClaimOutcome.of(make_claim(), evidence(paper=[True]), ClaimRun(True, 3), 0.5)
     plain = to_plain(outcome, nonfinite_as_text=True)
-    again = from_plain(Outcome, json.loads(json.dumps(plain, allow_nan=False)))
+    again = from_plain(ClaimOutcome, json.loads(json.dumps(plain, allow_nan=False)))
     assert to_plain(again, nonfinite_as_text=True) == plain
     assert again.verdict is Verdict.HOLDS
     assert (again.fast, again.seed, plain["evidence"]["measured"]) == (True, 3, "inf")
@@ -112,7 +112,7 @@ def test_a_chart_survives_json():
     drawn = chart("x", "y", line("bound", [0, 1], [1, 2], dashed=True), points, log="x")
     plain = to_plain(drawn, nonfinite_as_text=True)
     assert plain["series"][1]["x"] == [1.0, "nan"]
-    assert to_plain(from_plain(Chart, plain), nonfinite_as_text=True) == plain
+    assert to_plain(from_plain(FigureData, plain), nonfinite_as_text=True) == plain
 
 
 def test_draws_depend_on_seed_and_stream_alone():

@@ -2,16 +2,16 @@
 
 from tests.lab.claims.zoo import evidence, make_claim
 from tieline.core.records import read_result
-from tieline.lab.claims import Catalogue, ClaimRun, Ledger, Outcome, Verdict
+from tieline.lab.claims import Catalogue, ClaimOutcome, ClaimRun, Ledger, Verdict
 
 RUN = ClaimRun(True, 3)
 
 
 def test_the_ledger_counts_verdicts_and_names_what_changed(tmp_path):
     outcomes = [
-        Outcome.of(make_claim("p0-a"), evidence(paper=[True]), RUN, 0.1),
-        Outcome.of(make_claim("p1-b"), evidence(paper=[False]), RUN, 0.1),
-        Outcome(make_claim("p1-c"), None, True, error="ValueError: no"),
+        ClaimOutcome.of(make_claim("p0-a"), evidence(paper=[True]), RUN, 0.1),
+        ClaimOutcome.of(make_claim("p1-b"), evidence(paper=[False]), RUN, 0.1),
+        ClaimOutcome(make_claim("p1-c"), None, True, error="ValueError: no"),
     ]
     ledger = Ledger.of(outcomes, RUN)
     assert ledger.verdicts == {

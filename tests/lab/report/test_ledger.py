@@ -11,17 +11,17 @@ from rich.console import Console
 
 from tests.report.browser import BROWSERS, find_browser, look_at
 from tieline.lab.claims.claim import (
-    Axis,
-    Chart,
     Check,
     Claim,
+    ClaimOutcome,
     Evidence,
+    FigureAxis,
+    FigureData,
+    FigureSeries,
     Fits,
-    Outcome,
-    Series,
     Verdict,
 )
-from tieline.lab.claims.ledger import Catalogue, Ledger, PaperTitle, Provenance
+from tieline.lab.claims.ledger import Catalogue, Ledger, LedgerProvenance, PaperTitle
 from tieline.lab.report import listings
 from tieline.lab.report.ledger import check_text, page, terminal, value_text, verdict_text
 
@@ -34,15 +34,15 @@ def make_outcome(name="p0-a", verdict=Verdict.HOLDS, changed=False, error="", **
     words = (HOSTILE, HOSTILE, "over-specified", "by hand", "a counterexample")
     claim = Claim(name, 0, "Thm 1", *words, Verdict.HOLDS)
     given = {"checks": (CHECK,), "paper": 1.0, "measured": float("inf")} | evidence
-    return Outcome(claim, verdict, changed, Evidence(**given), error=error)
+    return ClaimOutcome(claim, verdict, changed, Evidence(**given), error=error)
 
 
-FIGURE = Chart(
-    Axis("τ", "log"),
-    Axis("mass", "linear"),
+FIGURE = FigureData(
+    FigureAxis("τ", "log"),
+    FigureAxis("mass", "linear"),
     (
-        Series("bound", (0.1, 1.0), (1.0, 2.0), "dashed"),
-        Series("found", (0.1, 1.0), (0.9, 1.9), "dots", (0.1, 0.1)),
+        FigureSeries("bound", (0.1, 1.0), (1.0, 2.0), "dashed"),
+        FigureSeries("found", (0.1, 1.0), (0.9, 1.9), "dots", (0.1, 0.1)),
     ),
 )
 TITLES = (PaperTitle(0, "p", HOSTILE),)
@@ -57,7 +57,7 @@ def ledger():
         make_outcome("p0-d", None, True, "ValueError: no", checks=(), paper=None, measured=None),
     )
     return Ledger(
-        Provenance("1", "fast", 0),
+        LedgerProvenance("1", "fast", 0),
         TITLES,
         {"holds": 2, "holds with a condition": 0, "does not hold": 1},
         ("p0-b", "p0-c", "p0-d"),

@@ -35,17 +35,17 @@ from torch import Tensor
 from tieline.core.errors import require
 
 __all__ = [
-    "Axis",
-    "Chart",
     "Check",
     "Claim",
+    "ClaimOutcome",
     "ClaimRun",
     "Evidence",
+    "FigureAxis",
+    "FigureData",
+    "FigureSeries",
     "Fits",
-    "Outcome",
     "Part",
     "Real",
-    "Series",
     "Value",
     "Verdict",
     "chart",
@@ -129,7 +129,7 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Axis:
+class FigureAxis:
     """Title and scale ("linear" or "log") of an axis."""
 
     title: str
@@ -137,7 +137,7 @@ class Axis:
 
 
 @dataclass(frozen=True)
-class Series:
+class FigureSeries:
     """Points of a chart; `kind` is "line", "dashed" or "dots", `errors` are standard errors."""
 
     name: str
@@ -148,12 +148,12 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Chart:
+class FigureData:
     """The data of a claim's figure."""
 
-    x: Axis
-    y: Axis
-    series: tuple[Series, ...]
+    x: FigureAxis
+    y: FigureAxis
+    series: tuple[FigureSeries, ...]
 
 
 CONVERGED_SHARE = 0.9
@@ -194,7 +194,7 @@ class Evidence:
     paper: Value = None
     corrected: Value = None
     measured: Value = None
-    figure: Chart | None = None
+    figure: FigureData | None = None
     note: str = ""
     fits: Fits | None = None
 
@@ -290,7 +290,7 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ClaimOutcome:
     """The result of one claim.
 
     Attributes:
@@ -316,7 +316,7 @@ class Outcome:
     error: str = ""
 
     @classmethod
-    def of(cls, claim: Claim, evidence: Evidence, run: ClaimRun, seconds: float) -> "Outcome":
+    def of(cls, claim: Claim, evidence: Evidence, run: ClaimRun, seconds: float) -> "ClaimOutcome":
         """Judge the evidence."""
         require(bool(evidence.checks), f"{claim.id}: a test without a check cannot fail")
         verdict, reason = claim.judge(evidence)
@@ -336,21 +336,23 @@ def _silent_parts(verdict: Verdict) -> tuple[Part, ...]:
 Numbers = Sequence[Real] | Tensor
 
 
-def chart(x: str, y: str, *series: Series, log: Literal["", "x", "y", "xy"] = "") -> Chart:
+def chart(
+    x: str, y: str, *series: FigureSeries, log: Literal["", "x", "y", "xy"] = ""
+) -> FigureData:
     """Make a chart of series over two titled axes; `log` names the logarithmic ones."""
     x_scale, y_scale = ("log" if axis in log else "linear" for axis in "xy")
-    return Chart(Axis(x, x_scale), Axis(y, y_scale), series)
+    return FigureData(FigureAxis(x, x_scale), FigureAxis(y, y_scale), series)
 
 
-def line(name: str, x: Numbers, y: Numbers, *, dashed: bool = False) -> Series:
+def line(name: str, x: Numbers, y: Numbers, *, dashed: bool = False) -> FigureSeries:
     """Make a line; the paper's own values are dashed by convention."""
-    return Series(name, _numbers(x), _numbers(y), "dashed" if dashed else "line")
+    return FigureSeries(name, _numbers(x), _numbers(y), "dashed" if dashed else "line")
 
 
-def dots(name: str, x: Numbers, y: Numbers, errors: Numbers | None = None) -> Series:
+def dots(name: str, x: Numbers, y: Numbers, errors: Numbers | None = None) -> FigureSeries:
     """Make points, with their standard errors if given."""
     bars = None if errors is None else _numbers(errors)
-    return Series(name, _numbers(x), _numbers(y), "dots", bars)
+    return FigureSeries(name, _numbers(x), _numbers(y), "dots", bars)
 
 
 def _numbers(values: Numbers) -> tuple[float, ...]:

@@ -9,16 +9,16 @@ from tieline._version import __version__
 from tieline.core.files import cache_folder
 from tieline.core.records import Result
 from tieline.core.settings import takes_settings
-from tieline.lab.claims.claim import Claim, ClaimRun, Outcome, Verdict
+from tieline.lab.claims.claim import Claim, ClaimOutcome, ClaimRun, Verdict
 from tieline.lab.claims.registry import PAPERS, select
 from tieline.lab.claims.runner import ResultStore, run_claims
 from tieline.lab.settings import ReproduceOptions, ReproduceSettings
 
-__all__ = ["Catalogue", "Ledger", "PaperTitle", "Provenance", "reproduce"]
+__all__ = ["Catalogue", "Ledger", "LedgerProvenance", "PaperTitle", "reproduce"]
 
 
 @dataclass(frozen=True)
-class Provenance:
+class LedgerProvenance:
     """The version, mode ("fast" or "full") and seed of a run."""
 
     tieline: str
@@ -51,19 +51,19 @@ class Ledger(Result):
     format: ClassVar[str] = "tieline-ledger"
     nonfinite_as_text: ClassVar[bool] = True
 
-    provenance: Provenance
+    provenance: LedgerProvenance
     papers: tuple[PaperTitle, ...]
     verdicts: dict[str, int]
     changed: tuple[str, ...]
     broken: tuple[str, ...]
-    claims: tuple[Outcome, ...]
+    claims: tuple[ClaimOutcome, ...]
 
     @classmethod
-    def of(cls, outcomes: Sequence[Outcome], run: ClaimRun) -> "Ledger":
+    def of(cls, outcomes: Sequence[ClaimOutcome], run: ClaimRun) -> "Ledger":
         """Collect outcomes with their papers and a count of the verdicts."""
         counts = Counter(outcome.verdict for outcome in outcomes)
         return cls(
-            Provenance(__version__, run.mode, run.seed),
+            LedgerProvenance(__version__, run.mode, run.seed),
             _titles([outcome.claim for outcome in outcomes]),
             {verdict.value: counts[verdict] for verdict in Verdict},
             tuple(outcome.claim.id for outcome in outcomes if outcome.changed),

@@ -32,7 +32,7 @@ import torch
 
 from tieline.core.statistics import PowerLaw
 from tieline.lab.claims.checks import at_least, corrected, estimated, qualified, unmeasured, within
-from tieline.lab.claims.claim import Chart, Check, ClaimRun, Evidence, Fits, chart, dots
+from tieline.lab.claims.claim import Check, ClaimRun, Evidence, FigureData, Fits, chart, dots
 from tieline.lab.estimation.fit import lift, population_minimiser
 from tieline.lab.estimation.identifiability import cramer_rao
 from tieline.lab.estimation.model import MoEModel
@@ -151,7 +151,7 @@ def slopes_text(study: RateStudy, radius: float | None = None) -> str:
     return ", ".join(f"{loss} {law_of(study, loss, radius)}" for loss in LOSSES)
 
 
-def rate_chart(studies: "Studies", losses: tuple[str, ...]) -> Chart:
+def rate_chart(studies: "Studies", losses: tuple[str, ...]) -> FigureData:
     """Draw mean losses against n, a series for each study and loss."""
     series = [
         dots(f"{name}, {curve.loss}, {curve.start}", curve.sizes, curve.mean, curve.stderr)

@@ -28,7 +28,7 @@ from tieline.core.files import write_whole
 from tieline.core.numerics import one_thread
 from tieline.core.parallel import EXECUTORS, check_executor, run_jobs
 from tieline.core.records import from_plain, to_plain
-from tieline.lab.claims.claim import Claim, ClaimRun, Outcome
+from tieline.lab.claims.claim import Claim, ClaimOutcome, ClaimRun
 from tieline.lab.claims.registry import PAPERS, all_claims
 
 __all__ = ["EXECUTORS", "ResultStore", "fingerprint", "result_key", "run_claim", "run_claims"]
@@ -82,17 +82,17 @@ class ResultStore:
         require(existing.is_dir(), f"cannot keep results in {self.folder}: {existing} is no folder")
         require(os.access(existing, os.W_OK), f"cannot keep results in {existing}: it is read-only")
 
-    def load(self, claim: Claim, run: ClaimRun) -> Outcome | None:
+    def load(self, claim: Claim, run: ClaimRun) -> ClaimOutcome | None:
         """Return the result of this claim, mode, seed and code; None if there is none."""
         try:
             record = json.loads(self._path(claim, run).read_bytes())
             if record["key"] != result_key(claim, run) or record["version"] != VERSION:
                 return None
-            return from_plain(Outcome, record["outcome"])
+            return from_plain(ClaimOutcome, record["outcome"])
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return None
 
-    def save(self, claim: Claim, run: ClaimRun, outcome: Outcome) -> None:
+    def save(self, claim: Claim, run: ClaimRun, outcome: ClaimOutcome) -> None:
         """Write the result atomically."""
         self.folder.mkdir(parents=True, exist_ok=True)
         head = {"format": FORMAT, "version": VERSION, "key": result_key(claim, run)}
@@ -104,20 +104,22 @@ class ResultStore:
         return self.folder / f"{claim.id}.{run.mode}.seed{run.seed}.json"
 
 
-Progress = Callable[[Outcome, int, int], None]
+Progress = Callable[[ClaimOutcome, int, int], None]
 
 
-def run_claim(claim: Claim, run: ClaimRun) -> Outcome:
+def run_claim(claim: Claim, run: ClaimRun) -> ClaimOutcome:
     """Test one claim; the outcome of a test that raises an exception holds its message."""
     begun = time.perf_counter()
     try:
         with one_thread():
             evidence = claim.test(run)
-        return Outcome.of(claim, evidence, run, time.perf_counter() - begun)
+        return ClaimOutcome.of(claim, evidence, run, time.perf_counter() - begun)
     except Exception as problem:
         message = f"{type(problem).__name__}: {problem}"
         took = time.perf_counter() - begun
-        return Outcome(claim, None, True, seconds=took, fast=run.fast, seed=run.seed, error=message)
+        return ClaimOutcome(
+            claim, None, True, seconds=took, fast=run.fast, seed=run.seed, error=message
+        )
 
 
 def run_claims(
@@ -129,7 +131,7 @@ def run_claims(
     address: str | None = None,
     jobs: int = -1,
     progress: Progress | None = None,
-) -> list[Outcome]:
+) -> list[ClaimOutcome]:
     """Test claims, except those whose results are stored, and store the new results.
 
     Args:
@@ -142,7 +144,7 @@ def run_claims(
         progress: called with each outcome, the number of outcomes so far, and their total.
     """
     check_executor(executor, address, jobs)
-    done: dict[str, Outcome] = {}
+    done: dict[str, ClaimOutcome] = {}
     for outcome in _outcomes(claims, run, store, executor, address, jobs):
         done[outcome.claim.id] = outcome
         if progress is not None:
@@ -157,7 +159,7 @@ def _outcomes(
     executor: str,
     address: str | None,
     jobs: int,
-) -> Iterator[Outcome]:
+) -> Iterator[ClaimOutcome]:
     """Yield stored outcomes, then new ones in the order in which their tests end."""
     todo = []
     for claim in claims:
@@ -175,7 +177,7 @@ def _outcomes(
 
 def _tested(
     todo: Sequence[Claim], run: ClaimRun, executor: str, address: str | None, jobs: int
-) -> Generator[Outcome, None, None]:
+) -> Generator[ClaimOutcome, None, None]:
     """Yield outcomes in the order in which the tests end; the longest tests start first."""
     groups = _groups(todo, run.fast)
     if not groups:
@@ -185,7 +187,7 @@ def _tested(
         return
     arguments = [(tuple(claim.id for claim in group), run) for group in groups]
     for outcomes in run_jobs(_remote, arguments, executor=executor, address=address, jobs=jobs):
-        yield from (from_plain(Outcome, values) for values in outcomes)
+        yield from (from_plain(ClaimOutcome, values) for values in outcomes)
 
 
 def _groups(todo: Sequence[Claim], fast: bool) -> list[list[Claim]]:

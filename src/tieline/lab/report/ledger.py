@@ -14,7 +14,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from tieline.lab.claims.claim import Chart, Check, Claim, Outcome, Series, Verdict
+from tieline.lab.claims.claim import Check, Claim, ClaimOutcome, FigureData, FigureSeries, Verdict
 from tieline.lab.claims.ledger import Ledger, PaperTitle
 from tieline.report.charts import Panel, axis, figure, layer_colour
 from tieline.report.drawing import ACCENT, INK, MUTED, NOTICE, WARN, canvas, layer_colours
@@ -149,7 +149,7 @@ def value_text(value: float | int | str | None) -> str:
     return f"{value:,}" if isinstance(value, int) else significant(value, 6)
 
 
-def verdict_text(outcome: Outcome) -> str:
+def verdict_text(outcome: ClaimOutcome) -> str:
     """Sign and verdict, with the expected one or the error if it changed."""
     sign = "!" if outcome.verdict is None else SIGNS[outcome.verdict]
     if outcome.verdict is None:
@@ -193,23 +193,23 @@ def _counts(result: Ledger) -> str:
     return f"{count}. {' · '.join(counts).capitalize()}. {news}."
 
 
-def _of_paper(result: Ledger, paper: PaperTitle) -> list[Outcome]:
+def _of_paper(result: Ledger, paper: PaperTitle) -> list[ClaimOutcome]:
     return [outcome for outcome in result.claims if outcome.claim.paper == paper.paper]
 
 
-def _values(outcome: Outcome) -> list[str]:
+def _values(outcome: ClaimOutcome) -> list[str]:
     """Texts of the columns `VALUES`."""
     evidence = outcome.evidence
     return [value_text(value) for value in (evidence.paper, evidence.corrected, evidence.measured)]
 
 
-def _verdict_class(outcome: Outcome) -> str:
+def _verdict_class(outcome: ClaimOutcome) -> str:
     if outcome.changed or outcome.verdict is None:
         return "changed"
     return CLASSES[outcome.verdict]
 
 
-def _table(outcomes: Sequence[Outcome], *, wide: bool) -> Table:
+def _table(outcomes: Sequence[ClaimOutcome], *, wide: bool) -> Table:
     table = text_table(("claim", "what", *(VALUES if wide else ()), "verdict"), (), 9, fold=True)
     table.columns[0].no_wrap = True
     for outcome in outcomes:
@@ -222,7 +222,7 @@ def _table(outcomes: Sequence[Outcome], *, wide: bool) -> Table:
     return table
 
 
-def _undecided_text(outcome: Outcome) -> Text:
+def _undecided_text(outcome: ClaimOutcome) -> Text:
     """A claim that is not decided, with the reason and what this run could not measure."""
     claim, checks = outcome.claim, outcome.evidence.checks
     absent = dict.fromkeys(c.open for c in checks if c.open and math.isnan(c.measured))
@@ -232,14 +232,14 @@ def _undecided_text(outcome: Outcome) -> Text:
     return Text(sentence, style=STYLES[Verdict.UNDECIDED])
 
 
-def _changed_text(outcome: Outcome) -> Text:
+def _changed_text(outcome: ClaimOutcome) -> Text:
     """A claim that changed, with the checks that failed."""
     lines = [f"{outcome.claim.id}: {verdict_text(outcome)[2:]}"]
     lines += [f"    {check_text(check)}" for check in outcome.evidence.checks if not check.passed]
     return Text("\n".join(lines), style="bold red")
 
 
-def _panel(name: str, title: str, chart: Chart) -> Panel:
+def _panel(name: str, title: str, chart: FigureData) -> Panel:
     """A claim's chart by Plotly."""
     count = len(chart.series)
     roles = (
@@ -252,7 +252,7 @@ def _panel(name: str, title: str, chart: Chart) -> Panel:
     return Panel(f"figure-{name}", title, "", drawing)
 
 
-def _trace(series: Series, colour: str) -> dict[str, Any]:
+def _trace(series: FigureSeries, colour: str) -> dict[str, Any]:
     trace: dict[str, Any] = {
         "type": "scatter",
         "name": series.name,
@@ -267,7 +267,7 @@ def _trace(series: Series, colour: str) -> dict[str, Any]:
     return trace
 
 
-def _draw(chart: Chart) -> "Figure":
+def _draw(chart: FigureData) -> "Figure":
     """A claim's chart by matplotlib."""
     count = len(chart.series)
     colours = list(COLOURS.values()) if count <= len(COLOURS) else layer_colours(count)

@@ -9,7 +9,7 @@ from tests.lab.claims.zoo import evidence, make_claim
 from tieline.core.errors import TielineError
 from tieline.core.records import to_plain
 from tieline.lab.claims import runner
-from tieline.lab.claims.claim import ClaimRun, Outcome
+from tieline.lab.claims.claim import ClaimOutcome, ClaimRun
 from tieline.lab.claims.runner import ResultStore, fingerprint
 
 RUN = ClaimRun(True, 0)
@@ -18,7 +18,7 @@ RUN = ClaimRun(True, 0)
 @pytest.fixture
 def kept(tmp_path):
     store, claim = ResultStore(tmp_path / "new" / "results"), make_claim()
-    outcome = Outcome.of(claim, evidence(paper=[True]), RUN, 0.1)
+    outcome = ClaimOutcome.of(claim, evidence(paper=[True]), RUN, 0.1)
     store.save(claim, RUN, outcome)
     return store, claim, outcome
 

@@ -15,7 +15,7 @@ from tieline.lab.claims.checks import (
     qualified,
     sampled,
 )
-from tieline.lab.claims.claim import Chart, ClaimRun, Evidence, Verdict, chart, line
+from tieline.lab.claims.claim import ClaimRun, Evidence, FigureData, Verdict, chart, line
 from tieline.lab.claims.registry import claim
 from tieline.lab.limits.symmetry import (
     Response,
@@ -119,7 +119,7 @@ def response(run: ClaimRun) -> Evidence:
     )
 
 
-def _both_models(both: SymmetryBreaking) -> Chart:
+def _both_models(both: SymmetryBreaking) -> FigureData:
     """‖u‖ against the step, reduced and true."""
     steps = range(len(both.norms))
     curves = [

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from tieline.core.errors import require
 from tieline.lab.claims.checks import at_least, at_most, corrected, near
-from tieline.lab.claims.claim import Check, ClaimRun, Evidence, Real, Series, chart, line
+from tieline.lab.claims.claim import Check, ClaimRun, Evidence, FigureSeries, Real, chart, line
 from tieline.lab.claims.registry import claim
 from tieline.lab.claims.trained import need_training, router_states
 from tieline.lab.training.config import DecoderConfig, TrainConfig
@@ -148,7 +148,7 @@ def _layer_means(name: str, values: Tensor, target: float, tolerance: float) -> 
     return [near(f"{name}, layer {at}", mean, target, tolerance) for at, mean in enumerate(means)]
 
 
-def _layer_curves(course: "RoutingCourse") -> list[Series]:
+def _layer_curves(course: "RoutingCourse") -> list[FigureSeries]:
     steps = course.steps.double()
     return [line(f"layer {at}", steps, column) for at, column in enumerate(course.experts.T)]
 

@@ -1,7 +1,16 @@
 """Table 1 on attention heads: which kind learns faster."""
 
 from tieline.lab.claims.checks import at_least, at_most, corrected, near, none_of
-from tieline.lab.claims.claim import Chart, Check, ClaimRun, Evidence, Verdict, chart, dots, line
+from tieline.lab.claims.claim import (
+    Check,
+    ClaimRun,
+    Evidence,
+    FigureData,
+    Verdict,
+    chart,
+    dots,
+    line,
+)
 from tieline.lab.claims.registry import claim
 from tieline.lab.estimation.attention import AttentionComparison, StudentCurve, compare_attention
 
@@ -87,7 +96,7 @@ def _constant(curve: StudentCurve) -> float:
     return curve.predicted_function
 
 
-def _error_chart(comparison: AttentionComparison) -> Chart:
+def _error_chart(comparison: AttentionComparison) -> FigureData:
     series = []
     for kind in ("softmax", "sigmoid"):
         curve = comparison.curve("head", kind, kind)
